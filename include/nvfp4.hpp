@@ -30,6 +30,9 @@
  *             std::cout << piece.text << std::flush;
  *
  * They generate in a thread of their own, which needs -pthread with glibc before 2.34.
+ *
+ * VERSIONS. A program that may meet another library than that of this header calls check_version() before anything else: its error
+ * says both versions, and what to install. A function that an older library lacks is otherwise the dynamic linker's error.
  */
 #ifndef NVFP4_HPP
 #define NVFP4_HPP

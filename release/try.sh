@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Tries the archives and the wheels in systems that have nothing of ours: bash release/try.sh [ARCH...]
+# Tries the archives, the wheels and the NuGet packages in systems that have nothing of ours: bash release/try.sh [ARCH...]
 #
 # For x86_64 that is Debian 11, for aarch64 Debian 12 under qemu-user: each a root that debootstrap makes, with gcc, make, cmake,
 # pkg-config and Python, and without a network. There the archive is unpacked (try-inside.sh); the C example is built as the archive's
 # README.md says, and by CMake; both answer with the model of tests/data, and so does the command, word for word; the command prints its
-# help, a manual page and what it finds. The wheel is installed into a virtual environment, and answers too (try-wheel.sh). Needs root, and
-# Debian packages that it names where they are missing. Roots are kept in $NVFP4_RELEASE/roots.
+# help, a manual page and what it finds. The wheel is installed into a virtual environment, and answers too (try-wheel.sh). So do
+# new programs in C# and F# that add the packages (try-nuget.sh), by an SDK that is put there with libssl 1.1, as Debian has none. Needs root,
+# and Debian packages that it names where they are missing. Roots are kept in $NVFP4_RELEASE/roots.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source release/common.sh
 source release/parts/wheels.sh
+source release/parts/nuget.sh
 
 # The kernel runs programs for AArch64 with qemu, also those that a program in the root starts.
 emulate_aarch64() {
@@ -44,22 +46,32 @@ make_root() {
 }
 
 # inside ROOT COMMAND...: without a network, of which there is not even an address.
-inside() { unshare --net chroot "$1" /usr/bin/env -i PATH=/usr/bin:/bin HOME=/root LC_ALL=C.UTF-8 "${@:2}"; }
+inside() {
+    # shellcheck disable=SC2016 # It is the inner shell that expands them.
+    unshare --net --mount bash -c 'mount -t proc proc "$1/proc" && exec chroot "$1" /usr/bin/env -i PATH=/usr/bin:/bin HOME=/root LC_ALL=C.UTF-8 "${@:2}"' \
+        inside "$@"
+}
 
 try() {
-    local arch=$1 root=$OUT/roots/$1 archive=nvfp4-$VERSION-linux-$1.tar.xz wheel artifact
+    local arch=$1 root=$OUT/roots/$1 archive=nvfp4-$VERSION-linux-$1.tar.xz wheel artifact sdk
     wheel=$(wheel_name "$arch")
-    for artifact in "$archive" "$wheel"; do
+    sdk=$(dotnet_sdk "$arch")
+    for artifact in "$archive" "$wheel" "${DOTNET_PACKAGES[@]/%/.$VERSION.nupkg}"; do
         [ -e "$OUT/dist/$artifact" ] || fail "$OUT/dist/$artifact is missing: run 'bash release/build.sh'"
     done
     [ "$arch" != aarch64 ] || emulate_aarch64
     make_root "$arch" "$root"
     rm -rf "$root/try" && mkdir "$root/try"
-    cp -rL "$OUT/dist/$archive" "$OUT/dist/$wheel" tests/data/verse-10m release/try-{inside,wheel}.sh "$root/try"
+    cp -rL "$OUT/dist/$archive" "$OUT/dist/$wheel" tests/data/verse-10m release/try-{inside,wheel,nuget}.sh "$root/try"
+    give_packages "$OUT/dist" "$sdk" "$root/try/packages"
+    cp -r "$sdk" "$root/try/dotnet"
     say "trying $archive"
     inside "$root" bash /try/try-inside.sh "${archive%.tar.xz}" || fail "$archive failed in $root"
     say "trying $wheel"
     inside "$root" bash /try/try-wheel.sh "$wheel" || fail "$wheel failed in $root"
+    say "trying the NuGet packages"
+    inside "$root" bash /try/try-nuget.sh "$VERSION" || fail "the NuGet packages failed in $root"
+    rm -r "$root/try/dotnet"
     say "$arch: all of it worked"
 }
 

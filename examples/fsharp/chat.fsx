@@ -1,8 +1,7 @@
 // Talk with a language model, in F#.
 //
-//     dotnet build bindings/dotnet/LibNVFP4.FSharp
-//     D=bindings/dotnet/LibNVFP4.FSharp/bin/Debug/netcoreapp3.1
-//     dotnet fsi -r:$D/LibNVFP4.dll -r:$D/LibNVFP4.FSharp.dll examples/fsharp/chat.fsx MODEL ["Why is the sky blue?"]
+//     dotnet build bindings/dotnet/LibNVFP4.FSharp -o build/dotnet
+//     dotnet fsi -r:build/dotnet/LibNVFP4.dll -r:build/dotnet/LibNVFP4.FSharp.dll examples/fsharp/chat.fsx MODEL ["Why is the sky blue?"]
 //
 // With a prompt it answers and ends; without one it holds a conversation, one turn per line.
 

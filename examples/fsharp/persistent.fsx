@@ -1,9 +1,8 @@
 // A conversation of several turns over one cache of keys and values that lives as long as the conversation: the runner that F#
 // programs on TorchSharp know, over this library. Each turn runs only what it adds, and prints how long the cache is.
 //
-//     dotnet build bindings/dotnet/LibNVFP4.FSharp
-//     D=bindings/dotnet/LibNVFP4.FSharp/bin/Debug/netcoreapp3.1
-//     dotnet fsi -r:$D/LibNVFP4.dll -r:$D/LibNVFP4.FSharp.dll examples/fsharp/persistent.fsx --model MODEL --turns 3
+//     dotnet build bindings/dotnet/LibNVFP4.FSharp -o build/dotnet
+//     dotnet fsi -r:build/dotnet/LibNVFP4.dll -r:build/dotnet/LibNVFP4.FSharp.dll examples/fsharp/persistent.fsx --model MODEL --turns 3
 //
 //     --model PATH             a model's directory or file
 //     --device DEVICE          auto, cpu, cuda or cuda:N            (auto)

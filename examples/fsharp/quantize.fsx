@@ -1,9 +1,8 @@
 // Quantize a matrix to NVFP4 in F#, and see how far it and its product with an input stay from the exact ones; or convert a
 // model on disk.
 //
-//     dotnet build bindings/dotnet/LibNVFP4.FSharp
-//     D=bindings/dotnet/LibNVFP4.FSharp/bin/Debug/netcoreapp3.1
-//     dotnet fsi -r:$D/LibNVFP4.dll -r:$D/LibNVFP4.FSharp.dll examples/fsharp/quantize.fsx [MODEL DESTINATION]
+//     dotnet build bindings/dotnet/LibNVFP4.FSharp -o build/dotnet
+//     dotnet fsi -r:build/dotnet/LibNVFP4.dll -r:build/dotnet/LibNVFP4.FSharp.dll examples/fsharp/quantize.fsx [MODEL DESTINATION]
 
 open System
 open LibNVFP4

@@ -1,8 +1,7 @@
 // A model that thinks before it answers, in F#.
 //
-//     dotnet build bindings/dotnet/LibNVFP4.FSharp
-//     D=bindings/dotnet/LibNVFP4.FSharp/bin/Debug/netcoreapp3.1
-//     dotnet fsi -r:$D/LibNVFP4.dll -r:$D/LibNVFP4.FSharp.dll examples/fsharp/thinking.fsx MODEL "How many primes are there below 100?"
+//     dotnet build bindings/dotnet/LibNVFP4.FSharp -o build/dotnet
+//     dotnet fsi -r:build/dotnet/LibNVFP4.dll -r:build/dotnet/LibNVFP4.FSharp.dll examples/fsharp/thinking.fsx MODEL "How many primes are there below 100?"
 //
 // Its reasoning goes to stderr, its answer to stdout: first after as much reasoning as it likes, then without any.
 

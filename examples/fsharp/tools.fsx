@@ -1,8 +1,7 @@
 // A model that calls functions of this program, in F#.
 //
-//     dotnet build bindings/dotnet/LibNVFP4.FSharp
-//     D=bindings/dotnet/LibNVFP4.FSharp/bin/Debug/netcoreapp3.1
-//     dotnet fsi -r:$D/LibNVFP4.dll -r:$D/LibNVFP4.FSharp.dll examples/fsharp/tools.fsx MODEL "Do I need an umbrella in Paris?"
+//     dotnet build bindings/dotnet/LibNVFP4.FSharp -o build/dotnet
+//     dotnet fsi -r:build/dotnet/LibNVFP4.dll -r:build/dotnet/LibNVFP4.FSharp.dll examples/fsharp/tools.fsx MODEL "Do I need an umbrella in Paris?"
 
 open LibNVFP4
 open LibNVFP4.FSharp

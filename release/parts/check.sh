@@ -7,6 +7,7 @@ part_check() {
     source release/parts/natives.sh
     source release/parts/archives.sh
     source release/parts/wheels.sh
+    source release/parts/nuget.sh
     [ -e "$OUT/source.commit" ] || fail "there is nothing in $OUT to compare with: run 'bash release/build.sh'"
     rm -rf "$again"
     export_source "$(<"$OUT/source.commit")" "$again/elsewhere/source"
@@ -21,4 +22,9 @@ part_check() {
         done
         say "the archives and the wheel for $arch: the same bytes"
     done
+    make_packages "$again/elsewhere/source" "$again/natives" "$again/nuget" "$again/dist"
+    for name in "$again/dist/"*nupkg; do
+        cmp "$name" "$OUT/dist/$(basename "$name")" || fail "$(basename "$name") is not reproducible"
+    done
+    say "the NuGet packages: the same bytes"
 }

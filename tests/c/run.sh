@@ -88,6 +88,27 @@ wrapped() {
     diff --label "called through nvfp4.hpp" --label "declared in nvfp4.h" -u "$work/called" "$work/declared"
 }
 
+# A program of C++ for a later library says so, and which of the two there is.
+later_header() {
+    mkdir -p "$work/later" && cp include/nvfp4.hpp "$work/later" &&
+        sed 's/^\(#define NVFP4_VERSION_NUMBER\) .*/\1 123456/' include/nvfp4.h >"$work/later/nvfp4.h" || return 1
+    g++ -std=c++17 "${warnings[@]}" -I"$work/later" -xc++ - -o "$work/later/program" "${link[@]}" <<'END' || return 1
+#include <cstdio>
+#include <nvfp4.hpp>
+
+int main()
+{
+    try {
+        nvfp4::check_version();
+    } catch (const nvfp4::Error &error) {
+        std::printf("%s: %s\n", error.name(), error.what());
+    }
+}
+END
+    "$work/later/program" | tee "$work/said" && [ "$(wc -l <"$work/said")" -eq 1 ] &&
+        grep -q "^ABI_MISMATCH: .* nvfp4.h 12.34.56 .* is $version .*; install libNVFP4 12.34.56 or later$" "$work/said"
+}
+
 # install FROM PREFIX
 install() {
     cmake -S cmake -B "$2-build" -DNVFP4_BUILD_DIR="$1" -DCMAKE_INSTALL_PREFIX="$2" && cmake --install "$2-build"
@@ -288,6 +309,7 @@ for std in c++17 c++20; do
 done
 check "nvfp4.hpp wraps every function" wrapped
 check "a token callback of the old form does not compile" old_callback
+check "a program for a later library says so in C++" later_header
 # What is measured on a GPU: here it is to build as its first lines say, and to run where there is one.
 check "enqueue compiles" gcc -std=c99 "${warnings[@]}" -Iinclude benches/c/enqueue.c -o "$work/enqueue" "${link[@]}"
 check "enqueue" "$work/enqueue" 100 64 256 256

@@ -27,8 +27,9 @@ static class NoThreads
         using (Model model = Model.Load(args[0]))
         using (var chat = new ChatSession(model))
         {
-            // What the runtime itself begins threads for is past.
+            // What the runtime itself begins threads for is past, the console too.
             string said = string.Concat(chat.Stream("Hi"));
+            Console.WriteLine("with threads: " + said);
             getrlimit(Threads, out Limit limit);
             Limit none = limit;
             none.Soft = new UIntPtr(1);

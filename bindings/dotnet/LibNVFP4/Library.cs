@@ -25,7 +25,8 @@ namespace LibNVFP4
     /// <summary>The native library: loading, versions, logging, threads, and what this machine offers.</summary>
     /// <remarks>
     /// It is the file that NVFP4_LIB_PATH names, or that in the folder it names. Without it: what <see cref="Use"/> was told;
-    /// beside this assembly or the program; in <c>runtimes/RID/native</c> there; where the system looks.
+    /// beside the program or this assembly; in <c>runtimes/RID/native</c> there; where the runtime and the system look. The first
+    /// file that is there is taken or refused: one for another processor or of another version is not passed over in silence.
     /// </remarks>
     public static unsafe class Library
     {
@@ -45,7 +46,7 @@ namespace LibNVFP4
         static volatile Log log;
         static long logs;
 
-        /// <summary>The file that was loaded, or null if none is yet. A name without a folder was found by the system.</summary>
+        /// <summary>The file that was loaded, or null if none is yet. A name without a folder was found by the runtime or the system.</summary>
         public static string Path => loaded ? path : null;
 
         /// <summary>The version of the library that runs, as "major.minor.patch".</summary>
@@ -62,7 +63,10 @@ namespace LibNVFP4
         }
 
         /// <summary>Loads the library if it is not loaded yet, which the first call does otherwise.</summary>
-        /// <exception cref="Nvfp4LoadException">No file could be loaded; the message says which were tried and why each failed.</exception>
+        /// <exception cref="Nvfp4LoadException">
+        /// No file was found, or the one that was does not fit: the message says which were tried and why each failed, or both versions,
+        /// and what this assembly needs.
+        /// </exception>
         public static void Load()
         {
             if (loaded)
@@ -78,11 +82,11 @@ namespace LibNVFP4
             }
         }
 
-        /// The runtime's calls must go to the file that was loaded, and that must speak this assembly's version of the interface.
+        /// The runtime's calls must go to the file that was loaded.
         static void CheckBound(IntPtr handle)
         {
             // The text is static, so two copies of the library have it in two places.
-            IntPtr expected = Marshal.GetDelegateForFunctionPointer<PointerFunction>(Loader.Symbol(handle, "NVFP4_version"))();
+            IntPtr expected = Function<PointerFunction>(handle, "NVFP4_version")();
             Func<IntPtr> ask = () => Native.NVFP4_version();
             IntPtr bound = IntPtr.Zero;
             try
@@ -95,19 +99,36 @@ namespace LibNVFP4
             }
             if (bound != expected)
                 throw new Nvfp4LoadException(Status.NotLoaded, "the runtime does not take " + path + " but another " + Loader.FileName +
-                    ", probably one beside the assembly in " + System.IO.Path.GetDirectoryName(typeof(Library).Assembly.Location) +
-                    "; remove that one, or load it instead");
-            Func<int> version = () => Native.NVFP4_abi_version();
-            int number = version();
-            if (number != AbiVersion)
-                throw new Nvfp4LoadException(Status.AbiMismatch, path + " has version " + number +
-                    " of the binary interface, and this assembly is made for version " + AbiVersion + "; take both from one release");
-            if (Loader.Symbol(handle, "NVFP4_check_version") == IntPtr.Zero)
-                throw new Nvfp4LoadException(Status.AbiMismatch, path + " is older than this assembly; take both from one release");
-            Func<int> check = () => Native.NVFP4_check_version(AbiVersion, VersionNumber);
-            if (check() != (int)Status.Ok)
-                throw new Nvfp4LoadException(Status.AbiMismatch, path + ": " + Interop.ReadZ(Native.NVFP4_last_error()));
+                    ", one beside the assembly or of the program's own resolver; remove that one, or load it instead");
         }
+
+        /// What fits this assembly.
+        static string Needed => "LibNVFP4 " + Dotted + " needs libNVFP4 " + Dotted + " or later";
+
+        static string Dotted => VersionNumber / 10000 + "." + VersionNumber / 100 % 100 + "." + VersionNumber % 100;
+
+        /// Refuses a library that this assembly is not made for. It is asked by its handle, as what the runtime has once bound to a
+        /// file, it keeps.
+        static void CheckVersions(string file, IntPtr handle)
+        {
+            string needed = Needed + " with binary interface " + AbiVersion;
+            foreach (string name in new[] { "NVFP4_version", "NVFP4_version_number", "NVFP4_abi_version" })
+                if (Loader.Symbol(handle, name) == IntPtr.Zero)
+                    throw new Nvfp4LoadException(Status.AbiMismatch, file + " is no libNVFP4, or one from before its versions (it has no function " +
+                        name + "); " + needed);
+            string version = Interop.ReadZ(Function<PointerFunction>(handle, "NVFP4_version")());
+            int number = Function<NumberFunction>(handle, "NVFP4_version_number")(), binary = Function<NumberFunction>(handle, "NVFP4_abi_version")();
+            if (binary != AbiVersion || number < VersionNumber)
+                throw new Nvfp4LoadException(Status.AbiMismatch, file + " is libNVFP4 " + version + " with binary interface " + binary + "; " + needed +
+                    (binary <= AbiVersion ? ": install libNVFP4 " + Dotted + " or later" :
+                        ": install the LibNVFP4 package of version " + version + ", which is for that library"));
+            foreach (MethodInfo function in typeof(Native).GetMethods(BindingFlags.Static | BindingFlags.NonPublic | BindingFlags.DeclaredOnly))
+                if ((function.Attributes & MethodAttributes.PinvokeImpl) != 0 && Loader.Symbol(handle, function.Name) == IntPtr.Zero)
+                    throw new Nvfp4LoadException(Status.AbiMismatch, file + " has no " + function.Name + ", though it says that it is libNVFP4 " + version +
+                        "; " + needed + ", and a whole one");
+        }
+
+        static T Function<T>(IntPtr handle, string name) => Marshal.GetDelegateForFunctionPointer<T>(Loader.Symbol(handle, name));
 
         /// <summary>Says whether the library can be loaded from where it is looked for now.</summary>
         /// <param name="file">The file that can be loaded, or the one that was asked for, or null.</param>
@@ -246,46 +267,50 @@ namespace LibNVFP4
             return string.IsNullOrEmpty(place) ? null : System.IO.Path.GetFullPath(place);
         }
 
-        /// Loads the first file that can be, and gives its path.
+        /// Loads the library, and gives its path. The first file that is there is the one, or the reason for a failure.
         static string Find(out IntPtr handle)
         {
             string asked = Asked();
-            var tried = new List<string>();
-            foreach (string candidate in asked != null ? new[] { InFolder(asked) } : Candidates())
-            {
-                bool named = candidate == System.IO.Path.GetFileName(candidate);
-                if (asked == null && !named && !File.Exists(candidate))
-                {
-                    tried.Add(candidate + ": not there");
-                    continue;
-                }
-                handle = Loader.Open(candidate, out string error);
-                if (handle == IntPtr.Zero)
-                    tried.Add(error.StartsWith(candidate, StringComparison.Ordinal) ? error : candidate + ": " + error);
-                else if (Loader.Symbol(handle, "NVFP4_abi_version") == IntPtr.Zero)
-                    tried.Add(candidate + ": has no function NVFP4_abi_version, so it is another library or an older one");
-                else
-                    return candidate;
-            }
             string where = asked == null ? "; name the file in " + Variable :
                 used != null ? " (named by Library.Use)" : " (named by " + Variable + ")";
+            string needed = Needed + " for " + Loader.Processor;
+            var tried = new List<string>();
+            foreach (string file in asked != null ? new[] { InFolder(asked) } : Files())
+            {
+                bool there = File.Exists(file);
+                string error = "not there";
+                // A place that was asked for need not be a file: the loader has words for that.
+                handle = there || asked != null ? Loader.Open(file, out error) : IntPtr.Zero;
+                if (handle != IntPtr.Zero)
+                {
+                    CheckVersions(file, handle);
+                    return file;
+                }
+                if (there)
+                    throw new Nvfp4LoadException(Status.NotLoaded, file + " cannot be loaded: " + Loader.Unfit(file, error) + "; " + needed + where);
+                tried.Add(error.StartsWith(file, StringComparison.Ordinal) ? error : file + ": " + error);
+            }
+            if (asked == null)
+            {
+                handle = Search(out string error);
+                if (handle != IntPtr.Zero)
+                {
+                    CheckVersions(Loader.FileName, handle);
+                    return Loader.FileName;
+                }
+                tried.Add(error);
+            }
             throw new Nvfp4LoadException(Status.NotLoaded, "the native library " + Loader.FileName + " could not be loaded: " +
-                string.Join("; ", tried.ToArray()) + where);
+                string.Join("; ", tried.ToArray()) + "; " + needed + where);
         }
 
         static string InFolder(string place) => Directory.Exists(place) ? System.IO.Path.Combine(place, Loader.FileName) : place;
 
-        static IEnumerable<string> Candidates()
+        /// Where the library may be, beside the program and this assembly.
+        static IEnumerable<string> Files()
         {
-            var folders = new List<string>();
-            string assembly = typeof(Library).Assembly.Location;
-            if (!string.IsNullOrEmpty(assembly))
-                folders.Add(System.IO.Path.GetDirectoryName(assembly));
-            string program = AppDomain.CurrentDomain.BaseDirectory;
-            if (!string.IsNullOrEmpty(program))
-                folders.Add(program.TrimEnd(System.IO.Path.DirectorySeparatorChar));
             var seen = new HashSet<string>();
-            foreach (string folder in folders)
+            foreach (string folder in Folders())
             {
                 string native = System.IO.Path.Combine("runtimes", Loader.Rid, "native");
                 // The last is where NuGet unpacks a package: the assembly is in lib/FRAMEWORK.
@@ -296,12 +321,48 @@ namespace LibNVFP4
                         yield return file;
                 }
             }
-            yield return Loader.FileName;
         }
+
+#if NETCOREAPP
+        /// An assembly's own folder is not known in a program that is a single file or was compiled ahead of time.
+        static IEnumerable<string> Folders()
+        {
+            yield return AppContext.BaseDirectory;
+            // Where the host has found the native files of packages, or has unpacked those of a single file.
+            string found = AppContext.GetData("NATIVE_DLL_SEARCH_DIRECTORIES") as string ?? "";
+            foreach (string folder in found.Split(System.IO.Path.PathSeparator))
+                if (folder.Length > 0)
+                    yield return folder;
+        }
+
+        /// Asks the runtime, which looks beside an assembly that is not the program's, such as a plugin's or a script's, in what its
+        /// AssemblyLoadContext knows of, and in the system's places.
+        static IntPtr Search(out string error)
+        {
+            error = null;
+            return NativeLibrary.TryLoad(Loader.FileName, typeof(Library).Assembly, DllImportSearchPath.AssemblyDirectory, out IntPtr handle)
+                ? handle : Loader.Open(Loader.FileName, out error);
+        }
+#else
+        static IEnumerable<string> Folders()
+        {
+            string assembly = typeof(Library).Assembly.Location;
+            if (!string.IsNullOrEmpty(assembly))
+                yield return System.IO.Path.GetDirectoryName(assembly);
+            string program = AppDomain.CurrentDomain.BaseDirectory;
+            if (!string.IsNullOrEmpty(program))
+                yield return program;
+        }
+
+        static IntPtr Search(out string error) => Loader.Open(Loader.FileName, out error);
+#endif
     }
 
     [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
     delegate IntPtr PointerFunction();
+
+    [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
+    delegate int NumberFunction();
 
     /// The system's loader, whose own words say what is missing.
     static class Loader
@@ -311,13 +372,40 @@ namespace LibNVFP4
 
         internal static string FileName => Windows ? "NVFP4.dll" : MacOS ? "libNVFP4.dylib" : "libNVFP4.so";
 
-        internal static string Rid
+        internal static string Rid => (Windows ? "win-" : MacOS ? "osx-" : "linux-") + Processor;
+
+        internal static string Processor => RuntimeInformation.ProcessArchitecture.ToString().ToLowerInvariant();
+
+        /// What ELF files say of the processor that they are for, by the names of .NET.
+        static readonly Dictionary<int, string> Processors = new Dictionary<int, string>
         {
-            get
+            { 3, "x86" }, { 40, "arm" }, { 62, "x64" }, { 183, "arm64" }, { 243, "riscv64" },
+        };
+
+        /// Why a file that is there cannot be loaded. Of one for another processor the system says that it is not there.
+        internal static string Unfit(string file, string error)
+        {
+            if (error.StartsWith(file + ": ", StringComparison.Ordinal))
+                error = error.Substring(file.Length + 2);
+            if (Windows || MacOS)
+                return error;
+            var header = new byte[20];
+            int length;
+            try
             {
-                string architecture = RuntimeInformation.ProcessArchitecture.ToString().ToLowerInvariant();
-                return (Windows ? "win-" : MacOS ? "osx-" : "linux-") + architecture;
+                using (FileStream stream = File.OpenRead(file))
+                    length = stream.Read(header, 0, header.Length);
             }
+            catch (Exception e) when (e is IOException || e is UnauthorizedAccessException)
+            {
+                return error;
+            }
+            if (length < 4 || header[0] != 0x7f || header[1] != 'E' || header[2] != 'L' || header[3] != 'F')
+                return "it is no shared library";
+            // Byte 5 says in which order those of a number are.
+            int number = header[5] == 1 ? header[18] | header[19] << 8 : header[18] << 8 | header[19];
+            string processor = Processors.TryGetValue(number, out string known) ? known : "machine " + number + " of ELF";
+            return length < header.Length || processor == Processor ? error : "it is for " + processor + ", and this process is " + Processor;
         }
 
         /// Loads a library for the rest of the process.
@@ -433,13 +521,13 @@ namespace LibNVFP4
     /// Leads the runtime's own search to the file that was loaded.
     static class Resolver
     {
-#if NETCOREAPP
         static bool installed;
-        static string path;
+        static IntPtr library;
 
+#if NETCOREAPP
         internal static void Install(string file, IntPtr handle)
         {
-            path = file;
+            library = handle;
             if (installed)
                 return;
             installed = true;
@@ -452,13 +540,7 @@ namespace LibNVFP4
                 // The program has set a resolver for this assembly, whose word counts.
             }
         }
-
-        static IntPtr Resolve(string name, Assembly assembly, DllImportSearchPath? search) =>
-            name == Native.Name ? NativeLibrary.Load(path) : IntPtr.Zero;
 #else
-        static bool installed;
-        static IntPtr library;
-
         internal static void Install(string file, IntPtr handle)
         {
             library = handle;
@@ -500,7 +582,8 @@ namespace LibNVFP4
             return true;
         }
 
-        static IntPtr Resolve(string name, Assembly assembly, DllImportSearchPath? search) => name == Native.Name ? library : IntPtr.Zero;
 #endif
+
+        static IntPtr Resolve(string name, Assembly assembly, DllImportSearchPath? search) => name == Native.Name ? library : IntPtr.Zero;
     }
 }
