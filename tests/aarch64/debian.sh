@@ -19,7 +19,7 @@ unpack() {
     local folder=$1 package
     shift
     [ ! -e "$folder/whole" ] || return 0
-    command -v apt-get dpkg >/dev/null || { echo "apt-get is missing"; return 1; }
+    command -v apt-get >/dev/null || { echo "apt-get is missing"; return 1; }
     rm -rf "$folder" "$folder.apt"
     # A source that cannot be read may be one that is not needed.
     apt_get "$folder" update
@@ -42,7 +42,8 @@ debian_rust() {
     # Where it finds its own libraries.
     cat >"$folder/rustc" <<END
 #!/bin/sh
-LD_LIBRARY_PATH=$folder/usr/lib/$(uname -m)-linux-gnu\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH} exec $folder/usr/bin/rustc "\$@"
+export LD_LIBRARY_PATH="$folder/usr/lib/$(uname -m)-linux-gnu\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}"
+exec "$folder/usr/bin/rustc" "\$@"
 END
     chmod +x "$folder/rustc"
     echo "$folder/rustc"
