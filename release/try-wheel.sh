@@ -1,21 +1,32 @@
 #!/usr/bin/env bash
-# What release/try.sh runs in a bare root, with a wheel and a model beside it: bash try-wheel.sh WHEEL
+# What release/try.sh runs in a bare root, with a wheel and a model beside it: bash try-wheel.sh WHEEL [PYTHON...]
+#
+# The wheel is installed into a virtual environment of the system's Python, or, where the words of a command are given that run another,
+# one which has pip and starts no further program, into a folder for that.
 set -euo pipefail
 cd "$(dirname "$0")"
 wheel=$1
+python=("${@:2}")
 
 step() { printf '   %s\n' "$*"; }
 
 # Nothing of a checkout is found instead.
 unset NVFP4_LIB_PATH PYTHONPATH LD_LIBRARY_PATH
-python3 -m venv environment
-environment/bin/python -m pip install --quiet --disable-pip-version-check --no-index "./$wheel"
-step "$wheel: installed by $(environment/bin/python --version)"
+where=()
+if [ ${#python[@]} -eq 0 ]; then
+    python3 -m venv environment
+    python=("$PWD/environment/bin/python")
+else
+    where=(--target environment)
+fi
+"${python[@]}" -m pip install --quiet --disable-pip-version-check --no-index "${where[@]}" "./$wheel"
+[ ${#where[@]} -eq 0 ] || export PYTHONPATH=$PWD/environment
+step "$wheel: installed by $("${python[@]}" --version)"
 
 cd environment
-bin/python -m nvfp4 --version
-bin/python -m nvfp4 diagnose | bin/python -c 'import json, sys; print(json.load(sys.stdin)["backends"]["cpu"]["device"])'
-bin/python - ../verse-10m <<'END'
+"${python[@]}" -m nvfp4 --version
+"${python[@]}" -m nvfp4 diagnose | "${python[@]}" -c 'import json, sys; print(json.load(sys.stdin)["backends"]["cpu"]["device"])'
+"${python[@]}" - ../verse-10m <<'END'
 import os
 import sys
 
@@ -30,7 +41,7 @@ print(text)
 assert "And I will tell you, sir, I will not be a man." in text, text
 END
 step "the package: a known answer"
-echo "HAMLET." | bin/python -m nvfp4 chat ../verse-10m --device cpu --max-tokens 8 --temperature 0 >said
+echo "HAMLET." | "${python[@]}" -m nvfp4 chat ../verse-10m --device cpu --max-tokens 8 --temperature 0 >said
 [ "$(wc -c <said)" -gt 8 ]
 cat said
 step "python -m nvfp4 chat: an answer"

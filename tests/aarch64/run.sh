@@ -2,19 +2,26 @@
 # The library on AArch64, from a machine that is not: bash tests/aarch64/run.sh
 #
 # Cross-compiles without a warning and runs under qemu-user: the CPU kernels, NEON against the portable level bit for bit;
-# the golden values of number formats and models; the library's symbols, and C programs linked with it. Installs what is
-# missing (the target with rustup; gcc, its C library and qemu with apt-get, where that is allowed); what cannot be had is
-# SKIPPED, or fails if NVFP4_REQUIRE names aarch64. An AArch64 machine runs all tests itself and has nothing to do here.
-# The last line is "N passed, N failed, N skipped".
+# the golden values of number formats, models and gradients, and a training run; the library's symbols, and C programs linked
+# with it; a wheel, by a Python for AArch64.
+#
+# Gets what is missing: gcc, its C library and qemu with apt-get, where that is allowed; the target with rustup, or else
+# Debian's newest Rust compiler and target, which are unpacked for this alone (NVFP4_AARCH64_RUST=debian takes them in any case).
+# What cannot be had is SKIPPED, or fails if NVFP4_REQUIRE names aarch64. An AArch64 machine runs all tests itself and has
+# nothing to do here. The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
+source tests/common/wheel.sh
+source tests/aarch64/debian.sh
 
 triple=aarch64-unknown-linux-gnu
 compiler=aarch64-linux-gnu-gcc
 emulator=(qemu-aarch64 -L /usr/aarch64-linux-gnu)
 model=tests/golden/model/qwen3_tied
 target=${CARGO_TARGET_DIR:-target}
+target=$(mkdir -p "$target" && cd "$target" && pwd) || exit 1
+debian=$target/debian
 soname=libNVFP4.so.$(sed -n 's/^version = "\([0-9]*\).*/\1/p' Cargo.toml | head -1)
 mkdir "$work/scratch"
 
@@ -25,22 +32,46 @@ missing_packages() {
     command -v "${emulator[0]}" >/dev/null || echo qemu-user
 }
 
-has_target() { [ -d "$(rustc --print target-libdir --target $triple)" ]; }
+# has_target RUSTC
+has_target() { [ -d "$("$1" --print target-libdir --target $triple)" ]; }
 
-install() {
+# Chooses the compiler, or leaves in $lacks why there is none.
+choose_rust() {
+    local rustc needed has
+    if [ -z "${NVFP4_AARCH64_RUST-}" ] && command -v rustc >/dev/null; then
+        ! has_target rustc || return 0
+        if command -v rustup >/dev/null; then
+            rustup --quiet target add $triple && return
+        fi
+    fi
+    if ! rustc=$(again debian_rust) || ! has_target "$rustc"; then
+        lacks="rustc's $triple, which neither rustup nor Debian's libstd-rust-web-dev:arm64 could bring"
+        return
+    fi
+    needed=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
+    has=$("$rustc" --version | cut -d' ' -f2)
+    if [ "$(printf '%s\n' "$needed" "$has" | sort -V | head -1)" != "$needed" ]; then
+        # Another day Debian may have a newer one.
+        rm "$debian/rust/whole"
+        lacks="rustc $needed for $triple, and Debian's rustc-web is $has"
+        return
+    fi
+    echo "by Debian's $("$rustc" --version)"
+    export RUSTC=$rustc
+}
+
+get_what_is_missing() {
     local packages
     mapfile -t packages < <(missing_packages)
     [ ${#packages[@]} -eq 0 ] || install_packages "${packages[@]}"
-    if ! has_target && command -v rustup >/dev/null; then
-        rustup --quiet target add $triple
-    fi
+    choose_rust
 }
 
 # Little optimisation: compiling costs more than the tests take, even emulated.
 cross() {
     local command=$1
     shift
-    cargo "$command" --locked --color never --target $triple --config 'profile.dev.package."*".opt-level=0' \
+    NVFP4_REQUIRE=neon cargo "$command" --locked --color never --target $triple --config 'profile.dev.package."*".opt-level=0' \
         --config profile.dev.opt-level=1 --config profile.dev.debug=false "$@"
 }
 
@@ -84,12 +115,25 @@ program() {
         -L"$build" -lNVFP4 "-Wl,-rpath,$build" -lm -pthread && "${emulator[@]}" "$work/program" "$@"
 }
 
+# A wheel of the library, installed by pip and asked, in a Python that has nothing else.
+wheel_answers() {
+    local system=$1
+    pack_package "$build/libNVFP4.so" linux_aarch64 1700000000 "$work/wheel" && mkdir "$work/try-wheel" &&
+        cp -r "$work/wheel/"*.whl tests/data/verse-10m release/try-wheel.sh "$work/try-wheel" &&
+        bash "$work/try-wheel/try-wheel.sh" "$(basename "$work/wheel/"*.whl)" qemu-aarch64 -L "$system" "$system/usr/bin/python3"
+}
+
 if [ "$(uname -m)" = aarch64 ]; then
     echo "This machine is AArch64: the other tests are those of its kernels."
     exit
 fi
-install
-mapfile -t lacking < <(missing_packages; has_target || echo "rustc's $triple")
+if [[ ${NVFP4_AARCH64_RUST:-debian} != debian ]]; then
+    echo "NVFP4_AARCH64_RUST is '$NVFP4_AARCH64_RUST': it takes debian, or nothing" >&2
+    exit 2
+fi
+lacks=
+get_what_is_missing
+mapfile -t lacking < <(missing_packages; command -v cargo >/dev/null || echo cargo; [ -z "$lacks" ] || echo "$lacks")
 if [ ${#lacking[@]} -gt 0 ]; then
     skip "everything" "running AArch64 code needs ${lacking[*]}" aarch64
     finish
@@ -98,13 +142,15 @@ fi
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=$compiler
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="${emulator[*]}"
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUSTFLAGS=-Dwarnings
-export NVFP4_REQUIRE=neon
 unset NVFP4_CPU RUSTFLAGS
 
 rust_tests --test cpu --test format_golden
 # Some of these count all memory of their process, which no other test may use meanwhile. 131,072 positions take ten minutes here, and what
 # is particular to them, the angles, is the same code everywhere.
 rust_tests --test model -- --test-threads=1 --skip long_positions_agree_with_transformers
+# Gradients against autograd, and steps of every kind. What is left out takes a minute or more each, and is arithmetic of the kernels above.
+rust_tests --test training -- --skip adapters_learn_beside --skip four_bits_learn --skip estimates_are --skip models_learn \
+    --skip stochastic_gradients --skip what_resumes
 # Nothing is left to compile: this puts libNVFP4.so beside the command.
 if cross build --quiet --lib; then
     build=$(cd "$target/$triple/debug" && pwd)
@@ -118,6 +164,13 @@ if cross build --quiet --lib; then
     check "errors" program tests/c/errors.c "$work/declared" "$model"
     check "sessions" program tests/c/sessions.c "$model" "$work/scratch"
     check "dlopen" program examples/c/dlopen.c "$build/libNVFP4.so"
+    if ! python=$(again debian_python); then
+        skip "the wheel" "Debian's python3-pip for arm64 could not be had" aarch64
+    elif ! again wheel_tools >"$work/log" 2>&1; then
+        skip "the wheel" "$(tail -1 "$work/log")" aarch64
+    else
+        check "a wheel, installed without a network, answers" wheel_answers "$python"
+    fi
 else
     failed=$((failed + 1))
 fi

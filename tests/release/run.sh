@@ -9,20 +9,12 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
+source tests/common/wheel.sh
 
 build=$(cd "${NVFP4_BUILD:-target/release}" && pwd) || exit 1
 nvfp4=$build/nvfp4
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
 tree=$work/nvfp4
-
-# in_release PART COMMAND...: with the functions of the scripts.
-in_release() (
-    set -e
-    source release/common.sh
-    source "release/parts/$1.sh"
-    shift
-    "$@"
-)
 
 # refuses CODE WORDS COMMAND...: the command ends with the code, and says the words in one line.
 refuses() {
@@ -94,15 +86,6 @@ packs_to_the_same_bytes() {
 unpacked_it_works() {
     mkdir "$work/try" && in_release archives pack "$tree" "$work/try/nvfp4.tar.xz" 1700000000 &&
         cp -r tests/data/verse-10m release/try-inside.sh "$work/try" && bash "$work/try/try-inside.sh" nvfp4
-}
-
-# pack_package LIBRARY PLATFORM EPOCH RESULT: a wheel of the checkout's package. Its tools are kept with those of releases.
-pack_package() {
-    local python
-    python=$(NVFP4_RELEASE=${CARGO_TARGET_DIR:-target}/distribution in_release wheels wheel_tools)/bin/python || return
-    [ "${python:0:1}" = / ] || python=$PWD/$python
-    in_release wheels stage_package . "$1" "$work/package" && mkdir -p "$4" &&
-        in_release wheels pack_wheel "$python" "$work/package" "$2" "$3" "$4"
 }
 
 # Nor do the folder's times and modes matter.
@@ -305,7 +288,7 @@ if command -v cmake >/dev/null; then
 else
     skip "the archive" "cmake is missing"
 fi
-if (NVFP4_RELEASE=${CARGO_TARGET_DIR:-target}/distribution again in_release wheels wheel_tools) >"$work/log" 2>&1; then
+if again wheel_tools >"$work/log" 2>&1; then
     check "a wheel packs, twice to the same bytes" a_wheel_packs
     check "installed without a network, it answers" a_wheel_works
     check "what its page says" wheel_page_is_right
