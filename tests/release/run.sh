@@ -209,6 +209,36 @@ readme_is_right() {
     cd "$tree" && eval "${commands//MODEL/$OLDPWD/tests/data/verse-10m}" >"$work/said" && cat "$work/said" && [ "$(wc -c <"$work/said")" -gt 20 ]
 }
 
+# install_lines NUMBER: the commands of a piece of README.md's "Install".
+install_lines() {
+    awk -v n="$1" '/^## / { section = $0 == "## Install"; next } !section { next } /^    / { if (!on) k++; on = 1; if (k == n) print substr($0, 5); next } { on = 0 }' README.md
+}
+
+# What README.md says to do with an archive, a wheel and a package, as it stands there, but for names of this machine's and what is asked.
+archive_installs() {
+    local name=nvfp4-$version-linux-$(uname -m) lines
+    lines=$(install_lines 1) && [ "$(wc -l <<<"$lines")" -eq 4 ] && lines=${lines//x86_64/$(uname -m)} && lines=${lines//MODEL/$PWD/tests/data/verse-10m} &&
+        mkdir -p "$work/install/from" && cp -r "$tree" "$work/install/from/$name" &&
+        in_release archives pack "$work/install/from/$name" "$work/install/$name.tar.xz" 1700000000 && cd "$work/install" &&
+        eval "$lines" >"$work/said" <<<"HAMLET." && [ -x chat ] && cat "$work/said" && [ "$(wc -c <"$work/said")" -gt 20 ]
+}
+
+wheel_installs() {
+    local lines
+    lines=$(install_lines 2) && [ "$(wc -l <<<"$lines")" -eq 2 ] && lines=${lines//manylinux_2_28_x86_64/linux_$(uname -m)} &&
+        lines=${lines//MODEL/$PWD/tests/data/verse-10m} && python3 -m venv "$work/install-wheel" && cd "$work/wheel" || return 1
+    export PATH=$work/install-wheel/bin:$PATH PIP_NO_INDEX=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+    eval "$lines" >"$work/said" <<<"HAMLET." && cat "$work/said" && [ "$(wc -c <"$work/said")" -gt 20 ]
+}
+
+package_installs() {
+    local line
+    line=$(install_lines 3) && [ "$(wc -l <<<"$line")" -eq 1 ] && source release/dotnet.sh && quiet_dotnet "$work/try-nuget/home" || return 1
+    export LD_LIBRARY_PATH=$dotnet/ssl UseSharedCompilation=false PATH=$dotnet/sdk:$PATH
+    cd "$work/try-nuget" && dotnet new console --output program --no-restore && cd program && eval "${line//FOLDER/../packages}" &&
+        grep -F "<PackageReference Include=\"LibNVFP4\" Version=\"$version\" />" program.csproj
+}
+
 # The crate as crates.io would have it, but for compiling it: what compiles it is in it, what needs models is not, and it is small.
 a_crate_packs() {
     local file unpacked=$work/crate/package/nvfp4-$version
@@ -282,6 +312,7 @@ if command -v cmake >/dev/null; then
     if command -v pkg-config >/dev/null; then
         check "unpacked somewhere, it works" unpacked_it_works
         check "what its README.md says" readme_is_right
+        check "what README.md says of it" archive_installs
     else
         skip "an archive that is unpacked" "pkg-config is missing"
     fi
@@ -292,6 +323,7 @@ if again wheel_tools >"$work/log" 2>&1; then
     check "a wheel packs, twice to the same bytes" a_wheel_packs
     check "installed without a network, it answers" a_wheel_works
     check "what its page says" wheel_page_is_right
+    check "what README.md says of it" wheel_installs
     if [ "$(printf '%s\n' GLIBC_2.28 "$(newest_glibc)" | sort -V | tail -1)" != GLIBC_2.28 ]; then
         check "a wheel for a newer glibc is refused" a_newer_glibc_is_refused
     else
@@ -306,6 +338,7 @@ if (source release/dotnet.sh && again install_dotnet "$(uname -m)" "$dotnet") >"
     check "added to new programs, they answer" packages_work
     check "their symbols" symbols_are_of_the_package
     check "what their pages say" package_pages_are_right
+    check "what README.md says of them" package_installs
 else
     skip "NuGet packages" "$(tail -1 "$work/log")" dotnet
 fi
