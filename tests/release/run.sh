@@ -235,7 +235,7 @@ package_installs() {
     local line
     line=$(install_lines 3) && [ "$(wc -l <<<"$line")" -eq 1 ] && source release/dotnet.sh && quiet_dotnet "$work/try-nuget/home" || return 1
     export LD_LIBRARY_PATH=$dotnet/ssl UseSharedCompilation=false PATH=$dotnet/sdk:$PATH
-    cd "$work/try-nuget" && dotnet new console --output program --no-restore && cd program && eval "${line//FOLDER/../packages}" &&
+    cd "$work/try-nuget" && dotnet new console --output program --no-restore && cd program && eval "${line//FOLDER/$work/try-nuget/packages}" &&
         grep -F "<PackageReference Include=\"LibNVFP4\" Version=\"$version\" />" program.csproj
 }
 
