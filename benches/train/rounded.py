@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A model with every matrix rounded to NVFP4, embeddings too, as a model in float32: rounded.py MODEL OUT [--recipe four-over-six]
+"""A model with every matrix rounded to NVFP4, embeddings too, as a model in float32: rounded.py MODEL OUT [--recipe four_over_six]
 
 MODEL is a folder with model.safetensors. What it takes to compare training in NVFP4 with rounding what was trained in float32. Needs numpy,
 safetensors, and the package in bindings/python.

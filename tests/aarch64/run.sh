@@ -22,7 +22,7 @@ model=tests/golden/model/qwen3_tied
 target=${CARGO_TARGET_DIR:-target}
 target=$(mkdir -p "$target" && cd "$target" && pwd) || exit 1
 debian=$target/debian
-soname=libNVFP4.so.$(sed -n 's/^version = "\([0-9]*\).*/\1/p' Cargo.toml | head -1)
+soname=libNVFP4.so.$(package_version | cut -d. -f1)
 mkdir "$work/scratch"
 
 # Prints the Debian packages of what is missing.

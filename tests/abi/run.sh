@@ -23,7 +23,7 @@ in_release() (
     "$@"
 )
 
-version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
+version=$(package_version)
 major=${version%%.*}
 last=$(in_release last_header)
 mapfile -t versions < <(find tests/abi -path "tests/abi/$major.*/nvfp4.h" | cut -d/ -f3 | sort -V)

@@ -12,7 +12,7 @@ source tests/common/checks.sh
 build=$(cd "${NVFP4_BUILD:-target/release}" && pwd) || exit 1
 library=$build/libNVFP4.so
 model=$PWD/tests/golden/model/qwen3_tied
-version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
+version=$(package_version)
 # The soname, and the version of symbols where they have one, are the major version's.
 soname=libNVFP4.so.${version%%.*} node=NVFP4_${version%%.*}
 mkdir "$work/scratch"

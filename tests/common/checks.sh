@@ -31,6 +31,9 @@ skip() {
     fi
 }
 
+# The version of the package, which Cargo.toml has.
+package_version() { sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1; }
+
 # again COMMAND...: until it works, three times at most: for what a network loses once.
 again() { "$@" || { sleep 5 && "$@"; } || { sleep 20 && "$@"; }; }
 

@@ -240,7 +240,7 @@ fn a_gpu_trains_as_the_cpu_does() {
         all.extend(losses(&mut second, 10..20));
         assert_eq!(all, found);
         let (mut third, _) = Trainer::resume(&devices[0], &source, &folder).unwrap();
-        let (tokens, labels) = text(99, 256, 320);
+        let (tokens, labels) = text(99, 256, source.spec().vocab_size);
         let batch = MicroBatch {
             tokens: &tokens,
             documents: &[256],
@@ -337,7 +337,7 @@ fn a_gpu_trains_in_every_mode() {
             assert_eq!(run(&devices[1], recompute), found, "{name}: {recompute}");
         }
     }
-    let (tokens, _) = text(1, 64, 320);
+    let (tokens, _) = text(1, 64, source.spec().vocab_size);
     let targets = bf16_values(8, 64 * source.spec().hidden_size);
     let [a, b] = devices.each_ref().map(|device| {
         let mut trainer = Trainer::new(device, &source, &Config::default()).unwrap();

@@ -13,8 +13,8 @@ source tests/common/wheel.sh
 
 build=$(cd "${NVFP4_BUILD:-target/release}" && pwd) || exit 1
 nvfp4=$build/nvfp4
-version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
-tree=$work/nvfp4
+version=$(package_version)
+tree=$work/nvfp4 root=$PWD
 
 # refuses CODE WORDS COMMAND...: the command ends with the code, and says the words in one line.
 refuses() {
@@ -202,11 +202,13 @@ package_pages_are_right() {
         page LibNVFP4.FSharp fsharp 1 >"$work/try-nuget/pipe/Program.fs" && [ "$(in_try run --project pipe)" = "Because." ]
 }
 
+# they_answer COMMANDS: as a page has them, with a model in the place of MODEL, and asked.
+they_answer() { eval "${1//MODEL/$root/tests/data/verse-10m}" >"$work/said" <<<"HAMLET." && cat "$work/said" && [ "$(wc -c <"$work/said")" -gt 20 ]; }
+
 # What the archive's README.md says to do, as it stands there.
 readme_is_right() {
     local commands
-    commands=$(awk '/^```sh/ { on = 1; next } /^```/ { on = 0 } on' "$tree/README.md") && [ -n "$commands" ] || return 1
-    cd "$tree" && eval "${commands//MODEL/$OLDPWD/tests/data/verse-10m}" >"$work/said" && cat "$work/said" && [ "$(wc -c <"$work/said")" -gt 20 ]
+    commands=$(awk '/^```sh/ { on = 1; next } /^```/ { on = 0 } on' "$tree/README.md") && [ -n "$commands" ] && cd "$tree" && they_answer "$commands"
 }
 
 # install_lines NUMBER: the commands of a piece of README.md's "Install".
@@ -217,18 +219,17 @@ install_lines() {
 # What README.md says to do with an archive, a wheel and a package, as it stands there, but for names of this machine's and what is asked.
 archive_installs() {
     local name=nvfp4-$version-linux-$(uname -m) lines
-    lines=$(install_lines 1) && [ "$(wc -l <<<"$lines")" -eq 4 ] && lines=${lines//x86_64/$(uname -m)} && lines=${lines//MODEL/$PWD/tests/data/verse-10m} &&
-        mkdir -p "$work/install/from" && cp -r "$tree" "$work/install/from/$name" &&
+    lines=$(install_lines 1) && [ "$(wc -l <<<"$lines")" -eq 4 ] && lines=${lines//x86_64/$(uname -m)} && mkdir -p "$work/install/from" && cp -r "$tree" "$work/install/from/$name" &&
         in_release archives pack "$work/install/from/$name" "$work/install/$name.tar.xz" 1700000000 && cd "$work/install" &&
-        eval "$lines" >"$work/said" <<<"HAMLET." && [ -x chat ] && cat "$work/said" && [ "$(wc -c <"$work/said")" -gt 20 ]
+        they_answer "$lines" && [ -x chat ]
 }
 
 wheel_installs() {
     local lines
     lines=$(install_lines 2) && [ "$(wc -l <<<"$lines")" -eq 2 ] && lines=${lines//manylinux_2_28_x86_64/linux_$(uname -m)} &&
-        lines=${lines//MODEL/$PWD/tests/data/verse-10m} && python3 -m venv "$work/install-wheel" && cd "$work/wheel" || return 1
+        python3 -m venv "$work/install-wheel" && cd "$work/wheel" || return 1
     export PATH=$work/install-wheel/bin:$PATH PIP_NO_INDEX=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-    eval "$lines" >"$work/said" <<<"HAMLET." && cat "$work/said" && [ "$(wc -c <"$work/said")" -gt 20 ]
+    they_answer "$lines"
 }
 
 package_installs() {

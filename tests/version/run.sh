@@ -7,7 +7,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
 
-old=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
+old=$(package_version)
 abi=$(sed -n 's/^#define NVFP4_ABI_VERSION //p' include/nvfp4.h)
 IFS=. read -r major minor patch <<<"$old"
 next_patch=$major.$minor.$((patch + 1)) next_minor=$major.$((minor + 1)).0 next_major=$((major + 1)).0.0
