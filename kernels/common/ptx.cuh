@@ -114,6 +114,8 @@ __device__ __forceinline__ u32 differing_f16(u32 a, u32 b) {
     return r;
 }
 
+// Asks for a line of global memory, to be in the second cache when it is read.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // Lets the compiler not keep in registers what is in memory.
 __device__ __forceinline__ void forget_memory() { asm volatile("" ::: "memory"); }
 

@@ -5,9 +5,10 @@
 // It is bound by the rate at which instructions are issued, and those on integers at half of that, not by memory. So as much as can be is
 // left to fused multiply-adds: conversions, fractions of random bits and rounding are parts of those (format/fraction.cuh).
 //
-// A block of threads takes a group of 8 rows. First it looks for the largest gradient and the largest scales of the moments, from which the
-// group's new global scales follow; then each thread updates two blocks of 16 weights at a time, those that share words of a chunk. Gradients
-// are read twice, the second time out of a cache.
+// A block of threads takes a group of 8 rows, or a cluster of blocks does, each some of the columns. First they look for the largest gradient and the
+// largest scales of the moments, from which the group's new global scales follow; then each thread updates two blocks of 16 weights at a
+// time, those that share words of a chunk. Gradients are read twice, the second time out of a cache.
+#include "common/cluster.cuh"
 #include "common/reduce.cuh"
 #include "format/moment.cuh"
 #include "optimizer/weights.cuh"
@@ -44,6 +45,12 @@ struct Arguments {
 };
 
 constexpr int THREADS = 128;
+// Whether this architecture has clusters; without, a group is one block's.
+#if __CUDA_ARCH__ >= 900
+constexpr bool CLUSTERS = true;
+#else
+constexpr bool CLUSTERS = false;
+#endif
 constexpr float SMALLEST_NORMAL = 1.17549435e-38f;
 constexpr float KEPT_LEAST = 5.2f, KEPT_MOST = 6.6f;
 
@@ -296,14 +303,46 @@ struct Halves {
     }
 };
 
-template <bool ANY>
-__device__ __forceinline__ void adamw(const Arguments& a) {
-    __shared__ float shared[THREADS / WARP];
+// What a block has in shared memory.
+struct Shared {
     // With residuals of 4 bits, what each thread has no registers for: pairs of codes and residuals as stored, and the first block's as
     // Residual::encode() gave them, two in a word.
-    __shared__ uint4 before[4][THREADS], encoded_first[2][THREADS];
+    uint4 before[4][THREADS], encoded_first[2][THREADS];
+    // The largest gradient, scale of first and of second moments, which the blocks of a cluster read from each other.
+    float4 maxima;
+    float by_warp[THREADS / WARP];
     // Of first and of second moments.
-    __shared__ Globals now[2];
+    Globals now[2];
+};
+static_assert(sizeof(Shared) == 6 * 16 * THREADS + 48, "what its launcher reserves");
+
+// The row and the pair of blocks of 16 weights that a thread takes as number i: neighbouring threads take the pairs of a chunk's row, then
+// its rows, then chunks.
+constexpr int PAIRS = CHUNK_BLOCKS / 2, PLACES = PAIRS * CHUNK_ROWS;
+struct Place {
+    int row, pair;
+    __device__ __forceinline__ Place(int i) : row(i / PAIRS % CHUNK_ROWS), pair(i / PLACES * PAIRS + i % PAIRS) {}
+};
+
+// Asks for what a thread is going to read of a place in the default forms, or of the nearest one that is there. Without this a quarter of
+// the time goes to waiting for memory, as registers allow only four warps a scheduler.
+__device__ __forceinline__ void prefetch_place(const Arguments& a, Place place, int row0, int rows) {
+    int blocks = a.w.cols / BLOCK, row = row0 + min(place.row, rows - 1), column = min(2 * place.pair, blocks - 1), group = (a.first_row + row) / CHUNK_ROWS;
+    const u32* chunk = (const u32*)(a.w.codes + ((u64)group * a.w.chunks + place.pair / PAIRS) * CHUNK_BYTES);
+    const u32* at = chunk + 16 * (row % CHUNK_ROWS) + place.pair % PAIRS;
+    const u16* gradients = a.gradients + ((u64)row * blocks + column) * BLOCK;
+    u32 block = (u32)(a.first_row + row) * blocks + column;
+    prefetch(at), prefetch(at + 8);
+    prefetch(gradients), prefetch(gradients + BLOCK);
+    prefetch(a.w.rest + (u64)block * BLOCK / 2);
+    prefetch(a.first.codes + (u64)block * BLOCK / 2), prefetch(a.first.scales + block);
+    prefetch(a.second.codes + (u64)block * BLOCK / 2), prefetch(a.second.scales + block);
+}
+
+template <bool ANY>
+__device__ __forceinline__ void adamw(const Arguments& a) {
+    extern __shared__ __align__(16) char shared[];
+    Shared& s = *(Shared*)shared;
     wait_for_earlier_kernels();
     const int form = ANY ? a.w.form : RESIDUAL4, first = ANY ? a.first.form : FIRST_INT4, second = ANY ? a.second.form : SECOND_UINT4;
     const bool keeps = !ANY || !a.fresh_scales;
@@ -314,44 +353,63 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
     }
     int cols = a.w.cols, blocks = cols / BLOCK, pairs = ceil_div(blocks, 2), group = a.first_row / CHUNK_ROWS + blockIdx.x;
     int row0 = blockIdx.x * CHUNK_ROWS, rows = min(CHUNK_ROWS, a.rows - row0);
+    // Of the chunks of a row, the places in those that are this block's.
+    int splits = gridDim.z, split = blockIdx.z, chunks = ceil_div(pairs, PAIRS);
+    int from = chunks * split / splits * PLACES, to = chunks * (split + 1) / splits * PLACES;
 
     // Blocks are counted in 32 bits.
     u32 begin = (u32)(a.first_row + row0) * blocks, magnitudes = 0, byte1 = 0, byte2 = 0;
-    for (int i = threadIdx.x; i < rows * blocks; i += THREADS) {
-        const uint4* from = (const uint4*)a.gradients + 2 * ((u64)row0 * blocks + i);
-        uint4 v = from[0], next = from[1];
-        u32 words[8] = {v.x, v.y, v.z, v.w, next.x, next.y, next.z, next.w};
+    for (int i = from + threadIdx.x; i < to; i += THREADS) {
+        Place place(i);
+        // What is not there is another's, so that no load waits for a branch: a maximum may see a number twice.
+        u32 row = min(place.row, rows - 1);
 #pragma unroll
-        for (int j = 0; j < 8; j++) magnitudes = max_bf16(magnitudes, words[j] & 0x7fff7fffu);
-        if (first != FIRST_F32) byte1 = max(byte1, (u32)a.first.scales[begin + i]);
-        if (second != SECOND_F32) byte2 = max(byte2, (u32)a.second.scales[begin + i]);
+        for (int half = 0; half < 2; half++) {
+            u32 block = row * blocks + min(2 * place.pair + half, blocks - 1);
+            const uint4* gradients = (const uint4*)a.gradients + 2 * ((u64)row0 * blocks + block);
+            uint4 v = gradients[0], next = gradients[1];
+            u32 words[8] = {v.x, v.y, v.z, v.w, next.x, next.y, next.z, next.w};
+#pragma unroll
+            for (int j = 0; j < 8; j++) magnitudes = max_bf16(magnitudes, words[j] & 0x7fff7fffu);
+            if (first != FIRST_F32) byte1 = max(byte1, (u32)a.first.scales[begin + block]);
+            if (second != SECOND_F32) byte2 = max(byte2, (u32)a.second.scales[begin + block]);
+        }
     }
-    // Read before the barriers of block_max(), as they become others after those.
+    // Read before the barriers, as they become others after those.
     float old1 = first == FIRST_F32 ? 0 : a.first.globals[group], old2 = second == SECOND_F32 ? 0 : a.second.globals[group];
-    float largest = block_max(fmaxf(bf16_to_float((u16)magnitudes), bf16_to_float((u16)(magnitudes >> 16))), shared) * c.factor;
-    float scale1 = block_max(scale_to_float(byte1), shared), scale2 = block_max(scale_to_float(byte2), shared);
-    float m = (first_most(first) + 0.5f) * scale1 * old1, s = second_most(second) * scale2 * old2;
+    float largest = block_max(fmaxf(bf16_to_float((u16)magnitudes), bf16_to_float((u16)(magnitudes >> 16))), s.by_warp);
+    float scale1 = block_max(scale_to_float(byte1), s.by_warp), scale2 = block_max(scale_to_float(byte2), s.by_warp);
+    if (CLUSTERS && splits > 1) {
+        if (threadIdx.x == 0) s.maxima = make_float4(largest, scale1, scale2, 0);
+        cluster_sync();
+        for (int i = 0; i < splits; i++) {
+            float4 other = load_cluster_16(shared_address(&s.maxima), i);
+            largest = fmaxf(largest, other.x), scale1 = fmaxf(scale1, other.y), scale2 = fmaxf(scale2, other.z);
+        }
+        cluster_arrive();
+    }
+    largest *= c.factor;
+    float m = (first_most(first) + 0.5f) * scale1 * old1, root2 = second_most(second) * scale2 * old2;
     float new1 = power_for(__fmaf_rn(c.beta1, m, c.rest1 * largest), first_bits(first));
-    float new2 = power_for(sqrtf(__fmaf_rn(c.beta2 * s, s, c.rest2 * largest * largest)), second_bits(second));
+    float new2 = power_for(sqrtf(__fmaf_rn(c.beta2 * root2, root2, c.rest2 * largest * largest)), second_bits(second));
     if (threadIdx.x == 0) {
-        now[0] = globals_of(new1, first_most(first)), now[1] = globals_of(new2, second_most(second));
-        if (first != FIRST_F32) a.first.globals[group] = new1;
-        if (second != SECOND_F32) a.second.globals[group] = new2;
+        s.now[0] = globals_of(new1, first_most(first)), s.now[1] = globals_of(new2, second_most(second));
+        if (first != FIRST_F32 && split == 0) a.first.globals[group] = new1;
+        if (second != SECOND_F32 && split == 0) a.second.globals[group] = new2;
     }
     __syncthreads();
     const float rest1 = c.rest1 * c.factor, rest2 = sqrtf(c.rest2) * c.factor, beta2 = sqrtf(c.beta2);
     const float rate = form < DENSE_BF16 ? -c.rate / a.w.global : -c.rate;
     int stored = 0, delivered = 0;
     u32 most = 0;
-    // Neighbouring threads take the pairs of a chunk's row, then its rows.
-    constexpr int PAIRS = CHUNK_BLOCKS / 2;
-    for (int i = threadIdx.x; i < ceil_div(pairs, PAIRS) * PAIRS * CHUNK_ROWS; i += THREADS) {
-        int row = i / PAIRS % CHUNK_ROWS, pair = i / (PAIRS * CHUNK_ROWS) * PAIRS + i % PAIRS;
+    for (int i = from + threadIdx.x; i < to; i += THREADS) {
+        const auto [row, pair] = Place(i);
         if (row >= rows || pair >= pairs) continue;
         u8* chunk = a.w.codes + ((u64)group * a.w.chunks + pair / PAIRS) * CHUNK_BYTES;
         u32* at = (u32*)chunk + 16 * row + pair % PAIRS;
         u32 first_block = begin + row * blocks + 2 * pair;
         bool both = 2 * pair + 1 < blocks;
+        if (!ANY) prefetch_place(a, Place(min(i + THREADS, to - 1)), row0, rows);
         u32 words[4] = {};
         if (form < DENSE_BF16) words[0] = at[0], words[1] = at[4], words[2] = at[8], words[3] = at[12];
         Nibbles codes_now[2] = {};
@@ -364,7 +422,7 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
             for (int t = 0; t < 4; t++) {
                 u32 pairs[4];
                 load_pairs(words[t], lows, highs, t, pairs);
-                before[t][threadIdx.x] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+                s.before[t][threadIdx.x] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
             }
         }
 #pragma unroll
@@ -393,7 +451,7 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
                     kept *= 16384;
 #pragma unroll
                     for (int t = 0; t < 4; t++) {
-                        uint4 four = before[t][threadIdx.x];
+                        uint4 four = s.before[t][threadIdx.x];
                         u32 pairs[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
                         for (int j = 0; j < 4; j++) {
@@ -424,8 +482,8 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
                 uint2 two = random_words(a.rounding, index / 4 + j);
                 draws[2 * j] = two.x, draws[2 * j + 1] = two.y;
             }
-            store_first(a.first, first, block, now[0], a.dither, index, moment);
-            store_second(a.second, second, block, now[1], draws, root, square);
+            store_first(a.first, first, block, s.now[0], a.dither, index, moment);
+            store_second(a.second, second, block, s.now[1], draws, root, square);
             if (form >= DENSE_BF16) {
                 store_dense(a.w, form, block, w, draws);
                 float after[BLOCK];
@@ -447,7 +505,7 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
                 if (!half) {
 #pragma unroll
                     for (int j = 0; j < 2; j++) {
-                        encoded_first[j][threadIdx.x] = make_uint4(encoded[4 * j], encoded[4 * j + 1], encoded[4 * j + 2], encoded[4 * j + 3]);
+                        s.encoded_first[j][threadIdx.x] = make_uint4(encoded[4 * j], encoded[4 * j + 1], encoded[4 * j + 2], encoded[4 * j + 3]);
                     }
                 }
             } else {
@@ -468,9 +526,9 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
             }
 #pragma unroll
             for (int t = 0; t < 4; t++) {
-                uint4 four = before[t][threadIdx.x];
+                uint4 four = s.before[t][threadIdx.x];
                 u32 old[4] = {four.x, four.y, four.z, four.w}, pairs[4], codes[4];
-                uint4 firsts = encoded_first[t / 2][threadIdx.x];
+                uint4 firsts = s.encoded_first[t / 2][threadIdx.x];
                 u32 encoded_lows[2] = {t % 2 ? firsts.z : firsts.x, t % 2 ? firsts.w : firsts.y};
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
@@ -503,11 +561,20 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
         atomicAdd(a.counters + 1, (u64)delivered);
         atomicMax(a.counters + 2, (u64)most);
     }
+    // Until then others may read this block's shared memory.
+    if (CLUSTERS && splits > 1) cluster_wait();
 }
 
-// Grid: (ceil(rows / 8)). The default forms, and any.
+// Blocks of any forms that a multiprocessor runs at once: what leaves each the registers that it needs.
+#if __CUDA_ARCH__ == 1000 || __CUDA_ARCH__ == 1030
+constexpr int ANY_BLOCKS = 2;
+#else
+constexpr int ANY_BLOCKS = 3;
+#endif
+
+// Grid: (ceil(rows / 8), 1, splits), where the splits of a group are a cluster. The default forms, and any.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) adamw_default(const __grid_constant__ Arguments a) { adamw<false>(a); }
-extern "C" __global__ void __launch_bounds__(THREADS) adamw_any(const __grid_constant__ Arguments a) { adamw<true>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS, ANY_BLOCKS) adamw_any(const __grid_constant__ Arguments a) { adamw<true>(a); }
 
 struct VectorArguments {
     float* weights;

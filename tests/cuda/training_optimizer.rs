@@ -255,3 +255,74 @@ fn adamw_speed() {
         );
     }
 }
+
+/// Milliseconds of a step of every matrix of a model of Qwen3-4B's shape, one after the other as a trainer launches them: `--ignored
+/// --nocapture`. A quarter of its layers, each stepped as often as there would be others; their states are larger than any cache.
+#[test]
+#[ignore = "measures"]
+fn adamw_of_a_model_speed() {
+    let Some(gpu) = gpu() else { return };
+    let device = Device::Cuda(gpu.clone());
+    let host = Cpu::new(None).unwrap();
+    const LAYERS: usize = 36;
+    let layer = [
+        (4096, 2560),
+        (1024, 2560),
+        (1024, 2560),
+        (2560, 4096),
+        (9728, 2560),
+        (9728, 2560),
+        (2560, 9728),
+    ];
+    let embedding = (151_936, 2560);
+    let table = normal(1, 1 << 20);
+    let read = |range: std::ops::Range<usize>, out: &mut [f32]| {
+        for (o, i) in out.iter_mut().zip(range) {
+            *o = table[i % (table.len() - 7)] * 0.03;
+        }
+        Ok(())
+    };
+    let (weight, first, second) = FORMS[0];
+    let forms = Forms {
+        weight,
+        first,
+        second,
+        fresh_scales: false,
+    };
+    let new = |(rows, cols)| Matrix::new(&device, &host, forms, rows, cols, &read);
+    let mut layers: Vec<Matrix> = (0..LAYERS / 4)
+        .flat_map(|_| layer.map(|shape| new(shape).unwrap()))
+        .collect();
+    let mut embedding = new(embedding).unwrap();
+    let len = |matrix: &Matrix| matrix.shape().0 * matrix.shape().1;
+    let values: Vec<f32> = (0..len(&embedding))
+        .map(|i| table[i % (table.len() - 3)] * 1e-3)
+        .collect();
+    let g = on(&device, &values);
+    let c = Coefficients::new(&Hyperparameters::default(), 3, 1.0);
+    let mut times: Vec<f64> = (0..7)
+        .map(|_| {
+            gpu.synchronize().unwrap();
+            let (start, mut at) = (Instant::now(), 0);
+            for _ in 0..4 {
+                for matrix in &mut layers {
+                    let count = len(matrix);
+                    at = if at + count > g.len() { 0 } else { at };
+                    let gradients = g.part(at..at + count).unwrap();
+                    matrix
+                        .step(&device, &c, (5, 3), 0, gradients, None)
+                        .unwrap();
+                    at += count;
+                }
+            }
+            embedding
+                .step(&device, &c, (5, 3), 0, g.all(), None)
+                .unwrap();
+            gpu.synchronize().unwrap();
+            start.elapsed().as_secs_f64() * 1e3
+        })
+        .collect();
+    times.sort_by(f64::total_cmp);
+    let weights = 4 * layers.iter().map(len).sum::<usize>() + len(&embedding);
+    println!("{:.2} ms for {weights} weights", times[3]);
+}

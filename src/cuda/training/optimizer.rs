@@ -4,7 +4,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::size::product;
 use crate::cuda::driver::{DeviceSlice, Launch, int};
-use crate::cuda::linear::pack_rows;
+use crate::cuda::linear::{CHUNK_K, pack_rows};
 use crate::cuda::units::Unit;
 use crate::format::adamw::{
     Coefficients, FieldBytes, FirstForm, Forms, GROUP_ROWS, Keys, SecondForm, WeightForm,
@@ -21,6 +21,15 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
 ];
 
 const THREADS: u32 = 128;
+const STEP_WARPS: usize = THREADS as usize / 32;
+/// `sizeof(Shared)` in `kernels/optimizer/adamw.cu`.
+const STEP_SHARED: u32 = 6 * 16 * THREADS + 48;
+/// Blocks of a step that a multiprocessor runs at once, by their registers.
+const BLOCKS_AT_ONCE: usize = 4;
+/// Blocks of the largest cluster that every device with clusters runs.
+const MOST_SPLITS: usize = 8;
+/// What a block does beside its chunks, in rounds of them.
+const ROUND_OVERHEAD: f64 = 0.25;
 /// Blocks along the second dimension of a grid at most.
 const MOST_ROWS: usize = 65_535;
 
@@ -70,7 +79,7 @@ pub struct Step<'a> {
 
 /// Bytes of an NVFP4 matrix in the order of inference's kernels.
 pub fn chunk_bytes(rows: usize, cols: usize) -> Result<usize> {
-    use crate::cuda::linear::{CHUNK_BYTES, CHUNK_K, CHUNK_ROWS};
+    use crate::cuda::linear::{CHUNK_BYTES, CHUNK_ROWS};
     product(
         "an NVFP4 weight",
         &[
@@ -228,9 +237,34 @@ pub fn adamw(
     } else {
         "adamw_any"
     };
-    let launch = Launch::new([rows.div_ceil(GROUP_ROWS) as u32, 1, 1], THREADS);
+    let (gpu, groups) = (gradients.gpu(), rows.div_ceil(GROUP_ROWS));
+    let splits = match gpu.arch().0 {
+        ..9 => 1,
+        _ => splits(groups, w.cols, gpu.multiprocessors() * BLOCKS_AT_ONCE),
+    };
+    let launch = Launch {
+        shared: STEP_SHARED,
+        cluster: splits as u32,
+        ..Launch::new([groups as u32, 1, splits as u32], THREADS)
+    };
     // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(gradients.gpu(), Unit::AdamW, name, &arguments) }
+    unsafe { launch.run(gpu, Unit::AdamW, name, &arguments) }
+}
+
+/// How many blocks divide the columns of a group of rows among them, where so many run at once: what takes the fewest rounds of chunks, by
+/// whole blocks.
+fn splits(groups: usize, cols: usize, at_once: usize) -> usize {
+    let chunks = cols.div_ceil(CHUNK_K);
+    let rounds = |splits: usize| {
+        let (blocks, each) = (groups * splits, chunks.div_ceil(splits * STEP_WARPS));
+        // Those of a last round that is not full run faster, as they are fewer.
+        let (full, rest) = (blocks / at_once, (blocks % at_once) as f64 / at_once as f64);
+        let last = if rest > 0.0 { 0.5 + 0.5 * rest } else { 0.0 };
+        (full as f64 + last) * (each as f64 + ROUND_OVERHEAD)
+    };
+    (1..=MOST_SPLITS.min(chunks))
+        .min_by(|&a, &b| rounds(a).total_cmp(&rounds(b)))
+        .unwrap_or(1)
 }
 
 #[repr(C)]

@@ -391,6 +391,7 @@ inline uint4 load_global_16(const void* global) {
     memcpy(&v, global, sizeof v);
     return v;
 }
+inline void prefetch(const void* p) { (void)*(const volatile char*)p; }
 inline void forget_memory() {}
 inline void wait_for_earlier_kernels() {}
 inline void let_later_kernels_start() {}
