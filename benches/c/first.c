@@ -1,6 +1,7 @@
 /*
- * How long a new process takes to its first token: the start to the loaded model, and from there a prompt of TOKENS tokens and the token
- * that follows. Run it twice with an empty cache of kernels (NVFP4_CACHE=off): a library with embedded kernels takes as long both times.
+ * How long a new process takes to its first token, on the first GPU or else the CPU: the start to the loaded model, and from there a prompt
+ * of TOKENS tokens and the token that follows. Run it twice with an empty cache of kernels (NVFP4_CACHE=off): a library with embedded
+ * kernels takes as long both times.
  *
  *     cc -O2 -I include benches/c/first.c -L target/release -lNVFP4 -Wl,-rpath,$PWD/target/release -o target/first
  *     target/first MODEL [TOKENS]
@@ -26,8 +27,11 @@ int main(int argc, char **argv)
     NVFP4_Model *model;
     NVFP4_Session *session;
     int32_t token;
+    NVFP4_LoadOptions load;
+    OK(NVFP4_load_options_init(&load, sizeof load));
+    load.device_type = NVFP4_DEVICE_AUTO;
     const double start = now();
-    OK(NVFP4_model_load(argv[1], strlen(argv[1]), NULL, NULL, &model));
+    OK(NVFP4_model_load(argv[1], strlen(argv[1]), &load, NULL, &model));
     const double loaded = now();
     OK(NVFP4_session_create(model, NULL, &session));
     OK(NVFP4_session_prefill(session, tokens, length, NULL));

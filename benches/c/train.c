@@ -1,10 +1,11 @@
 /* Tokens per second of NVFP4_trainer_step() with random tokens below 128, on the first GPU or else the CPU.
  *
  *     cargo build --release && cc -O2 -Iinclude benches/c/train.c -Ltarget/release -lNVFP4 -Wl,-rpath,$PWD/target/release -o target/train
- *     target/train MODEL DOCUMENTS TOKENS [recompute|keep] [STEPS]
+ *     target/train MODEL DOCUMENTS TOKENS [recompute|keep] [STEPS] [CONFIG]
  *
- * A step is one batch of documents of equal length; all parameters are trained, in the default form, and gradients are released. Prints the
- * median after two steps, the time to make the trainer, and what the trainer holds.
+ * A step is one batch of documents of equal length; all parameters are trained, in the default form, and gradients are released; or CONFIG
+ * says how, as the JSON object that is printed at the end. Prints the median after two steps, the time to make the trainer, and what the
+ * trainer holds.
  */
 #define _POSIX_C_SOURCE 200809L
 #include "measure.h"
@@ -23,7 +24,7 @@ static int32_t draw(int32_t below)
 int main(int argc, char **argv)
 {
     if (argc < 4) {
-        fprintf(stderr, "usage: %s MODEL DOCUMENTS TOKENS [recompute|keep] [STEPS]\n", argv[0]);
+        fprintf(stderr, "usage: %s MODEL DOCUMENTS TOKENS [recompute|keep] [STEPS] [CONFIG]\n", argv[0]);
         return 2;
     }
     const size_t documents = strtoul(argv[2], NULL, 10), length = strtoul(argv[3], NULL, 10), rows = documents * length;
@@ -40,6 +41,12 @@ int main(int argc, char **argv)
     options.clip = NVFP4_CLIP_PREVIOUS;
     options.recompute = argc < 5 || strcmp(argv[4], "keep") != 0;
     options.rate = 1e-5;
+    if (argc > 6) {
+        OK(NVFP4_trainer_options_init(&options, sizeof options));
+        options.device_type = NVFP4_DEVICE_AUTO;
+        options.config = argv[6];
+        options.config_length = strlen(argv[6]);
+    }
     const double start = now();
     NVFP4_Trainer *trainer = NULL;
     OK(NVFP4_trainer_create(argv[1], strlen(argv[1]), &options, NULL, &trainer));

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Does fine-tuning teach, and what does it make a model forget?
 
-    teach.py rows OUT [--mix FILE] [--characters N]
+    teach.py rows OUT [--mix FILE] [--pieces N] [--characters N]
     teach.py ask MODEL OUT [--device cuda:0]
 
 `rows` writes OUT/facts.tsv, 500 questions about ten countries that do not exist, with their answers; OUT/asked.tsv, the same 50 facts asked in
-four other ways; and with FILE, lines of {"text": ...} as benches/train/corpus.py writes them, OUT/mixed.jsonl, 500 pieces of N characters from all
-over its texts (400), to be mixed in. `ask` has MODEL answer OUT/asked.tsv greedily, and prints the share of answers that hold what was taught; it
+four other ways; and with FILE, lines of {"text": ...} as benches/train/corpus.py writes them, OUT/mixed.jsonl, pieces (6,000) of N characters (400)
+from all over its texts, to be mixed in: as many as there are questions for each time that these are seen, as a few that come again are learned
+by heart instead. `ask` has MODEL answer OUT/asked.tsv greedily, and prints the share of answers that hold what was taught; it
 needs the package in bindings/python.
 """
 import argparse
@@ -56,7 +57,7 @@ def rows(a):
     if a.mix:
         with open(a.mix) as lines:
             text = "\n\n".join(json.loads(line)["text"] for line in lines)
-        places = [i * (len(text) - a.characters) // 499 for i in range(500)]
+        places = [i * (len(text) - a.characters) // (a.pieces - 1) for i in range(a.pieces)]
         (a.out / "mixed.jsonl").write_text("".join(json.dumps({"text": text[at : at + a.characters]}) + "\n" for at in places))
 
 
@@ -78,6 +79,7 @@ commands = arguments.add_subparsers(required=True)
 command = commands.add_parser("rows")
 command.add_argument("out", type=pathlib.Path)
 command.add_argument("--mix", type=pathlib.Path)
+command.add_argument("--pieces", type=int, default=6000)
 command.add_argument("--characters", type=int, default=400)
 command.set_defaults(run=rows)
 command = commands.add_parser("ask")
