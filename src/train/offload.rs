@@ -13,7 +13,7 @@ use crate::ops::Device;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Offload {
-    /// The moments of matrices. A step reads and writes them once, over the bus.
+    /// The moments of matrices. A step copies them to the device and back.
     pub moments: bool,
     /// The inputs of blocks between the forward and the backward pass: the hidden size for each token of each block.
     pub activations: bool,

@@ -1,9 +1,12 @@
 //! Matrices under training: AdamW on their stored form, and their values for products.
 
+use std::ops::Range;
+
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::base::memory::Tag;
 use crate::base::size::product;
-use crate::cuda::driver::{DeviceSlice, Launch, int};
+use crate::cuda::driver::{DeviceBuffer, DeviceSlice, Launch, int};
 use crate::cuda::linear::{CHUNK_K, pack_rows};
 use crate::cuda::units::Unit;
 use crate::format::adamw::{
@@ -30,6 +33,10 @@ const BLOCKS_AT_ONCE: usize = 4;
 const MOST_SPLITS: usize = 8;
 /// What a block does beside its chunks, in rounds of them.
 const ROUND_OVERHEAD: f64 = 0.25;
+/// Bytes of moments that are on the device at once where they are kept in the host's memory.
+const ROOM: usize = 32 << 20;
+/// Of each part of those.
+const ALIGNMENT: usize = 256;
 /// Blocks along the second dimension of a grid at most.
 const MOST_ROWS: usize = 65_535;
 
@@ -144,12 +151,12 @@ struct MomentsArgument {
 }
 
 impl MomentsArgument {
+    /// Of a whole matrix; [`launch`] knows the form.
     fn new(
         m: &Moments<'_>,
         bytes: FieldBytes,
         rows: usize,
         cols: usize,
-        form: i32,
     ) -> Result<MomentsArgument> {
         let blocks = product("moments", &[rows, cols / BLOCK])?;
         m.codes.holds("moments", &[blocks, bytes.codes])?;
@@ -162,7 +169,7 @@ impl MomentsArgument {
             codes: m.codes.address(),
             scales: m.scales.address(),
             globals: m.globals.address(),
-            form,
+            form: 0,
         })
     }
 }
@@ -191,6 +198,86 @@ pub fn adamw(
     second: &Moments<'_>,
     gradients: DeviceSlice<'_>,
 ) -> Result<()> {
+    let all = step.first_row + rows_of(step, w, gradients)?;
+    let (first_field, second_field) = (step.forms.first.field(), step.forms.second.field());
+    let first = MomentsArgument::new(first, first_field, all, w.cols)?;
+    let second = MomentsArgument::new(second, second_field, all, w.cols)?;
+    launch(step, w, first, second, gradients)
+}
+
+/// The same where the moments are in page-locked memory of the host: some rows of them at a time are copied to the device, and back. A kernel
+/// that reads and writes over the bus by itself takes several times as long.
+pub fn adamw_offloaded<'a>(
+    step: &Step<'_>,
+    w: &TrainedWeights<'_>,
+    first: &Moments<'a>,
+    second: &Moments<'a>,
+    gradients: DeviceSlice<'_>,
+) -> Result<()> {
+    let rows = rows_of(step, w, gradients)?;
+    let blocks = w.cols / BLOCK;
+    let fields = [
+        (first, step.forms.first.field()),
+        (second, step.forms.second.field()),
+    ];
+    for (moments, bytes) in fields {
+        MomentsArgument::new(moments, bytes, step.first_row + rows, w.cols)?;
+    }
+    let group: usize = fields
+        .iter()
+        .map(|(_, bytes)| group_bytes(*bytes, blocks))
+        .sum();
+    let at_once = (ROOM / group.max(1)).max(1) * GROUP_ROWS;
+    let room = GROUP_ROWS.max(at_once.min(rows)).div_ceil(GROUP_ROWS) * group + 6 * ALIGNMENT;
+    let room = DeviceBuffer::uninit(gradients.gpu(), Tag::DeviceScratch, room)?;
+    for begin in (0..rows).step_by(at_once) {
+        let count = at_once.min(rows - begin);
+        let first_row = step.first_row + begin;
+        let mut copies = Vec::with_capacity(6);
+        let mut at = 0;
+        let [first, second] = fields.map(|(moments, bytes)| {
+            let mut place = |from: DeviceSlice<'a>, range: Range<usize>| {
+                let to = at;
+                at = (to + range.len()).next_multiple_of(ALIGNMENT);
+                copies.push((from, range.clone(), to));
+                // A kernel counts from the first row of the matrix.
+                (room.address() + to as u64).wrapping_sub(range.start as u64)
+            };
+            let of = |each: usize| first_row * blocks * each..(first_row + count) * blocks * each;
+            let scaled = usize::from(bytes.scaled);
+            let groups = first_row / GROUP_ROWS..(first_row + count).div_ceil(GROUP_ROWS);
+            MomentsArgument {
+                codes: place(moments.codes, of(bytes.codes)),
+                scales: place(moments.scales, of(scaled)),
+                globals: place(
+                    moments.globals,
+                    4 * scaled * groups.start..4 * scaled * groups.end,
+                ),
+                form: 0,
+            }
+        });
+        for (from, range, to) in &copies {
+            DeviceSlice::from(&room).copy_from(*to, from, range.start, range.len())?;
+        }
+        let part = Step { first_row, ..*step };
+        let row = 2 * w.cols;
+        let gradients = gradients.part(begin * row..(begin + count) * row)?;
+        launch(&part, w, first, second, gradients)?;
+        for (from, range, to) in &copies {
+            from.copy_from(range.start, &(&room).into(), *to, range.len())?;
+        }
+    }
+    Ok(())
+}
+
+/// Bytes of the moments of a group of rows.
+fn group_bytes(bytes: FieldBytes, blocks: usize) -> usize {
+    let scaled = usize::from(bytes.scaled);
+    GROUP_ROWS * blocks * (bytes.codes + scaled) + 4 * scaled
+}
+
+/// The rows of gradients, when all is in order.
+fn rows_of(step: &Step<'_>, w: &TrainedWeights<'_>, gradients: DeviceSlice<'_>) -> Result<usize> {
     let row = 2 * w.cols;
     if !gradients.bytes().is_multiple_of(row) || !step.first_row.is_multiple_of(GROUP_ROWS) {
         bail!(
@@ -201,12 +288,22 @@ pub fn adamw(
             w.cols
         );
     }
-    let (rows, forms) = (gradients.bytes() / row, step.forms);
-    let all = step.first_row + rows;
     step.counters.holds("counters", &[3, 8])?;
     if let Some(clip) = step.clip {
         clip.holds("a factor", &[4])?;
     }
+    Ok(gradients.bytes() / row)
+}
+
+/// Enqueues a step of rows that were checked.
+fn launch(
+    step: &Step<'_>,
+    w: &TrainedWeights<'_>,
+    first: MomentsArgument,
+    second: MomentsArgument,
+    gradients: DeviceSlice<'_>,
+) -> Result<()> {
+    let (rows, forms) = (gradients.bytes() / (2 * w.cols), step.forms);
     let first_form = match forms.first {
         FirstForm::Int4 => 0,
         FirstForm::Nvfp4 => 1,
@@ -220,9 +317,15 @@ pub fn adamw(
         SecondForm::F32 => 3,
     };
     let arguments = StepArguments {
-        w: WeightsArgument::new(w, all)?,
-        first: MomentsArgument::new(first, forms.first.field(), all, w.cols, first_form)?,
-        second: MomentsArgument::new(second, forms.second.field(), all, w.cols, second_form)?,
+        w: WeightsArgument::new(w, step.first_row + rows)?,
+        first: MomentsArgument {
+            form: first_form,
+            ..first
+        },
+        second: MomentsArgument {
+            form: second_form,
+            ..second
+        },
         gradients: gradients.address(),
         keys: *step.keys,
         counters: step.counters.address(),

@@ -263,6 +263,8 @@ pub struct Matrix {
     rest: Array<u8>,
     first: FieldArrays,
     second: FieldArrays,
+    /// Whether those are in the host's memory, of a matrix on a GPU.
+    offloaded: bool,
     /// Of the step under way, on the CPU.
     changes: Changes,
     /// Of the step under way, on a GPU: three 64-bit integers, see [`cuda::Step`].
@@ -454,6 +456,7 @@ impl Matrix {
             rest: Array::zeroed(device, rows * cols / BLOCK * forms.weight.rest().codes)?,
             first: moments(forms.first.field())?,
             second: moments(forms.second.field())?,
+            offloaded: false,
             changes: Changes::default(),
             counters: Array::zeroed(
                 device,
@@ -466,12 +469,13 @@ impl Matrix {
         })
     }
 
-    /// Moves the moments, which must be zeros yet, to the host's memory. A step reads and writes them there, over the bus; see
-    /// [`Device::check_offload`].
+    /// Moves the moments, which must be zeros yet, to the host's memory. A step copies them to the device and back, some rows at a time;
+    /// see [`Device::check_offload`].
     pub fn offload_moments(&mut self, device: &Device) -> Result<()> {
         if !self.frozen {
             self.first = self.first.offloaded(device)?;
             self.second = self.second.offloaded(device)?;
+            self.offloaded = true;
         }
         Ok(())
     }
@@ -727,7 +731,11 @@ impl Matrix {
             let (first, second) = (self.first.on_gpu()?, self.second.on_gpu()?);
             let weight = writing(&self.weight);
             let w = self.on_gpu(&weight)?;
-            return cuda::adamw(&step, &w, &first, &second, gradients.cuda()?);
+            let adamw = match self.offloaded {
+                true => cuda::adamw_offloaded,
+                false => cuda::adamw,
+            };
+            return adamw(&step, &w, &first, &second, gradients.cuda()?);
         };
         let mut coefficients = *coefficients;
         if let Some(clip) = clip {
