@@ -206,6 +206,51 @@ fn adamw_gives_what_the_cpu_gives() {
     assert!(states[0] == states[1]);
 }
 
+/// Of matrices with more moments than pass over the bus at once, the last part not a whole group of rows.
+#[test]
+fn offloaded_moments_have_the_same_bits() {
+    let Some(gpu) = gpu() else { return };
+    let device = Device::Cuda(gpu);
+    if device.check_offload().is_err() {
+        return;
+    }
+    let host = Cpu::new(None).unwrap();
+    let (rows, cols) = (3_004, 12_288);
+    let values: Vec<f32> = normal(7, rows * cols).iter().map(|v| v * 0.03).collect();
+    let read = |range: std::ops::Range<usize>, out: &mut [f32]| {
+        out.copy_from_slice(&values[range.start * cols..range.end * cols]);
+        Ok(())
+    };
+    let g = on(&device, &gradients(1, rows, cols));
+    for (weight, first, second) in [FORMS[0], FORMS[4]] {
+        let forms = Forms {
+            weight,
+            first,
+            second,
+            fresh_scales: false,
+        };
+        let states = [false, true].map(|offloaded| {
+            let mut matrix = Matrix::new(&device, &host, forms, rows, cols, &read).unwrap();
+            if offloaded {
+                matrix.offload_moments(&device).unwrap();
+            }
+            for number in 1..=2 {
+                let c = Coefficients::new(&Hyperparameters::default(), number, 1.0);
+                for part in [0..1_600, 1_600..rows] {
+                    let of_part = g.part(part.start * cols..part.end * cols).unwrap();
+                    matrix
+                        .step(&device, &c, (5, 3), part.start, of_part, None)
+                        .unwrap();
+                }
+                matrix.finish_step(&device).unwrap();
+            }
+            StatePart::ALL.map(|part| matrix.read_part(&device, part).unwrap())
+        });
+        assert!(states[0][0].iter().any(|&byte| byte != 0));
+        assert!(states[0] == states[1], "{forms:?}");
+    }
+}
+
 /// Milliseconds for 10^9 weights: `--ignored --nocapture`.
 #[test]
 #[ignore = "measures"]
