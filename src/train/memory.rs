@@ -103,7 +103,7 @@ impl MemoryReport {
 pub struct Estimate {
     /// Weights and moments.
     pub states: u64,
-    /// Gradients that are kept.
+    /// Gradients that are kept, and offloaded moments on their way.
     pub gradients: u64,
     /// What the passes of a micro-batch hold at their peak, with the weights of a product.
     pub activations: u64,
@@ -120,7 +120,8 @@ impl Estimate {
             .layout(source)
             .unwrap_or_else(|_| source.layout().clone());
         let trains = |id| recipe.trains(source, layout, id);
-        let (mut states, mut gradients, mut converted, mut offloaded) = (0, 0, 0, 0);
+        let (mut states, mut gradients, mut converted) = (0, 0, 0);
+        let (mut offloaded, mut passing) = (0, 0);
         for (id, m) in layout.matrices.iter().enumerate() {
             let forms = Parameters::forms(source, recipe, id, m).unwrap_or_default();
             let trains = trains(id);
@@ -129,14 +130,16 @@ impl Estimate {
             };
             states += bytes(!trains);
             if config.offload.moments {
-                offloaded += bytes(!trains) - bytes(true);
+                let moments = bytes(!trains) - bytes(true);
+                offloaded += moments;
+                passing = passing.max(Matrix::offload_room(moments));
             }
             if trains && !recipe.release {
                 gradients += size_of::<f32>() * m.rows * m.cols;
                 converted = converted.max(Parameters::converted(m.rows, m.cols));
             }
         }
-        gradients += Array::<Mixed>::element_bytes(device) * converted;
+        gradients += Array::<Mixed>::element_bytes(device) * converted + passing;
         // With their moments and gradients.
         let vectors: usize = layout.vectors.iter().map(|v| v.len).sum();
         states += 4 * size_of::<f32>() * vectors;

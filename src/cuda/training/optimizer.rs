@@ -34,7 +34,7 @@ const MOST_SPLITS: usize = 8;
 /// What a block does beside its chunks, in rounds of them.
 const ROUND_OVERHEAD: f64 = 0.25;
 /// Bytes of moments that are on the device at once where they are kept in the host's memory.
-const ROOM: usize = 32 << 20;
+pub const OFFLOAD_ROOM: usize = 32 << 20;
 /// Of each part of those.
 const ALIGNMENT: usize = 256;
 /// Blocks along the second dimension of a grid at most.
@@ -227,7 +227,7 @@ pub fn adamw_offloaded<'a>(
         .iter()
         .map(|(_, bytes)| group_bytes(*bytes, blocks))
         .sum();
-    let at_once = (ROOM / group.max(1)).max(1) * GROUP_ROWS;
+    let at_once = (OFFLOAD_ROOM / group.max(1)).max(1) * GROUP_ROWS;
     let room = GROUP_ROWS.max(at_once.min(rows)).div_ceil(GROUP_ROWS) * group + 6 * ALIGNMENT;
     let room = DeviceBuffer::uninit(gradients.gpu(), Tag::DeviceScratch, room)?;
     for begin in (0..rows).step_by(at_once) {

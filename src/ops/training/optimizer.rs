@@ -469,6 +469,11 @@ impl Matrix {
         })
     }
 
+    /// Bytes of the device's memory through which so many of offloaded moments pass in a step.
+    pub fn offload_room(moments: usize) -> usize {
+        moments.min(cuda::OFFLOAD_ROOM)
+    }
+
     /// Moves the moments, which must be zeros yet, to the host's memory. A step copies them to the device and back, some rows at a time;
     /// see [`Device::check_offload`].
     pub fn offload_moments(&mut self, device: &Device) -> Result<()> {
