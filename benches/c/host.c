@@ -9,6 +9,7 @@
  * counted. What is measured is a decode loop as a server has it: every step takes the tokens that the one before gave. The other kind
  * is NVFP4_session_generate() with a callback. benches/host.py compares them with `nvfp4 bench`.
  */
+#define _POSIX_C_SOURCE 200809L
 #include "measure.h"
 
 #include <pthread.h>
@@ -191,21 +192,21 @@ int main(int argc, char **argv)
         static double stepped[KINDS][MOST_RUNS], generated[KINDS][MOST_RUNS];
         for (int run = -1; run < runs; run++) {
             for (int k = 0; k < KINDS; k++) {
-                double rate = steps(batch, &kinds[k].options), alone = batch == 1 ? generation(kinds[k].options) : 0;
+                double rate = steps(batch, &kinds[k].options), generating = batch == 1 ? generation(kinds[k].options) : 0;
                 if (run >= 0)
-                    stepped[k][run] = rate, generated[k][run] = alone;
+                    stepped[k][run] = rate, generated[k][run] = generating;
             }
         }
         double first = 0;
         for (int k = 0; k < KINDS; k++) {
-            double rate = median(stepped[k], runs), alone = median(generated[k], runs);
+            double rate = median(stepped[k], runs), generating = median(generated[k], runs);
             first = k == 0 ? rate : first;
             if (json) {
-                printf("%s{\"batch\":%d,\"sampling\":\"%s\",\"step_tok_s\":%.1f,\"generate_tok_s\":%.1f}", separator, batch, kinds[k].name, rate, alone);
+                printf("%s{\"batch\":%d,\"sampling\":\"%s\",\"step_tok_s\":%.1f,\"generate_tok_s\":%.1f}", separator, batch, kinds[k].name, rate, generating);
             } else {
                 printf("%3d sequences, %-33s %10.1f tok/s (%.2f of greedy)", batch, kinds[k].name, rate, rate / first);
                 if (batch == 1)
-                    printf("; generating %.1f", alone);
+                    printf("; generating %.1f", generating);
                 printf("\n");
             }
             separator = ",\n";

@@ -310,11 +310,15 @@ done
 check "nvfp4.hpp wraps every function" wrapped
 check "a token callback of the old form does not compile" old_callback
 check "a program for a later library says so in C++" later_header
-# What is measured on a GPU: here it is to build as its first lines say, and to run where there is one.
-check "enqueue compiles" gcc -std=c99 "${warnings[@]}" -Iinclude benches/c/enqueue.c -o "$work/enqueue" "${link[@]}"
-check "enqueue" "$work/enqueue" 100 64 256 256
-check "the measure of training compiles" gcc -std=c99 "${warnings[@]}" -Iinclude benches/c/train.c -o "$work/measure_training" "${link[@]}"
-check "the measure of training" "$work/measure_training" "${model%/*}/qwen3_untied" 2 16 recompute 3
+# What is measured on a GPU: here it is to build as its first lines say, and some to run.
+for source in benches/c/*.c; do
+    name=$(basename "$source" .c)
+    check "$source compiles" gcc -std=c99 "${warnings[@]}" -Iinclude "$source" -o "$work/measure_$name" "${link[@]}" -lm
+done
+check "benches/c/enqueue.c" "$work/measure_enqueue" 100 64 256 256
+check "benches/c/first.c" "$work/measure_first" "$model" 16
+check "benches/c/train.c" "$work/measure_train" "${model%/*}/qwen3_untied" 2 16 recompute 3
+check "benches/c/train.c with a configuration" "$work/measure_train" "${model%/*}/qwen3_untied" 2 16 keep 3 '{"optimizer": {"rate": 1e-4}}'
 programs+=("layout $work/layout-c11" "logging $work/logging-c11" "tensors $work/tensors-c11" "linear $work/linear-c11"
     "schema $work/schema-c11" "drop_in $work/drop_in-c11" "two_units $work/two_units-c11"
     "errors $work/errors-c11 $work/declared $model" "sessions $work/sessions-c11 $model $work/scratch"
