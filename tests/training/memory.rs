@@ -1,5 +1,7 @@
 //! What is said to be needed, against what is taken. Counts memory, which wants a process of its own; nextest gives it one.
 
+use std::path::Path;
+
 use NVFP4::base::memory;
 use NVFP4::train::memory::Estimate;
 use NVFP4::train::{Lora, RecomputedParts};
@@ -103,4 +105,54 @@ fn estimates_are_the_peaks_of_steps() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Blocks before those that are trained share the memory of what they keep; what is trained becomes what it becomes beside them.
+#[test]
+fn blocks_that_are_not_trained_leave_nothing() {
+    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/verse-10m");
+    let source = Source::open(&data).unwrap();
+    let device = Device::cpu(Some(2)).unwrap();
+    let blocks = source.spec().blocks.len();
+    let batch = Documents::new(1, &[30, 34]);
+    let mut losses = Vec::new();
+    for recompute in [Recompute::Block, Recompute::None] {
+        let mut all = None;
+        let mut peaks = Vec::new();
+        for last in [None, Some(3), Some(1), Some(0)] {
+            let recipe = Recipe {
+                last_blocks: last,
+                clip: Clip::Never,
+                ..Recipe::default()
+            };
+            let config = Config {
+                recompute,
+                ..config(recipe, 10)
+            };
+            let (peak, estimate) = peak_and_estimate(&source, &config, 300);
+            let off = estimate as f64 / peak as f64 - 1.0;
+            assert!(
+                off.abs() <= TOLERANCE,
+                "{last:?}, {recompute} again: {estimate} for {peak}"
+            );
+            peaks.push(peak);
+
+            let mut trainer = Trainer::new(&device, &source, &config).unwrap();
+            let evaluated = trainer.evaluate(&[batch.batch()], false).unwrap();
+            losses.push(trainer.step(&[batch.batch()]).unwrap().loss);
+            assert_eq!(losses.last(), Some(&evaluated));
+            assert_eq!(losses.last(), losses.first());
+            let trained = weights(&trainer);
+            let all = all.get_or_insert_with(|| trained.clone());
+            let names = trainer.parameters().layout().matrices.iter();
+            for (id, matrix) in names.enumerate() {
+                let is_trained = (blocks - last.unwrap_or(blocks)..blocks)
+                    .any(|block| matrix.name.contains(&format!("layers.{block}.")));
+                if is_trained {
+                    assert!(trained[id] == all[id], "{last:?}: {}", matrix.name);
+                }
+            }
+        }
+        assert!(peaks.is_sorted_by(|a, b| a > b), "{peaks:?}");
+    }
 }

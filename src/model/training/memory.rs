@@ -79,13 +79,18 @@ impl PassMemory<'_> {
         let element = Array::<Mixed>::element_bytes(device);
         let parts = options.recompute.parts();
         let (mut kept, mut shared) = (0, SavedSizes::default());
+        // Of blocks that get no gradients, in the memory of the first one that does, or of the last one.
+        let (first, mut passed) = (self.first_block, SavedSizes::default());
         let (mut forward, mut backward) = (Blocks::default(), Blocks::default());
         for (index, (block, own)) in spec.blocks.iter().zip(&layout.blocks).enumerate() {
             let sizes = BlockSizes::new(spec, block, rows);
             let mut again = SavedSizes::default();
             let mut saved = sizes.saved(own);
             saved.swap_recomputed(&mut again, parts);
-            kept += saved.bytes(element);
+            passed = passed.max(&saved);
+            if index >= first || index + 1 == spec.blocks.len() {
+                kept += std::mem::take(&mut passed).bytes(element);
+            }
             shared = shared.max(&again);
             forward = forward.max(Blocks {
                 linear: self.linear_forward(own, rows),
@@ -108,7 +113,7 @@ impl PassMemory<'_> {
         let shared = shared.bytes(element);
 
         let head = HeadSizes::new(spec, options.head_chunk, rows);
-        let streams = Streams::kept(spec.blocks.len(), options.offload) * head.stream;
+        let streams = Streams::kept(spec.blocks.len(), options.offload, first) * head.stream;
         let keeps = options.recompute == Recompute::None;
         let trains_head = (self.trains)(layout.head);
         let keeps_tied = keeps && spec.tied && trains_head;

@@ -48,7 +48,9 @@ pub struct Pass {
     /// What random bits of rounding follow from.
     key: u64,
     streams: Streams,
-    /// What is kept of each block.
+    /// The first block that gets gradients. Blocks before it leave nothing for the backward pass.
+    first: usize,
+    /// What is kept of each block; see [`Pass::place`].
     saved: Vec<Saved>,
     /// What is computed again, of one block after another.
     shared: Saved,
@@ -76,6 +78,7 @@ impl Pass {
             options,
             precision: ProductPrecision::default(),
             key: 0,
+            first: 0,
             streams: Streams::new(blocks, options.offload),
             saved: (0..blocks).map(|_| Saved::new()).collect(),
             shared: Saved::new(),
@@ -98,16 +101,34 @@ impl Pass {
         self.scratch.gradient.bytes()
     }
 
+    /// Whose memory a block uses for what it keeps: its own, or that of the first one that gets gradients, which runs later.
+    fn place(&self, block: usize) -> usize {
+        block.max(self.first).min(self.spec.blocks.len() - 1)
+    }
+
+    /// Chooses the first block that gets gradients, and gives back the memory that others before it had.
+    fn begin_at(&mut self, first: usize) {
+        self.first = first;
+        self.streams.begin_at(first);
+        for block in 0..first {
+            if self.place(block) != block {
+                self.saved[block] = Saved::new();
+            }
+        }
+    }
+
     /// What a block keeps, with the memory of what is computed again; [`Pass::put_saved`] takes it back.
     fn take_saved(&mut self, block: usize) -> Saved {
-        let mut saved = std::mem::replace(&mut self.saved[block], Saved::new());
+        let place = self.place(block);
+        let mut saved = std::mem::replace(&mut self.saved[place], Saved::new());
         saved.swap_recomputed(&mut self.shared, self.options.recompute.parts());
         saved
     }
 
     fn put_saved(&mut self, block: usize, mut saved: Saved) {
         saved.swap_recomputed(&mut self.shared, self.options.recompute.parts());
-        self.saved[block] = saved;
+        let place = self.place(block);
+        self.saved[place] = saved;
     }
 
     fn block<'a>(&'a self, batch: &'a Batch, index: usize) -> BlockPass<'a> {
@@ -231,6 +252,7 @@ impl Pass {
         hidden: Option<HiddenTargets<'_>>,
     ) -> Result<f64> {
         let first = first_block.min(self.spec.blocks.len());
+        self.begin_at(first);
         self.forward(store, batch, first)?;
         let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
         let result = self.backward(store, batch, first, hidden, &mut scratch);

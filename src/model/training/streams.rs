@@ -8,6 +8,8 @@ use crate::ops::{Array, Device, Mixed, Slice};
 pub(super) struct Streams {
     /// Those that stay on the device: all, or the last one alone.
     kept: Vec<Array<Mixed>>,
+    /// The first block that the backward pass reaches.
+    first: usize,
     /// The inputs of blocks in the host's memory, where those are offloaded.
     away: Vec<Array<Mixed>>,
     /// Then, on the device: the input of a block and its results, in turns.
@@ -20,6 +22,7 @@ impl Streams {
         let empty = |count| (0..count).map(|_| Array::empty()).collect();
         Streams {
             kept: empty(if offloads { 1 } else { blocks + 1 }),
+            first: 0,
             away: empty(Self::away(blocks, offloads)),
             near: [Array::empty(), Array::empty()],
         }
@@ -30,9 +33,26 @@ impl Streams {
         if offloads { blocks } else { 0 }
     }
 
-    /// How many are on the device.
-    pub(super) fn kept(blocks: usize, offloads: bool) -> usize {
-        if offloads { 3 } else { blocks + 1 }
+    /// How many are on the device, where the backward pass reaches as far as block `first`.
+    pub(super) fn kept(blocks: usize, offloads: bool, first: usize) -> usize {
+        let shared = first.saturating_sub(1);
+        if offloads { 3 } else { blocks + 1 - shared }
+    }
+
+    /// Chooses the first block that the backward pass reaches, and gives back the memory of inputs before it but for two.
+    pub(super) fn begin_at(&mut self, first: usize) {
+        self.first = first;
+        if !self.offloads() {
+            self.kept[..first.saturating_sub(1)].fill_with(Array::empty);
+        }
+    }
+
+    /// Where the input of a block is kept: in its own place, or in one of two in turns if the backward pass does not reach it.
+    fn place(&self, index: usize) -> usize {
+        match index < self.first {
+            true => self.first - (self.first - index) % 2,
+            false => index,
+        }
     }
 
     fn offloads(&self) -> bool {
@@ -42,7 +62,7 @@ impl Streams {
     /// What enters block `index`, or leaves the last one, on the device.
     pub(super) fn at(&self, index: usize) -> &Array<Mixed> {
         match self.offloads() {
-            false => &self.kept[index],
+            false => &self.kept[self.place(index)],
             true if index == self.away.len() => &self.kept[0],
             true => &self.near[index % 2],
         }
@@ -50,7 +70,10 @@ impl Streams {
 
     fn at_mut(&mut self, index: usize) -> &mut Array<Mixed> {
         match self.offloads() {
-            false => &mut self.kept[index],
+            false => {
+                let place = self.place(index);
+                &mut self.kept[place]
+            }
             true if index == self.away.len() => &mut self.kept[0],
             true => &mut self.near[index % 2],
         }
