@@ -57,7 +57,7 @@ def rows(a):
     if a.mix:
         with open(a.mix) as lines:
             text = "\n\n".join(json.loads(line)["text"] for line in lines)
-        places = [i * (len(text) - a.characters) // (a.pieces - 1) for i in range(a.pieces)]
+        places = [i * (len(text) - a.characters) // max(a.pieces - 1, 1) for i in range(a.pieces)]
         (a.out / "mixed.jsonl").write_text("".join(json.dumps({"text": text[at : at + a.characters]}) + "\n" for at in places))
 
 

@@ -5,9 +5,9 @@
 // It is bound by the rate at which instructions are issued, and those on integers at half of that, not by memory. So as much as can be is
 // left to fused multiply-adds: conversions, fractions of random bits and rounding are parts of those (format/fraction.cuh).
 //
-// A block of threads takes a group of 8 rows, or a cluster of blocks does, each some of the columns. First they look for the largest gradient and the
-// largest scales of the moments, from which the group's new global scales follow; then each thread updates two blocks of 16 weights at a
-// time, those that share words of a chunk. Gradients are read twice, the second time out of a cache.
+// A block of threads takes a group of 8 rows, or a cluster of blocks does, each some of the columns. First they look for the largest gradient
+// and the largest scales of the moments, from which the group's new global scales follow; then each thread updates two blocks of 16 weights
+// at a time, those that share words of a chunk. Gradients are read twice, the second time out of a cache.
 #include "common/cluster.cuh"
 #include "common/reduce.cuh"
 #include "format/moment.cuh"
@@ -327,9 +327,8 @@ struct Place {
 // Asks for what a thread is going to read of a place in the default forms, or of the nearest one that is there. Without this a quarter of
 // the time goes to waiting for memory, as registers allow only four warps a scheduler.
 __device__ __forceinline__ void prefetch_place(const Arguments& a, Place place, int row0, int rows) {
-    int blocks = a.w.cols / BLOCK, row = row0 + min(place.row, rows - 1), column = min(2 * place.pair, blocks - 1), group = (a.first_row + row) / CHUNK_ROWS;
-    const u32* chunk = (const u32*)(a.w.codes + ((u64)group * a.w.chunks + place.pair / PAIRS) * CHUNK_BYTES);
-    const u32* at = chunk + 16 * (row % CHUNK_ROWS) + place.pair % PAIRS;
+    int blocks = a.w.cols / BLOCK, row = row0 + min(place.row, rows - 1), column = min(2 * place.pair, blocks - 1);
+    const u32* at = chunk_words(chunk_of(a.w.codes, a.w.chunks, a.first_row + row, column * BLOCK), row, column);
     const u16* gradients = a.gradients + ((u64)row * blocks + column) * BLOCK;
     u32 block = (u32)(a.first_row + row) * blocks + column;
     prefetch(at), prefetch(at + 8);

@@ -38,6 +38,16 @@ const FORMS: [(WeightForm, FirstForm, SecondForm); 8] = [
     (WeightForm::F32, FirstForm::Int4, SecondForm::Nvfp4),
 ];
 
+/// With scales of weights that stay from step to step.
+fn steady((weight, first, second): (WeightForm, FirstForm, SecondForm)) -> Forms {
+    Forms {
+        weight,
+        first,
+        second,
+        fresh_scales: false,
+    }
+}
+
 /// Gradients that bf16 holds, of some rows of very different sizes.
 fn gradients(seed: u64, rows: usize, cols: usize) -> Vec<f32> {
     let mut values = normal(seed, rows * cols);
@@ -222,13 +232,7 @@ fn offloaded_moments_have_the_same_bits() {
         Ok(())
     };
     let g = on(&device, &gradients(1, rows, cols));
-    for (weight, first, second) in [FORMS[0], FORMS[4]] {
-        let forms = Forms {
-            weight,
-            first,
-            second,
-            fresh_scales: false,
-        };
+    for forms in [FORMS[0], FORMS[4]].map(steady) {
         let states = [false, true].map(|offloaded| {
             let mut matrix = Matrix::new(&device, &host, forms, rows, cols, &read).unwrap();
             if offloaded {
@@ -259,13 +263,7 @@ fn adamw_speed() {
     let device = Device::Cuda(gpu.clone());
     let host = Cpu::new(None).unwrap();
     let (rows, cols) = (32768, 2560);
-    for (weight, first, second) in FORMS {
-        let forms = Forms {
-            weight,
-            first,
-            second,
-            fresh_scales: false,
-        };
+    for forms in FORMS.map(steady) {
         let read = |range: std::ops::Range<usize>, out: &mut [f32]| {
             let values = normal(range.start as u64, out.len());
             out.iter_mut().zip(values).for_each(|(o, v)| *o = v * 0.03);
@@ -296,7 +294,8 @@ fn adamw_speed() {
                 .unwrap()
         });
         println!(
-            "{weight:?} {first:?} {second:?}: step {step:.2} ms, decode {decode:.2} ms for 10^9 weights"
+            "{:?} {:?} {:?}: step {step:.2} ms, decode {decode:.2} ms for 10^9 weights",
+            forms.weight, forms.first, forms.second
         );
     }
 }
@@ -327,14 +326,7 @@ fn adamw_of_a_model_speed() {
         }
         Ok(())
     };
-    let (weight, first, second) = FORMS[0];
-    let forms = Forms {
-        weight,
-        first,
-        second,
-        fresh_scales: false,
-    };
-    let new = |(rows, cols)| Matrix::new(&device, &host, forms, rows, cols, &read);
+    let new = |(rows, cols)| Matrix::new(&device, &host, Forms::default(), rows, cols, &read);
     let mut layers: Vec<Matrix> = (0..LAYERS / 4)
         .flat_map(|_| layer.map(|shape| new(shape).unwrap()))
         .collect();

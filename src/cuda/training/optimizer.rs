@@ -151,12 +151,13 @@ struct MomentsArgument {
 }
 
 impl MomentsArgument {
-    /// Of a whole matrix; [`launch`] knows the form.
+    /// Of a whole matrix.
     fn new(
         m: &Moments<'_>,
         bytes: FieldBytes,
         rows: usize,
         cols: usize,
+        form: i32,
     ) -> Result<MomentsArgument> {
         let blocks = product("moments", &[rows, cols / BLOCK])?;
         m.codes.holds("moments", &[blocks, bytes.codes])?;
@@ -169,8 +170,34 @@ impl MomentsArgument {
             codes: m.codes.address(),
             scales: m.scales.address(),
             globals: m.globals.address(),
-            form: 0,
+            form,
         })
+    }
+
+    /// First and second ones, of a matrix with so many rows.
+    fn of_step(
+        step: &Step<'_>,
+        [first, second]: [&Moments<'_>; 2],
+        rows: usize,
+        cols: usize,
+    ) -> Result<[MomentsArgument; 2]> {
+        let forms = step.forms;
+        let first_form = match forms.first {
+            FirstForm::Int4 => 0,
+            FirstForm::Nvfp4 => 1,
+            FirstForm::Int8 => 2,
+            FirstForm::F32 => 3,
+        };
+        let second_form = match forms.second {
+            SecondForm::Uint4 => 0,
+            SecondForm::Nvfp4 => 1,
+            SecondForm::Int8 => 2,
+            SecondForm::F32 => 3,
+        };
+        Ok([
+            Self::new(first, forms.first.field(), rows, cols, first_form)?,
+            Self::new(second, forms.second.field(), rows, cols, second_form)?,
+        ])
     }
 }
 
@@ -199,10 +226,8 @@ pub fn adamw(
     gradients: DeviceSlice<'_>,
 ) -> Result<()> {
     let all = step.first_row + rows_of(step, w, gradients)?;
-    let (first_field, second_field) = (step.forms.first.field(), step.forms.second.field());
-    let first = MomentsArgument::new(first, first_field, all, w.cols)?;
-    let second = MomentsArgument::new(second, second_field, all, w.cols)?;
-    launch(step, w, first, second, gradients)
+    let moments = MomentsArgument::of_step(step, [first, second], all, w.cols)?;
+    launch(step, w, moments, gradients)
 }
 
 /// The same where the moments are in page-locked memory of the host: some rows of them at a time are copied to the device, and back. A kernel
@@ -215,54 +240,48 @@ pub fn adamw_offloaded<'a>(
     gradients: DeviceSlice<'_>,
 ) -> Result<()> {
     let rows = rows_of(step, w, gradients)?;
-    let blocks = w.cols / BLOCK;
-    let fields = [
-        (first, step.forms.first.field()),
-        (second, step.forms.second.field()),
-    ];
-    for (moments, bytes) in fields {
-        MomentsArgument::new(moments, bytes, step.first_row + rows, w.cols)?;
-    }
-    let group: usize = fields
-        .iter()
-        .map(|(_, bytes)| group_bytes(*bytes, blocks))
-        .sum();
-    let at_once = (OFFLOAD_ROOM / group.max(1)).max(1) * GROUP_ROWS;
-    let room = GROUP_ROWS.max(at_once.min(rows)).div_ceil(GROUP_ROWS) * group + 6 * ALIGNMENT;
+    let all = step.first_row + rows;
+    let whole = MomentsArgument::of_step(step, [first, second], all, w.cols)?;
+    let (blocks, row) = (w.cols / BLOCK, 2 * w.cols);
+    let fields = [step.forms.first.field(), step.forms.second.field()];
+    let group: usize = fields.iter().map(|&bytes| group_bytes(bytes, blocks)).sum();
+    let at_once = (OFFLOAD_ROOM / group).max(1) * GROUP_ROWS;
+    let room = at_once.min(rows).div_ceil(GROUP_ROWS) * group + 6 * ALIGNMENT;
     let room = DeviceBuffer::uninit(gradients.gpu(), Tag::DeviceScratch, room)?;
     for begin in (0..rows).step_by(at_once) {
         let count = at_once.min(rows - begin);
         let first_row = step.first_row + begin;
         let mut copies = Vec::with_capacity(6);
         let mut at = 0;
-        let [first, second] = fields.map(|(moments, bytes)| {
-            let mut place = |from: DeviceSlice<'a>, range: Range<usize>| {
-                let to = at;
-                at = (to + range.len()).next_multiple_of(ALIGNMENT);
-                copies.push((from, range.clone(), to));
-                // A kernel counts from the first row of the matrix.
-                (room.address() + to as u64).wrapping_sub(range.start as u64)
-            };
+        let mut place = |from: DeviceSlice<'a>, range: Range<usize>| {
+            let to = at;
+            at = (to + range.len()).next_multiple_of(ALIGNMENT);
+            copies.push((from, range.clone(), to));
+            // A kernel counts from the first row of the matrix.
+            (room.address() + to as u64).wrapping_sub(range.start as u64)
+        };
+        let groups = first_row / GROUP_ROWS..(first_row + count).div_ceil(GROUP_ROWS);
+        let mut part_of = |moments: &Moments<'a>, bytes: FieldBytes, whole: MomentsArgument| {
             let of = |each: usize| first_row * blocks * each..(first_row + count) * blocks * each;
             let scaled = usize::from(bytes.scaled);
-            let groups = first_row / GROUP_ROWS..(first_row + count).div_ceil(GROUP_ROWS);
+            let globals = 4 * scaled * groups.start..4 * scaled * groups.end;
             MomentsArgument {
                 codes: place(moments.codes, of(bytes.codes)),
                 scales: place(moments.scales, of(scaled)),
-                globals: place(
-                    moments.globals,
-                    4 * scaled * groups.start..4 * scaled * groups.end,
-                ),
-                form: 0,
+                globals: place(moments.globals, globals),
+                ..whole
             }
-        });
+        };
+        let moments = [
+            part_of(first, fields[0], whole[0]),
+            part_of(second, fields[1], whole[1]),
+        ];
         for (from, range, to) in &copies {
             DeviceSlice::from(&room).copy_from(*to, from, range.start, range.len())?;
         }
         let part = Step { first_row, ..*step };
-        let row = 2 * w.cols;
         let gradients = gradients.part(begin * row..(begin + count) * row)?;
-        launch(&part, w, first, second, gradients)?;
+        launch(&part, w, moments, gradients)?;
         for (from, range, to) in &copies {
             from.copy_from(range.start, &(&room).into(), *to, range.len())?;
         }
@@ -299,33 +318,14 @@ fn rows_of(step: &Step<'_>, w: &TrainedWeights<'_>, gradients: DeviceSlice<'_>) 
 fn launch(
     step: &Step<'_>,
     w: &TrainedWeights<'_>,
-    first: MomentsArgument,
-    second: MomentsArgument,
+    [first, second]: [MomentsArgument; 2],
     gradients: DeviceSlice<'_>,
 ) -> Result<()> {
     let (rows, forms) = (gradients.bytes() / (2 * w.cols), step.forms);
-    let first_form = match forms.first {
-        FirstForm::Int4 => 0,
-        FirstForm::Nvfp4 => 1,
-        FirstForm::Int8 => 2,
-        FirstForm::F32 => 3,
-    };
-    let second_form = match forms.second {
-        SecondForm::Uint4 => 0,
-        SecondForm::Nvfp4 => 1,
-        SecondForm::Int8 => 2,
-        SecondForm::F32 => 3,
-    };
     let arguments = StepArguments {
         w: WeightsArgument::new(w, step.first_row + rows)?,
-        first: MomentsArgument {
-            form: first_form,
-            ..first
-        },
-        second: MomentsArgument {
-            form: second_form,
-            ..second
-        },
+        first,
+        second,
         gradients: gradients.address(),
         keys: *step.keys,
         counters: step.counters.address(),
