@@ -343,12 +343,15 @@ class Command(unittest.TestCase):
     def terminal(self, *arguments):
         ours, theirs = pty.openpty()
         self.addCleanup(os.close, ours)
-        # Linux sends the signal of Ctrl-C and then drops what is on its way to the screen, which may be the answer to the signal.
-        modes = termios.tcgetattr(theirs)
-        modes[3] |= termios.NOFLSH
-        termios.tcsetattr(theirs, termios.TCSANOW, modes)
+
+        def at_a_terminal():
+            os.setsid()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            # What a shell runs in the background ignores Ctrl-C, and so would this if the tests run there.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
         program = subprocess.Popen([sys.executable, "-m", "nvfp4", *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
-                                   env=self.ENVIRONMENT, preexec_fn=lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0)))
+                                   env=self.ENVIRONMENT, preexec_fn=at_a_terminal)
         os.close(theirs)
         self.addCleanup(lambda: (program.kill(), program.wait()))
         return program, Keyboard(self, ours)
