@@ -233,8 +233,8 @@ serve() {
 interrupted() {
     local delay pid code
     for delay in 0.05 0.2 0.4; do
-        # A shell's background jobs ignore interrupts; those of this one do not.
-        setsid bash -c 'trap - INT; exec "$@"' - "$@" "$long" "Tell me a long story." >"$work/story" 2>&1 &
+        # bash starts background jobs with interrupts ignored, which its `trap -` cannot undo.
+        env --default-signal=INT "$@" "$long" "Tell me a long story." >"$work/story" 2>&1 &
         pid=$!
         sleep "$delay"
         kill -INT "$pid"
