@@ -19,7 +19,9 @@ use NVFP4::base::call::Watch;
 use NVFP4::base::{ErrorKind, Result};
 use NVFP4::format::adamw::{FirstForm, SecondForm, WeightForm};
 use NVFP4::format::residual::Bits;
-use NVFP4::model::training::{Batch, Layout, MatrixId, Options, Pass, Source, Store, VectorId};
+use NVFP4::model::training::{
+    Batch, Layout, MatrixId, Options, Pass, RowGradients, Source, Store, VectorId,
+};
 use NVFP4::model::{KvCache, KvType, LoadOptions, Logits, Model, Scratch};
 use NVFP4::ops::{Array, Device, Mixed, Slice, SliceMut};
 use NVFP4::train::{
@@ -184,17 +186,12 @@ impl Store for Dense {
         true
     }
 
-    fn gradient(
-        &mut self,
-        matrix: MatrixId,
-        first_row: usize,
-        gradient: Slice<'_, Mixed>,
-    ) -> Result<()> {
-        let cols = self.layout.matrices[matrix].cols;
-        let to = &mut self.gradients[matrix][first_row * cols..][..gradient.len()];
-        to.iter_mut()
-            .zip(gradient.host()?)
-            .for_each(|(to, g)| *to += g);
+    fn gradients(&mut self, gradients: &[RowGradients<'_>]) -> Result<()> {
+        for of in gradients {
+            let first = of.first_row * self.layout.matrices[of.matrix].cols;
+            let to = self.gradients[of.matrix][first..].iter_mut();
+            to.zip(of.values.host()?).for_each(|(to, g)| *to += g);
+        }
         Ok(())
     }
 }

@@ -18,9 +18,10 @@ __device__ __forceinline__ uint2 random_words(u64 key, u32 counter) {
     u32 x = counter, y = (u32)(key >> 32);
 #pragma unroll
     for (u32 round = 0; round < 4; round++) {
-        u64 product = (u64)x * 0xd256d193u;
-        x = (u32)(product >> 32) ^ y ^ ((u32)key + (u32)(GOLDEN >> 32) * round);
-        y = (u32)product;
+        // In one product of 64 bits the upper half would take another addition.
+        u32 low = x * 0xd256d193u, high = __umulhi(x, 0xd256d193u);
+        x = high ^ y ^ ((u32)key + (u32)(GOLDEN >> 32) * round);
+        y = low;
     }
     return make_uint2(x, y);
 }

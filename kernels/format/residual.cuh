@@ -27,9 +27,9 @@ struct Residual {
 // Residuals of 4 bits, in pairs of f16 as format/packed.cuh has codes: below a magnitude's code, its residual plus 8.
 constexpr u32 INDICES = SIGNS | 0x0fe00fe0u, HALF_GAPS = 0x01000100u;
 
-// The upper halves of two results of encode(), which have all that it gives; and that of a zero, twice.
-__device__ __forceinline__ u32 upper_halves(u32 low, u32 high) { return __byte_perm(low, high, 0x7632); }
-constexpr u32 ABSENT = 0x00200020u;
+// The low halves of two words in one, and the high ones: of results of encode(), those have all that it gives.
+__device__ __forceinline__ u32 low_halves(u32 low, u32 high) { return __byte_perm(low, high, 0x5410); }
+__device__ __forceinline__ u32 high_halves(u32 low, u32 high) { return __byte_perm(low, high, 0x7632); }
 // Of two such halves, such a pair.
 __device__ __forceinline__ u32 pair_of_indices(u32 halves) { return ((halves & SIGNS) | (halves << 3 & ~SIGNS)) & INDICES; }
 // The values of a pair as f16, times 2^-14.

@@ -6,8 +6,11 @@
 // left to fused multiply-adds: conversions, fractions of random bits and rounding are parts of those (format/fraction.cuh).
 //
 // A block of threads takes a group of 8 rows, or a cluster of blocks does, each some of the columns. First they look for the largest gradient
-// and the largest scales of the moments, from which the group's new global scales follow; then each thread updates two blocks of 16 weights
-// at a time, those that share words of a chunk. Gradients are read twice, the second time out of a cache.
+// and the largest scales of the moments, from which the group's new global scales follow; then each thread updates two blocks of 16 weights,
+// those that share words of a chunk, one after the other in the same instructions, of which there are too many to have them twice. Gradients
+// are read twice, the second time out of a cache.
+//
+// A matrix alone leaves a part of the GPU idle while its last groups are updated. So steps of several matrices may run at once.
 #include "common/cluster.cuh"
 #include "common/reduce.cuh"
 #include "format/moment.cuh"
@@ -42,9 +45,12 @@ struct Arguments {
     int first_row;          // a multiple of 8
     int rows;
     int fresh_scales;
+    // Whether the kernel before this one, and the one after it, are steps that may run at the same time.
+    int follows;
+    int leads;
 };
 
-constexpr int THREADS = 128;
+constexpr int THREADS = 128, WARPS = THREADS / WARP;
 // Whether this architecture has clusters; without, a group is one block's.
 #if __CUDA_ARCH__ >= 900
 constexpr bool CLUSTERS = true;
@@ -89,10 +95,17 @@ __device__ __forceinline__ void load_gradients(const u16* from, float (&g)[BLOCK
 }
 
 __device__ __forceinline__ float amax_of(const float (&x)[BLOCK]) {
-    float most = 0;
+    float most = fabsf(x[0]);
 #pragma unroll
-    for (int i = 0; i < BLOCK; i++) most = fmaxf(most, fabsf(x[i]));
+    for (int i = 1; i < BLOCK; i++) most = fmaxf(most, fabsf(x[i]));
     return most;
+}
+// The same of values that are not negative, which compare as their bits do: three at a time where there is an instruction for that.
+__device__ __forceinline__ float amax_of_roots(const float (&x)[BLOCK]) {
+    u32 most = __float_as_uint(x[0]);
+#pragma unroll
+    for (int i = 1; i < BLOCK; i++) most = max(most, __float_as_uint(x[i]));
+    return __uint_as_float(most);
 }
 // The inverse of an e4m3 scale, of the smallest one in place of zero: exact but for its rounding, as that of a number of four bits is far from
 // the middle between two f32.
@@ -101,101 +114,141 @@ __device__ __forceinline__ float inverse_scale(u32 scale) {
     return __fmaf_rn(r, __fmaf_rn(-x, r, 1), r);
 }
 
+// What is stored of the moments of a block: its scale, and codes where they have 4 bits. Wider ones are left in memory.
+struct Stored {
+    Nibbles codes;
+    u32 scale;
+};
+static_assert((int)FIRST_NVFP4 == (int)SECOND_NVFP4 && (int)FIRST_F32 == (int)SECOND_F32, "either kind of form is compared as one");
+__device__ __forceinline__ Stored load_stored(const Moments& m, int form, u32 block) {
+    Stored x = {};
+    if (form <= FIRST_NVFP4) x.codes = load_nibbles(m.codes, block);
+    if (form != FIRST_F32) x.scale = m.scales[block];
+    return x;
+}
+__device__ __forceinline__ void store_stored(const Moments& m, int form, u32 block, const Stored& x) {
+    if (form <= FIRST_NVFP4) store_nibbles(m.codes, block, x.codes);
+    if (form != FIRST_F32) m.scales[block] = x.scale;
+}
+
+// A byte for each of two neighbouring blocks, the first one's in the lower byte.
+__device__ __forceinline__ u32 byte_of(u32 bytes, int half) { return bytes >> (8 * half) & 0xff; }
+__device__ __forceinline__ u32 with_byte(u32 bytes, int half, u32 byte) { return half ? (bytes & 0xff) | byte << 8 : (bytes & 0xff00) | byte; }
+
+// The same of two neighbouring blocks, of which the first is even, with codes of 4 bits: memory is asked half as often.
+struct StoredPair {
+    Nibbles codes[2];
+    u32 scales;
+
+    __device__ __forceinline__ void load(const Moments& m, u32 block) {
+        load_nibbles(m.codes, block, codes);
+        scales = *(const u16*)(m.scales + block);
+    }
+    __device__ __forceinline__ void store(const Moments& m, u32 block) const {
+        store_nibbles(m.codes, block, codes);
+        *(u16*)(m.scales + block) = scales;
+    }
+    __device__ __forceinline__ Stored get(int half) const { return {half ? codes[1] : codes[0], byte_of(scales, half)}; }
+    __device__ __forceinline__ void put(int half, const Stored& x) {
+        if (half) codes[1] = x.codes;
+        if (!half) codes[0] = x.codes;
+        scales = with_byte(scales, half, x.scale);
+    }
+};
+
 // First moments, divided by `unit`, which is that of the block.
-__device__ __forceinline__ void load_first(const Moments& m, int form, u32 block, float global, u64 key, u32 index, float (&x)[BLOCK], float& unit) {
+__device__ __forceinline__ void load_first(const Moments& m, int form, u32 block, const Stored& stored, float global, u64 key, float (&x)[BLOCK],
+                                           float& unit) {
     unit = 1;
     if (form == FIRST_F32) {
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) x[i] = ((const float*)m.codes)[(u64)block * BLOCK + i];
         return;
     }
-    unit = scale_to_float(m.scales[block]) * global;
+    unit = scale_to_float(stored.scale) * global;
     if (form == FIRST_INT8) {
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) x[i] = (float)((const signed char*)m.codes)[(u64)block * BLOCK + i];
         return;
     }
-    Nibbles codes = load_nibbles(m.codes, block);
     if (form == FIRST_NVFP4) {
 #pragma unroll
-        for (int i = 0; i < BLOCK; i++) x[i] = code_to_float(codes.at(i));
+        for (int i = 0; i < BLOCK; i++) x[i] = code_to_float(stored.codes.at(i));
         return;
     }
 #pragma unroll
-    for (int half = 0; half < 2; half++) decode_first8(codes.words[half], random_words(key, index / 8 + half), x + 8 * half);
+    for (int half = 0; half < 2; half++) decode_first8(stored.codes.words[half], random_words(key, 2 * block + half), x + 8 * half);
 }
 
-__device__ __forceinline__ void store_first(const Moments& m, int form, u32 block, const Globals& now, u64 key, u32 index, const float (&x)[BLOCK]) {
+__device__ __forceinline__ Stored store_first(const Moments& m, int form, u32 block, const Globals& now, u64 key, const float (&x)[BLOCK]) {
     if (form == FIRST_F32) {
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) ((float*)m.codes)[(u64)block * BLOCK + i] = x[i];
-        return;
+        return {};
     }
     u32 scale = moment_scale(amax_of(x), now.most);
-    m.scales[block] = scale;
     float inverse = inverse_scale(scale) * now.inverse;
     if (form == FIRST_INT8) {
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) {
-            float r = round_stochastic(__fmul_rn(x[i], inverse), fraction16(random_bits16(key, index + i), 0));
+            float r = round_stochastic(__fmul_rn(x[i], inverse), fraction16(random_bits16(key, block * BLOCK + i), 0));
             m.codes[(u64)block * BLOCK + i] = (u8)(int)fminf(fmaxf(r, -WIDE_MAX), WIDE_MAX);
         }
-        return;
+        return {{}, scale};
     }
     Nibbles codes = {};
     if (form == FIRST_NVFP4) {
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) {
             float q = x[i] * inverse;
-            u32 random = random_bits16(key, index + i) << 16 | 1 << 15;
+            u32 random = random_bits16(key, block * BLOCK + i) << 16 | 1 << 15;
             codes.put(i, (__float_as_uint(q) >> 28 & 8) | stochastic(fabsf(q), random));
         }
     } else {
 #pragma unroll
-        for (int half = 0; half < 2; half++) codes.words[half] = encode_first8(x + 8 * half, inverse * 65536, random_words(key, index / 8 + half));
+        for (int half = 0; half < 2; half++) codes.words[half] = encode_first8(x + 8 * half, inverse * 65536, random_words(key, 2 * block + half));
     }
-    store_nibbles(m.codes, block, codes);
+    return {codes, scale};
 }
 
 // Roots of second moments, times `factor`.
-__device__ __forceinline__ void load_second(const Moments& m, int form, u32 block, float global, float factor, float (&x)[BLOCK]) {
+__device__ __forceinline__ void load_second(const Moments& m, int form, u32 block, const Stored& stored, float global, float factor,
+                                            float (&x)[BLOCK]) {
     if (form == SECOND_F32) {
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) x[i] = sqrtf(((const float*)m.codes)[(u64)block * BLOCK + i]) * factor;
         return;
     }
-    float unit = scale_to_float(m.scales[block]) * global * factor;
+    float unit = scale_to_float(stored.scale) * global * factor;
     if (form == SECOND_INT8) {
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) x[i] = (float)m.codes[(u64)block * BLOCK + i] * unit;
         return;
     }
-    Nibbles codes = load_nibbles(m.codes, block);
     if (form == SECOND_NVFP4) {
 #pragma unroll
-        for (int i = 0; i < BLOCK; i++) x[i] = code_to_float(codes.at(i) & 7) * unit;
+        for (int i = 0; i < BLOCK; i++) x[i] = code_to_float(stored.codes.at(i) & 7) * unit;
         return;
     }
 #pragma unroll
-    for (int half = 0; half < 2; half++) decode_second8(codes.words[half], unit, x + 8 * half);
+    for (int half = 0; half < 2; half++) decode_second8(stored.codes.words[half], unit, x + 8 * half);
 }
 
 // Each of the draws has those of two.
-__device__ __forceinline__ void store_second(const Moments& m, int form, u32 block, const Globals& now, const u32 (&draws)[BLOCK / 2],
-                                             const float (&x)[BLOCK], const float (&squares)[BLOCK]) {
+__device__ __forceinline__ Stored store_second(const Moments& m, int form, u32 block, const Globals& now, const u32 (&draws)[BLOCK / 2],
+                                               const float (&x)[BLOCK], const float (&squares)[BLOCK]) {
     if (form == SECOND_F32) {
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) ((float*)m.codes)[(u64)block * BLOCK + i] = squares[i] < SMALLEST_NORMAL ? 0 : squares[i];
-        return;
+        return {};
     }
-    u32 scale = moment_scale(amax_of(x), now.most);
-    m.scales[block] = scale;
+    u32 scale = moment_scale(amax_of_roots(x), now.most);
     float inverse = inverse_scale(scale) * now.inverse;
     Nibbles codes = {};
     if (form == SECOND_UINT4) {
 #pragma unroll
         for (int half = 0; half < 2; half++) codes.words[half] = encode_second8(x + 8 * half, inverse * 65536, draws + 4 * half);
-        return store_nibbles(m.codes, block, codes);
+        return {codes, scale};
     }
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) {
@@ -207,7 +260,7 @@ __device__ __forceinline__ void store_second(const Moments& m, int form, u32 blo
             m.codes[(u64)block * BLOCK + i] = (u8)fminf(fmaxf(round_stochastic(q, fraction16(draw, 0)), 1.0f), WIDE_MAX);
         }
     }
-    if (form == SECOND_NVFP4) store_nibbles(m.codes, block, codes);
+    return {codes, scale};
 }
 
 // The 18 bits that weight i is rounded by, of the draws of a block.
@@ -222,7 +275,12 @@ __device__ __forceinline__ u32 rescale(float (&x)[BLOCK], u32 scale, bool keeps,
     if (scale == 0 && amax > 0) scale = 1;
     float ratio = from * inverse_scale(scale);
 #pragma unroll
-    for (int i = 0; i < BLOCK; i++) x[i] = fminf(fmaxf(__fmul_rn(x[i], ratio), -last), last);
+    for (int i = 0; i < BLOCK; i++) x[i] = __fmul_rn(x[i], ratio);
+    // Where the largest scale is too small for them.
+    if (__fmul_rn(amax, ratio) > last) {
+#pragma unroll
+        for (int i = 0; i < BLOCK; i++) x[i] = fminf(fmaxf(x[i], -last), last);
+    }
     return scale;
 }
 
@@ -293,56 +351,53 @@ __device__ __forceinline__ void count_changes(int form, bool rescaled, const Nib
     }
 }
 
-// Of a sum of up to 2^15 words that have all bits in each half or none, how many low and high halves those were.
-struct Halves {
-    int low, high;
-    __device__ __forceinline__ Halves(u32 sum) {
-        // A low half is 2^16 - 1, and a high one -2^16.
-        low = (int)((0u - sum) & 0xffff);
-        high = (int)(((u32)low - ((sum + (u32)low) >> 16)) & 0xffff);
-    }
-};
+// Of a sum of up to 2^15 words that have all bits in each half or none, how many halves have them.
+__device__ __forceinline__ int halves_of_sum(u32 sum) {
+    // A low half is 2^16 - 1, and a high one -2^16.
+    u32 low = (0u - sum) & 0xffff, high = (low - ((sum + low) >> 16)) & 0xffff;
+    return (int)(low + high);
+}
 
 // What a block has in shared memory.
 struct Shared {
-    // With residuals of 4 bits, what each thread has no registers for: pairs of codes and residuals as stored, and the first block's as
-    // Residual::encode() gave them, two in a word.
-    uint4 before[4][THREADS], encoded_first[2][THREADS];
+    // With residuals of 4 bits, the indices of both blocks of a thread: as they are stored, then as they will be.
+    uint4 indices[2][2][THREADS];
     // The largest gradient, scale of first and of second moments, which the blocks of a cluster read from each other.
     float4 maxima;
-    float by_warp[THREADS / WARP];
+    float by_warp[WARPS];
     // Of first and of second moments.
     Globals now[2];
-};
-static_assert(sizeof(Shared) == 6 * 16 * THREADS + 48, "what its launcher reserves");
 
-// The row and the pair of blocks of 16 weights that a thread takes as number i: neighbouring threads take the pairs of a chunk's row, then
-// its rows, then chunks.
-constexpr int PAIRS = CHUNK_BLOCKS / 2, PLACES = PAIRS * CHUNK_ROWS;
-struct Place {
-    int row, pair;
-    __device__ __forceinline__ Place(int i) : row(i / PAIRS % CHUNK_ROWS), pair(i / PLACES * PAIRS + i % PAIRS) {}
+    __device__ __forceinline__ void put(int half, const u32 (&x)[BLOCK / 2]) {
+        indices[half][0][threadIdx.x] = make_uint4(x[0], x[1], x[2], x[3]);
+        indices[half][1][threadIdx.x] = make_uint4(x[4], x[5], x[6], x[7]);
+    }
+    __device__ __forceinline__ void get(int half, u32 (&x)[BLOCK / 2]) const {
+        uint4 v = indices[half][0][threadIdx.x], next = indices[half][1][threadIdx.x];
+        x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w, x[4] = next.x, x[5] = next.y, x[6] = next.z, x[7] = next.w;
+    }
 };
+static_assert(sizeof(Shared) == 4 * 16 * THREADS + 48, "what its launcher reserves");
 
-// Asks for what a thread is going to read of a place in the default forms, or of the nearest one that is there. Without this a quarter of
-// the time goes to waiting for memory, as registers allow only four warps a scheduler.
-__device__ __forceinline__ void prefetch_place(const Arguments& a, Place place, int row0, int rows) {
-    int blocks = a.w.cols / BLOCK, row = row0 + min(place.row, rows - 1), column = min(2 * place.pair, blocks - 1);
-    const u32* at = chunk_words(chunk_of(a.w.codes, a.w.chunks, a.first_row + row, column * BLOCK), row, column);
-    const u16* gradients = a.gradients + ((u64)row * blocks + column) * BLOCK;
-    u32 block = (u32)(a.first_row + row) * blocks + column;
-    prefetch(at), prefetch(at + 8);
-    prefetch(gradients), prefetch(gradients + BLOCK);
-    prefetch(a.w.rest + (u64)block * BLOCK / 2);
-    prefetch(a.first.codes + (u64)block * BLOCK / 2), prefetch(a.first.scales + block);
-    prefetch(a.second.codes + (u64)block * BLOCK / 2), prefetch(a.second.scales + block);
+// A warp takes a chunk: a lane the pair of blocks of 16 weights whose codes share words.
+constexpr int PAIRS = CHUNK_BLOCKS / 2;
+static_assert(PAIRS * CHUNK_ROWS == WARP, "a pair of blocks for a lane");
+
+// Asks for what a lane is going to read of its warp's next chunk in the default forms. Without this a quarter of the time goes to waiting for
+// memory, as registers allow only five warps a scheduler.
+__device__ __forceinline__ void prefetch_next(const Arguments& a, const u32* at, const u16* gradients, u32 block) {
+    constexpr int STEP = WARPS * CHUNK_BLOCKS;
+    prefetch((const u8*)at + WARPS * CHUNK_BYTES), prefetch((const u8*)at + WARPS * CHUNK_BYTES + 32);
+    prefetch(gradients + STEP * BLOCK), prefetch(gradients + (STEP + 1) * BLOCK);
+    prefetch(a.w.rest + (u64)block * BLOCK / 2 + STEP * BLOCK / 2);
+    prefetch(a.first.codes + (u64)block * BLOCK / 2 + STEP * BLOCK / 2), prefetch(a.first.scales + block + STEP);
+    prefetch(a.second.codes + (u64)block * BLOCK / 2 + STEP * BLOCK / 2), prefetch(a.second.scales + block + STEP);
 }
 
 template <bool ANY>
 __device__ __forceinline__ void adamw(const Arguments& a) {
     extern __shared__ __align__(16) char shared[];
     Shared& s = *(Shared*)shared;
-    wait_for_earlier_kernels();
     const int form = ANY ? a.w.form : RESIDUAL4, first = ANY ? a.first.form : FIRST_INT4, second = ANY ? a.second.form : SECOND_UINT4;
     const bool keeps = !ANY || !a.fresh_scales;
     Coefficients c = a.c;
@@ -350,21 +405,21 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
         if (!is_finite(*a.clip)) return;
         c.factor *= *a.clip;
     }
-    int cols = a.w.cols, blocks = cols / BLOCK, pairs = ceil_div(blocks, 2), group = a.first_row / CHUNK_ROWS + blockIdx.x;
-    int row0 = blockIdx.x * CHUNK_ROWS, rows = min(CHUNK_ROWS, a.rows - row0);
-    // Of the chunks of a row, the places in those that are this block's.
-    int splits = gridDim.z, split = blockIdx.z, chunks = ceil_div(pairs, PAIRS);
-    int from = chunks * split / splits * PLACES, to = chunks * (split + 1) / splits * PLACES;
+    int group = a.first_row / CHUNK_ROWS + blockIdx.x, row0 = blockIdx.x * CHUNK_ROWS, rows = min(CHUNK_ROWS, a.rows - row0);
+    int blocks = a.w.cols / BLOCK, row = lane_id() / PAIRS, first_column = lane_id() % PAIRS * 2;
+    // The chunks of the group that are this block's.
+    int splits = gridDim.z, split = blockIdx.z;
+    int from = a.w.chunks * split / splits + threadIdx.x / WARP, to = a.w.chunks * (split + 1) / splits;
 
     // Blocks are counted in 32 bits.
     u32 begin = (u32)(a.first_row + row0) * blocks, magnitudes = 0, byte1 = 0, byte2 = 0;
-    for (int i = from + threadIdx.x; i < to; i += THREADS) {
-        Place place(i);
+    for (int chunk = from; chunk < to; chunk += WARPS) {
         // What is not there is another's, so that no load waits for a branch: a maximum may see a number twice.
-        u32 row = min(place.row, rows - 1);
+        int column = min(chunk * CHUNK_BLOCKS + first_column, blocks - (ANY ? 1 : 2));
+        u64 first_block = (u32)min(row, rows - 1) * blocks + column;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            u32 block = row * blocks + min(2 * place.pair + half, blocks - 1);
+            u64 block = first_block + (half && (!ANY || column + 1 < blocks));
             const uint4* gradients = (const uint4*)a.gradients + 2 * ((u64)row0 * blocks + block);
             uint4 v = gradients[0], next = gradients[1];
             u32 words[8] = {v.x, v.y, v.z, v.w, next.x, next.y, next.z, next.w};
@@ -401,39 +456,78 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
     const float rate = form < DENSE_BF16 ? -c.rate / a.w.global : -c.rate;
     int stored = 0, delivered = 0;
     u32 most = 0;
-    for (int i = from + threadIdx.x; i < to; i += THREADS) {
-        const auto [row, pair] = Place(i);
-        if (row >= rows || pair >= pairs) continue;
-        u8* chunk = a.w.codes + ((u64)group * a.w.chunks + pair / PAIRS) * CHUNK_BYTES;
-        u32* at = (u32*)chunk + 16 * row + pair % PAIRS;
-        u32 first_block = begin + row * blocks + 2 * pair;
-        bool both = 2 * pair + 1 < blocks;
-        if (!ANY) prefetch_place(a, Place(min(i + THREADS, to - 1)), row0, rows);
+    for (int chunk = from; chunk < to; chunk += WARPS) {
+        int column = chunk * CHUNK_BLOCKS + first_column;
+        if (row >= rows || column >= blocks) continue;
+        bool both = !ANY || column + 1 < blocks;
+        u32 first_block = begin + row * blocks + column;
+        u8* chunk_at = a.w.codes + (u64)((u32)group * a.w.chunks + chunk) * CHUNK_BYTES;
+        u32* at = (u32*)chunk_at + 4 * PAIRS * row + first_column / 2;
+        const u16* gradients = a.gradients + (u64)(first_block - (u32)a.first_row * blocks) * BLOCK;
         u32 words[4] = {};
-        if (form < DENSE_BF16) words[0] = at[0], words[1] = at[4], words[2] = at[8], words[3] = at[12];
-        Nibbles codes_now[2] = {};
-        u32 encoded[BLOCK / 2];
-        bool rescaled[2] = {};
+        if (form < DENSE_BF16) {
+#pragma unroll
+            for (int t = 0; t < 4; t++) words[t] = at[t * PAIRS];
+        }
+        u8* scales_at = chunk_at + CHUNK_CODES + CHUNK_BLOCKS * row + first_column;
+        u32 scales = form < DENSE_BF16 ? *(const u16*)scales_at : 0;
+        StoredPair first_pair, second_pair;
+        Nibbles rests[2] = {}, codes_now[2] = {};
+        if (!ANY) {
+            load_nibbles(a.w.rest, first_block, rests);
+            first_pair.load(a.first, first_block), second_pair.load(a.second, first_block);
+        } else if (form == RESIDUAL4) {
+            rests[0] = load_nibbles(a.w.rest, first_block);
+            if (both) rests[1] = load_nibbles(a.w.rest, first_block + 1);
+        }
         if (form == RESIDUAL4) {
-            Nibbles lows = load_nibbles(a.w.rest, first_block), highs = {};
-            if (both) highs = load_nibbles(a.w.rest, first_block + 1);
+            u32 stored_lows[BLOCK / 2], stored_highs[BLOCK / 2];
 #pragma unroll
             for (int t = 0; t < 4; t++) {
                 u32 pairs[4];
-                load_pairs(words[t], lows, highs, t, pairs);
-                s.before[t][threadIdx.x] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-            }
-        }
+                load_pairs(words[t], rests[0], rests[1], t, pairs);
 #pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    stored_lows[2 * t + j] = low_halves(pairs[2 * j], pairs[2 * j + 1]);
+                    stored_highs[2 * t + j] = high_halves(pairs[2 * j], pairs[2 * j + 1]);
+                }
+            }
+            s.put(0, stored_lows), s.put(1, stored_highs);
+        }
+        if (!ANY && column + WARPS * CHUNK_BLOCKS < blocks) prefetch_next(a, at, gradients, first_block);
+#pragma unroll(ANY ? 2 : 1)
         for (int half = 0; half < 2; half++) {
             if (half && !both) break;
             forget_memory();
-            int column = 2 * pair + half;
             u32 block = first_block + half, index = block * BLOCK;
             float g[BLOCK], moment[BLOCK], root[BLOCK], square[BLOCK], w[BLOCK], unit1;
-            load_gradients(a.gradients + (u64)(block - (u32)a.first_row * blocks) * BLOCK, g);
-            load_first(a.first, first, block, old1, a.previous, index, moment, unit1);
-            load_second(a.second, second, block, old2, beta2, root);
+            load_gradients(gradients + half * BLOCK, g);
+            Stored of_first = ANY ? load_stored(a.first, first, block) : first_pair.get(half);
+            Stored of_second = ANY ? load_stored(a.second, second, block) : second_pair.get(half);
+            load_first(a.first, first, block, of_first, old1, a.previous, moment, unit1);
+            load_second(a.second, second, block, of_second, old2, beta2, root);
+            float beta1 = c.beta1 * unit1;
+#pragma unroll
+            for (int j = 0; j < BLOCK; j++) {
+                moment[j] = __fmaf_rn(moment[j], beta1, __fmul_rn(rest1, g[j]));
+                float fresh = __fmul_rn(rest2, g[j]);
+                square[j] = __fmaf_rn(root[j], root[j], __fmul_rn(fresh, fresh));
+                root[j] = sqrt_approx(square[j]);
+            }
+            u32 draws[BLOCK / 2];
+#pragma unroll
+            for (int j = 0; j < BLOCK / 4; j++) {
+                uint2 two = random_words(a.rounding, index / 4 + j);
+                draws[2 * j] = two.x, draws[2 * j + 1] = two.y;
+            }
+            of_first = store_first(a.first, first, block, s.now[0], a.dither, moment);
+            of_second = store_second(a.second, second, block, s.now[1], draws, root, square);
+            if (ANY) {
+                store_stored(a.first, first, block, of_first), store_stored(a.second, second, block, of_second);
+            } else {
+                first_pair.put(half, of_first), second_pair.put(half, of_second);
+            }
+            // Only now, as there are too few registers for weights beside all that moments need.
             Nibbles codes = {};
             Rest rest = {};
             u32 scale = 0;
@@ -443,20 +537,17 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
 #pragma unroll
                 for (int j = 0; j < BLOCK; j++) old[j] = w[j];
             } else {
-                scale = *scale_at(chunk, row, column);
+                scale = byte_of(scales, half);
                 if (scale == 0) kept = 0;
                 step = rate * inverse_scale(scale);
                 if (form == RESIDUAL4) {
                     kept *= 16384;
+                    u32 indices[BLOCK / 2];
+                    s.get(half, indices);
 #pragma unroll
-                    for (int t = 0; t < 4; t++) {
-                        uint4 four = s.before[t][threadIdx.x];
-                        u32 pairs[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-                        for (int j = 0; j < 4; j++) {
-                            u32 value = values_of_pair(pairs[j]);
-                            w[4 * t + j] = half ? f16_high(value) : f16_low(value);
-                        }
+                    for (int j = 0; j < BLOCK / 2; j++) {
+                        u32 values = values_of_pair(indices[j]);
+                        w[2 * j] = f16_low(values), w[2 * j + 1] = f16_high(values);
                     }
                 } else {
                     rest = load_rest(a.w, form, block);
@@ -465,24 +556,11 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
                     for (int j = 0; j < BLOCK; j++) w[j] = weight_quotient(form, codes, rest, j, true);
                 }
             }
-            float beta1 = c.beta1 * unit1;
 #pragma unroll
             for (int j = 0; j < BLOCK; j++) {
-                moment[j] = __fmaf_rn(moment[j], beta1, __fmul_rn(rest1, g[j]));
-                float fresh = __fmul_rn(rest2, g[j]);
-                square[j] = __fmaf_rn(root[j], root[j], __fmul_rn(fresh, fresh));
-                root[j] = sqrt_approx(square[j]);
                 float denominator = __fmaf_rn(c.correction, root[j], c.eps);
                 w[j] = __fmaf_rn(step, moment[j] * reciprocal_approx(denominator), __fmul_rn(kept, w[j]));
             }
-            u32 draws[BLOCK / 2];
-#pragma unroll
-            for (int j = 0; j < BLOCK / 4; j++) {
-                uint2 two = random_words(a.rounding, index / 4 + j);
-                draws[2 * j] = two.x, draws[2 * j + 1] = two.y;
-            }
-            store_first(a.first, first, block, s.now[0], a.dither, index, moment);
-            store_second(a.second, second, block, s.now[1], draws, root, square);
             if (form >= DENSE_BF16) {
                 store_dense(a.w, form, block, w, draws);
                 float after[BLOCK];
@@ -494,64 +572,61 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
                 continue;
             }
             u32 scale_now = rescale(w, scale, keeps, form == RESIDUAL4 ? Residual<4>::LAST : form == RESIDUAL8 ? Residual<8>::LAST : INFINITY);
-            rescaled[half] = scale != scale_now;
+            bool rescaled = scale != scale_now;
             if (form == RESIDUAL4) {
+                u32 before[BLOCK / 2], after[BLOCK / 2], differing = 0, differing_codes = 0;
+                s.get(half, before);
 #pragma unroll
-                for (int j = 0; j < BLOCK; j += 2) {
-                    u32 low = Residual<4>::encode(w[j], weight_draw(draws, j)), high = Residual<4>::encode(w[j + 1], weight_draw(draws, j + 1));
-                    encoded[j / 2] = upper_halves(low, high);
+                for (int j = 0; j < BLOCK / 2; j++) {
+                    u32 low = Residual<4>::encode(w[2 * j], weight_draw(draws, 2 * j));
+                    u32 high = Residual<4>::encode(w[2 * j + 1], weight_draw(draws, 2 * j + 1));
+                    after[j] = pair_of_indices(high_halves(low, high));
+                    differing += differing_f16(values_of_pair(after[j]), values_of_pair(before[j]));
+                    differing_codes += differing_f16(after[j] & CODES, before[j] & CODES);
                 }
-                if (!half) {
-#pragma unroll
-                    for (int j = 0; j < 2; j++) {
-                        s.encoded_first[j][threadIdx.x] = make_uint4(encoded[4 * j], encoded[4 * j + 1], encoded[4 * j + 2], encoded[4 * j + 3]);
-                    }
-                }
+                s.put(half, after);
+                stored += rescaled ? BLOCK : halves_of_sum(differing);
+                delivered += rescaled ? BLOCK : halves_of_sum(differing_codes);
             } else {
                 Rest left;
                 encode_weights(form, w, draws, codes_now[half], left);
-                count_changes(form, rescaled[half], codes, rest, codes_now[half], left, stored, delivered);
+                count_changes(form, rescaled, codes, rest, codes_now[half], left, stored, delivered);
                 store_rest(a.w, form, block, left);
             }
-            *scale_at(chunk, row, column) = scale_now;
+            scales = with_byte(scales, half, scale_now);
             most = max(most, scale_now);
         }
         if (form == RESIDUAL4) {
-            forget_memory();
-            u32 differing = 0, differing_levels = 0, residuals[4];
-            if (!both) {
-#pragma unroll
-                for (int j = 0; j < BLOCK / 2; j++) encoded[j] = ABSENT;
-            }
+            u32 lows[BLOCK / 2], highs[BLOCK / 2], residuals[4];
+            s.get(0, lows), s.get(1, highs);
 #pragma unroll
             for (int t = 0; t < 4; t++) {
-                uint4 four = s.before[t][threadIdx.x];
-                u32 old[4] = {four.x, four.y, four.z, four.w}, pairs[4], codes[4];
-                uint4 firsts = s.encoded_first[t / 2][threadIdx.x];
-                u32 encoded_lows[2] = {t % 2 ? firsts.z : firsts.x, t % 2 ? firsts.w : firsts.y};
+                u32 pairs[4], codes[4];
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    pairs[j] = pair_of_indices(__byte_perm(encoded_lows[j / 2], encoded[2 * t + j / 2], j % 2 ? 0x7632 : 0x5410));
-                    codes[j] = pairs[j] & CODES;
-                    differing += differing_f16(values_of_pair(pairs[j]), values_of_pair(old[j]));
-                    differing_levels += differing_f16(codes[j], old[j] & CODES);
+                for (int j = 0; j < 2; j++) {
+                    pairs[2 * j] = low_halves(lows[2 * t + j], highs[2 * t + j]);
+                    pairs[2 * j + 1] = high_halves(lows[2 * t + j], highs[2 * t + j]);
                 }
-                residuals[t] = residuals_of_pairs(pairs);
-                at[4 * t] = encode_word(codes);
-            }
-            Halves all(differing), of_codes(differing_levels);
-            stored += (rescaled[0] ? BLOCK : all.low) + (rescaled[1] ? BLOCK : all.high);
-            delivered += (rescaled[0] ? BLOCK : of_codes.low) + (rescaled[1] ? BLOCK : of_codes.high);
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                int from = half ? 0x7632 : 0x5410;
-                Nibbles left = {{__byte_perm(residuals[0], residuals[1], from), __byte_perm(residuals[2], residuals[3], from)}};
-                if (!half || both) store_nibbles(a.w.rest, first_block + half, left);
+                for (int j = 0; j < 4; j++) codes[j] = pairs[j] & CODES;
+                residuals[t] = residuals_of_pairs(pairs);
+                at[t * PAIRS] = encode_word(codes);
             }
+            rests[0] = {{low_halves(residuals[0], residuals[1]), low_halves(residuals[2], residuals[3])}};
+            rests[1] = {{high_halves(residuals[0], residuals[1]), high_halves(residuals[2], residuals[3])}};
+        }
+        if (!ANY) {
+            store_nibbles(a.w.rest, first_block, rests);
+            first_pair.store(a.first, first_block), second_pair.store(a.second, first_block);
+        } else if (form == RESIDUAL4) {
+            store_nibbles(a.w.rest, first_block, rests[0]);
+            if (both) store_nibbles(a.w.rest, first_block + 1, rests[1]);
         } else if (form < DENSE_BF16) {
             pack_blocks(codes_now[0], codes_now[1], words);
-            at[0] = words[0], at[4] = words[1], at[8] = words[2], at[12] = words[3];
+#pragma unroll
+            for (int t = 0; t < 4; t++) at[t * PAIRS] = words[t];
         }
+        if (form < DENSE_BF16) *(u16*)scales_at = scales;
     }
     stored = warp_sum(stored), delivered = warp_sum(delivered), most = (u32)warp_max((float)most);
     if (lane_id() == 0) {
@@ -564,6 +639,16 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
     if (CLUSTERS && splits > 1) cluster_wait();
 }
 
+template <bool ANY>
+__device__ __forceinline__ void step(const Arguments& a) {
+    // What came before the first of several steps is complete when the others start, as it lets them only then.
+    if (!a.follows) wait_for_earlier_kernels();
+    if (a.leads) let_later_kernels_start();
+    adamw<ANY>(a);
+    // Whoever waits for the last step waits for all of them.
+    if (a.follows) wait_for_earlier_kernels();
+}
+
 // Blocks of any forms that a multiprocessor runs at once: what leaves each the registers that it needs.
 #if __CUDA_ARCH__ == 1000 || __CUDA_ARCH__ == 1030
 constexpr int ANY_BLOCKS = 2;
@@ -571,9 +656,10 @@ constexpr int ANY_BLOCKS = 2;
 constexpr int ANY_BLOCKS = 3;
 #endif
 
-// Grid: (ceil(rows / 8), 1, splits), where the splits of a group are a cluster. The default forms, and any.
-extern "C" __global__ void __launch_bounds__(THREADS, 4) adamw_default(const __grid_constant__ Arguments a) { adamw<false>(a); }
-extern "C" __global__ void __launch_bounds__(THREADS, ANY_BLOCKS) adamw_any(const __grid_constant__ Arguments a) { adamw<true>(a); }
+// Grid: (ceil(rows / 8), 1, splits), where the splits of a group are a cluster. The default forms with columns that are a multiple of 32,
+// and any.
+extern "C" __global__ void __launch_bounds__(THREADS, 5) adamw_default(const __grid_constant__ Arguments a) { step<false>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS, ANY_BLOCKS) adamw_any(const __grid_constant__ Arguments a) { step<true>(a); }
 
 struct VectorArguments {
     float* weights;

@@ -35,6 +35,14 @@ __device__ __forceinline__ Nibbles load_nibbles(const u8* codes, u64 block) {
     return {{v.x, v.y}};
 }
 __device__ __forceinline__ void store_nibbles(u8* codes, u64 block, const Nibbles& n) { ((uint2*)codes)[block] = make_uint2(n.words[0], n.words[1]); }
+// The same of two neighbouring blocks, of which the first is even.
+__device__ __forceinline__ void load_nibbles(const u8* codes, u64 block, Nibbles (&n)[2]) {
+    uint4 v = ((const uint4*)codes)[block / 2];
+    n[0] = {{v.x, v.y}}, n[1] = {{v.z, v.w}};
+}
+__device__ __forceinline__ void store_nibbles(u8* codes, u64 block, const Nibbles (&n)[2]) {
+    ((uint4*)codes)[block / 2] = make_uint4(n[0].words[0], n[0].words[1], n[1].words[0], n[1].words[1]);
+}
 
 // Codes of a block in a chunk, and the place of its scale.
 __device__ __forceinline__ const u32* chunk_words(const u8* chunk, int row, int block) {
@@ -125,7 +133,8 @@ __device__ __forceinline__ void load_dense(const Weights& w, int form, u64 block
 // Pairs of two blocks' codes and residuals of 4 bits, elements 4 t to 4 t + 3, as format/residual.cuh has them.
 __device__ __forceinline__ void load_pairs(u32 word, const Nibbles& first, const Nibbles& second, int t, u32 (&pairs)[4]) {
     decode_word(word, pairs);
-    join_residuals(__byte_perm(first.words[t / 2], second.words[t / 2], t % 2 ? 0x7632 : 0x5410), pairs);
+    u32 a = first.words[t / 2], b = second.words[t / 2];
+    join_residuals(t % 2 ? high_halves(a, b) : low_halves(a, b), pairs);
 }
 
 // The values of a block, the one of `row` from column 16 * column_block on.

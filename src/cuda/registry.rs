@@ -134,6 +134,10 @@ impl KernelUnit for Unit {
     fn argument_bytes(self, kernel: &str) -> Option<usize> {
         argument_bytes(kernel)
     }
+
+    fn prefers_cache(self) -> bool {
+        training::CACHED.contains(&self)
+    }
 }
 
 impl Gpu {

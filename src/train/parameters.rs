@@ -14,11 +14,14 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::format::adamw::GROUP_ROWS;
 use crate::model::Trained;
-use crate::model::training::{Layout, MatrixId, MatrixLayout, Source, Store, VectorId};
+use crate::model::training::{
+    Layout, MatrixId, MatrixLayout, RowGradients, Source, Store, VectorId,
+};
 use crate::ops::linear::Linear;
 use crate::ops::training::array;
 use crate::ops::training::optimizer::{
-    Coefficients, Forms, Hyperparameters, Matrix, StatePart, Vector, WeightForm, finish_steps,
+    Coefficients, Forms, Hyperparameters, Matrix, RowsStep, StatePart, Vector, WeightForm,
+    finish_steps, make_steps,
 };
 use crate::ops::training::statistics::{GradientStatistics, Statistics};
 use crate::ops::{Array, Device, Mixed, Slice, SliceMut};
@@ -430,7 +433,7 @@ impl Parameters {
     /// A step of a matrix by gradients in f32.
     fn step_from(&mut self, id: MatrixId, sum: &Array, plan: &StepPlan, factor: f64) -> Result<()> {
         let (rows, cols) = self.matrices[id].shape();
-        let c = self.coefficients(plan, factor, self.settings[id]);
+        let coefficients = self.coefficients(plan, factor, self.settings[id]);
         self.scratch
             .grow(&self.device, Self::converted(rows, cols))?;
         for first in (0..rows).step_by(ROWS) {
@@ -441,19 +444,21 @@ impl Parameters {
                 sum.part(first * cols..last * cols)?,
                 self.scratch.first_mut(len)?,
             )?;
-            let key = (self.recipe.seed, id as u64);
-            self.matrices[id].step(&self.device, &c, key, first, self.scratch.first(len)?, None)?;
+            let step = RowsStep {
+                coefficients,
+                seed: self.recipe.seed,
+                tensor: id as u64,
+                first_row: first,
+                gradients: self.scratch.first(len)?,
+                clip: None,
+            };
+            self.matrices[id].step(&self.device, &step)?;
         }
         Ok(())
     }
 
-    /// A step of rows of a matrix, as their gradients come.
-    fn step_at_once(
-        &mut self,
-        id: MatrixId,
-        first: usize,
-        gradient: Slice<'_, Mixed>,
-    ) -> Result<()> {
+    /// A step of rows of matrices, as their gradients come.
+    fn step_at_once(&mut self, gradients: &[RowGradients<'_>]) -> Result<()> {
         let Some(plan) = self.plan else {
             bail!(Internal, "a gradient came outside a step");
         };
@@ -461,12 +466,30 @@ impl Parameters {
             Clip::PerTensor(most) => (most / f64::from(plan.factor)) as f32,
             _ => f32::INFINITY,
         };
-        let number = self.statistics.add(&self.device, gradient, bound)?;
+        let numbers = gradients
+            .iter()
+            .map(|of| self.statistics.add(&self.device, of.values, bound))
+            .collect::<Result<Vec<_>>>()?;
         self.report.partial = true;
-        let c = self.coefficients(&plan, 1.0, self.settings[id]);
-        let key = (self.recipe.seed, id as u64);
-        let clip = Some(self.statistics.factor(number)?);
-        self.matrices[id].step(&self.device, &c, key, first, gradient, clip)
+        let mut of_rows = Vec::with_capacity(gradients.len());
+        for (of, number) in gradients.iter().zip(numbers) {
+            of_rows.push(RowsStep {
+                coefficients: self.coefficients(&plan, 1.0, self.settings[of.matrix]),
+                seed: self.recipe.seed,
+                tensor: of.matrix as u64,
+                first_row: of.first_row,
+                gradients: of.values,
+                clip: Some(self.statistics.factor(number)?),
+            });
+        }
+        let matrices = self.matrices.iter_mut().enumerate();
+        let mut steps: Vec<_> = matrices
+            .filter_map(|(id, matrix)| {
+                let of = gradients.iter().position(|of| of.matrix == id)?;
+                Some((matrix, of_rows[of]))
+            })
+            .collect();
+        make_steps(&self.device, &mut steps)
     }
 }
 
@@ -519,18 +542,18 @@ impl Store for Parameters {
         self.trains[matrix]
     }
 
-    fn gradient(
-        &mut self,
-        matrix: MatrixId,
-        first_row: usize,
-        gradient: Slice<'_, Mixed>,
-    ) -> Result<()> {
-        self.came[matrix] = true;
-        if self.recipe.release {
-            return self.step_at_once(matrix, first_row, gradient);
+    fn gradients(&mut self, gradients: &[RowGradients<'_>]) -> Result<()> {
+        for of in gradients {
+            self.came[of.matrix] = true;
         }
-        let cols = self.matrices[matrix].shape().1;
-        let range = first_row * cols..first_row * cols + gradient.len();
-        array::accumulate(&self.device, self.sums[matrix].part_mut(range)?, gradient)
+        if self.recipe.release {
+            return self.step_at_once(gradients);
+        }
+        for of in gradients {
+            let first = of.first_row * self.matrices[of.matrix].shape().1;
+            let sums = self.sums[of.matrix].part_mut(first..first + of.values.len())?;
+            array::accumulate(&self.device, sums, of.values)?;
+        }
+        Ok(())
     }
 }

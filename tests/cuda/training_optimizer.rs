@@ -9,7 +9,7 @@ use NVFP4::format::adamw::{
 };
 use NVFP4::format::residual::Bits;
 use NVFP4::model::Device;
-use NVFP4::ops::training::optimizer::{Matrix, StatePart, Vector};
+use NVFP4::ops::training::optimizer::{Matrix, RowsStep, StatePart, Vector, make_steps};
 use NVFP4::ops::{Array, Mixed, Slice, SliceMut};
 use half::bf16;
 
@@ -59,6 +59,22 @@ fn gradients(seed: u64, rows: usize, cols: usize) -> Vec<f32> {
     values
 }
 
+/// A step of the rows from `first_row` on.
+fn rows_step(
+    coefficients: Coefficients,
+    first_row: usize,
+    gradients: Slice<'_, Mixed>,
+) -> RowsStep<'_> {
+    RowsStep {
+        coefficients,
+        seed: 5,
+        tensor: 3,
+        first_row,
+        gradients,
+        clip: None,
+    }
+}
+
 fn on(device: &Device, values: &[f32]) -> Array<Mixed> {
     let mut array = Array::scratch(device, values.len()).unwrap();
     array.all_mut().copy_from(Slice::Host(values)).unwrap();
@@ -105,16 +121,8 @@ fn adamw_gives_what_the_cpu_gives() {
                             if !part.is_empty() {
                                 let part_gradients =
                                     on(device, &all[part.start * cols..part.end * cols]);
-                                matrix
-                                    .step(
-                                        device,
-                                        &c,
-                                        (5, 3),
-                                        part.start,
-                                        part_gradients.all(),
-                                        None,
-                                    )
-                                    .unwrap();
+                                let step = rows_step(c, part.start, part_gradients.all());
+                                matrix.step(device, &step).unwrap();
                             }
                         }
                         changes.push(matrix.finish_step(device).unwrap());
@@ -216,6 +224,77 @@ fn adamw_gives_what_the_cpu_gives() {
     assert!(states[0] == states[1]);
 }
 
+/// Steps of several matrices, small ones and large ones, which run at the same time, and what reads them right after.
+#[test]
+fn steps_at_once_have_the_same_bits() {
+    let Some(gpu) = gpu() else { return };
+    let device = Device::Cuda(gpu.clone());
+    let host = Cpu::new(None).unwrap();
+    let shapes = [
+        (2_560, 2_048),
+        (16, 128),
+        (1_003, 1_040),
+        (8, 9_728),
+        (4_096, 256),
+        (512, 512),
+    ];
+    for forms in [FORMS[0], FORMS[3], FORMS[6]].map(steady) {
+        let values = normal(7, 1 << 16);
+        let g = on(&device, &gradients(1, 2_561, 2_048));
+        let states = [false, true].map(|at_once| {
+            let mut matrices = shapes.map(|(rows, cols)| {
+                let read = |range: std::ops::Range<usize>, out: &mut [f32]| {
+                    for (o, i) in out.iter_mut().zip(range) {
+                        *o = 0.03 * values[i % values.len()];
+                    }
+                    Ok(())
+                };
+                Matrix::new(&device, &host, forms, rows, cols, &read).unwrap()
+            });
+            let mut out = Array::<Mixed>::scratch(&device, 2_560 * 2_048).unwrap();
+            let mut read = Vec::new();
+            for number in 1..=3 {
+                let c = Coefficients::new(&Hyperparameters::default(), number, 1.0);
+                let mut steps: Vec<_> = matrices
+                    .iter_mut()
+                    .enumerate()
+                    .map(|(i, matrix)| {
+                        let (rows, cols) = matrix.shape();
+                        let gradients = g.part(64 * i..64 * i + rows * cols).unwrap();
+                        (matrix, rows_step(c, 0, gradients))
+                    })
+                    .collect();
+                match at_once {
+                    true => make_steps(&device, &mut steps).unwrap(),
+                    false => {
+                        for (matrix, step) in steps {
+                            matrix.step(&device, &step).unwrap();
+                            gpu.synchronize().unwrap();
+                        }
+                    }
+                }
+                for matrix in &matrices {
+                    let (rows, cols) = matrix.shape();
+                    let to = out.first_mut(rows * cols).unwrap();
+                    matrix.decode(&device, 0..rows, true, to).unwrap();
+                    let mut values = vec![0.0; rows * cols];
+                    let from = out.first(rows * cols).unwrap();
+                    from.read(&mut values).unwrap();
+                    read.push(values);
+                }
+                for matrix in &mut matrices {
+                    assert!(matrix.finish_step(&device).unwrap().stored > 0);
+                }
+            }
+            let parts = matrices
+                .each_ref()
+                .map(|matrix| StatePart::ALL.map(|part| matrix.read_part(&device, part).unwrap()));
+            (parts, read)
+        });
+        assert!(states[0] == states[1], "{forms:?}");
+    }
+}
+
 /// Of matrices with more moments than pass over the bus at once, the last part not a whole group of rows.
 #[test]
 fn offloaded_moments_have_the_same_bits() {
@@ -242,9 +321,8 @@ fn offloaded_moments_have_the_same_bits() {
                 let c = Coefficients::new(&Hyperparameters::default(), number, 1.0);
                 for part in [0..1_600, 1_600..rows] {
                     let of_part = g.part(part.start * cols..part.end * cols).unwrap();
-                    matrix
-                        .step(&device, &c, (5, 3), part.start, of_part, None)
-                        .unwrap();
+                    let step = rows_step(c, part.start, of_part);
+                    matrix.step(&device, &step).unwrap();
                 }
                 matrix.finish_step(&device).unwrap();
             }
@@ -287,7 +365,8 @@ fn adamw_speed() {
             times.sort_by(f64::total_cmp);
             times[3] * 1e3 / (rows * cols) as f64 * 1e9
         };
-        let step = time(&mut || matrix.step(&device, &c, (5, 3), 0, g.all(), None).unwrap());
+        let step = rows_step(c, 0, g.all());
+        let step = time(&mut || matrix.step(&device, &step).unwrap());
         let decode = time(&mut || {
             matrix
                 .decode(&device, 0..rows, true, out.all_mut())
@@ -337,29 +416,46 @@ fn adamw_of_a_model_speed() {
         .collect();
     let g = on(&device, &values);
     let c = Coefficients::new(&Hyperparameters::default(), 3, 1.0);
-    let mut times: Vec<f64> = (0..7)
-        .map(|_| {
-            gpu.synchronize().unwrap();
-            let (start, mut at) = (Instant::now(), 0);
-            for _ in 0..4 {
-                for matrix in &mut layers {
-                    let count = len(matrix);
-                    at = if at + count > g.len() { 0 } else { at };
-                    let gradients = g.part(at..at + count).unwrap();
-                    matrix
-                        .step(&device, &c, (5, 3), 0, gradients, None)
-                        .unwrap();
-                    at += count;
-                }
-            }
-            embedding
-                .step(&device, &c, (5, 3), 0, g.all(), None)
-                .unwrap();
-            gpu.synchronize().unwrap();
-            start.elapsed().as_secs_f64() * 1e3
-        })
-        .collect();
-    times.sort_by(f64::total_cmp);
     let weights = 4 * layers.iter().map(len).sum::<usize>() + len(&embedding);
-    println!("{:.2} ms for {weights} weights", times[3]);
+    // Queries, keys and values come together, and gates with ups.
+    let [alone, together] = [[1; 7].as_slice(), &[3, 1, 2, 1]];
+    let all = [layer.len() * LAYERS / 4];
+    let ways = [
+        ("one after another", alone),
+        ("as they come in a step", together),
+        ("all at once", all.as_slice()),
+    ];
+    for (way, groups) in ways {
+        let mut times: Vec<f64> = (0..7)
+            .map(|_| {
+                gpu.synchronize().unwrap();
+                let (start, mut at) = (Instant::now(), 0);
+                for _ in 0..4 {
+                    let mut left = layers.iter_mut();
+                    for &group in groups.iter().cycle() {
+                        let mut steps: Vec<_> = left
+                            .by_ref()
+                            .take(group)
+                            .map(|matrix| {
+                                let count = len(matrix);
+                                at = if at + count > g.len() { 0 } else { at };
+                                let gradients = g.part(at..at + count).unwrap();
+                                at += count;
+                                (matrix, rows_step(c, 0, gradients))
+                            })
+                            .collect();
+                        if steps.is_empty() {
+                            break;
+                        }
+                        make_steps(&device, &mut steps).unwrap();
+                    }
+                }
+                embedding.step(&device, &rows_step(c, 0, g.all())).unwrap();
+                gpu.synchronize().unwrap();
+                start.elapsed().as_secs_f64() * 1e3
+            })
+            .collect();
+        times.sort_by(f64::total_cmp);
+        println!("{way}: {:.2} ms for {weights} weights", times[3]);
+    }
 }

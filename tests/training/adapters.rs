@@ -1,7 +1,7 @@
 //! Adapters over a frozen model: gradients against torch's autograd, what they take, how they resume, and what is exported.
 
 use NVFP4::format::nvfp4::{self, QuantizeOptions};
-use NVFP4::model::training::Layout;
+use NVFP4::model::training::{Layout, RowGradients};
 use NVFP4::train::{Group, Lora, Recompute, ScaleRule};
 
 use super::*;
@@ -59,18 +59,16 @@ impl Store for Adapted {
         matrix >= self.base
     }
 
-    fn gradient(
-        &mut self,
-        matrix: MatrixId,
-        first_row: usize,
-        gradient: Slice<'_, Mixed>,
-    ) -> Result<()> {
-        let i = matrix
-            .checked_sub(self.base)
-            .expect("a frozen matrix gets no gradient");
-        assert_eq!(first_row, 0);
-        let to = self.factors[i].1.iter_mut();
-        to.zip(gradient.host()?).for_each(|(to, g)| *to += g);
+    fn gradients(&mut self, gradients: &[RowGradients<'_>]) -> Result<()> {
+        for of in gradients {
+            let i = of
+                .matrix
+                .checked_sub(self.base)
+                .expect("a frozen matrix gets no gradient");
+            assert_eq!(of.first_row, 0);
+            let to = self.factors[i].1.iter_mut();
+            to.zip(of.values.host()?).for_each(|(to, g)| *to += g);
+        }
         Ok(())
     }
 }

@@ -35,6 +35,9 @@ pub(in crate::cuda) trait KernelUnit: Copy + Send + Sync {
 
     /// Bytes of the one argument that a kernel takes.
     fn argument_bytes(self, kernel: &str) -> Option<usize>;
+
+    /// Whether a multiprocessor's memory is worth more to its kernels as cache than an early start beside kernels of other units.
+    fn prefers_cache(self) -> bool;
 }
 
 /// Loads NVRTC once.
@@ -102,6 +105,7 @@ pub(in crate::cuda) fn image(unit: impl KernelUnit, target: &str) -> Result<Vec<
 pub(in crate::cuda) struct Module {
     module: sys::CUmodule,
     path: Cow<'static, str>,
+    prefers_cache: bool,
     functions: Mutex<HashMap<String, usize>>,
 }
 
@@ -112,7 +116,10 @@ unsafe impl Sync for Module {}
 
 impl Module {
     pub(in crate::cuda) fn load(unit: impl KernelUnit, arch: (i32, i32)) -> Result<Module> {
-        Module::from_image(&image(unit, &target(arch))?, Cow::Borrowed(unit.path()))
+        let mut module =
+            Module::from_image(&image(unit, &target(arch))?, Cow::Borrowed(unit.path()))?;
+        module.prefers_cache = unit.prefers_cache();
+        Ok(module)
     }
 
     /// Loads what [`compile`] gave for the device's architecture.
@@ -125,6 +132,7 @@ impl Module {
         Ok(Module {
             module,
             path,
+            prefers_cache: false,
             functions: Mutex::default(),
         })
     }
@@ -146,13 +154,17 @@ impl Module {
         .map_err(|e| e.within(&self.path))?;
         // A multiprocessor must be empty before it divides its memory between cache and blocks in another way: kernels that are
         // to overlap ask for the same.
+        let carveout = match self.prefers_cache {
+            true => sys::CUshared_carveout::CU_SHAREDMEM_CARVEOUT_DEFAULT,
+            false => sys::CUshared_carveout::CU_SHAREDMEM_CARVEOUT_MAX_SHARED,
+        };
         check(
             // SAFETY: the function was just found.
             unsafe {
                 result::function::set_function_attribute(
                     function,
                     sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
-                    sys::CUshared_carveout::CU_SHAREDMEM_CARVEOUT_MAX_SHARED as i32,
+                    carveout as i32,
                 )
             },
             name,

@@ -32,6 +32,8 @@ pub use optimizer::{
 };
 pub use statistics::{STATISTICS_ENTRY, STATISTICS_PARTIAL, gradient_statistics};
 
+pub(super) use optimizer::CACHED;
+
 /// What the kernels of this room are passed, by the start of their names.
 pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
     activation::ARGUMENTS,

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::scratch::{Scratch, grow};
-use super::{Batch, Layout, Store};
+use super::{Batch, Layout, RowGradients, Store};
 use crate::base::Result;
 use crate::model::Spec;
 use crate::ops::training::loss::{Chunk, Loss};
@@ -271,11 +271,11 @@ impl HeadPass<'_> {
                 self.weight_gradients(&tokens, true, s)?;
             } else if !self.spec.tied && store.trains(self.layout.head) {
                 self.weight_gradients(&tokens, false, s)?;
-                store.gradient(
-                    self.layout.head,
-                    tokens.start,
-                    s.gradient.first(width * hidden)?,
-                )?;
+                store.gradients(&[RowGradients {
+                    matrix: self.layout.head,
+                    first_row: tokens.start,
+                    values: s.gradient.first(width * hidden)?,
+                }])?;
             }
         }
         array::convert(
@@ -331,7 +331,11 @@ impl HeadPass<'_> {
                 hidden,
                 gradient.reborrow(),
             )?;
-            store.gradient(self.layout.embedding, tokens.start, gradient.as_slice())?;
+            store.gradients(&[RowGradients {
+                matrix: self.layout.embedding,
+                first_row: tokens.start,
+                values: gradient.as_slice(),
+            }])?;
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use super::layout::{AdapterLayout, Layout, ProjectionLayout};
 use super::precision::Rounding;
-use super::{MatrixId, Store};
+use super::{MatrixId, RowGradients, Store};
 use crate::base::Result;
 use crate::ops::training::matmul::{Form, Sizes, matmul};
 use crate::ops::training::operand::{self, OperandRounding, ROTATED};
@@ -327,16 +327,20 @@ impl Linear<'_> {
         };
         let to = gradient.first_mut(n * k)?;
         matmul(device, Form::TN, sizes, dy, x, to, false)?;
+        let mut of_trained = Vec::with_capacity(self.projections.len());
         let mut at = 0;
-        for projection in self.projections {
-            let rows = store.shape(projection.matrix).0;
-            if store.trains(projection.matrix) {
-                let own = gradient.part(at * k..(at + rows) * k)?;
-                store.gradient(projection.matrix, 0, own)?;
+        for &ProjectionLayout { matrix, .. } in self.projections {
+            let rows = store.shape(matrix).0;
+            if store.trains(matrix) {
+                of_trained.push(RowGradients {
+                    matrix,
+                    first_row: 0,
+                    values: gradient.part(at * k..(at + rows) * k)?,
+                });
             }
             at += rows;
         }
-        Ok(())
+        store.gradients(&of_trained)
     }
 
     fn bias_gradients(
@@ -504,7 +508,11 @@ impl Linear<'_> {
             s.factor.grow(self.device, len)?;
             let to = s.factor.first_mut(len)?;
             matmul(self.device, Form::TN, sizes, left, right, to, false)?;
-            store.gradient(matrix, 0, s.factor.first(len)?)?;
+            store.gradients(&[RowGradients {
+                matrix,
+                first_row: 0,
+                values: s.factor.first(len)?,
+            }])?;
         }
         Ok(())
     }
@@ -582,8 +590,8 @@ mod tests {
             true
         }
 
-        fn gradient(&mut self, _: MatrixId, _: usize, gradient: Slice<'_, Mixed>) -> Result<()> {
-            self.gradient = gradient.host()?.to_vec();
+        fn gradients(&mut self, gradients: &[RowGradients<'_>]) -> Result<()> {
+            self.gradient = gradients[0].values.host()?.to_vec();
             Ok(())
         }
     }

@@ -60,11 +60,17 @@ pub trait Store {
     /// Whether a matrix's gradients are wanted.
     fn trains(&self, matrix: MatrixId) -> bool;
 
-    /// Takes the gradients of the rows from `first_row` on, whole. The pass has read these rows for the last time.
-    fn gradient(
-        &mut self,
-        matrix: MatrixId,
-        first_row: usize,
-        gradient: Slice<'_, Mixed>,
-    ) -> Result<()>;
+    /// Takes gradients, whole, of rows that the pass has read for the last time; of each matrix once.
+    fn gradients(&mut self, gradients: &[RowGradients<'_>]) -> Result<()>;
+}
+
+/// Gradients of some rows of a matrix.
+#[derive(Clone, Copy, Debug)]
+pub struct RowGradients<'a> {
+    /// The matrix.
+    pub matrix: MatrixId,
+    /// The first of the rows.
+    pub first_row: usize,
+    /// `[.., cols]`.
+    pub values: Slice<'a, Mixed>,
 }

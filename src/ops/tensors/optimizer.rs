@@ -8,8 +8,8 @@ use super::mixed;
 use crate::base::error::{Result, bail, err};
 use crate::format::random;
 use crate::ops::training::optimizer::{
-    Changes, Coefficients, FirstForm, Forms, Hyperparameters, Matrix, SecondForm, StatePart,
-    WeightForm,
+    Changes, Coefficients, FirstForm, Forms, Hyperparameters, Matrix, RowsStep, SecondForm,
+    StatePart, WeightForm,
 };
 use crate::ops::training::statistics;
 use crate::ops::{Array, Device, Mixed};
@@ -139,9 +139,15 @@ impl TensorOptimizer {
                 );
             }
             let number = self.matrix.steps() + 1;
-            let c = Coefficients::new(&step.settings, number, step.gradient_scale);
-            let key = (step.seed, step.tensor);
-            self.matrix.step(&device, &c, key, 0, values.all(), None)?;
+            let rows = RowsStep {
+                coefficients: Coefficients::new(&step.settings, number, step.gradient_scale),
+                seed: step.seed,
+                tensor: step.tensor,
+                first_row: 0,
+                gradients: values.all(),
+                clip: None,
+            };
+            self.matrix.step(&device, &rows)?;
             self.matrix.finish_step(&device)
         })
     }

@@ -9,7 +9,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::cpu::Cpu;
-use crate::cpu::training::{MatrixRows, Rows, RowsStep, weight_global};
+use crate::cpu::training::{self as cpu, MatrixRows, Rows, weight_global};
 use crate::cuda::DeviceBuffer;
 use crate::cuda::training::{self as cuda, Moments, TrainedWeights};
 use crate::format::adamw::{FieldBytes, GROUP_ROWS, decode_weights, encode_weights, step_f32};
@@ -694,20 +694,14 @@ impl Matrix {
         Ok(())
     }
 
-    /// A step of the rows from `first_row` on, a multiple of [`GROUP_ROWS`], by their gradients `[.., cols]`, which must be finite. They are
-    /// multiplied by `clip`, one f32 on the device, if it is given; nothing is done if that is not finite. When all rows have made the
-    /// step, [`Matrix::finish_step`] ends it. `seed` and `tensor` choose the random bits.
-    pub fn step(
-        &mut self,
-        device: &Device,
-        coefficients: &Coefficients,
-        (seed, tensor): (u64, u64),
-        first_row: usize,
-        gradients: Slice<'_, Mixed>,
-        clip: Option<Slice<'_>>,
-    ) -> Result<()> {
-        let (cols, forms) = (self.cols, self.forms);
-        let count = gradients.len() / cols;
+    /// A step: see [`make_steps`].
+    pub fn step(&mut self, device: &Device, step: &RowsStep<'_>) -> Result<()> {
+        make_steps(device, &mut [(self, *step)])
+    }
+
+    /// Whether these rows can make a step.
+    fn check_step(&self, step: &RowsStep<'_>) -> Result<()> {
+        let (cols, len) = (self.cols, step.gradients.len());
         if self.frozen {
             bail!(
                 Internal,
@@ -715,46 +709,56 @@ impl Matrix {
                 self.rows
             );
         }
-        if gradients.len() != count * cols || first_row + count > self.rows {
+        if !len.is_multiple_of(cols) || step.first_row + len / cols > self.rows {
             bail!(
                 Internal,
-                "{} gradients from row {first_row} on, of a matrix [{}, {cols}]",
-                gradients.len(),
+                "{len} gradients from row {} on, of a matrix [{}, {cols}]",
+                step.first_row,
                 self.rows
             );
         }
-        let keys = Keys::new(seed, tensor, self.steps + 1);
-        let Device::Cpu(cpu) = device else {
-            let step = cuda::Step {
-                forms: &forms,
-                coefficients,
-                keys: &keys,
-                first_row,
-                clip: gpu(clip)?,
-                counters: self.counters.all().cuda()?,
-            };
-            let (first, second) = (self.first.on_gpu()?, self.second.on_gpu()?);
-            let weight = writing(&self.weight);
-            let w = self.on_gpu(&weight)?;
-            let adamw = match self.offloaded {
-                true => cuda::adamw_offloaded,
-                false => cuda::adamw,
-            };
-            return adamw(&step, &w, &first, &second, gradients.cuda()?);
-        };
-        let mut coefficients = *coefficients;
-        if let Some(clip) = clip {
+        Ok(())
+    }
+
+    fn step_on_gpu<'a>(
+        &'a self,
+        weight: &'a FieldArrays,
+        step: &RowsStep<'a>,
+    ) -> Result<cuda::Step<'a>> {
+        Ok(cuda::Step {
+            forms: self.forms,
+            coefficients: step.coefficients,
+            keys: self.keys(step),
+            weights: self.on_gpu(weight)?,
+            first: self.first.on_gpu()?,
+            second: self.second.on_gpu()?,
+            first_row: step.first_row,
+            gradients: step.gradients.cuda()?,
+            clip: gpu(step.clip)?,
+            counters: self.counters.all().cuda()?,
+        })
+    }
+
+    fn keys(&self, step: &RowsStep<'_>) -> Keys {
+        Keys::new(step.seed, step.tensor, self.steps + 1)
+    }
+
+    fn step_on_cpu(&mut self, cpu: &Cpu, step: &RowsStep<'_>) -> Result<()> {
+        let mut coefficients = step.coefficients;
+        if let Some(clip) = step.clip {
             let factor = clip.host()?[0];
             if !factor.is_finite() {
                 return Ok(());
             }
             coefficients.factor *= factor;
         }
-        let blocks = first_row * cols / BLOCK..(first_row + count) * cols / BLOCK;
-        let groups = first_row / GROUP_ROWS..(first_row + count).div_ceil(GROUP_ROWS);
+        let (cols, forms, keys) = (self.cols, self.forms, self.keys(step));
+        let rows = step.first_row..step.first_row + step.gradients.len() / cols;
+        let blocks = rows.start * cols / BLOCK..rows.end * cols / BLOCK;
+        let groups = rows.start / GROUP_ROWS..rows.end.div_ceil(GROUP_ROWS);
         let beside = forms.weight.rest().codes;
         let mut weight = writing(&self.weight);
-        let rows = MatrixRows {
+        let state = MatrixRows {
             codes: weight.rows(&blocks, 0..0)?.0,
             rest: self
                 .rest
@@ -763,15 +767,15 @@ impl Matrix {
             first: self.first.rows(&blocks, groups.clone())?,
             second: self.second.rows(&blocks, groups)?,
         };
-        let step = RowsStep {
+        let of_rows = cpu::RowsStep {
             forms: &forms,
             coefficients: &coefficients,
             keys: &keys,
             cols,
-            first_row,
+            first_row: rows.start,
             global: self.global,
         };
-        let changes = cpu.adamw(&step, gradients.host()?, rows)?;
+        let changes = cpu.adamw(&of_rows, step.gradients.host()?, state)?;
         self.changes.stored += changes.stored;
         self.changes.delivered += changes.delivered;
         Ok(())
@@ -963,6 +967,47 @@ impl Matrix {
         (self.global, self.steps) = (global, steps);
         Ok(())
     }
+}
+
+/// A step of some rows of a matrix.
+#[derive(Clone, Copy, Debug)]
+pub struct RowsStep<'a> {
+    /// The numbers of the step.
+    pub coefficients: Coefficients,
+    /// With [`RowsStep::tensor`], chooses the random bits.
+    pub seed: u64,
+    /// See [`RowsStep::seed`].
+    pub tensor: u64,
+    /// The first row, a multiple of [`GROUP_ROWS`].
+    pub first_row: usize,
+    /// Of the rows, `[.., cols]`. They must be finite.
+    pub gradients: Slice<'a, Mixed>,
+    /// One float32 on the device, which multiplies the gradients. Nothing is done if it is not finite.
+    pub clip: Option<Slice<'a>>,
+}
+
+/// Makes steps of some rows of matrices, which a GPU may make at the same time. When all rows of a matrix have made the step,
+/// [`finish_steps`] ends it.
+pub fn make_steps(device: &Device, steps: &mut [(&mut Matrix, RowsStep<'_>)]) -> Result<()> {
+    for (matrix, step) in steps.iter() {
+        matrix.check_step(step)?;
+    }
+    if let Device::Cpu(cpu) = device {
+        for (matrix, step) in steps {
+            matrix.step_on_cpu(cpu, step)?;
+        }
+        return Ok(());
+    }
+    let weights: Vec<_> = steps.iter().map(|(m, _)| writing(&m.weight)).collect();
+    let mut at_once = Vec::with_capacity(steps.len());
+    for ((matrix, step), weight) in steps.iter().zip(&weights) {
+        let on_gpu = matrix.step_on_gpu(weight, step)?;
+        match matrix.offloaded {
+            true => cuda::adamw_offloaded(&on_gpu)?,
+            false => at_once.push(on_gpu),
+        }
+    }
+    cuda::adamw(&at_once)
 }
 
 /// Ends a step that all rows of some matrices have made, and says how many weights it has changed. Waits for a GPU, once.
