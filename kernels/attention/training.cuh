@@ -39,13 +39,26 @@ __device__ __forceinline__ int seen_until(const Arguments& a, int key) {
     return a.window ? min(last, key + a.window) : last;
 }
 
-// A score times log2(e), of a product; and what the gradient of the score is multiplied by, but for `scale`.
-__device__ __forceinline__ float scaled(const Arguments& a, float product, float& slope) {
-    slope = 1;
-    if (!a.cap) return product * (a.scale * LOG2E);
-    float t = tanhf(product * a.scale / a.cap);
-    slope = 1 - t * t;
-    return a.cap * LOG2E * t;
+// Scores times log2(e), of products. Gradients of capped scores, if there are any, become those of the scores before, but for `scale`.
+template <int N>
+__device__ __forceinline__ void scale_scores(const Arguments& a, float (&s)[N][4], float (*gradients)[4] = nullptr) {
+    // Which of the two it is, is asked once and not for every score.
+    if (!a.cap) {
+        float scale = a.scale * LOG2E;
+#pragma unroll
+        for (int n = 0; n < N; n++) s[n][0] *= scale, s[n][1] *= scale, s[n][2] *= scale, s[n][3] *= scale;
+        return;
+    }
+    float scale = a.scale / a.cap, cap = a.cap * LOG2E;
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float t = tanhf(s[n][j] * scale);
+            s[n][j] = cap * t;
+            if (gradients) gradients[n][j] *= 1 - t * t;
+        }
+    }
 }
 
 // A tile of TILE rows of D elements in shared memory. The eight rows of a matrix that is loaded lie in different banks: pieces of 16 bytes
@@ -62,11 +75,19 @@ struct SharedTile {
     // Starts to copy rows from `first` on, of rows `stride` elements apart; those past `rows` become zeros.
     template <int THREADS>
     __device__ __forceinline__ void load(const u16* from, int first, int rows, size_t stride) const {
+        constexpr int COPIES = TILE * PIECES / THREADS, AT_ONCE = THREADS / PIECES;
+        if constexpr (COPIES * THREADS == TILE * PIECES && AT_ONCE * PIECES == THREADS && AT_ONCE % 8 == 0) {
+            // A thread copies the same piece of rows whose number has the same last three bits.
+            int row = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
+            u32 to = at(row, piece);
+            from += (first + row) * stride + piece * 8;
 #pragma unroll
-        for (int i = threadIdx.x; i < TILE * PIECES; i += THREADS) {
-            int row = i / PIECES, piece = i % PIECES;
-            bool inside = first + row < rows;
-            copy_async_16(at(row, piece), from + (inside ? first + row : 0) * stride + piece * 8, inside ? 16 : 0);
+            for (int i = 0; i < TILE; i += AT_ONCE) copy_async_16(to + i * STRIDE, from + i * stride, first + row + i < rows ? 16 : 0);
+        } else {
+            for (int i = threadIdx.x; i < TILE * PIECES; i += THREADS) {
+                int row = i / PIECES, piece = i % PIECES;
+                copy_async_16(at(row, piece), from + (first + row) * stride + piece * 8, first + row < rows ? 16 : 0);
+            }
         }
     }
     // The fragment of a left operand: rows `row` to row + 15, elements k to k + 15.

@@ -73,20 +73,37 @@ __device__ __forceinline__ void backward_keys(const Arguments& a) {
 #pragma unroll 1
         for (int step = 0; step < TILE; step += STEP) {
             int from = row0 + step;
-            bool whole = from >= key0 + 15 && from + STEP <= warp_until && from + STEP <= a.rows;
             // Transposed: rows are keys, columns queries.
             float p[STEP / 8][4], ds[STEP / 8][4];
             product<D, STEP / 16>(p, keys, 16 * warp, queries(i), step);
             product<D, STEP / 16>(ds, values, 16 * warp, gradients(i), step);
+            float sums[STEP / 8][2];
+#pragma unroll
+            for (int n = 0; n < STEP / 8; n++) {
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    int at = min(from + 8 * n + 2 * t + j, a.rows - 1);
+                    sums[n][j] = lse[at] * LOG2E;
+                    ds[n][j] -= delta[at], ds[n][j + 2] -= delta[at];
+                }
+            }
+            scale_scores(a, p, ds);
+            if (from < key0 + 15 || from + STEP > warp_until) {
+#pragma unroll
+                for (int n = 0; n < STEP / 8; n++) {
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        int query = from + 8 * n + 2 * t + j % 2;
+                        if ((query < key0 + g + j / 2 * 8) | (query >= until[j / 2])) p[n][j] = -INFINITY;
+                    }
+                }
+            }
 #pragma unroll
             for (int n = 0; n < STEP / 8; n++) {
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
-                    int query = from + 8 * n + 2 * t + j % 2, at = min(query, a.rows - 1);
-                    float slope, s = scaled(a, p[n][j], slope);
-                    bool sees = whole || (query >= key0 + g + j / 2 * 8 && query < until[j / 2]);
-                    p[n][j] = sees ? exp2_approx(s - lse[at] * LOG2E) : 0;
-                    ds[n][j] = p[n][j] * (ds[n][j] - delta[at]) * slope;
+                    p[n][j] = exp2_approx(p[n][j] - sums[n][j % 2]);
+                    ds[n][j] *= p[n][j];
                 }
             }
             add_product<D, STEP / 16>(dv, p, gradients(i), step);
@@ -137,19 +154,26 @@ __device__ __forceinline__ void backward_queries(const Arguments& a) {
 #pragma unroll 1
         for (int step = 0; step < TILE; step += STEP) {
             int key0 = (begin + i) * TILE + step;
-            bool whole = key0 >= all_see && key0 + STEP - 1 <= row0;
             float p[STEP / 8][4], ds[STEP / 8][4];
             product<D, STEP / 16>(p, queries, 16 * warp, keys(i), step);
             product<D, STEP / 16>(ds, gradients, 16 * warp, values(i), step);
 #pragma unroll
+            for (int n = 0; n < STEP / 8; n++) ds[n][0] -= delta[0], ds[n][1] -= delta[0], ds[n][2] -= delta[1], ds[n][3] -= delta[1];
+            scale_scores(a, p, ds);
+            if (key0 < all_see || key0 + STEP - 1 > row0) {
+#pragma unroll
+                for (int n = 0; n < STEP / 8; n++) {
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        int key = key0 + 8 * n + 2 * t + j % 2;
+                        if ((key > row0 + g + j / 2 * 8) | (key < seen[j / 2])) p[n][j] = -INFINITY;
+                    }
+                }
+            }
+#pragma unroll
             for (int n = 0; n < STEP / 8; n++) {
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    int key = key0 + 8 * n + 2 * t + j % 2;
-                    float slope, s = scaled(a, p[n][j], slope);
-                    bool sees = whole || (key <= row0 + g + j / 2 * 8 && key >= seen[j / 2]);
-                    ds[n][j] = sees ? exp2_approx(s - lse[j / 2]) * (ds[n][j] - delta[j / 2]) * slope : 0;
-                }
+                for (int j = 0; j < 4; j++) ds[n][j] *= exp2_approx(p[n][j] - lse[j / 2]);
             }
             add_product<D, STEP / 16>(dq, ds, keys(i), step);
         }

@@ -11,7 +11,7 @@ __device__ __forceinline__ void backward_keys(const Arguments& a) {
     using Keys = WideTile<WIDE_ROWS, D>;
     using Queries = WideTile<STEP, D>;
     wait_for_earlier_kernels();
-    int kv = blockIdx.y, heads = a.heads / a.kv_heads, group = threadIdx.x / WARPGROUP, g = lane_id() / 4, t = lane_id() % 4;
+    int kv = blockIdx.y, heads = a.heads / a.kv_heads, group = warpgroup_id(), g = lane_id() / 4, t = lane_id() % 4;
     int first = blockIdx.x * WIDE_ROWS, last = min(first + WIDE_ROWS, a.rows) - 1;
     size_t stride = (size_t)(a.heads + 2 * a.kv_heads) * D, out_stride = (size_t)a.heads * D;
     u32 base = shared_address(shared), stages = base + 2 * Keys::BYTES, numbers = stages + 4 * Queries::BYTES;
@@ -47,10 +47,12 @@ __device__ __forceinline__ void backward_keys(const Arguments& a) {
         copy_async_wait<0>();
         publish_shared();
         __syncthreads();
-        load(i + 1);
         int from = (begin + i % of_head) * STEP;
         // Tiles that see no key of the warpgroup.
-        if (from + STEP <= group0 || from >= group_until) continue;
+        if (from + STEP <= group0 || from >= group_until) {
+            load(i + 1);
+            continue;
+        }
         // Transposed: rows are keys, columns queries.
         float p[STEP / 8][4], ds[STEP / 8][4];
         wgmma_fence_accumulators(p);
@@ -60,19 +62,26 @@ __device__ __forceinline__ void backward_keys(const Arguments& a) {
         wgmma_commit();
         begin_product(ds, values, 64 * group, gradients(i));
         wgmma_commit();
+        load(i + 1);
         const float *lse = shared_numbers + i % 2 * 2 * STEP, *delta = lse + STEP;
-        bool whole = from >= key0 + 15 && from + STEP <= warp_until;
         wgmma_wait<1>();
         wgmma_fence_accumulators(p);
+        if (from < key0 + 15 || from + STEP > warp_until) {
+#pragma unroll
+            for (int n = 0; n < STEP / 8; n++) {
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    int query = from + 8 * n + 2 * t + j % 2;
+                    if ((query < key0 + g + j / 2 * 8) | (query >= until[j / 2])) p[n][j] = -INFINITY;
+                }
+            }
+        }
 #pragma unroll
         for (int n = 0; n < STEP / 8; n++) {
             float2 sums = *(const float2*)(lse + 8 * n + 2 * t);
+            sums.x *= -LOG2E, sums.y *= -LOG2E;
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                int query = from + 8 * n + 2 * t + j % 2;
-                bool sees = whole || (query >= key0 + g + j / 2 * 8 && query < until[j / 2]);
-                p[n][j] = sees ? exp2_approx(__fmaf_rn(p[n][j], scale, -LOG2E * (j % 2 ? sums.y : sums.x))) : 0;
-            }
+            for (int j = 0; j < 4; j++) p[n][j] = exp2_approx(__fmaf_rn(p[n][j], scale, j % 2 ? sums.y : sums.x));
         }
         wgmma_wait<0>();
         wgmma_fence_accumulators(ds);
@@ -105,7 +114,7 @@ __device__ __forceinline__ void backward_queries(const Arguments& a) {
     using Queries = WideTile<WIDE_ROWS, D>;
     using Keys = WideTile<STEP, D>;
     wait_for_earlier_kernels();
-    int head = blockIdx.y, kv = head / (a.heads / a.kv_heads), group = threadIdx.x / WARPGROUP, g = lane_id() / 4, t = lane_id() % 4;
+    int head = blockIdx.y, kv = head / (a.heads / a.kv_heads), group = warpgroup_id(), g = lane_id() / 4, t = lane_id() % 4;
     int first = (gridDim.x - 1 - blockIdx.x) * WIDE_ROWS, last = min(first + WIDE_ROWS, a.rows) - 1;
     size_t stride = (size_t)(a.heads + 2 * a.kv_heads) * D, out_stride = (size_t)a.heads * D;
     u32 base = shared_address(shared), stages = base + 2 * Queries::BYTES;
@@ -148,17 +157,22 @@ __device__ __forceinline__ void backward_queries(const Arguments& a) {
         wgmma_commit();
         begin_product(ds, gradients, 64 * group, values(i));
         wgmma_commit();
-        bool whole = key0 >= all_see && key0 + STEP - 1 <= row0;
         wgmma_wait<1>();
         wgmma_fence_accumulators(p);
+        if (key0 < all_see || key0 + STEP - 1 > row0) {
+#pragma unroll
+            for (int n = 0; n < STEP / 8; n++) {
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    int key = key0 + 8 * n + 2 * t + j % 2;
+                    if ((key > row0 + g + j / 2 * 8) | (key < seen[j / 2])) p[n][j] = -INFINITY;
+                }
+            }
+        }
 #pragma unroll
         for (int n = 0; n < STEP / 8; n++) {
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                int key = key0 + 8 * n + 2 * t + j % 2;
-                bool sees = whole || (key <= row0 + g + j / 2 * 8 && key >= seen[j / 2]);
-                p[n][j] = sees ? exp2_approx(__fmaf_rn(p[n][j], scale, -lse[j / 2])) : 0;
-            }
+            for (int j = 0; j < 4; j++) p[n][j] = exp2_approx(__fmaf_rn(p[n][j], scale, -lse[j / 2]));
         }
         wgmma_wait<0>();
         wgmma_fence_accumulators(ds);

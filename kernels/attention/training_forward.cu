@@ -47,17 +47,22 @@ __device__ __forceinline__ void forward(const Arguments& a) {
         if (key0 <= row0 + 15 && key0 + TILE > warp_first) {
             float s[8][4];
             product<D, 4>(s, queries[warp / 4], warp % 4 * 16, keys(i), 0);
-            bool whole = key0 >= warp_last_first && key0 + TILE - 1 <= row0;
-            float largest[2] = {most[0], most[1]}, unused;
+            scale_scores(a, s);
+            if (key0 < warp_last_first || key0 + TILE - 1 > row0) {
+#pragma unroll
+                for (int n = 0; n < 8; n++) {
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        int key = key0 + 8 * n + 2 * t + j % 2;
+                        if ((key > row0 + g + j / 2 * 8) | (key < seen[j / 2])) s[n][j] = -INFINITY;
+                    }
+                }
+            }
+            float largest[2] = {most[0], most[1]};
 #pragma unroll
             for (int n = 0; n < 8; n++) {
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    s[n][j] = scaled(a, s[n][j], unused);
-                    int key = key0 + 8 * n + 2 * t + j % 2;
-                    if (!whole && (key > row0 + g + j / 2 * 8 || key < seen[j / 2])) s[n][j] = -INFINITY;
-                    largest[j / 2] = fmaxf(largest[j / 2], s[n][j]);
-                }
+                for (int j = 0; j < 4; j++) largest[j / 2] = fmaxf(largest[j / 2], s[n][j]);
             }
             float factor[2];
 #pragma unroll

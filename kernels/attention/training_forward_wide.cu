@@ -11,7 +11,7 @@ __device__ __forceinline__ void forward(const Arguments& a) {
     using Queries = WideTile<WIDE_ROWS, D>;
     using Keys = WideTile<KEYS, D>;
     wait_for_earlier_kernels();
-    int head = blockIdx.y, kv = head / (a.heads / a.kv_heads), group = threadIdx.x / WARPGROUP, g = lane_id() / 4, t = lane_id() % 4;
+    int head = blockIdx.y, kv = head / (a.heads / a.kv_heads), group = warpgroup_id(), g = lane_id() / 4, t = lane_id() % 4;
     int first = (gridDim.x - 1 - blockIdx.x) * WIDE_ROWS, last = min(first + WIDE_ROWS, a.rows) - 1;
     size_t stride = (size_t)(a.heads + 2 * a.kv_heads) * D;
     const u16 *q = a.qkv + head * D, *k = a.qkv + (a.heads + kv) * D, *v = k + a.kv_heads * D;
@@ -20,6 +20,7 @@ __device__ __forceinline__ void forward(const Arguments& a) {
     auto keys = [&](int i) { return Keys{base + Queries::BYTES + i % 2 * 2 * Keys::BYTES}; };
     auto values = [&](int i) { return Keys{base + Queries::BYTES + (i % 2 * 2 + 1) * Keys::BYTES}; };
 
+    queries.load(q, first, a.rows, stride);
     int begin = first_seen(a, first) / KEYS, tiles = last / KEYS + 1 - begin;
     auto load = [&](int i) {
         if (i < tiles) {
@@ -28,7 +29,6 @@ __device__ __forceinline__ void forward(const Arguments& a) {
         }
         copy_async_commit();
     };
-    queries.load(q, first, a.rows, stride);
     load(0);
 
     // Rows of the warpgroup, of the warp, and of the thread: g and g + 8 of the warp's.

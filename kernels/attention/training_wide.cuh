@@ -14,14 +14,14 @@ struct WideTile {
 
     // Starts to copy rows from `first` on, of rows `stride` elements apart; those past `rows` become zeros.
     __device__ __forceinline__ void load(const u16* from, int first, int rows, size_t stride) const {
-        constexpr int PIECES = D / 8;
+        // A thread copies the same piece of rows whose number has the same last three bits.
+        constexpr int PIECES = D / 8, AT_ONCE = WIDE_THREADS / PIECES;
+        static_assert(ROWS % AT_ONCE == 0 && AT_ONCE % 8 == 0, "whole rows of threads");
+        int row = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
+        u32 to = address + piece / 8 * BLOCK_BYTES + row * 128 + ((piece ^ row) & 7) * 16;
+        from += (first + row) * stride + piece * 8;
 #pragma unroll
-        for (int i = threadIdx.x; i < ROWS * PIECES; i += WIDE_THREADS) {
-            int row = i / PIECES, piece = i % PIECES;
-            bool inside = first + row < rows;
-            copy_async_16(address + piece / 8 * BLOCK_BYTES + row * 128 + ((piece ^ row) & 7) * 16,
-                          from + (inside ? first + row : 0) * stride + piece * 8, inside ? 16 : 0);
-        }
+        for (int i = 0; i < ROWS; i += AT_ONCE) copy_async_16(to + i * 128, from + i * stride, first + row + i < rows ? 16 : 0);
     }
     // An operand whose K runs along rows: rows from `row` on, elements from k on.
     __device__ __forceinline__ u64 along(int row, int k) const { return wgmma_swizzled(address + k / 64 * BLOCK_BYTES + row * 128 + k % 64 * 2, 16); }

@@ -12,6 +12,9 @@
 
 constexpr int WARPGROUP = 4 * WARP;
 
+// The number of a thread's warpgroup. The compiler is told that lanes have the same, so that it computes addresses of operands once a warp.
+__device__ __forceinline__ int warpgroup_id() { return __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0); }
+
 #if HAS_WGMMA
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

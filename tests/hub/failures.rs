@@ -207,7 +207,7 @@ fn addresses_that_expire_are_asked_for_again() {
     let hub = large(
         "expire",
         &content,
-        json!({"signature_seconds": 1, "rate": 20 << 20}),
+        json!({"signature_seconds": 2, "rate": 16 << 20}),
     );
     assert!(weights(&hub.pull(MODEL)) == content);
     assert!(
