@@ -34,15 +34,29 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int first_row = (gridDim.y - 1 - blockIdx.y) * ROWS;
     int head = blockIdx.x, kv_head = head / (a.heads / a.pages.kv_heads);
 
-    auto key_at = [&](u16* tile, int row, int piece) { return tile + row * D + swizzled_piece<KEY_PIECES>(row, piece) * 8; };
-    auto value_at = [&](u16* tile, int row, int piece) { return tile + row * PAGE + ((piece ^ (row % 8)) * 8); };
+    // Bytes from the start of a tile to a piece of a row; the same plus a multiple for rows a multiple of 8 further.
+    auto key_at = [&](int row, int piece) { return row * (D * 2) + swizzled_piece<KEY_PIECES>(row, piece) * 16; };
+    auto value_at = [&](int row, int piece) { return row * (PAGE * 2) + (piece ^ row % 8) * 16; };
+    u32 base = shared_address(shared);
+    auto key_tile = [&](int page) { return base + page % STAGES * (4 * TILE); };
+    auto value_tile = [&](int page) { return key_tile(page) + 2 * TILE; };
     auto load = [&](int page) {
-        u16* to = shared + page % STAGES * 2 * TILE;
-        const u16* k = keys<D>(a.pages, 0, page * PAGE, kv_head);
-        const u16* v = values<D>(a.pages, 0, page * PAGE, kv_head);
-        for (int i = threadIdx.x; i < TILE / 8; i += WARPS * WARP) {
-            copy_async_16(shared_address(key_at(to, i / KEY_PIECES, i % KEY_PIECES)), k + i * 8, 16);
-            copy_async_16(shared_address(value_at(to + TILE, i / VALUE_PIECES, i % VALUE_PIECES)), v + i * 8, 16);
+        constexpr int AT_ONCE = WARPS * WARP;
+        const u16* k = keys<D>(a.pages, 0, page * PAGE, kv_head) + threadIdx.x * 8;
+        const u16* v = values<D>(a.pages, 0, page * PAGE, kv_head) + threadIdx.x * 8;
+        u32 to = value_tile(page) + value_at(threadIdx.x / VALUE_PIECES, threadIdx.x % VALUE_PIECES);
+#pragma unroll
+        for (int i = 0; i < TILE / 8; i += AT_ONCE) {
+            if (TILE / 8 % AT_ONCE == 0 || i + (int)threadIdx.x < TILE / 8) copy_async_16(to + i * 16, v + i * 8, 16);
+        }
+        // Whether all threads together copy a multiple of 8 rows, so that what one of them copies is at fixed distances.
+        constexpr bool SAME = AT_ONCE % (8 * KEY_PIECES) == 0;
+        to = key_tile(page);
+        if (SAME) to += key_at(threadIdx.x / KEY_PIECES, threadIdx.x % KEY_PIECES);
+#pragma unroll
+        for (int i = 0; i < TILE / 8; i += AT_ONCE) {
+            int piece = i + threadIdx.x, at = SAME ? i * 16 : key_at(piece / KEY_PIECES, piece % KEY_PIECES);
+            if (TILE / 8 % AT_ONCE == 0 || piece < TILE / 8) copy_async_16(to + at, k + i * 8, 16);
         }
         copy_async_commit();
     };
@@ -72,6 +86,12 @@ __device__ __forceinline__ void run(const Arguments& a) {
     float y[D / 8][4] = {}, max_score[2] = {-INFINITY, -INFINITY}, weight[2] = {0, 0};
     // ldmatrix: lanes 8 i to 8 i + 7 address matrix i of four; the first two are the B operand of a product, 16 by 8 columns.
     int matrix_row = lane % 8 + lane / 16 * 8, matrix_half = lane / 8 % 2;
+    // Computed once: eight rows further, a matrix is at a fixed distance.
+    u32 key_matrices[WIDE ? 1 : D / 16], value_matrices[PAGE / 16];
+#pragma unroll
+    for (int k = 0; !WIDE && k < D / 16; k++) key_matrices[k] = key_at(matrix_row, 2 * k + matrix_half);
+#pragma unroll
+    for (int k = 0; k < PAGE / 16; k++) value_matrices[k] = value_at(matrix_row, 2 * k + matrix_half);
 
     for (int page = first_page; page < pages; page++) {
         if (WIDE) {
@@ -81,13 +101,10 @@ __device__ __forceinline__ void run(const Arguments& a) {
         copy_async_wait<0>();
         __syncthreads();
         if (!WIDE && page + 1 < pages) load(page + 1);
-        u16* k_tile = shared + page % STAGES * 2 * TILE;
-        u16* v_tile = k_tile + TILE;
-
         float score[PAGE / 8][4] = {};
         auto multiply = [&](int n, int k, const u32(&q)[4]) {
             u32 b[4];
-            load_matrices(b, shared_address(key_at(k_tile, n * 8 + matrix_row, 2 * k + matrix_half)));
+            load_matrices(b, key_tile(page) + (WIDE ? key_at(matrix_row, 2 * k + matrix_half) : key_matrices[WIDE ? 0 : k]) + n * 8 * (D * 2));
             mma_f16(score[n], q[0], q[1], q[2], q[3], b[0], b[1]);
             mma_f16(score[n + 1], q[0], q[1], q[2], q[3], b[2], b[3]);
         };
@@ -165,7 +182,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
 #pragma unroll
             for (int k = 0; k < PAGE / 16; k++) {
                 u32 b[4];
-                load_matrices(b, shared_address(value_at(v_tile, n * 8 + matrix_row, 2 * k + matrix_half)));
+                load_matrices(b, value_tile(page) + value_matrices[k] + n * 8 * (PAGE * 2));
                 mma_f16(y[n], p[2 * k][0], p[2 * k][1], p[2 * k + 1][0], p[2 * k + 1][1], b[0], b[1]);
                 mma_f16(y[n + 1], p[2 * k][0], p[2 * k][1], p[2 * k + 1][0], p[2 * k + 1][1], b[2], b[3]);
             }
