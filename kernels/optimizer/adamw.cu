@@ -156,9 +156,9 @@ struct StoredPair {
     }
 };
 
-// First moments, divided by `unit`, which is that of the block.
-__device__ __forceinline__ void load_first(const Moments& m, int form, u32 block, const Stored& stored, float global, u64 key, float (&x)[BLOCK],
-                                           float& unit) {
+// First moments, divided by `unit`, which is that of the block. Those that are not in `stored` come from memory.
+__device__ __forceinline__ void decode_first(const Moments& m, int form, u32 block, const Stored& stored, float global, u64 key, float (&x)[BLOCK],
+                                             float& unit) {
     unit = 1;
     if (form == FIRST_F32) {
 #pragma unroll
@@ -180,7 +180,8 @@ __device__ __forceinline__ void load_first(const Moments& m, int form, u32 block
     for (int half = 0; half < 2; half++) decode_first8(stored.codes.words[half], random_words(key, 2 * block + half), x + 8 * half);
 }
 
-__device__ __forceinline__ Stored store_first(const Moments& m, int form, u32 block, const Globals& now, u64 key, const float (&x)[BLOCK]) {
+// What is to be stored of them, but for what goes to memory here.
+__device__ __forceinline__ Stored encode_first(const Moments& m, int form, u32 block, const Globals& now, u64 key, const float (&x)[BLOCK]) {
     if (form == FIRST_F32) {
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) ((float*)m.codes)[(u64)block * BLOCK + i] = x[i];
@@ -212,8 +213,8 @@ __device__ __forceinline__ Stored store_first(const Moments& m, int form, u32 bl
 }
 
 // Roots of second moments, times `factor`.
-__device__ __forceinline__ void load_second(const Moments& m, int form, u32 block, const Stored& stored, float global, float factor,
-                                            float (&x)[BLOCK]) {
+__device__ __forceinline__ void decode_second(const Moments& m, int form, u32 block, const Stored& stored, float global, float factor,
+                                              float (&x)[BLOCK]) {
     if (form == SECOND_F32) {
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) x[i] = sqrtf(((const float*)m.codes)[(u64)block * BLOCK + i]) * factor;
@@ -234,9 +235,9 @@ __device__ __forceinline__ void load_second(const Moments& m, int form, u32 bloc
     for (int half = 0; half < 2; half++) decode_second8(stored.codes.words[half], unit, x + 8 * half);
 }
 
-// Each of the draws has those of two.
-__device__ __forceinline__ Stored store_second(const Moments& m, int form, u32 block, const Globals& now, const u32 (&draws)[BLOCK / 2],
-                                               const float (&x)[BLOCK], const float (&squares)[BLOCK]) {
+// As encode_first(). Each of the draws has those of two.
+__device__ __forceinline__ Stored encode_second(const Moments& m, int form, u32 block, const Globals& now, const u32 (&draws)[BLOCK / 2],
+                                                const float (&x)[BLOCK], const float (&squares)[BLOCK]) {
     if (form == SECOND_F32) {
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) ((float*)m.codes)[(u64)block * BLOCK + i] = squares[i] < SMALLEST_NORMAL ? 0 : squares[i];
@@ -504,8 +505,8 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
             load_gradients(gradients + half * BLOCK, g);
             Stored of_first = ANY ? load_stored(a.first, first, block) : first_pair.get(half);
             Stored of_second = ANY ? load_stored(a.second, second, block) : second_pair.get(half);
-            load_first(a.first, first, block, of_first, old1, a.previous, moment, unit1);
-            load_second(a.second, second, block, of_second, old2, beta2, root);
+            decode_first(a.first, first, block, of_first, old1, a.previous, moment, unit1);
+            decode_second(a.second, second, block, of_second, old2, beta2, root);
             float beta1 = c.beta1 * unit1;
 #pragma unroll
             for (int j = 0; j < BLOCK; j++) {
@@ -520,8 +521,8 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
                 uint2 two = random_words(a.rounding, index / 4 + j);
                 draws[2 * j] = two.x, draws[2 * j + 1] = two.y;
             }
-            of_first = store_first(a.first, first, block, s.now[0], a.dither, moment);
-            of_second = store_second(a.second, second, block, s.now[1], draws, root, square);
+            of_first = encode_first(a.first, first, block, s.now[0], a.dither, moment);
+            of_second = encode_second(a.second, second, block, s.now[1], draws, root, square);
             if (ANY) {
                 store_stored(a.first, first, block, of_first), store_stored(a.second, second, block, of_second);
             } else {
