@@ -225,23 +225,41 @@ struct StepArguments {
     leads: i32,
 }
 
-/// Whether the kernels beside one in the stream are steps that may run at the same time.
-#[derive(Clone, Copy, Default)]
-struct Beside {
-    before: bool,
-    after: bool,
+impl StepArguments {
+    /// Of a step by itself, of rows that were checked.
+    fn new(step: &Step<'_>, [first, second]: [MomentsArgument; 2]) -> Result<StepArguments> {
+        let rows = step.gradients.bytes() / (2 * step.weights.cols);
+        Ok(StepArguments {
+            w: WeightsArgument::new(&step.weights, step.first_row + rows)?,
+            first,
+            second,
+            gradients: step.gradients.address(),
+            keys: step.keys,
+            counters: step.counters.address(),
+            clip: step.clip.map_or(0, |c| c.address()),
+            coefficients: step.coefficients,
+            first_row: int("rows", step.first_row)?,
+            rows: int("rows", rows)?,
+            fresh_scales: step.forms.fresh_scales.into(),
+            follows: 0,
+            leads: 0,
+        })
+    }
 }
 
 /// Steps of different rows, whose bits are those of [`crate::format::adamw::step`]. They may run at the same time.
 pub fn adamw(steps: &[Step<'_>]) -> Result<()> {
-    for (i, step) in steps.iter().enumerate() {
+    // All are checked first: one that lets the next start must have a next.
+    let mut all = Vec::with_capacity(steps.len());
+    for step in steps {
         let rows = step.first_row + rows_of(step)?;
         let moments = MomentsArgument::of_step(step, rows)?;
-        let beside = Beside {
-            before: i > 0,
-            after: i + 1 < steps.len(),
-        };
-        launch(step, moments, beside)?;
+        all.push(StepArguments::new(step, moments)?);
+    }
+    for (i, (step, arguments)) in steps.iter().zip(&mut all).enumerate() {
+        arguments.follows = (i > 0).into();
+        arguments.leads = (i + 1 < steps.len()).into();
+        launch(step, arguments)?;
     }
     Ok(())
 }
@@ -293,7 +311,7 @@ pub fn adamw_offloaded<'a>(step: &Step<'a>) -> Result<()> {
             gradients: step.gradients.part(begin * row..(begin + count) * row)?,
             ..*step
         };
-        launch(&part, moments, Beside::default())?;
+        launch(&part, &StepArguments::new(&part, moments)?)?;
         for (from, range, to) in &copies {
             from.copy_from(range.start, &(&room).into(), *to, range.len())?;
         }
@@ -324,32 +342,17 @@ fn rows_of(step: &Step<'_>) -> Result<usize> {
     Ok(bytes / (2 * cols))
 }
 
-/// Enqueues a step of rows that were checked.
-fn launch(step: &Step<'_>, [first, second]: [MomentsArgument; 2], beside: Beside) -> Result<()> {
+/// Enqueues a step.
+fn launch(step: &Step<'_>, arguments: &StepArguments) -> Result<()> {
     let (forms, cols) = (&step.forms, step.weights.cols);
-    let rows = step.gradients.bytes() / (2 * cols);
-    let arguments = StepArguments {
-        w: WeightsArgument::new(&step.weights, step.first_row + rows)?,
-        first,
-        second,
-        gradients: step.gradients.address(),
-        keys: step.keys,
-        counters: step.counters.address(),
-        clip: step.clip.map_or(0, |c| c.address()),
-        coefficients: step.coefficients,
-        first_row: int("rows", step.first_row)?,
-        rows: int("rows", rows)?,
-        fresh_scales: forms.fresh_scales.into(),
-        follows: beside.before.into(),
-        leads: beside.after.into(),
-    };
-    // The former kernel reads pairs of blocks at once.
+    let groups = (step.gradients.bytes() / (2 * cols)).div_ceil(GROUP_ROWS);
+    // The default forms' kernel reads pairs of blocks at once.
     let name = if *forms == Forms::default() && cols.is_multiple_of(2 * BLOCK) {
         "adamw_default"
     } else {
         "adamw_any"
     };
-    let (gpu, groups) = (step.gradients.gpu(), rows.div_ceil(GROUP_ROWS));
+    let gpu = step.gradients.gpu();
     let splits = match gpu.arch().0 {
         ..9 => 1,
         _ => splits(groups, cols, gpu.multiprocessors() * BLOCKS_AT_ONCE),
@@ -360,7 +363,7 @@ fn launch(step: &Step<'_>, [first, second]: [MomentsArgument; 2], beside: Beside
         ..Launch::new([groups as u32, 1, splits as u32], THREADS)
     };
     // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(gpu, Unit::AdamW, name, &arguments) }
+    unsafe { launch.run(gpu, Unit::AdamW, name, arguments) }
 }
 
 /// How many blocks divide the columns of a group of rows among them, where so many run at once: what takes the fewest rounds of chunks, by
