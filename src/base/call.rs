@@ -147,7 +147,7 @@ impl Call<'_> {
             return true;
         }
         let over = active.watch.flags.iter().any(|flag| flag())
-            || Self::is_own(active) && active.told.get().elapsed() >= TELL_EVERY && active.tell();
+            || Self::is_own(active) && active.is_due() && active.tell();
         if over {
             active.over.store(true, Ordering::Relaxed);
         }
@@ -164,6 +164,11 @@ impl Call<'_> {
 }
 
 impl Active<'_> {
+    /// Whether it is time to tell how far the call is, and known of how much.
+    fn is_due(&self) -> bool {
+        self.total.get() > 0 && self.told.get().elapsed() >= TELL_EVERY
+    }
+
     /// Whether the progress callback wants it to end.
     fn tell(&self) -> bool {
         let Some(progress) = self.watch.progress else {
@@ -291,6 +296,11 @@ mod tests {
             flags: &[],
             progress: Some(&progress),
         };
+        watch.during(|| {
+            std::thread::sleep(TELL_EVERY);
+            assert!(!is_over());
+            assert_eq!(*heard.borrow(), [], "nobody knows yet of how much");
+        });
         watch.during(|| {
             expect(7);
             add(3);

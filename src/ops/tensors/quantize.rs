@@ -80,6 +80,7 @@ pub fn quantize_into(
         x.rows_f32(range, &mut values)?;
         Ok(values)
     };
+    call::expect((rows * cols) as u64);
     let global = match options.levels {
         Levels::Two => {
             let amax = by_chunks(device, rows, cols, |_, range| {
@@ -94,7 +95,6 @@ pub fn quantize_into(
     let codes = host_result("codes", codes)?;
     let scales = host_result("scales", scales)?;
     let done = AtomicU64::new(0);
-    call::expect((rows * cols) as u64);
     let mut run = |linear: &mut [u8]| {
         let codes = split(codes, cols / 2, cols);
         let scales = split(linear, blocks, cols);
