@@ -39,6 +39,34 @@ __device__ __forceinline__ int seen_until(const Arguments& a, int key) {
     return a.window ? min(last, key + a.window) : last;
 }
 
+// Makes scores -inf that are not seen, of the thread's fragments of a warp's 16 rows from `row` on and of columns from `column` on. Here rows
+// are queries, and `first` the first keys that those g and g + 8 see.
+template <int N>
+__device__ __forceinline__ void hide_keys(float (&s)[N][4], int row, int column, const int (&first)[2]) {
+    int g = lane_id() / 4, t = lane_id() % 4;
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            int key = column + 8 * n + 2 * t + j % 2;
+            if ((key > row + g + j / 2 * 8) | (key < first[j / 2])) s[n][j] = -INFINITY;
+        }
+    }
+}
+// The same where rows are keys, and `until` one past the last queries that see them.
+template <int N>
+__device__ __forceinline__ void hide_queries(float (&s)[N][4], int row, int column, const int (&until)[2]) {
+    int g = lane_id() / 4, t = lane_id() % 4;
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            int query = column + 8 * n + 2 * t + j % 2;
+            if ((query < row + g + j / 2 * 8) | (query >= until[j / 2])) s[n][j] = -INFINITY;
+        }
+    }
+}
+
 // Scores times log2(e), of products. Gradients of capped scores, if there are any, become those of the scores before, but for `scale`.
 template <int N>
 __device__ __forceinline__ void scale_scores(const Arguments& a, float (&s)[N][4], float (*gradients)[4] = nullptr) {

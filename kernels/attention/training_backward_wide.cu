@@ -66,16 +66,7 @@ __device__ __forceinline__ void backward_keys(const Arguments& a) {
         const float *lse = shared_numbers + i % 2 * 2 * STEP, *delta = lse + STEP;
         wgmma_wait<1>();
         wgmma_fence_accumulators(p);
-        if (from < key0 + 15 || from + STEP > warp_until) {
-#pragma unroll
-            for (int n = 0; n < STEP / 8; n++) {
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    int query = from + 8 * n + 2 * t + j % 2;
-                    if ((query < key0 + g + j / 2 * 8) | (query >= until[j / 2])) p[n][j] = -INFINITY;
-                }
-            }
-        }
+        if (from < key0 + 15 || from + STEP > warp_until) hide_queries(p, key0, from, until);
 #pragma unroll
         for (int n = 0; n < STEP / 8; n++) {
             float2 sums = *(const float2*)(lse + 8 * n + 2 * t);
@@ -159,16 +150,7 @@ __device__ __forceinline__ void backward_queries(const Arguments& a) {
         wgmma_commit();
         wgmma_wait<1>();
         wgmma_fence_accumulators(p);
-        if (key0 < all_see || key0 + STEP - 1 > row0) {
-#pragma unroll
-            for (int n = 0; n < STEP / 8; n++) {
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    int key = key0 + 8 * n + 2 * t + j % 2;
-                    if ((key > row0 + g + j / 2 * 8) | (key < seen[j / 2])) p[n][j] = -INFINITY;
-                }
-            }
-        }
+        if (key0 < all_see || key0 + STEP - 1 > row0) hide_keys(p, row0, key0, seen);
 #pragma unroll
         for (int n = 0; n < STEP / 8; n++) {
 #pragma unroll

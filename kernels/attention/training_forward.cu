@@ -48,16 +48,7 @@ __device__ __forceinline__ void forward(const Arguments& a) {
             float s[8][4];
             product<D, 4>(s, queries[warp / 4], warp % 4 * 16, keys(i), 0);
             scale_scores(a, s);
-            if (key0 < warp_last_first || key0 + TILE - 1 > row0) {
-#pragma unroll
-                for (int n = 0; n < 8; n++) {
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        int key = key0 + 8 * n + 2 * t + j % 2;
-                        if ((key > row0 + g + j / 2 * 8) | (key < seen[j / 2])) s[n][j] = -INFINITY;
-                    }
-                }
-            }
+            if (key0 < warp_last_first || key0 + TILE - 1 > row0) hide_keys(s, row0, key0, seen);
             float largest[2] = {most[0], most[1]};
 #pragma unroll
             for (int n = 0; n < 8; n++) {

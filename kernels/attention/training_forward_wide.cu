@@ -53,16 +53,7 @@ __device__ __forceinline__ void forward(const Arguments& a) {
         wgmma_wait<0>();
         wgmma_fence_accumulators(s);
         float largest[2] = {most[0], most[1]};
-        if (key0 < all_see || key0 + KEYS - 1 > row0) {
-#pragma unroll
-            for (int n = 0; n < KEYS / 8; n++) {
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    int key = key0 + 8 * n + 2 * t + j % 2;
-                    if (key > row0 + g + j / 2 * 8 || key < seen[j / 2]) s[n][j] = -INFINITY;
-                }
-            }
-        }
+        if (key0 < all_see || key0 + KEYS - 1 > row0) hide_keys(s, row0, key0, seen);
 #pragma unroll
         for (int n = 0; n < KEYS / 8; n++) {
 #pragma unroll

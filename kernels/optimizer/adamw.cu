@@ -463,14 +463,14 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
         bool both = !ANY || column + 1 < blocks;
         u32 first_block = begin + row * blocks + column;
         u8* chunk_at = a.w.codes + (u64)((u32)group * a.w.chunks + chunk) * CHUNK_BYTES;
-        u32* at = (u32*)chunk_at + 4 * PAIRS * row + first_column / 2;
+        u32* at = (u32*)chunk_words(chunk_at, row, first_column);
         const u16* gradients = a.gradients + (u64)(first_block - (u32)a.first_row * blocks) * BLOCK;
         u32 words[4] = {};
         if (form < DENSE_BF16) {
 #pragma unroll
             for (int t = 0; t < 4; t++) words[t] = at[t * PAIRS];
         }
-        u8* scales_at = chunk_at + CHUNK_CODES + CHUNK_BLOCKS * row + first_column;
+        u8* scales_at = scale_at(chunk_at, row, first_column);
         u32 scales = form < DENSE_BF16 ? *(const u16*)scales_at : 0;
         StoredPair first_pair, second_pair;
         Nibbles rests[2] = {}, codes_now[2] = {};
