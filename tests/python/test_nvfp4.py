@@ -6,12 +6,14 @@ skipped where they are missing.
 """
 
 import array
+import copy
 import ctypes
 import fcntl
 import gc
 import importlib.util
 import json
 import os
+import pickle
 import pty
 import re
 import select
@@ -1480,6 +1482,51 @@ class Conversations(unittest.TestCase):
             drawn.append((result.seed, session.tokens))
         self.assertNotEqual(drawn[0], drawn[1])
         self.assertEqual(drawn[1], drawn[2])
+
+
+class Copies(unittest.TestCase):
+    """An object is one reference: copies of it would release it again, and other processes do not have it."""
+
+    def test_every_class_says_what_to_do(self):
+        model, numbers = nvfp4.Model(GOLDEN, device="cpu"), nvfp4.Tensor(floats(2, 32))
+        session = model.session()
+        session.prefill([1, 2, 3])
+        quantized = nvfp4.quantize(numbers)
+        trainer = nvfp4.Trainer(GOLDEN, device="cpu", steps=1)
+        objects = [
+            (model, "Model(path)", "Model(path)"), (session, "fork()", "Session.restore"), (model.chat(), "fork()", "Session.restore"),
+            (model.tokenizer, "any thread", "Tokenizer(path)"), (session.stream(), "pieces", "pieces"), (nvfp4.Cancel(), "same Cancel", "Event"),
+            (nvfp4.Detokenizer(model), "Detokenizer(model", "Detokenizer(model"), (numbers, "to('cpu')", "numpy("),
+            (nvfp4.Weight(quantized), "any thread", "each process"), (trainer, "Trainer.resume", "Trainer.resume"),
+            (nvfp4.Optimizer(numbers), "Optimizer.restore", "Optimizer.restore")]
+        known = {kind for kind in vars(nvfp4).values() if isinstance(kind, type) and issubclass(kind, native.Single)}
+        self.assertEqual({type(one) for one, *_ in objects}, known)
+        for one, copies, pickles in objects:
+            ways = [(copy.copy, copies), (copy.deepcopy, copies), (pickle.dumps, pickles), (lambda o: pickle.dumps(o, 0), pickles),
+                    (lambda o: o.__reduce__(), pickles), (lambda o: o.__getstate__(), pickles), (lambda o: copy.deepcopy([o]), copies)]
+            for way, instead in ways:
+                with self.assertRaisesRegex(TypeError, f"^a {type(one).__name__} cannot be .*{re.escape(instead)}"):
+                    way(one)
+        with self.assertRaisesRegex(TypeError, "^a Tensor cannot be copied"):
+            copy.deepcopy(quantized)
+        gc.collect()
+        self.assertEqual((len(session), session.fork().tokens, model.vocab_size > 0), (3, [1, 2, 3], True))
+        self.assertEqual(numbers.shape, (2, 32))
+        generation = session.generate(max_tokens=2)
+        self.assertEqual(pickle.loads(pickle.dumps(generation)), generation)
+        self.assertEqual(copy.deepcopy(nvfp4.Batch.of([1, 2])), nvfp4.Batch.of([1, 2]))
+
+    def test_processes(self):
+        """A child of a fork has its parent's models; what is sent to a process is refused before it is."""
+        size = nvfp4.Model(GOLDEN, device="cpu").vocab_size
+        said = subprocess.run([sys.executable, os.path.join(ROOT, "tests", "python", "processes.py"), GOLDEN], capture_output=True,
+                              text=True, timeout=120, env={**os.environ, "PYTHONPATH": PACKAGE})
+        self.assertEqual((said.returncode, said.stdout.split("\n")), (0, [
+            "spawn: TypeError: a Model cannot be pickled: it is a handle of this process; load the model in each process, by Model(path)",
+            "forkserver: TypeError: a Model cannot be pickled: it is a handle of this process; load the model in each process, by Model(path)",
+            f"fork: [{size}, {size}]",
+            "pool: TypeError: a Model cannot be pickled: it is a handle of this process; load the model in each process, by Model(path)",
+            f"here: {size}", ""]), said.stderr)
 
 
 class Training(unittest.TestCase):

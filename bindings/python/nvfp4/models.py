@@ -9,7 +9,7 @@ import typing
 import weakref
 
 from . import native
-from .native import Cancelled, Handle, InvalidArgument, chosen, choice, lib
+from .native import Cancelled, Handle, InvalidArgument, Single, chosen, choice, lib
 
 
 class ToolCall(typing.NamedTuple):
@@ -102,6 +102,8 @@ class Cancel(Handle):
     """
 
     _kind = "cancel"
+    _copies = "pass the same Cancel to every call that it is to end"
+    _pickles = "make a Cancel in each process, and tell it by a multiprocessing.Event when to trigger it"
 
     def __init__(self):
         self._as_parameter_ = native.value_out(ctypes.c_void_p, lib.cancel_create)
@@ -164,8 +166,11 @@ def _watched(call, cancel=None, progress=None):
     return outcome["result"]
 
 
-class Tokenizer:
+class Tokenizer(Single):
     """A model's tokenizer: text to token ids and back."""
+
+    _copies = "use the same Tokenizer from any thread"
+    _pickles = "make a tokenizer in each process, by Tokenizer(path)"
 
     def __init__(self, model):
         """`model` is a Model, or a path, from which everything but the layers is loaded."""
@@ -196,6 +201,8 @@ class Model(Handle):
     """
 
     _kind = "model"
+    _copies = "use the same Model from any thread, or load another one by Model(path)"
+    _pickles = "load the model in each process, by Model(path)"
 
     def __init__(self, path, quantize=None, progress=None, cancel=None, **options):
         how = native.options(native.LoadOptions, {"device": "auto", **options})
@@ -267,6 +274,8 @@ class Session(Handle):
     """
 
     _kind = "session"
+    _copies = "session.fork() is a second session in the same state"
+    _pickles = "session.save(path) and Session.restore(model, path) take it to another process"
 
     def __init__(self, model, **options):
         how = native.options(native.SessionOptions, options)
@@ -474,6 +483,8 @@ class Detokenizer(Handle):
     """
 
     _kind = "detokenizer"
+    _copies = "make another one by Detokenizer(model, tokens)"
+    _pickles = "pass the tokens, and make a Detokenizer(model, tokens) of them in each process"
 
     def __init__(self, model, tokens=(), **options):
         tokens, how = _tokens(tokens), native.options(native.GenerateOptions, options)
@@ -588,12 +599,14 @@ class _Relay:
             self.go_on((self.GIVEN, self.TAKEN))
 
 
-class Stream:
+class Stream(Single):
     """
     The pieces of a generation as they come: an iterator of text. It begins when the first piece is asked for, and has the
     session until it ends, is stopped, or is dropped, as at the end of a loop that was left: the session then has the tokens
     of the pieces that were taken.
     """
+
+    _copies = _pickles = "take its pieces here, and pass those on"
 
     def __init__(self, session, call, prompt, options, on_text=True):
         cancel, progress, parts = options.pop("cancel", None), options.pop("progress", None), options.pop("parts", False)

@@ -3,7 +3,7 @@ from typing import Any, Callable, Collection, Iterable, Iterator, List, NamedTup
 
 from typing_extensions import Self, Unpack
 
-from .native import Error, Handle
+from .native import Error, Handle, Single
 from .types import (AskOptions, ChatOptions, Container, Finish, GenerationOptions, LoadOptions, Message, Part, Path, Progress,
                     QuantizeOptions, RecommendedOptions, SessionOptions, Text, TurnOptions)
 
@@ -33,7 +33,7 @@ class Cancel(Handle):
     @property
     def triggered(self) -> bool: ...
 
-class Tokenizer:
+class Tokenizer(Single):
     def __init__(self, model: Union[Model, Path]) -> None: ...
     def encode(self, text: Text, add_special: bool = True) -> list[int]: ...
     def decode(self, tokens: Iterable[int], skip_special: bool = True) -> str: ...
@@ -122,7 +122,7 @@ class Piece(str):
     token: Optional[int]
     log_probability: Optional[float]
 
-class Stream:
+class Stream(Single):
     def __init__(self, session: Session, call: Any, prompt: Tuple[Any, ...], options: dict[str, Any],
                  on_text: Any = True) -> None: ...
     def __iter__(self) -> Iterator[Piece]: ...

@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import types
-from typing import TYPE_CHECKING, Any, Callable, Dict, Generator, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Callable, Dict, Generator, List, Mapping, NoReturn, Optional, Sequence, Tuple, Type, TypeVar, Union
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -507,7 +507,32 @@ def call_options(cancel: Optional[Cancel] = None, flag: Optional[ctypes.c_int32]
             yield ctypes.addressof(out)
 
 
-class Handle:
+class Single:
+    """What owns a handle, or uses one that is not its own. A copy would release the handle a second time."""
+
+    _copies = ""  # What to do instead of copying it.
+    _pickles = ""  # What to do instead of passing it to another process, where its handle is unknown.
+
+    def __copy__(self) -> NoReturn:
+        self._refuse("copied", self._copies)
+
+    def __deepcopy__(self, _memo: object) -> NoReturn:
+        self._refuse("copied", self._copies)
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        self._refuse("pickled", self._pickles)
+
+    def __reduce__(self) -> NoReturn:
+        self._refuse("pickled", self._pickles)
+
+    def __getstate__(self) -> NoReturn:
+        self._refuse("pickled", self._pickles)
+
+    def _refuse(self, how: str, instead: str) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} cannot be {how}: it is a handle of this process; {instead}")
+
+
+class Handle(Single):
     """One reference to an object of the library. close() gives it up, and so do the end of a `with` and the last use."""
 
     _kind = ""

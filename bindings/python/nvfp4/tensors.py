@@ -199,6 +199,8 @@ class Tensor(Handle):
     """
 
     _kind = "tensor"
+    _copies = "tensor.to('cpu') is a copy of its values, and view() another tensor over them"
+    _pickles = "pass the values: tensor.numpy(raw=True), or tolist()"
 
     def __init__(self, source, dtype=None):
         handle = ctypes.c_void_p()
@@ -443,6 +445,8 @@ class Weight(Handle):
     """
 
     _kind = "weight"
+    _copies = "use the same Weight from any thread"
+    _pickles = "prepare the weight in each process, by Weight(...)"
 
     def __init__(self, weight, **options):
         make, arguments = lib.weight_create_dense, ()

@@ -92,6 +92,8 @@ class Trainer(Handle):
     """
 
     _kind = "trainer"
+    _copies = "trainer.save(directory) and Trainer.resume(path, directory) make a second one in the same state"
+    _pickles = "trainer.save(directory) and Trainer.resume(path, directory) take it to another process"
 
     def __init__(self, path, device="auto", config=None, cancel=None, **options):
         how = _options(device, config, options)
@@ -179,6 +181,8 @@ class Optimizer(Handle):
     """
 
     _kind = "optimizer"
+    _copies = "Optimizer.restore(optimizer.save()) is a second one in the same state"
+    _pickles = "pass the bytes of optimizer.save(), and restore them by Optimizer.restore()"
 
     def __init__(self, weight, **options):
         how = native.options(native.OptimizerOptions, options)
