@@ -634,13 +634,14 @@ impl Limit {
         self.changed.notify_all();
     }
 
-    /// Waits until the work is done; false if it went beyond the limit, or has not ended after `longest`. Then its thread stands still
-    /// from its next allocation on.
-    pub(super) fn wait(&self, longest: Duration) -> bool {
-        let end = Instant::now() + longest;
+    /// Waits until the work is done; false if it went beyond the limit, or has not ended after `longest` by the clock `spent`, or
+    /// where that tells nothing by the machine's. Then its thread stands still from its next allocation on.
+    pub(super) fn wait(&self, longest: Duration, spent: impl Fn() -> Option<Duration>) -> bool {
+        let begun = Instant::now();
         let mut over = self.is_over.lock().unwrap_or_else(PoisonError::into_inner);
         while *over == Over::No {
-            let Some(left) = end.checked_duration_since(Instant::now()) else {
+            let spent = spent().unwrap_or_else(|| begun.elapsed());
+            let Some(left) = longest.checked_sub(spent).filter(|left| !left.is_zero()) else {
                 self.left.store(isize::MIN / 2, Relaxed);
                 return false;
             };

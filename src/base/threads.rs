@@ -159,6 +159,33 @@ impl Thread {
         Ok(Thread(unsafe { id.assume_init() }))
     }
 
+    /// The processor's time that the thread has taken. It has not been joined, so its clock is there; nothing where it has ended
+    /// or the system refuses the clock.
+    #[cfg(target_os = "linux")]
+    fn processor_time(&self) -> Option<Duration> {
+        let mut clock = MaybeUninit::uninit();
+        // SAFETY: a thread that was neither joined nor detached.
+        if unsafe { libc::pthread_getcpuclockid(self.0, clock.as_mut_ptr()) } != 0 {
+            return None;
+        }
+        let mut time = MaybeUninit::<libc::timespec>::uninit();
+        // SAFETY: the calls have room for what they write, and have succeeded where it is read.
+        let time = unsafe {
+            if libc::clock_gettime(clock.assume_init(), time.as_mut_ptr()) != 0 {
+                return None;
+            }
+            time.assume_init()
+        };
+        let seconds = u64::try_from(time.tv_sec).ok()?;
+        Some(Duration::from_secs(seconds) + Duration::from_nanos(time.tv_nsec.unsigned_abs()))
+    }
+
+    /// No clock of a thread: other systems take the time of the machine.
+    #[cfg(not(target_os = "linux"))]
+    fn processor_time(&self) -> Option<Duration> {
+        None
+    }
+
     /// Detaches the thread.
     fn detach(self) {
         // SAFETY: the thread was neither joined nor detached.
@@ -232,7 +259,8 @@ pub fn with_stack<T: Send>(body: impl FnOnce() -> Result<T> + Send) -> Result<T>
 }
 
 /// Calls `body`, an untrusted program, on a thread of its own with `stack` bytes of stack. Gives nothing if it takes more than
-/// `bytes` of memory at a time, or longer than `longest`. Its thread then stands still for ever and keeps what it has: a thread
+/// `bytes` of memory at a time, or more than `longest` of a processor's time, which neither a busy or stopped machine nor a clock that
+/// is set takes from it. Its thread then stands still for ever and keeps what it has: a thread
 /// cannot be ended from outside.
 pub fn bounded<T: Send + 'static>(
     stack: usize,
@@ -252,7 +280,7 @@ pub fn bounded<T: Send + 'static>(
     let thread = unsafe { Thread::start_with(stack, "nvfp4-bounded", work) }
         .map_err(|e| err!(OutOfMemory, "starting a thread: {e}"))?;
     let (limit, made) = &*shared;
-    if !limit.wait(longest) {
+    if !limit.wait(longest, || thread.processor_time()) {
         thread.detach();
         return Ok(None);
     }
@@ -528,6 +556,31 @@ mod tests {
             "thread 5"
         );
         assert_eq!((sum.into_inner(), ended.into_inner()), (10, 1));
+    }
+
+    /// A machine that is busy or stopped, and a clock that is set, are not the work's fault.
+    #[test]
+    fn a_limit_of_time_counts_the_time_of_a_processor() {
+        let longest = Duration::from_millis(200);
+        let waits = || {
+            std::thread::sleep(Duration::from_millis(600));
+            Ok(7)
+        };
+        assert_eq!(bounded(STACK, 1 << 20, longest, waits).unwrap(), Some(7));
+        let begun = std::time::Instant::now();
+        let works = move || {
+            let mut texts = Vec::new();
+            while begun.elapsed() < Duration::from_secs(60) {
+                texts = vec![format!("{texts:?}").len()];
+            }
+            Ok(8)
+        };
+        assert_eq!(bounded(STACK, 1 << 20, longest, works).unwrap(), None);
+        let taken = begun.elapsed();
+        assert!(
+            longest <= taken && taken < Duration::from_secs(50),
+            "{taken:?}"
+        );
     }
 
     #[test]

@@ -31,7 +31,7 @@ const CHATML: &str = "\
 const FOR_TEXT: usize = 16;
 const FOR_MESSAGE: usize = 1024;
 
-/// Bytes that rendering may allocate at a time besides those for the messages, and the longest time. After a template has
+/// Bytes that rendering may allocate at a time besides those for the messages, and the most processor time. After a template has
 /// exceeded them it is not rendered again, because its thread then stands still for ever.
 const MEMORY: usize = 256 << 20;
 const LONGEST_TIME: Duration = Duration::from_secs(60);
@@ -135,7 +135,7 @@ impl ChatTemplate {
         if self.is_trap.load(Ordering::Relaxed) {
             bail!(
                 CorruptFile,
-                "the chat template takes more than {} MB of memory or {} s for a conversation; it was not made to be used",
+                "the chat template takes more than {} MB of memory or {} s of processor time for a conversation; it was not made to be used",
                 MEMORY >> 20,
                 LONGEST_TIME.as_secs()
             );
