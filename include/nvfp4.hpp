@@ -17,7 +17,7 @@
  * away, and the constructor from a handle takes ownership. As in C, a model or a tensor may be used by several threads at
  * once, and a session by one at a time.
  *
- * TEXT is passed as std::string_view and returned as std::string, in UTF-8. ARRAYS are passed as nvfp4::Span, to which
+ * TEXT is passed as std::string_view and returned as std::string, in UTF-8; a path may have any bytes. ARRAYS are passed as nvfp4::Span, to which
  * anything with data() and size() converts, and which converts to a std::span in C++20; they are returned as std::vector.
  *
  * CALLBACKS may be any callable. An exception from one ends the call, which rethrows it. Returning false ends the call too;
@@ -475,9 +475,15 @@ public:
 
     static Result<Cancel> create()
     {
-        Cancel out;
+        Cancel out(nullptr);
         return detail::result(NVFP4_cancel_create(out.put()), std::move(out));
     }
+    /** A new one. Without exceptions it is empty if there is no memory for it, and what it is given to fails. */
+#ifdef NVFP4_NO_EXCEPTIONS
+    Cancel() noexcept : Handle(nullptr) { static_cast<void>(NVFP4_cancel_create(put())); }
+#else
+    Cancel() : Cancel(create()) {}
+#endif
 
     /** A second owner of the same. */
     Result<Cancel> clone() const { return again<Cancel>(); }
@@ -502,7 +508,15 @@ struct CallOptions : NVFP4_CallOptions {
     {
         detail::filled(NVFP4_call_options_init(this, sizeof(NVFP4_CallOptions)));
     }
-    explicit CallOptions(const Cancel &handle) : CallOptions() { cancel = handle.get(); }
+    /** Cancelled by `handle`. An empty one fails, here or without exceptions in the call, as it would cancel nothing. */
+    explicit CallOptions(const Cancel &handle) : CallOptions()
+    {
+        std::int32_t triggered = 0;
+        detail::filled(NVFP4_cancel_is_triggered(handle.get(), &triggered));
+        // An address that is no handle, which the call refuses.
+        cancel = handle ? handle.get() : reinterpret_cast<NVFP4_Cancel *>(const_cast<Cancel *>(&handle));
+    }
+    explicit CallOptions(const Cancel &&) = delete;
 };
 
 /** Not part of the interface. */
@@ -1316,11 +1330,18 @@ public:
     {
         return detail::value<std::size_t>([&](std::size_t *out) { return NVFP4_model_vocab_size(get(), out); });
     }
-    /** `add_special` adds the special tokens that the model expects around a text. */
+    /** Names of special tokens in the text become those tokens. `add_special` adds those that the model expects around a text. */
     Result<std::vector<std::int32_t>> tokenize(std::string_view text, bool add_special = true) const
     {
         return detail::items<std::int32_t>([&](std::int32_t *buffer, std::size_t capacity, std::size_t *count) {
             return NVFP4_model_tokenize(get(), text.data(), text.size(), add_special, buffer, capacity, count);
+        });
+    }
+    /** The same of plain text, such as a user's, in which names of special tokens are text. */
+    Result<std::vector<std::int32_t>> tokenize_plain(std::string_view text, bool add_special = true) const
+    {
+        return detail::items<std::int32_t>([&](std::int32_t *buffer, std::size_t capacity, std::size_t *count) {
+            return NVFP4_model_tokenize_plain(get(), text.data(), text.size(), add_special, buffer, capacity, count);
         });
     }
     Result<std::string> detokenize(Span<std::int32_t> tokens, bool skip_special = true) const

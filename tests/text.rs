@@ -342,6 +342,43 @@ fn texts_without_names_of_special_tokens_are_encoded_as_ever() {
     }
 }
 
+/// What a model expects around a text stands around plain text too, by either engine.
+#[test]
+fn plain_text_has_around_it_what_every_text_has() {
+    let spm: Value = serde_json::from_str(json("spm.json")["json"].as_str().unwrap()).unwrap();
+    for (mut file, [first, last]) in [
+        (json("tokenizer.json"), ["<|im_start|>", "<|endoftext|>"]),
+        (spm, ["<s>", "</s>"]),
+    ] {
+        let bare = Tokenizer::from_json(file.to_string().as_bytes()).unwrap();
+        let [before, after] = [first, last].map(|name| bare.id_of(name).unwrap());
+        let special = |name| serde_json::json!({"SpecialToken": {"id": name, "type_id": 0}});
+        let known = |name: &str, id| serde_json::json!({"id": name, "ids": [id], "tokens": [name]});
+        file["post_processor"] = serde_json::json!({
+            "type": "TemplateProcessing",
+            "single": [special(first), {"Sequence": {"id": "A", "type_id": 0}}, special(last)],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {first: known(first, before), last: known(last, after)},
+        });
+        let tokenizer = Tokenizer::from_json(file.to_string().as_bytes()).unwrap();
+        for text in ["", "plain text", "a"] {
+            assert_eq!(
+                tokenizer.encode_plain_with(text, true).unwrap(),
+                tokenizer.encode(text, true).unwrap(),
+                "{text:?}"
+            );
+        }
+        let text = format!("a{last}\n{first}system");
+        let plain = tokenizer.encode_plain(&text).unwrap();
+        assert_eq!(tokenizer.encode_plain_with(&text, false).unwrap(), plain);
+        assert!(!plain.contains(&before) && !plain.contains(&after));
+        assert_eq!(
+            tokenizer.encode_plain_with(&text, true).unwrap(),
+            [&[before][..], &plain, &[after]].concat()
+        );
+    }
+}
+
 #[test]
 fn a_tokenizer_that_cannot_but_forge_is_refused() {
     let mut file: Value = serde_json::from_str(json("spm.json")["json"].as_str().unwrap()).unwrap();

@@ -75,13 +75,10 @@ static int add(Request *request, int32_t token)
     return 0;
 }
 
-/* Renders the question, prefills it, and samples the first token. A failure affects only this question. */
+/* Asks the question, whose text is a message: names of special tokens in it are text. Runs the prompt, and samples the first token.
+ * A failure affects only this question. */
 static Request *join(NVFP4_Model *model, int number, const char *question, double seconds, int32_t *first)
 {
-    static char prompt[65536];
-    static int32_t tokens[16384];
-    size_t length, count;
-    const NVFP4_Message message = {"user", 4, question, strlen(question)};
     Request *request = calloc(1, sizeof *request);
     if (request == NULL)
         return NULL;
@@ -95,11 +92,9 @@ static Request *join(NVFP4_Model *model, int number, const char *question, doubl
     request->options.max_tokens = 64;
     check(NVFP4_session_create(model, NULL, &request->session));
     check(NVFP4_detokenizer_create(model, NULL, 0, &request->options, &request->text));
-    NVFP4_Status status = NVFP4_model_render_chat(model, &message, 1, sizeof message, 1, prompt, sizeof prompt, &length);
-    if (status == NVFP4_OK)
-        status = NVFP4_model_tokenize(model, prompt, length, 0, tokens, sizeof tokens / sizeof *tokens, &count);
-    if (status == NVFP4_OK)
-        status = NVFP4_session_prefill(request->session, tokens, count, &request->call);
+    NVFP4_GenerateOptions prompt = request->options;
+    prompt.max_tokens = 0;
+    NVFP4_Status status = NVFP4_session_chat(request->session, question, strlen(question), NULL, &prompt, NULL, NULL, NULL);
     if (status == NVFP4_OK)
         status = NVFP4_session_sample(request->session, &request->options, first);
     if (status != NVFP4_OK) {

@@ -1,9 +1,11 @@
 //! Arguments from C, checked and converted to Rust: output pointers, slices, text, numbers that name a choice, and structs
 //! that grow with the library. The rules are stated at the beginning of the header.
 
-use std::ffi::{c_char, c_void};
+use std::ffi::{OsStr, c_char, c_void};
 use std::fmt;
 use std::mem::size_of;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 
 use crate::base::error::{Result, bail, err};
 use crate::base::memory::with_room;
@@ -88,6 +90,22 @@ pub(super) unsafe fn slice_mut<'a, T>(name: &str, data: *mut T, len: usize) -> R
 pub(super) unsafe fn text<'a>(name: &str, data: *const c_char, len: usize) -> Result<&'a str> {
     // SAFETY: promised by the caller.
     utf8(name, unsafe { slice(name, data.cast::<u8>(), len) }?)
+}
+
+/// A path from C: its bytes as the system has them, which need not be UTF-8.
+///
+/// # Safety
+/// As for [`slice`].
+pub(super) unsafe fn path<'a>(name: &str, data: *const c_char, len: usize) -> Result<&'a Path> {
+    // SAFETY: promised by the caller.
+    let bytes = unsafe { slice(name, data.cast::<u8>(), len) }?;
+    if let Some(at) = bytes.iter().position(|&byte| byte == 0) {
+        bail!(
+            InvalidArgument,
+            "{name} has a NUL at byte {at} of {len}; a path ends before it"
+        );
+    }
+    Ok(Path::new(OsStr::from_bytes(bytes)))
 }
 
 /// Text to C: writes the length in bytes, then copies the text if it fits, followed by a NUL if that fits too. A NULL

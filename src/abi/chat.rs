@@ -134,7 +134,8 @@ pub unsafe extern "C" fn NVFP4_chat_options_init(
 ///
 /// - `text`, `text_length`: the user's message, in UTF-8.
 /// - `chat`: NULL for the options of the turn before, or the defaults.
-/// - The rest is as for NVFP4_session_generate(). Cancelled before its first token is due, it fails with #NVFP4_CANCELLED.
+/// - The rest is as for NVFP4_session_generate(). Cancelled before its first token is due, it fails with #NVFP4_CANCELLED. With
+///   `max_tokens` 0 the prompt is run and nothing is generated, so that steps of many sessions can continue from there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_session_chat(
     session: *mut NVFP4_Session,

@@ -4,13 +4,12 @@
 
 use std::ffi::c_char;
 use std::ops::ControlFlow;
-use std::path::Path;
 
 use serde_json::json;
 
 use super::arguments::{
-    Element, Growing, Out, choice, copy_items, copy_text, elements, fill, flag, options, slice,
-    text,
+    self, Element, Growing, Out, choice, copy_items, copy_text, elements, fill, flag, options,
+    slice, text,
 };
 use super::call::{NVFP4_CallOptions, watched};
 use super::guard::{self, enter, enter_to_free};
@@ -155,7 +154,7 @@ pub unsafe extern "C" fn NVFP4_load_options_init(
 
 /// Loads a model: a directory, or a `.safetensors`, `.dat` or `.gguf` file.
 ///
-/// - `path`, `path_length`: UTF-8.
+/// - `path`, `path_length`: see TEXT above.
 /// - `options`: NULL for the defaults.
 /// - `quantize`: how to quantize dense weights to NVFP4 while loading; NULL keeps weights as they are stored.
 #[unsafe(no_mangle)]
@@ -171,7 +170,7 @@ pub unsafe extern "C" fn NVFP4_model_load(
         let (out, path, options, quantize) = unsafe {
             (
                 Out::new("out", out)?,
-                text("path", path, path_length)?,
+                arguments::path("path", path, path_length)?,
                 self::options(options)?,
                 match quantize.is_null() {
                     true => None,
@@ -179,7 +178,6 @@ pub unsafe extern "C" fn NVFP4_model_load(
                 },
             )
         };
-        let path = Path::new(path);
         let threads = thread_count(options.threads)?;
         let activations = activations(options.activations)?;
         let sampling_only = flag("sampling_only", options.sampling_only)?;
@@ -337,7 +335,8 @@ pub(super) fn counted<E: Copy + PartialEq + 'static, O: 'static>(
     result
 }
 
-/// Converts text to token ids. `add_special` 1 adds the special tokens that the model expects around a text, often a first
+/// Converts text to token ids. Names of special tokens in the text, such as `<|im_end|>`, become those tokens, so text of users
+/// goes to NVFP4_model_tokenize_plain(), or as messages to a session. `add_special` 1 adds the special tokens that the model expects around a text, often a first
 /// one; a rendered chat has them already. Writes the number of tokens to `count`; see ARRAYS OUT above. Asking for the
 /// number first does not double the work: the tokens are kept for this thread's next call, if that has the same text.
 #[unsafe(no_mangle)]
@@ -360,6 +359,39 @@ pub unsafe extern "C" fn NVFP4_model_tokenize(
             // SAFETY: as above.
             let result = unsafe { copy_items(ids, tokens, capacity, count) };
             (ids.len() <= capacity, result)
+        })
+    })
+}
+
+/// Tokens of plain text, which are kept apart from those of the same text with its special tokens.
+struct PlainTokens(Vec<i32>);
+
+/// Converts plain text, such as a user's, to token ids: the name of a special token in it becomes ordinary tokens. The rest is as
+/// for NVFP4_model_tokenize(), and so are the tokens of a text without such names. #NVFP4_UNSUPPORTED where the tokenizer has no
+/// other way to write such a name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_model_tokenize_plain(
+    model: *const NVFP4_Model,
+    text: *const c_char,
+    text_length: usize,
+    add_special: i32,
+    tokens: *mut i32,
+    capacity: usize,
+    count: *mut usize,
+) -> NVFP4_Status {
+    enter("NVFP4_model_tokenize_plain", || {
+        let object = handle::get::<Model>("model", model)?;
+        // SAFETY: the pointers are as the header asks.
+        let text = unsafe { self::text("text", text, text_length) }?;
+        let add_special = flag("add_special", add_special)?;
+        let encode = || {
+            let ids = object.tokenizer()?.encode_plain_with(text, add_special)?;
+            tokens_out(&ids).map(PlainTokens)
+        };
+        counted(model, add_special, text.as_bytes(), encode, |ids| {
+            // SAFETY: as above.
+            let result = unsafe { copy_items(&ids.0, tokens, capacity, count) };
+            (ids.0.len() <= capacity, result)
         })
     })
 }
@@ -395,7 +427,8 @@ pub unsafe extern "C" fn NVFP4_model_detokenize(
 
 /// Renders a conversation with the model's chat template (ChatML if it has none): `count` messages, each of `message_size`
 /// bytes, which is sizeof(NVFP4_Message). `add_generation_prompt` 1 appends the beginning of the assistant's answer. Asking
-/// for the length first does not double the work, as for NVFP4_model_tokenize().
+/// for the length first does not double the work, as for NVFP4_model_tokenize(). In this text, names of special tokens within
+/// messages look like the template's own: do not tokenize it if the messages are untrusted, but let a session run them.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn NVFP4_model_render_chat(
     model: *const NVFP4_Model,
@@ -485,8 +518,8 @@ pub unsafe extern "C" fn NVFP4_model_convert(
         // SAFETY: the pointers are as the header asks.
         let (source, destination, options) = unsafe {
             (
-                text("source", source, source_length)?,
-                text("destination", destination, destination_length)?,
+                arguments::path("source", source, source_length)?,
+                arguments::path("destination", destination, destination_length)?,
                 self::options(options)?,
             )
         };
@@ -505,12 +538,12 @@ pub unsafe extern "C" fn NVFP4_model_convert(
             // SAFETY: as above.
             convert.quantize = unsafe { self::options(quantize) }?.read_for_model()?;
         }
-        let checkpoint = model::open(Path::new(source))?;
+        let checkpoint = model::open(source)?;
         let device = shared::device()?;
         let run = || {
             convert::convert(
                 &*checkpoint,
-                Path::new(destination),
+                destination,
                 &convert,
                 device.host()?.pool(),
                 &mut |p| {
@@ -524,7 +557,7 @@ pub unsafe extern "C" fn NVFP4_model_convert(
                     }
                 },
             )
-            .map_err(|e| e.within(source))
+            .map_err(|e| e.within(source.display()))
         };
         // SAFETY: as above.
         unsafe { watched(options.call, run) }.map(|_| ())

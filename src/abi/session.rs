@@ -8,11 +8,10 @@
 use std::cell::OnceCell;
 use std::ffi::{c_char, c_void};
 use std::ops::ControlFlow;
-use std::path::Path;
 use std::sync::Arc;
 
 use super::arguments::{
-    Growing, Out, User, choice, copy_items, copy_text, count, fill, flag, options, reserved,
+    self, Growing, Out, User, choice, copy_items, copy_text, count, fill, flag, options, reserved,
     results, slice, text,
 };
 use super::call::{Cancellation, NVFP4_CallOptions, watched};
@@ -921,7 +920,7 @@ pub unsafe extern "C" fn NVFP4_session_save(
     enter("NVFP4_session_save", || {
         // SAFETY: the pointers are as the header asks.
         unsafe {
-            let path = Path::new(text("path", path, path_length)?);
+            let path = arguments::path("path", path, path_length)?;
             with_long(session, call, |state| state.session.save(path))
         }
     })
@@ -941,9 +940,14 @@ pub unsafe extern "C" fn NVFP4_session_restore(
 ) -> NVFP4_Status {
     enter("NVFP4_session_restore", || {
         // SAFETY: the pointers are as the header asks.
-        let (out, path) = unsafe { (Out::new("out", out)?, text("path", path, path_length)?) };
+        let (out, path) = unsafe {
+            (
+                Out::new("out", out)?,
+                arguments::path("path", path, path_length)?,
+            )
+        };
         let model = handle::get::<Model>("model", model)?;
-        let restore = || session::Session::restore(model, Path::new(path));
+        let restore = || session::Session::restore(model, path);
         // SAFETY: as above.
         out.set(insert(unsafe { watched(call, restore) }?));
         Ok(())

@@ -6,14 +6,13 @@
 //! says otherwise. The same batches, options and seed give the same bits on the same device with the same number of threads.
 
 use std::ffi::c_char;
-use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
 
 use super::arguments::{
-    Element, Growing, Out, choice, copy_text, count, elements, fill, flag, options, results, slice,
-    text,
+    self, Element, Growing, Out, choice, copy_text, count, elements, fill, flag, options, results,
+    slice, text,
 };
 use super::call::{NVFP4_CallOptions, watched};
 use super::guard::{enter, enter_to_free};
@@ -601,7 +600,7 @@ pub unsafe extern "C" fn NVFP4_trainer_create(
         let (out, path, options) = unsafe {
             (
                 Out::new("out", out)?,
-                Path::new(text("path", path, path_length)?),
+                arguments::path("path", path, path_length)?,
                 self::options(options)?,
             )
         };
@@ -646,8 +645,8 @@ pub unsafe extern "C" fn NVFP4_trainer_resume(
         let (out, path, directory, options) = unsafe {
             (
                 Out::new("out", out)?,
-                Path::new(text("path", path, path_length)?),
-                Path::new(text("directory", directory, directory_length)?),
+                arguments::path("path", path, path_length)?,
+                arguments::path("directory", directory, directory_length)?,
                 self::options(options)?,
             )
         };
@@ -795,7 +794,7 @@ pub unsafe extern "C" fn NVFP4_trainer_save(
         // SAFETY: the pointers are as the header asks.
         let (directory, data) = unsafe {
             (
-                Path::new(text("directory", directory, directory_length)?),
+                arguments::path("directory", directory, directory_length)?,
                 text("data", data, data_length)?,
             )
         };
@@ -865,7 +864,7 @@ pub unsafe extern "C" fn NVFP4_trainer_export_directory(
         let replace = flag("replace", replace)?;
         // SAFETY: the pointers are as the header asks.
         unsafe {
-            let path = Path::new(text("path", path, path_length)?);
+            let path = arguments::path("path", path, path_length)?;
             with_long(
                 trainer,
                 call,
@@ -891,7 +890,7 @@ pub unsafe extern "C" fn NVFP4_trainer_export_dat(
     enter("NVFP4_trainer_export_dat", || {
         // SAFETY: the pointers are as the header asks.
         unsafe {
-            let path = Path::new(text("path", path, path_length)?);
+            let path = arguments::path("path", path, path_length)?;
             with_long(
                 trainer,
                 call,
@@ -926,7 +925,7 @@ pub unsafe extern "C" fn NVFP4_trainer_export_adapter(
         let replace = flag("replace", replace)?;
         // SAFETY: the pointers are as the header asks.
         unsafe {
-            let path = Path::new(text("path", path, path_length)?);
+            let path = arguments::path("path", path, path_length)?;
             let base = text("base", base, base_length)?;
             if base.is_empty() {
                 bail!(

@@ -189,6 +189,28 @@ impl Tokenizer {
         self.encode_around("", text, "")
     }
 
+    /// The tokens of `text` as plain text. With `add_special`, as in [`Tokenizer::encode`], the tokens that the model expects around
+    /// every text are added.
+    pub fn encode_plain_with(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
+        let mut tokens = self.encode_plain(text)?;
+        if add_special {
+            let (before, after) = self.around()?;
+            tokens.splice(0..0, before);
+            tokens.extend(after);
+        }
+        Ok(tokens)
+    }
+
+    /// The tokens that the model expects before and after every text.
+    fn around(&self) -> Result<(Vec<u32>, Vec<u32>)> {
+        let (bare, mut whole) = (self.encode("a", false)?, self.encode("a", true)?);
+        let at = whole.windows(bare.len().max(1)).position(|w| w == bare);
+        let at = at.unwrap_or(whole.len() - bare.len());
+        let after = whole.split_off(at + bare.len());
+        whole.truncate(at);
+        Ok((whole, after))
+    }
+
     /// The tokens of one text in three parts, the middle one plain text: the result of [`Tokenizer::encode`] if the special
     /// tokens that `plain` names did not exist.
     pub fn encode_around(&self, before: &str, plain: &str, after: &str) -> Result<Vec<u32>> {

@@ -493,7 +493,9 @@ static void models(NVFP4_Model *model, const char *path)
     OK(NVFP4_quantize_options_init(&quantize, sizeof quantize));
     BAD(invalid, NVFP4_model_load, NULL, 4, NULL, NULL, &none);
     BAD(invalid, NVFP4_model_load, path, strlen(path), NULL, NULL, NULL);
-    BAD(invalid, NVFP4_model_load, "\xff", 1, NULL, NULL, &none);
+    BAD(invalid, NVFP4_model_load, "a\0b", 3, NULL, NULL, &none);
+    SAYS("path has a NUL at byte 1 of 3");
+    BAD(NVFP4_NOT_FOUND, NVFP4_model_load, "\xff", 1, NULL, NULL, &none);
     BAD(NVFP4_NOT_FOUND, NVFP4_model_load, "/nowhere", 8, NULL, NULL, &none);
     options.activations = 9;
     BAD(invalid, NVFP4_model_load, path, strlen(path), &options, NULL, &none);
@@ -525,6 +527,11 @@ static void models(NVFP4_Model *model, const char *path)
     BAD(invalid, NVFP4_model_tokenize, model, NULL, 1, 0, &token, 1, &length);
     BAD(invalid, NVFP4_model_tokenize, model, "a", 1, 2, &token, 1, &length);
     BAD(invalid, NVFP4_model_tokenize, model, "a", 1, 0, &token, 1, NULL);
+    HANDLE(NVFP4_model_tokenize_plain, h, "a", 1, 0, &token, 1, &length);
+    BAD(invalid, NVFP4_model_tokenize_plain, model, NULL, 1, 0, &token, 1, &length);
+    BAD(invalid, NVFP4_model_tokenize_plain, model, "a", 1, 2, &token, 1, &length);
+    BAD(invalid, NVFP4_model_tokenize_plain, model, "\xff", 1, 0, &token, 1, &length);
+    BAD(invalid, NVFP4_model_tokenize_plain, model, "a", 1, 0, &token, 1, NULL);
     HANDLE(NVFP4_model_detokenize, h, &token, 1, 0, text, sizeof text, &length);
     BAD(invalid, NVFP4_model_detokenize, model, NULL, 1, 0, text, sizeof text, &length);
     BAD(invalid, NVFP4_model_detokenize, model, &token, 1, 2, text, sizeof text, &length);

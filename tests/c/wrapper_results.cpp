@@ -85,6 +85,14 @@ void sessions(const char *path)
     CHECK(failed(session->chat_messages(messages, chat, options), NVFP4_UNSUPPORTED) && *session->tool_calls() == "[]");
     CHECK(session->clear());
 
+    /* A cancel handle is one from the beginning; an empty one is not taken for none. */
+    nvfp4::Cancel cancel;
+    const nvfp4::Cancel nothing(nullptr);
+    CHECK(cancel && cancel.trigger() && *cancel.triggered() && failed(nothing.triggered(), NVFP4_INVALID_HANDLE));
+    const nvfp4::CallOptions stopped(cancel), empty(nothing);
+    CHECK(failed(session->prefill({1, 2, 3}, &stopped), NVFP4_CANCELLED) && failed(session->prefill({1, 2, 3}, &empty), NVFP4_INVALID_HANDLE));
+    CHECK(model->tokenize_plain("<|im_end|>")->size() > 1 && session->clear());
+
     std::string text;
     nvfp4::Stream stream = session->ask("Hi", options);
     for (const nvfp4::Piece &piece : stream)

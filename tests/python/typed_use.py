@@ -44,7 +44,7 @@ def tensors() -> None:
 def sessions() -> None:
     model = nvfp4.Model(pathlib.Path("model"), quantize={"recipe": "amax"}, device="cuda:1", activations="int8")
     session = model.session(context=100, kv_type="float32", eviction="drop_oldest", system="Be brief.")
-    session.prefill(model.tokenizer.encode("text"))
+    session.prefill(model.tokenizer.encode("text", special=False))
     how: GenerationOptions = {"temperature": 0.5, "stop": ["\n", 7], "max_tokens": 3}
     result = session.generate(lambda piece: print(piece.token, piece.part), **how)
     assert_type(result.finish, Finish)
@@ -64,6 +64,7 @@ def sessions() -> None:
     model.session(kv_type="int8")  # type: ignore[arg-type]
     model.session(think=True)  # type: ignore[call-arg]
     session.prefill("text")  # type: ignore[arg-type]
+    model.tokenizer.encode("text", plain=True)  # type: ignore[call-arg]
     session.generate(temperature="hot")  # type: ignore[arg-type]
     session.generate(think=True)  # type: ignore[call-arg]
     nvfp4.step_sample([session], [1], [how], temperature=0.0)  # type: ignore[call-overload]

@@ -74,8 +74,11 @@ module Model =
     /// What a model is.
     let info (model: Model) = model.Info
 
-    /// The tokens of a text.
+    /// The tokens of a text. Names of special tokens in it become those tokens.
     let encode (model: Model) (text: string) = model.Tokenizer.Encode(text)
+
+    /// The tokens of plain text, such as a user's: names of special tokens in it are text.
+    let encodePlain (model: Model) (text: string) = model.Tokenizer.EncodePlain(text)
 
     /// The text of tokens.
     let decode (model: Model) (tokens: int[]) = model.Tokenizer.Decode(tokens)

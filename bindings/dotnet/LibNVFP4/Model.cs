@@ -108,7 +108,7 @@ namespace LibNVFP4
         /// <summary>The sampling settings that the model recommends. Chats use them unless a turn sets others.</summary>
         public GenerateOptions GenerateOptions() => LibNVFP4.GenerateOptions.From(this);
 
-        /// <summary>Renders a conversation with the model's chat template.</summary>
+        /// <summary>Renders a conversation with the model's chat template. Names of special tokens within messages look like the template's own in it: a chat runs messages of strangers, not <see cref="LibNVFP4.Tokenizer.Encode"/> of this.</summary>
         /// <param name="messages">The conversation.</param>
         /// <param name="addGenerationPrompt">Whether to open the assistant's next turn.</param>
         /// <param name="chat">How it is written; null for the defaults.</param>
@@ -152,7 +152,7 @@ namespace LibNVFP4
             }
         }
 
-        /// <summary>Text to tokens.</summary>
+        /// <summary>Text to tokens. Names of special tokens in the text become those tokens: text of users goes to <see cref="EncodePlain"/>.</summary>
         /// <param name="text">The text.</param>
         /// <param name="addSpecial">Whether to add what the model wants around a text. A rendered chat has it already.</param>
         public int[] Encode(string text, bool addSpecial = false)
@@ -162,6 +162,20 @@ namespace LibNVFP4
             {
                 fixed (byte* at = bytes)
                     return Native.NVFP4_model_tokenize(model.Handle, at, Interop.Size(bytes.Length), Interop.Flag(addSpecial),
+                        (int*)buffer, capacity, count);
+            });
+        }
+
+        /// <summary>Plain text, such as a user's, to tokens: names of special tokens in it are text.</summary>
+        /// <param name="text">The text.</param>
+        /// <param name="addSpecial">Whether to add what the model wants around a text.</param>
+        public int[] EncodePlain(string text, bool addSpecial = false)
+        {
+            byte[] bytes = Interop.Utf8(text, nameof(text));
+            return Interop.Array<int>((buffer, capacity, count) =>
+            {
+                fixed (byte* at = bytes)
+                    return Native.NVFP4_model_tokenize_plain(model.Handle, at, Interop.Size(bytes.Length), Interop.Flag(addSpecial),
                         (int*)buffer, capacity, count);
             });
         }

@@ -591,6 +591,10 @@ namespace LibNVFP4
             int* tokens, UIntPtr capacity, UIntPtr* count);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_tokenize_plain(ModelHandle model, byte* text, UIntPtr textLength, int addSpecial,
+            int* tokens, UIntPtr capacity, UIntPtr* count);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_model_detokenize(ModelHandle model, int* tokens, UIntPtr count, int skipSpecial,
             byte* buffer, UIntPtr capacity, UIntPtr* length);
 

@@ -176,9 +176,13 @@ class Tokenizer(Single):
         """`model` is a Model, or a path, from which everything but the layers is loaded."""
         self._model = model if isinstance(model, Model) else Model(model, device="cpu", sampling_only=True)
 
-    def encode(self, text, add_special=True):
-        """`add_special` adds the special tokens that the model expects around a text."""
-        return native.items_out(ctypes.c_int32, lib.model_tokenize, self._model, *native.text_in(text), add_special)
+    def encode(self, text, add_special=True, special=True):
+        """
+        `add_special` adds the special tokens that the model expects around a text. Names of special tokens in the text become those
+        tokens; with special=False, for text of users, they are text.
+        """
+        tokenize = lib.model_tokenize if special else lib.model_tokenize_plain
+        return native.items_out(ctypes.c_int32, tokenize, self._model, *native.text_in(text), add_special)
 
     def decode(self, tokens, skip_special=True):
         """Ids that are in the model's vocabulary but not in its tokenizer give no text."""
@@ -186,7 +190,10 @@ class Tokenizer(Single):
         return native.text_out(lib.model_detokenize, self._model, tokens, len(tokens), skip_special)
 
     def render_chat(self, messages, add_generation_prompt=True, **options):
-        """A conversation, of messages as for ChatSession.complete(), rendered by the model's chat template. Options are a chat's."""
+        """
+        A conversation, of messages as for ChatSession.complete(), rendered by the model's chat template. Options are a chat's. Names of
+        special tokens within messages look like the template's own here: a chat runs messages of strangers, not encode() of this.
+        """
         how = _chat_options(_only_chat_options(options))
         return native.text_out(lib.model_render_messages, self._model, *native.text_in(json.dumps(messages)), ctypes.byref(how),
                                add_generation_prompt)
@@ -210,7 +217,7 @@ class Model(Handle):
         def load(call):
             how.call = call
             return native.value_out(
-                ctypes.c_void_p, lib.model_load, *native.text_in(path), ctypes.byref(how), _quantization(quantize))
+                ctypes.c_void_p, lib.model_load, *native.path_in(path), ctypes.byref(how), _quantization(quantize))
 
         self._as_parameter_ = _watched(load, cancel, progress)
 
@@ -250,7 +257,7 @@ def convert(source, destination, container="modelopt", quantize=None, progress=N
 
     def run(call):
         how.call = call
-        lib.model_convert(*native.text_in(source), *native.text_in(destination), ctypes.byref(how), _quantization(quantize))
+        lib.model_convert(*native.path_in(source), *native.path_in(destination), ctypes.byref(how), _quantization(quantize))
 
     _watched(run, cancel, progress)
 
@@ -285,12 +292,12 @@ class Session(Handle):
     def restore(cls, model, path, cancel=None, progress=None):
         """A session in the state that save() wrote."""
         def restore(call):
-            return native.value_out(ctypes.c_void_p, lib.session_restore, model, *native.text_in(path), call)
+            return native.value_out(ctypes.c_void_p, lib.session_restore, model, *native.path_in(path), call)
 
         return cls._own(_watched(restore, cancel, progress))
 
     def save(self, path, cancel=None, progress=None):
-        _watched(lambda call: lib.session_save(self, *native.text_in(path), call), cancel, progress)
+        _watched(lambda call: lib.session_save(self, *native.path_in(path), call), cancel, progress)
 
     def fork(self):
         """A second session in the same state."""

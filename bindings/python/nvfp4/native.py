@@ -86,7 +86,7 @@ quantize_packed(ppp)S dequantize_packed(ppip)S ste_weight(pip)S ste_clear()S
 weight_options_init(pI)S backend_select(ippzp)S weight_create(ppfip)S weight_create_nvfp4(ppfpp)S weight_create_nf4(ppplllpp)S
 weight_create_dense(pp)S weight_report(ppzp)S weight_retain(p)S weight_release(p)S weight_size(pppp)S linear(ppiip)S
 matmul(ppfppfiip)S schema_detect(pzzpzp)S schema_report(pzzpzpzp)S schema_validate(pzzpz)S load_options_init(pI)S
-model_load(pzppp)S model_retain(p)S model_release(p)S model_info(ppzp)S model_vocab_size(pp)S model_tokenize(ppzipzp)S
+model_load(pzppp)S model_retain(p)S model_release(p)S model_info(ppzp)S model_vocab_size(pp)S model_tokenize(ppzipzp)S model_tokenize_plain(ppzipzp)S
 model_detokenize(ppzipzp)S model_render_chat(ppzzipzp)S convert_options_init(pI)S model_convert(pzpzpp)S
 session_options_init(pI)S
 generate_options_init(pI)S model_generate_options(ppI)S session_create(ppp)S session_retain(p)S session_release(p)S session_prefill(ppzp)S
@@ -432,9 +432,15 @@ def numbers(kind: Any, values: Sequence[int]) -> ctypes.Array[Any]:
     return out
 
 
-def text_in(text: Union[Text, Path]) -> Tuple[bytes, int]:
+def text_in(text: Text) -> Tuple[bytes, int]:
     """Text as C takes it: pointer and length in bytes."""
-    data = bytes(text) if isinstance(text, (bytes, bytearray)) else os.fsencode(text) if isinstance(text, os.PathLike) else text.encode()
+    data = bytes(text) if isinstance(text, (bytes, bytearray)) else text.encode()
+    return data, len(data)
+
+
+def path_in(path: Path) -> Tuple[bytes, int]:
+    """A path as C takes it: its bytes as the system has them, as os.fsencode() gives them."""
+    data = os.fsencode(path)
     return data, len(data)
 
 

@@ -98,7 +98,7 @@ class Trainer(Handle):
     def __init__(self, path, device="auto", config=None, cancel=None, **options):
         how = _options(device, config, options)
         self._as_parameter_ = _watched(
-            lambda call: native.value_out(ctypes.c_void_p, lib.trainer_create, *native.text_in(path), ctypes.byref(how), call), cancel)
+            lambda call: native.value_out(ctypes.c_void_p, lib.trainer_create, *native.path_in(path), ctypes.byref(how), call), cancel)
 
     @classmethod
     def resume(cls, path, directory, device="auto", threads=0, cancel=None):
@@ -108,7 +108,7 @@ class Trainer(Handle):
         """
         how = _options(device, None, {"threads": threads})
         return cls._own(_watched(
-            lambda call: native.value_out(ctypes.c_void_p, lib.trainer_resume, *native.text_in(path), *native.text_in(directory),
+            lambda call: native.value_out(ctypes.c_void_p, lib.trainer_resume, *native.path_in(path), *native.path_in(directory),
                                           ctypes.byref(how), call), cancel))
 
     @property
@@ -145,20 +145,20 @@ class Trainer(Handle):
     def save(self, directory, data=None, keep=2, cancel=None):
         """Writes a checkpoint into `directory`, with `data`, and removes all there but the last `keep`."""
         text = native.text_in(json.dumps(data))
-        _watched(lambda call: lib.trainer_save(self, *native.text_in(directory), *text, keep, call), cancel)
+        _watched(lambda call: lib.trainer_save(self, *native.path_in(directory), *text, keep, call), cancel)
 
     def export(self, path, tables="bfloat16", replace=False, cancel=None):
         """Writes the model to a directory in ModelOpt's layout; `tables` (bfloat16, nvfp4) are embeddings and head."""
         tables = choice("tables", tables)
-        _watched(lambda call: lib.trainer_export_directory(self, *native.text_in(path), tables, replace, call), cancel)
+        _watched(lambda call: lib.trainer_export_directory(self, *native.path_in(path), tables, replace, call), cancel)
 
     def export_dat(self, path, cancel=None):
         """Writes the model to a .dat file, every tensor in the type that it has in the .dat file that training began with."""
-        _watched(lambda call: lib.trainer_export_dat(self, *native.text_in(path), call), cancel)
+        _watched(lambda call: lib.trainer_export_dat(self, *native.path_in(path), call), cancel)
 
     def export_adapter(self, path, base, replace=False, cancel=None):
         """Writes the adapters to a directory as peft reads them; `base` is what the model below them is called there."""
-        texts = *native.text_in(path), *native.text_in(base)
+        texts = *native.path_in(path), *native.path_in(base)
         _watched(lambda call: lib.trainer_export_adapter(self, *texts, replace, call), cancel)
 
     def model(self, cancel=None):

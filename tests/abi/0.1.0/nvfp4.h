@@ -6,7 +6,7 @@
  *     NVFP4_Session *session = NULL;
  *     if (NVFP4_model_load(path, strlen(path), NULL, NULL, &model) ||
  *         NVFP4_session_create(model, NULL, &session) ||
- *         NVFP4_session_chat(session, question, strlen(question), NULL, print_piece, NULL, NULL))
+ *         NVFP4_session_chat(session, question, strlen(question), NULL, NULL, print_piece, NULL, NULL))
  *         fprintf(stderr, "%s\n", NVFP4_last_error());
  *
  * This file is the authority on the C interface: what is not in it is not part of it. It is generated from the library's
@@ -49,7 +49,8 @@
  *
  * TEXT is UTF-8. In: a pointer and a length in bytes; no NUL is needed. Out: the caller's buffer and its capacity. The length in
  * bytes is always written. The text is copied if it fits, followed by a NUL if that fits too; otherwise the result is
- * NVFP4_BUFFER_TOO_SMALL. A NULL buffer with capacity 0 asks for the length alone. ARRAYS OUT work the same, in elements.
+ * NVFP4_BUFFER_TOO_SMALL. A NULL buffer with capacity 0 asks for the length alone. ARRAYS OUT work the same, in elements. PATHS are
+ * bytes, as the system has them, and need not be UTF-8; messages show what is not as U+FFFD.
  *
  * STRUCTS start with struct_size, the sizeof the struct as the caller was compiled; for elements of arrays it is a parameter.
  * Options have an _init function that sets struct_size and the defaults, and NULL stands for the defaults. In results the caller
@@ -1846,7 +1847,7 @@ NVFP4_API NVFP4_Status NVFP4_load_options_init(NVFP4_LoadOptions *options, uint3
 /**
  * Loads a model: a directory, or a `.safetensors`, `.dat` or `.gguf` file.
  *
- * - `path`, `path_length`: UTF-8.
+ * - `path`, `path_length`: see TEXT above.
  * - `options`: NULL for the defaults.
  * - `quantize`: how to quantize dense weights to NVFP4 while loading; NULL keeps weights as they are stored.
  */
@@ -1878,7 +1879,8 @@ NVFP4_Status NVFP4_model_info(const NVFP4_Model *model,
 NVFP4_API NVFP4_Status NVFP4_model_vocab_size(const NVFP4_Model *model, size_t *size);
 
 /**
- * Converts text to token ids. `add_special` 1 adds the special tokens that the model expects around a text, often a first
+ * Converts text to token ids. Names of special tokens in the text, such as `<|im_end|>`, become those tokens, so text of users
+ * goes to NVFP4_model_tokenize_plain(), or as messages to a session. `add_special` 1 adds the special tokens that the model expects around a text, often a first
  * one; a rendered chat has them already. Writes the number of tokens to `count`; see ARRAYS OUT above. Asking for the
  * number first does not double the work: the tokens are kept for this thread's next call, if that has the same text.
  */
@@ -1890,6 +1892,20 @@ NVFP4_Status NVFP4_model_tokenize(const NVFP4_Model *model,
                                   int32_t *tokens,
                                   size_t capacity,
                                   size_t *count);
+
+/**
+ * Converts plain text, such as a user's, to token ids: the name of a special token in it becomes ordinary tokens. The rest is as
+ * for NVFP4_model_tokenize(), and so are the tokens of a text without such names. #NVFP4_UNSUPPORTED where the tokenizer has no
+ * other way to write such a name.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_tokenize_plain(const NVFP4_Model *model,
+                                        const char *text,
+                                        size_t text_length,
+                                        int32_t add_special,
+                                        int32_t *tokens,
+                                        size_t capacity,
+                                        size_t *count);
 
 /**
  * Converts token ids to text. `skip_special` 1 leaves out special tokens such as `<|im_end|>`. Ids in the model's
@@ -1910,7 +1926,8 @@ NVFP4_Status NVFP4_model_detokenize(const NVFP4_Model *model,
 /**
  * Renders a conversation with the model's chat template (ChatML if it has none): `count` messages, each of `message_size`
  * bytes, which is sizeof(NVFP4_Message). `add_generation_prompt` 1 appends the beginning of the assistant's answer. Asking
- * for the length first does not double the work, as for NVFP4_model_tokenize().
+ * for the length first does not double the work, as for NVFP4_model_tokenize(). In this text, names of special tokens within
+ * messages look like the template's own: do not tokenize it if the messages are untrusted, but let a session run them.
  */
 NVFP4_API
 NVFP4_Status NVFP4_model_render_chat(const NVFP4_Model *model,
@@ -2196,7 +2213,8 @@ NVFP4_API NVFP4_Status NVFP4_chat_options_init(NVFP4_ChatOptions *options, uint3
  *
  * - `text`, `text_length`: the user's message, in UTF-8.
  * - `chat`: NULL for the options of the turn before, or the defaults.
- * - The rest is as for NVFP4_session_generate(). Cancelled before its first token is due, it fails with #NVFP4_CANCELLED.
+ * - The rest is as for NVFP4_session_generate(). Cancelled before its first token is due, it fails with #NVFP4_CANCELLED. With
+ *   `max_tokens` 0 the prompt is run and nothing is generated, so that steps of many sessions can continue from there.
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_chat(NVFP4_Session *session,
