@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::fs;
 use std::io::Write;
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
@@ -927,6 +927,96 @@ fn run_answers_conversations_and_tells_their_parts() {
     let said = failure(&[&run[..], &["--messages", &wrong]].concat());
     assert!(
         said.contains("wrong.json") && said.contains("'nobody'"),
+        "{said}"
+    );
+}
+
+/// A path is bytes, read or written; where JSON must name it, what is not UTF-8 is U+FFFD.
+#[test]
+fn paths_need_not_be_utf8() {
+    let scratch = Scratch::new("bytes");
+    let place = |name: &[u8]| scratch.0.join(OsStr::from_bytes(name)).into_os_string();
+    let run = |args: &[&OsStr]| {
+        Command::new(env!("CARGO_BIN_EXE_nvfp4"))
+            .env("CUDA_VISIBLE_DEVICES", "")
+            .args(args)
+            .output()
+            .unwrap()
+    };
+    let json = |args: &[&OsStr]| -> Vec<Value> {
+        let output = run(args);
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{args:?}: {errors}");
+        let text = String::from_utf8(output.stdout).unwrap();
+        text.lines()
+            .map(|line| serde_json::from_str(line).unwrap())
+            .collect()
+    };
+    let s = OsStr::new;
+    let model = place(b"model-\xff\xc3(");
+    json(&[s("quantize"), s(MODEL), &model, s("--json")]);
+    let inspected = json(&[s("inspect"), &model, s("--json")]);
+    assert_eq!(inspected[0]["format"], "safetensors");
+    let answer = json(&[
+        s("run"),
+        s("--model"),
+        &model,
+        s("--prompt=Hi"),
+        s("--max-tokens=3"),
+        s("--json"),
+    ]);
+    assert_eq!(answer[0]["tokens"].as_array().unwrap().len(), 3);
+
+    let (text, data, out) = (place(b"\xfe.txt"), place(b"\xfe.tsv"), place(b"out-\xfe"));
+    fs::write(&text, "Hello there, hello there, hello there. ".repeat(20)).unwrap();
+    fs::write(&data, "Hi\tHello there\n").unwrap();
+    let report = json(&[
+        s("perplexity"),
+        s("--model"),
+        &model,
+        s("--reference"),
+        &model,
+        s("--text"),
+        &text,
+        s("--window=16"),
+        s("--windows=2"),
+        s("--json"),
+    ]);
+    let shown = scratch.path("model-\u{fffd}\u{fffd}(");
+    assert_eq!(report[0]["model"], shown);
+    assert_eq!(report[0]["reference"]["model"], shown);
+    let train = |more: &[&OsStr]| {
+        let all = [s("train"), s("--model"), &model, s("--data"), &data];
+        [
+            &all[..],
+            &[s("--out"), &out, s("--steps=1"), s("--json")],
+            more,
+        ]
+        .concat()
+    };
+    let events = json(&train(&[]));
+    let end = events.last().unwrap();
+    assert_eq!(end["path"], scratch.path("out-\u{fffd}/model"));
+    assert!(Path::new(&out).join("model/config.json").exists());
+
+    // Adapters name their model in a file of JSON, which a path like this cannot stand in.
+    fs::remove_dir_all(&out).unwrap();
+    let refused = run(&train(&[s("--adapter=2")]));
+    let said = failed(&refused, "adapters");
+    assert!(
+        said.contains("is not UTF-8; give the model another path"),
+        "{said}"
+    );
+    assert!(!Path::new(&out).join("adapter").exists());
+    // A folder in it keeps a model's directory from being replaced, whatever its name.
+    fs::create_dir(Path::new(&model).join(OsStr::from_bytes(b"kept-\xff"))).unwrap();
+    let refused = run(&[s("quantize"), s(MODEL), &model, s("--force")]);
+    let said = failed(&refused, "a folder inside");
+    assert!(said.contains("holds the folder kept-\u{fffd}"), "{said}");
+    let missing = run(&[s("inspect"), &place(b"none-\xff")]);
+    let said = failed(&missing, "a path that is not there");
+    assert!(
+        said.contains("there is no file or directory") && said.contains("none-\u{fffd}"),
         "{said}"
     );
 }

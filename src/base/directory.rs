@@ -15,14 +15,22 @@ const LISTED: usize = 6;
 
 /// The names in `directory`, sorted.
 pub fn names(directory: &Path) -> Result<Vec<String>> {
+    Ok(entries(directory)?
+        .into_iter()
+        .map(|(name, _)| name)
+        .collect())
+}
+
+/// What is in `directory`, sorted: names as text, in which bytes that are not UTF-8 are U+FFFD, and the paths.
+pub fn entries(directory: &Path) -> Result<Vec<(String, PathBuf)>> {
     let listing = |e| Error::io(format_args!("listing {}", directory.display()), e);
-    let mut names = fs::read_dir(directory)
+    let mut entries = fs::read_dir(directory)
         .map_err(listing)?
-        .map(|item| item.map(|i| i.file_name().to_string_lossy().into_owned()))
+        .map(|item| item.map(|i| (i.file_name().to_string_lossy().into_owned(), i.path())))
         .collect::<io::Result<Vec<_>>>()
         .map_err(listing)?;
-    names.sort();
-    Ok(names)
+    entries.sort();
+    Ok(entries)
 }
 
 /// A directory not yet in its place. Dropping it, or the files made for it, uncommitted leaves nothing of them.

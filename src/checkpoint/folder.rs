@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::DESCRIPTION_FILES;
 use crate::base::Result;
-use crate::base::directory::names;
+use crate::base::directory::entries;
 use crate::base::error::bail;
 
 /// The weights in a folder, by the names of its files; see [`weights`].
@@ -77,10 +77,10 @@ pub fn gguf_parts(name: &str) -> Option<Vec<String>> {
 
 /// The files to open for the model in `directory`: an index, one file, or a whole set.
 pub(super) fn find_in_directory(directory: &Path) -> Result<Vec<PathBuf>> {
-    let mut names = names(directory)?;
+    let mut entries = entries(directory)?;
     // The cache of the hub holds links to files.
-    names.retain(|name| directory.join(name).is_file());
-    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    entries.retain(|(_, path)| path.is_file());
+    let names: Vec<&str> = entries.iter().map(|(name, _)| name.as_str()).collect();
     let files = match weights(&names).map_err(|e| e.within(directory.display()))? {
         Weights::Index(index) => vec![index],
         Weights::Files(files) => files,
@@ -104,21 +104,25 @@ pub(super) fn find_in_directory(directory: &Path) -> Result<Vec<PathBuf>> {
             directory.display()
         ),
     };
-    Ok(files.iter().map(|f| directory.join(f)).collect())
+    let path_of = |file: &String| {
+        let entry = entries.iter().find(|(name, _)| name == file);
+        entry.map_or_else(|| directory.join(file), |(_, path)| path.clone())
+    };
+    Ok(files.iter().map(path_of).collect())
 }
 
 /// Refuses a directory that is not a model's alone: one to be replaced may not hold what nobody would get back. A model in it has
 /// weights and what describes them; a model's directory has no folders inside, which homes and repositories have.
 pub(super) fn check_is_model(directory: &Path) -> Result<()> {
-    let names = names(directory)?;
-    if let Some(folder) = names.iter().find(|n| directory.join(n).is_dir()) {
+    let entries = entries(directory)?;
+    if let Some((folder, _)) = entries.iter().find(|(_, path)| path.is_dir()) {
         bail!(
             InvalidArgument,
             "{} holds the folder {folder}, so it is not replaced as a model; remove what is not needed, or name another directory",
             directory.display()
         );
     }
-    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let names: Vec<&str> = entries.iter().map(|(name, _)| name.as_str()).collect();
     let is_described = names
         .iter()
         .any(|n| DESCRIPTION_FILES.contains(n) || n.ends_with(".gguf"));

@@ -162,7 +162,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let read = weights + args.batch as f64 * kv_bytes_per_token * positions;
     let steps = args.gen_tokens as f64 / decode;
     let report = Report {
-        model: args.model.model.clone(),
+        model: model::shown(&args.model.model),
         device: model.device().name(),
         activations: match args.model.activations() {
             Activations::Exact => "exact",

@@ -1,6 +1,7 @@
 //! `nvfp4 inspect`: what a model file holds.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 
 use NVFP4::base::Result;
 use NVFP4::checkpoint::TokenizerSource;
@@ -12,7 +13,7 @@ use super::{model, output};
 #[derive(clap::Args)]
 pub(super) struct Args {
     /// A file, a directory, or ORG/NAME on the hub
-    file: String,
+    file: OsString,
     /// Print everything as JSON
     #[arg(long)]
     json: bool,

@@ -1,5 +1,6 @@
 //! Common parts of subcommands that use models: resolving a path or hub id, devices by name, loading with a progress bar.
 
+use std::ffi::{OsStr, OsString};
 use std::io::IsTerminal;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -17,11 +18,18 @@ use super::recipe::RecipeName;
 use super::{hub, output};
 
 /// The path of `model`: a path that exists, or a model of the hub, fetched if it is not in the cache.
-pub(super) fn resolve(model: &str) -> Result<PathBuf> {
+pub(super) fn resolve(model: &OsStr) -> Result<PathBuf> {
     let path = Path::new(model);
     if path.exists() {
         return Ok(path.to_owned());
     }
+    let Some(model) = model.to_str() else {
+        bail!(
+            NotFound,
+            "there is no file or directory '{}'",
+            path.display()
+        );
+    };
     let Some(name) = hub::Name::parse(model, &hub::endpoint()?).filter(|_| !is_path(model)) else {
         bail!(
             NotFound,
@@ -85,7 +93,7 @@ pub(super) struct ModelArgs {
     /// The model: a file, a directory, or a model of the hub: ORG/NAME[@REVISION][:PART], where PART is a file, a folder or a
     /// quantization as in Q4_K_M
     #[arg(long)]
-    pub(super) model: String,
+    pub(super) model: OsString,
     /// The device: cpu, cuda:N, or auto for the GPU with room for the model, else the CPU
     #[arg(long, default_value = "auto")]
     device: String,
@@ -153,7 +161,7 @@ impl ModelArgs {
     }
 
     /// Loads a second model on the same device.
-    pub(super) fn load_both(&self, other: &str) -> Result<(Arc<Model>, Arc<Model>)> {
+    pub(super) fn load_both(&self, other: &OsStr) -> Result<(Arc<Model>, Arc<Model>)> {
         let (path, other) = (resolve(&self.model)?, resolve(other)?);
         self.load_on(&[&path, &other], |device, placement| {
             Ok((
@@ -215,6 +223,11 @@ fn cuda_ordinal(device: &str) -> Option<usize> {
         "" => Some(0),
         rest => rest.strip_prefix(':')?.parse().ok(),
     }
+}
+
+/// A path or a model's name, as people read it: bytes that are not UTF-8 are U+FFFD.
+pub(super) fn shown(name: &OsStr) -> String {
+    name.to_string_lossy().into_owned()
 }
 
 /// The text of a file, which must be UTF-8; `-` is standard input.

@@ -1,6 +1,7 @@
 //! `nvfp4 perplexity`: how well a model predicts a text, in windows that do not overlap; and the mean Kullback-Leibler
 //! divergence from a reference model's predictions.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -20,7 +21,7 @@ pub(super) struct Args {
     text: PathBuf,
     /// A model whose predictions are the reference; same vocabulary
     #[arg(long)]
-    reference: Option<String>,
+    reference: Option<OsString>,
     /// Tokens in a window
     #[arg(long, default_value_t = 512)]
     window: usize,
@@ -177,14 +178,14 @@ pub(super) fn run(args: &Args) -> Result<()> {
     bar.finish_and_clear();
     let n = sums.predicted as f64;
     let report = Report {
-        model: args.model.model.clone(),
+        model: model::shown(&args.model.model),
         tokens: tokens.len(),
         windows: windows.len(),
         predicted: sums.predicted,
         perplexity: (sums.loss / n).exp(),
         loss: sums.loss / n,
-        reference: args.reference.clone().map(|model| Reference {
-            model,
+        reference: args.reference.as_ref().map(|reference| Reference {
+            model: model::shown(reference),
             perplexity: (sums.reference_loss / n).exp(),
             kl_divergence: sums.divergence / n,
             kl_max: sums.largest,

@@ -5,7 +5,7 @@ use std::time::Duration;
 use NVFP4::base::Result;
 use serde_json::json;
 
-use super::{hub, output};
+use super::{hub, model, output};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
@@ -34,7 +34,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         output::json(&json!({
             "model": name.to_string(),
             "commit": pulled.commit,
-            "path": pulled.path,
+            "path": model::shown(pulled.path.as_os_str()),
             "bytes": pulled.bytes,
             "fetched_bytes": pulled.fetched,
         }))

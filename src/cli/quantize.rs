@@ -1,5 +1,6 @@
 //! `nvfp4 quantize`: a model on disk to NVFP4 on disk.
 
+use std::ffi::OsString;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
@@ -15,7 +16,7 @@ use super::{model, output};
 #[derive(clap::Args)]
 pub(super) struct Args {
     /// The model to read: a file, a directory, or ORG/NAME on the hub
-    input: String,
+    input: OsString,
     /// Where to write: a directory for safetensors, new or empty, or a file for dat
     output: PathBuf,
     /// How block scales are chosen: sweep has the smallest error. A model of Qwen3-0.6B's shape in bf16, 1.2 GB, took 10 s

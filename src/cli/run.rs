@@ -33,7 +33,7 @@ pub(super) struct Args {
     /// A file with a conversation to answer, as a JSON array of messages in the format of chat servers; - is standard input
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "prompt_file", "system"])]
     messages: Option<PathBuf>,
-    /// Continue the prompt as it stands, without the model's chat template
+    /// Continue the prompt as it stands, without the model's chat template; names of special tokens in it become those tokens
     #[arg(long, conflicts_with_all = ["messages", "system", "think", "think_budget", "tools", "set"])]
     raw: bool,
     /// Prefill the prompt token by token, for comparison

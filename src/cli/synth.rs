@@ -12,7 +12,7 @@ use NVFP4::model::{Spec, families};
 use clap::ValueEnum;
 use serde_json::{Value, json};
 
-use super::output;
+use super::{model, output};
 use NVFP4::tensor::DType;
 
 #[derive(clap::Args)]
@@ -198,7 +198,9 @@ pub(super) fn run(args: &Args) -> Result<()> {
     bar.finish_and_clear();
     let parameters: usize = plan.iter().map(values).sum();
     if args.json {
-        return output::json(&json!({"path": args.out, "bytes": total, "parameters": parameters}));
+        return output::json(
+            &json!({"path": model::shown(args.out.as_os_str()), "bytes": total, "parameters": parameters}),
+        );
     }
     output::line(format_args!(
         "{}: {:.3} billion parameters, {}",

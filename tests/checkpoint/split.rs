@@ -1,5 +1,7 @@
 //! Models in several GGUF files, split here as llama-gguf-split does it, against the file that they were.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use NVFP4::checkpoint::{Checkpoint, Encoding};
@@ -194,6 +196,32 @@ fn any_part_and_the_directory_open_the_whole_model() {
         compare(&in_turn);
         compare(&without_first);
         compare(&by_name);
+    }
+}
+
+/// Names are bytes: what comes before the numbers need not be UTF-8.
+#[test]
+fn parts_are_found_by_names_that_are_not_utf8() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/checkpoint/llama.gguf");
+    let whole = model::open(&golden).unwrap();
+    let scratch = Scratch::new();
+    let mut paths = Vec::new();
+    for (i, path) in write_split(&std::fs::read(&golden).unwrap(), &scratch.0, |i, _| i % 3)
+        .iter()
+        .enumerate()
+    {
+        let name = [
+            &b"a-\xff\xc3("[..],
+            format!("-{:05}-of-00003.gguf", i + 1).as_bytes(),
+        ]
+        .concat();
+        let renamed = path.with_file_name(OsStr::from_bytes(&name));
+        std::fs::rename(path, &renamed).unwrap();
+        paths.push(renamed);
+    }
+    for path in paths.iter().chain([&scratch.0]) {
+        let split = model::open(path).unwrap_or_else(|e| panic!("{e}"));
+        same(&*split, &*whole);
     }
 }
 

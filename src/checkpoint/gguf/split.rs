@@ -2,6 +2,8 @@
 //! tensors. Finds the parts beside any one of them, and joins their headers if they belong together.
 
 use std::collections::HashMap;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use super::header::{Header, Pairs, read_header};
@@ -132,9 +134,10 @@ fn find(split: &Split, path: Option<&Path>) -> Result<(Vec<PathBuf>, usize)> {
             "it is part {number} of {count} of a model, and the other parts are missing; open it by its path, with all parts in one directory, or join them with llama-gguf-split --merge"
         );
     };
-    let name = path.file_name().and_then(|n| n.to_str()).unwrap_or("");
-    let names = folder::gguf_parts(name).unwrap_or_default();
-    let Some(own) = names.iter().position(|n| n == name) else {
+    let file_name = path.file_name().unwrap_or_default();
+    let name = file_name.to_string_lossy();
+    let names = folder::gguf_parts(&name).unwrap_or_default();
+    let Some(own) = names.iter().position(|n| **n == *name) else {
         bail!(
             NotFound,
             "it is part {number} of {count} of a model, and its name does not tell those of the others; it must be PREFIX-{number:05}-of-{count:05}.gguf"
@@ -147,7 +150,8 @@ fn find(split: &Split, path: Option<&Path>) -> Result<(Vec<PathBuf>, usize)> {
             names.len()
         );
     }
-    let paths: Vec<PathBuf> = names.iter().map(|n| path.with_file_name(n)).collect();
+    let numbered = |name: &String| path.with_file_name(renumbered(file_name, name));
+    let paths: Vec<PathBuf> = names.iter().map(numbered).collect();
     if let Some(missing) = paths.iter().find(|p| !p.is_file()) {
         bail!(
             NotFound,
@@ -156,6 +160,15 @@ fn find(split: &Split, path: Option<&Path>) -> Result<(Vec<PathBuf>, usize)> {
         );
     }
     Ok((paths, own))
+}
+
+/// The name of a part, whose end is that of `part`, which names another part as text; what comes before it need not be UTF-8.
+fn renumbered(file_name: &OsStr, part: &str) -> OsString {
+    let stem = part.rsplitn(4, '-').nth(3).map_or(0, str::len);
+    let end = &part[stem..];
+    let own = file_name.as_bytes();
+    let stem = &own[..own.len().saturating_sub(end.len())];
+    OsString::from_vec([stem, end.as_bytes()].concat())
 }
 
 /// Checks that part `number` says of itself what its name says, and is of the first part's architecture.

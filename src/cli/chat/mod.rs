@@ -81,7 +81,7 @@ impl Args {
             model, generation, ..
         } = conversation;
         let info = model.info();
-        eprintln!("model: {}, on {}", self.model.model, info.device);
+        eprintln!("model: {}, on {}", self.model.model.display(), info.device);
         let sampling = sampling::described(&generation.sampling, model);
         eprintln!("sampling: {sampling}");
         if conversation.stops_alone {

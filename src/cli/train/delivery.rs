@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use NVFP4::base::error::bail;
+use NVFP4::base::error::{bail, err};
 use NVFP4::base::{Error, ErrorKind, Result};
 use NVFP4::model::training::Source;
 use NVFP4::train::{Recipe, TableEncoding, Trainer};
@@ -31,7 +31,10 @@ impl Delivery {
                 model: Some(model()),
             },
             Some(_) => Delivery {
-                adapter: match recipe.check_adapter_export(source) {
+                adapter: match recipe
+                    .check_adapter_export(source)
+                    .and_then(|()| args.base_name().map(drop))
+                {
                     Ok(()) => Some(args.out.join(ADAPTER)),
                     // There still is the model to deliver.
                     Err(e) if e.kind() == ErrorKind::Unsupported && args.merge => None,
@@ -56,7 +59,7 @@ impl Delivery {
     /// Writes it.
     pub(super) fn write(&self, args: &Args, trainer: &Trainer, source: &Source) -> Result<()> {
         if let Some(place) = &self.adapter {
-            trainer.export_adapter(source, place, &args.base_name(), args.replaces(place))?;
+            trainer.export_adapter(source, place, &args.base_name()?, args.replaces(place))?;
         }
         let Some(place) = &self.model else {
             return Ok(());
@@ -100,12 +103,17 @@ impl Args {
     }
 
     /// What the model that adapters belong to is called: as on the hub, or a path that holds from everywhere.
-    fn base_name(&self) -> String {
-        let name = self.model.as_deref().unwrap_or_default();
-        match std::fs::canonicalize(name) {
-            Ok(path) => path.to_string_lossy().into_owned(),
-            Err(_) => name.to_owned(),
-        }
+    /// It is a text of JSON.
+    fn base_name(&self) -> Result<String> {
+        let name = self.model.clone().unwrap_or_default();
+        let name = std::fs::canonicalize(&name).map_or(name, PathBuf::into_os_string);
+        name.into_string().map_err(|name| {
+            err!(
+                InvalidArgument,
+                "adapters name their model in JSON, and {} is not UTF-8; give the model another path",
+                name.display()
+            )
+        })
     }
 }
 

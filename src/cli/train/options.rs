@@ -1,5 +1,6 @@
 //! The options of `nvfp4 train`, and the settings that they make.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use NVFP4::base::error::{bail, err};
@@ -28,7 +29,7 @@ const ALPHA: f64 = 2.0;
 pub(in crate::cli) struct Args {
     /// The model to begin with: a file, a directory, or ORG/NAME on the hub
     #[arg(long, required_unless_present = "init", conflicts_with = "init")]
-    pub(super) model: Option<String>,
+    pub(super) model: Option<OsString>,
     /// Begin with random weights instead: a directory with config.json and tokenizer.json; weights in it are not read
     #[arg(long, value_name = "DIR")]
     pub(super) init: Option<PathBuf>,

@@ -12,7 +12,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 
 use super::delivery::Delivery;
-use crate::cli::output;
+use crate::cli::{model, output};
 
 /// The time between two lines of a log.
 const LOG_EVERY: Duration = Duration::from_secs(10);
@@ -210,7 +210,7 @@ impl Show {
             let place = delivery.adapter.as_ref().or(delivery.model.as_ref());
             let mut said = ended(Ending::Finished, trainer, place.map(PathBuf::as_path));
             if delivery.adapter.is_some() {
-                said["merged"] = json!(delivery.model);
+                said["merged"] = json!(delivery.model.as_deref().map(shown));
             }
             return output::json(&said);
         }
@@ -254,10 +254,15 @@ fn count(parameters: usize) -> String {
     }
 }
 
+/// A path as text, which JSON is.
+fn shown(path: &Path) -> String {
+    model::shown(path.as_os_str())
+}
+
 /// What a run with `--json` says at its end.
 fn ended(ending: Ending, trainer: &Trainer, place: Option<&Path>) -> Value {
     json!({
-        "event": "end", "ending": ending, "step": trainer.steps(), "skipped": trainer.skipped(), "path": place,
+        "event": "end", "ending": ending, "step": trainer.steps(), "skipped": trainer.skipped(), "path": place.map(shown),
         "state_bytes": trainer.parameters().bytes(), "peak_bytes": account::total().peak,
     })
 }

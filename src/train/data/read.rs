@@ -5,7 +5,7 @@ use std::fs;
 use std::hash::Hasher;
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 use twox_hash::XxHash3_64;
 
 use super::document::{Document, Encoder};
@@ -23,12 +23,17 @@ const NAMED: usize = 6;
 /// A file that was read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataFile {
-    /// Its path.
+    /// Its path. In JSON, bytes that are not UTF-8 are U+FFFD.
+    #[serde(serialize_with = "as_text")]
     pub path: PathBuf,
     /// Its size.
     pub bytes: u64,
     /// XXH3 of its content, in hexadecimal.
     pub checksum: String,
+}
+
+fn as_text<S: Serializer>(path: &Path, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+    serializer.collect_str(&path.display())
 }
 
 /// What was read.
