@@ -342,6 +342,22 @@ first_programs() {
     csc example.dll -r:LibNVFP4.dll example.cs && [ "$("$sdk/dotnet" example.dll)" = 好語😀é ]
 }
 
+# Whole programs of any page in C#, compiled, and in F#, by one start of its compiler.
+page_programs() {
+    mkdir -p "$work/pages/csharp" "$work/pages/fsharp" && python3 tests/readme/blocks.py write csharp "$work/pages/csharp" &&
+        python3 tests/readme/blocks.py write fsharp "$work/pages/fsharp" || return 1
+    local program
+    for program in "$work"/pages/csharp/*.cs; do
+        head -1 "$program"
+        csc "$work/core/page.dll" -r:"$work/core/LibNVFP4.dll" "$program" || return 1
+    done
+    for program in "$work"/pages/fsharp/*.fs; do
+        head -1 "$program"
+        grep -q '^#r ' "$program" || fsc --target:exe -r:"$work/core/LibNVFP4.dll" -r:"$work/core/LibNVFP4.FSharp.dll" -o:"$work/pages/page.exe" \
+            "$program" || return 1
+    done
+}
+
 check "declarations as in nvfp4.h" python3 tests/dotnet/declarations.py include/nvfp4.h "$package"/{Native,Library,Enums,Errors}.cs
 check "version of the packages" version
 check "nothing that Native AOT lacks" ahead_of_time
@@ -402,6 +418,7 @@ if [ -e "$work/core/LibNVFP4.FSharp.dll" ]; then
     check "F# examples" fsharp_examples
     check "F# persistent conversation" persistent
     check "first programs of docs/hosts.md" first_programs
+    check "programs of the pages" page_programs
     for dotnet in "$sdk/dotnet" $(command -v dotnet); do
         check "C# examples by their projects, SDK $("$dotnet" --version)" csharp_examples "$dotnet"
         check "F# examples as they say, SDK $("$dotnet" --version)" fsharp_by_its_project "$dotnet"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What README and docs/ say, tried: their C, C++ and Python programs, environment variables, links, comparison and drawing. bash
+# What README and docs/ say, tried: every block of code (see blocks.py), their C, C++ and Python programs, environment variables, links, comparison and drawing. bash
 # tests/readme/run.sh, with libNVFP4.so in $NVFP4_BUILD (target/release if unset). The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -47,23 +47,64 @@ environment() {
         <(grep -oE 'text\("NVFP4_[A-Z0-9_]+"\)' src/base/env.rs | grep -oE 'NVFP4_[A-Z0-9_]+' | sort -u)
 }
 
-# Each piece of code in docs/ is in one of the examples of its language, as it stands, or one of the first programs, which are tried by
-# themselves: here, and in tests/dotnet.
-documented() {
-    python3 - docs/*.md <<'END'
-import glob, re, sys
-places = {"c": "c/*.c", "cpp": "cpp/*.cpp", "csharp": "csharp/**/*.cs", "fsharp": "fsharp/*.fsx", "python": "python/*.py"}
-def read(path):
-    return open(path, encoding="utf-8").read()
-examples = {name: [read(path) for path in glob.glob("examples/" + place, recursive=True)] for name, place in places.items()}
-def page(path):
-    return re.sub(r"^## First programs$.*?(?=^## )", "", read(path), flags=re.S | re.M)
-pieces = [(path, *piece) for path in sys.argv[1:] for piece in re.findall(r"```(\w+)\n(.*?)```", page(path), flags=re.S)]
-strange = [(path, piece) for path, name, piece in pieces if not any(piece in example for example in examples.get(name, ()))]
-for path, piece in strange:
-    print(f"{path}: in no example:\n{piece}")
-sys.exit(bool(strange) or len(pieces) < 3)
+# Every block of code anywhere, and that one which is wrong is found.
+every_block() { python3 tests/readme/blocks.py check "$build"; }
+
+wrong_blocks() {
+    local tree=$work/tree
+    mkdir -p "$tree/include" "$tree/docs" "$tree/bindings" "$tree/tests" "$tree/src" && cp -r examples benches "$tree" && cp -r bindings/python "$tree/bindings" &&
+        cp -r tests/readme tests/data "$tree/tests" && cp src/lib.rs src/README.md "$tree/src" && cp -r README.md .ci "$tree" && cp -r release "$tree" || return 1
+    # Nine mistakes, each of its own kind.
+    sed 's/question, strlen(question), NULL, NULL, print_piece/question, strlen(question), NULL, print_piece/' include/nvfp4.h >"$tree/include/nvfp4.h" &&
+        sed 's/ \*         if (piece.part ==/ *         if (piece.parts ==/' include/nvfp4.hpp >"$tree/include/nvfp4.hpp" || return 1
+    cat >"$tree/docs/wrong.md" <<'END'
+```c
+    nothing_like_this();
+```
+
+```python
+import nvfp4
+chat = nvfp4.Model("a").chat()
+chat.asks("b")
+nvfp4.Modell("a")
+nvfp4.Cancel(1)
+```
+
+```fsharp
+let nothing = 1
+```
+
+```json
+{'a': 1}
+```
+
+    nvfp4 chat --modell MODEL; nvfp4 talk
+    bash tests/none.sh
+    if true
 END
+    (cd "$tree" && python3 tests/readme/blocks.py check "$build" >"$work/found") && { echo "nothing was found"; return 1; }
+    cat "$work/found"
+    local needle
+    for needle in 'include/nvfp4.h:5: does not compile' "has no member named .parts." 'docs/wrong.md:2: no whole program' 'a ChatSession has no asks' \
+        'nvfp4 has no Modell' 'Cancel(): too many' 'docs/wrong.md:14: no whole program' 'docs/wrong.md:18: ' 'docs/wrong.md:21: .*syntax error'; do
+        grep -q -- "$needle" "$work/found" || { echo "not found: $needle"; return 1; }
+    done
+    sed -i 's/^    if true$//' "$tree/docs/wrong.md" && (cd "$tree" && python3 tests/readme/blocks.py check "$build" >"$work/found")
+    for needle in 'nvfp4 chat has no option --modell' 'nvfp4 has no command talk' 'there is no tests/none.sh'; do
+        grep -q -- "$needle" "$work/found" || { echo "not found: $needle"; return 1; }
+    done
+}
+
+# What the package's page for Python says, with a small model in the place of the one that it names. The last line is what it made.
+python_page() {
+    export PYTHONPATH=$PWD/bindings/python NVFP4_LIB_PATH=$build PYTHONDONTWRITEBYTECODE=1
+    mkdir -p "$work/page" && ln -sfn "$PWD/tests/golden/model/qwen3_tied" "$work/page/qwen3-nvfp4" || return 1
+    local number
+    for number in 1 3; do
+        awk -v n=$number '/^```python/ { on = ++k == n; next } /^```/ { on = 0 } on' bindings/python/README.md >"$work/page/$number.py" &&
+            [ -s "$work/page/$number.py" ] && (cd "$work/page" && CUDA_VISIBLE_DEVICES='' python3 $number.py >"$number.out") && [ -s "$work/page/$number.out" ] || return 1
+    done
+    [ -f "$work/page/qwen3-tuned/model.safetensors" ]
 }
 
 # Links to files and headings, as pages have them; addresses are left to readers.
@@ -101,7 +142,9 @@ check "the C++ program compiles and answers" cpp_example
 check "the Python program answers" python_example
 check "the environment variables" environment
 check "the links" links
-check "the code of docs" documented
+check "every block of code" every_block
+check "blocks that are wrong are found" wrong_blocks
+check "the programs of the Python package's page" python_page
 check "the subcommands" commands
 check "tables and chart of the comparison" python3 benches/compare.py --check
 check "the drawing of the architecture" python3 docs/architecture.py --check
