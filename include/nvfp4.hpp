@@ -1337,7 +1337,7 @@ public:
             return NVFP4_model_tokenize(get(), text.data(), text.size(), add_special, buffer, capacity, count);
         });
     }
-    /** The same of plain text, such as a user's, in which names of special tokens are text. */
+    /** Tokens of plain text, such as a user's: names of special tokens in it are text. The rest is as for tokenize(). */
     Result<std::vector<std::int32_t>> tokenize_plain(std::string_view text, bool add_special = true) const
     {
         return detail::items<std::int32_t>([&](std::int32_t *buffer, std::size_t capacity, std::size_t *count) {

@@ -985,23 +985,25 @@ fn paths_need_not_be_utf8() {
     let shown = scratch.path("model-\u{fffd}\u{fffd}(");
     assert_eq!(report[0]["model"], shown);
     assert_eq!(report[0]["reference"]["model"], shown);
-    let train = |more: &[&OsStr]| {
-        let all = [s("train"), s("--model"), &model, s("--data"), &data];
-        [
-            &all[..],
-            &[s("--out"), &out, s("--steps=1"), s("--json")],
-            more,
-        ]
-        .concat()
-    };
-    let events = json(&train(&[]));
+    let train = [
+        s("train"),
+        s("--model"),
+        &model,
+        s("--data"),
+        &data,
+        s("--out"),
+        &out,
+        s("--steps=1"),
+        s("--json"),
+    ];
+    let events = json(&train);
     let end = events.last().unwrap();
     assert_eq!(end["path"], scratch.path("out-\u{fffd}/model"));
     assert!(Path::new(&out).join("model/config.json").exists());
 
     // Adapters name their model in a file of JSON, which a path like this cannot stand in.
     fs::remove_dir_all(&out).unwrap();
-    let refused = run(&train(&[s("--adapter=2")]));
+    let refused = run(&[&train[..], &[s("--adapter=2")]].concat());
     let said = failed(&refused, "adapters");
     assert!(
         said.contains("is not UTF-8; give the model another path"),
@@ -1013,6 +1015,24 @@ fn paths_need_not_be_utf8() {
     let refused = run(&[s("quantize"), s(MODEL), &model, s("--force")]);
     let said = failed(&refused, "a folder inside");
     assert!(said.contains("holds the folder kept-\u{fffd}"), "{said}");
+    // So it is with folders that variables name.
+    let cache = place(b"cache-\xff");
+    let (commit, kept) = ("0".repeat(40), Path::new(&cache).join("models--none--such"));
+    let snapshot = kept.join("snapshots").join(&commit);
+    fs::create_dir_all(&snapshot).unwrap();
+    fs::create_dir_all(kept.join("refs")).unwrap();
+    fs::write(kept.join("refs/main"), &commit).unwrap();
+    for file in ["config.json", "tokenizer.json", "model.safetensors"] {
+        fs::copy(format!("{MODEL}/{file}"), snapshot.join(file)).unwrap();
+    }
+    let found = Command::new(env!("CARGO_BIN_EXE_nvfp4"))
+        .args(["inspect", "none/such"])
+        .env("HF_HUB_OFFLINE", "1")
+        .env("HF_HUB_CACHE", &cache)
+        .output()
+        .unwrap();
+    let errors = String::from_utf8_lossy(&found.stderr);
+    assert!(found.status.success(), "{errors}");
     let missing = run(&[s("inspect"), &place(b"none-\xff")]);
     let said = failed(&missing, "a path that is not there");
     assert!(

@@ -342,7 +342,7 @@ fn texts_without_names_of_special_tokens_are_encoded_as_ever() {
     }
 }
 
-/// What a model expects around a text stands around plain text too, by either engine.
+/// The tokens around every text stand around plain text too, by either engine.
 #[test]
 fn plain_text_has_around_it_what_every_text_has() {
     let spm: Value = serde_json::from_str(json("spm.json")["json"].as_str().unwrap()).unwrap();

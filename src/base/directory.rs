@@ -21,7 +21,7 @@ pub fn names(directory: &Path) -> Result<Vec<String>> {
         .collect())
 }
 
-/// What is in `directory`, sorted: names as text, in which bytes that are not UTF-8 are U+FFFD, and the paths.
+/// The names and paths in `directory`, sorted. In names, bytes that are not UTF-8 are U+FFFD.
 pub fn entries(directory: &Path) -> Result<Vec<(String, PathBuf)>> {
     let listing = |e| Error::io(format_args!("listing {}", directory.display()), e);
     let mut entries = fs::read_dir(directory)

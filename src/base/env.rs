@@ -1,6 +1,8 @@
 //! The only reader of environment variables. Each variable has one accessor here, with its meaning.
 
-use std::path::PathBuf;
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
 
 use super::error::{Result, bail};
 
@@ -20,59 +22,73 @@ fn is_on(name: &str) -> bool {
     })
 }
 
+/// The bytes of a variable, which need not be UTF-8 where it is a path, without blanks around them.
+fn bytes(name: &str) -> Option<Vec<u8>> {
+    let value = std::env::var_os(name)?.into_vec();
+    let value = value.trim_ascii();
+    (!value.is_empty()).then(|| value.to_vec())
+}
+
+/// A path as it stands.
+fn plain_path(name: &str) -> Option<PathBuf> {
+    bytes(name).map(|path| PathBuf::from(OsString::from_vec(path)))
+}
+
 /// A path, in which `~` at the start is the user's folder and `$NAME` or `${NAME}` another variable: configuration files and
 /// containers set variables without a shell that would replace them.
 fn path(name: &str) -> Option<PathBuf> {
-    text(name).map(|s| expanded(&s, text))
+    bytes(name).map(|path| expanded(&path, bytes))
 }
 
 /// A file as it is named at a shell, where no shell has seen the name: with `~` and variables replaced.
 pub fn shell_path(name: &str) -> PathBuf {
-    expanded(name, text)
+    expanded(name.as_bytes(), bytes)
 }
 
 /// Replaces `~` and variables as Python's `expanduser` and `expandvars` do, so that other programs find the same folder. What
 /// is not set stays as it stands.
-fn expanded(path: &str, variable: impl Fn(&str) -> Option<String>) -> PathBuf {
-    let mut out = String::new();
+fn expanded(path: &[u8], variable: impl Fn(&str) -> Option<Vec<u8>>) -> PathBuf {
+    let mut out = Vec::new();
     let mut rest = path;
-    if let Some(after) = path.strip_prefix('~')
-        && (after.is_empty() || after.starts_with('/'))
+    if let Some(after) = path.strip_prefix(b"~")
+        && (after.is_empty() || after.starts_with(b"/"))
         && let Some(home) = variable("HOME")
     {
-        out.push_str(home.trim_end_matches('/'));
+        let end = home.iter().rposition(|&byte| byte != b'/');
+        out.extend(&home[..end.map_or(0, |end| end + 1)]);
         rest = after;
     }
-    while let Some(at) = rest.find('$') {
-        out.push_str(&rest[..at]);
+    let find = |text: &[u8], byte: u8| text.iter().position(|&b| b == byte);
+    while let Some(at) = find(rest, b'$') {
+        out.extend(&rest[..at]);
         let after = &rest[at + 1..];
-        let (name, length) = match after.strip_prefix('{').and_then(|a| a.find('}')) {
+        let (name, length) = match after.strip_prefix(b"{").and_then(|a| find(a, b'}')) {
             Some(end) => (&after[1..=end], end + 2),
             None => {
-                let end = after
-                    .find(|c: char| !c.is_ascii_alphanumeric() && c != '_')
-                    .unwrap_or(after.len());
+                let ends = |byte: &u8| !byte.is_ascii_alphanumeric() && *byte != b'_';
+                let end = after.iter().position(ends).unwrap_or(after.len());
                 (&after[..end], end)
             }
         };
+        let name = std::str::from_utf8(name).unwrap_or_default();
         match variable(name).filter(|_| !name.is_empty()) {
-            Some(value) => out.push_str(&value),
-            None => out.push_str(&rest[at..at + 1 + length]),
+            Some(value) => out.extend(value),
+            None => out.extend(&rest[at..at + 1 + length]),
         }
         rest = &after[length..];
     }
-    out.push_str(rest);
-    PathBuf::from(out)
+    out.extend(rest);
+    PathBuf::from(OsString::from_vec(out))
 }
 
 /// The user's folder for caches: `XDG_CACHE_HOME`, or `.cache` in the home folder.
 fn caches() -> Option<PathBuf> {
-    path("XDG_CACHE_HOME").or_else(|| Some(PathBuf::from(text("HOME")?).join(".cache")))
+    path("XDG_CACHE_HOME").or_else(|| Some(plain_path("HOME")?.join(".cache")))
 }
 
 /// The user's folder for what programs keep from one run to the next: `XDG_STATE_HOME`, or `.local/state` in the home folder.
 pub fn state() -> Option<PathBuf> {
-    path("XDG_STATE_HOME").or_else(|| Some(PathBuf::from(text("HOME")?).join(".local/state")))
+    path("XDG_STATE_HOME").or_else(|| Some(plain_path("HOME")?.join(".local/state")))
 }
 
 /// `NO_COLOR`: whether output is to be without colours and other emphasis.
@@ -179,15 +195,15 @@ pub fn proxy_exceptions() -> Option<String> {
 
 /// `NVFP4_NVRTC`: the library that compiles GPU kernels, where the loader does not find it.
 pub fn nvrtc() -> Option<PathBuf> {
-    text("NVFP4_NVRTC").map(PathBuf::from)
+    plain_path("NVFP4_NVRTC")
 }
 
 /// Where compiled GPU kernels are kept: `NVFP4_CACHE`, or `nvfp4` in the user's folder for caches. `None` where there is no
 /// such folder, or `NVFP4_CACHE` is `off`.
 pub fn kernel_cache() -> Option<PathBuf> {
-    match text("NVFP4_CACHE").as_deref() {
-        Some("off") => None,
-        Some(path) => Some(PathBuf::from(path)),
+    match plain_path("NVFP4_CACHE") {
+        Some(path) if path == Path::new("off") => None,
+        Some(path) => Some(path),
         None => Some(caches()?.join("nvfp4")),
     }
 }
@@ -199,21 +215,24 @@ mod tests {
     #[test]
     fn paths_are_expanded_as_python_does() {
         let variable = |name: &str| match name {
-            "HOME" => Some("/home/user/".to_owned()),
-            "DISK" => Some("/mnt/big".to_owned()),
+            "HOME" => Some(b"/home/user/".to_vec()),
+            "DISK" => Some(b"/mnt/b\xffg".to_vec()),
             _ => None,
         };
-        for (path, expected) in [
-            ("~", "/home/user"),
-            ("~/hub", "/home/user/hub"),
-            ("~other/hub", "~other/hub"),
-            ("$DISK/hub", "/mnt/big/hub"),
-            ("${DISK}x/$DISK", "/mnt/bigx//mnt/big"),
-            ("/a/$NOT_SET/${NOR_THIS}/$", "/a/$NOT_SET/${NOR_THIS}/$"),
-            ("/a/${open", "/a/${open"),
-            ("/plain", "/plain"),
-        ] {
-            assert_eq!(expanded(path, variable), PathBuf::from(expected), "{path}");
+        let cases: [(&[u8], &[u8]); 9] = [
+            (b"~", b"/home/user"),
+            (b"~/hub", b"/home/user/hub"),
+            (b"~other/hub", b"~other/hub"),
+            (b"$DISK/hub", b"/mnt/b\xffg/hub"),
+            (b"${DISK}x/$DISK", b"/mnt/b\xffgx//mnt/b\xffg"),
+            (b"/a/$NOT_SET/${NOR_THIS}/$", b"/a/$NOT_SET/${NOR_THIS}/$"),
+            (b"/a/${open", b"/a/${open"),
+            (b"/plain", b"/plain"),
+            (b"/\xfe/${\xff}", b"/\xfe/${\xff}"),
+        ];
+        for (path, expected) in cases {
+            let expected = PathBuf::from(OsString::from_vec(expected.to_vec()));
+            assert_eq!(expanded(path, variable), expected);
         }
     }
 }

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What README and docs/ say, tried: every block of code (see blocks.py), their C, C++ and Python programs, environment variables, links, comparison and drawing. bash
-# tests/readme/run.sh, with libNVFP4.so in $NVFP4_BUILD (target/release if unset). The last line is "N passed, N failed, N skipped".
+# Checks README, docs/ and every other page: blocks of code (see blocks.py), the C, C++ and Python programs of README and docs/, environment
+# variables, links, comparison and drawing. bash tests/readme/run.sh, with libNVFP4.so and nvfp4 in $NVFP4_BUILD (target/release if unset).
+# The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
@@ -44,7 +45,7 @@ python_example() {
 environment() {
     diff --label docs/environment.md --label src/base/env.rs -u \
         <(grep -oE '^\| `NVFP4_[A-Z0-9_]+`' docs/environment.md | grep -oE 'NVFP4_[A-Z0-9_]+' | sort -u) \
-        <(grep -oE 'text\("NVFP4_[A-Z0-9_]+"\)' src/base/env.rs | grep -oE 'NVFP4_[A-Z0-9_]+' | sort -u)
+        <(grep -oE '(text|path)\("NVFP4_[A-Z0-9_]+"\)' src/base/env.rs | grep -oE 'NVFP4_[A-Z0-9_]+' | sort -u)
 }
 
 # Every block of code anywhere, and that one which is wrong is found.
@@ -95,10 +96,10 @@ END
     done
 }
 
-# What the package's page for Python says, with a small model in the place of the one that it names. The last line is what it made.
+# Programs of the Python package's page, with a small model in place of the one that they name. The second one needs numpy: see tests/release.
 python_page() {
     export PYTHONPATH=$PWD/bindings/python NVFP4_LIB_PATH=$build PYTHONDONTWRITEBYTECODE=1
-    mkdir -p "$work/page" && ln -sfn "$PWD/tests/golden/model/qwen3_tied" "$work/page/qwen3-nvfp4" || return 1
+    mkdir -p "$work/page" && python3 tests/python/reciter.py "$work/page/qwen3-nvfp4" "Because. " || return 1
     local number
     for number in 1 3; do
         awk -v n=$number '/^```python/ { on = ++k == n; next } /^```/ { on = 0 } on' bindings/python/README.md >"$work/page/$number.py" &&

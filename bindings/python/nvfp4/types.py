@@ -38,7 +38,7 @@ Tables = Literal["bfloat16", "nvfp4"]
 LogLevel = Literal["error", "warn", "info", "debug", "trace"]
 
 # A device is "cpu", "cuda", "cuda:1" and so on, or where a model or a trainer is made "auto".
-Path = Union[str, bytes, "os.PathLike[str]"]
+Path = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
 Text = Union[str, bytes, bytearray]
 # Called with what is done and what there is to do; ends the call by returning False.
 Progress = Callable[[int, int], object]

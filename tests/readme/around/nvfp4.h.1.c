@@ -1,4 +1,4 @@
-/* What nvfp4.h's first example stands in. */
+/* The program around the first example of nvfp4.h. */
 #include <nvfp4.h>
 #include <stdio.h>
 #include <string.h>

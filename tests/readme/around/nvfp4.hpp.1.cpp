@@ -1,4 +1,4 @@
-// What nvfp4.hpp's first example stands in.
+// The program around the first example of nvfp4.hpp.
 #include <iostream>
 #include <nvfp4.hpp>
 

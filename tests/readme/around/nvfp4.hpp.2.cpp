@@ -1,4 +1,4 @@
-// What nvfp4.hpp's example of a stream stands in.
+// The program around the example of a stream in nvfp4.hpp.
 #include <iostream>
 #include <nvfp4.hpp>
 
