@@ -2278,7 +2278,7 @@ NVFP4_Status NVFP4_session_tool_calls(NVFP4_Session *session,
  * Copies the text that a turn with these messages is rendered as. `add_generation_prompt` 1 appends the beginning of the
  * assistant's answer. Asking for the length first does not double the work, as for NVFP4_model_tokenize(). In this text,
  * names of special tokens within messages look like the template's own: do not tokenize it if the messages are untrusted,
- * but let a session run them.
+ * but let a session run them, or take their tokens from NVFP4_model_tokenize_messages().
  *
  * - `messages`, `messages_length`, `chat`: as for NVFP4_session_chat_messages(); `chat` NULL for the defaults.
  */
@@ -2291,6 +2291,24 @@ NVFP4_Status NVFP4_model_render_messages(const NVFP4_Model *model,
                                          char *buffer,
                                          size_t capacity,
                                          size_t *length);
+
+/**
+ * Converts a conversation to the token ids that a session runs for it: those of the text that it is rendered as, in which names
+ * of special tokens within messages are plain text. For hosts that run a prompt themselves, in chunks for example. Writes the
+ * number of tokens to `count`; see ARRAYS OUT above. Asking for the number first does not double the work, as for
+ * NVFP4_model_tokenize().
+ *
+ * - The rest is as for NVFP4_model_render_messages().
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_tokenize_messages(const NVFP4_Model *model,
+                                           const char *messages,
+                                           size_t messages_length,
+                                           const NVFP4_ChatOptions *chat,
+                                           int32_t add_generation_prompt,
+                                           int32_t *tokens,
+                                           size_t capacity,
+                                           size_t *count);
 
 /**
  * @defgroup detokenizer Detokenizers: text from tokens one by one, for hosts that step many sessions

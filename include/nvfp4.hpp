@@ -1372,6 +1372,16 @@ public:
                                                capacity, length);
         });
     }
+    /** The tokens that a session runs for such messages, in which names of special tokens are text. */
+    Result<std::vector<std::int32_t>> tokenize_messages(std::string_view messages, const ChatOptions &chat = ChatOptions(),
+                                                        bool add_generation_prompt = true) const
+    {
+        const NVFP4_ChatOptions plain = detail::plain(chat);
+        return detail::items<std::int32_t>([&](std::int32_t *buffer, std::size_t capacity, std::size_t *count) {
+            return NVFP4_model_tokenize_messages(get(), messages.data(), messages.size(), &plain, add_generation_prompt, buffer,
+                                                 capacity, count);
+        });
+    }
     /** The defaults, with the sampling settings that the model recommends. */
     Result<GenerateOptions> generate_options() const;
 };

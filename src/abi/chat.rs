@@ -16,10 +16,10 @@ use std::sync::Arc;
 
 use serde_json::Map;
 
-use super::arguments::{Growing, copy_text, fill, flag, options, text};
+use super::arguments::{Growing, copy_items, copy_text, fill, flag, options, text};
 use super::guard::enter;
 use super::handle;
-use super::model::{NVFP4_Model, counted};
+use super::model::{NVFP4_Model, counted, tokens_out};
 use super::session::{
     NVFP4_GenerateOptions, NVFP4_GenerationResult, NVFP4_Session, NVFP4_TokenCallback, State,
     copy_last, generate, look,
@@ -28,7 +28,7 @@ use super::status::NVFP4_Status;
 use crate::base::error::{Result, bail};
 use crate::base::memory::copied;
 use crate::model::Model;
-use crate::session::{ChatOptions, render};
+use crate::session::{ChatOptions, render, tokenize};
 use crate::text::{messages_from_json, tools_from_json, variables_from_json};
 
 /// How a turn is rendered and answered. Fill with NVFP4_chat_options_init(), then change what is to differ. Texts are read
@@ -254,7 +254,7 @@ pub unsafe extern "C" fn NVFP4_session_tool_calls(
 /// Copies the text that a turn with these messages is rendered as. `add_generation_prompt` 1 appends the beginning of the
 /// assistant's answer. Asking for the length first does not double the work, as for NVFP4_model_tokenize(). In this text,
 /// names of special tokens within messages look like the template's own: do not tokenize it if the messages are untrusted,
-/// but let a session run them.
+/// but let a session run them, or take their tokens from NVFP4_model_tokenize_messages().
 ///
 /// - `messages`, `messages_length`, `chat`: as for NVFP4_session_chat_messages(); `chat` NULL for the defaults.
 #[unsafe(no_mangle)]
@@ -284,6 +284,49 @@ pub unsafe extern "C" fn NVFP4_model_render_messages(
             // SAFETY: as above.
             let result = unsafe { copy_text(text, buffer, capacity, length) };
             (text.len() <= capacity, result)
+        })
+    })
+}
+
+/// Tokens of messages, which are kept apart from those of texts.
+struct MessageTokens(Vec<i32>);
+
+/// Converts a conversation to the token ids that a session runs for it: those of the text that it is rendered as, in which names
+/// of special tokens within messages are plain text. For hosts that run a prompt themselves, in chunks for example. Writes the
+/// number of tokens to `count`; see ARRAYS OUT above. Asking for the number first does not double the work, as for
+/// NVFP4_model_tokenize().
+///
+/// - The rest is as for NVFP4_model_render_messages().
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn NVFP4_model_tokenize_messages(
+    model: *const NVFP4_Model,
+    messages: *const c_char,
+    messages_length: usize,
+    chat: *const NVFP4_ChatOptions,
+    add_generation_prompt: i32,
+    tokens: *mut i32,
+    capacity: usize,
+    count: *mut usize,
+) -> NVFP4_Status {
+    enter("NVFP4_model_tokenize_messages", || {
+        let object: Arc<Model> = handle::get::<Model>("model", model)?;
+        // SAFETY: the pointers are as the header asks.
+        let (json, chat) = unsafe {
+            (
+                text("messages", messages, messages_length)?,
+                NVFP4_ChatOptions::read(chat)?.unwrap_or_default(),
+            )
+        };
+        let prompt = flag("add_generation_prompt", add_generation_prompt)?;
+        let input = [json.as_bytes(), format!("{chat:?}").as_bytes()].concat();
+        let encode = || {
+            let ids = tokenize(&object, &messages_from_json(json)?, prompt, &chat)?;
+            tokens_out(&ids).map(MessageTokens)
+        };
+        counted(model, prompt, &input[..], encode, |ids| {
+            // SAFETY: as above.
+            let result = unsafe { copy_items(&ids.0, tokens, capacity, count) };
+            (ids.0.len() <= capacity, result)
         })
     })
 }

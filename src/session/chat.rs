@@ -472,6 +472,18 @@ pub fn render(
     template.render_with(messages, generation, &chat.all_variables())
 }
 
+/// The tokens of that text, as a session runs them: names of special tokens in messages are text.
+pub fn tokenize(
+    model: &Model,
+    messages: &[Message],
+    generation: bool,
+    chat: &ChatOptions,
+) -> Result<Vec<u32>> {
+    let prompt = prompt(model, messages, generation, chat)?;
+    let aligned = prompt.align(model.tokenizer()?, &beginning(model)?, &[])?;
+    Ok(aligned.added)
+}
+
 /// A conversation as the model's template writes it, divided into what is special and what is text.
 fn prompt(
     model: &Model,

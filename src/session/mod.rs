@@ -25,7 +25,7 @@ use crate::model::{KvCache, KvType, Logits, Model, Scratch};
 pub use crate::model::SamplingOptions;
 pub use answer::Part;
 pub use batch::{step, step_choose};
-pub use chat::render;
+pub use chat::{render, tokenize};
 pub use conversation::ChatOptions;
 pub use generate::{Generation, Piece, Timings};
 pub use options::{Finish, GenerateOptions};

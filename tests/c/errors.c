@@ -635,6 +635,12 @@ static void sessions(NVFP4_Model *model)
     BAD(invalid, NVFP4_model_render_messages, model, json, size, NULL, 2, text, sizeof text, &length);
     BAD(invalid, NVFP4_model_render_messages, model, json, size, NULL, 1, text, sizeof text, NULL);
     BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_model_render_messages, model, json, size, NULL, 1, text, 1, &length);
+    HANDLE(NVFP4_model_tokenize_messages, h, json, size, NULL, 1, &token, 1, &length);
+    BAD(invalid, NVFP4_model_tokenize_messages, model, NULL, 1, NULL, 1, &token, 1, &length);
+    BAD(invalid, NVFP4_model_tokenize_messages, model, json, size - 1, NULL, 1, &token, 1, &length);
+    BAD(invalid, NVFP4_model_tokenize_messages, model, json, size, NULL, 2, &token, 1, &length);
+    BAD(invalid, NVFP4_model_tokenize_messages, model, json, size, NULL, 1, &token, 1, NULL);
+    BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_model_tokenize_messages, model, json, size, NULL, 1, &token, 1, &length);
     HANDLE(NVFP4_model_generate_options, h, &generate, sizeof generate);
     BAD(invalid, NVFP4_model_generate_options, model, NULL, sizeof generate);
     BAD(NVFP4_ABI_MISMATCH, NVFP4_model_generate_options, model, &generate, 12);

@@ -533,6 +533,7 @@ void conversations(const std::string &path)
     with_tools.tools_json = tools;
     CHECK(has(model.render_messages(question, with_tools), "<tools>") && !has(model.render_messages(question), "<tools>"));
     CHECK(!has(model.render_messages(question, with_tools, false), "assistant"));
+    CHECK(model.detokenize(model.tokenize_messages(question, with_tools), false) == model.render_messages(question, with_tools));
     CHECK(session.chat_messages(question, with_tools).tool_calls == 1 && has(session.tool_calls(), "weather"));
     CHECK(session.chat_messages(question).tool_calls == 1);
     for (std::string &part : parts)

@@ -224,6 +224,9 @@ static class Tests
         Same(forged, tokenizer.Decode(tokenizer.EncodePlain(forged)));
         Check(tokenizer.EncodePlain("Hi", true).SequenceEqual(tokenizer.Encode("Hi", true)));
         Throws<ArgumentNullException>(() => tokenizer.EncodePlain(null));
+        var asked = new[] { new ChatMessage("user", forged) };
+        Same("user\n" + forged + "\nassistant\n", tokenizer.Decode(model.EncodeChat(asked)));
+        Same("user\n" + forged + "\n", tokenizer.Decode(model.EncodeChat(ChatMessage.ToJson(asked), false)));
         // The bytes of half a character are none.
         Same("\uFFFD", tokenizer.Decode(tokenizer.Encode("你").Take(1).ToArray()));
         Throws<ArgumentException>(() => tokenizer.Encode("half a pair: \uD83D"));

@@ -742,6 +742,11 @@ class Models(unittest.TestCase):
         self.assertEqual(golden.decode(golden.encode(forged)), "Hi\nsystem")
         self.assertEqual(golden.decode(golden.encode(forged, special=False)), forged)
         self.assertEqual(golden.encode("Hi", special=False), golden.encode("Hi"))
+        asked = [{"role": "user", "content": forged}]
+        self.assertEqual(golden.decode(golden.encode_chat(asked)), f"user\n{forged}\nassistant\n")
+        chat = self.golden.chat()
+        chat.complete(asked, max_tokens=0)
+        self.assertEqual(golden.encode_chat(asked), chat.tokens)
 
         # The model has rows for ids that its tokenizer has no text for.
         size = self.reciter.vocab_size

@@ -108,7 +108,7 @@ namespace LibNVFP4
         /// <summary>The sampling settings that the model recommends. Chats use them unless a turn sets others.</summary>
         public GenerateOptions GenerateOptions() => LibNVFP4.GenerateOptions.From(this);
 
-        /// <summary>Renders a conversation with the model's chat template. Names of special tokens within messages look like the template's own in it: a chat runs messages of strangers, not <see cref="LibNVFP4.Tokenizer.Encode"/> of this.</summary>
+        /// <summary>Renders a conversation with the model's chat template. Names of special tokens within messages look like the template's own in it: messages of strangers go to a chat, or to <see cref="EncodeChat(IEnumerable{ChatMessage}, bool, ChatOptions)"/>.</summary>
         /// <param name="messages">The conversation.</param>
         /// <param name="addGenerationPrompt">Whether to open the assistant's next turn.</param>
         /// <param name="chat">How it is written; null for the defaults.</param>
@@ -124,6 +124,25 @@ namespace LibNVFP4
                 fixed (byte* at = json)
                     return Native.NVFP4_model_render_messages(Handle, at, Interop.Size(json.Length), raw,
                         Interop.Flag(addGenerationPrompt), buffer, capacity, length);
+            }));
+        }
+
+        /// <summary>The tokens that a session runs for a conversation, in which names of special tokens are text.</summary>
+        /// <param name="messages">The conversation.</param>
+        /// <param name="addGenerationPrompt">Whether to open the assistant's next turn.</param>
+        /// <param name="chat">How it is written; null for the defaults.</param>
+        public int[] EncodeChat(IEnumerable<ChatMessage> messages, bool addGenerationPrompt = true, ChatOptions chat = null) =>
+            EncodeChat(ChatMessage.ToJson(messages), addGenerationPrompt, chat);
+
+        /// <summary>The same of JSON.</summary>
+        public int[] EncodeChat(string messages, bool addGenerationPrompt = true, ChatOptions chat = null)
+        {
+            byte[] json = Interop.Utf8(messages, nameof(messages));
+            return Interop.Array<int>((buffer, capacity, count) => ChatOptions.Use(chat, raw =>
+            {
+                fixed (byte* at = json)
+                    return Native.NVFP4_model_tokenize_messages(Handle, at, Interop.Size(json.Length), raw,
+                        Interop.Flag(addGenerationPrompt), (int*)buffer, capacity, count);
             }));
         }
 

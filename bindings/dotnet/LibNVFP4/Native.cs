@@ -719,6 +719,10 @@ namespace LibNVFP4
         internal static extern int NVFP4_model_render_messages(ModelHandle model, byte* messages, UIntPtr messagesLength,
             NativeChatOptions* chat, int addGenerationPrompt, byte* buffer, UIntPtr capacity, UIntPtr* length);
 
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_tokenize_messages(ModelHandle model, byte* messages, UIntPtr messagesLength,
+            NativeChatOptions* chat, int addGenerationPrompt, int* tokens, UIntPtr capacity, UIntPtr* count);
+
         // Detokenizers.
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]

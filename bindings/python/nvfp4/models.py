@@ -192,11 +192,17 @@ class Tokenizer(Single):
     def render_chat(self, messages, add_generation_prompt=True, **options):
         """
         A conversation, of messages as for ChatSession.complete(), rendered by the model's chat template. Options are a chat's. Names of
-        special tokens within messages look like the template's own here: a chat runs messages of strangers, not encode() of this.
+        special tokens within messages look like the template's own here: messages of strangers go to a chat, or to encode_chat().
         """
         how = _chat_options(_only_chat_options(options))
         return native.text_out(lib.model_render_messages, self._model, *native.text_in(json.dumps(messages)), ctypes.byref(how),
                                add_generation_prompt)
+
+    def encode_chat(self, messages, add_generation_prompt=True, **options):
+        """The tokens that a chat runs for such messages, in which names of special tokens are text."""
+        how = _chat_options(_only_chat_options(options))
+        return native.items_out(ctypes.c_int32, lib.model_tokenize_messages, self._model, *native.text_in(json.dumps(messages)),
+                                ctypes.byref(how), add_generation_prompt)
 
 
 class Model(Handle):

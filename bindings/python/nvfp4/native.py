@@ -92,7 +92,8 @@ session_options_init(pI)S
 generate_options_init(pI)S model_generate_options(ppI)S session_create(ppp)S session_retain(p)S session_release(p)S session_prefill(ppzp)S
 session_prefill_token_by_token(ppzp)S session_decode(pip)S session_logits(ppzpp)S session_sample(ppp)S session_generate(ppppp)S
 chat_options_init(pI)S session_chat(ppzppppp)S session_chat_messages(ppzppppp)S session_messages(ppzp)S session_reasoning(ppzp)S
-session_tool_calls(ppzp)S model_render_messages(ppzpipzp)S session_text(ppzp)S session_length(pp)S session_context(pp)S
+session_tool_calls(ppzp)S model_render_messages(ppzpipzp)S model_tokenize_messages(ppzpipzp)S
+session_text(ppzp)S session_length(pp)S session_context(pp)S
 session_memory(pp)S session_tokens(ppzp)S session_truncate(pz)S session_reset(p)S session_fork(pp)S session_save(ppzp)S
 session_restore(ppzpp)S session_step(ppzpp)S session_step_sample(ppzpppp)S
 trainer_options_init(pI)S trainer_create(pzppp)S trainer_resume(pzpzppp)S trainer_retain(p)S trainer_release(p)S
