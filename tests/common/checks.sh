@@ -37,6 +37,15 @@ package_version() { sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1; }
 # again COMMAND...: until it works, three times at most: for what a network loses once.
 again() { "$@" || { sleep 5 && "$@"; } || { sleep 20 && "$@"; }; }
 
+# with_lock NAME COMMAND...: while no other script holds the lock of that name. For what several scripts make or install that run at a time.
+with_lock() (
+    folder=${CARGO_TARGET_DIR:-target}/locks
+    mkdir -p "$folder" && exec 9>"$folder/$1" || exit
+    shift
+    ! command -v flock >/dev/null || flock 9
+    "$@" 9>&-
+)
+
 # Leaves out of cargo's log what it compiles, but for a line now and then that it goes on.
 without_compiling() {
     awk '/^ +(Compiling|Checking|Download(ed|ing)|Updating|Locking|Adding|Blocking) / { if (++n % 50 == 0) print "    " $0 " ..., " n; fflush(); next }
@@ -65,7 +74,9 @@ start_hub() {
 }
 
 # Installs Debian packages, where there is apt-get and it is allowed.
-install_packages() {
+install_packages() { with_lock packages apt_install "$@"; }
+
+apt_install() {
     command -v apt-get >/dev/null || return
     local root=()
     [ "$(id -u)" -eq 0 ] || root=(sudo -n)

@@ -11,7 +11,7 @@ in_release() (
 )
 
 # The folder of what packs wheels, which is kept with the tools of releases.
-wheel_tools() { NVFP4_RELEASE=${CARGO_TARGET_DIR:-target}/distribution in_release wheels wheel_tools; }
+wheel_tools() { NVFP4_RELEASE=${CARGO_TARGET_DIR:-target}/distribution with_lock wheels in_release wheels wheel_tools; }
 
 # pack_package LIBRARY PLATFORM EPOCH RESULT: a wheel of the checkout's package.
 pack_package() {

@@ -377,7 +377,7 @@ if install_mono; then
 else
     skip "C# on Mono" "mcs and mono are not here and could not be installed" dotnet
 fi
-if ! again install_dotnet "$arch" "$target" 2>"$work/log"; then
+if ! again with_lock dotnet install_dotnet "$arch" "$target" 2>"$work/log"; then
     skip ".NET Core" "$(tail -1 "$work/log")" dotnet
 else
     references >"$work/references"

@@ -333,7 +333,7 @@ if again wheel_tools >"$work/log" 2>&1; then
 else
     skip "wheels" "$(tail -1 "$work/log")"
 fi
-if (source release/dotnet.sh && again install_dotnet "$(uname -m)" "$dotnet") >"$work/log" 2>&1; then
+if (source release/dotnet.sh && again with_lock dotnet install_dotnet "$(uname -m)" "$dotnet") >"$work/log" 2>&1; then
     check "NuGet packages pack, twice to the same bytes" packages_pack
     check "none without a library" packages_without_natives_are_refused
     check "added to new programs, they answer" packages_work

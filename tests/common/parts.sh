@@ -1,0 +1,15 @@
+# What parts of a test run take. Sourced by tests/run.sh and .ci/run.
+# shellcheck shell=bash
+
+# timed FILE COMMAND...: runs it in a shell of its own, and writes into FILE the seconds that it took and the processor seconds of all that it
+# started, with a tab between them.
+timed() (
+    file=$1 start=$SECONDS
+    shift
+    "$@"
+    code=$?
+    times >"$file.times"
+    # Its second line is that of children: minutes and seconds of user time, and of the system's.
+    awk -v wall=$((SECONDS - start)) 'NR == 2 { gsub(/[ms]/, " "); printf "%d\t%.0f\n", wall, 60 * $1 + $2 + 60 * $3 + $4 }' "$file.times" >"$file"
+    exit "$code"
+)
