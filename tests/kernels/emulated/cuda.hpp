@@ -1,6 +1,9 @@
 // The extensions of CUDA C++ that the kernels tested here use, for the blocks of one cluster. Their threads are fibers of one CPU thread: a
 // barrier switches to the next fiber. Fibers take turns in an order that depends on the seed.
 #pragma once
+// Checked jumps take one to another fiber's stack for a mistake.
+#undef _FORTIFY_SOURCE
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -86,8 +89,10 @@ inline float uniform() { return (float)((int)(noise() % 2001) - 1000) * 1e-3f; }
 // The blocks of a cluster.
 struct Cluster {
     struct Fiber {
+        // Where it begins. It resumes at `place`, since swapcontext makes a system call for each switch.
         ucontext_t context;
-        bool done = false;
+        jmp_buf place;
+        bool begun = false, done = false;
         // The fiber resumes when this counter is no longer `count`.
         const uint64_t* counter = nullptr;
         uint64_t count = 0;
@@ -99,7 +104,7 @@ struct Cluster {
         uint64_t passed = 0;
     };
     std::vector<std::unique_ptr<Fiber>> fibers;
-    ucontext_t scheduler;
+    jmp_buf scheduler;
     std::function<void()> body;
     int threads;
     std::vector<Barrier> barriers;
@@ -119,7 +124,17 @@ struct Cluster {
     static void start() {
         current->body();
         current->fiber().done = true;
-        swapcontext(&current->fiber().context, &current->scheduler);
+        _longjmp(current->scheduler, 1);
+    }
+    // Runs a fiber until it waits or is done.
+    void resume(Fiber& f) {
+        if (_setjmp(scheduler)) return;
+        if (f.begun) _longjmp(f.place, 1);
+        f.begun = true;
+        setcontext(&f.context);
+    }
+    void pause(Fiber& f) {
+        if (!_setjmp(f.place)) _longjmp(scheduler, 1);
     }
 
     void switch_to(int block, int first_z) {
@@ -167,7 +182,7 @@ struct Cluster {
                 if (skipped >> i / 32 % 32 & 1) continue;
                 switch_to(i / threads, first_z);
                 threadIdx.x = i % threads;
-                swapcontext(&scheduler, &f.context);
+                resume(f);
                 left -= f.done;
             }
             if (!any) printf("%d threads wait for each other\n", left), exit(1);
@@ -179,7 +194,7 @@ struct Cluster {
         Fiber& f = current->fiber();
         f.counter = &counter;
         f.count = counter;
-        swapcontext(&f.context, &current->scheduler);
+        current->pause(f);
         f.counter = nullptr;
     }
     // Whether this thread is the last of `threads` to arrive.
