@@ -164,11 +164,21 @@ install_nextest() {
 # install_tools [all]: succeeds if there is what runs tests.
 install_tools() { install_system_tools "$@"; install_nextest; }
 
+# compile_tests [OPTION...]: as cargo is told, and lists the executables for scripts that run tests with something that they have fetched.
+compile_tests() {
+    title "compiling Rust tests"
+    cargo test --locked --color never "$@" --no-run 2>&1 | tee "$work/executables" | without_compiling | grep --line-buffered -v '^ *Executable '
+    [ "${PIPESTATUS[0]}" -eq 0 ] && return
+    add 0 1 0
+    return 1
+}
+
 # rust_tests [OPTION...]: all of them, or those that nextest is told.
 rust_tests() {
     title "Rust tests"
     local log=$work/rust summary run ok
-    cargo nextest run --locked "$@" --no-fail-fast --color never --status-level pass --final-status-level none \
+    # One more than there are processors, as tests of networks wait most of their time.
+    cargo nextest run --locked "$@" --test-threads $(($(nproc) + 1)) --no-fail-fast --color never --status-level pass --final-status-level none \
         --success-output immediate 2>&1 | tee "$log" | without_compiling | quiet
     local code=${PIPESTATUS[0]}
     failures "$log" "Rust tests"
@@ -176,19 +186,27 @@ rust_tests() {
     run=$(number 'tests? run' "${summary//\// }")
     ok=$(number passed "$summary")
     add "$ok" $((run - ok)) $(($(number skipped "$summary") + $(skips "$log" rust)))
-    # Without a summary nothing ran: the tests did not compile, or nextest itself failed.
+    # Without a summary nothing ran: nextest itself failed.
     [ "$code" -ne 0 ] && [ "$run" -eq "$ok" ] && add 0 1 0
 }
 
+# documentation_tests [OPTION...]
 documentation_tests() {
     title "documentation examples"
     local log=$work/doc result
-    cargo test --locked --quiet --doc --color never 2>&1 | tee "$log"
+    cargo test --locked --quiet --doc --color never "$@" 2>&1 | tee "$log"
     local code=${PIPESTATUS[0]}
     failures "$log" "documentation examples"
     result=$(grep -E '^test result:' "$log" | tail -1)
     add "$(number passed "$result")" "$(number failed "$result")" "$(number ignored "$result")"
     [ "$code" -ne 0 ] && [ "$(number failed "$result")" -eq 0 ] && add 0 1 0
+}
+
+# rust [OPTION...]: compiles the Rust tests as cargo is told, and runs them.
+rust() {
+    counted "compiling Rust tests" compile_tests "$@" || return
+    export NVFP4_RUST_TESTS=$work/executables
+    counted "Rust tests" rust_tests "$@"
 }
 
 # script_tests NAME: tests/NAME/run.sh, as a part.
@@ -209,7 +227,7 @@ script_tests() {
         failures "$log.code" "$script"
         add 0 1 0
     fi
-    # What failed is in the counts.
+    # Failures are in the counts.
     return 0
 }
 
@@ -330,15 +348,14 @@ else
     fi
     case $mode in
         "" | --long)
-            counted "Rust tests" rust_tests
-            counted "documentation examples" documentation_tests
+            rust "${CHECKED[@]}" && counted "documentation examples" documentation_tests "${CHECKED[@]}"
             scripts=(tests/*/run.sh)
             scripts=("${scripts[@]#tests/}")
             scripts=("${scripts[@]%/run.sh}")
             counted "release build" build --release || scripts=()
             ;;
         --fast)
-            counted "Rust tests" rust_tests
+            rust
             scripts=("${FAST[@]}")
             export NVFP4_BUILD=$target/debug
             counted build build || scripts=()

@@ -67,12 +67,12 @@ get_what_is_missing() {
     choose_rust
 }
 
-# Little optimisation: compiling costs more than the tests take, even emulated.
+# Little optimisation: compiling costs more than the tests take, even emulated. What runs while compiling is shared with the release build.
 cross() {
     local command=$1
     shift
-    NVFP4_REQUIRE=neon cargo "$command" --locked --color never --target $triple --config 'profile.dev.package."*".opt-level=0' \
-        --config profile.dev.opt-level=1 --config profile.dev.debug=false "$@"
+    NVFP4_REQUIRE=neon cargo "$command" --locked --color never --target $triple "${CHECKED[@]}" --config 'profile.release.package."*".opt-level=0' \
+        --config profile.release.package.nvfp4.opt-level=1 "$@"
 }
 
 # Runs test files and counts their tests.
@@ -154,7 +154,7 @@ rust_tests --test training -- --skip adapters_learn_beside --skip four_bits_lear
     --skip stochastic_gradients --skip what_resumes
 # Nothing is left to compile: this puts libNVFP4.so beside the command.
 if cross build --quiet --lib; then
-    build=$(cd "$target/$triple/debug" && pwd)
+    build=$(cd "$target/$triple/release" && pwd)
     $compiler -E -P -Iinclude -xc - <<<"#include <nvfp4.h>" | grep -oE '\bNVFP4_[A-Za-z0-9_]+[[:space:]]*\(' | tr -d '( \t' |
         sort -u >"$work/declared"
     check "nvfp4 diagnose chooses NEON" neon_is_chosen

@@ -52,6 +52,31 @@ without_compiling() {
          { print; fflush() }'
 }
 
+# How tests/run.sh compiles Rust tests; a script that compiles a few of its own does so too, which leaves their dependencies compiled.
+readonly CHECKED=(--release --config tests/common/checked.toml)
+
+# rust_test NAME ARGUMENT...: runs Rust tests, those of tests/NAME.rs, or the library's own if NAME is lib.
+rust_test() {
+    local executable
+    executable=$(rust_executable "$1") && "$executable" "${@:2}"
+}
+
+# rust_executable NAME: prints the path of such tests, which tests/run.sh has compiled and lists in the file $NVFP4_RUST_TESTS, or else cargo
+# compiles here.
+rust_executable() {
+    local path=tests/$1.rs option=--test=$1 executable log=$work/compiled
+    [ "$1" != lib ] || path="unittests src/lib.rs" option=--lib
+    executable=$(executable_of "$path" "${NVFP4_RUST_TESTS:-/dev/null}")
+    if [ ! -x "$executable" ]; then
+        cargo test --locked --color never --no-run "$option" >"$log" 2>&1 || { cat "$log" >&2; return 1; }
+        executable=$(executable_of "$path" "$log")
+    fi
+    echo "$executable"
+}
+
+# executable_of PATH LOG: what cargo says in a log that it has made of a source file.
+executable_of() { sed -n "s|^ *Executable $1 (\\(.*\\))$|\\1|p" "$2"; }
+
 # Forgets what the environment says of the Hugging Face hub, its cache, and the way to it.
 no_hub() {
     unset HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_TOKEN_PATH HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_HUB_CACHE HUGGINGFACE_HUB_CACHE

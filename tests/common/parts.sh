@@ -1,4 +1,4 @@
-# What parts of a test run take. Sourced by tests/run.sh and .ci/run.
+# Seconds and processor seconds of the parts of a test run. Sourced by tests/run.sh and .ci/run.
 # shellcheck shell=bash
 
 # timed FILE COMMAND...: runs it in a shell of its own, and writes into FILE the seconds that it took and the processor seconds of all that it

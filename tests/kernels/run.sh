@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # GPU kernels on a machine without a GPU: bash tests/kernels/run.sh
 #
-# Fetches NVIDIA's compiler library and disassembler from PyPI into the target folder, builds with the kernels of one architecture
-# embedded, as release/build.sh embeds all, and runs tests/kernels.rs, for every architecture, and the test of what is embedded.
+# Fetches NVIDIA's compiler library and disassembler from PyPI into the target folder, runs tests/kernels.rs for every architecture, and builds
+# with the kernels of one architecture embedded, as release/build.sh embeds all, for the tests of what is embedded.
 # Installs pip with apt-get where it is missing and that is allowed. What cannot be fetched is SKIPPED, or fails if NVFP4_REQUIRE
-# names nvrtc. Takes three minutes of processor time. The last line is "N passed, N failed, N skipped".
+# names nvrtc. The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
@@ -36,13 +36,20 @@ if ! again fetch; then
     finish
 fi
 
+# Before cargo sees the variables below, which would have it compile all of it anew.
+kernels=$(rust_executable kernels)
 tools=$(cd "$tools/nvidia/cu13" && pwd)
 export NVFP4_NVRTC=$tools/lib/libnvrtc.so.13 PATH=$tools/bin:$PATH
-export NVFP4_EMBED_KERNELS=sm_90a NVFP4_REQUIRE=nvrtc,nvdisasm
+export NVFP4_REQUIRE=nvrtc,nvdisasm
 
-# Without optimisation, and so beside the build of the other tests, which embeds nothing.
-cargo test --locked --color never --no-fail-fast --config profile.dev.opt-level=0 --lib --test kernels -- \
-    cuda::registry:: sm_ every_target reports_are an_architecture benchmark_sources 2>&1 | tee "$log" | without_compiling
+# Tests that compile kernels run from the executable of all other tests. Tests of embedded kernels need a build of their own, without
+# optimisation, and with one architecture.
+{
+    "$kernels" sm_ every_target reports_are an_architecture benchmark_sources
+    first=$?
+    NVFP4_EMBED_KERNELS=sm_90a cargo test --locked --color never --no-fail-fast "${CHECKED[@]}" \
+        --config profile.release.package.nvfp4.opt-level=0 --lib -- cuda::registry:: && [ $first -eq 0 ]
+} 2>&1 | tee "$log" | without_compiling
 code=${PIPESTATUS[0]}
 count() { grep '^test result:' "$log" | grep -oE "[0-9]+ $1" | awk '{ sum += $1 } END { print sum + 0 }'; }
 passed=$(count passed) failed=$(count failed)

@@ -53,7 +53,7 @@ chat_by_name() {
 
 # Our own tokenizer and the crate's make the same tokens of hostile text.
 same_tokens() {
-    NVFP4_TOKENIZERS=$target/package/models/tokenizer.json cargo test --test tokens tokens_of_named_tokenizers -- --nocapture
+    NVFP4_TOKENIZERS=$target/package/models/tokenizer.json rust_test tokens tokens_of_named_tokenizers --nocapture
 }
 
 # Without a token the model is not to be seen, and the quickstart takes another: fails only where that could not be downloaded;

@@ -10,10 +10,10 @@ source tests/common/checks.sh
 export NVFP4_TEMPLATES
 NVFP4_TEMPLATES=$(mkdir -p "${CARGO_TARGET_DIR:-target}/templates" && cd "${CARGO_TARGET_DIR:-target}/templates" && pwd) || exit 1
 
-agrees() { cargo test --locked --color never --test text -- --exact "published_$1_agree_with_transformers"; }
+agrees() { rust_test text --exact "published_$1_agree_with_transformers"; }
 
 # Of a conversation, the answers alone, and an error for those templates where they cannot be told apart.
-masked() { cargo test --locked --color never --test training_data -- --exact public_templates_are_masked; }
+masked() { rust_test training_data --exact public_templates_are_masked; }
 
 if again bash tests/templates/fetch.sh "$NVFP4_TEMPLATES" >"$work/fetched" 2>&1; then
     check "templates of public models" agrees templates

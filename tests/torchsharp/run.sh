@@ -77,10 +77,9 @@ with_torch() {
 
 # The library's own memory as a tensor of libtorch, which only managed memory becomes: here from within, on the CPU.
 wrapped() {
-    cargo test --locked --lib --no-run 2>"$work/built" || { cat "$work/built"; return 1; }
     local tests
-    tests=$(sed -n 's/.*Executable.*(\(.*\))$/\1/p' "$work/built")
-    LD_PRELOAD="$1/lib/libtorch_cpu.so" "$tests" --ignored --exact abi::libtorch::tests::memory_of_the_library_becomes_a_tensor_and_comes_back
+    tests=$(rust_executable lib) &&
+        LD_PRELOAD="$1/lib/libtorch_cpu.so" "$tests" --ignored --exact abi::libtorch::tests::memory_of_the_library_becomes_a_tensor_and_comes_back
 }
 
 check "the library needs neither libtorch nor CUDA" needs_neither
