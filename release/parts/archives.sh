@@ -83,8 +83,9 @@ bill_of_materials() {
 # pack FOLDER FILE EPOCH: the same bytes for the same files. The library's kernels are in three files of it, and a dictionary that spans
 # them all keeps them once: that is why it is xz.
 pack() {
+    # Tests that only unpack what they pack take another preset.
     local folder=$1 file=$2 epoch=$3
     LC_ALL=C tar --create --sort=name --format=gnu --mtime="@$epoch" --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX \
-        -C "$(dirname "$folder")" "$(basename "$folder")" | xz -T1 --lzma2=preset=6,dict=128MiB >"$file.part"
+        -C "$(dirname "$folder")" "$(basename "$folder")" | xz -T1 "--lzma2=preset=${NVFP4_RELEASE_PRESET:-6},dict=128MiB" >"$file.part"
     mv "$file.part" "$file"
 }

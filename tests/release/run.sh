@@ -84,6 +84,7 @@ packs_to_the_same_bytes() {
 }
 
 unpacked_it_works() {
+    export NVFP4_RELEASE_PRESET=0
     mkdir "$work/try" && in_release archives pack "$tree" "$work/try/nvfp4.tar.xz" 1700000000 &&
         cp -r tests/data/verse-10m release/try-inside.sh "$work/try" && bash "$work/try/try-inside.sh" nvfp4
 }
@@ -218,6 +219,7 @@ install_lines() {
 
 # What README.md says to do with an archive, a wheel and a package, as it stands there, but for names of this machine's and what is asked.
 archive_installs() {
+    export NVFP4_RELEASE_PRESET=0
     local name=nvfp4-$version-linux-$(uname -m) lines
     lines=$(install_lines 1) && [ "$(wc -l <<<"$lines")" -eq 4 ] && lines=${lines//x86_64/$(uname -m)} && mkdir -p "$work/install/from" && cp -r "$tree" "$work/install/from/$name" &&
         in_release archives pack "$work/install/from/$name" "$work/install/$name.tar.xz" 1700000000 && cd "$work/install" &&
