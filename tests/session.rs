@@ -16,7 +16,7 @@ use NVFP4::session::{
     SessionOptions, step,
 };
 use NVFP4::text::{Detokenizer, Message};
-use common::{Copy, cut, expect_kind, golden, load, options, some_tokens};
+use common::{Copy, cases, cut, expect_kind, golden, load, options, some_tokens};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use twox_hash::XxHash3_64;
@@ -1501,7 +1501,7 @@ fn damaged_session_files_are_errors() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(300))]
+    #![proptest_config(ProptestConfig::with_cases(cases(300)))]
 
     #[test]
     fn flipped_bits_never_pass(flips in proptest::collection::vec((0usize..1 << 20, 0u8..8), 1..4)) {
@@ -1562,7 +1562,7 @@ fn take(session: &mut Session, (call, a, b): Step) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(60))]
+    #![proptest_config(ProptestConfig::with_cases(cases(60)))]
 
     #[test]
     fn whatever_is_done_a_session_is_its_tokens(

@@ -137,6 +137,11 @@ pub fn required_capabilities() -> Vec<String> {
         .unwrap_or_default()
 }
 
+/// `NVFP4_LONG`: whether tests run their long loops whole, as `tests/run.sh --long` has them.
+pub fn tests_are_long() -> bool {
+    text("NVFP4_LONG").is_some_and(|s| s != "0")
+}
+
 /// `HF_TOKEN`, or `HUGGING_FACE_HUB_TOKEN` as it was called before: the access token for the Hugging Face hub, and the
 /// variable that has it.
 pub fn hf_token() -> Option<(String, &'static str)> {

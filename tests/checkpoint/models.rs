@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 
 use NVFP4::base::threads::Pool;
-use NVFP4::base::{Error, ErrorKind};
+use NVFP4::base::{Error, ErrorKind, env};
 use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
 use NVFP4::model::convert::{Container, ConvertOptions, convert};
 use NVFP4::model::{self, Device, LoadOptions, Model};
@@ -478,7 +478,7 @@ fn integers_are_no_weights() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(100))]
+    #![proptest_config(ProptestConfig::with_cases(if env::tests_are_long() { 1000 } else { 100 }))]
 
     /// Loaded or refused, run or refused: anything but a panic.
     #[test]

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use NVFP4::base::memory::{self, Tag};
-use NVFP4::base::{ErrorKind, Result};
+use NVFP4::base::{ErrorKind, Result, env};
 use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
 use safetensors::SafeTensors;
 
@@ -21,6 +21,11 @@ pub(crate) fn expect_kind<T>(result: Result<T>, kind: ErrorKind, words: &str) {
             assert!(e.message().contains(words), "'{words}' is not in: {e}");
         }
     }
+}
+
+/// Cases of a random test: `short` in a run of all tests, ten times as many in a long one.
+pub(crate) fn cases(short: u32) -> u32 {
+    short * if env::tests_are_long() { 10 } else { 1 }
 }
 
 /// The directory of a golden model.

@@ -8,6 +8,7 @@ use super::form::AnswerForm;
 use super::parser::{AnswerParser, Event};
 use super::section::Form;
 use super::{deepseek, gemma, json, llama, mistral, python, xml};
+use crate::base::env;
 use crate::text::ToolCall;
 
 static ALL: [&dyn Form; 14] = [
@@ -304,7 +305,7 @@ fn answers() -> impl Strategy<Value = (&'static dyn Form, Vec<String>)> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 4000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 4000 * if env::tests_are_long() { 10 } else { 1 }, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn cuts_change_nothing(
