@@ -78,7 +78,7 @@ fn estimates_are_the_peaks_of_steps() {
         gate_up: true,
         ..RecomputedParts::default()
     };
-    // Every fifth meets each value of each property, and most pairs; all take a while.
+    // Every fifth of the combinations has each pair of values of two properties.
     let stride = if env::tests_are_long() { 1 } else { 5 };
     let (mut number, mut wrong) = (0, Vec::new());
     for name in ["qwen3_tied", "qwen3_untied", "llama_biased", "gemma3_wide"] {
