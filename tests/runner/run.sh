@@ -131,6 +131,16 @@ long() {
     ! runs && runs --long
 }
 
+# Scripts that are named are there.
+names() {
+    local name names
+    names=$(sed -nE 's/^readonly (FAST|LONGEST|ALONE|GPU)=\(([a-z0-9 ]+)\).*/\2/p' tests/run.sh)
+    [ "$(wc -l <<<"$names")" -eq 4 ] || return 1
+    for name in $names; do
+        [ -x "tests/$name/run.sh" ] || { echo "there is no tests/$name/run.sh"; return 1; }
+    done
+}
+
 refused() { runs "$@"; [ $? -eq 2 ] && [ "$(wc -l <"$work/said")" -eq 1 ]; }
 
 check "a tree of tests" make_tree
@@ -143,6 +153,7 @@ check "scripts take interrupts" interrupts
 check "a signal ends scripts" ended
 check "the table of seconds" table
 check "long tests" long
+check "names of scripts" names
 check "another option" refused --longer
 NVFP4_SCRIPTS=none check "no number of scripts" refused
 finish
