@@ -13,7 +13,7 @@ use NVFP4::base::{Error, ErrorKind};
 use NVFP4::model::{Activations, KvType, LoadOptions, Model};
 use NVFP4::session::{
     Eviction, Finish, GenerateOptions, Generation, Piece, Sampler, SamplingOptions, Session,
-    SessionOptions, step,
+    SessionOptions, Transcript, step,
 };
 use NVFP4::text::{Detokenizer, Message};
 use common::{Copy, cases, cut, expect_kind, golden, load, options, some_tokens};
@@ -912,6 +912,35 @@ fn an_answer_that_stopped_by_itself_is_closed_once() {
     chat(&mut session, "x", 0);
     let ends = session.tokens().iter().filter(|&&t| t == END).count();
     assert_eq!(ends, 3, "two users' turns and one answer");
+}
+
+#[test]
+fn a_turn_ends_where_the_template_ends_it() {
+    // A token that only the template tells: its vocabulary takes it for text, and no config names it.
+    let dir = Copy::of("qwen3_tied", "ends");
+    let tokenizer = fs::read_to_string(dir.0.join("tokenizer.json")).unwrap();
+    let mut tokenizer: Value = serde_json::from_str(&tokenizer).unwrap();
+    let added = &mut tokenizer["added_tokens"][END as usize];
+    added["content"] = "<|fin|>".into();
+    added["special"] = false.into();
+    dir.write("tokenizer.json", tokenizer.to_string().as_bytes());
+    dir.write("generation_config.json", b"{}");
+    let without = Model::load(&dir.0, &options()).unwrap();
+    assert_eq!(without.stop_tokens(), [0]);
+    let template = CHATML.replace("<|im_end|>", "<|fin|>");
+    dir.write("chat_template.jinja", template.as_bytes());
+    let model = Model::load(&dir.0, &options()).unwrap();
+    assert_eq!(model.stop_tokens(), [0, END]);
+    // Nobody sees it where generating goes on after it.
+    let mut options = drawn(4);
+    let mut seen = |ignore: bool| {
+        options.ignore_model_stops = ignore;
+        let mut transcript = Transcript::new(&model, &[], &options).unwrap();
+        let (text, finish) = transcript.push(END);
+        (text.to_owned(), finish)
+    };
+    assert_eq!(seen(false), (String::new(), Some(Finish::Stop)));
+    assert_eq!(seen(true), (String::new(), None));
 }
 
 #[test]

@@ -4,6 +4,8 @@
 mod common;
 #[path = "text/prompt.rs"]
 mod prompt;
+#[path = "text/turn_ends.rs"]
+mod turn_ends;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -199,6 +199,11 @@ impl ModelArgs {
         };
         let model = watch.during(|| Model::load(path, &options));
         bar.finish_and_clear();
+        if let Ok(model) = &model
+            && let Some(fault) = model.chat_template().fault()
+        {
+            eprintln!("nvfp4: {fault}; conversations that need that template will be refused");
+        }
         model
     }
 }

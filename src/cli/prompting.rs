@@ -49,6 +49,9 @@ impl PromptingArgs {
         }
         let variables = variables_from_json(&Value::Object(variables).to_string())?;
         warn_of_unread(model, &variables);
+        if !model.info().chat_template {
+            eprintln!("nvfp4: the model brings no chat template; using ChatML");
+        }
         if self.think_budget.is_some() && model.answer_form().reasoning().is_none() {
             eprintln!(
                 "nvfp4: the model is not known to think, so that --think-budget changes nothing"

@@ -659,14 +659,23 @@ pub fn text_files(source: &TokenizerSource) -> Result<Vec<(String, Vec<u8>)>> {
                 config[key] = json!(token);
             }
         }
-        if let Some(template) = &vocabulary.chat_template {
-            config["chat_template"] = json!(template);
+        match (&vocabulary.chat_template, &vocabulary.tool_template) {
+            (Some(template), None) => config["chat_template"] = json!(template),
+            (default, Some(tool_use)) => {
+                let named =
+                    |name: &str, template: &String| json!({"name": name, "template": template});
+                let default = default.iter().map(|template| named("default", template));
+                let all: Vec<_> = default.chain([named("tool_use", tool_use)]).collect();
+                config["chat_template"] = all.into();
+            }
+            (None, None) => {}
         }
-        let mut ends: Vec<u32> = [vocabulary.eos, vocabulary.eot]
-            .into_iter()
-            .flatten()
-            .collect();
-        ends.dedup();
+        let mut ends = Vec::new();
+        for id in vocabulary.ends() {
+            if !ends.contains(&id) {
+                ends.push(id);
+            }
+        }
         let mut generation = json!({ "eos_token_id": ends });
         if let Some(bos) = vocabulary.bos {
             generation["bos_token_id"] = json!(bos);

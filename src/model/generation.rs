@@ -10,11 +10,7 @@ use super::spec::Spec;
 use crate::base::error::{bail, err};
 use crate::base::{Error, Result};
 use crate::checkpoint::TokenizerSource;
-use crate::text::Tokenizer;
-
-/// Tokens that end an assistant's turn in the templates of the known families, where the vocabulary has them. The last ends a message
-/// in which Llama calls a tool.
-const TURN_ENDS: [&str; 4] = ["<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>"];
+use crate::text::{TextFiles, turn_ends};
 
 /// What is read.
 pub(super) struct Generation {
@@ -23,12 +19,8 @@ pub(super) struct Generation {
     pub(super) sampling: SamplingOptions,
 }
 
-/// Reads what the config, `generation_config.json` or GGUF metadata, and the tokenizer say.
-pub(super) fn read(
-    spec: &Spec,
-    source: &TokenizerSource,
-    tokenizer: Option<&Tokenizer>,
-) -> Result<Generation> {
+/// Reads what the config, `generation_config.json` or GGUF metadata, the chat template and the tokenizer say.
+pub(super) fn read(spec: &Spec, source: &TokenizerSource, text: &TextFiles) -> Result<Generation> {
     let mut stop_tokens = spec.eos.clone();
     let sampling = match source {
         TokenizerSource::Directory(directory) => {
@@ -39,14 +31,13 @@ pub(super) fn read(
             sampling(&file).map_err(named)?
         }
         TokenizerSource::Vocabulary(v) => {
-            stop_tokens.extend(v.eos.into_iter().chain(v.eot));
+            stop_tokens.extend(v.ends());
             sampling(&v.sampling).map_err(|e| e.within("general.sampling"))?
         }
         TokenizerSource::None => SamplingOptions::default(),
     };
-    if let Some(tokenizer) = tokenizer {
-        let ends = TURN_ENDS.iter().filter_map(|t| tokenizer.id_of(t));
-        stop_tokens.extend(ends.filter(|&id| tokenizer.is_special(id)));
+    if let Some(tokenizer) = &text.tokenizer {
+        stop_tokens.extend(turn_ends(tokenizer, text.template.as_ref())?);
     }
     stop_tokens.sort_unstable();
     stop_tokens.dedup();

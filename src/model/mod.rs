@@ -127,7 +127,7 @@ pub struct ModelInfo {
     pub sampling_only: bool,
     /// Whether there is a tokenizer.
     pub tokenizer: bool,
-    /// Whether the model brought its own chat template; ChatML is used where it did not.
+    /// Whether the model brought its own chat template, if a broken one; ChatML is used where it did not.
     pub chat_template: bool,
     /// Bytes that one cached position takes in f16; twice that in f32.
     pub kv_bytes_per_token: u64,
@@ -330,11 +330,7 @@ impl Model {
         let Generation {
             stop_tokens,
             sampling,
-        } = generation::read(
-            &spec,
-            &checkpoint.metadata().tokenizer,
-            text.tokenizer.as_deref(),
-        )?;
+        } = generation::read(&spec, &checkpoint.metadata().tokenizer, &text)?;
         let executor = match &options.device {
             Device::Cuda(gpu) => Some(fused::Executor::new(
                 gpu,
@@ -354,13 +350,13 @@ impl Model {
         info.weight_bytes += executor.as_ref().map_or(0, |e| e.bytes() as u64);
         info.tokenizer = text.tokenizer.is_some();
         info.chat_template = text.template.is_some();
-        let template = text.template.unwrap_or_else(ChatTemplate::chatml);
+        let template = text.template.unwrap_or_else(ChatTemplate::stand_in);
         let is_token = |name: &str| {
             let tokenizer = text.tokenizer.as_ref();
             tokenizer.is_some_and(|t| t.id_of(name).is_some())
         };
         Ok(Arc::new(Model {
-            answer_form: AnswerForm::of(template.source(), template.reads("tools"), is_token),
+            answer_form: AnswerForm::of(&template.sources(), template.reads("tools"), is_token),
             spec,
             weights,
             device: options.device.clone(),
@@ -424,7 +420,7 @@ impl Model {
         tokenizer.decode(&known, skip_special)
     }
 
-    /// Its chat template; ChatML where it came without one.
+    /// Its chat template; ChatML where it came without one. One that is broken tells so when it is rendered.
     pub fn chat_template(&self) -> &ChatTemplate {
         &self.template
     }
@@ -440,8 +436,8 @@ impl Model {
         &self.sampling
     }
 
-    /// The tokens that end a generation: those of the config and of `generation_spec.json`, and the turn ends that the
-    /// tokenizer knows.
+    /// The tokens that end a generation: those of the config, of `generation_config.json` or of GGUF metadata, those that the chat
+    /// template writes after an answer, and those that are known by their names to end turns.
     pub fn stop_tokens(&self) -> &[u32] {
         &self.stop_tokens
     }

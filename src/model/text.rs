@@ -30,32 +30,43 @@ pub(super) fn beside<T>(
     Ok((text.unwrap_or_else(PoisonError::into_inner), worked))
 }
 
-/// The text side of a checkpoint, empty where it has none.
+/// The text side of a checkpoint, empty where it has none. A chat template that cannot be used is a warning here, and an error where
+/// it is rendered.
 pub(super) fn read(source: &TokenizerSource) -> Result<TextFiles> {
-    match source {
-        TokenizerSource::None => Ok(TextFiles::default()),
-        TokenizerSource::Directory(directory) => read_directory(directory),
-        TokenizerSource::Vocabulary(vocabulary) => {
-            let spelled = |id: Option<u32>| {
-                id.and_then(|id| vocabulary.tokens.get(id as usize))
-                    .cloned()
-            };
-            let (bos, eos) = (spelled(vocabulary.bos), spelled(vocabulary.eos));
-            let template = vocabulary
-                .chat_template
-                .as_deref()
-                .map(|s| ChatTemplate::from_jinja(s, bos.as_deref(), eos.as_deref()))
-                .transpose()?;
-            let texts = vocabulary.tokens.iter().chain(&vocabulary.merges);
-            let _copies = alloc::set_aside(texts.map(|t| 2 * t.len() + 64).sum())?;
-            Ok(TextFiles {
-                tokenizer: Some(Arc::new(Tokenizer::from_vocabulary(&spec(vocabulary))?)),
-                template,
-                bos,
-                eos,
-            })
-        }
+    let files = match source {
+        TokenizerSource::None => TextFiles::default(),
+        TokenizerSource::Directory(directory) => read_directory(directory)?,
+        TokenizerSource::Vocabulary(vocabulary) => read_vocabulary(vocabulary)?,
+    };
+    if let Some(fault) = files.template.as_ref().and_then(ChatTemplate::fault) {
+        tracing::warn!("{fault}; conversations that need that template will be refused");
     }
+    Ok(files)
+}
+
+fn read_vocabulary(vocabulary: &Vocabulary) -> Result<TextFiles> {
+    let spelled = |id: Option<u32>| {
+        id.and_then(|id| vocabulary.tokens.get(id as usize))
+            .cloned()
+    };
+    let (bos, eos) = (spelled(vocabulary.bos), spelled(vocabulary.eos));
+    let templates: Vec<(String, String)> = [
+        ("default", &vocabulary.chat_template),
+        ("tool_use", &vocabulary.tool_template),
+    ]
+    .into_iter()
+    .filter_map(|(name, source)| Some((name.to_owned(), source.clone()?)))
+    .collect();
+    let template = (!templates.is_empty())
+        .then(|| ChatTemplate::named(&templates, bos.as_deref(), eos.as_deref()));
+    let texts = vocabulary.tokens.iter().chain(&vocabulary.merges);
+    let _copies = alloc::set_aside(texts.map(|t| 2 * t.len() + 64).sum())?;
+    Ok(TextFiles {
+        tokenizer: Some(Arc::new(Tokenizer::from_vocabulary(&spec(vocabulary))?)),
+        template,
+        bos,
+        eos,
+    })
 }
 
 /// The vocabulary of a checkpoint as the text floor takes it.

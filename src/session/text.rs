@@ -20,6 +20,8 @@ pub(super) struct Text {
     given: usize,
     /// Special tokens whose names are text.
     named: Vec<&'static str>,
+    /// Tokens that end a turn and that the vocabulary takes for text. They give none.
+    ends: Vec<u32>,
 }
 
 impl Text {
@@ -38,7 +40,13 @@ impl Text {
         };
         let names_special = |stop: &str| tokenizer.is_some_and(|t| t.names_special(stop));
         let detokenizer = tokenizer.map(|t| Detokenizer::new(t).after(tokens));
-        Ok(Self::new(detokenizer, stops, names_special))
+        let mut text = Self::new(detokenizer, stops, names_special);
+        if let Some(tokenizer) = tokenizer {
+            let ends = model.stop_tokens().iter().copied();
+            let ends = ends.filter(|&id| tokenizer.is_control(id) && !tokenizer.is_special(id));
+            text.ends = ends.collect();
+        }
+        Ok(text)
     }
 
     fn new(
@@ -55,6 +63,7 @@ impl Text {
             free: 0,
             given: 0,
             named: Vec::new(),
+            ends: Vec::new(),
         }
     }
 
@@ -69,6 +78,9 @@ impl Text {
         let Some(detokenizer) = &mut self.detokenizer else {
             return false;
         };
+        if self.ends.contains(&token) {
+            return false;
+        }
         // A model may have rows for ids that its tokenizer has no text for.
         let text = detokenizer.push(token).unwrap_or_default();
         let name = detokenizer.name_of_special(token).to_owned();

@@ -1,5 +1,5 @@
-//! The text files of a Hugging Face model directory: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja` and
-//! `chat_template.json`.
+//! The text files of a Hugging Face model directory: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja` with
+//! `additional_chat_templates`, and `chat_template.json`.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::base::{Error, Result};
 pub struct TextFiles {
     /// From `tokenizer.json`, if there is one.
     pub tokenizer: Option<Arc<Tokenizer>>,
-    /// The model's own template, if it has one.
+    /// The model's own template, if it has one. It may be broken: see [`ChatTemplate::fault`].
     pub template: Option<ChatTemplate>,
     /// `bos_token` of `tokenizer_config.json`.
     pub bos: Option<String>,
@@ -23,7 +23,8 @@ pub struct TextFiles {
     pub eos: Option<String>,
 }
 
-/// Reads the text files of `directory`. Missing files give None; broken files are errors.
+/// Reads the text files of `directory`. Missing files give None. A broken file is an error, but for a template: that is an error
+/// where it is rendered.
 pub fn read_directory(directory: &Path) -> Result<TextFiles> {
     let tokenizer = directory.join("tokenizer.json");
     let tokenizer = match tokenizer.exists() {
@@ -39,18 +40,15 @@ pub fn read_directory(directory: &Path) -> Result<TextFiles> {
             .map(str::to_owned)
     };
     let (bos, eos) = (token("bos_token"), token("eos_token"));
-    // The same order of preference as in transformers: a separate file first.
-    let source = match text(&directory.join("chat_template.jinja"))? {
-        Some(source) => Some(source),
-        None => match json(&directory.join("chat_template.json"))? {
-            Some(file) => source(&file["chat_template"])?,
-            None => source(&config["chat_template"])?,
-        },
+    let template = match sources(directory, &config) {
+        Ok(None) => None,
+        Ok(Some(sources)) => Some(ChatTemplate::named(
+            &sources,
+            bos.as_deref(),
+            eos.as_deref(),
+        )),
+        Err(e) => Some(ChatTemplate::broken(e)),
     };
-    let template = source
-        .map(|s| ChatTemplate::from_jinja(&s, bos.as_deref(), eos.as_deref()))
-        .transpose()
-        .map_err(|e| e.within(directory.display()))?;
     Ok(TextFiles {
         tokenizer,
         template,
@@ -59,21 +57,47 @@ pub fn read_directory(directory: &Path) -> Result<TextFiles> {
     })
 }
 
-/// A `chat_template` entry: the template, or a list of named ones of which `default` is for chat.
-fn source(value: &Value) -> Result<Option<String>> {
+/// The folder of templates besides `chat_template.jinja`, each a file with its name.
+const NAMED_TEMPLATES: &str = "additional_chat_templates";
+
+/// The templates of a directory, by name, in the order of preference of transformers: separate files first.
+fn sources(directory: &Path, config: &Value) -> Result<Option<Vec<(String, String)>>> {
+    let mut found = Vec::new();
+    if let Some(source) = text(&directory.join("chat_template.jinja"))? {
+        found.push(("default".to_owned(), source));
+    }
+    if let Some(source) = text(&directory.join(NAMED_TEMPLATES).join("tool_use.jinja"))? {
+        found.push(("tool_use".to_owned(), source));
+    }
+    if !found.is_empty() {
+        return Ok(Some(found));
+    }
+    match json(&directory.join("chat_template.json"))? {
+        Some(file) => named(&file["chat_template"]),
+        None => named(&config["chat_template"]),
+    }
+}
+
+/// A `chat_template` entry: the default template, or a list of templates with names.
+fn named(value: &Value) -> Result<Option<Vec<(String, String)>>> {
+    let entry = |entry: &Value| {
+        let text = |key: &str| entry[key].as_str().map(str::to_owned);
+        Some((text("name")?, text("template")?))
+    };
     match value {
         Value::Null => Ok(None),
-        Value::String(source) => Ok(Some(source.clone())),
-        Value::Array(named) => match named.iter().find(|n| n["name"] == "default") {
-            Some(Value::Object(entry)) if entry.get("template").is_some_and(Value::is_string) => {
-                Ok(entry["template"].as_str().map(str::to_owned))
+        Value::String(source) => Ok(Some(vec![("default".to_owned(), source.clone())])),
+        Value::Array(entries) => {
+            let found: Vec<_> = entries.iter().filter_map(entry).collect();
+            if found.is_empty() {
+                bail!(
+                    CorruptFile,
+                    "chat_template is a list of {}, none of them a text with a name",
+                    entries.len()
+                );
             }
-            _ => bail!(
-                CorruptFile,
-                "chat_template is a list of {} templates, none of them a text named 'default'",
-                named.len()
-            ),
-        },
+            Ok(Some(found))
+        }
         other => bail!(
             CorruptFile,
             "chat_template is neither a text nor a list of named texts but {other}"

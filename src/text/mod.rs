@@ -6,6 +6,7 @@ mod answer;
 mod bpe;
 mod detokenizer;
 mod directory;
+mod end_names;
 mod engine;
 mod message;
 mod pieces;
@@ -13,6 +14,7 @@ mod prompt;
 mod template;
 mod tokenizer;
 mod tool_call;
+mod turn_end;
 mod vocabulary;
 
 pub use answer::{AnswerForm, AnswerParser, Event, Reasoning};
@@ -25,6 +27,7 @@ pub use prompt::{Aligned, Prompt};
 pub use template::ChatTemplate;
 pub use tokenizer::Tokenizer;
 pub use tool_call::ToolCall;
+pub use turn_end::turn_ends;
 pub use vocabulary::{TokenKind, VocabularySpec};
 
 use crate::base::Result;

@@ -85,7 +85,7 @@ impl Prompt {
             let text = template.render_with(messages, add_generation_prompt, variables)?;
             return Ok(Prompt { text, mark: None });
         }
-        let mark = free_mark(template.source(), messages, variables);
+        let mark = free_mark(&template.sources(), messages, variables);
         let marked: Vec<Message> = messages
             .iter()
             .map(|m| marked_message(tokenizer, m, mark))

@@ -377,6 +377,19 @@ impl Tokenizer {
         self.pieces.is_special(token)
     }
 
+    /// Whether `token` marks structure: a special token, or one with a name in angle brackets, as `<|end|>` is where its
+    /// vocabulary takes it for text.
+    pub fn is_control(&self, token: u32) -> bool {
+        let is_bracketed = |name: &[u8]| {
+            let name = name.trim_ascii();
+            name.len() > 2
+                && name.starts_with(b"<")
+                && name.ends_with(b">")
+                && !name.iter().any(u8::is_ascii_whitespace)
+        };
+        self.is_special(token) || self.pieces.get(token).is_ok_and(is_bracketed)
+    }
+
     pub(super) fn leading_spaces(&self) -> usize {
         self.leading_spaces
     }

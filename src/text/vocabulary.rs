@@ -19,6 +19,7 @@ use tokenizers::processors::PostProcessorWrapper;
 use tokenizers::processors::template::{SpecialToken, TemplateProcessing};
 
 use super::bpe::{self, Bpe, patterns};
+use super::end_names::ends_turn;
 use super::engine::Engine;
 use super::pieces::Spelling;
 use crate::base::Result;
@@ -81,13 +82,17 @@ impl TokenKind {
 }
 
 impl VocabularySpec {
+    /// What a token is for. One that is known to end turns is a control token, whatever the file says: files of many
+    /// converters type some of them as text.
     pub(super) fn kind(&self, id: usize) -> TokenKind {
+        let ends_turn = || self.tokens.get(id).is_some_and(|name| ends_turn(name));
         match self.token_types.get(id) {
             Some(2) => TokenKind::Unknown,
             Some(3) => TokenKind::Control,
-            Some(4) => TokenKind::UserDefined,
             Some(5) => TokenKind::Unused,
             Some(6) => TokenKind::Byte,
+            _ if ends_turn() => TokenKind::Control,
+            Some(4) => TokenKind::UserDefined,
             _ => TokenKind::Normal,
         }
     }

@@ -43,6 +43,8 @@ struct Description {
     config: Value,
     tensors: Vec<Tensor>,
     tokenizer: bool,
+    /// Further metadata of a GGUF file.
+    pairs: Vec<Vec<u8>>,
 }
 
 const HIDDEN: usize = 32;
@@ -86,6 +88,7 @@ fn good() -> Description {
             tensor("lm_head", "output", &[ROWS, HIDDEN]),
         ],
         tokenizer: false,
+        pairs: Vec::new(),
     }
 }
 
@@ -227,6 +230,7 @@ impl Description {
                 .with_pair(Gguf::text_pair("tokenizer.ggml.model", "gpt2"))
                 .with_pair(Gguf::text_pair("tokenizer.ggml.pre", "gpt-2"));
         }
+        gguf.pairs.extend(self.pairs.iter().cloned());
         let mut data = Vec::new();
         for t in &self.tensors {
             let dims: Vec<u64> = t.shape.iter().rev().map(|&d| d as u64).collect();
@@ -516,5 +520,83 @@ proptest! {
                 let _ = session.generate(&options, &mut |_| ControlFlow::Continue(()));
             }
         }
+    }
+}
+
+#[test]
+fn gguf_files_say_where_turns_end() {
+    const END: u32 = 3;
+    const OTHER: u32 = 4;
+    let words = ["a", "b", "ab", "<|end|>", "<|other|>", "<|mark|>"];
+    let list = |kind: u32, items: &[i32]| {
+        let bytes: Vec<u8> = items.iter().flat_map(|i| i.to_le_bytes()).collect();
+        move |key: &str| Gguf::array_pair(key, kind, bytes.len() as u64 / 4, &bytes)
+    };
+    let number = |key: &str, id: u32| Gguf::pair(key, 4, &id.to_le_bytes());
+    let texts = |all: &[&str]| -> Vec<u8> {
+        let text = |t: &&str| [&(t.len() as u64).to_le_bytes()[..], t.as_bytes()].concat();
+        all.iter().flat_map(text).collect()
+    };
+    let eos = "tokenizer.ggml.eos_token_id";
+    let after = |end: &str| {
+        let template =
+            format!("{{% for m in messages %}}<|mark|>{{{{ m.content }}}}{end}\n{{% endfor %}}");
+        Gguf::text_pair("tokenizer.chat_template", &template)
+    };
+    // User-defined, as converters type `<|end|>` of Phi-3.
+    let types = [1, 1, 1, 4, 1, 3];
+    for (pairs, expected) in [
+        (vec![], vec![END]),
+        (vec![number(eos, 0)], vec![0, END]),
+        // By the template, whatever the type of its end.
+        (vec![after("<|end|>")], vec![END]),
+        (
+            vec![after("<|other|>"), number(eos, 0)],
+            vec![0, END, OTHER],
+        ),
+        (vec![after("{% if %}")], vec![END]),
+        (vec![number("tokenizer.ggml.eom_token_id", 1)], vec![1, END]),
+        (vec![number("tokenizer.ggml.eom_token_id", 1000)], vec![END]),
+        // As Ollama has several; ids of no token are none.
+        (
+            vec![
+                number(eos, 0),
+                list(5, &[0, 2, 900, -1])("tokenizer.ggml.eos_token_ids"),
+            ],
+            vec![0, 2, END],
+        ),
+        (vec![list(5, &[1, 2])(eos)], vec![1, 2, END]),
+    ] {
+        let mut model = good();
+        let tokens = Gguf::array_pair(
+            "tokenizer.ggml.tokens",
+            8,
+            words.len() as u64,
+            &texts(&words),
+        );
+        let merges = Gguf::array_pair("tokenizer.ggml.merges", 8, 1, &texts(&["a b"]));
+        model.pairs = vec![
+            tokens,
+            merges,
+            list(5, &types)("tokenizer.ggml.token_type"),
+            Gguf::text_pair("tokenizer.ggml.model", "gpt2"),
+            Gguf::text_pair("tokenizer.ggml.pre", "gpt-2"),
+        ];
+        model.pairs.extend(pairs);
+        let scratch = Scratch::new();
+        let path = model.write("gguf", &scratch);
+        let loaded = load(&path).unwrap();
+        assert_eq!(loaded.stop_tokens(), expected);
+        // The same once it is converted.
+        let out = Scratch::new();
+        let options = ConvertOptions::new(Container::ModelOpt, Recipe::Amax);
+        let source = model::open(&path).unwrap();
+        let pool = Pool::new(2).unwrap();
+        let to = out.0.join("out");
+        convert(&*source, &to, &options, &pool, &mut |_| {
+            ControlFlow::Continue(())
+        })
+        .unwrap();
+        assert_eq!(load(&to).unwrap().stop_tokens(), expected);
     }
 }

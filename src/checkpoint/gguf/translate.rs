@@ -174,7 +174,11 @@ impl<'a> Translation<'a> {
         config.insert("attention_bias".into(), json!(attention_bias));
         for name in ["bos", "eos"] {
             let key = format!("tokenizer.ggml.{name}_token_id");
-            if let Some(id) = metadata.pairs.integer(&key)? {
+            let ids = metadata.pairs.integers(&key);
+            if let Some(ids) = ids.filter(|_| name == "eos") {
+                let ids: Vec<_> = ids.iter().filter(|&&id| id >= 0).collect();
+                config.insert("eos_token_id".into(), json!(ids));
+            } else if let Some(id) = metadata.pairs.integer(&key)? {
                 config.insert(format!("{name}_token_id"), json!(id));
             }
         }
@@ -234,6 +238,7 @@ pub(super) fn vocabulary(pairs: &mut Pairs) -> Result<Option<Vocabulary>> {
         }
     }
     let text = |key: &str| Ok(pairs.text(key)?.map(str::to_owned));
+    let other_ends = other_ends(pairs, tokens.len());
     let id = |name: &str| -> Result<Option<u32>> {
         let key = key(&format!("{name}_token_id"));
         match pairs.integer(&key)? {
@@ -255,7 +260,10 @@ pub(super) fn vocabulary(pairs: &mut Pairs) -> Result<Option<Vocabulary>> {
         merges,
         scores,
         bos: id("bos")?,
-        eos: id("eos")?,
+        eos: match pairs.integers(&key("eos_token_id")) {
+            Some(_) => other_ends.first().copied(),
+            None => id("eos")?,
+        },
         eot: id("eot")?,
         unk: id("unknown")?,
         pad: id("padding")?,
@@ -263,9 +271,25 @@ pub(super) fn vocabulary(pairs: &mut Pairs) -> Result<Option<Vocabulary>> {
         add_eos: pairs.boolean(&key("add_eos_token"))?,
         add_space_prefix: pairs.boolean(&key("add_space_prefix"))?,
         chat_template: text("tokenizer.chat_template")?,
+        tool_template: text("tokenizer.chat_template.tool_use")?,
+        other_ends,
         sampling: Box::new(sampling(pairs)?),
         tokens,
     }))
+}
+
+/// The ends that a file gives beside one of sequences and one of turns: lists of several, as Ollama writes them, and the end of a
+/// message that calls a tool. Ids of no token are left out.
+fn other_ends(pairs: &Pairs, tokens: usize) -> Vec<u32> {
+    let lists = ["eos_token_id", "eos_token_ids"].map(|name| format!("tokenizer.ggml.{name}"));
+    let listed = lists.iter().filter_map(|key| pairs.integers(key)).flatten();
+    let message = pairs.integer("tokenizer.ggml.eom_token_id").ok().flatten();
+    let ids = listed
+        .filter_map(|&id| u64::try_from(id).ok())
+        .chain(message);
+    ids.filter(|&id| id < tokens as u64)
+        .map(|id| id as u32)
+        .collect()
 }
 
 /// What the file says about choosing tokens, with the keys of `generation_config.json`.

@@ -115,7 +115,7 @@ impl Source {
     pub fn text(&self) -> Result<Text> {
         let from = &self.checkpoint.metadata().tokenizer;
         let files = self.text_files()?;
-        let Some(tokenizer) = files.tokenizer else {
+        let Some(tokenizer) = files.tokenizer.clone() else {
             bail!(
                 NotFound,
                 "the model has no tokenizer; put a tokenizer.json beside its weights"
@@ -129,7 +129,7 @@ impl Source {
                 self.spec.vocab_size
             );
         }
-        let stop_tokens = generation::read(&self.spec, from, Some(&tokenizer))?.stop_tokens;
+        let stop_tokens = generation::read(&self.spec, from, &files)?.stop_tokens;
         let named = files.eos.as_deref().and_then(|eos| tokenizer.id_of(eos));
         Ok(Text {
             eos: named

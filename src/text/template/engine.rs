@@ -3,12 +3,14 @@
 
 use std::collections::HashSet;
 
-use minijinja::value::{Value, ValueKind};
-use minijinja::{Environment, ErrorKind};
+use minijinja::value::{Kwargs, Value, ValueKind, from_args};
+use minijinja::{Environment, ErrorKind, State};
 use serde_json::Map;
 
 use super::date::strftime_now;
-use super::python::{print_like_python, python_text, raise_exception, to_json};
+use super::operators::{PERCENT, TUPLE, with_calls};
+use super::printf::{format_filter, percent};
+use super::python::{as_tuples, print_like_python, python_text, raise_exception, to_json, tuple};
 use crate::base::error::err;
 use crate::base::{Result, alloc};
 
@@ -40,11 +42,17 @@ impl Compiled {
         environment.set_trim_blocks(true);
         environment.set_lstrip_blocks(true);
         environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-        environment
-            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.set_unknown_method_callback(python_method);
         environment.set_formatter(print_like_python);
         environment.add_filter("tojson", to_json);
         environment.add_filter("string", python_text);
+        environment.add_filter("format", format_filter);
+        environment.add_filter("items", |map: &Value| {
+            as_tuples(&minijinja::filters::items(map)?)
+        });
+        environment.add_filter("dictsort", |map: &Value, options: Kwargs| {
+            as_tuples(&minijinja::filters::dictsort(map, options)?)
+        });
         environment.add_test("iterable", |value: &Value| {
             !value.is_none() && value.try_iter().is_ok()
         });
@@ -57,10 +65,15 @@ impl Compiled {
         environment.add_test("number", |value: &Value| {
             matches!(value.kind(), ValueKind::Number | ValueKind::Bool)
         });
+        environment.add_function(PERCENT, percent);
+        environment.add_function(TUPLE, tuple);
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", strftime_now);
         let read = environment
-            .add_template_owned(NAME, without_generation_marks(source))
+            .add_template_owned(
+                NAME,
+                with_calls(&without_generation_marks(source)).into_owned(),
+            )
             .and_then(|()| environment.get_template(NAME))
             .map(|template| template.undeclared_variables(false))
             .map_err(|e| {
@@ -93,6 +106,17 @@ impl Compiled {
         variables: &Map<String, serde_json::Value>,
     ) -> Result<String> {
         let steps = STEPS + STEPS_FOR_MESSAGE * messages.len() as u64;
+        self.print_within(steps, messages, add_generation_prompt, variables)
+    }
+
+    /// The same in at most `steps` steps.
+    pub(super) fn print_within(
+        &self,
+        steps: u64,
+        messages: Vec<Value>,
+        add_generation_prompt: bool,
+        variables: &Map<String, serde_json::Value>,
+    ) -> Result<String> {
         let mut environment = self.environment.clone();
         environment.set_fuel(Some(steps));
         let mut context = vec![
@@ -136,6 +160,26 @@ impl Compiled {
             })?;
         String::from_utf8(prompt.text)
             .map_err(|e| err!(Internal, "the chat template prints no UTF-8: {e}"))
+    }
+}
+
+/// The methods of Python's values.
+fn python_method(
+    state: &State<'_, '_>,
+    value: &Value,
+    method: &str,
+    arguments: &[Value],
+) -> std::result::Result<Value, minijinja::Error> {
+    let result =
+        minijinja_contrib::pycompat::unknown_method_callback(state, value, method, arguments)?;
+    match (value.kind(), method) {
+        (ValueKind::Map, "items") => {
+            let () = from_args(arguments)?;
+            Ok(Value::make_iterable(move || {
+                as_tuples(&result).unwrap_or_default().into_iter()
+            }))
+        }
+        _ => Ok(result),
     }
 }
 

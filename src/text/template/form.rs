@@ -90,19 +90,23 @@ fn find_takes_parts(template: &Compiled) -> bool {
     text.matches(MARK).count() == 1 && !quoted.iter().any(|q| text.contains(q))
 }
 
-/// The first form of a call that the template renders completely, or else the first that it accepts, without any text for
-/// missing content. The very first is that of transformers.
-fn find_call_form(template: &Compiled) -> CallForm {
-    const WORD: &str = "word-of-a-call";
-    let tool = json!({
+/// A tool that test messages offer and call.
+pub(super) fn test_tool() -> serde_json::Value {
+    json!({
         "type": "function",
         "function": {
             "name": "tool-of-a-call",
             "description": "",
             "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": ""}}, "required": ["x"]}
         }
-    });
-    let variables = Map::from_iter([("tools".to_owned(), json!([tool]))]);
+    })
+}
+
+/// The first form of a call that the template renders completely, or else the first that it accepts, without any text for
+/// missing content. The very first is that of transformers.
+fn find_call_form(template: &Compiled) -> CallForm {
+    const WORD: &str = "word-of-a-call";
+    let variables = Map::from_iter([("tools".to_owned(), json!([test_tool()]))]);
     let arguments = Map::from_iter([("x".to_owned(), WORD.into())]);
     let mut call = Message::new("assistant", "");
     call.tool_calls.push(ToolCall {
@@ -210,7 +214,7 @@ fn formed(message: &Message, role: &str, content: Option<Value>, form: CallForm)
 }
 
 /// Content parts as transformers has them.
-fn as_parts(parts: &[String]) -> Value {
+pub(super) fn as_parts(parts: &[String]) -> Value {
     let parts = parts
         .iter()
         .map(|text| Value::from_iter([("type", "text"), ("text", text.as_str())]));

@@ -1,12 +1,16 @@
 //! Conversations to prompts, by the Jinja template of a model, rendered under the same settings and with the same extra
 //! functions as Hugging Face's `apply_chat_template`; ChatML for models without one.
 //!
-//! `engine` is the template itself, `form` converts messages to the form that it expects, `python` and `date` are functions
-//! that templates call.
+//! `engine` is the template itself, `form` converts messages to the form that it expects, `closings` finds what it writes around
+//! answers, `operators` rewrites what the engine does not know, and `python`, `printf` and `date` are functions that templates
+//! call.
 
+mod closings;
 mod date;
 mod engine;
 mod form;
+mod operators;
+mod printf;
 mod python;
 
 use std::sync::Arc;
@@ -15,11 +19,12 @@ use std::time::Duration;
 
 use serde_json::Map;
 
+use self::closings::Closings;
 use self::engine::Compiled;
 use self::form::{Form, check_tools};
 use super::Message;
-use crate::base::error::bail;
-use crate::base::{Result, alloc, threads};
+use crate::base::error::{bail, err};
+use crate::base::{Error, Result, alloc, threads};
 
 /// ChatML, which most open chat models without a template of their own were tuned on.
 const CHATML: &str = "\
@@ -39,19 +44,38 @@ const LONGEST_TIME: Duration = Duration::from_secs(60);
 /// bytes of stack for a level.
 const STACK: usize = 128 << 20;
 
-/// A compiled chat template.
+/// How long rendering test messages may take, and in how much memory.
+const LONGEST_TEST: Duration = Duration::from_secs(5);
+const TEST_MEMORY: usize = 64 << 20;
+
+/// A compiled template, and the form of messages that it expects.
+type Rendered = Arc<(Compiled, Form)>;
+
+/// The name that transformers looks for in a list of templates where tools are given.
+const TOOL_USE: &str = "tool_use";
+/// The name of the template for every other conversation.
+const DEFAULT: &str = "default";
+
+/// A model's chat template, or its two: one for conversations with tools, and one for others. Those that do not parse are an
+/// error where they are to be rendered.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    template: Arc<(Compiled, Form)>,
+    default: Result<Rendered>,
+    tool_use: Option<Result<Rendered>>,
     /// Whether rendering has exceeded its limits.
     is_trap: AtomicBool,
+    /// Of a template that stands in for one that the model does not bring: whether that was told.
+    stand_in: Option<AtomicBool>,
 }
 
 impl Clone for ChatTemplate {
     fn clone(&self) -> Self {
+        let copied = |flag: &AtomicBool| AtomicBool::new(flag.load(Ordering::Relaxed));
         ChatTemplate {
-            template: self.template.clone(),
-            is_trap: AtomicBool::new(self.is_trap.load(Ordering::Relaxed)),
+            default: self.default.clone(),
+            tool_use: self.tool_use.clone(),
+            is_trap: copied(&self.is_trap),
+            stand_in: self.stand_in.as_ref().map(copied),
         }
     }
 }
@@ -59,11 +83,33 @@ impl Clone for ChatTemplate {
 impl ChatTemplate {
     /// The template `source`; `bos` and `eos` are what it may print as `bos_token` and `eos_token`.
     pub fn from_jinja(source: &str, bos: Option<&str>, eos: Option<&str>) -> Result<Self> {
-        let compiled = Compiled::new(source, bos, eos)?;
-        Ok(ChatTemplate {
-            template: Arc::new((compiled, Form::default())),
-            is_trap: AtomicBool::new(false),
-        })
+        Ok(Self::of(Ok(compiled(source, bos, eos)?)))
+    }
+
+    /// The templates of these names, as transformers takes them: `tool_use` for conversations with tools, where there is one, and
+    /// `default` for all others. A template that does not parse, or for want of which there is none, is an error of rendering.
+    pub fn named(templates: &[(String, String)], bos: Option<&str>, eos: Option<&str>) -> Self {
+        let with_name = |wanted: &str| {
+            let found = templates.iter().find(|(name, _)| name == wanted)?;
+            Some(compiled(&found.1, bos, eos))
+        };
+        let default = with_name(DEFAULT).unwrap_or_else(|| {
+            let names: Vec<&str> = templates.iter().map(|(name, _)| &**name).collect();
+            Err(err!(
+                CorruptFile,
+                "the model's chat templates are named '{}', and none is named '{DEFAULT}'",
+                names.join("', '")
+            ))
+        });
+        ChatTemplate {
+            tool_use: with_name(TOOL_USE),
+            ..Self::of(default)
+        }
+    }
+
+    /// A template that cannot be used: rendering it is this error.
+    pub fn broken(fault: Error) -> Self {
+        Self::of(Err(fault))
     }
 
     /// ChatML: each turn between `<|im_start|>role` and `<|im_end|>`.
@@ -71,20 +117,92 @@ impl ChatTemplate {
         Self::from_jinja(CHATML, None, None).expect("the ChatML template parses")
     }
 
-    /// The Jinja source.
-    pub fn source(&self) -> &str {
-        &self.template.0.source
+    /// ChatML in place of the template that a model does not bring. The first rendering logs a warning.
+    pub fn stand_in() -> Self {
+        ChatTemplate {
+            stand_in: Some(AtomicBool::new(false)),
+            ..Self::chatml()
+        }
     }
 
-    /// Whether the template reads the variable `name`.
+    fn of(default: Result<Rendered>) -> Self {
+        ChatTemplate {
+            default,
+            tool_use: None,
+            is_trap: AtomicBool::new(false),
+            stand_in: None,
+        }
+    }
+
+    /// Why conversations without tools, or those with tools, cannot be rendered.
+    pub fn fault(&self) -> Option<&Error> {
+        let tool_use = self.tool_use.as_ref().and_then(|t| t.as_ref().err());
+        self.default.as_ref().err().or(tool_use)
+    }
+
+    /// The templates that can be rendered.
+    fn working(&self) -> impl Iterator<Item = &Compiled> {
+        let all = [Some(&self.default), self.tool_use.as_ref()];
+        all.into_iter().flatten().flatten().map(|found| &found.0)
+    }
+
+    /// The Jinja source of the template for conversations without tools; empty where it cannot be used.
+    pub fn source(&self) -> &str {
+        match &self.default {
+            Ok(found) => &found.0.source,
+            Err(_) => "",
+        }
+    }
+
+    /// The sources of all templates.
+    pub fn sources(&self) -> String {
+        let sources: Vec<&str> = self.working().map(|found| &*found.source).collect();
+        sources.join("\n")
+    }
+
+    /// Whether a template reads the variable `name`.
     pub fn reads(&self, name: &str) -> bool {
-        self.template.0.reads(name)
+        self.working().any(|found| found.reads(name))
     }
 
     /// Those of `variables` that the template never reads, and that so have no effect.
     pub fn unread<'a>(&self, variables: &'a Map<String, serde_json::Value>) -> Vec<&'a str> {
         let names = variables.keys().map(String::as_str);
         names.filter(|name| !self.reads(name)).collect()
+    }
+
+    /// What is written around an answer; nothing where the template cannot be rendered for test messages within narrow limits.
+    pub(super) fn closings(&self) -> Result<Closings> {
+        let tool_use = self.tool_use.as_ref().and_then(|t| t.as_ref().ok());
+        let Some(template) = self.default.as_ref().ok().or(tool_use).cloned() else {
+            return Ok(Closings::default());
+        };
+        let found = threads::bounded(STACK, TEST_MEMORY, LONGEST_TEST, move || {
+            Ok(closings::closings(&template.0))
+        })?;
+        Ok(found.unwrap_or_default())
+    }
+
+    /// The template for a conversation with these variables.
+    fn for_variables(&self, variables: &Map<String, serde_json::Value>) -> Result<&Rendered> {
+        let has_tools = match variables.get("tools") {
+            Some(serde_json::Value::Array(tools)) => !tools.is_empty(),
+            _ => false,
+        };
+        let chosen = match &self.tool_use {
+            Some(tool_use) if has_tools => tool_use,
+            _ => &self.default,
+        };
+        chosen.as_ref().map_err(Error::clone)
+    }
+
+    /// Logs a warning, once, if this template stands in for another.
+    fn tell_stand_in(&self) {
+        if let Some(told) = &self.stand_in
+            && !told.swap(true, Ordering::Relaxed)
+        {
+            tracing::warn!("the model brings no chat template; using ChatML");
+        }
     }
 
     /// The prompt for `messages`; with `add_generation_prompt` it ends where the assistant's next turn begins.
@@ -104,12 +222,14 @@ impl ChatTemplate {
         variables: &Map<String, serde_json::Value>,
     ) -> Result<String> {
         self.check_trap()?;
+        let template = self.for_variables(variables)?.clone();
+        self.tell_stand_in();
         let text = messages.iter().map(Message::size);
         let bytes = text
             .map(|size| size.saturating_mul(FOR_TEXT).saturating_add(FOR_MESSAGE))
             .fold(0, usize::saturating_add);
         let _copies = alloc::set_aside(bytes)?;
-        let (template, messages) = (self.template.clone(), messages.to_vec());
+        let messages = messages.to_vec();
         let variables = variables.clone();
         let rendered = threads::bounded(
             STACK,
@@ -142,6 +262,11 @@ impl ChatTemplate {
         }
         Ok(())
     }
+}
+
+fn compiled(source: &str, bos: Option<&str>, eos: Option<&str>) -> Result<Rendered> {
+    let compiled = Compiled::new(source, bos, eos)?;
+    Ok(Arc::new((compiled, Form::default())))
 }
 
 #[cfg(test)]

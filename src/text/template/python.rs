@@ -1,8 +1,48 @@
-//! Values in Python's notation, for which templates are written: `str`, `repr` and JSON.
+//! Values in Python's notation, for which templates are written: `str`, `repr` and JSON; and tuples, which differ from lists
+//! in that.
 
-use minijinja::value::{Kwargs, Value, ValueKind};
+use std::sync::Arc;
+
+use minijinja::value::{Enumerator, Kwargs, Object, ObjectRepr, Rest, Value, ValueKind};
 use minijinja::{ErrorKind, Output, State};
 use serde::Serialize;
+
+/// A Python tuple.
+#[derive(Debug)]
+pub(super) struct Tuple(pub(super) Vec<Value>);
+
+impl Object for Tuple {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Seq
+    }
+
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        self.0.get(key.as_usize()?).cloned()
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        Enumerator::Seq(self.0.len())
+    }
+
+    fn render(self: &Arc<Self>, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let text = python_text(&Value::from_dyn_object(self.clone()));
+        f.write_str(&text.map_err(|_| std::fmt::Error)?)
+    }
+}
+
+/// The tuple of `values`.
+pub(super) fn tuple(values: Rest<Value>) -> Value {
+    Value::from_object(Tuple(values.0))
+}
+
+/// The pairs in `pairs` as tuples.
+pub(super) fn as_tuples(pairs: &Value) -> std::result::Result<Vec<Value>, minijinja::Error> {
+    let tuples = pairs.try_iter()?.map(|pair| {
+        let values = pair.try_iter()?.collect();
+        Ok(Value::from_object(Tuple(values)))
+    });
+    tuples.collect()
+}
 
 /// Prints a value as Python does.
 pub(super) fn print_like_python(
@@ -29,6 +69,13 @@ pub(super) fn python_text(value: &Value) -> std::result::Result<String, minijinj
     Ok(out)
 }
 
+/// Python's `repr` of a value.
+pub(super) fn python_repr_of(value: &Value) -> std::result::Result<String, minijinja::Error> {
+    let mut out = String::new();
+    python_repr(value, DEEPEST, &mut out)?;
+    Ok(out)
+}
+
 /// The deepest nesting that is printed; Python's own limit is not much higher.
 const DEEPEST: usize = 256;
 
@@ -51,12 +98,19 @@ fn python_repr(
             Err(_) => out.push_str(&value.to_string()),
         },
         ValueKind::Seq => {
-            out.push('[');
-            for (i, item) in value.try_iter()?.enumerate() {
-                out.push_str(if i > 0 { ", " } else { "" });
+            let is_tuple = value.downcast_object_ref::<Tuple>().is_some();
+            out.push(if is_tuple { '(' } else { '[' });
+            let mut count = 0;
+            for item in value.try_iter()? {
+                out.push_str(if count > 0 { ", " } else { "" });
                 python_repr(&item, depth - 1, out)?;
+                count += 1;
             }
-            out.push(']');
+            out.push_str(match (is_tuple, count) {
+                (true, 1) => ",)",
+                (true, _) => ")",
+                (false, _) => "]",
+            });
         }
         ValueKind::Map => {
             out.push('{');

@@ -279,6 +279,27 @@ assistant:
 {{- ' x ' ~ 1 ~ 'y' -}} {# a comment #}
 {{ 'multi\\nline'|indent(2) }} {{ ['b', 'a']|sort|first }} {{ 'x' is defined and tools is none }} {{ 'q'|default('z') }}
 """,
+    "percent": """\
+{% set form = '<%s>' %}{% set n = messages | length %}
+{% for m in messages %}{{ form % m.role }}{{ '%s: %s' % (m.role, m.content) }}{% if loop.index0 % 2 == 0 and (loop.index % 2) != 0 %} even{% endif %}
+
+{% endfor %}
+{{ '%d of %i' % (n, 7.9) }} {{ '%5.1f|%-6s|%06d|%+d|%x|%X|%o|%e|%g|%c|%%' % (3.14159, 'ab', 42, 5, 255, 255, 8, 12345.678, 0.0001, 'z') }}
+{{ '%s %s %s %s %s' % (none, true, 1.0, [1, 'a'], {'k': (1, 'b')}) }} {{ '%r %r' % ('it\\'s', 2) }} {{ '%10s|%-10s|%.2s' % ('right', 'left', 'cut') }}
+{{ '%s' % [1, 'x'] }} {{ '%s' % ((1, 'x'),) }} {{ '%(a)s-%(b)03d' % {'a': 'x', 'b': 7} }} {{ 'no values' % {} }} {{ '%s' % undefined_thing }}|
+{{ 7 % 3 }} {{ -7 % 3 }} {{ 7 % -3 }} {{ 7.5 % 2 }} {{ 2 * 7 % 4 }} {{ 7 % 4 * 2 }} {{ 7 % 4 + 2 ** 2 % 3 }} {{ true % 2 }} {{ (10 - 7 % 4) ~ 'x' }}
+{{ '%s-%d' | format('x', 3) }} {{ '%s' | format([1, 'a']) }} {{ '%(who)s' | format(who='me') }} {{ 'a' + '%s' % 'b' ~ 'c' }} {{ ('%s' % n) | length }} {{ '%s' % n | string }}
+""",
+    "tuples": """\
+{{ (1, 'a') }} {{ (1,) }} {{ () }} {{ ((1, 2), [3, (4, none)]) }} {{ {'k': ('v', true)} }} {{ [('a', 1.5)] }} {{ 'x' ~ (1, 'a') }}
+{{ (1, 'a') | string }} {{ (1, 'a') | list }} {{ (1, 'a') | tojson }} {{ (1, 'a') | length }} {{ (1, 'a')[1] }} {{ (1, 'a')[-1] }} {{ ('b', 'a') | join('+') }} {{ ('b', 'a') | first }}
+{% for m in messages %}{{ m.role in ('user', 'system') }}{{ m.role not in ('user',) }} {% endfor %}
+
+{% for a, b in ((1, 2), (3, 4)) %}{{ a }}{{ b }};{% endfor %} {% set a, b = ('x', 'y') %}{{ a ~ b }} {% set pair = (a, b) %}{{ pair }}
+{{ {'a': 1, 'b': [2]}.items() | list }} {{ {'b': 1, 'a': 2} | dictsort }} {{ {'a': 1} | items | list }} {% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}
+
+{% macro show(x, y=(1, 2)) %}{{ x }}{{ y }}{% endmacro %}{{ show((3, 4)) }}{{ show(5, y=('a',)) }} {{ (1, 2) == (1, 2) }} {{ (1, 2) is sequence }} {{ (1, 2) is iterable }} {{ 'none' if not () }}
+""",
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,39 @@
+//! Names of tokens that end an assistant's turn in the templates of known families of models.
+
+/// Names that no text has by chance: such a token ends a turn whatever type its vocabulary gives it.
+pub(super) const TURN_ENDS: [&str; 19] = [
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    // Ends a message in which Llama calls a tool.
+    "<|eom_id|>",
+    "<|eot|>",
+    "<|end|>",
+    "<|end_of_turn|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|end_of_text|>",
+    "<end_of_utterance>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<｜end▁of▁sentence｜>",
+    "[|endofturn|]",
+    "<|return|>",
+    "<|call|>",
+    "<|flush|>",
+    "<|calls|>",
+    "<|role_end|>",
+];
+
+/// Names that are words of HTML or of programs in some vocabularies. They end a turn where they are special tokens.
+pub(super) const SPECIAL_ENDS: [&str; 3] = ["</s>", "<eos>", "[EOS]"];
+
+/// Tokens that, where both are in a vocabulary, tell that `<|end|>` closes each part of an answer rather than the turn: those of
+/// gpt-oss, and of Solar.
+pub(super) const PART_END: &str = "<|end|>";
+pub(super) const ENDS_BY_PART: [[&str; 2]; 2] =
+    [["<|return|>", "<|call|>"], ["<|flush|>", "<|calls|>"]];
+
+/// Whether a token of this name ends a turn whatever its type is.
+pub(super) fn ends_turn(name: &str) -> bool {
+    name.starts_with(['<', '[']) && TURN_ENDS.contains(&name)
+}

@@ -1,0 +1,153 @@
+//! The tokens that end an assistant's turn, by what a chat template writes after an answer and by their names. What config and
+//! metadata say of it is the model's to add.
+
+use super::end_names::{ENDS_BY_PART, PART_END, SPECIAL_ENDS, TURN_ENDS};
+use super::tokenizer::foreign;
+use super::{AnswerForm, ChatTemplate, Tokenizer};
+use crate::base::Result;
+
+/// The tokens of `tokenizer` that end a turn: those that `template` writes right after an answer, and those of known names. No
+/// token is among them that the template writes within an answer. A template that cannot be rendered tells nothing.
+pub fn turn_ends(tokenizer: &Tokenizer, template: Option<&ChatTemplate>) -> Result<Vec<u32>> {
+    foreign("looking for the ends of turns", || {
+        let closings = match template {
+            Some(template) => template.closings()?,
+            None => Default::default(),
+        };
+        let mut inside: Vec<u32> = controls(tokenizer, &closings.within)
+            .map(|c| c.id)
+            .collect();
+        if let Some(template) = template {
+            let is_token = |name: &str| tokenizer.id_of(name).is_some();
+            let form = AnswerForm::of(&template.sources(), template.reads("tools"), is_token);
+            inside.extend(
+                form.shown_tokens()
+                    .iter()
+                    .filter_map(|t| tokenizer.id_of(t)),
+            );
+        }
+        let ends_question: Vec<u32> = controls(tokenizer, &closings.before)
+            .map(|c| c.id)
+            .collect();
+        let mut ends = named_ends(tokenizer);
+        ends.retain(|id| !inside.contains(id));
+        let closings: Vec<Closing> = closings
+            .after
+            .iter()
+            .map(|text| Closing::read(tokenizer, text, &inside))
+            .collect();
+        let mut found = Vec::new();
+        for closing in &closings {
+            let is_common = |id: &u32| closings.iter().all(|c| c.begins_with.contains(id));
+            let mut begins_with = closing.begins_with.clone();
+            if begins_with.iter().any(is_common) {
+                begins_with.retain(is_common);
+            }
+            // A token of a known name, one that questions end with too, or the first.
+            let among = |others: &[u32]| begins_with.iter().copied().find(|id| others.contains(id));
+            let end = among(&ends)
+                .or_else(|| among(&ends_question))
+                .or(begins_with.first().copied())
+                .or(closing.later);
+            found.extend(end);
+        }
+        found.retain(|id| !ends.contains(id));
+        ends.extend(found);
+        Ok(ends)
+    })
+}
+
+/// A text that a template writes after an answer.
+struct Closing {
+    /// The control tokens that it begins with, but for those that occur within answers.
+    begins_with: Vec<u32>,
+    /// The first after other text, where it begins with control tokens.
+    later: Option<u32>,
+}
+
+impl Closing {
+    fn read(tokenizer: &Tokenizer, text: &str, inside: &[u32]) -> Closing {
+        let mut closing = Closing {
+            begins_with: Vec::new(),
+            later: None,
+        };
+        let (mut at, mut adjacent) = (0, true);
+        for control in controls(tokenizer, text) {
+            adjacent = adjacent && text[at..control.start].trim().is_empty();
+            if at == 0 && !adjacent {
+                break;
+            }
+            at = control.end;
+            match adjacent {
+                _ if inside.contains(&control.id) => {}
+                true => closing.begins_with.push(control.id),
+                false => closing.later = closing.later.or(Some(control.id)),
+            }
+        }
+        closing
+    }
+}
+
+/// Tokens with names that are known to end turns.
+fn named_ends(tokenizer: &Tokenizer) -> Vec<u32> {
+    let has = |name: &str| tokenizer.id_of(name).is_some();
+    let by_part = ENDS_BY_PART
+        .iter()
+        .any(|ends| ends.iter().all(|end| has(end)));
+    let any = TURN_ENDS
+        .iter()
+        .filter(|&&name| name != PART_END || !by_part);
+    let any = any.filter_map(|name| tokenizer.id_of(name));
+    let special = SPECIAL_ENDS.iter().filter_map(|name| tokenizer.id_of(name));
+    any.chain(special.filter(|&id| tokenizer.is_special(id)))
+        .collect()
+}
+
+/// A control token in a text.
+struct Control {
+    id: u32,
+    start: usize,
+    end: usize,
+}
+
+/// The control tokens in `text`, in order. A token that the vocabulary holds as normal text counts where the text has its name.
+fn controls<'a>(tokenizer: &'a Tokenizer, text: &'a str) -> impl Iterator<Item = Control> + 'a {
+    tokenizer.split(text).into_iter().flat_map(move |piece| {
+        let inside = &text[piece.range.clone()];
+        match piece.token {
+            Some(id) => {
+                let control = Control {
+                    id,
+                    start: piece.range.start,
+                    end: piece.range.end,
+                };
+                let is_control = tokenizer.is_control(id) && !inside.trim().is_empty();
+                is_control.then_some(control).into_iter().collect()
+            }
+            None => named_controls(tokenizer, inside, piece.range.start),
+        }
+    })
+}
+
+/// The names of control tokens in a text that begins at `start` of another.
+fn named_controls(tokenizer: &Tokenizer, text: &str, start: usize) -> Vec<Control> {
+    let mut found = Vec::new();
+    let mut at = 0;
+    while let Some(begin) = text[at..].find('<').map(|found| at + found) {
+        let Some(end) = text[begin..].find('>').map(|found| begin + found + 1) else {
+            break;
+        };
+        match tokenizer.id_of(&text[begin..end]) {
+            Some(id) if tokenizer.is_control(id) => {
+                found.push(Control {
+                    id,
+                    start: start + begin,
+                    end: start + end,
+                });
+                at = end;
+            }
+            _ => at = begin + 1,
+        }
+    }
+    found
+}
