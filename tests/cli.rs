@@ -846,6 +846,52 @@ fn commands_change_the_conversation() {
 }
 
 #[test]
+fn a_template_that_is_missing_or_broken_is_told() {
+    let stand_in = "nvfp4: the model brings no chat template; using ChatML\n";
+    let (_, said) = chat(&["--model", MODEL], &["/exit"]);
+    assert_eq!(said, stand_in);
+    let scratch = Scratch::new("no-template");
+    let broken = |_| b"{% for m in messages %}".to_vec();
+    let broken = scratch.model("broken", "chat_template.jinja", broken);
+    let text = scratch.file("text", &b"some words to read and to measure. ".repeat(20));
+    // Nothing here needs a template.
+    for args in [
+        &[
+            "perplexity",
+            "--model",
+            &broken,
+            "--text",
+            &text,
+            "--window",
+            "16",
+        ][..],
+        &[
+            "run",
+            "--model",
+            &broken,
+            "--prompt",
+            "Hi",
+            "--raw",
+            "--max-tokens",
+            "2",
+        ],
+    ] {
+        let output = nvfp4(args);
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{args:?}: {said}");
+        let warned = said
+            .lines()
+            .filter(|l| l.contains("chat template does not parse"));
+        assert_eq!(warned.count(), 1, "{said}");
+    }
+    let said = failed(
+        &nvfp4(&["run", "--model", &broken, "--prompt", "Hi"]),
+        &broken,
+    );
+    assert!(said.contains("the chat template does not parse"), "{said}");
+}
+
+#[test]
 fn tools_are_called_and_their_results_given() {
     let scratch = Scratch::new("tools");
     let model = thinker(&scratch);

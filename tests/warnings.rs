@@ -1,4 +1,4 @@
-//! What is warned of, once: templates that are missing or broken. In a file by itself, since a process has one subscriber.
+//! Warnings about missing and broken templates, each logged once. In a file by itself, since a process has one subscriber.
 
 mod common;
 
@@ -136,7 +136,7 @@ fn templates_that_are_missing_or_broken_are_told_once() {
         b"{{ messages | length }} of {{ tools | length }}",
     );
     let model = Model::load(&files.0, &options()).unwrap();
-    let render = |chat| {
+    let render = |chat: &ChatOptions| {
         let messages = [NVFP4::text::Message::new("user", "x")];
         NVFP4::session::render(&model, &messages, true, chat).unwrap()
     };

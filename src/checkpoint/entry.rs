@@ -154,10 +154,8 @@ pub struct Vocabulary {
     pub bos: Option<u32>,
     /// End of sequence.
     pub eos: Option<u32>,
-    /// End of turn, where it differs from the end of sequence.
-    pub eot: Option<u32>,
-    /// Further ends of sequences, and the end of a message that calls a tool.
-    pub other_ends: Vec<u32>,
+    /// Entries that few files have.
+    pub rare: Box<RareEntries>,
     /// Unknown token.
     pub unk: Option<u32>,
     /// Padding.
@@ -170,17 +168,23 @@ pub struct Vocabulary {
     pub add_space_prefix: Option<bool>,
     /// The chat template (Jinja), where the file has one.
     pub chat_template: Option<String>,
-    /// The template for conversations with tools, where it is another.
-    pub tool_template: Option<String>,
     /// How the model's maker asks for tokens to be chosen (`general.sampling`), with the keys of `generation_config.json`.
     pub sampling: Box<serde_json::Map<String, serde_json::Value>>,
+}
+
+/// Entries of a [`Vocabulary`] that few files have.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RareEntries {
+    /// Ends of turns and of messages, and further ends of sequences.
+    pub ends: Vec<u32>,
+    /// The template for conversations with tools, where it is another.
+    pub tool_template: Option<String>,
 }
 
 impl Vocabulary {
     /// The tokens that end a text or a turn.
     pub fn ends(&self) -> impl Iterator<Item = u32> + '_ {
-        let named = [self.eos, self.eot].into_iter().flatten();
-        named.chain(self.other_ends.iter().copied())
+        self.eos.into_iter().chain(self.rare.ends.iter().copied())
     }
 }
 

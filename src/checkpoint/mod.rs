@@ -24,7 +24,9 @@ use crate::base::{Result, threads};
 use source::Source;
 
 pub use companion::{DESCRIPTION_FILES, TOKENIZER_FILES};
-pub use entry::{Checkpoint, Encoding, Entry, Metadata, Part, TokenizerSource, Vocabulary};
+pub use entry::{
+    Checkpoint, Encoding, Entry, Metadata, Part, RareEntries, TokenizerSource, Vocabulary,
+};
 pub use folder::{Weights, gguf_parts, weights};
 pub use ggml::GgmlType;
 pub use gguf::{GgufFamily, GgufKind, GgufMetadata};

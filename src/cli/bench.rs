@@ -92,6 +92,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     }
     let start = Instant::now();
     let model = args.model.load()?;
+    model::warn_of_template(&model);
     let load_seconds = start.elapsed().as_secs_f64();
     let options = SessionOptions {
         context: args

@@ -199,12 +199,14 @@ impl ModelArgs {
         };
         let model = watch.during(|| Model::load(path, &options));
         bar.finish_and_clear();
-        if let Ok(model) = &model
-            && let Some(fault) = model.chat_template().fault()
-        {
-            eprintln!("nvfp4: {fault}; conversations that need that template will be refused");
-        }
         model
+    }
+}
+
+/// Warns on standard error of a chat template that cannot be used, where nothing may come to need it.
+pub(super) fn warn_of_template(model: &Model) {
+    if let Some(fault) = model.chat_template().fault() {
+        eprintln!("nvfp4: {fault}; conversations that need that template will be refused");
     }
 }
 

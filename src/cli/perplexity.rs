@@ -118,6 +118,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         }
         None => (args.model.load()?, None),
     };
+    model::warn_of_template(&model);
     let vocabulary = model.spec().vocab_size;
     if let Some(reference) = &reference
         && reference.spec().vocab_size != vocabulary

@@ -49,9 +49,6 @@ impl PromptingArgs {
         }
         let variables = variables_from_json(&Value::Object(variables).to_string())?;
         warn_of_unread(model, &variables);
-        if !model.info().chat_template {
-            eprintln!("nvfp4: the model brings no chat template; using ChatML");
-        }
         if self.think_budget.is_some() && model.answer_form().reasoning().is_none() {
             eprintln!(
                 "nvfp4: the model is not known to think, so that --think-budget changes nothing"
@@ -77,6 +74,13 @@ fn variable(text: &str) -> std::result::Result<(String, Value), String> {
             serde_json::from_str(value).unwrap_or_else(|_| value.into()),
         )),
         _ => Err("it is to be NAME=JSON".to_owned()),
+    }
+}
+
+/// Warns of a model without a chat template of its own.
+pub(super) fn warn_of_stand_in(model: &Model) {
+    if !model.info().chat_template {
+        eprintln!("nvfp4: the model brings no chat template; using ChatML");
     }
 }
 

@@ -69,6 +69,12 @@ pub(super) fn run(args: &Args) -> Result<()> {
     if std::io::stderr().is_terminal() {
         let sampling = sampling::described(&options.sampling, &model);
         eprintln!("sampling: {sampling}");
+        if !args.raw {
+            prompting::warn_of_stand_in(&model);
+        }
+    }
+    if args.raw {
+        model::warn_of_template(&model);
     }
     let mut view = View::new();
     let answer = args.answer(

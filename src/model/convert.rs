@@ -659,7 +659,7 @@ pub fn text_files(source: &TokenizerSource) -> Result<Vec<(String, Vec<u8>)>> {
                 config[key] = json!(token);
             }
         }
-        match (&vocabulary.chat_template, &vocabulary.tool_template) {
+        match (&vocabulary.chat_template, &vocabulary.rare.tool_template) {
             (Some(template), None) => config["chat_template"] = json!(template),
             (default, Some(tool_use)) => {
                 let named =

@@ -52,7 +52,7 @@ fn read_vocabulary(vocabulary: &Vocabulary) -> Result<TextFiles> {
     let (bos, eos) = (spelled(vocabulary.bos), spelled(vocabulary.eos));
     let templates: Vec<(String, String)> = [
         ("default", &vocabulary.chat_template),
-        ("tool_use", &vocabulary.tool_template),
+        ("tool_use", &vocabulary.rare.tool_template),
     ]
     .into_iter()
     .filter_map(|(name, source)| Some((name.to_owned(), source.clone()?)))

@@ -1,5 +1,5 @@
-//! The tokens that end an assistant's turn, by what a chat template writes after an answer and by their names. What config and
-//! metadata say of it is the model's to add.
+//! Finds the tokens that end an assistant's turn: by the text that a chat template writes after an answer, and by their names.
+//! `model` adds the tokens of config and metadata.
 
 use super::end_names::{ENDS_BY_PART, PART_END, SPECIAL_ENDS, TURN_ENDS};
 use super::tokenizer::foreign;
@@ -59,7 +59,7 @@ pub fn turn_ends(tokenizer: &Tokenizer, template: Option<&ChatTemplate>) -> Resu
 
 /// A text that a template writes after an answer.
 struct Closing {
-    /// The control tokens that it begins with, but for those that occur within answers.
+    /// Leading control tokens, without those that occur within answers.
     begins_with: Vec<u32>,
     /// The first after other text, where it begins with control tokens.
     later: Option<u32>,

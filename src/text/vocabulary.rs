@@ -82,8 +82,8 @@ impl TokenKind {
 }
 
 impl VocabularySpec {
-    /// What a token is for. One that is known to end turns is a control token, whatever the file says: files of many
-    /// converters type some of them as text.
+    /// The kind of a token. A name that is known to end turns makes a control token, also where the file types it as text, as
+    /// several converters do.
     pub(super) fn kind(&self, id: usize) -> TokenKind {
         let ends_turn = || self.tokens.get(id).is_some_and(|name| ends_turn(name));
         match self.token_types.get(id) {

@@ -587,7 +587,7 @@ fn gguf_files_say_where_turns_end() {
         let path = model.write("gguf", &scratch);
         let loaded = load(&path).unwrap();
         assert_eq!(loaded.stop_tokens(), expected);
-        // The same once it is converted.
+        // Converting keeps the ends.
         let out = Scratch::new();
         let options = ConvertOptions::new(Container::ModelOpt, Recipe::Amax);
         let source = model::open(&path).unwrap();

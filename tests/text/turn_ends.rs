@@ -67,16 +67,16 @@ fn a_turn_ends_with_what_the_template_writes_after_an_answer() {
         (turns("end <|fin|>"), &[("<|fin|>", CONTROL)], &[]),
         // Nor is a text in brackets that is no token.
         (turns("<|fin|>"), &[], &[]),
-        // What the next question begins with ends the turn where nothing else does.
+        // The beginning of the next question ends the turn where nothing else does.
         (turns(""), &[("<|user|>", CONTROL), ("<|assistant|>", CONTROL)], &["<|user|>"]),
-        // Of several, the one that ends questions too; with the end of the conversation after it.
+        // The token that ends questions too, and the end of the conversation after it.
         (
             "{% for m in messages %}<r>{{ m.content }}{{ '<part>' if m.role == 'assistant' }}<fin>{% endfor %}{{ eos_token }}"
                 .to_owned(),
             &[("<r>", CONTROL), ("<part>", CONTROL), ("<fin>", CONTROL), ("</s>", CONTROL)],
             &["<fin>", "</s>"],
         ),
-        // What begins turns is no end.
+        // A token that begins turns is no end.
         (
             "{% for m in messages %}<r>{{ m.content }}{{ '\n<fin>\n' if m.role == 'assistant' }}{% endfor %}".to_owned(),
             &[("<r>", CONTROL), ("<fin>", CONTROL)],
@@ -142,7 +142,7 @@ fn known_names_end_turns_whatever_their_type() {
             assert_eq!(tokenizer.decode(&[id], true).unwrap(), "");
             assert_eq!(tokenizer.encode(name, false).unwrap(), [id]);
             assert!(!tokenizer.encode_plain(name).unwrap().contains(&id));
-            // The same in the file that a converted model gets.
+            // A converted model's file keeps that.
             let again = Tokenizer::from_json(tokenizer.to_json().unwrap().as_bytes()).unwrap();
             assert!(again.is_special(id));
         }

@@ -7,8 +7,8 @@ use super::family::{GgufFamily, GgufKind, GgufMetadata};
 use super::header::Pairs;
 use crate::base::Result;
 use crate::base::error::{bail, err};
-use crate::checkpoint::Vocabulary;
 use crate::checkpoint::tensors::{Form, Raw};
+use crate::checkpoint::{RareEntries, Vocabulary};
 
 /// What every architecture has in `config.json`, as in [`GgufFamily::keys`].
 const COMMON: [(&str, &str, GgufKind); 6] = [
@@ -264,15 +264,16 @@ pub(super) fn vocabulary(pairs: &mut Pairs) -> Result<Option<Vocabulary>> {
             Some(_) => other_ends.first().copied(),
             None => id("eos")?,
         },
-        eot: id("eot")?,
         unk: id("unknown")?,
         pad: id("padding")?,
         add_bos: pairs.boolean(&key("add_bos_token"))?,
         add_eos: pairs.boolean(&key("add_eos_token"))?,
         add_space_prefix: pairs.boolean(&key("add_space_prefix"))?,
         chat_template: text("tokenizer.chat_template")?,
-        tool_template: text("tokenizer.chat_template.tool_use")?,
-        other_ends,
+        rare: Box::new(RareEntries {
+            ends: id("eot")?.into_iter().chain(other_ends).collect(),
+            tool_template: text("tokenizer.chat_template.tool_use")?,
+        }),
         sampling: Box::new(sampling(pairs)?),
         tokens,
     }))

@@ -44,6 +44,8 @@ const SHORT: usize = 40;
 
 pub(super) fn run(args: &Args) -> Result<()> {
     let model = args.model.load()?;
+    model::warn_of_template(&model);
+    prompting::warn_of_stand_in(&model);
     let chat = ChatOptions {
         keep_reasoning: args.keep_reasoning,
         ..args.prompting.options(&model)?

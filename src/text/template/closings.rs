@@ -1,5 +1,5 @@
-//! What a template writes around an assistant's answer, found by rendering test messages. The tokens in it tell where a turn
-//! ends.
+//! Renders test messages to find the texts that a template writes around an assistant's answer. The tokens in these texts tell where
+//! a turn ends.
 
 use minijinja::value::Value;
 use serde_json::{Map, json};
@@ -41,12 +41,12 @@ pub(super) fn closings(template: &Compiled) -> Closings {
     Closings::default()
 }
 
-/// The same for contents that are parts or texts, with tools or without. `None` if rendering does not end.
+/// Renders contents as parts or as texts, with tools or without. `None` if rendering does not end.
 fn closings_in(template: &Compiled, parts: bool, tools: bool) -> Option<Closings> {
     let mut variables = Map::new();
     if tools {
         variables.insert("tools".to_owned(), json!([test_tool()]));
-        // What Firefunction's template has in their place.
+        // Firefunction's template takes these variables.
         variables.insert("functions".to_owned(), json!("[]"));
         variables.insert("datetime".to_owned(), json!("today"));
     }

@@ -109,7 +109,7 @@ impl Compiled {
         self.print_within(steps, messages, add_generation_prompt, variables)
     }
 
-    /// The same in at most `steps` steps.
+    /// Renders in at most `steps` steps.
     pub(super) fn print_within(
         &self,
         steps: u64,

@@ -44,9 +44,10 @@ const LONGEST_TIME: Duration = Duration::from_secs(60);
 /// bytes of stack for a level.
 const STACK: usize = 128 << 20;
 
-/// How long rendering test messages may take, and in how much memory.
+/// How long rendering test messages may take, in how much memory, and what is set aside for it.
 const LONGEST_TEST: Duration = Duration::from_secs(5);
 const TEST_MEMORY: usize = 64 << 20;
+const FOR_TEST: usize = 256 << 10;
 
 /// A compiled template, and the form of messages that it expects.
 type Rendered = Arc<(Compiled, Form)>;
@@ -56,15 +57,15 @@ const TOOL_USE: &str = "tool_use";
 /// The name of the template for every other conversation.
 const DEFAULT: &str = "default";
 
-/// A model's chat template, or its two: one for conversations with tools, and one for others. Those that do not parse are an
-/// error where they are to be rendered.
+/// The chat template of a model, or two: one for conversations with tools, one for others. A template that does not parse is an
+/// error of rendering.
 #[derive(Debug)]
 pub struct ChatTemplate {
     default: Result<Rendered>,
     tool_use: Option<Result<Rendered>>,
     /// Whether rendering has exceeded its limits.
     is_trap: AtomicBool,
-    /// Of a template that stands in for one that the model does not bring: whether that was told.
+    /// Present for the stand-in of a missing template: whether the warning was logged.
     stand_in: Option<AtomicBool>,
 }
 
@@ -86,8 +87,8 @@ impl ChatTemplate {
         Ok(Self::of(Ok(compiled(source, bos, eos)?)))
     }
 
-    /// The templates of these names, as transformers takes them: `tool_use` for conversations with tools, where there is one, and
-    /// `default` for all others. A template that does not parse, or for want of which there is none, is an error of rendering.
+    /// Chooses among named templates as transformers does: `tool_use` renders conversations with tools, if it exists, and `default`
+    /// renders all others. A broken or missing template is an error of rendering.
     pub fn named(templates: &[(String, String)], bos: Option<&str>, eos: Option<&str>) -> Self {
         let with_name = |wanted: &str| {
             let found = templates.iter().find(|(name, _)| name == wanted)?;
@@ -117,7 +118,7 @@ impl ChatTemplate {
         Self::from_jinja(CHATML, None, None).expect("the ChatML template parses")
     }
 
-    /// ChatML in place of the template that a model does not bring. The first rendering logs a warning.
+    /// ChatML for a model without a template. The first rendering logs a warning.
     pub fn stand_in() -> Self {
         ChatTemplate {
             stand_in: Some(AtomicBool::new(false)),
@@ -171,13 +172,15 @@ impl ChatTemplate {
         names.filter(|name| !self.reads(name)).collect()
     }
 
-    /// What is written around an answer; nothing where the template cannot be rendered for test messages within narrow limits.
+    /// The texts around an answer; empty where the template cannot render test messages within narrow limits.
     pub(super) fn closings(&self) -> Result<Closings> {
         let tool_use = self.tool_use.as_ref().and_then(|t| t.as_ref().ok());
         let Some(template) = self.default.as_ref().ok().or(tool_use).cloned() else {
             return Ok(Closings::default());
         };
+        let _copies = alloc::set_aside(FOR_TEST)?;
         let found = threads::bounded(STACK, TEST_MEMORY, LONGEST_TEST, move || {
+            let _steps = alloc::set_aside(FOR_TEST)?;
             Ok(closings::closings(&template.0))
         })?;
         Ok(found.unwrap_or_default())

@@ -1,6 +1,5 @@
-//! Rewrites what Python's operators and tuples mean and the template engine does not know, as calls of functions: `a % b`
-//! becomes `__percent__(a , b)`, and `(a, b)` becomes `__tuple__(a, b)`. A source that cannot be read stays as it is, so that
-//! the engine tells what is wrong with it.
+//! Rewrites operators and literals that the template engine lacks as calls of functions: `a % b` becomes `__percent__(a , b)`, and
+//! `(a, b)` becomes `__tuple__(a, b)`. A source with unmatched marks stays unchanged, so that the engine reports the fault.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -166,7 +165,7 @@ fn number_len(rest: &str) -> usize {
 /// The tokens of a tag, with what belongs together.
 struct Tag<'a> {
     tokens: &'a [Token<'a>],
-    /// Of each bracket, the one that closes or opens it; of others, their own number.
+    /// The matching bracket of each bracket. Other tokens have their own number.
     partner: Vec<usize>,
     /// The number of the first token that is not the name of a statement or what it assigns to.
     first: usize,
@@ -393,7 +392,7 @@ mod tests {
             "{% call(a, b) f(a, b) %}{% endcall %}",
             "{% macro f(a, b=1) %}{{ f(a, b) | join(', ', x) }}{% endmacro %}",
             "{% set a, b = x %}{{ x is in(y) }}",
-            // What the engine refuses.
+            // The engine refuses these.
             "{{ a % }}",
             "{{ % a }}",
             "{{ (a, b }}",

@@ -73,7 +73,7 @@ pub(super) fn format_filter(
     formatted(state, &format, arguments).map(Value::from)
 }
 
-/// What a format takes values from.
+/// The values of a format.
 struct Arguments<'a> {
     positional: &'a [Value],
     next: usize,

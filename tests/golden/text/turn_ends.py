@@ -21,11 +21,11 @@ import chat
 
 QUESTION, ANSWER, NEXT, REASONING = "first question", "the answer", "second question", "the reasoning"
 
-# What looks like the name of a control token: in angle brackets, in square ones, and MiniMax's.
+# Names of control tokens: in angle brackets, in square ones, and MiniMax's.
 CONTROL = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|\[e~\[|\]~b\]|\]~!b\[")
 
 
-# What is said of a template whose turns end with more than one token that ends questions too: the second is the end.
+# Ends by review, for a template whose turns end with two tokens that end questions too: the second is the end.
 REVIEWED = {"Cohere2MoE": ["<|END_OF_TURN_TOKEN|>"]}
 
 
