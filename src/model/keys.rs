@@ -50,6 +50,11 @@ impl<'a> Keys<'a> {
         }
     }
 
+    /// Positions of an attention window. 0 is none, as some converters and mixtures saved by transformers 5 write it.
+    pub(crate) fn window(&self, name: &str) -> Result<Option<usize>> {
+        Ok(self.count(name)?.filter(|&window| window > 0))
+    }
+
     /// A list of whole numbers.
     pub(crate) fn counts(&self, name: &str) -> Result<Option<Vec<usize>>> {
         self.list(name, "whole numbers", |v| v.as_u64().map(|n| n as usize))

@@ -12,6 +12,9 @@ use crate::ops::rope::RopeTable;
 /// The scalings that are known, as errors list them.
 const KNOWN: &str = "default, linear, dynamic, llama3, yarn, longrope";
 
+/// The base of a config that names none.
+const THETA: f64 = 1e4;
+
 /// More than any frequency, which is 1 before scaling; times a position it is still a number.
 const HIGHEST: f32 = 1e20;
 
@@ -68,43 +71,41 @@ pub(super) fn read(config: &Keys<'_>, head_dim: usize, max_positions: usize) -> 
             "config: rope parameters per layer type ('{layer_type}'); models of this family are known with one set for all layers"
         );
     }
-    set(config, &scaling, "rope_theta", head_dim, max_positions)
+    let base = ("rope_theta", THETA);
+    set(config, &scaling, base, head_dim, max_positions)
 }
 
 /// The rotations of layers that see everything and of those with a window: `rope_parameters` with a set for each type, or the old words,
-/// where scaling is for the former, and `rope_local_base_freq` is the base of the latter.
+/// where scaling is for the former, and `rope_local_base_freq` is the base of the latter. `thetas` are the bases of a config that names
+/// none.
 pub(super) fn read_by_layer_type(
     config: &Keys<'_>,
     head_dim: usize,
     max_positions: usize,
+    thetas: (f64, f64),
 ) -> Result<(RopeSet, RopeSet)> {
     let empty = Default::default();
     let scaling = parameters(config)?.unwrap_or(Keys(&empty));
     let of = |scaling: &Keys<'_>, base| set(config, scaling, base, head_dim, max_positions);
+    let (full, sliding) = (("rope_theta", thetas.0), ("rope_local_base_freq", thetas.1));
     if by_layer_type(&scaling).is_none() {
-        return Ok((
-            of(&scaling, "rope_theta")?,
-            of(&Keys(&empty), "rope_local_base_freq")?,
-        ));
+        return Ok((of(&scaling, full)?, of(&Keys(&empty), sliding)?));
     }
+    // A type that is left out is rotated without scaling.
     let own = |layer_type: &str| -> Result<Keys<'_>> {
-        scaling.object(layer_type)?.ok_or_else(|| {
-            err!(
-                CorruptFile,
-                "config: 'rope_parameters' has no '{layer_type}'"
-            )
-        })
+        Ok(scaling.object(layer_type)?.unwrap_or(Keys(&empty)))
     };
     Ok((
-        of(&own("full_attention")?, "rope_theta")?,
-        of(&own("sliding_attention")?, "rope_local_base_freq")?,
+        of(&own("full_attention")?, full)?,
+        of(&own("sliding_attention")?, sliding)?,
     ))
 }
 
+/// The parameters in the new words or the old. The old ones win where a config has both, as in transformers.
 fn parameters<'a>(config: &Keys<'a>) -> Result<Option<Keys<'a>>> {
-    match config.object("rope_parameters")? {
-        Some(parameters) => Ok(Some(parameters)),
-        None => config.object("rope_scaling"),
+    match config.object("rope_scaling")? {
+        Some(scaling) if !scaling.0.is_empty() => Ok(Some(scaling)),
+        _ => config.object("rope_parameters"),
     }
 }
 
@@ -112,17 +113,17 @@ fn by_layer_type<'a>(scaling: &Keys<'a>) -> Option<(&'a String, &'a serde_json::
     scaling.0.iter().find(|(_, v)| v.is_object())
 }
 
-/// One rotation, whose base is `rope_theta` among `scaling` or `base` in the config.
+/// One rotation, whose base is `rope_theta` among `scaling`, the key `base` of the config, or the number beside that key.
 fn set(
     config: &Keys<'_>,
     scaling: &Keys<'_>,
-    base: &str,
+    (base, default): (&str, f64),
     head_dim: usize,
     max_positions: usize,
 ) -> Result<RopeSet> {
     let theta = match scaling.number("rope_theta")? {
         Some(theta) => theta,
-        None => config.number(base)?.unwrap_or(10000.0),
+        None => config.number(base)?.unwrap_or(default),
     };
     let theta = positive(base, theta)?;
     let part = match scaling.number("partial_rotary_factor")? {

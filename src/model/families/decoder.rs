@@ -1,8 +1,6 @@
 //! What the configs of all families have in common: sizes, heads, biases, rotation, and one block that all layers are like until a
 //! family says otherwise.
 
-use serde_json::{Map, Value};
-
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::format::nvfp4::BLOCK;
@@ -25,19 +23,6 @@ pub(super) struct Decoder {
     /// What every block is, unless it differs.
     pub(super) block: BlockSpec,
     pub(super) layers: usize,
-}
-
-/// A config with values for keys that it does not have: what transformers takes where they are left out.
-pub(super) fn with_defaults(keys: &Keys<'_>, defaults: Value) -> Map<String, Value> {
-    let mut all = keys.0.clone();
-    if let Value::Object(defaults) = defaults {
-        for (key, value) in defaults {
-            if !all.contains_key(&key) {
-                all.insert(key, value);
-            }
-        }
-    }
-    all
 }
 
 impl Decoder {

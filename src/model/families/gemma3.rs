@@ -2,9 +2,9 @@
 //! of their own for each that sees everything.
 
 use half::bf16;
-use serde_json::json;
+use serde_json::{Value, json};
 
-use super::decoder::{Decoder, with_defaults};
+use super::decoder::Decoder;
 use super::family::Family;
 use crate::base::Result;
 use crate::base::error::bail;
@@ -15,23 +15,33 @@ use crate::model::spec::{NormNames, NormPlacement, Spec};
 pub(super) const GEMMA3: Family = Family {
     model_type: "gemma3",
     class: "Gemma3ForCausalLM",
+    defaults,
+    renamed: &[],
     read,
 };
 
+fn defaults() -> Value {
+    json!({
+        "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6, "tie_word_embeddings": true, "rope_parameters": null,
+        "attention_bias": false, "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": null,
+        "final_logit_softcapping": null, "attn_logit_softcapping": null, "use_bidirectional_attention": false
+    })
+}
+
+/// The base of rotation of layers that see everything, and of those with a window.
+const THETA: (f64, f64) = (1e6, 1e4);
+
 fn read(keys: &Keys<'_>) -> Result<Spec> {
-    // Published configs leave out what transformers has as defaults.
-    let all = with_defaults(
-        keys,
-        json!({
-            "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
-            "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window": 4096,
-            "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": true
-        }),
-    );
-    let keys = &Keys(&all);
+    if keys.flag("use_bidirectional_attention")? == Some(true) {
+        bail!(
+            Unsupported,
+            "config: 'use_bidirectional_attention' is true: the model embeds whole texts; only models that predict the next token can be run"
+        );
+    }
     let mut decoder = Decoder::read_with(keys, |head_dim, max_positions| {
-        let (full, windowed) = rope::read_by_layer_type(keys, head_dim, max_positions)?;
+        let (full, windowed) = rope::read_by_layer_type(keys, head_dim, max_positions, THETA)?;
         Ok(vec![full, windowed])
     })?;
     decoder.refuse_experts(keys)?;
@@ -57,7 +67,7 @@ fn read(keys: &Keys<'_>) -> Result<Spec> {
         .or(keys.size("_sliding_window_pattern")?)
         .unwrap_or(6);
     let types = decoder.read_layer_types(keys)?;
-    let window = decoder.effective_window(keys.size("sliding_window")?);
+    let window = decoder.effective_window(keys.window("sliding_window")?);
     Ok(decoder.finish(|layer, block| {
         let is_windowed = match &types {
             Some(windowed) => windowed[layer],

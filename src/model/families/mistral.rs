@@ -1,5 +1,7 @@
 //! Mistral: Llama, every layer of which may see only a window.
 
+use serde_json::{Value, json};
+
 use super::decoder::Decoder;
 use super::family::Family;
 use crate::base::Result;
@@ -9,18 +11,23 @@ use crate::model::spec::Spec;
 pub(super) const MISTRAL: Family = Family {
     model_type: "mistral",
     class: "MistralForCausalLM",
+    defaults,
+    renamed: &[],
     read,
 };
 
-/// The window of a config that does not say null: that of the first Mistral.
-const WINDOW: usize = 4096;
+fn defaults() -> Value {
+    json!({
+        "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": null, "hidden_act": "silu",
+        "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6, "tie_word_embeddings": false, "rope_parameters": null,
+        "sliding_window": 4096
+    })
+}
 
 fn read(keys: &Keys<'_>) -> Result<Spec> {
     let decoder = Decoder::read(keys)?;
     decoder.refuse_experts(keys)?;
-    let window = match keys.0.contains_key("sliding_window") {
-        true => keys.size("sliding_window")?,
-        false => Some(WINDOW),
-    };
+    let window = keys.window("sliding_window")?;
     Ok(decoder.finish_windowed(window, |_| true))
 }

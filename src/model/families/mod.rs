@@ -9,6 +9,7 @@ mod llama;
 mod mistral;
 mod phi3;
 mod qwen;
+mod within;
 
 use std::path::Path;
 
@@ -49,26 +50,43 @@ pub fn open_bytes(name: &str, bytes: Vec<u8>) -> Result<Box<dyn Checkpoint>> {
     checkpoint::open_bytes(name, bytes, gguf())
 }
 
-/// Reads and checks a config. Keys that do not bear on inference are ignored. A model that also takes images is read as the text model
-/// in it, which its `text_config` describes.
+/// Reads and checks a config. Keys that do not bear on inference are ignored. A model that also takes images or sound is read as the
+/// text model in it, which its `text_config` describes.
 pub fn read(config: &Value) -> Result<Spec> {
     let Value::Object(map) = config else {
         bail!(CorruptFile, "config: expected a JSON object");
     };
     let outer = Keys(map);
-    match outer.object("text_config")? {
+    match within::text_config(&outer)? {
         None => family(&outer)?.read(&outer),
         Some(text) => {
-            let mut spec = family(&text)?.read(&text)?;
-            if let Some(tied) = outer.flag("tie_word_embeddings")?
-                && text.flag("tie_word_embeddings")?.is_none()
-            {
-                spec.tied = tied;
-            }
+            let mut spec = family(&Keys(&text))?.read(&Keys(&text))?;
+            spec.tied |= within::is_tied(&outer)?;
             if spec.eos.is_empty() || !outer.ids("eos_token_id")?.is_empty() {
                 spec.eos = outer.ids("eos_token_id")?;
             }
             Ok(spec)
+        }
+    }
+}
+
+/// Whether a config says that embedding and head are one table, in the model or in the text model within it. Of a config that is not
+/// of a known family, only what it spells out counts.
+pub fn is_tied(config: &Value) -> bool {
+    let says = |config: &Value| config["tie_word_embeddings"] == true;
+    match read(config) {
+        Ok(spec) => spec.tied,
+        Err(_) => says(config) || within::TEXT.iter().any(|&text| says(&config[text])),
+    }
+}
+
+/// Makes a config say that the head is a table of its own, wherever it says something of that.
+pub fn untie(config: &mut serde_json::Map<String, Value>) {
+    const KEY: &str = "tie_word_embeddings";
+    config.insert(KEY.to_owned(), false.into());
+    for name in within::TEXT {
+        if let Some(Value::Object(text)) = config.get_mut(name) {
+            text.insert(KEY.to_owned(), false.into());
         }
     }
 }
@@ -218,7 +236,7 @@ mod tests {
                 json!(0),
                 "'final_logit_softcapping' is 0",
             ),
-            ("sliding_window", json!(0), "'sliding_window' is 0"),
+            ("sliding_window", json!(-1), "'sliding_window' is -1"),
             (
                 "layer_types",
                 json!(["chunked_attention", "full_attention"]),
@@ -261,5 +279,192 @@ mod tests {
         assert_eq!(windows(&config), [Some(4096), Some(4096)]);
         config["sliding_window"] = Value::Null;
         assert_eq!(windows(&config), [None, None]);
+    }
+
+    /// What the config classes of transformers say; `tests/golden/families/make.py` wrote it.
+    fn of_transformers() -> Value {
+        let text = include_str!("../../../tests/golden/families/families.json");
+        serde_json::from_str(text).unwrap()
+    }
+
+    fn object(value: &Value) -> &serde_json::Map<String, Value> {
+        value.as_object().unwrap()
+    }
+
+    /// Equal as numbers where both are numbers: JSON has 1e6 and 1000000.
+    fn same(a: &Value, b: &Value) -> bool {
+        a == b || (a.is_number() && a.as_f64() == b.as_f64())
+    }
+
+    #[test]
+    fn defaults_and_names_are_those_of_transformers() {
+        let golden = of_transformers();
+        let theirs = object(&golden["families"]);
+        assert_eq!(theirs.len(), FAMILIES.len());
+        for family in FAMILIES {
+            let (ours, theirs) = ((family.defaults)(), &theirs[family.model_type]);
+            let (ours, defaults) = (object(&ours), object(&theirs["defaults"]));
+            let name = |name: &String| match family.renamed.iter().find(|(_, own)| own == name) {
+                Some((other, _)) if !defaults.contains_key(name) => (*other).to_owned(),
+                _ => name.clone(),
+            };
+            for (key, value) in ours {
+                let expected = &defaults[&name(key)];
+                assert!(
+                    same(value, expected),
+                    "{}: {key} is {value}, and {expected} in transformers",
+                    family.model_type
+                );
+            }
+            let missing = defaults.keys().find(|key| !ours.contains_key(*key));
+            assert_eq!(missing, None, "{}", family.model_type);
+            let renamed: Vec<(&str, &str)> = object(&theirs["renamed"])
+                .iter()
+                .map(|(name, other)| (other.as_str().unwrap(), name.as_str()))
+                .collect();
+            assert_eq!(family.renamed, renamed, "{}", family.model_type);
+        }
+    }
+
+    #[test]
+    fn larger_models_are_those_of_transformers() {
+        let golden = of_transformers();
+        let theirs = object(&golden["outer"]);
+        let ours = within::OUTER.iter().map(|outer| {
+            let says = json!({"text": outer.text, "tied": outer.tied});
+            (outer.model_type.to_owned(), says)
+        });
+        assert_eq!(&ours.collect::<serde_json::Map<_, _>>(), theirs);
+    }
+
+    /// What configs become that leave keys out, null them, or write 0 for none.
+    #[test]
+    fn configs_are_read_as_transformers_reads_them() {
+        let golden = of_transformers();
+        let probes = golden["probes"].as_array().unwrap();
+        assert!(probes.len() > 50);
+        for probe in probes {
+            let mut config = object(&golden["small"]).clone();
+            config.extend(object(&probe["config"]).clone());
+            config.insert("model_type".to_owned(), probe["family"].clone());
+            let spec = read(&Value::Object(config)).unwrap_or_else(|e| panic!("{probe}: {e}"));
+            let expected = &probe["resolved"];
+            let attention = &spec.blocks[0].attention;
+            let base = |block: usize| {
+                let rope = &spec.ropes[spec.blocks[block].attention.rope].table;
+                // The frequency of pair 1 is the base to the power of -2 over the size of a head.
+                let width = 2.0 * rope.frequencies.len() as f64;
+                f64::from(rope.frequencies[1]).powf(-width / 2.0)
+            };
+            let max_positions = expected["max_positions"].as_u64().unwrap();
+            let windows: Vec<Option<u64>> = expected["windows"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|w| w.as_u64().filter(|&w| w < max_positions))
+                .collect();
+            let got: Vec<Option<u64>> = spec
+                .blocks
+                .iter()
+                .map(|b| b.attention.window.map(|w| w as u64))
+                .collect();
+            assert_eq!(got, windows, "{probe}");
+            let sizes = json!({
+                "head_dim": attention.head_dim, "kv_heads": attention.kv_heads, "max_positions": spec.max_positions,
+                "tied": spec.tied
+            });
+            for (key, value) in object(&sizes) {
+                assert_eq!(value, &expected[key], "{key} of {probe}");
+            }
+            assert_eq!(spec.norm_eps, expected["eps"].as_f64().unwrap() as f32);
+            if spec.ropes.len() > 1 {
+                // The last but one block sees everything, and the first has a window.
+                let full = spec.blocks.iter().position(|b| b.attention.rope == 0);
+                let scaling = probe["config"]["rope_scaling"]["factor"].as_f64();
+                if let (Some(full), None) = (full, scaling) {
+                    let want = expected["thetas"][0].as_f64().unwrap();
+                    assert!((base(full) / want - 1.0).abs() < 1e-3, "{probe}");
+                }
+            }
+            let want = expected["thetas"][spec.ropes.len() - 1].as_f64().unwrap();
+            if probe["config"]["partial_rotary_factor"].is_null() {
+                assert!((base(0) / want - 1.0).abs() < 1e-3, "{probe}");
+            }
+            if let Some(experts) = expected["experts"].as_array() {
+                let got: Vec<Value> = spec.blocks.iter().map(|b| json!(b.mlp.experts())).collect();
+                assert_eq!(&got, experts, "{probe}");
+                let mixture = spec.blocks.iter().find_map(|b| b.mlp.mixture()).unwrap();
+                assert_eq!(json!(mixture.per_token), expected["experts_per_token"]);
+                assert_eq!(json!(mixture.normalized), expected["normalized"]);
+            }
+        }
+    }
+
+    /// Flags of larger models disagree in published files: a head that is missing is tied if any of them says so.
+    #[test]
+    fn a_tie_flag_anywhere_ties() {
+        let text = |tied: Value| {
+            let mut text = base();
+            text["tie_word_embeddings"] = tied;
+            text
+        };
+        for (kind, outer, inner, expected) in [
+            ("mistral3", json!(true), json!(false), true),
+            ("mistral3", json!(false), json!(true), true),
+            ("mistral3", json!(false), json!(false), false),
+            // As transformers has it where the outer config does not say.
+            ("mistral3", Value::Null, json!(false), true),
+            ("smolvlm", Value::Null, json!(false), false),
+            ("unheard_of", Value::Null, json!(true), true),
+        ] {
+            let config = json!({"model_type": kind, "tie_word_embeddings": outer, "text_config": text(inner)});
+            assert_eq!(read(&config).unwrap().tied, expected, "{config}");
+            assert_eq!(is_tied(&config), expected, "{config}");
+        }
+        let mut config =
+            json!({"tie_word_embeddings": true, "text_config": {"tie_word_embeddings": true}});
+        assert!(is_tied(&config));
+        untie(config.as_object_mut().unwrap());
+        assert!(!is_tied(&config));
+    }
+
+    /// Gemma's models of pictures have the type of their values outside the config of the text model.
+    #[test]
+    fn the_outer_type_rounds_the_scale_of_embeddings() {
+        let scale = |outer: Value, inner: Value| {
+            let config = json!({
+                "model_type": "gemma3", "torch_dtype": outer,
+                "text_config": {"model_type": "gemma3_text", "hidden_size": 1152, "dtype": inner}
+            });
+            read(&config).unwrap().embedding_scale
+        };
+        let exact = 1152f32.sqrt();
+        let rounded = half::bf16::from_f32(exact).to_f32();
+        assert_ne!(exact, rounded);
+        assert_eq!(scale(json!("bfloat16"), Value::Null), rounded);
+        assert_eq!(scale(Value::Null, json!("bfloat16")), rounded);
+        assert_eq!(scale(json!("float32"), json!("bfloat16")), exact);
+        assert_eq!(scale(Value::Null, Value::Null), exact);
+    }
+
+    #[test]
+    fn text_models_within_others_are_found() {
+        let named = json!({"model_type": "llava", "text_config": {"vocab_size": 32_064}});
+        let spec = read(&named).unwrap();
+        assert_eq!(
+            (spec.family, spec.vocab_size, spec.blocks.len()),
+            ("llama", 32_064, 32)
+        );
+        let mut text = base();
+        text["hidden_size"] = json!(128);
+        let spec = read(&json!({"model_type": "internvl_chat", "llm_config": text})).unwrap();
+        assert_eq!((spec.family, spec.hidden_size), ("qwen3", 128));
+    }
+
+    #[test]
+    fn models_that_embed_texts_are_refused() {
+        let config = json!({"model_type": "gemma3_text", "use_bidirectional_attention": true});
+        let e = read(&config).unwrap_err();
+        assert!(e.message().contains("use_bidirectional_attention"), "{e}");
     }
 }

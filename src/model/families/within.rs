@@ -1,0 +1,100 @@
+//! Text models within models of text, pictures and sound: which part of a config describes them, and what they take from the rest.
+
+use serde_json::{Map, Value};
+
+use crate::base::Result;
+use crate::model::keys::Keys;
+
+/// The keys of a text model's config within a larger one. transformers writes the first; the others are of published models that
+/// bring code of their own.
+pub(super) const TEXT: [&str; 3] = ["text_config", "llm_config", "language_config"];
+
+/// A larger model by its `model_type`: the `model_type` of its text model where the config does not say, and whether transformers ties
+/// embedding and head where it does not say.
+pub(super) struct Outer {
+    pub(super) model_type: &'static str,
+    pub(super) text: &'static str,
+    pub(super) tied: bool,
+}
+
+const fn outer(model_type: &'static str, text: &'static str, tied: bool) -> Outer {
+    Outer {
+        model_type,
+        text,
+        tied,
+    }
+}
+
+/// The larger models of transformers whose text model may be of a known family.
+pub(super) const OUTER: &[Outer] = &[
+    outer("audioflamingo3", "qwen2", false),
+    outer("deepseek_vl", "llama", true),
+    outer("deepseek_vl_hybrid", "llama", true),
+    outer("fast_vlm", "qwen2", false),
+    outer("fun_asr_nano", "qwen3", true),
+    outer("gemma3", "gemma3_text", true),
+    outer("glmasr", "llama", true),
+    outer("got_ocr2", "qwen2", true),
+    outer("idefics2", "mistral", false),
+    outer("idefics3", "llama", false),
+    outer("internvl", "qwen2", true),
+    outer("janus", "llama", true),
+    outer("lighton_ocr", "qwen3", true),
+    outer("llava", "llama", false),
+    outer("llava_next", "llama", false),
+    outer("llava_next_video", "llama", false),
+    outer("llava_onevision", "qwen2", false),
+    outer("mistral3", "mistral", true),
+    outer("moss_transcribe_diarize", "qwen3", true),
+    outer("musicflamingo", "qwen2", false),
+    outer("omniasr", "llama", false),
+    outer("ovis2", "qwen2", true),
+    outer("perception_lm", "llama", false),
+    outer("pp_chart2table", "qwen2", true),
+    outer("qianfan_ocr", "qwen3", false),
+    outer("qwen2_audio", "qwen2", false),
+    outer("qwen3_asr", "qwen3", true),
+    outer("shieldgemma2", "gemma3_text", false),
+    outer("smolvlm", "llama", false),
+    outer("vibevoice", "qwen2", false),
+    outer("vibevoice_asr", "qwen2", false),
+    outer("video_llama_3", "qwen2", false),
+    outer("video_llava", "llama", false),
+    outer("vipllava", "llama", false),
+    outer("voxtral", "llama", false),
+];
+
+fn outer_of(keys: &Keys<'_>) -> Result<Option<&'static Outer>> {
+    let name = keys.text("model_type")?;
+    Ok(OUTER.iter().find(|outer| Some(outer.model_type) == name))
+}
+
+/// The config of the text model within, complete: with its `model_type`, and the type of its values, which the outer config decides.
+/// `None` for a config of a text model alone.
+pub(super) fn text_config(outer: &Keys<'_>) -> Result<Option<Map<String, Value>>> {
+    let mut found = None;
+    for name in TEXT {
+        found = found.or(outer.object(name)?);
+    }
+    let Some(text) = found else {
+        return Ok(None);
+    };
+    let mut text = text.0.clone();
+    if let Some(known) = outer_of(outer)?
+        && text.get("model_type").is_none_or(Value::is_null)
+    {
+        text.insert("model_type".to_owned(), known.text.into());
+    }
+    if let Some(dtype) = outer.get("dtype").or(outer.get("torch_dtype")) {
+        text.insert("dtype".to_owned(), dtype.clone());
+    }
+    Ok(Some(text))
+}
+
+/// Whether a larger model ties embedding and head.
+pub(super) fn is_tied(outer: &Keys<'_>) -> Result<bool> {
+    match outer.flag("tie_word_embeddings")? {
+        Some(tied) => Ok(tied),
+        None => Ok(outer_of(outer)?.is_some_and(|outer| outer.tied)),
+    }
+}

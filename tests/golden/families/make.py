@@ -1,0 +1,161 @@
+"""Writes families.json: what transformers' own config classes say about the families that this library runs. The tables of
+`src/model/families` are compared with it. Run with transformers installed:
+
+    python tests/golden/families/make.py
+
+Its parts. `families`: the defaults of each config class, and its `attribute_map`. `outer`: the models of text, pictures and sound
+whose text model may be of one of the families, with its `model_type` and their default of `tie_word_embeddings`. `probes`: configs that
+leave keys out or have them in unusual words, to be added to `small`, and what the class makes of them.
+"""
+
+import dataclasses
+import json
+import logging
+import pathlib
+
+import transformers
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+logging.disable(logging.WARNING)
+
+FAMILIES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen2_moe": "qwen2_moe",
+    "qwen3_moe": "qwen3_moe",
+    "mistral": "mistral",
+    "phi3": "phi3",
+    "gemma3": "gemma3_text",
+}
+# What bears on training, on caches, on how many logits are returned; and token ids, which the tokenizer and generation_config.json name.
+IGNORED = {
+    "initializer_range", "use_cache", "pretraining_tp", "attention_dropout", "resid_pdrop", "embd_pdrop",
+    "output_router_logits", "router_aux_loss_coef", "pad_token_id", "bos_token_id", "eos_token_id",
+}
+BASE = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+
+
+def family(model_type):
+    config = CONFIG_MAPPING[model_type]
+    fields = {f.name: f.default for f in dataclasses.fields(config)}
+    own = {k: v for k, v in fields.items() if k not in BASE - {"tie_word_embeddings"} and k not in IGNORED}
+    return {"defaults": own, "renamed": dict(config.attribute_map)}
+
+
+def outer():
+    found = {}
+    for name in sorted(CONFIG_MAPPING.keys()):
+        config = CONFIG_MAPPING[name]
+        text = (getattr(config, "sub_configs_defaults", None) or {}).get("text_config")
+        if text and text.model_type in FAMILIES.values():
+            tied = {f.name: f.default for f in dataclasses.fields(config)}.get("tie_word_embeddings")
+            found[name] = {"text": text.model_type, "tied": bool(tied)}
+    return found
+
+
+SMALL = dict(hidden_size=512, num_attention_heads=32, num_hidden_layers=6, intermediate_size=96, vocab_size=320)
+COMMON = [
+    {},
+    dict(num_key_value_heads=2, head_dim=32),
+    dict(rope_theta=5e5, rms_norm_eps=1e-5),
+    dict(tie_word_embeddings=True),
+    dict(sliding_window=16),
+]
+PROBES = {
+    "llama": COMMON + [dict(rope_parameters=dict(rope_theta=3e4, rope_type="default"))],
+    "mistral": COMMON + [dict(sliding_window=None), dict(sliding_window=0)],
+    "phi3": COMMON + [dict(sliding_window=None), dict(sliding_window=0), dict(partial_rotary_factor=0.5)],
+    "qwen2": COMMON,
+    "qwen3": COMMON,
+    "qwen2_moe": COMMON,
+    "qwen3_moe": COMMON,
+    "gemma3": COMMON + [
+        dict(sliding_window=16, sliding_window_pattern=3),
+        dict(rope_scaling=dict(rope_type="linear", factor=8.0), rope_local_base_freq=2e4),
+        dict(rope_parameters=dict(full_attention=dict(rope_type="default", rope_theta=7e5))),
+    ],
+}
+for kind in ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe"]:
+    PROBES[kind] = PROBES[kind] + [
+        dict(use_sliding_window=True),
+        dict(use_sliding_window=True, sliding_window=16),
+        dict(use_sliding_window=True, sliding_window=16, max_window_layers=3),
+        dict(use_sliding_window=False, sliding_window=16, max_window_layers=3),
+        dict(use_sliding_window=False, sliding_window=0),
+    ]
+for kind in ["qwen2_moe", "qwen3_moe"]:
+    PROBES[kind] = PROBES[kind] + [
+        dict(num_experts=12, num_experts_per_tok=3, decoder_sparse_step=2),
+        dict(num_experts=12, mlp_only_layers=[1, 4], norm_topk_prob=True),
+    ]
+PROBES["qwen3_moe"] = PROBES["qwen3_moe"] + [dict(num_local_experts=12)]
+for kind in ["qwen2", "qwen3", "qwen2_moe"]:
+    types = ["sliding_attention", "full_attention"] * 3
+    PROBES[kind] = PROBES[kind] + [dict(use_sliding_window=True, sliding_window=16, layer_types=types)]
+
+
+for kind in ["llama", "phi3", "qwen2", "qwen3"]:
+    PROBES[kind] = PROBES[kind] + [dict(num_key_value_heads=None)]
+
+
+def thetas(config):
+    """The bases of layers that see everything and of those with a window."""
+    rope = config.rope_parameters
+    full, sliding = rope.get("full_attention", rope), rope.get("sliding_attention", rope)
+    return [full["rope_theta"], sliding["rope_theta"]]
+
+
+def resolved(model_type, probe):
+    """What the class makes of a probe, by the rules of its modeling code."""
+    config = CONFIG_MAPPING[model_type](**json.loads(json.dumps({**SMALL, **probe})))
+    layers = config.num_hidden_layers
+    heads = config.num_attention_heads
+    # A class without the field has no window, whatever the file says. 0 is none in files; as a window it would hide every position.
+    has_window = "sliding_window" in {f.name for f in dataclasses.fields(config)}
+    window = (config.sliding_window or None) if has_window else None
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    out = {
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "kv_heads": config.num_key_value_heads,
+        "eps": config.rms_norm_eps,
+        "max_positions": config.max_position_embeddings,
+        "tied": config.tie_word_embeddings,
+        "thetas": thetas(config),
+        "windows": [window if kind == "sliding_attention" else None for kind in types],
+    }
+    if hasattr(config, "decoder_sparse_step"):
+        out["experts"] = [
+            0 if i in config.mlp_only_layers or (i + 1) % config.decoder_sparse_step else config.num_experts
+            for i in range(layers)
+        ]
+        out["experts_per_token"] = config.num_experts_per_tok
+        out["normalized"] = config.norm_topk_prob
+    return out
+
+
+def main():
+    written = {
+        "made_by": {"transformers": transformers.__version__},
+        "families": {name: family(kind) for name, kind in FAMILIES.items()},
+        "outer": outer(),
+        "small": SMALL,
+        "probes": [
+            {"family": name, "config": probe, "resolved": resolved(FAMILIES[name], probe)}
+            for name, probes in PROBES.items()
+            for probe in probes
+        ],
+    }
+    path = pathlib.Path(__file__).with_name("families.json")
+    parts = []
+    for name, part in written.items():
+        items = [json.dumps(v) for v in part] if isinstance(part, list) else [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in part.items()]
+        left, right = "[]" if isinstance(part, list) else "{}"
+        parts.append(f' {json.dumps(name)}: {left}\n  ' + ",\n  ".join(items) + f"\n {right}")
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    print(f"{path}: {path.stat().st_size} bytes, {len(written['probes'])} probes")
+
+
+if __name__ == "__main__":
+    main()
