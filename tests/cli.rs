@@ -365,6 +365,51 @@ fn bench_measures() {
     assert!(e.contains("--batch must be at least 1"), "{e}");
 }
 
+/// A single file is the model, and an index beside it a warning on standard error, each once, unless it says the same.
+#[test]
+fn an_index_that_is_ignored_is_a_warning() {
+    let scratch = Scratch::new("index");
+    let name = "model.safetensors.index.json";
+    let index = |shard: &str| format!(r#"{{"weight_map": {{"a": "{shard}"}}}}"#);
+    let stale = index("model-00001-of-00001.safetensors");
+    let path = scratch.model("stale", name, |_| stale.clone().into_bytes());
+    let answer = text(&[
+        "run",
+        "--model",
+        MODEL,
+        "--prompt",
+        "Hi",
+        "--max-tokens",
+        "4",
+    ]);
+    for args in [
+        &[
+            "run",
+            "--model",
+            &path,
+            "--prompt",
+            "Hi",
+            "--max-tokens",
+            "4",
+        ][..],
+        &["inspect", &path],
+        &["quantize", &path, &scratch.path("out")],
+    ] {
+        let output = nvfp4(args);
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{args:?}: {said}");
+        assert_eq!(said.matches("warning").count(), 1, "{args:?}: {said}");
+        let words = "model.safetensors is read; model.safetensors.index.json beside it is ignored with the 1 files that it names, 1 of them missing";
+        assert!(said.contains(words), "{args:?}: {said}");
+        if args[0] == "run" {
+            assert_eq!(String::from_utf8(output.stdout).unwrap(), answer);
+        }
+    }
+    let same = index("model.safetensors");
+    let path = scratch.model("same", name, |_| same.clone().into_bytes());
+    assert!(nvfp4(&["inspect", &path]).stderr.is_empty());
+}
+
 #[test]
 fn synth_is_seeded_and_quantize_keeps_it() {
     let scratch = Scratch::new("synth");

@@ -26,16 +26,17 @@ pub enum Weights {
 /// Finds the weights among `names`, the names of all files in one folder. Names with a `/` lie in other folders and do not
 /// count. In a set, `PREFIX-00001-of-00003.EXTENSION` and so on, a file that is missing is an error that names it.
 ///
-/// Of the following, the first that is there is the model:
-/// 1. `model.safetensors.index.json`
-/// 2. `model.safetensors`
+/// The model is the first of the following that is there. transformers has the same order as far as it knows these names: a
+/// single file comes before an index, because an index beside it is left over from an earlier save.
+/// 1. `model.safetensors`
+/// 2. `model.safetensors.index.json`
 /// 3. a set `model-00001-of-00003.safetensors` without an index
-/// 4. `model.safetensors.index.VARIANT.json`, as transformers names what it loads with `variant=`
-/// 5. `model.VARIANT.safetensors`, or such a set
-/// 6. any other `.safetensors` file or set
-/// 7. a `.dat` file
-/// 8. a `.gguf` file or set
-/// 9. `consolidated.safetensors`, or such a set: Mistral's own layout, published beside the one of Hugging Face
+/// 4. a variant, which transformers loads with `variant=`: `model.VARIANT.safetensors`, then
+///    `model.safetensors.index.VARIANT.json`, then a set without an index
+/// 5. any other `.safetensors` file or set
+/// 6. a `.dat` file
+/// 7. a `.gguf` file or set
+/// 8. `consolidated.safetensors`, or such a set: Mistral's own layout, published beside the one of Hugging Face
 ///
 /// Adapters (`adapter_model.safetensors`), vision projectors (`mmproj` in a GGUF file's name) and importance matrices
 /// (`imatrix.dat`) are no model's weights.
@@ -47,19 +48,22 @@ pub fn weights(names: &[&str]) -> Result<Weights> {
         }
     }
     let best = found.keys().next().map(|(rank, _)| *rank);
-    let candidates: Vec<(Unit<'_>, BTreeSet<&str>)> = found
+    let mut candidates: Vec<(Unit<'_>, BTreeSet<&str>)> = found
         .into_iter()
         .filter(|((rank, _), _)| Some(*rank) == best)
         .map(|((_, unit), files)| (unit, files))
         .collect();
-    match (best, &candidates[..]) {
-        (_, []) => Ok(Weights::None),
-        (Some(Rank::Index | Rank::VariantIndex), [(Unit::File(name), _)]) => {
-            Ok(Weights::Index((*name).to_owned()))
-        }
-        (_, [(Unit::File(name), _)]) => Ok(Weights::Files(vec![(*name).to_owned()])),
-        (_, [(Unit::Set(set), files)]) => set.whole(files).map(Weights::Files),
-        (_, several) => {
+    if best == Some(Rank::Variant) {
+        // Files come before indices, and indices before sets.
+        let mut seen = BTreeSet::new();
+        candidates.retain(|(unit, _)| seen.insert(unit.variant()));
+    }
+    match &candidates[..] {
+        [] => Ok(Weights::None),
+        [(Unit::Index(name), _)] => Ok(Weights::Index((*name).to_owned())),
+        [(Unit::File(name), _)] => Ok(Weights::Files(vec![(*name).to_owned()])),
+        [(Unit::Set(set), files)] => set.whole(files).map(Weights::Files),
+        several => {
             let owned = |files: &BTreeSet<&str>| files.iter().map(|f| (*f).to_owned()).collect();
             let mut models: Vec<Vec<String>> = several.iter().map(|(_, f)| owned(f)).collect();
             models.sort();
@@ -73,6 +77,18 @@ pub fn weights(names: &[&str]) -> Result<Weights> {
 pub fn gguf_parts(name: &str) -> Option<Vec<String>> {
     let set = numbered(name.strip_suffix(".gguf")?, "gguf")?;
     Some(set.names().collect())
+}
+
+/// The name that an index of the model in the file `name` would have; `None` for a name that has none.
+pub(super) fn index_beside(name: &str) -> Option<String> {
+    let stem = name.strip_suffix(".safetensors")?;
+    match stem.strip_prefix("model")? {
+        "" => Some("model.safetensors.index.json".to_owned()),
+        variant => Some(format!(
+            "model.safetensors.index.{}.json",
+            variant.strip_prefix('.')?
+        )),
+    }
 }
 
 /// The files to open for the model in `directory`: an index, one file, or a whole set.
@@ -143,10 +159,9 @@ pub(super) fn check_is_model(directory: &Path) -> Result<()> {
 /// What files are to the model of their folder, in the order in which they are looked for.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Rank {
-    Index,
     Model,
+    Index,
     Shards,
-    VariantIndex,
     Variant,
     OtherSafetensors,
     Dat,
@@ -154,11 +169,25 @@ enum Rank {
     Consolidated,
 }
 
-/// What is opened together.
+/// Files that are opened together. The first unit of a variant wins.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Unit<'a> {
     File(&'a str),
+    Index(&'a str),
     Set(Set<'a>),
+}
+
+impl<'a> Unit<'a> {
+    /// The variant that it holds: `fp16` of `model.fp16.safetensors`.
+    fn variant(&self) -> Option<&'a str> {
+        match self {
+            Unit::File(name) => name.strip_prefix("model.")?.strip_suffix(".safetensors"),
+            Unit::Index(name) => name
+                .strip_prefix("model.safetensors.index.")?
+                .strip_suffix(".json"),
+            Unit::Set(set) => set.stem.strip_prefix("model."),
+        }
+    }
 }
 
 /// The files `STEM-NUMBER-of-TOTAL.EXTENSION`, numbered from 1 in fixed width.
@@ -230,9 +259,9 @@ fn classify(name: &str) -> Option<(Rank, Unit<'_>)> {
     }
     if let Some(variant) = name.strip_prefix("model.safetensors.index.") {
         return match variant.strip_suffix("json")? {
-            "" => Some((Rank::Index, Unit::File(name))),
+            "" => Some((Rank::Index, Unit::Index(name))),
             variant => (variant.len() > 1 && variant.ends_with('.'))
-                .then_some((Rank::VariantIndex, Unit::File(name))),
+                .then_some((Rank::Variant, Unit::Index(name))),
         };
     }
     let (stem, extension) = name.rsplit_once('.')?;
@@ -309,6 +338,36 @@ mod tests {
             found("pytorch_model.bin onnx/model.safetensors"),
             Weights::None
         );
+    }
+
+    /// A model saved in one file over an earlier save in shards, as transformers reads it.
+    #[test]
+    fn one_file_comes_before_an_index() {
+        let shards = "model-00001-of-00002.safetensors model-00002-of-00002.safetensors";
+        let index = "model.safetensors.index.json";
+        for left in [
+            index.to_owned(),
+            format!("{index} {shards}"),
+            shards.to_owned(),
+        ] {
+            assert_eq!(
+                found(&format!("{BESIDE} {left} model.safetensors")),
+                files("model.safetensors"),
+                "{left}"
+            );
+        }
+        for (file, index) in [
+            ("model.safetensors", Some("model.safetensors.index.json")),
+            (
+                "model.fp16.safetensors",
+                Some("model.safetensors.index.fp16.json"),
+            ),
+            ("consolidated.safetensors", None),
+            ("models.safetensors", None),
+            ("model.gguf", None),
+        ] {
+            assert_eq!(index_beside(file).as_deref(), index, "{file}");
+        }
     }
 
     #[test]
@@ -478,6 +537,16 @@ mod tests {
             index(index_of_half)
         );
         assert_eq!(found(half), files(half));
+        // The order within a variant is that of plain files; two variants are two models.
+        let single = "model.fp16.safetensors";
+        assert_eq!(
+            found(&[half, index_of_half, single].join(" ")),
+            files(single)
+        );
+        assert_eq!(
+            found(&[half, index_of_half, "model.bf16.safetensors"].join(" ")),
+            Weights::Several(vec![owned("model.bf16.safetensors"), owned(index_of_half)])
+        );
         assert_eq!(
             found("model.fp16.safetensors other.safetensors"),
             files("model.fp16.safetensors")

@@ -37,14 +37,25 @@ pub(super) fn group(
 ) -> Result<Layout> {
     let mut by_key = HashMap::with_capacity(raws.len());
     for (i, raw) in raws.iter().enumerate() {
-        if by_key.insert(raw.key.as_str(), i).is_some() {
+        let Some(first) = by_key.insert(raw.key.as_str(), i) else {
+            continue;
+        };
+        let [first, second] = [raws[first].span.source, raw.span.source];
+        if first == second {
             bail!(
                 CorruptFile,
                 "{}: the key '{}' stands twice",
-                sources[raw.span.source].name(),
+                sources[second].name(),
                 raw.key
             );
         }
+        bail!(
+            CorruptFile,
+            "{}: the key '{}' stands twice, in {} too; an index would say which of them is the model's",
+            sources[second].name(),
+            raw.key,
+            sources[first].name()
+        );
     }
     Grouping {
         sources,

@@ -55,7 +55,10 @@ fn open_here(path: &Path, families: &[GgufFamily]) -> Result<Box<dyn Checkpoint>
         [first, _, ..] if first.extension().is_some_and(|e| e == "safetensors") => Ok(Box::new(
             safetensors::open_shards(&files, companion::read(path)?)?,
         )),
-        [first, ..] => open_file(first, families),
+        [first, ..] => {
+            safetensors::warn_of_ignored_index(first);
+            open_file(first, families)
+        }
         [] => Err(err!(Internal, "a model without files was found")),
     }
 }

@@ -1,15 +1,15 @@
 //! Reads safetensors: one file, or several, with an index or without. The header is parsed here rather than by the `safetensors`
 //! crate because duplicate keys must be found and messages must name the tensor. Which tensors belong together is `layout`'s.
 
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::path::{Component, Path, PathBuf};
 
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 
-use super::layout;
 use super::source::{Cursor, Source, Span};
 use super::tensors::{FOR_TENSOR, Raw, Tensors};
-use super::{Encoding, Metadata};
+use super::{Encoding, Metadata, folder, layout};
 use crate::base::error::{Error, bail, err};
 use crate::base::{Result, alloc, size};
 use crate::tensor::DType;
@@ -36,16 +36,15 @@ pub(super) fn open(source: Source, metadata: Metadata) -> Result<Tensors> {
     assemble(vec![source], raws, metadata)
 }
 
-/// Opens the shards that the index at `path` names; they lie in `directory`.
+/// Opens the shards that the index at `path` names; they lie in `directory`. If several shards hold a tensor of one name, the index
+/// says which one is meant. Tensors that the index does not name are read too, as in transformers.
 pub(super) fn open_index(path: &Path, directory: &Path, metadata: Metadata) -> Result<Tensors> {
     let name = path.display();
     let text = std::fs::read(path).map_err(|e| Error::io(format_args!("reading {name}"), e))?;
     let _index = alloc::set_aside(text.len().saturating_mul(HEADER))?;
     let index: Index =
         serde_json::from_slice(&text).map_err(|e| err!(CorruptFile, "{name}: {e}"))?;
-    let mut shards: Vec<&str> = index.weight_map.0.iter().map(|(_, f)| f.as_str()).collect();
-    shards.sort_unstable();
-    shards.dedup();
+    let shards = index.shards();
     if shards.is_empty() {
         bail!(CorruptFile, "{name}: its weight_map is empty");
     }
@@ -62,27 +61,42 @@ pub(super) fn open_index(path: &Path, directory: &Path, metadata: Metadata) -> R
         }
     }
     let paths: Vec<PathBuf> = shards.iter().map(|s| directory.join(s)).collect();
-    let (sources, raws) = read_shards(&paths)?;
-    let held: std::collections::HashMap<&str, usize> = raws
-        .iter()
-        .map(|r| (r.key.as_str(), r.span.source))
-        .collect();
-    let missing: Vec<&str> = index
-        .weight_map
-        .0
-        .iter()
-        .filter(|(key, file)| held.get(key.as_str()).is_none_or(|&s| shards[s] != file))
-        .map(|(key, _)| key.as_str())
-        .collect();
-    if !missing.is_empty() {
+    if let Some(missing) = paths.iter().find(|p| !p.exists()) {
         bail!(
-            CorruptFile,
-            "{name}: {} tensors are not in the shard it names for them: {}",
-            missing.len(),
-            missing.join(", ")
+            NotFound,
+            "{name} names the shard {}, which is missing",
+            missing.display()
         );
     }
+    let (sources, raws) = read_shards(&paths)?;
+    let raws = index.choose(&shards, raws, &name);
     assemble(sources, raws, metadata)
+}
+
+/// Warns of an index beside the single file `file` of a model, unless it says the same.
+pub(super) fn warn_of_ignored_index(file: &Path) {
+    let name = file.file_name().and_then(|n| n.to_str());
+    let Some((name, index_name)) = name.and_then(|n| Some((n, folder::index_beside(n)?))) else {
+        return;
+    };
+    let path = file.with_file_name(&index_name);
+    let Ok(text) = std::fs::read(&path) else {
+        return;
+    };
+    let index: Option<Index> = serde_json::from_slice(&text).ok();
+    let shards = index.as_ref().map_or(Vec::new(), Index::shards);
+    if shards == [name] {
+        return;
+    }
+    let missing = shards
+        .iter()
+        .filter(|s| !file.with_file_name(s).exists())
+        .count();
+    tracing::warn!(
+        "{} is read; {index_name} beside it is ignored with the {} files that it names, {missing} of them missing",
+        file.display(),
+        shards.len(),
+    );
 }
 
 /// Opens the files of one model that has no index.
@@ -222,6 +236,52 @@ struct Index {
     weight_map: Map<String>,
 }
 
+/// Names that a warning spells out.
+const NAMED: usize = 8;
+
+impl Index {
+    /// The files that it names, each once, sorted.
+    fn shards(&self) -> Vec<&str> {
+        let mut shards: Vec<&str> = self.weight_map.0.iter().map(|(_, f)| f.as_str()).collect();
+        shards.sort_unstable();
+        shards.dedup();
+        shards
+    }
+
+    /// Drops duplicates among the tensors `raws` of `shards`: the index says which shard holds the tensor that is meant. A tensor
+    /// that is missing there is taken from another shard, with a warning.
+    fn choose(&self, shards: &[&str], raws: Vec<Raw>, name: &dyn fmt::Display) -> Vec<Raw> {
+        let named: HashMap<&str, &str> = (self.weight_map.0.iter())
+            .map(|(key, file)| (key.as_str(), file.as_str()))
+            .collect();
+        let is_named = |raw: &Raw| named.get(raw.key.as_str()) == Some(&shards[raw.span.source]);
+        let in_place: HashSet<String> = (raws.iter())
+            .filter(|raw| is_named(raw))
+            .map(|raw| raw.key.clone())
+            .collect();
+        let misplaced: Vec<&str> = (self.weight_map.0.iter())
+            .map(|(key, _)| key.as_str())
+            .filter(|key| !in_place.contains(*key))
+            .collect();
+        if !misplaced.is_empty() {
+            let shown = &misplaced[..misplaced.len().min(NAMED)];
+            tracing::warn!(
+                "{name}: {} tensors are not in the shard it names for them: {}{}",
+                misplaced.len(),
+                shown.join(", "),
+                if shown.len() < misplaced.len() {
+                    ", ..."
+                } else {
+                    ""
+                }
+            );
+        }
+        raws.into_iter()
+            .filter(|raw| is_named(raw) || !in_place.contains(&raw.key))
+            .collect()
+    }
+}
+
 /// A value of the header: a tensor, or the free-form `__metadata__`.
 #[derive(serde::Deserialize)]
 #[serde(untagged)]
@@ -252,7 +312,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Map<T> {
                 mut map: A,
             ) -> std::result::Result<Map<T>, A::Error> {
                 let mut items = Vec::new();
-                let mut seen = std::collections::HashSet::new();
+                let mut seen = HashSet::new();
                 while let Some(key) = map.next_key::<String>()? {
                     if !seen.insert(key.clone()) {
                         return Err(serde::de::Error::custom(format_args!(

@@ -22,6 +22,7 @@ mod sampling;
 mod synth;
 mod train;
 mod view;
+mod warnings;
 
 use std::process::ExitCode;
 
@@ -74,6 +75,7 @@ enum Command {
 pub(crate) fn main() -> ExitCode {
     // Wrong usage prints to standard error and exits with 2; --help and --version exit with 0.
     let cli = Cli::parse();
+    warnings::show();
     // Before any other thread starts, so that all of them leave signals to the thread that cleans up.
     match leftover::remove_on_signals().and_then(|()| dispatch(cli.command)) {
         Ok(()) => ExitCode::SUCCESS,

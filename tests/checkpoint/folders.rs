@@ -100,3 +100,65 @@ fn the_plain_files_come_before_variants_and_other_layouts() {
     ];
     assert_eq!(tensors_of(&folder(&own, &[]).0), own);
 }
+
+/// The value of the tensor `a`.
+fn value(path: &Path) -> f32 {
+    let opened = model::open(path).unwrap_or_else(|e| panic!("{e}"));
+    let mut value = [f32::NAN];
+    let entry = opened.find("a").unwrap();
+    opened.rows_f32(entry, 0..1, &mut value).unwrap();
+    value[0]
+}
+
+/// A file that says that `a` is `value`.
+fn saying(value: f32) -> Vec<u8> {
+    tensors(&[("a", "F32", "[1]", value.to_le_bytes().to_vec())])
+}
+
+/// A model that was saved as one file over an earlier one in shards: transformers reads the file.
+#[test]
+fn one_file_comes_before_an_index() {
+    let index = r#"{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}"#;
+    for variant in ["", ".fp16"] {
+        let name = |stem: &str| format!("model{variant}{stem}.safetensors");
+        let [one, first, second] = ["", "-00001-of-00002", "-00002-of-00002"].map(name);
+        let index_name = match variant {
+            "" => "model.safetensors.index.json",
+            _ => "model.safetensors.index.fp16.json",
+        };
+        let index = index.replace("model-", &format!("model{variant}-"));
+        let scratch = folder(&[&second], &[(index_name, &index)]);
+        std::fs::write(scratch.0.join(&first), saying(1.0)).unwrap();
+        assert_eq!(value(&scratch.0), 1.0);
+        std::fs::write(scratch.0.join(&one), saying(2.0)).unwrap();
+        assert_eq!(value(&scratch.0), 2.0, "{one}");
+        // The index by its own name is what was asked for.
+        assert_eq!(value(&scratch.0.join(index_name)), 1.0);
+        for shard in [first, second] {
+            std::fs::remove_file(scratch.0.join(shard)).unwrap();
+        }
+        assert_eq!(value(&scratch.0), 2.0, "{one}");
+        std::fs::write(scratch.0.join(index_name), "{").unwrap();
+        assert_eq!(value(&scratch.0), 2.0, "{one}");
+    }
+}
+
+/// The index decides between two tensors of one name.
+#[test]
+fn an_index_says_which_of_two_tensors_is_meant() {
+    for (shard, want) in [("x.safetensors", 1.0), ("y.safetensors", 2.0)] {
+        let index = format!(
+            r#"{{"weight_map": {{"a": "{shard}", "x": "x.safetensors", "y": "y.safetensors"}}}}"#
+        );
+        let scratch = folder(&[], &[("model.safetensors.index.json", &index)]);
+        for (name, value) in [("x", 1.0f32), ("y", 2.0)] {
+            let file = tensors(&[
+                ("a", "F32", "[1]", value.to_le_bytes().to_vec()),
+                (name, "U8", "[1]", vec![7]),
+            ]);
+            std::fs::write(scratch.0.join(format!("{name}.safetensors")), file).unwrap();
+        }
+        assert_eq!(value(&scratch.0), want);
+        assert_eq!(tensors_of(&scratch.0), ["a", "x", "y"]);
+    }
+}

@@ -82,6 +82,27 @@ fn what_a_model_needs_is_fetched_and_nothing_else() {
     assert_eq!(names(&directory).len(), wanted.len() + 1);
 }
 
+/// A model in one file beside an index and shards of an earlier save: the file is the model, as in transformers.
+#[test]
+fn of_both_layouts_the_single_file_comes() {
+    let hub = Hub::of(
+        "both",
+        &[
+            ("config.json", b"{}"),
+            ("tokenizer.json", b"{\"t\": 1}"),
+            ("model.safetensors", b"whole"),
+            ("model.safetensors.index.json", INDEX),
+            ("model-1-of-2.safetensors", b"first"),
+            ("adapter_model.safetensors", b"no"),
+            ("consolidated.safetensors", b"no"),
+            ("model.fp16.safetensors", b"no"),
+        ],
+    );
+    hub.pull(MODEL);
+    let wanted = ["config.json", "model.safetensors", "tokenizer.json"];
+    assert_eq!(hub.fetched(), set(&wanted));
+}
+
 #[test]
 fn weights_by_other_names() {
     let files = golden();
