@@ -1945,7 +1945,8 @@ NVFP4_API NVFP4_Status NVFP4_convert_options_init(NVFP4_ConvertOptions *options,
 /**
  * Converts a model on disk to NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest is kept. The
  * destination is replaced as a whole once the new model is complete; a call that fails leaves it unchanged, and leaves no
- * other files behind.
+ * other files behind. A model that NVFP4_model_load() would refuse is refused with the same message, before anything is
+ * written where that can be told without reading weights.
  *
  * - `source`: what NVFP4_model_load() takes.
  * - `destination`: a directory that does not exist or is empty, or one to replace; for `.dat` a file, which is replaced if

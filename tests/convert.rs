@@ -39,42 +39,49 @@ impl Drop for Scratch {
 
 const LAYER: &str = "model.layers.0.";
 
-fn plan() -> Vec<Planned> {
+/// A qwen2 model of one layer whose head is tied to an embedding of `vocab` rows.
+fn plan(vocab: usize) -> Vec<Planned> {
     let tensor = |name: &str, shape: &[usize], encoding| Planned {
         name: name.to_owned(),
         shape: shape.to_vec(),
         encoding,
     };
-    let layer = |name: &str, shape: &[usize]| {
-        tensor(
-            &format!("{LAYER}{name}"),
-            shape,
-            Encoding::Dense(DType::BF16),
-        )
-    };
+    let (bf16, f32) = (Encoding::Dense(DType::BF16), Encoding::Dense(DType::F32));
+    let layer = |name: &str, shape: &[usize]| tensor(&format!("{LAYER}{name}"), shape, bf16);
     vec![
-        tensor(
-            "model.embed_tokens.weight",
-            &[40, 32],
-            Encoding::Dense(DType::BF16),
-        ),
+        tensor("model.embed_tokens.weight", &[vocab, 32], bf16),
         layer("self_attn.q_proj.weight", &[32, 32]),
         layer("self_attn.k_proj.weight", &[16, 32]),
         layer("self_attn.v_proj.weight", &[16, 32]),
         layer("self_attn.q_proj.bias", &[32]),
+        layer("self_attn.k_proj.bias", &[16]),
+        layer("self_attn.v_proj.bias", &[16]),
         layer("self_attn.o_proj.weight", &[32, 32]),
-        // More than one region of parts.
-        layer("mlp.gate_proj.weight", &[140_000, 32]),
+        layer("mlp.gate_proj.weight", &[48, 32]),
         layer("mlp.up_proj.weight", &[48, 32]),
         layer("mlp.down_proj.weight", &[32, 48]),
-        tensor("model.norm.weight", &[32], Encoding::Dense(DType::F32)),
+        layer("input_layernorm.weight", &[32]),
+        layer("post_attention_layernorm.weight", &[32]),
+        tensor("model.norm.weight", &[32], f32),
     ]
+}
+
+/// More rows than one region of parts has.
+const MANY: usize = 140_000;
+
+/// The config of such a model.
+fn config(plan: &[Planned]) -> serde_json::Value {
+    serde_json::json!({
+        "model_type": "qwen2", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "vocab_size": plan[0].shape[0], "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4, "tie_word_embeddings": true,
+    })
 }
 
 /// A dense model whose weights differ in size from tensor to tensor; `broken` gets a NaN.
 fn write_source(directory: &Path, broken: Option<&str>, plan: &[Planned]) {
     let metadata = Metadata {
-        config: Some(serde_json::json!({"model_type": "qwen2", "tie_word_embeddings": true})),
+        config: Some(config(plan)),
         tokenizer: TokenizerSource::None,
     };
     let mut writer = Box::new(ModelOptWriter::create(directory, plan, &metadata).unwrap());
@@ -172,8 +179,7 @@ fn stacks_of_experts_come_apart() {
 #[test]
 fn weights_are_quantized_and_the_rest_is_kept() {
     let scratch = Scratch::new("kept");
-    let plan = plan();
-    write_source(&scratch.0.join("in"), None, &plan);
+    write_source(&scratch.0.join("in"), None, &plan(MANY));
     let source = model::open(&scratch.0.join("in")).unwrap();
     for (container, out) in [
         (Container::ModelOpt, "out"),
@@ -190,12 +196,12 @@ fn weights_are_quantized_and_the_rest_is_kept() {
             let report = run(&scratch.0.join("in"), &path, &options).unwrap();
             assert_eq!(
                 (report.tensors, report.quantized, report.kept_nvfp4),
-                (11, 8, 0)
+                (15, 8, 0)
             );
             assert!(report.head_added);
             assert!((0.05..0.15).contains(&report.relative_error), "{report:?}");
             let converted = model::open(&path).unwrap();
-            assert_eq!(converted.entries().len(), 11);
+            assert_eq!(converted.entries().len(), 15);
             let config = converted.metadata().config.as_ref().unwrap();
             assert_eq!(config["tie_word_embeddings"], false);
             assert_eq!(config["model_type"], "qwen2");
@@ -275,8 +281,7 @@ fn weights_are_quantized_and_the_rest_is_kept() {
 #[test]
 fn a_head_is_kept_where_that_is_asked_for() {
     let scratch = Scratch::new("head");
-    let mut plan = plan();
-    plan.retain(|p| !p.name.contains("mlp"));
+    let mut plan = plan(40);
     let options = ConvertOptions {
         keep_head: true,
         ..ConvertOptions::new(Container::ModelOpt, Recipe::Amax)
@@ -285,7 +290,7 @@ fn a_head_is_kept_where_that_is_asked_for() {
     let out = scratch.0.join("out");
     write_source(&tied, None, &plan);
     let report = run(&tied, &out, &options).unwrap();
-    assert_eq!((report.quantized, report.head_added), (4, false));
+    assert_eq!((report.quantized, report.head_added), (7, false));
     let converted = model::open(&out).unwrap();
     assert!(converted.find("lm_head.weight").is_none());
     let config = converted.metadata().config.as_ref().unwrap();
@@ -298,7 +303,7 @@ fn a_head_is_kept_where_that_is_asked_for() {
     });
     write_source(&own, None, &plan);
     let report = run(&own, &scratch.0.join("out2"), &options).unwrap();
-    assert_eq!((report.quantized, report.head_added), (4, false));
+    assert_eq!((report.quantized, report.head_added), (7, false));
     let converted = model::open(&scratch.0.join("out2")).unwrap();
     let head = converted.find("lm_head.weight").unwrap();
     assert_eq!(head.encoding, Encoding::Dense(DType::BF16));
@@ -308,9 +313,7 @@ fn a_head_is_kept_where_that_is_asked_for() {
 fn the_files_of_the_tokenizer_go_along() {
     let scratch = Scratch::new("companions");
     let source = scratch.0.join("in");
-    let mut plan = plan();
-    plan.retain(|p| !p.name.contains("mlp"));
-    write_source(&source, None, &plan);
+    write_source(&source, None, &plan(4000));
     for name in TOKENIZER_FILES {
         let content = match name.ends_with(".json") {
             true => format!(r#"{{"chat_template": "of {name}"}}"#),
@@ -351,36 +354,29 @@ fn failures_are_named_and_leave_nothing() {
     let scratch = Scratch::new("failures");
     let options = ConvertOptions::new(Container::ModelOpt, Recipe::Amax);
     let (source, out) = (scratch.0.join("in"), scratch.0.join("out"));
-    let victim = format!("{LAYER}mlp.down_proj.weight");
-    write_source(&source, Some(&victim), &plan());
-    let e = run(&source, &out, &options).unwrap_err();
-    assert_eq!(e.kind(), ErrorKind::InvalidArgument);
-    assert!(
-        e.message().contains(&victim) && e.message().contains("NaN"),
-        "{e}"
-    );
-    assert!(!out.exists());
-
-    let mut plan = plan();
-    plan[5].shape = vec![32, 24];
-    let odd = scratch.0.join("odd");
-    write_source(&odd, None, &plan);
-    let e = run(&odd, &out, &options).unwrap_err();
-    assert!(
-        e.message().contains("o_proj") && e.message().contains("K = 24"),
-        "{e}"
-    );
-    assert!(!out.exists());
-
-    plan.retain(|p| p.name.contains("norm"));
-    let norms = scratch.0.join("norms");
-    write_source(&norms, None, &plan);
-    assert!(
-        run(&norms, &out, &options)
-            .unwrap_err()
-            .message()
-            .contains("linear")
-    );
+    // A weight that is quantized, a norm and a table that are kept.
+    for victim in [
+        "model.layers.0.mlp.down_proj.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.norm.weight",
+        "model.embed_tokens.weight",
+    ] {
+        let source = scratch.0.join(victim);
+        write_source(&source, Some(victim), &plan(40));
+        for keep_head in [false, true] {
+            let options = ConvertOptions {
+                keep_head,
+                ..options.clone()
+            };
+            let e = run(&source, &out, &options).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+            let message = e.message();
+            assert!(message.contains(victim) || victim.contains("embed"), "{e}");
+            assert!(message.contains("NaN"), "{e}");
+            assert!(!out.exists());
+        }
+    }
+    write_source(&source, None, &plan(40));
 
     let mut two = ConvertOptions::new(Container::Dat, Recipe::Amax);
     two.quantize.levels = Levels::Two;
@@ -391,11 +387,182 @@ fn failures_are_named_and_leave_nothing() {
     );
 }
 
+/// A conversion refuses the models that loading refuses, with the same message and before it writes anything. Its output loads.
+#[test]
+fn a_conversion_checks_what_loading_checks() {
+    let scratch = Scratch::new("checks");
+    let options = ConvertOptions::new(Container::ModelOpt, Recipe::Amax);
+    let golden = |file: &str| {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/model/qwen3_tied");
+        std::fs::read(path.join(file)).unwrap()
+    };
+    type Change<'a> = (
+        &'a str,
+        &'a dyn Fn(&mut Vec<Planned>),
+        &'a dyn Fn(&Path),
+        &'a str,
+    );
+    let no_plan = |_: &mut Vec<Planned>| {};
+    let no_file = |_: &Path| {};
+    let edit = |path: &Path, key: &str, value: serde_json::Value| {
+        let path = path.join("config.json");
+        let mut config: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        config[key] = value;
+        std::fs::write(path, config.to_string()).unwrap();
+    };
+    let changes: &[Change<'_>] = &[
+        ("whole", &no_plan, &no_file, ""),
+        (
+            "norm",
+            &|plan| plan.retain(|p| p.name != "model.norm.weight"),
+            &no_file,
+            "model.norm.weight",
+        ),
+        (
+            "projection",
+            &|plan| plan.retain(|p| !p.name.contains("up_proj")),
+            &no_file,
+            "up_proj.weight",
+        ),
+        (
+            "shape",
+            &|plan| plan[7].shape = vec![32, 48],
+            &no_file,
+            "o_proj.weight has shape [32, 48], expected [32, 32]",
+        ),
+        (
+            "integers",
+            &|plan| plan[13].encoding = Encoding::Dense(DType::I8),
+            &no_file,
+            "model.norm.weight is stored as I8",
+        ),
+        (
+            "layers",
+            &no_plan,
+            &|path| edit(path, "num_hidden_layers", 2.into()),
+            "tensors of this qwen2 model are missing",
+        ),
+        (
+            "architecture",
+            &no_plan,
+            &|path| edit(path, "model_type", "mamba".into()),
+            "unknown architecture 'mamba'",
+        ),
+        (
+            "activation",
+            &no_plan,
+            &|path| edit(path, "hidden_act", "gelu_new".into()),
+            "'gelu_new'",
+        ),
+        (
+            "config",
+            &no_plan,
+            &|path| std::fs::remove_file(path.join("config.json")).unwrap(),
+            "there is no config.json beside the weights",
+        ),
+        (
+            "tokenizer",
+            &no_plan,
+            &|path| std::fs::write(path.join("tokenizer.json"), "{\"model\": 1}").unwrap(),
+            "tokenizer.json",
+        ),
+        (
+            "generation",
+            &no_plan,
+            &|path| {
+                std::fs::write(path.join("tokenizer.json"), golden("tokenizer.json")).unwrap();
+                let text = r#"{"eos_token_id": "x"}"#;
+                std::fs::write(path.join("generation_config.json"), text).unwrap();
+            },
+            "eos_token_id",
+        ),
+    ];
+    for (name, plan_change, file_change, words) in changes {
+        let (source, out) = (scratch.0.join(name), scratch.0.join(format!("{name}-out")));
+        let mut plan = plan(4000);
+        plan_change(&mut plan);
+        let integers = plan
+            .iter()
+            .any(|p| p.encoding == Encoding::Dense(DType::I8));
+        match integers {
+            false => write_source(&source, None, &plan),
+            true => write_integers(&source, &plan),
+        }
+        file_change(&source);
+        let load = |path: &Path| {
+            let options = model::LoadOptions::new(model::Device::cpu(Some(1)).unwrap());
+            model::Model::load(path, &options).map(|_| ())
+        };
+        if words.is_empty() {
+            load(&source).unwrap();
+            run(&source, &out, &options).unwrap();
+            load(&out).unwrap();
+            continue;
+        }
+        let (loaded, converted) = (
+            load(&source).unwrap_err(),
+            run(&source, &out, &options).unwrap_err(),
+        );
+        assert_eq!(loaded.kind(), converted.kind(), "{loaded}, {converted}");
+        assert!(converted.message().contains(words), "{name}: {converted}");
+        assert!(
+            loaded.message().ends_with(converted.message()),
+            "{loaded}, {converted}"
+        );
+        assert!(!out.exists(), "{name}");
+    }
+}
+
+/// A model of which some tensors are integers, all 0.
+fn write_integers(directory: &Path, plan: &[Planned]) {
+    let metadata = Metadata {
+        config: Some(config(plan)),
+        tokenizer: TokenizerSource::None,
+    };
+    let mut writer = Box::new(ModelOptWriter::create(directory, plan, &metadata).unwrap());
+    for tensor in plan {
+        let n: usize = tensor.shape.iter().product();
+        writer.begin(&tensor.name, 1.0).unwrap();
+        match tensor.encoding {
+            Encoding::Dense(DType::I8) => writer.raw(&vec![0; n]).unwrap(),
+            _ => writer.values(&vec![0.0; n]).unwrap(),
+        }
+    }
+    writer.finish().unwrap();
+}
+
+/// Tensors that the model does not use are kept as they are where NVFP4 cannot hold them.
+#[test]
+fn what_the_model_does_not_use_stops_nothing() {
+    let scratch = Scratch::new("unused");
+    let (source, out) = (scratch.0.join("in"), scratch.0.join("out"));
+    let mut plan = plan(40);
+    let extra = |name: &str, shape: &[usize]| Planned {
+        name: name.to_owned(),
+        shape: shape.to_vec(),
+        encoding: Encoding::Dense(DType::BF16),
+    };
+    plan.push(extra("mtp.layers.0.mlp.up_proj.weight", &[8, 24]));
+    plan.push(extra("mtp.layers.0.mlp.down_proj.weight", &[8, 32]));
+    plan.push(extra("mtp.norm.weight", &[24]));
+    write_source(&source, Some("mtp.norm.weight"), &plan);
+    let options = ConvertOptions::new(Container::ModelOpt, Recipe::Amax);
+    run(&source, &out, &options).unwrap();
+    let (source, made) = (model::open(&source).unwrap(), model::open(&out).unwrap());
+    let odd = "mtp.layers.0.mlp.up_proj.weight";
+    assert_eq!(
+        made.find(odd).unwrap().encoding,
+        Encoding::Dense(DType::BF16)
+    );
+    assert_eq!(values(&*made, odd), values(&*source, odd));
+}
+
 #[test]
 fn progress_reaches_the_end_and_may_stop() {
     let scratch = Scratch::new("progress");
     let (source, out) = (scratch.0.join("in"), scratch.0.join("out"));
-    write_source(&source, None, &plan());
+    write_source(&source, None, &plan(MANY));
     let source = model::open(&source).unwrap();
     let pool = Pool::new(2).unwrap();
     let options = ConvertOptions::new(Container::ModelOpt, Recipe::Amax);

@@ -15,7 +15,8 @@ use super::{model, output};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// The model to read: a file, a directory, or ORG/NAME on the hub
+    /// The model to read: a file with its config.json beside it, a directory, or ORG/NAME on the hub. A model that run would
+    /// refuse is refused
     input: OsString,
     /// Where to write: a directory for safetensors, new or empty, or a file for dat
     output: PathBuf,

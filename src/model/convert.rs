@@ -1,7 +1,7 @@
 //! A model on disk to the same model in NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest keeps the
 //! encoding it has. Peak memory is a few megabytes, whatever the model. Knows no file format and runs nothing.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::{ControlFlow, Range};
 use std::path::Path;
 use std::sync::Mutex;
@@ -17,10 +17,10 @@ use crate::checkpoint::{
     Checkpoint, DatWriter, Encoding, Entry, Metadata, ModelOptWriter, Planned, TokenizerSource,
     Writer, check_not_read, is_of_text_model, missing_companions, write_companions,
 };
-use crate::format::nvfp4::{self, BLOCK, Levels, QuantizeOptions, Recipe};
+use crate::format::nvfp4::{self, BLOCK, Levels, NonFinite, QuantizeOptions, Recipe};
 use crate::text::Tokenizer;
 
-use super::text;
+use super::{check_loadable, text};
 use crate::tensor::DType;
 
 /// What kind of model is written.
@@ -165,7 +165,7 @@ fn is_linear(entry: &Entry) -> bool {
 
 /// Converts `source` to `destination`: a directory, or a `.dat` file for [`Container::Dat`]. Embeddings, norms and biases
 /// stay dense; a head tied to the embedding becomes an NVFP4 tensor of its own, unless it is to be kept. `progress` may
-/// stop the work, which leaves nothing behind.
+/// stop the work, which leaves nothing behind. What loading would refuse is refused, before anything is written but for values.
 pub fn convert(
     source: &dyn Checkpoint,
     destination: &Path,
@@ -180,7 +180,8 @@ pub fn convert(
             ".dat holds no global scale; quantize with a single-level scale"
         );
     }
-    let steps = plan(source, options)?;
+    let used = check_loadable(source)?;
+    let steps = plan(source, options, &used)?;
     let head_added = steps.iter().any(|s| s.name == HEAD && s.entry.name != HEAD);
     let planned: Vec<Planned> = steps
         .iter()
@@ -237,6 +238,11 @@ pub fn convert(
         };
         match step.action {
             Action::Copy => {
+                if step.encoding != Encoding::Nvfp4 && used.contains(&step.entry.name) {
+                    work.rows
+                        .amax(step.entry, step.rows.clone(), NonFinite::Error)
+                        .map_err(|e| e.within(&step.entry.name))?;
+                }
                 writer
                     .copy(source, step.entry)
                     .map_err(|e| e.within(&step.entry.name))?;
@@ -268,7 +274,12 @@ pub fn convert(
     Ok(report)
 }
 
-fn plan<'a>(source: &'a dyn Checkpoint, options: &ConvertOptions) -> Result<Vec<Step<'a>>> {
+/// The steps of a conversion. Entries that are not `used` by the model stay as they are where NVFP4 cannot hold them.
+fn plan<'a>(
+    source: &'a dyn Checkpoint,
+    options: &ConvertOptions,
+    used: &HashSet<String>,
+) -> Result<Vec<Step<'a>>> {
     let mut steps = Vec::with_capacity(source.entries().len() + 1);
     for entry in source.entries() {
         if let Some(experts) = experts(source, entry, options.container)? {
@@ -277,11 +288,13 @@ fn plan<'a>(source: &'a dyn Checkpoint, options: &ConvertOptions) -> Result<Vec<
         }
         let keeps = entry.encoding == Encoding::Nvfp4
             && (options.container == Container::ModelOpt || source.global_scale(entry)? == 1.0);
+        let fits = !entry.encoding.is_integer() && entry.cols().is_multiple_of(BLOCK);
+        let is_quantized = is_linear(entry)
+            && !(options.keep_head && entry.name == HEAD)
+            && (fits || used.contains(&entry.name));
         let (action, encoding) = if keeps {
             (Action::Copy, Encoding::Nvfp4)
-        } else if entry.encoding == Encoding::Nvfp4
-            || is_linear(entry) && !(options.keep_head && entry.name == HEAD)
-        {
+        } else if entry.encoding == Encoding::Nvfp4 || is_quantized {
             (Action::Quantize, Encoding::Nvfp4)
         } else {
             let dense = match entry.encoding {
@@ -460,9 +473,10 @@ impl<'a> Work<'a> {
             let amax = match self.largest.get(other.name.as_str()) {
                 Some(&amax) => amax,
                 None => {
+                    let nonfinite = self.rows.options.nonfinite;
                     let amax = self
                         .rows
-                        .amax(other.entry, other.rows.clone())
+                        .amax(other.entry, other.rows.clone(), nonfinite)
                         .map_err(|e| e.within(format_args!("'{}'", other.name)))?;
                     self.largest.insert(&other.name, amax);
                     amax
@@ -512,7 +526,7 @@ impl<'a> Work<'a> {
 }
 
 impl RowConverter<'_> {
-    fn amax(&self, entry: &Entry, rows: Range<usize>) -> Result<f32> {
+    fn amax(&self, entry: &Entry, rows: Range<usize>, nonfinite: NonFinite) -> Result<f32> {
         let cols = entry.cols();
         let step = (PART / cols).max(1);
         let starts: Vec<usize> = rows.clone().step_by(step).collect();
@@ -526,7 +540,7 @@ impl RowConverter<'_> {
                 let first = rows.start * cols;
                 let amax = memory::zeros(rows.len() * cols).and_then(|mut values| {
                     self.source.rows_f32(entry, rows, &mut values)?;
-                    nvfp4::amax(&values, first, self.options.nonfinite)
+                    nvfp4::amax(&values, first, nonfinite)
                 });
                 lock(&found).push((part, amax));
             })

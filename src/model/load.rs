@@ -195,6 +195,12 @@ fn find<'a>(
     Ok(found)
 }
 
+/// The names of the entries that a model is loaded from. Refuses what loading would refuse before it reads values.
+pub(super) fn entries_used(checkpoint: &dyn Checkpoint, spec: &Spec) -> Result<HashSet<String>> {
+    let found = find(checkpoint, spec, false)?;
+    Ok(found.into_iter().map(|f| f.entry.name.clone()).collect())
+}
+
 /// The entry that a tensor is or is a part of, its rows there, and the shape that the entry must have.
 pub(super) fn locate<'a>(
     checkpoint: &'a dyn Checkpoint,

@@ -21,7 +21,7 @@ mod trained;
 pub mod training;
 pub mod weights;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::hash::Hasher;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -153,6 +153,33 @@ pub fn estimate(checkpoint: &dyn Checkpoint, quantize: bool) -> Result<Estimate>
         kv_bytes_per_token: spec.kv_bytes_per_token(),
         max_positions: spec.max_positions,
     })
+}
+
+/// Refuses a checkpoint that loading would refuse before it reads values: what the config, the tensors and the files of the tokenizer
+/// say. Gives the names of the entries that the model is loaded from.
+fn check_loadable(checkpoint: &dyn Checkpoint) -> Result<HashSet<String>> {
+    let spec = spec_with_frequencies(checkpoint)?;
+    let used = load::entries_used(checkpoint, &spec)?;
+    let source = &checkpoint.metadata().tokenizer;
+    let text = text::read(source)?;
+    check_vocabulary(&text, &spec)?;
+    generation::read(&spec, source, text.tokenizer.as_deref())?;
+    Ok(used)
+}
+
+/// Refuses a tokenizer with ids past the embedding.
+fn check_vocabulary(text: &TextFiles, spec: &Spec) -> Result<()> {
+    if let Some(tokenizer) = &text.tokenizer
+        && tokenizer.vocab_size() > spec.vocab_size
+    {
+        bail!(
+            CorruptFile,
+            "the tokenizer has ids up to {}, but the embedding has only {} rows",
+            tokenizer.vocab_size() - 1,
+            spec.vocab_size
+        );
+    }
+    Ok(())
 }
 
 fn spec_of(checkpoint: &dyn Checkpoint) -> Result<Spec> {
@@ -317,16 +344,7 @@ impl Model {
             fingerprint,
             lease,
         } = made;
-        if let Some(tokenizer) = &text.tokenizer
-            && tokenizer.vocab_size() > spec.vocab_size
-        {
-            bail!(
-                CorruptFile,
-                "the tokenizer has ids up to {}, but the embedding has only {} rows",
-                tokenizer.vocab_size() - 1,
-                spec.vocab_size
-            );
-        }
+        check_vocabulary(&text, &spec)?;
         let Generation {
             stop_tokens,
             sampling,
