@@ -7,6 +7,7 @@ use std::collections::HashMap;
 use serde_json::Value as Json;
 
 use super::keys::{self, Convention};
+use super::method;
 use super::names;
 use super::source::Source;
 use super::tensors::{self, BlockScales, Form, Nested, Nf4, Raw, Scales, Stored};
@@ -20,6 +21,9 @@ use crate::tensor::DType;
 
 /// Rows and columns of the blocks of float8 weights where the config does not say.
 const F8_BLOCK: usize = 128;
+
+/// Values that share a scale in the MX formats.
+const MX_BLOCK: usize = 32;
 
 /// Logical entries in file order, and the name of the convention found (`None` when every tensor is dense).
 pub(super) struct Layout {
@@ -144,16 +148,13 @@ impl Grouping<'_> {
     fn weight(&mut self, i: usize) -> Result<Option<(Entry, Stored)>> {
         let key = self.raws[i].key.as_str();
         if let Some(keys) = keys::nvfp4(key) {
-            return self.nvfp4(i, &keys).map(Some);
+            return match self.is_nvfp4(i, &keys) {
+                true => self.nvfp4(i, &keys).map(Some),
+                false => Ok(None),
+            };
         }
-        if let Some(base) = key.strip_suffix("_blocks")
-            && self.get(&format!("{base}_scales")).is_some()
-        {
-            bail!(
-                Unsupported,
-                "{}: MXFP4 as gpt-oss stores its experts, in _blocks and _scales, is not supported; known are NVFP4, NF4, float8 with scales, dense weights, and MXFP4 in GGUF",
-                self.place(i)
-            );
+        if self.raws[i].encoding == Encoding::Dense(DType::F8E4M3) {
+            return self.float8(i);
         }
         let Some(module) = key.strip_suffix(".weight") else {
             return Ok(None);
@@ -165,42 +166,80 @@ impl Grouping<'_> {
             }
             .map(Some);
         }
-        if let Some(scale) = self.get(&format!("{module}.SCB")) {
+        if let Some(scales) = self.get(&format!("{module}.weight_scale_inv")) {
             bail!(
                 Unsupported,
-                "{}: the 8-bit integers of bitsandbytes are not supported; export the model in BF16 or NVFP4",
-                self.place(scale)
+                "{}: it scales '{key}', which is {}; only float8 weights, F8_E4M3, are scaled block by block",
+                self.place(scales),
+                self.raws[i].encoding
             );
         }
-        if let Some(scales) = self.get(&format!("{module}.weight_scale_inv")) {
-            let block_scales = self.f8_blocks(i, scales)?;
-            return self.scaled_f8(i, scales, block_scales).map(Some);
+        if self.raws[i].encoding != Encoding::Dense(DType::U8) {
+            return Ok(None);
         }
         let modelopt = keys::modelopt(module);
-        let is_codes = self.raws[i].encoding == Encoding::Dense(DType::U8)
-            && (modelopt.global.iter()).any(|global| self.get(&global.key).is_some());
-        let scales = match self.get(&modelopt.scales) {
-            None if is_codes => self.partner(i, &modelopt.scales)?,
-            None => return Ok(None),
-            Some(scales) => scales,
-        };
-        for other in ["pre_quant_scale", "svdquant_lora_a"] {
+        if !self.is_nvfp4(i, &modelopt) {
+            return Ok(None);
+        }
+        self.check_is_whole(i, module)?;
+        self.nvfp4(i, &modelopt).map(Some)
+    }
+
+    /// Refuses weights with tensors that change the input or shift the values.
+    fn check_is_whole(&self, i: usize, module: &str) -> Result<()> {
+        for (other, what) in [
+            (
+                "pre_quant_scale",
+                "weights that need their inputs changed first",
+            ),
+            (
+                "svdquant_lora_a",
+                "weights that need their inputs changed first",
+            ),
+            ("weight_zero_point", "weights with zero points"),
+        ] {
             if let Some(other) = self.get(&format!("{module}.{other}")) {
                 bail!(
                     Unsupported,
-                    "{}: weights that need their inputs changed first are not supported; export the model as plain NVFP4",
-                    self.place(other)
+                    "{}: {what} are not supported, as those of '{}'; export the model as plain NVFP4",
+                    self.place(other),
+                    self.raws[i].key
                 );
             }
         }
-        match self.raws[i].encoding {
-            Encoding::Dense(DType::U8) => self.nvfp4(i, &modelopt).map(Some),
-            Encoding::Dense(DType::F8E4M3) => {
-                let block_scales = self.f8_rows(i, scales)?;
-                self.scaled_f8(i, scales, block_scales).map(Some)
+        Ok(())
+    }
+
+    /// Whether tensor `codes` belongs to an NVFP4 weight, which may lack a part. Other formats use the same names: integers of
+    /// compressed-tensors and torchao, and MXFP4, which has no global scale and an E8M0 scale per 32 values.
+    fn is_nvfp4(&self, codes: usize, keys: &keys::Nvfp4) -> bool {
+        let encoding = self.raws[codes].encoding;
+        let scales = self.get(&keys.scales).map(|i| &self.raws[i]);
+        let has_global = (keys.global.iter()).any(|global| self.get(&global.key).is_some());
+        match keys.convention {
+            Convention::CompressedTensors => {
+                encoding.element_bytes() == Some(1)
+                    && (has_global || scales.is_none_or(|s| !self.are_of_mxfp4(codes, s)))
             }
-            _ => Ok(None),
+            Convention::TorchAo => {
+                encoding == Encoding::Dense(DType::U8)
+                    && scales.is_none_or(|s| {
+                        s.encoding.element_bytes() == Some(1)
+                            && (has_global || !self.are_of_mxfp4(codes, s))
+                    })
+            }
+            Convention::ModelOpt => {
+                has_global || scales.is_some_and(|s| s.encoding == Encoding::Dense(DType::F8E4M3))
+            }
+            Convention::Dat | Convention::BitsAndBytes | Convention::TorchSharp => true,
         }
+    }
+
+    /// Whether `scales` has one E8M0 scale per 32 values of the 4-bit `codes`.
+    fn are_of_mxfp4(&self, codes: usize, scales: &Raw) -> bool {
+        let packed = self.raws[codes].shape.last().copied().unwrap_or(0);
+        let blocks = scales.shape.last().copied().unwrap_or(0);
+        scales.encoding == Encoding::Dense(DType::U8) && blocks == packed.div_ceil(MX_BLOCK / 2)
     }
 
     fn nvfp4(&mut self, codes: usize, keys: &keys::Nvfp4) -> Result<(Entry, Stored)> {
@@ -295,108 +334,131 @@ impl Grouping<'_> {
             .map_err(|e| err!(CorruptFile, "{}: {what}{}", self.place(i), e.message()))
     }
 
-    /// The scales of a float8 weight that has one, or one per row.
-    fn f8_rows(&self, i: usize, scales: usize) -> Result<BlockScales> {
-        let (raw, shape) = (&self.raws[i], &self.raws[scales].shape);
-        let (rows, cols) = raw.matrix();
-        let block_rows = match shape[..] {
-            _ if self.raws[scales].elements() == 1 => rows,
-            [n] | [n, 1] if n == rows => 1,
-            _ => bail!(
-                Unsupported,
-                "{}: its shape is {shape:?}; float8 weights take one scale, or one per row",
-                self.place(scales)
-            ),
+    /// The entry of a float8 tensor, with its scales where it has some: `weight_scale` of compressed-tensors and ModelOpt,
+    /// `weight_scale_inv` of DeepSeek, which multiplies too.
+    fn float8(&mut self, i: usize) -> Result<Option<(Entry, Stored)>> {
+        let key = self.raws[i].key.as_str();
+        let scales = ["_scale_inv", "_scale"]
+            .iter()
+            .find_map(|suffix| self.get(&format!("{key}{suffix}")));
+        let Some(scales) = scales else {
+            if key.ends_with(".weight")
+                && self.raws[i].shape.len() > 1
+                && self.config.and_then(method::declared).is_some()
+            {
+                bail!(
+                    CorruptFile,
+                    "{}: there is no '{key}_scale' and no '{key}_scale_inv' for it; the float8 weights of a model with a quantization_config have scales",
+                    self.place(i)
+                );
+            }
+            return Ok(None);
         };
-        Ok(BlockScales {
-            values: self.f8_scales(scales)?,
-            matrix_rows: rows,
-            block: [block_rows, cols],
-        })
+        self.check_is_whole(i, key.strip_suffix(".weight").unwrap_or(key))?;
+        let block_scales = self.f8_blocks(i, scales)?;
+        self.scaled_f8(i, scales, block_scales).map(Some)
     }
 
-    /// The scales of a float8 weight that has one for each block of its matrix or, in a stack of experts, its matrices.
+    /// The scales of a float8 tensor: one, one for each of its matrices, one per row, or one for each block of its matrices.
     fn f8_blocks(&self, i: usize, scales: usize) -> Result<BlockScales> {
-        let (raw, shape) = (&self.raws[i], &self.raws[scales].shape);
-        if raw.encoding != Encoding::Dense(DType::F8E4M3) {
-            bail!(
-                Unsupported,
-                "{}: it scales '{}', which is {}; only float8 weights, F8_E4M3, are scaled block by block",
-                self.place(scales),
-                raw.key,
-                raw.encoding
-            );
-        }
-        if self.raws[scales].elements() == 1 && shape.len() < 2 {
-            return self.f8_rows(i, scales);
-        }
-        let [rows, cols] = self.f8_block_size()?;
-        let [leading @ .., matrix_rows, matrix_cols] = &raw.shape[..] else {
-            bail!(
-                CorruptFile,
-                "{}: it scales blocks of '{}', whose shape {:?} is not that of a matrix",
-                self.place(scales),
-                raw.key,
-                raw.shape
-            );
+        let raw = &self.raws[i];
+        let (all_rows, cols) = raw.matrix();
+        let (matrix_rows, leading) = match &raw.shape[..] {
+            [leading @ .., rows, _] => (*rows, leading),
+            _ => (all_rows, &[][..]),
         };
-        let blocks = [matrix_rows.div_ceil(rows), matrix_cols.div_ceil(cols)];
-        let expected = [leading, &blocks].concat();
-        if *shape != expected {
-            bail!(
+        let block_scales = |matrix_rows, block| {
+            Ok(BlockScales {
+                values: self.f8_scales(scales)?,
+                matrix_rows,
+                block,
+            })
+        };
+        let shape = &self.raws[scales].shape;
+        if self.raws[scales].elements() == 1 {
+            return block_scales(all_rows, [all_rows, cols]);
+        }
+        // One of a row or a matrix may have dimensions of 1 after it, and ModelOpt writes those of blocks as [rows, 1, columns, 1].
+        let ends = shape.iter().rev().take_while(|&&n| n == 1).count();
+        let trimmed = &shape[..shape.len() - ends];
+        if trimmed == &raw.shape[..raw.shape.len().saturating_sub(1)] {
+            return block_scales(all_rows, [1, cols]);
+        }
+        if !leading.is_empty() && trimmed == leading {
+            return block_scales(matrix_rows, [matrix_rows, cols]);
+        }
+        let blocks = match shape[..] {
+            [rows, 1, cols, 1] if leading.is_empty() => vec![rows, cols],
+            _ => shape.clone(),
+        };
+        let sizes = self.f8_block_sizes(scales)?;
+        let expected = |[rows, block_cols]: [usize; 2]| {
+            let of_matrix = [matrix_rows.div_ceil(rows), cols.div_ceil(block_cols)];
+            [leading, &of_matrix].concat()
+        };
+        let fitting: Vec<[usize; 2]> = sizes
+            .iter()
+            .copied()
+            .filter(|&size| expected(size) == blocks)
+            .collect();
+        match fitting[..] {
+            [size] => block_scales(matrix_rows, size),
+            [] => bail!(
                 CorruptFile,
-                "{}: its shape is {shape:?}, but '{}' of shape {:?} in blocks of {rows} x {cols} takes scales of shape {expected:?}",
+                "{}: its shape is {shape:?}, but '{}' of shape {:?} in blocks of {} x {} takes scales of shape {:?}, or one per row, or one",
                 self.place(scales),
                 raw.key,
-                raw.shape
-            );
+                raw.shape,
+                sizes[0][0],
+                sizes[0][1],
+                expected(sizes[0])
+            ),
+            [first, second, ..] => bail!(
+                Unsupported,
+                "{}: its shape {shape:?} fits blocks of {} x {} and of {} x {}, which the config.json both names",
+                self.place(scales),
+                first[0],
+                first[1],
+                second[0],
+                second[1]
+            ),
         }
-        Ok(BlockScales {
-            values: self.f8_scales(scales)?,
-            matrix_rows: *matrix_rows,
-            block: [rows, cols],
-        })
     }
 
-    /// Rows and columns of the blocks of float8 weights, as the config says.
-    fn f8_block_size(&self) -> Result<[usize; 2]> {
-        let given = self
-            .config
-            .map(|config| &config["quantization_config"]["weight_block_size"])
-            .filter(|given| !given.is_null());
-        let Some(given) = given else {
-            return Ok([F8_BLOCK; 2]);
-        };
-        let size = |v: &Json| v.as_u64().and_then(|n| usize::try_from(n).ok());
-        match given.as_array().map(|all| &all[..]) {
-            Some([rows, cols]) => match (size(rows), size(cols)) {
-                (Some(rows @ 1..), Some(cols @ 1..)) => Some([rows, cols]),
-                _ => None,
-            },
-            _ => None,
-        }
-        .ok_or_else(|| {
-            err!(
-                CorruptFile,
-                "config.json: weight_block_size is {given}; expected two numbers above 0, rows and columns"
-            )
+    /// Rows and columns of the blocks of float8 weights, as the config says; several where its groups differ.
+    fn f8_block_sizes(&self, scales: usize) -> Result<Vec<[usize; 2]>> {
+        let config = self.config.and_then(method::declared);
+        let sizes = config.map(method::block_sizes).transpose()?;
+        Ok(match sizes {
+            Some(sizes) if !sizes.is_empty() => sizes,
+            _ if self.raws[scales].encoding == Encoding::Dense(DType::U8) => vec![[1, MX_BLOCK]],
+            _ => vec![[F8_BLOCK; 2]],
         })
     }
 
     fn f8_scales(&self, scales: usize) -> Result<Vec<f32>> {
         let raw = &self.raws[scales];
+        let mut values = memory::zeros(raw.elements())?;
         match raw.encoding {
-            Encoding::Dense(DType::F32) | Encoding::Dense(DType::BF16) => {
-                let mut values = memory::zeros(raw.elements())?;
+            Encoding::Dense(DType::F32 | DType::BF16 | DType::F16) => {
                 tensors::decode(raw.encoding, &self.bytes(scales)?, &mut values);
-                Ok(values)
+            }
+            // The exponents of MXFP8, E8M0: powers of 2 from -127 to 127, and NaN.
+            Encoding::Dense(DType::U8) => {
+                for (value, exponent) in values.iter_mut().zip(self.bytes(scales)?) {
+                    *value = match exponent {
+                        u8::MAX => f32::NAN,
+                        exponent => 2f32.powi(i32::from(exponent) - 127),
+                    };
+                }
             }
             other => bail!(
                 Unsupported,
-                "{}: scales of float8 weights are F32 or BF16, not {other}",
+                "{}: scales of float8 weights are F32, BF16, F16 or, of MXFP8, U8, not {other}",
                 self.place(scales)
             ),
         }
+        Ok(values)
     }
 
     fn scaled_f8(

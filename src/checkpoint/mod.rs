@@ -10,6 +10,7 @@ mod ggml;
 mod gguf;
 mod keys;
 mod layout;
+mod method;
 mod names;
 mod safetensors;
 pub mod schema;
@@ -30,6 +31,7 @@ pub use entry::{
 pub use folder::{Weights, gguf_parts, weights};
 pub use ggml::GgmlType;
 pub use gguf::{GgufFamily, GgufKind, GgufMetadata};
+pub use method::check_method;
 pub use names::is_of_text_model;
 pub use write::{
     DatWriter, ModelOptWriter, Planned, Writer, check_not_read, missing_companions,

@@ -22,7 +22,7 @@ use crate::base::checksum::RowsChecksum;
 use crate::base::error::{Error, bail, err};
 use crate::base::memory::{Buffer, Tag};
 use crate::base::{ErrorKind, Result, threads};
-use crate::checkpoint::{Checkpoint, Encoding, Entry};
+use crate::checkpoint::{self, Checkpoint, Encoding, Entry};
 use crate::format::nvfp4::{self, BLOCK, NonFinite, QuantizeOptions};
 use crate::ops::linear::{Linear, ReadNvfp4};
 use crate::ops::{Array, Device};
@@ -176,6 +176,8 @@ fn find<'a>(
             });
         }
     }
+    let is_complete = missing.is_empty() && wrong.is_empty();
+    checkpoint::check_method(checkpoint, is_complete)?;
     if !missing.is_empty() {
         bail!(
             NotFound,

@@ -716,28 +716,18 @@ mod safetensors_files {
             &["'a.weight_scale'", "one per row"],
         );
         // Weights whose scales go unread would load, and be wrong.
-        let by_block = ("a.weight_scale_inv", "F32", "[2,1]", vec![0; 8]);
+        let by_block = ("a.weight_scale_inv", "F32", "[1,2]", vec![0; 8]);
         refused(
             file,
-            make(&[by_block, f8]),
-            &["'a.weight_scale_inv'", "'a.weight'", "[2, 1]", "[1, 1]"],
+            make(&[by_block, f8.clone()]),
+            &["'a.weight_scale_inv'", "'a.weight'", "[1, 2]", "[1, 1]"],
         );
-        let experts = "model.layers.0.mlp.experts.gate_up_proj";
-        let (blocks, scales) = (format!("{experts}_blocks"), format!("{experts}_scales"));
+        let zero_points = ("a.weight_zero_point", "F8_E4M3", "[2,1]", vec![0; 2]);
+        let by_row = ("a.weight_scale", "F32", "[2,1]", vec![0; 8]);
         refused(
             file,
-            make(&[
-                (&blocks, "U8", "[1,2,1,16]", vec![0; 32]),
-                (&scales, "U8", "[1,2,1]", vec![0; 2]),
-            ]),
-            &["gate_up_proj_blocks'", "MXFP4", "not supported"],
-        );
-        let int8 = ("a.weight", "I8", "[2,16]", vec![0; 32]);
-        let by_row = ("a.SCB", "F32", "[2]", vec![0; 8]);
-        refused(
-            file,
-            make(&[by_row, int8]),
-            &["'a.SCB'", "8-bit", "not supported"],
+            make(&[by_row, zero_points, f8]),
+            &["'a.weight_zero_point'", "zero points are not supported"],
         );
         refused(
             file,

@@ -295,6 +295,29 @@ fn float8_is_scaled_by_the_blocks_that_the_config_names() {
             );
         }
     }
+    // A stack with one scale for each matrix, or for each row.
+    for (scale_shape, per_scale) in [
+        (&[2usize, 1, 1][..], 24),
+        (&[2], 24),
+        (&[2, 3], 8),
+        (&[2, 3, 1], 8),
+    ] {
+        let stack = Blocks {
+            weight: ("F8_E4M3", &[2, 3, 8]),
+            scales: ("F32", scale_shape, f32s(&scales[..48 / per_scale])),
+            config: None,
+        };
+        let got = values(&*stack.open().unwrap(), "a.weight");
+        let want = codes(48)
+            .into_iter()
+            .enumerate()
+            .map(|(i, code)| e4m3::decode(code) * scales[i / per_scale]);
+        assert_eq!(
+            bits(&got),
+            bits(&want.collect::<Vec<_>>()),
+            "{scale_shape:?}"
+        );
+    }
     // One scale for all of it is one block.
     let one = Blocks {
         weight: ("F8_E4M3", &[3, 4]),
@@ -319,9 +342,9 @@ fn blocks_that_do_not_fit_are_refused() {
     let wrong = "'a.weight_scale_inv': its shape is [1, 2], but 'a.weight' of shape [130, 128] in blocks of 128 x 128 takes scales of shape [2, 1]";
     refused(with(&[130, 128], &[1, 2], None), corrupt, wrong);
     let flat = "takes scales of shape [2, 1, 1]";
-    refused(with(&[2, 8, 8], &[2, 1], None), corrupt, flat);
-    let vector = "'a.weight', whose shape [64] is not that of a matrix";
-    refused(with(&[64], &[1, 1], None), corrupt, vector);
+    refused(with(&[2, 8, 8], &[3, 1], None), corrupt, flat);
+    let vector = "'a.weight' of shape [64] in blocks of 128 x 128 takes scales of shape [1, 1]";
+    refused(with(&[64], &[2, 1], None), corrupt, vector);
     for size in [
         "[0, 128]",
         "[128]",
@@ -331,7 +354,7 @@ fn blocks_that_do_not_fit_are_refused() {
         "\"x\"",
     ] {
         let named = format!("weight_block_size is {}", size.replace(", ", ","));
-        refused(with(&[2, 8], &[1, 1], Some(size)), corrupt, &named);
+        refused(with(&[2, 8], &[1, 2], Some(size)), corrupt, &named);
     }
     let dense = Blocks {
         weight: ("BF16", &[2, 8]),
@@ -342,9 +365,10 @@ fn blocks_that_do_not_fit_are_refused() {
         ErrorKind::Unsupported,
         "it scales 'a.weight', which is BF16",
     );
-    let halves = Blocks {
-        scales: ("F16", &[1, 1], vec![0; 2]),
+    let integers = Blocks {
+        scales: ("I32", &[1, 1], vec![0; 4]),
         ..with(&[2, 8], &[1, 1], None)
     };
-    refused(halves, ErrorKind::Unsupported, "F32 or BF16, not F16");
+    let types = "F32, BF16, F16 or, of MXFP8, U8, not I32";
+    refused(integers, ErrorKind::Unsupported, types);
 }

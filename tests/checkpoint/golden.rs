@@ -100,6 +100,18 @@ fn every_gguf_type_decodes_as_the_gguf_package_does() {
     }
 }
 
+/// Blocks that the matrix does not fill, their size as a list and as a text, one scale per row, one in all, one per group of a row,
+/// and powers of two, in four types of scales; see `compressed_float8.py`.
+#[test]
+fn float8_reads_as_compressed_tensors_decompresses_it() {
+    for case in ["block", "block_text", "channel", "tensor", "group", "mx"] {
+        let file = format!("float8_{case}/model.safetensors");
+        assert_eq!(compare(&file, "safetensors", 0.0), 0);
+        let opened = model::open(&directory().join(&file)).unwrap();
+        assert_eq!(opened.entries().len(), 1, "{case}");
+    }
+}
+
 #[test]
 fn a_llama_gguf_reads_in_hugging_face_terms() {
     assert_eq!(compare("llama.gguf", "gguf", 0.0), 5);

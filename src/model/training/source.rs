@@ -9,7 +9,7 @@ use super::{Layout, MatrixId, VectorId};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::checkpoint::{Checkpoint, Encoding};
-use crate::model::load::locate;
+use crate::model::load::{entries_used, locate};
 use crate::model::tensors::{self, TensorSpec};
 use crate::model::{Spec, generation, open, spec_with_frequencies, text};
 use crate::text::{ChatTemplate, TextFiles, Tokenizer};
@@ -54,6 +54,7 @@ impl Source {
     /// The model in an opened checkpoint.
     pub fn new(checkpoint: Arc<dyn Checkpoint>) -> Result<Source> {
         let spec = spec_with_frequencies(&*checkpoint)?;
+        entries_used(&*checkpoint, &spec)?;
         let mut all = tensors::all(&spec);
         let layout = Layout::new(&spec, &|name| {
             let tensor = all.iter().find(|t| t.name == name);

@@ -1,0 +1,416 @@
+//! Quantization methods: the block sizes that `quantization_config` gives for float8, and the methods that no reader here supports. The
+//! config names such a method, or the names of the tensors do. A model in one cannot be loaded, but its tensors can be listed.
+
+use serde_json::Value as Json;
+
+use super::{Checkpoint, Encoding};
+use crate::base::Result;
+use crate::base::error::{bail, err};
+use crate::tensor::DType;
+
+/// The advice for models in an unsupported method.
+const INSTEAD: &str = "use the original model in BF16, or an NVFP4, FP8 or GGUF version of it";
+
+/// Values of `quant_method`, and the name of the weights in messages.
+const METHODS: [(&str, &str); 30] = [
+    ("aqlm", "AQLM codebooks"),
+    ("auto-round", "AutoRound integers"),
+    ("awq", "AWQ integers"),
+    ("bitnet", "BitNet ternary weights"),
+    ("deepspeedfp", "DeepSpeed FP6 or FP8"),
+    ("eetq", "EETQ 8-bit integers"),
+    ("exl2", "EXL2 integers"),
+    ("exl3", "EXL3 trellis codes"),
+    ("experts_int8", "8-bit integers"),
+    ("fouroversix", "Four Over Six tensors"),
+    ("fp_quant", "FP-Quant, rotated 4-bit floats"),
+    ("gemma", "quantized Gemma integers"),
+    ("gptq", "GPTQ integers"),
+    ("gptqmodel", "GPTQ integers"),
+    ("higgs", "HIGGS, rotated codes"),
+    ("hqq", "HQQ integers"),
+    ("marlin", "Marlin integers"),
+    ("metal", "integers for Metal"),
+    ("mlx", "MLX integers"),
+    ("moe_wna16", "integers of experts"),
+    ("mxfp4", "MXFP4"),
+    ("quanto", "quanto tensors"),
+    ("quark", "Quark tensors"),
+    ("quip", "QuIP# codes"),
+    ("sinq", "SINQ integers"),
+    ("spqr", "SpQR integers"),
+    ("squeezellm", "SqueezeLLM codes"),
+    ("torchao", "torchao tensors"),
+    ("tpu_int8", "8-bit integers"),
+    ("vptq", "VPTQ codebooks"),
+];
+
+/// Methods with at least one supported form. The tensors tell which form a model has.
+const READ: [&str; 12] = [
+    "auto-round",
+    "bitsandbytes",
+    "compressed-tensors",
+    "fbgemm_fp8",
+    "fp8",
+    "modelopt",
+    "modelopt_fp4",
+    "mxfp8",
+    "nvfp4",
+    "quark",
+    "torchao",
+    "gguf",
+];
+
+/// Unsupported formats of compressed-tensors.
+const COMPRESSED: [(&str, &str); 7] = [
+    ("int-quantized", "8-bit integers"),
+    ("marlin-24", "sparse 4-bit integers"),
+    ("mxfp4-pack-quantized", "MXFP4"),
+    ("mxfp6-pack-quantized", "MXFP6"),
+    ("pack-quantized", "packed integers"),
+    ("sparse-24-bitmask", "sparse weights"),
+    ("sparse-bitmask", "sparse weights"),
+];
+
+/// The quantization that a config declares, that of the text model within it included.
+pub(super) fn declared(config: &Json) -> Option<&Json> {
+    let places = [
+        &config["quantization_config"],
+        &config["text_config"]["quantization_config"],
+        &config["compression_config"],
+    ];
+    places.into_iter().find(|place| place.is_object())
+}
+
+/// The sizes of blocks of float8 weights, `[rows, columns]`, that a declared quantization names, each once.
+pub(super) fn block_sizes(declared: &Json) -> Result<Vec<[usize; 2]>> {
+    let mut sizes = Vec::new();
+    let given = &declared["weight_block_size"];
+    if !given.is_null() {
+        sizes.push(block_size("weight_block_size", given)?);
+    }
+    for group in groups(declared) {
+        let weights = &group["weights"];
+        if weights["num_bits"].as_u64().is_some_and(|bits| bits != 8) {
+            continue;
+        }
+        let (structure, size) = (&weights["block_structure"], &weights["group_size"]);
+        if !structure.is_null() {
+            sizes.push(block_size("block_structure", structure)?);
+        } else if size.as_u64().is_some_and(|size| size > 0) {
+            sizes.push([1, number(size).unwrap_or(1)]);
+        }
+    }
+    sizes.dedup();
+    Ok(sizes)
+}
+
+fn groups(declared: &Json) -> impl Iterator<Item = &Json> {
+    let groups = declared["config_groups"].as_object();
+    groups.into_iter().flat_map(|groups| groups.values())
+}
+
+/// The rows and columns of a block: `[128, 128]`, or "128x128" in older files.
+fn block_size(key: &str, given: &Json) -> Result<[usize; 2]> {
+    let sizes: Option<Vec<usize>> = match given {
+        Json::Array(sizes) => sizes.iter().map(number).collect(),
+        Json::String(text) => text.split('x').map(|n| n.trim().parse().ok()).collect(),
+        _ => None,
+    };
+    match sizes.as_deref() {
+        Some(&[rows, cols]) if rows > 0 && cols > 0 => Ok([rows, cols]),
+        _ => Err(err!(
+            CorruptFile,
+            "config.json: {key} is {given}; expected two numbers above 0, rows and columns"
+        )),
+    }
+}
+
+fn number(value: &Json) -> Option<usize> {
+    value.as_u64().and_then(|n| usize::try_from(n).ok())
+}
+
+/// Refuses a model in an unsupported method with a message that names the method. `is_complete` says that the checkpoint has all
+/// tensors that the model needs, with the right shapes and types. A method in the config is then only a warning, as in transformers.
+pub fn check_method(checkpoint: &dyn Checkpoint, is_complete: bool) -> Result<()> {
+    let config = checkpoint.metadata().config.as_ref();
+    let declared = config.and_then(self::declared);
+    let method = declared.and_then(|d| d["quant_method"].as_str());
+    if method == Some("bitnet") {
+        bail!(
+            Unsupported,
+            "{}",
+            refusal("BitNet ternary weights", &by_method("bitnet"))
+        );
+    }
+    if let Some(location) = declared.and_then(online_transform) {
+        bail!(
+            Unsupported,
+            "config.json: transform_config changes activations while the model runs ('{location}'), which is not supported; {INSTEAD}"
+        );
+    }
+    if is_complete {
+        if let Some(method) = method.filter(|m| !READ.contains(&m.to_ascii_lowercase().as_str())) {
+            tracing::warn!(
+                "config.json says quant_method '{method}', but all weights are there in a form that needs none; they are read as they are"
+            );
+        }
+        return Ok(());
+    }
+    let told = config
+        .and_then(by_config)
+        .or_else(|| by_tensors(checkpoint));
+    match told {
+        Some(text) => bail!(Unsupported, "{text}"),
+        None => Ok(()),
+    }
+}
+
+fn refusal(what: &str, why: &str) -> String {
+    format!("the weights are {what} ({why}), which are not supported; {INSTEAD}")
+}
+
+fn by_method(method: &str) -> String {
+    format!("quant_method '{method}' in config.json")
+}
+
+/// The location of a compressed-tensors transform that changes activations rather than weights.
+fn online_transform(declared: &Json) -> Option<&str> {
+    groups(&declared["transform_config"])
+        .filter_map(|group| group["apply"].as_array())
+        .flatten()
+        .filter_map(|apply| apply["location"].as_str())
+        .find(|location| !location.starts_with("weight_"))
+}
+
+/// The refusal of a model whose config names an unsupported method.
+fn by_config(config: &Json) -> Option<String> {
+    let declared = self::declared(config);
+    let Some(method) = declared.and_then(|d| d["quant_method"].as_str()) else {
+        // MLX names no method.
+        let mlx = [Some(&config["quantization"]), declared];
+        let mlx = mlx
+            .into_iter()
+            .flatten()
+            .find(|q| q["group_size"].is_u64())?;
+        let what = with_bits("MLX integers", mlx);
+        return Some(refusal(&what, "quantization in config.json"));
+    };
+    let declared = declared?;
+    let lower = method.to_ascii_lowercase();
+    match lower.as_str() {
+        "compressed-tensors" => {
+            let formats = std::iter::once(declared).chain(groups(declared));
+            formats
+                .filter_map(|of| of["format"].as_str())
+                .find_map(|format| {
+                    let (_, what) = COMPRESSED.iter().find(|(name, _)| *name == format)?;
+                    let why = format!("format '{format}' of compressed-tensors in config.json");
+                    Some(refusal(what, &why))
+                })
+        }
+        "bitsandbytes" if declared["load_in_8bit"] == true => Some(refusal(
+            "8-bit integers of bitsandbytes",
+            "load_in_8bit in config.json",
+        )),
+        "modelopt" => {
+            let algorithm = declared["quant_algo"].as_str()?;
+            let unread = ["INT4", "INT8", "W4A8", "W4A16_AWQ", "MXFP4"];
+            unread
+                .iter()
+                .any(|a| algorithm.contains(a))
+                .then(|| refusal(algorithm, "quant_algo of ModelOpt in config.json"))
+        }
+        "bitsandbytes" | "fbgemm_fp8" | "fp8" | "modelopt_fp4" | "mxfp8" | "nvfp4" | "gguf" => None,
+        _ => {
+            let known = METHODS.iter().find(|(name, _)| *name == lower);
+            let what = known.map_or("in an unknown format", |(_, what)| what);
+            Some(refusal(&with_bits(what, declared), &by_method(method)))
+        }
+    }
+}
+
+/// Adds the number of bits to a name of integers: "4-bit AWQ integers".
+fn with_bits(what: &str, declared: &Json) -> String {
+    match declared["bits"].as_u64() {
+        Some(bits) if what.contains("integers") && !what.contains("-bit") => {
+            format!("{bits}-bit {what}")
+        }
+        _ => what.to_owned(),
+    }
+}
+
+/// The refusal of a model whose tensors have the names of an unsupported method.
+fn by_tensors(checkpoint: &dyn Checkpoint) -> Option<String> {
+    let has = |name: &str| checkpoint.find(name).is_some();
+    let entries = checkpoint.entries().iter();
+    let mut tensors = entries.map(|e| (e.name.as_str(), e.encoding));
+    tensors.find_map(|(name, encoding)| {
+        let beside = |module: &str, suffix: &str| has(&format!("{module}{suffix}"));
+        let what = if let Some(module) = name.strip_suffix(".qweight") {
+            match beside(module, ".g_idx") {
+                true => "GPTQ integers",
+                false => "AWQ or GPTQ integers",
+            }
+        } else if name.ends_with(".weight_packed") {
+            match encoding.element_bytes() {
+                Some(1) => "MXFP4 of compressed-tensors",
+                _ => "packed integers of compressed-tensors",
+            }
+        } else if let Some(stack) = name.strip_suffix("_blocks")
+            && beside(stack, "_scales")
+        {
+            "MXFP4 as gpt-oss stores its experts"
+        } else if let Some(module) = name.strip_suffix(".weight")
+            && encoding.is_integer()
+        {
+            if beside(module, ".SCB") {
+                "8-bit integers of bitsandbytes"
+            } else if beside(module, ".biases") {
+                "MLX integers"
+            } else if beside(module, ".weight_scales") {
+                "EETQ 8-bit integers"
+            } else if beside(module, ".weight_scale") && encoding == Encoding::Dense(DType::U8) {
+                "MXFP4 or other packed codes"
+            } else if beside(module, ".weight_scale") {
+                "integers with scales"
+            } else {
+                return None;
+            }
+        } else if name.ends_with("._weight_qdata") {
+            "torchao tensors"
+        } else if name.ends_with(".weight._data") {
+            "quanto tensors"
+        } else if name.ends_with(".W_q") {
+            "HQQ integers"
+        } else if name.ends_with(".q_weight") {
+            "EXL2 integers"
+        } else if name.ends_with(".trellis") {
+            "EXL3 trellis codes"
+        } else if name.ends_with(".codebooks") {
+            "AQLM codebooks"
+        } else {
+            return None;
+        };
+        Some(refusal(what, &format!("'{name}'")))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn blocks_are_given_in_three_ways() {
+        let group = |weights: Json| json!({"config_groups": {"group_0": {"weights": weights}}});
+        for (config, sizes) in [
+            (json!({"weight_block_size": [128, 64]}), vec![[128, 64]]),
+            (group(json!({"block_structure": [64, 32]})), vec![[64, 32]]),
+            (group(json!({"block_structure": "128x96"})), vec![[128, 96]]),
+            (
+                group(json!({"group_size": 32, "num_bits": 8})),
+                vec![[1, 32]],
+            ),
+            (group(json!({"group_size": 16, "num_bits": 4})), vec![]),
+            (
+                group(json!({"group_size": null, "strategy": "channel"})),
+                vec![],
+            ),
+            (json!({"weight_block_size": null}), vec![]),
+        ] {
+            assert_eq!(block_sizes(&config).unwrap(), sizes, "{config}");
+        }
+        for bad in [
+            json!([128]),
+            json!("128"),
+            json!([0, 128]),
+            json!("ax128"),
+            json!(128),
+        ] {
+            for config in [
+                group(json!({"block_structure": bad})),
+                json!({"weight_block_size": bad}),
+            ] {
+                let e = block_sizes(&config).unwrap_err();
+                assert!(e.message().contains("two numbers above 0"), "{e}");
+            }
+        }
+    }
+
+    #[test]
+    fn configs_name_what_is_not_read() {
+        let of = |quantization: Json| by_config(&json!({"quantization_config": quantization}));
+        for (config, words) in [
+            (
+                json!({"quant_method": "awq", "bits": 4}),
+                "4-bit AWQ integers (quant_method 'awq'",
+            ),
+            (
+                json!({"quant_method": "gptq", "bits": 8}),
+                "8-bit GPTQ integers",
+            ),
+            (
+                json!({"quant_method": "mxfp4"}),
+                "are MXFP4 (quant_method 'mxfp4'",
+            ),
+            (
+                json!({"quant_method": "bitsandbytes", "load_in_8bit": true}),
+                "8-bit integers of bitsandbytes",
+            ),
+            (
+                json!({"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+                "packed integers (format 'pack-quantized'",
+            ),
+            (
+                json!({"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": {"a": {"format": "float-quantized"}, "b": {"format": "mxfp4-pack-quantized"}}}),
+                "MXFP4 (format 'mxfp4-pack-quantized'",
+            ),
+            (
+                json!({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}),
+                "W4A8_AWQ (quant_algo",
+            ),
+            (
+                json!({"quant_method": "HQQ"}),
+                "HQQ integers (quant_method 'HQQ'",
+            ),
+            (
+                json!({"quant_method": "novel", "bits": 3}),
+                "in an unknown format (quant_method 'novel'",
+            ),
+            (
+                json!({"group_size": 64, "bits": 4}),
+                "4-bit MLX integers (quantization in",
+            ),
+        ] {
+            let told = of(config.clone()).unwrap_or_else(|| panic!("{config} is read"));
+            assert!(told.contains(words) && told.contains(INSTEAD), "{told}");
+        }
+        let mlx = by_config(&json!({"quantization": {"group_size": 64, "bits": 6}})).unwrap();
+        assert!(mlx.contains("6-bit MLX integers"), "{mlx}");
+        for config in [
+            json!({"quant_method": "fp8", "weight_block_size": [128, 128]}),
+            json!({"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+            json!({"quant_method": "modelopt", "quant_algo": "FP8"}),
+            json!({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}),
+            json!({"quant_method": "compressed-tensors", "format": "float-quantized"}),
+            json!({"quant_method": "bitsandbytes", "load_in_4bit": true}),
+        ] {
+            assert_eq!(of(config.clone()), None, "{config}");
+        }
+        assert_eq!(by_config(&json!({"model_type": "llama"})), None);
+    }
+
+    #[test]
+    fn transforms_of_activations_are_found() {
+        let with = |location: &str| {
+            json!({"transform_config": {"config_groups": {"R1": {
+                "type": "hadamard", "apply": [{"targets": ["Linear"], "location": location}]
+            }}}})
+        };
+        assert_eq!(online_transform(&with("input")), Some("input"));
+        assert_eq!(online_transform(&with("q_attn")), Some("q_attn"));
+        assert_eq!(online_transform(&with("weight_output")), None);
+        assert_eq!(online_transform(&json!({"transform_config": {}})), None);
+    }
+}
