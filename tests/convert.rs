@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use NVFP4::base::ErrorKind;
 use NVFP4::base::threads::Pool;
 use NVFP4::checkpoint::{
-    Checkpoint, Encoding, Metadata, ModelOptWriter, Planned, TOKENIZER_FILES, TokenizerSource,
-    Writer,
+    Checkpoint, Encoding, Metadata, ModelOptWriter, Planned, TOKENIZER_FILES, TOOL_TEMPLATE,
+    TokenizerSource, Writer,
 };
 use NVFP4::format::nvfp4::{self, Levels, QuantizeOptions, Recipe};
 use NVFP4::format::random;
@@ -346,6 +346,22 @@ fn the_files_of_the_tokenizer_go_along() {
         }
         let template = read_directory(directory).unwrap().template.unwrap();
         assert_eq!(template.render(&[], true).unwrap(), "of its own file");
+    }
+    // Two templates, one of them in a folder, become a list.
+    std::fs::create_dir(source.join("additional_chat_templates")).unwrap();
+    let tool_use = "{{ tools | length }} tools";
+    std::fs::write(source.join(TOOL_TEMPLATE), tool_use).unwrap();
+    std::fs::write(source.join("chat_template.jinja"), "no tools").unwrap();
+    let options = ConvertOptions::new(Container::ModelOpt, Recipe::Amax);
+    let path = scratch.0.join("listed");
+    run(&source, &path, &options).unwrap();
+    assert!(!path.join("chat_template.jinja").exists());
+    let tools = serde_json::json!({"tools": [{}, {}]});
+    for directory in [&source, &path] {
+        let template = read_directory(directory).unwrap().template.unwrap();
+        let tools = tools.as_object().unwrap();
+        assert_eq!(template.render_with(&[], true, tools).unwrap(), "2 tools");
+        assert_eq!(template.render(&[], true).unwrap(), "no tools");
     }
 }
 

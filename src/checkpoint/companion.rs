@@ -17,7 +17,7 @@ pub const DESCRIPTION_FILES: [&str; 2] = ["config.json", "hf_quant_config.json"]
 /// they exist.
 ///
 /// Loading a model reads `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja` (`chat_template.json` where there is
-/// none) and `generation_config.json`. The others are for the programs that load the same directory, transformers among them.
+/// none), [`TOOL_TEMPLATE`] and `generation_config.json`. The others are for the programs that load the same directory, transformers among them.
 pub const TOKENIZER_FILES: [&str; 10] = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -30,6 +30,9 @@ pub const TOKENIZER_FILES: [&str; 10] = [
     "merges.txt",
     "tokenizer.model",
 ];
+
+/// The template for conversations with tools, where transformers saves several templates: a file of a folder.
+pub const TOOL_TEMPLATE: &str = "additional_chat_templates/tool_use.jinja";
 
 /// The config and tokenizer found in `directory`.
 pub(super) fn read(directory: &Path) -> Result<Metadata> {

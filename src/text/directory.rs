@@ -57,8 +57,8 @@ pub fn read_directory(directory: &Path) -> Result<TextFiles> {
     })
 }
 
-/// The folder of templates besides `chat_template.jinja`, each a file with its name.
-const NAMED_TEMPLATES: &str = "additional_chat_templates";
+/// The template for conversations with tools, where transformers saves several.
+const TOOL_TEMPLATE: &str = "additional_chat_templates/tool_use.jinja";
 
 /// The templates of a directory, by name, in the order of preference of transformers: separate files first.
 fn sources(directory: &Path, config: &Value) -> Result<Option<Vec<(String, String)>>> {
@@ -66,7 +66,7 @@ fn sources(directory: &Path, config: &Value) -> Result<Option<Vec<(String, Strin
     if let Some(source) = text(&directory.join("chat_template.jinja"))? {
         found.push(("default".to_owned(), source));
     }
-    if let Some(source) = text(&directory.join(NAMED_TEMPLATES).join("tool_use.jinja"))? {
+    if let Some(source) = text(&directory.join(TOOL_TEMPLATE))? {
         found.push(("tool_use".to_owned(), source));
     }
     if !found.is_empty() {

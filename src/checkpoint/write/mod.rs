@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
 
-use super::companion::TOKENIZER_FILES;
+use super::companion::{TOKENIZER_FILES, TOOL_TEMPLATE};
 use super::{Checkpoint, Encoding, Entry, Metadata, Part, TokenizerSource};
 use crate::base::error::{Error, bail, err};
 use crate::base::file::{self, Temporary};
@@ -415,8 +415,41 @@ fn companion_files(metadata: &Metadata) -> Result<Vec<(String, Vec<u8>)>> {
                 Err(e) => return Err(Error::io(format_args!("reading {}", path.display()), e)),
             }
         }
+        list_templates(directory, &mut files)?;
     }
     Ok(files)
+}
+
+/// Moves a model's two templates, where it has a folder of them, into a list in `tokenizer_config.json`: the files that are written
+/// are in no folders.
+fn list_templates(directory: &Path, files: &mut Vec<(String, Vec<u8>)>) -> Result<()> {
+    let path = directory.join(TOOL_TEMPLATE);
+    let tool_use = match std::fs::read(&path) {
+        Ok(content) => content,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(Error::io(format_args!("reading {}", path.display()), e)),
+    };
+    let mut taken = |name: &str| {
+        let at = files.iter().position(|(file, _)| file == name)?;
+        Some(files.remove(at).1)
+    };
+    let default = taken("chat_template.jinja");
+    let name = "tokenizer_config.json";
+    let mut config: serde_json::Value = match taken(name) {
+        Some(content) => serde_json::from_slice(&content)
+            .map_err(|e| err!(CorruptFile, "{}: {e}", directory.join(name).display()))?,
+        None => serde_json::json!({}),
+    };
+    let listed = [("default", default), ("tool_use", Some(tool_use))];
+    let listed = listed.into_iter().filter_map(|(name, template)| {
+        let template = String::from_utf8_lossy(&template?).into_owned();
+        Some(serde_json::json!({"name": name, "template": template}))
+    });
+    config["chat_template"] = listed.collect();
+    let text =
+        serde_json::to_vec_pretty(&config).map_err(|e| err!(Internal, "writing {name}: {e}"))?;
+    files.push((name.to_owned(), text));
+    Ok(())
 }
 
 /// Writes the files that a `.dat` in `directory` needs beside it: `config.json` from `metadata`, its tokenizer's files, and
