@@ -923,6 +923,9 @@ fn a_turn_ends_where_the_template_ends_it() {
     let added = &mut tokenizer["added_tokens"][END as usize];
     added["content"] = "<|fin|>".into();
     added["special"] = false.into();
+    let vocabulary = tokenizer["model"]["vocab"].as_object_mut().unwrap();
+    vocabulary.remove("<|im_end|>").unwrap();
+    vocabulary.insert("<|fin|>".to_owned(), END.into());
     dir.write("tokenizer.json", tokenizer.to_string().as_bytes());
     dir.write("generation_config.json", b"{}");
     let without = Model::load(&dir.0, &options()).unwrap();

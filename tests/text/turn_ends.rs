@@ -278,7 +278,7 @@ fn templates_with_names_are_chosen_as_transformers_does() {
     let reads = |name: &str| {
         (
             name.to_owned(),
-            format!("{name} of {{{{ tools | length }}}}"),
+            format!("{name} of {{{{ (tools or []) | length }}}}"),
         )
     };
     let both = ChatTemplate::named(&[reads("default"), reads("tool_use")], None, None);
