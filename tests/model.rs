@@ -29,7 +29,7 @@ use serde_json::{Value, json};
 /// The bar of the parity tests, in f32 with a cache in f32: some hundred rounding errors of logits that reach 8.
 const TOLERANCE: f32 = 2e-4;
 
-const CASES: [&str; 23] = [
+const CASES: [&str; 28] = [
     "qwen3_tied",
     "qwen3_untied",
     "qwen3_yarn",
@@ -53,6 +53,11 @@ const CASES: [&str; 23] = [
     "qwen3moe_normalized",
     "qwen3moe_mixed",
     "qwen2moe_shared",
+    "qwen3moe_window",
+    "qwen3moe_saved",
+    "qwen2moe_window",
+    "smolvlm_nested",
+    "mistral3_nested",
 ];
 
 fn cache(model: &Model) -> KvCache {
@@ -468,7 +473,7 @@ fn sampling_only() {
     expect_kind(
         only.embed(&[150], &mut hidden[..48]),
         ErrorKind::InvalidArgument,
-        "token 150 is outside the vocabulary of 150",
+        "token 150 at index 0 is outside the vocabulary of 150",
     );
 }
 
@@ -780,7 +785,134 @@ fn configs_and_tokenizers_that_do_not_fit() {
         added.push(one);
     }
     dir.write("tokenizer.json", tokenizer.to_string().as_bytes());
-    dir.refused(ErrorKind::CorruptFile, &["ids up to 320", "only 320 rows"]);
+    // As Gemma 3's text models have a name for pictures: it refuses nothing until it is used.
+    let model = Model::load(&dir.0, &options()).unwrap();
+    let tokens = model
+        .tokenizer()
+        .unwrap()
+        .encode("Hi<|320|>", false)
+        .unwrap();
+    assert_eq!(tokens.last(), Some(&320));
+    assert_eq!(model.decode(&tokens, false).unwrap(), "Hi<|320|>");
+    let (mut cache, mut logits) = (cache(&model), Vec::new());
+    let mut forward = |tokens: &[u32]| {
+        model.forward(
+            tokens,
+            &mut cache,
+            &mut Scratch::new(),
+            Logits::Last,
+            &mut logits,
+        )
+    };
+    forward(&tokens[..tokens.len() - 1]).unwrap();
+    let at = format!("token 320 at index {}", tokens.len() - 1);
+    for words in [at.as_str(), "vocabulary of 320", "'<|320|>'", "no row"] {
+        expect_kind(forward(&tokens), ErrorKind::InvalidArgument, words);
+    }
+    expect_kind(
+        model.decode(&[321], false),
+        ErrorKind::InvalidArgument,
+        "token 321 at index 0 is outside the vocabulary of 320",
+    );
+}
+
+/// The tensors of a golden under other names, in a copy of it.
+fn renamed(case: &str, name: impl Fn(&str) -> Option<String>) -> Copy {
+    let dir = Copy::of(case, "renamed");
+    let bytes = fs::read(golden(case).join("model.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let tensors = file.tensors().into_iter();
+    let tensors = tensors.filter_map(|(old, view)| Some((name(&old)?, view)));
+    let written = safetensors::serialize(tensors, None).unwrap();
+    dir.write("model.safetensors", &written);
+    dir
+}
+
+fn agrees(dir: &Copy, case: &str) {
+    let model = Model::load(&dir.0, &options()).unwrap();
+    for (tokens, want) in expected(case) {
+        let got = run(&model, &tokens, Logits::All);
+        for (a, b) in got[got.len() - want.len()..].iter().zip(&want) {
+            assert!((a - b).abs() <= TOLERANCE, "{case}: {a} and {b}");
+        }
+    }
+}
+
+/// `AutoModel` saves no head, and names without `model.`. A tied table may stand under either of its names.
+#[test]
+fn models_saved_without_their_head_or_by_its_name() {
+    agrees(
+        &renamed("qwen3_tied", |name| {
+            Some(name.strip_prefix("model.").unwrap_or(name).to_owned())
+        }),
+        "qwen3_tied",
+    );
+    agrees(
+        &renamed("llama_tied", |name| {
+            Some(name.replace("model.embed_tokens", "lm_head"))
+        }),
+        "llama_tied",
+    );
+}
+
+/// The flags of a larger model and of its text model disagree in published files: what the file holds decides.
+#[test]
+fn a_head_in_the_file_is_the_head_whatever_flags_say() {
+    let flags = |dir: &Copy, outer: bool, inner: bool| {
+        let path = dir.0.join("config.json");
+        let mut text: Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
+        text["tie_word_embeddings"] = json!(inner);
+        let whole =
+            json!({"model_type": "mistral3", "tie_word_embeddings": outer, "text_config": text});
+        dir.write("config.json", whole.to_string().as_bytes());
+    };
+    for (case, tied, combinations) in [
+        ("llama_tied", true, vec![(true, false), (false, true)]),
+        (
+            "mistral_plain",
+            false,
+            vec![(true, false), (false, true), (true, true)],
+        ),
+    ] {
+        for (outer, inner) in combinations {
+            let dir = Copy::of(case, "flags");
+            flags(&dir, outer, inner);
+            agrees(&dir, case);
+            let model = Model::load(&dir.0, &options()).unwrap();
+            assert_eq!(model.info().tied, tied, "{case}");
+            assert_eq!(model.info().parameters, load(case).info().parameters);
+            let source = NVFP4::model::training::Source::open(&dir.0).unwrap();
+            let layout = source.layout();
+            assert_eq!(layout.head == layout.embedding, tied, "{case}");
+        }
+    }
+    let dir = Copy::of("mistral_plain", "flags");
+    dir.weights(|name, d, s, b| (!name.starts_with("lm_head")).then_some((d, s, b)));
+    flags(&dir, false, false);
+    dir.refused(ErrorKind::NotFound, &["lm_head.weight"]);
+}
+
+/// A table that is stored under both names is trained as one, as transformers ties it.
+#[test]
+fn a_tied_table_that_is_stored_twice_is_trained_as_one() {
+    let case = "llama_tied";
+    let bytes = fs::read(golden(case).join("model.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let table = file.tensor("model.embed_tokens.weight").unwrap();
+    let changed: Vec<u8> = table.data().iter().rev().copied().collect();
+    let changed = TensorView::new(table.dtype(), table.shape().to_vec(), &changed).unwrap();
+    for (head, tied) in [(&table, true), (&changed, false)] {
+        let dir = Copy::of(case, "twice");
+        let mut tensors = file.tensors();
+        let head = TensorView::new(head.dtype(), head.shape().to_vec(), head.data()).unwrap();
+        tensors.push(("lm_head.weight".to_owned(), head));
+        let written = safetensors::serialize(tensors, None).unwrap();
+        dir.write("model.safetensors", &written);
+        let source = NVFP4::model::training::Source::open(&dir.0).unwrap();
+        assert_eq!(source.spec().tied, tied);
+        let layout = source.layout();
+        assert_eq!(layout.head == layout.embedding, tied);
+    }
 }
 
 #[test]

@@ -270,9 +270,22 @@ fn bad_rows_are_named_or_counted() {
     let file = folder.file("chat.jsonl", CONVERSATION);
     let error = data::read(&[file], &text, 600, &Options::default()).unwrap_err();
     assert!(
-        error.to_string().contains("and the model has 600"),
+        error
+            .to_string()
+            .contains("chat.jsonl line 1: it has '<|im_"),
         "{error}"
     );
+    assert!(
+        error.to_string().contains("and the embedding has 600 rows"),
+        "{error}"
+    );
+    // Rows without such tokens are learned.
+    let file = folder.file(
+        "mixed.jsonl",
+        format!("{CONVERSATION}{{\"text\": \"abc\"}}\n"),
+    );
+    let data = data::read(&[file], &text, 600, &skips).unwrap();
+    assert_eq!((data.report().rows, data.report().bad_rows), (2, 1));
 }
 
 #[test]

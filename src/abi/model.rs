@@ -397,7 +397,7 @@ pub unsafe extern "C" fn NVFP4_model_tokenize_plain(
 }
 
 /// Converts token ids to text. `skip_special` 1 leaves out special tokens such as `<|im_end|>`. Ids in the model's
-/// vocabulary that its tokenizer does not have, as many models pad it, give no text; ids outside the vocabulary are
+/// vocabulary that its tokenizer does not have, as many models pad it, give no text; ids that neither has are
 /// #NVFP4_INVALID_ARGUMENT. Bytes that are not valid UTF-8 become U+FFFD: for a stream of tokens use a detokenizer or the
 /// text of a generation, which wait for whole characters. Asking for the length first does not double the work, as for
 /// NVFP4_model_tokenize().

@@ -95,6 +95,27 @@ impl Entry {
     }
 }
 
+/// A tensor of the file whose values cannot be read. It is no [`Entry`], and keeps nobody from reading the others.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unreadable {
+    /// The Hugging Face name.
+    pub name: String,
+    /// The type of its elements, as the file format calls it: `F8_E5M2`, `IQ1_S`.
+    pub dtype: String,
+    /// The stored shape, outermost dimension first.
+    pub shape: Vec<usize>,
+    /// Bytes in the file.
+    pub bytes: u64,
+    /// Why, to follow the name in a message.
+    pub reason: String,
+}
+
+impl fmt::Display for Unreadable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.name, self.reason)
+    }
+}
+
 /// One tensor as it lies in the file; a logical [`Entry`] is made of one or more.
 #[derive(Clone, Copy, Debug)]
 pub struct Part<'a> {
@@ -202,6 +223,11 @@ pub trait Checkpoint: Send + Sync {
 
     /// The entry called `name`.
     fn find(&self, name: &str) -> Option<&Entry>;
+
+    /// Tensors of the file that are no entries, as their values cannot be read.
+    fn unreadable(&self) -> &[Unreadable] {
+        &[]
+    }
 
     /// Writes the values of `rows` to `out`, whatever the encoding. `entry` is seen as a matrix of [`Entry::rows`] by
     /// [`Entry::cols`]; `out` holds exactly the rows asked for.

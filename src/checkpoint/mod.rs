@@ -26,7 +26,8 @@ use source::Source;
 
 pub use companion::{DESCRIPTION_FILES, TOKENIZER_FILES, TOOL_TEMPLATE};
 pub use entry::{
-    Checkpoint, Encoding, Entry, Metadata, Part, RareEntries, TokenizerSource, Vocabulary,
+    Checkpoint, Encoding, Entry, Metadata, Part, RareEntries, TokenizerSource, Unreadable,
+    Vocabulary,
 };
 pub use folder::{Weights, gguf_parts, weights};
 pub use ggml::GgmlType;

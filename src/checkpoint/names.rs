@@ -2,14 +2,24 @@
 //! which tensors are not its own. Knows nothing of what is in them.
 
 /// Beginnings of names within larger models, and what stands there in a text model's.
-const WITHIN: [(&str, &str); 3] = [
+/// The first that fits applies.
+const WITHIN: [(&str, &str); 12] = [
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
+    ("language_model.", "model."),
+    ("model.language_model.model.", "model."),
+    ("model.language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
+    ("text_model.model.", "model."),
+    ("text_model.lm_head.", "lm_head."),
+    ("text_model.", "model."),
+    ("llm.model.", "model."),
+    ("llm.lm_head.", "lm_head."),
 ];
 
 /// Parts of larger models that read pictures or sound, or bring what was read to the text model.
-const BESIDE: [&str; 11] = [
+const BESIDE: [&str; 20] = [
     "vision_tower.",
     "vision_model.",
     "vision_embed_tokens.",
@@ -21,6 +31,16 @@ const BESIDE: [&str; 11] = [
     "audio_model.",
     "embed_audio.",
     "patch_merger.",
+    // Idefics3 and SmolVLM; video models; InternVL; Janus and DeepSeek-VL; MiniCPM.
+    "connector.",
+    "image_tower.",
+    "video_tower.",
+    "mlp1.",
+    "aligner.",
+    "vpm.",
+    "apm.",
+    "resampler.",
+    "vision_encoder.",
 ];
 
 /// The name of the tensor `key` in a text model.
@@ -62,6 +82,23 @@ mod tests {
             ("language_model.lm_head.weight", "lm_head.weight"),
             ("lm_head.weight", "lm_head.weight"),
             (
+                "model.text_model.layers.2.mlp.up_proj.weight",
+                "model.layers.2.mlp.up_proj.weight",
+            ),
+            ("text_model.model.norm.weight", "model.norm.weight"),
+            ("text_model.lm_head.weight", "lm_head.weight"),
+            (
+                "text_model.embed_tokens.weight",
+                "model.embed_tokens.weight",
+            ),
+            (
+                "language_model.layers.0.mlp.up_proj.weight",
+                "model.layers.0.mlp.up_proj.weight",
+            ),
+            ("model.language_model.lm_head.weight", "lm_head.weight"),
+            ("norm.weight", "norm.weight"),
+            ("llm.model.norm.weight", "model.norm.weight"),
+            (
                 "model.layers.0.input_layernorm.weight",
                 "model.layers.0.input_layernorm.weight",
             ),
@@ -85,6 +122,8 @@ mod tests {
             "model.visual.merger.mlp.0.weight",
             "audio_tower.layers.0.fc1.weight",
             "model.embed_vision.embedding.weight",
+            "model.connector.modality_projection.proj.weight",
+            "mlp1.0.weight",
         ] {
             assert!(!is_of_text_model(name), "{name}");
         }

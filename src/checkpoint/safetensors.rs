@@ -9,13 +9,37 @@ use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 
 use super::source::{Cursor, Source, Span};
 use super::tensors::{FOR_TENSOR, Raw, Tensors};
-use super::{Encoding, Metadata, folder, layout};
+use super::{Encoding, Metadata, Unreadable, folder, layout, names};
 use crate::base::error::{Error, bail, err};
 use crate::base::{Result, alloc, size};
 use crate::tensor::DType;
 
 /// The header length that the format's own implementation allows.
 const MAX_HEADER: u64 = 100_000_000;
+
+/// The types that are read, as errors list them.
+const KNOWN: &str = "F64, F32, F16, BF16, F8_E4M3, I64, I32, I16, I8, U8 and BOOL";
+
+/// Ends of the names of a weight's scales, and of its codes, in all conventions.
+const SCALES: [&str; 10] = [
+    ".weight_scale",
+    ".weight_scale_2",
+    ".weight_scale_inv",
+    ".weight_global_scale",
+    ".weight.absmax",
+    ".weight.quant_map",
+    ".weight.scale",
+    ".absmax",
+    ".quant_map",
+    ".scale",
+];
+const CODES: [&str; 5] = [
+    ".weight",
+    ".weight_packed",
+    ".weight.qdata",
+    ".qdata",
+    "._weight_qdata",
+];
 
 /// Bytes of memory that a byte of a header may take while it is read.
 const HEADER: usize = 8;
@@ -32,8 +56,8 @@ pub(super) fn recognises(bytes: &[u8]) -> bool {
 }
 
 pub(super) fn open(source: Source, metadata: Metadata) -> Result<Tensors> {
-    let raws = tensors(&source, 0).map_err(|e| e.within(source.name()))?;
-    assemble(vec![source], raws, metadata)
+    let found = tensors(&source, 0).map_err(|e| e.within(source.name()))?;
+    assemble(vec![source], found, metadata)
 }
 
 /// Opens the shards that the index at `path` names; they lie in `directory`. If several shards hold a tensor of one name, the index
@@ -68,9 +92,9 @@ pub(super) fn open_index(path: &Path, directory: &Path, metadata: Metadata) -> R
             missing.display()
         );
     }
-    let (sources, raws) = read_shards(&paths)?;
-    let raws = index.choose(&shards, raws, &name);
-    assemble(sources, raws, metadata)
+    let (sources, mut found) = read_shards(&paths)?;
+    index.choose(&shards, &mut found, &name);
+    assemble(sources, found, metadata)
 }
 
 /// Warns of an index beside the single file `file` of a model, unless it says the same.
@@ -101,32 +125,120 @@ pub(super) fn warn_of_ignored_index(file: &Path) {
 
 /// Opens the files of one model that has no index.
 pub(super) fn open_shards(paths: &[PathBuf], metadata: Metadata) -> Result<Tensors> {
-    let (sources, raws) = read_shards(paths)?;
-    assemble(sources, raws, metadata)
+    let (sources, found) = read_shards(paths)?;
+    assemble(sources, found, metadata)
 }
 
-fn read_shards(paths: &[PathBuf]) -> Result<(Vec<Source>, Vec<Raw>)> {
+/// The tensors of one or more files.
+#[derive(Default)]
+struct Found {
+    raws: Vec<Raw>,
+    unreadable: Vec<Aside>,
+}
+
+impl Found {
+    /// The key of each tensor and the number of the file that holds it.
+    fn places(&self) -> impl Iterator<Item = (&str, usize)> {
+        let readable = self.raws.iter().map(|r| (r.key.as_str(), r.span.source));
+        readable.chain(self.unreadable.iter().map(|u| (u.key.as_str(), u.source)))
+    }
+}
+
+/// A tensor that cannot be read.
+struct Aside {
+    key: String,
+    /// The file that holds it.
+    source: usize,
+    dtype: String,
+    shape: Vec<usize>,
+    bytes: usize,
+    reason: String,
+}
+
+impl Aside {
+    fn new(key: String, dtype: String, shape: Vec<usize>, span: &Span) -> Aside {
+        let reason = match shape.contains(&0) {
+            true => format!("has shape {shape:?}, which holds no values"),
+            false => format!("is stored as {dtype}, which is not supported; {KNOWN} are"),
+        };
+        Aside {
+            key,
+            source: span.source,
+            dtype,
+            shape,
+            bytes: span.len(),
+            reason,
+        }
+    }
+
+    fn unreadable(self) -> Unreadable {
+        Unreadable {
+            name: names::logical(&self.key),
+            dtype: self.dtype,
+            shape: self.shape,
+            bytes: self.bytes as u64,
+            reason: self.reason,
+        }
+    }
+}
+
+fn read_shards(paths: &[PathBuf]) -> Result<(Vec<Source>, Found)> {
     let mut sources = Vec::with_capacity(paths.len());
-    let mut raws = Vec::new();
+    let mut found = Found::default();
     for (i, path) in paths.iter().enumerate() {
         let source = Source::open(path)?;
-        raws.extend(tensors(&source, i).map_err(|e| e.within(source.name()))?);
+        let shard = tensors(&source, i).map_err(|e| e.within(source.name()))?;
+        found.raws.extend(shard.raws);
+        found.unreadable.extend(shard.unreadable);
         sources.push(source);
     }
-    Ok((sources, raws))
+    Ok((sources, found))
 }
 
-fn assemble(sources: Vec<Source>, raws: Vec<Raw>, metadata: Metadata) -> Result<Tensors> {
-    let _names = alloc::set_aside(raws.len().saturating_mul(FOR_TENSOR))?;
+/// Sets weights aside whose scales cannot be read: of what is left, every tensor can.
+fn set_aside_scaled(found: &mut Found) {
+    let module = |key: &str, ends: &[&str]| {
+        let module = ends.iter().find_map(|end| key.strip_suffix(end));
+        module.map(str::to_owned)
+    };
+    let scales: HashMap<String, (String, String)> = (found.unreadable.iter())
+        .filter_map(|aside| {
+            let names = (aside.key.clone(), aside.dtype.clone());
+            Some((module(&aside.key, &SCALES)?, names))
+        })
+        .collect();
+    if scales.is_empty() {
+        return;
+    }
+    let of = |raw: &Raw| scales.get(&module(&raw.key, &CODES)?);
+    for raw in found.raws.extract_if(.., |raw| of(raw).is_some()) {
+        let Some((key, dtype)) = of(&raw) else {
+            continue;
+        };
+        let reason = format!("has scales '{key}', which cannot be read: they are {dtype}");
+        let stored = raw.encoding.name().to_owned();
+        found.unreadable.push(Aside {
+            reason,
+            ..Aside::new(raw.key, stored, raw.shape, &raw.span)
+        });
+    }
+}
+
+fn assemble(sources: Vec<Source>, mut found: Found, metadata: Metadata) -> Result<Tensors> {
+    set_aside_scaled(&mut found);
+    let Found { raws, unreadable } = found;
+    let tensors = raws.len() + unreadable.len();
+    let _names = alloc::set_aside(tensors.saturating_mul(FOR_TENSOR))?;
     let layout = layout::group(&sources, &raws, false, metadata.config.as_ref())?;
     let format = match layout.convention {
         None | Some("dat") => "safetensors",
         Some(convention) => convention,
     };
-    Tensors::new(format, sources, raws, layout.logical, metadata)
+    let unreadable = unreadable.into_iter().map(Aside::unreadable).collect();
+    Ok(Tensors::new(format, sources, raws, layout.logical, metadata)?.beside(unreadable))
 }
 
-fn tensors(source: &Source, number: usize) -> Result<Vec<Raw>> {
+fn tensors(source: &Source, number: usize) -> Result<Found> {
     let mut cursor = Cursor::new(source);
     let header_len = cursor.u64("the header length")?;
     if header_len > MAX_HEADER {
@@ -141,7 +253,11 @@ fn tensors(source: &Source, number: usize) -> Result<Vec<Raw>> {
         serde_json::from_str(header).map_err(|e| err!(CorruptFile, "header: {e}"))?;
     let data_start = cursor.position();
     let data_len = cursor.left();
-    let mut raws = Vec::with_capacity(header.0.len());
+    let mut found = Found {
+        raws: Vec::with_capacity(header.0.len()),
+        unreadable: Vec::new(),
+    };
+    let mut spans = Vec::with_capacity(header.0.len());
     for (key, item) in header.0 {
         if key == "__metadata__" {
             continue;
@@ -158,25 +274,22 @@ fn tensors(source: &Source, number: usize) -> Result<Vec<Raw>> {
                 "{place}: it takes dtype, shape and data_offsets"
             );
         };
-        let Some(encoding) = encoding(&dtype) else {
-            bail!(
-                Unsupported,
-                "{place}: dtype '{dtype}' is not supported; F64, F32, F16, BF16, F8_E4M3, I64, I32, I16, I8, U8 and BOOL are"
-            );
-        };
-        if shape.contains(&0) {
-            bail!(CorruptFile, "{place}: a dimension of {shape:?} is 0");
-        }
-        let width = encoding.element_bytes().unwrap_or(1);
-        let bytes = size::product(&place, &shape)
-            .and_then(|n| size::product(&place, &[n, width]))
-            .map_err(|e| err!(CorruptFile, "{e}"))?;
         if start > end || end > data_len {
             bail!(
                 CorruptFile,
                 "{place}: data_offsets [{start}, {end}] are not within the {data_len} bytes of data"
             );
         }
+        let encoding = encoding(&dtype);
+        let width = encoding.map(|encoding| encoding.element_bytes().unwrap_or(1));
+        let bytes = match width {
+            _ if shape.contains(&0) => 0,
+            // Nothing is known of the type; the data is where the file says.
+            None => end - start,
+            Some(width) => size::product(&place, &shape)
+                .and_then(|n| size::product(&place, &[n, width]))
+                .map_err(|e| err!(CorruptFile, "{e}"))?,
+        };
         if end - start != bytes {
             bail!(
                 CorruptFile,
@@ -184,39 +297,43 @@ fn tensors(source: &Source, number: usize) -> Result<Vec<Raw>> {
                 end - start
             );
         }
-        raws.push(Raw {
-            key,
-            type_code: 0,
-            encoding,
-            shape,
-            span: Span {
-                source: number,
-                range: data_start + start..data_start + end,
-            },
-        });
+        spans.push((start, end, key.clone()));
+        let span = Span {
+            source: number,
+            range: data_start + start..data_start + end,
+        };
+        match encoding.filter(|_| !shape.contains(&0)) {
+            Some(encoding) => found.raws.push(Raw {
+                key,
+                type_code: 0,
+                encoding,
+                shape,
+                span,
+            }),
+            None => found.unreadable.push(Aside::new(key, dtype, shape, &span)),
+        }
     }
-    raws.sort_by_key(|r| r.span.range.start);
-    let mut expected = data_start;
-    for raw in &raws {
-        if raw.span.range.start != expected {
+    found.raws.sort_by_key(|r| r.span.range.start);
+    // An empty tensor begins where the next one does.
+    spans.sort_unstable();
+    let mut expected = 0;
+    for (start, end, key) in spans {
+        if start != expected {
             bail!(
                 CorruptFile,
-                "'{}': its data starts at {}, but the tensor before it ends at {}",
-                raw.key,
-                raw.span.range.start - data_start,
-                expected - data_start
+                "'{key}': its data starts at {start}, but the tensor before it ends at {expected}"
             );
         }
-        expected = raw.span.range.end;
+        expected = end;
     }
-    if expected != data_start + data_len {
+    if expected != data_len {
         bail!(
             CorruptFile,
             "{} bytes follow the last tensor",
-            data_start + data_len - expected
+            data_len - expected
         );
     }
-    Ok(raws)
+    Ok(found)
 }
 
 fn encoding(name: &str) -> Option<Encoding> {
@@ -248,16 +365,17 @@ impl Index {
         shards
     }
 
-    /// Drops duplicates among the tensors `raws` of `shards`: the index says which shard holds the tensor that is meant. A tensor
-    /// that is missing there is taken from another shard, with a warning.
-    fn choose(&self, shards: &[&str], raws: Vec<Raw>, name: &dyn fmt::Display) -> Vec<Raw> {
+    /// Drops duplicates among the tensors of `shards`: the index says which shard holds the tensor that is meant. A tensor that is
+    /// missing there is taken from another shard, with a warning.
+    fn choose(&self, shards: &[&str], found: &mut Found, name: &dyn fmt::Display) {
         let named: HashMap<&str, &str> = (self.weight_map.0.iter())
             .map(|(key, file)| (key.as_str(), file.as_str()))
             .collect();
-        let is_named = |raw: &Raw| named.get(raw.key.as_str()) == Some(&shards[raw.span.source]);
-        let in_place: HashSet<String> = (raws.iter())
-            .filter(|raw| is_named(raw))
-            .map(|raw| raw.key.clone())
+        let is_named = |key: &str, source: usize| named.get(key) == Some(&shards[source]);
+        let in_place: HashSet<String> = found
+            .places()
+            .filter(|&(key, source)| is_named(key, source))
+            .map(|(key, _)| key.to_owned())
             .collect();
         let misplaced: Vec<&str> = (self.weight_map.0.iter())
             .map(|(key, _)| key.as_str())
@@ -276,9 +394,11 @@ impl Index {
                 }
             );
         }
-        raws.into_iter()
-            .filter(|raw| is_named(raw) || !in_place.contains(&raw.key))
-            .collect()
+        let is_meant = |key: &str, source: usize| is_named(key, source) || !in_place.contains(key);
+        found.raws.retain(|raw| is_meant(&raw.key, raw.span.source));
+        found
+            .unreadable
+            .retain(|aside| is_meant(&aside.key, aside.source));
     }
 }
 

@@ -10,7 +10,7 @@ use half::slice::HalfFloatSliceExt;
 
 use super::ggml;
 use super::source::{Source, Span};
-use super::{Checkpoint, Encoding, Entry, Metadata, Part};
+use super::{Checkpoint, Encoding, Entry, Metadata, Part, Unreadable};
 use crate::base::error::{bail, err};
 use crate::base::{Result, alloc, memory, size};
 use crate::format::{e4m3, nvfp4, swizzle};
@@ -168,6 +168,7 @@ pub(super) struct Tensors {
     entries: Vec<Entry>,
     stored: Vec<Stored>,
     index: HashMap<String, usize>,
+    unreadable: Vec<Unreadable>,
     metadata: Metadata,
 }
 
@@ -203,8 +204,14 @@ impl Tensors {
             entries,
             stored,
             index,
+            unreadable: Vec::new(),
             metadata,
         })
+    }
+
+    /// The checkpoint with the tensors that its files have beside these, and nobody can read.
+    pub(super) fn beside(self, unreadable: Vec<Unreadable>) -> Self {
+        Tensors { unreadable, ..self }
     }
 
     fn stored(&self, entry: &Entry) -> Result<&Stored> {
@@ -582,6 +589,10 @@ impl Checkpoint for Tensors {
 
     fn find(&self, name: &str) -> Option<&Entry> {
         self.index.get(name).map(|&i| &self.entries[i])
+    }
+
+    fn unreadable(&self) -> &[Unreadable] {
+        &self.unreadable
     }
 
     fn rows_f32(&self, entry: &Entry, rows: Range<usize>, out: &mut [f32]) -> Result<()> {

@@ -21,7 +21,7 @@ pub(super) struct Args {
 
 pub(super) fn run(args: &Args) -> Result<()> {
     let checkpoint = open(&model::resolve(&args.file)?)?;
-    let entries = checkpoint.entries();
+    let (entries, unreadable) = (checkpoint.entries(), checkpoint.unreadable());
     let mut encodings: BTreeMap<&str, (usize, u64)> = BTreeMap::new();
     let (mut bytes, mut values) = (0, 0);
     for entry in entries {
@@ -46,6 +46,9 @@ pub(super) fn run(args: &Args) -> Result<()> {
         let tensors: Vec<_> = entries
             .iter()
             .map(|e| json!({"name": e.name, "shape": e.shape, "encoding": e.encoding.name(), "bytes": e.bytes}))
+            .chain(unreadable.iter().map(|u| {
+                json!({"name": u.name, "shape": u.shape, "encoding": u.dtype, "bytes": u.bytes, "unreadable": u.reason})
+            }))
             .collect();
         return output::json(&json!({
             "format": checkpoint.format(),
@@ -56,16 +59,22 @@ pub(super) fn run(args: &Args) -> Result<()> {
             "tensors": tensors,
         }));
     }
-    let width = entries.iter().map(|e| e.name.len()).max().unwrap_or(0);
-    for e in entries {
-        let shape: Vec<String> = e.shape.iter().map(usize::to_string).collect();
+    let names = entries.iter().map(|e| e.name.len());
+    let names = names.chain(unreadable.iter().map(|u| u.name.len()));
+    let width = names.max().unwrap_or(0);
+    let line = |name: &str, encoding: &str, shape: &[usize], bytes: u64| {
+        let shape: Vec<String> = shape.iter().map(usize::to_string).collect();
         output::line(format_args!(
-            "{:width$}  {:8}  {:>16}  {:>10}",
-            e.name,
-            e.encoding,
+            "{name:width$}  {encoding:8}  {:>16}  {:>10}",
             shape.join(" x "),
-            output::size(e.bytes)
-        ))?;
+            output::size(bytes)
+        ))
+    };
+    for e in entries {
+        line(&e.name, e.encoding.name(), &e.shape, e.bytes)?;
+    }
+    for u in unreadable {
+        line(&u.name, &u.dtype, &u.shape, u.bytes)?;
     }
     output::line(format_args!(
         "{}: {} tensors, {:.3} billion values, {}",
@@ -76,6 +85,12 @@ pub(super) fn run(args: &Args) -> Result<()> {
     ))?;
     for (name, (count, bytes)) in encodings {
         output::line(format_args!("  {count} in {name}, {}", output::size(bytes)))?;
+    }
+    if !unreadable.is_empty() {
+        output::line(format_args!(
+            "  {} that cannot be read, beside these",
+            unreadable.len()
+        ))?;
     }
     output::line(format_args!("tokenizer: {tokenizer}"))?;
     if let Some(config) = metadata.config.as_ref().and_then(|c| c.as_object()) {

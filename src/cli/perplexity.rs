@@ -145,6 +145,9 @@ pub(super) fn run(args: &Args) -> Result<()> {
         .take(args.windows.unwrap_or(usize::MAX))
         .collect();
     let kv = args.model.kv.into();
+    for window in &windows {
+        model.check_ids(window)?;
+    }
     let mut reader = Reader::new(model, args.window, kv)?;
     let mut reference = reference
         .map(|r| Reader::new(r, args.window, kv))

@@ -20,7 +20,7 @@ use crate::checkpoint::{
 use crate::format::nvfp4::{self, BLOCK, Levels, NonFinite, QuantizeOptions, Recipe};
 use crate::text::Tokenizer;
 
-use super::{check_loadable, text};
+use super::{check_loadable, families, text};
 use crate::tensor::DType;
 
 /// What kind of model is written.
@@ -182,6 +182,13 @@ pub fn convert(
     }
     let used = check_loadable(source)?;
     let steps = plan(source, options, &used)?;
+    if let [first, more @ ..] = source.unreadable() {
+        tracing::warn!(
+            "{} tensors are left out, as they cannot be read: {first}{}",
+            more.len() + 1,
+            if more.is_empty() { "" } else { ", ..." }
+        );
+    }
     let head_added = steps.iter().any(|s| s.name == HEAD && s.entry.name != HEAD);
     let planned: Vec<Planned> = steps
         .iter()
@@ -329,11 +336,7 @@ fn plan<'a>(
         }
         steps.push(Step::whole(&entry.name, entry, action, encoding));
     }
-    let tied = source
-        .metadata()
-        .config
-        .as_ref()
-        .is_some_and(|c| c["tie_word_embeddings"] == true);
+    let tied = (source.metadata().config.as_ref()).is_some_and(families::is_tied);
     if tied
         && !options.keep_head
         && source.find(HEAD).is_none()
@@ -646,7 +649,7 @@ type Files = Vec<(String, Vec<u8>)>;
 fn description(source: &Metadata, head_added: bool) -> Result<(Metadata, Files)> {
     let mut metadata = source.clone();
     if head_added && let Some(config) = metadata.config.as_mut().and_then(|c| c.as_object_mut()) {
-        config.insert("tie_word_embeddings".to_owned(), false.into());
+        families::untie(config);
     }
     Ok((metadata, text_files(&source.tokenizer)?))
 }

@@ -8,10 +8,10 @@ use super::block::{self, Pass, Segment};
 use super::fused::{self, Executor, Source};
 use super::kv_cache::KvCache;
 use super::{Logits, Model};
-use crate::base::error::bail;
+use crate::base::error::{bail, err};
 use crate::base::lease::Held;
 use crate::base::turns::Turn;
-use crate::base::{Result, call};
+use crate::base::{Error, Result, call};
 use crate::ops::Slice;
 use crate::ops::sample::{self, Choice};
 
@@ -321,6 +321,7 @@ impl Model {
 
     /// The embeddings of `tokens`: what enters the first block, `hidden_size` numbers each.
     pub fn embed(&self, tokens: &[u32], out: &mut [f32]) -> Result<()> {
+        self.check_ids(tokens)?;
         self.weights().embed(tokens, out)?;
         let scale = self.spec().embedding_scale;
         out.iter_mut().for_each(|x| *x *= scale);
@@ -367,16 +368,26 @@ impl Model {
     }
 
     /// Refuses ids that the embedding has no rows for.
-    pub(super) fn check_ids(&self, tokens: &[u32]) -> Result<()> {
-        let vocab = self.spec().vocab_size;
-        if let Some(i) = tokens.iter().position(|&t| t as usize >= vocab) {
-            bail!(
-                InvalidArgument,
-                "token {} at index {i} is outside the vocabulary of {vocab}",
-                tokens[i]
-            );
+    pub fn check_ids(&self, tokens: &[u32]) -> Result<()> {
+        let rows = self.spec().vocab_size;
+        match tokens.iter().position(|&id| id as usize >= rows) {
+            None => Ok(()),
+            Some(index) => Err(self.without_a_row(tokens[index], index)),
         }
-        Ok(())
+    }
+
+    /// The error for a token that the embedding has no row for.
+    pub(super) fn without_a_row(&self, id: u32, index: usize) -> Error {
+        let rows = self.spec().vocab_size;
+        let text = self.tokenizer().ok().and_then(|t| t.text_of(id));
+        err!(
+            InvalidArgument,
+            "token {id} at index {index} is outside the vocabulary of {rows}{}",
+            match text {
+                Some(text) => format!(": it is '{text}', and the embedding has no row for it"),
+                None => String::new(),
+            }
+        )
     }
 
     /// Takes rows through all blocks and stores their keys and values; the last block's output is left in the residual stream.

@@ -22,7 +22,7 @@ use crate::base::checksum::RowsChecksum;
 use crate::base::error::{Error, bail, err};
 use crate::base::memory::{Buffer, Tag};
 use crate::base::{ErrorKind, Result, threads};
-use crate::checkpoint::{self, Checkpoint, Encoding, Entry};
+use crate::checkpoint::{self, Checkpoint, Encoding, Entry, Unreadable};
 use crate::format::nvfp4::{self, BLOCK, NonFinite, QuantizeOptions};
 use crate::ops::linear::{Linear, ReadNvfp4};
 use crate::ops::{Array, Device};
@@ -150,10 +150,13 @@ fn find<'a>(
         false => tensors::all(spec),
     };
     let (mut found, mut missing, mut wrong) = (Vec::new(), Vec::new(), Vec::new());
+    let (asides, mut unreadable) = (UnreadableTensors::of(checkpoint), Vec::new());
     for tensor in wanted {
         let required = tensor.required && !(lenient && tensor.name.ends_with("o_proj.bias"));
         let Some((entry, rows, shape)) = locate(checkpoint, &tensor) else {
-            if required {
+            if let Some(tensor) = asides.find(&tensor) {
+                unreadable.push(tensor.to_string());
+            } else if required {
                 missing.push(tensor.name);
             }
             continue;
@@ -176,8 +179,15 @@ fn find<'a>(
             });
         }
     }
-    let is_complete = missing.is_empty() && wrong.is_empty();
+    let is_complete = missing.is_empty() && wrong.is_empty() && unreadable.is_empty();
     checkpoint::check_method(checkpoint, is_complete)?;
+    if let [first, more @ ..] = &unreadable[..] {
+        let more = match more.len() {
+            0 => String::new(),
+            n => format!("; {n} more tensors of the model cannot be read either"),
+        };
+        bail!(Unsupported, "{first}{more}");
+    }
     if !missing.is_empty() {
         bail!(
             NotFound,
@@ -208,13 +218,85 @@ pub(super) fn locate<'a>(
     checkpoint: &'a dyn Checkpoint,
     tensor: &TensorSpec,
 ) -> Option<(&'a Entry, Range<usize>, Vec<usize>)> {
-    if let Some(entry) = checkpoint.find(&tensor.name) {
+    let find = |name: &str| {
+        let bare = || checkpoint.find(without_head(name)?);
+        checkpoint.find(name).or_else(bare)
+    };
+    if let Some(entry) = find(&tensor.name) {
         return Some((entry, 0..tensor.shape[0], tensor.shape.clone()));
     }
     tensor.within.iter().find_map(|within| {
-        let entry = checkpoint.find(&within.name)?;
+        let entry = find(&within.name)?;
         Some((entry, within.rows.clone(), within.shape.clone()))
     })
+}
+
+/// The name of a tensor in files of a model that was saved without its head: `layers.0...`, `embed_tokens.weight`.
+fn without_head(name: &str) -> Option<&str> {
+    name.strip_prefix("model.")
+}
+
+/// Tensors of the file that cannot be read, by name.
+pub(super) struct UnreadableTensors<'a>(HashMap<&'a str, &'a Unreadable>);
+
+impl<'a> UnreadableTensors<'a> {
+    pub(super) fn of(checkpoint: &'a dyn Checkpoint) -> Self {
+        let all = checkpoint.unreadable().iter();
+        UnreadableTensors(all.map(|u| (u.name.as_str(), u)).collect())
+    }
+
+    /// The one that would be a tensor of the model if it could be read.
+    pub(super) fn find(&self, tensor: &TensorSpec) -> Option<&'a Unreadable> {
+        if self.0.is_empty() {
+            return None;
+        }
+        let within = tensor.within.iter().map(|within| &within.name);
+        std::iter::once(&tensor.name)
+            .chain(within)
+            .flat_map(|name| [Some(name.as_str()), without_head(name)])
+            .flatten()
+            .find_map(|name| self.0.get(name).copied())
+    }
+}
+
+/// Tells of tensors that the model does without and nobody can read.
+fn warn_of_unreadable(checkpoint: &dyn Checkpoint) {
+    if let [first, more @ ..] = checkpoint.unreadable() {
+        tracing::warn!(
+            "{} tensors that the model does not use cannot be read: {first}{}",
+            more.len() + 1,
+            if more.is_empty() { "" } else { ", ..." }
+        );
+    }
+}
+
+/// Whether the head is a table of its own although the config ties it to the embedding: both are in the checkpoint, with different
+/// values. transformers does not tie them then either.
+pub(super) fn has_own_head(checkpoint: &dyn Checkpoint) -> Result<bool> {
+    let find = |name: &str| {
+        let bare = || checkpoint.find(without_head(name)?);
+        checkpoint.find(name).or_else(bare)
+    };
+    let (Some(embedding), Some(head)) = (find(EMBEDDING), find(HEAD)) else {
+        return Ok(false);
+    };
+    if embedding.shape != head.shape {
+        return Ok(true);
+    }
+    let (run, cols) = (run_of(embedding), embedding.cols());
+    let mut a = Buffer::<f32>::zeroed(Tag::Scratch, run * cols)?;
+    let mut b = Buffer::<f32>::zeroed(Tag::Scratch, run * cols)?;
+    for first in (0..embedding.rows()).step_by(run) {
+        call::check()?;
+        let rows = first..embedding.rows().min(first + run);
+        let len = rows.len() * cols;
+        checkpoint.rows_f32(embedding, rows.clone(), &mut a[..len])?;
+        checkpoint.rows_f32(head, rows, &mut b[..len])?;
+        if a[..len] != b[..len] {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 fn listed(names: &[String]) -> String {
@@ -237,7 +319,8 @@ fn check_nothing_left_out(
         .entries()
         .iter()
         .map(|e| e.name.as_str())
-        .filter(|n| n.starts_with("model.layers.") && !used.contains(n))
+        .filter(|n| n.starts_with("model.layers.") || n.starts_with("layers."))
+        .filter(|n| !used.contains(n))
         .filter(|n| n.ends_with(".weight") || n.ends_with(".bias"))
         .map(str::to_owned)
         .collect();
@@ -400,7 +483,7 @@ impl Work<'_> {
                     .rows_nvfp4(entry, range, codes, scales)
             });
         };
-        let is_table = self.shared.checked_by_head && entry.name == EMBEDDING;
+        let is_table = self.shared.checked_by_head && found.spec.name == EMBEDDING;
         let (mut amax, mut sum) = (0f32, RowsChecksum::new());
         self.each_run(found, 0..found.height(), |first, values| {
             amax = amax.max(nvfp4::amax(values, first * cols, options.nonfinite)?);
@@ -494,6 +577,7 @@ pub(super) fn load<T: Send>(
     meanwhile: impl FnOnce(&Embedding) -> Result<T> + Send,
 ) -> Result<(Weights, u64, T)> {
     let found = find(&*checkpoint, spec, options.sampling_only)?;
+    warn_of_unreadable(&*checkpoint);
     let table = found[0].entry;
     let tied = !found.iter().any(|f| f.spec.name == HEAD);
     // The head holds the embedding's exact values unless it was quantized on the way.

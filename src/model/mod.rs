@@ -161,30 +161,19 @@ fn check_loadable(checkpoint: &dyn Checkpoint) -> Result<HashSet<String>> {
     let spec = spec_with_frequencies(checkpoint)?;
     let used = load::entries_used(checkpoint, &spec)?;
     let source = &checkpoint.metadata().tokenizer;
-    let text = text::read(source)?;
-    check_vocabulary(&text, &spec)?;
-    generation::read(&spec, source, text.tokenizer.as_deref())?;
+    generation::read(&spec, source, &text::read(source)?)?;
     Ok(used)
-}
-
-/// Refuses a tokenizer with ids past the embedding.
-fn check_vocabulary(text: &TextFiles, spec: &Spec) -> Result<()> {
-    if let Some(tokenizer) = &text.tokenizer
-        && tokenizer.vocab_size() > spec.vocab_size
-    {
-        bail!(
-            CorruptFile,
-            "the tokenizer has ids up to {}, but the embedding has only {} rows",
-            tokenizer.vocab_size() - 1,
-            spec.vocab_size
-        );
-    }
-    Ok(())
 }
 
 fn spec_of(checkpoint: &dyn Checkpoint) -> Result<Spec> {
     match &checkpoint.metadata().config {
-        Some(config) => families::read(config),
+        Some(config) => {
+            let mut spec = families::read(config)?;
+            // A head that stands beside the embedding is the head, whatever the flags say.
+            let [embedding, head] = [tensors::EMBEDDING, tensors::HEAD].map(|n| checkpoint.find(n));
+            spec.tied &= embedding.is_none() || head.is_none();
+            Ok(spec)
+        }
         None => bail!(
             NotFound,
             "there is no config.json beside the weights to say what the model is"
@@ -344,7 +333,9 @@ impl Model {
             fingerprint,
             lease,
         } = made;
-        check_vocabulary(&text, &spec)?;
+        if let Some(tokenizer) = &text.tokenizer {
+            warn_of_ids_without_rows(tokenizer, spec.vocab_size);
+        }
         let Generation {
             stop_tokens,
             sampling,
@@ -432,7 +423,11 @@ impl Model {
     /// tokenizer no text give none.
     pub fn decode(&self, tokens: &[u32], skip_special: bool) -> Result<String> {
         let tokenizer = self.tokenizer()?;
-        self.check_ids(tokens)?;
+        let rows = self.spec.vocab_size;
+        let unknown = |&id: &u32| id as usize >= rows && tokenizer.bytes_of(id).is_err();
+        if let Some(index) = tokens.iter().position(unknown) {
+            return Err(self.without_a_row(tokens[index], index));
+        }
         let mut known = tokens.to_vec();
         known.retain(|&t| tokenizer.bytes_of(t).is_ok());
         tokenizer.decode(&known, skip_special)
@@ -470,6 +465,17 @@ impl Model {
     /// that a trainer has given is one of its own.
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
+    }
+}
+
+/// Tells of tokens that cannot be run: some models have names for pictures, which bring embeddings of their own.
+fn warn_of_ids_without_rows(tokenizer: &Tokenizer, rows: usize) {
+    let count = tokenizer.vocab_size().saturating_sub(rows);
+    if count > 0 {
+        tracing::warn!(
+            "the embedding has {rows} rows, and the tokenizer ids up to {}: using one of {count} past the embedding is an error",
+            tokenizer.vocab_size() - 1
+        );
     }
 }
 

@@ -402,11 +402,18 @@ mod tests {
 
     #[test]
     fn old_and_new_words_agree() {
-        let old = of(json!({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4}}));
+        let old_words = json!({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4}});
+        let old = of(old_words.clone());
         let new = of(
             json!({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}),
         );
         assert_eq!(old.unwrap(), new.unwrap());
+        // transformers takes the old words of a config that has both.
+        let both = of(json!({
+            "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}
+        }));
+        assert_eq!(both.unwrap(), of(old_words).unwrap());
         let plain = of(json!({"rope_scaling": null})).unwrap();
         assert_eq!(plain.frequencies[0], 1.0);
         assert!((plain.frequencies[8] - 0.01).abs() < 1e-8);

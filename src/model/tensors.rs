@@ -83,8 +83,17 @@ pub(super) fn outside(spec: &Spec) -> Vec<TensorSpec> {
         role,
         within: Vec::new(),
     };
+    let mut embedding = whole(EMBEDDING, table.clone(), true, TensorRole::Table);
+    if spec.tied {
+        // Either name may be the one under which the table is stored.
+        embedding.within.push(Within {
+            name: HEAD.to_owned(),
+            shape: table.clone(),
+            rows: 0..spec.vocab_size,
+        });
+    }
     vec![
-        whole(EMBEDDING, table.clone(), true, TensorRole::Table),
+        embedding,
         whole(HEAD, table, !spec.tied, TensorRole::Linear),
         whole(NORM, vec![spec.hidden_size], true, TensorRole::Vector),
     ]

@@ -359,7 +359,13 @@ impl Tokenizer {
         self.pieces.get(token)
     }
 
-    /// The largest token id + 1. A model's embedding may have more rows, but not fewer.
+    /// The text of `token` for messages, if the vocabulary has it.
+    pub fn text_of(&self, token: u32) -> Option<String> {
+        let bytes = self.bytes_of(token).ok()?;
+        Some(String::from_utf8_lossy(bytes).into_owned())
+    }
+
+    /// The largest token id + 1. A model's embedding may have more rows; ids past its last row cannot be run.
     pub fn vocab_size(&self) -> usize {
         self.pieces.len()
     }

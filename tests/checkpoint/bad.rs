@@ -578,7 +578,9 @@ mod safetensors_files {
         };
         assert!(model::open_bytes(file, w("F32", "[2]", "[0,8]")).is_ok());
         refused(file, w("F32", "[-2]", "[0,8]"), &["'w'", "shape"]);
-        refused(file, w("F32", "[0]", "[0,0]"), &["'w'", "is 0"]);
+        refused(file, w("F32", "[0]", "[0,0]"), &["8 bytes follow"]);
+        refused(file, w("F32", "[0]", "[0,8]"), &["'w'", "takes 0 bytes"]);
+        refused(file, w("F9", "[2]", "[0,800]"), &["'w'", "not within"]);
         refused(
             file,
             w("F32", "[2]", "[0,800]"),
@@ -597,7 +599,6 @@ mod safetensors_files {
             &["'w'", "overflows"],
         );
         refused(file, w("F32", "[99999999999999999999]", "[0,8]"), &["'w'"]);
-        refused(file, w("F4", "[2]", "[0,8]"), &["'w'", "dtype 'F4'"]);
         refused(
             file,
             one(r#""dtype":"F32""#, &[0; 8]),
@@ -1166,7 +1167,6 @@ mod gguf_files {
         };
         refused(file, one(&[], F32, 0), &["'w'", "0 dimensions"]);
         refused(file, one(&[1; 5], F32, 0), &["'w'", "5 dimensions"]);
-        refused(file, one(&[4, 0], F32, 0), &["'w'", "dimension 1 is 0"]);
         refused(
             file,
             one(&[-4i64 as u64], F32, 0),
@@ -1188,9 +1188,12 @@ mod gguf_files {
             one(&[48], NVFP4, 0),
             &["'w'", "whole NVFP4 blocks of 64"],
         );
-        refused(file, one(&[256], 16, 0), &["'w'", "IQ2_XXS"]);
-        refused(file, one(&[8], 4, 0), &["'w'", "type 4"]);
-        refused(file, one(&[8], 999, 0), &["'w'", "type 999"]);
+        refused(file, one(&[256], 16, 96), &["'w'", "past the file"]);
+        refused(
+            file,
+            one(&[-4i64 as u64], 999, 0),
+            &["'w'", "dimension 0 is -4"],
+        );
         let overlap = llama()
             .tensor("v", &[16], F32, 0)
             .tensor("w", &[8], F32, 32)

@@ -53,7 +53,7 @@ struct Case {
     vectors: &'static [(&'static str, &'static [f32])],
 }
 
-const CASES: [Case; 6] = [
+const CASES: [Case; 7] = [
     Case {
         golden: "mistral_window",
         architecture: "llama",
@@ -97,6 +97,31 @@ const CASES: [Case; 6] = [
             ("expert_feed_forward_length", 32),
         ],
         floats: &[("rope.freq_base", 1e6)],
+        vectors: &[],
+    },
+    Case {
+        golden: "qwen2moe_shared",
+        architecture: "qwen2moe",
+        names: &[
+            ("mlp.gate", "ffn_gate_inp"),
+            ("mlp.experts.gate_proj", "ffn_gate_exps"),
+            ("mlp.experts.up_proj", "ffn_up_exps"),
+            ("mlp.experts.down_proj", "ffn_down_exps"),
+            ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
+            ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
+            ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
+            ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
+        ],
+        integers: &[
+            ("expert_count", 6),
+            ("expert_used_count", 2),
+            ("expert_feed_forward_length", 32),
+            ("expert_shared_feed_forward_length", 48),
+            // 0 is none.
+            ("attention.sliding_window", 0),
+        ],
+        // 0 is no factor.
+        floats: &[("rope.freq_base", 1e6), ("rope.scaling.factor", 0.0)],
         vectors: &[],
     },
     Case {
@@ -170,17 +195,17 @@ const NAMES: [(&str, &str); 14] = [
 impl Case {
     /// The GGUF name of the tensor with the logical name `name`, without the expert's number.
     fn gguf_name(&self, name: &str) -> String {
-        let stem = name.strip_suffix(".weight").unwrap();
+        let (stem, suffix) = name.rsplit_once('.').unwrap();
         let lookup = |stem: &str| {
             let all = self.names.iter().chain(&NAMES);
             let found = all.clone().find(|(logical, _)| *logical == stem);
             found.unwrap_or_else(|| panic!("{stem}")).1
         };
         match stem.strip_prefix("model.layers.") {
-            None => format!("{}.weight", lookup(stem)),
+            None => format!("{}.{suffix}", lookup(stem)),
             Some(rest) => {
                 let (layer, stem) = rest.split_once('.').unwrap();
-                format!("blk.{layer}.{}.weight", lookup(stem))
+                format!("blk.{layer}.{}.{suffix}", lookup(stem))
             }
         }
     }
@@ -276,6 +301,8 @@ impl Case {
         let mut data = Vec::new();
         for name in order {
             let (shape, values) = &made[&name];
+            // The converter drops dimensions of 1.
+            let shape: Vec<usize> = shape.iter().copied().filter(|&d| d > 1).collect();
             let dims: Vec<u64> = shape.iter().rev().map(|&d| d as u64).collect();
             gguf = gguf.tensor(&name, &dims, 0, data.len() as u64);
             data.extend(bytes(values));
@@ -445,6 +472,88 @@ fn what_experts_leave_out_is_known() {
     assert_eq!(c["moe_intermediate_size"], 16);
     assert_eq!(c["norm_topk_prob"], true);
     assert_eq!(c["model_type"], "qwen3_moe");
+}
+
+#[test]
+fn what_the_expert_of_every_token_leaves_out_is_known() {
+    let count = |name: &str, n| integer(&format!("qwen2moe.{name}"), n);
+    let c = config(&small(
+        "qwen2moe",
+        vec![count("expert_count", 8), count("expert_used_count", 3)],
+    ));
+    // It is as wide as a dense MLP, and the others are so together.
+    assert_eq!(c["shared_expert_intermediate_size"], 48);
+    assert_eq!(c["moe_intermediate_size"], 16);
+    assert_eq!(c["norm_topk_prob"], false);
+    assert_eq!(c["model_type"], "qwen2_moe");
+}
+
+/// Sizes that a file lacks are not those that transformers takes for a config that lacks them.
+#[test]
+fn what_a_file_leaves_out_has_no_default() {
+    let c = config(&small("llama", vec![]));
+    for key in ["num_hidden_layers", "rms_norm_eps", "vocab_size"] {
+        assert!(c[key].is_null() && c.get(key).is_some(), "{key}");
+    }
+    let e = families::read(&c).unwrap_err();
+    assert!(
+        e.message().contains("'num_hidden_layers' is missing"),
+        "{e}"
+    );
+}
+
+/// Converters write 0 where they mean none.
+#[test]
+fn zero_is_none() {
+    let window =
+        |architecture: &str| integer(&format!("{architecture}.attention.sliding_window"), 0);
+    let c = config(&small("llama", vec![window("llama")]));
+    assert_eq!(c["model_type"], "llama");
+    let layers = integer("gemma3.block_count", 2);
+    let cap = float("gemma3.final_logit_softcapping", 0.0);
+    let c = config(&small("gemma3", vec![layers, window("gemma3"), cap]));
+    assert_eq!(
+        c["layer_types"],
+        json!(["full_attention", "full_attention"])
+    );
+    assert!(c.get("final_logit_softcapping").is_none());
+    for (kind, expected) in [
+        (None, Value::Null),
+        (
+            Some("linear"),
+            json!({"rope_type": "linear", "factor": 1.0}),
+        ),
+    ] {
+        let mut pairs = vec![float("qwen3.rope.scaling.factor", 0.0)];
+        pairs.extend(kind.map(|kind| Gguf::text_pair("qwen3.rope.scaling.type", kind)));
+        let c = config(&small("qwen3", pairs));
+        assert_eq!(c.get("rope_scaling").cloned().unwrap_or_default(), expected);
+    }
+}
+
+/// Nothing is padded, so a padding id that no token has bears on nothing.
+#[test]
+fn a_padding_id_out_of_range_is_ignored() {
+    let text = |t: &str| [&(t.len() as u64).to_le_bytes()[..], t.as_bytes()].concat();
+    let with = |name: &str| {
+        small("llama", vec![])
+            .with_pair(Gguf::text_pair("tokenizer.ggml.model", "gpt2"))
+            .with_pair(Gguf::array_pair(
+                "tokenizer.ggml.tokens",
+                8,
+                2,
+                &[text("a"), text("b")].concat(),
+            ))
+            .with_pair(integer(&format!("tokenizer.ggml.{name}_token_id"), 2))
+            .build()
+    };
+    let opened = model::open_bytes("x.gguf", with("padding")).unwrap();
+    let NVFP4::checkpoint::TokenizerSource::Vocabulary(vocabulary) = &opened.metadata().tokenizer
+    else {
+        panic!("no vocabulary");
+    };
+    assert_eq!((vocabulary.pad, vocabulary.tokens.len()), (None, 2));
+    assert!(model::open_bytes("x.gguf", with("bos")).is_err());
 }
 
 #[test]

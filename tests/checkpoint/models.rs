@@ -192,7 +192,7 @@ impl Description {
         tensors(&items)
     }
 
-    fn gguf(&self) -> Vec<u8> {
+    fn gguf_pairs(&self) -> Vec<Vec<u8>> {
         let architecture = self.config["model_type"].as_str().unwrap();
         let mut gguf = Gguf::new(architecture);
         for (key, name) in [
@@ -231,6 +231,12 @@ impl Description {
                 .with_pair(Gguf::text_pair("tokenizer.ggml.pre", "gpt-2"));
         }
         gguf.pairs.extend(self.pairs.iter().cloned());
+        gguf.pairs
+    }
+
+    fn gguf(&self) -> Vec<u8> {
+        let mut gguf = Gguf::new("");
+        gguf.pairs = self.gguf_pairs();
         let mut data = Vec::new();
         for t in &self.tensors {
             let dims: Vec<u64> = t.shape.iter().rev().map(|&d| d as u64).collect();
@@ -445,13 +451,183 @@ fn unknown_architectures() {
 
 #[test]
 fn tokenizers_larger_than_the_embedding() {
-    let mut model = good();
-    model.tokenizer = true;
-    refused(
-        &model,
-        ErrorKind::CorruptFile,
-        &["the tokenizer has ids up to", "only 40 rows"],
+    let mut description = good();
+    description.tokenizer = true;
+    for format in FORMATS {
+        let scratch = Scratch::new();
+        let model = load(&description.write(format, &scratch)).unwrap();
+        let tokenizer = model.tokenizer().unwrap();
+        let past = tokenizer.encode("z", false).unwrap();
+        let text = tokenizer.text_of(past[0]).unwrap();
+        assert!(past[0] as usize >= ROWS, "{format}");
+        let mut session = Session::new(model.clone(), &SessionOptions::default()).unwrap();
+        let error = session.prefill(&past).unwrap_err();
+        let (id, rows) = (
+            format!("token {}", past[0]),
+            format!("vocabulary of {ROWS}"),
+        );
+        named(
+            format,
+            &error,
+            &[&id, &rows, &format!("'{text}'"), "no row for it"],
+        );
+        session.prefill(&[1, 2]).unwrap();
+    }
+}
+
+/// A file whose tensors `more` are beside those of the model.
+fn beside(model: &Description, more: &[(&str, &str, &str, Vec<u8>)]) -> Vec<u8> {
+    let shapes: Vec<String> = model
+        .tensors
+        .iter()
+        .map(|t| format!("{:?}", t.shape))
+        .collect();
+    let own = model.tensors.iter().zip(&shapes);
+    let own = own.map(|(t, shape)| (t.name.as_str(), "F32", shape.as_str(), bytes(&t.values)));
+    let items: Vec<_> = own.chain(more.iter().cloned()).collect();
+    tensors(&items)
+}
+
+fn opened(content: Vec<u8>, scratch: &Scratch) -> PathBuf {
+    let path = scratch.0.join("model.safetensors");
+    std::fs::write(&path, content).unwrap();
+    std::fs::write(scratch.0.join("config.json"), good().config.to_string()).unwrap();
+    path
+}
+
+/// Tensors that cannot be read keep nobody from running a model that does without them, and are listed.
+#[test]
+fn tensors_that_cannot_be_read_are_missed_only_where_they_are_needed() {
+    let unused = [
+        ("model.vision_tower.a", "U16", "[2]", vec![0; 4]),
+        ("model.vision_tower.b", "U32", "[2]", vec![0; 8]),
+        ("model.layers.0.empty.weight", "F32", "[0,3]", vec![]),
+        ("scratch.empty", "BF16", "[0]", vec![]),
+        ("a.c", "U64", "[1]", vec![0; 8]),
+        ("a.d", "F8_E5M2", "[3]", vec![0; 3]),
+        ("a.e", "F8_E8M0", "[1]", vec![0; 1]),
+        ("a.f", "F4", "[2]", vec![0; 1]),
+        ("a.g", "C64", "[1]", vec![0; 8]),
+        ("a.h", "F6_OF_TOMORROW", "[4]", vec![0; 3]),
+        // Codes whose scales cannot be read.
+        ("b.q.weight", "U8", "[16,8]", vec![0; 128]),
+        ("b.q.weight_scale", "F8_E8M0", "[16,1]", vec![0; 16]),
+    ];
+    let scratch = Scratch::new();
+    let path = opened(beside(&good(), &unused), &scratch);
+    let checkpoint = model::open(&path).unwrap();
+    let mut listed: Vec<_> = (checkpoint.unreadable().iter())
+        .map(|u| (u.name.as_str(), u.dtype.as_str(), u.bytes))
+        .collect();
+    let mut want: Vec<_> = (unused.iter())
+        .map(|(name, dtype, _, data)| (*name, *dtype, data.len() as u64))
+        .collect();
+    listed.sort_unstable();
+    want.sort_unstable();
+    assert_eq!(listed, want);
+    assert_eq!(checkpoint.entries().len(), good().tensors.len());
+    load(&path).unwrap();
+    quantize(&path).unwrap();
+
+    let up = "model.layers.0.mlp.up_proj.weight";
+    let mut without = good();
+    without.tensors.retain(|t| t.name != up);
+    let codes = |scales: &'static str| {
+        vec![
+            (up, "U8", "[48,16]", vec![0; 768]),
+            (
+                "model.layers.0.mlp.up_proj.weight_scale",
+                scales,
+                "[48,1]",
+                vec![0; 48],
+            ),
+        ]
+    };
+    for (needed, needles) in [
+        (
+            vec![(up, "U32", "[48,4]", vec![0; 768])],
+            &[up, "is stored as U32", "BF16"][..],
+        ),
+        (
+            vec![(up, "F8_E5M2", "[48,32]", vec![0; 1536])],
+            &[up, "F8_E5M2"],
+        ),
+        (vec![(up, "F32", "[0,32]", vec![])], &[up, "shape [0, 32]"]),
+        (codes("F8_E8M0"), &[up, "up_proj.weight_scale'", "F8_E8M0"]),
+    ] {
+        let scratch = Scratch::new();
+        let path = opened(beside(&without, &needed), &scratch);
+        let error = load(&path).map(|_| ()).unwrap_err();
+        named("safetensors", &error, needles);
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        let error = model::training::Source::open(&path)
+            .map(|_| ())
+            .unwrap_err();
+        named("training", &error, needles);
+    }
+}
+
+/// In GGUF the size of an unknown type is not known either.
+#[test]
+fn ggml_types_that_cannot_be_read_are_missed_only_where_they_are_needed() {
+    const IQ2_XXS: u32 = 16;
+    let scratch = Scratch::new();
+    let path = scratch.0.join("model.gguf");
+    let end = |gguf: &Description| {
+        let sizes = gguf
+            .tensors
+            .iter()
+            .map(|t| (4 * t.values.len()).next_multiple_of(32));
+        sizes.sum::<usize>() as u64
+    };
+    let plain = good();
+    let file = |kind_of_up: u32| {
+        let mut at = 0;
+        let mut gguf = Gguf::new("qwen3");
+        gguf.pairs = plain.gguf_pairs();
+        let mut data = Vec::new();
+        for t in &plain.tensors {
+            let dims: Vec<u64> = t.shape.iter().rev().map(|&d| d as u64).collect();
+            let kind = if t.gguf.contains("ffn_up") {
+                kind_of_up
+            } else {
+                0
+            };
+            gguf = gguf.tensor(&t.gguf, &dims, kind, at);
+            data.extend(bytes(&t.values));
+            data.resize(data.len().next_multiple_of(32), 0);
+            at = data.len() as u64;
+        }
+        assert_eq!(at, end(&plain));
+        data.extend([0; 96]);
+        gguf.tensor("v.a.weight", &[256], IQ2_XXS, at)
+            .tensor("v.empty", &[4, 0], 0, at)
+            .tensor("v.b", &[8], 999, at + 64)
+            .with_data(data)
+            .build()
+    };
+    std::fs::write(&path, file(0)).unwrap();
+    let checkpoint = model::open(&path).unwrap();
+    let listed: Vec<_> = (checkpoint.unreadable().iter())
+        .map(|u| (u.name.as_str(), u.dtype.as_str(), u.bytes))
+        .collect();
+    assert_eq!(
+        listed,
+        [
+            ("v.a.weight", "IQ2_XXS", 64),
+            ("v.empty", "F32", 0),
+            ("v.b", "type 999", 32)
+        ]
     );
+    load(&path).unwrap();
+    std::fs::write(&path, file(IQ2_XXS)).unwrap();
+    let error = load(&path).map(|_| ()).unwrap_err();
+    named(
+        "gguf",
+        &error,
+        &["model.layers.0.mlp.up_proj.weight", "IQ2_XXS"],
+    );
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
 }
 
 /// Codes whose scales are missing are no weights, however well their shape fits.

@@ -3,7 +3,7 @@
 
 use serde_json::{Map, Value as Json};
 
-use super::header::{Pairs, shortest};
+use super::header::{Pairs, Unread, shortest};
 use crate::base::error::bail;
 use crate::base::{Result, memory};
 use crate::checkpoint::source::Source;
@@ -30,6 +30,8 @@ pub struct GgufFamily {
     pub interleaved: &'static [(&'static str, &'static str)],
     /// GGUF names, within `blk.N` and outside, of norms that are stored with 1 added to each weight.
     pub one_plus: &'static [&'static str],
+    /// GGUF names within `blk.N` of matrices of one row, which are stored as vectors.
+    pub one_row: &'static [&'static str],
     /// Metadata that goes into `config.json` as it is, beside what all architectures have: (key of `config.json`, GGUF key, kind).
     pub keys: &'static [(&'static str, &'static str, GgufKind)],
     /// Adds to `config.json` what no table can say.
@@ -56,6 +58,7 @@ pub struct GgufMetadata<'a> {
     pub(super) architecture: &'a str,
     pub(super) pairs: &'a Pairs,
     pub(super) raws: &'a [Raw],
+    pub(super) unreadable: &'a [Unread],
     pub(super) sources: &'a [Source],
 }
 

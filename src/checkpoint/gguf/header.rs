@@ -45,6 +45,21 @@ pub(super) struct Pairs {
 pub(super) struct Header {
     pub(super) pairs: Pairs,
     pub(super) raws: Vec<Raw>,
+    pub(super) unreadable: Vec<Unread>,
+}
+
+/// A tensor that cannot be read: an empty one, or one of a type that nothing here decodes.
+#[derive(Debug)]
+pub(super) struct Unread {
+    pub(super) key: String,
+    /// The name of its type.
+    pub(super) dtype: String,
+    pub(super) shape: Vec<usize>,
+    /// Where its data begins, of the data of the file, and bytes to where the next begins.
+    start: usize,
+    pub(super) bytes: usize,
+    /// The part that holds it, of a model of several.
+    pub(super) source: usize,
 }
 
 pub(super) fn read_header(source: &Source) -> Result<Header> {
@@ -75,8 +90,12 @@ pub(super) fn read_header(source: &Source) -> Result<Header> {
             "general.alignment is {alignment}; it is a power of two"
         );
     }
-    let raws = read_tensors(&mut cursor, tensor_count, alignment as usize)?;
-    Ok(Header { pairs, raws })
+    let (raws, unreadable) = read_tensors(&mut cursor, tensor_count, alignment as usize)?;
+    Ok(Header {
+        pairs,
+        raws,
+        unreadable,
+    })
 }
 
 /// The double with the fewest digits that is the same f32: 1e-6 stored as an f32 reads 1e-6 again.
@@ -233,7 +252,17 @@ fn array(cursor: &mut Cursor<'_>, depth: u32) -> Result<Value> {
     Ok(Value::Other)
 }
 
-fn read_tensors(cursor: &mut Cursor<'_>, count: u64, alignment: usize) -> Result<Vec<Raw>> {
+/// A line of the tensor directory.
+enum Line {
+    Tensor(Raw),
+    Unreadable(Unread),
+}
+
+fn read_tensors(
+    cursor: &mut Cursor<'_>,
+    count: u64,
+    alignment: usize,
+) -> Result<(Vec<Raw>, Vec<Unread>)> {
     // A tensor takes at least a name length, a dimension count, one dimension, a type and an offset. The first of several parts
     // may hold metadata alone.
     if count > (cursor.left() / 32) as u64 {
@@ -243,19 +272,41 @@ fn read_tensors(cursor: &mut Cursor<'_>, count: u64, alignment: usize) -> Result
             cursor.left()
         );
     }
-    let mut raws = Vec::new();
+    let (mut raws, mut unreadable) = (Vec::new(), Vec::new());
     for number in 0..count {
         let name = text(cursor, "a tensor name")
             .map_err(|e| e.within(format_args!("tensor {number} of {count}")))?;
-        let raw = tensor(cursor, name, alignment)
+        let line = tensor(cursor, name, alignment)
             .map_err(|e| e.within(format_args!("tensor {number} of {count}")))?;
-        raws.push(raw);
+        match line {
+            Line::Tensor(raw) => raws.push(raw),
+            Line::Unreadable(unread) => unreadable.push(unread),
+        }
     }
     let header_end = cursor.position();
     let data_start = header_end
         .checked_next_multiple_of(alignment)
         .ok_or_else(|| err!(CorruptFile, "the header is too long"))?;
     let file_len = header_end + cursor.left();
+    let data_len = file_len.saturating_sub(data_start);
+    let mut starts: Vec<usize> = raws.iter().map(|r| r.span.range.start).collect();
+    starts.extend(unreadable.iter().map(|u| u.start));
+    starts.sort_unstable();
+    for unread in unreadable.iter_mut().filter(|u| !u.shape.contains(&0)) {
+        if unread.start > data_len {
+            bail!(
+                CorruptFile,
+                "'{}': its data begins at offset {}, past the file's {file_len} bytes",
+                unread.key,
+                unread.start
+            );
+        }
+        let after = starts.partition_point(|&start| start <= unread.start);
+        let next = starts
+            .get(after)
+            .map_or(data_len, |&start| start.min(data_len));
+        unread.bytes = next - unread.start;
+    }
     for raw in &mut raws {
         let range = &mut raw.span.range;
         let end = range.end.checked_add(data_start);
@@ -271,8 +322,10 @@ fn read_tensors(cursor: &mut Cursor<'_>, count: u64, alignment: usize) -> Result
         }
     }
     let mut names = std::collections::HashSet::with_capacity(raws.len());
-    if let Some(twice) = raws.iter().find(|r| !names.insert(r.key.as_str())) {
-        bail!(CorruptFile, "the tensor '{}' stands twice", twice.key);
+    let keys = raws.iter().map(|r| r.key.as_str());
+    let mut keys = keys.chain(unreadable.iter().map(|u| u.key.as_str()));
+    if let Some(twice) = keys.find(|key| !names.insert(*key)) {
+        bail!(CorruptFile, "the tensor '{twice}' stands twice");
     }
     let mut by_start: Vec<&Raw> = raws.iter().collect();
     by_start.sort_by_key(|r| r.span.range.start);
@@ -287,11 +340,11 @@ fn read_tensors(cursor: &mut Cursor<'_>, count: u64, alignment: usize) -> Result
             pair[1].key
         );
     }
-    Ok(raws)
+    Ok((raws, unreadable))
 }
 
 /// One line of the tensor directory. The span is relative to the start of the data until the directory has been read.
-fn tensor(cursor: &mut Cursor<'_>, name: String, alignment: usize) -> Result<Raw> {
+fn tensor(cursor: &mut Cursor<'_>, name: String, alignment: usize) -> Result<Line> {
     let ndim = cursor.u32("the number of dimensions")?;
     if ndim == 0 || ndim > MAX_DIMS {
         bail!(
@@ -305,7 +358,7 @@ fn tensor(cursor: &mut Cursor<'_>, name: String, alignment: usize) -> Result<Raw
         let dim = cursor.u64("a dimension")?;
         let size = usize::try_from(dim)
             .ok()
-            .filter(|&s| s > 0 && s <= isize::MAX as usize)
+            .filter(|&s| s <= isize::MAX as usize)
             .ok_or_else(|| err!(CorruptFile, "'{name}': dimension {d} is {}", dim as i64))?;
         elements = elements.checked_mul(size).ok_or_else(|| {
             err!(
@@ -318,12 +371,23 @@ fn tensor(cursor: &mut Cursor<'_>, name: String, alignment: usize) -> Result<Raw
     // GGUF lists the innermost dimension first.
     shape.reverse();
     let code = cursor.u32("the tensor type")?;
-    let Some((encoding, block, block_bytes)) = types::encoding(code) else {
-        bail!(
-            Unsupported,
-            "'{name}': its type {code} ({}) is not supported",
-            types::unsupported_name(code)
-        );
+    let known = types::encoding(code).filter(|_| elements > 0);
+    let Some((encoding, block, block_bytes)) = known else {
+        let dtype = match types::encoding(code) {
+            Some((encoding, ..)) => encoding.name().to_owned(),
+            None => types::unsupported_name(code),
+        };
+        let offset = cursor.u64("the data offset")?;
+        let start = usize::try_from(offset)
+            .map_err(|_| err!(CorruptFile, "'{name}': its data offset is {offset}"))?;
+        return Ok(Line::Unreadable(Unread {
+            key: name,
+            dtype,
+            shape,
+            start,
+            bytes: 0,
+            source: 0,
+        }));
     };
     let cols = shape.last().copied().unwrap_or(1);
     if !cols.is_multiple_of(block) {
@@ -346,13 +410,13 @@ fn tensor(cursor: &mut Cursor<'_>, name: String, alignment: usize) -> Result<Raw
             "'{name}': its data offset {offset} is not a multiple of the alignment {alignment}"
         );
     }
-    Ok(Raw {
+    Ok(Line::Tensor(Raw {
         key: name,
         type_code: code,
         encoding,
         shape,
         span: Span { source: 0, range },
-    })
+    }))
 }
 
 impl Pairs {

@@ -12,7 +12,7 @@ use std::path::Path;
 
 use super::source::Source;
 use super::tensors::{FOR_TENSOR, Form, Raw, Stored, Tensors};
-use super::{Encoding, Entry, Metadata, TokenizerSource};
+use super::{Encoding, Entry, Metadata, TokenizerSource, Unreadable};
 use crate::base::error::{bail, err};
 use crate::base::{Result, alloc};
 use crate::format::nvfp4;
@@ -41,27 +41,44 @@ pub(super) fn open(
     };
     // The first part has the metadata.
     let name = sources[0].name();
-    let Header { mut pairs, raws } = header;
-    if raws.is_empty() {
+    let Header {
+        mut pairs,
+        raws,
+        unreadable,
+    } = header;
+    if raws.is_empty() && unreadable.is_empty() {
         bail!(CorruptFile, "{name}: it has 0 tensors");
     }
-    let _names = alloc::set_aside(raws.len().saturating_mul(FOR_TENSOR))?;
+    let tensors = raws.len() + unreadable.len();
+    let _names = alloc::set_aside(tensors.saturating_mul(FOR_TENSOR))?;
     let architecture = match pairs.text("general.architecture") {
         Ok(Some(name)) => name.to_owned(),
         Ok(None) => bail!(CorruptFile, "{name}: it has no general.architecture"),
         Err(e) => return Err(e.within(name)),
     };
-    let (logical, config) = {
+    let (logical, unreadable, config) = {
         let metadata = GgufMetadata {
             architecture: &architecture,
             pairs: &pairs,
             raws: &raws,
+            unreadable: &unreadable,
             sources: &sources,
         };
         let translation =
             translate::Translation::new(metadata, families).map_err(|e| e.within(name))?;
         let logical = logical(&sources, &raws, &translation)?;
-        (logical, translation.config().map_err(|e| e.within(name))?)
+        let unreadable = unreadable.iter().map(|u| Unreadable {
+            name: translation.plain_name(&u.key),
+            dtype: u.dtype.clone(),
+            shape: u.shape.clone(),
+            bytes: u.bytes as u64,
+            reason: match u.shape.contains(&0) {
+                true => format!("has shape {:?}, which holds no values", u.shape),
+                false => format!("is stored as {}, which is not supported", u.dtype),
+            },
+        });
+        let config = translation.config().map_err(|e| e.within(name))?;
+        (logical, unreadable.collect(), config)
     };
     let tokenizer = match translate::vocabulary(&mut pairs).map_err(|e| e.within(name))? {
         Some(vocabulary) => TokenizerSource::Vocabulary(vocabulary),
@@ -71,7 +88,7 @@ pub(super) fn open(
         config: Some(config),
         tokenizer,
     };
-    Tensors::new("gguf", sources, raws, logical, metadata)
+    Ok(Tensors::new("gguf", sources, raws, logical, metadata)?.beside(unreadable))
 }
 
 /// The entries, with the global scales of NVFP4 weights folded into them.
@@ -157,8 +174,8 @@ fn logical(
         };
         logical.push((
             Entry {
+                shape: translation.shape(raw),
                 name,
-                shape: raw.shape.clone(),
                 encoding: raw.encoding,
                 bytes,
             },

@@ -86,13 +86,13 @@ pub(super) fn join(
         }
     }
     let (sources, whole) = merge(parts)?;
+    let held = whole.raws.len() + whole.unreadable.len();
     match announced {
-        Some((number, tensors)) if tensors != whole.raws.len() as u64 => bail!(
+        Some((number, tensors)) if tensors != held as u64 => bail!(
             CorruptFile,
-            "{}: its {TENSORS} is {tensors}, but the {} parts hold {} tensors",
+            "{}: its {TENSORS} is {tensors}, but the {} parts hold {held} tensors",
             sources[number].name(),
-            sources.len(),
-            whole.raws.len()
+            sources.len()
         ),
         _ => Ok((sources, whole)),
     }
@@ -104,20 +104,22 @@ fn merge(parts: Vec<(Source, Header)>) -> Result<(Vec<Source>, Header)> {
     let mut whole = Header::default();
     for (number, mut header) in headers.into_iter().enumerate() {
         header.raws.iter_mut().for_each(|r| r.span.source = number);
+        header.unreadable.iter_mut().for_each(|u| u.source = number);
         whole.raws.append(&mut header.raws);
+        whole.unreadable.append(&mut header.unreadable);
         if number == 0 {
             whole.pairs = header.pairs;
         }
     }
     let mut seen = HashMap::with_capacity(whole.raws.len());
-    for raw in &whole.raws {
-        let part = raw.span.source;
-        if let Some(other) = seen.insert(raw.key.as_str(), part) {
+    let raws = whole.raws.iter().map(|r| (&r.key, r.span.source));
+    let unreadable = whole.unreadable.iter().map(|u| (&u.key, u.source));
+    for (key, part) in raws.chain(unreadable) {
+        if let Some(other) = seen.insert(key, part) {
             bail!(
                 CorruptFile,
-                "{}: the tensor '{}' is in {} too",
+                "{}: the tensor '{key}' is in {} too",
                 sources[part].name(),
-                raw.key,
                 sources[other].name()
             );
         }

@@ -70,6 +70,40 @@ impl<'a> Translation<'a> {
         }
     }
 
+    /// The GGUF name of a tensor within its block, `blk.N`.
+    fn within_block(key: &str) -> Option<(&str, &str)> {
+        let (layer, name) = key.strip_prefix("blk.")?.split_once('.')?;
+        layer.parse::<u32>().ok().map(|_| (layer, name))
+    }
+
+    /// The shape of an entry: that of the tensor, but for matrices that are stored as vectors.
+    pub(super) fn shape(&self, raw: &Raw) -> Vec<usize> {
+        let name = Self::within_block(&raw.key).and_then(|(_, name)| name.strip_suffix(".weight"));
+        let one_row = self.family.map_or(&[][..], |family| family.one_row);
+        match (name, &raw.shape[..]) {
+            (Some(name), &[cols]) if one_row.contains(&name) => vec![1, cols],
+            _ => raw.shape.clone(),
+        }
+    }
+
+    /// The logical name of a tensor, however its values lie.
+    pub(super) fn plain_name(&self, key: &str) -> String {
+        let name = || {
+            let family = self.family?;
+            let (stem, suffix) = key.rsplit_once('.')?;
+            let lookup = |table: &'static [(&str, &str)], stem: &str| {
+                table.iter().find(|(g, _)| *g == stem).map(|(_, h)| *h)
+            };
+            if let Some(name) = lookup(family.globals, stem) {
+                return Some(format!("{name}.{suffix}"));
+            }
+            let (layer, stem) = Self::within_block(stem)?;
+            let name = lookup(family.per_layer, stem)?;
+            Some(format!("model.layers.{layer}.{name}.{suffix}"))
+        };
+        name().unwrap_or_else(|| key.to_owned())
+    }
+
     /// The logical name of a tensor, and how its values lie.
     pub(super) fn name(&self, raw: &Raw) -> Result<(String, Form)> {
         let key = raw.key.as_str();
@@ -95,8 +129,7 @@ impl<'a> Translation<'a> {
             };
             return Ok((format!("{name}.{suffix}"), form));
         }
-        let layer = stem.strip_prefix("blk.").and_then(|s| s.split_once('.'));
-        let Some((layer, stem)) = layer.filter(|(n, _)| n.parse::<u32>().is_ok()) else {
+        let Some((layer, stem)) = Self::within_block(stem) else {
             return plain;
         };
         let Some(name) = lookup(family.per_layer, stem) else {
@@ -121,7 +154,7 @@ impl<'a> Translation<'a> {
     }
 
     /// The metadata with the keys of `config.json`. What the file does not say is left out rather than guessed, except where
-    /// GGUF defines a default.
+    /// GGUF defines a default. A size that every model has is null where the file lacks it: transformers' defaults are not GGUF's.
     pub(super) fn config(&self) -> Result<Json> {
         let metadata = &self.metadata;
         let mut config = Map::new();
@@ -139,6 +172,11 @@ impl<'a> Translation<'a> {
         for &(key, gguf, kind) in COMMON.iter().chain(own) {
             if let Some(value) = metadata.json(gguf, kind)? {
                 config.insert(key.into(), value);
+            }
+        }
+        if self.family.is_some() {
+            for key in COMMON.map(|(key, ..)| key).iter().chain(&["vocab_size"]) {
+                config.entry(*key).or_insert(Json::Null);
             }
         }
         let heads = self.heads(HEADS)?;
@@ -162,9 +200,13 @@ impl<'a> Translation<'a> {
         if let Some(scaling) = self.rope_scaling()? {
             config.insert("rope_scaling".into(), scaling);
         }
-        let find = |key: &str| metadata.raws.iter().find(|r| r.key == key);
-        if let Some(embedding) = find("token_embd.weight") {
-            config.insert("vocab_size".into(), json!(embedding.shape[0]));
+        let find = |key: &str| {
+            let raws = metadata.raws.iter().map(|r| (&r.key, &r.shape));
+            let unreadable = metadata.unreadable.iter().map(|u| (&u.key, &u.shape));
+            raws.chain(unreadable).find(|(k, _)| *k == key)
+        };
+        if let Some((_, shape)) = find("token_embd.weight") {
+            config.insert("vocab_size".into(), json!(shape[0]));
         }
         let tied = find("output.weight").is_none();
         config.insert("tie_word_embeddings".into(), json!(tied));
@@ -192,7 +234,9 @@ impl<'a> Translation<'a> {
         let metadata = &self.metadata;
         let kind = metadata.text("rope.scaling.type")?;
         let old_linear = metadata.float("rope.scale_linear")?;
+        // Some converters write 0 for no factor.
         let factor = metadata.float("rope.scaling.factor")?.or(old_linear);
+        let factor = factor.filter(|&factor| factor != 0.0);
         let kind = match (kind, factor) {
             (None | Some("none"), None) | (Some("none"), _) => return Ok(None),
             (None, Some(_)) => "linear",
@@ -245,6 +289,13 @@ pub(super) fn vocabulary(pairs: &mut Pairs) -> Result<Option<Vocabulary>> {
             // Some converters write an all-ones id for "none".
             None | Some(0xffff_ffff) => Ok(None),
             Some(id) if id < tokens.len() as u64 => Ok(Some(id as u32)),
+            Some(id) if name == "padding" => {
+                tracing::warn!(
+                    "'{key}' is {id}, but there are {} tokens; it is ignored, as nothing is padded",
+                    tokens.len()
+                );
+                Ok(None)
+            }
             Some(id) => bail!(
                 CorruptFile,
                 "'{key}' is {id}, but there are {} tokens",

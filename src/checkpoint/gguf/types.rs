@@ -36,9 +36,9 @@ pub(super) fn encoding(code: u32) -> Option<(Encoding, usize, usize)> {
     }
 }
 
-/// The name of a type number that cannot be decoded.
-pub(super) fn unsupported_name(code: u32) -> &'static str {
-    match code {
+/// The name of a type number that cannot be decoded, as errors have it.
+pub(super) fn unsupported_name(code: u32) -> String {
+    let name = match code {
         9 => "Q8_1",
         15 => "Q8_K",
         16 => "IQ2_XXS",
@@ -50,6 +50,7 @@ pub(super) fn unsupported_name(code: u32) -> &'static str {
         29 => "IQ1_M",
         34 => "TQ1_0",
         35 => "TQ2_0",
-        _ => "unknown",
-    }
+        _ => return format!("type {code}"),
+    };
+    name.to_owned()
 }

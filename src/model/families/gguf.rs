@@ -54,6 +54,7 @@ const PLAIN: GgufFamily = GgufFamily {
     per_layer: DENSE,
     interleaved: &[],
     one_plus: &[],
+    one_row: &[],
     keys: &[SLIDING_WINDOW],
     config: |_, _| Ok(()),
 };
@@ -111,6 +112,34 @@ pub(super) const FAMILIES: &[GgufFamily] = &[
             EXPERTS_PER_TOKEN,
         ],
         config: qwen3_moe,
+        ..PLAIN
+    },
+    GgufFamily {
+        architecture: "qwen2moe",
+        model_type: "qwen2_moe",
+        class: "Qwen2MoeForCausalLM",
+        per_layer: &[
+            ("attn_norm", "input_layernorm"),
+            ("attn_q", "self_attn.q_proj"),
+            ("attn_k", "self_attn.k_proj"),
+            ("attn_v", "self_attn.v_proj"),
+            ("attn_output", "self_attn.o_proj"),
+            ("ffn_norm", "post_attention_layernorm"),
+            ("ffn_gate_inp", "mlp.gate"),
+            ("ffn_gate_exps", "mlp.experts.gate_proj"),
+            ("ffn_up_exps", "mlp.experts.up_proj"),
+            ("ffn_down_exps", "mlp.experts.down_proj"),
+            ("ffn_gate_inp_shexp", "mlp.shared_expert_gate"),
+            ("ffn_gate_shexp", "mlp.shared_expert.gate_proj"),
+            ("ffn_up_shexp", "mlp.shared_expert.up_proj"),
+            ("ffn_down_shexp", "mlp.shared_expert.down_proj"),
+        ],
+        one_row: &["ffn_gate_inp_shexp"],
+        keys: &[
+            ("num_experts", "expert_count", GgufKind::Integer),
+            EXPERTS_PER_TOKEN,
+        ],
+        config: qwen2_moe,
         ..PLAIN
     },
     GgufFamily {
@@ -181,16 +210,45 @@ fn required(metadata: &GgufMetadata<'_>, key: &str) -> Result<u64> {
     }
 }
 
+/// The positions that windows see; some converters write 0 for none.
+fn window(metadata: &GgufMetadata<'_>) -> Result<Option<u64>> {
+    Ok(metadata
+        .integer("attention.sliding_window")?
+        .filter(|&window| window > 0))
+}
+
 /// Mistral comes as llama; a window tells them apart.
 fn mistral(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
-    if metadata.integer("attention.sliding_window")?.is_some() {
+    if window(metadata)?.is_some() {
         config.insert("model_type".into(), json!("mistral"));
         config.insert("architectures".into(), json!(["MistralForCausalLM"]));
     }
     Ok(())
 }
 
+fn qwen2_moe(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
+    experts(metadata, config)?;
+    // Without the key, the expert of every token is as wide as a dense MLP.
+    let width = match metadata.integer("expert_shared_feed_forward_length")? {
+        Some(width) => width,
+        None => required(metadata, "feed_forward_length")?,
+    };
+    config.insert("shared_expert_intermediate_size".into(), json!(width));
+    config.insert("norm_topk_prob".into(), json!(false));
+    Ok(())
+}
+
 fn qwen3_moe(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
+    experts(metadata, config)?;
+    config.insert("norm_topk_prob".into(), json!(true));
+    Ok(())
+}
+
+/// The width of an expert, and the counts of experts, which are null where the file lacks them.
+fn experts(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
+    for key in ["num_experts", "num_experts_per_tok"] {
+        config.entry(key).or_insert(Value::Null);
+    }
     // Without the key, the experts used for a token are together as wide as a dense MLP.
     let width = match metadata.integer("expert_feed_forward_length")? {
         Some(width) => width,
@@ -199,7 +257,6 @@ fn qwen3_moe(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Re
         }
     };
     config.insert("moe_intermediate_size".into(), json!(width));
-    config.insert("norm_topk_prob".into(), json!(true));
     Ok(())
 }
 
@@ -213,7 +270,15 @@ fn gemma3(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Resul
         );
     }
     const PATTERN: &str = "attention.sliding_window_pattern";
-    let window = metadata.integer("attention.sliding_window")?;
+    let window = window(metadata)?;
+    // llama.cpp bounds logits only where there is a bound.
+    if config
+        .get("final_logit_softcapping")
+        .and_then(Value::as_f64)
+        == Some(0.0)
+    {
+        config.remove("final_logit_softcapping");
+    }
     let sliding: Vec<bool> = match (window, metadata.integers(PATTERN)) {
         // The converter leaves the window out where no layer has one.
         (None, _) => vec![false; layers as usize],
@@ -259,17 +324,11 @@ fn gemma3(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Resul
 }
 
 fn phi3(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
-    // The converter writes a window of 0 for none.
-    if let Some(window) = metadata
-        .integer("attention.sliding_window")?
-        .filter(|&w| w > 0)
-    {
+    if let Some(window) = window(metadata)? {
         config.insert("sliding_window".into(), json!(window));
     }
     let original = metadata.integer("rope.scaling.original_context_length")?;
-    if let Some(original) = original {
-        config.insert("original_max_position_embeddings".into(), json!(original));
-    }
+    config.insert("original_max_position_embeddings".into(), json!(original));
     const NAMES: [&str; 2] = ["rope_factors_short.weight", "rope_factors_long.weight"];
     let (short, long) = match NAMES.map(|name| metadata.vector(name)) {
         [Ok(None), Ok(None)] => return Ok(()),

@@ -9,9 +9,9 @@ use super::{Layout, MatrixId, VectorId};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::checkpoint::{Checkpoint, Encoding};
-use crate::model::load::{entries_used, locate};
+use crate::model::load::{UnreadableTensors, entries_used, has_own_head, locate};
 use crate::model::tensors::{self, TensorSpec};
-use crate::model::{Spec, generation, open, spec_with_frequencies, text};
+use crate::model::{Spec, families, generation, open, spec_with_frequencies, text};
 use crate::text::{ChatTemplate, TextFiles, Tokenizer};
 
 /// How a model reads and writes text.
@@ -53,8 +53,15 @@ impl Source {
 
     /// The model in an opened checkpoint.
     pub fn new(checkpoint: Arc<dyn Checkpoint>) -> Result<Source> {
-        let spec = spec_with_frequencies(&*checkpoint)?;
+        let mut spec = spec_with_frequencies(&*checkpoint)?;
         entries_used(&*checkpoint, &spec)?;
+        let is_said_to_be_tied = checkpoint
+            .metadata()
+            .config
+            .as_ref()
+            .is_some_and(families::is_tied);
+        // A table that is stored twice is trained as one.
+        spec.tied |= is_said_to_be_tied && !has_own_head(&*checkpoint)?;
         let mut all = tensors::all(&spec);
         let layout = Layout::new(&spec, &|name| {
             let tensor = all.iter().find(|t| t.name == name);
@@ -122,14 +129,6 @@ impl Source {
                 "the model has no tokenizer; put a tokenizer.json beside its weights"
             );
         };
-        if tokenizer.vocab_size() > self.spec.vocab_size {
-            bail!(
-                CorruptFile,
-                "the tokenizer has ids up to {}, and the embedding only {} rows: they are of different models",
-                tokenizer.vocab_size() - 1,
-                self.spec.vocab_size
-            );
-        }
         let stop_tokens = generation::read(&self.spec, from, &files)?.stop_tokens;
         let named = files.eos.as_deref().and_then(|eos| tokenizer.id_of(eos));
         Ok(Text {
@@ -144,7 +143,10 @@ impl Source {
 
     fn found(&self, tensor: &TensorSpec) -> Result<(&crate::checkpoint::Entry, Range<usize>)> {
         match locate(&*self.checkpoint, tensor) {
-            None => bail!(NotFound, "the model has no {}", tensor.name),
+            None => match UnreadableTensors::of(&*self.checkpoint).find(tensor) {
+                Some(unreadable) => bail!(Unsupported, "{unreadable}"),
+                None => bail!(NotFound, "the model has no {}", tensor.name),
+            },
             Some((entry, rows, shape)) if entry.shape == shape => Ok((entry, rows)),
             Some((entry, _, shape)) => bail!(
                 CorruptFile,

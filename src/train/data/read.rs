@@ -161,7 +161,15 @@ pub fn read(files: &[PathBuf], text: &Text, vocabulary: usize, options: &Options
                     continue;
                 }
             };
-            data.add(documents, cuts, vocabulary, path, (&mut bad, &mut long))?;
+            let unknown = documents
+                .iter()
+                .flat_map(|document| &document.tokens)
+                .find(|&&id| id as usize >= vocabulary);
+            if let Some(&id) = unknown {
+                bad.add(path, line, without_a_row(text, id, vocabulary));
+                continue;
+            }
+            data.add(documents, cuts, path, (&mut bad, &mut long))?;
         }
     }
     let rows = data.report.rows;
@@ -193,13 +201,18 @@ pub fn read(files: &[PathBuf], text: &Text, vocabulary: usize, options: &Options
     Ok(data)
 }
 
+/// The message for a token past the last row of the embedding.
+fn without_a_row(text: &Text, id: u32, rows: usize) -> String {
+    let named = text.tokenizer.text_of(id).unwrap_or_default();
+    format!("it has '{named}', token {id}, and the embedding has {rows} rows")
+}
+
 impl Data {
     /// Adds the documents of a row.
     fn add(
         &mut self,
         documents: Vec<Document>,
         cuts: bool,
-        vocabulary: usize,
         path: &Path,
         (bad, long): (&mut Refused, &mut Refused),
     ) -> Result<()> {
@@ -208,13 +221,6 @@ impl Data {
         let (mut is_cut, mut is_dropped) = (false, false);
         for (i, mut document) in documents.into_iter().enumerate() {
             let line = document.origin.1;
-            if let Some(id) = document.tokens.iter().find(|t| **t as usize >= vocabulary) {
-                bail!(
-                    InvalidArgument,
-                    "{} line {line}: the tokenizer makes token {id}, and the model has {vocabulary}: they are of different models",
-                    path.display()
-                );
-            }
             if document.targets() == 0 {
                 bad.add(path, line, "nothing in it is to be learned");
                 continue;

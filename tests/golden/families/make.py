@@ -29,7 +29,7 @@ FAMILIES = {
     "phi3": "phi3",
     "gemma3": "gemma3_text",
 }
-# What bears on training, on caches, on how many logits are returned; and token ids, which the tokenizer and generation_config.json name.
+# Keys of training, of caches and of what a call returns; and token ids, which the tokenizer and generation_config.json name.
 IGNORED = {
     "initializer_range", "use_cache", "pretraining_tp", "attention_dropout", "resid_pdrop", "embd_pdrop",
     "output_router_logits", "router_aux_loss_coef", "pad_token_id", "bos_token_id", "eos_token_id",

@@ -138,6 +138,26 @@ MASSIVE = {"qwen2_massive"}
 CASES["qwen2moe_shared"] = ("Qwen2Moe", dict(
     EXPERTS, head_dim=None, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, norm_topk_prob=False,
     shared_expert_intermediate_size=48))
+# All layers of Qwen3's mixtures have the window, whatever max_window_layers says.
+CASES["qwen3moe_window"] = ("Qwen3Moe", dict(
+    EXPERTS, num_experts=4, moe_intermediate_size=16, intermediate_size=48, use_sliding_window=True, sliding_window=6, max_window_layers=28))
+# The config is as transformers 5 saves it, without keys whose values are defaults.
+CASES["qwen3moe_saved"] = ("Qwen3Moe", dict(
+    EXPERTS, num_experts=4, moe_intermediate_size=16, intermediate_size=48, use_sliding_window=False, sliding_window=0))
+CASES["qwen2moe_window"] = ("Qwen2Moe", dict(
+    EXPERTS, head_dim=None, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, num_experts=4, moe_intermediate_size=16,
+    intermediate_size=48, shared_expert_intermediate_size=32, num_hidden_layers=3, use_sliding_window=True, sliding_window=6, max_window_layers=2))
+# Text models within larger ones: (names before the text model's, names before the head's, config around). The text model is computed alone.
+CASES["smolvlm_nested"] = ("Llama", dict(SMALL, tie_word_embeddings=False, **rope(rope_theta=1e4, rope_type="default")))
+CASES["mistral3_nested"] = ("Mistral", dict(
+    SMALL, sliding_window=None, head_dim=32, tie_word_embeddings=True, **rope(rope_theta=1e4, rope_type="default")))
+SAVED = {"qwen3moe_saved": ["rms_norm_eps", "max_position_embeddings", "transformers_version"]}
+NESTED = {
+    "smolvlm_nested": ("model.text_model.", "lm_head.", dict(model_type="smolvlm", architectures=["SmolVLMForConditionalGeneration"])),
+    # The text model's own flag says that it is not tied; there is no head.
+    "mistral3_nested": ("language_model.model.", "language_model.lm_head.", dict(
+        model_type="mistral3", architectures=["Mistral3ForConditionalGeneration"], tie_word_embeddings=True)),
+}
 # In these the config is written with the words of older files.
 OLD_WORDS = {"qwen2_untied", "llama_linear", "qwen2_yarn", "llama_llama3", "gemma3_narrow", "phi3_longrope"}
 # As families are called in classes and in `model_type`.
@@ -160,6 +180,15 @@ def store_expert(stored, key, expert, w):
         stored[name + "_scale_2"] = multiplier
         values.append(held)
     return torch.cat(values)
+
+
+def nested(stored, prefix, head):
+    """The names that tensors have within a larger model, and one tensor beside them that is not the text model's."""
+    found = {"model.connector.modality_projection.proj.weight": torch.ones(4, 16)}
+    for key, value in stored.items():
+        rest = key.removeprefix("model.")
+        found[head + key.removeprefix("lm_head.") if rest == key else prefix + rest] = value
+    return found
 
 
 def make_massive(key, w, embeddings):
@@ -249,6 +278,8 @@ def make(name, family, settings, seed):
     out = HERE / name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
+    if name in NESTED:
+        stored = nested(stored, *NESTED[name][:2])
     save_file(stored, out / "model.safetensors")
     save_file(expected, out / "expected.safetensors")
     written = {"architectures": [family + "ForCausalLM"], "model_type": TYPES.get(family, family.lower()), "hidden_act": "silu", **settings}
@@ -266,6 +297,15 @@ def make(name, family, settings, seed):
         written["rope_theta"] = parameters.pop("rope_theta")
         kind = parameters.pop("rope_type")
         written["rope_scaling"] = {("type" if kind == "linear" else "rope_type"): kind, **parameters} if parameters else None
+    if name in SAVED:
+        config.architectures = written["architectures"]
+        written = {k: v for k, v in config.to_diff_dict().items() if k not in SAVED[name]}
+        written["sliding_window"] = settings["sliding_window"]
+    if name in NESTED:
+        if "tie_word_embeddings" in NESTED[name][2]:
+            written["tie_word_embeddings"] = False
+        del written["architectures"]
+        written = {**NESTED[name][2], "text_config": written, "vision_config": {"hidden_size": 32}}
     (out / "config.json").write_text(json.dumps(written, indent=1) + "\n")
     spread = expected[f"logits_{LENGTHS[-1]}"].std().item()
     print(f"{name}: logits vary by {spread:.2f}, {(out / 'model.safetensors').stat().st_size} bytes")
