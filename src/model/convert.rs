@@ -17,7 +17,7 @@ use crate::checkpoint::{
     Checkpoint, DatWriter, Encoding, Entry, Metadata, ModelOptWriter, Planned, TokenizerSource,
     Writer, check_not_read, is_of_text_model, missing_companions, write_companions,
 };
-use crate::format::nvfp4::{self, BLOCK, Levels, NonFinite, QuantizeOptions, Recipe};
+use crate::format::nvfp4::{self, BLOCK, Levels, QuantizeOptions, Recipe};
 use crate::text::Tokenizer;
 
 use super::{check_loadable, families, text};
@@ -247,7 +247,7 @@ pub fn convert(
             Action::Copy => {
                 if step.encoding != Encoding::Nvfp4 && used.contains(&step.entry.name) {
                     work.rows
-                        .amax(step.entry, step.rows.clone(), NonFinite::Error)
+                        .check_finite(step.entry, step.rows.clone())
                         .map_err(|e| e.within(&step.entry.name))?;
                 }
                 writer
@@ -476,10 +476,9 @@ impl<'a> Work<'a> {
             let amax = match self.largest.get(other.name.as_str()) {
                 Some(&amax) => amax,
                 None => {
-                    let nonfinite = self.rows.options.nonfinite;
                     let amax = self
                         .rows
-                        .amax(other.entry, other.rows.clone(), nonfinite)
+                        .amax(other.entry, other.rows.clone())
                         .map_err(|e| e.within(format_args!("'{}'", other.name)))?;
                     self.largest.insert(&other.name, amax);
                     amax
@@ -529,7 +528,38 @@ impl<'a> Work<'a> {
 }
 
 impl RowConverter<'_> {
-    fn amax(&self, entry: &Entry, rows: Range<usize>, nonfinite: NonFinite) -> Result<f32> {
+    /// The largest magnitude of some rows.
+    fn amax(&self, entry: &Entry, rows: Range<usize>) -> Result<f32> {
+        self.largest(entry, rows, &|values, first| {
+            nvfp4::amax(values, first, self.options.nonfinite)
+        })
+    }
+
+    /// Refuses values that loading would refuse.
+    fn check_finite(&self, entry: &Entry, rows: Range<usize>) -> Result<()> {
+        self.largest(
+            entry,
+            rows,
+            &|values, first| match values.iter().position(|v| !v.is_finite()) {
+                None => Ok(0.0),
+                Some(i) => bail!(
+                    CorruptFile,
+                    "the value at index {} is {}; weights must be finite",
+                    first + i,
+                    values[i]
+                ),
+            },
+        )
+        .map(|_| ())
+    }
+
+    /// The largest number that `of` gives for runs of rows and the index of their first value.
+    fn largest(
+        &self,
+        entry: &Entry,
+        rows: Range<usize>,
+        of: &(dyn Fn(&[f32], usize) -> Result<f32> + Sync),
+    ) -> Result<f32> {
         let cols = entry.cols();
         let step = (PART / cols).max(1);
         let starts: Vec<usize> = rows.clone().step_by(step).collect();
@@ -541,17 +571,17 @@ impl RowConverter<'_> {
                 }
                 let rows = starts[part]..rows.end.min(starts[part] + step);
                 let first = rows.start * cols;
-                let amax = memory::zeros(rows.len() * cols).and_then(|mut values| {
+                let number = memory::zeros(rows.len() * cols).and_then(|mut values| {
                     self.source.rows_f32(entry, rows, &mut values)?;
-                    nvfp4::amax(&values, first, nonfinite)
+                    of(&values, first)
                 });
-                lock(&found).push((part, amax));
+                lock(&found).push((part, number));
             })
         });
         call::check()?;
         let mut largest = 0f32;
-        for amax in in_order(found) {
-            largest = largest.max(amax?);
+        for number in in_order(found) {
+            largest = largest.max(number?);
         }
         Ok(largest)
     }
