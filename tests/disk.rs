@@ -46,17 +46,43 @@ impl Scratch {
 
     /// A model whose conversion takes a while: weights of zeros, which take no room.
     fn large_model(&self, name: &str) -> String {
-        const ROWS: u64 = 1 << 17;
-        const COLS: u64 = 1 << 10;
-        let header = format!(
-            r#"{{"model.layers.0.mlp.down_proj.weight":{{"dtype":"BF16","shape":[{ROWS},{COLS}],"data_offsets":[0,{}]}}}}"#,
-            ROWS * COLS * 2
-        );
+        const WIDE: u64 = 1 << 16;
+        const HIDDEN: u64 = 1 << 10;
+        let (mut items, mut end) = (Vec::new(), 0);
+        for (tensor, rows, cols) in [
+            ("layers.0.mlp.down_proj", HIDDEN, WIDE),
+            ("layers.0.mlp.gate_proj", WIDE, HIDDEN),
+            ("layers.0.mlp.up_proj", WIDE, HIDDEN),
+            ("layers.0.self_attn.q_proj", HIDDEN, HIDDEN),
+            ("layers.0.self_attn.k_proj", 128, HIDDEN),
+            ("layers.0.self_attn.v_proj", 128, HIDDEN),
+            ("layers.0.self_attn.o_proj", HIDDEN, HIDDEN),
+            ("layers.0.input_layernorm", 0, HIDDEN),
+            ("layers.0.post_attention_layernorm", 0, HIDDEN),
+            ("norm", 0, HIDDEN),
+            ("embed_tokens", 64, HIDDEN),
+        ] {
+            let shape = match rows {
+                0 => format!("[{cols}]"),
+                _ => format!("[{rows},{cols}]"),
+            };
+            let start = end;
+            end += rows.max(1) * cols * 2;
+            items.push(format!(
+                r#""model.{tensor}.weight":{{"dtype":"BF16","shape":{shape},"data_offsets":[{start},{end}]}}"#
+            ));
+        }
+        let header = format!("{{{}}}", items.join(","));
         let mut start = (header.len() as u64).to_le_bytes().to_vec();
         start.extend(header.as_bytes());
         let path = self.file(&format!("{name}/model.safetensors"), &start);
         let file = fs::File::options().write(true).open(path).unwrap();
-        file.set_len(start.len() as u64 + ROWS * COLS * 2).unwrap();
+        file.set_len(start.len() as u64 + end).unwrap();
+        let config = format!(
+            r#"{{"model_type":"llama","hidden_size":{HIDDEN},"intermediate_size":{WIDE},"num_hidden_layers":1,"num_attention_heads":8,
+                "num_key_value_heads":1,"vocab_size":64,"max_position_embeddings":64,"rms_norm_eps":1e-6,"tie_word_embeddings":true}}"#
+        );
+        self.file(&format!("{name}/config.json"), config.as_bytes());
         self.path(name)
     }
 
