@@ -1106,7 +1106,7 @@ fn paths_need_not_be_utf8() {
     let refused = run(&[s("quantize"), s(MODEL), &model, s("--force")]);
     let said = failed(&refused, "a folder inside");
     assert!(said.contains("holds the folder kept-\u{fffd}"), "{said}");
-    // So it is with folders that variables name.
+    // Folders named by variables are bytes too.
     let cache = place(b"cache-\xff");
     let (commit, kept) = ("0".repeat(40), Path::new(&cache).join("models--none--such"));
     let snapshot = kept.join("snapshots").join(&commit);
