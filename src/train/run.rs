@@ -11,7 +11,7 @@ use serde_json::Value;
 use twox_hash::XxHash3_64;
 
 use super::curve::{Curve, Row};
-use super::data::{DataFile, Order, Place, Window, Windows};
+use super::data::{DataFile, Order, Place, Window, Windows, as_text};
 use super::memory::MemoryReport;
 use super::sample::Samples;
 use super::trainer::{MicroBatch, Outcome, Trainer};
@@ -106,6 +106,7 @@ pub enum Event<'a> {
         /// After this step.
         step: u64,
         /// Where.
+        #[serde(serialize_with = "as_text")]
         path: &'a Path,
     },
     /// Something should be looked at.

@@ -12,5 +12,6 @@ mod window;
 pub use document::Document;
 pub use options::{Format, Long, Options};
 pub use order::{Order, Place};
+pub(super) use read::as_text;
 pub use read::{Data, DataFile, Report, read};
 pub use window::{Window, Windows};

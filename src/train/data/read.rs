@@ -32,8 +32,12 @@ pub struct DataFile {
     pub checksum: String,
 }
 
-fn as_text<S: Serializer>(path: &Path, serializer: S) -> std::result::Result<S::Ok, S::Error> {
-    serializer.collect_str(&path.display())
+/// A path as a text of JSON, in which bytes that are not UTF-8 are U+FFFD.
+pub(in crate::train) fn as_text<S: Serializer>(
+    path: &impl AsRef<Path>,
+    serializer: S,
+) -> std::result::Result<S::Ok, S::Error> {
+    serializer.collect_str(&path.as_ref().display())
 }
 
 /// What was read.
