@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -172,6 +173,8 @@ enum Without {
     NamelessFiles,
     /// `RENAME_EXCHANGE`.
     Exchange,
+    /// A name for a file without one: `linkat`, as in some sandboxes.
+    Naming,
 }
 
 /// Makes the system refuse what `command` is to do without.
@@ -194,6 +197,7 @@ fn without(command: &mut Command, what: Without) {
             libc::RENAME_EXCHANGE as i32,
             libc::EINVAL,
         ),
+        Without::Naming => (libc::SYS_linkat, 4, libc::AT_SYMLINK_FOLLOW, libc::EPERM),
     };
     let step = |code, jt, jf, k| libc::sock_filter { code, jt, jf, k };
     let mut steps = [
@@ -308,7 +312,12 @@ fn a_model_that_is_replaced_leaves_nothing_of_itself() {
     succeeded(&nvfp4(&["quantize", MODEL, &fresh]));
     let expected = files(Path::new(&fresh));
     assert!(!expected.contains_key(Path::new("vocab.json")));
-    for without in [None, Some(Without::Exchange), Some(Without::NamelessFiles)] {
+    for without in [
+        None,
+        Some(Without::Exchange),
+        Some(Without::NamelessFiles),
+        Some(Without::Naming),
+    ] {
         let out = scratch.other_model("out");
         let mut quantize = command(&["quantize", MODEL, &out, "--force"]);
         if let Some(what) = without {
@@ -501,10 +510,83 @@ fn a_session_that_is_being_saved_leaves_nothing_or_all() {
     };
     let nameless = save(chat());
     assert_ne!(nameless, b"the old session");
-    fs::write(&saved, b"the old session").unwrap();
-    let mut other = chat();
-    without(&mut other, Without::NamelessFiles);
-    assert!(save(other) == nameless);
+    for what in [Without::NamelessFiles, Without::Naming] {
+        fs::write(&saved, b"the old session").unwrap();
+        fs::set_permissions(&saved, fs::Permissions::from_mode(0o600)).unwrap();
+        let mut other = chat();
+        without(&mut other, what);
+        assert!(save(other) == nameless);
+        let mode = fs::metadata(&saved).unwrap().permissions().mode();
+        assert_eq!(mode & 0o7777, 0o600);
+    }
+}
+
+/// A `.dat` replaces the file that its path leads to, which keeps its mode; nothing else is replaced.
+#[test]
+fn what_a_dat_replaces_keeps_its_mode_and_its_links() {
+    let scratch = Scratch::new("replaced");
+    let (dat, link) = (scratch.path("m/m.dat"), scratch.path("m/link.dat"));
+    succeeded(&nvfp4(&["quantize", MODEL, &dat]));
+    let expected = fs::read(&dat).unwrap();
+    fs::write(&dat, "old").unwrap();
+    fs::set_permissions(&dat, fs::Permissions::from_mode(0o640)).unwrap();
+    std::os::unix::fs::symlink("m.dat", &link).unwrap();
+    for out in [&dat, &link] {
+        fs::write(&dat, "old").unwrap();
+        succeeded(&nvfp4(&["quantize", MODEL, out]));
+        assert!(fs::read(&dat).unwrap() == expected, "{out}");
+        let mode = fs::metadata(&dat).unwrap().permissions().mode();
+        assert_eq!(mode & 0o7777, 0o640, "{out}");
+        assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+    }
+    fs::remove_file(&link).unwrap();
+    let made = Command::new("mkfifo").arg(scratch.path("m/fifo")).status();
+    assert!(made.unwrap().success());
+    std::os::unix::fs::symlink("fifo", &link).unwrap();
+    let said = failure(&["quantize", MODEL, &link]);
+    assert!(said.contains("no file replaces"), "{said}");
+    assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+}
+
+/// A text may come from a pipe; a model, a session or a tokenizer may not, and what waits for one is told at once.
+#[test]
+fn texts_may_be_streams_and_models_may_not() {
+    let scratch = Scratch::new("streams");
+    let text = "The sky is blue, and so is the sea. ".repeat(20);
+    let fifo = scratch.path("fifo");
+    let made = Command::new("mkfifo").arg(&fifo).status().unwrap();
+    assert!(made.success());
+    let write = || {
+        let (fifo, text) = (fifo.clone(), text.clone());
+        std::thread::spawn(move || fs::write(fifo, text).unwrap())
+    };
+    let writer = write();
+    let measure = [
+        "perplexity",
+        "--model",
+        MODEL,
+        "--text",
+        &fifo,
+        "--device",
+        "cpu",
+    ];
+    succeeded(&nvfp4(&measure));
+    writer.join().unwrap();
+    let start = Instant::now();
+    for args in [
+        &["inspect", &fifo][..],
+        &["run", "--model", &fifo, "--prompt", "Hi"],
+        &["quantize", &fifo, &scratch.path("out")],
+        &["quantize", MODEL, &scratch.path("fifo")],
+        &["inspect", "/dev/zero"],
+    ] {
+        let said = failure(args);
+        assert!(
+            said.contains("not a regular file") || said.contains("not a directory"),
+            "{args:?}: {said}"
+        );
+    }
+    assert!(start.elapsed() < Duration::from_secs(30));
 }
 
 #[test]
@@ -512,13 +594,12 @@ fn a_disk_that_is_full_leaves_the_old_model() {
     let scratch = Scratch::new("full");
     let old = scratch.other_model("old");
     let before = scratch.files();
-    // Room for the small files, but not for the weights; and for neither.
-    for blocks in [0, 8, 64] {
+    // Room for the small files, but not for the weights; and for neither. Whether the signal that comes with the limit is ignored, or
+    // has the default action, which ends a process.
+    for (blocks, trap) in [(0, ""), (8, "trap '' XFSZ;"), (64, "")] {
         let output = Command::new("sh")
             .arg("-c")
-            .arg(format!(
-                "trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" \"$@\""
-            ))
+            .arg(format!("{trap} ulimit -f {blocks}; exec \"$0\" \"$@\""))
             .arg(env!("CARGO_BIN_EXE_nvfp4"))
             .args(["quantize", MODEL, &old, "--force"])
             .output()

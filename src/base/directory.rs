@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::Result;
@@ -158,7 +159,10 @@ impl NewDirectory {
                 let old = fs::metadata(&self.place);
                 let mut aside = None;
                 self.put_in_place(|| {
-                    fs::set_permissions(made.path(), old?.permissions())?;
+                    let old = old?;
+                    // Where the system allows that.
+                    let _ = std::os::unix::fs::chown(made.path(), Some(old.uid()), Some(old.gid()));
+                    fs::set_permissions(made.path(), old.permissions())?;
                     match exchange(made.path(), &self.place) {
                         Err(e) if is_unknown(&e) => {
                             aside = Some(self.put_aside_for(made.path())?);

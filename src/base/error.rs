@@ -60,6 +60,11 @@ kinds! {
     Internal = 15, "INTERNAL";
 }
 
+/// Why no file is read from a path: what is there, "a FIFO or pipe" for one.
+#[derive(Debug, thiserror::Error)]
+#[error("it is {0}, not a regular file")]
+pub(super) struct NotAFile(pub(super) &'static str);
+
 /// An error: its kind and one line of text.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{message}")]
@@ -100,7 +105,9 @@ impl Error {
 
     /// An input/output failure while doing `action` ("reading model.gguf").
     pub fn io(action: impl fmt::Display, error: std::io::Error) -> Self {
+        let is_no_file = error.get_ref().is_some_and(|e| e.is::<NotAFile>());
         let kind = match error.kind() {
+            _ if is_no_file => ErrorKind::InvalidArgument,
             std::io::ErrorKind::NotFound => ErrorKind::NotFound,
             std::io::ErrorKind::OutOfMemory => ErrorKind::OutOfMemory,
             _ => ErrorKind::Io,

@@ -1,19 +1,104 @@
-//! A file that appears whole or not at all: written without a name, or under a temporary one beside its place, synced, then put
-//! in its place.
+//! Files. To read: regular ones only, as anything else may block for ever or never end. To write: a file that appears whole or not at
+//! all, written without a name, or under a temporary one beside its place, synced, then put in its place.
 
 use std::ffi::CString;
-use std::fs::{self, File, OpenOptions};
-use std::io;
+use std::fs::{self, File, Metadata, OpenOptions};
+use std::io::{self, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
 
 use super::Result;
-use super::error::{Error, bail};
+use super::error::{Error, NotAFile, bail};
 use super::leftover::Leftover;
 use super::threads;
+
+/// The most links that lead from one to another; as many as Linux follows.
+const MOST_LINKS: usize = 40;
+/// Bytes copied at a time.
+const PIECE: usize = 1 << 20;
+
+/// An error unless this is a regular file.
+fn regular(there: &Metadata) -> io::Result<()> {
+    let kind = there.file_type();
+    let what = match kind {
+        _ if kind.is_file() => return Ok(()),
+        _ if kind.is_dir() => "a directory",
+        _ if kind.is_fifo() => "a FIFO or pipe",
+        _ if kind.is_socket() => "a socket",
+        _ => "a device",
+    };
+    Err(io::Error::new(io::ErrorKind::InvalidInput, NotAFile(what)))
+}
+
+/// Opens a regular file to read. Anything else is refused at once: opening a FIFO waits for its writer, and a device may have no
+/// end.
+pub fn open(path: &Path) -> io::Result<File> {
+    // Opening some devices has effects, so that the path is asked first.
+    regular(&fs::metadata(path)?)?;
+    // A FIFO may have taken the place of the file meanwhile; without this flag opening it would wait.
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)?;
+    regular(&file.metadata()?)?;
+    Ok(file)
+}
+
+/// The content of a regular file. As [`open`].
+pub fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let mut file = open(path)?;
+    let mut content = Vec::new();
+    file.read_to_end(&mut content)?;
+    Ok(content)
+}
+
+/// The content of a regular file that is UTF-8. As [`open`].
+pub fn read_to_string(path: &Path) -> io::Result<String> {
+    String::from_utf8(read(path)?).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))
+}
+
+/// Whether there is a regular file at `path`; an error if there is something else.
+pub fn exists(path: &Path) -> io::Result<bool> {
+    match fs::metadata(path) {
+        Ok(there) => regular(&there).map(|()| true),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(e) => Err(e),
+    }
+}
+
+/// Calls `write`, which may reach the limit that a process has on the size of its files. The system then sends SIGXFSZ, which ends
+/// a process by default; here the error is enough.
+pub fn within_limit<T>(write: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    let is_pending = || {
+        let mut pending = MaybeUninit::uninit();
+        // SAFETY: the call fills the set that is then looked at.
+        unsafe {
+            libc::sigpending(pending.as_mut_ptr());
+            libc::sigismember(pending.as_ptr(), libc::SIGXFSZ) == 1
+        }
+    };
+    let mut limit = MaybeUninit::uninit();
+    let mut before = MaybeUninit::uninit();
+    // SAFETY: sets of this frame, filled before they are used; the thread's own comes back, also after a panic.
+    unsafe {
+        libc::sigemptyset(limit.as_mut_ptr());
+        libc::sigaddset(limit.as_mut_ptr(), libc::SIGXFSZ);
+        libc::pthread_sigmask(libc::SIG_BLOCK, limit.as_ptr(), before.as_mut_ptr());
+        let was_pending = is_pending();
+        let result = catch_unwind(AssertUnwindSafe(write));
+        let is_beyond = matches!(&result, Ok(Err(e)) if e.raw_os_error() == Some(libc::EFBIG));
+        if is_beyond && !was_pending && is_pending() {
+            let mut signal = 0;
+            libc::sigwait(limit.as_ptr(), &mut signal);
+        }
+        libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut());
+        result.unwrap_or_else(|panic| resume_unwind(panic))
+    }
+}
 
 /// `path`, or the nearest folder above that exists.
 pub(super) fn nearest(path: &Path) -> &Path {
@@ -52,38 +137,41 @@ pub struct Temporary {
     /// `None` for a file without a name.
     name: Option<Leftover>,
     place: PathBuf,
+    /// The file that it replaces.
+    old: Option<Metadata>,
 }
 
 impl Temporary {
     /// Creates the temporary file for `place` with `len` bytes of space reserved, so that a disk that is too small is found
-    /// out before the work rather than after it.
+    /// out before the work rather than after it. A regular file there will be replaced, and keeps its mode, and its owner where
+    /// the system allows that; a link stays, and what it leads to is replaced. Anything else is refused.
     pub fn create(place: &Path, len: u64) -> Result<Self> {
-        if place.file_name().is_none() || place.is_dir() {
-            bail!(
-                InvalidArgument,
-                "{} is not a place for a file",
-                place.display()
-            );
-        }
-        Self::create_in(folder_of(place), place, len)
+        let (place, old) = replaced(place)?;
+        Self::create_for(folder_of(&place), &place, old, len)
     }
 
     /// As [`Temporary::create`], for a `place` in a folder that is yet to be made on the file system of `folder`.
     pub(super) fn create_in(folder: &Path, place: &Path, len: u64) -> Result<Self> {
+        Self::create_for(folder, place, None, len)
+    }
+
+    fn create_for(folder: &Path, place: &Path, old: Option<Metadata>, len: u64) -> Result<Self> {
         let (file, name) = match nameless(folder) {
             Some(file) => (file, None),
             // Reached too where the folder takes no files at all, which is the error then.
-            None => Leftover::make(folder, place, |path| {
-                OpenOptions::new().write(true).create_new(true).open(path)
-            })
-            .map(|(file, name)| (file, Some(name)))
-            .map_err(|e| Error::io(format_args!("creating {}", place.display()), e))?,
+            None => named(folder, place)
+                .map(|(file, name)| (file, Some(name)))
+                .map_err(|e| Error::io(format_args!("creating {}", place.display()), e))?,
         };
         let new = Temporary {
             file,
             name,
             place: place.to_owned(),
+            old,
         };
+        // Before there is any content that others might read.
+        new.take_over(&new.file)
+            .map_err(|e| new.failed("setting the mode of", e))?;
         new.reserve(len)?;
         Ok(new)
     }
@@ -108,7 +196,8 @@ impl Temporary {
             };
             let file = self.file.as_raw_fd();
             // SAFETY: the descriptor is open for as long as `self.file`; the call takes no pointers.
-            let reserved = uninterrupted(|| unsafe { libc::fallocate(file, 0, 0, wanted) });
+            let reserve = || unsafe { libc::fallocate(file, 0, 0, wanted) };
+            let reserved = within_limit(|| uninterrupted(reserve));
             let Err(error) = reserved else {
                 return Ok(());
             };
@@ -117,15 +206,12 @@ impl Temporary {
                 return Err(self.failed("reserving space for", error));
             }
         }
-        self.file
-            .set_len(len)
-            .map_err(|e| self.failed("reserving space for", e))
+        within_limit(|| self.file.set_len(len)).map_err(|e| self.failed("reserving space for", e))
     }
 
     /// Writes `bytes` at `offset`.
     pub fn write_at(&self, bytes: &[u8], offset: u64) -> Result<()> {
-        self.file
-            .write_all_at(bytes, offset)
+        within_limit(|| self.file.write_all_at(bytes, offset))
             .map_err(|e| self.failed("writing", e))
     }
 
@@ -157,6 +243,50 @@ impl Temporary {
         self.put(&folder.join(self.place.file_name().unwrap_or_default()))
     }
 
+    /// Gives `file`, which holds nothing yet, the mode and the owner of the file that it replaces.
+    fn take_over(&self, file: &File) -> io::Result<()> {
+        let Some(old) = &self.old else {
+            return Ok(());
+        };
+        let new = file.metadata()?;
+        let owned = |user, group| std::os::unix::fs::fchown(file, user, group).is_ok();
+        let is_same = (new.uid(), new.gid()) == (old.uid(), old.gid());
+        let keeps_group =
+            is_same || owned(Some(old.uid()), Some(old.gid())) || owned(None, Some(old.gid()));
+        // As after a write in its place, which takes away the right to run as its owner.
+        let mut mode = old.mode() & 0o777;
+        if !keeps_group {
+            // Another group gets no more rights than everybody has.
+            mode &= 0o707 | (mode & 0o007) << 3;
+        }
+        // Some file systems have one mode for all files, and refuse to set any.
+        if file.metadata()?.mode() & 0o777 == mode {
+            return Ok(());
+        }
+        file.set_permissions(fs::Permissions::from_mode(mode))
+    }
+
+    /// Puts a copy of a file without a name at `path`.
+    fn copy_to(&self, folder: &Path, path: &Path) -> io::Result<()> {
+        let (copy, name) = named(folder, path)?;
+        self.take_over(&copy)?;
+        let mut piece = vec![0; PIECE];
+        let mut at = 0;
+        loop {
+            match self.file.read_at(&mut piece, at) {
+                Ok(0) => break,
+                Ok(n) => {
+                    within_limit(|| copy.write_all_at(&piece[..n], at))?;
+                    at += n as u64;
+                }
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+        copy.sync_all()?;
+        fs::rename(name.path(), path)
+    }
+
     fn put(&self, path: &Path) -> Result<()> {
         let folder = folder_of(path);
         let put = match &self.name {
@@ -167,6 +297,8 @@ impl Temporary {
                     Leftover::make(folder, path, |other| link(&self.file, other))
                         .and_then(|((), other)| fs::rename(other.path(), path))
                 }
+                // A sandbox, or the file system, does not allow links.
+                Err(e) if is_refused(&e) => self.copy_to(folder, path),
                 linked => linked,
             },
         };
@@ -175,12 +307,80 @@ impl Temporary {
     }
 }
 
+/// The file that is written for `place`, and what is there already: links are followed.
+fn replaced(place: &Path) -> Result<(PathBuf, Option<Metadata>)> {
+    let finding = |e| Error::io(format_args!("finding {}", place.display()), e);
+    if place.file_name().is_none() || place.is_dir() {
+        bail!(
+            InvalidArgument,
+            "{} is not a place for a file",
+            place.display()
+        );
+    }
+    match fs::metadata(place) {
+        Ok(old) => {
+            if regular(&old).is_err() {
+                bail!(
+                    InvalidArgument,
+                    "{} is a device, a pipe or a socket, which no file replaces; name a file",
+                    place.display()
+                );
+            }
+            let real = match place.is_symlink() {
+                true => fs::canonicalize(place).map_err(finding)?,
+                false => place.to_owned(),
+            };
+            Ok((real, Some(old)))
+        }
+        Err(e)
+            if matches!(
+                e.kind(),
+                io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+            ) =>
+        {
+            let mut real = place.to_owned();
+            for _ in 0..MOST_LINKS {
+                match fs::read_link(&real) {
+                    Ok(to) => real = folder_of(&real).join(to),
+                    Err(_) => break,
+                }
+            }
+            Ok((real, None))
+        }
+        Err(e) => Err(finding(e)),
+    }
+}
+
+/// A file under a temporary name in `folder`, for `place`.
+fn named(folder: &Path, place: &Path) -> io::Result<(File, Leftover)> {
+    Leftover::make(folder, place, |path| {
+        OpenOptions::new().write(true).create_new(true).open(path)
+    })
+}
+
+/// Whether naming a file without a name is refused for good, rather than for want of room.
+fn is_refused(error: &io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(
+            libc::EPERM
+                | libc::EACCES
+                | libc::ENOSYS
+                | libc::EOPNOTSUPP
+                | libc::EINVAL
+                | libc::EXDEV
+                | libc::EMLINK
+                | libc::ENOENT
+        )
+    )
+}
+
 /// A file in `folder` without a name, which is gone with the process. `None` where the system knows no such files, or cannot
 /// name them in the end.
 #[cfg(target_os = "linux")]
 fn nameless(folder: &Path) -> Option<File> {
-    use std::os::unix::fs::OpenOptionsExt;
     let file = OpenOptions::new()
+        .read(true)
         .write(true)
         .custom_flags(libc::O_TMPFILE)
         .open(folder)

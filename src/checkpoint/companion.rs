@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use super::{Metadata, TokenizerSource};
-use crate::base::Result;
 use crate::base::error::{Error, err};
+use crate::base::{Result, file};
 
 /// The files that describe a model's weights. They are not copied when a model is rewritten, as they describe other weights
 /// then: its writer makes the ones that its format has.
@@ -37,7 +37,7 @@ pub const TOOL_TEMPLATE: &str = "additional_chat_templates/tool_use.jinja";
 /// The config and tokenizer found in `directory`.
 pub(super) fn read(directory: &Path) -> Result<Metadata> {
     let path = directory.join("config.json");
-    let config = match std::fs::read(&path) {
+    let config = match file::read(&path) {
         Ok(text) => Some(
             serde_json::from_slice(&text)
                 .map_err(|e| err!(CorruptFile, "{}: {e}", path.display()))?,
@@ -45,7 +45,10 @@ pub(super) fn read(directory: &Path) -> Result<Metadata> {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => None,
         Err(e) => return Err(Error::io(format_args!("reading {}", path.display()), e)),
     };
-    let tokenizer = if directory.join("tokenizer.json").is_file() {
+    let tokenizer = directory.join("tokenizer.json");
+    let is_there = file::exists(&tokenizer)
+        .map_err(|e| Error::io(format_args!("reading {}", tokenizer.display()), e))?;
+    let tokenizer = if is_there {
         TokenizerSource::Directory(directory.to_owned())
     } else {
         TokenizerSource::None

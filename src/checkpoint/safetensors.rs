@@ -11,7 +11,7 @@ use super::source::{Cursor, Source, Span};
 use super::tensors::{FOR_TENSOR, Raw, Tensors};
 use super::{Encoding, Metadata, Unreadable, folder, layout, names};
 use crate::base::error::{Error, bail, err};
-use crate::base::{Result, alloc, size};
+use crate::base::{Result, alloc, file, size};
 use crate::tensor::DType;
 
 /// The header length that the format's own implementation allows.
@@ -64,7 +64,7 @@ pub(super) fn open(source: Source, metadata: Metadata) -> Result<Tensors> {
 /// says which one is meant. Tensors that the index does not name are read too, as in transformers.
 pub(super) fn open_index(path: &Path, directory: &Path, metadata: Metadata) -> Result<Tensors> {
     let name = path.display();
-    let text = std::fs::read(path).map_err(|e| Error::io(format_args!("reading {name}"), e))?;
+    let text = file::read(path).map_err(|e| Error::io(format_args!("reading {name}"), e))?;
     let _index = alloc::set_aside(text.len().saturating_mul(HEADER))?;
     let index: Index =
         serde_json::from_slice(&text).map_err(|e| err!(CorruptFile, "{name}: {e}"))?;

@@ -9,8 +9,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use crate::base::Result;
 use crate::base::error::{Error, bail, err};
+use crate::base::{Result, file};
 
 enum Data {
     File {
@@ -48,11 +48,8 @@ impl Source {
     pub(super) fn open(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
         let opening = |e| Error::io(format_args!("opening {name}"), e);
-        let file = File::open(path).map_err(opening)?;
+        let file = file::open(path).map_err(opening)?;
         let info = file.metadata().map_err(opening)?;
-        if !info.is_file() {
-            bail!(InvalidArgument, "{name} is not a regular file");
-        }
         if info.len() == 0 {
             bail!(CorruptFile, "{name} is empty");
         }

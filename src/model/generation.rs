@@ -8,7 +8,7 @@ use super::SamplingOptions;
 use super::keys;
 use super::spec::Spec;
 use crate::base::error::{bail, err};
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, file};
 use crate::checkpoint::TokenizerSource;
 use crate::text::{TextFiles, turn_ends};
 
@@ -49,7 +49,7 @@ pub(super) fn read(spec: &Spec, source: &TokenizerSource, text: &TextFiles) -> R
 
 /// The object in a file; an empty one where there is no file.
 fn file(path: &Path) -> Result<Map<String, Value>> {
-    let bytes = match std::fs::read(path) {
+    let bytes = match file::read(path) {
         Ok(bytes) => bytes,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Map::new()),
         Err(e) => return Err(Error::io(format_args!("reading {}", path.display()), e)),

@@ -15,7 +15,7 @@ use twox_hash::XxHash3_64;
 use super::conversation::{Answering, Conversation};
 use super::{ChatOptions, Eviction, Session, SessionOptions};
 use crate::base::error::{bail, err};
-use crate::base::file::Temporary;
+use crate::base::file::{self, Temporary};
 use crate::base::{Error, Result, alloc, call, memory};
 use crate::model::{KvCache, KvType, Model};
 use crate::text::{Message, messages_from_json, messages_to_json};
@@ -137,7 +137,7 @@ impl Session {
 
     /// The session in a file, run by `model`, which must be the one that ran it before.
     pub fn restore(model: Arc<Model>, path: &Path) -> Result<Session> {
-        let file = File::open(path)
+        let file = file::open(path)
             .map_err(|e| Error::io(format_args!("opening {}", path.display()), e))?;
         restore(model, file).map_err(|e| e.within(path.display()))
     }

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::{ChatTemplate, Tokenizer};
 use crate::base::error::{bail, err};
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, file};
 
 /// The tokenizer, chat template and special tokens of a model directory.
 #[derive(Clone, Debug, Default)]
@@ -106,7 +106,7 @@ fn named(value: &Value) -> Result<Option<Vec<(String, String)>>> {
 }
 
 fn text(path: &Path) -> Result<Option<String>> {
-    match std::fs::read(path) {
+    match file::read(path) {
         Ok(bytes) => Ok(Some(
             super::utf8(&path.display().to_string(), &bytes)?.to_owned(),
         )),

@@ -15,7 +15,7 @@ use super::engine::Engine;
 use super::pieces::{Pieces, Spelling, Token};
 use super::vocabulary::{self, VocabularySpec};
 use crate::base::error::{bail, err};
-use crate::base::{Error, Result, alloc, panics};
+use crate::base::{Error, Result, alloc, file, panics};
 
 /// Bytes that the crate `tokenizers` may take for a byte of text while it encodes it: 60 to 330 measured, in vectors that double.
 const FOR_TEXT: usize = 512;
@@ -42,7 +42,7 @@ pub struct Tokenizer {
 impl Tokenizer {
     /// The tokenizer in a `tokenizer.json` file.
     pub fn from_file(path: &Path) -> Result<Self> {
-        let json = std::fs::read(path)
+        let json = file::read(path)
             .map_err(|e| Error::io(format_args!("reading {}", path.display()), e))?;
         Self::from_json(&json).map_err(|e| e.within(path.display()))
     }

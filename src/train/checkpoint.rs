@@ -2,7 +2,7 @@
 //! all parameters one after another; `trainer.json` says where each lies, how far training has come, where the data was, and the checksum
 //! of all that.
 
-use std::fs::{self, File};
+use std::fs;
 use std::hash::Hasher;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -14,9 +14,9 @@ use twox_hash::XxHash3_64;
 use super::offload::Offload;
 use super::parameters::Parameters;
 use super::trainer::{Config, Progress, Trainer};
-use crate::base::Result;
 use crate::base::directory::{self, NewDirectory};
 use crate::base::error::{Error, bail, err};
+use crate::base::{Result, file};
 use crate::model::training::{Layout, Source};
 use crate::ops::Device;
 use crate::ops::training::optimizer::StatePart;
@@ -222,7 +222,7 @@ impl Trainer {
         }
         let path = place.join(STATE);
         let opening = |e| Error::io(format_args!("reading {}", path.display()), e);
-        let mut file = File::open(&path).map_err(opening)?;
+        let mut file = file::open(&path).map_err(opening)?;
         let size: u64 = expected
             .iter()
             .flat_map(|s| &s.arrays)
@@ -301,7 +301,7 @@ fn is_checkpoint(place: &Path) -> Result<()> {
 fn read_header(place: &Path) -> Result<Header> {
     let path = place.join(HEADER);
     let text =
-        fs::read(&path).map_err(|e| Error::io(format_args!("reading {}", path.display()), e))?;
+        file::read(&path).map_err(|e| Error::io(format_args!("reading {}", path.display()), e))?;
     let value: Value =
         serde_json::from_slice(&text).map_err(|e| err!(CorruptFile, "{HEADER}: {e}"))?;
     match value["version"].as_u64() {

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use crate::base::Result;
 use crate::base::error::{Error, bail};
-use crate::base::file::Temporary;
+use crate::base::file::{self, Temporary};
 
 const TABLE: &str = "loss.csv";
 const PICTURE: &str = "loss.svg";
@@ -101,7 +101,7 @@ impl Curve {
         let place = directory.join(TABLE);
         let mut rows = Vec::new();
         if steps > 0 && place.exists() {
-            let text = std::fs::read_to_string(&place)
+            let text = file::read_to_string(&place)
                 .map_err(|e| Error::io(format_args!("reading {}", place.display()), e))?;
             let mut lines = text.lines();
             if lines.next() != Some(HEADER) {
@@ -143,7 +143,7 @@ impl Curve {
     pub fn push(&mut self, row: Row) -> Result<()> {
         self.rows.push(row);
         let line = row.line() + "\n";
-        self.table.write_all(line.as_bytes()).map_err(|e| {
+        file::within_limit(|| self.table.write_all(line.as_bytes())).map_err(|e| {
             let place = self.directory.join(TABLE);
             Error::io(format_args!("writing {}", place.display()), e)
         })

@@ -289,7 +289,7 @@ fn empty_missing_and_foreign_files() {
     expect_kind(
         model::open(Path::new("/dev/null")),
         ErrorKind::InvalidArgument,
-        "/dev/null is not a regular file",
+        "opening /dev/null: it is a device, not a regular file",
     );
 }
 

@@ -409,7 +409,7 @@ fn companion_files(metadata: &Metadata) -> Result<Vec<(String, Vec<u8>)>> {
     if let TokenizerSource::Directory(directory) = &metadata.tokenizer {
         for name in TOKENIZER_FILES {
             let path = directory.join(name);
-            match std::fs::read(&path) {
+            match file::read(&path) {
                 Ok(content) => files.push((name.to_owned(), content)),
                 Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
                 Err(e) => return Err(Error::io(format_args!("reading {}", path.display()), e)),
@@ -493,7 +493,7 @@ pub fn missing_companions(
     let mut missing = Vec::with_capacity(files.len());
     for (name, content) in &files {
         let path = directory.join(name);
-        match std::fs::read(&path) {
+        match file::read(&path) {
             Ok(existing) if same_content(&existing, content) => {}
             Ok(_) => bail!(
                 InvalidArgument,

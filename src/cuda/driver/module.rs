@@ -77,7 +77,7 @@ pub(in crate::cuda) fn image(unit: impl KernelUnit, target: &str) -> Result<Vec<
         key.finish()
     );
     let path: PathBuf = folder.join(name);
-    if let Ok(image) = std::fs::read(&path)
+    if let Ok(image) = file::read(&path)
         && let Some((image, sum)) = image
             .split_last_chunk::<8>()
             .map(|(i, s)| (i, u64::from_le_bytes(*s)))
