@@ -12,7 +12,8 @@ pub(super) struct Args {
     /// The model: ORG/NAME[@REVISION][:PART], where PART is a file, a folder or a quantization as in Q4_K_M, or the address of
     /// its page
     id: String,
-    /// Give up if the hub does not answer, or sends nothing, for this many seconds
+    /// Give up if the hub does not answer, or sends nothing, for this many seconds. A transfer that has begun is tried once more on a
+    /// new connection, for half as long and at most 5 s. A time that the hub asks to wait does not count
     #[arg(long, default_value_t = hub::TIMEOUT.as_secs_f32(), value_parser = seconds)]
     timeout: f32,
     /// Print the result as JSON

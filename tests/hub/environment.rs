@@ -181,3 +181,63 @@ fn certificates() {
         .env("https_proxy", hub.at("proxy"));
     pulled(command.env("HF_HOME", hub.scratch.path("other")));
 }
+
+/// A certificate that signed itself, and that the user trusts, is taken as curl takes it, whatever it says of being an authority: for
+/// its names and in its time.
+#[test]
+fn certificates_that_are_trusted_themselves() {
+    for form in ["own", "common", "elsewhere", "expired"] {
+        let scratch = crate::standin::Scratch::new(&format!("trusted-{form}"));
+        for (name, content) in FILES {
+            scratch.write(&format!("repo/{name}"), content);
+        }
+        let tls = scratch.path("tls");
+        let config = json!({"repos": {MODEL: {"main": scratch.path("repo")}}, "tls": tls, "certificate": form});
+        let hub = Hub::start(scratch, &config);
+        let command = || {
+            let mut command = hub.nvfp4(&["pull", MODEL, "--json", "--timeout", "20"]);
+            let endpoint = hub.at("hub").replace("127.0.0.1", "localhost");
+            command.env("HF_ENDPOINT", endpoint);
+            command
+        };
+        let trusting = || {
+            let mut trusting = command();
+            trusting.env("SSL_CERT_FILE", hub.at("ca"));
+            trusting
+        };
+        let e = failure(&mut command());
+        assert!(e.contains("no encrypted connection"), "{form}: {e}");
+        // Another server's, which is trusted too, does not stand for this one's.
+        fs::write(
+            tls.join("both.pem"),
+            [
+                fs::read(tls.join("ca.pem")).unwrap(),
+                fs::read(hub.at("ca")).unwrap(),
+            ]
+            .concat(),
+        )
+        .unwrap();
+        let e = failure(command().env("SSL_CERT_FILE", tls.join("ca.pem")));
+        assert!(e.contains("no encrypted connection"), "{form}: {e}");
+        match form {
+            "own" | "common" => {
+                pulled(&mut trusting());
+                let mut command = trusting();
+                command.env("SSL_CERT_FILE", tls.join("both.pem"));
+                pulled(
+                    command
+                        .env("https_proxy", hub.at("proxy"))
+                        .env("HF_HOME", hub.scratch.path("other")),
+                );
+            }
+            _ => {
+                let e = failure(&mut trusting());
+                let reason = match form {
+                    "expired" => "expired",
+                    _ => "not valid for",
+                };
+                assert!(e.contains(reason), "{form}: {e}");
+            }
+        }
+    }
+}

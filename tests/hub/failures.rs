@@ -175,19 +175,66 @@ fn a_server_may_ask_for_time() {
 
 #[test]
 fn silence_has_an_end() {
-    let hub = large("silence", &noise(3 * MEGABYTE), json!({}));
+    let content = noise(3 * MEGABYTE);
+    let hub = large("silence", &content, json!({}));
+    let timeout = |seconds| ["pull", MODEL, "--json", "--timeout", seconds];
+    // One connection that is dead is replaced by another, as often as something comes between.
     hub.faults(json!([
         {"on": "^cdn", "kind": "stall", "after": 100_000, "seconds": 60},
-        {"on": "^cdn", "kind": "stall", "after": -1, "seconds": 60},
-        {"on": "/resolve/", "kind": "stall", "after": -1, "seconds": 60},
+        {"on": "^cdn", "kind": "stall", "after": 1_000_000, "seconds": 60},
     ]));
     let start = Instant::now();
-    pulled(&mut hub.nvfp4(&["pull", MODEL, "--json", "--timeout", "1"]));
+    pulled(&mut hub.nvfp4(&timeout("2")));
     assert!(
-        start.elapsed() < Duration::from_secs(15),
+        start.elapsed() < Duration::from_secs(9),
         "{:?}",
         start.elapsed()
     );
+    assert_eq!(hub.faults_left(), 0);
+    // A server that says nothing any more is given up after the time that the user names, and one more try of half as long.
+    for (seconds, first, on) in [
+        (1, -1, "^cdn"),
+        (1, 100_000, "^cdn"),
+        (3, 100_000, "^cdn"),
+        (1, -1, "/resolve/"),
+    ] {
+        hub.no_faults();
+        hub.faults(json!([
+            {"on": on, "kind": "stall", "after": first, "seconds": 60},
+            {"on": on, "kind": "stall", "after": -1, "seconds": 60, "times": 99},
+        ]));
+        let home = hub
+            .scratch
+            .path(&format!("home-{seconds}-{first}-{}", on.len()));
+        let start = Instant::now();
+        let mut command = hub.nvfp4(&timeout(["0", "1", "2", "3"][seconds as usize]));
+        let e = failure(command.env("HF_HOME", home));
+        let took = start.elapsed().as_secs_f64();
+        assert!(
+            e.contains(&format!("for {seconds} s")) || e.contains(&format!("within {seconds} s")),
+            "{e}"
+        );
+        assert!(e.contains("what has come is kept"), "{e}");
+        let seconds = f64::from(seconds);
+        assert!(
+            took >= seconds && took < 1.5 * seconds + 1.5,
+            "{took} s of {seconds}: {e}"
+        );
+    }
+    hub.no_faults();
+    // So is one that sends the same beginning again and again, and nothing more.
+    hub.configure(json!({"plain": true}));
+    hub.faults(json!([{"on": "model.safetensors", "kind": "stall", "after": 100_000, "seconds": 60, "times": 99}]));
+    let start = Instant::now();
+    let mut command = hub.nvfp4(&timeout("1"));
+    let e = failure(command.env("HF_HOME", hub.scratch.path("again")));
+    assert!(e.contains("sent nothing for 1 s"), "{e}");
+    assert!(
+        start.elapsed() < Duration::from_secs(4),
+        "{:?}",
+        start.elapsed()
+    );
+    hub.no_faults();
     // A hub that says nothing at all is given up at once.
     hub.faults(json!([{"on": "^hub", "kind": "stall", "after": -1, "seconds": 60, "times": 9}]));
     let start = Instant::now();
@@ -409,7 +456,7 @@ fn what_cannot_be_resumed_is_gone_when_the_pull_is_killed() {
 fn a_full_disk_is_said_and_no_part_is_taken_for_the_whole() {
     let content = noise(200_000);
     let hub = large("full", &content, json!({}));
-    let limited = "trap '' XFSZ; ulimit -f 64; exec \"$0\" \"$@\"";
+    let limited = "ulimit -f 64; exec \"$0\" \"$@\"";
     let mut command = hub.program("sh");
     command
         .args(["-c", limited, env!("CARGO_BIN_EXE_nvfp4")])

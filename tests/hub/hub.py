@@ -16,6 +16,9 @@ CONFIG.json has these keys, of which any may be absent:
   tokens             the tokens that are valid at all
   lfs                files of this many bytes (65536) or more are on the CDN, as is every .safetensors, .gguf and .bin file
   tls                a folder for a CA and a certificate, which `openssl` makes there: the hub and the CDN then speak TLS
+  certificate        with TLS: "signed" by the CA, which "ca" of PORTS.json is; otherwise one that signed itself, and is "ca": "own" as
+                     `openssl req -x509` makes it, "common" with the common name localhost and no other, "elsewhere" for another host,
+                     or "expired"
   signature_seconds  how long an address on the CDN is good (3600), less what has passed of the current second
   rate               bytes per second for each body; 0 is no limit
   plain              true: as simple mirrors do, neither redirects nor ranges nor X-Linked headers
@@ -87,6 +90,7 @@ DEFAULTS = {
     "tokens": [],
     "lfs": 65536,
     "tls": None,
+    "certificate": "signed",
     "signature_seconds": 3600,
     "rate": 0,
     "plain": False,
@@ -795,8 +799,11 @@ class Server(socketserver.ThreadingTCPServer):
             super().handle_error(request, client_address)
 
 
-def certificate(folder):
-    """Makes a CA, ca.pem, and a certificate for this machine, leaf.pem, and gives the TLS of a server that has it."""
+def certificate(folder, form):
+    """
+    Makes a CA, ca.pem, and a certificate for this machine, leaf.pem. Gives the TLS of a server that has the latter, and the path of the
+    one to trust.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     # All of it is said here, since the defaults of openssl.cnf differ between systems.
     (folder / "openssl.cnf").write_text(
@@ -804,7 +811,13 @@ def certificate(folder):
         "[ca]\nbasicConstraints=critical,CA:TRUE\nkeyUsage=critical,keyCertSign,cRLSign\nsubjectKeyIdentifier=hash\n"
         "[leaf]\nbasicConstraints=critical,CA:FALSE\nkeyUsage=critical,digitalSignature\nextendedKeyUsage=serverAuth\n"
         "subjectAltName=DNS:localhost,IP:127.0.0.1\nsubjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
+        "[common]\nbasicConstraints=critical,CA:TRUE\nsubjectKeyIdentifier=hash\n"
+        "[own]\nbasicConstraints=critical,CA:TRUE\nsubjectAltName=DNS:localhost,IP:127.0.0.1\n"
+        "[elsewhere]\nbasicConstraints=critical,CA:TRUE\nsubjectAltName=DNS:elsewhere.example\n"
+        "[dated]\ndatabase=index.txt\nnew_certs_dir=.\ndefault_md=sha256\npolicy=any\nrand_serial=yes\nx509_extensions=own\n"
+        "[any]\ncommonName=supplied\n"
     )
+    (folder / "index.txt").touch()
     serial = secrets.randbits(63)
     commands = (
         "ecparam -name prime256v1 -genkey -noout -out ca.key",
@@ -814,12 +827,18 @@ def certificate(folder):
         f"x509 -req -in leaf.csr -CA ca.pem -CAkey ca.key -set_serial {serial} -sha256 -days 30"
         " -extfile openssl.cnf -extensions leaf -out leaf.pem",
     )
+    if form == "expired":
+        commands += ("ca -config openssl.cnf -name dated -selfsign -keyfile leaf.key -in leaf.csr -out leaf.pem -batch -notext"
+                     " -startdate 20200101000000Z -enddate 20210101000000Z",)
+    elif form != "signed":
+        commands += (f"req -config openssl.cnf -x509 -new -key leaf.key -sha256 -days 30 -subj /CN=localhost -extensions {form}"
+                     " -out leaf.pem",)
     for command in commands:
         subprocess.run(["openssl", *command.split()], cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(folder / "leaf.pem", folder / "leaf.key")
     tls.set_alpn_protocols(["http/1.1"])
-    return tls
+    return tls, str(folder / ("ca.pem" if form == "signed" else "leaf.pem"))
 
 
 def main():
@@ -827,14 +846,14 @@ def main():
     config, ports = map(pathlib.Path, sys.argv[1:])
     state = State(json.loads(config.read_text()))
     folder = state.config["tls"] and pathlib.Path(state.config["tls"]).resolve()
-    tls = certificate(folder) if folder else None
+    tls, trusted = certificate(folder, state.config["certificate"]) if folder else (None, None)
     servers = {"hub": Server(Hub, state, tls), "cdn": Server(Cdn, state, tls), "proxy": Server(Proxy, state)}
     for name, server in servers.items():
         scheme, host = "https" if server.tls else "http", "localhost" if name == "cdn" else "127.0.0.1"
         state.addresses[name] = f"{scheme}://{host}:{server.server_address[1]}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
     if folder:
-        state.addresses["ca"] = str(folder / "ca.pem")
+        state.addresses["ca"] = trusted
     draft = ports.with_name(ports.name + ".new")
     draft.write_text(json.dumps(state.addresses))
     draft.replace(ports)

@@ -3,17 +3,23 @@
 
 use std::io::Read;
 use std::sync::LazyLock;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use NVFP4::base::error::err;
 use NVFP4::base::{Result, env};
+use rustls::pki_types::CertificateDer;
 use ureq::config::Config;
 use ureq::http::{HeaderMap, Response};
-use ureq::tls::{Certificate, RootCerts, TlsConfig};
+use ureq::tls::{RootCerts, TlsConfig};
+use ureq::unversioned::resolver::DefaultResolver;
+use ureq::unversioned::transport::{
+    ConnectProxyConnector, Connector, SocksConnector, TcpConnector,
+};
 use ureq::{Agent, Body};
 use url::Url;
 
-use super::failure::{Failure, Tried};
+use super::certificate::Tls;
+use super::failure::{Failure, Patience, Tried};
 use super::settings::{self, Token};
 
 const USER_AGENT: &str = concat!("nvfp4/", env!("CARGO_PKG_VERSION"));
@@ -22,6 +28,9 @@ const MOST_REDIRECTS: usize = 8;
 
 /// The most bytes of a list of files; more than a repository of a hundred thousand files needs.
 const LONGEST_LIST: u64 = 256 << 20;
+
+/// The longest time that connecting may take.
+const LONGEST_CONNECT: Duration = Duration::from_secs(15);
 
 /// How much of an error response is read for its message.
 const LONGEST_WORDS: u64 = 64 << 10;
@@ -33,7 +42,7 @@ pub(super) struct Client {
     https_proxy: Option<Agent>,
     endpoint: Url,
     token: Option<Token>,
-    patience: Duration,
+    pub(super) patience: Patience,
 }
 
 /// A request without a body.
@@ -65,12 +74,13 @@ pub(super) struct Subject<'a> {
 }
 
 impl Client {
-    /// A client of the hub that the environment names. Makes no request. A response, and each further piece of it, may take
-    /// `patience`.
-    pub(super) fn new(patience: Duration) -> Result<Client> {
-        let direct = agent(patience, None);
+    /// A client of the hub that the environment names. Makes no request. The hub may be silent for `timeout`.
+    pub(super) fn new(timeout: Duration) -> Result<Client> {
+        let direct = agent(None)?;
         let proxied = |scheme| -> Result<Option<Agent>> {
-            Ok(settings::proxy(scheme)?.map(|proxy| agent(patience, Some(proxy))))
+            settings::proxy(scheme)?
+                .map(|proxy| agent(Some(proxy)))
+                .transpose()
         };
         Ok(Client {
             direct,
@@ -78,7 +88,7 @@ impl Client {
             https_proxy: proxied("https")?,
             endpoint: settings::endpoint()?,
             token: settings::token()?,
-            patience,
+            patience: Patience::new(timeout),
         })
     }
 
@@ -139,10 +149,18 @@ impl Client {
 
     fn send(&self, url: &Url, method: Method, range: Option<(u64, u64)>) -> Tried<Response<Body>> {
         let agent = self.agent(url);
+        let wait = self.patience.wait(Instant::now());
+        let connect = wait.min(LONGEST_CONNECT);
         let mut request = match method {
             Method::Get => agent.get(url.as_str()),
             Method::Head => agent.head(url.as_str()),
-        };
+        }
+        .config()
+        .timeout_resolve(Some(connect))
+        .timeout_connect(Some(connect))
+        .timeout_recv_response(Some(wait))
+        .timeout_per_read(Some(wait))
+        .build();
         if let Some((first, last)) = range {
             request = request.header("Range", format!("bytes={first}-{last}"));
         }
@@ -151,9 +169,13 @@ impl Client {
         {
             request = request.header("Authorization", format!("Bearer {}", token.secret));
         }
-        request
-            .call()
-            .map_err(|e| broken(url.host_str().unwrap_or_default(), &e, self.patience))
+        request.call().map_err(|e| {
+            broken(
+                url.host_str().unwrap_or_default(),
+                &e,
+                self.patience.timeout(),
+            )
+        })
     }
 
     fn agent(&self, url: &Url) -> &Agent {
@@ -323,9 +345,8 @@ impl Answer {
     }
 }
 
-fn agent(patience: Duration, proxy: Option<ureq::Proxy>) -> Agent {
-    let connect = patience.min(Duration::from_secs(15));
-    Config::builder()
+fn agent(proxy: Option<ureq::Proxy>) -> Result<Agent> {
+    let config = Config::builder()
         .user_agent(USER_AGENT)
         // The hub's servers ignore ranges for clients that accept compressed responses.
         .accept_encoding("identity")
@@ -333,28 +354,28 @@ fn agent(patience: Duration, proxy: Option<ureq::Proxy>) -> Agent {
         .max_redirects(0)
         .max_redirects_will_error(false)
         .proxy(proxy)
-        .tls_config(TlsConfig::builder().root_certs(ROOTS.clone()).build())
-        .timeout_resolve(Some(connect))
-        .timeout_connect(Some(connect))
-        .timeout_recv_response(Some(patience))
-        .timeout_per_read(Some(patience))
-        .build()
-        .into()
+        .tls_config(TlsConfig::builder().root_certs(RootCerts::WebPki).build())
+        .build();
+    if TRUSTED.is_empty() {
+        // Mozilla's list of authorities stands in.
+        return Ok(config.into());
+    }
+    let connector = <SocksConnector as Connector<()>>::chain(
+        SocksConnector::default(),
+        ConnectProxyConnector::default(),
+    )
+    .chain(TcpConnector::default())
+    .chain(Tls::new(&TRUSTED)?);
+    Ok(Agent::with_parts(
+        config,
+        connector,
+        DefaultResolver::default(),
+    ))
 }
 
-/// The certificates that the system trusts, or those of `SSL_CERT_FILE` and `SSL_CERT_DIR`; on systems that have none, those
-/// that browsers trust.
-static ROOTS: LazyLock<RootCerts> = LazyLock::new(|| {
-    let found = rustls_native_certs::load_native_certs().certs;
-    match found.is_empty() {
-        true => RootCerts::WebPki,
-        false => found
-            .iter()
-            .map(|c| Certificate::from_der(c).to_owned())
-            .collect::<Vec<_>>()
-            .into(),
-    }
-});
+/// The certificates that the system trusts, or those of `SSL_CERT_FILE` and `SSL_CERT_DIR`.
+static TRUSTED: LazyLock<Vec<CertificateDer<'static>>> =
+    LazyLock::new(|| rustls_native_certs::load_native_certs().certs);
 
 fn redirected(from: &Url, to: &str) -> Result<Url> {
     let wrong = |reason: &str| {
@@ -414,5 +435,8 @@ pub(super) fn cut(host: &str, error: std::io::Error, patience: Duration) -> Fail
         true => format!("{host} sent nothing for {} s", patience.as_secs_f32()),
         false => format!("the answer of {host} broke off: {error}"),
     };
-    Failure::Broken { reason }
+    match is_timeout {
+        true => Failure::Stalled { reason },
+        false => Failure::Broken { reason },
+    }
 }

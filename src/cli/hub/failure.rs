@@ -1,5 +1,5 @@
 //! Failures of requests, and how long to retry: transient failures are retried until patience runs out, which every byte
-//! that arrives renews.
+//! that arrives renews. It runs out after a number of failures in a row, or after so long a silence as the user has said.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -19,6 +19,11 @@ pub(super) enum Failure {
     },
     /// A response broke off.
     Broken {
+        /// The message.
+        reason: String,
+    },
+    /// A response came to a halt.
+    Stalled {
         /// The message.
         reason: String,
     },
@@ -51,29 +56,92 @@ const LIMIT_BEFORE_FIRST_ANSWER: u32 = 3;
 /// The longest wait that a server may ask for: the hub counts requests in windows of five minutes.
 const LONGEST_WAIT: Duration = Duration::from_secs(330);
 
-/// The number of failures since the last progress. Shared by all connections of a pull: simultaneous failures count as one,
-/// and all connections wait together.
-#[derive(Default)]
+/// The shortest time that a request may take.
+const SHORTEST: Duration = Duration::from_millis(50);
+
+/// A silence ends, by the clocks of all who wait, at about the same time.
+const SLACK: Duration = Duration::from_millis(20);
+
+/// The longest last try, on new connections, after a silence: a connection may be dead where the server is not.
+const LONGEST_LAST_TRY: Duration = Duration::from_secs(5);
+
+/// How long silence may last, and the number of failures since the last progress. Shared by all connections of a pull: simultaneous
+/// failures count as one, and all connections wait together.
 pub(super) struct Patience {
+    timeout: Duration,
     state: Mutex<State>,
 }
 
-#[derive(Default)]
 struct State {
     failures: u32,
     /// When the pause after the last of them ends.
     pause_ends: Option<Instant>,
     /// Whether any server has responded yet.
     answered: bool,
+    /// When something came last.
+    heard: Instant,
+    /// When the first request since then was sent.
+    asked: Option<Instant>,
+    /// When the last try ends, if it is on.
+    last_try_ends: Option<Instant>,
+}
+
+impl State {
+    /// When the silence has lasted too long.
+    fn silence_ends(&self, timeout: Duration) -> Instant {
+        let since = self.asked.unwrap_or(self.heard);
+        self.last_try_ends.unwrap_or(since + timeout)
+    }
+
+    fn hear(&mut self, now: Instant) {
+        self.heard = now;
+        self.asked = None;
+        self.last_try_ends = None;
+    }
 }
 
 impl Patience {
+    /// Gives up after a silence of `timeout`.
+    pub(super) fn new(timeout: Duration) -> Patience {
+        Patience {
+            timeout,
+            state: Mutex::new(State {
+                failures: 0,
+                pause_ends: None,
+                answered: false,
+                heard: Instant::now(),
+                asked: None,
+                last_try_ends: None,
+            }),
+        }
+    }
+
+    /// The longest silence.
+    pub(super) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// How long a request that is sent now may wait for its response, and then for each piece of it: until the silence has lasted too
+    /// long, if nobody else hears anything.
+    pub(super) fn wait(&self, now: Instant) -> Duration {
+        let mut state = self.lock();
+        state.asked.get_or_insert(now);
+        let end = state.silence_ends(self.timeout);
+        end.saturating_duration_since(now).max(SHORTEST)
+    }
+
+    /// Records that something came, which need not be progress.
+    pub(super) fn hear(&self) {
+        self.lock().hear(Instant::now());
+    }
+
     /// Records progress: the next failure counts as the first again.
     pub(super) fn renew(&self) {
-        *self.lock() = State {
-            answered: true,
-            ..State::default()
-        };
+        let mut state = self.lock();
+        state.failures = 0;
+        state.pause_ends = None;
+        state.answered = true;
+        state.hear(Instant::now());
     }
 
     /// How long to wait before the next try, and why; or the error, if the failure is final or patience has run out.
@@ -84,13 +152,19 @@ impl Patience {
     fn after_at(&self, failure: Failure, now: Instant) -> Result<(Duration, String)> {
         let mut state = self.lock();
         let unheard = !state.answered;
+        let stalled = matches!(
+            failure,
+            Failure::Stalled { .. } | Failure::Silent { waited: true, .. }
+        );
         let (reason, wait, limit) = match failure {
             Failure::Final(error) => return Err(error),
             Failure::Silent { reason, waited } if unheard && waited => {
                 return Err(err!(Io, "{reason}"));
             }
             Failure::Silent { reason, .. } if unheard => (reason, None, LIMIT_BEFORE_FIRST_ANSWER),
-            Failure::Silent { reason, .. } | Failure::Broken { reason } => (reason, None, LIMIT),
+            Failure::Silent { reason, .. }
+            | Failure::Stalled { reason }
+            | Failure::Broken { reason } => (reason, None, LIMIT),
             Failure::Refused { reason, wait } => {
                 state.answered = true;
                 (reason, wait, LIMIT)
@@ -103,6 +177,19 @@ impl Patience {
                 wait.as_secs().div_ceil(60)
             ));
         }
+        if let Some(wait) = wait {
+            // A server that asks for time is not silent.
+            state.hear(now + wait);
+        }
+        let kept = "what has come is kept, and the next pull goes on from there";
+        let silence_ends = state.silence_ends(self.timeout);
+        if stalled && now + SLACK >= silence_ends {
+            if state.last_try_ends.is_some() {
+                return Err(err!(Io, "{reason}; {kept}"));
+            }
+            state.last_try_ends = Some(now + (self.timeout / 2).min(LONGEST_LAST_TRY));
+            return Ok((Duration::ZERO, reason));
+        }
         let left = state
             .pause_ends
             .and_then(|end| end.checked_duration_since(now));
@@ -111,16 +198,14 @@ impl Patience {
         }
         state.failures += 1;
         let number = state.failures;
-        if number >= limit {
+        if number >= limit || wait.is_none() && now >= silence_ends {
             return Err(match unheard {
                 true => err!(Io, "{reason}"),
-                false => err!(
-                    Io,
-                    "{reason} ({number} times in a row; what has come is kept, and the next pull goes on from there)"
-                ),
+                false => err!(Io, "{reason} ({number} times in a row; {kept})"),
             });
         }
-        let pause = wait.unwrap_or_else(|| pause(number));
+        // The last try before the silence has lasted too long comes at its end.
+        let pause = wait.unwrap_or_else(|| pause(number).min(silence_ends - now));
         state.pause_ends = Some(now + pause);
         Ok((pause, reason))
     }
@@ -138,6 +223,10 @@ fn pause(number: u32) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn patient() -> Patience {
+        Patience::new(Duration::from_secs(30))
+    }
 
     fn refused(wait: Option<u64>) -> Failure {
         Failure::Refused {
@@ -172,7 +261,7 @@ mod tests {
 
     #[test]
     fn patience_ends_and_is_renewed() {
-        let patience = Patience::default();
+        let patience = patient();
         for round in 0..3 {
             let waits = pauses(&patience, LIMIT - 1, || refused(None));
             assert!(waits.is_sorted(), "round {round}: {waits:?}");
@@ -194,7 +283,7 @@ mod tests {
 
     #[test]
     fn simultaneous_failures_count_as_one() {
-        let patience = Patience::default();
+        let patience = patient();
         patience.renew();
         let mut now = Instant::now();
         for number in 1..LIMIT {
@@ -214,29 +303,84 @@ mod tests {
 
     #[test]
     fn a_hub_that_never_answered_is_given_up_early() {
-        let patience = Patience::default();
+        let patience = patient();
         pauses(&patience, LIMIT_BEFORE_FIRST_ANSWER - 1, || silent(false));
         let gives_up = |result: Result<(Duration, String)>, words: &str| {
             let error = result.unwrap_err();
             assert!(error.message().contains(words), "{error}");
         };
         gives_up(patience.after_at(silent(false), later()), "no connection");
-        let patience = Patience::default();
+        let patience = patient();
         patience.renew();
         pauses(&patience, LIMIT - 1, || silent(false));
         gives_up(
             patience.after_at(silent(false), later()),
             "9 times in a row",
         );
-        gives_up(Patience::default().after(silent(true)), "no connection");
+        gives_up(patient().after(silent(true)), "no connection");
     }
 
     #[test]
     fn servers_may_ask_for_a_wait_but_not_for_any() {
-        let patience = Patience::default();
+        let patience = patient();
         let waited = patience.after(refused(Some(17))).unwrap().0;
         assert_eq!(waited, Duration::from_secs(17));
         let error = patience.after(refused(Some(3600))).unwrap_err();
         assert!(error.message().contains("60 minutes"), "{error}");
+    }
+
+    #[test]
+    fn a_silence_ends_when_the_user_says_so() {
+        let second = Duration::from_secs(1);
+        let stalled = || Failure::Stalled {
+            reason: "it sent nothing".to_owned(),
+        };
+        let patience = Patience::new(second);
+        patience.renew();
+        let start = Instant::now();
+        // All connections wait for as long as is left, also those that ask later.
+        assert_eq!(patience.wait(start), second);
+        let later = start + second / 4;
+        assert_eq!(patience.wait(later), second * 3 / 4);
+        // A failure before the end of the silence is one as any.
+        let pause = patience.after_at(stalled(), later).unwrap().0;
+        assert_eq!(pause, super::pause(1));
+        // At its end comes one more try on a new connection, for all of those that fail.
+        let end = start + second;
+        assert_eq!(patience.after_at(stalled(), end).unwrap().0, Duration::ZERO);
+        assert!(patience.after_at(stalled(), end + SLACK).is_ok());
+        assert_eq!(patience.wait(end), second / 2);
+        let error = patience.after_at(stalled(), end + second / 2).unwrap_err();
+        assert!(
+            error.message().starts_with("it sent nothing; what"),
+            "{error}"
+        );
+        // A byte begins a new silence.
+        patience.hear();
+        let now = Instant::now();
+        assert_eq!(patience.wait(now), second);
+        assert_eq!(
+            patience.after_at(stalled(), now + second).unwrap().0,
+            Duration::ZERO
+        );
+        patience.renew();
+        // A server that refuses is silent, too, unless it asks for time.
+        let start = Instant::now();
+        patience.wait(start);
+        let mut now = start;
+        let error = loop {
+            match patience.after_at(refused(None), now) {
+                Ok((pause, _)) => now += pause,
+                Err(error) => break error,
+            }
+        };
+        assert!(error.message().contains("times in a row"), "{error}");
+        assert_eq!(now, start + second);
+        patience.renew();
+        let now = Instant::now();
+        patience.wait(now);
+        let asked = patience.after_at(refused(Some(7)), now).unwrap().0;
+        assert_eq!(asked, 7 * second);
+        assert_eq!(patience.wait(now + asked), second);
     }
 }

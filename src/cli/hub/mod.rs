@@ -7,6 +7,7 @@
 //! the cache.
 
 mod cache;
+mod certificate;
 mod client;
 mod failure;
 mod handover;

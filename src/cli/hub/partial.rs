@@ -8,6 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use NVFP4::base::file::within_limit;
 use NVFP4::base::{Error, Result};
 
 /// The bytes of one request. Small enough that several connections share a file of some hundred megabytes, and large enough
@@ -79,7 +80,7 @@ impl Partial {
             table.extend(there.load(Relaxed).to_le_bytes());
         }
         self.file.set_len(0)?;
-        self.file.write_all_at(&table, self.size)
+        within_limit(|| self.file.write_all_at(&table, self.size))
     }
 
     pub(super) fn size(&self) -> u64 {
@@ -131,7 +132,7 @@ impl Partial {
             let segment = (offset / SEGMENT) as usize;
             let (start, length) = self.segment(segment);
             let (piece, rest) = bytes.split_at(bytes.len().min((start + length - offset) as usize));
-            self.file.write_all_at(piece, offset)?;
+            within_limit(|| self.file.write_all_at(piece, offset))?;
             offset += piece.len() as u64;
             bytes = rest;
             let end = offset - start;
@@ -139,7 +140,7 @@ impl Partial {
             if end > before {
                 new += end - before;
                 let entry = self.size + (MAGIC.len() + 8 * segment) as u64;
-                self.file.write_all_at(&end.to_le_bytes(), entry)?;
+                within_limit(|| self.file.write_all_at(&end.to_le_bytes(), entry))?;
             }
         }
         Ok(new)

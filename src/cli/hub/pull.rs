@@ -15,7 +15,7 @@ use url::Url;
 use super::super::output;
 use super::cache::{self, Repository};
 use super::client::{Client, Method, Subject};
-use super::failure::{Failure, Patience};
+use super::failure::Failure;
 use super::listing::{Digest, Entry, Listing};
 use super::local::{Pulled, find, partly};
 use super::meter::Meter;
@@ -31,7 +31,7 @@ const SMALL: u64 = 4 << 20;
 /// The number of small files fetched at a time.
 const SMALL_AT_ONCE: usize = 4;
 
-/// Fetches what is not in the cache yet. The hub must answer, and go on sending, within `timeout`.
+/// Fetches what is not in the cache yet. Gives up when the hub has been silent for `timeout`, and for one more try.
 pub(in crate::cli) fn pull(name: &Name, timeout: Duration) -> Result<Pulled> {
     let repository = Repository::new(&settings::cache()?, &name.repo);
     if let Some(variable) = env::hf_offline() {
@@ -41,14 +41,13 @@ pub(in crate::cli) fn pull(name: &Name, timeout: Duration) -> Result<Pulled> {
         });
     }
     let client = Client::new(timeout)?;
-    let patience = Patience::default();
     let meter = Meter::new(&name.to_string());
     let pull = Pull {
         name,
         repository,
         context: Context {
             client: &client,
-            patience: &patience,
+            patience: &client.patience,
             meter: &meter,
             timeout,
         },

@@ -57,7 +57,10 @@ impl Context<'_> {
     pub(super) fn patiently<T>(&self, mut attempt: impl FnMut() -> Tried<T>) -> Result<T> {
         loop {
             match attempt() {
-                Ok(value) => return Ok(value),
+                Ok(value) => {
+                    self.patience.hear();
+                    return Ok(value);
+                }
                 Err(failure) => std::thread::sleep(self.pause_after(failure)?),
             }
         }
@@ -373,7 +376,10 @@ impl Transfer<'_> {
             at += n as u64;
             if n > 0 {
                 self.context.meter.add(new);
-                self.context.patience.renew();
+                // A byte that comes again is no progress.
+                if new > 0 {
+                    self.context.patience.renew();
+                }
             }
             match end {
                 Ok(()) if n > 0 => {}
@@ -477,6 +483,7 @@ pub(super) fn fetch_unsized(
     source: &Source<'_>,
     place: &Path,
 ) -> Result<(Temporary, String, u64)> {
+    let mut furthest = 0;
     let (file, hash, size) = context.patiently(|| {
         let answer = context
             .client
@@ -497,6 +504,10 @@ pub(super) fn fetch_unsized(
             file.write_at(&piece[..n], at)?;
             hash.update(&piece[..n]);
             at += n as u64;
+            if at > furthest {
+                furthest = at;
+                context.patience.renew();
+            }
             context.meter.add(n as u64);
         }
         file.sync()?;
