@@ -27,10 +27,14 @@
  * overlapping call fails with NVFP4_BUSY.
  *
  * CALLBACKS take the host's user data (void *user) first and return an int32_t: 0 to go on, anything else to cancel. They run on
- * the thread that made the call, and never after it returns (log callbacks excepted). They must not throw or longjmp. They may call
- * the library, but not with a handle that is in use.
+ * the thread that made the call, and never after it returns (log callbacks excepted). They must return: one that throws,
+ * calls longjmp() or ends its thread by pthread_exit() ends the process. They may call the library, but not with a handle that is in
+ * use.
  *
  * CANCELLING. Long calls take NVFP4_CallOptions: a cancel handle or a flag that any thread may set, even before the call begins.
+ * pthread_cancel() of a thread in a call takes effect after the call, at the next cancellation point: the beginning of another call,
+ * or the end of one that releases, is such a point. The thread cannot be cancelled within a call, nor in callbacks, which must leave
+ * that so. A thread whose cancel type is PTHREAD_CANCEL_ASYNCHRONOUS must not call.
  *
  * SIGNALS. The library handles none, raises none, and blocks all in its own threads; a signal interrupts no call. A signal handler
  * may call NVFP4_cancel_trigger() and NVFP4_cancel_reset(), and nothing else.
@@ -41,7 +45,8 @@
  *
  * UNLOADING. There is no init and no shutdown. Once loaded, the library stays in the process, even after dlclose(). A plugin that
  * is unloaded itself must first remove its log callbacks, and release the tensors over its own memory. A process may end at any
- * time.
+ * time. Constructors of shared libraries may call the library, and may wait for threads that do. Those threads must not ask for a
+ * GPU or load a model there: that opens other libraries, for which the system first waits for the end of the constructor.
  *
  * VERSIONS. NVFP4_ABI_VERSION changes only when a program built with an older header would break. NVFP4_check_version() says
  * whether a library is compatible with a program, and what to install if not. On Linux the soname is libNVFP4.so.0, after
@@ -393,7 +398,10 @@ extern "C" {
 /** The context is full. */
 #define NVFP4_FINISH_CONTEXT 3
 
-/** A callback, a cancel handle or a cancel flag ended it. The tokens generated until then are kept. */
+/**
+ * A callback, a cancel handle or a cancel flag ended it. The tokens generated until then are kept. If there are none, the
+ * session is as it was before the call.
+ */
 #define NVFP4_FINISH_CANCELLED 4
 
 /** A token, with the text that it completes. */
@@ -1043,6 +1051,10 @@ typedef struct NVFP4_StepOptions {
     uint64_t tensor;
 } NVFP4_StepOptions;
 
+extern void pthread_testcancel(void);
+
+extern int pthread_setcancelstate(int state, int *before);
+
 /**
  * @defgroup status Status numbers
  *
@@ -1195,8 +1207,8 @@ NVFP4_API NVFP4_Status NVFP4_call_options_init(NVFP4_CallOptions *options, uint3
 NVFP4_API NVFP4_Status NVFP4_cancel_create(NVFP4_Cancel **out);
 
 /**
- * Cancels the calls that were given the handle, including those that have yet to begin: a generation ends with the tokens
- * it has, anything else fails with #NVFP4_CANCELLED. May be called from any thread, callback or signal handler: it takes
+ * Cancels the calls that were given the handle, including those that have yet to begin: a generation or chat turn ends with
+ * the tokens it has, if any, as #NVFP4_FINISH_CANCELLED, and anything else fails with #NVFP4_CANCELLED. May be called from any thread, callback or signal handler: it takes
  * no lock and no memory. #NVFP4_INVALID_HANDLE if the handle is not a live cancel handle; NVFP4_last_error() is not
  * changed.
  */
@@ -2059,7 +2071,7 @@ NVFP4_Status NVFP4_model_generate_options(const NVFP4_Model *model,
 
 /**
  * Generates tokens after those in the session, which must not be empty: prefill a prompt first. A cancelled generation
- * does not fail, and keeps what it has: see #NVFP4_FINISH_CANCELLED.
+ * does not fail, whenever it is cancelled: it returns #NVFP4_OK with #NVFP4_FINISH_CANCELLED and keeps the tokens it has.
  *
  * - `options`: NULL for the defaults.
  * - `callback`, `user`: receives the tokens and text; may be NULL. NVFP4_session_text() gives the text afterwards.
@@ -2214,8 +2226,9 @@ NVFP4_API NVFP4_Status NVFP4_chat_options_init(NVFP4_ChatOptions *options, uint3
  *
  * - `text`, `text_length`: the user's message, in UTF-8.
  * - `chat`: NULL for the options of the turn before, or the defaults.
- * - The rest is as for NVFP4_session_generate(). Cancelled before its first token is due, it fails with #NVFP4_CANCELLED. With
- *   `max_tokens` 0 the prompt is run and nothing is generated, so that steps of many sessions can continue from there.
+ * - The rest is as for NVFP4_session_generate(). A turn that is cancelled without a generated token is no part of the
+ *   conversation: the session is as it was before the call.
+ * - With `max_tokens` 0 the prompt is run and nothing is generated, so that steps of many sessions can continue from there.
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_chat(NVFP4_Session *session,
@@ -2230,7 +2243,7 @@ NVFP4_Status NVFP4_session_chat(NVFP4_Session *session,
 /**
  * Generates the answer to a conversation that is passed as a whole; the system prompt of the session's options is not
  * used. With `max_tokens` 0 the prompt is run and nothing is generated, so that steps of many sessions can continue from
- * there.
+ * there, unless the turn was cancelled.
  *
  * - `messages`, `messages_length`: a JSON array, as described at the beginning of this chapter. Error messages name the
  *   line and column, or the number of the message.

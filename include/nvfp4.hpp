@@ -1829,7 +1829,7 @@ class Stream {
         bool failed()
         {
             const std::lock_guard<std::mutex> lock(mutex);
-            return error && !(stopped && error->status() == NVFP4_CANCELLED);
+            return error.has_value();
         }
 
         void stop()
@@ -1907,7 +1907,7 @@ public:
             relay_->stop();
     }
 
-    /** The result of the generation; waits for its end. #NVFP4_CANCELLED if it was stopped before its first token. */
+    /** The result of the generation; waits for its end. One that was stopped ends as #NVFP4_FINISH_CANCELLED. */
     Result<Generation> result()
     {
         if (!relay_)

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use super::arguments::{Growing, Out, User, fill, options, reserved};
-use super::guard::{answer, enter, enter_to_free};
+use super::guard::{answer, calling, enter, enter_to_free};
 use super::handle::{self, Object};
 use super::slots::{self, CANCELS, Slot};
 use super::status::{NVFP4_INVALID_HANDLE, NVFP4_OK, NVFP4_Status};
@@ -142,6 +142,22 @@ pub(super) unsafe fn watched<T>(
     call: *const NVFP4_CallOptions,
     body: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
+    let checked = || {
+        call::check()?;
+        body()
+    };
+    // SAFETY: promised by the caller.
+    unsafe { watched_throughout(call, checked) }
+}
+
+/// As [`watched`], for a `body` that gives what it has when it is cancelled. It begins even if it is cancelled already.
+///
+/// # Safety
+/// As for [`watched`].
+pub(super) unsafe fn watched_throughout<T>(
+    call: *const NVFP4_CallOptions,
+    body: impl FnOnce() -> Result<T>,
+) -> Result<T> {
     if call.is_null() {
         return Watch::default().during(body);
     }
@@ -151,8 +167,15 @@ pub(super) unsafe fn watched<T>(
     let cancellation = unsafe { Cancellation::of(&options) }?;
     let user = User(options.user);
     let progress = options.progress.map(|callback| {
+        type Unwinding = unsafe extern "C-unwind" fn(*mut c_void, u64, u64) -> i32;
+        // SAFETY: the same calling convention.
+        let callback = unsafe {
+            std::mem::transmute::<unsafe extern "C" fn(*mut c_void, u64, u64) -> i32, Unwinding>(
+                callback,
+            )
+        };
         // SAFETY: the host's callback, called while the call it was given to runs, on the same thread.
-        move |p: Progress| answer(unsafe { callback({ user }.0, p.done, p.total) })
+        move |p: Progress| answer(calling(|| unsafe { callback({ user }.0, p.done, p.total) }))
     });
     let flag = || cancellation.is_set();
     let flags: [Flag<'_>; 1] = [&flag];
@@ -160,15 +183,12 @@ pub(super) unsafe fn watched<T>(
         flags: &flags,
         progress: progress.as_ref().map(|p| p as _),
     };
-    watch.during(|| {
-        call::check()?;
-        body()
-    })
+    watch.during(body)
 }
 
 /// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_CallOptions).
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_call_options_init(
+pub unsafe extern "C-unwind" fn NVFP4_call_options_init(
     options: *mut NVFP4_CallOptions,
     struct_size: u32,
 ) -> NVFP4_Status {
@@ -180,7 +200,7 @@ pub unsafe extern "C" fn NVFP4_call_options_init(
 
 /// Creates a cancel handle, not triggered yet.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_cancel_create(out: *mut *mut NVFP4_Cancel) -> NVFP4_Status {
+pub unsafe extern "C-unwind" fn NVFP4_cancel_create(out: *mut *mut NVFP4_Cancel) -> NVFP4_Status {
     enter("NVFP4_cancel_create", || {
         // SAFETY: the pointer is as the header asks.
         let out = unsafe { Out::new("out", out) }?;
@@ -191,19 +211,19 @@ pub unsafe extern "C" fn NVFP4_cancel_create(out: *mut *mut NVFP4_Cancel) -> NVF
     })
 }
 
-/// Cancels the calls that were given the handle, including those that have yet to begin: a generation ends with the tokens
-/// it has, anything else fails with #NVFP4_CANCELLED. May be called from any thread, callback or signal handler: it takes
+/// Cancels the calls that were given the handle, including those that have yet to begin: a generation or chat turn ends with
+/// the tokens it has, if any, as #NVFP4_FINISH_CANCELLED, and anything else fails with #NVFP4_CANCELLED. May be called from any thread, callback or signal handler: it takes
 /// no lock and no memory. #NVFP4_INVALID_HANDLE if the handle is not a live cancel handle; NVFP4_last_error() is not
 /// changed.
 #[unsafe(no_mangle)]
-pub extern "C" fn NVFP4_cancel_trigger(cancel: *mut NVFP4_Cancel) -> NVFP4_Status {
+pub extern "C-unwind" fn NVFP4_cancel_trigger(cancel: *mut NVFP4_Cancel) -> NVFP4_Status {
     mark(cancel, true)
 }
 
 /// Makes the handle not triggered again, for further calls. May be called wherever NVFP4_cancel_trigger() may, and does not
 /// change NVFP4_last_error() either. A call that has already seen it triggered still ends; one that has not goes on.
 #[unsafe(no_mangle)]
-pub extern "C" fn NVFP4_cancel_reset(cancel: *mut NVFP4_Cancel) -> NVFP4_Status {
+pub extern "C-unwind" fn NVFP4_cancel_reset(cancel: *mut NVFP4_Cancel) -> NVFP4_Status {
     mark(cancel, false)
 }
 
@@ -216,7 +236,7 @@ fn mark(cancel: *mut NVFP4_Cancel, set: bool) -> NVFP4_Status {
 
 /// Writes 1 if the handle is triggered, else 0.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_cancel_is_triggered(
+pub unsafe extern "C-unwind" fn NVFP4_cancel_is_triggered(
     cancel: *const NVFP4_Cancel,
     triggered: *mut i32,
 ) -> NVFP4_Status {
@@ -231,7 +251,7 @@ pub unsafe extern "C" fn NVFP4_cancel_is_triggered(
 
 /// Adds a reference to a cancel handle.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_cancel_retain(cancel: *mut NVFP4_Cancel) -> NVFP4_Status {
+pub unsafe extern "C-unwind" fn NVFP4_cancel_retain(cancel: *mut NVFP4_Cancel) -> NVFP4_Status {
     enter("NVFP4_cancel_retain", || {
         handle::retain::<Cancel>("cancel", cancel)
     })
@@ -240,7 +260,7 @@ pub unsafe extern "C" fn NVFP4_cancel_retain(cancel: *mut NVFP4_Cancel) -> NVFP4
 /// Gives up a reference to a cancel handle. After the last one the handle is stale; calls that run with it go on, and keep
 /// its last state.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_cancel_release(cancel: *mut NVFP4_Cancel) -> NVFP4_Status {
+pub unsafe extern "C-unwind" fn NVFP4_cancel_release(cancel: *mut NVFP4_Cancel) -> NVFP4_Status {
     enter_to_free("NVFP4_cancel_release", || {
         let last = handle::give_up::<Cancel>("cancel", cancel)?;
         if last {

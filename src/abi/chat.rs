@@ -119,7 +119,7 @@ impl NVFP4_ChatOptions {
 
 /// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_ChatOptions).
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_chat_options_init(
+pub unsafe extern "C-unwind" fn NVFP4_chat_options_init(
     options: *mut NVFP4_ChatOptions,
     struct_size: u32,
 ) -> NVFP4_Status {
@@ -134,10 +134,11 @@ pub unsafe extern "C" fn NVFP4_chat_options_init(
 ///
 /// - `text`, `text_length`: the user's message, in UTF-8.
 /// - `chat`: NULL for the options of the turn before, or the defaults.
-/// - The rest is as for NVFP4_session_generate(). Cancelled before its first token is due, it fails with #NVFP4_CANCELLED. With
-///   `max_tokens` 0 the prompt is run and nothing is generated, so that steps of many sessions can continue from there.
+/// - The rest is as for NVFP4_session_generate(). A turn that is cancelled without a generated token is no part of the
+///   conversation: the session is as it was before the call.
+/// - With `max_tokens` 0 the prompt is run and nothing is generated, so that steps of many sessions can continue from there.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_chat(
+pub unsafe extern "C-unwind" fn NVFP4_session_chat(
     session: *mut NVFP4_Session,
     text: *const c_char,
     text_length: usize,
@@ -166,14 +167,14 @@ pub unsafe extern "C" fn NVFP4_session_chat(
 
 /// Generates the answer to a conversation that is passed as a whole; the system prompt of the session's options is not
 /// used. With `max_tokens` 0 the prompt is run and nothing is generated, so that steps of many sessions can continue from
-/// there.
+/// there, unless the turn was cancelled.
 ///
 /// - `messages`, `messages_length`: a JSON array, as described at the beginning of this chapter. Error messages name the
 ///   line and column, or the number of the message.
 /// - `chat`: NULL for the options of the turn before, or the defaults.
 /// - The rest is as for NVFP4_session_chat().
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_chat_messages(
+pub unsafe extern "C-unwind" fn NVFP4_session_chat_messages(
     session: *mut NVFP4_Session,
     messages: *const c_char,
     messages_length: usize,
@@ -206,7 +207,7 @@ pub unsafe extern "C" fn NVFP4_session_chat_messages(
 /// including the last answer with its reasoning and tool calls; during a call, the conversation from before it. For the
 /// buffer see TEXT above.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_messages(
+pub unsafe extern "C-unwind" fn NVFP4_session_messages(
     session: *const NVFP4_Session,
     buffer: *mut c_char,
     capacity: usize,
@@ -224,7 +225,7 @@ pub unsafe extern "C" fn NVFP4_session_messages(
 
 /// Copies the model's reasoning before the last answer; empty if there was none. For the buffer see TEXT above.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_reasoning(
+pub unsafe extern "C-unwind" fn NVFP4_session_reasoning(
     session: *mut NVFP4_Session,
     buffer: *mut c_char,
     capacity: usize,
@@ -239,7 +240,7 @@ pub unsafe extern "C" fn NVFP4_session_reasoning(
 /// Copies the tool calls of the last answer, as a JSON array of objects like those of #NVFP4_PART_TOOL_CALL. Pass their
 /// results as messages of the role tool. For the buffer see TEXT above.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_tool_calls(
+pub unsafe extern "C-unwind" fn NVFP4_session_tool_calls(
     session: *mut NVFP4_Session,
     buffer: *mut c_char,
     capacity: usize,
@@ -258,7 +259,7 @@ pub unsafe extern "C" fn NVFP4_session_tool_calls(
 ///
 /// - `messages`, `messages_length`, `chat`: as for NVFP4_session_chat_messages(); `chat` NULL for the defaults.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_model_render_messages(
+pub unsafe extern "C-unwind" fn NVFP4_model_render_messages(
     model: *const NVFP4_Model,
     messages: *const c_char,
     messages_length: usize,

@@ -61,7 +61,7 @@ impl Detokenizer {
 /// - `options`: when the sequence ends: stop tokens and strings, whether the model's own stop tokens count, and the most
 ///   tokens. NULL for the defaults. Copied.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_detokenizer_create(
+pub unsafe extern "C-unwind" fn NVFP4_detokenizer_create(
     model: *const NVFP4_Model,
     tokens: *const i32,
     count: usize,
@@ -96,7 +96,7 @@ pub unsafe extern "C" fn NVFP4_detokenizer_create(
 ///
 /// - `length`, `finish`: may be NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_detokenizer_push(
+pub unsafe extern "C-unwind" fn NVFP4_detokenizer_push(
     detokenizer: *mut NVFP4_Detokenizer,
     token: i32,
     text: *mut *const c_char,
@@ -135,7 +135,7 @@ pub unsafe extern "C" fn NVFP4_detokenizer_push(
 ///
 /// - `text`, `length`: as for NVFP4_detokenizer_push().
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_detokenizer_finish(
+pub unsafe extern "C-unwind" fn NVFP4_detokenizer_finish(
     detokenizer: *mut NVFP4_Detokenizer,
     text: *mut *const c_char,
     length: *mut usize,
@@ -193,7 +193,7 @@ unsafe fn give(
 
 /// Adds a reference to a detokenizer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_detokenizer_retain(
+pub unsafe extern "C-unwind" fn NVFP4_detokenizer_retain(
     detokenizer: *mut NVFP4_Detokenizer,
 ) -> NVFP4_Status {
     enter("NVFP4_detokenizer_retain", || {
@@ -203,7 +203,7 @@ pub unsafe extern "C" fn NVFP4_detokenizer_retain(
 
 /// Gives up a reference to a detokenizer. After the last one the handle is stale.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_detokenizer_release(
+pub unsafe extern "C-unwind" fn NVFP4_detokenizer_release(
     detokenizer: *mut NVFP4_Detokenizer,
 ) -> NVFP4_Status {
     enter_to_free("NVFP4_detokenizer_release", || {

@@ -3,10 +3,11 @@
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::mem::ManuallyDrop;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Once;
+use std::sync::{Once, OnceLock};
 
 use super::status::{NVFP4_OK, NVFP4_Status};
 use super::{handle, listeners, shared, slots};
@@ -21,11 +22,22 @@ struct Last {
     kept: Option<Box<dyn Any>>,
 }
 
+impl Last {
+    const NONE: Last = Last {
+        status: NVFP4_OK,
+        text: Vec::new(),
+        kept: None,
+    };
+}
+
+// No variable here has a destructor: registering one takes the loader's lock, and a thread that does so while another runs a
+// constructor of a shared library waits for the end of that constructor. Where the constructor waits for the thread, both wait for
+// ever. A key of the thread library, which takes no lock, frees what `LAST` holds: see `end_of_thread`.
 thread_local! {
-    static LAST: RefCell<Last> = const { RefCell::new(Last { status: NVFP4_OK, text: Vec::new(), kept: None }) };
-    /// Whether this thread's thread-local storage is set up.
+    static LAST: RefCell<ManuallyDrop<Last>> = const { RefCell::new(ManuallyDrop::new(Last::NONE)) };
+    /// Whether this thread's end frees what `LAST` holds.
     static KNOWN: Cell<bool> = const { Cell::new(false) };
-    /// Whether this thread's last call failed because there was no memory to set that up. `LAST` is not touched then.
+    /// Whether this thread's last call failed because there was no memory to ask for that. `LAST` is not touched then.
     static REFUSED: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -34,8 +46,93 @@ const REFUSAL: &CStr =
 /// Bytes that the C library may allocate at a thread's first call. It ends the process if it cannot.
 const FOR_A_THREAD: usize = 4096;
 
+/// Called by the thread library as a thread ends that called this one: frees its message and its kept value.
+extern "C" fn end_of_thread(_: *mut c_void) {
+    // A later destructor of the host may call again.
+    KNOWN.set(false);
+    let last = LAST.with_borrow_mut(|last| std::mem::replace(&mut **last, Last::NONE));
+    // The kept value may be a host's to release, whose code may panic.
+    let _ = catch_unwind(AssertUnwindSafe(|| drop(last)));
+}
+
+/// Has `end_of_thread` called at this thread's end. False where there is no memory for that.
+fn ask_for_end() -> bool {
+    static KEY: OnceLock<Option<libc::pthread_key_t>> = OnceLock::new();
+    let key = *KEY.get_or_init(|| {
+        let mut key = 0;
+        // SAFETY: the number is this frame's, and the function stays: the library is never unloaded.
+        let made = unsafe { libc::pthread_key_create(&mut key, Some(end_of_thread)) };
+        (made == 0).then_some(key)
+    });
+    // A process may have used up its keys; the messages of its threads then stay behind.
+    key.is_none_or(|key| {
+        // SAFETY: a key of this library. The value only has to differ from NULL.
+        unsafe { libc::pthread_setspecific(key, std::ptr::without_provenance(1)) == 0 }
+    })
+}
+
+unsafe extern "C-unwind" {
+    fn pthread_testcancel();
+}
+unsafe extern "C" {
+    fn pthread_setcancelstate(state: c_int, before: *mut c_int) -> c_int;
+}
+/// As in the C library's `pthread.h`.
+const PTHREAD_CANCEL_DISABLE: c_int = if cfg!(target_os = "linux") { 1 } else { 0 };
+
+/// While this lives, pthread_cancel() waits: it would unwind frames that hold locks and memory, and that unwinding ends the process.
+struct Uncancelled(c_int);
+
+impl Uncancelled {
+    fn new() -> Self {
+        let mut before = PTHREAD_CANCEL_DISABLE;
+        // SAFETY: a state that there is, and room for the one before.
+        unsafe { pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &mut before) };
+        Uncancelled(before)
+    }
+}
+
+impl Drop for Uncancelled {
+    fn drop(&mut self) {
+        let mut now = 0;
+        // SAFETY: the state that was.
+        unsafe { pthread_setcancelstate(self.0, &mut now) };
+    }
+}
+
+/// Where pthread_cancel() takes effect, if the host's thread can be cancelled: it unwinds the exported function, which must be
+/// `extern "C-unwind"` and hold nothing. A call that does something is such a point before it does, and one that frees after that, so
+/// that nothing is lost.
+fn cancellation_point() {
+    // SAFETY: the caller is an exported function, as said above; this crate is built to unwind.
+    unsafe { pthread_testcancel() };
+}
+
+/// Calls a callback of the host. One that ends its thread, or throws, unwinds frames that nobody can go on without: that ends the
+/// process here, and says why. For this to be seen, `callback` must call it as `extern "C-unwind"`.
+pub(super) fn calling<T>(callback: impl FnOnce() -> T) -> T {
+    struct Returns;
+    impl Drop for Returns {
+        fn drop(&mut self) {
+            let function = entry::entered().unwrap_or("a function of libNVFP4");
+            let line = format!(
+                "libNVFP4: a callback of {function} did not return: it ended its thread (pthread_exit) or threw; a callback must return, and cancels by what it returns\n"
+            );
+            // SAFETY: the text is readable; standard error need not be open.
+            unsafe { libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len()) };
+            std::process::abort();
+        }
+    }
+    let returns = Returns;
+    let result = callback();
+    std::mem::forget(returns);
+    result
+}
+
 /// Runs the body of the exported function `function`.
 pub(super) fn enter(function: &'static str, body: impl FnOnce() -> Result<()>) -> NVFP4_Status {
+    cancellation_point();
+    let _uncancelled = Uncancelled::new();
     match prepared(function, body) {
         Ok(()) => NVFP4_OK,
         Err(status) => status,
@@ -47,15 +144,20 @@ pub(super) fn enter_to_free(
     function: &'static str,
     body: impl FnOnce() -> Result<()>,
 ) -> NVFP4_Status {
+    let uncancelled = Uncancelled::new();
     is_known();
-    match caught(function, body) {
+    let status = match caught(function, body) {
         Ok(()) => NVFP4_OK,
         Err(status) => status,
-    }
+    };
+    drop(uncancelled);
+    cancellation_point();
+    status
 }
 
 /// Runs the body of a function that reads the last error, and leaves that unchanged whatever happens.
 pub(super) fn enter_quietly(body: impl FnOnce() -> Result<()>) -> NVFP4_Status {
+    let _uncancelled = Uncancelled::new();
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => NVFP4_OK,
         Ok(Err(error)) => error.kind().status(),
@@ -70,13 +172,17 @@ pub(super) fn enter_drop_in<T>(
     otherwise: T,
     body: impl FnOnce() -> Result<T>,
 ) -> T {
+    cancellation_point();
+    let _uncancelled = Uncancelled::new();
     remember(NVFP4_OK, "");
     prepared(function, body).unwrap_or(otherwise)
 }
 
 /// The same for one that frees memory.
 pub(super) fn enter_drop_in_to_free(function: &'static str, body: impl FnOnce() -> Result<()>) {
+    let uncancelled = Uncancelled::new();
     remember(NVFP4_OK, "");
+    drop(uncancelled);
     enter_to_free(function, body);
 }
 
@@ -134,8 +240,7 @@ pub(super) fn note(error: &Error) -> NVFP4_Status {
     status
 }
 
-/// Whether this thread's thread-local storage is set up; sets it up if not. The C library allocates memory to register its
-/// destructors.
+/// Whether this thread's end frees what it holds; sees to that if not. The C library allocates memory for a thread's storage.
 fn is_known() -> bool {
     if KNOWN.get() {
         return true;
@@ -147,23 +252,17 @@ fn is_known() -> bool {
         libc::free(probe);
         !probe.is_null()
     };
-    REFUSED.set(!there);
-    if there {
-        // The storage of a thread that is ending may be gone; its calls then have no message.
-        let _ = LAST.try_with(|_| {});
-        let _ = std::thread::current();
-        KNOWN.set(true);
-    }
-    there
+    let known = there && ask_for_end();
+    REFUSED.set(!known);
+    KNOWN.set(known);
+    known
 }
 
 fn remember(status: NVFP4_Status, message: &str) {
     if REFUSED.get() {
         return;
     }
-    // The thread's storage may be gone when a destructor of the host calls late; nobody can read the message then.
-    let _ = LAST.try_with(|last| {
-        let mut last = last.borrow_mut();
+    LAST.with_borrow_mut(|last| {
         last.status = status;
         last.text.clear();
         last.text
@@ -176,30 +275,27 @@ pub(super) fn last_status() -> NVFP4_Status {
     if REFUSED.get() {
         return ErrorKind::OutOfMemory.status();
     }
-    LAST.try_with(|last| last.borrow().status)
-        .unwrap_or(NVFP4_OK)
+    LAST.with_borrow(|last| last.status)
 }
 
 pub(super) fn last_pointer() -> *const c_char {
     if REFUSED.get() {
         return REFUSAL.as_ptr();
     }
-    LAST.try_with(|last| match &last.borrow().text {
+    LAST.with_borrow(|last| match &last.text {
         text if text.is_empty() => c"".as_ptr(),
         text => text.as_ptr().cast(),
     })
-    .unwrap_or(c"".as_ptr())
 }
 
 pub(super) fn last_text() -> String {
     if REFUSED.get() {
         return REFUSAL.to_string_lossy().into_owned();
     }
-    LAST.try_with(|last| match last.borrow().text.split_last() {
+    LAST.with_borrow(|last| match last.text.split_last() {
         Some((_, text)) => String::from_utf8_lossy(text).into_owned(),
         None => String::new(),
     })
-    .unwrap_or_default()
 }
 
 /// Takes the last error, if there is one.
@@ -207,12 +303,10 @@ pub(super) fn take_last() -> Option<(NVFP4_Status, CString)> {
     if REFUSED.take() {
         return Some((ErrorKind::OutOfMemory.status(), REFUSAL.to_owned()));
     }
-    let taken = LAST.try_with(|last| {
-        let mut last = last.borrow_mut();
+    let (status, text) = LAST.with_borrow_mut(|last| {
         let status = std::mem::replace(&mut last.status, NVFP4_OK);
         (status, std::mem::take(&mut last.text))
     });
-    let (status, text) = taken.ok()?;
     // The text has its only NUL at the end.
     let text = CString::from_vec_with_nul(text).unwrap_or_default();
     (status != NVFP4_OK).then_some((status, text))
@@ -220,16 +314,15 @@ pub(super) fn take_last() -> Option<(NVFP4_Status, CString)> {
 
 /// Keeps a value for this thread's next call, and drops the one kept before.
 pub(super) fn keep<T: 'static>(value: T) {
-    // Dropped at once if the storage of an ending thread is gone.
     let value: Box<dyn Any> = Box::new(value);
-    let before = LAST.try_with(|last| last.borrow_mut().kept.replace(value));
+    let before = LAST.with_borrow_mut(|last| last.kept.replace(value));
     drop(before);
 }
 
 /// Takes the kept value, and gives it if it is a `T`.
 pub(super) fn take_kept<T: 'static>() -> Option<Box<T>> {
-    let kept = LAST.try_with(|last| last.borrow_mut().kept.take());
-    kept.ok().flatten()?.downcast().ok()
+    let kept = LAST.with_borrow_mut(|last| last.kept.take());
+    kept?.downcast().ok()
 }
 
 /// What a callback's return value means: non-zero cancels.

@@ -13,7 +13,7 @@ use tracing::span;
 use tracing::{Event, Level, Metadata, Subscriber};
 
 use super::arguments::{Out, User, choice, copy_text, count};
-use super::guard::enter;
+use super::guard::{calling, enter};
 use super::listeners::{LISTENERS, Listener};
 use super::shared;
 use super::status::NVFP4_Status;
@@ -68,20 +68,20 @@ const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
 
 /// Version of the loaded library, as "major.minor.patch". The text is static.
 #[unsafe(no_mangle)]
-pub extern "C" fn NVFP4_version() -> *const c_char {
+pub extern "C-unwind" fn NVFP4_version() -> *const c_char {
     VERSION.as_ptr().cast()
 }
 
 /// The #NVFP4_ABI_VERSION of the loaded library. A host that loads the library by name compares it with the one it was
 /// built with.
 #[unsafe(no_mangle)]
-pub extern "C" fn NVFP4_abi_version() -> i32 {
+pub extern "C-unwind" fn NVFP4_abi_version() -> i32 {
     NVFP4_ABI_VERSION
 }
 
 /// The #NVFP4_VERSION_NUMBER of the loaded library.
 #[unsafe(no_mangle)]
-pub extern "C" fn NVFP4_version_number() -> i32 {
+pub extern "C-unwind" fn NVFP4_version_number() -> i32 {
     NVFP4_VERSION_NUMBER
 }
 
@@ -90,7 +90,10 @@ pub extern "C" fn NVFP4_version_number() -> i32 {
 /// was built with. Otherwise the result is #NVFP4_ABI_MISMATCH, and the message names both versions and says what to
 /// install.
 #[unsafe(no_mangle)]
-pub extern "C" fn NVFP4_check_version(abi_version: i32, version_number: i32) -> NVFP4_Status {
+pub extern "C-unwind" fn NVFP4_check_version(
+    abi_version: i32,
+    version_number: i32,
+) -> NVFP4_Status {
     enter("NVFP4_check_version", || {
         count("version_number", version_number.into())?;
         check_version(abi_version, version_number)
@@ -187,8 +190,15 @@ impl Subscriber for ToHost {
             last = to.number;
             let listens = to.listens.read().unwrap_or_else(PoisonError::into_inner);
             if *listens && !to.gone.load(Ordering::Acquire) {
-                // SAFETY: the host keeps the callback and its user data valid until it has removed them, which waits for the lock.
-                unsafe { (to.callback)(to.user.0, level, text.as_ptr().cast(), text.len()) };
+                type Plain = unsafe extern "C" fn(*mut c_void, i32, *const c_char, usize) -> i32;
+                type Unwinding =
+                    unsafe extern "C-unwind" fn(*mut c_void, i32, *const c_char, usize) -> i32;
+                // SAFETY: the same calling convention. The host keeps the callback and its user data valid until it has removed them,
+                // which waits for the lock.
+                calling(|| unsafe {
+                    let callback = std::mem::transmute::<Plain, Unwinding>(to.callback);
+                    callback(to.user.0, level, text.as_ptr().cast(), text.len())
+                });
             }
         }
         LOGGING.set(false);
@@ -237,7 +247,7 @@ fn change_listeners<T>(change: impl FnOnce(&mut Vec<Arc<Listener>>) -> T) -> T {
 /// - `release`: called once with `user` when the callback has been removed and will not be called again, on any thread; not
 ///   called if this function fails. May be NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_log_add(
+pub unsafe extern "C-unwind" fn NVFP4_log_add(
     callback: NVFP4_LogCallback,
     user: *mut c_void,
     level: i32,
@@ -292,7 +302,7 @@ pub unsafe extern "C" fn NVFP4_log_add(
 /// again, and its user data has been released. Called from within a log callback it does not wait: other threads may still
 /// be running the callback, and `release` is called when they are done. #NVFP4_NOT_FOUND if no callback has this token.
 #[unsafe(no_mangle)]
-pub extern "C" fn NVFP4_log_remove(token: u64) -> NVFP4_Status {
+pub extern "C-unwind" fn NVFP4_log_remove(token: u64) -> NVFP4_Status {
     enter("NVFP4_log_remove", || {
         let removed = change_listeners(|all| {
             let at = all.iter().position(|to| to.number == token);
@@ -322,7 +332,7 @@ pub extern "C" fn NVFP4_log_remove(token: u64) -> NVFP4_Status {
 /// Sets how many CPU threads are used by later calls, and by objects created later, unless their own options say otherwise.
 /// From 0 to 1024; 0 takes the environment variable NVFP4_THREADS, or one thread per core. Results do not depend on it.
 #[unsafe(no_mangle)]
-pub extern "C" fn NVFP4_set_threads(threads: i32) -> NVFP4_Status {
+pub extern "C-unwind" fn NVFP4_set_threads(threads: i32) -> NVFP4_Status {
     enter("NVFP4_set_threads", || {
         let threads = thread_count(threads)?;
         shared::set_threads(threads);
@@ -344,7 +354,7 @@ pub(super) fn thread_count(threads: i32) -> Result<Option<usize>> {
 /// unavailable, memory, and the environment variables that are set. Opens each GPU for a moment. Later versions may add
 /// keys.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_diagnose(
+pub unsafe extern "C-unwind" fn NVFP4_diagnose(
     buffer: *mut c_char,
     capacity: usize,
     length: *mut usize,

@@ -262,7 +262,7 @@ fn compute_path(value: i32) -> Result<ComputePath> {
 
 /// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_WeightOptions).
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_weight_options_init(
+pub unsafe extern "C-unwind" fn NVFP4_weight_options_init(
     options: *mut NVFP4_WeightOptions,
     struct_size: u32,
 ) -> NVFP4_Status {
@@ -281,7 +281,7 @@ pub unsafe extern "C" fn NVFP4_weight_options_init(
 /// - "device": its name, as in NVFP4_diagnose().
 /// - "fallback_reason": why it is not the kernel of the format, if that was wanted but could not be chosen; else null.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_backend_select(
+pub unsafe extern "C-unwind" fn NVFP4_backend_select(
     format: i32,
     options: *const NVFP4_WeightOptions,
     buffer: *mut c_char,
@@ -310,7 +310,7 @@ pub unsafe extern "C" fn NVFP4_backend_select(
 /// released afterwards. The weight is on the CPU, or on the CUDA device whose memory the tensors are in. The parameters are
 /// those of NVFP4_tensor_dequantize(). NVFP4_weight_create_nvfp4() is the same with options.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_weight_create(
+pub unsafe extern "C-unwind" fn NVFP4_weight_create(
     codes: *const NVFP4_Tensor,
     scales: *const NVFP4_Tensor,
     global_scale: f32,
@@ -344,7 +344,7 @@ pub unsafe extern "C" fn NVFP4_weight_create(
 ///
 /// - `codes`, `scales`, `global_scale`: as NVFP4_tensor_dequantize() takes them.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_weight_create_nvfp4(
+pub unsafe extern "C-unwind" fn NVFP4_weight_create_nvfp4(
     codes: *const NVFP4_Tensor,
     scales: *const NVFP4_Tensor,
     global_scale: f32,
@@ -383,7 +383,7 @@ pub unsafe extern "C" fn NVFP4_weight_create_nvfp4(
 /// - `absmax`: of a floating type, one scale for each `block` values of the flattened weight.
 /// - `quant_map`: the 16 values of the codes; NULL takes the standard ones.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_weight_create_nf4(
+pub unsafe extern "C-unwind" fn NVFP4_weight_create_nf4(
     codes: *const NVFP4_Tensor,
     absmax: *const NVFP4_Tensor,
     quant_map: *const NVFP4_Tensor,
@@ -414,7 +414,7 @@ pub unsafe extern "C" fn NVFP4_weight_create_nf4(
 /// Prepares the dense weight `[N, K]` of a floating type for products, on the CPU or on the CUDA device whose memory it is in. K
 /// must be a multiple of 16.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_weight_create_dense(
+pub unsafe extern "C-unwind" fn NVFP4_weight_create_dense(
     weight: *const NVFP4_Tensor,
     out: *mut *mut NVFP4_Weight,
 ) -> NVFP4_Status {
@@ -444,7 +444,7 @@ pub unsafe extern "C" fn NVFP4_weight_create_dense(
 /// ("nvfp4", "f32", "f16" or "bf16") and "bytes" in memory. A weight of NVFP4_weight_create_dense() has format "dense",
 /// backend "dense-matmul" and no path. Later versions may add keys.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_weight_report(
+pub unsafe extern "C-unwind" fn NVFP4_weight_report(
     weight: *const NVFP4_Weight,
     buffer: *mut c_char,
     capacity: usize,
@@ -461,7 +461,7 @@ pub unsafe extern "C" fn NVFP4_weight_report(
 
 /// Adds a reference to a weight.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_weight_retain(weight: *mut NVFP4_Weight) -> NVFP4_Status {
+pub unsafe extern "C-unwind" fn NVFP4_weight_retain(weight: *mut NVFP4_Weight) -> NVFP4_Status {
     enter("NVFP4_weight_retain", || {
         handle::retain::<Weight>("weight", weight)
     })
@@ -469,7 +469,7 @@ pub unsafe extern "C" fn NVFP4_weight_retain(weight: *mut NVFP4_Weight) -> NVFP4
 
 /// Gives up a reference to a weight. After the last one the handle is stale.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_weight_release(weight: *mut NVFP4_Weight) -> NVFP4_Status {
+pub unsafe extern "C-unwind" fn NVFP4_weight_release(weight: *mut NVFP4_Weight) -> NVFP4_Status {
     enter_to_free("NVFP4_weight_release", || {
         handle::release::<Weight>("weight", weight)
     })
@@ -477,7 +477,7 @@ pub unsafe extern "C" fn NVFP4_weight_release(weight: *mut NVFP4_Weight) -> NVFP
 
 /// Writes a weight's N (output features), K (input features) and bytes in memory.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_weight_size(
+pub unsafe extern "C-unwind" fn NVFP4_weight_size(
     weight: *const NVFP4_Weight,
     n: *mut i64,
     k: *mut i64,
@@ -510,7 +510,7 @@ pub unsafe extern "C" fn NVFP4_weight_size(
 /// whatever other rows are in the call, and on any number of threads. On a GPU the same call on the same machine gives the
 /// same bits.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_linear(
+pub unsafe extern "C-unwind" fn NVFP4_linear(
     weight: *const NVFP4_Weight,
     input: *const NVFP4_Tensor,
     activations: i32,
@@ -547,7 +547,7 @@ pub unsafe extern "C" fn NVFP4_linear(
 /// that are NaN or negative fail a later call, see ASYNCHRONOUS ERRORS above. Codes and scales that are not contiguous, or
 /// not aligned to 16 and 4 bytes, are copied first.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_matmul(
+pub unsafe extern "C-unwind" fn NVFP4_matmul(
     a_codes: *const NVFP4_Tensor,
     a_scales: *const NVFP4_Tensor,
     a_global_scale: f32,

@@ -43,7 +43,7 @@ const _: () = assert!(Tag::ALL.len() == NVFP4_MEMORY_DEVICE_TENSOR as usize);
 /// Writes the bytes in use under `tag`, one of NVFP4_MEMORY_*: now, and the peak since the start or the last
 /// NVFP4_memory_reset_peak().
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_memory_stats(
+pub unsafe extern "C-unwind" fn NVFP4_memory_stats(
     tag: i32,
     current: *mut u64,
     peak: *mut u64,
@@ -91,7 +91,7 @@ pub unsafe extern "C" fn NVFP4_memory_stats(
 
 /// Sets all peaks to what is in use now.
 #[unsafe(no_mangle)]
-pub extern "C" fn NVFP4_memory_reset_peak() -> NVFP4_Status {
+pub extern "C-unwind" fn NVFP4_memory_reset_peak() -> NVFP4_Status {
     enter("NVFP4_memory_reset_peak", || {
         memory::reset_peak();
         Ok(())
@@ -101,7 +101,7 @@ pub extern "C" fn NVFP4_memory_reset_peak() -> NVFP4_Status {
 /// Sets the most bytes that all tags together may use, on the host and on GPUs; 0 removes the limit. An allocation that
 /// would exceed it fails with #NVFP4_OVER_BUDGET. Existing allocations stay.
 #[unsafe(no_mangle)]
-pub extern "C" fn NVFP4_memory_set_budget(bytes: u64) -> NVFP4_Status {
+pub extern "C-unwind" fn NVFP4_memory_set_budget(bytes: u64) -> NVFP4_Status {
     enter("NVFP4_memory_set_budget", || {
         memory::set_budget((bytes > 0).then_some(bytes));
         Ok(())
@@ -110,7 +110,7 @@ pub extern "C" fn NVFP4_memory_set_budget(bytes: u64) -> NVFP4_Status {
 
 /// Writes the limit set by NVFP4_memory_set_budget(), or 0 if there is none.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_memory_get_budget(bytes: *mut u64) -> NVFP4_Status {
+pub unsafe extern "C-unwind" fn NVFP4_memory_get_budget(bytes: *mut u64) -> NVFP4_Status {
     enter("NVFP4_memory_get_budget", || {
         // SAFETY: the pointer is as the header asks.
         unsafe { Out::new("bytes", bytes) }?.set(memory::budget().unwrap_or(0));
@@ -127,7 +127,7 @@ pub const NVFP4_MANAGED_REQUIRED: i32 = 2;
 
 /// Sets the process's policy on managed memory, one of NVFP4_MANAGED_*. It starts as #NVFP4_MANAGED_PREFERRED.
 #[unsafe(no_mangle)]
-pub extern "C" fn NVFP4_memory_set_managed_policy(policy: i32) -> NVFP4_Status {
+pub extern "C-unwind" fn NVFP4_memory_set_managed_policy(policy: i32) -> NVFP4_Status {
     enter("NVFP4_memory_set_managed_policy", || {
         transfer::set_managed_policy(choice(
             "policy",
@@ -148,7 +148,7 @@ pub extern "C" fn NVFP4_memory_set_managed_policy(policy: i32) -> NVFP4_Status {
 
 /// Writes the policy in force: the one that was set, or #NVFP4_MANAGED_DISABLED where TS_Q4_DISABLE_UM says so.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_memory_get_managed_policy(policy: *mut i32) -> NVFP4_Status {
+pub unsafe extern "C-unwind" fn NVFP4_memory_get_managed_policy(policy: *mut i32) -> NVFP4_Status {
     enter("NVFP4_memory_get_managed_policy", || {
         // SAFETY: the pointer is as the header asks.
         unsafe { Out::new("policy", policy) }?.set(match transfer::managed_policy() {
@@ -163,7 +163,7 @@ pub unsafe extern "C" fn NVFP4_memory_get_managed_policy(policy: *mut i32) -> NV
 /// Writes 1 if tensors can be in managed memory of the CUDA device `device_index`, else 0: there is no such device, it
 /// cannot share memory with the host while it works, or managed memory is disabled. NVFP4_diagnose() says which.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_memory_can_be_managed(
+pub unsafe extern "C-unwind" fn NVFP4_memory_can_be_managed(
     device_index: i32,
     can: *mut i32,
 ) -> NVFP4_Status {
@@ -181,7 +181,7 @@ pub unsafe extern "C" fn NVFP4_memory_can_be_managed(
 /// is 1 if it will be read far more often than written. The call fails if the policy requires managed memory and there is
 /// none.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_by_managed_policy(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_by_managed_policy(
     tensor: *const NVFP4_Tensor,
     device_index: i32,
     read_mostly: i32,

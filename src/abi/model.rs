@@ -142,7 +142,7 @@ unsafe impl Growing for NVFP4_ConvertOptions {
 
 /// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_LoadOptions).
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_load_options_init(
+pub unsafe extern "C-unwind" fn NVFP4_load_options_init(
     options: *mut NVFP4_LoadOptions,
     struct_size: u32,
 ) -> NVFP4_Status {
@@ -158,7 +158,7 @@ pub unsafe extern "C" fn NVFP4_load_options_init(
 /// - `options`: NULL for the defaults.
 /// - `quantize`: how to quantize dense weights to NVFP4 while loading; NULL keeps weights as they are stored.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_model_load(
+pub unsafe extern "C-unwind" fn NVFP4_model_load(
     path: *const c_char,
     path_length: usize,
     options: *const NVFP4_LoadOptions,
@@ -224,7 +224,7 @@ pub unsafe extern "C" fn NVFP4_model_load(
 
 /// Adds a reference to a model.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_model_retain(model: *mut NVFP4_Model) -> NVFP4_Status {
+pub unsafe extern "C-unwind" fn NVFP4_model_retain(model: *mut NVFP4_Model) -> NVFP4_Status {
     enter("NVFP4_model_retain", || {
         handle::retain::<Model>("model", model)
     })
@@ -232,7 +232,7 @@ pub unsafe extern "C" fn NVFP4_model_retain(model: *mut NVFP4_Model) -> NVFP4_St
 
 /// Gives up a reference to a model. After the last one the handle is stale; sessions keep the weights.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_model_release(model: *mut NVFP4_Model) -> NVFP4_Status {
+pub unsafe extern "C-unwind" fn NVFP4_model_release(model: *mut NVFP4_Model) -> NVFP4_Status {
     enter_to_free("NVFP4_model_release", || {
         handle::release::<Model>("model", model)
     })
@@ -242,7 +242,7 @@ pub unsafe extern "C" fn NVFP4_model_release(model: *mut NVFP4_Model) -> NVFP4_S
 /// #NVFP4_DEVICE_AUTO; else null), parameters (their number), weight_bytes, formats, sizes, kv_bytes_per_token,
 /// stop_tokens. Later versions may add keys.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_model_info(
+pub unsafe extern "C-unwind" fn NVFP4_model_info(
     model: *const NVFP4_Model,
     buffer: *mut c_char,
     capacity: usize,
@@ -260,7 +260,7 @@ pub unsafe extern "C" fn NVFP4_model_info(
 
 /// Writes the size of the vocabulary, which is the number of logits for a token.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_model_vocab_size(
+pub unsafe extern "C-unwind" fn NVFP4_model_vocab_size(
     model: *const NVFP4_Model,
     size: *mut usize,
 ) -> NVFP4_Status {
@@ -340,7 +340,7 @@ pub(super) fn counted<E: Copy + PartialEq + 'static, O: 'static>(
 /// one; a rendered chat has them already. Writes the number of tokens to `count`; see ARRAYS OUT above. Asking for the
 /// number first does not double the work: the tokens are kept for this thread's next call, if that has the same text.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_model_tokenize(
+pub unsafe extern "C-unwind" fn NVFP4_model_tokenize(
     model: *const NVFP4_Model,
     text: *const c_char,
     text_length: usize,
@@ -402,7 +402,7 @@ pub unsafe extern "C" fn NVFP4_model_tokenize_plain(
 /// text of a generation, which wait for whole characters. Asking for the length first does not double the work, as for
 /// NVFP4_model_tokenize().
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_model_detokenize(
+pub unsafe extern "C-unwind" fn NVFP4_model_detokenize(
     model: *const NVFP4_Model,
     tokens: *const i32,
     count: usize,
@@ -430,7 +430,7 @@ pub unsafe extern "C" fn NVFP4_model_detokenize(
 /// for the length first does not double the work, as for NVFP4_model_tokenize(). In this text, names of special tokens within
 /// messages look like the template's own: do not tokenize it if the messages are untrusted, but let a session run them.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_model_render_chat(
+pub unsafe extern "C-unwind" fn NVFP4_model_render_chat(
     model: *const NVFP4_Model,
     messages: *const NVFP4_Message,
     count: usize,
@@ -485,7 +485,7 @@ pub unsafe extern "C" fn NVFP4_model_render_chat(
 
 /// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_ConvertOptions).
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_convert_options_init(
+pub unsafe extern "C-unwind" fn NVFP4_convert_options_init(
     options: *mut NVFP4_ConvertOptions,
     struct_size: u32,
 ) -> NVFP4_Status {
@@ -507,7 +507,7 @@ pub unsafe extern "C" fn NVFP4_convert_options_init(
 /// - `quantize`: NULL for the defaults: two-level scales for ModelOpt, single-level scales for `.dat`, and the recipe amax.
 ///   The recipe sweep has a smaller error and takes two to three times as long.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_model_convert(
+pub unsafe extern "C-unwind" fn NVFP4_model_convert(
     source: *const c_char,
     source_length: usize,
     destination: *const c_char,

@@ -195,7 +195,7 @@ fn with<T>(
 
 /// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_OptimizerOptions).
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_optimizer_options_init(
+pub unsafe extern "C-unwind" fn NVFP4_optimizer_options_init(
     options: *mut NVFP4_OptimizerOptions,
     struct_size: u32,
 ) -> NVFP4_Status {
@@ -207,7 +207,7 @@ pub unsafe extern "C" fn NVFP4_optimizer_options_init(
 
 /// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_StepOptions).
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_step_options_init(
+pub unsafe extern "C-unwind" fn NVFP4_step_options_init(
     options: *mut NVFP4_StepOptions,
     struct_size: u32,
 ) -> NVFP4_Status {
@@ -223,7 +223,7 @@ pub unsafe extern "C" fn NVFP4_step_options_init(
 /// - `weight`: a floating tensor, of this library or of libtorch. The state is where it is.
 /// - `options`: NULL for the defaults.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_optimizer_create(
+pub unsafe extern "C-unwind" fn NVFP4_optimizer_create(
     weight: *mut c_void,
     options: *const NVFP4_OptimizerOptions,
     out: *mut *mut NVFP4_OptimizerState,
@@ -248,7 +248,7 @@ pub unsafe extern "C" fn NVFP4_optimizer_create(
 /// - `device_type`, `device_index`: one of NVFP4_DEVICE_*, and its number.
 /// - `libtorch`: 1 if its results are to be tensors of libtorch, 0 if of this library.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_optimizer_restore(
+pub unsafe extern "C-unwind" fn NVFP4_optimizer_restore(
     bytes: *const u8,
     length: usize,
     device_type: i32,
@@ -270,7 +270,9 @@ pub unsafe extern "C" fn NVFP4_optimizer_restore(
 
 /// Adds a reference to an optimizer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_optimizer_retain(state: *mut NVFP4_OptimizerState) -> NVFP4_Status {
+pub unsafe extern "C-unwind" fn NVFP4_optimizer_retain(
+    state: *mut NVFP4_OptimizerState,
+) -> NVFP4_Status {
     enter("NVFP4_optimizer_retain", || {
         handle::retain::<Optimizer>("state", state)
     })
@@ -278,7 +280,9 @@ pub unsafe extern "C" fn NVFP4_optimizer_retain(state: *mut NVFP4_OptimizerState
 
 /// Gives up a reference to an optimizer. After the last one the handle is stale.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_optimizer_release(state: *mut NVFP4_OptimizerState) -> NVFP4_Status {
+pub unsafe extern "C-unwind" fn NVFP4_optimizer_release(
+    state: *mut NVFP4_OptimizerState,
+) -> NVFP4_Status {
     enter_to_free("NVFP4_optimizer_release", || {
         handle::release::<Optimizer>("state", state)
     })
@@ -292,7 +296,7 @@ pub unsafe extern "C" fn NVFP4_optimizer_release(state: *mut NVFP4_OptimizerStat
 /// - `changed`, `changed_delivered`: the number of weights that changed as they are stored, and as they are delivered; each
 ///   may be NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_optimizer_step(
+pub unsafe extern "C-unwind" fn NVFP4_optimizer_step(
     state: *mut NVFP4_OptimizerState,
     gradient: *mut c_void,
     options: *const NVFP4_StepOptions,
@@ -323,7 +327,7 @@ pub unsafe extern "C" fn NVFP4_optimizer_step(
 
 /// Writes the number of steps made, and the bytes held; each may be NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_optimizer_size(
+pub unsafe extern "C-unwind" fn NVFP4_optimizer_size(
     state: *const NVFP4_OptimizerState,
     steps: *mut u64,
     bytes: *mut u64,
@@ -347,7 +351,7 @@ pub unsafe extern "C" fn NVFP4_optimizer_size(
 ///
 /// - `delivered`: 1 for the NVFP4 codes alone, 0 for all that is stored.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_optimizer_weight(
+pub unsafe extern "C-unwind" fn NVFP4_optimizer_weight(
     state: *mut NVFP4_OptimizerState,
     delivered: i32,
     dtype: i32,
@@ -375,7 +379,7 @@ pub unsafe extern "C" fn NVFP4_optimizer_weight(
 /// - `scales`: float8_e4m3fn `[.., K / 16]`.
 /// - `global_scale`: the global scale.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_optimizer_delivered(
+pub unsafe extern "C-unwind" fn NVFP4_optimizer_delivered(
     state: *mut NVFP4_OptimizerState,
     codes: *mut *mut NVFP4_Tensor,
     scales: *mut *mut NVFP4_Tensor,
@@ -401,7 +405,7 @@ pub unsafe extern "C" fn NVFP4_optimizer_delivered(
 /// Copies everything that steps go on from, for NVFP4_optimizer_restore(). Writes the number of bytes to `length`; see
 /// ARRAYS OUT above.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_optimizer_save(
+pub unsafe extern "C-unwind" fn NVFP4_optimizer_save(
     state: *mut NVFP4_OptimizerState,
     buffer: *mut u8,
     capacity: usize,
@@ -417,7 +421,7 @@ pub unsafe extern "C" fn NVFP4_optimizer_save(
 /// Writes a seed for #NVFP4_ROUNDING_STOCHASTIC from three numbers, so that every tensor and step rounds with random bits of
 /// its own, and each element by its index: put it into NVFP4_QuantizeOptions.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_rounding_seed(
+pub unsafe extern "C-unwind" fn NVFP4_rounding_seed(
     seed: u64,
     tensor: u64,
     step: u64,
@@ -433,7 +437,7 @@ pub unsafe extern "C" fn NVFP4_rounding_seed(
 /// Multiplies `x` `[.., K]` by a weight `[N, K]`, transposed, whose values are rounded to 4 bits as by NVFP4_ste_weight():
 /// `[.., N]` in the type of `x`. Sums are in float32.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_ste_linear(
+pub unsafe extern "C-unwind" fn NVFP4_ste_linear(
     x: *mut c_void,
     weight: *mut c_void,
     out: *mut *mut c_void,
@@ -460,7 +464,7 @@ pub unsafe extern "C" fn NVFP4_ste_linear(
 /// - `dx`: the gradient of `x`, in its shape and type; NULL if it is not wanted.
 /// - `dweight`: the gradient of `weight`, in its shape and type; NULL if it is not wanted.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_ste_linear_backward(
+pub unsafe extern "C-unwind" fn NVFP4_ste_linear_backward(
     x: *mut c_void,
     weight: *mut c_void,
     gradient: *mut c_void,

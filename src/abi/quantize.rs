@@ -210,7 +210,7 @@ pub(super) fn nf4_parts(
 
 /// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_QuantizeOptions).
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_quantize_options_init(
+pub unsafe extern "C-unwind" fn NVFP4_quantize_options_init(
     options: *mut NVFP4_QuantizeOptions,
     struct_size: u32,
 ) -> NVFP4_Status {
@@ -233,7 +233,7 @@ pub unsafe extern "C" fn NVFP4_quantize_options_init(
 /// the global scale, and fails itself if a value is not finite. With a single level it does not wait, and a later call
 /// fails: see ASYNCHRONOUS ERRORS above.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_quantize(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_quantize(
     input: *const NVFP4_Tensor,
     options: *const NVFP4_QuantizeOptions,
     codes: *mut *mut NVFP4_Tensor,
@@ -272,7 +272,7 @@ pub unsafe extern "C" fn NVFP4_tensor_quantize(
 ///   is NaN or negative is an error.
 /// - `global_scale`: finite and not negative.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_dequantize(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_dequantize(
     codes: *const NVFP4_Tensor,
     scales: *const NVFP4_Tensor,
     global_scale: f32,
@@ -304,7 +304,7 @@ pub unsafe extern "C" fn NVFP4_tensor_dequantize(
 /// - `codes`: uint8 `[ceil(n / 2)]`.
 /// - `absmax`: float32 `[ceil(n / block)]`, the largest magnitude of each block.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_quantize_nf4(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_quantize_nf4(
     input: *const NVFP4_Tensor,
     block: i64,
     codes: *mut *mut NVFP4_Tensor,
@@ -324,7 +324,7 @@ pub unsafe extern "C" fn NVFP4_tensor_quantize_nf4(
 /// Expands NF4, in host memory, to a tensor of the given shape and floating type. `codes` and `absmax` are as
 /// NVFP4_tensor_quantize_nf4() gives them. `quant_map` holds the 16 values of the codes; NULL takes the standard ones.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_dequantize_nf4(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_dequantize_nf4(
     codes: *const NVFP4_Tensor,
     absmax: *const NVFP4_Tensor,
     quant_map: *const NVFP4_Tensor,
@@ -346,7 +346,7 @@ pub unsafe extern "C" fn NVFP4_tensor_dequantize_nf4(
 
 /// Reorders row-major block scales `[rows, K / 16]` to #NVFP4_SCALES_SWIZZLED.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_scales_swizzle(
+pub unsafe extern "C-unwind" fn NVFP4_scales_swizzle(
     scales: *const NVFP4_Tensor,
     out: *mut *mut NVFP4_Tensor,
 ) -> NVFP4_Status {
@@ -361,7 +361,7 @@ pub unsafe extern "C" fn NVFP4_scales_swizzle(
 
 /// Reorders swizzled block scales to row-major `[rows, k_blocks]`, where k_blocks is K / 16.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_scales_unswizzle(
+pub unsafe extern "C-unwind" fn NVFP4_scales_unswizzle(
     scales: *const NVFP4_Tensor,
     rows: i64,
     k_blocks: i64,
@@ -383,7 +383,7 @@ pub unsafe extern "C" fn NVFP4_scales_unswizzle(
 /// Quantizes a weight `[.., K]` for training in 4 bits, with block scales alone: NVFP4_quantize() with a status. `qdata`
 /// and `scale` are described there.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_quantize_packed(
+pub unsafe extern "C-unwind" fn NVFP4_quantize_packed(
     weight: *const NVFP4_Tensor,
     qdata: *mut *mut NVFP4_Tensor,
     scale: *mut *mut NVFP4_Tensor,
@@ -402,7 +402,7 @@ pub unsafe extern "C" fn NVFP4_quantize_packed(
 
 /// Expands the result of NVFP4_quantize_packed() to `[.., K]` of the floating type `dtype`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_dequantize_packed(
+pub unsafe extern "C-unwind" fn NVFP4_dequantize_packed(
     qdata: *const NVFP4_Tensor,
     scale: *const NVFP4_Tensor,
     dtype: i32,
@@ -429,7 +429,7 @@ pub unsafe extern "C" fn NVFP4_dequantize_packed(
 ///   and waits, and later calls give a handle of the same tensor, which must not be written. They are kept as long as the
 ///   weight's memory lives, or until NVFP4_ste_clear().
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_ste_weight(
+pub unsafe extern "C-unwind" fn NVFP4_ste_weight(
     weight: *const NVFP4_Tensor,
     keep: i32,
     out: *mut *mut NVFP4_Tensor,
@@ -451,7 +451,7 @@ pub unsafe extern "C" fn NVFP4_ste_weight(
 /// Drops the values that NVFP4_ste_weight() has cached: call it when weights have changed. NVFP4_empty_cache() drops those
 /// of weights that no longer exist.
 #[unsafe(no_mangle)]
-pub extern "C" fn NVFP4_ste_clear() -> NVFP4_Status {
+pub extern "C-unwind" fn NVFP4_ste_clear() -> NVFP4_Status {
     enter("NVFP4_ste_clear", || {
         shared::EVAL_WEIGHTS.clear();
         Ok(())

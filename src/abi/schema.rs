@@ -188,7 +188,7 @@ fn report(schema: &Schema) -> Value {
 ///   as those of one layer; NULL and 0 for all.
 /// - `result`: the caller sets its struct_size. A set without 4-bit weights has the format #NVFP4_FORMAT_NONE.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_schema_detect(
+pub unsafe extern "C-unwind" fn NVFP4_schema_detect(
     tensors: *const NVFP4_NamedTensor,
     count: usize,
     tensor_size: usize,
@@ -220,7 +220,7 @@ pub unsafe extern "C" fn NVFP4_schema_detect(
 /// "extra" keys of its module, "out_features", "in_features", "block" (null if the shapes do not determine it) and
 /// "faults". The parameters are those of NVFP4_schema_detect(). Later versions may add keys.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_schema_report(
+pub unsafe extern "C-unwind" fn NVFP4_schema_report(
     tensors: *const NVFP4_NamedTensor,
     count: usize,
     tensor_size: usize,
@@ -243,7 +243,7 @@ pub unsafe extern "C" fn NVFP4_schema_report(
 /// message lists all problems, missing tensors first. #NVFP4_NOT_FOUND if there is no 4-bit weight, #NVFP4_INVALID_ARGUMENT
 /// if one has a problem. The parameters are those of NVFP4_schema_detect().
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_schema_validate(
+pub unsafe extern "C-unwind" fn NVFP4_schema_validate(
     tensors: *const NVFP4_NamedTensor,
     count: usize,
     tensor_size: usize,

@@ -14,8 +14,8 @@ use super::arguments::{
     self, Growing, Out, User, choice, copy_items, copy_text, count, fill, flag, options, reserved,
     results, slice, text,
 };
-use super::call::{Cancellation, NVFP4_CallOptions, watched};
-use super::guard::{answer, enter, enter_to_free, note};
+use super::call::{Cancellation, NVFP4_CallOptions, watched, watched_throughout};
+use super::guard::{answer, calling, enter, enter_to_free, note};
 use super::handle::{self, Exclusive, Object, Snapshots};
 use super::model::{NVFP4_Model, token_out, tokens_in, tokens_out};
 use super::status::{NVFP4_OK, NVFP4_Status};
@@ -314,7 +314,8 @@ pub const NVFP4_FINISH_STOP_STRING: i32 = 1;
 pub const NVFP4_FINISH_LENGTH: i32 = 2;
 /// The context is full.
 pub const NVFP4_FINISH_CONTEXT: i32 = 3;
-/// A callback, a cancel handle or a cancel flag ended it. The tokens generated until then are kept.
+/// A callback, a cancel handle or a cancel flag ended it. The tokens generated until then are kept. If there are none, the
+/// session is as it was before the call.
 pub const NVFP4_FINISH_CANCELLED: i32 = 4;
 
 /// The result of a generation. Set `struct_size` before the call.
@@ -514,7 +515,7 @@ pub(super) fn look<T>(
 
 /// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_SessionOptions).
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_options_init(
+pub unsafe extern "C-unwind" fn NVFP4_session_options_init(
     options: *mut NVFP4_SessionOptions,
     struct_size: u32,
 ) -> NVFP4_Status {
@@ -526,7 +527,7 @@ pub unsafe extern "C" fn NVFP4_session_options_init(
 
 /// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_GenerateOptions).
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_generate_options_init(
+pub unsafe extern "C-unwind" fn NVFP4_generate_options_init(
     options: *mut NVFP4_GenerateOptions,
     struct_size: u32,
 ) -> NVFP4_Status {
@@ -538,7 +539,7 @@ pub unsafe extern "C" fn NVFP4_generate_options_init(
 
 /// Creates an empty session of a model. `options`: NULL for the defaults.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_create(
+pub unsafe extern "C-unwind" fn NVFP4_session_create(
     model: *const NVFP4_Model,
     options: *const NVFP4_SessionOptions,
     out: *mut *mut NVFP4_Session,
@@ -554,7 +555,7 @@ pub unsafe extern "C" fn NVFP4_session_create(
 
 /// Adds a reference to a session.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_retain(session: *mut NVFP4_Session) -> NVFP4_Status {
+pub unsafe extern "C-unwind" fn NVFP4_session_retain(session: *mut NVFP4_Session) -> NVFP4_Status {
     enter("NVFP4_session_retain", || {
         handle::retain::<Session>("session", session)
     })
@@ -563,7 +564,7 @@ pub unsafe extern "C" fn NVFP4_session_retain(session: *mut NVFP4_Session) -> NV
 /// Gives up a reference to a session. After the last one the handle is stale; a call that is using the session is not
 /// disturbed.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_release(session: *mut NVFP4_Session) -> NVFP4_Status {
+pub unsafe extern "C-unwind" fn NVFP4_session_release(session: *mut NVFP4_Session) -> NVFP4_Status {
     enter_to_free("NVFP4_session_release", || {
         handle::release::<Session>("session", session)
     })
@@ -573,7 +574,7 @@ pub unsafe extern "C" fn NVFP4_session_release(session: *mut NVFP4_Session) -> N
 ///
 /// - `call`: cancels the call and reports the tokens run; may be NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_prefill(
+pub unsafe extern "C-unwind" fn NVFP4_session_prefill(
     session: *mut NVFP4_Session,
     tokens: *const i32,
     count: usize,
@@ -590,7 +591,7 @@ pub unsafe extern "C" fn NVFP4_session_prefill(
 
 /// Appends tokens and runs them one after the other, which is slower: for comparison. See REPRODUCIBILITY above.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_prefill_token_by_token(
+pub unsafe extern "C-unwind" fn NVFP4_session_prefill_token_by_token(
     session: *mut NVFP4_Session,
     tokens: *const i32,
     count: usize,
@@ -612,7 +613,7 @@ pub unsafe extern "C" fn NVFP4_session_prefill_token_by_token(
 ///
 /// - `call`: as for NVFP4_session_prefill().
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_decode(
+pub unsafe extern "C-unwind" fn NVFP4_session_decode(
     session: *mut NVFP4_Session,
     token: i32,
     call: *const NVFP4_CallOptions,
@@ -629,7 +630,7 @@ pub unsafe extern "C" fn NVFP4_session_decode(
 ///
 /// - `call`: as for NVFP4_session_prefill().
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_logits(
+pub unsafe extern "C-unwind" fn NVFP4_session_logits(
     session: *mut NVFP4_Session,
     logits: *mut f32,
     capacity: usize,
@@ -649,7 +650,7 @@ pub unsafe extern "C" fn NVFP4_session_logits(
 /// Chooses the next token as NVFP4_session_generate() would, without appending it. `options`: NULL for the argmax; options
 /// on stops and lengths are ignored.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_sample(
+pub unsafe extern "C-unwind" fn NVFP4_session_sample(
     session: *mut NVFP4_Session,
     options: *const NVFP4_GenerateOptions,
     token: *mut i32,
@@ -672,7 +673,7 @@ pub unsafe extern "C" fn NVFP4_session_sample(
 /// penalty that the model recommends in `generation_config.json` or in a GGUF file's metadata. What it does not recommend
 /// has the default; with no recommendation at all that is the argmax. The model's own stop tokens need no option.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_model_generate_options(
+pub unsafe extern "C-unwind" fn NVFP4_model_generate_options(
     model: *const NVFP4_Model,
     options: *mut NVFP4_GenerateOptions,
     struct_size: u32,
@@ -715,11 +716,15 @@ pub(super) unsafe fn generate(
     let options = unsafe { options.read() }?;
     let user = User(user);
     let mut failed = Ok(());
+    type Plain = unsafe extern "C" fn(*mut c_void, *const NVFP4_TokenEvent) -> i32;
+    type Unwinding = unsafe extern "C-unwind" fn(*mut c_void, *const NVFP4_TokenEvent) -> i32;
+    // SAFETY: the same calling convention.
+    let callback = callback.map(|c| unsafe { std::mem::transmute::<Plain, Unwinding>(c) });
     let mut on_piece = |piece: Piece<'_>| match (callback, event_of(piece)) {
         (None, _) => ControlFlow::Continue(()),
         (Some(callback), Ok(event)) => {
             // SAFETY: the host's callback, called on its thread while its call runs.
-            call::outside(|| answer(unsafe { callback(user.0, &event) }))
+            call::outside(|| answer(calling(|| unsafe { callback(user.0, &event) })))
         }
         (_, Err(e)) => {
             failed = Err(e);
@@ -734,8 +739,10 @@ pub(super) unsafe fn generate(
         state.tool_calls = Value::from_iter(calls).to_string();
         Ok(generation)
     };
+    let object = handle::get::<Session>("session", session)?;
+    let mut state = object.state.take_long("session")?;
     // SAFETY: as above.
-    let generation = unsafe { with_long(session, call, generate) }?;
+    let generation = unsafe { watched_throughout(call, || generate(&mut state)) }?;
     failed?;
     if let Some(result) = result {
         result(NVFP4_GenerationResult::of(&generation));
@@ -744,13 +751,13 @@ pub(super) unsafe fn generate(
 }
 
 /// Generates tokens after those in the session, which must not be empty: prefill a prompt first. A cancelled generation
-/// does not fail, and keeps what it has: see #NVFP4_FINISH_CANCELLED.
+/// does not fail, whenever it is cancelled: it returns #NVFP4_OK with #NVFP4_FINISH_CANCELLED and keeps the tokens it has.
 ///
 /// - `options`: NULL for the defaults.
 /// - `callback`, `user`: receives the tokens and text; may be NULL. NVFP4_session_text() gives the text afterwards.
 /// - `result`: how it ended, counts and times; may be NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_generate(
+pub unsafe extern "C-unwind" fn NVFP4_session_generate(
     session: *mut NVFP4_Session,
     options: *const NVFP4_GenerateOptions,
     callback: NVFP4_TokenCallback,
@@ -793,7 +800,7 @@ pub(super) unsafe fn copy_last(
 /// incomplete character at its end is left out: if the next generation completes it, that text begins with it. For the
 /// buffer see TEXT above.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_text(
+pub unsafe extern "C-unwind" fn NVFP4_session_text(
     session: *mut NVFP4_Session,
     buffer: *mut c_char,
     capacity: usize,
@@ -807,7 +814,7 @@ pub unsafe extern "C" fn NVFP4_session_text(
 
 /// Writes the number of tokens in the session; during a call, the number from before it.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_length(
+pub unsafe extern "C-unwind" fn NVFP4_session_length(
     session: *const NVFP4_Session,
     length: *mut usize,
 ) -> NVFP4_Status {
@@ -821,7 +828,7 @@ pub unsafe extern "C" fn NVFP4_session_length(
 
 /// Writes the most tokens that the session can hold.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_context(
+pub unsafe extern "C-unwind" fn NVFP4_session_context(
     session: *const NVFP4_Session,
     context: *mut usize,
 ) -> NVFP4_Status {
@@ -836,7 +843,7 @@ pub unsafe extern "C" fn NVFP4_session_context(
 /// Writes the bytes of the session's KV cache, including those it shares with forks; during a call, the bytes from before
 /// it.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_memory(
+pub unsafe extern "C-unwind" fn NVFP4_session_memory(
     session: *const NVFP4_Session,
     bytes: *mut u64,
 ) -> NVFP4_Status {
@@ -854,7 +861,7 @@ pub unsafe extern "C" fn NVFP4_session_memory(
 
 /// Copies the tokens in the session. Writes their number to `count`; see ARRAYS OUT above.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_tokens(
+pub unsafe extern "C-unwind" fn NVFP4_session_tokens(
     session: *mut NVFP4_Session,
     tokens: *mut i32,
     capacity: usize,
@@ -873,7 +880,7 @@ pub unsafe extern "C" fn NVFP4_session_tokens(
 /// that answer, otherwise with the last whole answer before it. Draws continue from position `length`. With `length` 0 it
 /// is NVFP4_session_reset().
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_truncate(
+pub unsafe extern "C-unwind" fn NVFP4_session_truncate(
     session: *mut NVFP4_Session,
     length: usize,
 ) -> NVFP4_Status {
@@ -884,7 +891,7 @@ pub unsafe extern "C" fn NVFP4_session_truncate(
 
 /// Drops all tokens and the conversation. The options stay.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_reset(session: *mut NVFP4_Session) -> NVFP4_Status {
+pub unsafe extern "C-unwind" fn NVFP4_session_reset(session: *mut NVFP4_Session) -> NVFP4_Status {
     enter("NVFP4_session_reset", || {
         with(session, |state| state.session.reset())
     })
@@ -892,7 +899,7 @@ pub unsafe extern "C" fn NVFP4_session_reset(session: *mut NVFP4_Session) -> NVF
 
 /// Creates a second session in the same state. The two share the memory of their KV caches as far as neither writes to it.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_fork(
+pub unsafe extern "C-unwind" fn NVFP4_session_fork(
     session: *mut NVFP4_Session,
     out: *mut *mut NVFP4_Session,
 ) -> NVFP4_Status {
@@ -911,7 +918,7 @@ pub unsafe extern "C" fn NVFP4_session_fork(
 ///
 /// - `call`: cancels the call and reports the bytes written; may be NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_save(
+pub unsafe extern "C-unwind" fn NVFP4_session_save(
     session: *mut NVFP4_Session,
     path: *const c_char,
     path_length: usize,
@@ -931,7 +938,7 @@ pub unsafe extern "C" fn NVFP4_session_save(
 ///
 /// - `call`: cancels the call and reports the bytes read; may be NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_restore(
+pub unsafe extern "C-unwind" fn NVFP4_session_restore(
     model: *const NVFP4_Model,
     path: *const c_char,
     path_length: usize,
@@ -968,7 +975,7 @@ pub unsafe extern "C" fn NVFP4_session_restore(
 ///   returns #NVFP4_OK, with the message of the first such session in NVFP4_last_error(). The sessions that were run get
 ///   the status of the call.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_step(
+pub unsafe extern "C-unwind" fn NVFP4_session_step(
     sessions: *const *mut NVFP4_Session,
     tokens: *const i32,
     count: usize,
@@ -1000,7 +1007,7 @@ pub unsafe extern "C" fn NVFP4_session_step(
 /// - `call`, `statuses`: as for NVFP4_session_step().
 /// - `next`: `count` tokens, unchanged for sessions that were not run. May be the same array as `tokens`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_session_step_sample(
+pub unsafe extern "C-unwind" fn NVFP4_session_step_sample(
     sessions: *const *mut NVFP4_Session,
     tokens: *const i32,
     count: usize,

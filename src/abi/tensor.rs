@@ -142,7 +142,7 @@ fn release(deleter: NVFP4_Deleter, data: *mut c_void, user: *mut c_void) -> Opti
 ///   called if this function fails.
 /// - `out`: the tensor, one reference for the caller.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_from_host(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_from_host(
     data: *mut c_void,
     shape: *const i64,
     rank: i32,
@@ -167,7 +167,7 @@ pub unsafe extern "C" fn NVFP4_tensor_from_host(
 /// The same over memory that must not be written: the tensor and its views are read-only, which NVFP4_tensor_is_read_only()
 /// and NVFP4_tensor_to_dlpack_versioned() report.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_from_host_read_only(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_from_host_read_only(
     data: *const c_void,
     shape: *const i64,
     rank: i32,
@@ -209,7 +209,7 @@ unsafe fn from_host(
 /// library's work with the memory may still be running, but comes before anything that is enqueued on the legacy default
 /// stream from then on.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_from_device(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_from_device(
     data: *mut c_void,
     shape: *const i64,
     rank: i32,
@@ -251,7 +251,7 @@ unsafe fn read_shape(shape: *const i64, rank: i32, strides: *const i64) -> Resul
 /// Makes a contiguous tensor of zeros in the library's own memory, aligned to at least 64 bytes: on the host
 /// (#NVFP4_DEVICE_CPU and 0) or on a CUDA device (#NVFP4_DEVICE_CUDA and its number).
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_empty(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_empty(
     shape: *const i64,
     rank: i32,
     dtype: i32,
@@ -274,7 +274,7 @@ pub unsafe extern "C" fn NVFP4_tensor_empty(
 
 /// Copies a tensor, wherever it is, to host memory or to the memory of a CUDA device, as a contiguous row-major tensor.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_copy_to_device(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_copy_to_device(
     tensor: *const NVFP4_Tensor,
     device_type: i32,
     device_index: i32,
@@ -294,7 +294,10 @@ pub unsafe extern "C" fn NVFP4_tensor_copy_to_device(
 /// ASYNCHRONOUS ERRORS above. After #NVFP4_OK the results of all earlier calls are valid. On the host (#NVFP4_DEVICE_CPU
 /// and 0) there is never anything to wait for.
 #[unsafe(no_mangle)]
-pub extern "C" fn NVFP4_device_synchronize(device_type: i32, device_index: i32) -> NVFP4_Status {
+pub extern "C-unwind" fn NVFP4_device_synchronize(
+    device_type: i32,
+    device_index: i32,
+) -> NVFP4_Status {
     enter("NVFP4_device_synchronize", || {
         match device_number(device_type, device_index)? {
             None => Ok(()),
@@ -307,7 +310,7 @@ pub extern "C" fn NVFP4_device_synchronize(device_type: i32, device_index: i32) 
 /// elements from the first one of `tensor`; `strides`, in elements, may be NULL for contiguous row-major. A view that would
 /// exceed the tensor's memory is #NVFP4_INVALID_ARGUMENT.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_view(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_view(
     tensor: *const NVFP4_Tensor,
     shape: *const i64,
     rank: i32,
@@ -329,7 +332,7 @@ pub unsafe extern "C" fn NVFP4_tensor_view(
 
 /// Adds a reference to a tensor.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_retain(tensor: *mut NVFP4_Tensor) -> NVFP4_Status {
+pub unsafe extern "C-unwind" fn NVFP4_tensor_retain(tensor: *mut NVFP4_Tensor) -> NVFP4_Status {
     enter("NVFP4_tensor_retain", || {
         handle::retain::<Tensor>("tensor", tensor)
     })
@@ -337,7 +340,7 @@ pub unsafe extern "C" fn NVFP4_tensor_retain(tensor: *mut NVFP4_Tensor) -> NVFP4
 
 /// Gives up a reference to a tensor. After the last one the handle is stale.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_release(tensor: *mut NVFP4_Tensor) -> NVFP4_Status {
+pub unsafe extern "C-unwind" fn NVFP4_tensor_release(tensor: *mut NVFP4_Tensor) -> NVFP4_Status {
     enter_to_free("NVFP4_tensor_release", || {
         handle::release::<Tensor>("tensor", tensor)
     })
@@ -345,7 +348,7 @@ pub unsafe extern "C" fn NVFP4_tensor_release(tensor: *mut NVFP4_Tensor) -> NVFP
 
 /// Writes the element type, one of NVFP4_DTYPE_*.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_dtype(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_dtype(
     tensor: *const NVFP4_Tensor,
     dtype: *mut i32,
 ) -> NVFP4_Status {
@@ -360,7 +363,7 @@ pub unsafe extern "C" fn NVFP4_tensor_dtype(
 /// Writes where the memory is: one of NVFP4_DEVICE_*, and the number of the device of that type. Managed memory belongs to
 /// the CUDA device that works with it; NVFP4_is_managed_tensor() recognises it.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_device(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_device(
     tensor: *const NVFP4_Tensor,
     device_type: *mut i32,
     device_index: *mut i32,
@@ -391,7 +394,7 @@ fn as_i64(values: &[usize]) -> Vec<i64> {
 
 /// Copies the sizes, outermost first. Writes the number of dimensions to `rank`; see ARRAYS OUT above.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_shape(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_shape(
     tensor: *const NVFP4_Tensor,
     shape: *mut i64,
     capacity: usize,
@@ -406,7 +409,7 @@ pub unsafe extern "C" fn NVFP4_tensor_shape(
 
 /// Copies the strides in elements. Writes the number of dimensions to `rank`; see ARRAYS OUT above.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_strides(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_strides(
     tensor: *const NVFP4_Tensor,
     strides: *mut i64,
     capacity: usize,
@@ -423,7 +426,7 @@ pub unsafe extern "C" fn NVFP4_tensor_strides(
 /// a reference to the tensor. Do not write through it while a call uses the tensor, nor ever if the tensor is read-only.
 /// Not to be used if the tensor has no elements.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_data(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_data(
     tensor: *const NVFP4_Tensor,
     data: *mut *mut c_void,
 ) -> NVFP4_Status {
@@ -438,7 +441,7 @@ pub unsafe extern "C" fn NVFP4_tensor_data(
 /// Writes 1 to `read_only` if the memory must not be written, as its lender has said, else 0. The library itself never
 /// writes to a tensor that it is given; results are new tensors.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_is_read_only(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_is_read_only(
     tensor: *const NVFP4_Tensor,
     read_only: *mut i32,
 ) -> NVFP4_Status {
@@ -456,7 +459,7 @@ pub unsafe extern "C" fn NVFP4_tensor_is_read_only(
 
 /// Writes the bytes that the elements take without gaps between them, which NVFP4_tensor_copy_to_host() copies.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_bytes(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_bytes(
     tensor: *const NVFP4_Tensor,
     bytes: *mut u64,
 ) -> NVFP4_Status {
@@ -472,7 +475,7 @@ pub unsafe extern "C" fn NVFP4_tensor_bytes(
 /// exactly what NVFP4_tensor_bytes() gives. From a GPU the call waits for the copy; if it then fails because of an earlier
 /// call (see ASYNCHRONOUS ERRORS above), `destination` has been written.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_copy_to_host(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_copy_to_host(
     tensor: *const NVFP4_Tensor,
     destination: *mut c_void,
     bytes: usize,
@@ -489,7 +492,7 @@ pub unsafe extern "C" fn NVFP4_tensor_copy_to_host(
 /// row-major, as NVFP4_tensor_copy_to_host() does. `elements` must be exactly the tensor's number of elements. Packed 4-bit
 /// codes cannot be converted: use NVFP4_tensor_dequantize().
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_copy_as_float(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_copy_as_float(
     tensor: *const NVFP4_Tensor,
     destination: *mut f32,
     elements: usize,
@@ -513,7 +516,7 @@ pub unsafe extern "C" fn NVFP4_tensor_copy_as_float(
 /// without a copy. Its deleter is called when the library no longer uses the memory, on any thread. If this function fails,
 /// the DLPack tensor stays the caller's.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_from_dlpack(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_from_dlpack(
     managed: *mut DLManagedTensor,
     out: *mut *mut NVFP4_Tensor,
 ) -> NVFP4_Status {
@@ -527,7 +530,7 @@ pub unsafe extern "C" fn NVFP4_tensor_from_dlpack(
 /// read-only: see NVFP4_tensor_is_read_only(). #NVFP4_UNSUPPORTED for a major version other than 1 (nothing but the version
 /// is read then), for padded elements of fewer than 8 bits, and for flags that this library does not know.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_from_dlpack_versioned(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_from_dlpack_versioned(
     managed: *mut DLManagedTensorVersioned,
     out: *mut *mut NVFP4_Tensor,
 ) -> NVFP4_Status {
@@ -552,7 +555,7 @@ unsafe fn from_dlpack<M: Managed>(managed: *mut M, out: *mut *mut NVFP4_Tensor) 
 /// memory alive until its consumer calls its deleter, which may be after the release of `tensor`. A read-only tensor is
 /// #NVFP4_UNSUPPORTED, because this form of DLPack has no read-only flag.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_to_dlpack(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_to_dlpack(
     tensor: *const NVFP4_Tensor,
     out: *mut *mut DLManagedTensor,
 ) -> NVFP4_Status {
@@ -565,7 +568,7 @@ pub unsafe extern "C" fn NVFP4_tensor_to_dlpack(
 /// The same in the versioned form, with the read-only flag if the tensor is read-only. The version is 1.0, or 1.1 for
 /// float8 and float4, which 1.1 introduced.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_tensor_to_dlpack_versioned(
+pub unsafe extern "C-unwind" fn NVFP4_tensor_to_dlpack_versioned(
     tensor: *const NVFP4_Tensor,
     out: *mut *mut DLManagedTensorVersioned,
 ) -> NVFP4_Status {

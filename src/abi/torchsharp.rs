@@ -83,7 +83,7 @@ pub(super) fn give(tensor: Tensor) -> *mut c_void {
 /// The results are where the input is. On a GPU they have the same bits as on the CPU, and the call does not wait. For
 /// libtorch's tensors they are matrices: the leading dimensions are flattened into one.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_quantize(
+pub unsafe extern "C-unwind" fn NVFP4_quantize(
     input: *mut c_void,
     qdata: *mut *mut c_void,
     scale: *mut *mut c_void,
@@ -155,7 +155,7 @@ pub unsafe extern "C" fn NVFP4_quantize(
 /// The product is computed where the four tensors are, and the result is there too; the call does not wait for a GPU: see
 /// NVFP4_matmul().
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_scaled_mm(
+pub unsafe extern "C-unwind" fn NVFP4_scaled_mm(
     mat1: *mut c_void,
     mat2: *mut c_void,
     scale_a: *mut c_void,
@@ -226,14 +226,14 @@ pub unsafe extern "C" fn NVFP4_scaled_mm(
 /// Frees what the library keeps for reuse: workspaces, the threads of calls that name no device, and free memory of the
 /// GPUs in use, for which it waits. Objects that are in use keep what they need. Not needed before the process ends.
 #[unsafe(no_mangle)]
-pub extern "C" fn NVFP4_empty_cache() {
+pub extern "C-unwind" fn NVFP4_empty_cache() {
     enter_drop_in_to_free("NVFP4_empty_cache", shared::empty);
 }
 
 /// Whether tensors can be in managed (unified) memory of CUDA device 0: 1 or 0. NVFP4_diagnose() says why not. Also 0 if
 /// the process has a libtorch that cannot use such memory.
 #[unsafe(no_mangle)]
-pub extern "C" fn NVFP4_can_use_managed() -> i32 {
+pub extern "C-unwind" fn NVFP4_can_use_managed() -> i32 {
     enter_drop_in("NVFP4_can_use_managed", 0, || {
         Ok(i32::from(
             transfer::check_managed(0).is_ok() && libtorch::can_wrap(),
@@ -243,7 +243,7 @@ pub extern "C" fn NVFP4_can_use_managed() -> i32 {
 
 /// Whether a tensor is in managed memory: 1 or 0; also 0 if the handle is not a tensor.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_is_managed_tensor(tensor: *mut c_void) -> i32 {
+pub unsafe extern "C-unwind" fn NVFP4_is_managed_tensor(tensor: *mut c_void) -> i32 {
     enter_drop_in("NVFP4_is_managed_tensor", 0, || {
         let found = self::tensor("tensor", tensor);
         Ok(i32::from(
@@ -259,7 +259,7 @@ pub unsafe extern "C" fn NVFP4_is_managed_tensor(tensor: *mut c_void) -> i32 {
 /// - `prefetch_device`: the CUDA device to prefetch it to, or -1 for none.
 /// - `read_mostly`: non-zero if it will be read far more often than written.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_to_managed(
+pub unsafe extern "C-unwind" fn NVFP4_to_managed(
     input: *mut c_void,
     prefetch_device: i32,
     read_mostly: i32,
@@ -286,7 +286,7 @@ pub unsafe extern "C" fn NVFP4_to_managed(
 
 /// Prefetches a tensor in managed memory to the CUDA device `device_index`, or to the host with -1.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_managed_prefetch(tensor: *mut c_void, device_index: i32) {
+pub unsafe extern "C-unwind" fn NVFP4_managed_prefetch(tensor: *mut c_void, device_index: i32) {
     enter_drop_in("NVFP4_managed_prefetch", (), || {
         let own = handle::is_own(tensor);
         let tensor = self::tensor("tensor", tensor)?;

@@ -571,7 +571,7 @@ unsafe fn with_long<T>(
 
 /// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_TrainerOptions).
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_trainer_options_init(
+pub unsafe extern "C-unwind" fn NVFP4_trainer_options_init(
     options: *mut NVFP4_TrainerOptions,
     struct_size: u32,
 ) -> NVFP4_Status {
@@ -588,7 +588,7 @@ pub unsafe extern "C" fn NVFP4_trainer_options_init(
 /// - `options`: NULL for the defaults.
 /// - `call`: cancels the call before it reads weights; may be NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_trainer_create(
+pub unsafe extern "C-unwind" fn NVFP4_trainer_create(
     path: *const c_char,
     path_length: usize,
     options: *const NVFP4_TrainerOptions,
@@ -631,7 +631,7 @@ pub unsafe extern "C" fn NVFP4_trainer_create(
 /// - `options`: the device and threads; NULL for the CPU. Everything else must be left as it is.
 /// - `call`: cancels the call before it reads the checkpoint; may be NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_trainer_resume(
+pub unsafe extern "C-unwind" fn NVFP4_trainer_resume(
     path: *const c_char,
     path_length: usize,
     directory: *const c_char,
@@ -672,7 +672,7 @@ pub unsafe extern "C" fn NVFP4_trainer_resume(
 
 /// Adds a reference to a trainer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_trainer_retain(trainer: *mut NVFP4_Trainer) -> NVFP4_Status {
+pub unsafe extern "C-unwind" fn NVFP4_trainer_retain(trainer: *mut NVFP4_Trainer) -> NVFP4_Status {
     enter("NVFP4_trainer_retain", || {
         handle::retain::<Training>("trainer", trainer)
     })
@@ -680,7 +680,7 @@ pub unsafe extern "C" fn NVFP4_trainer_retain(trainer: *mut NVFP4_Trainer) -> NV
 
 /// Gives up a reference to a trainer. After the last one the handle is stale; a model that it has given keeps the weights.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_trainer_release(trainer: *mut NVFP4_Trainer) -> NVFP4_Status {
+pub unsafe extern "C-unwind" fn NVFP4_trainer_release(trainer: *mut NVFP4_Trainer) -> NVFP4_Status {
     enter_to_free("NVFP4_trainer_release", || {
         handle::release::<Training>("trainer", trainer)
     })
@@ -699,7 +699,7 @@ pub unsafe extern "C" fn NVFP4_trainer_release(trainer: *mut NVFP4_Trainer) -> N
 ///   passes: everything is then as it was. With `release` it is cancelled only before the backward pass. May be NULL.
 /// - `report`: what the step came to; may be NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_trainer_step(
+pub unsafe extern "C-unwind" fn NVFP4_trainer_step(
     trainer: *mut NVFP4_Trainer,
     batches: *const NVFP4_MicroBatch,
     batch_count: usize,
@@ -728,7 +728,7 @@ pub unsafe extern "C" fn NVFP4_trainer_step(
 /// - `delivered`: 1 for the NVFP4 codes alone, which are what is exported; 0 for all that is stored.
 /// - `call`: cancels the call between blocks; may be NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_trainer_evaluate(
+pub unsafe extern "C-unwind" fn NVFP4_trainer_evaluate(
     trainer: *mut NVFP4_Trainer,
     batches: *const NVFP4_MicroBatch,
     batch_count: usize,
@@ -756,7 +756,7 @@ pub unsafe extern "C" fn NVFP4_trainer_evaluate(
 /// bytes (of parameters and moments), config (all settings), architecture, vocab_size, device, trains_delivered. During a
 /// call it is the state from before the call. Later versions may add keys.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_trainer_info(
+pub unsafe extern "C-unwind" fn NVFP4_trainer_info(
     trainer: *const NVFP4_Trainer,
     buffer: *mut c_char,
     capacity: usize,
@@ -781,7 +781,7 @@ pub unsafe extern "C" fn NVFP4_trainer_info(
 /// - `keep`: at least 1.
 /// - `call`: cancels the call at its start; may be NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_trainer_save(
+pub unsafe extern "C-unwind" fn NVFP4_trainer_save(
     trainer: *mut NVFP4_Trainer,
     directory: *const c_char,
     directory_length: usize,
@@ -819,7 +819,7 @@ pub unsafe extern "C" fn NVFP4_trainer_save(
 /// Copies the JSON that was saved last with NVFP4_trainer_save(), or with the checkpoint that the trainer was resumed from;
 /// `null` where there is none. For the buffer see TEXT above.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_trainer_data(
+pub unsafe extern "C-unwind" fn NVFP4_trainer_data(
     trainer: *const NVFP4_Trainer,
     buffer: *mut c_char,
     capacity: usize,
@@ -844,7 +844,7 @@ pub unsafe extern "C" fn NVFP4_trainer_data(
 /// - `replace`: 1 to replace a directory that holds a model; 0 to refuse a directory that is not empty.
 /// - `call`: cancels the call at its start; may be NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_trainer_export_directory(
+pub unsafe extern "C-unwind" fn NVFP4_trainer_export_directory(
     trainer: *mut NVFP4_Trainer,
     path: *const c_char,
     path_length: usize,
@@ -881,7 +881,7 @@ pub unsafe extern "C" fn NVFP4_trainer_export_directory(
 ///
 /// - `call`: cancels the call at its start; may be NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_trainer_export_dat(
+pub unsafe extern "C-unwind" fn NVFP4_trainer_export_dat(
     trainer: *mut NVFP4_Trainer,
     path: *const c_char,
     path_length: usize,
@@ -912,7 +912,7 @@ pub unsafe extern "C" fn NVFP4_trainer_export_dat(
 /// #NVFP4_INVALID_ARGUMENT where all parameters are trained; #NVFP4_UNSUPPORTED where a checkpoint holds adapted matrices as parts of
 /// larger ones, for which peft has no such adapter.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_trainer_export_adapter(
+pub unsafe extern "C-unwind" fn NVFP4_trainer_export_adapter(
     trainer: *mut NVFP4_Trainer,
     path: *const c_char,
     path_length: usize,
@@ -954,7 +954,7 @@ pub unsafe extern "C" fn NVFP4_trainer_export_adapter(
 ///
 /// - `call`: cancels the call; may be NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_trainer_model(
+pub unsafe extern "C-unwind" fn NVFP4_trainer_model(
     trainer: *mut NVFP4_Trainer,
     call: *const NVFP4_CallOptions,
     out: *mut *mut NVFP4_Model,

@@ -3,6 +3,7 @@
 
 use std::any::Any;
 use std::cell::RefCell;
+use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, Once, PoisonError, RwLock};
 
@@ -31,13 +32,13 @@ static LOCKS: Mutex<Vec<&'static dyn Held>> = Mutex::new(Vec::new());
 
 thread_local! {
     /// What the thread that is forking holds meanwhile.
-    static HELD: RefCell<Vec<Box<dyn Any>>> = const { RefCell::new(Vec::new()) };
+    /// Empty but for that time, so that a thread's end need not drop it: see `abi::guard` on destructors of threads.
+    static HELD: RefCell<ManuallyDrop<Vec<Box<dyn Any>>>> =
+        const { RefCell::new(ManuallyDrop::new(Vec::new())) };
 }
 
 extern "C" fn before() {
-    // A thread that ends may have lost its storage; it forks without holding anything.
-    let _ = HELD.try_with(|held| {
-        let mut held = held.borrow_mut();
+    HELD.with_borrow_mut(|held| {
         let locks = LOCKS.lock().unwrap_or_else(PoisonError::into_inner);
         held.extend(locks.iter().map(|lock| lock.hold()));
         held.push(Box::new(locks));
@@ -48,7 +49,8 @@ extern "C" fn before() {
 
 extern "C" fn after() {
     alloc::let_go();
-    let _ = HELD.try_with(|held| held.borrow_mut().clear());
+    // Without memory of its own there is nothing to give back at the thread's end.
+    HELD.with_borrow_mut(|held| drop(std::mem::take(&mut **held)));
 }
 
 extern "C" fn after_in_child() {

@@ -2,8 +2,7 @@
 
 use std::cell::Cell;
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::thread::{self, Thread, ThreadId};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::error::{Result, bail};
@@ -16,6 +15,41 @@ const GRACE: Duration = Duration::from_millis(1);
 /// How often a waiting caller asks whether to give up.
 const PATIENCE: Duration = Duration::from_millis(10);
 
+thread_local! {
+    /// Its address stands for the thread.
+    static HERE: u8 = const { 0 };
+}
+
+/// The calling thread, by a number that no other living thread has. `std::thread::current()` would register a destructor for the
+/// thread's end, for which the C library takes the loader's lock.
+fn this_thread() -> usize {
+    HERE.with(|here| (&raw const *here).addr())
+}
+
+/// A caller that sleeps until it is woken.
+#[derive(Debug, Default)]
+struct Waiter {
+    woken: Mutex<bool>,
+    wake: Condvar,
+}
+
+impl Waiter {
+    fn wake(&self) {
+        *self.woken.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.wake.notify_one();
+    }
+
+    /// Sleeps for at most `time`.
+    fn sleep(&self, time: Duration) {
+        let woken = self.woken.lock().unwrap_or_else(PoisonError::into_inner);
+        let (mut woken, _) = self
+            .wake
+            .wait_timeout_while(woken, time, |woken| !*woken)
+            .unwrap_or_else(PoisonError::into_inner);
+        *woken = false;
+    }
+}
+
 /// A queue in front of a resource. Unlike a mutex it is fair: a caller that keeps coming back keeps its turn for a slice of
 /// time, and then queues behind those that wait.
 #[derive(Debug, Default)]
@@ -26,11 +60,11 @@ pub struct Turns {
 #[derive(Debug, Default)]
 struct Queue {
     /// Tickets and who holds them, in the order of their arrival.
-    tickets: VecDeque<(u64, Thread)>,
+    tickets: VecDeque<(u64, Arc<Waiter>)>,
     last: u64,
     taken: bool,
     /// Whose slice it is, and since when.
-    slice: Option<(ThreadId, Instant)>,
+    slice: Option<(usize, Instant)>,
     /// Until when it may come back.
     kept_until: Option<Instant>,
     /// The process whose threads these are: the child of a fork has others.
@@ -38,7 +72,7 @@ struct Queue {
 }
 
 impl Queue {
-    fn take(&mut self, slice: (ThreadId, Instant)) {
+    fn take(&mut self, slice: (usize, Instant)) {
         self.taken = true;
         self.slice = Some(slice);
         self.kept_until = None;
@@ -67,30 +101,32 @@ impl Turns {
             turns: self,
             ends: Cell::new(None),
         };
-        let me = thread::current();
+        let me = this_thread();
+        let waiter;
         let own = {
             let (mut queue, now) = (self.queue(), Instant::now());
             let kept = queue.kept_until.is_some_and(|until| now < until);
             match queue.slice {
-                Some((thread, _)) if queue.taken && thread == me.id() => {
+                Some((thread, _)) if queue.taken && thread == me => {
                     bail!(
                         Busy,
                         "the model is in use further up this thread's stack, by the call that called back; use it when that call has returned"
                     );
                 }
-                Some(slice) if kept && slice.0 == me.id() => {
+                Some(slice) if kept && slice.0 == me => {
                     queue.take(slice);
                     return Ok(turn());
                 }
                 _ if !queue.taken && queue.tickets.is_empty() => {
-                    queue.take((me.id(), now));
+                    queue.take((me, now));
                     return Ok(turn());
                 }
                 _ => {}
             }
             queue.last += 1;
             let own = queue.last;
-            queue.tickets.push_back((own, me.clone()));
+            waiter = Arc::new(Waiter::default());
+            queue.tickets.push_back((own, waiter.clone()));
             own
         };
         loop {
@@ -102,21 +138,21 @@ impl Turns {
             let now = Instant::now();
             if is_next && !queue.taken && queue.kept_until.is_none_or(|until| until <= now) {
                 queue.tickets.pop_front();
-                queue.take((me.id(), now));
+                queue.take((me, now));
                 return Ok(turn());
             }
             drop(queue);
             if give_up() {
                 let mut queue = self.queue();
                 queue.tickets.retain(|&(ticket, _)| ticket != own);
-                let next = queue.tickets.front().map(|(_, thread)| thread.clone());
+                let next = queue.tickets.front().map(|(_, next)| next.clone());
                 drop(queue);
                 if let Some(next) = next {
-                    next.unpark();
+                    next.wake();
                 }
                 bail!(Cancelled, "cancelled");
             }
-            thread::park_timeout(if is_next { GRACE } else { PATIENCE });
+            waiter.sleep(if is_next { GRACE } else { PATIENCE });
         }
     }
 
@@ -163,10 +199,10 @@ impl Drop for Turn<'_> {
             return;
         }
         if self.ends.get().unwrap_or_else(|| queue.is_due()) {
-            let next = queue.tickets.front().map(|(_, thread)| thread.clone());
+            let next = queue.tickets.front().map(|(_, next)| next.clone());
             drop(queue);
             if let Some(next) = next {
-                next.unpark();
+                next.wake();
             }
         } else {
             queue.kept_until = Some(Instant::now() + GRACE);
@@ -179,6 +215,7 @@ mod tests {
     use super::*;
     use crate::base::ErrorKind;
     use std::sync::atomic::{AtomicBool, Ordering};
+    use std::thread;
 
     /// Waits until so many wait.
     fn until(turns: &Turns, count: usize) {

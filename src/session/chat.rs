@@ -8,7 +8,7 @@ use std::time::Instant;
 use super::answer::Answer;
 use super::conversation::{Answering, ChatOptions, Conversation, Plan};
 use super::text::Text;
-use super::{Eviction, GenerateOptions, Generation, Piece, Session, Transcript, sampler};
+use super::{Eviction, Finish, GenerateOptions, Generation, Piece, Session, Transcript, sampler};
 use crate::base::error::bail;
 use crate::base::{Result, alloc, call, memory};
 use crate::model::Model;
@@ -26,6 +26,9 @@ impl Session {
     /// Tokens that [`generate`](Session::generate), [`decode`](Session::decode) or [`prefill`](Session::prefill) appended
     /// after an answer count as part of it. A session that was prefilled before its first turn is refused: its tokens are no
     /// conversation.
+    ///
+    /// Cancelled with the thread's [`call`], a turn does not fail: it ends as [`Finish::Cancelled`]. Without a
+    /// token of the answer it is no part of the conversation.
     pub fn chat(
         &mut self,
         user: &str,
@@ -112,14 +115,16 @@ impl Session {
         options: &GenerateOptions,
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
-        let _held = self.model.hold()?;
         let chat = chat.unwrap_or(&self.conversation.options).clone();
-        for name in self.model.chat_template().unread(&chat.variables) {
-            tracing::warn!(
-                "the model's chat template never reads '{name}', so that it changes nothing"
-            );
-        }
-        self.undone_on_error(|session| session.turn(messages, chat, options, on_piece))
+        self.or_cancelled(options, |session| {
+            let _held = session.model.hold()?;
+            for name in session.model.chat_template().unread(&chat.variables) {
+                tracing::warn!(
+                    "the model's chat template never reads '{name}', so that it changes nothing"
+                );
+            }
+            session.undone_on_error(|session| session.turn(messages, chat, options, on_piece))
+        })
     }
 
     fn turn(
@@ -169,6 +174,9 @@ impl Session {
             options: chat,
         };
         let mut generation = self.generate_text(text, Some(answer), options, on_piece)?;
+        if generation.finish == Finish::Cancelled && generation.tokens.is_empty() {
+            bail!(Cancelled, "cancelled before the first token");
+        }
         generation.prompt_tokens = tokens.added.len();
         generation.timings.prefill_seconds = prefill_seconds;
         generation.timings.first_token_seconds += prefill_seconds;

@@ -46,6 +46,22 @@ pub struct Generation {
     pub timings: Timings,
 }
 
+impl Generation {
+    /// One without tokens.
+    fn new(seed: u64) -> Self {
+        Generation {
+            tokens: Vec::new(),
+            text: String::new(),
+            reasoning: String::new(),
+            tool_calls: Vec::new(),
+            seed,
+            finish: Finish::Length,
+            prompt_tokens: 0,
+            timings: Timings::default(),
+        }
+    }
+}
+
 /// A generated token, or text without a token: text that was held back until the end, or more of what the previous token
 /// completes. The content pieces together are the text of the generation; only a callback that breaks misses text that was held
 /// back because a stop string might have begun in it.
@@ -63,15 +79,34 @@ pub struct Piece<'a> {
 }
 
 impl Session {
-    /// Generates from where the session stands. If it fails, nothing was generated.
+    /// Generates from where the session stands. If it fails, nothing was generated. Cancelled with the thread's [`call`], it does not
+    /// fail: it ends as [`Finish::Cancelled`] with the tokens it has, be it none.
     pub fn generate(
         &mut self,
         options: &GenerateOptions,
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
-        let _held = self.model.hold()?;
-        let text = Transcript::new(&self.model, &self.tokens, options)?;
-        self.undone_on_error(|session| session.generate_text(text, None, options, on_piece))
+        self.or_cancelled(options, |session| {
+            let _held = session.model.hold()?;
+            let text = Transcript::new(&session.model, &session.tokens, options)?;
+            session.undone_on_error(|session| session.generate_text(text, None, options, on_piece))
+        })
+    }
+
+    /// Runs a generation. One that is cancelled before its first token leaves the session as it was, and has no tokens.
+    pub(super) fn or_cancelled(
+        &mut self,
+        options: &GenerateOptions,
+        run: impl FnOnce(&mut Self) -> Result<Generation>,
+    ) -> Result<Generation> {
+        match call::check().and_then(|()| run(self)) {
+            Err(e) if e.kind() == ErrorKind::Cancelled => {
+                let mut none = Generation::new(Sampler::new(&options.sampling)?.seed());
+                none.finish = Finish::Cancelled;
+                Ok(none)
+            }
+            done => done,
+        }
     }
 
     /// The loop, whose tokens go on with `text`, and with `answer` where they are one of a chat.
@@ -84,16 +119,8 @@ impl Session {
     ) -> Result<Generation> {
         let start = Instant::now();
         let mut sampler = Sampler::new(&options.sampling)?.after(self.appended());
-        let mut out = Generation {
-            tokens: Vec::new(),
-            text: String::new(),
-            reasoning: String::new(),
-            tool_calls: Vec::new(),
-            seed: sampler.seed(),
-            finish: Finish::Length,
-            prompt_tokens: self.tokens.len(),
-            timings: Timings::default(),
-        };
+        let mut out = Generation::new(sampler.seed());
+        out.prompt_tokens = self.tokens.len();
         let room = match self.options.eviction {
             // What is no answer would never end, as all that is old may be forgotten.
             Eviction::DropOldest { .. } if options.max_tokens == usize::MAX && answer.is_none() => {
@@ -143,6 +170,10 @@ impl Session {
             match self.make_room(1) {
                 Err(e) if e.kind() == ErrorKind::ContextFull => {
                     out.finish = Finish::Context;
+                    break;
+                }
+                Err(e) if e.kind() == ErrorKind::Cancelled => {
+                    out.finish = Finish::Cancelled;
                     break;
                 }
                 room => room?,

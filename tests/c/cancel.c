@@ -89,18 +89,96 @@ static void before(const char *path, const char *scratch)
         FAILS(NVFP4_CANCELLED, NVFP4_session_decode(session, 3, &call));
         FAILS(NVFP4_CANCELLED, NVFP4_session_logits(session, logits, 512, &count, &call));
         FAILS(NVFP4_CANCELLED, NVFP4_session_sample(session, &generate, &token));
-        FAILS(NVFP4_CANCELLED, NVFP4_session_chat(session, "Hi", 2, NULL, &generate, NULL, NULL, &result));
         FAILS(NVFP4_CANCELLED, NVFP4_session_step(&session, &token, 1, &call, NULL));
         FAILS(NVFP4_CANCELLED, NVFP4_session_step_sample(&session, &token, 1, NULL, &call, &token, NULL));
         FAILS(NVFP4_CANCELLED, NVFP4_session_save(session, destination, strlen(destination), &call));
         FAILS(NVFP4_CANCELLED, NVFP4_session_restore(model, destination, strlen(destination), &call, &restored));
-        FAILS(NVFP4_CANCELLED, NVFP4_session_generate(session, &generate, NULL, NULL, &result));
+        result.finish = 77;
+        OK(NVFP4_session_generate(session, &generate, NULL, NULL, &result));
+        CHECK(result.finish == NVFP4_FINISH_CANCELLED && result.generated_tokens == 0);
         CHECK(length_of(session) == 3 && none == NULL && restored == NULL);
         flag = 0;
         CHECK(NVFP4_cancel_reset(cancel) == NVFP4_OK);
         OK(NVFP4_session_decode(session, 3, &call));
         OK(NVFP4_session_truncate(session, 3));
     }
+}
+
+static void *trigger_after(void *microseconds)
+{
+    struct timespec wait = {0, 1000L * *(int *)microseconds};
+    nanosleep(&wait, NULL);
+    return NVFP4_cancel_trigger(cancel) == NVFP4_OK ? NULL : microseconds;
+}
+
+static size_t messages_of(char *json, size_t capacity)
+{
+    size_t length = 0;
+    OK(NVFP4_session_messages(session, json, capacity, &length));
+    return length;
+}
+
+/* Whenever a generation or a turn is cancelled, it ends in the same way: no status of an error, the tokens that there are, and the
+ * session as it was if there are none. A set flag and a set handle end it before anything. */
+static void generations(void)
+{
+    NVFP4_CallOptions call = call_options();
+    NVFP4_GenerateOptions generate;
+    NVFP4_SessionOptions short_ones;
+    NVFP4_Session *whole = session;
+    char before[4096], after[4096], text[64];
+    int without = 0, with = 0;
+    OK(NVFP4_session_options_init(&short_ones, sizeof short_ones));
+    short_ones.context = 2000;
+    OK(NVFP4_session_create(model, &short_ones, &session));
+    OK(NVFP4_generate_options_init(&generate, sizeof generate));
+    generate.call = &call;
+    generate.max_tokens = 40;
+    generate.ignore_model_stops = 1;
+    NVFP4_GenerationResult result = {.struct_size = sizeof result};
+    call.cancel = NULL;
+    OK(NVFP4_session_chat(session, "Hi", 2, NULL, &generate, NULL, NULL, &result));
+    for (int i = 0; i < 120; i++) {
+        int chat = i % 2, delay = i / 2 % 12 * 400;
+        size_t start = length_of(session), count, length;
+        pthread_t thread;
+        void *failed = NULL;
+        CHECK((count = messages_of(before, sizeof before)) < sizeof before);
+        CHECK(NVFP4_cancel_reset(cancel) == NVFP4_OK);
+        flag = i % 24 == 0;
+        call.cancel = cancel;
+        call.cancel_flag = &flag;
+        if (delay == 0)
+            CHECK(NVFP4_cancel_trigger(cancel) == NVFP4_OK);
+        CHECK(pthread_create(&thread, NULL, trigger_after, &delay) == 0);
+        result.finish = 77;
+        OK(chat ? NVFP4_session_chat(session, "How far is it?", 14, NULL, &generate, NULL, NULL, &result)
+                : NVFP4_session_generate(session, &generate, NULL, NULL, &result));
+        CHECK(pthread_join(thread, &failed) == 0 && failed == NULL);
+        CHECK(result.finish == NVFP4_FINISH_CANCELLED || (delay > 0 && result.finish == NVFP4_FINISH_LENGTH));
+        CHECK(delay > 0 || result.generated_tokens == 0);
+        if (result.generated_tokens == 0) {
+            CHECK(length_of(session) == start && messages_of(after, sizeof after) == count && memcmp(before, after, count) == 0);
+            OK(NVFP4_session_text(session, text, sizeof text, &length));
+            CHECK(length == 0);
+            without++;
+        } else {
+            CHECK(length_of(session) >= start + result.generated_tokens);
+            with++;
+        }
+        if (length_of(session) > 1000 || count > sizeof before / 2) {
+            OK(NVFP4_session_reset(session));
+            call.cancel = NULL;
+            flag = 0;
+            OK(NVFP4_session_chat(session, "Hi", 2, NULL, &generate, NULL, NULL, &result));
+        }
+    }
+    flag = 0;
+    CHECK(without >= 10);
+    printf("%d generations were cancelled before a token, %d later or not\n", without, with);
+    CHECK(NVFP4_cancel_reset(cancel) == NVFP4_OK);
+    OK(NVFP4_session_release(session));
+    session = whole;
 }
 
 /* Quantizing ends too, and says how many values are done; a model's loading has its own word. */
@@ -258,8 +336,10 @@ static void progress(const char *scratch)
     generate.call = &call;
     generate.max_tokens = 5;
     OK(NVFP4_session_reset(session));
-    FAILS(NVFP4_CANCELLED, NVFP4_session_chat(session, "How far is it?", 14, NULL, &generate, NULL, NULL, &result));
+    result.finish = 77;
+    OK(NVFP4_session_chat(session, "How far is it?", 14, NULL, &generate, NULL, NULL, &result));
     CHECK(heard.calls == 1 && length_of(session) == 0);
+    CHECK(result.finish == NVFP4_FINISH_CANCELLED && result.generated_tokens == 0);
     call.progress = NULL;
     OK(NVFP4_session_chat(session, "How far is it?", 14, NULL, &generate, NULL, NULL, &result));
 }
@@ -378,6 +458,7 @@ int main(int argc, char **argv)
     for (int i = 0; i < LONG; i++)
         prompt[i] = (i * 37 + 11) % 300;
     before(argv[1], argv[2]);
+    generations();
     quantizing(argv[1]);
     lifetimes();
     races(argc > 3 ? atoi(argv[3]) : RACES);

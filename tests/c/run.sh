@@ -68,6 +68,12 @@ compile_alone() {
     gcc -std=c11 -g "${warnings[@]}" -Iinclude "tests/c/$1.c" -o "$work/$1-c11" -Wl,--as-needed -ldl -pthread
 }
 
+# A plug-in whose constructor uses the library, and a program that opens it.
+constructor() {
+    gcc -std=c11 -g "${warnings[@]}" -Iinclude -DPLUGIN -shared -fPIC tests/c/constructor.c -o "$work/libconstructor.so" "${link[@]}" &&
+        compile_alone constructor
+}
+
 # A model that takes stack: a tokenizer with a large regular expression, and a template that goes deep.
 deep_model() {
     local text old new
@@ -314,12 +320,13 @@ for std in c99 c11; do
     done
     check "two units as $std" compile $std two_units two_units_a.c two_units_b.c
 done
-for name in fork limits stack storm leave; do
+for name in fork limits stack storm leave hosts; do
     check "$name compiles as c11" compile c11 $name $name.c
 done
 for name in unload copies; do
     check "$name compiles as c11" compile_alone $name
 done
+check "constructor compiles as c11" constructor
 check "a model that takes stack" deep_model
 for std in c++17 c++20; do
     check "nvfp4.hpp in three units as $std" compile $std wrapper wrapper.cpp wrapper_unit.cpp wrapper_results.cpp
@@ -346,6 +353,7 @@ programs+=("layout $work/layout-c11" "logging $work/logging-c11" "tensors $work/
     "limits $work/limits-c11 $model $work/scratch $steps"
     "limits-deep $work/limits-c11 $work/deep $work/scratch $((steps / 2))"
     "stack $work/stack-c11 $work/deep $work/scratch" "storm $work/storm-c11 $model $work/scratch" "leave $work/leave-c11 $model"
+    "hosts $work/hosts-c11 $model $work/scratch" "constructor $work/constructor-c11 $work/libconstructor.so"
     "unload $work/unload-c11 $library $model" "copies $work/copies-c11 $library $model $work/scratch"
     "wrapper $work/wrapper-c++17 $model $work/scratch $thinker" "wrapper-c++20 $work/wrapper-c++20 $model $work/scratch $thinker")
 
@@ -410,7 +418,7 @@ if command -v valgrind >/dev/null; then
         case $1 in
         # A child's copies of what threads of its parent had in hand are lost to it, and what a process has in hand when it ends
         # anywhere.
-        */fork-* | */limits-* | */leave-*) check "$name under valgrind" "${under[@]}" --leak-check=no "$@" ;;
+        */fork-* | */limits-* | */leave-* | */hosts-*) check "$name under valgrind" "${under[@]}" --leak-check=no "$@" ;;
         # Fewer races: valgrind makes each of them a hundred times as long.
         */cancel-*) check "$name under valgrind" "${under[@]}" "$@" 100 ;;
         # An interrupt would end valgrind, and one standard's wrapper allocates as the other's.

@@ -983,11 +983,16 @@ class Models(unittest.TestCase):
         self.assertTrue(cancel.triggered)
         session = self.golden.session()
         for call in (lambda: session.prefill([17], cancel=cancel), lambda: session.prefill([17], True, cancel=cancel),
-                     lambda: chat.say("Hello", cancel=cancel), lambda: nvfp4.Model(GOLDEN, cancel=cancel),
+                     lambda: nvfp4.Model(GOLDEN, cancel=cancel),
                      lambda: nvfp4.convert(GOLDEN, "/dev/null/x", cancel=cancel), lambda: session.decode(17, cancel=cancel),
                      lambda: session.save("/dev/null/x", cancel=cancel), lambda: nvfp4.step([session], [17], cancel=cancel),
                      lambda: nvfp4.quantize((ctypes.c_float * 16 * 3)(), cancel=cancel)):
             self.assertRaises(nvfp4.Cancelled, call)
+        # A generation or a turn does not fail: it has no tokens, and the session is as it was.
+        length, messages = len(chat), chat.messages
+        for result in (chat.say("Hello", cancel=cancel), chat.generate(cancel=cancel)):
+            self.assertEqual((result.finish, result.generated_tokens, result.text), ("cancelled", 0, ""))
+        self.assertEqual((len(chat), chat.messages), (length, messages))
         self.assertEqual((len(session), chat.say("Hello", lambda piece: False).finish), (0, "cancelled"))
         cancel.reset()
         self.assertEqual((cancel.triggered, chat.say("Hello", cancel=cancel).text), (False, TEXT))
@@ -1032,7 +1037,8 @@ class Models(unittest.TestCase):
         self.assertRaises(nvfp4.Cancelled, session.prefill, [17], progress=lambda done, total: False)
         chat = self.reciter.chat()
         self.assertEqual(len(session), 0)
-        self.assertRaises(nvfp4.Cancelled, chat.say, "Hello", progress=lambda done, total: False)
+        result = chat.say("Hello", progress=lambda done, total: False)
+        self.assertEqual((result.finish, result.generated_tokens, len(chat), chat.messages), ("cancelled", 0, 0, []))
         with self.assertRaises(ZeroDivisionError):
             chat.say("Hello", progress=lambda done, total: 1 // 0)
 
@@ -1395,7 +1401,8 @@ class Conversations(unittest.TestCase):
         cancel = nvfp4.Cancel()
         result = chat.say("Stop", lambda piece: cancel.trigger(), parts=True, cancel=cancel)
         self.assertEqual((result.finish, result.text), ("cancelled", ""))
-        self.assertRaises(nvfp4.Cancelled, chat.say, "Stop", cancel=cancel)
+        result = chat.say("Stop", cancel=cancel)
+        self.assertEqual((result.finish, result.generated_tokens), ("cancelled", 0))
         self.assertEqual(chat.say("Go on").text, thinker.ANSWER)
         chat.truncate(len(chat) - 2)
         self.assertEqual(chat.say("Go on").text, thinker.ANSWER)

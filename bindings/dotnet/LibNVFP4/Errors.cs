@@ -156,7 +156,7 @@ namespace LibNVFP4
         }
     }
 
-    /// <summary>The work was stopped by <see cref="Session.Cancel"/>, by the session's Dispose, or by a callback. Where a CancellationToken stopped it, that is an OperationCanceledException instead.</summary>
+    /// <summary>Work other than a generation was stopped by <see cref="Session.Cancel"/>, by the session's Dispose, or by a callback. Where a CancellationToken stopped it, that is an OperationCanceledException instead.</summary>
     public sealed class Nvfp4CancelledException : Nvfp4Exception
     {
         internal Nvfp4CancelledException(string message) : base(Status.Cancelled, message)

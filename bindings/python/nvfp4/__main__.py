@@ -149,7 +149,7 @@ class Conversation:
             if not self._keyboard:
                 raise
             view.end()
-            if stream.result is None:
+            if stream.result is None or not stream.result.generated_tokens:
                 print("nvfp4: stopped before the answer began; the question is not part of the conversation", file=sys.stderr)
             return
         finally:

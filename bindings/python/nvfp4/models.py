@@ -9,7 +9,7 @@ import typing
 import weakref
 
 from . import native
-from .native import Cancelled, Handle, InvalidArgument, Single, chosen, choice, lib
+from .native import Handle, InvalidArgument, Single, chosen, choice, lib
 
 
 class ToolCall(typing.NamedTuple):
@@ -98,7 +98,7 @@ def _tokens(ids):
 class Cancel(Handle):
     """
     Ends the long calls that are given it as `cancel`, from any thread: those that run, and those that have yet to begin. A
-    generation then ends with what it has, and anything else raises Cancelled.
+    generation or chat turn then ends as cancelled with the tokens it has, if any, and anything else raises Cancelled.
     """
 
     _kind = "cancel"
@@ -642,7 +642,7 @@ class Stream(Single):
         if piece is not None:
             return piece
         self._join()
-        if self._relay.error is not None and not (self._relay.stopped and isinstance(self._relay.error, Cancelled)):
+        if self._relay.error is not None:
             raise self._relay.error
         raise StopIteration
 
@@ -662,7 +662,7 @@ class Stream(Single):
 
     @property
     def result(self):
-        """The Generation; waits for the remaining pieces. None if it was stopped before its first token."""
+        """The Generation; waits for the remaining pieces. None if it was stopped before it began."""
         for _ in self:
             pass
         return self._relay.result

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use NVFP4::base::call::Cancel;
-use NVFP4::base::error::{bail, err};
+use NVFP4::base::error::bail;
 use NVFP4::base::{Result, leftover, memory};
 use NVFP4::model::Model;
 use NVFP4::session::{ChatOptions, Finish, GenerateOptions, Generation, Session};
@@ -101,15 +101,14 @@ impl Conversation {
                     view.show(piece)
                 })
         });
-        // A cancelled prompt has shown nothing, and the conversation is unchanged.
-        let answer = answer.map_err(|e| match cancel.is_set() {
-            true => err!(
+        let answer = answer?;
+        view.end()?;
+        if answer.finish == Finish::Cancelled && answer.tokens.is_empty() {
+            bail!(
                 Cancelled,
                 "stopped before the answer began; the question is not part of the conversation"
-            ),
-            false => e,
-        })?;
-        view.end()?;
+            );
+        }
         self.last = Some(answer);
         Ok(())
     }

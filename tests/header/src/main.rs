@@ -61,8 +61,13 @@ fn chapters(abi: &Path, mut header: String) -> Result<String, Box<dyn Error>> {
         .filter_map(|l| l.strip_prefix("pub mod ")?.strip_suffix(';'))
     {
         let source = fs::read_to_string(abi.join(format!("{name}.rs")))?;
+        // pthread_cancel() unwinds a function in which it takes effect, and another would end the process then: see `guard.rs`.
+        if source.contains("extern \"C\" fn NVFP4_") {
+            let what = format!("a function of src/abi/{name}.rs is not extern \"C-unwind\"");
+            return Err(what.into());
+        }
         let function = source
-            .split("extern \"C\" fn ")
+            .split("extern \"C-unwind\" fn ")
             .skip(1)
             .find(|rest| rest.starts_with("NVFP4_"))
             .and_then(|rest| rest.split('(').next())
