@@ -526,6 +526,7 @@ fn a_session_that_is_being_saved_leaves_nothing_or_all() {
 fn what_a_dat_replaces_keeps_its_mode_and_its_links() {
     let scratch = Scratch::new("replaced");
     let (dat, link) = (scratch.path("m/m.dat"), scratch.path("m/link.dat"));
+    fs::create_dir(scratch.path("m")).unwrap();
     succeeded(&nvfp4(&["quantize", MODEL, &dat]));
     let expected = fs::read(&dat).unwrap();
     fs::write(&dat, "old").unwrap();
@@ -567,8 +568,8 @@ fn texts_may_be_streams_and_models_may_not() {
         MODEL,
         "--text",
         &fifo,
-        "--device",
-        "cpu",
+        "--window",
+        "128",
     ];
     succeeded(&nvfp4(&measure));
     writer.join().unwrap();

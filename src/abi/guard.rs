@@ -101,8 +101,8 @@ impl Drop for Uncancelled {
 }
 
 /// Where pthread_cancel() takes effect, if the host's thread can be cancelled: it unwinds the exported function, which must be
-/// `extern "C-unwind"` and hold nothing. A call that does something is such a point before it does, and one that frees after that, so
-/// that nothing is lost.
+/// `extern "C-unwind"` and hold nothing. A call is such a point before it does anything, so that no result is lost. One that frees is
+/// none, so that nothing is left behind, and destructors in C++ may make it.
 fn cancellation_point() {
     // SAFETY: the caller is an exported function, as said above; this crate is built to unwind.
     unsafe { pthread_testcancel() };
@@ -144,15 +144,12 @@ pub(super) fn enter_to_free(
     function: &'static str,
     body: impl FnOnce() -> Result<()>,
 ) -> NVFP4_Status {
-    let uncancelled = Uncancelled::new();
+    let _uncancelled = Uncancelled::new();
     is_known();
-    let status = match caught(function, body) {
+    match caught(function, body) {
         Ok(()) => NVFP4_OK,
         Err(status) => status,
-    };
-    drop(uncancelled);
-    cancellation_point();
-    status
+    }
 }
 
 /// Runs the body of a function that reads the last error, and leaves that unchanged whatever happens.
@@ -180,9 +177,8 @@ pub(super) fn enter_drop_in<T>(
 
 /// The same for one that frees memory.
 pub(super) fn enter_drop_in_to_free(function: &'static str, body: impl FnOnce() -> Result<()>) {
-    let uncancelled = Uncancelled::new();
+    let _uncancelled = Uncancelled::new();
     remember(NVFP4_OK, "");
-    drop(uncancelled);
     enter_to_free(function, body);
 }
 

@@ -233,7 +233,7 @@ fn certificates_that_are_trusted_themselves() {
             _ => {
                 let e = failure(&mut trusting());
                 let reason = match form {
-                    "expired" => "expired",
+                    "expired" => "Expired",
                     _ => "not valid for",
                 };
                 assert!(e.contains(reason), "{form}: {e}");

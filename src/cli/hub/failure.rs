@@ -93,8 +93,8 @@ impl State {
         self.last_try_ends.unwrap_or(since + timeout)
     }
 
-    fn hear(&mut self, now: Instant) {
-        self.heard = now;
+    fn hear(&mut self, time: Instant) {
+        self.heard = self.heard.max(time);
         self.asked = None;
         self.last_try_ends = None;
     }
@@ -135,13 +135,13 @@ impl Patience {
         self.lock().hear(Instant::now());
     }
 
-    /// Records progress: the next failure counts as the first again.
-    pub(super) fn renew(&self) {
+    /// Records progress, which came at `time`: the next failure counts as the first again.
+    pub(super) fn renew(&self, time: Instant) {
         let mut state = self.lock();
         state.failures = 0;
         state.pause_ends = None;
         state.answered = true;
-        state.hear(Instant::now());
+        state.hear(time);
     }
 
     /// How long to wait before the next try, and why; or the error, if the failure is final or patience has run out.
@@ -271,7 +271,7 @@ mod tests {
                 total > Duration::from_secs(20) && total < Duration::from_secs(60),
                 "{total:?}"
             );
-            patience.renew();
+            patience.renew(Instant::now());
         }
         pauses(&patience, LIMIT - 1, || refused(None));
         let error = patience.after_at(refused(None), later()).unwrap_err();
@@ -283,8 +283,8 @@ mod tests {
 
     #[test]
     fn simultaneous_failures_count_as_one() {
-        let patience = patient();
-        patience.renew();
+        let patience = Patience::new(Duration::from_secs(600));
+        patience.renew(Instant::now());
         let mut now = Instant::now();
         for number in 1..LIMIT {
             let broken = || Failure::Broken {
@@ -311,7 +311,7 @@ mod tests {
         };
         gives_up(patience.after_at(silent(false), later()), "no connection");
         let patience = patient();
-        patience.renew();
+        patience.renew(Instant::now());
         pauses(&patience, LIMIT - 1, || silent(false));
         gives_up(
             patience.after_at(silent(false), later()),
@@ -336,7 +336,7 @@ mod tests {
             reason: "it sent nothing".to_owned(),
         };
         let patience = Patience::new(second);
-        patience.renew();
+        patience.renew(Instant::now());
         let start = Instant::now();
         // All connections wait for as long as is left, also those that ask later.
         assert_eq!(patience.wait(start), second);
@@ -363,7 +363,7 @@ mod tests {
             patience.after_at(stalled(), now + second).unwrap().0,
             Duration::ZERO
         );
-        patience.renew();
+        patience.renew(Instant::now());
         // A server that refuses is silent, too, unless it asks for time.
         let start = Instant::now();
         patience.wait(start);
@@ -376,7 +376,7 @@ mod tests {
         };
         assert!(error.message().contains("times in a row"), "{error}");
         assert_eq!(now, start + second);
-        patience.renew();
+        patience.renew(Instant::now());
         let now = Instant::now();
         patience.wait(now);
         let asked = patience.after_at(refused(Some(7)), now).unwrap().0;

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Mutex;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use NVFP4::base::error::{bail, err};
 use NVFP4::base::file::{free_space, stage};
@@ -169,7 +169,7 @@ impl Pull<'_> {
         });
         match answer {
             Ok(answer) => {
-                patience.renew();
+                patience.renew(Instant::now());
                 Listing::from_answer(repo, &answer?).map(Asked::Listing)
             }
             Err(error) => Ok(Asked::Unreachable(error)),

@@ -366,7 +366,7 @@ impl Transfer<'_> {
         let mut at = from;
         while at < to && !self.is_stopped() {
             let wanted = piece.len().min((to - at) as usize);
-            let (n, end) = fill(&mut reader, &mut piece[..wanted]);
+            let (n, came, end) = fill(&mut reader, &mut piece[..wanted]);
             // Fetched bytes are kept, even if the rest fails.
             let new = self
                 .partial
@@ -378,7 +378,7 @@ impl Transfer<'_> {
                 self.context.meter.add(new);
                 // A byte that comes again is no progress.
                 if new > 0 {
-                    self.context.patience.renew();
+                    self.context.patience.renew(came);
                 }
             }
             match end {
@@ -454,22 +454,24 @@ impl Transfer<'_> {
     }
 }
 
-/// Reads until `piece` is full, the end, or an error. Returns the number of bytes read in any case.
-fn fill(reader: &mut impl Read, piece: &mut [u8]) -> (usize, std::io::Result<()>) {
+/// Reads until `piece` is full, the end, or an error. Returns the number of bytes read in any case, and when the last of them came.
+fn fill(reader: &mut impl Read, piece: &mut [u8]) -> (usize, Instant, std::io::Result<()>) {
     let mut filled = 0;
     let start = Instant::now();
+    let mut came = start;
     while filled < piece.len() {
         match reader.read(&mut piece[filled..]) {
             Ok(0) => break,
             Ok(n) => filled += n,
-            Err(e) => return (filled, Err(e)),
+            Err(e) => return (filled, came, Err(e)),
         }
+        came = Instant::now();
         // On a slow connection a piece takes long, and its bytes are shown and kept before it is full.
-        if start.elapsed() > SHOWN {
-            return (filled, Ok(()));
+        if came - start > SHOWN {
+            break;
         }
     }
-    (filled, Ok(()))
+    (filled, came, Ok(()))
 }
 
 pub(super) fn hexadecimal(bytes: &[u8]) -> String {
@@ -506,7 +508,7 @@ pub(super) fn fetch_unsized(
             at += n as u64;
             if at > furthest {
                 furthest = at;
-                context.patience.renew();
+                context.patience.renew(Instant::now());
             }
             context.meter.add(n as u64);
         }

@@ -32,9 +32,9 @@
  * use.
  *
  * CANCELLING. Long calls take NVFP4_CallOptions: a cancel handle or a flag that any thread may set, even before the call begins.
- * pthread_cancel() of a thread in a call takes effect after the call, at the next cancellation point: the beginning of another call,
- * or the end of one that releases, is such a point. The thread cannot be cancelled within a call, nor in callbacks, which must leave
- * that so. A thread whose cancel type is PTHREAD_CANCEL_ASYNCHRONOUS must not call.
+ * pthread_cancel() of a thread in a call takes effect after the call, at the next cancellation point. The beginning of a call is
+ * one, unless it releases something. The thread cannot be cancelled within a call, nor in callbacks, which must leave that so. A
+ * thread whose cancel type is PTHREAD_CANCEL_ASYNCHRONOUS must not call.
  *
  * SIGNALS. The library handles none, raises none, and blocks all in its own threads; a signal interrupts no call. A signal handler
  * may call NVFP4_cancel_trigger() and NVFP4_cancel_reset(), and nothing else.
