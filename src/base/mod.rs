@@ -14,6 +14,7 @@ pub mod leftover;
 pub mod memory;
 pub mod once;
 pub mod panics;
+mod region;
 pub mod size;
 pub mod threads;
 pub mod turns;

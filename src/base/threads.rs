@@ -2,7 +2,13 @@
 //!
 //! A decoded token is some two hundred parallel regions of 20 to 100 microseconds each, so workers spin briefly for the next
 //! region before they sleep; a general work-stealing pool pays a wake-up for each. Work is split by index only, so results do
-//! not depend on the number of threads or on timing.
+//! not depend on the number of threads or on timing. [`region`](super::region) has the protocol: a region ends with its last part,
+//! whichever threads ran the parts.
+//!
+//! The system may take cores away at any time, for another process or for more threads than there are cores. Three rules keep that
+//! cheap. No more workers are woken than cores are there. A worker on the caller's core gives way: it would only take parts from the
+//! caller. If it is still there after some milliseconds, it starts its successor and ends, for the system looks for the least loaded
+//! core where a thread starts, but leaves threads that wake up where their waker is.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -10,43 +16,38 @@ use std::ffi::{CString, c_void};
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::alloc;
 use super::env;
 use super::error::{Result, bail, err};
 use super::fork;
+use super::region::{self, Claim, MOST_PARTS, Region, Regions};
 
-/// How many times a thread looks again before it gives up its core: some tens of microseconds.
-const SPINS: u32 = 4_000;
+/// A call to the scheduler that returns sooner has found no other thread on this core.
+const ALONE: Duration = Duration::from_micros(50);
+/// How long a worker stays on the caller's core before it starts its successor. Twice as long after each that began there too.
+const PATIENCE: Duration = Duration::from_millis(4);
+const MOST_PATIENCE: Duration = Duration::from_millis(512);
 
 thread_local! {
     /// Whether this thread is inside a parallel region.
     static WORKING: Cell<bool> = const { Cell::new(false) };
 }
 
-type Task = *const (dyn Fn(usize) + Sync);
-
-struct Region {
-    task: Task,
-    parts: usize,
-}
-
-// SAFETY: the pointer is dereferenced only between publication and the end of `Pool::run`, which outlives both.
-unsafe impl Send for Region {}
-
 struct Shared {
-    region: Mutex<Option<Region>>,
-    wake: Condvar,
-    /// Counts regions; a worker takes part once in each new value.
-    epoch: AtomicU32,
-    next_part: AtomicUsize,
-    /// Workers that have not yet finished with the current region.
-    active: AtomicUsize,
+    regions: Regions,
+    /// Cores that the threads may use.
+    cores: AtomicUsize,
     stop: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
+    /// The worker that now does the work of each number from 1 on.
+    workers: Mutex<Vec<Thread>>,
+    /// Makes workers late.
+    #[cfg(test)]
+    hold: tests::Hold,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -67,7 +68,7 @@ struct Crew {
     #[expect(dead_code, reason = "kept in reach")]
     parents: Option<&'static Crew>,
     shared: Arc<Shared>,
-    workers: Vec<Thread>,
+    workers: usize,
     /// Held for the length of a region: two sessions sharing a pool take turns.
     turn: Mutex<()>,
 }
@@ -295,27 +296,29 @@ pub fn bounded<T: Send + 'static>(
 impl Crew {
     fn new(threads: usize, parents: Option<&'static Crew>) -> Result<Crew> {
         let shared = Arc::new(Shared {
-            region: Mutex::new(None),
-            wake: Condvar::new(),
-            epoch: AtomicU32::new(0),
-            next_part: AtomicUsize::new(0),
-            active: AtomicUsize::new(0),
+            regions: Regions::new(),
+            cores: AtomicUsize::new(cores()),
             stop: AtomicBool::new(false),
             panic: Mutex::new(None),
+            workers: Mutex::new(Vec::with_capacity(threads - 1)),
+            #[cfg(test)]
+            hold: tests::Hold::default(),
         });
         let mut crew = Crew {
             generation: fork::generation(),
             parents,
             shared,
-            workers: Vec::with_capacity(threads - 1),
+            workers: 0,
             turn: Mutex::new(()),
         };
-        for i in 1..threads {
-            let shared = crew.shared.clone();
-            // SAFETY: it borrows nothing.
-            let worker = unsafe { Thread::start(&format!("nvfp4-{i}"), move || work(&shared)) }
-                .map_err(|e| err!(OutOfMemory, "starting thread {i} of {threads}: {e}"))?;
-            crew.workers.push(worker);
+        for number in 1..threads {
+            let mut workers = lock(&crew.shared.workers);
+            let worker = Worker::new(&crew.shared, number, PATIENCE);
+            let worker = worker
+                .start()
+                .map_err(|e| err!(OutOfMemory, "starting thread {number} of {threads}: {e}"))?;
+            workers.push(worker);
+            crew.workers = workers.len();
         }
         Ok(crew)
     }
@@ -327,15 +330,11 @@ impl Crew {
 
 impl Drop for Crew {
     fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::Release);
-        {
-            let _region = lock(&self.shared.region);
-            self.shared.epoch.fetch_add(1, Ordering::Release);
-            self.shared.wake.notify_all();
-        }
-        for worker in self.workers.drain(..) {
-            worker.join();
-        }
+        self.shared.stop.store(true, Ordering::SeqCst);
+        self.shared.regions.wake(self.workers, self.workers);
+        // The lock is free while they end: one may be about to start its successor, and sees that it must not.
+        let workers = std::mem::take(&mut *lock(&self.shared.workers));
+        workers.into_iter().for_each(Thread::join);
     }
 }
 
@@ -405,29 +404,24 @@ impl Pool {
         }
         let crew = self.crew();
         let _turn = lock(&crew.turn);
-        let shared = &*crew.shared;
-        let task: &(dyn Fn(usize) + Sync) = &task;
-        // SAFETY: only the lifetime is erased; no worker touches the task after `active` reaches zero, awaited below.
-        let task: Task = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), Task>(task) };
-        {
-            let mut region = lock(&shared.region);
-            shared.next_part.store(0, Ordering::Relaxed);
-            shared.active.store(crew.workers.len(), Ordering::Relaxed);
-            *region = Some(Region { task, parts });
-            shared.epoch.fetch_add(1, Ordering::Release);
-            shared.wake.notify_all();
+        for first in (0..parts).step_by(MOST_PARTS) {
+            crew.run(MOST_PARTS.min(parts - first), &|part| task(first + part));
         }
-        take_parts(shared, task, parts);
-        let mut spins = 0;
-        while shared.active.load(Ordering::Acquire) != 0 {
-            spins += 1;
-            if spins < SPINS {
-                std::hint::spin_loop();
-            } else {
-                // A worker lost its core to somebody else: let it have this one.
-                std::thread::yield_now();
-            }
+    }
+}
+
+impl Crew {
+    fn run(&self, parts: usize, task: &(dyn Fn(usize) + Sync)) {
+        let shared = &*self.shared;
+        let region = Region::new(parts, task);
+        // SAFETY: it is waited for below, whatever its parts do. Regions take turns.
+        unsafe { shared.regions.open(&region) };
+        let others = shared.cores.load(Ordering::Relaxed).max(2) - 1;
+        shared.regions.wake(others.min(parts - 1), self.workers);
+        if let Some(claim) = shared.regions.claim(|| {}) {
+            take_parts(shared, claim, || {});
         }
+        shared.regions.wait(&region);
         let panic = lock(&shared.panic).take();
         if let Some(panic) = panic {
             resume_unwind(panic);
@@ -448,62 +442,303 @@ impl Drop for Pool {
     }
 }
 
-fn take_parts(shared: &Shared, task: Task, parts: usize) {
+/// Runs the claimed part, and others while there are any: no other region opens before this thread has reported.
+fn take_parts(shared: &Shared, first: Claim, before: impl Fn()) {
+    let of = first.of();
+    let mut done = 0;
     WORKING.set(true);
     let result = catch_unwind(AssertUnwindSafe(|| {
-        loop {
-            let part = shared.next_part.fetch_add(1, Ordering::Relaxed);
-            if part >= parts {
-                break;
-            }
-            // SAFETY: `run` keeps the task alive until every worker has reported that it is done.
-            unsafe { (*task)(part) }
+        let mut claim = Some(first);
+        while let Some(part) = claim {
+            part.run();
+            done += 1;
+            claim = shared.regions.claim(&before);
         }
     }));
     WORKING.set(false);
     if let Err(panic) = result {
-        shared.next_part.store(parts, Ordering::Relaxed);
+        // The part that ended so, and those that nobody has begun.
+        done += 1 + shared.regions.claim_rest();
         lock(&shared.panic).get_or_insert(panic);
     }
+    shared.regions.report(done, of);
 }
 
-fn work(shared: &Shared) {
-    let mut seen = 0;
-    loop {
-        let mut spins = 0;
-        while shared.epoch.load(Ordering::Acquire) == seen {
-            spins += 1;
-            if spins < SPINS {
-                std::hint::spin_loop();
-                continue;
-            }
-            let mut region = lock(&shared.region);
-            while shared.epoch.load(Ordering::Acquire) == seen {
-                region = shared
-                    .wake
-                    .wait(region)
-                    .unwrap_or_else(PoisonError::into_inner);
-            }
+/// Cores that this thread may use.
+fn cores() -> usize {
+    #[cfg(target_os = "linux")]
+    // SAFETY: the set is of this frame, and plain numbers.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        if libc::sched_getaffinity(0, size_of_val(&set), &mut set) == 0 {
+            return libc::CPU_COUNT(&set).max(1) as usize;
         }
-        seen = shared.epoch.load(Ordering::Acquire);
-        if shared.stop.load(Ordering::Acquire) {
-            return;
+    }
+    std::thread::available_parallelism().map_or(usize::MAX, usize::from)
+}
+
+/// The body of a pool's thread.
+struct Worker {
+    shared: Arc<Shared>,
+    number: usize,
+    /// Its time on the caller's core before it starts a successor.
+    patience: Duration,
+    born: Instant,
+    /// Whether it has worked on another core than the caller's.
+    was_apart: bool,
+}
+
+impl Worker {
+    fn new(shared: &Arc<Shared>, number: usize, patience: Duration) -> Self {
+        Worker {
+            shared: shared.clone(),
+            number,
+            patience,
+            born: Instant::now(),
+            was_apart: false,
         }
-        let (task, parts) = {
-            let region = lock(&shared.region);
-            let region = region
-                .as_ref()
-                .expect("a region is published before its epoch");
-            (region.task, region.parts)
+    }
+
+    fn start(self) -> std::io::Result<Thread> {
+        let name = format!("nvfp4-{}", self.number);
+        // SAFETY: it borrows nothing.
+        unsafe { Thread::start(&name, move || self.work()) }
+    }
+
+    fn work(mut self) {
+        let shared = self.shared.clone();
+        let regions = &shared.regions;
+        let before = || {
+            #[cfg(test)]
+            shared.hold.here();
         };
-        take_parts(shared, task, parts);
-        shared.active.fetch_sub(1, Ordering::Release);
+        let mut idle = Instant::now();
+        while !shared.stop.load(Ordering::SeqCst) {
+            let has_parts = (0..region::LOOKS).any(|_| {
+                std::hint::spin_loop();
+                regions.has_parts()
+            });
+            let waits = has_parts || idle.elapsed() <= region::SPIN;
+            if waits && regions.is_beside_caller() {
+                if self.leaves_core_to_caller() {
+                    if self.is_replaced() {
+                        return;
+                    }
+                    continue;
+                }
+            } else if has_parts {
+                self.was_apart = true;
+            }
+            if let Some(claim) = regions.claim(before) {
+                take_parts(&shared, claim, before);
+                idle = Instant::now();
+            } else if idle.elapsed() > region::SPIN {
+                regions.sleep(|| shared.stop.load(Ordering::SeqCst));
+                shared.cores.store(cores(), Ordering::Relaxed);
+                idle = Instant::now();
+            }
+        }
+    }
+
+    /// Offers this core to the caller, and says whether it took it.
+    fn leaves_core_to_caller(&self) -> bool {
+        let offered = Instant::now();
+        std::thread::yield_now();
+        offered.elapsed() > ALONE
+    }
+
+    /// Starts a successor that the system may place better, if it is time. Says whether there is one now: this thread then ends.
+    fn is_replaced(&self) -> bool {
+        if self.born.elapsed() < self.patience || self.shared.cores.load(Ordering::Relaxed) == 1 {
+            return false;
+        }
+        let patience = match self.was_apart {
+            true => PATIENCE,
+            false => MOST_PATIENCE.min(self.patience * 2),
+        };
+        let mut workers = lock(&self.shared.workers);
+        // Whoever takes the pool down has taken the threads, too.
+        let Some(place) = workers.get_mut(self.number - 1) else {
+            return false;
+        };
+        let Ok(successor) = Worker::new(&self.shared, self.number, patience).start() else {
+            return false;
+        };
+        std::mem::replace(place, successor).detach();
+        true
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    use std::sync::atomic::AtomicU32;
+    use std::sync::mpsc;
+
+    /// Stops workers in the middle of a claim: they have seen a region, and have not claimed a part of it.
+    #[derive(Default)]
+    pub(super) struct Hold {
+        is_shut: AtomicBool,
+        held: AtomicUsize,
+    }
+
+    impl Hold {
+        pub(super) fn here(&self) {
+            if self.is_shut.load(Ordering::Relaxed) {
+                self.held.fetch_add(1, Ordering::Relaxed);
+                while self.is_shut.load(Ordering::Relaxed) {
+                    std::thread::yield_now();
+                }
+                self.held.fetch_sub(1, Ordering::Relaxed);
+            }
+        }
+    }
+
+    fn shared(pool: &Pool) -> Arc<Shared> {
+        pool.crew().shared.clone()
+    }
+
+    /// Calls `body` on another thread, and fails if it takes longer than a minute.
+    fn in_time(body: impl FnOnce() + Send + 'static) {
+        let (ended, end) = mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            body();
+            let _ = ended.send(());
+        });
+        if end.recv_timeout(Duration::from_secs(60)) == Err(mpsc::RecvTimeoutError::Timeout) {
+            panic!("it does not end");
+        }
+        thread.join().unwrap();
+    }
+
+    /// Runs a region of `parts` parts, each of which must run once.
+    fn run_once_each(pool: &Pool, parts: usize) {
+        let counts: Vec<AtomicU32> = (0..parts).map(|_| AtomicU32::new(0)).collect();
+        pool.run(parts, |part| {
+            counts[part].fetch_add(1, Ordering::Relaxed);
+            (0..20).for_each(|_| std::hint::spin_loop());
+        });
+        assert!(
+            counts
+                .iter()
+                .all(|count| count.load(Ordering::Relaxed) == 1)
+        );
+    }
+
+    /// Runs such a region at another place of the stack.
+    #[inline(never)]
+    fn run_further_down(pool: &Pool, parts: usize) {
+        let room = std::hint::black_box([u8::MAX; 4096]);
+        run_once_each(pool, parts);
+        std::hint::black_box(&room);
+    }
+
+    #[test]
+    fn a_region_ends_without_a_late_worker() {
+        in_time(|| {
+            let pool = Pool::new(2).unwrap();
+            let shared = shared(&pool);
+            shared.hold.is_shut.store(true, Ordering::Relaxed);
+            while shared.hold.held.load(Ordering::Relaxed) == 0 {
+                run_once_each(&pool, 4);
+            }
+            for parts in 2..200 {
+                run_once_each(&pool, parts);
+            }
+            shared.hold.is_shut.store(false, Ordering::Relaxed);
+            for parts in 2..200 {
+                run_once_each(&pool, parts);
+            }
+        });
+    }
+
+    #[test]
+    fn late_workers_run_nothing_of_regions_that_are_over() {
+        in_time(|| {
+            let pool = Pool::new(4).unwrap();
+            let shared = shared(&pool);
+            let is_over = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    let mut random = 0x9e37_79b9_7f4a_7c15_u64;
+                    while !is_over.load(Ordering::Relaxed) {
+                        random ^= random << 13;
+                        random ^= random >> 7;
+                        random ^= random << 17;
+                        let hold = &shared.hold.is_shut;
+                        hold.store(random & 3 != 0, Ordering::Relaxed);
+                        std::thread::sleep(Duration::from_micros(random >> 8 & 127));
+                    }
+                    shared.hold.is_shut.store(false, Ordering::Relaxed);
+                });
+                for n in 0..20_000 {
+                    // Few, so that a number of parts that a late worker saw comes again soon.
+                    let parts = 2 + n % 2;
+                    if n % 100 == 98 {
+                        let run = || pool.run(parts, |part| assert!(part != n % parts, "a part"));
+                        catch_unwind(AssertUnwindSafe(run)).unwrap_err();
+                    } else if n % 4 < 2 {
+                        run_once_each(&pool, parts);
+                    } else {
+                        run_further_down(&pool, parts);
+                    }
+                }
+                is_over.store(true, Ordering::Relaxed);
+            });
+        });
+    }
+
+    #[test]
+    fn workers_that_sleep_are_woken() {
+        in_time(|| {
+            let pool = Pool::new(3).unwrap();
+            for _ in 0..100 {
+                std::thread::sleep(Duration::from_millis(1));
+                let begun = AtomicUsize::new(0);
+                // No part ends before another thread has come.
+                pool.run(2, |_| {
+                    begun.fetch_add(1, Ordering::Relaxed);
+                    while begun.load(Ordering::Relaxed) < 2 {
+                        std::thread::yield_now();
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_worker_may_be_replaced() {
+        in_time(|| {
+            let pool = Pool::new(2).unwrap();
+            let shared = shared(&pool);
+            let first = lock(&shared.workers)[0].0;
+            shared.cores.store(2, Ordering::Relaxed);
+            let replaces = |number| Worker::new(&shared, number, Duration::ZERO).is_replaced();
+            assert!(replaces(1));
+            assert_ne!(first, lock(&shared.workers)[0].0);
+            (2..100).for_each(|parts| run_once_each(&pool, parts));
+            drop(pool);
+            assert!(!replaces(1), "a pool that is taken down");
+            // The threads have gone, and with them what they held.
+            while Arc::strong_count(&shared) > 1 {
+                std::thread::yield_now();
+            }
+        });
+    }
+
+    #[test]
+    fn a_region_may_have_more_parts_than_are_counted_at_once() {
+        let pool = Pool::new(2).unwrap();
+        let (parts, sum) = (MOST_PARTS + 3, AtomicUsize::new(0));
+        pool.run(parts, |part| {
+            if part % 100_000 == 0 || part >= MOST_PARTS {
+                sum.fetch_add(part, Ordering::Relaxed);
+            }
+        });
+        let expected: usize = (0..parts).step_by(100_000).sum::<usize>() + 3 * MOST_PARTS + 3;
+        assert_eq!(sum.into_inner(), expected);
+    }
 
     #[test]
     fn every_part_runs_once() {
