@@ -202,6 +202,13 @@ fn diagnose_names_backends_and_reasons() {
     }
     let said = text(&["diagnose"]);
     assert!(said.contains("cpu"));
+    let host = &report["memory"]["host"];
+    assert!(host["total"].as_u64() >= host["available"].as_u64() && host["total"].is_u64());
+    assert!(said.contains("\nmemory: "), "{said}");
+    match host["limit"]["file"].as_str() {
+        Some(file) => assert!(said.contains(&format!("; {file} limits it\n")), "{said}"),
+        None => assert!(said.contains(" available\n"), "{said}"),
+    }
     let cuda = &backends[1];
     for part in [&cuda["nvrtc"], cuda] {
         assert_ne!(part["available"] == true, part["reason"].is_string());

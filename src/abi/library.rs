@@ -18,7 +18,7 @@ use super::listeners::{LISTENERS, Listener};
 use super::shared;
 use super::status::NVFP4_Status;
 use crate::base::error::{Result, bail, err};
-use crate::base::{env, memory};
+use crate::base::{env, host_memory, memory};
 use crate::cpu::Level as Isa;
 use crate::cuda;
 use crate::ops::backend::present;
@@ -417,6 +417,7 @@ fn diagnosis() -> serde_json::Value {
             "total": { "current": total.current, "peak": total.peak },
             "by_tag": tags,
             "budget": memory::budget(),
+            "host": host_memory::read(),
         },
         "environment": {
             "NVFP4_CPU": env::cpu_level(),

@@ -95,25 +95,6 @@ pub struct Usage {
     pub peak: u64,
 }
 
-/// Bytes of memory of this machine, or of the container that the process runs in if that has less. `None` where the system
-/// does not tell.
-pub fn of_machine() -> Option<u64> {
-    // SAFETY: sysconf only reads numbers.
-    let (pages, page) = unsafe {
-        (
-            libc::sysconf(libc::_SC_PHYS_PAGES),
-            libc::sysconf(libc::_SC_PAGESIZE),
-        )
-    };
-    let machine = u64::try_from(pages)
-        .ok()?
-        .checked_mul(u64::try_from(page).ok()?)?;
-    let container = std::fs::read_to_string("/sys/fs/cgroup/memory.max")
-        .ok()
-        .and_then(|limit| limit.trim().parse().ok());
-    Some(container.map_or(machine, |limit: u64| machine.min(limit)))
-}
-
 /// Use under one tag.
 pub fn usage(tag: Tag) -> Usage {
     let c = &BY_TAG[tag as usize];
@@ -129,6 +110,12 @@ pub fn total() -> Usage {
         current: TOTAL.current.load(Relaxed),
         peak: TOTAL.peak.load(Relaxed),
     }
+}
+
+/// Bytes in use now in the host's memory, under all tags that are not of a GPU.
+pub fn on_host() -> u64 {
+    let tags = [Tag::Weights, Tag::KvCache, Tag::Scratch, Tag::Tensor];
+    tags.iter().map(|&tag| usage(tag).current).sum()
 }
 
 /// Starts the peaks again from current use.

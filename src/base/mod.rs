@@ -9,6 +9,7 @@ pub mod env;
 pub mod error;
 pub mod file;
 pub mod fork;
+pub mod host_memory;
 pub mod lease;
 pub mod leftover;
 pub mod memory;

@@ -1,7 +1,9 @@
 //! `nvfp4 diagnose`: what this machine and build support, and why something is missing.
 
 use NVFP4::base::Result;
+use NVFP4::base::host_memory::{self, HostMemory};
 use NVFP4::base::memory;
+use NVFP4::base::size::readable;
 use NVFP4::base::threads::Pool;
 use NVFP4::cpu::{Cpu, Level};
 use NVFP4::cuda::{self, DeviceReport, Report};
@@ -31,6 +33,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         false => None,
     };
     let cuda = cuda::report();
+    let host = host_memory::read();
     if args.json {
         let mut named = json!({"name": "cuda"});
         if let (Value::Object(named), Value::Object(report)) = (&mut named, json!(cuda)) {
@@ -44,7 +47,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
                  "read_bandwidth": bandwidth},
                 named,
             ],
-            "memory": {"current": memory::total().current, "budget": memory::budget()},
+            "memory": {"current": memory::total().current, "budget": memory::budget(), "host": host},
         }));
     }
     output::line(format_args!(
@@ -69,7 +72,18 @@ pub(super) fn run(args: &Args) -> Result<()> {
     if let Some(b) = bandwidth {
         output::line(format_args!("  reads memory at {:.1} GB/s", b / 1e9))?;
     }
+    if let Some(host) = host {
+        output::line(format_args!("memory: {}", summary(&host)))?;
+    }
     print_cuda(&cuda)
+}
+
+fn summary(host: &HostMemory) -> String {
+    let (available, total) = (readable(host.available), readable(host.total));
+    match &host.limit {
+        None => format!("{available} of {total} available"),
+        Some(limit) => format!("{available} of {total} available; {} limits it", limit.file),
+    }
 }
 
 fn print_cuda(cuda: &Report) -> Result<()> {

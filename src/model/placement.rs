@@ -7,7 +7,7 @@ use std::path::Path;
 use super::{Activations, Device, KvType, families};
 use crate::base::ErrorKind::{DeviceUnavailable, OutOfMemory, Unsupported};
 use crate::base::size::readable;
-use crate::base::{Error, Result, memory};
+use crate::base::{Error, Result, host_memory};
 use crate::checkpoint::Checkpoint;
 use crate::cuda::{self, Report};
 
@@ -64,11 +64,11 @@ pub fn needs_of(checkpoint: &dyn Checkpoint, quantize: bool) -> Result<u64> {
 
 /// The CPU, if the system tells its memory, and the GPUs that can be used.
 pub fn rooms(report: &Report) -> Vec<Room> {
-    let cpu = memory::of_machine().map(|total| Room {
+    let cpu = host_memory::read().map(|memory| Room {
         gpu: None,
         label: "the processor".to_owned(),
-        total,
-        free: total,
+        total: memory.total,
+        free: memory.available,
     });
     cpu.into_iter().chain(gpus(report)).collect()
 }

@@ -8,6 +8,7 @@ use super::curve::write_whole;
 use super::parameters::Parameters;
 use super::trainer::{Config, Phase};
 use crate::base::error::err;
+use crate::base::host_memory;
 use crate::base::memory::{self, Tag};
 use crate::base::size::readable;
 use crate::base::{Error, ErrorKind, Result};
@@ -187,7 +188,9 @@ pub fn explain(
             bytes: total as u64,
             offloads: device.check_offload().is_ok(),
         }),
-        (None, _) => memory::of_machine().map(Room::Budget),
+        // The library's own memory counts: it is given back before another try.
+        (None, _) => host_memory::read()
+            .map(|host| Room::Budget(host.total.min(host.available + memory::on_host()))),
     };
     let mut advice = String::new();
     if let Some(room) = room {
