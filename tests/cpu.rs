@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use NVFP4::base::{ErrorKind, env};
 use NVFP4::cpu::{AttentionOptions, Cpu, KvLayer, KvType, Level, Packed, Workspace};
+use NVFP4::format::int8;
 use NVFP4::format::nvfp4::{self, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
 use NVFP4::ops::{self, Device};
@@ -81,6 +82,20 @@ fn pack_dense(w: &[f32], rows: usize, cols: usize, kind: WeightType) -> Packed {
     .unwrap()
 }
 
+/// The weight in int8 rows, and the values that those hold.
+fn pack_int8(w: &[f32], rows: usize, cols: usize) -> (Packed, Vec<f32>) {
+    let (mut codes, mut scales) = (vec![0; w.len()], vec![0.0; rows]);
+    int8::quantize_rows(w, cols, 0, &mut codes, &mut scales).unwrap();
+    let mut held = vec![0.0; w.len()];
+    int8::dequantize_rows(&codes, &scales, cols, &mut held).unwrap();
+    let packed = Packed::int8(rows, cols, &mut |range, some_codes, some_scales| {
+        some_codes.copy_from_slice(&codes[range.start * cols..range.end * cols]);
+        some_scales.copy_from_slice(&scales[range]);
+        Ok(())
+    });
+    (packed.unwrap(), held)
+}
+
 fn relative_l2(out: &[f32], reference: &[f64]) -> f64 {
     assert_eq!(out.len(), reference.len());
     let error: f64 = out
@@ -144,6 +159,7 @@ fn exact_linear_is_exact_and_the_same_everywhere() {
                     .map(|&x| half::f16::from_f32(x).to_f32())
                     .collect(),
             ),
+            pack_int8(&dense, rows, cols),
         ];
         for (packed, values) in &packed {
             let m = 40;

@@ -1,15 +1,17 @@
-// Products with dense weights of any floating-point type, accumulated in f32: y[m, n] = sum over k of x[m, k] w[n, k]. For the few matrices
-// that a model leaves unquantized, and for large products where cuBLASLt is absent. A warp takes an output feature and up to 8 rows of x at
+// Products with dense weights of any floating-point type and with int8 rows, accumulated in f32: y[m, n] = sum over k of x[m, k] w[n, k].
+// For the few matrices that a model leaves in more than 4 bits, and for large products where cuBLASLt is absent. A warp takes an output feature and up to 8 rows of x at
 // a time.
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
+#include "format/int8.cuh"
 
-enum Kind { F32, F16, BF16 };
+enum Kind { F32, F16, BF16, INT8 };
 enum Output { STORE_F32, STORE_F16, ADD_F32 };
 
 struct Arguments {
     const u16* x;           // f16 [m, k]
     const void* weight;     // [rows, k]
+    const float* scales;    // [rows]: INT8
     const float* bias;      // [rows] or null
     void* out;              // [m, out_stride]
     float factor;           // of the product
@@ -17,30 +19,35 @@ struct Arguments {
     int output;
     int m;
     int rows;
-    int k;                  // a multiple of 8
+    int k;                  // a multiple of 16
     int out_stride;
 };
 
 constexpr int WARPS = 8;
 constexpr int TOKENS = 8;    // of a block, unless there is only one
 
-// Eight values from element i on, which is a multiple of 8.
+// The values of a weight that a lane loads at once, from element i on, which is a multiple of their number. Of int8 without its row's scale.
 template <int KIND>
-struct Eight {
-    float v[8];
+struct Values {
+    static constexpr int COUNT = KIND == INT8 ? INT8_CODES : 8;
+    float v[COUNT];
 
-    __device__ __forceinline__ Eight(const void* p, size_t i) {
-        if (KIND == F32) {
+    __device__ __forceinline__ Values(const void* p, size_t i) {
+        if constexpr (KIND == F32) {
             float4 low = *(const float4*)((const float*)p + i), high = *(const float4*)((const float*)p + i + 4);
             v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w, v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
-            return;
-        }
-        uint4 words = *(const uint4*)((const u16*)p + i);
-        u32 pairs[4] = {words.x, words.y, words.z, words.w};
+        } else {
+            uint4 piece = *(const uint4*)((const u8*)p + i * (KIND == INT8 ? 1 : 2));
+            u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            v[2 * j] = KIND == F16 ? f16_low(pairs[j]) : bf16_to_float((u16)pairs[j]);
-            v[2 * j + 1] = KIND == F16 ? f16_high(pairs[j]) : bf16_to_float((u16)(pairs[j] >> 16));
+            for (int j = 0; j < 4; j++) {
+                if constexpr (KIND == INT8) {
+                    int8_codes(words[j], v + 4 * j);
+                } else {
+                    v[2 * j] = KIND == F16 ? f16_low(words[j]) : bf16_to_float((u16)words[j]);
+                    v[2 * j + 1] = KIND == F16 ? f16_high(words[j]) : bf16_to_float((u16)(words[j] >> 16));
+                }
+            }
         }
     }
 };
@@ -51,24 +58,29 @@ __device__ __forceinline__ void multiply(const Arguments& a) {
     if (row >= a.rows) return;
     int tokens = min(MAX_TOKENS, a.m - first);
     float accumulators[MAX_TOKENS] = {};
+    constexpr int COUNT = Values<KIND>::COUNT;
 #pragma unroll UNROLL
-    for (int i = 8 * lane; i < a.k; i += 8 * WARP) {
-        Eight<KIND> w(a.weight, (size_t)row * a.k + i);
+    for (int i = COUNT * lane; i < a.k; i += COUNT * WARP) {
+        Values<KIND> w(a.weight, (size_t)row * a.k + i);
 #pragma unroll
         for (int m = 0; m < MAX_TOKENS; m++) {
             if (MAX_TOKENS > 1 && m >= tokens) continue;
-            Eight<F16> x(a.x, (size_t)(first + m) * a.k + i);
 #pragma unroll
-            for (int j = 0; j < 8; j++) accumulators[m] += w.v[j] * x.v[j];
+            for (int part = 0; part < COUNT; part += 8) {
+                Values<F16> x(a.x, (size_t)(first + m) * a.k + i + part);
+#pragma unroll
+                for (int j = 0; j < 8; j++) accumulators[m] += w.v[part + j] * x.v[j];
+            }
         }
     }
 #pragma unroll
     for (int m = 0; m < MAX_TOKENS; m++) accumulators[m] = warp_sum(accumulators[m]);
     if (lane != 0) return;
+    float scale = KIND == INT8 ? a.scales[row] : 1;
 #pragma unroll
     for (int m = 0; m < MAX_TOKENS; m++) {
         if (MAX_TOKENS > 1 && m >= tokens) continue;
-        float y = accumulators[m] * a.factor + (a.bias ? a.bias[row] : 0);
+        float y = accumulators[m] * a.factor * scale + (a.bias ? a.bias[row] : 0);
         size_t to = (size_t)(first + m) * a.out_stride + row;
         if (a.output == STORE_F32) ((float*)a.out)[to] = y;
         if (a.output == ADD_F32) ((float*)a.out)[to] += y;
@@ -83,6 +95,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     switch (a.kind) {
         case F32: return multiply<F32, MAX_TOKENS, UNROLL>(a);
         case F16: return multiply<F16, MAX_TOKENS, UNROLL>(a);
+        case INT8: return multiply<INT8, MAX_TOKENS, UNROLL>(a);
         default: return multiply<BF16, MAX_TOKENS, UNROLL>(a);
     }
 }

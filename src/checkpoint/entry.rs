@@ -17,6 +17,8 @@ pub enum Encoding {
     Dense(DType),
     /// NVFP4: 4-bit codes, an e4m3 scale per 16 elements, one global scale.
     Nvfp4,
+    /// int8 codes with a scale per row of the matrix.
+    Int8,
     /// bitsandbytes NF4: 4-bit codes into a table, a scale per block of the flattened tensor.
     Nf4,
     /// A GGUF block type.
@@ -29,7 +31,18 @@ impl Encoding {
         match self {
             Encoding::Dense(DType::F4E2M1x2) => None,
             Encoding::Dense(dtype) => Some(dtype.bytes()),
-            Encoding::Nvfp4 | Encoding::Nf4 | Encoding::Ggml(_) => None,
+            Encoding::Nvfp4 | Encoding::Int8 | Encoding::Nf4 | Encoding::Ggml(_) => None,
+        }
+    }
+
+    /// Bytes of values of a matrix `[rows, cols]` that a writer takes for it, scales of blocks and rows included; `None` for encodings that
+    /// are only read.
+    pub const fn matrix_bytes(self, rows: u64, cols: u64) -> Option<u64> {
+        match (self, self.element_bytes()) {
+            (_, Some(width)) => Some(rows * cols * width as u64),
+            (Encoding::Nvfp4, None) => Some(rows * cols / 2 + rows * cols / 16),
+            (Encoding::Int8, None) => Some(rows * cols + rows * 4),
+            (_, None) => None,
         }
     }
 
@@ -56,6 +69,7 @@ impl Encoding {
                 DType::F4E2M1x2 => "F4",
             },
             Encoding::Nvfp4 => "NVFP4",
+            Encoding::Int8 => "INT8",
             Encoding::Nf4 => "NF4",
             Encoding::Ggml(t) => t.name(),
         }
@@ -242,6 +256,23 @@ pub trait Checkpoint: Send + Sync {
         codes: &mut [u8],
         scales: &mut [u8],
     ) -> Result<()>;
+
+    /// Copies the codes, bytes in two's complement, and the scales of `rows` of an int8 entry: `cols` codes and one scale a row.
+    fn rows_int8(
+        &self,
+        entry: &Entry,
+        _rows: Range<usize>,
+        _codes: &mut [u8],
+        _scales: &mut [f32],
+    ) -> Result<()> {
+        bail!(
+            InvalidArgument,
+            "'{}' is {}, not {}",
+            entry.name,
+            entry.encoding,
+            Encoding::Int8
+        )
+    }
 
     /// The global scale of an NVFP4 entry; 1.0 where the file stores none. An entry with several, which differ, is an error.
     fn global_scale(&self, entry: &Entry) -> Result<f32> {

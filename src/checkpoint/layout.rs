@@ -1,5 +1,5 @@
 //! How conventions spread one weight over several tensors, and the rules that tell them apart: `.qdata/.scale` (TorchSharp),
-//! ModelOpt, compressed-tensors, torchao, NF4 of bitsandbytes and of TorchSharp, and scaled float8. Works on any named tensors, so every container
+//! ModelOpt, compressed-tensors, torchao, NF4 of bitsandbytes and of TorchSharp, and scaled float8 and int8. Works on any named tensors, so every container
 //! shares it. A convention that is only half there is an error that names the missing half, never a guess.
 
 use std::collections::HashMap;
@@ -15,6 +15,7 @@ use super::{Encoding, Entry};
 use crate::base::error::{bail, err};
 use crate::base::size::round_up;
 use crate::base::{Result, memory};
+use crate::format::int8;
 use crate::format::nvfp4::{self, BLOCK};
 use crate::format::swizzle;
 use crate::tensor::DType;
@@ -147,6 +148,11 @@ impl Grouping<'_> {
     /// The entry whose values tensor `i` holds, if it is the values tensor of a convention.
     fn weight(&mut self, i: usize) -> Result<Option<(Entry, Stored)>> {
         let key = self.raws[i].key.as_str();
+        if let Some(module) = key.strip_suffix(".weight_packed")
+            && self.raws[i].encoding == Encoding::Dense(DType::I32)
+        {
+            return self.packed_int8(i, module);
+        }
         if let Some(keys) = keys::nvfp4(key) {
             return match self.is_nvfp4(i, &keys) {
                 true => self.nvfp4(i, &keys).map(Some),
@@ -174,40 +180,47 @@ impl Grouping<'_> {
                 self.raws[i].encoding
             );
         }
-        if self.raws[i].encoding != Encoding::Dense(DType::U8) {
-            return Ok(None);
-        }
         let modelopt = keys::modelopt(module);
-        if !self.is_nvfp4(i, &modelopt) {
-            return Ok(None);
+        match self.raws[i].encoding {
+            Encoding::Dense(DType::I8) => {
+                let Some(scales) = self.get(&modelopt.scales) else {
+                    return Ok(None);
+                };
+                self.check_inputs(i, module)?;
+                let shape = self.raws[i].shape.clone();
+                self.int8(i, module, shape, scales, false).map(Some)
+            }
+            Encoding::Dense(DType::U8) if self.is_nvfp4(i, &modelopt) => {
+                self.check_is_whole(i, module)?;
+                self.nvfp4(i, &modelopt).map(Some)
+            }
+            _ => Ok(None),
         }
-        self.check_is_whole(i, module)?;
-        self.nvfp4(i, &modelopt).map(Some)
     }
 
     /// Refuses weights with tensors that change the input or shift the values.
     fn check_is_whole(&self, i: usize, module: &str) -> Result<()> {
-        for (other, what) in [
-            (
-                "pre_quant_scale",
-                "weights that need their inputs changed first",
+        self.check_inputs(i, module)?;
+        self.refuse_beside(i, module, "weight_zero_point", "weights with zero points")
+    }
+
+    /// Refuses weights with tensors that change the input.
+    fn check_inputs(&self, i: usize, module: &str) -> Result<()> {
+        let what = "weights that need their inputs changed first";
+        self.refuse_beside(i, module, "pre_quant_scale", what)?;
+        self.refuse_beside(i, module, "svdquant_lora_a", what)
+    }
+
+    fn refuse_beside(&self, i: usize, module: &str, other: &str, what: &str) -> Result<()> {
+        match self.get(&format!("{module}.{other}")) {
+            Some(other) => bail!(
+                Unsupported,
+                "{}: {what} are not supported, as those of '{}'; export the model as plain NVFP4",
+                self.place(other),
+                self.raws[i].key
             ),
-            (
-                "svdquant_lora_a",
-                "weights that need their inputs changed first",
-            ),
-            ("weight_zero_point", "weights with zero points"),
-        ] {
-            if let Some(other) = self.get(&format!("{module}.{other}")) {
-                bail!(
-                    Unsupported,
-                    "{}: {what} are not supported, as those of '{}'; export the model as plain NVFP4",
-                    self.place(other),
-                    self.raws[i].key
-                );
-            }
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// Whether tensor `codes` belongs to an NVFP4 weight, which may lack a part. Other formats use the same names: integers of
@@ -483,6 +496,117 @@ impl Grouping<'_> {
                 block_scales,
             },
         ))
+    }
+
+    /// int8 values with one scale, or one per row: of ModelOpt, and of compressed-tensors, which has a column of them.
+    fn int8(
+        &mut self,
+        codes: usize,
+        module: &str,
+        shape: Vec<usize>,
+        scales: usize,
+        is_biased: bool,
+    ) -> Result<(Entry, Stored)> {
+        let Some((_, leading)) = shape.split_last().filter(|(_, l)| !l.is_empty()) else {
+            bail!(
+                CorruptFile,
+                "{}: int8 weights have at least two dimensions, not shape {shape:?}",
+                self.place(codes)
+            );
+        };
+        let rows = leading.iter().product();
+        let given = &self.raws[scales].shape[..];
+        let is_column = given.strip_suffix(&[1]) == Some(leading);
+        if given != leading && !is_column && self.raws[scales].elements() != 1 {
+            bail!(
+                Unsupported,
+                "{}: its shape is {given:?}; int8 weights of shape {shape:?} take one scale, or one per row",
+                self.place(scales)
+            );
+        }
+        let row_scales = self.int8_scales(scales, rows)?;
+        let mut also = Vec::new();
+        if let Some(zero_points) = self.get(&format!("{module}.weight_zero_point")) {
+            if self.bytes(zero_points)?.iter().any(|&byte| byte != 0) {
+                bail!(
+                    Unsupported,
+                    "{}: int8 weights with zero points are not supported; symmetric ones are",
+                    self.place(zero_points)
+                );
+            }
+            also.push(zero_points);
+        }
+        let shapes = self.get(&format!("{module}.weight_shape"));
+        also.extend(shapes.filter(|_| is_biased));
+        let mut bytes = 0;
+        for &used in [codes, scales].iter().chain(&also) {
+            self.used[used] = true;
+            bytes += self.raws[used].span.len() as u64;
+        }
+        let convention = match is_column {
+            true => Convention::CompressedTensors,
+            false => Convention::ModelOpt,
+        };
+        self.convention.get_or_insert(convention.name());
+        Ok((
+            Entry {
+                name: names::logical(&keys::weight(module)),
+                shape,
+                encoding: Encoding::Int8,
+                bytes,
+            },
+            Stored::Int8 {
+                codes,
+                scales,
+                row_scales,
+                is_biased,
+                also,
+            },
+        ))
+    }
+
+    /// int8 values of compressed-tensors that four to an int32 hold, each plus 128. `None` for packed integers of other widths.
+    fn packed_int8(&mut self, codes: usize, module: &str) -> Result<Option<(Entry, Stored)>> {
+        let Some(stored) = self.get(&format!("{module}.weight_shape")) else {
+            return Ok(None);
+        };
+        self.expect(stored, Encoding::Dense(DType::I64), 2)?;
+        let bytes = self.bytes(stored)?;
+        let size = |i: usize| {
+            let size = bytes.as_chunks::<8>().0[i];
+            usize::try_from(i64::from_le_bytes(size)).unwrap_or(0)
+        };
+        let (rows, cols) = (size(0), size(1));
+        if self.raws[codes].shape != [rows, cols.div_ceil(4)] || !cols.is_multiple_of(4) {
+            return Ok(None);
+        }
+        let scales = self.partner(codes, &format!("{module}.weight_scale"))?;
+        self.int8(codes, module, vec![rows, cols], scales, true)
+            .map(Some)
+    }
+
+    /// The scale of each of `rows` rows.
+    fn int8_scales(&self, scales: usize, rows: usize) -> Result<Vec<f32>> {
+        let raw = &self.raws[scales];
+        let Encoding::Dense(DType::F32 | DType::BF16 | DType::F16) = raw.encoding else {
+            bail!(
+                Unsupported,
+                "{}: scales of int8 weights are F32, BF16 or F16, not {}",
+                self.place(scales),
+                raw.encoding
+            );
+        };
+        let mut values = memory::zeros(raw.elements())?;
+        tensors::decode(raw.encoding, &self.bytes(scales)?, &mut values);
+        int8::check_row_scales(&values, 0)
+            .map_err(|e| err!(CorruptFile, "{}: {}", self.place(scales), e.message()))?;
+        if let [one] = values[..]
+            && rows > 1
+        {
+            values = memory::zeros(rows)?;
+            values.fill(one);
+        }
+        Ok(values)
     }
 
     /// NF4 with its shape and block size in JSON beside it.

@@ -62,8 +62,7 @@ const READ: [&str; 12] = [
 ];
 
 /// Unsupported formats of compressed-tensors.
-const COMPRESSED: [(&str, &str); 7] = [
-    ("int-quantized", "8-bit integers"),
+const COMPRESSED: [(&str, &str); 6] = [
     ("marlin-24", "sparse 4-bit integers"),
     ("mxfp4-pack-quantized", "MXFP4"),
     ("mxfp6-pack-quantized", "MXFP6"),

@@ -13,7 +13,7 @@ use super::source::{Source, Span};
 use super::{Checkpoint, Encoding, Entry, Metadata, Part, Unreadable};
 use crate::base::error::{bail, err};
 use crate::base::{Result, alloc, memory, size};
-use crate::format::{e4m3, nvfp4, swizzle};
+use crate::format::{e4m3, int8, nvfp4, swizzle};
 use crate::tensor::DType;
 
 /// A tensor as the file describes it. Its span has been checked to hold exactly the bytes that encoding and shape need.
@@ -114,6 +114,17 @@ pub(super) enum Stored {
         raw: usize,
         scales: usize,
         block_scales: BlockScales,
+    },
+    /// int8 values with one scale, or one per row.
+    Int8 {
+        codes: usize,
+        scales: usize,
+        /// One for each row.
+        row_scales: Vec<f32>,
+        /// Whether codes are stored plus 128, as unsigned bytes.
+        is_biased: bool,
+        /// Other tensors that belong to it.
+        also: Vec<usize>,
     },
     /// Codes and scales as two tensors.
     Nvfp4 {
@@ -400,6 +411,30 @@ impl Tensors {
         Ok(())
     }
 
+    /// Reads the codes of `rows` of an int8 entry; gives their scales.
+    fn int8_rows<'a>(
+        &self,
+        entry: &Entry,
+        stored: &'a Stored,
+        rows: Range<usize>,
+        codes: &mut [u8],
+    ) -> Result<&'a [f32]> {
+        let Stored::Int8 {
+            codes: raw,
+            row_scales,
+            is_biased,
+            ..
+        } = stored
+        else {
+            return Err(err!(Internal, "'{}' is INT8 without codes", entry.name));
+        };
+        self.read_rows(*raw, entry.rows(), rows.clone(), codes)?;
+        if *is_biased {
+            codes.iter_mut().for_each(|code| *code ^= 0x80);
+        }
+        Ok(&row_scales[rows])
+    }
+
     /// The values from `first` on, of the flattened tensor.
     fn nf4_f32(&self, nf4: &Nf4, first: usize, out: &mut [f32]) -> Result<()> {
         let width = if nf4.nested.is_some() { 1 } else { 4 };
@@ -473,7 +508,13 @@ impl Tensors {
         match stored {
             Stored::Plain { raw, .. } => vec![*raw],
             Stored::ScaledF8 { raw, scales, .. } => vec![*raw, *scales],
-            Stored::Nvfp4 {
+            Stored::Int8 {
+                codes,
+                scales,
+                also,
+                ..
+            }
+            | Stored::Nvfp4 {
                 codes,
                 scales,
                 also,
@@ -557,7 +598,9 @@ pub(super) fn decode(encoding: Encoding, bytes: &[u8], out: &mut [f32]) {
             DType::F4E2M1x2 => unreachable!("packed codes are bytes to a file"),
         },
         Encoding::Ggml(block_type) => ggml::decode(block_type, bytes, out),
-        Encoding::Nvfp4 | Encoding::Nf4 => unreachable!("several tensors make up {encoding}"),
+        Encoding::Nvfp4 | Encoding::Int8 | Encoding::Nf4 => {
+            unreachable!("several tensors make up {encoding}")
+        }
     }
 }
 
@@ -609,6 +652,17 @@ impl Checkpoint for Tensors {
                 self.plain_f32(entry, *raw, Form::AsStored, rows.clone(), out)?;
                 for (row, out) in rows.zip(out.chunks_exact_mut(entry.cols())) {
                     block_scales.apply(row, out);
+                }
+            }
+            Stored::Int8 { .. } => {
+                let cols = entry.cols();
+                let run = (STAGING / cols).max(1);
+                let mut codes = memory::zeros::<u8>(run.min(rows.len()) * cols)?;
+                for (first, out) in rows.clone().step_by(run).zip(out.chunks_mut(run * cols)) {
+                    let some = first..rows.end.min(first + run);
+                    let codes = &mut codes[..some.len() * cols];
+                    let scales = self.int8_rows(entry, stored, some, codes)?;
+                    int8::dequantize_rows(codes, scales, cols, out)?;
                 }
             }
             Stored::Nvfp4 {
@@ -681,10 +735,36 @@ impl Checkpoint for Tensors {
                     self.check_scales(*raw, entry, first + i, scales)
                 })?;
             }
-            Stored::Plain { .. } | Stored::ScaledF8 { .. } | Stored::Nf4(_) => {
+            Stored::Plain { .. }
+            | Stored::ScaledF8 { .. }
+            | Stored::Int8 { .. }
+            | Stored::Nf4(_) => {
                 return Err(err!(Internal, "'{}' is NVFP4 without codes", entry.name));
             }
         }
+        self.check_unchanged(stored)
+    }
+
+    fn rows_int8(
+        &self,
+        entry: &Entry,
+        rows: Range<usize>,
+        codes: &mut [u8],
+        scales: &mut [f32],
+    ) -> Result<()> {
+        let stored = self.stored(entry)?;
+        if entry.encoding != Encoding::Int8 {
+            bail!(
+                InvalidArgument,
+                "'{}' is {}, not {}",
+                entry.name,
+                entry.encoding,
+                Encoding::Int8
+            );
+        }
+        check_rows(entry, &rows, entry.cols(), codes.len(), "the code buffer")?;
+        check_rows(entry, &rows, 1, scales.len(), "the scale buffer")?;
+        scales.copy_from_slice(self.int8_rows(entry, stored, rows, codes)?);
         self.check_unchanged(stored)
     }
 

@@ -265,6 +265,14 @@ unsafe impl Simd for Avx2 {
         unsafe { [widen_bf16(p), widen_bf16(p.add(8))] }
     }
     #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> V {
+        unsafe {
+            let eight =
+                |p: *const i8| _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast())));
+            [eight(p), eight(p.add(8))]
+        }
+    }
+    #[inline(always)]
     unsafe fn load_e4m3(p: *const u8) -> V {
         unsafe { [widen_e4m3(p), widen_e4m3(p.add(8))] }
     }

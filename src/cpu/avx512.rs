@@ -136,6 +136,10 @@ unsafe impl Simd for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()))) }
+    }
+    #[inline(always)]
     unsafe fn load_e4m3(p: *const u8) -> __m512 {
         unsafe {
             // The byte's exponent and mantissa, moved under f32's, read as the value over 2^120; subnormals too.

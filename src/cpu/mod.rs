@@ -26,5 +26,5 @@ mod neon;
 pub use engine::{AttentionOptions, Cpu};
 pub use kv::{KvLayer, KvType, PAGE};
 pub use level::Level;
-pub use packed::{Packed, ReadDense, ReadNvfp4};
+pub use packed::{Packed, ReadDense, ReadInt8, ReadNvfp4};
 pub use workspace::Workspace;

@@ -115,6 +115,21 @@ unsafe impl Simd for Neon {
         })
     }
     #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> V {
+        unsafe {
+            let bytes = vld1q_s8(p);
+            let words = [vmovl_s8(vget_low_s8(bytes)), vmovl_s8(vget_high_s8(bytes))];
+            std::array::from_fn(|i| {
+                let word = words[i / 2];
+                vcvtq_f32_s32(vmovl_s16(if i % 2 == 0 {
+                    vget_low_s16(word)
+                } else {
+                    vget_high_s16(word)
+                }))
+            })
+        }
+    }
+    #[inline(always)]
     unsafe fn load_e4m3(p: *const u8) -> V {
         unsafe {
             // The byte's exponent and mantissa, moved under f32's, read as the value over 2^120; subnormals too.

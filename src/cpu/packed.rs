@@ -3,14 +3,16 @@
 //!
 //! An NVFP4 group is a run of chunks of four blocks (64 k): the codes of each block, then the block scales, `[4][16]`. A
 //! block's codes are two units of 8 k by 16 rows in 64 bytes. Within a unit, each four rows have 16 bytes: eight for
-//! k 0, 1 (low nibbles) and 4, 5 (high nibbles), row by row, then eight for k 2, 3 and 6, 7. A dense group is `[k][16]`.
-//! Rows past the last are zeros, as are blocks past the last of a chunk.
+//! k 0, 1 (low nibbles) and 4, 5 (high nibbles), row by row, then eight for k 2, 3 and 6, 7. A dense group is `[k][16]`. An int8
+//! group is the f32 scales of its rows, `[16]`, and then the codes, `[k][16]`. Rows past the last are zeros, as are blocks past
+//! the last of a chunk.
 
 use std::ops::Range;
 
 use crate::base::error::{Result, bail, err};
 use crate::base::memory::{Buffer, Plain, Tag};
 use crate::base::size::product;
+use crate::format::int8;
 use crate::format::nvfp4::{self, BLOCK};
 use crate::tensor::WeightType;
 
@@ -24,6 +26,8 @@ pub(super) const UNIT_BYTES: usize = 64;
 pub(super) const CHUNK_BLOCKS: usize = 4;
 /// Bytes of a chunk: a multiple of a cache line.
 pub(super) const NVFP4_CHUNK_BYTES: usize = CHUNK_BLOCKS * (2 * UNIT_BYTES + GROUP);
+/// Bytes of the row scales of an int8 group.
+pub(super) const INT8_SCALE_BYTES: usize = GROUP * 4;
 const _: () =
     assert!(NVFP4_CHUNK_BYTES.is_multiple_of(64) && BLOCK == 16 && CHUNK_BLOCKS * GROUP == 64);
 
@@ -44,6 +48,9 @@ pub struct Packed {
 pub type ReadNvfp4<'a> = dyn FnMut(Range<usize>, &mut [u8], &mut [u8]) -> Result<()> + 'a;
 /// Reads the values `[rows, cols]` of a range of rows.
 pub type ReadDense<'a> = dyn FnMut(Range<usize>, &mut [f32]) -> Result<()> + 'a;
+
+/// Reads int8 codes `[rows, cols]` and the scales `[rows]` of a range of rows.
+pub type ReadInt8<'a> = dyn FnMut(Range<usize>, &mut [u8], &mut [f32]) -> Result<()> + 'a;
 
 /// The 8 codes of one row and unit, low nibble first, as the unit's four bytes: k and k + 4 in one byte.
 const fn to_unit(codes: u32) -> u32 {
@@ -88,6 +95,8 @@ impl Packed {
             ),
             WeightType::F32 => product("packed weight", &[cols, GROUP, 4]),
             WeightType::F16 | WeightType::BF16 => product("packed weight", &[cols, GROUP, 2]),
+            // A multiple of a cache line, as K is a multiple of 16.
+            WeightType::Int8 => Ok(product("packed weight", &[cols, GROUP])? + INT8_SCALE_BYTES),
         }
     }
 
@@ -149,6 +158,48 @@ impl Packed {
         }
     }
 
+    /// Packs an int8 weight, read a few rows at a time. What is no scale of a row is an error.
+    pub fn int8(rows: usize, cols: usize, read: &mut ReadInt8) -> Result<Packed> {
+        let mut packed = Self::zeroed(rows, cols, WeightType::Int8, 1.0)?;
+        let batch = READ_ROWS.min(rows);
+        let mut codes = Buffer::<u8>::zeroed(Tag::Scratch, batch * cols)?;
+        let mut scales = Buffer::<f32>::zeroed(Tag::Scratch, batch)?;
+        for first in (0..rows).step_by(batch) {
+            let n = batch.min(rows - first);
+            let (codes, scales) = (&mut codes[..n * cols], &mut scales[..n]);
+            read(first..first + n, codes, scales)?;
+            int8::check_row_scales(scales, first)?;
+            for (i, (codes, scale)) in codes.chunks_exact(cols).zip(&*scales).enumerate() {
+                packed.put_int8(first + i, codes, *scale);
+            }
+        }
+        Ok(packed)
+    }
+
+    fn put_int8(&mut self, row: usize, codes: &[u8], scale: f32) {
+        let stride = self.group_stride();
+        let group = &mut self.data[row / GROUP * stride..][..stride];
+        let (scales, values) = group.split_at_mut(INT8_SCALE_BYTES);
+        scales[row % GROUP * 4..][..4].copy_from_slice(&scale.to_ne_bytes());
+        for (to, &code) in values[row % GROUP..].iter_mut().step_by(GROUP).zip(codes) {
+            *to = code;
+        }
+    }
+
+    fn int8_row(&self, row: usize, out: &mut [f32]) {
+        let group = &self.data[row / GROUP * self.group_stride()..][..self.group_stride()];
+        let (scales, values) = group.split_at(INT8_SCALE_BYTES);
+        let mut scale = [0; 4];
+        scale.copy_from_slice(&scales[row % GROUP * 4..][..4]);
+        let scale = f32::from_ne_bytes(scale);
+        for (out, &code) in out
+            .iter_mut()
+            .zip(values[row % GROUP..].iter().step_by(GROUP))
+        {
+            *out = int8::decode(code, scale);
+        }
+    }
+
     /// Packs a dense weight, read a few rows at a time and rounded to nearest even where `kind` is narrower than the
     /// source. NaN, infinity and values that `kind` cannot hold are errors that name their index.
     pub fn dense(
@@ -181,9 +232,10 @@ impl Packed {
                         |x| bf16::from_f32(x).to_bits(),
                         |b| bf16::from_bits(b).is_finite(),
                     ),
-                    WeightType::Nvfp4 => bail!(
+                    WeightType::Nvfp4 | WeightType::Int8 => bail!(
                         InvalidArgument,
-                        "NVFP4 is not a dense kind; pack codes and scales instead"
+                        "{} is not a dense kind; pack codes and scales instead",
+                        kind.name()
                     ),
                 };
                 put.map_err(|k| {
@@ -258,6 +310,7 @@ impl Packed {
                 .zip(self.elements::<u16>()[first..].iter().step_by(GROUP))
                 .for_each(|(o, &b)| *o = bf16::from_bits(b).to_f32()),
             WeightType::Nvfp4 => self.nvfp4_row(row, out),
+            WeightType::Int8 => self.int8_row(row, out),
         }
         Ok(())
     }
@@ -300,7 +353,7 @@ impl Packed {
         self.kind
     }
 
-    /// The global scale; 1 for dense weights.
+    /// The global scale; 1 for weights that have none.
     pub fn global(&self) -> f32 {
         self.global
     }
@@ -372,7 +425,42 @@ mod tests {
     }
 
     #[test]
+    fn int8_rows_come_back_exactly() {
+        let (rows, cols) = (37, 80);
+        let code = |r: usize, k: usize| ((r * 7 + k * 3) % 256) as u8;
+        let scale = |r: usize| 0.1 + r as f32;
+        let packed = Packed::int8(rows, cols, &mut |range, codes, scales| {
+            for (i, r) in range.enumerate() {
+                scales[i] = scale(r);
+                for k in 0..cols {
+                    codes[i * cols + k] = code(r, k);
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+        // A byte a value, 16 rows to a group with their scales.
+        assert_eq!(packed.bytes(), 3 * 16 * (cols + 4));
+        let mut out = vec![0.0; cols];
+        for r in 0..rows {
+            packed.row(r, &mut out).unwrap();
+            for k in 0..cols {
+                assert_eq!(out[k], f32::from(code(r, k) as i8) * scale(r));
+            }
+        }
+    }
+
+    #[test]
     fn bad_weights_are_named() {
+        expect_kind(
+            Packed::int8(20, 32, &mut |_, _, scales| {
+                scales.fill(1.0);
+                scales[17] = f32::NAN;
+                Ok(())
+            }),
+            ErrorKind::InvalidArgument,
+            "the scale of row 17 is NaN",
+        );
         let e = Packed::nvfp4(20, 32, 1.0, &mut |_, _, scales| {
             scales[35] = 0x7f;
             Ok(())

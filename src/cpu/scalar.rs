@@ -113,6 +113,11 @@ unsafe impl Simd for Scalar {
         unsafe { p.cast::<[u16; 16]>().read_unaligned() }.map(|b| bf16::from_bits(b).to_f32())
     }
     #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> [f32; 16] {
+        // SAFETY: the caller gives 16 readable bytes.
+        unsafe { p.cast::<[i8; 16]>().read_unaligned() }.map(f32::from)
+    }
+    #[inline(always)]
     unsafe fn load_e4m3(p: *const u8) -> [f32; 16] {
         // SAFETY: the caller gives 16 readable bytes.
         unsafe { p.cast::<[u8; 16]>().read_unaligned() }.map(e4m3::decode)

@@ -58,6 +58,8 @@ pub(super) unsafe trait Simd {
     unsafe fn load_f16(p: *const u16) -> Self::V;
     /// Reads 16 bfloat16 values.
     unsafe fn load_bf16(p: *const u16) -> Self::V;
+    /// Reads 16 `i8` as numbers.
+    unsafe fn load_i8(p: *const i8) -> Self::V;
     /// Reads 16 e4m3 bytes; their sign bits must be clear and none may be NaN.
     unsafe fn load_e4m3(p: *const u8) -> Self::V;
     /// Writes 16 lanes that hold integers in -127..=127 as `i8`.

@@ -85,8 +85,8 @@ pub(super) struct Table {
     pub skinny_tokens: [usize; 2],
     /// The first number of tokens for which a panel is quicker, exact and int8; at most [`MOST_SKINNY`] + 1.
     pub panel_tokens: [usize; 2],
-    skinny: [Skinny; 4],
-    unpack: [Unpack; 4],
+    skinny: [Skinny; 5],
+    unpack: [Unpack; 5],
     pub tile: Tile,
     pub quantize_row: QuantizeRow,
     pub skinny_int8: SkinnyInt8,
@@ -321,9 +321,11 @@ macro_rules! stamp {
                 },
                 skinny: [
                     skinny::<linear::Nvfp4>, skinny::<linear::F32>, skinny::<linear::F16>, skinny::<linear::Bf16>,
+                    skinny::<linear::Int8>,
                 ],
                 unpack: [
                     unpack::<linear::Nvfp4>, unpack::<linear::F32>, unpack::<linear::F16>, unpack::<linear::Bf16>,
+                    unpack::<linear::Int8>,
                 ],
                 tile,
                 quantize_row,

@@ -29,6 +29,7 @@ fn blocks(elements: usize) -> u32 {
 struct EmbedArguments {
     tokens: u64,
     table: u64,
+    scales: u64,
     out: u64,
     global: f32,
     scale: f32,
@@ -39,6 +40,8 @@ struct EmbedArguments {
 /// A table of rows of `width` values.
 pub(super) struct TableArgument {
     pub(super) address: u64,
+    /// Where the scales of int8 rows are.
+    pub(super) scales: u64,
     pub(super) global: f32,
     pub(super) storage: WeightType,
     pub(super) width: usize,
@@ -59,6 +62,7 @@ pub(super) fn embed(
     let arguments = EmbedArguments {
         tokens: tokens.address(),
         table: table.address,
+        scales: table.scales,
         out: out.address(),
         global: table.global,
         scale,
@@ -67,6 +71,7 @@ pub(super) fn embed(
             WeightType::F16 => 1,
             WeightType::BF16 => 2,
             WeightType::Nvfp4 => 3,
+            WeightType::Int8 => 4,
         },
         width: int("the hidden size", width)?,
     };

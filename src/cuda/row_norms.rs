@@ -15,6 +15,7 @@ const THREADS: u32 = 256;
 #[repr(C)]
 struct RowNormArguments {
     matrix: u64,
+    scales: u64,
     columns: u64,
     out: u64,
     global: f32,
@@ -35,6 +36,7 @@ pub fn row_norms(
     out.holds("norms of rows", &[matrix.rows(), 4])?;
     let arguments = RowNormArguments {
         matrix: matrix.values().address(),
+        scales: matrix.scales_address(),
         columns: columns.map_or(0, |c| c.address()),
         out: out.address(),
         global: matrix.global(),
@@ -43,6 +45,7 @@ pub fn row_norms(
             WeightType::F16 => 1,
             WeightType::BF16 => 2,
             WeightType::Nvfp4 => 3,
+            WeightType::Int8 => 4,
         },
         k: int("the width of a weight", matrix.cols())?,
     };

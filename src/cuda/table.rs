@@ -10,11 +10,13 @@ use crate::base::memory::Tag;
 use crate::base::size::product;
 use crate::tensor::WeightType;
 
-/// Rows `[rows, width]` of plain values in page-locked host memory. Immutable.
+/// Rows `[rows, width]` of plain values, or of int8 codes and after them the f32 scale of each row, in page-locked host memory.
+/// Immutable.
 #[derive(Debug)]
 pub struct HostTable {
     values: Pinned,
     storage: WeightType,
+    rows: usize,
     width: usize,
 }
 
@@ -27,15 +29,17 @@ impl HostTable {
         storage: WeightType,
         fill: impl FnOnce(&mut [u8]) -> Result<()>,
     ) -> Result<HostTable> {
-        let Some(element) = storage.element_bytes() else {
-            bail!(Internal, "a table of {storage:?} values in host memory");
+        let bytes = match (storage, storage.element_bytes()) {
+            (_, Some(element)) => product("a table", &[rows, width, element])?,
+            (WeightType::Int8, None) => product("a table", &[rows, width + 4])?,
+            _ => bail!(Internal, "a table of {storage:?} values in host memory"),
         };
-        let bytes = product("a table", &[rows, width, element])?;
         let mut values = Pinned::new(gpu, Tag::Weights, bytes)?;
         fill(values.bytes_mut())?;
         Ok(HostTable {
             values,
             storage,
+            rows,
             width,
         })
     }
@@ -67,12 +71,14 @@ pub fn embed(
     let argument = match table {
         Table::Device(w) => TableArgument {
             address: w.address(),
+            scales: w.scales_address(),
             global: w.global(),
             storage: w.storage(),
             width: w.cols(),
         },
         Table::Host(t) => TableArgument {
             address: t.values.address(),
+            scales: t.values.address() + (t.rows * t.width) as u64,
             global: 1.0,
             storage: t.storage,
             width: t.width,

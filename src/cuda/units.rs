@@ -68,6 +68,7 @@ units! {
     ExpertsSum = "norm/sum_experts.cu",
     LinearDense = "linear/dense.cu",
     LinearExperts = "linear/experts.cu",
+    LinearInt8 = "linear/int8.cu",
     LinearPack = "linear/pack.cu",
     LinearRowNorms = "linear/row_norms.cu",
     LinearRows = "linear/rows.cu",

@@ -72,8 +72,11 @@ impl Found<'_> {
 fn held(found: &Found<'_>, quantize: bool) -> WeightType {
     match found.entry.encoding {
         Encoding::Nvfp4 => WeightType::Nvfp4,
+        // Tables are in 8 bits because 4 were too few.
+        Encoding::Int8 if [EMBEDDING, HEAD].contains(&&*found.spec.name) => WeightType::Int8,
         _ if quantize && found.spec.role == TensorRole::Linear => WeightType::Nvfp4,
         _ if found.spec.role == TensorRole::Router => WeightType::F32,
+        Encoding::Int8 => WeightType::Int8,
         Encoding::Dense(DType::BF16) => WeightType::BF16,
         Encoding::Dense(DType::F16) => WeightType::F16,
         _ => WeightType::F32,
@@ -95,12 +98,12 @@ pub(super) fn weight_bytes(
     }
     let bytes = |found: &Found<'_>| {
         let elements = found.spec.shape.iter().product::<usize>() as u64;
-        match held(found, quantize) {
-            _ if found.is_vector() => elements * 4,
-            held => match held.element_bytes() {
-                None => elements / 2 + elements / BLOCK as u64,
-                Some(bytes) => elements * bytes as u64,
-            },
+        match found.is_vector() {
+            true => elements * 4,
+            false => {
+                let rows = found.height() as u64;
+                held(found, quantize).weight_bytes(rows, elements / rows)
+            }
         }
     };
     Ok(found.iter().map(bytes).sum())
@@ -446,8 +449,12 @@ impl Work<'_> {
 
     fn matrix(&self, found: &Found<'_>) -> Result<Linear> {
         let (rows, cols) = (found.height(), found.cols());
-        let Some(dtype) = held(found, self.shared.quantize.is_some()).dtype() else {
-            return self.packed(found);
+        let held = held(found, self.shared.quantize.is_some());
+        let Some(dtype) = held.dtype() else {
+            return match held {
+                WeightType::Int8 => self.int8(found),
+                _ => self.packed(found),
+            };
         };
         let mut sum = RowsChecksum::new();
         let linear = Linear::dense(
@@ -518,6 +525,38 @@ impl Work<'_> {
         })
     }
 
+    /// A matrix in int8 rows, as it is stored.
+    fn int8(&self, found: &Found<'_>) -> Result<Linear> {
+        let (cols, at) = (found.cols(), found.rows.start);
+        let mut sums = [RowsChecksum::new(); 2];
+        let linear = Linear::int8(
+            self.shared.device,
+            found.height(),
+            cols,
+            &mut |range, codes, scales| {
+                let stored = at + range.start..at + range.end;
+                let entry = found.entry;
+                self.shared
+                    .checkpoint
+                    .rows_int8(entry, stored, codes, scales)?;
+                sums[0].add(range.start, cols, codes);
+                sums[1].add_f32(range.start, 1, scales);
+                self.advance(bytes_of(entry, range.len()))
+            },
+        )?;
+        self.record_parts(sums.map(RowsChecksum::finish));
+        Ok(linear)
+    }
+
+    /// Adds what is known of a tensor that has several parts, from the checksums of those.
+    fn record_parts<const N: usize>(&self, parts: [u64; N]) {
+        let mut whole = RowsChecksum::new();
+        for (i, part) in parts.into_iter().enumerate() {
+            whole.add(i, 8, &part.to_le_bytes());
+        }
+        self.record(self.name, whole);
+    }
+
     /// The weight whose codes and block scales `read` gives.
     fn nvfp4(&self, found: &Found<'_>, global: f32, read: &mut ReadNvfp4) -> Result<Linear> {
         let (rows, cols) = (found.height(), found.cols());
@@ -535,14 +574,7 @@ impl Work<'_> {
             },
         )?;
         let [codes, scales] = sums.map(RowsChecksum::finish);
-        let mut whole = RowsChecksum::new();
-        for (i, word) in [codes, scales, global.to_bits().into()]
-            .into_iter()
-            .enumerate()
-        {
-            whole.add(i, 8, &word.to_le_bytes());
-        }
-        self.record(self.name, whole);
+        self.record_parts([codes, scales, global.to_bits().into()]);
         Ok(linear)
     }
 }
@@ -581,7 +613,8 @@ pub(super) fn load<T: Send>(
     let table = found[0].entry;
     let tied = !found.iter().any(|f| f.spec.name == HEAD);
     // The head holds the embedding's exact values unless it was quantized on the way.
-    let shared = tied && (table.encoding == Encoding::Nvfp4 || options.quantize.is_none());
+    let is_coded = matches!(table.encoding, Encoding::Nvfp4 | Encoding::Int8);
+    let shared = tied && (is_coded || options.quantize.is_none());
     let checked_by_head = tied
         && options
             .quantize

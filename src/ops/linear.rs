@@ -1,4 +1,4 @@
-//! Products with weights: W4A16 for NVFP4, dense for the others, and W4A8 by option. Of host memory, and of tensors in the memory
+//! Products with weights: W4A16 for NVFP4, W8A16 for int8 rows, dense for the others, and W4A8 by option. Of host memory, and of tensors in the memory
 //! of the weight's GPU.
 
 use std::ops::Range;
@@ -12,8 +12,8 @@ use super::{Device, Slice, SliceMut, Workspace};
 use crate::base::error::{Result, bail, err};
 use crate::base::memory::Tag;
 use crate::base::size::product;
-pub use crate::cpu::ReadNvfp4;
 use crate::cpu::{Cpu, Packed, ReadDense};
+pub use crate::cpu::{ReadInt8, ReadNvfp4};
 use crate::cuda::{
     self, DeviceBuffer, DeviceSlice, FloatRows, Gpu, Input, LinearScratch, Matrix, Output,
 };
@@ -96,6 +96,15 @@ impl Linear {
                 weight: Weight::Cuda(dense_matrix(gpu, rows, cols, dtype, read)?),
             }),
         }
+    }
+
+    /// Prepares a weight of int8 rows, whose codes and row scales `read` gives a range of rows at a time.
+    pub fn int8(device: &Device, rows: usize, cols: usize, read: &mut ReadInt8) -> Result<Linear> {
+        let weight = match device {
+            Device::Cpu(_) => Weight::Cpu(Packed::int8(rows, cols, read)?),
+            Device::Cuda(gpu) => Weight::Cuda(Matrix::int8(gpu, rows, cols, read)?),
+        };
+        Ok(Linear { weight })
     }
 
     /// A weight in the memory that it is trained in, of which no copy is made. On the CPU products with it are slower than with others:
@@ -277,7 +286,7 @@ pub fn linear(
                     }
                 }
             }
-            // As on the CPU, dense weights take activations as they are.
+            // As on the CPU, other weights take activations as they are.
             if matrices
                 .iter()
                 .any(|(w, _)| w.storage() == WeightType::Nvfp4)

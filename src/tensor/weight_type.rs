@@ -3,8 +3,8 @@
 use super::DType;
 use crate::base::error::{Result, bail};
 
-/// What the values of a prepared weight are. Not a [`DType`], since the codes and block scales of NVFP4 are not elements of one
-/// type, and kernels multiply with three dense types alone.
+/// Storage of the values of a prepared weight. Not a [`DType`], since codes and scales are not elements of one type, and kernels
+/// multiply with three dense types alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WeightType {
     /// e2m1 codes with an e4m3 scale per 16 along K and one global scale.
@@ -15,6 +15,8 @@ pub enum WeightType {
     F16,
     /// bfloat16.
     BF16,
+    /// int8 codes with an f32 scale a row.
+    Int8,
 }
 
 impl WeightType {
@@ -32,21 +34,30 @@ impl WeightType {
         })
     }
 
-    /// The type of the elements; `None` for NVFP4.
+    /// The type of the elements; `None` for codes with scales.
     pub const fn dtype(self) -> Option<DType> {
         match self {
-            WeightType::Nvfp4 => None,
+            WeightType::Nvfp4 | WeightType::Int8 => None,
             WeightType::F32 => Some(DType::F32),
             WeightType::F16 => Some(DType::F16),
             WeightType::BF16 => Some(DType::BF16),
         }
     }
 
-    /// Bytes of an element; `None` for NVFP4.
+    /// Bytes of an element; `None` for codes with scales.
     pub const fn element_bytes(self) -> Option<usize> {
         match self.dtype() {
             Some(dtype) => Some(dtype.bytes()),
             None => None,
+        }
+    }
+
+    /// Bytes of a weight `[rows, cols]` and its scales, without what kernels round up to.
+    pub const fn weight_bytes(self, rows: u64, cols: u64) -> u64 {
+        match (self, self.element_bytes()) {
+            (_, Some(element)) => rows * cols * element as u64,
+            (WeightType::Int8, None) => rows * cols + rows * 4,
+            (_, None) => rows * cols / 2 + rows * cols / 16,
         }
     }
 
@@ -57,6 +68,7 @@ impl WeightType {
             WeightType::F32 => "f32",
             WeightType::F16 => "f16",
             WeightType::BF16 => "bf16",
+            WeightType::Int8 => "int8",
         }
     }
 }

@@ -49,6 +49,13 @@ impl DatWriter {
                 records.push(record(name.clone(), elem_type, shape, bytes, false));
                 continue;
             }
+            if planned.encoding != Encoding::Nvfp4 {
+                bail!(
+                    Unsupported,
+                    "'{name}': .dat holds no {}; NVFP4 and the dense encodings can be written to it",
+                    planned.encoding
+                );
+            }
             let with_last = |last: usize| {
                 let mut shape = planned.shape.clone();
                 if let Some(dim) = shape.last_mut() {
@@ -199,6 +206,10 @@ impl Writer for DatWriter {
             );
         }
         self.progress.nvfp4(codes, scales)
+    }
+
+    fn int8(&mut self, codes: &[u8], scales: &[f32]) -> Result<()> {
+        self.progress.int8(codes, scales)
     }
 
     fn copy(&mut self, source: &dyn Checkpoint, entry: &Entry) -> Result<()> {

@@ -13,6 +13,7 @@ use super::{Checkpoint, Encoding, Entry, Metadata, Part, TokenizerSource};
 use crate::base::error::{Error, bail, err};
 use crate::base::file::{self, Temporary};
 use crate::base::{Result, size};
+use crate::format::int8;
 use crate::format::nvfp4::{self, BLOCK};
 use crate::tensor::DType;
 
@@ -26,7 +27,7 @@ pub struct Planned {
     pub name: String,
     /// Its logical shape, outermost dimension first.
     pub shape: Vec<usize>,
-    /// [`Encoding::Nvfp4`] or a dense encoding.
+    /// [`Encoding::Nvfp4`], [`Encoding::Int8`] or a dense encoding.
     pub encoding: Encoding,
 }
 
@@ -55,15 +56,18 @@ pub trait Writer: Send {
     /// Appends whole rows to an NVFP4 tensor: codes with the even column in the low nibble, and linear e4m3 scales.
     fn nvfp4(&mut self, codes: &[u8], scales: &[u8]) -> Result<()>;
 
-    /// Writes the next planned tensor from `entry` of `source`, a run of rows at a time: NVFP4 stays NVFP4, the rest keeps its
-    /// bytes where the plan has its encoding and is converted to F32, F16 or BF16 otherwise.
+    /// Appends whole rows to an int8 tensor: codes in two's complement, and the scale of each row.
+    fn int8(&mut self, codes: &[u8], scales: &[f32]) -> Result<()>;
+
+    /// Writes the next planned tensor from `entry` of `source`, a run of rows at a time: codes and their scales stay what they are, the
+    /// rest keeps its bytes where the plan has its encoding and is converted to F32, F16 or BF16 otherwise.
     fn copy(&mut self, source: &dyn Checkpoint, entry: &Entry) -> Result<()>;
 
     /// Completes the file: checks that every planned tensor is whole, syncs, and puts it in its place.
     fn finish(self: Box<Self>) -> Result<()>;
 }
 
-/// Where one planned tensor goes. `at` is the position in the file of the values or codes, `scales_at` of block scales.
+/// Where one planned tensor goes. `at` is the position in the file of the values or codes, `scales_at` of the scales of blocks or rows.
 struct Slot {
     name: String,
     encoding: Encoding,
@@ -71,8 +75,7 @@ struct Slot {
     bytes: u64,
     scales_at: u64,
     scale_bytes: u64,
-    /// Block scales of a row of an NVFP4 tensor.
-    blocks: usize,
+    cols: usize,
     /// Where an NVFP4 tensor's global scale goes, if the format has one.
     global_at: Option<u64>,
 }
@@ -87,7 +90,7 @@ impl Slot {
             bytes: 0,
             scales_at: 0,
             scale_bytes: 0,
-            blocks: planned.shape.last().copied().unwrap_or(1) / BLOCK,
+            cols: planned.shape.last().copied().unwrap_or(1),
             global_at: None,
         }
     }
@@ -103,7 +106,7 @@ struct Progress {
     scales_written: u64,
 }
 
-/// Bytes of codes (or dense values) and of block scales that a planned tensor takes.
+/// Bytes of codes (or dense values) and of the scales of blocks or rows that a planned tensor takes.
 fn sizes(planned: &Planned) -> Result<(u64, u64)> {
     let name = &planned.name;
     if planned.shape.contains(&0) {
@@ -119,9 +122,9 @@ fn sizes(planned: &Planned) -> Result<(u64, u64)> {
     }
     let cols = planned.shape.last().copied().unwrap_or(1);
     match planned.encoding {
-        Encoding::Nvfp4 if planned.shape.len() < 2 => bail!(
+        coded @ (Encoding::Nvfp4 | Encoding::Int8) if planned.shape.len() < 2 => bail!(
             InvalidArgument,
-            "'{name}': NVFP4 tensors have at least two dimensions, not shape {:?}",
+            "'{name}': {coded} tensors have at least two dimensions, not shape {:?}",
             planned.shape
         ),
         Encoding::Nvfp4 if !cols.is_multiple_of(BLOCK) => bail!(
@@ -129,9 +132,13 @@ fn sizes(planned: &Planned) -> Result<(u64, u64)> {
             "'{name}': K = {cols} is not a multiple of {BLOCK}"
         ),
         Encoding::Nvfp4 => Ok(((elements / 2) as u64, (elements / BLOCK) as u64)),
+        Encoding::Int8 => Ok((
+            elements as u64,
+            size::product(name, &[elements / cols, 4])? as u64,
+        )),
         other => bail!(
             Unsupported,
-            "'{name}': {other} cannot be written; NVFP4 and the dense encodings can"
+            "'{name}': {other} cannot be written; NVFP4, INT8 and the dense encodings can"
         ),
     }
 }
@@ -192,7 +199,7 @@ impl Progress {
         if self.written != slot.bytes || self.scales_written != slot.scale_bytes {
             bail!(
                 InvalidArgument,
-                "'{}' is not whole: {} of {} bytes and {} of {} scales were written",
+                "'{}' is not whole: {} of {} bytes and {} of {} bytes of scales were written",
                 slot.name,
                 self.written,
                 slot.bytes,
@@ -228,12 +235,13 @@ impl Progress {
         Ok(())
     }
 
-    /// The current slot, checked to take dense data or not, as asked.
-    fn current(&self, dense: bool) -> Result<&Slot> {
+    /// The current slot, checked to take dense data, or codes of an encoding.
+    fn current(&self, codes: Option<Encoding>) -> Result<&Slot> {
         let Some(slot) = self.begun.checked_sub(1).map(|i| &self.slots[i]) else {
             bail!(InvalidArgument, "no tensor was begun");
         };
-        if (slot.encoding != Encoding::Nvfp4) != dense {
+        let takes = Some(slot.encoding).filter(|e| e.element_bytes().is_none());
+        if takes != codes {
             bail!(
                 InvalidArgument,
                 "'{}' was planned as {}",
@@ -253,7 +261,7 @@ impl Progress {
         if end > slot.bytes || scales_end > slot.scale_bytes {
             bail!(
                 InvalidArgument,
-                "'{}' takes {} bytes and {} scales; {end} and {scales_end} were given",
+                "'{}' takes {} bytes and {} bytes of scales; {end} and {scales_end} were given",
                 slot.name,
                 slot.bytes,
                 slot.scale_bytes
@@ -268,12 +276,12 @@ impl Progress {
     }
 
     fn raw(&mut self, bytes: &[u8]) -> Result<()> {
-        self.current(true)?;
+        self.current(None)?;
         self.append(bytes, &[])
     }
 
     fn values(&mut self, values: &[f32]) -> Result<()> {
-        let slot = self.current(true)?;
+        let slot = self.current(None)?;
         let name = &slot.name;
         let bytes: Vec<u8> = match slot.encoding {
             Encoding::Dense(DType::F32) => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
@@ -302,7 +310,7 @@ impl Progress {
     }
 
     fn nvfp4(&mut self, codes: &[u8], scales: &[u8]) -> Result<()> {
-        let slot = self.current(false)?;
+        let slot = self.current(Some(Encoding::Nvfp4))?;
         if codes.len() != scales.len() * BLOCK / 2 {
             bail!(
                 InvalidArgument,
@@ -313,10 +321,30 @@ impl Progress {
                 scales.len()
             );
         }
-        let first_row = self.scales_written as usize / slot.blocks;
-        nvfp4::check_block_scales(scales, first_row, slot.blocks)
+        let blocks = slot.cols / BLOCK;
+        let first_row = self.scales_written as usize / blocks;
+        nvfp4::check_block_scales(scales, first_row, blocks)
             .map_err(|e| e.within(format_args!("'{}'", slot.name)))?;
         self.append(codes, scales)
+    }
+
+    fn int8(&mut self, codes: &[u8], scales: &[f32]) -> Result<()> {
+        let slot = self.current(Some(Encoding::Int8))?;
+        if codes.len() != scales.len() * slot.cols {
+            bail!(
+                InvalidArgument,
+                "'{}': {} codes in rows of {} take {} scales, not {}",
+                slot.name,
+                codes.len(),
+                slot.cols,
+                codes.len() / slot.cols,
+                scales.len()
+            );
+        }
+        int8::check_row_scales(scales, self.scales_written as usize / 4)
+            .map_err(|e| e.within(format_args!("'{}'", slot.name)))?;
+        let bytes: Vec<u8> = scales.iter().flat_map(|s| s.to_le_bytes()).collect();
+        self.append(codes, &bytes)
     }
 
     /// The encoding planned for the next tensor, which must be `name`.
@@ -379,6 +407,11 @@ fn copy_entry(
             let mut scales = vec![0; rows.len() * cols / BLOCK];
             source.rows_nvfp4(entry, rows.clone(), &mut codes, &mut scales)?;
             writer.nvfp4(&codes, &scales)?;
+        } else if planned == Encoding::Int8 {
+            let mut codes = vec![0; rows.len() * cols];
+            let mut scales = vec![0.0; rows.len()];
+            source.rows_int8(entry, rows.clone(), &mut codes, &mut scales)?;
+            writer.int8(&codes, &scales)?;
         } else {
             let mut values = vec![0.0; rows.len() * cols];
             source.rows_f32(entry, rows.clone(), &mut values)?;

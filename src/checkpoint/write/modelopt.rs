@@ -95,17 +95,35 @@ impl ModelOptWriter {
 
     /// Adds `hf_quant_config.json` and, where the source has a config, `config.json`.
     fn describe(&mut self, plan: &[Planned], metadata: &Metadata) -> Result<()> {
+        let module = |p: &&Planned| p.name.strip_suffix(".weight").map(str::to_owned);
+        let held = |wanted: fn(Encoding) -> bool| {
+            let matrices = plan.iter().filter(|p| p.shape.len() >= 2);
+            matrices.filter(move |p| wanted(p.encoding))
+        };
         // Linear layers left dense must be listed, or a reader would look for their scales.
-        let mut excluded: Vec<&str> = plan
-            .iter()
-            .filter(|p| p.encoding != Encoding::Nvfp4 && p.shape.len() == 2)
-            .filter_map(|p| p.name.strip_suffix(".weight"))
+        let mut excluded: Vec<String> = held(|e| e.element_bytes().is_some())
+            .filter(|p| p.shape.len() == 2)
+            .filter_map(|p| module(&p))
             .collect();
-        if !plan.iter().any(|p| p.name == "lm_head.weight") {
-            excluded.push("lm_head");
+        let has_int8 = held(|e| e == Encoding::Int8).next().is_some();
+        let is_tied = !plan.iter().any(|p| p.name == "lm_head.weight");
+        if is_tied && !has_int8 {
+            excluded.push("lm_head".to_owned());
         }
         let activations = plan.iter().any(|p| p.name.ends_with(".input_scale"));
-        let algorithm = if activations { "NVFP4" } else { "W4A16_NVFP4" };
+        let nvfp4 = if activations { "NVFP4" } else { "W4A16_NVFP4" };
+        // Layers of two algorithms are listed one by one, as ModelOpt does.
+        let algorithm = if has_int8 { "MIXED_PRECISION" } else { nvfp4 };
+        let mut layers = Map::new();
+        if has_int8 {
+            for p in held(|e| e.element_bytes().is_none()) {
+                let layer = match p.encoding {
+                    Encoding::Int8 => json!({"quant_algo": "W8A16"}),
+                    _ => json!({"quant_algo": nvfp4, "group_size": BLOCK}),
+                };
+                layers.extend(module(&p).map(|module| (module, layer)));
+            }
+        }
         let producer = json!({"name": "libNVFP4", "version": env!("CARGO_PKG_VERSION")});
         let group = json!({"dynamic": false, "num_bits": 4, "type": "float", "group_size": BLOCK});
         let mut groups = Map::new();
@@ -114,28 +132,30 @@ impl ModelOptWriter {
             groups.insert("input_activations".into(), group);
         }
         groups.insert("targets".into(), json!(["Linear"]));
-        let description = json!({
-            "producer": producer,
-            "quantization": {
-                "quant_algo": algorithm,
-                "kv_cache_quant_algo": null,
-                "group_size": BLOCK,
-                "exclude_modules": excluded,
-            },
+        let mut quantization = json!({
+            "quant_algo": algorithm,
+            "kv_cache_quant_algo": null,
+            "group_size": BLOCK,
+            "exclude_modules": excluded,
         });
+        if has_int8 {
+            quantization["quantized_layers"] = Value::Object(layers.clone());
+        }
+        let description = json!({"producer": producer, "quantization": quantization});
         self.add_file("hf_quant_config.json", pretty(&description)?)?;
         if let Some(Value::Object(config)) = &metadata.config {
             let mut config = config.clone();
-            config.insert(
-                "quantization_config".into(),
-                json!({
-                    "quant_method": "modelopt",
-                    "quant_algo": algorithm,
-                    "config_groups": {"group_0": groups},
-                    "ignore": excluded,
-                    "producer": producer,
-                }),
-            );
+            let mut quantization = json!({
+                "quant_method": "modelopt",
+                "quant_algo": algorithm,
+                "config_groups": {"group_0": groups},
+                "ignore": excluded,
+                "producer": producer,
+            });
+            if has_int8 {
+                quantization["quantized_layers"] = Value::Object(layers);
+            }
+            config.insert("quantization_config".into(), quantization);
             self.add_file("config.json", pretty(&Value::Object(config))?)?;
         }
         Ok(())
@@ -169,7 +189,8 @@ fn items(plan: &[Planned]) -> Result<Vec<Item>> {
         let Some(module) = name.strip_suffix(".weight") else {
             bail!(
                 InvalidArgument,
-                "'{name}': the ModelOpt layout holds NVFP4 tensors whose names end in .weight"
+                "'{name}': the ModelOpt layout holds {} tensors whose names end in .weight",
+                planned.encoding
             );
         };
         let with_last = |divisor: usize| {
@@ -190,9 +211,17 @@ fn items(plan: &[Planned]) -> Result<Vec<Item>> {
                 role,
             });
         };
+        let scales = format!("{module}.weight_scale");
+        if planned.encoding == Encoding::Int8 {
+            let rows = planned.shape[..planned.shape.len() - 1].to_vec();
+            let shape = planned.shape.clone();
+            item(name.clone(), "I8", 1, shape, bytes, Role::Values);
+            item(scales, "F32", 4, rows, scale_bytes, Role::Scales);
+            continue;
+        }
         item(name.clone(), "U8", 1, with_last(2), bytes, Role::Values);
         item(
-            format!("{module}.weight_scale"),
+            scales,
             "F8_E4M3",
             1,
             with_last(BLOCK),
@@ -269,6 +298,10 @@ impl Writer for ModelOptWriter {
 
     fn nvfp4(&mut self, codes: &[u8], scales: &[u8]) -> Result<()> {
         self.progress.nvfp4(codes, scales)
+    }
+
+    fn int8(&mut self, codes: &[u8], scales: &[f32]) -> Result<()> {
+        self.progress.int8(codes, scales)
     }
 
     fn copy(&mut self, source: &dyn Checkpoint, entry: &Entry) -> Result<()> {

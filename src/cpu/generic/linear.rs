@@ -4,7 +4,7 @@
 //! Both compute each output in the same order: the sixteen k of a block by a chain of fused multiply-adds, then that partial
 //! sum times the block scale, fused onto the running sum. So a token gives the same bits alone or in a batch.
 
-use crate::cpu::packed::{CHUNK_BLOCKS, NVFP4_CHUNK_BYTES, UNIT_BYTES};
+use crate::cpu::packed::{CHUNK_BLOCKS, INT8_SCALE_BYTES, NVFP4_CHUNK_BYTES, UNIT_BYTES};
 use crate::cpu::simd::Simd;
 
 /// How one kind of packed row group is read.
@@ -25,6 +25,7 @@ pub(in crate::cpu) struct Nvfp4;
 pub(in crate::cpu) struct F32;
 pub(in crate::cpu) struct F16;
 pub(in crate::cpu) struct Bf16;
+pub(in crate::cpu) struct Int8;
 
 /// Where a block's codes and its scales start.
 #[inline(always)]
@@ -94,6 +95,33 @@ macro_rules! dense_source {
 dense_source!(F32, f32, load);
 dense_source!(F16, u16, load_f16);
 dense_source!(Bf16, u16, load_bf16);
+
+// SAFETY: reads within the group: 16 scales, then 16 codes for each k.
+unsafe impl<S: Simd> Source<S> for Int8 {
+    const BLOCK_BYTES: usize = 256;
+
+    #[inline(always)]
+    unsafe fn four(group: *const u8, block: usize, quarter: usize) -> [S::V; 4] {
+        // SAFETY: as above.
+        unsafe {
+            let p = group
+                .add(INT8_SCALE_BYTES + (block * 16 + quarter * 4) * 16)
+                .cast::<i8>();
+            [
+                S::load_i8(p),
+                S::load_i8(p.add(16)),
+                S::load_i8(p.add(32)),
+                S::load_i8(p.add(48)),
+            ]
+        }
+    }
+    /// The scale of a row is that of each of its blocks, so that sums have the order of the other forms.
+    #[inline(always)]
+    unsafe fn scale(group: *const u8, _block: usize) -> S::V {
+        // SAFETY: as above.
+        unsafe { S::load(group.cast()) }
+    }
+}
 
 /// `T` tokens times `groups` row groups, `stride` bytes apart from `data`; `x` is `[16 * blocks][T]`. The 16 outputs of token
 /// `t` and group `g` go to `t * row + 16 * g` of `out`.

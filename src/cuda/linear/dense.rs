@@ -1,4 +1,4 @@
-//! The plain kernel for weights that are values one after the other.
+//! The plain kernel for weights that are values or int8 codes one after the other.
 
 use super::matrix::Matrix;
 use super::output::Output;
@@ -15,6 +15,7 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[("linear_dense", size_of::<Dens
 struct DenseArguments {
     x: u64,
     weight: u64,
+    scales: u64,
     bias: u64,
     out: u64,
     factor: f32,
@@ -41,6 +42,7 @@ pub(super) fn dense(
     let arguments = DenseArguments {
         x: x.address(),
         weight: w.address(),
+        scales: w.scales_address(),
         bias: bias.map_or(0, DeviceBuffer::address),
         out,
         factor,
@@ -48,6 +50,7 @@ pub(super) fn dense(
             WeightType::F32 => 0,
             WeightType::F16 => 1,
             WeightType::BF16 => 2,
+            WeightType::Int8 => 3,
             WeightType::Nvfp4 => bail!(Internal, "the dense kernel was given an NVFP4 weight"),
         },
         output: output.plain()?,

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::dense::dense;
 use super::hardware::Hardware;
 use super::input::Input;
+use super::int8;
 use super::limits::{HALF_SM_ROWS, SKINNY_ROWS, TILED};
 use super::matrix::{Biased, CHUNK_ROWS, Matrix, by_words, chunk_offset};
 use super::output::Output;
@@ -13,7 +14,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::base::size::product;
-use crate::cuda::blas::{Element, Store};
+use crate::cuda::blas::{Blas, Element, Store};
 use crate::cuda::convert;
 use crate::cuda::driver::{DeviceBuffer, Gpu, int};
 use crate::cuda::units::Unit;
@@ -86,6 +87,8 @@ impl LinearScratch {
             WeightType::F16 | WeightType::BF16 => 0,
             WeightType::Nvfp4 if Hardware::of(gpu).tiles_serve(m) => 0,
             WeightType::Nvfp4 => row * w.rows.min(COPY / row).max(1).next_multiple_of(CHUNK_ROWS),
+            WeightType::Int8 if m > SKINNY_ROWS => row * w.rows.min(COPY / row).max(1),
+            WeightType::Int8 => 0,
         };
         Self::new(gpu, m, w.cols, bytes)
     }
@@ -155,6 +158,13 @@ impl LinearScratch {
                 workspace,
             );
         }
+        if w.storage == WeightType::Int8 {
+            return match output {
+                Output::F32 => self.int8(gpu, &blas, w, x, factor, m, out, stride),
+                // Sums of codes do not fit f16, or would be added without their scale.
+                _ => dense(gpu, w, None, x, factor, m, output, out, stride),
+            };
+        }
         let step = self.room.bytes() / (2 * w.cols) / CHUNK_ROWS * CHUNK_ROWS;
         if step == 0 {
             bail!(
@@ -190,6 +200,54 @@ impl LinearScratch {
                 stride,
                 &self.workspace,
             )?;
+        }
+        Ok(())
+    }
+}
+
+impl LinearScratch {
+    /// The product with int8 rows by cuBLASLt, as f32: of codes, which f16 holds exactly, and then times the scales of rows.
+    fn int8(
+        &self,
+        gpu: &Gpu,
+        blas: &Blas,
+        w: &Matrix,
+        x: &DeviceBuffer,
+        factor: f32,
+        m: usize,
+        out: u64,
+        stride: usize,
+    ) -> Result<()> {
+        let step = self.room.bytes() / (2 * w.cols);
+        if step == 0 {
+            bail!(
+                Internal,
+                "scratch of {} bytes for rows of {}",
+                self.room.bytes(),
+                2 * w.cols
+            );
+        }
+        for first in (0..w.rows).step_by(step) {
+            let rows = step.min(w.rows - first);
+            let at = out + (first * Output::F32.bytes()) as u64;
+            // SAFETY: the weight has the rows, the room holds them as f16, and `out` has their products.
+            unsafe { int8::to_halves(gpu, w, first, rows, self.room.address())? };
+            blas.product(
+                gpu,
+                Element::F16,
+                self.room.address(),
+                rows,
+                w.cols,
+                factor,
+                x.address(),
+                m,
+                Store::F32,
+                at,
+                stride,
+                &self.workspace,
+            )?;
+            // SAFETY: as above.
+            unsafe { int8::scale_products(gpu, w, first, rows, at, m, stride)? };
         }
         Ok(())
     }

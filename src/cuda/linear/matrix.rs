@@ -10,6 +10,7 @@ use crate::base::size::product;
 use crate::cuda::driver::{DeviceBuffer, DeviceSlice, Gpu, Launch, STAGING, Staging, int};
 use crate::cuda::operand::Operand;
 use crate::cuda::units::Unit;
+use crate::format::int8;
 use crate::format::nvfp4::{self, BLOCK};
 use crate::format::swizzle::ScaleLayout;
 use crate::tensor::WeightType;
@@ -23,7 +24,7 @@ pub struct Matrix {
     pub(super) storage: WeightType,
     pub(super) rows: usize,
     pub(super) cols: usize,
-    /// Rows of values; of NVFP4, chunks of codes and scales.
+    /// Rows of values; of NVFP4, chunks of codes and scales; of int8, rows of codes and then the f32 scale of each row.
     values: Arc<DeviceBuffer>,
     pub(super) global: f32,
 }
@@ -61,6 +62,9 @@ pub(super) fn by_words(rows: usize, k: usize) -> Launch {
 pub type ReadNvfp4<'a> = dyn FnMut(Range<usize>, &mut [u8], &mut [u8]) -> Result<()> + 'a;
 /// Gives the bytes of a range of rows.
 pub type ReadBytes<'a> = dyn FnMut(Range<usize>, &mut [u8]) -> Result<()> + 'a;
+
+/// Gives the codes and the row scales of a range of rows.
+pub(super) type ReadInt8<'a> = dyn FnMut(Range<usize>, &mut [u8], &mut [f32]) -> Result<()> + 'a;
 
 /// Rows of a weight that are brought to the device at a time: as many lines of chunks as a staging buffer holds, or one.
 fn rows_at_a_time(row_bytes: usize) -> usize {
@@ -176,8 +180,8 @@ impl Matrix {
         storage: WeightType,
         values: DeviceBuffer,
     ) -> Result<Matrix> {
-        if storage == WeightType::Nvfp4 {
-            bail!(Internal, "an NVFP4 matrix has scales");
+        if storage.element_bytes().is_none() {
+            bail!(Internal, "a matrix in {} has scales", storage.name());
         }
         Self::shared(rows, cols, storage, 1.0, Arc::new(values))
     }
@@ -194,6 +198,7 @@ impl Matrix {
         check_size(rows, cols)?;
         match storage.element_bytes() {
             Some(element) => values.holds("a weight", &[rows, cols, element])?,
+            None if storage == WeightType::Int8 => values.holds("a weight", &[rows, cols + 4])?,
             None => {
                 let chunks = [rows.div_ceil(CHUNK_ROWS), chunk_row(cols)];
                 values.holds("an NVFP4 weight", &chunks)?;
@@ -260,7 +265,7 @@ impl Matrix {
         read: &mut ReadBytes,
     ) -> Result<Matrix> {
         let Some(element) = storage.element_bytes() else {
-            bail!(Internal, "an NVFP4 matrix has scales");
+            bail!(Internal, "a matrix in {} has scales", storage.name());
         };
         check_size(rows, cols)?;
         let row = cols * element;
@@ -278,6 +283,41 @@ impl Matrix {
         staging.finish()?;
         Ok(Matrix {
             storage,
+            rows,
+            cols,
+            values: Arc::new(values),
+            global: 1.0,
+        })
+    }
+
+    /// A weight of int8 rows; `read` gives codes and scales of ranges of rows.
+    pub fn int8(gpu: &Arc<Gpu>, rows: usize, cols: usize, read: &mut ReadInt8) -> Result<Matrix> {
+        check_size(rows, cols)?;
+        let bytes = product("an int8 weight", &[rows, cols + 4])?;
+        let values = DeviceBuffer::uninit(gpu, Tag::DeviceWeights, bytes)?;
+        let scales_at = values.address() + (rows * cols) as u64;
+        let step = rows_at_a_time(cols + 4).min(rows);
+        let mut scales = vec![0f32; step];
+        let mut staging = Staging::of(gpu, step * (cols + 4));
+        for first in (0..rows).step_by(step) {
+            let n = step.min(rows - first);
+            let (codes, both) = (n * cols, n * (cols + 4));
+            let (some_codes, some_scales) = staging.next()?[..both].split_at_mut(codes);
+            read(first..first + n, some_codes, &mut scales[..n])?;
+            int8::check_row_scales(&scales[..n], first)?;
+            for (bytes, scale) in some_scales.chunks_exact_mut(4).zip(&scales) {
+                bytes.copy_from_slice(&scale.to_ne_bytes());
+            }
+            let copies = [
+                (0..codes, values.address() + (first * cols) as u64),
+                (codes..both, scales_at + (first * 4) as u64),
+            ];
+            // SAFETY: the matrix has the rows and their scales.
+            unsafe { staging.send(&copies)? };
+        }
+        staging.finish()?;
+        Ok(Matrix {
+            storage: WeightType::Int8,
             rows,
             cols,
             values: Arc::new(values),
@@ -332,6 +372,14 @@ impl Matrix {
     /// What it holds on the device, for as long as someone needs it.
     pub(in crate::cuda) fn shared_values(&self) -> Arc<DeviceBuffer> {
         self.values.clone()
+    }
+
+    /// Where the row scales of int8 rows are, for kernels; null for other weights.
+    pub(in crate::cuda) fn scales_address(&self) -> u64 {
+        match self.storage {
+            WeightType::Int8 => self.address() + (self.rows * self.cols) as u64,
+            _ => 0,
+        }
     }
 
     /// Where the values are, for kernels.

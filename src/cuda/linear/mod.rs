@@ -8,6 +8,7 @@ mod dense;
 mod fused_norm;
 mod hardware;
 mod input;
+mod int8;
 mod limits;
 mod many;
 mod matrix;
@@ -39,6 +40,7 @@ pub use tiled::TileKernel;
 /// What the kernels of these files are passed, by the start of their names.
 pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
     dense::ARGUMENTS,
+    int8::ARGUMENTS,
     many::ARGUMENTS,
     matrix::ARGUMENTS,
     skinny::ARGUMENTS,

@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::threads::Pool;
-use crate::checkpoint::Encoding;
+use crate::checkpoint::{Checkpoint, Encoding, Entry};
 use crate::cuda::{Gpu, HostTable};
 use crate::model::weights::Embedding;
 use crate::tensor::{DType, WeightType};
@@ -15,7 +15,7 @@ use crate::tensor::{DType, WeightType};
 /// Rows that are brought to memory at a time.
 const TABLE_ROWS: usize = 1024;
 
-/// The embedding in host memory, in the type of the file where that has 16 or 32 bits, else as f32.
+/// The embedding in host memory, in the type of the file where that has 16 or 32 bits or is int8 rows, else as f32.
 pub(in crate::model) fn table(
     gpu: &Arc<Gpu>,
     width: usize,
@@ -24,6 +24,9 @@ pub(in crate::model) fn table(
     let Embedding::File { checkpoint, entry } = embedding else {
         return Ok(None);
     };
+    if entry.encoding == Encoding::Int8 {
+        return int8_table(gpu, &**checkpoint, entry).map(Some);
+    }
     let (storage, plain) = match entry.encoding {
         Encoding::Dense(DType::BF16) => (WeightType::BF16, true),
         Encoding::Dense(DType::F16) => (WeightType::F16, true),
@@ -44,28 +47,56 @@ pub(in crate::model) fn table(
             WeightType::BF16 => fill(out, &values, |v| bf16::from_f32(v).to_le_bytes()),
             WeightType::F16 => fill(out, &values, |v| f16::from_f32(v).to_le_bytes()),
             WeightType::F32 => fill(out, &values, f32::to_le_bytes),
-            WeightType::Nvfp4 => bail!(Internal, "an embedding is dense"),
+            WeightType::Nvfp4 | WeightType::Int8 => bail!(Internal, "an embedding is dense"),
         }
         Ok(())
     };
-    let pool = Pool::new(Pool::default_threads()?)?;
     let table = HostTable::new(gpu, rows, width, storage, |bytes| {
         let row_bytes = bytes.len() / rows;
-        let pieces = Mutex::new(bytes.chunks_mut(TABLE_ROWS * row_bytes).enumerate());
-        let result = Mutex::new(Ok(()));
-        pool.run(pool.threads(), |_| {
-            loop {
-                let piece = pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
-                let Some((i, out)) = piece else { break };
-                if let Err(e) = bring(i * TABLE_ROWS, out, row_bytes) {
-                    *result.lock().unwrap_or_else(PoisonError::into_inner) = Err(e);
-                    break;
-                }
-            }
-        });
-        result.into_inner().unwrap_or_else(PoisonError::into_inner)
+        let pieces = bytes.chunks_mut(TABLE_ROWS * row_bytes);
+        in_pieces(pieces, |i, out| bring(i * TABLE_ROWS, out, row_bytes))
     })?;
     Ok(Some(table))
+}
+
+/// A table of int8 rows in host memory: the codes, and after them the scales.
+fn int8_table(gpu: &Arc<Gpu>, checkpoint: &dyn Checkpoint, entry: &Entry) -> Result<HostTable> {
+    let (rows, width) = (entry.rows(), entry.cols());
+    HostTable::new(gpu, rows, width, WeightType::Int8, |bytes| {
+        let (codes, scales) = bytes.split_at_mut(rows * width);
+        let pieces = codes
+            .chunks_mut(TABLE_ROWS * width)
+            .zip(scales.chunks_mut(TABLE_ROWS * 4));
+        in_pieces(pieces, |i, (codes, bytes)| {
+            let first = i * TABLE_ROWS;
+            let mut scales = vec![0f32; bytes.len() / 4];
+            let some = first..first + scales.len();
+            checkpoint.rows_int8(entry, some, codes, &mut scales)?;
+            fill(bytes, &scales, f32::to_ne_bytes);
+            Ok(())
+        })
+    })
+}
+
+/// Calls `bring` with each of `pieces` and its number, on all threads.
+fn in_pieces<P: Send>(
+    pieces: impl Iterator<Item = P> + Send,
+    bring: impl Fn(usize, P) -> Result<()> + Sync,
+) -> Result<()> {
+    let pool = Pool::new(Pool::default_threads()?)?;
+    let pieces = Mutex::new(pieces.enumerate());
+    let result = Mutex::new(Ok(()));
+    pool.run(pool.threads(), |_| {
+        loop {
+            let piece = pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let Some((i, piece)) = piece else { break };
+            if let Err(e) = bring(i, piece) {
+                *result.lock().unwrap_or_else(PoisonError::into_inner) = Err(e);
+                break;
+            }
+        }
+    });
+    result.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn fill<const N: usize>(bytes: &mut [u8], values: &[f32], each: impl Fn(f32) -> [u8; N]) {

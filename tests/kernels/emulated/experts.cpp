@@ -8,6 +8,7 @@
 #include "common/reduce.cuh"
 #include "common/tiles.cuh"
 #include "format/fragment_major.cuh"
+#include "format/int8.cuh"
 #include "format/packed.cuh"
 #include "linear/matrix.cuh"
 
@@ -199,26 +200,33 @@ static void check_mixture(int rows, int experts, int per_token, int hidden, int 
     }
 }
 
-// Dense weights, as routers are.
+// Dense weights, as routers are, and int8 rows, as heads are.
 static void check_dense(int m, int rows, int k, int kind) {
     std::vector<uint4> x(ceil_div(m * k, 8)), w(rows * k / 4);
     std::vector<double> values;
+    std::vector<float> scales(rows), bias(rows);
+    for (int r = 0; r < rows; r++) scales[r] = 1e-2f * (1 + r % 5), bias[r] = uniform();
     for (int i = 0; i < m * k; i++) ((u16*)x.data())[i] = to_f16(uniform());
     for (int i = 0; i < rows * k; i++) {
         float v = uniform();
+        if (kind == dense::INT8) {
+            // Every code, -128 too.
+            u8 code = i < 256 ? (u8)i : (u8)noise();
+            ((u8*)w.data())[i] = code, v = (float)(double)(signed char)code * scales[i / k];
+        }
         if (kind == dense::F32) ((float*)w.data())[i] = v;
         if (kind == dense::F16) ((u16*)w.data())[i] = to_f16(v), v = f16_to_float(to_f16(v));
         if (kind == dense::BF16) ((u16*)w.data())[i] = (u16)pack_bf16(v, 0), v = bf16_to_float((u16)pack_bf16(v, 0));
         values.push_back(v);
     }
     std::vector<float> out(m * (rows + 1), NAN);
-    dense::Arguments a = {(u16*)x.data(), w.data(), nullptr, out.data(), 0.5f, kind, dense::STORE_F32, m, rows, k, rows + 1};
+    dense::Arguments a = {(u16*)x.data(), w.data(), kind == dense::INT8 ? scales.data() : nullptr, bias.data(), out.data(), 0.5f, kind, dense::STORE_F32, m, rows, k, rows + 1};
     int tokens = m == 1 ? 1 : dense::TOKENS;
     launch(ceil_div(rows, dense::WARPS), ceil_div(m, tokens), 1, dense::WARPS * WARP, [&] { m == 1 ? dense::linear_dense_1(a) : dense::linear_dense(a); });
     for (int i = 0; i < m * rows; i++) {
-        double want = 0, got = out[i / rows * (rows + 1) + i % rows];
+        double want = bias[i % rows], got = out[i / rows * (rows + 1) + i % rows];
         for (int j = 0; j < k; j++) want += values[i % rows * k + j] * f16_to_float(a.x[i / rows * k + j]) * 0.5;
-        expect(std::fabs(got - want) <= 1e-5, "a product with a dense weight", i / rows, i % rows, got, want);
+        expect(std::fabs(got - want) <= 1e-5 * (1 + std::fabs(want)), "a product with a dense weight", i / rows, i % rows, got, want);
     }
 }
 
@@ -235,5 +243,8 @@ int main() {
     check_dense(1, 9, 272, dense::BF16);
     check_dense(11, 3, 528, dense::F16);
     check_dense(8, 17, 48, dense::F32);
+    check_dense(1, 9, 1040, dense::INT8);
+    check_dense(11, 3, 528, dense::INT8);
+    check_dense(8, 17, 16, dense::INT8);
     puts("ok");
 }

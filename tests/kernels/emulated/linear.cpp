@@ -1,4 +1,4 @@
-// kernels/linear/{pack,rows,skinny,tiled,wide}.cu, kernels/quantize/dequantize.cu and kernels/embed/embed.cu on the CPU, against sums in
+// kernels/linear/{pack,rows,skinny,tiled,wide,int8}.cu, kernels/quantize/dequantize.cu and kernels/embed/embed.cu on the CPU, against sums in
 // f64: the sources as they ship, with their instructions emulated as the PTX ISA describes them. Weights go through the packing kernel
 // first. tests/kernels.rs builds this twice, for architectures with and without a conversion of e4m3. Prints "ok" or the first error.
 #include "cuda.hpp"
@@ -10,6 +10,7 @@
 #include "common/ring.cuh"
 #include "common/wgmma.cuh"
 #include "format/fragment_major.cuh"
+#include "format/int8.cuh"
 #include "format/packed.cuh"
 #include "norm/fused_norm.cuh"
 
@@ -46,6 +47,9 @@ extern char shared[] asm("shared");
 #endif
 namespace dequantize {
 #include "quantize/dequantize.cu"
+}
+namespace int8 {
+#include "linear/int8.cu"
 }
 namespace embed {
 #include "embed/embed.cu"
@@ -126,7 +130,7 @@ struct Weight {
 
         std::vector<int> tokens = {rows - 1, 0, rows / 2};
         Memory embedded(tokens.size() * k * 4);
-        embed::Arguments e = {tokens.data(), chunks.data(), (float*)embedded.data(), GLOBAL, 2.5f, embed::NVFP4, k};
+        embed::Arguments e = {tokens.data(), chunks.data(), nullptr, (float*)embedded.data(), GLOBAL, 2.5f, embed::NVFP4, k};
         launch(ceil_div(k, embed::THREADS), (unsigned)tokens.size(), 1, embed::THREADS, [&] { embed::embed(e); });
         embedded.check("embedding");
         for (size_t i = 0; i < tokens.size() * k; i++) {
@@ -136,8 +140,8 @@ struct Weight {
 
         std::vector<float> columns, exact(values.begin(), values.end()), norms(2 * rows, NAN);
         for (int c = 0; c < k; c++) columns.push_back(uniform());
-        row_norms::Arguments packed = {chunks.data(), columns.data(), norms.data(), GLOBAL, embed::NVFP4, k};
-        row_norms::Arguments plain = {exact.data(), nullptr, norms.data() + rows, 1, embed::F32, k};
+        row_norms::Arguments packed = {chunks.data(), nullptr, columns.data(), norms.data(), GLOBAL, embed::NVFP4, k};
+        row_norms::Arguments plain = {exact.data(), nullptr, nullptr, norms.data() + rows, 1, embed::F32, k};
         for (auto& n : {packed, plain}) launch(rows, 1, 1, row_norms::THREADS, [&] { row_norms::linear_row_norms(n); });
         for (int r = 0; r < rows; r++) {
             double weighted = 0, squares = 0;
@@ -159,6 +163,54 @@ struct Weight {
         return sum * GLOBAL;
     }
 };
+
+// Codes as f16, products times their rows' scales, rows of tokens, and norms: all but the products of int8 rows.
+static void check_int8(int rows, int k) {
+    Memory codes((size_t)rows * k), halves((size_t)rows * k * 2);
+    std::vector<float> scales;
+    for (size_t i = 0; i < codes.bytes; i++) codes.data()[i] = i < 256 ? (u8)i : (u8)noise();
+    for (int r = 0; r < rows; r++) scales.push_back(1e-3f * (1 + (float)(noise() % 1000)));
+    auto code = [&](size_t i) { return (double)(signed char)codes.data()[i]; };
+    unsigned pieces = rows * k / INT8_CODES;
+    int8::HalvesArguments h = {(const uint4*)codes.data(), (uint4*)halves.data(), pieces};
+    launch(ceil_div((int)pieces, int8::THREADS), 1, 1, int8::THREADS, [&] { int8::linear_int8_to_f16(h); });
+    halves.check("codes as f16");
+    for (size_t i = 0; i < codes.bytes; i++) {
+        double got = f16_to_float(((u16*)halves.data())[i]);
+        if (got != code(i)) wrong("codes as f16", (int)(i / k), (int)(i % k), got, code(i));
+    }
+
+    int m = 3, stride = rows + 2;
+    std::vector<float> y((size_t)m * stride), before;
+    for (float& v : y) v = uniform();
+    before = y;
+    int8::ScaleArguments s = {y.data(), scales.data(), rows, stride};
+    launch(ceil_div(rows, int8::THREADS), m, 1, int8::THREADS, [&] { int8::linear_int8_scale(s); });
+    for (int i = 0; i < m * stride; i++) {
+        float want = before[i] * (i % stride < rows ? scales[i % stride] : 1);
+        if (y[i] != want) wrong("products times scales", i / stride, i % stride, y[i], want);
+    }
+
+    std::vector<int> tokens = {rows - 1, 0, rows / 2};
+    Memory embedded(tokens.size() * k * 4);
+    embed::Arguments e = {tokens.data(), codes.data(), scales.data(), (float*)embedded.data(), 1, 2.5f, embed::INT8, k};
+    launch(ceil_div(k, embed::THREADS), (unsigned)tokens.size(), 1, embed::THREADS, [&] { embed::embed(e); });
+    embedded.check("embedding of int8 rows");
+    for (size_t i = 0; i < tokens.size() * k; i++) {
+        int token = tokens[i / k];
+        float want = (float)code((size_t)token * k + i % k) * scales[token] * 2.5f;
+        if (e.out[i] != want) wrong("embedding of int8 rows", token, (int)(i % k), e.out[i], want);
+    }
+
+    std::vector<float> norms(rows, NAN);
+    row_norms::Arguments n = {codes.data(), scales.data(), nullptr, norms.data(), 1, embed::INT8, k};
+    launch(rows, 1, 1, row_norms::THREADS, [&] { row_norms::linear_row_norms(n); });
+    for (int r = 0; r < rows; r++) {
+        double squares = 0;
+        for (int c = 0; c < k; c++) squares += std::pow(code((size_t)r * k + c) * scales[r], 2);
+        if (!(std::fabs(norms[r] - std::sqrt(squares)) <= 2e-6 * std::sqrt(squares))) wrong("norms of int8 rows", r, 0, norms[r], std::sqrt(squares));
+    }
+}
 
 struct Activations {
     std::vector<double> values;
@@ -456,6 +508,8 @@ static void check_residual(void (*kernel)(skinny::Arguments), int k, Output outp
 }
 
 int main() {
+    check_int8(9, 272);
+    check_int8(300, 16);
     auto t8 = [](tile::Arguments a) { tiled::linear_tiled_8(a); };
     auto t16 = [](tile::Arguments a) { tiled::linear_tiled_16(a); };
     auto t32 = [](tile::Arguments a) { tiled::linear_tiled_32(a); };

@@ -1,0 +1,15 @@
+// int8 rows: codes in two's complement, and an f32 scale a row. The mirror of src/format/int8.rs.
+#pragma once
+#include "common/ptx.cuh"
+
+constexpr int INT8_CODES = 16;  // that are loaded at once
+
+// The value of one code; its row's scale is multiplied by the caller.
+__device__ __forceinline__ float int8_code(const void* codes, size_t at) { return (float)((const signed char*)codes)[at]; }
+
+// Four codes, exactly. A code plus 128 is put into the low bits of 2^23, since conversions of bytes run at half the rate.
+__device__ __forceinline__ void int8_codes(u32 word, float* v) {
+    u32 biased = word ^ 0x80808080u;
+#pragma unroll
+    for (int j = 0; j < 4; j++) v[j] = __uint_as_float(__byte_perm(biased, 0x4b000000u, 0x7650u | j)) - (8388608.0f + 128.0f);
+}
