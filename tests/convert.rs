@@ -13,8 +13,9 @@ use NVFP4::checkpoint::{
 };
 use NVFP4::format::nvfp4::{self, Levels, QuantizeOptions, Recipe};
 use NVFP4::format::random;
+use NVFP4::format::{e4m3, int8};
 use NVFP4::model;
-use NVFP4::model::convert::{Container, ConvertOptions, ConvertReport, convert};
+use NVFP4::model::convert::{Container, ConvertOptions, ConvertReport, Tables, convert};
 use NVFP4::tensor::DType;
 use NVFP4::text::read_directory;
 use common::expect_kind;
@@ -145,8 +146,8 @@ fn stacks_of_experts_come_apart() {
     let out = scratch.0.join("out");
     let options = ConvertOptions::new(Container::ModelOpt, Recipe::Amax);
     let report = run(&file, &out, &options).unwrap();
-    // Two blocks of four projections of attention and six experts of three, and the head.
-    assert_eq!(report.quantized, 2 * (4 + 6 * 3) + 1);
+    // Two blocks of four projections of attention and six experts of three.
+    assert_eq!(report.quantized, 2 * (4 + 6 * 3));
     let made = model::open(&out).unwrap();
     for projection in ["gate_proj", "up_proj", "down_proj"] {
         let stack = source
@@ -196,14 +197,15 @@ fn weights_are_quantized_and_the_rest_is_kept() {
             let report = run(&scratch.0.join("in"), &path, &options).unwrap();
             assert_eq!(
                 (report.tensors, report.quantized, report.kept_nvfp4),
-                (15, 8, 0)
+                (14, 7, 0)
             );
-            assert!(report.head_added);
+            assert_eq!((report.embedding, report.head), ("BF16", "BF16"));
             assert!((0.05..0.15).contains(&report.relative_error), "{report:?}");
             let converted = model::open(&path).unwrap();
-            assert_eq!(converted.entries().len(), 15);
+            assert_eq!(converted.entries().len(), 14);
+            assert!(converted.find("lm_head.weight").is_none());
             let config = converted.metadata().config.as_ref().unwrap();
-            assert_eq!(config["tie_word_embeddings"], false);
+            assert_eq!(config["tie_word_embeddings"], true);
             assert_eq!(config["model_type"], "qwen2");
 
             let global = |names: &[&str]| {
@@ -233,13 +235,6 @@ fn weights_are_quantized_and_the_rest_is_kept() {
                 }
             }
             let embedding = "model.embed_tokens.weight";
-            check(
-                &*converted,
-                "lm_head.weight",
-                &values(&*source, embedding),
-                global(&[embedding]),
-                &options.quantize,
-            );
             for kept in [
                 embedding,
                 &name("self_attn.q_proj.bias"),
@@ -264,7 +259,7 @@ fn weights_are_quantized_and_the_rest_is_kept() {
     .unwrap();
     assert_eq!(
         (again.quantized, again.kept_nvfp4, again.relative_error),
-        (0, 8, 0.0)
+        (0, 7, 0.0)
     );
     let bytes = |d: &str| std::fs::read(scratch.0.join(d).join("model.safetensors")).unwrap();
     assert!(bytes("out") == bytes("again"));
@@ -275,7 +270,7 @@ fn weights_are_quantized_and_the_rest_is_kept() {
         &ConvertOptions::new(Container::Dat, Recipe::Amax),
     )
     .unwrap();
-    assert_eq!((single.quantized, single.kept_nvfp4), (8, 0));
+    assert_eq!((single.quantized, single.kept_nvfp4), (7, 0));
 }
 
 #[test]
@@ -290,7 +285,7 @@ fn a_head_is_kept_where_that_is_asked_for() {
     let out = scratch.0.join("out");
     write_source(&tied, None, &plan);
     let report = run(&tied, &out, &options).unwrap();
-    assert_eq!((report.quantized, report.head_added), (7, false));
+    assert_eq!((report.quantized, report.head), (7, "BF16"));
     let converted = model::open(&out).unwrap();
     assert!(converted.find("lm_head.weight").is_none());
     let config = converted.metadata().config.as_ref().unwrap();
@@ -303,10 +298,185 @@ fn a_head_is_kept_where_that_is_asked_for() {
     });
     write_source(&own, None, &plan);
     let report = run(&own, &scratch.0.join("out2"), &options).unwrap();
-    assert_eq!((report.quantized, report.head_added), (7, false));
+    assert_eq!((report.quantized, report.head), (7, "BF16"));
     let converted = model::open(&scratch.0.join("out2")).unwrap();
     let head = converted.find("lm_head.weight").unwrap();
     assert_eq!(head.encoding, Encoding::Dense(DType::BF16));
+}
+
+/// A model whose embedding, and head if it has its own, are stored so; `tied` is what its config says.
+fn write_tables(directory: &Path, table: Encoding, has_head: bool, tied: bool) {
+    let mut plan = plan(40);
+    plan[0].encoding = table;
+    if has_head {
+        plan.push(Planned {
+            name: "lm_head.weight".to_owned(),
+            ..plan[0].clone()
+        });
+    }
+    let mut config = config(&plan);
+    config["tie_word_embeddings"] = tied.into();
+    let metadata = Metadata {
+        config: Some(config),
+        tokenizer: TokenizerSource::None,
+    };
+    let mut writer = Box::new(ModelOptWriter::create(directory, &plan, &metadata).unwrap());
+    for tensor in &plan {
+        let cols = *tensor.shape.last().unwrap();
+        let n: usize = tensor.shape.iter().product();
+        let values: Vec<f32> = (0..n as u64)
+            .map(|i| random::uniform(n as u64, i) - 0.5)
+            .collect();
+        writer.begin(&tensor.name, 1.0).unwrap();
+        match tensor.encoding {
+            Encoding::Nvfp4 => {
+                let made = nvfp4::quantize(&values, n / cols, cols, &QuantizeOptions::default());
+                let made = made.unwrap();
+                writer.nvfp4(&made.codes, &made.scales).unwrap();
+            }
+            Encoding::Int8 => {
+                let (mut codes, mut scales) = (vec![0; n], vec![0.0; n / cols]);
+                int8::quantize_rows(&values, cols, 0, &mut codes, &mut scales).unwrap();
+                writer.int8(&codes, &scales).unwrap();
+            }
+            Encoding::Dense(DType::F8E4M3) => {
+                let bytes: Vec<u8> = values.iter().map(|&v| e4m3::encode(v)).collect();
+                writer.raw(&bytes).unwrap();
+            }
+            _ => writer.values(&values).unwrap(),
+        }
+    }
+    writer.finish().unwrap();
+}
+
+/// Tables by encoding of the source and by option. A tied table stays one.
+#[test]
+fn tables_are_written_as_is_asked_for() {
+    let dense = Encoding::Dense;
+    let (bf16, int8, fp4) = (dense(DType::BF16), Encoding::Int8, Encoding::Nvfp4);
+    let scratch = Scratch::new("tables");
+    let (source, out) = (scratch.0.join("in"), scratch.0.join("out"));
+    let dat = scratch.0.join("dat/model.dat");
+    for (stored, auto) in [
+        (bf16, bf16),
+        (dense(DType::F16), dense(DType::F16)),
+        (dense(DType::F32), bf16),
+        (dense(DType::F8E4M3), int8),
+        (int8, int8),
+        (fp4, fp4),
+    ] {
+        for has_head in [false, true] {
+            let _ = std::fs::remove_dir_all(&source);
+            write_tables(&source, stored, has_head, !has_head);
+            let opened = model::open(&source).unwrap();
+            for (tables, want) in [
+                (Tables::Auto, auto),
+                (Tables::Bf16, bf16),
+                (Tables::Int8, int8),
+                (Tables::Nvfp4, fp4),
+            ] {
+                let case = format!("{stored}, head: {has_head}, {tables:?}");
+                let options = ConvertOptions {
+                    tables,
+                    replace: true,
+                    ..ConvertOptions::new(Container::ModelOpt, Recipe::Amax)
+                };
+                let report = run(&source, &out, &options).unwrap();
+                let made = model::open(&out).unwrap();
+                let config = made.metadata().config.as_ref().unwrap();
+                assert_eq!(config["tie_word_embeddings"], !has_head, "{case}");
+                assert_eq!(made.find("lm_head.weight").is_some(), has_head, "{case}");
+                assert_eq!((report.embedding, report.head), (want.name(), want.name()));
+                let count = if has_head { 2 } else { 1 };
+                assert_eq!(report.int8, if want == int8 { count } else { 0 }, "{case}");
+                for name in ["model.embed_tokens.weight", "lm_head.weight"] {
+                    let Some(entry) = made.find(name) else {
+                        continue;
+                    };
+                    assert_eq!(entry.encoding, want, "{case}: {name}");
+                    check_table(&*opened, &*made, name, &case);
+                }
+                // The other container has no int8.
+                std::fs::create_dir_all(dat.parent().unwrap()).unwrap();
+                let options = ConvertOptions {
+                    tables,
+                    ..ConvertOptions::new(Container::Dat, Recipe::Amax)
+                };
+                let made = run(&source, &dat, &options);
+                if tables == Tables::Int8 {
+                    let words = ".dat holds no int8 tables; ask for bf16 or nvfp4";
+                    expect_kind(made, ErrorKind::Unsupported, words);
+                    continue;
+                }
+                let want = if want == int8 { bf16 } else { want };
+                assert_eq!(made.unwrap().embedding, want.name(), "{case}, dat");
+                let _ = std::fs::remove_dir_all(dat.parent().unwrap());
+            }
+            // The head, or the table that it shares, stays in its precision whatever is asked for.
+            let options = ConvertOptions {
+                tables: Tables::Nvfp4,
+                keep_head: true,
+                replace: true,
+                ..ConvertOptions::new(Container::ModelOpt, Recipe::Amax)
+            };
+            let report = run(&source, &out, &options).unwrap();
+            let kept = match stored {
+                Encoding::Dense(DType::F8E4M3) => bf16,
+                same => same,
+            };
+            assert_eq!(report.head, kept.name(), "{stored}");
+            let embedding = if has_head { fp4 } else { kept };
+            assert_eq!(report.embedding, embedding.name(), "{stored}");
+        }
+    }
+}
+
+/// Checks the values of a table against those of the source, quantized in memory as it is.
+fn check_table(source: &dyn Checkpoint, made: &dyn Checkpoint, name: &str, case: &str) {
+    let (want, got) = (values(source, name), values(made, name));
+    let (stored, entry) = (source.find(name).unwrap(), made.find(name).unwrap());
+    let cols = entry.cols();
+    match entry.encoding {
+        same if same == stored.encoding => assert_eq!(got, want, "{case}"),
+        Encoding::Int8 => {
+            let (mut codes, mut scales) = (vec![0; want.len()], vec![0.0; entry.rows()]);
+            int8::quantize_rows(&want, cols, 0, &mut codes, &mut scales).unwrap();
+            let (mut got_codes, mut got_scales) = (codes.clone(), scales.clone());
+            made.rows_int8(entry, 0..entry.rows(), &mut got_codes, &mut got_scales)
+                .unwrap();
+            assert!(codes == got_codes && scales == got_scales, "{case}");
+        }
+        Encoding::Nvfp4 => {
+            let options = QuantizeOptions::default();
+            let amax = nvfp4::amax(&want, 0, Default::default()).unwrap();
+            let global = nvfp4::global_scale(amax, &options);
+            check(made, name, &want, global, &options);
+        }
+        _ => {
+            let rounded = want.iter().map(|&v| half::bf16::from_f32(v).to_f32());
+            assert!(rounded.eq(got.iter().copied()), "{case}");
+        }
+    }
+}
+
+/// A file that has a tied head as a tensor of its own, as some exporters write it, gives a model that has it once.
+#[test]
+fn a_tied_head_is_never_written_twice() {
+    let scratch = Scratch::new("twice");
+    let (source, out) = (scratch.0.join("in"), scratch.0.join("out"));
+    let options = ConvertOptions {
+        replace: true,
+        ..ConvertOptions::new(Container::ModelOpt, Recipe::Amax)
+    };
+    for (tied, heads) in [(true, false), (false, true)] {
+        let _ = std::fs::remove_dir_all(&source);
+        write_tables(&source, Encoding::Dense(DType::BF16), true, tied);
+        run(&source, &out, &options).unwrap();
+        let made = model::open(&out).unwrap();
+        assert_eq!(made.find("lm_head.weight").is_some(), heads);
+        let config = made.metadata().config.as_ref().unwrap();
+        assert_eq!(config["tie_word_embeddings"], tied);
+    }
 }
 
 #[test]

@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::arguments::{
     self, Element, Growing, Out, choice, copy_items, copy_text, elements, fill, flag, options,
-    slice, text,
+    reserved, slice, text,
 };
 use super::call::{NVFP4_CallOptions, watched};
 use super::guard::{self, enter, enter_to_free};
@@ -24,7 +24,7 @@ use crate::base::alloc;
 use crate::base::call::{self, Progress};
 use crate::base::error::{Result, err};
 use crate::base::memory::with_room;
-use crate::model::convert::{self, Container, ConvertOptions};
+use crate::model::convert::{self, Container, ConvertOptions, Tables};
 use crate::model::placement::{self, Requirements};
 use crate::model::{self, Device, KvType, LoadOptions, Model};
 use crate::text::Message;
@@ -109,6 +109,16 @@ pub const NVFP4_CONTAINER_MODELOPT: i32 = 0;
 /// A `.dat` file of TorchSharp with single-level scales, and config and tokenizer beside it.
 pub const NVFP4_CONTAINER_DAT: i32 = 1;
 
+/// Embedding and head in int8 where the source has them in at most 8 bits and the container holds that, else in 16 bits: float16 as it is,
+/// and bfloat16. NVFP4 stays NVFP4. Only for conversions.
+pub const NVFP4_TABLES_AUTO: i32 = -1;
+/// Embedding and head in bfloat16, which every reader of such directories knows.
+pub const NVFP4_TABLES_BFLOAT16: i32 = 0;
+/// Embedding and head in NVFP4, a little more than a quarter of the bytes.
+pub const NVFP4_TABLES_NVFP4: i32 = 1;
+/// Embedding and head in int8 with a float32 scale a row, half of the bytes; `.dat` cannot hold it. Only for conversions.
+pub const NVFP4_TABLES_INT8: i32 = 2;
+
 /// How to convert a model. Fill with NVFP4_convert_options_init(), then change what is to differ.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -120,15 +130,22 @@ pub struct NVFP4_ConvertOptions {
     /// 1 to replace a directory that holds a model and no subdirectories, with everything in it; 0 to refuse a directory
     /// that is not empty. Default: 0.
     pub replace: i32,
-    /// 1 to leave the output head unquantized. Default: 0.
+    /// 1 to leave the output head, or the table that it shares with the embedding, in the precision that it has, whatever `tables` says.
+    /// Default: 0.
     pub keep_head: i32,
     /// Cancels the call and reports the bytes of the source that are done; NULL for neither. Default: NULL.
     pub call: *const NVFP4_CallOptions,
+    /// One of NVFP4_TABLES_*: format of the embedding and the output head. A tied head stays tied: the table is written once.
+    /// Default: #NVFP4_TABLES_AUTO.
+    pub tables: i32,
+    /// Must be 0.
+    pub reserved: i32,
 }
 
 // SAFETY: integers and a pointer without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_ConvertOptions {
     const NAME: &'static str = "NVFP4_ConvertOptions";
+    const EARLIER: &'static [usize] = &[24];
     fn defaults() -> Self {
         NVFP4_ConvertOptions {
             struct_size: size_of::<Self>() as u32,
@@ -136,6 +153,8 @@ unsafe impl Growing for NVFP4_ConvertOptions {
             replace: 0,
             keep_head: 0,
             call: std::ptr::null(),
+            tables: NVFP4_TABLES_AUTO,
+            reserved: 0,
         }
     }
 }
@@ -535,6 +554,17 @@ pub unsafe extern "C-unwind" fn NVFP4_model_convert(
         let mut convert = ConvertOptions::new(container, Default::default());
         convert.replace = flag("replace", options.replace)?;
         convert.keep_head = flag("keep_head", options.keep_head)?;
+        reserved(&options, options.reserved)?;
+        convert.tables = choice(
+            "tables",
+            options.tables,
+            &[
+                (NVFP4_TABLES_AUTO, "auto", Tables::Auto),
+                (NVFP4_TABLES_BFLOAT16, "bfloat16", Tables::Bf16),
+                (NVFP4_TABLES_NVFP4, "nvfp4", Tables::Nvfp4),
+                (NVFP4_TABLES_INT8, "int8", Tables::Int8),
+            ],
+        )?;
         if !quantize.is_null() {
             // SAFETY: as above.
             convert.quantize = unsafe { self::options(quantize) }?.read_for_model()?;

@@ -18,7 +18,7 @@ use super::call::{NVFP4_CallOptions, watched};
 use super::guard::{enter, enter_to_free};
 use super::handle::{self, Exclusive, Object, Snapshots};
 use super::library::thread_count;
-use super::model::{NVFP4_Model, tokens_in};
+use super::model::{NVFP4_Model, NVFP4_TABLES_BFLOAT16, NVFP4_TABLES_NVFP4, tokens_in};
 use super::status::NVFP4_Status;
 use super::tensor::{NVFP4_DEVICE_CPU, device_of};
 use crate::base::call;
@@ -539,11 +539,6 @@ impl NVFP4_StepReport {
     }
 }
 
-/// Embeddings, and a head beside them, in bfloat16, which every reader of such directories knows.
-pub const NVFP4_TABLES_BFLOAT16: i32 = 0;
-/// Embeddings, and a head beside them, in NVFP4, as they are trained: a quarter of the bytes.
-pub const NVFP4_TABLES_NVFP4: i32 = 1;
-
 fn insert(trainer: Trainer, source: Source, data: Value) -> *mut NVFP4_Trainer {
     handle::insert(Arc::new(Training {
         state: Exclusive::new(State {
@@ -840,7 +835,7 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_data(
 /// Writes the model, as it is delivered, to a directory in ModelOpt's layout: matrices in NVFP4 where they are trained in
 /// such a form, else in float32; with config and tokenizer of the model that training began with.
 ///
-/// - `tables`: one of NVFP4_TABLES_*.
+/// - `tables`: #NVFP4_TABLES_BFLOAT16 or #NVFP4_TABLES_NVFP4.
 /// - `replace`: 1 to replace a directory that holds a model; 0 to refuse a directory that is not empty.
 /// - `call`: cancels the call at its start; may be NULL.
 #[unsafe(no_mangle)]

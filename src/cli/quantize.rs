@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use NVFP4::base::Result;
 use NVFP4::base::threads::Pool;
-use NVFP4::model::convert::{Container, ConvertOptions, convert};
+use NVFP4::model::convert::{Container, ConvertOptions, Tables, convert};
 use NVFP4::model::open;
 use clap::ValueEnum;
 
@@ -27,7 +27,13 @@ pub(super) struct Args {
     /// The format to write; default: dat if OUTPUT ends in .dat, else safetensors
     #[arg(long, value_enum)]
     format: Option<Format>,
-    /// Leave the output head unquantized: better answers, above all of small models, but a larger and slower model
+    /// Format of the embedding and the output head. A tied head stays tied: the table is written once.
+    /// Default: int8 with a scale a row where INPUT has the table in at most 8 bits and OUTPUT is a directory, else bf16
+    /// (f16 stays f16); NVFP4 stays NVFP4. nvfp4 makes the smallest and fastest model and harms answers most
+    #[arg(long, value_enum)]
+    tables: Option<TableForm>,
+    /// Leave the output head, or the table that it shares with the embedding, in the precision that it has, whatever --tables
+    /// says: what a file holds in blocks of at most 8 bits becomes bf16
     #[arg(long)]
     keep_head: bool,
     /// Replace the model in the directory OUTPUT, with everything in it, once the new one is complete; without it a
@@ -48,6 +54,23 @@ enum Format {
     Safetensors,
 }
 
+#[derive(Clone, Copy, ValueEnum)]
+enum TableForm {
+    Bf16,
+    Int8,
+    Nvfp4,
+}
+
+impl From<TableForm> for Tables {
+    fn from(form: TableForm) -> Tables {
+        match form {
+            TableForm::Bf16 => Tables::Bf16,
+            TableForm::Int8 => Tables::Int8,
+            TableForm::Nvfp4 => Tables::Nvfp4,
+        }
+    }
+}
+
 pub(super) fn run(args: &Args) -> Result<()> {
     let container = match args.format {
         Some(Format::Dat) => Container::Dat,
@@ -61,6 +84,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         None => Pool::default_threads()?,
     })?;
     let options = ConvertOptions {
+        tables: args.tables.map(Tables::from).unwrap_or_default(),
         keep_head: args.keep_head,
         replace: args.force,
         ..ConvertOptions::new(container, args.recipe.into())
@@ -77,13 +101,23 @@ pub(super) fn run(args: &Args) -> Result<()> {
         return output::json(&report);
     }
     output::line(format_args!(
-        "{}: {} of {} tensors quantized, {} already NVFP4; {} -> {}, relative error {:.4}",
+        "{}: {} of {} tensors quantized, {} already NVFP4; embedding {}, head {}; {} -> {}, relative error {:.4}",
         args.output.display(),
         report.quantized,
         report.tensors,
         report.kept_nvfp4,
+        named(report.embedding),
+        named(report.head),
         output::size(report.bytes_in),
         output::size(report.bytes_out),
         report.relative_error
     ))
+}
+
+/// The encoding of a table; a model of another kind may have none.
+fn named(encoding: &str) -> &str {
+    match encoding {
+        "" => "none",
+        encoding => encoding,
+    }
 }

@@ -1,5 +1,5 @@
-//! A model on disk to the same model in NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest keeps the
-//! encoding it has. Peak memory is a few megabytes, whatever the model. Knows no file format and runs nothing.
+//! A model on disk to the same model in NVFP4 on disk, one tensor at a time: linear weights are quantized, tables as is asked for, the
+//! rest keeps the encoding it has. Peak memory is a few megabytes, whatever the model. Knows no file format and runs nothing.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::{ControlFlow, Range};
@@ -14,12 +14,14 @@ use crate::base::file::folder_of;
 use crate::base::threads::Pool;
 use crate::base::{Result, call, memory};
 use crate::checkpoint::{
-    Checkpoint, DatWriter, Encoding, Entry, Metadata, ModelOptWriter, Planned, TokenizerSource,
-    Writer, check_not_read, is_of_text_model, missing_companions, write_companions,
+    Checkpoint, DatWriter, Encoding, Entry, ModelOptWriter, Planned, TokenizerSource, Writer,
+    check_not_read, is_of_text_model, missing_companions, write_companions,
 };
+use crate::format::int8;
 use crate::format::nvfp4::{self, BLOCK, Levels, QuantizeOptions, Recipe};
 use crate::text::Tokenizer;
 
+use super::load::has_own_head;
 use super::{check_loadable, families, text};
 use crate::tensor::DType;
 
@@ -32,6 +34,21 @@ pub enum Container {
     Dat,
 }
 
+/// Format in which a conversion writes the tables: the embedding and the head.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Tables {
+    /// int8 rows where the source has the table in at most 8 bits and the container holds them, else 16 bits: F16 as it is, and bfloat16.
+    /// NVFP4 stays NVFP4.
+    #[default]
+    Auto,
+    /// bfloat16.
+    Bf16,
+    /// int8 with a scale a row.
+    Int8,
+    /// NVFP4, as other weights.
+    Nvfp4,
+}
+
 /// How to convert.
 #[derive(Clone, Debug)]
 pub struct ConvertOptions {
@@ -39,7 +56,10 @@ pub struct ConvertOptions {
     pub container: Container,
     /// How weights are quantized.
     pub quantize: QuantizeOptions,
-    /// Leaves the head as it is, and tied if it is tied: it is the weight that quantizing harms most, and a large one.
+    /// Format of the embedding and the head. A tied head stays tied: one table is written for both.
+    pub tables: Tables,
+    /// Leaves the head, or the table that it shares with the embedding, in the precision that it has, whatever `tables` says: it is the
+    /// weight that quantizing harms most, and a large one.
     pub keep_head: bool,
     /// Replaces a directory that holds a model, as a whole and at once. Without it one that is not empty is refused. A `.dat` file
     /// is replaced in any case, by a whole one.
@@ -59,6 +79,7 @@ impl ConvertOptions {
                 },
                 ..QuantizeOptions::default()
             },
+            tables: Tables::Auto,
             keep_head: false,
             replace: false,
         }
@@ -81,17 +102,21 @@ pub struct ConvertProgress<'a> {
 pub struct ConvertReport {
     /// Tensors written.
     pub tensors: usize,
-    /// Of these, tensors quantized now.
+    /// Tensors that this conversion quantized to NVFP4.
     pub quantized: usize,
-    /// Of these, tensors that were NVFP4 already.
+    /// Tensors that were NVFP4 already.
     pub kept_nvfp4: usize,
-    /// Whether the tied head was written as a tensor of its own.
-    pub head_added: bool,
+    /// Tensors written as int8 rows.
+    pub int8: usize,
+    /// Encoding of the embedding that was written; empty where there is none.
+    pub embedding: &'static str,
+    /// Encoding of the head that was written, which is the embedding's where they share a table.
+    pub head: &'static str,
     /// Bytes of tensors read.
     pub bytes_in: u64,
     /// Bytes of tensors written.
     pub bytes_out: u64,
-    /// Root mean square of the quantization error over that of the weights quantized now.
+    /// Root mean square of the error over that of the weights that this conversion quantized to NVFP4.
     pub relative_error: f64,
 }
 
@@ -102,6 +127,8 @@ enum Action {
     /// Copies the codes and scales of some rows.
     CopyRows,
     Quantize,
+    /// Rounds rows to int8.
+    Int8,
 }
 
 struct Step<'a> {
@@ -163,9 +190,9 @@ fn is_linear(entry: &Entry) -> bool {
         && (entry.name == HEAD || FUSED.concat().iter().chain(&ALONE).any(last_two))
 }
 
-/// Converts `source` to `destination`: a directory, or a `.dat` file for [`Container::Dat`]. Embeddings, norms and biases
-/// stay dense; a head tied to the embedding becomes an NVFP4 tensor of its own, unless it is to be kept. `progress` may
-/// stop the work, which leaves nothing behind. What loading would refuse is refused, before anything is written but for values.
+/// Converts `source` to `destination`: a directory, or a `.dat` file for [`Container::Dat`]. Norms and biases stay dense, and tables
+/// become what [`ConvertOptions::tables`] says. `progress` may stop the work, which leaves nothing behind. A source that loading would
+/// refuse is refused before anything is written, except for its values.
 pub fn convert(
     source: &dyn Checkpoint,
     destination: &Path,
@@ -189,7 +216,6 @@ pub fn convert(
             if more.is_empty() { "" } else { ", ..." }
         );
     }
-    let head_added = steps.iter().any(|s| s.name == HEAD && s.entry.name != HEAD);
     let planned: Vec<Planned> = steps
         .iter()
         .map(|s| Planned {
@@ -198,7 +224,7 @@ pub fn convert(
             encoding: s.encoding,
         })
         .collect();
-    let (metadata, files) = description(source.metadata(), head_added)?;
+    let (metadata, files) = (source.metadata(), text_files(&source.metadata().tokenizer)?);
     let mut writer: Box<dyn Writer> = match options.container {
         Container::ModelOpt => {
             check_not_read(destination, source.files())?;
@@ -206,14 +232,14 @@ pub fn convert(
                 true => ModelOptWriter::replace,
                 false => ModelOptWriter::create,
             };
-            let mut writer = start(destination, &planned, &metadata)?;
+            let mut writer = start(destination, &planned, metadata)?;
             for (name, content) in &files {
                 writer.add_file(name, content.clone())?;
             }
             Box::new(writer)
         }
         Container::Dat => {
-            missing_companions(folder_of(destination), &metadata, &files)?;
+            missing_companions(folder_of(destination), metadata, &files)?;
             Box::new(DatWriter::create(destination, &planned)?)
         }
     };
@@ -229,23 +255,31 @@ pub fn convert(
         total: steps.iter().map(Step::bytes).sum(),
         progress,
     };
+    let encoding_of = |names: &[&str]| {
+        let found = |name: &&str| steps.iter().find(|s| s.name == *name);
+        names
+            .iter()
+            .find_map(found)
+            .map_or("", |s| s.encoding.name())
+    };
     let mut report = ConvertReport {
         tensors: steps.len(),
-        head_added,
+        embedding: encoding_of(&[EMBEDDING]),
+        head: encoding_of(&[HEAD, EMBEDDING]),
         bytes_in: source.entries().iter().map(|e| e.bytes).sum(),
         ..ConvertReport::default()
     };
     let (mut squares, mut errors) = (0.0, 0.0);
     for step in &steps {
         work.tell(&step.name)?;
-        let values = (step.rows.len() * step.entry.cols()) as u64;
-        report.bytes_out += match step.encoding.element_bytes() {
-            Some(width) => values * width as u64,
-            None => values / 2 + values / BLOCK as u64,
-        };
+        let (rows, cols) = (step.rows.len() as u64, step.entry.cols() as u64);
+        report.bytes_out += step.encoding.matrix_bytes(rows, cols).unwrap_or(0);
+        report.int8 += usize::from(step.encoding == Encoding::Int8);
         match step.action {
             Action::Copy => {
-                if step.encoding != Encoding::Nvfp4 && used.contains(&step.entry.name) {
+                if !matches!(step.encoding, Encoding::Nvfp4 | Encoding::Int8)
+                    && used.contains(&step.entry.name)
+                {
                     work.rows
                         .check_finite(step.entry, step.rows.clone())
                         .map_err(|e| e.within(&step.entry.name))?;
@@ -269,13 +303,16 @@ pub fn convert(
                 errors += sums.1;
                 report.quantized += 1;
             }
+            Action::Int8 => work
+                .int8(step, &mut *writer)
+                .map_err(|e| e.within(&step.entry.name))?,
         }
     }
     if squares > 0.0 {
         report.relative_error = (errors / squares).sqrt();
     }
     if options.container == Container::Dat {
-        write_companions(folder_of(destination), &metadata, &files)?;
+        write_companions(folder_of(destination), metadata, &files)?;
     }
     writer.finish()?;
     Ok(report)
@@ -287,38 +324,38 @@ fn plan<'a>(
     options: &ConvertOptions,
     used: &HashSet<String>,
 ) -> Result<Vec<Step<'a>>> {
-    let mut steps = Vec::with_capacity(source.entries().len() + 1);
+    let mut steps = Vec::with_capacity(source.entries().len());
+    let is_tied = source.find(HEAD).is_none() || repeats_the_embedding(source)?;
     for entry in source.entries() {
+        if is_tied && entry.name == HEAD {
+            continue;
+        }
         if let Some(experts) = experts(source, entry, options.container)? {
             steps.extend(experts);
             continue;
         }
-        let keeps = entry.encoding == Encoding::Nvfp4
-            && (options.container == Container::ModelOpt || source.global_scale(entry)? == 1.0);
         let fits = !entry.encoding.is_integer() && entry.cols().is_multiple_of(BLOCK);
-        let is_quantized = is_linear(entry)
-            && !(options.keep_head && entry.name == HEAD)
-            && (fits || used.contains(&entry.name));
-        let (action, encoding) = if keeps {
-            (Action::Copy, Encoding::Nvfp4)
-        } else if entry.encoding == Encoding::Nvfp4 || is_quantized {
-            (Action::Quantize, Encoding::Nvfp4)
-        } else {
-            let dense = match entry.encoding {
-                Encoding::Nf4 | Encoding::Dense(DType::F8E4M3) | Encoding::Ggml(_)
-                    if entry.shape.len() > 1 =>
-                {
-                    Encoding::Dense(DType::BF16)
-                }
-                Encoding::Nf4
-                | Encoding::Dense(DType::F8E4M3)
-                | Encoding::Ggml(_)
-                | Encoding::Dense(DType::F64) => Encoding::Dense(DType::F32),
-                same => same,
-            };
-            (Action::Copy, dense)
+        let is_quantized = is_linear(entry) && (fits || used.contains(&entry.name));
+        let encoding = match is_table(entry) {
+            true => table_encoding(entry, options, is_tied)?,
+            false if entry.encoding == Encoding::Nvfp4 || is_quantized => Encoding::Nvfp4,
+            false => kept(entry, options.container),
         };
-        if action == Action::Quantize && entry.encoding.is_integer() {
+        let is_as_stored = match encoding {
+            Encoding::Nvfp4 => {
+                entry.encoding == encoding
+                    && (options.container == Container::ModelOpt
+                        || source.global_scale(entry)? == 1.0)
+            }
+            Encoding::Int8 => entry.encoding == encoding,
+            _ => true,
+        };
+        let action = match encoding {
+            _ if is_as_stored => Action::Copy,
+            Encoding::Int8 => Action::Int8,
+            _ => Action::Quantize,
+        };
+        if (action != Action::Copy || is_table(entry)) && entry.encoding.is_integer() {
             bail!(
                 Unsupported,
                 "'{}' is stored as {}, and nothing says how weights come of that",
@@ -336,16 +373,6 @@ fn plan<'a>(
         }
         steps.push(Step::whole(&entry.name, entry, action, encoding));
     }
-    let tied = (source.metadata().config.as_ref()).is_some_and(families::is_tied);
-    if tied
-        && !options.keep_head
-        && source.find(HEAD).is_none()
-        && let Some(entry) = source.find(EMBEDDING)
-        && entry.shape.len() == 2
-        && entry.cols().is_multiple_of(BLOCK)
-    {
-        steps.push(Step::whole(HEAD, entry, Action::Quantize, Encoding::Nvfp4));
-    }
     if steps.iter().all(|s| s.encoding != Encoding::Nvfp4) {
         bail!(
             InvalidArgument,
@@ -355,6 +382,64 @@ fn plan<'a>(
         );
     }
     Ok(steps)
+}
+
+/// Whether `entry` is the embedding or the head.
+fn is_table(entry: &Entry) -> bool {
+    entry.shape.len() == 2 && [EMBEDDING, HEAD].contains(&&*entry.name)
+}
+
+/// Encoding in which a table is written.
+fn table_encoding(entry: &Entry, options: &ConvertOptions, is_tied: bool) -> Result<Encoding> {
+    let bf16 = Encoding::Dense(DType::BF16);
+    let holds_int8 = options.container == Container::ModelOpt;
+    if options.keep_head && (is_tied || entry.name == HEAD) {
+        return Ok(kept(entry, options.container));
+    }
+    Ok(match (options.tables, entry.encoding) {
+        (Tables::Bf16, _) => bf16,
+        (Tables::Int8, _) if !holds_int8 => bail!(
+            Unsupported,
+            ".dat holds no int8 tables; ask for bf16 or nvfp4, or write a directory"
+        ),
+        (Tables::Int8, _) => Encoding::Int8,
+        (Tables::Nvfp4, _) | (Tables::Auto, Encoding::Nvfp4) => Encoding::Nvfp4,
+        (Tables::Auto, same @ Encoding::Dense(DType::F16)) => same,
+        // Integers that have no scales are refused where they are quantized.
+        (Tables::Auto, narrow) if holds_int8 && bytes_of_value(narrow) == Some(1) => Encoding::Int8,
+        (Tables::Auto, _) => bf16,
+    })
+}
+
+/// Bytes that a value takes at most, scales left out.
+fn bytes_of_value(encoding: Encoding) -> Option<usize> {
+    match encoding {
+        Encoding::Dense(_) => encoding.element_bytes(),
+        Encoding::Nvfp4 | Encoding::Int8 | Encoding::Nf4 | Encoding::Ggml(_) => Some(1),
+    }
+}
+
+/// Encoding of a tensor that is not quantized: its own, or a dense one where its own cannot be written.
+fn kept(entry: &Entry, container: Container) -> Encoding {
+    match entry.encoding {
+        Encoding::Int8 if container == Container::ModelOpt => Encoding::Int8,
+        Encoding::Int8 | Encoding::Nf4 | Encoding::Dense(DType::F8E4M3) | Encoding::Ggml(_)
+            if entry.shape.len() > 1 =>
+        {
+            Encoding::Dense(DType::BF16)
+        }
+        Encoding::Nf4
+        | Encoding::Dense(DType::F8E4M3)
+        | Encoding::Ggml(_)
+        | Encoding::Dense(DType::F64) => Encoding::Dense(DType::F32),
+        same => same,
+    }
+}
+
+/// Whether a model whose config ties the head to the embedding has both, with the same values.
+fn repeats_the_embedding(source: &dyn Checkpoint) -> Result<bool> {
+    let is_said_to_be_tied = (source.metadata().config.as_ref()).is_some_and(families::is_tied);
+    Ok(is_said_to_be_tied && source.find(EMBEDDING).is_some() && !has_own_head(source)?)
 }
 
 /// A tensor for each expert of a stack, as serving engines and this library's loader have them: `mlp.experts.E.gate_proj.weight`. `None` for
@@ -527,7 +612,70 @@ impl<'a> Work<'a> {
     }
 }
 
+impl Work<'_> {
+    /// Writes `step` as int8 rows.
+    fn int8(&mut self, step: &Step<'_>, writer: &mut dyn Writer) -> Result<()> {
+        writer.begin(&step.name, 1.0)?;
+        let (rows, cols) = (step.rows.clone(), step.entry.cols());
+        let per_part = (PART / cols).max(1);
+        let before = self.done;
+        for first in rows.clone().step_by(per_part * PARTS) {
+            let region = first..rows.end.min(first + per_part * PARTS);
+            let mut codes = memory::zeros(region.len() * cols)?;
+            let mut scales = memory::zeros(region.len())?;
+            self.rows.int8(
+                step.entry,
+                region.clone(),
+                per_part,
+                &mut codes,
+                &mut scales,
+            )?;
+            writer.int8(&codes, &scales)?;
+            let done = (region.end - rows.start) as u128;
+            self.done = before + (step.bytes() as u128 * done / rows.len() as u128) as u64;
+            self.tell(&step.name)?;
+        }
+        Ok(())
+    }
+}
+
 impl RowConverter<'_> {
+    /// Rounds the rows of `region` to int8, `per_part` at a time.
+    fn int8(
+        &self,
+        entry: &Entry,
+        region: Range<usize>,
+        per_part: usize,
+        codes: &mut [u8],
+        scales: &mut [f32],
+    ) -> Result<()> {
+        let cols = entry.cols();
+        let parts: Vec<_> = codes
+            .chunks_mut(per_part * cols)
+            .zip(scales.chunks_mut(per_part))
+            .map(Mutex::new)
+            .collect();
+        let found = Mutex::new(Vec::new());
+        call::with(|call| {
+            self.pool.run(parts.len(), |part| {
+                if call.is_over() {
+                    return;
+                }
+                let mut out = lock(&parts[part]);
+                let (codes, scales) = &mut *out;
+                let first = region.start + part * per_part;
+                let rows = first..first + scales.len();
+                let made = memory::zeros(codes.len()).and_then(|mut values| {
+                    self.source.rows_f32(entry, rows, &mut values)?;
+                    int8::quantize_rows(&values, cols, first, codes, scales)
+                });
+                lock(&found).push((part, made));
+            })
+        });
+        call::check()?;
+        in_order(found).collect()
+    }
+
     /// The largest magnitude of some rows.
     fn amax(&self, entry: &Entry, rows: Range<usize>) -> Result<f32> {
         self.largest(entry, rows, &|values, first| {
@@ -671,17 +819,6 @@ fn in_order<T>(found: Mutex<Vec<(usize, T)>>) -> impl Iterator<Item = T> {
         .unwrap_or_else(std::sync::PoisonError::into_inner);
     found.sort_by_key(|(part, _)| *part);
     found.into_iter().map(|(_, value)| value)
-}
-
-type Files = Vec<(String, Vec<u8>)>;
-
-/// The metadata to write, and the tokenizer's files where the source holds its tokenizer inside.
-fn description(source: &Metadata, head_added: bool) -> Result<(Metadata, Files)> {
-    let mut metadata = source.clone();
-    if head_added && let Some(config) = metadata.config.as_mut().and_then(|c| c.as_object_mut()) {
-        families::untie(config);
-    }
-    Ok((metadata, text_files(&source.tokenizer)?))
 }
 
 /// The files of a directory, by their names, that hold the tokenizer, the template and the sampling of a source which has them inside;

@@ -558,6 +558,17 @@ static void models(NVFP4_Model *model, const char *path)
     convert.keep_head = 2;
     BAD(invalid, NVFP4_model_convert, path, strlen(path), "/dev/null/x", 11, &convert, NULL);
     convert.keep_head = 0;
+    convert.tables = 3;
+    BAD(invalid, NVFP4_model_convert, path, strlen(path), "/dev/null/x", 11, &convert, NULL);
+    CHECK(strstr(NVFP4_last_error(), "int8") != NULL);
+    convert.tables = NVFP4_TABLES_INT8;
+    convert.reserved = 1;
+    BAD(invalid, NVFP4_model_convert, path, strlen(path), "/dev/null/x", 11, &convert, NULL);
+    convert.reserved = 0;
+    /* Its directory is there, so that only what it cannot hold is wrong. */
+    convert.container = NVFP4_CONTAINER_DAT;
+    BAD(NVFP4_UNSUPPORTED, NVFP4_model_convert, path, strlen(path), "/dev/null/x", 11, &convert, NULL);
+    convert.container = NVFP4_CONTAINER_MODELOPT;
     /* A directory that is not empty, and holds no model to replace. */
     BAD(invalid, NVFP4_model_convert, path, strlen(path), "/proc", 5, NULL, NULL);
     CHECK(strstr(NVFP4_last_error(), "is not empty") != NULL);

@@ -77,12 +77,14 @@ int main(void)
     AT(NVFP4_LoadOptions, activations, 16);
     AT(NVFP4_LoadOptions, sampling_only, 20);
 
-    SIZE(NVFP4_ConvertOptions, 24);
+    SIZE(NVFP4_ConvertOptions, 32);
     AT(NVFP4_ConvertOptions, call, 16);
     AT(NVFP4_ConvertOptions, struct_size, 0);
     AT(NVFP4_ConvertOptions, container, 4);
     AT(NVFP4_ConvertOptions, replace, 8);
     AT(NVFP4_ConvertOptions, keep_head, 12);
+    AT(NVFP4_ConvertOptions, tables, 24);
+    AT(NVFP4_ConvertOptions, reserved, 28);
 
     SIZE(NVFP4_Message, 32);
     AT(NVFP4_Message, role, 0);

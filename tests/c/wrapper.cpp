@@ -491,7 +491,8 @@ void sessions(const std::string &path, const std::string &scratch)
     CHECK(nvfp4::memory(NVFP4_MEMORY_KV_CACHE).current > 0);
     CHECK(status_of([&] { nvfp4::convert(path, "/dev/null/x"); }) == NVFP4_IO);
     nvfp4::ConvertOptions how;
-    CHECK(how.container == NVFP4_CONTAINER_MODELOPT && how.replace == 0 && how.keep_head == 0);
+    CHECK(how.container == NVFP4_CONTAINER_MODELOPT && how.replace == 0 && how.keep_head == 0 &&
+          how.tables == NVFP4_TABLES_AUTO);
     how.replace = 1;
     CHECK(status_of([&] { nvfp4::convert(path, "/proc", how); }) == NVFP4_INVALID_ARGUMENT);
 }

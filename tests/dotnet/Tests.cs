@@ -1662,6 +1662,9 @@ static class Tests
         Quantizer.ConvertModel(reciterPath, dense, replace: true, keepHead: true);
         using (Model converted = Model.Load(dense))
             Check(converted.Info.Json.Contains("\"nvfp4\""));
+        Quantizer.ConvertModel(reciterPath, dense, replace: true, tables: Tables.Int8);
+        using (Model converted = Model.Load(dense))
+            Check(converted.Info.Json.Contains("\"int8\""));
         // Cancelled at any moment there is no model, unless it was done before.
         var random = new Random(5);
         for (int i = 0; i < 40; i++)

@@ -811,6 +811,10 @@ class Models(unittest.TestCase):
         open(os.path.join(path, "merges.txt"), "w").close()
         nvfp4.convert(self.reciting, path, replace=True, keep_head=True)
         self.assertNotIn("merges.txt", os.listdir(path))
+        nvfp4.convert(self.reciting, path, replace=True, tables="int8")
+        self.assertEqual(nvfp4.Model(path).info["formats"]["int8"]["tensors"], 1)
+        with self.assertRaisesRegex(nvfp4.Unsupported, "dat holds no int8 tables"):
+            nvfp4.convert(self.reciting, path + ".dat", container="dat", tables="int8")
         with self.assertRaises(nvfp4.InputOutput):
             nvfp4.convert(GOLDEN, "/dev/null/x")
 

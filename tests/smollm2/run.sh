@@ -31,4 +31,5 @@ fi
 echo "$sha256  $model" | sha256sum --check --quiet
 
 "$build/nvfp4" quantize "$model" "$work/model" --recipe sweep
-python3 tests/smollm2/check.py "$build" "$model" "$work/model"
+"$build/nvfp4" quantize "$model" "$work/wide" --recipe sweep --tables bf16
+python3 tests/smollm2/check.py "$build" "$model" "$work/model" "$work/wide"

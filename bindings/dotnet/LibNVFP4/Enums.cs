@@ -319,12 +319,19 @@ namespace LibNVFP4
         Skipped = 1,
     }
 
-    /// <summary>What an exported model holds embeddings and head as.</summary>
+    /// <summary>What a model that is written holds embedding and head as.</summary>
     public enum Tables
     {
+        /// <summary>
+        /// int8 where the source has them in at most 8 bits and the container holds that, else 16 bits; NVFP4 stays NVFP4. Only for
+        /// conversions.
+        /// </summary>
+        Auto = -1,
         /// <summary>bfloat16, which every reader knows.</summary>
         BFloat16 = 0,
-        /// <summary>NVFP4, as they are trained.</summary>
+        /// <summary>NVFP4, a little more than a quarter of the bytes.</summary>
         Nvfp4 = 1,
+        /// <summary>int8 with a float32 scale a row, half of the bytes; .dat cannot hold it. Only for conversions.</summary>
+        Int8 = 2,
     }
 }

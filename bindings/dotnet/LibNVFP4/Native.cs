@@ -118,6 +118,8 @@ namespace LibNVFP4
         internal int Replace;
         internal int KeepHead;
         internal NativeCallOptions* Call;
+        internal int Tables;
+        internal int Reserved;
     }
 
     [StructLayout(LayoutKind.Sequential)]

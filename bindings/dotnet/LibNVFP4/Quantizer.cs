@@ -269,10 +269,16 @@ namespace LibNVFP4
         /// <param name="replace">
         /// Replaces a directory that holds a model, with all that is in it; without it one that is not empty is refused.
         /// </param>
-        /// <param name="keepHead">Leaves the output head as it is.</param>
+        /// <param name="keepHead">
+        /// Leaves the output head, or the table that it shares with the embedding, in the precision that it has, whatever
+        /// <paramref name="tables"/> says.
+        /// </param>
+        /// <param name="tables">
+        /// Format of the embedding and the output head. A tied head stays tied: the table is written once.
+        /// </param>
         public static void ConvertModel(string source, string destination, Container container = Container.ModelOpt,
             QuantizeOptions options = null, ProgressHandler progress = null, CancellationToken cancellation = default(CancellationToken),
-            bool replace = false, bool keepHead = false)
+            bool replace = false, bool keepHead = false, Tables tables = Tables.Auto)
         {
             byte[] from = Interop.Utf8(source, nameof(source)), to = Interop.Utf8(destination, nameof(destination));
             using (var call = new Call(cancellation, progress))
@@ -287,6 +293,7 @@ namespace LibNVFP4
                     how.Container = (int)container;
                     how.Replace = replace ? 1 : 0;
                     how.KeepHead = keepHead ? 1 : 0;
+                    how.Tables = (int)tables;
                     how.Call = call.Options;
                     fixed (byte* a = from, b = to)
                         return Native.NVFP4_model_convert(a, Interop.Size(from.Length), b, Interop.Size(to.Length), &how,

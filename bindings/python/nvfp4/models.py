@@ -257,7 +257,9 @@ class Model(Handle):
 def convert(source, destination, container="modelopt", quantize=None, progress=None, cancel=None, **options):
     """
     Converts a model on disk to NVFP4 on disk. `container` is modelopt or dat. Options: replace (a directory that holds a model;
-    without it one that is not empty is refused), keep_head. The rest is as for Model.
+    without it one that is not empty is refused), tables (auto, bfloat16, int8, nvfp4: what embedding and head are written as; auto is
+    int8 where the source has them in at most 8 bits and a directory is written, else 16 bits), keep_head (leaves the head, or the table
+    that it shares with the embedding, in its precision). The rest is as for Model.
     """
     how = native.options(native.ConvertOptions, dict(options, container=container))
 

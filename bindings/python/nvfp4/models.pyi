@@ -5,7 +5,7 @@ from typing_extensions import Self, Unpack
 
 from .native import Error, Handle, Single
 from .types import (AskOptions, ChatOptions, Container, Finish, GenerationOptions, LoadOptions, Message, Part, Path, Progress,
-                    QuantizeOptions, RecommendedOptions, SessionOptions, Text, TurnOptions)
+                    QuantizeOptions, RecommendedOptions, SessionOptions, Tables, Text, TurnOptions)
 
 class ToolCall(NamedTuple):
     id: str
@@ -56,7 +56,7 @@ class Model(Handle):
 
 def convert(source: Path, destination: Path, container: Container = "modelopt", quantize: Union[None, bool, QuantizeOptions] = None,
             progress: Optional[Progress] = None, cancel: Optional[Cancel] = None, *, replace: bool = ...,
-            keep_head: bool = ...) -> None: ...
+            keep_head: bool = ..., tables: Tables = ...) -> None: ...
 
 class Session(Handle):
     def __init__(self, model: Model, *, system: Optional[Text] = None, **options: Unpack[SessionOptions]) -> None: ...

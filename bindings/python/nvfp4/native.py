@@ -56,13 +56,13 @@ CHOICES: Dict[str, Dict[str, int]] = {
     "first_moment": {"int4": 0, "nvfp4": 1, "int8": 2, "float32": 3},
     "second_moment": {"uint4": 0, "nvfp4": 1, "int8": 2, "float32": 3},
     "step": {"updated": 0, "skipped": 1},
-    "tables": {"bfloat16": 0, "nvfp4": 1},
+    "tables": {"auto": -1, "bfloat16": 0, "nvfp4": 1, "int8": 2},
 }
 
 # The fields of options that take a choice by name, with its table.
 _CHOSEN = {"levels": "levels", "recipe": "recipe", "rounding": "rounding", "nonfinite": "nonfinite", "scale_layout": "scales",
            "compute_path": "compute_path", "dense_dtype": "dtype", "activations": "activations", "kv_type": "kv",
-           "eviction": "eviction", "container": "container", "schedule": "schedule", "clip": "clip", "weights": "weight_form",
+           "eviction": "eviction", "container": "container", "tables": "tables", "schedule": "schedule", "clip": "clip", "weights": "weight_form",
            "first_moments": "first_moment", "second_moments": "second_moment"}
 
 # Types by letter: i I 32 bits, l L 64 bits, z size_t, b a byte, f d floats, p any pointer, s text with a NUL, v nothing.
@@ -137,7 +137,7 @@ class LoadOptions(ctypes.Structure):
 
 
 class ConvertOptions(ctypes.Structure):
-    _fields_ = _fields("struct_size:I container:i replace:i keep_head:i call:p")
+    _fields_ = _fields("struct_size:I container:i replace:i keep_head:i call:p tables:i reserved:i")
 
 
 class Message(ctypes.Structure):

@@ -34,7 +34,7 @@ WeightForm = Literal["residual4", "residual8", "two_term", "one_term", "bfloat16
 FirstMoments = Literal["int4", "nvfp4", "int8", "float32"]
 SecondMoments = Literal["uint4", "nvfp4", "int8", "float32"]
 Outcome = Literal["updated", "skipped"]
-Tables = Literal["bfloat16", "nvfp4"]
+Tables = Literal["auto", "bfloat16", "nvfp4", "int8"]
 LogLevel = Literal["error", "warn", "info", "debug", "trace"]
 
 # A device is "cpu", "cuda", "cuda:1" and so on, or where a model or a trainer is made "auto".

@@ -80,17 +80,6 @@ pub fn is_tied(config: &Value) -> bool {
     }
 }
 
-/// Makes a config say that the head is a table of its own, wherever it says something of that.
-pub fn untie(config: &mut serde_json::Map<String, Value>) {
-    const KEY: &str = "tie_word_embeddings";
-    config.insert(KEY.to_owned(), false.into());
-    for name in within::TEXT {
-        if let Some(Value::Object(text)) = config.get_mut(name) {
-            text.insert(KEY.to_owned(), false.into());
-        }
-    }
-}
-
 fn family(keys: &Keys<'_>) -> Result<&'static Family> {
     let class = keys
         .texts("architectures")?
@@ -424,11 +413,9 @@ mod tests {
             assert_eq!(read(&config).unwrap().tied, expected, "{config}");
             assert_eq!(is_tied(&config), expected, "{config}");
         }
-        let mut config =
+        let config =
             json!({"tie_word_embeddings": true, "text_config": {"tie_word_embeddings": true}});
         assert!(is_tied(&config));
-        untie(config.as_object_mut().unwrap());
-        assert!(!is_tied(&config));
     }
 
     /// Gemma's models of pictures have the type of their values outside the config of the text model.
