@@ -362,6 +362,21 @@ extern "C" {
 /** A `.dat` file of TorchSharp with single-level scales, and config and tokenizer beside it. */
 #define NVFP4_CONTAINER_DAT 1
 
+/**
+ * Embedding and head in int8 where the source has them in at most 8 bits and the container holds that, else in 16 bits: float16 as it is,
+ * and bfloat16. NVFP4 stays NVFP4. Only for conversions.
+ */
+#define NVFP4_TABLES_AUTO -1
+
+/** Embedding and head in bfloat16, which every reader of such directories knows. */
+#define NVFP4_TABLES_BFLOAT16 0
+
+/** Embedding and head in NVFP4, a little more than a quarter of the bytes. */
+#define NVFP4_TABLES_NVFP4 1
+
+/** Embedding and head in int8 with a float32 scale a row, half of the bytes; `.dat` cannot hold it. Only for conversions. */
+#define NVFP4_TABLES_INT8 2
+
 /** Cached keys and values in IEEE half precision. */
 #define NVFP4_KV_FLOAT16 0
 
@@ -496,12 +511,6 @@ extern "C" {
 
 /** The loss or a gradient was not finite, and no parameter was changed. */
 #define NVFP4_STEP_SKIPPED 1
-
-/** Embeddings, and a head beside them, in bfloat16, which every reader of such directories knows. */
-#define NVFP4_TABLES_BFLOAT16 0
-
-/** Embeddings, and a head beside them, in NVFP4, as they are trained: a quarter of the bytes. */
-#define NVFP4_TABLES_NVFP4 1
 
 /** Cancels long calls. See the chapter on long calls. */
 typedef struct NVFP4_Cancel NVFP4_Cancel;
@@ -722,10 +731,20 @@ typedef struct NVFP4_ConvertOptions {
      * that is not empty. Default: 0.
      */
     int32_t replace;
-    /** 1 to leave the output head unquantized. Default: 0. */
+    /**
+     * 1 to leave the output head, or the table that it shares with the embedding, in the precision that it has, whatever `tables` says.
+     * Default: 0.
+     */
     int32_t keep_head;
     /** Cancels the call and reports the bytes of the source that are done; NULL for neither. Default: NULL. */
     const NVFP4_CallOptions *call;
+    /**
+     * One of NVFP4_TABLES_*: format of the embedding and the output head. A tied head stays tied: the table is written once.
+     * Default: #NVFP4_TABLES_AUTO.
+     */
+    int32_t tables;
+    /** Must be 0. */
+    int32_t reserved;
 } NVFP4_ConvertOptions;
 
 /** How to make a session. Fill with NVFP4_session_options_init(), then change what is to differ. */
@@ -2513,7 +2532,7 @@ NVFP4_Status NVFP4_trainer_data(const NVFP4_Trainer *trainer,
  * Writes the model, as it is delivered, to a directory in ModelOpt's layout: matrices in NVFP4 where they are trained in
  * such a form, else in float32; with config and tokenizer of the model that training began with.
  *
- * - `tables`: one of NVFP4_TABLES_*.
+ * - `tables`: #NVFP4_TABLES_BFLOAT16 or #NVFP4_TABLES_NVFP4.
  * - `replace`: 1 to replace a directory that holds a model; 0 to refuse a directory that is not empty.
  * - `call`: cancels the call at its start; may be NULL.
  */
