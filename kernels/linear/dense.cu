@@ -15,7 +15,7 @@ struct Arguments {
     const float* bias;      // [rows] or null
     void* out;              // [m, out_stride]
     float factor;           // of the product
-    int kind;
+    int kind;               // of linear_dense and linear_dense_1
     int output;
     int m;
     int rows;
@@ -88,18 +88,24 @@ __device__ __forceinline__ void multiply(const Arguments& a) {
     }
 }
 
-template <int MAX_TOKENS, int UNROLL>
+template <bool IS_INT8, int MAX_TOKENS, int UNROLL>
 __device__ __forceinline__ void run(const Arguments& a) {
     wait_for_earlier_kernels();
     let_later_kernels_start();
+    if constexpr (IS_INT8) return multiply<INT8, MAX_TOKENS, UNROLL>(a);
     switch (a.kind) {
         case F32: return multiply<F32, MAX_TOKENS, UNROLL>(a);
         case F16: return multiply<F16, MAX_TOKENS, UNROLL>(a);
-        case INT8: return multiply<INT8, MAX_TOKENS, UNROLL>(a);
         default: return multiply<BF16, MAX_TOKENS, UNROLL>(a);
     }
 }
 
-// Grid: (ceil(rows / WARPS), ceil(m / TOKENS)); of the second one (ceil(rows / WARPS), m), which has registers for more weights in flight.
-extern "C" __global__ void __launch_bounds__(WARPS* WARP) linear_dense(const __grid_constant__ Arguments a) { run<TOKENS, 2>(a); }
-extern "C" __global__ void __launch_bounds__(WARPS* WARP) linear_dense_1(const __grid_constant__ Arguments a) { run<1, 4>(a); }
+#define KERNEL(name, is_int8, tokens, unroll) \
+    extern "C" __global__ void __launch_bounds__(WARPS* WARP) name(const __grid_constant__ Arguments a) { run<is_int8, tokens, unroll>(a); }
+
+// Grid: (ceil(rows / WARPS), ceil(m / TOKENS)); of those of one token (ceil(rows / WARPS), m), which have registers for more weights in
+// flight. int8 has kernels of its own, since it takes more registers than the others have to give.
+KERNEL(linear_dense, false, TOKENS, 2)
+KERNEL(linear_dense_1, false, 1, 4)
+KERNEL(linear_dense_int8, true, TOKENS, 2)
+KERNEL(linear_dense_int8_1, true, 1, 4)

@@ -59,8 +59,10 @@ pub(super) fn dense(
         k: int("K", w.cols)?,
         out_stride: int("the stride of a product", stride)?,
     };
-    let (name, tokens) = match m {
-        1 => ("linear_dense_1", 1),
+    let (name, tokens) = match (w.storage, m) {
+        (WeightType::Int8, 1) => ("linear_dense_int8_1", 1),
+        (WeightType::Int8, _) => ("linear_dense_int8", 8),
+        (_, 1) => ("linear_dense_1", 1),
         _ => ("linear_dense", 8),
     };
     let grid = [w.rows.div_ceil(8) as u32, m.div_ceil(tokens) as u32, 1];

@@ -31,6 +31,7 @@ namespace sum {
 }
 namespace dense {
 #include "linear/dense.cu"
+#undef KERNEL
 }
 
 static void expect(bool held, const char* what, int row, int i, double got, double want) {
@@ -222,7 +223,10 @@ static void check_dense(int m, int rows, int k, int kind) {
     std::vector<float> out(m * (rows + 1), NAN);
     dense::Arguments a = {(u16*)x.data(), w.data(), kind == dense::INT8 ? scales.data() : nullptr, bias.data(), out.data(), 0.5f, kind, dense::STORE_F32, m, rows, k, rows + 1};
     int tokens = m == 1 ? 1 : dense::TOKENS;
-    launch(ceil_div(rows, dense::WARPS), ceil_div(m, tokens), 1, dense::WARPS * WARP, [&] { m == 1 ? dense::linear_dense_1(a) : dense::linear_dense(a); });
+    launch(ceil_div(rows, dense::WARPS), ceil_div(m, tokens), 1, dense::WARPS * WARP, [&] {
+        if (kind == dense::INT8) return m == 1 ? dense::linear_dense_int8_1(a) : dense::linear_dense_int8(a);
+        m == 1 ? dense::linear_dense_1(a) : dense::linear_dense(a);
+    });
     for (int i = 0; i < m * rows; i++) {
         double want = bias[i % rows], got = out[i / rows * (rows + 1) + i % rows];
         for (int j = 0; j < k; j++) want += values[i % rows * k + j] * f16_to_float(a.x[i / rows * k + j]) * 0.5;
