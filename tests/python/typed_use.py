@@ -16,6 +16,13 @@ from typing_extensions import assert_type
 numbers = array.array("f", [1.0] * 32)
 
 
+def models_on_disk() -> None:
+    nvfp4.convert("in", pathlib.Path("out"), tables="int8", keep_head=True)
+
+    nvfp4.convert("in", "out", tables="int4")  # type: ignore[arg-type]
+    nvfp4.convert("in", "out", table="int8")  # type: ignore[call-arg]
+
+
 def tensors() -> None:
     tensor = nvfp4.Tensor(memoryview(numbers).cast("B").cast("f", (2, 16)))
     assert_type(tensor.shape, Tuple[int, ...])
