@@ -299,7 +299,7 @@ struct MessageTokens(Vec<i32>);
 ///
 /// - The rest is as for NVFP4_model_render_messages().
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_model_tokenize_messages(
+pub unsafe extern "C-unwind" fn NVFP4_model_tokenize_messages(
     model: *const NVFP4_Model,
     messages: *const c_char,
     messages_length: usize,

@@ -389,7 +389,7 @@ struct PlainTokens(Vec<i32>);
 /// for NVFP4_model_tokenize(), and so are the tokens of a text without such names. #NVFP4_UNSUPPORTED where the tokenizer has no
 /// other way to write such a name.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn NVFP4_model_tokenize_plain(
+pub unsafe extern "C-unwind" fn NVFP4_model_tokenize_plain(
     model: *const NVFP4_Model,
     text: *const c_char,
     text_length: usize,

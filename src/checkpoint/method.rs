@@ -243,7 +243,10 @@ fn with_bits(what: &str, declared: &Json) -> String {
 fn by_tensors(checkpoint: &dyn Checkpoint) -> Option<String> {
     let has = |name: &str| checkpoint.find(name).is_some();
     let entries = checkpoint.entries().iter();
-    let mut tensors = entries.map(|e| (e.name.as_str(), e.encoding));
+    let entries = entries.map(|e| (e.name.as_str(), Some(e.encoding)));
+    // Those of types that are not read, such as the U32 of MLX.
+    let unreadable = checkpoint.unreadable().iter();
+    let mut tensors = entries.chain(unreadable.map(|u| (u.name.as_str(), None)));
     tensors.find_map(|(name, encoding)| {
         let beside = |module: &str, suffix: &str| has(&format!("{module}{suffix}"));
         let what = if let Some(module) = name.strip_suffix(".qweight") {
@@ -252,7 +255,7 @@ fn by_tensors(checkpoint: &dyn Checkpoint) -> Option<String> {
                 false => "AWQ or GPTQ integers",
             }
         } else if name.ends_with(".weight_packed") {
-            match encoding.element_bytes() {
+            match encoding.and_then(Encoding::element_bytes) {
                 Some(1) => "MXFP4 of compressed-tensors",
                 _ => "packed integers of compressed-tensors",
             }
@@ -261,7 +264,7 @@ fn by_tensors(checkpoint: &dyn Checkpoint) -> Option<String> {
         {
             "MXFP4 as gpt-oss stores its experts"
         } else if let Some(module) = name.strip_suffix(".weight")
-            && encoding.is_integer()
+            && encoding.is_none_or(Encoding::is_integer)
         {
             if beside(module, ".SCB") {
                 "8-bit integers of bitsandbytes"
@@ -269,7 +272,9 @@ fn by_tensors(checkpoint: &dyn Checkpoint) -> Option<String> {
                 "MLX integers"
             } else if beside(module, ".weight_scales") {
                 "EETQ 8-bit integers"
-            } else if beside(module, ".weight_scale") && encoding == Encoding::Dense(DType::U8) {
+            } else if beside(module, ".weight_scale")
+                && encoding == Some(Encoding::Dense(DType::U8))
+            {
                 "MXFP4 or other packed codes"
             } else if beside(module, ".weight_scale") {
                 "integers with scales"

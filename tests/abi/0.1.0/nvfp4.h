@@ -1940,7 +1940,7 @@ NVFP4_Status NVFP4_model_tokenize_plain(const NVFP4_Model *model,
 
 /**
  * Converts token ids to text. `skip_special` 1 leaves out special tokens such as `<|im_end|>`. Ids in the model's
- * vocabulary that its tokenizer does not have, as many models pad it, give no text; ids outside the vocabulary are
+ * vocabulary that its tokenizer does not have, as many models pad it, give no text; ids that neither has are
  * #NVFP4_INVALID_ARGUMENT. Bytes that are not valid UTF-8 become U+FFFD: for a stream of tokens use a detokenizer or the
  * text of a generation, which wait for whole characters. Asking for the length first does not double the work, as for
  * NVFP4_model_tokenize().
@@ -1976,7 +1976,8 @@ NVFP4_API NVFP4_Status NVFP4_convert_options_init(NVFP4_ConvertOptions *options,
 /**
  * Converts a model on disk to NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest is kept. The
  * destination is replaced as a whole once the new model is complete; a call that fails leaves it unchanged, and leaves no
- * other files behind.
+ * other files behind. A model that NVFP4_model_load() would refuse is refused with the same message, before anything is
+ * written where that can be told without reading weights.
  *
  * - `source`: what NVFP4_model_load() takes.
  * - `destination`: a directory that does not exist or is empty, or one to replace; for `.dat` a file, which is replaced if
