@@ -1184,10 +1184,13 @@ fn directories() {
     assert_eq!(render(), "jinja user");
 
     write("chat_template.jinja", "{% if %}");
+    let broken = read_directory(&directory).unwrap().template.unwrap();
+    let words = "the chat template does not parse";
+    assert!(broken.fault().unwrap().message().contains(words));
     expect_kind(
-        read_directory(&directory),
+        broken.render(&[Message::new("user", "x")], false),
         ErrorKind::CorruptFile,
-        "the chat template does not parse",
+        words,
     );
     write("chat_template.jinja", "fine");
     write("tokenizer_config.json", "{");

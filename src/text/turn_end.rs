@@ -51,8 +51,11 @@ pub fn turn_ends(tokenizer: &Tokenizer, template: Option<&ChatTemplate>) -> Resu
                 .or(closing.later);
             found.extend(end);
         }
-        found.retain(|id| !ends.contains(id));
-        ends.extend(found);
+        for end in found {
+            if !ends.contains(&end) {
+                ends.push(end);
+            }
+        }
         Ok(ends)
     })
 }
