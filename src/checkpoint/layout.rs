@@ -149,9 +149,10 @@ impl Grouping<'_> {
     fn weight(&mut self, i: usize) -> Result<Option<(Entry, Stored)>> {
         let key = self.raws[i].key.as_str();
         if let Some(module) = key.strip_suffix(".weight_packed")
-            && self.raws[i].encoding == Encoding::Dense(DType::I32)
+            && let Some(shape) = self.packed_int8(i, module)?
         {
-            return self.packed_int8(i, module);
+            let scales = self.partner(i, &format!("{module}.weight_scale"))?;
+            return self.int8(i, module, shape, scales, true).map(Some);
         }
         if let Some(keys) = keys::nvfp4(key) {
             return match self.is_nvfp4(i, &keys) {
@@ -565,24 +566,24 @@ impl Grouping<'_> {
         ))
     }
 
-    /// int8 values of compressed-tensors that four to an int32 hold, each plus 128. `None` for packed integers of other widths.
-    fn packed_int8(&mut self, codes: usize, module: &str) -> Result<Option<(Entry, Stored)>> {
+    /// The shape of int8 values of compressed-tensors, each stored plus 128 and four to an int32. `None` for integers of other sizes.
+    fn packed_int8(&self, codes: usize, module: &str) -> Result<Option<Vec<usize>>> {
         let Some(stored) = self.get(&format!("{module}.weight_shape")) else {
             return Ok(None);
         };
-        self.expect(stored, Encoding::Dense(DType::I64), 2)?;
-        let bytes = self.bytes(stored)?;
-        let size = |i: usize| {
-            let size = bytes.as_chunks::<8>().0[i];
-            usize::try_from(i64::from_le_bytes(size)).unwrap_or(0)
-        };
-        let (rows, cols) = (size(0), size(1));
-        if self.raws[codes].shape != [rows, cols.div_ceil(4)] || !cols.is_multiple_of(4) {
+        let described = |i: usize| (self.raws[i].encoding, self.raws[i].elements());
+        if described(codes).0 != Encoding::Dense(DType::I32)
+            || described(stored) != (Encoding::Dense(DType::I64), 2)
+        {
             return Ok(None);
         }
-        let scales = self.partner(codes, &format!("{module}.weight_scale"))?;
-        self.int8(codes, module, vec![rows, cols], scales, true)
-            .map(Some)
+        let bytes = self.bytes(stored)?;
+        let sizes = bytes.as_chunks::<8>().0.iter();
+        let sizes = sizes.map(|size| usize::try_from(i64::from_le_bytes(*size)).unwrap_or(0));
+        let shape: Vec<usize> = sizes.collect();
+        let packed = &self.raws[codes].shape;
+        let fits = shape[1].is_multiple_of(4) && *packed == [shape[0], shape[1] / 4];
+        Ok(fits.then_some(shape))
     }
 
     /// The scale of each of `rows` rows.
