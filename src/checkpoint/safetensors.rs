@@ -97,14 +97,14 @@ pub(super) fn open_index(path: &Path, directory: &Path, metadata: Metadata) -> R
     assemble(sources, found, metadata)
 }
 
-/// Warns of an index beside the single file `file` of a model, unless it says the same.
-pub(super) fn warn_of_ignored_index(file: &Path) {
-    let name = file.file_name().and_then(|n| n.to_str());
+/// Warns of an index beside the single file of a model, unless it says the same.
+pub(super) fn warn_of_ignored_index(single: &Path) {
+    let name = single.file_name().and_then(|n| n.to_str());
     let Some((name, index_name)) = name.and_then(|n| Some((n, folder::index_beside(n)?))) else {
         return;
     };
-    let path = file.with_file_name(&index_name);
-    let Ok(text) = std::fs::read(&path) else {
+    let path = single.with_file_name(&index_name);
+    let Ok(text) = file::read(&path) else {
         return;
     };
     let index: Option<Index> = serde_json::from_slice(&text).ok();
@@ -114,11 +114,11 @@ pub(super) fn warn_of_ignored_index(file: &Path) {
     }
     let missing = shards
         .iter()
-        .filter(|s| !file.with_file_name(s).exists())
+        .filter(|s| !single.with_file_name(s).exists())
         .count();
     tracing::warn!(
         "{} is read; {index_name} beside it is ignored with the {} files that it names, {missing} of them missing",
-        file.display(),
+        single.display(),
         shards.len(),
     );
 }

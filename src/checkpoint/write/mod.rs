@@ -457,7 +457,7 @@ fn companion_files(metadata: &Metadata) -> Result<Vec<(String, Vec<u8>)>> {
 /// are in no folders.
 fn list_templates(directory: &Path, files: &mut Vec<(String, Vec<u8>)>) -> Result<()> {
     let path = directory.join(TOOL_TEMPLATE);
-    let tool_use = match std::fs::read(&path) {
+    let tool_use = match file::read(&path) {
         Ok(content) => content,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         Err(e) => return Err(Error::io(format_args!("reading {}", path.display()), e)),
