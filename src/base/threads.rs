@@ -2,7 +2,7 @@
 //!
 //! A decoded token is some two hundred parallel regions of 20 to 100 microseconds each, so workers spin briefly for the next
 //! region before they sleep; a general work-stealing pool pays a wake-up for each. Work is split by index only, so results do
-//! not depend on the number of threads or on timing. [`region`](super::region) has the protocol: a region ends with its last part,
+//! not depend on the number of threads or on timing. `region.rs` has the protocol: a region ends with its last part,
 //! whichever threads ran the parts.
 //!
 //! The system may take cores away at any time, for another process or for more threads than there are cores. Three rules keep that

@@ -244,7 +244,7 @@ fn by_tensors(checkpoint: &dyn Checkpoint) -> Option<String> {
     let has = |name: &str| checkpoint.find(name).is_some();
     let entries = checkpoint.entries().iter();
     let entries = entries.map(|e| (e.name.as_str(), Some(e.encoding)));
-    // Those of types that are not read, such as the U32 of MLX.
+    // Tensors of unread types count too, such as the U32 of MLX.
     let unreadable = checkpoint.unreadable().iter();
     let mut tensors = entries.chain(unreadable.map(|u| (u.name.as_str(), None)));
     tensors.find_map(|(name, encoding)| {
