@@ -317,7 +317,7 @@ fn write_tables(directory: &Path, table: Encoding, has_head: bool, tied: bool) {
     let mut config = config(&plan);
     config["tie_word_embeddings"] = tied.into();
     let metadata = Metadata {
-        config: Some(config),
+        config: Some(config.clone()),
         tokenizer: TokenizerSource::None,
     };
     let mut writer = Box::new(ModelOptWriter::create(directory, &plan, &metadata).unwrap());
@@ -347,6 +347,14 @@ fn write_tables(directory: &Path, table: Encoding, has_head: bool, tied: bool) {
         }
     }
     writer.finish().unwrap();
+    if table == Encoding::Dense(DType::F8E4M3) {
+        // Float8 of a quantized model has scales.
+        config
+            .as_object_mut()
+            .unwrap()
+            .remove("quantization_config");
+        std::fs::write(directory.join("config.json"), config.to_string()).unwrap();
+    }
 }
 
 /// Tables by encoding of the source and by option. A tied table stays one.

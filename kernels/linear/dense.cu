@@ -1,6 +1,6 @@
-// Products with dense weights of any floating-point type and with int8 rows, accumulated in f32: y[m, n] = sum over k of x[m, k] w[n, k].
-// For the few matrices that a model leaves in more than 4 bits, and for large products where cuBLASLt is absent. A warp takes an output feature and up to 8 rows of x at
-// a time.
+// Products with dense weights of any floating-point type, and of one row with int8 rows, accumulated in f32: y[m, n] = sum over k of
+// x[m, k] w[n, k]. For the few matrices that a model leaves in more than 4 bits, and for large products where cuBLASLt is absent. A warp takes
+// an output feature and up to 8 rows of x at a time.
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 #include "format/int8.cuh"
@@ -107,5 +107,4 @@ __device__ __forceinline__ void run(const Arguments& a) {
 // flight. int8 has kernels of its own, since it takes more registers than the others have to give.
 KERNEL(linear_dense, false, TOKENS, 2)
 KERNEL(linear_dense_1, false, 1, 4)
-KERNEL(linear_dense_int8, true, TOKENS, 2)
 KERNEL(linear_dense_int8_1, true, 1, 4)

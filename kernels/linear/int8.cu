@@ -1,9 +1,136 @@
-// Conversions around a library's GEMM with an int8 weight: codes to f16, which holds them exactly, and the scales of the weight's rows onto
-// f32 products.
+// Products with int8 rows on tensor cores: by a kernel of our own for batches of decode steps, and for more rows by a library's GEMM, with
+// conversions around it: codes to f16, which holds them exactly, and the scales of the weight's rows onto f32 products.
 #include "common/ptx.cuh"
 #include "format/int8.cuh"
 
 constexpr int THREADS = 256;
+
+enum Output { STORE_F32, STORE_F16, ADD_F32 };
+
+struct ProductArguments {
+    const u16* x;           // f16 [m, k]
+    const u8* codes;        // [rows, k]
+    const float* scales;    // [rows]
+    const float* bias;      // [rows] or null
+    void* out;              // [m, out_stride]
+    float factor;           // of the product
+    int output;
+    int m;
+    int rows;
+    int k;                  // a multiple of 16
+    int out_stride;
+};
+
+constexpr int BLOCK_ROWS = 128;     // of the weight: 16 a warp
+constexpr int DEPTH = 64;           // of K in a step: 16 a lane
+constexpr int STAGES = 4;           // of activations in shared memory
+constexpr int X_PITCH = 2 * DEPTH + 16;  // bytes from row to row, so that a quarter of a warp reads all banks
+static_assert(BLOCK_ROWS == THREADS / WARP * 16, "a warp has the rows of one fragment");
+static_assert((STAGES & (STAGES - 1)) == 0, "stages are numbered by the low bits of a step");
+
+// 16 x TOKENS products a warp. The order of K within a step is free as long as both operands have the same: a lane takes 16 neighbours, so
+// that it loads codes and activations 16 bytes at a time. Its k-th word of codes is the k-th of four fragments.
+template <int TOKENS>
+__device__ __forceinline__ void product(const ProductArguments& a) {
+    constexpr int GROUPS = TOKENS / 8, PIECES = TOKENS * DEPTH / 8;
+    constexpr int AHEAD = TOKENS > 32 ? 2 : 4;  // steps of codes in registers; with more, those of 64 tokens spill
+    extern __shared__ __align__(16) char shared[];
+    int lane = lane_id(), g = lane / 4, t = lane % 4;
+    int first_row = blockIdx.x * BLOCK_ROWS + threadIdx.x / WARP * 16, first_token = blockIdx.y * TOKENS;
+    int steps = (a.k + DEPTH - 1) / DEPTH;
+    u32 staged = shared_address(shared);
+
+    // Of rows past the last one the last is read, and nothing stored.
+    const u8* rows[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) rows[i] = a.codes + (size_t)min(first_row + g + 8 * i, a.rows - 1) * a.k + 16 * t;
+    uint4 codes[AHEAD][2];
+    auto load = [&](int step, uint4(&to)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) to[i] = step * DEPTH + 16 * t < a.k ? *(const uint4*)(rows[i] + step * DEPTH) : make_uint4(0, 0, 0, 0);
+    };
+    // Weights do not depend on earlier kernels.
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) load(i, codes[i]);
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
+
+    auto stage = [&](int step) {
+        for (int i = threadIdx.x; i < PIECES; i += THREADS) {
+            int token = i / (DEPTH / 8), column = step * DEPTH + i % (DEPTH / 8) * 8;
+            bool is_there = first_token + token < a.m && column < a.k;
+            const u16* from = a.x + (is_there ? (size_t)(first_token + token) * a.k + column : 0);
+            copy_async_16(staged + (step % STAGES * TOKENS + token) * X_PITCH + i % (DEPTH / 8) * 16, from, is_there ? 16 : 0);
+        }
+    };
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) {
+        if (i < steps) stage(i);
+        copy_async_commit();
+    }
+
+    float sums[GROUPS][4] = {};
+    for (int begin = 0; begin < steps; begin += AHEAD) {
+#pragma unroll
+        for (int ahead = 0; ahead < AHEAD; ahead++) {
+            int step = begin + ahead;
+            if (step >= steps) break;
+            copy_async_wait<STAGES - 2>();
+            __syncthreads();
+            if (step + STAGES - 1 < steps) stage(step + STAGES - 1);
+            copy_async_commit();
+
+            u32 words[2][4] = {{codes[ahead][0].x, codes[ahead][0].y, codes[ahead][0].z, codes[ahead][0].w},
+                               {codes[ahead][1].x, codes[ahead][1].y, codes[ahead][1].z, codes[ahead][1].w}};
+            load(step + AHEAD, codes[ahead]);
+            u32 from = staged + (step % STAGES * TOKENS + g) * X_PITCH + 32 * t;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                u32 weights[2][4];
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+#pragma unroll
+                    for (int row = 0; row < 2; row++) int8_pairs(words[row][2 * half + i], weights[i][row], weights[i][row + 2]);
+                }
+#pragma unroll
+                for (int group = 0; group < GROUPS; group++) {
+                    uint4 x = load_shared_16(from + group * 8 * X_PITCH + 16 * half);
+                    mma_f16(sums[group], weights[0][0], weights[0][1], weights[0][2], weights[0][3], x.x, x.y);
+                    mma_f16(sums[group], weights[1][0], weights[1][1], weights[1][2], weights[1][3], x.z, x.w);
+                }
+            }
+        }
+    }
+
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        int row = first_row + g + 8 * i;
+        if (row >= a.rows) continue;
+        float scale = a.scales[row], bias = a.bias ? a.bias[row] : 0;
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++) {
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                int token = first_token + 8 * group + 2 * t + j;
+                if (token >= a.m) continue;
+                float y = sums[group][2 * i + j] * a.factor * scale + bias;
+                size_t to = (size_t)token * a.out_stride + row;
+                if (a.output == STORE_F32) ((float*)a.out)[to] = y;
+                if (a.output == ADD_F32) ((float*)a.out)[to] += y;
+                if (a.output == STORE_F16) ((u16*)a.out)[to] = to_f16(y);
+            }
+        }
+    }
+}
+
+#define KERNEL(tokens) \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) linear_int8_product_##tokens(const __grid_constant__ ProductArguments a) { product<tokens>(a); }
+
+// Grid: (ceil(rows / BLOCK_ROWS), ceil(m / tokens)). Shared memory: STAGES * tokens * X_PITCH bytes.
+KERNEL(8)
+KERNEL(16)
+KERNEL(32)
+KERNEL(64)
 
 struct HalvesArguments {
     const uint4* codes;     // INT8_CODES each

@@ -19,13 +19,16 @@ struct ToTerminal {
     said: Mutex<HashSet<String>>,
 }
 
-/// Whether events are shown. Subcommands print the warnings of sessions in their own words.
+/// Modules whose warnings subcommands print in their own words: those of sessions and of chat templates.
+const TOLD: [&str; 3] = ["NVFP4::session", "NVFP4::text", "NVFP4::model::text"];
+
+/// Whether events are shown.
 fn is_shown(metadata: &Metadata<'_>) -> bool {
     let target = metadata.target();
     metadata.is_event()
         && *metadata.level() == Level::WARN
         && target.starts_with("NVFP4")
-        && !target.starts_with("NVFP4::session")
+        && !TOLD.iter().any(|module| target.starts_with(module))
 }
 
 impl Subscriber for ToTerminal {

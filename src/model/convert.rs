@@ -308,6 +308,9 @@ pub fn convert(
                 .map_err(|e| e.within(&step.entry.name))?,
         }
     }
+    if let Some(last) = steps.last() {
+        work.tell(&last.name)?;
+    }
     if squares > 0.0 {
         report.relative_error = (errors / squares).sqrt();
     }

@@ -467,6 +467,8 @@ fn list_templates(directory: &Path, files: &mut Vec<(String, Vec<u8>)>) -> Resul
         Some(files.remove(at).1)
     };
     let default = taken("chat_template.jinja");
+    // It comes before a list, and after the two templates.
+    taken("chat_template.json");
     let name = "tokenizer_config.json";
     let mut config: serde_json::Value = match taken(name) {
         Some(content) => serde_json::from_slice(&content)

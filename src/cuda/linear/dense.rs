@@ -1,5 +1,6 @@
 //! The plain kernel for weights that are values or int8 codes one after the other.
 
+use super::int8;
 use super::matrix::Matrix;
 use super::output::Output;
 use crate::base::Result;
@@ -39,6 +40,9 @@ pub(super) fn dense(
     out: u64,
     stride: usize,
 ) -> Result<()> {
+    if w.storage == WeightType::Int8 && m > 1 {
+        return int8::product(gpu, w, bias, x, factor, m, output, out, stride);
+    }
     let arguments = DenseArguments {
         x: x.address(),
         weight: w.address(),
@@ -60,8 +64,7 @@ pub(super) fn dense(
         out_stride: int("the stride of a product", stride)?,
     };
     let (name, tokens) = match (w.storage, m) {
-        (WeightType::Int8, 1) => ("linear_dense_int8_1", 1),
-        (WeightType::Int8, _) => ("linear_dense_int8", 8),
+        (WeightType::Int8, _) => ("linear_dense_int8_1", 1),
         (_, 1) => ("linear_dense_1", 1),
         _ => ("linear_dense", 8),
     };

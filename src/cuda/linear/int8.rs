@@ -1,19 +1,42 @@
-//! Launchers around cuBLASLt for many rows with an int8 weight: codes to f16 before, scales of the weight's rows after.
+//! Launchers of products with int8 rows: our own kernel, and conversions around cuBLASLt for many rows, codes to f16 before and scales of
+//! the weight's rows after.
 
 use super::matrix::Matrix;
+use super::output::Output;
 use crate::base::Result;
-use crate::cuda::driver::{Gpu, Launch, int};
+use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, int};
 use crate::cuda::units::Unit;
 
 /// Argument structs of this file's kernels, by name.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
+    ("linear_int8_product", size_of::<ProductArguments>()),
     ("linear_int8_to_f16", size_of::<HalvesArguments>()),
     ("linear_int8_scale", size_of::<ScaleArguments>()),
 ];
 
 const THREADS: u32 = 256;
+/// The kernel reads the weight once for each 64 rows of activations. From some 300 on, a copy in f16 for cuBLASLt moves fewer bytes.
+pub(super) const PRODUCT_ROWS: usize = 256;
+/// Rows of the weight of a block, and bytes of shared memory of a row of activations, as the kernel has them.
+const BLOCK_ROWS: usize = 128;
+const STAGED: usize = 4 * (2 * 64 + 16);
 /// Codes that a thread of the conversion takes.
 const CODES: usize = 16;
+
+#[repr(C)]
+struct ProductArguments {
+    x: u64,
+    codes: u64,
+    scales: u64,
+    bias: u64,
+    out: u64,
+    factor: f32,
+    output: i32,
+    m: i32,
+    rows: i32,
+    k: i32,
+    out_stride: i32,
+}
 
 #[repr(C)]
 struct HalvesArguments {
@@ -28,6 +51,50 @@ struct ScaleArguments {
     scales: u64,
     width: i32,
     stride: i32,
+}
+
+/// `m` rows of f16 `x`, divided by `factor`, times int8 rows `w`; [`super::linear`] checks sizes.
+pub(super) fn product(
+    gpu: &Gpu,
+    w: &Matrix,
+    bias: Option<&DeviceBuffer>,
+    x: &DeviceBuffer,
+    factor: f32,
+    m: usize,
+    output: Output,
+    out: u64,
+    stride: usize,
+) -> Result<()> {
+    let arguments = ProductArguments {
+        x: x.address(),
+        codes: w.address(),
+        scales: w.scales_address(),
+        bias: bias.map_or(0, DeviceBuffer::address),
+        out,
+        factor,
+        output: output.plain()?,
+        m: int("rows", m)?,
+        rows: int("output features", w.rows)?,
+        k: int("K", w.cols)?,
+        out_stride: int("the stride of a product", stride)?,
+    };
+    let (name, tokens) = match m {
+        ..=8 => ("linear_int8_product_8", 8),
+        9..=16 => ("linear_int8_product_16", 16),
+        17..=32 => ("linear_int8_product_32", 32),
+        _ => ("linear_int8_product_64", 64),
+    };
+    let grid = [
+        w.rows.div_ceil(BLOCK_ROWS) as u32,
+        m.div_ceil(tokens) as u32,
+        1,
+    ];
+    let launch = Launch {
+        shared: (tokens * STAGED) as u32,
+        ..Launch::new(grid, THREADS)
+    };
+    // SAFETY: the struct is the kernel's; sizes were checked by `linear`.
+    unsafe { launch.run(gpu, Unit::LinearInt8, name, &arguments) }
 }
 
 /// Enqueues the codes of `rows` rows of `w` from `first` on, as f16, to the address `out`.

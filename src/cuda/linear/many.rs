@@ -87,7 +87,7 @@ impl LinearScratch {
             WeightType::F16 | WeightType::BF16 => 0,
             WeightType::Nvfp4 if Hardware::of(gpu).tiles_serve(m) => 0,
             WeightType::Nvfp4 => row * w.rows.min(COPY / row).max(1).next_multiple_of(CHUNK_ROWS),
-            WeightType::Int8 if m > SKINNY_ROWS => row * w.rows.min(COPY / row).max(1),
+            WeightType::Int8 if m > int8::PRODUCT_ROWS => row * w.rows.min(COPY / row).max(1),
             WeightType::Int8 => 0,
         };
         Self::new(gpu, m, w.cols, bytes)

@@ -6,6 +6,7 @@ use super::choose::{are_nvfp4, fused_plan, shapes};
 use super::dense;
 use super::hardware::Hardware;
 use super::input::Input;
+use super::int8;
 use super::limits::SKINNY_ROWS;
 use super::many::{LinearScratch, tiled};
 use super::matrix::Biased;
@@ -86,7 +87,13 @@ pub fn linear(
     let mut column = 0;
     for (w, bias) in matrices {
         let at = out.address() + (column * output.bytes()) as u64;
-        if w.storage == WeightType::Nvfp4 || (m > SKINNY_ROWS && w.storage != WeightType::F32) {
+        let is_many = match w.storage {
+            WeightType::Nvfp4 => true,
+            WeightType::F16 | WeightType::BF16 => m > SKINNY_ROWS,
+            WeightType::Int8 => m > int8::PRODUCT_ROWS,
+            WeightType::F32 => false,
+        };
+        if is_many {
             scratch.product(gpu, w, x, factor, m, output, at, stride)?;
             if let Some(bias) = bias {
                 convert::add_bias_at(gpu, at, output == Output::F16, m, w.rows, stride, bias)?;

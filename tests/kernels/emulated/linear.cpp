@@ -49,7 +49,9 @@ namespace dequantize {
 #include "quantize/dequantize.cu"
 }
 namespace int8 {
+extern char shared[] asm("shared");
 #include "linear/int8.cu"
+#undef KERNEL
 }
 namespace embed {
 #include "embed/embed.cu"
@@ -164,7 +166,53 @@ struct Weight {
     }
 };
 
-// Codes as f16, products times their rows' scales, rows of tokens, and norms: all but the products of int8 rows.
+// Products of `m` rows with int8 rows, with every output.
+static void check_int8_products(int m, int rows, int k) {
+    Memory codes((size_t)rows * k), x((size_t)m * k * 2);
+    std::vector<float> scales, bias;
+    std::vector<double> values;
+    for (size_t i = 0; i < codes.bytes; i++) codes.data()[i] = (u8)noise();
+    for (int r = 0; r < rows; r++) scales.push_back(1e-3f * (1 + (float)(noise() % 1000))), bias.push_back(uniform());
+    for (int i = 0; i < m * k; i++) {
+        u16 value = to_f16(uniform());
+        ((u16*)x.data())[i] = value;
+        values.push_back(f16_to_float(value));
+    }
+    int stride = rows + 3, tokens = m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : 64;
+    for (int output : {int8::STORE_F32, int8::STORE_F16, int8::ADD_F32}) {
+        Memory out((size_t)m * stride * 4);
+        std::vector<float> before(m * stride);
+        for (float& v : before) v = uniform();
+        if (output == int8::ADD_F32) memcpy(out.data(), before.data(), out.bytes);
+        int8::ProductArguments a = {(const u16*)x.data(), codes.data(), scales.data(), bias.data(), out.data(), 0.5f, output, m, rows, k, stride};
+        launch(ceil_div(rows, int8::BLOCK_ROWS), ceil_div(m, tokens), 1, int8::THREADS, [&] {
+            switch (tokens) {
+                case 8: return int8::linear_int8_product_8(a);
+                case 16: return int8::linear_int8_product_16(a);
+                case 32: return int8::linear_int8_product_32(a);
+                default: return int8::linear_int8_product_64(a);
+            }
+        });
+        out.check("products of int8 rows");
+        for (int t = 0; t < m; t++) {
+            for (int r = 0; r < rows; r++) {
+                double sum = 0, magnitude = 0;
+                for (int c = 0; c < k; c++) {
+                    double part = (signed char)codes.data()[(size_t)r * k + c] * values[(size_t)t * k + c] * 0.5 * scales[r];
+                    sum += part, magnitude += std::fabs(part);
+                }
+                size_t at = (size_t)t * stride + r;
+                double want = sum + bias[r] + (output == int8::ADD_F32 ? before[at] : 0);
+                double got = output == int8::STORE_F16 ? f16_to_float(((u16*)out.data())[at]) : ((float*)out.data())[at];
+                // Roundings of sums in f32, and of the result.
+                double bound = 1e-5 * magnitude + (output == int8::STORE_F16 ? 1e-3 : 1e-6) * std::fabs(want) + 1e-7;
+                if (!(std::fabs(got - want) <= bound)) wrong("products of int8 rows", t, r, got, want);
+            }
+        }
+    }
+}
+
+// Codes as f16, products times their rows' scales, rows of tokens, and norms.
 static void check_int8(int rows, int k) {
     Memory codes((size_t)rows * k), halves((size_t)rows * k * 2);
     std::vector<float> scales;
@@ -510,6 +558,10 @@ static void check_residual(void (*kernel)(skinny::Arguments), int k, Output outp
 int main() {
     check_int8(9, 272);
     check_int8(300, 16);
+    check_int8_products(2, 130, 336);
+    check_int8_products(9, 20, 16);
+    check_int8_products(31, 128, 80);
+    check_int8_products(70, 17, 592);
     auto t8 = [](tile::Arguments a) { tiled::linear_tiled_8(a); };
     auto t16 = [](tile::Arguments a) { tiled::linear_tiled_16(a); };
     auto t32 = [](tile::Arguments a) { tiled::linear_tiled_32(a); };
