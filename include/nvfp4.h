@@ -1070,10 +1070,6 @@ typedef struct NVFP4_StepOptions {
     uint64_t tensor;
 } NVFP4_StepOptions;
 
-extern void pthread_testcancel(void);
-
-extern int pthread_setcancelstate(int state, int *before);
-
 /**
  * @defgroup status Status numbers
  *

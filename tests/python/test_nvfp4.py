@@ -282,7 +282,11 @@ class Command(unittest.TestCase):
     def test_version_and_diagnose(self):
         self.assertEqual(self.run_with("--version"), (0, f"nvfp4 {nvfp4.version} ({BUILD}/libNVFP4.so)\n", ""))
         code, out, _ = self.run_with("diagnose")
-        self.assertEqual((code, json.loads(out)), (0, nvfp4.diagnose()))
+        told, known = json.loads(out), nvfp4.diagnose()
+        # What is left of the machine's memory differs from moment to moment.
+        self.assertGreater(told["memory"]["host"].pop("available"), 0)
+        del known["memory"]["host"]["available"]
+        self.assertEqual((code, told), (0, known))
 
     def test_a_pipe(self):
         """One question a line; answers alone come to stdout, and the reasoning to stderr."""
@@ -933,7 +937,8 @@ class Models(unittest.TestCase):
             reader.join()
             if not len(chat):
                 break
-        self.assertEqual((len(chat), list(stream), stream.result), (0, [], None))
+        self.assertEqual((len(chat), list(stream)), (0, []))
+        self.assertEqual((stream.result.finish, stream.result.generated_tokens), ("cancelled", 0))
         native.lib.session_chat = answer
         self.assertEqual(chat.say("Hello").text, TEXT)
 
