@@ -12,7 +12,7 @@ NVFP4_TEMPLATES=$(mkdir -p "${CARGO_TARGET_DIR:-target}/templates" && cd "${CARG
 
 agrees() { rust_test text --exact "published_$1_agree_with_transformers"; }
 
-ends() { cargo test --locked --color never --test text -- --exact turn_ends::turns_of_published_templates_end; }
+ends() { rust_test text --exact turn_ends::turns_of_published_templates_end; }
 
 # Of a conversation, the answers alone, and an error for those templates where they cannot be told apart.
 masked() { rust_test training_data --exact public_templates_are_masked; }
