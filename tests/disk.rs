@@ -417,7 +417,7 @@ fn the_recipe_that_loses_least_is_the_default() {
     let scratch = Scratch::new("recipe");
     let weights = |name: &str, more: &[&str]| {
         let out = scratch.path(name);
-        // What is left to quantize of this model is its table.
+        // This model is NVFP4 but for its table.
         let quantize = ["quantize", MODEL, &*out, "--tables", "nvfp4"];
         succeeded(&nvfp4(&[&quantize[..], more].concat()));
         fs::read(Path::new(&out).join("model.safetensors")).unwrap()

@@ -40,7 +40,7 @@ __device__ __forceinline__ void product(const ProductArguments& a) {
     int steps = (a.k + DEPTH - 1) / DEPTH;
     u32 staged = shared_address(shared);
 
-    // Of rows past the last one the last is read, and nothing stored.
+    // Past the last row, the last one is read and nothing stored.
     const u8* rows[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) rows[i] = a.codes + (size_t)min(first_row + g + 8 * i, a.rows - 1) * a.k + 16 * t;

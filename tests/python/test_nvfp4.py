@@ -283,7 +283,7 @@ class Command(unittest.TestCase):
         self.assertEqual(self.run_with("--version"), (0, f"nvfp4 {nvfp4.version} ({BUILD}/libNVFP4.so)\n", ""))
         code, out, _ = self.run_with("diagnose")
         told, known = json.loads(out), nvfp4.diagnose()
-        # What is left of the machine's memory differs from moment to moment.
+        # Available memory differs from moment to moment.
         self.assertGreater(told["memory"]["host"].pop("available"), 0)
         del known["memory"]["host"]["available"]
         self.assertEqual((code, told), (0, known))
