@@ -43,6 +43,7 @@ namespace wide {
 using namespace tile;
 extern char shared[] asm("shared");
 #include "linear/wide.cu"
+#undef KERNEL
 }
 #endif
 namespace dequantize {
