@@ -123,14 +123,20 @@ __device__ __forceinline__ void product(const ProductArguments& a) {
     }
 }
 
-#define KERNEL(tokens) \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) linear_int8_product_##tokens(const __grid_constant__ ProductArguments a) { product<tokens>(a); }
+#if __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+constexpr int BLOCKS_OF_64 = 1;     // of a multiprocessor; with two, registers spill
+#else
+constexpr int BLOCKS_OF_64 = 2;
+#endif
+
+#define KERNEL(tokens, blocks) \
+    extern "C" __global__ void __launch_bounds__(THREADS, blocks) linear_int8_product_##tokens(const __grid_constant__ ProductArguments a) { product<tokens>(a); }
 
 // Grid: (ceil(rows / BLOCK_ROWS), ceil(m / tokens)). Shared memory: STAGES * tokens * X_PITCH bytes.
-KERNEL(8)
-KERNEL(16)
-KERNEL(32)
-KERNEL(64)
+KERNEL(8, 2)
+KERNEL(16, 2)
+KERNEL(32, 2)
+KERNEL(64, BLOCKS_OF_64)
 
 struct HalvesArguments {
     const uint4* codes;     // INT8_CODES each

@@ -17,7 +17,7 @@ static NVFP4_Session *parents, *generating;
 static int32_t prompt[PROMPT];
 static float expected[MOST];
 static size_t vocabulary;
-static atomic_int tokens_made, stop;
+static atomic_int tokens_made, stop, hold, held;
 
 static NVFP4_Model *load(void)
 {
@@ -97,6 +97,12 @@ static int32_t on_token(void *user, const NVFP4_TokenEvent *event)
     (void)user;
     (void)event;
     atomic_fetch_add(&tokens_made, 1);
+    /* The generation stays in this call while the process forks. */
+    while (atomic_load(&hold)) {
+        atomic_store(&held, 1);
+        usleep(100);
+    }
+    atomic_store(&held, 0);
     return atomic_load(&stop);
 }
 
@@ -181,7 +187,16 @@ int main(int argc, char **argv)
         int made = atomic_load(&tokens_made);
         while (atomic_load(&tokens_made) < made + 2)
             usleep(100);
-        forked(i % 2 == 0 ? beside_what_was_in_use : nothing_but_errors);
+        if (i % 2 != 0) {
+            forked(nothing_but_errors);
+            continue;
+        }
+        /* Between two generations the session is free, so the process forks within a callback. */
+        atomic_store(&hold, 1);
+        while (!atomic_load(&held))
+            usleep(100);
+        forked(beside_what_was_in_use);
+        atomic_store(&hold, 0);
     }
     atomic_store(&stop, 1);
     void *ended = NULL;
