@@ -418,7 +418,9 @@ if command -v valgrind >/dev/null; then
         case $1 in
         # A child's copies of what threads of its parent had in hand are lost to it, and what a process has in hand when it ends
         # anywhere.
-        */fork-* | */limits-* | */leave-* | */hosts-*) check "$name under valgrind" "${under[@]}" --leak-check=no "$@" ;;
+        */limits-* | */leave-* | */hosts-*) check "$name under valgrind" "${under[@]}" --leak-check=no "$@" ;;
+        # As are a child's. Threads take turns, since one waits in a callback.
+        */fork-*) check "$name under valgrind" "${under[@]}" --leak-check=no --fair-sched=try "$@" ;;
         # Fewer races: valgrind makes each of them a hundred times as long.
         */cancel-*) check "$name under valgrind" "${under[@]}" "$@" 100 ;;
         # An interrupt would end valgrind, and one standard's wrapper allocates as the other's.
