@@ -991,6 +991,17 @@ typedef struct NVFP4_TrainerOptions {
     const char *config;
     /** Bytes of `config`. */
     size_t config_length;
+    /**
+     * One of NVFP4_TABLES_*: the form in which the embedding and the output head are delivered. In bfloat16, and where int8 is delivered,
+     * they are held in bfloat16; in NVFP4 as `weights` says. #NVFP4_TABLES_AUTO is the form of the model at hand: NVFP4 where it has
+     * that, int8 where it holds them in at most 8 bits, else bfloat16. Default: auto.
+     */
+    int32_t tables;
+    /**
+     * One of NVFP4_RECIPE_*: how block scales are chosen where linear weights that the model does not hold in NVFP4 are quantized as
+     * training begins, and where adapters are merged. Default: sweep.
+     */
+    int32_t weight_scales;
 } NVFP4_TrainerOptions;
 
 /**
@@ -2526,10 +2537,11 @@ NVFP4_Status NVFP4_trainer_data(const NVFP4_Trainer *trainer,
                                 size_t *length);
 
 /**
- * Writes the model, as it is delivered, to a directory in ModelOpt's layout: matrices in NVFP4 where they are trained in
- * such a form, else in float32; with config and tokenizer of the model that training began with.
+ * Writes the model, as it is delivered, to a directory in ModelOpt's layout, with config and tokenizer of the model that training began
+ * with. What has not changed is written as that model has it, or as NVFP4_model_convert() would write it: codes, scales and bytes.
+ * Matrices that are trained in a form of NVFP4 have the codes that they are trained in; others bfloat16 or float32, as they are held.
  *
- * - `tables`: #NVFP4_TABLES_BFLOAT16 or #NVFP4_TABLES_NVFP4.
+ * - `tables`: one of NVFP4_TABLES_*: the embedding and the output head; #NVFP4_TABLES_AUTO as they are trained for.
  * - `replace`: 1 to replace a directory that holds a model; 0 to refuse a directory that is not empty.
  * - `call`: cancels the call at its start; may be NULL.
  */

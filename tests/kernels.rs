@@ -14,8 +14,8 @@ use NVFP4::cpu::Cpu;
 use NVFP4::cpu::training::{MatrixRows, Rows, RowsStep, weight_global};
 use NVFP4::cuda::{self, Drawn, ScaledTile, TARGETS, Unit};
 use NVFP4::format::adamw::{
-    Coefficients, FieldBytes, FirstForm, Forms, GROUP_ROWS, Hyperparameters, Keys, SecondForm,
-    WeightForm, decode_weights,
+    Coefficients, FieldBytes, FirstForm, Forms, GROUP_ROWS, Hyperparameters, KeepScale, Keys,
+    SecondForm, WeightForm, decode_weights,
 };
 use NVFP4::format::nvfp4::{self, Levels, NonFinite, QuantizeOptions, Recipe};
 use NVFP4::format::residual::Bits;
@@ -651,7 +651,12 @@ fn optimizer_steps_are_right_on_an_emulated_gpu() {
                 weight,
                 first,
                 second,
-                fresh_scales: (i + case) % 4 == 3,
+                keep_scale: [
+                    KeepScale::Near,
+                    KeepScale::Held,
+                    KeepScale::Held,
+                    KeepScale::Never,
+                ][(i + case) % 4],
             };
             // Some rows are zero at first, with their scales.
             let size = |row: usize| if row % 5 == 2 { 0.0 } else { 0.03 };
@@ -670,24 +675,29 @@ fn optimizer_steps_are_right_on_an_emulated_gpu() {
             };
             cpu.encode_matrix(weight, 0..rows, cols, &read, global, codes, &mut state.rest)
                 .unwrap();
-            for step in 1..=5u64 {
-                // The last rates make weights outgrow their scales, and all of them anew.
+            for step in 1..=6u64 {
+                // The third moves no weight. The last make weights outgrow their scales, all of them anew, and the largest scale.
                 let settings = Hyperparameters {
-                    rate: [2e-3, 2e-3, 1e-3, 0.05, 0.9][step as usize - 1],
+                    rate: [2e-3, 2e-3, 0.0, 1e-3, 0.05, 0.9][step as usize - 1],
                     ..Hyperparameters::default()
                 };
                 let clip = (step % 2 == 0).then_some(0.37f32);
                 let mut c = Coefficients::new(&settings, step, 0.7);
                 let keys = Keys::new(5, 3 + i as u64, step);
-                let first_row = if case > 0 && step == 3 { 8 } else { 0 };
+                let first_row = if case > 0 && step == 4 { 8 } else { 0 };
                 let gradients: Vec<u16> = (first_row * cols..rows * cols)
                     .map(|i| {
                         let size = [1e-3, 1.0, 1e-9, 0.0, 3e-2, 1e-30][i / cols / 2 % 6];
                         half::bf16::from_f32(normal(step + 100, i) * size).to_bits()
                     })
                     .collect();
+                let is_default = Forms {
+                    keep_scale: KeepScale::default(),
+                    ..forms
+                } == Forms::default();
+                let band = forms.keep_scale.band(weight);
                 let head = [
-                    u32::from(forms != Forms::default() || cols % 32 != 0),
+                    u32::from(!is_default || cols % 32 != 0),
                     rows as u32,
                     cols as u32,
                     first_row as u32,
@@ -701,7 +711,9 @@ fn optimizer_steps_are_right_on_an_emulated_gpu() {
                     },
                     first as u32,
                     second as u32,
-                    u32::from(forms.fresh_scales),
+                    band.least.to_bits(),
+                    band.most.to_bits(),
+                    band.spread.to_bits(),
                     global.to_bits(),
                     u32::from(clip.is_some()),
                     clip.unwrap_or(0.0).to_bits(),
@@ -772,13 +784,8 @@ fn optimizer_steps_are_right_on_an_emulated_gpu() {
                     .map(|&g| half::bf16::from_bits(g).to_f32())
                     .collect();
                 let changes = cpu.adamw(&this, &floats, rows_of).unwrap();
-                let largest = state.scales[scaled(weights)..].iter().max().copied();
                 let what = format!("{forms:?} [{rows}, {cols}], step {step}");
-                let counters = [
-                    changes.stored,
-                    changes.delivered,
-                    u64::from(largest.unwrap_or(0)),
-                ];
+                let counters = [changes.stored, changes.delivered, changes.clipped];
                 wanted.push((what, forms, rows * cols, global, state.clone(), counters));
             }
         }

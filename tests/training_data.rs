@@ -1118,7 +1118,6 @@ fn what_the_command_refuses() {
         &["--recipe", "nvfp4-int8"],
         &["--recipe nvfp4-int8", "--adapter 4"],
     );
-    over_a_model(&["--nvfp4-tables"], &["--nvfp4-tables", "--adapter"]);
     over_a_model(&["--export", "x"], &["--export x", "--adapter", "--merge"]);
     over_a_model(
         &["--adapter-targets", "query"],

@@ -24,6 +24,11 @@ struct Coefficients {
     float factor, beta1, rest1, beta2, rest2, correction, eps, keep, rate;
 };
 
+// Mirrors Band.
+struct Band {
+    float least, most, spread;
+};
+
 struct Moments {
     u8* codes;
     u8* scales;         // a byte for each block, row-major; unless in f32
@@ -39,12 +44,12 @@ struct Arguments {
     u64 rounding;           // keys
     u64 dither;
     u64 previous;
-    u64* counters;          // weights changed as stored, and as delivered: added to; and the largest scale of weights
+    u64* counters;          // added to: weights changed as stored, and as delivered, and blocks that the largest scale clips
     const float* clip;      // multiplies the factor, unless null; if it is not finite, nothing is done
     Coefficients c;
     int first_row;          // a multiple of 8
     int rows;
-    int fresh_scales;
+    Band band;
     // Whether the kernel before this one, and the one after it, are steps that may run at the same time.
     int follows;
     int leads;
@@ -58,7 +63,8 @@ constexpr bool CLUSTERS = true;
 constexpr bool CLUSTERS = false;
 #endif
 constexpr float SMALLEST_NORMAL = 1.17549435e-38f;
-constexpr float KEPT_LEAST = 5.2f, KEPT_MOST = 6.6f;
+// Mirrors ROOM.
+constexpr float ROOM = 6.6f;
 
 // What scales of a group's moments after a step are made with: 1 divided by the global scale, and by the largest code too.
 struct Globals {
@@ -267,17 +273,25 @@ __device__ __forceinline__ Stored encode_second(const Moments& m, int form, u32 
 // The 18 bits that weight i is rounded by, of the draws of a block.
 __device__ __forceinline__ u32 weight_draw(const u32 (&draws)[BLOCK / 2], int i) { return i % 2 ? draws[i / 2] & 0x3ffff : draws[i / 2] >> 14; }
 
-// Brings a block of weights, in units of its scale, into those of a scale for them, which it gives: as it was, or anew.
-__device__ __forceinline__ u32 rescale(float (&x)[BLOCK], u32 scale, bool keeps, float last) {
-    float amax = amax_of(x);
-    if (keeps && scale > 0 && amax >= KEPT_LEAST && amax <= KEPT_MOST) return scale;
-    float from = scale_to_float(max(scale, 1u));
+// Brings a block of weights, in units of its scale, into those of a scale for them, which it gives: as it was, or anew. `draw` has 18 random
+// bits. Adds to `clipped` a block that the largest scale does not reach.
+__device__ __forceinline__ u32 rescale(float (&x)[BLOCK], u32 scale, const Band& band, u32 draw, float last, int& clipped) {
+    float amax = amax_of(x), share = __fmul_rn((float)(draw + 1), 1.0f / (1 << 18));
+    if (scale > 0 && amax >= band.least && amax <= __fmaf_rn(share, band.spread, band.most)) return scale;
+    float from = scale_to_float(max(scale, 1u)), end = band.most + band.spread;
+    // Beyond the end of the grid, to where stochastic rounding would have carried a weight.
+    if (scale > 0 && amax > band.most) {
+        amax = fmaxf(amax, end);
+#pragma unroll
+        for (int i = 0; i < BLOCK; i++)
+            if (fabsf(x[i]) > band.most) x[i] = copysignf(fmaxf(fabsf(x[i]), end), x[i]);
+    }
     scale = encode_scale(__fmul_rn(__fmul_rn(amax, from), 1.0f / E2M1_MAX));
     if (scale == 0 && amax > 0) scale = 1;
     float ratio = from * inverse_scale(scale);
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) x[i] = __fmul_rn(x[i], ratio);
-    // Where the largest scale is too small for them.
+    clipped += scale == E4M3_MAX_BYTE && __fmul_rn(amax, ratio) > ROOM;
     if (__fmul_rn(amax, ratio) > last) {
 #pragma unroll
         for (int i = 0; i < BLOCK; i++) x[i] = fminf(fmaxf(x[i], -last), last);
@@ -400,7 +414,6 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
     extern __shared__ __align__(16) char shared[];
     Shared& s = *(Shared*)shared;
     const int form = ANY ? a.w.form : RESIDUAL4, first = ANY ? a.first.form : FIRST_INT4, second = ANY ? a.second.form : SECOND_UINT4;
-    const bool keeps = !ANY || !a.fresh_scales;
     Coefficients c = a.c;
     if (a.clip) {
         if (!is_finite(*a.clip)) return;
@@ -455,8 +468,9 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
     __syncthreads();
     const float rest1 = c.rest1 * c.factor, rest2 = sqrtf(c.rest2) * c.factor, beta2 = sqrtf(c.beta2);
     const float rate = form < DENSE_BF16 ? -c.rate / a.w.global : -c.rate;
-    int stored = 0, delivered = 0;
-    u32 most = 0;
+    // Weights that no step moves stay as they are stored.
+    const bool still = c.rate == 0 && c.keep == 1;
+    int stored = 0, delivered = 0, clipped = 0;
     for (int chunk = from; chunk < to; chunk += WARPS) {
         int column = chunk * CHUNK_BLOCKS + first_column;
         if (row >= rows || column >= blocks) continue;
@@ -528,6 +542,7 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
             } else {
                 first_pair.put(half, of_first), second_pair.put(half, of_second);
             }
+            if (still) continue;
             // Only now, as there are too few registers for weights beside all that moments need.
             Nibbles codes = {};
             Rest rest = {};
@@ -572,7 +587,8 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
                 stored += changed, delivered += changed;
                 continue;
             }
-            u32 scale_now = rescale(w, scale, keeps, form == RESIDUAL4 ? Residual<4>::LAST : form == RESIDUAL8 ? Residual<8>::LAST : INFINITY);
+            float last = form == RESIDUAL4 ? Residual<4>::LAST : form == RESIDUAL8 ? Residual<8>::LAST : INFINITY;
+            u32 scale_now = rescale(w, scale, a.band, weight_draw(draws, 0) ^ weight_draw(draws, BLOCK / 2), last, clipped);
             bool rescaled = scale != scale_now;
             if (form == RESIDUAL4) {
                 u32 before[BLOCK / 2], after[BLOCK / 2], differing = 0, differing_codes = 0;
@@ -595,9 +611,8 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
                 store_rest(a.w, form, block, left);
             }
             scales = with_byte(scales, half, scale_now);
-            most = max(most, scale_now);
         }
-        if (form == RESIDUAL4) {
+        if (!still && form == RESIDUAL4) {
             u32 lows[BLOCK / 2], highs[BLOCK / 2], residuals[4];
             s.get(0, lows), s.get(1, highs);
 #pragma unroll
@@ -616,9 +631,10 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
             rests[0] = {{low_halves(residuals[0], residuals[1]), low_halves(residuals[2], residuals[3])}};
             rests[1] = {{high_halves(residuals[0], residuals[1]), high_halves(residuals[2], residuals[3])}};
         }
+        if (!ANY) first_pair.store(a.first, first_block), second_pair.store(a.second, first_block);
+        if (still) continue;
         if (!ANY) {
             store_nibbles(a.w.rest, first_block, rests);
-            first_pair.store(a.first, first_block), second_pair.store(a.second, first_block);
         } else if (form == RESIDUAL4) {
             store_nibbles(a.w.rest, first_block, rests[0]);
             if (both) store_nibbles(a.w.rest, first_block + 1, rests[1]);
@@ -629,12 +645,12 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
         }
         if (form < DENSE_BF16) *(u16*)scales_at = scales;
     }
-    stored = warp_sum(stored), delivered = warp_sum(delivered), most = (u32)warp_max((float)most);
+    stored = warp_sum(stored), delivered = warp_sum(delivered), clipped = warp_sum(clipped);
     if (lane_id() == 0) {
         // Whole numbers add up to the same whatever their order.
         atomicAdd(a.counters, (u64)stored);
         atomicAdd(a.counters + 1, (u64)delivered);
-        atomicMax(a.counters + 2, (u64)most);
+        atomicAdd(a.counters + 2, (u64)clipped);
     }
     // Until then others may read this block's shared memory.
     if (CLUSTERS && splits > 1) cluster_wait();
@@ -684,5 +700,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) adamw_vector(const __grid_
     float v = __fmaf_rn(__fmul_rn(a.c.rest2, g), g, __fmul_rn(a.c.beta2, a.second[i]));
     float denominator = __fmaf_rn(a.c.correction, sqrtf(v), a.c.eps);
     a.first[i] = m, a.second[i] = v, a.gradients[i] = 0;
+    if (a.c.rate == 0 && a.c.keep == 1) return;
     a.weights[i] = __fmaf_rn(-a.c.rate, m / denominator, __fmul_rn(a.c.keep, a.weights[i]));
 }

@@ -145,7 +145,8 @@ __device__ __forceinline__ void decode_block(const Weights& w, int form, int row
     const u32* at = chunk_words(chunk, row, column_block);
     u32 words[4] = {at[0], at[4], at[8], at[12]};
     Rest rest = load_rest(w, form, block);
-    float unit = scale_to_float(*scale_at(chunk, row, column_block)) * w.global;
+    // f32 holds a quotient times a scale, so that the product with the global scale is the only one that rounds.
+    float scale = scale_to_float(*scale_at(chunk, row, column_block));
     if (form == RESIDUAL4 && whole) {
         // The other block's codes go with residuals of zero, not with these.
         const Nibbles none = {};
@@ -156,12 +157,12 @@ __device__ __forceinline__ void decode_block(const Weights& w, int form, int row
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 u32 value = values_of_pair(pairs[i]);
-                values[4 * t + i] = (column_block % 2 ? f16_high(value) : f16_low(value)) * 16384.0f * unit;
+                values[4 * t + i] = (column_block % 2 ? f16_high(value) : f16_low(value)) * 16384.0f * scale * w.global;
             }
         }
         return;
     }
     Nibbles codes = unpack_block(words, column_block % 2);
 #pragma unroll
-    for (int i = 0; i < BLOCK; i++) values[i] = weight_quotient(form, codes, rest, i, whole) * unit;
+    for (int i = 0; i < BLOCK; i++) values[i] = weight_quotient(form, codes, rest, i, whole) * scale * w.global;
 }

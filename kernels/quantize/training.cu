@@ -1,16 +1,17 @@
 // Operands of training's products in NVFP4, as the values that bfloat16 holds exactly: rows for a product along their width, and rotated
-// columns for one along tokens. Mirrors src/format/operand.rs bit for bit.
+// columns for one along tokens. Mirrors src/format/operand.rs bit for bit. Rows of tables in int8 too, as src/format/int8.rs has them.
 #include "common/reduce.cuh"
 #include "format/random.cuh"
 #include "quantize/block.cuh"
 
 // How values are rounded; KEEP leaves them as they are.
-enum Rule { RULE_AMAX, RULE_FOUR_OVER_SIX, RULE_STOCHASTIC, RULE_KEEP };
+enum Rule { RULE_AMAX, RULE_FOUR_OVER_SIX, RULE_STOCHASTIC, RULE_KEEP, RULE_INT8 };
 
 constexpr int WARPS = THREADS / WARP;
 constexpr int MAXIMA = 256;             // partial maxima of an array
 constexpr int ROTATED = 16;             // tokens that are rotated together
 constexpr u32 ROTATION_SIGNS = 0x6b89;
+constexpr float INT8_LARGEST = 127;
 static_assert(MAXIMA == THREADS, "a thread for each partial maximum");
 static_assert(ROTATED == BLOCK, "rotated tokens are a block");
 
@@ -63,6 +64,12 @@ __device__ __forceinline__ void round_block(float (&x)[BLOCK], float global, int
     }
 }
 
+// Rounds values of a row to int8, under the row's scale. A row of zeros has any.
+__device__ __forceinline__ void round_int8(float (&x)[BLOCK], float scale) {
+#pragma unroll
+    for (int i = 0; i < BLOCK; i++) x[i] = fminf(fmaxf(rintf(x[i] / scale), -INT8_LARGEST), INT8_LARGEST) * scale;
+}
+
 // Grid: (rows)
 extern "C" __global__ void __launch_bounds__(THREADS) train_operand_rows(const __grid_constant__ RowsArguments a) {
     __shared__ float maxima[WARPS];
@@ -78,11 +85,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) train_operand_rows(const _
         for (int i = 0; i < BLOCK; i++) amax = fmaxf(amax, magnitude_of(values[i]));
     }
     amax = block_max(amax, maxima, WARPS);
-    float global = global_of(amax);
+    float global = global_of(amax), scale = amax / INT8_LARGEST > 0 ? amax / INT8_LARGEST : 1;
     for (int b = threadIdx.x; b < a.blocks; b += THREADS) {
         float values[BLOCK];
         load_values<BF16, BLOCK>(x + 2 * b, values);
-        if (is_finite(amax)) {
+        if (is_finite(amax) && a.rule == RULE_INT8) {
+            round_int8(values, scale);
+        } else if (is_finite(amax)) {
             round_block(values, global, a.rule, a.key, (blockIdx.x * a.blocks + b) * BLOCK, 1);
         } else {
 #pragma unroll

@@ -514,6 +514,20 @@ pub unsafe extern "C-unwind" fn NVFP4_convert_options_init(
     })
 }
 
+/// The form of tables that one of NVFP4_TABLES_* names.
+pub(super) fn tables_of(value: i32) -> Result<Tables> {
+    choice(
+        "tables",
+        value,
+        &[
+            (NVFP4_TABLES_AUTO, "auto", Tables::Auto),
+            (NVFP4_TABLES_BFLOAT16, "bfloat16", Tables::Bf16),
+            (NVFP4_TABLES_NVFP4, "nvfp4", Tables::Nvfp4),
+            (NVFP4_TABLES_INT8, "int8", Tables::Int8),
+        ],
+    )
+}
+
 /// Converts a model on disk to NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest is kept. The
 /// destination is replaced as a whole once the new model is complete; a call that fails leaves it unchanged, and leaves no
 /// other files behind. A model that NVFP4_model_load() would refuse is refused with the same message, before anything is
@@ -555,16 +569,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_convert(
         convert.replace = flag("replace", options.replace)?;
         convert.keep_head = flag("keep_head", options.keep_head)?;
         reserved(&options, options.reserved)?;
-        convert.tables = choice(
-            "tables",
-            options.tables,
-            &[
-                (NVFP4_TABLES_AUTO, "auto", Tables::Auto),
-                (NVFP4_TABLES_BFLOAT16, "bfloat16", Tables::Bf16),
-                (NVFP4_TABLES_NVFP4, "nvfp4", Tables::Nvfp4),
-                (NVFP4_TABLES_INT8, "int8", Tables::Int8),
-            ],
-        )?;
+        convert.tables = tables_of(options.tables)?;
         if !quantize.is_null() {
             // SAFETY: as above.
             convert.quantize = unsafe { self::options(quantize) }?.read_for_model()?;

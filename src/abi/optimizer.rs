@@ -22,7 +22,7 @@ use super::trainer::{
     second_form, weight_form,
 };
 use crate::base::error::{Result, bail};
-use crate::ops::training::optimizer::{Forms, Hyperparameters};
+use crate::ops::training::optimizer::{Forms, Hyperparameters, KeepScale};
 use crate::ops::{Device, ste, tensors};
 use crate::tensor::{DType, Place, Tensor};
 
@@ -92,7 +92,10 @@ impl NVFP4_OptimizerOptions {
             weight: weight_form("weights", self.weights)?,
             first: first_form(self.first_moments)?,
             second: second_form(self.second_moments)?,
-            fresh_scales: flag("fresh_scales", self.fresh_scales)?,
+            keep_scale: match flag("fresh_scales", self.fresh_scales)? {
+                true => KeepScale::Never,
+                false => KeepScale::Near,
+            },
         })
     }
 }

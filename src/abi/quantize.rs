@@ -92,6 +92,23 @@ unsafe impl Growing for NVFP4_QuantizeOptions {
     }
 }
 
+/// The choice of block scales that one of NVFP4_RECIPE_* names.
+pub(super) fn recipe_of(name: &str, value: i32) -> Result<Recipe> {
+    choice(
+        name,
+        value,
+        &[
+            (NVFP4_RECIPE_AMAX, "amax", Recipe::Amax),
+            (
+                NVFP4_RECIPE_FOUR_OVER_SIX,
+                "four-over-six",
+                Recipe::FourOverSix,
+            ),
+            (NVFP4_RECIPE_SWEEP, "sweep", Recipe::Sweep),
+        ],
+    )
+}
+
 impl NVFP4_QuantizeOptions {
     /// The options for loading or converting a model, whose own options have the `call`.
     pub(super) fn read_for_model(&self) -> Result<QuantizeOptions> {
@@ -115,19 +132,7 @@ impl NVFP4_QuantizeOptions {
                     (NVFP4_LEVELS_LEGACY, "legacy", Levels::Legacy),
                 ],
             )?,
-            recipe: choice(
-                "recipe",
-                self.recipe,
-                &[
-                    (NVFP4_RECIPE_AMAX, "amax", Recipe::Amax),
-                    (
-                        NVFP4_RECIPE_FOUR_OVER_SIX,
-                        "four-over-six",
-                        Recipe::FourOverSix,
-                    ),
-                    (NVFP4_RECIPE_SWEEP, "sweep", Recipe::Sweep),
-                ],
-            )?,
+            recipe: recipe_of("recipe", self.recipe)?,
             rounding: choice(
                 "rounding",
                 self.rounding,

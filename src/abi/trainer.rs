@@ -18,7 +18,8 @@ use super::call::{NVFP4_CallOptions, watched};
 use super::guard::{enter, enter_to_free};
 use super::handle::{self, Exclusive, Object, Snapshots};
 use super::library::thread_count;
-use super::model::{NVFP4_Model, NVFP4_TABLES_BFLOAT16, NVFP4_TABLES_NVFP4, tokens_in};
+use super::model::{NVFP4_Model, NVFP4_TABLES_AUTO, tables_of, tokens_in};
+use super::quantize::{NVFP4_RECIPE_SWEEP, recipe_of};
 use super::status::NVFP4_Status;
 use super::tensor::{NVFP4_DEVICE_CPU, device_of};
 use crate::base::call;
@@ -27,9 +28,7 @@ use crate::format::adamw::{FirstForm, SecondForm, WeightForm};
 use crate::format::residual::Bits;
 use crate::model::training::Source;
 use crate::ops::Device;
-use crate::train::{
-    Clip, Config, Decay, MicroBatch, Outcome, Recipe, Schedule, Step, TableEncoding, Trainer,
-};
+use crate::train::{Clip, Config, Decay, MicroBatch, Outcome, Recipe, Schedule, Step, Trainer};
 
 /// A trainer. See the training chapter.
 pub struct NVFP4_Trainer {
@@ -190,6 +189,13 @@ pub struct NVFP4_TrainerOptions {
     pub config: *const c_char,
     /// Bytes of `config`.
     pub config_length: usize,
+    /// One of NVFP4_TABLES_*: the form in which the embedding and the output head are delivered. In bfloat16, and where int8 is delivered,
+    /// they are held in bfloat16; in NVFP4 as `weights` says. #NVFP4_TABLES_AUTO is the form of the model at hand: NVFP4 where it has
+    /// that, int8 where it holds them in at most 8 bits, else bfloat16. Default: auto.
+    pub tables: i32,
+    /// One of NVFP4_RECIPE_*: how block scales are chosen where linear weights that the model does not hold in NVFP4 are quantized as
+    /// training begins, and where adapters are merged. Default: sweep.
+    pub weight_scales: i32,
 }
 
 // SAFETY: numbers and a pointer without padding, the first a u32 size.
@@ -230,6 +236,8 @@ unsafe impl Growing for NVFP4_TrainerOptions {
             delivered_share: recipe.delivered_share,
             config: std::ptr::null(),
             config_length: 0,
+            tables: NVFP4_TABLES_AUTO,
+            weight_scales: NVFP4_RECIPE_SWEEP,
         }
     }
 }
@@ -353,6 +361,8 @@ impl NVFP4_TrainerOptions {
         let mut config = Config {
             recipe: Recipe {
                 weights: weight_form("weights", self.weights)?,
+                tables: tables_of(self.tables)?,
+                weight_scales: recipe_of("weight_scales", self.weight_scales)?,
                 first_moments: first_form(self.first_moments)?,
                 second_moments: second_form(self.second_moments)?,
                 delivered_share: self.delivered_share,
@@ -832,10 +842,11 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_data(
     })
 }
 
-/// Writes the model, as it is delivered, to a directory in ModelOpt's layout: matrices in NVFP4 where they are trained in
-/// such a form, else in float32; with config and tokenizer of the model that training began with.
+/// Writes the model, as it is delivered, to a directory in ModelOpt's layout, with config and tokenizer of the model that training began
+/// with. What has not changed is written as that model has it, or as NVFP4_model_convert() would write it: codes, scales and bytes.
+/// Matrices that are trained in a form of NVFP4 have the codes that they are trained in; others bfloat16 or float32, as they are held.
 ///
-/// - `tables`: #NVFP4_TABLES_BFLOAT16 or #NVFP4_TABLES_NVFP4.
+/// - `tables`: one of NVFP4_TABLES_*: the embedding and the output head; #NVFP4_TABLES_AUTO as they are trained for.
 /// - `replace`: 1 to replace a directory that holds a model; 0 to refuse a directory that is not empty.
 /// - `call`: cancels the call at its start; may be NULL.
 #[unsafe(no_mangle)]
@@ -848,14 +859,7 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_export_directory(
     call: *const NVFP4_CallOptions,
 ) -> NVFP4_Status {
     enter("NVFP4_trainer_export_directory", || {
-        let tables = choice(
-            "tables",
-            tables,
-            &[
-                (NVFP4_TABLES_BFLOAT16, "bfloat16", TableEncoding::Bf16),
-                (NVFP4_TABLES_NVFP4, "nvfp4", TableEncoding::Nvfp4),
-            ],
-        )?;
+        let tables = tables_of(tables)?;
         let replace = flag("replace", replace)?;
         // SAFETY: the pointers are as the header asks.
         unsafe {

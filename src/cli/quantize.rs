@@ -10,7 +10,7 @@ use NVFP4::model::convert::{Container, ConvertOptions, Tables, convert};
 use NVFP4::model::open;
 use clap::ValueEnum;
 
-use super::recipe::RecipeName;
+use super::recipe::{RecipeName, TableForm};
 use super::{model, output};
 
 #[derive(clap::Args)]
@@ -52,23 +52,6 @@ pub(super) struct Args {
 enum Format {
     Dat,
     Safetensors,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum TableForm {
-    Bf16,
-    Int8,
-    Nvfp4,
-}
-
-impl From<TableForm> for Tables {
-    fn from(form: TableForm) -> Tables {
-        match form {
-            TableForm::Bf16 => Tables::Bf16,
-            TableForm::Int8 => Tables::Int8,
-            TableForm::Nvfp4 => Tables::Nvfp4,
-        }
-    }
 }
 
 pub(super) fn run(args: &Args) -> Result<()> {

@@ -1,6 +1,7 @@
-//! The recipes of block scales, as the command line names them.
+//! How weights are quantized, as the command line names it.
 
 use NVFP4::format::nvfp4::Recipe;
+use NVFP4::model::convert::Tables;
 use clap::ValueEnum;
 
 /// A recipe.
@@ -20,6 +21,24 @@ impl From<RecipeName> for Recipe {
             RecipeName::Amax => Recipe::Amax,
             RecipeName::FourOverSix => Recipe::FourOverSix,
             RecipeName::Sweep => Recipe::Sweep,
+        }
+    }
+}
+
+/// The form of the embedding and the output head.
+#[derive(Clone, Copy, ValueEnum)]
+pub(super) enum TableForm {
+    Bf16,
+    Int8,
+    Nvfp4,
+}
+
+impl From<TableForm> for Tables {
+    fn from(form: TableForm) -> Tables {
+        match form {
+            TableForm::Bf16 => Tables::Bf16,
+            TableForm::Int8 => Tables::Int8,
+            TableForm::Nvfp4 => Tables::Nvfp4,
         }
     }
 }

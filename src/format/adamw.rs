@@ -1,7 +1,7 @@
 //! A step of AdamW (Loshchilov and Hutter, arXiv 1711.05101) on a block of 16 weights in the form they are stored in: what kernels of
 //! every device do, to the same bits. Weights and moments are read, updated in f32, and rounded once.
 //!
-//! A weight's block scale stands still while the largest weight of the block stays within [`KEPT`] times it: a grid that moved with every
+//! A weight's block scale stands still while the largest weight of the block stays within a [`Band`] of it: a grid that moved with every
 //! step would round every weight anew, and the errors would add up. Moments' scales are made anew, as an average forgets.
 //!
 //! The global scales of moments belong to groups of [`GROUP_ROWS`] rows and are powers of two that follow from what a step can reach at
@@ -10,7 +10,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::moment::{self, dither};
-use super::nvfp4::{self, BLOCK};
+use super::nvfp4::BLOCK;
 use super::random::{bits, bits16, words};
 use super::residual::{self, Bits, DRAW_BITS};
 use super::{Rounding, e2m1, e4m3};
@@ -18,8 +18,6 @@ use crate::base::error::{Result, bail};
 
 /// Rows that share the global scales of their moments.
 pub const GROUP_ROWS: usize = 8;
-/// The largest weight of a block, divided by its scale, for which the scale is kept.
-pub const KEPT: [f32; 2] = [5.2, 6.6];
 /// What the second code of [`WeightForm::TwoTerm`] is divided by: the largest remainder is one scale, and the largest code six.
 const SECOND_TERM: f32 = e2m1::MAX;
 
@@ -165,6 +163,77 @@ impl SecondForm {
     }
 }
 
+/// When a step keeps the scale of a block of weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum KeepScale {
+    /// While the block's largest weight is near the end of the grid: for weights that move far, as from random ones.
+    #[default]
+    Near,
+    /// While the grid holds the block's largest weight, however small it is: for weights that begin on a grid that was chosen for them,
+    /// whose scale may clip the largest.
+    Held,
+    /// Never: every step rounds every weight anew. A baseline.
+    Never,
+}
+
+impl KeepScale {
+    /// The band of scales that a matrix of this form keeps.
+    pub fn band(self, form: WeightForm) -> Band {
+        // A block that has fallen this far has a grid four times as coarse as it could be.
+        const FALLEN: f32 = 1.3;
+        let (least, most, spread) = match (self, form) {
+            (KeepScale::Near, _) => (5.2, 6.6, 0.0),
+            (KeepScale::Held, WeightForm::Residual(bits)) => {
+                let last = residual::largest(bits);
+                (FALLEN, last, residual::OUTERMOST / bits.steps() as f32)
+            }
+            (KeepScale::Held, _) => (FALLEN, 6.6, 0.0),
+            (KeepScale::Never, _) => (f32::INFINITY, 0.0, 0.0),
+        };
+        Band {
+            least,
+            most,
+            spread,
+        }
+    }
+}
+
+/// Bounds of a block's largest weight, in units of the block scale, within which a step keeps the scale. A largest weight beyond `most`
+/// by a share of `spread` loses the scale as often as that share says: as often as stochastic rounding would carry it to the next point
+/// of a grid that ends at `most`, so that no weight stays at the end of the grid against its updates.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub struct Band {
+    /// The least that is kept.
+    pub least: f32,
+    /// The most that is always kept.
+    pub most: f32,
+    /// From the most that is always kept to the most that is ever kept.
+    pub spread: f32,
+}
+
+impl Band {
+    /// Whether a block whose largest weight is `amax` keeps its scale, by the [`DRAW_BITS`] random bits `draw`.
+    #[inline(always)]
+    fn keeps(&self, amax: f32, draw: u32) -> bool {
+        let share = (draw + 1) as f32 * (1.0 / (1 << DRAW_BITS) as f32);
+        amax >= self.least && amax <= share.mul_add(self.spread, self.most)
+    }
+
+    /// Moves a weight beyond the end of the grid to the point that stochastic rounding would have carried it to, before its block gets
+    /// another scale.
+    #[inline(always)]
+    fn leave(&self, weight: f32) -> f32 {
+        match weight.abs() > self.most {
+            true => weight.abs().max(self.most + self.spread).copysign(weight),
+            false => weight,
+        }
+    }
+}
+
+/// A largest weight in units of the largest block scale beyond which the block lacks room: what rounding a smaller scale leaves.
+pub const ROOM: f32 = 6.6;
+
 /// The form of a matrix and its moments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Forms {
@@ -174,8 +243,8 @@ pub struct Forms {
     pub first: FirstForm,
     /// The second moment.
     pub second: SecondForm,
-    /// Makes block scales of weights anew in each step, which rounds every weight anew; a baseline.
-    pub fresh_scales: bool,
+    /// When block scales of weights are kept.
+    pub keep_scale: KeepScale,
 }
 
 impl Forms {
@@ -224,10 +293,10 @@ impl Hyperparameters {
             eps,
             decay,
         } = *self;
-        if !(rate > 0.0 && rate.is_finite()) {
+        if !(rate >= 0.0 && rate.is_finite()) {
             bail!(
                 InvalidArgument,
-                "a learning rate of {rate}; it must be positive"
+                "a learning rate of {rate}; it must be at least 0, which changes nothing"
             );
         }
         if !((0.0..1.0).contains(&beta1) && (0.0..1.0).contains(&beta2)) {
@@ -286,6 +355,12 @@ impl Coefficients {
             rate: (settings.rate / bias(settings.beta1)) as f32,
         }
     }
+
+    /// Whether weights stay as they are.
+    #[inline(always)]
+    pub fn is_still(&self) -> bool {
+        self.rate == 0.0 && self.keep == 1.0
+    }
 }
 
 /// A step of a parameter in float32, with its moments: the update of [`step`] without rounding.
@@ -300,8 +375,10 @@ pub fn step_f32(
     let g = gradient * c.factor;
     *first = c.rest1.mul_add(g, c.beta1 * *first);
     *second = (c.rest2 * g).mul_add(g, c.beta2 * *second);
-    let denominator = c.correction.mul_add(second.sqrt(), c.eps);
-    *weight = (-c.rate).mul_add(*first / denominator, c.keep * *weight);
+    if !c.is_still() {
+        let denominator = c.correction.mul_add(second.sqrt(), c.eps);
+        *weight = (-c.rate).mul_add(*first / denominator, c.keep * *weight);
+    }
 }
 
 /// The streams of random bits of a tensor in a step.
@@ -435,15 +512,12 @@ pub fn decode_weights(
     global: f32,
     whole: bool,
 ) -> [f32; BLOCK] {
-    if form == WeightForm::OneTerm || form.is_packed() && !whole {
-        // In the order of products that holds for any global scale; powers of two make no difference.
-        return std::array::from_fn(|i| nvfp4::decode(nibble(codes, i), scale, global));
+    let quotients = decode_quotients(form, codes, rest, whole);
+    match form.is_packed() {
+        // In the order of [`nvfp4::decode`](super::nvfp4::decode): f32 holds the first product.
+        true => quotients.map(|q| q * e4m3::decode(scale) * global),
+        false => quotients,
     }
-    let unit = match form.is_packed() {
-        true => e4m3::decode(scale) * global,
-        false => 1.0,
-    };
-    decode_quotients(form, codes, rest, whole).map(|q| q * unit)
 }
 
 /// The values of a block of weights divided by their scales.
@@ -479,31 +553,65 @@ pub fn encode_weights(
     rest: &mut [u8],
 ) {
     match form.is_packed() {
-        true => encode_quotients(
-            form,
-            &values.map(|v| v / global),
-            1.0,
-            false,
-            None,
-            codes,
-            rest,
-        ),
-        false => encode_quotients(form, values, 1.0, false, None, codes, rest),
+        true => {
+            let quotients = values.map(|v| v / global);
+            encode_quotients(form, &quotients, 1.0, None, None, codes, rest);
+        }
+        false => {
+            encode_quotients(form, values, 1.0, None, None, codes, rest);
+        }
+    }
+}
+
+/// Stores a block of weights around the codes that they begin with: the scale and the codes stay, and what is kept beside them becomes
+/// the nearest to `values` that they allow.
+pub fn encode_rest(
+    form: WeightForm,
+    values: &[f32; BLOCK],
+    global: f32,
+    codes: &[u8],
+    scale: u8,
+    rest: &mut [u8],
+) {
+    let unit = e4m3::decode(scale) * global;
+    // A weight of a scale of zero is zero whatever stands beside it.
+    let inverse = if unit > 0.0 { 1.0 / unit } else { 0.0 };
+    let beside: [u8; BLOCK] = std::array::from_fn(|i| {
+        let (code, q) = (nibble(codes, i), values[i] * inverse);
+        match form {
+            WeightForm::Residual(bits) => residual::beside(code, q, bits) as u8,
+            WeightForm::TwoTerm => {
+                let remainder = (q - e2m1::decode(code)) * SECOND_TERM;
+                encode_e2m1(remainder, Rounding::NearestEven, 0)
+            }
+            _ => 0,
+        }
+    });
+    put_rest(form, beside, rest);
+}
+
+fn put_rest(form: WeightForm, beside: [u8; BLOCK], rest: &mut [u8]) {
+    match form {
+        WeightForm::Residual(Bits::Eight) => rest.copy_from_slice(&beside),
+        WeightForm::Residual(Bits::Four) | WeightForm::TwoTerm => {
+            put_nibbles(rest, beside.map(|v| v & 15));
+        }
+        _ => {}
     }
 }
 
 /// Stores a block of weights that are divided by the global scale and the block scale `from`. Rounds stochastically by [`DRAW_BITS`] bits a
-/// weight in `draws`, or to nearest without. If `keeps`, and the block's largest weight allows it, `from` is kept, which then is the one
-/// stored.
+/// weight in `draws`, or to nearest without. `from`, which then is the one stored, is kept where `band` has the block's largest weight.
+/// Says whether the block lacks room: its largest weight is clipped by the largest block scale.
 fn encode_quotients(
     form: WeightForm,
     quotients: &[f32; BLOCK],
     from: f32,
-    keeps: bool,
+    band: Option<&Band>,
     draws: Option<&[u32; BLOCK]>,
     codes: Field<'_>,
     rest: &mut [u8],
-) {
+) -> bool {
     let rounding = match draws {
         Some(_) => Rounding::Stochastic,
         None => Rounding::NearestEven,
@@ -511,7 +619,10 @@ fn encode_quotients(
     let draw = |i: usize| draws.map_or(0, |draws| draws[i]);
     let draw16 = |i: usize| (draw(i) >> (DRAW_BITS - 16)) as u16;
     let scale = match form {
-        WeightForm::F32 => return put_floats(codes.codes, quotients),
+        WeightForm::F32 => {
+            put_floats(codes.codes, quotients);
+            return false;
+        }
         WeightForm::Bf16 => {
             for (i, bytes) in codes.codes.chunks_exact_mut(2).enumerate() {
                 let bits = quotients[i].to_bits();
@@ -522,19 +633,27 @@ fn encode_quotients(
                 };
                 bytes.copy_from_slice(&(rounded as u16).to_le_bytes());
             }
-            return;
+            return false;
         }
         _ => codes.scale.expect("an NVFP4 code has a block scale"),
     };
-    let amax = moment::amax(quotients);
-    let mut ratio = 1.0;
-    if !(keeps && (KEPT[0]..=KEPT[1]).contains(&amax)) {
+    let mut amax = moment::amax(quotients);
+    let mut quotients = *quotients;
+    let (mut ratio, mut is_clipped) = (1.0, false);
+    // Two draws together are independent of how either weight is rounded.
+    let chance = draw(0) ^ draw(BLOCK / 2);
+    if !band.is_some_and(|band| band.keeps(amax, chance)) {
+        if let Some(band) = band {
+            quotients = quotients.map(|q| band.leave(q));
+            amax = band.leave(amax);
+        }
         // Never zero where a weight is not.
         *scale = match e4m3::encode(amax * from * (1.0 / e2m1::MAX)) {
             0 if amax > 0.0 => 1,
             byte => byte,
         };
         ratio = from * inverse(*scale);
+        is_clipped = *scale == e4m3::MAX_BYTE && amax * ratio > ROOM;
     }
     let mut firsts = [0; BLOCK];
     let mut seconds = [0u8; BLOCK];
@@ -554,13 +673,8 @@ fn encode_quotients(
         };
     }
     put_nibbles(codes.codes, firsts);
-    match form {
-        WeightForm::Residual(Bits::Eight) => rest.copy_from_slice(&seconds),
-        WeightForm::Residual(Bits::Four) | WeightForm::TwoTerm => {
-            put_nibbles(rest, seconds.map(|v| v & 15));
-        }
-        _ => {}
-    }
+    put_rest(form, seconds, rest);
+    is_clipped
 }
 
 /// An E2M1 code, rounded by 16 random bits.
@@ -693,6 +807,16 @@ pub struct Changes {
     pub stored: u64,
     /// With the codes that are delivered alone.
     pub delivered: u64,
+    /// Blocks whose largest weight the largest block scale does not reach.
+    pub clipped: u64,
+}
+
+impl std::ops::AddAssign for Changes {
+    fn add_assign(&mut self, other: Changes) {
+        self.stored += other.stored;
+        self.delivered += other.delivered;
+        self.clipped += other.clipped;
+    }
 }
 
 /// What is stored of a block of weights, to see what changes.
@@ -735,7 +859,8 @@ impl Stored {
     }
 }
 
-/// A step of the block whose first element is number `index` of its tensor, with these gradients.
+/// A step of the block whose first element is number `index` of its tensor, with these gradients. A step that cannot move weights, of a
+/// rate of zero and without decay, leaves them as they are stored, and updates the moments.
 pub fn step(
     forms: &Forms,
     c: &Coefficients,
@@ -798,10 +923,16 @@ pub fn step(
         codes: codes.codes,
         scale: codes.scale.as_deref_mut(),
     };
-    let keeps = !forms.fresh_scales && scale != 0;
+    if c.is_still() {
+        return Changes::default();
+    }
+    let band = forms.keep_scale.band(forms.weight);
+    let band = (scale != 0).then_some(&band);
     let draws = draws.map(|d| d.0);
-    encode_quotients(forms.weight, &w, from, keeps, Some(&draws), field, rest);
+    let is_clipped = encode_quotients(forms.weight, &w, from, band, Some(&draws), field, rest);
     let scale = codes.scale.as_ref().map_or(0, |s| **s);
     let now = Stored::new(forms.weight, codes.codes, rest, scale);
-    before.changes(&now, forms.weight)
+    let mut changes = before.changes(&now, forms.weight);
+    changes.clipped = u64::from(is_clipped);
+    changes
 }

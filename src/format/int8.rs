@@ -17,6 +17,12 @@ pub const fn decode(code: u8, scale: f32) -> f32 {
     code as i8 as f32 * scale
 }
 
+/// The code of a finite value under the scale of its row: the f32 quotient, rounded to nearest even.
+#[inline(always)]
+pub fn encode(value: f32, scale: f32) -> u8 {
+    (value / scale).round_ties_even().clamp(-LARGEST, LARGEST) as i8 as u8
+}
+
 /// The scale of a row whose largest magnitude is `amax`: the one that brings it to code 127. A row of zeros has 1, as ModelOpt has it;
 /// so has one whose scale would be zero, far below any weight that matters.
 pub fn row_scale(amax: f32) -> f32 {
@@ -26,7 +32,7 @@ pub fn row_scale(amax: f32) -> f32 {
     }
 }
 
-/// Quantizes whole rows of `cols` values, each by itself: codes are the f32 quotients by the scale of the row, rounded to nearest even.
+/// Quantizes whole rows of `cols` values, each by itself: see [`row_scale`] and [`encode`].
 /// NaN and infinity are errors that name row and column; `first_row` is the number of the first row in its matrix.
 pub fn quantize_rows(
     values: &[f32],
@@ -51,8 +57,7 @@ pub fn quantize_rows(
         }
         *scale = row_scale(values.iter().fold(0f32, |most, v| most.max(v.abs())));
         for (code, value) in codes.iter_mut().zip(values) {
-            let rounded = (value / *scale).round_ties_even().clamp(-LARGEST, LARGEST);
-            *code = rounded as i8 as u8;
+            *code = encode(*value, *scale);
         }
     }
     Ok(())

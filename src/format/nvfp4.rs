@@ -6,6 +6,8 @@
 //! scales `[rows, cols / 16]`, row-major. Blocks depend on the tensor only through `global`, so rows quantized in ranges give
 //! the bytes of the whole.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Rounding, e2m1, e4m3, random};
 use crate::base::error::{Error, Result, bail, err};
 use crate::base::size;
@@ -78,7 +80,8 @@ pub const fn decode(code: u8, scale: u8, global: f32) -> f32 {
 }
 
 /// How the scale of a block is chosen.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Recipe {
     /// The block's largest magnitude lands on 6.
     #[default]

@@ -13,7 +13,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::Rounding;
+use super::{Rounding, e2m1};
 
 /// Bits of a residual.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -54,6 +54,32 @@ pub const DRAW_BITS: u32 = 18;
 /// 2^126, and its inverse: f32 products with them are exact but where they become subnormal.
 const UP: f32 = f32::from_bits((126 + 127) << 23);
 const DOWN: f32 = f32::from_bits(1 << 23);
+
+/// The gap below the outermost level, which the grid goes on with.
+pub const OUTERMOST: f32 = 2.0;
+
+/// The outermost point of the grid.
+pub const fn largest(bits: Bits) -> f32 {
+    let beyond = bits.last() as i32 - 7 * bits.steps();
+    e2m1::MAX + beyond as f32 * (OUTERMOST / bits.steps() as f32)
+}
+
+/// The residual that brings `code` nearest to `value`, in units of the block's scale; a NaN counts as zero. A code that is not the nearest
+/// has the residual at the end of its range, and one of the other sign that of zero.
+pub fn beside(code: u8, value: f32, bits: Bits) -> i8 {
+    let half = bits.steps() / 2;
+    let magnitude = if code & 8 != 0 { -value } else { value };
+    let index = match magnitude > 0.0 {
+        true => {
+            let (level, residual) = encode(magnitude, bits, Rounding::NearestEven, 0);
+            i32::from(level) * bits.steps() + i32::from(residual)
+        }
+        false => 0,
+    };
+    let level = i32::from(code & 7);
+    let least = if level == 0 { 0 } else { -half };
+    (index - level * bits.steps()).clamp(least, half - 1) as i8
+}
 
 /// The value of a code with its residual, exactly: at most 6 or 10 bits.
 pub const fn decode(code: u8, residual: i8, bits: Bits) -> f32 {
@@ -194,6 +220,29 @@ mod tests {
             // Five standard deviations of a draw between two points, which are at most 1/8 apart.
             let bound = 5.0 * 0.5 * 0.125 / (N as f64).sqrt();
             assert!((sum / N as f64 - f64::from(value)).abs() < bound, "{value}");
+        }
+    }
+
+    /// Beside the nearest code, the residual is the one that encoding gives.
+    #[test]
+    fn residuals_are_found_beside_codes() {
+        for bits in [Bits::Four, Bits::Eight] {
+            for (value, (code, residual)) in points(bits) {
+                // A zero without a residual has either sign.
+                assert_eq!(beside(code, value, bits), residual, "{bits:?} {value}");
+            }
+            for value in [0.013f32, -0.2499, 1.9, -5.03, 6.51, 1e9, -1e-9] {
+                let (code, residual) = encode(value, bits, Rounding::NearestEven, 0);
+                assert_eq!(beside(code, value, bits), residual, "{bits:?} {value}");
+                let ends = [beside(7, value, bits), beside(15, value, bits)];
+                let (low, high) = ((-bits.steps() / 2) as i8, (bits.steps() / 2 - 1) as i8);
+                assert!(ends.iter().all(|r| (low..=high).contains(r)));
+                assert!(ends.contains(&low));
+            }
+            assert_eq!(beside(0, -3.0, bits), 0);
+            assert_eq!(beside(3, f32::NAN, bits), (-bits.steps() / 2) as i8);
+            let last = points(bits).last().unwrap().0;
+            assert_eq!(largest(bits), last);
         }
     }
 

@@ -17,11 +17,15 @@ use super::trainer::{Config, Progress, Trainer};
 use crate::base::directory::{self, NewDirectory};
 use crate::base::error::{Error, bail, err};
 use crate::base::{Result, file};
+use crate::model::convert::Tables;
 use crate::model::training::{Layout, Source};
 use crate::ops::Device;
 use crate::ops::training::optimizer::StatePart;
 
-const VERSION: u32 = 1;
+/// 2: tables are held as [`Recipe::tables`](super::Recipe::tables) says, and frozen matrices as the model has them.
+const VERSION: u32 = 2;
+/// Tables were held as other matrices, and frozen matrices quantized by their largest magnitudes.
+const FIRST_VERSION: u32 = 1;
 const HEADER: &str = "trainer.json";
 const STATE: &str = "state.bin";
 /// What the name of a checkpoint begins with; its step follows in as many digits as it has, at least this many.
@@ -305,13 +309,30 @@ fn read_header(place: &Path) -> Result<Header> {
     let value: Value =
         serde_json::from_slice(&text).map_err(|e| err!(CorruptFile, "{HEADER}: {e}"))?;
     match value["version"].as_u64() {
-        Some(version) if version == u64::from(VERSION) => {}
+        Some(version) if version == u64::from(VERSION) || version == u64::from(FIRST_VERSION) => {}
         version => bail!(
             Unsupported,
-            "a checkpoint of version {version:?}; this library reads version {VERSION}"
+            "a checkpoint of version {version:?}; this library reads versions {FIRST_VERSION} and {VERSION}"
         ),
     }
-    serde_json::from_value(value).map_err(|e| err!(CorruptFile, "{HEADER}: {e}"))
+    let mut header: Header =
+        serde_json::from_value(value).map_err(|e| err!(CorruptFile, "{HEADER}: {e}"))?;
+    if header.version == FIRST_VERSION {
+        if let Some(frozen) = header
+            .parameters
+            .iter()
+            .find(|saved| saved.frozen.is_some())
+        {
+            bail!(
+                Unsupported,
+                "a checkpoint of version {FIRST_VERSION} beside {}, which stood still: that version quantized what stands still, and this \
+                 one holds it as the model does; begin the run anew",
+                frozen.name
+            );
+        }
+        header.config.recipe.tables = Tables::Nvfp4;
+    }
+    Ok(header)
 }
 
 /// Refuses another model than the one that a checkpoint is of, with the names that differ.

@@ -4,6 +4,8 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use super::adapter;
+use super::beginning::Beginning;
 use super::curve::write_whole;
 use super::parameters::Parameters;
 use super::trainer::{Config, Phase};
@@ -12,8 +14,9 @@ use crate::base::host_memory;
 use crate::base::memory::{self, Tag};
 use crate::base::size::readable;
 use crate::base::{Error, ErrorKind, Result};
-use crate::model::training::{PassMemory, Recompute, Source};
-use crate::ops::training::optimizer::Matrix;
+use crate::cpu::Cpu;
+use crate::model::training::{MatrixId, PassMemory, Recompute, Source};
+use crate::ops::training::optimizer::{Forms, Matrix};
 use crate::ops::{Array, Device, Mixed};
 
 const FILE: &str = "memory.json";
@@ -121,11 +124,18 @@ impl Estimate {
             .layout(source)
             .unwrap_or_else(|_| source.layout().clone());
         let trains = |id| recipe.trains(source, layout, id);
+        let own = source.layout().matrices.len();
+        let beginning = Cpu::new(Some(1)).and_then(|host| Beginning::new(source, recipe, &host));
+        let forms_of = |id: MatrixId, trains: bool| match &beginning {
+            _ if id >= own => adapter::FORMS,
+            Ok(beginning) => beginning.forms(id, trains).unwrap_or_default(),
+            Err(_) => Forms::default(),
+        };
         let (mut states, mut gradients, mut converted) = (0, 0, 0);
         let (mut offloaded, mut passing) = (0, 0);
         for (id, m) in layout.matrices.iter().enumerate() {
-            let forms = Parameters::forms(source, recipe, id, m).unwrap_or_default();
             let trains = trains(id);
+            let forms = forms_of(id, trains);
             let bytes = |frozen| {
                 Matrix::bytes_of(device, forms, frozen, m.rows, m.cols).unwrap_or_default()
             };

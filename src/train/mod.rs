@@ -2,6 +2,7 @@
 //! optimizer in 4 bits by default. Knows nothing of conversations.
 
 mod adapter;
+mod beginning;
 pub mod checkpoint;
 mod curve;
 pub mod data;
@@ -19,7 +20,6 @@ mod trainer;
 pub use crate::model::training::{ProductForm, Recompute, RecomputedParts};
 pub use crate::ops::training::operand::ScaleRule;
 pub use curve::{Curve, Row};
-pub use export::TableEncoding;
 pub use group::Group;
 pub use memory::MemoryReport;
 pub use offload::Offload;

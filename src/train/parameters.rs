@@ -7,21 +7,21 @@ use std::sync::OnceLock;
 use twox_hash::XxHash3_64;
 
 use super::adapter;
+use super::beginning::Beginning;
 use super::group::Group;
 use super::offload::Offload;
 use super::recipe::{Clip, Recipe, contains_one};
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::checkpoint::Encoding;
 use crate::format::adamw::GROUP_ROWS;
 use crate::model::Trained;
-use crate::model::training::{
-    Layout, MatrixId, MatrixLayout, RowGradients, Source, Store, VectorId,
-};
+use crate::model::training::{Layout, MatrixId, RowGradients, Source, Store, VectorId};
 use crate::ops::linear::Linear;
 use crate::ops::training::array;
+use crate::ops::training::operand::round_int8_rows;
 use crate::ops::training::optimizer::{
-    Coefficients, Forms, Hyperparameters, Matrix, RowsStep, StatePart, Vector, WeightForm,
-    finish_steps, make_steps,
+    Coefficients, Hyperparameters, Matrix, RowsStep, StatePart, Vector, finish_steps, make_steps,
 };
 use crate::ops::training::statistics::{GradientStatistics, Statistics};
 use crate::ops::{Array, Device, Mixed, Slice, SliceMut};
@@ -96,6 +96,8 @@ pub struct Parameters {
     vectors: Vec<Vector>,
     trains: Vec<bool>,
     trains_vectors: Vec<bool>,
+    /// Whether each matrix is trained in bfloat16 and delivered in int8 rows. Passes with what is delivered round such rows.
+    rounds_rows: Vec<bool>,
     /// Which matrices have had gradients in the step under way.
     came: Vec<bool>,
     /// What the optimizer is told of each matrix, and each vector.
@@ -145,9 +147,10 @@ impl Parameters {
     ) -> Result<Parameters> {
         let layout = recipe.layout(source)?;
         let base = source.layout().matrices.len();
+        let host = device.host_cpu()?;
+        let beginning = Beginning::new(source, recipe, &host)?;
         let first = recipe.first_block(source.spec().blocks.len());
         let adapts = recipe.lora.is_some();
-        let host = device.host_cpu()?;
         let ids = 0..layout.matrices.len();
         let trains: Vec<bool> = ids.map(|id| recipe.trains(source, &layout, id)).collect();
         // The last norm always is.
@@ -159,19 +162,9 @@ impl Parameters {
         let matrices = layout.matrices.iter().zip(&trains).enumerate();
         let matrices = matrices
             .map(|(id, (m, &trains))| {
-                let forms = Self::forms(source, recipe, id, m)?;
-                let matrix = if id >= base {
-                    adapter::factor(device, &host, recipe, id, m, filled)
-                } else if trains && !filled {
-                    Matrix::zeroed(device, forms, m.rows, m.cols)
-                } else if !trains && adapts {
-                    adapter::base(device, &host, source, recipe, id, m)
-                } else {
-                    let read = |rows: Range<usize>, out: &mut [f32]| source.matrix(id, rows, out);
-                    match trains {
-                        true => Matrix::new(device, &host, forms, m.rows, m.cols, &read),
-                        false => Matrix::frozen(device, &host, forms.weight, m.rows, m.cols, &read),
-                    }
+                let matrix = match id >= base {
+                    true => adapter::factor(device, &host, recipe, id, m, filled),
+                    false => beginning.matrix(device, &host, id, (trains, filled)),
                 };
                 let offloaded = matrix.and_then(|mut matrix| {
                     if offload.moments {
@@ -184,6 +177,11 @@ impl Parameters {
             .collect::<Result<Vec<_>>>()?;
         let vectors = (0..layout.vectors.len()).map(|id| Vector::new(device, &source.vector(id)?));
         let vectors = vectors.collect::<Result<Vec<_>>>()?;
+        let is_rounded = |(id, &trains): (MatrixId, &bool)| {
+            Ok(trains && id < base && beginning.encoding(id)? == Encoding::Int8)
+        };
+        let rounds_rows = trains.iter().enumerate().map(is_rounded);
+        let rounds_rows = rounds_rows.collect::<Result<_>>()?;
         let mut parameters = Parameters {
             device: device.clone(),
             came: vec![false; matrices.len()],
@@ -196,6 +194,7 @@ impl Parameters {
             vectors,
             trains,
             trains_vectors,
+            rounds_rows,
             whole: true,
             sums: Vec::new(),
             plan: None,
@@ -211,23 +210,6 @@ impl Parameters {
             }
         }
         Ok(parameters)
-    }
-
-    /// The forms of a matrix of [`Recipe::layout`]; of one that is not trained, the weight's counts.
-    pub(super) fn forms(
-        source: &Source,
-        recipe: &Recipe,
-        id: MatrixId,
-        m: &MatrixLayout,
-    ) -> Result<Forms> {
-        if id >= source.layout().matrices.len() {
-            return Ok(adapter::FORMS);
-        }
-        let mut forms = recipe.forms_of(&m.name);
-        if recipe.lora.is_some() {
-            forms.weight = adapter::base_form(source, recipe, id, &m.name)?;
-        }
-        Ok(forms)
     }
 
     /// Gives parameters the settings of the first group that names them.
@@ -307,10 +289,28 @@ impl Parameters {
         Ok(Some(XxHash3_64::oneshot(&values)))
     }
 
-    /// Whether all values of a matrix are bfloat16: one that is held as such, and has no adapter that changes it.
-    pub(super) fn is_exactly_bf16(&self, id: MatrixId) -> bool {
-        self.matrices[id].forms().weight == WeightForm::Bf16
-            && self.layout.adapted().all(|(adapted, _)| adapted != id)
+    /// Whether a matrix is trained.
+    pub(super) fn is_trained(&self, id: MatrixId) -> bool {
+        self.trains[id]
+    }
+
+    /// Whether a matrix may have other values than those that it began with: a step was made of it, or an adapter stands beside it.
+    pub(super) fn may_have_moved(&self, id: MatrixId) -> bool {
+        let is_adapted = self.layout.adapted().any(|(adapted, _)| adapted == id);
+        is_adapted || (self.trains[id] && self.matrices[id].steps() > 0)
+    }
+
+    /// Whether a norm or bias is trained.
+    pub(super) fn is_trained_vector(&self, id: VectorId) -> bool {
+        self.trains_vectors[id]
+    }
+
+    /// Rounds rows of a matrix to what is delivered, where passes are to multiply with that and the form in which it is held does not say it.
+    fn round(&self, matrix: MatrixId, out: SliceMut<'_, Mixed>) -> Result<()> {
+        match !self.whole && self.rounds_rows[matrix] {
+            true => round_int8_rows(&self.device, out, self.matrices[matrix].shape().1),
+            false => Ok(()),
+        }
     }
 
     /// Bytes of all states.
@@ -521,13 +521,20 @@ impl Store for Parameters {
         &mut self,
         matrix: MatrixId,
         rows: Range<usize>,
-        out: SliceMut<'_, Mixed>,
+        mut out: SliceMut<'_, Mixed>,
     ) -> Result<()> {
-        self.matrices[matrix].decode(&self.device, rows, self.whole, out)
+        self.matrices[matrix].decode(&self.device, rows, self.whole, out.reborrow())?;
+        self.round(matrix, out)
     }
 
-    fn embed(&mut self, matrix: MatrixId, tokens: &[u32], out: SliceMut<'_, Mixed>) -> Result<()> {
-        self.matrices[matrix].decode_rows(&self.device, tokens, self.whole, out)
+    fn embed(
+        &mut self,
+        matrix: MatrixId,
+        tokens: &[u32],
+        mut out: SliceMut<'_, Mixed>,
+    ) -> Result<()> {
+        self.matrices[matrix].decode_rows(&self.device, tokens, self.whole, out.reborrow())?;
+        self.round(matrix, out)
     }
 
     fn vector(&self, vector: VectorId) -> Result<Slice<'_>> {

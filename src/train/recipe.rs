@@ -4,9 +4,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::checkpoint::Encoding;
+use crate::format::nvfp4;
+use crate::model::convert::{Container, ConvertOptions, Tables};
 use crate::model::training::{Layout, MatrixId, ProductForm, ProductPrecision, Source};
 use crate::ops::training::operand::ScaleRule;
-use crate::ops::training::optimizer::{FirstForm, Forms, SecondForm, WeightForm};
+use crate::ops::training::optimizer::{FirstForm, Forms, KeepScale, SecondForm, WeightForm};
 
 /// How gradients are bounded before a step.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -95,8 +98,13 @@ impl Lora {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Recipe {
-    /// How weights are stored between steps.
+    /// How the linear weights of blocks are stored between steps. Those that the checkpoint holds in NVFP4 begin with its codes and scales;
+    /// those that it holds in another form are quantized by `weight_scales` and begin with what is kept beside codes as near to their values
+    /// as it comes. What a checkpoint with NVFP4 matrices keeps higher beside them is stored as `tables` are.
     pub weights: WeightForm,
+    /// The form in which the embedding and the head are delivered. In bfloat16, and where int8 is delivered, they are stored in bfloat16,
+    /// rounded stochastically; in NVFP4 as `weights` says.
+    pub tables: Tables,
     /// How first moments are stored.
     pub first_moments: FirstForm,
     /// How second moments are stored.
@@ -120,15 +128,13 @@ pub struct Recipe {
     /// The share of steps at the end in which passes multiply with what is delivered, the NVFP4 codes alone, so that what is delivered is
     /// what was trained.
     pub delivered_share: f64,
-    /// Trains adapters beside frozen matrices instead of all parameters. Matrices that the checkpoint holds in NVFP4 are held with the
-    /// same codes and scales, and what it keeps higher beside them as it is. Of a checkpoint without NVFP4, matrices are quantized as
-    /// `weight_scales` says, 0.5625 bytes a parameter, and those that `keep_high` names stay as they are. `weights` and the forms of
-    /// moments do not matter then.
+    /// Trains adapters beside frozen matrices instead of all parameters. Frozen matrices have the form in which they are delivered: the codes
+    /// and scales of the checkpoint, or those of its quantization, 0.5625 bytes a parameter; those that `keep_high` names stay as they are.
+    /// `weights` and the forms of moments do not matter then.
     pub lora: Option<Lora>,
-    /// How block scales of matrices that adapters stand beside are chosen: where a checkpoint without NVFP4 is quantized, and where
-    /// adapters are merged into an export. What is trained in NVFP4 chooses the scale of its largest weight, and keeps it from step to
-    /// step: a scale chosen for the least error of one moment would be given up by the next.
-    pub weight_scales: ScaleRule,
+    /// How block scales are chosen where linear weights are quantized: as training begins, of a checkpoint that does not hold them in NVFP4,
+    /// and where adapters are merged. Random weights have the scales of their largest magnitudes.
+    pub weight_scales: nvfp4::Recipe,
     /// Trains the last so many blocks, the last norm and an untied head, or the last blocks' adapters; all of them if `None`. What is
     /// not trained has no moments.
     pub last_blocks: Option<usize>,
@@ -145,6 +151,7 @@ impl Default for Recipe {
     fn default() -> Self {
         Recipe {
             weights: WeightForm::default(),
+            tables: Tables::default(),
             first_moments: FirstForm::default(),
             second_moments: SecondForm::default(),
             fresh_scales: false,
@@ -154,7 +161,7 @@ impl Default for Recipe {
             gradients: ProductForm::default(),
             high_blocks: HighBlocks::default(),
             lora: None,
-            weight_scales: ScaleRule::default(),
+            weight_scales: nvfp4::Recipe::Sweep,
             delivered_share: 0.15,
             last_blocks: None,
             clip: Clip::Global(1.0),
@@ -252,7 +259,32 @@ impl Recipe {
         contains_one(name, &self.keep_high)
     }
 
-    /// The form of a matrix of this name.
+    /// How a checkpoint is delivered where it is not trained: as `nvfp4 quantize` would convert it, but for what is not stored in NVFP4
+    /// either, and for what a checkpoint with NVFP4 matrices keeps higher.
+    pub(super) fn conversion(&self, source: &Source) -> ConvertOptions {
+        let mut keep = self.keep_high.clone();
+        if self.lora.is_none() && !self.weights.is_packed() {
+            keep.push(String::new());
+        } else if source.is_nvfp4() {
+            let layout = source.layout();
+            let is_table = |name: &str| {
+                let table = [layout.embedding, layout.head].map(|id| &layout.matrices[id].name);
+                table.iter().any(|own| *own == name)
+            };
+            let entries = source.checkpoint().entries().iter();
+            let high = entries.filter(|e| {
+                e.encoding != Encoding::Nvfp4 && (self.tables == Tables::Auto || !is_table(&e.name))
+            });
+            keep.extend(high.map(|e| e.name.clone()));
+        }
+        ConvertOptions {
+            tables: self.tables,
+            keep,
+            ..ConvertOptions::new(Container::ModelOpt, self.weight_scales)
+        }
+    }
+
+    /// The form of a matrix of this name, where NVFP4 is delivered.
     pub(super) fn forms_of(&self, name: &str) -> Forms {
         let high = self.keeps_high(name);
         Forms {
@@ -267,7 +299,10 @@ impl Recipe {
             } else {
                 self.second_moments
             },
-            fresh_scales: self.fresh_scales,
+            keep_scale: match self.fresh_scales {
+                true => KeepScale::Never,
+                false => KeepScale::Near,
+            },
         }
     }
 

@@ -142,7 +142,7 @@ int main(void)
     AT(NVFP4_ChatOptions, tools, 32);
     AT(NVFP4_ChatOptions, tools_length, 40);
 
-    SIZE(NVFP4_TrainerOptions, 160);
+    SIZE(NVFP4_TrainerOptions, 168);
     AT(NVFP4_TrainerOptions, struct_size, 0);
     AT(NVFP4_TrainerOptions, device_type, 4);
     AT(NVFP4_TrainerOptions, device_index, 8);
@@ -169,6 +169,8 @@ int main(void)
     AT(NVFP4_TrainerOptions, delivered_share, 136);
     AT(NVFP4_TrainerOptions, config, 144);
     AT(NVFP4_TrainerOptions, config_length, 152);
+    AT(NVFP4_TrainerOptions, tables, 160);
+    AT(NVFP4_TrainerOptions, weight_scales, 164);
 
     SIZE(NVFP4_MicroBatch, 40);
     AT(NVFP4_MicroBatch, tokens, 0);

@@ -4,16 +4,18 @@ use std::time::Instant;
 
 use NVFP4::base::Result;
 use NVFP4::base::memory::{self, Tag};
+use NVFP4::model::convert::Tables;
 use NVFP4::model::training::Source;
 use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
 use NVFP4::ops::training::array;
 use NVFP4::ops::training::attention::{Documents, PackedAttention, attention, attention_backward};
-use NVFP4::ops::training::operand::{OperandRounding, ScaleRule, round_columns, round_rows};
+use NVFP4::ops::training::operand::{
+    OperandRounding, ScaleRule, round_columns, round_int8_rows, round_rows,
+};
 use NVFP4::ops::{Array, Element, Mixed, Slice};
 use NVFP4::train::memory::Estimate;
 use NVFP4::train::{
-    Clip, Config, HiddenBatch, Lora, MicroBatch, Offload, ProductForm, Recipe, TableEncoding,
-    Trainer,
+    Clip, Config, HiddenBatch, Lora, MicroBatch, Offload, ProductForm, Recipe, Trainer,
 };
 use half::bf16;
 
@@ -285,6 +287,13 @@ fn operands_of_training_have_the_bits_of_the_cpu() {
         assert!(a == b, "{rounding:?}");
     }
     let [a, b] = devices.each_ref().map(|device| {
+        let mut x: Array<Mixed> = on(device, &values);
+        round_int8_rows(device, x.all_mut(), width).unwrap();
+        let rounded = read(&x).into_iter().map(|v| bf16::from_f32(v).to_f32());
+        rounded.collect::<Vec<_>>()
+    });
+    assert!(a == b && a != values, "int8 rows");
+    let [a, b] = devices.each_ref().map(|device| {
         let mut all: Array<Mixed> = on(device, &values);
         let mut part: Array<Mixed> = on(device, &vec![9.0; rows * 48]);
         array::copy_columns(device, all.all(), width, 512, part.all_mut()).unwrap();
@@ -461,9 +470,8 @@ fn a_gpu_runs_the_weights_that_it_trains() {
             "{name}: {more} bytes more than {matrices}"
         );
         let place = std::env::temp_dir().join(format!("nvfp4-cuda-live-{}", std::process::id()));
-        let tables = TableEncoding::Nvfp4;
         trainer
-            .export_directory(&source, &place, tables, true)
+            .export_directory(&source, &place, Tables::Auto, true)
             .unwrap();
         let loaded = Model::load(&place, &LoadOptions::new(device.clone())).unwrap();
         let (tokens, _) = text(3, 40, source.spec().vocab_size);

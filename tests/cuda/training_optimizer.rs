@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use NVFP4::cpu::Cpu;
 use NVFP4::format::adamw::{
-    Coefficients, FirstForm, Forms, Hyperparameters, SecondForm, WeightForm,
+    Coefficients, FirstForm, Forms, Hyperparameters, KeepScale, SecondForm, WeightForm,
 };
 use NVFP4::format::residual::Bits;
 use NVFP4::model::Device;
@@ -44,7 +44,7 @@ fn steady((weight, first, second): (WeightForm, FirstForm, SecondForm)) -> Forms
         weight,
         first,
         second,
-        fresh_scales: false,
+        keep_scale: KeepScale::Near,
     }
 }
 
@@ -89,13 +89,13 @@ fn adamw_gives_what_the_cpu_gives() {
         unreachable!()
     };
     for (weight, first, second) in FORMS {
-        for fresh_scales in [false, true] {
+        for keep_scale in [KeepScale::Near, KeepScale::Held, KeepScale::Never] {
             for (rows, cols) in [(8, 128), (37, 48), (64, 640)] {
                 let forms = Forms {
                     weight,
                     first,
                     second,
-                    fresh_scales,
+                    keep_scale,
                 };
                 let what = format!("{forms:?} [{rows}, {cols}]");
                 let values: Vec<f32> = normal(7, rows * cols).iter().map(|v| v * 0.03).collect();

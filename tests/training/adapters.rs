@@ -2,7 +2,7 @@
 
 use NVFP4::format::nvfp4::{self, QuantizeOptions};
 use NVFP4::model::training::{Layout, RowGradients};
-use NVFP4::train::{Group, Lora, Recompute, ScaleRule};
+use NVFP4::train::{Group, Lora, Recompute};
 
 use super::*;
 
@@ -247,7 +247,7 @@ fn adapters_resume_to_the_same_bits() {
     let mut other = Trainer::new(&device, &source, &super::config(Recipe::default(), 10)).unwrap();
     other.step(&[batches[0].batch()]).unwrap();
     other
-        .export_directory(&source, &place, TableEncoding::Bf16, false)
+        .export_directory(&source, &place, Tables::Auto, false)
         .unwrap();
     let changed = Source::open(&place).unwrap();
     let error = Trainer::resume(&device, &changed, &directory.0)
@@ -271,7 +271,7 @@ fn short(source: &Source, seed: u64) -> Documents {
 fn adapters_are_exported_beside_and_within_the_model() {
     let device = Device::cpu(Some(2)).unwrap();
     let source = Source::open(&golden("model/qwen3_untied")).unwrap();
-    for rule in [ScaleRule::Amax, ScaleRule::FourOverSix] {
+    for rule in [nvfp4::Recipe::Amax, nvfp4::Recipe::FourOverSix] {
         let recipe = Recipe {
             weight_scales: rule,
             last_blocks: Some(1),
@@ -313,7 +313,7 @@ fn adapters_are_exported_beside_and_within_the_model() {
 
         let merged = directory.0.join("merged");
         trainer
-            .export_directory(&source, &merged, TableEncoding::Bf16, false)
+            .export_directory(&source, &merged, Tables::Auto, false)
             .unwrap();
         let again = Source::open(&merged).unwrap();
         let all = weights(&trainer);
@@ -333,14 +333,22 @@ fn adapters_are_exported_beside_and_within_the_model() {
                     }
                 }
                 let options = QuantizeOptions {
-                    recipe: match rule {
-                        ScaleRule::Amax => nvfp4::Recipe::Amax,
-                        ScaleRule::FourOverSix => nvfp4::Recipe::FourOverSix,
-                    },
+                    recipe: rule,
                     ..QuantizeOptions::default()
                 };
-                let quantized = nvfp4::quantize(&wanted, m.rows, m.cols, &options).unwrap();
-                wanted = quantized.dequantize().unwrap();
+                // Under the global scale of the matrix, where a row has changed.
+                let held = &trainer.parameters().matrices()[id];
+                let (mut codes, mut scales) = held.delivered(&device).unwrap().unwrap();
+                let (global, cols) = (held.global(), m.cols);
+                for (row, w) in wanted.chunks_exact(cols).enumerate() {
+                    let (of_codes, of_scales) = (
+                        &mut codes[row * cols / 2..][..cols / 2],
+                        &mut scales[row * cols / 16..][..cols / 16],
+                    );
+                    nvfp4::quantize_rows(w, cols, row, global, &options, of_codes, of_scales)
+                        .unwrap();
+                }
+                nvfp4::dequantize(&codes, &scales, global, &mut wanted).unwrap();
                 assert!(wanted != all[id], "{module} is as it was");
             }
             let mut found = vec![0.0; wanted.len()];

@@ -235,6 +235,8 @@ namespace LibNVFP4
         internal double DeliveredShare;
         internal byte* Config;
         internal UIntPtr ConfigLength;
+        internal int Tables;
+        internal int WeightScales;
     }
 
     [StructLayout(LayoutKind.Sequential)]

@@ -98,6 +98,17 @@ namespace LibNVFP4
         /// <summary>The share of the steps at the end in which passes use what is delivered. Default: 0.15.</summary>
         public double DeliveredShare { get => Raw.DeliveredShare; set => Raw.DeliveredShare = value; }
 
+        /// <summary>
+        /// The form in which embedding and head are delivered: in bfloat16, and where int8 is delivered, they are held in bfloat16. Default:
+        /// that of the model at hand.
+        /// </summary>
+        public Tables Tables { get => (Tables)Raw.Tables; set => Raw.Tables = (int)value; }
+
+        /// <summary>
+        /// How block scales are chosen where linear weights that the model does not hold in NVFP4 are quantized. Default: sweep.
+        /// </summary>
+        public Recipe WeightScales { get => (Recipe)Raw.WeightScales; set => Raw.WeightScales = (int)value; }
+
         /// <summary>All settings as JSON, instead of all properties but the device and threads. Default: null.</summary>
         public string ConfigJson { get; set; }
 
@@ -386,9 +397,9 @@ namespace LibNVFP4
 
         /// <summary>Writes the model, as it is delivered, to a directory in ModelOpt's layout.</summary>
         /// <param name="path">The directory.</param>
-        /// <param name="tables">What embeddings and head are written as.</param>
+        /// <param name="tables">What embeddings and head are written as; auto is what they are trained for.</param>
         /// <param name="replace">Whether a directory that holds a model is replaced.</param>
-        public void ExportDirectory(string path, Tables tables = Tables.BFloat16, bool replace = false)
+        public void ExportDirectory(string path, Tables tables = Tables.Auto, bool replace = false)
         {
             byte[] place = Interop.Utf8(path, nameof(path));
             fixed (byte* at = place)

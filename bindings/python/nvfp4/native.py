@@ -63,7 +63,7 @@ CHOICES: Dict[str, Dict[str, int]] = {
 _CHOSEN = {"levels": "levels", "recipe": "recipe", "rounding": "rounding", "nonfinite": "nonfinite", "scale_layout": "scales",
            "compute_path": "compute_path", "dense_dtype": "dtype", "activations": "activations", "kv_type": "kv",
            "eviction": "eviction", "container": "container", "tables": "tables", "schedule": "schedule", "clip": "clip", "weights": "weight_form",
-           "first_moments": "first_moment", "second_moments": "second_moment"}
+           "first_moments": "first_moment", "second_moments": "second_moment", "weight_scales": "recipe"}
 
 # Types by letter: i I 32 bits, l L 64 bits, z size_t, b a byte, f d floats, p any pointer, s text with a NUL, v nothing.
 _TYPES: Dict[str, Any] = {"i": ctypes.c_int32, "I": ctypes.c_uint32, "l": ctypes.c_int64, "L": ctypes.c_uint64, "z": ctypes.c_size_t,
@@ -170,7 +170,7 @@ class ChatOptions(ctypes.Structure):
 class TrainerOptions(ctypes.Structure):
     _fields_ = _fields("struct_size:I device_type:i device_index:i threads:i schedule:i clip:i weights:i first_moments:i "
                        "second_moments:i release:i recompute:i last_blocks:i steps:L warmup:L seed:L rate:d floor:d decay_share:d "
-                       "weight_decay:d beta1:d beta2:d eps:d clip_norm:d delivered_share:d config:p config_length:z")
+                       "weight_decay:d beta1:d beta2:d eps:d clip_norm:d delivered_share:d config:p config_length:z tables:i weight_scales:i")
 
 
 class MicroBatch(ctypes.Structure):

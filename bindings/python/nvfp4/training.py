@@ -86,8 +86,9 @@ class Trainer(Handle):
 
     Options: steps, rate, warmup, schedule (cosine, linear, constant, stable), floor, decay_share, weight_decay, beta1, beta2, eps,
     clip (global, never, previous, tensor), clip_norm, weights (residual4, residual8, two_term, one_term, bfloat16, float32),
-    first_moments (int4, nvfp4, int8, float32), second_moments (uint4, nvfp4, int8, float32), release, recompute, last_blocks,
-    delivered_share, seed, threads; or instead of all of these `config`, a dictionary as info["config"] gives it. `device` is cpu,
+    first_moments (int4, nvfp4, int8, float32), second_moments (uint4, nvfp4, int8, float32), tables (auto, bfloat16, int8, nvfp4: what
+    embedding and head are delivered as), weight_scales (sweep, four_over_six, amax: of linear weights that the model does not hold in
+    NVFP4), release, recompute, last_blocks, delivered_share, seed, threads; or instead of all of these `config`, a dictionary as info["config"] gives it. `device` is cpu,
     cuda, cuda:1 or auto. One call at a time may use a trainer; `cancel` is a Cancel, and a call that it ends changes nothing.
     """
 
@@ -147,8 +148,11 @@ class Trainer(Handle):
         text = native.text_in(json.dumps(data))
         _watched(lambda call: lib.trainer_save(self, *native.path_in(directory), *text, keep, call), cancel)
 
-    def export(self, path, tables="bfloat16", replace=False, cancel=None):
-        """Writes the model to a directory in ModelOpt's layout; `tables` (bfloat16, nvfp4) are embeddings and head."""
+    def export(self, path, tables="auto", replace=False, cancel=None):
+        """
+        Writes the model to a directory in ModelOpt's layout; `tables` (auto, bfloat16, int8, nvfp4) are embedding and head: auto is what
+        they are trained for. What has not changed is written as the model has it.
+        """
         tables = choice("tables", tables)
         _watched(lambda call: lib.trainer_export_directory(self, *native.path_in(path), tables, replace, call), cancel)
 

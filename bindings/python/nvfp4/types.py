@@ -137,6 +137,8 @@ class TrainerOptions(TypedDict, total=False):
     weights: WeightForm
     first_moments: FirstMoments
     second_moments: SecondMoments
+    tables: Tables
+    weight_scales: Recipe
     release: bool
     recompute: bool
     last_blocks: int

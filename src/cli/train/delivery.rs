@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 
 use NVFP4::base::error::{bail, err};
 use NVFP4::base::{Error, ErrorKind, Result};
+use NVFP4::model::convert::Tables;
 use NVFP4::model::training::Source;
-use NVFP4::train::{Recipe, TableEncoding, Trainer};
+use NVFP4::train::{Recipe, Trainer};
 
 use super::options::Args;
 
@@ -67,11 +68,7 @@ impl Delivery {
         if is_dat(place) {
             return trainer.export_dat(source, place);
         }
-        let tables = match args.nvfp4_tables {
-            true => TableEncoding::Nvfp4,
-            false => TableEncoding::Bf16,
-        };
-        trainer.export_directory(source, place, tables, args.replaces(place))
+        trainer.export_directory(source, place, Tables::Auto, args.replaces(place))
     }
 }
 

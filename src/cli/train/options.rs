@@ -5,13 +5,17 @@ use std::path::{Path, PathBuf};
 
 use NVFP4::base::error::{bail, err};
 use NVFP4::base::{Error, Result};
+use NVFP4::format::nvfp4;
 use NVFP4::format::residual::Bits;
+use NVFP4::model::convert::Tables;
 use NVFP4::ops::Device;
 use NVFP4::ops::training::optimizer::{Hyperparameters, WeightForm};
 use NVFP4::train::data::{self, Format, Long};
 use NVFP4::train::{Clip, Config, Decay, Lora, Offload, ProductForm, Recipe, Recompute};
 use clap::ValueEnum;
 use serde_json::Value;
+
+use super::super::recipe::{RecipeName, TableForm};
 
 /// The share of steps over which the rate rises, where nothing else is said.
 const WARMUP: f64 = 0.03;
@@ -153,10 +157,18 @@ pub(in crate::cli) struct Args {
     #[arg(long, help_heading = "Data")]
     no_packing: bool,
 
-    /// How weights and moments are stored: nvfp4 (2.19 bytes a parameter), nvfp4-int8 (2.69, with a residual of 8 bits), float32 (12),
-    /// or a file with a recipe in JSON; default: nvfp4
+    /// How weights of blocks and their moments are stored: nvfp4 (2.19 bytes a parameter), nvfp4-int8 (2.69, with a residual of 8 bits),
+    /// float32 (12), or a file with a recipe in JSON; default: nvfp4
     #[arg(long, value_name = "RECIPE", help_heading = "Precision")]
     recipe: Option<String>,
+    /// Form of the embedding and the output head in the trained model: bf16 and int8 are trained in bf16, nvfp4 as --recipe says. Default:
+    /// that of the model, or what `nvfp4 quantize` would make of it: int8 where it has the table in at most 8 bits, else bf16
+    #[arg(long, value_enum, help_heading = "Precision")]
+    tables: Option<TableForm>,
+    /// How block scales of weights are chosen that the model does not hold in NVFP4, as training begins and where adapters are merged: as
+    /// --recipe of `nvfp4 quantize`; default: sweep
+    #[arg(long, value_enum, value_name = "RECIPE", help_heading = "Precision")]
+    weight_scales: Option<RecipeName>,
     /// Matrices to keep in float32 with their moments, and their products in bf16, by parts of their names with commas between them; with
     /// adapters, to keep as the model has them rather than in NVFP4
     #[arg(
@@ -226,10 +238,6 @@ pub(in crate::cli) struct Args {
     /// OUT/adapter, and the model with them in it is asked for by --merge
     #[arg(long, value_name = "PATH", help_heading = "Reports")]
     pub(super) export: Option<PathBuf>,
-    /// Write embeddings, and a head beside them, as the NVFP4 that they are trained in, rather than as bfloat16, which is larger and
-    /// which every reader of such directories knows
-    #[arg(long, help_heading = "Reports")]
-    pub(super) nvfp4_tables: bool,
     /// Print each event as a line of JSON
     #[arg(long, help_heading = "Reports")]
     pub(super) json: bool,
@@ -396,6 +404,10 @@ impl Args {
         if let Some(names) = &self.keep_high {
             recipe.keep_high.clone_from(names);
         }
+        recipe.tables = self.tables.map_or(recipe.tables, Tables::from);
+        recipe.weight_scales = self
+            .weight_scales
+            .map_or(recipe.weight_scales, nvfp4::Recipe::from);
         for (own, given) in [
             (&mut recipe.activations, self.activations),
             (&mut recipe.gradients, self.gradients),
@@ -423,12 +435,6 @@ impl Args {
                 InvalidArgument,
                 "--init begins with random weights, and adapters leave them as they are; name a model that has learned by --model, or train \
                  without --adapter"
-            );
-        }
-        if self.nvfp4_tables {
-            bail!(
-                InvalidArgument,
-                "--nvfp4-tables is for tables that are trained, and adapters leave them as they are; leave it out, or train without --adapter"
             );
         }
         if let (Some(place), false) = (&self.export, self.merge) {

@@ -1,8 +1,9 @@
-//! Operands of products in NVFP4: see [`crate::format::operand`].
+//! Operands of products in NVFP4: see [`crate::format::operand`]. Rows of tables in int8: see [`crate::format::int8`].
 
 use super::rows::by_parts;
 use crate::base::error::{Result, bail};
 use crate::cpu::Cpu;
+use crate::format::int8;
 use crate::format::nvfp4::BLOCK;
 use crate::format::operand::{
     OperandRounding, ROTATED, global_of, rotate, rotated_amax, round_block,
@@ -39,6 +40,21 @@ impl Cpu {
                 let index = (row * width + b * BLOCK) as u32;
                 *y = round_block(x, global, rounding, index, 1);
             }
+        });
+        Ok(())
+    }
+
+    /// Rounds the rows of `x` `[rows, width]` to int8 in place, each under its own scale. Rows with a value that is not finite become NaN.
+    pub fn round_int8_rows(&self, x: &mut [f32], width: usize) -> Result<()> {
+        check(x.len(), width)?;
+        by_parts(self.pool(), x, width, |_, row| {
+            let amax = amax(row);
+            if amax.is_infinite() {
+                return row.fill(f32::NAN);
+            }
+            let scale = int8::row_scale(amax);
+            row.iter_mut()
+                .for_each(|v| *v = int8::decode(int8::encode(*v, scale), scale));
         });
         Ok(())
     }

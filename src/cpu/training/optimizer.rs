@@ -1,14 +1,14 @@
 //! AdamW on rows of a matrix in their stored form.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
 
 use super::rows::by_parts;
 use crate::base::error::{Result, bail};
 use crate::cpu::Cpu;
 use crate::format::adamw::{
     Block, Changes, Coefficients, Field, FieldBytes, Forms, GROUP_ROWS, Globals, Keys, WeightForm,
-    decode_weights, encode_weights, moment_globals, power_for, step,
+    decode_weights, encode_rest, encode_weights, moment_globals, power_for, step,
 };
 use crate::format::nvfp4::BLOCK;
 
@@ -126,7 +126,7 @@ impl Cpu {
                 ))
             })
             .collect();
-        let (stored, delivered) = (AtomicU64::new(0), AtomicU64::new(0));
+        let all = Mutex::new(Changes::default());
         by_parts(self.pool(), &mut parts_of_groups, 1, |group, part| {
             let (codes, rest, first, second, (first_global, second_global)) =
                 part[0].take().expect("each group is stepped once");
@@ -171,7 +171,7 @@ impl Cpu {
                     first,
                     second,
                 };
-                let some = step(
+                changes += step(
                     forms,
                     this.coefficients,
                     this.keys,
@@ -180,16 +180,10 @@ impl Cpu {
                     gradients,
                     block,
                 );
-                changes.stored += some.stored;
-                changes.delivered += some.delivered;
             }
-            stored.fetch_add(changes.stored, Relaxed);
-            delivered.fetch_add(changes.delivered, Relaxed);
+            *all.lock().unwrap_or_else(PoisonError::into_inner) += changes;
         });
-        Ok(Changes {
-            stored: stored.into_inner(),
-            delivered: delivered.into_inner(),
-        })
+        Ok(all.into_inner().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// The values of rows of a matrix to `out` `[rows, cols]`: see [`decode_weights`].
@@ -236,6 +230,35 @@ impl Cpu {
         parts
             .into_iter()
             .try_fold(0f32, |most, part| Ok(most.max(part?)))
+    }
+
+    /// Fills `rest`, which is kept beside the codes `[rows, cols / 2]` and block scales `[rows, cols / 16]` of a matrix, so that the weights are
+    /// as near to the values that `read` gives as the form allows.
+    pub fn encode_rest(
+        &self,
+        form: WeightForm,
+        (rows, cols): (usize, usize),
+        (codes, scales, global): (&[u8], &[u8], f32),
+        read: &ReadRows<'_>,
+        rest: &mut [u8],
+    ) -> Result<()> {
+        let (bytes, beside) = (form.codes().codes, form.rest().codes);
+        let n = READ * cols / BLOCK;
+        let rest = rest.chunks_mut((beside * n).max(1));
+        let mut all: Vec<_> = rest.map(|rest| (rest, Ok(()))).collect();
+        by_parts(self.pool(), &mut all, 1, |part, of| {
+            let (rest, found) = &mut of[0];
+            *found = with_rows(part, 0..rows, cols, read, |first, values| {
+                let values = values.as_chunks::<BLOCK>().0;
+                let at = first * cols / BLOCK;
+                for (i, rest) in rest.chunks_exact_mut(beside).enumerate() {
+                    let own = &codes[(at + i) * bytes..][..bytes];
+                    encode_rest(form, &values[i], global, own, scales[at + i], rest);
+                }
+                Ok(())
+            });
+        });
+        all.into_iter().try_for_each(|(_, found)| found)
     }
 
     /// Stores a range of rows of `cols` elements that `read` gives, rounded to nearest: its codes and what is kept beside them.

@@ -54,6 +54,9 @@ fn rule_of(rounding: Option<OperandRounding>) -> (i32, u64) {
     }
 }
 
+/// The number of int8 rows in the kernels.
+const INT8: i32 = 4;
+
 /// Rounds bf16 `x` `[rows, width]` in blocks along rows, with a global scale for each row, to `y` of the same size, which may be `x`. Rows
 /// with a value that is not finite become NaN.
 pub fn round_rows(
@@ -62,11 +65,24 @@ pub fn round_rows(
     rounding: OperandRounding,
     y: DeviceSlice<'_>,
 ) -> Result<()> {
+    by_rows(x, width, rule_of(Some(rounding)), y)
+}
+
+/// Rounds the rows of bf16 `x` `[rows, width]` to int8 in place, each under its own scale. Rows with a value that is not finite become NaN.
+pub fn round_int8_rows(x: DeviceSlice<'_>, width: usize) -> Result<()> {
+    by_rows(x, width, (INT8, 0), x)
+}
+
+fn by_rows(
+    x: DeviceSlice<'_>,
+    width: usize,
+    (rule, key): (i32, u64),
+    y: DeviceSlice<'_>,
+) -> Result<()> {
     check_width("an operand", width)?;
     let rows = pieces("an operand", x)? * PIECE / width;
     expect_bf16("an operand", x, &[rows, width])?;
     expect_bf16("a rounded operand", y, &[rows, width])?;
-    let (rule, key) = rule_of(Some(rounding));
     let arguments = RowsArguments {
         x: x.address(),
         y: y.address(),

@@ -10,7 +10,7 @@ use crate::cuda::driver::{DeviceBuffer, DeviceSlice, Launch, int};
 use crate::cuda::linear::{CHUNK_K, pack_rows};
 use crate::cuda::units::Unit;
 use crate::format::adamw::{
-    Coefficients, FieldBytes, FirstForm, Forms, GROUP_ROWS, Keys, SecondForm, WeightForm,
+    Band, Coefficients, FieldBytes, FirstForm, Forms, GROUP_ROWS, Keys, SecondForm, WeightForm,
 };
 use crate::format::nvfp4::BLOCK;
 use crate::format::residual::Bits;
@@ -91,8 +91,8 @@ pub struct Step<'a> {
     pub gradients: DeviceSlice<'a>,
     /// A float32 that multiplies gradients beside the coefficients' factor. Nothing is done if it is not finite.
     pub clip: Option<DeviceSlice<'a>>,
-    /// Three 64-bit integers: weights that change as stored and as delivered are added to the first two; the third becomes the largest
-    /// block scale of weights, if it is less.
+    /// Three 64-bit integers, to which are added: weights that change as stored and as delivered, and blocks that the largest block scale
+    /// clips.
     pub counters: DeviceSlice<'a>,
 }
 
@@ -220,7 +220,7 @@ struct StepArguments {
     coefficients: Coefficients,
     first_row: i32,
     rows: i32,
-    fresh_scales: i32,
+    band: Band,
     follows: i32,
     leads: i32,
 }
@@ -240,7 +240,7 @@ impl StepArguments {
             coefficients: step.coefficients,
             first_row: int("rows", step.first_row)?,
             rows: int("rows", rows)?,
-            fresh_scales: step.forms.fresh_scales.into(),
+            band: step.forms.keep_scale.band(step.forms.weight),
             follows: 0,
             leads: 0,
         })
@@ -347,7 +347,11 @@ fn launch(step: &Step<'_>, arguments: &StepArguments) -> Result<()> {
     let (forms, cols) = (&step.forms, step.weights.cols);
     let groups = (step.gradients.bytes() / (2 * cols)).div_ceil(GROUP_ROWS);
     // The default forms' kernel reads pairs of blocks at once.
-    let name = if *forms == Forms::default() && cols.is_multiple_of(2 * BLOCK) {
+    let default = Forms {
+        keep_scale: forms.keep_scale,
+        ..Forms::default()
+    };
+    let name = if *forms == default && cols.is_multiple_of(2 * BLOCK) {
         "adamw_default"
     } else {
         "adamw_any"

@@ -27,6 +27,15 @@ pub struct Text {
     pub stop_tokens: Vec<u32>,
 }
 
+/// The parameters that an entry of a checkpoint holds.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Parts {
+    /// Matrices with their rows in the entry.
+    pub matrices: Vec<(MatrixId, Range<usize>)>,
+    /// Vectors with their elements in the entry.
+    pub vectors: Vec<(VectorId, Range<usize>)>,
+}
+
 /// An opened checkpoint of a model that can be trained.
 pub struct Source {
     checkpoint: Arc<dyn Checkpoint>,
@@ -36,6 +45,7 @@ pub struct Source {
     matrices: Vec<TensorSpec>,
     vectors: Vec<TensorSpec>,
     text: OnceLock<TextFiles>,
+    is_fresh: bool,
 }
 
 impl Source {
@@ -48,7 +58,16 @@ impl Source {
     /// chooses: see [`Fresh`].
     pub fn fresh(directory: &Path, seed: u64) -> Result<Source> {
         let fresh = Fresh::new(directory, seed).map_err(|e| e.within(directory.display()))?;
-        Self::new(Arc::new(fresh)).map_err(|e| e.within(directory.display()))
+        let source = Self::new(Arc::new(fresh)).map_err(|e| e.within(directory.display()))?;
+        Ok(Source {
+            is_fresh: true,
+            ..source
+        })
+    }
+
+    /// Whether its weights are random.
+    pub fn is_fresh(&self) -> bool {
+        self.is_fresh
     }
 
     /// The model in an opened checkpoint.
@@ -88,6 +107,7 @@ impl Source {
             matrices,
             vectors,
             text: OnceLock::new(),
+            is_fresh: false,
         };
         for tensor in source.matrices.iter().chain(&source.vectors) {
             source.found(tensor)?;
@@ -170,13 +190,40 @@ impl Source {
     }
 
     /// Whether the checkpoint holds matrices in NVFP4.
-    pub fn is_nvfp4(&self) -> Result<bool> {
-        for id in 0..self.matrices.len() {
-            if self.encoding(id)? == Encoding::Nvfp4 {
-                return Ok(true);
-            }
+    pub fn is_nvfp4(&self) -> bool {
+        let entries = self.checkpoint.entries().iter();
+        entries.map(|e| e.encoding).any(|e| e == Encoding::Nvfp4)
+    }
+
+    /// Copies the codes and the scales of rows of a matrix that is stored in int8.
+    pub fn int8(
+        &self,
+        id: MatrixId,
+        rows: Range<usize>,
+        codes: &mut [u8],
+        scales: &mut [f32],
+    ) -> Result<()> {
+        let (entry, within) = self.found(&self.matrices[id])?;
+        let rows = within.start + rows.start..within.start + rows.end;
+        self.checkpoint.rows_int8(entry, rows, codes, scales)
+    }
+
+    /// The matrices of an entry of the checkpoint with the rows that each has there, or the vectors with their elements, in their order;
+    /// empty where the entry is no parameter.
+    pub fn parameters_of(&self, name: &str) -> Parts {
+        let of = |tensors: &[TensorSpec]| {
+            let found = tensors.iter().enumerate().filter_map(|(id, tensor)| {
+                let (entry, within) = self.found(tensor).ok()?;
+                (entry.name == name).then_some((id, within))
+            });
+            let mut found: Vec<_> = found.collect();
+            found.sort_by_key(|(_, within)| within.start);
+            found
+        };
+        Parts {
+            matrices: of(&self.matrices),
+            vectors: of(&self.vectors),
         }
-        Ok(false)
     }
 
     /// Copies the codes and block scales of a matrix that is stored in NVFP4, `cols / 2` and `cols / 16` bytes a row; gives the global scale.
@@ -208,13 +255,5 @@ impl Source {
         let tensor = &self.matrices[id];
         let found = self.found(tensor);
         found.is_ok_and(|(entry, _)| entry.shape != tensor.shape)
-    }
-
-    /// Whether an entry of the checkpoint holds a parameter among others.
-    pub fn is_part_of_a_matrix(&self, name: &str) -> bool {
-        let tensors = self.matrices.iter().chain(&self.vectors);
-        tensors
-            .filter_map(|t| self.found(t).ok())
-            .any(|(entry, _)| entry.name == name)
     }
 }

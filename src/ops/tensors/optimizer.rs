@@ -8,8 +8,8 @@ use super::mixed;
 use crate::base::error::{Result, bail, err};
 use crate::format::random;
 use crate::ops::training::optimizer::{
-    Changes, Coefficients, FirstForm, Forms, Hyperparameters, Matrix, RowsStep, SecondForm,
-    StatePart, WeightForm,
+    Changes, Coefficients, FirstForm, Forms, Hyperparameters, KeepScale, Matrix, RowsStep,
+    SecondForm, StatePart, WeightForm,
 };
 use crate::ops::training::statistics;
 use crate::ops::{Array, Device, Mixed};
@@ -201,7 +201,7 @@ impl TensorOptimizer {
             weights: forms.weight,
             first_moments: forms.first,
             second_moments: forms.second,
-            fresh_scales: forms.fresh_scales,
+            fresh_scales: forms.keep_scale == KeepScale::Never,
             global: self.matrix.global(),
             steps: self.matrix.steps(),
             checksum: XxHash3_64::oneshot(&state),
@@ -253,7 +253,10 @@ impl TensorOptimizer {
             weight: header.weights,
             first: header.first_moments,
             second: header.second_moments,
-            fresh_scales: header.fresh_scales,
+            keep_scale: match header.fresh_scales {
+                true => KeepScale::Never,
+                false => KeepScale::Near,
+            },
         };
         let (rows, cols) = crate::tensor::Shape::contiguous(&header.sizes)?.matrix();
         let mut matrix = Matrix::zeroed(device, forms, rows, cols)?;
@@ -314,7 +317,7 @@ mod tests {
             weight: WeightForm::F32,
             first: FirstForm::F32,
             second: SecondForm::F32,
-            fresh_scales: false,
+            keep_scale: KeepScale::Near,
         };
         for forms in [float32, Forms::default()] {
             let mut optimizer = TensorOptimizer::new(&device, &weight, forms).unwrap();

@@ -1,4 +1,5 @@
-//! Operands of products in NVFP4, rounded to the format and back: see [`crate::format::operand`].
+//! Operands of products in NVFP4, rounded to the format and back: see [`crate::format::operand`]. Rows of tables in int8, likewise: see
+//! [`crate::format::int8`].
 
 use super::super::{Device, Mixed, Slice, SliceMut};
 use super::scratch;
@@ -21,6 +22,14 @@ pub fn round_rows(
     match device {
         Device::Cpu(cpu) => cpu.round_rows(x.host()?, width, rounding, out.host()?),
         Device::Cuda(_) => cuda::round_rows(x.cuda()?, width, rounding, out.cuda()?),
+    }
+}
+
+/// Rounds the rows of `x` `[rows, width]` to int8 in place, each under its own scale. Rows with a value that is not finite become NaN.
+pub fn round_int8_rows(device: &Device, x: SliceMut<'_, Mixed>, width: usize) -> Result<()> {
+    match device {
+        Device::Cpu(cpu) => cpu.round_int8_rows(x.host()?, width),
+        Device::Cuda(_) => cuda::round_int8_rows(x.cuda()?, width),
     }
 }
 

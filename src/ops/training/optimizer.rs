@@ -7,7 +7,7 @@ use super::super::{Array, Device, Mixed, Slice, SliceMut};
 use super::gpu;
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::base::memory::Tag;
+use crate::base::memory::{self, Tag};
 use crate::cpu::Cpu;
 use crate::cpu::training::{self as cpu, MatrixRows, Rows, weight_global};
 use crate::cuda::DeviceBuffer;
@@ -19,7 +19,8 @@ use crate::tensor::WeightType;
 
 pub use crate::cpu::training::ReadRows;
 pub use crate::format::adamw::{
-    Changes, Coefficients, Field, FirstForm, Forms, Hyperparameters, Keys, SecondForm, WeightForm,
+    Changes, Coefficients, Field, FirstForm, Forms, Hyperparameters, KeepScale, Keys, SecondForm,
+    WeightForm,
 };
 
 /// A field of a matrix: codes, and what scales them.
@@ -382,6 +383,32 @@ impl Matrix {
     ) -> Result<Matrix> {
         let mut matrix = Matrix::allocate(device, Self::frozen_forms(weight), true, rows, cols)?;
         matrix.fill(device, host, read)?;
+        Ok(matrix)
+    }
+
+    /// A matrix that begins as these NVFP4 codes `[rows, cols / 2]`, block scales `[rows, cols / 16]` and global scale, with moments of zero.
+    /// The part beside codes is zero, or brings the weights as near to the values that `read` gives as `forms` allow. `read` is called on
+    /// threads of `host`.
+    pub fn begun(
+        device: &Device,
+        host: &Cpu,
+        forms: Forms,
+        (rows, cols): (usize, usize),
+        (codes, scales, global): (&[u8], &[u8], f32),
+        read: Option<&ReadRows<'_>>,
+    ) -> Result<Matrix> {
+        let mut matrix = Matrix::zeroed(device, forms, rows, cols)?;
+        check_block_scales(scales, 0, cols / BLOCK)?;
+        matrix.write_weights(device, codes, scales)?;
+        matrix.restore(global, 0)?;
+        if let Some(read) = read
+            && forms.weight.rest().codes > 0
+        {
+            let mut rest = memory::zeros(matrix.part_bytes(StatePart::Rest))?;
+            let of = (codes, scales, global);
+            host.encode_rest(forms.weight, (rows, cols), of, read, &mut rest)?;
+            matrix.write_part(StatePart::Rest, &rest)?;
+        }
         Ok(matrix)
     }
 
@@ -775,9 +802,7 @@ impl Matrix {
             first_row: rows.start,
             global: self.global,
         };
-        let changes = cpu.adamw(&of_rows, step.gradients.host()?, state)?;
-        self.changes.stored += changes.stored;
-        self.changes.delivered += changes.delivered;
+        self.changes += cpu.adamw(&of_rows, step.gradients.host()?, state)?;
         Ok(())
     }
 
@@ -786,14 +811,8 @@ impl Matrix {
         finish_steps(device, &mut [self])
     }
 
-    /// Doubles the global scale before block scales, of which `largest` is the largest, reach their end. Values stay the same, but where a
-    /// block scale has no half.
-    fn make_room(&mut self, device: &Device, largest: u8) -> Result<()> {
-        /// The first scale from which the global one is doubled: the largest, 448, is 1.4 times as much.
-        const FULL: f32 = 320.0;
-        if !self.forms.weight.is_packed() || e4m3::decode(largest) < FULL {
-            return Ok(());
-        }
+    /// Doubles the global scale, so that block scales have room to grow. Values stay the same, but where a block scale has no half.
+    fn make_room(&mut self, device: &Device) -> Result<()> {
         let form = self.forms.weight;
         let global = self.global * 2.0;
         let (bytes, beside) = (form.codes().codes, form.rest().codes);
@@ -1012,7 +1031,7 @@ pub fn make_steps(device: &Device, steps: &mut [(&mut Matrix, RowsStep<'_>)]) ->
 
 /// Ends a step that all rows of some matrices have made, and says how many weights it has changed. Waits for a GPU, once.
 pub fn finish_steps(device: &Device, matrices: &mut [&mut Matrix]) -> Result<Changes> {
-    let found: Vec<(Changes, u8)> = if device.is_cuda() {
+    let found: Vec<Changes> = if device.is_cuda() {
         let zeros = Array::<u8>::zeroed(device, COUNTERS)?;
         let mut all = Array::<u8>::scratch(device, COUNTERS * matrices.len())?;
         for (i, matrix) in matrices.iter_mut().enumerate() {
@@ -1025,28 +1044,26 @@ pub fn finish_steps(device: &Device, matrices: &mut [&mut Matrix]) -> Result<Cha
         counted
             .map(|bytes| {
                 let count = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
-                let changes = Changes {
+                Changes {
                     stored: count(0),
                     delivered: count(8),
-                };
-                (changes, bytes[16])
+                    clipped: count(16),
+                }
             })
             .collect()
     } else {
-        let found = matrices.iter_mut().map(|matrix| {
-            let changes = std::mem::take(&mut matrix.changes);
-            let weight = reading(&matrix.weight);
-            let scales = weight.scales.all().host()?;
-            Ok((changes, scales.iter().copied().max().unwrap_or(0)))
-        });
-        found.collect::<Result<_>>()?
+        let found = matrices.iter_mut();
+        found
+            .map(|matrix| std::mem::take(&mut matrix.changes))
+            .collect()
     };
     let mut all = Changes::default();
-    for (matrix, (changes, largest)) in matrices.iter_mut().zip(found) {
+    for (matrix, changes) in matrices.iter_mut().zip(found) {
         matrix.steps += 1;
-        matrix.make_room(device, largest)?;
-        all.stored += changes.stored;
-        all.delivered += changes.delivered;
+        if changes.clipped > 0 {
+            matrix.make_room(device)?;
+        }
+        all += changes;
     }
     Ok(all)
 }

@@ -20,14 +20,15 @@ namespace packing {
 }
 
 struct Case {
-    u32 any, rows, cols, first_row, form, first, second, fresh_scales;
+    u32 any, rows, cols, first_row, form, first, second;
+    Band band;
     float global;
     u32 clipped;
     float clip;
     Coefficients c;
     u64 rounding, dither, previous;
 };
-static_assert(sizeof(Case) == 104, "no padding");
+static_assert(sizeof(Case) == 112, "no padding");
 
 // Bytes that are aligned as those of a GPU's allocations, with others around them that nothing may change.
 struct Bytes16 {
@@ -78,7 +79,7 @@ static void run(const Case& c) {
     a.c = c.c;
     a.first_row = (int)c.first_row;
     a.rows = (int)(c.rows - c.first_row);
-    a.fresh_scales = (int)c.fresh_scales;
+    a.band = c.band;
     // Also more blocks than chunks.
     unsigned splits = 1 + noise() % 4;
     launch(ceil_div(a.rows, CHUNK_ROWS), 1, splits, THREADS, [&] { c.any ? adamw_any(a) : adamw_default(a); }, splits);

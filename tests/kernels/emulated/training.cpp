@@ -468,6 +468,18 @@ static void check_operand_rows(int rows, int width, int rule, float size) {
             expect_rounded(r, from, to, amax, rule, key, at, 1);
         }
     }
+    operand::RowsArguments int8 = {x.data(), y.data(), 0, width / 16, operand::RULE_INT8};
+    launch(rows, 1, 1, operand::THREADS, [&] { operand::train_operand_rows(int8); });
+    for (int r = 0; r < rows; r++) {
+        float amax = 0;
+        for (int i = 0; i < width; i++) amax = std::fmax(amax, std::fabs((float)x[(size_t)r * width + i]));
+        float scale = amax / 127;
+        for (int i = 0; i < width; i++) {
+            size_t at = (size_t)r * width + i;
+            float want = std::nearbyint((float)x[at] / scale) * scale;
+            expect_bf16("a row of a table", r, i, y[at], want, 0);
+        }
+    }
     x.set(width - 1, INFINITY);
     launch(rows, 1, 1, operand::THREADS, [&] { operand::train_operand_rows(a); });
     for (int i = 0; i < width; i++) expect(std::isnan(y[i]), "a row that is not finite", 0, i, y[i], NAN);

@@ -1,0 +1,352 @@
+//! A model on disk to the same model in NVFP4 on disk, one tensor at a time: linear weights are quantized, tables as is asked for, the
+//! rest keeps the encoding it has. Peak memory is a few megabytes, whatever the model. Knows no file format and runs nothing.
+
+mod options;
+mod plan;
+mod quantized;
+mod rows;
+
+use std::collections::HashMap;
+use std::ops::ControlFlow;
+use std::path::Path;
+
+use serde::Serialize;
+use serde_json::json;
+
+use self::plan::{Action, EMBEDDING, HEAD, Step, plan};
+use self::rows::{PART, PARTS, RowConverter};
+use super::{check_loadable, text};
+use crate::base::error::{bail, err};
+use crate::base::file::folder_of;
+use crate::base::threads::Pool;
+use crate::base::{Result, call, memory};
+use crate::checkpoint::{
+    Checkpoint, DatWriter, Encoding, ModelOptWriter, Planned, TokenizerSource, Writer,
+    check_not_read, missing_companions, write_companions,
+};
+use crate::format::nvfp4::{BLOCK, Levels};
+use crate::text::Tokenizer;
+
+pub use options::{Container, ConvertOptions, Tables};
+pub use quantized::Quantized;
+
+/// How far a conversion is.
+#[derive(Clone, Copy, Debug)]
+pub struct ConvertProgress<'a> {
+    /// The tensor at hand.
+    pub tensor: &'a str,
+    /// Source bytes dealt with.
+    pub done: u64,
+    /// Source bytes in all.
+    pub total: u64,
+}
+
+/// Result of a conversion.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct ConvertReport {
+    /// Tensors written.
+    pub tensors: usize,
+    /// Tensors that this conversion quantized to NVFP4.
+    pub quantized: usize,
+    /// Tensors that were NVFP4 already.
+    pub kept_nvfp4: usize,
+    /// Tensors written as int8 rows.
+    pub int8: usize,
+    /// Encoding of the embedding that was written; empty where there is none.
+    pub embedding: &'static str,
+    /// Encoding of the head that was written, which is the embedding's where they share a table.
+    pub head: &'static str,
+    /// Bytes of tensors read.
+    pub bytes_in: u64,
+    /// Bytes of tensors written.
+    pub bytes_out: u64,
+    /// Root mean square of the error over that of the weights that this conversion quantized to NVFP4.
+    pub relative_error: f64,
+}
+
+/// Converts `source` to `destination`: a directory, or a `.dat` file for [`Container::Dat`]. Norms and biases stay dense, and tables
+/// become what [`ConvertOptions::tables`] says. `progress` may stop the work, which leaves nothing behind. A source that loading would
+/// refuse is refused before anything is written, except for its values.
+pub fn convert(
+    source: &dyn Checkpoint,
+    destination: &Path,
+    options: &ConvertOptions,
+    pool: &Pool,
+    progress: &mut dyn FnMut(ConvertProgress<'_>) -> ControlFlow<()>,
+) -> Result<ConvertReport> {
+    options.quantize.check()?;
+    if options.container == Container::Dat && options.quantize.levels == Levels::Two {
+        bail!(
+            InvalidArgument,
+            ".dat holds no global scale; quantize with a single-level scale"
+        );
+    }
+    let used = check_loadable(source)?;
+    let steps = plan(source, options, &used)?;
+    if let [first, more @ ..] = source.unreadable() {
+        tracing::warn!(
+            "{} tensors are left out, as they cannot be read: {first}{}",
+            more.len() + 1,
+            if more.is_empty() { "" } else { ", ..." }
+        );
+    }
+    let planned: Vec<Planned> = steps.iter().map(Planned::from).collect();
+    let (metadata, files) = (source.metadata(), text_files(&source.metadata().tokenizer)?);
+    let mut writer: Box<dyn Writer> = match options.container {
+        Container::ModelOpt => {
+            check_not_read(destination, source.files())?;
+            let start = match options.replace {
+                true => ModelOptWriter::replace,
+                false => ModelOptWriter::create,
+            };
+            let mut writer = start(destination, &planned, metadata)?;
+            for (name, content) in &files {
+                writer.add_file(name, content.clone())?;
+            }
+            Box::new(writer)
+        }
+        Container::Dat => {
+            missing_companions(folder_of(destination), metadata, &files)?;
+            Box::new(DatWriter::create(destination, &planned)?)
+        }
+    };
+
+    let mut work = Work {
+        rows: RowConverter {
+            source,
+            pool,
+            options: &options.quantize,
+        },
+        largest: HashMap::new(),
+        done: 0,
+        total: steps.iter().map(Step::bytes).sum(),
+        progress,
+    };
+    let encoding_of = |names: &[&str]| {
+        let found = |name: &&str| steps.iter().find(|s| s.name == *name);
+        names
+            .iter()
+            .find_map(found)
+            .map_or("", |s| s.encoding.name())
+    };
+    let mut report = ConvertReport {
+        tensors: steps.len(),
+        embedding: encoding_of(&[EMBEDDING]),
+        head: encoding_of(&[HEAD, EMBEDDING]),
+        bytes_in: source.entries().iter().map(|e| e.bytes).sum(),
+        ..ConvertReport::default()
+    };
+    let (mut squares, mut errors) = (0.0, 0.0);
+    for step in &steps {
+        work.tell(&step.name)?;
+        let (rows, cols) = (step.rows.len() as u64, step.entry.cols() as u64);
+        report.bytes_out += step.encoding.matrix_bytes(rows, cols).unwrap_or(0);
+        report.int8 += usize::from(step.encoding == Encoding::Int8);
+        match step.action {
+            Action::Copy => {
+                if !matches!(step.encoding, Encoding::Nvfp4 | Encoding::Int8)
+                    && used.contains(&step.entry.name)
+                {
+                    work.rows
+                        .check_finite(&step.entry, step.rows.clone())
+                        .map_err(|e| e.within(&step.entry.name))?;
+                }
+                writer
+                    .copy(source, &step.entry)
+                    .map_err(|e| e.within(&step.entry.name))?;
+                work.done += step.entry.bytes;
+                report.kept_nvfp4 += usize::from(step.encoding == Encoding::Nvfp4);
+            }
+            Action::CopyRows => {
+                copy_rows(source, step, &mut *writer).map_err(|e| e.within(&step.entry.name))?;
+                work.done += step.bytes();
+                report.kept_nvfp4 += 1;
+            }
+            Action::Quantize => {
+                let sums = work
+                    .quantize(step, &steps, &mut *writer)
+                    .map_err(|e| e.within(&step.entry.name))?;
+                squares += sums.0;
+                errors += sums.1;
+                report.quantized += 1;
+            }
+            Action::Int8 => work
+                .int8(step, &mut *writer)
+                .map_err(|e| e.within(&step.entry.name))?,
+        }
+    }
+    if let Some(last) = steps.last() {
+        work.tell(&last.name)?;
+    }
+    if squares > 0.0 {
+        report.relative_error = (errors / squares).sqrt();
+    }
+    if options.container == Container::Dat {
+        write_companions(folder_of(destination), metadata, &files)?;
+    }
+    writer.finish()?;
+    Ok(report)
+}
+
+/// Writes some rows of an NVFP4 entry as they are.
+fn copy_rows(source: &dyn Checkpoint, step: &Step, writer: &mut dyn Writer) -> Result<()> {
+    let (entry, rows) = (&step.entry, step.rows.clone());
+    let globals = source.global_scales(entry)?;
+    writer.begin(
+        &step.name,
+        globals[rows.start / (entry.rows() / globals.len())],
+    )?;
+    let mut codes = memory::zeros(rows.len() * entry.cols() / 2)?;
+    let mut scales = memory::zeros(rows.len() * entry.cols() / BLOCK)?;
+    source.rows_nvfp4(entry, rows, &mut codes, &mut scales)?;
+    writer.nvfp4(&codes, &scales)
+}
+
+/// The state that the steps of a conversion share.
+struct Work<'a> {
+    rows: RowConverter<'a>,
+    /// The largest magnitude of each tensor looked at so far, by name.
+    largest: HashMap<String, f32>,
+    done: u64,
+    total: u64,
+    progress: &'a mut dyn FnMut(ConvertProgress<'_>) -> ControlFlow<()>,
+}
+
+impl Work<'_> {
+    fn tell(&mut self, tensor: &str) -> Result<()> {
+        let at = ConvertProgress {
+            tensor,
+            done: self.done,
+            total: self.total,
+        };
+        call::check().map_err(|e| e.within(format_args!("the conversion at '{tensor}'")))?;
+        match (self.progress)(at) {
+            ControlFlow::Continue(()) => Ok(()),
+            ControlFlow::Break(()) => bail!(Cancelled, "the conversion was stopped at '{tensor}'"),
+        }
+    }
+
+    /// Writes `step` quantized. Returns the sum of squares of the weights and of their errors.
+    fn quantize(
+        &mut self,
+        step: &Step,
+        steps: &[Step],
+        writer: &mut dyn Writer,
+    ) -> Result<(f64, f64)> {
+        let global = self.rows.global(step, steps, &mut self.largest)?;
+        writer.begin(&step.name, global)?;
+        let entry = &step.entry;
+        let (rows, cols) = (step.rows.clone(), entry.cols());
+        let per_part = (PART / cols).max(1);
+        let per_region = per_part * PARTS;
+        let before = self.done;
+        let (mut squares, mut errors) = (0.0, 0.0);
+        for first in rows.clone().step_by(per_region) {
+            let region = first..rows.end.min(first + per_region);
+            let mut codes = memory::zeros(region.len() * cols / 2)?;
+            let mut scales = memory::zeros(region.len() * cols / BLOCK)?;
+            let sums = self.rows.region(
+                entry,
+                region.clone(),
+                per_part,
+                global,
+                &mut codes,
+                &mut scales,
+            )?;
+            squares += sums.0;
+            errors += sums.1;
+            writer.nvfp4(&codes, &scales)?;
+            let done = (region.end - rows.start) as u128;
+            self.done = before + (step.bytes() as u128 * done / rows.len() as u128) as u64;
+            self.tell(&step.name)?;
+        }
+        Ok((squares, errors))
+    }
+
+    /// Writes `step` as int8 rows.
+    fn int8(&mut self, step: &Step, writer: &mut dyn Writer) -> Result<()> {
+        writer.begin(&step.name, 1.0)?;
+        let (rows, cols) = (step.rows.clone(), step.entry.cols());
+        let per_part = (PART / cols).max(1);
+        let before = self.done;
+        for first in rows.clone().step_by(per_part * PARTS) {
+            let region = first..rows.end.min(first + per_part * PARTS);
+            let mut codes = memory::zeros(region.len() * cols)?;
+            let mut scales = memory::zeros(region.len())?;
+            self.rows.int8(
+                &step.entry,
+                region.clone(),
+                per_part,
+                &mut codes,
+                &mut scales,
+            )?;
+            writer.int8(&codes, &scales)?;
+            let done = (region.end - rows.start) as u128;
+            self.done = before + (step.bytes() as u128 * done / rows.len() as u128) as u64;
+            self.tell(&step.name)?;
+        }
+        Ok(())
+    }
+}
+
+/// The files of a directory, by their names, that hold the tokenizer, the template and the sampling of a source which has them inside;
+/// none for other sources, whose own files are copied.
+pub fn text_files(source: &TokenizerSource) -> Result<Vec<(String, Vec<u8>)>> {
+    let mut files = Vec::new();
+    if let TokenizerSource::Vocabulary(vocabulary) = source {
+        let tokenizer = Tokenizer::from_vocabulary(&text::spec(vocabulary))
+            .map_err(|e| e.within("the tokenizer"))?;
+        let text = |id: Option<u32>| id.and_then(|id| vocabulary.tokens.get(id as usize));
+        let mut config = json!({
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": false,
+        });
+        for (key, id) in [
+            ("bos_token", vocabulary.bos),
+            ("eos_token", vocabulary.eos),
+            ("unk_token", vocabulary.unk),
+            ("pad_token", vocabulary.pad),
+        ] {
+            if let Some(token) = text(id) {
+                config[key] = json!(token);
+            }
+        }
+        match (&vocabulary.chat_template, &vocabulary.rare.tool_template) {
+            (Some(template), None) => config["chat_template"] = json!(template),
+            (default, Some(tool_use)) => {
+                let named =
+                    |name: &str, template: &String| json!({"name": name, "template": template});
+                let default = default.iter().map(|template| named("default", template));
+                let all: Vec<_> = default.chain([named("tool_use", tool_use)]).collect();
+                config["chat_template"] = all.into();
+            }
+            (None, None) => {}
+        }
+        let mut ends = Vec::new();
+        for id in vocabulary.ends() {
+            if !ends.contains(&id) {
+                ends.push(id);
+            }
+        }
+        let mut generation = json!({ "eos_token_id": ends });
+        if let Some(bos) = vocabulary.bos {
+            generation["bos_token_id"] = json!(bos);
+        }
+        for (key, value) in &*vocabulary.sampling {
+            generation[key] = value.clone();
+        }
+        files.push((
+            "tokenizer.json".to_owned(),
+            tokenizer.to_json()?.into_bytes(),
+        ));
+        for (name, value) in [
+            ("tokenizer_config.json", config),
+            ("generation_config.json", generation),
+        ] {
+            let text = serde_json::to_vec_pretty(&value)
+                .map_err(|e| err!(Internal, "writing {name}: {e}"))?;
+            files.push((name.to_owned(), text));
+        }
+    }
+    Ok(files)
+}

@@ -1,0 +1,262 @@
+//! What a conversion makes of each entry of a checkpoint.
+
+use std::collections::HashSet;
+use std::ops::Range;
+
+use super::options::{Container, ConvertOptions, Tables};
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::checkpoint::{Checkpoint, Encoding, Entry, Planned, is_of_text_model};
+use crate::format::nvfp4::BLOCK;
+use crate::model::families;
+use crate::model::load::has_own_head;
+use crate::tensor::DType;
+
+/// What happens to one tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Action {
+    Copy,
+    /// Copies the codes and scales of some rows.
+    CopyRows,
+    Quantize,
+    /// Rounds rows to int8.
+    Int8,
+}
+
+/// A tensor that is written.
+pub(super) struct Step {
+    /// Differs from the entry's name for an expert of a stack.
+    pub(super) name: String,
+    pub(super) entry: Entry,
+    /// What becomes a tensor, of the entry seen as a matrix: all of it but for an expert of a stack.
+    pub(super) rows: Range<usize>,
+    pub(super) shape: Vec<usize>,
+    pub(super) action: Action,
+    pub(super) encoding: Encoding,
+}
+
+impl From<&Step> for Planned {
+    fn from(step: &Step) -> Planned {
+        Planned {
+            name: step.name.clone(),
+            shape: step.shape.clone(),
+            encoding: step.encoding,
+        }
+    }
+}
+
+impl Step {
+    fn whole(entry: &Entry, action: Action, encoding: Encoding) -> Step {
+        Step {
+            name: entry.name.clone(),
+            rows: 0..entry.rows(),
+            shape: entry.shape.clone(),
+            entry: entry.clone(),
+            action,
+            encoding,
+        }
+    }
+
+    /// Bytes of the source.
+    pub(super) fn bytes(&self) -> u64 {
+        self.entry.bytes * self.rows.len() as u64 / self.entry.rows() as u64
+    }
+}
+
+pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
+pub(super) const HEAD: &str = "lm_head.weight";
+
+/// Weights that serving engines fuse into one matrix, which then has one global scale.
+pub(super) const FUSED: [&[&str]; 2] = [
+    &["q_proj.weight", "k_proj.weight", "v_proj.weight"],
+    &["gate_proj.weight", "up_proj.weight"],
+];
+
+/// The others, of which some are stored fused.
+const ALONE: [&str; 4] = [
+    "o_proj.weight",
+    "down_proj.weight",
+    "qkv_proj.weight",
+    "gate_up_proj.weight",
+];
+
+/// Whether `entry` is a weight of a linear layer of the text model, by name and shape.
+fn is_linear(entry: &Entry) -> bool {
+    let last_two = |suffix: &&str| {
+        entry
+            .name
+            .strip_suffix(*suffix)
+            .is_some_and(|rest| rest.ends_with('.'))
+    };
+    entry.shape.len() == 2
+        && is_of_text_model(&entry.name)
+        && (entry.name == HEAD || FUSED.concat().iter().chain(&ALONE).any(last_two))
+}
+
+/// The steps of a conversion. Entries that are not `used` by the model stay as they are where NVFP4 cannot hold them.
+pub(super) fn plan(
+    source: &dyn Checkpoint,
+    options: &ConvertOptions,
+    used: &HashSet<String>,
+) -> Result<Vec<Step>> {
+    let mut steps = Vec::with_capacity(source.entries().len());
+    let is_tied = source.find(HEAD).is_none() || repeats_the_embedding(source)?;
+    for entry in source.entries() {
+        if is_tied && entry.name == HEAD {
+            continue;
+        }
+        if let Some(experts) = experts(source, entry, options.container)? {
+            steps.extend(experts);
+            continue;
+        }
+        let fits = !entry.encoding.is_integer() && entry.cols().is_multiple_of(BLOCK);
+        let is_quantized = is_linear(entry) && (fits || used.contains(&entry.name));
+        let is_kept = options.keeps(&entry.name);
+        let encoding = match is_table(entry) {
+            _ if is_kept => kept(entry, options.container),
+            true => table_encoding(entry, options, is_tied)?,
+            false if entry.encoding == Encoding::Nvfp4 || is_quantized => Encoding::Nvfp4,
+            false => kept(entry, options.container),
+        };
+        let is_as_stored = match encoding {
+            Encoding::Nvfp4 => {
+                entry.encoding == encoding
+                    && (options.container == Container::ModelOpt
+                        || source.global_scale(entry)? == 1.0)
+            }
+            Encoding::Int8 => entry.encoding == encoding,
+            _ => true,
+        };
+        let action = match encoding {
+            _ if is_as_stored => Action::Copy,
+            Encoding::Int8 => Action::Int8,
+            _ => Action::Quantize,
+        };
+        if (action != Action::Copy || is_table(entry)) && entry.encoding.is_integer() {
+            bail!(
+                Unsupported,
+                "'{}' is stored as {}, and nothing says how weights come of that",
+                entry.name,
+                entry.encoding
+            );
+        }
+        if encoding == Encoding::Nvfp4 && !entry.cols().is_multiple_of(BLOCK) {
+            bail!(
+                InvalidArgument,
+                "'{}' has K = {}, which is not a multiple of {BLOCK}; NVFP4 cannot hold it",
+                entry.name,
+                entry.cols()
+            );
+        }
+        steps.push(Step::whole(entry, action, encoding));
+    }
+    if options.keep.is_empty() && steps.iter().all(|s| s.encoding != Encoding::Nvfp4) {
+        bail!(
+            InvalidArgument,
+            "none of the {} tensors is a linear weight (…q_proj.weight, …down_proj.weight, {HEAD}, …); the first is '{}'",
+            steps.len(),
+            steps.first().map_or("", |s| &s.name)
+        );
+    }
+    Ok(steps)
+}
+
+/// Whether `entry` is the embedding or the head.
+fn is_table(entry: &Entry) -> bool {
+    entry.shape.len() == 2 && [EMBEDDING, HEAD].contains(&&*entry.name)
+}
+
+/// Encoding in which a table is written.
+fn table_encoding(entry: &Entry, options: &ConvertOptions, is_tied: bool) -> Result<Encoding> {
+    let bf16 = Encoding::Dense(DType::BF16);
+    let holds_int8 = options.container == Container::ModelOpt;
+    if options.keep_head && (is_tied || entry.name == HEAD) {
+        return Ok(kept(entry, options.container));
+    }
+    Ok(match (options.tables, entry.encoding) {
+        (Tables::Bf16, _) => bf16,
+        (Tables::Int8, _) if !holds_int8 => bail!(
+            Unsupported,
+            ".dat holds no int8 tables; ask for bf16 or nvfp4, or write a directory"
+        ),
+        (Tables::Int8, _) => Encoding::Int8,
+        (Tables::Nvfp4, _) | (Tables::Auto, Encoding::Nvfp4) => Encoding::Nvfp4,
+        (Tables::Auto, same @ Encoding::Dense(DType::F16)) => same,
+        // Integers that have no scales are refused where they are quantized.
+        (Tables::Auto, narrow) if holds_int8 && bytes_of_value(narrow) == Some(1) => Encoding::Int8,
+        (Tables::Auto, _) => bf16,
+    })
+}
+
+/// Bytes that a value takes at most, scales left out.
+fn bytes_of_value(encoding: Encoding) -> Option<usize> {
+    match encoding {
+        Encoding::Dense(_) => encoding.element_bytes(),
+        Encoding::Nvfp4 | Encoding::Int8 | Encoding::Nf4 | Encoding::Ggml(_) => Some(1),
+    }
+}
+
+/// Encoding of a tensor that is not quantized: its own, or a dense one where its own cannot be written.
+fn kept(entry: &Entry, container: Container) -> Encoding {
+    match entry.encoding {
+        Encoding::Int8 if container == Container::ModelOpt => Encoding::Int8,
+        Encoding::Int8 | Encoding::Nf4 | Encoding::Dense(DType::F8E4M3) | Encoding::Ggml(_)
+            if entry.shape.len() > 1 =>
+        {
+            Encoding::Dense(DType::BF16)
+        }
+        Encoding::Nf4
+        | Encoding::Dense(DType::F8E4M3)
+        | Encoding::Ggml(_)
+        | Encoding::Dense(DType::F64) => Encoding::Dense(DType::F32),
+        same => same,
+    }
+}
+
+/// Whether a model whose config ties the head to the embedding has both, with the same values.
+fn repeats_the_embedding(source: &dyn Checkpoint) -> Result<bool> {
+    let is_said_to_be_tied = (source.metadata().config.as_ref()).is_some_and(families::is_tied);
+    Ok(is_said_to_be_tied && source.find(EMBEDDING).is_some() && !has_own_head(source)?)
+}
+
+/// A tensor for each expert of a stack, as serving engines and this library's loader have them: `mlp.experts.E.gate_proj.weight`. `None` for
+/// what is no stack.
+fn experts(
+    source: &dyn Checkpoint,
+    entry: &Entry,
+    container: Container,
+) -> Result<Option<Vec<Step>>> {
+    const STACKED: &str = ".mlp.experts.";
+    let (Some((block, projection)), &[count, rows, cols]) =
+        (entry.name.split_once(STACKED), &entry.shape[..])
+    else {
+        return Ok(None);
+    };
+    if entry.encoding.is_integer() || !cols.is_multiple_of(BLOCK) {
+        bail!(
+            Unsupported,
+            "'{}' is a stack of experts of shape {:?} stored as {}; NVFP4 holds rows of a multiple of {BLOCK} numbers",
+            entry.name,
+            entry.shape,
+            entry.encoding
+        );
+    }
+    let is_kept = entry.encoding == Encoding::Nvfp4
+        && (container == Container::ModelOpt
+            || source
+                .global_scales(entry)?
+                .iter()
+                .all(|&scale| scale == 1.0));
+    let step = |expert: usize| Step {
+        name: format!("{block}{STACKED}{expert}.{projection}"),
+        entry: entry.clone(),
+        rows: expert * rows..(expert + 1) * rows,
+        shape: vec![rows, cols],
+        action: match is_kept {
+            true => Action::CopyRows,
+            false => Action::Quantize,
+        },
+        encoding: Encoding::Nvfp4,
+    };
+    Ok(Some((0..count).map(step).collect()))
+}

@@ -1,0 +1,251 @@
+//! Rows of a checkpoint's entries in the encoding of a conversion, made on several threads.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Mutex;
+
+use super::plan::{Action, FUSED, Step};
+use crate::base::error::bail;
+use crate::base::threads::Pool;
+use crate::base::{Result, call, memory};
+use crate::checkpoint::{Checkpoint, Entry};
+use crate::format::int8;
+use crate::format::nvfp4::{self, BLOCK, Levels, QuantizeOptions};
+
+/// Values in one part of a parallel region, about.
+pub(super) const PART: usize = 1 << 16;
+
+/// Parts in one region: enough to keep many threads busy, few enough to keep memory small.
+pub(super) const PARTS: usize = 64;
+
+/// The names of a group of weights that share a global scale, of which `name` is one.
+fn group(name: &str) -> Vec<String> {
+    let members = |group: &&[&str]| {
+        let prefix = group.iter().find_map(|s| name.strip_suffix(s))?;
+        Some(group.iter().map(|s| format!("{prefix}{s}")).collect())
+    };
+    let found = FUSED.iter().find_map(members);
+    found.unwrap_or_else(|| vec![name.to_owned()])
+}
+
+/// Converts rows in parallel.
+#[derive(Clone, Copy)]
+pub(super) struct RowConverter<'a> {
+    pub(super) source: &'a dyn Checkpoint,
+    pub(super) pool: &'a Pool,
+    pub(super) options: &'a QuantizeOptions,
+}
+
+impl RowConverter<'_> {
+    /// The global scale for `step`, common to the weights that are fused with it. `largest` keeps the largest magnitudes of tensors, by name.
+    pub(super) fn global(
+        &self,
+        step: &Step,
+        steps: &[Step],
+        largest: &mut HashMap<String, f32>,
+    ) -> Result<f32> {
+        if self.options.levels != Levels::Two {
+            return Ok(1.0);
+        }
+        let fused = group(&step.name);
+        let mut most = 0f32;
+        for other in steps {
+            if other.action != Action::Quantize || !fused.contains(&other.name) {
+                continue;
+            }
+            let amax = match largest.get(&other.name) {
+                Some(&amax) => amax,
+                None => {
+                    let amax = self
+                        .amax(&other.entry, other.rows.clone())
+                        .map_err(|e| e.within(format_args!("'{}'", other.name)))?;
+                    largest.insert(other.name.clone(), amax);
+                    amax
+                }
+            };
+            most = most.max(amax);
+        }
+        Ok(nvfp4::global_scale(most, self.options))
+    }
+
+    /// Rounds the rows of `region` to int8, `per_part` at a time.
+    pub(super) fn int8(
+        &self,
+        entry: &Entry,
+        region: Range<usize>,
+        per_part: usize,
+        codes: &mut [u8],
+        scales: &mut [f32],
+    ) -> Result<()> {
+        let cols = entry.cols();
+        let parts: Vec<_> = codes
+            .chunks_mut(per_part * cols)
+            .zip(scales.chunks_mut(per_part))
+            .map(Mutex::new)
+            .collect();
+        let found = Mutex::new(Vec::new());
+        call::with(|call| {
+            self.pool.run(parts.len(), |part| {
+                if call.is_over() {
+                    return;
+                }
+                let mut out = lock(&parts[part]);
+                let (codes, scales) = &mut *out;
+                let first = region.start + part * per_part;
+                let rows = first..first + scales.len();
+                let made = memory::zeros(codes.len()).and_then(|mut values| {
+                    self.source.rows_f32(entry, rows, &mut values)?;
+                    int8::quantize_rows(&values, cols, first, codes, scales)
+                });
+                lock(&found).push((part, made));
+            })
+        });
+        call::check()?;
+        in_order(found).collect()
+    }
+
+    /// The largest magnitude of some rows.
+    fn amax(&self, entry: &Entry, rows: Range<usize>) -> Result<f32> {
+        self.largest(entry, rows, &|values, first| {
+            nvfp4::amax(values, first, self.options.nonfinite)
+        })
+    }
+
+    /// Refuses values that loading would refuse.
+    pub(super) fn check_finite(&self, entry: &Entry, rows: Range<usize>) -> Result<()> {
+        self.largest(
+            entry,
+            rows,
+            &|values, first| match values.iter().position(|v| !v.is_finite()) {
+                None => Ok(0.0),
+                Some(i) => bail!(
+                    CorruptFile,
+                    "the value at index {} is {}; weights must be finite",
+                    first + i,
+                    values[i]
+                ),
+            },
+        )
+        .map(|_| ())
+    }
+
+    /// The largest number that `of` gives for runs of rows and the index of their first value.
+    fn largest(
+        &self,
+        entry: &Entry,
+        rows: Range<usize>,
+        of: &(dyn Fn(&[f32], usize) -> Result<f32> + Sync),
+    ) -> Result<f32> {
+        let cols = entry.cols();
+        let step = (PART / cols).max(1);
+        let starts: Vec<usize> = rows.clone().step_by(step).collect();
+        let found = Mutex::new(Vec::new());
+        call::with(|call| {
+            self.pool.run(starts.len(), |part| {
+                if call.is_over() {
+                    return;
+                }
+                let rows = starts[part]..rows.end.min(starts[part] + step);
+                let first = rows.start * cols;
+                let number = memory::zeros(rows.len() * cols).and_then(|mut values| {
+                    self.source.rows_f32(entry, rows, &mut values)?;
+                    of(&values, first)
+                });
+                lock(&found).push((part, number));
+            })
+        });
+        call::check()?;
+        let mut largest = 0f32;
+        for number in in_order(found) {
+            largest = largest.max(number?);
+        }
+        Ok(largest)
+    }
+
+    /// Quantizes the rows of `region`, `per_part` at a time. Gives the sum of squares of the weights, and of their errors.
+    pub(super) fn region(
+        &self,
+        entry: &Entry,
+        region: Range<usize>,
+        per_part: usize,
+        global: f32,
+        codes: &mut [u8],
+        scales: &mut [u8],
+    ) -> Result<(f64, f64)> {
+        let cols = entry.cols();
+        let parts: Vec<_> = codes
+            .chunks_mut(per_part * cols / 2)
+            .zip(scales.chunks_mut(per_part * cols / BLOCK))
+            .map(Mutex::new)
+            .collect();
+        let found = Mutex::new(Vec::new());
+        call::with(|call| {
+            self.pool.run(parts.len(), |part| {
+                if call.is_over() {
+                    return;
+                }
+                let mut out = lock(&parts[part]);
+                let (codes, scales) = &mut *out;
+                let first = region.start + part * per_part;
+                let rows = first..region.end.min(first + per_part);
+                let sums = self.part(entry, rows, global, codes, scales);
+                lock(&found).push((part, sums));
+            })
+        });
+        call::check()?;
+        let (mut squares, mut errors) = (0.0, 0.0);
+        for sums in in_order(found) {
+            let (s, e) = sums?;
+            squares += s;
+            errors += e;
+        }
+        Ok((squares, errors))
+    }
+
+    fn part(
+        &self,
+        entry: &Entry,
+        rows: Range<usize>,
+        global: f32,
+        codes: &mut [u8],
+        scales: &mut [u8],
+    ) -> Result<(f64, f64)> {
+        let cols = entry.cols();
+        let mut values = memory::zeros(rows.len() * cols)?;
+        self.source.rows_f32(entry, rows.clone(), &mut values)?;
+        nvfp4::quantize_rows(
+            &values,
+            cols,
+            rows.start,
+            global,
+            self.options,
+            codes,
+            scales,
+        )?;
+        let mut held = vec![0.0; values.len()];
+        nvfp4::dequantize(codes, scales, global, &mut held)?;
+        let (mut squares, mut errors) = (0.0, 0.0);
+        for (&value, &held) in values.iter().zip(&held) {
+            if value.is_finite() {
+                squares += f64::from(value) * f64::from(value);
+                errors += f64::from(value - held) * f64::from(value - held);
+            }
+        }
+        Ok((squares, errors))
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// What the parts found, by part, so that neither sums nor the error reported depend on timing.
+fn in_order<T>(found: Mutex<Vec<(usize, T)>>) -> impl Iterator<Item = T> {
+    let mut found = found
+        .into_inner()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    found.sort_by_key(|(part, _)| *part);
+    found.into_iter().map(|(_, value)| value)
+}
