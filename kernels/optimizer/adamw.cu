@@ -273,11 +273,21 @@ __device__ __forceinline__ Stored encode_second(const Moments& m, int form, u32 
 // The 18 bits that weight i is rounded by, of the draws of a block.
 __device__ __forceinline__ u32 weight_draw(const u32 (&draws)[BLOCK / 2], int i) { return i % 2 ? draws[i / 2] & 0x3ffff : draws[i / 2] >> 14; }
 
+// Clips a block whose largest weight is `amax` to the ends of a grid.
+__device__ __forceinline__ void clip(float (&x)[BLOCK], float amax, float last) {
+    if (amax <= last) return;
+#pragma unroll
+    for (int i = 0; i < BLOCK; i++) x[i] = fminf(fmaxf(x[i], -last), last);
+}
+
 // Brings a block of weights, in units of its scale, into those of a scale for them, which it gives: as it was, or anew. `draw` has 18 random
 // bits. Adds to `clipped` a block that the largest scale does not reach.
 __device__ __forceinline__ u32 rescale(float (&x)[BLOCK], u32 scale, const Band& band, u32 draw, float last, int& clipped) {
     float amax = amax_of(x), share = __fmul_rn((float)(draw + 1), 1.0f / (1 << 18));
-    if (scale > 0 && amax >= band.least && amax <= __fmaf_rn(share, band.spread, band.most)) return scale;
+    if (scale > 0 && amax >= band.least && amax <= __fmaf_rn(share, band.spread, band.most)) {
+        clip(x, amax, last);
+        return scale;
+    }
     float from = scale_to_float(max(scale, 1u)), end = band.most + band.spread;
     // Beyond the end of the grid, to where stochastic rounding would have carried a weight.
     if (scale > 0 && amax > band.most) {
@@ -291,11 +301,9 @@ __device__ __forceinline__ u32 rescale(float (&x)[BLOCK], u32 scale, const Band&
     float ratio = from * inverse_scale(scale);
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) x[i] = __fmul_rn(x[i], ratio);
-    clipped += scale == E4M3_MAX_BYTE && __fmul_rn(amax, ratio) > ROOM;
-    if (__fmul_rn(amax, ratio) > last) {
-#pragma unroll
-        for (int i = 0; i < BLOCK; i++) x[i] = fminf(fmaxf(x[i], -last), last);
-    }
+    amax = __fmul_rn(amax, ratio);
+    clipped += scale == E4M3_MAX_BYTE && amax > ROOM;
+    clip(x, amax, last);
     return scale;
 }
 
