@@ -512,8 +512,47 @@ extern "C" {
 /** The loss or a gradient was not finite, and no parameter was changed. */
 #define NVFP4_STEP_SKIPPED 1
 
+/** The name of a file tells its format: .tsv, .csv, .jsonl, .json or .txt, each also with .gz or .zst after it. */
+#define NVFP4_DATA_BY_NAME -1
+
+/** A line a row: a prompt, a tab and its answer. */
+#define NVFP4_DATA_TSV 0
+
+/** A line a row: a JSON object. */
+#define NVFP4_DATA_JSONL 1
+
+/** A text. */
+#define NVFP4_DATA_TEXT 2
+
+/** A record a row, with commas between its fields and the names of columns in the first record. */
+#define NVFP4_DATA_CSV 3
+
+/** An array of JSON objects. */
+#define NVFP4_DATA_JSON 4
+
+/** Rows longer than a window are an error. */
+#define NVFP4_LONG_REFUSE 0
+
+/** The ends of rows longer than a window are cut off. */
+#define NVFP4_LONG_TRUNCATE 1
+
+/** Rows longer than a window are left out. */
+#define NVFP4_LONG_DROP 2
+
+/** Empty reasoning before an answer is learned with it. */
+#define NVFP4_EMPTY_THINK_LEARN 0
+
+/** Empty reasoning before an answer is context. */
+#define NVFP4_EMPTY_THINK_GIVEN 1
+
+/** Empty reasoning before an answer is left out. */
+#define NVFP4_EMPTY_THINK_NONE 2
+
 /** Cancels long calls. See the chapter on long calls. */
 typedef struct NVFP4_Cancel NVFP4_Cancel;
+
+/** The documents of files. See the chapter on data for training. */
+typedef struct NVFP4_Data NVFP4_Data;
 
 /** Converts the tokens of one sequence to text. See the detokenizer chapter. */
 typedef struct NVFP4_Detokenizer NVFP4_Detokenizer;
@@ -1019,6 +1058,11 @@ typedef struct NVFP4_MicroBatch {
     const size_t *document_lengths;
     /** Elements of `document_lengths`. */
     size_t document_count;
+    /**
+     * For each label the factor of its loss, finite and not negative. The loss is divided by the sum of these over the labels that
+     * count; a label of weight 0 does not. NULL: 1 for all.
+     */
+    const float *weights;
 } NVFP4_MicroBatch;
 
 /** What a step came to. Set `struct_size` before the call. */
@@ -1042,6 +1086,34 @@ typedef struct NVFP4_StepReport {
     /** The share of those that changed as they are delivered, in NVFP4. */
     double changed_delivered;
 } NVFP4_StepReport;
+
+/**
+ * How data is read. Fill with NVFP4_data_options_init(), then change what is to differ. The text is read during the call
+ * only.
+ */
+typedef struct NVFP4_DataOptions {
+    /** sizeof(NVFP4_DataOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_DATA_*: the format of all files. Default: by name. */
+    int32_t format;
+    /** One of NVFP4_LONG_*: the treatment of rows longer than a window. Texts are cut into several documents. Default: refuse. */
+    int32_t long_rows;
+    /**
+     * One of NVFP4_EMPTY_THINK_*: the treatment of the empty reasoning that a template such as Qwen3's writes before an
+     * answer without reasoning. Default: learn.
+     */
+    int32_t empty_think;
+    /** 1 to learn all tokens, and not only answers. Default: 0. */
+    int32_t train_on_all;
+    /** 1 to leave out rows that cannot be used rather than fail; NVFP4_data_report() counts them. Default: 0. */
+    int32_t skip_bad_rows;
+    /** The most tokens of a document, at least 4; 0 for 2048, or the model's context if that is less. Default: 0. */
+    size_t window;
+    /** Separator of the documents of a text, UTF-8; its line ends match LF and CRLF. Default: NULL, for none. */
+    const char *separator;
+    /** Bytes of `separator`. */
+    size_t separator_length;
+} NVFP4_DataOptions;
 
 /** How a weight and its moments are held. Fill with NVFP4_optimizer_options_init(), then change what is to differ. */
 typedef struct NVFP4_OptimizerOptions {
@@ -2459,9 +2531,9 @@ NVFP4_API
 NVFP4_Status NVFP4_trainer_release(NVFP4_Trainer *trainer);
 
 /**
- * Makes a step by the gradients of all micro-batches together, in which each label counts the same. Labels that are all
- * negative, tokens or labels outside the vocabulary, and lengths that do not sum to the tokens are errors, found before
- * anything is changed.
+ * Makes a step by the gradients of all micro-batches together, in which each label counts by its weight. Labels that are all
+ * negative, tokens or labels outside the vocabulary, documents longer than the model's context, and lengths that do not sum to
+ * the tokens are errors, found before anything is changed.
  *
  * A loss or gradient that is not finite changes no parameter and is reported as #NVFP4_STEP_SKIPPED; too many of those in a
  * row are an error. With `release`, a gradient that is not finite after others were used is #NVFP4_INTERNAL, and any error
@@ -2481,7 +2553,7 @@ NVFP4_Status NVFP4_trainer_step(NVFP4_Trainer *trainer,
                                 NVFP4_StepReport *report);
 
 /**
- * Writes the mean cross-entropy of the labels that count, in nats. Changes nothing.
+ * Writes the mean cross-entropy of the labels that count, by their weights, in nats. Changes nothing.
  *
  * - `batches`, `batch_count`, `batch_size`: as for NVFP4_trainer_step().
  * - `delivered`: 1 for the NVFP4 codes alone, which are what is exported; 0 for all that is stored.
@@ -2600,6 +2672,89 @@ NVFP4_API
 NVFP4_Status NVFP4_trainer_model(NVFP4_Trainer *trainer,
                                  const NVFP4_CallOptions *call,
                                  NVFP4_Model **out);
+
+/**
+ * @defgroup data Data for training: files of rows as tokens, of which some are learned
+ *
+ * A data handle holds the documents of files: rows as `nvfp4 train` reads them, written as the chat template of a model has
+ * them, with the tokens that are learned and what the loss of each counts for. docs/training.md says what files may hold.
+ * The documents come in the order of the files; a row is one, or one for each of its answers where a template drops
+ * earlier reasoning, and a text that is longer than a window is several.
+ *
+ * Nothing changes a handle: any number of threads may use it at a time.
+ */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_DataOptions). */
+NVFP4_API NVFP4_Status NVFP4_data_options_init(NVFP4_DataOptions *options, uint32_t struct_size);
+
+/**
+ * Reads files into documents for a model. Rows that cannot be used, and rows longer than a window, are
+ * #NVFP4_INVALID_ARGUMENT with the first of them by file and line, unless the options say otherwise.
+ *
+ * - `model`, `model_length`: the model that is to learn them, as for NVFP4_trainer_create(): its tokenizer, its chat template
+ *   and the size of its vocabulary are read, and no weights.
+ * - `files`, `file_lengths`, `file_count`: paths, and their lengths in bytes.
+ * - `options`: NULL for the defaults.
+ * - `call`: reports the rows that are read, and cancels the call; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_data_read(const char *model,
+                             size_t model_length,
+                             const char *const *files,
+                             const size_t *file_lengths,
+                             size_t file_count,
+                             const NVFP4_DataOptions *options,
+                             const NVFP4_CallOptions *call,
+                             NVFP4_Data **out);
+
+/** Adds a reference to data. */
+NVFP4_API NVFP4_Status NVFP4_data_retain(NVFP4_Data *data);
+
+/** Gives up a reference to data. After the last one the handle is stale. */
+NVFP4_API NVFP4_Status NVFP4_data_release(NVFP4_Data *data);
+
+/** Writes the number of documents. */
+NVFP4_API NVFP4_Status NVFP4_data_count(const NVFP4_Data *data, size_t *count);
+
+/**
+ * Copies a document as NVFP4_MicroBatch takes it: its tokens, for each the one that should come after it or -1 where that is
+ * not learned, and the weight of each label in the loss, 0 where there is none.
+ *
+ * - `index`: the document, from 0.
+ * - `tokens`, `labels`, `weights`, `capacity`: buffers with room for so many elements each, of which any may be NULL. With a
+ *   capacity of 0 only the length is written.
+ * - `length`: the number of its tokens. A capacity below that, other than 0, is #NVFP4_BUFFER_TOO_SMALL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_data_document(const NVFP4_Data *data,
+                                 size_t index,
+                                 int32_t *tokens,
+                                 int32_t *labels,
+                                 float *weights,
+                                 size_t capacity,
+                                 size_t *length);
+
+/**
+ * Describes a document as JSON: file, line, and for each of its tokens its number (tokens), the text that it completes
+ * (pieces), whether it is special, whether it is learned, and its weight (weights). Unlike labels, these stand at the token
+ * that is learned, and not at the one before it. Later versions may add keys. For the buffer see TEXT above.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_data_mask(const NVFP4_Data *data,
+                             size_t index,
+                             char *buffer,
+                             size_t capacity,
+                             size_t *length);
+
+/**
+ * Describes what was read, as JSON: files (path, bytes, checksum), rows, bad_rows, truncated, dropped. Later versions may add
+ * keys. For the buffer see TEXT above.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_data_report(const NVFP4_Data *data,
+                               char *buffer,
+                               size_t capacity,
+                               size_t *length);
 
 /**
  * @defgroup optimizer Training by the host's own passes: the optimizer of one weight, and linear layers with a weight in 4 bits

@@ -2088,6 +2088,8 @@ struct MicroBatch {
     Span<std::int32_t> tokens, labels;
     /** The number of tokens of each document; empty if all is one. */
     Span<std::size_t> document_lengths;
+    /** The weight of each label in the loss; empty if all count the same. */
+    Span<float> weights = {};
 };
 
 /** Not part of the interface. */
@@ -2102,23 +2104,27 @@ inline NVFP4_TrainerOptions plain(const TrainerOptions &options)
     return plain;
 }
 
-/** Whether every token has a label. */
+/** Whether every token has a label, and a weight if any has. */
 inline bool paired(Span<MicroBatch> batches)
 {
     for (const MicroBatch &batch : batches)
-        if (batch.tokens.size() != batch.labels.size())
+        if (batch.tokens.size() != batch.labels.size() || (batch.weights.size() != 0 && batch.weights.size() != batch.labels.size()))
             return false;
     return true;
 }
 
-inline Error unpaired() { return Error(NVFP4_INVALID_ARGUMENT, "a batch has another number of labels than of tokens; each token takes one"); }
+inline Error unpaired()
+{
+    return Error(NVFP4_INVALID_ARGUMENT, "a batch has another number of labels, or of weights, than of tokens; each token takes one");
+}
 
 inline std::vector<NVFP4_MicroBatch> plain(Span<MicroBatch> batches)
 {
     std::vector<NVFP4_MicroBatch> plain;
     plain.reserve(batches.size());
     for (const MicroBatch &b : batches)
-        plain.push_back({b.tokens.data(), b.labels.data(), b.tokens.size(), b.document_lengths.data(), b.document_lengths.size()});
+        plain.push_back({b.tokens.data(), b.labels.data(), b.tokens.size(), b.document_lengths.data(), b.document_lengths.size(),
+                         b.weights.size() == 0 ? nullptr : b.weights.data()});
     return plain;
 }
 
@@ -2221,6 +2227,83 @@ public:
     {
         Model out;
         return detail::result(NVFP4_trainer_model(get(), call, out.put()), std::move(out));
+    }
+};
+
+/** How data is read; the fields of the C struct, with their defaults, except the separator. */
+struct DataOptions : NVFP4_DataOptions {
+    DataOptions() : NVFP4_DataOptions()
+    {
+        detail::filled(NVFP4_data_options_init(this, sizeof(NVFP4_DataOptions)));
+    }
+    /** The separator of the documents of a text; empty for none. */
+    std::string separates;
+};
+
+/** A document of training data: for each of its tokens the one that should come after it, or -1, and the weight of that in the loss. */
+struct Document {
+    std::vector<std::int32_t> tokens, labels;
+    std::vector<float> weights;
+};
+
+/** The documents of files, as `nvfp4 train` reads them. Any number of threads may use it. */
+class Data : public detail::Handle<NVFP4_Data, NVFP4_data_retain, NVFP4_data_release> {
+public:
+    using Handle::Handle;
+
+    /** Reads files for the model in a directory or file, of which no weights are read. */
+    static Result<Data> read(std::string_view model, Span<std::string_view> files, const DataOptions &options = DataOptions(),
+                             const NVFP4_CallOptions *call = nullptr)
+    {
+        NVFP4_DataOptions plain = options;
+        plain.separator = options.separates.empty() ? nullptr : options.separates.data();
+        plain.separator_length = options.separates.size();
+        std::vector<const char *> paths;
+        std::vector<std::size_t> lengths;
+        for (const std::string_view file : files) {
+            paths.push_back(file.data());
+            lengths.push_back(file.size());
+        }
+        Data out;
+        return detail::result(NVFP4_data_read(model.data(), model.size(), paths.data(), lengths.data(), paths.size(), &plain, call, out.put()),
+                              std::move(out));
+    }
+
+    /** A second owner of the same data. */
+    Result<Data> clone() const { return again<Data>(); }
+
+    /** The number of documents. */
+    Result<std::size_t> count() const
+    {
+        return detail::value<std::size_t>([&](std::size_t *out) { return NVFP4_data_count(get(), out); });
+    }
+    /** A document. */
+    Result<Document> document(std::size_t index) const
+    {
+        std::size_t length = 0;
+        NVFP4_Status status = NVFP4_data_document(get(), index, nullptr, nullptr, nullptr, 0, &length);
+        Document out;
+        if (status == NVFP4_OK) {
+            out.tokens.resize(length);
+            out.labels.resize(length);
+            out.weights.resize(length);
+            status = NVFP4_data_document(get(), index, out.tokens.data(), out.labels.data(), out.weights.data(), length, &length);
+        }
+        return detail::result(status, std::move(out));
+    }
+    /** A document as JSON: its tokens with their texts, and which of them are learned. */
+    Result<std::string> mask(std::size_t index) const
+    {
+        return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
+            return NVFP4_data_mask(get(), index, buffer, capacity, length);
+        });
+    }
+    /** A report of the files and rows, as JSON. */
+    Result<std::string> report() const
+    {
+        return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
+            return NVFP4_data_report(get(), buffer, capacity, length);
+        });
     }
 };
 

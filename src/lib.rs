@@ -47,7 +47,7 @@
 //! /// One document, again and again; each token is to predict the next one. Gives the losses.
 //! fn learn(path: &Path, tokens: &[u32]) -> Result<Vec<f64>> {
 //!     let labels: Vec<i32> = tokens[1..].iter().map(|&t| t as i32).collect();
-//!     let batch = MicroBatch { tokens: &tokens[..labels.len()], documents: &[labels.len()], labels: &labels };
+//!     let batch = MicroBatch { tokens: &tokens[..labels.len()], documents: &[labels.len()], labels: &labels, weights: None };
 //!     let source = Source::open(path)?;
 //!     let mut trainer = Trainer::new(&Device::cpu(None)?, &source, &Config { steps: 10, ..Config::default() })?;
 //!     (0..10).map(|_| Ok(trainer.step(&[batch])?.loss)).collect()

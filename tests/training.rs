@@ -376,6 +376,7 @@ impl Documents {
             tokens: &self.tokens,
             documents: &self.lengths,
             labels: &self.labels,
+            weights: None,
         }
     }
 }

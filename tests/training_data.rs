@@ -1,6 +1,11 @@
 //! Data for training, runs over it, and `nvfp4 train` from outside: what is learned of a row, what a run leaves when it is stopped, killed or
 //! out of disk, and what bad input says.
 
+#[path = "training_data/forms.rs"]
+mod forms;
+#[path = "training_data/weights.rs"]
+mod weights;
+
 use std::fs;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -257,7 +262,7 @@ fn bad_rows_are_named_or_counted() {
             "{\"text\": \"\"}\n",
             "line 1: the text is empty",
         ),
-        ("a.csv", "a,b\n", "its name does not say what it holds"),
+        ("a.xlsx", "a,b\n", "its name does not say what it holds"),
     ] {
         let file = folder.file(name, content);
         let error = read(&[file], &text, &Options::default()).unwrap_err();
@@ -611,7 +616,7 @@ fn a_run_on_other_data_is_not_resumed() {
     setting.inputs.windows = Windows::new(windows).unwrap();
     let error = setting.run(&place, 99, true, 1).err().unwrap();
     assert!(
-        error.contains("the tokens or the labels are others"),
+        error.contains("the tokens, the labels or their weights are others"),
         "{error}"
     );
 }
@@ -1084,7 +1089,7 @@ fn what_the_command_refuses() {
     );
     refused(
         &["--steps", "3", "--window", "300"],
-        &["--window 300", "256"],
+        &["a window of 300 tokens (--window)", "256"],
     );
     refused(
         &["--steps", "3", "--recipe", "int3"],

@@ -66,7 +66,7 @@ int main(int argc, char **argv)
             tokens[i] = draw(128);
             labels[i] = draw(128);
         }
-        NVFP4_MicroBatch batch = {tokens, labels, rows, lengths, documents};
+        NVFP4_MicroBatch batch = {tokens, labels, rows, lengths, documents, NULL};
         NVFP4_StepReport report = {.struct_size = sizeof report};
         const double begin = now();
         OK(NVFP4_trainer_step(trainer, &batch, 1, sizeof batch, NULL, &report));

@@ -79,7 +79,7 @@ static NVFP4_MicroBatch batch_of(const int32_t *tokens, size_t count, size_t ste
         memcpy(labels + d * LENGTH, window + 1, LENGTH * sizeof *window);
         lengths[d] = LENGTH;
     }
-    const NVFP4_MicroBatch batch = {inputs, labels, DOCUMENTS * LENGTH, lengths, DOCUMENTS};
+    const NVFP4_MicroBatch batch = {inputs, labels, DOCUMENTS * LENGTH, lengths, DOCUMENTS, NULL};
     return batch;
 }
 

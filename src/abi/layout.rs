@@ -6,6 +6,7 @@ use std::mem::offset_of;
 
 use super::call::NVFP4_CallOptions;
 use super::chat::NVFP4_ChatOptions;
+use super::data::NVFP4_DataOptions;
 use super::linear::NVFP4_WeightOptions;
 use super::model::{NVFP4_ConvertOptions, NVFP4_LoadOptions, NVFP4_Message};
 use super::optimizer::{NVFP4_OptimizerOptions, NVFP4_StepOptions};
@@ -44,7 +45,9 @@ layout!(NVFP4_TrainerOptions, 168, struct_size: 0, device_type: 4, device_index:
     first_moments: 28, second_moments: 32, release: 36, recompute: 40, last_blocks: 44, steps: 48, warmup: 56, seed: 64, rate: 72,
     floor: 80, decay_share: 88, weight_decay: 96, beta1: 104, beta2: 112, eps: 120, clip_norm: 128, delivered_share: 136,
     config: 144, config_length: 152, tables: 160, weight_scales: 164);
-layout!(NVFP4_MicroBatch, 40, tokens: 0, labels: 8, token_count: 16, document_lengths: 24, document_count: 32);
+layout!(NVFP4_DataOptions, 48, struct_size: 0, format: 4, long_rows: 8, empty_think: 12, train_on_all: 16, skip_bad_rows: 20, window: 24,
+    separator: 32, separator_length: 40);
+layout!(NVFP4_MicroBatch, 48, tokens: 0, labels: 8, token_count: 16, document_lengths: 24, document_count: 32, weights: 40);
 layout!(NVFP4_StepReport, 64, struct_size: 0, outcome: 4, step: 8, targets: 16, loss: 24, rate: 32, gradient_norm: 40, changed: 48,
     changed_delivered: 56);
 layout!(NVFP4_OptimizerOptions, 24, struct_size: 0, weights: 4, first_moments: 8, second_moments: 12, fresh_scales: 16, reserved: 20);
@@ -150,6 +153,7 @@ mod tests {
         grows::<NVFP4_CallOptions>();
         grows::<NVFP4_ChatOptions>();
         grows::<NVFP4_ConvertOptions>();
+        grows::<NVFP4_DataOptions>();
         grows::<NVFP4_GenerateOptions>();
         grows::<NVFP4_GenerationResult>();
         grows::<NVFP4_LoadOptions>();

@@ -47,6 +47,8 @@ pub mod detokenizer;
 
 pub mod trainer;
 
+pub mod data;
+
 pub mod optimizer;
 
 pub mod torchsharp;

@@ -408,11 +408,15 @@ pub struct NVFP4_MicroBatch {
     pub document_lengths: *const usize,
     /// Elements of `document_lengths`.
     pub document_count: usize,
+    /// For each label the factor of its loss, finite and not negative. The loss is divided by the sum of these over the labels that
+    /// count; a label of weight 0 does not. NULL: 1 for all.
+    pub weights: *const f32,
 }
 
 // SAFETY: pointers and sizes without padding.
 unsafe impl Element for NVFP4_MicroBatch {
     const NAME: &'static str = "NVFP4_MicroBatch";
+    const EARLIER: &'static [usize] = &[40];
     fn defaults() -> Self {
         NVFP4_MicroBatch {
             tokens: std::ptr::null(),
@@ -420,6 +424,7 @@ unsafe impl Element for NVFP4_MicroBatch {
             token_count: 0,
             document_lengths: std::ptr::null(),
             document_count: 0,
+            weights: std::ptr::null(),
         }
     }
 }
@@ -429,6 +434,7 @@ struct Documents<'a> {
     tokens: Vec<u32>,
     labels: &'a [i32],
     lengths: Vec<usize>,
+    weights: Option<&'a [f32]>,
 }
 
 /// # Safety
@@ -445,10 +451,14 @@ unsafe fn batches_in<'a>(
     }
     let read = |batch: &NVFP4_MicroBatch| {
         // SAFETY: as above.
-        let (tokens, labels, lengths) = unsafe {
+        let (tokens, labels, weights, lengths) = unsafe {
             (
                 slice("tokens", batch.tokens, batch.token_count)?,
                 slice("labels", batch.labels, batch.token_count)?,
+                match batch.weights.is_null() {
+                    true => None,
+                    false => Some(slice("weights", batch.weights, batch.token_count)?),
+                },
                 slice(
                     "document_lengths",
                     batch.document_lengths,
@@ -466,6 +476,7 @@ unsafe fn batches_in<'a>(
                 true => vec![tokens.len()],
                 false => lengths.to_vec(),
             },
+            weights,
         })
     };
     let each = batches.iter().enumerate();
@@ -479,6 +490,7 @@ fn micro_batches<'a>(documents: &'a [Documents<'a>]) -> Vec<MicroBatch<'a>> {
         tokens: &d.tokens,
         documents: &d.lengths,
         labels: d.labels,
+        weights: d.weights,
     })
     .collect()
 }
@@ -691,9 +703,9 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_release(trainer: *mut NVFP4_Traine
     })
 }
 
-/// Makes a step by the gradients of all micro-batches together, in which each label counts the same. Labels that are all
-/// negative, tokens or labels outside the vocabulary, and lengths that do not sum to the tokens are errors, found before
-/// anything is changed.
+/// Makes a step by the gradients of all micro-batches together, in which each label counts by its weight. Labels that are all
+/// negative, tokens or labels outside the vocabulary, documents longer than the model's context, and lengths that do not sum to
+/// the tokens are errors, found before anything is changed.
 ///
 /// A loss or gradient that is not finite changes no parameter and is reported as #NVFP4_STEP_SKIPPED; too many of those in a
 /// row are an error. With `release`, a gradient that is not finite after others were used is #NVFP4_INTERNAL, and any error
@@ -727,7 +739,7 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_step(
     })
 }
 
-/// Writes the mean cross-entropy of the labels that count, in nats. Changes nothing.
+/// Writes the mean cross-entropy of the labels that count, by their weights, in nats. Changes nothing.
 ///
 /// - `batches`, `batch_count`, `batch_size`: as for NVFP4_trainer_step().
 /// - `delivered`: 1 for the NVFP4 codes alone, which are what is exported; 0 for all that is stored.

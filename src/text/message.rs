@@ -126,6 +126,11 @@ pub fn messages_from_json(json: &str) -> Result<Vec<Message>> {
             "messages are not an array; they are to be [{{\"role\": ..., \"content\": ...}}, ...]"
         );
     };
+    messages_from_values(items)
+}
+
+/// [`messages_from_json`] of the elements of its array.
+pub fn messages_from_values(items: Vec<Value>) -> Result<Vec<Message>> {
     let mut messages: Vec<Message> = Vec::with_capacity(items.len());
     for (index, item) in items.into_iter().enumerate() {
         let message = read_message(item)
@@ -185,7 +190,7 @@ fn parse(what: &str, json: &str) -> Result<Value> {
 }
 
 /// The name of a value's type, for errors.
-fn kind(value: &Value) -> &'static str {
+pub fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
         Value::Bool(_) => "a boolean",

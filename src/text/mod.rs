@@ -21,7 +21,8 @@ pub use answer::{AnswerForm, AnswerParser, Event, Reasoning};
 pub use detokenizer::Detokenizer;
 pub use directory::{TextFiles, read_directory};
 pub use message::{
-    Content, Message, messages_from_json, messages_to_json, tools_from_json, variables_from_json,
+    Content, Message, kind, messages_from_json, messages_from_values, messages_to_json,
+    tools_from_json, variables_from_json,
 };
 pub use prompt::{Aligned, Prompt};
 pub use template::ChatTemplate;

@@ -65,6 +65,21 @@ pub struct Options<'a> {
     pub stop_file: Option<PathBuf>,
 }
 
+impl Options<'_> {
+    /// Refuses steps of more windows than there are, which would see some of them twice.
+    fn check_windows(&self, windows: usize) -> Result<()> {
+        let (batch, accumulate) = (self.batch, self.accumulate);
+        if batch.saturating_mul(accumulate) <= windows {
+            return Ok(());
+        }
+        bail!(
+            InvalidArgument,
+            "a step of {accumulate} x {batch} windows (--accumulate, --batch), and the data makes {windows}: a step sees no window twice, so take \
+             at most {windows} in a step, or shorter windows (--window)"
+        )
+    }
+}
+
 /// What happens in a run.
 #[derive(Clone, Debug, Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
@@ -139,7 +154,7 @@ pub enum Ending {
 struct Known {
     windows: usize,
     tokens: usize,
-    /// XXH3 of all tokens, lengths and labels.
+    /// XXH3 of all tokens, lengths, labels and weights.
     checksum: String,
     evaluation: String,
     batch: usize,
@@ -206,7 +221,7 @@ impl Known {
             }
         }
         if differing.is_empty() && self.checksum != saved.checksum {
-            differing.push("the tokens or the labels are others".to_owned());
+            differing.push("the tokens, the labels or their weights are others".to_owned());
         }
         if differing.is_empty() && self.evaluation != saved.evaluation {
             differing.push("the evaluation's tokens or labels are others".to_owned());
@@ -231,6 +246,9 @@ fn checksum(windows: &Windows) -> String {
             .for_each(|&n| sum.write_u64(n as u64));
         window.tokens.iter().for_each(|&t| sum.write_u32(t));
         window.labels.iter().for_each(|&l| sum.write_i32(l));
+        // Empty where all are 1, so that the sum is that of windows without weights.
+        let weights = window.weights.iter();
+        weights.for_each(|&w| sum.write_u32(w.to_bits()));
     }
     format!("{:016x}", sum.finish())
 }
@@ -274,6 +292,10 @@ pub fn run(
     }
     if inputs.windows.is_empty() {
         bail!(InvalidArgument, "there is no window to train on");
+    }
+    options.check_windows(inputs.windows.len())?;
+    if let Some((samples, _)) = &options.samples {
+        samples.check(trainer.spec().max_positions)?;
     }
     let known = Known::new(inputs, options);
     let (mut place, mut tokens, mut seconds) = (Place::default(), 0, 0.0);

@@ -47,13 +47,27 @@ impl Samples {
         self.prompts.is_empty()
     }
 
-    /// Each prompt with the answer of greedy choice, by what is delivered: a pass over all tokens for each of them.
+    /// Refuses prompts that are longer than a context of `positions`.
+    pub(super) fn check(&self, positions: usize) -> Result<()> {
+        let mut prompts = self.prompts.iter();
+        match prompts.find(|(_, tokens)| tokens.len() > positions) {
+            None => Ok(()),
+            Some((prompt, tokens)) => bail!(
+                InvalidArgument,
+                "the prompt {prompt:?} has {} tokens, and the model's context has {positions} positions; give a shorter one",
+                tokens.len()
+            ),
+        }
+    }
+
+    /// Each prompt with the answer of greedy choice, as far as the context reaches, by what is delivered: a pass over all tokens for each of them.
     pub fn answers(&self, trainer: &mut Trainer, text: &Text) -> Result<Vec<(&str, String)>> {
         let mut answers = Vec::new();
         for (prompt, tokens) in &self.prompts {
             let mut tokens = tokens.clone();
             let asked = tokens.len();
-            while tokens.len() < asked + self.tokens {
+            let positions = trainer.spec().max_positions;
+            while tokens.len() < asked + self.tokens && tokens.len() <= positions {
                 let next = trainer.next_token(&tokens, true)?;
                 if text.stop_tokens.contains(&next) {
                     break;

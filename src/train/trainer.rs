@@ -92,12 +92,53 @@ pub struct MicroBatch<'a> {
     pub documents: &'a [usize],
     /// The token that each row should predict; negative where none counts.
     pub labels: &'a [i32],
+    /// Factor of the loss of each row with a label, finite and at least 0; 1 if `None`. A label of weight 0 does not count.
+    pub weights: Option<&'a [f32]>,
 }
 
 impl MicroBatch<'_> {
+    /// Factor of a row's loss; 0 without a label.
+    fn weight(&self, row: usize) -> f64 {
+        match (self.labels[row] >= 0, self.weights) {
+            (false, _) => 0.0,
+            (true, None) => 1.0,
+            (true, Some(weights)) => weights.get(row).copied().unwrap_or_default().into(),
+        }
+    }
+
     /// Rows with a label.
     pub fn targets(&self) -> usize {
-        self.labels.iter().filter(|&&l| l >= 0).count()
+        let rows = 0..self.labels.len();
+        rows.filter(|&row| self.weight(row) != 0.0).count()
+    }
+
+    /// The sum of the weights of all rows: their number, if each counts the same.
+    pub fn total_weight(&self) -> f64 {
+        (0..self.labels.len()).map(|row| self.weight(row)).sum()
+    }
+
+    /// Refuses weights that are none.
+    fn check_weights(&self) -> Result<()> {
+        let Some(weights) = self.weights else {
+            return Ok(());
+        };
+        if weights.len() != self.labels.len() {
+            bail!(
+                InvalidArgument,
+                "{} labels and {} weights of a batch; there must be as many, or no weights",
+                self.labels.len(),
+                weights.len()
+            );
+        }
+        let is_none = |weight: &f32| !(weight.is_finite() && *weight >= 0.0);
+        if let Some(row) = weights.iter().position(is_none) {
+            bail!(
+                InvalidArgument,
+                "weight {row} of a batch is {}; it must be finite and at least 0",
+                weights[row]
+            );
+        }
+        Ok(())
     }
 }
 
@@ -135,7 +176,7 @@ pub struct Step {
     pub number: u64,
     /// What it came to.
     pub outcome: Outcome,
-    /// The mean cross-entropy of its targets, in nats, or the mean difference of its hidden states.
+    /// The mean cross-entropy of its targets by their weights, in nats, or the mean difference of its hidden states.
     pub loss: f64,
     /// Targets: labels that count, or rows of hidden states.
     pub targets: usize,
@@ -302,7 +343,7 @@ impl Trainer {
         Ok(model)
     }
 
-    /// One step by the gradients of all micro-batches together, each target counting the same. If a loss or a gradient is not finite, no
+    /// One step by the gradients of all micro-batches together, each target counting by its weight. If a loss or a gradient is not finite, no
     /// parameter changes, and the step is counted as skipped; too many of those in a row are an error. It is cancelled with the thread's
     /// [`call`] between micro-batches, and between blocks of their forward passes, and then has changed nothing.
     pub fn step(&mut self, batches: &[MicroBatch<'_>]) -> Result<Step> {
@@ -315,7 +356,9 @@ impl Trainer {
         batches: &[MicroBatch<'_>],
         watch: &mut dyn FnMut(Phase),
     ) -> Result<Step> {
+        batches.iter().try_for_each(MicroBatch::check_weights)?;
         let targets: usize = batches.iter().map(MicroBatch::targets).sum();
+        let total: f64 = batches.iter().map(MicroBatch::total_weight).sum();
         if targets == 0 {
             bail!(
                 InvalidArgument,
@@ -326,7 +369,7 @@ impl Trainer {
         // Wrong batches are found before anything is used of them.
         let batches = batches.iter().map(|batch| {
             Ok(Prepared {
-                batch: self.batch(batch, 1.0 / targets as f64)?,
+                batch: self.batch(batch, total)?,
                 hidden: None,
             })
         });
@@ -354,8 +397,9 @@ impl Trainer {
                     tokens: given.tokens,
                     documents: given.documents,
                     labels: &vec![-1; rows],
+                    weights: None,
                 },
-                0.0,
+                1.0,
             )?;
             let mut targets = Array::scratch(&self.device, rows * hidden)?;
             targets.all_mut().copy_from(Slice::Host(given.targets))?;
@@ -506,14 +550,23 @@ impl Trainer {
         Ok(loss)
     }
 
-    fn batch(&self, batch: &MicroBatch<'_>, weight: f64) -> Result<Batch> {
-        let weights = vec![weight as f32; batch.tokens.len()];
+    /// A batch whose weights are divided by `total`.
+    fn batch(&self, batch: &MicroBatch<'_>, total: f64) -> Result<Batch> {
+        let rows = 0..batch.labels.len();
+        let weights: Vec<f32> = rows
+            .clone()
+            .map(|row| (batch.weight(row) / total) as f32)
+            .collect();
+        let counts = |row: usize| batch.weight(row) != 0.0;
+        let labels: Vec<i32> = rows
+            .map(|row| if counts(row) { batch.labels[row] } else { -1 })
+            .collect();
         Batch::new(
             &self.device,
             &self.spec,
             batch.tokens,
             batch.documents,
-            batch.labels,
+            &labels,
             &weights,
         )
     }
@@ -524,17 +577,19 @@ impl Trainer {
             tokens,
             documents: &[tokens.len()],
             labels: &vec![-1; tokens.len()],
+            weights: None,
         };
-        let batch = self.batch(&batch, 0.0)?;
+        let batch = self.batch(&batch, 1.0)?;
         self.parameters.multiply_with_all(!delivered);
         self.pass.next_token(&mut self.parameters, &batch)
     }
 
-    /// The mean cross-entropy of the targets of batches, in nats, of what is delivered or of all that is stored. Cancelled with the thread's
+    /// The mean cross-entropy of the targets of batches, by their weights, in nats, of what is delivered or of all that is stored. Cancelled with the thread's
     /// [`call`].
     pub fn evaluate(&mut self, batches: &[MicroBatch<'_>], delivered: bool) -> Result<f64> {
-        let targets: usize = batches.iter().map(MicroBatch::targets).sum();
-        if targets == 0 {
+        batches.iter().try_for_each(MicroBatch::check_weights)?;
+        let total: f64 = batches.iter().map(MicroBatch::total_weight).sum();
+        if total == 0.0 {
             bail!(InvalidArgument, "an evaluation without a label that counts");
         }
         self.parameters.multiply_with_all(!delivered);
@@ -543,6 +598,6 @@ impl Trainer {
             let batch = self.batch(batch, 1.0)?;
             loss += self.pass.loss(&mut self.parameters, &batch)?;
         }
-        Ok(loss / targets as f64)
+        Ok(loss / total)
     }
 }

@@ -137,10 +137,16 @@ static void training(const char *path)
     options.known.device_type = NVFP4_DEVICE_CPU;
     KNOWN_ALONE("NVFP4_TrainerOptions", options.unknown,
                 NVFP4_trainer_create(path, strlen(path), &options.known, NULL, &trainer));
+    const char *files[] = {"/nowhere.tsv"};
+    const size_t file_lengths[] = {12};
+    NVFP4_Data *data = NULL;
+    OPTIONS(NVFP4_DataOptions, reading, NVFP4_data_options_init);
+    reading.unknown = 1;
+    FAILS(NVFP4_ABI_MISMATCH, NVFP4_data_read(path, strlen(path), files, file_lengths, 1, &reading.known, NULL, &data));
     struct {
         NVFP4_MicroBatch known;
         uint64_t unknown;
-    } batches[2] = {{{tokens, labels, 4, lengths, 1}, 0}, {{tokens, labels, 4, lengths, 1}, 0}};
+    } batches[2] = {{{tokens, labels, 4, lengths, 1, NULL}, 0}, {{tokens, labels, 4, lengths, 1, NULL}, 0}};
     RESULTS(NVFP4_StepReport, report);
     KNOWN_ALONE("batches[1]: NVFP4_MicroBatch", batches[1].unknown,
                 NVFP4_trainer_step(trainer, &batches->known, 2, sizeof *batches, NULL, &report.known));

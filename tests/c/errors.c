@@ -817,7 +817,7 @@ static void batches(NVFP4_Trainer *trainer)
     int32_t tokens[] = {1, 2, 3, 4}, labels[] = {2, 3, 4, -100};
     size_t lengths[] = {3, 1};
     double loss = -1;
-    const NVFP4_MicroBatch good = {tokens, labels, 4, lengths, 2};
+    const NVFP4_MicroBatch good = {tokens, labels, 4, lengths, 2, NULL};
     NVFP4_MicroBatch batch = good;
     NVFP4_StepReport report = {0};
     const size_t size = sizeof batch;
@@ -858,8 +858,56 @@ static void batches(NVFP4_Trainer *trainer)
     SAYS("token 3 is -1");
     CHECK(loss < 0 && report.step == 0);
     tokens[3] = 4;
+    const float weights[] = {1, 1, -1, 1};
+    batch = good;
+    batch.weights = weights;
+    labels[2] = 4;
+    BAD(invalid, NVFP4_trainer_step, trainer, &batch, 1, size, NULL, &report);
+    SAYS("weight 2 of a batch is -1");
+    BAD(invalid, NVFP4_trainer_evaluate, trainer, &batch, 1, size, 1, NULL, &loss);
+    labels[2] = -100;
     OK(NVFP4_trainer_step(trainer, &good, 1, size, NULL, &report));
     CHECK(report.step == 1 && report.targets == 1);
+}
+
+static void data(const char *path)
+{
+    const int32_t invalid = NVFP4_INVALID_ARGUMENT;
+    const char *files[] = {"/nowhere.tsv"}, *odd[] = {NULL};
+    const size_t bytes = strlen(path), lengths[] = {12};
+    size_t count = 0;
+    NVFP4_Data *none = NULL;
+    NVFP4_DataOptions options;
+    BAD(invalid, NVFP4_data_options_init, NULL, sizeof options);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_data_options_init, &options, 0);
+#define READ(what, value)                                                                                                \
+    do {                                                                                                                 \
+        OK(NVFP4_data_options_init(&options, sizeof options));                                                           \
+        options.what = value;                                                                                            \
+        BAD(invalid, NVFP4_data_read, path, bytes, files, lengths, 1, &options, NULL, &none);                            \
+        SAYS(#what " is");                                                                                               \
+    } while (0)
+    READ(format, 5);
+    READ(long_rows, 3);
+    READ(empty_think, 3);
+    READ(train_on_all, 2);
+    READ(skip_bad_rows, -1);
+#undef READ
+    BAD(NVFP4_NOT_FOUND, NVFP4_data_read, path, bytes, files, lengths, 1, NULL, NULL, &none);
+    BAD(NVFP4_NOT_FOUND, NVFP4_data_read, "/nowhere", 8, files, lengths, 1, NULL, NULL, &none);
+    BAD(invalid, NVFP4_data_read, path, bytes, NULL, NULL, 0, NULL, NULL, &none);
+    SAYS("there are no files");
+    BAD(invalid, NVFP4_data_read, path, bytes, NULL, lengths, 1, NULL, NULL, &none);
+    BAD(invalid, NVFP4_data_read, path, bytes, odd, lengths, 1, NULL, NULL, &none);
+    SAYS("files[0]");
+    BAD(invalid, NVFP4_data_read, path, bytes, files, lengths, 1, NULL, NULL, NULL);
+    CHECK(none == NULL);
+    HANDLE(NVFP4_data_retain, h);
+    HANDLE(NVFP4_data_count, h, &count);
+    HANDLE(NVFP4_data_document, h, 0, NULL, NULL, NULL, 0, &count);
+    HANDLE(NVFP4_data_mask, h, 0, text, sizeof text, &count);
+    HANDLE(NVFP4_data_report, h, text, sizeof text, &count);
+    RELEASE(NVFP4_data_release);
 }
 
 static void training(const char *path)
@@ -1103,6 +1151,7 @@ int main(int argc, char **argv)
     sessions(model);
     calls(model);
     detokenizers(model);
+    data(argv[2]);
     training(argv[2]);
     optimizers(t, codes);
     drop_in(t);

@@ -172,12 +172,23 @@ int main(void)
     AT(NVFP4_TrainerOptions, tables, 160);
     AT(NVFP4_TrainerOptions, weight_scales, 164);
 
-    SIZE(NVFP4_MicroBatch, 40);
+    SIZE(NVFP4_DataOptions, 48);
+    AT(NVFP4_DataOptions, struct_size, 0);
+    AT(NVFP4_DataOptions, format, 4);
+    AT(NVFP4_DataOptions, long_rows, 8);
+    AT(NVFP4_DataOptions, empty_think, 12);
+    AT(NVFP4_DataOptions, train_on_all, 16);
+    AT(NVFP4_DataOptions, skip_bad_rows, 20);
+    AT(NVFP4_DataOptions, window, 24);
+    AT(NVFP4_DataOptions, separator, 32);
+    AT(NVFP4_DataOptions, separator_length, 40);
+    SIZE(NVFP4_MicroBatch, 48);
     AT(NVFP4_MicroBatch, tokens, 0);
     AT(NVFP4_MicroBatch, labels, 8);
     AT(NVFP4_MicroBatch, token_count, 16);
     AT(NVFP4_MicroBatch, document_lengths, 24);
     AT(NVFP4_MicroBatch, document_count, 32);
+    AT(NVFP4_MicroBatch, weights, 40);
 
     SIZE(NVFP4_StepReport, 64);
     AT(NVFP4_StepReport, struct_size, 0);

@@ -17,7 +17,7 @@ static void fill_batches(NVFP4_MicroBatch *batches)
             tokens[b][i] = i == 0 || i == 30 ? 11 + b : (tokens[b][i - 1] * 7 + 3) % 250;
             labels[b][i] = i == 29 || i == TOKENS - 1 ? -100 : (tokens[b][i] * 7 + 3) % 250;
         }
-        batches[b] = (NVFP4_MicroBatch){tokens[b], labels[b], TOKENS, lengths, 2};
+        batches[b] = (NVFP4_MicroBatch){tokens[b], labels[b], TOKENS, lengths, 2, NULL};
     }
 }
 
@@ -78,6 +78,68 @@ static char *read_all(const char *directory, size_t *size)
     return bytes;
 }
 
+/* Rows of a file, with what is learned of them. */
+static void data_of(const char *model, const char *scratch)
+{
+    char path[600], text[4096];
+    snprintf(path, sizeof path, "%s/training-rows.jsonl", scratch);
+    FILE *file = fopen(path, "wb");
+    CHECK(file != NULL && fputs("{\"prompt\": \"one\", \"completion\": \"two\"}\n{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}, "
+                                "{\"role\": \"assistant\", \"content\": \"b\", \"weight\": 0.5}]}\n", file) >= 0);
+    fclose(file);
+    const char *files[] = {path};
+    const size_t lengths_of_files[] = {strlen(path)};
+    NVFP4_DataOptions options;
+    OK(NVFP4_data_options_init(&options, sizeof options));
+    options.window = 64;
+    NVFP4_Data *data = NULL;
+    OK(NVFP4_data_read(model, strlen(model), files, lengths_of_files, 1, &options, NULL, &data));
+    size_t count = 0, length = 0;
+    OK(NVFP4_data_count(data, &count));
+    CHECK(count == 2);
+    int32_t ids[64], next[64];
+    float weights[64];
+    OK(NVFP4_data_document(data, 1, NULL, NULL, NULL, 0, &length));
+    CHECK(length > 4 && length < 64);
+    OK(NVFP4_data_document(data, 1, ids, next, weights, 64, &length));
+    int learned = 0;
+    for (size_t i = 0; i < length; i++) {
+        CHECK(next[i] == -1 || (i + 1 < length && next[i] == ids[i + 1]));
+        CHECK(next[i] == -1 ? !(weights[i] > 0) : weights[i] > 0.49F && weights[i] < 0.51F);
+        learned += next[i] != -1;
+    }
+    CHECK(learned > 0 && next[length - 1] == -1);
+    FAILS(NVFP4_BUFFER_TOO_SMALL, NVFP4_data_document(data, 1, ids, NULL, NULL, 1, &length));
+    OK(NVFP4_data_document(data, 0, NULL, NULL, weights, 64, &length));
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_data_document(data, 2, ids, next, weights, 64, &length));
+    SAYS("index is 2, and there are 2 documents");
+    OK(NVFP4_data_mask(data, 1, text, sizeof text, &length));
+    CHECK(strstr(text, "\"line\":2") != NULL && strstr(text, "\"pieces\":[") != NULL);
+    OK(NVFP4_data_report(data, text, sizeof text, &length));
+    CHECK(strstr(text, "\"rows\":2") != NULL);
+    OK(NVFP4_data_release(data));
+
+    options.separator = "x";
+    options.separator_length = 1;
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_data_read(model, strlen(model), files, lengths_of_files, 1, &options, NULL, &data));
+    SAYS("no file is a text");
+    OK(NVFP4_data_options_init(&options, sizeof options));
+    options.window = 1 << 20;
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_data_read(model, strlen(model), files, lengths_of_files, 1, &options, NULL, &data));
+    SAYS("a window of 1048576 tokens");
+}
+
+/* A document that is longer than the context of 256 positions is never trained. */
+static void too_long(NVFP4_Trainer *trainer)
+{
+    static int32_t ids[257], next[257];
+    double loss = 0;
+    const NVFP4_MicroBatch batch = {ids, next, 257, NULL, 0, NULL};
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_trainer_step(trainer, &batch, 1, sizeof batch, NULL, NULL));
+    SAYS("has 257 tokens, and the model's context has 256 positions");
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_trainer_evaluate(trainer, &batch, 1, sizeof batch, 1, NULL, &loss));
+}
+
 int main(int argc, char **argv)
 {
     if (argc != 4) {
@@ -99,6 +161,8 @@ int main(int argc, char **argv)
     options.seed = 9;
     NVFP4_Trainer *one = NULL, *two = NULL;
     OK(NVFP4_trainer_create(path, strlen(path), &options, NULL, &one));
+    data_of(path, argv[3]);
+    too_long(one);
     const double before = loss_of(one, batches, 1);
     for (uint64_t i = 1; i <= 10; i++) {
         const NVFP4_StepReport report = step(one, batches);

@@ -658,6 +658,25 @@ void streams(const std::string &path)
     CHECK(endless.result().finish == NVFP4_FINISH_CANCELLED && other.length() == prompt + 1);
 }
 
+/* Rows of a file come with what is learned of them. */
+void data(const char *model, const std::string &scratch)
+{
+    const std::string path = scratch + "/wrapper-rows.txt";
+    std::ofstream(path) << "one and two\n---\nthree";
+    nvfp4::DataOptions options;
+    options.window = 64;
+    options.separates = "\n---\n";
+    const nvfp4::Data data = nvfp4::Data::read(model, {std::string_view(path)}, options);
+    const nvfp4::Data second = data.clone();
+    CHECK(second.count() == 2u);
+    const nvfp4::Document document = data.document(0);
+    CHECK(document.tokens.size() == document.labels.size() && document.tokens.size() == document.weights.size());
+    CHECK(document.tokens.size() > 1 && document.labels[0] == document.tokens[1] && document.labels.back() == -1);
+    CHECK(second.mask(1).find("\"line\":3") != std::string::npos && data.report().find("\"rows\":2") != std::string::npos);
+    options.separates = "+++";
+    CHECK(status_of([&] { (void)nvfp4::Data::read(model, {std::string_view(path)}, options); }) == NVFP4_INVALID_ARGUMENT);
+}
+
 /* A golden model is trained, saved, resumed to the same bits, exported, and run on live weights. */
 void training(const char *model, const std::string &scratch)
 {
@@ -674,6 +693,11 @@ void training(const char *model, const std::string &scratch)
     const std::vector<std::size_t> lengths{20, 20};
     const nvfp4::MicroBatch batch{tokens, labels, lengths};
     const double before = trainer.evaluate({batch});
+    const std::vector<float> ones(labels.size(), 1), three(3, 1);
+    const nvfp4::MicroBatch weighted{tokens, labels, lengths, ones}, wrong{tokens, labels, lengths, three};
+    const double same = trainer.evaluate({weighted});
+    CHECK(!(same < before) && !(same > before));
+    CHECK(status_of([&] { (void)trainer.evaluate({wrong}); }) == NVFP4_INVALID_ARGUMENT);
     for (int i = 0; i < 10; i++)
         CHECK(trainer.step({batch, batch}).outcome == NVFP4_STEP_UPDATED);
     trainer.save(scratch + "/training", "{\"at\": 10}");
@@ -762,6 +786,7 @@ int main(int argc, char **argv)
     sessions(argv[1], argv[2]);
     conversations(argv[3]);
     streams(argv[1]);
+    data(argv[1], argv[2]);
     training(argv[1], argv[2]);
     CHECK(without_exceptions(argv[1]) == 0);
     nvfp4::reset_memory_peak();

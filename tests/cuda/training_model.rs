@@ -190,6 +190,7 @@ fn losses(trainer: &mut Trainer, steps: std::ops::Range<usize>) -> Vec<f64> {
                 tokens: &tokens,
                 documents: &documents,
                 labels: &labels,
+                weights: None,
             };
             trainer.step(&[batch]).unwrap().loss
         })
@@ -247,6 +248,7 @@ fn a_gpu_trains_as_the_cpu_does() {
             tokens: &tokens,
             documents: &[256],
             labels: &labels,
+            weights: None,
         };
         let (mut again, _) = Trainer::resume(device, &source, &folder).unwrap();
         for delivered in [false, true] {
@@ -609,6 +611,7 @@ fn step_speed() {
             tokens: &tokens,
             documents: &lengths,
             labels: &labels,
+            weights: None,
         };
         let mut times: Vec<f64> = (0..6)
             .map(|_| {

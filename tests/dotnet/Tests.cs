@@ -70,6 +70,7 @@ static class Tests
             Run("models on disk", Converting);
             Run("training", Training);
             Run("adapters", Adapters);
+            Run("training data", Data);
             Run("what is wrong with training", WrongTraining);
             Run("the optimizer of one weight", OneWeight);
             Run("objects that are disposed of", Disposed);
@@ -1582,6 +1583,27 @@ static class Tests
             trainer.ExportAdapter(adapter, "the-base", replace: true);
             Throws<ArgumentException>(() => trainer.ExportAdapter(adapter, null));
         }
+    }
+
+    /// Rows of files come with what is learned of them, and train as they are.
+    static void Data()
+    {
+        string rows = Path.Combine(scratch, "rows.jsonl");
+        File.WriteAllText(rows, "{\"messages\": [{\"role\": \"user\", \"content\": \"one\"}, {\"role\": \"assistant\", \"content\": \"two\", \"weight\": 0.5}]}\n"
+            + "{\"text\": \"three\"}\n");
+        using (TrainingData data = TrainingData.Read(modelPath, new[] { rows }))
+        using (Trainer trainer = Trainer.Create(modelPath, InTwentySteps))
+        {
+            Same(2, data.Count);
+            MicroBatch first = data[0];
+            Check(first.Weights.Distinct().OrderBy(w => w).SequenceEqual(new[] { 0f, 0.5f }) && first.Labels.Last() == -1);
+            Check(data.Mask(0).Contains("\"line\":1") && data.Report.Contains("\"rows\":2"));
+            Same((long)(first.Labels.Count(l => l >= 0) + data[1].Labels.Count(l => l >= 0)), trainer.Step(first, data[1]).Targets);
+            Throws<Nvfp4Exception>(() => data[2].ToString(), "index is 2, and there are 2 documents");
+        }
+        Throws<Nvfp4Exception>(() => TrainingData.Read(modelPath, new[] { rows }, new DataOptions { Separator = "x" }), "no file is a text");
+        Throws<Nvfp4NotFoundException>(() => TrainingData.Read(modelPath, new[] { "/nowhere.tsv" }));
+        Throws<ArgumentException>(() => new MicroBatch(new[] { 1, 2 }, new[] { 2, -1 }, null, new[] { 1f }));
     }
 
     static void WrongTraining()

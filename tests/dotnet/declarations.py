@@ -10,12 +10,12 @@ import sys
 SCALARS = {"int8_t": "sbyte", "uint8_t": "byte", "int32_t": "int", "int64_t": "long", "uint32_t": "uint", "uint64_t": "ulong", "size_t": "UIntPtr",
            "float": "float", "double": "double", "NVFP4_Status": "int"}
 HANDLES = ("NVFP4_Tensor", "NVFP4_Weight", "NVFP4_Model", "NVFP4_Session", "NVFP4_Detokenizer", "NVFP4_Cancel", "NVFP4_Error",
-           "NVFP4_Trainer", "NVFP4_OptimizerState")
+           "NVFP4_Trainer", "NVFP4_Data", "NVFP4_OptimizerState")
 CALLBACKS = ("NVFP4_LogCallback", "NVFP4_LogRelease", "NVFP4_Deleter", "NVFP4_ProgressCallback", "NVFP4_TokenCallback")
 # The names of C# where they are not those of the header in another spelling.
 GROUPS = {"LOG": "LogLevel", "MEMORY": "MemoryTag", "MANAGED": "ManagedPolicy", "DTYPE": "DType", "DEVICE": "DeviceType",
           "SCALES": "ScaleLayout", "KV": "KvType", "FINISH": "FinishReason",
-          "EVENT": "TokenEventKind", "STEP": "StepOutcome"}
+          "EVENT": "TokenEventKind", "STEP": "StepOutcome", "DATA": "DataFormat", "LONG": "LongRows"}
 
 
 def plain(text):

@@ -10,6 +10,7 @@ import copy
 import ctypes
 import fcntl
 import gc
+import gzip
 import importlib.util
 import json
 import os
@@ -231,11 +232,13 @@ class Types(unittest.TestCase):
     CHOICES = {"Dtype": "dtype", "ScaleLayout": "scales", "Activations": "activations", "Levels": "levels", "Recipe": "recipe",
                "Rounding": "rounding", "Nonfinite": "nonfinite", "ComputePath": "compute_path", "Container": "container", "KvType": "kv",
                "Eviction": "eviction", "Part": "part", "Schedule": "schedule", "Clip": "clip", "WeightForm": "weight_form",
-               "FirstMoments": "first_moment", "SecondMoments": "second_moment", "Outcome": "step", "Tables": "tables", "LogLevel": "log"}
+               "FirstMoments": "first_moment", "SecondMoments": "second_moment", "Outcome": "step", "Tables": "tables", "LogLevel": "log",
+               "DataFormat": "data", "LongRows": "long", "EmptyThink": "empty_think"}
     # Options that a struct has as pointers, or as fields of other names.
     OPTIONS = {"QuantizeOptions": (native.QuantizeOptions, {}), "LoadOptions": (native.LoadOptions, {"device"}),
                "WeightOptions": (native.WeightOptions, {"device"}), "SessionOptions": (native.SessionOptions, set()),
                "GenerationOptions": (native.GenerateOptions, {"stop"}), "TrainerOptions": (native.TrainerOptions, set()),
+               "DataOptions": (native.DataOptions, set()),
                "OptimizerOptions": (native.OptimizerOptions, set()), "OptimizerStepOptions": (native.StepOptions, set())}
     # Fields that are no option by themselves, or are one by another name, or have a parameter of their own.
     OTHERS = {"struct_size", "reserved", "call", "device_type", "device_index", "config", "system"}
@@ -1546,11 +1549,16 @@ class Copies(unittest.TestCase):
         session.prefill([1, 2, 3])
         quantized = nvfp4.quantize(numbers)
         trainer = nvfp4.Trainer(GOLDEN, device="cpu", steps=1)
+        with tempfile.NamedTemporaryFile(suffix=".tsv") as file:
+            file.write(b"one\ttwo\n")
+            file.flush()
+            data = nvfp4.Data(GOLDEN, file.name)
         objects = [
             (model, "Model(path)", "Model(path)"), (session, "fork()", "Session.restore"), (model.chat(), "fork()", "Session.restore"),
             (model.tokenizer, "any thread", "Tokenizer(path)"), (session.stream(), "pieces", "pieces"), (nvfp4.Cancel(), "same Cancel", "Event"),
             (nvfp4.Detokenizer(model), "Detokenizer(model", "Detokenizer(model"), (numbers, "to('cpu')", "numpy("),
             (nvfp4.Weight(quantized), "any thread", "each process"), (trainer, "Trainer.resume", "Trainer.resume"),
+            (data, "any thread", "each process"),
             (nvfp4.Optimizer(numbers), "Optimizer.restore", "Optimizer.restore")]
         known = {kind for kind in vars(nvfp4).values() if isinstance(kind, type) and issubclass(kind, native.Single)}
         self.assertEqual({type(one) for one, *_ in objects}, known)
@@ -1606,6 +1614,54 @@ class Training(unittest.TestCase):
 
     def trainer(self, **options):
         return nvfp4.Trainer(GOLDEN, device="cpu", threads=1, **{"steps": 20, "rate": 5e-3, "warmup": 2, **options})
+
+    def test_data(self):
+        """Rows of files are what the command reads, with what is learned of them, and train as they are."""
+        rows, table = self.place("rows.jsonl"), self.place("table.csv.gz")
+        messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two", "weight": 0.5}]
+        with open(rows, "w", encoding="utf-8") as file:
+            file.write(json.dumps({"messages": messages}) + "\n" + json.dumps({"text": "漢字"}) + "\n")
+        with gzip.open(table, "wt") as file:
+            file.write("question,answer\none,two\n")
+        told = []
+        with nvfp4.Data(GOLDEN, [rows, table], window=64, progress=lambda *at: told.append(at)) as data:
+            self.assertEqual((len(data), data.report["rows"], data.report["bad_rows"], told[-1]), (3, 3, 0, (3, 3)))
+            self.assertEqual([file["path"] for file in data.report["files"]], [rows, table])
+            row, mask = data[0], data.mask(0)
+            self.assertEqual((mask["file"], mask["line"], mask["tokens"]), (rows, 1, row.tokens))
+            self.assertEqual("".join(mask["pieces"]), "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>\n")
+            # Labels are one token ahead of the mask.
+            self.assertEqual(row.labels, [token if learned else -1 for token, learned in zip(mask["tokens"][1:], mask["learned"][1:])] + [-1])
+            self.assertEqual(row.weights, mask["weights"][1:] + [0.0])
+            self.assertEqual(set(row.weights), {0.0, 0.5})
+            self.assertEqual(set(data[1].weights), {0.0, 1.0})
+            self.assertEqual(("".join(data.mask(1)["pieces"]).startswith("漢字"), data[-1], len(list(data))), (True, data[2], 3))
+            batch = data.batch(range(3))
+            self.assertEqual(sum(batch.documents), len(batch.tokens))
+            with self.trainer() as trainer:
+                self.assertEqual(trainer.step(batch).targets, sum(weight > 0 for weight in batch.weights))
+                halves = [trainer.evaluate(data.batch([index])) for index in range(3)]
+                counts = [sum(data[index].weights) for index in range(3)]
+                mean = sum(loss * count for loss, count in zip(halves, counts)) / sum(counts)
+                self.assertAlmostEqual(trainer.evaluate(data.batch(range(3))), mean, places=6)
+                wrong = nvfp4.Batch([1, 2], [2, -1], (), [1.0])
+                with self.assertRaisesRegex(nvfp4.InvalidArgument, "2 labels and 1 weights"):
+                    trainer.step(wrong)
+                with self.assertRaisesRegex(nvfp4.InvalidArgument, "has 257 tokens, and the model's context has 256 positions"):
+                    trainer.step(nvfp4.Batch.of([1] * 257))
+            with self.assertRaises(IndexError):
+                data[3]
+            with self.assertRaisesRegex(nvfp4.InvalidArgument, "index is 3, and there are 3 documents"):
+                data.mask(3)
+        with open(rows, "a", encoding="utf-8") as file:
+            file.write("[1]\n")
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "rows.jsonl line 3: it is an array, not an object"):
+            nvfp4.Data(GOLDEN, rows)
+        self.assertEqual(nvfp4.Data(GOLDEN, rows, skip_bad_rows=True).report["bad_rows"], 1)
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "a window of 257 tokens"):
+            nvfp4.Data(GOLDEN, rows, window=257)
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "there are no files"):
+            nvfp4.Data(GOLDEN, [])
 
     def test_adapters(self):
         """Adapters go to files as peft reads them."""
@@ -1724,7 +1780,7 @@ class Training(unittest.TestCase):
         """Each is refused, and changes nothing."""
         trainer = self.trainer()
         batch = self.batch(0)
-        tokens, labels, documents = batch
+        tokens, labels, documents, _ = batch
         trainer.step(batch)
         trainer.save(self.place("before"))
         for wrong, words in (

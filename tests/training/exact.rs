@@ -182,6 +182,7 @@ fn activations_are_rounded_as_a_recipe_says() {
         tokens: &tokens,
         documents: &documents,
         labels: &of("labels").collect::<Vec<_>>(),
+        weights: None,
     };
     let base = Recipe {
         activations: ProductForm::Nvfp4,

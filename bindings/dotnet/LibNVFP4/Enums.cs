@@ -310,6 +310,45 @@ namespace LibNVFP4
         Float32 = 3,
     }
 
+    /// <summary>What a file of training data is made of.</summary>
+    public enum DataFormat
+    {
+        /// <summary>What its name says: .tsv, .csv, .jsonl, .json or .txt, each also with .gz or .zst after it.</summary>
+        ByName = -1,
+        /// <summary>A line a row: a prompt, a tab and its answer.</summary>
+        Tsv = 0,
+        /// <summary>A line a row: a JSON object.</summary>
+        Jsonl = 1,
+        /// <summary>A text.</summary>
+        Text = 2,
+        /// <summary>A record a row, with commas between its fields and the names of columns in the first record.</summary>
+        Csv = 3,
+        /// <summary>An array of JSON objects.</summary>
+        Json = 4,
+    }
+
+    /// <summary>What becomes of rows that are longer than a window.</summary>
+    public enum LongRows
+    {
+        /// <summary>They are an error.</summary>
+        Refuse = 0,
+        /// <summary>Their ends are cut off.</summary>
+        Truncate = 1,
+        /// <summary>They are left out.</summary>
+        Drop = 2,
+    }
+
+    /// <summary>What becomes of the empty reasoning that some templates write before an answer without reasoning.</summary>
+    public enum EmptyThink
+    {
+        /// <summary>It is learned with the answer.</summary>
+        Learn = 0,
+        /// <summary>It is context.</summary>
+        Given = 1,
+        /// <summary>It is left out.</summary>
+        None = 2,
+    }
+
     /// <summary>What a step of training did.</summary>
     public enum StepOutcome
     {

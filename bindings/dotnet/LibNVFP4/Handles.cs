@@ -152,6 +152,11 @@ namespace LibNVFP4
         internal override int Release() => Native.NVFP4_trainer_release(handle);
     }
 
+    internal sealed class DataHandle : NativeHandle
+    {
+        internal override int Release() => Native.NVFP4_data_release(handle);
+    }
+
     internal sealed class OptimizerStateHandle : NativeHandle
     {
         internal override int Release() => Native.NVFP4_optimizer_release(handle);

@@ -247,6 +247,21 @@ namespace LibNVFP4
         internal UIntPtr TokenCount;
         internal UIntPtr* DocumentLengths;
         internal UIntPtr DocumentCount;
+        internal float* Weights;
+    }
+
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeDataOptions
+    {
+        internal uint StructSize;
+        internal int Format;
+        internal int LongRows;
+        internal int EmptyThink;
+        internal int TrainOnAll;
+        internal int SkipBadRows;
+        internal UIntPtr Window;
+        internal byte* Separator;
+        internal UIntPtr SeparatorLength;
     }
 
     [StructLayout(LayoutKind.Sequential)]
@@ -797,6 +812,32 @@ namespace LibNVFP4
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_trainer_model(TrainerHandle trainer, NativeCallOptions* call, out ModelHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_data_options_init(NativeDataOptions* options, uint structSize);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_data_read(byte* model, UIntPtr modelLength, byte** files, UIntPtr* fileLengths,
+            UIntPtr fileCount, NativeDataOptions* options, NativeCallOptions* call, out DataHandle result);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_data_retain(IntPtr data);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_data_release(IntPtr data);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_data_count(DataHandle data, UIntPtr* count);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_data_document(DataHandle data, UIntPtr index, int* tokens, int* labels, float* weights,
+            UIntPtr capacity, UIntPtr* length);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_data_mask(DataHandle data, UIntPtr index, byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_data_report(DataHandle data, byte* buffer, UIntPtr capacity, UIntPtr* length);
 
         // Training by the host's own passes.
 

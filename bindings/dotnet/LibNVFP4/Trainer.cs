@@ -135,13 +135,17 @@ namespace LibNVFP4
         /// <param name="tokens">The tokens of all documents.</param>
         /// <param name="labels">For each token, the one that should come after it; negative where none counts.</param>
         /// <param name="documentLengths">The number of tokens of each document; null if all is one.</param>
-        public MicroBatch(int[] tokens, int[] labels, int[] documentLengths = null)
+        /// <param name="weights">What the loss of each label is multiplied by; null if all count the same.</param>
+        public MicroBatch(int[] tokens, int[] labels, int[] documentLengths = null, float[] weights = null)
         {
             Tokens = tokens ?? throw new ArgumentNullException(nameof(tokens));
             Labels = labels ?? throw new ArgumentNullException(nameof(labels));
             if (tokens.Length != labels.Length)
                 throw new ArgumentException(tokens.Length + " tokens and " + labels.Length + " labels; each token takes one");
+            if (weights != null && weights.Length != labels.Length)
+                throw new ArgumentException(labels.Length + " labels and " + weights.Length + " weights; each label takes one, or none does");
             DocumentLengths = documentLengths ?? new int[0];
+            Weights = weights;
         }
 
         /// <summary>A batch of documents in which each token is to give the next one, and the last one of each nothing.</summary>
@@ -170,6 +174,9 @@ namespace LibNVFP4
 
         /// <summary>The number of tokens of each document; empty if all is one.</summary>
         public int[] DocumentLengths { get; }
+
+        /// <summary>What the loss of each label is multiplied by; null if all count the same.</summary>
+        public float[] Weights { get; }
     }
 
     /// Batches held in place for a call.
@@ -193,6 +200,7 @@ namespace LibNVFP4
                     Raw[i].TokenCount = Interop.Size(batch.Tokens.Length);
                     Raw[i].DocumentLengths = (UIntPtr*)Pin(lengths);
                     Raw[i].DocumentCount = Interop.Size(lengths.Length);
+                    Raw[i].Weights = batch.Weights == null ? null : (float*)Pin(batch.Weights);
                 }
             }
             catch

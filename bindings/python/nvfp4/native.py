@@ -57,13 +57,17 @@ CHOICES: Dict[str, Dict[str, int]] = {
     "second_moment": {"uint4": 0, "nvfp4": 1, "int8": 2, "float32": 3},
     "step": {"updated": 0, "skipped": 1},
     "tables": {"auto": -1, "bfloat16": 0, "nvfp4": 1, "int8": 2},
+    "data": {"by_name": -1, "tsv": 0, "jsonl": 1, "text": 2, "csv": 3, "json": 4},
+    "long": {"refuse": 0, "truncate": 1, "drop": 2},
+    "empty_think": {"learn": 0, "given": 1, "none": 2},
 }
 
 # The fields of options that take a choice by name, with its table.
 _CHOSEN = {"levels": "levels", "recipe": "recipe", "rounding": "rounding", "nonfinite": "nonfinite", "scale_layout": "scales",
            "compute_path": "compute_path", "dense_dtype": "dtype", "activations": "activations", "kv_type": "kv",
            "eviction": "eviction", "container": "container", "tables": "tables", "schedule": "schedule", "clip": "clip", "weights": "weight_form",
-           "first_moments": "first_moment", "second_moments": "second_moment", "weight_scales": "recipe"}
+           "first_moments": "first_moment", "second_moments": "second_moment", "format": "data", "long_rows": "long",
+           "empty_think": "empty_think", "weight_scales": "recipe"}
 
 # Types by letter: i I 32 bits, l L 64 bits, z size_t, b a byte, f d floats, p any pointer, s text with a NUL, v nothing.
 _TYPES: Dict[str, Any] = {"i": ctypes.c_int32, "I": ctypes.c_uint32, "l": ctypes.c_int64, "L": ctypes.c_uint64, "z": ctypes.c_size_t,
@@ -99,6 +103,8 @@ session_restore(ppzpp)S session_step(ppzpp)S session_step_sample(ppzpppp)S
 trainer_options_init(pI)S trainer_create(pzppp)S trainer_resume(pzpzppp)S trainer_retain(p)S trainer_release(p)S
 trainer_step(ppzzpp)S trainer_evaluate(ppzzipp)S trainer_info(ppzp)S trainer_save(ppzpzzp)S trainer_data(ppzp)S
 trainer_export_directory(ppziip)S trainer_export_dat(ppzp)S trainer_export_adapter(ppzpzip)S trainer_model(ppp)S
+data_options_init(pI)S data_read(pzppzppp)S data_retain(p)S data_release(p)S data_count(pp)S data_document(pzpppzp)S data_mask(pzpzp)S
+data_report(ppzp)S
 optimizer_options_init(pI)S step_options_init(pI)S optimizer_create(ppp)S optimizer_restore(pziiip)S optimizer_retain(p)S
 optimizer_release(p)S optimizer_step(ppppp)S optimizer_size(ppp)S optimizer_weight(piip)S optimizer_delivered(pppp)S
 optimizer_save(ppzp)S rounding_seed(LLLp)S ste_linear(ppp)S ste_linear_backward(ppppp)S
@@ -174,7 +180,12 @@ class TrainerOptions(ctypes.Structure):
 
 
 class MicroBatch(ctypes.Structure):
-    _fields_ = _fields("tokens:p labels:p token_count:z document_lengths:p document_count:z")
+    _fields_ = _fields("tokens:p labels:p token_count:z document_lengths:p document_count:z weights:p")
+
+
+class DataOptions(ctypes.Structure):
+    _fields_ = _fields("struct_size:I format:i long_rows:i empty_think:i train_on_all:i skip_bad_rows:i window:z separator:p "
+                       "separator_length:z")
 
 
 class StepReport(ctypes.Structure):
@@ -414,7 +425,7 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
             point("stop_tokens", "stop_token_count", numbers(ctypes.c_int32, tokens))
             point("stop_strings", "stop_string_count", (ctypes.c_char_p * len(strings))(*strings))
             point("stop_string_lengths", "stop_string_count", (ctypes.c_size_t * len(strings))(*map(len, strings)))
-        elif field in ("backend", "system", "variables", "tools", "config") and field in kinds:
+        elif field in ("backend", "system", "variables", "tools", "config", "separator") and field in kinds:
             if value:
                 data, length = text_in(value)
                 point(field, field + "_length", (ctypes.c_char * length).from_buffer_copy(data))

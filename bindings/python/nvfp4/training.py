@@ -3,6 +3,7 @@
 import collections.abc
 import ctypes
 import json
+import os
 import typing
 
 from . import native
@@ -33,12 +34,14 @@ class Step(typing.NamedTuple):
 class Batch(typing.NamedTuple):
     """
     Documents one after another: token ids, for each token the one that should come after it (-100 where none counts), and the number of
-    tokens of each document, which is one where there are none. Sequences of integers, such as lists and numpy arrays.
+    tokens of each document, which is one where there are none. Sequences of integers, such as lists and numpy arrays. `weights` are what
+    the loss of each label is multiplied by, 1 for all where there are none.
     """
 
     tokens: collections.abc.Sequence
     labels: collections.abc.Sequence
     documents: collections.abc.Sequence = ()
+    weights: collections.abc.Sequence = ()
 
     @classmethod
     def of(cls, *documents):
@@ -61,9 +64,13 @@ def _batches(batches):
         if len(tokens) != len(labels):
             raise InvalidArgument(f"{len(tokens)} tokens and {len(labels)} labels; each token takes one")
         lengths = native.numbers(ctypes.c_size_t, [int(length) for length in batch.documents])
-        kept += [tokens, labels, lengths]
+        weights = (ctypes.c_float * len(batch.weights))(*map(float, batch.weights))
+        if len(weights) not in (0, len(labels)):
+            raise InvalidArgument(f"{len(labels)} labels and {len(weights)} weights; each label takes one, or none does")
+        kept += [tokens, labels, lengths, weights]
         one.tokens, one.labels, one.token_count = ctypes.addressof(tokens), ctypes.addressof(labels), len(tokens)
         one.document_lengths, one.document_count = ctypes.addressof(lengths), len(lengths)
+        one.weights = ctypes.addressof(weights) if weights else None
     return out, kept
 
 
@@ -171,6 +178,69 @@ class Trainer(Handle):
         sessions raises InvalidArgument from then on, and step() raises Busy while a session runs.
         """
         return Model._own(_watched(lambda call: native.value_out(ctypes.c_void_p, lib.trainer_model, self, call), cancel))
+
+
+class Row(typing.NamedTuple):
+    """A document of Data: its tokens, for each the one that should come after it (-1 where none counts), and what the loss of that counts for."""
+
+    tokens: list
+    labels: list
+    weights: list
+
+
+class Data(Handle):
+    """
+    The documents of files for the model at `path`, of which no weights are read: rows as `nvfp4 train` reads them, with what is learned.
+
+        data = nvfp4.Data("qwen3-0.6b", ["rows.jsonl", "more.csv.gz"])
+        for start in range(0, len(data), 8):
+            trainer.step(data.batch(range(start, min(start + 8, len(data)))))
+
+    Options: format (by_name, tsv, jsonl, text, csv, json), long_rows (refuse, truncate, drop), empty_think (learn, given, none),
+    train_on_all, skip_bad_rows, window, separator. `progress` takes the rows that are read and those of the file. Any thread may use it.
+    """
+
+    _kind = "data"
+    _copies = "any thread can use it as it is"
+    _pickles = "read it in each process, by Data(path, files)"
+
+    def __init__(self, path, files, progress=None, cancel=None, **options):
+        names = [native.path_in(file)[0] for file in ([files] if isinstance(files, (str, bytes, os.PathLike)) else files)]
+        places, lengths = (ctypes.c_char_p * len(names))(*names), (ctypes.c_size_t * len(names))(*map(len, names))
+        how = native.options(native.DataOptions, options)
+        self._as_parameter_ = _watched(
+            lambda call: native.value_out(ctypes.c_void_p, lib.data_read, *native.path_in(path), places, lengths, len(names),
+                                          ctypes.byref(how), call), cancel, progress)
+
+    def __len__(self):
+        return self._value(ctypes.c_size_t, "count")
+
+    def __getitem__(self, index):
+        """A document as a Row."""
+        count = len(self)
+        if not -count <= index < count:
+            raise IndexError(f"document {index} of {count}")
+        index, length = index % count, ctypes.c_size_t()
+        lib.data_document(self, index, None, None, None, 0, ctypes.byref(length))
+        tokens, labels = ((ctypes.c_int32 * length.value)() for _ in range(2))
+        weights = (ctypes.c_float * length.value)()
+        lib.data_document(self, index, tokens, labels, weights, length.value, ctypes.byref(length))
+        return Row(list(tokens), list(labels), list(weights))
+
+    def batch(self, indices):
+        """A Batch of these documents."""
+        rows = [self[index] for index in indices]
+        return Batch([t for row in rows for t in row.tokens], [t for row in rows for t in row.labels], [len(row.tokens) for row in rows],
+                     [w for row in rows for w in row.weights])
+
+    def mask(self, index):
+        """A document as a dictionary: file, line, tokens, pieces (the text that each completes), special, learned, weights."""
+        return json.loads(native.text_out(lib.data_mask, self, index))
+
+    @property
+    def report(self):
+        """What was read, as a dictionary: files, rows, bad_rows, truncated, dropped."""
+        return json.loads(self._text("report"))
 
 
 def rounding_seed(seed, tensor, step):

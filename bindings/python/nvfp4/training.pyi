@@ -1,11 +1,13 @@
-from typing import Any, Collection, Iterable, Mapping, NamedTuple, Optional, Tuple, Union
+from typing import Any, Collection, Iterable, List, Mapping, NamedTuple, Optional, Tuple, Union
 
 from typing_extensions import Self, TypeAlias, Unpack
 
 from .models import Cancel, Model
 from .native import Handle
 from .tensors import Tensor
-from .types import FloatDtype, OptimizerOptions, OptimizerStepOptions, Outcome, Path, Progress, Tables, TrainerOptions
+from .types import (
+    DataOptions, FloatDtype, OptimizerOptions, OptimizerStepOptions, Outcome, Path, Progress, Tables, TrainerOptions,
+)
 
 NO_LABEL: int
 # Which the property of Optimizer hides.
@@ -25,6 +27,7 @@ class Batch(NamedTuple):
     tokens: Collection[int]
     labels: Collection[int]
     documents: Collection[int] = ...
+    weights: Collection[float] = ...
     @classmethod
     def of(cls, *documents: Iterable[int]) -> Batch: ...
 
@@ -45,6 +48,21 @@ class Trainer(Handle):
     def export_dat(self, path: Path, cancel: Optional[Cancel] = None) -> None: ...
     def export_adapter(self, path: Path, base: str, replace: bool = False, cancel: Optional[Cancel] = None) -> None: ...
     def model(self, cancel: Optional[Cancel] = None) -> Model: ...
+
+class Row(NamedTuple):
+    tokens: List[int]
+    labels: List[int]
+    weights: List[float]
+
+class Data(Handle):
+    def __init__(self, path: Path, files: Union[Path, Iterable[Path]], progress: Optional[Progress] = None, cancel: Optional[Cancel] = None,
+                 **options: Unpack[DataOptions]) -> None: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Row: ...
+    def batch(self, indices: Iterable[int]) -> Batch: ...
+    def mask(self, index: int) -> dict[str, Any]: ...
+    @property
+    def report(self) -> dict[str, Any]: ...
 
 def rounding_seed(seed: int, tensor: int, step: int) -> int: ...
 

@@ -35,6 +35,9 @@ FirstMoments = Literal["int4", "nvfp4", "int8", "float32"]
 SecondMoments = Literal["uint4", "nvfp4", "int8", "float32"]
 Outcome = Literal["updated", "skipped"]
 Tables = Literal["auto", "bfloat16", "nvfp4", "int8"]
+DataFormat = Literal["by_name", "tsv", "jsonl", "text", "csv", "json"]
+LongRows = Literal["refuse", "truncate", "drop"]
+EmptyThink = Literal["learn", "given", "none"]
 LogLevel = Literal["error", "warn", "info", "debug", "trace"]
 
 # A device is "cpu", "cuda", "cuda:1" and so on, or where a model or a trainer is made "auto".
@@ -128,6 +131,16 @@ class RecommendedOptions(TypedDict):
     top_p: float
     min_p: float
     repetition_penalty: float
+
+
+class DataOptions(TypedDict, total=False):
+    format: DataFormat
+    long_rows: LongRows
+    empty_think: EmptyThink
+    train_on_all: bool
+    skip_bad_rows: bool
+    window: int
+    separator: Text
 
 
 class TrainerOptions(TypedDict, total=False):

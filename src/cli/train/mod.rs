@@ -1,6 +1,7 @@
 //! `nvfp4 train`: teaches a model what stands in files, with weights and optimizer in 4 bits, and writes what it has become.
 
 mod delivery;
+mod mask;
 mod options;
 mod show;
 
@@ -29,10 +30,13 @@ const STOP: &str = "stop";
 
 pub(super) fn run(args: &Args) -> Result<()> {
     args.check()?;
-    let earlier = args.earlier()?;
     if let Some(budget) = args.memory_budget {
         account::set_budget(Some((budget * 1e9) as u64));
     }
+    if let Some(rows) = args.show_mask {
+        return mask::show(args, rows);
+    }
+    let earlier = args.earlier()?;
     let device = match &*args.device {
         // What it came to is in the line that says what begins.
         "auto" => Device::cuda(0).or_else(|_| model::device("cpu", args.threads))?,
@@ -177,28 +181,31 @@ impl Args {
         }
     }
 
+    /// Reads files whose rows the model is to learn.
+    fn read(&self, files: &[PathBuf], source: &Source, text: &Text, window: usize) -> Result<Data> {
+        let options = self.data_options(window);
+        let bar = output::count_bar("reading", 0);
+        let progress = |p: Progress| {
+            bar.set_length(p.total);
+            bar.set_position(p.done);
+            std::ops::ControlFlow::Continue(())
+        };
+        let watch = Watch {
+            flags: &[],
+            progress: Some(&progress),
+        };
+        let read = watch.during(|| data::read(files, text, source.spec().vocab_size, &options));
+        bar.finish_and_clear();
+        read
+    }
+
     fn data(
         &self,
         source: &Source,
         text: &Text,
         window: usize,
     ) -> Result<(Report, Windows, Windows)> {
-        let options = self.data_options(window);
-        let read = |files: &[PathBuf]| -> Result<Data> {
-            let bar = output::count_bar("reading", 0);
-            let progress = |p: Progress| {
-                bar.set_length(p.total);
-                bar.set_position(p.done);
-                std::ops::ControlFlow::Continue(())
-            };
-            let watch = Watch {
-                flags: &[],
-                progress: Some(&progress),
-            };
-            let read = watch.during(|| data::read(files, text, source.spec().vocab_size, &options));
-            bar.finish_and_clear();
-            read
-        };
+        let read = |files: &[PathBuf]| self.read(files, source, text, window);
         let data = read(&self.data)?;
         let (data, evaluation) = match (&self.eval[..], self.eval_share) {
             ([], None) => (data, None),

@@ -10,7 +10,7 @@ use NVFP4::format::residual::Bits;
 use NVFP4::model::convert::Tables;
 use NVFP4::ops::Device;
 use NVFP4::ops::training::optimizer::{Hyperparameters, WeightForm};
-use NVFP4::train::data::{self, Format, Long};
+use NVFP4::train::data::{self, EmptyThink, Format, Long};
 use NVFP4::train::{Clip, Config, Decay, Lora, Offload, ProductForm, Recipe, Recompute};
 use clap::ValueEnum;
 use serde_json::Value;
@@ -19,8 +19,6 @@ use super::super::recipe::{RecipeName, TableForm};
 
 /// The share of steps over which the rate rises, where nothing else is said.
 const WARMUP: f64 = 0.03;
-/// Tokens of a window, where nothing else is said.
-const WINDOW: usize = 2048;
 /// The share of steps over which the rate falls under `wsd`.
 const LAST: f64 = 0.2;
 /// The learning rates where nothing else is said, of a model's own parameters and of adapters.
@@ -37,8 +35,8 @@ pub(in crate::cli) struct Args {
     /// Begin with random weights instead: a directory with config.json and tokenizer.json; weights in it are not read
     #[arg(long, value_name = "DIR")]
     pub(super) init: Option<PathBuf>,
-    /// Files to learn: .tsv (a line prompt<TAB>answer, # comments), .jsonl (a line an object with messages, with prompt and
-    /// completion, or with text) and .txt
+    /// Files to learn: .tsv (a line prompt<TAB>answer, # comments), .jsonl and .json (objects with messages, conversations, prompt and
+    /// completion, instruction and output, question and answer, or text), .csv (the same as columns) and .txt; also with .gz or .zst
     #[arg(long, required = true, num_args = 1.., value_name = "FILE")]
     pub(super) data: Vec<PathBuf>,
     /// Files to evaluate with, of the same formats
@@ -48,7 +46,13 @@ pub(in crate::cli) struct Args {
     #[arg(long, value_name = "SHARE", conflicts_with = "eval")]
     pub(super) eval_share: Option<f64>,
     /// The directory of the run: checkpoints, loss.csv, loss.svg, memory.json, and the trained model in model/, or adapters in adapter/
-    #[arg(long, value_name = "DIR")]
+    #[arg(
+        long,
+        value_name = "DIR",
+        required = false,
+        required_unless_present = "show_mask",
+        default_value_if("show_mask", clap::builder::ArgPredicate::IsPresent, ".")
+    )]
     pub(super) out: PathBuf,
     /// Go on with the run in OUT where its last checkpoint is, to the same bits as if it had never stopped: with the options that
     /// it began with
@@ -141,12 +145,15 @@ pub(in crate::cli) struct Args {
     /// What all files hold; default: what their names say
     #[arg(long, value_enum, help_heading = "Data")]
     data_format: Option<FormatName>,
-    /// What stands between the documents of a text
+    /// Separator of the documents of a text, with \n and \t for line breaks and tabs; line breaks match CRLF too
     #[arg(long, value_name = "TEXT", help_heading = "Data")]
     separator: Option<String>,
     /// Learn prompts too, and not only answers
     #[arg(long, help_heading = "Data")]
     train_on_all: bool,
+    /// Treatment of the empty reasoning that templates such as Qwen3's write before an answer without reasoning
+    #[arg(long, value_enum, default_value_t = EmptyThinkName::Learn, help_heading = "Data")]
+    empty_think: EmptyThinkName,
     /// What becomes of rows longer than a window; texts are cut into several
     #[arg(long, value_enum, default_value_t = LongName::Refuse, help_heading = "Data")]
     long: LongName,
@@ -156,6 +163,9 @@ pub(in crate::cli) struct Args {
     /// One row in a window, rather than as many as fit
     #[arg(long, help_heading = "Data")]
     no_packing: bool,
+    /// Print the first N rows as they would be trained, with what is learned of them, and end; nothing is written
+    #[arg(long, value_name = "N", conflicts_with_all = ["resume", "merge"], help_heading = "Data")]
+    pub(super) show_mask: Option<usize>,
 
     /// How weights of blocks and their moments are stored: nvfp4 (2.19 bytes a parameter), nvfp4-int8 (2.69, with a residual of 8 bits),
     /// float32 (12), or a file with a recipe in JSON; default: nvfp4
@@ -269,8 +279,20 @@ impl From<FormName> for ProductForm {
 #[derive(Clone, Copy, ValueEnum)]
 enum FormatName {
     Tsv,
+    Csv,
     Jsonl,
+    Json,
     Text,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum EmptyThinkName {
+    /// It is learned with the answer
+    Learn,
+    /// It is context, as in the prompt of a model that is told not to reason
+    Given,
+    /// It is left out
+    None,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -334,14 +356,7 @@ impl Args {
 
     /// Tokens of a window for a model with so many positions.
     pub(super) fn window(&self, positions: usize) -> Result<usize> {
-        match self.window {
-            None => Ok(WINDOW.min(positions)),
-            Some(window) if window <= positions => Ok(window),
-            Some(window) => bail!(
-                InvalidArgument,
-                "--window {window}, and the model's context has {positions} tokens"
-            ),
-        }
+        data::window(self.window, positions)
     }
 
     /// How data is read for windows of so many tokens.
@@ -350,11 +365,18 @@ impl Args {
             window,
             format: self.data_format.map(|format| match format {
                 FormatName::Tsv => Format::Tsv,
+                FormatName::Csv => Format::Csv,
                 FormatName::Jsonl => Format::Jsonl,
+                FormatName::Json => Format::Json,
                 FormatName::Text => Format::Text,
             }),
             separator: self.separator.as_deref().map(unescaped),
             learn_all: self.train_on_all,
+            empty_think: match self.empty_think {
+                EmptyThinkName::Learn => EmptyThink::Learn,
+                EmptyThinkName::Given => EmptyThink::Given,
+                EmptyThinkName::None => EmptyThink::None,
+            },
             long: match self.long {
                 LongName::Refuse => Long::Refuse,
                 LongName::Truncate => Long::Truncate,

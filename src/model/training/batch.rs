@@ -22,7 +22,7 @@ pub struct Batch {
 
 impl Batch {
     /// Tokens of documents of these lengths, one after another, each at positions from 0 on. Row i should predict `labels[i]`, or nothing
-    /// if that is negative, and its loss is multiplied by `weights[i]`.
+    /// if that is negative, and its loss is multiplied by `weights[i]`. Fails for a document that is longer than the model's context.
     pub fn new(
         device: &Device,
         spec: &Spec,
@@ -58,6 +58,17 @@ impl Batch {
             );
         }
         let longest = documents.iter().copied().max().unwrap_or(0);
+        if longest > spec.max_positions {
+            bail!(
+                InvalidArgument,
+                "document {} of a batch has {longest} tokens, and the model's context has {} positions; cut it into shorter documents",
+                documents
+                    .iter()
+                    .position(|&len| len == longest)
+                    .unwrap_or(0),
+                spec.max_positions
+            );
+        }
         let angles = spec
             .ropes
             .iter()

@@ -1,20 +1,25 @@
 //! Rows as tokens, of which some are learned: those that a model's own chat template makes of an assistant's turns.
 
+use std::cell::Cell;
+
 use serde_json::{Map, Value, json};
 
-use super::rows::Row;
+use super::options::EmptyThink;
+use super::row::Row;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::model::training::Text;
-use crate::text::{ChatTemplate, Message, Prompt};
+use crate::text::{AnswerForm, ChatTemplate, Message, Prompt};
 
 /// Tokens that are read one after another, and which of them are learned.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Document {
     /// The tokens.
     pub tokens: Vec<u32>,
     /// Of each token, whether it is to be predicted by those before it. What is said of the first has no effect.
     pub learned: Vec<bool>,
+    /// Factor of each learned token's loss; empty where all are 1.
+    pub weights: Vec<f32>,
     /// The number of its file, and the line that it begins in, from 1.
     pub origin: (usize, usize),
 }
@@ -25,9 +30,33 @@ impl Document {
         self.learned.iter().skip(1).filter(|l| **l).count()
     }
 
-    fn push(&mut self, tokens: &[u32], learned: bool) {
+    /// Factor of a token's loss: 0 where it is not learned.
+    pub fn weight(&self, token: usize) -> f32 {
+        match (self.learned[token], self.weights.get(token)) {
+            (false, _) => 0.0,
+            (true, None) => 1.0,
+            (true, Some(&weight)) => weight,
+        }
+    }
+
+    /// Adds tokens whose loss is multiplied by `weight`: 0 if they are not learned.
+    fn push(&mut self, tokens: &[u32], weight: f32) {
+        if self.weights.is_empty() && weight != 0.0 && weight != 1.0 {
+            self.weights = (0..self.tokens.len()).map(|i| self.weight(i)).collect();
+        }
+        let has_weights = !self.weights.is_empty() || (weight != 0.0 && weight != 1.0);
         self.tokens.extend_from_slice(tokens);
-        self.learned.resize(self.tokens.len(), learned);
+        self.learned.resize(self.tokens.len(), weight > 0.0);
+        if has_weights {
+            self.weights.resize(self.tokens.len(), weight);
+        }
+    }
+
+    /// Cuts off what comes after the first `len` tokens.
+    pub(super) fn truncate(&mut self, len: usize) {
+        self.tokens.truncate(len);
+        self.learned.truncate(len);
+        self.weights.truncate(len);
     }
 
     /// In parts of at most `window` tokens, which are about as long as each other.
@@ -36,7 +65,11 @@ impl Document {
         let cuts = (0..parts).map(|i| len * i / parts..len * (i + 1) / parts);
         cuts.map(|range| Document {
             tokens: self.tokens[range.clone()].to_vec(),
-            learned: self.learned[range].to_vec(),
+            learned: self.learned[range.clone()].to_vec(),
+            weights: match self.weights.is_empty() {
+                true => Vec::new(),
+                false => self.weights[range].to_vec(),
+            },
             origin: self.origin,
         })
         .collect()
@@ -45,12 +78,53 @@ impl Document {
 
 /// Makes documents of rows.
 pub(super) struct Encoder<'a> {
-    pub(super) text: &'a Text,
+    text: &'a Text,
     /// Whether every token is learned.
-    pub(super) learn_all: bool,
+    learn_all: bool,
+    empty_think: EmptyThink,
+    /// The marks around reasoning of the model's own template.
+    marks: Option<(&'static str, &'static str)>,
+    /// Answers without reasoning, and those of them with an empty one before them.
+    plain: Cell<usize>,
+    empty: Cell<usize>,
 }
 
-impl Encoder<'_> {
+impl<'a> Encoder<'a> {
+    pub(super) fn new(text: &'a Text, learn_all: bool, empty_think: EmptyThink) -> Result<Self> {
+        if learn_all && empty_think != EmptyThink::Learn {
+            bail!(
+                InvalidArgument,
+                "all tokens are to be learned (--train-on-all), and empty reasoning is not (--empty-think); leave one of the two out"
+            );
+        }
+        let form = text.template.as_ref().map(|template| {
+            let is_token = |name: &str| text.tokenizer.id_of(name).is_some();
+            AnswerForm::of(&template.sources(), template.reads("tools"), is_token)
+        });
+        let reasoning = form.as_ref().and_then(AnswerForm::reasoning);
+        Ok(Encoder {
+            text,
+            learn_all,
+            empty_think,
+            marks: reasoning.map(|r| (r.begin, r.end)),
+            plain: Cell::new(0),
+            empty: Cell::new(0),
+        })
+    }
+
+    /// Refuses what was to become of empty reasoning if the template has written none.
+    pub(super) fn check_empty_think(&self) -> Result<()> {
+        if self.empty_think == EmptyThink::Learn || self.plain.get() == 0 || self.empty.get() > 0 {
+            return Ok(());
+        }
+        bail!(
+            InvalidArgument,
+            "the template writes no empty reasoning before any of {} answers without reasoning, and --empty-think says what becomes of it; leave \
+             the option out",
+            self.plain.get()
+        )
+    }
+
     /// The documents of a row, and whether they may be cut into parts.
     pub(super) fn documents(
         &self,
@@ -60,7 +134,7 @@ impl Encoder<'_> {
         let mut documents = match row {
             Row::Text(text) => {
                 let mut document = empty(origin);
-                document.push(&self.text.tokenizer.encode(text, true)?, true);
+                document.push(&self.text.tokenizer.encode(text, true)?, 1.0);
                 self.end(&mut document);
                 return Ok((vec![document], true));
             }
@@ -70,20 +144,28 @@ impl Encoder<'_> {
                         Message::new("user", prompt),
                         Message::new("assistant", target),
                     ];
-                    self.conversation(template, &messages, &[], origin)?
+                    self.conversation(template, &messages, &[0.0, 1.0], &[], origin)?
                 }
                 None => {
+                    self.plain.set(self.plain.get() + 1);
                     let mut document = empty(origin);
-                    document.push(&self.text.tokenizer.encode(prompt, true)?, false);
-                    document.push(&self.text.tokenizer.encode_plain(target)?, true);
+                    document.push(&self.text.tokenizer.encode(prompt, true)?, 0.0);
+                    document.push(&self.text.tokenizer.encode_plain(target)?, 1.0);
                     self.end(&mut document);
                     vec![document]
                 }
             },
-            Row::Chat { messages, tools } => match &self.text.template {
-                Some(template) => self.conversation(template, messages, tools, origin)?,
+            Row::Chat {
+                messages,
+                weights,
+                tools,
+            } => match &self.text.template {
+                Some(template) => self.conversation(template, messages, weights, tools, origin)?,
                 // As inference does for models without a template.
-                None => self.conversation(&ChatTemplate::chatml(), messages, tools, origin)?,
+                None => {
+                    let chatml = ChatTemplate::chatml();
+                    self.conversation(&chatml, messages, weights, tools, origin)?
+                }
             },
         };
         if self.learn_all {
@@ -92,22 +174,55 @@ impl Encoder<'_> {
         Ok((documents, false))
     }
 
+    /// Bytes of the empty reasoning that an answer, as it is written after a prompt, begins with; `None` of an answer with reasoning.
+    fn empty_think(
+        &self,
+        message: &Message,
+        prompt: &Prompt,
+        answer: &Prompt,
+    ) -> Result<Option<usize>> {
+        let Some((begin, end)) = self.marks else {
+            return Ok(Some(0));
+        };
+        let reasoning = message.reasoning_content.as_deref().unwrap_or_default();
+        if !reasoning.trim().is_empty() || message.text().contains(end) {
+            return Ok(None);
+        }
+        let answer = answer.text();
+        let opened = prompt.text().trim_end().ends_with(begin);
+        let rest = match opened {
+            true => Some(&*answer),
+            false => answer.trim_start().strip_prefix(begin),
+        };
+        let Some(rest) = rest.and_then(|rest| rest.trim_start().strip_prefix(end)) else {
+            return Ok(Some(0));
+        };
+        if opened && self.empty_think == EmptyThink::None {
+            bail!(
+                InvalidArgument,
+                "the template's prompt for the answer begins reasoning, which cannot be left out then (--empty-think); have it given or learned"
+            );
+        }
+        Ok(Some(answer.len() - rest.trim_start().len()))
+    }
+
     /// Ends a text, unless it ends so already.
     fn end(&self, document: &mut Document) {
         if let Some(eos) = self.text.eos
             && document.tokens.last() != Some(&eos)
         {
-            document.push(&[eos], true);
+            document.push(&[eos], 1.0);
         }
     }
 
-    /// A conversation with all of its assistant's turns learned. Where the template writes a turn in another way once others follow it, as
+    /// A conversation with those turns learned that have a weight. Where the template writes a turn in another way once others follow it, as
     /// those do that leave out earlier reasoning, each turn gets a document of its own, that ends with it: what the model is to see when it
     /// answers.
     fn conversation(
         &self,
         template: &ChatTemplate,
         messages: &[Message],
+        weights: &[f32],
         tools: &[Value],
         origin: (usize, usize),
     ) -> Result<Vec<Document>> {
@@ -115,21 +230,31 @@ impl Encoder<'_> {
         if !tools.is_empty() {
             variables.insert("tools".to_owned(), tools.into());
         }
-        let turns: Vec<usize> = (0..messages.len())
-            .filter(|&i| messages[i].role == "assistant")
-            .collect();
+        let turns: Vec<usize> = (0..messages.len()).filter(|&i| weights[i] > 0.0).collect();
         let Some(&last) = turns.last() else {
-            bail!(InvalidArgument, "it has no message of the assistant");
+            bail!(InvalidArgument, "nothing in it is to be learned");
         };
         let mut rendering = Rendering {
+            encoder: self,
             template,
-            text: self.text,
+            weights,
             variables,
         };
         if self.learn_all {
+            let is_answer = |i: &usize| messages[*i].role == "assistant";
+            if let Some(i) = (0..messages.len())
+                .filter(is_answer)
+                .find(|&i| weights[i] != 1.0)
+            {
+                bail!(
+                    InvalidArgument,
+                    "all tokens are to be learned alike (--train-on-all), and message {i} has the weight {}; leave one of the two out",
+                    weights[i]
+                );
+            }
             let mut document = empty(origin);
             let whole = rendering.prompt(messages, false)?;
-            document.push(&whole.tokens(&self.text.tokenizer, false)?, true);
+            document.push(&whole.tokens(&self.text.tokenizer, false)?, 1.0);
             return Ok(vec![document]);
         }
         // What is said after the last answer is not learned from.
@@ -165,16 +290,17 @@ impl Encoder<'_> {
 
 fn empty(origin: (usize, usize)) -> Document {
     Document {
-        tokens: Vec::new(),
-        learned: Vec::new(),
         origin,
+        ..Document::default()
     }
 }
 
 /// How conversations are rendered.
 struct Rendering<'a> {
+    encoder: &'a Encoder<'a>,
     template: &'a ChatTemplate,
-    text: &'a Text,
+    /// Factor of the loss of each message.
+    weights: &'a [f32],
     variables: Map<String, Value>,
 }
 
@@ -182,7 +308,7 @@ impl Rendering<'_> {
     fn prompt(&self, messages: &[Message], answers: bool) -> Result<Prompt> {
         Prompt::new(
             self.template,
-            &self.text.tokenizer,
+            &self.encoder.text.tokenizer,
             messages,
             answers,
             &self.variables,
@@ -197,9 +323,10 @@ impl Rendering<'_> {
         turns: &[usize],
         origin: (usize, usize),
     ) -> Result<Option<Vec<Document>>> {
+        let tokenizer = &self.encoder.text.tokenizer;
         let whole = self.prompt(messages, false)?;
         let mut document = empty(origin);
-        let mut at = 0;
+        let (mut at, mut plain, mut emptied) = (0, 0, 0);
         for &turn in turns {
             let before = self.prompt(&messages[..turn], true)?;
             let after = match turn + 1 == messages.len() {
@@ -210,32 +337,51 @@ impl Rendering<'_> {
             if !(whole.begins_with(&after) && after.begins_with(&before) && at <= start) {
                 return Ok(None);
             }
+            let written = whole.part(start..end);
+            let empty_think = self
+                .encoder
+                .empty_think(&messages[turn], &before, &written)?;
+            plain += usize::from(empty_think.is_some());
+            emptied += usize::from(empty_think.is_some_and(|bytes| bytes > 0));
+            let after_think = start + empty_think.unwrap_or(0);
+            let (asked_to, answer_from) = match self.encoder.empty_think {
+                EmptyThink::Learn => (start, start),
+                EmptyThink::Given => (after_think, after_think),
+                EmptyThink::None => (start, after_think),
+            };
             // Apart, as the model continues the tokens of a prompt.
-            let asked = whole.part(at..start).tokens(&self.text.tokenizer, at > 0)?;
-            document.push(&asked, false);
-            let answer = whole.part(start..end).tokens(&self.text.tokenizer, true)?;
+            let asked = whole.part(at..asked_to).tokens(tokenizer, at > 0)?;
+            document.push(&asked, 0.0);
+            let answer = whole.part(answer_from..end).tokens(tokenizer, true)?;
             let learned = self.to_the_end(&answer)?;
-            document.push(&answer[..learned], true);
-            document.push(&answer[learned..], false);
+            document.push(&answer[..learned], self.weights[turn]);
+            document.push(&answer[learned..], 0.0);
             at = end;
         }
+        let Encoder {
+            plain: all, empty, ..
+        } = self.encoder;
+        all.set(all.get() + plain);
+        empty.set(empty.get() + emptied);
         Ok(Some(vec![document]))
     }
 
     /// The number of tokens of an answer up to the one that ends it. A template may write more after that: white space, or the beginning of
     /// another answer.
     fn to_the_end(&self, answer: &[u32]) -> Result<usize> {
-        let is_end = |t: &u32| self.text.stop_tokens.contains(t);
+        let Text {
+            tokenizer,
+            stop_tokens,
+            ..
+        } = self.encoder.text;
+        let is_end = |t: &u32| stop_tokens.contains(t);
         if let Some(end) = answer.iter().position(is_end) {
             return Ok(end + 1);
         }
-        let Some(last) = answer
-            .iter()
-            .rposition(|&t| self.text.tokenizer.is_special(t))
-        else {
+        let Some(last) = answer.iter().rposition(|&t| tokenizer.is_special(t)) else {
             return Ok(answer.len());
         };
-        let rest = self.text.tokenizer.decode(&answer[last + 1..], false)?;
+        let rest = tokenizer.decode(&answer[last + 1..], false)?;
         Ok(match rest.trim().is_empty() {
             true => last + 1,
             false => answer.len(),

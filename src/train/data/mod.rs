@@ -2,16 +2,25 @@
 //! and windows come in an order that a seed and a [`Place`] fix. Knows tokenizers and chat templates, and no model beyond the size of its
 //! vocabulary.
 
+mod content;
+mod conversation;
 mod document;
+mod fields;
+mod mask;
 mod options;
 mod order;
 mod read;
+mod row;
 mod rows;
+#[cfg(test)]
+mod tests;
 mod window;
 
+pub use content::DataFile;
+pub(super) use content::as_text;
 pub use document::Document;
-pub use options::{Format, Long, Options};
+pub use mask::{Mask, Span};
+pub use options::{EmptyThink, Format, Long, Options, window};
 pub use order::{Order, Place};
-pub(super) use read::as_text;
-pub use read::{Data, DataFile, Report, read};
+pub use read::{Data, Report, read};
 pub use window::{Window, Windows};

@@ -1,44 +1,23 @@
 //! Files to documents, with what was wrong with them.
 
 use std::fmt;
-use std::fs;
-use std::hash::Hasher;
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize, Serializer};
-use twox_hash::XxHash3_64;
+use serde::Serialize;
 
+use super::content::{self, DataFile};
 use super::document::{Document, Encoder};
 use super::options::{Format, Long, Options};
-use super::rows::{Row, rows};
+use super::row::Row;
+use super::rows::rows;
 use super::window::Windows;
 use crate::base::error::bail;
-use crate::base::{Error, Result, call};
+use crate::base::{Result, call};
 use crate::format::random;
 use crate::model::training::Text;
 
 /// How many bad rows a message names.
 const NAMED: usize = 6;
-
-/// A file that was read.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DataFile {
-    /// Its path. In JSON, bytes that are not UTF-8 are U+FFFD.
-    #[serde(serialize_with = "as_text")]
-    pub path: PathBuf,
-    /// Its size.
-    pub bytes: u64,
-    /// XXH3 of its content, in hexadecimal.
-    pub checksum: String,
-}
-
-/// A path as a text of JSON, in which bytes that are not UTF-8 are U+FFFD.
-pub(in crate::train) fn as_text<S: Serializer>(
-    path: &impl AsRef<Path>,
-    serializer: S,
-) -> std::result::Result<S::Ok, S::Error> {
-    serializer.collect_str(&path.as_ref().display())
-}
 
 /// What was read.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -56,7 +35,7 @@ pub struct Report {
 }
 
 /// The documents of files.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Data {
     options: Options,
     report: Report,
@@ -115,40 +94,50 @@ pub fn read(files: &[PathBuf], text: &Text, vocabulary: usize, options: &Options
             options.window
         );
     }
-    let encoder = Encoder {
-        text,
-        learn_all: options.learn_all,
-    };
+    if options.separator.as_deref() == Some("") {
+        bail!(
+            InvalidArgument,
+            "the separator is empty; give what stands between documents, or none (--separator)"
+        );
+    }
+    let encoder = Encoder::new(text, options.learn_all, options.empty_think)?;
     let mut data = Data {
         options: options.clone(),
         report: Report::default(),
         documents: Vec::new(),
         rows: Vec::new(),
     };
+    let formats = files.iter().map(|path| match options.format {
+        Some(format) => Ok(format),
+        None => Format::of(path),
+    });
+    let formats = formats.collect::<Result<Vec<_>>>()?;
+    if let Some(separator) = &options.separator
+        && !formats.contains(&Format::Text)
+    {
+        bail!(
+            InvalidArgument,
+            "the separator {separator:?} stands between documents of texts, and no file is a text; leave --separator out"
+        );
+    }
     let (mut bad, mut long) = (Refused::default(), Refused::default());
-    for (number, path) in files.iter().enumerate() {
-        let content =
-            fs::read(path).map_err(|e| Error::io(format_args!("reading {}", path.display()), e))?;
-        let format = match options.format {
-            Some(format) => format,
-            None => Format::of(path)?,
-        };
-        let mut sum = XxHash3_64::new();
-        sum.write(&content);
-        data.report.files.push(DataFile {
-            path: path.clone(),
-            bytes: content.len() as u64,
-            checksum: format!("{:016x}", sum.finish()),
-        });
-        let found = rows(&content, format, options.separator.as_deref());
+    for (number, (path, &format)) in files.iter().zip(&formats).enumerate() {
+        let (file, content) = content::read(path)?;
+        data.report.files.push(file);
+        let found = rows(&content.bytes, format, options.separator.as_deref())
+            .map_err(|e| e.within(path.display()))?;
         if found.is_empty() {
             bail!(
                 InvalidArgument,
                 "{} has no row: {}",
                 path.display(),
-                match content.is_empty() {
+                match content.bytes.is_empty() {
                     true => "it is empty",
-                    false => "it has only blank lines and comments",
+                    false => match format {
+                        Format::Json => "its array is empty",
+                        Format::Csv => "it has only the names of columns",
+                        _ => "it has only blank lines and comments",
+                    },
                 }
             );
         }
@@ -189,6 +178,7 @@ pub fn read(files: &[PathBuf], text: &Text, vocabulary: usize, options: &Options
         "are too long",
         "take a longer window, or have them cut or left out (--long truncate or drop, or `long` in the options)",
     )?;
+    encoder.check_empty_think()?;
     data.report.bad_rows = bad.count;
     if data.documents.is_empty() {
         bail!(
@@ -245,8 +235,7 @@ impl Data {
                         continue;
                     }
                     Long::Truncate => {
-                        document.tokens.truncate(window);
-                        document.learned.truncate(window);
+                        document.truncate(window);
                         if document.targets() == 0 {
                             is_dropped = true;
                             continue;

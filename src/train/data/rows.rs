@@ -1,38 +1,44 @@
 //! The rows of a file, as its format holds them.
 
+use aho_corasick::{AhoCorasick, MatchKind};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
+use super::fields::{Fields, without_place};
 use super::options::Format;
+use super::row::Row;
 use crate::base::Result;
 use crate::base::error::{bail, err};
-use crate::text::{Message, messages_from_json, tools_from_json, utf8};
-
-/// What a row says.
-#[derive(Debug, PartialEq)]
-pub(super) enum Row {
-    /// A question, and the answer to be learned.
-    Pair { prompt: String, target: String },
-    /// A conversation, whose assistant is learned, with the tools that were offered in it.
-    Chat {
-        messages: Vec<Message>,
-        tools: Vec<serde_json::Value>,
-    },
-    /// A text that is learned as a whole.
-    Text(String),
-}
+use crate::text::utf8;
 
 /// A row with the number of the line that it begins in.
 pub(super) type Numbered = (usize, Result<Row>);
 
-/// The rows of a file with this content. Lines that cannot be read are errors among them.
-pub(super) fn rows(content: &[u8], format: Format, separator: Option<&str>) -> Vec<Numbered> {
+/// The rows of a file with this content. Rows that cannot be read are errors among them; a file without rows to tell apart is an error.
+pub(super) fn rows(
+    content: &[u8],
+    format: Format,
+    separator: Option<&str>,
+) -> Result<Vec<Numbered>> {
     let content = content
         .strip_prefix("\u{feff}".as_bytes())
         .unwrap_or(content);
-    if format == Format::Text {
-        return texts(content, separator);
+    match format {
+        Format::Text => texts(content, separator),
+        Format::Tsv => Ok(lines(content, |line| match line.starts_with('#') {
+            true => None,
+            false => Some(pair(line)),
+        })),
+        Format::Jsonl => Ok(lines(content, |line| {
+            Some(Fields::of_line(line).and_then(Fields::row))
+        })),
+        Format::Json => array(utf8("the file", content)?),
+        Format::Csv => records(content),
     }
+}
+
+/// Rows that `read` makes of lines that are not blank.
+fn lines(content: &[u8], read: impl Fn(&str) -> Option<Result<Row>>) -> Vec<Numbered> {
     let lines = content.split(|&b| b == b'\n').enumerate();
     let lines = lines.map(|(i, line)| (i + 1, line.strip_suffix(b"\r").unwrap_or(line)));
     lines
@@ -40,33 +46,85 @@ pub(super) fn rows(content: &[u8], format: Format, separator: Option<&str>) -> V
             let row = match utf8("the line", line) {
                 Err(e) => Err(e),
                 Ok(line) if line.trim().is_empty() => return None,
-                Ok(line) if format == Format::Jsonl => json(line),
-                Ok(line) if line.starts_with('#') => return None,
-                Ok(line) => pair(line),
+                Ok(line) => read(line)?,
             };
             Some((number, row))
         })
         .collect()
 }
 
-fn texts(content: &[u8], separator: Option<&str>) -> Vec<Numbered> {
-    let text = match utf8("the text", content) {
-        Ok(text) => text,
-        Err(e) => return vec![(1, Err(e))],
-    };
-    let parts: Vec<&str> = match separator {
-        Some(separator) if !separator.is_empty() => text.split(separator).collect(),
-        _ => vec![text],
-    };
-    let mut found = Vec::new();
-    for part in parts {
-        if !part.trim().is_empty() {
-            let before = part.as_ptr() as usize - text.as_ptr() as usize;
-            let line = 1 + text[..before].matches('\n').count();
-            found.push((line, Ok(Row::Text(part.to_owned()))));
+/// Counts the lines of a text up to places in it, which rise.
+struct Places<'a> {
+    text: &'a [u8],
+    at: usize,
+    line: usize,
+}
+
+impl<'a> Places<'a> {
+    fn new(text: &'a [u8]) -> Self {
+        Places {
+            text,
+            at: 0,
+            line: 1,
         }
     }
-    found
+
+    /// The line that a byte is in.
+    fn line(&mut self, at: usize) -> usize {
+        let passed = &self.text[self.at..at];
+        self.line += passed.iter().filter(|&&b| b == b'\n').count();
+        self.at = at;
+        self.line
+    }
+}
+
+fn texts(content: &[u8], separator: Option<&str>) -> Result<Vec<Numbered>> {
+    let text = match utf8("the text", content) {
+        Ok(text) => text,
+        Err(e) => return Ok(vec![(1, Err(e))]),
+    };
+    let parts = match separator {
+        Some(separator) => split(text, separator)?,
+        None => vec![text],
+    };
+    let mut places = Places::new(content);
+    let written = parts.into_iter().filter(|part| !part.trim().is_empty());
+    let rows = written.map(|part| {
+        let line = places.line(part.as_ptr() as usize - text.as_ptr() as usize);
+        (line, Ok(Row::Text(part.to_owned())))
+    });
+    Ok(rows.collect())
+}
+
+/// The parts of a text between separators, whose line ends are as they are given, or all LF, or all CRLF.
+fn split<'a>(text: &'a str, separator: &str) -> Result<Vec<&'a str>> {
+    let lf = separator.replace("\r\n", "\n");
+    let crlf = lf.replace('\n', "\r\n");
+    let separators = AhoCorasick::builder()
+        .match_kind(MatchKind::LeftmostLongest)
+        .build([separator, &lf, &crlf])
+        .map_err(|e| err!(InvalidArgument, "the separator {separator:?}: {e}"))?;
+    let (mut parts, mut at) = (Vec::new(), 0);
+    for found in separators.find_iter(text) {
+        parts.push(&text[at..found.start()]);
+        at = found.end();
+    }
+    if parts.is_empty() && !text.trim().is_empty() {
+        bail!(
+            InvalidArgument,
+            "the separator {separator:?} does not occur in it; give one that does, or none for a file that is one text (--separator)"
+        );
+    }
+    parts.push(&text[at..]);
+    Ok(parts)
+}
+
+/// The prompt of a line of TSV, in which one backslash before a `#` at its beginning only keeps it from being a comment.
+fn unescaped(prompt: &str) -> &str {
+    match prompt.trim_start_matches('\\').starts_with('#') {
+        true => prompt.strip_prefix('\\').unwrap_or(prompt),
+        false => prompt,
+    }
 }
 
 fn pair(line: &str) -> Result<Row> {
@@ -82,7 +140,7 @@ fn pair(line: &str) -> Result<Row> {
             }
         ),
         [prompt, target] => Ok(Row::Pair {
-            prompt: prompt.to_owned(),
+            prompt: unescaped(prompt).to_owned(),
             target: target.to_owned(),
         }),
         _ => bail!(
@@ -93,137 +151,125 @@ fn pair(line: &str) -> Result<Row> {
     }
 }
 
-/// A line of JSON; other keys than these are left alone.
-#[derive(Deserialize)]
-struct Line<'a> {
-    #[serde(borrow)]
-    messages: Option<&'a RawValue>,
-    #[serde(borrow)]
-    tools: Option<&'a RawValue>,
-    prompt: Option<String>,
-    completion: Option<String>,
-    text: Option<String>,
+/// The rows of a file that is one array of JSON.
+fn array(text: &str) -> Result<Vec<Numbered>> {
+    /// Other keys are left alone.
+    #[derive(Deserialize)]
+    struct Wrapped<'a> {
+        #[serde(borrow)]
+        data: Vec<&'a RawValue>,
+    }
+    let begin = text.trim_start();
+    let read = match begin.chars().next() {
+        None => return Ok(Vec::new()),
+        Some('{') => serde_json::from_str::<Wrapped<'_>>(text).map(|wrapped| wrapped.data),
+        _ => serde_json::from_str::<Vec<&RawValue>>(text),
+    };
+    let items = read.map_err(|e| {
+        let (first, rest) = begin.split_once('\n').unwrap_or((begin, ""));
+        let first_is_whole = !rest.trim().is_empty() && Fields::of_line(first).is_ok();
+        match first_is_whole {
+            true => err!(
+                InvalidArgument,
+                "it is no array of JSON, and its first line is an object; if each line is one, name it .jsonl (or --data-format jsonl)"
+            ),
+            false => err!(
+                InvalidArgument,
+                "it is neither an array of JSON objects nor an object with one as \"data\": {}, line {}, column {}",
+                without_place(&e),
+                e.line(),
+                e.column()
+            ),
+        }
+    })?;
+    let mut places = Places::new(text.as_bytes());
+    let rows = items.into_iter().map(|item| {
+        let item = item.get();
+        let line = places.line(item.as_ptr() as usize - text.as_ptr() as usize);
+        (line, Fields::of_line(item).and_then(Fields::row))
+    });
+    Ok(rows.collect())
 }
 
-fn json(line: &str) -> Result<Row> {
-    let line: Line<'_> =
-        serde_json::from_str(line).map_err(|e| err!(InvalidArgument, "not a row of JSON: {e}"))?;
-    match line {
-        Line {
-            messages: Some(messages),
-            tools,
-            ..
-        } => {
-            let messages = messages_from_json(messages.get())?;
-            if !messages.iter().any(|m| m.role == "assistant") {
-                bail!(
-                    InvalidArgument,
-                    "none of its {} messages is the assistant's, so there is nothing to learn",
-                    messages.len()
-                );
-            }
-            let tools = match tools.map(RawValue::get) {
-                None | Some("null") => Vec::new(),
-                Some(tools) => tools_from_json(tools)?,
-            };
-            Ok(Row::Chat { messages, tools })
+/// The rows of a table whose first record names the columns.
+fn records(content: &[u8]) -> Result<Vec<Numbered>> {
+    let mut reader = csv::ReaderBuilder::new()
+        .flexible(true)
+        .has_headers(false)
+        .from_reader(content);
+    let mut record = csv::ByteRecord::new();
+    let mut names: Option<Vec<String>> = None;
+    let mut found = Vec::new();
+    loop {
+        let failed = |e: csv::Error| err!(InvalidArgument, "it is no table of fields: {e}");
+        if !reader.read_byte_record(&mut record).map_err(failed)? {
+            return Ok(found);
         }
-        Line {
-            prompt: Some(prompt),
-            completion: Some(target),
-            ..
-        } if !target.is_empty() => Ok(Row::Pair { prompt, target }),
-        Line {
-            prompt: Some(_),
-            completion: Some(_),
-            ..
-        } => bail!(InvalidArgument, "the completion is empty"),
-        Line {
-            text: Some(text), ..
-        } if !text.trim().is_empty() => Ok(Row::Text(text)),
-        Line { text: Some(_), .. } => bail!(InvalidArgument, "the text is empty"),
-        _ => bail!(
-            InvalidArgument,
-            "it has neither \"messages\", nor \"prompt\" and \"completion\", nor \"text\""
-        ),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn read(content: &str, format: Format) -> Vec<(usize, std::result::Result<Row, String>)> {
-        rows(content.as_bytes(), format, None)
-            .into_iter()
-            .map(|(line, row)| (line, row.map_err(|e| e.to_string())))
-            .collect()
-    }
-
-    fn pair(prompt: &str, target: &str) -> Row {
-        Row::Pair {
-            prompt: prompt.to_owned(),
-            target: target.to_owned(),
-        }
-    }
-
-    #[test]
-    fn lines_of_pairs() {
-        let found = read(
-            "\u{feff}# a comment\n\na\tb\r\nno tab\nx\ty\tz\n \tq\nc \t d\n",
-            Format::Tsv,
-        );
-        assert_eq!(found[0], (3, Ok(pair("a", "b"))));
-        assert_eq!(
-            found[1],
-            (
-                4,
-                Err("0 tabs, where one is to stand between prompt and target".to_owned())
-            )
-        );
-        assert!(found[2].1.as_ref().unwrap_err().starts_with("2 tabs"));
-        assert_eq!(found[3], (6, Err("the prompt is empty".to_owned())));
-        assert_eq!(found[4], (7, Ok(pair("c ", " d"))));
-        assert_eq!(found.len(), 5);
-        let broken = rows(b"a\tb\n\xff\tc\n", Format::Tsv, None);
-        assert!(broken[1].0 == 2 && broken[1].1.is_err());
-    }
-
-    #[test]
-    fn lines_of_json() {
-        let found = read(
-            "{\"prompt\": \"a\", \"completion\": \"b\", \"id\": 3}\n{\"text\": \"t\"}\n{\"messages\": [{\"role\": \"user\", \
-             \"content\": \"q\"}]}\n{\"text\": 3}\n[1]\n{\"messages\": [{\"role\": \"user\", \"content\": \"q\"}, {\"role\": \
-             \"assistant\", \"content\": \"a\"}], \"tools\": null}\n{}\n",
-            Format::Jsonl,
-        );
-        assert_eq!(found[0], (1, Ok(pair("a", "b"))));
-        assert_eq!(found[1], (2, Ok(Row::Text("t".to_owned()))));
-        for (at, words) in [
-            (2, "none of its 1 messages is the assistant's"),
-            (3, "not a row of JSON"),
-            (4, "not a row of JSON"),
-            (6, "neither \"messages\""),
-        ] {
-            let error = found[at].1.as_ref().unwrap_err();
-            assert!(error.contains(words), "{error}");
-        }
-        let chat = Row::Chat {
-            messages: vec![Message::new("user", "q"), Message::new("assistant", "a")],
-            tools: Vec::new(),
+        let Some(begin) = record
+            .position()
+            .map(|p| (p.byte() as usize, p.line() as usize))
+        else {
+            bail!(Internal, "a record of a table has no place");
         };
-        assert_eq!(found[5], (6, Ok(chat)));
+        let raw = &content[begin.0..reader.position().byte() as usize];
+        // Blank lines before it are the reader's.
+        let blank = raw.iter().take_while(|b| b"\r\n".contains(b));
+        let line = begin.1 + blank.filter(|&&b| b == b'\n').count();
+        let cells = cells(raw, &record);
+        match &names {
+            None => {
+                names = Some(columns(
+                    cells.map_err(|e| e.within(format_args!("line {line}")))?,
+                )?)
+            }
+            Some(names) => {
+                let row = cells.and_then(|cells| Fields::of_cells(names, cells)?.row());
+                found.push((line, row));
+            }
+        }
     }
+}
 
-    #[test]
-    fn texts_are_split_where_they_are_asked_to_be() {
-        assert_eq!(
-            read("a\nb\n", Format::Text),
-            [(1, Ok(Row::Text("a\nb\n".to_owned())))]
+/// The fields of a record, whose bytes are `raw`.
+fn cells(raw: &[u8], record: &csv::ByteRecord) -> Result<Vec<String>> {
+    // The reader takes a quote that is not closed to go on to the file's end.
+    if raw.iter().filter(|&&b| b == b'"').count() % 2 != 0 {
+        bail!(
+            InvalidArgument,
+            "a quote is not closed in the record that begins here; a field with quotes in it stands in quotes, with each of its own twice"
         );
-        let found = rows(b"a\n---\nb\n---\n \n---\nc", Format::Text, Some("---\n"));
-        let lines: Vec<usize> = found.iter().map(|(line, _)| *line).collect();
-        assert_eq!(lines, [1, 3, 7]);
-        assert!(rows(b"", Format::Text, None).is_empty());
     }
+    record
+        .iter()
+        .map(|cell| utf8("the record", cell).map(str::to_owned))
+        .collect()
+}
+
+/// The names of columns, in which rows must be found.
+fn columns(names: Vec<String>) -> Result<Vec<String>> {
+    let names: Vec<String> = names.iter().map(|name| name.trim().to_owned()).collect();
+    if let Some((i, name)) = names
+        .iter()
+        .enumerate()
+        .find(|(i, n)| names[..*i].contains(n))
+    {
+        bail!(
+            InvalidArgument,
+            "columns {} and {} are both called {name:?}",
+            1 + names.iter().position(|n| n == name).unwrap_or(0),
+            i + 1
+        );
+    }
+    let semicolons = match names.as_slice() {
+        [one] if one.contains([';', '\t']) => "; commas stand between columns",
+        _ => "",
+    };
+    Fields::check_names(&names).map_err(|e| {
+        err!(
+            InvalidArgument,
+            "the first record names the columns, and {}{semicolons}",
+            e.message()
+        )
+    })?;
+    Ok(names)
 }

@@ -14,7 +14,7 @@ const LOOK_AHEAD: usize = 4096;
 const NAMED: usize = 6;
 
 /// Documents one after another that do not see each other, of at most as many tokens as a window has.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Window {
     /// Tokens of all documents.
     pub tokens: Vec<u32>,
@@ -22,11 +22,20 @@ pub struct Window {
     pub documents: Vec<usize>,
     /// The token that each row should predict; -1 where none counts. The last of a document predicts nothing.
     pub labels: Vec<i32>,
+    /// Factor of the loss of each row with a label; empty where all are 1.
+    pub weights: Vec<f32>,
 }
 
 impl Window {
     /// Adds a document.
     pub fn push(&mut self, document: &Document) {
+        if !document.weights.is_empty() {
+            self.spell_weights();
+        }
+        if !document.weights.is_empty() || !self.weights.is_empty() {
+            let next = (1..document.tokens.len()).map(|i| document.weight(i));
+            self.weights.extend(next.chain([0.0]));
+        }
         self.tokens.extend_from_slice(&document.tokens);
         self.documents.push(document.tokens.len());
         let next = document.tokens.iter().zip(&document.learned).skip(1);
@@ -35,11 +44,26 @@ impl Window {
         self.labels.push(-1);
     }
 
+    /// Writes weights of 1 out.
+    fn spell_weights(&mut self) {
+        let missing = &self.labels[self.weights.len()..];
+        let ones = missing.iter().map(|&l| f32::from(u8::from(l >= 0)));
+        self.weights.extend(ones);
+    }
+
     /// Adds another window's documents.
     pub fn append(&mut self, other: &Window) {
+        let has_weights = !(self.weights.is_empty() && other.weights.is_empty());
+        if has_weights {
+            self.spell_weights();
+            self.weights.extend_from_slice(&other.weights);
+        }
         self.tokens.extend_from_slice(&other.tokens);
         self.documents.extend_from_slice(&other.documents);
         self.labels.extend_from_slice(&other.labels);
+        if has_weights {
+            self.spell_weights();
+        }
     }
 
     /// Rows with a label.
@@ -53,12 +77,13 @@ impl Window {
             tokens: &self.tokens,
             documents: &self.documents,
             labels: &self.labels,
+            weights: (!self.weights.is_empty()).then_some(&self.weights),
         }
     }
 }
 
 /// Windows to train on, in no particular order.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Windows(Vec<Window>);
 
 impl Windows {
@@ -202,6 +227,7 @@ mod tests {
             Document {
                 learned: tokens.iter().map(|t| t % 3 != 0).collect(),
                 tokens,
+                weights: Vec::new(),
                 origin: (0, i + 1),
             }
         };

@@ -318,7 +318,7 @@ static void training(const char *path, const char *scratch)
         unsigned char after[64];
     } batch;
     memset(&batch, 0xa5, sizeof batch);
-    batch.it[0] = (NVFP4_MicroBatch){tokens, labels, TOKENS, documents, 2};
+    batch.it[0] = (NVFP4_MicroBatch){tokens, labels, TOKENS, documents, 2, NULL};
     OK(NVFP4_trainer_evaluate(trainer, batch.it, 1, sizeof batch.it[0], 1, &call.it, &first));
     RESULTS(NVFP4_StepReport, report);
     for (uint64_t i = 1; i <= 4; i++) {
