@@ -296,7 +296,7 @@ impl Hyperparameters {
         if !(rate >= 0.0 && rate.is_finite()) {
             bail!(
                 InvalidArgument,
-                "a learning rate of {rate}; it must be at least 0, which changes nothing"
+                "a learning rate of {rate}; it must be finite and at least 0"
             );
         }
         if !((0.0..1.0).contains(&beta1) && (0.0..1.0).contains(&beta2)) {
@@ -305,10 +305,11 @@ impl Hyperparameters {
                 "betas of {beta1} and {beta2}; they must be at least 0 and less than 1"
             );
         }
-        if !(eps > 0.0 && eps.is_finite() && decay >= 0.0 && rate * decay < 1.0) {
+        let held = decay >= 0.0 && decay.is_finite() && rate * decay < 1.0;
+        if !(eps > 0.0 && eps.is_finite() && held) {
             bail!(
                 InvalidArgument,
-                "eps {eps} and weight decay {decay}; eps must be positive, and the decay at least 0 and less than 1 / rate"
+                "a learning rate of {rate}, eps {eps} and weight decay {decay}; eps must be positive, and the decay at least 0 and less than 1 / rate"
             );
         }
         Ok(())

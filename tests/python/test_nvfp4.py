@@ -1758,7 +1758,7 @@ class Training(unittest.TestCase):
         self.assertEqual((config["recipe"]["weights"], config["recipe"]["clip"], config["recipe"]["last_blocks"]), ("two_term", "never", 1))
         self.assertEqual(config["schedule"]["decay"], {"stable": 0.5})
         self.assertEqual(nvfp4.Trainer(GOLDEN, device="cpu", config=config).info["config"], config)
-        for wrong, words in (({"rate": float("nan")}, "learning rate of NaN"), ({"rate": 0.0}, "learning rate of 0"),
+        for wrong, words in (({"rate": float("nan")}, "learning rate of NaN"), ({"rate": -1.0}, "learning rate of -1"),
                              ({"beta2": 1.0}, "betas"), ({"floor": float("nan")}, "floor of NaN"), ({"clip_norm": -1.0}, "clipped to -1"),
                              ({"delivered_share": 2.0}, "delivered_share"), ({"steps": 0}, "0 steps"), ({"last_blocks": -2}, "last_blocks"),
                              ({"release": True}, "global norm"), ({"weights": 9}, "weight_form"), ({"config": {"recipes": 1}}, "recipes"),
