@@ -3,6 +3,8 @@
 
 #[path = "training_data/forms.rs"]
 mod forms;
+#[path = "training_data/runs.rs"]
+mod runs;
 #[path = "training_data/weights.rs"]
 mod weights;
 
@@ -18,7 +20,7 @@ use NVFP4::model::training::{Source, Text};
 use NVFP4::ops::Device;
 use NVFP4::text::{ChatTemplate, Tokenizer};
 use NVFP4::train::data::{self, Data, Document, Long, Options, Window, Windows};
-use NVFP4::train::run::{self, Ending, Event, Inputs, Observer};
+use NVFP4::train::run::{self, Ending, EvaluationSet, Event, Inputs, Observer, RunLock};
 use NVFP4::train::{Config, Decay, MemoryReport, Row, Samples, Schedule, Trainer};
 use serde_json::Value;
 
@@ -415,7 +417,7 @@ impl Observer for Listener {
     fn hear(&mut self, event: &Event<'_>) {
         match event {
             Event::Step { row, .. } => {
-                self.rows.push(*row);
+                self.rows.push((*row).clone());
                 if row.step == self.after {
                     self.stop.cancel();
                 }
@@ -460,7 +462,10 @@ impl Setting {
             source,
             inputs: Inputs {
                 windows: data.windows().unwrap(),
-                evaluation: evaluation.windows().unwrap(),
+                evaluation: vec![EvaluationSet {
+                    name: "eval".to_owned(),
+                    windows: evaluation.windows().unwrap(),
+                }],
                 files,
                 seed: 7,
             },
@@ -490,21 +495,25 @@ impl Setting {
         let mut listener = Listener::new(after);
         let text = model_text(&self.source);
         let samples = Samples::new(&["The quick".to_owned()], 4, &text).unwrap();
+        let lock = RunLock::take(directory).unwrap();
         let options = run::Options {
             directory: directory.to_owned(),
+            lock: &lock,
             batch,
             accumulate: 2,
             save_every: 4,
             keep: 2,
             evaluate_every: 5,
-            sample_every: 0,
+            keep_best: false,
+            patience: None,
+            tensorboard: false,
             samples: Some((samples, &text)),
             stop: listener.stop.clone(),
             stop_file: None,
         };
         let mut memory = MemoryReport::new(&device);
         memory.model_loaded();
-        let ending = run::run(
+        let ended = run::run(
             &mut trainer,
             &self.inputs,
             &options,
@@ -512,8 +521,8 @@ impl Setting {
             &mut memory,
             &mut listener,
         );
-        ending
-            .map(|ending| (listener, ending))
+        ended
+            .map(|ended| (listener, ended.ending))
             .map_err(|e| e.to_string())
     }
 }
@@ -667,15 +676,15 @@ fn command_from(begin: &str, folder: &Folder, out: &str, more: &[&str]) -> Comma
         "2",
         "--batch",
         "4",
-        "--rate",
-        "5e-3",
         "--weight-decay",
         "0.1",
         "--seed",
         "3",
     ]);
-    if !more.contains(&"--window") {
-        command.args(["--window", "64"]);
+    for (option, value) in [("--window", "64"), ("--rate", "5e-3")] {
+        if !more.contains(&option) {
+            command.args([option, value]);
+        }
     }
     command.args(more);
     command
@@ -820,11 +829,12 @@ fn a_command_that_is_killed_resumes_to_the_same_bits() {
     kill_after_a_checkpoint(child, &checkpoints);
     let resume: Vec<&str> = options.iter().copied().chain(["--resume"]).collect();
     // Other settings are named.
-    let other: Vec<&str> = resume.iter().copied().chain(["--clip", "0.5"]).collect();
+    let high = ["--keep-high", "down_proj"];
+    let other: Vec<&str> = resume.iter().copied().chain(high).collect();
     let (output, said) = finish(command(&folder, "killed", &other));
     assert_eq!(output.status.code(), Some(1));
     assert!(
-        said.contains("recipe.clip") && said.contains("0.5"),
+        said.contains("recipe.keep_high") && said.contains("down_proj"),
         "{said}"
     );
     let (output, said) = finish(command(&folder, "killed", &resume));
@@ -841,16 +851,20 @@ fn a_command_that_is_killed_resumes_to_the_same_bits() {
     assert_eq!(model("killed"), model("whole"));
 }
 
-/// Sends what Ctrl-C sends, as soon as there are two steps in the table.
-fn interrupt_after_a_step(run: &Child, table: &Path) {
+/// Sends a signal, as Ctrl-C does, as soon as there are two steps in the table.
+fn signal_after_a_step(run: &Child, table: &Path, signal: &str) {
     wait_for("a step", || {
         match fs::read_to_string(table).is_ok_and(|t| t.lines().count() > 2) {
             true => ControlFlow::Break(()),
             false => ControlFlow::Continue(()),
         }
     });
+    send(run, signal);
+}
+
+fn send(run: &Child, signal: &str) {
     let sent = Command::new("kill")
-        .args(["-INT", &run.id().to_string()])
+        .args([&format!("-{signal}"), &run.id().to_string()])
         .status()
         .unwrap();
     assert!(sent.success());
@@ -864,12 +878,12 @@ fn a_command_that_is_interrupted_saves_and_says_how_to_go_on() {
         .stdout(std::process::Stdio::piped())
         .spawn()
         .unwrap();
-    interrupt_after_a_step(&child, &folder.path("out/loss.csv"));
-    assert!(child.wait().unwrap().success());
+    signal_after_a_step(&child, &folder.path("out/loss.csv"), "INT");
+    assert_eq!(child.wait().unwrap().code(), Some(130));
     let mut said = String::new();
     std::io::Read::read_to_string(&mut child.stdout.take().unwrap(), &mut said).unwrap();
     assert!(
-        said.contains("of 5000; the same command with --resume goes on"),
+        said.contains("of 5000; to go on:\n") && said.ends_with("--resume\n"),
         "{said}"
     );
     let checkpoints =
@@ -1009,8 +1023,8 @@ fn adapters_of_a_command_are_files_of_their_own() {
     );
 
     let mut child = with("interrupted", &[]).spawn().unwrap();
-    interrupt_after_a_step(&child, &folder.path("interrupted/loss.csv"));
-    assert!(child.wait().unwrap().success());
+    signal_after_a_step(&child, &folder.path("interrupted/loss.csv"), "INT");
+    assert_eq!(child.wait().unwrap().code(), Some(130));
     assert!(!folder.path("interrupted/adapter").exists());
     let (output, said) = finish(with("interrupted", &["--resume"]));
     assert!(output.status.success(), "{said}");
@@ -1034,41 +1048,6 @@ fn adapters_of_a_command_are_files_of_their_own() {
         assert_eq!(said.contains("nvfp4 run --model"), merges, "{said}");
     }
     Source::open(&folder.path("killed/model")).unwrap();
-}
-
-/// A checkpoint that does not fit on the disk leaves the one before it as it was.
-#[test]
-fn a_full_disk_leaves_the_checkpoint_before() {
-    let folder = Folder::new("full");
-    let options = ["--steps", "20", "--save-every", "8", "--keep", "1"];
-    let (output, said) = finish(command(&folder, "whole", &options));
-    assert!(output.status.success(), "{said}");
-    fs::create_dir_all(folder.path("out")).unwrap();
-    let child = command(&folder, "out", &options).spawn().unwrap();
-    let checkpoints = folder.path("out").join(run::CHECKPOINTS);
-    kill_after_a_checkpoint(child, &checkpoints);
-    let before = NVFP4::train::checkpoint::list(&checkpoints).unwrap();
-    let resume: Vec<&str> = options.iter().copied().chain(["--resume"]).collect();
-    // Files of at most 64 kB: a checkpoint has some 240. The signal is ignored, so that writing fails as on a full disk.
-    let whole = command(&folder, "out", &resume);
-    let mut limited = Command::new("bash");
-    limited
-        .args(["-c", "trap '' XFSZ; ulimit -f 64; exec \"$0\" \"$@\""])
-        .arg(whole.get_program())
-        .args(whole.get_args());
-    let (output, said) = finish(limited);
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(
-        said.contains("state.bin") && said.contains("too large"),
-        "{said}"
-    );
-    assert_eq!(
-        NVFP4::train::checkpoint::list(&checkpoints).unwrap(),
-        before
-    );
-    let (output, said) = finish(command(&folder, "out", &resume));
-    assert!(output.status.success(), "{said}");
-    assert_eq!(states(&folder.path("out")), states(&folder.path("whole")));
 }
 
 /// What cannot be trained is refused in a line that says why and what would be right.
@@ -1128,7 +1107,7 @@ fn what_the_command_refuses() {
         &["--adapter-targets", "query"],
         &["[\"query\"]", "gate_proj"],
     );
-    over_a_model(&["--adapter-alpha", "0"], &["rank 4 with alpha 0"]);
+    over_a_model(&["--adapter-alpha", "0"], &["--adapter-alpha is 0"]);
     let budget = ["--steps", "3", "--memory-budget", "0.0022"];
     refused(
         &budget,

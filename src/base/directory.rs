@@ -34,6 +34,23 @@ pub fn entries(directory: &Path) -> Result<Vec<(String, PathBuf)>> {
     Ok(entries)
 }
 
+/// Refuses a place where no file or directory can be made: the nearest folder above it takes a file without a name, or none.
+pub fn check_writable(place: &Path) -> Result<()> {
+    let folder = match place.is_dir() {
+        true => place,
+        false => nearest(folder_of(place)),
+    };
+    if !folder.is_dir() {
+        bail!(
+            InvalidArgument,
+            "{} cannot be made: {} is not a directory",
+            place.display(),
+            folder.display()
+        );
+    }
+    Temporary::create_in(folder, place, 0).map(drop)
+}
+
 /// A directory not yet in its place. Dropping it, or the files made for it, uncommitted leaves nothing of them.
 pub struct NewDirectory {
     /// Without symbolic links, where something is there.

@@ -15,8 +15,14 @@ use super::error::{Error, Result};
 /// The names that are to go.
 static NAMES: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
-/// What the next SIGINT sets instead of ending the process.
-static INTERRUPT: Mutex<Option<Cancel>> = Mutex::new(None);
+/// Called by the next signal instead of ending the process.
+static HANDLER: Mutex<Option<Handler>> = Mutex::new(None);
+
+/// A function for the first of some signals.
+struct Handler {
+    signals: &'static [libc::c_int],
+    then: Box<dyn FnOnce(libc::c_int) + Send>,
+}
 
 fn names() -> MutexGuard<'static, BTreeSet<PathBuf>> {
     NAMES.lock().unwrap_or_else(PoisonError::into_inner)
@@ -73,6 +79,21 @@ impl Drop for Leftover {
     }
 }
 
+/// The name that `leftover` stands for, if it is one of a process that has ended without removing it.
+pub fn abandoned(leftover: &str) -> Option<&str> {
+    let (name, number) = leftover
+        .strip_prefix('.')?
+        .strip_suffix(".partial")?
+        .rsplit_once('.')?;
+    let (process, attempt) = number.split_once('-')?;
+    attempt.parse::<u32>().ok()?;
+    let process: libc::pid_t = process.parse().ok().filter(|&p| p > 0)?;
+    // SAFETY: signal 0 reaches nobody; the call only says whether there is such a process.
+    let is_there = unsafe { libc::kill(process, 0) } == 0
+        || io::Error::last_os_error().raw_os_error() != Some(libc::ESRCH);
+    (!is_there).then_some(name)
+}
+
 /// Removes a file or a directory with all that is in it; nothing may be there.
 fn remove(path: &Path) -> io::Result<()> {
     let removed = match fs::symlink_metadata(path) {
@@ -119,11 +140,44 @@ pub fn remove_on_signals() -> Result<()> {
 /// Has the next SIGINT set `cancel` instead of ending the process, and only the next one. For a program that has called
 /// [`remove_on_signals`].
 pub fn cancel_on_interrupt(cancel: &Cancel) {
-    *interrupt() = Some(cancel.clone());
+    let cancel = cancel.clone();
+    *handler() = Some(Handler {
+        signals: &[libc::SIGINT],
+        then: Box::new(move |_| cancel.cancel()),
+    });
 }
 
-fn interrupt() -> MutexGuard<'static, Option<Cancel>> {
-    INTERRUPT.lock().unwrap_or_else(PoisonError::into_inner)
+/// Has the next SIGHUP, SIGINT or SIGTERM call `then` with its number instead of ending the process, on the thread that waits for signals,
+/// and only the next one, until the result is dropped. For a program that has called [`remove_on_signals`].
+pub fn on_signal(then: impl FnOnce(i32) + Send + 'static) -> OnSignal {
+    *handler() = Some(Handler {
+        signals: &[libc::SIGHUP, libc::SIGINT, libc::SIGTERM],
+        then: Box::new(then),
+    });
+    OnSignal(())
+}
+
+/// Signals end the process again once this is dropped.
+#[must_use]
+pub struct OnSignal(());
+
+impl Drop for OnSignal {
+    fn drop(&mut self) {
+        *handler() = None;
+    }
+}
+
+/// The name of a signal that [`on_signal`] takes.
+pub fn signal_name(signal: i32) -> &'static str {
+    match signal {
+        libc::SIGHUP => "SIGHUP",
+        libc::SIGINT => "SIGINT",
+        _ => "SIGTERM",
+    }
+}
+
+fn handler() -> MutexGuard<'static, Option<Handler>> {
+    HANDLER.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The settings of the terminal that standard input is, if it is one.
@@ -154,9 +208,9 @@ fn end_cleanly(signals: &libc::sigset_t, terminal: Option<&libc::termios>) {
     loop {
         // SAFETY: the set and the number live through the call, which fails only for a set that is none.
         unsafe { libc::sigwait(signals, &mut signal) };
-        let cancel = interrupt().take_if(|_| signal == libc::SIGINT);
-        match cancel {
-            Some(cancel) => cancel.cancel(),
+        let taken = handler().take_if(|handler| handler.signals.contains(&signal));
+        match taken {
+            Some(handler) => (handler.then)(signal),
             None => break,
         }
     }
@@ -174,5 +228,30 @@ fn end_cleanly(signals: &libc::sigset_t, terminal: Option<&libc::termios>) {
         libc::signal(signal, libc::SIG_DFL);
         libc::raise(signal);
         libc::pthread_sigmask(libc::SIG_UNBLOCK, signals, std::ptr::null_mut());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn leftovers_of_processes_that_are_gone_are_known() {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        let gone = child.id();
+        let name = format!(".step-00000007.{gone}-0.partial");
+        assert_eq!(abandoned(&name), Some("step-00000007"));
+        let own = format!(".step-00000007.{}-0.partial", std::process::id());
+        for other in [
+            &own,
+            "step-00000007",
+            ".step-00000007",
+            ".notes.partial",
+            ".a.0-0.partial",
+            ".a.-1-0.partial",
+        ] {
+            assert_eq!(abandoned(other), None, "{other}");
+        }
     }
 }

@@ -9,6 +9,7 @@ pub mod env;
 pub mod error;
 pub mod file;
 pub mod fork;
+mod host;
 pub mod host_memory;
 pub mod lease;
 pub mod leftover;
@@ -21,3 +22,4 @@ pub mod threads;
 pub mod turns;
 
 pub use error::{Error, ErrorKind, Result};
+pub use host::host_name;

@@ -1,5 +1,5 @@
 //! The command line: parses arguments, calls the library, prints text or JSON. Exit code 0 on success, 1 on failure, 2 on
-//! wrong usage. No model arithmetic here.
+//! wrong usage; `train` has codes of its own where a signal stopped it. No model arithmetic here.
 
 mod bandwidth;
 mod bench;
@@ -24,6 +24,7 @@ mod train;
 mod view;
 mod warnings;
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use NVFP4::base::{Result, leftover};
@@ -53,6 +54,7 @@ enum Command {
     /// Remove a fetched model
     Rm(rm::Args),
     /// Teach a model what stands in files, with weights and optimizer in 4 bits
+    #[command(allow_negative_numbers = true)]
     Train(Box<train::Args>),
     /// Convert a model to NVFP4 on disk
     Quantize(quantize::Args),
@@ -78,22 +80,23 @@ pub(crate) fn main() -> ExitCode {
     warnings::show();
     // Before any other thread starts, so that all of them leave signals to the thread that cleans up.
     match leftover::remove_on_signals().and_then(|()| dispatch(cli.command)) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
-            eprintln!("nvfp4: {error}");
+            // Standard error may have gone, as with a terminal.
+            let _ = writeln!(std::io::stderr(), "nvfp4: {error}");
             ExitCode::FAILURE
         }
     }
 }
 
-fn dispatch(command: Command) -> Result<()> {
-    match command {
+fn dispatch(command: Command) -> Result<ExitCode> {
+    let done = match command {
         Command::Run(args) => run::run(&args),
         Command::Chat(args) => chat::run(&args),
         Command::Pull(args) => pull::run(&args),
         Command::Models(args) => models::run(&args),
         Command::Rm(args) => rm::run(&args),
-        Command::Train(args) => train::run(&args),
+        Command::Train(args) => return train::run(&args),
         Command::Quantize(args) => quantize::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Synth(args) => synth::run(&args),
@@ -101,7 +104,8 @@ fn dispatch(command: Command) -> Result<()> {
         Command::Perplexity(args) => perplexity::run(&args),
         Command::Diagnose(args) => diagnose::run(&args),
         Command::Pages(args) => pages::run(&args, &Cli::command()),
-    }
+    };
+    done.map(|()| ExitCode::SUCCESS)
 }
 
 #[cfg(test)]

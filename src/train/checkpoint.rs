@@ -4,7 +4,7 @@
 
 use std::fs;
 use std::hash::Hasher;
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -16,7 +16,7 @@ use super::parameters::Parameters;
 use super::trainer::{Config, Progress, Trainer};
 use crate::base::directory::{self, NewDirectory};
 use crate::base::error::{Error, bail, err};
-use crate::base::{Result, file};
+use crate::base::{Result, file, leftover};
 use crate::model::convert::Tables;
 use crate::model::training::{Layout, Source};
 use crate::ops::Device;
@@ -103,6 +103,17 @@ fn describe(parameters: &Parameters) -> Result<Vec<Saved>> {
     Ok(all)
 }
 
+/// The name of the checkpoint after `step`.
+fn name(step: u64) -> String {
+    format!("{PREFIX}{step:0DIGITS$}")
+}
+
+/// The step that a checkpoint of this name is after; `None` for a name that no trainer gives.
+fn step_of(directory: &str) -> Option<u64> {
+    let step = directory.strip_prefix(PREFIX)?.parse().ok()?;
+    (name(step) == directory).then_some(step)
+}
+
 /// The checkpoints in a directory, by their steps, rising.
 pub fn list(directory: &Path) -> Result<Vec<(u64, PathBuf)>> {
     if !directory.exists() {
@@ -110,22 +121,76 @@ pub fn list(directory: &Path) -> Result<Vec<(u64, PathBuf)>> {
     }
     let mut found: Vec<_> = directory::names(directory)?
         .into_iter()
-        .filter_map(|name| {
-            Some((
-                name.strip_prefix(PREFIX)?.parse().ok()?,
-                directory.join(name),
-            ))
-        })
+        .filter_map(|name| Some((step_of(&name)?, directory.join(name))))
+        .filter(|(_, place)| place.join(HEADER).exists())
         .collect();
     found.sort();
     Ok(found)
+}
+
+/// The steps after which the checkpoint in `place` was written.
+pub fn steps(place: &Path) -> Result<u64> {
+    let header = read_header(place).map_err(|e| e.within(place.display()))?;
+    Ok(header.progress.steps)
+}
+
+/// Removes a checkpoint's own files, and its directory unless something else is in it.
+fn remove(place: &Path) -> Result<()> {
+    // Without the first it is no checkpoint any more, whatever ends the process.
+    for file in [HEADER, STATE] {
+        let file = place.join(file);
+        match fs::remove_file(&file) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                return Err(Error::io(format_args!("removing {}", file.display()), e));
+            }
+            _ => {}
+        }
+    }
+    match fs::remove_dir(place) {
+        Err(e) if e.kind() != io::ErrorKind::DirectoryNotEmpty => {
+            Err(Error::io(format_args!("removing {}", place.display()), e))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Removes what a process that was killed left unfinished among the checkpoints in `directory`: temporary names, and a checkpoint that was
+/// being removed. Everything else stays.
+pub(super) fn sweep(directory: &Path) -> Result<()> {
+    if !directory.exists() {
+        return Ok(());
+    }
+    for (name, place) in directory::entries(directory)? {
+        let temporary = leftover::abandoned(&name);
+        if temporary.is_some_and(|of| [HEADER, STATE].contains(&of)) && place.is_file() {
+            let removing = |e| Error::io(format_args!("removing {}", place.display()), e);
+            fs::remove_file(&place).map_err(removing)?;
+        }
+        let half_made = temporary.and_then(step_of).is_some();
+        let half_removed = step_of(&name).is_some() && !place.join(HEADER).exists();
+        if place.is_dir() && (half_made || half_removed && place.join(STATE).exists()) {
+            remove(&place)?;
+        }
+    }
+    Ok(())
 }
 
 impl Trainer {
     /// Writes a checkpoint into `directory`, under the number of the last step, and removes all but the last `keep` there, which is at
     /// least 1. `data` is given back by [`Trainer::resume`]. What is not written whole leaves nothing, and the checkpoints before stay.
     pub fn save(&self, directory: &Path, data: &Value, keep: usize) -> Result<PathBuf> {
-        let place = directory.join(format!("{PREFIX}{:0DIGITS$}", self.progress().steps));
+        self.save_beside(directory, data, keep, None)
+    }
+
+    /// [`Trainer::save`] that also keeps the checkpoint of the step `spared`, however old it is.
+    pub(super) fn save_beside(
+        &self,
+        directory: &Path,
+        data: &Value,
+        keep: usize,
+        spared: Option<u64>,
+    ) -> Result<PathBuf> {
+        let place = directory.join(name(self.progress().steps));
         let saved = describe(self.parameters())?;
         let size = saved
             .iter()
@@ -171,9 +236,10 @@ impl Trainer {
         let header = new.stage(HEADER, &json)?;
         new.commit(vec![state, header])?;
         let all = list(directory)?;
-        for (_, old) in &all[..all.len().saturating_sub(keep.max(1))] {
-            fs::remove_dir_all(old)
-                .map_err(|e| Error::io(format_args!("removing {}", old.display()), e))?;
+        for (step, old) in &all[..all.len().saturating_sub(keep.max(1))] {
+            if spared != Some(*step) {
+                remove(old)?;
+            }
         }
         Ok(place)
     }
@@ -181,6 +247,16 @@ impl Trainer {
     /// The trainer that wrote the last checkpoint in `directory`, or the checkpoint that `directory` is, and the data's place. `source` is
     /// the model that it began with. Goes on to the same bits as if it had never stopped.
     pub fn resume(device: &Device, source: &Source, directory: &Path) -> Result<(Trainer, Value)> {
+        Self::resume_as(device, source, directory, &|saved| Ok(saved.clone()))
+    }
+
+    /// [`Trainer::resume`] with other settings: `settings` is given those of the checkpoint. They must store parameters as the checkpoint does.
+    pub fn resume_as(
+        device: &Device,
+        source: &Source,
+        directory: &Path,
+        settings: &dyn Fn(&Config) -> Result<Config>,
+    ) -> Result<(Trainer, Value)> {
         let place = match directory.join(HEADER).exists() {
             true => directory.to_owned(),
             false => match list(directory)?.pop() {
@@ -192,13 +268,19 @@ impl Trainer {
                 ),
             },
         };
-        Self::read(device, source, &place).map_err(|e| e.within(place.display()))
+        let header = read_header(&place).map_err(|e| e.within(place.display()))?;
+        let config = settings(&header.config)?;
+        Self::read(device, source, &place, header, config).map_err(|e| e.within(place.display()))
     }
 
-    fn read(device: &Device, source: &Source, place: &Path) -> Result<(Trainer, Value)> {
-        let header = read_header(place)?;
+    fn read(
+        device: &Device,
+        source: &Source,
+        place: &Path,
+        header: Header,
+        mut config: Config,
+    ) -> Result<(Trainer, Value)> {
         check_model(&header, source, &header.config.recipe.layout(source)?)?;
-        let mut config = header.config.clone();
         if device.check_offload().is_err() {
             config.offload = Offload::default();
         }

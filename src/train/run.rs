@@ -1,50 +1,44 @@
 //! A whole run: steps over windows with evaluations, samples, checkpoints and reports between them, which whoever started it hears of and
 //! can stop after any step.
 
-use std::collections::BTreeMap;
-use std::hash::Hasher;
-use std::path::{Path, PathBuf};
+use std::cell::RefCell;
+use std::ops::ControlFlow;
+use std::path::PathBuf;
 use std::time::Instant;
 
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use twox_hash::XxHash3_64;
 
-use super::curve::{Curve, Row};
-use super::data::{DataFile, Order, Place, Window, Windows, as_text};
+use super::checkpoint;
+use super::data::{Order, Window};
+use super::judge::Judge;
 use super::memory::MemoryReport;
+use super::position::{Known, Position};
+use super::rate::FirstUpdates;
+use super::reports::Reports;
+use super::row::{Losses, Row};
 use super::sample::Samples;
 use super::trainer::{MicroBatch, Outcome, Trainer};
-use crate::base::Result;
-use crate::base::call::Cancel;
-use crate::base::error::{Error, bail, err};
+use crate::base::call::{Cancel, Progress, Watch};
+use crate::base::error::{bail, err};
 use crate::base::memory as account;
+use crate::base::{ErrorKind, Result};
 use crate::model::training::Text;
 
-/// Updates over which the share of weights that change is measured, and the share under which a warning says so.
-const MEASURED: u64 = 10;
-const LITTLE: f64 = 1e-3;
-/// The share that is advised.
-const ENOUGH: f64 = 1e-2;
+pub use super::evaluation::{EvaluationSet, losses_of_file};
+pub use super::event::{Ended, Ending, Event, Observer};
+pub use super::judge::Best;
+pub use super::lock::{LOCK, RunLock};
+pub use super::position::Inputs;
+
 /// Where checkpoints are, in the directory of a run.
 pub const CHECKPOINTS: &str = "checkpoints";
-
-/// What a run trains on.
-pub struct Inputs {
-    /// The windows.
-    pub windows: Windows,
-    /// What it is evaluated with; may be empty.
-    pub evaluation: Windows,
-    /// The files that they were read from, for messages.
-    pub files: Vec<DataFile>,
-    /// Chooses the order of windows.
-    pub seed: u64,
-}
 
 /// How a run goes.
 pub struct Options<'a> {
     /// Where checkpoints and reports are written.
     pub directory: PathBuf,
+    /// The right to write there.
+    pub lock: &'a RunLock,
     /// Windows that go through the model together.
     pub batch: usize,
     /// How many of such batches make a step.
@@ -53,12 +47,16 @@ pub struct Options<'a> {
     pub save_every: u64,
     /// Checkpoints that are kept.
     pub keep: usize,
-    /// Evaluates every so many steps, and at the end; at the end alone if 0.
+    /// Evaluates and continues prompts every so many steps, before the first and after the last; only then if 0.
     pub evaluate_every: u64,
-    /// Continues prompts every so many steps, and at the end; at the end alone if 0.
-    pub sample_every: u64,
+    /// Keeps the checkpoint of the best evaluation too.
+    pub keep_best: bool,
+    /// Ends the run after so many evaluations in a row that were not the best.
+    pub patience: Option<u64>,
     /// The prompts, and how the model reads them.
     pub samples: Option<(Samples, &'a Text)>,
+    /// Writes TensorBoard's event files too.
+    pub tensorboard: bool,
     /// Ends the run after the step in which it is set.
     pub stop: Cancel,
     /// Ends the run after the step in which there is such a file, and removes it.
@@ -80,200 +78,34 @@ impl Options<'_> {
     }
 }
 
-/// What happens in a run.
-#[derive(Clone, Debug, Serialize)]
-#[serde(tag = "event", rename_all = "snake_case")]
-pub enum Event<'a> {
-    /// A step was taken.
-    Step {
-        /// Its row in the table of losses.
-        #[serde(flatten)]
-        row: Row,
-        /// What it came to.
-        outcome: Outcome,
-        /// Steps in all.
-        steps: u64,
-        /// Epochs up to now.
-        epoch: f64,
-        /// Bytes in use by the library's account.
-        memory: u64,
-    },
-    /// The model was evaluated.
-    Evaluation {
-        /// After this step.
-        step: u64,
-        /// The loss of what is delivered.
-        delivered: f64,
-        /// The loss of all that is stored.
-        stored: f64,
-    },
-    /// A prompt was continued.
-    Sample {
-        /// After this step.
-        step: u64,
-        /// The prompt.
-        prompt: &'a str,
-        /// What the model adds.
-        answer: &'a str,
-    },
-    /// A checkpoint was written.
-    Checkpoint {
-        /// After this step.
-        step: u64,
-        /// Where.
-        #[serde(serialize_with = "as_text")]
-        path: &'a Path,
-    },
-    /// Something should be looked at.
-    Warning {
-        /// After this step.
-        step: u64,
-        /// What, and what to do.
-        message: &'a str,
-    },
-}
-
-/// Who hears of a run.
-pub trait Observer {
-    /// Is told what happens, on the run's thread.
-    fn hear(&mut self, event: &Event<'_>);
-}
-
-/// How a run ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Ending {
-    /// All steps were taken.
-    Finished,
-    /// It was stopped, and can be resumed.
-    Stopped,
-}
-
-/// The data of a run, as checkpoints know it again.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Known {
-    windows: usize,
-    tokens: usize,
-    /// XXH3 of all tokens, lengths, labels and weights.
-    checksum: String,
-    evaluation: String,
-    batch: usize,
-    accumulate: usize,
-    seed: u64,
-    /// XXH3 of the files, by their names without folders.
-    files: BTreeMap<String, String>,
-}
-
-/// Where a run is in its data; what checkpoints hold of it.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-struct Position {
-    place: Place,
-    /// Tokens and seconds up to there.
-    tokens: u64,
-    seconds: f64,
-    data: Known,
-}
-
-impl Known {
-    fn new(inputs: &Inputs, options: &Options<'_>) -> Known {
-        let name = |file: &DataFile| {
-            let name = file.path.file_name().unwrap_or_default();
-            name.to_string_lossy().into_owned()
-        };
-        let files = inputs.files.iter();
-        Known {
-            windows: inputs.windows.len(),
-            tokens: inputs.windows.tokens(),
-            checksum: checksum(&inputs.windows),
-            evaluation: checksum(&inputs.evaluation),
-            batch: options.batch,
-            accumulate: options.accumulate,
-            seed: inputs.seed,
-            files: files.map(|f| (name(f), f.checksum.clone())).collect(),
-        }
-    }
-
-    /// Refuses to go on from another's place.
-    fn check(&self, saved: &Known) -> Result<()> {
-        let mut differing = Vec::new();
-        for (name, sum) in &saved.files {
-            match self.files.get(name) {
-                None => differing.push(format!("{name} is not among the data")),
-                Some(own) if own != sum => differing.push(format!("{name} has another content")),
-                Some(_) => {}
-            }
-        }
-        let added = self.files.keys().filter(|n| !saved.files.contains_key(*n));
-        differing.extend(added.map(|name| format!("{name} was not among the data")));
-        for (what, own, saved) in [
-            ("windows", self.windows as u64, saved.windows as u64),
-            ("tokens", self.tokens as u64, saved.tokens as u64),
-            ("windows in a batch", self.batch as u64, saved.batch as u64),
-            (
-                "batches in a step",
-                self.accumulate as u64,
-                saved.accumulate as u64,
-            ),
-            ("as the seed", self.seed, saved.seed),
-        ] {
-            if own != saved {
-                differing.push(format!("{own} {what} instead of {saved}"));
-            }
-        }
-        if differing.is_empty() && self.checksum != saved.checksum {
-            differing.push("the tokens, the labels or their weights are others".to_owned());
-        }
-        if differing.is_empty() && self.evaluation != saved.evaluation {
-            differing.push("the evaluation's tokens or labels are others".to_owned());
-        }
-        if !differing.is_empty() {
-            bail!(
-                InvalidArgument,
-                "the checkpoint was trained on other data: {}; resume with the data and options that it began with, or begin anew",
-                differing.join(", ")
-            );
-        }
-        Ok(())
-    }
-}
-
-fn checksum(windows: &Windows) -> String {
-    let mut sum = XxHash3_64::new();
-    for window in windows.all() {
-        window
-            .documents
-            .iter()
-            .for_each(|&n| sum.write_u64(n as u64));
-        window.tokens.iter().for_each(|&t| sum.write_u32(t));
-        window.labels.iter().for_each(|&l| sum.write_i32(l));
-        // Empty where all are 1, so that the sum is that of windows without weights.
-        let weights = window.weights.iter();
-        weights.for_each(|&w| sum.write_u32(w.to_bits()));
-    }
-    format!("{:016x}", sum.finish())
-}
-
 /// A run under way.
 struct Run<'a, 'b> {
     trainer: &'a mut Trainer,
     inputs: &'a Inputs,
     options: &'a Options<'b>,
-    observer: &'a mut dyn Observer,
+    observer: RefCell<&'a mut dyn Observer>,
     known: Known,
     order: Order,
-    curve: Curve,
+    reports: Reports,
     tokens: u64,
     seconds: f64,
+    judge: Judge,
+    /// The loss of a model that knows nothing.
+    uniform: f64,
     /// The last step of which there is a checkpoint.
     saved: Option<u64>,
-    /// Updates that were measured, and the sums of rates and of shares that changed.
-    measured: (u64, f64, f64),
+    /// Whether a checkpoint is due that was put off.
+    owed: bool,
+    /// The previous best evaluation and its age, while the checkpoint of a better one is yet to be written.
+    before_best: Option<(Option<Best>, u64)>,
+    first_updates: FirstUpdates,
 }
 
 /// Trains until all steps of the trainer's config are taken, or it is stopped, and writes a checkpoint then. `at` is what
 /// [`Trainer::resume`] gave with the trainer, if it was resumed: it goes on there, to the same bits as if it had never stopped. Data that
-/// is not what the checkpoint was trained on is refused. A checkpoint between that cannot be written, as on a full disk, is a warning, and
-/// the one before it stays; one at the end is an error.
+/// is not what the checkpoint was trained on is refused. A report or a checkpoint that cannot be written, as on a full disk, is a warning,
+/// and the checkpoint before it stays; a run that is stopped and cannot write its checkpoint is an error. Training that diverges is given
+/// up: the last checkpoint is of before.
 pub fn run(
     trainer: &mut Trainer,
     inputs: &Inputs,
@@ -281,7 +113,7 @@ pub fn run(
     at: Option<&Value>,
     memory: &mut MemoryReport,
     observer: &mut dyn Observer,
-) -> Result<Ending> {
+) -> Result<Ended> {
     if options.batch == 0 || options.accumulate == 0 {
         bail!(
             InvalidArgument,
@@ -297,96 +129,201 @@ pub fn run(
     if let Some((samples, _)) = &options.samples {
         samples.check(trainer.spec().max_positions)?;
     }
-    let known = Known::new(inputs, options);
-    let (mut place, mut tokens, mut seconds) = (Place::default(), 0, 0.0);
-    if let Some(at) = at {
-        let position: Position = serde_json::from_value(at.clone()).map_err(|e| {
-            err!(
-                CorruptFile,
-                "the place in the data that the checkpoint holds: {e}"
-            )
-        })?;
-        known.check(&position.data)?;
-        (place, tokens, seconds) = (position.place, position.tokens, position.seconds);
+    let decides = options.keep_best || options.patience.is_some();
+    if decides && inputs.evaluation.is_empty() {
+        bail!(
+            InvalidArgument,
+            "the best evaluation is to decide, and there is none; give data to evaluate with"
+        );
     }
-    std::fs::create_dir_all(&options.directory)
-        .map_err(|e| Error::io(format_args!("making {}", options.directory.display()), e))?;
-    let steps = trainer.steps();
+    let known = Known::new(inputs, (options.batch, options.accumulate));
+    let position = at.map(Position::read).transpose()?;
+    if let Some(position) = &position {
+        known.check(&position.data)?;
+    }
+    checkpoint::sweep(&options.directory.join(CHECKPOINTS))?;
+    let resumed = at.map(|_| trainer.steps());
+    let names = inputs.evaluation.iter().map(|set| set.name.clone());
+    let reports = Reports::open(
+        &options.directory,
+        resumed,
+        names.collect(),
+        options.tensorboard,
+    )?;
+    let (place, tokens, seconds, mut judge) = match position {
+        Some(p) => (p.place, p.tokens, p.seconds, p.judge),
+        None => Default::default(),
+    };
+    // Checkpoints of earlier versions do not say it.
+    judge.start = judge.start.or(reports.start());
     let run = Run {
-        curve: Curve::open(&options.directory, steps)?,
         order: Order::new(inputs.seed, inputs.windows.len(), place),
-        saved: at.map(|_| steps),
+        uniform: (trainer.spec().vocab_size as f64).ln(),
+        saved: resumed,
         trainer,
         inputs,
         options,
-        observer,
+        observer: RefCell::new(observer),
         known,
+        reports,
         tokens,
         seconds,
-        measured: (0, 0.0, 0.0),
+        judge,
+        owed: false,
+        before_best: None,
+        first_updates: FirstUpdates::default(),
     };
     run.go(memory)
 }
 
 impl Run<'_, '_> {
-    fn go(mut self, memory: &mut MemoryReport) -> Result<Ending> {
+    fn go(mut self, memory: &mut MemoryReport) -> Result<Ended> {
+        self.find_best()?;
         let last = self.trainer.config().steps;
-        let released = self.trainer.config().recipe.release;
-        let mut ending = Ending::Finished;
         let mut first = true;
-        while self.trainer.steps() < last {
-            if self.is_stopped()? {
+        let mut ending = Ending::Finished;
+        let mut reason = None;
+        // Before the first step, or where a stopped run had no time for it.
+        if self.is_evaluation_due() {
+            self.evaluate_between()?;
+        }
+        loop {
+            let step = self.trainer.steps();
+            reason = reason.or(self.judge.diverged(self.uniform, step == last));
+            if reason.is_some() {
+                ending = Ending::Diverged;
+                break;
+            }
+            if step > 0 {
+                self.save_between(step, step == last);
+            }
+            if step >= last && !self.is_evaluation_due() {
+                break;
+            }
+            if self
+                .options
+                .patience
+                .is_some_and(|most| self.judge.stale >= most)
+            {
+                ending = Ending::EarlyStopped;
+                break;
+            }
+            // Also before the evaluation after the last step.
+            if self.is_stopped() || step >= last {
                 ending = Ending::Stopped;
                 break;
             }
-            self.step(if first { Some(&mut *memory) } else { None })?;
+            let watched = if first { Some(&mut *memory) } else { None };
+            reason = self.step(watched)?;
             if first {
-                let parameters = self.trainer.parameters();
-                memory.write(
-                    &self.options.directory,
-                    parameters.bytes(),
-                    parameters.trained(),
-                    released,
-                )?;
+                self.write_memory(memory);
             }
             first = false;
-            let step = self.trainer.steps();
-            let due = |every: u64| step == last || (every > 0 && step.is_multiple_of(every));
-            if due(self.options.sample_every) {
-                self.sample()?;
-            }
-            if due(self.options.save_every)
-                && step < last
-                && let Err(e) = self.save()
-            {
-                self.warn(&format!(
-                    "no checkpoint could be written, and training goes on: {e}; the one before is whole, and another is tried after {} \
-                     steps",
-                    self.options.save_every
-                ));
-            }
         }
-        if self.saved != Some(self.trainer.steps()) && self.trainer.steps() > 0 {
-            self.save()?;
+        if ending != Ending::Diverged {
+            self.save_last(ending)?;
         }
-        self.curve.draw()?;
-        Ok(ending)
+        let drawn = self.reports.draw();
+        for message in [drawn, self.reports.failures()].into_iter().flatten() {
+            self.warn(&message);
+        }
+        Ok(Ended {
+            ending,
+            reason,
+            saved: self.saved,
+            best: self.judge.best,
+            judge: self.judge,
+        })
+    }
+
+    /// Whether there is an evaluation, or a sample, after the step that was taken.
+    fn is_evaluation_due(&self) -> bool {
+        let step = self.trainer.steps();
+        let every = self.options.evaluate_every;
+        let is_due = step == 0
+            || step == self.trainer.config().steps
+            || (every > 0 && step.is_multiple_of(every));
+        is_due && self.judge.evaluated != Some(step)
+    }
+
+    /// Forgets a best evaluation whose checkpoint is to be kept and is not there.
+    fn find_best(&mut self) -> Result<()> {
+        let Some(best) = self.judge.best.filter(|_| self.options.keep_best) else {
+            return Ok(());
+        };
+        let kept = checkpoint::list(&self.options.directory.join(CHECKPOINTS))?;
+        if !kept.iter().any(|(step, _)| *step == best.step) {
+            self.warn(&format!(
+                "the best evaluation up to now, a loss of {:.4} after step {}, has no checkpoint any more; the best of those that come is \
+                 kept",
+                best.loss, best.step
+            ));
+            self.judge.best = None;
+            self.judge.stale = 0;
+        }
+        Ok(())
+    }
+
+    /// Writes a checkpoint where one is due after a step, and says so if it cannot.
+    fn save_between(&mut self, step: u64, is_last: bool) {
+        let every = self.options.save_every;
+        self.owed |= every > 0 && step.is_multiple_of(every);
+        self.owed &= self.saved != Some(step);
+        let waits = self.judge.is_suspicious(self.uniform);
+        if !self.owed || is_last || waits {
+            return;
+        }
+        self.owed = false;
+        if let Err(e) = self.save() {
+            self.warn(&format!(
+                "no checkpoint could be written, and training goes on: {e}; the one before is whole, and another is tried after {every} \
+                 steps"
+            ));
+        }
+    }
+
+    /// Writes the checkpoint that a run ends with. A run that has come to its end delivers without it.
+    fn save_last(&mut self, ending: Ending) -> Result<()> {
+        let step = self.trainer.steps();
+        if self.saved == Some(step) || step == 0 {
+            return Ok(());
+        }
+        let Err(e) = self.save() else {
+            return Ok(());
+        };
+        let before = match self.saved {
+            Some(step) => format!("the last one is of step {step}"),
+            None => "there is none".to_owned(),
+        };
+        if ending == Ending::Stopped {
+            return Err(e.within(format_args!(
+                "no checkpoint of step {step} could be written, where the run was stopped; {before}"
+            )));
+        }
+        self.warn(&format!(
+            "no checkpoint of step {step}, the last, could be written: {e}; {before}"
+        ));
+        Ok(())
     }
 
     /// Whether it is to end. A file that says so has done its work.
-    fn is_stopped(&self) -> Result<bool> {
+    fn is_stopped(&self) -> bool {
         if let Some(file) = &self.options.stop_file
             && file.exists()
         {
-            std::fs::remove_file(file)
-                .map_err(|e| Error::io(format_args!("removing {}", file.display()), e))?;
-            return Ok(true);
+            if let Err(e) = std::fs::remove_file(file) {
+                self.warn(&format!(
+                    "removing {}: {e}; remove it before the run goes on",
+                    file.display()
+                ));
+            }
+            return true;
         }
-        Ok(self.options.stop.is_set())
+        self.options.stop.is_set()
     }
 
-    /// A step, with its evaluation and its row in the table.
-    fn step(&mut self, mut memory: Option<&mut MemoryReport>) -> Result<()> {
+    /// A step, with its evaluation and its row in the table; why training has diverged, if too many steps came to nothing.
+    fn step(&mut self, mut memory: Option<&mut MemoryReport>) -> Result<Option<String>> {
         let options = self.options;
         let batches: Vec<Window> = (0..options.accumulate)
             .map(|_| {
@@ -400,51 +337,64 @@ impl Run<'_, '_> {
         let micro: Vec<MicroBatch<'_>> = batches.iter().map(Window::batch).collect();
         let tokens: usize = batches.iter().map(|b| b.tokens.len()).sum();
         let start = Instant::now();
-        let step = self.trainer.step_watched(&micro, &mut |phase| {
-            if let Some(memory) = &mut memory {
-                memory.phase(phase);
-            }
-        })?;
+        let number = self.trainer.steps() + 1;
+        let (observer, trainer) = (&self.observer, &mut *self.trainer);
+        let progress = |progress: Progress| {
+            observer.borrow_mut().within_step(number, progress);
+            ControlFlow::Continue(())
+        };
+        let watch = Watch {
+            flags: &[],
+            progress: Some(&progress),
+        };
+        let taken = watch.during(|| {
+            trainer.step_watched(&micro, &mut |phase| {
+                if let Some(memory) = &mut memory {
+                    memory.phase(phase);
+                }
+            })
+        });
+        let step = match taken {
+            Err(e) if self.trainer.gave_up() => return Ok(Some(e.to_string())),
+            taken => taken?,
+        };
         let taken = start.elapsed().as_secs_f64();
         self.tokens += tokens as u64;
         self.seconds += taken;
-        let config = self.trainer.config();
-        let last = config.steps;
-        let is_due = step.number == last
-            || (options.evaluate_every > 0 && step.number.is_multiple_of(options.evaluate_every));
-        let evaluated = match is_due && !self.inputs.evaluation.is_empty() {
-            true => Some(self.evaluate()?),
-            false => None,
+        if step.outcome == Outcome::Updated {
+            self.judge.updated(step.loss);
+        }
+        let losses = match self.is_evaluation_due() {
+            true => self.evaluate()?,
+            false => Vec::new(),
         };
-        let row = Row {
+        let mut row = Row {
             step: step.number,
             tokens: self.tokens,
             loss: step.loss,
-            eval_loss_delivered: evaluated.map(|e| e.0),
-            eval_loss_stored: evaluated.map(|e| e.1),
+            eval_loss_delivered: None,
+            eval_loss_stored: None,
             rate: step.rate,
             gradient_norm: step.gradient_norm,
             changed: step.changed,
             changed_delivered: step.changed_delivered,
             tokens_per_second: tokens as f64 / taken.max(1e-9),
             seconds: self.seconds,
+            more: Vec::new(),
         };
-        self.curve.push(row)?;
+        row.evaluated(&losses);
         let place = self.order.place();
-        self.observer.hear(&Event::Step {
-            row,
+        self.hear(&Event::Step {
+            row: &row,
             outcome: step.outcome,
-            steps: last,
+            steps: self.trainer.config().steps,
             epoch: place.epoch as f64 + place.index as f64 / self.inputs.windows.len() as f64,
             memory: account::total().current,
         });
-        if let Some((delivered, stored)) = evaluated {
-            self.observer.hear(&Event::Evaluation {
-                step: step.number,
-                delivered,
-                stored,
-            });
-            self.curve.draw()?;
+        let failed = self.reports.add(row, &losses);
+        self.tell(&losses, failed);
+        if self.judge.evaluated == Some(step.number) {
+            self.sample()?;
         }
         if step.outcome == Outcome::Skipped {
             self.warn(&format!(
@@ -453,30 +403,81 @@ impl Run<'_, '_> {
                 step.number
             ));
         } else {
-            self.measure(step.rate, step.changed);
+            let highest = self.trainer.config().optimizer.rate;
+            let warning = self.first_updates.add(step.rate, step.changed, highest);
+            warning.iter().for_each(|message| self.warn(message));
         }
-        Ok(())
+        Ok(None)
     }
 
-    /// The losses of what is delivered, and of all that is stored.
-    fn evaluate(&mut self) -> Result<(f64, f64)> {
-        let windows = self.inputs.evaluation.all();
-        let batches: Vec<Window> = windows
-            .chunks(self.options.batch)
-            .map(|part| {
-                let mut batch = Window::default();
-                part.iter().for_each(|w| batch.append(w));
-                batch
-            })
-            .collect();
-        let batches: Vec<MicroBatch<'_>> = batches.iter().map(Window::batch).collect();
-        let delivered = self.trainer.evaluate(&batches, true)?;
-        let differs = self.trainer.config().recipe.weights.is_packed();
-        let stored = match differs {
-            true => self.trainer.evaluate(&batches, false)?,
-            false => delivered,
+    /// An evaluation between steps: before the first, or where a stopped run had no time for it.
+    fn evaluate_between(&mut self) -> Result<()> {
+        let step = self.trainer.steps();
+        let losses = self.evaluate()?;
+        if self.judge.evaluated != Some(step) {
+            return Ok(());
+        }
+        let failed = match (step, &losses[..]) {
+            (_, []) => None,
+            (0, losses) => self.reports.add(Row::start(losses), losses),
+            (_, losses) => self.reports.amend(step, losses),
         };
-        Ok((delivered, stored))
+        self.tell(&losses, failed);
+        self.sample()
+    }
+
+    /// The losses of all sets, in their order; none if a stop came first. What is best is kept.
+    fn evaluate(&mut self) -> Result<Vec<Losses>> {
+        let step = self.trainer.steps();
+        let mut all = Vec::new();
+        for set in &self.inputs.evaluation {
+            let (trainer, batch) = (&mut *self.trainer, self.options.batch);
+            let stop = &self.options.stop;
+            match stop.watching(|| set.losses(trainer, batch)) {
+                Ok(losses) => all.push(losses),
+                Err(e) if e.kind() == ErrorKind::Cancelled => return Ok(Vec::new()),
+                Err(e) => return Err(e),
+            }
+        }
+        let Some(&deciding) = all.first() else {
+            self.judge.evaluated = Some(step);
+            return Ok(all);
+        };
+        let before = (self.judge.best, self.judge.stale);
+        if self.judge.evaluated(step, deciding) {
+            self.before_best = Some(before);
+        }
+        Ok(all)
+    }
+
+    /// Writes the checkpoint of an evaluation that was the best.
+    fn keep_best(&mut self) {
+        let Some(before) = self.before_best.take().filter(|_| self.options.keep_best) else {
+            return;
+        };
+        if let Err(e) = self.save() {
+            self.warn(&format!(
+                "the best evaluation up to now is this one, and no checkpoint of it could be written: {e}; the best before it stays"
+            ));
+            (self.judge.best, self.judge.stale) = before;
+        }
+    }
+
+    /// Tells of an evaluation, and of a report that failed.
+    fn tell(&mut self, losses: &[Losses], failed: Option<String>) {
+        let step = self.trainer.steps();
+        for (set, losses) in self.inputs.evaluation.iter().zip(losses) {
+            self.hear(&Event::Evaluation {
+                step,
+                set: &set.name,
+                delivered: losses.delivered,
+                stored: losses.stored,
+            });
+        }
+        if let Some(message) = failed {
+            self.warn(&message);
+        }
+        self.keep_best();
     }
 
     fn sample(&mut self) -> Result<()> {
@@ -484,8 +485,17 @@ impl Run<'_, '_> {
             return Ok(());
         };
         let step = self.trainer.steps();
-        for (prompt, answer) in samples.answers(self.trainer, text)? {
-            self.observer.hear(&Event::Sample {
+        let trainer = &mut *self.trainer;
+        let answers = match self
+            .options
+            .stop
+            .watching(|| samples.answers(trainer, text))
+        {
+            Err(e) if e.kind() == ErrorKind::Cancelled => return Ok(()),
+            answers => answers?,
+        };
+        for (prompt, answer) in answers {
+            self.hear(&Event::Sample {
                 step,
                 prompt,
                 answer: &answer,
@@ -494,58 +504,51 @@ impl Run<'_, '_> {
         Ok(())
     }
 
+    fn write_memory(&mut self, memory: &MemoryReport) {
+        let parameters = self.trainer.parameters();
+        let state = (
+            parameters.bytes(),
+            parameters.trained(),
+            self.trainer.config().recipe.release,
+        );
+        if let Some(message) = self.reports.memory(memory, state) {
+            self.warn(&message);
+        }
+    }
+
     fn save(&mut self) -> Result<()> {
+        let step = self.trainer.steps();
         let position = Position {
             place: self.order.place(),
             tokens: self.tokens,
             seconds: self.seconds,
             data: self.known.clone(),
+            judge: self.judge.clone(),
         };
         let position = serde_json::to_value(position)
             .map_err(|e| err!(Internal, "writing a place in the data: {e}"))?;
         let directory = self.options.directory.join(CHECKPOINTS);
+        let best = self.judge.best.filter(|_| self.options.keep_best);
+        // A state that may have diverged replaces no good checkpoint.
+        let keep = match self.judge.is_suspicious(self.uniform) {
+            true => usize::MAX,
+            false => self.options.keep,
+        };
+        let spared = best.map(|best| best.step);
         let path = self
             .trainer
-            .save(&directory, &position, self.options.keep)?;
-        let step = self.trainer.steps();
+            .save_beside(&directory, &position, keep, spared)?;
         self.saved = Some(step);
-        self.observer.hear(&Event::Checkpoint { step, path: &path });
+        self.hear(&Event::Checkpoint { step, path: &path });
         Ok(())
     }
 
-    fn warn(&mut self, message: &str) {
-        let step = self.trainer.steps();
-        self.observer.hear(&Event::Warning { step, message });
+    fn hear(&self, event: &Event<'_>) {
+        self.observer.borrow_mut().hear(event);
     }
 
-    /// Warns once if the first updates changed hardly any weight: then rounding by chance is most of what happens to them.
-    fn measure(&mut self, rate: f64, changed: f64) {
-        let (count, rates, shares) = &mut self.measured;
-        *count += 1;
-        *rates += rate;
-        *shares += changed;
-        if *count != MEASURED {
-            return;
-        }
-        let highest = self.trainer.config().optimizer.rate;
-        // What it comes to at the highest rate, which these steps may have been on the way to.
-        let share = *shares / *rates * highest;
-        if share >= LITTLE {
-            return;
-        }
-        let advice = match share > 0.0 {
-            true => format!(
-                "a rate of about {:.1e} would change {} % of them",
-                highest * ENOUGH / share,
-                100.0 * ENOUGH
-            ),
-            false => "the rate must be much higher".to_owned(),
-        };
-        let measured = format!(
-            "the learning rate of {highest:e} is below what the weights' storage can hold: of all trained weights, {:.4} % changed in a step, \
-             measured over {MEASURED}; {advice}, and a recipe with an 8-bit residual or in float32 stores smaller steps",
-            100.0 * share
-        );
-        self.warn(&measured);
+    fn warn(&self, message: &str) {
+        let step = self.trainer.steps();
+        self.hear(&Event::Warning { step, message });
     }
 }

@@ -115,6 +115,18 @@ mod tests {
         }
         assert!((schedule(Decay::Cosine).share(60, 110) - 0.55).abs() < 1e-12);
         assert_eq!(schedule(Decay::Stable(0.2)).share(89, 110), 1.0);
+        // To nothing, and beyond the last step; in one step, and in fewer than the warm-up has.
+        for decay in [Decay::Cosine, Decay::Linear, Decay::Stable(0.5)] {
+            let to_nothing = Schedule {
+                floor: 0.0,
+                ..schedule(decay)
+            };
+            assert_eq!(to_nothing.share(110, 110), 0.0);
+            for steps in [1, 5, 10, 11, 110] {
+                let shares = (0..200).map(|step| to_nothing.share(step, steps));
+                assert!(shares.into_iter().all(|s| (0.0..=1.0).contains(&s)));
+            }
+        }
         for (decay, floor) in [
             (Decay::Stable(0.0), 0.1),
             (Decay::Stable(f64::NAN), 0.1),

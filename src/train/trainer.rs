@@ -241,6 +241,7 @@ impl Trainer {
     /// A trainer of the model of a checkpoint.
     pub fn new(device: &Device, source: &Source, config: &Config) -> Result<Trainer> {
         config.check()?;
+        config.check_for(source)?;
         config.offload.check(device)?;
         let parameters = Parameters::new(device, source, &config.recipe, config.offload)?;
         Self::with(device, source, config, parameters)
@@ -316,6 +317,11 @@ impl Trainer {
     /// Steps that came to nothing.
     pub fn skipped(&self) -> u64 {
         self.progress.skipped
+    }
+
+    /// Whether so many steps in a row came to nothing that the last one was an error.
+    pub(super) fn gave_up(&self) -> bool {
+        self.progress.failures >= self.config.patience.max(1)
     }
 
     /// Whether passes multiply with what is delivered by now.

@@ -51,16 +51,16 @@ resumed() {
     pretrain --resume >"$work/said" 2>&1 || { cat "$work/said"; return 1; }
     cat "$work/said"
     grep -q "nvfp4 run --model $work/run/model --raw" "$work/said" &&
-        [ "$(wc -l <"$work/run/loss.csv")" -eq 61 ] && [ "$(cut -d, -f1 "$work/run/loss.csv" | tail -n +2)" = "$(seq 60)" ] &&
+        [ "$(wc -l <"$work/run/loss.csv")" -eq 62 ] && [ "$(cut -d, -f1 "$work/run/loss.csv" | tail -n +2)" = "$(seq 0 60)" ] &&
         [ "$(ls "$work/run/checkpoints" | wc -l)" -eq 2 ] && grep -q '</svg>' "$work/run/loss.svg" &&
         python3 - "$work/run" <<'PYTHON'
 import csv, json, sys, xml.dom.minidom
 folder = sys.argv[1]
 rows = list(csv.DictReader(open(f"{folder}/loss.csv")))
-first, last = float(rows[0]["loss"]), float(rows[-1]["eval_loss_delivered"])
+first, last = float(rows[1]["loss"]), float(rows[-1]["eval_loss_delivered"])
 print(f"loss {first:.3f}, and {last:.3f} of what was set aside")
 assert first > 5.5 and last < 4.2, "nothing was learned"
-assert [r["step"] for r in rows if r["eval_loss_delivered"]] == ["20", "40", "60"]
+assert [r["step"] for r in rows if r["eval_loss_delivered"]] == ["0", "20", "40", "60"]
 xml.dom.minidom.parse(f"{folder}/loss.svg")
 memory = json.load(open(f"{folder}/memory.json"))
 assert [p["phase"] for p in memory["phases"]][-3:] == ["zero_grad_done", "backward_done", "optimizer_step_done"]

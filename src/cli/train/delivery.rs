@@ -3,7 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use NVFP4::base::error::{bail, err};
-use NVFP4::base::{Error, ErrorKind, Result};
+use NVFP4::base::file::Temporary;
+use NVFP4::base::{ErrorKind, Result, directory};
+use NVFP4::checkpoint::{DESCRIPTION_FILES, TOKENIZER_FILES, TOOL_TEMPLATE};
 use NVFP4::model::convert::Tables;
 use NVFP4::model::training::Source;
 use NVFP4::train::{Recipe, Trainer};
@@ -11,8 +13,8 @@ use NVFP4::train::{Recipe, Trainer};
 use super::options::Args;
 
 /// Where the model that a run delivers is, in its directory, and where adapters are.
-const MODEL: &str = "model";
-const ADAPTER: &str = "adapter";
+pub(super) const MODEL: &str = "model";
+pub(super) const ADAPTER: &str = "adapter";
 
 /// What a run leaves when all steps are taken.
 pub(super) struct Delivery {
@@ -20,6 +22,8 @@ pub(super) struct Delivery {
     pub(super) adapter: Option<PathBuf>,
     /// Where the model goes, with its adapters in it.
     pub(super) model: Option<PathBuf>,
+    /// Whether the model is one with adapters in it.
+    merges: bool,
 }
 
 impl Delivery {
@@ -30,6 +34,7 @@ impl Delivery {
             None => Delivery {
                 adapter: None,
                 model: Some(model()),
+                merges: false,
             },
             Some(_) => Delivery {
                 adapter: match recipe
@@ -42,6 +47,7 @@ impl Delivery {
                     Err(e) => return Err(e),
                 },
                 model: args.merge.then(model),
+                merges: args.merge,
             },
         };
         if let Some(place) = &delivery.model {
@@ -54,7 +60,17 @@ impl Delivery {
             }
             args.check_export(source, place)?;
         }
+        if let Some(place) = &delivery.adapter {
+            args.check_replaced(place)?;
+        }
         Ok(delivery)
+    }
+
+    /// Whether the file that is delivered may have another loss than the last evaluation: it is quantized again, or rounded to one level of
+    /// scales.
+    pub(super) fn rounds_again(&self) -> Option<&Path> {
+        let place = self.model.as_deref()?;
+        (self.merges || is_dat(place)).then_some(place)
     }
 
     /// Writes it.
@@ -75,9 +91,10 @@ impl Delivery {
 impl Args {
     /// Whether what is at a place is replaced: only what the run itself has put there.
     fn replaces(&self, place: &Path) -> bool {
-        self.resume && self.export.as_deref() != Some(place) && place.exists()
+        self.goes_on() && self.export.as_deref() != Some(place) && place.exists()
     }
 
+    /// Refuses a place that could not be written when the run has ended.
     fn check_export(&self, source: &Source, place: &Path) -> Result<()> {
         if is_dat(place) {
             if source.checkpoint().format() != "dat" {
@@ -89,14 +106,54 @@ impl Args {
                     source.checkpoint().format()
                 );
             }
-        } else if place.exists() && !self.replaces(place) && !(place.is_dir() && is_empty(place)?) {
+            // A file in its place is replaced.
+            return Temporary::create(place, 0)
+                .map(drop)
+                .map_err(|e| e.within("--export"));
+        }
+        if self.replaces(place) {
+            return self.check_replaced(place);
+        }
+        if place.exists() && !(place.is_dir() && is_empty(place)?) {
             bail!(
                 InvalidArgument,
                 "{} exists, and is not replaced; name a new directory for --export",
                 place.display()
             );
         }
-        Ok(())
+        match &self.export {
+            Some(export) => directory::check_writable(export).map_err(|e| e.within("--export")),
+            // In OUT, which is checked by itself.
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses a directory that would be replaced with something in it that no run has written.
+    fn check_replaced(&self, place: &Path) -> Result<()> {
+        if !self.replaces(place) || !place.is_dir() {
+            return Ok(());
+        }
+        let is_own = |name: &String| {
+            let name = name.as_str();
+            let weights = name.starts_with("model") || name.starts_with("adapter_");
+            let is_weights = weights && (name.contains(".safetensors") || name.ends_with(".json"));
+            is_weights
+                || name == "hf_quant_config.json"
+                || DESCRIPTION_FILES.contains(&name)
+                || TOKENIZER_FILES.contains(&name)
+                || TOOL_TEMPLATE.split('/').next() == Some(name)
+        };
+        match directory::names(place)?
+            .into_iter()
+            .find(|name| !is_own(name))
+        {
+            Some(other) => bail!(
+                InvalidArgument,
+                "{} would be replaced at the end, and holds {other}, which no run has written; move that away",
+                place.display()
+            ),
+            None => Ok(()),
+        }
     }
 
     /// What the model that adapters belong to is called: as on the hub, or a path that holds from everywhere.
@@ -119,8 +176,6 @@ fn is_dat(place: &Path) -> bool {
 }
 
 /// Whether nothing is in a directory.
-pub(super) fn is_empty(directory: &Path) -> Result<bool> {
-    let mut names = std::fs::read_dir(directory)
-        .map_err(|e| Error::io(format_args!("listing {}", directory.display()), e))?;
-    Ok(names.next().is_none())
+fn is_empty(directory: &Path) -> Result<bool> {
+    Ok(directory::names(directory)?.is_empty())
 }

@@ -1,25 +1,31 @@
 //! `nvfp4 train`: teaches a model what stands in files, with weights and optimizer in 4 bits, and writes what it has become.
 
 mod delivery;
+mod ending;
+mod evaluation;
 mod mask;
 mod options;
+mod resume;
 mod show;
 
-use std::path::PathBuf;
+use std::cell::RefCell;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 
 use NVFP4::base::call::{Cancel, Progress, Watch};
-use NVFP4::base::error::{bail, err};
-use NVFP4::base::{Error, Result, leftover, memory as account};
+use NVFP4::base::error::bail;
+use NVFP4::base::{Error, Result, memory as account};
 use NVFP4::model::training::{Source, Text};
 use NVFP4::ops::Device;
 use NVFP4::train::data::{self, Data, Report, Windows};
-use NVFP4::train::run::{self, CHECKPOINTS, Ending, Event, Inputs, Observer};
-use NVFP4::train::{Config, MemoryReport, Samples, Trainer, checkpoint, memory};
-use serde_json::Value;
+use NVFP4::train::run::{self, CHECKPOINTS, Ending, EvaluationSet, Event, Inputs, Observer};
+use NVFP4::train::{MemoryReport, Samples, Trainer, checkpoint, memory};
 
 pub(super) use options::Args;
 
-use self::delivery::{Delivery, is_empty};
+use self::delivery::Delivery;
+use self::ending::{End, Signals};
+use self::evaluation::UNNAMED;
 use self::show::Show;
 use super::{model, output};
 
@@ -28,15 +34,17 @@ const SAMPLE_TOKENS: usize = 32;
 /// A file of this name in the directory of a run ends it.
 const STOP: &str = "stop";
 
-pub(super) fn run(args: &Args) -> Result<()> {
+/// Runs it; the exit code says how it ended.
+pub(super) fn run(args: &Args) -> Result<ExitCode> {
     args.check()?;
     if let Some(budget) = args.memory_budget {
         account::set_budget(Some((budget * 1e9) as u64));
     }
     if let Some(rows) = args.show_mask {
-        return mask::show(args, rows);
+        mask::show(args, rows)?;
+        return Ok(ExitCode::SUCCESS);
     }
-    let earlier = args.earlier()?;
+    let (begin, lock) = args.begin()?;
     let device = match &*args.device {
         // What it came to is in the line that says what begins.
         "auto" => Device::cuda(0).or_else(|_| model::device("cpu", args.threads))?,
@@ -45,6 +53,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let mut report = MemoryReport::new(&device);
     let settings = args.settings()?;
     let source = args.source()?;
+    settings.config.check_for(&source)?;
     let delivery = Delivery::new(args, &source, &settings.config.recipe)?;
     let text = source.text()?;
     let mut show = Show::new(args.json);
@@ -54,42 +63,64 @@ pub(super) fn run(args: &Args) -> Result<()> {
 
     let config = args.config(&settings, &device, windows.len())?;
     let explained = |e: Error| memory::explain(e, &source, &config, &device, (args.batch, window));
-    let (mut trainer, at) = match &earlier {
-        None => (
-            Trainer::new(&device, &source, &config).map_err(explained)?,
-            None,
-        ),
-        Some(directory) => {
-            let resumed = Trainer::resume(&device, &source, directory).map_err(explained)?;
-            check_config(resumed.0.config(), &config)?;
-            (resumed.0, Some(resumed.1))
+    let changed = RefCell::new(Vec::new());
+    let resumed = |place: &Path| {
+        Trainer::resume_as(&device, &source, place, &|saved| {
+            *changed.borrow_mut() = resume::changes(saved, &config)?;
+            Ok(config.clone())
+        })
+    };
+    let (mut trainer, at) = match begin.place(args) {
+        None => {
+            let trainer = Trainer::new(&device, &source, &config).map_err(explained)?;
+            (trainer, None)
+        }
+        Some(place) => {
+            let (trainer, at) = resumed(&place).map_err(explained)?;
+            (trainer, Some(at))
         }
     };
+    if trainer.steps() > config.steps {
+        bail!(
+            InvalidArgument,
+            "the run has taken {} steps, and is to end after {}; give it more steps, or go on from an earlier checkpoint by --resume-from",
+            trainer.steps(),
+            config.steps
+        );
+    }
+    let lock = args.lock(lock)?;
     report.model_loaded();
-    show.begin(&trainer, at.is_some())?;
-
-    let stop = Cancel::new();
-    leftover::cancel_on_interrupt(&stop);
-    let samples = Samples::new(&args.sample, SAMPLE_TOKENS, &text)?;
+    let changed = changed.take();
+    show.begin(&trainer, at.is_some(), &changed)?;
     let inputs = Inputs {
         windows,
         evaluation,
         files: read.files,
         seed: args.seed,
     };
+    if let Some(at) = &at {
+        // Before anything is moved.
+        inputs.check((args.batch, args.accumulate), at)?;
+    }
+    if let Some(moved) = begin.set_aside(args)? {
+        show.note(&moved)?;
+    }
+
+    let stop = Cancel::new();
+    let signals = Signals::new(&stop, show.teller());
+    let samples = Samples::new(&args.sample, SAMPLE_TOKENS, &text)?;
     let options = run::Options {
         directory: args.out.clone(),
+        lock: &lock,
         batch: args.batch,
         accumulate: args.accumulate,
         save_every: args.save_every,
         keep: args.keep,
         evaluate_every: args.eval_every,
-        sample_every: if args.eval_every > 0 {
-            args.eval_every
-        } else {
-            args.save_every
-        },
+        keep_best: args.best.is_some(),
+        patience: args.early_stop,
         samples: (!samples.is_empty()).then_some((samples, &text)),
+        tensorboard: args.tensorboard,
         stop,
         stop_file: Some(args.out.join(STOP)),
     };
@@ -101,78 +132,65 @@ pub(super) fn run(args: &Args) -> Result<()> {
         &mut report,
         &mut show,
     );
-    let ending = ended.map_err(explained)?;
-    if ending == Ending::Stopped {
-        return show.stopped(&trainer, &args.out);
-    }
-    delivery.write(args, &trainer, &source)?;
-    show.finished(&trainer, &delivery, text.template.is_some())
-}
-
-/// Refuses other settings than those of the checkpoint that a run goes on from.
-fn check_config(saved: &Config, own: &Config) -> Result<()> {
-    if saved == own {
-        return Ok(());
-    }
-    let value = |config: &Config| {
-        serde_json::to_value(config).map_err(|e| err!(Internal, "writing settings: {e}"))
-    };
-    let mut differing = Vec::new();
-    compare("", &value(saved)?, &value(own)?, &mut differing);
-    bail!(
-        InvalidArgument,
-        "the run that is to go on began with other settings: {}; give it the options that it began with, or another --out",
-        differing.join(", ")
-    )
-}
-
-/// Lists what differs between two values of the same form.
-fn compare(name: &str, saved: &Value, own: &Value, differing: &mut Vec<String>) {
-    match (saved, own) {
-        (Value::Object(a), Value::Object(b)) if a.keys().eq(b.keys()) => {
-            for (key, a) in a {
-                let name = match name {
-                    "" => key.clone(),
-                    name => format!("{name}.{key}"),
-                };
-                compare(&name, a, &b[key], differing);
-            }
+    let ended = ended.map_err(explained)?;
+    let code = signals.code(ended.ending);
+    // From here on a signal ends the command: what is delivered appears whole or not at all.
+    drop(signals);
+    let mut end = End::new(&ended, &trainer);
+    match ended.ending {
+        Ending::Stopped => {
+            show.stopped(&end);
+            return Ok(code);
         }
-        (a, b) if a != b => differing.push(format!("{name} {a}, and now {b}")),
+        Ending::Diverged if !args.export_diverged => {
+            show.diverged(&end);
+            return Ok(code);
+        }
         _ => {}
     }
+    if let Some(best) = ended.best.filter(|_| args.best.is_some()) {
+        end.delivers(best);
+        if best.step != trainer.steps() {
+            // There may be no room for both.
+            drop(trainer);
+            let all = checkpoint::list(&args.out.join(CHECKPOINTS))?;
+            let kept = all.into_iter().find(|(step, _)| *step == best.step);
+            let Some((_, place)) = kept else {
+                bail!(
+                    NotFound,
+                    "the best evaluation was after step {}, and there is no checkpoint of it in {}",
+                    best.step,
+                    args.out.display()
+                );
+            };
+            trainer = resumed(&place)?.0;
+        }
+    }
+    delivery.write(args, &trainer, &source)?;
+    drop(trainer);
+    if let Some(place) = delivery
+        .rounds_again()
+        .filter(|_| !inputs.evaluation.is_empty())
+    {
+        match run::losses_of_file(&device, place, &inputs.evaluation, args.batch) {
+            Ok(losses) => {
+                for (set, &loss) in inputs.evaluation.iter().zip(&losses) {
+                    show.measured(place, &set.name, loss);
+                }
+                end.delivered = losses.first().copied();
+            }
+            Err(e) => show.warn(&format!(
+                "{} is written, and its loss could not be measured: {e}",
+                place.display()
+            )),
+        }
+    }
+    end.worse = ended.worse(end.delivered);
+    show.finished(&end, &delivery, text.template.is_some());
+    Ok(code)
 }
 
 impl Args {
-    /// The directory of the checkpoints to go on from, if that is asked for; refuses a directory with a run in it otherwise.
-    fn earlier(&self) -> Result<Option<PathBuf>> {
-        let checkpoints = self.out.join(CHECKPOINTS);
-        let last = checkpoint::list(&checkpoints)?.pop();
-        match (&last, self.resume) {
-            (Some(_), true) => Ok(Some(checkpoints)),
-            (None, true) => bail!(
-                NotFound,
-                "there is no checkpoint in {} to resume; begin without --resume",
-                checkpoints.display()
-            ),
-            (Some((step, _)), false) => bail!(
-                InvalidArgument,
-                "{} holds a run that came to step {step}; go on with it by --resume, or name another --out",
-                self.out.display()
-            ),
-            (None, false) if self.out.join("loss.csv").exists() => {
-                // A run that ended before its first checkpoint has nothing to lose but its table.
-                Ok(None)
-            }
-            (None, false) if self.out.exists() && !is_empty(&self.out)? => bail!(
-                InvalidArgument,
-                "{} is not empty and holds no run; name a new directory for --out",
-                self.out.display()
-            ),
-            (None, false) => Ok(None),
-        }
-    }
-
     fn source(&self) -> Result<Source> {
         match (&self.model, &self.init) {
             (Some(name), None) => Source::open(&model::resolve(name)?),
@@ -204,25 +222,24 @@ impl Args {
         source: &Source,
         text: &Text,
         window: usize,
-    ) -> Result<(Report, Windows, Windows)> {
+    ) -> Result<(Report, Windows, Vec<EvaluationSet>)> {
         let read = |files: &[PathBuf]| self.read(files, source, text, window);
-        let data = read(&self.data)?;
-        let (data, evaluation) = match (&self.eval[..], self.eval_share) {
-            ([], None) => (data, None),
-            ([], Some(share)) => {
-                let (data, evaluation) = data.split(share)?;
-                (data, Some(evaluation))
-            }
-            (files, _) => {
-                let evaluation = read(files)?;
-                (data, Some(evaluation))
-            }
-        };
+        let sets = self.evaluation_sets()?;
+        let mut data = read(&self.data)?;
+        let mut evaluation = Vec::new();
+        for (name, files) in sets {
+            let windows = read(&files)?.windows()?;
+            evaluation.push(EvaluationSet { name, windows });
+        }
+        if let Some(share) = self.eval_share {
+            let (rest, aside) = data.split(share)?;
+            data = rest;
+            evaluation.push(EvaluationSet {
+                name: UNNAMED.to_owned(),
+                windows: aside.windows()?,
+            });
+        }
         let windows = data.windows()?;
-        let evaluation = match evaluation {
-            Some(evaluation) => evaluation.windows()?,
-            None => Windows::default(),
-        };
         Ok((data.report().clone(), windows, evaluation))
     }
 }
@@ -230,5 +247,9 @@ impl Args {
 impl Observer for Show {
     fn hear(&mut self, event: &Event<'_>) {
         self.event(event);
+    }
+
+    fn within_step(&mut self, _step: u64, progress: Progress) {
+        self.within(progress);
     }
 }

@@ -39,9 +39,10 @@ pub(in crate::cli) struct Args {
     /// completion, instruction and output, question and answer, or text), .csv (the same as columns) and .txt; also with .gz or .zst
     #[arg(long, required = true, num_args = 1.., value_name = "FILE")]
     pub(super) data: Vec<PathBuf>,
-    /// Files to evaluate with, of the same formats
-    #[arg(long, num_args = 1.., value_name = "FILE")]
-    pub(super) eval: Vec<PathBuf>,
+    /// Files to evaluate with, of the same formats: together one set, or as NAME=FILE the set NAME, of which there may be several; losses are
+    /// told and drawn for each
+    #[arg(long, num_args = 1.., value_name = "[NAME=]FILE")]
+    pub(super) eval: Vec<OsString>,
     /// Sets a share of the data's rows aside to evaluate with, as in 0.02
     #[arg(long, value_name = "SHARE", conflicts_with = "eval")]
     pub(super) eval_share: Option<f64>,
@@ -55,9 +56,12 @@ pub(in crate::cli) struct Args {
     )]
     pub(super) out: PathBuf,
     /// Go on with the run in OUT where its last checkpoint is, to the same bits as if it had never stopped: with the options that
-    /// it began with
+    /// it began with. Steps, rate, schedule and the like may be others, which is said
     #[arg(long)]
     pub(super) resume: bool,
+    /// Go on from this checkpoint: a step, or a checkpoint's directory. Checkpoints of later steps and what was delivered move to OUT/aside-N
+    #[arg(long, value_name = "STEP")]
+    pub(super) resume_from: Option<OsString>,
 
     /// Steps of the optimizer
     #[arg(long, conflicts_with = "epochs", help_heading = "Training")]
@@ -233,7 +237,7 @@ pub(in crate::cli) struct Args {
     /// Checkpoints to keep
     #[arg(long, default_value_t = 2, value_name = "N", help_heading = "Reports")]
     pub(super) keep: usize,
-    /// Steps between evaluations and samples; 0 for those at the end alone
+    /// Steps between evaluations and samples, which also come before the first step and after the last; 0 for those two alone
     #[arg(
         long,
         default_value_t = 100,
@@ -244,6 +248,24 @@ pub(in crate::cli) struct Args {
     /// A prompt to answer at each evaluation, by the likeliest tokens; may be given several times
     #[arg(long, value_name = "PROMPT", help_heading = "Reports")]
     pub(super) sample: Vec<String>,
+    /// Keep the checkpoint with the lowest evaluation loss as delivered, and deliver that one; by the first set, or the set NAME
+    #[arg(
+        long,
+        value_name = "NAME",
+        num_args = 0..=1,
+        default_missing_value = "",
+        help_heading = "Reports"
+    )]
+    pub(super) best: Option<String>,
+    /// End after N evaluations in a row that were not the best
+    #[arg(long, value_name = "N", help_heading = "Reports")]
+    pub(super) early_stop: Option<u64>,
+    /// Write TensorBoard's event files too, to OUT/tensorboard
+    #[arg(long, help_heading = "Reports")]
+    pub(super) tensorboard: bool,
+    /// Deliver what there is even if training has diverged
+    #[arg(long, help_heading = "Reports")]
+    pub(super) export_diverged: bool,
     /// Where the trained model goes: a directory, or a .dat file like the one that training begins with; default: OUT/model. Adapters go to
     /// OUT/adapter, and the model with them in it is asked for by --merge
     #[arg(long, value_name = "PATH", help_heading = "Reports")]
@@ -338,18 +360,54 @@ impl Args {
                 self.accumulate
             );
         }
-        if let Some(budget) = self.memory_budget
-            && !(budget > 0.0 && budget.is_finite())
+        for (name, value) in [
+            ("--window", self.window),
+            ("--threads", self.threads),
+            ("--adapter", self.adapter),
+            ("--last-blocks", self.last_blocks),
+            ("--early-stop", self.early_stop.map(|n| n as usize)),
+        ] {
+            if value == Some(0) {
+                bail!(InvalidArgument, "{name} must be at least 1");
+            }
+        }
+        let below = |most: f64| move |x: f64| (0.0..most).contains(&x);
+        let not_negative = |x: f64| x >= 0.0 && x.is_finite();
+        let positive = |x: f64| x > 0.0 && x.is_finite();
+        let share = |x: f64| x > 0.0 && x < 1.0;
+        type Range<'a> = (&'a dyn Fn(f64) -> bool, &'a str);
+        let rate: Range<'_> = (&not_negative, "finite and at least 0");
+        let some: Range<'_> = (&positive, "finite and positive");
+        let beta: Range<'_> = (&below(1.0), "at least 0 and less than 1");
+        let share: Range<'_> = (&share, "more than 0 and less than 1");
+        for (name, value, (holds, right)) in [
+            ("--rate", self.rate, rate),
+            ("--weight-decay", self.weight_decay, rate),
+            ("--clip", self.clip, rate),
+            ("--beta1", self.beta1, beta),
+            ("--beta2", self.beta2, beta),
+            ("--epochs", self.epochs, some),
+            ("--adapter-alpha", self.adapter_alpha, some),
+            ("--memory-budget", self.memory_budget, some),
+            ("--eval-share", self.eval_share, share),
+        ] {
+            if let Some(value) = value.filter(|&value| !holds(value)) {
+                bail!(InvalidArgument, "{name} is {value}; it must be {right}");
+            }
+        }
+        if (self.best.is_some() || self.early_stop.is_some())
+            && self.eval.is_empty()
+            && self.eval_share.is_none()
         {
             bail!(
                 InvalidArgument,
-                "--memory-budget is {budget}; it must be positive"
+                "{} needs evaluations; give --eval or --eval-share",
+                if self.best.is_some() {
+                    "--best"
+                } else {
+                    "--early-stop"
+                }
             );
-        }
-        if let Some(epochs) = self.epochs
-            && !(epochs > 0.0 && epochs.is_finite())
-        {
-            bail!(InvalidArgument, "--epochs is {epochs}; it must be positive");
         }
         Ok(())
     }
@@ -430,6 +488,7 @@ impl Args {
         recipe.weight_scales = self
             .weight_scales
             .map_or(recipe.weight_scales, nvfp4::Recipe::from);
+        recipe.last_blocks = self.last_blocks.or(recipe.last_blocks);
         for (own, given) in [
             (&mut recipe.activations, self.activations),
             (&mut recipe.gradients, self.gradients),
@@ -511,7 +570,6 @@ impl Args {
             (None, None) => epochs(1.0),
         };
         config.recipe.seed = self.seed;
-        config.recipe.last_blocks = self.last_blocks.or(config.recipe.last_blocks);
         let release = match device {
             _ if self.keep_gradients => false,
             _ if self.release_gradients => true,
@@ -539,6 +597,11 @@ impl Args {
             *own = given.unwrap_or(*own);
         }
         match self.warmup {
+            Some(steps) if steps > config.steps => bail!(
+                InvalidArgument,
+                "--warmup {steps} is longer than the {} steps of the run, which would never come to its rate",
+                config.steps
+            ),
             Some(steps) => config.schedule.warmup = steps,
             None if !settings.says("/schedule/warmup") => {
                 config.schedule.warmup = (config.steps as f64 * WARMUP).round() as u64;

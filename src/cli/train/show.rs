@@ -1,27 +1,38 @@
 //! A run as a person at a terminal, a log or a program sees it.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use NVFP4::base::call::Progress;
 use NVFP4::base::{Result, memory as account};
 use NVFP4::train::Trainer;
 use NVFP4::train::data::{Report, Windows};
-use NVFP4::train::run::{Ending, Event};
+use NVFP4::train::run::{Ending, EvaluationSet, Event};
 use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::delivery::Delivery;
+use super::ending::End;
+use super::evaluation::UNNAMED;
 use crate::cli::{model, output};
 
 /// The time between two lines of a log.
 const LOG_EVERY: Duration = Duration::from_secs(10);
+/// The time between two drawings of the bar, and that after which a step is a long one.
+const TICK: Duration = Duration::from_millis(500);
+const LONG: Duration = Duration::from_secs(2);
 
 /// Prints what happens: a progress bar on a terminal, a line now and then elsewhere, or JSON.
 pub(super) struct Show {
     json: bool,
     bar: Option<ProgressBar>,
     told: Instant,
+    /// When the step under way began.
+    began: Instant,
+    /// Whether a line of JSON could not be written, which is said once.
+    failed: bool,
 }
 
 impl Show {
@@ -30,6 +41,8 @@ impl Show {
             json,
             bar: None,
             told: Instant::now(),
+            began: Instant::now(),
+            failed: false,
         }
     }
 
@@ -37,8 +50,50 @@ impl Show {
     fn say(&self, line: String) {
         match &self.bar {
             _ if self.json => {}
-            Some(bar) => bar.suspend(|| eprintln!("{line}")),
-            None => eprintln!("{line}"),
+            Some(bar) => bar.suspend(|| complain(&line)),
+            None => complain(&line),
+        }
+    }
+
+    /// Something that happened once.
+    pub(super) fn note(&self, message: &str) -> Result<()> {
+        if self.json {
+            return output::json(&json!({"event": "note", "message": message}));
+        }
+        self.say(message.to_owned());
+        Ok(())
+    }
+
+    /// Something to look at.
+    pub(super) fn warn(&mut self, message: &str) {
+        match self.json {
+            true => self.json(&json!({"event": "warning", "message": message})),
+            false => self.say(format!("warning: {message}")),
+        }
+    }
+
+    /// A function for the thread of signals: prints the name of a signal and its effect at once.
+    pub(super) fn teller(&self) -> impl FnOnce(&str, &str) + Send + 'static {
+        let (json, bar) = (self.json, self.bar.clone());
+        move |signal, message| {
+            let line = format!("{signal}: {message}");
+            match bar {
+                _ if json => {
+                    let event = json!({"event": "stopping", "signal": signal, "message": message});
+                    let _ = writeln!(std::io::stdout(), "{event}");
+                }
+                Some(bar) => bar.suspend(|| complain(&line)),
+                None => complain(&line),
+            }
+        }
+    }
+
+    /// A line of JSON. A reader that has gone ends the command; a disk that is full does not.
+    fn json(&mut self, value: &impl Serialize) {
+        if let Err(e) = output::json(value)
+            && !std::mem::replace(&mut self.failed, true)
+        {
+            complain(&format!("nvfp4: {e}; the run goes on without telling"));
         }
     }
 
@@ -47,12 +102,15 @@ impl Show {
         &self,
         report: &Report,
         windows: &Windows,
-        evaluation: &Windows,
+        evaluation: &[EvaluationSet],
     ) -> Result<()> {
+        let targets: usize = evaluation.iter().map(|set| set.windows.targets()).sum();
         if self.json {
+            let number: usize = evaluation.iter().map(|set| set.windows.len()).sum();
             return output::json(&json!({
                 "event": "data", "report": report, "windows": windows.len(), "tokens": windows.tokens(), "targets": windows.targets(),
-                "evaluation_windows": evaluation.len(), "evaluation_targets": evaluation.targets(),
+                "evaluation_windows": number, "evaluation_targets": targets,
+                "evaluation_sets": evaluation.iter().map(|set| &set.name).collect::<Vec<_>>(),
             }));
         }
         let mut line = format!(
@@ -66,7 +124,7 @@ impl Show {
             (report.bad_rows, "rows that cannot be used left out"),
             (report.truncated, "rows cut off"),
             (report.dropped, "rows too long left out"),
-            (evaluation.targets(), "tokens to evaluate with"),
+            (targets, "tokens to evaluate with"),
         ] {
             if count > 0 {
                 line.push_str(&format!("; {count} {what}"));
@@ -77,11 +135,16 @@ impl Show {
     }
 
     /// What begins.
-    pub(super) fn begin(&mut self, trainer: &Trainer, resumed: bool) -> Result<()> {
+    pub(super) fn begin(
+        &mut self,
+        trainer: &Trainer,
+        resumed: bool,
+        changed: &[String],
+    ) -> Result<()> {
         let (config, parameters) = (trainer.config(), trainer.parameters());
         if self.json {
             return output::json(&json!({
-                "event": "begin", "resumed": resumed, "step": trainer.steps(), "steps": config.steps, "device": trainer.device().name(),
+                "event": "begin", "resumed": resumed, "changed": changed, "step": trainer.steps(), "steps": config.steps, "device": trainer.device().name(),
                 "parameters": parameters.trained(), "state_bytes": parameters.bytes(), "config": config,
             }));
         }
@@ -108,13 +171,17 @@ impl Show {
                 ""
             }
         ));
+        if !changed.is_empty() {
+            self.say(format!("with other settings: {}", changed.join(", ")));
+        }
         if std::io::stderr().is_terminal() {
-            let style = "{pos}/{len} [{elapsed_precise}] [{bar:30}] {msg} ({eta})";
+            let style = "{pos}/{len}{prefix} [{elapsed_precise}] [{bar:30}] {msg} ({eta})";
             let style = ProgressStyle::with_template(style)
                 .unwrap_or_else(|_| ProgressStyle::default_bar());
             let bar = ProgressBar::new(config.steps).with_style(style);
             bar.set_position(trainer.steps());
             bar.reset_eta();
+            bar.enable_steady_tick(TICK);
             self.bar = Some(bar);
         }
         Ok(())
@@ -122,11 +189,7 @@ impl Show {
 
     pub(super) fn event(&mut self, event: &Event<'_>) {
         if self.json {
-            // A reader that has gone ends the command; nothing else can fail here that a log could help with.
-            if let Err(e) = output::json(event) {
-                eprintln!("nvfp4: {e}");
-            }
-            return;
+            return self.json(event);
         }
         match event {
             Event::Step {
@@ -143,7 +206,9 @@ impl Show {
                     output::size(*memory),
                     100.0 * row.changed
                 );
+                self.began = Instant::now();
                 if let Some(bar) = &self.bar {
+                    bar.set_prefix("");
                     bar.set_position(row.step);
                     bar.set_message(line);
                 } else if row.step == 1 || row.step == *steps || self.told.elapsed() >= LOG_EVERY {
@@ -156,18 +221,22 @@ impl Show {
             }
             Event::Evaluation {
                 step,
+                set,
                 delivered,
                 stored,
-            } if delivered == stored => {
-                self.say(format!("step {step}: evaluation loss {delivered:.4}"));
+            } => {
+                let set = match *set {
+                    UNNAMED => String::new(),
+                    name => format!(" of {name}"),
+                };
+                self.say(match delivered == stored {
+                    true => format!("step {step}: evaluation loss{set} {delivered:.4}"),
+                    false => format!(
+                        "step {step}: evaluation loss{set} {delivered:.4} as delivered, {stored:.4} as stored"
+                    ),
+                });
+                self.began = Instant::now();
             }
-            Event::Evaluation {
-                step,
-                delivered,
-                stored,
-            } => self.say(format!(
-                "step {step}: evaluation loss {delivered:.4} as delivered, {stored:.4} as stored"
-            )),
             Event::Sample {
                 step,
                 prompt,
@@ -182,37 +251,120 @@ impl Show {
         }
     }
 
-    /// The run was stopped.
-    pub(super) fn stopped(&mut self, trainer: &Trainer, out: &Path) -> Result<()> {
-        self.end();
-        if self.json {
-            return output::json(&ended(Ending::Stopped, trainer, Some(out)));
+    /// How far a long step is.
+    pub(super) fn within(&mut self, progress: Progress) {
+        if let Some(bar) = &self.bar
+            && self.began.elapsed() >= LONG
+            && progress.done < progress.total
+        {
+            let share = 100 * progress.done / progress.total;
+            bar.set_prefix(format!(" + {share} %"));
         }
-        if trainer.steps() == 0 {
-            return output::line("stopped before the first step; the same command begins again");
-        }
-        output::line(format_args!(
-            "stopped after step {} of {}; the same command with --resume goes on",
-            trainer.steps(),
-            trainer.config().steps
-        ))
     }
 
-    /// What was trained is there.
-    pub(super) fn finished(
-        &mut self,
-        trainer: &Trainer,
-        delivery: &Delivery,
-        talks: bool,
-    ) -> Result<()> {
+    /// The loss of a file that was delivered.
+    pub(super) fn measured(&mut self, place: &Path, set: &str, loss: f64) {
+        self.end();
+        match self.json {
+            true => {
+                let place = shown(place);
+                self.json(&json!({"event": "delivered", "path": place, "set": set, "loss": loss}));
+            }
+            false => {
+                let set = match set {
+                    UNNAMED => String::new(),
+                    name => format!(" of {name}"),
+                };
+                self.say(format!(
+                    "{}: evaluation loss{set} {loss:.4} of the file",
+                    place.display()
+                ));
+            }
+        }
+    }
+
+    /// The run was stopped. What cannot be said then, as at a terminal that has gone, changes nothing.
+    pub(super) fn stopped(&mut self, end: &End) {
         self.end();
         if self.json {
+            let mut said = ended(end, None);
+            said["resume"] = json!(end.again);
+            let _ = writeln!(std::io::stdout(), "{said}");
+            return;
+        }
+        let how = match end.step {
+            0 => "stopped before the first step; to begin again:".to_owned(),
+            step => format!("stopped after step {step} of {}; to go on:", end.steps),
+        };
+        let _ = writeln!(std::io::stdout(), "{how}\n  {}", end.again);
+    }
+
+    /// Training has diverged, and nothing is delivered.
+    pub(super) fn diverged(&mut self, end: &End) {
+        self.end();
+        if self.json {
+            let mut said = ended(end, None);
+            said["resume"] = json!(end.again);
+            return self.json(&said);
+        }
+        let next = match end.saved {
+            Some(step) => format!(
+                "the last checkpoint is of step {step}; to go on from there, with a lower --rate, or from an earlier one by --resume-from:"
+            ),
+            None => "there is no checkpoint; to begin again, with a lower --rate:".to_owned(),
+        };
+        complain(&format!(
+            "nvfp4: training has diverged by step {}: {}; nothing is delivered (--export-diverged would); {next}\n  {}",
+            end.step,
+            end.reason.as_deref().unwrap_or_default(),
+            end.again
+        ));
+    }
+
+    /// Prints how a run ended and what it delivered. A failure to print is no failure of the run.
+    pub(super) fn finished(&mut self, end: &End, delivery: &Delivery, talks: bool) {
+        self.end();
+        if let Err(e) = self.deliver(end, delivery, talks) {
+            complain(&format!("nvfp4: {e}"));
+        }
+    }
+
+    fn deliver(&mut self, end: &End, delivery: &Delivery, talks: bool) -> Result<()> {
+        if self.json {
             let place = delivery.adapter.as_ref().or(delivery.model.as_ref());
-            let mut said = ended(Ending::Finished, trainer, place.map(PathBuf::as_path));
+            let mut said = ended(end, place.map(PathBuf::as_path));
             if delivery.adapter.is_some() {
                 said["merged"] = json!(delivery.model.as_deref().map(shown));
             }
             return output::json(&said);
+        }
+        match end.ending {
+            Ending::EarlyStopped => self.say(format!(
+                "ended early, after step {} of {}: evaluations are no longer better",
+                end.step, end.steps
+            )),
+            Ending::Diverged => self.say(format!(
+                "warning: training has diverged by step {}: {}; it is delivered all the same",
+                end.step,
+                end.reason.as_deref().unwrap_or_default()
+            )),
+            _ => {}
+        }
+        match end.best {
+            Some(best) if best.step == 0 => self.say(
+                "no evaluation was better than that before the first step: the model is delivered as it was then".to_owned(),
+            ),
+            Some(best) => self.say(format!(
+                "step {} was the best, with an evaluation loss of {:.4}, and is delivered",
+                best.step, best.loss
+            )),
+            None => {}
+        }
+        if let Some((start, now)) = end.worse {
+            self.say(format!(
+                "warning: what is delivered is worse than what training began with: its evaluation loss is {now:.4}, and was {start:.4} before the \
+                 first step"
+            ));
         }
         if let Some(place) = &delivery.adapter {
             let place = place.display();
@@ -259,10 +411,16 @@ fn shown(path: &Path) -> String {
     model::shown(path.as_os_str())
 }
 
+/// A line on standard error, which may have gone, or be a file on a disk that is full.
+fn complain(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
 /// What a run with `--json` says at its end.
-fn ended(ending: Ending, trainer: &Trainer, place: Option<&Path>) -> Value {
+fn ended(end: &End, place: Option<&Path>) -> Value {
     json!({
-        "event": "end", "ending": ending, "step": trainer.steps(), "skipped": trainer.skipped(), "path": place.map(shown),
-        "state_bytes": trainer.parameters().bytes(), "peak_bytes": account::total().peak,
+        "event": "end", "ending": end.ending, "reason": end.reason, "step": end.step, "skipped": end.skipped, "path": place.map(shown),
+        "state_bytes": end.state_bytes, "peak_bytes": account::total().peak, "start_loss": end.start, "delivered_loss": end.delivered,
+        "delivered_step": place.map(|_| end.delivered_step), "worse": end.worse.is_some(),
     })
 }

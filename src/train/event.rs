@@ -1,0 +1,117 @@
+//! What whoever started a run hears of it: events on the way, and what it came to.
+
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::data::as_text;
+use super::judge::{Best, Judge};
+use super::row::{Losses, Row};
+use super::trainer::Outcome;
+use crate::base::call::Progress;
+
+/// What happens in a run.
+#[derive(Clone, Debug, Serialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Event<'a> {
+    /// A step was taken.
+    Step {
+        /// Its row in the table of losses.
+        #[serde(flatten)]
+        row: &'a Row,
+        /// What it came to.
+        outcome: Outcome,
+        /// Steps in all.
+        steps: u64,
+        /// Epochs up to now.
+        epoch: f64,
+        /// Bytes in use by the library's account.
+        memory: u64,
+    },
+    /// The model was evaluated with a set.
+    Evaluation {
+        /// After this step; 0 before the first.
+        step: u64,
+        /// The name of the set.
+        set: &'a str,
+        /// The loss of what is delivered.
+        delivered: f64,
+        /// The loss of all that is stored.
+        stored: f64,
+    },
+    /// A prompt was continued.
+    Sample {
+        /// After this step; 0 before the first.
+        step: u64,
+        /// The prompt.
+        prompt: &'a str,
+        /// What the model adds.
+        answer: &'a str,
+    },
+    /// A checkpoint was written.
+    Checkpoint {
+        /// After this step.
+        step: u64,
+        /// Where.
+        #[serde(serialize_with = "as_text")]
+        path: &'a Path,
+    },
+    /// Something should be looked at.
+    Warning {
+        /// After this step.
+        step: u64,
+        /// What, and what to do.
+        message: &'a str,
+    },
+}
+
+/// Who hears of a run.
+pub trait Observer {
+    /// Is told what happens, on the run's thread.
+    fn hear(&mut self, event: &Event<'_>);
+
+    /// Is told how many tokens of a step are done, now and then within long ones.
+    fn within_step(&mut self, _step: u64, _progress: Progress) {}
+}
+
+/// How a run ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Ending {
+    /// All steps were taken.
+    Finished,
+    /// Evaluations were not the best for as many times as [`run::Options::patience`](super::run::Options::patience) says.
+    EarlyStopped,
+    /// It was stopped, and can be resumed.
+    Stopped,
+    /// Losses have risen above those of a model that knows nothing, or are no numbers.
+    Diverged,
+}
+
+/// What a run came to.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Ended {
+    /// How it ended.
+    pub ending: Ending,
+    /// Why training has diverged.
+    pub reason: Option<String>,
+    /// The step of the last checkpoint, if there is one.
+    pub saved: Option<u64>,
+    /// The best evaluation, whose checkpoint is there if [`run::Options::keep_best`](super::run::Options::keep_best) asked for it.
+    pub best: Option<Best>,
+    pub(super) judge: Judge,
+}
+
+impl Ended {
+    /// The loss of the first set before the first step and at the end, as delivered, if it has become worse. `delivered` is the loss of
+    /// the file that was delivered, where that was measured.
+    pub fn worse(&self, delivered: Option<f64>) -> Option<(f64, f64)> {
+        self.judge.worse(delivered)
+    }
+
+    /// The loss of the first set before the first step, and after the last evaluation, as delivered.
+    pub fn losses(&self) -> (Option<f64>, Option<f64>) {
+        let delivered = |losses: Option<Losses>| losses.map(|l| l.delivered);
+        (delivered(self.judge.start), delivered(self.judge.last))
+    }
+}

@@ -1,0 +1,191 @@
+//! What losses say of a run: which evaluation was the best, whether that is long ago, and whether training has diverged. Checkpoints hold it.
+
+use serde::{Deserialize, Serialize};
+
+use super::row::Losses;
+
+/// Updates over which losses are averaged before they say that training has diverged.
+const WINDOW: usize = 10;
+/// The fewest losses that say so at the end of a run.
+const FEWEST: usize = 5;
+/// Nats above the lowest mean that are no noise.
+const RISE: f64 = 1.0;
+
+/// The evaluation with the lowest loss of what is delivered.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Best {
+    /// After this step.
+    pub step: u64,
+    /// Its loss.
+    pub loss: f64,
+}
+
+/// The losses of a run up to now, as far as they decide anything.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub(super) struct Judge {
+    /// The last step after which there was an evaluation.
+    pub(super) evaluated: Option<u64>,
+    /// The losses of the deciding set before the first step.
+    pub(super) start: Option<Losses>,
+    /// The last ones.
+    pub(super) last: Option<Losses>,
+    pub(super) best: Option<Best>,
+    /// Evaluations since the best one.
+    pub(super) stale: u64,
+    /// The losses of the last updates.
+    recent: Vec<f64>,
+    /// The lowest that the mean of such losses was, and that of the first update alone.
+    lowest: Option<f64>,
+}
+
+impl Judge {
+    /// Takes the losses of the deciding set after a step, and says whether what is delivered was never better.
+    pub(super) fn evaluated(&mut self, step: u64, losses: Losses) -> bool {
+        self.evaluated = Some(step);
+        self.last = Some(losses);
+        if step == 0 {
+            self.start = Some(losses);
+        }
+        let is_best = losses.delivered.is_finite()
+            && self.best.is_none_or(|best| losses.delivered < best.loss);
+        if is_best {
+            self.best = Some(Best {
+                step,
+                loss: losses.delivered,
+            });
+            self.stale = 0;
+        } else {
+            self.stale += 1;
+        }
+        is_best
+    }
+
+    /// Takes the loss of an update.
+    pub(super) fn updated(&mut self, loss: f64) {
+        if self.recent.len() == WINDOW {
+            self.recent.remove(0);
+        }
+        self.recent.push(loss);
+        let known = match self.recent.len() {
+            WINDOW => self.mean(),
+            _ => loss,
+        };
+        if self.lowest.is_none() || self.recent.len() == WINDOW {
+            self.lowest = Some(self.lowest.map_or(known, |lowest| lowest.min(known)));
+        }
+    }
+
+    fn mean(&self) -> f64 {
+        self.recent.iter().sum::<f64>() / self.recent.len().max(1) as f64
+    }
+
+    /// Whether a loss is above `uniform`, that of a model that knows nothing, and has risen to there from `from`.
+    fn is_lost(loss: f64, from: Option<f64>, uniform: f64) -> bool {
+        loss > uniform && from.is_some_and(|from| loss > from + RISE)
+    }
+
+    /// Whether the last update alone looks as if training had diverged: what may be noise, and no state to keep.
+    pub(super) fn is_suspicious(&self, uniform: f64) -> bool {
+        let last = self.recent.last();
+        last.is_some_and(|&last| Self::is_lost(last, self.lowest, uniform))
+    }
+
+    /// Why training has diverged, if it has: the mean of the last losses, or the last evaluation, has risen above `uniform`. A model with
+    /// random weights begins there, and a loss that was above from the beginning counts only if it rises. At the end of a run fewer
+    /// losses are enough.
+    pub(super) fn diverged(&self, uniform: f64, at_end: bool) -> Option<String> {
+        let count = self.recent.len();
+        let enough = if at_end { FEWEST } else { WINDOW };
+        let above = format!("above the {uniform:.4} of a model that knows nothing");
+        if count >= enough && Self::is_lost(self.mean(), self.lowest, uniform) {
+            return Some(format!(
+                "the mean loss of the last {count} updates is {:.4}, {above}, and it was {:.4}",
+                self.mean(),
+                self.lowest.unwrap_or_default()
+            ));
+        }
+        // What is stored is what is trained: what is delivered may be worse for a while.
+        let (start, last) = (self.start?.stored, self.last?.stored);
+        Self::is_lost(last, Some(start), uniform).then(|| {
+            format!("the evaluation loss is {last:.4}, {above}, and it was {start:.4} before the first step")
+        })
+    }
+
+    /// The loss of what is delivered before the first step and now, if it has become worse.
+    pub(super) fn worse(&self, now: Option<f64>) -> Option<(f64, f64)> {
+        let now = now.or(self.last.map(|l| l.delivered))?;
+        let start = self.start?.delivered;
+        // A loss that is no number is worse than any.
+        (now > start || now.is_nan()).then_some((start, now))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UNIFORM: f64 = 8.0;
+
+    fn after(losses: impl IntoIterator<Item = f64>) -> (Judge, Option<usize>) {
+        let mut judge = Judge::default();
+        for (i, loss) in losses.into_iter().enumerate() {
+            judge.updated(loss);
+            if judge.diverged(UNIFORM, false).is_some() {
+                return (judge, Some(i + 1));
+            }
+        }
+        (judge, None)
+    }
+
+    fn both(loss: f64) -> Losses {
+        Losses {
+            delivered: loss,
+            stored: loss,
+        }
+    }
+
+    #[test]
+    fn only_losses_that_rise_above_the_uniform_ones_and_stay_there_diverge() {
+        // From random weights, about the uniform loss, with noise above it; then it is learned.
+        let noisy = (0..40).map(|i| 8.1 + 0.8 * f64::from(i % 2) - 0.05 * f64::from(i));
+        assert_eq!(after(noisy).1, None);
+        // A text that the model knows less of than nothing.
+        assert_eq!(after((0..40).map(|i| 12.0 - 0.1 * f64::from(i))).1, None);
+        // Two bad batches.
+        let spike = (0..40).map(|i| if i == 20 || i == 21 { 15.0 } else { 3.0 });
+        assert_eq!(after(spike).1, None);
+        let rising = (0..40).map(|i| if i < 20 { 3.0 } else { 12.0 });
+        let (judge, at) = after(rising);
+        assert_eq!(at, Some(26), "{judge:?}");
+        assert!(judge.is_suspicious(UNIFORM));
+        // From the first update on.
+        assert_eq!(after((0..40).map(|i| 8.0 + f64::from(i))).1, Some(WINDOW));
+        let (judge, at) = after((0..6).map(|i| 8.0 + f64::from(i)));
+        assert_eq!(at, None);
+        let said = judge.diverged(UNIFORM, true).unwrap();
+        assert!(
+            said.contains("10.5000") && said.contains("8.0000"),
+            "{said}"
+        );
+    }
+
+    #[test]
+    fn evaluations_have_a_best_one() {
+        let mut judge = Judge::default();
+        assert!(judge.evaluated(0, both(5.0)));
+        assert_eq!(judge.worse(None), None);
+        assert!(!judge.evaluated(10, both(5.0)));
+        assert!(judge.evaluated(20, both(4.0)));
+        assert!(!judge.evaluated(30, both(f64::NAN)));
+        assert!(!judge.evaluated(40, both(5.5)));
+        assert_eq!((judge.best.unwrap().step, judge.stale), (20, 2));
+        assert_eq!(judge.worse(None), Some((5.0, 5.5)));
+        assert_eq!(judge.worse(Some(4.5)), None);
+        assert_eq!(judge.diverged(UNIFORM, false), None);
+        judge.evaluated(50, both(9.0));
+        assert!(judge.diverged(UNIFORM, false).unwrap().contains("9.0000"));
+        let kept: Judge = serde_json::from_value(serde_json::to_value(&judge).unwrap()).unwrap();
+        assert_eq!(kept, judge);
+    }
+}

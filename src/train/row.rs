@@ -1,0 +1,150 @@
+//! A row of the table of losses.
+
+use std::fmt::Write as _;
+
+use serde::{Deserialize, Serialize};
+
+/// Columns that every table has.
+const COLUMNS: usize = 11;
+
+/// The mean cross-entropy of an evaluation, in nats.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Losses {
+    /// Of what is delivered.
+    pub delivered: f64,
+    /// Of all that is stored.
+    pub stored: f64,
+}
+
+/// A step in the table.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Row {
+    /// The step, from 1; 0 for what was evaluated before the first, whose row has evaluations alone.
+    pub step: u64,
+    /// Tokens of all steps up to it.
+    pub tokens: u64,
+    /// The mean cross-entropy of the step's targets, in nats.
+    pub loss: f64,
+    /// The mean cross-entropy of the first evaluation set after the step, by what is delivered.
+    pub eval_loss_delivered: Option<f64>,
+    /// The same by all that is stored.
+    pub eval_loss_stored: Option<f64>,
+    /// The learning rate.
+    pub rate: f64,
+    /// The norm of the gradients before clipping.
+    pub gradient_norm: f64,
+    /// The share of trained weights that changed as they are stored.
+    pub changed: f64,
+    /// The share that changed as they are delivered.
+    pub changed_delivered: f64,
+    /// Tokens of the step over its seconds.
+    pub tokens_per_second: f64,
+    /// Seconds of all steps up to it, without those of evaluations, samples and checkpoints.
+    pub seconds: f64,
+    /// The losses of the other evaluation sets, where there are any.
+    #[serde(skip)]
+    pub more: Vec<Option<Losses>>,
+}
+
+impl Row {
+    /// What was evaluated before the first step. It has no other number.
+    pub(super) fn start(losses: &[Losses]) -> Row {
+        let mut row = Row {
+            step: 0,
+            tokens: 0,
+            loss: f64::NAN,
+            eval_loss_delivered: None,
+            eval_loss_stored: None,
+            rate: f64::NAN,
+            gradient_norm: f64::NAN,
+            changed: f64::NAN,
+            changed_delivered: f64::NAN,
+            tokens_per_second: f64::NAN,
+            seconds: 0.0,
+            more: Vec::new(),
+        };
+        row.evaluated(losses);
+        row
+    }
+
+    /// Takes the losses of all evaluation sets.
+    pub(super) fn evaluated(&mut self, losses: &[Losses]) {
+        self.eval_loss_delivered = losses.first().map(|l| l.delivered);
+        self.eval_loss_stored = losses.first().map(|l| l.stored);
+        self.more = losses.iter().skip(1).map(|&l| Some(l)).collect();
+    }
+
+    /// Its line in the table. `more` is how many sets there are beside the first.
+    pub(super) fn line(&self, more: usize) -> String {
+        let optional = |value: Option<f64>| value.map_or(String::new(), |v| v.to_string());
+        // A step has numbers, if only NaN; what comes before the first has none.
+        let number = |value: f64| match self.step {
+            0 => String::new(),
+            _ => value.to_string(),
+        };
+        let speed = match self.step {
+            0 => String::new(),
+            _ => format!("{:.1}", self.tokens_per_second),
+        };
+        let mut line = format!(
+            "{},{},{},{},{},{},{},{},{},{speed},{:.3}",
+            self.step,
+            self.tokens,
+            number(self.loss),
+            optional(self.eval_loss_delivered),
+            optional(self.eval_loss_stored),
+            number(self.rate),
+            number(self.gradient_norm),
+            number(self.changed),
+            number(self.changed_delivered),
+            self.seconds
+        );
+        for i in 0..more {
+            let losses = self.more.get(i).copied().flatten();
+            let _ = write!(
+                line,
+                ",{},{}",
+                optional(losses.map(|l| l.delivered)),
+                optional(losses.map(|l| l.stored))
+            );
+        }
+        line
+    }
+
+    /// The row of a line; `None` if it is none, or was cut off.
+    pub(super) fn parse(line: &str, more: usize) -> Option<Row> {
+        let fields: Vec<&str> = line.split(',').collect();
+        let optional = |i: usize| match fields[i] {
+            "" => Some(None),
+            field => field.parse::<f64>().ok().map(Some),
+        };
+        let number = |i: usize| match fields[0] {
+            "0" => Some(optional(i)?.unwrap_or(f64::NAN)),
+            _ => fields[i].parse::<f64>().ok(),
+        };
+        if fields.len() != COLUMNS + 2 * more {
+            return None;
+        }
+        let others = (0..more).map(|set| {
+            let (delivered, stored) = (COLUMNS + 2 * set, COLUMNS + 2 * set + 1);
+            let losses = optional(delivered)?.zip(optional(stored)?);
+            Some(losses.map(|(delivered, stored)| Losses { delivered, stored }))
+        });
+        let others = others.collect::<Option<Vec<_>>>()?;
+        let has_more = others.iter().any(Option::is_some);
+        Some(Row {
+            more: if has_more { others } else { Vec::new() },
+            step: fields[0].parse().ok()?,
+            tokens: fields[1].parse().ok()?,
+            loss: number(2)?,
+            eval_loss_delivered: optional(3)?,
+            eval_loss_stored: optional(4)?,
+            rate: number(5)?,
+            gradient_norm: number(6)?,
+            changed: number(7)?,
+            changed_delivered: number(8)?,
+            tokens_per_second: number(9)?,
+            seconds: number(10)?,
+        })
+    }
+}
