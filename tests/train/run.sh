@@ -96,7 +96,8 @@ killed() {
         [ -z "$(ls "$work/taught/checkpoints" 2>/dev/null)" ] || resume=(--resume)
         teach "$work/run/model" "$work/taught" "${resume[@]}" >/dev/null 2>&1 &
         sleep "$after"
-        kill -9 $! 2>/dev/null
+        # The command is the child of the shell that runs the function.
+        pkill -9 -P $! 2>/dev/null
         wait $! 2>/dev/null
     done
     [ -z "$(ls "$work/taught/checkpoints" 2>/dev/null)" ] || resume=(--resume)
