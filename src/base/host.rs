@@ -1,4 +1,4 @@
-//! What this machine is called.
+//! The name of this machine, for messages and file names.
 
 /// The name of this machine, as much of it as letters, digits, dots and dashes are; `localhost` if it has none.
 pub fn host_name() -> String {

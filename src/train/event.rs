@@ -1,4 +1,4 @@
-//! What whoever started a run hears of it: events on the way, and what it came to.
+//! Events of a run for its observer, and its result.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use super::row::{Losses, Row};
 use super::trainer::Outcome;
 use crate::base::call::Progress;
 
-/// What happens in a run.
+/// An event of a run.
 #[derive(Clone, Debug, Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event<'a> {
@@ -19,7 +19,7 @@ pub enum Event<'a> {
         /// Its row in the table of losses.
         #[serde(flatten)]
         row: &'a Row,
-        /// What it came to.
+        /// Whether parameters were updated.
         outcome: Outcome,
         /// Steps in all.
         steps: u64,
@@ -45,7 +45,7 @@ pub enum Event<'a> {
         step: u64,
         /// The prompt.
         prompt: &'a str,
-        /// What the model adds.
+        /// The continuation.
         answer: &'a str,
     },
     /// A checkpoint was written.
@@ -60,12 +60,12 @@ pub enum Event<'a> {
     Warning {
         /// After this step.
         step: u64,
-        /// What, and what to do.
+        /// The message, which says what to do.
         message: &'a str,
     },
 }
 
-/// Who hears of a run.
+/// A listener to a run.
 pub trait Observer {
     /// Is told what happens, on the run's thread.
     fn hear(&mut self, event: &Event<'_>);
@@ -88,7 +88,7 @@ pub enum Ending {
     Diverged,
 }
 
-/// What a run came to.
+/// Result of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Ended {
     /// How it ended.

@@ -1,4 +1,4 @@
-//! What losses say of a run: which evaluation was the best, whether that is long ago, and whether training has diverged. Checkpoints hold it.
+//! Judgement of losses: the best evaluation and its age, and whether training has diverged. Checkpoints hold it.
 
 use serde::{Deserialize, Serialize};
 
@@ -24,7 +24,7 @@ pub struct Best {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub(super) struct Judge {
-    /// The last step after which there was an evaluation.
+    /// The step of the last evaluation.
     pub(super) evaluated: Option<u64>,
     /// The losses of the deciding set before the first step.
     pub(super) start: Option<Losses>,
@@ -105,7 +105,7 @@ impl Judge {
                 self.lowest.unwrap_or_default()
             ));
         }
-        // What is stored is what is trained: what is delivered may be worse for a while.
+        // Training goes by the stored form; the delivered one may be worse for a while.
         let (start, last) = (self.start?.stored, self.last?.stored);
         Self::is_lost(last, Some(start), uniform).then(|| {
             format!("the evaluation loss is {last:.4}, {above}, and it was {start:.4} before the first step")

@@ -23,7 +23,7 @@ const STYLE: &str = "text{font:12px system-ui,sans-serif;fill:#333}.axis{stroke:
 /// Colours of sets beside the first, which come again where there are more sets.
 const COLOURS: usize = 4;
 
-/// Of long runs, the means of neighbouring points.
+/// Means of neighbouring points, at most [`POINTS`] of them.
 fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let each = points.len().div_ceil(POINTS).max(1);
     points

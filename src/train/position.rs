@@ -1,4 +1,4 @@
-//! What a run reads, and where it is in that: how a checkpoint knows the data again that it goes on with.
+//! Inputs of a run, and its position in them. A checkpoint holds checksums by which a resumed run knows its data again.
 
 use std::collections::BTreeMap;
 use std::hash::Hasher;
@@ -13,11 +13,11 @@ use super::judge::Judge;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 
-/// What a run trains on.
+/// Data of a run.
 pub struct Inputs {
     /// The windows.
     pub windows: Windows,
-    /// What it is evaluated with; may be empty. The first decides which evaluation is the best.
+    /// Evaluation sets; may be empty. The first decides which evaluation is the best.
     pub evaluation: Vec<EvaluationSet>,
     /// The files that they were read from, for messages.
     pub files: Vec<DataFile>,
@@ -56,13 +56,13 @@ pub(super) struct Position {
     pub(super) tokens: u64,
     pub(super) seconds: f64,
     pub(super) data: Known,
-    /// What the losses up to there decide.
+    /// Judgement of the losses up to there.
     #[serde(default)]
     pub(super) judge: Judge,
 }
 
 impl Position {
-    /// What a checkpoint holds.
+    /// Parses the position that a checkpoint holds.
     pub(super) fn read(value: &Value) -> Result<Position> {
         Position::deserialize(value).map_err(|e| {
             err!(

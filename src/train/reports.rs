@@ -1,4 +1,4 @@
-//! What a run reports in files. A file that cannot be written, as on a full disk, is no reason to end a run: it is a warning the first time,
+//! Report files of a run. A file that cannot be written, as on a full disk, is no reason to end a run: it is a warning the first time,
 //! and counted from then on.
 
 use std::path::{Path, PathBuf};
@@ -58,7 +58,7 @@ impl Reports {
         })
     }
 
-    /// What to say at the end, if more than one report failed.
+    /// The closing message, if more than one report failed.
     pub(super) fn failures(&self) -> Option<String> {
         (self.failed > 1).then(|| {
             format!(

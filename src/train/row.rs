@@ -10,9 +10,9 @@ const COLUMNS: usize = 11;
 /// The mean cross-entropy of an evaluation, in nats.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Losses {
-    /// Of what is delivered.
+    /// By the delivered weights.
     pub delivered: f64,
-    /// Of all that is stored.
+    /// By the stored weights, residuals included.
     pub stored: f64,
 }
 
@@ -27,7 +27,7 @@ pub struct Row {
     pub loss: f64,
     /// The mean cross-entropy of the first evaluation set after the step, by what is delivered.
     pub eval_loss_delivered: Option<f64>,
-    /// The same by all that is stored.
+    /// The mean cross-entropy of the first evaluation set by all that is stored.
     pub eval_loss_stored: Option<f64>,
     /// The learning rate.
     pub rate: f64,
@@ -41,13 +41,13 @@ pub struct Row {
     pub tokens_per_second: f64,
     /// Seconds of all steps up to it, without those of evaluations, samples and checkpoints.
     pub seconds: f64,
-    /// The losses of the other evaluation sets, where there are any.
+    /// Losses of the other evaluation sets.
     #[serde(skip)]
     pub more: Vec<Option<Losses>>,
 }
 
 impl Row {
-    /// What was evaluated before the first step. It has no other number.
+    /// The row of step 0: evaluations before the first step, and no other number.
     pub(super) fn start(losses: &[Losses]) -> Row {
         let mut row = Row {
             step: 0,

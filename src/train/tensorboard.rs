@@ -11,11 +11,11 @@ use crate::base::file;
 use crate::base::host_name;
 
 const FOLDER: &str = "tensorboard";
-/// What the first event of a file says.
+/// Version string in the first event of a file.
 const VERSION: &str = "brain.Event:2";
 /// CRC-32C, its bits reversed.
 const CASTAGNOLI: u32 = 0x82F6_3B78;
-/// What TFRecord adds to a checksum after turning it.
+/// Constant that TFRecord adds to a rotated checksum.
 const MASK: u32 = 0xa282_ead8;
 
 // Fields of `Event`.

@@ -136,19 +136,26 @@ fn groups_have_rates_and_decays_of_their_own() {
             assert!((b - wanted).abs() < 1e-6, "{name}: {b}, not {wanted}");
         }
     }
-    let refused = |group: Group| {
-        let config = Config {
+    let refused = |group: Group, last_blocks: Option<usize>| {
+        let mut config = Config {
             groups: vec![group],
             ..plain.clone()
         };
+        config.recipe.last_blocks = last_blocks;
         let made = Trainer::new(&Device::cpu(Some(1)).unwrap(), &source, &config);
         made.unwrap_err().to_string()
     };
-    let error = refused(group(&["embeddings"], 1.0, None));
+    let error = refused(group(&["embeddings"], 1.0, None), None);
+    assert!(
+        error.contains("name with \"embeddings\"") && error.contains("model.embed_tokens"),
+        "{error}"
+    );
+    // There is one, which stands still.
+    let error = refused(group(&["embed_tokens"], 1.0, None), Some(1));
     assert!(
         error.contains("no parameter that is trained is in the group"),
         "{error}"
     );
-    let error = refused(group(&["embed"], -1.0, None));
+    let error = refused(group(&["embed"], -1.0, None), None);
     assert!(error.contains("rate_factor -1"), "{error}");
 }

@@ -253,7 +253,7 @@ fn the_best_evaluation_is_kept_and_delivered() {
     );
     let events = fs::read_dir(folder.path("out/tensorboard")).unwrap();
     assert_eq!(events.count(), 1);
-    // The same again delivers the same, and without --best the last one, which is worse than what it began with or is not.
+    // A resumed run that has ended delivers the same checkpoint.
     let (output, said) = with("out", &["--best", "--early-stop", "2", "--resume"]);
     assert!(output.status.success(), "{said}");
     assert!(
@@ -351,7 +351,7 @@ fn a_run_goes_on_with_more_steps_and_from_earlier() {
     fs::write(checkpoints.join("step-notes"), "").unwrap();
     fs::create_dir(checkpoints.join("step-7")).unwrap();
     fs::write(checkpoints.join("step-00000005/notes.txt"), "").unwrap();
-    // What a process left that was killed: there is none of this number.
+    // Leftover of a killed process: no process has this number.
     let left = checkpoints.join(".step-00000012.2147483647-0.partial");
     fs::create_dir(&left).unwrap();
     fs::write(left.join("state.bin"), "").unwrap();
@@ -387,7 +387,7 @@ fn a_run_goes_on_with_more_steps_and_from_earlier() {
         fs::read(aside.join("model/model.safetensors")).unwrap(),
         model
     );
-    // The same steps came again.
+    // Steps that are taken again come to the same losses.
     assert_eq!(losses(&folder.path("out")), last);
     assert_eq!(
         fs::read(folder.path("out/model/model.safetensors")).unwrap(),

@@ -11,7 +11,7 @@ use NVFP4::base::leftover::{self, OnSignal};
 use NVFP4::train::Trainer;
 use NVFP4::train::run::{Best, Ended, Ending};
 
-/// What a shell adds to the number of a signal for the exit code of what it ended.
+/// Offset of exit codes that stand for a signal, as shells have it.
 const SIGNALLED: u8 = 128;
 
 /// The first signal ends a run after its step, the second ends the command at once; from now until this is dropped.
@@ -51,7 +51,7 @@ impl Signals {
     }
 }
 
-/// What a run came to, for its last words.
+/// Result of a run, for its last lines.
 pub(super) struct End {
     pub(super) ending: Ending,
     pub(super) reason: Option<String>,
@@ -76,7 +76,7 @@ pub(super) struct End {
 }
 
 impl End {
-    /// What a run came to, before anything is delivered.
+    /// Result of a run that has delivered nothing yet.
     pub(super) fn new(ended: &Ended, trainer: &Trainer) -> End {
         let (start, delivered) = ended.losses();
         End {

@@ -248,7 +248,7 @@ fn steps(steps: impl Iterator<Item = u64>) -> String {
     }
 }
 
-/// What differs between the settings of a checkpoint and those that a run goes on with, which may; other differences are refused.
+/// Differences between the settings of a checkpoint and those of the run that goes on, where they are allowed. Other differences are refused.
 pub(super) fn changes(saved: &Config, own: &Config) -> Result<Vec<String>> {
     let value = |config: &Config| {
         serde_json::to_value(config).map_err(|e| err!(Internal, "writing settings: {e}"))
