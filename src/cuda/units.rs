@@ -78,6 +78,7 @@ units! {
     AdamW = "optimizer/adamw.cu",
     DecodeMatrix = "optimizer/decode.cu",
     CrossEntropy = "loss/cross_entropy.cu",
+    Divergence = "loss/divergence.cu",
     L1 = "loss/l1.cu",
     PostNorm = "norm/post_norm.cu",
     RmsNorm = "norm/rms_norm.cu",

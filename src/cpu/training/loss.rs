@@ -46,8 +46,13 @@ impl CrossEntropy {
     }
 }
 
+/// A logit that is bounded softly.
+pub(super) fn capped(cap: Option<f32>, logit: f32) -> f32 {
+    cap.map_or(logit, |cap| cap * (logit / cap).tanh())
+}
+
 impl HeadColumns<'_> {
-    fn check(&self, logits: usize, rows: usize) -> Result<()> {
+    pub(super) fn check(&self, logits: usize, rows: usize) -> Result<()> {
         if self.width == 0 || logits != rows * self.width || self.labels.len() != rows {
             bail!(
                 Internal,
@@ -60,11 +65,11 @@ impl HeadColumns<'_> {
     }
 
     fn capped(&self, logit: f32) -> f32 {
-        self.cap.map_or(logit, |cap| cap * (logit / cap).tanh())
+        capped(self.cap, logit)
     }
 
     /// The column of a row's label, if it is in this chunk.
-    fn column(&self, row: usize) -> Option<usize> {
+    pub(super) fn column(&self, row: usize) -> Option<usize> {
         let label = usize::try_from(self.labels[row]).ok()?;
         label.checked_sub(self.first).filter(|&c| c < self.width)
     }

@@ -3,15 +3,18 @@
 
 mod activation;
 mod attention;
+mod divergence;
 mod heads;
 mod loss;
 mod matmul;
 mod norm;
 mod operand;
 mod optimizer;
+mod read;
 mod rows;
 
 pub use attention::{DocumentRows, PackedAttention};
+pub use divergence::{Divergence, RowSums, TeacherColumns};
 pub use heads::Heads;
 pub use loss::{CrossEntropy, HeadColumns};
 pub use optimizer::{MatrixRows, ReadRows, Rows, RowsStep, weight_global};

@@ -71,6 +71,23 @@ pub struct LogitChunk<'a> {
     pub cap: Option<f32>,
 }
 
+impl LogitChunk<'_> {
+    /// Refuses a chunk that is not of so many rows.
+    pub(super) fn check(&self, rows: usize) -> Result<()> {
+        if self.columns == 0 {
+            bail!(InvalidArgument, "a chunk without logits");
+        }
+        if self.cap.is_some_and(|cap| !(cap > 0.0 && cap.is_finite())) {
+            bail!(
+                InvalidArgument,
+                "a cap of logits of {:?}; it must be positive",
+                self.cap
+            );
+        }
+        expect_f32("logits", self.logits, &[rows, self.columns])
+    }
+}
+
 #[repr(C)]
 struct ChunkArguments {
     logits: u64,
@@ -96,21 +113,11 @@ fn by_row(
     is_first: bool,
 ) -> Result<()> {
     let (count, columns) = (rows.rows()?, chunk.columns);
-    if columns == 0 {
-        bail!(InvalidArgument, "a chunk without logits");
-    }
+    chunk.check(count)?;
     let name = match columns.is_multiple_of(4) {
         true => name,
         false => ragged,
     };
-    if chunk.cap.is_some_and(|cap| !(cap > 0.0 && cap.is_finite())) {
-        bail!(
-            InvalidArgument,
-            "a cap of logits of {:?}; it must be positive",
-            chunk.cap
-        );
-    }
-    expect_f32("logits", chunk.logits, &[count, columns])?;
     if let Some(dlogits) = dlogits {
         expect_bf16("gradients of logits", dlogits, &[count, columns])?;
     }

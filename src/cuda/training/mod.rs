@@ -4,6 +4,7 @@
 mod activation;
 mod array;
 mod attention;
+mod divergence;
 mod embedding;
 mod heads;
 mod loss;
@@ -17,6 +18,10 @@ mod statistics;
 pub use activation::{add_bias_rows, column_sums, column_sums_partial, glu_backward, glu_forward};
 pub use array::{add, add_columns, bf16_to_f32, copy_columns, f32_to_bf16, fill, scale};
 pub use attention::{Attention, attention_backward, attention_forward};
+pub use divergence::{
+    DIVERGENCE_FOUND, DIVERGENCE_SUMS, DIVERGENCE_TOTALS, Divergence, divergence_chunk,
+    divergence_finish, divergence_gradient,
+};
 pub use embedding::{TokenRows, scatter_add};
 pub use heads::{Heads, heads_backward, heads_forward, heads_partial};
 pub use loss::{
@@ -39,6 +44,7 @@ pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
     activation::ARGUMENTS,
     array::ARGUMENTS,
     attention::ARGUMENTS,
+    divergence::ARGUMENTS,
     embedding::ARGUMENTS,
     heads::ARGUMENTS,
     loss::ARGUMENTS,

@@ -37,7 +37,15 @@ impl Targets {
         Ok(targets)
     }
 
-    fn columns(&self, chunk: Chunk) -> Result<HeadColumns<'_>> {
+    pub(super) fn labels(&self) -> Slice<'_, i32> {
+        self.labels.all()
+    }
+
+    pub(super) fn weights(&self) -> Slice<'_> {
+        self.weights.all()
+    }
+
+    pub(super) fn columns(&self, chunk: Chunk) -> Result<HeadColumns<'_>> {
         Ok(HeadColumns {
             first: chunk.first,
             width: chunk.width,
@@ -59,7 +67,7 @@ pub struct Chunk {
 }
 
 impl Chunk {
-    fn on_gpu<'a>(&self, logits: Slice<'a>) -> Result<cuda::LogitChunk<'a>> {
+    pub(super) fn on_gpu<'a>(&self, logits: Slice<'a>) -> Result<cuda::LogitChunk<'a>> {
         Ok(cuda::LogitChunk {
             logits: logits.cuda()?,
             first_column: self.first,

@@ -1,9 +1,10 @@
 //! The operations of training, forward beside backward, on arrays in [`Mixed`] precision: matrix products in three forms, norms, heads,
-//! attention of packed documents, gated units, the loss, the embedding, operands in NVFP4, and the optimizer.
+//! attention of packed documents, gated units, the losses, the embedding, operands in NVFP4, and the optimizer.
 
 pub mod activation;
 pub mod array;
 pub mod attention;
+pub mod divergence;
 pub mod embedding;
 pub mod heads;
 pub mod loss;

@@ -6,6 +6,7 @@
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 #include "common/values.cuh"
+#include "loss/logits.cuh"
 
 // Static shared memory may outlive its block, as no two blocks run at once.
 #undef __shared__
@@ -30,6 +31,9 @@ namespace embedding {
 }
 namespace loss {
 #include "loss/cross_entropy.cu"
+}
+namespace divergence {
+#include "loss/divergence.cu"
 }
 namespace l1 {
 #include "loss/l1.cu"
@@ -328,6 +332,81 @@ static void check_cross_entropy(int rows, std::vector<int> chunks, float cap, fl
     }
 }
 
+// Logits of a student and of its teacher, which are the student's if they are equal: then there is nothing to learn, exactly.
+static void check_divergence(int rows, std::vector<int> chunks, float cap, float size, float temperature, float share, bool equal) {
+    int vocabulary = 0;
+    for (int chunk : chunks) vocabulary += chunk;
+    std::vector<F32Array> logits, teacher;
+    for (int chunk : chunks) {
+        logits.emplace_back((size_t)rows * chunk, size);
+        teacher.push_back(equal ? logits.back() : F32Array((size_t)rows * chunk, size));
+    }
+    F32Array weights(rows, 0.5f, 1);
+    std::vector<divergence::Row> found(rows, {NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN});
+    std::vector<divergence::RowSums> sums(rows, {NAN, NAN, NAN, NAN});
+    std::vector<int> labels;
+    for (int r = 0; r < rows; r++) labels.push_back(r % 3 == 1 ? -1 : (int)(noise() % vocabulary));
+    auto of_chunk = [&](size_t c, int first, u16* dlogits) {
+        return divergence::Arguments{logits[c].data(), teacher[c].data(), labels.data(), found.data(), sums.data(), weights.data(), dlogits,
+                                     first, chunks[c], c == 0, cap, cap, 1 / temperature, (1 - share) * temperature, share};
+    };
+    for (size_t c = 0, first = 0; c < chunks.size(); first += chunks[c++]) {
+        divergence::Arguments a = of_chunk(c, (int)first, nullptr);
+        launch(rows, 1, 1, divergence::THREADS,
+               [&] { chunks[c] % 4 ? divergence::divergence_chunk_ragged(a) : divergence::divergence_chunk(a); });
+    }
+    double totals[3] = {NAN, NAN, NAN};
+    float factor = (1 - share) * temperature * temperature;
+    divergence::FinishArguments f = {found.data(), labels.data(), weights.data(), sums.data(), totals, rows, 1 / temperature, factor, share};
+    launch(1, 1, 1, divergence::FINISH_THREADS, [&] { divergence::divergence_finish(f); });
+    auto capped = [&](double l) { return cap > 0 ? cap * std::tanh(l / cap) : l; };
+    auto sum_of = [&](std::vector<F32Array>& of, int r, double inverse) {
+        double sum = 0;
+        for (size_t c = 0; c < chunks.size(); c++)
+            for (int i = 0; i < chunks[c]; i++) sum += std::exp(capped(of[c][(size_t)r * chunks[c] + i]) * inverse);
+        return std::log(sum);
+    };
+    double want[3] = {0, 0, 0}, inverse = 1.0 / temperature;
+    for (int r = 0; r < rows; r++) {
+        double one = sum_of(logits, r, 1), warm = sum_of(logits, r, inverse), of_teacher = sum_of(teacher, r, inverse), entropy = 0, kl = 0;
+        for (size_t c = 0, first = 0; c < chunks.size(); first += chunks[c++])
+            for (int i = 0; i < chunks[c]; i++) {
+                double s = capped(logits[c][(size_t)r * chunks[c] + i]), t = capped(teacher[c][(size_t)r * chunks[c] + i]);
+                kl += std::exp(t * inverse - of_teacher) * ((t * inverse - of_teacher) - (s * inverse - warm));
+                if (labels[r] == (int)first + i) entropy = one - s;
+            }
+        if (labels[r] < 0) {
+            expect(sums[r].teacher == 0 && sums[r].warm == 0, "sums of a row without a label", r, 0, sums[r].teacher, 0);
+            continue;
+        }
+        expect_f32("a student's sum", r, sums[r].student, one, 2 * size);
+        expect_f32("a student's sum at a temperature", r, sums[r].warm, warm, 2 * size);
+        expect_f32("a teacher's sum at a temperature", r, sums[r].teacher, of_teacher, 2 * size);
+        want[0] += weights[r] * (factor * kl + share * entropy), want[1] += weights[r] * entropy, want[2] += weights[r] * kl;
+    }
+    for (int i = 0; i < 3; i++) expect_f32("a sum of losses", i, totals[i], want[i], 4 * size * rows * std::max(1.0f, factor));
+    if (equal) expect(totals[2] == 0, "a divergence from itself", rows, 0, totals[2], 0);
+    for (size_t c = 0, first = 0; c < chunks.size(); first += chunks[c++]) {
+        Bf16 dlogits((size_t)rows * chunks[c] * 2);
+        divergence::Arguments a = of_chunk(c, (int)first, (u16*)dlogits.data());
+        launch(rows, 1, 1, divergence::THREADS,
+               [&] { chunks[c] % 4 ? divergence::divergence_gradient_ragged(a) : divergence::divergence_gradient(a); });
+        for (int r = 0; r < rows; r++) {
+            double one = sum_of(logits, r, 1), warm = sum_of(logits, r, inverse), of_teacher = sum_of(teacher, r, inverse);
+            for (int i = 0; i < chunks[c]; i++) {
+                size_t at = (size_t)r * chunks[c] + i;
+                double s = capped(logits[c][at]), slope = cap > 0 ? 1 - s / cap * (s / cap) : 1;
+                double p = std::exp(s - one), own = std::exp(s * inverse - warm), t = std::exp(capped(teacher[c][at]) * inverse - of_teacher);
+                bool is_label = labels[r] == (int)first + i;
+                double g = weights[r] * ((1 - share) * temperature * (own - t) + share * (p - is_label)) * slope;
+                double error = 2 * size * (temperature * (own + t) + share * p) + is_label + 0x1p-100;
+                expect_bf16("the gradient of a student's logit", r, (int)first + i, dlogits[at], labels[r] < 0 ? 0 : g, error);
+                if (equal && share == 0) expect(dlogits[at] == 0, "the gradient by itself", r, (int)first + i, dlogits[at], 0);
+            }
+        }
+    }
+}
+
 static void check_statistics(int count, bool odd) {
     Bf16 g(count, 3);
     if (odd) {
@@ -548,6 +627,12 @@ int main() {
     check_cross_entropy(5, {1028, 60, 4}, 5, 12);
     check_cross_entropy(2, {2052, 2052}, 0, 60);
     check_cross_entropy(4, {260, 61, 1}, 5, 8);
+    check_divergence(4, {4, 8}, 0, 8, 1, 0, false);
+    check_divergence(5, {1028, 60, 4}, 5, 12, 2, 0.25f, false);
+    check_divergence(3, {2052, 516}, 0, 30, 0.5f, 0, false);
+    check_divergence(4, {260, 61, 1}, 5, 8, 3, 0.5f, false);
+    check_divergence(4, {260, 61, 4}, 0, 20, 1, 0, true);
+    check_divergence(4, {1028, 61, 4}, 30, 20, 1.7f, 0, true);
     check_statistics(8 * 131500, false);
     check_statistics(4112, true);
     check_l1(4112, false);
