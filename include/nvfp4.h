@@ -1021,7 +1021,10 @@ typedef struct NVFP4_TrainerOptions {
     double eps;
     /** The bound of `clip`. Default: 1. */
     double clip_norm;
-    /** The share of the steps at their end in which passes use the NVFP4 codes alone, which are what is delivered. Default: 0.15. */
+    /**
+     * The share of the steps at their end in which passes use the NVFP4 codes alone, which are what is delivered; -1 is all of them, or
+     * 0.15 of a model of random weights. Default: -1.
+     */
     double delivered_share;
     /**
      * All settings as a JSON object, as NVFP4_trainer_info() gives them as `config`: keys that are missing have their

@@ -702,7 +702,7 @@ fn exports_are_what_was_trained() {
         let mut second = Trainer::new(&device, &again, &config(Recipe::default(), 10)).unwrap();
         let same = second.evaluate(&[batch.batch()], false).unwrap();
         // Tables in int8 are held in bfloat16.
-        let most = if tables == Tables::Int8 { 1e-4 } else { 1e-5 };
+        let most = if tables == Tables::Int8 { 1e-3 } else { 1e-5 };
         assert!(
             (same / loss - 1.0).abs() < most,
             "{model}: {loss} trained, {same} begun with"

@@ -182,7 +182,8 @@ pub struct NVFP4_TrainerOptions {
     pub eps: f64,
     /// The bound of `clip`. Default: 1.
     pub clip_norm: f64,
-    /// The share of the steps at their end in which passes use the NVFP4 codes alone, which are what is delivered. Default: 0.15.
+    /// The share of the steps at their end in which passes use the NVFP4 codes alone, which are what is delivered; -1 is all of them, or
+    /// 0.15 of a model of random weights. Default: -1.
     pub delivered_share: f64,
     /// All settings as a JSON object, as NVFP4_trainer_info() gives them as `config`: keys that are missing have their
     /// defaults, and unknown ones are errors. With it, leave every field above but those of the device as it is. Default: NULL.
@@ -233,7 +234,7 @@ unsafe impl Growing for NVFP4_TrainerOptions {
             beta2: optimizer.beta2,
             eps: optimizer.eps,
             clip_norm: recipe.clip.bound().unwrap_or(1.0),
-            delivered_share: recipe.delivered_share,
+            delivered_share: -1.0,
             config: std::ptr::null(),
             config_length: 0,
             tables: NVFP4_TABLES_AUTO,
@@ -365,7 +366,10 @@ impl NVFP4_TrainerOptions {
                 weight_scales: recipe_of("weight_scales", self.weight_scales)?,
                 first_moments: first_form(self.first_moments)?,
                 second_moments: second_form(self.second_moments)?,
-                delivered_share: self.delivered_share,
+                delivered_share: match self.delivered_share {
+                    -1.0 => None,
+                    share => Some(share),
+                },
                 last_blocks: match self.last_blocks {
                     -1 => None,
                     blocks => Some(count("last_blocks", blocks.into())?),

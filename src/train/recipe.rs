@@ -69,6 +69,9 @@ impl Default for Lora {
     }
 }
 
+/// The share of steps with what is delivered, from random weights.
+const DELIVERED_SHARE: f64 = 0.15;
+
 /// The projections of a block.
 const PROJECTIONS: [&str; 7] = [
     "q_proj",
@@ -126,8 +129,9 @@ pub struct Recipe {
     /// Blocks whose products stay in bfloat16.
     pub high_blocks: HighBlocks,
     /// The share of steps at the end in which passes multiply with what is delivered, the NVFP4 codes alone, so that what is delivered is
-    /// what was trained.
-    pub delivered_share: f64,
+    /// what was trained. If `None`, all steps of a model that has learned something, whose weights move less than a code; and
+    /// 15 % of them from random weights, which learn less on codes alone.
+    pub delivered_share: Option<f64>,
     /// Trains adapters beside frozen matrices instead of all parameters. Frozen matrices have the form in which they are delivered: the codes
     /// and scales of the checkpoint, or those of its quantization, 0.5625 bytes a parameter; those that `keep_high` names stay as they are.
     /// `weights` and the forms of moments do not matter then.
@@ -162,7 +166,7 @@ impl Default for Recipe {
             high_blocks: HighBlocks::default(),
             lora: None,
             weight_scales: nvfp4::Recipe::Sweep,
-            delivered_share: 0.15,
+            delivered_share: None,
             last_blocks: None,
             clip: Clip::Global(1.0),
             release: false,
@@ -184,11 +188,12 @@ impl Recipe {
 
     /// Refuses what contradicts itself.
     pub fn check(&self) -> Result<()> {
-        if !(0.0..=1.0).contains(&self.delivered_share) {
+        if let Some(share) = self.delivered_share
+            && !(0.0..=1.0).contains(&share)
+        {
             bail!(
                 InvalidArgument,
-                "delivered_share is {}; it is a share of the steps, 0 to 1",
-                self.delivered_share
+                "delivered_share is {share}; it is a share of the steps, 0 to 1"
             );
         }
         if let Some(most) = self.clip.bound()
@@ -252,6 +257,15 @@ impl Recipe {
                 .map(|m| m.block.is_none_or(high) || self.keeps_high(&m.name))
                 .collect(),
         }
+    }
+
+    /// The share of steps at the end with what is delivered, of a model that begins at `source`.
+    pub(super) fn delivered_share(&self, source: &Source) -> f64 {
+        let usual = match source.is_fresh() {
+            true => DELIVERED_SHARE,
+            false => 1.0,
+        };
+        self.delivered_share.unwrap_or(usual)
     }
 
     /// Whether a matrix of this name is kept high.

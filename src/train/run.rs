@@ -63,19 +63,16 @@ pub struct Options<'a> {
     pub stop_file: Option<PathBuf>,
 }
 
-impl Options<'_> {
-    /// Refuses steps of more windows than there are, which would see some of them twice.
-    fn check_windows(&self, windows: usize) -> Result<()> {
-        let (batch, accumulate) = (self.batch, self.accumulate);
-        if batch.saturating_mul(accumulate) <= windows {
-            return Ok(());
-        }
-        bail!(
-            InvalidArgument,
-            "a step of {accumulate} x {batch} windows (--accumulate, --batch), and the data makes {windows}: a step sees no window twice, so take \
-             at most {windows} in a step, or shorter windows (--window)"
-        )
+/// Refuses steps of `accumulate` batches of `batch` windows where there are only so many windows: a step would see some of them twice.
+pub fn check_windows(windows: usize, (batch, accumulate): (usize, usize)) -> Result<()> {
+    if batch.saturating_mul(accumulate) <= windows {
+        return Ok(());
     }
+    bail!(
+        InvalidArgument,
+        "a step of {accumulate} x {batch} windows (--accumulate, --batch), and the data makes {windows}: a step sees no window twice, so take \
+         at most {windows} in a step, or shorter windows (--window)"
+    )
 }
 
 /// A run under way.
@@ -125,7 +122,7 @@ pub fn run(
     if inputs.windows.is_empty() {
         bail!(InvalidArgument, "there is no window to train on");
     }
-    options.check_windows(inputs.windows.len())?;
+    check_windows(inputs.windows.len(), (options.batch, options.accumulate))?;
     if let Some((samples, _)) = &options.samples {
         samples.check(trainer.spec().max_positions)?;
     }

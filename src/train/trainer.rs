@@ -214,6 +214,8 @@ pub struct Trainer {
     spec: Spec,
     config: Config,
     parameters: Parameters,
+    /// Of the steps, at their end.
+    delivered_share: f64,
     pass: Pass,
     progress: Progress,
     /// Keeps steps, and those who run the model on these weights, out of each other's way.
@@ -269,6 +271,7 @@ impl Trainer {
             device: device.clone(),
             spec: source.spec().clone(),
             config: config.clone(),
+            delivered_share: config.recipe.delivered_share(source),
             parameters,
             pass,
             progress: Progress::default(),
@@ -326,7 +329,7 @@ impl Trainer {
 
     /// Whether passes multiply with what is delivered by now.
     pub fn trains_delivered(&self) -> bool {
-        let first = self.config.steps as f64 * (1.0 - self.config.recipe.delivered_share);
+        let first = self.config.steps as f64 * (1.0 - self.delivered_share);
         self.progress.steps as f64 >= first
     }
 

@@ -149,6 +149,26 @@ adapters() {
 }
 
 # A .dat file is trained, and exported as one of the same layout, whose weights are rounded to one level of scales.
+# At a rate of 0 a run delivers the model that it begins with, and of one in float32 what quantizing gives.
+unchanged() {
+    local model=$work/run/model
+    for options in "" "--last-blocks 1" "--adapter 4 --merge"; do
+        rm -rf "$work/same"
+        # shellcheck disable=SC2086
+        "$nvfp4" train --model "$model" --data "$work/facts.tsv" --out "$work/same" --device cpu --steps 2 --window 64 --rate 0 $options \
+            2>"$work/progress" || { tail -3 "$work/progress"; return 1; }
+        diff -r "$model" "$work/same/model" || return 1
+    done
+    # In float32, of which quantizing makes another model.
+    "$nvfp4" train --model "$model" --data "$work/facts.tsv" --out "$work/wide" --device cpu --steps 3 --window 64 --rate 1e-3 --recipe float32 \
+        2>"$work/progress" || { tail -3 "$work/progress"; return 1; }
+    rm -rf "$work/same"
+    "$nvfp4" quantize "$work/wide/model" "$work/quantized" --recipe amax --tables int8 || return 1
+    "$nvfp4" train --model "$work/wide/model" --data "$work/facts.tsv" --out "$work/same" --device cpu --steps 2 --window 64 --rate 0 \
+        --weight-scales amax --tables int8 2>"$work/progress" || { tail -3 "$work/progress"; return 1; }
+    diff -r "$work/quantized" "$work/same/model"
+}
+
 dat() {
     mkdir "$work/dat" && "$nvfp4" quantize "$work/run/model" "$work/dat/model.dat" || return 1
     teach "$work/dat/model.dat" "$work/from-dat" --export "$work/dat/taught.dat" || return 1
@@ -187,6 +207,7 @@ check "a resumed run, and its reports" resumed
 check "perplexity of what was trained" measured
 check "killed three times" killed
 check "answers that were taught" right "$work/taught/model" 11
+check "nothing learned, nothing changed" unchanged
 check "a .dat file in and out" dat
 check "adapters" adapters
 check "conversations without a template" conversations

@@ -136,6 +136,12 @@ fn what_learns_nothing_is_what_quantizing_gives() {
         golden("model/gemma3_wide"),
         golden("gguf/mistral_window.gguf"),
         golden("gguf/gemma3_wide.gguf"),
+        {
+            let place = folder.0.join("own-gguf");
+            let from = golden("gguf/mistral_window.gguf");
+            converted(&from, &place, &sweep(Container::ModelOpt, Tables::Auto));
+            place
+        },
         of_own(Tables::Bf16, "own-bf16"),
         of_own(Tables::Int8, "own-int8"),
         of_own(Tables::Nvfp4, "own-nvfp4"),

@@ -140,7 +140,7 @@ fn signals_end_a_run_with_a_checkpoint_and_one_run_has_a_directory() {
     let mut child = command(
         &folder,
         "twice",
-        &["--steps", "5000", "--accumulate", "128"],
+        &["--steps", "5000", "--accumulate", "32", "--window", "16"],
     )
     .stderr(std::process::Stdio::piped())
     .spawn()

@@ -37,7 +37,7 @@ struct Item {
     role: Role,
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Role {
     Values,
     Scales,
@@ -241,10 +241,11 @@ fn items(plan: &[Planned]) -> Result<Vec<Item>> {
 }
 
 /// The header, where everything goes, and the length of the file. Wide elements come first, so that every tensor is aligned
-/// to its element, which torch relies on.
+/// to its element, which torch relies on; of one width, values come before what scales them. A file that is read and written again
+/// keeps its order.
 fn layout(plan: &[Planned], items: &[Item]) -> Result<(Vec<u8>, Vec<Slot>, u64)> {
     let mut order: Vec<&Item> = items.iter().collect();
-    order.sort_by_key(|i| std::cmp::Reverse(i.width));
+    order.sort_by_key(|i| (std::cmp::Reverse(i.width), i.role));
     let mut entries = Map::new();
     entries.insert("__metadata__".into(), json!({"format": "pt"}));
     let mut ends = Vec::with_capacity(order.len());

@@ -60,6 +60,7 @@ pub(super) fn run(args: &Args) -> Result<ExitCode> {
     let window = args.window(source.spec().max_positions)?;
     let (read, windows, evaluation) = args.data(&source, &text, window)?;
     show.data(&read, &windows, &evaluation)?;
+    run::check_windows(windows.len(), (args.batch, args.accumulate))?;
 
     let config = args.config(&settings, &device, windows.len())?;
     let explained = |e: Error| memory::explain(e, &source, &config, &device, (args.batch, window));
