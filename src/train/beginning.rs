@@ -1,4 +1,4 @@
-//! What training begins with: the model as a run that learns nothing delivers it, and the values that the stored weights stand for.
+//! Initial state of training: each matrix in the form in which a run that learns nothing delivers it, with its residual to the source.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub(super) struct Beginning<'a> {
 }
 
 impl<'a> Beginning<'a> {
-    /// What `recipe` begins with at `source`, quantized on the threads of `host`. Reads no weights.
+    /// Plans the initial state of `recipe` at `source`, which the threads of `host` quantize when it is read. Reads no weights.
     pub(super) fn new(source: &'a Source, recipe: &'a Recipe, host: &Arc<Cpu>) -> Result<Self> {
         let delivered = match source.is_fresh() {
             true => None,

@@ -214,7 +214,7 @@ pub struct Trainer {
     spec: Spec,
     config: Config,
     parameters: Parameters,
-    /// Of the steps, at their end.
+    /// Share of the steps, at their end, whose passes multiply with what is delivered.
     delivered_share: f64,
     pass: Pass,
     progress: Progress,

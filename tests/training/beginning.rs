@@ -41,7 +41,7 @@ fn dense(from: &Path, to: &Path) {
         source
             .rows_f32(entry, 0..entry.rows(), &mut values)
             .unwrap();
-        // What another model has learned: values that no scale of blocks holds.
+        // Values that no scale of blocks holds, as those of a model that was never quantized.
         for (i, value) in values.iter_mut().enumerate() {
             *value *= 1.0 + 0.3 * (i as f32 * 0.7).sin();
         }

@@ -42,7 +42,7 @@ fn one_row_in_every_container() {
     let data = read(&files, &text, &Options::default()).unwrap();
     let said: Vec<String> = data.documents().iter().map(|d| marked(&text, d)).collect();
     assert_eq!(said, ["a[b<|endoftext|>]"; 5]);
-    // What stands in a report is the file as it is.
+    // The report counts the bytes of the file, not of its content.
     assert_eq!(data.report().files[3].bytes, gzip.len() as u64);
     let misnamed = folder.file("a.csv", &gzip);
     refused(
@@ -116,7 +116,7 @@ fn empty_reasoning_is_learned_given_or_left_out() {
     assert_eq!(shown[1], learned[1]);
     let (_, without) = said(EmptyThink::None);
     assert_eq!(without[0], format!("{before}[two<|im_end|>]\n"));
-    // What is given is the prompt of a model that is told not to reason, to the token.
+    // The given part is the prompt of a model that is told not to reason, to the token.
     let messages = [
         Message::new("system", "Be brief."),
         Message::new("user", "one"),

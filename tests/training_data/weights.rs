@@ -62,7 +62,7 @@ fn weights_of_messages_reach_the_rows_of_windows() {
                 _ => assert_eq!(weight, 0.0),
             }
         }
-        // Of the first answer's tokens, one document's count for a quarter.
+        // One document has a quarter of the weight for the tokens of its first answer.
         let first = sums[0];
         assert!(first > 0.0);
         assert_eq!(window.batch().total_weight(), sums[1] + 0.25 * first);

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::format::nvfp4::{Levels, QuantizeOptions, Recipe};
 
-/// What kind of model is written.
+/// Kind of model that is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Container {
     /// A directory in ModelOpt's layout: safetensors with two-level scales, config and tokenizer.
@@ -32,7 +32,7 @@ pub enum Tables {
 /// How to convert.
 #[derive(Clone, Debug)]
 pub struct ConvertOptions {
-    /// What is written.
+    /// Kind of model that is written.
     pub container: Container,
     /// How weights are quantized.
     pub quantize: QuantizeOptions,

@@ -1,4 +1,4 @@
-//! What a conversion makes of each entry of a checkpoint.
+//! Plan of a conversion: the tensors that it writes, and how each is made of an entry.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -12,7 +12,7 @@ use crate::model::families;
 use crate::model::load::has_own_head;
 use crate::tensor::DType;
 
-/// What happens to one tensor.
+/// How a tensor is made of its entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
     Copy,
@@ -28,7 +28,7 @@ pub(super) struct Step {
     /// Differs from the entry's name for an expert of a stack.
     pub(super) name: String,
     pub(super) entry: Entry,
-    /// What becomes a tensor, of the entry seen as a matrix: all of it but for an expert of a stack.
+    /// Rows of the entry, seen as a matrix, that become the tensor: all of them but for an expert of a stack.
     pub(super) rows: Range<usize>,
     pub(super) shape: Vec<usize>,
     pub(super) action: Action,

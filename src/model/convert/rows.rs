@@ -241,7 +241,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
         .unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// What the parts found, by part, so that neither sums nor the error reported depend on timing.
+/// Results of the parts in their order, so that neither sums nor the error reported depend on timing.
 fn in_order<T>(found: Mutex<Vec<(usize, T)>>) -> impl Iterator<Item = T> {
     let mut found = found
         .into_inner()

@@ -99,7 +99,7 @@ impl Turns {
         Ok(())
     }
 
-    /// Those of `messages`, as chat servers have them.
+    /// Turns of `messages`, as chat servers have them.
     pub(super) fn of_messages(mut items: Vec<Value>) -> Result<Turns> {
         let each = items.iter_mut().enumerate();
         let weights = each
@@ -112,7 +112,7 @@ impl Turns {
         Ok(turns)
     }
 
-    /// Those of a prompt, of which nothing is learned, and of its completion.
+    /// Turns of a prompt, of which nothing is learned, and of its completion.
     pub(super) fn of_prompt(prompt: Vec<Value>, completion: Vec<Value>) -> Result<Turns> {
         let asked = prompt.len();
         let mut turns = Self::of_messages(prompt.into_iter().chain(completion).collect())?;
@@ -130,7 +130,7 @@ impl Turns {
         Ok(turns)
     }
 
-    /// Those of `conversations`: `[{"from": ..., "value": ...}, ...]`, or messages under that name.
+    /// Turns of `conversations`: `[{"from": ..., "value": ...}, ...]`, or messages under that name.
     pub(super) fn of_sharegpt(items: Vec<Value>) -> Result<Turns> {
         if items.first().is_some_and(|item| item.get("role").is_some()) {
             return Self::of_messages(items);
@@ -146,7 +146,7 @@ impl Turns {
         Ok(turns)
     }
 
-    /// Those of `history`: `[[question, answer], ...]`.
+    /// Turns of `history`: `[[question, answer], ...]`.
     pub(super) fn of_history(items: Vec<Value>) -> Result<Turns> {
         let mut turns = Turns::default();
         for (i, item) in items.into_iter().enumerate() {
@@ -162,7 +162,7 @@ impl Turns {
         Ok(turns)
     }
 
-    /// The same with a question and its answer after it.
+    /// Appends a question and its answer.
     pub(super) fn and(mut self, question: String, answer: String) -> Turns {
         self.messages.push(Message::new("user", question));
         self.messages.push(Message::new("assistant", answer));
@@ -170,7 +170,7 @@ impl Turns {
         self
     }
 
-    /// The same with a system message before it, unless that is empty.
+    /// Puts a system message first, unless it is empty.
     pub(super) fn under(mut self, system: String) -> Result<Turns> {
         if system.is_empty() {
             return Ok(self);
@@ -186,7 +186,7 @@ impl Turns {
         Ok(self)
     }
 
-    /// The same if there is something to learn.
+    /// Refuses turns of which nothing is learned.
     pub(super) fn checked(self) -> Result<Turns> {
         let answers = self
             .messages

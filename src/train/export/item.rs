@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::checkpoint::{Encoding, Entry, Planned};
 use crate::model::training::{MatrixId, VectorId};
 
-/// What is written of a tensor.
+/// Content of a tensor that is written.
 pub(super) enum Content {
     /// An entry of the model that is delivered untrained, as it is.
     Copy(Entry),

@@ -28,7 +28,7 @@ pub(super) struct Exporter<'a> {
     trainer: &'a Trainer,
     pub(super) source: &'a Source,
     pub(super) beginning: &'a Beginning<'a>,
-    /// Of each matrix, once it is known.
+    /// Whether each matrix has changed, once that is known.
     changed: Vec<OnceLock<bool>>,
 }
 

@@ -115,7 +115,7 @@ fn is_adapter(place: &Path) -> Result<()> {
     }
 }
 
-/// What peft finds the adapted modules by: their last names, where all modules of these names have adapters, else the whole ones.
+/// Names by which peft finds the adapted modules: the last parts, where all modules of these names have adapters, else the whole names.
 fn modules(layout: &Layout) -> Vec<String> {
     let module = |id: MatrixId| {
         let name = &layout.matrices[id].name;
