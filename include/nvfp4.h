@@ -506,6 +506,18 @@ extern "C" {
 /** Second moments in float32. */
 #define NVFP4_SECOND_MOMENT_FLOAT32 3
 
+/**
+ * The teacher's weights are on the device if both models fit in its memory, reckoned with micro-batches of 4096 tokens, else as
+ * #NVFP4_TEACHER_STREAMED.
+ */
+#define NVFP4_TEACHER_AUTO 0
+
+/** The teacher's weights are on the device. */
+#define NVFP4_TEACHER_RESIDENT 1
+
+/** The teacher's weights are read from its files in each pass, one matrix after another: for the same bits. */
+#define NVFP4_TEACHER_STREAMED 2
+
 /** Parameters were updated. */
 #define NVFP4_STEP_UPDATED 0
 
@@ -1044,6 +1056,23 @@ typedef struct NVFP4_TrainerOptions {
      * training begins, and where adapters are merged. Default: sweep.
      */
     int32_t weight_scales;
+    /**
+     * Learns what the model at this path predicts, which must have the same vocabulary: the loss is (1 - label_share) x
+     * teacher_temperature^2 x KL(teacher || model) + label_share x cross-entropy, at each label that counts. Set
+     * `delivered_share` to 1 to bring an NVFP4 model nearer to the one that it was quantized from. Goes with `config` too, as
+     * does `teacher_memory`. Default: NULL, none.
+     */
+    const char *teacher;
+    /** Bytes of `teacher`. */
+    size_t teacher_length;
+    /** Divides the logits of both models. Default: 1. */
+    double teacher_temperature;
+    /** The share of the labels' cross-entropy in the loss beside a teacher, below 1. Default: 0. */
+    double label_share;
+    /** One of NVFP4_TEACHER_*: where the teacher's weights are. Default: auto. */
+    int32_t teacher_memory;
+    /** Must be 0. */
+    int32_t reserved;
 } NVFP4_TrainerOptions;
 
 /**
@@ -2514,7 +2543,8 @@ NVFP4_Status NVFP4_trainer_create(const char *path,
  * - `path`, `path_length`: the model that training began with, as for NVFP4_trainer_create().
  * - `directory`, `directory_length`: where NVFP4_trainer_save() has put checkpoints, of which the last one is taken, or one
  *   of the checkpoints itself.
- * - `options`: the device and threads; NULL for the CPU. Everything else must be left as it is.
+ * - `options`: the device and threads, and the teacher that training began with if there was one; NULL for the CPU. Everything
+ *   else must be left as it is.
  * - `call`: cancels the call before it reads the checkpoint; may be NULL.
  */
 NVFP4_API
@@ -2570,6 +2600,24 @@ NVFP4_Status NVFP4_trainer_evaluate(NVFP4_Trainer *trainer,
                                     int32_t delivered,
                                     const NVFP4_CallOptions *call,
                                     double *loss);
+
+/**
+ * Writes the mean cross-entropy of the labels that count, and the mean divergence from the predictions of the trainer's teacher
+ * at them, KL(teacher || model) at temperature 1, both in nats. Changes nothing. #NVFP4_INVALID_ARGUMENT without a teacher.
+ *
+ * - `batches`, `batch_count`, `batch_size`: as for NVFP4_trainer_step().
+ * - `delivered`: 1 for the NVFP4 codes alone, which are what is exported; 0 for all that is stored.
+ * - `call`: cancels the call between blocks; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_trainer_compare(NVFP4_Trainer *trainer,
+                                   const NVFP4_MicroBatch *batches,
+                                   size_t batch_count,
+                                   size_t batch_size,
+                                   int32_t delivered,
+                                   const NVFP4_CallOptions *call,
+                                   double *loss,
+                                   double *divergence);
 
 /**
  * Describes a trainer, as JSON: steps, skipped (steps that changed nothing), parameters, trained_weights (of matrices),

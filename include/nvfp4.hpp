@@ -2072,7 +2072,7 @@ public:
     }
 };
 
-/** How to train; the fields of the C struct, with their defaults, except the JSON text. */
+/** How to train; the fields of the C struct, with their defaults, except the texts. */
 struct TrainerOptions : NVFP4_TrainerOptions {
     TrainerOptions() : NVFP4_TrainerOptions()
     {
@@ -2081,6 +2081,8 @@ struct TrainerOptions : NVFP4_TrainerOptions {
 
     /** All settings as a JSON object; used instead of the pointer `config`. */
     std::string config_json;
+    /** The path of a teacher; used instead of the pointer `teacher`. */
+    std::string teacher_path;
 };
 
 /** Documents that go through a model together, with the token that should come after each; negative where none counts. The arrays must outlive the call. */
@@ -2101,6 +2103,8 @@ inline NVFP4_TrainerOptions plain(const TrainerOptions &options)
     NVFP4_TrainerOptions plain = options;
     plain.config = options.config_json.empty() ? nullptr : options.config_json.data();
     plain.config_length = options.config_json.size();
+    plain.teacher = options.teacher_path.empty() ? nullptr : options.teacher_path.data();
+    plain.teacher_length = options.teacher_path.size();
     return plain;
 }
 
@@ -2129,6 +2133,12 @@ inline std::vector<NVFP4_MicroBatch> plain(Span<MicroBatch> batches)
 }
 
 } // namespace detail
+
+/** A model's predictions against labels and against its teacher's, in nats. */
+struct Comparison {
+    double loss = 0;
+    double divergence = 0;
+};
 
 /** Trains a dense model, with weights and both moments of AdamW in 4 bits by default. One call at a time may use it. */
 class Trainer : public detail::Handle<NVFP4_Trainer, NVFP4_trainer_retain, NVFP4_trainer_release> {
@@ -2184,6 +2194,17 @@ public:
         return detail::value<double>([&](double *out) {
             return NVFP4_trainer_evaluate(get(), plain.data(), plain.size(), sizeof(NVFP4_MicroBatch), delivered, call, out);
         });
+    }
+    /** The mean cross-entropy, and the mean divergence from the predictions of the trainer's teacher. */
+    Result<Comparison> compare(Span<MicroBatch> batches, bool delivered = true, const NVFP4_CallOptions *call = nullptr)
+    {
+        if (!detail::paired(batches))
+            return detail::failure<Comparison>(detail::unpaired());
+        const std::vector<NVFP4_MicroBatch> plain = detail::plain(batches);
+        Comparison out;
+        const NVFP4_Status status = NVFP4_trainer_compare(get(), plain.data(), plain.size(), sizeof(NVFP4_MicroBatch), delivered, call, &out.loss,
+                                                          &out.divergence);
+        return detail::result(status, out);
     }
     /** A description of the trainer, as JSON. */
     Result<std::string> info() const

@@ -4,6 +4,8 @@
 mod common;
 #[path = "cuda/int8.rs"]
 mod int8;
+#[path = "cuda/teacher.rs"]
+mod teacher;
 #[path = "cuda/tensors.rs"]
 mod tensors;
 #[path = "cuda/training.rs"]

@@ -12,6 +12,8 @@ mod hidden;
 mod memory;
 #[path = "training/precision.rs"]
 mod precision;
+#[path = "training/teacher.rs"]
+mod teacher;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -242,13 +244,16 @@ fn golden_batch(device: &Device, source: &Source, file: &SafeTensors<'_>) -> Bat
 
 /// Compares all gradients of a golden; gives their number.
 fn check_gradients(store: &Dense, expected: &SafeTensors<'_>, case: &str) -> usize {
-    const INPUTS: [&str; 6] = [
+    const INPUTS: [&str; 9] = [
         "tokens",
         "documents",
         "labels",
         "weights",
         "loss",
         "targets",
+        "teacher",
+        "temperature",
+        "share",
     ];
     let mut seen = 0;
     for name in expected.names() {

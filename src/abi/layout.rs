@@ -41,10 +41,11 @@ layout!(NVFP4_GenerateOptions, 104, struct_size: 0, temperature: 4, top_k: 8, to
 layout!(NVFP4_TokenEvent, 40, struct_size: 0, kind: 4, token: 8, index: 12, text: 16, text_length: 24, log_probability: 32, part: 36);
 layout!(NVFP4_GenerationResult, 64, struct_size: 0, finish: 4, prompt_tokens: 8, generated_tokens: 16, prefill_seconds: 24,
     first_token_seconds: 32, decode_seconds: 40, seed: 48, tool_calls: 56);
-layout!(NVFP4_TrainerOptions, 168, struct_size: 0, device_type: 4, device_index: 8, threads: 12, schedule: 16, clip: 20, weights: 24,
+layout!(NVFP4_TrainerOptions, 208, struct_size: 0, device_type: 4, device_index: 8, threads: 12, schedule: 16, clip: 20, weights: 24,
     first_moments: 28, second_moments: 32, release: 36, recompute: 40, last_blocks: 44, steps: 48, warmup: 56, seed: 64, rate: 72,
     floor: 80, decay_share: 88, weight_decay: 96, beta1: 104, beta2: 112, eps: 120, clip_norm: 128, delivered_share: 136,
-    config: 144, config_length: 152, tables: 160, weight_scales: 164);
+    config: 144, config_length: 152, tables: 160, weight_scales: 164, teacher: 168, teacher_length: 176,
+    teacher_temperature: 184, label_share: 192, teacher_memory: 200, reserved: 204);
 layout!(NVFP4_DataOptions, 48, struct_size: 0, format: 4, long_rows: 8, empty_think: 12, train_on_all: 16, skip_bad_rows: 20, window: 24,
     separator: 32, separator_length: 40);
 layout!(NVFP4_MicroBatch, 48, tokens: 0, labels: 8, token_count: 16, document_lengths: 24, document_count: 32, weights: 40);

@@ -11,8 +11,8 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 
 use super::arguments::{
-    self, Element, Growing, Out, choice, copy_text, count, elements, fill, flag, options, results,
-    slice, text,
+    self, Element, Growing, Out, choice, copy_text, count, elements, fill, flag, options, reserved,
+    results, slice, text,
 };
 use super::call::{NVFP4_CallOptions, watched};
 use super::guard::{enter, enter_to_free};
@@ -28,7 +28,10 @@ use crate::format::adamw::{FirstForm, SecondForm, WeightForm};
 use crate::format::residual::Bits;
 use crate::model::training::Source;
 use crate::ops::Device;
-use crate::train::{Clip, Config, Decay, MicroBatch, Outcome, Recipe, Schedule, Step, Trainer};
+use crate::train::{
+    Clip, Config, Decay, Distillation, MicroBatch, Outcome, Recipe, Schedule, Step,
+    TeacherPlacement, Trainer,
+};
 
 /// A trainer. See the training chapter.
 pub struct NVFP4_Trainer {
@@ -129,6 +132,17 @@ pub const NVFP4_SECOND_MOMENT_INT8: i32 = 2;
 /// Second moments in float32.
 pub const NVFP4_SECOND_MOMENT_FLOAT32: i32 = 3;
 
+/// The teacher's weights are on the device if both models fit in its memory, reckoned with micro-batches of 4096 tokens, else as
+/// #NVFP4_TEACHER_STREAMED.
+pub const NVFP4_TEACHER_AUTO: i32 = 0;
+/// The teacher's weights are on the device.
+pub const NVFP4_TEACHER_RESIDENT: i32 = 1;
+/// The teacher's weights are read from its files in each pass, one matrix after another: for the same bits.
+pub const NVFP4_TEACHER_STREAMED: i32 = 2;
+
+/// Tokens of a micro-batch that #NVFP4_TEACHER_AUTO reckons with.
+const AUTO_TOKENS: usize = 4096;
+
 /// How to train. Fill with NVFP4_trainer_options_init(), then change what is to differ. The text is read during the call
 /// only.
 #[repr(C)]
@@ -197,9 +211,24 @@ pub struct NVFP4_TrainerOptions {
     /// One of NVFP4_RECIPE_*: how block scales are chosen where linear weights that the model does not hold in NVFP4 are quantized as
     /// training begins, and where adapters are merged. Default: sweep.
     pub weight_scales: i32,
+    /// Learns what the model at this path predicts, which must have the same vocabulary: the loss is (1 - label_share) x
+    /// teacher_temperature^2 x KL(teacher || model) + label_share x cross-entropy, at each label that counts. Set
+    /// `delivered_share` to 1 to bring an NVFP4 model nearer to the one that it was quantized from. Goes with `config` too, as
+    /// does `teacher_memory`. Default: NULL, none.
+    pub teacher: *const c_char,
+    /// Bytes of `teacher`.
+    pub teacher_length: usize,
+    /// Divides the logits of both models. Default: 1.
+    pub teacher_temperature: f64,
+    /// The share of the labels' cross-entropy in the loss beside a teacher, below 1. Default: 0.
+    pub label_share: f64,
+    /// One of NVFP4_TEACHER_*: where the teacher's weights are. Default: auto.
+    pub teacher_memory: i32,
+    /// Must be 0.
+    pub reserved: i32,
 }
 
-// SAFETY: numbers and a pointer without padding, the first a u32 size.
+// SAFETY: numbers and pointers without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_TrainerOptions {
     const NAME: &'static str = "NVFP4_TrainerOptions";
     fn defaults() -> Self {
@@ -239,6 +268,12 @@ unsafe impl Growing for NVFP4_TrainerOptions {
             config_length: 0,
             tables: NVFP4_TABLES_AUTO,
             weight_scales: NVFP4_RECIPE_SWEEP,
+            teacher: std::ptr::null(),
+            teacher_length: 0,
+            teacher_temperature: 1.0,
+            label_share: 0.0,
+            teacher_memory: NVFP4_TEACHER_AUTO,
+            reserved: 0,
         }
     }
 }
@@ -301,12 +336,47 @@ impl NVFP4_TrainerOptions {
         device_of(self.device_type, self.device_index, threads)
     }
 
-    /// Whether nothing is set but the device.
+    /// The teacher, and where its weights are to be.
+    ///
+    /// # Safety
+    /// The text must be readable.
+    unsafe fn teacher(&self) -> Result<Option<(Arc<Source>, TeacherPlacement)>> {
+        reserved(self, self.reserved)?;
+        let placement = choice(
+            "teacher_memory",
+            self.teacher_memory,
+            &[
+                (NVFP4_TEACHER_AUTO, "auto", TeacherPlacement::Auto),
+                (
+                    NVFP4_TEACHER_RESIDENT,
+                    "resident",
+                    TeacherPlacement::Resident,
+                ),
+                (
+                    NVFP4_TEACHER_STREAMED,
+                    "streamed",
+                    TeacherPlacement::Streamed,
+                ),
+            ],
+        )?;
+        if self.teacher.is_null() {
+            return Ok(None);
+        }
+        // SAFETY: promised by the caller.
+        let path = unsafe { arguments::path("teacher", self.teacher, self.teacher_length) }?;
+        let source = Source::open(path).map_err(|e| e.within("the teacher"))?;
+        Ok(Some((Arc::new(source), placement)))
+    }
+
+    /// Whether nothing is set but the device, and the teacher and where it is.
     fn names_only_a_device(&self) -> bool {
         let plain = NVFP4_TrainerOptions {
             device_type: self.device_type,
             device_index: self.device_index,
             threads: self.threads,
+            teacher: self.teacher,
+            teacher_length: self.teacher_length,
+            teacher_memory: self.teacher_memory,
             ..Self::defaults()
         };
         NVFP4_TrainerOptions {
@@ -329,7 +399,17 @@ impl NVFP4_TrainerOptions {
                     "config says all settings, and another field differs from its default; set either"
                 );
             }
-            return serde_json::from_str(json).map_err(|e| err!(InvalidArgument, "config: {e}"));
+            let mut config: Config =
+                serde_json::from_str(json).map_err(|e| err!(InvalidArgument, "config: {e}"))?;
+            if !self.teacher.is_null() {
+                config.distillation.get_or_insert_default();
+            } else if config.distillation.is_some() {
+                bail!(
+                    InvalidArgument,
+                    "config has a distillation, and no teacher is given; set teacher, or leave distillation out"
+                );
+            }
+            return Ok(config);
         }
         let decay = choice(
             "schedule",
@@ -388,6 +468,21 @@ impl NVFP4_TrainerOptions {
             recompute: flag("recompute", self.recompute)?.into(),
             ..Config::default()
         };
+        let settings = Distillation {
+            teacher: None,
+            temperature: self.teacher_temperature,
+            label_share: self.label_share,
+        };
+        if !self.teacher.is_null() {
+            config.distillation = Some(settings);
+        } else if settings != Distillation::default() {
+            bail!(
+                InvalidArgument,
+                "teacher_temperature is {} and label_share {}, and no teacher is given; set teacher, or leave them as they are",
+                self.teacher_temperature,
+                self.label_share
+            );
+        }
         config.optimizer.rate = self.rate;
         config.optimizer.beta1 = self.beta1;
         config.optimizer.beta2 = self.beta2;
@@ -565,6 +660,22 @@ impl NVFP4_StepReport {
     }
 }
 
+/// Gives a trainer its teacher; one that has learned from one has to have it again.
+fn teach(
+    trainer: &mut Trainer,
+    source: &Source,
+    teacher: Option<(Arc<Source>, TeacherPlacement)>,
+) -> Result<()> {
+    match teacher {
+        Some((teacher, placement)) => trainer.set_teacher(source, teacher, placement, AUTO_TOKENS),
+        None if trainer.config().distillation.is_some() => bail!(
+            InvalidArgument,
+            "the checkpoint is of a model that learns from a teacher, and none is given; set teacher"
+        ),
+        None => Ok(()),
+    }
+}
+
 fn insert(trainer: Trainer, source: Source, data: Value) -> *mut NVFP4_Trainer {
     handle::insert(Arc::new(Training {
         state: Exclusive::new(State {
@@ -631,9 +742,12 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_create(
         let device = options.device()?;
         let create = || {
             let source = Source::open(path)?;
+            // SAFETY: as above.
+            let teacher = unsafe { options.teacher() }?;
             call::check()?;
-            let trainer =
+            let mut trainer =
                 Trainer::new(&device, &source, &config).map_err(|e| e.within(path.display()))?;
+            teach(&mut trainer, &source, teacher)?;
             Ok((trainer, source))
         };
         // SAFETY: as above.
@@ -649,7 +763,8 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_create(
 /// - `path`, `path_length`: the model that training began with, as for NVFP4_trainer_create().
 /// - `directory`, `directory_length`: where NVFP4_trainer_save() has put checkpoints, of which the last one is taken, or one
 ///   of the checkpoints itself.
-/// - `options`: the device and threads; NULL for the CPU. Everything else must be left as it is.
+/// - `options`: the device and threads, and the teacher that training began with if there was one; NULL for the CPU. Everything
+///   else must be left as it is.
 /// - `call`: cancels the call before it reads the checkpoint; may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_trainer_resume(
@@ -680,8 +795,11 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_resume(
         let device = options.device()?;
         let resume = || {
             let source = Source::open(path)?;
+            // SAFETY: as above.
+            let teacher = unsafe { options.teacher() }?;
             call::check()?;
-            let (trainer, data) = Trainer::resume(&device, &source, directory)?;
+            let (mut trainer, data) = Trainer::resume(&device, &source, directory)?;
+            teach(&mut trainer, &source, teacher)?;
             Ok((trainer, source, data))
         };
         // SAFETY: as above.
@@ -768,6 +886,40 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_evaluate(
             out.set(with_long(trainer, call, |state| {
                 state.trainer.evaluate(&batches, delivered)
             })?);
+        }
+        Ok(())
+    })
+}
+
+/// Writes the mean cross-entropy of the labels that count, and the mean divergence from the predictions of the trainer's teacher
+/// at them, KL(teacher || model) at temperature 1, both in nats. Changes nothing. #NVFP4_INVALID_ARGUMENT without a teacher.
+///
+/// - `batches`, `batch_count`, `batch_size`: as for NVFP4_trainer_step().
+/// - `delivered`: 1 for the NVFP4 codes alone, which are what is exported; 0 for all that is stored.
+/// - `call`: cancels the call between blocks; may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn NVFP4_trainer_compare(
+    trainer: *mut NVFP4_Trainer,
+    batches: *const NVFP4_MicroBatch,
+    batch_count: usize,
+    batch_size: usize,
+    delivered: i32,
+    call: *const NVFP4_CallOptions,
+    loss: *mut f64,
+    divergence: *mut f64,
+) -> NVFP4_Status {
+    enter("NVFP4_trainer_compare", || {
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            let (loss, divergence) = (Out::new("loss", loss)?, Out::new("divergence", divergence)?);
+            let delivered = flag("delivered", delivered)?;
+            let documents = batches_in(batches, batch_count, batch_size)?;
+            let batches = micro_batches(&documents);
+            let found = with_long(trainer, call, |state| {
+                state.trainer.compare(&batches, delivered)
+            })?;
+            loss.set(found.loss);
+            divergence.set(found.divergence);
         }
         Ok(())
     })

@@ -6,7 +6,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use super::picture::picture;
-use super::row::{Losses, Row};
+use super::row::{Columns, Losses, Row};
 use crate::base::Result;
 use crate::base::error::{Error, bail};
 use crate::base::file::{self, Temporary};
@@ -20,6 +20,8 @@ pub struct Curve {
     directory: PathBuf,
     /// The names of the evaluation sets.
     sets: Vec<String>,
+    /// Whether evaluations have divergences from a teacher.
+    divergence: bool,
     /// Open while every row is in the file. Otherwise the next row writes the whole table.
     table: Option<File>,
     rows: Vec<Row>,
@@ -27,12 +29,19 @@ pub struct Curve {
 
 impl Curve {
     /// Goes on with the table in `directory` after the step `resumed`, if there is one: later rows are not part of it. Otherwise it begins
-    /// one. `sets` are the names of the evaluation sets: the first has the columns that every table has. Writes nothing yet.
-    pub fn open(directory: &Path, resumed: Option<u64>, sets: &[String]) -> Result<Curve> {
+    /// one. `sets` are the names of the evaluation sets: the first has the columns that every table has. With a teacher, `divergence`, each
+    /// set has two more at the end; a table with or without those is taken. Writes nothing yet.
+    pub fn open(
+        directory: &Path,
+        resumed: Option<u64>,
+        sets: &[String],
+        divergence: bool,
+    ) -> Result<Curve> {
         let place = directory.join(TABLE);
         let mut curve = Curve {
             directory: directory.to_owned(),
             sets: sets.to_vec(),
+            divergence,
             table: None,
             rows: Vec::new(),
         };
@@ -43,33 +52,45 @@ impl Curve {
                 .map_err(|e| Error::io(format_args!("reading {}", place.display()), e))?;
             let mut lines = text.lines();
             let found = lines.next().unwrap_or_default();
-            if found != curve.header() {
+            let kinds = [true, false].map(|divergence| curve.columns(divergence));
+            let kind = kinds
+                .into_iter()
+                .find(|&columns| curve.header(columns) == found);
+            let Some(columns) = kind else {
                 bail!(
                     CorruptFile,
                     "{} is no table of this run's losses: it begins with {found:?}, and {:?} is right; move it away",
                     place.display(),
-                    curve.header()
+                    curve.header(curve.columns(divergence))
                 );
-            }
+            };
             // A step whose line was cut off is one that is taken again, or it is missing from the table.
-            let rows = lines.filter_map(|line| Row::parse(line, curve.more()));
+            let rows = lines.filter_map(|line| Row::parse(line, columns));
             curve.rows = rows.filter(|row| row.step <= last).collect();
         }
         Ok(curve)
     }
 
-    /// How many evaluation sets have columns of their own.
-    fn more(&self) -> usize {
-        self.sets.len().saturating_sub(1)
+    fn columns(&self, divergence: bool) -> Columns {
+        Columns {
+            more: self.sets.len().saturating_sub(1),
+            divergence,
+        }
     }
 
-    fn header(&self) -> String {
+    fn header(&self, columns: Columns) -> String {
         let mut header = HEADER.to_owned();
-        for name in self.sets.iter().skip(1) {
+        let others = || self.sets.iter().skip(1).map(|name| format!(":{name}"));
+        let mut add = |what: &str, set: &str| {
             let _ = write!(
                 header,
-                ",eval_loss_delivered:{name},eval_loss_stored:{name}"
+                ",eval_{what}_delivered{set},eval_{what}_stored{set}"
             );
+        };
+        others().for_each(|set| add("loss", &set));
+        if columns.divergence {
+            add("divergence", "");
+            others().for_each(|set| add("divergence", &set));
         }
         header
     }
@@ -81,7 +102,7 @@ impl Curve {
 
     /// Adds a row, which is in the file when this returns. After a failure the next row brings those before it along.
     pub fn push(&mut self, row: Row) -> Result<()> {
-        let line = row.line(self.more()) + "\n";
+        let line = row.line(self.columns(self.divergence)) + "\n";
         self.rows.push(row);
         let Some(table) = &mut self.table else {
             return self.write();
@@ -106,9 +127,10 @@ impl Curve {
     fn write(&mut self) -> Result<()> {
         self.table = None;
         let place = self.directory.join(TABLE);
-        let mut content = self.header() + "\n";
+        let columns = self.columns(self.divergence);
+        let mut content = self.header(columns) + "\n";
         for row in &self.rows {
-            content.push_str(&row.line(self.more()));
+            content.push_str(&row.line(columns));
             content.push('\n');
         }
         write_whole(&place, &content)?;
@@ -148,6 +170,8 @@ mod tests {
             changed_delivered: 0.001,
             tokens_per_second: 1234.5,
             seconds: 0.5 * step as f64,
+            eval_divergence_delivered: None,
+            eval_divergence_stored: None,
             more: Vec::new(),
         }
     }
@@ -156,6 +180,7 @@ mod tests {
         Losses {
             delivered,
             stored: delivered - 0.5,
+            ..Losses::default()
         }
     }
 
@@ -163,7 +188,7 @@ mod tests {
     fn a_table_goes_on_after_any_step() {
         let directory = std::env::temp_dir().join(format!("nvfp4-curve-{}", std::process::id()));
         std::fs::create_dir_all(&directory).unwrap();
-        let mut curve = Curve::open(&directory, None, &[]).unwrap();
+        let mut curve = Curve::open(&directory, None, &[], false).unwrap();
         (1..=5).for_each(|step| curve.push(row(step)).unwrap());
         drop(curve);
         // A line that was cut off.
@@ -171,7 +196,7 @@ mod tests {
         let mut text = std::fs::read_to_string(&place).unwrap();
         text.push_str("6,600,0.5,,");
         std::fs::write(&place, text).unwrap();
-        let mut curve = Curve::open(&directory, Some(3), &[]).unwrap();
+        let mut curve = Curve::open(&directory, Some(3), &[], false).unwrap();
         assert_eq!(curve.rows(), [row(1), row(2), row(3)]);
         curve.push(row(4)).unwrap();
         curve.draw().unwrap();
@@ -181,8 +206,8 @@ mod tests {
         let svg = std::fs::read_to_string(directory.join(PICTURE)).unwrap();
         assert_eq!(svg.matches("<polyline").count(), 2);
         std::fs::write(&place, "a,b\n").unwrap();
-        assert!(Curve::open(&directory, Some(3), &[]).is_err());
-        let new = Curve::open(&directory, None, &[]).unwrap();
+        assert!(Curve::open(&directory, Some(3), &[], false).is_err());
+        let new = Curve::open(&directory, None, &[], false).unwrap();
         assert!(new.rows().is_empty());
         std::fs::remove_dir_all(&directory).unwrap();
     }
@@ -193,7 +218,7 @@ mod tests {
         let directory = std::env::temp_dir().join(format!("nvfp4-sets-{}", std::process::id()));
         std::fs::create_dir_all(&directory).unwrap();
         let sets = ["eval".to_owned(), "a<b".to_owned()];
-        let mut curve = Curve::open(&directory, None, &sets).unwrap();
+        let mut curve = Curve::open(&directory, None, &sets, false).unwrap();
         curve.push(Row::start(&[losses(4.0), losses(5.0)])).unwrap();
         curve.push(row(1)).unwrap();
         curve.push(row(2)).unwrap();
@@ -206,17 +231,61 @@ mod tests {
         );
         assert_eq!(lines[1], "0,0,,4,3.5,,,,,,0.000,5,4.5");
         assert!(lines[2].ends_with(",0.500,,"), "{}", lines[2]);
-        let again = Curve::open(&directory, Some(2), &sets).unwrap();
+        let again = Curve::open(&directory, Some(2), &sets, false).unwrap();
         assert_eq!(again.rows()[1..], curve.rows()[1..]);
-        assert_eq!(again.rows()[0].line(1), lines[1]);
+        assert_eq!(again.rows()[0].line(again.columns(false)), lines[1]);
         // A table with other sets is not gone on with.
-        assert!(Curve::open(&directory, Some(2), &sets[..1]).is_err());
+        assert!(Curve::open(&directory, Some(2), &sets[..1], false).is_err());
         curve.draw().unwrap();
         let svg = std::fs::read_to_string(directory.join(PICTURE)).unwrap();
         assert!(
             svg.contains("a&lt;b, as delivered 3.0000") && !svg.contains("NaN"),
             "{svg}"
         );
+        std::fs::remove_dir_all(&directory).unwrap();
+    }
+
+    /// Divergences stand behind all losses, and the picture shows them instead. A table without them is gone on with.
+    #[test]
+    fn divergences_of_several_sets() {
+        let directory = std::env::temp_dir().join(format!("nvfp4-taught-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).unwrap();
+        let sets = ["eval".to_owned(), "law".to_owned()];
+        let mut before = Curve::open(&directory, None, &sets, false).unwrap();
+        before
+            .push(Row::start(&[losses(4.0), losses(5.0)]))
+            .unwrap();
+        let mut curve = Curve::open(&directory, Some(0), &sets, true).unwrap();
+        assert_eq!(curve.rows()[0].first_losses(), Some(losses(4.0)));
+        let taught = |delivered: f64| Losses {
+            divergence_delivered: Some(delivered / 8.0),
+            divergence_stored: Some(delivered / 16.0),
+            ..losses(delivered)
+        };
+        curve.push(row(1)).unwrap();
+        curve.amend(1, &[taught(2.0), taught(4.0)]).unwrap();
+        let text = std::fs::read_to_string(directory.join(TABLE)).unwrap();
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(
+            lines[0],
+            format!(
+                "{HEADER},eval_loss_delivered:law,eval_loss_stored:law,eval_divergence_delivered,eval_divergence_stored,\
+                 eval_divergence_delivered:law,eval_divergence_stored:law"
+            )
+        );
+        assert_eq!(lines[1], "0,0,,4,3.5,,,,,,0.000,5,4.5,,,,");
+        assert!(
+            lines[2].ends_with(",4,3.5,0.25,0.125,0.5,0.25"),
+            "{}",
+            lines[2]
+        );
+        for divergence in [true, false] {
+            let again = Curve::open(&directory, Some(1), &sets, divergence).unwrap();
+            assert_eq!(again.rows()[1], curve.rows()[1]);
+        }
+        curve.draw().unwrap();
+        let svg = std::fs::read_to_string(directory.join(PICTURE)).unwrap();
+        assert!(svg.contains("law divergence, as delivered 0.5000"), "{svg}");
         std::fs::remove_dir_all(&directory).unwrap();
     }
 }

@@ -1,11 +1,14 @@
 //! Losses of evaluation sets: of a model under training, and of a file that was delivered.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use super::data::{Window, Windows};
+use super::distillation::Distillation;
+use super::memory::TeacherPlacement;
 use super::offload::Offload;
 use super::recipe::{Lora, Recipe};
-use super::row::Losses;
+use super::row::{Losses, Score};
 use super::trainer::{Config, MicroBatch, Trainer};
 use crate::base::Result;
 use crate::model::training::Source;
@@ -35,31 +38,59 @@ impl EvaluationSet {
     pub(super) fn losses(&self, trainer: &mut Trainer, batch: usize) -> Result<Losses> {
         let batches = self.batches(batch);
         let batches: Vec<MicroBatch<'_>> = batches.iter().map(Window::batch).collect();
-        let delivered = trainer.evaluate(&batches, true)?;
+        let delivered = measured(trainer, &batches, true)?;
         let recipe = &trainer.config().recipe;
         // Nothing that adapters stand beside has a residual.
         let stored = match recipe.weights.is_packed() && recipe.lora.is_none() {
-            true => trainer.evaluate(&batches, false)?,
+            true => measured(trainer, &batches, false)?,
             false => delivered,
         };
-        Ok(Losses { delivered, stored })
+        Ok(Losses {
+            delivered: delivered.loss,
+            stored: stored.loss,
+            divergence_delivered: delivered.divergence,
+            divergence_stored: stored.divergence,
+        })
     }
 }
 
-/// The losses of the model in `place`, a file or a directory, with each set, by batches of so many windows. Its weights are held in the form
-/// that the file has.
+/// The loss of batches, and the divergence from the trainer's teacher if it has one.
+fn measured(trainer: &mut Trainer, batches: &[MicroBatch<'_>], delivered: bool) -> Result<Score> {
+    if trainer.teacher().is_none() {
+        return Ok(Score {
+            loss: trainer.evaluate(batches, delivered)?,
+            divergence: None,
+        });
+    }
+    let found = trainer.compare(batches, delivered)?;
+    Ok(Score {
+        loss: found.loss,
+        divergence: Some(found.divergence),
+    })
+}
+
+/// The loss of the model in `place`, a file or a directory, with each set, by batches of so many windows; with a teacher, the divergence
+/// too. Its weights are held in the form that the file has.
 pub fn losses_of_file(
     device: &Device,
     place: &Path,
     sets: &[EvaluationSet],
     batch: usize,
-) -> Result<Vec<f64>> {
+    teacher: Option<(Arc<Source>, TeacherPlacement)>,
+) -> Result<Vec<Score>> {
     let source = Source::open(place)?;
-    let mut trainer = Trainer::new(device, &source, &unchanged())?;
+    let mut config = unchanged();
+    config.distillation = teacher.as_ref().map(|_| Distillation::default());
+    let mut trainer = Trainer::new(device, &source, &config)?;
+    if let Some((teacher, placement)) = teacher {
+        let windows = sets.iter().flat_map(|set| set.windows.all());
+        let longest = windows.map(|w| w.tokens.len()).max().unwrap_or(0);
+        trainer.set_teacher(&source, teacher, placement, batch * longest)?;
+    }
     let each = sets.iter().map(|set| {
         let batches = set.batches(batch);
         let batches: Vec<MicroBatch<'_>> = batches.iter().map(Window::batch).collect();
-        trainer.evaluate(&batches, true)
+        measured(&mut trainer, &batches, true)
     });
     let losses = each.collect::<Result<Vec<_>>>();
     losses.map_err(|e| e.within(place.display()))

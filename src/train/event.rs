@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::data::as_text;
 use super::judge::{Best, Judge};
-use super::row::{Losses, Row};
+use super::row::{Losses, Row, Score};
 use super::trainer::Outcome;
 use crate::base::call::Progress;
 
@@ -38,6 +38,12 @@ pub enum Event<'a> {
         delivered: f64,
         /// The loss of all that is stored.
         stored: f64,
+        /// The divergence from a teacher of what is delivered; none without a teacher.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        divergence_delivered: Option<f64>,
+        /// The divergence of all that is stored.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        divergence_stored: Option<f64>,
     },
     /// A prompt was continued.
     Sample {
@@ -103,15 +109,15 @@ pub struct Ended {
 }
 
 impl Ended {
-    /// The loss of the first set before the first step and at the end, as delivered, if it has become worse. `delivered` is the loss of
-    /// the file that was delivered, where that was measured.
-    pub fn worse(&self, delivered: Option<f64>) -> Option<(f64, f64)> {
+    /// The loss of the first set before the first step and at the end, as delivered, if it has become worse; with a teacher, the loss against
+    /// it at temperature 1. `delivered` is of what was delivered, where that is not the last evaluation.
+    pub fn worse(&self, delivered: Option<Score>) -> Option<(f64, f64)> {
         self.judge.worse(delivered)
     }
 
-    /// The loss of the first set before the first step, and after the last evaluation, as delivered.
-    pub fn losses(&self) -> (Option<f64>, Option<f64>) {
-        let delivered = |losses: Option<Losses>| losses.map(|l| l.delivered);
-        (delivered(self.judge.start), delivered(self.judge.last))
+    /// The loss and the divergence of the first set before the first step, and after the last evaluation, as delivered.
+    pub fn scores(&self) -> (Option<Score>, Option<Score>) {
+        let of = |losses: Option<Losses>| losses.map(|l| l.score());
+        (of(self.judge.start), of(self.judge.last))
     }
 }

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::row::Losses;
+use super::row::{Losses, Score};
 
 /// Updates over which losses are averaged before they say that training has diverged.
 const WINDOW: usize = 10;
@@ -11,13 +11,35 @@ const FEWEST: usize = 5;
 /// Nats above the lowest mean that are no noise.
 const RISE: f64 = 1.0;
 
-/// The evaluation with the lowest loss of what is delivered.
+/// The evaluation with the lowest loss of what is delivered; with a teacher, the lowest loss against it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Best {
     /// After this step.
     pub step: u64,
     /// Its loss.
     pub loss: f64,
+    /// Its divergence from a teacher.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub divergence: Option<f64>,
+}
+
+impl Best {
+    /// Its means as delivered.
+    pub fn score(&self) -> Score {
+        Score {
+            loss: self.loss,
+            divergence: self.divergence,
+        }
+    }
+}
+
+/// Losses of a model that knows nothing, in nats.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Uniform {
+    /// The loss of a step, of which a model with a teacher has another one.
+    pub(super) step: f64,
+    /// The cross-entropy of labels.
+    pub(super) labels: f64,
 }
 
 /// The losses of a run up to now, as far as they decide anything.
@@ -31,6 +53,9 @@ pub(super) struct Judge {
     /// The last ones.
     pub(super) last: Option<Losses>,
     pub(super) best: Option<Best>,
+    /// The labels' share in the loss beside a teacher, which a trainer's settings have.
+    #[serde(skip)]
+    pub(super) label_share: f64,
     /// Evaluations since the best one.
     pub(super) stale: u64,
     /// The losses of the last updates.
@@ -47,18 +72,31 @@ impl Judge {
         if step == 0 {
             self.start = Some(losses);
         }
-        let is_best = losses.delivered.is_finite()
-            && self.best.is_none_or(|best| losses.delivered < best.loss);
+        let deciding = self.deciding(losses.score());
+        let of_best = self.best.map(|best| self.deciding(best.score()));
+        let is_best = deciding.is_finite() && of_best.is_none_or(|best| deciding < best);
         if is_best {
             self.best = Some(Best {
                 step,
                 loss: losses.delivered,
+                divergence: losses.divergence_delivered,
             });
             self.stale = 0;
         } else {
             self.stale += 1;
         }
         is_best
+    }
+
+    /// The loss that is learned, at temperature 1: that of the labels, or against a teacher the mixture of both.
+    fn deciding(&self, score: Score) -> f64 {
+        match score.divergence {
+            None => score.loss,
+            Some(divergence) if self.label_share == 0.0 => divergence,
+            Some(divergence) => {
+                (1.0 - self.label_share) * divergence + self.label_share * score.loss
+            }
+        }
     }
 
     /// Takes the loss of an update.
@@ -86,36 +124,38 @@ impl Judge {
     }
 
     /// Whether the last update alone looks as if training had diverged: what may be noise, and no state to keep.
-    pub(super) fn is_suspicious(&self, uniform: f64) -> bool {
+    pub(super) fn is_suspicious(&self, uniform: Uniform) -> bool {
         let last = self.recent.last();
-        last.is_some_and(|&last| Self::is_lost(last, self.lowest, uniform))
+        last.is_some_and(|&last| Self::is_lost(last, self.lowest, uniform.step))
     }
 
     /// Why training has diverged, if it has: the mean of the last losses, or the last evaluation, has risen above `uniform`. A model with
     /// random weights begins there, and a loss that was above from the beginning counts only if it rises. At the end of a run fewer
     /// losses are enough.
-    pub(super) fn diverged(&self, uniform: f64, at_end: bool) -> Option<String> {
+    pub(super) fn diverged(&self, uniform: Uniform, at_end: bool) -> Option<String> {
         let count = self.recent.len();
         let enough = if at_end { FEWEST } else { WINDOW };
-        let above = format!("above the {uniform:.4} of a model that knows nothing");
-        if count >= enough && Self::is_lost(self.mean(), self.lowest, uniform) {
+        let above = |uniform: f64| format!("above the {uniform:.4} of a model that knows nothing");
+        if count >= enough && Self::is_lost(self.mean(), self.lowest, uniform.step) {
             return Some(format!(
-                "the mean loss of the last {count} updates is {:.4}, {above}, and it was {:.4}",
+                "the mean loss of the last {count} updates is {:.4}, {}, and it was {:.4}",
                 self.mean(),
+                above(uniform.step),
                 self.lowest.unwrap_or_default()
             ));
         }
         // Training goes by the stored form; the delivered one may be worse for a while.
         let (start, last) = (self.start?.stored, self.last?.stored);
-        Self::is_lost(last, Some(start), uniform).then(|| {
+        Self::is_lost(last, Some(start), uniform.labels).then(|| {
+            let above = above(uniform.labels);
             format!("the evaluation loss is {last:.4}, {above}, and it was {start:.4} before the first step")
         })
     }
 
-    /// The loss of what is delivered before the first step and now, if it has become worse.
-    pub(super) fn worse(&self, now: Option<f64>) -> Option<(f64, f64)> {
-        let now = now.or(self.last.map(|l| l.delivered))?;
-        let start = self.start?.delivered;
+    /// The loss of what is delivered before the first step and now, if it has become worse; with a teacher, the loss against it.
+    pub(super) fn worse(&self, now: Option<Score>) -> Option<(f64, f64)> {
+        let now = now.or(self.last.map(|l| l.score()))?;
+        let (start, now) = (self.deciding(self.start?.score()), self.deciding(now));
         // A loss that is no number is worse than any.
         (now > start || now.is_nan()).then_some((start, now))
     }
@@ -125,7 +165,10 @@ impl Judge {
 mod tests {
     use super::*;
 
-    const UNIFORM: f64 = 8.0;
+    const UNIFORM: Uniform = Uniform {
+        step: 8.0,
+        labels: 8.0,
+    };
 
     fn after(losses: impl IntoIterator<Item = f64>) -> (Judge, Option<usize>) {
         let mut judge = Judge::default();
@@ -142,6 +185,7 @@ mod tests {
         Losses {
             delivered: loss,
             stored: loss,
+            ..Losses::default()
         }
     }
 
@@ -181,11 +225,39 @@ mod tests {
         assert!(!judge.evaluated(40, both(5.5)));
         assert_eq!((judge.best.unwrap().step, judge.stale), (20, 2));
         assert_eq!(judge.worse(None), Some((5.0, 5.5)));
-        assert_eq!(judge.worse(Some(4.5)), None);
+        assert_eq!(judge.worse(Some(both(4.5).score())), None);
         assert_eq!(judge.diverged(UNIFORM, false), None);
         judge.evaluated(50, both(9.0));
         assert!(judge.diverged(UNIFORM, false).unwrap().contains("9.0000"));
         let kept: Judge = serde_json::from_value(serde_json::to_value(&judge).unwrap()).unwrap();
         assert_eq!(kept, judge);
+    }
+
+    /// Against a teacher, the divergence decides, with the labels by their share.
+    #[test]
+    fn the_best_evaluation_against_a_teacher() {
+        let found = [(2.0, 0.5), (3.0, 0.25), (1.0, 0.5)];
+        for (label_share, best) in [(0.0, 1), (0.75, 2)] {
+            let mut judge = Judge {
+                label_share,
+                ..Judge::default()
+            };
+            for (step, (loss, divergence)) in found.into_iter().enumerate() {
+                let losses = Losses {
+                    divergence_delivered: Some(divergence),
+                    divergence_stored: Some(divergence),
+                    ..both(loss)
+                };
+                judge.evaluated(step as u64, losses);
+            }
+            let (loss, divergence) = found[best];
+            let wanted = Best {
+                step: best as u64,
+                loss,
+                divergence: Some(divergence),
+            };
+            assert_eq!(judge.best, Some(wanted));
+            assert_eq!(judge.worse(None), None);
+        }
     }
 }

@@ -15,7 +15,7 @@ use crate::base::memory::{self, Tag};
 use crate::base::size::readable;
 use crate::base::{Error, ErrorKind, Result};
 use crate::cpu::Cpu;
-use crate::model::training::{MatrixId, PassMemory, Recompute, Source};
+use crate::model::training::{MatrixId, PassMemory, Placement, Recompute, Source, TeacherMemory};
 use crate::ops::training::optimizer::{Forms, Matrix};
 use crate::ops::{Array, Device, Mixed};
 
@@ -111,6 +111,8 @@ pub struct Estimate {
     pub gradients: u64,
     /// What the passes of a micro-batch hold at their peak, with the weights of a product.
     pub activations: u64,
+    /// A teacher's weights.
+    pub teacher: u64,
     /// Of all these, what a GPU keeps in the host's memory.
     pub offloaded: u64,
 }
@@ -118,6 +120,17 @@ pub struct Estimate {
 impl Estimate {
     /// Of a micro-batch of `tokens` tokens.
     pub fn new(source: &Source, config: &Config, device: &Device, tokens: usize) -> Estimate {
+        Self::with_teacher(source, config, device, tokens, None)
+    }
+
+    /// [`Estimate::new`] with a teacher.
+    pub fn with_teacher(
+        source: &Source,
+        config: &Config,
+        device: &Device,
+        tokens: usize,
+        teacher: Option<(&Source, Placement)>,
+    ) -> Estimate {
         let recipe = &config.recipe;
         // A layout that is refused is an error before there is anything to explain.
         let layout = &recipe
@@ -164,59 +177,118 @@ impl Estimate {
             first_block: recipe.first_block(layout.blocks.len()),
         };
         let away = pass.offloaded(tokens);
+        let teacher = teacher.map(|(source, placement)| {
+            TeacherMemory::new(device, source, placement, (tokens, config.head_chunk))
+        });
+        let passes = match teacher {
+            None => pass.bytes(tokens),
+            // Its pass through the blocks comes before the model's own.
+            Some(teacher) => (pass.resting_bytes(tokens) + teacher.blocks)
+                .max(pass.lesson_bytes(tokens) + teacher.head),
+        };
         Estimate {
             states: states as u64,
             gradients: gradients as u64,
-            activations: (pass.bytes(tokens) + away) as u64,
+            activations: (passes + away) as u64,
+            teacher: teacher.map_or(0, |teacher| teacher.weights) as u64,
             offloaded: (offloaded + away) as u64,
         }
     }
 
     /// All together.
     pub fn total(&self) -> u64 {
-        self.states + self.gradients + self.activations
+        self.states + self.gradients + self.activations + self.teacher
+    }
+}
+
+/// Where a teacher's weights are. All give the same bits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TeacherPlacement {
+    /// On the device if both models fit, else as [`TeacherPlacement::Streamed`].
+    #[default]
+    Auto,
+    /// On the device.
+    Resident,
+    /// In the checkpoint's files, of which one matrix after another is read in each pass.
+    Streamed,
+}
+
+impl TeacherPlacement {
+    /// Where a teacher's weights go, beside training with micro-batches of `tokens` tokens.
+    pub(super) fn resolve(
+        self,
+        source: &Source,
+        config: &Config,
+        device: &Device,
+        (teacher, tokens): (&Source, usize),
+    ) -> Placement {
+        match self {
+            TeacherPlacement::Resident => Placement::Resident,
+            TeacherPlacement::Streamed => Placement::Streamed,
+            TeacherPlacement::Auto => {
+                let both = Some((teacher, Placement::Resident));
+                let estimate = Estimate::with_teacher(source, config, device, tokens, both);
+                match Room::of_device(device) {
+                    Some(room) if !room.has(&estimate) => Placement::Streamed,
+                    _ => Placement::Resident,
+                }
+            }
+        }
     }
 }
 
 /// Adds to an error of memory what training takes as it was asked for, and what would fit. `batch` windows of `window` tokens go through
-/// the model at a time.
+/// the model at a time, and through a teacher.
 pub fn explain(
     error: Error,
     source: &Source,
     config: &Config,
     device: &Device,
     (batch, window): (usize, usize),
+    teacher: Option<(&Source, TeacherPlacement)>,
 ) -> Error {
     if !matches!(error.kind(), ErrorKind::OverBudget | ErrorKind::OutOfMemory) {
         return error;
     }
-    let of = |config: &Config, tokens| Estimate::new(source, config, device, tokens);
-    let asked = of(config, batch * window);
-    let room = match (memory::budget(), device) {
-        (Some(budget), _) => Some(Room::Budget(budget)),
-        (None, Device::Cuda(gpu)) => gpu.memory().ok().map(|(_, total)| Room::Device {
-            bytes: total as u64,
-            offloads: device.check_offload().is_ok(),
-        }),
-        // The library's own memory counts: it is given back before another try.
-        (None, _) => host_memory::read()
-            .map(|host| Room::Budget(host.total.min(host.available + memory::on_host()))),
+    let placed = teacher.map(|(teacher, placement)| {
+        let place = placement.resolve(source, config, device, (teacher, batch * window));
+        (teacher, place)
+    });
+    let of = |plan: &Plan, tokens| {
+        let teacher = placed.map(|(teacher, _)| (teacher, plan.teacher));
+        Estimate::with_teacher(source, &plan.config, device, tokens, teacher)
     };
+    let plan = Plan {
+        config: config.clone(),
+        teacher: placed.map_or(Placement::Streamed, |(_, placement)| placement),
+    };
+    let asked = of(&plan, batch * window);
     let mut advice = String::new();
-    if let Some(room) = room {
-        advice = what_fits(&of, config, (batch, window), room);
+    if let Some(room) = Room::of_device(device) {
+        advice = what_fits(&of, &plan, (batch, window), room);
     }
+    let of_teacher = match asked.teacher {
+        0 => String::new(),
+        bytes => format!(", {} for the teacher's weights", readable(bytes)),
+    };
     Error::new(
         error.kind(),
         format_args!(
-            "{error}; training as it was asked for takes about {}: {} for weights and moments, {} for gradients, {} for the passes of \
-             {batch} x {window} tokens{advice}",
+            "{error}; training as it was asked for takes about {}: {} for weights and moments, {} for gradients{of_teacher}, {} for the \
+             passes of {batch} x {window} tokens{advice}",
             readable(asked.total()),
             readable(asked.states),
             readable(asked.gradients),
             readable(asked.activations)
         ),
     )
+}
+
+/// A way to train, as far as memory goes.
+#[derive(Clone)]
+struct Plan {
+    config: Config,
+    teacher: Placement,
 }
 
 /// What memory there is.
@@ -229,6 +301,25 @@ enum Room {
 }
 
 impl Room {
+    /// Memory for training: the budget, or the device's.
+    fn of_device(device: &Device) -> Option<Room> {
+        match (memory::budget(), device) {
+            (Some(budget), _) => Some(Room::Budget(budget)),
+            (None, Device::Cuda(gpu)) => gpu.memory().ok().map(|(_, total)| Room::Device {
+                bytes: total as u64,
+                offloads: device.check_offload().is_ok(),
+            }),
+            // The library's own memory counts: it is given back before another try.
+            (None, _) => host_memory::read()
+                .map(|host| Room::Budget(host.total.min(host.available + memory::on_host()))),
+        }
+    }
+
+    /// Whether an estimate fits.
+    fn has(self, estimate: &Estimate) -> bool {
+        self.of(estimate) + self.of(estimate) / MARGIN <= self.bytes()
+    }
+
     fn bytes(self) -> u64 {
         match self {
             Room::Budget(bytes) | Room::Device { bytes, .. } => bytes,
@@ -246,30 +337,35 @@ impl Room {
 
 /// The first of several ways to take less that fits.
 fn what_fits(
-    of: &dyn Fn(&Config, usize) -> Estimate,
-    config: &Config,
+    of: &dyn Fn(&Plan, usize) -> Estimate,
+    plan: &Plan,
     (batch, window): (usize, usize),
     room: Room,
 ) -> String {
     let there = room.bytes();
-    let mut small = config.clone();
+    let mut small = plan.clone();
     let mut changes = Vec::new();
     let mut tokens = batch * window;
-    let within = |estimate: &Estimate| room.of(estimate) + room.of(estimate) / MARGIN <= there;
-    let fits = |small: &Config, tokens| within(&of(small, tokens));
-    if !fits(&small, tokens) && small.recompute != Recompute::Block {
-        small.recompute = Recompute::Block;
+    let fits = |small: &Plan, tokens| room.has(&of(small, tokens));
+    if !fits(&small, tokens) && small.teacher == Placement::Resident {
+        small.teacher = Placement::Streamed;
+        changes.push(
+            "the teacher's weights read as they are needed (--teacher-memory streamed)".to_owned(),
+        );
+    }
+    if !fits(&small, tokens) && small.config.recompute != Recompute::Block {
+        small.config.recompute = Recompute::Block;
         changes.push("computing activations again (--recompute block)".to_owned());
     }
-    if !fits(&small, tokens) && !small.recipe.release {
-        small.recipe.release = true;
+    if !fits(&small, tokens) && !small.config.recipe.release {
+        small.config.recipe.release = true;
         changes.push("releasing gradients (--release-gradients)".to_owned());
     }
     if !fits(&small, tokens)
         && let Room::Device { offloads: true, .. } = room
-        && !small.offload.moments
+        && !small.config.offload.moments
     {
-        small.offload.moments = true;
+        small.config.offload.moments = true;
         changes.push("moments in the host's memory (--offload moments)".to_owned());
     }
     if !fits(&small, tokens) && batch > 1 {
@@ -289,7 +385,7 @@ fn what_fits(
         changes.push(format!("--window {less}"));
     }
     let found = of(&small, tokens);
-    if !within(&found) {
+    if !room.has(&found) {
         return format!(
             "; of {}, that leaves no way: even {} takes {}",
             readable(there),

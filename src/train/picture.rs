@@ -58,9 +58,16 @@ pub(super) fn picture(rows: &[Row], sets: &[String]) -> String {
         let points = rows.iter().filter_map(|r| Some((r.step as f64, value(r)?)));
         points.filter(|(_, y)| y.is_finite()).collect()
     };
-    let name = match sets {
-        [first, _, ..] => escaped(first),
-        _ => "evaluation".to_owned(),
+    // A teacher's run is trained on divergence, which is far below the labels' loss.
+    let diverges = rows.iter().any(|r| r.eval_divergence_delivered.is_some());
+    let named = |set: &str| match diverges {
+        true => format!("{} divergence", escaped(set)),
+        false => escaped(set),
+    };
+    let name = match (sets, diverges) {
+        ([first, _, ..], _) => named(first),
+        (_, true) => "divergence".to_owned(),
+        (_, false) => "evaluation".to_owned(),
     };
     let mut lines = vec![
         (
@@ -71,18 +78,30 @@ pub(super) fn picture(rows: &[Row], sets: &[String]) -> String {
         (
             format!("{name}, as delivered"),
             "delivered".to_owned(),
-            line(&|r| r.eval_loss_delivered),
+            line(&|r| match diverges {
+                true => r.eval_divergence_delivered,
+                false => r.eval_loss_delivered,
+            }),
         ),
         (
             format!("{name}, as stored"),
             "stored".to_owned(),
-            line(&|r| r.eval_loss_stored),
+            line(&|r| match diverges {
+                true => r.eval_divergence_stored,
+                false => r.eval_loss_stored,
+            }),
         ),
     ];
     for (i, set) in sets.iter().skip(1).enumerate() {
-        let delivered = |r: &Row| Some(r.more.get(i).copied()??.delivered);
+        let delivered = |r: &Row| {
+            let losses = r.more.get(i).copied()??;
+            match diverges {
+                true => losses.divergence_delivered,
+                false => Some(losses.delivered),
+            }
+        };
         lines.push((
-            format!("{}, as delivered", escaped(set)),
+            format!("{}, as delivered", named(set)),
             format!("set{}", i % COLOURS + 1),
             line(&delivered),
         ));
@@ -191,6 +210,8 @@ mod tests {
             changed_delivered: 0.001,
             tokens_per_second: 1234.5,
             seconds: 0.5 * step as f64,
+            eval_divergence_delivered: None,
+            eval_divergence_stored: None,
             more: Vec::new(),
         }
     }

@@ -24,16 +24,17 @@ pub(super) struct Reports {
 }
 
 impl Reports {
-    /// Goes on with those in `directory` after the step `resumed`, or begins them. `sets` are the names of the evaluation sets.
+    /// Goes on with those in `directory` after the step `resumed`, or begins them. `sets` are the names of the evaluation sets, which have a
+    /// `divergence` with a teacher.
     pub(super) fn open(
         directory: &Path,
         resumed: Option<u64>,
-        sets: Vec<String>,
+        (sets, divergence): (Vec<String>, bool),
         wants_events: bool,
     ) -> Result<Reports> {
         Ok(Reports {
             directory: directory.to_owned(),
-            curve: Curve::open(directory, resumed, &sets)?,
+            curve: Curve::open(directory, resumed, &sets, divergence)?,
             sets,
             events: None,
             wants_events,
@@ -45,8 +46,7 @@ impl Reports {
     /// The losses of the deciding set before the first step, if the table has them.
     pub(super) fn start(&self) -> Option<Losses> {
         let row = self.curve.rows().first().filter(|row| row.step == 0)?;
-        let (delivered, stored) = (row.eval_loss_delivered?, row.eval_loss_stored?);
-        Some(Losses { delivered, stored })
+        row.first_losses()
     }
 
     /// The warning of a report that failed, if it is the first.
@@ -127,10 +127,14 @@ impl Reports {
     fn events_of_sets(&self, losses: &[Losses]) -> Vec<(String, f64)> {
         let each = self.sets.iter().zip(losses);
         each.flat_map(|(set, l)| {
-            [
-                (format!("eval/{set}/delivered"), l.delivered),
-                (format!("eval/{set}/stored"), l.stored),
-            ]
+            let values = [
+                ("delivered", Some(l.delivered)),
+                ("stored", Some(l.stored)),
+                ("divergence_delivered", l.divergence_delivered),
+                ("divergence_stored", l.divergence_stored),
+            ];
+            let known = values.into_iter().filter_map(|(name, v)| Some((name, v?)));
+            known.map(move |(name, value)| (format!("eval/{set}/{name}"), value))
         })
         .collect()
     }

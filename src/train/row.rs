@@ -7,13 +7,38 @@ use serde::{Deserialize, Serialize};
 /// Columns that every table has.
 const COLUMNS: usize = 11;
 
-/// The mean cross-entropy of an evaluation, in nats.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+/// The mean cross-entropy of an evaluation, and with a teacher the mean divergence from its predictions, both in nats.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Losses {
     /// By the delivered weights.
     pub delivered: f64,
     /// By the stored weights, residuals included.
     pub stored: f64,
+    /// The divergence by the delivered weights; none without a teacher.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub divergence_delivered: Option<f64>,
+    /// The divergence by the stored weights.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub divergence_stored: Option<f64>,
+}
+
+impl Losses {
+    /// The means by the delivered weights.
+    pub fn score(&self) -> Score {
+        Score {
+            loss: self.delivered,
+            divergence: self.divergence_delivered,
+        }
+    }
+}
+
+/// The means of an evaluation by one form of the weights, in nats.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Score {
+    /// The cross-entropy.
+    pub loss: f64,
+    /// The divergence from a teacher's predictions; none without a teacher.
+    pub divergence: Option<f64>,
 }
 
 /// A step in the table.
@@ -41,9 +66,31 @@ pub struct Row {
     pub tokens_per_second: f64,
     /// Seconds of all steps up to it, without those of evaluations, samples and checkpoints.
     pub seconds: f64,
+    /// The mean divergence from a teacher's predictions in the first evaluation set, by what is delivered.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub eval_divergence_delivered: Option<f64>,
+    /// The mean divergence by all that is stored.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub eval_divergence_stored: Option<f64>,
     /// Losses of the other evaluation sets.
     #[serde(skip)]
     pub more: Vec<Option<Losses>>,
+}
+
+/// Columns of a table behind those that every table has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Columns {
+    /// Evaluation sets beside the first, each with two columns for its losses.
+    pub(super) more: usize,
+    /// Whether two columns for the divergence of each set follow, from the first set on.
+    pub(super) divergence: bool,
+}
+
+impl Columns {
+    fn count(self) -> usize {
+        let divergences = if self.divergence { self.more + 1 } else { 0 };
+        COLUMNS + 2 * (self.more + divergences)
+    }
 }
 
 impl Row {
@@ -61,6 +108,8 @@ impl Row {
             changed_delivered: f64::NAN,
             tokens_per_second: f64::NAN,
             seconds: 0.0,
+            eval_divergence_delivered: None,
+            eval_divergence_stored: None,
             more: Vec::new(),
         };
         row.evaluated(losses);
@@ -71,11 +120,23 @@ impl Row {
     pub(super) fn evaluated(&mut self, losses: &[Losses]) {
         self.eval_loss_delivered = losses.first().map(|l| l.delivered);
         self.eval_loss_stored = losses.first().map(|l| l.stored);
+        self.eval_divergence_delivered = losses.first().and_then(|l| l.divergence_delivered);
+        self.eval_divergence_stored = losses.first().and_then(|l| l.divergence_stored);
         self.more = losses.iter().skip(1).map(|&l| Some(l)).collect();
     }
 
-    /// Its line in the table. `more` is how many sets there are beside the first.
-    pub(super) fn line(&self, more: usize) -> String {
+    /// The losses of the first evaluation set.
+    pub(super) fn first_losses(&self) -> Option<Losses> {
+        Some(Losses {
+            delivered: self.eval_loss_delivered?,
+            stored: self.eval_loss_stored?,
+            divergence_delivered: self.eval_divergence_delivered,
+            divergence_stored: self.eval_divergence_stored,
+        })
+    }
+
+    /// Its line in the table.
+    pub(super) fn line(&self, columns: Columns) -> String {
         let optional = |value: Option<f64>| value.map_or(String::new(), |v| v.to_string());
         // A step has numbers, if only NaN; what comes before the first has none.
         let number = |value: f64| match self.step {
@@ -99,20 +160,28 @@ impl Row {
             number(self.changed_delivered),
             self.seconds
         );
-        for i in 0..more {
-            let losses = self.more.get(i).copied().flatten();
-            let _ = write!(
-                line,
-                ",{},{}",
-                optional(losses.map(|l| l.delivered)),
-                optional(losses.map(|l| l.stored))
-            );
+        let mut add = |delivered, stored| {
+            let _ = write!(line, ",{},{}", optional(delivered), optional(stored));
+        };
+        let others = (0..columns.more).map(|i| self.more.get(i).copied().flatten());
+        for losses in others.clone() {
+            add(losses.map(|l| l.delivered), losses.map(|l| l.stored));
+        }
+        if columns.divergence {
+            for losses in std::iter::once(self.first_losses()).chain(others) {
+                let divergence = |of: fn(&Losses) -> Option<f64>| losses.as_ref().and_then(of);
+                add(
+                    divergence(|l| l.divergence_delivered),
+                    divergence(|l| l.divergence_stored),
+                );
+            }
         }
         line
     }
 
     /// The row of a line; `None` if it is none, or was cut off.
-    pub(super) fn parse(line: &str, more: usize) -> Option<Row> {
+    pub(super) fn parse(line: &str, columns: Columns) -> Option<Row> {
+        let more = columns.more;
         let fields: Vec<&str> = line.split(',').collect();
         let optional = |i: usize| match fields[i] {
             "" => Some(None),
@@ -122,16 +191,31 @@ impl Row {
             "0" => Some(optional(i)?.unwrap_or(f64::NAN)),
             _ => fields[i].parse::<f64>().ok(),
         };
-        if fields.len() != COLUMNS + 2 * more {
+        if fields.len() != columns.count() {
             return None;
         }
+        // The delivered and the stored divergence of a set.
+        let divergence = |set: usize| -> Option<[Option<f64>; 2]> {
+            if !columns.divergence {
+                return Some([None; 2]);
+            }
+            let delivered = COLUMNS + 2 * (more + set);
+            Some([optional(delivered)?, optional(delivered + 1)?])
+        };
         let others = (0..more).map(|set| {
             let (delivered, stored) = (COLUMNS + 2 * set, COLUMNS + 2 * set + 1);
             let losses = optional(delivered)?.zip(optional(stored)?);
-            Some(losses.map(|(delivered, stored)| Losses { delivered, stored }))
+            let [divergence_delivered, divergence_stored] = divergence(set + 1)?;
+            Some(losses.map(|(delivered, stored)| Losses {
+                delivered,
+                stored,
+                divergence_delivered,
+                divergence_stored,
+            }))
         });
         let others = others.collect::<Option<Vec<_>>>()?;
         let has_more = others.iter().any(Option::is_some);
+        let [eval_divergence_delivered, eval_divergence_stored] = divergence(0)?;
         Some(Row {
             more: if has_more { others } else { Vec::new() },
             step: fields[0].parse().ok()?,
@@ -145,6 +229,8 @@ impl Row {
             changed_delivered: number(8)?,
             tokens_per_second: number(9)?,
             seconds: number(10)?,
+            eval_divergence_delivered,
+            eval_divergence_stored,
         })
     }
 }

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use super::checkpoint;
 use super::data::{Order, Window};
-use super::judge::Judge;
+use super::judge::{Judge, Uniform};
 use super::memory::MemoryReport;
 use super::position::{Known, Position};
 use super::rate::FirstUpdates;
@@ -87,8 +87,7 @@ struct Run<'a, 'b> {
     tokens: u64,
     seconds: f64,
     judge: Judge,
-    /// The loss of a model that knows nothing.
-    uniform: f64,
+    uniform: Uniform,
     /// The last step of which there is a checkpoint.
     saved: Option<u64>,
     /// Whether a checkpoint is due that was put off.
@@ -140,11 +139,12 @@ pub fn run(
     }
     checkpoint::sweep(&options.directory.join(CHECKPOINTS))?;
     let resumed = at.map(|_| trainer.steps());
+    let settings = trainer.config().distillation.clone();
     let names = inputs.evaluation.iter().map(|set| set.name.clone());
     let reports = Reports::open(
         &options.directory,
         resumed,
-        names.collect(),
+        (names.collect(), settings.is_some()),
         options.tensorboard,
     )?;
     let (place, tokens, seconds, mut judge) = match position {
@@ -153,9 +153,14 @@ pub fn run(
     };
     // Checkpoints of earlier versions do not say it.
     judge.start = judge.start.or(reports.start());
+    judge.label_share = settings.as_ref().map_or(0.0, |s| s.label_share);
+    let labels = (trainer.spec().vocab_size as f64).ln();
     let run = Run {
         order: Order::new(inputs.seed, inputs.windows.len(), place),
-        uniform: (trainer.spec().vocab_size as f64).ln(),
+        uniform: Uniform {
+            step: settings.map_or(labels, |settings| settings.uniform(labels)),
+            labels,
+        },
         saved: resumed,
         trainer,
         inputs,
@@ -377,6 +382,8 @@ impl Run<'_, '_> {
             changed_delivered: step.changed_delivered,
             tokens_per_second: tokens as f64 / taken.max(1e-9),
             seconds: self.seconds,
+            eval_divergence_delivered: None,
+            eval_divergence_stored: None,
             more: Vec::new(),
         };
         row.evaluated(&losses);
@@ -469,6 +476,8 @@ impl Run<'_, '_> {
                 set: &set.name,
                 delivered: losses.delivered,
                 stored: losses.stored,
+                divergence_delivered: losses.divergence_delivered,
+                divergence_stored: losses.divergence_stored,
             });
         }
         if let Some(message) = failed {

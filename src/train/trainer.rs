@@ -4,17 +4,19 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use serde::{Deserialize, Serialize};
 
+use super::distillation::{Comparison, Distillation};
 use super::group::Group;
 use super::offload::Offload;
 use super::parameters::{Parameters, StepPlan, StepReport};
 use super::recipe::{Clip, Recipe};
 use super::schedule::Schedule;
-use crate::base::error::bail;
+use crate::base::error::{bail, err};
 use crate::base::lease::Lease;
-use crate::base::{Result, call};
+use crate::base::{Error, Result, call};
 use crate::format::random::bits;
-use crate::model::training::{Batch, HiddenTargets, Options, Pass, Recompute, Source};
+use crate::model::training::{Batch, HiddenTargets, Options, Pass, Recompute, Source, Teacher};
 use crate::model::{Model, Spec};
+use crate::ops::training::divergence::Mixture;
 use crate::ops::training::optimizer::Hyperparameters;
 use crate::ops::{Array, Device, Mixed, Slice};
 
@@ -40,6 +42,9 @@ pub struct Config {
     pub offload: Offload,
     /// Steps in a row that may come to nothing because a loss or gradient is not finite.
     pub patience: u64,
+    /// Learns what a teacher predicts, which [`Trainer::set_teacher`] gives.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub distillation: Option<Distillation>,
 }
 
 impl Default for Config {
@@ -55,6 +60,7 @@ impl Default for Config {
             head_chunk: options.head_chunk,
             offload: Offload::default(),
             patience: 10,
+            distillation: None,
         }
     }
 }
@@ -76,6 +82,9 @@ impl Config {
         }
         self.optimizer.check()?;
         self.schedule.check()?;
+        self.distillation
+            .as_ref()
+            .map_or(Ok(()), Distillation::check)?;
         self.groups
             .iter()
             .try_for_each(|group| group.check(self.optimizer.rate))?;
@@ -153,10 +162,20 @@ pub struct HiddenBatch<'a> {
     pub targets: &'a [f32],
 }
 
-/// A batch on its device, and what it is trained towards where that is hidden states.
+/// A batch on its device, and its target.
 struct Prepared {
     batch: Batch,
-    hidden: Option<Array<Mixed>>,
+    towards: Towards,
+}
+
+/// The target of a batch.
+enum Towards {
+    /// Its labels.
+    Labels,
+    /// A teacher's predictions for the same tokens.
+    Teacher(Box<Batch>),
+    /// Hidden states.
+    Hidden(Array<Mixed>),
 }
 
 /// What a step came to.
@@ -176,7 +195,8 @@ pub struct Step {
     pub number: u64,
     /// What it came to.
     pub outcome: Outcome,
-    /// The mean cross-entropy of its targets by their weights, in nats, or the mean difference of its hidden states.
+    /// The mean cross-entropy of its targets by their weights, in nats, or their mean loss against a teacher, or the mean difference of its
+    /// hidden states.
     pub loss: f64,
     /// Targets: labels that count, or rows of hidden states.
     pub targets: usize,
@@ -217,6 +237,7 @@ pub struct Trainer {
     /// Share of the steps, at their end, whose passes multiply with what is delivered.
     delivered_share: f64,
     pass: Pass,
+    teacher: Option<Teacher>,
     progress: Progress,
     /// Keeps steps, and those who run the model on these weights, out of each other's way.
     lease: Arc<Lease>,
@@ -274,6 +295,7 @@ impl Trainer {
             delivered_share: config.recipe.delivered_share(source),
             parameters,
             pass,
+            teacher: None,
             progress: Progress::default(),
             lease: Lease::new(),
             given: Mutex::default(),
@@ -310,6 +332,18 @@ impl Trainer {
     /// The parameters.
     pub fn parameters(&self) -> &Parameters {
         &self.parameters
+    }
+
+    /// The teacher, once it is set.
+    pub fn teacher(&self) -> Option<&Teacher> {
+        self.teacher.as_ref()
+    }
+
+    pub(super) fn put_teacher(&mut self, teacher: Teacher, fingerprint: String) {
+        self.teacher = Some(teacher);
+        if let Some(settings) = &mut self.config.distillation {
+            settings.teacher = Some(fingerprint);
+        }
     }
 
     /// Steps taken.
@@ -379,7 +413,10 @@ impl Trainer {
         let batches = batches.iter().map(|batch| {
             Ok(Prepared {
                 batch: self.batch(batch, total)?,
-                hidden: None,
+                towards: match &self.config.distillation {
+                    None => Towards::Labels,
+                    Some(_) => Towards::Teacher(Box::new(self.for_teacher(batch)?)),
+                },
             })
         });
         let batches = batches.collect::<Result<Vec<_>>>()?;
@@ -414,7 +451,7 @@ impl Trainer {
             targets.all_mut().copy_from(Slice::Host(given.targets))?;
             prepared.push(Prepared {
                 batch,
-                hidden: Some(targets),
+                towards: Towards::Hidden(targets),
             });
         }
         if prepared.is_empty() {
@@ -539,9 +576,16 @@ impl Trainer {
             let (parameters, pass) = (&mut self.parameters, &mut self.pass);
             let step = bits(self.config.recipe.seed ^ GRADIENTS, self.progress.steps);
             pass.set_key(bits(step, i as u64));
-            loss += match &batch.hidden {
-                None => pass.gradients(parameters, &batch.batch, first)?,
-                Some(values) => {
+            loss += match &batch.towards {
+                Towards::Labels => pass.gradients(parameters, &batch.batch, first)?,
+                Towards::Teacher(same) => {
+                    let mixture = self.config.distillation.as_ref();
+                    let mixture = mixture.map(Distillation::mixture).unwrap_or_default();
+                    let lesson = taught(&mut self.teacher)?.lesson(same, mixture);
+                    let totals = pass.lesson_gradients(parameters, &batch.batch, lesson, first)?;
+                    totals.loss
+                }
+                Towards::Hidden(values) => {
                     let values = values.all();
                     let targets = HiddenTargets { values, weight };
                     pass.hidden_gradients(parameters, &batch.batch, targets, first)?
@@ -557,6 +601,14 @@ impl Trainer {
             call::check()?;
         }
         Ok(loss)
+    }
+
+    /// The tokens of a batch, for the teacher.
+    fn for_teacher(&self, batch: &MicroBatch<'_>) -> Result<Batch> {
+        match &self.teacher {
+            Some(teacher) => teacher.batch(batch.tokens, batch.documents),
+            None => Err(no_teacher()),
+        }
     }
 
     /// A batch whose weights are divided by `total`.
@@ -609,4 +661,40 @@ impl Trainer {
         }
         Ok(loss / total)
     }
+
+    /// The mean cross-entropy of the targets of batches, and the mean divergence from the teacher's predictions at them, KL(teacher ||
+    /// model) at temperature 1: both in nats and by the targets' weights, of what is delivered or of all that is stored.
+    pub fn compare(&mut self, batches: &[MicroBatch<'_>], delivered: bool) -> Result<Comparison> {
+        batches.iter().try_for_each(MicroBatch::check_weights)?;
+        let total: f64 = batches.iter().map(MicroBatch::total_weight).sum();
+        if total == 0.0 {
+            bail!(InvalidArgument, "an evaluation without a label that counts");
+        }
+        self.parameters.multiply_with_all(!delivered);
+        let mut sum = Comparison::default();
+        for batch in batches {
+            let (own, same) = (self.batch(batch, 1.0)?, self.for_teacher(batch)?);
+            let lesson = taught(&mut self.teacher)?.lesson(&same, Mixture::default());
+            let totals = self
+                .pass
+                .lesson_totals(&mut self.parameters, &own, lesson)?;
+            sum.loss += totals.cross_entropy;
+            sum.divergence += totals.divergence;
+        }
+        Ok(Comparison {
+            loss: sum.loss / total,
+            divergence: sum.divergence / total,
+        })
+    }
+}
+
+fn no_teacher() -> Error {
+    err!(
+        InvalidArgument,
+        "the trainer's settings have a distillation, and no teacher was given"
+    )
+}
+
+fn taught(teacher: &mut Option<Teacher>) -> Result<&mut Teacher> {
+    teacher.as_mut().ok_or_else(no_teacher)
 }

@@ -142,7 +142,7 @@ int main(void)
     AT(NVFP4_ChatOptions, tools, 32);
     AT(NVFP4_ChatOptions, tools_length, 40);
 
-    SIZE(NVFP4_TrainerOptions, 168);
+    SIZE(NVFP4_TrainerOptions, 208);
     AT(NVFP4_TrainerOptions, struct_size, 0);
     AT(NVFP4_TrainerOptions, device_type, 4);
     AT(NVFP4_TrainerOptions, device_index, 8);
@@ -171,6 +171,12 @@ int main(void)
     AT(NVFP4_TrainerOptions, config_length, 152);
     AT(NVFP4_TrainerOptions, tables, 160);
     AT(NVFP4_TrainerOptions, weight_scales, 164);
+    AT(NVFP4_TrainerOptions, teacher, 168);
+    AT(NVFP4_TrainerOptions, teacher_length, 176);
+    AT(NVFP4_TrainerOptions, teacher_temperature, 184);
+    AT(NVFP4_TrainerOptions, label_share, 192);
+    AT(NVFP4_TrainerOptions, teacher_memory, 200);
+    AT(NVFP4_TrainerOptions, reserved, 204);
 
     SIZE(NVFP4_DataOptions, 48);
     AT(NVFP4_DataOptions, struct_size, 0);

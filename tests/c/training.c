@@ -140,6 +140,52 @@ static void too_long(NVFP4_Trainer *trainer)
     FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_trainer_evaluate(trainer, &batch, 1, sizeof batch, 1, NULL, &loss));
 }
 
+/* A model learns from the one that it was made from; another vocabulary is refused, and so is a checkpoint without its teacher. */
+static void with_a_teacher(const char *path, const char *other, const char *run, const NVFP4_MicroBatch *batches)
+{
+    NVFP4_TrainerOptions options;
+    OK(NVFP4_trainer_options_init(&options, sizeof options));
+    options.threads = 1;
+    options.rate = 1e-3;
+    options.delivered_share = 1;
+    options.teacher_temperature = 2;
+    options.label_share = 0.25;
+    NVFP4_Trainer *trainer = NULL, *again = NULL;
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_trainer_create(path, strlen(path), &options, NULL, &trainer));
+    SAYS("no teacher is given");
+    options.teacher = other;
+    options.teacher_length = strlen(other);
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_trainer_create(path, strlen(path), &options, NULL, &trainer));
+    SAYS("the teacher predicts 150 tokens and the model 320");
+    options.teacher = path;
+    options.teacher_length = strlen(path);
+    options.teacher_memory = 7;
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_trainer_create(path, strlen(path), &options, NULL, &trainer));
+    SAYS("teacher_memory");
+    options.teacher_memory = NVFP4_TEACHER_STREAMED;
+    OK(NVFP4_trainer_create(path, strlen(path), &options, NULL, &trainer));
+    CHECK(step(trainer, batches).loss > 0);
+    double loss = -1, divergence = -1, same = -1;
+    OK(NVFP4_trainer_compare(trainer, batches, 2, sizeof *batches, 1, NULL, &loss, &divergence));
+    const double alone = loss_of(trainer, batches, 1);
+    CHECK(divergence > 0 && loss > 0.9999 * alone && loss < 1.0001 * alone);
+    OK(NVFP4_trainer_save(trainer, run, strlen(run), NULL, 0, 1, NULL));
+    NVFP4_TrainerOptions device;
+    OK(NVFP4_trainer_options_init(&device, sizeof device));
+    device.threads = 1;
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_trainer_resume(path, strlen(path), run, strlen(run), &device, NULL, &again));
+    SAYS("set teacher");
+    device.teacher = path;
+    device.teacher_length = strlen(path);
+    OK(NVFP4_trainer_resume(path, strlen(path), run, strlen(run), &device, NULL, &again));
+    OK(NVFP4_trainer_compare(again, batches, 2, sizeof *batches, 1, NULL, &loss, &same));
+    CHECK(same == divergence);
+    const NVFP4_StepReport a = step(trainer, batches), b = step(again, batches);
+    CHECK(memcmp(&a, &b, sizeof a) == 0);
+    OK(NVFP4_trainer_release(trainer));
+    OK(NVFP4_trainer_release(again));
+}
+
 int main(int argc, char **argv)
 {
     if (argc != 4) {
@@ -247,5 +293,8 @@ int main(int argc, char **argv)
     OK(NVFP4_trainer_release(two));
     free(states[0]);
     free(states[1]);
+
+    snprintf(run, sizeof run, "%s/training-taught", argv[3]);
+    with_a_teacher(path, argv[2], run, batches);
     return report("training");
 }

@@ -725,6 +725,14 @@ void training(const char *model, const std::string &scratch)
     trainer.clone().step({batch});
     CHECK(status_of([&] { b.logits(); }) == NVFP4_INVALID_ARGUMENT);
     CHECK(status_of([&] { trainer.step({nvfp4::MicroBatch{tokens, {1, 2}, {}}}); }) == NVFP4_INVALID_ARGUMENT);
+    nvfp4::TrainerOptions taught;
+    taught.threads = 1;
+    taught.delivered_share = 1;
+    taught.teacher_path = model;
+    taught.teacher_memory = NVFP4_TEACHER_STREAMED;
+    nvfp4::Trainer student(model, taught);
+    const nvfp4::Comparison compared = student.compare({batch});
+    CHECK(compared.divergence > 0 && compared.loss > 0 && student.step({batch}).loss > 0);
     options.config_json = "{\"stepz\": 1}";
     CHECK(status_of([&] { nvfp4::Trainer(model, options); }) == NVFP4_INVALID_ARGUMENT);
 

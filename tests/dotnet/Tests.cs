@@ -1568,6 +1568,23 @@ static class Tests
         }
     }
 
+    /// A model learns from the one that it was made from.
+    static void Taught()
+    {
+        var taught = new TrainerOptions
+        {
+            Device = Device.Cpu, Threads = 1, Rate = 1e-3, DeliveredShare = 1, TeacherPath = modelPath, TeacherTemperature = 2, LabelShare = 0.25,
+            TeacherMemory = Teacher.Streamed,
+        };
+        MicroBatch[] batches = { Batch(3), Batch(40) };
+        using (Trainer trainer = Trainer.Create(modelPath, taught))
+        {
+            Check(trainer.Step(batches).Loss > 0);
+            Comparison found = trainer.Compare(batches);
+            Check(found.Divergence > 0 && Math.Abs(found.Loss / trainer.Evaluate(batches) - 1) < 1e-5);
+        }
+    }
+
     /// Adapters go to files as peft reads them.
     static void Adapters()
     {

@@ -1679,6 +1679,30 @@ class Training(unittest.TestCase):
         with self.trainer() as trainer, self.assertRaises(nvfp4.InvalidArgument):
             trainer.export_adapter(self.place("other"), "the-base")
 
+    def test_a_teacher(self):
+        """A quantized model learns from the one that it was made from, streamed as on the device; resuming takes the same teacher."""
+        how = {"delivered_share": 1, "teacher_temperature": 1.5, "label_share": 0.1, "rate": 1e-3}
+        found = []
+        for memory in "resident", "streamed":
+            with self.trainer(teacher=GOLDEN, teacher_memory=memory, **how) as trainer:
+                batches = [self.batch(number, trainer.info["vocab_size"]) for number in range(2)]
+                steps = [trainer.step(batches) for _ in range(3)]
+                if not found:
+                    trainer.save(self.place("taught"))
+                found.append((steps, trainer.compare(batches)))
+                self.assertAlmostEqual(trainer.compare(batches).loss, trainer.evaluate(batches), places=4)
+        self.assertEqual(found[0], found[1])
+        self.assertGreater(found[0][1].divergence, 0)
+        with nvfp4.Trainer.resume(GOLDEN, self.place("taught"), device="cpu", threads=1, teacher=GOLDEN) as second:
+            self.assertEqual(second.compare(batches), found[0][1])
+            self.assertEqual(second.info["config"]["distillation"]["temperature"], 1.5)
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "set teacher"):
+            nvfp4.Trainer.resume(GOLDEN, self.place("taught"), device="cpu")
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "vocabulary"):
+            self.trainer(teacher=GOLDEN.replace("qwen3_tied", "qwen3_untied"))
+        with self.trainer() as trainer, self.assertRaisesRegex(nvfp4.InvalidArgument, "no teacher"):
+            trainer.compare(batches)
+
     def test_a_run(self):
         """20 steps learn; a run that is saved half-way and resumed comes to the same bits; what is exported is what was trained."""
         with self.trainer(seed=3) as trainer:

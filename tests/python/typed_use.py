@@ -99,7 +99,10 @@ def training() -> None:
         step = trainer.step([nvfp4.Batch.of([1, 2, 3]), nvfp4.Batch([1], [2])])
         assert_type(step.loss, float)
         assert_type(trainer.evaluate(nvfp4.Batch.of(range(3))), float)
+        assert_type(trainer.compare(nvfp4.Batch.of(range(3))).divergence, float)
         trainer.export("out", tables="nvfp4")
+        nvfp4.Trainer("model", teacher="other", teacher_memory="streamed", label_share=0.5)
+        nvfp4.Trainer("model", teacher="other", teacher_memory="nowhere")  # type: ignore[arg-type]
 
         nvfp4.Trainer("model", schedule="sine")  # type: ignore[arg-type]
         trainer.step([1, 2, 3])  # type: ignore[list-item]

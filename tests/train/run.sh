@@ -176,6 +176,85 @@ dat() {
         right "$work/dat/taught.dat" 9
 }
 
+# learn_from TEACHER OUT OPTION...: the codes of a model in float32 come nearer to it.
+learn_from() {
+    "$nvfp4" train --model "$work/dense/model" --teacher "$1" --out "$2" --device cpu --batch 2 --window 256 --rate 3e-5 --eval-every 10 \
+        --eval "$work/short.txt" "${@:3}"
+}
+
+# Distillation: the divergence falls, is what perplexity finds, and is in the reports; a run that is stopped goes on to the same bits with its
+# teacher alone.
+distilled() {
+    local words=(--data tests/data/verse-10m/passage.txt --steps 80 --eval "other=$work/other.txt")
+    # A window, which perplexity reads as one too.
+    head -c 260 tests/data/verse-10m/passage.txt >"$work/short.txt"
+    tail -c 300 tests/data/verse-10m/passage.txt >"$work/other.txt"
+    "$nvfp4" train --init "$work/shape" --data tests/data/verse-10m/passage.txt --out "$work/dense" --device cpu --steps 60 --batch 4 \
+        --window 128 --rate 3e-3 --recipe float32 --save-every 0 || return 1
+    learn_from "$work/dense/model" "$work/distilled" "${words[@]}" --best --tensorboard --json >"$work/events" || return 1
+    grep -q "eval/other/divergence_stored" "$work"/distilled/tensorboard/* && grep -q "other divergence, as delivered" "$work/distilled/loss.svg" || return 1
+    "$nvfp4" perplexity --model "$work/distilled/model" --reference "$work/dense/model" --text "$work/short.txt" --window 256 \
+        --device cpu --json >"$work/compared" || return 1
+    python3 - "$work" <<'PYTHON' || return 1
+import csv, json, sys
+folder = sys.argv[1]
+events = [json.loads(line) for line in open(f"{folder}/events")]
+of = {name: [e["divergence_delivered"] for e in events if e["event"] == "evaluation" and e["set"] == name] for name in ("eval", "other")}
+found, end = of["eval"], events[-1]
+compared = json.load(open(f"{folder}/compared"))["reference"]["kl_divergence"]
+print(f"divergence {found[0]:.6f}, and {found[-1]:.6f}; {compared:.6f} by perplexity")
+assert min(found) < 0.8 * found[0] and 0.95 < compared / min(found) < 1.05
+assert (end["start_divergence"], end["delivered_divergence"]) == (found[0], min(found)) and not end["worse"]
+rows = list(csv.DictReader(open(f"{folder}/distilled/loss.csv")))
+for column, values in [("", found), (":other", of["other"])]:
+    column = "eval_divergence_delivered" + column
+    assert [float(r[column]) for r in rows if r[column]] == values
+assert next(e for e in events if e["event"] == "begin")["teacher"]["streamed"] is False
+PYTHON
+    learn_from "$work/dense/model" "$work/halved" "${words[@]}" --save-every 5 --json >"$work/events" &
+    local run=$!
+    until grep -q '"event":"checkpoint"' "$work/events"; do
+        kill -0 "$run" || return 1
+        sleep 0.02
+    done
+    touch "$work/halved/stop"
+    wait "$run" && grep -q '"ending":"stopped"' "$work/events" || return 1
+    refused "the teacher is another model" learn_from "$work/run/model" "$work/halved" "${words[@]}" --resume --save-every 5 || return 1
+    refused "label_share 0.0, and now 0.5" learn_from "$work/dense/model" "$work/halved" "${words[@]}" --resume --label-share 0.5 || return 1
+    refused "learns from a teacher" "$nvfp4" train --model "$work/dense/model" --out "$work/halved" --device cpu --batch 2 --window 256 \
+        --eval "$work/short.txt" "${words[@]}" --resume || return 1
+    learn_from "$work/dense/model" "$work/halved" "${words[@]}" --resume --save-every 5 --teacher-memory streamed || return 1
+    cmp "$work/distilled/checkpoints/step-00000080/state.bin" "$work/halved/checkpoints/step-00000080/state.bin"
+}
+
+# Rows that a teacher writes, of its own and as answers, from the start and from the middle; and refusals.
+written() {
+    local free=(--teacher-writes 40 --steps 2)
+    learn_from "$work/dense/model" "$work/free" "${free[@]}" || return 1
+    local rows=$work/free/teacher.jsonl
+    [ "$(wc -l <"$rows")" -eq 40 ] && grep -q '"text"' "$rows" || return 1
+    mkdir "$work/again" && cp "$work/free/teacher.json" "$work/again" && head -c 2000 "$rows" >"$work/again/teacher.jsonl" || return 1
+    learn_from "$work/dense/model" "$work/again" "${free[@]}" && cmp "$rows" "$work/again/teacher.jsonl" &&
+        cmp "$work/free/checkpoints/step-00000002/state.bin" "$work/again/checkpoints/step-00000002/state.bin" || return 1
+    refused "with other options" learn_from "$work/dense/model" "$work/again" --teacher-writes 41 --steps 2 --resume || return 1
+    printf 'What\tthat\nWho\tshe\n' >"$work/asked.tsv"
+    learn_from "$work/dense/model" "$work/asked" --teacher-writes 3 --data "$work/asked.tsv" --steps 2 || return 1
+    python3 - "$work/asked/teacher.jsonl" <<'PYTHON' || return 1
+import json, sys
+rows = [json.loads(line) for line in open(sys.argv[1])]
+print(rows)
+assert [row["prompt"] for row in rows] == ["What", "Who", "What"] and all(row["completion"] for row in rows)
+PYTHON
+    refused "no question for the teacher" learn_from "$work/dense/model" "$work/none" --teacher-writes 3 \
+        --data tests/data/verse-10m/passage.txt --steps 2 && [ ! -e "$work/none" ] || return 1
+    local rows=(--data "$work/asked.tsv" --no-packing --steps 2)
+    refused "predicts 150 tokens and the model 320" learn_from tests/golden/model/qwen3_untied "$work/none" "${rows[@]}" &&
+        refused "name the model that it was quantized from" "$nvfp4" train --model "$work/run/model" --teacher --out "$work/none" "${rows[@]}" &&
+        refused "--teacher-memory streamed" learn_from "$work/dense/model" "$work/none" "${rows[@]}" --memory-budget 0.0005 \
+            --teacher-memory resident &&
+        refused "below 1" learn_from "$work/dense/model" "$work/none" "${rows[@]}" --label-share 1
+}
+
 # A conversation for a model without a template is ChatML, as it is when one talks to it.
 conversations() {
     printf '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}\n' >"$work/chat.jsonl"
@@ -212,4 +291,6 @@ check "a .dat file in and out" dat
 check "adapters" adapters
 check "conversations without a template" conversations
 check "bad rows" bad_rows
+check "distillation" distilled
+check "texts that a teacher writes" written
 finish

@@ -1,10 +1,11 @@
 //! What is said to be needed, against what is taken. Counts memory, which wants a process of its own; nextest gives it one.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use NVFP4::base::{env, memory};
 use NVFP4::train::memory::Estimate;
-use NVFP4::train::{Lora, RecomputedParts};
+use NVFP4::train::{Distillation, Lora, RecomputedParts, TeacherPlacement};
 
 use super::*;
 
@@ -13,6 +14,16 @@ const TOLERANCE: f64 = 0.005;
 
 /// The peak of some steps, and the estimate of it, both without the parameters' states; the states are exact.
 fn peak_and_estimate(source: &Source, config: &Config, tokens: usize) -> (u64, u64) {
+    peak_with_teacher(source, config, tokens, None)
+}
+
+/// [`peak_and_estimate`] with a teacher.
+fn peak_with_teacher(
+    source: &Source,
+    config: &Config,
+    tokens: usize,
+    teacher: Option<(Source, TeacherPlacement)>,
+) -> (u64, u64) {
     let device = Device::cpu(Some(2)).unwrap();
     let vocabulary = source.spec().vocab_size as u32;
     let mut batch = Documents::new(1, &[tokens / 2, tokens - tokens / 2]);
@@ -22,13 +33,22 @@ fn peak_and_estimate(source: &Source, config: &Config, tokens: usize) -> (u64, u
 
     let before = memory::total().current;
     let mut trainer = Trainer::new(&device, source, config).unwrap();
+    if let Some((teacher, placement)) = teacher {
+        let teacher = Arc::new(teacher);
+        trainer
+            .set_teacher(source, teacher, placement, tokens)
+            .unwrap();
+    }
     memory::reset_peak();
     // What stays of a step is there in the next.
     for _ in 0..2 {
         trainer.step(&[batch.batch()]).unwrap();
     }
-    let estimate = Estimate::new(source, config, &device, tokens);
+    let teacher = trainer.teacher();
+    let placed = teacher.map(|teacher| (teacher.source(), teacher.placement()));
+    let estimate = Estimate::with_teacher(source, config, &device, tokens, placed);
     assert_eq!(estimate.states, trainer.parameters().bytes() as u64);
+    assert_eq!(estimate.teacher, teacher.map_or(0, |t| t.bytes() as u64));
     let peak = memory::total().peak - before;
     (peak - estimate.states, estimate.total() - estimate.states)
 }
@@ -161,4 +181,40 @@ fn blocks_that_are_not_trained_leave_nothing() {
         }
         assert!(peaks.is_sorted_by(|a, b| a > b), "{peaks:?}");
     }
+}
+
+/// A teacher's weights and its own pass, resident and streamed, narrower and wider than the student.
+#[test]
+fn estimates_count_a_teacher() {
+    let mut wrong = Vec::new();
+    for (name, of_teacher) in [
+        ("qwen3_tied", "qwen2_untied"),
+        ("qwen3_untied", "phi3_partial"),
+        ("gemma3_wide", "gemma3_wide"),
+    ] {
+        for placement in [TeacherPlacement::Resident, TeacherPlacement::Streamed] {
+            for (recompute, head_chunk) in [(Recompute::Block, 16), (Recompute::None, 8192)] {
+                let source = Source::open(&golden("model").join(name)).unwrap();
+                let teacher = Source::open(&golden("model").join(of_teacher)).unwrap();
+                let config = Config {
+                    recompute,
+                    head_chunk,
+                    distillation: Some(Distillation::default()),
+                    ..config(Recipe::default(), 10)
+                };
+                let (peak, estimate) =
+                    peak_with_teacher(&source, &config, 220, Some((teacher, placement)));
+                let off = estimate as f64 / peak as f64 - 1.0;
+                let line = format!(
+                    "{name} by {of_teacher}, {placement:?}, {recompute} again: {estimate} for {peak}, {:+.2} %",
+                    100.0 * off
+                );
+                println!("{line}");
+                if off.abs() > TOLERANCE {
+                    wrong.push(line);
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }

@@ -231,8 +231,11 @@ fn the_best_evaluation_is_kept_and_delivered() {
     };
     let sets = [read(&other), read(&own)];
     let device = Device::cpu(Some(2)).unwrap();
-    let found = run::losses_of_file(&device, &folder.path("out/model"), &sets, 4).unwrap();
-    assert!((found[0] / best - 1.0).abs() < 1e-6, "{found:?}, {best}");
+    let found = run::losses_of_file(&device, &folder.path("out/model"), &sets, 4, None).unwrap();
+    assert!(
+        (found[0].loss / best - 1.0).abs() < 1e-6,
+        "{found:?}, {best}"
+    );
     let steps = || -> Vec<u64> {
         let all = list(&folder.path("out").join(run::CHECKPOINTS));
         all.unwrap().iter().map(|c| c.0).collect()

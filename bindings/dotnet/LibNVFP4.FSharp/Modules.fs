@@ -101,6 +101,9 @@ module Train =
     /// The mean cross-entropy in nats of what is delivered.
     let evaluate (batches: MicroBatch seq) (trainer: Trainer) = trainer.Evaluate(Seq.toArray batches)
 
+    /// The mean cross-entropy and the mean divergence from the teacher's predictions, in nats.
+    let compare (batches: MicroBatch seq) (trainer: Trainer) = trainer.Compare(Seq.toArray batches)
+
     /// Writes a checkpoint into a directory.
     let save (directory: string) (trainer: Trainer) = trainer.Save(directory)
 

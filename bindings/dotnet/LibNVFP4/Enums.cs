@@ -267,6 +267,17 @@ namespace LibNVFP4
         Tensor = 3,
     }
 
+    /// <summary>Where the weights of a teacher are; all give the same bits.</summary>
+    public enum Teacher
+    {
+        /// <summary>On the device if both models fit in its memory, else in its files.</summary>
+        Auto = 0,
+        /// <summary>On the device.</summary>
+        Resident = 1,
+        /// <summary>In its files, from which they are read in each pass.</summary>
+        Streamed = 2,
+    }
+
     /// <summary>How weights are held between steps.</summary>
     public enum WeightForm
     {

@@ -237,6 +237,12 @@ namespace LibNVFP4
         internal UIntPtr ConfigLength;
         internal int Tables;
         internal int WeightScales;
+        internal byte* Teacher;
+        internal UIntPtr TeacherLength;
+        internal double TeacherTemperature;
+        internal double LabelShare;
+        internal int TeacherMemory;
+        internal int Reserved;
     }
 
     [StructLayout(LayoutKind.Sequential)]
@@ -787,6 +793,10 @@ namespace LibNVFP4
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_trainer_evaluate(TrainerHandle trainer, NativeMicroBatch* batches, UIntPtr batchCount,
             UIntPtr batchSize, int delivered, NativeCallOptions* call, double* loss);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_trainer_compare(TrainerHandle trainer, NativeMicroBatch* batches, UIntPtr batchCount,
+            UIntPtr batchSize, int delivered, NativeCallOptions* call, double* loss, double* divergence);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_trainer_info(TrainerHandle trainer, byte* buffer, UIntPtr capacity, UIntPtr* length);

@@ -112,17 +112,52 @@ namespace LibNVFP4
         /// <summary>All settings as JSON, instead of all properties but the device and threads. Default: null.</summary>
         public string ConfigJson { get; set; }
 
+        /// <summary>
+        /// The path of a model of the same vocabulary, whose predictions are learned. Set <see cref="DeliveredShare"/> to 1 to bring an NVFP4
+        /// model nearer to the one that it was quantized from. Default: null, none.
+        /// </summary>
+        public string TeacherPath { get; set; }
+
+        /// <summary>Divides the logits of both models. Default: 1.</summary>
+        public double TeacherTemperature { get => Raw.TeacherTemperature; set => Raw.TeacherTemperature = value; }
+
+        /// <summary>The share of the labels' cross-entropy in the loss beside a teacher. Default: 0.</summary>
+        public double LabelShare { get => Raw.LabelShare; set => Raw.LabelShare = value; }
+
+        /// <summary>Where the teacher's weights are. Default: on the device if both models fit.</summary>
+        public Teacher TeacherMemory { get => (Teacher)Raw.TeacherMemory; set => Raw.TeacherMemory = (int)value; }
+
         internal int Use(Func<IntPtr, int> call)
         {
             byte[] config = ConfigJson == null ? null : Interop.Utf8(ConfigJson, nameof(ConfigJson));
+            byte[] teacher = TeacherPath == null ? null : Interop.Utf8(TeacherPath, nameof(TeacherPath));
             NativeTrainerOptions raw = Raw;
             fixed (byte* at = config)
+            fixed (byte* path = teacher)
             {
                 raw.Config = at;
                 raw.ConfigLength = Interop.Size(config == null ? 0 : config.Length);
+                raw.Teacher = path;
+                raw.TeacherLength = Interop.Size(teacher == null ? 0 : teacher.Length);
                 return call((IntPtr)(&raw));
             }
         }
+    }
+
+    /// <summary>A model's predictions against labels and against its teacher's: means in nats.</summary>
+    public sealed class Comparison
+    {
+        internal Comparison(double loss, double divergence)
+        {
+            Loss = loss;
+            Divergence = divergence;
+        }
+
+        /// <summary>The cross-entropy of the labels that count.</summary>
+        public double Loss { get; }
+
+        /// <summary>The divergence from the teacher's predictions.</summary>
+        public double Divergence { get; }
     }
 
     /// <summary>Documents that go through a model together; no token sees another document.</summary>
@@ -388,6 +423,23 @@ namespace LibNVFP4
                         Interop.Size(sizeof(NativeMicroBatch)), Interop.Flag(delivered), call.Options, &loss));
             }
             return loss;
+        }
+
+        /// <summary>The mean cross-entropy and the mean divergence from the teacher's predictions, in nats.</summary>
+        /// <param name="batches">What to evaluate with.</param>
+        /// <param name="delivered">Whether the NVFP4 codes alone are used, which are what is exported; else all that is held.</param>
+        /// <param name="cancellation">Stops it.</param>
+        public Comparison Compare(MicroBatch[] batches, bool delivered = true, CancellationToken cancellation = default(CancellationToken))
+        {
+            double loss = 0, divergence = 0;
+            using (var pinned = new PinnedBatches(batches))
+            using (var call = new Call(cancellation))
+            {
+                fixed (NativeMicroBatch* at = pinned.Raw)
+                    call.Finish(Native.NVFP4_trainer_compare(Handle, at, Interop.Size(pinned.Raw.Length),
+                        Interop.Size(sizeof(NativeMicroBatch)), Interop.Flag(delivered), call.Options, &loss, &divergence));
+            }
+            return new Comparison(loss, divergence);
         }
 
         /// <summary>Writes a checkpoint into a directory, and removes all there but the last.</summary>

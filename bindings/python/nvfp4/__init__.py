@@ -35,10 +35,11 @@ from .native import (AbiMismatch, BufferTooSmall, Busy, Cancelled, ContextFull, 
                      InputOutput, Internal, InvalidArgument, InvalidHandle, NotFound, OutOfMemory, OverBudget, Unsupported)
 from .tensors import (Nf4, Quantized, Tensor, Weight, dequantize, dequantize_packed, linear, quantize, quantize_nf4,
                       quantize_packed, scaled_mm, schema, select_backend, ste_clear, ste_weight, swizzle, unswizzle)
-from .training import NO_LABEL, Batch, Data, Optimizer, Row, Step, Trainer, rounding_seed, ste_linear, ste_linear_backward
+from .training import (NO_LABEL, Batch, Comparison, Data, Optimizer, Row, Step, Trainer, rounding_seed, ste_linear,
+                       ste_linear_backward)
 
 __all__ = [
-    "NO_LABEL", "AbiMismatch", "Batch", "BufferTooSmall", "Busy", "Cancel", "Cancelled", "ChatSession", "ContextFull", "CorruptFile",
+    "NO_LABEL", "AbiMismatch", "Batch", "BufferTooSmall", "Busy", "Cancel", "Cancelled", "ChatSession", "Comparison", "ContextFull", "CorruptFile",
     "Data", "Detokenizer", "DeviceUnavailable", "Error", "Generation", "InputOutput", "Internal", "InvalidArgument", "InvalidHandle", "Model",
     "Nf4", "NotFound", "Optimizer", "OutOfMemory", "OverBudget", "Piece", "Quantized", "Row", "Session", "Step", "Stream", "Tensor", "Tokenizer",
     "ToolCall", "Trainer", "Unsupported", "Weight", "convert", "dequantize", "dequantize_packed", "diagnose", "empty_cache", "linear",

@@ -52,6 +52,7 @@ CHOICES: Dict[str, Dict[str, int]] = {
     "part": {"content": 0, "reasoning": 1, "tool_call": 2},
     "schedule": {"constant": 0, "cosine": 1, "linear": 2, "stable": 3},
     "clip": {"never": 0, "global": 1, "previous": 2, "tensor": 3},
+    "teacher": {"auto": 0, "resident": 1, "streamed": 2},
     "weight_form": {"residual4": 0, "residual8": 1, "two_term": 2, "one_term": 3, "bfloat16": 4, "float32": 5},
     "first_moment": {"int4": 0, "nvfp4": 1, "int8": 2, "float32": 3},
     "second_moment": {"uint4": 0, "nvfp4": 1, "int8": 2, "float32": 3},
@@ -67,7 +68,7 @@ _CHOSEN = {"levels": "levels", "recipe": "recipe", "rounding": "rounding", "nonf
            "compute_path": "compute_path", "dense_dtype": "dtype", "activations": "activations", "kv_type": "kv",
            "eviction": "eviction", "container": "container", "tables": "tables", "schedule": "schedule", "clip": "clip", "weights": "weight_form",
            "first_moments": "first_moment", "second_moments": "second_moment", "format": "data", "long_rows": "long",
-           "empty_think": "empty_think", "weight_scales": "recipe"}
+           "empty_think": "empty_think", "weight_scales": "recipe", "teacher_memory": "teacher"}
 
 # Types by letter: i I 32 bits, l L 64 bits, z size_t, b a byte, f d floats, p any pointer, s text with a NUL, v nothing.
 _TYPES: Dict[str, Any] = {"i": ctypes.c_int32, "I": ctypes.c_uint32, "l": ctypes.c_int64, "L": ctypes.c_uint64, "z": ctypes.c_size_t,
@@ -101,7 +102,8 @@ session_text(ppzp)S session_length(pp)S session_context(pp)S
 session_memory(pp)S session_tokens(ppzp)S session_truncate(pz)S session_reset(p)S session_fork(pp)S session_save(ppzp)S
 session_restore(ppzpp)S session_step(ppzpp)S session_step_sample(ppzpppp)S
 trainer_options_init(pI)S trainer_create(pzppp)S trainer_resume(pzpzppp)S trainer_retain(p)S trainer_release(p)S
-trainer_step(ppzzpp)S trainer_evaluate(ppzzipp)S trainer_info(ppzp)S trainer_save(ppzpzzp)S trainer_data(ppzp)S
+trainer_step(ppzzpp)S trainer_evaluate(ppzzipp)S trainer_compare(ppzzippp)S trainer_info(ppzp)S trainer_save(ppzpzzp)S
+trainer_data(ppzp)S
 trainer_export_directory(ppziip)S trainer_export_dat(ppzp)S trainer_export_adapter(ppzpzip)S trainer_model(ppp)S
 data_options_init(pI)S data_read(pzppzppp)S data_retain(p)S data_release(p)S data_count(pp)S data_document(pzpppzp)S data_mask(pzpzp)S
 data_report(ppzp)S
@@ -176,7 +178,8 @@ class ChatOptions(ctypes.Structure):
 class TrainerOptions(ctypes.Structure):
     _fields_ = _fields("struct_size:I device_type:i device_index:i threads:i schedule:i clip:i weights:i first_moments:i "
                        "second_moments:i release:i recompute:i last_blocks:i steps:L warmup:L seed:L rate:d floor:d decay_share:d "
-                       "weight_decay:d beta1:d beta2:d eps:d clip_norm:d delivered_share:d config:p config_length:z tables:i weight_scales:i")
+                       "weight_decay:d beta1:d beta2:d eps:d clip_norm:d delivered_share:d config:p config_length:z tables:i weight_scales:i "
+                       "teacher:p teacher_length:z teacher_temperature:d label_share:d teacher_memory:i reserved:i")
 
 
 class MicroBatch(ctypes.Structure):
@@ -425,9 +428,9 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
             point("stop_tokens", "stop_token_count", numbers(ctypes.c_int32, tokens))
             point("stop_strings", "stop_string_count", (ctypes.c_char_p * len(strings))(*strings))
             point("stop_string_lengths", "stop_string_count", (ctypes.c_size_t * len(strings))(*map(len, strings)))
-        elif field in ("backend", "system", "variables", "tools", "config", "separator") and field in kinds:
+        elif field in ("backend", "system", "variables", "tools", "config", "separator", "teacher") and field in kinds:
             if value:
-                data, length = text_in(value)
+                data, length = path_in(value) if field == "teacher" else text_in(value)
                 point(field, field + "_length", (ctypes.c_char * length).from_buffer_copy(data))
         elif field in _CHOSEN and field in kinds:
             setattr(out, field, choice(_CHOSEN[field], value))

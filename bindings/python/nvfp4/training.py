@@ -31,6 +31,13 @@ class Step(typing.NamedTuple):
     changed_delivered: float
 
 
+class Comparison(typing.NamedTuple):
+    """Means over labels, in nats: the cross-entropy, and the divergence from a teacher's predictions, KL(teacher || model)."""
+
+    loss: float
+    divergence: float
+
+
 class Batch(typing.NamedTuple):
     """
     Documents one after another: token ids, for each token the one that should come after it (-100 where none counts), and the number of
@@ -95,8 +102,9 @@ class Trainer(Handle):
     clip (global, never, previous, tensor), clip_norm, weights (residual4, residual8, two_term, one_term, bfloat16, float32),
     first_moments (int4, nvfp4, int8, float32), second_moments (uint4, nvfp4, int8, float32), tables (auto, bfloat16, int8, nvfp4: what
     embedding and head are delivered as), weight_scales (sweep, four_over_six, amax: of linear weights that the model does not hold in
-    NVFP4), release, recompute, last_blocks, delivered_share, seed, threads; or instead of all of these `config`, a dictionary as info["config"] gives it. `device` is cpu,
-    cuda, cuda:1 or auto. One call at a time may use a trainer; `cancel` is a Cancel, and a call that it ends changes nothing.
+    NVFP4), release, recompute, last_blocks, delivered_share, seed, threads; or instead of all of these `config`, a dictionary as info["config"] gives it. With
+    `teacher`, the path of a model of the same vocabulary, what that predicts is learned, with teacher_temperature, label_share (of the
+    labels' cross-entropy in the loss) and teacher_memory (auto, resident, streamed). `device` is cpu, cuda, cuda:1 or auto. One call at a time may use a trainer; `cancel` is a Cancel, and a call that it ends changes nothing.
     """
 
     _kind = "trainer"
@@ -109,12 +117,12 @@ class Trainer(Handle):
             lambda call: native.value_out(ctypes.c_void_p, lib.trainer_create, *native.path_in(path), ctypes.byref(how), call), cancel)
 
     @classmethod
-    def resume(cls, path, directory, device="auto", threads=0, cancel=None):
+    def resume(cls, path, directory, device="auto", threads=0, cancel=None, teacher=None, teacher_memory="auto"):
         """
         A trainer from the last checkpoint in `directory`, or from the checkpoint that it is, with its settings; `path` is the model that
-        training began with. It goes on to the same bits. `data` is what was saved with it.
+        training began with, and `teacher` its teacher if there was one. It goes on to the same bits. `data` is what was saved with it.
         """
-        how = _options(device, None, {"threads": threads})
+        how = _options(device, None, {"threads": threads, "teacher": teacher, "teacher_memory": teacher_memory})
         return cls._own(_watched(
             lambda call: native.value_out(ctypes.c_void_p, lib.trainer_resume, *native.path_in(path), *native.path_in(directory),
                                           ctypes.byref(how), call), cancel))
@@ -149,6 +157,15 @@ class Trainer(Handle):
                                           ctypes.sizeof(native.MicroBatch), delivered, call), cancel)
         del kept
         return loss
+
+    def compare(self, batches, delivered=True, cancel=None):
+        """A Comparison with the labels that count and with the trainer's teacher: of what is delivered, or of all that is stored."""
+        out, kept = _batches(batches)
+        loss, divergence = ctypes.c_double(), ctypes.c_double()
+        _watched(lambda call: lib.trainer_compare(self, out, len(out), ctypes.sizeof(native.MicroBatch), delivered, call,
+                                                  ctypes.byref(loss), ctypes.byref(divergence)), cancel)
+        del kept
+        return Comparison(loss.value, divergence.value)
 
     def save(self, directory, data=None, keep=2, cancel=None):
         """Writes a checkpoint into `directory`, with `data`, and removes all there but the last `keep`."""

@@ -6,7 +6,7 @@ from .models import Cancel, Model
 from .native import Handle
 from .tensors import Tensor
 from .types import (
-    DataOptions, FloatDtype, OptimizerOptions, OptimizerStepOptions, Outcome, Path, Progress, Tables, TrainerOptions,
+    DataOptions, FloatDtype, OptimizerOptions, OptimizerStepOptions, Outcome, Path, Progress, Tables, TeacherMemory, TrainerOptions,
 )
 
 NO_LABEL: int
@@ -23,6 +23,10 @@ class Step(NamedTuple):
     changed: float
     changed_delivered: float
 
+class Comparison(NamedTuple):
+    loss: float
+    divergence: float
+
 class Batch(NamedTuple):
     tokens: Collection[int]
     labels: Collection[int]
@@ -35,7 +39,8 @@ class Trainer(Handle):
     def __init__(self, path: Path, device: str = "auto", config: Optional[Mapping[str, Any]] = None, cancel: Optional[Cancel] = None,
                  **options: Unpack[TrainerOptions]) -> None: ...
     @classmethod
-    def resume(cls, path: Path, directory: Path, device: str = "auto", threads: int = 0, cancel: Optional[Cancel] = None) -> Self: ...
+    def resume(cls, path: Path, directory: Path, device: str = "auto", threads: int = 0, cancel: Optional[Cancel] = None,
+               teacher: Optional[Path] = None, teacher_memory: TeacherMemory = "auto") -> Self: ...
     @property
     def info(self) -> dict[str, Any]: ...
     @property
@@ -43,6 +48,7 @@ class Trainer(Handle):
     def step(self, batches: Union[Batch, Iterable[Batch]], progress: Optional[Progress] = None,
              cancel: Optional[Cancel] = None) -> Step: ...
     def evaluate(self, batches: Union[Batch, Iterable[Batch]], delivered: bool = True, cancel: Optional[Cancel] = None) -> float: ...
+    def compare(self, batches: Union[Batch, Iterable[Batch]], delivered: bool = True, cancel: Optional[Cancel] = None) -> Comparison: ...
     def save(self, directory: Path, data: Any = None, keep: int = 2, cancel: Optional[Cancel] = None) -> None: ...
     def export(self, path: Path, tables: Tables = "auto", replace: bool = False, cancel: Optional[Cancel] = None) -> None: ...
     def export_dat(self, path: Path, cancel: Optional[Cancel] = None) -> None: ...

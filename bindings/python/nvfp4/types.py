@@ -30,6 +30,7 @@ Finish = Literal["stop", "stop_string", "length", "context", "cancelled"]
 Part = Literal["content", "reasoning", "tool_call"]
 Schedule = Literal["constant", "cosine", "linear", "stable"]
 Clip = Literal["never", "global", "previous", "tensor"]
+TeacherMemory = Literal["auto", "resident", "streamed"]
 WeightForm = Literal["residual4", "residual8", "two_term", "one_term", "bfloat16", "float32"]
 FirstMoments = Literal["int4", "nvfp4", "int8", "float32"]
 SecondMoments = Literal["uint4", "nvfp4", "int8", "float32"]
@@ -167,6 +168,10 @@ class TrainerOptions(TypedDict, total=False):
     eps: float
     clip_norm: float
     delivered_share: float
+    teacher: Path
+    teacher_temperature: float
+    label_share: float
+    teacher_memory: TeacherMemory
 
 
 class OptimizerOptions(TypedDict, total=False):

@@ -8,8 +8,10 @@ use std::sync::atomic::{AtomicI32, Ordering};
 
 use NVFP4::base::call::Cancel;
 use NVFP4::base::leftover::{self, OnSignal};
-use NVFP4::train::Trainer;
 use NVFP4::train::run::{Best, Ended, Ending};
+use NVFP4::train::{Score, Trainer};
+
+use super::teacher::measure;
 
 /// Offset of exit codes that stand for a signal, as shells have it.
 const SIGNALLED: u8 = 128;
@@ -60,15 +62,16 @@ pub(super) struct End {
     pub(super) steps: u64,
     pub(super) skipped: u64,
     pub(super) state_bytes: usize,
-    /// The loss of the deciding set before the first step, as delivered.
-    pub(super) start: Option<f64>,
-    /// The loss of what is delivered, and the step that it is of.
-    pub(super) delivered: Option<f64>,
+    /// The loss and the divergence of the deciding set before the first step, as delivered.
+    pub(super) start: Option<Score>,
+    /// The loss and the divergence of what is delivered, and the step that they are of.
+    pub(super) delivered: Option<Score>,
     pub(super) delivered_step: u64,
     /// The best evaluation, where that is what is delivered.
     pub(super) best: Option<Best>,
-    /// The losses before the first step and of what is delivered, if it is worse.
+    /// The losses before the first step and of what is delivered, if it is worse, and the name of such a loss.
     pub(super) worse: Option<(f64, f64)>,
+    pub(super) measure: &'static str,
     /// The step of the last checkpoint.
     pub(super) saved: Option<u64>,
     /// The command that goes on from there, or begins again.
@@ -78,7 +81,7 @@ pub(super) struct End {
 impl End {
     /// Result of a run that has delivered nothing yet.
     pub(super) fn new(ended: &Ended, trainer: &Trainer) -> End {
-        let (start, delivered) = ended.losses();
+        let (start, delivered) = ended.scores();
         End {
             ending: ended.ending,
             reason: ended.reason.clone(),
@@ -91,6 +94,7 @@ impl End {
             delivered_step: trainer.steps(),
             best: None,
             worse: None,
+            measure: measure(trainer.config()),
             saved: ended.saved,
             again: command(ended.saved.is_some()),
         }
@@ -98,7 +102,7 @@ impl End {
 
     /// The best evaluation is what is delivered.
     pub(super) fn delivers(&mut self, best: Best) {
-        self.delivered = Some(best.loss);
+        self.delivered = Some(best.score());
         self.delivered_step = best.step;
         self.best = Some(best);
     }

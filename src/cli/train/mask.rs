@@ -22,7 +22,7 @@ pub(super) fn show(args: &Args, rows: usize) -> Result<()> {
     let source = args.source()?;
     let text = source.text()?;
     let window = args.window(source.spec().max_positions)?;
-    let data = args.read(&args.data, &source, &text, window)?;
+    let data = args.read(&args.data, &source, &text, &args.data_options(window))?;
     let colored = std::io::stdout().is_terminal() && !env::no_color();
     for index in 0..rows.min(data.documents().len()) {
         let mask = data.mask(index, &text.tokenizer)?;

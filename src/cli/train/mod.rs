@@ -7,6 +7,8 @@ mod mask;
 mod options;
 mod resume;
 mod show;
+mod teacher;
+mod writing;
 
 use std::cell::RefCell;
 use std::path::{Path, PathBuf};
@@ -17,7 +19,7 @@ use NVFP4::base::error::bail;
 use NVFP4::base::{Error, Result, memory as account};
 use NVFP4::model::training::{Source, Text};
 use NVFP4::ops::Device;
-use NVFP4::train::data::{self, Data, Report, Windows};
+use NVFP4::train::data::{self, Data, Long, Report, Windows};
 use NVFP4::train::run::{self, CHECKPOINTS, Ending, EvaluationSet, Event, Inputs, Observer};
 use NVFP4::train::{MemoryReport, Samples, Trainer, checkpoint, memory};
 
@@ -44,7 +46,7 @@ pub(super) fn run(args: &Args) -> Result<ExitCode> {
         mask::show(args, rows)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let (begin, lock) = args.begin()?;
+    let (begin, mut lock) = args.begin()?;
     let device = match &*args.device {
         // What it came to is in the line that says what begins.
         "auto" => Device::cuda(0).or_else(|_| model::device("cpu", args.threads))?,
@@ -58,12 +60,44 @@ pub(super) fn run(args: &Args) -> Result<ExitCode> {
     let text = source.text()?;
     let mut show = Show::new(args.json);
     let window = args.window(source.spec().max_positions)?;
-    let (read, windows, evaluation) = args.data(&source, &text, window)?;
+    let teacher = args.teacher.open(args.model.as_ref(), &source)?;
+    let written = match (&teacher, args.teacher.teacher_writes) {
+        (Some(teacher), Some(count)) => {
+            let take = || {
+                lock = Some(args.lock(lock.take())?);
+                Ok(())
+            };
+            Some(writing::write(
+                args,
+                (&device, window),
+                teacher,
+                count,
+                take,
+            )?)
+        }
+        _ => None,
+    };
+    let (read, windows, evaluation) = args.data(&source, &text, window, written)?;
     show.data(&read, &windows, &evaluation)?;
     run::check_windows(windows.len(), (args.batch, args.accumulate))?;
 
-    let config = args.config(&settings, &device, windows.len())?;
-    let explained = |e: Error| memory::explain(e, &source, &config, &device, (args.batch, window));
+    let mut config = args.config(&settings, &device, windows.len())?;
+    if let Some(teacher) = &teacher {
+        let earlier = config.distillation.as_ref();
+        config.distillation = Some(args.teacher.distillation(teacher, earlier)?);
+        config.check()?;
+    }
+    let explained = |e: Error| {
+        let placed = teacher.as_deref().map(|t| (t, args.teacher.placement()));
+        memory::explain(e, &source, &config, &device, (args.batch, window), placed)
+    };
+    let teach = |trainer: &mut Trainer| match &teacher {
+        None => Ok(()),
+        Some(teacher) => {
+            let (placement, tokens) = (args.teacher.placement(), args.batch * window);
+            trainer.set_teacher(&source, teacher.clone(), placement, tokens)
+        }
+    };
     let changed = RefCell::new(Vec::new());
     let resumed = |place: &Path| {
         Trainer::resume_as(&device, &source, place, &|saved| {
@@ -81,6 +115,7 @@ pub(super) fn run(args: &Args) -> Result<ExitCode> {
             (trainer, Some(at))
         }
     };
+    teach(&mut trainer).map_err(explained)?;
     if trainer.steps() > config.steps {
         bail!(
             InvalidArgument,
@@ -92,7 +127,8 @@ pub(super) fn run(args: &Args) -> Result<ExitCode> {
     let lock = args.lock(lock)?;
     report.model_loaded();
     let changed = changed.take();
-    show.begin(&trainer, at.is_some(), &changed)?;
+    let described = args.teacher.describe(args.model.as_ref(), &trainer);
+    show.begin(&trainer, at.is_some(), &changed, described)?;
     let inputs = Inputs {
         windows,
         evaluation,
@@ -173,12 +209,13 @@ pub(super) fn run(args: &Args) -> Result<ExitCode> {
         .rounds_again()
         .filter(|_| !inputs.evaluation.is_empty())
     {
-        match run::losses_of_file(&device, place, &inputs.evaluation, args.batch) {
-            Ok(losses) => {
-                for (set, &loss) in inputs.evaluation.iter().zip(&losses) {
-                    show.measured(place, &set.name, loss);
+        let teacher = teacher.map(|teacher| (teacher, args.teacher.placement()));
+        match run::losses_of_file(&device, place, &inputs.evaluation, args.batch, teacher) {
+            Ok(scores) => {
+                for (set, score) in inputs.evaluation.iter().zip(&scores) {
+                    show.measured(place, &set.name, score);
                 }
-                end.delivered = losses.first().copied();
+                end.delivered = scores.first().copied();
             }
             Err(e) => show.warn(&format!(
                 "{} is written, and its loss could not be measured: {e}",
@@ -201,8 +238,13 @@ impl Args {
     }
 
     /// Reads files whose rows the model is to learn.
-    fn read(&self, files: &[PathBuf], source: &Source, text: &Text, window: usize) -> Result<Data> {
-        let options = self.data_options(window);
+    fn read(
+        &self,
+        files: &[PathBuf],
+        source: &Source,
+        text: &Text,
+        options: &data::Options,
+    ) -> Result<Data> {
         let bar = output::count_bar("reading", 0);
         let progress = |p: Progress| {
             bar.set_length(p.total);
@@ -213,7 +255,7 @@ impl Args {
             flags: &[],
             progress: Some(&progress),
         };
-        let read = watch.during(|| data::read(files, text, source.spec().vocab_size, &options));
+        let read = watch.during(|| data::read(files, text, source.spec().vocab_size, options));
         bar.finish_and_clear();
         read
     }
@@ -223,10 +265,24 @@ impl Args {
         source: &Source,
         text: &Text,
         window: usize,
+        written: Option<PathBuf>,
     ) -> Result<(Report, Windows, Vec<EvaluationSet>)> {
-        let read = |files: &[PathBuf]| self.read(files, source, text, window);
+        let options = self.data_options(window);
+        let read = |files: &[PathBuf]| self.read(files, source, text, &options);
         let sets = self.evaluation_sets()?;
-        let mut data = read(&self.data)?;
+        let mut data = match written {
+            Some(file) => {
+                // A teacher's words may take another token when they are read again than when they were written.
+                let options = data::Options {
+                    format: None,
+                    separator: None,
+                    long: Long::Truncate,
+                    ..options.clone()
+                };
+                self.read(&[file], source, text, &options)?
+            }
+            None => read(&self.data)?,
+        };
         let mut evaluation = Vec::new();
         for (name, files) in sets {
             let windows = read(&files)?.windows()?;

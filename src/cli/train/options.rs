@@ -16,6 +16,7 @@ use clap::ValueEnum;
 use serde_json::Value;
 
 use super::super::recipe::{RecipeName, TableForm};
+use super::teacher::TeacherArgs;
 
 /// The share of steps over which the rate rises, where nothing else is said.
 const WARMUP: f64 = 0.03;
@@ -37,7 +38,7 @@ pub(in crate::cli) struct Args {
     pub(super) init: Option<PathBuf>,
     /// Files to learn: .tsv (a line prompt<TAB>answer, # comments), .jsonl and .json (objects with messages, conversations, prompt and
     /// completion, instruction and output, question and answer, or text), .csv (the same as columns) and .txt; also with .gz or .zst
-    #[arg(long, required = true, num_args = 1.., value_name = "FILE")]
+    #[arg(long, required_unless_present = "teacher_writes", num_args = 1.., value_name = "FILE")]
     pub(super) data: Vec<PathBuf>,
     /// Files to evaluate with, of the same formats: together one set, or as NAME=FILE the set NAME, of which there may be several; losses are
     /// told and drawn for each
@@ -143,6 +144,9 @@ pub(in crate::cli) struct Args {
     #[arg(long, help_heading = "Adapters")]
     pub(super) merge: bool,
 
+    #[command(flatten)]
+    pub(super) teacher: TeacherArgs,
+
     /// Tokens of a window; default: 2048, or the model's context if that is less
     #[arg(long, value_name = "TOKENS", help_heading = "Data")]
     window: Option<usize>,
@@ -168,7 +172,7 @@ pub(in crate::cli) struct Args {
     #[arg(long, help_heading = "Data")]
     no_packing: bool,
     /// Print the first N rows as they would be trained, with what is learned of them, and end; nothing is written
-    #[arg(long, value_name = "N", conflicts_with_all = ["resume", "merge"], help_heading = "Data")]
+    #[arg(long, value_name = "N", conflicts_with_all = ["resume", "merge", "teacher_writes"], help_heading = "Data")]
     pub(super) show_mask: Option<usize>,
 
     /// How weights of blocks and their moments are stored: nvfp4 (2.19 bytes a parameter), nvfp4-int8 (2.69, with a residual of 8 bits),
@@ -248,7 +252,8 @@ pub(in crate::cli) struct Args {
     /// A prompt to answer at each evaluation, by the likeliest tokens; may be given several times
     #[arg(long, value_name = "PROMPT", help_heading = "Reports")]
     pub(super) sample: Vec<String>,
-    /// Keep the checkpoint with the lowest evaluation loss as delivered, and deliver that one; by the first set, or the set NAME
+    /// Keep the checkpoint with the lowest evaluation loss as delivered, and deliver that one; by the first set, or the set NAME. With
+    /// --teacher, the loss against the teacher
     #[arg(
         long,
         value_name = "NAME",
@@ -466,6 +471,7 @@ impl Args {
             }
         }
         let says_rate = settings.says("/optimizer/rate");
+        let says_delivered = settings.says("/recipe/delivered_share");
         let config = &mut settings.config;
         if let Some(name) = &self.recipe {
             config.recipe = self.named_recipe(name)?;
@@ -494,6 +500,15 @@ impl Args {
             (&mut recipe.gradients, self.gradients),
         ] {
             *own = given.map_or(*own, ProductForm::from);
+        }
+        if self.teacher.teacher.is_some() && !says_delivered && !self.recipe_says_delivered()? {
+            recipe.delivered_share = Some(1.0);
+        }
+        if self.teacher.teacher.is_none() && config.distillation.is_some() {
+            bail!(
+                InvalidArgument,
+                "the settings in --config have a distillation; name the teacher by --teacher"
+            );
         }
         if !says_rate && recipe.lora.is_some() {
             config.optimizer.rate = ADAPTER_RATE;
@@ -550,6 +565,16 @@ impl Args {
                  one of the two"
             ),
             None => Ok(recipe),
+        }
+    }
+
+    /// Whether a file with a recipe chooses when passes multiply with what is delivered.
+    fn recipe_says_delivered(&self) -> Result<bool> {
+        match self.recipe.as_deref().map(Path::new) {
+            Some(file) if file.exists() => {
+                Ok(read::<Value>(file)?.get("delivered_share").is_some())
+            }
+            _ => Ok(false),
         }
     }
 

@@ -11,6 +11,7 @@ use serde_json::Value;
 
 use super::delivery::{ADAPTER, MODEL};
 use super::options::Args;
+use super::writing;
 
 const TABLE: &str = "loss.csv";
 /// Where what a run leaves behind goes when it goes on from an earlier checkpoint; a number follows.
@@ -144,8 +145,10 @@ impl Args {
                 self.out.display()
             );
         }
+        // A teacher's rows are what a run begins with.
+        let own = [LOCK, writing::ROWS, writing::SETTINGS];
         let names = directory::names(&self.out)?;
-        match names.iter().all(|name| name == LOCK) {
+        match names.iter().all(|name| own.contains(&name.as_str())) {
             true => Ok(()),
             false => bail!(
                 InvalidArgument,
@@ -250,6 +253,7 @@ fn steps(steps: impl Iterator<Item = u64>) -> String {
 
 /// Differences between the settings of a checkpoint and those of the run that goes on, where they are allowed. Other differences are refused.
 pub(super) fn changes(saved: &Config, own: &Config) -> Result<Vec<String>> {
+    check_teacher(saved, own)?;
     let value = |config: &Config| {
         serde_json::to_value(config).map_err(|e| err!(Internal, "writing settings: {e}"))
     };
@@ -271,6 +275,28 @@ pub(super) fn changes(saved: &Config, own: &Config) -> Result<Vec<String>> {
         );
     }
     Ok(words(free))
+}
+
+/// Refuses another teacher than that of a checkpoint.
+fn check_teacher(saved: &Config, own: &Config) -> Result<()> {
+    let of = |config: &Config| config.distillation.as_ref().map(|d| d.teacher.clone());
+    match (of(saved), of(own)) {
+        (Some(_), None) => bail!(
+            InvalidArgument,
+            "the run that is to go on learns from a teacher; name the same one by --teacher, or another --out"
+        ),
+        (None, Some(_)) => bail!(
+            InvalidArgument,
+            "the run that is to go on began without a teacher; leave --teacher out, or name another --out"
+        ),
+        (Some(then), Some(now)) if then != now => bail!(
+            InvalidArgument,
+            "the teacher is another model than the one that the run began with: its fingerprint is {} instead of {}",
+            now.unwrap_or_default(),
+            then.unwrap_or_default()
+        ),
+        _ => Ok(()),
+    }
 }
 
 /// Lists what differs between two values of the same form: the name, and both values.

@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 
 use NVFP4::base::call::Progress;
 use NVFP4::base::{Result, memory as account};
-use NVFP4::train::Trainer;
+use NVFP4::model::training::Placement;
 use NVFP4::train::data::{Report, Windows};
 use NVFP4::train::run::{Ending, EvaluationSet, Event};
+use NVFP4::train::{Score, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -140,13 +141,19 @@ impl Show {
         trainer: &Trainer,
         resumed: bool,
         changed: &[String],
+        teacher: Option<String>,
     ) -> Result<()> {
         let (config, parameters) = (trainer.config(), trainer.parameters());
         if self.json {
-            return output::json(&json!({
+            let mut said = json!({
                 "event": "begin", "resumed": resumed, "changed": changed, "step": trainer.steps(), "steps": config.steps, "device": trainer.device().name(),
                 "parameters": parameters.trained(), "state_bytes": parameters.bytes(), "config": config,
-            }));
+            });
+            if let Some(teacher) = trainer.teacher() {
+                let streamed = teacher.placement() == Placement::Streamed;
+                said["teacher"] = json!({"bytes": teacher.bytes(), "streamed": streamed});
+            }
+            return output::json(&said);
         }
         let what = match &config.recipe.lora {
             None => String::new(),
@@ -171,6 +178,9 @@ impl Show {
                 ""
             }
         ));
+        if let Some(teacher) = teacher {
+            self.say(teacher);
+        }
         if !changed.is_empty() {
             self.say(format!("with other settings: {}", changed.join(", ")));
         }
@@ -224,17 +234,26 @@ impl Show {
                 set,
                 delivered,
                 stored,
+                divergence_delivered,
+                divergence_stored,
             } => {
                 let set = match *set {
                     UNNAMED => String::new(),
                     name => format!(" of {name}"),
                 };
-                self.say(match delivered == stored {
-                    true => format!("step {step}: evaluation loss{set} {delivered:.4}"),
-                    false => format!(
-                        "step {step}: evaluation loss{set} {delivered:.4} as delivered, {stored:.4} as stored"
-                    ),
-                });
+                let both = |delivered: &f64, stored: &f64| match delivered == stored {
+                    true => format!("{delivered:.4}"),
+                    false => format!("{delivered:.4} as delivered, {stored:.4} as stored"),
+                };
+                let mut line = format!(
+                    "step {step}: evaluation loss{set} {}",
+                    both(delivered, stored)
+                );
+                if let (Some(delivered), Some(stored)) = (divergence_delivered, divergence_stored) {
+                    line += "; divergence from the teacher ";
+                    line += &both(delivered, stored);
+                }
+                self.say(line);
                 self.began = Instant::now();
             }
             Event::Sample {
@@ -262,22 +281,31 @@ impl Show {
         }
     }
 
-    /// The loss of a file that was delivered.
-    pub(super) fn measured(&mut self, place: &Path, set: &str, loss: f64) {
+    /// The loss of a file that was delivered, and its divergence from a teacher.
+    pub(super) fn measured(&mut self, place: &Path, set: &str, score: &Score) {
         self.end();
         match self.json {
             true => {
                 let place = shown(place);
-                self.json(&json!({"event": "delivered", "path": place, "set": set, "loss": loss}));
+                let mut said =
+                    json!({"event": "delivered", "path": place, "set": set, "loss": score.loss});
+                if let Some(divergence) = score.divergence {
+                    said["divergence"] = json!(divergence);
+                }
+                self.json(&said);
             }
             false => {
                 let set = match set {
                     UNNAMED => String::new(),
                     name => format!(" of {name}"),
                 };
+                let divergence = score.divergence.map_or(String::new(), |divergence| {
+                    format!(", divergence from the teacher {divergence:.4},")
+                });
                 self.say(format!(
-                    "{}: evaluation loss{set} {loss:.4} of the file",
-                    place.display()
+                    "{}: evaluation loss{set} {:.4}{divergence} of the file",
+                    place.display(),
+                    score.loss
                 ));
             }
         }
@@ -355,15 +383,20 @@ impl Show {
                 "no evaluation was better than that before the first step: the model is delivered as it was then".to_owned(),
             ),
             Some(best) => self.say(format!(
-                "step {} was the best, with an evaluation loss of {:.4}, and is delivered",
-                best.step, best.loss
+                "step {} was the best, with an evaluation loss of {:.4}{}, and is delivered",
+                best.step,
+                best.loss,
+                best.divergence.map_or(String::new(), |divergence| format!(
+                    " and a divergence from the teacher of {divergence:.4}"
+                ))
             )),
             None => {}
         }
         if let Some((start, now)) = end.worse {
             self.say(format!(
-                "warning: what is delivered is worse than what training began with: its evaluation loss is {now:.4}, and was {start:.4} before the \
-                 first step"
+                "warning: what is delivered is worse than what training began with: its {} is {now:.4}, and was {start:.4} before the first \
+                 step",
+                end.measure
             ));
         }
         if let Some(place) = &delivery.adapter {
@@ -418,9 +451,20 @@ fn complain(line: &str) {
 
 /// What a run with `--json` says at its end.
 fn ended(end: &End, place: Option<&Path>) -> Value {
-    json!({
+    let loss = |score: Option<Score>| score.map(|s| s.loss);
+    let divergence = |score: Option<Score>| score.and_then(|s| s.divergence);
+    let mut said = json!({
         "event": "end", "ending": end.ending, "reason": end.reason, "step": end.step, "skipped": end.skipped, "path": place.map(shown),
-        "state_bytes": end.state_bytes, "peak_bytes": account::total().peak, "start_loss": end.start, "delivered_loss": end.delivered,
+        "state_bytes": end.state_bytes, "peak_bytes": account::total().peak, "start_loss": loss(end.start), "delivered_loss": loss(end.delivered),
         "delivered_step": place.map(|_| end.delivered_step), "worse": end.worse.is_some(),
-    })
+    });
+    for (name, score) in [
+        ("start_divergence", end.start),
+        ("delivered_divergence", end.delivered),
+    ] {
+        if let Some(divergence) = divergence(score) {
+            said[name] = json!(divergence);
+        }
+    }
+    said
 }

@@ -2,10 +2,12 @@
 
 use std::ops::Range;
 
+use super::lesson::Lesson;
 use super::scratch::{Scratch, grow};
 use super::{Batch, Layout, RowGradients, Store};
 use crate::base::Result;
 use crate::model::Spec;
+use crate::ops::training::divergence::{Divergence, Totals};
 use crate::ops::training::loss::{Chunk, Loss};
 use crate::ops::training::matmul::{Form, Sizes, matmul};
 use crate::ops::training::{array, norm};
@@ -21,6 +23,30 @@ pub(super) struct HeadPass<'a> {
     pub(super) chunk: usize,
     /// Keeps the gradients of a tied head until those of the embedding come, rather than compute logits once more.
     pub(super) keeps: bool,
+}
+
+/// The loss of a head's predictions.
+pub(super) enum HeadLoss<'a> {
+    /// Cross-entropy of the batch's labels.
+    Labels(Loss),
+    /// Divergence from a teacher, mixed with the labels' cross-entropy.
+    Lesson(Divergence, Lesson<'a>),
+}
+
+impl<'a> HeadLoss<'a> {
+    /// A loss before the first chunk of its rows.
+    pub(super) fn new(
+        device: &Device,
+        rows: usize,
+        lesson: Option<Lesson<'a>>,
+    ) -> Result<HeadLoss<'a>> {
+        Ok(match lesson {
+            None => HeadLoss::Labels(Loss::new(device, rows)?),
+            Some(lesson) => {
+                HeadLoss::Lesson(Divergence::new(device, rows, lesson.mixture)?, lesson)
+            }
+        })
+    }
 }
 
 /// Elements of what rows take in a head.
@@ -69,23 +95,39 @@ impl HeadPass<'_> {
         }
     }
 
-    /// The loss of the rows `x` that leave the last block.
+    /// The loss of the rows `x` that leave the last block, whose first chunk comes next.
     pub(super) fn forward(
         &self,
         store: &mut dyn Store,
+        loss: &mut HeadLoss<'_>,
         x: &Array<Mixed>,
         s: &mut Scratch,
-    ) -> Result<(Loss, f64)> {
+    ) -> Result<Totals> {
         let (device, t) = (self.device, self.batch.rows());
         self.normalize(store, x.first(t * self.spec.hidden_size)?, s)?;
-        let mut loss = Loss::new(device, t)?;
+        let targets = &self.batch.targets;
         for tokens in self.chunks() {
             self.logits(store, &tokens, t, s)?;
-            let logits = s.logits.first(t * tokens.len())?;
-            loss.add(device, &self.batch.targets, self.columns(&tokens), logits)?;
+            let (columns, logits) = (self.columns(&tokens), s.logits.first(t * tokens.len())?);
+            match loss {
+                HeadLoss::Labels(loss) => loss.add(device, targets, columns, logits)?,
+                HeadLoss::Lesson(loss, lesson) => {
+                    let teacher = lesson.predictions.logits(&tokens)?;
+                    loss.add(device, targets, columns, logits, teacher)?;
+                }
+            }
         }
-        let total = loss.finish(device, &self.batch.targets)?;
-        Ok((loss, total))
+        match loss {
+            HeadLoss::Labels(loss) => {
+                let loss = loss.finish(device, targets)?;
+                Ok(Totals {
+                    loss,
+                    cross_entropy: loss,
+                    divergence: 0.0,
+                })
+            }
+            HeadLoss::Lesson(loss, _) => loss.finish(device, targets),
+        }
     }
 
     /// The token with the largest logit after the last row of `x`, the first of those that are equal.
@@ -113,7 +155,7 @@ impl HeadPass<'_> {
     }
 
     /// A chunk's logits of the first `t` rows, and its rows of the head in `s.weight`.
-    fn logits(
+    pub(super) fn logits(
         &self,
         store: &mut dyn Store,
         tokens: &Range<usize>,
@@ -153,7 +195,7 @@ impl HeadPass<'_> {
     fn logit_gradients(
         &self,
         store: &mut dyn Store,
-        loss: &Loss,
+        loss: &mut HeadLoss<'_>,
         tokens: &Range<usize>,
         s: &mut Scratch,
     ) -> Result<()> {
@@ -162,13 +204,14 @@ impl HeadPass<'_> {
         let sizes = self.sizes(self.batch.rows());
         s.dlogits.grow(self.device, sizes.logits)?;
         let (logits, gradients) = (s.logits.first(len)?, s.dlogits.first_mut(len)?);
-        loss.gradients(
-            self.device,
-            &self.batch.targets,
-            self.columns(tokens),
-            logits,
-            gradients,
-        )
+        let (device, targets, columns) = (self.device, &self.batch.targets, self.columns(tokens));
+        match loss {
+            HeadLoss::Labels(loss) => loss.gradients(device, targets, columns, logits, gradients),
+            HeadLoss::Lesson(loss, lesson) => {
+                let of_both = (logits, lesson.predictions.logits(tokens)?);
+                loss.gradients(device, targets, columns, of_both, gradients)
+            }
+        }
     }
 
     /// Makes `s.head_normed` what the head takes of the rows `x`.
@@ -237,7 +280,7 @@ impl HeadPass<'_> {
     pub(super) fn backward(
         &self,
         store: &mut dyn Store,
-        loss: &Loss,
+        loss: &mut HeadLoss<'_>,
         x: &Array<Mixed>,
         s: &mut Scratch,
     ) -> Result<()> {
@@ -291,7 +334,7 @@ impl HeadPass<'_> {
     pub(super) fn embedding_backward(
         &self,
         store: &mut dyn Store,
-        loss: Option<&Loss>,
+        loss: Option<&mut HeadLoss<'_>>,
         x: &Array<Mixed>,
         s: &mut Scratch,
     ) -> Result<()> {
@@ -299,14 +342,14 @@ impl HeadPass<'_> {
         if !store.trains(self.layout.embedding) {
             return Ok(());
         }
-        let of_head = loss.filter(|_| self.spec.tied);
+        let mut of_head = loss.filter(|_| self.spec.tied);
         let kept = of_head.is_some() && self.keeps_tied(store);
         if of_head.is_some() && !kept {
             self.normalize(store, x.first(t * hidden)?, s)?;
         }
         for tokens in self.chunks() {
             let len = tokens.len() * hidden;
-            match of_head {
+            match of_head.as_deref_mut() {
                 Some(_) if kept => {}
                 Some(loss) => {
                     self.logit_gradients(store, loss, &tokens, s)?;

@@ -10,6 +10,7 @@ use super::scratch::SavedSizes;
 use super::streams::Streams;
 use super::{Batch, Layout, MatrixId, Options};
 use crate::model::Spec;
+use crate::ops::training::divergence::Divergence;
 use crate::ops::training::loss::Loss;
 use crate::ops::training::matmul;
 use crate::ops::{Array, Device, Mixed};
@@ -60,6 +61,23 @@ impl Blocks {
     }
 }
 
+/// Memory of the blocks of a pass.
+struct BlockParts {
+    /// Bytes that each block keeps for itself.
+    kept: usize,
+    /// Bytes that blocks share for what is computed again.
+    shared: usize,
+    forward: Blocks,
+    backward: Blocks,
+}
+
+impl BlockParts {
+    /// Bytes that blocks use in turn, in both directions.
+    fn both(&self, element: usize) -> usize {
+        self.forward.max(self.backward).bytes(element)
+    }
+}
+
 impl PassMemory<'_> {
     /// Bytes of the host's memory that a batch of `rows` tokens takes beside a GPU.
     pub fn offloaded(&self, rows: usize) -> usize {
@@ -69,14 +87,123 @@ impl PassMemory<'_> {
 
     /// Bytes of the device that gradients of a batch of `rows` tokens at their peak; what is small beside them is left out.
     pub fn bytes(&self, rows: usize) -> usize {
+        let PassMemory { device, spec, .. } = *self;
+        let element = Array::<Mixed>::element_bytes(device);
+        let parts = self.parts(rows);
+        let head = self.head(rows);
+        let keeps = self.options.recompute == Recompute::None;
+        let trains_head = (self.trains)(self.layout.head);
+        let keeps_tied = self.keeps_tied();
+        let always =
+            self.always(&parts, rows) + Batch::bytes(spec, rows) + Loss::bytes(device, rows);
+
+        let float = size_of::<f32>();
+        let logits = (float + element) * head.logits;
+        let own_gradient = |wanted| element * if wanted { head.weight } else { 0 };
+        let of_head =
+            (element + float) * head.stream + logits + own_gradient(!spec.tied && trains_head);
+        let of_embedding = match (self.embeds(), spec.tied) {
+            _ if keeps_tied => 0,
+            (true, true) => element * head.stream + logits + own_gradient(true),
+            (true, false) => own_gradient(true),
+            (false, _) => 0,
+        };
+        let head = of_head.max(of_embedding);
+        // Scratch of the blocks stays until the embedding's turn, if that comes, or for good where nothing is computed again.
+        let (shared, both) = (parts.shared, parts.both(element));
+        let most = match keeps {
+            true => shared + both + head,
+            false if self.embeds() || spec.tied => {
+                let blocks = parts
+                    .forward
+                    .bytes(element)
+                    .max(parts.backward.bytes(element));
+                head.max(shared + blocks)
+            }
+            false => head.max(shared + both),
+        };
+        always + most
+    }
+
+    /// [`PassMemory::bytes`] for a loss against a teacher, without the teacher's own memory.
+    pub fn lesson_bytes(&self, rows: usize) -> usize {
+        let (own, labels) = (
+            Divergence::bytes(self.device, rows),
+            Loss::bytes(self.device, rows),
+        );
+        self.bytes(rows) + own - labels
+    }
+
+    /// Bytes that the pass still holds between batches of `rows` tokens, while a teacher runs.
+    pub fn resting_bytes(&self, rows: usize) -> usize {
+        let element = Array::<Mixed>::element_bytes(self.device);
+        let parts = self.parts(rows);
+        let blocks = match self.options.recompute == Recompute::None {
+            true => parts.shared + parts.both(element),
+            false => 0,
+        };
+        self.always(&parts, rows) + Batch::bytes(self.spec, rows) + blocks
+    }
+
+    /// Bytes of a forward pass up to the head's input, for a batch of `rows` tokens.
+    pub(super) fn inputs_bytes(&self, rows: usize) -> usize {
+        let element = Array::<Mixed>::element_bytes(self.device);
+        let (parts, head) = (self.parts(rows), self.head(rows));
+        let streams = Streams::kept(self.spec.blocks.len(), false, self.spec.blocks.len());
+        // The head's input is made before the rest is given back.
+        let elements = (streams + 1) * head.stream + parts.forward.linear.weight;
+        element * elements
+            + parts.kept
+            + parts.shared
+            + parts.forward.bytes(element)
+            + Batch::bytes(self.spec, rows)
+    }
+
+    /// Bytes of a chunk of logits of `rows` tokens, with its inputs.
+    pub(super) fn logits_bytes(&self, rows: usize) -> usize {
+        let element = Array::<Mixed>::element_bytes(self.device);
+        let head = self.head(rows);
+        element * (head.stream + head.weight)
+            + size_of::<f32>() * head.logits
+            + Batch::bytes(self.spec, rows)
+    }
+
+    fn head(&self, rows: usize) -> HeadSizes {
+        HeadSizes::new(self.spec, self.options.head_chunk, rows)
+    }
+
+    fn keeps_tied(&self) -> bool {
+        let keeps = self.options.recompute == Recompute::None;
+        keeps && self.spec.tied && (self.trains)(self.layout.head)
+    }
+
+    /// Bytes that a pass takes from its first batch on.
+    fn always(&self, parts: &BlockParts, rows: usize) -> usize {
+        let element = Array::<Mixed>::element_bytes(self.device);
+        let (spec, head) = (self.spec, self.head(rows));
+        let blocks = spec.blocks.len();
+        let streams = Streams::kept(blocks, self.options.offload, self.first_block) * head.stream;
+        let tied = match self.keeps_tied() {
+            true => spec.vocab_size * spec.hidden_size,
+            false => 0,
+        };
+        let weight = parts.forward.linear.max(parts.backward.linear).weight;
+        let weight = weight.max(head.weight);
+        // Gradients of the stream come in between.
+        element * (streams + weight + tied + head.stream)
+            + parts.kept
+            + matmul::workspace(self.device)
+    }
+
+    /// Memory of the blocks for a batch of `rows` tokens.
+    fn parts(&self, rows: usize) -> BlockParts {
         let PassMemory {
-            device,
             spec,
             layout,
             options,
             ..
         } = *self;
-        let element = Array::<Mixed>::element_bytes(device);
+        let element = Array::<Mixed>::element_bytes(self.device);
         let parts = options.recompute.parts();
         let (mut kept, mut shared) = (0, SavedSizes::default());
         // Of blocks that get no gradients, in the memory of the first one that does, or of the last one.
@@ -109,49 +236,12 @@ impl PassMemory<'_> {
                 });
             }
         }
-        let weight = forward.linear.max(backward.linear).weight;
-        let shared = shared.bytes(element);
-
-        let head = HeadSizes::new(spec, options.head_chunk, rows);
-        let streams = Streams::kept(spec.blocks.len(), options.offload, first) * head.stream;
-        let keeps = options.recompute == Recompute::None;
-        let trains_head = (self.trains)(layout.head);
-        let keeps_tied = keeps && spec.tied && trains_head;
-        let tied = match keeps_tied {
-            true => spec.vocab_size * spec.hidden_size,
-            false => 0,
-        };
-        let weight = weight.max(head.weight);
-        // Gradients of the stream come in between.
-        let always = element * (streams + weight + tied + head.stream)
-            + kept
-            + Batch::bytes(spec, rows)
-            + Loss::bytes(device, rows)
-            + matmul::workspace(device);
-
-        let float = size_of::<f32>();
-        let logits = (float + element) * head.logits;
-        let own_gradient = |wanted| element * if wanted { head.weight } else { 0 };
-        let of_head =
-            (element + float) * head.stream + logits + own_gradient(!spec.tied && trains_head);
-        let of_embedding = match (self.embeds(), spec.tied) {
-            _ if keeps_tied => 0,
-            (true, true) => element * head.stream + logits + own_gradient(true),
-            (true, false) => own_gradient(true),
-            (false, _) => 0,
-        };
-        let head = of_head.max(of_embedding);
-        // What blocks take stays until the embedding's turn, if that comes, or for good where nothing is computed again.
-        let both = forward.max(backward).bytes(element);
-        let most = match keeps {
-            true => shared + both + head,
-            false if self.embeds() || spec.tied => {
-                let blocks = forward.bytes(element).max(backward.bytes(element));
-                head.max(shared + blocks)
-            }
-            false => head.max(shared + both),
-        };
-        always + most
+        BlockParts {
+            kept,
+            shared: shared.bytes(element),
+            forward,
+            backward,
+        }
     }
 
     fn linear_forward(&self, block: &BlockLayout, rows: usize) -> LinearSizes {

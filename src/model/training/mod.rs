@@ -8,6 +8,7 @@ mod fresh;
 mod head;
 mod hidden;
 mod layout;
+mod lesson;
 mod linear;
 mod memory;
 mod pass;
@@ -16,6 +17,7 @@ mod recompute;
 mod scratch;
 mod source;
 mod streams;
+mod teacher;
 
 pub use batch::Batch;
 pub use fresh::Fresh;
@@ -24,11 +26,13 @@ pub use layout::{
     AdapterLayout, BlockLayout, Layout, MatrixId, MatrixLayout, ProjectionLayout, VectorId,
     VectorLayout,
 };
+pub use lesson::Lesson;
 pub use memory::PassMemory;
 pub use pass::{Options, Pass};
 pub use precision::{ProductForm, ProductPrecision};
 pub use recompute::{Recompute, RecomputedParts};
 pub use source::{Source, Text};
+pub use teacher::{Placement, Teacher, TeacherMemory};
 
 use std::ops::Range;
 

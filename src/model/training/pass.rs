@@ -1,8 +1,11 @@
 //! A batch through the whole model, and back.
 
+use std::ops::Range;
+
 use super::block::BlockPass;
-use super::head::HeadPass;
+use super::head::{HeadLoss, HeadPass};
 use super::hidden::HiddenTargets;
+use super::lesson::Lesson;
 use super::precision::ProductPrecision;
 use super::recompute::Recompute;
 use super::scratch::{Saved, Scratch};
@@ -12,8 +15,9 @@ use crate::base::error::bail;
 use crate::base::{Result, call};
 use crate::format::adamw::GROUP_ROWS;
 use crate::model::Spec;
-use crate::ops::Device;
 use crate::ops::training::array;
+use crate::ops::training::divergence::{TeacherLogits, Totals};
+use crate::ops::{Array, Device};
 
 /// How a pass uses memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +39,13 @@ impl Default for Options {
             offload: false,
         }
     }
+}
+
+/// The target of a backward pass.
+enum Goal<'a> {
+    /// Labels, or a teacher's predictions.
+    Predictions(Option<Lesson<'a>>),
+    Hidden(HiddenTargets<'a>),
 }
 
 /// Runs batches through a model. Holds memory between them.
@@ -201,13 +212,84 @@ impl Pass {
 
     /// The sum over the batch's rows of weight times cross-entropy.
     pub fn loss(&mut self, store: &mut dyn Store, batch: &Batch) -> Result<f64> {
+        Ok(self.totals(store, batch, None)?.loss)
+    }
+
+    /// Loss, cross-entropy and divergence of a batch against a teacher's predictions.
+    pub fn lesson_totals(
+        &mut self,
+        store: &mut dyn Store,
+        batch: &Batch,
+        mut lesson: Lesson<'_>,
+    ) -> Result<Totals> {
+        self.rest();
+        lesson.predictions.begin()?;
+        self.totals(store, batch, Some(lesson))
+    }
+
+    fn totals(
+        &mut self,
+        store: &mut dyn Store,
+        batch: &Batch,
+        lesson: Option<Lesson<'_>>,
+    ) -> Result<Totals> {
         let blocks = self.spec.blocks.len();
         self.forward(store, batch, blocks)?;
         let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
-        let last = self.streams.at(blocks);
-        let loss = self.head(batch).forward(store, last, &mut scratch);
+        let (last, head) = (self.streams.at(blocks), self.head(batch));
+        let totals = HeadLoss::new(&self.device, batch.rows(), lesson)
+            .and_then(|mut loss| head.forward(store, &mut loss, last, &mut scratch));
         self.scratch = scratch;
-        Ok(loss?.1)
+        totals
+    }
+
+    /// Releases the scratch of the head and the blocks before a teacher's pass.
+    fn rest(&mut self) {
+        let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+        scratch.release_head();
+        self.release_blocks(&mut scratch);
+        self.scratch = scratch;
+    }
+
+    /// Takes a batch through all blocks and the last norm, for [`Pass::head_logits`], and releases everything else.
+    pub(super) fn head_inputs(&mut self, store: &mut dyn Store, batch: &Batch) -> Result<()> {
+        let blocks = self.spec.blocks.len();
+        self.begin_at(blocks);
+        let done = self.forward(store, batch, blocks).and_then(|()| {
+            let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+            let last = self.streams.at(blocks);
+            let len = batch.rows() * self.spec.hidden_size;
+            let normalized = last
+                .first(len)
+                .and_then(|x| self.head(batch).normalize(store, x, &mut scratch));
+            self.scratch = scratch;
+            normalized
+        });
+        self.streams = Streams::new(blocks, self.options.offload);
+        self.saved.fill_with(Saved::new);
+        self.shared = Saved::new();
+        self.scratch.release_blocks();
+        self.scratch.weight = Array::empty();
+        done
+    }
+
+    /// After [`Pass::head_inputs`] of the same batch: its logits of these tokens.
+    pub(super) fn head_logits(
+        &mut self,
+        store: &mut dyn Store,
+        batch: &Batch,
+        tokens: &Range<usize>,
+    ) -> Result<TeacherLogits<'_>> {
+        let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+        let done = self
+            .head(batch)
+            .logits(store, tokens, batch.rows(), &mut scratch);
+        self.scratch = scratch;
+        done?;
+        Ok(TeacherLogits {
+            values: self.scratch.logits.first(batch.rows() * tokens.len())?,
+            cap: self.spec.logit_cap,
+        })
     }
 
     /// The most likely token after the last one of the batch; its labels do not matter.
@@ -229,7 +311,22 @@ impl Pass {
         batch: &Batch,
         first_block: usize,
     ) -> Result<f64> {
-        self.gradients_of(store, batch, first_block, None)
+        Ok(self
+            .gradients_of(store, batch, first_block, Goal::Predictions(None))?
+            .loss)
+    }
+
+    /// [`Pass::gradients`] of the loss against a teacher's predictions.
+    pub fn lesson_gradients(
+        &mut self,
+        store: &mut dyn Store,
+        batch: &Batch,
+        mut lesson: Lesson<'_>,
+        first_block: usize,
+    ) -> Result<Totals> {
+        self.rest();
+        lesson.predictions.begin()?;
+        self.gradients_of(store, batch, first_block, Goal::Predictions(Some(lesson)))
     }
 
     /// The sum over hidden states of weight times the absolute difference to their targets, with its gradients given to the store in the
@@ -241,7 +338,8 @@ impl Pass {
         targets: HiddenTargets<'_>,
         first_block: usize,
     ) -> Result<f64> {
-        self.gradients_of(store, batch, first_block, Some(targets))
+        let goal = Goal::Hidden(targets);
+        Ok(self.gradients_of(store, batch, first_block, goal)?.loss)
     }
 
     fn gradients_of(
@@ -249,13 +347,13 @@ impl Pass {
         store: &mut dyn Store,
         batch: &Batch,
         first_block: usize,
-        hidden: Option<HiddenTargets<'_>>,
-    ) -> Result<f64> {
+        goal: Goal<'_>,
+    ) -> Result<Totals> {
         let first = first_block.min(self.spec.blocks.len());
         self.begin_at(first);
         self.forward(store, batch, first)?;
         let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
-        let result = self.backward(store, batch, first, hidden, &mut scratch);
+        let result = self.backward(store, batch, first, goal, &mut scratch);
         self.scratch = scratch;
         result
     }
@@ -265,24 +363,32 @@ impl Pass {
         store: &mut dyn Store,
         batch: &Batch,
         first_block: usize,
-        hidden: Option<HiddenTargets<'_>>,
+        goal: Goal<'_>,
         s: &mut Scratch,
-    ) -> Result<f64> {
+    ) -> Result<Totals> {
         let blocks = self.spec.blocks.len();
         // Blocks and the head take turns with the largest part of the memory.
         self.release_blocks(s);
         let (head, x) = (self.head(batch), self.streams.at(blocks));
-        let (loss, total) = match hidden {
-            None => {
-                let (loss, total) = head.forward(store, x, s)?;
-                (Some(loss), total)
+        let (mut loss, totals) = match goal {
+            Goal::Hidden(targets) => {
+                let loss = head.hidden(store, targets, x, s)?;
+                let totals = Totals {
+                    loss,
+                    ..Totals::default()
+                };
+                (None, totals)
             }
-            Some(targets) => (None, head.hidden(store, targets, x, s)?),
+            Goal::Predictions(lesson) => {
+                let mut loss = HeadLoss::new(&self.device, batch.rows(), lesson)?;
+                let totals = head.forward(store, &mut loss, x, s)?;
+                (Some(loss), totals)
+            }
         };
-        if !total.is_finite() {
-            return Ok(total);
+        if !totals.loss.is_finite() {
+            return Ok(totals);
         }
-        match &loss {
+        match &mut loss {
             Some(loss) => head.backward(store, loss, x, s)?,
             None => head.normalize_backward(store, x, s)?,
         }
@@ -310,8 +416,8 @@ impl Pass {
             }
             let x = self.streams.at(blocks);
             self.head(batch)
-                .embedding_backward(store, loss.as_ref(), x, s)?;
+                .embedding_backward(store, loss.as_mut(), x, s)?;
         }
-        Ok(total)
+        Ok(totals)
     }
 }

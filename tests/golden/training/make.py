@@ -9,6 +9,7 @@ cos(1.1 i + 0.5). Documents run one by one, so that nothing can leak between the
 
 `NAME_lora` has adapters of rank 4 beside some projections of a model: their factors, and what autograd gives for those alone. `NAME_l1` has
 `targets` of the hidden states that the head takes, and the gradients of the mean of their absolute differences.
+`NAME_taught` has the loss of a model against another one, `teacher`, with `temperature` and `share`, the share of labels' cross-entropy in it.
 """
 
 import json
@@ -146,6 +147,32 @@ def make_hidden(name, seed):
     write(name + "_l1", out, loss)
 
 
+def make_taught(name, seed, teacher, temperature, share):
+    model, config = load(name)
+    other, _ = load(teacher)
+    stored = load_file(MODELS / teacher / "model.safetensors")
+    with torch.no_grad():
+        # Matrices that are not NVFP4 are bfloat16 in a teacher.
+        for key, value in other.named_parameters():
+            if value.dim() == 2 and key + "_scale" not in stored:
+                value.copy_(value.bfloat16().double())
+    tokens, labels, weights = draw(config, torch.Generator().manual_seed(seed))
+    loss = share * cross_entropy(model, tokens, labels, weights)
+    for part in parts():
+        with torch.no_grad():
+            expected = (other(tokens[part][None]).logits[0] / temperature).log_softmax(-1)
+        predicted = (model(tokens[part][None]).logits[0] / temperature).log_softmax(-1)
+        divergences = (expected.exp() * (expected - predicted)).sum(-1)
+        counted = weights[part].double() * (labels[part] >= 0)
+        loss = loss + (1 - share) * temperature**2 * (divergences * counted).sum()
+    loss.backward()
+    out = described(tokens, labels, weights, loss)
+    out["temperature"], out["share"] = torch.tensor([float(temperature)]), torch.tensor([float(share)])
+    out["teacher"] = torch.tensor(list(teacher.encode()), dtype=torch.uint8)
+    add_gradients(out, model)
+    write(name + "_taught", out, loss)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for seed, name in enumerate(CASES, start=1):
@@ -155,3 +182,5 @@ if __name__ == "__main__":
     make_adapters("llama_tied", 104, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
     for seed, name in enumerate(["qwen3_tied", "qwen3_untied"], start=111):
         make_hidden(name, seed)
+    make_taught("qwen3_tied", 121, "qwen2_untied", 1, 0)
+    make_taught("qwen3_untied", 122, "gemma3_wide", 2, 0.25)
