@@ -151,7 +151,7 @@ int main(int argc, char **argv)
             check(NVFP4_trainer_save(trainer, run, strlen(run), data, strlen(data), 2, NULL));
         }
     }
-    check(NVFP4_trainer_export_directory(trainer, out, strlen(out), NVFP4_TABLES_BFLOAT16, 1, NULL));
+    check(NVFP4_trainer_export_directory(trainer, out, strlen(out), NVFP4_TABLES_AUTO, 1, NULL));
     check(NVFP4_trainer_release(trainer));
     free(tokens);
     return 0;

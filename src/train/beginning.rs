@@ -14,7 +14,7 @@ use crate::format::nvfp4::BLOCK;
 use crate::model::convert::{Quantized, Tables};
 use crate::model::training::{MatrixId, Source};
 use crate::ops::Device;
-use crate::ops::training::optimizer::Matrix;
+use crate::ops::training::optimizer::{Matrix, ReadRows};
 use crate::tensor::DType;
 
 /// The matrices of a model as a recipe begins with them.
@@ -132,11 +132,10 @@ impl<'a> Beginning<'a> {
             return Matrix::frozen_nvfp4(device, (rows, cols), of);
         }
         let is_nvfp4 = self.source.encoding(id)? == Encoding::Nvfp4;
-        let values: Option<&(dyn Fn(Range<usize>, &mut [f32]) -> Result<()> + Sync)> =
-            match is_nvfp4 {
-                true => None,
-                false => Some(&read),
-            };
+        let values: Option<&ReadRows<'_>> = match is_nvfp4 {
+            true => None,
+            false => Some(&read),
+        };
         Matrix::begun(device, host, forms, (rows, cols), of, values)
     }
 

@@ -244,7 +244,7 @@ int main(int argc, char **argv)
     NVFP4_LoadOptions load;
     OK(NVFP4_load_options_init(&load, sizeof load));
     load.threads = 1;
-    OK(NVFP4_trainer_export_directory(one, place, strlen(place), NVFP4_TABLES_NVFP4, 0, NULL));
+    OK(NVFP4_trainer_export_directory(one, place, strlen(place), NVFP4_TABLES_AUTO, 0, NULL));
     OK(NVFP4_model_load(place, strlen(place), &load, NULL, &loaded));
     OK(NVFP4_trainer_model(one, NULL, &live));
     logits_of(live, live_logits, VOCABULARY);

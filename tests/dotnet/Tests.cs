@@ -1539,7 +1539,7 @@ static class Tests
             }
             Check(trainer.Evaluate(batches) < before - 0.5 && trainer.Evaluate(batches, delivered: false) < before - 0.5);
             Same(20L, trainer.Info.Steps);
-            trainer.ExportDirectory(place, Tables.Nvfp4);
+            trainer.ExportDirectory(place);
             Throws<Nvfp4Exception>(() => trainer.ExportDirectory(place));
             Throws<Nvfp4Exception>(() => trainer.ExportDat(place + ".dat"));
             int[] prompt = batches[0].Tokens.Take(24).ToArray();

@@ -1734,11 +1734,11 @@ class Training(unittest.TestCase):
             with states[0], states[1]:
                 self.assertEqual(states[0].read(), states[1].read())
 
-            # The model on live weights has the bits of the one that is exported with tables in NVFP4.
-            trainer.export(self.place("model"), tables="nvfp4")
+            # The model on live weights has the bits of the one that is exported.
+            trainer.export(self.place("model"))
             with self.assertRaises(nvfp4.InvalidArgument):
                 trainer.export(self.place("model"))
-            trainer.export(self.place("model"), tables="nvfp4", replace=True)
+            trainer.export(self.place("model"), replace=True)
             live, loaded = trainer.model(), nvfp4.Model(self.place("model"), device="cpu", threads=1)
             self.assertEqual(live.info["file_format"], "training")
             tokens = batches[0].tokens[:24]
