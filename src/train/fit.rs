@@ -52,7 +52,7 @@ impl Config {
     }
 }
 
-/// Refuses targets that no projection has, and a rank that is higher than that of a matrix.
+/// Refuses targets that no projection has, and a rank that is higher than that of every matrix.
 fn check_adapters(recipe: &Recipe, layout: &Layout, targets: &[String], rank: usize) -> Result<()> {
     let first = recipe.first_block(layout.blocks.len());
     let projections = || {
@@ -68,19 +68,20 @@ fn check_adapters(recipe: &Recipe, layout: &Layout, targets: &[String], rank: us
             kinds(projections())
         );
     }
+    // A rank that is too high for some of them is still one that others need.
     let adapted = layout.adapted().map(|(id, _)| &layout.matrices[id]);
-    let Some(least) = adapted.min_by_key(|m| m.rows.min(m.cols)) else {
+    let Some(widest) = adapted.max_by_key(|m| m.rows.min(m.cols)) else {
         return Ok(());
     };
-    let most = least.rows.min(least.cols);
+    let most = widest.rows.min(widest.cols);
     if rank > most {
         bail!(
             InvalidArgument,
             "adapters of rank {rank} beside {} of [{}, {}], whose own rank is at most {most}; give a rank of 1 to {most} (--adapter), or \
              name other targets",
-            least.name,
-            least.rows,
-            least.cols
+            widest.name,
+            widest.rows,
+            widest.cols
         );
     }
     Ok(())

@@ -156,7 +156,11 @@ pub fn run(
     judge.label_share = settings.as_ref().map_or(0.0, |s| s.label_share);
     let labels = (trainer.spec().vocab_size as f64).ln();
     let run = Run {
-        order: Order::new(inputs.seed, inputs.windows.len(), place),
+        order: Order::new(
+            inputs.seed,
+            (inputs.windows.len(), options.batch * options.accumulate),
+            place,
+        ),
         uniform: Uniform {
             step: settings.map_or(labels, |settings| settings.uniform(labels)),
             labels,

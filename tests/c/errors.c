@@ -830,6 +830,10 @@ static void batches(NVFP4_Trainer *trainer)
     BAD(NVFP4_ABI_MISMATCH, NVFP4_trainer_step, trainer, &batch, 1, size - 4, NULL, &report);
     BAD(invalid, NVFP4_trainer_evaluate, trainer, &batch, 1, size, 1, NULL, NULL);
     BAD(invalid, NVFP4_trainer_evaluate, trainer, &batch, 1, size, 2, NULL, &loss);
+    HANDLE(NVFP4_trainer_compare, h, &batch, 1, size, 1, NULL, &loss, &loss);
+    BAD(invalid, NVFP4_trainer_compare, trainer, &batch, 1, size, 1, NULL, NULL, &loss);
+    BAD(invalid, NVFP4_trainer_compare, trainer, &batch, 1, size, 2, NULL, &loss, &loss);
+    BAD(invalid, NVFP4_trainer_compare, trainer, &batch, 1, size, 1, NULL, &loss, &loss);
     batch.tokens = NULL;
     BAD(invalid, NVFP4_trainer_step, trainer, &batch, 1, size, NULL, &report);
     SAYS("batches[0]: tokens is NULL");
@@ -947,6 +951,10 @@ static void training(const char *path)
     FIELD(weights = 6, "weights is 6");
     FIELD(first_moments = 4, "first_moments is 4");
     FIELD(second_moments = 4, "second_moments is 4");
+    FIELD(tables = 3, "tables is 3");
+    FIELD(weight_scales = 3, "weight_scales is 3");
+    FIELD(teacher_memory = 3, "teacher_memory is 3");
+    FIELD(label_share = 1, "no teacher is given");
     FIELD(device_type = 7, "device_type is 7");
     FIELD(threads = -1, "threads");
     DEFAULTS;
@@ -986,7 +994,8 @@ static void training(const char *path)
     BAD(invalid, NVFP4_trainer_save, trainer, "/dev/null/x", 11, NULL, 0, 0, NULL);
     BAD(NVFP4_IO, NVFP4_trainer_save, trainer, "/dev/null/x", 11, NULL, 0, 1, NULL);
     HANDLE(NVFP4_trainer_export_directory, h, "/dev/null/x", 11, 0, 0, NULL);
-    BAD(invalid, NVFP4_trainer_export_directory, trainer, "/dev/null/x", 11, 2, 0, NULL);
+    BAD(invalid, NVFP4_trainer_export_directory, trainer, "/dev/null/x", 11, 3, 0, NULL);
+    SAYS("tables is 3");
     BAD(invalid, NVFP4_trainer_export_directory, trainer, "/dev/null/x", 11, 0, 2, NULL);
     BAD(NVFP4_IO, NVFP4_trainer_export_directory, trainer, "/dev/null/x", 11, 0, 0, NULL);
     HANDLE(NVFP4_trainer_export_dat, h, "/dev/null/x", 11, NULL);

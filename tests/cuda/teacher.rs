@@ -253,7 +253,7 @@ fn a_gpu_learns_from_a_teacher_as_the_cpu_does() {
     let devices = [Device::cpu(None).unwrap(), Device::Cuda(gpu)];
     for (pair, temperature, label_share) in [
         (("qwen3_tied", "qwen2_untied"), 1.0, 0.0),
-        (("qwen3_untied", "gemma3_wide"), 2.0, 0.25),
+        (("qwen3_untied", "gemma3_narrow"), 2.0, 0.25),
         (("qwen2_tied", "phi3_partial"), 1.0, 0.0),
     ] {
         let config = |recompute, head_chunk| {

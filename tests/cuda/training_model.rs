@@ -1,10 +1,16 @@
 //! Training on a GPU against the CPU: attention, steps of a whole model, and the promise that what resumes goes on to the same bits.
 
+use std::ops::ControlFlow;
+use std::path::Path;
 use std::time::Instant;
 
 use NVFP4::base::Result;
 use NVFP4::base::memory::{self, Tag};
-use NVFP4::model::convert::Tables;
+use NVFP4::base::threads::Pool;
+use NVFP4::format::adamw::WeightForm;
+use NVFP4::format::nvfp4;
+use NVFP4::format::residual::Bits;
+use NVFP4::model::convert::{Container, ConvertOptions, Tables, convert};
 use NVFP4::model::training::Source;
 use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
 use NVFP4::ops::training::array;
@@ -639,4 +645,75 @@ fn step_speed() {
             (estimate.gradients + estimate.activations) as f64 / 1e9
         );
     }
+}
+
+/// Steps at a rate of 0 deliver what quantizing gives, byte for byte, in every mode.
+#[test]
+fn a_gpu_that_learns_nothing_changes_nothing() {
+    let Some(gpu) = gpu() else { return };
+    let device = Device::Cuda(gpu);
+    let folder = std::env::temp_dir().join(format!("nvfp4-cuda-same-{}", std::process::id()));
+    let pool = Pool::new(2).unwrap();
+    let lora = Some(Lora {
+        rank: 4,
+        ..Lora::default()
+    });
+    let modes = [
+        Recipe::default(),
+        Recipe {
+            weights: WeightForm::Residual(Bits::Eight),
+            ..Recipe::default()
+        },
+        Recipe {
+            release: true,
+            clip: Clip::Never,
+            tables: Tables::Int8,
+            ..Recipe::default()
+        },
+        Recipe {
+            last_blocks: Some(1),
+            ..Recipe::default()
+        },
+        Recipe {
+            lora,
+            ..Recipe::default()
+        },
+    ];
+    for name in ["model/qwen3_untied", "gguf/mistral_window.gguf"] {
+        let place = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("tests/golden")
+            .join(name);
+        let source = Source::open(&place).unwrap();
+        for (number, recipe) in modes.iter().enumerate() {
+            let mut config = Config {
+                recipe: recipe.clone(),
+                steps: 10,
+                ..Config::default()
+            };
+            config.optimizer.rate = 0.0;
+            let mut trainer = Trainer::new(&device, &source, &config).unwrap();
+            losses(&mut trainer, 0..3);
+            let [found, wanted] = ["found", "wanted"].map(|kind| folder.join(kind));
+            trainer
+                .export_directory(&source, &found, Tables::Auto, true)
+                .unwrap();
+            let options = ConvertOptions {
+                tables: recipe.tables,
+                replace: true,
+                ..ConvertOptions::new(Container::ModelOpt, nvfp4::Recipe::Sweep)
+            };
+            convert(
+                &**source.checkpoint(),
+                &wanted,
+                &options,
+                &pool,
+                &mut |_| ControlFlow::Continue(()),
+            )
+            .unwrap();
+            let [found, wanted] = [found, wanted]
+                .map(|place| std::fs::read(place.join("model.safetensors")).unwrap());
+            assert!(found == wanted, "{name}, mode {number}");
+        }
+    }
+    std::fs::remove_dir_all(&folder).unwrap();
 }

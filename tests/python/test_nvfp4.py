@@ -1734,7 +1734,7 @@ class Training(unittest.TestCase):
             with states[0], states[1]:
                 self.assertEqual(states[0].read(), states[1].read())
 
-            # The model on live weights has the bits of the one that is exported.
+            # The model on live weights and the exported one have the same bits.
             trainer.export(self.place("model"))
             with self.assertRaises(nvfp4.InvalidArgument):
                 trainer.export(self.place("model"))

@@ -1,5 +1,7 @@
 //! The order in which windows come, and places in it.
 
+use std::collections::HashSet;
+
 use serde::{Deserialize, Serialize};
 
 use super::window::shuffle;
@@ -15,11 +17,14 @@ pub struct Place {
     pub index: u64,
 }
 
-/// All items again and again, each epoch in an order of its own that depends on nothing but the seed and the epoch's number.
+/// All items again and again, each epoch in an order of its own that depends on nothing but the seed, the epoch's number and how many
+/// items a step takes: no step has an item twice.
 #[derive(Clone, Debug)]
 pub struct Order {
     seed: u64,
     count: usize,
+    /// Items of a step.
+    step: usize,
     /// The epoch that `items` is the order of.
     epoch: u64,
     items: Vec<u32>,
@@ -27,23 +32,31 @@ pub struct Order {
 }
 
 impl Order {
-    /// An order of `count` items, which must be positive, from `place` on.
-    pub fn new(seed: u64, count: usize, place: Place) -> Order {
+    /// An order of `count` items for steps of `step`, of which neither may be 0 and `step` must not be more than `count`, from `place` on.
+    pub fn new(seed: u64, (count, step): (usize, usize), place: Place) -> Order {
         let mut order = Order {
             seed,
             count,
+            step,
             epoch: 0,
-            items: Vec::new(),
+            items: shuffled(seed, count, 0),
             place,
         };
-        order.enter(place.epoch);
+        (0..place.epoch).for_each(|_| order.enter_next());
         order
     }
 
-    fn enter(&mut self, epoch: u64) {
-        self.epoch = epoch;
-        self.items = (0..self.count as u32).collect();
-        shuffle(&mut self.items, random::bits(self.seed, epoch));
+    /// Enters the next epoch. Items that the step at its beginning has had already come at its end.
+    fn enter_next(&mut self) {
+        self.epoch += 1;
+        let before = (self.epoch as u128 * self.count as u128 % self.step as u128) as usize;
+        let had: HashSet<u32> = self.items[self.count - before.min(self.count)..]
+            .iter()
+            .copied()
+            .collect();
+        let mut items = shuffled(self.seed, self.count, self.epoch);
+        items.sort_by_key(|item| had.contains(item));
+        self.items = items;
     }
 
     /// Where the next item is.
@@ -60,12 +73,19 @@ impl Order {
             };
         }
         if self.epoch != self.place.epoch {
-            self.enter(self.place.epoch);
+            self.enter_next();
         }
         let item = self.items[self.place.index as usize];
         self.place.index += 1;
         item as usize
     }
+}
+
+/// All items in an order that the seed and the epoch choose.
+fn shuffled(seed: u64, count: usize, epoch: u64) -> Vec<u32> {
+    let mut items = (0..count as u32).collect::<Vec<_>>();
+    shuffle(&mut items, random::bits(seed, epoch));
+    items
 }
 
 #[cfg(test)]
@@ -74,7 +94,7 @@ mod tests {
 
     #[test]
     fn every_epoch_has_every_item_and_any_place_goes_on() {
-        let mut order = Order::new(3, 10, Place::default());
+        let mut order = Order::new(3, (10, 4), Place::default());
         let all: Vec<usize> = (0..35).map(|_| order.next_item()).collect();
         for epoch in all.chunks_exact(10) {
             let mut sorted = epoch.to_vec();
@@ -83,17 +103,36 @@ mod tests {
         }
         assert_ne!(all[..10], all[10..20]);
         for stop in [0, 4, 10, 17, 30] {
-            let mut first = Order::new(3, 10, Place::default());
+            let mut first = Order::new(3, (10, 4), Place::default());
             (0..stop).for_each(|_| {
                 first.next_item();
             });
-            let mut second = Order::new(3, 10, first.place());
+            let mut second = Order::new(3, (10, 4), first.place());
             let rest: Vec<usize> = (stop..35).map(|_| second.next_item()).collect();
             assert_eq!(rest, all[stop..]);
         }
         assert_ne!(
-            Order::new(4, 10, Place::default()).items,
-            Order::new(3, 10, Place::default()).items
+            Order::new(4, (10, 4), Place::default()).items,
+            Order::new(3, (10, 4), Place::default()).items
         );
+    }
+
+    #[test]
+    fn no_step_has_an_item_twice() {
+        for (count, step) in [(10, 4), (7, 7), (9, 8), (5, 3), (2, 1)] {
+            let mut order = Order::new(5, (count, step), Place::default());
+            let all: Vec<usize> = (0..40 * step).map(|_| order.next_item()).collect();
+            for step in all.chunks_exact(step) {
+                let mut sorted = step.to_vec();
+                sorted.sort_unstable();
+                sorted.dedup();
+                assert_eq!(sorted.len(), step.len(), "{count}: {step:?}");
+            }
+            for epoch in all.chunks_exact(count) {
+                let mut sorted = epoch.to_vec();
+                sorted.sort_unstable();
+                assert!(sorted.into_iter().eq(0..count));
+            }
+        }
     }
 }
