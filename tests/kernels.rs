@@ -717,7 +717,7 @@ fn optimizer_steps_are_right_on_an_emulated_gpu() {
                 } == Forms::default();
                 let band = forms.keep_scale.band(weight);
                 let head = [
-                    u32::from(!is_default || cols % 32 != 0),
+                    u32::from(!is_default || c.is_still() || cols % 32 != 0),
                     rows as u32,
                     cols as u32,
                     first_row as u32,

@@ -24,6 +24,9 @@ struct Coefficients {
     float factor, beta1, rest1, beta2, rest2, correction, eps, keep, rate;
 };
 
+// Whether weights stay as they are: for the kernel of any forms, as that of the default ones has no register to spare.
+__device__ __forceinline__ bool is_still(const Coefficients& c) { return c.rate == 0 && c.keep == 1; }
+
 // Mirrors Band.
 struct Band {
     float least, most, spread;
@@ -273,37 +276,32 @@ __device__ __forceinline__ Stored encode_second(const Moments& m, int form, u32 
 // The 18 bits that weight i is rounded by, of the draws of a block.
 __device__ __forceinline__ u32 weight_draw(const u32 (&draws)[BLOCK / 2], int i) { return i % 2 ? draws[i / 2] & 0x3ffff : draws[i / 2] >> 14; }
 
-// Clips a block whose largest weight is `amax` to the ends of a grid.
-__device__ __forceinline__ void clip(float (&x)[BLOCK], float amax, float last) {
-    if (amax <= last) return;
-#pragma unroll
-    for (int i = 0; i < BLOCK; i++) x[i] = fminf(fmaxf(x[i], -last), last);
-}
-
 // Brings a block of weights, in units of its scale, into those of a scale for them, which it gives: as it was, or anew. `draw` has 18 random
-// bits. Adds to `clipped` a block that the largest scale does not reach.
-__device__ __forceinline__ u32 rescale(float (&x)[BLOCK], u32 scale, const Band& band, u32 draw, float last, int& clipped) {
+// bits, and `last` is the end of the grid. Counts blocks that the largest scale does not reach, which are so few that registers come first.
+__device__ __forceinline__ u32 rescale(float (&x)[BLOCK], u32 scale, const Band& band, u32 draw, float last, u64* clipped) {
     float amax = amax_of(x), share = __fmul_rn((float)(draw + 1), 1.0f / (1 << 18));
-    if (scale > 0 && amax >= band.least && amax <= __fmaf_rn(share, band.spread, band.most)) {
-        clip(x, amax, last);
-        return scale;
-    }
-    float from = scale_to_float(max(scale, 1u)), end = band.most + band.spread;
-    // Beyond the end of the grid, to where stochastic rounding would have carried a weight.
-    if (scale > 0 && amax > band.most) {
-        amax = fmaxf(amax, end);
+    if (scale == 0 || amax < band.least || amax > __fmaf_rn(share, band.spread, band.most)) {
+        float from = scale_to_float(max(scale, 1u));
+        // Beyond the end of the grid, to where stochastic rounding would have carried a weight.
+        if (scale > 0 && amax > band.most) {
+            float end = band.most + band.spread;
+            amax = fmaxf(amax, end);
 #pragma unroll
-        for (int i = 0; i < BLOCK; i++)
-            if (fabsf(x[i]) > band.most) x[i] = copysignf(fmaxf(fabsf(x[i]), end), x[i]);
-    }
-    scale = encode_scale(__fmul_rn(__fmul_rn(amax, from), 1.0f / E2M1_MAX));
-    if (scale == 0 && amax > 0) scale = 1;
-    float ratio = from * inverse_scale(scale);
+            for (int i = 0; i < BLOCK; i++)
+                if (fabsf(x[i]) > band.most) x[i] = copysignf(fmaxf(fabsf(x[i]), end), x[i]);
+        }
+        scale = encode_scale(__fmul_rn(__fmul_rn(amax, from), 1.0f / E2M1_MAX));
+        if (scale == 0 && amax > 0) scale = 1;
+        float ratio = from * inverse_scale(scale);
 #pragma unroll
-    for (int i = 0; i < BLOCK; i++) x[i] = __fmul_rn(x[i], ratio);
-    amax = __fmul_rn(amax, ratio);
-    clipped += scale == E4M3_MAX_BYTE && amax > ROOM;
-    clip(x, amax, last);
+        for (int i = 0; i < BLOCK; i++) x[i] = __fmul_rn(x[i], ratio);
+        amax = __fmul_rn(amax, ratio);
+        if (scale == E4M3_MAX_BYTE && amax > ROOM) atomicAdd(clipped, (u64)1);
+    }
+    if (amax > last) {
+#pragma unroll
+        for (int i = 0; i < BLOCK; i++) x[i] = fminf(fmaxf(x[i], -last), last);
+    }
     return scale;
 }
 
@@ -405,6 +403,8 @@ static_assert(sizeof(Shared) == 4 * 16 * THREADS + 48, "what its launcher reserv
 // A warp takes a chunk: a lane the pair of blocks of 16 weights whose codes share words.
 constexpr int PAIRS = CHUNK_BLOCKS / 2;
 static_assert(PAIRS * CHUNK_ROWS == WARP, "a pair of blocks for a lane");
+constexpr int MOST_COLUMNS = 1 << 19;
+static_assert(MOST_COLUMNS / (WARPS * CHUNK_K) * 2 * BLOCK < 1 << 16, "what a lane counts");
 
 // Asks for what a lane is going to read of its warp's next chunk in the default forms. Without this a quarter of the time goes to waiting for
 // memory, as registers allow only five warps a scheduler.
@@ -476,9 +476,8 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
     __syncthreads();
     const float rest1 = c.rest1 * c.factor, rest2 = sqrtf(c.rest2) * c.factor, beta2 = sqrtf(c.beta2);
     const float rate = form < DENSE_BF16 ? -c.rate / a.w.global : -c.rate;
-    // Weights that no step moves stay as they are stored.
-    const bool still = c.rate == 0 && c.keep == 1;
-    int stored = 0, delivered = 0, clipped = 0;
+    // Weights changed as stored in the low half, as delivered in the high one: rows of MOST_COLUMNS fill neither.
+    u32 changes = 0;
     for (int chunk = from; chunk < to; chunk += WARPS) {
         int column = chunk * CHUNK_BLOCKS + first_column;
         if (row >= rows || column >= blocks) continue;
@@ -550,7 +549,7 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
             } else {
                 first_pair.put(half, of_first), second_pair.put(half, of_second);
             }
-            if (still) continue;
+            if (ANY && is_still(a.c)) continue;
             // Only now, as there are too few registers for weights beside all that moments need.
             Nibbles codes = {};
             Rest rest = {};
@@ -592,11 +591,11 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
                 int changed = 0;
 #pragma unroll
                 for (int j = 0; j < BLOCK; j++) changed += after[j] != old[j];
-                stored += changed, delivered += changed;
+                changes += changed | changed << 16;
                 continue;
             }
             float last = form == RESIDUAL4 ? Residual<4>::LAST : form == RESIDUAL8 ? Residual<8>::LAST : INFINITY;
-            u32 scale_now = rescale(w, scale, a.band, weight_draw(draws, 0) ^ weight_draw(draws, BLOCK / 2), last, clipped);
+            u32 scale_now = rescale(w, scale, a.band, weight_draw(draws, 0) ^ weight_draw(draws, BLOCK / 2), last, a.counters + 2);
             bool rescaled = scale != scale_now;
             if (form == RESIDUAL4) {
                 u32 before[BLOCK / 2], after[BLOCK / 2], differing = 0, differing_codes = 0;
@@ -610,17 +609,18 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
                     differing_codes += differing_f16(after[j] & CODES, before[j] & CODES);
                 }
                 s.put(half, after);
-                stored += rescaled ? BLOCK : halves_of_sum(differing);
-                delivered += rescaled ? BLOCK : halves_of_sum(differing_codes);
+                changes += rescaled ? BLOCK << 16 | BLOCK : halves_of_sum(differing) | halves_of_sum(differing_codes) << 16;
             } else {
                 Rest left;
                 encode_weights(form, w, draws, codes_now[half], left);
+                int stored = 0, delivered = 0;
                 count_changes(form, rescaled, codes, rest, codes_now[half], left, stored, delivered);
+                changes += stored | delivered << 16;
                 store_rest(a.w, form, block, left);
             }
             scales = with_byte(scales, half, scale_now);
         }
-        if (!still && form == RESIDUAL4) {
+        if (!(ANY && is_still(a.c)) && form == RESIDUAL4) {
             u32 lows[BLOCK / 2], highs[BLOCK / 2], residuals[4];
             s.get(0, lows), s.get(1, highs);
 #pragma unroll
@@ -640,7 +640,7 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
             rests[1] = {{high_halves(residuals[0], residuals[1]), high_halves(residuals[2], residuals[3])}};
         }
         if (!ANY) first_pair.store(a.first, first_block), second_pair.store(a.second, first_block);
-        if (still) continue;
+        if (ANY && is_still(a.c)) continue;
         if (!ANY) {
             store_nibbles(a.w.rest, first_block, rests);
         } else if (form == RESIDUAL4) {
@@ -653,12 +653,11 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
         }
         if (form < DENSE_BF16) *(u16*)scales_at = scales;
     }
-    stored = warp_sum(stored), delivered = warp_sum(delivered), clipped = warp_sum(clipped);
+    int stored = warp_sum((int)(changes & 0xffff)), delivered = warp_sum((int)(changes >> 16));
     if (lane_id() == 0) {
         // Whole numbers add up to the same whatever their order.
         atomicAdd(a.counters, (u64)stored);
         atomicAdd(a.counters + 1, (u64)delivered);
-        atomicAdd(a.counters + 2, (u64)clipped);
     }
     // Until then others may read this block's shared memory.
     if (CLUSTERS && splits > 1) cluster_wait();
@@ -708,6 +707,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) adamw_vector(const __grid_
     float v = __fmaf_rn(__fmul_rn(a.c.rest2, g), g, __fmul_rn(a.c.beta2, a.second[i]));
     float denominator = __fmaf_rn(a.c.correction, sqrtf(v), a.c.eps);
     a.first[i] = m, a.second[i] = v, a.gradients[i] = 0;
-    if (a.c.rate == 0 && a.c.keep == 1) return;
+    if (is_still(a.c)) return;
     a.weights[i] = __fmaf_rn(-a.c.rate, m / denominator, __fmul_rn(a.c.keep, a.weights[i]));
 }

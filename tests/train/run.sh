@@ -24,7 +24,7 @@ pretrain() {
 stopped_half_way() {
     pretrain --json >"$work/events" &
     local run=$!
-    until grep -q '"event":"checkpoint"' "$work/events"; do
+    until grep -q '"event":"checkpoint"' "$work/events" 2>/dev/null; do
         kill -0 "$run" || return 1
         sleep 0.02
     done
@@ -131,9 +131,10 @@ adapters() {
     local before
     questions the and
     before=$(sha256sum "$work"/run/model/*)
+    rm -f "$work/events"
     adapt --json >"$work/events" &
     local run=$!
-    until grep -q '"event":"checkpoint"' "$work/events"; do
+    until grep -q '"event":"checkpoint"' "$work/events" 2>/dev/null; do
         kill -0 "$run" || return 1
         sleep 0.02
     done
@@ -213,7 +214,7 @@ assert next(e for e in events if e["event"] == "begin")["teacher"]["streamed"] i
 PYTHON
     learn_from "$work/dense/model" "$work/halved" "${words[@]}" --save-every 5 --json >"$work/events" &
     local run=$!
-    until grep -q '"event":"checkpoint"' "$work/events"; do
+    until grep -q '"event":"checkpoint"' "$work/events" 2>/dev/null; do
         kill -0 "$run" || return 1
         sleep 0.02
     done

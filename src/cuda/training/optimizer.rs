@@ -41,6 +41,8 @@ const ROUND_OVERHEAD: f64 = 2.0;
 pub const OFFLOAD_ROOM: usize = 32 << 20;
 /// Of each part of those.
 const ALIGNMENT: usize = 256;
+/// Columns of a matrix at most: `MOST_COLUMNS` in `kernels/optimizer/adamw.cu`.
+const MOST_COLUMNS: usize = 1 << 19;
 /// Blocks along the second dimension of a grid at most.
 const MOST_ROWS: usize = 65_535;
 
@@ -335,6 +337,12 @@ fn rows_of(step: &Step<'_>) -> Result<usize> {
             step.first_row
         );
     }
+    if cols > MOST_COLUMNS {
+        bail!(
+            Unsupported,
+            "a matrix of {cols} columns on a GPU; at most {MOST_COLUMNS} can be trained"
+        );
+    }
     step.counters.holds("counters", &[3, 8])?;
     if let Some(clip) = step.clip {
         clip.holds("a factor", &[4])?;
@@ -346,12 +354,13 @@ fn rows_of(step: &Step<'_>) -> Result<usize> {
 fn launch(step: &Step<'_>, arguments: &StepArguments) -> Result<()> {
     let (forms, cols) = (&step.forms, step.weights.cols);
     let groups = (step.gradients.bytes() / (2 * cols)).div_ceil(GROUP_ROWS);
-    // The default forms' kernel reads pairs of blocks at once.
+    // The default forms' kernel reads pairs of blocks at once, and moves weights.
     let default = Forms {
         keep_scale: forms.keep_scale,
         ..Forms::default()
     };
-    let name = if *forms == default && cols.is_multiple_of(2 * BLOCK) {
+    let moves = !step.coefficients.is_still();
+    let name = if *forms == default && moves && cols.is_multiple_of(2 * BLOCK) {
         "adamw_default"
     } else {
         "adamw_any"
