@@ -2227,7 +2227,7 @@ public:
         });
     }
     /** Writes the model, as it is delivered, to a directory in ModelOpt's layout. */
-    Result<void> export_directory(std::string_view path, std::int32_t tables = NVFP4_TABLES_BFLOAT16, bool replace = false,
+    Result<void> export_directory(std::string_view path, std::int32_t tables = NVFP4_TABLES_AUTO, bool replace = false,
                                   const NVFP4_CallOptions *call = nullptr)
     {
         return check(NVFP4_trainer_export_directory(get(), path.data(), path.size(), tables, replace, call));
