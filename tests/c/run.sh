@@ -264,7 +264,7 @@ interrupted() {
 }
 
 # trains COMMAND...: 20 steps on a text that says one thing again and again, and 10 more after a restart. An untrained model has a loss
-# of 5.8, the logarithm of its vocabulary; the last steps use the codes alone, which so few steps hardly change.
+# of 5.8, the logarithm of its vocabulary; steps use the codes alone, which so few of them hardly change.
 trains() {
     local steps counts=(20 30)
     # Two steps and one after a resume show what valgrind looks for.
@@ -275,7 +275,7 @@ trains() {
         "$@" "$model" "$work/story" "$work/tuned" "$steps" >>"$work/losses" || return
     done
     [ -e "$work/tuned/config.json" ] || return
-    [ "$1" = valgrind ] || { [ "$(grep -c '^step .*: loss ' "$work/losses")" -eq 3 ] && awk '$2 == "10:" { exit !($4 + 0 < 4) }' "$work/losses"; }
+    [ "$1" = valgrind ] || { [ "$(grep -c '^step .*: loss ' "$work/losses")" -eq 3 ] && awk '$2 == "30:" { exit !($4 + 0 < 5) }' "$work/losses"; }
 }
 
 # plugged COMMAND...: a plug-in answers, twice.
