@@ -1,6 +1,6 @@
 """Every block of code in pages, headers, docstrings and the examples' first comments: blocks.py check BUILD, or blocks.py write LANGUAGE FOLDER.
 
-A fence in a page names its language; an indented block there is for a shell. `check` compiles C and C++ against the headers, Python, JSON
+A fence in a page names its language, or text, of which nothing is checked; an indented block is for a shell. `check` compiles C and C++ against the headers, Python, JSON
 and CMake, and has shells read their commands. What a program of C, C++ or Python calls is declared; options of `nvfp4` are known to it, and
 scripts that commands name are there. A block of C, C++, C# or F# that is no whole program is part of one of the examples, which other tests
 build, or stands where `/* here */` is in a file of around/: that of a header's comment is named after the header and the block's number
@@ -327,7 +327,7 @@ def check(build):
     with tempfile.TemporaryDirectory() as folder:
         checks = {"c": lambda b: compiled(b, folder), "cpp": lambda b: compiled(b, folder), "csharp": in_examples, "fsharp": in_examples,
                   "python": lambda b: python(b, names), "sh": lambda b: shell(b, commands), "cmake": lambda b: cmake(b, folder), "json": jsons,
-                  "rust": rust}
+                  "rust": rust, "text": lambda b: []}
         for block in blocks():
             counts[block.language] = counts.get(block.language, 0) + 1
             if block.language not in checks:
