@@ -1,4 +1,4 @@
-//! What the loss of a token counts for, from rows to steps; and what a step refuses.
+//! Weights of tokens in the loss, from rows to steps, and the batches that a step refuses.
 
 use std::hash::Hasher;
 

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::plan::{Action, FUSED, Step};
 use crate::base::error::bail;
@@ -83,25 +83,38 @@ impl RowConverter<'_> {
             .zip(scales.chunks_mut(per_part))
             .map(Mutex::new)
             .collect();
-        let found = Mutex::new(Vec::new());
+        let made = self.by_parts(parts.len(), |part| {
+            let mut out = lock(&parts[part]);
+            let (codes, scales) = &mut *out;
+            let first = region.start + part * per_part;
+            let mut values = memory::zeros(codes.len())?;
+            let rows = first..first + scales.len();
+            self.source.rows_f32(entry, rows, &mut values)?;
+            int8::quantize_rows(&values, cols, first, codes, scales)
+        })?;
+        made.into_iter().collect()
+    }
+
+    /// Calls `each` for all parts on the threads of the pool, and gives the results in the order of the parts, so that neither sums nor
+    /// the error reported depend on timing. Cancelled with the thread's [`call`].
+    fn by_parts<T: Send>(
+        &self,
+        parts: usize,
+        each: impl Fn(usize) -> Result<T> + Sync,
+    ) -> Result<Vec<Result<T>>> {
+        let found = Mutex::new(Vec::with_capacity(parts));
         call::with(|call| {
-            self.pool.run(parts.len(), |part| {
-                if call.is_over() {
-                    return;
+            self.pool.run(parts, |part| {
+                if !call.is_over() {
+                    let result = each(part);
+                    lock(&found).push((part, result));
                 }
-                let mut out = lock(&parts[part]);
-                let (codes, scales) = &mut *out;
-                let first = region.start + part * per_part;
-                let rows = first..first + scales.len();
-                let made = memory::zeros(codes.len()).and_then(|mut values| {
-                    self.source.rows_f32(entry, rows, &mut values)?;
-                    int8::quantize_rows(&values, cols, first, codes, scales)
-                });
-                lock(&found).push((part, made));
             })
         });
         call::check()?;
-        in_order(found).collect()
+        let mut found = found.into_inner().unwrap_or_else(PoisonError::into_inner);
+        found.sort_by_key(|(part, _)| *part);
+        Ok(found.into_iter().map(|(_, result)| result).collect())
     }
 
     /// The largest magnitude of some rows.
@@ -139,27 +152,15 @@ impl RowConverter<'_> {
         let cols = entry.cols();
         let step = (PART / cols).max(1);
         let starts: Vec<usize> = rows.clone().step_by(step).collect();
-        let found = Mutex::new(Vec::new());
-        call::with(|call| {
-            self.pool.run(starts.len(), |part| {
-                if call.is_over() {
-                    return;
-                }
-                let rows = starts[part]..rows.end.min(starts[part] + step);
-                let first = rows.start * cols;
-                let number = memory::zeros(rows.len() * cols).and_then(|mut values| {
-                    self.source.rows_f32(entry, rows, &mut values)?;
-                    of(&values, first)
-                });
-                lock(&found).push((part, number));
-            })
-        });
-        call::check()?;
-        let mut largest = 0f32;
-        for number in in_order(found) {
-            largest = largest.max(number?);
-        }
-        Ok(largest)
+        let found = self.by_parts(starts.len(), |part| {
+            let rows = starts[part]..rows.end.min(starts[part] + step);
+            let first = rows.start * cols;
+            let mut values = memory::zeros(rows.len() * cols)?;
+            self.source.rows_f32(entry, rows, &mut values)?;
+            of(&values, first)
+        })?;
+        let mut found = found.into_iter();
+        found.try_fold(0f32, |largest, number| Ok(largest.max(number?)))
     }
 
     /// Quantizes the rows of `region`, `per_part` at a time. Gives the sum of squares of the weights, and of their errors.
@@ -178,23 +179,15 @@ impl RowConverter<'_> {
             .zip(scales.chunks_mut(per_part * cols / BLOCK))
             .map(Mutex::new)
             .collect();
-        let found = Mutex::new(Vec::new());
-        call::with(|call| {
-            self.pool.run(parts.len(), |part| {
-                if call.is_over() {
-                    return;
-                }
-                let mut out = lock(&parts[part]);
-                let (codes, scales) = &mut *out;
-                let first = region.start + part * per_part;
-                let rows = first..region.end.min(first + per_part);
-                let sums = self.part(entry, rows, global, codes, scales);
-                lock(&found).push((part, sums));
-            })
-        });
-        call::check()?;
+        let sums = self.by_parts(parts.len(), |part| {
+            let mut out = lock(&parts[part]);
+            let (codes, scales) = &mut *out;
+            let first = region.start + part * per_part;
+            let rows = first..region.end.min(first + per_part);
+            self.part(entry, rows, global, codes, scales)
+        })?;
         let (mut squares, mut errors) = (0.0, 0.0);
-        for sums in in_order(found) {
+        for sums in sums {
             let (s, e) = sums?;
             squares += s;
             errors += e;
@@ -235,17 +228,6 @@ impl RowConverter<'_> {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex
-        .lock()
-        .unwrap_or_else(std::sync::PoisonError::into_inner)
-}
-
-/// Results of the parts in their order, so that neither sums nor the error reported depend on timing.
-fn in_order<T>(found: Mutex<Vec<(usize, T)>>) -> impl Iterator<Item = T> {
-    let mut found = found
-        .into_inner()
-        .unwrap_or_else(std::sync::PoisonError::into_inner);
-    found.sort_by_key(|(part, _)| *part);
-    found.into_iter().map(|(_, value)| value)
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -37,14 +37,14 @@ impl<'a> Exporter<'a> {
         trainer: &'a Trainer,
         source: &'a Source,
         beginning: &'a Beginning<'a>,
-    ) -> Result<Self> {
+    ) -> Self {
         let matrices = source.layout().matrices.len();
-        Ok(Exporter {
+        Exporter {
             trainer,
             source,
             beginning,
             changed: (0..matrices).map(|_| OnceLock::new()).collect(),
-        })
+        }
     }
 
     fn matrix(&self, id: MatrixId) -> &Matrix {

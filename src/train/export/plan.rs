@@ -7,7 +7,7 @@ use super::matrix::Exporter;
 use crate::base::Result;
 use crate::checkpoint::Encoding;
 use crate::model::convert::Tables;
-use crate::model::training::{MatrixId, VectorId};
+use crate::model::training::MatrixId;
 use crate::tensor::DType;
 
 /// The tensors of a directory: those of the model as it is delivered untrained, in its order. An entry that holds several matrices stays
@@ -29,24 +29,8 @@ pub(super) fn directory(exporter: &Exporter<'_>, tables: Tables) -> Result<Vec<I
             encoding,
             content,
         };
-        let has_changed = |ids: &[(MatrixId, Range<usize>)]| -> Result<bool> {
-            for (id, _) in ids {
-                if exporter.has_changed(*id)? {
-                    return Ok(true);
-                }
-            }
-            Ok(false)
-        };
-        let vectors_changed = |ids: &[(VectorId, Range<usize>)]| -> Result<bool> {
-            for (id, _) in ids {
-                if exporter.vector_has_changed(*id)? {
-                    return Ok(true);
-                }
-            }
-            Ok(false)
-        };
         match &encodings[..] {
-            [] if vectors_changed(&parts.vectors)? => {
+            [] if any(&parts.vectors, |id| exporter.vector_has_changed(id))? => {
                 items.push(of(
                     Content::Vectors(parts.vectors),
                     Encoding::Dense(DType::F32),
@@ -54,7 +38,8 @@ pub(super) fn directory(exporter: &Exporter<'_>, tables: Tables) -> Result<Vec<I
             }
             [] => items.push(of(Content::Copy(entry.clone()), entry.encoding)),
             [first, rest @ ..] if rest.iter().all(|e| e == first) => {
-                let is_same = *first == entry.encoding && !has_changed(&parts.matrices)?;
+                let is_same = *first == entry.encoding
+                    && !any(&parts.matrices, |id| exporter.has_changed(id))?;
                 items.push(match is_same {
                     true => of(Content::Copy(entry.clone()), entry.encoding),
                     false => of(Content::Matrices(parts.matrices), *first),
@@ -68,6 +53,19 @@ pub(super) fn directory(exporter: &Exporter<'_>, tables: Tables) -> Result<Vec<I
         }
     }
     Ok(items)
+}
+
+/// Whether `has_changed` says so of one of these parameters.
+fn any(
+    parts: &[(usize, Range<usize>)],
+    has_changed: impl Fn(usize) -> Result<bool>,
+) -> Result<bool> {
+    for (id, _) in parts {
+        if has_changed(*id)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 fn alone(exporter: &Exporter<'_>, id: MatrixId, encoding: Encoding) -> Item {
