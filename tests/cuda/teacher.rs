@@ -254,7 +254,7 @@ fn a_gpu_learns_from_a_teacher_as_the_cpu_does() {
     for (pair, temperature, label_share) in [
         (("qwen3_tied", "qwen2_untied"), 1.0, 0.0),
         (("qwen3_untied", "gemma3_narrow"), 2.0, 0.25),
-        (("qwen2_tied", "phi3_partial"), 1.0, 0.0),
+        (("qwen2_tied", "phi3_window"), 1.0, 0.0),
     ] {
         let config = |recompute, head_chunk| {
             let mut config = Config {
