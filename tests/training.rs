@@ -12,6 +12,8 @@ mod hidden;
 mod memory;
 #[path = "training/precision.rs"]
 mod precision;
+#[path = "training/scales.rs"]
+mod scales;
 #[path = "training/teacher.rs"]
 mod teacher;
 

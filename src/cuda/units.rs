@@ -101,6 +101,7 @@ units! {
     ScaledMmDequantize = "scaled_mm/dequantize.cu",
     ScaledMmProduct = "scaled_mm/product.cu",
     Gather = "tensor/gather.cu",
+    InputMoments = "tensor/input_moments.cu",
     Statistics = "tensor/statistics.cu",
     ArrayTraining = "tensor/training.cu",
 }

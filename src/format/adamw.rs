@@ -9,6 +9,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::input_moments::{BlockMoments, best_scale};
 use super::moment::{self, dither};
 use super::nvfp4::BLOCK;
 use super::random::{bits, bits16, words};
@@ -589,6 +590,38 @@ pub fn encode_rest(
         }
     });
     put_rest(form, beside, rest);
+}
+
+/// Gives a block of weights in NVFP4 the scale that is best for its product with inputs of these second moments. The weights keep their
+/// values, as near as the grid of the new scale has them. Says whether the scale changed.
+pub fn choose_scale(
+    form: WeightForm,
+    global: f32,
+    moments: &BlockMoments,
+    codes: Field<'_>,
+    rest: &mut [u8],
+) -> bool {
+    /// Holds the scale that is chosen.
+    const ANY: Band = Band {
+        least: 0.0,
+        most: f32::INFINITY,
+        spread: 0.0,
+    };
+    let scale = codes.scale.expect("an NVFP4 code has a block scale");
+    let weights = decode_weights(form, codes.codes, rest, *scale, global, true);
+    let best = best_scale(&weights, Some(*scale), global, moments);
+    if best == *scale {
+        return false;
+    }
+    *scale = best;
+    let unit = e4m3::decode(best) * global;
+    let quotients = weights.map(|w| w / unit);
+    let field = Field {
+        codes: codes.codes,
+        scale: Some(scale),
+    };
+    encode_quotients(form, &quotients, 1.0, Some(&ANY), None, field, rest);
+    true
 }
 
 fn put_rest(form: WeightForm, beside: [u8; BLOCK], rest: &mut [u8]) {

@@ -48,6 +48,19 @@ pub(super) fn nearest_even(magnitude: f32) -> u32 {
         + u32::from(magnitude > 5.0)
 }
 
+/// The value nearest to a non-negative one: that of its [`nearest_even`] code, without a table.
+#[inline(always)]
+pub(super) fn nearest_value(magnitude: f32) -> f32 {
+    let step = |height: f32, is_passed: bool| if is_passed { height } else { 0.0 };
+    step(0.5, magnitude > 0.25)
+        + step(0.5, magnitude >= 0.75)
+        + step(0.5, magnitude > 1.25)
+        + step(0.5, magnitude >= 1.75)
+        + step(1.0, magnitude > 2.5)
+        + step(1.0, magnitude >= 3.5)
+        + step(2.0, magnitude > 5.0)
+}
+
 /// Magnitude code of a non-negative value; a tie goes to the larger one.
 #[inline(always)]
 pub(super) fn half_away(magnitude: f32) -> u32 {

@@ -4,6 +4,7 @@
 pub mod adamw;
 pub mod e2m1;
 pub mod e4m3;
+pub mod input_moments;
 pub mod int8;
 pub mod moment;
 pub mod nf4;

@@ -419,17 +419,32 @@ fn quantize_block(
         Recipe::FourOverSix => four_over_six(x, amax, global),
         Recipe::Sweep => sweep(x, amax, global),
     };
+    with_scale(x, scale, global, index, options)
+}
+
+/// A block's codes under this scale; a scale of 0 if all are zero, which nothing else has, whatever the signs were.
+fn with_scale(
+    x: &Values,
+    scale: u8,
+    global: f32,
+    index: usize,
+    options: &QuantizeOptions,
+) -> (u8, Packed) {
     let step = e4m3::decode(scale) * global;
     let packed = encode_block(&x.map(|v| v / step), index, options);
-    // A scale of 0 says "all zero" and nothing else does, whatever the signs were.
-    if u64::from_le_bytes(packed) & 0x7777_7777_7777_7777 == 0 {
-        return (0, [0; BLOCK / 2]);
+    match u64::from_le_bytes(packed) & 0x7777_7777_7777_7777 {
+        0 => (0, [0; BLOCK / 2]),
+        _ => (scale, packed),
     }
-    (scale, packed)
+}
+
+/// The same with each value rounded to its nearest code.
+pub(super) fn encode_under(x: &Values, scale: u8, global: f32) -> (u8, Packed) {
+    with_scale(x, scale, global, 0, &QuantizeOptions::default())
 }
 
 /// The nearest scale byte that is not 0: underflow must not wipe out a block that has values above half a step.
-fn nearest_scale(scale: f32) -> u8 {
+pub(super) fn nearest_scale(scale: f32) -> u8 {
     e4m3::encode(scale).max(1)
 }
 

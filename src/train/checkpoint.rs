@@ -20,6 +20,7 @@ use crate::base::{Result, file, leftover};
 use crate::model::convert::Tables;
 use crate::model::training::{Layout, Source};
 use crate::ops::Device;
+use crate::ops::training::input_moments::InputMoments;
 use crate::ops::training::optimizer::StatePart;
 
 /// 2: tables are held as [`Recipe::tables`](super::Recipe::tables) says, and frozen matrices as the model has them.
@@ -62,6 +63,8 @@ struct Header {
     checksum: u64,
 }
 
+/// The name of the array of the second moments of a matrix's inputs.
+const INPUTS: &str = "input_moments";
 /// The names of a vector's arrays.
 const VECTOR_PARTS: [&str; 3] = ["values", "first", "second"];
 
@@ -79,7 +82,11 @@ fn describe(parameters: &Parameters) -> Result<Vec<Saved>> {
             global: Some(matrix.global()),
             steps: matrix.steps(),
             arrays: match frozen {
-                Some(_) => Vec::new(),
+                Some(_) => {
+                    let inputs = parameters.inputs().under(id);
+                    let bytes = |of: &InputMoments| (INPUTS.to_owned(), of.state_bytes() as u64);
+                    inputs.map(bytes).into_iter().collect()
+                }
                 None => StatePart::ALL.map(part).to_vec(),
             },
             frozen,
@@ -207,8 +214,11 @@ impl Trainer {
             at += bytes.len() as u64;
             Ok(())
         };
-        for matrix in self.parameters().matrices() {
+        for (id, matrix) in self.parameters().matrices().iter().enumerate() {
             if matrix.is_frozen() {
+                if let Some(inputs) = self.parameters().inputs().under(id) {
+                    write(&inputs.read_state()?)?;
+                }
                 continue;
             }
             for part in StatePart::ALL {
@@ -285,6 +295,18 @@ impl Trainer {
             config.offload = Offload::default();
         }
         let mut trainer = Trainer::empty(device, source, &config)?;
+        for (id, saved) in header.parameters.iter().enumerate() {
+            if let (Some(_), [(name, _)]) = (saved.frozen, &saved.arrays[..])
+                && name == INPUTS
+                && let Some(matrix) = trainer.parameters().matrices().get(id)
+            {
+                let cols = matrix.shape().1;
+                trainer
+                    .parameters_mut()
+                    .inputs_mut()
+                    .at(device, (id, cols))?;
+            }
+        }
         let expected = describe(trainer.parameters())?;
         for (saved, expected) in header.parameters.iter().zip(&expected) {
             if let (Some(then), Some(now)) = (saved.frozen, expected.frozen)
@@ -330,15 +352,15 @@ impl Trainer {
         };
         let count = trainer.parameters().matrices().len();
         let (matrices, vectors) = header.parameters.split_at(count);
-        for (matrix, saved) in trainer
-            .parameters_mut()
-            .matrices_mut()
-            .iter_mut()
-            .zip(matrices)
-        {
-            if matrix.is_frozen() {
+        for (id, saved) in matrices.iter().enumerate() {
+            let parameters = trainer.parameters_mut();
+            if parameters.matrices()[id].is_frozen() {
+                if let Some(inputs) = parameters.inputs_mut().under_mut(id) {
+                    inputs.write_state(&read(inputs.state_bytes())?)?;
+                }
                 continue;
             }
+            let matrix = &mut parameters.matrices_mut()[id];
             let codes = read(matrix.part_bytes(StatePart::Codes))?;
             let scales = read(matrix.part_bytes(StatePart::Scales))?;
             matrix.write_weights(device, &codes, &scales)?;

@@ -7,6 +7,7 @@ use serde::Serialize;
 use super::data::as_text;
 use super::judge::{Best, Judge};
 use super::row::{Losses, Row, Score};
+use super::scales::ScaleChoice;
 use super::trainer::Outcome;
 use crate::base::call::Progress;
 
@@ -61,6 +62,14 @@ pub enum Event<'a> {
         /// Where.
         #[serde(serialize_with = "as_text")]
         path: &'a Path,
+    },
+    /// Block scales were chosen anew.
+    Scales {
+        /// Before this step.
+        step: u64,
+        /// What came of it.
+        #[serde(flatten)]
+        choice: ScaleChoice,
     },
     /// Something should be looked at.
     Warning {

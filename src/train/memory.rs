@@ -1,5 +1,6 @@
 //! What memory training takes, phase by phase, and what would fit where there is too little.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
@@ -16,6 +17,7 @@ use crate::base::size::readable;
 use crate::base::{Error, ErrorKind, Result};
 use crate::cpu::Cpu;
 use crate::model::training::{MatrixId, PassMemory, Placement, Recompute, Source, TeacherMemory};
+use crate::ops::training::input_moments::InputMoments;
 use crate::ops::training::optimizer::{Forms, Matrix};
 use crate::ops::{Array, Device, Mixed};
 
@@ -145,7 +147,8 @@ impl Estimate {
             Err(_) => Forms::default(),
         };
         let (mut states, mut gradients, mut converted) = (0, 0, 0);
-        let (mut offloaded, mut passing) = (0, 0);
+        let (mut offloaded, mut passing, mut copied) = (0, 0, 0);
+        let copies = config.chooses_scales_after(source).is_some();
         for (id, m) in layout.matrices.iter().enumerate() {
             let trains = trains(id);
             let forms = forms_of(id, trains);
@@ -158,12 +161,24 @@ impl Estimate {
                 offloaded += moments;
                 passing = passing.max(Matrix::offload_room(moments));
             }
+            // Until the step is taken, in the host's memory.
+            if trains && copies && forms.weight.is_packed() {
+                copied += bytes(true);
+            }
             if trains && !recipe.release {
                 gradients += size_of::<f32>() * m.rows * m.cols;
                 converted = converted.max(Parameters::converted(m.rows, m.cols));
             }
         }
         gradients += Array::<Mixed>::element_bytes(device) * converted + passing;
+        if recipe.observes_adapted() {
+            let adapted = layout
+                .adapted()
+                .map(|(id, _)| layout.first_with_inputs_of(id));
+            let noted: BTreeSet<_> = adapted.collect();
+            let bytes = |id: MatrixId| InputMoments::bytes_of(layout.matrices[id].cols);
+            states += noted.into_iter().map(bytes).sum::<usize>();
+        }
         // With their moments and gradients.
         let vectors: usize = layout.vectors.iter().map(|v| v.len).sum();
         states += 4 * size_of::<f32>() * vectors;
@@ -189,9 +204,12 @@ impl Estimate {
         Estimate {
             states: states as u64,
             gradients: gradients as u64,
-            activations: (passes + away) as u64,
+            activations: (passes + away + copied) as u64,
             teacher: teacher.map_or(0, |teacher| teacher.weights) as u64,
-            offloaded: (offloaded + away) as u64,
+            offloaded: match device.is_cuda() {
+                true => (offloaded + away + copied) as u64,
+                false => (offloaded + away) as u64,
+            },
         }
     }
 

@@ -11,12 +11,15 @@ use super::beginning::Beginning;
 use super::group::Group;
 use super::offload::Offload;
 use super::recipe::{Clip, Recipe, contains_one};
+use super::scales::ObservedInputs;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::checkpoint::Encoding;
 use crate::format::adamw::GROUP_ROWS;
 use crate::model::Trained;
-use crate::model::training::{Layout, MatrixId, RowGradients, Source, Store, VectorId};
+use crate::model::training::{
+    Layout, MatrixId, ProjectionLayout, RowGradients, Source, Store, VectorId,
+};
 use crate::ops::linear::Linear;
 use crate::ops::training::array;
 use crate::ops::training::operand::round_int8_rows;
@@ -115,6 +118,10 @@ pub struct Parameters {
     statistics: GradientStatistics,
     report: StepReport,
     scratch: Array<Mixed>,
+    /// The inputs of matrices, while passes are to note them.
+    observed: Option<ObservedInputs>,
+    /// The inputs of matrices with adapters.
+    inputs: ObservedInputs,
 }
 
 impl Parameters {
@@ -201,6 +208,8 @@ impl Parameters {
             statistics: GradientStatistics::new(device)?,
             report: StepReport::default(),
             scratch: Array::empty(),
+            observed: None,
+            inputs: ObservedInputs::default(),
         };
         if !recipe.release {
             for (matrix, trains) in parameters.matrices.iter().zip(&parameters.trains) {
@@ -236,6 +245,35 @@ impl Parameters {
             ),
             None => Ok(()),
         }
+    }
+
+    /// The device that holds them.
+    pub(super) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Lets passes note the inputs of matrices, until [`Parameters::observed_inputs`].
+    pub(super) fn observe_inputs(&mut self) {
+        self.observed = Some(ObservedInputs::default());
+    }
+
+    /// What passes have noted.
+    pub(super) fn observed_inputs(&mut self) -> ObservedInputs {
+        self.observed.take().unwrap_or_default()
+    }
+
+    /// The inputs of matrices with adapters, if they were noted.
+    pub(super) fn inputs(&self) -> &ObservedInputs {
+        &self.inputs
+    }
+
+    pub(super) fn set_inputs(&mut self, inputs: ObservedInputs) {
+        self.inputs = inputs;
+    }
+
+    /// The inputs of matrices with adapters, to be restored.
+    pub(super) fn inputs_mut(&mut self) -> &mut ObservedInputs {
+        &mut self.inputs
     }
 
     /// The parameters by number.
@@ -294,7 +332,7 @@ impl Parameters {
         self.trains[id]
     }
 
-    /// Whether a matrix may have other values than those that it began with: a step was made of it, or an adapter stands beside it.
+    /// Whether a matrix may have other values than those that it began with: a step has changed it, or an adapter stands beside it.
     pub(super) fn may_have_moved(&self, id: MatrixId) -> bool {
         let is_adapted = self.layout.adapted().any(|(adapted, _)| adapted == id);
         is_adapted || (self.trains[id] && self.matrices[id].steps() > 0)
@@ -316,7 +354,8 @@ impl Parameters {
     /// Bytes of all states.
     pub fn bytes(&self) -> usize {
         let matrices: usize = self.matrices.iter().map(Matrix::bytes).sum();
-        matrices + self.vectors.iter().map(Vector::bytes).sum::<usize>()
+        let vectors: usize = self.vectors.iter().map(Vector::bytes).sum();
+        matrices + vectors + self.inputs.bytes()
     }
 
     /// Elements of the matrices that are trained.
@@ -543,6 +582,20 @@ impl Store for Parameters {
 
     fn vector_with_gradient(&mut self, vector: VectorId) -> Result<(Slice<'_>, SliceMut<'_>)> {
         Ok(self.vectors[vector].with_gradient())
+    }
+
+    fn observe(&mut self, projections: &[ProjectionLayout], x: Slice<'_, Mixed>) -> Result<()> {
+        let Some(observed) = &mut self.observed else {
+            return Ok(());
+        };
+        let adapts = self.recipe.lora.is_some();
+        let counts = |p: &ProjectionLayout| p.adapter.is_some() || !adapts && self.trains[p.matrix];
+        if !projections.iter().any(counts) {
+            return Ok(());
+        }
+        let first = projections[0].matrix;
+        let cols = self.matrices[first].shape().1;
+        observed.add(&self.device, (first, cols), x)
     }
 
     fn trains(&self, matrix: MatrixId) -> bool {

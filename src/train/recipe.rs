@@ -139,6 +139,11 @@ pub struct Recipe {
     /// How block scales are chosen where linear weights are quantized: as training begins, of a checkpoint that does not hold them in NVFP4,
     /// and where adapters are merged. Random weights have the scales of their largest magnitudes.
     pub weight_scales: nvfp4::Recipe,
+    /// Chooses block scales by what rounding does to products rather than to weights: by the second moments of a step's inputs, 16 x 16 for
+    /// each block. So does a model that has learned something, of the matrices that have moved, when passes begin to multiply with what
+    /// is delivered (see `delivered_share`; after the first step if that is always, before the last if it is never), and keeps what lowers
+    /// the loss of that step's batch. So do adapters when they are merged, by the inputs of their first step, in the place of `weight_scales`.
+    pub scale_search: bool,
     /// Trains the last so many blocks, the last norm and an untied head, or the last blocks' adapters; all of them if `None`. What is
     /// not trained has no moments.
     pub last_blocks: Option<usize>,
@@ -167,6 +172,7 @@ impl Default for Recipe {
             lora: None,
             weight_scales: nvfp4::Recipe::Sweep,
             delivered_share: None,
+            scale_search: true,
             last_blocks: None,
             clip: Clip::Global(1.0),
             release: false,
@@ -266,6 +272,11 @@ impl Recipe {
             false => 1.0,
         };
         self.delivered_share.unwrap_or(usual)
+    }
+
+    /// Whether the inputs of matrices with adapters are noted, for merging.
+    pub(super) fn observes_adapted(&self) -> bool {
+        self.scale_search && self.lora.is_some()
     }
 
     /// Whether a matrix of this name is kept high.

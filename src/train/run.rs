@@ -365,6 +365,10 @@ impl Run<'_, '_> {
             taken => taken?,
         };
         let taken = start.elapsed().as_secs_f64();
+        if let Some(choice) = step.scales {
+            let step = step.number;
+            self.hear(&Event::Scales { step, choice });
+        }
         self.tokens += tokens as u64;
         self.seconds += taken;
         if step.outcome == Outcome::Updated {

@@ -9,6 +9,7 @@ use super::group::Group;
 use super::offload::Offload;
 use super::parameters::{Parameters, StepPlan, StepReport};
 use super::recipe::{Clip, Recipe};
+use super::scales::ScaleChoice;
 use super::schedule::Schedule;
 use crate::base::error::{bail, err};
 use crate::base::lease::Lease;
@@ -73,6 +74,16 @@ impl Config {
             head_chunk: self.head_chunk,
             offload: self.offload.activations,
         }
+    }
+
+    /// After how many steps block scales are chosen anew: when passes begin to multiply with what is delivered, but not before weights have
+    /// moved, nor after the last step.
+    pub(super) fn chooses_scales_after(&self, source: &Source) -> Option<u64> {
+        let recipe = &self.recipe;
+        let is_chosen = recipe.scale_search && recipe.lora.is_none() && !source.is_fresh();
+        let whole = self.steps as f64 * (1.0 - recipe.delivered_share(source));
+        let after = (whole.ceil() as u64).clamp(1, self.steps.max(2) - 1);
+        (is_chosen && recipe.weights.is_packed() && self.steps > 1).then_some(after)
     }
 
     /// Refuses settings that make no sense.
@@ -163,9 +174,16 @@ pub struct HiddenBatch<'a> {
 }
 
 /// A batch on its device, and its target.
-struct Prepared {
+pub(super) struct Prepared {
     batch: Batch,
     towards: Towards,
+}
+
+impl Prepared {
+    /// Whether the loss of a forward pass is that of its target.
+    pub(super) fn has_labels(&self) -> bool {
+        !matches!(self.towards, Towards::Hidden(_))
+    }
 }
 
 /// The target of a batch.
@@ -208,6 +226,9 @@ pub struct Step {
     pub changed: f64,
     /// The share that changed as they are delivered.
     pub changed_delivered: f64,
+    /// What became of block scales, where they were chosen anew before the step.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub scales: Option<ScaleChoice>,
 }
 
 /// How far a step has come, for whoever watches memory.
@@ -236,6 +257,8 @@ pub struct Trainer {
     parameters: Parameters,
     /// Share of the steps, at their end, whose passes multiply with what is delivered.
     delivered_share: f64,
+    /// The step before which block scales are chosen anew, if they are.
+    chooses_scales_after: Option<u64>,
     pass: Pass,
     teacher: Option<Teacher>,
     progress: Progress,
@@ -293,6 +316,7 @@ impl Trainer {
             spec: source.spec().clone(),
             config: config.clone(),
             delivered_share: config.recipe.delivered_share(source),
+            chooses_scales_after: config.chooses_scales_after(source),
             parameters,
             pass,
             teacher: None,
@@ -309,6 +333,10 @@ impl Trainer {
 
     pub(super) fn parameters_mut(&mut self) -> &mut Parameters {
         &mut self.parameters
+    }
+
+    pub(super) fn chooses_scales_after(&self) -> Option<u64> {
+        self.chooses_scales_after
     }
 
     pub(super) fn progress(&self) -> &Progress {
@@ -491,6 +519,7 @@ impl Trainer {
             },
         };
         let change = self.lease.change()?;
+        let mut scales = self.look_at_inputs(batches)?;
         self.parameters.multiply_with_all(!self.trains_delivered());
         watch(Phase::BatchReady);
         self.parameters.begin_step(plan)?;
@@ -504,6 +533,9 @@ impl Trainer {
             }
             Ok(loss) => {
                 self.parameters.abandon_step();
+                if scales.is_kept() {
+                    change.changed();
+                }
                 let skipped = StepReport {
                     skipped: true,
                     ..StepReport::default()
@@ -517,6 +549,7 @@ impl Trainer {
                         "after released gradients had changed parameters, so that training must go on from the last checkpoint",
                     ));
                 }
+                scales.undo(&mut self.parameters)?;
                 return Err(e);
             }
         };
@@ -562,7 +595,26 @@ impl Trainer {
             gradient_norm: report.gradient_norm / f64::from(plan.factor),
             changed: share(report.changes.0),
             changed_delivered: share(report.changes.1),
+            scales: scales.choice,
         })
+    }
+
+    /// The mean loss of all targets.
+    pub(super) fn loss_of(&mut self, batches: &[Prepared]) -> Result<f64> {
+        let mut loss = 0.0;
+        for batch in batches {
+            let (parameters, pass) = (&mut self.parameters, &mut self.pass);
+            loss += match &batch.towards {
+                Towards::Teacher(same) => {
+                    let mixture = self.config.distillation.as_ref();
+                    let mixture = mixture.map(Distillation::mixture).unwrap_or_default();
+                    let lesson = taught(&mut self.teacher)?.lesson(same, mixture);
+                    pass.lesson_totals(parameters, &batch.batch, lesson)?.loss
+                }
+                Towards::Labels | Towards::Hidden(_) => pass.loss(parameters, &batch.batch)?,
+            };
+        }
+        Ok(loss)
     }
 
     /// The mean loss of all targets, with its gradients given to the parameters.

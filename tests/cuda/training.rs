@@ -649,6 +649,35 @@ fn statistics_of_gradients_agree_with_f64() {
 }
 
 #[test]
+fn second_moments_of_inputs_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    for (rows, cols) in [(1, 16), (37, 48), (1000, 1536)] {
+        let x = Array::bf16(&gpu, 91, rows * cols, 3.0);
+        let before = normal(92, cols * 16);
+        let run = || {
+            let sums = Array::of_f32(&gpu, &before);
+            training::add_input_moments(x.slice(), cols, sums.slice()).unwrap();
+            sums
+        };
+        let sums = run();
+        assert_eq!(read_bits(&sums.device), read_bits(&run().device));
+        let (mut want, mut size) = (vec![0.0; cols * 16], vec![0.0; cols * 16]);
+        for (at, (want, size)) in want.iter_mut().zip(&mut size).enumerate() {
+            let (first, i, j) = (at / 256 * 16, at / 16 % 16, at % 16);
+            *want = f64::from(before[at]);
+            *size = want.abs();
+            for row in x.values.chunks_exact(cols) {
+                let product = row[first + i] * row[first + j];
+                *want += product;
+                *size += product.abs();
+            }
+        }
+        let got = values_of_f32(&sums.device);
+        assert_within(&got, &want, 0.0, |i| size[i], "products of inputs");
+    }
+}
+
+#[test]
 fn differences_of_hidden_states_agree_with_f64() {
     let Some(gpu) = gpu() else { return };
     for count in [8, 37 * 48, 1024 * 2560] {

@@ -237,9 +237,14 @@ fn adapters_resume_to_the_same_bits() {
     let adapters = whole.parameters().trained();
     // Values and both moments, and a number for each group of 8 rows of either moment.
     let groups = 4 * source.spec().blocks.len();
+    // And 16 sums of products for each input.
+    let layout = whole.parameters().layout().matrices.iter();
+    let targets = ["q_proj.weight", "down_proj.weight"];
+    let adapted = layout.filter(|m| targets.iter().any(|name| m.name.ends_with(name)));
+    let inputs: usize = adapted.map(|m| 4 * 16 * m.cols).sum();
     assert_eq!(
         std::fs::metadata(state).unwrap().len() as usize,
-        12 * adapters + 8 * groups
+        12 * adapters + 8 * groups + inputs
     );
 
     // The same shapes with other values.
@@ -274,6 +279,7 @@ fn adapters_are_exported_beside_and_within_the_model() {
     for rule in [nvfp4::Recipe::Amax, nvfp4::Recipe::FourOverSix] {
         let recipe = Recipe {
             weight_scales: rule,
+            scale_search: false,
             last_blocks: Some(1),
             ..recipe(&["v_proj", "down_proj"])
         };

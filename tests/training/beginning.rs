@@ -24,7 +24,7 @@ fn converted(from: &Path, to: &Path, options: &ConvertOptions) {
 }
 
 /// The model at `from` at `to`, with every matrix in bfloat16, as most are published.
-fn dense(from: &Path, to: &Path) {
+pub(super) fn dense(from: &Path, to: &Path) {
     let source = open(from).unwrap();
     let plan: Vec<Planned> = source
         .entries()

@@ -25,6 +25,10 @@ fn peak_with_teacher(
     teacher: Option<(Source, TeacherPlacement)>,
 ) -> (u64, u64) {
     let device = Device::cpu(Some(2)).unwrap();
+    let mut config = config.clone();
+    // What it takes is there in one step, and only if new scales are better.
+    config.recipe.scale_search = false;
+    let config = &config;
     let vocabulary = source.spec().vocab_size as u32;
     let mut batch = Documents::new(1, &[tokens / 2, tokens - tokens / 2]);
     batch.tokens.iter_mut().for_each(|t| *t %= vocabulary);
@@ -181,6 +185,26 @@ fn blocks_that_are_not_trained_leave_nothing() {
         }
         assert!(peaks.is_sorted_by(|a, b| a > b), "{peaks:?}");
     }
+}
+
+/// The step that chooses block scales anew keeps what there was until it is over.
+#[test]
+fn estimates_count_what_choosing_scales_takes() {
+    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/verse-10m");
+    let source = Source::open(&data).unwrap();
+    let device = Device::cpu(Some(2)).unwrap();
+    let config = config(Recipe::default(), 10);
+    let batch = Documents::new(1, &[30, 34]);
+    let before = memory::total().current;
+    let mut trainer = Trainer::new(&device, &source, &config).unwrap();
+    memory::reset_peak();
+    let steps = [0; 2].map(|_| trainer.step(&[batch.batch()]).unwrap());
+    let choice = steps[1].scales.unwrap();
+    assert!(choice.after < choice.before, "{choice:?}");
+    let estimate = Estimate::with_teacher(&source, &config, &device, 64, None).total();
+    let peak = memory::total().peak - before;
+    let off = estimate as f64 / peak as f64 - 1.0;
+    assert!((0.0..0.02).contains(&off), "{estimate} for {peak}");
 }
 
 /// A teacher's weights and its own pass, resident and streamed, narrower and wider than the student.

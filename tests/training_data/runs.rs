@@ -136,11 +136,13 @@ fn signals_end_a_run_with_a_checkpoint_and_one_run_has_a_directory() {
         let all = list(&checkpoints).unwrap();
         assert_eq!(end["step"], all.last().unwrap().0);
     }
-    // The first signal of two waits for its step, and the second for nothing.
+    // The first signal of two waits for its step, and the second for nothing: not even for a step that takes long.
+    let folder = Folder::new("signals, twice");
+    fs::write(folder.path("text.txt"), sentences(8000)).unwrap();
     let mut child = command(
         &folder,
         "twice",
-        &["--steps", "5000", "--accumulate", "32", "--window", "16"],
+        &["--steps", "5000", "--accumulate", "512", "--window", "16"],
     )
     .stderr(std::process::Stdio::piped())
     .spawn()

@@ -264,6 +264,16 @@ impl Show {
             Event::Checkpoint { step, path } => {
                 self.say(format!("step {step}: checkpoint {}", path.display()));
             }
+            Event::Scales { step, choice } => {
+                let what = match choice.after < choice.before {
+                    true => "chosen anew",
+                    false => "kept, as chosen anew they are worse",
+                };
+                self.say(format!(
+                    "before step {step}: block scales {what}; loss of its batch as delivered {:.4}, with new ones {:.4}",
+                    choice.before, choice.after
+                ));
+            }
             Event::Warning { step, message } => {
                 self.say(format!("warning at step {step}: {message}"))
             }

@@ -5,6 +5,7 @@ mod activation;
 mod attention;
 mod divergence;
 mod heads;
+mod input_moments;
 mod loss;
 mod matmul;
 mod norm;

@@ -8,8 +8,9 @@ use crate::base::error::{Result, bail};
 use crate::cpu::Cpu;
 use crate::format::adamw::{
     Block, Changes, Coefficients, Field, FieldBytes, Forms, GROUP_ROWS, Globals, Keys, WeightForm,
-    decode_weights, encode_rest, encode_weights, moment_globals, power_for, step,
+    choose_scale, decode_weights, encode_rest, encode_weights, moment_globals, power_for, step,
 };
+use crate::format::input_moments::BlockMoments;
 use crate::format::nvfp4::BLOCK;
 
 /// A field of some rows, row-major.
@@ -259,6 +260,33 @@ impl Cpu {
             });
         });
         all.into_iter().try_for_each(|(_, found)| found)
+    }
+
+    /// Chooses the block scales of a matrix in NVFP4 anew: see [`choose_scale`]. `moments` has those of the inputs of each block of a row.
+    /// Gives the number of blocks whose scales changed.
+    pub fn choose_scales(
+        &self,
+        form: WeightForm,
+        global: f32,
+        moments: &[BlockMoments],
+        codes: Rows<'_>,
+        rest: &mut [u8],
+    ) -> usize {
+        let (bytes, beside) = (form.codes(), form.rest().codes);
+        let mut rest = rest.chunks_mut((beside * moments.len()).max(1));
+        let mut all: Vec<_> = parts(codes, bytes, moments.len())
+            .take_while(|row| !row.scales.is_empty())
+            .map(|row| (Some((row, rest.next().unwrap_or_default())), 0))
+            .collect();
+        by_parts(self.pool(), &mut all, 1, |_, row| {
+            let (codes, rest) = row[0].0.take().expect("each row is taken once");
+            let mut rest = rest.chunks_exact_mut(beside.max(1));
+            for (moments, field) in moments.iter().zip(blocks(codes, bytes, moments.len())) {
+                let rest = rest.next().unwrap_or_default();
+                row[0].1 += usize::from(choose_scale(form, global, moments, field, rest));
+            }
+        });
+        all.iter().map(|(_, changed)| changed).sum()
     }
 
     /// Stores a range of rows of `cols` elements that `read` gives, rounded to nearest: its codes and what is kept beside them.

@@ -7,6 +7,7 @@ mod attention;
 mod divergence;
 mod embedding;
 mod heads;
+mod input_moments;
 mod loss;
 mod matmul;
 mod norm;
@@ -24,6 +25,7 @@ pub use divergence::{
 };
 pub use embedding::{TokenRows, scatter_add};
 pub use heads::{Heads, heads_backward, heads_forward, heads_partial};
+pub use input_moments::add_input_moments;
 pub use loss::{
     CrossEntropy, L1_PARTIAL, LogitChunk, cross_entropy_chunk, cross_entropy_finish,
     cross_entropy_gradient, l1_gradient,
@@ -47,6 +49,7 @@ pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
     divergence::ARGUMENTS,
     embedding::ARGUMENTS,
     heads::ARGUMENTS,
+    input_moments::ARGUMENTS,
     loss::ARGUMENTS,
     norm::ARGUMENTS,
     operand::ARGUMENTS,

@@ -121,6 +121,16 @@ pub struct Layout {
 }
 
 impl Layout {
+    /// The first of the projections that have the same inputs as a matrix: the matrix itself where that is the only one.
+    pub fn first_with_inputs_of(&self, matrix: MatrixId) -> MatrixId {
+        let groups = self
+            .blocks
+            .iter()
+            .flat_map(|block| [&block.qkv[..], &block.gate_up[..]]);
+        let mut group = groups.filter(|group| group.iter().any(|p| p.matrix == matrix));
+        group.next().map_or(matrix, |group| group[0].matrix)
+    }
+
     /// The parameters of a model of `spec`, with those optional ones that `has` says are there.
     pub fn new(spec: &Spec, has: &dyn Fn(&str) -> bool) -> Result<Layout> {
         if let Some(block) = spec.blocks.iter().position(|b| b.mlp.mixture().is_some()) {

@@ -207,6 +207,7 @@ impl Linear<'_> {
         (weight, s): (&mut Array<Mixed>, &mut LinearScratch),
     ) -> Result<()> {
         let (device, k) = (self.device, self.inputs);
+        store.observe(self.projections, x)?;
         let n = self.read(store, weight)?;
         let len = self.rows * n;
         let sizes = Sizes { m: self.rows, n, k };

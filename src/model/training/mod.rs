@@ -61,6 +61,12 @@ pub trait Store {
     /// The same, and what its gradient is added to.
     fn vector_with_gradient(&mut self, vector: VectorId) -> Result<(Slice<'_>, SliceMut<'_>)>;
 
+    /// Takes note of the rows `x` that these projections multiply, before they are rounded.
+    fn observe(&mut self, projections: &[ProjectionLayout], x: Slice<'_, Mixed>) -> Result<()> {
+        let _ = (projections, x);
+        Ok(())
+    }
+
     /// Whether a matrix's gradients are wanted.
     fn trains(&self, matrix: MatrixId) -> bool;
 

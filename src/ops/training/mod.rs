@@ -7,6 +7,7 @@ pub mod attention;
 pub mod divergence;
 pub mod embedding;
 pub mod heads;
+pub mod input_moments;
 pub mod loss;
 pub mod matmul;
 pub mod norm;

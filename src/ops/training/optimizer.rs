@@ -14,6 +14,7 @@ use crate::cuda::DeviceBuffer;
 use crate::cuda::training::{self as cuda, Moments, TrainedWeights};
 use crate::format::adamw::{FieldBytes, GROUP_ROWS, decode_weights, encode_weights, step_f32};
 use crate::format::e4m3;
+use crate::format::input_moments::BlockMoments;
 use crate::format::nvfp4::{BLOCK, check_block_scales, check_global_scale};
 use crate::tensor::WeightType;
 
@@ -334,13 +335,15 @@ impl StatePart {
     }
 }
 
-fn floats_of(array: &Array) -> Result<Vec<u8>> {
+/// The elements of an array, little-endian.
+pub(super) fn floats_of(array: &Array) -> Result<Vec<u8>> {
     let mut values = vec![0.0; array.len()];
     array.all().read(&mut values)?;
     Ok(values.iter().flat_map(|v: &f32| v.to_le_bytes()).collect())
 }
 
-fn put_floats(array: &mut Array, bytes: &[u8]) -> Result<()> {
+/// Restores what [`floats_of`] gave.
+pub(super) fn put_floats(array: &mut Array, bytes: &[u8]) -> Result<()> {
     let values = bytes
         .as_chunks::<4>()
         .0
@@ -850,6 +853,38 @@ impl Matrix {
         }
     }
 
+    /// Chooses the block scales of a matrix in NVFP4 anew, as those that are best for its product with inputs of these second moments, which
+    /// are one [`BlockMoments`] for each 16 columns. What is stored stays as near to its values as the new grid has them. Gives the number of
+    /// blocks whose scales changed.
+    pub fn choose_scales(
+        &mut self,
+        device: &Device,
+        host: &Cpu,
+        moments: &[BlockMoments],
+    ) -> Result<usize> {
+        let form = self.forms.weight;
+        if !form.is_packed() || moments.len() * BLOCK != self.cols {
+            bail!(
+                Internal,
+                "block scales of {form:?} in rows of {} by {} blocks of second moments",
+                self.cols,
+                moments.len()
+            );
+        }
+        let (mut codes, mut scales) = self.read_weights(device)?;
+        let mut rest = bytes_of(&self.rest)?;
+        let rows = Rows {
+            codes: &mut codes,
+            scales: &mut scales,
+        };
+        let changed = host.choose_scales(form, self.global, moments, rows, &mut rest);
+        if changed > 0 {
+            self.write_weights(device, &codes, &scales)?;
+            self.write_part(StatePart::Rest, &rest)?;
+        }
+        Ok(changed)
+    }
+
     /// Calls `f` with the field that a part belongs to, and what it is of it.
     fn with_field<T>(&self, part: StatePart, f: impl FnOnce(&FieldArrays, FieldPart) -> T) -> T {
         match part {
@@ -1059,7 +1094,7 @@ pub fn finish_steps(device: &Device, matrices: &mut [&mut Matrix]) -> Result<Cha
     };
     let mut all = Changes::default();
     for (matrix, changes) in matrices.iter_mut().zip(found) {
-        matrix.steps += 1;
+        matrix.steps += u64::from(changes.stored + changes.delivered > 0);
         if changes.clipped > 0 {
             matrix.make_room(device)?;
         }

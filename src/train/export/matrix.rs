@@ -12,6 +12,7 @@ use super::item::{Content, Item};
 use crate::base::error::bail;
 use crate::base::{Result, memory};
 use crate::checkpoint::{Encoding, Writer};
+use crate::cpu::training::Rows;
 use crate::format::adamw::{ROOM, WeightForm};
 use crate::format::nvfp4::{self, BLOCK, Levels, Nvfp4, QuantizeOptions};
 use crate::format::{e4m3, int8};
@@ -298,10 +299,18 @@ impl<'a> Exporter<'a> {
         }
         raise_global(&mut merged, global)?;
         let (rows, cols) = (merged.rows, merged.cols);
-        for row in 0..rows {
-            if (0..adapter.rank).all(|inner| b[inner * rows + row] == 0.0) {
-                continue;
-            }
+        let changes = |row: usize| (0..adapter.rank).any(|inner| b[inner * rows + row] != 0.0);
+        let parameters = self.trainer.parameters();
+        if let Some(moments) = parameters.inputs().of(parameters.layout(), id)? {
+            let out = Rows {
+                codes: &mut merged.codes,
+                scales: &mut merged.scales,
+            };
+            let host = device.host_cpu()?;
+            host.quantize_for_inputs(&values, global, &moments, &changes, out)?;
+            return Ok(merged);
+        }
+        for row in (0..rows).filter(|row| changes(*row)) {
             nvfp4::quantize_rows(
                 &values[row * cols..][..cols],
                 cols,

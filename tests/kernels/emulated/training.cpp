@@ -26,6 +26,9 @@ namespace arrays {
 namespace statistics {
 #include "tensor/statistics.cu"
 }
+namespace moments {
+#include "tensor/input_moments.cu"
+}
 namespace embedding {
 #include "embed/training.cu"
 }
@@ -407,6 +410,23 @@ static void check_divergence(int rows, std::vector<int> chunks, float cap, float
     }
 }
 
+static void check_input_moments(int rows, int cols) {
+    Bf16 x((size_t)rows * cols, 3);
+    F32Array sums((size_t)cols * moments::BLOCK, 2);
+    F32Array before = sums;
+    moments::Arguments a = {(const u16*)x.data(), sums.data(), rows, cols};
+    launch(cols / moments::BLOCK, 1, 1, moments::THREADS, [&] { moments::train_input_moments(a); });
+    for (int at = 0; at < cols * moments::BLOCK; at++) {
+        int first = at / moments::THREADS * moments::BLOCK, i = first + at / moments::BLOCK % moments::BLOCK, j = first + at % moments::BLOCK;
+        double want = before[at], size = std::fabs(want);
+        for (int row = 0; row < rows; row++) {
+            double product = x[(size_t)row * cols + i] * x[(size_t)row * cols + j];
+            want += product, size += std::fabs(product);
+        }
+        expect_f32("a sum of products of inputs", at, sums[at], want, size);
+    }
+}
+
 static void check_statistics(int count, bool odd) {
     Bf16 g(count, 3);
     if (odd) {
@@ -633,6 +653,7 @@ int main() {
     check_divergence(4, {260, 61, 1}, 5, 8, 3, 0.5f, false);
     check_divergence(4, {260, 61, 4}, 0, 20, 1, 0, true);
     check_divergence(4, {1028, 61, 4}, 30, 20, 1.7f, 0, true);
+    for (int rows : {1, 128, 301}) check_input_moments(rows, 48);
     check_statistics(8 * 131500, false);
     check_statistics(4112, true);
     check_l1(4112, false);

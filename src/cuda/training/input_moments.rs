@@ -1,0 +1,44 @@
+//! Second moments of the inputs of products.
+
+use super::super::driver::{DeviceSlice, Launch, int};
+use super::super::units::Unit;
+use super::sizes::{expect_f32, rows};
+use crate::base::Result;
+use crate::format::nvfp4::BLOCK;
+
+/// What the kernels of this file are passed, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] =
+    &[("train_input_moments", size_of::<MomentArguments>())];
+
+const THREADS: u32 = (BLOCK * BLOCK) as u32;
+
+#[repr(C)]
+struct MomentArguments {
+    x: u64,
+    sums: u64,
+    rows: i32,
+    cols: i32,
+}
+
+/// Adds the products of the inputs bf16 `x` `[rows, cols]` to f32 `sums` `[cols / 16, 16, 16]`, in f32 and in the order of rows.
+pub fn add_input_moments(x: DeviceSlice<'_>, cols: usize, sums: DeviceSlice<'_>) -> Result<()> {
+    let rows = rows("inputs", x, cols)?;
+    expect_f32("sums of products of inputs", sums, &[cols, BLOCK])?;
+    let arguments = MomentArguments {
+        x: x.address(),
+        sums: sums.address(),
+        rows: int("inputs", rows)?,
+        cols: int("the width of inputs", cols)?,
+    };
+    let blocks = int("the width of inputs", cols / BLOCK)? as u32;
+    let launch = Launch::new([blocks, 1, 1], THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked.
+    unsafe {
+        launch.run(
+            x.gpu(),
+            Unit::InputMoments,
+            "train_input_moments",
+            &arguments,
+        )
+    }
+}
