@@ -13,7 +13,8 @@ constexpr int BLOCK = 16, THREADS = BLOCK * BLOCK;
 constexpr int ROWS = THREADS * PIECE / BLOCK;
 static_assert(ROWS == 128, "two pieces make a row of a block");
 
-// sums += x^T x of each 16 columns, rows in their order; a thread has one sum. Grid: (cols / 16)
+// sums += x^T x of each 16 columns; a thread has one sum, and adds up ROWS rows before it adds those, so that less is rounded away. Grid:
+// (cols / 16)
 extern "C" __global__ void __launch_bounds__(THREADS) train_input_moments(const __grid_constant__ Arguments a) {
     __shared__ float x[ROWS][BLOCK];
     wait_for_earlier_kernels();
@@ -29,8 +30,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) train_input_moments(const 
 #pragma unroll
         for (int e = 0; e < PIECE; e++) x[row][half + e] = piece[e];
         __syncthreads();
+        float part = 0;
 #pragma unroll 8
-        for (int r = 0; r < ROWS; r++) sum += x[r][i] * x[r][j];
+        for (int r = 0; r < ROWS; r++) part += x[r][i] * x[r][j];
+        sum += part;
     }
     *to += sum;
 }

@@ -196,7 +196,7 @@ pub struct NVFP4_TrainerOptions {
     pub eps: f64,
     /// The bound of `clip`. Default: 1.
     pub clip_norm: f64,
-    /// The share of the steps at their end in which passes use the NVFP4 codes alone, which are what is delivered; -1 is all of them, or
+    /// The share of the steps at their end in which passes use the NVFP4 codes alone, which are what is delivered; -1 is 0.3, or
     /// 0.15 of a model of random weights. Default: -1.
     pub delivered_share: f64,
     /// All settings as a JSON object, as NVFP4_trainer_info() gives them as `config`: keys that are missing have their

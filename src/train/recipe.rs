@@ -69,8 +69,9 @@ impl Default for Lora {
     }
 }
 
-/// The share of steps with what is delivered, from random weights.
-const DELIVERED_SHARE: f64 = 0.15;
+/// The share of steps with what is delivered, from random weights and of a model that has learned something.
+const FRESH_SHARE: f64 = 0.15;
+const DELIVERED_SHARE: f64 = 0.3;
 
 /// The projections of a block.
 const PROJECTIONS: [&str; 7] = [
@@ -129,8 +130,8 @@ pub struct Recipe {
     /// Blocks whose products stay in bfloat16.
     pub high_blocks: HighBlocks,
     /// The share of steps at the end in which passes multiply with what is delivered, the NVFP4 codes alone, so that what is delivered is
-    /// what was trained. If `None`, all steps of a model that has learned something, whose weights move less than a code; and
-    /// 15 % of them from random weights, which learn less on codes alone.
+    /// what was trained. If `None`, 30 % of the steps of a model that has learned something, and 15 % from random weights, which learn
+    /// less on codes alone.
     pub delivered_share: Option<f64>,
     /// Trains adapters beside frozen matrices instead of all parameters. Frozen matrices have the form in which they are delivered: the codes
     /// and scales of the checkpoint, or those of its quantization, 0.5625 bytes a parameter; those that `keep_high` names stay as they are.
@@ -268,8 +269,8 @@ impl Recipe {
     /// The share of steps at the end with what is delivered, of a model that begins at `source`.
     pub(super) fn delivered_share(&self, source: &Source) -> f64 {
         let usual = match source.is_fresh() {
-            true => DELIVERED_SHARE,
-            false => 1.0,
+            true => FRESH_SHARE,
+            false => DELIVERED_SHARE,
         };
         self.delivered_share.unwrap_or(usual)
     }

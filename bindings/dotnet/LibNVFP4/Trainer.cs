@@ -95,7 +95,7 @@ namespace LibNVFP4
         /// <summary>Added to the root of second moments. Default: 1e-8.</summary>
         public double Eps { get => Raw.Eps; set => Raw.Eps = value; }
 
-        /// <summary>The share of the steps at the end in which passes use what is delivered; -1 is all of them. Default: -1.</summary>
+        /// <summary>The share of the steps at the end in which passes use what is delivered; -1 is 0.3, or 0.15 of random weights. Default: -1.</summary>
         public double DeliveredShare { get => Raw.DeliveredShare; set => Raw.DeliveredShare = value; }
 
         /// <summary>

@@ -25,6 +25,7 @@ const LAST: f64 = 0.2;
 /// The learning rates where nothing else is said, of a model's own parameters and of adapters.
 const RATE: f64 = 2e-5;
 const ADAPTER_RATE: f64 = 2e-4;
+const TEACHER_RATE: f64 = 1e-5;
 /// What alpha is for a rank, where nothing else is said.
 const ALPHA: f64 = 2.0;
 
@@ -70,7 +71,7 @@ pub(in crate::cli) struct Args {
     /// How often to see all data; default: 1
     #[arg(long, help_heading = "Training")]
     epochs: Option<f64>,
-    /// The highest learning rate; default: 2e-5, which is for fine-tuning, and 2e-4 for adapters
+    /// The highest learning rate; default: 2e-5, which is for fine-tuning, 2e-4 for adapters, and 1e-5 with a teacher
     #[arg(long, help_heading = "Training")]
     rate: Option<f64>,
     /// Steps over which the rate rises; default: 3 % of all
@@ -512,6 +513,8 @@ impl Args {
         }
         if !says_rate && recipe.lora.is_some() {
             config.optimizer.rate = ADAPTER_RATE;
+        } else if !says_rate && self.teacher.teacher.is_some() {
+            config.optimizer.rate = TEACHER_RATE;
         }
         match &config.recipe.lora {
             Some(_) => self.check_adapters()?,

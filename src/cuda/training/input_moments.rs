@@ -20,7 +20,8 @@ struct MomentArguments {
     cols: i32,
 }
 
-/// Adds the products of the inputs bf16 `x` `[rows, cols]` to f32 `sums` `[cols / 16, 16, 16]`, in f32 and in the order of rows.
+/// Adds the products of the inputs bf16 `x` `[rows, cols]` to f32 `sums` `[cols / 16, 16, 16]`, in f32 and in an order that depends on
+/// their number alone.
 pub fn add_input_moments(x: DeviceSlice<'_>, cols: usize, sums: DeviceSlice<'_>) -> Result<()> {
     let rows = rows("inputs", x, cols)?;
     expect_f32("sums of products of inputs", sums, &[cols, BLOCK])?;

@@ -1034,7 +1034,7 @@ typedef struct NVFP4_TrainerOptions {
     /** The bound of `clip`. Default: 1. */
     double clip_norm;
     /**
-     * The share of the steps at their end in which passes use the NVFP4 codes alone, which are what is delivered; -1 is all of them, or
+     * The share of the steps at their end in which passes use the NVFP4 codes alone, which are what is delivered; -1 is 0.3, or
      * 0.15 of a model of random weights. Default: -1.
      */
     double delivered_share;
