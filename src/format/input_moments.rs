@@ -2,6 +2,8 @@
 //! the mean `(w - q)^T M (w - q)`, where `M = E[x x^T]` are the second moments of the inputs. Of `M` only the 16 x 16 blocks on the diagonal
 //! are known here, one for each block of a row of `w`: inputs that share a scale. Every row of a matrix has the same ones.
 
+use std::ops::Range;
+
 use super::e2m1;
 use super::e4m3;
 use super::nvfp4::{BLOCK, encode_under, nearest_scale};
@@ -42,6 +44,17 @@ pub fn damp(sums: &mut BlockMoments) {
     }
 }
 
+/// The scales that are tried for a block: none for zeros.
+pub(super) fn window(weights: &[f32; BLOCK], global: f32) -> Range<u8> {
+    let amax = weights.iter().fold(0f32, |most, w| most.max(w.abs()));
+    if amax == 0.0 {
+        return 1..1;
+    }
+    let middle = nearest_scale(amax / e2m1::MAX / global);
+    let last = middle.saturating_add(ABOVE).min(e4m3::MAX_BYTE);
+    middle.saturating_sub(BELOW).max(1)..last + 1
+}
+
 /// The error of a product, but for a factor, that the errors `e` of a block's weights make.
 #[inline(always)]
 fn error(e: &[f32; BLOCK], moments: &BlockMoments) -> f32 {
@@ -74,11 +87,10 @@ pub fn best_scale(
         });
         error(&errors, moments)
     };
-    let middle = nearest_scale(amax / e2m1::MAX / global);
-    let mut best = held.filter(|scale| *scale > 0).unwrap_or(middle);
+    let tried = window(weights, global);
+    let mut best = held.filter(|scale| *scale > 0).unwrap_or(tried.start);
     let mut least = error_of(best);
-    let first = middle.saturating_sub(BELOW).max(1);
-    for scale in first..=middle.saturating_add(ABOVE).min(e4m3::MAX_BYTE) {
+    for scale in tried {
         let error = error_of(scale);
         if error < least {
             (best, least) = (scale, error);
@@ -199,14 +211,13 @@ mod tests {
             let values = of.dequantize().unwrap();
             let rows = weights.chunks_exact(COLS).zip(values.chunks_exact(COLS));
             let of_row = |(w, q): (&[f32], &[f32])| -> f64 {
-                let products = inputs(400)
+                inputs(400)
                     .chunks_exact(COLS)
                     .map(|x| {
                         let terms = x.iter().zip(w.iter().zip(q)).map(|(x, (w, q))| x * (w - q));
                         f64::from(terms.sum::<f32>()).powi(2)
                     })
-                    .sum();
-                products
+                    .sum()
             };
             rows.map(of_row).sum()
         };

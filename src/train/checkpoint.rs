@@ -42,6 +42,9 @@ struct Saved {
     /// Of a matrix.
     global: Option<f32>,
     steps: u64,
+    /// Whether a step has changed a weight of a matrix; where nothing says so, any has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    moved: Option<bool>,
     /// The checksum of what is frozen, which comes from the model that training began with, and is not in `state.bin`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     frozen: Option<u64>,
@@ -81,6 +84,7 @@ fn describe(parameters: &Parameters) -> Result<Vec<Saved>> {
             shape: vec![m.rows, m.cols],
             global: Some(matrix.global()),
             steps: matrix.steps(),
+            moved: frozen.is_none().then_some(matrix.has_moved()),
             arrays: match frozen {
                 Some(_) => {
                     let inputs = parameters.inputs().under(id);
@@ -100,6 +104,7 @@ fn describe(parameters: &Parameters) -> Result<Vec<Saved>> {
             shape: vec![v.len],
             global: None,
             steps: parameters.vectors()[id].steps(),
+            moved: None,
             arrays: match frozen {
                 Some(_) => Vec::new(),
                 None => VECTOR_PARTS.map(part).to_vec(),
@@ -369,6 +374,7 @@ impl Trainer {
                 matrix.write_part(*part, &bytes)?;
             }
             matrix.restore(saved.global.unwrap_or(1.0), saved.steps)?;
+            matrix.restore_moved(saved.moved.unwrap_or(saved.steps > 0));
         }
         for (vector, saved) in trainer
             .parameters_mut()

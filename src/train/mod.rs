@@ -12,6 +12,7 @@ mod event;
 mod export;
 mod fit;
 mod group;
+mod inputs;
 mod judge;
 mod lock;
 pub mod memory;

@@ -9,9 +9,9 @@ use twox_hash::XxHash3_64;
 use super::adapter;
 use super::beginning::Beginning;
 use super::group::Group;
+use super::inputs::ObservedInputs;
 use super::offload::Offload;
 use super::recipe::{Clip, Recipe, contains_one};
-use super::scales::ObservedInputs;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::checkpoint::Encoding;
@@ -335,7 +335,7 @@ impl Parameters {
     /// Whether a matrix may have other values than those that it began with: a step has changed it, or an adapter stands beside it.
     pub(super) fn may_have_moved(&self, id: MatrixId) -> bool {
         let is_adapted = self.layout.adapted().any(|(adapted, _)| adapted == id);
-        is_adapted || (self.trains[id] && self.matrices[id].steps() > 0)
+        is_adapted || (self.trains[id] && self.matrices[id].has_moved())
     }
 
     /// Whether a norm or bias is trained.

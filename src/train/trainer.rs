@@ -9,7 +9,7 @@ use super::group::Group;
 use super::offload::Offload;
 use super::parameters::{Parameters, StepPlan, StepReport};
 use super::recipe::{Clip, Recipe};
-use super::scales::ScaleChoice;
+use super::scales::{self, Chosen, ScaleChoice};
 use super::schedule::Schedule;
 use crate::base::error::{bail, err};
 use crate::base::lease::Lease;
@@ -174,16 +174,9 @@ pub struct HiddenBatch<'a> {
 }
 
 /// A batch on its device, and its target.
-pub(super) struct Prepared {
+struct Prepared {
     batch: Batch,
     towards: Towards,
-}
-
-impl Prepared {
-    /// Whether the loss of a forward pass is that of its target.
-    pub(super) fn has_labels(&self) -> bool {
-        !matches!(self.towards, Towards::Hidden(_))
-    }
 }
 
 /// The target of a batch.
@@ -333,10 +326,6 @@ impl Trainer {
 
     pub(super) fn parameters_mut(&mut self) -> &mut Parameters {
         &mut self.parameters
-    }
-
-    pub(super) fn chooses_scales_after(&self) -> Option<u64> {
-        self.chooses_scales_after
     }
 
     pub(super) fn progress(&self) -> &Progress {
@@ -599,22 +588,37 @@ impl Trainer {
         })
     }
 
-    /// The mean loss of all targets.
-    pub(super) fn loss_of(&mut self, batches: &[Prepared]) -> Result<f64> {
-        let mut loss = 0.0;
-        for batch in batches {
-            let (parameters, pass) = (&mut self.parameters, &mut self.pass);
-            loss += match &batch.towards {
-                Towards::Teacher(same) => {
-                    let mixture = self.config.distillation.as_ref();
-                    let mixture = mixture.map(Distillation::mixture).unwrap_or_default();
-                    let lesson = taught(&mut self.teacher)?.lesson(same, mixture);
-                    pass.lesson_totals(parameters, &batch.batch, lesson)?.loss
-                }
-                Towards::Labels | Towards::Hidden(_) => pass.loss(parameters, &batch.batch)?,
-            };
+    /// Before a step on `batches`: chooses block scales anew when it is time to, and takes note of the inputs of matrices with adapters
+    /// unless that was done.
+    fn look_at_inputs(&mut self, batches: &[Prepared]) -> Result<Chosen> {
+        let has_labels = |of: &Prepared| !matches!(of.towards, Towards::Hidden(_));
+        let chooses = self.chooses_scales_after == Some(self.progress.steps);
+        let observes = self.config.recipe.observes_adapted() && self.parameters.inputs().is_empty();
+        if !(chooses || observes) || !batches.iter().all(has_labels) {
+            return Ok(Chosen::default());
         }
-        Ok(loss)
+        let (pass, teacher) = (&mut self.pass, &mut self.teacher);
+        let mixture = self.config.distillation.as_ref();
+        let mixture = mixture.map(Distillation::mixture).unwrap_or_default();
+        let mut loss = |parameters: &mut Parameters| {
+            let mut loss = 0.0;
+            for Prepared { batch, towards } in batches {
+                loss += match towards {
+                    Towards::Teacher(same) => {
+                        let lesson = taught(teacher)?.lesson(same, mixture);
+                        pass.lesson_totals(parameters, batch, lesson)?.loss
+                    }
+                    Towards::Labels | Towards::Hidden(_) => pass.loss(parameters, batch)?,
+                };
+            }
+            Ok(loss)
+        };
+        if chooses {
+            return scales::choose(&mut self.parameters, &mut loss);
+        }
+        let (_, inputs) = scales::observe(&mut self.parameters, &mut loss)?;
+        self.parameters.set_inputs(inputs);
+        Ok(Chosen::default())
     }
 
     /// The mean loss of all targets, with its gradients given to the parameters.

@@ -193,7 +193,11 @@ fn estimates_count_what_choosing_scales_takes() {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/verse-10m");
     let source = Source::open(&data).unwrap();
     let device = Device::cpu(Some(2)).unwrap();
-    let config = config(Recipe::default(), 10);
+    let recipe = Recipe {
+        delivered_share: Some(1.0),
+        ..Recipe::default()
+    };
+    let config = config(recipe, 10);
     let batch = Documents::new(1, &[30, 34]);
     let before = memory::total().current;
     let mut trainer = Trainer::new(&device, &source, &config).unwrap();

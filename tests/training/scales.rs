@@ -31,6 +31,14 @@ fn still(recipe: Recipe, steps: u64) -> Config {
     config
 }
 
+/// The codes alone from the first step on.
+fn always() -> Recipe {
+    Recipe {
+        delivered_share: Some(1.0),
+        ..Recipe::default()
+    }
+}
+
 /// What each of so many steps says of scales, and the trainer then.
 fn choices(config: &Config, steps: u64) -> (Vec<Option<ScaleChoice>>, Trainer) {
     let (source, _folder) = source();
@@ -46,7 +54,13 @@ fn choices(config: &Config, steps: u64) -> (Vec<Option<ScaleChoice>>, Trainer) {
 /// They are chosen once: when passes begin to multiply with codes alone, but not before weights have moved.
 #[test]
 fn scales_are_chosen_when_codes_are_trained() {
-    for (share, after) in [(None, 1), (Some(0.5), 3), (Some(0.1), 5), (Some(0.0), 5)] {
+    for (share, after) in [
+        (None, 5),
+        (Some(1.0), 1),
+        (Some(0.5), 3),
+        (Some(0.1), 5),
+        (Some(0.0), 5),
+    ] {
         let recipe = Recipe {
             delivered_share: share,
             ..Recipe::default()
@@ -68,10 +82,30 @@ fn scales_are_chosen_when_codes_are_trained() {
     }
 }
 
+/// Weights that no step has changed keep their scales, also when training goes on from a checkpoint.
+#[test]
+fn what_has_not_moved_keeps_its_scales() {
+    let mut config = still(always(), 10);
+    config.optimizer.rate = 0.0;
+    let (all, trainer) = choices(&config, 1);
+    assert_eq!(all, [None]);
+    let (source, folder) = source();
+    let place = folder.0.join("checkpoint");
+    trainer.save(&place, &serde_json::Value::Null, 1).unwrap();
+    let device = Device::cpu(Some(1)).unwrap();
+    let (resumed, _) = Trainer::resume(&device, &source, &place).unwrap();
+    let before = weights(&trainer);
+    for mut trainer in [trainer, resumed] {
+        let step = trainer.step(&[documents(&source, 1).batch()]).unwrap();
+        assert_eq!(step.scales, None);
+        assert_eq!(weights(&trainer), before);
+    }
+}
+
 /// What is kept is the better of what was and what was chosen, by the loss of the step's batch as it is delivered.
 #[test]
 fn the_better_scales_are_kept() {
-    let config = still(Recipe::default(), 10);
+    let config = still(always(), 10);
     let (_, mut trainer) = choices(&config, 1);
     let batch = documents(&source().0, 1);
     let before = trainer.evaluate(&[batch.batch()], true).unwrap();
@@ -88,7 +122,7 @@ fn the_better_scales_are_kept() {
 /// A checkpoint from before the choice makes the same one.
 #[test]
 fn a_choice_is_made_again_after_resuming() {
-    let config = still(Recipe::default(), 10);
+    let config = still(always(), 10);
     let (mut all, whole) = choices(&config, 3);
     let (_, before) = choices(&config, 1);
     let (source, folder) = source();

@@ -258,8 +258,10 @@ pub struct Matrix {
     cols: usize,
     /// The weights' global scale.
     global: f32,
-    /// Steps that have changed it.
+    /// Steps that it has made.
     steps: u64,
+    /// Whether one of them has changed a weight.
+    moved: bool,
     /// Shared with what runs the model that is trained: see [`Matrix::shared`].
     weight: Arc<RwLock<FieldArrays>>,
     rest: Array<u8>,
@@ -477,6 +479,7 @@ impl Matrix {
             cols,
             global: 1.0,
             steps: 0,
+            moved: false,
             weight: Arc::new(RwLock::new(FieldArrays::weights(
                 device,
                 forms.weight.codes(),
@@ -608,9 +611,14 @@ impl Matrix {
         self.global
     }
 
-    /// Steps that have changed it.
+    /// Steps that it has made.
     pub fn steps(&self) -> u64 {
         self.steps
+    }
+
+    /// Whether a step has changed a weight.
+    pub fn has_moved(&self) -> bool {
+        self.moved
     }
 
     /// Bytes that a matrix of these forms will hold; of a frozen one, of the weight's form.
@@ -1015,11 +1023,16 @@ impl Matrix {
         }
     }
 
-    /// After its parts have been restored: the global scale of its weights, and the steps that have changed it.
+    /// After its parts have been restored: the global scale of its weights, and the steps that it has made.
     pub fn restore(&mut self, global: f32, steps: u64) -> Result<()> {
         check_global_scale(global)?;
-        (self.global, self.steps) = (global, steps);
+        (self.global, self.steps, self.moved) = (global, steps, steps > 0);
         Ok(())
+    }
+
+    /// After [`Matrix::restore`]: whether a step has changed a weight.
+    pub fn restore_moved(&mut self, moved: bool) {
+        self.moved = moved;
     }
 }
 
@@ -1094,7 +1107,8 @@ pub fn finish_steps(device: &Device, matrices: &mut [&mut Matrix]) -> Result<Cha
     };
     let mut all = Changes::default();
     for (matrix, changes) in matrices.iter_mut().zip(found) {
-        matrix.steps += u64::from(changes.stored + changes.delivered > 0);
+        matrix.steps += 1;
+        matrix.moved |= changes.stored + changes.delivered > 0;
         if changes.clipped > 0 {
             matrix.make_room(device)?;
         }

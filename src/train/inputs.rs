@@ -1,0 +1,67 @@
+//! What the projections of a model multiply.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+
+use crate::base::Result;
+use crate::model::training::{Layout, MatrixId};
+use crate::ops::training::input_moments::{BlockMoments, InputMoments};
+use crate::ops::{Device, Mixed, Slice};
+
+/// Second moments of the inputs of matrices. Projections that take the same inputs share theirs, under the first of them.
+#[derive(Debug, Default)]
+pub(super) struct ObservedInputs(BTreeMap<MatrixId, InputMoments>);
+
+impl ObservedInputs {
+    /// Adds inputs `x` of projections of which `first` is the first one. Each has `cols` inputs.
+    pub(super) fn add(
+        &mut self,
+        device: &Device,
+        (first, cols): (MatrixId, usize),
+        x: Slice<'_, Mixed>,
+    ) -> Result<()> {
+        self.at(device, (first, cols))?.add(device, x)
+    }
+
+    /// The moments under a matrix of `cols` inputs: of none, unless some were added.
+    pub(super) fn at(
+        &mut self,
+        device: &Device,
+        (first, cols): (MatrixId, usize),
+    ) -> Result<&mut InputMoments> {
+        Ok(match self.0.entry(first) {
+            Entry::Occupied(moments) => moments.into_mut(),
+            Entry::Vacant(place) => place.insert(InputMoments::new(device, cols)?),
+        })
+    }
+
+    /// Bytes of all.
+    pub(super) fn bytes(&self) -> usize {
+        self.0.values().map(InputMoments::state_bytes).sum()
+    }
+
+    /// Whether there are none.
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Those under a matrix.
+    pub(super) fn under(&self, first: MatrixId) -> Option<&InputMoments> {
+        self.0.get(&first)
+    }
+
+    /// The same, to be restored.
+    pub(super) fn under_mut(&mut self, first: MatrixId) -> Option<&mut InputMoments> {
+        self.0.get_mut(&first)
+    }
+
+    /// Those of a matrix's inputs, fit to choose scales by.
+    pub(super) fn of(
+        &self,
+        layout: &Layout,
+        matrix: MatrixId,
+    ) -> Result<Option<Vec<BlockMoments>>> {
+        let moments = self.under(layout.first_with_inputs_of(matrix));
+        moments.map(InputMoments::read).transpose()
+    }
+}
