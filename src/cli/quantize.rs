@@ -3,14 +3,21 @@
 use std::ffi::OsString;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use NVFP4::base::Result;
+use NVFP4::base::error::bail;
 use NVFP4::base::threads::Pool;
-use NVFP4::model::convert::{Container, ConvertOptions, Tables, convert};
+use NVFP4::checkpoint::Checkpoint;
+use NVFP4::format::nvfp4;
+use NVFP4::model::calibrate::{CalibratedMatrix, Text, calibrate};
+use NVFP4::model::convert::{Container, ConvertOptions, ConvertReport, Tables, convert};
 use NVFP4::model::open;
+use NVFP4::model::training::Source;
 use clap::ValueEnum;
+use serde::Serialize;
 
-use super::recipe::{RecipeName, TableForm};
+use super::recipe::TableForm;
 use super::{model, output};
 
 #[derive(clap::Args)]
@@ -22,8 +29,20 @@ pub(super) struct Args {
     output: PathBuf,
     /// How block scales are chosen: sweep has the smallest error. A model of Qwen3-0.6B's shape in bf16, 1.2 GB, took 10 s
     /// by sweep, 8 s by four-over-six and 4 s by amax on 2 shared Xeon cores, 2026-11-23
-    #[arg(long, value_enum, default_value_t = RecipeName::Sweep)]
-    recipe: RecipeName,
+    #[arg(long, value_enum, default_value_t = Recipe::Sweep)]
+    recipe: Recipe,
+    /// Texts for the recipe calibrated, in UTF-8, of the kinds that the model is used for
+    #[arg(long, num_args = 1.., value_name = "FILE")]
+    calibration: Vec<PathBuf>,
+    /// Windows of the texts that calibrated takes, evenly from all of them
+    #[arg(long, default_value_t = 32)]
+    calibration_windows: usize,
+    /// Tokens in a window
+    #[arg(long, default_value_t = 1024)]
+    calibration_window: usize,
+    /// Where the model reads the texts: cpu, cuda:N, or auto
+    #[arg(long, default_value = "cpu")]
+    device: String,
     /// The format to write; default: dat if OUTPUT ends in .dat, else safetensors
     #[arg(long, value_enum)]
     format: Option<Format>,
@@ -48,6 +67,19 @@ pub(super) struct Args {
     json: bool,
 }
 
+/// How weights are quantized.
+#[derive(Clone, Copy, ValueEnum)]
+enum Recipe {
+    /// The largest magnitude of a block becomes 6
+    Amax,
+    /// The largest magnitude of a block becomes 6 or 4, whichever has the smaller squared error
+    FourOverSix,
+    /// Each block takes the scale with the smallest squared error
+    Sweep,
+    /// Codes and scales for which products differ least, by what the model makes of --calibration
+    Calibrated,
+}
+
 #[derive(Clone, Copy, ValueEnum)]
 enum Format {
     Dat,
@@ -61,7 +93,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         None if args.output.extension().is_some_and(|e| e == "dat") => Container::Dat,
         None => Container::ModelOpt,
     };
-    let source = open(&model::resolve(&args.input)?)?;
+    let source: Arc<dyn Checkpoint> = Arc::from(open(&model::resolve(&args.input)?)?);
     let pool = Pool::new(match args.threads {
         Some(threads) => threads,
         None => Pool::default_threads()?,
@@ -70,7 +102,18 @@ pub(super) fn run(args: &Args) -> Result<()> {
         tables: args.tables.map(Tables::from).unwrap_or_default(),
         keep_head: args.keep_head,
         replace: args.force,
-        ..ConvertOptions::new(container, args.recipe.into())
+        ..ConvertOptions::new(
+            container,
+            match args.recipe {
+                Recipe::Amax => nvfp4::Recipe::Amax,
+                Recipe::FourOverSix => nvfp4::Recipe::FourOverSix,
+                Recipe::Sweep | Recipe::Calibrated => nvfp4::Recipe::Sweep,
+            },
+        )
+    };
+    let (source, calibrated) = match args.recipe {
+        Recipe::Calibrated => calibrated(args, source)?,
+        _ => (source, Vec::new()),
     };
     let bar = output::byte_bar("quantizing", 0);
     let report = convert(&*source, &args.output, &options, &pool, &mut |p| {
@@ -81,7 +124,18 @@ pub(super) fn run(args: &Args) -> Result<()> {
     bar.finish_and_clear();
     let report = report?;
     if args.json {
-        return output::json(&report);
+        return output::json(&Quantized { report, calibrated });
+    }
+    if let [_, ..] = calibrated[..] {
+        let mean = |of: fn(&CalibratedMatrix) -> f64| {
+            calibrated.iter().map(of).sum::<f64>() / calibrated.len() as f64
+        };
+        output::line(format_args!(
+            "{} matrices calibrated: mean error of their products {:.4}, by sweep {:.4}",
+            calibrated.len(),
+            mean(|m| m.error),
+            mean(|m| m.error_of_sweep)
+        ))?;
     }
     output::line(format_args!(
         "{}: {} of {} tensors quantized, {} already NVFP4; embedding {}, head {}; {} -> {}, relative error {:.4}",
@@ -95,6 +149,63 @@ pub(super) fn run(args: &Args) -> Result<()> {
         output::size(report.bytes_out),
         report.relative_error
     ))
+}
+
+/// What the command prints as JSON.
+#[derive(Serialize)]
+struct Quantized {
+    #[serde(flatten)]
+    report: ConvertReport,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    calibrated: Vec<CalibratedMatrix>,
+}
+
+/// The model with its linear weights calibrated, and what became of each.
+fn calibrated(
+    args: &Args,
+    checkpoint: Arc<dyn Checkpoint>,
+) -> Result<(Arc<dyn Checkpoint>, Vec<CalibratedMatrix>)> {
+    let source = Arc::new(Source::new(checkpoint)?);
+    if args.calibration.is_empty() {
+        bail!(
+            InvalidArgument,
+            "--recipe calibrated takes texts of the kinds that the model is used for: name them by --calibration FILE..."
+        );
+    }
+    if args.calibration_window == 0 || args.calibration_windows == 0 {
+        bail!(
+            InvalidArgument,
+            "{} windows of {} tokens to calibrate with; both must be positive",
+            args.calibration_windows,
+            args.calibration_window
+        );
+    }
+    let tokenizer = source.text()?.tokenizer;
+    let mut windows = Vec::new();
+    for path in &args.calibration {
+        let tokens = tokenizer.encode(&model::read_text(path)?, false)?;
+        windows.extend(tokens.chunks(args.calibration_window).map(<[u32]>::to_vec));
+    }
+    let count = windows.len().min(args.calibration_windows);
+    let texts: Vec<Text> = (0..count)
+        .map(|i| {
+            let tokens = windows[i * windows.len() / count].clone();
+            Text {
+                documents: vec![tokens.len()],
+                tokens,
+            }
+        })
+        .collect();
+    let device = model::device(&args.device, args.threads)?;
+    let host = device.host_cpu()?;
+    let bar = output::count_bar("calibrating", 0);
+    let found = calibrate(&device, &host, &source, &texts, &mut |p| {
+        bar.set_length(p.total as u64);
+        bar.set_position(p.done as u64);
+    });
+    bar.finish_and_clear();
+    let (calibrated, reports) = found?;
+    Ok((Arc::new(calibrated), reports))
 }
 
 /// The encoding of a table; a model of another kind may have none.

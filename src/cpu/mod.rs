@@ -4,6 +4,7 @@
 //! Results do not depend on the level, on the number of threads or on how many tokens share a call: see
 //! `generic::linear` and `simd`. Knows nothing of models, sessions or files.
 
+pub mod calibrated;
 mod engine;
 mod generic;
 mod kv;

@@ -2,6 +2,7 @@
 //! device, is compared with it. It knows nothing of files, devices, threads or tensors with strides.
 
 pub mod adamw;
+pub mod calibrated;
 pub mod e2m1;
 pub mod e4m3;
 pub mod input_moments;

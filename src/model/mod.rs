@@ -2,6 +2,7 @@
 //! Architectures are data. Knows nothing of conversations, sampling or training.
 
 mod block;
+pub mod calibrate;
 pub mod convert;
 pub mod families;
 mod forward;

@@ -14,6 +14,8 @@ mod optimizer;
 mod read;
 mod rows;
 
+pub(super) use rows::{by_parts, by_parts_of_two};
+
 pub use attention::{DocumentRows, PackedAttention};
 pub use divergence::{Divergence, RowSums, TeacherColumns};
 pub use heads::Heads;

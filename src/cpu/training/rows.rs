@@ -3,7 +3,7 @@
 use crate::base::threads::Pool;
 
 /// Calls `each(i, part)` for parts of `length` elements of `x`, the last of which may be shorter, over the threads of `pool`.
-pub(super) fn by_parts<T: Send>(
+pub(in crate::cpu) fn by_parts<T: Send>(
     pool: &Pool,
     x: &mut [T],
     length: usize,
@@ -20,7 +20,7 @@ pub(super) fn by_parts<T: Send>(
 }
 
 /// The same for two arrays, whose parts of `lengths` elements belong together; they have equally many parts.
-pub(super) fn by_parts_of_two<T: Send, U: Send>(
+pub(in crate::cpu) fn by_parts_of_two<T: Send, U: Send>(
     pool: &Pool,
     (x, y): (&mut [T], &mut [U]),
     lengths: (usize, usize),

@@ -11,6 +11,7 @@ mod layout;
 mod lesson;
 mod linear;
 mod memory;
+mod observer;
 mod pass;
 mod precision;
 mod recompute;
@@ -28,6 +29,7 @@ pub use layout::{
 };
 pub use lesson::Lesson;
 pub use memory::PassMemory;
+pub use observer::{Observer, See};
 pub use pass::{Options, Pass};
 pub use precision::{ProductForm, ProductPrecision};
 pub use recompute::{Recompute, RecomputedParts};

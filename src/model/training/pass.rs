@@ -17,7 +17,7 @@ use crate::format::adamw::GROUP_ROWS;
 use crate::model::Spec;
 use crate::ops::training::array;
 use crate::ops::training::divergence::{TeacherLogits, Totals};
-use crate::ops::{Array, Device};
+use crate::ops::{Array, Device, Mixed};
 
 /// How a pass uses memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -172,15 +172,7 @@ impl Pass {
         self.scratch.release_head();
         let len = batch.rows() * self.spec.hidden_size;
         let mut first = self.streams.take(0);
-        first.grow(&self.device, len)?;
-        store.embed(self.layout.embedding, &batch.tokens, first.first_mut(len)?)?;
-        if self.spec.embedding_scale != 1.0 {
-            array::scale(
-                &self.device,
-                first.first_mut(len)?,
-                self.spec.embedding_scale,
-            )?;
-        }
+        self.embed_to(store, batch, &mut first)?;
         self.streams.put(0, first);
         for index in 0..self.spec.blocks.len() {
             call::check()?;
@@ -200,6 +192,43 @@ impl Pass {
             }
         }
         Ok(())
+    }
+
+    fn embed_to(&self, store: &mut dyn Store, batch: &Batch, to: &mut Array<Mixed>) -> Result<()> {
+        let len = batch.rows() * self.spec.hidden_size;
+        to.grow(&self.device, len)?;
+        store.embed(self.layout.embedding, &batch.tokens, to.first_mut(len)?)?;
+        match self.spec.embedding_scale {
+            1.0 => Ok(()),
+            scale => array::scale(&self.device, to.first_mut(len)?, scale),
+        }
+    }
+
+    /// What enters the first block, of a batch.
+    pub(super) fn embed(&self, store: &mut dyn Store, batch: &Batch) -> Result<Array<Mixed>> {
+        let mut stream = Array::empty();
+        self.embed_to(store, batch, &mut stream)?;
+        Ok(stream)
+    }
+
+    /// Takes what enters a block, `x`, through it to `out`, and keeps nothing for a backward pass.
+    pub(super) fn run_block(
+        &mut self,
+        store: &mut dyn Store,
+        batch: &Batch,
+        index: usize,
+        x: &Array<Mixed>,
+        out: &mut Array<Mixed>,
+    ) -> Result<()> {
+        call::check()?;
+        self.begin_at(self.spec.blocks.len());
+        let mut saved = self.take_saved(index);
+        let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+        let block = self.block(batch, index);
+        let done = block.forward(store, x, out, &mut saved, &mut scratch);
+        self.put_saved(index, saved);
+        self.scratch = scratch;
+        done
     }
 
     /// Gives back what only blocks use, and does not stay for the backward pass.

@@ -195,7 +195,7 @@ fn form(source: &Source, id: MatrixId) -> Result<WeightForm> {
 }
 
 /// A teacher's parameters.
-struct Weights {
+pub(super) struct Weights {
     device: Device,
     source: Arc<Source>,
     /// The matrices, if they are resident.
@@ -212,7 +212,11 @@ impl std::fmt::Debug for Weights {
 }
 
 impl Weights {
-    fn new(device: &Device, source: Arc<Source>, placement: Placement) -> Result<Weights> {
+    pub(super) fn new(
+        device: &Device,
+        source: Arc<Source>,
+        placement: Placement,
+    ) -> Result<Weights> {
         let vectors = (0..source.layout().vectors.len()).map(|id| {
             let values = source.vector(id)?;
             let mut array = Array::zeroed(device, values.len())?;

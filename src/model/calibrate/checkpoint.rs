@@ -1,0 +1,162 @@
+//! A checkpoint whose matrices are quantized, beside all else that it has.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::checkpoint::{Checkpoint, Encoding, Entry, Metadata, Part, Unreadable};
+use crate::format::nvfp4::{BLOCK, Nvfp4, dequantize};
+use crate::model::training::{MatrixId, Source};
+
+/// A checkpoint with some of its entries in NVFP4.
+pub struct Calibrated {
+    source: Arc<dyn Checkpoint>,
+    entries: Vec<Entry>,
+    by_name: HashMap<String, usize>,
+    /// By name: the parts of an entry, one below the other.
+    matrices: HashMap<String, Nvfp4>,
+}
+
+impl Calibrated {
+    /// The checkpoint of `source` with these matrices.
+    pub(super) fn new(source: &Source, mut quantized: HashMap<MatrixId, Nvfp4>) -> Result<Self> {
+        let checkpoint = source.checkpoint().clone();
+        let (mut entries, mut matrices) = (Vec::new(), HashMap::new());
+        for entry in checkpoint.entries() {
+            let mut entry = entry.clone();
+            let parts = source.parameters_of(&entry.name).matrices;
+            let is_whole = parts.iter().all(|(id, _)| quantized.contains_key(id));
+            if !parts.is_empty() && is_whole {
+                let mut whole: Option<Nvfp4> = None;
+                for (id, _) in parts {
+                    let Some(part) = quantized.remove(&id) else {
+                        bail!(Internal, "a part of '{}' was used twice", entry.name);
+                    };
+                    match &mut whole {
+                        None => whole = Some(part),
+                        Some(whole) if whole.global == part.global => {
+                            whole.rows += part.rows;
+                            whole.codes.extend(part.codes);
+                            whole.scales.extend(part.scales);
+                        }
+                        Some(_) => bail!(Internal, "parts of '{}' differ in scale", entry.name),
+                    }
+                }
+                if let Some(whole) = whole {
+                    entry.encoding = Encoding::Nvfp4;
+                    let (rows, cols) = (whole.rows as u64, whole.cols as u64);
+                    entry.bytes = entry.encoding.matrix_bytes(rows, cols).unwrap_or(0);
+                    matrices.insert(entry.name.clone(), whole);
+                }
+            }
+            entries.push(entry);
+        }
+        let names = entries.iter().enumerate();
+        Ok(Calibrated {
+            by_name: names.map(|(i, e)| (e.name.clone(), i)).collect(),
+            source: checkpoint,
+            entries,
+            matrices,
+        })
+    }
+
+    fn own(&self, entry: &Entry) -> Option<&Nvfp4> {
+        self.matrices.get(&entry.name)
+    }
+
+    fn of_source<'a>(&'a self, entry: &'a Entry) -> &'a Entry {
+        self.source.find(&entry.name).unwrap_or(entry)
+    }
+}
+
+impl Checkpoint for Calibrated {
+    fn format(&self) -> &'static str {
+        self.source.format()
+    }
+
+    fn files(&self) -> Vec<&Path> {
+        self.source.files()
+    }
+
+    fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    fn find(&self, name: &str) -> Option<&Entry> {
+        self.by_name.get(name).map(|&i| &self.entries[i])
+    }
+
+    fn unreadable(&self) -> &[Unreadable] {
+        self.source.unreadable()
+    }
+
+    fn rows_f32(&self, entry: &Entry, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        let Some(own) = self.own(entry) else {
+            return self.source.rows_f32(self.of_source(entry), rows, out);
+        };
+        let codes = &own.codes[rows.start * own.cols / 2..rows.end * own.cols / 2];
+        let scales = &own.scales[rows.start * own.cols / BLOCK..rows.end * own.cols / BLOCK];
+        dequantize(codes, scales, own.global, out)
+    }
+
+    fn rows_nvfp4(
+        &self,
+        entry: &Entry,
+        rows: Range<usize>,
+        codes: &mut [u8],
+        scales: &mut [u8],
+    ) -> Result<()> {
+        let Some(own) = self.own(entry) else {
+            let of_source = self.of_source(entry);
+            return self.source.rows_nvfp4(of_source, rows, codes, scales);
+        };
+        codes.copy_from_slice(&own.codes[rows.start * own.cols / 2..][..codes.len()]);
+        scales.copy_from_slice(&own.scales[rows.start * own.cols / BLOCK..][..scales.len()]);
+        Ok(())
+    }
+
+    fn rows_int8(
+        &self,
+        entry: &Entry,
+        rows: Range<usize>,
+        codes: &mut [u8],
+        scales: &mut [f32],
+    ) -> Result<()> {
+        self.source.rows_int8(entry, rows, codes, scales)
+    }
+
+    fn global_scales(&self, entry: &Entry) -> Result<&[f32]> {
+        match self.own(entry) {
+            Some(own) => Ok(std::slice::from_ref(&own.global)),
+            None => match self.source.find(&entry.name) {
+                Some(entry) => self.source.global_scales(entry),
+                None => bail!(NotFound, "the checkpoint has no '{}'", entry.name),
+            },
+        }
+    }
+
+    fn plain(&self, entry: &Entry) -> Option<Part<'_>> {
+        match self.own(entry) {
+            Some(_) => None,
+            None => self.source.plain(self.source.find(&entry.name)?),
+        }
+    }
+
+    fn parts(&self, entry: &Entry) -> Result<Vec<Part<'_>>> {
+        match (self.own(entry), self.source.find(&entry.name)) {
+            (None, Some(entry)) => self.source.parts(entry),
+            _ => Ok(Vec::new()),
+        }
+    }
+
+    fn read_part(&self, part: &Part<'_>, at: usize, out: &mut [u8]) -> Result<()> {
+        self.source.read_part(part, at, out)
+    }
+
+    fn metadata(&self) -> &Metadata {
+        self.source.metadata()
+    }
+}
