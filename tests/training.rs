@@ -4,6 +4,8 @@
 mod adapters;
 #[path = "training/beginning.rs"]
 mod beginning;
+#[path = "training/calibrate.rs"]
+mod calibrate;
 #[path = "training/exact.rs"]
 mod exact;
 #[path = "training/hidden.rs"]

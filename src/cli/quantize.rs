@@ -10,10 +10,11 @@ use NVFP4::base::error::bail;
 use NVFP4::base::threads::Pool;
 use NVFP4::checkpoint::Checkpoint;
 use NVFP4::format::nvfp4;
-use NVFP4::model::calibrate::{CalibratedMatrix, Text, calibrate};
+use NVFP4::model::calibrate::{CalibratedMatrix, calibrate};
 use NVFP4::model::convert::{Container, ConvertOptions, ConvertReport, Tables, convert};
 use NVFP4::model::open;
 use NVFP4::model::training::Source;
+use NVFP4::train::calibration::texts;
 use clap::ValueEnum;
 use serde::Serialize;
 
@@ -31,10 +32,11 @@ pub(super) struct Args {
     /// by sweep, 8 s by four-over-six and 4 s by amax on 2 shared Xeon cores, 2026-11-23
     #[arg(long, value_enum, default_value_t = Recipe::Sweep)]
     recipe: Recipe,
-    /// Texts for the recipe calibrated, in UTF-8, of the kinds that the model is used for
+    /// Texts for the recipe calibrated, of the kinds that the model is used for: files as `nvfp4 train` reads them. Default: a
+    /// text of prose, 38 languages, code and conversations that the command brings
     #[arg(long, num_args = 1.., value_name = "FILE")]
     calibration: Vec<PathBuf>,
-    /// Windows of the texts that calibrated takes, evenly from all of them
+    /// Windows that calibrated takes of the texts, at most
     #[arg(long, default_value_t = 32)]
     calibration_windows: usize,
     /// Tokens in a window
@@ -76,7 +78,7 @@ enum Recipe {
     FourOverSix,
     /// Each block takes the scale with the smallest squared error
     Sweep,
-    /// Codes and scales for which products differ least, by what the model makes of --calibration
+    /// Codes and scales for which products differ least, by what the model makes of text (--calibration)
     Calibrated,
 }
 
@@ -151,7 +153,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     ))
 }
 
-/// What the command prints as JSON.
+/// The command's result as JSON.
 #[derive(Serialize)]
 struct Quantized {
     #[serde(flatten)]
@@ -166,36 +168,14 @@ fn calibrated(
     checkpoint: Arc<dyn Checkpoint>,
 ) -> Result<(Arc<dyn Checkpoint>, Vec<CalibratedMatrix>)> {
     let source = Arc::new(Source::new(checkpoint)?);
-    if args.calibration.is_empty() {
+    if args.calibration_windows == 0 {
         bail!(
             InvalidArgument,
-            "--recipe calibrated takes texts of the kinds that the model is used for: name them by --calibration FILE..."
+            "0 windows to calibrate with; there must be two at least (--calibration-windows)"
         );
     }
-    if args.calibration_window == 0 || args.calibration_windows == 0 {
-        bail!(
-            InvalidArgument,
-            "{} windows of {} tokens to calibrate with; both must be positive",
-            args.calibration_windows,
-            args.calibration_window
-        );
-    }
-    let tokenizer = source.text()?.tokenizer;
-    let mut windows = Vec::new();
-    for path in &args.calibration {
-        let tokens = tokenizer.encode(&model::read_text(path)?, false)?;
-        windows.extend(tokens.chunks(args.calibration_window).map(<[u32]>::to_vec));
-    }
-    let count = windows.len().min(args.calibration_windows);
-    let texts: Vec<Text> = (0..count)
-        .map(|i| {
-            let tokens = windows[i * windows.len() / count].clone();
-            Text {
-                documents: vec![tokens.len()],
-                tokens,
-            }
-        })
-        .collect();
+    let sizes = (args.calibration_windows, args.calibration_window);
+    let texts = texts(&source, &args.calibration, sizes)?;
     let device = model::device(&args.device, args.threads)?;
     let host = device.host_cpu()?;
     let bar = output::count_bar("calibrating", 0);

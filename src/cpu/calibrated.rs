@@ -58,7 +58,7 @@ fn diagonal(cols: usize, panels: &[f32]) -> Vec<BlockMoments> {
 }
 
 impl Moments {
-    /// Of `[cols, cols]` moments, which are damped: positive definite.
+    /// Panels of damped moments `[cols, cols]`, which are positive definite.
     pub fn new(moments: &[f32], cols: usize) -> Moments {
         let panels = panels_of(cols, |row, col| moments[row * cols + col]);
         let blocks = diagonal(cols, &panels);
@@ -115,7 +115,7 @@ impl Cpu {
         let mut done: Vec<Vec<f32>> = Vec::new();
         for first in (0..n).step_by(PANEL) {
             let (width, rows) = (PANEL.min(n - first), n - first);
-            // What is left of the matrix, negated, as products are added.
+            // The matrix minus the products of panels before, negated, as products are added.
             let mut left: Vec<f32> = (0..rows * width)
                 .map(|i| -of(first + i / width, first + i % width))
                 .collect();
@@ -227,7 +227,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Improves a quantized matrix: each block in turn becomes the one that is best beside the others, so many times over.
+    /// Block coordinate descent on a quantized matrix: in each pass, each block takes the scale and codes with the least error beside the others.
     pub fn descend(
         &self,
         weights: &[f32],

@@ -91,7 +91,8 @@ fn without_empty_scale(rounded: Rounded) -> Rounded {
 }
 
 /// The block whose turn it is: the scale for which the weights, moved by the errors before them, are nearest to codes, by the squares of the
-/// diagonal of `r`; and with it the codes of [`in_turn`].
+/// diagonal of `r`; and with it the codes that make up for the
+/// errors before them in the block too.
 pub fn round_in_turn(
     weights: &[f32; BLOCK],
     sums: &[f32; BLOCK],

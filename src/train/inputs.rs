@@ -1,4 +1,4 @@
-//! What the projections of a model multiply.
+//! Second moments of the inputs of a model's projections.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -45,17 +45,17 @@ impl ObservedInputs {
         self.0.is_empty()
     }
 
-    /// Those under a matrix.
+    /// Moments under the first matrix of a group.
     pub(super) fn under(&self, first: MatrixId) -> Option<&InputMoments> {
         self.0.get(&first)
     }
 
-    /// The same, to be restored.
+    /// Moments under a matrix, to be restored.
     pub(super) fn under_mut(&mut self, first: MatrixId) -> Option<&mut InputMoments> {
         self.0.get_mut(&first)
     }
 
-    /// Those of a matrix's inputs, fit to choose scales by.
+    /// Damped moments of a matrix's inputs.
     pub(super) fn of(
         &self,
         layout: &Layout,

@@ -3,6 +3,7 @@
 
 mod adapter;
 mod beginning;
+pub mod calibration;
 pub mod checkpoint;
 mod curve;
 pub mod data;

@@ -14,7 +14,7 @@ use NVFP4::train::Lora;
 use super::*;
 
 /// The model at `from` as `options` convert it, at `to`.
-fn converted(from: &Path, to: &Path, options: &ConvertOptions) {
+pub(super) fn converted(from: &Path, to: &Path, options: &ConvertOptions) {
     let source = open(from).unwrap();
     let pool = Pool::new(2).unwrap();
     convert(&*source, to, options, &pool, &mut |_| {
@@ -58,7 +58,7 @@ fn sweep(container: Container, tables: Tables) -> ConvertOptions {
 }
 
 /// The files of a directory.
-fn files(directory: &Path) -> BTreeMap<String, Vec<u8>> {
+pub(super) fn files(directory: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = std::fs::read_dir(directory).unwrap();
     entries
         .map(|entry| {

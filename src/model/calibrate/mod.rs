@@ -23,7 +23,7 @@ use crate::ops::{Array, Device, Mixed, Slice};
 
 /// A text to calibrate with.
 #[derive(Clone, Debug, Default)]
-pub struct Text {
+pub struct CalibrationText {
     /// Tokens of all documents, one after another.
     pub tokens: Vec<u32>,
     /// The documents' lengths.
@@ -52,7 +52,7 @@ pub struct CalibratedMatrix {
     /// The error of its products with text that the search has not seen, by what weights alone say: root of the mean square over that of the
     /// products themselves.
     pub error_of_sweep: f64,
-    /// The same of what was chosen.
+    /// That error with the chosen codes.
     pub error: f64,
 }
 
@@ -103,12 +103,12 @@ impl Gathered {
 
 /// Quantizes the linear weights of the blocks of `source`, by what they multiply when `texts` run through the model on `device`. The search
 /// runs on the threads of `host`. Gives a checkpoint with them in the place of those that it was made of, and what became of each matrix.
-/// What the checkpoint holds in NVFP4 stays as it is. Cancelled with the thread's [`call`](crate::base::call).
+/// Matrices that the checkpoint holds in NVFP4 keep their codes. Cancelled with the thread's [`call`](crate::base::call).
 pub fn calibrate(
     device: &Device,
     host: &Cpu,
     source: &Arc<Source>,
-    texts: &[Text],
+    texts: &[CalibrationText],
     progress: &mut dyn FnMut(CalibrateProgress),
 ) -> Result<(Calibrated, Vec<CalibratedMatrix>)> {
     if texts.len() < 2 {

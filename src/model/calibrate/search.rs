@@ -9,8 +9,7 @@ use crate::cpu::training::Rows;
 use crate::format::input_moments::BlockMoments;
 use crate::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
 
-/// What is added to each second moment of an input with itself, of their mean; and so much more for each row of text that there is less than
-/// inputs: what few rows say is little.
+/// Damping of the diagonal of the moments, as a share of its mean: `DAMPING + FEW * inputs / rows`, as few rows of text say little.
 const DAMPING: f32 = 0.01;
 const FEW: f32 = 0.05;
 /// Passes over all blocks in which each becomes the best beside the others.
@@ -52,11 +51,11 @@ pub(super) struct Search<'a> {
     kept: &'a [f32],
 }
 
-/// What a search has found.
+/// The result of a search.
 pub(super) struct Found {
     pub(super) matrix: Nvfp4,
     pub(super) choice: Choice,
-    /// Of a sweep, and of what was chosen: relative, by text that was not seen.
+    /// Relative errors of a sweep and of the chosen codes, by text that the search has not seen.
     pub(super) errors: [f64; 2],
 }
 

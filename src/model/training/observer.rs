@@ -21,7 +21,7 @@ pub struct Observer {
     weights: Weights,
     pass: Pass,
     batches: Vec<Batch>,
-    /// What enters the next block, of each batch.
+    /// Each batch's residual stream before the next block.
     streams: Vec<Array<Mixed>>,
     next: Array<Mixed>,
     block: usize,

@@ -204,7 +204,7 @@ impl Pass {
         }
     }
 
-    /// What enters the first block, of a batch.
+    /// A batch's residual stream before the first block.
     pub(super) fn embed(&self, store: &mut dyn Store, batch: &Batch) -> Result<Array<Mixed>> {
         let mut stream = Array::empty();
         self.embed_to(store, batch, &mut stream)?;

@@ -24,5 +24,5 @@ pub use mask::{Mask, Span};
 pub use options::{EmptyThink, Format, Long, Options, window};
 pub use order::{Order, Place};
 pub use prompts::{Question, fingerprint, questions};
-pub use read::{Data, Report, read};
+pub use read::{Data, Report, read, read_embedded};
 pub use window::{Window, Windows};

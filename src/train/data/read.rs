@@ -100,13 +100,6 @@ pub fn read(files: &[PathBuf], text: &Text, vocabulary: usize, options: &Options
             "the separator is empty; give what stands between documents, or none (--separator)"
         );
     }
-    let encoder = Encoder::new(text, options.learn_all, options.empty_think)?;
-    let mut data = Data {
-        options: options.clone(),
-        report: Report::default(),
-        documents: Vec::new(),
-        rows: Vec::new(),
-    };
     let formats = files.iter().map(|path| match options.format {
         Some(format) => Ok(format),
         None => Format::of(path),
@@ -120,18 +113,72 @@ pub fn read(files: &[PathBuf], text: &Text, vocabulary: usize, options: &Options
             "the separator {separator:?} stands between documents of texts, and no file is a text; leave --separator out"
         );
     }
-    let (mut bad, mut long) = (Refused::default(), Refused::default());
-    for (number, (path, &format)) in files.iter().zip(&formats).enumerate() {
+    let mut reader = Reader::new(text, vocabulary, options)?;
+    for (path, format) in files.iter().zip(formats) {
         let (file, content) = content::read(path)?;
-        data.report.files.push(file);
-        let found = rows(&content.bytes, format, options.separator.as_deref())
-            .map_err(|e| e.within(path.display()))?;
+        reader.add(file, &content.bytes, format)?;
+    }
+    reader.finish()
+}
+
+/// Reads rows that are no file of the user's, in JSON Lines: see [`read`]. `name` stands for a path in errors.
+pub fn read_embedded(
+    name: &str,
+    content: &str,
+    text: &Text,
+    vocabulary: usize,
+    options: &Options,
+) -> Result<Data> {
+    let mut reader = Reader::new(text, vocabulary, options)?;
+    let file = DataFile {
+        path: PathBuf::from(name),
+        bytes: content.len() as u64,
+        checksum: String::new(),
+    };
+    reader.add(file, content.as_bytes(), Format::Jsonl)?;
+    reader.finish()
+}
+
+/// Rows on their way to documents.
+struct Reader<'a> {
+    text: &'a Text,
+    vocabulary: usize,
+    encoder: Encoder<'a>,
+    data: Data,
+    bad: Refused,
+    long: Refused,
+}
+
+impl<'a> Reader<'a> {
+    fn new(text: &'a Text, vocabulary: usize, options: &Options) -> Result<Reader<'a>> {
+        Ok(Reader {
+            text,
+            vocabulary,
+            encoder: Encoder::new(text, options.learn_all, options.empty_think)?,
+            data: Data {
+                options: options.clone(),
+                report: Report::default(),
+                documents: Vec::new(),
+                rows: Vec::new(),
+            },
+            bad: Refused::default(),
+            long: Refused::default(),
+        })
+    }
+
+    /// Adds the rows of a file.
+    fn add(&mut self, file: DataFile, content: &[u8], format: Format) -> Result<()> {
+        let (number, path) = (self.data.report.files.len(), file.path.clone());
+        self.data.report.files.push(file);
+        let separator = self.data.options.separator.clone();
+        let found =
+            rows(content, format, separator.as_deref()).map_err(|e| e.within(path.display()))?;
         if found.is_empty() {
             bail!(
                 InvalidArgument,
                 "{} has no row: {}",
                 path.display(),
-                match content.bytes.is_empty() {
+                match content.is_empty() {
                     true => "it is empty",
                     false => match format {
                         Format::Json => "its array is empty",
@@ -145,54 +192,68 @@ pub fn read(files: &[PathBuf], text: &Text, vocabulary: usize, options: &Options
         for (line, row) in found {
             call::check()?;
             call::add(1);
-            data.report.rows += 1;
-            let made = row.and_then(|row: Row| encoder.documents(&row, (number, line)));
+            self.data.report.rows += 1;
+            let made = row.and_then(|row: Row| self.encoder.documents(&row, (number, line)));
             let (documents, cuts) = match made {
                 Ok(made) => made,
                 Err(e) => {
-                    bad.add(path, line, e);
+                    self.bad.add(&path, line, e);
                     continue;
                 }
             };
             let unknown = documents
                 .iter()
                 .flat_map(|document| &document.tokens)
-                .find(|&&id| id as usize >= vocabulary);
+                .find(|&&id| id as usize >= self.vocabulary);
             if let Some(&id) = unknown {
-                bad.add(path, line, without_a_row(text, id, vocabulary));
+                self.bad
+                    .add(&path, line, without_a_row(self.text, id, self.vocabulary));
                 continue;
             }
-            data.add(documents, cuts, path, (&mut bad, &mut long))?;
+            let refused = (&mut self.bad, &mut self.long);
+            self.data.add(documents, cuts, &path, refused)?;
         }
+        Ok(())
     }
-    let rows = data.report.rows;
-    if !options.skip_bad_rows {
-        bad.check(
+
+    /// Checks the rows that were refused, and gives the documents.
+    fn finish(self) -> Result<Data> {
+        let Reader {
+            encoder,
+            mut data,
+            bad,
+            long,
+            ..
+        } = self;
+        let rows = data.report.rows;
+        if !data.options.skip_bad_rows {
+            bad.check(
+                rows,
+                "cannot be used",
+                "mend them, or have them left out (--skip-bad-rows, or `skip_bad_rows` in the options)",
+            )?;
+        }
+        long.check(
             rows,
-            "cannot be used",
-            "mend them, or have them left out (--skip-bad-rows, or `skip_bad_rows` in the options)",
+            "are too long",
+            "take a longer window, or have them cut or left out (--long truncate or drop, or `long` in the options)",
         )?;
+        encoder.check_empty_think()?;
+        data.report.bad_rows = bad.count;
+        if data.documents.is_empty() {
+            bail!(
+                InvalidArgument,
+                "none of {rows} rows can be used{}",
+                match bad.named.first() {
+                    Some(first) => format!(": {first}"),
+                    None =>
+                        ", as all are longer than a window or were cut before what is to be learned"
+                            .to_owned(),
+                }
+            );
+        }
+        Ok(data)
     }
-    long.check(
-        rows,
-        "are too long",
-        "take a longer window, or have them cut or left out (--long truncate or drop, or `long` in the options)",
-    )?;
-    encoder.check_empty_think()?;
-    data.report.bad_rows = bad.count;
-    if data.documents.is_empty() {
-        bail!(
-            InvalidArgument,
-            "none of {rows} rows can be used{}",
-            match bad.named.first() {
-                Some(first) => format!(": {first}"),
-                None =>
-                    ", as all are longer than a window or were cut before what is to be learned"
-                        .to_owned(),
-            }
-        );
-    }
-    Ok(data)
 }
 
 /// The message for a token past the last row of the embedding.
