@@ -39,9 +39,9 @@ pub(super) struct Args {
     /// Windows that calibrated takes of the texts, at most
     #[arg(long, default_value_t = 32)]
     calibration_windows: usize,
-    /// Tokens in a window
-    #[arg(long, default_value_t = 1024)]
-    calibration_window: usize,
+    /// Tokens in such a window; default: 1024, or the model's context
+    #[arg(long)]
+    calibration_window: Option<usize>,
     /// Where the model reads the texts: cpu, cuda:N, or auto
     #[arg(long, default_value = "cpu")]
     device: String,
@@ -174,8 +174,12 @@ fn calibrated(
             "0 windows to calibrate with; there must be two at least (--calibration-windows)"
         );
     }
-    let sizes = (args.calibration_windows, args.calibration_window);
-    let texts = texts(&source, &args.calibration, sizes)?;
+    let texts = texts(
+        &source,
+        &args.calibration,
+        args.calibration_windows,
+        args.calibration_window,
+    )?;
     let device = model::device(&args.device, args.threads)?;
     let host = device.host_cpu()?;
     let bar = output::count_bar("calibrating", 0);

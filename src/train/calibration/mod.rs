@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use super::data::{self, Long};
 use crate::base::Result;
+use crate::base::error::bail;
 use crate::model::calibrate::CalibrationText;
 use crate::model::training::Source;
 
@@ -11,17 +12,30 @@ use crate::model::training::Source;
 /// it is from.
 const DEFAULT: &str = include_str!("default.jsonl");
 
-/// So many windows of so many tokens at most, from all of `files`, which hold rows as for training; from the default text if there are none.
-/// What is packed together follows from a fixed seed.
+/// Tokens of a window, where nothing else is said and the model has as many positions.
+const WINDOW: usize = 1024;
+
+/// So many windows at most, of `window` tokens or a usual number, from all of `files`, which hold rows as for training; from the default text
+/// if there are none. What is packed together follows from a fixed seed.
 pub fn texts(
     source: &Source,
     files: &[PathBuf],
-    (windows, window): (usize, usize),
+    windows: usize,
+    window: Option<usize>,
 ) -> Result<Vec<CalibrationText>> {
     let text = source.text()?;
     let vocabulary = source.spec().vocab_size;
+    let positions = source.spec().max_positions;
+    if let Some(window) = window
+        && window > positions
+    {
+        bail!(
+            InvalidArgument,
+            "a window of {window} tokens to calibrate with, and the model's context has {positions}"
+        );
+    }
     let options = data::Options {
-        window: data::window(Some(window), source.spec().max_positions)?,
+        window: window.unwrap_or(WINDOW.min(positions)),
         learn_all: true,
         long: Long::Truncate,
         ..data::Options::default()
