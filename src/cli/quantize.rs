@@ -16,9 +16,10 @@ use NVFP4::model::open;
 use NVFP4::model::training::Source;
 use NVFP4::train::calibration::texts;
 use clap::ValueEnum;
+use clap::builder::PossibleValue;
 use serde::Serialize;
 
-use super::recipe::TableForm;
+use super::recipe::{RecipeName, TableForm};
 use super::{model, output};
 
 #[derive(clap::Args)]
@@ -30,7 +31,7 @@ pub(super) struct Args {
     output: PathBuf,
     /// How block scales are chosen: sweep has the smallest error. A model of Qwen3-0.6B's shape in bf16, 1.2 GB, took 10 s
     /// by sweep, 8 s by four-over-six and 4 s by amax on 2 shared Xeon cores, 2026-11-23
-    #[arg(long, value_enum, default_value_t = Recipe::Sweep)]
+    #[arg(long, value_enum, default_value = "sweep")]
     recipe: Recipe,
     /// Texts for the recipe calibrated, of the kinds that the model is used for: files as `nvfp4 train` reads them. Default: a
     /// text of prose, 38 languages, code and conversations that the command brings
@@ -42,7 +43,7 @@ pub(super) struct Args {
     /// Tokens in such a window; default: 1024, or the model's context
     #[arg(long)]
     calibration_window: Option<usize>,
-    /// Where the model reads the texts: cpu, cuda:N, or auto
+    /// Where the model reads the texts: cpu or cuda:N
     #[arg(long, default_value = "cpu")]
     device: String,
     /// The format to write; default: dat if OUTPUT ends in .dat, else safetensors
@@ -70,16 +71,31 @@ pub(super) struct Args {
 }
 
 /// How weights are quantized.
-#[derive(Clone, Copy, ValueEnum)]
+#[derive(Clone, Copy)]
 enum Recipe {
-    /// The largest magnitude of a block becomes 6
-    Amax,
-    /// The largest magnitude of a block becomes 6 or 4, whichever has the smaller squared error
-    FourOverSix,
-    /// Each block takes the scale with the smallest squared error
-    Sweep,
-    /// Codes and scales for which products differ least, by what the model makes of text (--calibration)
+    /// By weights alone.
+    Plain(RecipeName),
     Calibrated,
+}
+
+impl ValueEnum for Recipe {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[
+            Recipe::Plain(RecipeName::Amax),
+            Recipe::Plain(RecipeName::FourOverSix),
+            Recipe::Plain(RecipeName::Sweep),
+            Recipe::Calibrated,
+        ]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        match self {
+            Recipe::Plain(name) => name.to_possible_value(),
+            Recipe::Calibrated => Some(PossibleValue::new("calibrated").help(
+                "Codes and scales for which products differ least, by what the model makes of text (--calibration)",
+            )),
+        }
+    }
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -107,15 +123,15 @@ pub(super) fn run(args: &Args) -> Result<()> {
         ..ConvertOptions::new(
             container,
             match args.recipe {
-                Recipe::Amax => nvfp4::Recipe::Amax,
-                Recipe::FourOverSix => nvfp4::Recipe::FourOverSix,
-                Recipe::Sweep | Recipe::Calibrated => nvfp4::Recipe::Sweep,
+                Recipe::Plain(name) => name.into(),
+                // For what is not calibrated.
+                Recipe::Calibrated => nvfp4::Recipe::Sweep,
             },
         )
     };
     let (source, calibrated) = match args.recipe {
         Recipe::Calibrated => calibrated(args, source)?,
-        _ => (source, Vec::new()),
+        Recipe::Plain(_) => (source, Vec::new()),
     };
     let bar = output::byte_bar("quantizing", 0);
     let report = convert(&*source, &args.output, &options, &pool, &mut |p| {

@@ -1,9 +1,11 @@
 //! Matrices in NVFP4 that are best for their products: see [`crate::format::calibrated`].
 
+use std::sync::{Mutex, PoisonError};
+
 use super::Cpu;
-use super::training::Rows;
-use crate::base::Result;
+use super::training::{Rows, by_parts, by_parts_of_two};
 use crate::base::error::bail;
+use crate::base::{Error, Result};
 use crate::format::calibrated::{Rounded, factor_block, round_beside, round_in_turn};
 use crate::format::input_moments::{BlockMoments, MOMENTS};
 use crate::format::nvfp4::{BLOCK, dequantize};
@@ -23,7 +25,8 @@ pub struct Moments {
     /// `[cols / 16][cols][16]`: panels of 16 columns of M.
     panels: Vec<f32>,
     /// Its blocks on the diagonal, and their factors.
-    blocks: Vec<(BlockMoments, BlockMoments)>,
+    blocks: Vec<BlockMoments>,
+    factors: Vec<BlockMoments>,
 }
 
 /// The factor of second moments whose blocks of 16 have been put into an order.
@@ -62,12 +65,17 @@ impl Moments {
     pub fn new(moments: &[f32], cols: usize) -> Moments {
         let panels = panels_of(cols, |row, col| moments[row * cols + col]);
         let blocks = diagonal(cols, &panels);
-        let with_factor = |moments| (moments, factor_block(&moments));
         Moments {
             cols,
-            blocks: blocks.into_iter().map(with_factor).collect(),
+            factors: blocks.iter().map(factor_block).collect(),
+            blocks,
             panels,
         }
+    }
+
+    /// The moments of each block of a row.
+    pub fn blocks(&self) -> &[BlockMoments] {
+        &self.blocks
     }
 }
 
@@ -149,7 +157,7 @@ impl Cpu {
             }
             let (top, below) = left.split_at_mut(width * width);
             let top = &*top;
-            super::training::by_parts(self.pool(), below, width, |_, row| {
+            by_parts(self.pool(), below, width, |_, row| {
                 for j in 0..width {
                     let own = &top[j * width..][..width];
                     let known: f32 = (0..j).map(|k| row[k] * own[k]).sum();
@@ -161,14 +169,63 @@ impl Cpu {
         Ok(Some(done))
     }
 
-    /// Rows of a matrix at a time, with panels of what belongs to them.
-    fn tiles(&self) -> usize {
+    /// Rows of a tile: as many as the kernel of products takes.
+    fn tile(&self) -> usize {
         self.table.widest
+    }
+
+    /// Calls `each` with the weights, codes and scales of a tile of rows of `[rows, cols]` weights, on the threads of the pool.
+    fn by_tiles(
+        &self,
+        weights: &[f32],
+        cols: usize,
+        out: Rows<'_>,
+        each: impl Fn(&[f32], &mut [u8], &mut [u8]) + Sync,
+    ) -> Result<()> {
+        check(weights.len(), cols, &out)?;
+        let height = self.tile();
+        let lengths = (height * cols / 2, height * cols / BLOCK);
+        by_parts_of_two(
+            self.pool(),
+            (out.codes, out.scales),
+            lengths,
+            |tile, codes, scales| each(&weights[tile * height * cols..], codes, scales),
+        );
+        Ok(())
+    }
+
+    /// Calls `quantize` with the number, codes and scales of each row of `cols` weights, on the threads of the pool. The error is that of the
+    /// first row that has one.
+    pub fn by_code_rows(
+        &self,
+        cols: usize,
+        out: Rows<'_>,
+        quantize: impl Fn(usize, &mut [u8], &mut [u8]) -> Result<()> + Sync,
+    ) -> Result<()> {
+        check(out.scales.len() * BLOCK, cols, &out)?;
+        let failed: Mutex<Option<(usize, Error)>> = Mutex::new(None);
+        by_parts_of_two(
+            self.pool(),
+            (out.codes, out.scales),
+            (cols / 2, cols / BLOCK),
+            |row, codes, scales| {
+                if let Err(e) = quantize(row, codes, scales) {
+                    let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                    if failed.as_ref().is_none_or(|(first, _)| row < *first) {
+                        *failed = Some((row, e));
+                    }
+                }
+            },
+        );
+        match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some((_, e)) => Err(e),
+            None => Ok(()),
+        }
     }
 
     /// Adds `[depth, height]` `a` times `[depth, 16]` `right` to `[height, 16]` of rows of `stride` in `out`.
     fn add_product(&self, a: &[f32], right: &[f32], out: &mut [f32], stride: usize) {
-        let (height, depth) = (self.tiles(), right.len() / BLOCK);
+        let (height, depth) = (self.tile(), right.len() / BLOCK);
         assert!(a.len() == height * depth && out.len() >= (height - 1) * stride + BLOCK);
         // SAFETY: the level is present, and the lengths are what the kernel reads and writes.
         unsafe {
@@ -186,13 +243,8 @@ impl Cpu {
         out: Rows<'_>,
     ) -> Result<()> {
         let blocks = factor.order.len();
-        let cols = blocks * BLOCK;
-        check(weights.len(), cols, &out)?;
-        let height = self.tiles();
-        let parts = (out.codes, out.scales);
-        let lengths = (height * cols / 2, height * blocks);
-        super::training::by_parts_of_two(self.pool(), parts, lengths, |tile, codes, scales| {
-            let weights = &weights[tile * height * cols..];
+        let (cols, height) = (blocks * BLOCK, self.tile());
+        self.by_tiles(weights, cols, out, |weights, codes, scales| {
             let rows = scales.len() / blocks;
             let mut sums = vec![0f32; height * cols];
             // Errors as the products read them: `[TOGETHER * 16, height]`.
@@ -223,8 +275,7 @@ impl Cpu {
                     add(last - TOGETHER, last..blocks);
                 }
             }
-        });
-        Ok(())
+        })
     }
 
     /// Block coordinate descent on a quantized matrix: in each pass, each block takes the scale and codes with the least error beside the others.
@@ -236,14 +287,9 @@ impl Cpu {
         passes: usize,
         out: Rows<'_>,
     ) -> Result<()> {
-        let cols = moments.cols;
+        let (cols, height) = (moments.cols, self.tile());
         let blocks = cols / BLOCK;
-        check(weights.len(), cols, &out)?;
-        let height = self.tiles();
-        let parts = (out.codes, out.scales);
-        let lengths = (height * cols / 2, height * blocks);
-        super::training::by_parts_of_two(self.pool(), parts, lengths, |tile, codes, scales| {
-            let weights = &weights[tile * height * cols..];
+        self.by_tiles(weights, cols, out, |weights, codes, scales| {
             let rows = scales.len() / blocks;
             let mut held = Vec::with_capacity(rows * blocks);
             let mut gradients = vec![0f32; height * cols];
@@ -266,7 +312,7 @@ impl Cpu {
             for index in (0..passes).flat_map(|_| 0..blocks) {
                 let mut has_changed = false;
                 changes.fill(0.0);
-                let (of_block, factor) = &moments.blocks[index];
+                let (of_block, factor) = (&moments.blocks[index], &moments.factors[index]);
                 for row in 0..rows {
                     let own: &[f32; BLOCK] = block(&weights[row * cols + index * BLOCK..]);
                     let before = &mut held[row * blocks + index];
@@ -297,8 +343,7 @@ impl Cpu {
             for (at, rounded) in held.iter().enumerate() {
                 put(rounded, at, codes, scales);
             }
-        });
-        Ok(())
+        })
     }
 
     /// The sum over rows of `e^T M e` with `e` the error of quantized weights, by `[cols, cols]` moments.

@@ -13,7 +13,7 @@ pub const MOMENTS: usize = BLOCK * BLOCK;
 /// Second moments of 16 inputs, row-major; symmetric.
 pub type BlockMoments = [f32; MOMENTS];
 
-/// What is added to each second moment of an input with itself, of their mean in the block: text that was not seen has other inputs.
+/// Damping of the diagonal of a block's moments, as a share of its mean: text that was not seen has other inputs.
 const DAMPING: f32 = 0.01;
 /// Scales that are tried, in steps of E4M3 below and above the one that puts the largest weight on 6.
 const BELOW: u8 = 12;

@@ -438,7 +438,7 @@ fn with_scale(
     }
 }
 
-/// The same with each value rounded to its nearest code.
+/// A block's codes under this scale, each the nearest to its value.
 pub(super) fn encode_under(x: &Values, scale: u8, global: f32) -> (u8, Packed) {
     with_scale(x, scale, global, 0, &QuantizeOptions::default())
 }

@@ -67,7 +67,7 @@ pub enum Event<'a> {
     Scales {
         /// Before this step.
         step: u64,
-        /// What came of it.
+        /// The losses without and with the new scales.
         #[serde(flatten)]
         choice: ScaleChoice,
     },

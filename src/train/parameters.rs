@@ -257,7 +257,7 @@ impl Parameters {
         self.observed = Some(ObservedInputs::default());
     }
 
-    /// What passes have noted.
+    /// Ends the noting, and gives the inputs that passes have had.
     pub(super) fn observed_inputs(&mut self) -> ObservedInputs {
         self.observed.take().unwrap_or_default()
     }

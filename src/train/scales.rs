@@ -16,7 +16,7 @@ pub struct ScaleChoice {
     pub blocks: usize,
     /// The loss of the step's batch as it was delivered, before.
     pub before: f64,
-    /// The same with the new scales, which are kept if it is less.
+    /// The loss with the new scales, which are kept if it is less.
     pub after: f64,
 }
 
@@ -62,12 +62,12 @@ impl Parameters {
     }
 }
 
-/// What came of a choice, until the step that it was made for is taken.
+/// A choice of scales that can be undone until its step is taken.
 #[derive(Default)]
 pub(super) struct Chosen {
-    /// What to say of it.
+    /// The choice, for the step's report.
     pub(super) choice: Option<ScaleChoice>,
-    /// What there was before, if new scales are kept.
+    /// The matrices with their old scales, if new ones are kept.
     before: Option<Before>,
 }
 

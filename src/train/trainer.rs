@@ -219,7 +219,7 @@ pub struct Step {
     pub changed: f64,
     /// The share that changed as they are delivered.
     pub changed_delivered: f64,
-    /// What became of block scales, where they were chosen anew before the step.
+    /// The choice of block scales, if one was made before the step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub scales: Option<ScaleChoice>,
 }

@@ -98,7 +98,7 @@ fn calibration_is_never_worse_than_a_sweep() {
     }
 }
 
-/// What a model holds in NVFP4 is not quantized again.
+/// Matrices that a model holds in NVFP4 keep their codes.
 #[test]
 fn calibration_leaves_nvfp4_alone() {
     let folder = Folder::new();

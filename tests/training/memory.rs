@@ -26,7 +26,7 @@ fn peak_with_teacher(
 ) -> (u64, u64) {
     let device = Device::cpu(Some(2)).unwrap();
     let mut config = config.clone();
-    // What it takes is there in one step, and only if new scales are better.
+    // A choice of scales takes memory in one step alone, and only if the new ones are better.
     config.recipe.scale_search = false;
     let config = &config;
     let vocabulary = source.spec().vocab_size as u32;

@@ -39,7 +39,7 @@ fn always() -> Recipe {
     }
 }
 
-/// What each of so many steps says of scales, and the trainer then.
+/// The choice of each of so many steps, and the trainer after them.
 fn choices(config: &Config, steps: u64) -> (Vec<Option<ScaleChoice>>, Trainer) {
     let (source, _folder) = source();
     let mut trainer = Trainer::new(&Device::cpu(Some(2)).unwrap(), &source, config).unwrap();
@@ -102,7 +102,7 @@ fn what_has_not_moved_keeps_its_scales() {
     }
 }
 
-/// What is kept is the better of what was and what was chosen, by the loss of the step's batch as it is delivered.
+/// Of the old and the new scales, those with the lower delivered loss on the step's batch are kept.
 #[test]
 fn the_better_scales_are_kept() {
     let config = still(always(), 10);
@@ -168,7 +168,7 @@ fn adapters_are_merged_for_their_inputs() {
     let device = Device::cpu(Some(1)).unwrap();
     let (resumed, _) = Trainer::resume(&device, &source, &folder.0.join("checkpoint")).unwrap();
     assert!(merged(&resumed, "resumed") == file);
-    // The same adapters, whose blocks have the scales of a sweep.
+    // The same adapters, merged with the scales of a sweep.
     let (_, swept) = choices(&super::config(recipe(false), 10), 4);
     assert_eq!(weights(&swept), weights(&trainer));
     assert!(merged(&swept, "swept") != file);

@@ -6,7 +6,7 @@ use super::sizes::{expect_f32, rows};
 use crate::base::Result;
 use crate::format::nvfp4::BLOCK;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Sizes of the kernels' arguments, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] =
     &[("train_input_moments", size_of::<MomentArguments>())];
 

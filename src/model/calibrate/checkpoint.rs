@@ -66,10 +66,6 @@ impl Calibrated {
     fn own(&self, entry: &Entry) -> Option<&Nvfp4> {
         self.matrices.get(&entry.name)
     }
-
-    fn of_source<'a>(&'a self, entry: &'a Entry) -> &'a Entry {
-        self.source.find(&entry.name).unwrap_or(entry)
-    }
 }
 
 impl Checkpoint for Calibrated {
@@ -95,7 +91,7 @@ impl Checkpoint for Calibrated {
 
     fn rows_f32(&self, entry: &Entry, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
         let Some(own) = self.own(entry) else {
-            return self.source.rows_f32(self.of_source(entry), rows, out);
+            return self.source.rows_f32(entry, rows, out);
         };
         let codes = &own.codes[rows.start * own.cols / 2..rows.end * own.cols / 2];
         let scales = &own.scales[rows.start * own.cols / BLOCK..rows.end * own.cols / BLOCK];
@@ -110,8 +106,7 @@ impl Checkpoint for Calibrated {
         scales: &mut [u8],
     ) -> Result<()> {
         let Some(own) = self.own(entry) else {
-            let of_source = self.of_source(entry);
-            return self.source.rows_nvfp4(of_source, rows, codes, scales);
+            return self.source.rows_nvfp4(entry, rows, codes, scales);
         };
         codes.copy_from_slice(&own.codes[rows.start * own.cols / 2..][..codes.len()]);
         scales.copy_from_slice(&own.scales[rows.start * own.cols / BLOCK..][..scales.len()]);
@@ -131,24 +126,21 @@ impl Checkpoint for Calibrated {
     fn global_scales(&self, entry: &Entry) -> Result<&[f32]> {
         match self.own(entry) {
             Some(own) => Ok(std::slice::from_ref(&own.global)),
-            None => match self.source.find(&entry.name) {
-                Some(entry) => self.source.global_scales(entry),
-                None => bail!(NotFound, "the checkpoint has no '{}'", entry.name),
-            },
+            None => self.source.global_scales(entry),
         }
     }
 
     fn plain(&self, entry: &Entry) -> Option<Part<'_>> {
         match self.own(entry) {
             Some(_) => None,
-            None => self.source.plain(self.source.find(&entry.name)?),
+            None => self.source.plain(entry),
         }
     }
 
     fn parts(&self, entry: &Entry) -> Result<Vec<Part<'_>>> {
-        match (self.own(entry), self.source.find(&entry.name)) {
-            (None, Some(entry)) => self.source.parts(entry),
-            _ => Ok(Vec::new()),
+        match self.own(entry) {
+            Some(_) => Ok(Vec::new()),
+            None => self.source.parts(entry),
         }
     }
 

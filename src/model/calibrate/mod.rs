@@ -4,6 +4,7 @@
 mod checkpoint;
 mod search;
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -49,8 +50,8 @@ pub struct CalibratedMatrix {
     pub name: String,
     /// How its codes were found.
     pub choice: Choice,
-    /// The error of its products with text that the search has not seen, by what weights alone say: root of the mean square over that of the
-    /// products themselves.
+    /// Relative error of its products for text that the search has not seen, with the codes of a sweep: the root of the mean square error over
+    /// that of the products.
     pub error_of_sweep: f64,
     /// That error with the chosen codes.
     pub error: f64,
@@ -133,10 +134,8 @@ pub fn calibrate(
         observer.advance(&mut |number, first, x| {
             let cols = layout.matrices[first].cols;
             let entry = match gathered.entry(first) {
-                std::collections::btree_map::Entry::Occupied(entry) => entry.into_mut(),
-                std::collections::btree_map::Entry::Vacant(place) => {
-                    place.insert(Gathered::new(device, cols)?)
-                }
+                Entry::Occupied(entry) => entry.into_mut(),
+                Entry::Vacant(place) => place.insert(Gathered::new(device, cols)?),
             };
             entry.add(device, x, is_kept(number))
         })?;

@@ -6,7 +6,7 @@ use crate::base::Result;
 use crate::cpu::Cpu;
 use crate::cpu::calibrated::{Factor, Moments};
 use crate::cpu::training::Rows;
-use crate::format::input_moments::BlockMoments;
+use crate::format::input_moments;
 use crate::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
 
 /// Damping of the diagonal of the moments, as a share of its mean: `DAMPING + FEW * inputs / rows`, as few rows of text say little.
@@ -46,7 +46,6 @@ pub(super) struct Search<'a> {
     host: &'a Cpu,
     cols: usize,
     moments: Moments,
-    blocks: Vec<BlockMoments>,
     factor: Option<Factor>,
     kept: &'a [f32],
 }
@@ -67,14 +66,10 @@ impl<'a> Search<'a> {
         kept: &'a [f32],
         cols: usize,
     ) -> Result<Search<'a>> {
-        let block = |at: usize| -> BlockMoments {
-            std::array::from_fn(|i| seen[(at * BLOCK + i / BLOCK) * cols + at * BLOCK + i % BLOCK])
-        };
         Ok(Search {
             host,
             cols,
             moments: Moments::new(seen, cols),
-            blocks: (0..cols / BLOCK).map(block).collect(),
             factor: host.factor(seen, cols)?,
             kept,
         })
@@ -96,40 +91,30 @@ impl<'a> Search<'a> {
             scales: vec![0; weights.len() / BLOCK],
             global,
         };
+        let row_of = |row: usize| &weights[row * cols..][..cols];
         let mut swept = empty();
-        let per_row = (cols / 2, cols / BLOCK);
-        let codes = swept
-            .codes
-            .chunks_mut(per_row.0)
-            .zip(swept.scales.chunks_mut(per_row.1));
-        for (row, (codes, scales)) in codes.enumerate() {
-            let own = &weights[row * cols..][..cols];
-            nvfp4::quantize_rows(own, cols, row, global, options, codes, scales)?;
-        }
+        self.host
+            .by_code_rows(cols, rows_of(&mut swept), |row, codes, scales| {
+                nvfp4::quantize_rows(row_of(row), cols, row, global, options, codes, scales)
+            })?;
         let mut tried = vec![(Choice::Sweep, swept)];
-        let mut descended = empty();
-        let all = |_: usize| true;
-        self.host.quantize_for_inputs(
-            weights,
-            global,
-            &self.blocks,
-            &all,
-            rows_of(&mut descended),
-        )?;
-        self.host.descend(
-            weights,
-            global,
-            &self.moments,
-            PASSES,
-            rows_of(&mut descended),
-        )?;
+        let (mut descended, blocks) = (empty(), self.moments.blocks());
+        self.host
+            .by_code_rows(cols, rows_of(&mut descended), |row, codes, scales| {
+                input_moments::quantize_rows(row_of(row), global, blocks, codes, scales);
+                Ok(())
+            })?;
+        let descend = |matrix: &mut Nvfp4| {
+            self.host
+                .descend(weights, global, &self.moments, PASSES, rows_of(matrix))
+        };
+        descend(&mut descended)?;
         tried.push((Choice::Descent, descended));
         if let Some(factor) = &self.factor {
             let mut fed = empty();
             self.host
                 .round_in_turn(weights, global, factor, rows_of(&mut fed))?;
-            self.host
-                .descend(weights, global, &self.moments, PASSES, rows_of(&mut fed))?;
+            descend(&mut fed)?;
             tried.push((Choice::Feedback, fed));
         }
         let zeros = vec![0; weights.len() / BLOCK];

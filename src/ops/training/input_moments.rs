@@ -16,7 +16,7 @@ pub struct InputMoments {
 }
 
 impl InputMoments {
-    /// Of rows of `cols` inputs; none yet.
+    /// Sums of zero, for rows of `cols` inputs.
     pub fn new(device: &Device, cols: usize) -> Result<InputMoments> {
         if cols == 0 || !cols.is_multiple_of(BLOCK) {
             bail!(

@@ -87,19 +87,7 @@ impl Refused {
 /// Reads files whose rows a model of `vocabulary` tokens is to learn. Tells the thread's [`call`] how many bytes are read, and is cancelled
 /// with it.
 pub fn read(files: &[PathBuf], text: &Text, vocabulary: usize, options: &Options) -> Result<Data> {
-    if options.window < 4 {
-        bail!(
-            InvalidArgument,
-            "a window of {} tokens; it must have at least 4",
-            options.window
-        );
-    }
-    if options.separator.as_deref() == Some("") {
-        bail!(
-            InvalidArgument,
-            "the separator is empty; give what stands between documents, or none (--separator)"
-        );
-    }
+    let mut reader = Reader::new(text, vocabulary, options)?;
     let formats = files.iter().map(|path| match options.format {
         Some(format) => Ok(format),
         None => Format::of(path),
@@ -113,7 +101,6 @@ pub fn read(files: &[PathBuf], text: &Text, vocabulary: usize, options: &Options
             "the separator {separator:?} stands between documents of texts, and no file is a text; leave --separator out"
         );
     }
-    let mut reader = Reader::new(text, vocabulary, options)?;
     for (path, format) in files.iter().zip(formats) {
         let (file, content) = content::read(path)?;
         reader.add(file, &content.bytes, format)?;
@@ -151,6 +138,19 @@ struct Reader<'a> {
 
 impl<'a> Reader<'a> {
     fn new(text: &'a Text, vocabulary: usize, options: &Options) -> Result<Reader<'a>> {
+        if options.window < 4 {
+            bail!(
+                InvalidArgument,
+                "a window of {} tokens; it must have at least 4",
+                options.window
+            );
+        }
+        if options.separator.as_deref() == Some("") {
+            bail!(
+                InvalidArgument,
+                "the separator is empty; give what stands between documents, or none (--separator)"
+            );
+        }
         Ok(Reader {
             text,
             vocabulary,

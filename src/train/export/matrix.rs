@@ -12,10 +12,11 @@ use super::item::{Content, Item};
 use crate::base::error::bail;
 use crate::base::{Result, memory};
 use crate::checkpoint::{Encoding, Writer};
+use crate::cpu::Cpu;
 use crate::cpu::training::Rows;
 use crate::format::adamw::{ROOM, WeightForm};
 use crate::format::nvfp4::{self, BLOCK, Levels, Nvfp4, QuantizeOptions};
-use crate::format::{e4m3, int8};
+use crate::format::{e4m3, input_moments, int8};
 use crate::model::convert::Tables;
 use crate::model::training::{AdapterLayout, MatrixId, Source, VectorId};
 use crate::ops::training::optimizer::Matrix;
@@ -29,6 +30,7 @@ pub(super) struct Exporter<'a> {
     trainer: &'a Trainer,
     pub(super) source: &'a Source,
     pub(super) beginning: &'a Beginning<'a>,
+    host: &'a Cpu,
     /// Whether each matrix has changed, once that is known.
     changed: Vec<OnceLock<bool>>,
 }
@@ -38,12 +40,14 @@ impl<'a> Exporter<'a> {
         trainer: &'a Trainer,
         source: &'a Source,
         beginning: &'a Beginning<'a>,
+        host: &'a Cpu,
     ) -> Self {
         let matrices = source.layout().matrices.len();
         Exporter {
             trainer,
             source,
             beginning,
+            host,
             changed: (0..matrices).map(|_| OnceLock::new()).collect(),
         }
     }
@@ -301,26 +305,24 @@ impl<'a> Exporter<'a> {
         let (rows, cols) = (merged.rows, merged.cols);
         let changes = |row: usize| (0..adapter.rank).any(|inner| b[inner * rows + row] != 0.0);
         let parameters = self.trainer.parameters();
-        if let Some(moments) = parameters.inputs().of(parameters.layout(), id)? {
-            let out = Rows {
-                codes: &mut merged.codes,
-                scales: &mut merged.scales,
-            };
-            let host = device.host_cpu()?;
-            host.quantize_for_inputs(&values, global, &moments, &changes, out)?;
-            return Ok(merged);
-        }
-        for row in (0..rows).filter(|row| changes(*row)) {
-            nvfp4::quantize_rows(
-                &values[row * cols..][..cols],
-                cols,
-                row,
-                global,
-                &options,
-                &mut merged.codes[row * cols / 2..][..cols / 2],
-                &mut merged.scales[row * cols / BLOCK..][..cols / BLOCK],
-            )?;
-        }
+        let moments = parameters.inputs().of(parameters.layout(), id)?;
+        let out = Rows {
+            codes: &mut merged.codes,
+            scales: &mut merged.scales,
+        };
+        self.host.by_code_rows(cols, out, |row, codes, scales| {
+            let own = &values[row * cols..][..cols];
+            match &moments {
+                _ if !changes(row) => {}
+                Some(moments) => {
+                    input_moments::quantize_rows(own, global, moments, codes, scales);
+                }
+                None => {
+                    nvfp4::quantize_rows(own, cols, row, global, &options, codes, scales)?;
+                }
+            }
+            Ok(())
+        })?;
         Ok(merged)
     }
 

@@ -35,7 +35,7 @@ impl Trainer {
         let host = self.device().host_cpu()?;
         let recipe = &self.config().recipe;
         let beginning = Beginning::new(source, recipe, &host)?;
-        let exporter = Exporter::new(self, source, &beginning);
+        let exporter = Exporter::new(self, source, &beginning, &host);
         let items = plan::directory(&exporter, tables)?;
         let planned: Vec<Planned> = items.iter().map(Planned::from).collect();
         let metadata = source.checkpoint().metadata();
@@ -63,7 +63,7 @@ impl Trainer {
         let checkpoint: &dyn Checkpoint = &**source.checkpoint();
         let host = self.device().host_cpu()?;
         let beginning = Beginning::new(source, &self.config().recipe, &host)?;
-        let exporter = Exporter::new(self, source, &beginning);
+        let exporter = Exporter::new(self, source, &beginning, &host);
         let mut writer: Box<dyn Writer> = Box::new(DatWriter::create_like(place, checkpoint)?);
         for entry in checkpoint.entries() {
             let parts = source.parameters_of(&entry.name);
