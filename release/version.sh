@@ -14,7 +14,7 @@ source release/common.sh
 # Where each occurrence of the version, and of the soname, is the project's.
 readonly TEXTS=(README.md docs/hosts.md include/cbindgen.toml examples/c/dlopen.c bindings/python/README.md bindings/dotnet/README.md release/README.md)
 # Where a version may stand that stays: history, what was measured, goldens and other packages.
-readonly KEPT=(CHANGELOG.md docs/release.md benches/ tests/abi/ tests/data/ tests/golden/ release/THIRD-PARTY.txt Cargo.lock fuzz/Cargo.lock)
+readonly KEPT=(CHANGELOG.md src/train/calibration/ docs/release.md benches/ tests/abi/ tests/data/ tests/golden/ release/THIRD-PARTY.txt Cargo.lock fuzz/Cargo.lock)
 
 # later A B: whether A is a later version than B.
 later() { [ "$1" != "$2" ] && [ "$(printf '%s\n' "$1" "$2" | sort -V | tail -1)" = "$1" ]; }
