@@ -76,9 +76,9 @@ bumps() {
         [ "$(grep -m1 '^## ' CHANGELOG.md)" = "## $title" ] && [ "$(grep -c '(unreleased)\|^## Unreleased' CHANGELOG.md)" -le 1 ] || return 1
     [ "$new" != "$old" ] || return 0
     left=$(git grep -nwF "$old" -- . ':!CHANGELOG.md' ':!docs/release.md' ':!tests/abi' ':!tests/data' ':!tests/golden' ':!release/THIRD-PARTY.txt' ':!*.lock' \
-        ':!benches' | grep -vE "[0-9]\.?${old//./\\.}|${old//./\\.}\.?[0-9]")
+        ':!benches' ':!src/train/calibration' | grep -vE "[0-9]\.?${old//./\\.}|${old//./\\.}\.?[0-9]")
     [ -z "$left" ] || { echo "$left"; return 1; }
-    [ "${new%%.*}" = "$major" ] || ! git grep -nF "libNVFP4.so.$major" -- . ':!CHANGELOG.md' ':!docs/release.md' ':!tests/abi'
+    [ "${new%%.*}" = "$major" ] || ! git grep -nF "libNVFP4.so.$major" -- . ':!CHANGELOG.md' ':!docs/release.md' ':!tests/abi' ':!src/train/calibration'
 }
 
 today() { echo "$1 ($(date -u +%F))"; }
