@@ -1394,6 +1394,14 @@ struct ConvertOptions : NVFP4_ConvertOptions {
     }
 };
 
+/** How to calibrate a model; the fields of the C struct, with their defaults. It outlives what points to it. */
+struct CalibrateOptions : NVFP4_CalibrateOptions {
+    CalibrateOptions() : NVFP4_CalibrateOptions()
+    {
+        detail::filled(NVFP4_calibrate_options_init(this, sizeof(NVFP4_CalibrateOptions)));
+    }
+};
+
 /** Converts a model on disk to NVFP4 on disk. `quantize` nullptr has the defaults. */
 inline Result<void> convert(std::string_view source, std::string_view destination,
                             const NVFP4_ConvertOptions &options = ConvertOptions(),

@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use serde_json::Value;
+use serde_json::{Value, json as value};
 
 struct Scratch(PathBuf);
 
@@ -456,6 +456,124 @@ fn synth_is_seeded_and_quantize_keeps_it() {
     assert_eq!(listed["format"], "dat");
     assert_eq!(head(&listed)["encoding"], "NVFP4");
     assert!(text(&["inspect", &dat]).contains("lm_head.weight"));
+}
+
+/// Codes by text: a directory and a .dat file, whose matrices come from the search; a short text is a warning; what another recipe would
+/// ignore, and what could not be written in the end, is refused before any work.
+#[test]
+fn quantize_calibrates_by_text() {
+    let scratch = Scratch::new("calibrated");
+    let shape = scratch.path("shape");
+    std::fs::create_dir(&shape).unwrap();
+    for file in ["config.json", "tokenizer.json"] {
+        let from = format!("tests/golden/model/qwen3_tied/{file}");
+        std::fs::copy(from, format!("{shape}/{file}")).unwrap();
+    }
+    let trained = scratch.path("trained");
+    let words = [
+        "train",
+        "--init",
+        &shape,
+        "--data",
+        "tests/data/verse-10m/passage.txt",
+    ];
+    let how = "--device cpu --steps 2 --batch 2 --window 64 --recipe float32 --save-every 0";
+    text(
+        &[
+            &words[..],
+            &["--out", &trained],
+            &how.split(' ').collect::<Vec<_>>(),
+        ]
+        .concat(),
+    );
+    let model = &format!("{trained}/model");
+    let (out, swept) = (scratch.path("out"), scratch.path("swept"));
+    let text_file = |name: &str, content: &str| {
+        let path = scratch.path(name);
+        std::fs::write(&path, content).unwrap();
+        path
+    };
+    let few = ["--calibration-windows", "3", "--calibration-window", "64"];
+    let calibrated = |to: &str, more: &[&str]| {
+        let args = ["quantize", model, to, "--recipe", "calibrated", "--json"];
+        nvfp4(&[&args[..], &few, more].concat())
+    };
+    let report = |output: &Output| -> Value { serde_json::from_slice(&output.stdout).unwrap() };
+    let found = report(&calibrated(&out, &[]));
+    let plain = json(&["quantize", model, &swept, "--tables", "int8"]);
+    let matrices = found["calibrated"].as_array().unwrap();
+    assert!(
+        matrices
+            .iter()
+            .all(|m| m["error"].as_f64() <= m["error_of_sweep"].as_f64())
+    );
+    assert_eq!(found["quantized"], matrices.len());
+    for same in [
+        "quantized",
+        "kept_nvfp4",
+        "embedding",
+        "head",
+        "bytes_in",
+        "bytes_out",
+    ] {
+        assert_eq!(found[same], plain[same], "{same}");
+    }
+    assert!(!std::path::Path::new(&format!("{out}.calibration")).exists());
+
+    let short = text_file("short.txt", "Ten tokens, or a few more.");
+    let said = calibrated(
+        &out,
+        &["--force", "--calibration", &short, "--tables", "bf16"],
+    );
+    let words = String::from_utf8(said.stderr.clone()).unwrap();
+    assert!(words.contains("which fill 1 of 3 windows"), "{words}");
+    assert_eq!(report(&said)["head"], "BF16");
+
+    std::fs::create_dir(scratch.path("d")).unwrap();
+    let dat = scratch.path("d/model.dat");
+    let single = report(&calibrated(&dat, &[]));
+    assert_eq!(
+        (&single["quantized"], &single["kept_nvfp4"]),
+        (&found["quantized"], &value!(0))
+    );
+    assert_eq!(json(&["inspect", &dat])["format"], "dat");
+
+    let empty = text_file("empty.txt", "");
+    let refused = |to: &str, more: &[&str], words: &str| {
+        let said = failure(&[&["quantize", model, to], more].concat());
+        assert!(said.contains(words), "{said}");
+    };
+    refused(
+        &swept,
+        &["--force", "--calibration", &short],
+        "--calibration is for --recipe calibrated",
+    );
+    refused(
+        &swept,
+        &["--force", "--device", "cpu"],
+        "--device is for --recipe calibrated",
+    );
+    let calibrated = ["--recipe", "calibrated"];
+    refused(&swept, &calibrated, "is not empty");
+    refused(
+        &out,
+        &[&["--force", "--calibration-windows", "1"], &calibrated[..]].concat(),
+        "there must be two",
+    );
+    refused(
+        &out,
+        &[&["--force", "--calibration", &empty], &calibrated[..]].concat(),
+        "empty.txt",
+    );
+    refused(
+        &out,
+        &[
+            &["--force", "--calibration", "/nowhere.txt"],
+            &calibrated[..],
+        ]
+        .concat(),
+        "/nowhere.txt",
+    );
 }
 
 /// `nvfp4 run` with a prompt, on `model`; it must fail.

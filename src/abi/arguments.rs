@@ -5,7 +5,7 @@ use std::ffi::{OsStr, c_char, c_void};
 use std::fmt;
 use std::mem::size_of;
 use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::base::error::{Result, bail, err};
 use crate::base::memory::with_room;
@@ -106,6 +106,32 @@ pub(super) unsafe fn path<'a>(name: &str, data: *const c_char, len: usize) -> Re
         );
     }
     Ok(Path::new(OsStr::from_bytes(bytes)))
+}
+
+/// Paths from C, and the bytes of each.
+///
+/// # Safety
+/// As for [`slice`], of the arrays and of each path.
+pub(super) unsafe fn paths(
+    name: &str,
+    data: *const *const c_char,
+    lengths: *const usize,
+    count: usize,
+) -> Result<Vec<PathBuf>> {
+    // SAFETY: promised by the caller.
+    let (files, lengths) = unsafe {
+        (
+            slice(name, data, count)?,
+            slice(&format!("the lengths of {name}"), lengths, count)?,
+        )
+    };
+    let each = files.iter().zip(lengths).enumerate();
+    each.map(|(i, (&file, &length))| {
+        // SAFETY: as above.
+        let path = unsafe { path(&format!("{name}[{i}]"), file, length) }?;
+        Ok(path.to_owned())
+    })
+    .collect()
 }
 
 /// Text to C: writes the length in bytes, then copies the text if it fits, followed by a NUL if that fits too. A NULL

@@ -8,13 +8,12 @@
 //! Nothing changes a handle: any number of threads may use it at a time.
 
 use std::ffi::c_char;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use serde::Serialize;
 
 use super::arguments::{
-    self, Growing, Out, choice, copy_text, fill, flag, options, slice, slice_mut, text,
+    self, Growing, Out, choice, copy_text, fill, flag, options, slice_mut, text,
 };
 use super::call::{NVFP4_CallOptions, watched};
 use super::guard::{enter, enter_to_free};
@@ -190,25 +189,17 @@ pub unsafe extern "C-unwind" fn NVFP4_data_read(
 ) -> NVFP4_Status {
     enter("NVFP4_data_read", || {
         // SAFETY: the pointers are as the header asks.
-        let (out, model, files, lengths, mut options) = unsafe {
+        let (out, model, paths, mut options) = unsafe {
             (
                 Out::new("out", out)?,
                 arguments::path("model", model, model_length)?,
-                slice("files", files, file_count)?,
-                slice("file_lengths", file_lengths, file_count)?,
+                arguments::paths("files", files, file_lengths, file_count)?,
                 self::options(options)?.read()?,
             )
         };
-        if files.is_empty() {
+        if paths.is_empty() {
             bail!(InvalidArgument, "there are no files; pass at least one");
         }
-        let each = files.iter().zip(lengths).enumerate();
-        let paths = each.map(|(i, (&file, &length))| {
-            // SAFETY: as above.
-            let path = unsafe { arguments::path(&format!("files[{i}]"), file, length) }?;
-            Ok(path.to_owned())
-        });
-        let paths = paths.collect::<Result<Vec<PathBuf>>>()?;
         let read = || {
             let source = Source::open(model)?;
             let wanted = (options.window > 0).then_some(options.window);

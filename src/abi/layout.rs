@@ -6,9 +6,10 @@ use std::mem::offset_of;
 
 use super::call::NVFP4_CallOptions;
 use super::chat::NVFP4_ChatOptions;
+use super::convert::{NVFP4_CalibrateOptions, NVFP4_ConvertOptions};
 use super::data::NVFP4_DataOptions;
 use super::linear::NVFP4_WeightOptions;
-use super::model::{NVFP4_ConvertOptions, NVFP4_LoadOptions, NVFP4_Message};
+use super::model::{NVFP4_LoadOptions, NVFP4_Message};
 use super::optimizer::{NVFP4_OptimizerOptions, NVFP4_StepOptions};
 use super::quantize::NVFP4_QuantizeOptions;
 use super::schema::{NVFP4_NamedTensor, NVFP4_SchemaResult};
@@ -32,7 +33,10 @@ layout!(NVFP4_SchemaResult, 56, struct_size: 0, format: 4, tensors: 8, weights: 
     block: 48);
 layout!(NVFP4_CallOptions, 40, struct_size: 0, reserved: 4, cancel: 8, cancel_flag: 16, progress: 24, user: 32);
 layout!(NVFP4_LoadOptions, 32, struct_size: 0, device_type: 4, device_index: 8, threads: 12, activations: 16, sampling_only: 20, call: 24);
-layout!(NVFP4_ConvertOptions, 32, struct_size: 0, container: 4, replace: 8, keep_head: 12, call: 16, tables: 24, reserved: 28);
+layout!(NVFP4_ConvertOptions, 40, struct_size: 0, container: 4, replace: 8, keep_head: 12, call: 16, tables: 24, reserved: 28,
+    calibrate: 32);
+layout!(NVFP4_CalibrateOptions, 48, struct_size: 0, device_type: 4, device_index: 8, windows: 12, window: 16, files: 24,
+    file_lengths: 32, file_count: 40);
 layout!(NVFP4_Message, 32, role: 0, role_length: 8, content: 16, content_length: 24);
 layout!(NVFP4_SessionOptions, 48, struct_size: 0, kv_type: 4, eviction: 8, reserved: 12, context: 16, keep: 24, system: 32, system_length: 40);
 layout!(NVFP4_GenerateOptions, 104, struct_size: 0, temperature: 4, top_k: 8, top_p: 12, min_p: 16, repetition_penalty: 20,
@@ -154,6 +158,7 @@ mod tests {
         grows::<NVFP4_CallOptions>();
         grows::<NVFP4_ChatOptions>();
         grows::<NVFP4_ConvertOptions>();
+        grows::<NVFP4_CalibrateOptions>();
         grows::<NVFP4_DataOptions>();
         grows::<NVFP4_GenerateOptions>();
         grows::<NVFP4_GenerationResult>();

@@ -39,6 +39,8 @@ pub mod schema;
 
 pub mod model;
 
+pub mod convert;
+
 pub mod session;
 
 pub mod chat;

@@ -3,13 +3,11 @@
 //! A model is immutable. Any number of sessions, on any threads, may run it at once.
 
 use std::ffi::c_char;
-use std::ops::ControlFlow;
 
 use serde_json::json;
 
 use super::arguments::{
-    self, Element, Growing, Out, choice, copy_items, copy_text, elements, fill, flag, options,
-    reserved, slice, text,
+    self, Element, Growing, Out, copy_items, copy_text, elements, fill, flag, options, slice, text,
 };
 use super::call::{NVFP4_CallOptions, watched};
 use super::guard::{self, enter, enter_to_free};
@@ -21,12 +19,10 @@ use super::shared;
 use super::status::NVFP4_Status;
 use super::tensor::{NVFP4_DEVICE_AUTO, NVFP4_DEVICE_CPU, check_only, device_of};
 use crate::base::alloc;
-use crate::base::call::{self, Progress};
 use crate::base::error::{Result, err};
 use crate::base::memory::with_room;
-use crate::model::convert::{self, Container, ConvertOptions, Tables};
 use crate::model::placement::{self, Requirements};
-use crate::model::{self, Device, KvType, LoadOptions, Model};
+use crate::model::{Device, KvType, LoadOptions, Model};
 use crate::text::Message;
 
 /// A loaded model. See the model chapter.
@@ -100,61 +96,6 @@ unsafe impl Element for NVFP4_Message {
             role_length: 0,
             content: std::ptr::null(),
             content_length: 0,
-        }
-    }
-}
-
-/// A directory with safetensors in ModelOpt's layout, config and tokenizer.
-pub const NVFP4_CONTAINER_MODELOPT: i32 = 0;
-/// A `.dat` file of TorchSharp with single-level scales, and config and tokenizer beside it.
-pub const NVFP4_CONTAINER_DAT: i32 = 1;
-
-/// Embedding and head in int8 where the source has them in at most 8 bits and the container holds that, else in 16 bits: float16 as it is,
-/// and bfloat16. NVFP4 stays NVFP4. Only for conversions.
-pub const NVFP4_TABLES_AUTO: i32 = -1;
-/// Embedding and head in bfloat16, which every reader of such directories knows.
-pub const NVFP4_TABLES_BFLOAT16: i32 = 0;
-/// Embedding and head in NVFP4, a little more than a quarter of the bytes.
-pub const NVFP4_TABLES_NVFP4: i32 = 1;
-/// Embedding and head in int8 with a float32 scale a row, half of the bytes; `.dat` cannot hold it. Only for conversions.
-pub const NVFP4_TABLES_INT8: i32 = 2;
-
-/// How to convert a model. Fill with NVFP4_convert_options_init(), then change what is to differ.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct NVFP4_ConvertOptions {
-    /// sizeof(NVFP4_ConvertOptions) as the caller knows it.
-    pub struct_size: u32,
-    /// One of NVFP4_CONTAINER_*: what is written. Default: ModelOpt.
-    pub container: i32,
-    /// 1 to replace a directory that holds a model and no subdirectories, with everything in it; 0 to refuse a directory
-    /// that is not empty. Default: 0.
-    pub replace: i32,
-    /// 1 to leave the output head, or the table that it shares with the embedding, in the precision that it has, whatever `tables` says.
-    /// Default: 0.
-    pub keep_head: i32,
-    /// Cancels the call and reports the bytes of the source that are done; NULL for neither. Default: NULL.
-    pub call: *const NVFP4_CallOptions,
-    /// One of NVFP4_TABLES_*: format of the embedding and the output head. A tied head stays tied: the table is written once.
-    /// Default: #NVFP4_TABLES_AUTO.
-    pub tables: i32,
-    /// Must be 0.
-    pub reserved: i32,
-}
-
-// SAFETY: integers and a pointer without padding, the first a u32 size.
-unsafe impl Growing for NVFP4_ConvertOptions {
-    const NAME: &'static str = "NVFP4_ConvertOptions";
-    const EARLIER: &'static [usize] = &[24];
-    fn defaults() -> Self {
-        NVFP4_ConvertOptions {
-            struct_size: size_of::<Self>() as u32,
-            container: NVFP4_CONTAINER_MODELOPT,
-            replace: 0,
-            keep_head: 0,
-            call: std::ptr::null(),
-            tables: NVFP4_TABLES_AUTO,
-            reserved: 0,
         }
     }
 }
@@ -499,103 +440,5 @@ pub unsafe extern "C-unwind" fn NVFP4_model_render_chat(
             let result = unsafe { copy_text(text, buffer, capacity, length) };
             (text.len() <= capacity, result)
         })
-    })
-}
-
-/// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_ConvertOptions).
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn NVFP4_convert_options_init(
-    options: *mut NVFP4_ConvertOptions,
-    struct_size: u32,
-) -> NVFP4_Status {
-    enter("NVFP4_convert_options_init", || {
-        // SAFETY: the pointer is as the header asks.
-        unsafe { fill(options, struct_size, NVFP4_ConvertOptions::defaults()) }
-    })
-}
-
-/// The form of tables that one of NVFP4_TABLES_* names.
-pub(super) fn tables_of(value: i32) -> Result<Tables> {
-    choice(
-        "tables",
-        value,
-        &[
-            (NVFP4_TABLES_AUTO, "auto", Tables::Auto),
-            (NVFP4_TABLES_BFLOAT16, "bfloat16", Tables::Bf16),
-            (NVFP4_TABLES_NVFP4, "nvfp4", Tables::Nvfp4),
-            (NVFP4_TABLES_INT8, "int8", Tables::Int8),
-        ],
-    )
-}
-
-/// Converts a model on disk to NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest is kept. The
-/// destination is replaced as a whole once the new model is complete; a call that fails leaves it unchanged, and leaves no
-/// other files behind. A model that NVFP4_model_load() would refuse is refused with the same message, before anything is
-/// written where that can be told without reading weights.
-///
-/// - `source`: what NVFP4_model_load() takes.
-/// - `destination`: a directory that does not exist or is empty, or one to replace; for `.dat` a file, which is replaced if
-///   it exists.
-/// - `options`: NULL for the defaults.
-/// - `quantize`: NULL for the defaults: two-level scales for ModelOpt, single-level scales for `.dat`, and the recipe amax.
-///   The recipe sweep has a smaller error and takes two to three times as long.
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn NVFP4_model_convert(
-    source: *const c_char,
-    source_length: usize,
-    destination: *const c_char,
-    destination_length: usize,
-    options: *const NVFP4_ConvertOptions,
-    quantize: *const NVFP4_QuantizeOptions,
-) -> NVFP4_Status {
-    enter("NVFP4_model_convert", || {
-        // SAFETY: the pointers are as the header asks.
-        let (source, destination, options) = unsafe {
-            (
-                arguments::path("source", source, source_length)?,
-                arguments::path("destination", destination, destination_length)?,
-                self::options(options)?,
-            )
-        };
-        let container = choice(
-            "container",
-            options.container,
-            &[
-                (NVFP4_CONTAINER_MODELOPT, "modelopt", Container::ModelOpt),
-                (NVFP4_CONTAINER_DAT, "dat", Container::Dat),
-            ],
-        )?;
-        let mut convert = ConvertOptions::new(container, Default::default());
-        convert.replace = flag("replace", options.replace)?;
-        convert.keep_head = flag("keep_head", options.keep_head)?;
-        reserved(&options, options.reserved)?;
-        convert.tables = tables_of(options.tables)?;
-        if !quantize.is_null() {
-            // SAFETY: as above.
-            convert.quantize = unsafe { self::options(quantize) }?.read_for_model()?;
-        }
-        let checkpoint = model::open(source)?;
-        let device = shared::device()?;
-        let run = || {
-            convert::convert(
-                &*checkpoint,
-                destination,
-                &convert,
-                device.host()?.pool(),
-                &mut |p| {
-                    call::tell(Progress {
-                        done: p.done,
-                        total: p.total,
-                    });
-                    match call::is_over() {
-                        true => ControlFlow::Break(()),
-                        false => ControlFlow::Continue(()),
-                    }
-                },
-            )
-            .map_err(|e| e.within(source.display()))
-        };
-        // SAFETY: as above.
-        unsafe { watched(options.call, run) }.map(|_| ())
     })
 }

@@ -15,10 +15,11 @@ use super::arguments::{
     results, slice, text,
 };
 use super::call::{NVFP4_CallOptions, watched};
+use super::convert::{NVFP4_TABLES_AUTO, tables_of};
 use super::guard::{enter, enter_to_free};
 use super::handle::{self, Exclusive, Object, Snapshots};
 use super::library::thread_count;
-use super::model::{NVFP4_Model, NVFP4_TABLES_AUTO, tables_of, tokens_in};
+use super::model::{NVFP4_Model, tokens_in};
 use super::quantize::{NVFP4_RECIPE_SWEEP, recipe_of};
 use super::status::NVFP4_Status;
 use super::tensor::{NVFP4_DEVICE_CPU, device_of};

@@ -51,6 +51,15 @@ pub(super) fn count_bar(label: impl Into<String>, total: u64) -> ProgressBar {
     )
 }
 
+/// A bar that shows a share of the work, without its numbers.
+pub(super) fn share_bar(label: impl Into<String>) -> ProgressBar {
+    bar(
+        label,
+        0,
+        "{msg} [{elapsed_precise}] [{wide_bar}] {percent} % ({eta} left)",
+    )
+}
+
 fn bar(label: impl Into<String>, total: u64, style: &str) -> ProgressBar {
     let style =
         ProgressStyle::with_template(style).unwrap_or_else(|_| ProgressStyle::default_bar());

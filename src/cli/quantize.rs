@@ -10,11 +10,10 @@ use NVFP4::base::error::bail;
 use NVFP4::base::threads::Pool;
 use NVFP4::checkpoint::Checkpoint;
 use NVFP4::format::nvfp4;
-use NVFP4::model::calibrate::{CalibratedMatrix, calibrate};
+use NVFP4::model::calibrate::CalibratedMatrix;
 use NVFP4::model::convert::{Container, ConvertOptions, ConvertReport, Tables, convert};
 use NVFP4::model::open;
-use NVFP4::model::training::Source;
-use NVFP4::train::calibration::texts;
+use NVFP4::train::calibration::{Calibration, TextOptions};
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
 use serde::Serialize;
@@ -33,25 +32,25 @@ pub(super) struct Args {
     /// by sweep, 8 s by four-over-six and 4 s by amax on 2 shared Xeon cores, 2026-11-23
     #[arg(long, value_enum, default_value = "sweep")]
     recipe: Recipe,
-    /// Texts for the recipe calibrated, of the kinds that the model is used for: files as `nvfp4 train` reads them. Default: a
-    /// text of prose, 38 languages, code and conversations that the command brings
+    /// Texts for the recipe calibrated, of the kinds that the model is used for: files as `nvfp4 train` reads them. Where they are
+    /// short, and by default, a text of prose, 38 languages, code and conversations that the command brings
     #[arg(long, num_args = 1.., value_name = "FILE")]
     calibration: Vec<PathBuf>,
-    /// Windows that calibrated takes of the texts, at most
-    #[arg(long, default_value_t = 32)]
-    calibration_windows: usize,
-    /// Tokens in such a window; default: 1024, or the model's context
-    #[arg(long)]
+    /// Windows that calibrated takes of the texts, at most; default: 32 on a CPU, 128 on a GPU
+    #[arg(long, value_name = "COUNT")]
+    calibration_windows: Option<usize>,
+    /// Tokens in such a window; default: 1024 on a CPU and 2048 on a GPU, or the model's context
+    #[arg(long, value_name = "TOKENS")]
     calibration_window: Option<usize>,
-    /// Where the model reads the texts: cpu or cuda:N
-    #[arg(long, default_value = "cpu")]
-    device: String,
+    /// Where the model reads the texts of the recipe calibrated: cpu or cuda:N; default: cpu
+    #[arg(long)]
+    device: Option<String>,
     /// The format to write; default: dat if OUTPUT ends in .dat, else safetensors
     #[arg(long, value_enum)]
     format: Option<Format>,
     /// Format of the embedding and the output head. A tied head stays tied: the table is written once.
-    /// Default: int8 with a scale a row where INPUT has the table in at most 8 bits and OUTPUT is a directory, else bf16
-    /// (f16 stays f16); NVFP4 stays NVFP4. nvfp4 makes the smallest and fastest model and harms answers most
+    /// Default: int8 with a scale a row where INPUT has the table in at most 8 bits, or the recipe is calibrated, and OUTPUT is a
+    /// directory; else bf16 (f16 stays f16); NVFP4 stays NVFP4. nvfp4 makes the smallest and fastest model and harms answers most
     #[arg(long, value_enum)]
     tables: Option<TableForm>,
     /// Leave the output head, or the table that it shares with the embedding, in the precision that it has, whatever --tables
@@ -65,7 +64,7 @@ pub(super) struct Args {
     /// CPU threads; default: one for each core
     #[arg(long)]
     threads: Option<usize>,
-    /// Print the result as JSON
+    /// Print the result as JSON, with the recipe calibrated also what became of each matrix
     #[arg(long)]
     json: bool,
 }
@@ -111,6 +110,10 @@ pub(super) fn run(args: &Args) -> Result<()> {
         None if args.output.extension().is_some_and(|e| e == "dat") => Container::Dat,
         None => Container::ModelOpt,
     };
+    let is_calibrated = matches!(args.recipe, Recipe::Calibrated);
+    if !is_calibrated {
+        refuse_calibration(args)?;
+    }
     let source: Arc<dyn Checkpoint> = Arc::from(open(&model::resolve(&args.input)?)?);
     let pool = Pool::new(match args.threads {
         Some(threads) => threads,
@@ -118,6 +121,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     })?;
     let options = ConvertOptions {
         tables: args.tables.map(Tables::from).unwrap_or_default(),
+        narrow_tables: is_calibrated,
         keep_head: args.keep_head,
         replace: args.force,
         ..ConvertOptions::new(
@@ -129,34 +133,30 @@ pub(super) fn run(args: &Args) -> Result<()> {
             },
         )
     };
-    let (source, calibrated) = match args.recipe {
-        Recipe::Calibrated => calibrated(args, source)?,
-        Recipe::Plain(_) => (source, Vec::new()),
+    let calibration = match args.recipe {
+        Recipe::Calibrated => Some(calibrate(args, source.clone(), &options)?),
+        Recipe::Plain(_) => None,
     };
+    let from = calibration.as_ref().map_or(&*source, |c| &c.checkpoint);
     let bar = output::byte_bar("quantizing", 0);
-    let report = convert(&*source, &args.output, &options, &pool, &mut |p| {
+    let report = convert(from, &args.output, &options, &pool, &mut |p| {
         bar.set_length(p.total);
         bar.set_position(p.done);
         ControlFlow::Continue(())
     });
     bar.finish_and_clear();
-    let report = report?;
+    let mut report = report?;
+    let mut calibrated = Vec::new();
+    if let Some(calibration) = calibration {
+        calibration.written();
+        calibration.count_in(&mut report);
+        calibrated = calibration.matrices;
+    }
     if args.json {
         return output::json(&Quantized { report, calibrated });
     }
-    if let [_, ..] = calibrated[..] {
-        let mean = |of: fn(&CalibratedMatrix) -> f64| {
-            calibrated.iter().map(of).sum::<f64>() / calibrated.len() as f64
-        };
-        output::line(format_args!(
-            "{} matrices calibrated: mean error of their products {:.4}, by sweep {:.4}",
-            calibrated.len(),
-            mean(|m| m.error),
-            mean(|m| m.error_of_sweep)
-        ))?;
-    }
     output::line(format_args!(
-        "{}: {} of {} tensors quantized, {} already NVFP4; embedding {}, head {}; {} -> {}, relative error {:.4}",
+        "{}: {} of {} tensors quantized, {} already NVFP4; embedding {}, head {}; {} -> {}, {}",
         args.output.display(),
         report.quantized,
         report.tensors,
@@ -165,8 +165,40 @@ pub(super) fn run(args: &Args) -> Result<()> {
         named(report.head),
         output::size(report.bytes_in),
         output::size(report.bytes_out),
-        report.relative_error
+        error_of(&report, &calibrated)
     ))
+}
+
+/// What the quantization lost, in words.
+fn error_of(report: &ConvertReport, calibrated: &[CalibratedMatrix]) -> String {
+    if calibrated.is_empty() {
+        return format!("relative error {:.4}", report.relative_error);
+    }
+    let mean = |of: fn(&CalibratedMatrix) -> f64| {
+        calibrated.iter().map(of).sum::<f64>() / calibrated.len() as f64
+    };
+    format!(
+        "relative error of products {:.4} (by sweep {:.4})",
+        mean(|m| m.error),
+        mean(|m| m.error_of_sweep)
+    )
+}
+
+/// Refuses options of the recipe calibrated beside another one.
+fn refuse_calibration(args: &Args) -> Result<()> {
+    let given = [
+        ("--calibration", !args.calibration.is_empty()),
+        ("--calibration-windows", args.calibration_windows.is_some()),
+        ("--calibration-window", args.calibration_window.is_some()),
+        ("--device", args.device.is_some()),
+    ];
+    if let Some((name, _)) = given.iter().find(|(_, is_given)| *is_given) {
+        bail!(
+            InvalidArgument,
+            "{name} is for --recipe calibrated; the other recipes run no model"
+        );
+    }
+    Ok(())
 }
 
 /// The command's result as JSON.
@@ -178,34 +210,44 @@ struct Quantized {
     calibrated: Vec<CalibratedMatrix>,
 }
 
-/// The model with its linear weights calibrated, and what became of each.
-fn calibrated(
+/// The model with its linear weights calibrated.
+fn calibrate(
     args: &Args,
     checkpoint: Arc<dyn Checkpoint>,
-) -> Result<(Arc<dyn Checkpoint>, Vec<CalibratedMatrix>)> {
-    let source = Arc::new(Source::new(checkpoint)?);
-    if args.calibration_windows == 0 {
-        bail!(
-            InvalidArgument,
-            "0 windows to calibrate with; there must be two at least (--calibration-windows)"
-        );
-    }
-    let texts = texts(
-        &source,
-        &args.calibration,
-        args.calibration_windows,
-        args.calibration_window,
-    )?;
-    let device = model::device(&args.device, args.threads)?;
-    let host = device.host_cpu()?;
-    let bar = output::count_bar("calibrating", 0);
-    let found = calibrate(&device, &host, &source, &texts, &mut |p| {
-        bar.set_length(p.total as u64);
-        bar.set_position(p.done as u64);
-    });
+    options: &ConvertOptions,
+) -> Result<Calibration> {
+    let device = model::device(args.device.as_deref().unwrap_or("cpu"), args.threads)?;
+    let text = TextOptions {
+        files: args.calibration.clone(),
+        windows: args.calibration_windows,
+        window: args.calibration_window,
+    };
+    let bar = output::share_bar("calibrating");
+    let mut is_told = false;
+    let found = Calibration::new(
+        checkpoint,
+        &args.output,
+        options,
+        &device,
+        &text,
+        &mut |p| {
+            if p.resumed > 0 && !is_told {
+                bar.suspend(|| {
+                    eprintln!(
+                        "{} of {} blocks are there from a calibration that was interrupted",
+                        p.resumed, p.blocks
+                    );
+                });
+                is_told = true;
+            }
+            bar.set_length(p.total);
+            bar.set_position(p.done);
+            let block = (p.block + 1).min(p.blocks);
+            bar.set_message(format!("calibrating block {block}/{}", p.blocks));
+        },
+    );
     bar.finish_and_clear();
-    let (calibrated, reports) = found?;
-    Ok((Arc::new(calibrated), reports))
+    found
 }
 
 /// The encoding of a table; a model of another kind may have none.

@@ -229,6 +229,19 @@ unsafe impl Simd for Avx2 {
         unsafe { [_mm256_round_ps::<MODE>(a[0]), _mm256_round_ps::<MODE>(a[1])] }
     }
     #[inline(always)]
+    unsafe fn select_less(a: V, b: V, yes: V, no: V) -> V {
+        std::array::from_fn(|i| unsafe {
+            _mm256_blendv_ps(no[i], yes[i], _mm256_cmp_ps::<_CMP_LT_OQ>(a[i], b[i]))
+        })
+    }
+    #[inline(always)]
+    unsafe fn power_below(a: V) -> V {
+        unsafe {
+            let exponent = _mm256_castsi256_ps(_mm256_set1_epi32(0x7f80_0000));
+            [_mm256_and_ps(a[0], exponent), _mm256_and_ps(a[1], exponent)]
+        }
+    }
+    #[inline(always)]
     unsafe fn scale_by_power(a: V, n: V) -> V {
         unsafe { [scale_by_power(a[0], n[0]), scale_by_power(a[1], n[1])] }
     }

@@ -95,6 +95,17 @@ unsafe impl Simd for Avx512 {
         unsafe { _mm512_fmadd_ps(a, b, c) }
     }
     #[inline(always)]
+    unsafe fn select_less(a: __m512, b: __m512, yes: __m512, no: __m512) -> __m512 {
+        unsafe { _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b), no, yes) }
+    }
+    #[inline(always)]
+    unsafe fn power_below(a: __m512) -> __m512 {
+        unsafe {
+            let exponent = _mm512_set1_epi32(0x7f80_0000);
+            _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), exponent))
+        }
+    }
+    #[inline(always)]
     unsafe fn round(a: __m512) -> __m512 {
         unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
     }

@@ -3,30 +3,30 @@
 use std::sync::{Mutex, PoisonError};
 
 use super::Cpu;
+use super::table::{Blocks, LANES, Rounded};
 use super::training::{Rows, by_parts, by_parts_of_two};
 use crate::base::error::bail;
 use crate::base::{Error, Result};
-use crate::format::calibrated::{Rounded, factor_block, round_beside, round_in_turn};
-use crate::format::input_moments::{BlockMoments, MOMENTS};
+use crate::format::calibrated::BlockFactor;
+use crate::format::input_moments::BlockMoments;
 use crate::format::nvfp4::{BLOCK, dequantize};
-use crate::format::{e2m1, e4m3};
+use crate::format::{Rounding, e2m1, e4m3};
 use crate::tensor::product::{Form, Sizes};
 
 /// Columns of a panel of the factorization.
 const PANEL: usize = 64;
 /// Blocks whose errors reach the blocks behind them together.
 const TOGETHER: usize = 8;
+/// Rows that read a panel of moments together, at most, in units of [`LANES`].
+const STACKED: usize = 4;
 
 /// Second moments of the inputs of a product, as the search reads them.
 #[derive(Debug)]
 pub struct Moments {
-    /// Inputs.
-    cols: usize,
-    /// `[cols / 16][cols][16]`: panels of 16 columns of M.
-    panels: Vec<f32>,
-    /// Its blocks on the diagonal, and their factors.
+    all: Panels,
+    /// The blocks on the diagonal, and their factors.
     blocks: Vec<BlockMoments>,
-    factors: Vec<BlockMoments>,
+    factors: Vec<BlockFactor>,
 }
 
 /// The factor of second moments whose blocks of 16 have been put into an order.
@@ -34,52 +34,98 @@ pub struct Moments {
 pub struct Factor {
     /// The blocks in the order in which they are rounded.
     order: Vec<usize>,
-    /// `[cols / 16][cols][16]`: panels of 16 columns of R.
-    panels: Vec<f32>,
-    /// R's blocks on the diagonal.
-    blocks: Vec<BlockMoments>,
+    all: Panels,
+    /// The blocks on the diagonal.
+    blocks: Vec<BlockFactor>,
 }
 
-/// A matrix of panels `[cols / 16][cols][16]`, element by element.
-fn panels_of(cols: usize, at: impl Fn(usize, usize) -> f32) -> Vec<f32> {
-    let mut panels = Vec::with_capacity(cols * cols);
-    for panel in 0..cols / BLOCK {
-        for row in 0..cols {
-            panels.extend((0..BLOCK).map(|j| at(row, panel * BLOCK + j)));
+/// A matrix `[cols, cols]` in panels of `width` columns: `[cols / width][cols][width]`.
+#[derive(Debug)]
+struct Panels {
+    cols: usize,
+    width: usize,
+    values: Vec<f32>,
+}
+
+impl Panels {
+    fn new(cols: usize, width: usize, at: impl Fn(usize, usize) -> f32) -> Panels {
+        let mut values = Vec::with_capacity(cols * cols);
+        for first in (0..cols).step_by(width) {
+            for row in 0..cols {
+                values.extend((first..first + width).map(|col| at(row, col)));
+            }
+        }
+        Panels {
+            cols,
+            width,
+            values,
         }
     }
-    panels
-}
 
-/// The blocks on the diagonal of a matrix of panels.
-fn diagonal(cols: usize, panels: &[f32]) -> Vec<BlockMoments> {
-    let of = |block: usize| {
-        let at = (block * cols + block * BLOCK) * BLOCK;
-        std::array::from_fn(|i| panels[at + i])
-    };
-    (0..cols / BLOCK).map(of).collect()
+    /// Rows from `row` on of the panel that begins with column `col`.
+    fn rows(&self, row: usize, col: usize) -> &[f32] {
+        let panel = col / self.width * self.cols * self.width;
+        &self.values[panel + row * self.width..panel + self.cols * self.width]
+    }
+
+    fn at(&self, row: usize, col: usize) -> f32 {
+        self.rows(row, col)[col % self.width]
+    }
+
+    /// The blocks on the diagonal.
+    fn diagonal(&self) -> Vec<BlockMoments> {
+        let of = |block: usize| {
+            let first = block * BLOCK;
+            std::array::from_fn(|i| self.at(first + i / BLOCK, first + i % BLOCK))
+        };
+        (0..self.cols / BLOCK).map(of).collect()
+    }
 }
 
 impl Moments {
-    /// Panels of damped moments `[cols, cols]`, which are positive definite.
-    pub fn new(moments: &[f32], cols: usize) -> Moments {
-        let panels = panels_of(cols, |row, col| moments[row * cols + col]);
-        let blocks = diagonal(cols, &panels);
-        Moments {
-            cols,
-            factors: blocks.iter().map(factor_block).collect(),
-            blocks,
-            panels,
-        }
-    }
-
     /// The moments of each block of a row.
     pub fn blocks(&self) -> &[BlockMoments] {
         &self.blocks
     }
 }
 
+/// Sixteen rows of a matrix on their way into NVFP4.
+struct Strip {
+    /// `[cols][16]`; zeros beyond the last row.
+    weights: Vec<f32>,
+    /// How many of the rows are there.
+    rows: usize,
+}
+
+impl Strip {
+    fn new(weights: &[f32], cols: usize, rows: usize) -> Strip {
+        let mut strip = Strip {
+            weights: vec![0.0; cols * LANES],
+            rows,
+        };
+        for (row, weights) in weights.chunks_exact(cols).take(rows).enumerate() {
+            for (col, weight) in weights.iter().enumerate() {
+                strip.weights[col * LANES + row] = *weight;
+            }
+        }
+        strip
+    }
+}
+
 impl Cpu {
+    /// Damped moments `[cols, cols]`, which are positive definite.
+    pub fn moments(&self, moments: &[f32], cols: usize) -> Moments {
+        let all = Panels::new(cols, self.table.moment_columns, |row, col| {
+            moments[row * cols + col]
+        });
+        let blocks = all.diagonal();
+        Moments {
+            factors: blocks.iter().map(BlockFactor::of).collect(),
+            blocks,
+            all,
+        }
+    }
+
     /// The factor of `[cols, cols]` moments, with the blocks of 16 inputs of the most energy first. None if they are not positive definite.
     pub fn factor(&self, moments: &[f32], cols: usize) -> Result<Option<Factor>> {
         let energy = |block: &usize| -> f32 {
@@ -105,11 +151,12 @@ impl Cpu {
                 false => 0.0,
             }
         };
-        let panels = panels_of(cols, element);
+        let all = Panels::new(cols, self.table.moment_columns, element);
+        let blocks = all.diagonal().into_iter().map(BlockFactor::new);
         Ok(Some(Factor {
             order,
-            blocks: diagonal(cols, &panels),
-            panels,
+            blocks: blocks.collect(),
+            all,
         }))
     }
 
@@ -169,27 +216,30 @@ impl Cpu {
         Ok(Some(done))
     }
 
-    /// Rows of a tile: as many as the kernel of products takes.
-    fn tile(&self) -> usize {
-        self.table.widest
-    }
-
-    /// Calls `each` with the weights, codes and scales of a tile of rows of `[rows, cols]` weights, on the threads of the pool.
-    fn by_tiles(
+    /// Calls `each` with strips of `[rows, cols]` weights, codes and scales, on the threads of the pool: strips that read the same moments
+    /// one after another.
+    fn by_strips(
         &self,
         weights: &[f32],
         cols: usize,
         out: Rows<'_>,
-        each: impl Fn(&[f32], &mut [u8], &mut [u8]) + Sync,
+        each: impl Fn(&[Strip], &mut [u8], &mut [u8]) + Sync,
     ) -> Result<()> {
         check(weights.len(), cols, &out)?;
-        let height = self.tile();
+        let strips = (weights.len() / cols).div_ceil(LANES);
+        let height = LANES * (strips / (2 * self.pool().threads())).clamp(1, STACKED);
         let lengths = (height * cols / 2, height * cols / BLOCK);
         by_parts_of_two(
             self.pool(),
             (out.codes, out.scales),
             lengths,
-            |tile, codes, scales| each(&weights[tile * height * cols..], codes, scales),
+            |part, codes, scales| {
+                let rows = scales.len() * BLOCK / cols;
+                let weights = &weights[part * height * cols..][..rows * cols];
+                let of = |weights: &[f32]| Strip::new(weights, cols, weights.len() / cols);
+                let strips: Vec<Strip> = weights.chunks(LANES * cols).map(of).collect();
+                each(&strips, codes, scales);
+            },
         );
         Ok(())
     }
@@ -223,13 +273,23 @@ impl Cpu {
         }
     }
 
-    /// Adds `[depth, height]` `a` times `[depth, 16]` `right` to `[height, 16]` of rows of `stride` in `out`.
-    fn add_product(&self, a: &[f32], right: &[f32], out: &mut [f32], stride: usize) {
-        let (height, depth) = (self.tile(), right.len() / BLOCK);
-        assert!(a.len() == height * depth && out.len() >= (height - 1) * stride + BLOCK);
-        // SAFETY: the level is present, and the lengths are what the kernel reads and writes.
-        unsafe {
-            (self.table.panel_product)(depth, a.as_ptr(), right.as_ptr(), out.as_mut_ptr(), stride);
+    /// Adds what errors `[depth, 16]` of inputs from `row` on make of the columns `cols` of a product with `panels`, to `sums` `[cols][16]`.
+    fn add_errors(
+        &self,
+        panels: &Panels,
+        row: usize,
+        cols: std::ops::Range<usize>,
+        errors: &[f32],
+        sums: &mut [f32],
+    ) {
+        let depth = errors.len() / LANES;
+        for col in cols.step_by(panels.width) {
+            let a = &panels.rows(row, col)[..depth * panels.width];
+            let out = &mut sums[col * LANES..][..panels.width * LANES];
+            // SAFETY: the level is present, and the lengths are what the kernel reads and writes.
+            unsafe {
+                (self.table.moment_product)(depth, a.as_ptr(), errors.as_ptr(), out.as_mut_ptr());
+            }
         }
     }
 
@@ -242,37 +302,52 @@ impl Cpu {
         factor: &Factor,
         out: Rows<'_>,
     ) -> Result<()> {
-        let blocks = factor.order.len();
-        let (cols, height) = (blocks * BLOCK, self.tile());
-        self.by_tiles(weights, cols, out, |weights, codes, scales| {
-            let rows = scales.len() / blocks;
-            let mut sums = vec![0f32; height * cols];
-            // Errors as the products read them: `[TOGETHER * 16, height]`.
-            let mut errors = vec![0f32; TOGETHER * BLOCK * height];
-            for turn in 0..blocks {
-                let (column, within) = (factor.order[turn] * BLOCK, turn % TOGETHER);
-                for row in 0..rows {
-                    let own: &[f32; BLOCK] = block(&weights[row * cols + column..]);
-                    let before = block(&sums[row * cols + turn * BLOCK..]);
-                    let rounded = round_in_turn(own, before, global, &factor.blocks[turn]);
-                    put(&rounded, row * blocks + factor.order[turn], codes, scales);
-                    for i in 0..BLOCK {
-                        errors[(within * BLOCK + i) * height + row] = own[i] - rounded.values[i];
+        let (blocks, cols) = (factor.order.len(), factor.all.cols);
+        self.by_strips(weights, cols, out, |strips, codes, scales| {
+            let mut sums = vec![0f32; strips.len() * cols * LANES];
+            let mut errors = vec![0f32; strips.len() * TOGETHER * BLOCK * LANES];
+            let mut rounded = Rounded::ZERO;
+            for first in (0..blocks).step_by(TOGETHER) {
+                let last = (first + TOGETHER).min(blocks);
+                let depth = (last - first) * BLOCK * LANES;
+                for (number, strip) in strips.iter().enumerate() {
+                    let sums = &mut sums[number * cols * LANES..][..cols * LANES];
+                    let errors = &mut errors[number * depth..][..depth];
+                    for turn in first..last {
+                        let weights = block(&strip.weights, factor.order[turn]);
+                        let of_block = &factor.blocks[turn];
+                        // SAFETY: the level is present.
+                        unsafe {
+                            let before = block(sums, turn);
+                            (self.table.round_in_turn)(
+                                weights,
+                                before,
+                                global,
+                                of_block,
+                                &mut rounded,
+                            );
+                        }
+                        let at = number * LANES * blocks + factor.order[turn];
+                        put(&rounded, global, strip.rows, (at, blocks), codes, scales);
+                        let own =
+                            (turn - first) * BLOCK * LANES..(turn + 1 - first) * BLOCK * LANES;
+                        let own = &mut errors[own];
+                        let pairs = weights
+                            .as_flattened()
+                            .iter()
+                            .zip(rounded.values.as_flattened());
+                        own.iter_mut().zip(pairs).for_each(|(e, (w, q))| *e = w - q);
+                        let later = (turn + 1) * BLOCK..last * BLOCK;
+                        self.add_errors(&factor.all, turn * BLOCK, later, own, sums);
                     }
                 }
-                let last = (turn / TOGETHER + 1) * TOGETHER;
-                let mut add = |from: usize, turns: std::ops::Range<usize>| {
-                    let count = (turn + 1 - from) * BLOCK;
-                    let a = &errors[from % TOGETHER * BLOCK * height..][..count * height];
-                    for later in turns {
-                        let at = (later * cols + from * BLOCK) * BLOCK;
-                        let right = &factor.panels[at..][..count * BLOCK];
-                        self.add_product(a, right, &mut sums[later * BLOCK..], cols);
+                for col in (last * BLOCK..cols).step_by(factor.all.width) {
+                    for number in 0..strips.len() {
+                        let sums = &mut sums[number * cols * LANES..][..cols * LANES];
+                        let errors = &errors[number * depth..][..depth];
+                        let own = col..col + factor.all.width;
+                        self.add_errors(&factor.all, first * BLOCK, own, errors, sums);
                     }
-                };
-                add(turn, turn + 1..last.min(blocks));
-                if turn + 1 == last {
-                    add(last - TOGETHER, last..blocks);
                 }
             }
         })
@@ -287,61 +362,75 @@ impl Cpu {
         passes: usize,
         out: Rows<'_>,
     ) -> Result<()> {
-        let (cols, height) = (moments.cols, self.tile());
-        let blocks = cols / BLOCK;
-        self.by_tiles(weights, cols, out, |weights, codes, scales| {
-            let rows = scales.len() / blocks;
-            let mut held = Vec::with_capacity(rows * blocks);
-            let mut gradients = vec![0f32; height * cols];
-            let mut errors = vec![0f32; cols * height];
-            for row in 0..rows {
+        let (cols, blocks) = (moments.all.cols, moments.blocks.len());
+        self.by_strips(weights, cols, out, |strips, codes, scales| {
+            let size = cols * LANES;
+            let mut held = Vec::with_capacity(strips.len() * blocks);
+            let mut errors = vec![0f32; strips.len() * size];
+            for (number, strip) in strips.iter().enumerate() {
                 for index in 0..blocks {
-                    let rounded = get(row * blocks + index, codes, scales, global);
-                    let own: &[f32; BLOCK] = block(&weights[row * cols + index * BLOCK..]);
-                    for i in 0..BLOCK {
-                        errors[(index * BLOCK + i) * height + row] = own[i] - rounded.values[i];
-                    }
+                    let at = (number * LANES * blocks + index, blocks);
+                    let rounded = get(global, strip.rows, at, codes, scales);
+                    let weights = block(&strip.weights, index).as_flattened();
+                    let pairs = weights.iter().zip(rounded.values.as_flattened());
+                    let own = &mut errors[number * size + index * BLOCK * LANES..];
+                    own.iter_mut().zip(pairs).for_each(|(e, (w, q))| *e = w - q);
                     held.push(rounded);
                 }
             }
-            for panel in 0..blocks {
-                let right = &moments.panels[panel * cols * BLOCK..][..cols * BLOCK];
-                self.add_product(&errors, right, &mut gradients[panel * BLOCK..], cols);
-            }
-            let mut changes = vec![0f32; BLOCK * height];
-            for index in (0..passes).flat_map(|_| 0..blocks) {
+            // M e of each strip.
+            let mut gradients = vec![0f32; strips.len() * size];
+            let add = |rows: usize,
+                       cols: std::ops::Range<usize>,
+                       errors: &[f32],
+                       to: &mut [f32]| {
+                let depth = errors.len() / strips.len();
+                for col in cols.step_by(moments.all.width) {
+                    for (errors, to) in errors.chunks_exact(depth).zip(to.chunks_exact_mut(size)) {
+                        let own = col..col + moments.all.width;
+                        self.add_errors(&moments.all, rows, own, errors, to);
+                    }
+                }
+            };
+            add(0, 0..cols, &errors, &mut gradients);
+            let mut changes = vec![[[0f32; LANES]; BLOCK]; strips.len() * TOGETHER];
+            for first in (0..passes).flat_map(|_| (0..blocks).step_by(TOGETHER)) {
+                let last = (first + TOGETHER).min(blocks);
+                let changes = &mut changes[..(last - first) * strips.len()];
+                changes.as_flattened_mut().fill([0.0; LANES]);
                 let mut has_changed = false;
-                changes.fill(0.0);
-                let (of_block, factor) = (&moments.blocks[index], &moments.factors[index]);
-                for row in 0..rows {
-                    let own: &[f32; BLOCK] = block(&weights[row * cols + index * BLOCK..]);
-                    let before = &mut held[row * blocks + index];
-                    let e: [f32; BLOCK] = std::array::from_fn(|i| own[i] - before.values[i]);
-                    let all = block(&gradients[row * cols + index * BLOCK..]);
-                    let others = std::array::from_fn(|i| {
-                        let row = &of_block[i * BLOCK..][..BLOCK];
-                        let own: f32 = row.iter().zip(&e).map(|(m, e)| m * e).sum();
-                        all[i] - own
-                    });
-                    let best = round_beside(own, before, &others, global, (of_block, factor));
-                    if best != *before {
-                        has_changed = true;
-                        for i in 0..BLOCK {
-                            changes[i * height + row] = before.values[i] - best.values[i];
+                for (number, strip) in strips.iter().enumerate() {
+                    let gradients = &mut gradients[number * size..][..size];
+                    for index in first..last {
+                        let change = &mut changes[number * (last - first) + index - first];
+                        let of_block = (&moments.blocks[index], &moments.factors[index]);
+                        let weights = block(&strip.weights, index);
+                        let held = &mut held[number * blocks + index];
+                        // SAFETY: the level is present.
+                        let changes = unsafe {
+                            let before = block(gradients, index);
+                            (self.table.round_beside)(
+                                weights, before, global, of_block, held, change,
+                            )
+                        };
+                        if changes {
+                            has_changed = true;
+                            let near = first * BLOCK..last * BLOCK;
+                            let change = change.as_flattened();
+                            self.add_errors(&moments.all, index * BLOCK, near, change, gradients);
                         }
-                        *before = best;
                     }
                 }
                 if has_changed {
-                    for panel in 0..blocks {
-                        let at = (panel * cols + index * BLOCK) * BLOCK;
-                        let right = &moments.panels[at..][..MOMENTS];
-                        self.add_product(&changes, right, &mut gradients[panel * BLOCK..], cols);
-                    }
+                    let changes = changes.as_flattened().as_flattened();
+                    add(first * BLOCK, 0..first * BLOCK, changes, &mut gradients);
+                    add(first * BLOCK, last * BLOCK..cols, changes, &mut gradients);
                 }
             }
-            for (at, rounded) in held.iter().enumerate() {
-                put(rounded, at, codes, scales);
+            for (index, rounded) in held.iter().enumerate() {
+                let (number, index) = (index / blocks, index % blocks);
+                let at = (number * LANES * blocks + index, blocks);
+                put(rounded, global, strips[number].rows, at, codes, scales);
             }
         })
     }
@@ -386,33 +475,65 @@ fn check(weights: usize, cols: usize, out: &Rows<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The first 16 of some values.
-fn block(values: &[f32]) -> &[f32; BLOCK] {
-    values.first_chunk().expect("rows are whole blocks")
+/// A block of `[cols][16]` values.
+fn block(values: &[f32], index: usize) -> &Blocks {
+    let (lanes, _) = values[index * BLOCK * LANES..].as_chunks::<LANES>();
+    lanes.first_chunk().expect("rows are whole blocks")
 }
 
-fn put(rounded: &Rounded, at: usize, codes: &mut [u8], scales: &mut [u8]) {
-    scales[at] = rounded.scale;
-    let to = &mut codes[at * BLOCK / 2..][..BLOCK / 2];
-    for (byte, pair) in to.iter_mut().zip(rounded.codes.as_chunks::<2>().0) {
-        *byte = pair[0] | pair[1] << 4;
+/// Writes `rows` blocks; the first is the block `at`, and each other so many `blocks` further.
+fn put(
+    rounded: &Rounded,
+    global: f32,
+    rows: usize,
+    (at, blocks): (usize, usize),
+    codes: &mut [u8],
+    scales: &mut [u8],
+) {
+    for row in 0..rows {
+        let at = at + row * blocks;
+        let scale = rounded.scales[row];
+        scales[at] = scale;
+        let inverse = match scale {
+            0 => 0.0,
+            scale => 1.0 / (e4m3::decode(scale) * global),
+        };
+        let code = |i: usize| {
+            let value = rounded.values[i][row] * inverse;
+            e2m1::encode(value, Rounding::NearestEven, 0)
+        };
+        let to = &mut codes[at * BLOCK / 2..][..BLOCK / 2];
+        for (i, byte) in to.iter_mut().enumerate() {
+            *byte = code(2 * i) | code(2 * i + 1) << 4;
+        }
     }
 }
 
-fn get(at: usize, codes: &[u8], scales: &[u8], global: f32) -> Rounded {
-    let from = &codes[at * BLOCK / 2..][..BLOCK / 2];
-    let codes: [u8; BLOCK] = std::array::from_fn(|i| from[i / 2] >> (i % 2 * 4) & 15);
-    let step = e4m3::decode(scales[at]) * global;
-    Rounded {
-        scale: scales[at],
-        codes,
-        values: codes.map(|code| e2m1::decode(code) * step),
+/// Reads what [`put`] writes.
+fn get(
+    global: f32,
+    rows: usize,
+    (at, blocks): (usize, usize),
+    codes: &[u8],
+    scales: &[u8],
+) -> Rounded {
+    let mut rounded = Rounded::ZERO;
+    for row in 0..rows {
+        let at = at + row * blocks;
+        rounded.scales[row] = scales[at];
+        let step = e4m3::decode(scales[at]) * global;
+        let from = &codes[at * BLOCK / 2..][..BLOCK / 2];
+        for (i, values) in rounded.values.iter_mut().enumerate() {
+            values[row] = e2m1::decode(from[i / 2] >> (i % 2 * 4) & 15) * step;
+        }
     }
+    rounded
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::Level;
     use crate::format::nvfp4::{QuantizeOptions, Recipe, amax, global_scale, quantize_rows};
     use crate::format::random::uniform;
 
@@ -447,11 +568,6 @@ mod tests {
         m
     }
 
-    /// An element of a matrix of panels.
-    fn element(panels: &[f32], cols: usize, row: usize, col: usize) -> f64 {
-        f64::from(panels[(col / BLOCK * cols + row) * BLOCK + col % BLOCK])
-    }
-
     #[test]
     fn factors_are_those_of_moments() {
         let host = Cpu::new(Some(2)).unwrap();
@@ -464,7 +580,7 @@ mod tests {
             let at = |i: usize| factor.order[i / BLOCK] * BLOCK + i % BLOCK;
             for i in 0..cols {
                 for j in 0..cols {
-                    let r = |row, col| element(&factor.panels, cols, row, col);
+                    let r = |row, col| f64::from(factor.all.at(row, col));
                     let product: f64 = (0..cols).map(|k| r(i, k) * r(j, k)).sum();
                     let (want, size) = (
                         m[at(i) * cols + at(j)],
@@ -498,7 +614,16 @@ mod tests {
         weights: &[f32],
         m: &[f32],
     ) -> Vec<(Vec<u8>, Vec<u8>, f32)> {
-        let host = Cpu::new(Some(threads)).unwrap();
+        searched_on(&Cpu::new(Some(threads)).unwrap(), rows, cols, weights, m)
+    }
+
+    fn searched_on(
+        host: &Cpu,
+        rows: usize,
+        cols: usize,
+        weights: &[f32],
+        m: &[f32],
+    ) -> Vec<(Vec<u8>, Vec<u8>, f32)> {
         let options = QuantizeOptions {
             recipe: Recipe::Sweep,
             ..QuantizeOptions::default()
@@ -509,7 +634,7 @@ mod tests {
         quantize_rows(weights, cols, 0, global, &options, &mut codes, &mut scales).unwrap();
         let swept = (codes, scales, global);
         let factor = host.factor(m, cols).unwrap().unwrap();
-        let of_blocks = Moments::new(m, cols);
+        let of_blocks = host.moments(m, cols);
         let mut in_turn = swept.clone();
         host.round_in_turn(weights, global, &factor, rows_of(&mut in_turn))
             .unwrap();
@@ -542,6 +667,21 @@ mod tests {
         assert!(in_turn < 0.5 * swept, "{errors:?}");
         assert!(beside < in_turn, "{errors:?}");
         assert!(descended < 0.6 * swept, "{errors:?}");
+    }
+
+    /// Every level finds the same codes from the same moments.
+    #[test]
+    fn levels_do_not_matter() {
+        let (rows, cols) = (19, 48);
+        let (weights, m) = (draws(6, rows * cols), moments(cols, 0.01));
+        let of_level = |level| {
+            let host = Cpu::with_level(level, Some(1)).unwrap();
+            searched_on(&host, rows, cols, &weights, &m)
+        };
+        let expected = of_level(Level::Scalar);
+        for level in Level::ALL.into_iter().filter(|level| level.is_present()) {
+            assert!(of_level(level) == expected, "{level:?}");
+        }
     }
 
     /// Where inputs do not depend on each other, what is left is the error of the weights.

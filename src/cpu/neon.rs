@@ -78,6 +78,17 @@ unsafe impl Simd for Neon {
         std::array::from_fn(|i| unsafe { vfmaq_f32(c[i], a[i], b[i]) })
     }
     #[inline(always)]
+    unsafe fn select_less(a: V, b: V, yes: V, no: V) -> V {
+        std::array::from_fn(|i| unsafe { vbslq_f32(vcltq_f32(a[i], b[i]), yes[i], no[i]) })
+    }
+    #[inline(always)]
+    unsafe fn power_below(a: V) -> V {
+        a.map(|a| unsafe {
+            let exponent = vdupq_n_u32(0x7f80_0000);
+            vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a), exponent))
+        })
+    }
+    #[inline(always)]
     unsafe fn round(a: V) -> V {
         a.map(|a| unsafe { vrndnq_f32(a) })
     }

@@ -84,6 +84,14 @@ unsafe impl Simd for Scalar {
         std::array::from_fn(|i| a[i].mul_add(b[i], c[i]))
     }
     #[inline(always)]
+    unsafe fn select_less(a: [f32; 16], b: [f32; 16], yes: [f32; 16], no: [f32; 16]) -> [f32; 16] {
+        std::array::from_fn(|i| if a[i] < b[i] { yes[i] } else { no[i] })
+    }
+    #[inline(always)]
+    unsafe fn power_below(a: [f32; 16]) -> [f32; 16] {
+        a.map(|a| f32::from_bits(a.to_bits() & 0x7f80_0000))
+    }
+    #[inline(always)]
     unsafe fn round(a: [f32; 16]) -> [f32; 16] {
         a.map(f32::round_ties_even)
     }

@@ -45,6 +45,10 @@ pub(super) unsafe trait Simd {
     unsafe fn abs(a: Self::V) -> Self::V;
     /// `a * b + c`, rounded once.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// `yes` in lanes where `a < b`, else `no`.
+    unsafe fn select_less(a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V;
+    /// The largest power of two that is not above a normal `a` without its sign.
+    unsafe fn power_below(a: Self::V) -> Self::V;
     /// To the nearest integer, ties to even.
     unsafe fn round(a: Self::V) -> Self::V;
     /// `a * 2^n` for lanes of `n` that hold integers such that the result is normal.

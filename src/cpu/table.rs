@@ -1,11 +1,14 @@
 //! The functions of each level, stamped from the generic bodies: one static table per level, chosen once at run time.
 
-use super::generic::{attention, linear, matmul, pointwise, sample};
+use super::generic::{attention, calibrated, linear, matmul, pointwise, sample};
 use super::level::Level;
 use super::simd::Simd;
+use crate::format::calibrated::BlockFactor;
+use crate::format::input_moments::BlockMoments;
 use crate::tensor::WeightType;
 
 pub(super) use attention::{Query, Scores};
+pub(super) use calibrated::{Blocks, LANES, Rounded};
 pub(super) use linear::INT8_SCALE_BLOCKS;
 
 /// See [`linear::skinny`], after the number of tokens, from 1 to that of [`Table::skinny_tokens`].
@@ -58,6 +61,19 @@ pub(super) type SoftCap = unsafe fn(*mut f32, f32, usize);
 pub(super) type Weigh = unsafe fn(*const f32, usize, f32, f32, *mut f32, *mut f32);
 /// See [`matmul::panel_product`], of as many rows as [`Table::widest`] says.
 pub(super) type PanelProduct = unsafe fn(usize, *const f32, *const f32, *mut f32, usize);
+/// See [`calibrated::round_in_turn`].
+pub(super) type RoundInTurn = unsafe fn(&Blocks, &Blocks, f32, &BlockFactor, &mut Rounded);
+/// See [`calibrated::round_beside`].
+pub(super) type RoundBeside = unsafe fn(
+    &Blocks,
+    &Blocks,
+    f32,
+    (&BlockMoments, &BlockFactor),
+    &mut Rounded,
+    &mut Blocks,
+) -> bool;
+/// See [`matmul::panel_product`], of [`Table::moment_columns`] rows, one below the other in the result.
+pub(super) type MomentProduct = unsafe fn(usize, *const f32, *const f32, *mut f32);
 /// See [`pointwise::sum`].
 pub(super) type Sum = unsafe fn(*const f32, usize, usize) -> f32;
 
@@ -102,6 +118,11 @@ pub(super) struct Table {
     pub soft_cap: SoftCap,
     pub weigh: Weigh,
     pub panel_product: PanelProduct,
+    pub round_in_turn: RoundInTurn,
+    pub round_beside: RoundBeside,
+    /// Columns of second moments that [`Table::moment_product`] takes.
+    pub moment_columns: usize,
+    pub moment_product: MomentProduct,
     pub sum: Sum,
 }
 
@@ -306,6 +327,29 @@ macro_rules! stamp {
             }
 
             $(#[$features])?
+            unsafe fn round_in_turn(
+                weights: &Blocks, sums: &Blocks, global: f32, factor: &BlockFactor, out: &mut Rounded,
+            ) {
+                unsafe { calibrated::round_in_turn::<Shell>(weights, sums, global, factor, out) }
+            }
+
+            $(#[$features])?
+            unsafe fn round_beside(
+                weights: &Blocks, gradients: &Blocks, global: f32, of_block: (&BlockMoments, &BlockFactor),
+                held: &mut Rounded, changes: &mut Blocks,
+            ) -> bool {
+                unsafe { calibrated::round_beside::<Shell>(weights, gradients, global, of_block, held, changes) }
+            }
+
+            /// A divisor of a block, for which a level has registers.
+            const MOMENT_COLUMNS: usize = if <Shell as Simd>::TILE > 8 { 8 } else { 4 };
+
+            $(#[$features])?
+            unsafe fn moment_product(k: usize, a: *const f32, b: *const f32, c: *mut f32) {
+                unsafe { matmul::panel_product::<Shell, MOMENT_COLUMNS>(k, a, b, c, LANES) }
+            }
+
+            $(#[$features])?
             unsafe fn sum(x: *const f32, n: usize, ahead: usize) -> f32 {
                 unsafe { pointwise::sum::<Shell>(x, n, ahead) }
             }
@@ -344,6 +388,10 @@ macro_rules! stamp {
                 soft_cap,
                 weigh,
                 panel_product,
+                round_in_turn,
+                round_beside,
+                moment_columns: MOMENT_COLUMNS,
+                moment_product,
                 sum,
             };
         }

@@ -44,15 +44,20 @@ pub fn damp(sums: &mut BlockMoments) {
     }
 }
 
-/// The scales that are tried for a block: none for zeros.
-pub(super) fn window(weights: &[f32; BLOCK], global: f32) -> Range<u8> {
-    let amax = weights.iter().fold(0f32, |most, w| most.max(w.abs()));
-    if amax == 0.0 {
-        return 1..1;
-    }
+/// How many scales are tried for a block, at most.
+pub const TRIED: usize = (BELOW + ABOVE) as usize + 1;
+
+/// The first scale that is tried for a block with this largest magnitude.
+pub fn first_tried(amax: f32, global: f32) -> u8 {
+    let middle = nearest_scale(amax / e2m1::MAX / global);
+    middle.saturating_sub(BELOW).max(1)
+}
+
+/// The scales that are tried for a block with this largest magnitude.
+fn window(amax: f32, global: f32) -> Range<u8> {
     let middle = nearest_scale(amax / e2m1::MAX / global);
     let last = middle.saturating_add(ABOVE).min(e4m3::MAX_BYTE);
-    middle.saturating_sub(BELOW).max(1)..last + 1
+    first_tried(amax, global)..last + 1
 }
 
 /// The error of a product, but for a factor, that the errors `e` of a block's weights make.
@@ -87,7 +92,7 @@ pub fn best_scale(
         });
         error(&errors, moments)
     };
-    let tried = window(weights, global);
+    let tried = window(amax, global);
     let mut best = held.filter(|scale| *scale > 0).unwrap_or(tried.start);
     let mut least = error_of(best);
     for scale in tried {

@@ -565,6 +565,24 @@ static void models(NVFP4_Model *model, const char *path)
     convert.reserved = 1;
     BAD(invalid, NVFP4_model_convert, path, strlen(path), "/dev/null/x", 11, &convert, NULL);
     convert.reserved = 0;
+    NVFP4_CalibrateOptions calibrate;
+    BAD(invalid, NVFP4_calibrate_options_init, NULL, sizeof calibrate);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_calibrate_options_init, &calibrate, 0);
+    OK(NVFP4_calibrate_options_init(&calibrate, sizeof calibrate));
+    convert.calibrate = &calibrate;
+    calibrate.windows = -1;
+    BAD(invalid, NVFP4_model_convert, path, strlen(path), "/dev/null/x", 11, &convert, NULL);
+    CHECK(strstr(NVFP4_last_error(), "windows is -1") != NULL);
+    calibrate.windows = 0;
+    calibrate.device_type = 7;
+    BAD(invalid, NVFP4_model_convert, path, strlen(path), "/dev/null/x", 11, &convert, NULL);
+    calibrate.device_type = NVFP4_DEVICE_CPU;
+    calibrate.file_count = 1;
+    BAD(invalid, NVFP4_model_convert, path, strlen(path), "/dev/null/x", 11, &convert, NULL);
+    calibrate.file_count = 0;
+    /* Refused before any work, as it is without a calibration. */
+    BAD(NVFP4_IO, NVFP4_model_convert, path, strlen(path), "/dev/null/x", 11, &convert, NULL);
+    convert.calibrate = NULL;
     /* Its directory is there, so that only what it cannot hold is wrong. */
     convert.container = NVFP4_CONTAINER_DAT;
     BAD(NVFP4_UNSUPPORTED, NVFP4_model_convert, path, strlen(path), "/dev/null/x", 11, &convert, NULL);

@@ -1704,6 +1704,18 @@ static class Tests
         Quantizer.ConvertModel(reciterPath, dense, replace: true, tables: Tables.Int8);
         using (Model converted = Model.Load(dense))
             Check(converted.Info.Json.Contains("\"int8\""));
+        File.WriteAllText(Path.Combine(scratch, "text.txt"), "What the model is used for.");
+        var calibrate = new CalibrateOptions { Windows = 3, Window = 64, Files = new[] { Path.Combine(scratch, "text.txt") } };
+        Quantizer.ConvertModel(reciterPath, dense, replace: true, calibrate: calibrate, progress: (done, total) =>
+        {
+            last = done;
+            all = total;
+        });
+        Check(last == all && all > 0);
+        using (Model converted = Model.Load(dense))
+            Check(converted.Info.Json.Contains("\"nvfp4\"") && converted.Info.Json.Contains("\"int8\""));
+        calibrate.Windows = 1;
+        Throws<Nvfp4ArgumentException>(() => Quantizer.ConvertModel(reciterPath, dense, replace: true, calibrate: calibrate), "two at least");
         // Cancelled at any moment there is no model, unless it was done before.
         var random = new Random(5);
         for (int i = 0; i < 40; i++)

@@ -825,6 +825,38 @@ class Models(unittest.TestCase):
         with self.assertRaises(nvfp4.InputOutput):
             nvfp4.convert(GOLDEN, "/dev/null/x")
 
+    def test_calibrating(self):
+        """Tables become int8, progress never falls, and a call that was stopped goes on after the blocks that it had finished."""
+        path, told = os.path.join(self.scratch.name, "calibrated"), []
+        text = os.path.join(self.scratch.name, "text.txt")
+        with open(text, "w", encoding="utf-8") as file:
+            file.write("What the model is used for. " * 40)
+        how = {"files": [text], "windows": 3, "window": 64}
+
+        def half(done, total):
+            told.append((done, total))
+            return not os.path.exists(os.path.join(path + ".calibration", "block-00000"))
+
+        with self.assertRaises(nvfp4.Cancelled):
+            nvfp4.convert(self.reciting, path, calibrate=how, progress=half)
+        self.assertFalse(os.path.exists(path))
+        before, told = told, []
+        nvfp4.convert(self.reciting, path, calibrate=how, progress=lambda *at: told.append(at))
+        self.assertEqual(before, sorted(before))
+        self.assertEqual(told, sorted(told))
+        self.assertEqual(told[-1][0], told[-1][1])
+        self.assertFalse(os.path.exists(path + ".calibration"))
+        formats = nvfp4.Model(path, device="cpu").info["formats"]
+        self.assertIn("nvfp4", formats)
+        self.assertIn("int8", formats)
+        nvfp4.convert(self.reciting, path, calibrate={"windows": 2, "window": 32}, tables="bfloat16", replace=True)
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "there must be two at least"):
+            nvfp4.convert(self.reciting, path, calibrate={"windows": 1}, replace=True)
+        with self.assertRaisesRegex(nvfp4.NotFound, "nowhere"):
+            nvfp4.convert(self.reciting, path, calibrate={"files": "/nowhere.txt"}, replace=True)
+        with self.assertRaisesRegex(TypeError, "'window_count' is none of the options"):
+            nvfp4.convert(self.reciting, path, calibrate={"window_count": 1}, replace=True)
+
     def test_streaming(self):
         """Pieces are whole characters, though tokens end within them, and there is no other text than the answer's."""
         chat = self.reciter.chat(system="漢字")

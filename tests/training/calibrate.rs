@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use NVFP4::checkpoint::Checkpoint;
 use NVFP4::format::nvfp4;
-use NVFP4::model::calibrate::{CalibratedMatrix, CalibrationText, calibrate};
+use NVFP4::model::calibrate::{
+    CalibrateOptions, CalibratedMatrix, CalibrationText, calibrate, folder_of, forget,
+};
 use NVFP4::model::convert::{Container, ConvertOptions};
 
 use super::beginning::{converted, dense, files};
@@ -23,24 +25,37 @@ fn texts(source: &Source, count: u64) -> Vec<CalibrationText> {
     (0..count).map(text).collect()
 }
 
+const NOTHING_KEPT: CalibrateOptions = CalibrateOptions {
+    levels: nvfp4::Levels::Two,
+    finished: None,
+};
+
 /// The model in `place`, calibrated on so many threads, as a folder; and what became of its matrices.
 fn calibrated(place: &Path, to: &Path, threads: usize) -> Vec<CalibratedMatrix> {
+    calibrated_with(place, to, threads, &NOTHING_KEPT).0
+}
+
+/// The same with options, and the number of blocks that were there.
+fn calibrated_with(
+    place: &Path,
+    to: &Path,
+    threads: usize,
+    options: &CalibrateOptions,
+) -> (Vec<CalibratedMatrix>, usize) {
     let device = Device::cpu(Some(threads)).unwrap();
     let source = Arc::new(Source::open(place).unwrap());
     let (mut told, texts) = (Vec::new(), texts(&source, 9));
     let host = device.host_cpu().unwrap();
-    let (checkpoint, matrices) = calibrate(&device, &host, &source, &texts, &mut |p| {
-        told.push((p.done, p.total))
+    let (checkpoint, matrices) = calibrate(&device, &host, &source, &texts, options, &mut |p| {
+        told.push(p);
     })
     .unwrap();
-    let blocks = source.spec().blocks.len();
-    assert_eq!(
-        told,
-        (0..=blocks).map(|done| (done, blocks)).collect::<Vec<_>>()
-    );
-    let options = ConvertOptions::new(Container::ModelOpt, nvfp4::Recipe::Sweep);
-    converted_from(&checkpoint, to, &options);
-    matrices
+    let last = told.last().unwrap();
+    assert_eq!((last.block, last.done), (last.blocks, last.total));
+    assert!(told.is_sorted_by_key(|p| (p.done, p.block)));
+    let conversion = ConvertOptions::new(Container::ModelOpt, nvfp4::Recipe::Sweep);
+    converted_from(&checkpoint, to, &conversion);
+    (matrices, told[0].resumed)
 }
 
 fn converted_from(source: &dyn Checkpoint, to: &Path, options: &ConvertOptions) {
@@ -115,11 +130,87 @@ fn calibration_needs_text_to_choose_by() {
     let source = Arc::new(Source::open(&golden("model/qwen3_tied")).unwrap());
     let host = device.host_cpu().unwrap();
     for count in [0, 1] {
-        let error = calibrate(&device, &host, &source, &texts(&source, count), &mut |_| {});
+        let texts = texts(&source, count);
+        let error = calibrate(&device, &host, &source, &texts, &NOTHING_KEPT, &mut |_| {});
         let error = error.map(|_| ()).unwrap_err();
         assert!(
             error.message().contains("there must be two at least"),
             "{error}"
         );
     }
+}
+
+/// A calibration goes on after the blocks that an earlier one had finished, also where one is damaged or gone, and gives the same bytes. Blocks
+/// of other text are not taken.
+#[test]
+fn an_interrupted_calibration_goes_on() {
+    let folder = Folder::new();
+    let (place, whole, kept) = (
+        golden("model/qwen3_untied"),
+        folder.0.join("whole"),
+        folder.0.join("kept"),
+    );
+    let finished = folder_of(&kept);
+    assert_eq!(finished, folder.0.join("kept.calibration"));
+    let options = CalibrateOptions {
+        finished: Some(finished.clone()),
+        ..NOTHING_KEPT
+    };
+    let matrices = calibrated(&place, &whole, 2);
+    let source = Source::open(&place).unwrap();
+    let blocks = source.spec().blocks.len();
+    let again = |expected: usize| {
+        std::fs::remove_dir_all(&kept).ok();
+        let (found, resumed) = calibrated_with(&place, &kept, 2, &options);
+        assert_eq!(resumed, expected);
+        assert_eq!(format!("{found:?}"), format!("{matrices:?}"));
+        assert!(files(&kept) == files(&whole));
+    };
+    again(0);
+    again(blocks);
+    std::fs::remove_file(finished.join("block-00000")).unwrap();
+    again(blocks - 1);
+    let last = finished.join(format!("block-{:05}", blocks - 1));
+    let mut bytes = std::fs::read(&last).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&last, bytes).unwrap();
+    again(blocks - 1);
+    let other = CalibrateOptions {
+        levels: nvfp4::Levels::Single,
+        ..options.clone()
+    };
+    std::fs::remove_dir_all(&kept).ok();
+    assert_eq!(calibrated_with(&place, &kept, 2, &other).1, 0);
+    std::fs::write(finished.join("mine"), "").unwrap();
+    forget(&finished, &source);
+    let left: Vec<_> = std::fs::read_dir(&finished).unwrap().collect();
+    assert_eq!(left.len(), 1);
+}
+
+/// What a model cannot compute names where.
+#[test]
+fn inputs_that_are_not_finite_are_named() {
+    let folder = Folder::new();
+    let place = folder.0.join("model");
+    dense(&golden("model/qwen3_untied"), &place);
+    let path = place.join("model.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let norm = tensors
+        .tensor("model.layers.1.post_attention_layernorm.weight")
+        .unwrap();
+    let at = norm.data().as_ptr() as usize - bytes.as_ptr() as usize;
+    assert_eq!(norm.dtype(), safetensors::Dtype::BF16);
+    bytes[at..at + 2].copy_from_slice(&0x7f80u16.to_le_bytes());
+    std::fs::write(&path, bytes).unwrap();
+    let source = Arc::new(Source::open(&place).unwrap());
+    let device = Device::cpu(Some(2)).unwrap();
+    let host = device.host_cpu().unwrap();
+    let texts = texts(&source, 2);
+    let error = calibrate(&device, &host, &source, &texts, &NOTHING_KEPT, &mut |_| {});
+    let error = error.map(|_| ()).unwrap_err().to_string();
+    assert!(
+        error.contains("model.layers.1.mlp.gate_proj.weight: its inputs are not finite"),
+        "{error}"
+    );
 }

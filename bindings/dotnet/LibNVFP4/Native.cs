@@ -120,6 +120,20 @@ namespace LibNVFP4
         internal NativeCallOptions* Call;
         internal int Tables;
         internal int Reserved;
+        internal NativeCalibrateOptions* Calibrate;
+    }
+
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeCalibrateOptions
+    {
+        internal uint StructSize;
+        internal int DeviceType;
+        internal int DeviceIndex;
+        internal int Windows;
+        internal UIntPtr Window;
+        internal byte** Files;
+        internal UIntPtr* FileLengths;
+        internal UIntPtr FileCount;
     }
 
     [StructLayout(LayoutKind.Sequential)]
@@ -629,6 +643,9 @@ namespace LibNVFP4
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_convert_options_init(NativeConvertOptions* options, uint structSize);
+
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_calibrate_options_init(NativeCalibrateOptions* options, uint structSize);
 
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_model_convert(byte* source, UIntPtr sourceLength, byte* destination,

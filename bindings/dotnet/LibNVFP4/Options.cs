@@ -326,4 +326,23 @@ namespace LibNVFP4
         /// <summary>A copy, to change something in.</summary>
         public GenerateOptions Clone() => (GenerateOptions)MemberwiseClone();
     }
+
+    /// <summary>How to calibrate a model: see <see cref="Quantizer.ConvertModel"/>.</summary>
+    public sealed class CalibrateOptions
+    {
+        /// <summary>Where the model reads the text; the search for codes runs on the CPU. Default: the CPU.</summary>
+        public Device Device { get; set; } = Device.Cpu;
+
+        /// <summary>Windows of the text, at most. Default: null, 32 on a CPU and 128 on a GPU.</summary>
+        public int? Windows { get; set; }
+
+        /// <summary>Tokens in a window. Default: null, 1024 on a CPU and 2048 on a GPU, or the model's context if that is less.</summary>
+        public int? Window { get; set; }
+
+        /// <summary>
+        /// Files with text of the kinds that the model is used for, with rows as <see cref="TrainingData.Read"/> reads them. What they do not
+        /// fill comes from a text that the library brings. Default: none.
+        /// </summary>
+        public string[] Files { get; set; } = new string[0];
+    }
 }

@@ -276,11 +276,17 @@ namespace LibNVFP4
         /// <param name="tables">
         /// Format of the embedding and the output head. A tied head stays tied: the table is written once.
         /// </param>
+        /// <param name="calibrate">
+        /// How to calibrate: codes and scales are then those for which products with what the model makes of text differ least, and tables
+        /// are written in int8 unless told. A call that was stopped goes on after the blocks of the model that it had finished, which it
+        /// keeps beside the destination, with <c>.calibration</c> after its name. Null for weights that are quantized by themselves.
+        /// </param>
         public static void ConvertModel(string source, string destination, Container container = Container.ModelOpt,
             QuantizeOptions options = null, ProgressHandler progress = null, CancellationToken cancellation = default(CancellationToken),
-            bool replace = false, bool keepHead = false, Tables tables = Tables.Auto)
+            bool replace = false, bool keepHead = false, Tables tables = Tables.Auto, CalibrateOptions calibrate = null)
         {
             byte[] from = Interop.Utf8(source, nameof(source)), to = Interop.Utf8(destination, nameof(destination));
+            using (var files = new PinnedPaths(calibrate?.Files ?? new string[0]))
             using (var call = new Call(cancellation, progress))
             {
                 call.Finish(Library.Try(() =>
@@ -295,6 +301,21 @@ namespace LibNVFP4
                     how.KeepHead = keepHead ? 1 : 0;
                     how.Tables = (int)tables;
                     how.Call = call.Options;
+                    NativeCalibrateOptions text;
+                    if (calibrate != null)
+                    {
+                        status = Native.NVFP4_calibrate_options_init(&text, (uint)sizeof(NativeCalibrateOptions));
+                        if (status != 0)
+                            return status;
+                        text.DeviceType = (int)calibrate.Device.Type;
+                        text.DeviceIndex = calibrate.Device.Index;
+                        text.Windows = calibrate.Windows ?? 0;
+                        text.Window = Interop.Size(calibrate.Window ?? 0);
+                        text.Files = files.Paths;
+                        text.FileLengths = files.Lengths;
+                        text.FileCount = files.Count;
+                        how.Calibrate = &text;
+                    }
                     fixed (byte* a = from, b = to)
                         return Native.NVFP4_model_convert(a, Interop.Size(from.Length), b, Interop.Size(to.Length), &how,
                             options == null ? null : &raw);

@@ -65,37 +65,17 @@ namespace LibNVFP4
             raw.TrainOnAll = Interop.Flag(options.TrainOnAll);
             raw.SkipBadRows = Interop.Flag(options.SkipBadRows);
             raw.Window = Interop.Size(options.Window ?? 0);
-            var pins = new GCHandle[(files ?? throw new ArgumentNullException(nameof(files))).Length];
-            var places = new IntPtr[pins.Length];
-            var lengths = new UIntPtr[pins.Length];
-            try
-            {
-                for (int i = 0; i < pins.Length; i++)
+            DataHandle handle;
+            using (var paths = new PinnedPaths(files ?? throw new ArgumentNullException(nameof(files))))
+            using (var call = new Call(cancellation, progress))
+                fixed (byte* at = path, between = separator)
                 {
-                    byte[] file = Interop.Utf8(files[i], nameof(files));
-                    pins[i] = GCHandle.Alloc(file, GCHandleType.Pinned);
-                    places[i] = pins[i].AddrOfPinnedObject();
-                    lengths[i] = Interop.Size(file.Length);
+                    raw.Separator = between;
+                    raw.SeparatorLength = Interop.Size(separator == null ? 0 : separator.Length);
+                    call.Finish(Native.NVFP4_data_read(at, Interop.Size(path.Length), paths.Paths, paths.Lengths, paths.Count, &raw,
+                        call.Options, out handle));
                 }
-                DataHandle handle;
-                using (var call = new Call(cancellation, progress))
-                    fixed (byte* at = path, between = separator)
-                    fixed (IntPtr* names = places)
-                    fixed (UIntPtr* sizes = lengths)
-                    {
-                        raw.Separator = between;
-                        raw.SeparatorLength = Interop.Size(separator == null ? 0 : separator.Length);
-                        call.Finish(Native.NVFP4_data_read(at, Interop.Size(path.Length), (byte**)names, sizes, Interop.Size(pins.Length), &raw,
-                            call.Options, out handle));
-                    }
-                return new TrainingData(handle);
-            }
-            finally
-            {
-                foreach (GCHandle pin in pins)
-                    if (pin.IsAllocated)
-                        pin.Free();
-            }
+            return new TrainingData(handle);
         }
 
         static NativeDataOptions Defaults()

@@ -254,14 +254,24 @@ class Model(Handle):
         return ChatSession(self, system=system, **options)
 
 
-def convert(source, destination, container="modelopt", quantize=None, progress=None, cancel=None, **options):
+def convert(source, destination, container="modelopt", quantize=None, progress=None, cancel=None, calibrate=None, **options):
     """
     Converts a model on disk to NVFP4 on disk. `container` is modelopt or dat. Options: replace (a directory that holds a model;
     without it one that is not empty is refused), tables (auto, bfloat16, int8, nvfp4: what embedding and head are written as; auto is
     int8 where the source has them in at most 8 bits and a directory is written, else 16 bits), keep_head (leaves the head, or the table
     that it shares with the embedding, in its precision). The rest is as for Model.
+
+    `calibrate` True, or a dictionary of options, chooses codes and scales for which products with what the model makes of text differ
+    least, and writes tables in int8 unless told. Its options: files (with text of the kinds that the model is used for, rows as for
+    Data; what they do not fill comes from a text that the library brings), windows (32 on a CPU, 128 on a GPU), window (their
+    tokens: 1024 or 2048), device (cpu). A call that was interrupted goes on after the blocks of the model that it had finished, which
+    it keeps in DESTINATION.calibration.
     """
     how = native.options(native.ConvertOptions, dict(options, container=container))
+    if calibrate:
+        with_text = native.options(native.CalibrateOptions, {} if calibrate is True else calibrate)
+        how.kept.append(with_text)
+        how.calibrate = ctypes.addressof(with_text)
 
     def run(call):
         how.call = call

@@ -55,7 +55,8 @@ class Model(Handle):
     def chat(self, system: Optional[Text] = None, **options: Unpack[ChatOptions]) -> ChatSession: ...
 
 def convert(source: Path, destination: Path, container: Container = "modelopt", quantize: Union[None, bool, QuantizeOptions] = None,
-            progress: Optional[Progress] = None, cancel: Optional[Cancel] = None, *, replace: bool = ...,
+            progress: Optional[Progress] = None, cancel: Optional[Cancel] = None,
+            calibrate: Union[None, bool, CalibrateOptions] = None, *, replace: bool = ...,
             keep_head: bool = ..., tables: Tables = ...) -> None: ...
 
 class Session(Handle):

@@ -92,7 +92,8 @@ weight_options_init(pI)S backend_select(ippzp)S weight_create(ppfip)S weight_cre
 weight_create_dense(pp)S weight_report(ppzp)S weight_retain(p)S weight_release(p)S weight_size(pppp)S linear(ppiip)S
 matmul(ppfppfiip)S schema_detect(pzzpzp)S schema_report(pzzpzpzp)S schema_validate(pzzpz)S load_options_init(pI)S
 model_load(pzppp)S model_retain(p)S model_release(p)S model_info(ppzp)S model_vocab_size(pp)S model_tokenize(ppzipzp)S model_tokenize_plain(ppzipzp)S
-model_detokenize(ppzipzp)S model_render_chat(ppzzipzp)S convert_options_init(pI)S model_convert(pzpzpp)S
+model_detokenize(ppzipzp)S model_render_chat(ppzzipzp)S convert_options_init(pI)S calibrate_options_init(pI)S
+model_convert(pzpzpp)S
 session_options_init(pI)S
 generate_options_init(pI)S model_generate_options(ppI)S session_create(ppp)S session_retain(p)S session_release(p)S session_prefill(ppzp)S
 session_prefill_token_by_token(ppzp)S session_decode(pip)S session_logits(ppzpp)S session_sample(ppp)S session_generate(ppppp)S
@@ -145,7 +146,12 @@ class LoadOptions(ctypes.Structure):
 
 
 class ConvertOptions(ctypes.Structure):
-    _fields_ = _fields("struct_size:I container:i replace:i keep_head:i call:p tables:i reserved:i")
+    _fields_ = _fields("struct_size:I container:i replace:i keep_head:i call:p tables:i reserved:i "
+                       "calibrate:p")
+
+
+class CalibrateOptions(ctypes.Structure):
+    _fields_ = _fields("struct_size:I device_type:i device_index:i windows:i window:z files:p file_lengths:p file_count:z")
 
 
 class Message(ctypes.Structure):
@@ -428,6 +434,9 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
             point("stop_tokens", "stop_token_count", numbers(ctypes.c_int32, tokens))
             point("stop_strings", "stop_string_count", (ctypes.c_char_p * len(strings))(*strings))
             point("stop_string_lengths", "stop_string_count", (ctypes.c_size_t * len(strings))(*map(len, strings)))
+        elif field == "files" and "file_count" in kinds:
+            for name, array in zip(("files", "file_lengths"), paths_in(value)):
+                point(name, "file_count", array)
         elif field in ("backend", "system", "variables", "tools", "config", "separator", "teacher") and field in kinds:
             if value:
                 data, length = path_in(value) if field == "teacher" else text_in(value)
@@ -439,6 +448,13 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
         else:
             raise TypeError(f"{field!r} is none of the options: {', '.join(kinds)}, device, stop")
     return out
+
+
+def paths_in(files: Any) -> Tuple[ctypes.Array[Any], ctypes.Array[Any]]:
+    """A path or several, and their lengths in bytes."""
+    files = [files] if isinstance(files, (str, bytes, os.PathLike)) else files
+    names = [path_in(file)[0] for file in files]
+    return (ctypes.c_char_p * len(names))(*names), (ctypes.c_size_t * len(names))(*map(len, names))
 
 
 def numbers(kind: Any, values: Sequence[int]) -> ctypes.Array[Any]:

@@ -3,7 +3,6 @@
 import collections.abc
 import ctypes
 import json
-import os
 import typing
 
 from . import native
@@ -222,11 +221,10 @@ class Data(Handle):
     _pickles = "read it in each process, by Data(path, files)"
 
     def __init__(self, path, files, progress=None, cancel=None, **options):
-        names = [native.path_in(file)[0] for file in ([files] if isinstance(files, (str, bytes, os.PathLike)) else files)]
-        places, lengths = (ctypes.c_char_p * len(names))(*names), (ctypes.c_size_t * len(names))(*map(len, names))
+        places, lengths = native.paths_in(files)
         how = native.options(native.DataOptions, options)
         self._as_parameter_ = _watched(
-            lambda call: native.value_out(ctypes.c_void_p, lib.data_read, *native.path_in(path), places, lengths, len(names),
+            lambda call: native.value_out(ctypes.c_void_p, lib.data_read, *native.path_in(path), places, lengths, len(places),
                                           ctypes.byref(how), call), cancel, progress)
 
     def __len__(self):

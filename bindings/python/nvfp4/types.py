@@ -76,6 +76,13 @@ class WeightOptions(TypedDict, total=False):
     exclude_cpu_kernels: bool
 
 
+class CalibrateOptions(TypedDict, total=False):
+    device: str
+    files: Union[Path, Sequence[Path]]
+    windows: int
+    window: int
+
+
 class LoadOptions(TypedDict, total=False):
     device: str
     threads: int

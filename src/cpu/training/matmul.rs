@@ -12,6 +12,14 @@ const DEPTH: usize = 256;
 /// Rows of `a` that a part of the work packs, at most: many, as each part packs all of `b` for itself.
 const ROWS: usize = 384;
 
+/// What of a product is wanted.
+#[derive(Clone, Copy)]
+enum Region {
+    All,
+    /// The diagonal and what is above it.
+    Above,
+}
+
 impl Cpu {
     /// The product of `a` and `b`, as `form` says, to `out` `[m, n]`, or added to it. Every sum runs along k in parts of 256, whatever
     /// the level and the threads.
@@ -36,9 +44,47 @@ impl Cpu {
         if !add {
             out.fill(0.0);
         }
+        self.add_product(form, Sizes { m, n, k }, (a, b), out, Region::All);
+        Ok(())
+    }
+
+    /// Adds the Gram matrix of the columns of `x` `[rows, cols]`, `x^T x`, to `out` `[cols, cols]`: the elements on its diagonal and above, and
+    /// some below.
+    pub fn gram(&self, x: &[f32], cols: usize, out: &mut [f32]) -> Result<()> {
+        let sizes = Sizes {
+            m: cols,
+            n: cols,
+            k: x.len() / cols,
+        };
+        if x.len() != sizes.k * cols || out.len() != cols * cols {
+            bail!(
+                Internal,
+                "the Gram matrix of {cols} columns: an operand of {} elements, and a result of {}",
+                x.len(),
+                out.len()
+            );
+        }
+        self.add_product(Form::TN, sizes, (x, x), out, Region::Above);
+        Ok(())
+    }
+
+    /// Adds a product of operands that fit.
+    fn add_product(
+        &self,
+        form: Form,
+        Sizes { m, n, k }: Sizes,
+        (a, b): (&[f32], &[f32]),
+        out: &mut [f32],
+        region: Region,
+    ) {
         let height = self.table.widest;
+        // Parts of a triangle are unequal, and so there are more of them.
+        let shares = match region {
+            Region::All => 1,
+            Region::Above => 4,
+        };
         let rows = m
-            .div_ceil(self.pool().threads())
+            .div_ceil(shares * self.pool().threads())
             .clamp(1, ROWS)
             .next_multiple_of(height);
         let a_at = |i: usize, p: usize| match form {
@@ -67,7 +113,11 @@ impl Cpu {
                         }
                     }
                 }
-                for column in (0..n).step_by(COLUMNS) {
+                let left_out = match region {
+                    Region::All => 0,
+                    Region::Above => first / COLUMNS * COLUMNS,
+                };
+                for column in (left_out..n).step_by(COLUMNS) {
                     let width = COLUMNS.min(n - column);
                     pack_right(form, b, (n, k), (start, depth), (column, width), &mut right);
                     for tile in 0..tiles {
@@ -111,7 +161,6 @@ impl Cpu {
                 }
             }
         });
-        Ok(())
     }
 }
 
@@ -142,6 +191,36 @@ fn pack_right(
                 let (values, padding) = to.split_at_mut(width);
                 values.copy_from_slice(&b[(start + p) * n + column..][..width]);
                 padding.fill(0.0);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::random::uniform;
+
+    /// A Gram matrix has the bits of the whole product, on the diagonal and above.
+    #[test]
+    fn a_gram_matrix_is_half_a_product() {
+        for (threads, rows, cols) in [(1, 3, 1), (2, 300, 49), (3, 17, 130)] {
+            let host = Cpu::new(Some(threads)).unwrap();
+            let draw = |i: u64| uniform(7, i) - 0.5;
+            let x: Vec<f32> = (0..(rows * cols) as u64).map(draw).collect();
+            let start: Vec<f32> = (0..(cols * cols) as u64).map(draw).collect();
+            let (mut whole, mut half) = (start.clone(), start);
+            let sizes = Sizes {
+                m: cols,
+                n: cols,
+                k: rows,
+            };
+            host.matmul(Form::TN, sizes, &x, &x, &mut whole, true)
+                .unwrap();
+            host.gram(&x, cols, &mut half).unwrap();
+            for row in 0..cols {
+                let above = row * cols + row..(row + 1) * cols;
+                assert_eq!(half[above.clone()], whole[above], "{cols}: {row}");
             }
         }
     }

@@ -63,6 +63,11 @@ impl Calibrated {
         })
     }
 
+    /// Entries that were quantized.
+    pub fn quantized(&self) -> usize {
+        self.matrices.len()
+    }
+
     fn own(&self, entry: &Entry) -> Option<&Nvfp4> {
         self.matrices.get(&entry.name)
     }

@@ -2,25 +2,30 @@
 //! the model, as text runs through it. Knows no text: it is given tokens.
 
 mod checkpoint;
+mod finished;
+mod gathered;
 mod search;
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
 use std::sync::Arc;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 pub use self::checkpoint::Calibrated;
+use self::finished::{Finished, identity};
+pub use self::finished::{folder_of, forget};
+use self::gathered::Gathered;
 pub use self::search::Choice;
-use self::search::{Search, fit};
+use self::search::Search;
 use super::training::{MatrixId, Observer, ProjectionLayout, Source};
-use crate::base::Result;
 use crate::base::error::bail;
+use crate::base::{Result, call};
 use crate::checkpoint::Encoding;
 use crate::cpu::Cpu;
-use crate::format::nvfp4::{Nvfp4, QuantizeOptions, Recipe, amax, global_scale};
-use crate::ops::training::matmul::{Form, Sizes, matmul};
-use crate::ops::{Array, Device, Mixed, Slice};
+use crate::format::nvfp4::{Levels, Nvfp4, QuantizeOptions, Recipe, amax};
+use crate::ops::Device;
 
 /// A text to calibrate with.
 #[derive(Clone, Debug, Default)]
@@ -34,82 +39,62 @@ pub struct CalibrationText {
 /// One of so many texts is kept from the search, to choose by what it has found.
 const KEPT: usize = 8;
 
+/// How to calibrate.
+#[derive(Clone, Debug)]
+pub struct CalibrateOptions {
+    /// Scales of the container that is written.
+    pub levels: Levels,
+    /// A folder for blocks that are finished. An interrupted calibration of the same model with the same texts goes on after those that it
+    /// finds there; blocks of others are replaced.
+    pub finished: Option<PathBuf>,
+}
+
 /// How far a calibration is.
 #[derive(Clone, Copy, Debug)]
 pub struct CalibrateProgress {
-    /// Blocks of the model that are done.
-    pub done: usize,
-    /// Blocks in all.
-    pub total: usize,
+    /// The block of the model at hand, from 0; the number of blocks at the end.
+    pub block: usize,
+    /// Blocks of the model.
+    pub blocks: usize,
+    /// Blocks that an earlier calibration had finished.
+    pub resumed: usize,
+    /// Weights that text has run through, and weights that are quantized.
+    pub done: u64,
+    /// The same for the whole model.
+    pub total: u64,
 }
 
 /// A matrix that was quantized.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct CalibratedMatrix {
     /// Its name.
     pub name: String,
     /// How its codes were found.
     pub choice: Choice,
     /// Relative error of its products for text that the search has not seen, with the codes of a sweep: the root of the mean square error over
-    /// that of the products.
+    /// that of the products. Of an even sample of the rows where there are many.
     pub error_of_sweep: f64,
     /// That error with the chosen codes.
     pub error: f64,
 }
 
-/// Second moments `[cols, cols]` of the inputs of some projections: of the texts that the search sees, and of those it does not.
-struct Gathered {
-    cols: usize,
-    seen: Array,
-    kept: Array,
-    rows: [usize; 2],
-}
-
-impl Gathered {
-    fn new(device: &Device, cols: usize) -> Result<Gathered> {
-        Ok(Gathered {
-            cols,
-            seen: Array::zeroed(device, cols * cols)?,
-            kept: Array::zeroed(device, cols * cols)?,
-            rows: [0; 2],
-        })
-    }
-
-    fn add(&mut self, device: &Device, x: Slice<'_, Mixed>, is_kept: bool) -> Result<()> {
-        let rows = x.len() / self.cols;
-        let to = if is_kept {
-            &mut self.kept
-        } else {
-            &mut self.seen
-        };
-        self.rows[usize::from(is_kept)] += rows;
-        let sizes = Sizes {
-            m: self.cols,
-            n: self.cols,
-            k: rows,
-        };
-        matmul(device, Form::TN, sizes, x, x, to.all_mut(), true)
-    }
-
-    /// The sums of either, in host memory.
-    fn read(&self) -> Result<[Vec<f32>; 2]> {
-        let mut both = [const { Vec::new() }; 2];
-        for (values, sums) in both.iter_mut().zip([&self.seen, &self.kept]) {
-            values.resize(self.cols * self.cols, 0.0);
-            sums.all().read(values)?;
-        }
-        Ok(both)
-    }
+/// A matrix and its report.
+struct Done {
+    id: MatrixId,
+    matrix: Nvfp4,
+    report: CalibratedMatrix,
 }
 
 /// Quantizes the linear weights of the blocks of `source`, by what they multiply when `texts` run through the model on `device`. The search
 /// runs on the threads of `host`. Gives a checkpoint with them in the place of those that it was made of, and what became of each matrix.
-/// Matrices that the checkpoint holds in NVFP4 keep their codes. Cancelled with the thread's [`call`](crate::base::call).
+/// Matrices that the checkpoint holds in NVFP4 keep their codes. The same bits on any number of threads. Cancelled with the thread's
+/// [`call`](crate::base::call).
 pub fn calibrate(
     device: &Device,
     host: &Cpu,
     source: &Arc<Source>,
     texts: &[CalibrationText],
+    options: &CalibrateOptions,
     progress: &mut dyn FnMut(CalibrateProgress),
 ) -> Result<(Calibrated, Vec<CalibratedMatrix>)> {
     if texts.len() < 2 {
@@ -119,19 +104,109 @@ pub fn calibrate(
             texts.len()
         );
     }
-    let is_kept = |number: usize| number % KEPT == KEPT.min(texts.len()) - 1;
-    let given: Vec<_> = texts
-        .iter()
-        .map(|t| (t.tokens.clone(), t.documents.clone()))
-        .collect();
-    let mut observer = Observer::new(device, source.clone(), &given)?;
     let layout = source.layout();
+    let finished = match &options.finished {
+        Some(folder) => Some(Finished::new(folder, identity(source, texts, options)?)),
+        None => None,
+    };
+    let mut of_blocks: Vec<Option<Vec<Done>>> = (0..layout.blocks.len())
+        .map(|block| finished.as_ref()?.load(block, layout))
+        .collect();
+    let weights = |block: usize| -> u64 {
+        let of_block = layout.matrices.iter().filter(|m| m.block == Some(block));
+        of_block.map(|m| (m.rows * m.cols) as u64).sum()
+    };
+    let blocks = layout.blocks.len();
+    let mut at = CalibrateProgress {
+        block: 0,
+        blocks,
+        resumed: of_blocks.iter().flatten().count(),
+        done: 0,
+        total: 2 * (0..blocks).map(weights).sum::<u64>(),
+    };
+    // Text runs as far as there is a block to quantize.
+    let end = of_blocks.iter().rposition(Option::is_none);
+    let mut run = Run {
+        host,
+        source,
+        options,
+        observer: Observer::new(device, source.clone(), &runs(texts))?,
+        is_kept: |number| number % KEPT == KEPT.min(texts.len()) - 1,
+    };
+    for block in 0..blocks {
+        (at.block, at.done) = (block, 2 * (0..block).map(weights).sum::<u64>());
+        progress(at);
+        if end.is_none_or(|end| block > end) {
+            continue;
+        }
+        if of_blocks[block].is_some() {
+            run.observer.advance(&mut |_, _, _| call::check())?;
+            continue;
+        }
+        let mut gathered = run.gather(device)?;
+        at.done += weights(block);
+        progress(at);
+        let mut done = Vec::new();
+        for group in groups(&layout.blocks[block]) {
+            let Some(gathered) = gathered.remove(&group[0].matrix) else {
+                bail!(Internal, "block {block} has projections without inputs");
+            };
+            let found = run
+                .quantize(group, gathered)
+                .map_err(|e| e.within(&layout.matrices[group[0].matrix].name))?;
+            let of = |d: &Done| (d.matrix.rows * d.matrix.cols) as u64;
+            at.done += found.iter().map(of).sum::<u64>();
+            progress(at);
+            done.extend(found);
+        }
+        if let Some(finished) = &finished {
+            finished.save(block, &done)?;
+        }
+        of_blocks[block] = Some(done);
+    }
+    (at.block, at.done) = (blocks, at.total);
+    progress(at);
     let (mut quantized, mut reports) = (HashMap::new(), Vec::new());
-    let total = layout.blocks.len();
-    for (done, block) in layout.blocks.iter().enumerate() {
-        progress(CalibrateProgress { done, total });
-        let mut gathered: BTreeMap<MatrixId, Gathered> = BTreeMap::new();
-        observer.advance(&mut |number, first, x| {
+    for done in of_blocks.into_iter().flatten().flatten() {
+        quantized.insert(done.id, done.matrix);
+        reports.push(done.report);
+    }
+    Ok((Calibrated::new(source, quantized)?, reports))
+}
+
+/// Texts as an observer takes them.
+fn runs(texts: &[CalibrationText]) -> Vec<(Vec<u32>, Vec<usize>)> {
+    let run = |text: &CalibrationText| (text.tokens.clone(), text.documents.clone());
+    texts.iter().map(run).collect()
+}
+
+/// Projections of a block that have the same inputs.
+fn groups(block: &super::training::BlockLayout) -> [&[ProjectionLayout]; 4] {
+    [
+        &block.qkv,
+        std::slice::from_ref(&block.o),
+        &block.gate_up,
+        std::slice::from_ref(&block.down),
+    ]
+}
+
+/// Text on its way through a model whose blocks are quantized behind it.
+struct Run<'a, K> {
+    host: &'a Cpu,
+    source: &'a Source,
+    options: &'a CalibrateOptions,
+    observer: Observer,
+    /// Whether a text, by its number, is kept from the search.
+    is_kept: K,
+}
+
+impl<K: Fn(usize) -> bool> Run<'_, K> {
+    /// Takes the texts through the next block. Gives moments by the first projection of each group.
+    fn gather(&mut self, device: &Device) -> Result<BTreeMap<MatrixId, Gathered>> {
+        let mut gathered = BTreeMap::new();
+        let (layout, is_kept) = (self.source.layout(), &self.is_kept);
+        self.observer.advance(&mut |number, first, x| {
+            call::check()?;
             let cols = layout.matrices[first].cols;
             let entry = match gathered.entry(first) {
                 Entry::Occupied(entry) => entry.into_mut(),
@@ -139,76 +214,52 @@ pub fn calibrate(
             };
             entry.add(device, x, is_kept(number))
         })?;
-        let alone = [
-            std::slice::from_ref(&block.o),
-            std::slice::from_ref(&block.down),
-        ];
-        let groups = [&block.qkv[..], alone[0], &block.gate_up[..], alone[1]];
-        for group in groups {
-            let Some(gathered) = gathered.remove(&group[0].matrix) else {
-                bail!(Internal, "block {done} has projections without inputs");
-            };
-            of_group(host, source, group, &gathered, &mut |id, matrix, report| {
-                quantized.insert(id, matrix);
-                reports.push(report);
-            })
-            .map_err(|e| e.within(&layout.matrices[group[0].matrix].name))?;
-        }
+        Ok(gathered)
     }
-    progress(CalibrateProgress { done: total, total });
-    Ok((Calibrated::new(source, quantized)?, reports))
-}
 
-/// Quantizes the projections of the same inputs, under one global scale.
-fn of_group(
-    host: &Cpu,
-    source: &Source,
-    group: &[ProjectionLayout],
-    gathered: &Gathered,
-    give: &mut dyn FnMut(MatrixId, Nvfp4, CalibratedMatrix),
-) -> Result<()> {
-    let options = QuantizeOptions {
-        recipe: Recipe::Sweep,
-        ..QuantizeOptions::default()
-    };
-    let mut weights = Vec::new();
-    for projection in group {
-        if source.encoding(projection.matrix)? == Encoding::Nvfp4 {
-            continue;
-        }
-        let m = &source.layout().matrices[projection.matrix];
-        let mut values = vec![0f32; m.rows * m.cols];
-        let read = |rows, out: &mut [f32]| source.matrix(projection.matrix, rows, out);
-        host.read_rows(0..m.rows, m.cols, &read, &mut values)?;
-        weights.push((projection.matrix, values));
-    }
-    if weights.is_empty() {
-        return Ok(());
-    }
-    let mut largest = 0f32;
-    for (_, values) in &weights {
-        largest = largest.max(amax(values, 0, options.nonfinite)?);
-    }
-    let global = global_scale(largest, &options);
-    let [mut seen, kept] = gathered.read()?;
-    if seen.iter().chain(&kept).any(|v| !v.is_finite()) {
-        bail!(
-            InvalidArgument,
-            "its inputs are not finite for the text that was given"
-        );
-    }
-    fit(&mut seen, gathered.cols, gathered.rows[0]);
-    let search = Search::new(host, &seen, &kept, gathered.cols)?;
-    for (id, values) in weights {
-        let m = &source.layout().matrices[id];
-        let found = search.best(&values, m.rows, global, &options)?;
-        let report = CalibratedMatrix {
-            name: m.name.clone(),
-            choice: found.choice,
-            error_of_sweep: found.errors[0],
-            error: found.errors[1],
+    /// Quantizes the projections of a group, under one global scale.
+    fn quantize(&self, group: &[ProjectionLayout], gathered: Gathered) -> Result<Vec<Done>> {
+        let layout = self.source.layout();
+        let options = QuantizeOptions {
+            recipe: Recipe::Sweep,
+            levels: self.options.levels,
+            ..QuantizeOptions::default()
         };
-        give(id, found.matrix, report);
+        let (mut ids, mut weights, mut largest) = (Vec::new(), Vec::new(), 0f32);
+        for projection in group {
+            if self.source.encoding(projection.matrix)? == Encoding::Nvfp4 {
+                continue;
+            }
+            let m = &layout.matrices[projection.matrix];
+            let mut values = vec![0f32; m.rows * m.cols];
+            let read = |rows, out: &mut [f32]| self.source.matrix(projection.matrix, rows, out);
+            self.host.read_rows(0..m.rows, m.cols, &read, &mut values)?;
+            largest =
+                largest.max(amax(&values, 0, options.nonfinite).map_err(|e| e.within(&m.name))?);
+            ids.push(projection.matrix);
+            weights.push(values);
+        }
+        if weights.is_empty() {
+            return Ok(Vec::new());
+        }
+        let search = Search::new(self.host, gathered.read()?, options)?;
+        let global = search.best_global(&weights, largest)?;
+        let mut done = Vec::new();
+        for (id, values) in ids.into_iter().zip(weights) {
+            call::check()?;
+            let found = search.best(&values, global)?;
+            let report = CalibratedMatrix {
+                name: layout.matrices[id].name.clone(),
+                choice: found.choice,
+                error_of_sweep: found.errors[0],
+                error: found.errors[1],
+            };
+            done.push(Done {
+                id,
+                matrix: found.matrix,
+                report,
+            });
+        }
+        Ok(done)
     }
-    Ok(())
 }

@@ -1,22 +1,26 @@
 //! The codes and scales of a matrix, by the second moments of its inputs: the best of what several searches find, by moments of other text.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
+use super::gathered::InputMoments;
 use crate::base::Result;
 use crate::cpu::Cpu;
 use crate::cpu::calibrated::{Factor, Moments};
 use crate::cpu::training::Rows;
 use crate::format::input_moments;
-use crate::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
+use crate::format::nvfp4::{self, BLOCK, Levels, Nvfp4, QuantizeOptions, global_scale};
 
-/// Damping of the diagonal of the moments, as a share of its mean: `DAMPING + FEW * inputs / rows`, as few rows of text say little.
-const DAMPING: f32 = 0.01;
-const FEW: f32 = 0.05;
 /// Passes over all blocks in which each becomes the best beside the others.
 const PASSES: usize = 2;
+/// Rows of a matrix by which a search is chosen, and a global scale.
+const SAMPLE: usize = 192;
+const SAMPLE_OF_GLOBAL: usize = 64;
+/// Global scales that are tried, as powers of two above the usual one: it puts the largest weight on the largest scale, and which scales
+/// there are below moves with it. A whole power would give the same ones again.
+const GLOBALS: [f32; 4] = [0.0, 0.25, 0.5, 0.75];
 
 /// How the codes of a matrix were found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Choice {
     /// The scale of each block by the error of its weights.
@@ -27,27 +31,15 @@ pub enum Choice {
     Feedback,
 }
 
-/// Makes sums of products of `rows` rows of `cols` inputs positive definite.
-pub(super) fn fit(sums: &mut [f32], cols: usize, rows: usize) {
-    let mean = (0..cols)
-        .map(|i| f64::from(sums[i * (cols + 1)]))
-        .sum::<f64>()
-        / cols as f64;
-    let share = DAMPING + FEW * cols as f32 / rows.max(1) as f32;
-    let more = match mean > 0.0 {
-        true => mean as f32 * share,
-        false => 1.0,
-    };
-    (0..cols).for_each(|i| sums[i * (cols + 1)] += more);
-}
-
-/// A search by moments `[cols, cols]`.
+/// A search by moments.
 pub(super) struct Search<'a> {
     host: &'a Cpu,
     cols: usize,
     moments: Moments,
+    /// None where the moments are not positive definite after all.
     factor: Option<Factor>,
-    kept: &'a [f32],
+    kept: Vec<f32>,
+    options: QuantizeOptions,
 }
 
 /// The result of a search.
@@ -59,73 +51,59 @@ pub(super) struct Found {
 }
 
 impl<'a> Search<'a> {
-    /// By moments of the text that is seen, which [`fit`] has made fit, and of the text that is kept.
     pub(super) fn new(
         host: &'a Cpu,
-        seen: &[f32],
-        kept: &'a [f32],
-        cols: usize,
+        inputs: InputMoments,
+        options: QuantizeOptions,
     ) -> Result<Search<'a>> {
+        let InputMoments { cols, seen, kept } = inputs;
         Ok(Search {
             host,
             cols,
-            moments: Moments::new(seen, cols),
-            factor: host.factor(seen, cols)?,
+            moments: host.moments(&seen, cols),
+            factor: host.factor(&seen, cols)?,
             kept,
+            options,
         })
     }
 
-    /// The best codes and scales for `weights` `[rows, cols]` under a global scale.
-    pub(super) fn best(
-        &self,
-        weights: &[f32],
-        rows: usize,
-        global: f32,
-        options: &QuantizeOptions,
-    ) -> Result<Found> {
-        let cols = self.cols;
-        let empty = || Nvfp4 {
-            rows,
-            cols,
-            codes: vec![0; weights.len() / 2],
-            scales: vec![0; weights.len() / BLOCK],
-            global,
-        };
-        let row_of = |row: usize| &weights[row * cols..][..cols];
-        let mut swept = empty();
-        self.host
-            .by_code_rows(cols, rows_of(&mut swept), |row, codes, scales| {
-                nvfp4::quantize_rows(row_of(row), cols, row, global, options, codes, scales)
-            })?;
-        let mut tried = vec![(Choice::Sweep, swept)];
-        let (mut descended, blocks) = (empty(), self.moments.blocks());
-        self.host
-            .by_code_rows(cols, rows_of(&mut descended), |row, codes, scales| {
-                input_moments::quantize_rows(row_of(row), global, blocks, codes, scales);
-                Ok(())
-            })?;
-        let descend = |matrix: &mut Nvfp4| {
-            self.host
-                .descend(weights, global, &self.moments, PASSES, rows_of(matrix))
-        };
-        descend(&mut descended)?;
-        tried.push((Choice::Descent, descended));
-        if let Some(factor) = &self.factor {
-            let mut fed = empty();
-            self.host
-                .round_in_turn(weights, global, factor, rows_of(&mut fed))?;
-            descend(&mut fed)?;
-            tried.push((Choice::Feedback, fed));
+    /// The global scale that is best for matrices with this largest magnitude, by a sample of their rows.
+    pub(super) fn best_global(&self, matrices: &[Vec<f32>], largest: f32) -> Result<f32> {
+        let usual = global_scale(largest, &self.options);
+        if self.options.levels != Levels::Two {
+            return Ok(usual);
         }
-        let zeros = vec![0; weights.len() / BLOCK];
-        let codes = vec![0; weights.len() / 2];
-        let whole = self
-            .host
-            .product_error(weights, self.kept, cols, (&codes, &zeros, 1.0))?;
+        let samples: Vec<_> = matrices
+            .iter()
+            .map(|weights| self.sample(weights, SAMPLE_OF_GLOBAL))
+            .collect();
+        let mut best = (f64::INFINITY, usual);
+        for power in GLOBALS {
+            let global = usual * power.exp2();
+            let mut error = 0.0;
+            for weights in &samples {
+                let matrix = self.quantized(self.best_choice(), 0, weights, global)?;
+                error += self.error(weights, &matrix)?;
+            }
+            if error < best.0 {
+                best = (error, global);
+            }
+        }
+        Ok(best.1)
+    }
+
+    /// The best codes and scales for `weights` `[rows, cols]` under a global scale. Which search finds them, a sample of the rows says.
+    pub(super) fn best(&self, weights: &[f32], global: f32) -> Result<Found> {
+        let sample = self.sample(weights, SAMPLE);
+        let zeros = self.empty(&sample, global);
+        let whole = self.error(&sample, &zeros)?;
         let (mut best, mut of_sweep) = (None::<(f64, Choice, Nvfp4)>, 0.0);
-        for (choice, matrix) in tried {
-            let of = (&matrix.codes[..], &matrix.scales[..], global);
-            let error = self.host.product_error(weights, self.kept, cols, of)?;
+        for choice in [Choice::Sweep, Choice::Descent, Choice::Feedback] {
+            if choice == Choice::Feedback && self.factor.is_none() {
+                continue;
+            }
+            let matrix = self.quantized(choice, PASSES, &sample, global)?;
+            let error = self.error(&sample, &matrix)?;
             if choice == Choice::Sweep {
                 of_sweep = error;
             }
@@ -133,13 +111,85 @@ impl<'a> Search<'a> {
                 best = Some((error, choice, matrix));
             }
         }
-        let (error, choice, matrix) = best.expect("a sweep was tried");
+        let (error, choice, mut matrix) = best.expect("a sweep was tried");
+        if matrix.codes.len() * 2 < weights.len() {
+            matrix = self.quantized(choice, PASSES, weights, global)?;
+        }
         let relative = |error: f64| (error.max(0.0) / whole.max(f64::MIN_POSITIVE)).sqrt();
         Ok(Found {
             matrix,
             choice,
             errors: [relative(of_sweep), relative(error)],
         })
+    }
+
+    /// The search that is usually best.
+    fn best_choice(&self) -> Choice {
+        match self.factor {
+            Some(_) => Choice::Feedback,
+            None => Choice::Descent,
+        }
+    }
+
+    /// So many rows of a matrix, evenly chosen; all of them where that is nearly as many.
+    fn sample(&self, weights: &[f32], rows: usize) -> Vec<f32> {
+        let all = weights.len() / self.cols;
+        if all <= rows + rows / 2 {
+            return weights.to_vec();
+        }
+        let row = |i: usize| &weights[i * all / rows * self.cols..][..self.cols];
+        (0..rows).flat_map(row).copied().collect()
+    }
+
+    /// Zeros.
+    fn empty(&self, weights: &[f32], global: f32) -> Nvfp4 {
+        Nvfp4 {
+            rows: weights.len() / self.cols,
+            cols: self.cols,
+            codes: vec![0; weights.len() / 2],
+            scales: vec![0; weights.len() / BLOCK],
+            global,
+        }
+    }
+
+    /// The codes and scales that one search finds, with so many passes of descent.
+    fn quantized(
+        &self,
+        choice: Choice,
+        passes: usize,
+        weights: &[f32],
+        global: f32,
+    ) -> Result<Nvfp4> {
+        let (host, cols) = (self.host, self.cols);
+        let mut matrix = self.empty(weights, global);
+        let row_of = |row: usize| &weights[row * cols..][..cols];
+        match (choice, &self.factor) {
+            (Choice::Sweep, _) => {
+                host.by_code_rows(cols, rows_of(&mut matrix), |row, codes, scales| {
+                    let options = &self.options;
+                    nvfp4::quantize_rows(row_of(row), cols, row, global, options, codes, scales)
+                })?;
+                return Ok(matrix);
+            }
+            (Choice::Feedback, Some(factor)) => {
+                host.round_in_turn(weights, global, factor, rows_of(&mut matrix))?;
+            }
+            _ => host.by_code_rows(cols, rows_of(&mut matrix), |row, codes, scales| {
+                let blocks = self.moments.blocks();
+                input_moments::quantize_rows(row_of(row), global, blocks, codes, scales);
+                Ok(())
+            })?,
+        }
+        if passes > 0 {
+            host.descend(weights, global, &self.moments, passes, rows_of(&mut matrix))?;
+        }
+        Ok(matrix)
+    }
+
+    /// The error of products for text that the search does not see.
+    fn error(&self, weights: &[f32], matrix: &Nvfp4) -> Result<f64> {
+        let of = (&matrix.codes[..], &matrix.scales[..], matrix.global);
+        self.host.product_error(weights, &self.kept, self.cols, of)
     }
 }
 

@@ -6,7 +6,7 @@ mod plan;
 mod quantized;
 mod rows;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::ControlFlow;
 use std::path::Path;
 
@@ -74,15 +74,8 @@ pub fn convert(
     pool: &Pool,
     progress: &mut dyn FnMut(ConvertProgress<'_>) -> ControlFlow<()>,
 ) -> Result<ConvertReport> {
-    options.quantize.check()?;
-    if options.container == Container::Dat && options.quantize.levels == Levels::Two {
-        bail!(
-            InvalidArgument,
-            ".dat holds no global scale; quantize with a single-level scale"
-        );
-    }
     let used = check_loadable(source)?;
-    let steps = plan(source, options, &used)?;
+    let steps = checked_plan(source, options, &used)?;
     if let [first, more @ ..] = source.unreadable() {
         tracing::warn!(
             "{} tensors are left out, as they cannot be read: {first}{}",
@@ -90,27 +83,8 @@ pub fn convert(
             if more.is_empty() { "" } else { ", ..." }
         );
     }
-    let planned: Vec<Planned> = steps.iter().map(Planned::from).collect();
     let (metadata, files) = (source.metadata(), text_files(&source.metadata().tokenizer)?);
-    let mut writer: Box<dyn Writer> = match options.container {
-        Container::ModelOpt => {
-            check_not_read(destination, source.files())?;
-            let start = match options.replace {
-                true => ModelOptWriter::replace,
-                false => ModelOptWriter::create,
-            };
-            let mut writer = start(destination, &planned, metadata)?;
-            for (name, content) in &files {
-                writer.add_file(name, content.clone())?;
-            }
-            Box::new(writer)
-        }
-        Container::Dat => {
-            missing_companions(folder_of(destination), metadata, &files)?;
-            Box::new(DatWriter::create(destination, &planned)?)
-        }
-    };
-
+    let mut writer = begin(source, destination, options, &steps, &files)?;
     let mut work = Work {
         rows: RowConverter {
             source,
@@ -186,6 +160,62 @@ pub fn convert(
     }
     writer.finish()?;
     Ok(report)
+}
+
+/// Refuses what [`convert`] would refuse before it reads weights, a destination without room included. Writes nothing.
+pub fn check_destination(
+    source: &dyn Checkpoint,
+    destination: &Path,
+    options: &ConvertOptions,
+) -> Result<()> {
+    let steps = checked_plan(source, options, &check_loadable(source)?)?;
+    let files = text_files(&source.metadata().tokenizer)?;
+    begin(source, destination, options, &steps, &files).map(|_| ())
+}
+
+fn checked_plan(
+    source: &dyn Checkpoint,
+    options: &ConvertOptions,
+    used: &HashSet<String>,
+) -> Result<Vec<Step>> {
+    options.quantize.check()?;
+    if options.container == Container::Dat && options.quantize.levels == Levels::Two {
+        bail!(
+            InvalidArgument,
+            ".dat holds no global scale; quantize with a single-level scale"
+        );
+    }
+    plan(source, options, used)
+}
+
+/// A writer of these steps, with the files of the tokenizer. Dropped, it leaves nothing behind.
+fn begin(
+    source: &dyn Checkpoint,
+    destination: &Path,
+    options: &ConvertOptions,
+    steps: &[Step],
+    files: &[(String, Vec<u8>)],
+) -> Result<Box<dyn Writer>> {
+    let planned: Vec<Planned> = steps.iter().map(Planned::from).collect();
+    let metadata = source.metadata();
+    Ok(match options.container {
+        Container::ModelOpt => {
+            check_not_read(destination, source.files())?;
+            let start = match options.replace {
+                true => ModelOptWriter::replace,
+                false => ModelOptWriter::create,
+            };
+            let mut writer = start(destination, &planned, metadata)?;
+            for (name, content) in files {
+                writer.add_file(name, content.clone())?;
+            }
+            Box::new(writer)
+        }
+        Container::Dat => {
+            missing_companions(folder_of(destination), metadata, files)?;
+            Box::new(DatWriter::create(destination, &planned)?)
+        }
+    })
 }
 
 /// Writes some rows of an NVFP4 entry as they are.

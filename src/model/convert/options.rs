@@ -38,6 +38,8 @@ pub struct ConvertOptions {
     pub quantize: QuantizeOptions,
     /// Format of the embedding and the head. A tied head stays tied: one table is written for both.
     pub tables: Tables,
+    /// With [`Tables::Auto`], int8 rows for tables of more than 8 bits too, where the container holds them.
+    pub narrow_tables: bool,
     /// Entries whose names contain one of these stay in the encoding that they have, or become bfloat16 where that cannot be written.
     pub keep: Vec<String>,
     /// Leaves the head, or the table that it shares with the embedding, in the precision that it has, whatever `tables` says: it is the
@@ -62,6 +64,7 @@ impl ConvertOptions {
                 ..QuantizeOptions::default()
             },
             tables: Tables::Auto,
+            narrow_tables: false,
             keep: Vec::new(),
             keep_head: false,
             replace: false,

@@ -181,9 +181,13 @@ fn table_encoding(entry: &Entry, options: &ConvertOptions, is_tied: bool) -> Res
         ),
         (Tables::Int8, _) => Encoding::Int8,
         (Tables::Nvfp4, _) | (Tables::Auto, Encoding::Nvfp4) => Encoding::Nvfp4,
-        (Tables::Auto, same @ Encoding::Dense(DType::F16)) => same,
         // Integers that have no scales are refused where they are quantized.
-        (Tables::Auto, narrow) if holds_int8 && bytes_of_value(narrow) == Some(1) => Encoding::Int8,
+        (Tables::Auto, encoding)
+            if holds_int8 && (options.narrow_tables || bytes_of_value(encoding) == Some(1)) =>
+        {
+            Encoding::Int8
+        }
+        (Tables::Auto, same @ Encoding::Dense(DType::F16)) => same,
         (Tables::Auto, _) => bf16,
     })
 }

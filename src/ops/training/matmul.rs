@@ -29,3 +29,19 @@ pub fn matmul<E: Element<Host = f32>>(
         Device::Cuda(_) => cuda::matmul(form, sizes, a.cuda()?, b.cuda()?, out.cuda()?, add),
     }
 }
+
+/// Adds the Gram matrix of the columns of `x` `[rows, cols]`, `x^T x`, to `out` `[cols, cols]` in f32: the elements on its diagonal and above;
+/// what is below says nothing.
+pub fn gram(device: &Device, x: Slice<'_, Mixed>, cols: usize, out: SliceMut<'_>) -> Result<()> {
+    match device {
+        Device::Cpu(cpu) => cpu.gram(x.host()?, cols, out.host()?),
+        Device::Cuda(_) => {
+            let sizes = Sizes {
+                m: cols,
+                n: cols,
+                k: x.len() / cols,
+            };
+            matmul(device, Form::TN, sizes, x, x, out, true)
+        }
+    }
+}

@@ -363,8 +363,8 @@ extern "C" {
 #define NVFP4_CONTAINER_DAT 1
 
 /**
- * Embedding and head in int8 where the source has them in at most 8 bits and the container holds that, else in 16 bits: float16 as it is,
- * and bfloat16. NVFP4 stays NVFP4. Only for conversions.
+ * Embedding and head in int8 where the source has them in at most 8 bits, or is calibrated, and the container holds that, else in 16 bits:
+ * float16 as it is, and bfloat16. NVFP4 stays NVFP4. Only for conversions.
  */
 #define NVFP4_TABLES_AUTO -1
 
@@ -771,6 +771,29 @@ typedef struct NVFP4_Message {
     size_t content_length;
 } NVFP4_Message;
 
+/** How to calibrate a model. Fill with NVFP4_calibrate_options_init(), then change what is to differ. Paths are read during the call only. */
+typedef struct NVFP4_CalibrateOptions {
+    /** sizeof(NVFP4_CalibrateOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_DEVICE_*: where the model reads the text. The search for codes runs on the CPU. Default: #NVFP4_DEVICE_CPU. */
+    int32_t device_type;
+    /** The number of the device of that type; 0 (or -1) for #NVFP4_DEVICE_AUTO. Default: 0. */
+    int32_t device_index;
+    /** Windows of the text, at most; 0 for 32 on a CPU and 128 on a GPU. Default: 0. */
+    int32_t windows;
+    /** Tokens in a window; 0 for 1024 on a CPU and 2048 on a GPU, or the model's context if that is less. Default: 0. */
+    size_t window;
+    /**
+     * Paths of files with text of the kinds that the model is used for, with rows as NVFP4_data_read() reads them. A text of prose, 38
+     * languages, code and conversations that the library brings gives the windows that they do not fill. Default: NULL, for that alone.
+     */
+    const char *const *files;
+    /** Bytes of each path. */
+    const size_t *file_lengths;
+    /** Number of files. */
+    size_t file_count;
+} NVFP4_CalibrateOptions;
+
 /** How to convert a model. Fill with NVFP4_convert_options_init(), then change what is to differ. */
 typedef struct NVFP4_ConvertOptions {
     /** sizeof(NVFP4_ConvertOptions) as the caller knows it. */
@@ -787,7 +810,7 @@ typedef struct NVFP4_ConvertOptions {
      * Default: 0.
      */
     int32_t keep_head;
-    /** Cancels the call and reports the bytes of the source that are done; NULL for neither. Default: NULL. */
+    /** Cancels the call and reports the bytes of the source that are done, of a calibration the share of its work; NULL for neither. Default: NULL. */
     const NVFP4_CallOptions *call;
     /**
      * One of NVFP4_TABLES_*: format of the embedding and the output head. A tied head stays tied: the table is written once.
@@ -796,6 +819,12 @@ typedef struct NVFP4_ConvertOptions {
     int32_t tables;
     /** Must be 0. */
     int32_t reserved;
+    /**
+     * How to calibrate: codes and scales of linear weights are then those for which their products with what text makes of their inputs
+     * differ least, and those of a recipe only for what is not calibrated. NULL for weights that are quantized by themselves.
+     * Default: NULL.
+     */
+    const NVFP4_CalibrateOptions *calibrate;
 } NVFP4_ConvertOptions;
 
 /** How to make a session. Fill with NVFP4_session_options_init(), then change what is to differ. */
@@ -2081,8 +2110,17 @@ NVFP4_Status NVFP4_model_render_chat(const NVFP4_Model *model,
                                      size_t capacity,
                                      size_t *length);
 
+/**
+ * @defgroup convert Converting models: one on disk to NVFP4 on disk, by its weights alone or by what it makes of text
+ */
+
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_ConvertOptions). */
 NVFP4_API NVFP4_Status NVFP4_convert_options_init(NVFP4_ConvertOptions *options, uint32_t struct_size);
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_CalibrateOptions). */
+NVFP4_API
+NVFP4_Status NVFP4_calibrate_options_init(NVFP4_CalibrateOptions *options,
+                                          uint32_t struct_size);
 
 /**
  * Converts a model on disk to NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest is kept. The
@@ -2090,12 +2128,15 @@ NVFP4_API NVFP4_Status NVFP4_convert_options_init(NVFP4_ConvertOptions *options,
  * other files behind. A model that NVFP4_model_load() would refuse is refused with the same message, before anything is
  * written where that can be told without reading weights.
  *
+ * A calibration keeps the blocks that it has finished in a folder beside the destination, with `.calibration` after its name, until the
+ * model is written: the same call goes on after them when it was cancelled or ended by anything else.
+ *
  * - `source`: what NVFP4_model_load() takes.
  * - `destination`: a directory that does not exist or is empty, or one to replace; for `.dat` a file, which is replaced if
  *   it exists.
  * - `options`: NULL for the defaults.
  * - `quantize`: NULL for the defaults: two-level scales for ModelOpt, single-level scales for `.dat`, and the recipe amax.
- *   The recipe sweep has a smaller error and takes two to three times as long.
+ *   The recipe sweep has a smaller error and takes two to three times as long; it is the default with `calibrate`.
  */
 NVFP4_API
 NVFP4_Status NVFP4_model_convert(const char *source,

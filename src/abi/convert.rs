@@ -1,0 +1,309 @@
+//! Converting models: one on disk to NVFP4 on disk, by its weights alone or by what it makes of text
+
+use std::ffi::c_char;
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::arguments::{self, Growing, choice, fill, flag, options, reserved};
+use super::call::{NVFP4_CallOptions, watched};
+use super::guard::enter;
+use super::quantize::NVFP4_QuantizeOptions;
+use super::shared;
+use super::status::NVFP4_Status;
+use super::tensor::{NVFP4_DEVICE_CPU, device_of};
+use crate::base::call::{self, Progress};
+use crate::base::error::{Result, bail};
+use crate::checkpoint::Checkpoint;
+use crate::format::nvfp4::Recipe;
+use crate::model::calibrate::CalibrateProgress;
+use crate::model::convert::{self, Container, ConvertOptions, ConvertProgress, Tables};
+use crate::model::{self, Device};
+use crate::train::calibration::{Calibration, TextOptions};
+
+/// A directory with safetensors in ModelOpt's layout, config and tokenizer.
+pub const NVFP4_CONTAINER_MODELOPT: i32 = 0;
+/// A `.dat` file of TorchSharp with single-level scales, and config and tokenizer beside it.
+pub const NVFP4_CONTAINER_DAT: i32 = 1;
+
+/// Embedding and head in int8 where the source has them in at most 8 bits, or is calibrated, and the container holds that, else in 16 bits:
+/// float16 as it is, and bfloat16. NVFP4 stays NVFP4. Only for conversions.
+pub const NVFP4_TABLES_AUTO: i32 = -1;
+/// Embedding and head in bfloat16, which every reader of such directories knows.
+pub const NVFP4_TABLES_BFLOAT16: i32 = 0;
+/// Embedding and head in NVFP4, a little more than a quarter of the bytes.
+pub const NVFP4_TABLES_NVFP4: i32 = 1;
+/// Embedding and head in int8 with a float32 scale a row, half of the bytes; `.dat` cannot hold it. Only for conversions.
+pub const NVFP4_TABLES_INT8: i32 = 2;
+
+/// How to calibrate a model. Fill with NVFP4_calibrate_options_init(), then change what is to differ. Paths are read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NVFP4_CalibrateOptions {
+    /// sizeof(NVFP4_CalibrateOptions) as the caller knows it.
+    pub struct_size: u32,
+    /// One of NVFP4_DEVICE_*: where the model reads the text. The search for codes runs on the CPU. Default: #NVFP4_DEVICE_CPU.
+    pub device_type: i32,
+    /// The number of the device of that type; 0 (or -1) for #NVFP4_DEVICE_AUTO. Default: 0.
+    pub device_index: i32,
+    /// Windows of the text, at most; 0 for 32 on a CPU and 128 on a GPU. Default: 0.
+    pub windows: i32,
+    /// Tokens in a window; 0 for 1024 on a CPU and 2048 on a GPU, or the model's context if that is less. Default: 0.
+    pub window: usize,
+    /// Paths of files with text of the kinds that the model is used for, with rows as NVFP4_data_read() reads them. A text of prose, 38
+    /// languages, code and conversations that the library brings gives the windows that they do not fill. Default: NULL, for that alone.
+    pub files: *const *const c_char,
+    /// Bytes of each path.
+    pub file_lengths: *const usize,
+    /// Number of files.
+    pub file_count: usize,
+}
+
+// SAFETY: integers and pointers without padding, the first a u32 size.
+unsafe impl Growing for NVFP4_CalibrateOptions {
+    const NAME: &'static str = "NVFP4_CalibrateOptions";
+    fn defaults() -> Self {
+        NVFP4_CalibrateOptions {
+            struct_size: size_of::<Self>() as u32,
+            device_type: NVFP4_DEVICE_CPU,
+            device_index: 0,
+            windows: 0,
+            window: 0,
+            files: std::ptr::null(),
+            file_lengths: std::ptr::null(),
+            file_count: 0,
+        }
+    }
+}
+
+impl NVFP4_CalibrateOptions {
+    /// # Safety
+    /// The paths must be readable.
+    unsafe fn read(&self) -> Result<(Device, TextOptions)> {
+        let Ok(windows) = usize::try_from(self.windows) else {
+            bail!(
+                InvalidArgument,
+                "windows is {}; it must not be negative",
+                self.windows
+            );
+        };
+        // SAFETY: promised by the caller.
+        let files =
+            unsafe { arguments::paths("files", self.files, self.file_lengths, self.file_count) }?;
+        let text = TextOptions {
+            files,
+            windows: (windows > 0).then_some(windows),
+            window: (self.window > 0).then_some(self.window),
+        };
+        Ok((device_of(self.device_type, self.device_index, None)?, text))
+    }
+}
+
+/// How to convert a model. Fill with NVFP4_convert_options_init(), then change what is to differ.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NVFP4_ConvertOptions {
+    /// sizeof(NVFP4_ConvertOptions) as the caller knows it.
+    pub struct_size: u32,
+    /// One of NVFP4_CONTAINER_*: what is written. Default: ModelOpt.
+    pub container: i32,
+    /// 1 to replace a directory that holds a model and no subdirectories, with everything in it; 0 to refuse a directory
+    /// that is not empty. Default: 0.
+    pub replace: i32,
+    /// 1 to leave the output head, or the table that it shares with the embedding, in the precision that it has, whatever `tables` says.
+    /// Default: 0.
+    pub keep_head: i32,
+    /// Cancels the call and reports the bytes of the source that are done, of a calibration the share of its work; NULL for neither. Default: NULL.
+    pub call: *const NVFP4_CallOptions,
+    /// One of NVFP4_TABLES_*: format of the embedding and the output head. A tied head stays tied: the table is written once.
+    /// Default: #NVFP4_TABLES_AUTO.
+    pub tables: i32,
+    /// Must be 0.
+    pub reserved: i32,
+    /// How to calibrate: codes and scales of linear weights are then those for which their products with what text makes of their inputs
+    /// differ least, and those of a recipe only for what is not calibrated. NULL for weights that are quantized by themselves.
+    /// Default: NULL.
+    pub calibrate: *const NVFP4_CalibrateOptions,
+}
+
+// SAFETY: integers and pointers without padding, the first a u32 size.
+unsafe impl Growing for NVFP4_ConvertOptions {
+    const NAME: &'static str = "NVFP4_ConvertOptions";
+    const EARLIER: &'static [usize] = &[24, 32];
+    fn defaults() -> Self {
+        NVFP4_ConvertOptions {
+            struct_size: size_of::<Self>() as u32,
+            container: NVFP4_CONTAINER_MODELOPT,
+            replace: 0,
+            keep_head: 0,
+            call: std::ptr::null(),
+            tables: NVFP4_TABLES_AUTO,
+            reserved: 0,
+            calibrate: std::ptr::null(),
+        }
+    }
+}
+
+/// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_ConvertOptions).
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn NVFP4_convert_options_init(
+    options: *mut NVFP4_ConvertOptions,
+    struct_size: u32,
+) -> NVFP4_Status {
+    enter("NVFP4_convert_options_init", || {
+        // SAFETY: the pointer is as the header asks.
+        unsafe { fill(options, struct_size, NVFP4_ConvertOptions::defaults()) }
+    })
+}
+
+/// The form of tables that one of NVFP4_TABLES_* names.
+pub(super) fn tables_of(value: i32) -> Result<Tables> {
+    choice(
+        "tables",
+        value,
+        &[
+            (NVFP4_TABLES_AUTO, "auto", Tables::Auto),
+            (NVFP4_TABLES_BFLOAT16, "bfloat16", Tables::Bf16),
+            (NVFP4_TABLES_NVFP4, "nvfp4", Tables::Nvfp4),
+            (NVFP4_TABLES_INT8, "int8", Tables::Int8),
+        ],
+    )
+}
+
+/// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_CalibrateOptions).
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn NVFP4_calibrate_options_init(
+    options: *mut NVFP4_CalibrateOptions,
+    struct_size: u32,
+) -> NVFP4_Status {
+    enter("NVFP4_calibrate_options_init", || {
+        // SAFETY: the pointer is as the header asks.
+        unsafe { fill(options, struct_size, NVFP4_CalibrateOptions::defaults()) }
+    })
+}
+
+/// Converts a model on disk to NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest is kept. The
+/// destination is replaced as a whole once the new model is complete; a call that fails leaves it unchanged, and leaves no
+/// other files behind. A model that NVFP4_model_load() would refuse is refused with the same message, before anything is
+/// written where that can be told without reading weights.
+///
+/// A calibration keeps the blocks that it has finished in a folder beside the destination, with `.calibration` after its name, until the
+/// model is written: the same call goes on after them when it was cancelled or ended by anything else.
+///
+/// - `source`: what NVFP4_model_load() takes.
+/// - `destination`: a directory that does not exist or is empty, or one to replace; for `.dat` a file, which is replaced if
+///   it exists.
+/// - `options`: NULL for the defaults.
+/// - `quantize`: NULL for the defaults: two-level scales for ModelOpt, single-level scales for `.dat`, and the recipe amax.
+///   The recipe sweep has a smaller error and takes two to three times as long; it is the default with `calibrate`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn NVFP4_model_convert(
+    source: *const c_char,
+    source_length: usize,
+    destination: *const c_char,
+    destination_length: usize,
+    options: *const NVFP4_ConvertOptions,
+    quantize: *const NVFP4_QuantizeOptions,
+) -> NVFP4_Status {
+    enter("NVFP4_model_convert", || {
+        // SAFETY: the pointers are as the header asks.
+        let (source, destination, options) = unsafe {
+            (
+                arguments::path("source", source, source_length)?,
+                arguments::path("destination", destination, destination_length)?,
+                self::options(options)?,
+            )
+        };
+        let container = choice(
+            "container",
+            options.container,
+            &[
+                (NVFP4_CONTAINER_MODELOPT, "modelopt", Container::ModelOpt),
+                (NVFP4_CONTAINER_DAT, "dat", Container::Dat),
+            ],
+        )?;
+        let is_calibrated = !options.calibrate.is_null();
+        let recipe = match is_calibrated {
+            true => Recipe::Sweep,
+            false => Recipe::default(),
+        };
+        let mut conversion = ConvertOptions::new(container, recipe);
+        conversion.replace = flag("replace", options.replace)?;
+        conversion.keep_head = flag("keep_head", options.keep_head)?;
+        reserved(&options, options.reserved)?;
+        conversion.tables = tables_of(options.tables)?;
+        conversion.narrow_tables = is_calibrated;
+        if !quantize.is_null() {
+            // SAFETY: as above.
+            conversion.quantize = unsafe { self::options(quantize) }?.read_for_model()?;
+        }
+        let calibrate = match is_calibrated {
+            // SAFETY: as above.
+            true => Some(unsafe { self::options(options.calibrate)?.read() }?),
+            false => None,
+        };
+        let checkpoint = model::open(source)?;
+        let run = || {
+            let written = match &calibrate {
+                None => converted(&*checkpoint, destination, &conversion, 0),
+                Some((device, text)) => {
+                    calibrated(checkpoint.into(), destination, &conversion, device, text)
+                }
+            };
+            written.map_err(|e| e.within(source.display()))
+        };
+        // SAFETY: as above.
+        unsafe { watched(options.call, run) }
+    })
+}
+
+/// Parts of the work that a calibration is, where the conversion after it is one.
+const PARTS_OF_CALIBRATION: u64 = 9;
+
+/// Calibrates for a conversion, and converts.
+fn calibrated(
+    checkpoint: Arc<dyn Checkpoint>,
+    destination: &Path,
+    conversion: &ConvertOptions,
+    device: &Device,
+    text: &TextOptions,
+) -> Result<()> {
+    let mut told = |p: CalibrateProgress| {
+        call::tell(Progress {
+            done: p.done * PARTS_OF_CALIBRATION,
+            total: p.total * (PARTS_OF_CALIBRATION + 1),
+        });
+    };
+    let calibration =
+        Calibration::new(checkpoint, destination, conversion, device, text, &mut told)?;
+    converted(
+        &calibration.checkpoint,
+        destination,
+        conversion,
+        PARTS_OF_CALIBRATION,
+    )?;
+    calibration.written();
+    Ok(())
+}
+
+/// Converts, after so many times as much work.
+fn converted(
+    checkpoint: &dyn Checkpoint,
+    destination: &Path,
+    conversion: &ConvertOptions,
+    before: u64,
+) -> Result<()> {
+    let device = shared::device()?;
+    let pool = device.host()?.pool();
+    let mut told = |p: ConvertProgress<'_>| {
+        call::tell(Progress {
+            done: p.total * before + p.done,
+            total: p.total * (before + 1),
+        });
+        match call::is_over() {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        }
+    };
+    convert::convert(checkpoint, destination, conversion, pool, &mut told).map(|_| ())
+}
