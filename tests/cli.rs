@@ -529,6 +529,124 @@ fn quantize_calibrates_by_text() {
     assert!(words.contains("which fill 1 of 3 windows"), "{words}");
     assert_eq!(report(&said)["head"], "BF16");
 
+    // Steps of distillation, which are taken back where they bring nothing.
+    let before = std::fs::read(format!("{out}/model.safetensors")).unwrap();
+    let distilled = report(&calibrated(&out, &["--force", "--distill", "2"]))["distilled"].clone();
+    assert_eq!(distilled["steps"], 2);
+    let of = |name: &str| distilled[name].as_f64().unwrap();
+    assert!(of("divergence_before") > 0.0 && of("divergence") < 2.0 * of("divergence_before"));
+    let after = std::fs::read(format!("{out}/model.safetensors")).unwrap();
+    assert!(of("divergence") >= of("divergence_before") || after != before);
+
+    std::fs::create_dir(scratch.path("d")).unwrap();
+    let dat = scratch.path("d/model.dat");
+    let single = json(&["quantize", &a, &dat, "--recipe", "four-over-six"]);
+    assert_eq!(single["quantized"].as_u64(), Some(15));
+    let listed = json(&["inspect", &dat]);
+    assert_eq!(listed["format"], "dat");
+    assert_eq!(head(&listed)["encoding"], "NVFP4");
+    assert!(text(&["inspect", &dat]).contains("lm_head.weight"));
+}
+
+/// Codes by text: a directory and a .dat file, whose matrices come from the search; a short text is a warning; what another recipe would
+/// ignore, and what could not be written in the end, is refused before any work.
+#[test]
+fn quantize_calibrates_by_text() {
+    let scratch = Scratch::new("calibrated");
+    let shape = scratch.path("shape");
+    std::fs::create_dir(&shape).unwrap();
+    for file in ["config.json", "tokenizer.json"] {
+        let from = format!("tests/golden/model/qwen3_tied/{file}");
+        std::fs::copy(from, format!("{shape}/{file}")).unwrap();
+    }
+    let trained = scratch.path("trained");
+    let words = [
+        "train",
+        "--init",
+        &shape,
+        "--data",
+        "tests/data/verse-10m/passage.txt",
+    ];
+    let how = "--device cpu --steps 2 --batch 2 --window 64 --recipe float32 --save-every 0";
+    text(
+        &[
+            &words[..],
+            &["--out", &trained],
+            &how.split(' ').collect::<Vec<_>>(),
+        ]
+        .concat(),
+    );
+    let model = &format!("{trained}/model");
+    let (out, swept) = (scratch.path("out"), scratch.path("swept"));
+    let text_file = |name: &str, content: &str| {
+        let path = scratch.path(name);
+        std::fs::write(&path, content).unwrap();
+        path
+    };
+    let few = ["--calibration-windows", "3", "--calibration-window", "64"];
+    let calibrated = |to: &str, more: &[&str]| {
+        let args = ["quantize", model, to, "--recipe", "calibrated", "--json"];
+        nvfp4(&[&args[..], &few, more].concat())
+    };
+    let report = |output: &Output| -> Value { serde_json::from_slice(&output.stdout).unwrap() };
+    let found = report(&calibrated(&out, &[]));
+    let plain = json(&["quantize", model, &swept, "--tables", "int8"]);
+    let matrices = found["calibrated"].as_array().unwrap();
+    assert!(
+        matrices
+            .iter()
+            .all(|m| m["error"].as_f64() <= m["error_of_sweep"].as_f64())
+    );
+    assert_eq!(found["quantized"], matrices.len());
+    for same in [
+        "quantized",
+        "kept_nvfp4",
+        "embedding",
+        "head",
+        "bytes_in",
+        "bytes_out",
+    ] {
+        assert_eq!(found[same], plain[same], "{same}");
+    }
+    assert!(!std::path::Path::new(&format!("{out}.calibration")).exists());
+
+    let short = text_file("short.txt", "Ten tokens, or a few more.");
+    let said = calibrated(
+        &out,
+        &["--force", "--calibration", &short, "--tables", "bf16"],
+    );
+    let words = String::from_utf8(said.stderr.clone()).unwrap();
+    assert!(words.contains("which fill 1 of 3 windows"), "{words}");
+    assert_eq!(report(&said)["head"], "BF16");
+
+    // Steps of distillation, which are taken back where they bring nothing.
+    let before = std::fs::read(format!("{out}/model.safetensors")).unwrap();
+    for (steps, window) in [("3", "64"), ("1", "32")] {
+        let how = [
+            "--force",
+            "--distill",
+            steps,
+            "--calibration-window",
+            window,
+        ];
+        let args = [
+            "quantize",
+            model,
+            &out,
+            "--recipe",
+            "calibrated",
+            "--json",
+            "--calibration-windows",
+            "3",
+        ];
+        let distilled = report(&nvfp4(&[&args[..], &how].concat()))["distilled"].clone();
+        assert_eq!(distilled["steps"].to_string(), steps);
+        let of = |name: &str| distilled[name].as_f64().unwrap();
+        assert!(of("divergence_before") > 0.0 && of("divergence") < 2.0 * of("divergence_before"));
+        let after = std::fs::read(format!("{out}/model.safetensors")).unwrap();
+        assert!(of("divergence") >= of("divergence_before") || after != before);
+    }
+
     std::fs::create_dir(scratch.path("d")).unwrap();
     let dat = scratch.path("d/model.dat");
     let single = report(&calibrated(&dat, &[]));
@@ -553,7 +671,22 @@ fn quantize_calibrates_by_text() {
         &["--force", "--device", "cpu"],
         "--device is for --recipe calibrated",
     );
+    refused(
+        &swept,
+        &["--force", "--distill", "5"],
+        "--distill is for --recipe calibrated",
+    );
     let calibrated = ["--recipe", "calibrated"];
+    refused(
+        &out,
+        &[&["--force", "--distill", "0"], &calibrated[..]].concat(),
+        "learns nothing",
+    );
+    refused(
+        &dat,
+        &[&["--distill", "5"], &calibrated[..]].concat(),
+        "--distill writes directories",
+    );
     refused(&swept, &calibrated, "is not empty");
     refused(
         &out,

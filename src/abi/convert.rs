@@ -277,7 +277,7 @@ fn calibrated(
     let calibration =
         Calibration::new(checkpoint, destination, conversion, device, text, &mut told)?;
     converted(
-        &calibration.checkpoint,
+        &*calibration.checkpoint,
         destination,
         conversion,
         PARTS_OF_CALIBRATION,

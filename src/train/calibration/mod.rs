@@ -1,10 +1,12 @@
 //! Models in NVFP4 by what they make of text: the text of a calibration, from files or the default one, in windows of tokens; and a checkpoint
 //! that a conversion writes.
 
+mod distill;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::data::{self, Data, Long};
+use super::data::{self, Long, Window};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::checkpoint::Checkpoint;
@@ -15,6 +17,8 @@ use crate::model::calibrate::{
 use crate::model::convert::{ConvertOptions, ConvertReport, check_destination};
 use crate::model::training::Source;
 use crate::ops::Device;
+
+pub use distill::Distilled;
 
 /// The default text: prose, 38 languages, code, documentation, and conversations in the model's own template. README.md beside it says where
 /// it is from.
@@ -38,7 +42,7 @@ pub struct TextOptions {
 /// A checkpoint that was calibrated for a conversion.
 pub struct Calibration {
     /// What the conversion writes.
-    pub checkpoint: Calibrated,
+    pub checkpoint: Arc<Calibrated>,
     /// What became of each matrix.
     pub matrices: Vec<CalibratedMatrix>,
     source: Arc<Source>,
@@ -68,7 +72,7 @@ impl Calibration {
         let host = device.host_cpu()?;
         let (checkpoint, matrices) = calibrate(device, &host, &source, &texts, &options, progress)?;
         Ok(Calibration {
-            checkpoint,
+            checkpoint: Arc::new(checkpoint),
             matrices,
             source,
             finished,
@@ -90,64 +94,107 @@ impl Calibration {
     }
 }
 
-/// The windows of a text to calibrate with. What is packed together follows from a fixed seed.
+/// The windows of a text to calibrate with, in an order that follows from a fixed seed.
 pub fn texts(
     source: &Source,
     device: &Device,
     options: &TextOptions,
 ) -> Result<Vec<CalibrationText>> {
-    let text = source.text()?;
-    let positions = source.spec().max_positions;
-    let (windows, window) = if device.is_cuda() { ON_GPU } else { ON_CPU };
-    let windows = options.windows.unwrap_or(windows);
-    if windows < 2 {
+    let count = options.count(device);
+    if count < 2 {
         bail!(
             InvalidArgument,
-            "{windows} windows to calibrate with; there must be two at least, one of which the search does not see"
+            "{count} windows to calibrate with; there must be two at least, one of which the search does not see"
         );
     }
-    if let Some(window) = options.window
-        && window > positions
-    {
-        bail!(
-            InvalidArgument,
-            "a window of {window} tokens to calibrate with, and the model's context has {positions}"
-        );
-    }
-    let reading = data::Options {
-        window: options.window.unwrap_or(window.min(positions)),
-        learn_all: true,
-        long: Long::Truncate,
-        ..data::Options::default()
-    };
-    let vocabulary = source.spec().vocab_size;
-    let mut texts = match &options.files[..] {
-        [] => Vec::new(),
-        files => chosen(&data::read(files, &text, vocabulary, &reading)?, windows)?,
-    };
-    if texts.len() < windows {
-        if !texts.is_empty() {
-            let tokens: usize = texts.iter().map(|t| t.tokens.len()).sum();
+    let mut all = chosen(options.from_files(source, device)?, count);
+    if all.len() < count {
+        if !all.is_empty() {
+            let tokens: usize = all.iter().map(|w| w.tokens.len()).sum();
             tracing::warn!(
-                "the text to calibrate with has {tokens} tokens, which fill {} of {windows} windows; the default text gives the rest",
-                texts.len()
+                "the text to calibrate with has {tokens} tokens, which fill {} of {count} windows; the default text gives the rest",
+                all.len()
             );
         }
-        let default =
-            data::read_embedded("the default text", DEFAULT, &text, vocabulary, &reading)?;
-        texts.extend(chosen(&default, windows - texts.len())?);
+        all.extend(chosen(
+            default_windows(source, device, options)?,
+            count - all.len(),
+        ));
     }
-    Ok(texts)
+    let text = |window: Window| CalibrationText {
+        tokens: window.tokens,
+        documents: window.documents,
+    };
+    Ok(all.into_iter().map(text).collect())
 }
 
-/// So many windows at most, from all of the data.
-fn chosen(data: &Data, windows: usize) -> Result<Vec<CalibrationText>> {
-    let packed = data.windows()?;
-    let count = packed.len().min(windows);
-    let chosen = (0..count).map(|i| &packed.all()[i * packed.len() / count]);
-    let text = |window: &data::Window| CalibrationText {
-        tokens: window.tokens.clone(),
-        documents: window.documents.clone(),
-    };
-    Ok(chosen.map(text).collect())
+/// All windows of a text, with those of the default text where the files do not fill as many as a calibration takes.
+fn windows(source: &Source, device: &Device, options: &TextOptions) -> Result<Vec<Window>> {
+    let mut all = options.from_files(source, device)?;
+    if all.len() < options.count(device) {
+        all.extend(default_windows(source, device, options)?);
+    }
+    Ok(all)
+}
+
+fn default_windows(source: &Source, device: &Device, options: &TextOptions) -> Result<Vec<Window>> {
+    let (text, vocabulary) = (source.text()?, source.spec().vocab_size);
+    let how = options.reading(source, device)?;
+    let data = data::read_embedded("the default text", DEFAULT, &text, vocabulary, &how)?;
+    Ok(data.windows()?.all().to_vec())
+}
+
+/// So many windows at most, evenly chosen.
+fn chosen(windows: Vec<Window>, most: usize) -> Vec<Window> {
+    let (all, count) = (windows.len(), windows.len().min(most));
+    let mut chosen = (0..count).map(|i| i * all / count).peekable();
+    let numbered = windows.into_iter().enumerate();
+    let is_chosen = |&(i, _): &(usize, Window)| chosen.next_if_eq(&i).is_some();
+    numbered
+        .filter(is_chosen)
+        .map(|(_, window)| window)
+        .collect()
+}
+
+impl TextOptions {
+    /// Windows, at most.
+    fn count(&self, device: &Device) -> usize {
+        self.windows.unwrap_or(usual(device).0)
+    }
+
+    fn reading(&self, source: &Source, device: &Device) -> Result<data::Options> {
+        let positions = source.spec().max_positions;
+        if let Some(window) = self.window
+            && window > positions
+        {
+            bail!(
+                InvalidArgument,
+                "a window of {window} tokens to calibrate with, and the model's context has {positions}"
+            );
+        }
+        Ok(data::Options {
+            window: self.window.unwrap_or(usual(device).1.min(positions)),
+            learn_all: true,
+            long: Long::Truncate,
+            ..data::Options::default()
+        })
+    }
+
+    fn from_files(&self, source: &Source, device: &Device) -> Result<Vec<Window>> {
+        let how = self.reading(source, device)?;
+        if self.files.is_empty() {
+            return Ok(Vec::new());
+        }
+        let (text, vocabulary) = (source.text()?, source.spec().vocab_size);
+        let data = data::read(&self.files, &text, vocabulary, &how)?;
+        Ok(data.windows()?.all().to_vec())
+    }
+}
+
+/// Windows and their tokens where nothing is said.
+fn usual(device: &Device) -> (usize, usize) {
+    match device.is_cuda() {
+        true => ON_GPU,
+        false => ON_CPU,
+    }
 }

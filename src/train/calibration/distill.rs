@@ -1,0 +1,129 @@
+//! A short distillation of a calibrated model: all of its parameters learn what the model predicts that it was quantized from, and its
+//! matrices stay in NVFP4.
+
+use std::path::Path;
+
+use super::{Calibration, TextOptions, windows};
+use crate::base::Result;
+use crate::base::call;
+use crate::base::error::bail;
+use crate::model::convert::{ConvertReport, Tables};
+use crate::model::training::Source;
+use crate::ops::Device;
+use crate::ops::training::optimizer::Hyperparameters;
+use crate::train::data::{Order, Place, Window};
+use crate::train::{
+    Clip, Config, Distillation, MicroBatch, Recipe, Schedule, TeacherPlacement, Trainer,
+};
+
+/// The highest learning rate, the share of the steps in which it rises, and the tokens of a step.
+const RATE: f64 = 1e-5;
+const WARMUP: f64 = 0.03;
+const STEP_TOKENS: usize = 8192;
+/// One of so many windows is kept from learning, to see by what has been learned; at most so many tokens.
+const KEPT: usize = 8;
+const KEPT_TOKENS: usize = 16384;
+
+/// What a distillation has brought: mean divergences of the predictions from those of the original model, KL(original || quantized), for text
+/// that was not learned, in nats a token.
+#[derive(Clone, Copy, Debug, serde::Serialize)]
+pub struct Distilled {
+    /// Steps taken.
+    pub steps: u64,
+    /// Of the calibrated model.
+    pub divergence_before: f64,
+    /// Of what has been learned. Only if it is smaller, the model was written.
+    pub divergence: f64,
+}
+
+impl Calibration {
+    /// Learns for so many steps what the model predicts that was calibrated, from all of a text, and replaces the directory `destination`, which a
+    /// conversion of this calibration has written with `report`, unless that would make it worse. Tells `progress` the steps that are done.
+    /// Cancelled with the thread's [`call`](crate::base::call).
+    pub fn distill(
+        &self,
+        destination: &Path,
+        report: &ConvertReport,
+        device: &Device,
+        text: &TextOptions,
+        steps: u64,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<Distilled> {
+        let student = Source::new(self.checkpoint.clone())?;
+        let (mut learned, mut kept) = (Vec::new(), Vec::new());
+        for (number, window) in windows(&student, device, text)?.into_iter().enumerate() {
+            let is_kept = number % KEPT == KEPT - 1;
+            let to = if is_kept { &mut kept } else { &mut learned };
+            to.push(window);
+        }
+        let Some(longest) = learned.iter().map(|w| w.tokens.len()).max() else {
+            bail!(InvalidArgument, "there is no text to distill with");
+        };
+        if kept.is_empty() {
+            kept.push(learned[0].clone());
+        }
+        let most = (KEPT_TOKENS / longest).max(1);
+        kept.truncate(most);
+        let mut trainer = Trainer::new(device, &student, &config(report, device, steps))?;
+        let placement = TeacherPlacement::Auto;
+        trainer.set_teacher(&student, self.source.clone(), placement, STEP_TOKENS)?;
+
+        let kept: Vec<MicroBatch<'_>> = kept.iter().map(Window::batch).collect();
+        let divergence_before = trainer.compare(&kept, true)?.divergence;
+        let of_step = (STEP_TOKENS / longest).clamp(1, learned.len());
+        let mut order = Order::new(0, (learned.len(), of_step), Place::default());
+        for step in 0..steps {
+            call::check()?;
+            progress(step);
+            let mut batch = Window::default();
+            for _ in 0..of_step {
+                batch.append(&learned[order.next_item()]);
+            }
+            trainer.step(&[batch.batch()])?;
+        }
+        progress(steps);
+        let divergence = trainer.compare(&kept, true)?.divergence;
+        if divergence < divergence_before {
+            trainer.export_directory(&student, destination, Tables::Auto, true)?;
+        }
+        Ok(Distilled {
+            steps,
+            divergence_before,
+            divergence,
+        })
+    }
+}
+
+/// Everything is learned, in the forms that the conversion has written, and passes multiply with what is delivered.
+fn config(report: &ConvertReport, device: &Device, steps: u64) -> Config {
+    let (clip, release) = match device.is_cuda() {
+        true => (Clip::Previous(1.0), true),
+        false => (Clip::Global(1.0), false),
+    };
+    let tables = match report.embedding {
+        "INT8" => Tables::Int8,
+        "NVFP4" => Tables::Nvfp4,
+        _ => Tables::Bf16,
+    };
+    Config {
+        recipe: Recipe {
+            tables,
+            delivered_share: Some(1.0),
+            scale_search: false,
+            clip,
+            release,
+            ..Recipe::default()
+        },
+        optimizer: Hyperparameters {
+            rate: RATE,
+            ..Hyperparameters::default()
+        },
+        schedule: Schedule {
+            warmup: (steps as f64 * WARMUP).round() as u64,
+            ..Schedule::default()
+        },
+        steps,
+        distillation: Some(Distillation::default()),
+        ..Config::default()
+    }
+}
