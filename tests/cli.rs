@@ -1,5 +1,8 @@
 //! The `nvfp4` command from outside: output, JSON and exit codes.
 
+#[path = "cli/compare.rs"]
+mod compare;
+
 use std::ffi::OsStr;
 use std::fs;
 use std::io::Write;

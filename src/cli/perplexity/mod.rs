@@ -10,7 +10,7 @@ use NVFP4::base::error::bail;
 use NVFP4::model::{KvCache, KvType, Logits, Model, Scratch};
 use serde::Serialize;
 
-use super::{model, output};
+use super::{model, output, windows};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
@@ -105,12 +105,7 @@ struct Sums {
 
 pub(super) fn run(args: &Args) -> Result<()> {
     let text = model::read_text(&args.text)?;
-    if args.window < 2 {
-        bail!(InvalidArgument, "--window must be at least 2");
-    }
-    if args.windows == Some(0) {
-        bail!(InvalidArgument, "--windows must be at least 1");
-    }
+    windows::check(Some(args.window), args.windows)?;
     let (model, reference) = match &args.reference {
         Some(name) => {
             let (model, reference) = args.model.load_both(name)?;
@@ -130,20 +125,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         );
     }
     let tokens = model.tokenizer()?.encode(&text, false)?;
-    if tokens.len() < 2 {
-        bail!(
-            InvalidArgument,
-            "{} holds {} tokens; at least 2 are needed",
-            args.text.display(),
-            tokens.len()
-        );
-    }
-    // The last window may be shorter; a single token predicts nothing.
-    let windows: Vec<&[u32]> = tokens
-        .chunks(args.window)
-        .filter(|w| w.len() > 1)
-        .take(args.windows.unwrap_or(usize::MAX))
-        .collect();
+    let windows = windows::of(&args.text, &tokens, args.window, args.windows)?;
     let kv = args.model.kv.into();
     for window in &windows {
         model.check_ids(window)?;
