@@ -2,6 +2,8 @@
 
 #[path = "cli/compare.rs"]
 mod compare;
+#[path = "cli/tasks.rs"]
+mod tasks;
 
 use std::ffi::OsStr;
 use std::fs;
