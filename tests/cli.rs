@@ -1,5 +1,10 @@
 //! The `nvfp4` command from outside: output, JSON and exit codes.
 
+#[path = "cli/compare.rs"]
+mod compare;
+#[path = "cli/tasks.rs"]
+mod tasks;
+
 use std::ffi::OsStr;
 use std::fs;
 use std::io::Write;

@@ -2,6 +2,8 @@
 //! first, and whole models. Without a CUDA device every test says SKIPPED, unless NVFP4_REQUIRE names `cuda`.
 
 mod common;
+#[path = "cuda/compare.rs"]
+mod compare;
 #[path = "cuda/int8.rs"]
 mod int8;
 #[path = "cuda/teacher.rs"]

@@ -4,6 +4,7 @@
 mod bandwidth;
 mod bench;
 mod chat;
+mod compare;
 mod diagnose;
 mod hub;
 mod inspect;
@@ -23,6 +24,7 @@ mod synth;
 mod train;
 mod view;
 mod warnings;
+mod windows;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -66,6 +68,8 @@ enum Command {
     Bench(bench::Args),
     /// Measure the perplexity of a model on a text, and its divergence from a reference model
     Perplexity(perplexity::Args),
+    /// Say where a model differs from a reference of the same shape: by position, by block, and at which tokens
+    Compare(compare::Args),
     /// Say what this machine and build support
     Diagnose(diagnose::Args),
     /// Write manual pages and shell completions into a folder, for packages
@@ -102,6 +106,7 @@ fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Synth(args) => synth::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Perplexity(args) => perplexity::run(&args),
+        Command::Compare(args) => compare::run(&args),
         Command::Diagnose(args) => diagnose::run(&args),
         Command::Pages(args) => pages::run(&args, &Cli::command()),
     };

@@ -3,6 +3,7 @@
 
 mod block;
 pub mod calibrate;
+pub mod compare;
 pub mod convert;
 pub mod families;
 mod forward;

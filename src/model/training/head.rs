@@ -70,16 +70,23 @@ impl HeadSizes {
     }
 }
 
+/// Ranges of at most `chunk` tokens that make a vocabulary.
+pub(super) fn vocabulary_chunks(
+    vocabulary: usize,
+    chunk: usize,
+) -> impl Iterator<Item = Range<usize>> + use<> {
+    (0..vocabulary)
+        .step_by(chunk)
+        .map(move |first| first..vocabulary.min(first + chunk))
+}
+
 impl HeadPass<'_> {
     fn sizes(&self, rows: usize) -> HeadSizes {
         HeadSizes::new(self.spec, self.chunk, rows)
     }
 
     fn chunks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        let (vocab, chunk) = (self.spec.vocab_size, self.chunk);
-        (0..vocab)
-            .step_by(chunk)
-            .map(move |first| first..vocab.min(first + chunk))
+        vocabulary_chunks(self.spec.vocab_size, self.chunk)
     }
 
     /// Tokens of the largest chunk.

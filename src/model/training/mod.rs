@@ -15,6 +15,7 @@ mod observer;
 mod pass;
 mod precision;
 mod recompute;
+mod runner;
 mod scratch;
 mod source;
 mod streams;
@@ -33,6 +34,7 @@ pub use observer::{Observer, See};
 pub use pass::{Options, Pass};
 pub use precision::{ProductForm, ProductPrecision};
 pub use recompute::{Recompute, RecomputedParts};
+pub use runner::Runner;
 pub use source::{Source, Text};
 pub use teacher::{Placement, Teacher, TeacherMemory};
 

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::block::BlockPass;
-use super::head::{HeadLoss, HeadPass};
+use super::head::{HeadLoss, HeadPass, vocabulary_chunks};
 use super::hidden::HiddenTargets;
 use super::lesson::Lesson;
 use super::precision::ProductPrecision;
@@ -229,6 +229,53 @@ impl Pass {
         self.put_saved(index, saved);
         self.scratch = scratch;
         done
+    }
+
+    /// Applies the last norm to a batch's rows `x`, which have left the last block.
+    pub(super) fn normalize(
+        &mut self,
+        store: &dyn Store,
+        batch: &Batch,
+        x: &Array<Mixed>,
+        out: &mut Array<Mixed>,
+    ) -> Result<()> {
+        let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+        std::mem::swap(&mut scratch.head_normed, out);
+        let len = batch.rows() * self.spec.hidden_size;
+        let done = x
+            .first(len)
+            .and_then(|x| self.head(batch).normalize(store, x, &mut scratch));
+        std::mem::swap(&mut scratch.head_normed, out);
+        self.scratch = scratch;
+        done
+    }
+
+    /// Computes the logits `[rows, tokens]` of these tokens for a batch's rows `x`, which have left [`Pass::normalize`] and stay as they
+    /// are.
+    pub(super) fn logits(
+        &mut self,
+        store: &mut dyn Store,
+        batch: &Batch,
+        x: &mut Array<Mixed>,
+        tokens: &Range<usize>,
+        out: &mut Array,
+    ) -> Result<()> {
+        call::check()?;
+        let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+        std::mem::swap(&mut scratch.head_normed, x);
+        std::mem::swap(&mut scratch.logits, out);
+        let done = self
+            .head(batch)
+            .logits(store, tokens, batch.rows(), &mut scratch);
+        std::mem::swap(&mut scratch.logits, out);
+        std::mem::swap(&mut scratch.head_normed, x);
+        self.scratch = scratch;
+        done
+    }
+
+    /// Ranges of tokens whose logits are computed at a time.
+    pub(super) fn vocabulary_chunks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        vocabulary_chunks(self.spec.vocab_size, self.options.head_chunk)
     }
 
     /// Gives back what only blocks use, and does not stay for the backward pass.

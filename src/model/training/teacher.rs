@@ -201,6 +201,8 @@ pub(super) struct Weights {
     /// The matrices, if they are resident.
     matrices: Option<Vec<Matrix>>,
     vectors: Vec<Array>,
+    /// Whether values that are read from the checkpoint are rounded to bfloat16.
+    rounds: bool,
 }
 
 impl std::fmt::Debug for Weights {
@@ -237,13 +239,27 @@ impl Weights {
             source,
             matrices,
             vectors,
+            rounds: true,
         })
+    }
+
+    /// Streamed weights with the values of the checkpoint, which only the device's own precision rounds.
+    pub(super) fn exact(device: &Device, source: Arc<Source>) -> Result<Weights> {
+        Ok(Weights {
+            rounds: false,
+            ..Self::new(device, source, Placement::Streamed)?
+        })
+    }
+
+    /// Whether values of a matrix that is read from the checkpoint are rounded to bfloat16.
+    fn rounds(&self, id: MatrixId) -> Result<bool> {
+        Ok(self.rounds && form(&self.source, id)? == WeightForm::Bf16)
     }
 
     /// Reads rows of a matrix from the checkpoint.
     fn stream(&self, id: MatrixId, rows: Range<usize>, mut out: SliceMut<'_, Mixed>) -> Result<()> {
         let cols = self.source.layout().matrices[id].cols;
-        let rounds = form(&self.source, id)? == WeightForm::Bf16;
+        let rounds = self.rounds(id)?;
         let read = |rows: Range<usize>, out: &mut [f32]| -> Result<()> {
             self.source.matrix(id, rows, out)?;
             if rounds {
@@ -328,7 +344,7 @@ impl Store for Weights {
             let token = token as usize;
             self.source.matrix(matrix, token..token + 1, row)?;
         }
-        if form(&self.source, matrix)? == WeightForm::Bf16 {
+        if self.rounds(matrix)? {
             round_to_bf16(&mut staged);
         }
         out.reborrow().copy_from(Slice::Host(&staged))

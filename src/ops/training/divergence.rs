@@ -39,6 +39,19 @@ pub struct Totals {
     pub divergence: f64,
 }
 
+/// Results of one row, in nats, with both models' logits as they are (a temperature of 1).
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct RowDivergence {
+    /// KL(teacher || student).
+    pub divergence: f64,
+    /// The student's cross-entropy of the label.
+    pub cross_entropy: f64,
+    /// The log-sum-exp of the student's logits.
+    pub student: f64,
+    /// The log-sum-exp of the teacher's logits.
+    pub teacher: f64,
+}
+
 /// A teacher's logits of a chunk, `[T, width]`.
 #[derive(Clone, Copy, Debug)]
 pub struct TeacherLogits<'a> {
@@ -181,6 +194,29 @@ impl Divergence {
         Ok(totals)
     }
 
+    /// After the last chunk: the results of each row, by a temperature of 1. Rows without a label have unspecified values. Waits for a
+    /// GPU.
+    pub fn rows(&self) -> Result<Vec<RowDivergence>> {
+        let found = match &self.on_gpu {
+            None => self.rows.clone(),
+            Some(on_gpu) => {
+                let mut found = vec![0.0; on_gpu.found.len()];
+                on_gpu.found.all().read(&mut found)?;
+                found
+                    .chunks_exact(cuda::DIVERGENCE_FOUND)
+                    .map(of_kernel)
+                    .collect()
+            }
+        };
+        let results = found.iter().map(|row| RowDivergence {
+            divergence: row.divergence(1.0),
+            cross_entropy: row.cross_entropy(),
+            student: f64::from(row.largest) + row.sum.ln(),
+            teacher: f64::from(row.teacher_largest) + row.teacher_sum.ln(),
+        });
+        Ok(results.collect())
+    }
+
     /// After [`Divergence::finish`]: the gradients of a chunk's logits.
     pub fn gradients(
         &self,
@@ -204,6 +240,19 @@ impl Divergence {
             self.mixture.label_share,
         );
         cpu.divergence_gradient(&columns, &teacher, gradients, rows)
+    }
+}
+
+/// The sums of a row in the kernel's order.
+fn of_kernel(row: &[f32]) -> Row {
+    Row {
+        largest: row[0],
+        sum: f64::from(row[1]),
+        target: row[2],
+        warm_sum: f64::from(row[3]),
+        teacher_largest: row[4],
+        teacher_sum: f64::from(row[5]),
+        difference: f64::from(row[6]),
     }
 }
 
@@ -302,6 +351,21 @@ mod tests {
             let totals = loss.finish(&device, &targets).unwrap();
             let wanted = exact(&student, &teacher, mixture, cap);
             assert!((totals.loss / wanted - 1.0).abs() < 1e-5, "{totals:?}");
+            if temperature == 1.0 {
+                let rows = loss.rows().unwrap();
+                let labelled = rows.iter().zip(LABELS).zip(WEIGHTS);
+                let labelled = labelled.filter(|((_, label), _)| *label >= 0);
+                let (mut divergence, mut entropy) = (0.0, 0.0);
+                for ((row, _), weight) in labelled {
+                    divergence += f64::from(weight) * row.divergence;
+                    entropy += f64::from(weight) * row.cross_entropy;
+                }
+                assert!((divergence / totals.divergence - 1.0).abs() < 1e-12);
+                assert!((entropy / totals.cross_entropy - 1.0).abs() < 1e-12);
+                let logits: Vec<f64> = teacher[0].iter().map(|l| l.exp()).collect();
+                let lse = logits.iter().sum::<f64>().ln();
+                assert!((rows[0].teacher - lse).abs() < 1e-5, "{rows:?}");
+            }
             for range in &chunks {
                 let [own, taught] = [&student, &teacher].map(|of| part(of, range.clone()));
                 let taught = TeacherLogits {

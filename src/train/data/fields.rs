@@ -78,8 +78,17 @@ pub(super) fn without_place(error: &serde_json::Error) -> String {
 }
 
 impl Fields {
-    /// The fields of an object of JSON.
+    /// The fields of a training row in JSON.
     pub(super) fn of_line(line: &str) -> Result<Fields> {
+        Self::parse(
+            line,
+            KNOWN,
+            "; a file that is one array of rows is named .json",
+        )
+    }
+
+    /// The fields of an object of JSON. Errors list the fields that are `known`, and advise so where there is an array.
+    pub(super) fn parse(line: &str, known: &str, of_array: &str) -> Result<Fields> {
         let _values = alloc::set_aside(line.len().saturating_mul(FOR_BYTE))?;
         let begin = line.trim_start();
         let other = match begin.bytes().next() {
@@ -93,12 +102,12 @@ impl Fields {
         // A value of another type, and nothing after it.
         if !other.is_empty() && serde_json::from_str::<serde::de::IgnoredAny>(line).is_ok() {
             let advice = match other {
-                "an array" => "; a file that is one array of rows is named .json",
+                "an array" => of_array,
                 _ => "",
             };
             bail!(
                 InvalidArgument,
-                "it is {other}, not an object; a row is an object with {KNOWN}{advice}"
+                "it is {other}, not an object; a row is an object with {known}{advice}"
             );
         }
         serde_json::from_str(line).map_err(|e| match e.is_data() {
@@ -194,7 +203,7 @@ impl Fields {
     }
 
     /// All names, for errors.
-    fn keys(&self) -> String {
+    pub(super) fn keys(&self) -> String {
         let names: Vec<&str> = self
             .0
             .iter()
@@ -211,6 +220,13 @@ impl Fields {
     fn take(&mut self, name: &str) -> Option<Value> {
         let at = self.0.iter().position(|(own, _)| own == name)?;
         Some(self.0.swap_remove(at).1).filter(|value| !value.is_null())
+    }
+
+    /// The first of these fields that is there, with its name.
+    pub(super) fn take_first(&mut self, names: &[&'static str]) -> Option<(&'static str, Value)> {
+        names
+            .iter()
+            .find_map(|&name| Some((name, self.take(name)?)))
     }
 
     /// The text of a field; empty if it is not there.

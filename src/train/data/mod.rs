@@ -2,6 +2,7 @@
 //! and windows come in an order that a seed and a [`Place`] fix. Knows tokenizers and chat templates, and no model beyond the size of its
 //! vocabulary.
 
+mod choices;
 mod content;
 mod conversation;
 mod document;
@@ -17,6 +18,7 @@ mod rows;
 mod tests;
 mod window;
 
+pub use choices::{MultipleChoice, multiple_choice};
 pub use content::DataFile;
 pub(super) use content::as_text;
 pub use document::Document;

@@ -20,9 +20,7 @@ pub(super) fn rows(
     format: Format,
     separator: Option<&str>,
 ) -> Result<Vec<Numbered>> {
-    let content = content
-        .strip_prefix("\u{feff}".as_bytes())
-        .unwrap_or(content);
+    let content = without_mark(content);
     match format {
         Format::Text => texts(content, separator),
         Format::Tsv => Ok(lines(content, |line| match line.starts_with('#') {
@@ -37,8 +35,18 @@ pub(super) fn rows(
     }
 }
 
-/// Rows that `read` makes of lines that are not blank.
-fn lines(content: &[u8], read: impl Fn(&str) -> Option<Result<Row>>) -> Vec<Numbered> {
+/// The content without a byte order mark.
+pub(super) fn without_mark(content: &[u8]) -> &[u8] {
+    content
+        .strip_prefix("\u{feff}".as_bytes())
+        .unwrap_or(content)
+}
+
+/// Rows that `read` makes of lines that are not blank, with the numbers of the lines.
+pub(super) fn lines<T>(
+    content: &[u8],
+    read: impl Fn(&str) -> Option<Result<T>>,
+) -> Vec<(usize, Result<T>)> {
     let lines = content.split(|&b| b == b'\n').enumerate();
     let lines = lines.map(|(i, line)| (i + 1, line.strip_suffix(b"\r").unwrap_or(line)));
     lines

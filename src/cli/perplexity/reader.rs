@@ -1,0 +1,100 @@
+//! A model that reads tokens and gives the logits after each.
+
+use std::sync::Arc;
+
+use NVFP4::base::Result;
+use NVFP4::model::{KvCache, KvType, Logits, Model, Scratch};
+
+/// Bytes of logits that a GPU computes at a time, unless [`FEWEST`] rows have more.
+const LOGIT_BYTES: usize = 64 << 20;
+/// Rows of logits that are computed together at least. The CPU takes no more: its kernels for few rows are the fastest.
+const FEWEST: usize = 32;
+
+/// Tokens of a vocabulary of this size whose logits are computed at a time.
+fn run_of(vocabulary: usize, is_cuda: bool) -> usize {
+    match is_cuda {
+        true => (LOGIT_BYTES / (vocabulary.max(1) * size_of::<f32>())).max(FEWEST),
+        false => FEWEST,
+    }
+}
+
+/// A model with the cache of one sequence.
+pub(super) struct Reader {
+    model: Arc<Model>,
+    cache: KvCache,
+    scratch: Scratch,
+    logits: Vec<f32>,
+}
+
+impl Reader {
+    /// A reader of sequences of at most `capacity` tokens.
+    pub(super) fn new(model: &Arc<Model>, capacity: usize, kv: KvType) -> Result<Self> {
+        Ok(Reader {
+            cache: KvCache::new(model.device(), model.spec(), capacity, kv)?,
+            scratch: Scratch::default(),
+            logits: Vec::new(),
+            model: model.clone(),
+        })
+    }
+
+    /// The number of tokens to read at a time.
+    pub(super) fn run(&self) -> usize {
+        run_of(self.model.spec().vocab_size, self.model.device().is_cuda())
+    }
+
+    /// Keeps the first `len` tokens of the sequence and forgets the rest.
+    pub(super) fn truncate(&mut self, len: usize) -> Result<()> {
+        self.cache.truncate(len)
+    }
+
+    /// Reads tokens that follow those of earlier calls, without logits.
+    pub(super) fn skip(&mut self, tokens: &[u32]) -> Result<()> {
+        match tokens.is_empty() {
+            true => Ok(()),
+            false => self.forward(tokens, Logits::None),
+        }
+    }
+
+    /// The logits after each of `tokens`, which follow those of earlier calls.
+    pub(super) fn read(&mut self, tokens: &[u32]) -> Result<&[f32]> {
+        self.forward(tokens, Logits::All)?;
+        Ok(&self.logits)
+    }
+
+    fn forward(&mut self, tokens: &[u32], logits: Logits) -> Result<()> {
+        self.model.forward(
+            tokens,
+            &mut self.cache,
+            &mut self.scratch,
+            logits,
+            &mut self.logits,
+        )
+    }
+}
+
+/// The logarithm of the sum of exponentials, and the index of the largest.
+pub(super) fn log_sum(logits: &[f32]) -> (f64, usize) {
+    let mut top = 0;
+    for (i, &logit) in logits.iter().enumerate() {
+        if logit > logits[top] {
+            top = i;
+        }
+    }
+    let largest = f64::from(logits[top]);
+    let sum: f64 = logits.iter().map(|&l| (f64::from(l) - largest).exp()).sum();
+    (largest + sum.ln(), top)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn logits_of_a_run_are_bounded() {
+        assert_eq!(run_of(1 << 16, true), 256);
+        assert_eq!(run_of(151_936, true), 110);
+        assert_eq!(run_of(1 << 24, true), 32);
+        assert!(run_of(0, true) > 32);
+        assert_eq!(run_of(1 << 16, false), 32);
+    }
+}

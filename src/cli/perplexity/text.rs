@@ -1,0 +1,129 @@
+//! Perplexity of a text, and divergence from a reference.
+
+use std::ffi::OsStr;
+use std::fmt;
+use std::sync::Arc;
+
+use NVFP4::base::Result;
+use NVFP4::model::{KvType, Model};
+use serde::Serialize;
+
+use super::reader::Reader;
+use super::sums::Sums;
+use crate::cli::{model, output};
+
+#[derive(Serialize)]
+pub(super) struct Report {
+    tokens: usize,
+    windows: usize,
+    /// Tokens predicted: all but the first of each window.
+    predicted: usize,
+    perplexity: f64,
+    /// Mean negative log-likelihood of a token, in nats.
+    loss: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reference: Option<Reference>,
+}
+
+#[derive(Serialize)]
+struct Reference {
+    model: String,
+    perplexity: f64,
+    /// Mean divergence from the reference, in nats.
+    kl_divergence: f64,
+    /// The largest divergence at one token.
+    kl_max: f64,
+    /// The fraction of tokens for which both models have the same argmax.
+    same_top: f64,
+}
+
+/// Windows of a text.
+pub(super) struct Windows<'a> {
+    /// Tokens of the text.
+    pub(super) tokens: usize,
+    /// The most tokens of a window.
+    pub(super) longest: usize,
+    pub(super) all: Vec<&'a [u32]>,
+}
+
+/// Measures a model, and a reference with its name if there is one, on windows of a text.
+pub(super) fn measure(
+    windows: &Windows<'_>,
+    kv: KvType,
+    model: &Arc<Model>,
+    reference: Option<(&Arc<Model>, &OsStr)>,
+) -> Result<Report> {
+    let vocabulary = model.spec().vocab_size;
+    let Windows {
+        tokens,
+        longest,
+        all: windows,
+    } = windows;
+    for window in windows {
+        model.check_ids(window)?;
+    }
+    let mut reader = Reader::new(model, *longest, kv)?;
+    let mut other = reference
+        .map(|(reference, _)| Reader::new(reference, *longest, kv))
+        .transpose()?;
+    let bar = output::count_bar("reading", windows.iter().map(|w| w.len() as u64).sum());
+    let (mut sums, run) = (Sums::default(), reader.run());
+    for window in windows {
+        reader.truncate(0)?;
+        if let Some(other) = &mut other {
+            other.truncate(0)?;
+        }
+        // The last token has nothing to predict.
+        let inputs = &window[..window.len() - 1];
+        for (inputs, targets) in inputs.chunks(run).zip(window[1..].chunks(run)) {
+            let logits = reader.read(inputs)?;
+            let expected = match &mut other {
+                Some(other) => Some(other.read(inputs)?),
+                None => None,
+            };
+            for (i, &target) in targets.iter().enumerate() {
+                let row = i * vocabulary..(i + 1) * vocabulary;
+                let expected = expected.map(|expected| &expected[row.clone()]);
+                sums.add(&logits[row], expected, target)?;
+            }
+            bar.inc(inputs.len() as u64);
+        }
+    }
+    bar.finish_and_clear();
+    let n = sums.predicted as f64;
+    Ok(Report {
+        tokens: *tokens,
+        windows: windows.len(),
+        predicted: sums.predicted,
+        perplexity: (sums.loss / n).exp(),
+        loss: sums.loss / n,
+        reference: reference.map(|(_, name)| Reference {
+            model: model::shown(name),
+            perplexity: (sums.reference_loss / n).exp(),
+            kl_divergence: sums.divergence / n,
+            kl_max: sums.largest,
+            same_top: sums.same as f64 / n,
+        }),
+    })
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "perplexity {:.4} over {} tokens in {} windows",
+            self.perplexity, self.predicted, self.windows
+        )?;
+        match &self.reference {
+            None => Ok(()),
+            Some(r) => write!(
+                f,
+                "\nreference {:.4}; divergence {:.6} nats on average, {:.4} at most; same argmax {:.2} %",
+                r.perplexity,
+                r.kl_divergence,
+                r.kl_max,
+                r.same_top * 100.0
+            ),
+        }
+    }
+}
