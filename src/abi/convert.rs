@@ -16,10 +16,9 @@ use crate::base::call::{self, Progress};
 use crate::base::error::{Result, bail};
 use crate::checkpoint::Checkpoint;
 use crate::format::nvfp4::Recipe;
-use crate::model::calibrate::CalibrateProgress;
 use crate::model::convert::{self, Container, ConvertOptions, ConvertProgress, Tables};
 use crate::model::{self, Device};
-use crate::train::calibration::{Calibration, TextOptions};
+use crate::train::calibration::{self, Stage, TextOptions};
 
 /// A directory with safetensors in ModelOpt's layout, config and tokenizer.
 pub const NVFP4_CONTAINER_MODELOPT: i32 = 0;
@@ -57,6 +56,12 @@ pub struct NVFP4_CalibrateOptions {
     pub file_lengths: *const usize,
     /// Number of files.
     pub file_count: usize,
+    /// Bits that a weight of the model's blocks may have on average, scales included: from 4.5, those of NVFP4, to 8. The blocks that lose
+    /// most by NVFP4 then have int8 rows. 0 for NVFP4 in all. Default: 0.
+    pub budget: f64,
+    /// Steps of distillation after the calibration, in which the whole model, still in NVFP4, learns what the original predicts. It is for
+    /// GPUs: a step takes a CPU minutes. Default: 0.
+    pub distill_steps: u64,
 }
 
 // SAFETY: integers and pointers without padding, the first a u32 size.
@@ -72,6 +77,8 @@ unsafe impl Growing for NVFP4_CalibrateOptions {
             files: std::ptr::null(),
             file_lengths: std::ptr::null(),
             file_count: 0,
+            budget: 0.0,
+            distill_steps: 0,
         }
     }
 }
@@ -79,7 +86,7 @@ unsafe impl Growing for NVFP4_CalibrateOptions {
 impl NVFP4_CalibrateOptions {
     /// # Safety
     /// The paths must be readable.
-    unsafe fn read(&self) -> Result<(Device, TextOptions)> {
+    unsafe fn read(&self) -> Result<(Device, calibration::Options)> {
         let Ok(windows) = usize::try_from(self.windows) else {
             bail!(
                 InvalidArgument,
@@ -90,12 +97,19 @@ impl NVFP4_CalibrateOptions {
         // SAFETY: promised by the caller.
         let files =
             unsafe { arguments::paths("files", self.files, self.file_lengths, self.file_count) }?;
-        let text = TextOptions {
-            files,
-            windows: (windows > 0).then_some(windows),
-            window: (self.window > 0).then_some(self.window),
+        let options = calibration::Options {
+            text: TextOptions {
+                files,
+                windows: (windows > 0).then_some(windows),
+                window: (self.window > 0).then_some(self.window),
+            },
+            budget: (self.budget != 0.0).then_some(self.budget),
+            distill: (self.distill_steps > 0).then_some(self.distill_steps),
         };
-        Ok((device_of(self.device_type, self.device_index, None)?, text))
+        Ok((
+            device_of(self.device_type, self.device_index, None)?,
+            options,
+        ))
     }
 }
 
@@ -245,9 +259,9 @@ pub unsafe extern "C-unwind" fn NVFP4_model_convert(
         let checkpoint = model::open(source)?;
         let run = || {
             let written = match &calibrate {
-                None => converted(&*checkpoint, destination, &conversion, 0),
-                Some((device, text)) => {
-                    calibrated(checkpoint.into(), destination, &conversion, device, text)
+                None => converted(&*checkpoint, destination, &conversion),
+                Some((device, how)) => {
+                    calibrated(checkpoint.into(), destination, &conversion, device, how)
                 }
             };
             written.map_err(|e| e.within(source.display()))
@@ -257,48 +271,54 @@ pub unsafe extern "C-unwind" fn NVFP4_model_convert(
     })
 }
 
-/// Parts of the work that a calibration is, where the conversion after it is one.
-const PARTS_OF_CALIBRATION: u64 = 9;
-
-/// Calibrates for a conversion, and converts.
+/// Calibrates for a conversion, and converts. Each stage counts as so many shares of the work.
 fn calibrated(
     checkpoint: Arc<dyn Checkpoint>,
     destination: &Path,
     conversion: &ConvertOptions,
     device: &Device,
-    text: &TextOptions,
+    options: &calibration::Options,
 ) -> Result<()> {
-    let mut told = |p: CalibrateProgress| {
+    let host = shared::device()?;
+    let distilled = u64::from(options.distill.is_some());
+    let mut told = |stage: Stage| {
+        let (before, share, done, total) = match stage {
+            Stage::Calibrate(p) => (0, 8, p.done, p.total),
+            Stage::Measure(done, total) => (8, 1, done, total),
+            Stage::Write(done, total) => (9, 1, done, total),
+            Stage::Distill(done, total) => (10, 10, done, total),
+        };
         call::tell(Progress {
-            done: p.done * PARTS_OF_CALIBRATION,
-            total: p.total * (PARTS_OF_CALIBRATION + 1),
+            done: before * SHARE + share * SHARE * done / total.max(1),
+            total: (10 + 10 * distilled) * SHARE,
         });
     };
-    let calibration =
-        Calibration::new(checkpoint, destination, conversion, device, text, &mut told)?;
-    converted(
-        &*calibration.checkpoint,
+    let work = (device, host.host()?.pool());
+    calibration::quantize(
+        checkpoint,
         destination,
         conversion,
-        PARTS_OF_CALIBRATION,
-    )?;
-    calibration.written();
-    Ok(())
+        work,
+        options,
+        &mut told,
+    )
+    .map(|_| ())
 }
 
-/// Converts, after so many times as much work.
+/// What is told of a tenth of a calibration.
+const SHARE: u64 = 1000;
+
 fn converted(
     checkpoint: &dyn Checkpoint,
     destination: &Path,
     conversion: &ConvertOptions,
-    before: u64,
 ) -> Result<()> {
     let device = shared::device()?;
     let pool = device.host()?.pool();
     let mut told = |p: ConvertProgress<'_>| {
         call::tell(Progress {
-            done: p.total * before + p.done,
-            total: p.total * (before + 1),
+            done: p.done,
+            total: p.total,
         });
         match call::is_over() {
             true => ControlFlow::Break(()),

@@ -35,8 +35,8 @@ layout!(NVFP4_CallOptions, 40, struct_size: 0, reserved: 4, cancel: 8, cancel_fl
 layout!(NVFP4_LoadOptions, 32, struct_size: 0, device_type: 4, device_index: 8, threads: 12, activations: 16, sampling_only: 20, call: 24);
 layout!(NVFP4_ConvertOptions, 40, struct_size: 0, container: 4, replace: 8, keep_head: 12, call: 16, tables: 24, reserved: 28,
     calibrate: 32);
-layout!(NVFP4_CalibrateOptions, 48, struct_size: 0, device_type: 4, device_index: 8, windows: 12, window: 16, files: 24,
-    file_lengths: 32, file_count: 40);
+layout!(NVFP4_CalibrateOptions, 64, struct_size: 0, device_type: 4, device_index: 8, windows: 12, window: 16, files: 24,
+    file_lengths: 32, file_count: 40, budget: 48, distill_steps: 56);
 layout!(NVFP4_Message, 32, role: 0, role_length: 8, content: 16, content_length: 24);
 layout!(NVFP4_SessionOptions, 48, struct_size: 0, kv_type: 4, eviction: 8, reserved: 12, context: 16, keep: 24, system: 32, system_length: 40);
 layout!(NVFP4_GenerateOptions, 104, struct_size: 0, temperature: 4, top_k: 8, top_p: 12, min_p: 16, repetition_penalty: 20,

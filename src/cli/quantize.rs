@@ -10,14 +10,11 @@ use NVFP4::base::error::bail;
 use NVFP4::base::threads::Pool;
 use NVFP4::checkpoint::Checkpoint;
 use NVFP4::format::nvfp4;
-use NVFP4::model::Device;
-use NVFP4::model::calibrate::CalibratedMatrix;
-use NVFP4::model::convert::{Container, ConvertOptions, ConvertReport, Tables, convert};
+use NVFP4::model::convert::{Container, ConvertOptions, Tables, convert};
 use NVFP4::model::open;
-use NVFP4::train::calibration::{Calibration, Distilled, TextOptions};
+use NVFP4::train::calibration::{self, Quantized, Stage, TextOptions};
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
-use serde::Serialize;
 
 use super::recipe::{RecipeName, TableForm};
 use super::{model, output};
@@ -46,6 +43,10 @@ pub(super) struct Args {
     /// Where the model reads the texts of the recipe calibrated: cpu or cuda:N; default: cpu
     #[arg(long)]
     device: Option<String>,
+    /// Bits that a weight of the blocks may have on average with the recipe calibrated, scales included, such as 4.75: blocks that
+    /// lose most in NVFP4, which has 4.5, get 8
+    #[arg(long, value_name = "BITS")]
+    budget: Option<f64>,
     /// Steps of distillation after the recipe calibrated: the whole model, still in NVFP4, learns what INPUT predicts, from all of the
     /// texts. For a GPU: a step of 8192 tokens takes a CPU minutes
     #[arg(long, value_name = "STEPS")]
@@ -119,9 +120,6 @@ pub(super) fn run(args: &Args) -> Result<()> {
     if !is_calibrated {
         refuse_calibration(args)?;
     }
-    if args.distill.is_some() {
-        check_distillation(args, container)?;
-    }
     let source: Arc<dyn Checkpoint> = Arc::from(open(&model::resolve(&args.input)?)?);
     let pool = Pool::new(match args.threads {
         Some(threads) => threads,
@@ -141,38 +139,35 @@ pub(super) fn run(args: &Args) -> Result<()> {
             },
         )
     };
-    let calibration = match args.recipe {
-        Recipe::Calibrated => Some(calibrate(args, source.clone(), &options)?),
-        Recipe::Plain(_) => None,
-    };
-    let from = calibration
-        .as_ref()
-        .map_or(&*source, |(c, _)| &*c.checkpoint);
-    let bar = output::byte_bar("quantizing", 0);
-    let report = convert(from, &args.output, &options, &pool, &mut |p| {
-        bar.set_length(p.total);
-        bar.set_position(p.done);
-        ControlFlow::Continue(())
-    });
-    bar.finish_and_clear();
-    let mut report = report?;
-    let (mut calibrated, mut distilled) = (Vec::new(), None);
-    if let Some((calibration, device)) = calibration {
-        if let Some(steps) = args.distill {
-            distilled = Some(distill(args, &calibration, &report, &device, steps)?);
+    let found = match args.recipe {
+        Recipe::Calibrated => calibrated(args, source, &options, &pool)?,
+        Recipe::Plain(_) => {
+            let bar = output::byte_bar("quantizing", 0);
+            let report = convert(&*source, &args.output, &options, &pool, &mut |p| {
+                bar.set_length(p.total);
+                bar.set_position(p.done);
+                ControlFlow::Continue(())
+            });
+            bar.finish_and_clear();
+            Quantized {
+                report: report?,
+                calibrated: Vec::new(),
+                wide_blocks: Vec::new(),
+                distilled: None,
+            }
         }
-        calibration.written();
-        calibration.count_in(&mut report);
-        calibrated = calibration.matrices;
-    }
+    };
     if args.json {
-        return output::json(&Quantized {
-            report,
-            calibrated,
-            distilled,
-        });
+        return output::json(&found);
     }
-    if let Some(distilled) = distilled {
+    show(args, &found)
+}
+
+fn show(args: &Args, found: &Quantized) -> Result<()> {
+    if !found.wide_blocks.is_empty() {
+        output::line(format_args!("blocks in int8: {:?}", found.wide_blocks))?;
+    }
+    if let Some(distilled) = found.distilled {
         output::line(format_args!(
             "{} steps of distillation: a divergence of {:.4} where it was {:.4} before{}",
             distilled.steps,
@@ -184,6 +179,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
             }
         ))?;
     }
+    let report = &found.report;
     output::line(format_args!(
         "{}: {} of {} tensors quantized, {} already NVFP4; embedding {}, head {}; {} -> {}, {}",
         args.output.display(),
@@ -194,43 +190,17 @@ pub(super) fn run(args: &Args) -> Result<()> {
         named(report.head),
         output::size(report.bytes_in),
         output::size(report.bytes_out),
-        error_of(&report, &calibrated)
+        error_of(found)
     ))
 }
 
 /// What the quantization lost, in words.
-fn error_of(report: &ConvertReport, calibrated: &[CalibratedMatrix]) -> String {
-    if calibrated.is_empty() {
-        return format!("relative error {:.4}", report.relative_error);
+fn error_of(found: &Quantized) -> String {
+    if found.calibrated.is_empty() {
+        return format!("relative error {:.4}", found.report.relative_error);
     }
-    let mean = |of: fn(&CalibratedMatrix) -> f64| {
-        calibrated.iter().map(of).sum::<f64>() / calibrated.len() as f64
-    };
-    format!(
-        "relative error of products {:.4} (by sweep {:.4})",
-        mean(|m| m.error),
-        mean(|m| m.error_of_sweep)
-    )
-}
-
-/// Refuses to distill what could not be written.
-fn check_distillation(args: &Args, container: Container) -> Result<()> {
-    if args.distill == Some(0) {
-        bail!(InvalidArgument, "--distill 0 learns nothing; leave it out");
-    }
-    if container == Container::Dat {
-        bail!(
-            InvalidArgument,
-            "--distill writes directories; name one, and quantize it to .dat afterwards"
-        );
-    }
-    if args.keep_head {
-        bail!(
-            InvalidArgument,
-            "--keep-head leaves the head as it is, and --distill trains it; give one of them, or --tables bf16"
-        );
-    }
-    Ok(())
+    let [error, of_sweep] = found.mean_errors();
+    format!("relative error of products {error:.4} (by sweep {of_sweep:.4})")
 }
 
 /// Refuses options of the recipe calibrated beside another one.
@@ -240,6 +210,7 @@ fn refuse_calibration(args: &Args) -> Result<()> {
         ("--calibration-windows", args.calibration_windows.is_some()),
         ("--calibration-window", args.calibration_window.is_some()),
         ("--device", args.device.is_some()),
+        ("--budget", args.budget.is_some()),
         ("--distill", args.distill.is_some()),
     ];
     if let Some((name, _)) = given.iter().find(|(_, is_given)| *is_given) {
@@ -251,86 +222,63 @@ fn refuse_calibration(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// The command's result as JSON.
-#[derive(Serialize)]
-struct Quantized {
-    #[serde(flatten)]
-    report: ConvertReport,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    calibrated: Vec<CalibratedMatrix>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    distilled: Option<Distilled>,
-}
-
-/// The model with its linear weights calibrated.
-fn calibrate(
+/// Calibrates, with a bar for each stage.
+fn calibrated(
     args: &Args,
     checkpoint: Arc<dyn Checkpoint>,
-    options: &ConvertOptions,
-) -> Result<(Calibration, Device)> {
+    conversion: &ConvertOptions,
+    pool: &Pool,
+) -> Result<Quantized> {
     let device = model::device(args.device.as_deref().unwrap_or("cpu"), args.threads)?;
-    let text = text_options(args);
+    let options = calibration::Options {
+        text: TextOptions {
+            files: args.calibration.clone(),
+            windows: args.calibration_windows,
+            window: args.calibration_window,
+        },
+        budget: args.budget,
+        distill: args.distill,
+    };
     let bar = output::share_bar("calibrating");
     let mut is_told = false;
-    let found = Calibration::new(
+    let found = calibration::quantize(
         checkpoint,
         &args.output,
-        options,
-        &device,
-        &text,
-        &mut |p| {
-            if p.resumed > 0 && !is_told {
-                bar.suspend(|| {
-                    eprintln!(
-                        "{} of {} blocks are there from a calibration that was interrupted",
-                        p.resumed, p.blocks
-                    );
-                });
-                is_told = true;
+        conversion,
+        (&device, pool),
+        &options,
+        &mut |stage| {
+            let (label, done, total) = match stage {
+                Stage::Calibrate(p) => {
+                    if p.resumed > 0 && !is_told {
+                        bar.suspend(|| {
+                            eprintln!(
+                                "{} of {} blocks are there from a calibration that was interrupted",
+                                p.resumed, p.blocks
+                            );
+                        });
+                        is_told = true;
+                    }
+                    let block = (p.block + 1).min(p.blocks);
+                    let label = format!("calibrating block {block}/{}", p.blocks);
+                    (label, p.done, p.total)
+                }
+                Stage::Measure(done, total) => ("measuring blocks".to_owned(), done, total),
+                Stage::Write(done, total) => ("writing".to_owned(), done, total),
+                Stage::Distill(done, total) => {
+                    (format!("distilling, step {done}/{total}"), done, total)
+                }
+            };
+            if done < bar.position() {
+                bar.reset();
             }
-            bar.set_length(p.total);
-            bar.set_position(p.done);
-            let block = (p.block + 1).min(p.blocks);
-            bar.set_message(format!("calibrating block {block}/{}", p.blocks));
+            bar.set_length(total);
+            bar.set_position(done);
+            bar.set_message(label);
         },
     );
     bar.finish_and_clear();
-    Ok((found?, device))
-}
-
-/// The text that the options name.
-fn text_options(args: &Args) -> TextOptions {
-    TextOptions {
-        files: args.calibration.clone(),
-        windows: args.calibration_windows,
-        window: args.calibration_window,
-    }
-}
-
-/// Distills what has been written.
-fn distill(
-    args: &Args,
-    calibration: &Calibration,
-    report: &ConvertReport,
-    device: &Device,
-    steps: u64,
-) -> Result<Distilled> {
-    let bar = output::count_bar("distilling", steps);
-    let found = calibration.distill(
-        &args.output,
-        report,
-        device,
-        &text_options(args),
-        steps,
-        &mut |step| bar.set_position(step),
-    );
-    bar.finish_and_clear();
-    found.map_err(|e| {
-        e.within(format_args!(
-            "distilling (the calibrated model is in {})",
-            args.output.display()
-        ))
-    })
+    found
 }
 
 /// The encoding of a table; a model of another kind may have none.

@@ -134,6 +134,8 @@ namespace LibNVFP4
         internal byte** Files;
         internal UIntPtr* FileLengths;
         internal UIntPtr FileCount;
+        internal double Budget;
+        internal ulong DistillSteps;
     }
 
     [StructLayout(LayoutKind.Sequential)]

@@ -344,5 +344,17 @@ namespace LibNVFP4
         /// fill comes from a text that the library brings. Default: none.
         /// </summary>
         public string[] Files { get; set; } = new string[0];
+
+        /// <summary>
+        /// Bits that a weight of the model's blocks may have on average, scales included: from 4.5, those of NVFP4, to 8. The blocks that
+        /// lose most by NVFP4 then have int8 rows. Default: null, NVFP4 in all.
+        /// </summary>
+        public double? Budget { get; set; }
+
+        /// <summary>
+        /// Steps of distillation after the calibration, in which the whole model, still in NVFP4, learns what the original predicts. It is
+        /// for GPUs: a step takes a CPU minutes. Default: 0.
+        /// </summary>
+        public uint DistillSteps { get; set; }
     }
 }

@@ -314,6 +314,8 @@ namespace LibNVFP4
                         text.Files = files.Paths;
                         text.FileLengths = files.Lengths;
                         text.FileCount = files.Count;
+                        text.Budget = calibrate.Budget ?? 0;
+                        text.DistillSteps = (ulong)calibrate.DistillSteps;
                         how.Calibrate = &text;
                     }
                     fixed (byte* a = from, b = to)

@@ -264,7 +264,8 @@ def convert(source, destination, container="modelopt", quantize=None, progress=N
     `calibrate` True, or a dictionary of options, chooses codes and scales for which products with what the model makes of text differ
     least, and writes tables in int8 unless told. Its options: files (with text of the kinds that the model is used for, rows as for
     Data; what they do not fill comes from a text that the library brings), windows (32 on a CPU, 128 on a GPU), window (their
-    tokens: 1024 or 2048), device (cpu). A call that was interrupted goes on after the blocks of the model that it had finished, which
+    tokens: 1024 or 2048), device (cpu), budget (bits of a weight on average, 4.5 to 8: blocks that lose most get 8), distill_steps (of
+    learning what the original predicts, for GPUs). A call that was interrupted goes on after the blocks of the model that it had finished, which
     it keeps in DESTINATION.calibration.
     """
     how = native.options(native.ConvertOptions, dict(options, container=container))

@@ -151,7 +151,8 @@ class ConvertOptions(ctypes.Structure):
 
 
 class CalibrateOptions(ctypes.Structure):
-    _fields_ = _fields("struct_size:I device_type:i device_index:i windows:i window:z files:p file_lengths:p file_count:z")
+    _fields_ = _fields("struct_size:I device_type:i device_index:i windows:i window:z files:p file_lengths:p file_count:z "
+                       "budget:d distill_steps:L")
 
 
 class Message(ctypes.Structure):

@@ -81,6 +81,8 @@ class CalibrateOptions(TypedDict, total=False):
     files: Union[Path, Sequence[Path]]
     windows: int
     window: int
+    budget: float
+    distill_steps: int
 
 
 class LoadOptions(TypedDict, total=False):

@@ -1,6 +1,6 @@
 //! A checkpoint whose matrices are quantized, beside all else that it has.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -11,13 +11,14 @@ use crate::checkpoint::{Checkpoint, Encoding, Entry, Metadata, Part, Unreadable}
 use crate::format::nvfp4::{BLOCK, Nvfp4, dequantize};
 use crate::model::training::{MatrixId, Source};
 
-/// A checkpoint with some of its entries in NVFP4.
+/// A checkpoint with some of its entries in NVFP4. Copies share the matrices.
+#[derive(Clone)]
 pub struct Calibrated {
     source: Arc<dyn Checkpoint>,
     entries: Vec<Entry>,
     by_name: HashMap<String, usize>,
     /// By name: the parts of an entry, one below the other.
-    matrices: HashMap<String, Nvfp4>,
+    matrices: HashMap<String, Arc<Nvfp4>>,
 }
 
 impl Calibrated {
@@ -49,7 +50,7 @@ impl Calibrated {
                     entry.encoding = Encoding::Nvfp4;
                     let (rows, cols) = (whole.rows as u64, whole.cols as u64);
                     entry.bytes = entry.encoding.matrix_bytes(rows, cols).unwrap_or(0);
-                    matrices.insert(entry.name.clone(), whole);
+                    matrices.insert(entry.name.clone(), Arc::new(whole));
                 }
             }
             entries.push(entry);
@@ -63,13 +64,23 @@ impl Calibrated {
         })
     }
 
+    /// Leaves these entries as the checkpoint has them that this was made of.
+    pub fn leave_out(&mut self, names: &HashSet<String>) {
+        self.matrices.retain(|name, _| !names.contains(name));
+        for entry in self.entries.iter_mut().filter(|e| names.contains(&e.name)) {
+            if let Some(original) = self.source.find(&entry.name) {
+                *entry = original.clone();
+            }
+        }
+    }
+
     /// Entries that were quantized.
     pub fn quantized(&self) -> usize {
         self.matrices.len()
     }
 
     fn own(&self, entry: &Entry) -> Option<&Nvfp4> {
-        self.matrices.get(&entry.name)
+        self.matrices.get(&entry.name).map(|matrix| &**matrix)
     }
 }
 

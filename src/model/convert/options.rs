@@ -1,5 +1,7 @@
 //! How a model is converted.
 
+use std::collections::HashSet;
+
 use serde::{Deserialize, Serialize};
 
 use crate::format::nvfp4::{Levels, QuantizeOptions, Recipe};
@@ -40,6 +42,8 @@ pub struct ConvertOptions {
     pub tables: Tables,
     /// With [`Tables::Auto`], int8 rows for tables of more than 8 bits too, where the container holds them.
     pub narrow_tables: bool,
+    /// Linear weights that become int8 rows, by the names of their entries.
+    pub int8_rows: HashSet<String>,
     /// Entries whose names contain one of these stay in the encoding that they have, or become bfloat16 where that cannot be written.
     pub keep: Vec<String>,
     /// Leaves the head, or the table that it shares with the embedding, in the precision that it has, whatever `tables` says: it is the
@@ -65,6 +69,7 @@ impl ConvertOptions {
             },
             tables: Tables::Auto,
             narrow_tables: false,
+            int8_rows: HashSet::new(),
             keep: Vec::new(),
             keep_head: false,
             replace: false,

@@ -115,6 +115,7 @@ pub(super) fn plan(
         let encoding = match is_table(entry) {
             _ if is_kept => kept(entry, options.container),
             true => table_encoding(entry, options, is_tied)?,
+            false if options.int8_rows.contains(&entry.name) => Encoding::Int8,
             false if entry.encoding == Encoding::Nvfp4 || is_quantized => Encoding::Nvfp4,
             false => kept(entry, options.container),
         };

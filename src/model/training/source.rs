@@ -8,7 +8,7 @@ use super::fresh::Fresh;
 use super::{Layout, MatrixId, VectorId};
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::checkpoint::{Checkpoint, Encoding};
+use crate::checkpoint::{Checkpoint, Encoding, Entry};
 use crate::model::load::{UnreadableTensors, entries_used, has_own_head, locate};
 use crate::model::tensors::{self, TensorSpec};
 use crate::model::{Spec, families, generation, open, spec_with_frequencies, text};
@@ -161,7 +161,7 @@ impl Source {
         })
     }
 
-    fn found(&self, tensor: &TensorSpec) -> Result<(&crate::checkpoint::Entry, Range<usize>)> {
+    fn found(&self, tensor: &TensorSpec) -> Result<(&Entry, Range<usize>)> {
         match locate(&*self.checkpoint, tensor) {
             None => match UnreadableTensors::of(&*self.checkpoint).find(tensor) {
                 Some(unreadable) => bail!(Unsupported, "{unreadable}"),
@@ -186,7 +186,12 @@ impl Source {
 
     /// How a matrix is stored in the checkpoint.
     pub fn encoding(&self, id: MatrixId) -> Result<Encoding> {
-        Ok(self.found(&self.matrices[id])?.0.encoding)
+        Ok(self.entry(id)?.encoding)
+    }
+
+    /// The entry of the checkpoint that a matrix is, or is some rows of.
+    pub fn entry(&self, id: MatrixId) -> Result<&Entry> {
+        Ok(self.found(&self.matrices[id])?.0)
     }
 
     /// Whether the checkpoint holds matrices in NVFP4.

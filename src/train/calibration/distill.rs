@@ -2,11 +2,14 @@
 //! matrices stay in NVFP4.
 
 use std::path::Path;
+use std::sync::Arc;
 
-use super::{Calibration, TextOptions, windows};
+use super::Stage;
+use super::text::{TextOptions, windows};
 use crate::base::Result;
 use crate::base::call;
 use crate::base::error::bail;
+use crate::model::calibrate::Calibrated;
 use crate::model::convert::{ConvertReport, Tables};
 use crate::model::training::Source;
 use crate::ops::Device;
@@ -36,62 +39,58 @@ pub struct Distilled {
     pub divergence: f64,
 }
 
-impl Calibration {
-    /// Learns for so many steps what the model predicts that was calibrated, from all of a text, and replaces the directory `destination`, which a
-    /// conversion of this calibration has written with `report`, unless that would make it worse. Tells `progress` the steps that are done.
-    /// Cancelled with the thread's [`call`](crate::base::call).
-    pub fn distill(
-        &self,
-        destination: &Path,
-        report: &ConvertReport,
-        device: &Device,
-        text: &TextOptions,
-        steps: u64,
-        progress: &mut dyn FnMut(u64),
-    ) -> Result<Distilled> {
-        let student = Source::new(self.checkpoint.clone())?;
-        let (mut learned, mut kept) = (Vec::new(), Vec::new());
-        for (number, window) in windows(&student, device, text)?.into_iter().enumerate() {
-            let is_kept = number % KEPT == KEPT - 1;
-            let to = if is_kept { &mut kept } else { &mut learned };
-            to.push(window);
-        }
-        let Some(longest) = learned.iter().map(|w| w.tokens.len()).max() else {
-            bail!(InvalidArgument, "there is no text to distill with");
-        };
-        if kept.is_empty() {
-            kept.push(learned[0].clone());
-        }
-        let most = (KEPT_TOKENS / longest).max(1);
-        kept.truncate(most);
-        let mut trainer = Trainer::new(device, &student, &config(report, device, steps))?;
-        let placement = TeacherPlacement::Auto;
-        trainer.set_teacher(&student, self.source.clone(), placement, STEP_TOKENS)?;
-
-        let kept: Vec<MicroBatch<'_>> = kept.iter().map(Window::batch).collect();
-        let divergence_before = trainer.compare(&kept, true)?.divergence;
-        let of_step = (STEP_TOKENS / longest).clamp(1, learned.len());
-        let mut order = Order::new(0, (learned.len(), of_step), Place::default());
-        for step in 0..steps {
-            call::check()?;
-            progress(step);
-            let mut batch = Window::default();
-            for _ in 0..of_step {
-                batch.append(&learned[order.next_item()]);
-            }
-            trainer.step(&[batch.batch()])?;
-        }
-        progress(steps);
-        let divergence = trainer.compare(&kept, true)?.divergence;
-        if divergence < divergence_before {
-            trainer.export_directory(&student, destination, Tables::Auto, true)?;
-        }
-        Ok(Distilled {
-            steps,
-            divergence_before,
-            divergence,
-        })
+/// Learns for so many steps what `original` predicts, from all of a text, and replaces the directory `destination`, which a conversion of `calibrated`
+/// has written with `report`, unless that would make it worse.
+pub(super) fn distill(
+    (original, calibrated): (&Arc<Source>, Arc<Calibrated>),
+    destination: &Path,
+    report: &ConvertReport,
+    device: &Device,
+    text: &TextOptions,
+    steps: u64,
+    progress: &mut dyn FnMut(Stage),
+) -> Result<Distilled> {
+    let student = Source::new(calibrated)?;
+    let (mut learned, mut kept) = (Vec::new(), Vec::new());
+    for (number, window) in windows(&student, device, text)?.into_iter().enumerate() {
+        let is_kept = number % KEPT == KEPT - 1;
+        let to = if is_kept { &mut kept } else { &mut learned };
+        to.push(window);
     }
+    let Some(longest) = learned.iter().map(|w| w.tokens.len()).max() else {
+        bail!(InvalidArgument, "there is no text to distill with");
+    };
+    if kept.is_empty() {
+        kept.push(learned[0].clone());
+    }
+    kept.truncate((KEPT_TOKENS / longest).max(1));
+    let mut trainer = Trainer::new(device, &student, &config(report, device, steps))?;
+    let placement = TeacherPlacement::Auto;
+    trainer.set_teacher(&student, original.clone(), placement, STEP_TOKENS)?;
+
+    let kept: Vec<MicroBatch<'_>> = kept.iter().map(Window::batch).collect();
+    let divergence_before = trainer.compare(&kept, true)?.divergence;
+    let of_step = (STEP_TOKENS / longest).clamp(1, learned.len());
+    let mut order = Order::new(0, (learned.len(), of_step), Place::default());
+    for step in 0..steps {
+        call::check()?;
+        progress(Stage::Distill(step, steps));
+        let mut batch = Window::default();
+        for _ in 0..of_step {
+            batch.append(&learned[order.next_item()]);
+        }
+        trainer.step(&[batch.batch()])?;
+    }
+    progress(Stage::Distill(steps, steps));
+    let divergence = trainer.compare(&kept, true)?.divergence;
+    if divergence < divergence_before {
+        trainer.export_directory(&student, destination, Tables::Auto, true)?;
+    }
+    Ok(Distilled {
+        steps,
+        divergence_before,
+        divergence,
+    })
 }
 
 /// Everything is learned, in the forms that the conversion has written, and passes multiply with what is delivered.

@@ -1,200 +1,183 @@
-//! Models in NVFP4 by what they make of text: the text of a calibration, from files or the default one, in windows of tokens; and a checkpoint
-//! that a conversion writes.
+//! Models in NVFP4 by what they make of text: calibrated, with blocks in 8 bits where a budget allows, distilled if asked, and written.
 
+mod budget;
 mod distill;
+mod text;
 
-use std::path::{Path, PathBuf};
+use std::ops::ControlFlow;
+use std::path::Path;
 use std::sync::Arc;
 
-use super::data::{self, Long, Window};
+use serde::Serialize;
+
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::base::threads::Pool;
 use crate::checkpoint::Checkpoint;
 use crate::model::calibrate::{
-    CalibrateOptions, CalibrateProgress, Calibrated, CalibratedMatrix, CalibrationText, calibrate,
-    folder_of, forget,
+    CalibrateOptions, CalibrateProgress, CalibratedMatrix, calibrate, folder_of, forget,
 };
-use crate::model::convert::{ConvertOptions, ConvertReport, check_destination};
+use crate::model::convert::{Container, ConvertOptions, ConvertReport, check_destination, convert};
 use crate::model::training::Source;
 use crate::ops::Device;
 
 pub use distill::Distilled;
+pub use text::{TextOptions, texts};
 
-/// The default text: prose, 38 languages, code, documentation, and conversations in the model's own template. README.md beside it says where
-/// it is from.
-const DEFAULT: &str = include_str!("default.jsonl");
-
-/// Windows and their tokens where nothing is said, on a CPU and on a GPU.
-const ON_CPU: (usize, usize) = (32, 1024);
-const ON_GPU: (usize, usize) = (128, 2048);
-
-/// The text that a model is calibrated with.
+/// How to calibrate for a conversion.
 #[derive(Clone, Debug, Default)]
-pub struct TextOptions {
-    /// Files with rows as for training. The default text gives the windows that they do not fill, and all of them where there are no files.
-    pub files: Vec<PathBuf>,
-    /// Windows, at most. None for 32 on a CPU and 128 on a GPU.
-    pub windows: Option<usize>,
-    /// Tokens in a window. None for 1,024 on a CPU and 2,048 on a GPU, or as many as the model has positions.
-    pub window: Option<usize>,
+pub struct Options {
+    /// The text.
+    pub text: TextOptions,
+    /// Bits that a weight of the blocks may have on average, scales included: from 4.5, those of NVFP4, to 8. The blocks whose quantization
+    /// harms predictions most for their bytes have int8 rows. None for NVFP4 in all.
+    pub budget: Option<f64>,
+    /// Steps of distillation: see [`Distilled`]. None for none.
+    pub distill: Option<u64>,
 }
 
-/// A checkpoint that was calibrated for a conversion.
-pub struct Calibration {
-    /// What the conversion writes.
-    pub checkpoint: Arc<Calibrated>,
-    /// What became of each matrix.
-    pub matrices: Vec<CalibratedMatrix>,
-    source: Arc<Source>,
-    finished: PathBuf,
+/// What the work is at.
+#[derive(Clone, Copy, Debug)]
+pub enum Stage {
+    /// The calibration.
+    Calibrate(CalibrateProgress),
+    /// Measuring what each block's quantization does to predictions, in passes: done, and in all.
+    Measure(u64, u64),
+    /// Writing, in bytes: done, and in all.
+    Write(u64, u64),
+    /// Distilling, in steps: done, and in all.
+    Distill(u64, u64),
 }
 
-impl Calibration {
-    /// `checkpoint` with its linear weights in NVFP4, by what they multiply when text runs through the model on `device`, for a conversion to
-    /// `destination`, which is refused first if it would be. Blocks that are finished are kept in a folder beside that until [`Calibration::written`], so that the same call goes on
-    /// where an interrupted one was.
-    pub fn new(
-        checkpoint: Arc<dyn Checkpoint>,
-        destination: &Path,
-        conversion: &ConvertOptions,
-        device: &Device,
-        text: &TextOptions,
-        progress: &mut dyn FnMut(CalibrateProgress),
-    ) -> Result<Calibration> {
-        check_destination(&*checkpoint, destination, conversion)?;
-        let source = Arc::new(Source::new(checkpoint)?);
-        let texts = texts(&source, device, text)?;
-        let finished = folder_of(destination);
-        let options = CalibrateOptions {
-            levels: conversion.quantize.levels,
-            finished: Some(finished.clone()),
-        };
-        let host = device.host_cpu()?;
-        let (checkpoint, matrices) = calibrate(device, &host, &source, &texts, &options, progress)?;
-        Ok(Calibration {
-            checkpoint: Arc::new(checkpoint),
-            matrices,
-            source,
-            finished,
-        })
-    }
+/// What was written.
+#[derive(Clone, Debug, Serialize)]
+pub struct Quantized {
+    /// The conversion. Matrices that were calibrated count as quantized, and `relative_error` is of the others.
+    #[serde(flatten)]
+    pub report: ConvertReport,
+    /// What became of each matrix that was calibrated, in the order of the model.
+    pub calibrated: Vec<CalibratedMatrix>,
+    /// Blocks that have int8 rows.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub wide_blocks: Vec<usize>,
+    /// What a distillation has brought.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub distilled: Option<Distilled>,
+}
 
-    /// Counts the matrices that were calibrated, which a conversion finds in NVFP4, as ones that were quantized.
-    pub fn count_in(&self, report: &mut ConvertReport) {
-        let quantized = self.checkpoint.quantized();
-        report.quantized += quantized;
-        report.kept_nvfp4 -= quantized;
-        let entries = self.source.checkpoint().entries().iter();
-        report.bytes_in = entries.map(|e| e.bytes).sum();
-    }
-
-    /// Removes what was kept for an interruption, as the conversion has written its result.
-    pub fn written(&self) {
-        forget(&self.finished, &self.source);
+impl Quantized {
+    /// The mean of the calibrated matrices' relative errors of products, and of those that a sweep would have.
+    pub fn mean_errors(&self) -> [f64; 2] {
+        let count = self.calibrated.len().max(1) as f64;
+        let mean =
+            |of: fn(&CalibratedMatrix) -> f64| self.calibrated.iter().map(of).sum::<f64>() / count;
+        [mean(|m| m.error), mean(|m| m.error_of_sweep)]
     }
 }
 
-/// The windows of a text to calibrate with, in an order that follows from a fixed seed.
-pub fn texts(
-    source: &Source,
-    device: &Device,
-    options: &TextOptions,
-) -> Result<Vec<CalibrationText>> {
-    let count = options.count(device);
-    if count < 2 {
-        bail!(
-            InvalidArgument,
-            "{count} windows to calibrate with; there must be two at least, one of which the search does not see"
-        );
-    }
-    let mut all = chosen(options.from_files(source, device)?, count);
-    if all.len() < count {
-        if !all.is_empty() {
-            let tokens: usize = all.iter().map(|w| w.tokens.len()).sum();
-            tracing::warn!(
-                "the text to calibrate with has {tokens} tokens, which fill {} of {count} windows; the default text gives the rest",
-                all.len()
-            );
-        }
-        all.extend(chosen(
-            default_windows(source, device, options)?,
-            count - all.len(),
-        ));
-    }
-    let text = |window: Window| CalibrationText {
-        tokens: window.tokens,
-        documents: window.documents,
+/// Converts `checkpoint` to `destination` with its linear weights calibrated, by what they multiply when text runs through the model on
+/// `device`; `pool` writes. Blocks that are finished are kept in a folder beside the destination until it is written, so that the same call goes
+/// on where an interrupted one was. What could not be written in the end is refused before any work. Cancelled with the thread's
+/// [`call`](crate::base::call).
+pub fn quantize(
+    checkpoint: Arc<dyn Checkpoint>,
+    destination: &Path,
+    conversion: &ConvertOptions,
+    (device, pool): (&Device, &Pool),
+    options: &Options,
+    progress: &mut dyn FnMut(Stage),
+) -> Result<Quantized> {
+    options.check(conversion)?;
+    check_destination(&*checkpoint, destination, conversion)?;
+    let source = Arc::new(Source::new(checkpoint)?);
+    let texts = texts(&source, device, &options.text)?;
+    let finished = folder_of(destination);
+    let kept = CalibrateOptions {
+        levels: conversion.quantize.levels,
+        finished: Some(finished.clone()),
     };
-    Ok(all.into_iter().map(text).collect())
-}
-
-/// All windows of a text, with those of the default text where the files do not fill as many as a calibration takes.
-fn windows(source: &Source, device: &Device, options: &TextOptions) -> Result<Vec<Window>> {
-    let mut all = options.from_files(source, device)?;
-    if all.len() < options.count(device) {
-        all.extend(default_windows(source, device, options)?);
+    let host = device.host_cpu()?;
+    let (mut calibrated, matrices) = calibrate(device, &host, &source, &texts, &kept, &mut |p| {
+        progress(Stage::Calibrate(p));
+    })?;
+    let mut conversion = conversion.clone();
+    let mut wide_blocks = Vec::new();
+    if let Some(bits) = options.budget {
+        let wide = budget::choose(bits, device, (&source, &mut calibrated), &texts, progress)?;
+        conversion.int8_rows = wide.entries;
+        wide_blocks = wide.blocks;
     }
-    Ok(all)
+    let calibrated = Arc::new(calibrated);
+    let mut report = convert(&*calibrated, destination, &conversion, pool, &mut |p| {
+        progress(Stage::Write(p.done, p.total));
+        ControlFlow::Continue(())
+    })?;
+    let distilled = match options.distill {
+        Some(steps) => {
+            let models = (&source, calibrated.clone());
+            let text = &options.text;
+            let found =
+                distill::distill(models, destination, &report, device, text, steps, progress);
+            Some(found.map_err(|e| {
+                let place = destination.display();
+                e.within(format_args!(
+                    "distilling (the calibrated model is in {place})"
+                ))
+            })?)
+        }
+        None => None,
+    };
+    forget(&finished, &source);
+    report.quantized += calibrated.quantized();
+    report.kept_nvfp4 -= calibrated.quantized();
+    let entries = source.checkpoint().entries().iter();
+    report.bytes_in = entries.map(|e| e.bytes).sum();
+    Ok(Quantized {
+        report,
+        calibrated: matrices,
+        wide_blocks,
+        distilled,
+    })
 }
 
-fn default_windows(source: &Source, device: &Device, options: &TextOptions) -> Result<Vec<Window>> {
-    let (text, vocabulary) = (source.text()?, source.spec().vocab_size);
-    let how = options.reading(source, device)?;
-    let data = data::read_embedded("the default text", DEFAULT, &text, vocabulary, &how)?;
-    Ok(data.windows()?.all().to_vec())
-}
-
-/// So many windows at most, evenly chosen.
-fn chosen(windows: Vec<Window>, most: usize) -> Vec<Window> {
-    let (all, count) = (windows.len(), windows.len().min(most));
-    let mut chosen = (0..count).map(|i| i * all / count).peekable();
-    let numbered = windows.into_iter().enumerate();
-    let is_chosen = |&(i, _): &(usize, Window)| chosen.next_if_eq(&i).is_some();
-    numbered
-        .filter(is_chosen)
-        .map(|(_, window)| window)
-        .collect()
-}
-
-impl TextOptions {
-    /// Windows, at most.
-    fn count(&self, device: &Device) -> usize {
-        self.windows.unwrap_or(usual(device).0)
-    }
-
-    fn reading(&self, source: &Source, device: &Device) -> Result<data::Options> {
-        let positions = source.spec().max_positions;
-        if let Some(window) = self.window
-            && window > positions
-        {
+impl Options {
+    /// Refuses what could not be written, or would do nothing.
+    fn check(&self, conversion: &ConvertOptions) -> Result<()> {
+        let is_dat = conversion.container == Container::Dat;
+        if let Some(bits) = self.budget {
+            budget::check(bits)?;
+            if is_dat {
+                bail!(
+                    Unsupported,
+                    ".dat holds no int8 rows, which a budget is for; write a directory"
+                );
+            }
+        }
+        let Some(steps) = self.distill else {
+            return Ok(());
+        };
+        if steps == 0 {
             bail!(
                 InvalidArgument,
-                "a window of {window} tokens to calibrate with, and the model's context has {positions}"
+                "0 steps of distillation learn nothing; leave them out"
             );
         }
-        Ok(data::Options {
-            window: self.window.unwrap_or(usual(device).1.min(positions)),
-            learn_all: true,
-            long: Long::Truncate,
-            ..data::Options::default()
-        })
-    }
-
-    fn from_files(&self, source: &Source, device: &Device) -> Result<Vec<Window>> {
-        let how = self.reading(source, device)?;
-        if self.files.is_empty() {
-            return Ok(Vec::new());
+        if is_dat {
+            bail!(
+                Unsupported,
+                "a distillation writes a directory; name one, and quantize it to .dat afterwards"
+            );
         }
-        let (text, vocabulary) = (source.text()?, source.spec().vocab_size);
-        let data = data::read(&self.files, &text, vocabulary, &how)?;
-        Ok(data.windows()?.all().to_vec())
-    }
-}
-
-/// Windows and their tokens where nothing is said.
-fn usual(device: &Device) -> (usize, usize) {
-    match device.is_cuda() {
-        true => ON_GPU,
-        false => ON_CPU,
+        if conversion.keep_head || self.budget.is_some() {
+            let other = match conversion.keep_head {
+                true => "a head that is kept as it is",
+                false => "a budget",
+            };
+            bail!(
+                Unsupported,
+                "a distillation trains the whole model, with its blocks in NVFP4, and excludes {other}"
+            );
+        }
+        Ok(())
     }
 }

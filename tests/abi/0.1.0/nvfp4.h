@@ -792,6 +792,16 @@ typedef struct NVFP4_CalibrateOptions {
     const size_t *file_lengths;
     /** Number of files. */
     size_t file_count;
+    /**
+     * Bits that a weight of the model's blocks may have on average, scales included: from 4.5, those of NVFP4, to 8. The blocks that lose
+     * most by NVFP4 then have int8 rows. 0 for NVFP4 in all. Default: 0.
+     */
+    double budget;
+    /**
+     * Steps of distillation after the calibration, in which the whole model, still in NVFP4, learns what the original predicts. It is for
+     * GPUs: a step takes a CPU minutes. Default: 0.
+     */
+    uint64_t distill_steps;
 } NVFP4_CalibrateOptions;
 
 /** How to convert a model. Fill with NVFP4_convert_options_init(), then change what is to differ. */
