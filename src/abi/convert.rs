@@ -305,7 +305,7 @@ fn calibrated(
     .map(|_| ())
 }
 
-/// What is told of a tenth of a calibration.
+/// Units of progress in a tenth of a calibration.
 const SHARE: u64 = 1000;
 
 fn converted(

@@ -194,7 +194,7 @@ fn show(args: &Args, found: &Quantized) -> Result<()> {
     ))
 }
 
-/// What the quantization lost, in words.
+/// The error of the quantization, in words.
 fn error_of(found: &Quantized) -> String {
     if found.calibrated.is_empty() {
         return format!("relative error {:.4}", found.report.relative_error);

@@ -9,6 +9,7 @@ mod engine;
 mod generic;
 mod kv;
 mod level;
+pub mod moments;
 mod packed;
 pub mod sample;
 mod scalar;

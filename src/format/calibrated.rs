@@ -27,7 +27,7 @@ impl BlockFactor {
         }
     }
 
-    /// Of moments. Zeros where they are not positive definite, which cannot be where they were damped.
+    /// Factors moments. Moments that are not positive definite give zeros; damped ones always are.
     pub fn of(moments: &BlockMoments) -> BlockFactor {
         let mut r = [0f32; MOMENTS];
         for i in (0..BLOCK).rev() {

@@ -131,7 +131,7 @@ fn budgets_and_distillations() {
     assert!(of("divergence") >= of("divergence_before") || after != before);
 }
 
-/// What another recipe would ignore, and what could not be written in the end, is refused before any work.
+/// Options of other recipes, and destinations that cannot be written, are refused before any work.
 #[test]
 fn what_makes_no_sense_is_refused() {
     let scratch = Scratch::new("refused");

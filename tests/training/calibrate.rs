@@ -35,7 +35,7 @@ fn calibrated(place: &Path, to: &Path, threads: usize) -> Vec<CalibratedMatrix> 
     calibrated_with(place, to, threads, &NOTHING_KEPT).0
 }
 
-/// The same with options, and the number of blocks that were there.
+/// As [`calibrated`], with options. Also returns the number of blocks that were resumed.
 fn calibrated_with(
     place: &Path,
     to: &Path,
@@ -187,7 +187,7 @@ fn an_interrupted_calibration_goes_on() {
     assert_eq!(left.len(), 1);
 }
 
-/// What a model cannot compute names where.
+/// Inputs that are not finite are an error that names the matrix.
 #[test]
 fn inputs_that_are_not_finite_are_named() {
     let folder = Folder::new();

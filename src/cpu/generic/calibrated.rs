@@ -10,7 +10,7 @@ use crate::format::nvfp4::BLOCK;
 
 /// Rows that are rounded side by side.
 pub(in crate::cpu) const LANES: usize = 16;
-/// A block of as many rows: `[input][row]`.
+/// The weights of one block in sixteen rows: `[input][row]`.
 pub(in crate::cpu) type Blocks = [[f32; LANES]; BLOCK];
 
 /// Blocks of sixteen rows in NVFP4.

@@ -12,7 +12,7 @@ const DEPTH: usize = 256;
 /// Rows of `a` that a part of the work packs, at most: many, as each part packs all of `b` for itself.
 const ROWS: usize = 384;
 
-/// What of a product is wanted.
+/// The part of a product that is computed.
 #[derive(Clone, Copy)]
 enum Region {
     All,

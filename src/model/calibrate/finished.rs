@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
-use super::{CalibrateOptions, CalibratedMatrix, CalibrationText, Done};
+use super::options::{CalibrateOptions, CalibratedMatrix, CalibrationText, Done};
 use crate::base::error::err;
 use crate::base::{Error, Result, file};
 use crate::format::nvfp4::{BLOCK, Levels, Nvfp4};
@@ -155,7 +155,7 @@ impl Finished {
     pub(super) fn remove(folder: &Path, blocks: usize) {
         let finished = Finished::new(folder, 0);
         for block in 0..blocks {
-            // What cannot be removed harms nobody: its identity tells whose it is.
+            // A file that stays is harmless: other calibrations ignore it by its identity.
             let _ = std::fs::remove_file(finished.path(block));
         }
         let _ = std::fs::remove_dir(folder);

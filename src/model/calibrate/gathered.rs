@@ -19,7 +19,7 @@ pub(super) struct Gathered {
     rows: usize,
 }
 
-/// The same in host memory, whole.
+/// Second moments `[cols, cols]` in host memory, with both halves.
 pub(super) struct InputMoments {
     pub(super) cols: usize,
     /// Positive definite: damped.

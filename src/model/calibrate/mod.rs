@@ -4,19 +4,19 @@
 mod checkpoint;
 mod finished;
 mod gathered;
+mod options;
 mod search;
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap};
-use std::path::PathBuf;
 use std::sync::Arc;
-
-use serde::{Deserialize, Serialize};
 
 pub use self::checkpoint::Calibrated;
 use self::finished::{Finished, identity};
 pub use self::finished::{folder_of, forget};
 use self::gathered::Gathered;
+use self::options::Done;
+pub use self::options::{CalibrateOptions, CalibrateProgress, CalibratedMatrix, CalibrationText};
 pub use self::search::Choice;
 use self::search::Search;
 use super::training::{MatrixId, Observer, ProjectionLayout, Source};
@@ -24,66 +24,11 @@ use crate::base::error::bail;
 use crate::base::{Result, call};
 use crate::checkpoint::Encoding;
 use crate::cpu::Cpu;
-use crate::format::nvfp4::{Levels, Nvfp4, QuantizeOptions, Recipe, amax};
+use crate::format::nvfp4::{QuantizeOptions, Recipe, amax};
 use crate::ops::Device;
-
-/// A text to calibrate with.
-#[derive(Clone, Debug, Default)]
-pub struct CalibrationText {
-    /// Tokens of all documents, one after another.
-    pub tokens: Vec<u32>,
-    /// The documents' lengths.
-    pub documents: Vec<usize>,
-}
 
 /// One of so many texts is kept from the search, to choose by what it has found.
 const KEPT: usize = 8;
-
-/// How to calibrate.
-#[derive(Clone, Debug)]
-pub struct CalibrateOptions {
-    /// Scales of the container that is written.
-    pub levels: Levels,
-    /// A folder for blocks that are finished. An interrupted calibration of the same model with the same texts goes on after those that it
-    /// finds there; blocks of others are replaced.
-    pub finished: Option<PathBuf>,
-}
-
-/// How far a calibration is.
-#[derive(Clone, Copy, Debug)]
-pub struct CalibrateProgress {
-    /// The block of the model at hand, from 0; the number of blocks at the end.
-    pub block: usize,
-    /// Blocks of the model.
-    pub blocks: usize,
-    /// Blocks that an earlier calibration had finished.
-    pub resumed: usize,
-    /// Weights that text has run through, and weights that are quantized.
-    pub done: u64,
-    /// The same for the whole model.
-    pub total: u64,
-}
-
-/// A matrix that was quantized.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct CalibratedMatrix {
-    /// Its name.
-    pub name: String,
-    /// How its codes were found.
-    pub choice: Choice,
-    /// Relative error of its products for text that the search has not seen, with the codes of a sweep: the root of the mean square error over
-    /// that of the products. Of an even sample of the rows where there are many.
-    pub error_of_sweep: f64,
-    /// That error with the chosen codes.
-    pub error: f64,
-}
-
-/// A matrix and its report.
-struct Done {
-    id: MatrixId,
-    matrix: Nvfp4,
-    report: CalibratedMatrix,
-}
 
 /// Quantizes the linear weights of the blocks of `source`, by what they multiply when `texts` run through the model on `device`. The search
 /// runs on the threads of `host`. Gives a checkpoint with them in the place of those that it was made of, and what became of each matrix.

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::gathered::InputMoments;
 use crate::base::Result;
 use crate::cpu::Cpu;
-use crate::cpu::calibrated::{Factor, Moments};
+use crate::cpu::moments::{Factor, Moments};
 use crate::cpu::training::Rows;
 use crate::format::input_moments;
 use crate::format::nvfp4::{self, BLOCK, Levels, Nvfp4, QuantizeOptions, global_scale};

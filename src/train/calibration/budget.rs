@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use super::Stage;
+use super::stage::Stage;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::checkpoint::Encoding;
@@ -37,7 +37,7 @@ pub(super) fn check(bits: f64) -> Result<()> {
     )
 }
 
-/// What a block costs in 8 bits, and what it does in 4.
+/// A block that could have int8 rows.
 struct Candidate {
     block: usize,
     entries: Vec<String>,

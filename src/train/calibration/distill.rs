@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use super::Stage;
+use super::stage::Stage;
 use super::text::{TextOptions, windows};
 use crate::base::Result;
 use crate::base::call;
@@ -27,15 +27,14 @@ const STEP_TOKENS: usize = 8192;
 const KEPT: usize = 8;
 const KEPT_TOKENS: usize = 16384;
 
-/// What a distillation has brought: mean divergences of the predictions from those of the original model, KL(original || quantized), for text
-/// that was not learned, in nats a token.
+/// Result of a distillation. Divergences are means of KL(original || quantized) in nats a token, on text that was not learned.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub struct Distilled {
     /// Steps taken.
     pub steps: u64,
-    /// Of the calibrated model.
+    /// Divergence of the calibrated model.
     pub divergence_before: f64,
-    /// Of what has been learned. Only if it is smaller, the model was written.
+    /// Divergence after the last step. The model was replaced only if this is smaller.
     pub divergence: f64,
 }
 

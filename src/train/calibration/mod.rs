@@ -2,6 +2,7 @@
 
 mod budget;
 mod distill;
+mod stage;
 mod text;
 
 use std::ops::ControlFlow;
@@ -14,14 +15,13 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::threads::Pool;
 use crate::checkpoint::Checkpoint;
-use crate::model::calibrate::{
-    CalibrateOptions, CalibrateProgress, CalibratedMatrix, calibrate, folder_of, forget,
-};
+use crate::model::calibrate::{CalibrateOptions, CalibratedMatrix, calibrate, folder_of, forget};
 use crate::model::convert::{Container, ConvertOptions, ConvertReport, check_destination, convert};
 use crate::model::training::Source;
 use crate::ops::Device;
 
 pub use distill::Distilled;
+pub use stage::Stage;
 pub use text::{TextOptions, texts};
 
 /// How to calibrate for a conversion.
@@ -36,31 +36,18 @@ pub struct Options {
     pub distill: Option<u64>,
 }
 
-/// What the work is at.
-#[derive(Clone, Copy, Debug)]
-pub enum Stage {
-    /// The calibration.
-    Calibrate(CalibrateProgress),
-    /// Measuring what each block's quantization does to predictions, in passes: done, and in all.
-    Measure(u64, u64),
-    /// Writing, in bytes: done, and in all.
-    Write(u64, u64),
-    /// Distilling, in steps: done, and in all.
-    Distill(u64, u64),
-}
-
-/// What was written.
+/// Result of [`quantize`].
 #[derive(Clone, Debug, Serialize)]
 pub struct Quantized {
     /// The conversion. Matrices that were calibrated count as quantized, and `relative_error` is of the others.
     #[serde(flatten)]
     pub report: ConvertReport,
-    /// What became of each matrix that was calibrated, in the order of the model.
+    /// Choice and errors of each calibrated matrix, in the order of the model.
     pub calibrated: Vec<CalibratedMatrix>,
     /// Blocks that have int8 rows.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub wide_blocks: Vec<usize>,
-    /// What a distillation has brought.
+    /// The distillation, if one was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub distilled: Option<Distilled>,
 }
