@@ -33,7 +33,7 @@ const KEPT: usize = 8;
 /// Quantizes the linear weights of the blocks of `source`, by what they multiply when `texts` run through the model on `device`. The search
 /// runs on the threads of `host`. Gives a checkpoint with them in the place of those that it was made of, and what became of each matrix.
 /// Matrices that the checkpoint holds in NVFP4 keep their codes. The same bits on any number of threads. Cancelled with the thread's
-/// [`call`](crate::base::call).
+/// [`call`].
 pub fn calibrate(
     device: &Device,
     host: &Cpu,
