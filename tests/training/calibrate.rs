@@ -187,22 +187,29 @@ fn an_interrupted_calibration_goes_on() {
     assert_eq!(left.len(), 1);
 }
 
-/// Inputs that are not finite are an error that names the matrix.
-#[test]
-fn inputs_that_are_not_finite_are_named() {
-    let folder = Folder::new();
-    let place = folder.0.join("model");
-    dense(&golden("model/qwen3_untied"), &place);
+/// `qwen3_untied` in `place`, with this bfloat16 as the first sixteen weights of the norm before the second block's MLP.
+fn with_norm(place: &Path, value: u16) {
+    dense(&golden("model/qwen3_untied"), place);
     let path = place.join("model.safetensors");
     let mut bytes = std::fs::read(&path).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let norm = tensors
         .tensor("model.layers.1.post_attention_layernorm.weight")
         .unwrap();
-    let at = norm.data().as_ptr() as usize - bytes.as_ptr() as usize;
     assert_eq!(norm.dtype(), safetensors::Dtype::BF16);
-    bytes[at..at + 2].copy_from_slice(&0x7f80u16.to_le_bytes());
+    let at = norm.data().as_ptr() as usize - bytes.as_ptr() as usize;
+    for weight in bytes[at..at + 32].chunks_exact_mut(2) {
+        weight.copy_from_slice(&value.to_le_bytes());
+    }
     std::fs::write(&path, bytes).unwrap();
+}
+
+/// Inputs that are not finite are an error that names the matrix.
+#[test]
+fn inputs_that_are_not_finite_are_named() {
+    let folder = Folder::new();
+    let place = folder.0.join("model");
+    with_norm(&place, 0x7f80);
     let source = Arc::new(Source::open(&place).unwrap());
     let device = Device::cpu(Some(2)).unwrap();
     let host = device.host_cpu().unwrap();
@@ -213,4 +220,15 @@ fn inputs_that_are_not_finite_are_named() {
         error.contains("model.layers.1.mlp.gate_proj.weight: its inputs are not finite"),
         "{error}"
     );
+}
+
+/// Inputs that are always zero, whose moments are singular, do no harm.
+#[test]
+fn inputs_that_are_always_zero_do_no_harm() {
+    let folder = Folder::new();
+    let place = folder.0.join("model");
+    with_norm(&place, 0);
+    for m in calibrated(&place, &folder.0.join("out"), 2) {
+        assert!(m.error <= m.error_of_sweep && m.error > 0.0, "{m:?}");
+    }
 }
