@@ -43,6 +43,7 @@ pub struct Quantized {
     #[serde(flatten)]
     pub report: ConvertReport,
     /// Choice and errors of each calibrated matrix, in the order of the model.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub calibrated: Vec<CalibratedMatrix>,
     /// Blocks that have int8 rows.
     #[serde(skip_serializing_if = "Vec::is_empty")]
