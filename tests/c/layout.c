@@ -77,7 +77,7 @@ int main(void)
     AT(NVFP4_LoadOptions, activations, 16);
     AT(NVFP4_LoadOptions, sampling_only, 20);
 
-    SIZE(NVFP4_ConvertOptions, 32);
+    SIZE(NVFP4_ConvertOptions, 40);
     AT(NVFP4_ConvertOptions, call, 16);
     AT(NVFP4_ConvertOptions, struct_size, 0);
     AT(NVFP4_ConvertOptions, container, 4);
@@ -85,6 +85,18 @@ int main(void)
     AT(NVFP4_ConvertOptions, keep_head, 12);
     AT(NVFP4_ConvertOptions, tables, 24);
     AT(NVFP4_ConvertOptions, reserved, 28);
+    AT(NVFP4_ConvertOptions, calibrate, 32);
+    SIZE(NVFP4_CalibrateOptions, 64);
+    AT(NVFP4_CalibrateOptions, struct_size, 0);
+    AT(NVFP4_CalibrateOptions, device_type, 4);
+    AT(NVFP4_CalibrateOptions, device_index, 8);
+    AT(NVFP4_CalibrateOptions, windows, 12);
+    AT(NVFP4_CalibrateOptions, window, 16);
+    AT(NVFP4_CalibrateOptions, files, 24);
+    AT(NVFP4_CalibrateOptions, file_lengths, 32);
+    AT(NVFP4_CalibrateOptions, file_count, 40);
+    AT(NVFP4_CalibrateOptions, budget, 48);
+    AT(NVFP4_CalibrateOptions, distill_steps, 56);
 
     SIZE(NVFP4_Message, 32);
     AT(NVFP4_Message, role, 0);
