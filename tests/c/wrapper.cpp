@@ -495,6 +495,10 @@ void sessions(const std::string &path, const std::string &scratch)
           how.tables == NVFP4_TABLES_AUTO);
     how.replace = 1;
     CHECK(status_of([&] { nvfp4::convert(path, "/proc", how); }) == NVFP4_INVALID_ARGUMENT);
+    nvfp4::CalibrateOptions calibrate;
+    CHECK(calibrate.device_type == NVFP4_DEVICE_CPU && calibrate.file_count == 0);
+    how.calibrate = &calibrate;
+    CHECK(status_of([&] { nvfp4::convert(path, "/dev/null/x", how); }) == NVFP4_IO);
 }
 
 /* The conversation of a model that thinks and calls a tool, as tests/common/thinker.py writes one. */

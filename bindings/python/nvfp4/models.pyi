@@ -4,8 +4,8 @@ from typing import Any, Callable, Collection, Iterable, Iterator, List, NamedTup
 from typing_extensions import Self, Unpack
 
 from .native import Error, Handle, Single
-from .types import (AskOptions, ChatOptions, Container, Finish, GenerationOptions, LoadOptions, Message, Part, Path, Progress,
-                    QuantizeOptions, RecommendedOptions, SessionOptions, Tables, Text, TurnOptions)
+from .types import (AskOptions, CalibrateOptions, ChatOptions, Container, Finish, GenerationOptions, LoadOptions, Message, Part,
+                    Path, Progress, QuantizeOptions, RecommendedOptions, SessionOptions, Tables, Text, TurnOptions)
 
 class ToolCall(NamedTuple):
     id: str
