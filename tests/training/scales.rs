@@ -102,7 +102,7 @@ fn what_has_not_moved_keeps_its_scales() {
     }
 }
 
-/// Of the old and the new scales, those with the lower delivered loss on the step's batch are kept.
+/// The step keeps whichever scales, old or new, give the lower delivered loss on its batch.
 #[test]
 fn the_better_scales_are_kept() {
     let config = still(always(), 10);
@@ -168,7 +168,7 @@ fn adapters_are_merged_for_their_inputs() {
     let device = Device::cpu(Some(1)).unwrap();
     let (resumed, _) = Trainer::resume(&device, &source, &folder.0.join("checkpoint")).unwrap();
     assert!(merged(&resumed, "resumed") == file);
-    // The same adapters, merged with the scales of a sweep.
+    // Adapters that are merged by sweep scales give another file.
     let (_, swept) = choices(&super::config(recipe(false), 10), 4);
     assert_eq!(weights(&swept), weights(&trainer));
     assert!(merged(&swept, "swept") != file);

@@ -83,6 +83,17 @@ impl Batch {
         })
     }
 
+    /// Tokens of documents that predict nothing, for a frozen model.
+    pub(super) fn unlabelled(
+        device: &Device,
+        spec: &Spec,
+        tokens: &[u32],
+        documents: &[usize],
+    ) -> Result<Batch> {
+        let (labels, weights) = (vec![-1; tokens.len()], vec![0.0; tokens.len()]);
+        Batch::new(device, spec, tokens, documents, &labels, &weights)
+    }
+
     /// Bytes that a batch of `rows` tokens takes at most.
     pub(super) fn bytes(spec: &Spec, rows: usize) -> usize {
         let pairs = spec

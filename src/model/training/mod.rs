@@ -41,6 +41,7 @@ pub use teacher::{Placement, Teacher, TeacherMemory};
 use std::ops::Range;
 
 use crate::base::Result;
+use crate::base::error::bail;
 use crate::ops::{Mixed, Slice, SliceMut};
 
 /// Where a pass reads parameters from and gives gradients to.
@@ -62,8 +63,13 @@ pub trait Store {
     /// A norm or a bias.
     fn vector(&self, vector: VectorId) -> Result<Slice<'_>>;
 
-    /// The same, and what its gradient is added to.
-    fn vector_with_gradient(&mut self, vector: VectorId) -> Result<(Slice<'_>, SliceMut<'_>)>;
+    /// A norm or a bias, and the sum that its gradient is added to. A frozen model has none.
+    fn vector_with_gradient(&mut self, vector: VectorId) -> Result<(Slice<'_>, SliceMut<'_>)> {
+        bail!(
+            Internal,
+            "a gradient of vector {vector} of a frozen model was asked for"
+        )
+    }
 
     /// Takes note of the rows `x` that these projections multiply, before they are rounded.
     fn observe(&mut self, projections: &[ProjectionLayout], x: Slice<'_, Mixed>) -> Result<()> {
@@ -71,11 +77,20 @@ pub trait Store {
         Ok(())
     }
 
-    /// Whether a matrix's gradients are wanted.
-    fn trains(&self, matrix: MatrixId) -> bool;
+    /// Whether a matrix's gradients are wanted. A frozen model wants none.
+    fn trains(&self, matrix: MatrixId) -> bool {
+        let _ = matrix;
+        false
+    }
 
-    /// Takes gradients, whole, of rows that the pass has read for the last time; of each matrix once.
-    fn gradients(&mut self, gradients: &[RowGradients<'_>]) -> Result<()>;
+    /// Takes gradients, whole, of rows that the pass has read for the last time; of each matrix once. A frozen model takes none.
+    fn gradients(&mut self, gradients: &[RowGradients<'_>]) -> Result<()> {
+        bail!(
+            Internal,
+            "{} gradients of a frozen model were given",
+            gradients.len()
+        )
+    }
 }
 
 /// Gradients of some rows of a matrix.

@@ -4,12 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::teacher::Weights;
-use super::{
-    Batch, MatrixId, Options, Pass, Placement, ProjectionLayout, RowGradients, Source, Store,
-    VectorId,
-};
+use super::{Batch, MatrixId, Options, Pass, Placement, ProjectionLayout, Source, Store, VectorId};
 use crate::base::Result;
-use crate::base::error::bail;
 use crate::ops::{Array, Device, Mixed, Slice, SliceMut};
 
 /// Is given the inputs `[rows, cols]` of projections, of which the first is named; and the number of the batch that they are of.
@@ -38,8 +34,7 @@ impl Observer {
         let mut weights = Weights::new(device, source.clone(), Placement::Streamed)?;
         let (mut batches, mut streams) = (Vec::new(), Vec::new());
         for (tokens, documents) in texts {
-            let (none, zeros) = (vec![-1; tokens.len()], vec![0.0; tokens.len()]);
-            let batch = Batch::new(device, source.spec(), tokens, documents, &none, &zeros)?;
+            let batch = Batch::unlabelled(device, source.spec(), tokens, documents)?;
             streams.push(pass.embed(&mut weights, &batch)?);
             batches.push(batch);
         }
@@ -101,19 +96,7 @@ impl Store for Observed<'_, '_> {
         self.weights.vector(vector)
     }
 
-    fn vector_with_gradient(&mut self, _: VectorId) -> Result<(Slice<'_>, SliceMut<'_>)> {
-        bail!(Internal, "a gradient of a frozen model was asked for")
-    }
-
     fn observe(&mut self, projections: &[ProjectionLayout], x: Slice<'_, Mixed>) -> Result<()> {
         (self.see)(self.batch, projections[0].matrix, x)
-    }
-
-    fn trains(&self, _: MatrixId) -> bool {
-        false
-    }
-
-    fn gradients(&mut self, _: &[RowGradients<'_>]) -> Result<()> {
-        bail!(Internal, "a gradient of a frozen model was given")
     }
 }

@@ -5,9 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::teacher::Weights;
-use super::{Batch, MatrixId, Options, Pass, RowGradients, Source, Store, VectorId};
+use super::{Batch, MatrixId, Options, Pass, Source, Store, VectorId};
 use crate::base::Result;
-use crate::base::error::bail;
 use crate::model::Spec;
 use crate::ops::{Array, Device, Mixed, Slice, SliceMut};
 
@@ -39,8 +38,7 @@ impl Runner {
 
     /// Documents one after another, as this model takes them.
     pub fn batch(&self, tokens: &[u32], documents: &[usize]) -> Result<Batch> {
-        let (none, zeros) = (vec![-1; tokens.len()], vec![0.0; tokens.len()]);
-        Batch::new(&self.device, &self.spec, tokens, documents, &none, &zeros)
+        Batch::unlabelled(&self.device, &self.spec, tokens, documents)
     }
 
     /// The residual stream `[rows, hidden]` of a batch before the first block.
@@ -129,17 +127,5 @@ impl Store for HeldWeights {
 
     fn vector(&self, vector: VectorId) -> Result<Slice<'_>> {
         self.weights.vector(vector)
-    }
-
-    fn vector_with_gradient(&mut self, _: VectorId) -> Result<(Slice<'_>, SliceMut<'_>)> {
-        bail!(Internal, "a gradient of a frozen model was asked for")
-    }
-
-    fn trains(&self, _: MatrixId) -> bool {
-        false
-    }
-
-    fn gradients(&mut self, _: &[RowGradients<'_>]) -> Result<()> {
-        bail!(Internal, "a gradient of a frozen model was given")
     }
 }

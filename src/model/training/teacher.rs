@@ -8,7 +8,7 @@ use super::layout::MatrixLayout;
 use super::lesson::{Lesson, Predictions};
 use super::memory::PassMemory;
 use super::precision::ProductPrecision;
-use super::{Batch, MatrixId, Options, Pass, RowGradients, Source, Store, VectorId};
+use super::{Batch, MatrixId, Options, Pass, Source, Store, VectorId};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::{Buffer, Tag};
@@ -104,16 +104,7 @@ impl Teacher {
                 spec.max_positions
             );
         }
-        let none = vec![-1; tokens.len()];
-        let weights = vec![0.0; tokens.len()];
-        Batch::new(
-            &self.weights.device,
-            spec,
-            tokens,
-            documents,
-            &none,
-            &weights,
-        )
+        Batch::unlabelled(&self.weights.device, spec, tokens, documents)
     }
 
     /// A lesson about a batch that [`Teacher::batch`] made.
@@ -352,17 +343,5 @@ impl Store for Weights {
 
     fn vector(&self, vector: VectorId) -> Result<Slice<'_>> {
         Ok(self.vectors[vector].all())
-    }
-
-    fn vector_with_gradient(&mut self, _: VectorId) -> Result<(Slice<'_>, SliceMut<'_>)> {
-        bail!(Internal, "a gradient of a teacher was asked for")
-    }
-
-    fn trains(&self, _: MatrixId) -> bool {
-        false
-    }
-
-    fn gradients(&mut self, _: &[RowGradients<'_>]) -> Result<()> {
-        bail!(Internal, "a gradient of a teacher was given")
     }
 }
