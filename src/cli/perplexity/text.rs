@@ -2,14 +2,15 @@
 
 use std::ffi::OsStr;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use NVFP4::base::Result;
+use NVFP4::base::threads::Pool;
 use NVFP4::model::{KvType, Model};
 use serde::Serialize;
 
 use super::reader::Reader;
-use super::sums::Sums;
+use super::sums::{Predicted, Sums};
 use crate::cli::{model, output};
 
 #[derive(Serialize)]
@@ -67,6 +68,7 @@ pub(super) fn measure(
         .map(|(reference, _)| Reader::new(reference, *longest, kv))
         .transpose()?;
     let bar = output::count_bar("reading", windows.iter().map(|w| w.len() as u64).sum());
+    let pool = Pool::new(Pool::default_threads()?)?;
     let (mut sums, run) = (Sums::default(), reader.run());
     for window in windows {
         reader.truncate(0)?;
@@ -81,10 +83,15 @@ pub(super) fn measure(
                 Some(other) => Some(other.read(inputs)?),
                 None => None,
             };
-            for (i, &target) in targets.iter().enumerate() {
+            let tokens: Vec<OnceLock<Result<Predicted>>> =
+                targets.iter().map(|_| OnceLock::new()).collect();
+            pool.run(targets.len(), |i| {
                 let row = i * vocabulary..(i + 1) * vocabulary;
                 let expected = expected.map(|expected| &expected[row.clone()]);
-                sums.add(&logits[row], expected, target)?;
+                tokens[i].get_or_init(|| Predicted::new(&logits[row], expected, targets[i]));
+            });
+            for token in tokens.into_iter().filter_map(OnceLock::into_inner) {
+                sums.add(&token?);
             }
             bar.inc(inputs.len() as u64);
         }
