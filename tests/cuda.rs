@@ -1,6 +1,8 @@
 //! The GPU against the processor and against f64: each kernel family on random data of ragged shapes, with outputs poisoned
 //! first, and whole models. Without a CUDA device every test says SKIPPED, unless NVFP4_REQUIRE names `cuda`.
 
+#[path = "cuda/calibrated.rs"]
+mod calibrated;
 mod common;
 #[path = "cuda/compare.rs"]
 mod compare;

@@ -3,7 +3,7 @@
 use super::Cpu;
 use super::training::by_parts;
 use crate::base::Result;
-use crate::format::calibrated::BlockFactor;
+use crate::format::calibrated::{BlockFactor, by_energy};
 use crate::format::input_moments::BlockMoments;
 use crate::format::nvfp4::BLOCK;
 use crate::tensor::product::{Form, Sizes};
@@ -96,12 +96,11 @@ impl Cpu {
 
     /// The factor of `[cols, cols]` moments, with the blocks of 16 inputs of the most energy first. None if they are not positive definite.
     pub fn factor(&self, moments: &[f32], cols: usize) -> Result<Option<Factor>> {
-        let energy = |block: &usize| -> f32 {
+        let energy = |block: usize| -> f32 {
             let at = |i: usize| moments[(block * BLOCK + i) * (cols + 1)];
             (0..BLOCK).map(at).sum()
         };
-        let mut order: Vec<usize> = (0..cols / BLOCK).collect();
-        order.sort_by(|a, b| energy(b).total_cmp(&energy(a)));
+        let order = by_energy(&(0..cols / BLOCK).map(energy).collect::<Vec<_>>());
         // The lower triangular factor of the matrix from its last row and column on, whose order is the other way round.
         let at = |i: usize| {
             let i = cols - 1 - i;

@@ -1,4 +1,4 @@
-//! Large products of 16-bit floats through cuBLASLt, loaded at run time where it is installed.
+//! Large products through cuBLASLt, loaded at run time where it is installed.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -16,11 +16,20 @@ use crate::tensor::product::{Form, Sizes};
 const AS_IT_IS: i32 = 0;
 const TRANSPOSED: i32 = 1;
 
-/// The type of both operands: the two that cuBLASLt is asked to multiply.
+/// The type of both operands: those that cuBLASLt is asked to multiply.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Element {
     F16,
     Bf16,
+    /// Multiplied in f32 too.
+    F32,
+}
+
+/// Rows of a matrix at an address, so many elements apart.
+#[derive(Clone, Copy)]
+pub(super) struct Rows {
+    pub(super) address: u64,
+    pub(super) stride: usize,
 }
 
 /// What becomes of a product.
@@ -43,7 +52,7 @@ struct Shape {
     element: Element,
     form: Form,
     sizes: Sizes,
-    stride: usize,
+    strides: [usize; 3],
     store: Store,
 }
 
@@ -111,14 +120,17 @@ impl Blas {
             form,
             sizes,
             alpha,
-            (x, w),
+            [(x, k), (w, k)].map(|(address, stride)| Rows { address, stride }),
             store,
-            (out, stride),
+            Rows {
+                address: out,
+                stride,
+            },
             workspace,
         )
     }
 
-    /// `out (+)= alpha` times the product of `a` and `b` in any form, with rows of `out` `stride` apart.
+    /// `out (+)= alpha` times the product of `a` and `b` in any form.
     pub(super) fn matmul(
         &self,
         gpu: &Gpu,
@@ -126,9 +138,9 @@ impl Blas {
         form: Form,
         sizes: Sizes,
         alpha: f32,
-        (x, w): (u64, u64),
+        [x, w]: [Rows; 2],
         store: Store,
-        (out, stride): (u64, usize),
+        out: Rows,
         workspace: &DeviceBuffer,
     ) -> Result<()> {
         let Sizes { m, n, k } = sizes;
@@ -155,16 +167,17 @@ impl Blas {
         let from = match element {
             Element::F16 => sys::cudaDataType_t::CUDA_R_16F,
             Element::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
+            Element::F32 => sys::cudaDataType_t::CUDA_R_32F,
         };
         let left = match form {
-            Form::NT => layout(from, k, n, k)?,
-            Form::NN | Form::TN => layout(from, n, k, n)?,
+            Form::NT => layout(from, k, n, w.stride)?,
+            Form::NN | Form::TN => layout(from, n, k, w.stride)?,
         };
         let right = match form {
-            Form::NT | Form::NN => layout(from, k, m, k)?,
-            Form::TN => layout(from, m, k, m)?,
+            Form::NT | Form::NN => layout(from, k, m, x.stride)?,
+            Form::TN => layout(from, m, k, x.stride)?,
         };
-        let (a, b, c) = (left, right, layout(to, n, m, stride)?);
+        let (a, b, c) = (left, right, layout(to, n, m, out.stride)?);
         let transposed = |it_is| if it_is { TRANSPOSED } else { AS_IT_IS };
         let operation = Owned(
             check(
@@ -195,7 +208,7 @@ impl Blas {
             element,
             form,
             sizes,
-            stride,
+            strides: [x.stride, w.stride, out.stride],
             store,
         };
         let known = self
@@ -254,13 +267,13 @@ impl Blas {
                 operation.0,
                 (&raw const alpha).cast(),
                 (&raw const beta).cast(),
-                w as *const c_void,
+                w.address as *const c_void,
                 a.0,
-                x as *const c_void,
+                x.address as *const c_void,
                 b.0,
-                out as *const c_void,
+                out.address as *const c_void,
                 c.0,
-                out as *mut c_void,
+                out.address as *mut c_void,
                 c.0,
                 &raw const algorithm,
                 workspace.address() as *mut c_void,

@@ -7,6 +7,7 @@
 mod attention;
 mod bandwidth;
 mod blas;
+pub mod calibrated;
 mod checks;
 mod convert;
 mod driver;

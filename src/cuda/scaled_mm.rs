@@ -329,6 +329,7 @@ fn dequantize(
     let name = match element {
         Element::F16 => "scaled_mm_dequantize_f16",
         Element::Bf16 => "scaled_mm_dequantize_bf16",
+        Element::F32 => bail!(Internal, "operands are dequantized to 16 bits"),
     };
     let launch = Launch::new(
         [int("blocks of a grid", blocks)? as u32, 1, 1],

@@ -9,6 +9,13 @@
 use super::input_moments::{BlockMoments, MOMENTS};
 use super::nvfp4::BLOCK;
 
+/// Blocks in the order of their turns: those whose inputs have the most energy first, as more blocks make up for their errors.
+pub fn by_energy(energies: &[f32]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..energies.len()).collect();
+    order.sort_by(|a, b| energies[*b].total_cmp(&energies[*a]));
+    order
+}
+
 /// The upper triangular factor of the moments of a block.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockFactor {

@@ -5,6 +5,7 @@ pub mod activation;
 mod array;
 pub mod attention;
 pub mod backend;
+pub mod calibrated;
 mod device;
 pub mod experts;
 pub mod linear;

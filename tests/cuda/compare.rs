@@ -29,7 +29,7 @@ fn compared(device: &Device, names: [&str; 2]) -> Comparison {
 #[test]
 fn comparisons_on_a_gpu_agree_with_the_cpu() {
     let Some(gpu) = gpu() else { return };
-    let names = ["llama_biased", "llama_llama3"];
+    let names = ["llama_linear", "llama_llama3"];
     let found = compared(&Device::Cuda(gpu.clone()), names);
     let expected = compared(&Device::cpu(None).unwrap(), names);
     let close = |what: &str, found: f64, expected: f64| {

@@ -4,7 +4,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::base::size::product;
-use crate::cuda::blas::{Element, Store};
+use crate::cuda::blas::{Element, Rows, Store};
 use crate::cuda::driver::{DeviceBuffer, DeviceSlice};
 use crate::tensor::product::{Form, Sizes};
 
@@ -33,7 +33,13 @@ pub fn matmul(
     b.holds("the right operand", &[n, k, 2])?;
     let gpu = out.gpu();
     let workspace = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, WORKSPACE)?;
-    let operands = (a.address(), b.address());
+    let [of_a, of_b] = match form {
+        Form::NT => [k, k],
+        Form::NN => [k, n],
+        Form::TN => [m, n],
+    };
+    let rows = |address, stride| Rows { address, stride };
+    let operands = [rows(a.address(), of_a), rows(b.address(), of_b)];
     gpu.need_blas()?.matmul(
         gpu,
         Element::Bf16,
@@ -42,7 +48,7 @@ pub fn matmul(
         1.0,
         operands,
         store,
-        (out.address(), n),
+        rows(out.address(), n),
         &workspace,
     )
 }

@@ -1,0 +1,576 @@
+//! Codes and scales of matrices in NVFP4 that are best for their products, by all second moments of their inputs: see
+//! [`crate::format::calibrated`]. The searches are those of the CPU; sums of products have another order.
+
+use std::sync::Arc;
+
+use super::blas::{Element, Rows, Store};
+use super::driver::{DeviceBuffer, Gpu, Launch, int};
+use super::units::Unit;
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::base::memory::Tag;
+use crate::base::size::product;
+use crate::format::input_moments::{BlockMoments, MOMENTS};
+use crate::format::nvfp4::{BLOCK, Nvfp4};
+use crate::tensor::product::{Form, Sizes};
+
+/// Sizes of the kernels' arguments, by the start of their names.
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[
+    ("calibrated_", size_of::<GroupArguments>()),
+    ("calibrated_errors", size_of::<ErrorArguments>()),
+    ("calibrated_dot", size_of::<DotArguments>()),
+    ("moments_", size_of::<MomentArguments>()),
+];
+
+/// Threads of a block, each of which has a row of a matrix; columns of a panel of the factorization too.
+const THREADS: usize = 64;
+/// Blocks whose errors reach the blocks far from them together.
+const TOGETHER: usize = 8;
+/// Blocks of the kernel that adds up an error.
+const DOT_BLOCKS: usize = 512;
+/// Bytes of cuBLASLt's workspace.
+const WORKSPACE: usize = 32 << 20;
+const F32: usize = size_of::<f32>();
+
+#[repr(C)]
+struct GroupArguments {
+    weights: u64,
+    sums: u64,
+    moments: u64,
+    factors: u64,
+    order: u64,
+    codes: u64,
+    scales: u64,
+    errors: u64,
+    rows: i32,
+    cols: i32,
+    first: i32,
+    last: i32,
+    global: f32,
+}
+
+#[repr(C)]
+struct ErrorArguments {
+    weights: u64,
+    codes: u64,
+    scales: u64,
+    errors: u64,
+    blocks: u64,
+    global: f32,
+}
+
+#[repr(C)]
+struct DotArguments {
+    x: u64,
+    y: u64,
+    sums: u64,
+    count: u64,
+}
+
+#[repr(C)]
+struct MomentArguments {
+    values: u64,
+    out: u64,
+    order: u64,
+    cols: i32,
+    first: i32,
+    width: i32,
+    more: f32,
+}
+
+/// Weights `[rows, cols]` in f32.
+#[derive(Debug)]
+pub struct Weights {
+    values: DeviceBuffer,
+    rows: usize,
+    cols: usize,
+}
+
+/// Codes `[rows, cols / 2]` and scales `[rows, cols / 16]` of a matrix under a global scale.
+#[derive(Debug)]
+pub struct Codes {
+    codes: DeviceBuffer,
+    scales: DeviceBuffer,
+    global: f32,
+}
+
+/// Second moments of the inputs of a product, as the searches read them.
+#[derive(Debug)]
+pub struct Moments {
+    /// `[cols, cols]` in f32, with both halves.
+    all: Arc<DeviceBuffer>,
+    /// The blocks on the diagonal of `all`, and their factors: `[cols / 16, 16, 16]` in f32.
+    blocks: DeviceBuffer,
+    factors: DeviceBuffer,
+}
+
+/// The upper triangular factor of second moments `[cols, cols]` whose blocks have been put into an order.
+#[derive(Debug)]
+pub struct Factor {
+    all: DeviceBuffer,
+    /// `[cols / 16]` in u32.
+    order: DeviceBuffer,
+}
+
+impl Weights {
+    /// Copies weights `[rows, cols]` to a device.
+    pub fn new(gpu: &Arc<Gpu>, values: &[f32], cols: usize) -> Result<Weights> {
+        if cols == 0 || !cols.is_multiple_of(BLOCK) || !values.len().is_multiple_of(cols) {
+            bail!(
+                Internal,
+                "{} weights are not rows of {cols}, a multiple of {BLOCK}",
+                values.len()
+            );
+        }
+        Ok(Weights {
+            values: DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, values)?,
+            rows: values.len() / cols,
+            cols,
+        })
+    }
+
+    fn gpu(&self) -> &Arc<Gpu> {
+        self.values.gpu()
+    }
+
+    /// One for each block of threads that have a row each.
+    fn row_blocks(&self) -> Result<u32> {
+        Ok(int("rows of a matrix", self.rows.div_ceil(THREADS))? as u32)
+    }
+
+    /// Room for codes.
+    fn codes(&self, global: f32) -> Result<Codes> {
+        let room = |bytes| DeviceBuffer::uninit(self.gpu(), Tag::DeviceScratch, bytes);
+        Ok(Codes {
+            codes: room(self.rows * self.cols / 2)?,
+            scales: room(self.rows * self.cols / BLOCK)?,
+            global,
+        })
+    }
+
+    /// Room for an f32 for each weight of `cols` columns.
+    fn room(&self, cols: usize) -> Result<DeviceBuffer> {
+        let bytes = product("a product", &[self.rows, cols, F32])?;
+        DeviceBuffer::uninit(self.gpu(), Tag::DeviceScratch, bytes)
+    }
+}
+
+impl Codes {
+    /// Copies the codes and scales of a matrix to a device.
+    pub fn upload(gpu: &Arc<Gpu>, matrix: &Nvfp4) -> Result<Codes> {
+        let upload = |bytes: &[u8]| DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, bytes);
+        Ok(Codes {
+            codes: upload(&matrix.codes)?,
+            scales: upload(&matrix.scales)?,
+            global: matrix.global,
+        })
+    }
+
+    /// Copies codes and scales to the host; waits for the device.
+    pub fn read(&self, codes: &mut [u8], scales: &mut [u8]) -> Result<()> {
+        self.codes.read(0, codes)?;
+        self.scales.read(0, scales)
+    }
+}
+
+/// Runs a kernel on second moments.
+fn on_moments(
+    gpu: &Gpu,
+    name: &str,
+    grid: [usize; 2],
+    threads: usize,
+    arguments: &MomentArguments,
+) -> Result<()> {
+    let launch = Launch::new(
+        [
+            int("blocks of a grid", grid[0])? as u32,
+            int("blocks of a grid", grid[1])? as u32,
+            1,
+        ],
+        threads as u32,
+    );
+    // SAFETY: the struct is the kernel's; the callers hold buffers of these sizes until it has run.
+    unsafe { launch.run(gpu, Unit::Moments, name, arguments) }
+}
+
+/// The blocks on the diagonal of f32 `values` `[cols, cols]`, of which what is below the diagonal says nothing.
+pub fn diagonal_blocks(values: &DeviceBuffer, cols: usize) -> Result<Vec<BlockMoments>> {
+    values.holds("second moments", &[cols, cols, F32])?;
+    let gpu = values.gpu();
+    let blocks = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, cols * BLOCK * F32)?;
+    let arguments = MomentArguments::new(values, &blocks, cols)?;
+    let grid = [cols / BLOCK, 1];
+    on_moments(gpu, "moments_blocks", grid, MOMENTS, &arguments)?;
+    let mut read = vec![[0f32; MOMENTS]; cols / BLOCK];
+    blocks.read(0, read.as_flattened_mut())?;
+    Ok(read)
+}
+
+impl MomentArguments {
+    fn new(values: &DeviceBuffer, out: &DeviceBuffer, cols: usize) -> Result<MomentArguments> {
+        Ok(MomentArguments {
+            values: values.address(),
+            out: out.address(),
+            order: 0,
+            cols: int("inputs", cols)?,
+            first: 0,
+            width: 0,
+            more: 0.0,
+        })
+    }
+}
+
+/// Copies what is above the diagonal of f32 `values` `[cols, cols]` to its place below, and adds `more` to the diagonal.
+pub fn complete(values: &DeviceBuffer, cols: usize, more: f32) -> Result<()> {
+    values.holds("second moments", &[cols, cols, F32])?;
+    let arguments = MomentArguments {
+        more,
+        ..MomentArguments::new(values, values, cols)?
+    };
+    let grid = [cols / BLOCK; 2];
+    on_moments(
+        values.gpu(),
+        "moments_complete",
+        grid,
+        BLOCK * BLOCK,
+        &arguments,
+    )
+}
+
+impl Moments {
+    /// Complete, damped moments f32 `[cols, cols]`, with those of each block and their factors.
+    pub fn new(
+        all: Arc<DeviceBuffer>,
+        cols: usize,
+        blocks: &[BlockMoments],
+        factors: &[BlockMoments],
+    ) -> Result<Moments> {
+        all.holds("second moments", &[cols, cols, F32])?;
+        let gpu = all.gpu();
+        let upload = |of: &[BlockMoments]| -> Result<DeviceBuffer> {
+            let buffer = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, of.as_flattened())?;
+            buffer.holds("moments of blocks", &[cols, BLOCK, F32])?;
+            Ok(buffer)
+        };
+        Ok(Moments {
+            blocks: upload(blocks)?,
+            factors: upload(factors)?,
+            all,
+        })
+    }
+
+    /// Their factor with blocks in this order. None if they are not positive definite.
+    pub fn factor(&self, cols: usize, order: &[u32]) -> Result<Option<Factor>> {
+        self.all.holds("second moments", &[cols, cols, F32])?;
+        if order.len() * BLOCK != cols || order.iter().any(|b| *b as usize >= order.len()) {
+            bail!(Internal, "{} blocks of {cols} inputs", order.len());
+        }
+        let gpu = self.all.gpu();
+        let order = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, order)?;
+        let all = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, self.all.bytes())?;
+        let failed = DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, F32)?;
+        let panel = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, cols * THREADS * F32)?;
+        let arguments = MomentArguments {
+            order: order.address(),
+            ..MomentArguments::new(&self.all, &all, cols)?
+        };
+        let grid = [cols / BLOCK; 2];
+        on_moments(gpu, "moments_reorder", grid, BLOCK * BLOCK, &arguments)?;
+        let products = Products::new(gpu)?;
+        for first in (0..cols).step_by(THREADS).rev() {
+            let width = THREADS.min(cols - first);
+            let of_panel = |out: &DeviceBuffer| -> Result<MomentArguments> {
+                Ok(MomentArguments {
+                    first: int("inputs", first)?,
+                    width: width as i32,
+                    ..MomentArguments::new(&all, out, cols)?
+                })
+            };
+            let arguments = of_panel(&failed)?;
+            on_moments(gpu, "moments_factor_square", [1, 1], THREADS, &arguments)?;
+            let above = [first.div_ceil(THREADS), 1];
+            let arguments = of_panel(&panel)?;
+            on_moments(gpu, "moments_factor_rows", above, THREADS, &arguments)?;
+            let sizes = Sizes {
+                m: first,
+                n: first,
+                k: width,
+            };
+            let rows = Rows {
+                address: panel.address(),
+                stride: width,
+            };
+            let left = Rows {
+                address: all.address(),
+                stride: cols,
+            };
+            products.add(Form::NT, sizes, -1.0, [rows, rows], left)?;
+        }
+        let mut has_failed = [0f32];
+        failed.read(0, &mut has_failed)?;
+        Ok((has_failed[0] == 0.0).then_some(Factor { all, order }))
+    }
+
+    /// The scale of each block that is best for its own product, with each weight at its nearest code.
+    pub fn by_blocks(&self, weights: &Weights, global: f32) -> Result<Codes> {
+        let codes = weights.codes(global)?;
+        self.blocks
+            .holds("moments of blocks", &[weights.cols, BLOCK, F32])?;
+        let arguments = GroupArguments {
+            moments: self.blocks.address(),
+            ..GroupArguments::new(weights, &codes)?
+        };
+        let blocks = int("blocks of a row", weights.cols / BLOCK)? as u32;
+        let launch = Launch::new([weights.row_blocks()?, blocks, 1], THREADS as u32);
+        // SAFETY: the struct is the kernel's; sizes were checked.
+        unsafe {
+            launch.run(
+                weights.gpu(),
+                Unit::Calibrated,
+                "calibrated_by_blocks",
+                &arguments,
+            )?;
+        }
+        Ok(codes)
+    }
+
+    /// Block coordinate descent: in each pass, each block takes the scale and codes with the least error beside the others.
+    pub fn descend(&self, weights: &Weights, passes: usize, codes: &Codes) -> Result<()> {
+        let Weights { cols, rows, .. } = *weights;
+        self.all.holds("second moments", &[cols, cols, F32])?;
+        let products = Products::new(weights.gpu())?;
+        // M e of each row.
+        let gradients = products.of_errors(weights, Some(codes), &self.all)?.1;
+        let changes = weights.room(TOGETHER * BLOCK)?;
+        let blocks = cols / BLOCK;
+        for first in (0..passes).flat_map(|_| (0..blocks).step_by(TOGETHER)) {
+            let last = (first + TOGETHER).min(blocks);
+            let arguments = GroupArguments {
+                sums: gradients.address(),
+                moments: self.all.address(),
+                factors: self.factors.address(),
+                errors: changes.address(),
+                first: first as i32,
+                last: last as i32,
+                ..GroupArguments::new(weights, codes)?
+            };
+            weights.run("calibrated_descend", &arguments)?;
+            let sizes = Sizes {
+                m: rows,
+                n: cols,
+                k: (last - first) * BLOCK,
+            };
+            let moments = Rows {
+                address: self.all.address() + (first * BLOCK * cols * F32) as u64,
+                stride: cols,
+            };
+            let out = Rows {
+                address: gradients.address(),
+                stride: cols,
+            };
+            products.add(Form::NN, sizes, 1.0, [group_of(&changes), moments], out)?;
+        }
+        Ok(())
+    }
+}
+
+impl Factor {
+    /// Quantizes block after block in the factor's order, each weight to the code that makes up for the errors of those before it in its row.
+    pub fn round_in_turn(&self, weights: &Weights, global: f32) -> Result<Codes> {
+        let Weights { cols, rows, .. } = *weights;
+        self.all
+            .holds("a factor of second moments", &[cols, cols, F32])?;
+        let codes = weights.codes(global)?;
+        let products = Products::new(weights.gpu())?;
+        let sums = weights.room(cols)?;
+        sums.clear(sums.bytes())?;
+        let errors = weights.room(TOGETHER * BLOCK)?;
+        let blocks = cols / BLOCK;
+        for first in (0..blocks).step_by(TOGETHER) {
+            let last = (first + TOGETHER).min(blocks);
+            let arguments = GroupArguments {
+                sums: sums.address(),
+                moments: self.all.address(),
+                order: self.order.address(),
+                errors: errors.address(),
+                first: first as i32,
+                last: last as i32,
+                ..GroupArguments::new(weights, &codes)?
+            };
+            weights.run("calibrated_round_in_turn", &arguments)?;
+            let done = last * BLOCK;
+            let sizes = Sizes {
+                m: rows,
+                n: cols - done,
+                k: (last - first) * BLOCK,
+            };
+            let later = Rows {
+                address: self.all.address() + ((first * BLOCK * cols + done) * F32) as u64,
+                stride: cols,
+            };
+            let out = Rows {
+                address: sums.address() + (done * F32) as u64,
+                stride: cols,
+            };
+            products.add(Form::NN, sizes, 1.0, [group_of(&errors), later], out)?;
+        }
+        Ok(codes)
+    }
+}
+
+/// The rows of a group's errors.
+fn group_of(errors: &DeviceBuffer) -> Rows {
+    Rows {
+        address: errors.address(),
+        stride: TOGETHER * BLOCK,
+    }
+}
+
+impl GroupArguments {
+    fn new(weights: &Weights, codes: &Codes) -> Result<GroupArguments> {
+        codes
+            .codes
+            .holds("codes", &[weights.rows, weights.cols / 2])?;
+        codes
+            .scales
+            .holds("scales", &[weights.rows, weights.cols / BLOCK])?;
+        Ok(GroupArguments {
+            weights: weights.values.address(),
+            sums: 0,
+            moments: 0,
+            factors: 0,
+            order: 0,
+            codes: codes.codes.address(),
+            scales: codes.scales.address(),
+            errors: 0,
+            rows: int("rows of a matrix", weights.rows)?,
+            cols: int("inputs", weights.cols)?,
+            first: 0,
+            last: 0,
+            global: codes.global,
+        })
+    }
+}
+
+impl Weights {
+    /// Runs a kernel that takes a group of blocks through each row.
+    fn run(&self, name: &str, arguments: &GroupArguments) -> Result<()> {
+        let launch = Launch::new([self.row_blocks()?, 1, 1], THREADS as u32);
+        // SAFETY: the struct is the kernel's, and the callers checked sizes.
+        unsafe { launch.run(self.gpu(), Unit::Calibrated, name, arguments) }
+    }
+}
+
+/// Products in f32.
+struct Products<'a> {
+    gpu: &'a Arc<Gpu>,
+    workspace: DeviceBuffer,
+}
+
+impl<'a> Products<'a> {
+    fn new(gpu: &'a Arc<Gpu>) -> Result<Products<'a>> {
+        Ok(Products {
+            gpu,
+            workspace: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, WORKSPACE)?,
+        })
+    }
+
+    /// `out += alpha` times a product.
+    fn add(
+        &self,
+        form: Form,
+        sizes: Sizes,
+        alpha: f32,
+        operands: [Rows; 2],
+        out: Rows,
+    ) -> Result<()> {
+        self.product(form, sizes, alpha, operands, (Store::Add, out))
+    }
+
+    fn product(
+        &self,
+        form: Form,
+        sizes: Sizes,
+        alpha: f32,
+        operands: [Rows; 2],
+        (store, out): (Store, Rows),
+    ) -> Result<()> {
+        if sizes.m * sizes.n * sizes.k == 0 {
+            return Ok(());
+        }
+        self.gpu.need_blas()?.matmul(
+            self.gpu,
+            Element::F32,
+            form,
+            sizes,
+            alpha,
+            operands,
+            store,
+            out,
+            &self.workspace,
+        )
+    }
+
+    /// The errors `e` of codes, or of zeros, and `e M`: `[rows, cols]`.
+    fn of_errors(
+        &self,
+        weights: &Weights,
+        codes: Option<&Codes>,
+        moments: &DeviceBuffer,
+    ) -> Result<(DeviceBuffer, DeviceBuffer)> {
+        let Weights { rows, cols, .. } = *weights;
+        moments.holds("second moments", &[cols, cols, F32])?;
+        let (errors, products) = (weights.room(cols)?, weights.room(cols)?);
+        let blocks = rows * cols / BLOCK;
+        if let Some(codes) = codes {
+            GroupArguments::new(weights, codes)?;
+        }
+        let arguments = ErrorArguments {
+            weights: weights.values.address(),
+            codes: codes.map_or(0, |c| c.codes.address()),
+            scales: codes.map_or(0, |c| c.scales.address()),
+            errors: errors.address(),
+            blocks: blocks as u64,
+            global: codes.map_or(0.0, |c| c.global),
+        };
+        let grid = int("blocks of a matrix", blocks.div_ceil(THREADS))? as u32;
+        let launch = Launch::new([grid, 1, 1], THREADS as u32);
+        // SAFETY: the struct is the kernel's; sizes were checked.
+        unsafe { launch.run(self.gpu, Unit::Calibrated, "calibrated_errors", &arguments)? };
+        let sizes = Sizes {
+            m: rows,
+            n: cols,
+            k: cols,
+        };
+        let packed = |of: &DeviceBuffer| Rows {
+            address: of.address(),
+            stride: cols,
+        };
+        let (operands, out) = ([packed(&errors), packed(moments)], packed(&products));
+        self.product(Form::NN, sizes, 1.0, operands, (Store::F32, out))?;
+        Ok((errors, products))
+    }
+}
+
+/// The sum over rows of `e^T M e` with `e` the error of codes, or of zeros, by complete f32 moments `[cols, cols]`. Waits for the device.
+pub fn product_error(
+    weights: &Weights,
+    codes: Option<&Codes>,
+    moments: &DeviceBuffer,
+) -> Result<f64> {
+    let gpu = weights.gpu();
+    let (errors, products) = Products::new(gpu)?.of_errors(weights, codes, moments)?;
+    let sums = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, DOT_BLOCKS * size_of::<f64>())?;
+    let arguments = DotArguments {
+        x: errors.address(),
+        y: products.address(),
+        sums: sums.address(),
+        count: (weights.rows * weights.cols) as u64,
+    };
+    let launch = Launch::new([DOT_BLOCKS as u32, 1, 1], THREADS as u32);
+    // SAFETY: the struct is the kernel's, and the buffers have these sizes.
+    unsafe { launch.run(gpu, Unit::Calibrated, "calibrated_dot", &arguments)? };
+    let mut read = vec![0u64; DOT_BLOCKS];
+    sums.read(0, &mut read)?;
+    Ok(read.into_iter().map(f64::from_bits).sum())
+}
