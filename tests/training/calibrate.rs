@@ -12,14 +12,15 @@ use NVFP4::model::convert::{Container, ConvertOptions};
 use super::beginning::{converted, dense, files};
 use super::*;
 
-/// Texts of tokens that a model has.
+/// Texts of tokens that a model has, of several lengths.
 fn texts(source: &Source, count: u64) -> Vec<CalibrationText> {
     let vocabulary = source.spec().vocab_size as u32;
-    let text = |seed| {
-        let documents = Documents::new(seed, &[48, 80]);
+    let text = |seed: u64| {
+        let lengths = [24, 44 - seed as usize % 5];
+        let documents = Documents::new(seed, &lengths);
         CalibrationText {
             tokens: documents.tokens.iter().map(|t| t % vocabulary).collect(),
-            documents: vec![48, 80],
+            documents: lengths.to_vec(),
         }
     };
     (0..count).map(text).collect()
@@ -44,7 +45,7 @@ fn calibrated_with(
 ) -> (Vec<CalibratedMatrix>, usize) {
     let device = Device::cpu(Some(threads)).unwrap();
     let source = Arc::new(Source::open(place).unwrap());
-    let (mut told, texts) = (Vec::new(), texts(&source, 9));
+    let (mut told, texts) = (Vec::new(), texts(&source, 17));
     let host = device.host_cpu().unwrap();
     let (checkpoint, matrices) = calibrate(&device, &host, &source, &texts, options, &mut |p| {
         told.push(p);

@@ -6,6 +6,7 @@ mod finished;
 mod gathered;
 mod options;
 mod search;
+mod trial;
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -19,6 +20,7 @@ use self::options::Done;
 pub use self::options::{CalibrateOptions, CalibrateProgress, CalibratedMatrix, CalibrationText};
 pub use self::search::Choice;
 use self::search::Search;
+use self::trial::{Group, choose};
 use super::training::{MatrixId, Observer, ProjectionLayout, Source};
 use crate::base::error::bail;
 use crate::base::{Result, call};
@@ -29,14 +31,16 @@ use crate::ops::Device;
 
 /// One of so many texts is kept from the search, to choose by what it has found.
 const KEPT: usize = 8;
+/// Texts, of those that are kept, that blocks are tried with.
+const TRIED: usize = 4;
 
 /// Quantizes the linear weights of the blocks of `source`, by what they multiply when `texts` run through the model on `device`. The search
-/// runs on the threads of `host`. Gives a checkpoint with them in the place of those that it was made of, and what became of each matrix.
+/// runs on `device`, and what it reads from the checkpoint on the threads of `host`. Gives a checkpoint with them in the place of those that it was made of, and what became of each matrix.
 /// Matrices that the checkpoint holds in NVFP4 keep their codes. The same bits on any number of threads. Cancelled with the thread's
 /// [`call`].
 pub fn calibrate(
     device: &Device,
-    host: &Cpu,
+    host: &Arc<Cpu>,
     source: &Arc<Source>,
     texts: &[CalibrationText],
     options: &CalibrateOptions,
@@ -71,12 +75,17 @@ pub fn calibrate(
     };
     // Text runs as far as there is a block to quantize.
     let end = of_blocks.iter().rposition(Option::is_none);
+    let is_kept = |number: usize| number % KEPT == KEPT.min(texts.len()) - 1;
+    let tried = (0..texts.len())
+        .filter(|number| is_kept(*number))
+        .take(TRIED);
     let mut run = Run {
+        device,
         host,
         source,
         options,
-        observer: Observer::new(device, source.clone(), &runs(texts))?,
-        is_kept: |number| number % KEPT == KEPT.min(texts.len()) - 1,
+        observer: Observer::new(device, source.clone(), &runs(texts), tried)?,
+        is_kept,
     };
     for block in 0..blocks {
         (at.block, at.done) = (block, 2 * (0..block).map(weights).sum::<u64>());
@@ -88,22 +97,27 @@ pub fn calibrate(
             run.observer.advance(&mut |_, _, _| call::check())?;
             continue;
         }
-        let mut gathered = run.gather(device)?;
+        let mut gathered = run.gather()?;
         at.done += weights(block);
         progress(at);
-        let mut done = Vec::new();
+        let mut found = Vec::new();
         for group in groups(&layout.blocks[block]) {
             let Some(gathered) = gathered.remove(&group[0].matrix) else {
                 bail!(Internal, "block {block} has projections without inputs");
             };
-            let found = run
+            let of_group = run
                 .quantize(group, gathered)
                 .map_err(|e| e.within(&layout.matrices[group[0].matrix].name))?;
-            let of = |d: &Done| (d.matrix.rows * d.matrix.cols) as u64;
-            at.done += found.iter().map(of).sum::<u64>();
+            let of = |(id, _): &(MatrixId, _)| {
+                let m = &layout.matrices[*id];
+                (m.rows * m.cols) as u64
+            };
+            at.done += of_group.iter().map(of).sum::<u64>();
             progress(at);
-            done.extend(found);
+            found.push(of_group);
         }
+        let name = |id: MatrixId| layout.matrices[id].name.clone();
+        let done = choose(&mut run.observer, run.host, found, name)?;
         if let Some(finished) = &finished {
             finished.save(block, &done)?;
         }
@@ -137,7 +151,8 @@ fn groups(block: &super::training::BlockLayout) -> [&[ProjectionLayout]; 4] {
 
 /// Text on its way through a model whose blocks are quantized behind it.
 struct Run<'a, K> {
-    host: &'a Cpu,
+    device: &'a Device,
+    host: &'a Arc<Cpu>,
     source: &'a Source,
     options: &'a CalibrateOptions,
     observer: Observer,
@@ -147,9 +162,9 @@ struct Run<'a, K> {
 
 impl<K: Fn(usize) -> bool> Run<'_, K> {
     /// Takes the texts through the next block. Gives moments by the first projection of each group.
-    fn gather(&mut self, device: &Device) -> Result<BTreeMap<MatrixId, Gathered>> {
+    fn gather(&mut self) -> Result<BTreeMap<MatrixId, Gathered>> {
         let mut gathered = BTreeMap::new();
-        let (layout, is_kept) = (self.source.layout(), &self.is_kept);
+        let (layout, is_kept, device) = (self.source.layout(), &self.is_kept, self.device);
         self.observer.advance(&mut |number, first, x| {
             call::check()?;
             let cols = layout.matrices[first].cols;
@@ -162,8 +177,8 @@ impl<K: Fn(usize) -> bool> Run<'_, K> {
         Ok(gathered)
     }
 
-    /// Quantizes the projections of a group, under one global scale.
-    fn quantize(&self, group: &[ProjectionLayout], gathered: Gathered) -> Result<Vec<Done>> {
+    /// Finds candidates for the projections of a group, under one global scale.
+    fn quantize(&self, group: &[ProjectionLayout], gathered: Gathered) -> Result<Group> {
         let layout = self.source.layout();
         let options = QuantizeOptions {
             recipe: Recipe::Sweep,
@@ -187,24 +202,15 @@ impl<K: Fn(usize) -> bool> Run<'_, K> {
         if weights.is_empty() {
             return Ok(Vec::new());
         }
-        let search = Search::new(self.host, gathered.read()?, options)?;
+        let cols = gathered.cols;
+        let moments = gathered.moments(self.device, self.host)?;
+        let search = Search::new(moments, cols, options);
         let global = search.best_global(&weights, largest)?;
-        let mut done = Vec::new();
+        let mut candidates = Vec::new();
         for (id, values) in ids.into_iter().zip(weights) {
             call::check()?;
-            let found = search.best(&values, global)?;
-            let report = CalibratedMatrix {
-                name: layout.matrices[id].name.clone(),
-                choice: found.choice,
-                error_of_sweep: found.errors[0],
-                error: found.errors[1],
-            };
-            done.push(Done {
-                id,
-                matrix: found.matrix,
-                report,
-            });
+            candidates.push((id, search.candidates(&values, global)?));
         }
-        Ok(done)
+        Ok(candidates)
     }
 }

@@ -1,18 +1,13 @@
-//! The codes and scales of a matrix, by the second moments of its inputs: the best of what several searches find, by moments of other text.
+//! The codes and scales of a matrix, by the second moments of its inputs: what several searches find, and how good it is by moments of other
+//! text.
 
 use serde::{Deserialize, Serialize};
 
-use super::gathered::InputMoments;
 use crate::base::Result;
-use crate::cpu::Cpu;
-use crate::cpu::moments::{Factor, Moments};
-use crate::cpu::training::Rows;
-use crate::format::input_moments;
-use crate::format::nvfp4::{self, BLOCK, Levels, Nvfp4, QuantizeOptions, global_scale};
+use crate::format::nvfp4::{Levels, Nvfp4, QuantizeOptions, global_scale};
+use crate::ops::calibrated::{FoundCodes, FullMoments, MatrixRows, SearchBy};
 
-/// Passes over all blocks in which each becomes the best beside the others.
-const PASSES: usize = 2;
-/// Rows of a matrix by which a search is chosen, and a global scale.
+/// Rows of a matrix by which searches are compared, and global scales.
 const SAMPLE: usize = 192;
 const SAMPLE_OF_GLOBAL: usize = 64;
 /// Global scales that are tried, as powers of two above the usual one: it puts the largest weight on the largest scale, and which scales
@@ -31,40 +26,47 @@ pub enum Choice {
     Feedback,
 }
 
-/// A search by moments.
-pub(super) struct Search<'a> {
-    host: &'a Cpu,
+impl Choice {
+    /// Passes over all blocks, after the search, in which each becomes the best beside the others.
+    const fn passes(self) -> usize {
+        match self {
+            Choice::Sweep => 0,
+            Choice::Descent => 4,
+            Choice::Feedback => 2,
+        }
+    }
+}
+
+/// Searches by moments.
+pub(super) struct Search {
     cols: usize,
-    moments: Moments,
-    /// None where the moments are not positive definite after all.
-    factor: Option<Factor>,
-    kept: Vec<f32>,
+    moments: FullMoments,
     options: QuantizeOptions,
 }
 
-/// The result of a search.
-pub(super) struct Found {
+/// Codes of a matrix that one search has found.
+pub(super) struct Candidate {
     pub(super) matrix: Nvfp4,
     pub(super) choice: Choice,
-    /// Relative errors of a sweep and of the chosen codes, by text that the search has not seen.
-    pub(super) errors: [f64; 2],
+    /// Its relative error by text that the search has not seen.
+    pub(super) error: f64,
 }
 
-impl<'a> Search<'a> {
-    pub(super) fn new(
-        host: &'a Cpu,
-        inputs: InputMoments,
-        options: QuantizeOptions,
-    ) -> Result<Search<'a>> {
-        let InputMoments { cols, seen, kept } = inputs;
-        Ok(Search {
-            host,
+/// Candidates for a matrix.
+pub(super) struct Found {
+    /// Descent first, then feedback; or one search alone.
+    pub(super) candidates: Vec<Candidate>,
+    /// Relative error of a sweep, by text that no search has seen.
+    pub(super) error_of_sweep: f64,
+}
+
+impl Search {
+    pub(super) fn new(moments: FullMoments, cols: usize, options: QuantizeOptions) -> Search {
+        Search {
             cols,
-            moments: host.moments(&seen, cols),
-            factor: host.factor(&seen, cols)?,
-            kept,
+            moments,
             options,
-        })
+        }
     }
 
     /// The global scale that is best for matrices with this largest magnitude, by a sample of their rows.
@@ -73,17 +75,17 @@ impl<'a> Search<'a> {
         if self.options.levels != Levels::Two {
             return Ok(usual);
         }
-        let samples: Vec<_> = matrices
+        let samples: Vec<MatrixRows<'_>> = matrices
             .iter()
             .map(|weights| self.sample(weights, SAMPLE_OF_GLOBAL))
-            .collect();
+            .collect::<Result<_>>()?;
         let mut best = (f64::INFINITY, usual);
         for power in GLOBALS {
             let global = usual * power.exp2();
             let mut error = 0.0;
             for weights in &samples {
-                let matrix = self.quantized(self.best_choice(), 0, weights, global)?;
-                error += self.error(weights, &matrix)?;
+                let found = self.quantized(self.best_choice(), 0, weights, global)?;
+                error += self.moments.error(weights, Some(&found))?;
             }
             if error < best.0 {
                 best = (error, global);
@@ -92,64 +94,70 @@ impl<'a> Search<'a> {
         Ok(best.1)
     }
 
-    /// The best codes and scales for `weights` `[rows, cols]` under a global scale. Which search finds them, a sample of the rows says.
-    pub(super) fn best(&self, weights: &[f32], global: f32) -> Result<Found> {
-        let sample = self.sample(weights, SAMPLE);
-        let zeros = self.empty(&sample, global);
-        let whole = self.error(&sample, &zeros)?;
-        let (mut best, mut of_sweep) = (None::<(f64, Choice, Nvfp4)>, 0.0);
-        for choice in [Choice::Sweep, Choice::Descent, Choice::Feedback] {
-            if choice == Choice::Feedback && self.factor.is_none() {
+    /// Codes and scales for `weights` `[rows, cols]` under a global scale, by each search that is better than a sweep by a sample of the rows;
+    /// by a sweep if none is.
+    pub(super) fn candidates(&self, weights: &[f32], global: f32) -> Result<Found> {
+        let sample = self.sample(weights, SAMPLE)?;
+        let whole = self.moments.error(&sample, None)?;
+        let relative = |error: f64| (error.max(0.0) / whole.max(f64::MIN_POSITIVE)).sqrt();
+        let try_on_sample = |choice: Choice| -> Result<(FoundCodes, f64)> {
+            let found = self.quantized(choice, choice.passes(), &sample, global)?;
+            let error = relative(self.moments.error(&sample, Some(&found))?);
+            Ok((found, error))
+        };
+        let is_whole = sample.rows() * self.cols == weights.len();
+        let rows = match is_whole {
+            true => None,
+            false => Some(self.moments.rows(weights)?),
+        };
+        let finish = |choice: Choice, found: FoundCodes, error: f64| -> Result<Candidate> {
+            let found = match &rows {
+                None => found,
+                Some(rows) => self.quantized(choice, choice.passes(), rows, global)?,
+            };
+            Ok(Candidate {
+                matrix: found.read()?,
+                choice,
+                error,
+            })
+        };
+        let (swept, error_of_sweep) = try_on_sample(Choice::Sweep)?;
+        let mut candidates = Vec::new();
+        for choice in [Choice::Descent, Choice::Feedback] {
+            if choice == Choice::Feedback && !self.moments.has_factor() {
                 continue;
             }
-            let matrix = self.quantized(choice, PASSES, &sample, global)?;
-            let error = self.error(&sample, &matrix)?;
-            if choice == Choice::Sweep {
-                of_sweep = error;
-            }
-            if best.as_ref().is_none_or(|(least, ..)| error < *least) {
-                best = Some((error, choice, matrix));
+            let (found, error) = try_on_sample(choice)?;
+            if error < error_of_sweep {
+                candidates.push(finish(choice, found, error)?);
             }
         }
-        let (error, choice, mut matrix) = best.expect("a sweep was tried");
-        if matrix.codes.len() * 2 < weights.len() {
-            matrix = self.quantized(choice, PASSES, weights, global)?;
+        if candidates.is_empty() {
+            candidates.push(finish(Choice::Sweep, swept, error_of_sweep)?);
         }
-        let relative = |error: f64| (error.max(0.0) / whole.max(f64::MIN_POSITIVE)).sqrt();
         Ok(Found {
-            matrix,
-            choice,
-            errors: [relative(of_sweep), relative(error)],
+            candidates,
+            error_of_sweep,
         })
     }
 
     /// The search that is usually best.
     fn best_choice(&self) -> Choice {
-        match self.factor {
-            Some(_) => Choice::Feedback,
-            None => Choice::Descent,
+        match self.moments.has_factor() {
+            true => Choice::Feedback,
+            false => Choice::Descent,
         }
     }
 
     /// So many rows of a matrix, evenly chosen; all of them where that is nearly as many.
-    fn sample(&self, weights: &[f32], rows: usize) -> Vec<f32> {
+    fn sample<'a>(&self, weights: &'a [f32], rows: usize) -> Result<MatrixRows<'a>> {
         let all = weights.len() / self.cols;
         if all <= rows + rows / 2 {
-            return weights.to_vec();
+            return self.moments.rows(weights);
         }
         let row = |i: usize| &weights[i * all / rows * self.cols..][..self.cols];
-        (0..rows).flat_map(row).copied().collect()
-    }
-
-    /// Zeros.
-    fn empty(&self, weights: &[f32], global: f32) -> Nvfp4 {
-        Nvfp4 {
-            rows: weights.len() / self.cols,
-            cols: self.cols,
-            codes: vec![0; weights.len() / 2],
-            scales: vec![0; weights.len() / BLOCK],
-            global,
-        }
+        let some: Vec<f32> = (0..rows).flat_map(row).copied().collect();
+        self.moments.rows(some)
     }
 
     /// The codes and scales that one search finds, with so many passes of descent.
@@ -157,45 +165,18 @@ impl<'a> Search<'a> {
         &self,
         choice: Choice,
         passes: usize,
-        weights: &[f32],
+        rows: &MatrixRows<'_>,
         global: f32,
-    ) -> Result<Nvfp4> {
-        let (host, cols) = (self.host, self.cols);
-        let mut matrix = self.empty(weights, global);
-        let row_of = |row: usize| &weights[row * cols..][..cols];
-        match (choice, &self.factor) {
-            (Choice::Sweep, _) => {
-                host.by_code_rows(cols, rows_of(&mut matrix), |row, codes, scales| {
-                    let options = &self.options;
-                    nvfp4::quantize_rows(row_of(row), cols, row, global, options, codes, scales)
-                })?;
-                return Ok(matrix);
-            }
-            (Choice::Feedback, Some(factor)) => {
-                host.round_in_turn(weights, global, factor, rows_of(&mut matrix))?;
-            }
-            _ => host.by_code_rows(cols, rows_of(&mut matrix), |row, codes, scales| {
-                let blocks = self.moments.blocks();
-                input_moments::quantize_rows(row_of(row), global, blocks, codes, scales);
-                Ok(())
-            })?,
+    ) -> Result<FoundCodes> {
+        let by = match choice {
+            Choice::Sweep => SearchBy::Weights(&self.options),
+            Choice::Descent => SearchBy::Blocks,
+            Choice::Feedback => SearchBy::Turns,
+        };
+        let mut found = self.moments.search(by, rows, global)?;
+        if passes > 0 && choice != Choice::Sweep {
+            self.moments.descend(rows, passes, &mut found)?;
         }
-        if passes > 0 {
-            host.descend(weights, global, &self.moments, passes, rows_of(&mut matrix))?;
-        }
-        Ok(matrix)
-    }
-
-    /// The error of products for text that the search does not see.
-    fn error(&self, weights: &[f32], matrix: &Nvfp4) -> Result<f64> {
-        let of = (&matrix.codes[..], &matrix.scales[..], matrix.global);
-        self.host.product_error(weights, &self.kept, self.cols, of)
-    }
-}
-
-fn rows_of(matrix: &mut Nvfp4) -> Rows<'_> {
-    Rows {
-        codes: &mut matrix.codes,
-        scales: &mut matrix.scales,
+        Ok(found)
     }
 }

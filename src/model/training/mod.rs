@@ -6,6 +6,7 @@ mod batch;
 mod block;
 mod fresh;
 mod head;
+mod held;
 mod hidden;
 mod layout;
 mod lesson;

@@ -3,46 +3,71 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::held::HeldWeights;
 use super::teacher::Weights;
 use super::{Batch, MatrixId, Options, Pass, Placement, ProjectionLayout, Source, Store, VectorId};
 use crate::base::Result;
+use crate::base::error::bail;
 use crate::ops::{Array, Device, Mixed, Slice, SliceMut};
 
 /// Is given the inputs `[rows, cols]` of projections, of which the first is named; and the number of the batch that they are of.
 pub type See<'a> = dyn FnMut(usize, MatrixId, Slice<'_, Mixed>) -> Result<()> + 'a;
 
-/// A frozen model with some text on its way through it. Weights are read from the checkpoint when their turn comes.
+/// A frozen model with some text on its way through it. A block's weights are read from the checkpoint when its turn comes, once.
 #[derive(Debug)]
 pub struct Observer {
-    weights: Weights,
+    weights: HeldWeights,
     pass: Pass,
     batches: Vec<Batch>,
     /// Each batch's residual stream before the next block.
     streams: Vec<Array<Mixed>>,
+    tried: Vec<Tried>,
     next: Array<Mixed>,
+    hidden_size: usize,
     block: usize,
 }
 
+/// A batch that goes through the last block again with other weights.
+#[derive(Debug)]
+struct Tried {
+    /// The number of the batch.
+    batch: usize,
+    /// Its residual stream before the block.
+    before: Array<Mixed>,
+    /// The stream after it, in host memory, once somebody has asked for an error.
+    after: Vec<f32>,
+}
+
 impl Observer {
-    /// The model of a checkpoint, before its first block, with batches of documents: tokens, and the documents' lengths.
+    /// The model of a checkpoint, before its first block, with batches of documents: tokens, and the documents' lengths. Those with the
+    /// numbers `tried` are what [`Observer::error`] is of.
     pub fn new(
         device: &Device,
         source: Arc<Source>,
         texts: &[(Vec<u32>, Vec<usize>)],
+        tried: impl IntoIterator<Item = usize>,
     ) -> Result<Observer> {
         let pass = Pass::new(device, source.spec(), source.layout(), Options::default())?;
-        let mut weights = Weights::new(device, source.clone(), Placement::Streamed)?;
+        let streamed = Weights::new(device, source.clone(), Placement::Streamed)?;
+        let mut weights = HeldWeights::new(device, streamed);
         let (mut batches, mut streams) = (Vec::new(), Vec::new());
         for (tokens, documents) in texts {
             let batch = Batch::unlabelled(device, source.spec(), tokens, documents)?;
             streams.push(pass.embed(&mut weights, &batch)?);
             batches.push(batch);
         }
+        let tried = tried.into_iter().map(|batch| Tried {
+            batch,
+            before: Array::empty(),
+            after: Vec::new(),
+        });
         Ok(Observer {
+            hidden_size: source.spec().hidden_size,
             weights,
             pass,
             batches,
             streams,
+            tried: tried.collect(),
             next: Array::empty(),
             block: 0,
         })
@@ -50,25 +75,78 @@ impl Observer {
 
     /// Takes all batches through the next block.
     pub fn advance(&mut self, see: &mut See<'_>) -> Result<()> {
+        self.weights.release();
         for (number, batch) in self.batches.iter().enumerate() {
             let mut store = Observed {
                 weights: &mut self.weights,
                 batch: number,
                 see,
             };
-            let x = &self.streams[number];
+            let before = &self.streams[number];
             self.pass
-                .run_block(&mut store, batch, self.block, x, &mut self.next)?;
+                .run_block(&mut store, batch, self.block, before, &mut self.next)?;
             std::mem::swap(&mut self.streams[number], &mut self.next);
+            if let Some(tried) = self.tried.iter_mut().find(|t| t.batch == number) {
+                std::mem::swap(&mut tried.before, &mut self.next);
+                tried.after.clear();
+            }
         }
         self.block += 1;
         Ok(())
     }
+
+    /// Puts other values `[rows, cols]` in the place of a matrix of the block that the batches have left last.
+    pub fn put(&mut self, matrix: MatrixId, values: &[f32]) -> Result<()> {
+        self.weights.put(matrix, values)
+    }
+
+    /// How much the streams after the last block differ with the matrices that were put: the mean over tokens of the square of the
+    /// difference, as a share of that of the stream.
+    pub fn error(&mut self) -> Result<f64> {
+        let Some(last) = self.block.checked_sub(1) else {
+            bail!(Internal, "no block to try other weights in");
+        };
+        let (mut sum, mut tokens, mut found) = (0.0, 0, Vec::new());
+        for tried in &mut self.tried {
+            let batch = &self.batches[tried.batch];
+            let len = batch.rows() * self.hidden_size;
+            self.pass.run_block(
+                &mut self.weights,
+                batch,
+                last,
+                &tried.before,
+                &mut self.next,
+            )?;
+            if tried.after.is_empty() {
+                tried.after.resize(len, 0.0);
+                let stream = self.streams[tried.batch].first(len)?;
+                stream.read(&mut tried.after)?;
+            }
+            found.resize(len, 0.0);
+            self.next.first(len)?.read(&mut found)?;
+            let rows = found.chunks_exact(self.hidden_size);
+            let rows = rows.zip(tried.after.chunks_exact(self.hidden_size));
+            sum += rows.map(|(a, b)| relative_square(a, b)).sum::<f64>();
+            tokens += batch.rows();
+        }
+        Ok(sum / tokens.max(1) as f64)
+    }
+}
+
+/// The square of the difference of two rows, as a share of that of the second.
+fn relative_square(found: &[f32], expected: &[f32]) -> f64 {
+    let (mut difference, mut whole) = (0.0, f64::MIN_POSITIVE);
+    for (&a, &b) in found.iter().zip(expected) {
+        let (a, b) = (f64::from(a), f64::from(b));
+        difference += (a - b) * (a - b);
+        whole += b * b;
+    }
+    difference / whole
 }
 
 /// A frozen model's parameters, with somebody who looks on.
 struct Observed<'a, 'b> {
-    weights: &'a mut Weights,
+    weights: &'a mut HeldWeights,
     /// The number of the batch that is on its way.
     batch: usize,
     see: &'a mut See<'b>,

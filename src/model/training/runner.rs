@@ -4,11 +4,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::held::HeldWeights;
 use super::teacher::Weights;
-use super::{Batch, MatrixId, Options, Pass, Source, Store, VectorId};
+use super::{Batch, Options, Pass, Source};
 use crate::base::Result;
 use crate::model::Spec;
-use crate::ops::{Array, Device, Mixed, Slice, SliceMut};
+use crate::ops::{Array, Device, Mixed};
 
 /// A frozen model that runs in parts. Matrices are read from the checkpoint when they are needed, as they are stored, and held until
 /// [`Runner::release`].
@@ -27,11 +28,7 @@ impl Runner {
         Ok(Runner {
             device: device.clone(),
             spec: source.spec().clone(),
-            weights: HeldWeights {
-                weights: Weights::exact(device, source)?,
-                device: device.clone(),
-                held: Vec::new(),
-            },
+            weights: HeldWeights::new(device, Weights::exact(device, source)?),
             pass,
         })
     }
@@ -85,47 +82,6 @@ impl Runner {
 
     /// Gives back the matrices that are held.
     pub fn release(&mut self) {
-        self.weights.held.clear();
-    }
-}
-
-/// Parameters of a model, of which those that were read stay on the device.
-#[derive(Debug)]
-struct HeldWeights {
-    weights: Weights,
-    device: Device,
-    held: Vec<(MatrixId, Range<usize>, Array<Mixed>)>,
-}
-
-impl Store for HeldWeights {
-    fn shape(&self, matrix: MatrixId) -> (usize, usize) {
-        self.weights.shape(matrix)
-    }
-
-    fn read(
-        &mut self,
-        matrix: MatrixId,
-        rows: Range<usize>,
-        out: SliceMut<'_, Mixed>,
-    ) -> Result<()> {
-        let mut held = self.held.iter();
-        let values = match held.find(|(id, of, _)| *id == matrix && *of == rows) {
-            Some((_, _, values)) => values,
-            None => {
-                let mut values = Array::scratch(&self.device, out.len())?;
-                self.weights.read(matrix, rows.clone(), values.all_mut())?;
-                self.held.push((matrix, rows, values));
-                &self.held[self.held.len() - 1].2
-            }
-        };
-        out.copy_from(values.all())
-    }
-
-    fn embed(&mut self, matrix: MatrixId, tokens: &[u32], out: SliceMut<'_, Mixed>) -> Result<()> {
-        self.weights.embed(matrix, tokens, out)
-    }
-
-    fn vector(&self, vector: VectorId) -> Result<Slice<'_>> {
-        self.weights.vector(vector)
+        self.weights.release();
     }
 }
