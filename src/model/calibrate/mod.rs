@@ -31,8 +31,8 @@ use crate::ops::Device;
 
 /// One of so many texts is kept from the search, to choose by what it has found.
 const KEPT: usize = 8;
-/// Texts, of those that are kept, that blocks are tried with.
-const TRIED: usize = 4;
+/// Texts, of those that are kept, that blocks are tried with, on a CPU and on a GPU.
+const TRIED: [usize; 2] = [2, 4];
 
 /// Quantizes the linear weights of the blocks of `source`, by what they multiply when `texts` run through the model on `device`. The search
 /// runs on `device`, and what it reads from the checkpoint on the threads of `host`. Gives a checkpoint with them in the place of those that it was made of, and what became of each matrix.
@@ -78,7 +78,7 @@ pub fn calibrate(
     let is_kept = |number: usize| number % KEPT == KEPT.min(texts.len()) - 1;
     let tried = (0..texts.len())
         .filter(|number| is_kept(*number))
-        .take(TRIED);
+        .take(TRIED[usize::from(device.is_cuda())]);
     let mut run = Run {
         device,
         host,
