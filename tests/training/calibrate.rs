@@ -8,6 +8,7 @@ use NVFP4::model::calibrate::{
     CalibrateOptions, CalibratedMatrix, CalibrationText, calibrate, folder_of, forget,
 };
 use NVFP4::model::convert::{Container, ConvertOptions};
+use NVFP4::model::training::Observer;
 
 use super::beginning::{converted, dense, files};
 use super::*;
@@ -231,5 +232,37 @@ fn inputs_that_are_always_zero_do_no_harm() {
     with_norm(&place, 0);
     for m in calibrated(&place, &folder.0.join("out"), 2) {
         assert!(m.error <= m.error_of_sweep && m.error > 0.0, "{m:?}");
+    }
+}
+
+/// An observer says how much a block's output changes with other weights, of batches of several lengths.
+#[test]
+fn observers_try_other_weights() {
+    let source = Arc::new(Source::open(&golden("model").join("qwen3_untied")).unwrap());
+    let device = Device::cpu(Some(2)).unwrap();
+    let texts = texts(&source, 4).into_iter();
+    let texts: Vec<_> = texts.map(|t| (t.tokens, t.documents)).collect();
+    let mut observer = Observer::new(&device, source.clone(), &texts, [3, 0]).unwrap();
+    assert!(observer.error().is_err());
+    for block in 0..2 {
+        observer.advance(&mut |_, _, _| Ok(())).unwrap();
+        assert_eq!(observer.error().unwrap(), 0.0);
+        let down = source.layout().blocks[block].down.matrix;
+        let m = &source.layout().matrices[down];
+        let mut values = vec![0f32; m.rows * m.cols];
+        source.matrix(down, 0..m.rows, &mut values).unwrap();
+        let mut errors = Vec::new();
+        for factor in [1.1, 2.0] {
+            let other: Vec<f32> = values.iter().map(|v| v * factor).collect();
+            observer.put(down, &other).unwrap();
+            errors.push(observer.error().unwrap());
+        }
+        // The output is linear in this matrix: ten times the change has a hundred times the square.
+        assert!(errors[0] > 0.0);
+        assert!(
+            (errors[1] / errors[0] / 100.0 - 1.0).abs() < 0.02,
+            "{errors:?}"
+        );
+        observer.put(down, &values).unwrap();
     }
 }
