@@ -4,12 +4,13 @@
 # timed FILE COMMAND...: runs it in a shell of its own, and writes into FILE the seconds that it took and the processor seconds of all that it
 # started, with a tab between them.
 timed() (
-    file=$1 start=$SECONDS
+    # Microseconds: differences of $SECONDS are 1 for what has taken none, when it meets a full second.
+    file=$1 start=${EPOCHREALTIME/[.,]/}
     shift
     "$@"
     code=$?
     times >"$file.times"
     # Its second line is that of children: minutes and seconds of user time, and of the system's.
-    awk -v wall=$((SECONDS - start)) 'NR == 2 { gsub(/[ms]/, " "); printf "%d\t%.0f\n", wall, 60 * $1 + $2 + 60 * $3 + $4 }' "$file.times" >"$file"
+    awk -v wall=$((${EPOCHREALTIME/[.,]/} - start)) 'NR == 2 { gsub(/[ms]/, " "); printf "%.0f\t%.0f\n", wall / 1000000, 60 * $1 + $2 + 60 * $3 + $4 }' "$file.times" >"$file"
     exit "$code"
 )
