@@ -293,31 +293,30 @@ impl FullMoments {
             (Placed::Cuda { seen, .. }, PlacedCodes::Cuda(codes)) => {
                 seen.descend(rows.on_gpu()?, passes, codes)
             }
-            _ => bail!(Internal, "codes and moments are on different devices"),
+            _ => elsewhere(),
         }
     }
 
     /// The sum over rows of `e^T M e`, with `e` the error of codes, or of zeros, and `M` the sums that no search goes by.
     pub fn error(&self, rows: &MatrixRows<'_>, found: Option<&FoundCodes>) -> Result<f64> {
+        let on_host = |matrix: &Nvfp4, kept: &[f32]| {
+            let of = (&matrix.codes[..], &matrix.scales[..], matrix.global);
+            self.host.product_error(&rows.values, kept, self.cols, of)
+        };
         match (&self.placed, found.map(|f| &f.placed)) {
-            (Placed::Cpu { kept, .. }, found) => {
-                let none;
-                let matrix = match found {
-                    Some(PlacedCodes::Host(matrix)) => matrix,
-                    _ => {
-                        none = zeros(rows.rows(), self.cols, 1.0);
-                        &none
-                    }
-                };
-                let of = (&matrix.codes[..], &matrix.scales[..], matrix.global);
-                self.host.product_error(&rows.values, kept, self.cols, of)
-            }
+            (Placed::Cpu { kept, .. }, None) => on_host(&zeros(rows.rows(), self.cols, 1.0), kept),
+            (Placed::Cpu { kept, .. }, Some(PlacedCodes::Host(matrix))) => on_host(matrix, kept),
+            (Placed::Cuda { kept, .. }, None) => cuda::product_error(rows.on_gpu()?, None, kept),
             (Placed::Cuda { kept, .. }, Some(PlacedCodes::Cuda(codes))) => {
                 cuda::product_error(rows.on_gpu()?, Some(codes), kept)
             }
-            (Placed::Cuda { kept, .. }, _) => cuda::product_error(rows.on_gpu()?, None, kept),
+            _ => elsewhere(),
         }
     }
+}
+
+fn elsewhere<T>() -> Result<T> {
+    bail!(Internal, "codes and moments are on different devices")
 }
 
 fn present<F>(factor: Option<&F>) -> Result<&F> {
