@@ -218,14 +218,8 @@ impl FullMoments {
         global: f32,
     ) -> Result<FoundCodes> {
         let placed = match (by, &self.placed) {
-            (SearchBy::Weights(options), placed) => {
-                let matrix = self.swept(options, rows, global)?;
-                match placed {
-                    Placed::Cpu { .. } => PlacedCodes::Host(matrix),
-                    Placed::Cuda { kept, .. } => {
-                        PlacedCodes::Cuda(cuda::Codes::upload(kept.gpu(), &matrix)?)
-                    }
-                }
+            (SearchBy::Weights(options), _) => {
+                return self.place(self.swept(options, rows, global)?);
             }
             (SearchBy::Blocks, Placed::Cpu { seen, .. }) => {
                 let mut matrix = zeros(rows.rows(), self.cols, global);
@@ -258,6 +252,21 @@ impl FullMoments {
             cols: self.cols,
             global,
             placed,
+        })
+    }
+
+    /// A matrix where errors are computed.
+    pub fn place(&self, matrix: Nvfp4) -> Result<FoundCodes> {
+        Ok(FoundCodes {
+            rows: matrix.rows,
+            cols: matrix.cols,
+            global: matrix.global,
+            placed: match &self.placed {
+                Placed::Cpu { .. } => PlacedCodes::Host(matrix),
+                Placed::Cuda { kept, .. } => {
+                    PlacedCodes::Cuda(cuda::Codes::upload(kept.gpu(), &matrix)?)
+                }
+            },
         })
     }
 

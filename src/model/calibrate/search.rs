@@ -4,7 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::base::Result;
-use crate::format::nvfp4::{Levels, Nvfp4, QuantizeOptions, global_scale};
+use crate::format::nvfp4::{BLOCK, Levels, Nvfp4, QuantizeOptions, global_scale};
 use crate::ops::calibrated::{FoundCodes, FullMoments, MatrixRows, SearchBy};
 
 /// Rows of a matrix by which searches are compared, and global scales.
@@ -97,43 +97,37 @@ impl Search {
     /// Codes and scales for `weights` `[rows, cols]` under a global scale, by each search that is better than a sweep by a sample of the rows;
     /// by a sweep if none is.
     pub(super) fn candidates(&self, weights: &[f32], global: f32) -> Result<Found> {
+        let rows = self.moments.rows(weights)?;
+        let sampled = self.sampled(weights, SAMPLE);
         let sample = self.sample(weights, SAMPLE)?;
         let whole = self.moments.error(&sample, None)?;
-        let relative = |error: f64| (error.max(0.0) / whole.max(f64::MIN_POSITIVE)).sqrt();
-        let try_on_sample = |choice: Choice| -> Result<(FoundCodes, f64)> {
-            let found = self.quantized(choice, choice.passes(), &sample, global)?;
-            let error = relative(self.moments.error(&sample, Some(&found))?);
-            Ok((found, error))
+        let relative = |found: &FoundCodes| -> Result<f64> {
+            let error = self.moments.error(&sample, Some(found))?;
+            Ok((error.max(0.0) / whole.max(f64::MIN_POSITIVE)).sqrt())
         };
-        let is_whole = sample.rows() * self.cols == weights.len();
-        let rows = match is_whole {
-            true => None,
-            false => Some(self.moments.rows(weights)?),
-        };
-        let finish = |choice: Choice, found: FoundCodes, error: f64| -> Result<Candidate> {
-            let found = match &rows {
-                None => found,
-                Some(rows) => self.quantized(choice, choice.passes(), rows, global)?,
-            };
-            Ok(Candidate {
-                matrix: found.read()?,
-                choice,
-                error,
-            })
-        };
-        let (swept, error_of_sweep) = try_on_sample(Choice::Sweep)?;
+        let error_of_sweep = relative(&self.quantized(Choice::Sweep, 0, &sample, global)?)?;
         let mut candidates = Vec::new();
         for choice in [Choice::Descent, Choice::Feedback] {
             if choice == Choice::Feedback && !self.moments.has_factor() {
                 continue;
             }
-            let (found, error) = try_on_sample(choice)?;
+            let found = self.quantized(choice, choice.passes(), &rows, global)?;
+            let matrix = found.read()?;
+            let error = relative(&self.moments.place(select(&matrix, &sampled))?)?;
             if error < error_of_sweep {
-                candidates.push(finish(choice, found, error)?);
+                candidates.push(Candidate {
+                    matrix,
+                    choice,
+                    error,
+                });
             }
         }
         if candidates.is_empty() {
-            candidates.push(finish(Choice::Sweep, swept, error_of_sweep)?);
+            candidates.push(Candidate {
+                matrix: self.quantized(Choice::Sweep, 0, &rows, global)?.read()?,
+                choice: Choice::Sweep,
+                error: error_of_sweep,
+            });
         }
         Ok(Found {
             candidates,
@@ -149,14 +143,20 @@ impl Search {
         }
     }
 
-    /// So many rows of a matrix, evenly chosen; all of them where that is nearly as many.
-    fn sample<'a>(&self, weights: &'a [f32], rows: usize) -> Result<MatrixRows<'a>> {
+    /// The numbers of so many rows of a matrix, evenly chosen; of all where that is nearly as many.
+    fn sampled(&self, weights: &[f32], rows: usize) -> Vec<usize> {
         let all = weights.len() / self.cols;
-        if all <= rows + rows / 2 {
-            return self.moments.rows(weights);
+        match all <= rows + rows / 2 {
+            true => (0..all).collect(),
+            false => (0..rows).map(|i| i * all / rows).collect(),
         }
-        let row = |i: usize| &weights[i * all / rows * self.cols..][..self.cols];
-        let some: Vec<f32> = (0..rows).flat_map(row).copied().collect();
+    }
+
+    /// The rows with those numbers.
+    fn sample(&self, weights: &[f32], rows: usize) -> Result<MatrixRows<'static>> {
+        let numbers = self.sampled(weights, rows).into_iter();
+        let row = |i: usize| &weights[i * self.cols..][..self.cols];
+        let some: Vec<f32> = numbers.flat_map(row).copied().collect();
         self.moments.rows(some)
     }
 
@@ -178,5 +178,20 @@ impl Search {
             self.moments.descend(rows, passes, &mut found)?;
         }
         Ok(found)
+    }
+}
+
+/// Some rows of a matrix.
+fn select(matrix: &Nvfp4, rows: &[usize]) -> Nvfp4 {
+    let of = |values: &[u8], width: usize| -> Vec<u8> {
+        let row = |i: &usize| &values[i * width..][..width];
+        rows.iter().flat_map(row).copied().collect()
+    };
+    Nvfp4 {
+        rows: rows.len(),
+        cols: matrix.cols,
+        codes: of(&matrix.codes, matrix.cols / 2),
+        scales: of(&matrix.scales, matrix.cols / BLOCK),
+        global: matrix.global,
     }
 }
