@@ -50,6 +50,23 @@ pub(super) fn dense(from: &Path, to: &Path) {
     writer.finish().unwrap();
 }
 
+/// A model that is written without quantized tensors says nothing of quantization, which other readers would refuse.
+#[test]
+fn dense_models_describe_no_quantization() {
+    let folder = Folder::new();
+    let (swept, place) = (folder.0.join("swept"), folder.0.join("model"));
+    converted(
+        &golden("model/qwen3_tied"),
+        &swept,
+        &sweep(Container::ModelOpt, Tables::Auto),
+    );
+    let config = |place: &Path| std::fs::read_to_string(place.join("config.json")).unwrap();
+    assert!(config(&swept).contains("quantization_config"));
+    dense(&swept, &place);
+    assert!(!config(&place).contains("quantization_config"));
+    assert!(!place.join("hf_quant_config.json").exists());
+}
+
 fn sweep(container: Container, tables: Tables) -> ConvertOptions {
     ConvertOptions {
         tables,

@@ -18,6 +18,8 @@ use crate::format::nvfp4::BLOCK;
 
 /// The file with the weights.
 const WEIGHTS: &str = "model.safetensors";
+/// The file that says how the weights are quantized.
+const DESCRIPTION: &str = "hf_quant_config.json";
 
 /// Writes a ModelOpt-style directory; see [`Writer`].
 pub struct ModelOptWriter {
@@ -93,8 +95,18 @@ impl ModelOptWriter {
         Ok(())
     }
 
-    /// Adds `hf_quant_config.json` and, where the source has a config, `config.json`.
+    /// Adds `hf_quant_config.json` and, where the source has a config, `config.json`. A model of dense tensors alone has no quantization to
+    /// describe, and readers that know no ModelOpt load it.
     fn describe(&mut self, plan: &[Planned], metadata: &Metadata) -> Result<()> {
+        if plan.iter().all(|p| p.encoding.element_bytes().is_some()) {
+            self.files.retain(|(name, _)| name != DESCRIPTION);
+            if let Some(Value::Object(config)) = &metadata.config {
+                let mut config = config.clone();
+                config.remove("quantization_config");
+                self.add_file("config.json", pretty(&Value::Object(config))?)?;
+            }
+            return Ok(());
+        }
         let module = |p: &&Planned| p.name.strip_suffix(".weight").map(str::to_owned);
         let held = |wanted: fn(Encoding) -> bool| {
             let matrices = plan.iter().filter(|p| p.shape.len() >= 2);
@@ -142,7 +154,7 @@ impl ModelOptWriter {
             quantization["quantized_layers"] = Value::Object(layers.clone());
         }
         let description = json!({"producer": producer, "quantization": quantization});
-        self.add_file("hf_quant_config.json", pretty(&description)?)?;
+        self.add_file(DESCRIPTION, pretty(&description)?)?;
         if let Some(Value::Object(config)) = &metadata.config {
             let mut config = config.clone();
             let mut quantization = json!({

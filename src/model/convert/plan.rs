@@ -224,7 +224,7 @@ fn repeats_the_embedding(source: &dyn Checkpoint) -> Result<bool> {
     Ok(is_said_to_be_tied && source.find(EMBEDDING).is_some() && !has_own_head(source)?)
 }
 
-/// A tensor for each expert of a stack, as serving engines and this library's loader have them: `mlp.experts.E.gate_proj.weight`. `None` for
+/// A tensor for each expert of a stack, two where the stack has gates beside what they multiply, as serving engines and this library's loader have them: `mlp.experts.E.gate_proj.weight`. `None` for
 /// what is no stack.
 fn experts(
     source: &dyn Checkpoint,
@@ -246,22 +246,28 @@ fn experts(
             entry.encoding
         );
     }
+    let all = rows;
     let is_kept = entry.encoding == Encoding::Nvfp4
         && (container == Container::ModelOpt
             || source
                 .global_scales(entry)?
                 .iter()
                 .all(|&scale| scale == 1.0));
-    let step = |expert: usize| Step {
-        name: format!("{block}{STACKED}{expert}.{projection}"),
+    let each = match projection.trim_end_matches(".weight") {
+        "gate_up_proj" => vec![("gate_proj", 0..rows / 2), ("up_proj", rows / 2..rows)],
+        projection => vec![(projection, 0..rows)],
+    };
+    let step = |(expert, (projection, rows)): (usize, (&str, Range<usize>))| Step {
+        name: format!("{block}{STACKED}{expert}.{projection}.weight"),
         entry: entry.clone(),
-        rows: expert * rows..(expert + 1) * rows,
-        shape: vec![rows, cols],
+        shape: vec![rows.len(), cols],
+        rows: expert * all + rows.start..expert * all + rows.end,
         action: match is_kept {
             true => Action::CopyRows,
             false => Action::Quantize,
         },
         encoding: Encoding::Nvfp4,
     };
-    Ok(Some((0..count).map(step).collect()))
+    let experts = (0..count).flat_map(|expert| each.iter().cloned().map(move |e| (expert, e)));
+    Ok(Some(experts.map(step).collect()))
 }
