@@ -8,6 +8,8 @@ mod common;
 mod compare;
 #[path = "cuda/int8.rs"]
 mod int8;
+#[path = "cuda/mixtures.rs"]
+mod mixtures;
 #[path = "cuda/teacher.rs"]
 mod teacher;
 #[path = "cuda/tensors.rs"]

@@ -8,6 +8,8 @@ mod beginning;
 mod calibrate;
 #[path = "training/exact.rs"]
 mod exact;
+#[path = "training/experts.rs"]
+mod experts;
 #[path = "training/hidden.rs"]
 mod hidden;
 #[path = "training/memory.rs"]

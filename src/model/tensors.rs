@@ -12,6 +12,10 @@ use super::spec::{
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 /// The output layer, `[vocab, hidden]`.
 pub(super) const HEAD: &str = "lm_head.weight";
+/// The router of a mixture of experts, `[experts, hidden]`.
+pub(super) const ROUTER: &str = "mlp.gate.weight";
+/// The gate of the expert that every token goes to, `[1, hidden]`.
+pub(super) const SHARED_GATE: &str = "mlp.shared_expert_gate.weight";
 /// The last norm, `[hidden]`.
 pub(super) const NORM: &str = "model.norm.weight";
 
@@ -199,7 +203,7 @@ impl List {
     }
 
     fn experts(&mut self, experts: &ExpertsSpec, hidden: usize) {
-        self.router("mlp.gate.weight", experts.count, hidden);
+        self.router(ROUTER, experts.count, hidden);
         let wide = experts.expert.intermediate_size;
         for (projection, rows, cols, fused) in [
             ("gate_proj", wide, hidden, Some(0)),
@@ -229,7 +233,7 @@ impl List {
         if let Some(SharedExpertSpec { mlp, gated }) = &experts.shared {
             self.dense("mlp.shared_expert", mlp, hidden);
             if *gated {
-                self.router("mlp.shared_expert_gate.weight", 1, hidden);
+                self.router(SHARED_GATE, 1, hidden);
             }
         }
     }

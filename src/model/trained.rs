@@ -7,6 +7,7 @@ use super::training::{MatrixId, ProjectionLayout, Source, VectorId};
 use super::weights::{Attention, Block, Embedding, GatedMlp, Mlp, Norms, Projection, Weights};
 use super::{Device, LoadOptions, Made, Model, fused};
 use crate::base::Result;
+use crate::base::error::bail;
 use crate::base::lease::Lease;
 use crate::ops::Array;
 use crate::ops::linear::Linear;
@@ -63,7 +64,10 @@ fn weights(source: &Source, trained: &dyn Trained) -> Result<Weights> {
     };
     let blocks = layout.blocks.iter().map(|b| {
         let [q, k, v] = &b.qkv;
-        let [gate, up] = &b.gate_up;
+        let Some(mlp) = b.mlp.dense() else {
+            bail!(Internal, "a mixture of experts was trained");
+        };
+        let [gate, up] = &mlp.gate_up;
         Ok(Block {
             attention_norms: norms(&b.attention_norms)?,
             attention: Attention {
@@ -78,7 +82,7 @@ fn weights(source: &Source, trained: &dyn Trained) -> Result<Weights> {
             mlp: Mlp::Dense(Box::new(GatedMlp {
                 gate: projection(gate)?,
                 up: projection(up)?,
-                down: projection(&b.down)?,
+                down: projection(&mlp.down)?,
             })),
         })
     });

@@ -10,6 +10,11 @@ pub struct Routes {
 }
 
 impl Routes {
+    /// The rows of each expert, in order, and its weight in the sum of each.
+    pub fn experts(&self) -> &[Vec<(usize, f32)>] {
+        &self.by_expert
+    }
+
     /// The rows of an expert, in order, and its weight in the sum of each.
     pub fn rows_of(&self, expert: usize) -> &[(usize, f32)] {
         &self.by_expert[expert]

@@ -33,7 +33,7 @@ const NOTHING_KEPT: CalibrateOptions = CalibrateOptions {
 };
 
 /// The model in `place`, calibrated on so many threads, as a folder; and what became of its matrices.
-fn calibrated(place: &Path, to: &Path, threads: usize) -> Vec<CalibratedMatrix> {
+pub(super) fn calibrated(place: &Path, to: &Path, threads: usize) -> Vec<CalibratedMatrix> {
     calibrated_with(place, to, threads, &NOTHING_KEPT).0
 }
 
@@ -247,7 +247,12 @@ fn observers_try_other_weights() {
     for block in 0..2 {
         observer.advance(&mut |_, _, _| Ok(())).unwrap();
         assert_eq!(observer.error().unwrap(), 0.0);
-        let down = source.layout().blocks[block].down.matrix;
+        let down = source.layout().blocks[block]
+            .mlp
+            .dense()
+            .unwrap()
+            .down
+            .matrix;
         let m = &source.layout().matrices[down];
         let mut values = vec![0f32; m.rows * m.cols];
         source.matrix(down, 0..m.rows, &mut values).unwrap();

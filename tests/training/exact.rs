@@ -109,7 +109,8 @@ impl Exact<'_> {
         );
 
         let normed = self.norm(x, layout.mlp_norms[0].unwrap());
-        let [gate, up] = layout
+        let mlp = layout.mlp.dense().unwrap();
+        let [gate, up] = mlp
             .gate_up
             .map(|p| self.product(&normed, p.matrix, rounding("gate_proj")));
         let glu = |(gate, up): (&Vec<f64>, &Vec<f64>)| {
@@ -119,7 +120,7 @@ impl Exact<'_> {
         let inner = gate.iter().zip(&up).map(glu).collect();
         add(
             x,
-            self.product(&inner, layout.down.matrix, rounding("down_proj")),
+            self.product(&inner, mlp.down.matrix, rounding("down_proj")),
         );
     }
 

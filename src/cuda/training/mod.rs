@@ -6,6 +6,7 @@ mod array;
 mod attention;
 mod divergence;
 mod embedding;
+mod experts;
 mod heads;
 mod input_moments;
 mod loss;
@@ -24,6 +25,7 @@ pub use divergence::{
     divergence_finish, divergence_gradient,
 };
 pub use embedding::{TokenRows, scatter_add};
+pub use experts::{add_rows, take_rows};
 pub use heads::{Heads, heads_backward, heads_forward, heads_partial};
 pub use input_moments::add_input_moments;
 pub use loss::{
@@ -48,6 +50,7 @@ pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
     attention::ARGUMENTS,
     divergence::ARGUMENTS,
     embedding::ARGUMENTS,
+    experts::ARGUMENTS,
     heads::ARGUMENTS,
     input_moments::ARGUMENTS,
     loss::ARGUMENTS,

@@ -17,8 +17,45 @@ pub struct Calibrated {
     source: Arc<dyn Checkpoint>,
     entries: Vec<Entry>,
     by_name: HashMap<String, usize>,
-    /// By name: the parts of an entry, one below the other.
-    matrices: HashMap<String, Arc<Nvfp4>>,
+    matrices: HashMap<String, Arc<Matrix>>,
+}
+
+/// The parts of an entry, one below the other.
+struct Matrix {
+    cols: usize,
+    codes: Vec<u8>,
+    scales: Vec<u8>,
+    /// One, or one for each index of the entry's first dimension, which is then an expert.
+    globals: Vec<f32>,
+}
+
+impl Matrix {
+    /// Joins parts, each with the row of the entry that it begins at, in rising order. The entry is `slabs` matrices of equal height, each of which has one global scale.
+    fn new(name: &str, rows: usize, slabs: usize, parts: Vec<(usize, Nvfp4)>) -> Result<Matrix> {
+        let mut whole = Matrix {
+            cols: parts.first().map_or(0, |(_, part)| part.cols),
+            codes: Vec::new(),
+            scales: Vec::new(),
+            globals: Vec::new(),
+        };
+        for (first, part) in parts {
+            let slab = first / (rows / slabs);
+            if slab == whole.globals.len() {
+                whole.globals.push(part.global);
+            }
+            if whole.globals.get(slab) != Some(&part.global) {
+                bail!(Internal, "parts of '{name}' differ in scale");
+            }
+            whole.codes.extend(part.codes);
+            whole.scales.extend(part.scales);
+        }
+        Ok(whole)
+    }
+
+    /// Rows for each global scale.
+    fn slab(&self) -> usize {
+        self.codes.len() * 2 / self.cols / self.globals.len()
+    }
 }
 
 impl Calibrated {
@@ -31,27 +68,22 @@ impl Calibrated {
             let parts = source.parameters_of(&entry.name).matrices;
             let is_whole = parts.iter().all(|(id, _)| quantized.contains_key(id));
             if !parts.is_empty() && is_whole {
-                let mut whole: Option<Nvfp4> = None;
-                for (id, _) in parts {
+                let mut own = Vec::new();
+                for (id, within) in parts {
                     let Some(part) = quantized.remove(&id) else {
                         bail!(Internal, "a part of '{}' was used twice", entry.name);
                     };
-                    match &mut whole {
-                        None => whole = Some(part),
-                        Some(whole) if whole.global == part.global => {
-                            whole.rows += part.rows;
-                            whole.codes.extend(part.codes);
-                            whole.scales.extend(part.scales);
-                        }
-                        Some(_) => bail!(Internal, "parts of '{}' differ in scale", entry.name),
-                    }
+                    own.push((within.start, part));
                 }
-                if let Some(whole) = whole {
-                    entry.encoding = Encoding::Nvfp4;
-                    let (rows, cols) = (whole.rows as u64, whole.cols as u64);
-                    entry.bytes = entry.encoding.matrix_bytes(rows, cols).unwrap_or(0);
-                    matrices.insert(entry.name.clone(), Arc::new(whole));
-                }
+                let slabs = match entry.shape[..] {
+                    [slabs, _, _] => slabs,
+                    _ => 1,
+                };
+                let whole = Matrix::new(&entry.name, entry.rows(), slabs, own)?;
+                entry.encoding = Encoding::Nvfp4;
+                let (rows, cols) = (entry.rows() as u64, entry.cols() as u64);
+                entry.bytes = entry.encoding.matrix_bytes(rows, cols).unwrap_or(0);
+                matrices.insert(entry.name.clone(), Arc::new(whole));
             }
             entries.push(entry);
         }
@@ -79,7 +111,7 @@ impl Calibrated {
         self.matrices.len()
     }
 
-    fn own(&self, entry: &Entry) -> Option<&Nvfp4> {
+    fn own(&self, entry: &Entry) -> Option<&Matrix> {
         self.matrices.get(&entry.name).map(|matrix| &**matrix)
     }
 }
@@ -109,9 +141,18 @@ impl Checkpoint for Calibrated {
         let Some(own) = self.own(entry) else {
             return self.source.rows_f32(entry, rows, out);
         };
-        let codes = &own.codes[rows.start * own.cols / 2..rows.end * own.cols / 2];
-        let scales = &own.scales[rows.start * own.cols / BLOCK..rows.end * own.cols / BLOCK];
-        dequantize(codes, scales, own.global, out)
+        let (cols, slab) = (own.cols, own.slab());
+        let mut first = rows.start;
+        while first < rows.end {
+            // Rows that have one global scale.
+            let last = ((first / slab + 1) * slab).min(rows.end);
+            let codes = &own.codes[first * cols / 2..last * cols / 2];
+            let scales = &own.scales[first * cols / BLOCK..last * cols / BLOCK];
+            let to = &mut out[(first - rows.start) * cols..(last - rows.start) * cols];
+            dequantize(codes, scales, own.globals[first / slab], to)?;
+            first = last;
+        }
+        Ok(())
     }
 
     fn rows_nvfp4(
@@ -141,7 +182,7 @@ impl Checkpoint for Calibrated {
 
     fn global_scales(&self, entry: &Entry) -> Result<&[f32]> {
         match self.own(entry) {
-            Some(own) => Ok(std::slice::from_ref(&own.global)),
+            Some(own) => Ok(&own.globals),
             None => self.source.global_scales(entry),
         }
     }

@@ -6,7 +6,7 @@ use crate::base::Result;
 use crate::cpu::Cpu;
 use crate::ops::calibrated::FullMoments;
 use crate::ops::training::matmul::gram;
-use crate::ops::{Array, Device, Mixed, Slice};
+use crate::ops::{Array, Device, Mixed, Slice, activation};
 
 /// Damping of the diagonal of the moments, as a share of its mean: `DAMPING + FEW * inputs / rows`, as few rows of text say little.
 const DAMPING: f32 = 0.1;
@@ -18,8 +18,9 @@ pub(super) struct Gathered {
     pub(super) cols: usize,
     seen: Array,
     kept: Array,
-    /// Rows of the texts that the search sees.
+    /// Rows of the texts that the search sees, and of the others.
     rows: usize,
+    kept_rows: usize,
 }
 
 impl Gathered {
@@ -29,6 +30,7 @@ impl Gathered {
             seen: Array::zeroed(device, cols * cols)?,
             kept: Array::zeroed(device, cols * cols)?,
             rows: 0,
+            kept_rows: 0,
         })
     }
 
@@ -40,10 +42,45 @@ impl Gathered {
         is_kept: bool,
     ) -> Result<()> {
         if is_kept {
+            self.kept_rows += x.len() / self.cols;
             return gram(device, x, self.cols, self.kept.all_mut());
         }
         self.rows += x.len() / self.cols;
         gram(device, x, self.cols, self.seen.all_mut())
+    }
+
+    /// Adds the sums of others.
+    pub(super) fn add_all(&mut self, device: &Device, other: &Gathered) -> Result<()> {
+        self.rows += other.rows;
+        self.kept_rows += other.kept_rows;
+        activation::add(device, self.seen.all_mut(), other.seen.all())?;
+        activation::add(device, self.kept.all_mut(), other.kept.all())
+    }
+
+    /// Where these are sums of fewer rows than there are inputs, by which a search would follow single rows, adds those of `all`, of which these
+    /// are a part, as if that many of their rows were here too. Says whether rows that the search sees were missing.
+    pub(super) fn fill_up(&mut self, device: &Device, all: &Gathered) -> Result<bool> {
+        let is_starved = self.rows < self.cols;
+        let parts = [
+            (&mut self.seen, &mut self.rows, (&all.seen, all.rows)),
+            (
+                &mut self.kept,
+                &mut self.kept_rows,
+                (&all.kept, all.kept_rows),
+            ),
+        ];
+        for (sums, rows, (all, of_all)) in parts {
+            let missing = self.cols.saturating_sub(*rows);
+            if missing == 0 || of_all == 0 {
+                continue;
+            }
+            let mut share = Array::scratch(device, all.len())?;
+            share.all_mut().copy_from(all.all())?;
+            activation::scale(device, share.all_mut(), missing as f32 / of_all as f32)?;
+            activation::add(device, sums.all_mut(), share.all())?;
+            *rows += missing;
+        }
+        Ok(is_starved)
     }
 
     /// The sums as a search takes them.

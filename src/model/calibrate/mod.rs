@@ -9,7 +9,7 @@ mod search;
 mod trial;
 
 use std::collections::btree_map::Entry;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 pub use self::checkpoint::Calibrated;
@@ -21,7 +21,7 @@ pub use self::options::{CalibrateOptions, CalibrateProgress, CalibratedMatrix, C
 pub use self::search::Choice;
 use self::search::Search;
 use self::trial::{Group, choose};
-use super::training::{MatrixId, Observer, ProjectionLayout, Source};
+use super::training::{BlockLayout, MatrixId, MlpLayout, Observer, ProjectionLayout, Source};
 use crate::base::error::bail;
 use crate::base::{Result, call};
 use crate::checkpoint::Encoding;
@@ -87,6 +87,7 @@ pub fn calibrate(
         observer: Observer::new(device, source.clone(), &runs(texts), tried)?,
         is_kept,
     };
+    let (mut experts, mut starved) = (0, 0);
     for block in 0..blocks {
         (at.block, at.done) = (block, 2 * (0..block).map(weights).sum::<u64>());
         progress(at);
@@ -101,20 +102,35 @@ pub fn calibrate(
         at.done += weights(block);
         progress(at);
         let mut found = Vec::new();
-        for group in groups(&layout.blocks[block]) {
-            let Some(gathered) = gathered.remove(&group[0].matrix) else {
-                bail!(Internal, "block {block} has projections without inputs");
+        for unit in units(&layout.blocks[block]) {
+            let all = match unit.len() {
+                1 => None,
+                _ => Some(run.sum(&unit, &gathered)?),
             };
-            let of_group = run
-                .quantize(group, gathered)
-                .map_err(|e| e.within(&layout.matrices[group[0].matrix].name))?;
-            let of = |(id, _): &(MatrixId, _)| {
-                let m = &layout.matrices[*id];
-                (m.rows * m.cols) as u64
-            };
-            at.done += of_group.iter().map(of).sum::<u64>();
-            progress(at);
-            found.push(of_group);
+            let mut of_unit = Vec::new();
+            for group in unit {
+                let first = &layout.matrices[group[0].matrix];
+                let mut own = match gathered.remove(&group[0].matrix) {
+                    Some(own) => own,
+                    None if all.is_some() => Gathered::new(device, first.cols)?,
+                    None => bail!(Internal, "block {block} has projections without inputs"),
+                };
+                if let Some(all) = &all {
+                    experts += 1;
+                    starved += usize::from(own.fill_up(device, all)?);
+                }
+                let of_group = run
+                    .quantize(group, own)
+                    .map_err(|e| e.within(&first.name))?;
+                let of = |(id, _): &(MatrixId, _)| {
+                    let m = &layout.matrices[*id];
+                    (m.rows * m.cols) as u64
+                };
+                at.done += of_group.iter().map(of).sum::<u64>();
+                progress(at);
+                of_unit.extend(of_group);
+            }
+            found.push(of_unit);
         }
         let name = |id: MatrixId| layout.matrices[id].name.clone();
         let done = choose(&mut run.observer, run.host, found, name)?;
@@ -122,6 +138,12 @@ pub fn calibrate(
             finished.save(block, &done)?;
         }
         of_blocks[block] = Some(done);
+    }
+    if starved > 0 {
+        tracing::warn!(
+            "{starved} of {experts} groups of projections of experts multiply fewer rows of the text than they have inputs; what all experts of \
+             their layer multiply stands in for the rest, and more text would help"
+        );
     }
     (at.block, at.done) = (blocks, at.total);
     progress(at);
@@ -139,13 +161,20 @@ fn runs(texts: &[CalibrationText]) -> Vec<(Vec<u32>, Vec<usize>)> {
     texts.iter().map(run).collect()
 }
 
-/// Projections of a block that have the same inputs.
-fn groups(block: &super::training::BlockLayout) -> [&[ProjectionLayout]; 4] {
+/// Projections of a block by what is chosen for them together: queries, keys and values, attention's output, gates with what they multiply, and
+/// what goes back. Within each, projections that have the same inputs, of a mixture those of each expert. An expert of every token stays as it is.
+fn units(block: &BlockLayout) -> [Vec<&[ProjectionLayout]>; 4] {
+    let mlps = match &block.mlp {
+        MlpLayout::Dense(mlp) => std::slice::from_ref(mlp),
+        MlpLayout::Experts(mixture) => &mixture.experts[..],
+    };
     [
-        &block.qkv,
-        std::slice::from_ref(&block.o),
-        &block.gate_up,
-        std::slice::from_ref(&block.down),
+        vec![&block.qkv],
+        vec![std::slice::from_ref(&block.o)],
+        mlps.iter().map(|mlp| &mlp.gate_up[..]).collect(),
+        mlps.iter()
+            .map(|mlp| std::slice::from_ref(&mlp.down))
+            .collect(),
     ]
 }
 
@@ -165,8 +194,14 @@ impl<K: Fn(usize) -> bool> Run<'_, K> {
     fn gather(&mut self) -> Result<BTreeMap<MatrixId, Gathered>> {
         let mut gathered = BTreeMap::new();
         let (layout, is_kept, device) = (self.source.layout(), &self.is_kept, self.device);
+        let units = units(&layout.blocks[self.observer.block()]);
+        let groups = units.iter().flatten();
+        let wanted: HashSet<MatrixId> = groups.map(|group| group[0].matrix).collect();
         self.observer.advance(&mut |number, first, x| {
             call::check()?;
+            if !wanted.contains(&first) {
+                return Ok(());
+            }
             let cols = layout.matrices[first].cols;
             let entry = match gathered.entry(first) {
                 Entry::Occupied(entry) => entry.into_mut(),
@@ -175,6 +210,22 @@ impl<K: Fn(usize) -> bool> Run<'_, K> {
             entry.add(device, x, is_kept(number))
         })?;
         Ok(gathered)
+    }
+
+    /// The sums of moments over all groups of a unit.
+    fn sum(
+        &self,
+        unit: &[&[ProjectionLayout]],
+        gathered: &BTreeMap<MatrixId, Gathered>,
+    ) -> Result<Gathered> {
+        let cols = self.source.layout().matrices[unit[0][0].matrix].cols;
+        let mut all = Gathered::new(self.device, cols)?;
+        for group in unit {
+            if let Some(own) = gathered.get(&group[0].matrix) {
+                all.add_all(self.device, own)?;
+            }
+        }
+        Ok(all)
     }
 
     /// Finds candidates for the projections of a group, under one global scale.

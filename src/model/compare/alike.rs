@@ -23,13 +23,14 @@ pub(super) fn check(examined: &Spec, reference: &Spec) -> Result<()> {
     Ok(())
 }
 
-fn block_sizes(block: &BlockSpec) -> [(&'static str, usize); 4] {
+fn block_sizes(block: &BlockSpec) -> [(&'static str, usize); 5] {
     let attention = &block.attention;
     [
         ("query heads", attention.heads),
         ("key/value heads", attention.kv_heads),
         ("head size", attention.head_dim),
         ("MLP width", block.mlp.intermediate_size()),
+        ("number of experts", block.mlp.experts()),
     ]
 }
 

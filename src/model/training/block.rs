@@ -1,6 +1,6 @@
 //! A block forward and backward.
 
-use super::layout::{BlockLayout, ProjectionLayout, VectorId};
+use super::layout::{BlockLayout, GatedMlpLayout, MlpLayout, ProjectionLayout, VectorId};
 use super::linear::{Linear, LinearScratch};
 use super::precision::ProductPrecision;
 use super::recompute::{Recompute, RecomputedParts};
@@ -35,7 +35,7 @@ impl BlockSizes {
             qkv: rows * attention.width(),
             attended: rows * attention.q_width(),
             lse: rows * attention.heads,
-            wide: rows * block.mlp.intermediate_size(),
+            wide: rows * widest(&block.mlp),
         }
     }
 
@@ -62,6 +62,12 @@ impl BlockSizes {
     }
 }
 
+/// Elements between the projections of the widest MLP.
+fn widest(mlp: &MlpSpec) -> usize {
+    let of_all = mlp.of_all_rows().map_or(0, |mlp| mlp.intermediate_size);
+    mlp.intermediate_size().max(of_all)
+}
+
 fn packed_attention(spec: &AttentionSpec) -> PackedAttention {
     PackedAttention {
         heads: spec.heads,
@@ -86,7 +92,7 @@ pub(super) struct BlockPass<'a> {
 }
 
 impl BlockPass<'_> {
-    fn rows(&self) -> usize {
+    pub(super) fn rows(&self) -> usize {
         self.batch.rows()
     }
 
@@ -95,12 +101,22 @@ impl BlockPass<'_> {
         self.rows() * self.spec.hidden_size
     }
 
-    /// Projections of rows of `inputs` elements.
+    /// Projections of the rows of the batch, of `inputs` elements.
     fn linear<'b>(&'b self, projections: &'b [ProjectionLayout], inputs: usize) -> Linear<'b> {
+        self.linear_of(self.rows(), projections, inputs)
+    }
+
+    /// Projections of so many rows of `inputs` elements.
+    pub(super) fn linear_of<'b>(
+        &'b self,
+        rows: usize,
+        projections: &'b [ProjectionLayout],
+        inputs: usize,
+    ) -> Linear<'b> {
         Linear {
             device: self.device,
             projections,
-            rows: self.rows(),
+            rows,
             inputs,
             rounding: self.precision.of(projections, self.key),
         }
@@ -114,14 +130,13 @@ impl BlockPass<'_> {
         BlockSizes::new(self.spec, self.block, self.rows())
     }
 
-    fn intermediate(&self) -> usize {
-        self.block.mlp.intermediate_size()
-    }
-
-    fn activation(&self) -> Result<Activation> {
-        match &self.block.mlp {
-            MlpSpec::Dense(mlp) => Ok(mlp.activation),
-            MlpSpec::Experts(_) => bail!(Internal, "a mixture of experts has no pass of training"),
+    /// The parameters of a dense MLP, its activation, and the elements between its projections.
+    fn dense(&self) -> Result<(&GatedMlpLayout, Activation, usize)> {
+        match (&self.layout.mlp, &self.block.mlp) {
+            (MlpLayout::Dense(layout), MlpSpec::Dense(mlp)) => {
+                Ok((layout, mlp.activation, mlp.intermediate_size))
+            }
+            _ => bail!(Internal, "a mixture of experts has no backward pass"),
         }
     }
 
@@ -166,17 +181,25 @@ impl BlockPass<'_> {
             self.spec.hidden_size,
             self.stream(),
         );
-        let wide = self.intermediate();
         let sizes = self.sizes().saved(self.layout);
         let [pre, post] = self.layout.mlp_norms;
         if parts.norms {
             saved.mlp_normed.grow(device, sizes.mlp_normed)?;
             self.enter(store, pre, &saved.middle, &mut saved.mlp_normed)?;
         }
+        if let MlpLayout::Experts(experts) = &self.layout.mlp {
+            let Some(out) = out else {
+                bail!(Internal, "a mixture of experts has no backward pass");
+            };
+            let normed = saved.mlp_normed.first(stream)?;
+            self.run_experts(store, (experts, normed), &mut saved.gate_up, s)?;
+            return self.join(store, post, &saved.middle, &s.experts.made, out);
+        }
+        let (mlp, activation, wide) = self.dense()?;
         if parts.gate_up {
             saved.gate_up.grow(device, sizes.gate_up)?;
             let normed = saved.mlp_normed.first(stream)?;
-            self.linear(&self.layout.gate_up, hidden).forward(
+            self.linear(&mlp.gate_up, hidden).forward(
                 store,
                 normed,
                 &mut saved.gate_up,
@@ -191,10 +214,10 @@ impl BlockPass<'_> {
         s.inner.grow(device, t * wide)?;
         let gate_up = saved.gate_up.first(t * 2 * wide)?;
         let inner = s.inner.first_mut(t * wide)?;
-        activation::glu(device, self.activation()?, gate_up, wide, inner)?;
+        activation::glu(device, activation, gate_up, wide, inner)?;
         self.leave(
             store,
-            (post, self.layout.down),
+            (post, mlp.down),
             &saved.middle,
             (s.inner.first(t * wide)?, wide),
             &mut saved.mlp_branch,
@@ -288,7 +311,8 @@ impl BlockPass<'_> {
             self.stream(),
         );
         let options = self.attention();
-        let (width, q_width, wide) = (options.width(), options.q_width(), self.intermediate());
+        let (width, q_width) = (options.width(), options.q_width());
+        let (mlp, activation, wide) = self.dense()?;
         let sizes = self.sizes();
         grow(
             device,
@@ -301,7 +325,7 @@ impl BlockPass<'_> {
 
         let [pre, post] = self.layout.mlp_norms;
         self.leave_backward(store, post, &saved.mlp_branch, s)?;
-        let down = [self.layout.down];
+        let down = [mlp.down];
         let down = self.linear(&down, wide);
         down.input_gradients(
             store,
@@ -312,7 +336,7 @@ impl BlockPass<'_> {
         let gate_up = saved.gate_up.first_mut(t * 2 * wide)?;
         activation::glu_backward(
             device,
-            self.activation()?,
+            activation,
             gate_up,
             wide,
             s.inner.first_mut(t * wide)?,
@@ -321,7 +345,7 @@ impl BlockPass<'_> {
         let input = s.inner.first(t * wide)?;
         down.weight_gradients(store, dy, input, (&mut s.weight, &mut s.linear))?;
 
-        let both = self.linear(&self.layout.gate_up, hidden);
+        let both = self.linear(&mlp.gate_up, hidden);
         let dy = saved.gate_up.first(t * 2 * wide)?;
         let dx = s.dx_before.first_mut(stream)?;
         both.input_gradients(store, dy, dx, (&mut s.weight, &mut s.linear))?;
@@ -494,9 +518,30 @@ impl BlockPass<'_> {
         };
         branch.grow(device, len)?;
         linear.forward(store, rows, branch, false, memory)?;
-        let Some(out) = out else { return Ok(()) };
-        let (from, eps) = (branch.first(len)?, self.spec.norm_eps);
-        norm::rms_norm(device, from, store.vector(id)?, eps, out.first_mut(len)?)?;
+        match out {
+            Some(out) => self.join(store, Some(id), x, branch, out),
+            None => Ok(()),
+        }
+    }
+
+    /// Makes `out` the rows `x` plus the results `branch` of a half, normalized where the model does so.
+    fn join(
+        &self,
+        store: &dyn Store,
+        post: Option<VectorId>,
+        x: &Array<Mixed>,
+        branch: &Array<Mixed>,
+        out: &mut Array<Mixed>,
+    ) -> Result<()> {
+        let (device, len) = (self.device, self.stream());
+        let from = branch.first(len)?;
+        match post {
+            Some(id) => {
+                let (weight, eps) = (store.vector(id)?, self.spec.norm_eps);
+                norm::rms_norm(device, from, weight, eps, out.first_mut(len)?)?;
+            }
+            None => out.first_mut(len)?.copy_from(from)?,
+        }
         array::add(device, out.first_mut(len)?, x.first(len)?)
     }
 

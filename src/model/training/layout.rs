@@ -1,9 +1,13 @@
 //! The parameters of a model by number, and where a pass meets them.
 
+use std::collections::HashMap;
+
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::model::spec::Spec;
-use crate::model::tensors::{self, EMBEDDING, HEAD, NORM, TensorRole, block_name};
+use crate::model::spec::{MlpSpec, Spec};
+use crate::model::tensors::{
+    self, EMBEDDING, HEAD, NORM, ROUTER, SHARED_GATE, TensorRole, block_name,
+};
 
 /// The number of a matrix in [`Layout::matrices`].
 pub type MatrixId = usize;
@@ -71,8 +75,77 @@ pub struct ProjectionLayout {
     pub adapter: Option<AdapterLayout>,
 }
 
-/// The parameters of a block.
+/// The parameters of a gated MLP.
 #[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GatedMlpLayout {
+    /// Gate and up.
+    pub gate_up: [ProjectionLayout; 2],
+    /// Down.
+    pub down: ProjectionLayout,
+}
+
+impl GatedMlpLayout {
+    fn projections(&self) -> [&ProjectionLayout; 3] {
+        let [gate, up] = &self.gate_up;
+        [gate, up, &self.down]
+    }
+}
+
+/// The parameters of a mixture of experts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ExpertsLayout {
+    /// Makes a logit for each expert.
+    pub router: MatrixId,
+    /// The experts, in order.
+    pub experts: Vec<GatedMlpLayout>,
+    /// The MLP that every token goes through, and the matrix of one row whose sigmoid multiplies its results.
+    pub shared: Option<(GatedMlpLayout, Option<MatrixId>)>,
+}
+
+/// The parameters of the MLP of a block.
+#[derive(Clone, Debug, PartialEq)]
+pub enum MlpLayout {
+    /// One gated MLP.
+    Dense(GatedMlpLayout),
+    /// A mixture of experts.
+    Experts(ExpertsLayout),
+}
+
+impl MlpLayout {
+    /// The one gated MLP, unless it is a mixture.
+    pub fn dense(&self) -> Option<&GatedMlpLayout> {
+        match self {
+            MlpLayout::Dense(mlp) => Some(mlp),
+            MlpLayout::Experts(_) => None,
+        }
+    }
+
+    /// All gated MLPs: of a mixture the experts, and then that of every token.
+    pub fn gated(&self) -> impl Iterator<Item = &GatedMlpLayout> + Clone {
+        let (experts, last) = match self {
+            MlpLayout::Dense(mlp) => (&[][..], Some(mlp)),
+            MlpLayout::Experts(mixture) => (
+                &mixture.experts[..],
+                mixture.shared.as_ref().map(|(mlp, _)| mlp),
+            ),
+        };
+        experts.iter().chain(last)
+    }
+
+    fn gated_mut(&mut self) -> impl Iterator<Item = &mut GatedMlpLayout> {
+        let (experts, last) = match self {
+            MlpLayout::Dense(mlp) => (&mut [][..], Some(mlp)),
+            MlpLayout::Experts(mixture) => (
+                &mut mixture.experts[..],
+                mixture.shared.as_mut().map(|(mlp, _)| mlp),
+            ),
+        };
+        experts.iter_mut().chain(last)
+    }
+}
+
+/// The parameters of a block.
+#[derive(Clone, Debug, PartialEq)]
 pub struct BlockLayout {
     /// Queries, keys, values.
     pub qkv: [ProjectionLayout; 3],
@@ -80,10 +153,8 @@ pub struct BlockLayout {
     pub qk_norms: [Option<VectorId>; 2],
     /// The output of attention.
     pub o: ProjectionLayout,
-    /// Gate and up.
-    pub gate_up: [ProjectionLayout; 2],
-    /// Down.
-    pub down: ProjectionLayout,
+    /// The MLP.
+    pub mlp: MlpLayout,
     /// The norms before and after attention.
     pub attention_norms: [Option<VectorId>; 2],
     /// The norms before and after the MLP.
@@ -92,14 +163,17 @@ pub struct BlockLayout {
 
 impl BlockLayout {
     /// Its projections.
-    pub fn projections(&self) -> [&ProjectionLayout; 7] {
-        let ([q, k, v], [gate, up]) = (&self.qkv, &self.gate_up);
-        [q, k, v, &self.o, gate, up, &self.down]
+    pub fn projections(&self) -> impl Iterator<Item = &ProjectionLayout> + Clone {
+        let of_mlp = self.mlp.gated().flat_map(GatedMlpLayout::projections);
+        self.qkv.iter().chain([&self.o]).chain(of_mlp)
     }
 
-    fn projections_mut(&mut self) -> [&mut ProjectionLayout; 7] {
-        let ([q, k, v], [gate, up]) = (&mut self.qkv, &mut self.gate_up);
-        [q, k, v, &mut self.o, gate, up, &mut self.down]
+    fn projections_mut(&mut self) -> impl Iterator<Item = &mut ProjectionLayout> {
+        let of_mlp = self.mlp.gated_mut().flat_map(|mlp| {
+            let [gate, up] = &mut mlp.gate_up;
+            [gate, up, &mut mlp.down]
+        });
+        self.qkv.iter_mut().chain([&mut self.o]).chain(of_mlp)
     }
 }
 
@@ -123,24 +197,16 @@ pub struct Layout {
 impl Layout {
     /// The first of the projections that have the same inputs as a matrix: the matrix itself where that is the only one.
     pub fn first_with_inputs_of(&self, matrix: MatrixId) -> MatrixId {
-        let groups = self
-            .blocks
-            .iter()
-            .flat_map(|block| [&block.qkv[..], &block.gate_up[..]]);
+        let groups = self.blocks.iter().flat_map(|block| {
+            let of_mlps = block.mlp.gated().map(|mlp| &mlp.gate_up[..]);
+            std::iter::once(&block.qkv[..]).chain(of_mlps)
+        });
         let mut group = groups.filter(|group| group.iter().any(|p| p.matrix == matrix));
         group.next().map_or(matrix, |group| group[0].matrix)
     }
 
     /// The parameters of a model of `spec`, with those optional ones that `has` says are there.
     pub fn new(spec: &Spec, has: &dyn Fn(&str) -> bool) -> Result<Layout> {
-        if let Some(block) = spec.blocks.iter().position(|b| b.mlp.mixture().is_some()) {
-            bail!(
-                Unsupported,
-                "block {block} of this {} model is a mixture of experts, which has no backward pass here, so that no block before it can be trained \
-                 either; train a dense model, or train this one elsewhere and quantize the result",
-                spec.family
-            );
-        }
         let (mut matrices, mut vectors) = (Vec::new(), Vec::new());
         for tensor in tensors::all(spec) {
             if !tensor.required && !has(&tensor.name) {
@@ -166,13 +232,19 @@ impl Layout {
                 (_, shape) => bail!(Internal, "{} has shape {shape:?}", tensor.name),
             }
         }
+        let by_name = |names: Vec<&String>| -> HashMap<String, usize> {
+            let numbered = names.into_iter().cloned().zip(0..);
+            numbered.collect()
+        };
+        let numbers = by_name(matrices.iter().map(|m: &MatrixLayout| &m.name).collect());
         let matrix = |name: &str| -> Result<MatrixId> {
-            match matrices.iter().position(|m| m.name == name) {
-                Some(id) => Ok(id),
+            match numbers.get(name) {
+                Some(&id) => Ok(id),
                 None => bail!(Internal, "a model without {name}"),
             }
         };
-        let vector = |name: &str| vectors.iter().position(|v| v.name == name);
+        let numbers = by_name(vectors.iter().map(|v: &VectorLayout| &v.name).collect());
+        let vector = |name: &str| numbers.get(name).copied();
         let blocks = (0..spec.blocks.len())
             .map(|index| {
                 let projection = |name: &str| -> Result<ProjectionLayout> {
@@ -181,6 +253,33 @@ impl Layout {
                         bias: vector(&block_name(index, &format!("{name}.bias"))),
                         adapter: None,
                     })
+                };
+                let gated = |name: &str| -> Result<GatedMlpLayout> {
+                    Ok(GatedMlpLayout {
+                        gate_up: [
+                            projection(&format!("{name}.gate_proj"))?,
+                            projection(&format!("{name}.up_proj"))?,
+                        ],
+                        down: projection(&format!("{name}.down_proj"))?,
+                    })
+                };
+                let mlp = match &spec.blocks[index].mlp {
+                    MlpSpec::Dense(_) => MlpLayout::Dense(gated("mlp")?),
+                    MlpSpec::Experts(mixture) => {
+                        let expert = |i| gated(&format!("mlp.experts.{i}"));
+                        let gate = |_| matrix(&block_name(index, SHARED_GATE));
+                        MlpLayout::Experts(ExpertsLayout {
+                            router: matrix(&block_name(index, ROUTER))?,
+                            experts: (0..mixture.count).map(expert).collect::<Result<_>>()?,
+                            shared: match &mixture.shared {
+                                Some(shared) => Some((
+                                    gated("mlp.shared_expert")?,
+                                    shared.gated.then_some(()).map(gate).transpose()?,
+                                )),
+                                None => None,
+                            },
+                        })
+                    }
                 };
                 let norm = |name: &str| vector(&block_name(index, &format!("{name}.weight")));
                 let names = &spec.norm_names;
@@ -192,8 +291,7 @@ impl Layout {
                     ],
                     qk_norms: ["self_attn.q_norm", "self_attn.k_norm"].map(norm),
                     o: projection("self_attn.o_proj")?,
-                    gate_up: [projection("mlp.gate_proj")?, projection("mlp.up_proj")?],
-                    down: projection("mlp.down_proj")?,
+                    mlp,
                     attention_norms: [norm(names.attention), norm(names.attention_post)],
                     mlp_norms: [norm(names.mlp), norm(names.mlp_post)],
                 })
@@ -211,6 +309,20 @@ impl Layout {
             matrices,
             vectors,
         })
+    }
+
+    /// Refuses what has no backward pass.
+    pub fn check_trainable(&self, spec: &Spec) -> Result<()> {
+        let is_mixture = |block: &BlockLayout| matches!(block.mlp, MlpLayout::Experts(_));
+        if let Some(block) = self.blocks.iter().position(is_mixture) {
+            bail!(
+                Unsupported,
+                "block {block} of this {} model is a mixture of experts, which has no backward pass here, so that no block before it can be trained \
+                 either; train a dense model, or train this one elsewhere and quantize the result",
+                spec.family
+            );
+        }
+        Ok(())
     }
 
     /// The same with an adapter of this rank beside every projection of a block from `first_block` on that `wants` names, without its

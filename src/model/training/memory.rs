@@ -1,6 +1,7 @@
 //! The memory that a pass takes, from the sizes that its parts allocate by, and from what of it is there at the same time.
 
 use super::block::BlockSizes;
+use super::experts::ExpertSizes;
 use super::head::HeadSizes;
 use super::layout::{BlockLayout, ProjectionLayout};
 use super::linear::{LinearSizes, Passes};
@@ -42,6 +43,8 @@ struct Blocks {
     dx_before: usize,
     dbranch: usize,
     dattended: usize,
+    /// Bytes of mixtures of experts.
+    experts: usize,
 }
 
 impl Blocks {
@@ -52,12 +55,13 @@ impl Blocks {
             dx_before: self.dx_before.max(other.dx_before),
             dbranch: self.dbranch.max(other.dbranch),
             dattended: self.dattended.max(other.dattended),
+            experts: self.experts.max(other.experts),
         }
     }
 
     fn bytes(&self, element: usize) -> usize {
         let elements = self.inner + self.dx_before + self.dbranch + self.dattended;
-        element * elements + self.linear.scratch_bytes(element)
+        element * elements + self.linear.scratch_bytes(element) + self.experts
     }
 }
 
@@ -222,6 +226,7 @@ impl PassMemory<'_> {
             forward = forward.max(Blocks {
                 linear: self.linear_forward(own, rows),
                 inner: sizes.wide,
+                experts: ExpertSizes::new(&block.mlp, rows, spec.hidden_size).bytes(element),
                 ..Blocks::default()
             });
             if index >= self.first_block {
@@ -233,6 +238,7 @@ impl PassMemory<'_> {
                     dx_before: sizes.stream,
                     dbranch: if normalizes { sizes.stream } else { 0 },
                     dattended: sizes.attended,
+                    experts: 0,
                 });
             }
         }
@@ -250,17 +256,17 @@ impl PassMemory<'_> {
             backward: false,
             inputs: false,
         };
-        let of = |projections| self.linear(projections, rows, passes);
-        of(&block.qkv)
-            .max(of(&[block.o]))
-            .max(of(&block.gate_up))
-            .max(of(&[block.down]))
+        let of = |projections: &[ProjectionLayout]| self.linear(projections, rows, passes);
+        let attention = of(&block.qkv).max(of(&[block.o]));
+        let mlps = block.mlp.gated();
+        let mlps = mlps.map(|mlp| of(&mlp.gate_up).max(of(&[mlp.down])));
+        mlps.fold(attention, LinearSizes::max)
     }
 
     /// With what is computed again.
     fn linear_backward(&self, index: usize, rows: usize) -> LinearSizes {
         let (block, parts) = (&self.layout.blocks[index], self.options.recompute.parts());
-        let of = |projections, forward, inputs| {
+        let of = |projections: &[ProjectionLayout], forward, inputs| {
             let passes = Passes {
                 forward,
                 backward: true,
@@ -270,10 +276,13 @@ impl PassMemory<'_> {
         };
         let inputs = index > self.first_block || self.embeds();
         let down = parts.down && block.mlp_norms[1].is_some();
-        of(&block.qkv[..], parts.qkv, inputs)
-            .max(of(&[block.o], parts.output, true))
-            .max(of(&block.gate_up, parts.gate_up, true))
-            .max(of(&[block.down], down, true))
+        let attention =
+            of(&block.qkv[..], parts.qkv, inputs).max(of(&[block.o], parts.output, true));
+        let mlps = block
+            .mlp
+            .gated()
+            .map(|mlp| of(&mlp.gate_up, parts.gate_up, true).max(of(&[mlp.down], down, true)));
+        mlps.fold(attention, LinearSizes::max)
     }
 
     fn linear(&self, projections: &[ProjectionLayout], rows: usize, passes: Passes) -> LinearSizes {

@@ -4,6 +4,7 @@
 
 mod batch;
 mod block;
+mod experts;
 mod fresh;
 mod head;
 mod held;
@@ -26,8 +27,8 @@ pub use batch::Batch;
 pub use fresh::Fresh;
 pub use hidden::HiddenTargets;
 pub use layout::{
-    AdapterLayout, BlockLayout, Layout, MatrixId, MatrixLayout, ProjectionLayout, VectorId,
-    VectorLayout,
+    AdapterLayout, BlockLayout, ExpertsLayout, GatedMlpLayout, Layout, MatrixId, MatrixLayout,
+    MlpLayout, ProjectionLayout, VectorId, VectorLayout,
 };
 pub use lesson::Lesson;
 pub use memory::PassMemory;

@@ -73,6 +73,11 @@ impl Observer {
         })
     }
 
+    /// The block that the batches come to next.
+    pub fn block(&self) -> usize {
+        self.block
+    }
+
     /// Takes all batches through the next block.
     pub fn advance(&mut self, see: &mut See<'_>) -> Result<()> {
         self.weights.release();

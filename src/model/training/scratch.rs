@@ -125,6 +125,29 @@ impl<M, F> Saved<M, F> {
     }
 }
 
+/// Memory of a mixture of experts.
+#[derive(Debug)]
+pub(super) struct ExpertScratch {
+    /// `[T, experts]`: the router's logits.
+    pub(super) logits: Array,
+    /// `[T, hidden]`: rows of an expert, and its results; and in the end those of all.
+    pub(super) taken: Array<Mixed>,
+    pub(super) made: Array<Mixed>,
+    /// `[T, hidden]`: the sum of results.
+    pub(super) sum: Array,
+}
+
+impl ExpertScratch {
+    fn new() -> ExpertScratch {
+        ExpertScratch {
+            logits: Array::empty(),
+            taken: Array::empty(),
+            made: Array::empty(),
+            sum: Array::empty(),
+        }
+    }
+}
+
 /// Memory that is used by one operation after another.
 #[derive(Debug)]
 pub(super) struct Scratch {
@@ -147,6 +170,8 @@ pub(super) struct Scratch {
     pub(super) dbranch: Array<Mixed>,
     /// Gradients of attention's results.
     pub(super) dattended: Array<Mixed>,
+    /// Memory of mixtures of experts.
+    pub(super) experts: ExpertScratch,
     /// `[T, hidden]`: what the head takes, and its gradients in f32.
     pub(super) head_normed: Array<Mixed>,
     pub(super) head_gradient: Array,
@@ -168,6 +193,7 @@ impl Scratch {
             dx_before: Array::empty(),
             dbranch: Array::empty(),
             dattended: Array::empty(),
+            experts: ExpertScratch::new(),
             head_normed: Array::empty(),
             head_gradient: Array::empty(),
             logits: Array::empty(),
@@ -191,6 +217,7 @@ impl Scratch {
         self.dx_before = Array::empty();
         self.dbranch = Array::empty();
         self.dattended = Array::empty();
+        self.experts = ExpertScratch::new();
     }
 }
 

@@ -1,5 +1,6 @@
 //! Where training begins: the parameters of a checkpoint.
 
+use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -44,6 +45,8 @@ pub struct Source {
     /// Of each matrix, and of each vector.
     matrices: Vec<TensorSpec>,
     vectors: Vec<TensorSpec>,
+    /// By the name of an entry.
+    parts: HashMap<String, Parts>,
     text: OnceLock<TextFiles>,
     is_fresh: bool,
 }
@@ -81,13 +84,16 @@ impl Source {
             .is_some_and(families::is_tied);
         // A table that is stored twice is trained as one.
         spec.tied |= is_said_to_be_tied && !has_own_head(&*checkpoint)?;
-        let mut all = tensors::all(&spec);
+        let mut all: HashMap<String, TensorSpec> = tensors::all(&spec)
+            .into_iter()
+            .map(|tensor| (tensor.name.clone(), tensor))
+            .collect();
         let layout = Layout::new(&spec, &|name| {
-            let tensor = all.iter().find(|t| t.name == name);
+            let tensor = all.get(name);
             tensor.is_some_and(|t| locate(&*checkpoint, t).is_some())
         })?;
-        let mut take = |name: &str| match all.iter().position(|t| t.name == name) {
-            Some(i) => Ok(all.swap_remove(i)),
+        let mut take = |name: &str| match all.remove(name) {
+            Some(tensor) => Ok(tensor),
             None => bail!(Internal, "{name} is no tensor of the model"),
         };
         let matrices = layout
@@ -106,13 +112,26 @@ impl Source {
             layout,
             matrices,
             vectors,
+            parts: HashMap::new(),
             text: OnceLock::new(),
             is_fresh: false,
         };
-        for tensor in source.matrices.iter().chain(&source.vectors) {
-            source.found(tensor)?;
+        let mut parts: HashMap<String, Parts> = HashMap::new();
+        for (id, tensor) in source.matrices.iter().enumerate() {
+            let (entry, within) = source.found(tensor)?;
+            let parts = parts.entry(entry.name.clone()).or_default();
+            parts.matrices.push((id, within));
         }
-        Ok(source)
+        for (id, tensor) in source.vectors.iter().enumerate() {
+            let (entry, within) = source.found(tensor)?;
+            let parts = parts.entry(entry.name.clone()).or_default();
+            parts.vectors.push((id, within));
+        }
+        for parts in parts.values_mut() {
+            parts.matrices.sort_by_key(|(_, within)| within.start);
+            parts.vectors.sort_by_key(|(_, within)| within.start);
+        }
+        Ok(Source { parts, ..source })
     }
 
     /// What the model is.
@@ -216,19 +235,7 @@ impl Source {
     /// The matrices of an entry of the checkpoint with the rows that each has there, or the vectors with their elements, in their order;
     /// empty where the entry is no parameter.
     pub fn parameters_of(&self, name: &str) -> Parts {
-        let of = |tensors: &[TensorSpec]| {
-            let found = tensors.iter().enumerate().filter_map(|(id, tensor)| {
-                let (entry, within) = self.found(tensor).ok()?;
-                (entry.name == name).then_some((id, within))
-            });
-            let mut found: Vec<_> = found.collect();
-            found.sort_by_key(|(_, within)| within.start);
-            found
-        };
-        Parts {
-            matrices: of(&self.matrices),
-            vectors: of(&self.vectors),
-        }
+        self.parts.get(name).cloned().unwrap_or_default()
     }
 
     /// Copies the codes and block scales of a matrix that is stored in NVFP4, `cols / 2` and `cols / 16` bytes a row; gives the global scale.

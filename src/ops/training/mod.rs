@@ -1,11 +1,12 @@
 //! The operations of training, forward beside backward, on arrays in [`Mixed`] precision: matrix products in three forms, norms, heads,
-//! attention of packed documents, gated units, the losses, the embedding, operands in NVFP4, and the optimizer.
+//! attention of packed documents, gated units, the losses, the embedding, rows of experts, operands in NVFP4, and the optimizer.
 
 pub mod activation;
 pub mod array;
 pub mod attention;
 pub mod divergence;
 pub mod embedding;
+pub mod experts;
 pub mod heads;
 pub mod input_moments;
 pub mod loss;

@@ -32,6 +32,9 @@ namespace moments {
 namespace embedding {
 #include "embed/training.cu"
 }
+namespace experts {
+#include "experts/training.cu"
+}
 namespace loss {
 #include "loss/cross_entropy.cu"
 }
@@ -277,6 +280,32 @@ static void check_embedding(int rows, int width, int vocabulary, int first, int 
             expect_bf16("the gradient of an embedding", t, i, gradient[(size_t)t * width + i], occurs ? sum + (add ? old : 0) : old, size);
         }
     }
+}
+
+// An expert takes every third row and the last one, and its results are added to them.
+static void check_experts(int rows, int width) {
+    Bf16 x((size_t)rows * width, 1);
+    std::vector<u32> routed;
+    for (int r = 0; r < rows; r++) {
+        if (r % 3 == 0 || r == rows - 1) routed.push_back(r);
+    }
+    int n = (int)routed.size();
+    Bf16 taken((size_t)n * width);
+    F32Array weights(n, 0.5f, 1), sum((size_t)rows * width, 1), before = sum;
+    experts::Arguments take = {x.data(), routed.data(), nullptr, taken.data(), nullptr, width};
+    launch((unsigned)n, ceil_div(width / PIECE, experts::THREADS), 1, experts::THREADS, [&] { experts::train_take_rows(take); });
+    experts::Arguments add = {taken.data(), routed.data(), weights.data(), nullptr, sum.data(), width};
+    launch((unsigned)n, ceil_div(width / PIECE, experts::THREADS), 1, experts::THREADS, [&] { experts::train_add_rows(add); });
+    std::vector<double> want((size_t)rows * width);
+    for (size_t i = 0; i < want.size(); i++) want[i] = before[i];
+    for (int j = 0; j < n; j++) {
+        for (int i = 0; i < width; i++) {
+            double from = x[(size_t)routed[j] * width + i];
+            expect(taken[(size_t)j * width + i] == from, "a row of an expert", j, i, taken[(size_t)j * width + i], from);
+            want[(size_t)routed[j] * width + i] += weights[j] * from;
+        }
+    }
+    for (size_t i = 0; i < want.size(); i++) expect_f32("a sum of experts", (int)i, sum[i], want[i], 4);
 }
 
 static void check_cross_entropy(int rows, std::vector<int> chunks, float cap, float size) {
@@ -643,6 +672,8 @@ int main() {
     check_columns(5, 48, 0, 48);
     check_embedding(40, 48, 30, 7, 12, true);
     check_embedding(37, 1040, 9, 0, 9, false);
+    check_experts(7, 48);
+    check_experts(20, 2064);
     check_cross_entropy(4, {4, 8}, 0, 8);
     check_cross_entropy(5, {1028, 60, 4}, 5, 12);
     check_cross_entropy(2, {2052, 2052}, 0, 60);
