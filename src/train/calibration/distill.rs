@@ -20,7 +20,7 @@ use crate::train::{
 };
 
 /// The highest learning rate, the share of the steps in which it rises, and the tokens of a step.
-const RATE: f64 = 1e-5;
+const RATE: f64 = 2e-5;
 const WARMUP: f64 = 0.03;
 const STEP_TOKENS: usize = 8192;
 /// One of so many windows is kept from learning, to see by what has been learned; at most so many tokens.
