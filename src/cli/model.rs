@@ -210,10 +210,12 @@ pub(super) fn warn_of_template(model: &Model) {
     }
 }
 
-/// The device of this name, with so many threads if it is the CPU.
+/// The device of this name, with so many threads if it is the CPU; auto is the first GPU where there is one, else the CPU.
 pub(super) fn device(name: &str, threads: Option<usize>) -> Result<Device> {
     if name == "cpu" {
         Device::cpu(threads)
+    } else if name == "auto" {
+        Device::cuda(0).or_else(|_| Device::cpu(threads))
     } else if let Some(ordinal) = cuda_ordinal(name) {
         Device::cuda(ordinal).map_err(|e| e.within(format_args!("device '{name}'")))
     } else {

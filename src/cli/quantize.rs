@@ -26,10 +26,12 @@ pub(super) struct Args {
     input: OsString,
     /// Where to write: a directory for safetensors, new or empty, or a file for dat
     output: PathBuf,
-    /// How block scales are chosen: sweep has the smallest error. A model of Qwen3-0.6B's shape in bf16, 1.2 GB, took 10 s
-    /// by sweep, 8 s by four-over-six and 4 s by amax on 2 shared Xeon cores, 2026-11-23
-    #[arg(long, value_enum, default_value = "sweep")]
-    recipe: Recipe,
+    /// How codes and block scales are chosen; default: calibrated where --device or another option of it is given, else sweep, which has
+    /// the smallest error of those that run no model. A model of Qwen3-0.6B's shape in bf16, 1.2 GB, took 10 s
+    /// by sweep, 8 s by four-over-six and 4 s by amax on 2 shared Xeon cores, 2026-11-23; one of Qwen3-4B's shape 100 s by calibrated on an H100,
+    /// 2026-11-27
+    #[arg(long, value_enum)]
+    recipe: Option<Recipe>,
     /// Texts for the recipe calibrated, of the kinds that the model is used for: files as `nvfp4 train` reads them. Where they are
     /// short, and by default, a text of prose, 38 languages, code and conversations that the command brings
     #[arg(long, num_args = 1.., value_name = "FILE")]
@@ -40,7 +42,8 @@ pub(super) struct Args {
     /// Tokens in such a window; default: 1024 on a CPU and 2048 on a GPU, or the model's context
     #[arg(long, value_name = "TOKENS")]
     calibration_window: Option<usize>,
-    /// Where the model reads the texts of the recipe calibrated: cpu or cuda:N; default: cpu
+    /// Where the model reads the texts of the recipe calibrated: cpu, cuda:N, or auto for the first GPU where there is one, else the CPU;
+    /// default: cpu
     #[arg(long)]
     device: Option<String>,
     /// Bits that a weight of the blocks may have on average with the recipe calibrated, scales included, such as 4.75: blocks that
@@ -116,10 +119,8 @@ pub(super) fn run(args: &Args) -> Result<()> {
         None if args.output.extension().is_some_and(|e| e == "dat") => Container::Dat,
         None => Container::ModelOpt,
     };
-    let is_calibrated = matches!(args.recipe, Recipe::Calibrated);
-    if !is_calibrated {
-        refuse_calibration(args)?;
-    }
+    let recipe = args.recipe()?;
+    let is_calibrated = matches!(recipe, Recipe::Calibrated);
     let source: Arc<dyn Checkpoint> = Arc::from(open(&model::resolve(&args.input)?)?);
     let pool = Pool::new(match args.threads {
         Some(threads) => threads,
@@ -132,14 +133,14 @@ pub(super) fn run(args: &Args) -> Result<()> {
         replace: args.force,
         ..ConvertOptions::new(
             container,
-            match args.recipe {
+            match recipe {
                 Recipe::Plain(name) => name.into(),
                 // For what is not calibrated.
                 Recipe::Calibrated => nvfp4::Recipe::Sweep,
             },
         )
     };
-    let found = match args.recipe {
+    let found = match recipe {
         Recipe::Calibrated => calibrated(args, source, &options, &pool)?,
         Recipe::Plain(_) => {
             let bar = output::byte_bar("quantizing", 0);
@@ -203,23 +204,28 @@ fn error_of(found: &Quantized) -> String {
     format!("relative error of products {error:.4} (by sweep {of_sweep:.4})")
 }
 
-/// Refuses options of the recipe calibrated beside another one.
-fn refuse_calibration(args: &Args) -> Result<()> {
-    let given = [
-        ("--calibration", !args.calibration.is_empty()),
-        ("--calibration-windows", args.calibration_windows.is_some()),
-        ("--calibration-window", args.calibration_window.is_some()),
-        ("--device", args.device.is_some()),
-        ("--budget", args.budget.is_some()),
-        ("--distill", args.distill.is_some()),
-    ];
-    if let Some((name, _)) = given.iter().find(|(_, is_given)| *is_given) {
-        bail!(
-            InvalidArgument,
-            "{name} is for --recipe calibrated; the other recipes run no model"
-        );
+impl Args {
+    /// The recipe that is asked for, if only by an option of it. Fails for an option of the recipe calibrated beside another one.
+    fn recipe(&self) -> Result<Recipe> {
+        let options = [
+            ("--calibration", !self.calibration.is_empty()),
+            ("--calibration-windows", self.calibration_windows.is_some()),
+            ("--calibration-window", self.calibration_window.is_some()),
+            ("--device", self.device.is_some()),
+            ("--budget", self.budget.is_some()),
+            ("--distill", self.distill.is_some()),
+        ];
+        let given = options.iter().find(|(_, is_given)| *is_given);
+        match (self.recipe, given) {
+            (Some(Recipe::Plain(_)), Some((name, _))) => bail!(
+                InvalidArgument,
+                "{name} is for --recipe calibrated; the other recipes run no model"
+            ),
+            (Some(recipe), _) => Ok(recipe),
+            (None, Some(_)) => Ok(Recipe::Calibrated),
+            (None, None) => Ok(Recipe::Plain(RecipeName::Sweep)),
+        }
     }
-    Ok(())
 }
 
 /// Calibrates, with a bar for each stage.

@@ -47,6 +47,11 @@ fn codes_by_text() {
     let (out, swept) = (scratch.path("out"), scratch.path("swept"));
     let found = report(&calibrated(model, &out, &[]));
     let plain = json(&["quantize", model, &swept, "--tables", "int8"]);
+    // Options of the recipe ask for it.
+    let asked = scratch.path("asked");
+    let args = ["quantize", model, &asked, "--device", "cpu", "--json"];
+    let same = report(&nvfp4(&[&args[..], &FEW].concat()));
+    assert_eq!(same["calibrated"], found["calibrated"]);
     let matrices = found["calibrated"].as_array().unwrap();
     let errors = |m: &Value| [&m["error"], &m["error_of_sweep"]].map(|e| e.as_f64().unwrap());
     assert!(
@@ -150,7 +155,8 @@ fn what_makes_no_sense_is_refused() {
         (&["--distill", "5"], "--distill is for --recipe calibrated"),
         (&["--budget", "5"], "--budget is for --recipe calibrated"),
     ] {
-        let said = failure(&[&["quantize", model, &out], more].concat());
+        let plain = ["quantize", model, &out, "--recipe", "sweep"];
+        let said = failure(&[&plain[..], more].concat());
         assert!(said.contains(words), "{said}");
     }
     let full = scratch.path("full");

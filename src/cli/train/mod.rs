@@ -18,7 +18,6 @@ use NVFP4::base::call::{Cancel, Progress, Watch};
 use NVFP4::base::error::bail;
 use NVFP4::base::{Error, Result, memory as account};
 use NVFP4::model::training::{Source, Text};
-use NVFP4::ops::Device;
 use NVFP4::train::data::{self, Data, Long, Report, Windows};
 use NVFP4::train::run::{self, CHECKPOINTS, Ending, EvaluationSet, Event, Inputs, Observer};
 use NVFP4::train::{MemoryReport, Samples, Trainer, checkpoint, memory};
@@ -47,11 +46,8 @@ pub(super) fn run(args: &Args) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let (begin, mut lock) = args.begin()?;
-    let device = match &*args.device {
-        // What it came to is in the line that says what begins.
-        "auto" => Device::cuda(0).or_else(|_| model::device("cpu", args.threads))?,
-        name => model::device(name, args.threads)?,
-    };
+    // What auto came to is in the line that says what begins.
+    let device = model::device(&args.device, args.threads)?;
     let mut report = MemoryReport::new(&device);
     let settings = args.settings()?;
     let source = args.source()?;
