@@ -210,7 +210,7 @@ pub(super) fn warn_of_template(model: &Model) {
     }
 }
 
-/// The device of this name, with so many threads if it is the CPU; auto is the first GPU where there is one, else the CPU.
+/// Opens a device: `cpu` with so many threads, `cuda:N`, or `auto`, the first GPU if there is one and else the CPU.
 pub(super) fn device(name: &str, threads: Option<usize>) -> Result<Device> {
     if name == "cpu" {
         Device::cpu(threads)

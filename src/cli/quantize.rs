@@ -42,8 +42,7 @@ pub(super) struct Args {
     /// Tokens in such a window; default: 1024 on a CPU and 2048 on a GPU, or the model's context
     #[arg(long, value_name = "TOKENS")]
     calibration_window: Option<usize>,
-    /// Where the model reads the texts of the recipe calibrated: cpu, cuda:N, or auto for the first GPU where there is one, else the CPU;
-    /// default: cpu
+    /// The device for the recipe calibrated: cpu, cuda:N, or auto for the first GPU if there is one and else the CPU; default: cpu
     #[arg(long)]
     device: Option<String>,
     /// Bits that a weight of the blocks may have on average with the recipe calibrated, scales included, such as 4.75: blocks that

@@ -13,7 +13,7 @@ use super::{gpu, relative_l2};
 /// Some rows of a model's residual stream.
 type Rows = Vec<f32>;
 
-/// What each block makes of its rows in `before`, or, without those, of what the block before it has made. Gives the rows before and after each.
+/// Runs each block on its rows in `before`, or, if there are none, on the results of the block before it. Returns the rows before and after each block.
 fn blocks(
     device: &Device,
     source: &Arc<Source>,
@@ -90,7 +90,7 @@ fn mixtures_are_calibrated_on_a_gpu() {
     };
     let host = device.host_cpu().unwrap();
     let (_, matrices) = calibrate(&device, &host, &source, &texts, &options, &mut |_| {}).unwrap();
-    // Of each of two blocks four projections of attention and three of each of six experts.
+    // Each of the two blocks has four projections of attention, and three in each of six experts.
     assert_eq!(matrices.len(), 2 * (4 + 6 * 3));
     for m in &matrices {
         assert!(m.error <= m.error_of_sweep && m.error > 0.0, "{m:?}");

@@ -46,7 +46,7 @@ pub(super) fn run(args: &Args) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let (begin, mut lock) = args.begin()?;
-    // What auto came to is in the line that says what begins.
+    // The line that says what begins names the device that auto chose.
     let device = model::device(&args.device, args.threads)?;
     let mut report = MemoryReport::new(&device);
     let settings = args.settings()?;

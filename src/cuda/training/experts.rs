@@ -6,7 +6,7 @@ use super::sizes::{PIECE, expect_bf16, expect_words, f32_elements, rows as rows_
 use crate::base::Result;
 use crate::base::error::bail;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Bytes of the arguments of the kernels of this file, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("train_take_rows", size_of::<RowsArguments>()),
     ("train_add_rows", size_of::<RowsArguments>()),

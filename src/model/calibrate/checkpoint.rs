@@ -17,11 +17,11 @@ pub struct Calibrated {
     source: Arc<dyn Checkpoint>,
     entries: Vec<Entry>,
     by_name: HashMap<String, usize>,
-    matrices: HashMap<String, Arc<Matrix>>,
+    matrices: HashMap<String, Arc<Joined>>,
 }
 
 /// The parts of an entry, one below the other.
-struct Matrix {
+struct Joined {
     cols: usize,
     codes: Vec<u8>,
     scales: Vec<u8>,
@@ -29,10 +29,11 @@ struct Matrix {
     globals: Vec<f32>,
 }
 
-impl Matrix {
-    /// Joins parts, each with the row of the entry that it begins at, in rising order. The entry is `slabs` matrices of equal height, each of which has one global scale.
-    fn new(name: &str, rows: usize, slabs: usize, parts: Vec<(usize, Nvfp4)>) -> Result<Matrix> {
-        let mut whole = Matrix {
+impl Joined {
+    /// Joins parts, each with the row of the entry that it begins at, in rising order. The entry is `slabs` matrices of equal height, each of
+    /// which has one global scale.
+    fn new(name: &str, rows: usize, slabs: usize, parts: Vec<(usize, Nvfp4)>) -> Result<Joined> {
+        let mut whole = Joined {
             cols: parts.first().map_or(0, |(_, part)| part.cols),
             codes: Vec::new(),
             scales: Vec::new(),
@@ -79,7 +80,7 @@ impl Calibrated {
                     [slabs, _, _] => slabs,
                     _ => 1,
                 };
-                let whole = Matrix::new(&entry.name, entry.rows(), slabs, own)?;
+                let whole = Joined::new(&entry.name, entry.rows(), slabs, own)?;
                 entry.encoding = Encoding::Nvfp4;
                 let (rows, cols) = (entry.rows() as u64, entry.cols() as u64);
                 entry.bytes = entry.encoding.matrix_bytes(rows, cols).unwrap_or(0);
@@ -111,7 +112,7 @@ impl Calibrated {
         self.matrices.len()
     }
 
-    fn own(&self, entry: &Entry) -> Option<&Matrix> {
+    fn own(&self, entry: &Entry) -> Option<&Joined> {
         self.matrices.get(&entry.name).map(|matrix| &**matrix)
     }
 }

@@ -86,8 +86,9 @@ pub fn calibrate(
         options,
         observer: Observer::new(device, source.clone(), &runs(texts), tried)?,
         is_kept,
+        experts: 0,
+        starved: 0,
     };
-    let (mut experts, mut starved) = (0, 0);
     for block in 0..blocks {
         (at.block, at.done) = (block, 2 * (0..block).map(weights).sum::<u64>());
         progress(at);
@@ -98,40 +99,14 @@ pub fn calibrate(
             run.observer.advance(&mut |_, _, _| call::check())?;
             continue;
         }
-        let mut gathered = run.gather()?;
+        let gathered = run.gather()?;
         at.done += weights(block);
         progress(at);
-        let mut found = Vec::new();
-        for unit in units(&layout.blocks[block]) {
-            let all = match unit.len() {
-                1 => None,
-                _ => Some(run.sum(&unit, &gathered)?),
-            };
-            let mut of_unit = Vec::new();
-            for group in unit {
-                let first = &layout.matrices[group[0].matrix];
-                let mut own = match gathered.remove(&group[0].matrix) {
-                    Some(own) => own,
-                    None if all.is_some() => Gathered::new(device, first.cols)?,
-                    None => bail!(Internal, "block {block} has projections without inputs"),
-                };
-                if let Some(all) = &all {
-                    experts += 1;
-                    starved += usize::from(own.fill_up(device, all)?);
-                }
-                let of_group = run
-                    .quantize(group, own)
-                    .map_err(|e| e.within(&first.name))?;
-                let of = |(id, _): &(MatrixId, _)| {
-                    let m = &layout.matrices[*id];
-                    (m.rows * m.cols) as u64
-                };
-                at.done += of_group.iter().map(of).sum::<u64>();
-                progress(at);
-                of_unit.extend(of_group);
-            }
-            found.push(of_unit);
-        }
+        let found = run.search(block, gathered, &mut |matrix| {
+            let m = &layout.matrices[matrix];
+            at.done += (m.rows * m.cols) as u64;
+            progress(at);
+        })?;
         let name = |id: MatrixId| layout.matrices[id].name.clone();
         let done = choose(&mut run.observer, run.host, found, name)?;
         if let Some(finished) = &finished {
@@ -139,10 +114,12 @@ pub fn calibrate(
         }
         of_blocks[block] = Some(done);
     }
-    if starved > 0 {
+    if run.starved > 0 {
         tracing::warn!(
-            "{starved} of {experts} groups of projections of experts multiply fewer rows of the text than they have inputs; what all experts of \
-             their layer multiply stands in for the rest, and more text would help"
+            "{} of {} groups of projections of experts multiply fewer rows of the text than they have inputs; what all experts of their layer \
+             multiply stands in for the rest, and more text would help",
+            run.starved,
+            run.experts
         );
     }
     (at.block, at.done) = (blocks, at.total);
@@ -187,6 +164,9 @@ struct Run<'a, K> {
     observer: Observer,
     /// Whether a text, by its number, is kept from the search.
     is_kept: K,
+    /// Groups of projections of experts so far, and those of them that multiply fewer rows than they have inputs.
+    experts: usize,
+    starved: usize,
 }
 
 impl<K: Fn(usize) -> bool> Run<'_, K> {
@@ -210,6 +190,44 @@ impl<K: Fn(usize) -> bool> Run<'_, K> {
             entry.add(device, x, is_kept(number))
         })?;
         Ok(gathered)
+    }
+
+    /// Finds candidates for the projections of a block, by unit. Tells of each matrix when its turn is over.
+    fn search(
+        &mut self,
+        block: usize,
+        mut gathered: BTreeMap<MatrixId, Gathered>,
+        told: &mut dyn FnMut(MatrixId),
+    ) -> Result<Vec<Group>> {
+        let (source, device) = (self.source, self.device);
+        let layout = source.layout();
+        let mut found = Vec::new();
+        for unit in units(&layout.blocks[block]) {
+            let all = match unit.len() {
+                1 => None,
+                _ => Some(self.sum(&unit, &gathered)?),
+            };
+            let mut of_unit = Vec::new();
+            for group in unit {
+                let first = &layout.matrices[group[0].matrix];
+                let mut own = match gathered.remove(&group[0].matrix) {
+                    Some(own) => own,
+                    None if all.is_some() => Gathered::new(device, first.cols)?,
+                    None => bail!(Internal, "block {block} has projections without inputs"),
+                };
+                if let Some(all) = &all {
+                    self.experts += 1;
+                    self.starved += usize::from(own.fill_up(device, all)?);
+                }
+                let of_group = self
+                    .quantize(group, own)
+                    .map_err(|e| e.within(&first.name))?;
+                of_group.iter().for_each(|(id, _)| told(*id));
+                of_unit.extend(of_group);
+            }
+            found.push(of_unit);
+        }
+        Ok(found)
     }
 
     /// The sums of moments over all groups of a unit.

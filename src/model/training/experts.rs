@@ -22,7 +22,7 @@ pub(super) struct ExpertSizes {
 }
 
 impl ExpertSizes {
-    /// Of `rows` rows of `hidden` elements; nothing for a dense MLP.
+    /// Sizes for `rows` rows of `hidden` elements. A dense MLP takes none.
     pub(super) fn new(mlp: &MlpSpec, rows: usize, hidden: usize) -> ExpertSizes {
         let experts = mlp.experts();
         ExpertSizes {
@@ -118,7 +118,7 @@ impl BlockPass<'_> {
         down.forward(store, inner, &mut s.experts.made, false, memory)
     }
 
-    /// Which experts each of the rows `x` goes to.
+    /// Routes each row of `x` to its experts.
     fn route(
         &self,
         store: &mut dyn Store,
@@ -131,7 +131,7 @@ impl BlockPass<'_> {
         RoutedRows::new(self.device, &routes)
     }
 
-    /// What the results of the MLP of every token are multiplied by in each of the rows `x`.
+    /// For each row of `x`, the factor of the results of the expert that every token goes to.
     fn gate(
         &self,
         store: &mut dyn Store,
