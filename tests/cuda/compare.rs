@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use NVFP4::model::Device;
-use NVFP4::model::compare::{Comparison, Measures, Summary, compare, source};
+use NVFP4::model::compare::{Comparison, Measures, Summary, compare};
+use NVFP4::model::training::Source;
 
 use super::common::golden;
 use super::gpu;
 
 fn compared(device: &Device, names: [&str; 2]) -> Comparison {
-    let [examined, reference] = names.map(|name| source(&golden(name)).unwrap());
+    let [examined, reference] = names.map(|name| Arc::new(Source::open(&golden(name)).unwrap()));
     let vocabulary = examined.spec().vocab_size as u32;
     let tokens: Vec<u32> = (0..600u32)
         .map(|i| i * i * 7919 / 13 % vocabulary)
@@ -20,8 +21,15 @@ fn compared(device: &Device, names: [&str; 2]) -> Comparison {
         streams: true,
         blocks: true,
     };
-    let both: [&Arc<_>; 2] = [&examined, &reference];
-    compare(device, both[0], both[1], &windows, measures, &mut |_| {}).unwrap()
+    compare(
+        device,
+        &examined,
+        &reference,
+        &windows,
+        measures,
+        &mut |_| {},
+    )
+    .unwrap()
 }
 
 /// Activations are bfloat16 on a GPU, with 8 bits of precision, and float32 on the CPU: after two blocks streams differ by about a

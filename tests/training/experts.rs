@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use NVFP4::checkpoint::Encoding;
 use NVFP4::format::nvfp4::Recipe::Sweep;
+use NVFP4::model::compare::{Measures, Summary, compare};
 use NVFP4::model::convert::{Container, ConvertOptions};
 use NVFP4::model::training::{MlpLayout, Runner};
 use NVFP4::train::{Distillation, TeacherPlacement, calibration};
@@ -117,7 +118,7 @@ fn experts_are_calibrated() {
         let place = folder.0.join("model");
         dense(&golden("model").join(name), &place);
         let matrices = calibrated(&place, &folder.0.join("two"), 2);
-        let source = Source::open(&place).unwrap();
+        let source = Arc::new(Source::open(&place).unwrap());
         let layout = source.layout();
         let all = layout.blocks.iter().flat_map(|block| block.projections());
         let names = all.map(|p| layout.matrices[p.matrix].name.as_str());
@@ -132,7 +133,10 @@ fn experts_are_calibrated() {
             (error, of_sweep) = (error + m.error, of_sweep + m.error_of_sweep);
         }
         assert!(error < 0.95 * of_sweep, "{name}: {error} {of_sweep}");
-        let made = Source::open(&folder.0.join("two")).unwrap();
+        let made = Arc::new(Source::open(&folder.0.join("two")).unwrap());
+        let differences = compared(&made, &source);
+        assert!(differences.iter().all(|d| *d > 0.0), "{differences:?}");
+        assert!(compared(&source, &source).iter().all(|d| *d == 0.0));
         for (id, m) in layout.matrices.iter().enumerate() {
             let [found, expected] = [&made, &source].map(|source| values(source, id));
             let error = relative_error(&found, &expected);
@@ -141,6 +145,31 @@ fn experts_are_calibrated() {
             assert!(!is_router || error == 0.0, "{}: {error}", m.name);
         }
     }
+}
+
+/// The mean KL of a model's predictions to those of another, and that with one block of it exchanged, of each.
+fn compared(examined: &Arc<Source>, reference: &Arc<Source>) -> Vec<f64> {
+    let device = Device::cpu(Some(2)).unwrap();
+    let tokens: Vec<u32> = (0..40).map(|i| i * 37 % 150).collect();
+    let measures = Measures {
+        tokens: true,
+        streams: true,
+        blocks: true,
+    };
+    let windows = [&tokens[..]];
+    let found = compare(
+        &device,
+        examined,
+        reference,
+        &windows,
+        measures,
+        &mut |_| {},
+    )
+    .unwrap();
+    let mean = Summary::new(&found.tokens).mean;
+    std::iter::once(mean)
+        .chain(found.block_divergences)
+        .collect()
 }
 
 /// The values of a matrix.

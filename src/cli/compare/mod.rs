@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use NVFP4::base::error::bail;
 use NVFP4::base::{Error, Result};
-use NVFP4::model::compare::{Measures, check_alike, compare, source};
+use NVFP4::model::compare::{Measures, check_alike, compare};
 use NVFP4::model::training::Source;
 use NVFP4::text::Tokenizer;
 
@@ -57,8 +57,8 @@ pub(super) struct Args {
 pub(super) fn run(args: &Args) -> Result<()> {
     windows::check(args.window, args.windows)?;
     let text = model::read_text(&args.text)?;
-    let examined = source(&model::resolve(&args.model)?)?;
-    let reference = source(&model::resolve(&args.reference)?)?;
+    let examined = Arc::new(Source::open(&model::resolve(&args.model)?)?);
+    let reference = Arc::new(Source::open(&model::resolve(&args.reference)?)?);
     check_alike(&examined, &reference)?;
     let window = window(args, &examined, &reference)?;
     let (tokens, tokenizer) = encoded(&text, &examined, &reference)?;

@@ -8,7 +8,6 @@ mod predictions;
 mod streams;
 mod summary;
 
-use std::path::Path;
 use std::sync::Arc;
 
 pub use self::comparison::{Comparison, Measures};
@@ -16,10 +15,8 @@ use self::pair::Pair;
 pub use self::predictions::{LIKELY, TokenComparison};
 pub use self::summary::{PositionRange, Summary, by_position, worst};
 use super::training::Source;
-use super::{open, spec_with_frequencies};
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::checkpoint::Checkpoint;
 use crate::ops::Device;
 
 /// Progress of a comparison, in passes of a batch through a block or a chunk of the head.
@@ -29,24 +26,6 @@ pub struct CompareProgress {
     pub done: u64,
     /// Passes in all.
     pub total: u64,
-}
-
-/// The model at `path`. Fails for a model that comparisons cannot run. Reads no weights.
-pub fn source(path: &Path) -> Result<Arc<Source>> {
-    let opened = || {
-        let checkpoint: Arc<dyn Checkpoint> = Arc::from(open(path)?);
-        let spec = spec_with_frequencies(&*checkpoint)?;
-        if let Some(block) = spec.blocks.iter().position(|b| b.mlp.mixture().is_some()) {
-            bail!(
-                Unsupported,
-                "block {block} of this {} model is a mixture of experts; compare runs models block by block as training does, which takes \
-                 dense models only; perplexity with a reference compares this one as a whole",
-                spec.family
-            );
-        }
-        Ok(Arc::new(Source::new(checkpoint)?))
-    };
-    opened().map_err(|e| e.within(path.display()))
 }
 
 /// Fails unless the models have the same shape and vocabulary size; the error names what differs.
