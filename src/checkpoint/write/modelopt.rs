@@ -18,8 +18,6 @@ use crate::format::nvfp4::BLOCK;
 
 /// The file with the weights.
 const WEIGHTS: &str = "model.safetensors";
-/// The file that says how the weights are quantized.
-const DESCRIPTION: &str = "hf_quant_config.json";
 
 /// Writes a ModelOpt-style directory; see [`Writer`].
 pub struct ModelOptWriter {
@@ -99,7 +97,6 @@ impl ModelOptWriter {
     /// describe, and readers that know no ModelOpt load it.
     fn describe(&mut self, plan: &[Planned], metadata: &Metadata) -> Result<()> {
         if plan.iter().all(|p| p.encoding.element_bytes().is_some()) {
-            self.files.retain(|(name, _)| name != DESCRIPTION);
             if let Some(Value::Object(config)) = &metadata.config {
                 let mut config = config.clone();
                 config.remove("quantization_config");
@@ -154,7 +151,7 @@ impl ModelOptWriter {
             quantization["quantized_layers"] = Value::Object(layers.clone());
         }
         let description = json!({"producer": producer, "quantization": quantization});
-        self.add_file(DESCRIPTION, pretty(&description)?)?;
+        self.add_file("hf_quant_config.json", pretty(&description)?)?;
         if let Some(Value::Object(config)) = &metadata.config {
             let mut config = config.clone();
             let mut quantization = json!({

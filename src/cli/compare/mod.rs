@@ -43,7 +43,8 @@ pub(super) struct Args {
     /// Where to draw divergence by position and by block, as SVG
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// The device: cpu, which computes in float32, or cuda:N, where activations are bfloat16
+    /// The device: cpu, which computes in float32, cuda:N, where activations are bfloat16, or auto for the first GPU if there is one and else
+    /// the CPU
     #[arg(long, default_value = "cpu")]
     device: String,
     /// CPU threads; default: one for each core

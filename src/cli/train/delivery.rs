@@ -138,7 +138,6 @@ impl Args {
             let weights = name.starts_with("model") || name.starts_with("adapter_");
             let is_weights = weights && (name.contains(".safetensors") || name.ends_with(".json"));
             is_weights
-                || name == "hf_quant_config.json"
                 || DESCRIPTION_FILES.contains(&name)
                 || TOKENIZER_FILES.contains(&name)
                 || TOOL_TEMPLATE.split('/').next() == Some(name)

@@ -2,40 +2,35 @@
 
 use super::block::BlockPass;
 use super::layout::{ExpertsLayout, GatedMlpLayout};
+use super::linear::LinearScratch;
 use super::scratch::{ExpertScratch, Scratch};
 use super::{MatrixId, Store};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::spec::{ExpertsSpec, GatedMlpSpec, MlpSpec};
 use crate::ops::experts::route;
-use crate::ops::training::activation;
+use crate::ops::training::activation::glu;
+use crate::ops::training::array;
 use crate::ops::training::experts::RoutedRows;
 use crate::ops::training::matmul::{Form, Sizes, matmul};
-use crate::ops::{Array, Mixed, Slice};
+use crate::ops::{Array, Mixed, Slice, activation};
 
-/// Elements of what rows take in a mixture of experts.
-pub(super) struct ExpertSizes {
-    /// Rows of an expert, and its results, each.
-    pub(super) stream: usize,
-    /// The router's logits, in f32.
-    pub(super) logits: usize,
-}
-
-impl ExpertSizes {
-    /// Sizes for `rows` rows of `hidden` elements. A dense MLP takes none.
-    pub(super) fn new(mlp: &MlpSpec, rows: usize, hidden: usize) -> ExpertSizes {
-        let experts = mlp.experts();
-        ExpertSizes {
-            stream: if experts > 0 { rows * hidden } else { 0 },
-            logits: rows * experts,
-        }
-    }
-
-    /// Bytes, where an element of activations has `element`.
-    pub(super) fn bytes(&self, element: usize) -> usize {
-        2 * element * self.stream + size_of::<f32>() * (self.stream + self.logits)
+/// Bytes that `rows` rows of `hidden` elements take in a mixture of experts, where an element of activations has `element`: rows of an expert
+/// and its results, and the sum and the router's logits in f32.
+pub(super) fn expert_bytes(mlp: &MlpSpec, rows: usize, hidden: usize, element: usize) -> usize {
+    match mlp.experts() {
+        0 => 0,
+        experts => rows * (2 * element * hidden + size_of::<f32>() * (hidden + experts)),
     }
 }
+
+/// Gate and up, what goes into the last projection, and the memory of projections.
+type GatedMemory<'a> = (
+    &'a mut Array<Mixed>,
+    &'a mut Array<Mixed>,
+    &'a mut Array<Mixed>,
+    &'a mut LinearScratch,
+);
 
 impl BlockPass<'_> {
     /// Makes `s.experts.made` what the mixture makes of the rows `x`, and changes `gate_up`. The experts take their rows in turn, so that a
@@ -53,69 +48,70 @@ impl BlockPass<'_> {
         let (device, hidden) = (self.device, self.spec.hidden_size);
         let len = x.len();
         let routed = self.route(store, (layout, spec), x, s)?;
-        let experts = &mut s.experts;
-        for array in [&mut experts.taken, &mut experts.made] {
-            array.grow(device, len)?;
-        }
-        experts.sum.grow(device, len)?;
-        crate::ops::activation::fill(device, experts.sum.first_mut(len)?, 0.0)?;
+        let shared = match (&layout.shared, &spec.shared) {
+            (Some((mlp, gate)), Some(shared)) => {
+                let weights = match gate {
+                    Some(gate) => self.gate(store, *gate, x, s)?,
+                    None => vec![1.0; self.rows()],
+                };
+                Some((RoutedRows::all(device, &weights)?, (mlp, &shared.mlp)))
+            }
+            _ => None,
+        };
+        let Scratch {
+            weight,
+            linear,
+            inner,
+            experts,
+            ..
+        } = s;
+        let ExpertScratch {
+            taken, made, sum, ..
+        } = experts;
+        taken.grow(device, len)?;
+        made.grow(device, len)?;
+        sum.grow(device, len)?;
+        activation::fill(device, sum.first_mut(len)?, 0.0)?;
         for (expert, rows) in routed.counts() {
             if rows == 0 {
                 continue;
             }
             let n = rows * hidden;
-            let taken = s.experts.taken.first_mut(n)?;
-            routed.take(device, expert, x, hidden, taken)?;
-            let taken = std::mem::replace(&mut s.experts.taken, Array::empty());
+            routed.take(device, expert, x, hidden, taken.first_mut(n)?)?;
             let mlp = (&layout.experts[expert], &spec.expert);
-            let done = self.run_gated(store, mlp, (taken.first(n)?, rows), gate_up, s);
-            s.experts.taken = taken;
-            done?;
-            let ExpertScratch { made, sum, .. } = &mut s.experts;
+            let memory = (&mut *gate_up, &mut *inner, &mut *weight, &mut *linear);
+            self.run_gated(store, mlp, (taken.first(n)?, rows), made, memory)?;
             routed.add(device, expert, made.first(n)?, hidden, sum.first_mut(len)?)?;
         }
-        if let (Some((mlp, gate)), Some(shared)) = (&layout.shared, &spec.shared) {
-            let weights = match gate {
-                Some(gate) => self.gate(store, *gate, x, s)?,
-                None => vec![1.0; self.rows()],
-            };
-            let all = RoutedRows::all(device, &weights)?;
-            self.run_gated(store, (mlp, &shared.mlp), (x, self.rows()), gate_up, s)?;
-            let ExpertScratch { made, sum, .. } = &mut s.experts;
+        if let Some((all, mlp)) = shared {
+            let memory = (gate_up, inner, weight, linear);
+            self.run_gated(store, mlp, (x, self.rows()), made, memory)?;
             all.add(device, 0, made.first(len)?, hidden, sum.first_mut(len)?)?;
         }
-        let ExpertScratch { made, sum, .. } = &mut s.experts;
-        crate::ops::training::array::convert(device, sum.first(len)?, made.first_mut(len)?)
+        array::convert(device, sum.first(len)?, made.first_mut(len)?)
     }
 
-    /// Makes `s.experts.made` what a gated MLP makes of some rows.
+    /// Makes `made` what a gated MLP makes of some rows.
     fn run_gated(
         &self,
         store: &mut dyn Store,
         (layout, spec): (&GatedMlpLayout, &GatedMlpSpec),
         (x, rows): (Slice<'_, Mixed>, usize),
-        gate_up: &mut Array<Mixed>,
-        s: &mut Scratch,
+        made: &mut Array<Mixed>,
+        (gate_up, inner, weight, linear): GatedMemory<'_>,
     ) -> Result<()> {
         let (device, hidden, wide) = (self.device, self.spec.hidden_size, spec.intermediate_size);
         gate_up.grow(device, 2 * rows * wide)?;
-        s.inner.grow(device, rows * wide)?;
-        let memory = (&mut s.weight, &mut s.linear);
+        inner.grow(device, rows * wide)?;
         let both = self.linear_of(rows, &layout.gate_up, hidden);
-        both.forward(store, x, gate_up, false, memory)?;
-        let inner = s.inner.first_mut(rows * wide)?;
-        activation::glu(
-            device,
-            spec.activation,
-            gate_up.first(2 * rows * wide)?,
-            wide,
-            inner,
-        )?;
+        both.forward(store, x, gate_up, false, (&mut *weight, &mut *linear))?;
+        let gate_up = gate_up.first(2 * rows * wide)?;
+        let to = inner.first_mut(rows * wide)?;
+        glu(device, spec.activation, gate_up, wide, to)?;
         let down = [layout.down];
         let down = self.linear_of(rows, &down, wide);
-        let memory = (&mut s.weight, &mut s.linear);
-        let inner = s.inner.first(rows * wide)?;
-        down.forward(store, inner, &mut s.experts.made, false, memory)
+        let inner = inner.first(rows * wide)?;
+        down.forward(store, inner, made, false, (weight, linear))
     }
 
     /// Routes each row of `x` to its experts.

@@ -207,7 +207,7 @@ impl Layout {
 
     /// The parameters of a model of `spec`, with those optional ones that `has` says are there.
     pub fn new(spec: &Spec, has: &dyn Fn(&str) -> bool) -> Result<Layout> {
-        let (mut matrices, mut vectors) = (Vec::new(), Vec::new());
+        let (mut matrices, mut vectors) = (Vec::<MatrixLayout>::new(), Vec::<VectorLayout>::new());
         for tensor in tensors::all(spec) {
             if !tensor.required && !has(&tensor.name) {
                 continue;
@@ -232,18 +232,14 @@ impl Layout {
                 (_, shape) => bail!(Internal, "{} has shape {shape:?}", tensor.name),
             }
         }
-        let by_name = |names: Vec<&String>| -> HashMap<String, usize> {
-            let numbered = names.into_iter().cloned().zip(0..);
-            numbered.collect()
-        };
-        let numbers = by_name(matrices.iter().map(|m: &MatrixLayout| &m.name).collect());
+        let numbers: HashMap<&str, MatrixId> = numbered(matrices.iter().map(|m| &m.name));
         let matrix = |name: &str| -> Result<MatrixId> {
             match numbers.get(name) {
                 Some(&id) => Ok(id),
                 None => bail!(Internal, "a model without {name}"),
             }
         };
-        let numbers = by_name(vectors.iter().map(|v: &VectorLayout| &v.name).collect());
+        let numbers: HashMap<&str, VectorId> = numbered(vectors.iter().map(|v| &v.name));
         let vector = |name: &str| numbers.get(name).copied();
         let blocks = (0..spec.blocks.len())
             .map(|index| {
@@ -375,4 +371,9 @@ impl Layout {
         let matrices: usize = self.matrices.iter().map(|m| m.rows * m.cols).sum();
         matrices + self.vectors.iter().map(|v| v.len).sum::<usize>()
     }
+}
+
+/// Names with their numbers.
+fn numbered<'a>(names: impl Iterator<Item = &'a String>) -> HashMap<&'a str, usize> {
+    names.map(String::as_str).zip(0..).collect()
 }

@@ -1,7 +1,7 @@
 //! The memory that a pass takes, from the sizes that its parts allocate by, and from what of it is there at the same time.
 
 use super::block::BlockSizes;
-use super::experts::ExpertSizes;
+use super::experts::expert_bytes;
 use super::head::HeadSizes;
 use super::layout::{BlockLayout, ProjectionLayout};
 use super::linear::{LinearSizes, Passes};
@@ -226,7 +226,7 @@ impl PassMemory<'_> {
             forward = forward.max(Blocks {
                 linear: self.linear_forward(own, rows),
                 inner: sizes.wide,
-                experts: ExpertSizes::new(&block.mlp, rows, spec.hidden_size).bytes(element),
+                experts: expert_bytes(&block.mlp, rows, spec.hidden_size, element),
                 ..Blocks::default()
             });
             if index >= self.first_block {

@@ -117,20 +117,17 @@ impl Source {
             is_fresh: false,
         };
         let mut parts: HashMap<String, Parts> = HashMap::new();
-        for (id, tensor) in source.matrices.iter().enumerate() {
-            let (entry, within) = source.found(tensor)?;
-            let parts = parts.entry(entry.name.clone()).or_default();
-            parts.matrices.push((id, within));
-        }
-        for (id, tensor) in source.vectors.iter().enumerate() {
-            let (entry, within) = source.found(tensor)?;
-            let parts = parts.entry(entry.name.clone()).or_default();
-            parts.vectors.push((id, within));
-        }
-        for parts in parts.values_mut() {
-            parts.matrices.sort_by_key(|(_, within)| within.start);
-            parts.vectors.sort_by_key(|(_, within)| within.start);
-        }
+        let mut place = |tensors: &[TensorSpec], of: fn(&mut Parts) -> &mut Vec<_>| {
+            for (id, tensor) in tensors.iter().enumerate() {
+                let (entry, within) = source.found(tensor)?;
+                of(parts.entry(entry.name.clone()).or_default()).push((id, within));
+            }
+            let all = parts.values_mut();
+            all.for_each(|parts| of(parts).sort_by_key(|(_, within)| within.start));
+            Ok(())
+        };
+        place(&source.matrices, |parts| &mut parts.matrices)?;
+        place(&source.vectors, |parts| &mut parts.vectors)?;
         Ok(Source { parts, ..source })
     }
 
