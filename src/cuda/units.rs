@@ -66,7 +66,7 @@ units! {
     EmbedTraining = "embed/training.cu",
     ExpertsRoute = "experts/route.cu",
     ExpertsSum = "norm/sum_experts.cu",
-    ExpertsTraining = "experts/training.cu",
+    ExpertRows = "experts/rows.cu",
     LinearDense = "linear/dense.cu",
     LinearExperts = "linear/experts.cu",
     LinearInt8 = "linear/int8.cu",

@@ -1,17 +1,17 @@
-//! The reference block: attention and MLP of any [`BlockSpec`], in terms of operations on tensors of either device. The CPU runs inference
-//! through it; on a GPU it is what fused kernels are tested against, and what training runs. Works on rows of the residual stream; whose
-//! rows they are shows only where keys and values are stored and attended to.
+//! The reference block: attention and MLP of any [`BlockSpec`], in terms of operations on arrays of either device. The CPU runs inference
+//! through it, and on a GPU the fused kernels are tested against it. It runs the operations of `order` on rows of the residual stream.
 
 use std::ops::Range;
 
 use super::Activations;
 use super::kv_cache::KvCache;
-use super::spec::{BlockSpec, ExpertsSpec, GatedMlpSpec, MlpSpec, SharedExpertSpec, Spec};
+use super::order::{BlockOp, ExpertTurn, Half, expert_turns, operations};
+use super::spec::{AttentionSpec, ExpertsSpec, GatedMlpSpec, MlpSpec, Spec};
 use super::weights::{Attention, Block, Experts, GatedMlp, Mlp, Projection, Weights};
 use crate::base::error::{bail, err};
-use crate::base::{Result, memory};
+use crate::base::{Error, Result, memory};
 use crate::ops::attention::AttentionOptions;
-use crate::ops::experts::{Routes, route};
+use crate::ops::experts::{RoutedRows, Routes, route};
 use crate::ops::linear::{Linear, linear};
 use crate::ops::rope::Angles;
 use crate::ops::{Array, Device, Slice, SliceMut, Workspace, activation, norm, rope};
@@ -39,16 +39,18 @@ pub(super) struct Scratch {
     experts: ExpertScratch,
 }
 
-/// What a mixture of experts takes beside.
+/// Extra scratch for mixture-of-experts blocks.
 #[derive(Debug)]
 struct ExpertScratch {
-    /// `[rows, experts]`.
+    /// The router's logits, `[rows, experts]`.
     logits: Array,
-    /// `[rows, hidden]`: the rows of one expert.
-    gathered: Array,
-    /// `[rows, hidden]`: what an expert makes of them.
+    /// The experts of each row, from [`BlockOp::Route`] to [`BlockOp::Experts`].
+    routes: Option<Routes>,
+    /// The rows of one expert, `[rows, hidden]`.
+    taken: Array,
+    /// The output of one expert, `[rows, hidden]`.
     made: Array,
-    /// `[rows, hidden]`: the sum over experts.
+    /// The sum over experts, `[rows, hidden]`.
     sum: Array,
 }
 
@@ -67,7 +69,8 @@ impl Scratch {
             up: Array::empty(),
             experts: ExpertScratch {
                 logits: Array::empty(),
-                gathered: Array::empty(),
+                routes: None,
+                taken: Array::empty(),
                 made: Array::empty(),
                 sum: Array::empty(),
             },
@@ -87,7 +90,7 @@ impl Scratch {
             &self.gate,
             &self.up,
             &experts.logits,
-            &experts.gathered,
+            &experts.taken,
             &experts.made,
             &experts.sum,
         ];
@@ -158,25 +161,63 @@ impl<'a> Pass<'a> {
         s: &mut Scratch,
     ) -> Result<()> {
         let spec = &self.spec.blocks[index];
-        let norms = &weights.attention_norms;
-        self.enter(norms.pre.as_ref(), s)?;
-        self.attend(index, spec, &weights.attention, segments, s)?;
-        self.leave(norms.post.as_ref(), s)?;
-
-        let norms = &weights.mlp_norms;
-        self.enter(norms.pre.as_ref(), s)?;
-        match (&weights.mlp, &spec.mlp) {
-            (Mlp::Dense(weights), MlpSpec::Dense(spec)) => self.dense(spec, weights, s)?,
-            (Mlp::Experts(weights), MlpSpec::Experts(spec)) => self.experts(spec, weights, s)?,
-            _ => bail!(
-                Internal,
-                "the MLP of block {index} is not what its spec says"
-            ),
+        let mlp = || match (&weights.mlp, &spec.mlp) {
+            (Mlp::Dense(weights), MlpSpec::Dense(spec)) => Ok((spec, &**weights)),
+            _ => Err(self.mismatch(index)),
+        };
+        let mixture = || match (&weights.mlp, &spec.mlp) {
+            (Mlp::Experts(weights), MlpSpec::Experts(spec)) => Ok((spec, &**weights)),
+            _ => Err(self.mismatch(index)),
+        };
+        let norms = |half| match half {
+            Half::Attention => &weights.attention_norms,
+            Half::Mlp => &weights.mlp_norms,
+        };
+        let attention = (&spec.attention, &weights.attention);
+        for op in operations(spec) {
+            match op {
+                BlockOp::Enter(half) => self.enter(norms(half).pre.as_ref(), s)?,
+                BlockOp::Qkv => self.qkv(attention, s)?,
+                BlockOp::Heads => self.heads(attention, s)?,
+                BlockOp::Attend => self.attend(index, &spec.attention, segments, s)?,
+                BlockOp::Project(Half::Attention) => self.output(attention, s)?,
+                BlockOp::GateUp => {
+                    let Scratch {
+                        workspace,
+                        normed,
+                        gate,
+                        up,
+                        ..
+                    } = s;
+                    self.gate_up(mlp()?, (normed, self.rows), (gate, up), workspace)?;
+                }
+                BlockOp::Activate => self.activate(mlp()?.0, self.rows, (&mut s.gate, &s.up))?,
+                BlockOp::Project(Half::Mlp) => {
+                    let Scratch {
+                        workspace,
+                        normed,
+                        gate,
+                        ..
+                    } = s;
+                    let out = normed.first_mut(self.rows * self.spec.hidden_size)?;
+                    self.down(mlp()?, (gate, self.rows), out, workspace)?;
+                }
+                BlockOp::Route => s.experts.routes = Some(self.route(mixture()?, s)?),
+                BlockOp::Experts => self.experts(mixture()?, s)?,
+                BlockOp::Leave(half) => self.leave(norms(half).post.as_ref(), s)?,
+            }
         }
-        self.leave(norms.post.as_ref(), s)
+        Ok(())
     }
 
-    /// Makes `normed` what a half of a block takes of the residual stream.
+    fn mismatch(&self, index: usize) -> Error {
+        err!(
+            Internal,
+            "the MLP of block {index} is not what its spec says"
+        )
+    }
+
+    /// Makes `normed` the input of a half of a block.
     fn enter(&self, norm: Option<&Array>, s: &mut Scratch) -> Result<()> {
         let len = self.rows * self.spec.hidden_size;
         s.normed.grow(self.device, len)?;
@@ -187,7 +228,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Adds what a half of a block has left in `normed` to the residual stream.
+    /// Adds the output of a half of a block, in `normed`, to the residual stream.
     fn leave(&self, norm: Option<&Array>, s: &mut Scratch) -> Result<()> {
         let len = self.rows * self.spec.hidden_size;
         let (device, eps) = (self.device, self.spec.norm_eps);
@@ -197,45 +238,51 @@ impl<'a> Pass<'a> {
         activation::add(device, s.residual.first_mut(len)?, s.normed.first(len)?)
     }
 
-    fn attend(
-        &self,
-        index: usize,
-        spec: &BlockSpec,
-        weights: &Attention,
-        segments: &mut [Segment<'_>],
-        s: &mut Scratch,
-    ) -> Result<()> {
-        let (device, spec, m) = (self.device, &spec.attention, self.rows);
-        let (q_width, kv_width) = (spec.q_width(), spec.kv_width());
-        for (array, width) in [
-            (&mut s.q, q_width),
-            (&mut s.k, kv_width),
-            (&mut s.v, kv_width),
-            (&mut s.attended, q_width),
-        ] {
-            array.grow(device, m * width)?;
+    fn qkv(&self, (spec, weights): (&AttentionSpec, &Attention), s: &mut Scratch) -> Result<()> {
+        let (m, q_len, kv_len) = (
+            self.rows,
+            self.rows * spec.q_width(),
+            self.rows * spec.kv_width(),
+        );
+        for (array, len) in [(&mut s.q, q_len), (&mut s.k, kv_len), (&mut s.v, kv_len)] {
+            array.grow(self.device, len)?;
         }
         self.project(
             s.normed.first(m * self.spec.hidden_size)?,
             m,
             &mut [
-                (&weights.q, s.q.first_mut(m * q_width)?),
-                (&weights.k, s.k.first_mut(m * kv_width)?),
-                (&weights.v, s.v.first_mut(m * kv_width)?),
+                (&weights.q, s.q.first_mut(q_len)?),
+                (&weights.k, s.k.first_mut(kv_len)?),
+                (&weights.v, s.v.first_mut(kv_len)?),
             ],
             &mut s.workspace,
-        )?;
+        )
+    }
+
+    fn heads(&self, (spec, weights): (&AttentionSpec, &Attention), s: &mut Scratch) -> Result<()> {
         let angles = &self.angles[spec.rope];
         for (x, heads, weight) in [
             (&mut s.q, spec.heads, &weights.q_norm),
             (&mut s.k, spec.kv_heads, &weights.k_norm),
         ] {
-            let mut x = x.first_mut(m * heads * spec.head_dim)?;
+            let mut x = x.first_mut(self.rows * heads * spec.head_dim)?;
             if let Some(weight) = weight {
-                norm::rms_norm_in_place(device, x.reborrow(), weight, self.spec.norm_eps)?;
+                norm::rms_norm_in_place(self.device, x.reborrow(), weight, self.spec.norm_eps)?;
             }
-            rope::apply(device, x, heads, spec.head_dim, angles)?;
+            rope::apply(self.device, x, heads, spec.head_dim, angles)?;
         }
+        Ok(())
+    }
+
+    fn attend(
+        &self,
+        index: usize,
+        spec: &AttentionSpec,
+        segments: &mut [Segment<'_>],
+        s: &mut Scratch,
+    ) -> Result<()> {
+        let (device, q_width, kv_width) = (self.device, spec.q_width(), spec.kv_width());
+        s.attended.grow(device, self.rows * q_width)?;
         let options = AttentionOptions {
             heads: spec.heads,
             scale: spec.scale,
@@ -258,42 +305,30 @@ impl<'a> Pass<'a> {
                 &mut s.workspace,
             )?;
         }
+        Ok(())
+    }
+
+    fn output(&self, (spec, weights): (&AttentionSpec, &Attention), s: &mut Scratch) -> Result<()> {
+        let (m, hidden) = (self.rows, self.spec.hidden_size);
         self.project(
-            s.attended.first(m * q_width)?,
+            s.attended.first(m * spec.q_width())?,
             m,
-            &mut [(&weights.o, s.normed.first_mut(m * self.spec.hidden_size)?)],
+            &mut [(&weights.o, s.normed.first_mut(m * hidden)?)],
             &mut s.workspace,
         )
     }
 
-    fn dense(&self, spec: &GatedMlpSpec, weights: &GatedMlp, s: &mut Scratch) -> Result<()> {
-        let m = self.rows;
-        let Scratch {
-            workspace,
-            normed,
-            gate,
-            up,
-            ..
-        } = s;
-        self.gate_up(spec, weights, normed, m, gate, up, workspace)?;
-        let out = normed.first_mut(m * self.spec.hidden_size)?;
-        self.down(spec, weights, gate, m, out, workspace)
-    }
-
-    /// Makes `gate` what goes into the last projection of a gated MLP, of the first `m` rows of `x`.
+    /// Gate and up of the first `m` rows of `x`.
     fn gate_up(
         &self,
-        spec: &GatedMlpSpec,
-        weights: &GatedMlp,
-        x: &Array,
-        m: usize,
-        gate: &mut Array,
-        up: &mut Array,
+        (spec, weights): (&GatedMlpSpec, &GatedMlp),
+        (x, m): (&Array, usize),
+        (gate, up): (&mut Array, &mut Array),
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let (device, len) = (self.device, m * spec.intermediate_size);
-        gate.grow(device, len)?;
-        up.grow(device, len)?;
+        let len = m * spec.intermediate_size;
+        gate.grow(self.device, len)?;
+        up.grow(self.device, len)?;
         self.project(
             x.first(m * self.spec.hidden_size)?,
             m,
@@ -302,17 +337,25 @@ impl<'a> Pass<'a> {
                 (&weights.up, up.first_mut(len)?),
             ],
             workspace,
-        )?;
+        )
+    }
+
+    /// Makes `gate` the gated activation of `m` rows of gate and up.
+    fn activate(
+        &self,
+        spec: &GatedMlpSpec,
+        m: usize,
+        (gate, up): (&mut Array, &Array),
+    ) -> Result<()> {
+        let len = m * spec.intermediate_size;
         let (gate, up) = (gate.first_mut(len)?, up.first(len)?);
-        activation::glu(device, spec.activation, gate, up)
+        activation::glu(self.device, spec.activation, gate, up)
     }
 
     fn down(
         &self,
-        spec: &GatedMlpSpec,
-        weights: &GatedMlp,
-        inner: &Array,
-        m: usize,
+        (spec, weights): (&GatedMlpSpec, &GatedMlp),
+        (inner, m): (&Array, usize),
         out: SliceMut<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
@@ -320,10 +363,18 @@ impl<'a> Pass<'a> {
         self.project(inner, m, &mut [(&weights.down, out)], workspace)
     }
 
-    /// A mixture of experts: each expert in turn takes its rows, so that a row's sum does not depend on other rows.
-    fn experts(&self, spec: &ExpertsSpec, weights: &Experts, s: &mut Scratch) -> Result<()> {
+    /// Makes `normed` the sum of a mixture's experts. Each expert in turn takes its rows, so that a row's sum does not depend on other rows.
+    fn experts(&self, (spec, weights): (&ExpertsSpec, &Experts), s: &mut Scratch) -> Result<()> {
         let (device, m, hidden) = (self.device, self.rows, self.spec.hidden_size);
-        let routes = self.route(spec, weights, s)?;
+        let Some(routes) = s.experts.routes.take() else {
+            bail!(Internal, "experts of rows that were not routed");
+        };
+        let routed = RoutedRows::new(device, routes)?;
+        let every_row = match &weights.shared {
+            Some((_, gate)) => Routes::every_row(self.shared_weights(gate.as_ref(), s)?),
+            None => Routes::every_row(Vec::new()),
+        };
+        let every_row = RoutedRows::new(device, every_row)?;
         let Scratch {
             workspace,
             normed,
@@ -332,77 +383,67 @@ impl<'a> Pass<'a> {
             experts,
             ..
         } = s;
-        for array in [&mut experts.gathered, &mut experts.made, &mut experts.sum] {
+        let ExpertScratch {
+            taken, made, sum, ..
+        } = experts;
+        for array in [&mut *taken, made, sum] {
             array.grow(device, m * hidden)?;
         }
-        activation::fill(device, experts.sum.first_mut(m * hidden)?, 0.0)?;
-        let row = |i: usize| i * hidden..(i + 1) * hidden;
-        for (expert, mlp) in weights.experts.iter().enumerate() {
-            let rows = routes.rows_of(expert);
-            for (i, &(from, _)) in rows.iter().enumerate() {
-                let to = experts.gathered.part_mut(row(i))?;
-                to.copy_from(normed.part(row(from))?)?;
-            }
-            if rows.is_empty() {
+        activation::fill(device, sum.first_mut(m * hidden)?, 0.0)?;
+        for turn in expert_turns(spec) {
+            let x = normed.first(m * hidden)?;
+            let (rows, expert, mlp) = match (turn, &spec.shared, &weights.shared) {
+                (ExpertTurn::Routed(expert), ..) => {
+                    (&routed, expert, (&spec.expert, &weights.experts[expert]))
+                }
+                (ExpertTurn::Shared, Some(shared), Some((mlp, _))) => {
+                    (&every_row, 0, (&shared.mlp, mlp))
+                }
+                _ => bail!(Internal, "an expert of every row without weights"),
+            };
+            let n = rows.routes().count(expert);
+            if n == 0 {
                 continue;
             }
-            let n = rows.len();
-            self.gate_up(&spec.expert, mlp, &experts.gathered, n, gate, up, workspace)?;
-            let made = experts.made.first_mut(n * hidden)?;
-            self.down(&spec.expert, mlp, gate, n, made, workspace)?;
-            for (i, &(to, weight)) in rows.iter().enumerate() {
-                activation::scale(device, experts.made.part_mut(row(i))?, weight)?;
-                let sum = experts.sum.part_mut(row(to))?;
-                activation::add(device, sum, experts.made.part(row(i))?)?;
-            }
+            rows.take(device, expert, x, hidden, taken.first_mut(n * hidden)?)?;
+            self.gate_up(mlp, (taken, n), (gate, up), workspace)?;
+            self.activate(mlp.0, n, (gate, up))?;
+            self.down(mlp, (gate, n), made.first_mut(n * hidden)?, workspace)?;
+            let (made, sum) = (made.first(n * hidden)?, sum.first_mut(m * hidden)?);
+            rows.add(device, expert, made, hidden, sum)?;
         }
-        if let (Some((mlp, gate_weight)), Some(shared)) = (&weights.shared, &spec.shared) {
-            let SharedExpertSpec { mlp: spec, .. } = shared;
-            self.gate_up(spec, mlp, normed, m, gate, up, workspace)?;
-            let made = experts.made.first_mut(m * hidden)?;
-            self.down(spec, mlp, gate, m, made, workspace)?;
-            if let Some(weight) = gate_weight {
-                experts.logits.grow(device, m)?;
-                let logits = experts.logits.first_mut(m)?;
-                self.multiply(normed.first(m * hidden)?, m, weight, logits, workspace)?;
-                let mut factors = vec![0.0; m];
-                experts.logits.first(m)?.read(&mut factors)?;
-                for (i, factor) in factors.iter().enumerate() {
-                    let made = experts.made.part_mut(row(i))?;
-                    activation::scale(device, made, 1.0 / (1.0 + (-factor).exp()))?;
-                }
-            }
-            let sum = experts.sum.first_mut(m * hidden)?;
-            activation::add(device, sum, experts.made.first(m * hidden)?)?;
-        }
-        normed
-            .first_mut(m * hidden)?
-            .copy_from(experts.sum.first(m * hidden)?)
+        let sum = sum.first(m * hidden)?;
+        normed.first_mut(m * hidden)?.copy_from(sum)
     }
 
-    /// Which experts each row goes to.
-    fn route(&self, spec: &ExpertsSpec, weights: &Experts, s: &mut Scratch) -> Result<Routes> {
-        let (m, count) = (self.rows, spec.count);
+    /// The choice of experts for each row.
+    fn route(&self, (spec, weights): (&ExpertsSpec, &Experts), s: &mut Scratch) -> Result<Routes> {
+        let logits = self.products(&weights.router, spec.count, s)?;
+        route(&logits, spec.count, spec.per_token, spec.normalized)
+    }
+
+    /// The factor of each row's output of the shared expert.
+    fn shared_weights(&self, gate: Option<&Linear>, s: &mut Scratch) -> Result<Vec<f32>> {
+        match gate {
+            Some(gate) => {
+                let logits = self.products(gate, 1, s)?;
+                Ok(logits.iter().map(|x| 1.0 / (1.0 + (-x).exp())).collect())
+            }
+            None => Ok(vec![1.0; self.rows]),
+        }
+    }
+
+    /// The products of `normed` with the rows of a small matrix, on the host.
+    fn products(&self, weight: &Linear, rows: usize, s: &mut Scratch) -> Result<Vec<f32>> {
+        let (device, m) = (self.device, self.rows);
         let logits = &mut s.experts.logits;
-        logits.grow(self.device, m * count)?;
+        logits.grow(device, m * rows)?;
         let x = s.normed.first(m * self.spec.hidden_size)?;
-        let out = logits.first_mut(m * count)?;
-        self.multiply(x, m, &weights.router, out, &mut s.workspace)?;
-        let mut values = vec![0.0; m * count];
-        logits.first(m * count)?.read(&mut values)?;
-        route(&values, count, spec.per_token, spec.normalized)
-    }
-
-    fn multiply(
-        &self,
-        x: Slice<'_>,
-        m: usize,
-        weight: &Linear,
-        out: SliceMut<'_>,
-        workspace: &mut Workspace,
-    ) -> Result<()> {
-        let outputs = &mut [(weight, out)];
-        linear(self.device, x, m, outputs, self.activations, workspace)
+        let outputs = &mut [(weight, logits.first_mut(m * rows)?)];
+        linear(device, x, m, outputs, self.activations, &mut s.workspace)?;
+        let mut values = vec![0.0; m * rows];
+        logits.first(m * rows)?.read(&mut values)?;
+        Ok(values)
     }
 
     /// Applies projections that share an input, and their biases.

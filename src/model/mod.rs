@@ -14,6 +14,7 @@ mod keys;
 mod kv_cache;
 mod load;
 mod options;
+mod order;
 pub mod placement;
 mod rope;
 pub mod spec;

@@ -3,11 +3,12 @@
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 
-use super::training::{MatrixId, ProjectionLayout, Source, VectorId};
-use super::weights::{Attention, Block, Embedding, GatedMlp, Mlp, Norms, Projection, Weights};
+use super::training::{GatedMlpLayout, MatrixId, MlpLayout, ProjectionLayout, Source, VectorId};
+use super::weights::{
+    Attention, Block, Embedding, Experts, GatedMlp, Mlp, Norms, Projection, Weights,
+};
 use super::{Device, LoadOptions, Made, Model, fused};
 use crate::base::Result;
-use crate::base::error::bail;
 use crate::base::lease::Lease;
 use crate::ops::Array;
 use crate::ops::linear::Linear;
@@ -55,6 +56,14 @@ fn weights(source: &Source, trained: &dyn Trained) -> Result<Weights> {
             bias: p.bias.map(|id| trained.vector(id)).transpose()?,
         })
     };
+    let gated = |mlp: &GatedMlpLayout| {
+        let [gate, up] = &mlp.gate_up;
+        Ok(GatedMlp {
+            gate: projection(gate)?,
+            up: projection(up)?,
+            down: projection(&mlp.down)?,
+        })
+    };
     let vector = |id: &Option<VectorId>| id.map(|id| trained.vector(id)).transpose();
     let norms = |[pre, post]: &[Option<VectorId>; 2]| {
         Ok(Norms {
@@ -64,10 +73,20 @@ fn weights(source: &Source, trained: &dyn Trained) -> Result<Weights> {
     };
     let blocks = layout.blocks.iter().map(|b| {
         let [q, k, v] = &b.qkv;
-        let Some(mlp) = b.mlp.dense() else {
-            bail!(Internal, "a mixture of experts was trained");
+        let mlp = match &b.mlp {
+            MlpLayout::Dense(mlp) => Mlp::Dense(Box::new(gated(mlp)?)),
+            MlpLayout::Experts(mixture) => Mlp::Experts(Box::new(Experts {
+                router: trained.matrix(mixture.router)?,
+                experts: mixture.experts.iter().map(gated).collect::<Result<_>>()?,
+                shared: match &mixture.shared {
+                    Some((mlp, gate)) => {
+                        let gate = gate.map(|id| trained.matrix(id)).transpose()?;
+                        Some((gated(mlp)?, gate))
+                    }
+                    None => None,
+                },
+            })),
         };
-        let [gate, up] = &mlp.gate_up;
         Ok(Block {
             attention_norms: norms(&b.attention_norms)?,
             attention: Attention {
@@ -79,11 +98,7 @@ fn weights(source: &Source, trained: &dyn Trained) -> Result<Weights> {
                 o: projection(&b.o)?,
             },
             mlp_norms: norms(&b.mlp_norms)?,
-            mlp: Mlp::Dense(Box::new(GatedMlp {
-                gate: projection(gate)?,
-                up: projection(up)?,
-                down: projection(&mlp.down)?,
-            })),
+            mlp,
         })
     });
     Ok(Weights {

@@ -1,23 +1,60 @@
-//! Which experts of a mixture a token goes to, and with what weights.
+//! Mixtures of experts: the choice of experts for each row, and rows on their way to an expert and back, forward and backward.
 
+use std::ops::Range;
+
+use super::training::upload;
+use super::{Array, Device, Element, Mixed, Slice, SliceMut};
 use crate::base::error::{Result, bail};
+use crate::cuda::training as cuda;
 
-/// The rows that each expert takes.
+/// The rows of a batch that each expert takes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Routes {
-    /// For each expert: the indices of its rows in ascending order, and its weight in the sum of each.
-    by_expert: Vec<Vec<(usize, f32)>>,
+    /// Row indices by expert, in ascending order within one.
+    rows: Vec<u32>,
+    /// The weight of each in the sum of its row.
+    weights: Vec<f32>,
+    /// Where the rows of each expert begin, and where those of the last one end.
+    offsets: Vec<usize>,
 }
 
 impl Routes {
-    /// The rows of each expert, in order, and its weight in the sum of each.
-    pub fn experts(&self) -> &[Vec<(usize, f32)>] {
-        &self.by_expert
+    fn new(by_expert: &[Vec<(u32, f32)>]) -> Routes {
+        let all = || by_expert.iter().flatten();
+        let mut offsets = vec![0];
+        for rows in by_expert {
+            offsets.push(offsets[offsets.len() - 1] + rows.len());
+        }
+        Routes {
+            rows: all().map(|&(row, _)| row).collect(),
+            weights: all().map(|&(_, weight)| weight).collect(),
+            offsets,
+        }
     }
 
-    /// The rows of an expert, in order, and its weight in the sum of each.
-    pub fn rows_of(&self, expert: usize) -> &[(usize, f32)] {
-        &self.by_expert[expert]
+    /// One expert that takes every row, with these weights.
+    pub fn every_row(weights: Vec<f32>) -> Routes {
+        Routes {
+            rows: (0..weights.len() as u32).collect(),
+            offsets: vec![0, weights.len()],
+            weights,
+        }
+    }
+
+    /// The number of rows of an expert.
+    pub fn count(&self, expert: usize) -> usize {
+        self.range(expert).len()
+    }
+
+    /// The rows of an expert, in ascending order, each with its weight in the sum of the row.
+    pub fn of(&self, expert: usize) -> impl Iterator<Item = (usize, f32)> {
+        let range = self.range(expert);
+        let rows = self.rows[range.clone()].iter().map(|&row| row as usize);
+        rows.zip(self.weights[range].iter().copied())
+    }
+
+    fn range(&self, expert: usize) -> Range<usize> {
+        self.offsets[expert]..self.offsets[expert + 1]
     }
 }
 
@@ -53,10 +90,195 @@ pub fn route(logits: &[f32], count: usize, per_token: usize, normalized: bool) -
             false => 1.0,
         };
         for &expert in chosen {
-            by_expert[expert].push((row, probability(expert) / total));
+            by_expert[expert].push((row as u32, probability(expert) / total));
         }
     }
-    Ok(Routes { by_expert })
+    Ok(Routes::new(&by_expert))
+}
+
+/// The gradients of the logits `[rows, count]` that [`route`] made `routes` of, from those of the weights, expert by expert.
+///
+/// Weights of a row are a softmax `w = p`, of all experts or, `normalized`, of those chosen: `dlogit_j = p_j (dw_j - sum_e p_e dw_e)`, where
+/// experts that were not chosen have `dw = 0`.
+pub fn route_backward(
+    logits: &[f32],
+    count: usize,
+    routes: &Routes,
+    dweights: &[f32],
+    normalized: bool,
+) -> Vec<f32> {
+    let mut dlogits = vec![0.0; logits.len()];
+    let mut dots = vec![0.0; logits.len() / count];
+    let routed = |expert: usize| routes.of(expert).zip(&dweights[routes.range(expert)]);
+    for expert in 0..count {
+        for ((row, weight), &dweight) in routed(expert) {
+            dots[row] += weight * dweight;
+            dlogits[row * count + expert] = weight * dweight;
+        }
+    }
+    let rows = dlogits.chunks_exact_mut(count);
+    for ((row, logits), dot) in rows.zip(logits.chunks_exact(count)).zip(&dots) {
+        if !normalized {
+            let largest = logits.iter().copied().fold(f32::MIN, f32::max);
+            let sum: f32 = logits.iter().map(|l| (l - largest).exp()).sum();
+            let probabilities = logits.iter().map(|l| (l - largest).exp() / sum);
+            row.iter_mut()
+                .zip(probabilities)
+                .for_each(|(d, p)| *d -= p * dot);
+        }
+    }
+    if normalized {
+        for expert in 0..count {
+            for (row, weight) in routes.of(expert) {
+                dlogits[row * count + expert] -= weight * dots[row];
+            }
+        }
+    }
+    dlogits
+}
+
+/// Routes in the memory of a device.
+#[derive(Debug)]
+pub struct RoutedRows {
+    routes: Routes,
+    /// The rows and weights on a GPU.
+    on_gpu: Option<(Array<u32>, Array)>,
+}
+
+impl RoutedRows {
+    /// The routes on a device.
+    pub fn new(device: &Device, routes: Routes) -> Result<RoutedRows> {
+        let on_gpu = match device {
+            Device::Cpu(_) => None,
+            Device::Cuda(_) => Some((
+                upload(device, &routes.rows)?,
+                upload(device, &routes.weights)?,
+            )),
+        };
+        Ok(RoutedRows { routes, on_gpu })
+    }
+
+    /// The routes.
+    pub fn routes(&self) -> &Routes {
+        &self.routes
+    }
+
+    fn gpu(&self, expert: usize) -> Result<cuda::RowsOfExpert<'_>> {
+        let Some((rows, weights)) = &self.on_gpu else {
+            bail!(Internal, "routes of the host were asked for on a GPU");
+        };
+        let range = self.routes.range(expert);
+        Ok(cuda::RowsOfExpert {
+            rows: rows.part(range.clone())?.cuda()?,
+            weights: weights.part(range)?.cuda()?,
+        })
+    }
+
+    /// Makes `taken` `[n, width]` the rows of `x` `[T, width]` that an expert takes.
+    pub fn take<E: Element<Host = f32>>(
+        &self,
+        device: &Device,
+        expert: usize,
+        x: Slice<'_, E>,
+        width: usize,
+        taken: SliceMut<'_, E>,
+    ) -> Result<()> {
+        match device {
+            Device::Cpu(_) => {
+                let (x, taken) = (x.host()?, taken.host()?.chunks_exact_mut(width));
+                for ((row, _), taken) in self.routes.of(expert).zip(taken) {
+                    taken.copy_from_slice(&x[row * width..][..width]);
+                }
+                Ok(())
+            }
+            Device::Cuda(_) => {
+                let rows = self.gpu(expert)?;
+                cuda::take_rows(x.cuda()?, &rows, width * E::GPU_BYTES, taken.cuda()?)
+            }
+        }
+    }
+
+    /// Adds an expert's results `x` `[n, width]`, times their weights, to its rows of `sum` `[T, width]`.
+    pub fn add<E: Element<Host = f32>>(
+        &self,
+        device: &Device,
+        expert: usize,
+        x: Slice<'_, E>,
+        width: usize,
+        sum: SliceMut<'_>,
+    ) -> Result<()> {
+        match device {
+            Device::Cpu(_) => {
+                let (sum, x) = (sum.host()?, x.host()?.chunks_exact(width));
+                for ((row, weight), x) in self.routes.of(expert).zip(x) {
+                    let sum = &mut sum[row * width..][..width];
+                    sum.iter_mut().zip(x).for_each(|(s, x)| *s += weight * x);
+                }
+                Ok(())
+            }
+            Device::Cuda(_) => {
+                let rows = self.gpu(expert)?;
+                match E::GPU_BYTES == Mixed::GPU_BYTES {
+                    true => cuda::add_rows(x.cuda()?, &rows, width, sum.cuda()?),
+                    false => cuda::add_rows_f32(x.cuda()?, &rows, width, sum.cuda()?),
+                }
+            }
+        }
+    }
+
+    /// Backward of [`RoutedRows::take`]: adds the gradients `dx` `[n, width]` of an expert's rows to those rows of `sum` `[T, width]`.
+    pub fn take_backward(
+        &self,
+        device: &Device,
+        expert: usize,
+        dx: Slice<'_, Mixed>,
+        width: usize,
+        sum: SliceMut<'_>,
+    ) -> Result<()> {
+        match device {
+            Device::Cpu(_) => {
+                let (sum, dx) = (sum.host()?, dx.host()?.chunks_exact(width));
+                for ((row, _), dx) in self.routes.of(expert).zip(dx) {
+                    let sum = &mut sum[row * width..][..width];
+                    sum.iter_mut().zip(dx).for_each(|(s, x)| *s += x);
+                }
+                Ok(())
+            }
+            Device::Cuda(_) => {
+                let rows = self.gpu(expert)?;
+                cuda::add_rows_unweighted(dx.cuda()?, &rows, width, sum.cuda()?)
+            }
+        }
+    }
+
+    /// Backward of [`RoutedRows::add`] for an expert whose results were `x` `[n, width]`: from the gradients `dsum` `[T, width]` makes `dx`
+    /// `[n, width]` those of the results, and `dweights` `[n]` those of the weights.
+    pub fn add_backward(
+        &self,
+        device: &Device,
+        expert: usize,
+        (x, dsum): (Slice<'_, Mixed>, Slice<'_, Mixed>),
+        width: usize,
+        dx: SliceMut<'_, Mixed>,
+        dweights: SliceMut<'_>,
+    ) -> Result<()> {
+        match device {
+            Device::Cpu(_) => {
+                let (x, dsum) = (x.host()?.chunks_exact(width), dsum.host()?);
+                let made = dx.host()?.chunks_exact_mut(width).zip(dweights.host()?);
+                for (((row, weight), x), (dx, dweight)) in self.routes.of(expert).zip(x).zip(made) {
+                    let dsum = &dsum[row * width..][..width];
+                    *dweight = dsum.iter().zip(x).map(|(d, x)| d * x).sum();
+                    dx.iter_mut().zip(dsum).for_each(|(dx, d)| *dx = weight * d);
+                }
+                Ok(())
+            }
+            Device::Cuda(_) => {
+                let (rows, operands) = (self.gpu(expert)?, (x.cuda()?, dsum.cuda()?));
+                cuda::add_rows_backward(operands, &rows, width, dx.cuda()?, dweights.cuda()?)
+            }
+        }
+    }
 }
 
 #[cfg(test)]
@@ -71,18 +293,19 @@ mod tests {
         // Probabilities 3, 1, 1, 3 of 8, and two of four equals.
         let logits = [0.0, third, third, 0.0, 1.0, 1.0, 1.0, 1.0];
         let routes = route(&logits, 4, 2, false).unwrap();
-        let close = |a: &[(usize, f32)], b: &[(usize, f32)]| {
-            assert_eq!(a.len(), b.len());
-            for (a, b) in a.iter().zip(b) {
+        let close = |routes: &Routes, expert: usize, expected: &[(usize, f32)]| {
+            let found: Vec<_> = routes.of(expert).collect();
+            assert_eq!(found.len(), expected.len());
+            for (a, b) in found.iter().zip(expected) {
                 assert!(a.0 == b.0 && (a.1 - b.1).abs() < 1e-6, "{a:?} {b:?}");
             }
         };
-        close(routes.rows_of(0), &[(0, 0.375), (1, 0.25)]);
-        close(routes.rows_of(1), &[(1, 0.25)]);
-        close(routes.rows_of(2), &[]);
-        close(routes.rows_of(3), &[(0, 0.375)]);
+        close(&routes, 0, &[(0, 0.375), (1, 0.25)]);
+        close(&routes, 1, &[(1, 0.25)]);
+        close(&routes, 2, &[]);
+        close(&routes, 3, &[(0, 0.375)]);
         let routes = route(&logits, 4, 2, true).unwrap();
-        close(routes.rows_of(0), &[(0, 0.5), (1, 0.5)]);
+        close(&routes, 0, &[(0, 0.5), (1, 0.5)]);
     }
 
     #[test]
@@ -92,5 +315,37 @@ mod tests {
         expect_kind(route(&[0.0; 5], 4, 1, true), invalid, "5 logits of 4");
         let nan = [0.0, f32::NAN];
         expect_kind(route(&nan, 2, 1, true), invalid, "expert 1 a logit of NaN");
+    }
+
+    /// Against differences of the weights in f64 steps of a logit, where no other expert comes in.
+    #[test]
+    fn gradients_of_logits_are_differences_of_weights() {
+        let logits = [0.4f32, -0.3, 1.1, 0.2, -0.5, 0.9, 0.1, 0.7];
+        let pull = |expert: usize, row: usize| (expert as f64 - 1.3) * (row as f64 + 0.7);
+        for normalized in [false, true] {
+            let routes = route(&logits, 4, 2, normalized).unwrap();
+            let order = |expert| {
+                routes
+                    .of(expert)
+                    .map(move |(row, _)| pull(expert, row) as f32)
+            };
+            let dweights: Vec<f32> = (0..4).flat_map(order).collect();
+            let found = route_backward(&logits, 4, &routes, &dweights, normalized);
+            let pulled = |logits: &[f32]| -> f64 {
+                let routes = route(logits, 4, 2, normalized).unwrap();
+                let each = |e| routes.of(e).map(move |(r, w)| f64::from(w) * pull(e, r));
+                (0..4).flat_map(each).sum()
+            };
+            for (i, found) in found.iter().enumerate() {
+                let (mut above, mut below) = (logits, logits);
+                above[i] += 0.01;
+                below[i] -= 0.01;
+                let expected = (pulled(&above) - pulled(&below)) / 0.02;
+                assert!(
+                    (f64::from(*found) - expected).abs() < 2e-4,
+                    "{normalized} {i}: {found} {expected}"
+                );
+            }
+        }
     }
 }

@@ -10,11 +10,10 @@ use crate::model::training::{Layout, Source};
 const LISTED: usize = 24;
 
 impl Config {
-    /// Refuses a model that cannot be trained, and settings that name what it has not, with what it has.
+    /// Refuses settings that name what the model does not have, with what it has.
     pub fn check_for(&self, source: &Source) -> Result<()> {
         let recipe = &self.recipe;
         let layout = source.layout();
-        layout.check_trainable(source.spec())?;
         let blocks = layout.blocks.len();
         if let Some(last) = recipe.last_blocks
             && !(1..=blocks).contains(&last)

@@ -145,7 +145,7 @@ fn gradients_of_adapters_are_those_of_autograd() {
     }
 }
 
-fn recipe(targets: &[&str]) -> Recipe {
+pub(super) fn recipe(targets: &[&str]) -> Recipe {
     Recipe {
         lora: Some(Lora {
             rank: 8,

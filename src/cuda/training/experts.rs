@@ -1,95 +1,173 @@
-//! Rows of bf16 on their way to an expert, and its results on their way back.
+//! Launchers for rows on their way to an expert of a mixture, and its results on their way back, forward and backward.
 
 use super::super::driver::{DeviceSlice, Launch, int};
 use super::super::units::Unit;
-use super::sizes::{PIECE, expect_bf16, expect_words, f32_elements, rows as rows_of};
+use super::sizes::{PIECE, check_width, expect_bf16, expect_f32, expect_words, f32_elements};
 use crate::base::Result;
 use crate::base::error::bail;
 
 /// Bytes of the arguments of the kernels of this file, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("train_take_rows", size_of::<RowsArguments>()),
-    ("train_add_rows", size_of::<RowsArguments>()),
-];
+pub(super) const ARGUMENTS: &[(&str, usize)] = &[("expert_", size_of::<RowsArguments>())];
 
 const THREADS: u32 = 128;
+/// Bytes that a thread copies.
+const COPIED: usize = 16;
+
+/// The rows of a batch that go to an expert. The caller vouches for their indices: each is a row of the batch, and no two are equal.
+#[derive(Clone, Copy, Debug)]
+pub struct RowsOfExpert<'a> {
+    /// Row indices, u32 `[n]`.
+    pub rows: DeviceSlice<'a>,
+    /// The weight of each in the sum of its row, f32 `[n]`.
+    pub weights: DeviceSlice<'a>,
+}
 
 #[repr(C)]
+#[derive(Default)]
 struct RowsArguments {
-    x: u64,
     rows: u64,
     weights: u64,
+    x: u64,
+    dsum: u64,
     taken: u64,
     sum: u64,
-    width: i32,
+    dweights: u64,
+    pieces: i32,
 }
 
-fn launch(count: usize, width: usize) -> Result<Launch> {
-    let columns = (width / PIECE).div_ceil(THREADS as usize) as u32;
-    Ok(Launch::new(
-        [int("rows of an expert", count)? as u32, columns, 1],
-        THREADS,
-    ))
-}
+impl RowsOfExpert<'_> {
+    fn count(&self) -> usize {
+        f32_elements(self.rows)
+    }
 
-/// Makes row i of bf16 `taken` `[n, width]` row `rows[i]` of bf16 `x` `[T, width]`. `width` is a multiple of 16. What `rows`, u32, holds is the
-/// caller's word.
-pub fn take_rows(
-    x: DeviceSlice<'_>,
-    rows: DeviceSlice<'_>,
-    width: usize,
-    taken: DeviceSlice<'_>,
-) -> Result<()> {
-    rows_of("rows that experts take", x, width)?;
-    let count = f32_elements(rows);
-    expect_bf16("rows of an expert", taken, &[count, width])?;
-    let arguments = RowsArguments {
-        x: x.address(),
-        rows: rows.address(),
-        weights: 0,
-        taken: taken.address(),
-        sum: 0,
-        width: int("the width of rows", width)?,
-    };
-    let launch = launch(count, width)?;
-    // SAFETY: the struct is the kernel's; sizes were checked; the rows are the caller's word.
-    unsafe {
-        launch.run(
-            x.gpu(),
-            Unit::ExpertsTraining,
-            "train_take_rows",
-            &arguments,
-        )
+    /// Launches a kernel with `arguments`, whose addresses were checked; `columns` says whether the grid divides rows of so many pieces.
+    fn launch(&self, kernel: &str, pieces: usize, columns: bool, a: RowsArguments) -> Result<()> {
+        expect_words("weights of an expert", self.weights, &[self.count()])?;
+        let columns = if columns {
+            pieces.div_ceil(THREADS as usize)
+        } else {
+            1
+        };
+        let grid = [
+            int("rows of an expert", self.count())? as u32,
+            columns as u32,
+            1,
+        ];
+        let arguments = RowsArguments {
+            rows: self.rows.address(),
+            weights: self.weights.address(),
+            pieces: int("the width of rows", pieces)?,
+            ..a
+        };
+        // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for the rows.
+        unsafe {
+            Launch::new(grid, THREADS).run(self.rows.gpu(), Unit::ExpertRows, kernel, &arguments)
+        }
+    }
+
+    fn add(
+        &self,
+        kernel: &str,
+        x: DeviceSlice<'_>,
+        width: usize,
+        sum: DeviceSlice<'_>,
+    ) -> Result<()> {
+        if width == 0 || !f32_elements(sum).is_multiple_of(width) {
+            bail!(
+                Internal,
+                "a sum of experts of {} elements in rows of {width}",
+                f32_elements(sum)
+            );
+        }
+        check_width("results of an expert", width)?;
+        let a = RowsArguments {
+            x: x.address(),
+            sum: sum.address(),
+            ..RowsArguments::default()
+        };
+        self.launch(kernel, width / PIECE, true, a)
     }
 }
 
-/// Adds `weights[i]` times row i of bf16 `x` `[n, width]` to row `rows[i]` of f32 `sum` `[T, width]`, no two of which are equal. `width` is a
-/// multiple of 16. What `rows`, u32, holds is the caller's word.
+/// Makes row i of `taken` row `rows[i]` of `x`. Rows have `row_bytes`, a multiple of 16.
+pub fn take_rows(
+    x: DeviceSlice<'_>,
+    rows: &RowsOfExpert<'_>,
+    row_bytes: usize,
+    taken: DeviceSlice<'_>,
+) -> Result<()> {
+    let fits =
+        row_bytes > 0 && row_bytes.is_multiple_of(COPIED) && x.bytes().is_multiple_of(row_bytes);
+    if !fits || taken.bytes() != rows.count() * row_bytes {
+        bail!(
+            Internal,
+            "{} rows of {row_bytes} bytes, of {}, to {}",
+            rows.count(),
+            x.bytes(),
+            taken.bytes()
+        );
+    }
+    let a = RowsArguments {
+        x: x.address(),
+        taken: taken.address(),
+        ..RowsArguments::default()
+    };
+    rows.launch("expert_take", row_bytes / COPIED, true, a)
+}
+
+/// Adds `weights[i]` times row i of bf16 `x` `[n, width]` to row `rows[i]` of f32 `sum` `[T, width]`. `width` is a multiple of 16.
 pub fn add_rows(
     x: DeviceSlice<'_>,
-    (rows, weights): (DeviceSlice<'_>, DeviceSlice<'_>),
+    rows: &RowsOfExpert<'_>,
     width: usize,
     sum: DeviceSlice<'_>,
 ) -> Result<()> {
-    let count = f32_elements(rows);
+    expect_bf16("results of an expert", x, &[rows.count(), width])?;
+    rows.add("expert_add", x, width, sum)
+}
+
+/// As [`add_rows`], of f32 `x`.
+pub fn add_rows_f32(
+    x: DeviceSlice<'_>,
+    rows: &RowsOfExpert<'_>,
+    width: usize,
+    sum: DeviceSlice<'_>,
+) -> Result<()> {
+    expect_f32("results of an expert", x, &[rows.count(), width])?;
+    rows.add("expert_add_f32", x, width, sum)
+}
+
+/// As [`add_rows`], with weights of one: the backward pass of [`take_rows`].
+pub fn add_rows_unweighted(
+    x: DeviceSlice<'_>,
+    rows: &RowsOfExpert<'_>,
+    width: usize,
+    sum: DeviceSlice<'_>,
+) -> Result<()> {
+    expect_bf16("gradients of an expert's rows", x, &[rows.count(), width])?;
+    rows.add("expert_take_backward", x, width, sum)
+}
+
+/// The backward pass of [`add_rows`]: from bf16 `x` `[n, width]` and the gradients `dsum` `[T, width]` of the sum makes bf16 `dx` `[n, width]` the
+/// gradients of `x`, and f32 `dweights` `[n]` those of the weights.
+pub fn add_rows_backward(
+    (x, dsum): (DeviceSlice<'_>, DeviceSlice<'_>),
+    rows: &RowsOfExpert<'_>,
+    width: usize,
+    dx: DeviceSlice<'_>,
+    dweights: DeviceSlice<'_>,
+) -> Result<()> {
+    let count = rows.count();
+    super::sizes::rows("gradients of a sum of experts", dsum, width)?;
     expect_bf16("results of an expert", x, &[count, width])?;
-    expect_words("weights of an expert", weights, &[count])?;
-    if width == 0 || !f32_elements(sum).is_multiple_of(width) {
-        bail!(
-            Internal,
-            "a sum of experts of {} elements in rows of {width}",
-            f32_elements(sum)
-        );
-    }
-    let arguments = RowsArguments {
+    expect_bf16("gradients of an expert's results", dx, &[count, width])?;
+    expect_words("gradients of an expert's weights", dweights, &[count])?;
+    let a = RowsArguments {
         x: x.address(),
-        rows: rows.address(),
-        weights: weights.address(),
-        taken: 0,
-        sum: sum.address(),
-        width: int("the width of rows", width)?,
+        dsum: dsum.address(),
+        taken: dx.address(),
+        dweights: dweights.address(),
+        ..RowsArguments::default()
     };
-    let launch = launch(count, width)?;
-    // SAFETY: the struct is the kernel's; sizes were checked; the rows are the caller's word.
-    unsafe { launch.run(x.gpu(), Unit::ExpertsTraining, "train_add_rows", &arguments) }
+    rows.launch("expert_add_backward", width / PIECE, false, a)
 }

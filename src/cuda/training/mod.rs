@@ -25,7 +25,9 @@ pub use divergence::{
     divergence_finish, divergence_gradient,
 };
 pub use embedding::{TokenRows, scatter_add};
-pub use experts::{add_rows, take_rows};
+pub use experts::{
+    RowsOfExpert, add_rows, add_rows_backward, add_rows_f32, add_rows_unweighted, take_rows,
+};
 pub use heads::{Heads, heads_backward, heads_forward, heads_partial};
 pub use input_moments::add_input_moments;
 pub use loss::{

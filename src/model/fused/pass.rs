@@ -3,13 +3,14 @@
 use super::lowered::{Lowered, Source};
 use super::memory::Memory;
 use super::operands::{Mixture, biased, of_linear, on_gpu};
-use super::plan::{self, Applied, Half, Kernel, Norm, Normed, Step, Then};
+use super::plan::{self, Applied, Kernel, Norm, Normed, Step, Then};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::cuda::{
     self, Biased, DeviceBuffer, ExpertScratch, FusedNorm, Input, Layout, NextNorm, Output,
     PageTable, ResidualRow, Shared, SplitKv,
 };
+use crate::model::order::Half;
 use crate::model::spec::GatedMlpSpec;
 use crate::model::weights::{Block, GatedMlp, Mlp, Weights};
 

@@ -4,6 +4,7 @@
 use std::fmt;
 
 use crate::cuda::{self, FusedNorm, Glu, Hardware, Layout, MatrixShape, Output, ResidualRow};
+use crate::model::order::Half;
 use crate::model::spec::{Activation, BlockSpec, MlpSpec, NormPlacement, Spec};
 use crate::tensor::WeightType;
 
@@ -48,13 +49,6 @@ pub(super) enum Then {
     Store,
     /// It is stored for a norm that the next product applies.
     StoreRow,
-}
-
-/// The two halves of a block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Half {
-    Attention,
-    Mlp,
 }
 
 /// A launch of a fused kernel, or of a few that belong together.
@@ -487,6 +481,8 @@ mod tests {
     use std::fmt::Write as _;
 
     use super::*;
+    use crate::model::order::{BlockOp, operations};
+    use crate::model::spec::{AttentionSpec, ExpertsSpec, GatedMlpSpec, SharedExpertSpec};
 
     const H200: Hardware = Hardware {
         arch: (9, 0),
@@ -577,6 +573,104 @@ mod tests {
         (vec![block; 3], shape(s.vocab, s.hidden))
     }
 
+    /// The operations that a step of a plan completes, each with its block. A fused norm counts where its statistics are made, and the experts of
+    /// a mixture where they are summed.
+    fn completed(step: &Step, blocks: &[BlockShape]) -> Vec<(usize, BlockOp)> {
+        let block = step.block;
+        let is_mixture =
+            |half: Half| half == Half::Mlp && matches!(blocks[block].mlp, MlpShape::Experts { .. });
+        let enter = |norm: Norm| match norm {
+            Norm::Attention(i) => vec![(i, BlockOp::Enter(Half::Attention))],
+            Norm::Mlp(i) => vec![(i, BlockOp::Enter(Half::Mlp))],
+            Norm::Head => Vec::new(),
+        };
+        let next = |next: &Option<(Norm, Layout)>| next.map_or(Vec::new(), |(norm, _)| enter(norm));
+        // The prologue of a product leaves the half before, and enters its own.
+        let prologue = |input: &Normed| match (input.applied, input.norm) {
+            (Applied::Before | Applied::Epilogue, _) => Vec::new(),
+            (Applied::Prologue, norm) => {
+                let (before, half) = match norm {
+                    Norm::Mlp(i) => (i, Half::Attention),
+                    Norm::Attention(i) => (i - 1, Half::Mlp),
+                    Norm::Head => (blocks.len() - 1, Half::Mlp),
+                };
+                [vec![(before, BlockOp::Leave(half))], enter(norm)].concat()
+            }
+        };
+        let own = |ops: &[BlockOp]| ops.iter().map(|&op| (block, op)).collect::<Vec<_>>();
+        match &step.kernel {
+            Kernel::Normalize { norm, .. } => enter(*norm),
+            Kernel::Qkv { input } => [prologue(input), own(&[BlockOp::Qkv])].concat(),
+            Kernel::Decode { .. } => own(&[BlockOp::Heads, BlockOp::Attend]),
+            Kernel::StoreKv => own(&[BlockOp::Heads]),
+            Kernel::Prefill => own(&[BlockOp::Attend]),
+            Kernel::GateUp { .. } | Kernel::Activate if is_mixture(Half::Mlp) => Vec::new(),
+            Kernel::GateUp { input, fused } => {
+                let ops = [BlockOp::GateUp, BlockOp::Activate];
+                [prologue(input), own(&ops[..1 + usize::from(*fused)])].concat()
+            }
+            Kernel::Activate => own(&[BlockOp::Activate]),
+            Kernel::Route => own(&[BlockOp::Route]),
+            Kernel::ExpertsGateUp | Kernel::ExpertsDown => Vec::new(),
+            Kernel::SumExperts { next: norm } => {
+                let ops = [BlockOp::Experts, BlockOp::Leave(Half::Mlp)];
+                [own(&ops), next(norm)].concat()
+            }
+            Kernel::Project { half, .. } if is_mixture(*half) => Vec::new(),
+            Kernel::Project { half, then, .. } => {
+                let ops = [BlockOp::Project(*half), BlockOp::Leave(*half)];
+                match then {
+                    Then::Add => own(&ops),
+                    Then::AddAndNorm(norm) => [own(&ops), enter(*norm)].concat(),
+                    Then::Store | Then::StoreRow => own(&ops[..1]),
+                }
+            }
+            Kernel::PostNorm { half, next: norm } => {
+                [own(&[BlockOp::Leave(*half)]), next(norm)].concat()
+            }
+            Kernel::Head { input } => prologue(input),
+        }
+    }
+
+    /// The operations of all blocks, as `order` has them.
+    fn expected(sizes: &Sizes, blocks: usize) -> Vec<(usize, BlockOp)> {
+        let mlp = GatedMlpSpec {
+            intermediate_size: sizes.intermediate,
+            activation: Activation::Silu,
+            bias: false,
+        };
+        let spec = BlockSpec {
+            norms: NormPlacement {
+                pre: true,
+                post: sizes.post,
+            },
+            attention: AttentionSpec {
+                heads: 1,
+                kv_heads: 1,
+                head_dim: sizes.q,
+                qk_norm: true,
+                qkv_bias: false,
+                o_bias: false,
+                rope: 0,
+                window: None,
+                scale: 1.0,
+                score_cap: None,
+            },
+            mlp: match sizes.experts {
+                None => MlpSpec::Dense(mlp),
+                Some(shared) => MlpSpec::Experts(ExpertsSpec {
+                    count: 8,
+                    per_token: 2,
+                    normalized: true,
+                    expert: mlp,
+                    shared: shared.then_some(SharedExpertSpec { mlp, gated: true }),
+                }),
+            },
+        };
+        let of_block = |block| operations(&spec).map(move |op| (block, op));
+        (0..blocks).flat_map(of_block).collect()
+    }
+
     /// The plan as lines, with blocks that are like the one before named once.
     fn printed(steps: &[Step]) -> String {
         let (mut text, mut last) = (String::new(), String::new());
@@ -595,8 +689,8 @@ mod tests {
         text
     }
 
-    /// Every kind of plan, as it stands in `plan.txt` beside this file. What a change of kernels or of their choice does to models is seen
-    /// there.
+    /// Every kind of plan, as it stands in `plan.txt` beside this file: there a change of kernels or of their choice is seen. Each runs the
+    /// operations of blocks in the order of `order`.
     #[test]
     fn plans_are_as_written_down() {
         let mut table = String::new();
@@ -638,6 +732,13 @@ mod tests {
                 writeln!(table, "{name}, {kind} of {rows}").unwrap();
                 let steps = plan(&blocks, head, rows, is_step, hardware);
                 table.push_str(&printed(&steps));
+                let completed = steps.iter().flat_map(|step| completed(step, &blocks));
+                let completed: Vec<_> = completed.collect();
+                assert_eq!(
+                    completed,
+                    expected(sizes, blocks.len()),
+                    "{name}, {kind} of {rows}"
+                );
             }
         }
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/model/fused/plan.txt");

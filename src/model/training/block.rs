@@ -1,14 +1,17 @@
-//! A block forward and backward.
+//! A decoder block of training: the operations of `order` forward, again where the backward pass recomputes them, and backward in reverse.
 
-use super::layout::{BlockLayout, GatedMlpLayout, MlpLayout, ProjectionLayout, VectorId};
-use super::linear::{Linear, LinearScratch};
+use super::layout::{
+    BlockLayout, ExpertsLayout, GatedMlpLayout, MlpLayout, ProjectionLayout, VectorId,
+};
+use super::linear::Linear;
 use super::precision::ProductPrecision;
-use super::recompute::{Recompute, RecomputedParts};
+use super::recompute::RecomputedParts;
 use super::scratch::{Saved, SavedSizes, Scratch, grow};
 use super::{Batch, Store};
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::model::spec::{Activation, AttentionSpec, BlockSpec, MlpSpec, Spec};
+use crate::model::order::{BlockOp, Half, operations};
+use crate::model::spec::{AttentionSpec, BlockSpec, ExpertsSpec, GatedMlpSpec, MlpSpec, Spec};
 use crate::ops::training::attention::{PackedAttention, attention, attention_backward};
 use crate::ops::training::heads::{HeadOptions, heads, heads_backward};
 use crate::ops::training::{activation, array, norm};
@@ -51,7 +54,8 @@ impl BlockSizes {
             attention_branch: branch(layout.attention_norms),
             middle: self.stream,
             mlp_normed: self.stream,
-            gate_up: 2 * self.wide,
+            // Experts are recomputed one by one.
+            gate_up: layout.mlp.dense().map_or(0, |_| 2 * self.wide),
             mlp_branch: branch(layout.mlp_norms),
         }
     }
@@ -130,13 +134,27 @@ impl BlockPass<'_> {
         BlockSizes::new(self.spec, self.block, self.rows())
     }
 
-    /// The parameters of a dense MLP, its activation, and the elements between its projections.
-    fn dense(&self) -> Result<(&GatedMlpLayout, Activation, usize)> {
+    /// The parameters of a dense MLP, and what it is.
+    fn dense(&self) -> Result<(&GatedMlpLayout, &GatedMlpSpec)> {
         match (&self.layout.mlp, &self.block.mlp) {
-            (MlpLayout::Dense(layout), MlpSpec::Dense(mlp)) => {
-                Ok((layout, mlp.activation, mlp.intermediate_size))
-            }
-            _ => bail!(Internal, "a mixture of experts has no backward pass"),
+            (MlpLayout::Dense(layout), MlpSpec::Dense(mlp)) => Ok((layout, mlp)),
+            _ => bail!(Internal, "a mixture of experts taken for a dense MLP"),
+        }
+    }
+
+    /// The parameters of a mixture of experts, and what it is.
+    pub(super) fn mixture(&self) -> Result<(&ExpertsLayout, &ExpertsSpec)> {
+        match (&self.layout.mlp, &self.block.mlp) {
+            (MlpLayout::Experts(layout), MlpSpec::Experts(mixture)) => Ok((layout, mixture)),
+            _ => bail!(Internal, "a dense MLP taken for a mixture of experts"),
+        }
+    }
+
+    /// The norms before and after a half.
+    fn norms(&self, half: Half) -> [Option<VectorId>; 2] {
+        match half {
+            Half::Attention => self.layout.attention_norms,
+            Half::Mlp => self.layout.mlp_norms,
         }
     }
 
@@ -150,7 +168,10 @@ impl BlockPass<'_> {
         s: &mut Scratch,
     ) -> Result<()> {
         out.grow(self.device, self.stream())?;
-        self.run(store, x, Some(out), saved, Recompute::Block.parts(), s)
+        for op in operations(self.block) {
+            self.forward_op(op, store, (x, Some(&mut *out)), saved, s)?;
+        }
+        Ok(())
     }
 
     /// Makes those parts of `saved` again that [`BlockPass::backward`] takes; the others are there.
@@ -162,142 +183,160 @@ impl BlockPass<'_> {
         parts: RecomputedParts,
         s: &mut Scratch,
     ) -> Result<()> {
-        self.run(store, x, None, saved, parts, s)
+        for op in operations(self.block).filter(|op| parts.includes(*op, self.block)) {
+            self.forward_op(op, store, (x, None), saved, s)?;
+        }
+        Ok(())
     }
 
-    fn run(
+    /// Runs an operation of the forward pass. `out`, the output of the block, is wanted by the last half of the first pass alone.
+    fn forward_op(
         &self,
+        op: BlockOp,
         store: &mut dyn Store,
-        x: &Array<Mixed>,
-        out: Option<&mut Array<Mixed>>,
+        (x, out): (&Array<Mixed>, Option<&mut Array<Mixed>>),
         saved: &mut Saved,
-        parts: RecomputedParts,
         s: &mut Scratch,
     ) -> Result<()> {
-        self.run_attention(store, x, saved, parts, s)?;
-        let (device, t, hidden, stream) = (
-            self.device,
-            self.rows(),
-            self.spec.hidden_size,
-            self.stream(),
-        );
-        let sizes = self.sizes().saved(self.layout);
-        let [pre, post] = self.layout.mlp_norms;
-        if parts.norms {
-            saved.mlp_normed.grow(device, sizes.mlp_normed)?;
-            self.enter(store, pre, &saved.middle, &mut saved.mlp_normed)?;
-        }
-        if let MlpLayout::Experts(experts) = &self.layout.mlp {
-            let Some(out) = out else {
-                bail!(Internal, "a mixture of experts has no backward pass");
-            };
-            let normed = saved.mlp_normed.first(stream)?;
-            self.run_experts(store, (experts, normed), &mut saved.gate_up, s)?;
-            return self.join(store, post, &saved.middle, &s.experts.made, out);
-        }
-        let (mlp, activation, wide) = self.dense()?;
-        if parts.gate_up {
-            saved.gate_up.grow(device, sizes.gate_up)?;
-            let normed = saved.mlp_normed.first(stream)?;
-            self.linear(&mlp.gate_up, hidden).forward(
-                store,
-                normed,
-                &mut saved.gate_up,
-                false,
-                (&mut s.weight, &mut s.linear),
-            )?;
-        }
-        // The results of the last product are taken again by the norm behind it alone.
-        if out.is_none() && (post.is_none() || !parts.down) {
-            return Ok(());
-        }
-        s.inner.grow(device, t * wide)?;
-        let gate_up = saved.gate_up.first(t * 2 * wide)?;
-        let inner = s.inner.first_mut(t * wide)?;
-        activation::glu(device, activation, gate_up, wide, inner)?;
-        self.leave(
-            store,
-            (post, mlp.down),
-            &saved.middle,
-            (s.inner.first(t * wide)?, wide),
-            &mut saved.mlp_branch,
-            out,
-            (&mut s.weight, &mut s.linear),
-        )
-    }
-
-    /// The first half.
-    fn run_attention(
-        &self,
-        store: &mut dyn Store,
-        x: &Array<Mixed>,
-        saved: &mut Saved,
-        parts: RecomputedParts,
-        s: &mut Scratch,
-    ) -> Result<()> {
-        let (device, t, hidden, stream) = (
-            self.device,
-            self.rows(),
-            self.spec.hidden_size,
-            self.stream(),
-        );
+        let (device, t, stream) = (self.device, self.rows(), self.stream());
+        let (hidden, sizes) = (self.spec.hidden_size, self.sizes().saved(self.layout));
         let options = self.attention();
         let (width, q_width) = (options.width(), options.q_width());
-        let sizes = self.sizes().saved(self.layout);
-        let [pre, post] = self.layout.attention_norms;
-        if parts.norms {
-            saved.normed.grow(device, sizes.normed)?;
-            self.enter(store, pre, x, &mut saved.normed)?;
+        match op {
+            BlockOp::Enter(Half::Attention) => {
+                saved.normed.grow(device, sizes.normed)?;
+                self.enter(store, Half::Attention, x, &mut saved.normed)
+            }
+            BlockOp::Qkv => {
+                saved.qkv.grow(device, sizes.qkv)?;
+                self.linear(&self.layout.qkv, hidden).forward(
+                    store,
+                    saved.normed.first(stream)?,
+                    &mut saved.qkv,
+                    false,
+                    (&mut s.weight, &mut s.linear),
+                )
+            }
+            BlockOp::Heads => {
+                saved.rotated.grow(device, sizes.rotated)?;
+                let angles = &self.batch.angles[self.block.attention.rope];
+                let qkv = saved.qkv.first(t * width)?;
+                let rotated = saved.rotated.first_mut(t * width)?;
+                heads(device, &self.heads(&*store, angles)?, qkv, rotated)
+            }
+            BlockOp::Attend => {
+                saved.attended.grow(device, sizes.attended)?;
+                saved.lse.grow(device, sizes.lse)?;
+                attention(
+                    device,
+                    &options,
+                    &self.batch.documents,
+                    saved.rotated.first(t * width)?,
+                    saved.attended.first_mut(t * q_width)?,
+                    saved.lse.first_mut(t * options.heads)?,
+                )
+            }
+            BlockOp::Project(Half::Attention) => {
+                saved.middle.grow(device, sizes.middle)?;
+                let rows = (saved.attended.first(t * q_width)?, q_width);
+                let to = (&mut saved.attention_branch, Some(&mut saved.middle));
+                self.project(store, Half::Attention, rows, x, to, s)
+            }
+            BlockOp::Leave(Half::Attention) => match self.norms(Half::Attention) {
+                [_, None] => Ok(()),
+                [_, post] => self.leave(store, post, x, &saved.attention_branch, &mut saved.middle),
+            },
+            BlockOp::Enter(Half::Mlp) => {
+                saved.mlp_normed.grow(device, sizes.mlp_normed)?;
+                self.enter(store, Half::Mlp, &saved.middle, &mut saved.mlp_normed)
+            }
+            BlockOp::GateUp => {
+                saved.gate_up.grow(device, sizes.gate_up)?;
+                self.linear(&self.dense()?.0.gate_up, hidden).forward(
+                    store,
+                    saved.mlp_normed.first(stream)?,
+                    &mut saved.gate_up,
+                    false,
+                    (&mut s.weight, &mut s.linear),
+                )
+            }
+            BlockOp::Activate => {
+                let mlp = self.dense()?.1;
+                let wide = mlp.intermediate_size;
+                s.inner.grow(device, t * wide)?;
+                let gate_up = saved.gate_up.first(t * 2 * wide)?;
+                let inner = s.inner.first_mut(t * wide)?;
+                activation::glu(device, mlp.activation, gate_up, wide, inner)
+            }
+            BlockOp::Project(Half::Mlp) => {
+                let wide = self.dense()?.1.intermediate_size;
+                let inner = std::mem::replace(&mut s.inner, Array::empty());
+                let to = (&mut saved.mlp_branch, out);
+                let done = inner.first(t * wide).and_then(|rows| {
+                    self.project(store, Half::Mlp, (rows, wide), &saved.middle, to, s)
+                });
+                s.inner = inner;
+                done
+            }
+            BlockOp::Route => self.route(store, saved.mlp_normed.first(stream)?, s),
+            BlockOp::Experts => {
+                self.experts(store, saved.mlp_normed.first(stream)?, s)?;
+                if let [_, Some(_)] = self.norms(Half::Mlp) {
+                    saved.mlp_branch.grow(device, sizes.mlp_branch)?;
+                    let (from, to) = (s.experts.made.first(stream)?, &mut saved.mlp_branch);
+                    to.first_mut(stream)?.copy_from(from)?;
+                }
+                Ok(())
+            }
+            BlockOp::Leave(Half::Mlp) => {
+                let Some(out) = out else {
+                    bail!(
+                        Internal,
+                        "the output of a block was asked for, and no place given"
+                    );
+                };
+                match (self.norms(Half::Mlp), &self.block.mlp) {
+                    ([_, None], MlpSpec::Dense(_)) => Ok(()),
+                    ([_, None], MlpSpec::Experts(_)) => {
+                        self.leave(store, None, &saved.middle, &s.experts.made, out)
+                    }
+                    ([_, post], _) => {
+                        self.leave(store, post, &saved.middle, &saved.mlp_branch, out)
+                    }
+                }
+            }
         }
-        if parts.qkv {
-            saved.qkv.grow(device, sizes.qkv)?;
-            let normed = saved.normed.first(stream)?;
-            self.linear(&self.layout.qkv, hidden).forward(
-                store,
-                normed,
-                &mut saved.qkv,
-                false,
-                (&mut s.weight, &mut s.linear),
-            )?;
-        }
-        if parts.heads {
-            saved.rotated.grow(device, sizes.rotated)?;
-            let angles = &self.batch.angles[self.block.attention.rope];
-            let qkv = saved.qkv.first(t * width)?;
-            let rotated = saved.rotated.first_mut(t * width)?;
-            heads(device, &self.heads(&*store, angles)?, qkv, rotated)?;
-        }
-        if parts.attention {
-            saved.attended.grow(device, sizes.attended)?;
-            saved.lse.grow(device, sizes.lse)?;
-            attention(
-                device,
-                &options,
-                &self.batch.documents,
-                saved.rotated.first(t * width)?,
-                saved.attended.first_mut(t * q_width)?,
-                saved.lse.first_mut(t * options.heads)?,
-            )?;
-        }
-        if !parts.output {
-            return Ok(());
-        }
-        saved.middle.grow(device, sizes.middle)?;
-        self.leave(
-            store,
-            (post, self.layout.o),
-            x,
-            (saved.attended.first(t * q_width)?, q_width),
-            &mut saved.attention_branch,
-            Some(&mut saved.middle),
-            (&mut s.weight, &mut s.linear),
-        )
     }
 
     /// Makes `s.dx`, the gradients of the block's results, those of its input `x`. Gradients of weights go to `store`; those of the input
     /// are left out where nothing needs them.
     pub(super) fn backward(
         &self,
+        store: &mut dyn Store,
+        x: &Array<Mixed>,
+        saved: &mut Saved,
+        s: &mut Scratch,
+        needs_input: bool,
+    ) -> Result<()> {
+        let sizes = self.sizes();
+        grow(
+            self.device,
+            &mut [
+                (&mut s.dx_before, sizes.stream),
+                (&mut s.dattended, sizes.attended),
+                (&mut s.inner, sizes.inner()),
+            ],
+        )?;
+        for op in operations(self.block).rev() {
+            self.backward_op(op, store, x, saved, s, needs_input)?;
+        }
+        Ok(())
+    }
+
+    /// Runs the backward pass of an operation, once those behind it have run.
+    fn backward_op(
+        &self,
+        op: BlockOp,
         store: &mut dyn Store,
         x: &Array<Mixed>,
         saved: &mut Saved,
@@ -312,82 +351,97 @@ impl BlockPass<'_> {
         );
         let options = self.attention();
         let (width, q_width) = (options.width(), options.q_width());
-        let (mlp, activation, wide) = self.dense()?;
-        let sizes = self.sizes();
-        grow(
-            device,
-            &mut [
-                (&mut s.dx_before, sizes.stream),
-                (&mut s.dattended, sizes.attended),
-                (&mut s.inner, sizes.inner()),
-            ],
-        )?;
-
-        let [pre, post] = self.layout.mlp_norms;
-        self.leave_backward(store, post, &saved.mlp_branch, s)?;
-        let down = [mlp.down];
-        let down = self.linear(&down, wide);
-        down.input_gradients(
-            store,
-            branch_gradients(post, &s.dx, &s.dbranch).first(stream)?,
-            s.inner.first_mut(t * wide)?,
-            (&mut s.weight, &mut s.linear),
-        )?;
-        let gate_up = saved.gate_up.first_mut(t * 2 * wide)?;
-        activation::glu_backward(
-            device,
-            activation,
-            gate_up,
-            wide,
-            s.inner.first_mut(t * wide)?,
-        )?;
-        let dy = branch_gradients(post, &s.dx, &s.dbranch).first(stream)?;
-        let input = s.inner.first(t * wide)?;
-        down.weight_gradients(store, dy, input, (&mut s.weight, &mut s.linear))?;
-
-        let both = self.linear(&mlp.gate_up, hidden);
-        let dy = saved.gate_up.first(t * 2 * wide)?;
-        let dx = s.dx_before.first_mut(stream)?;
-        both.input_gradients(store, dy, dx, (&mut s.weight, &mut s.linear))?;
-        let input = saved.mlp_normed.first(stream)?;
-        both.weight_gradients(store, dy, input, (&mut s.weight, &mut s.linear))?;
-        self.enter_backward(store, pre, &saved.middle, s)?;
-
-        let [pre, post] = self.layout.attention_norms;
-        self.leave_backward(store, post, &saved.attention_branch, s)?;
-        let o = [self.layout.o];
-        let o = self.linear(&o, q_width);
-        let dy = branch_gradients(post, &s.dx, &s.dbranch).first(stream)?;
-        let dx = s.dattended.first_mut(t * q_width)?;
-        o.input_gradients(store, dy, dx, (&mut s.weight, &mut s.linear))?;
-        let input = saved.attended.first(t * q_width)?;
-        o.weight_gradients(store, dy, input, (&mut s.weight, &mut s.linear))?;
-        let forward = (
-            saved.rotated.first(t * width)?,
-            saved.attended.first(t * q_width)?,
-            saved.lse.first(t * options.heads)?,
-        );
-        attention_backward(
-            device,
-            &options,
-            &self.batch.documents,
-            forward,
-            s.dattended.first(t * q_width)?,
-            s.inner.first_mut(t * width)?,
-        )?;
-        self.heads_backward(store, saved, s)?;
-        let qkv = self.linear(&self.layout.qkv, hidden);
-        let dy = s.inner.first(t * width)?;
-        if needs_input {
-            let dx = s.dx_before.first_mut(stream)?;
-            qkv.input_gradients(store, dy, dx, (&mut s.weight, &mut s.linear))?;
+        match op {
+            BlockOp::Leave(Half::Mlp) => {
+                self.leave_backward(store, Half::Mlp, &saved.mlp_branch, s)
+            }
+            BlockOp::Experts => {
+                let x = saved.mlp_normed.first(stream)?;
+                self.experts_backward(store, x, s)
+            }
+            BlockOp::Route => self.route_backward(store, saved.mlp_normed.first(stream)?, s),
+            BlockOp::Project(Half::Mlp) => {
+                let (mlp, spec) = self.dense()?;
+                let down = [mlp.down];
+                let inner = s.inner.first_mut(t * spec.intermediate_size)?;
+                let dy = branch_gradients(self.norms(Half::Mlp)[1], &s.dx, &s.dbranch);
+                let memory = (&mut s.weight, &mut s.linear);
+                self.linear(&down, spec.intermediate_size).input_gradients(
+                    store,
+                    dy.first(stream)?,
+                    inner,
+                    memory,
+                )
+            }
+            BlockOp::Activate => {
+                let (mlp, spec) = self.dense()?;
+                let wide = spec.intermediate_size;
+                let gate_up = saved.gate_up.first_mut(t * 2 * wide)?;
+                let inner = s.inner.first_mut(t * wide)?;
+                activation::glu_backward(device, spec.activation, gate_up, wide, inner)?;
+                // The projection's input is only now there again.
+                let down = [mlp.down];
+                let dy = branch_gradients(self.norms(Half::Mlp)[1], &s.dx, &s.dbranch);
+                let (dy, inner) = (dy.first(stream)?, s.inner.first(t * wide)?);
+                let memory = (&mut s.weight, &mut s.linear);
+                self.linear(&down, wide)
+                    .weight_gradients(store, dy, inner, memory)
+            }
+            BlockOp::GateUp => {
+                let (mlp, spec) = self.dense()?;
+                let both = self.linear(&mlp.gate_up, hidden);
+                let dy = saved.gate_up.first(t * 2 * spec.intermediate_size)?;
+                let dx = s.dx_before.first_mut(stream)?;
+                both.input_gradients(store, dy, dx, (&mut s.weight, &mut s.linear))?;
+                let input = saved.mlp_normed.first(stream)?;
+                both.weight_gradients(store, dy, input, (&mut s.weight, &mut s.linear))
+            }
+            BlockOp::Enter(Half::Mlp) => self.enter_backward(store, Half::Mlp, &saved.middle, s),
+            BlockOp::Leave(Half::Attention) => {
+                self.leave_backward(store, Half::Attention, &saved.attention_branch, s)
+            }
+            BlockOp::Project(Half::Attention) => {
+                let o = [self.layout.o];
+                let o = self.linear(&o, q_width);
+                let dy = branch_gradients(self.norms(Half::Attention)[1], &s.dx, &s.dbranch);
+                let (dy, dx) = (dy.first(stream)?, s.dattended.first_mut(t * q_width)?);
+                o.input_gradients(store, dy, dx, (&mut s.weight, &mut s.linear))?;
+                let input = saved.attended.first(t * q_width)?;
+                o.weight_gradients(store, dy, input, (&mut s.weight, &mut s.linear))
+            }
+            BlockOp::Attend => {
+                let forward = (
+                    saved.rotated.first(t * width)?,
+                    saved.attended.first(t * q_width)?,
+                    saved.lse.first(t * options.heads)?,
+                );
+                attention_backward(
+                    device,
+                    &options,
+                    &self.batch.documents,
+                    forward,
+                    s.dattended.first(t * q_width)?,
+                    s.inner.first_mut(t * width)?,
+                )
+            }
+            BlockOp::Heads => self.heads_backward(store, saved, s),
+            BlockOp::Qkv => {
+                let qkv = self.linear(&self.layout.qkv, hidden);
+                let dy = s.inner.first(t * width)?;
+                if needs_input {
+                    let dx = s.dx_before.first_mut(stream)?;
+                    qkv.input_gradients(store, dy, dx, (&mut s.weight, &mut s.linear))?;
+                }
+                let input = saved.normed.first(stream)?;
+                qkv.weight_gradients(store, dy, input, (&mut s.weight, &mut s.linear))
+            }
+            BlockOp::Enter(Half::Attention) => {
+                match needs_input || self.norms(Half::Attention)[0].is_some() {
+                    true => self.enter_backward(store, Half::Attention, x, s),
+                    false => Ok(()),
+                }
+            }
         }
-        let input = saved.normed.first(stream)?;
-        qkv.weight_gradients(store, dy, input, (&mut s.weight, &mut s.linear))?;
-        if needs_input || pre.is_some() {
-            self.enter_backward(store, pre, x, s)?;
-        }
-        Ok(())
     }
 
     fn heads<'b>(
@@ -444,16 +498,16 @@ impl BlockPass<'_> {
         Ok(())
     }
 
-    /// Makes `normed` what a half of the block takes of the rows `x`.
+    /// Makes `normed` the input of a half, from the rows `x` of the residual stream.
     fn enter(
         &self,
         store: &dyn Store,
-        pre: Option<VectorId>,
+        half: Half,
         x: &Array<Mixed>,
         normed: &mut Array<Mixed>,
     ) -> Result<()> {
         let (x, normed) = (x.first(self.stream())?, normed.first_mut(self.stream())?);
-        match pre {
+        match self.norms(half)[0] {
             Some(id) => norm::rms_norm(
                 self.device,
                 x,
@@ -465,17 +519,17 @@ impl BlockPass<'_> {
         }
     }
 
-    /// Makes `s.dx` the gradients of `x`, from which a half of the block takes its input, whose gradients are in `s.dx_before`, and which
-    /// goes around it, with the gradients in `s.dx`.
+    /// Makes `s.dx` the gradients of the rows `x` that enter a half: those of its input, in `s.dx_before`, through the norm, plus those of
+    /// the residual stream around it, in `s.dx`.
     fn enter_backward(
         &self,
         store: &mut dyn Store,
-        pre: Option<VectorId>,
+        half: Half,
         x: &Array<Mixed>,
         s: &mut Scratch,
     ) -> Result<()> {
         let len = self.stream();
-        match pre {
+        match self.norms(half)[0] {
             Some(id) => {
                 let (weight, dweight) = store.vector_with_gradient(id)?;
                 let (x, dx) = (x.first(len)?, s.dx_before.first_mut(len)?);
@@ -496,36 +550,42 @@ impl BlockPass<'_> {
         Ok(())
     }
 
-    /// Makes `out` the rows `x` plus the last projection of a half, of rows `[T, width]`, normalized where the model does so: `branch`
-    /// is then what it was before, and all that is made without `out`.
-    fn leave(
+    /// The last projection of a half, of `rows` `[T, width]`. Without a norm behind it, it makes `out` the rows `x` of the residual stream and
+    /// adds to them in its epilogue; otherwise it makes `branch`.
+    fn project(
         &self,
         store: &mut dyn Store,
-        (post, projection): (Option<VectorId>, ProjectionLayout),
-        x: &Array<Mixed>,
+        half: Half,
         (rows, width): (Slice<'_, Mixed>, usize),
-        branch: &mut Array<Mixed>,
-        out: Option<&mut Array<Mixed>>,
-        memory: (&mut Array<Mixed>, &mut LinearScratch),
+        x: &Array<Mixed>,
+        (branch, out): (&mut Array<Mixed>, Option<&mut Array<Mixed>>),
+        s: &mut Scratch,
     ) -> Result<()> {
         let (device, len) = (self.device, self.stream());
-        let projections = [projection];
-        let linear = self.linear(&projections, width);
-        let Some(id) = post else {
-            let Some(out) = out else { return Ok(()) };
-            out.first_mut(len)?.copy_from(x.first(len)?)?;
-            return linear.forward(store, rows, out, true, memory);
+        let projection = match half {
+            Half::Attention => self.layout.o,
+            Half::Mlp => self.dense()?.0.down,
         };
-        branch.grow(device, len)?;
-        linear.forward(store, rows, branch, false, memory)?;
-        match out {
-            Some(out) => self.join(store, Some(id), x, branch, out),
-            None => Ok(()),
+        let projections = [projection];
+        let (linear, memory) = (
+            self.linear(&projections, width),
+            (&mut s.weight, &mut s.linear),
+        );
+        match (self.norms(half)[1], out) {
+            (None, Some(out)) => {
+                out.first_mut(len)?.copy_from(x.first(len)?)?;
+                linear.forward(store, rows, out, true, memory)
+            }
+            (None, None) => Ok(()),
+            (Some(_), _) => {
+                branch.grow(device, len)?;
+                linear.forward(store, rows, branch, false, memory)
+            }
         }
     }
 
-    /// Makes `out` the rows `x` plus the results `branch` of a half, normalized where the model does so.
-    fn join(
+    /// Makes `out` the rows `x` plus the output `branch` of a half, normalized where the model does so.
+    fn leave(
         &self,
         store: &dyn Store,
         post: Option<VectorId>,
@@ -545,16 +605,16 @@ impl BlockPass<'_> {
         array::add(device, out.first_mut(len)?, x.first(len)?)
     }
 
-    /// Makes `s.dbranch` the gradients of what leaves a half of the block before it is normalized, where it is, from `s.dx`.
+    /// In blocks with a norm behind a half: makes `s.dbranch` the gradients of its output `branch` before the norm, from `s.dx`.
     fn leave_backward(
         &self,
         store: &mut dyn Store,
-        post: Option<VectorId>,
+        half: Half,
         branch: &Array<Mixed>,
         s: &mut Scratch,
     ) -> Result<()> {
         let len = self.stream();
-        if let Some(id) = post {
+        if let Some(id) = self.norms(half)[1] {
             s.dbranch.grow(self.device, len)?;
             s.dbranch.first_mut(len)?.copy_from(s.dx.first(len)?)?;
             let (weight, dweight) = store.vector_with_gradient(id)?;
@@ -574,7 +634,7 @@ impl BlockPass<'_> {
 }
 
 /// The gradients of what leaves a half of a block: those of the stream, unless it is normalized before it joins that.
-fn branch_gradients<'a>(
+pub(super) fn branch_gradients<'a>(
     post: Option<VectorId>,
     dx: &'a Array<Mixed>,
     dbranch: &'a Array<Mixed>,

@@ -1,144 +1,262 @@
-//! A mixture of experts forward.
+//! A mixture of experts in training: [`BlockOp::Route`](crate::model::order::BlockOp::Route) and
+//! [`BlockOp::Experts`](crate::model::order::BlockOp::Experts), forward and backward. The backward pass computes each expert again just before its
+//! gradients.
 
-use super::block::BlockPass;
-use super::layout::{ExpertsLayout, GatedMlpLayout};
-use super::linear::LinearScratch;
-use super::scratch::{ExpertScratch, Scratch};
-use super::{MatrixId, Store};
+use super::block::{BlockPass, branch_gradients};
+use super::layout::GatedMlpLayout;
+use super::scratch::{Routing, Scratch};
+use super::{MatrixId, RowGradients, Store};
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::model::spec::{ExpertsSpec, GatedMlpSpec, MlpSpec};
-use crate::ops::experts::route;
-use crate::ops::training::activation::glu;
+use crate::model::order::{ExpertTurn, expert_turns};
+use crate::model::spec::{GatedMlpSpec, MlpSpec};
+use crate::ops::experts::{RoutedRows, Routes, route, route_backward};
+use crate::ops::training::activation::{glu, glu_backward};
 use crate::ops::training::array;
-use crate::ops::training::experts::RoutedRows;
 use crate::ops::training::matmul::{Form, Sizes, matmul};
 use crate::ops::{Array, Mixed, Slice, activation};
 
-/// Bytes that `rows` rows of `hidden` elements take in a mixture of experts, where an element of activations has `element`: rows of an expert
-/// and its results, and the sum and the router's logits in f32.
-pub(super) fn expert_bytes(mlp: &MlpSpec, rows: usize, hidden: usize, element: usize) -> usize {
+/// Bytes of scratch for a mixture of experts with `rows` rows of `hidden` elements and `wide` between the projections, where an element of
+/// activations has `element`.
+pub(super) fn expert_bytes(
+    mlp: &MlpSpec,
+    (rows, hidden, wide): (usize, usize, usize),
+    element: usize,
+    backward: bool,
+) -> usize {
     match mlp.experts() {
         0 => 0,
-        experts => rows * (2 * element * hidden + size_of::<f32>() * (hidden + experts)),
+        experts => {
+            let outputs = if backward { 3 } else { 2 };
+            let activations = outputs * hidden + 2 * wide;
+            let dlogits = if backward { element * experts } else { 0 };
+            rows * (element * activations + dlogits + size_of::<f32>() * (hidden + experts))
+        }
     }
 }
 
-/// Gate and up, what goes into the last projection, and the memory of projections.
-type GatedMemory<'a> = (
-    &'a mut Array<Mixed>,
-    &'a mut Array<Mixed>,
-    &'a mut Array<Mixed>,
-    &'a mut LinearScratch,
-);
+/// The rows of an expert among all rows `x` of a batch.
+#[derive(Clone, Copy)]
+struct ExpertRows<'a> {
+    rows: &'a RoutedRows,
+    expert: usize,
+    x: Slice<'a, Mixed>,
+}
+
+impl ExpertRows<'_> {
+    fn count(&self) -> usize {
+        self.rows.routes().count(self.expert)
+    }
+}
+
+/// The parameters of a gated MLP, and what it is.
+type GatedMlp<'a> = (&'a GatedMlpLayout, &'a GatedMlpSpec);
 
 impl BlockPass<'_> {
-    /// Makes `s.experts.made` what the mixture makes of the rows `x`, and changes `gate_up`. The experts take their rows in turn, so that a
-    /// row's sum has a fixed order.
-    pub(super) fn run_experts(
+    /// Chooses the experts of the rows `x`, and leaves them in `s.experts.routing`.
+    pub(super) fn route(
         &self,
         store: &mut dyn Store,
-        (layout, x): (&ExpertsLayout, Slice<'_, Mixed>),
-        gate_up: &mut Array<Mixed>,
+        x: Slice<'_, Mixed>,
         s: &mut Scratch,
     ) -> Result<()> {
-        let MlpSpec::Experts(spec) = &self.block.mlp else {
-            bail!(Internal, "a dense MLP with the parameters of a mixture");
-        };
-        let (device, hidden) = (self.device, self.spec.hidden_size);
-        let len = x.len();
-        let routed = self.route(store, (layout, spec), x, s)?;
-        let shared = match (&layout.shared, &spec.shared) {
-            (Some((mlp, gate)), Some(shared)) => {
-                let weights = match gate {
-                    Some(gate) => self.gate(store, *gate, x, s)?,
-                    None => vec![1.0; self.rows()],
-                };
-                Some((RoutedRows::all(device, &weights)?, (mlp, &shared.mlp)))
+        let (layout, spec) = self.mixture()?;
+        let logits = self.products(store, layout.router, x, s)?;
+        let routes = route(&logits, spec.count, spec.per_token, spec.normalized)?;
+        let weights = match &layout.shared {
+            Some((_, Some(gate))) => {
+                let mut factors = self.products(store, *gate, x, s)?;
+                let sigmoid = |x: &mut f32| *x = 1.0 / (1.0 + (-*x).exp());
+                factors.iter_mut().for_each(sigmoid);
+                factors
             }
-            _ => None,
+            Some((_, None)) => vec![1.0; self.rows()],
+            None => Vec::new(),
         };
-        let Scratch {
-            weight,
-            linear,
-            inner,
-            experts,
-            ..
-        } = s;
-        let ExpertScratch {
-            taken, made, sum, ..
-        } = experts;
-        taken.grow(device, len)?;
-        made.grow(device, len)?;
-        sum.grow(device, len)?;
-        activation::fill(device, sum.first_mut(len)?, 0.0)?;
-        for (expert, rows) in routed.counts() {
-            if rows == 0 {
+        s.experts.routing = Some(Routing {
+            logits,
+            routed: RoutedRows::new(self.device, routes)?,
+            every_row: RoutedRows::new(self.device, Routes::every_row(weights))?,
+            dweights: Vec::new(),
+            dshared: Vec::new(),
+        });
+        Ok(())
+    }
+
+    /// Makes `s.experts.made` the output of the mixture for the rows `x`.
+    pub(super) fn experts(
+        &self,
+        store: &mut dyn Store,
+        x: Slice<'_, Mixed>,
+        s: &mut Scratch,
+    ) -> Result<()> {
+        let (device, hidden, len) = (self.device, self.spec.hidden_size, x.len());
+        let routing = take_routing(s)?;
+        s.experts.made.grow(device, len)?;
+        s.experts.sum.grow(device, len)?;
+        activation::fill(device, s.experts.sum.first_mut(len)?, 0.0)?;
+        for turn in expert_turns(self.mixture()?.1) {
+            let (of, mlp) = self.expert(turn, &routing, x)?;
+            if of.count() == 0 {
                 continue;
             }
-            let n = rows * hidden;
-            routed.take(device, expert, x, hidden, taken.first_mut(n)?)?;
-            let mlp = (&layout.experts[expert], &spec.expert);
-            let memory = (&mut *gate_up, &mut *inner, &mut *weight, &mut *linear);
-            self.run_gated(store, mlp, (taken.first(n)?, rows), made, memory)?;
-            routed.add(device, expert, made.first(n)?, hidden, sum.first_mut(len)?)?;
+            self.run_expert(store, mlp, of, s)?;
+            let made = s.experts.made.first(of.count() * hidden)?;
+            let sum = s.experts.sum.first_mut(len)?;
+            of.rows.add(device, of.expert, made, hidden, sum)?;
         }
-        if let Some((all, mlp)) = shared {
-            let memory = (gate_up, inner, weight, linear);
-            self.run_gated(store, mlp, (x, self.rows()), made, memory)?;
-            all.add(device, 0, made.first(len)?, hidden, sum.first_mut(len)?)?;
-        }
+        s.experts.routing = Some(routing);
+        let (made, sum) = (&mut s.experts.made, &s.experts.sum);
         array::convert(device, sum.first(len)?, made.first_mut(len)?)
     }
 
-    /// Makes `made` what a gated MLP makes of some rows.
-    fn run_gated(
+    /// Backward of [`BlockPass::experts`]: makes `s.experts.sum` the gradients of the rows `x` through the experts, and gives the store those of
+    /// the experts' matrices. An expert without rows has gradients of zero.
+    pub(super) fn experts_backward(
         &self,
         store: &mut dyn Store,
-        (layout, spec): (&GatedMlpLayout, &GatedMlpSpec),
-        (x, rows): (Slice<'_, Mixed>, usize),
-        made: &mut Array<Mixed>,
-        (gate_up, inner, weight, linear): GatedMemory<'_>,
+        x: Slice<'_, Mixed>,
+        s: &mut Scratch,
+    ) -> Result<()> {
+        let (device, hidden, len) = (self.device, self.spec.hidden_size, x.len());
+        let mut routing = take_routing(s)?;
+        s.experts.sum.grow(device, len)?;
+        activation::fill(device, s.experts.sum.first_mut(len)?, 0.0)?;
+        let (mut dweights, mut dshared) = (Vec::new(), Vec::new());
+        for turn in expert_turns(self.mixture()?.1) {
+            let (of, (layout, spec)) = self.expert(turn, &routing, x)?;
+            let (down, wide) = ([layout.down], spec.intermediate_size);
+            let both = self.linear_of(of.count(), &layout.gate_up, hidden);
+            let down = self.linear_of(of.count(), &down, wide);
+            if of.count() == 0 {
+                both.no_gradients(store, (&mut s.weight, &mut s.linear))?;
+                down.no_gradients(store, (&mut s.weight, &mut s.linear))?;
+                continue;
+            }
+            let gradients = match turn {
+                ExpertTurn::Routed(_) => &mut dweights,
+                ExpertTurn::Shared => &mut dshared,
+            };
+            self.run_expert(store, (layout, spec), of, s)?;
+            gradients.extend(self.sum_backward(of, s)?);
+
+            let (n, rows) = (of.count() * hidden, of.count() * wide);
+            let dy = s.experts.dmade.first(n)?;
+            let memory = (&mut s.weight, &mut s.linear);
+            down.input_gradients(store, dy, s.inner.first_mut(rows)?, memory)?;
+            let gate_up = s.experts.gate_up.first_mut(2 * rows)?;
+            let inner = s.inner.first_mut(rows)?;
+            glu_backward(device, spec.activation, gate_up, wide, inner)?;
+            let memory = (&mut s.weight, &mut s.linear);
+            down.weight_gradients(store, dy, s.inner.first(rows)?, memory)?;
+
+            let dy = s.experts.gate_up.first(2 * rows)?;
+            let memory = (&mut s.weight, &mut s.linear);
+            both.input_gradients(store, dy, s.experts.made.first_mut(n)?, memory)?;
+            let memory = (&mut s.weight, &mut s.linear);
+            both.weight_gradients(store, dy, s.experts.taken.first(n)?, memory)?;
+            let (dx, sum) = (s.experts.made.first(n)?, s.experts.sum.first_mut(len)?);
+            of.rows.take_backward(device, of.expert, dx, hidden, sum)?;
+        }
+        (routing.dweights, routing.dshared) = (dweights, dshared);
+        s.experts.routing = Some(routing);
+        Ok(())
+    }
+
+    /// Backward of [`BlockPass::route`]: makes `s.dx_before` the gradients of the rows `x`, those through the experts included, and gives the
+    /// store those of the router and of the shared expert's gate.
+    pub(super) fn route_backward(
+        &self,
+        store: &mut dyn Store,
+        x: Slice<'_, Mixed>,
+        s: &mut Scratch,
+    ) -> Result<()> {
+        let (layout, spec) = self.mixture()?;
+        let Routing {
+            logits,
+            routed,
+            every_row,
+            dweights,
+            dshared,
+        } = take_routing(s)?;
+        let (count, routes) = (spec.count, routed.routes());
+        let dlogits = route_backward(&logits, count, routes, &dweights, spec.normalized);
+        self.products_backward(store, layout.router, x, &dlogits, s)?;
+        if let Some((_, Some(gate))) = layout.shared {
+            // The derivative of a sigmoid w is w (1 - w).
+            let weights = every_row.routes().of(0).zip(&dshared);
+            let dlogits: Vec<f32> = weights.map(|((_, w), d)| d * w * (1.0 - w)).collect();
+            self.products_backward(store, gate, x, &dlogits, s)?;
+        }
+        let dx = s.dx_before.first_mut(x.len())?;
+        array::convert(self.device, s.experts.sum.first(x.len())?, dx)
+    }
+
+    /// An expert with its rows.
+    fn expert<'a>(
+        &'a self,
+        turn: ExpertTurn,
+        routing: &'a Routing,
+        x: Slice<'a, Mixed>,
+    ) -> Result<(ExpertRows<'a>, GatedMlp<'a>)> {
+        let (layout, spec) = self.mixture()?;
+        let (rows, expert, mlp) = match (turn, &layout.shared, &spec.shared) {
+            (ExpertTurn::Routed(expert), ..) => {
+                let mlp = (&layout.experts[expert], &spec.expert);
+                (&routing.routed, expert, mlp)
+            }
+            (ExpertTurn::Shared, Some((layout, _)), Some(shared)) => {
+                (&routing.every_row, 0, (layout, &shared.mlp))
+            }
+            _ => bail!(Internal, "an expert of every row without parameters"),
+        };
+        Ok((ExpertRows { rows, expert, x }, mlp))
+    }
+
+    /// Makes `s.experts.made` the output of an expert for its rows, and leaves those in `taken`, and gate and up in `gate_up`.
+    fn run_expert(
+        &self,
+        store: &mut dyn Store,
+        (layout, spec): GatedMlp<'_>,
+        of: ExpertRows<'_>,
+        s: &mut Scratch,
     ) -> Result<()> {
         let (device, hidden, wide) = (self.device, self.spec.hidden_size, spec.intermediate_size);
-        gate_up.grow(device, 2 * rows * wide)?;
-        inner.grow(device, rows * wide)?;
+        let (rows, n) = (of.count(), of.count() * hidden);
+        s.experts.taken.grow(device, n)?;
+        s.experts.gate_up.grow(device, 2 * rows * wide)?;
+        s.experts.made.grow(device, n)?;
+        s.inner.grow(device, rows * wide)?;
+        let taken = s.experts.taken.first_mut(n)?;
+        of.rows.take(device, of.expert, of.x, hidden, taken)?;
         let both = self.linear_of(rows, &layout.gate_up, hidden);
-        both.forward(store, x, gate_up, false, (&mut *weight, &mut *linear))?;
-        let gate_up = gate_up.first(2 * rows * wide)?;
-        let to = inner.first_mut(rows * wide)?;
-        glu(device, spec.activation, gate_up, wide, to)?;
+        let (taken, gate_up) = (s.experts.taken.first(n)?, &mut s.experts.gate_up);
+        let memory = (&mut s.weight, &mut s.linear);
+        both.forward(store, taken, gate_up, false, memory)?;
+        let gate_up = s.experts.gate_up.first(2 * rows * wide)?;
+        let inner = s.inner.first_mut(rows * wide)?;
+        glu(device, spec.activation, gate_up, wide, inner)?;
         let down = [layout.down];
         let down = self.linear_of(rows, &down, wide);
-        let inner = inner.first(rows * wide)?;
-        down.forward(store, inner, made, false, (weight, linear))
+        let inner = s.inner.first(rows * wide)?;
+        let memory = (&mut s.weight, &mut s.linear);
+        down.forward(store, inner, &mut s.experts.made, false, memory)
     }
 
-    /// Routes each row of `x` to its experts.
-    fn route(
-        &self,
-        store: &mut dyn Store,
-        (layout, spec): (&ExpertsLayout, &ExpertsSpec),
-        x: Slice<'_, Mixed>,
-        s: &mut Scratch,
-    ) -> Result<RoutedRows> {
-        let logits = self.products(store, layout.router, x, s)?;
-        let routes = route(&logits, spec.count, spec.per_token, spec.normalized)?;
-        RoutedRows::new(self.device, &routes)
-    }
-
-    /// For each row of `x`, the factor of the results of the expert that every token goes to.
-    fn gate(
-        &self,
-        store: &mut dyn Store,
-        gate: MatrixId,
-        x: Slice<'_, Mixed>,
-        s: &mut Scratch,
-    ) -> Result<Vec<f32>> {
-        let mut factors = self.products(store, gate, x, s)?;
-        let sigmoid = |x: &mut f32| *x = 1.0 / (1.0 + (-*x).exp());
-        factors.iter_mut().for_each(sigmoid);
-        Ok(factors)
+    /// Makes `s.experts.dmade` the gradients of an expert's output, which is in `made`, and gives those of its weights.
+    fn sum_backward(&self, of: ExpertRows<'_>, s: &mut Scratch) -> Result<Vec<f32>> {
+        let (device, hidden, rows) = (self.device, self.spec.hidden_size, of.count());
+        let dy = branch_gradients(self.layout.mlp_norms[1], &s.dx, &s.dbranch);
+        let (made, dsum) = (s.experts.made.first(rows * hidden)?, dy.first(of.x.len())?);
+        s.experts.dmade.grow(device, rows * hidden)?;
+        s.experts.logits.grow(device, rows)?;
+        let dmade = s.experts.dmade.first_mut(rows * hidden)?;
+        let dweights = s.experts.logits.first_mut(rows)?;
+        let (of, operands) = (of.rows, (of.expert, (made, dsum)));
+        of.add_backward(device, operands.0, operands.1, hidden, dmade, dweights)?;
+        let mut values = vec![0.0; rows];
+        s.experts.logits.first(rows)?.read(&mut values)?;
+        Ok(values)
     }
 
     /// The products of the rows `x` with those of a small matrix, in f32.
@@ -160,5 +278,43 @@ impl BlockPass<'_> {
         let mut values = vec![0.0; m * n];
         out.first(m * n)?.read(&mut values)?;
         Ok(values)
+    }
+
+    /// Backward of [`BlockPass::products`]: adds the gradients of `x` to `s.experts.sum`, and gives the store those of the matrix.
+    fn products_backward(
+        &self,
+        store: &mut dyn Store,
+        matrix: MatrixId,
+        x: Slice<'_, Mixed>,
+        dproducts: &[f32],
+        s: &mut Scratch,
+    ) -> Result<()> {
+        let (device, t) = (self.device, self.rows());
+        let (n, k) = store.shape(matrix);
+        let mut dy = Array::<Mixed>::scratch(device, dproducts.len())?;
+        dy.all_mut().copy_from(Slice::Host(dproducts))?;
+        s.weight.grow(device, n * k)?;
+        store.read(matrix, 0..n, s.weight.first_mut(n * k)?)?;
+        let (weight, sum) = (s.weight.first(n * k)?, s.experts.sum.first_mut(t * k)?);
+        let sizes = Sizes { m: t, n: k, k: n };
+        matmul(device, Form::NN, sizes, dy.all(), weight, sum, true)?;
+        if !store.trains(matrix) {
+            return Ok(());
+        }
+        let sizes = Sizes { m: n, n: k, k: t };
+        let to = s.weight.first_mut(n * k)?;
+        matmul(device, Form::TN, sizes, dy.all(), x, to, false)?;
+        store.gradients(&[RowGradients {
+            matrix,
+            first_row: 0,
+            values: s.weight.first(n * k)?,
+        }])
+    }
+}
+
+fn take_routing(s: &mut Scratch) -> Result<Routing> {
+    match s.experts.routing.take() {
+        Some(routing) => Ok(routing),
+        None => bail!(Internal, "experts of rows that were not routed"),
     }
 }

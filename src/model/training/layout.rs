@@ -307,20 +307,6 @@ impl Layout {
         })
     }
 
-    /// Refuses what has no backward pass.
-    pub fn check_trainable(&self, spec: &Spec) -> Result<()> {
-        let is_mixture = |block: &BlockLayout| matches!(block.mlp, MlpLayout::Experts(_));
-        if let Some(block) = self.blocks.iter().position(is_mixture) {
-            bail!(
-                Unsupported,
-                "block {block} of this {} model is a mixture of experts, which has no backward pass here, so that no block before it can be trained \
-                 either; train a dense model, or train this one elsewhere and quantize the result",
-                spec.family
-            );
-        }
-        Ok(())
-    }
-
     /// The same with an adapter of this rank beside every projection of a block from `first_block` on that `wants` names, without its
     /// `.weight`. The matrices keep their numbers; factors, whose names end in `.lora_A.weight` and `.lora_B.weight`, come after them.
     pub fn with_adapters(

@@ -344,6 +344,35 @@ impl Linear<'_> {
         store.gradients(&of_trained)
     }
 
+    /// Gives the store gradients of zero for what it trains of the matrices and adapters: no row was multiplied by them.
+    pub(super) fn no_gradients(
+        &self,
+        store: &mut dyn Store,
+        (gradient, s): (&mut Array<Mixed>, &mut LinearScratch),
+    ) -> Result<()> {
+        let factors = self.projections.iter().filter_map(|p| p.adapter);
+        let factors = factors.flat_map(|adapter| [adapter.b, adapter.a]);
+        let matrices = self.projections.iter().map(|p| p.matrix);
+        let all = factors
+            .map(|id| (id, true))
+            .chain(matrices.map(|id| (id, false)));
+        for (matrix, is_factor) in all.filter(|(id, _)| store.trains(*id)).collect::<Vec<_>>() {
+            let (rows, cols) = store.shape(matrix);
+            let zeros = match is_factor {
+                true => &mut s.factor,
+                false => &mut *gradient,
+            };
+            zeros.grow(self.device, rows * cols)?;
+            array::clear(self.device, zeros.first_mut(rows * cols)?)?;
+            store.gradients(&[RowGradients {
+                matrix,
+                first_row: 0,
+                values: zeros.first(rows * cols)?,
+            }])?;
+        }
+        Ok(())
+    }
+
     fn bias_gradients(
         &self,
         store: &mut dyn Store,

@@ -215,6 +215,8 @@ impl PassMemory<'_> {
         let (mut forward, mut backward) = (Blocks::default(), Blocks::default());
         for (index, (block, own)) in spec.blocks.iter().zip(&layout.blocks).enumerate() {
             let sizes = BlockSizes::new(spec, block, rows);
+            let of_experts = (rows, spec.hidden_size, sizes.wide / rows.max(1));
+            let experts = |backward| expert_bytes(&block.mlp, of_experts, element, backward);
             let mut again = SavedSizes::default();
             let mut saved = sizes.saved(own);
             saved.swap_recomputed(&mut again, parts);
@@ -226,7 +228,7 @@ impl PassMemory<'_> {
             forward = forward.max(Blocks {
                 linear: self.linear_forward(own, rows),
                 inner: sizes.wide,
-                experts: expert_bytes(&block.mlp, rows, spec.hidden_size, element),
+                experts: experts(false),
                 ..Blocks::default()
             });
             if index >= self.first_block {
@@ -238,7 +240,7 @@ impl PassMemory<'_> {
                     dx_before: sizes.stream,
                     dbranch: if normalizes { sizes.stream } else { 0 },
                     dattended: sizes.attended,
-                    experts: 0,
+                    experts: experts(true),
                 });
             }
         }

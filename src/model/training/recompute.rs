@@ -6,6 +6,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::base::error::{Error, err};
+use crate::model::order::{BlockOp, Half};
+use crate::model::spec::BlockSpec;
 
 /// What the backward pass computes again, block by block, rather than that the forward pass keeps it for all blocks. The inputs of blocks
 /// are always kept. Whatever is chosen gives the same bits.
@@ -69,6 +71,25 @@ impl RecomputedParts {
         let mut parts = RecomputedParts::default();
         parts.switches().into_iter().for_each(|part| *part = value);
         parts
+    }
+
+    /// Whether the backward pass runs an operation of a block's forward pass again.
+    pub(super) fn includes(self, op: BlockOp, block: &BlockSpec) -> bool {
+        match op {
+            BlockOp::Enter(_) => self.norms,
+            BlockOp::Qkv => self.qkv,
+            BlockOp::Heads => self.heads,
+            BlockOp::Attend => self.attention,
+            BlockOp::Project(Half::Attention) | BlockOp::Leave(Half::Attention) => self.output,
+            BlockOp::GateUp => self.gate_up,
+            // Only a norm takes the output of an MLP again.
+            BlockOp::Activate | BlockOp::Project(Half::Mlp) | BlockOp::Experts => {
+                self.down && block.norms.post
+            }
+            // Routes are not kept.
+            BlockOp::Route => true,
+            BlockOp::Leave(Half::Mlp) => false,
+        }
     }
 }
 

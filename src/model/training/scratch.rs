@@ -3,6 +3,7 @@
 use super::linear::LinearScratch;
 use super::recompute::RecomputedParts;
 use crate::base::Result;
+use crate::ops::experts::RoutedRows;
 use crate::ops::{Array, Device, Mixed};
 
 /// What the backward pass of a block takes from its forward pass.
@@ -125,15 +126,36 @@ impl<M, F> Saved<M, F> {
     }
 }
 
+/// The experts of each row of a batch.
+#[derive(Debug)]
+pub(super) struct Routing {
+    /// The router's logits, `[T, experts]`.
+    pub(super) logits: Vec<f32>,
+    pub(super) routed: RoutedRows,
+    /// Every row, for the shared expert, weighted by the sigmoid of its gate. No row where there is no such expert.
+    pub(super) every_row: RoutedRows,
+    /// Gradients of the weights of `routed`, expert by expert.
+    pub(super) dweights: Vec<f32>,
+    /// Gradients of the weights of `every_row`.
+    pub(super) dshared: Vec<f32>,
+}
+
 /// Memory of a mixture of experts.
 #[derive(Debug)]
 pub(super) struct ExpertScratch {
-    /// `[T, experts]`: the router's logits.
+    /// Logits of the router, and gradients of weights: f32, brought to the host at once.
     pub(super) logits: Array,
-    /// `[T, hidden]`: rows of an expert, and its results; and in the end those of all.
+    /// The experts of each row, from the forward pass of [`BlockOp::Route`](crate::model::order::BlockOp::Route) to its backward pass.
+    pub(super) routing: Option<Routing>,
+    /// Rows of one expert, `[T, hidden]`.
     pub(super) taken: Array<Mixed>,
+    /// Gate and up of one expert, `[T, 2 intermediate]`.
+    pub(super) gate_up: Array<Mixed>,
+    /// The output of one expert, `[T, hidden]`, and of the mixture.
     pub(super) made: Array<Mixed>,
-    /// `[T, hidden]`: the sum of results.
+    /// The gradients of the output of one expert, `[T, hidden]`.
+    pub(super) dmade: Array<Mixed>,
+    /// The sum over experts, `[T, hidden]`, or that of the gradients of their rows.
     pub(super) sum: Array,
 }
 
@@ -141,8 +163,11 @@ impl ExpertScratch {
     fn new() -> ExpertScratch {
         ExpertScratch {
             logits: Array::empty(),
+            routing: None,
             taken: Array::empty(),
+            gate_up: Array::empty(),
             made: Array::empty(),
+            dmade: Array::empty(),
             sum: Array::empty(),
         }
     }

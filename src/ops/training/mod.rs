@@ -6,7 +6,6 @@ pub mod array;
 pub mod attention;
 pub mod divergence;
 pub mod embedding;
-pub mod experts;
 pub mod heads;
 pub mod input_moments;
 pub mod loss;
@@ -25,7 +24,7 @@ fn scratch(device: &Device, len: usize) -> Result<Array> {
 }
 
 /// The same values on a device.
-fn upload<E: super::Element>(device: &Device, values: &[E::Host]) -> Result<Array<E>> {
+pub(super) fn upload<E: super::Element>(device: &Device, values: &[E::Host]) -> Result<Array<E>> {
     let mut array = Array::scratch(device, values.len())?;
     array.all_mut().copy_from(Slice::Host(values))?;
     Ok(array)

@@ -134,7 +134,7 @@ pub fn quantize(
 }
 
 impl Options {
-    /// Refuses what a mixture of experts cannot have.
+    /// Refuses a budget for a mixture of experts.
     fn check_for(&self, source: &Source) -> Result<()> {
         let mut blocks = source.spec().blocks.iter();
         if self.budget.is_some() && blocks.any(|block| block.mlp.mixture().is_some()) {
@@ -144,10 +144,7 @@ impl Options {
                 source.spec().family
             );
         }
-        match self.distill {
-            Some(_) => source.layout().check_trainable(source.spec()),
-            None => Ok(()),
-        }
+        Ok(())
     }
 
     /// Refuses what could not be written, or would do nothing.

@@ -1,4 +1,4 @@
-"""Makes the gradient goldens: for dense models of tests/golden/model, the loss of packed documents and what torch's autograd gives for
+"""Makes the gradient goldens: for models of tests/golden/model, the loss of packed documents and what torch's autograd gives for
 every parameter, in f64. Run with torch, transformers and safetensors installed:
 
     python tests/golden/training/make.py
@@ -27,6 +27,7 @@ CASES = [
     "qwen3_tied", "qwen3_untied", "qwen3_yarn", "qwen2_untied", "qwen2_tied", "qwen2_window", "llama_tied", "llama_biased", "llama_llama3",
     "gemma3_wide", "mistral_window", "phi3_window", "phi3_partial",
 ]
+MIXTURES = ["qwen3moe_normalized", "qwen3moe_mixed", "qwen2moe_shared"]
 DOCUMENTS = [5, 1, 17, 14]
 
 
@@ -38,16 +39,30 @@ def dequantize(stored, key):
     return values * (scales * stored[key + "_scale_2"].double())
 
 
+def matrices(model, values=lambda parameter: parameter):
+    """Names and values of parameters; stacks of experts come apart into the matrices of their files."""
+    for key, parameter in model.named_parameters():
+        value = values(parameter)
+        if value is None or value.dim() < 3:
+            yield key, value
+            continue
+        stem, stack = key.rsplit(".", 1)
+        for expert, matrix in enumerate(value):
+            names = stack.replace("gate_up_proj", "gate_proj up_proj").split()
+            for part, piece in zip(names, matrix.chunk(len(names))):
+                yield f"{stem}.{expert}.{part}.weight", piece
+
+
 def load(name):
     settings = json.loads((MODELS / name / "config.json").read_text())
     config_class, model_class = CLASSES.get(settings["model_type"], (None, settings["architectures"][0]))
     config = getattr(transformers, config_class or model_class.replace("ForCausalLM", "Config"))(
         **{k: v for k, v in settings.items() if k not in ("architectures", "model_type")})
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     model = getattr(transformers, model_class)(config).double()
     stored = load_file(MODELS / name / "model.safetensors")
     with torch.no_grad():
-        for key, value in model.named_parameters():
+        for key, value in matrices(model):
             value.copy_(dequantize(stored, key) if key + "_scale" in stored else stored[key].double())
     return model, config
 
@@ -85,8 +100,7 @@ def described(tokens, labels, weights, loss):
 
 
 def add_gradients(out, model):
-    for key, value in model.named_parameters():
-        gradient = value.grad
+    for key, gradient in matrices(model, lambda parameter: parameter.grad):
         if gradient is None:
             continue
         if gradient.dim() == 1:
@@ -184,3 +198,5 @@ if __name__ == "__main__":
         make_hidden(name, seed)
     make_taught("qwen3_tied", 121, "qwen2_untied", 1, 0)
     make_taught("qwen3_untied", 122, "gemma3_wide", 2, 0.25)
+    for seed, name in enumerate(MIXTURES, start=131):
+        make(name, seed)

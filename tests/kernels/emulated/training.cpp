@@ -33,7 +33,7 @@ namespace embedding {
 #include "embed/training.cu"
 }
 namespace experts {
-#include "experts/training.cu"
+#include "experts/rows.cu"
 }
 namespace loss {
 #include "loss/cross_entropy.cu"
@@ -282,30 +282,43 @@ static void check_embedding(int rows, int width, int vocabulary, int first, int 
     }
 }
 
-// An expert takes every third row and the last one, and its results are added to them.
+// An expert takes every third row and the last one, its results are added to them, and gradients go the same way back.
 static void check_experts(int rows, int width) {
-    Bf16 x((size_t)rows * width, 1);
+    Bf16 x((size_t)rows * width, 1), dsum((size_t)rows * width, 1);
     std::vector<u32> routed;
     for (int r = 0; r < rows; r++) {
         if (r % 3 == 0 || r == rows - 1) routed.push_back(r);
     }
-    int n = (int)routed.size();
-    Bf16 taken((size_t)n * width);
-    F32Array weights(n, 0.5f, 1), sum((size_t)rows * width, 1), before = sum;
-    experts::Arguments take = {x.data(), routed.data(), nullptr, taken.data(), nullptr, width};
-    launch((unsigned)n, ceil_div(width / PIECE, experts::THREADS), 1, experts::THREADS, [&] { experts::train_take_rows(take); });
-    experts::Arguments add = {taken.data(), routed.data(), weights.data(), nullptr, sum.data(), width};
-    launch((unsigned)n, ceil_div(width / PIECE, experts::THREADS), 1, experts::THREADS, [&] { experts::train_add_rows(add); });
+    int n = (int)routed.size(), pieces = width / PIECE;
+    size_t len = (size_t)n * width;
+    Bf16 taken(len), dx(len);
+    F32Array weights(n, 0.5f, 1), x_f32(len, 1), sum((size_t)rows * width, 1), before = sum;
+    std::vector<float> dweights(n, NAN);
+    auto run = [&](auto kernel, const void* from, void* to, int width_in_pieces) {
+        experts::Arguments a = {routed.data(), weights.data(), (const uint4*)from, dsum.data(), (uint4*)to, sum.data(), dweights.data(),
+                                width_in_pieces};
+        launch((unsigned)n, ceil_div(width_in_pieces, experts::THREADS), 1, experts::THREADS, [&] { kernel(a); });
+    };
+    run(experts::expert_take, x.data(), taken.data(), pieces);
+    run(experts::expert_add, taken.data(), nullptr, pieces);
+    run(experts::expert_take_backward, taken.data(), nullptr, pieces);
+    run(experts::expert_add_f32, x_f32.data(), nullptr, pieces);
+    experts::Arguments back = {routed.data(), weights.data(), taken.data(), dsum.data(), dx.data(), nullptr, dweights.data(), pieces};
+    launch((unsigned)n, 1, 1, experts::THREADS, [&] { experts::expert_add_backward(back); });
     std::vector<double> want((size_t)rows * width);
     for (size_t i = 0; i < want.size(); i++) want[i] = before[i];
     for (int j = 0; j < n; j++) {
+        double dot = 0, size = 0;
         for (int i = 0; i < width; i++) {
-            double from = x[(size_t)routed[j] * width + i];
-            expect(taken[(size_t)j * width + i] == from, "a row of an expert", j, i, taken[(size_t)j * width + i], from);
-            want[(size_t)routed[j] * width + i] += weights[j] * from;
+            size_t own = (size_t)j * width + i, row = (size_t)routed[j] * width + i;
+            expect(taken[own] == x[row], "a row of an expert", j, i, taken[own], x[row]);
+            want[row] += weights[j] * x[row] + x[row] + weights[j] * x_f32[own];
+            expect_bf16("a gradient of an expert's results", j, i, dx[own], weights[j] * dsum[row], 0);
+            dot += (double)dsum[row] * x[row], size += std::fabs((double)dsum[row] * x[row]);
         }
+        expect_f32("a gradient of an expert's weight", j, dweights[j], dot, size);
     }
-    for (size_t i = 0; i < want.size(); i++) expect_f32("a sum of experts", (int)i, sum[i], want[i], 4);
+    for (size_t i = 0; i < want.size(); i++) expect_f32("a sum of experts", (int)i, sum[i], want[i], 8);
 }
 
 static void check_cross_entropy(int rows, std::vector<int> chunks, float cap, float size) {

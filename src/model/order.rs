@@ -1,0 +1,74 @@
+//! The operations of a decoder block, in the order of the forward pass: the one place that has it. The reference block (`block`) and training's
+//! forward, recompute and backward (`training::block`) interpret the list; the kernels of `fused::plan` are tested against it.
+
+use super::spec::{BlockSpec, ExpertsSpec, MlpSpec};
+
+/// The two halves of a block, each of which adds its output to the residual stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Half {
+    Attention,
+    Mlp,
+}
+
+/// An operation of a decoder block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum BlockOp {
+    /// The residual stream becomes the input of a half: normalized, in blocks that do so.
+    Enter(Half),
+    /// Projections of queries, keys and values.
+    Qkv,
+    /// Norms of the heads of queries and keys, in blocks that have them, and rotary positions.
+    Heads,
+    /// Attention over the keys and values of each row's sequence.
+    Attend,
+    /// Projections of gate and up.
+    GateUp,
+    /// The gated activation.
+    Activate,
+    /// The last projection of a half.
+    Project(Half),
+    /// The choice of experts for each row.
+    Route,
+    /// The experts in the order of [`expert_turns`], each with [`BlockOp::GateUp`], [`BlockOp::Activate`] and [`BlockOp::Project`] of its rows.
+    Experts,
+    /// The output of a half is normalized, in blocks that do so, and added to the residual stream.
+    Leave(Half),
+}
+
+/// The operations of a block.
+pub(super) fn operations(block: &BlockSpec) -> impl DoubleEndedIterator<Item = BlockOp> + use<> {
+    use BlockOp::{Activate, Attend, Enter, Experts, GateUp, Heads, Leave, Project, Qkv, Route};
+    let mlp: &[BlockOp] = match block.mlp {
+        MlpSpec::Dense(_) => &[GateUp, Activate, Project(Half::Mlp)],
+        MlpSpec::Experts(_) => &[Route, Experts],
+    };
+    let attention = [
+        Enter(Half::Attention),
+        Qkv,
+        Heads,
+        Attend,
+        Project(Half::Attention),
+        Leave(Half::Attention),
+        Enter(Half::Mlp),
+    ];
+    let leave = [Leave(Half::Mlp)];
+    attention
+        .into_iter()
+        .chain(mlp.iter().copied())
+        .chain(leave)
+}
+
+/// A gated MLP of a mixture, which adds its output to the sum of the experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ExpertTurn {
+    /// An expert, with the rows that were routed to it.
+    Routed(usize),
+    /// The MLP that every row goes through.
+    Shared,
+}
+
+/// The experts of a mixture in the order of their sum, which is the same for a row whatever other rows there are.
+pub(super) fn expert_turns(spec: &ExpertsSpec) -> impl Iterator<Item = ExpertTurn> + use<> {
+    let shared = spec.shared.map(|_| ExpertTurn::Shared);
+    (0..spec.count).map(ExpertTurn::Routed).chain(shared)
+}
