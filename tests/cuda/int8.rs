@@ -12,8 +12,8 @@ use NVFP4::model::convert::{Container, ConvertOptions, Tables, convert};
 use NVFP4::model::{self, Device, LoadOptions, Model};
 use NVFP4::ops::linear::Linear;
 
-use super::common::{golden, options, some_tokens};
-use super::{
+use crate::common::{golden, options, some_tokens};
+use crate::support::{
     EXACT, HALF, as_f16, assert_close, gpu, logits, normal, poisoned, read_f16, read_f32, rounded,
     upload,
 };

@@ -15,8 +15,8 @@ use NVFP4::train::{
 };
 use half::bf16;
 
-use super::common::{expect_kind, golden};
-use super::{gpu, normal, poisoned, read_f32, upload};
+use crate::common::{expect_kind, golden};
+use crate::support::{gpu, normal, poisoned, read_f32, upload};
 
 /// The error of rounding to bf16, relative to the value, and of some operations in f32, relative to the size of their operands.
 const ROUNDING: f64 = 1.01 / 256.0;

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use cudarc::driver::{result, sys};
 use half::{bf16, f16};
 
-use super::common::expect_kind;
+use crate::common::expect_kind;
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::base::{Error, ErrorKind, Result};
 use NVFP4::cuda::{self, DeviceBuffer, FloatRows, Gpu, ManagedBuffer, Unit};
@@ -23,7 +23,8 @@ use NVFP4::ops::transfer::{self, ManagedPolicy};
 use NVFP4::ops::{Device, Workspace};
 use NVFP4::tensor::{DLManagedTensor, DType, Place, Release, Shape, Tensor};
 
-use super::{Quantized, RESULTS, assert_close, assert_rounded, gpu, scaled_product};
+use crate::scaled::{Quantized, RESULTS, assert_rounded, scaled_product};
+use crate::support::{assert_close, gpu, normal, upload};
 
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 /// What outputs are filled with, and the bytes behind them that must keep it.
@@ -31,7 +32,7 @@ const POISON: u8 = 0xaa;
 const BEYOND: usize = 96;
 
 fn poisoned(gpu: &Arc<Gpu>, bytes: usize) -> DeviceBuffer {
-    super::upload(gpu, &vec![POISON; bytes + BEYOND])
+    upload(gpu, &vec![POISON; bytes + BEYOND])
 }
 
 /// The first `bytes` bytes; what is behind them must be untouched.
@@ -927,7 +928,7 @@ fn the_ends_of_the_range_of_f32_are_quantized() {
         (0.0, DType::F32),
         (-0.0, DType::BF16),
     ] {
-        let values: Vec<f32> = super::normal(90, 6 * 64)
+        let values: Vec<f32> = normal(90, 6 * 64)
             .iter()
             .map(|v| in_type(v / 3.0 * scale, dtype))
             .collect();
@@ -1124,7 +1125,7 @@ fn scales_that_are_none_are_found() {
             }
             let codes = poisoned(&gpu, rows * blocks * 8);
             let look = |scales: &[u8]| {
-                let scales = super::upload(&gpu, scales);
+                let scales = upload(&gpu, scales);
                 let k = blocks * BLOCK;
                 let q = cuda::Operand::new(&codes, &scales, layout, rows, k, 1.0).unwrap();
                 cuda::wait_for_scales(&gpu, &q)
@@ -1332,7 +1333,7 @@ fn activations(seed: u64, rows: usize, k: usize, dtype: DType) -> Vec<f32> {
         DType::F16 => &[1.0, 3e4, 1e-3, 6e-8],
         _ => &[1.0, 3e5, 1e30, 1e-3, 1e-30, 0.0],
     };
-    super::normal(seed, rows * k)
+    normal(seed, rows * k)
         .iter()
         .enumerate()
         .map(|(i, v)| in_type(v / 2.0 * scales[i / k % scales.len()], dtype))
@@ -1573,9 +1574,9 @@ fn rows_are_halved_and_scaled_within_their_outputs() {
         }
     }
     for (rows, n) in [(1, 1), (5, 33), (3, 700)] {
-        let y = super::normal(50, rows * n);
+        let y = normal(50, rows * n);
         let factors: Vec<f32> = (0..rows).map(|i| 2f32.powi(i as i32 * 5 - 4)).collect();
-        let (device_y, device_factors) = (super::upload(&gpu, &y), super::upload(&gpu, &factors));
+        let (device_y, device_factors) = (upload(&gpu, &y), upload(&gpu, &factors));
         let scaled: Vec<f32> = y
             .iter()
             .enumerate()

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use half::bf16;
 
-use super::common::expect_kind;
-use super::{gpu, normal, poisoned, read_f32, upload};
+use crate::common::expect_kind;
+use crate::support::{gpu, normal, poisoned, read_f32, upload};
 use NVFP4::base::ErrorKind;
 use NVFP4::cuda::training::{
     self, CrossEntropy, Heads, L1_PARTIAL, LogitChunk, RmsNormBackward, STATISTICS_PARTIAL,

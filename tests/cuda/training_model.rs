@@ -25,8 +25,8 @@ use NVFP4::train::{
 };
 use half::bf16;
 
-use super::common::golden;
-use super::{gpu, normal};
+use crate::common::golden;
+use crate::support::{gpu, normal};
 
 fn bf16_values(seed: u64, len: usize) -> Vec<f32> {
     normal(seed, len)

@@ -13,7 +13,7 @@ use NVFP4::ops::training::optimizer::{Matrix, RowsStep, StatePart, Vector, make_
 use NVFP4::ops::{Array, Mixed, Slice, SliceMut};
 use half::bf16;
 
-use super::{gpu, normal};
+use crate::support::{gpu, normal};
 
 const FORMS: [(WeightForm, FirstForm, SecondForm); 8] = [
     (
