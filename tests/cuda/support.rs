@@ -181,6 +181,14 @@ pub(crate) fn product(x: &[f64], w: &[f32], k: usize) -> Vec<f64> {
         .collect()
 }
 
+/// Rows of products with a bias added to each.
+pub(crate) fn with_bias(products: &[f64], bias: &[f32]) -> Vec<f64> {
+    products
+        .chunks_exact(bias.len())
+        .flat_map(|row| sums(row, bias))
+        .collect()
+}
+
 /// The factor by which a norm multiplies a row, before the weight.
 pub(crate) fn norm_factor(row: &[f32], eps: f32) -> f64 {
     let mean = row.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / row.len() as f64;
@@ -268,13 +276,7 @@ impl Weight {
 
     /// x wᵀ + bias in f64.
     pub(crate) fn biased_product(&self, x: &[f64]) -> Vec<f64> {
-        let products = self.product(x);
-        let biases = self.bias.iter().cycle();
-        products
-            .iter()
-            .zip(biases)
-            .map(|(p, &b)| p + f64::from(b))
-            .collect()
+        with_bias(&self.product(x), &self.bias)
     }
 }
 

@@ -18,6 +18,7 @@ use half::bf16;
 use crate::common::{expect_kind, golden};
 use crate::support::{gpu, normal, poisoned, read_f32, upload};
 use crate::training::{ARITHMETIC, ROUNDING};
+use crate::training_model::text;
 
 /// A model's logits of some rows, chunk by chunk.
 struct Logits {
@@ -284,15 +285,6 @@ fn the_divergence_from_a_teacher_agrees_with_f64() {
             "they must be the same",
         );
     }
-}
-
-/// Runs of tokens that step by one.
-fn text(seed: usize, rows: usize, vocabulary: usize) -> (Vec<u32>, Vec<i32>) {
-    let tokens: Vec<u32> = (0..=rows)
-        .map(|i| ((seed * 37 + i / 9 * 61 + i) % vocabulary) as u32)
-        .collect();
-    let labels = tokens[1..].iter().map(|&t| t as i32).collect();
-    (tokens[..rows].to_vec(), labels)
 }
 
 /// Losses of ten steps of one golden model by another one, and the comparison of the two afterwards.
