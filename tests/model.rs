@@ -29,7 +29,7 @@ use serde_json::{Value, json};
 /// The bar of the parity tests, in f32 with a cache in f32: some hundred rounding errors of logits that reach 8.
 const TOLERANCE: f32 = 2e-4;
 
-/// The golden models that only the processor is compared with.
+/// More golden models, which the tests of whole models on a GPU leave out.
 const PROCESSOR_CASES: [&str; 6] = [
     "qwen3moe_normalized",
     "qwen3moe_window",

@@ -18,7 +18,7 @@ use crate::support::{
 
 fn norm_factors(x: &[f32], width: usize) -> Vec<f64> {
     let rows = x.chunks_exact(width);
-    rows.map(|row| norm_factor(row, EPS)).collect()
+    rows.map(norm_factor).collect()
 }
 
 /// Random rows that a kernel has normalized, as the input of products.

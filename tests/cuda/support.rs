@@ -189,20 +189,20 @@ pub(crate) fn with_bias(products: &[f64], bias: &[f32]) -> Vec<f64> {
         .collect()
 }
 
-/// The factor by which a norm multiplies a row, before the weight.
-pub(crate) fn norm_factor(row: &[f32], eps: f32) -> f64 {
-    let mean = row.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / row.len() as f64;
-    1.0 / (mean + f64::from(eps)).sqrt()
-}
-
 /// The epsilon of the norms.
 pub(crate) const EPS: f32 = 1e-6;
+
+/// The factor by which a norm multiplies a row, before the weight.
+pub(crate) fn norm_factor(row: &[f32]) -> f64 {
+    let mean = row.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / row.len() as f64;
+    1.0 / (mean + f64::from(EPS)).sqrt()
+}
 
 /// Rows normalized in f64, as f32.
 pub(crate) fn rms_norm(x: &[f32], weight: &[f32]) -> Vec<f32> {
     x.chunks_exact(weight.len())
         .flat_map(|row| {
-            let factor = norm_factor(row, EPS);
+            let factor = norm_factor(row);
             row.iter()
                 .zip(weight)
                 .map(move |(&v, &w)| (f64::from(v) * factor * f64::from(w)) as f32)
@@ -357,8 +357,7 @@ pub(crate) fn swiglu(x: &[f64], gate: &Weight, up: &Weight) -> Vec<f64> {
         .collect()
 }
 
-/// A call of [`cuda::linear`]. Unless it says otherwise, it stores f32 and leaves no gap between rows.
-#[derive(Clone)]
+/// A call of [`cuda::linear`], which stores f32 and leaves no gap between rows unless it is told otherwise.
 pub(crate) struct Product<'a> {
     gpu: &'a Arc<Gpu>,
     scratch: &'a LinearScratch,
@@ -389,13 +388,13 @@ impl<'a> Product<'a> {
         }
     }
 
-    /// Stores, adds or activates in another way.
+    /// Sets the epilogue.
     pub(crate) fn output(mut self, output: Output) -> Product<'a> {
         self.output = output;
         self
     }
 
-    /// Puts so many elements from the start of a row to the start of the next.
+    /// Sets the number of elements from the start of a row to the start of the next.
     pub(crate) fn stride(mut self, stride: usize) -> Product<'a> {
         self.stride = stride;
         self
