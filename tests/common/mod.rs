@@ -142,6 +142,32 @@ impl Drop for Copy {
     }
 }
 
+/// The golden models that the processor and a GPU are tested with. A GPU refuses some of them, whose heads are small.
+pub(crate) const DEVICE_CASES: [&str; 22] = [
+    "qwen3_tied",
+    "qwen3_untied",
+    "qwen3_yarn",
+    "qwen2_tied",
+    "qwen2_untied",
+    "qwen2_yarn",
+    "llama_tied",
+    "llama_biased",
+    "llama_linear",
+    "llama_llama3",
+    "llama_wide",
+    "qwen3_uneven",
+    "qwen2_window",
+    "mistral_plain",
+    "mistral_window",
+    "phi3_window",
+    "phi3_partial",
+    "phi3_longrope",
+    "gemma3_narrow",
+    "gemma3_wide",
+    "qwen3moe_mixed",
+    "qwen2moe_shared",
+];
+
 /// The cases of `tests/golden/model/long_positions.py`: one for each RoPE scaling.
 pub(crate) const LONG_CASES: [&str; 8] = [
     "long_default",

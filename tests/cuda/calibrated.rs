@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::common::expect_kind;
-use super::{gpu, normal};
+use crate::common::expect_kind;
+use crate::support::{gpu, normal};
 use NVFP4::base::ErrorKind;
 use NVFP4::cpu::Cpu;
 use NVFP4::format::nvfp4::{Nvfp4, QuantizeOptions, Recipe};

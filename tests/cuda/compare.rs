@@ -6,8 +6,8 @@ use NVFP4::model::Device;
 use NVFP4::model::compare::{Comparison, Measures, Summary, compare};
 use NVFP4::model::training::Source;
 
-use super::common::golden;
-use super::gpu;
+use crate::common::golden;
+use crate::support::gpu;
 
 fn compared(device: &Device, names: [&str; 2]) -> Comparison {
     let [examined, reference] = names.map(|name| Arc::new(Source::open(&golden(name)).unwrap()));

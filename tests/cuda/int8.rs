@@ -9,13 +9,13 @@ use NVFP4::cuda::{self, DeviceSlice, Gpu, Input, LinearScratch, Matrix, Output};
 use NVFP4::format::int8;
 use NVFP4::format::nvfp4::Recipe;
 use NVFP4::model::convert::{Container, ConvertOptions, Tables, convert};
-use NVFP4::model::{self, Device, LoadOptions, Model};
+use NVFP4::model::{self, Device, Model};
 use NVFP4::ops::linear::Linear;
 
-use super::common::{golden, options, some_tokens};
-use super::{
-    EXACT, HALF, as_f16, assert_close, gpu, logits, normal, poisoned, read_f16, read_f32, rounded,
-    upload,
+use crate::common::{golden, options, some_tokens};
+use crate::support::{
+    EXACT, HALF, HalfRows, Product, as_f64, assert_close, gpu, load_on, logits, normal, poisoned,
+    product, read_f16, read_f32, sums, upload, with_bias,
 };
 
 /// Codes, scales, and the values that they hold.
@@ -51,7 +51,21 @@ fn matrix(gpu: &Arc<Gpu>, w: &Rows, n: usize, k: usize) -> Matrix {
     .unwrap()
 }
 
-/// For every number of rows that another kernel serves, and for a weight that is taken in parts.
+/// Rows of `n` elements, each followed by zeros up to the stride.
+fn with_gaps(values: &[f32], n: usize, stride: usize) -> Vec<f32> {
+    let mut rows = vec![0f32; values.len() / n * stride];
+    for (row, values) in rows.chunks_exact_mut(stride).zip(values.chunks_exact(n)) {
+        row[..n].copy_from_slice(values);
+    }
+    rows
+}
+
+fn without_gaps(values: &[f32], n: usize, stride: usize) -> Vec<f32> {
+    let rows = values.chunks_exact(stride);
+    rows.flat_map(|row| &row[..n]).copied().collect()
+}
+
+/// Every number of rows that another kernel serves, and a weight that is taken in parts.
 #[test]
 fn int8_products_agree_with_f64() {
     let Some(gpu) = gpu() else { return };
@@ -74,70 +88,41 @@ fn int8_products_agree_with_f64() {
         let w = rows(seed, n, k);
         let device_w = matrix(&gpu, &w, n, k);
         assert_eq!(device_w.bytes(), n * (k + 4));
-        let (x, bias, before) = (
-            normal(seed + 1, m * k),
-            normal(seed + 2, n),
-            normal(seed + 3, m * n),
-        );
-        let (device_x, device_bias) = (upload(&gpu, &as_f16(&x)), upload(&gpu, &bias));
-        let stride = n + 3;
+        let x = HalfRows::new(&gpu, &normal(seed + 1, m * k));
+        let (bias, before) = (normal(seed + 2, n), normal(seed + 3, m * n));
+        let device_bias = upload(&gpu, &bias);
+        let (factor, stride) = (0.5, n + 3);
+        let products = product(&x.exact, &w.values, k);
+        let products: Vec<f64> = products.iter().map(|p| p * f64::from(factor)).collect();
+        let exact = with_bias(&products, &bias);
+        let added = sums(&exact, &before);
         let whole = LinearScratch::for_product(&gpu, &device_w, m).unwrap();
         // Room for few rows of the weight at a time.
         let parts = LinearScratch::new(&gpu, m, k, 2 * k * 40).unwrap();
-        let exact: Vec<f64> = rounded(&x)
-            .chunks_exact(k)
-            .flat_map(|x| {
-                w.values.chunks_exact(k).zip(&bias).map(|(w, &bias)| {
-                    let products = x.iter().zip(w).map(|(a, &b)| a * f64::from(b));
-                    products.sum::<f64>() * 0.5 + f64::from(bias)
-                })
-            })
-            .collect();
-        for (scratch, output) in [
-            (&whole, Output::F32),
-            (&parts, Output::F32),
-            (&whole, Output::F16),
-            (&whole, Output::Add),
+        for (scratch, output, bar) in [
+            (&whole, Output::F32, EXACT),
+            (&parts, Output::F32, EXACT),
+            (&whole, Output::F16, HALF),
+            (&whole, Output::Add, EXACT),
         ] {
-            let out = match output {
-                Output::Add => {
-                    let mut rows = vec![0f32; m * stride];
-                    for (row, before) in rows.chunks_exact_mut(stride).zip(before.chunks_exact(n)) {
-                        row[..n].copy_from_slice(before);
-                    }
-                    upload(&gpu, &rows)
-                }
-                _ => poisoned(&gpu, m * stride * 4),
+            let adds = output == Output::Add;
+            let out = match adds {
+                true => upload(&gpu, &with_gaps(&before, n, stride)),
+                false => poisoned(&gpu, m * stride * 4),
             };
-            cuda::linear(
-                &gpu,
-                Input::Plain(&device_x, 0.5),
-                m,
-                &[(&device_w, Some(&device_bias))],
-                output,
-                &out,
-                stride,
-                scratch,
-            )
-            .unwrap();
+            let input = Input::Plain(&x.device, factor);
+            Product::of(&gpu, scratch, input, m, &[(&device_w, Some(&device_bias))])
+                .output(output)
+                .stride(stride)
+                .write(&out);
             let got = match output {
                 Output::F16 => read_f16(&out, m * stride),
                 _ => read_f32(&out, m * stride),
             };
-            let got: Vec<f32> = got
-                .chunks_exact(stride)
-                .flat_map(|row| row[..n].to_vec())
-                .collect();
-            let (want, bar): (Vec<f64>, f64) = match output {
-                Output::F16 => (exact.clone(), HALF),
-                Output::Add => {
-                    let sums = exact.iter().zip(&before);
-                    (sums.map(|(a, &b)| a + f64::from(b)).collect(), EXACT)
-                }
-                _ => (exact.clone(), EXACT),
-            };
+            let got = without_gaps(&got, n, stride);
             let what = format!("int8 [{m}, {k}] x [{n}, {k}] as {output:?}");
-            assert_close(&got, &want, bar, &what);
+            let want = if adds { &added } else { &exact };
+            assert_close(&got, want, bar, &what);
         }
     }
 }
@@ -203,16 +188,12 @@ fn models_with_int8_tables_agree_with_the_processor() {
         })
         .unwrap();
         let cpu = Model::load(&place, &options()).unwrap();
-        let on_gpu = LoadOptions {
-            device: Device::Cuda(gpu.clone()),
-            ..options()
-        };
-        let model = Model::load(&place, &on_gpu).unwrap();
+        let model = load_on(Device::Cuda(gpu.clone()), &place);
         assert_eq!(model.info().formats["int8"].tensors, 1, "{case}");
         assert_eq!(model.fingerprint(), cpu.fingerprint(), "{case}");
         let tokens = some_tokens(&cpu, 60);
         let (want, _) = logits(&cpu, &tokens);
-        let want: Vec<f64> = want.into_iter().map(f64::from).collect();
+        let want = as_f64(&want);
         let (all, each) = logits(&model, &tokens);
         assert_close(&all, &want, 5e-3, &format!("{case}, one call"));
         assert_close(&each, &want, 5e-3, &format!("{case}, token by token"));

@@ -7,8 +7,8 @@ use NVFP4::model::calibrate::{CalibrateOptions, CalibrationText, calibrate};
 use NVFP4::model::training::{Observer, Runner, Source};
 use NVFP4::ops::{Array, Mixed, Slice};
 
-use super::common::golden;
-use super::{gpu, relative_l2};
+use crate::common::golden;
+use crate::support::{gpu, relative_l2};
 
 /// Some rows of a model's residual stream.
 type Rows = Vec<f32>;

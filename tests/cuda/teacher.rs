@@ -15,12 +15,10 @@ use NVFP4::train::{
 };
 use half::bf16;
 
-use super::common::{expect_kind, golden};
-use super::{gpu, normal, poisoned, read_f32, upload};
-
-/// The error of rounding to bf16, relative to the value, and of some operations in f32, relative to the size of their operands.
-const ROUNDING: f64 = 1.01 / 256.0;
-const ARITHMETIC: f64 = 1.0 / (1 << 20) as f64;
+use crate::common::{expect_kind, golden};
+use crate::support::{gpu, normal, poisoned, read_f32, upload};
+use crate::training::{ARITHMETIC, ROUNDING};
+use crate::training_model::text;
 
 /// A model's logits of some rows, chunk by chunk.
 struct Logits {
@@ -77,7 +75,169 @@ fn assert_within(got: f64, want: f64, bound: f64, what: &str) {
     );
 }
 
-/// Rows with and without labels, in chunks that are unlike each other; of a teacher that is the student, exactly nothing.
+/// The logits of a student and of a teacher for some rows, and all that the loss takes and leaves.
+struct Lesson {
+    gpu: Arc<Gpu>,
+    student: Logits,
+    teacher: Logits,
+    chunks: Vec<usize>,
+    /// The first column of each chunk, and the end of the last.
+    firsts: Vec<usize>,
+    cap: Option<f32>,
+    /// The size of the logits.
+    size: f64,
+    temperature: f32,
+    label_share: f32,
+    labels: Vec<i32>,
+    weights: Vec<f32>,
+    device_labels: DeviceBuffer,
+    device_weights: DeviceBuffer,
+    found: DeviceBuffer,
+    sums: DeviceBuffer,
+}
+
+/// The totals of a loss in f64, and for each row and column its gradient and the size of its terms.
+struct Expected {
+    totals: [f64; DIVERGENCE_TOTALS],
+    gradients: Vec<Vec<(f64, f64)>>,
+}
+
+impl Lesson {
+    /// Every third row has no label. The teacher is the student if they are `equal`.
+    fn new(
+        gpu: &Arc<Gpu>,
+        rows: usize,
+        chunks: Vec<usize>,
+        (cap, size): (Option<f32>, f32),
+        (temperature, label_share): (f32, f32),
+        equal: bool,
+    ) -> Lesson {
+        let vocabulary: usize = chunks.iter().sum();
+        let weights: Vec<f32> = normal(291, rows).iter().map(|w| 1.0 + 0.25 * w).collect();
+        let label = |row: usize| match row % 3 {
+            1 => -1,
+            _ => (row * 7919 % vocabulary) as i32,
+        };
+        let labels: Vec<i32> = (0..rows).map(label).collect();
+        let mut firsts = vec![0];
+        for columns in &chunks {
+            firsts.push(firsts[firsts.len() - 1] + columns);
+        }
+        let seed = if equal { 91 } else { 191 };
+        Lesson {
+            gpu: gpu.clone(),
+            student: Logits::new(gpu, 91, (rows, &chunks), size),
+            teacher: Logits::new(gpu, seed, (rows, &chunks), size),
+            chunks,
+            firsts,
+            cap,
+            size: size.into(),
+            temperature,
+            label_share,
+            device_labels: upload(gpu, &labels),
+            device_weights: upload(gpu, &weights),
+            labels,
+            weights,
+            found: poisoned(gpu, rows * DIVERGENCE_FOUND * 4),
+            sums: poisoned(gpu, rows * DIVERGENCE_SUMS * 4),
+        }
+    }
+
+    fn known(&self) -> Divergence<'_> {
+        Divergence {
+            labels: (&self.device_labels).into(),
+            weights: (&self.device_weights).into(),
+            found: (&self.found).into(),
+            sums: (&self.sums).into(),
+            temperature: self.temperature,
+            label_share: self.label_share,
+        }
+    }
+
+    /// A chunk of the student's logits, and the same of the teacher's.
+    fn both(&self, c: usize) -> [LogitChunk<'_>; 2] {
+        [&self.student, &self.teacher].map(|of| of.chunk(c, self.firsts[c], self.cap))
+    }
+
+    /// The bits of the totals.
+    fn totals(&self) -> [u64; DIVERGENCE_TOTALS] {
+        let known = self.known();
+        for c in 0..self.chunks.len() {
+            training::divergence_chunk(&known, self.both(c).each_ref(), c == 0).unwrap();
+        }
+        let totals = poisoned(&self.gpu, DIVERGENCE_TOTALS * 8);
+        training::divergence_finish(&known, (&totals).into()).unwrap();
+        let mut got = [0u64; DIVERGENCE_TOTALS];
+        totals.read(0, &mut got).unwrap();
+        got
+    }
+
+    /// The gradient of a chunk of the student's logits.
+    fn gradient(&self, c: usize) -> Vec<f64> {
+        let count = self.labels.len() * self.chunks[c];
+        let dlogits = poisoned(&self.gpu, count * 2);
+        let (known, both) = (self.known(), self.both(c));
+        training::divergence_gradient(&known, both.each_ref(), (&dlogits).into()).unwrap();
+        let mut bits = vec![0u16; count];
+        dlogits.read(0, &mut bits).unwrap();
+        let values = bits.into_iter().map(bf16::from_bits);
+        values.map(bf16::to_f64).collect()
+    }
+
+    fn expected(&self) -> Expected {
+        let mut expected = Expected {
+            totals: [0.0; DIVERGENCE_TOTALS],
+            gradients: Vec::new(),
+        };
+        for row in 0..self.labels.len() {
+            let gradient = self.expect_row(row, &mut expected.totals);
+            expected.gradients.push(gradient);
+        }
+        expected
+    }
+
+    /// Adds a row to the totals, and returns its gradient with the sizes of the terms.
+    fn expect_row(&self, row: usize, totals: &mut [f64; DIVERGENCE_TOTALS]) -> Vec<(f64, f64)> {
+        let (t, share) = (f64::from(self.temperature), f64::from(self.label_share));
+        let own = self.student.row(row, self.cap);
+        let other = self.teacher.row(row, self.cap);
+        let Ok(label) = usize::try_from(self.labels[row]) else {
+            return vec![(0.0, 0.0); own.len()];
+        };
+        let [cold, warm] = [1.0, t].map(|t| log_softmax(&own, t));
+        let taught = log_softmax(&other, t);
+        let weight = f64::from(self.weights[row]);
+        let divergences = taught.iter().zip(&warm).map(|(a, b)| a.exp() * (a - b));
+        let (entropy, divergence) = (-cold[label], divergences.sum::<f64>());
+        totals[0] += weight * ((1.0 - share) * t * t * divergence + share * entropy);
+        totals[1] += weight * entropy;
+        totals[2] += weight * divergence;
+        let of_column = |i: usize| {
+            let onehot = f64::from(u8::from(i == label));
+            let (a, b, p) = (warm[i].exp(), taught[i].exp(), cold[i].exp());
+            let capped = |c: f32| 1.0 - (own[i] / f64::from(c)).powi(2);
+            let slope = self.cap.map_or(1.0, capped);
+            let by_teacher = (1.0 - share) * t * (a - b);
+            let error = (2.0 * self.size + 4.0) * (t * (a + b) + p) + onehot;
+            (weight * (by_teacher + share * (p - onehot)) * slope, error)
+        };
+        (0..own.len()).map(of_column).collect()
+    }
+
+    /// The logarithms of the sums of exponentials that the loss leaves, for each row with a label.
+    fn check_sums(&self, what: &str) {
+        let rows = self.labels.len();
+        let found = read_f32(&self.sums, rows * DIVERGENCE_SUMS);
+        for row in (0..rows).filter(|row| self.labels[*row] >= 0) {
+            let own = self.student.row(row, self.cap);
+            let lse = own.iter().map(|l| l.exp()).sum::<f64>().ln();
+            let bound = 4.0 * self.size * ARITHMETIC;
+            assert_within(f64::from(found[row * DIVERGENCE_SUMS]), lse, bound, what);
+        }
+    }
+}
+
+/// Rows with and without labels, in chunks that are unlike each other; a teacher that is the student teaches exactly nothing.
 #[test]
 fn the_divergence_from_a_teacher_agrees_with_f64() {
     let Some(gpu) = gpu() else { return };
@@ -89,123 +249,45 @@ fn the_divergence_from_a_teacher_agrees_with_f64() {
         (64, vec![8192, 61], None, 20.0, 1.0, 0.0, true),
         (64, vec![8192, 61], Some(30.0), 20.0, 1.7, 0.0, true),
     ] {
-        let vocabulary: usize = chunks.iter().sum();
-        let student = Logits::new(&gpu, 91, (rows, &chunks), size);
-        let teacher = Logits::new(&gpu, if equal { 91 } else { 191 }, (rows, &chunks), size);
-        let weights: Vec<f32> = normal(291, rows).iter().map(|w| 1.0 + 0.25 * w).collect();
-        let labels: Vec<i32> = (0..rows)
-            .map(|row| match row % 3 {
-                1 => -1,
-                _ => (row * 7919 % vocabulary) as i32,
-            })
-            .collect();
-        let (of_labels, of_weights) = (upload(&gpu, &labels), upload(&gpu, &weights));
-        let found = poisoned(&gpu, rows * DIVERGENCE_FOUND * 4);
-        let sums = poisoned(&gpu, rows * DIVERGENCE_SUMS * 4);
-        let known = Divergence {
-            labels: (&of_labels).into(),
-            weights: (&of_weights).into(),
-            found: (&found).into(),
-            sums: (&sums).into(),
-            temperature,
-            label_share: share,
-        };
-        let mut firsts = vec![0];
-        for columns in &chunks {
-            firsts.push(firsts[firsts.len() - 1] + columns);
-        }
-        let run = || {
-            for c in 0..chunks.len() {
-                let both = [&student, &teacher].map(|of| of.chunk(c, firsts[c], cap));
-                training::divergence_chunk(&known, both.each_ref(), c == 0).unwrap();
-            }
-            let totals = poisoned(&gpu, DIVERGENCE_TOTALS * 8);
-            training::divergence_finish(&known, (&totals).into()).unwrap();
-            let mut got = [0u64; DIVERGENCE_TOTALS];
-            totals.read(0, &mut got).unwrap();
-            got
-        };
-        let got = run();
-        assert_eq!(got, run());
+        let t = f64::from(temperature);
+        let what = format!("{rows} rows of {chunks:?} at {t}");
+        let (form, by) = ((cap, size), (temperature, share));
+        let lesson = Lesson::new(&gpu, rows, chunks, form, by, equal);
+        let got = lesson.totals();
+        assert_eq!(got, lesson.totals());
         let got = got.map(f64::from_bits);
 
-        let (t, share) = (f64::from(temperature), f64::from(share));
-        let mut want = [0.0; DIVERGENCE_TOTALS];
-        let mut gradients = Vec::new();
-        for row in 0..rows {
-            let (own, other) = (student.row(row, cap), teacher.row(row, cap));
-            let [cold, warm] = [1.0, t].map(|t| log_softmax(&own, t));
-            let taught = log_softmax(&other, t);
-            let weight = f64::from(weights[row]);
-            if labels[row] < 0 {
-                gradients.push(vec![(0.0, 0.0); vocabulary]);
-                continue;
-            }
-            let label = labels[row] as usize;
-            let divergences = taught.iter().zip(&warm).map(|(a, b)| a.exp() * (a - b));
-            let (entropy, divergence) = (-cold[label], divergences.sum::<f64>());
-            want[0] += weight * ((1.0 - share) * t * t * divergence + share * entropy);
-            want[1] += weight * entropy;
-            want[2] += weight * divergence;
-            let of_column = |i: usize| {
-                let onehot = f64::from(u8::from(i == label));
-                let (a, b, p) = (warm[i].exp(), taught[i].exp(), cold[i].exp());
-                let slope = cap.map_or(1.0, |c| 1.0 - (own[i] / f64::from(c)).powi(2));
-                let by_teacher = (1.0 - share) * t * (a - b);
-                let error = (2.0 * f64::from(size) + 4.0) * (t * (a + b) + p) + onehot;
-                (weight * (by_teacher + share * (p - onehot)) * slope, error)
-            };
-            gradients.push((0..vocabulary).map(of_column).collect());
-        }
-        let what = format!("{rows} rows of {chunks:?} at {t}");
-        let bound = 4.0 * f64::from(size) * rows as f64 * t.powi(2).max(1.0) * ARITHMETIC;
-        for (got, want) in got.iter().zip(want) {
+        let want = lesson.expected();
+        let bound = 4.0 * lesson.size * rows as f64 * t.powi(2).max(1.0) * ARITHMETIC;
+        for (got, want) in got.iter().zip(want.totals) {
             assert_within(*got, want, bound, &what);
         }
         if equal {
             assert_eq!((got[0], got[2]), (0.0, 0.0), "{what}");
         }
-        for row in (0..rows).filter(|row| labels[*row] >= 0) {
-            let found = read_f32(&sums, rows * DIVERGENCE_SUMS);
-            let own = student.row(row, cap);
-            let lse = own.iter().map(|l| l.exp()).sum::<f64>().ln();
-            let bound = 4.0 * f64::from(size) * ARITHMETIC;
-            assert_within(f64::from(found[row * DIVERGENCE_SUMS]), lse, bound, &what);
-        }
+        lesson.check_sums(&what);
 
-        for c in 0..chunks.len() {
-            let dlogits = poisoned(&gpu, rows * chunks[c] * 2);
-            let both = [&student, &teacher].map(|of| of.chunk(c, firsts[c], cap));
-            training::divergence_gradient(&known, both.each_ref(), (&dlogits).into()).unwrap();
-            let mut bits = vec![0u16; rows * chunks[c]];
-            dlogits.read(0, &mut bits).unwrap();
-            for (i, &bits) in bits.iter().enumerate() {
-                let got = bf16::from_bits(bits).to_f64();
-                let (want, error) = gradients[i / chunks[c]][firsts[c] + i % chunks[c]];
+        for (c, &columns) in lesson.chunks.iter().enumerate() {
+            for (i, got) in lesson.gradient(c).into_iter().enumerate() {
+                let (want, error) = want.gradients[i / columns][lesson.firsts[c] + i % columns];
                 let bound = want.abs() * ROUNDING + error * ARITHMETIC;
                 assert_within(got, want, bound, &what);
                 assert!(!equal || got == 0.0, "{what}: {got}");
             }
         }
-        let (a, b) = (student.chunk(0, 0, cap), teacher.chunk(0, 4, cap));
+        let (a, b) = (
+            lesson.student.chunk(0, 0, cap),
+            lesson.teacher.chunk(0, 4, cap),
+        );
         expect_kind(
-            training::divergence_chunk(&known, [&a, &b], true),
+            training::divergence_chunk(&lesson.known(), [&a, &b], true),
             ErrorKind::InvalidArgument,
             "they must be the same",
         );
     }
 }
 
-/// Runs of tokens that step by one.
-fn text(seed: usize, rows: usize, vocabulary: usize) -> (Vec<u32>, Vec<i32>) {
-    let tokens: Vec<u32> = (0..=rows)
-        .map(|i| ((seed * 37 + i / 9 * 61 + i) % vocabulary) as u32)
-        .collect();
-    let labels = tokens[1..].iter().map(|&t| t as i32).collect();
-    (tokens[..rows].to_vec(), labels)
-}
-
-/// Losses of ten steps of one golden model by another one, and how they compare then.
+/// Losses of ten steps of one golden model by another one, and the comparison of the two afterwards.
 fn lessons(
     device: &Device,
     (of, teacher): (&str, &str),
@@ -320,7 +402,7 @@ fn a_model_on_a_gpu_learns_nothing_from_itself() {
     }
 }
 
-/// The library's own account of a step with a teacher is what was reckoned, within a few percent.
+/// Estimates of a step count a teacher, by its place.
 #[test]
 fn estimates_of_a_gpu_count_a_teacher() {
     let Some(gpu) = gpu() else { return };

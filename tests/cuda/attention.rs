@@ -1,0 +1,405 @@
+//! Attention by the fused kernels against f64: prompts, decode steps, and sequences together.
+
+use std::sync::Arc;
+
+use NVFP4::base::memory::Tag;
+use NVFP4::cuda::{
+    self, DeviceBuffer, Gpu, Heads, Layout, PAGE, PageTable, SplitKv, SplitKvWorkspace, Unit,
+};
+
+use crate::support::{
+    EPS, as_f64, assert_close, gpu, normal, poisoned, read_f16, rms_norm, upload,
+};
+
+/// The bound of attention with queries, keys, values, weights and the output in f16, and sums in f32.
+const ATTENTION: f64 = 1e-3;
+/// The factor of the cosines and sines of elements that rotate.
+pub(crate) const ATTENTION_FACTOR: f64 = 1.125;
+
+/// The projections of one sequence, and its attention in f64.
+pub(crate) struct Sequence {
+    pub(crate) heads: usize,
+    pub(crate) kv_heads: usize,
+    pub(crate) dim: usize,
+    pub(crate) qkv: Vec<f32>,
+    pub(crate) q_norm: Vec<f32>,
+    pub(crate) k_norm: Vec<f32>,
+    /// A frequency for each pair of elements that rotates.
+    pub(crate) frequencies: Vec<f32>,
+    pub(crate) window: Option<usize>,
+    pub(crate) cap: Option<f32>,
+}
+
+impl Sequence {
+    pub(crate) fn new(
+        (heads, kv_heads, dim): (usize, usize, usize),
+        len: usize,
+        (rotary_dim, window, cap): (usize, Option<usize>, Option<f32>),
+        seed: u64,
+    ) -> Sequence {
+        let norm = |seed| normal(seed, dim).iter().map(|v| 1.0 + 0.2 * v).collect();
+        Sequence {
+            heads,
+            kv_heads,
+            dim,
+            qkv: normal(seed, len * (heads + 2 * kv_heads) * dim),
+            q_norm: norm(seed + 1),
+            k_norm: norm(seed + 2),
+            frequencies: (0..rotary_dim / 2)
+                .map(|i| 10_000f32.powf(-(2.0 * i as f32) / rotary_dim as f32))
+                .collect(),
+            window,
+            cap,
+        }
+    }
+
+    /// Elements of a row of projections.
+    pub(crate) fn row(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.dim
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.qkv.len() / self.row()
+    }
+
+    /// Elements of a row of results.
+    pub(crate) fn width(&self) -> usize {
+        self.heads * self.dim
+    }
+
+    fn rotary_dim(&self) -> usize {
+        2 * self.frequencies.len()
+    }
+
+    fn head(&self, position: usize, head: usize, norm: Option<&[f32]>) -> Vec<f64> {
+        let x = &self.qkv[position * self.row() + head * self.dim..][..self.dim];
+        let Some(norm) = norm else {
+            return as_f64(x);
+        };
+        let normed = as_f64(&rms_norm(x, norm));
+        let half = self.frequencies.len();
+        let mut y = normed.clone();
+        for i in 0..half {
+            let (sin, cos) = f64::from(position as f32 * self.frequencies[i]).sin_cos();
+            let (sin, cos) = (sin * ATTENTION_FACTOR, cos * ATTENTION_FACTOR);
+            y[i] = normed[i] * cos - normed[i + half] * sin;
+            y[i + half] = normed[i + half] * cos + normed[i] * sin;
+        }
+        y
+    }
+
+    /// The answer for the row at `position`.
+    pub(crate) fn attend(&self, position: usize) -> Vec<f64> {
+        let mut out = Vec::new();
+        for head in 0..self.heads {
+            let kv = head / (self.heads / self.kv_heads);
+            let q = self.head(position, head, Some(&self.q_norm));
+            let first = (position + 1).saturating_sub(self.window.unwrap_or(usize::MAX));
+            let scores: Vec<f64> = (first..=position)
+                .map(|p| {
+                    let k = self.head(p, self.heads + kv, Some(&self.k_norm));
+                    let product: f64 = q.iter().zip(&k).map(|(a, b)| a * b).sum();
+                    let score = product / (self.dim as f64).sqrt();
+                    self.cap
+                        .map(f64::from)
+                        .map_or(score, |cap| cap * (score / cap).tanh())
+                })
+                .collect();
+            let top = scores.iter().copied().fold(f64::MIN, f64::max);
+            let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
+            let total: f64 = weights.iter().sum();
+            let mut sum = vec![0.0; self.dim];
+            for (p, w) in weights.iter().enumerate() {
+                let v = self.head(first + p, self.heads + self.kv_heads + kv, None);
+                sum.iter_mut()
+                    .zip(&v)
+                    .for_each(|(s, v)| *s += w / total * v);
+            }
+            out.extend(sum);
+        }
+        out
+    }
+}
+
+/// The pages of a cache of two layers for one sequence, and the table of their addresses. Tests use the second layer.
+pub(crate) struct Pages {
+    pages: Vec<DeviceBuffer>,
+    table: DeviceBuffer,
+}
+
+impl Pages {
+    pub(crate) fn new(gpu: &Arc<Gpu>, layer_bytes: usize, len: usize) -> Pages {
+        let page = || DeviceBuffer::zeroed(gpu, Tag::DeviceKvCache, 2 * layer_bytes).unwrap();
+        let pages: Vec<DeviceBuffer> = (0..len.div_ceil(PAGE)).map(|_| page()).collect();
+        let addresses: Vec<u64> = pages.iter().map(DeviceBuffer::address).collect();
+        Pages {
+            pages,
+            table: upload(gpu, &addresses),
+        }
+    }
+
+    pub(crate) fn table(&self) -> PageTable<'_> {
+        PageTable {
+            table: &self.table,
+            stride: self.pages.len(),
+            layer: 1,
+            unfit: None,
+        }
+    }
+}
+
+/// The norms and the frequencies of a sequence on the device.
+struct DeviceHeads {
+    q_norm: DeviceBuffer,
+    k_norm: DeviceBuffer,
+    frequencies: DeviceBuffer,
+}
+
+impl DeviceHeads {
+    fn new(gpu: &Arc<Gpu>, s: &Sequence) -> DeviceHeads {
+        DeviceHeads {
+            q_norm: upload(gpu, &s.q_norm),
+            k_norm: upload(gpu, &s.k_norm),
+            frequencies: upload(gpu, &s.frequencies),
+        }
+    }
+
+    fn heads(&self, s: &Sequence) -> Heads<'_> {
+        Heads {
+            heads: s.heads,
+            kv_heads: s.kv_heads,
+            dim: s.dim,
+            q_norm: Some(&self.q_norm),
+            k_norm: Some(&self.k_norm),
+            frequencies: &self.frequencies,
+            rotary_dim: s.rotary_dim(),
+            attention_factor: ATTENTION_FACTOR as f32,
+            eps: EPS,
+            scale: 1.0 / (s.dim as f32).sqrt(),
+            window: s.window,
+            score_cap: s.cap,
+        }
+    }
+}
+
+/// The ways in which a decode step divides the positions of a sequence among blocks.
+fn divisions(gpu: &Gpu, h: &Heads<'_>) -> impl Iterator<Item = SplitKv> {
+    let is_bounded = h.window.is_some() || h.score_cap.is_some();
+    let [unit, ..] = cuda::attention_units(h.dim, h.rotary_dim, is_bounded);
+    let has_clusters = gpu.arch().0 >= 9 && unit == Unit::AttentionDecode;
+    let cluster = has_clusters.then_some(SplitKv::Cluster);
+    let splits = [1, 2, 3, 8].map(SplitKv::Splits);
+    splits.into_iter().chain(cluster)
+}
+
+/// A sequence whose rows a cache of the device takes.
+struct Cached<'a> {
+    gpu: &'a Arc<Gpu>,
+    s: &'a Sequence,
+    h: Heads<'a>,
+    pages: PageTable<'a>,
+}
+
+impl Cached<'_> {
+    fn what(&self, kernel: &str) -> String {
+        let Heads {
+            heads,
+            kv_heads,
+            dim,
+            rotary_dim,
+            window,
+            ..
+        } = self.h;
+        format!("{kernel} {heads}/{kv_heads} heads of {dim} ({rotary_dim}), window {window:?}")
+    }
+
+    /// Runs all rows but the last: a prefix in one call, and the rest in another.
+    fn check_prefill(&self, prefix: usize) {
+        let Cached { gpu, s, h, pages } = self;
+        let (last, width) = (s.len() - 1, s.width());
+        let q = poisoned(gpu, s.len() * width * 2);
+        let out = poisoned(gpu, s.len() * width * 2);
+        let qkv = upload(gpu, &s.qkv);
+        if prefix > 0 {
+            cuda::store(gpu, h, pages, &qkv, 0, prefix, 0, &q).unwrap();
+            cuda::prefill(gpu, h, pages, &q, 0, prefix, 0, &out).unwrap();
+        }
+        cuda::store(gpu, h, pages, &qkv, prefix, last - prefix, prefix, &q).unwrap();
+        cuda::prefill(gpu, h, pages, &q, prefix, last - prefix, prefix, &out).unwrap();
+        let got = read_f16(&out, last * width);
+        for position in [
+            0,
+            prefix.saturating_sub(1),
+            prefix,
+            (prefix + last) / 2,
+            last - 1,
+        ] {
+            let what = format!("{}, position {position}", self.what("prefill"));
+            let got = &got[position * width..(position + 1) * width];
+            assert_close(got, &s.attend(position), ATTENTION, &what);
+        }
+        assert!(got.iter().all(|v| v.is_finite()), "a row was not written");
+    }
+
+    /// Runs the last row by the decode kernel, with every division of the positions.
+    fn check_decode(&self) {
+        let Cached { gpu, s, h, pages } = self;
+        let (last, width) = (s.len() - 1, s.width());
+        let want = s.attend(last);
+        let new = upload(gpu, &s.qkv[last * s.row()..]);
+        let positions = upload(gpu, &[last as u32]);
+        let rows = SplitKvWorkspace::new(gpu, h.heads, h.kv_heads, h.dim, 1).unwrap();
+        for division in divisions(gpu, h) {
+            let out = poisoned(gpu, width * 2);
+            let layout = Layout::RowMajor;
+            cuda::decode(
+                gpu, h, pages, &new, &positions, 1, division, &rows, &out, layout,
+            )
+            .unwrap();
+            let what = format!("{}, {division:?}", self.what("decode"));
+            assert_close(&read_f16(&out, width), &want, ATTENTION, &what);
+        }
+    }
+}
+
+#[test]
+fn attention_agrees_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    for (i, &(heads, kv_heads, dim, rotary_dim, len, prefix, window, cap)) in [
+        (4, 2, 32, 32, 70, 1, None, None),
+        (9, 3, 64, 64, 200, 63, None, None),
+        (8, 2, 128, 128, 150, 64, None, None),
+        (2, 2, 64, 64, 33, 0, None, None),
+        (20, 2, 128, 128, 40, 5, None, None),
+        (4, 1, 128, 128, 700, 690, None, None),
+        // Windows within a page, over several, and at their ends; soft caps that bite.
+        (4, 2, 32, 32, 300, 100, Some(1), None),
+        (4, 2, 64, 64, 300, 130, Some(17), Some(0.7)),
+        (8, 2, 128, 128, 400, 190, Some(64), None),
+        (4, 1, 128, 128, 700, 300, Some(333), Some(2.0)),
+        // Other sizes, and heads of which a part rotates.
+        (4, 2, 32, 16, 70, 3, None, None),
+        (4, 2, 64, 20, 90, 65, Some(30), None),
+        (4, 1, 80, 80, 200, 64, None, Some(1.0)),
+        (3, 3, 80, 32, 150, 10, Some(70), None),
+        (6, 2, 96, 96, 200, 129, None, None),
+        (6, 2, 96, 72, 200, 129, Some(100), None),
+        (3, 1, 128, 96, 200, 70, None, None),
+        (4, 2, 192, 192, 300, 128, Some(129), None),
+        (4, 2, 192, 64, 130, 1, None, None),
+        (8, 4, 256, 256, 300, 150, None, None),
+        (8, 4, 256, 256, 300, 65, Some(100), Some(1.5)),
+        (2, 1, 256, 128, 100, 64, Some(65), None),
+    ]
+    .iter()
+    .enumerate()
+    {
+        let shape = (heads, kv_heads, dim);
+        let s = Sequence::new(shape, len, (rotary_dim, window, cap), 10 * i as u64);
+        let on_device = DeviceHeads::new(&gpu, &s);
+        let h = on_device.heads(&s);
+        let pages = Pages::new(&gpu, h.page_bytes(), len);
+        let cached = Cached {
+            gpu: &gpu,
+            s: &s,
+            h,
+            pages: pages.table(),
+        };
+        cached.check_prefill(prefix);
+        cached.check_decode();
+    }
+}
+
+/// The caches of several sequences with room for as many pages each, which hold all rows but the last.
+struct Batch {
+    table: DeviceBuffer,
+    stride: usize,
+    /// The last row of each sequence, and its position.
+    new: DeviceBuffer,
+    positions: DeviceBuffer,
+    _pages: Vec<Pages>,
+}
+
+impl Batch {
+    /// Stores the rows of sequences of at most `most` positions.
+    fn new(gpu: &Arc<Gpu>, h: &Heads<'_>, sequences: &[Sequence], most: usize) -> Batch {
+        let stride = most.div_ceil(PAGE);
+        let (mut held, mut addresses, mut new, mut last) = (vec![], vec![], vec![], vec![]);
+        for s in sequences {
+            let len = s.len();
+            let pages = Pages::new(gpu, h.page_bytes(), len);
+            if len > 1 {
+                let (qkv, q) = (upload(gpu, &s.qkv), poisoned(gpu, len * s.width() * 2));
+                cuda::store(gpu, h, &pages.table(), &qkv, 0, len - 1, 0, &q).unwrap();
+            }
+            let mut own: Vec<u64> = pages.pages.iter().map(DeviceBuffer::address).collect();
+            own.resize(stride, 0);
+            addresses.extend(own);
+            new.extend_from_slice(&s.qkv[(len - 1) * s.row()..]);
+            last.push(len as u32 - 1);
+            held.push(pages);
+        }
+        Batch {
+            table: upload(gpu, &addresses),
+            stride,
+            new: upload(gpu, &new),
+            positions: upload(gpu, &last),
+            _pages: held,
+        }
+    }
+
+    fn pages(&self) -> PageTable<'_> {
+        PageTable {
+            table: &self.table,
+            stride: self.stride,
+            layer: 1,
+            unfit: None,
+        }
+    }
+}
+
+/// A decode step of several sequences of different lengths, however their positions are divided among blocks.
+#[test]
+fn attention_of_several_sequences_agrees_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    for (count, shape, window) in [
+        (1, (8, 2, 128), None),
+        (2, (8, 2, 128), None),
+        (8, (4, 1, 128), Some(90)),
+        (8, (9, 3, 64), None),
+        (17, (4, 2, 128), None),
+        (17, (8, 4, 256), Some(65)),
+    ] {
+        let (heads, kv_heads, dim) = shape;
+        let sequence = |i: usize| {
+            let len = 1 + 131 * i % 400;
+            Sequence::new(shape, len, (dim, window, None), 100 + i as u64)
+        };
+        let mut sequences: Vec<Sequence> = (0..count).map(sequence).collect();
+        // Norms are the model's, and the first sequence's are taken for all.
+        let (q, k) = (sequences[0].q_norm.clone(), sequences[0].k_norm.clone());
+        for s in &mut sequences {
+            (s.q_norm, s.k_norm) = (q.clone(), k.clone());
+        }
+        let on_device = DeviceHeads::new(&gpu, &sequences[0]);
+        let h = on_device.heads(&sequences[0]);
+        let batch = Batch::new(&gpu, &h, &sequences, 400);
+        let (new, positions, pages) = (&batch.new, &batch.positions, batch.pages());
+        let wanted: Vec<Vec<f64>> = sequences.iter().map(|s| s.attend(s.len() - 1)).collect();
+        let width = heads * dim;
+        let workspace = SplitKvWorkspace::new(&gpu, heads, kv_heads, dim, count).unwrap();
+        for division in divisions(&gpu, &h) {
+            let out = poisoned(&gpu, count * width * 2);
+            let layout = Layout::RowMajor;
+            cuda::decode(
+                &gpu, &h, &pages, new, positions, count, division, &workspace, &out, layout,
+            )
+            .unwrap();
+            let got = read_f16(&out, count * width);
+            for (i, (got, want)) in got.chunks_exact(width).zip(&wanted).enumerate() {
+                let what = format!("sequence {i} of {count}, {shape:?}, {division:?}");
+                assert_close(got, want, ATTENTION, &what);
+            }
+        }
+    }
+}

@@ -1,0 +1,408 @@
+//! Whole models against the processor: golden ones, ones whose activations are massive, and ones that the environment names.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use NVFP4::cuda::Gpu;
+use NVFP4::format::nvfp4::QuantizeOptions;
+use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
+use NVFP4::ops::sample::Choice;
+use NVFP4::session::{SamplingOptions, SessionOptions};
+use half::bf16;
+use safetensors::{Dtype, SafeTensors};
+
+use crate::common::{
+    Copy, DEVICE_CASES, LONG_CASES, at_long_positions, golden, options, some_tokens,
+};
+use crate::support::{
+    as_f64, assert_close, generated, gpu, load_on, logits, prompted, relative_l2,
+};
+
+/// Compares row by row, for models with experts: where two experts are about as probable, rounding decides which of them a row goes to,
+/// and changes that row and, a little, the rows that attend to it. Nine of ten rows must be close, and the others not far.
+fn assert_rows_close(got: &[f32], want: &[f64], width: usize, bar: f64, what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    let rows = got.chunks_exact(width).zip(want.chunks_exact(width));
+    let errors: Vec<f64> = rows.map(|(got, want)| relative_l2(got, want)).collect();
+    let far = errors.iter().filter(|&&e| e > bar || e.is_nan()).count();
+    let worst = errors.iter().fold(0f64, |worst, &e| worst.max(e));
+    println!(
+        "{what}: {far} of {} rows beyond {bar:e}, at most {worst:.2e}",
+        errors.len()
+    );
+    assert!(
+        far * 10 <= errors.len() && errors.iter().all(|&e| e <= 0.3),
+        "{what}: relative L2 of rows {errors:?}, at most {bar:e} of nine in ten"
+    );
+}
+
+/// A golden model on the processor and on a GPU.
+struct Pair {
+    case: &'static str,
+    cpu: Arc<Model>,
+    model: Arc<Model>,
+}
+
+impl Pair {
+    /// Loads a model; there is no pair if its heads are too small for a GPU, which refuses it.
+    fn load(gpu: &Arc<Gpu>, case: &'static str, quantize: Option<QuantizeOptions>) -> Option<Pair> {
+        let load = |device| {
+            let options = LoadOptions {
+                device,
+                quantize: quantize.clone(),
+                ..options()
+            };
+            Model::load(&golden(case), &options)
+        };
+        let cpu = load(options().device).unwrap();
+        let model = load(Device::Cuda(gpu.clone()));
+        if cpu.spec().blocks[0].attention.head_dim < 32 {
+            let error = model.unwrap_err();
+            let refused = "head_dim must be one of [32, 64, 80, 96, 128, 192, 256]";
+            assert!(error.message().contains(refused), "{error}");
+            return None;
+        }
+        let model = model.unwrap();
+        Some(Pair { case, cpu, model })
+    }
+
+    fn assert_close(&self, got: &[f32], want: &[f64], bar: f64, what: &str) {
+        let what = format!("{}, {what}", self.case);
+        let spec = self.cpu.spec();
+        match spec.blocks.iter().any(|b| b.mlp.experts() > 0) {
+            true => assert_rows_close(got, want, spec.vocab_size, 2.0 * bar, &what),
+            false => assert_close(got, want, bar, &what),
+        }
+    }
+
+    /// Logits of the reference block on the GPU, some rows after others.
+    fn reference(&self, tokens: &[u32]) -> Vec<f32> {
+        let (model, mut reference) = (&self.model, Vec::new());
+        let room = 4 * tokens.len();
+        let mut cache = KvCache::new(model.device(), model.spec(), room, KvType::F16).unwrap();
+        for part in tokens.chunks(37) {
+            let (mut scratch, mut some) = (Scratch::new(), Vec::new());
+            model
+                .forward_reference(part, &mut cache, &mut scratch, Logits::All, &mut some)
+                .unwrap();
+            reference.extend(some);
+        }
+        reference
+    }
+
+    /// Compares the reference block on the GPU with the processor, and fused kernels with both. Inputs of its products are rounded to f16,
+    /// seven times a block, and so are keys and values.
+    fn check(&self) {
+        let tokens = some_tokens(&self.cpu, 60);
+        let (want, _) = logits(&self.cpu, &tokens);
+        let want = as_f64(&want);
+        let reference = self.reference(&tokens);
+        self.assert_close(&reference, &want, 3e-3, "operation by operation");
+        let (all, each) = logits(&self.model, &tokens);
+        self.assert_close(&all, &want, 5e-3, "one call");
+        self.assert_close(&each, &want, 5e-3, "token by token");
+        self.assert_close(&all, &as_f64(&reference), 5e-3, "fused");
+    }
+}
+
+#[test]
+fn models_agree_with_the_processor() {
+    let Some(gpu) = gpu() else { return };
+    let mut tested = 0;
+    for case in DEVICE_CASES {
+        for quantize in [Some(QuantizeOptions::default()), None] {
+            let Some(pair) = Pair::load(&gpu, case, quantize) else {
+                continue;
+            };
+            pair.check();
+            tested += 1;
+        }
+    }
+    assert_eq!(tested, 2 * 10, "models with heads that the GPU takes");
+}
+
+/// Far positions under every RoPE scaling, by the kernels of prompts and by those of a decode step.
+#[test]
+fn long_positions_agree_with_transformers() {
+    let Some(gpu) = gpu() else { return };
+    for case in LONG_CASES {
+        let model = load_on(Device::Cuda(gpu.clone()), &golden(case));
+        for last_alone in [false, true] {
+            let check = |position: usize, got: &[f32], want: &[f32]| {
+                let want = as_f64(want);
+                let what = format!("{case}, position {position}, last alone: {last_alone}");
+                println!("{what}: relative L2 {:.2e}", relative_l2(got, &want));
+                assert_close(got, &want, 5e-3, &what);
+            };
+            at_long_positions(case, &model, KvType::F16, last_alone, check);
+        }
+    }
+}
+
+/// Sequences with room for long contexts and for short ones in one batch, which longrope rotates by different tables: each has the
+/// logits, and the next tokens, that it has alone.
+#[test]
+fn long_and_short_sequences_share_a_batch() {
+    let Some(gpu) = gpu() else { return };
+    let model = load_on(Device::Cuda(gpu), &golden("long_longrope"));
+    let tokens = some_tokens(&model, 12);
+    let mut scratch = Scratch::new();
+    // The scaling tells them apart at 16,384.
+    let mut caches: Vec<KvCache> = [400, 20_000, 16_384, 16_385, 17_000]
+        .iter()
+        .map(|&room| KvCache::new(model.device(), model.spec(), room, KvType::F16).unwrap())
+        .collect();
+    let mut alone = Vec::new();
+    for (i, cache) in caches.iter_mut().enumerate() {
+        let (prompt, mut row) = (&tokens[..3 + i], Vec::new());
+        for (tokens, wanted) in [(prompt, Logits::None), (&tokens[11..], Logits::Last)] {
+            model
+                .forward(tokens, cache, &mut scratch, wanted, &mut row)
+                .unwrap();
+        }
+        cache.truncate(prompt.len()).unwrap();
+        alone.push(row);
+    }
+    assert_ne!(alone[0], alone[1]);
+
+    let next = vec![tokens[11]; caches.len()];
+    let mut together = Vec::new();
+    let mut all: Vec<&mut KvCache> = caches.iter_mut().collect();
+    model
+        .forward_batch(&next, &mut all, &mut scratch, &mut together)
+        .unwrap();
+    let rows: Vec<&[f32]> = together.chunks(model.spec().vocab_size).collect();
+    for (i, (got, want)) in rows.iter().zip(&alone).enumerate() {
+        assert_close(got, &as_f64(want), 2e-3, &format!("sequence {i}"));
+    }
+    for cache in &mut all {
+        cache.truncate(cache.len() - 1).unwrap();
+    }
+    let greedy = SamplingOptions::default();
+    let choices = vec![greedily(&greedy); all.len()];
+    let chosen = model
+        .forward_choose(&next, &mut all, &choices, &mut scratch, true)
+        .unwrap();
+    for (i, (&token, row)) in chosen.iter().zip(rows).enumerate() {
+        let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        assert_eq!(row[token as usize], max, "sequence {i}");
+    }
+}
+
+fn greedily(options: &SamplingOptions) -> Choice<'_> {
+    Choice {
+        options,
+        draw: 0,
+        history: &[],
+    }
+}
+
+/// Changes bytes of a tensor in the golden that a copy holds: `change` is given its type and its bytes.
+fn change_tensor(dir: &Copy, name: &str, change: impl FnOnce(Dtype, &mut [u8])) {
+    let mut bytes = std::fs::read(dir.0.join("model.safetensors")).unwrap();
+    let (dtype, range) = {
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let tensor = file.tensor(name).unwrap();
+        let start = tensor.data().as_ptr() as usize - bytes.as_ptr() as usize;
+        (tensor.dtype(), start..start + tensor.data().len())
+    };
+    change(dtype, &mut bytes[range]);
+    dir.write("model.safetensors", &bytes);
+}
+
+/// A sequence that a model refuses to run.
+struct Refused<'a> {
+    model: &'a Model,
+    cache: KvCache,
+    scratch: Scratch,
+    out: Vec<f32>,
+}
+
+impl<'a> Refused<'a> {
+    fn new(model: &'a Model, room: usize) -> Refused<'a> {
+        Refused {
+            model,
+            cache: KvCache::new(model.device(), model.spec(), room, KvType::F16).unwrap(),
+            scratch: Scratch::new(),
+            out: Vec::new(),
+        }
+    }
+
+    /// Demands an error with these words, which leaves the cache and the logits empty.
+    #[track_caller]
+    fn run(&mut self, tokens: &[u32], words: &str) {
+        let Refused {
+            model,
+            cache,
+            scratch,
+            out,
+        } = self;
+        let error = model
+            .forward(tokens, cache, scratch, Logits::Last, out)
+            .unwrap_err();
+        assert!(error.message().contains(words), "{error}");
+        assert_eq!((cache.len(), out.len()), (0, 0));
+    }
+}
+
+/// A residual stream of 2e5, 3e6 between gate and down, keys of 500 and scores of a thousand (`qwen2_massive`) give the processor's logits
+/// from a cache in f16, too. Keys that f16 does not hold are an error that names their layer, and the model is as good as new afterwards.
+#[test]
+fn massive_activations_fit_or_are_refused() {
+    let Some(gpu) = gpu() else { return };
+    let cpu = load_on(Device::cpu(None).unwrap(), &golden("qwen2_massive"));
+    let model = load_on(Device::Cuda(gpu.clone()), &golden("qwen2_massive"));
+    // The first token is the one that has them.
+    let mut tokens = some_tokens(&cpu, 40);
+    tokens[0] = 1;
+    let (want, _) = logits(&cpu, &tokens);
+    let (all, each) = logits(&model, &tokens);
+    assert_both_close(&all, &each, &as_f64(&want), 1e-2, "massive activations");
+
+    let dir = Copy::of("qwen2_massive", "unfit");
+    let bias = "model.layers.1.self_attn.k_proj.bias";
+    change_tensor(&dir, bias, |_, bytes| {
+        bytes[..2].copy_from_slice(&bf16::from_f32(150_000.0).to_le_bytes());
+    });
+    let model = load_on(Device::Cuda(gpu), &dir.0);
+    let words = "layer 1: a query, key or value";
+    let mut refused = Refused::new(&model, 64);
+    for part in [&tokens[..1], &tokens[..20]] {
+        for _ in 0..2 {
+            refused.run(part, words);
+        }
+    }
+    let greedy = SamplingOptions::default();
+    let error = model
+        .forward_choose(
+            &tokens[..1],
+            &mut [&mut refused.cache],
+            &[greedily(&greedy)],
+            &mut refused.scratch,
+            true,
+        )
+        .unwrap_err();
+    assert!(error.message().contains(words), "{error}");
+}
+
+/// Gate and up projections beyond f16: fused kernels keep them in f32, and a prompt of more rows, for which they are stored as f16, is
+/// an error that names the layer, after which all is well.
+#[test]
+fn gate_and_up_that_overflow_are_refused() {
+    let Some(gpu) = gpu() else { return };
+    let dir = Copy::of("qwen2_massive", "overflow");
+    for projection in ["gate_proj", "up_proj"] {
+        let name = format!("model.layers.1.mlp.{projection}.weight_scale_2");
+        change_tensor(&dir, &name, |dtype, bytes| {
+            assert_eq!(dtype, Dtype::F32);
+            let global = f32::from_le_bytes((&*bytes).try_into().unwrap());
+            bytes.copy_from_slice(&(2f32.powi(18) * global).to_le_bytes());
+        });
+    }
+    let cpu = load_on(Device::cpu(None).unwrap(), &dir.0);
+    let model = load_on(Device::Cuda(gpu), &dir.0);
+    let tokens = some_tokens(&cpu, 200);
+    let mut refused = Refused::new(&model, 256);
+    for _ in 0..2 {
+        let words = "layer 1: a gate or up projection reaches beyond 65,504";
+        refused.run(&tokens, words);
+
+        let few = &tokens[..20];
+        let (want, _) = logits(&cpu, few);
+        let want = as_f64(&want);
+        let (all, each) = logits(&model, few);
+        assert_close(&all, &want, 1e-2, "20 rows");
+        assert_close(&each, &want, 1e-2, "row by row");
+    }
+}
+
+/// Compares logits of one call, and of one call for each token, after it has printed how far both are.
+#[track_caller]
+fn assert_both_close(all: &[f32], each: &[f32], want: &[f64], bar: f64, what: &str) {
+    let both = [("one call", all), ("token by token", each)];
+    for (how, got) in both {
+        println!("{what}, {how}: relative L2 {:.2e}", relative_l2(got, want));
+    }
+    for (how, got) in both {
+        assert_close(got, want, bar, &format!("{what}, {how}"));
+    }
+}
+
+/// Models named in NVFP4_TEST_MODELS, separated by colons: real ones, or of a real size.
+#[test]
+fn named_models_agree_with_the_processor() {
+    let Some(gpu) = gpu() else { return };
+    let Ok(paths) = std::env::var("NVFP4_TEST_MODELS") else {
+        println!("SKIPPED NVFP4_TEST_MODELS names no model");
+        return;
+    };
+    for path in paths.split(':') {
+        let load = |device| Model::load(path.as_ref(), &LoadOptions::new(device)).unwrap();
+        let cpu = load(Device::cpu(None).unwrap());
+        let tokens = some_tokens(&cpu, 70);
+        let (want, _) = logits(&cpu, &tokens);
+        drop(cpu);
+        let (all, each) = logits(&load(Device::Cuda(gpu.clone())), &tokens);
+        assert_both_close(&all, &each, &as_f64(&want), 5e-3, path);
+    }
+}
+
+/// A model's greedy answers to the prompts of the SmolLM2 test, each with the tokens of its prompt.
+fn answers(model: &Arc<Model>, prompts: &[String]) -> Vec<(Vec<u32>, Vec<u32>)> {
+    let greedy = SamplingOptions::default();
+    let answer = |prompt: &String| {
+        let prompt = model.tokenizer().unwrap().encode(prompt, true).unwrap();
+        let mut session = prompted(model, &SessionOptions::default(), &prompt);
+        let answer = generated(&mut session, 64, &greedy);
+        (prompt, answer)
+    };
+    prompts.iter().map(answer).collect()
+}
+
+/// The distance of the two largest logits where two answers part, or nothing if they do not.
+fn parting(model: &Arc<Model>, prompt: &[u32], one: &[u32], other: &[u32]) -> Option<f32> {
+    let at = one.iter().zip(other).position(|(a, b)| a != b)?;
+    let before = [prompt, &one[..at]].concat();
+    let mut session = prompted(model, &SessionOptions::default(), &before);
+    let logits = session.logits().unwrap();
+    Some((logits[one[at] as usize] - logits[other[at] as usize]).abs())
+}
+
+#[test]
+fn greedy_tokens_of_a_named_model_agree_or_part_at_a_tie() {
+    let Some(gpu) = gpu() else { return };
+    let Ok(path) = std::env::var("NVFP4_TEST_CHAT_MODEL") else {
+        println!("SKIPPED NVFP4_TEST_CHAT_MODEL names no model");
+        return;
+    };
+    let prompts = include_str!("../smollm2/prompts.json");
+    let prompts: Vec<String> = serde_json::from_str(prompts).unwrap();
+    // As stored and, if that is dense, as NVFP4.
+    for quantize in [Some(QuantizeOptions::default()), None] {
+        let load = |device| {
+            let options = LoadOptions {
+                device,
+                quantize: quantize.clone(),
+                ..options()
+            };
+            Model::load(Path::new(&path), &options).unwrap()
+        };
+        let cpu = load(Device::cpu(None).unwrap());
+        let model = load(Device::Cuda(gpu.clone()));
+        let (want, got) = (answers(&cpu, &prompts), answers(&model, &prompts));
+        assert!(
+            got == answers(&model, &prompts),
+            "two runs on the GPU differ"
+        );
+        let mut parted = 0;
+        for ((prompt, want), (_, got)) in want.iter().zip(&got) {
+            if let Some(gap) = parting(&cpu, prompt, want, got) {
+                println!("an answer parts where the two logits are {gap:.1e} apart");
+                assert!(gap <= 1e-2, "answers part at no tie: {gap}");
+                parted += 1;
+            }
+        }
+        let all = want.len();
+        println!("{} of {all} answers of 64 tokens agree", all - parted);
+    }
+}

@@ -1,0 +1,198 @@
+//! Norms, activations and other operations on elements and rows, against f64.
+
+use NVFP4::base::ErrorKind;
+use NVFP4::cuda::{
+    self, Activation, DeviceBuffer, DeviceSlice, Glu, Gpu, Hardware, Layout, Matrix, NextNorm,
+};
+use half::bf16;
+use std::sync::Arc;
+
+use crate::common::expect_kind;
+use crate::support::{
+    DENSE, Dense, EPS, EXACT, F16, Weight, as_f16, as_f64, assert_close, gpu, normal, poisoned,
+    read_f16, read_f32, read_rows, rms_norm, rounded, upload,
+};
+
+fn silu(g: f64) -> f64 {
+    g / (1.0 + (-g).exp())
+}
+
+fn gelu_tanh(g: f64) -> f64 {
+    let u = (2.0 / std::f64::consts::PI).sqrt() * (g + 0.044715 * g.powi(3));
+    0.5 * g * (1.0 + u.tanh())
+}
+
+/// Elementwise operations that no other test of the device has.
+#[test]
+fn unfused_operations_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    let (m, width) = (7, 300);
+    let (x, y) = (normal(31, m * width), normal(32, m * width));
+    let check = |what: &str, run: &dyn Fn(DeviceSlice<'_>), want: &dyn Fn(usize) -> f64| {
+        let on_device = upload(&gpu, &x);
+        run((&on_device).into());
+        let want: Vec<f64> = (0..m * width).map(want).collect();
+        assert_close(&read_f32(&on_device, m * width), &want, EXACT, what);
+    };
+    let (all, row) = (upload(&gpu, &y), upload(&gpu, &y[..width]));
+    let (x, y) = (as_f64(&x), as_f64(&y));
+    let add = |y: &DeviceBuffer, x: DeviceSlice<'_>| cuda::add(x, y.into()).unwrap();
+    check("add", &|x| add(&all, x), &|i| x[i] + y[i]);
+    check("add a row", &|x| add(&row, x), &|i| x[i] + y[i % width]);
+    check("scale", &|x| cuda::scale(x, -2.5).unwrap(), &|i| {
+        -2.5 * x[i]
+    });
+    check("fill", &|x| cuda::fill(x, 3.5).unwrap(), &|_| 3.5);
+    check("cap", &|x| cuda::cap_f32(x, 0.5).unwrap(), &|i| {
+        0.5 * (x[i] / 0.5).tanh()
+    });
+    let glu = |activation, x: DeviceSlice<'_>| {
+        cuda::glu_f32(activation, x, (&all).into()).unwrap();
+    };
+    check("SwiGLU", &|x| glu(Activation::Silu, x), &|i| {
+        silu(x[i]) * y[i]
+    });
+    check("GeGLU", &|x| glu(Activation::GeluTanh, x), &|i| {
+        gelu_tanh(x[i]) * y[i]
+    });
+    for wrong in [
+        cuda::add(
+            (&all).into(),
+            DeviceSlice::from(&row).part(0..4 * 299).unwrap(),
+        ),
+        cuda::glu_f32(Activation::Silu, (&all).into(), (&row).into()),
+        cuda::rotate((&all).into(), 3, 64, (&row).into(), (&row).into()),
+    ] {
+        expect_kind(wrong, ErrorKind::Internal, "elements");
+    }
+}
+
+/// Norms of the rows of a matrix of every storage, with columns weighted and not.
+#[test]
+fn norms_of_rows_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    let (rows, cols) = (37, 336);
+    let columns = normal(5, cols);
+    let on_device = upload(&gpu, &columns);
+    let check = |matrix: &Matrix, values: &[f32]| {
+        for weighted in [false, true] {
+            let out = poisoned(&gpu, rows * 4);
+            let by = weighted.then_some(DeviceSlice::from(&on_device));
+            cuda::row_norms(matrix, by, (&out).into()).unwrap();
+            let norm = |row: &[f32]| {
+                let squares = row.iter().zip(&columns).map(|(&w, &c)| {
+                    let c = if weighted { f64::from(c) } else { 1.0 };
+                    (f64::from(w) * c).powi(2)
+                });
+                squares.sum::<f64>().sqrt()
+            };
+            let want: Vec<f64> = values.chunks_exact(cols).map(norm).collect();
+            let what = format!("norms of rows of {:?}", matrix.storage());
+            assert_close(&read_f32(&out, rows), &want, EXACT, &what);
+        }
+    };
+    let packed = Weight::new(&gpu, rows, cols, 6);
+    check(&packed.device, &packed.values);
+    // Eight bits of mantissa, which every storage holds.
+    let values: Vec<f32> = normal(7, rows * cols)
+        .iter()
+        .map(|&v| bf16::from_f32(v).to_f32())
+        .collect();
+    for storage in DENSE {
+        let dense = Dense::new(&gpu, [rows, cols], storage, &values);
+        check(&dense.device, &values);
+    }
+}
+
+/// A residual stream `[m, width]` and the norms around its sum.
+struct Residual<'a> {
+    gpu: &'a Arc<Gpu>,
+    m: usize,
+    width: usize,
+    y: DeviceBuffer,
+    post: DeviceBuffer,
+    stream: DeviceBuffer,
+}
+
+impl Residual<'_> {
+    /// Adds the norm of `y` to the stream, and returns the stream.
+    fn add(&self, next: Option<NextNorm<'_>>) -> Vec<f32> {
+        let (m, width) = (self.m, self.width);
+        let (y, post, stream) = (&self.y, &self.post, &self.stream);
+        cuda::post_norm(self.gpu, y, post, EPS, m, width, stream, next).unwrap();
+        read_f32(stream, m * width)
+    }
+}
+
+/// A norm of what is added, and the norm of the sum: rows that fill registers and such that do not, in both layouts.
+#[test]
+fn norms_after_a_residual_sum_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    for (i, (m, width)) in [(1, 64), (3, 2560), (9, 1152), (40, 5376), (2, 8192)]
+        .into_iter()
+        .enumerate()
+    {
+        let seed = 600 + 10 * i as u64;
+        let (y, x) = (normal(seed, m * width), normal(seed + 1, m * width));
+        let (post, next) = (normal(seed + 2, width), normal(seed + 3, width));
+        let residual = Residual {
+            gpu: &gpu,
+            m,
+            width,
+            y: upload(&gpu, &y),
+            post: upload(&gpu, &post),
+            stream: upload(&gpu, &x),
+        };
+        let layout = Layout::taken(&Hardware::of(&gpu), m);
+        let normed = poisoned(&gpu, layout.elements(m, width) * 2);
+        let weight = upload(&gpu, &next);
+        let follows = NextNorm {
+            weight: &weight,
+            layout,
+            rows: &normed,
+        };
+        let addend = rms_norm(&y, &post);
+        let added: Vec<f32> = addend.iter().zip(&x).map(|(a, b)| a + b).collect();
+        let got = residual.add(Some(follows));
+        assert_close(&got, &as_f64(&added), EXACT, "what was added to");
+        let got = read_rows(layout, &normed, m, width);
+        let want = as_f64(&rms_norm(&added, &next));
+        assert_close(&got, &want, F16, "the norm after");
+
+        let got = residual.add(None);
+        let twice: Vec<f32> = addend.iter().zip(&added).map(|(a, b)| a + b).collect();
+        assert_close(&got, &as_f64(&twice), EXACT, "what was added to twice");
+    }
+}
+
+#[test]
+fn gated_activations_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    let (m, width, divisor) = (5, 136, 4);
+    let gate_up: Vec<f32> = normal(77, m * 2 * width)
+        .iter()
+        .map(|v| rounded(&[4.0 * v])[0] as f32)
+        .collect();
+    let on_device = upload(&gpu, &as_f16(&gate_up));
+    for (activation, function) in [
+        (Activation::Silu, silu as fn(f64) -> f64),
+        (Activation::GeluTanh, gelu_tanh),
+    ] {
+        let glu = Glu {
+            activation,
+            divisor,
+        };
+        let out = poisoned(&gpu, m * width * 2);
+        cuda::glu(&gpu, glu, &on_device, m, width, None, &out).unwrap();
+        let unit = |(&g, &u): (&f32, &f32)| function(g.into()) * f64::from(u) / f64::from(divisor);
+        let want: Vec<f64> = gate_up
+            .chunks_exact(2 * width)
+            .flat_map(|row| {
+                let (gate, up) = row.split_at(width);
+                gate.iter().zip(up).map(unit)
+            })
+            .collect();
+        let got = read_f16(&out, m * width);
+        assert_close(&got, &want, F16, &format!("{activation:?}"));
+    }
+}

@@ -1,0 +1,251 @@
+//! Sessions on a GPU: steps that the device takes ahead, steps together, saved sessions, conversations, and prompts that are cancelled.
+
+use std::cell::RefCell;
+use std::ops::ControlFlow;
+use std::process::Command;
+use std::time::Instant;
+
+use NVFP4::base::call::{Cancel, Progress, Watch};
+use NVFP4::base::{ErrorKind, Result};
+use NVFP4::model::Device;
+use NVFP4::session::{self, GenerateOptions, Sampler, SamplingOptions, Session, SessionOptions};
+
+use crate::common::{golden, some_tokens};
+use crate::support::{as_f64, assert_close, generated, gpu, load_on, prompted, with_context};
+
+/// The tokens with the largest logits, which the host reads, one after the other.
+fn by_logits(session: &mut Session, count: usize) -> Vec<u32> {
+    let mut tokens = Vec::new();
+    for _ in 0..count {
+        let logits = session.logits().unwrap();
+        let best = (0..logits.len())
+            .reduce(|b, i| if logits[i] > logits[b] { i } else { b })
+            .unwrap() as u32;
+        tokens.push(best);
+        session.decode(best).unwrap();
+    }
+    tokens
+}
+
+/// The tokens that a session generates in pieces, with forks, cuts and another session between them: the device has often gone on in
+/// vain.
+fn in_pieces(mut s: Session, mut other: Session, first: u32, count: usize) -> Vec<u32> {
+    let greedy = SamplingOptions::default();
+    let mut tokens = Vec::new();
+    while tokens.len() < count {
+        let n = 1 + tokens.len() % 17;
+        let n = n.min(count - tokens.len());
+        tokens.extend(generated(&mut s, n, &greedy));
+        let mut fork = s.fork().unwrap();
+        fork.decode(first).unwrap();
+        generated(&mut other, 3, &greedy);
+        if tokens.len() % 3 == 0 {
+            let len = s.len() - 1;
+            s.truncate(len).unwrap();
+            s.decode(*tokens.last().unwrap()).unwrap();
+        }
+        break_off(&mut fork, 9, 4);
+    }
+    tokens
+}
+
+/// Generates tokens, and stops at one of them.
+fn break_off(session: &mut Session, max_tokens: usize, at: usize) {
+    let options = GenerateOptions {
+        max_tokens,
+        ignore_model_stops: true,
+        ..GenerateOptions::default()
+    };
+    let mut count = 0;
+    session
+        .generate(&options, &mut |_| {
+            count += 1;
+            match count == at {
+                true => ControlFlow::Break(()),
+                false => ControlFlow::Continue(()),
+            }
+        })
+        .unwrap();
+}
+
+#[test]
+fn a_step_ahead_changes_nothing() {
+    let Some(gpu) = gpu() else { return };
+    let model = load_on(Device::Cuda(gpu), &golden("qwen3_tied"));
+    let prompt = some_tokens(&model, 30);
+    let new = || prompted(&model, &with_context(200), &prompt);
+    let greedy = SamplingOptions::default();
+    let want = by_logits(&mut new(), 120);
+    assert_eq!(generated(&mut new(), 120, &greedy), want);
+    assert_eq!(in_pieces(new(), new(), want[0], 120), want);
+
+    // Several together get what each would get alone.
+    let mut sessions = [new(), new(), new()];
+    let mut next: Vec<u32> = sessions.iter_mut().map(|s| s.argmax().unwrap()).collect();
+    for &token in &want[1..100] {
+        let mut all: Vec<&mut Session> = sessions.iter_mut().collect();
+        next = session::step_choose(&mut all, &next, &[&greedy; 3], true).unwrap();
+        assert_eq!(next, [token; 3]);
+    }
+}
+
+#[test]
+fn sessions_are_saved_on_one_device_and_restored_on_the_other() {
+    let Some(gpu) = gpu() else { return };
+    let cpu = load_on(Device::cpu(Some(1)).unwrap(), &golden("qwen3_tied"));
+    let model = load_on(Device::Cuda(gpu), &golden("qwen3_tied"));
+    let tokens = some_tokens(&cpu, 90);
+    let path = std::env::temp_dir().join(format!("nvfp4-cuda-{}.session", std::process::id()));
+    for (from, to) in [(&model, &cpu), (&cpu, &model), (&model, &model)] {
+        let mut session = prompted(from, &with_context(128), &tokens);
+        session.save(&path).unwrap();
+        let mut restored = Session::restore(to.clone(), &path).unwrap();
+        session.decode(3).unwrap();
+        restored.decode(3).unwrap();
+        let want = as_f64(session.logits().unwrap());
+        let got = restored.logits().unwrap();
+        assert_close(got, &want, 5e-3, "a restored session");
+    }
+    std::fs::remove_file(&path).unwrap();
+}
+
+/// Sessions that are stepped together choose what each would choose by itself, whatever the others do, with options that change
+/// from step to step, and after steps that were not what the device had begun.
+#[test]
+fn steps_choose_what_sessions_choose() {
+    let Some(gpu) = gpu() else { return };
+    let model = load_on(Device::Cuda(gpu), &golden("qwen3_tied"));
+    let greedy = SamplingOptions::default();
+    let warm = SamplingOptions {
+        temperature: 0.9,
+        top_p: 0.9,
+        seed: Some(5),
+        ..greedy
+    };
+    let penalized = SamplingOptions {
+        temperature: 1.2,
+        repetition_penalty: 1.4,
+        seed: Some(6),
+        ..greedy
+    };
+    let mut sessions = [5, 70, 63].map(|n| {
+        let prompt = some_tokens(&model, n);
+        prompted(&model, &SessionOptions::default(), &prompt)
+    });
+    let mut tokens = vec![7u32, 8, 9];
+    for round in 0..60 {
+        let how = match round / 10 % 3 {
+            0 => [&warm, &penalized, &greedy],
+            1 => [&greedy; 3],
+            _ => [&penalized, &warm, &warm],
+        };
+        if round % 7 == 3 {
+            // Not what the device has chosen.
+            tokens = vec![1, 2, 3];
+        }
+        let mut all: Vec<&mut Session> = sessions.iter_mut().collect();
+        let next = session::step_choose(&mut all, &tokens, &how, true).unwrap();
+        // A fork does not disturb what the device has begun, and the logits of the same batch have the same bits.
+        let mut forks: Vec<Session> = sessions.iter().map(|s| s.fork().unwrap()).collect();
+        for s in &mut forks {
+            s.truncate(s.len() - 1).unwrap();
+        }
+        if round % 5 == 0 {
+            let mut all: Vec<&mut Session> = forks.iter_mut().collect();
+            session::step(&mut all, &tokens).unwrap();
+            for ((fork, how), &next) in forks.iter_mut().zip(how).zip(&next) {
+                let mut sampler = Sampler::new(how).unwrap().after(fork.len());
+                assert_eq!(fork.sample(&mut sampler).unwrap(), next, "round {round}");
+            }
+        }
+        tokens = next;
+    }
+}
+
+/// A model whose weights are plain bf16, as models are published, in conversations whose prompts are long and short.
+#[test]
+fn conversations_are_those_of_the_processor() {
+    let Some(gpu) = gpu() else { return };
+    let thinker = std::env::temp_dir().join(format!("nvfp4-thinker-{}", std::process::id()));
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/common/thinker.py");
+    let python = Command::new("python3").arg(script).arg(&thinker).status();
+    assert!(python.unwrap().success());
+    let held = |device: Device| {
+        let model = load_on(device, &thinker);
+        let mut session = Session::new(model.clone(), &SessionOptions::default()).unwrap();
+        for question in ["Why is the sky blue, and what of the sea?", "Hm?", ""] {
+            let options = GenerateOptions::of(&model);
+            session
+                .chat(question, None, &options, &mut |_| ControlFlow::Continue(()))
+                .unwrap();
+        }
+        (session.messages().unwrap(), session.tokens().to_vec())
+    };
+    let (said, tokens) = held(Device::Cuda(gpu));
+    let wanted = held(Device::cpu(None).unwrap());
+    assert_eq!((&said, &tokens), (&wanted.0, &wanted.1));
+    assert_eq!(said.len(), 6);
+    assert!(said[5].reasoning_content.is_some() && said[3].text().starts_with("Blue"));
+    let _ = std::fs::remove_dir_all(&thinker);
+}
+
+/// Runs a prompt, and cancels it from another thread after some microseconds.
+fn cancelled(session: &mut Session, tokens: &[u32], microseconds: u128) -> Result<()> {
+    let cancel = Cancel::new();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let begun = Instant::now();
+            while begun.elapsed().as_micros() < microseconds {
+                std::hint::spin_loop();
+            }
+            cancel.cancel();
+        });
+        cancel.watching(|| session.prefill(tokens))
+    })
+}
+
+/// A prompt that is cancelled at any moment leaves its session as it was, and the device in order.
+#[test]
+fn a_cancelled_prompt_on_a_gpu_changes_nothing() {
+    let Some(gpu) = gpu() else { return };
+    let model = load_on(Device::Cuda(gpu), &golden("qwen3_tied"));
+    let (head, tokens) = (some_tokens(&model, 6), some_tokens(&model, 200));
+    let new = || prompted(&model, &SessionOptions::default(), &head);
+    let mut session = new();
+    let mut before = session.logits().unwrap().to_vec();
+    let expected = {
+        let mut whole = new();
+        whole.prefill(&tokens).unwrap();
+        whole.logits().unwrap().to_vec()
+    };
+    let mut ended = 0;
+    for delay in 0..200 {
+        match cancelled(&mut session, &tokens, delay * 5) {
+            Err(e) => {
+                assert_eq!(e.kind(), ErrorKind::Cancelled, "{e}");
+                assert_eq!(session.len(), head.len());
+                assert!(session.logits().unwrap() == before);
+                ended += 1;
+            }
+            Ok(()) => {
+                session.truncate(head.len()).unwrap();
+                // Now of one token alone, which adds up in another order.
+                before = session.logits().unwrap().to_vec();
+            }
+        }
+    }
+    assert!(ended > 0);
+    let heard = RefCell::new(Vec::new());
+    let progress = |p: Progress| {
+        heard.borrow_mut().push((p.done, p.total));
+        ControlFlow::Continue(())
+    };
+    let watch = Watch {
+        flags: &[],
+        progress: Some(&progress),
+    };
+    let mut again = new();
+    watch.during(|| again.prefill(&tokens).unwrap());
+    assert_eq!(heard.borrow().last(), Some(&(200, 200)));
+    assert!(again.logits().unwrap() == expected);
+}
