@@ -580,6 +580,7 @@ fn chain(gpu: &Arc<Gpu>) {
                     let pages = PageTable {
                         table: &table,
                         stride: 2,
+                        sequence: 0,
                         layer,
                         unfit: None,
                     };
@@ -746,6 +747,7 @@ fn attention(gpu: &Arc<Gpu>) {
                     let pages = PageTable {
                         table: &table,
                         stride: count,
+                        sequence: 0,
                         layer,
                         unfit: None,
                     };

@@ -16,11 +16,12 @@ use NVFP4::base::{ErrorKind, Result};
 use NVFP4::checkpoint::{Checkpoint, Entry, Metadata, Part};
 use NVFP4::format::nvfp4::QuantizeOptions;
 use NVFP4::model::{
-    self, Activations, Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch,
+    self, Activations, Batch, Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch,
+    Segment, Wanted,
 };
 use common::{
-    Copy, DEVICE_CASES, LONG_CASES, at_long_positions, check_memory_comes_back, cut, expect_kind,
-    golden, load, options, some_tokens,
+    Copy, DEVICE_CASES, LONG_CASES, at_long_positions, change_tensor, check_memory_comes_back, cut,
+    expect_kind, golden, load, options, ragged, some_tokens, step_logits,
 };
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
@@ -346,12 +347,85 @@ fn a_batch_gives_each_sequence_its_own_bits() {
             alone.extend_from_slice(&logits);
         }
         let mut refs: Vec<&mut KvCache> = caches.iter_mut().collect();
-        model
-            .forward_batch(&next, &mut refs, &mut scratch, &mut logits)
-            .unwrap();
+        let logits = step_logits(&model, &next, &mut refs).unwrap().concat();
         assert!(logits == alone && logits.len() == 4 * vocab);
         assert_eq!(caches.each_len(), [4, 18, 2, 31]);
     }
+}
+
+/// Decode steps and chunks of prompts in one batch, of more rows than a pass takes.
+#[test]
+fn ragged_batches_give_the_bits_of_segments_apart() {
+    for case in [
+        "qwen3_tied",
+        "gemma3_wide",
+        "mistral_window",
+        "phi3_longrope",
+        "long_default",
+        "qwen3moe_mixed",
+        "qwen2moe_shared",
+    ] {
+        ragged::check(&load(case), None, &|got, expected, what| {
+            assert!(got == expected, "{case}, {what}");
+        });
+    }
+}
+
+/// A row that no token can be chosen from is the fault of its slot alone.
+#[test]
+fn a_fault_of_a_slot_leaves_the_others_alone() {
+    let dir = ragged::spoil();
+    let model = Model::load(&dir.0, &options()).unwrap();
+    let words = "the logit of token 0 is not a number";
+    ragged::check_faults(&model, words, &|got, expected, what| {
+        assert!(got == expected, "{what}");
+    });
+}
+
+/// A router whose logits leave the range of f32 for some rows: those are the faults of their slots, and the others have what they have alone.
+#[test]
+fn rows_without_experts_fail_alone() {
+    let dir = Copy::of("qwen3moe_mixed", "router");
+    change_tensor(&dir, "model.layers.0.mlp.gate.weight", |dtype, _, bytes| {
+        assert_eq!(dtype, Dtype::BF16);
+        bytes[..2].copy_from_slice(&half::bf16::from_f32(3e38).to_le_bytes());
+    });
+    let model = Model::load(&dir.0, &options()).unwrap();
+    let tokens: Vec<u32> = (0..40).collect();
+    let run = |tokens: &[u32]| {
+        let mut caches: Vec<KvCache> = tokens.iter().map(|_| cache(&model)).collect();
+        let each = tokens.chunks(1).zip(&mut caches);
+        let segments = each.map(|(tokens, cache)| Segment {
+            tokens,
+            cache,
+            wanted: Wanted::Last,
+        });
+        let batch = Batch {
+            segments: segments.collect(),
+            look_ahead: false,
+        };
+        let mut logits = Vec::new();
+        let outputs = model.run(batch, &mut Scratch::new(), &mut logits).unwrap();
+        let rows = logits.chunks_exact(model.spec().vocab_size);
+        let lengths = caches.iter().map(KvCache::len);
+        let each = outputs.into_iter().zip(rows).zip(lengths);
+        each.map(|((output, row), len)| match output {
+            Ok(_) => (row.to_vec(), len),
+            Err(fault) => {
+                let words = "gives expert 0 a logit of";
+                assert!(fault.message().contains(words), "{fault}");
+                (Vec::new(), len)
+            }
+        })
+        .collect::<Vec<_>>()
+    };
+    let together = run(&tokens);
+    let alone: Vec<_> = tokens.chunks(1).flat_map(run).collect();
+    assert!(together == alone);
+    let failed = together.iter().filter(|(row, _)| row.is_empty()).count();
+    assert!((1..40).contains(&failed), "{failed}");
+    let empty = |(row, len): &(Vec<f32>, usize)| row.is_empty() == (*len == 0);
+    assert!(together.iter().all(empty));
 }
 
 trait Lens {
@@ -507,14 +581,7 @@ fn refused_calls_leave_the_cache_as_it_was() {
     model
         .forward(&[1; 4], &mut full, &mut scratch, Logits::None, &mut logits)
         .unwrap();
-    let e = model
-        .forward_batch(
-            &[1, 1],
-            &mut [&mut cache, &mut full],
-            &mut scratch,
-            &mut logits,
-        )
-        .unwrap_err();
+    let e = step_logits(&model, &[1, 1], &mut [&mut cache, &mut full]).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::ContextFull);
     assert!(e.message().starts_with("sequence 1"), "{e}");
     assert_eq!((cache.len(), full.len()), (4, 4));

@@ -182,6 +182,7 @@ pub(super) fn many_rows(gpu: &Arc<Gpu>, figures: &mut Figures) {
         let pages = PageTable {
             table: &table,
             stride: count,
+            sequence: 0,
             layer: 0,
             unfit: None,
         };

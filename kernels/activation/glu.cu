@@ -9,7 +9,7 @@ struct GluArguments {
     float scale;            // keeps the result, which may be large, within f16
     int activation;
     int layer;
-    u32* overflow;          // if it is 0, set to 1 + layer where gate or up is not finite; null: not checked
+    u32* overflow;          // [rows]: if it is 0, set to 1 + layer where gate or up of the row is not finite; null: not checked
 };
 
 constexpr int THREADS = 256;
@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu(const __grid_constant_
     if (i >= pieces) return;
     const uint4* row = (const uint4*)a.gate_up + (size_t)blockIdx.y * 2 * pieces;
     uint4 g = row[i], u = row[pieces + i];
-    if (a.overflow && (not_finite(g) | not_finite(u))) atomicCAS(a.overflow, 0, a.layer + 1);
+    if (a.overflow && (not_finite(g) | not_finite(u))) atomicCAS(a.overflow + blockIdx.y, 0, a.layer + 1);
     auto glu_of = [&](u32 gate, u32 up) { return product(gate, up, a.scale, a.activation); };
     uint4 y = make_uint4(glu_of(g.x, u.x), glu_of(g.y, u.y), glu_of(g.z, u.z), glu_of(g.w, u.w));
     ((uint4*)a.y)[(size_t)blockIdx.y * pieces + i] = y;

@@ -253,7 +253,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
             }
         }
     }
-    note_unfit(a.pages, is_unfit);
+    note_unfit(a.pages, sequence, is_unfit);
     for (int i = threadIdx.x; i < (HEADS - heads) * D; i += THREADS) q[heads + i / D][i % D] = 0;
     __syncthreads();
 

@@ -84,5 +84,5 @@ extern "C" __global__ void __launch_bounds__(MAX_DIM) attention_store(const __gr
     float k = a.k[at], v = a.v[at];
     keys_of(a.pages, a.dim, 0, position, head)[i] = to_f16(k);
     values_of(a.pages, a.dim, 0, position, head)[i * PAGE] = to_f16(v);
-    note_unfit(a.pages, !fits_f16(k) || !fits_f16(v));
+    note_unfit(a.pages, blockIdx.x, !fits_f16(k) || !fits_f16(v));
 }

@@ -10,7 +10,7 @@ struct Pages {
     int stride;
     int kv_heads;
     u64 layer_offset;   // bytes into a page
-    u32* unfit;         // 0, then 1 + the first layer with a query, key or value that f16 cannot hold; or null
+    u32* unfit;         // [rows]: 0, then 1 + the first layer with a query, key or value of the row that f16 cannot hold; or null
     u32 layer;
 };
 
@@ -36,9 +36,9 @@ __device__ __forceinline__ u16* values(const Pages& p, int sequence, int positio
 // Whether a number, rounded to f16, is finite.
 __device__ __forceinline__ bool fits_f16(float x) { return fabsf(x) < 65520; }
 
-// Reports a number that does not fit to the host, unless an earlier layer has done so.
-__device__ __forceinline__ void note_unfit(const Pages& p, bool is_unfit) {
-    if (is_unfit && p.unfit) atomicCAS(p.unfit, 0, p.layer + 1);
+// Reports a number of a row that does not fit to the host, unless an earlier layer has done so.
+__device__ __forceinline__ void note_unfit(const Pages& p, int row, bool is_unfit) {
+    if (is_unfit && p.unfit) atomicCAS(p.unfit + row, 0, p.layer + 1);
 }
 
 // Where 16-byte piece `piece` of a row of PIECES is in shared memory. Pieces are swizzled by row, so that the same pieces of 8

@@ -14,7 +14,7 @@ struct Arguments {
     int* places;            // [rows, per_token]: the index of the pair after sorting
     int* sources;           // [pairs]: the row of each sorted pair
     ExpertTile* tiles;      // [max_tiles]
-    u32* unfit;             // if it is 0, set to 1 + layer where a logit is not finite; see src/model/fused/memory.rs
+    u32* unfit;             // [rows]: if it is 0, set to 1 + layer where a logit of the row is not finite
     int rows;
     int stride;
     int experts;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void route(const Arguments& a, int row, Store store) 
         if (expert < a.experts) finite = finite && fabsf(logits[i]) < INFINITY;
         largest = fmaxf(largest, logits[i]);
     }
-    if (!__all_sync(ALL_LANES, finite) && lane == 0) atomicCAS(a.unfit, 0u, (u32)(1 + a.layer));
+    if (!__all_sync(ALL_LANES, finite) && lane == 0) atomicCAS(a.unfit + row, 0u, (u32)(1 + a.layer));
     largest = warp_max(largest);
     float sum = 0;
 #pragma unroll

@@ -40,7 +40,7 @@ __device__ __forceinline__ void heads(const Arguments& a) {
         if (has_slot<D>(j)) to[lane + WARP * j] = to_f16(y[j]);
         is_unfit |= !fits_f16(y[j]);
     }
-    note_unfit(a.pages, is_unfit);
+    note_unfit(a.pages, row, is_unfit);
 }
 
 // Grid: (groups of 8 positions with rows, kv_heads); a thread takes one element of 8 positions.
@@ -52,19 +52,18 @@ __device__ __forceinline__ void store_values(const Arguments& a) {
     const float* x = a.qkv + (size_t)(a.heads + a.pages.kv_heads + head) * D + d;
     u16* to = values<D>(a.pages, 0, start, head) + d * PAGE;
     u32 packed[4];
-    bool whole = start >= a.first_position && start + 8 <= a.first_position + a.rows, is_unfit = false;
+    bool whole = start >= a.first_position && start + 8 <= a.first_position + a.rows;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         int row = start + i - a.first_position;
         bool inside = row >= 0 && row < a.rows;
         float value = inside ? x[row * stride] : 0;
         u16 v = to_f16(value);
-        is_unfit |= !fits_f16(value);
+        note_unfit(a.pages, row, !fits_f16(value));
         if (!whole && inside) to[i] = v;
         packed[i / 2] = i % 2 ? packed[i / 2] | (u32)v << 16 : v;
     }
     if (whole) *(uint4*)to = make_uint4(packed[0], packed[1], packed[2], packed[3]);
-    note_unfit(a.pages, is_unfit);
 }
 
 #define HEADS(D, PARTIAL, NAME) \

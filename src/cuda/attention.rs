@@ -1,5 +1,6 @@
 //! Attention over cached keys and values in pages: one new token for each of several sequences, or many rows of one.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::driver::{DeviceBuffer, Gpu, Launch, int};
@@ -173,31 +174,43 @@ pub struct PageTable<'a> {
     pub table: &'a DeviceBuffer,
     /// Pages that a sequence has room for.
     pub stride: usize,
+    /// The first sequence of the table that is meant.
+    pub sequence: usize,
     /// The layer.
     pub layer: usize,
-    /// A u32, zero at first: 1 + the first layer with a query, key or value that f16 does not hold is written there.
+    /// A u32 for each row of the pass, zero at first: 1 + the first layer in which a query, key or value of the row does not fit in f16.
     pub unfit: Option<&'a DeviceBuffer>,
 }
 
 impl PageTable<'_> {
-    pub(super) fn argument(&self, kv_heads: usize, dim: usize, sequences: usize) -> Result<Pages> {
+    /// The argument of a kernel that takes `sequences` sequences, and `rows` of the rows of the pass.
+    pub(super) fn argument(
+        &self,
+        kv_heads: usize,
+        dim: usize,
+        sequences: usize,
+        rows: Range<usize>,
+    ) -> Result<Pages> {
         if let Some(unfit) = self.unfit {
-            unfit.holds("what does not fit", &[4])?;
+            unfit.holds("rows that do not fit", &[rows.end, 4])?;
         }
-        if self.table.bytes() < sequences * self.stride * 8 {
+        let first = self.sequence * self.stride * 8;
+        if self.table.bytes() < first + sequences * self.stride * 8 {
             bail!(
                 Internal,
-                "a page table of {} bytes for {sequences} sequences of {}",
+                "a page table of {} bytes for {sequences} sequences of {} from {} on",
                 self.table.bytes(),
-                self.stride
+                self.stride,
+                self.sequence
             );
         }
+        let unfit = |unfit: &DeviceBuffer| unfit.address() + 4 * rows.start as u64;
         Ok(Pages {
-            table: self.table.address(),
+            table: self.table.address() + first as u64,
             stride: int("pages", self.stride)?,
             kv_heads: int("key/value heads", kv_heads)?,
             layer_offset: (self.layer * layer_bytes(kv_heads, dim)) as u64,
-            unfit: self.unfit.map_or(0, DeviceBuffer::address),
+            unfit: self.unfit.map_or(0, unfit),
             layer: int("the layer", self.layer)? as u32,
         })
     }
@@ -438,7 +451,7 @@ pub fn decode(
         partial: workspace.partial.address(),
         arrived: workspace.arrived.address(),
         head: heads.options()?,
-        pages: pages.argument(heads.kv_heads, heads.dim, sequences)?,
+        pages: pages.argument(heads.kv_heads, heads.dim, sequences, 0..sequences)?,
         group: group as i32,
         scale: heads.scale_log2(),
         cap: heads.cap_log2(),
@@ -523,7 +536,7 @@ pub fn store(
         k_norm,
         q: q.address() + (at * heads.heads * heads.dim * 2) as u64,
         head: heads.options()?,
-        pages: pages.argument(heads.kv_heads, heads.dim, 1)?,
+        pages: pages.argument(heads.kv_heads, heads.dim, 1, at..at + rows)?,
         heads: heads.heads as i32,
         rows: int("rows", rows)?,
         first_position: int("the position", first_position)?,
@@ -594,7 +607,7 @@ pub fn prefill(
     let arguments = PrefillArguments {
         q: q.address() + (at * row) as u64,
         out: out.address() + (at * row) as u64,
-        pages: pages.argument(heads.kv_heads, heads.dim, 1)?,
+        pages: pages.argument(heads.kv_heads, heads.dim, 1, at..at + rows)?,
         heads: heads.heads as i32,
         rows: int("rows", rows)?,
         first_position: int("the position", first_position)?,

@@ -273,7 +273,7 @@ pub fn attention_reference(
     let arguments = AttendArguments {
         q: q.address(),
         out: out.address(),
-        pages: pages.argument(kv_heads, dim, 1)?,
+        pages: pages.argument(kv_heads, dim, 1, 0..rows)?,
         heads: int("heads", heads)?,
         dim: dim as i32,
         first_position: int("the position", first_position)?,
@@ -319,7 +319,7 @@ pub fn store_kv(
     let arguments = StoreArguments {
         k: k.address(),
         v: v.address(),
-        pages: pages.argument(kv_heads, dim, 1)?,
+        pages: pages.argument(kv_heads, dim, 1, 0..rows)?,
         dim: dim as i32,
         first_position: int("the position", first_position)?,
     };

@@ -11,14 +11,17 @@ use super::weights::{Attention, Block, Experts, GatedMlp, Mlp, Projection, Weigh
 use crate::base::error::{bail, err};
 use crate::base::{Error, Result, memory};
 use crate::ops::attention::AttentionOptions;
-use crate::ops::experts::{RoutedRows, Routes, route};
+use crate::ops::experts::{RoutedRows, Routes, check_logits, route};
 use crate::ops::linear::{Linear, linear};
 use crate::ops::rope::Angles;
 use crate::ops::{Array, Device, Slice, SliceMut, Workspace, activation, norm, rope};
 
-/// Rows of one sequence within a pass: `rows` of the pass stand after what `cache` holds.
-pub(super) struct Segment<'a> {
+/// Rows of one sequence within a pass.
+pub(super) struct Rows<'a> {
     pub(super) cache: &'a mut KvCache,
+    /// The position of the first one.
+    pub(super) first: usize,
+    /// The rows of the pass.
     pub(super) rows: Range<usize>,
 }
 
@@ -37,6 +40,8 @@ pub(super) struct Scratch {
     gate: Array,
     up: Array,
     experts: ExpertScratch,
+    /// Rows that a router gives logits that nothing can be chosen by, since the caller took them last.
+    pub(super) faults: Vec<(usize, Error)>,
 }
 
 /// Extra scratch for mixture-of-experts blocks.
@@ -74,6 +79,7 @@ impl Scratch {
                 made: Array::empty(),
                 sum: Array::empty(),
             },
+            faults: Vec::new(),
         }
     }
 
@@ -114,12 +120,12 @@ impl<'a> Pass<'a> {
         device: &'a Device,
         spec: &'a Spec,
         activations: Activations,
-        segments: &[Segment<'_>],
+        segments: &[Rows<'_>],
     ) -> Result<Pass<'a>> {
         let mut angles = Vec::with_capacity(spec.ropes.len());
         for set in &spec.ropes {
             let positions = segments.iter().flat_map(|segment| {
-                let (table, first) = (set.table(segment.cache.capacity()), segment.cache.len());
+                let (table, first) = (set.table(segment.cache.capacity()), segment.first);
                 (first..first + segment.rows.len()).map(move |p| (table, p as u32))
             });
             angles.push(Angles::new(device, positions)?);
@@ -157,7 +163,7 @@ impl<'a> Pass<'a> {
         &self,
         index: usize,
         weights: &Block,
-        segments: &mut [Segment<'_>],
+        segments: &mut [Rows<'_>],
         s: &mut Scratch,
     ) -> Result<()> {
         let spec = &self.spec.blocks[index];
@@ -278,7 +284,7 @@ impl<'a> Pass<'a> {
         &self,
         index: usize,
         spec: &AttentionSpec,
-        segments: &mut [Segment<'_>],
+        segments: &mut [Rows<'_>],
         s: &mut Scratch,
     ) -> Result<()> {
         let (device, q_width, kv_width) = (self.device, spec.q_width(), spec.kv_width());
@@ -290,7 +296,7 @@ impl<'a> Pass<'a> {
             score_cap: spec.score_cap,
         };
         for segment in segments {
-            let (first, rows) = (segment.cache.len(), segment.rows.clone());
+            let (first, rows) = (segment.first, segment.rows.clone());
             let kv_rows = rows.start * kv_width..rows.end * kv_width;
             let q_rows = rows.start * q_width..rows.end * q_width;
             let (k, v) = (s.k.part(kv_rows.clone())?, s.v.part(kv_rows)?);
@@ -418,7 +424,14 @@ impl<'a> Pass<'a> {
 
     /// The choice of experts for each row.
     fn route(&self, (spec, weights): (&ExpertsSpec, &Experts), s: &mut Scratch) -> Result<Routes> {
-        let logits = self.products(&weights.router, spec.count, s)?;
+        let mut logits = self.products(&weights.router, spec.count, s)?;
+        for (row, logits) in logits.chunks_exact_mut(spec.count).enumerate() {
+            if let Err(fault) = check_logits(logits) {
+                // The row goes on as if all experts were equal, so that the other rows are not held up.
+                logits.fill(0.0);
+                s.faults.push((row, fault));
+            }
+        }
         route(&logits, spec.count, spec.per_token, spec.normalized)
     }
 
@@ -485,15 +498,19 @@ pub(super) fn head(
     spec: &Spec,
     activations: Activations,
     weights: &Weights,
-    rows: Range<usize>,
+    rows: &[usize],
     s: &mut Scratch,
     logits: &mut Vec<f32>,
 ) -> Result<()> {
     let (m, hidden) = (rows.len(), spec.hidden_size);
     s.normed.grow(device, m * hidden)?;
-    let x = s.residual.part(rows.start * hidden..rows.end * hidden)?;
+    for (i, row) in rows.iter().enumerate() {
+        let x = s.residual.part(row * hidden..(row + 1) * hidden)?;
+        let to = s.normed.part_mut(i * hidden..(i + 1) * hidden)?;
+        to.copy_from(x)?;
+    }
     let normed = s.normed.first_mut(m * hidden)?;
-    norm::rms_norm(device, x, &weights.norm, spec.norm_eps, normed)?;
+    norm::rms_norm_in_place(device, normed, &weights.norm, spec.norm_eps)?;
     let (before, len) = (logits.len(), m * spec.vocab_size);
     logits
         .try_reserve(len)

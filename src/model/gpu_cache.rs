@@ -110,6 +110,7 @@ impl GpuCache {
             pages: PageTable {
                 table: &table,
                 stride: addresses.len(),
+                sequence: 0,
                 layer,
                 unfit: None,
             },

@@ -63,6 +63,11 @@ impl KvCache {
         self.len
     }
 
+    /// Further positions that fit.
+    pub fn room(&self) -> usize {
+        self.capacity - self.len
+    }
+
     /// Whether no position is held.
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -96,12 +101,12 @@ impl KvCache {
             );
         }
         self.len = len;
-        self.roll_back();
+        self.free_unused();
         Ok(())
     }
 
-    /// Frees pages that hold no complete position, as a failed call may leave.
-    pub(super) fn roll_back(&mut self) {
+    /// Frees pages behind the positions held, which were reserved for tokens that did not run.
+    pub(super) fn free_unused(&mut self) {
         match &mut self.store {
             Store::Host(layers) => layers.iter_mut().for_each(|l| l.truncate(self.len)),
             Store::Gpu(cache) => cache.truncate(self.len),

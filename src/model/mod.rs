@@ -1,12 +1,12 @@
 //! Floor 5: decoder models. Config, weights (immutable, shared), the forward pass, and the KV cache (owned by its user).
 //! Architectures are data. Knows nothing of conversations, sampling or training.
 
+mod batch;
 mod block;
 pub mod calibrate;
 pub mod compare;
 pub mod convert;
 pub mod families;
-mod forward;
 mod fused;
 mod generation;
 mod gpu_cache;
@@ -17,6 +17,7 @@ mod options;
 mod order;
 pub mod placement;
 mod rope;
+mod run;
 pub mod spec;
 pub mod tensors;
 mod text;
@@ -48,11 +49,12 @@ pub use crate::ops::Device;
 pub use crate::ops::attention::KvType;
 pub use crate::ops::linear::Activations;
 pub use crate::ops::sample::{Choice, SamplingOptions};
+pub use batch::{Batch, Output, Segment, Wanted};
 pub use families::{open, open_bytes};
-pub use forward::Scratch;
 pub use kv_cache::KvCache;
 pub use options::LoadOptions;
 pub use rope::{LongRope, RopeSet};
+pub use run::Scratch;
 pub use spec::Spec;
 pub use trained::Trained;
 pub use weights::Weights;

@@ -71,13 +71,7 @@ pub fn route(logits: &[f32], count: usize, per_token: usize, normalized: bool) -
     let mut by_expert = vec![Vec::new(); count];
     let mut order: Vec<usize> = Vec::with_capacity(count);
     for (row, logits) in logits.chunks_exact(count).enumerate() {
-        if let Some(expert) = logits.iter().position(|l| !l.is_finite()) {
-            bail!(
-                InvalidArgument,
-                "the router gives expert {expert} a logit of {}, by which nothing can be chosen",
-                logits[expert]
-            );
-        }
+        check_logits(logits)?;
         order.clear();
         order.extend(0..count);
         order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
@@ -94,6 +88,18 @@ pub fn route(logits: &[f32], count: usize, per_token: usize, normalized: bool) -
         }
     }
     Ok(Routes::new(&by_expert))
+}
+
+/// Refuses the logits of a row that are not finite.
+pub fn check_logits(logits: &[f32]) -> Result<()> {
+    match logits.iter().position(|l| !l.is_finite()) {
+        None => Ok(()),
+        Some(expert) => bail!(
+            InvalidArgument,
+            "the router gives expert {expert} a logit of {}, by which nothing can be chosen",
+            logits[expert]
+        ),
+    }
 }
 
 /// The gradients of the logits `[rows, count]` that [`route`] made `routes` of, from those of the weights, expert by expert.

@@ -45,18 +45,21 @@ pub struct SamplingOptions {
 
 impl Default for SamplingOptions {
     fn default() -> Self {
-        SamplingOptions {
-            temperature: 0.0,
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            repetition_penalty: 1.0,
-            seed: None,
-        }
+        SamplingOptions::GREEDY
     }
 }
 
 impl SamplingOptions {
+    /// The argmax.
+    pub const GREEDY: SamplingOptions = SamplingOptions {
+        temperature: 0.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        seed: None,
+    };
+
     /// Refuses values that do not describe a distribution.
     pub fn check(&self) -> Result<()> {
         let finite = |name: &str, value: f32, fits: bool, range: &str| {
@@ -198,7 +201,7 @@ pub fn sample_rows(
     choices: &[Choice<'_>],
     cpu: &Cpu,
     scratches: &mut Vec<Mutex<Scratch>>,
-) -> Result<Vec<u32>> {
+) -> Vec<Result<u32>> {
     let threads = cpu.pool().threads().min(choices.len());
     if scratches.len() < threads {
         scratches.resize_with(threads, Mutex::default);

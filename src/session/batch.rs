@@ -3,25 +3,20 @@
 use std::sync::Arc;
 
 use super::{SamplingOptions, Session};
-use crate::base::Result;
 use crate::base::error::bail;
-use crate::model::{Choice, KvCache, Logits, Model, Scratch};
+use crate::base::{Error, Result};
+use crate::model::{Batch, Choice, Output, Segment, Wanted};
 
 /// Appends `tokens[i]` to `sessions[i]` and runs all of them in one pass over the weights. If anything fails, all of them are as
 /// they were. Cancelled with the thread's
 /// [`call`](crate::base::call).
 pub fn step(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
-    let mut logits = Vec::new();
-    stepped(sessions, tokens, &mut |model, caches, _, scratch| {
-        model.forward_batch(tokens, caches, scratch, &mut logits)
-    })?;
-    if let Some(first) = sessions.first() {
-        let rows = logits
-            .chunks_exact(first.model.spec().vocab_size)
-            .map(<[f32]>::to_vec)
-            .collect::<Vec<_>>();
-        for (session, row) in sessions.iter_mut().zip(rows) {
-            session.logits = row;
+    let (rows, logits) = stepped(sessions, tokens, None, false)?;
+    for (session, row) in sessions.iter_mut().zip(rows) {
+        let vocabulary = session.model.spec().vocab_size;
+        if let Output::Logits(rows) = row {
+            let logits = &logits[rows.start * vocabulary..rows.end * vocabulary];
+            session.logits = logits.to_vec();
         }
     }
     Ok(())
@@ -50,32 +45,26 @@ pub fn step_choose(
     }
     let each = options.iter().zip(&*sessions);
     let options: Vec<SamplingOptions> = each.map(|(o, s)| o.seeded_by(s.seed)).collect();
-    let mut next = Vec::new();
-    stepped(sessions, tokens, &mut |model, caches, places, scratch| {
-        let choices: Vec<Choice<'_>> = options
-            .iter()
-            .zip(places)
-            .map(|(options, &(draw, history))| Choice {
-                options,
-                draw,
-                history,
-            })
-            .collect();
-        next = model.forward_choose(tokens, caches, &choices, scratch, look_ahead)?;
-        Ok(())
-    })?;
+    let (outputs, _) = stepped(sessions, tokens, Some(&options), look_ahead)?;
+    let tokens = outputs.into_iter().map(|output| match output {
+        Output::Token(token) => Ok(token),
+        other => bail!(Internal, "{other:?} in the place of a token"),
+    });
+    let next: Vec<u32> = tokens.collect::<Result<_>>()?;
     for ((session, options), &token) in sessions.iter_mut().zip(&options).zip(&next) {
         session.argmax = options.is_greedy().then_some(token);
     }
     Ok(next)
 }
 
-/// One pass over the weights for several sessions' caches, given also how many tokens were appended to each session, and those it
-/// holds.
-type Pass<'a> =
-    dyn FnMut(&Model, &mut [&mut KvCache], &[(u64, &[u32])], &mut Scratch) -> Result<()> + 'a;
-
-fn stepped(sessions: &mut [&mut Session], tokens: &[u32], pass: &mut Pass<'_>) -> Result<()> {
+/// Appends a token to each session and runs them, with the tokens before that are pending: for the logits, or with `options` for the next
+/// tokens.
+fn stepped(
+    sessions: &mut [&mut Session],
+    tokens: &[u32],
+    options: Option<&[SamplingOptions]>,
+    look_ahead: bool,
+) -> Result<(Vec<Output>, Vec<f32>)> {
     if sessions.len() != tokens.len() {
         bail!(
             InvalidArgument,
@@ -85,7 +74,7 @@ fn stepped(sessions: &mut [&mut Session], tokens: &[u32], pass: &mut Pass<'_>) -
         );
     }
     let Some((first, rest)) = sessions.split_first() else {
-        return Ok(());
+        return Ok((Vec::new(), Vec::new()));
     };
     if let Some(i) = rest
         .iter()
@@ -104,7 +93,7 @@ fn stepped(sessions: &mut [&mut Session], tokens: &[u32], pass: &mut Pass<'_>) -
         .iter()
         .map(|s| Ok((s.len(), (!s.fits(1)).then(|| s.saved()).transpose()?)))
         .collect::<Result<_>>()?;
-    let result = run(sessions, tokens, pass);
+    let result = run(sessions, tokens, options, look_ahead);
     if result.is_err() {
         for (session, (len, saved)) in sessions.iter_mut().zip(saved) {
             match saved {
@@ -116,36 +105,49 @@ fn stepped(sessions: &mut [&mut Session], tokens: &[u32], pass: &mut Pass<'_>) -
     result
 }
 
-fn run(sessions: &mut [&mut Session], tokens: &[u32], pass: &mut Pass<'_>) -> Result<()> {
-    let first = &mut *sessions[0];
-    let model = first.model.clone();
-    let mut scratch = std::mem::take(&mut first.scratch);
+fn run(
+    sessions: &mut [&mut Session],
+    tokens: &[u32],
+    options: Option<&[SamplingOptions]>,
+    look_ahead: bool,
+) -> Result<(Vec<Output>, Vec<f32>)> {
+    let model = sessions[0].model.clone();
+    let numbered = |i: usize, e: Error| e.within(format_args!("session {i}"));
+    for (i, (session, &token)) in sessions.iter_mut().zip(tokens).enumerate() {
+        session.make_room(1).map_err(|e| numbered(i, e))?;
+        session.push(&[token]);
+        // The token before may be pending too.
+        let cached = session.cache.len().min(session.len() - 1);
+        session.cache.truncate(cached)?;
+    }
+    let mut scratch = std::mem::take(&mut sessions[0].scratch);
     let mut logits = Vec::new();
-    let result = (|| {
-        for (i, (session, &token)) in sessions.iter_mut().zip(tokens).enumerate() {
-            let numbered = |e: crate::base::Error| e.within(format_args!("session {i}"));
-            session.make_room(1).map_err(numbered)?;
-            let pending = session.cache.len().min(session.tokens.len());
-            if pending < session.tokens.len() {
-                model
-                    .forward(
-                        &session.tokens[pending..],
-                        &mut session.cache,
-                        &mut scratch,
-                        Logits::None,
-                        &mut logits,
-                    )
-                    .map_err(numbered)?;
-            }
-            session.push(&[token]);
+    let segments = sessions.iter_mut().enumerate().map(|(i, session)| {
+        let appended = session.appended() as u64;
+        let history = &session.tokens[..];
+        Segment {
+            tokens: &history[session.cache.len()..],
+            cache: &mut session.cache,
+            wanted: match options {
+                None => Wanted::Last,
+                Some(options) => Wanted::Token(Choice {
+                    options: &options[i],
+                    draw: appended,
+                    history,
+                }),
+            },
         }
-        let parts = sessions.iter_mut().map(|s| {
-            let appended = s.appended() as u64;
-            (&mut s.cache, (appended, &s.tokens[..]))
-        });
-        let (mut caches, places): (Vec<&mut KvCache>, Vec<_>) = parts.unzip();
-        pass(&model, &mut caches, &places, &mut scratch)
-    })();
+    });
+    let batch = Batch {
+        segments: segments.collect(),
+        look_ahead,
+    };
+    let outputs = model.run(batch, &mut scratch, &mut logits);
     sessions[0].scratch = scratch;
-    result
+    let alone = sessions.len() == 1;
+    let outputs = outputs?
+        .into_iter()
+        .enumerate()
+        .map(|(i, output)| output.map_err(|fault| if alone { fault } else { numbered(i, fault) }));
+    Ok((outputs.collect::<Result<_>>()?, logits))
 }

@@ -20,7 +20,7 @@ use std::sync::Arc;
 
 use crate::base::error::bail;
 use crate::base::{Result, alloc, call, memory};
-use crate::model::{KvCache, KvType, Logits, Model, Scratch};
+use crate::model::{Batch, KvCache, KvType, Logits, Model, Output, Scratch, Segment, Wanted};
 
 pub use crate::model::SamplingOptions;
 pub use answer::Part;
@@ -301,18 +301,24 @@ impl Session {
         let pending = self.cache.len().min(self.tokens.len());
         let on_device = self.model.device().is_cuda() && self.logits.is_empty();
         let token = match self.tokens[pending..] {
-            [token] if on_device => {
-                let (mut caches, choices) = ([&mut self.cache], [sampler.choice(&self.tokens)]);
-                let scratch = &mut self.scratch;
-                let next = self.model.forward_choose(
-                    &[token],
-                    &mut caches,
-                    &choices,
-                    scratch,
+            [_] if on_device => {
+                let batch = Batch {
+                    segments: vec![Segment {
+                        tokens: &self.tokens[pending..],
+                        cache: &mut self.cache,
+                        wanted: Wanted::Token(sampler.choice(&self.tokens)),
+                    }],
                     look_ahead,
-                )?;
-                sampler.moves_on();
-                next[0]
+                };
+                let mut logits = Vec::new();
+                let mut outputs = self.model.run(batch, &mut self.scratch, &mut logits)?;
+                match outputs.pop().transpose()? {
+                    Some(Output::Token(token)) => {
+                        sampler.moves_on();
+                        token
+                    }
+                    other => bail!(Internal, "{other:?} in the place of a token"),
+                }
             }
             _ => {
                 self.flush()?;

@@ -1,6 +1,8 @@
 //! The golden models that tests of several floors run, and what they say of errors. Not every test uses all of it.
 #![allow(dead_code)]
 
+pub(crate) mod ragged;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -8,8 +10,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::base::{ErrorKind, Result, env};
-use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
-use safetensors::SafeTensors;
+use NVFP4::model::{
+    Batch, Choice, Device, KvCache, KvType, LoadOptions, Logits, Model, Output, Scratch, Segment,
+    Wanted,
+};
+use safetensors::{Dtype, SafeTensors};
 
 /// Demands an error of `kind` whose message has these `words`.
 #[track_caller]
@@ -130,6 +135,24 @@ impl Copy {
     }
 }
 
+/// Changes bytes of a tensor in the golden that a copy holds: `change` is given its type, its shape and its bytes.
+pub(crate) fn change_tensor(
+    dir: &Copy,
+    name: &str,
+    change: impl FnOnce(Dtype, &[usize], &mut [u8]),
+) {
+    let mut bytes = fs::read(dir.0.join("model.safetensors")).unwrap();
+    let (dtype, shape, range) = {
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let tensor = file.tensor(name).unwrap();
+        let start = tensor.data().as_ptr() as usize - bytes.as_ptr() as usize;
+        let range = start..start + tensor.data().len();
+        (tensor.dtype(), tensor.shape().to_vec(), range)
+    };
+    change(dtype, &shape, &mut bytes[range]);
+    dir.write("model.safetensors", &bytes);
+}
+
 /// Cuts a file off where it lies, as another process might.
 pub(crate) fn cut(path: &Path, len: u64) {
     let file = fs::OpenOptions::new().write(true).open(path).unwrap();
@@ -215,4 +238,61 @@ pub(crate) fn at_long_positions(
         }
         each(position, &got, &want);
     }
+}
+
+/// One token of each of several sequences in one batch: the logits of each.
+pub(crate) fn step_logits(
+    model: &Model,
+    tokens: &[u32],
+    caches: &mut [&mut KvCache],
+) -> Result<Vec<Vec<f32>>> {
+    let mut logits = Vec::new();
+    let wanted = vec![Wanted::Last; tokens.len()];
+    let outputs = step(model, tokens, caches, wanted, &mut logits)?;
+    let rows = outputs.into_iter().map(|output| match output {
+        Output::Logits(rows) if rows.len() == 1 => {
+            let row = logits.chunks_exact(model.spec().vocab_size).nth(rows.start);
+            row.unwrap().to_vec()
+        }
+        other => panic!("{other:?} in the place of logits"),
+    });
+    Ok(rows.collect())
+}
+
+/// One token of each of several sequences in one batch: the tokens that follow.
+pub(crate) fn step_tokens(
+    model: &Model,
+    tokens: &[u32],
+    caches: &mut [&mut KvCache],
+    choices: &[Choice<'_>],
+) -> Result<Vec<u32>> {
+    let wanted = choices.iter().map(|&choice| Wanted::Token(choice));
+    let outputs = step(model, tokens, caches, wanted.collect(), &mut Vec::new())?;
+    let tokens = outputs.into_iter().map(|output| match output {
+        Output::Token(token) => token,
+        other => panic!("{other:?} in the place of a token"),
+    });
+    Ok(tokens.collect())
+}
+
+/// Runs such a batch; the fault of a slot is the error.
+fn step(
+    model: &Model,
+    tokens: &[u32],
+    caches: &mut [&mut KvCache],
+    wanted: Vec<Wanted<'_>>,
+    logits: &mut Vec<f32>,
+) -> Result<Vec<Output>> {
+    let each = tokens.chunks(1).zip(caches).zip(wanted);
+    let segments = each.map(|((tokens, cache), wanted)| Segment {
+        tokens,
+        cache,
+        wanted,
+    });
+    let batch = Batch {
+        segments: segments.collect(),
+        look_ahead: true,
+    };
+    let outputs = model.run(batch, &mut Scratch::new(), logits)?;
+    outputs.into_iter().collect()
 }

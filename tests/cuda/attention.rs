@@ -142,6 +142,7 @@ impl Pages {
         PageTable {
             table: &self.table,
             stride: self.pages.len(),
+            sequence: 0,
             layer: 1,
             unfit: None,
         }
@@ -352,6 +353,7 @@ impl Batch {
         PageTable {
             table: &self.table,
             stride: self.stride,
+            sequence: 0,
             layer: 1,
             unfit: None,
         }

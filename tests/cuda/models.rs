@@ -5,14 +5,15 @@ use std::sync::Arc;
 
 use NVFP4::cuda::Gpu;
 use NVFP4::format::nvfp4::QuantizeOptions;
-use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
+use NVFP4::model::{Batch, Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch, Wanted};
 use NVFP4::ops::sample::Choice;
 use NVFP4::session::{SamplingOptions, SessionOptions};
 use half::bf16;
-use safetensors::{Dtype, SafeTensors};
+use safetensors::Dtype;
 
 use crate::common::{
-    Copy, DEVICE_CASES, LONG_CASES, at_long_positions, golden, options, some_tokens,
+    Copy, DEVICE_CASES, LONG_CASES, at_long_positions, change_tensor, golden, options, ragged,
+    some_tokens, step_logits, step_tokens,
 };
 use crate::support::{
     as_f64, assert_close, generated, gpu, load_on, logits, prompted, relative_l2,
@@ -82,9 +83,9 @@ impl Pair {
         let mut cache = KvCache::new(model.device(), model.spec(), room, KvType::F16).unwrap();
         for part in tokens.chunks(37) {
             let (mut scratch, mut some) = (Scratch::new(), Vec::new());
-            model
-                .forward_reference(part, &mut cache, &mut scratch, Logits::All, &mut some)
-                .unwrap();
+            let batch = Batch::of(part, &mut cache, Wanted::All);
+            let outputs = model.run_reference(batch, &mut scratch, &mut some).unwrap();
+            outputs.into_iter().for_each(|output| drop(output.unwrap()));
             reference.extend(some);
         }
         reference
@@ -166,12 +167,8 @@ fn long_and_short_sequences_share_a_batch() {
     assert_ne!(alone[0], alone[1]);
 
     let next = vec![tokens[11]; caches.len()];
-    let mut together = Vec::new();
     let mut all: Vec<&mut KvCache> = caches.iter_mut().collect();
-    model
-        .forward_batch(&next, &mut all, &mut scratch, &mut together)
-        .unwrap();
-    let rows: Vec<&[f32]> = together.chunks(model.spec().vocab_size).collect();
+    let rows = step_logits(&model, &next, &mut all).unwrap();
     for (i, (got, want)) in rows.iter().zip(&alone).enumerate() {
         assert_close(got, &as_f64(want), 2e-3, &format!("sequence {i}"));
     }
@@ -180,9 +177,7 @@ fn long_and_short_sequences_share_a_batch() {
     }
     let greedy = SamplingOptions::default();
     let choices = vec![greedily(&greedy); all.len()];
-    let chosen = model
-        .forward_choose(&next, &mut all, &choices, &mut scratch, true)
-        .unwrap();
+    let chosen = step_tokens(&model, &next, &mut all, &choices).unwrap();
     for (i, (&token, row)) in chosen.iter().zip(rows).enumerate() {
         let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         assert_eq!(row[token as usize], max, "sequence {i}");
@@ -195,19 +190,6 @@ fn greedily(options: &SamplingOptions) -> Choice<'_> {
         draw: 0,
         history: &[],
     }
-}
-
-/// Changes bytes of a tensor in the golden that a copy holds: `change` is given its type and its bytes.
-fn change_tensor(dir: &Copy, name: &str, change: impl FnOnce(Dtype, &mut [u8])) {
-    let mut bytes = std::fs::read(dir.0.join("model.safetensors")).unwrap();
-    let (dtype, range) = {
-        let file = SafeTensors::deserialize(&bytes).unwrap();
-        let tensor = file.tensor(name).unwrap();
-        let start = tensor.data().as_ptr() as usize - bytes.as_ptr() as usize;
-        (tensor.dtype(), start..start + tensor.data().len())
-    };
-    change(dtype, &mut bytes[range]);
-    dir.write("model.safetensors", &bytes);
 }
 
 /// A sequence that a model refuses to run.
@@ -261,7 +243,7 @@ fn massive_activations_fit_or_are_refused() {
 
     let dir = Copy::of("qwen2_massive", "unfit");
     let bias = "model.layers.1.self_attn.k_proj.bias";
-    change_tensor(&dir, bias, |_, bytes| {
+    change_tensor(&dir, bias, |_, _, bytes| {
         bytes[..2].copy_from_slice(&bf16::from_f32(150_000.0).to_le_bytes());
     });
     let model = load_on(Device::Cuda(gpu), &dir.0);
@@ -273,16 +255,43 @@ fn massive_activations_fit_or_are_refused() {
         }
     }
     let greedy = SamplingOptions::default();
-    let error = model
-        .forward_choose(
-            &tokens[..1],
-            &mut [&mut refused.cache],
-            &[greedily(&greedy)],
-            &mut refused.scratch,
-            true,
-        )
-        .unwrap_err();
+    let choices = [greedily(&greedy)];
+    let error = step_tokens(&model, &tokens[..1], &mut [&mut refused.cache], &choices).unwrap_err();
     assert!(error.message().contains(words), "{error}");
+}
+
+/// Decode steps and chunks of prompts in one pass: each slot has what its segment gives alone, up to rounding.
+#[test]
+fn ragged_batches_give_what_segments_give_apart() {
+    let Some(gpu) = gpu() else { return };
+    for case in [
+        "qwen3_tied",
+        "qwen3_untied",
+        "gemma3_wide",
+        "mistral_window",
+    ] {
+        let model = load_on(Device::Cuda(gpu.clone()), &golden(case));
+        let same = |got: &[f32], expected: &[f32], what: &str| match expected.is_empty() {
+            true => {}
+            false => assert_close(got, &as_f64(expected), 3e-3, &format!("{case}, {what}")),
+        };
+        ragged::check(&model, Some(1e-2), &same);
+    }
+}
+
+/// A row with values that f16 does not hold is the fault of its slot alone, in a decode step and beside a chunk of a prompt.
+#[test]
+fn a_fault_of_a_slot_leaves_the_others_alone() {
+    let Some(gpu) = gpu() else { return };
+    let dir = ragged::spoil();
+    let model = load_on(Device::Cuda(gpu), &dir.0);
+    ragged::check_faults(
+        &model,
+        "layer 0: a query, key or value",
+        &|got, expected, what| {
+            assert_close(got, &as_f64(expected), 3e-3, what);
+        },
+    );
 }
 
 /// Gate and up projections beyond f16: fused kernels keep them in f32, and a prompt of more rows, for which they are stored as f16, is
@@ -293,7 +302,7 @@ fn gate_and_up_that_overflow_are_refused() {
     let dir = Copy::of("qwen2_massive", "overflow");
     for projection in ["gate_proj", "up_proj"] {
         let name = format!("model.layers.1.mlp.{projection}.weight_scale_2");
-        change_tensor(&dir, &name, |dtype, bytes| {
+        change_tensor(&dir, &name, |dtype, _, bytes| {
             assert_eq!(dtype, Dtype::F32);
             let global = f32::from_le_bytes((&*bytes).try_into().unwrap());
             bytes.copy_from_slice(&(2f32.powi(18) * global).to_le_bytes());

@@ -120,7 +120,7 @@ fn unfused_attention_agrees_with_f64() {
         let s = Sequence::new(shape, len, (rotary_dim, window, cap), 3000 + 10 * i as u64);
         let unfused = Unfused::new(&gpu, &s);
         let pages = Pages::new(&gpu, 2 * kv_heads * PAGE * dim * 2, len);
-        let unfit = upload(&gpu, &[0u32]);
+        let unfit = upload(&gpu, &vec![0u32; len]);
         let table = PageTable {
             unfit: Some(&unfit),
             ..pages.table()

@@ -40,29 +40,16 @@ impl RowsOfExpert<'_> {
         f32_elements(self.rows)
     }
 
-    /// Launches a kernel with `arguments`, whose addresses were checked; `columns` says whether the grid divides rows of so many pieces.
     fn launch(&self, kernel: &str, pieces: usize, columns: bool, a: RowsArguments) -> Result<()> {
         expect_words("weights of an expert", self.weights, &[self.count()])?;
-        let columns = if columns {
-            pieces.div_ceil(THREADS as usize)
-        } else {
-            1
-        };
-        let grid = [
-            int("rows of an expert", self.count())? as u32,
-            columns as u32,
-            1,
-        ];
-        let arguments = RowsArguments {
-            rows: self.rows.address(),
-            weights: self.weights.address(),
-            pieces: int("the width of rows", pieces)?,
-            ..a
-        };
-        // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for the rows.
-        unsafe {
-            Launch::new(grid, THREADS).run(self.rows.gpu(), Unit::ExpertRows, kernel, &arguments)
-        }
+        let weights = self.weights.address();
+        launch(
+            kernel,
+            self.rows,
+            pieces,
+            columns,
+            RowsArguments { weights, ..a },
+        )
     }
 
     fn add(
@@ -89,20 +76,29 @@ impl RowsOfExpert<'_> {
     }
 }
 
-/// Makes row i of `taken` row `rows[i]` of `x`. Rows have `row_bytes`, a multiple of 16.
+/// Makes row i of `taken` row `rows[i]` of `x`, which go to an expert. Rows have `row_bytes`, a multiple of 16.
 pub fn take_rows(
     x: DeviceSlice<'_>,
     rows: &RowsOfExpert<'_>,
     row_bytes: usize,
     taken: DeviceSlice<'_>,
 ) -> Result<()> {
-    let fits =
-        row_bytes > 0 && row_bytes.is_multiple_of(COPIED) && x.bytes().is_multiple_of(row_bytes);
-    if !fits || taken.bytes() != rows.count() * row_bytes {
+    gather_rows(x, rows.rows, row_bytes, taken)
+}
+
+/// Makes row i of `taken` row `rows[i]` of `x`. Rows have `row_bytes`, a multiple of 16. The caller vouches for the indices, u32.
+pub fn gather_rows(
+    x: DeviceSlice<'_>,
+    rows: DeviceSlice<'_>,
+    row_bytes: usize,
+    taken: DeviceSlice<'_>,
+) -> Result<()> {
+    let count = f32_elements(rows);
+    let fits = row_bytes > 0 && row_bytes.is_multiple_of(COPIED) && x.bytes() >= row_bytes;
+    if !fits || taken.bytes() != count * row_bytes {
         bail!(
             Internal,
-            "{} rows of {row_bytes} bytes, of {}, to {}",
-            rows.count(),
+            "{count} rows of {row_bytes} bytes, of {}, to {}",
             x.bytes(),
             taken.bytes()
         );
@@ -112,7 +108,30 @@ pub fn take_rows(
         taken: taken.address(),
         ..RowsArguments::default()
     };
-    rows.launch("expert_take", row_bytes / COPIED, true, a)
+    launch("expert_take", rows, row_bytes / COPIED, true, a)
+}
+
+/// Launches a kernel for these rows with `a`, whose addresses were checked; `columns` says whether the grid divides rows of so many pieces.
+fn launch(
+    kernel: &str,
+    rows: DeviceSlice<'_>,
+    pieces: usize,
+    columns: bool,
+    a: RowsArguments,
+) -> Result<()> {
+    let columns = match columns {
+        true => pieces.div_ceil(THREADS as usize),
+        false => 1,
+    };
+    let count = int("rows of an expert", f32_elements(rows))?;
+    let arguments = RowsArguments {
+        rows: rows.address(),
+        pieces: int("the width of rows", pieces)?,
+        ..a
+    };
+    let launch = Launch::new([count as u32, columns as u32, 1], THREADS);
+    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for the rows.
+    unsafe { launch.run(rows.gpu(), Unit::ExpertRows, kernel, &arguments) }
 }
 
 /// Adds `weights[i]` times row i of bf16 `x` `[n, width]` to row `rows[i]` of f32 `sum` `[T, width]`. `width` is a multiple of 16.

@@ -26,7 +26,8 @@ pub use divergence::{
 };
 pub use embedding::{TokenRows, scatter_add};
 pub use experts::{
-    RowsOfExpert, add_rows, add_rows_backward, add_rows_f32, add_rows_unweighted, take_rows,
+    RowsOfExpert, add_rows, add_rows_backward, add_rows_f32, add_rows_unweighted, gather_rows,
+    take_rows,
 };
 pub use heads::{Heads, heads_backward, heads_forward, heads_partial};
 pub use input_moments::add_input_moments;

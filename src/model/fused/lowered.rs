@@ -27,6 +27,7 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
         Unit::LinearRowNorms,
         Unit::LinearPack,
         Unit::Embed,
+        Unit::ExpertRows,
         Unit::RmsNorm,
         Unit::PostNorm,
         Unit::RopeStore,
@@ -135,11 +136,6 @@ impl Lowered {
     /// Bytes that are here rather than with the weights: of an embedding in host memory.
     pub(super) fn bytes(&self) -> usize {
         self.table.as_ref().map_or(0, HostTable::bytes)
-    }
-
-    /// Whether long sequences are rotated by other frequencies than short ones.
-    pub(super) fn tells_long(&self) -> bool {
-        self.frequencies.iter().any(|f| f.long.is_some())
     }
 
     /// Whether a sequence with room for so many positions is rotated as a long one.

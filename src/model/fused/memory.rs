@@ -4,9 +4,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::sizes::Sizes;
-use crate::base::Result;
-use crate::base::error::{bail, err};
+use crate::base::error::err;
 use crate::base::memory::Tag;
+use crate::base::{Error, Result};
 use crate::cuda::{
     self, Best, DeviceBuffer, DrawRule, DrawScratch, Drawn, Event, ExpertScratch, Gpu, Graph,
     Layout, LinearScratch, NormScratch, Pinned, SplitKv, SplitKvWorkspace,
@@ -69,11 +69,11 @@ pub(super) struct Memory {
     pub(super) best: Best,
     /// Allocated when a token is first drawn.
     pub(super) draw: Option<DrawScratch>,
-    /// A u32: 1 + the first block whose queries, keys or values f16 does not hold, or 0.
+    /// A u32 a row: 1 + the first block whose queries, keys or values f16 does not hold, or 0.
     pub(super) unfit: DeviceBuffer,
-    /// A u32: 1 + the first block whose gate or up projection f16 does not hold, or 0.
+    /// A u32 a row: 1 + the first block whose gate or up projection f16 does not hold, or 0.
     pub(super) overflow: DeviceBuffer,
-    /// A u32: 1 + the first block whose router gives a logit that is not finite, or 0.
+    /// A u32 a row: 1 + the first block whose router gives a logit that is not finite, or 0.
     pub(super) unroutable: DeviceBuffer,
     /// Of models with mixtures of experts.
     pub(super) experts: Option<ExpertScratch>,
@@ -103,6 +103,7 @@ impl Memory {
         let scratch = |elements: usize, bytes: usize| {
             DeviceBuffer::uninit(gpu, Tag::DeviceScratch, elements * bytes)
         };
+        let notes = || DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, rows.max(batch).max(1) * 4);
         let (hidden, q, wide) = (sizes.hidden, sizes.q, sizes.intermediate);
         // The widest weight but the head, whose rows are taken in parts: logits of many rows are rarely wanted.
         let widest = sizes.qkv().max(wide) * hidden * 2;
@@ -134,9 +135,9 @@ impl Memory {
             table: scratch(batch * pages, 8)?,
             best: Best::new(gpu, batch)?,
             draw: None,
-            unfit: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4)?,
-            overflow: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4)?,
-            unroutable: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4)?,
+            unfit: notes()?,
+            overflow: notes()?,
+            unroutable: notes()?,
             experts: sizes
                 .experts
                 .map(|e| ExpertScratch::new(gpu, e.routing, rows, e.intermediate, hidden))
@@ -226,33 +227,41 @@ impl Memory {
         self.logits.read(0, &mut logits[before..])
     }
 
-    /// Waits for the device. Values that f16 does not hold, and router logits that are not finite, are an error that names the first
-    /// layer that had them.
-    pub(super) fn check_fits(&mut self) -> Result<()> {
-        let routed = match self.experts {
-            Some(_) => take_report(&mut self.unroutable)?,
-            None => None,
-        };
-        // In the order of a layer; what follows in later layers is nonsense.
-        let reports = [
+    /// Waits for the device. Gives the rows, of the first `rows`, that had values that f16 does not hold, or router logits that are not finite,
+    /// with an error that names the first layer that had them.
+    pub(super) fn faults(&mut self, rows: usize) -> Result<Vec<(usize, Error)>> {
+        // In the order of a layer; later layers make nonsense of what is wrong.
+        let mut notes = vec![
             (
-                take_report(&mut self.unfit)?,
+                &mut self.unfit,
                 "a query, key or value reaches beyond 65,504, the largest number of the cache's f16; a GPU has no other cache, run this model on the CPU with keys and values in f32",
             ),
             (
-                take_report(&mut self.overflow)?,
+                &mut self.overflow,
                 "a gate or up projection reaches beyond 65,504, the largest number of the f16 that prompts have it in on a GPU; run this model on the CPU",
             ),
-            (
-                routed,
-                "the router gives an expert a logit that is not finite, by which nothing can be chosen",
-            ),
         ];
-        let first = reports.iter().filter(|r| r.0.is_some()).min_by_key(|r| r.0);
-        match first {
-            Some((Some(layer), what)) => bail!(Unsupported, "layer {layer}: {what}"),
-            _ => Ok(()),
+        if self.experts.is_some() {
+            notes.push((
+                &mut self.unroutable,
+                "the router gives an expert a logit that is not finite, by which nothing can be chosen",
+            ));
         }
+        let mut first: Vec<Option<(u32, &str)>> = vec![None; rows];
+        for (note, what) in notes {
+            for (first, layer) in first.iter_mut().zip(take_notes(note, rows)?) {
+                let found = layer.checked_sub(1).map(|layer| (layer, what));
+                *first = match (*first, found) {
+                    (Some(a), Some(b)) if b.0 < a.0 => Some(b),
+                    (a, b) => a.or(b),
+                };
+            }
+        }
+        let faults = first.into_iter().enumerate().filter_map(|(row, found)| {
+            let (layer, what) = found?;
+            Some((row, err!(Unsupported, "layer {layer}: {what}")))
+        });
+        Ok(faults.collect())
     }
 
     pub(super) fn write_pages(&mut self, caches: &[&GpuCache]) -> Result<()> {
@@ -306,13 +315,12 @@ impl Memory {
     }
 }
 
-/// The block that a kernel reported, if any, after which none is reported.
-fn take_report(report: &mut DeviceBuffer) -> Result<Option<u32>> {
-    let mut value = [0u32];
-    report.read(0, &mut value)?;
-    let block = value[0].checked_sub(1);
-    if block.is_some() {
-        report.write(0, &[0u32])?;
+/// The notes of the first rows, which are zero afterwards.
+fn take_notes(notes: &mut DeviceBuffer, rows: usize) -> Result<Vec<u32>> {
+    let mut values = vec![0u32; rows];
+    notes.read(0, &mut values)?;
+    if values.iter().any(|&value| value != 0) {
+        notes.write(0, &vec![0u32; rows])?;
     }
-    Ok(block)
+    Ok(values)
 }

@@ -1,5 +1,5 @@
 //! Inference on a GPU by fused kernels: `plan` says which, for a model that is `lowered` to shapes and operands; `pass` enqueues them for a
-//! `prompt` or a decode `step`, and `memory` is what they work in. An optimisation of the reference block, against which it is tested.
+//! decode `step` or a `ragged` pass, and `memory` is what they work in. An optimisation of the reference block, against which it is tested.
 
 mod embedding;
 mod executor;
@@ -8,12 +8,12 @@ mod memory;
 mod operands;
 mod pass;
 mod plan;
-mod prompt;
+mod ragged;
 mod sizes;
 mod step;
 
 pub(super) use embedding::table;
 pub(super) use executor::Executor;
 pub(super) use lowered::{Source, units};
-pub(super) use prompt::ROWS;
-pub(super) use step::BATCH;
+pub(super) use ragged::{Chunk, ROWS};
+pub(super) use step::{BATCH, Step};

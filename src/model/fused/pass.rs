@@ -1,25 +1,39 @@
 //! Rows on their way through the blocks: what a step of the plan launches.
 
+use std::ops::Range;
+
 use super::lowered::{Lowered, Source};
 use super::memory::Memory;
 use super::operands::{Mixture, biased, of_linear, on_gpu};
 use super::plan::{self, Applied, Kernel, Norm, Normed, Step, Then};
 use crate::base::Result;
 use crate::base::error::{bail, err};
+use crate::base::memory::Tag;
 use crate::cuda::{
-    self, Biased, DeviceBuffer, ExpertScratch, FusedNorm, Input, Layout, NextNorm, Output,
-    PageTable, ResidualRow, Shared, SplitKv,
+    self, Biased, DeviceBuffer, DeviceSlice, ExpertScratch, FusedNorm, Heads, Input, Layout,
+    NextNorm, Output, PageTable, ResidualRow, Shared, SplitKv,
 };
 use crate::model::order::Half;
 use crate::model::spec::GatedMlpSpec;
 use crate::model::weights::{Block, GatedMlp, Mlp, Weights};
 
-#[derive(Clone, Copy)]
-pub(super) enum Attention<'a> {
-    /// One token of each sequence; by number of [`Sizes::attentions`].
-    Step(&'a [SplitKv]),
-    /// Rows of one sequence from this position on.
-    Prompt(usize),
+/// Rows of a chunk of one sequence.
+pub(super) struct ChunkRows {
+    /// The row of the page table.
+    pub(super) sequence: usize,
+    pub(super) rows: Range<usize>,
+    /// The position of the first row.
+    pub(super) first: usize,
+}
+
+/// The sequences that rows belong to: first single tokens, one of each sequence, then chunks.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Attention<'a> {
+    /// The number of single tokens, which have the first rows of the page table and of the positions in memory.
+    pub(super) singles: usize,
+    /// How the positions of single tokens are split, by number of [`Sizes::attentions`](super::sizes::Sizes::attentions).
+    pub(super) splits: &'a [SplitKv],
+    pub(super) chunks: &'a [ChunkRows],
 }
 
 /// Rows on their way through the blocks.
@@ -43,7 +57,7 @@ impl<'a> Pass<'a> {
         let (lowered, memory) = (self.lowered, self.memory);
         let index = step.block;
         match &step.kernel {
-            Kernel::Normalize { norm, layout } => self.normalize(*norm, 0, *layout),
+            Kernel::Normalize { norm, layout } => self.normalize(*norm, *layout),
             Kernel::Qkv { input } => {
                 let attention = &self.block(index).0.attention;
                 let matrices = [
@@ -183,40 +197,68 @@ impl<'a> Pass<'a> {
     }
 
     fn attend(&self, index: usize, kernel: &Kernel) -> Result<()> {
-        let (lowered, memory) = (self.lowered, self.memory);
-        let (gpu, rows) = (&lowered.gpu, self.rows);
-        let heads = lowered.heads(self.source, index, self.long);
-        let pages = PageTable {
+        let (gpu, memory) = (&self.lowered.gpu, self.memory);
+        let heads = self.lowered.heads(self.source, index, self.long);
+        let pages = |sequence| PageTable {
             table: &memory.table,
             stride: memory.pages,
+            sequence,
             layer: index,
             unfit: Some(&memory.unfit),
         };
-        match (kernel, self.attention) {
-            (Kernel::Decode { layout }, Attention::Step(divisions)) => cuda::decode(
-                gpu,
-                &heads,
-                &pages,
-                &memory.projected,
-                &memory.positions,
-                rows,
-                divisions[lowered
-                    .sizes
-                    .attention_index(&self.source.spec.blocks[index].attention)],
-                &memory.splits,
-                &memory.input,
-                *layout,
-            ),
-            (Kernel::StoreKv, Attention::Prompt(first)) => {
+        let Attention {
+            singles, chunks, ..
+        } = self.attention;
+        match kernel {
+            Kernel::Decode { layout } => self.decode(index, &heads, &pages(0), *layout),
+            Kernel::StoreKv => chunks.iter().try_for_each(|chunk| {
+                let (at, rows) = (chunk.rows.start, chunk.rows.len());
                 let (qkv, q) = (&memory.projected, &memory.inner);
-                cuda::store(gpu, &heads, &pages, qkv, 0, rows, first, q)
+                let pages = pages(chunk.sequence);
+                cuda::store(gpu, &heads, &pages, qkv, at, rows, chunk.first, q)
+            }),
+            Kernel::Prefill => {
+                if singles > 0 {
+                    self.decode(index, &heads, &pages(0), Layout::RowMajor)?;
+                }
+                chunks.iter().try_for_each(|chunk| {
+                    let (at, rows) = (chunk.rows.start, chunk.rows.len());
+                    let (q, out) = (&memory.inner, &memory.input);
+                    let pages = pages(chunk.sequence);
+                    cuda::prefill(gpu, &heads, &pages, q, at, rows, chunk.first, out)
+                })
             }
-            (Kernel::Prefill, Attention::Prompt(first)) => {
-                let (q, out) = (&memory.inner, &memory.input);
-                cuda::prefill(gpu, &heads, &pages, q, 0, rows, first, out)
-            }
-            _ => bail!(Internal, "a step and a prompt were mixed up"),
+            _ => bail!(
+                Internal,
+                "a kernel of another operation taken for attention"
+            ),
         }
+    }
+
+    /// Stores keys and values of single tokens, and attends.
+    fn decode(
+        &self,
+        index: usize,
+        heads: &Heads<'_>,
+        pages: &PageTable<'_>,
+        layout: Layout,
+    ) -> Result<()> {
+        let (memory, spec) = (self.memory, &self.source.spec.blocks[index].attention);
+        let Attention {
+            singles, splits, ..
+        } = self.attention;
+        cuda::decode(
+            &self.lowered.gpu,
+            heads,
+            pages,
+            &memory.projected,
+            &memory.positions,
+            singles,
+            splits[self.lowered.sizes.attention_index(spec)],
+            &memory.splits,
+            &memory.input,
+            layout,
+        )
     }
 
     fn project(&self, index: usize, half: Half, layout: Layout, then: Then) -> Result<()> {
@@ -326,14 +368,39 @@ impl<'a> Pass<'a> {
         })
     }
 
-    /// Normalizes rows of the residual stream from `first` on.
-    pub(super) fn normalize(&self, norm: Norm, first: usize, layout: Layout) -> Result<()> {
+    /// Normalizes the first rows of the residual stream.
+    fn normalize(&self, norm: Norm, layout: Layout) -> Result<()> {
+        self.normalize_from(&self.memory.residual, 0, norm, layout)
+    }
+
+    /// Normalizes some rows of the residual stream; where they do not follow each other, they are gathered first.
+    pub(super) fn normalize_rows(&self, norm: Norm, rows: &[usize], layout: Layout) -> Result<()> {
+        let (gpu, memory) = (&self.lowered.gpu, self.memory);
+        if rows.windows(2).all(|pair| pair[1] == pair[0] + 1) {
+            return self.normalize_from(&memory.residual, rows[0], norm, layout);
+        }
+        let row_bytes = self.lowered.sizes.hidden * size_of::<f32>();
+        let indices: Vec<u32> = rows.iter().map(|&row| row as u32).collect();
+        let indices = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &indices)?;
+        let to = DeviceSlice::from(&memory.projected).part(0..rows.len() * row_bytes)?;
+        cuda::training::gather_rows((&memory.residual).into(), (&indices).into(), row_bytes, to)?;
+        self.normalize_from(&memory.projected, 0, norm, layout)
+    }
+
+    /// Normalizes rows of `x` from `first` on.
+    fn normalize_from(
+        &self,
+        x: &DeviceBuffer,
+        first: usize,
+        norm: Norm,
+        layout: Layout,
+    ) -> Result<()> {
         let (rows, hidden) = (self.rows, self.lowered.sizes.hidden);
         let norm = self.fused_norm(norm)?;
         let factors = (rows <= cuda::SKINNY_ROWS).then(|| norm.scratch.factors(norm.turn));
         cuda::rms_norm(
             &self.lowered.gpu,
-            norm.x,
+            x,
             first * hidden * size_of::<f32>(),
             norm.weight,
             norm.eps,

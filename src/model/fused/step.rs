@@ -6,16 +6,33 @@ use super::lowered::{Source, attention_units};
 use super::memory::{GraphKey, Memory, Ready, Selection};
 use super::pass::{Attention, Pass};
 use super::plan;
+use super::ragged::token_of;
 use crate::base::Result;
-use crate::base::error::{bail, err};
+use crate::base::error::bail;
 use crate::cuda::{self, DrawRule, Drawn, Event, Graph, SplitKv};
 use crate::model::gpu_cache::GpuCache;
 use crate::model::kv_cache::KvCache;
 use crate::model::spec::AttentionSpec;
-use crate::ops::sample::{self, Choice};
+use crate::ops::sample::{Choice, SamplingOptions};
 
 /// Sequences that are stepped together at most.
 pub(in crate::model) const BATCH: usize = 256;
+
+/// A sequence of a step.
+pub(in crate::model) struct Step<'a> {
+    pub(in crate::model) token: u32,
+    /// The keys and values before the token; the page of the token exists already.
+    pub(in crate::model) cache: &'a KvCache,
+    /// How the next token is chosen; where there is no choice, the logits are wanted.
+    pub(in crate::model) choice: Option<Choice<'a>>,
+}
+
+/// The choice of the argmax, which the device makes anyhow.
+const GREEDY: Choice<'static> = Choice {
+    options: &SamplingOptions::GREEDY,
+    draw: 0,
+    history: &[],
+};
 
 /// The sequences of a step.
 struct Sequences<'a> {
@@ -37,71 +54,35 @@ impl Sequences<'_> {
 }
 
 impl Executor {
-    /// One token of each of several sequences; the logits, one row for each, are appended to `logits`.
-    pub(in crate::model) fn step_logits(
+    /// Runs one token of each of several sequences, [`BATCH`] at most, which are rotated alike. Gives each its next token where one is to be chosen;
+    /// the logits of the others are appended to `logits`, a row for each. With `look_ahead`, the step after is enqueued at once, for the likely
+    /// case that these sequences continue with those tokens; their pages must reach that far.
+    pub(in crate::model) fn step(
         &self,
         source: Source<'_>,
-        tokens: &[u32],
-        caches: &[&KvCache],
-        logits: &mut Vec<f32>,
-    ) -> Result<()> {
-        if let Some(kinds) = self.kinds(caches) {
-            let (start, vocab) = (logits.len(), self.lowered.sizes.vocab);
-            logits.resize(start + tokens.len() * vocab, 0.0);
-            for kind in &kinds {
-                let mut rows = Vec::new();
-                self.step_logits(source, &pick(tokens, kind), &pick(caches, kind), &mut rows)?;
-                for (row, i) in rows.chunks(vocab).zip(kind) {
-                    logits[start + i * vocab..][..vocab].copy_from_slice(row);
-                }
-            }
-            return Ok(());
-        }
-        let sequences = self.sequences(caches)?;
-        let mut memory = self.memory();
-        memory.flush()?;
-        self.step(source, tokens, &sequences, &[], &mut memory)?;
-        memory.read_logits(tokens.len() * self.lowered.sizes.vocab, logits)?;
-        memory.check_fits()
-    }
-
-    /// One token of each of several sequences; the next tokens, as `choices` says. With `look_ahead`, the step after is enqueued
-    /// at once, for the likely case that these sequences continue with those tokens; their pages must reach that far.
-    pub(in crate::model) fn step_choose(
-        &self,
-        source: Source<'_>,
-        tokens: &[u32],
-        caches: &[&KvCache],
-        choices: &[Choice<'_>],
+        steps: &[Step<'_>],
         look_ahead: bool,
-    ) -> Result<Vec<u32>> {
-        if let Some(kinds) = self.kinds(caches) {
-            let mut chosen = vec![0; tokens.len()];
-            for kind in &kinds {
-                let (tokens, caches) = (pick(tokens, kind), pick(caches, kind));
-                // The other kind's step comes next, so a look-ahead step would be wasted.
-                let next =
-                    self.step_choose(source, &tokens, &caches, &pick(choices, kind), false)?;
-                kind.iter()
-                    .zip(next)
-                    .for_each(|(&i, token)| chosen[i] = token);
-            }
-            return Ok(chosen);
-        }
-        let sequences = self.sequences(caches)?;
+        logits: &mut Vec<f32>,
+    ) -> Result<Vec<Result<Option<u32>>>> {
+        let tokens: Vec<u32> = steps.iter().map(|step| step.token).collect();
+        let choices: Vec<Choice<'_>> = steps
+            .iter()
+            .map(|step| step.choice.unwrap_or(GREEDY))
+            .collect();
+        let sequences = self.sequences(steps)?;
         let mut memory = self.memory();
         let after: Vec<usize> = sequences.positions.iter().map(|p| p + 1).collect();
         let foreseen = memory.look_ahead.is_some()
             && memory.ready == sequences.ready_at(&after)
-            && memory.rules == following(&rules_of(choices))
-            && memory.chose(tokens, &sequences.positions);
+            && memory.rules == following(&rules_of(&choices))
+            && memory.chose(&tokens, &sequences.positions);
         let done = match memory.look_ahead.take() {
             Some(event) if foreseen => event,
             before => {
                 if let Some(event) = before {
                     event.wait()?;
                 }
-                self.step(source, tokens, &sequences, choices, &mut memory)?;
+                self.step_anew(source, &tokens, &sequences, &choices, &mut memory)?;
                 Event::record(&self.lowered.gpu)?
             }
         };
@@ -122,57 +103,88 @@ impl Executor {
         }
         done.wait()?;
         enqueued?;
-        // Values that overflow f16 end in logits that no token can be selected by.
-        let unusable = |row: usize, position| {
-            !matches!(
-                memory.drawn(row, tokens.len(), position),
-                Some(Drawn::Token(_))
-            )
-        };
-        if after
-            .iter()
-            .enumerate()
-            .any(|(row, &position)| unusable(row, position))
-        {
-            memory.flush()?;
-            memory.check_fits()?;
-        }
-        let chosen = after.iter().enumerate().map(|(row, &position)| {
-            match memory.drawn(row, tokens.len(), position) {
-                Some(Drawn::Token(token)) => Ok(token),
-                Some(Drawn::AllRuledOut) => Err(sample::all_ruled_out(self.lowered.sizes.vocab)),
-                Some(Drawn::Unusable(token)) => Err(sample::unusable(token as usize)),
-                None => Err(err!(Internal, "the device chose no token")),
-            }
-        });
-        chosen.collect()
+        self.outputs(steps, &after, &mut memory, logits)
     }
 
-    /// The sequences of a step, which are rotated alike.
-    fn sequences<'a>(&self, caches: &[&'a KvCache]) -> Result<Sequences<'a>> {
+    /// The outputs of a step that has run to the positions `after`.
+    fn outputs(
+        &self,
+        steps: &[Step<'_>],
+        after: &[usize],
+        memory: &mut Memory,
+        logits: &mut Vec<f32>,
+    ) -> Result<Vec<Result<Option<u32>>>> {
+        let (batch, vocabulary) = (steps.len(), self.lowered.sizes.vocab);
+        let chooses = |row: usize| steps[row].choice.is_some();
+        let drawn: Vec<_> = (0..batch)
+            .map(|row| memory.drawn(row, batch, after[row]))
+            .collect();
+        let mut outputs: Vec<Result<Option<u32>>> = drawn
+            .iter()
+            .enumerate()
+            .map(|(row, drawn)| match chooses(row) {
+                true => token_of(*drawn, vocabulary).map(Some),
+                false => Ok(None),
+            })
+            .collect();
+        if (0..batch).any(|row| !chooses(row)) {
+            let mut all = Vec::new();
+            // A step of logits alone writes where they are wanted.
+            let into = match (0..batch).any(chooses) {
+                true => &mut all,
+                false => &mut *logits,
+            };
+            memory.read_logits(batch * vocabulary, into)?;
+            for (row, values) in all.chunks_exact(vocabulary).enumerate() {
+                if !chooses(row) {
+                    logits.extend_from_slice(values);
+                }
+            }
+        }
+        // Values that f16 does not hold end in logits that no token can be chosen by.
+        let unusable = |row: usize| !matches!(drawn[row], Some(Drawn::Token(_)));
+        if (0..batch).any(|row| !chooses(row) || unusable(row)) {
+            memory.flush()?;
+            for (row, fault) in memory.faults(batch)? {
+                outputs[row] = Err(fault);
+            }
+        }
+        Ok(outputs)
+    }
+
+    /// Whether a sequence is rotated as a long one.
+    pub(in crate::model) fn is_long(&self, cache: &KvCache) -> bool {
+        self.lowered.is_long(cache.capacity())
+    }
+
+    fn sequences<'a>(&self, steps: &[Step<'a>]) -> Result<Sequences<'a>> {
         Ok(Sequences {
-            caches: caches.iter().map(|c| c.gpu()).collect::<Result<_>>()?,
-            positions: caches.iter().map(|c| c.len()).collect(),
-            long: caches
-                .first()
-                .is_some_and(|c| self.lowered.is_long(c.capacity())),
+            caches: steps.iter().map(|s| s.cache.gpu()).collect::<Result<_>>()?,
+            positions: steps.iter().map(|s| s.cache.len()).collect(),
+            long: steps.first().is_some_and(|s| self.is_long(s.cache)),
         })
     }
 
-    /// The indices of the sequences that are rotated as short ones and of those rotated as long ones, if there are both: a step
-    /// takes one table of frequencies for all of its sequences, so each kind takes a step of its own.
-    fn kinds(&self, caches: &[&KvCache]) -> Option<[Vec<usize>; 2]> {
-        if !self.lowered.tells_long() {
-            return None;
-        }
-        let is_long = |i: &usize| self.lowered.is_long(caches[*i].capacity());
-        let (long, short): (Vec<usize>, Vec<usize>) = (0..caches.len()).partition(is_long);
-        (!long.is_empty() && !short.is_empty()).then_some([short, long])
+    /// The split-KV of each kind of attention, for single tokens of `batch` sequences of which the last one is at `position`.
+    pub(super) fn splits(&self, source: Source<'_>, batch: usize, position: usize) -> Vec<SplitKv> {
+        let split = |attention: &AttentionSpec| {
+            let AttentionSpec {
+                heads,
+                kv_heads,
+                head_dim,
+                window,
+                ..
+            } = *attention;
+            let visible = (position + 1).min(window.unwrap_or(usize::MAX));
+            let [unit, ..] = attention_units(source.spec, attention);
+            let gpu = &self.lowered.gpu;
+            SplitKv::of(gpu, heads, kv_heads, head_dim, unit, batch.max(1), visible)
+        };
+        self.lowered.sizes.attentions.iter().map(split).collect()
     }
 
-    /// Runs one token of each of several sequences, whose pages exist already. The next tokens, as `choices` says, and the
-    /// logits stay on the device.
-    fn step(
+    /// Runs a step that was not foreseen. The next tokens, as `choices` says, and the logits stay on the device.
+    fn step_anew(
         &self,
         source: Source<'_>,
         tokens: &[u32],
@@ -226,29 +238,9 @@ impl Executor {
         memory.invalidate();
         let batch = ready.len();
         let last = ready.iter().map(|r| r.position).max().unwrap_or(0);
-        let division = |attention: &AttentionSpec| {
-            let AttentionSpec {
-                heads,
-                kv_heads,
-                head_dim,
-                window,
-                ..
-            } = *attention;
-            let visible = (last + 1).min(window.unwrap_or(usize::MAX));
-            let [unit, ..] = attention_units(source.spec, attention);
-            SplitKv::of(
-                &self.lowered.gpu,
-                heads,
-                kv_heads,
-                head_dim,
-                unit,
-                batch,
-                visible,
-            )
-        };
         let key = GraphKey {
             batch,
-            splits: self.lowered.sizes.attentions.iter().map(division).collect(),
+            splits: self.splits(source, batch, last),
             selection: match rules.is_empty() {
                 true => Selection::Argmax,
                 false => Selection::Drawn {
@@ -283,7 +275,11 @@ impl Executor {
             source,
             memory,
             rows: batch,
-            attention: Attention::Step(&key.splits),
+            attention: Attention {
+                singles: batch,
+                splits: &key.splits,
+                chunks: &[],
+            },
             long: key.long,
         };
         let steps = plan::plan(
@@ -335,9 +331,4 @@ fn following(rules: &[DrawRule]) -> Vec<DrawRule> {
         ..*rule
     };
     rules.iter().map(next).collect()
-}
-
-/// The values at these indices.
-fn pick<T: Copy>(values: &[T], indices: &[usize]) -> Vec<T> {
-    indices.iter().map(|&i| values[i]).collect()
 }

@@ -39,7 +39,7 @@ struct Sequence {
     std::vector<float> qkv, q_norm, k_norm, frequencies;
     std::vector<std::vector<u16>> pages;
     std::vector<u64> table;
-    u32 unfit = 0;
+    std::vector<u32> unfit;
     bool compares = true;
     static constexpr float EPS = 1e-6f, FACTOR = 1.25f;
 
@@ -58,7 +58,7 @@ struct Sequence {
     }
     // Bytes of a layer in a page.
     int layer() const { return 2 * kv_heads * PAGE * D * 2; }
-    Pages arguments() { return {table.data(), (int)table.size(), kv_heads, (u64)layer(), &unfit, 1}; }
+    Pages arguments() { return {table.data(), (int)table.size(), kv_heads, (u64)layer(), unfit.data(), 1}; }
     HeadOptions options() const { return {frequencies.data(), FACTOR, EPS, rotary_dim}; }
     float scale() const { return 1 / std::sqrt((float)D); }
 
@@ -157,9 +157,13 @@ struct Sequence {
             }
         }
     }
-    void expect_unfit(const char* what, u32 want) {
-        if (unfit != want) printf("%s: the layer of a number that does not fit is %u, not %u\n", what, unfit, want), exit(1);
-        unfit = 0;
+    // `want` of one row, and nothing of the others.
+    void expect_unfit(const char* what, u32 want, size_t row = 0) {
+        for (size_t r = 0; r < unfit.size(); r++) {
+            u32 of_row = r == row ? want : 0;
+            if (unfit[r] != of_row) printf("%s: row %zu has a number that does not fit in layer %u, not %u\n", what, r, unfit[r], of_row), exit(1);
+            unfit[r] = 0;
+        }
     }
     template <int D, bool LIMITED, bool PARTIAL>
     void step(int token, int splits) {
@@ -227,15 +231,17 @@ static void check_unfit() {
         // Beside numbers so large the results have no correct digits.
         s.compares = false;
         s.run<D, false>(LAST, 1);
-        s.expect_unfit("rows", c.want);
+        s.expect_unfit("a row", c.want);
+        s.run<D, false>(0, LENGTH);
+        s.expect_unfit("rows", c.want, LAST);
         s.step_with<D, false, false, 1, 1, false>(LAST, 1, 0);
         s.expect_unfit("a token", c.want);
         s.run_reference(LAST, 1);
         s.expect_unfit("the reference", c.head == 0 ? 0 : c.want);
         // An earlier layer has reported one already.
-        s.unfit = 1;
+        s.unfit[0] = 1;
         s.run<D, false>(LAST, 1);
-        s.expect_unfit("rows", 1);
+        s.expect_unfit("a row", 1);
     }
 }
 

@@ -54,16 +54,16 @@ static Routed check_route(int rows, int experts, int per_token, bool normalized,
     }
     Routed routed = {std::vector<int>(pairs, -1), std::vector<int>(pairs, -1), std::vector<int>(pairs, -1), std::vector<float>(pairs, NAN),
                      std::vector<ExpertTile>(most, ExpertTile{-1, -1, -1, -1})};
-    u32 unfit = 0;
+    std::vector<u32> unfit(rows);
     routes::Arguments a = {logits.data(), routed.choices.data(), routed.weights.data(), routed.places.data(), routed.sources.data(),
-                           routed.tiles.data(), &unfit, rows, stride, experts, per_token, normalized, tile_pairs, most, 7};
+                           routed.tiles.data(), unfit.data(), rows, stride, experts, per_token, normalized, tile_pairs, most, 7};
     if (few) {
         launch(1, 1, 1, routes::FEW_THREADS, [&] { routes::experts_route_few(a); });
     } else {
         launch(ceil_div(rows, routes::ROUTE_THREADS / WARP), 1, 1, routes::ROUTE_THREADS, [&] { routes::experts_route(a); });
         launch(experts, 1, 1, routes::GROUP_THREADS, [&] { routes::experts_group(a); });
     }
-    expect(unfit == 0, "a logit that is not finite", 0, 0, unfit, 0);
+    for (int r = 0; r < rows; r++) expect(unfit[r] == 0, "a logit that is not finite", r, 0, unfit[r], 0);
     std::vector<std::pair<int, int>> order;     // of experts and pairs
     for (int r = 0; r < rows; r++) {
         const float* of = &logits[r * stride];
@@ -103,7 +103,10 @@ static Routed check_route(int rows, int experts, int per_token, bool normalized,
     odd.choices = choices.data(), odd.weights = weights.data();
     launch(ceil_div(rows, routes::ROUTE_THREADS / WARP), 1, 1, routes::ROUTE_THREADS, [&] { routes::experts_route(odd); });
     for (int i = 0; i < pairs; i++) expect(choices[i] >= 0 && choices[i] < experts, "a choice among logits that are not finite", i, 0, choices[i], 0);
-    expect(unfit == 8, "a logit that is not finite", 0, 0, unfit, 8);
+    for (int r = 0; r < rows; r++) {
+        u32 want = r == rows - 1 ? 8 : 0;
+        expect(unfit[r] == want, "a logit that is not finite", r, 0, unfit[r], want);
+    }
     return routed;
 }
 

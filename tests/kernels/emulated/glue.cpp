@@ -102,11 +102,11 @@ static void check_glu(int rows, int width, int kind) {
     std::vector<uint4> x(rows * width / 4), y(rows * width / 8);
     u16* halves = (u16*)x.data();
     for (int i = 0; i < rows * width * 2; i++) halves[i] = to_f16(8 * uniform());
-    u32 overflow = 0;
-    activation::GluArguments a = {halves, (u16*)y.data(), width, 0.25f, kind, 6, &overflow};
+    std::vector<u32> overflow(rows);
+    activation::GluArguments a = {halves, (u16*)y.data(), width, 0.25f, kind, 6, overflow.data()};
     auto run = [&] { launch(ceil_div(width / 8, activation::THREADS), rows, 1, activation::THREADS, [&] { activation::glu(a); }); };
     run();
-    expect(overflow == 0, "a GLU without overflow", rows, width, overflow, 0);
+    for (int r = 0; r < rows; r++) expect(overflow[r] == 0, "a GLU without overflow", rows, width, overflow[r], 0);
     for (int r = 0; r < rows; r++) {
         for (int i = 0; i < width; i++) {
             double gate = f16_to_float(halves[r * 2 * width + i]), up = f16_to_float(halves[r * 2 * width + width + i]);
@@ -124,9 +124,12 @@ static void check_glu(int rows, int width, int kind) {
             halves[at] = odd;
             run();
             u32 want = (odd & 0x7fff) > 0x7bff ? 7 : 0;
-            expect(overflow == want, "a GLU with overflow", odd, at, overflow, want);
+            for (int r = 0; r < rows; r++) {
+                u32 of_row = r == at / (2 * width) ? want : 0;
+                expect(overflow[r] == of_row, "a GLU with overflow", odd, at, overflow[r], of_row);
+                overflow[r] = 0;
+            }
             halves[at] = kept;
-            overflow = 0;
         }
     }
 }

@@ -1,0 +1,134 @@
+//! A batch: the rows of one pass over the weights, and all that a pass may know of them. [`Model::run`](super::Model::run) takes it.
+
+use std::ops::Range;
+
+use super::KvCache;
+use crate::ops::sample::Choice;
+
+/// The output that a segment asks for.
+#[derive(Clone, Copy, Debug)]
+pub enum Wanted<'a> {
+    /// Nothing: the tokens only enter the cache.
+    Nothing,
+    /// Logits of the last token.
+    Last,
+    /// Logits of every token.
+    All,
+    /// The token after the last one. On a GPU the logits stay there.
+    Token(Choice<'a>),
+}
+
+/// Consecutive tokens of one sequence, after those that its cache holds.
+#[derive(Debug)]
+pub struct Segment<'a> {
+    /// The tokens, as many as the cache has room for.
+    pub tokens: &'a [u32],
+    /// The keys and values of the tokens before. They grow by `tokens` once the segment has run without a fault.
+    pub cache: &'a mut KvCache,
+    /// The output.
+    pub wanted: Wanted<'a>,
+}
+
+/// Segments of different sequences, of any lengths, that go through the weights together. Its index is a segment's slot.
+#[derive(Debug)]
+pub struct Batch<'a> {
+    /// The segments.
+    pub segments: Vec<Segment<'a>>,
+    /// Whether a GPU runs the step after this one at once, with the tokens that it chose: faster if they are the next batch, and harmless if
+    /// they are not. Applies to batches that ask for the token after one token of each sequence.
+    pub look_ahead: bool,
+}
+
+impl<'a> Batch<'a> {
+    /// A batch of one segment.
+    pub fn of(tokens: &'a [u32], cache: &'a mut KvCache, wanted: Wanted<'a>) -> Batch<'a> {
+        Batch {
+            segments: vec![Segment {
+                tokens,
+                cache,
+                wanted,
+            }],
+            look_ahead: false,
+        }
+    }
+}
+
+/// The output of a slot.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Output {
+    /// The tokens are in the cache, and nothing else was wanted.
+    Cached,
+    /// Which of the rows of logits are the slot's, `vocab_size` numbers each.
+    Logits(Range<usize>),
+    /// The next token.
+    Token(u32),
+}
+
+/// Tokens of a segment that go through the blocks in one pass.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Part {
+    pub(super) slot: usize,
+    /// The range of the segment's tokens.
+    pub(super) tokens: Range<usize>,
+}
+
+/// Divides segments of these lengths into passes of at most `rows` rows and `most` segments, in order: only the last part of a pass goes on
+/// in the next one.
+pub(super) fn passes(
+    lengths: impl Iterator<Item = (usize, usize)>,
+    rows: usize,
+    most: usize,
+) -> Vec<Vec<Part>> {
+    let (mut passes, mut left) = (Vec::<Vec<Part>>::new(), 0);
+    for (slot, length) in lengths {
+        let mut first = 0;
+        while first < length {
+            if left == 0 || passes.last().is_none_or(|pass| pass.len() == most) {
+                passes.push(Vec::new());
+                left = rows;
+            }
+            let count = left.min(length - first);
+            if let Some(pass) = passes.last_mut() {
+                pass.push(Part {
+                    slot,
+                    tokens: first..first + count,
+                });
+            }
+            left -= count;
+            first += count;
+        }
+    }
+    passes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn divided(lengths: &[usize], rows: usize, most: usize) -> Vec<Vec<(usize, Range<usize>)>> {
+        let passes = passes(lengths.iter().copied().enumerate(), rows, most).into_iter();
+        let parts = |pass: Vec<Part>| pass.into_iter().map(|p| (p.slot, p.tokens)).collect();
+        passes.map(parts).collect()
+    }
+
+    #[test]
+    fn passes_are_full_and_in_order() {
+        assert_eq!(divided(&[], 8, 4), Vec::<Vec<_>>::new());
+        assert_eq!(divided(&[0], 8, 4), Vec::<Vec<_>>::new());
+        assert_eq!(
+            divided(&[1, 0, 3, 10, 2], 8, 4),
+            [
+                vec![(0, 0..1), (2, 0..3), (3, 0..4)],
+                vec![(3, 4..10), (4, 0..2)]
+            ]
+        );
+        assert_eq!(
+            divided(&[1, 1, 1], 8, 2),
+            [vec![(0, 0..1), (1, 0..1)], vec![(2, 0..1)]]
+        );
+        assert_eq!(
+            divided(&[9], 4, 4),
+            [vec![(0, 0..4)], vec![(0, 4..8)], vec![(0, 8..9)]]
+        );
+    }
+}

@@ -1,0 +1,222 @@
+//! Ragged passes: single tokens of several sequences, and chunks of prompts, which go through the blocks together.
+
+use std::collections::VecDeque;
+use std::sync::MutexGuard;
+
+use super::executor::Executor;
+use super::lowered::{Lowered, Source};
+use super::memory::Memory;
+use super::pass::{Attention, ChunkRows, Pass};
+use super::plan::{self, Applied, Norm, Normed};
+use crate::base::error::err;
+use crate::base::{Error, Result, call};
+use crate::cuda::{self, Drawn, Event};
+use crate::model::kv_cache::KvCache;
+use crate::ops::sample::{self, Choice};
+
+/// Rows that go through the blocks together.
+pub(in crate::model) const ROWS: usize = 4096;
+/// Rows whose logits are computed together.
+const HEAD_ROWS: usize = 64;
+/// Blocks that are enqueued ahead of the one that runs, where a call may be cancelled: enough that the device never waits, few enough that
+/// cancelling is quick.
+const LOOK_AHEAD: usize = 4;
+
+/// Consecutive tokens of one sequence, whose pages exist already.
+pub(in crate::model) struct Chunk<'a> {
+    pub(in crate::model) tokens: &'a [u32],
+    pub(in crate::model) cache: &'a KvCache,
+    /// The position of the first one.
+    pub(in crate::model) first: usize,
+}
+
+impl Executor {
+    /// Runs chunks of different sequences, [`ROWS`] tokens and [`BATCH`](super::BATCH) chunks at most, single tokens first. Their output can be
+    /// read afterwards.
+    pub(in crate::model) fn run<'a>(
+        &'a self,
+        source: Source<'a>,
+        chunks: &[Chunk<'_>],
+    ) -> Result<Ragged<'a>> {
+        let mut memory = self.memory();
+        memory.invalidate();
+        memory.flush()?;
+        let lengths = || chunks.iter().map(|chunk| chunk.tokens.len());
+        let rows = lengths().sum();
+        let ends = chunks.iter().map(|chunk| chunk.first + chunk.tokens.len());
+        let pages = ends.max().unwrap_or(0).div_ceil(cuda::PAGE);
+        let lowered = &self.lowered;
+        memory.fit(&lowered.gpu, &lowered.sizes, rows, 0, chunks.len(), pages)?;
+        let tokens = chunks.iter().flat_map(|chunk| chunk.tokens);
+        memory
+            .tokens
+            .write(0, &tokens.map(|&t| t as i32).collect::<Vec<_>>())?;
+        let caches = chunks.iter().map(|chunk| chunk.cache.gpu());
+        memory.write_pages(&caches.collect::<Result<Vec<_>>>()?)?;
+        let singles = lengths().take_while(|&length| length == 1).count();
+        let positions: Vec<i32> = chunks[..singles].iter().map(|c| c.first as i32).collect();
+        memory.positions.write(0, &positions)?;
+        let last = chunks[..singles].iter().map(|chunk| chunk.first).max();
+        let splits = self.splits(source, singles, last.unwrap_or(0));
+        let mut row = singles;
+        let prompts: Vec<ChunkRows> = chunks
+            .iter()
+            .enumerate()
+            .skip(singles)
+            .map(|(sequence, chunk)| {
+                row += chunk.tokens.len();
+                ChunkRows {
+                    sequence,
+                    rows: row - chunk.tokens.len()..row,
+                    first: chunk.first,
+                }
+            })
+            .collect();
+        let pass = Pass {
+            lowered,
+            source,
+            memory: &memory,
+            rows,
+            attention: Attention {
+                singles,
+                splits: &splits,
+                chunks: &prompts,
+            },
+            long: chunks.iter().any(|chunk| self.is_long(chunk.cache)),
+        };
+        lowered.embed(source, rows, &memory)?;
+        if let Err(e) = self.enqueue_blocks(&pass) {
+            // Kernels in flight use the working memory and the caches. If waiting fails too, the device is lost.
+            let _ = lowered.gpu.synchronize();
+            return Err(e);
+        }
+        Ok(Ragged {
+            executor: self,
+            source,
+            memory,
+            rows,
+        })
+    }
+
+    fn enqueue_blocks(&self, pass: &Pass<'_>) -> Result<()> {
+        let watched = call::with(|call| call.is_watched());
+        let (lowered, rows) = (&self.lowered, pass.rows);
+        let blocks = lowered.blocks.len();
+        let steps = plan::plan(
+            &lowered.blocks,
+            lowered.head,
+            rows,
+            false,
+            &lowered.hardware,
+        );
+        let mut enqueued = VecDeque::new();
+        for of_block in steps.chunk_by(|a, b| a.block == b.block) {
+            let index = of_block[0].block;
+            of_block.iter().try_for_each(|step| pass.enqueue(step))?;
+            if watched {
+                enqueued.push_back(Event::record(&lowered.gpu)?);
+            }
+            if enqueued.len() > LOOK_AHEAD {
+                enqueued
+                    .pop_front()
+                    .map_or(Ok(()), |e| e.wait_or_cancel())?;
+                call::begun((rows * (index + 1 - LOOK_AHEAD) / blocks) as u64);
+            }
+        }
+        enqueued.iter().try_for_each(Event::wait_or_cancel)
+    }
+}
+
+/// Rows that have gone through the blocks, in the order of their chunks.
+pub(in crate::model) struct Ragged<'a> {
+    executor: &'a Executor,
+    source: Source<'a>,
+    memory: MutexGuard<'a, Memory>,
+    rows: usize,
+}
+
+impl Ragged<'_> {
+    /// Appends the logits of these rows.
+    pub(in crate::model) fn logits(&mut self, rows: &[usize], logits: &mut Vec<f32>) -> Result<()> {
+        for rows in rows.chunks(HEAD_ROWS) {
+            self.head(rows)?;
+            let vocabulary = self.executor.lowered.sizes.vocab;
+            self.memory.read_logits(rows.len() * vocabulary, logits)?;
+        }
+        Ok(())
+    }
+
+    /// The tokens that follow these rows, chosen as `choices` says: on the device where all are the argmax.
+    pub(in crate::model) fn choose(
+        &mut self,
+        rows: &[usize],
+        choices: &[Choice<'_>],
+    ) -> Result<Vec<Result<u32>>> {
+        let Lowered { gpu, sizes, .. } = &self.executor.lowered;
+        let (mut logits, mut scratch) = (Vec::new(), sample::Scratch::default());
+        let mut chosen = Vec::with_capacity(rows.len());
+        for (rows, choices) in rows.chunks(HEAD_ROWS).zip(choices.chunks(HEAD_ROWS)) {
+            self.head(rows)?;
+            let memory = &self.memory;
+            if choices.iter().all(|choice| choice.options.is_greedy()) {
+                let (best, tokens) = (&memory.best, &memory.tokens);
+                let n = rows.len();
+                cuda::argmax(gpu, &memory.logits, n, sizes.vocab, best, tokens, None)?;
+                let mut said = vec![0i32; n];
+                tokens.read(0, &mut said)?;
+                let tokens = said.into_iter().map(Drawn::read);
+                chosen.extend(tokens.map(|drawn| token_of(Some(drawn), sizes.vocab)));
+                continue;
+            }
+            logits.clear();
+            memory.read_logits(rows.len() * sizes.vocab, &mut logits)?;
+            let each = logits.chunks_exact(sizes.vocab).zip(choices);
+            chosen.extend(each.map(|(row, choice)| sample::sample(row, choice, &mut scratch)));
+        }
+        Ok(chosen)
+    }
+
+    /// Waits for the device. Gives the rows with values that could not be used, each with what was wrong first.
+    pub(in crate::model) fn faults(&mut self) -> Result<Vec<(usize, Error)>> {
+        self.memory.faults(self.rows)
+    }
+
+    /// Computes the logits of at most [`HEAD_ROWS`] rows.
+    fn head(&mut self, rows: &[usize]) -> Result<()> {
+        let Lowered {
+            gpu,
+            sizes,
+            hardware,
+            head,
+            ..
+        } = &self.executor.lowered;
+        let n = rows.len();
+        let (held, pages) = (self.memory.rows, self.memory.pages);
+        self.memory.fit(gpu, sizes, held, n, 1, pages)?;
+        let pass = Pass {
+            lowered: &self.executor.lowered,
+            source: self.source,
+            memory: &self.memory,
+            rows: n,
+            attention: Attention::default(),
+            long: false,
+        };
+        let input = Normed {
+            norm: Norm::Head,
+            layout: plan::head_layout(*head, n, hardware),
+            applied: Applied::Before,
+        };
+        pass.normalize_rows(input.norm, rows, input.layout)?;
+        pass.head(&input)
+    }
+}
+
+/// The token that the device has chosen, or why there is none.
+pub(super) fn token_of(drawn: Option<Drawn>, vocabulary: usize) -> Result<u32> {
+    match drawn {
+        Some(Drawn::Token(token)) => Ok(token),
+        Some(Drawn::AllRuledOut) => Err(sample::all_ruled_out(vocabulary)),
+        Some(Drawn::Unusable(token)) => Err(sample::unusable(token as usize)),
+        None => Err(err!(Internal, "the device chose no token")),
+    }
+}

@@ -1,0 +1,602 @@
+//! Runs a model. [`Model::run`] is the only way through the weights: it divides a batch into passes, on the CPU by the reference block and on
+//! a GPU by fused kernels, lets one call at a time run, and gives each slot an output or its fault.
+
+use std::sync::Mutex;
+
+use super::batch::{Batch, Output, Part, Segment, Wanted, passes};
+use super::block::{self, Rows};
+use super::fused::{self, Executor, Source};
+use super::kv_cache::KvCache;
+use super::{Logits, Model};
+use crate::base::error::{bail, err};
+use crate::base::lease::Held;
+use crate::base::turns::Turn;
+use crate::base::{Error, Result, call};
+use crate::ops::Slice;
+use crate::ops::sample::{self, Choice};
+
+/// Rows that go through the blocks together on the CPU: enough to make full use of each weight that is read, few enough that
+/// scratch memory does not grow with the prompt.
+const ROWS: usize = 512;
+
+/// Memory that passes reuse. One serves one caller at a time; it grows to the largest pass it has seen.
+#[derive(Debug)]
+pub struct Scratch {
+    block: block::Scratch,
+    sample: Vec<Mutex<sample::Scratch>>,
+    /// Logits that tokens are chosen from.
+    logits: Vec<f32>,
+}
+
+impl Scratch {
+    /// Empty scratch memory.
+    pub fn new() -> Self {
+        Scratch {
+            block: block::Scratch::new(),
+            sample: Vec::new(),
+            logits: Vec::new(),
+        }
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> usize {
+        self.block.bytes() + size_of_val(&*self.logits)
+    }
+}
+
+impl Default for Scratch {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// The rows of a pass whose logits are wanted, in the order of slots.
+#[derive(Default)]
+struct RowsWanted {
+    /// Rows whose logits are given, each with its slot.
+    logits: Vec<(usize, usize)>,
+    /// Rows from which tokens are chosen, each with its slot.
+    tokens: Vec<(usize, usize)>,
+}
+
+/// A batch on its way through its passes: what its slots have by now.
+struct Slots {
+    outputs: Vec<Result<Output>>,
+    /// Rows of logits by now, those that were there before included.
+    rows: usize,
+}
+
+impl Slots {
+    fn of(batch: &Batch<'_>, vocabulary: usize, logits: &[f32]) -> Slots {
+        let rows = logits.len() / vocabulary;
+        let each = batch.segments.iter().map(|segment| {
+            Ok(match segment.wanted {
+                Wanted::Last | Wanted::All => Output::Logits(rows..rows),
+                Wanted::Nothing | Wanted::Token(_) => Output::Cached,
+            })
+        });
+        Slots {
+            outputs: each.collect(),
+            rows,
+        }
+    }
+
+    /// Records that the next row of logits is a slot's. The rows of a slot follow each other.
+    fn add_row(&mut self, slot: usize) {
+        if let Ok(Output::Logits(rows)) = &mut self.outputs[slot] {
+            if rows.start == rows.end {
+                *rows = self.rows..self.rows;
+            }
+            rows.end += 1;
+        }
+        self.rows += 1;
+    }
+
+    fn choose(&mut self, slot: usize, token: Result<u32>) {
+        if self.outputs[slot].is_ok() {
+            self.outputs[slot] = token.map(Output::Token);
+        }
+    }
+
+    /// Records a fault, unless the slot has one.
+    fn fail(&mut self, slot: usize, fault: Error) {
+        if self.outputs[slot].is_ok() {
+            self.outputs[slot] = Err(fault);
+        }
+    }
+}
+
+impl Model {
+    /// Runs a batch, and appends the rows of logits that its segments ask for to `logits`, `vocab_size` numbers each. Gives each segment its
+    /// output, or the fault that it alone has: values that f16 does not hold, or no token that could be chosen.
+    ///
+    /// Caches of segments without a fault hold their tokens afterwards; the others, and all of them if the call fails or the thread's [`call`]
+    /// is cancelled, are as they were. Segments must be of different sequences.
+    ///
+    /// On the CPU the logits of a token have the same bits however tokens are divided among segments, batches and calls, and on any number of
+    /// threads. On a GPU the same calls give the same bits; those that divide the work otherwise add up in another order, and differ by
+    /// rounding.
+    pub fn run(
+        &self,
+        batch: Batch<'_>,
+        scratch: &mut Scratch,
+        logits: &mut Vec<f32>,
+    ) -> Result<Vec<Result<Output>>> {
+        self.run_by(self.executor.as_ref(), batch, scratch, logits)
+    }
+
+    /// Like [`Model::run`], but always through the reference block, which fused kernels are tested against. Slow on a GPU.
+    pub fn run_reference(
+        &self,
+        batch: Batch<'_>,
+        scratch: &mut Scratch,
+        logits: &mut Vec<f32>,
+    ) -> Result<Vec<Result<Output>>> {
+        self.run_by(None, batch, scratch, logits)
+    }
+
+    /// Runs the tokens of one sequence, of which `logits` becomes the rows asked for: [`Model::run`] of one segment.
+    pub fn forward(
+        &self,
+        tokens: &[u32],
+        cache: &mut KvCache,
+        scratch: &mut Scratch,
+        wanted: Logits,
+        logits: &mut Vec<f32>,
+    ) -> Result<()> {
+        logits.clear();
+        let wanted = match wanted {
+            Logits::None => Wanted::Nothing,
+            Logits::Last => Wanted::Last,
+            Logits::All => Wanted::All,
+        };
+        let outputs = self.run(Batch::of(tokens, cache, wanted), scratch, logits)?;
+        let fault = outputs.into_iter().find_map(Result::err);
+        match fault {
+            None => Ok(()),
+            Some(fault) => {
+                logits.clear();
+                Err(fault)
+            }
+        }
+    }
+
+    fn run_by(
+        &self,
+        executor: Option<&Executor>,
+        mut batch: Batch<'_>,
+        scratch: &mut Scratch,
+        logits: &mut Vec<f32>,
+    ) -> Result<Vec<Result<Output>>> {
+        for segment in &batch.segments {
+            self.check_tokens(segment.tokens)?;
+        }
+        let before = logits.len();
+        let mut slots = Slots::of(&batch, self.spec().vocab_size, logits);
+        let result = reserve(&mut batch.segments).and_then(|()| match executor {
+            None => self.run_on_host(&mut batch, scratch, logits, &mut slots),
+            Some(executor) => self.run_on_gpu(executor, &mut batch, logits, &mut slots),
+        });
+        if result.is_err() {
+            logits.truncate(before);
+        }
+        for (segment, output) in batch.segments.iter_mut().zip(&slots.outputs) {
+            match result.is_ok() && output.is_ok() {
+                true => segment.cache.advance(segment.tokens.len()),
+                false => segment.cache.free_unused(),
+            }
+        }
+        result.map(|()| slots.outputs)
+    }
+
+    fn run_on_host(
+        &self,
+        batch: &mut Batch<'_>,
+        scratch: &mut Scratch,
+        logits: &mut Vec<f32>,
+        slots: &mut Slots,
+    ) -> Result<()> {
+        let lengths = batch.segments.iter().map(|s| s.tokens.len()).enumerate();
+        for parts in passes(lengths, ROWS, ROWS) {
+            let _turn = self.turn()?;
+            let tokens = tokens_of(&batch.segments, &parts);
+            let wanted = rows_wanted(&batch.segments, &parts);
+            self.blocks(&tokens, &mut batch.segments, &parts, scratch)?;
+            for (row, fault) in std::mem::take(&mut scratch.block.faults) {
+                let slot = slot_of(&parts, row);
+                slots.fail(slot, fault);
+            }
+            self.head(&rows(&wanted.logits), &mut scratch.block, logits)?;
+            wanted
+                .logits
+                .iter()
+                .for_each(|&(_, slot)| slots.add_row(slot));
+            scratch.logits.clear();
+            self.head(
+                &rows(&wanted.tokens),
+                &mut scratch.block,
+                &mut scratch.logits,
+            )?;
+            let choices = choices(&batch.segments, &wanted.tokens);
+            let cpu = self.device.host()?;
+            let chosen = sample::sample_rows(&scratch.logits, &choices, cpu, &mut scratch.sample);
+            for (&(_, slot), token) in wanted.tokens.iter().zip(chosen) {
+                slots.choose(slot, token);
+            }
+            call::add(tokens.len() as u64);
+        }
+        Ok(())
+    }
+
+    /// Takes the rows of a pass through all blocks and stores their keys and values; the last block's output is left in the residual stream.
+    fn blocks(
+        &self,
+        tokens: &[u32],
+        segments: &mut [Segment<'_>],
+        parts: &[Part],
+        s: &mut Scratch,
+    ) -> Result<()> {
+        let (spec, weights) = (self.spec(), self.weights());
+        let mut starts = starts(parts).into_iter();
+        let mut parts = parts.iter().peekable();
+        let mut of_pass = Vec::new();
+        for (slot, segment) in segments.iter_mut().enumerate() {
+            let Some(part) = parts.next_if(|part| part.slot == slot) else {
+                continue;
+            };
+            let row = starts.next().unwrap_or(0);
+            of_pass.push(Rows {
+                first: segment.cache.len() + part.tokens.start,
+                cache: &mut *segment.cache,
+                rows: row..row + part.tokens.len(),
+            });
+        }
+        let pass = block::Pass::new(&self.device, spec, self.activations, &of_pass)?;
+        pass.embed(weights, tokens, &mut s.block)?;
+        for (index, block) in weights.blocks.iter().enumerate() {
+            call::check()?;
+            call::begun((tokens.len() * index / spec.blocks.len()) as u64);
+            pass.block(index, block, &mut of_pass, &mut s.block)?;
+        }
+        Ok(())
+    }
+
+    /// Appends the logits of `rows` of the residual stream.
+    fn head(&self, rows: &[usize], s: &mut block::Scratch, logits: &mut Vec<f32>) -> Result<()> {
+        let (spec, weights) = (self.spec(), self.weights());
+        let device = &self.device;
+        match rows.is_empty() {
+            true => Ok(()),
+            false => block::head(device, spec, self.activations, weights, rows, s, logits),
+        }
+    }
+
+    fn run_on_gpu(
+        &self,
+        executor: &Executor,
+        batch: &mut Batch<'_>,
+        logits: &mut Vec<f32>,
+        slots: &mut Slots,
+    ) -> Result<()> {
+        let segments = &mut batch.segments;
+        let is_long: Vec<bool> = segments
+            .iter()
+            .map(|segment| executor.is_long(segment.cache))
+            .collect();
+        let alike = is_long.iter().all(|long| *long == is_long[0]);
+        // A pass has one table of rotary frequencies.
+        for long in [false, true] {
+            let group: Vec<usize> = (0..segments.len())
+                .filter(|i| is_long[*i] == long)
+                .collect();
+            let is_step = group.iter().all(|&i| is_step(&segments[i]));
+            if group.is_empty() {
+                continue;
+            }
+            if !is_step {
+                self.run_ragged(executor, segments, &group, logits, slots)?;
+                continue;
+            }
+            for steps in group.chunks(fused::BATCH) {
+                let look_ahead = batch.look_ahead && alike && steps.len() == segments.len();
+                if look_ahead {
+                    // Without room for the look-ahead step there is none.
+                    for segment in segments.iter_mut().filter(|s| s.cache.room() > 1) {
+                        let _ = segment.cache.reserve(2);
+                    }
+                }
+                let (turn, _held) = self.turn()?;
+                // Another call waits, and will run other sequences next.
+                let look_ahead = look_ahead && !turn.ends();
+                let of_step: Vec<fused::Step<'_>> =
+                    steps.iter().map(|&slot| step_of(&segments[slot])).collect();
+                let done = executor.step(self.source(), &of_step, look_ahead, logits)?;
+                for ((&slot, step), token) in steps.iter().zip(&of_step).zip(done) {
+                    if step.choice.is_none() {
+                        slots.add_row(slot);
+                    }
+                    match token {
+                        Ok(Some(token)) => slots.choose(slot, Ok(token)),
+                        Ok(None) => {}
+                        Err(fault) => slots.fail(slot, fault),
+                    }
+                }
+                call::add(steps.len() as u64);
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs segments of a group of any lengths: single tokens first in each pass, then chunks of prompts.
+    fn run_ragged(
+        &self,
+        executor: &Executor,
+        segments: &[Segment<'_>],
+        group: &[usize],
+        logits: &mut Vec<f32>,
+        slots: &mut Slots,
+    ) -> Result<()> {
+        let mut order = group.to_vec();
+        order.sort_by_key(|&i| segments[i].tokens.len() > 1);
+        let lengths = order.iter().map(|&i| (i, segments[i].tokens.len()));
+        for mut parts in passes(lengths, fused::ROWS, fused::BATCH) {
+            // The end of a prompt may be a single token.
+            parts.sort_by_key(|part| part.tokens.len() > 1);
+            let _turn = self.turn()?;
+            let wanted = rows_wanted(segments, &parts);
+            let of_pass: Vec<fused::Chunk<'_>> = parts
+                .iter()
+                .map(|part| {
+                    let segment = &segments[part.slot];
+                    fused::Chunk {
+                        tokens: &segment.tokens[part.tokens.clone()],
+                        cache: segment.cache,
+                        first: segment.cache.len() + part.tokens.start,
+                    }
+                })
+                .collect();
+            let mut pass = executor.run(self.source(), &of_pass)?;
+            pass.logits(&rows(&wanted.logits), logits)?;
+            wanted
+                .logits
+                .iter()
+                .for_each(|&(_, slot)| slots.add_row(slot));
+            let choices = choices(segments, &wanted.tokens);
+            let chosen = pass.choose(&rows(&wanted.tokens), &choices)?;
+            for (row, fault) in pass.faults()? {
+                slots.fail(slot_of(&parts, row), fault);
+            }
+            for (&(_, slot), token) in wanted.tokens.iter().zip(chosen) {
+                slots.choose(slot, token);
+            }
+            call::add(of_pass.iter().map(|chunk| chunk.tokens.len() as u64).sum());
+        }
+        Ok(())
+    }
+
+    fn source(&self) -> Source<'_> {
+        Source {
+            spec: self.spec(),
+            weights: self.weights(),
+        }
+    }
+
+    /// Waits until no other call runs this model, unless the call is cancelled meanwhile. A batch yields after each of its passes. A trainer
+    /// of the weights is kept out until the pass ends.
+    fn turn(&self) -> Result<(Turn<'_>, Option<Held>)> {
+        let held = self.hold()?;
+        let turn = self.turns.take(call::is_over)?;
+        call::check()?;
+        Ok((turn, held))
+    }
+
+    /// The embeddings of `tokens`: what enters the first block, `hidden_size` numbers each.
+    pub fn embed(&self, tokens: &[u32], out: &mut [f32]) -> Result<()> {
+        self.check_ids(tokens)?;
+        self.weights().embed(tokens, out)?;
+        let scale = self.spec().embedding_scale;
+        out.iter_mut().for_each(|x| *x *= scale);
+        Ok(())
+    }
+
+    /// The logits of rows that left the last block elsewhere, `hidden_size` numbers each: final norm and head. With
+    /// [`Model::embed`], what a model loaded for sampling only can do.
+    pub fn logits_of(
+        &self,
+        hidden: &[f32],
+        scratch: &mut Scratch,
+        logits: &mut Vec<f32>,
+    ) -> Result<()> {
+        let width = self.spec().hidden_size;
+        logits.clear();
+        if !hidden.len().is_multiple_of(width) {
+            bail!(
+                InvalidArgument,
+                "{} numbers are not whole rows of {width}",
+                hidden.len()
+            );
+        }
+        for rows in hidden.chunks(ROWS * width) {
+            let _turn = self.turn()?;
+            let residual = &mut scratch.block.residual;
+            residual.grow(&self.device, rows.len())?;
+            let to = residual.first_mut(rows.len())?;
+            to.copy_from(Slice::Host(rows))?;
+            let all: Vec<usize> = (0..rows.len() / width).collect();
+            self.head(&all, &mut scratch.block, logits)?;
+        }
+        Ok(())
+    }
+
+    /// Refuses tokens that cannot be run.
+    pub(crate) fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
+        if self.weights().blocks.is_empty() {
+            bail!(
+                Unsupported,
+                "the model was loaded for sampling only, without its layers; load it whole to run tokens"
+            );
+        }
+        self.check_ids(tokens)
+    }
+
+    /// Refuses ids that the embedding has no rows for.
+    pub fn check_ids(&self, tokens: &[u32]) -> Result<()> {
+        let rows = self.spec().vocab_size;
+        match tokens.iter().position(|&id| id as usize >= rows) {
+            None => Ok(()),
+            Some(index) => Err(self.without_a_row(tokens[index], index)),
+        }
+    }
+
+    /// The error for a token that the embedding has no row for.
+    pub(super) fn without_a_row(&self, id: u32, index: usize) -> Error {
+        let rows = self.spec().vocab_size;
+        let text = self.tokenizer().ok().and_then(|t| t.text_of(id));
+        err!(
+            InvalidArgument,
+            "token {id} at index {index} is outside the vocabulary of {rows}{}",
+            match text {
+                Some(text) => format!(": it is '{text}', and the embedding has no row for it"),
+                None => String::new(),
+            }
+        )
+    }
+}
+
+/// Makes room for the tokens of each segment.
+fn reserve(segments: &mut [Segment<'_>]) -> Result<()> {
+    let alone = segments.len() == 1;
+    for (i, segment) in segments.iter_mut().enumerate() {
+        let reserved = segment.cache.reserve(segment.tokens.len());
+        reserved.map_err(|e| match alone {
+            true => e,
+            false => e.within(format_args!("sequence {i}")),
+        })?;
+    }
+    Ok(())
+}
+
+/// The first row of each part of a pass.
+fn starts(parts: &[Part]) -> Vec<usize> {
+    let mut row = 0;
+    parts
+        .iter()
+        .map(|part| {
+            row += part.tokens.len();
+            row - part.tokens.len()
+        })
+        .collect()
+}
+
+/// The slot that a row of a pass belongs to.
+fn slot_of(parts: &[Part], row: usize) -> usize {
+    let mut starts = starts(parts).into_iter().zip(parts).rev();
+    starts
+        .find(|(start, _)| *start <= row)
+        .map_or(0, |(_, part)| part.slot)
+}
+
+fn tokens_of(segments: &[Segment<'_>], parts: &[Part]) -> Vec<u32> {
+    let of = |part: &Part| &segments[part.slot].tokens[part.tokens.clone()];
+    parts.iter().flat_map(of).copied().collect()
+}
+
+/// The rows of a pass whose logits are wanted.
+fn rows_wanted(segments: &[Segment<'_>], parts: &[Part]) -> RowsWanted {
+    let mut wanted = RowsWanted::default();
+    for (start, part) in starts(parts).into_iter().zip(parts) {
+        let segment = &segments[part.slot];
+        let end = start + part.tokens.len();
+        let is_last = part.tokens.end == segment.tokens.len();
+        match segment.wanted {
+            Wanted::All => wanted
+                .logits
+                .extend((start..end).map(|row| (row, part.slot))),
+            Wanted::Last if is_last => wanted.logits.push((end - 1, part.slot)),
+            Wanted::Token(_) if is_last => wanted.tokens.push((end - 1, part.slot)),
+            Wanted::Nothing | Wanted::Last | Wanted::Token(_) => {}
+        }
+    }
+    wanted
+}
+
+fn rows(wanted: &[(usize, usize)]) -> Vec<usize> {
+    wanted.iter().map(|&(row, _)| row).collect()
+}
+
+/// How the tokens of these rows are chosen.
+fn choices<'a>(segments: &[Segment<'a>], wanted: &[(usize, usize)]) -> Vec<Choice<'a>> {
+    let choice = |&(_, slot): &(usize, usize)| match segments[slot].wanted {
+        Wanted::Token(choice) => Some(choice),
+        _ => None,
+    };
+    wanted.iter().filter_map(choice).collect()
+}
+
+/// Whether a decode step runs a segment.
+fn is_step(segment: &Segment<'_>) -> bool {
+    segment.tokens.len() == 1 && !matches!(segment.wanted, Wanted::Nothing)
+}
+
+fn step_of<'a>(segment: &'a Segment<'_>) -> fused::Step<'a> {
+    fused::Step {
+        token: segment.tokens[0],
+        cache: segment.cache,
+        choice: match segment.wanted {
+            Wanted::Token(choice) => Some(choice),
+            Wanted::Nothing | Wanted::Last | Wanted::All => None,
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+    use std::sync::Arc;
+
+    use crate::base::ErrorKind;
+    use crate::base::call::Cancel;
+    use crate::model::{Device, KvType, LoadOptions};
+
+    fn golden() -> Arc<Model> {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/model/qwen3_tied");
+        Model::load(&path, &LoadOptions::new(Device::cpu(Some(1)).unwrap())).unwrap()
+    }
+
+    /// While one sequence is run, calls for others wait, and end when they are told to.
+    #[test]
+    fn who_waits_for_another_sequence_can_be_cancelled() {
+        let model = golden();
+        let cancel = Cancel::new();
+        let mut scratch = Scratch::new();
+        let mut cache = KvCache::new(model.device(), model.spec(), 64, KvType::F16).unwrap();
+        let greedy = crate::model::SamplingOptions::default();
+        let choice = Choice {
+            options: &greedy,
+            draw: 0,
+            history: &[],
+        };
+        std::thread::scope(|scope| {
+            let other = model.turns.take(|| false).unwrap();
+            let waiting = scope.spawn(|| {
+                let mut logits = Vec::new();
+                let all = cancel.watching(|| {
+                    [Wanted::Nothing, Wanted::Last, Wanted::Token(choice)].map(|wanted| {
+                        let batch = Batch::of(&[1, 2, 3], &mut cache, wanted);
+                        model.run(batch, &mut scratch, &mut logits)
+                    })
+                });
+                (all, cache.len())
+            });
+            // Whether it waits by now or not, it does not get its turn.
+            cancel.cancel();
+            let (all, len) = waiting.join().unwrap();
+            for result in all {
+                assert_eq!(result.unwrap_err().kind(), ErrorKind::Cancelled);
+            }
+            assert_eq!(len, 0);
+            drop(other);
+        });
+    }
+}
