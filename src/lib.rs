@@ -95,8 +95,9 @@
 //!
 //! # What to know
 //!
-//! - The crate sets the global allocator, [`base::alloc::Allocator`], by which calls end in an error where the system refuses memory. A
-//!   program that depends on the crate cannot set another one.
+//! - The feature `allocator`, on by default, sets the global allocator, [`base::alloc::Allocator`], by which calls end in an error where
+//!   the system refuses memory. A program that wants another one leaves the feature out (`default-features = false`): a refusal then ends
+//!   the process where a dependency allocates, and the memory that a chat template takes has no limit.
 //! - Everything that is shared ([`Model`](model::Model), [`Linear`](ops::linear::Linear), [`Device`](ops::Device)) may be used from any
 //!   thread at a time.
 //! - Events go to [`tracing`](https://docs.rs/tracing).
@@ -126,5 +127,6 @@ pub mod train;
 
 pub mod abi;
 
+#[cfg(feature = "allocator")]
 #[global_allocator]
 static ALLOCATOR: base::alloc::Allocator = base::alloc::Allocator;

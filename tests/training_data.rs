@@ -569,12 +569,8 @@ fn a_run_that_resumes_is_the_run_that_never_stopped() {
         assert_eq!(states(&parts), states(&whole));
         assert_eq!(losses(&parts), losses(&whole));
     }
-    // Reports.
-    assert!(
-        fs::read_to_string(whole.join("loss.svg"))
-            .unwrap()
-            .contains("evaluation, as delivered")
-    );
+    // Reports. The library draws no picture: its observer does.
+    assert!(!whole.join("loss.svg").exists());
     let memory: Value =
         serde_json::from_slice(&fs::read(whole.join("memory.json")).unwrap()).unwrap();
     let phases: Vec<_> = memory["phases"]

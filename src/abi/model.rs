@@ -18,7 +18,7 @@ use super::quantize::NVFP4_QuantizeOptions;
 use super::shared;
 use super::status::NVFP4_Status;
 use super::tensor::{NVFP4_DEVICE_AUTO, NVFP4_DEVICE_CPU, check_only, device_of};
-use crate::base::alloc;
+use crate::base::alloc::Budget;
 use crate::base::error::{Result, err};
 use crate::base::memory::with_room;
 use crate::model::placement::{self, Requirements};
@@ -410,7 +410,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_render_chat(
                 .saturating_add(m.content_length)
         });
         let bytes = bytes.fold(0, usize::saturating_add);
-        let _copies = alloc::set_aside(bytes)?;
+        let _copies = Budget::copies(bytes).set_aside()?;
         let messages = messages
             .iter()
             .map(|m| {

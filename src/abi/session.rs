@@ -19,24 +19,22 @@ use super::guard::{answer, calling, enter, enter_to_free, note};
 use super::handle::{self, Exclusive, Object, Snapshots};
 use super::model::{NVFP4_Model, token_out, tokens_in, tokens_out};
 use super::status::{NVFP4_OK, NVFP4_Status};
+use crate::base::alloc::{Budget, foreign};
 use crate::base::error::{Result, bail};
 use crate::base::memory::copied;
-use crate::base::{Error, alloc, call};
+use crate::base::{Error, call};
 use crate::model::{KvType, Model};
 use crate::session::{
     self, Eviction, Finish, GenerateOptions, Generation, Part, Piece, Sampler, SamplingOptions,
     SessionOptions,
 };
-use crate::text::{ToolCall, messages_to_json};
+use crate::text::{Message, ToolCall, messages_to_json};
 use serde_json::Value;
 
 /// A session. See the session chapter.
 pub struct NVFP4_Session {
     _private: [u8; 0],
 }
-
-/// Bytes that a byte of a message may take as JSON, in a buffer that grows by doubling.
-const FOR_JSON: usize = 16;
 
 /// A session, and what may be read while a call uses it.
 struct Session {
@@ -67,9 +65,10 @@ impl State {
             return copied(json);
         }
         let messages = self.session.messages()?;
-        let bytes = messages.iter().map(|m| m.size() * FOR_JSON + 256);
-        let _json = alloc::set_aside(bytes.sum())?;
-        let json = messages_to_json(&messages).to_string();
+        let bytes = messages.iter().map(Message::size).sum();
+        let json = foreign(Budget::json(bytes, messages.len()), || {
+            Ok(messages_to_json(&messages).to_string())
+        })?;
         copied(self.messages.get_or_init(|| json))
     }
 }

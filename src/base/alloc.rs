@@ -11,7 +11,10 @@
 //! that checks for it; otherwise none pays for that.
 //!
 //! The reserve is address space that nobody touches until then. A call does not begin without it, see [`check`]; work whose
-//! allocations grow with its input sets aside more while it runs, see [`set_aside`].
+//! allocations grow with its input sets aside more while it runs: see [`Budget`], which knows how much, and [`foreign`].
+//!
+//! Without the feature `allocator` the program has an allocator of its own and nothing is set aside: the process ends where
+//! an allocation fails, and a limit of a thread bounds its time alone.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::{Cell, UnsafeCell};
@@ -23,6 +26,8 @@ use std::time::{Duration, Instant};
 
 use super::error::{Result, bail};
 
+/// Whether the program allocates by [`Allocator`].
+const INSTALLED: bool = cfg!(feature = "allocator");
 /// Bytes that are always set aside.
 const STANDING: usize = 8 << 20;
 /// Work that takes at most this many bytes is covered by what is always set aside.
@@ -498,7 +503,7 @@ impl Pool {
 /// Makes sure of the reserve; an error if the system has no memory for it. Costs a comparison as long as nothing was taken from it.
 #[inline]
 pub fn check() -> Result<()> {
-    match POOL.spare.load(Relaxed) >= STANDING / 2 {
+    match POOL.spare.load(Relaxed) >= STANDING / 2 || !INSTALLED {
         true => Ok(()),
         false => refill(),
     }
@@ -542,9 +547,13 @@ pub struct Aside {
 
 /// Sets `bytes` aside for allocations that cannot fail: whatever the system refuses this thread, it has them. Nothing is asked of
 /// the system where the reserve is enough.
-pub fn set_aside(bytes: usize) -> Result<Aside> {
+fn set_aside(bytes: usize) -> Result<Aside> {
     check()?;
-    let bytes = if bytes <= COVERED { 0 } else { bytes };
+    let bytes = match bytes {
+        ..=COVERED => 0,
+        _ if !INSTALLED => 0,
+        more => more,
+    };
     if bytes > 0 {
         let mut lock = POOL.lock();
         let there = POOL.grow(bytes, &mut lock);
@@ -577,6 +586,121 @@ impl Drop for Aside {
             POOL.count(&mut lock);
         }
     }
+}
+
+/// Bytes that work may take at a time in allocations that cannot fail, computed from the size of its input. Every factor stands
+/// here: an upper bound by the types that the input becomes, or above what was measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "a budget does nothing before it is set aside"]
+pub struct Budget(usize);
+
+impl Budget {
+    /// Work on a few short texts, which the standing reserve covers.
+    pub const SMALL: Budget = Budget(0);
+
+    /// Copies of a text or an array: two, or one in a vector that grows by doubling.
+    const COPIES: usize = 2;
+    /// Bytes for a byte of text that is copied with changes. One byte that is not UTF-8, or is marked, becomes three or four, in a
+    /// string that grows by doubling.
+    const REWRITTEN: usize = 8;
+    /// Bytes for a byte of JSON that becomes values: an empty object of two bytes and a comma becomes a value of some seventy, in
+    /// a vector that grows by doubling.
+    const VALUES: usize = 48;
+    /// Bytes for a byte of JSON that is read into types made for it, which hold its names and numbers.
+    const FIELDS: usize = 8;
+    /// Bytes for a byte of text that is written as JSON: escapes take six, in a buffer that grows by doubling, beside a copy of the text.
+    const JSON: usize = 16;
+    /// Bytes for the keys and brackets of a message in JSON.
+    const MESSAGE_JSON: usize = 256;
+    /// Bytes for a byte of a `tokenizer.json` or a vocabulary: 14 measured.
+    const VOCABULARY: usize = 32;
+    /// Bytes for an entry of a vocabulary beside its text.
+    const ENTRY: usize = 1024;
+    /// Bytes for a byte of text that the crate `tokenizers` encodes: 60 to 330 measured, in vectors that grow by doubling.
+    const ENCODED: usize = 512;
+    /// Bytes for a byte of a message that a chat template renders: templates copy texts.
+    const RENDERED: usize = 16;
+    /// Bytes for a message that a chat template renders, beside its text.
+    const MESSAGE: usize = 1024;
+    /// Bytes for a number of a file, whatever its width there.
+    const NUMBER: usize = 8;
+    /// Bytes for the name, shape and place of a tensor in a file.
+    const TENSOR: usize = 2048;
+
+    const fn of(size: usize, factor: usize) -> Budget {
+        Budget(size.saturating_mul(factor))
+    }
+
+    const fn and(self, other: Budget) -> Budget {
+        Budget(self.0.saturating_add(other.0))
+    }
+
+    /// Copies of `bytes` bytes of text or of an array.
+    pub const fn copies(bytes: usize) -> Budget {
+        Self::of(bytes, Self::COPIES)
+    }
+
+    /// `bytes` bytes of text, copied with changes.
+    pub const fn rewritten(bytes: usize) -> Budget {
+        Self::of(bytes, Self::REWRITTEN)
+    }
+
+    /// `bytes` bytes of JSON, read as [`serde_json::Value`].
+    pub const fn values(bytes: usize) -> Budget {
+        Self::of(bytes, Self::VALUES)
+    }
+
+    /// `bytes` bytes of JSON, read into types made for it.
+    pub const fn fields(bytes: usize) -> Budget {
+        Self::of(bytes, Self::FIELDS)
+    }
+
+    /// `messages` messages with `bytes` bytes of text, written as JSON.
+    pub const fn json(bytes: usize, messages: usize) -> Budget {
+        Self::of(bytes, Self::JSON).and(Self::of(messages, Self::MESSAGE_JSON))
+    }
+
+    /// A `tokenizer.json` of `bytes` bytes, or a vocabulary of `entries` entries with `bytes` bytes of text.
+    pub const fn vocabulary(bytes: usize, entries: usize) -> Budget {
+        Self::of(bytes, Self::VOCABULARY).and(Self::of(entries, Self::ENTRY))
+    }
+
+    /// `bytes` bytes of text, encoded to tokens.
+    pub const fn encoded(bytes: usize) -> Budget {
+        Self::of(bytes, Self::ENCODED)
+    }
+
+    /// `messages` messages of `bytes` bytes, rendered by a chat template.
+    pub const fn rendered(bytes: usize, messages: usize) -> Budget {
+        Self::of(bytes, Self::RENDERED).and(Self::of(messages, Self::MESSAGE))
+    }
+
+    /// An array of `count` numbers in a file's metadata.
+    pub const fn numbers(count: usize) -> Budget {
+        Self::of(count, Self::NUMBER)
+    }
+
+    /// The directory of a file with `count` tensors.
+    pub const fn tensors(count: usize) -> Budget {
+        Self::of(count, Self::TENSOR)
+    }
+
+    /// The budget in bytes.
+    pub const fn bytes(self) -> usize {
+        self.0
+    }
+
+    /// Sets it aside for what this thread does while it holds the result. Fails where the system has not so much memory.
+    pub fn set_aside(self) -> Result<Aside> {
+        set_aside(self.0)
+    }
+}
+
+/// Runs code of a dependency (a tokenizer, a template, a parser of JSON), whose allocations cannot fail, with its budget set aside. Fails
+/// before `body` begins where the system has not so much memory.
+pub fn foreign<T>(budget: Budget, body: impl FnOnce() -> Result<T>) -> Result<T> {
+    let _aside = budget.set_aside()?;
+    body()
 }
 
 /// How much a thread may allocate and how long it may run, for untrusted programs, which nothing else bounds: an allocator
@@ -800,6 +924,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg(feature = "allocator")]
     fn what_is_set_aside_is_there_and_then_no_more() {
         check().unwrap();
         let bytes = 5 * STANDING;
@@ -817,6 +942,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg(feature = "allocator")]
     fn memory_of_the_reserve_is_memory_like_any_other() {
         check().unwrap();
         let old = layout(100, 8);

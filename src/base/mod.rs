@@ -2,7 +2,6 @@
 
 pub mod alloc;
 pub mod call;
-pub mod chart;
 pub mod checksum;
 pub mod directory;
 pub mod entry;

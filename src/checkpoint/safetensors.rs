@@ -8,10 +8,11 @@ use std::path::{Component, Path, PathBuf};
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 
 use super::source::{Cursor, Source, Span};
-use super::tensors::{FOR_TENSOR, Raw, Tensors};
+use super::tensors::{Raw, Tensors};
 use super::{Encoding, Metadata, Unreadable, folder, layout, names};
+use crate::base::alloc::Budget;
 use crate::base::error::{Error, bail, err};
-use crate::base::{Result, alloc, file, size};
+use crate::base::{Result, file, size};
 use crate::tensor::DType;
 
 /// The header length that the format's own implementation allows.
@@ -41,9 +42,6 @@ const CODES: [&str; 5] = [
     "._weight_qdata",
 ];
 
-/// Bytes of memory that a byte of a header may take while it is read.
-const HEADER: usize = 8;
-
 /// Whether `bytes` starts like a safetensors file: a plausible header length, then a JSON object.
 pub(super) fn recognises(bytes: &[u8]) -> bool {
     match bytes.first_chunk::<8>() {
@@ -65,7 +63,7 @@ pub(super) fn open(source: Source, metadata: Metadata) -> Result<Tensors> {
 pub(super) fn open_index(path: &Path, directory: &Path, metadata: Metadata) -> Result<Tensors> {
     let name = path.display();
     let text = file::read(path).map_err(|e| Error::io(format_args!("reading {name}"), e))?;
-    let _index = alloc::set_aside(text.len().saturating_mul(HEADER))?;
+    let _index = Budget::fields(text.len()).set_aside()?;
     let index: Index =
         serde_json::from_slice(&text).map_err(|e| err!(CorruptFile, "{name}: {e}"))?;
     let shards = index.shards();
@@ -228,7 +226,7 @@ fn assemble(sources: Vec<Source>, mut found: Found, metadata: Metadata) -> Resul
     set_aside_scaled(&mut found);
     let Found { raws, unreadable } = found;
     let tensors = raws.len() + unreadable.len();
-    let _names = alloc::set_aside(tensors.saturating_mul(FOR_TENSOR))?;
+    let _names = Budget::tensors(tensors).set_aside()?;
     let layout = layout::group(&sources, &raws, false, metadata.config.as_ref())?;
     let format = match layout.convention {
         None | Some("dat") => "safetensors",
@@ -248,7 +246,7 @@ fn tensors(source: &Source, number: usize) -> Result<Found> {
         );
     }
     let header = cursor.text(header_len, "the header")?;
-    let _header = alloc::set_aside(header.len().saturating_mul(HEADER))?;
+    let _header = Budget::fields(header.len()).set_aside()?;
     let header: Map<Item> =
         serde_json::from_str(header).map_err(|e| err!(CorruptFile, "header: {e}"))?;
     let data_start = cursor.position();

@@ -11,8 +11,9 @@ use half::slice::HalfFloatSliceExt;
 use super::ggml;
 use super::source::{Source, Span};
 use super::{Checkpoint, Encoding, Entry, Metadata, Part, Unreadable};
+use crate::base::alloc::Budget;
 use crate::base::error::{bail, err};
-use crate::base::{Result, alloc, memory, size};
+use crate::base::{Result, memory, size};
 use crate::format::{e4m3, int8, nvfp4, swizzle};
 use crate::tensor::DType;
 
@@ -168,9 +169,6 @@ pub(super) struct Nested {
     pub(super) offset: f32,
 }
 
-/// Bytes that what is known of a tensor may take.
-pub(super) const FOR_TENSOR: usize = 2048;
-
 /// An opened checkpoint of any format.
 pub(super) struct Tensors {
     format: &'static str,
@@ -191,7 +189,7 @@ impl Tensors {
         logical: Vec<(Entry, Stored)>,
         metadata: Metadata,
     ) -> Result<Self> {
-        let _names = alloc::set_aside(logical.len().saturating_mul(FOR_TENSOR))?;
+        let _names = Budget::tensors(logical.len()).set_aside()?;
         let mut index = HashMap::with_capacity(logical.len());
         let mut entries = Vec::with_capacity(logical.len());
         let mut stored = Vec::with_capacity(logical.len());

@@ -3,6 +3,7 @@
 
 mod bandwidth;
 mod bench;
+mod chart;
 mod chat;
 mod compare;
 mod diagnose;

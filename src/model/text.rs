@@ -60,7 +60,7 @@ fn read_vocabulary(vocabulary: &Vocabulary) -> Result<TextFiles> {
     let template = (!templates.is_empty())
         .then(|| ChatTemplate::named(&templates, bos.as_deref(), eos.as_deref()));
     let texts = vocabulary.tokens.iter().chain(&vocabulary.merges);
-    let _copies = alloc::set_aside(texts.map(|t| 2 * t.len() + 64).sum())?;
+    let _copies = alloc::Budget::copies(texts.map(|t| t.len() + 32).sum()).set_aside()?;
     Ok(TextFiles {
         tokenizer: Some(Arc::new(Tokenizer::from_vocabulary(&spec(vocabulary))?)),
         template,

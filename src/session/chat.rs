@@ -43,7 +43,7 @@ impl Session {
                 self.len()
             );
         }
-        let _words = alloc::set_aside(user.len().saturating_mul(2))?;
+        let _words = alloc::Budget::copies(user.len()).set_aside()?;
         let mut messages = self.messages()?;
         messages.push(Message::new("user", user));
         self.answer(messages, chat, options, on_piece)
@@ -66,7 +66,7 @@ impl Session {
             );
         }
         let bytes = messages.iter().fold(0, |sum, m| sum + m.size());
-        let _words = alloc::set_aside(bytes.saturating_mul(2))?;
+        let _words = alloc::Budget::copies(bytes).set_aside()?;
         self.answer(messages.to_vec(), chat, options, on_piece)
     }
 
@@ -74,7 +74,7 @@ impl Session {
     pub fn messages(&self) -> Result<Vec<Message>> {
         let conversation = &self.conversation;
         let bytes = self.len().saturating_mul(FOR_TOKEN) + self.text_bytes();
-        let _words = alloc::set_aside(bytes.saturating_mul(2))?;
+        let _words = alloc::Budget::copies(bytes).set_aside()?;
         if conversation.is_empty() {
             let system = self.options.system.as_deref();
             return Ok(system
@@ -135,7 +135,7 @@ impl Session {
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
         let started = Instant::now();
-        let _words = alloc::set_aside(self.text_bytes().saturating_mul(8))?;
+        let _words = alloc::Budget::rewritten(self.text_bytes()).set_aside()?;
         let model = self.model.clone();
         let form = model.answer_form();
         let text = Transcript::new(&model, &[], options)?.showing(form.shown_tokens());

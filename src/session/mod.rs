@@ -108,7 +108,8 @@ impl Session {
     /// An empty session of `model`.
     pub fn new(model: Arc<Model>, options: &SessionOptions) -> Result<Session> {
         let most = model.spec().max_positions;
-        let _system = alloc::set_aside(options.system.as_ref().map_or(0, String::len))?;
+        let system = options.system.as_ref().map_or(0, String::len);
+        let _system = alloc::Budget::copies(system).set_aside()?;
         let mut options = options.clone();
         if options.context == 0 {
             options.context = most;
@@ -238,7 +239,7 @@ impl Session {
     /// A second session in the same state. They share the pages of their caches until either writes to one.
     pub fn fork(&self) -> Result<Session> {
         let bytes = size_of_val(&*self.tokens) + size_of_val(&*self.logits) + self.text_bytes();
-        let _copies = alloc::set_aside(bytes * 2)?;
+        let _copies = alloc::Budget::copies(bytes).set_aside()?;
         let mut fork = Session::new(self.model.clone(), &self.options)?;
         fork.tokens.clone_from(&self.tokens);
         fork.evicted = self.evicted;
@@ -429,7 +430,7 @@ impl Session {
     fn saved(&self) -> Result<Saved> {
         let pages = self.cache.len() / 16 * self.model.spec().blocks.len();
         let bytes = size_of_val(&*self.tokens) + self.text_bytes() + pages * 16;
-        let _copies = alloc::set_aside(bytes * 2)?;
+        let _copies = alloc::Budget::copies(bytes).set_aside()?;
         Ok(Saved {
             tokens: self.tokens.clone(),
             evicted: self.evicted,

@@ -66,8 +66,7 @@ impl Session {
     /// Writes the session to a file, which appears whole or not at all. Tells the thread's [`call`] how many bytes are written.
     pub fn save(&self, path: &Path) -> Result<()> {
         let conversation = &self.conversation;
-        // Room for a copy of the texts and for their JSON, which may take six bytes for one and grows by doubling.
-        let _texts = alloc::set_aside(self.text_bytes().saturating_mul(14))?;
+        let _texts = alloc::Budget::json(self.text_bytes(), 0).set_aside()?;
         let header = Header {
             model: self.model.fingerprint(),
             activations: self.model.info().activations.to_owned(),
@@ -178,8 +177,7 @@ fn restore(model: Arc<Model>, file: File) -> Result<Session> {
         );
     }
     let json = input.bytes(length as usize)?;
-    // The header's texts, and the options that have one of them.
-    let _texts = alloc::set_aside(json.len().saturating_mul(3))?;
+    let _texts = alloc::Budget::fields(json.len()).set_aside()?;
     let header: Header =
         serde_json::from_slice(&json).map_err(|e| err!(CorruptFile, "its header: {e}"))?;
     header.check(&model)?;

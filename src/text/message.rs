@@ -3,8 +3,9 @@
 use serde_json::{Map, Value, json};
 
 use super::ToolCall;
+use crate::base::Result;
+use crate::base::alloc::{Budget, foreign};
 use crate::base::error::{bail, err};
-use crate::base::{Result, alloc};
 
 /// The roles of messages. `developer` is a newer name for `system`.
 const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
@@ -20,10 +21,6 @@ const OWN_VARIABLES: [(&str, &str); 5] = [
     ("bos_token", "comes from the model's tokenizer_config.json"),
     ("eos_token", "comes from the model's tokenizer_config.json"),
 ];
-
-/// Bytes that parsing may allocate for a byte of JSON: an empty object of two bytes and a comma becomes a value of some
-/// seventy.
-const FOR_BYTE: usize = 48;
 
 /// Bytes added for each value, besides its text, in the size of a message.
 const FOR_VALUE: usize = 16;
@@ -119,14 +116,15 @@ fn value_size(value: &Value) -> usize {
 ///   `function` alone. Arguments are an object, or a string of its JSON; an empty string stands for no arguments.
 /// - A `tool` message answers an earlier call, which `tool_call_id` names.
 pub fn messages_from_json(json: &str) -> Result<Vec<Message>> {
-    let _values = alloc::set_aside(json.len().saturating_mul(FOR_BYTE))?;
-    let Value::Array(items) = parse("messages", json)? else {
-        bail!(
-            InvalidArgument,
-            "messages are not an array; they are to be [{{\"role\": ..., \"content\": ...}}, ...]"
-        );
-    };
-    messages_from_values(items)
+    foreign(Budget::values(json.len()), || {
+        let Value::Array(items) = parse("messages", json)? else {
+            bail!(
+                InvalidArgument,
+                "messages are not an array; they are to be [{{\"role\": ..., \"content\": ...}}, ...]"
+            );
+        };
+        messages_from_values(items)
+    })
 }
 
 /// [`messages_from_json`] of the elements of its array.
@@ -149,40 +147,44 @@ pub fn messages_to_json(messages: &[Message]) -> Value {
 /// Reads an array of `{"type": "function", "function": {"name": ..., ...}}`. The object of `function` alone is accepted
 /// too.
 pub fn tools_from_json(json: &str) -> Result<Vec<Value>> {
-    let _values = alloc::set_aside(json.len().saturating_mul(FOR_BYTE))?;
-    let Value::Array(items) = parse("tools", json)? else {
-        bail!(
-            InvalidArgument,
-            "tools are not an array; they are to be [{{\"type\": \"function\", \"function\": {{\"name\": ...}}}}, ...]"
-        );
-    };
-    items
-        .into_iter()
-        .enumerate()
-        .map(|(index, item)| read_tool(item).map_err(|e| e.within(format_args!("tool {index}"))))
-        .collect()
+    foreign(Budget::values(json.len()), || {
+        let Value::Array(items) = parse("tools", json)? else {
+            bail!(
+                InvalidArgument,
+                "tools are not an array; they are to be [{{\"type\": \"function\", \"function\": {{\"name\": ...}}}}, ...]"
+            );
+        };
+        items
+            .into_iter()
+            .enumerate()
+            .map(|(index, item)| {
+                read_tool(item).map_err(|e| e.within(format_args!("tool {index}")))
+            })
+            .collect()
+    })
 }
 
 /// Reads an object of variables for a template. Refuses names that the library itself passes.
 pub fn variables_from_json(json: &str) -> Result<Map<String, Value>> {
-    let _values = alloc::set_aside(json.len().saturating_mul(FOR_BYTE))?;
-    let value = parse("template variables", json)?;
-    let Value::Object(variables) = value else {
-        bail!(
-            InvalidArgument,
-            "template variables are {}, not an object of names and values",
-            kind(&value)
-        );
-    };
-    for (name, where_from) in OWN_VARIABLES {
-        if variables.contains_key(name) {
+    foreign(Budget::values(json.len()), || {
+        let value = parse("template variables", json)?;
+        let Value::Object(variables) = value else {
             bail!(
                 InvalidArgument,
-                "{name} cannot be a template variable: {name} {where_from}"
+                "template variables are {}, not an object of names and values",
+                kind(&value)
             );
+        };
+        for (name, where_from) in OWN_VARIABLES {
+            if variables.contains_key(name) {
+                bail!(
+                    InvalidArgument,
+                    "{name} cannot be a template variable: {name} {where_from}"
+                );
+            }
         }
-    }
-    Ok(variables)
+        Ok(variables)
+    })
 }
 
 fn parse(what: &str, json: &str) -> Result<Value> {

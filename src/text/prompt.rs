@@ -6,12 +6,10 @@ use std::ops::Range;
 
 use serde_json::{Map, Value};
 
-use super::tokenizer::{Piece, foreign};
+use super::tokenizer::{Piece, with_tokenizers};
 use super::{ChatTemplate, Content, Message, Tokenizer, messages_to_json};
-use crate::base::{Result, alloc};
-
-/// Bytes that copies of the texts may take for each byte of them.
-const FOR_TEXT: usize = 8;
+use crate::base::Result;
+use crate::base::alloc::Budget;
 
 /// A rendered conversation. The contents of its messages are plain text: names of special tokens in them do not become
 /// special tokens.
@@ -53,7 +51,7 @@ impl Prompt {
         add_generation_prompt: bool,
         variables: &Map<String, Value>,
     ) -> Result<Prompt> {
-        foreign("looking for special tokens", || {
+        with_tokenizers("looking for special tokens", Budget::SMALL, || {
             Self::render(
                 template,
                 tokenizer,
@@ -80,7 +78,7 @@ impl Prompt {
         for (_, value) in texts(variables) {
             spelled.look_at(value);
         }
-        let _copies = alloc::set_aside(spelled.bytes.saturating_mul(FOR_TEXT))?;
+        let _copies = Budget::rewritten(spelled.bytes).set_aside()?;
         if !spelled.any {
             let text = template.render_with(messages, add_generation_prompt, variables)?;
             return Ok(Prompt { text, mark: None });
@@ -155,7 +153,7 @@ impl Prompt {
 
     /// Its tokens; `follows` says that other tokens precede it.
     pub fn tokens(&self, tokenizer: &Tokenizer, follows: bool) -> Result<Vec<u32>> {
-        foreign("encoding with it", || {
+        with_tokenizers("encoding with it", Budget::SMALL, || {
             self.encode(tokenizer, &tokenizer.split(&self.text), follows)
         })
     }
@@ -167,7 +165,9 @@ impl Prompt {
     /// between special tokens that `held` contains as a whole keeps the tokens it has there. Only where a text differs at
     /// its end, the tokenizer's tokens decide how much of it stays. Text that stays is not tokenized again.
     pub fn align(&self, tokenizer: &Tokenizer, start: &[u32], held: &[u32]) -> Result<Aligned> {
-        foreign("encoding with it", || self.aligned(tokenizer, start, held))
+        with_tokenizers("encoding with it", Budget::SMALL, || {
+            self.aligned(tokenizer, start, held)
+        })
     }
 
     fn aligned(&self, tokenizer: &Tokenizer, start: &[u32], held: &[u32]) -> Result<Aligned> {

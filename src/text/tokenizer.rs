@@ -14,14 +14,9 @@ use super::bpe::{Bpe, File};
 use super::engine::Engine;
 use super::pieces::{Pieces, Spelling, Token};
 use super::vocabulary::{self, VocabularySpec};
+use crate::base::alloc::{Budget, foreign};
 use crate::base::error::{bail, err};
-use crate::base::{Error, Result, alloc, file, panics};
-
-/// Bytes that the crate `tokenizers` may take for a byte of text while it encodes it: 60 to 330 measured, in vectors that double.
-const FOR_TEXT: usize = 512;
-/// The same for a byte of a `tokenizer.json` (14 measured), and for an entry of a vocabulary beside its text.
-const FOR_JSON: usize = 32;
-const FOR_ENTRY: usize = 1024;
+use crate::base::{Error, Result, file, panics};
 
 /// A part of a text that is encoded by itself.
 #[derive(Clone, Debug)]
@@ -49,11 +44,12 @@ impl Tokenizer {
 
     /// The tokenizer in the text of a `tokenizer.json`.
     pub fn from_json(json: &[u8]) -> Result<Self> {
-        foreign("reading it", || Self::read(json))
+        with_tokenizers("reading it", Budget::vocabulary(json.len(), 0), || {
+            Self::read(json)
+        })
     }
 
     fn read(json: &[u8]) -> Result<Self> {
-        let _vocabulary = alloc::set_aside(json.len().saturating_mul(FOR_JSON))?;
         if let Some(tokenizer) = Self::read_own(json)? {
             return Ok(tokenizer);
         }
@@ -118,12 +114,9 @@ impl Tokenizer {
 
     /// The tokenizer of a GGUF vocabulary.
     pub fn from_vocabulary(spec: &VocabularySpec) -> Result<Self> {
-        let bytes = spec
-            .tokens
-            .iter()
-            .chain(&spec.merges)
-            .fold(0, |sum, text| sum + text.len() * FOR_JSON + FOR_ENTRY);
-        let _vocabulary = alloc::set_aside(bytes)?;
+        let entries = || spec.tokens.iter().chain(&spec.merges);
+        let bytes = entries().map(String::len).sum();
+        let _vocabulary = Budget::vocabulary(bytes, entries().count()).set_aside()?;
         let vocabulary::Built {
             engine,
             spelling,
@@ -156,8 +149,7 @@ impl Tokenizer {
         match &self.engine {
             Engine::Own(own) => {
                 let json = serde_json::to_string(&own.file()).map_err(|e| failed(&e))?;
-                foreign("writing it", || {
-                    let _vocabulary = alloc::set_aside(json.len().saturating_mul(FOR_JSON))?;
+                with_tokenizers("writing it", Budget::vocabulary(json.len(), 0), || {
                     let inner = read_foreign(json.as_bytes())?;
                     inner.to_string(false).map_err(|e| failed(&e))
                 })
@@ -170,7 +162,6 @@ impl Tokenizer {
     /// the model expects around every text (often a beginning-of-sequence token) are added.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
         let encode = || {
-            let _steps = alloc::set_aside(text.len().saturating_mul(FOR_TEXT))?;
             let inner = match &self.engine {
                 Engine::Own(own) => return own.encode(text, add_special),
                 Engine::Crate(inner) => inner,
@@ -181,7 +172,7 @@ impl Tokenizer {
                 .get_ids()
                 .to_vec())
         };
-        foreign("encoding with it", encode)
+        with_tokenizers("encoding with it", Budget::encoded(text.len()), encode)
     }
 
     /// The tokens of `text` as plain text: the name of a special token in it becomes ordinary tokens.
@@ -214,7 +205,7 @@ impl Tokenizer {
     /// The tokens of one text in three parts, the middle one plain text: the result of [`Tokenizer::encode`] if the special
     /// tokens that `plain` names did not exist.
     pub fn encode_around(&self, before: &str, plain: &str, after: &str) -> Result<Vec<u32>> {
-        foreign("encoding with it", || {
+        with_tokenizers("encoding with it", Budget::SMALL, || {
             // Special tokens split a text, and the parts between them are encoded separately.
             let from = self.special_in(before).last().map_or(0, |s| s.end);
             let to = self
@@ -222,12 +213,13 @@ impl Tokenizer {
                 .first()
                 .map_or(after.len(), |s| s.start);
             let len = before.len() - from + plain.len() + to;
-            let _steps = alloc::set_aside(len.saturating_mul(FOR_TEXT))?;
-            let middle = [&before[from..], plain, &after[..to]].concat();
-            let mut tokens = self.encode(&before[..from], false)?;
-            tokens.extend(self.encode_between(&middle, from > 0)?);
-            tokens.extend(self.encode(&after[to..], false)?);
-            Ok(tokens)
+            foreign(Budget::encoded(len), || {
+                let middle = [&before[from..], plain, &after[..to]].concat();
+                let mut tokens = self.encode(&before[..from], false)?;
+                tokens.extend(self.encode_between(&middle, from > 0)?);
+                tokens.extend(self.encode(&after[to..], false)?);
+                Ok(tokens)
+            })
         })
     }
 
@@ -337,8 +329,7 @@ impl Tokenizer {
         for &id in tokens {
             len = len.saturating_add(self.pieces.get(id)?.len());
         }
-        // One byte that is not valid UTF-8 becomes three.
-        let _text = alloc::set_aside(len.saturating_mul(8))?;
+        let _text = Budget::rewritten(len).set_aside()?;
         let mut bytes = Vec::with_capacity(len);
         for &id in tokens {
             let piece = self.pieces.get(id)?;
@@ -434,9 +425,14 @@ fn read_foreign(json: &[u8]) -> Result<tokenizers::Tokenizer> {
     Ok(inner)
 }
 
-/// Runs code of the crate `tokenizers`, which panics on inconsistent files.
-pub(super) fn foreign<T>(action: &str, body: impl FnOnce() -> Result<T>) -> Result<T> {
-    panics::caught(body).unwrap_or_else(|panic| {
+/// Runs code of the crate `tokenizers`, which panics on inconsistent files, within a budget of memory.
+pub(super) fn with_tokenizers<T>(
+    action: &str,
+    budget: Budget,
+    body: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    let caught = foreign(budget, || Ok(panics::caught(body)))?;
+    caught.unwrap_or_else(|panic| {
         Err(err!(
             CorruptFile,
             "not a tokenizer.json that works: {action} ends with \"{panic}\""

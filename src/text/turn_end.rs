@@ -2,14 +2,15 @@
 //! `model` adds the tokens of config and metadata.
 
 use super::end_names::{ENDS_BY_PART, PART_END, SPECIAL_ENDS, TURN_ENDS};
-use super::tokenizer::foreign;
+use super::tokenizer::with_tokenizers;
 use super::{AnswerForm, ChatTemplate, Tokenizer};
 use crate::base::Result;
+use crate::base::alloc::Budget;
 
 /// The tokens of `tokenizer` that end a turn: those that `template` writes right after an answer, and those of known names. No
 /// token is among them that the template writes within an answer. A template that cannot be rendered tells nothing.
 pub fn turn_ends(tokenizer: &Tokenizer, template: Option<&ChatTemplate>) -> Result<Vec<u32>> {
-    foreign("looking for the ends of turns", || {
+    with_tokenizers("looking for the ends of turns", Budget::SMALL, || {
         let closings = match template {
             Some(template) => template.closings()?,
             None => Default::default(),

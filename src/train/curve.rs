@@ -1,21 +1,19 @@
-//! How losses went: a row of `loss.csv` a step, and a picture of them.
+//! Table of losses, `loss.csv`: a row for each step.
 
 use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
-use super::picture::picture;
 use super::row::{Columns, Losses, Row};
 use crate::base::Result;
 use crate::base::error::{Error, bail};
 use crate::base::file::{self, Temporary};
 
 const TABLE: &str = "loss.csv";
-const PICTURE: &str = "loss.svg";
 const HEADER: &str = "step,tokens,loss,eval_loss_delivered,eval_loss_stored,rate,gradient_norm,changed,changed_delivered,tokens_per_second,seconds";
 
-/// The table and the picture of a run, in its directory.
+/// The table of a run, in its directory.
 pub struct Curve {
     directory: PathBuf,
     /// The names of the evaluation sets.
@@ -100,6 +98,11 @@ impl Curve {
         &self.rows
     }
 
+    /// Names of the evaluation sets. The first is the one of [`Row::eval_loss_delivered`], the others are those of [`Row::more`].
+    pub fn sets(&self) -> &[String] {
+        &self.sets
+    }
+
     /// Adds a row, which is in the file when this returns. After a failure the next row brings those before it along.
     pub fn push(&mut self, row: Row) -> Result<()> {
         let line = row.line(self.columns(self.divergence)) + "\n";
@@ -139,12 +142,6 @@ impl Curve {
             Some(table.map_err(|e| Error::io(format_args!("opening {}", place.display()), e))?);
         Ok(())
     }
-
-    /// Draws the picture anew.
-    pub fn draw(&self) -> Result<()> {
-        let picture = picture(&self.rows, &self.sets);
-        write_whole(&self.directory.join(PICTURE), &picture)
-    }
 }
 
 /// Puts a file in its place as a whole.
@@ -181,12 +178,9 @@ mod tests {
         let mut curve = Curve::open(&directory, Some(3), &[], false).unwrap();
         assert_eq!(curve.rows(), [row(1), row(2), row(3)]);
         curve.push(row(4)).unwrap();
-        curve.draw().unwrap();
         let text = std::fs::read_to_string(&place).unwrap();
         assert_eq!(text.lines().count(), 5);
         assert!(text.starts_with(HEADER) && text.ends_with('\n'));
-        let svg = std::fs::read_to_string(directory.join(PICTURE)).unwrap();
-        assert_eq!(svg.matches("<polyline").count(), 2);
         std::fs::write(&place, "a,b\n").unwrap();
         assert!(Curve::open(&directory, Some(3), &[], false).is_err());
         let new = Curve::open(&directory, None, &[], false).unwrap();
@@ -194,7 +188,7 @@ mod tests {
         std::fs::remove_dir_all(&directory).unwrap();
     }
 
-    /// The row before the first step has evaluations alone, and each set beside the first has columns and a line of its own.
+    /// The row before the first step has evaluations alone, and each set beside the first has columns of its own.
     #[test]
     fn evaluations_before_the_first_step_and_of_several_sets() {
         let directory = std::env::temp_dir().join(format!("nvfp4-sets-{}", std::process::id()));
@@ -218,16 +212,10 @@ mod tests {
         assert_eq!(again.rows()[0].line(again.columns(false)), lines[1]);
         // A table with other sets is not gone on with.
         assert!(Curve::open(&directory, Some(2), &sets[..1], false).is_err());
-        curve.draw().unwrap();
-        let svg = std::fs::read_to_string(directory.join(PICTURE)).unwrap();
-        assert!(
-            svg.contains("a&lt;b, as delivered 3.0000") && !svg.contains("NaN"),
-            "{svg}"
-        );
         std::fs::remove_dir_all(&directory).unwrap();
     }
 
-    /// Divergences stand behind all losses, and the picture shows them instead. A table without them is gone on with.
+    /// Divergences stand behind all losses. A table without them is gone on with.
     #[test]
     fn divergences_of_several_sets() {
         let directory = std::env::temp_dir().join(format!("nvfp4-taught-{}", std::process::id()));
@@ -265,9 +253,6 @@ mod tests {
             let again = Curve::open(&directory, Some(1), &sets, divergence).unwrap();
             assert_eq!(again.rows()[1], curve.rows()[1]);
         }
-        curve.draw().unwrap();
-        let svg = std::fs::read_to_string(directory.join(PICTURE)).unwrap();
-        assert!(svg.contains("law divergence, as delivered 0.5000"), "{svg}");
         std::fs::remove_dir_all(&directory).unwrap();
     }
 }

@@ -4,11 +4,13 @@ use std::path::Path;
 
 use serde::Serialize;
 
+use super::curve::Curve;
 use super::data::as_text;
 use super::judge::{Best, Judge};
 use super::row::{Losses, Row, Score};
 use super::scales::ScaleChoice;
 use super::trainer::Outcome;
+use crate::base::Result;
 use crate::base::call::Progress;
 
 /// An event of a run.
@@ -87,6 +89,12 @@ pub trait Observer {
 
     /// Is told how many tokens of a step are done, now and then within long ones.
     fn within_step(&mut self, _step: u64, _progress: Progress) {}
+
+    /// Draws the table of losses after each evaluation and at the end. A picture that cannot be written counts as a failed report, see
+    /// [`Ended::failed_reports`]. Draws nothing by default.
+    fn draw(&mut self, _curve: &Curve) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// How a run ended.
@@ -114,6 +122,8 @@ pub struct Ended {
     pub saved: Option<u64>,
     /// The best evaluation, whose checkpoint is there if [`run::Options::keep_best`](super::run::Options::keep_best) asked for it.
     pub best: Option<Best>,
+    /// Reports that could not be written, pictures of the observer included. The first one is a [warning](Event::Warning) when it fails.
+    pub failed_reports: u64,
     pub(super) judge: Judge,
 }
 

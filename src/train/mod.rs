@@ -19,7 +19,6 @@ mod lock;
 pub mod memory;
 mod offload;
 mod parameters;
-mod picture;
 mod position;
 mod rate;
 mod recipe;

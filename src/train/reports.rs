@@ -1,9 +1,10 @@
-//! Report files of a run. A file that cannot be written, as on a full disk, is no reason to end a run: it is a warning the first time,
-//! and counted from then on.
+//! Report files of a run, and the picture that its observer draws. A file that cannot be written, as on a full disk, is no reason to end
+//! a run: it is a warning the first time, and counted from then on.
 
 use std::path::{Path, PathBuf};
 
 use super::curve::Curve;
+use super::event::Observer;
 use super::memory::MemoryReport;
 use super::row::{Losses, Row};
 use super::tensorboard::EventFile;
@@ -58,24 +59,24 @@ impl Reports {
         })
     }
 
-    /// The closing message, if more than one report failed.
-    pub(super) fn failures(&self) -> Option<String> {
-        (self.failed > 1).then(|| {
-            format!(
-                "{} reports (loss.csv, loss.svg, memory.json, TensorBoard's events) could not be written in all",
-                self.failed
-            )
-        })
+    /// Number of reports that could not be written.
+    pub(super) fn failed(&self) -> u64 {
+        self.failed
     }
 
-    /// Adds the row of a step, with the losses of all sets if they were evaluated.
-    pub(super) fn add(&mut self, row: Row, losses: &[Losses]) -> Option<String> {
+    /// Adds the row of a step, with the losses of all sets if they were evaluated. The observer draws the table then.
+    pub(super) fn add(
+        &mut self,
+        row: Row,
+        losses: &[Losses],
+        observer: &mut dyn Observer,
+    ) -> Option<String> {
         let events = self.events_of(&row, losses);
         let step = row.step;
         let pushed = self.curve.push(row);
         let drawn = match losses {
             [] => Ok(()),
-            _ => self.curve.draw(),
+            _ => observer.draw(&self.curve),
         };
         let first = self.noted(pushed);
         let second = self.noted(drawn);
@@ -85,19 +86,24 @@ impl Reports {
     }
 
     /// Adds the losses of an evaluation after a step whose row is there, as where a run was stopped before it.
-    pub(super) fn amend(&mut self, step: u64, losses: &[Losses]) -> Option<String> {
+    pub(super) fn amend(
+        &mut self,
+        step: u64,
+        losses: &[Losses],
+        observer: &mut dyn Observer,
+    ) -> Option<String> {
         let written = self
             .curve
             .amend(step, losses)
-            .and_then(|()| self.curve.draw());
+            .and_then(|()| observer.draw(&self.curve));
         let first = self.noted(written);
         let told = self.tell(step, &self.events_of_sets(losses));
         first.or(self.noted(told))
     }
 
-    /// Draws the picture for the last time.
-    pub(super) fn draw(&mut self) -> Option<String> {
-        let drawn = self.curve.draw();
+    /// Has the table drawn for the last time.
+    pub(super) fn draw(&mut self, observer: &mut dyn Observer) -> Option<String> {
+        let drawn = observer.draw(&self.curve);
         self.noted(drawn)
     }
 

@@ -229,8 +229,8 @@ impl Run<'_, '_> {
         if ending != Ending::Diverged {
             self.save_last(ending)?;
         }
-        let drawn = self.reports.draw();
-        for message in [drawn, self.reports.failures()].into_iter().flatten() {
+        let drawn = self.reports.draw(&mut **self.observer.borrow_mut());
+        if let Some(message) = drawn {
             self.warn(&message);
         }
         Ok(Ended {
@@ -238,6 +238,7 @@ impl Run<'_, '_> {
             reason,
             saved: self.saved,
             best: self.judge.best,
+            failed_reports: self.reports.failed(),
             judge: self.judge,
         })
     }
@@ -403,7 +404,9 @@ impl Run<'_, '_> {
             epoch: place.epoch as f64 + place.index as f64 / self.inputs.windows.len() as f64,
             memory: account::total().current,
         });
-        let failed = self.reports.add(row, &losses);
+        let failed = self
+            .reports
+            .add(row, &losses, &mut **self.observer.borrow_mut());
         self.tell(&losses, failed);
         if self.judge.evaluated == Some(step.number) {
             self.sample()?;
@@ -429,10 +432,13 @@ impl Run<'_, '_> {
         if self.judge.evaluated != Some(step) {
             return Ok(());
         }
-        let failed = match (step, &losses[..]) {
-            (_, []) => None,
-            (0, losses) => self.reports.add(Row::start(losses), losses),
-            (_, losses) => self.reports.amend(step, losses),
+        let failed = {
+            let observer = &mut **self.observer.borrow_mut();
+            match (step, &losses[..]) {
+                (_, []) => None,
+                (0, losses) => self.reports.add(Row::start(losses), losses, observer),
+                (_, losses) => self.reports.amend(step, losses, observer),
+            }
         };
         self.tell(&losses, failed);
         self.sample()

@@ -282,6 +282,11 @@ fn what_is_delivered_is_measured_and_said_if_it_is_worse() {
     let options = ["--steps", "60", "--eval-share", "0.05", "--eval-every", "0"];
     let (output, said) = finish(command(&folder, "learned", &options));
     assert!(output.status.success(), "{said}");
+    assert!(
+        fs::read_to_string(folder.path("learned/loss.svg"))
+            .unwrap()
+            .contains("evaluation, as delivered")
+    );
     let model = folder.path("learned/model");
     let train = |out: &str, more: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));

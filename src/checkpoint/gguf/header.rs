@@ -201,7 +201,7 @@ fn array(cursor: &mut Cursor<'_>, depth: u32) -> Result<Value> {
             .ok_or_else(|| err!(CorruptFile, "an array of {len} elements"))?;
         cursor.check(bytes, "an array")?;
         check_elements(len)?;
-        let _items = alloc::set_aside(8 * len as usize)?;
+        let _items = alloc::Budget::numbers(len as usize).set_aside()?;
         let bytes = cursor.take(bytes, "an array")?;
         let items = bytes.chunks_exact(width as usize).map(|b| number(kind, b));
         return Ok(match kind {

@@ -11,10 +11,11 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use super::source::Source;
-use super::tensors::{FOR_TENSOR, Form, Raw, Stored, Tensors};
+use super::tensors::{Form, Raw, Stored, Tensors};
 use super::{Encoding, Entry, Metadata, TokenizerSource, Unreadable};
+use crate::base::Result;
+use crate::base::alloc::Budget;
 use crate::base::error::{bail, err};
-use crate::base::{Result, alloc};
 use crate::format::nvfp4;
 use crate::tensor::DType;
 
@@ -50,7 +51,7 @@ pub(super) fn open(
         bail!(CorruptFile, "{name}: it has 0 tensors");
     }
     let tensors = raws.len() + unreadable.len();
-    let _names = alloc::set_aside(tensors.saturating_mul(FOR_TENSOR))?;
+    let _names = Budget::tensors(tensors).set_aside()?;
     let architecture = match pairs.text("general.architecture") {
         Ok(Some(name)) => name.to_owned(),
         Ok(None) => bail!(CorruptFile, "{name}: it has no general.architecture"),

@@ -1,8 +1,7 @@
 //! The picture of a comparison: divergence by position, and by block divergence and relative errors.
 
-use NVFP4::base::chart::{Chart, Line, svg};
-
 use super::report::{Block, Report};
+use crate::cli::chart::{Chart, Line, svg};
 
 /// Charts of a report as SVG.
 pub(super) fn picture(report: &Report) -> String {

@@ -8,13 +8,16 @@ use std::sync::Arc;
 
 use NVFP4::base::error::err;
 use NVFP4::base::{Error, Result};
+use rustls::CertificateError::{
+    Expired, ExpiredContext, NotValidForNameContext, NotValidYet, NotValidYetContext,
+};
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::{WebPkiServerVerifier, verify_server_name};
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::server::ParsedCertificate;
 use rustls::{
-    ALL_VERSIONS, CertificateError, ClientConfig, ClientConnection, DigitallySignedStruct,
-    RootCertStore, SignatureScheme, StreamOwned,
+    ALL_VERSIONS, ClientConfig, ClientConnection, DigitallySignedStruct, RootCertStore,
+    SignatureScheme, StreamOwned,
 };
 use ureq::unversioned::transport::{
     Buffers, ConnectionDetails, Connector, Either, LazyBuffers, NextTimeout, Transport,
@@ -25,12 +28,7 @@ use ureq::unversioned::transport::{
 const SEQUENCE: u8 = 0x30;
 const SET: u8 = 0x31;
 const OBJECT: u8 = 0x06;
-const UTC_TIME: u8 = 0x17;
-const TIME: u8 = 0x18;
-const VERSION: u8 = 0xa0;
-const EXTENSIONS: u8 = 0xa3;
-/// DER's numbers of the extension with a certificate's names, and of the common name of its subject.
-const SUBJECT_NAMES: &[u8] = &[0x55, 0x1d, 0x11];
+/// DER's number of the common name of a subject.
 const COMMON_NAME: &[u8] = &[0x55, 0x04, 0x03];
 
 /// Speaks TLS on connections that need it.
@@ -144,6 +142,12 @@ struct Verifier {
     trusted: Vec<CertificateDer<'static>>,
 }
 
+impl Verifier {
+    fn trusts(&self, certificate: &CertificateDer<'_>) -> bool {
+        self.trusted.iter().any(|t| t[..] == certificate[..])
+    }
+}
+
 impl ServerCertVerifier for Verifier {
     fn verify_server_cert(
         &self,
@@ -160,11 +164,16 @@ impl ServerCertVerifier for Verifier {
             ocsp_response,
             now,
         );
-        if chained.is_err() && self.trusted.iter().any(|t| t[..] == end_entity[..]) {
-            verify_trusted(end_entity, server_name, now)?;
-            return Ok(ServerCertVerified::assertion());
+        let error = match &chained {
+            Err(rustls::Error::InvalidCertificate(error)) if self.trusts(end_entity) => error,
+            _ => return chained,
+        };
+        match error {
+            // webpki checks the dates of a certificate before all else that it says.
+            Expired | ExpiredContext { .. } => Err(Expired.into()),
+            NotValidYet | NotValidYetContext { .. } => Err(NotValidYet.into()),
+            _ => verify_name(end_entity, server_name).map(|()| ServerCertVerified::assertion()),
         }
-        chained
     }
 
     fn verify_tls12_signature(
@@ -192,25 +201,18 @@ impl ServerCertVerifier for Verifier {
     }
 }
 
-/// Checks the dates and the name of a trusted certificate. One without any other name is its subject's common name's, as for curl.
-fn verify_trusted(
+/// Checks that a trusted certificate is the host's. Its common name counts where it has no other name, as for curl.
+fn verify_name(
     certificate: &CertificateDer<'_>,
     host: &ServerName<'_>,
-    now: UnixTime,
 ) -> std::result::Result<(), rustls::Error> {
-    let Some(facts) = Facts::of(certificate) else {
-        return Err(CertificateError::BadEncoding.into());
-    };
-    let now = i64::try_from(now.as_secs()).unwrap_or(i64::MAX);
-    if now < facts.first {
-        return Err(CertificateError::NotValidYet.into());
-    }
-    if now > facts.last {
-        return Err(CertificateError::Expired.into());
-    }
     let named = verify_server_name(&ParsedCertificate::try_from(certificate)?, host);
-    match facts.common_name {
-        Some(name) if named.is_err() && !facts.is_named && fits(&name, &host.to_str()) => Ok(()),
+    let is_nameless = matches!(
+        &named,
+        Err(rustls::Error::InvalidCertificate(NotValidForNameContext { presented, .. })) if presented.is_empty()
+    );
+    match common_name(certificate).filter(|_| is_nameless) {
+        Some(name) if fits(&name, &host.to_str()) => Ok(()),
         _ => named,
     }
 }
@@ -227,55 +229,19 @@ fn fits(name: &str, host: &str) -> bool {
     }
 }
 
-/// Facts about a certificate that webpki does not give.
-#[derive(Debug, PartialEq)]
-struct Facts {
-    /// The seconds since 1970 from which, and until which, it is valid.
-    first: i64,
-    last: i64,
-    common_name: Option<String>,
-    /// Whether it has the extension that names hosts.
-    is_named: bool,
-}
-
-impl Facts {
-    fn of(certificate: &[u8]) -> Option<Facts> {
-        let mut fields = Der(Der(Der(certificate).tagged(SEQUENCE)?).tagged(SEQUENCE)?);
-        if fields.0.first() == Some(&VERSION) {
-            fields.next()?;
+/// The common name of a certificate's subject.
+fn common_name(certificate: &CertificateDer<'_>) -> Option<String> {
+    let mut parsed = RootCertStore::empty();
+    parsed.add(certificate.clone().into_owned()).ok()?;
+    let mut subject = Der(parsed.roots.first()?.subject.as_ref());
+    let mut name = None;
+    while let Some(set) = subject.tagged(SET) {
+        let mut attribute = Der(Der(set).tagged(SEQUENCE)?);
+        if attribute.tagged(OBJECT)? == COMMON_NAME {
+            name = Some(attribute.next()?.1);
         }
-        // The serial number, the algorithm and the issuer.
-        for _ in 0..3 {
-            fields.next()?;
-        }
-        let mut validity = Der(fields.tagged(SEQUENCE)?);
-        let (first, last) = (seconds(validity.next()?)?, seconds(validity.next()?)?);
-        let mut common_name = None;
-        let mut subject = Der(fields.tagged(SEQUENCE)?);
-        while let Some((SET, set)) = subject.next() {
-            let mut attribute = Der(Der(set).tagged(SEQUENCE)?);
-            if attribute.tagged(OBJECT)? == COMMON_NAME {
-                let (_, text) = attribute.next()?;
-                common_name = String::from_utf8(text.to_vec()).ok();
-            }
-        }
-        let mut is_named = false;
-        while let Some((tag, content)) = fields.next() {
-            if tag != EXTENSIONS {
-                continue;
-            }
-            let mut extensions = Der(Der(content).tagged(SEQUENCE)?);
-            while let Some((SEQUENCE, extension)) = extensions.next() {
-                is_named |= Der(extension).tagged(OBJECT)? == SUBJECT_NAMES;
-            }
-        }
-        Some(Facts {
-            first,
-            last,
-            common_name,
-            is_named,
-        })
     }
+    String::from_utf8(name?.to_vec()).ok()
 }
 
 /// Elements of DER, one after the other.
@@ -306,54 +272,9 @@ impl<'a> Der<'a> {
     }
 }
 
-/// The seconds since 1970 of a time, `YYMMDDhhmmssZ` or `YYYYMMDDhhmmssZ`.
-fn seconds((tag, text): (u8, &[u8])) -> Option<i64> {
-    let text = std::str::from_utf8(text).ok()?.strip_suffix('Z')?;
-    let digits = if tag == UTC_TIME { 2 } else { 4 };
-    if !matches!(tag, UTC_TIME | TIME)
-        || text.len() != digits + 10
-        || !text.bytes().all(|b| b.is_ascii_digit())
-    {
-        return None;
-    }
-    let (year, rest) = text.split_at(digits);
-    let part = |at: usize| rest[at..at + 2].parse::<i64>().ok();
-    let year: i64 = match (tag, year.parse().ok()?) {
-        (UTC_TIME, year @ 50..) => 1900 + year,
-        (UTC_TIME, year) => 2000 + year,
-        (_, year) => year,
-    };
-    let (month, day) = (part(0)?, part(2)?);
-    // Years that begin in March have their leap day at the end.
-    let (y, m) = match month {
-        1 | 2 => (year - 1, month + 9),
-        _ => (year, month - 3),
-    };
-    let days =
-        365 * y + y.div_euclid(4) - y.div_euclid(100) + y.div_euclid(400) + (153 * m + 2) / 5 + day
-            - 1
-            - 719_468;
-    Some(86_400 * days + 3600 * part(4)? + 60 * part(6)? + part(8)?)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn times_are_those_of_the_calendar() {
-        let utc = |text: &str| seconds((UTC_TIME, text.as_bytes()));
-        let time = |text: &str| seconds((TIME, text.as_bytes()));
-        assert_eq!(utc("700101000000Z"), Some(0));
-        assert_eq!(utc("240229120001Z"), Some(1_709_208_001));
-        assert_eq!(utc("491231235959Z"), Some(2_524_607_999));
-        assert_eq!(utc("500101000000Z"), Some(-631_152_000));
-        assert_eq!(time("20500101000000Z"), Some(2_524_608_000));
-        assert_eq!(time("99991231235959Z"), Some(253_402_300_799));
-        for wrong in ["", "Z", "2402291200Z", "24022912000xZ", "240229120001"] {
-            assert_eq!(utc(wrong), None, "{wrong}");
-        }
-    }
 
     #[test]
     fn names_of_hosts() {
@@ -371,14 +292,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_certificate_has_no_facts() {
+    fn what_is_no_certificate_has_no_name() {
         for bytes in [
             &[][..],
             &[0x30],
             &[0x30, 0x85, 1, 1, 1, 1, 1],
             &[0x30, 3, 0x30, 1, 2],
         ] {
-            assert_eq!(Facts::of(bytes), None);
+            assert_eq!(common_name(&bytes.into()), None);
         }
         let mut der = Der(&[OBJECT, 0x81, 2, 7, 8, 0x05, 0]);
         assert_eq!(der.next(), Some((OBJECT, &[7, 8][..])));

@@ -2,15 +2,13 @@
 //!
 //! `name` parses model names, `settings` reads the environment; `client` makes requests, `failure` decides on retries;
 //! `listing` is the list of a repository's files, `select` chooses those of a model; `cache` is the cache on disk, `local`
-//! finds complete models in it, `partial` is an incomplete file; `transfer` fetches a file, `handover` passes its bytes to
-//! the digest, `meter` shows the progress, and `pull` does all of it in order. `inventory` lists and removes the models in
-//! the cache.
+//! finds complete models in it, `partial` is an incomplete file; `transfer` fetches a file, `meter` shows the progress, and
+//! `pull` does all of it in order. `inventory` lists and removes the models in the cache.
 
 mod cache;
 mod certificate;
 mod client;
 mod failure;
-mod handover;
 mod inventory;
 mod listing;
 mod local;

@@ -1,11 +1,11 @@
-//! Fetching one blob: with as many connections as make it faster, with retries, into a partial file that a later pull can
-//! resume, and checked against its digest while it is fetched.
+//! Fetching one blob: by several connections, with retries, into a partial file that a later pull can resume, and checked
+//! against its digest while it is fetched.
 
 use std::collections::VecDeque;
 use std::io::Read;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant};
 
 use NVFP4::base::error::err;
@@ -17,7 +17,6 @@ use url::Url;
 
 use super::client::{self, Answer, Client, Method, Subject};
 use super::failure::{Failure, Patience, Tried};
-use super::handover::Handover;
 use super::listing::Digest;
 use super::meter::Meter;
 use super::partial::Partial;
@@ -25,11 +24,8 @@ use super::partial::Partial;
 /// The most connections; more bring no gain with the hub and would burden it.
 const MOST_CONNECTIONS: usize = 8;
 
-/// How long a number of connections is measured before it is changed.
-const TRIAL: Duration = Duration::from_secs(1);
-
-/// The gain that doubling the connections must bring, or else their number is halved again.
-const WORTH: f64 = 1.15;
+/// How long fetched bytes may stay in memory before they are written to the disk.
+const FLUSHED: Duration = Duration::from_secs(1);
 
 /// Bytes that are read, and then written, at a time: as many as fit in a core's cache.
 const PIECE: usize = 256 << 10;
@@ -37,11 +33,7 @@ const PIECE: usize = 256 << 10;
 /// Bytes that are read back from the file at a time.
 const READ_BACK: usize = 1 << 20;
 
-/// The rate of one connection, in bytes per second, above which no more are tried: then the disk and the CPU are the limit,
-/// and connections that write to one file wait for each other.
-const FAST: f64 = 300e6;
-
-/// How long fetched bytes may wait to be flushed.
+/// How long fetched bytes may wait to be written to the file.
 const SHOWN: Duration = Duration::from_millis(100);
 
 /// The parts of a pull that a transfer uses.
@@ -89,13 +81,12 @@ struct Transfer<'a> {
     partial: &'a Partial,
     /// Segments that no connection has taken yet, in order.
     left: Mutex<VecDeque<usize>>,
-    handover: Handover,
     /// The redirect target, which is asked for again only when it has expired.
     direct: Mutex<Option<Url>>,
-    /// The number of connections allowed now.
+    /// The number of connections allowed now: one until the server has sent a range.
     connections: AtomicUsize,
-    /// Whether to stop trying more connections.
-    settled: AtomicBool,
+    /// Called by the first answer, which decides whether there are several.
+    several: Once,
     /// Held by the connection that fetches the whole file from a server without range requests.
     whole: Mutex<()>,
     /// The failure that ended the transfer.
@@ -124,10 +115,9 @@ pub(super) fn fetch(
         source,
         partial,
         left: Mutex::new(left),
-        handover: Handover::default(),
         direct: Mutex::new(None),
         connections: AtomicUsize::new(1),
-        settled: AtomicBool::new(false),
+        several: Once::new(),
         whole: Mutex::new(()),
         failed: Mutex::new(None),
         stopped: AtomicBool::new(false),
@@ -141,7 +131,7 @@ pub(super) fn fetch(
             let transfer = &transfer;
             scope.spawn(move || transfer.work(worker));
         }
-        transfer.steer(most);
+        transfer.flush();
         if let Some(error) = lock(&transfer.failed).take() {
             transfer.stop();
             return Err(error);
@@ -166,32 +156,10 @@ impl Transfer<'_> {
         self.stopped.load(Relaxed)
     }
 
-    /// Finds out how many connections are worth having, until all workers have left: twice as many as long as that gains. Has
-    /// what comes written to the disk meanwhile, so that the end need not wait for all of it.
-    fn steer(&self, most: usize) {
-        let mut judged = (Instant::now(), self.partial.len());
-        let mut before = 0.0;
-        while self.some_work_for(TRIAL) {
+    /// Has what comes written to the disk until all workers have left, so that the end need not wait for all of it.
+    fn flush(&self) {
+        while self.some_work_for(FLUSHED) {
             self.partial.flush();
-            let elapsed = judged.0.elapsed();
-            if self.settled.load(Relaxed) || elapsed < TRIAL {
-                continue;
-            }
-            let len = self.partial.len();
-            let rate = (len - judged.1) as f64 / elapsed.as_secs_f64();
-            judged = (Instant::now(), len);
-            let now = self.connections.load(Relaxed);
-            let gains = rate >= before * WORTH;
-            let is_enough = 2 * now > most.next_power_of_two() || now == 1 && rate > FAST;
-            if gains && !is_enough {
-                before = rate;
-                self.connections.store(2 * now, Relaxed);
-            } else {
-                self.settled.store(true, Relaxed);
-                if !gains {
-                    self.connections.store((now / 2).max(1), Relaxed);
-                }
-            }
         }
     }
 
@@ -248,7 +216,7 @@ impl Transfer<'_> {
 
     /// Reduces the connections, because a server that refuses may have too many of them.
     fn ask_for_less(&self) {
-        self.settled.store(true, Relaxed);
+        self.several.call_once(|| {});
         let connections = self.connections.load(Relaxed);
         self.connections.store((connections / 2).max(1), Relaxed);
     }
@@ -272,6 +240,8 @@ impl Transfer<'_> {
         match answer.status {
             206 if answer.encoding().is_none() => {
                 self.check_range(&answer, from, to)?;
+                self.several
+                    .call_once(|| self.connections.store(MOST_CONNECTIONS, Relaxed));
                 self.receive(answer, from, to)
             }
             // Ranges of a compressed response are not ranges of the content.
@@ -338,7 +308,7 @@ impl Transfer<'_> {
 
     /// Fetches the whole file from a server without range requests. Only one connection does; others wait for its end.
     fn take_whole(&self, answer: Answer) -> Tried<()> {
-        self.settled.store(true, Relaxed);
+        self.several.call_once(|| {});
         self.connections.store(1, Relaxed);
         let Ok(_only) = self.whole.try_lock() else {
             drop(answer);
@@ -372,7 +342,6 @@ impl Transfer<'_> {
                 .partial
                 .write(&piece[..n], at)
                 .map_err(|e| Error::io(self.name(), e))?;
-            self.handover.give(at, &mut piece, n);
             at += n as u64;
             if n > 0 {
                 self.context.meter.add(new);
@@ -424,20 +393,13 @@ impl Transfer<'_> {
         ))
     }
 
-    /// Hashes pieces that are handed over, and reads the others back from the file.
+    /// Hashes the file as far as it is there without a gap, read back while it is in the system's cache.
     fn hash<H: sha2::Digest>(&self, mut hash: H) -> Result<String> {
         let size = self.partial.size();
         let mut read = Vec::new();
         let mut at = 0;
         while at < size && !self.is_stopped() {
-            if let Some(piece) = self.handover.take(at) {
-                hash.update(&piece);
-                at += piece.len() as u64;
-                self.handover.give_back(piece);
-                continue;
-            }
             let ready = self.partial.prefix().min(at + READ_BACK as u64);
-            // A piece that is in the file is about to be handed over, unless more is in the file already.
             if ready < size && ready - at < READ_BACK as u64 {
                 std::thread::sleep(Duration::from_millis(1));
                 continue;
@@ -448,7 +410,6 @@ impl Transfer<'_> {
                 .map_err(|e| Error::io(format_args!("{}: reading it back", self.name()), e))?;
             hash.update(&read);
             at = ready;
-            self.handover.skip_to(at);
         }
         Ok(hexadecimal(&hash.finalize()))
     }

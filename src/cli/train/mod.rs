@@ -5,6 +5,7 @@ mod ending;
 mod evaluation;
 mod mask;
 mod options;
+mod picture;
 mod resume;
 mod show;
 mod teacher;
@@ -16,11 +17,12 @@ use std::process::ExitCode;
 
 use NVFP4::base::call::{Cancel, Progress, Watch};
 use NVFP4::base::error::bail;
+use NVFP4::base::file::stage;
 use NVFP4::base::{Error, Result, memory as account};
 use NVFP4::model::training::{Source, Text};
 use NVFP4::train::data::{self, Data, Long, Report, Windows};
 use NVFP4::train::run::{self, CHECKPOINTS, Ending, EvaluationSet, Event, Inputs, Observer};
-use NVFP4::train::{MemoryReport, Samples, Trainer, checkpoint, memory};
+use NVFP4::train::{Curve, MemoryReport, Samples, Trainer, checkpoint, memory};
 
 pub(super) use options::Args;
 
@@ -54,7 +56,7 @@ pub(super) fn run(args: &Args) -> Result<ExitCode> {
     settings.config.check_for(&source)?;
     let delivery = Delivery::new(args, &source, &settings.config.recipe)?;
     let text = source.text()?;
-    let mut show = Show::new(args.json);
+    let mut show = Show::new(args.json, &args.out);
     let window = args.window(source.spec().max_positions)?;
     let teacher = args.teacher.open(args.model.as_ref(), &source)?;
     let written = match (&teacher, args.teacher.teacher_writes) {
@@ -166,6 +168,7 @@ pub(super) fn run(args: &Args) -> Result<ExitCode> {
         &mut show,
     );
     let ended = ended.map_err(explained)?;
+    show.failed_reports(&ended, trainer.steps());
     let code = signals.code(ended.ending);
     // From here on a signal ends the command: what is delivered appears whole or not at all.
     drop(signals);
@@ -304,5 +307,10 @@ impl Observer for Show {
 
     fn within_step(&mut self, _step: u64, progress: Progress) {
         self.within(progress);
+    }
+
+    fn draw(&mut self, curve: &Curve) -> Result<()> {
+        let drawn = picture::picture(curve.rows(), curve.sets());
+        stage(&self.picture, drawn.as_bytes())?.commit()
     }
 }

@@ -8,7 +8,7 @@ use NVFP4::base::call::Progress;
 use NVFP4::base::{Result, memory as account};
 use NVFP4::model::training::Placement;
 use NVFP4::train::data::{Report, Windows};
-use NVFP4::train::run::{Ending, EvaluationSet, Event};
+use NVFP4::train::run::{Ended, Ending, EvaluationSet, Event};
 use NVFP4::train::{Score, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
@@ -24,6 +24,8 @@ const LOG_EVERY: Duration = Duration::from_secs(10);
 /// The time between two drawings of the bar, and that after which a step is a long one.
 const TICK: Duration = Duration::from_millis(500);
 const LONG: Duration = Duration::from_secs(2);
+/// The picture of losses in the directory of a run.
+const PICTURE: &str = "loss.svg";
 
 /// Prints what happens: a progress bar on a terminal, a line now and then elsewhere, or JSON.
 pub(super) struct Show {
@@ -34,16 +36,20 @@ pub(super) struct Show {
     began: Instant,
     /// Whether a line of JSON could not be written, which is said once.
     failed: bool,
+    /// Path of the picture of losses.
+    pub(super) picture: PathBuf,
 }
 
 impl Show {
-    pub(super) fn new(json: bool) -> Show {
+    /// Shows a run whose directory is `out`.
+    pub(super) fn new(json: bool, out: &Path) -> Show {
         Show {
             json,
             bar: None,
             told: Instant::now(),
             began: Instant::now(),
             failed: false,
+            picture: out.join(PICTURE),
         }
     }
 
@@ -277,6 +283,20 @@ impl Show {
             Event::Warning { step, message } => {
                 self.say(format!("warning at step {step}: {message}"))
             }
+        }
+    }
+
+    /// Counts the reports that could not be written, if there is more than the one that was a warning.
+    pub(super) fn failed_reports(&mut self, ended: &Ended, step: u64) {
+        if ended.failed_reports > 1 {
+            let message = format!(
+                "{} reports (loss.csv, {PICTURE}, memory.json, TensorBoard's events) could not be written in all",
+                ended.failed_reports
+            );
+            self.event(&Event::Warning {
+                step,
+                message: &message,
+            });
         }
     }
 

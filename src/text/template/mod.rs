@@ -23,18 +23,14 @@ use self::closings::Closings;
 use self::engine::Compiled;
 use self::form::{Form, check_tools};
 use super::Message;
+use crate::base::alloc::{Budget, foreign};
 use crate::base::error::{bail, err};
-use crate::base::{Error, Result, alloc, threads};
+use crate::base::{Error, Result, threads};
 
 /// ChatML, which most open chat models without a template of their own were tuned on.
 const CHATML: &str = "\
 {%- for message in messages %}{{ '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' }}{% endfor %}\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
-
-/// Bytes that rendering may allocate for each byte of a message, which templates copy, and for each message besides its
-/// text.
-const FOR_TEXT: usize = 16;
-const FOR_MESSAGE: usize = 1024;
 
 /// Bytes that rendering may allocate at a time besides those for the messages, and the most processor time. After a template has
 /// exceeded them it is not rendered again, because its thread then stands still for ever.
@@ -44,10 +40,9 @@ const LONGEST_TIME: Duration = Duration::from_secs(60);
 /// bytes of stack for a level.
 const STACK: usize = 128 << 20;
 
-/// How long rendering test messages may take, in how much memory, and what is set aside for it.
+/// How long rendering test messages may take, and in how much memory.
 const LONGEST_TEST: Duration = Duration::from_secs(5);
 const TEST_MEMORY: usize = 64 << 20;
-const FOR_TEST: usize = 256 << 10;
 
 /// A compiled template, and the form of messages that it expects.
 type Rendered = Arc<(Compiled, Form)>;
@@ -178,10 +173,8 @@ impl ChatTemplate {
         let Some(template) = self.default.as_ref().ok().or(tool_use).cloned() else {
             return Ok(Closings::default());
         };
-        let _copies = alloc::set_aside(FOR_TEST)?;
         let found = threads::bounded(STACK, TEST_MEMORY, LONGEST_TEST, move || {
-            let _steps = alloc::set_aside(FOR_TEST)?;
-            Ok(closings::closings(&template.0))
+            foreign(Budget::SMALL, || Ok(closings::closings(&template.0)))
         })?;
         Ok(found.unwrap_or_default())
     }
@@ -227,23 +220,22 @@ impl ChatTemplate {
         self.check_trap()?;
         let template = self.for_variables(variables)?.clone();
         self.tell_stand_in();
-        let text = messages.iter().map(Message::size);
-        let bytes = text
-            .map(|size| size.saturating_mul(FOR_TEXT).saturating_add(FOR_MESSAGE))
-            .fold(0, usize::saturating_add);
-        let _copies = alloc::set_aside(bytes)?;
+        let bytes = messages.iter().map(Message::size).sum();
+        let budget = Budget::rendered(bytes, messages.len());
+        let _copies = budget.set_aside()?;
         let messages = messages.to_vec();
         let variables = variables.clone();
         let rendered = threads::bounded(
             STACK,
-            MEMORY.saturating_add(bytes),
+            MEMORY.saturating_add(budget.bytes()),
             LONGEST_TIME,
             move || {
-                let _steps = alloc::set_aside(bytes)?;
-                let (compiled, form) = &*template;
-                check_tools(compiled, &messages, &variables)?;
-                let messages = messages.iter().map(|m| form.of(compiled, m)).collect();
-                compiled.print(messages, add_generation_prompt, &variables)
+                foreign(budget, || {
+                    let (compiled, form) = &*template;
+                    check_tools(compiled, &messages, &variables)?;
+                    let messages = messages.iter().map(|m| form.of(compiled, m)).collect();
+                    compiled.print(messages, add_generation_prompt, &variables)
+                })
             },
         )?;
         if let Some(text) = rendered {

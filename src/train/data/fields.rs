@@ -7,12 +7,10 @@ use serde_json::Value;
 
 use super::conversation::{self, Turns};
 use super::row::Row;
+use crate::base::Result;
+use crate::base::alloc::Budget;
 use crate::base::error::{bail, err};
-use crate::base::{Result, alloc};
 use crate::text::{kind, tools_from_json};
-
-/// Bytes that parsing may allocate for a byte of JSON.
-const FOR_BYTE: usize = 48;
 
 /// Forms of rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,7 +87,7 @@ impl Fields {
 
     /// The fields of an object of JSON. Errors list the fields that are `known`, and advise so where there is an array.
     pub(super) fn parse(line: &str, known: &str, of_array: &str) -> Result<Fields> {
-        let _values = alloc::set_aside(line.len().saturating_mul(FOR_BYTE))?;
+        let _values = Budget::values(line.len()).set_aside()?;
         let begin = line.trim_start();
         let other = match begin.bytes().next() {
             Some(b'[') => "an array",

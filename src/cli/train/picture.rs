@@ -1,7 +1,8 @@
-//! The picture of losses over steps, in SVG.
+//! The picture of losses over steps, in SVG. The observer of a run draws it.
 
-use super::row::Row;
-use crate::base::chart::{COLOURS, Chart, Line, svg};
+use NVFP4::train::Row;
+
+use crate::cli::chart::{COLOURS, Chart, Line, svg};
 
 /// Points of a line that a picture shows at most.
 const POINTS: usize = 600;
@@ -93,8 +94,50 @@ pub(super) fn picture(rows: &[Row], sets: &[String]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::row::example as row;
+    use NVFP4::train::Losses;
+
     use super::*;
+
+    /// The row of a step, with an evaluation at every second step.
+    fn row(step: u64) -> Row {
+        Row {
+            step,
+            tokens: 100 * step,
+            loss: 3.0 / step as f64,
+            eval_loss_delivered: step.is_multiple_of(2).then_some(2.5),
+            eval_loss_stored: None,
+            rate: 1e-5,
+            gradient_norm: 0.125,
+            changed: 0.03,
+            changed_delivered: 0.001,
+            tokens_per_second: 1234.5,
+            seconds: 0.5 * step as f64,
+            eval_divergence_delivered: None,
+            eval_divergence_stored: None,
+            more: Vec::new(),
+        }
+    }
+
+    /// The row of a step with evaluations of all sets.
+    fn evaluated(step: u64, losses: &[Losses]) -> Row {
+        Row {
+            loss: if step == 0 { f64::NAN } else { 1.0 },
+            eval_loss_delivered: Some(losses[0].delivered),
+            eval_loss_stored: Some(losses[0].stored),
+            eval_divergence_delivered: losses[0].divergence_delivered,
+            eval_divergence_stored: losses[0].divergence_stored,
+            more: losses[1..].iter().copied().map(Some).collect(),
+            ..row(step)
+        }
+    }
+
+    fn losses(delivered: f64) -> Losses {
+        Losses {
+            delivered,
+            stored: delivered - 0.5,
+            ..Losses::default()
+        }
+    }
 
     #[test]
     fn pictures_of_little_and_of_much() {
@@ -102,6 +145,8 @@ mod tests {
         assert!(!picture(&[]).contains("NaN"));
         let one = picture(&[row(1)]);
         assert!(!one.contains("NaN") && one.contains("<circle class=\"line c0\""));
+        let four: Vec<Row> = (1..=4).map(row).collect();
+        assert_eq!(picture(&four).matches("<polyline").count(), 2);
         let many: Vec<Row> = (1..=10_000).map(row).collect();
         let drawn = picture(&many[..5000]);
         let train = drawn
@@ -109,5 +154,36 @@ mod tests {
             .find(|l| l.contains("line c0\" points"))
             .unwrap();
         assert!(train.matches(',').count() <= POINTS && !drawn.contains("NaN"));
+    }
+
+    /// Each set beside the first has a line of its own. The row before the first step has evaluations alone.
+    #[test]
+    fn a_picture_of_several_sets() {
+        let rows = [
+            evaluated(0, &[losses(4.0), losses(5.0)]),
+            row(1),
+            evaluated(2, &[losses(2.0), losses(3.0)]),
+        ];
+        let svg = picture(&rows, &["eval".to_owned(), "a<b".to_owned()]);
+        assert!(
+            svg.contains("a&lt;b, as delivered 3.0000") && !svg.contains("NaN"),
+            "{svg}"
+        );
+    }
+
+    /// The picture shows divergences instead of losses where a teacher gives them.
+    #[test]
+    fn a_picture_of_divergences() {
+        let taught = |delivered: f64| Losses {
+            divergence_delivered: Some(delivered / 8.0),
+            divergence_stored: Some(delivered / 16.0),
+            ..losses(delivered)
+        };
+        let rows = [
+            evaluated(0, &[losses(4.0), losses(5.0)]),
+            evaluated(1, &[taught(2.0), taught(4.0)]),
+        ];
+        let svg = picture(&rows, &["eval".to_owned(), "law".to_owned()]);
+        assert!(svg.contains("law divergence, as delivered 0.5000"), "{svg}");
     }
 }

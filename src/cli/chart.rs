@@ -17,36 +17,36 @@ const STYLE: &str = "text{font:12px system-ui,sans-serif;fill:#333}.axis{stroke:
 @media(prefers-color-scheme:dark){text{fill:#ddd}.axis{stroke:#ddd}.grid{stroke:#444}.c0{stroke:#6fb3f0}.c1{stroke:#f08a6f}\
 .c2{stroke:#b8d66f}.c3{stroke:#c79be6}.c4{stroke:#e8bd63}.c5{stroke:#6fd3cb}.c6{stroke:#aaa}.back{fill:#1b1b1b}}";
 /// Colours of lines, which are chosen by their number.
-pub const COLOURS: usize = 7;
+pub(super) const COLOURS: usize = 7;
 
 /// A line of a chart.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Line {
+pub(super) struct Line {
     /// Its entry in the legend.
-    pub name: String,
+    pub(super) name: String,
     /// The number of its colour, below [`COLOURS`].
-    pub colour: usize,
+    pub(super) colour: usize,
     /// Points from left to right.
-    pub points: Vec<(f64, f64)>,
+    pub(super) points: Vec<(f64, f64)>,
     /// Whether each point has a dot.
-    pub dots: bool,
+    pub(super) dots: bool,
 }
 
 /// A chart of lines.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Chart {
+pub(super) struct Chart {
     /// Name of the lower axis.
-    pub x_name: String,
+    pub(super) x_name: String,
     /// Name of the left axis.
-    pub y_name: String,
+    pub(super) y_name: String,
     /// The ends of the lower axis.
-    pub x: (f64, f64),
+    pub(super) x: (f64, f64),
     /// Marks of the lower axis; whole round numbers if `None`.
-    pub marks: Option<Vec<(f64, String)>>,
+    pub(super) marks: Option<Vec<(f64, String)>>,
     /// Whether the left axis begins at 0 rather than near the lowest point.
-    pub from_zero: bool,
+    pub(super) from_zero: bool,
     /// The lines; those without points are left out.
-    pub lines: Vec<Line>,
+    pub(super) lines: Vec<Line>,
 }
 
 /// Round numbers from `low` to `high`, some five of them, and the step between them.
@@ -72,7 +72,7 @@ fn escaped(text: &str) -> String {
 }
 
 /// Charts one below another as an SVG document that `label` describes.
-pub fn svg(label: &str, charts: &[Chart]) -> String {
+pub(super) fn svg(label: &str, charts: &[Chart]) -> String {
     let height = HEIGHT * charts.len() as f64;
     let mut out = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"{}\">\n\
