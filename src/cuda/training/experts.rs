@@ -1,4 +1,4 @@
-//! Rows of bf16 on their way to an expert, and its results on their way back.
+//! Gathers bf16 rows for an expert, and scatters its results back.
 
 use super::super::driver::{DeviceSlice, Launch, int};
 use super::super::units::Unit;
@@ -6,7 +6,7 @@ use super::sizes::{PIECE, expect_bf16, expect_words, f32_elements, rows as rows_
 use crate::base::Result;
 use crate::base::error::bail;
 
-/// Bytes of the arguments of the kernels of this file, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("train_take_rows", size_of::<RowsArguments>()),
     ("train_add_rows", size_of::<RowsArguments>()),
@@ -32,8 +32,8 @@ fn launch(count: usize, width: usize) -> Result<Launch> {
     ))
 }
 
-/// Makes row i of bf16 `taken` `[n, width]` row `rows[i]` of bf16 `x` `[T, width]`. `width` is a multiple of 16. What `rows`, u32, holds is the
-/// caller's word.
+/// Gather: row i of bf16 `taken` `[n, width]` becomes row `rows[i]` of bf16 `x` `[T, width]`. `width` is a multiple of 16. The caller
+/// vouches for the contents of `rows`, u32.
 pub fn take_rows(
     x: DeviceSlice<'_>,
     rows: DeviceSlice<'_>,
@@ -52,7 +52,7 @@ pub fn take_rows(
         width: int("the width of rows", width)?,
     };
     let launch = launch(count, width)?;
-    // SAFETY: the struct is the kernel's; sizes were checked; the rows are the caller's word.
+    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for the rows.
     unsafe {
         launch.run(
             x.gpu(),
@@ -63,8 +63,8 @@ pub fn take_rows(
     }
 }
 
-/// Adds `weights[i]` times row i of bf16 `x` `[n, width]` to row `rows[i]` of f32 `sum` `[T, width]`, no two of which are equal. `width` is a
-/// multiple of 16. What `rows`, u32, holds is the caller's word.
+/// Scatter: adds `weights[i]` times row i of bf16 `x` `[n, width]` to row `rows[i]` of f32 `sum` `[T, width]`. `width` is a multiple of 16.
+/// The caller vouches for the contents of `rows`, u32, which must be distinct.
 pub fn add_rows(
     x: DeviceSlice<'_>,
     (rows, weights): (DeviceSlice<'_>, DeviceSlice<'_>),
@@ -90,6 +90,6 @@ pub fn add_rows(
         width: int("the width of rows", width)?,
     };
     let launch = launch(count, width)?;
-    // SAFETY: the struct is the kernel's; sizes were checked; the rows are the caller's word.
+    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for the rows.
     unsafe { launch.run(x.gpu(), Unit::ExpertsTraining, "train_add_rows", &arguments) }
 }
