@@ -1,4 +1,5 @@
-// Attention backward on Hopper, for training. See attention/training_wide.cuh, and attention/training_backward.cu for why two kernels.
+// Attention backward on Hopper, for training. See attention/training_wide.cuh, and attention/training_backward.cu for why there are two
+// kernels.
 #include "attention/training_wide.cuh"
 
 constexpr int STEP = 64;    // rows of the tiles that a block goes over
@@ -22,7 +23,7 @@ __device__ __forceinline__ void backward_keys(const Arguments& a) {
     values.load(a.qkv + (a.heads + a.kv_heads + kv) * D, first, a.rows, stride);
 
     int begin = first / STEP, of_head = (seen_until(a, last) + STEP - 1) / STEP - begin, tiles = of_head * heads;
-    // Of each query of a tile: the logarithm of its sum, and its delta.
+    // Log-sum-exp and delta of each query of a tile.
     float* shared_numbers = (float*)(shared + (numbers - base));
     auto load = [&](int i) {
         if (i < tiles) {

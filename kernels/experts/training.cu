@@ -1,4 +1,4 @@
-// Rows on their way to an expert, and its results on their way back.
+// Gathers rows for an expert, and scatters its results back.
 #include "common/values.cuh"
 
 struct Arguments {
