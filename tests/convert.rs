@@ -163,7 +163,7 @@ fn stacks_of_experts_come_apart() {
             let got = values(&*made, &name);
             let error: f32 = got.iter().zip(&want).map(|(a, b)| (a - b).powi(2)).sum();
             let norm: f32 = want.iter().map(|b| b * b).sum();
-            // What is quantized again has lost nothing where global scales are the same, and little where they are not.
+            // Quantizing again loses nothing if global scales are equal, and little otherwise.
             assert!(error <= norm * 0.02, "{name}: {error} of {norm}");
         }
     }
@@ -250,7 +250,7 @@ fn weights_are_quantized_and_the_rest_is_kept() {
             }
         }
     }
-    // What is NVFP4 already stays bit for bit, unless the container cannot hold its global scale.
+    // NVFP4 weights stay bit for bit, unless the container cannot hold their global scale.
     let again = run(
         &scratch.0.join("out"),
         &scratch.0.join("again"),

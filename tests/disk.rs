@@ -1,5 +1,5 @@
-//! What the command leaves on disk: a model directory is new or replaced whole, never mixed with another model's files, and
-//! whatever stops a conversion leaves nothing.
+//! Files that the command leaves on disk: a model directory is new or replaced whole, never mixed with another model's files, and a
+//! conversion that is stopped in any way leaves nothing.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -166,7 +166,7 @@ fn failure(args: &[&str]) -> String {
     said
 }
 
-/// What a system says no to, as older ones and other file systems do.
+/// System features that older systems and other file systems lack.
 #[derive(Clone, Copy, PartialEq)]
 enum Without {
     /// Files without a name: `O_TMPFILE`.

@@ -1,7 +1,7 @@
-//! The floors of `src/`: reads every path that names another part of the crate and refuses the ones that go up or sideways, and circles
-//! of files within a room.
-//! Also what else a room may not do: `format/` is safe and touches no system, `abi/` alone defines C functions, the command
-//! sees only the public Rust API, and one file reads the environment.
+//! The floors of `src/`: reads every path that names another part of the crate, and refuses paths up or sideways, and circles of files
+//! within a room.
+//! Also enforces further rules: `format/` is safe and touches no system, `abi/` alone defines C functions, the command sees only the public
+//! Rust API, and one file reads the environment.
 
 #[path = "layers/circles.rs"]
 mod circles;
@@ -254,7 +254,7 @@ fn no_circle_inside_a_room() {
     assert!(report.is_empty(), "files import each other:\n{report}");
 }
 
-/// What the reader says about one source, without the place.
+/// The reader's complaints about one source, without the place.
 fn said(path: &str, source: &str) -> Vec<String> {
     complaints(&Source::new(path, source))
         .into_iter()
@@ -485,7 +485,7 @@ fn circles_are_found_and_shown() {
             "fn g() { vec![super::norm::norm(1)] }",
             &["src/ops/rope.rs:1: super::norm::norm"],
         ),
-        // Of three, one of which is a room.
+        // Three files, one of which is a room.
         (
             "ops/rope.rs",
             "use super::deep::A;",

@@ -28,7 +28,7 @@ source tests/common/parts.sh
 
 # Scripts for --fast: half a minute at most, and no more of the build than tests have.
 readonly FAST=(header hub python readme templates terminal)
-# Scripts that try a GPU where there is one, beside the Rust tests of these names.
+# Scripts that use a GPU if there is one, beside the Rust tests of these names.
 readonly GPU=(c python torchsharp) GPU_TESTS=(cuda faults)
 # Scripts that take longest, which begin first so that two end together.
 readonly LONGEST=(c aarch64 dotnet kernels release)

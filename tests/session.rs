@@ -1,5 +1,4 @@
-//! Sessions: the same tokens however they come about, generations and what ends them, conversations, eviction, batches, and
-//! session files.
+//! Sessions: the same tokens in any way they are appended, generations and their ends, conversations, eviction, batches, and session files.
 
 mod common;
 
@@ -308,7 +307,7 @@ fn draws_do_not_repeat_after_an_eviction() {
         o.context = 8;
         o.eviction = Eviction::DropOldest { keep: 0 };
     });
-    // The same few tokens again and again, so that nothing but the draws differs.
+    // The same few tokens again and again, so that only the draws differ.
     let options = GenerateOptions {
         max_tokens: 1,
         sampling: SamplingOptions {
@@ -448,7 +447,7 @@ fn stop_strings_and_special_tokens_are_not_shown() {
         assert_eq!(session.tokens()[6..], stopped.tokens);
         assert!(out.tokens.starts_with(&stopped.tokens));
     }
-    // What is part of a special token's name alone is not there.
+    // A part of a special token's name does not match.
     let part = GenerateOptions {
         stop_strings: vec!["<|".to_owned()],
         ..drawn(200)
@@ -741,7 +740,7 @@ fn old_tokens_make_room() {
     let tokens = some_tokens(&model, 60);
     let mut session = new();
     session.prefill(&tokens[..20]).unwrap();
-    // Of the 17 that are not kept, the older 9 go.
+    // The older 9 of the 17 tokens that are not kept are dropped.
     session.prefill(&tokens[20..25]).unwrap();
     let left = [&tokens[..3], &tokens[12..25]].concat();
     assert!(state(&mut session) == fresh(&session, &left));
@@ -985,7 +984,7 @@ fn names_of_special_tokens_bring_no_spaces() {
         for (key, value) in changes.as_object().unwrap() {
             tokenizer[key] = value.clone();
         }
-        // As many tokens as the model has rows: the special ones, the bytes, and what the texts below are made of.
+        // One token per row of the model: special tokens, bytes, and the words of the texts below.
         let vocabulary = tokenizer["model"]["vocab"].as_object_mut().unwrap();
         let mut tokens: Vec<_> = vocabulary
             .iter()

@@ -556,8 +556,8 @@ fn published_template(folder: &Path, golden: &Value, name: &str) -> String {
     source
 }
 
-/// What is wrong with the prompts that `template` makes of the cases of chat.json. `described` makes of a case's prompt what
-/// the golden file says of it.
+/// The differences between `template`'s prompts for the cases of chat.json and the golden ones. `described` converts a case's prompt to the
+/// form in the golden file.
 fn wrong_prompts(
     golden: &Value,
     template: &ChatTemplate,
@@ -575,7 +575,7 @@ fn wrong_prompts(
         let variables = case["variables"].as_object().unwrap();
         let result = template.render_with(&messages, prompt, variables);
         let agrees = match (&result, expected.strip_prefix("raises ")) {
-            // What Python's Jinja gives up at may be fine here.
+            // Python's Jinja may fail on templates that work here.
             _ if expected == "fails" => true,
             (Err(e), Some(words)) => {
                 let words: Vec<_> = words.split_whitespace().collect();
@@ -593,7 +593,7 @@ fn wrong_prompts(
     wrong.collect()
 }
 
-/// What is wrong with the variables that `template` says it reads.
+/// The differences between the variables that `template` reads and the golden ones.
 fn wrong_variables(template: &ChatTemplate, expected: &Value) -> Vec<String> {
     let names =
         |key: &str| -> Vec<String> { serde_json::from_value(expected[key].clone()).unwrap() };
@@ -664,7 +664,7 @@ fn published_tokenizers_agree_with_transformers() {
         for (name, results) in expected["results"].as_object().unwrap() {
             let source = published_template(&folder, &golden, name);
             let template = with_fixed_date(&golden, &source, &expected["bos"], &expected["eos"]);
-            // What `plain` names in the golden file is text in a message that spells out special tokens.
+            // Parts that `plain` names in the golden file are the text of messages that spell out special tokens.
             let tokens = |case: &Value, text: &str| {
                 let conversation = &golden["conversations"][case["conversation"].as_str().unwrap()];
                 let messages = messages_from_json(&conversation.to_string()).unwrap();

@@ -1,4 +1,4 @@
-//! Training on the CPU: gradients against torch's autograd, steps of the optimizer against f64, and what a trainer promises.
+//! Training on the CPU: gradients against torch's autograd, steps of the optimizer against f64, and the guarantees of a trainer.
 
 #[path = "training/adapters.rs"]
 mod adapters;
@@ -308,7 +308,7 @@ fn gradients_are_those_of_autograd() {
         let bytes = std::fs::read(golden("training").join(format!("{case}.safetensors"))).unwrap();
         let expected = SafeTensors::deserialize(&bytes).unwrap();
         let batch = golden_batch(&device, &source, &expected);
-        // What is computed again has the same bits, with logits in the same chunks.
+        // Recomputed activations have the same bits, with logits in the same chunks.
         let mut first: Option<Vec<Vec<f32>>> = None;
         let some = ["norms", "norms,heads,gate_up", "qkv,attention,output,down"];
         let some = some.map(|parts| parts.parse::<Recompute>().unwrap());
@@ -649,7 +649,7 @@ fn what_is_not_finite_changes_nothing() {
     }
 }
 
-/// What is exported gives the logits that training ends with.
+/// An exported model gives the final logits of training.
 #[test]
 fn exports_are_what_was_trained() {
     let device = Device::cpu(Some(2)).unwrap();

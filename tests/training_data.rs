@@ -1,5 +1,5 @@
-//! Data for training, runs over it, and `nvfp4 train` from outside: what is learned of a row, what a run leaves when it is stopped, killed or
-//! out of disk, and what bad input says.
+//! Data for training, runs over it, and `nvfp4 train` from outside: the learned parts of rows, runs that are stopped, killed or out of
+//! disk, and errors for bad input.
 
 #[path = "training_data/forms.rs"]
 mod forms;
@@ -80,7 +80,7 @@ fn read(files: &[PathBuf], text: &Text, options: &Options) -> Result<Data, Strin
     data::read(files, text, 620, options).map_err(|e| e.to_string())
 }
 
-/// What a document says, with what is learned of it in brackets.
+/// A document as text, with the learned parts in brackets.
 fn marked(text: &Text, document: &Document) -> String {
     let mut out = String::new();
     let mut at = 0;
@@ -558,7 +558,7 @@ fn a_run_that_resumes_is_the_run_that_never_stopped() {
             (ending, listener.rows.len()),
             (Ending::Stopped, stop as usize)
         );
-        // What was trained after the checkpoint, as before a kill, is not in the table twice.
+        // Steps after the checkpoint, as before a kill, are not in the table twice.
         let table = parts.join("loss.csv");
         let text = fs::read_to_string(&table).unwrap();
         let last = text.lines().last().unwrap();
@@ -654,7 +654,7 @@ fn command(folder: &Folder, out: &str, more: &[&str]) -> Command {
     command_from("--init", folder, out, more)
 }
 
-/// `nvfp4 train` on what is there of a model: all of it, or all but the weights.
+/// `nvfp4 train` on a present model: complete, or without its weights.
 fn command_from(begin: &str, folder: &Folder, out: &str, more: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
     let data = folder.path("text.txt");
@@ -769,7 +769,7 @@ fn two_hundred_steps_of_the_command_learn_a_text() {
         (&end["event"], &end["ending"]),
         (&"end".into(), &"finished".into())
     );
-    // What was exported continues a sentence as the text would.
+    // The exported model continues a sentence as the text would.
     let run = Command::new(env!("CARGO_BIN_EXE_nvfp4"))
         .args([
             "run",
@@ -799,7 +799,7 @@ fn two_hundred_steps_of_the_command_learn_a_text() {
             .any(|w| answer.trim_start().starts_with(w)),
         "{answer:?}"
     );
-    // The same again is refused, with what to do.
+    // A repeated call is refused, with advice.
     let (output, said) = finish(command(&folder, "out", &["--steps", "200"]));
     assert_eq!(output.status.code(), Some(1));
     assert!(
@@ -1050,7 +1050,7 @@ fn adapters_of_a_command_are_files_of_their_own() {
     Source::open(&folder.path("killed/model")).unwrap();
 }
 
-/// What cannot be trained is refused in a line that says why and what would be right.
+/// Settings that cannot be trained are refused in a line that says why and what would be right.
 #[test]
 fn what_the_command_refuses() {
     let folder = Folder::new("refused");
@@ -1122,14 +1122,14 @@ fn what_the_command_refuses() {
         &["--steps", "3", "--memory-budget", "0.0001"],
         &["leaves no way"],
     );
-    // What is said to fit does.
+    // The advised settings do fit.
     let more: Vec<&str> = budget.into_iter().chain(["--release-gradients"]).collect();
     let (output, said) = finish(command(&folder, "out", &more));
     assert!(output.status.success(), "{said}");
 }
 
-/// Of each public template in the folder that `NVFP4_TEMPLATES` names, what is learned of a conversation: every answer once, with its end,
-/// and nothing that was asked; or an error where the template says that it cannot be told apart.
+/// The learned parts of a conversation under each public template in the folder `NVFP4_TEMPLATES`: every answer once, with its end, and
+/// nothing of the questions; or an error if the template does not distinguish them.
 #[test]
 fn public_templates_are_masked() {
     let Some(folder) = std::env::var_os("NVFP4_TEMPLATES").map(PathBuf::from) else {

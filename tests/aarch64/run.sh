@@ -5,10 +5,10 @@
 # the golden values of number formats, models and gradients, and a training run; the library's symbols, and C programs linked
 # with it; a wheel, by a Python for AArch64.
 #
-# Gets what is missing: gcc, its C library and qemu with apt-get, where that is allowed; the target with rustup, or else
-# Debian's newest Rust compiler and target, which are unpacked for this alone (NVFP4_AARCH64_RUST=debian takes them in any case).
-# What cannot be had is SKIPPED, or fails if NVFP4_REQUIRE names aarch64. An AArch64 machine runs all tests itself and has
-# nothing to do here. The last line is "N passed, N failed, N skipped".
+# Fetches missing tools: gcc, its C library and qemu with apt-get, if that is allowed; the target with rustup, or else Debian's newest Rust
+# compiler and target, unpacked only for this (NVFP4_AARCH64_RUST=debian takes them in any case). Missing parts are SKIPPED, or fail if
+# NVFP4_REQUIRE names aarch64. An AArch64 machine runs all tests itself and has nothing to do here. The last line is "N passed, N failed, N
+# skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh

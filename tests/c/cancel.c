@@ -54,7 +54,7 @@ static int32_t stop_at_once(void *user, uint64_t done, uint64_t total)
     return user != NULL || done <= total;
 }
 
-/* What was set before a call begins ends it: each kind of call. */
+/* A cancellation before a call begins ends it, for each kind of call. */
 static void before(const char *path, const char *scratch)
 {
     NVFP4_CallOptions call = call_options();

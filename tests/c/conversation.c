@@ -14,7 +14,7 @@ enum { MOST = 1 << 14 };
 
 static NVFP4_Model *model, *drawing;
 
-/* What the events of one generation told, by their part. */
+/* The texts of one generation's events, by part. */
 typedef struct {
     char texts[3][MOST];
     size_t bytes[3], tokens, calls;
@@ -549,7 +549,7 @@ static void forgetting(void)
         CHECK((strstr(messages, "number 0?") != NULL) == (i < 2) || i < 4);
         holds_its_messages(session, NULL);
     }
-    /* What can never fit changes nothing. */
+    /* A conversation that can never fit changes nothing. */
     char before[MOST], large[400];
     strcpy(before, messages_of(session));
     memset(large, 'a', sizeof large);
@@ -593,7 +593,7 @@ static void seeds(void)
     OK(NVFP4_session_release(session));
 }
 
-/* What the model's maker asks for, and what there is where nobody asks. */
+/* The settings that a model's maker recommends, and the defaults without recommendations. */
 static void makers(void)
 {
     NVFP4_GenerateOptions options;
@@ -617,7 +617,7 @@ static void makers(void)
         SAYS(part);                                                                                          \
     } while (0)
 
-/* What is wrong is said, where it stands, and changes nothing. */
+/* Errors name the fault and its place, and change nothing. */
 static void refused(void)
 {
     const int32_t invalid = NVFP4_INVALID_ARGUMENT;

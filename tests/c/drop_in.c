@@ -4,7 +4,7 @@
 
 enum { M = 33, N = 48, K = 96 };
 
-/* What hosts do to a row-major scale [rows, k_blocks] before NVFP4_scaled_mm. */
+/* The reordering that hosts apply to a row-major scale [rows, k_blocks] before NVFP4_scaled_mm. */
 static size_t swizzle(const uint8_t *scale, size_t rows, size_t k_blocks, uint8_t *out)
 {
     size_t tiles = (k_blocks + 3) / 4, length = (rows + 127) / 128 * tiles * 512;
@@ -323,7 +323,7 @@ int main(void)
         CHECK(sqrt(error) <= bounds[d] * sqrt(norm));
     }
 
-    /* What is wrong gives NULL and a reason, and never a crash. */
+    /* Invalid arguments give NULL and a reason, and never a crash. */
     void *q = qa, *s = qa;
     int foreign = 0;
     NVFP4_quantize(&foreign, &q, &s);

@@ -352,7 +352,7 @@ static void products(NVFP4_Tensor *t, NVFP4_Tensor *codes, NVFP4_Tensor *scales)
     OK(NVFP4_weight_release(weight));
 }
 
-/* What preparing a weight refuses of its options. */
+/* Weight options that are refused. */
 static void weight_options(NVFP4_Tensor *codes, NVFP4_Tensor *scales)
 {
     const int32_t invalid = NVFP4_INVALID_ARGUMENT;

@@ -21,7 +21,7 @@ static char saved[4096], text[LONG_TEXT];
 static int32_t tokens[LONG_TEXT];
 static float values[SIDE * SIDE];
 
-/* What a child has made so far. */
+/* Objects that a child has created so far. */
 static NVFP4_Model *model;
 static NVFP4_Session *session, *restored, *chatting;
 static NVFP4_Tensor *input;

@@ -127,7 +127,7 @@ static void on_cuda(NVFP4_Tensor *codes, NVFP4_Tensor *scales)
     OK(NVFP4_tensor_release(x));
 }
 
-/* The same of tensors in the memory of the device, and in managed memory: the weight is made there, and so is the product. */
+/* Products of tensors in device memory and in managed memory: the weight is prepared there, and the product is computed there. */
 static void in_place(NVFP4_Tensor *host_codes, NVFP4_Tensor *host_scales, int place)
 {
     if (!has_place(place, "weights of tensors"))
@@ -170,7 +170,7 @@ static void in_place(NVFP4_Tensor *host_codes, NVFP4_Tensor *host_scales, int pl
     decodes_in(place, dense, nvfp4_value);
     OK(NVFP4_weight_release(dense));
 
-    /* What is in two places, or has no kernel, is refused and not computed elsewhere. */
+    /* Tensors in two places, and types without a kernel, are refused and not computed elsewhere. */
     FAILS(NVFP4_UNSUPPORTED, NVFP4_linear(weight, there, NVFP4_ACTIVATIONS_INT8, NVFP4_DTYPE_FLOAT32, &y));
     FAILS(NVFP4_UNSUPPORTED, NVFP4_linear(weight, there, NVFP4_ACTIVATIONS_EXACT, NVFP4_DTYPE_FLOAT64, &y));
     OK(NVFP4_weight_create(host_codes, host_scales, 0.5F, NVFP4_SCALES_LINEAR, &on_cpu));

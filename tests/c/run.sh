@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The C interface from outside: bash tests/c/run.sh, with libNVFP4.so in $NVFP4_BUILD (target/release if unset).
 #
-# The headers alone; the library's symbols, and those that nvfp4.hpp calls, against the header; the tests of this folder as
-# pedantic C99, C11, C++17 and C++20; an installation that CMake and pkg-config find; the examples built against it; the static
-# library, which is compiled for this, and programs with nothing else. Then all of that that runs, runs, and again under valgrind,
-# where nothing may be lost. The last line is "N passed, N failed, N skipped".
+# The headers alone; the library's symbols, and those that nvfp4.hpp calls, against the header; the tests of this folder as pedantic C99,
+# C11, C++17 and C++20; an installation that CMake and pkg-config find; the examples built against it; the static library, which is compiled
+# for this, and programs with nothing else. All programs run, and run again under valgrind, where nothing may be lost. The last line is "N
+# passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
@@ -16,7 +16,7 @@ version=$(package_version)
 # The soname, and the version of symbols where they have one, are the major version's.
 soname=libNVFP4.so.${version%%.*} node=NVFP4_${version%%.*}
 mkdir "$work/scratch"
-# The same with room for prompts that take a while.
+# A copy of the model with room for long prompts.
 long=$work/long
 cp -r "$model" "$long"
 sed -i 's/"max_position_embeddings": 256/"max_position_embeddings": 8192/' "$long/config.json"
@@ -120,7 +120,7 @@ install() {
     cmake -S cmake -B "$2-build" -DNVFP4_BUILD_DIR="$1" -DCMAKE_INSTALL_PREFIX="$2" && cmake --install "$2-build"
 }
 
-# What took a token and its text, before they came in a struct.
+# Programs with a callback that takes a token and its text must not compile: these now come in a struct.
 old_callback() {
     local program='#include <nvfp4.h>
 CALLBACK
@@ -312,7 +312,7 @@ check "symbols" symbols
 steps=25
 [ -z "${NVFP4_LONG-}" ] || steps=100
 
-# What runs, each as NAME and then its command. The tests in C are compiled as two languages, and run as one.
+# The programs to run, each as NAME and then its command. The tests in C are compiled as two languages, and run as one.
 programs=()
 for std in c99 c11; do
     for name in layout logging tensors linear schema drop_in sessions conversation training errors calls cancel; do
@@ -335,7 +335,7 @@ check "nvfp4.hpp wraps every function" wrapped
 check "a token callback of the old form does not compile" old_callback
 check "a program for a later library says so in C++" later_header
 check "the text of a client of examples/c/server.c is text" forged
-# What is measured on a GPU: here it is to build as its first lines say, and some to run.
+# GPU benchmarks: they must build as their first lines say, and some must run.
 for source in benches/c/*.c; do
     name=$(basename "$source" .c)
     check "$source compiles" gcc -std=c99 "${warnings[@]}" -Iinclude "$source" -o "$work/measure_$name" "${link[@]}" -lm
@@ -402,8 +402,8 @@ for program in "${programs[@]}"; do
     check "$@"
 done
 
-# What is still in use at the end is not lost: the list of handles, for one, is never taken down. Anything else is lost, also
-# what only pointers into its middle reach; valgrind.supp says for which globals that is not so.
+# Memory that is still in use at the end does not count as lost, such as the list of handles, which is never freed. Anything else does,
+# including memory reached only by pointers into its middle; valgrind.supp lists the exceptions.
 if command -v valgrind >/dev/null; then
     under=(valgrind --quiet --leak-check=full --errors-for-leak-kinds=definite,indirect,possible
         --suppressions=tests/c/valgrind.supp --error-exitcode=9)

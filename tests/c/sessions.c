@@ -164,7 +164,7 @@ static void devices(const char *path)
         CHECK(strstr(line, "driver") != NULL);
     }
     CHECK(lines == 1);
-    /* What no GPU does is left to the CPU. */
+    /* Options that no GPU supports are left to the CPU. */
     options.activations = NVFP4_ACTIVATIONS_INT8;
     options.threads = 1;
     options.device_index = -1;
@@ -257,7 +257,7 @@ static void prefill_and_decode(void)
     OK(NVFP4_session_release(grown));
 }
 
-/* What a callback saw, and what it is to do. */
+/* What a callback has seen, and what it should do. */
 typedef struct {
     NVFP4_Session *session;
     char text[4 * MOST];
@@ -326,7 +326,7 @@ static void streaming(void)
     OK(NVFP4_session_text(session, text, sizeof text, &length));
     CHECK(length == seen.bytes && length > 0 && memcmp(text, seen.text, length) == 0);
 
-    /* The same again, and a stop token, which is not part of it. */
+    /* The generation again, and a stop token, which is not part of it. */
     static Seen again;
     int32_t stop = seen.tokens[7];
     size_t at = 0;
@@ -710,13 +710,13 @@ static void statuses(void)
         CHECK(length_of(sessions[i]) == (expected[i] == NVFP4_OK ? PROMPT + 1 : PROMPT));
         CHECK((next[i] >= 0) == (expected[i] == NVFP4_OK) && (next[i] >= 0 || next[i] == -5));
     }
-    /* The same without choosing, and with nobody left to run. */
+    /* A step without sampling, and without a session that can be run. */
     expected[5] = NVFP4_OK;
     OK(NVFP4_session_step(twice, tokens, COUNT, NULL, statuses));
     CHECK(memcmp(statuses, expected, sizeof expected) == 0);
     OK(NVFP4_session_step(twice + 1, tokens + 1, 2, NULL, statuses));
     CHECK(statuses[0] == NVFP4_CONTEXT_FULL && statuses[1] == NVFP4_INVALID_HANDLE);
-    /* What ends the whole step leaves all of them as they were. */
+    /* An error that ends the whole step leaves all sessions as they were. */
     FAILS(NVFP4_CANCELLED, NVFP4_session_step(twice, tokens, COUNT, &call, statuses));
     CHECK(statuses[0] == NVFP4_CANCELLED && statuses[7] == NVFP4_CANCELLED && statuses[1] == NVFP4_CONTEXT_FULL);
     CHECK(length_of(sessions[0]) == PROMPT + 2 && length_of(sessions[7]) == PROMPT + 2);

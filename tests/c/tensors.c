@@ -209,7 +209,7 @@ static void dlpack_versioned(void)
     plain->deleter(plain);
     OK(NVFP4_tensor_release(copy));
 
-    /* The same by a pointer to const. */
+    /* A tensor over a pointer to const. */
     deleted = 0;
     OK(NVFP4_tensor_from_host_read_only(codes, shape, 1, NULL, NVFP4_DTYPE_UINT8, deleter, NULL, &t));
     OK(NVFP4_tensor_view(t, shape, 1, NULL, 0, &v));
@@ -329,7 +329,7 @@ static void straight_through(void)
     CHECK(memcmp(y, z, sizeof y) == 0 && memcmp(x, z, sizeof x) != 0);
     OK(NVFP4_tensor_release(values));
 
-    /* What is kept is what the weight was, until it is cleared. */
+    /* The cached values are those of the old weight until they are cleared. */
     void *data, *other;
     OK(NVFP4_ste_weight(t, 1, &values));
     x[0] = 100;
@@ -401,7 +401,7 @@ static void memory(void)
     OK(NVFP4_tensor_release(t));
 }
 
-/* The same on a device: what is refused where there is none, and where there is one, the same results. */
+/* Tensors on a device: refusals without a device, and with one the same results. */
 static void device(void)
 {
     float x[4 * 64], y[4 * 64], z[4 * 64];

@@ -237,7 +237,7 @@ int main(int argc, char **argv)
     CHECK(sizes[0] > 0 && sizes[0] == sizes[1] && memcmp(states[0], states[1], sizes[0]) == 0);
     CHECK(loss_of(one, batches, 1) < before - 0.5 && loss_of(one, batches, 0) < before - 0.5);
 
-    /* What is exported, and the model on live weights, are the same to the last bit. */
+    /* The exported model and the live model agree to the last bit. */
     enum { VOCABULARY = 4096 };
     static float live_logits[VOCABULARY], loaded_logits[VOCABULARY];
     NVFP4_Model *live = NULL, *loaded = NULL;

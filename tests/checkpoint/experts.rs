@@ -1,5 +1,4 @@
-//! Stacks of experts, `[E, rows, cols]`, seen as one matrix after the other in every encoding; and float8 weights with a scale for
-//! each block.
+//! Stacks of experts, `[E, rows, cols]`, seen as one matrix after the other in every encoding; and float8 weights with block scales.
 
 use std::path::Path;
 

@@ -1,5 +1,5 @@
-//! Models of every family as GGUF has them: the weights of a golden, under the names and in the order that llama.cpp's converter
-//! writes, are the same model and give the logits of transformers. And models within larger ones, as they are published.
+//! GGUF models of every family: the weights of a golden, under the names and in the order of llama.cpp's converter, are the same model and
+//! give the logits of transformers. And text models within larger ones, as they are published.
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;

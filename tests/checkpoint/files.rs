@@ -1,4 +1,4 @@
-//! Small files built by hand, correct or with one lie in them, and a place to put them.
+//! Helpers: small files built by hand, correct or with one fault, and a scratch folder for them.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};

@@ -1,4 +1,4 @@
-//! Directories as models are published in: which of their files are opened, and as what.
+//! Directories as models are published: which of their files are opened, and in which format.
 
 use std::path::Path;
 

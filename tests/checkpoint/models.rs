@@ -1,5 +1,4 @@
-//! Models that are wrong in one way each, in every format: the readers find nothing amiss, so the loader and the converter
-//! must.
+//! Models that are wrong in one way each, in every format: the readers accept them, so the loader and the converter must refuse them.
 
 use std::ops::ControlFlow;
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! Models in several GGUF files, split here as llama-gguf-split does it, against the file that they were.
+//! Models in several GGUF files, split here as llama-gguf-split does it, against the original file.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;

@@ -1,5 +1,5 @@
-# What the scripts that run tests share. They source it from the repository's root; it makes the folder $work, which goes when
-# they end, and counts in $passed, $failed and $skipped.
+# Common parts of the scripts that run tests, sourced from the repository's root. Creates the folder $work, which is removed when a script
+# ends, and counts in $passed, $failed and $skipped.
 # shellcheck shell=bash
 
 work=$(mktemp -d)

@@ -1,4 +1,4 @@
-//! The golden models that tests of several floors run, and what they say of errors. Not every test uses all of it.
+//! Golden models that tests of several floors run, and helpers for errors. Not every test uses all of it.
 #![allow(dead_code)]
 
 use std::fs;
@@ -75,7 +75,7 @@ pub(crate) fn check_memory_comes_back(
         };
         Model::load(&golden("qwen3_tied"), &options)
     };
-    // What the first use makes for all that come later stays.
+    // Resources of the first use stay for all later ones.
     used(load().unwrap());
     settle();
     let before = in_use();

@@ -1,4 +1,4 @@
-# What tests of wheels share: packing one of the checkout's package. Sourced after checks.sh, from the repository's root.
+# Common parts of the tests of wheels: packs one from the checkout's package. Sourced after checks.sh, from the repository's root.
 # shellcheck shell=bash
 
 # in_release PART COMMAND...: with the functions of the scripts that make releases.

@@ -2,7 +2,7 @@
 // everything with one sentence, the third never stops saying it (see reciter.py), and the fourth thinks and calls a tool
 // (see thinker.py).
 //
-// The same source is compiled for netstandard2.0, run on Mono and .NET Core, and for .NET Core, with what it has besides.
+// The same source is compiled for netstandard2.0, which runs on Mono and .NET Core, and for .NET Core with its additional features.
 
 using System;
 using System.Collections.Generic;
@@ -441,7 +441,7 @@ static class Tests
                 return true;
             }, Tokens(1000000));
             Check(result.Finish == FinishReason.Cancelled && result.GeneratedTokens == 1);
-            // Of no call it cancels nothing, nor of one to come.
+            // Without a running call it cancels nothing, nor a later call.
             chat.Cancel();
             Same(Sentence, chat.Ask("On", Tokens(12)));
             // Nor is a handler that has heard enough.
@@ -608,7 +608,7 @@ static class Tests
         }
     }
 
-    /// What a progress handler has heard.
+    /// The reports that a progress handler received.
     sealed class Heard
     {
         internal long Calls, Done, Total;
@@ -1020,7 +1020,7 @@ static class Tests
             Same(Result, chat.Complete(messages));
             Check(chat.LastGeneration.PromptTokens < before && chat.ToolCalls.Count == 0);
             Same(Result, string.Concat(chat.Stream(messages).ToArray()));
-            // The same as JSON.
+            // The messages as JSON.
             Same(Result, chat.Complete(ChatMessage.ToJson(messages)));
             Same(Result, chat.CompleteAsync(messages).Result);
             Same(Result, chat.Ask("Are you sure?"));
@@ -1180,7 +1180,7 @@ static class Tests
             Throws<ArgumentException>(() => Session.StepSample(new[] { whole, other }, next, new[] { warm }));
             Check(whole.Context == 256 && whole.MemoryBytes > 0);
 
-            // Those that cannot take their token do not hold up the others.
+            // Sessions that cannot take their token do not hold up the others.
             Session gone = whole.Fork(), full = new Session(model, new SessionOptions { Context = Prompt.Length });
             using (full)
             {
@@ -1339,7 +1339,7 @@ static class Tests
         Throws<ArgumentException>(() => Tensor.FromArray(new float[6], 2, 2), "2 x 2");
         Throws<ArgumentException>(() => Tensor.FromArray(new float[6], DType.BFloat16, 6));
         Throws<ArgumentException>(() => Tensor.FromArray(new decimal[1]));
-        // What counts is the size in the array: for the marshaller a char has one byte, as in C.
+        // The size in the array counts: for the marshaller a char has one byte, as in C.
         using (Tensor letters = Tensor.FromArray(new[] { 'é', '好' }, DType.Int16))
             Check(letters.ToBytes().SequenceEqual(new byte[] { 0xe9, 0, 0x7d, 0x59 }));
         Throws<ArgumentException>(() => Tensor.FromArray(new char[6], DType.UInt8), "2 bytes");
@@ -1964,7 +1964,7 @@ static class Tests
         Until(() => Settled() <= before, "memory is back at " + before + ", and not at " + Settled());
     }
 
-    /// What the library has in use when the finalizers have run.
+    /// The library's memory in use after the finalizers have run.
     static ulong Settled()
     {
         GC.Collect();
@@ -2044,7 +2044,7 @@ static class Tests
                 int count = 0;
                 try
                 {
-                    // Of its own: a timer that is late on a busy machine may have let a long answer come.
+                    // A session of its own: a timer that is late on a busy machine may have allowed a long answer.
                     IAsyncEnumerable<string> stream = enumerator
                         ? own.StreamAsync("Hi", Tokens(1000000))
                         : own.StreamAsync("Hi", Tokens(1000000), source.Token);
@@ -2065,7 +2065,7 @@ static class Tests
         }
         Same(Sentence, await chat.AskAsync("Hi", Tokens(12)));
 
-        // What goes wrong is the reader's.
+        // Errors reach the reader.
         bool told = false;
         try
         {
@@ -2157,7 +2157,7 @@ static class Tests
 
     static IntPtr TensorInPlugin() => Tensor.FromArray(new[] { 1f, 2 }).ToDLPack();
 
-    /// Where no device is looked for, a failure is the only line that is logged.
+    /// If no device is searched for, a failure is the only line that is logged.
     static readonly LoadOptions OnProcessor = new LoadOptions { Device = Device.Cpu };
 
     [MethodImpl(MethodImplOptions.NoInlining)]

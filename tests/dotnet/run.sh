@@ -53,7 +53,7 @@ install_mono() {
     install_packages mono-mcs mono-runtime && command -v mcs >/dev/null && command -v mono >/dev/null
 }
 
-# What runs programs on .NET 8.
+# The runtime for programs on .NET 8.
 install_later() {
     [ ! -x "$later" ] || return 0
     [ "$arch" = x86_64 ] || return
@@ -67,7 +67,7 @@ install_later() {
 tool() { LD_LIBRARY_PATH=$target/ssl "$sdk/dotnet" "$@"; }
 references() { printf -- '-r:%s\n' "$sdk"/packs/Microsoft.NETCore.App.Ref/*/ref/netcoreapp3.1/*.dll; }
 
-# What the runtime needs to know of a program that no SDK has built.
+# Writes the runtime's configuration of a program that no SDK has built.
 runnable() {
     cat >"${1%.*}.runtimeconfig.json" <<<'{"runtimeOptions":{"framework":{"name":"Microsoft.NETCore.App","version":"3.1.0"}}}'
 }
@@ -273,7 +273,7 @@ csharp_examples() {
         -p:RestoreSources="$work/empty" -p:UseSharedCompilation=false
 }
 
-# What the scripts of F# say to do first, by an SDK. Later ones bring FSharp.Core as a package, 3.1 as an assembly: fsharp_by_its_project DOTNET.
+# Runs the first lines of F# scripts by an SDK. Newer SDKs bring FSharp.Core as a package, 3.1 as an assembly: fsharp_by_its_project DOTNET.
 fsharp_by_its_project() {
     local dotnet=$1
     rm -rf "$work/tree" "$work/built" && mkdir -p "$work/tree" && cp -r bindings "$work/tree" &&

@@ -1,6 +1,6 @@
-//! What becomes of a process when the GPU fails it: memory runs out, a kernel faults, the compiler is not there. Each is an error
-//! that says what to do, and nothing crashes or hangs. Tests that spoil a process, or need another environment, run their part in
-//! a child. Without a CUDA device every test says SKIPPED, unless NVFP4_REQUIRE names `cuda`.
+//! A process whose GPU fails: out of memory, a faulting kernel, a missing compiler. Each is an error that says what to do, without a crash
+//! or a hang. Tests that spoil a process, or need another environment, run their part in a child. Without a CUDA device every test says
+//! SKIPPED, unless NVFP4_REQUIRE names `cuda`.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -25,7 +25,7 @@ static TURN: Mutex<()> = Mutex::new(());
 
 /// Set in a child.
 const CHILD: &str = "NVFP4_TEST_CHILD";
-/// What a child prints when all that it checks holds.
+/// Printed by a child when all its checks have passed.
 const DONE: &str = "the child has checked everything";
 /// Longer than any child takes, with kernels compiled anew.
 const PATIENCE: Duration = Duration::from_secs(120);

@@ -1,4 +1,4 @@
-//! Failures that pass, and what is left when they do not: nothing that has come is lost, and nothing that is whole is touched.
+//! Temporary and permanent failures: no received data is lost, and nothing that is complete is touched.
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -23,7 +23,7 @@ fn killed_after(hub: &Hub, bytes: u64, signal: &str) {
     killed_after_of(hub, "/repos/", bytes, signal);
 }
 
-/// The same, where `bytes` of files with `part` in their address are to be sent.
+/// As above, when `bytes` of files with `part` in their address have been sent.
 fn killed_after_of(hub: &Hub, part: &str, bytes: u64, signal: &str) {
     let mut child = hub
         .nvfp4(&["pull", MODEL])
@@ -426,7 +426,7 @@ fn mirrors_that_know_no_ranges_no_sizes_and_no_names() {
     }
 }
 
-/// What cannot be gone on with is not kept: a content of which nobody tells the size begins anew each time.
+/// A download that cannot be resumed is not kept: content of unknown size starts over each time.
 #[test]
 fn what_cannot_be_resumed_is_gone_when_the_pull_is_killed() {
     let text: String = noise(2 * MEGABYTE)

@@ -717,7 +717,7 @@ class Proxy(Handler):
     """A forward proxy, which relays requests and tunnels connections, to this machine only."""
 
     name = "proxy"
-    # What it relays has the pace of where it comes from.
+    # Relayed content has the pace of its source.
     paced = False
 
     def answer(self):

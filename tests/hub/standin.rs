@@ -1,4 +1,4 @@
-//! Starts the stand-in, asks what it has seen, and runs the command against it.
+//! Starts the stand-in, queries the requests that it has seen, and runs the command against it.
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -64,7 +64,7 @@ impl Hub {
         Hub::with(name, files, json!({}))
     }
 
-    /// The same, configured further.
+    /// Starts the stand-in with additional configuration.
     pub(crate) fn with(name: &str, files: &[(&str, &[u8])], more: Value) -> Hub {
         let scratch = Scratch::new(name);
         std::fs::create_dir_all(scratch.path("repo")).unwrap();
@@ -189,7 +189,7 @@ impl Hub {
         serde_json::from_str(body).unwrap_or_default()
     }
 
-    /// What is to go wrong from now on.
+    /// Sets the faults from now on.
     pub(crate) fn faults(&self, faults: Value) {
         self.control("POST", "/-/faults", &faults);
     }
@@ -318,7 +318,7 @@ pub(crate) fn golden() -> Vec<(&'static str, Vec<u8>)> {
         .collect()
 }
 
-/// The same as slices.
+/// Borrowed slices of the files.
 pub(crate) fn slices<'a>(files: &'a [(&'a str, Vec<u8>)]) -> Vec<(&'a str, &'a [u8])> {
     files
         .iter()

@@ -1,4 +1,4 @@
-//! One source file as the rules see it: the paths that it names, what its modules define, and its words.
+//! One source file in the form that the rules read: the paths that it names, the definitions of its modules, and its words.
 
 use proc_macro2::{Delimiter, TokenStream, TokenTree};
 use syn::visit::{self, Visit};
@@ -40,7 +40,7 @@ pub(crate) enum Target {
     Module,
     /// Anything else that is defined here.
     Item,
-    /// What a `use` names, as its module sees it.
+    /// The target of a `use`, as its module sees it.
     Alias(Vec<String>),
     /// A macro that is also at the root of the crate.
     Exported,

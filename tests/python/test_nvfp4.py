@@ -357,7 +357,7 @@ class Command(unittest.TestCase):
         def at_a_terminal():
             os.setsid()
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-            # What a shell runs in the background ignores Ctrl-C, and so would this if the tests run there.
+            # Background jobs of a shell ignore Ctrl-C, and so would this test if it ran in one.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
         program = subprocess.Popen([sys.executable, "-m", "nvfp4", *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
@@ -1018,7 +1018,7 @@ class Models(unittest.TestCase):
 
         result = chat.say("Hello", hear, cancel=cancel)
         self.assertEqual((result.finish, result.text[:3]), ("cancelled", TEXT[:3]))
-        # What was told before a call begins is not lost, and tells other calls nothing.
+        # A cancellation before a call begins is not lost, and does not affect other calls.
         self.assertTrue(cancel.triggered)
         session = self.golden.session()
         for call in (lambda: session.prefill([17], cancel=cancel), lambda: session.prefill([17], True, cancel=cancel),
@@ -1446,7 +1446,7 @@ class Conversations(unittest.TestCase):
         chat.truncate(len(chat) - 2)
         self.assertEqual(chat.say("Go on").text, thinker.ANSWER)
 
-        # Wherever a conversation is cut, it goes on with what is left of it.
+        # A conversation can be cut anywhere, and continues with the rest.
         for chat in (self.model.chat(system="Be brief."), self.model.chat()):
             for text in ("One", "Two"):
                 chat.say(text)

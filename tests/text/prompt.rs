@@ -63,7 +63,7 @@ fn a_prompt_keeps_what_a_sequence_holds_of_it() {
     // Asked again, all of the question is there.
     let again = first.align(&tokenizer, &[], &held).unwrap();
     assert!(again.added.is_empty() && again.kept == held.len() - 12);
-    // What stands before the template's text is there or not.
+    // Tokens before the template's text, present or absent.
     let start = [0, 1];
     assert_eq!(first.align(&tokenizer, &start, &[0]).unwrap().kept, 1);
     assert_eq!(first.align(&tokenizer, &start, &[5]).unwrap().kept, 0);

@@ -179,7 +179,7 @@ static void quantize(Tensor x, Tensor *q, Tensor *s)
     NV(NVFP4_quantize)(x, q, s);
 }
 
-/* What a host does to row-major scales before a product. */
+/* The reordering that a host applies to row-major scales before a product. */
 static Tensor blocked(Tensor scale, int8_t dtype)
 {
     size_t rows = (size_t)THSTensor_size(scale, 0), cols = (size_t)THSTensor_size(scale, 1), tiles = (cols + 3) / 4;
@@ -450,7 +450,7 @@ static void multiplies(void)
     dispose_product(&p);
 }
 
-/* What is wrong gives NULL and an error that the host throws with our text, and the next call that is right throws nothing. */
+/* Invalid arguments give NULL and an error that the host throws with our text, and the next valid call throws nothing. */
 static void errors(void)
 {
     struct Product p = product(32, 32, 64);
@@ -508,7 +508,7 @@ static void errors(void)
     }
     THSTensor_dispose(there), THSTensor_dispose(nan);
 
-    /* What is no tensor: memory of something else, an address of nothing, an odd one, tensors without memory of their own. */
+    /* Addresses that are no tensor: other memory, an unmapped address, an odd one, and tensors without memory of their own. */
     uint64_t words[4] = {0, 1, 2, 3}, pointing[2] = {(uint64_t)(uintptr_t)words, 0};
     QUANTIZE_FAILS(words, "input is no live tensor");
     QUANTIZE_FAILS(pointing, "input is no live tensor");
@@ -649,7 +649,7 @@ static size_t resident(void)
         fclose(file);
     return pages * (size_t)sysconf(_SC_PAGESIZE);
 }
-/* Of the device whose context is current; 0 where there is none. */
+/* The device whose context is current; 0 without one. */
 static size_t on_gpu(void)
 {
     void *driver = dlopen("libcuda.so.1", RTLD_NOLOAD | RTLD_NOW);
@@ -690,7 +690,7 @@ static void no_growth(void)
     long grown = (long)in_use() - (long)used, more = (long)resident() - (long)held, there = (long)on_gpu() - (long)device;
     printf("10000 calls: malloc's use grew by %ld bytes, resident memory by %ld KiB, a GPU's by %ld KiB\n", grown, more / 1024,
            there / 1024);
-    // What is lost once a call, 32 bytes of malloc at least, would be 320,000; the driver keeps a few thousand of its own.
+    // A leak per call, at least 32 bytes of malloc, would amount to 320,000; the driver keeps a few thousand of its own.
     CHECK(grown < 64 << 10 && more < 4 << 20 && there < 4 << 20);
     CHECK(device_type == CPU || device > 0);
     THSTensor_dispose(wide);
@@ -709,7 +709,7 @@ static int by_value(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* What a product of the host's tensors takes beyond one of the library's own: medians of calls that take turns. */
+/* Overhead of a product of the host's tensors over one of the library's own: medians of calls in turns. */
 static void overhead(void)
 {
     enum { CALLS = 2000, ATTEMPTS = 8 };

@@ -11,7 +11,7 @@ cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
 
 versions=(2.10.0 2.15.0)
-# What libtorch_cpu.so of PyPI's packages for x86-64 is linked with; those for other machines need nothing.
+# Libraries that libtorch_cpu.so of PyPI's x86-64 packages is linked with; those for other machines need nothing.
 declare -A with=(
     [2.10.0]="nvidia-cuda-runtime-cu12==12.8.90 nvidia-cuda-cupti-cu12==12.8.90"
     [2.15.0]="nvidia-cuda-runtime==13.2.86 nvidia-cuda-cupti==13.2.86"

@@ -1,4 +1,4 @@
-//! Quantizing by what a model makes of text.
+//! Calibrated quantization.
 
 use std::sync::Arc;
 

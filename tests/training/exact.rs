@@ -1,5 +1,5 @@
-//! A whole model forward in f64, with the rows of products rounded by the format itself: what a recipe says of activations is what the model
-//! computes.
+//! A complete forward pass in f64, with the rows of GEMMs rounded by the format itself: the model computes what a recipe says of
+//! activations.
 
 use NVFP4::format::operand::{OperandRounding, global_of, round_block};
 use NVFP4::train::{HighBlocks, ScaleRule};
@@ -197,7 +197,7 @@ fn activations_are_rounded_as_a_recipe_says() {
         high_blocks: HighBlocks { first: 1, last: 0 },
         ..base.clone()
     };
-    // Of projections that take the same rows, one that is high keeps the others so.
+    // If one of several projections with the same input rows is kept high, the others keep high input rows too.
     let some_high = Recipe {
         keep_high: vec!["k_proj".to_owned(), "down_proj".to_owned()],
         ..base.clone()

@@ -1,4 +1,4 @@
-//! Mixtures of experts: their pass against transformers, what is refused, and their calibration.
+//! Mixtures of experts: their pass against transformers, refused settings, and their calibration.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Block scales that are chosen anew by the inputs of products.
+//! The choice of new block scales by the inputs of GEMMs.
 
 use NVFP4::format::nvfp4;
 use NVFP4::model::convert::Tables;

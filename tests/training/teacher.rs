@@ -1,4 +1,4 @@
-//! A student that learns what a teacher predicts: losses and gradients against torch's autograd, and what a trainer promises of both.
+//! Distillation: losses and gradients against torch's autograd, and the guarantees of a trainer with a teacher.
 
 use std::sync::Arc;
 

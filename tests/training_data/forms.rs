@@ -1,4 +1,4 @@
-//! Files and rows as people have them, empty reasoning, separators, and what `--show-mask` prints.
+//! Files and rows in the forms of users, empty reasoning, separators, and the output of `--show-mask`.
 
 use std::io::Write;
 

@@ -1,4 +1,4 @@
-//! How a run of the command ends and goes on: full disks, signals, the best checkpoint, earlier ones, divergence.
+//! The end and continuation of a run of the command: full disks, signals, the best checkpoint, earlier ones, divergence.
 
 use std::io::{BufRead, BufReader};
 
