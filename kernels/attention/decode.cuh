@@ -1,8 +1,8 @@
-// Decode attention: one new token of each sequence of a batch attends to the sequence's cached keys and values. The same kernel applies norm
-// and RoPE to the token's queries and key, and stores its key and value in the cache. Bound by reading the cache.
+// Decode attention: one new token of each sequence of a batch attends to the sequence's cached keys and values. The same kernel applies
+// norm and RoPE to the token's queries and key, and stores its key and value in the cache. Bound by reading the cache.
 //
-// A block takes up to 8 query heads that share a key/value head, and one of several splits of the sequence (split-KV), one or two pages at a
-// time, of which each warp takes 16 positions. Scores are computed transposed (keys as A, the heads as B), so that 8 heads fill the
+// A block takes up to 8 query heads that share a key/value head, and one of several splits of the sequence (split-KV), one or two pages at
+// a time, of which each warp takes 16 positions. Scores are computed transposed (keys as A, the heads as B), so that 8 heads fill the
 // instruction.
 //
 // Pages pass through a ring in shared memory, which is filled before the kernel waits for its predecessor: the new token is handled
@@ -168,8 +168,8 @@ struct PartialResult {
     }
 };
 
-// The ring has STAGES pages, SPAN of which are processed at a time. CLUSTER: the splits of a sequence are the blocks of a cluster. LIMITED: there
-// may be a window or a soft cap. PARTIAL: see Rotation.
+// The ring has STAGES pages, SPAN of which are processed at a time. CLUSTER: the splits of a sequence are the blocks of a cluster. LIMITED:
+// there may be a window or a soft cap. PARTIAL: see Rotation.
 template <int D, bool LIMITED, bool PARTIAL, int STAGES, int SPAN, bool CLUSTER>
 __device__ __forceinline__ void run(const Arguments& a) {
     static_assert(STAGES % SPAN == 0, "");

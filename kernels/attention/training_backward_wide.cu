@@ -6,7 +6,8 @@ constexpr int STEP = 64;    // rows of the tiles that a block goes over
 
 extern __shared__ __align__(1024) u8 shared[];
 
-// A block takes 128 keys of a key/value head, a warpgroup 64 of them, over all queries of its group that see them. Grid: (ceil(T / 128), kv_heads)
+// A block takes 128 keys of a key/value head, a warpgroup 64 of them, over all queries of its group that see them. Grid: (ceil(T / 128),
+// kv_heads)
 template <int D>
 __device__ __forceinline__ void backward_keys(const Arguments& a) {
     using Keys = WideTile<WIDE_ROWS, D>;

@@ -1,5 +1,5 @@
-// Routes rows to experts by softmax over the logits of a router, and sorts the (row, expert) pairs by expert, and by row within an expert, into
-// tiles for products (linear/experts.cu).
+// Routes rows to experts by softmax over the logits of a router, and sorts the (row, expert) pairs by expert, and by row within an expert,
+// into tiles for products (linear/experts.cu).
 //
 // A warp routes a row. With up to FEW_ROWS rows, the block that has routed them also sorts their pairs, by counting the pairs before each.
 // More rows are sorted by a second kernel, with a block for each expert. Counts are integers, so the order is deterministic.

@@ -97,8 +97,8 @@ struct Thresholds {
 
 // Codes of eight magnitudes at once, to nearest even, from four words of two f16; word i has values i and i + 4.
 //
-// A code is 2 x up to 2, x + 2 up to 4 and x / 2 + 4 up to 6: three ramps, each clamped at its ends, added to 1024, where the spacing of f16
-// is one. Each addition rounds to even, and the sum before it is even where its ramp begins.
+// A code is 2 x up to 2, x + 2 up to 4 and x / 2 + 4 up to 6: three ramps, each clamped at its ends, added to 1024, where the spacing of
+// f16 is one. Each addition rounds to even, and the sum before it is even where its ramp begins.
 __device__ __forceinline__ u32 encode_eight(const u32 (&x)[4]) {
     constexpr u32 HALF = 0x38003800u, ONE = 0x3c003c00u, TWO = 0x40004000u, FOUR = 0x44004400u, MINUS_ONE = 0xbc00bc00u, MINUS_TWO = 0xc000c000u;
     constexpr u32 BASE = 0x64006400u;  // 1024, twice

@@ -48,8 +48,8 @@ struct Pairs {
         return larger(pair, pair >> 16) & 0xffffu;
     }
 
-    // The largest magnitude. If it is not finite, NaN becomes 0, and infinity, which any step maps to the largest code, counts as the largest
-    // value that the global scale can represent.
+    // The largest magnitude. If it is not finite, NaN becomes 0, and infinity, which any step maps to the largest code, counts as the
+    // largest value that the global scale can represent.
     __device__ __forceinline__ float amax(const Arguments& a, u32 block, float global) {
         u32 bits = largest();
         if (bits < INFINITY_BITS) return low(bits);

@@ -1,13 +1,13 @@
 // W4A4 products: y[m, n] = sum over k of a[m, k] b[n, k] of two NVFP4 matrices, summed in a fixed order.
 //
 // A block computes a tile of the result. Asynchronous copies bring codes and scales to a ring in shared memory. From there they go to
-// registers, 64 elements of K at a time, as fragments of the instruction that multiplies e2m1 codes with their scales. For tensor cores without
-// it, each word of eight codes is decoded to four pairs of f16, two pairs for each instruction; both operands are decoded in the same order
-// along K, so that order does not matter. Warps that split K each take a range of every step, and their accumulators are added in a fixed
-// order.
+// registers, 64 elements of K at a time, as fragments of the instruction that multiplies e2m1 codes with their scales. For tensor cores
+// without it, each word of eight codes is decoded to four pairs of f16, two pairs for each instruction; both operands are decoded in the
+// same order along K, so that order does not matter. Warps that split K each take a range of every step, and their accumulators are added
+// in a fixed order.
 //
-// The f16 of a code times its scale is the exact value times 2^-8: a multiple of 2^-18 up to 10.5, with six significant bits. Products of two
-// have twelve, at most 2^7, and a sum of 2^31 of them stays below 2^38: nothing overflows, and only sums are rounded.
+// The f16 of a code times its scale is the exact value times 2^-8: a multiple of 2^-18 up to 10.5, with six significant bits. Products of
+// two have twelve, at most 2^7, and a sum of 2^31 of them stays below 2^38: nothing overflows, and only sums are rounded.
 //
 // K is a multiple of 16. Scales are 0 to 0x7e. Beyond the last rows, the last ones are repeated, and the results are dropped.
 #include "common/ptx.cuh"

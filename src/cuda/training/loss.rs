@@ -169,7 +169,8 @@ struct FinishArguments {
     rows: i32,
 }
 
-/// After all chunks: `lse = max + log(sum)` and `losses = weight * (lse - target)` of the rows, and f64 `total` `[1]`, the sum of the losses.
+/// After all chunks: `lse = max + log(sum)` and `losses = weight * (lse - target)` of the rows, and f64 `total` `[1]`, the sum of the
+/// losses.
 pub fn cross_entropy_finish(rows: &CrossEntropy<'_>, total: DeviceSlice<'_>) -> Result<()> {
     let count = rows.rows()?;
     // One f64 is two words.
