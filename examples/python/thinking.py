@@ -23,7 +23,7 @@ def main() -> int:
     for piece in chat.ask(sys.argv[2], parts=True):
         print(piece, end="", flush=True, file=sys.stderr if piece.part == "reasoning" else sys.stdout)
     print()
-    # Asks the same question again: the tokens in the session are not run again.
+    # The same question again: the tokens in the session are not run again.
     question = chat.messages[:-1]
     ways: List[TurnOptions] = [{"reasoning_budget": 200}, {"think": False}]
     for how in ways:

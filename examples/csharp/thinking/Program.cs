@@ -44,7 +44,7 @@ static class Program
             return true;
         });
         Console.WriteLine();
-        // Asks the same question again: the tokens in the session are not run again.
+        // The same question again: the tokens in the session are not run again.
         IList<ChatMessage> question = chat.Messages;
         question.RemoveAt(question.Count - 1);
         foreach (var turn in new[] { new ChatOptions { ReasoningBudget = 200 }, new ChatOptions { Thinking = false } })
