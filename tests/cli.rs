@@ -67,7 +67,7 @@ impl Drop for Scratch {
     }
 }
 
-/// The command, to which no GPU shows unless its arguments ask for one: answers are compared, and what it says is counted.
+/// The command, with GPUs hidden unless its arguments ask for one, because answers are compared and its output is counted.
 fn nvfp4(args: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
     if !args.contains(&"--device") {
@@ -235,7 +235,7 @@ fn diagnose_names_backends_and_reasons() {
     }
 }
 
-/// Kernels that are embedded need no compiler, but what it is that is missing is said all the same.
+/// Embedded kernels need no compiler, but a missing component is reported all the same.
 #[test]
 fn diagnose_names_a_compiler_that_is_not_there() {
     let output = Command::new(env!("CARGO_BIN_EXE_nvfp4"))
@@ -1036,7 +1036,7 @@ fn run_answers_conversations_and_tells_their_parts() {
     );
 }
 
-/// A path is bytes, read or written; where JSON must name it, what is not UTF-8 is U+FFFD.
+/// Paths are bytes, for reading and writing. In JSON, bytes that are not UTF-8 become U+FFFD.
 #[test]
 fn paths_need_not_be_utf8() {
     let scratch = Scratch::new("bytes");

@@ -304,7 +304,7 @@ fn a_head_is_kept_where_that_is_asked_for() {
     assert_eq!(head.encoding, Encoding::Dense(DType::BF16));
 }
 
-/// A model whose embedding, and head if it has its own, are stored so; `tied` is what its config says.
+/// A model whose embedding, and head if it has its own, have this encoding; `tied` is the value in its config.
 fn write_tables(directory: &Path, table: Encoding, has_head: bool, tied: bool) {
     let mut plan = plan(40);
     plan[0].encoding = table;
@@ -711,7 +711,7 @@ fn a_conversion_checks_what_loading_checks() {
     }
 }
 
-/// A model of which some tensors are integers, all 0.
+/// A model with some integer tensors, all 0.
 fn write_integers(directory: &Path, plan: &[Planned]) {
     let metadata = Metadata {
         config: Some(config(plan)),

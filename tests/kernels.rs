@@ -23,8 +23,7 @@ use NVFP4::format::{Rounding, random, swizzle};
 use NVFP4::ops::sample::{self, Choice, SamplingOptions};
 use NVFP4::tensor::DType;
 
-/// The instruction by which every kernel of a unit multiplies on tensor cores, of the units whose kernels do; or, ending in a dot, how
-/// it begins.
+/// The instruction with which all kernels of a unit use tensor cores, for units that do; a name that ends with a dot is a prefix.
 fn multiply(unit: Unit, target: &str) -> Option<&'static str> {
     const F16: &str = "HMMA.16816.F32";
     const NVFP4: &str = "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X";
@@ -143,10 +142,10 @@ fn sections(image: &[u8]) -> Vec<(String, &[u8])> {
 
 /// Bytes of parameters by kernel, from the attributes that the driver reads too.
 fn parameter_bytes(image: &[u8]) -> BTreeMap<String, usize> {
-    /// An attribute whose value is two bytes long, and its number.
+    /// An attribute with a value of two bytes, and its number.
     const HALF_WORD: u8 = 3;
     const PARAMETER_SIZE: u8 = 0x19;
-    /// An attribute whose value is as long as its two bytes say.
+    /// An attribute whose value has the length in its two bytes.
     const SIZED: u8 = 4;
     let mut all = BTreeMap::new();
     for (name, attributes) in sections(image) {
@@ -208,7 +207,7 @@ fn functions_with(instruction: &str, image: &[u8], name: &str) -> Option<BTreeSe
     Some(found)
 }
 
-/// A complaint about a kernel's spills, of which there may be none.
+/// A complaint about a kernel's spills; none are allowed.
 fn spills(usage: &Usage) -> Option<String> {
     let bytes = usage.spill_stores + usage.spill_loads;
     (bytes > 0).then(|| format!("spills {bytes} bytes: {usage:?}"))
@@ -278,8 +277,8 @@ macro_rules! targets {
 
 targets! { sm_80 sm_86 sm_89 sm_90a sm_100a sm_103a sm_120a sm_121a }
 
-/// Compiles a program of tests/kernels/emulated for the processor, with this `__CUDA_ARCH__`, and runs it: what it says.
-/// Nothing where there is no compiler.
+/// Compiles a program of tests/kernels/emulated for the CPU, with this `__CUDA_ARCH__`, and runs it. Returns its output; `None` without a
+/// compiler.
 fn emulate(name: &str, arch: u32) -> Option<String> {
     emulate_with(name, arch, &[]).map(|said| String::from_utf8(said).unwrap())
 }
@@ -696,7 +695,8 @@ fn optimizer_steps_are_right_on_an_emulated_gpu() {
                 at_the_end(weight, &mut state);
             }
             for step in 1..=6u64 {
-                // The third moves no weight. The last make weights outgrow their scales, all of them anew, and the largest scale.
+                // The third setting moves no weight. The last ones make weights outgrow their scales, all block scales change, and the
+                // largest scale clip.
                 let settings = Hyperparameters {
                     rate: [2e-3, 2e-3, 0.0, 1e-3, 0.05, 0.9][step as usize - 1],
                     ..Hyperparameters::default()

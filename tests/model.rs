@@ -192,8 +192,7 @@ fn gguf_files_of_every_family_agree_with_transformers() {
     }
 }
 
-/// The text model within one that takes images, as both orders of transformers' names have it: its config is nested, and what is not its
-/// own is left out.
+/// The text model within one for images, in both orders of transformers' names: its config is nested, and other parts are left out.
 #[test]
 fn the_text_model_within_another_is_run() {
     let case = "gemma3_wide";
@@ -855,7 +854,7 @@ fn models_saved_without_their_head_or_by_its_name() {
     );
 }
 
-/// The flags of a larger model and of its text model disagree in published files: what the file holds decides.
+/// In published files, the flags of a multimodal model and of its text model disagree: the content of the file decides.
 #[test]
 fn a_head_in_the_file_is_the_head_whatever_flags_say() {
     let flags = |dir: &Copy, outer: bool, inner: bool| {
@@ -954,7 +953,7 @@ fn a_file_that_shrinks_before_its_weights_are_read_is_an_error() {
     }
 }
 
-/// A checkpoint whose file is cut off when so many runs of rows have been read from it.
+/// A checkpoint whose file is truncated after this many runs of rows have been read.
 struct Shrinking {
     checkpoint: Box<dyn Checkpoint>,
     path: PathBuf,

@@ -429,7 +429,7 @@ fn the_detokenizer_gives_whole_characters_and_the_whole_text() {
     );
 }
 
-/// A detokenizer that goes on after some tokens, of which it looks at the last ones, is one that was given them all.
+/// A detokenizer that continues after some tokens, reading only the last of them, equals one that was given them all.
 #[test]
 fn the_detokenizer_goes_on_after_any_tokens() {
     let spm = Arc::new(Tokenizer::from_vocabulary(&sentencepiece()).unwrap());
@@ -597,7 +597,7 @@ fn wrong_prompts(
 fn wrong_variables(template: &ChatTemplate, expected: &Value) -> Vec<String> {
     let names =
         |key: &str| -> Vec<String> { serde_json::from_value(expected[key].clone()).unwrap() };
-    // Python's Jinja does not tell what one branch sets and another reads from what is never set.
+    // Python's Jinja does not distinguish a variable that another branch sets from one that is never set.
     let (surely, perhaps) = (names("reads"), names("may read"));
     let asked = ["tools", "documents", "enable_thinking", "xyz"].map(str::to_owned);
     let wrong = surely.iter().chain(&asked).filter(|name| {
@@ -621,8 +621,8 @@ fn own_templates_agree_with_transformers() {
     }
 }
 
-/// Templates whose prompts with tools are not those of transformers, where Python is odd: a dict's key `items` is the method of
-/// that name, and what `safe` marks escapes as HTML what is added to it.
+/// Templates whose prompts with tools differ from transformers', because Python is odd: a dict's key `items` is shadowed by the method of
+/// that name, and text marked `safe` escapes what is added to it as HTML.
 const ODD: [&str; 2] = [
     "CohereForAI-c4ai-command-r-plus-tool_use",
     "meetkai-functionary-medium-v3.1",
@@ -947,7 +947,7 @@ fn broken_tokenizer_files_are_errors() {
     assert!(e.message().contains("WordPiece"), "{e}");
 }
 
-/// Loads and uses what may be a tokenizer: any error will do, but a panic.
+/// Loads and uses a possible tokenizer: any error is fine, but no panic.
 fn survives(what: &str, file: &[u8]) {
     let used = std::panic::catch_unwind(|| {
         let tokenizer = Tokenizer::from_json(file)?;
@@ -1102,7 +1102,7 @@ fn templates_that_take_memory_without_end_are_stopped() {
         doubled("'a'", "[n.x, n.x] | join(n.x)"),
     ] {
         let template = ChatTemplate::from_jinja(&source, None, None).unwrap();
-        // It is not tried again: its thread stands still with what it has.
+        // It is not tried again: its thread stands still with its memory.
         for _ in 0..2 {
             expect_kind(
                 template.render(&[Message::new("user", "x")], true),

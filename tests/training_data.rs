@@ -172,7 +172,7 @@ fn answers_that_a_template_rewrites_are_learned_as_they_are_given() {
             && error.contains("in another way than its prompt for the answer begins"),
         "{error}"
     );
-    // Unless it can be told not to.
+    // Unless the template has a switch for it.
     let optional = forced.replace(
         "'<|im_start|>assistant\\n<think>\\n' }}",
         "'<|im_start|>assistant\\n' ~ ('' if enable_thinking is false else '<think>\\n') }}",
@@ -339,7 +339,7 @@ fn a_share_is_set_aside_by_the_row() {
     assert!(all.split(0.999).is_err());
 }
 
-/// Sentences of a few words, of which a small model learns which follow which.
+/// Sentences of a few words; a small model learns which words follow which.
 fn sentences(count: usize) -> String {
     let words = [
         ["The", "A", "Every", "No"],
@@ -394,7 +394,7 @@ fn packed_and_unpacked_losses_agree() {
     assert!((losses[0] / losses[1] - 1.0).abs() < 1e-6, "{losses:?}");
 }
 
-/// Stops a run after a step, and keeps what it hears.
+/// Stops a run after a step, and records events.
 struct Listener {
     stop: Cancel,
     after: u64,
@@ -541,7 +541,7 @@ fn losses(directory: &Path) -> Vec<String> {
     table.lines().map(without_times).collect()
 }
 
-/// A run that is stopped and resumed, wherever that is, comes to the same bits as one that is not.
+/// A run that is stopped at any point and resumed has the bits of one that is not.
 #[test]
 fn a_run_that_resumes_is_the_run_that_never_stopped() {
     let folder = Folder::new("resumed");
@@ -630,7 +630,7 @@ fn a_run_on_other_data_is_not_resumed() {
     );
 }
 
-/// A rate that storage cannot hold is warned of, with what was measured; one that it can hold is not.
+/// A rate that is too low for the stored precision causes a warning with the measured share; a sufficient rate does not.
 #[test]
 fn a_rate_below_what_is_stored_is_a_warning() {
     let folder = Folder::new("rate");
@@ -731,8 +731,8 @@ fn last_row(folder: &Folder, out: &str) -> Vec<String> {
         .collect()
 }
 
-/// From random weights on the CPU, in 200 steps, to what the words of the text leave to chance: of each of four words there are four, and
-/// the rest is certain, which is 4 ln 4 nats in a sentence of some 22 bytes. The model that comes out says such sentences.
+/// From random weights on the CPU, in 200 steps, down to the entropy of the text: each of four words has four choices, and the rest is
+/// certain, which is 4 ln 4 nats in a sentence of some 22 bytes. The resulting model says such sentences.
 #[test]
 fn two_hundred_steps_of_the_command_learn_a_text() {
     let folder = Folder::new("learn");
@@ -892,7 +892,7 @@ fn a_command_that_is_interrupted_saves_and_says_how_to_go_on() {
     assert_eq!(checkpoints.iter().map(|c| c.0).collect::<Vec<_>>(), [step]);
 }
 
-/// A file of settings changes what it says, options come before it, and the defaults are for the rest.
+/// A file of settings changes what it names; options take precedence, and everything else has its default.
 #[test]
 fn settings_that_a_file_leaves_out_have_their_defaults() {
     let folder = Folder::new("settings");

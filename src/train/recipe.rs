@@ -53,7 +53,7 @@ pub struct HighBlocks {
 pub struct Lora {
     /// Rows of A, and columns of B.
     pub rank: usize,
-    /// Scale of the adapter's result, divided by the rank.
+    /// The adapter's result is multiplied by `alpha / rank`.
     pub alpha: f64,
     /// A projection gets an adapter if its name (`model.layers.0.self_attn.q_proj`) contains one of these.
     pub targets: Vec<String>,

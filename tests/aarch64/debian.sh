@@ -11,10 +11,10 @@ apt_get() {
         -o APT::Architectures::="$(dpkg --print-architecture)" -o APT::Architectures::=arm64 "$@"
 }
 
-# with_needs FOLDER PACKAGE... [OPTION...]: downloads packages and what they need.
+# with_needs FOLDER PACKAGE... [OPTION...]: downloads packages with their dependencies.
 with_needs() { apt_get "$1" install --reinstall --download-only --yes --no-install-recommends "${@:2}"; }
 
-# unpack FOLDER COMMAND FOLDER...: what the command downloads, unless it is there already.
+# unpack FOLDER COMMAND FOLDER...: unpacks the command's downloads, unless they are there already.
 unpack() {
     local folder=$1 package
     shift

@@ -25,7 +25,7 @@ debian=$target/debian
 soname=libNVFP4.so.$(package_version | cut -d. -f1)
 mkdir "$work/scratch"
 
-# Prints the Debian packages of what is missing.
+# Prints the Debian packages of missing tools.
 missing_packages() {
     command -v "$compiler" >/dev/null || echo gcc-aarch64-linux-gnu
     [ -e /usr/aarch64-linux-gnu/lib/libc.so ] || echo libc6-dev-arm64-cross
@@ -95,8 +95,7 @@ neon_is_chosen() {
     said=$("${emulator[@]}" "$build/nvfp4" diagnose) && echo "$said" && grep -q 'kernels neon' <<<"$said"
 }
 
-# The library exports what the header declares and nothing else, under a soname that programs find beside it, and stays loaded once
-# loaded.
+# The library exports exactly the header's declarations, under a soname that programs find beside it, and stays loaded.
 symbols() {
     local dynamic
     aarch64-linux-gnu-nm -D --defined-only "$build/libNVFP4.so" | awk '{ print $NF }' | sort -u >"$work/exported" || return 1

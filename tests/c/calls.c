@@ -67,7 +67,7 @@ static double microseconds(void (*call)(void *), void *user)
     return times[ROUNDS / 2];
 }
 
-/* A text is tokenized once, however its tokens are asked for, and anew where anything is different. */
+/* A text is tokenized once, however its tokens are requested, and again if anything differs. */
 static void tokenize(NVFP4_Model *model)
 {
     enum { LENGTH = 1 << 17 };

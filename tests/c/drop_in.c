@@ -71,7 +71,7 @@ static uint8_t nearest_e4m3(double value)
     return best;
 }
 
-/* The E2M1 code nearest to a value; a tie goes to the even one, and what is above 6 to 6. */
+/* The E2M1 code nearest to a value, ties to even; values above 6 go to 6. */
 static uint8_t nearest_e2m1(float value)
 {
     uint8_t best = 0;
@@ -153,7 +153,7 @@ static void the_rule(void)
     OK(NVFP4_tensor_release(input));
 }
 
-/* On a GPU calls do not wait; a later one says what was wrong, once. */
+/* On a GPU calls do not wait; a later one reports the error, once. */
 static void found_later(void)
 {
     static float x[2][K];
@@ -176,7 +176,7 @@ static void found_later(void)
     OK(NVFP4_tensor_release(q));
     OK(NVFP4_tensor_release(s));
 
-    /* Once the device has told, also by a call that does not wait, which then has done nothing. */
+    /* Once the device has reported, also through a call that does not wait; that call then does nothing. */
     NVFP4_quantize(there, &q, &s);
     CHECK(NVFP4_last_status() == NVFP4_OK);
     OK(NVFP4_tensor_release(q));

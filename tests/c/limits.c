@@ -197,7 +197,7 @@ static int run(void (*limit)(size_t), size_t bytes)
     return failed;
 }
 
-/* Runs `child` in a child, which has a minute, and gives what it says through a pipe. */
+/* Runs `child` in a child process, which has a minute, and returns its output through a pipe. */
 static size_t forked(size_t (*child)(size_t), size_t bytes, const char *what)
 {
     int pipes[2], errors[2];
@@ -261,7 +261,7 @@ static double now(void)
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* A child for each step of a limit, up to what everything takes: `needed`, or if that is 0, what is found by halving. */
+/* A child for each step of a limit, up to the need of everything: `needed`, or if that is 0, found by bisection. */
 static void steps(int count, size_t needed, const char *what, size_t (*within)(size_t))
 {
     const double start = now();

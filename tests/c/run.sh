@@ -39,8 +39,8 @@ declared() {
     gcc -E -P -Iinclude -xc - <<<"#include <nvfp4.h>" | grep -oE '\bNVFP4_[A-Za-z0-9_]+[[:space:]]*\(' | tr -d '( \t' | sort -u
 }
 
-# The library exports what the header declares and nothing else, under a soname that programs find beside it, stays loaded once loaded, needs nothing that a
-# bare system lacks, and reaches no network: only the command fetches models.
+# The library exports exactly the header's declarations, under a soname that programs find beside it; stays loaded; needs nothing that a
+# bare system lacks; and reaches no network, because only the command fetches models.
 symbols() {
     local dynamic
     nm -D --defined-only "$library" | awk '{ print $NF }' | sort -u >"$work/exported" || return 1
@@ -151,7 +151,7 @@ with_pkg_config() {
         "$work/with-pkg-config" && [ "$(pkg-config --modversion nvfp4)" = "$version" ]
 }
 
-# The static library, installed alone. Cargo has compiled all of it before but for this crate, of which no test here asks for speed.
+# The static library, installed alone. Cargo has already compiled everything but this crate, which needs no optimization here.
 install_static() {
     cargo rustc --locked --color never --release --config profile.release.package.nvfp4.opt-level=0 --lib --crate-type staticlib -- \
         --print native-static-libs 2>"$work/native" ||
@@ -230,7 +230,7 @@ shows_sampling() {
         [ "$(wc -l <"$work/answers")" -eq 1 ] && grep -q '^\[temperature 0.6, top_k 20, top_p 0.95,' "$work/said"
 }
 
-# serve COMMAND...: 20 questions at once, each of which is answered; without time, each ends at once.
+# serve COMMAND...: asks 20 questions at once, and checks that each is answered; without time, each ends at once.
 serve() {
     seq 20 | "$@" "$model" >"$work/served" && [ "$(LC_ALL=C grep -acE '\[(stop|length)\]$' "$work/served")" -eq 20 ] &&
         seq 20 | "$@" "$model" 0 >"$work/served" && [ "$(LC_ALL=C grep -acE '^[0-9]+: .*\[CANCELLED\]$' "$work/served")" -eq 20 ]
@@ -267,7 +267,7 @@ interrupted() {
 # of 5.8, the logarithm of its vocabulary; steps use the codes alone, which so few of them hardly change.
 trains() {
     local steps counts=(20 30)
-    # Two steps and one after a resume show what valgrind looks for.
+    # Two steps, and one after a resume, suffice for valgrind.
     [ "$1" = valgrind ] && counts=(2 3)
     rm -rf "$work/tuned" "$work/tuned.run" "$work/losses"
     yes "The sky is blue, and the sea is blue too." | head -40 >"$work/story"
@@ -283,7 +283,7 @@ plugged() {
     "$@" "$examples/libplugin.so" "$model" "Why is the sky blue?" >"$work/plugged" && [ "$(wc -c <"$work/plugged")" -gt 20 ]
 }
 
-# fails COMMAND...: the command says what is wrong and exits with 1.
+# fails COMMAND...: checks that the command reports the fault and exits with 1.
 fails() {
     "$@" 2>"$work/said"
     [ $? -eq 1 ] && cat "$work/said" && grep -q '/nowhere' "$work/said"
@@ -416,14 +416,13 @@ if command -v valgrind >/dev/null; then
         name=$1
         shift
         case $1 in
-        # A child's copies of what threads of its parent had in hand are lost to it, and what a process has in hand when it ends
-        # anywhere.
+        # Memory in use by threads of its parent is lost to a child, and memory in use is lost when a process ends at any point.
         */limits-* | */leave-* | */hosts-*) check "$name under valgrind" "${under[@]}" --leak-check=no "$@" ;;
-        # As are a child's. Threads take turns, since one waits in a callback.
+        # Likewise for a child. Threads take turns, because one waits in a callback.
         */fork-*) check "$name under valgrind" "${under[@]}" --leak-check=no --fair-sched=try "$@" ;;
-        # Fewer races: valgrind makes each of them a hundred times as long.
+        # Fewer races, because valgrind makes each a hundred times as long.
         */cancel-*) check "$name under valgrind" "${under[@]}" "$@" 100 ;;
-        # An interrupt would end valgrind, and one standard's wrapper allocates as the other's.
+        # An interrupt would end valgrind, and the wrapper allocates the same under both standards.
         interrupted | */wrapper-c++20) ;;
         converse | thinks | calls | shows_sampling | fails | serve | plugged | trains) helper=$1 && shift && check "$name under valgrind" "$helper" "${under[@]}" "$@" ;;
         *) check "$name under valgrind" "${under[@]}" "$@" ;;

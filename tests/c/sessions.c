@@ -142,7 +142,7 @@ static int chosen(const char *path, const NVFP4_LoadOptions *options, const char
     return strstr(text, device) != NULL && strstr(text, choice) != NULL;
 }
 
-/* A device that nobody named is told, with the reason, to whoever asks and to the log. */
+/* A device chosen automatically is reported with the reason, on request and in the log. */
 static void devices(const char *path)
 {
     static char line[4096];
@@ -209,7 +209,7 @@ static void prefill_and_decode(void)
     OK(NVFP4_session_sample(whole, NULL, &token));
     CHECK(token == best && length_of(whole) == PROMPT);
 
-    /* Sampling and appending, one by one, is what generating does. */
+    /* Sampling and appending one by one equals generating. */
     NVFP4_GenerateOptions options = generate_options(NEW);
     options.temperature = 1.2f;
     options.top_k = 40;
@@ -361,7 +361,7 @@ static void streaming(void)
     SAYS("stop_strings");
     options.stop_string_count = 0;
 
-    /* Ended by the callback, and by a cancel call; what came until then is kept. */
+    /* Ended by the callback, and by a cancel call; tokens generated until then are kept. */
     OK(NVFP4_session_truncate(session, PROMPT));
     memset(&again, 0, sizeof again);
     again.break_at = 4;
@@ -426,7 +426,7 @@ static void chat(void)
     NVFP4_GenerationResult first = {.struct_size = sizeof first}, second = {.struct_size = sizeof second};
     OK(NVFP4_session_chat(session, "Hi", 2, NULL, &generate, on_token, &seen, &first));
     CHECK(seen.calls >= 8 && first.generated_tokens == 8 && length_of(session) == first.prompt_tokens + 8);
-    /* The second turn runs what it adds, and the answer where its tokens are no text, but not what stands before. */
+    /* The second turn runs its new tokens, and the answer if its tokens are no text, but nothing before. */
     OK(NVFP4_session_chat(session, "Hi", 2, NULL, &generate, NULL, NULL, &second));
     CHECK(second.generated_tokens == 8 && length_of(session) >= first.prompt_tokens + second.prompt_tokens + 8);
     OK(NVFP4_session_messages(session, json, sizeof json, &length));
@@ -667,7 +667,7 @@ static void batches(const char *path)
     }
 }
 
-/* A step in which some sessions cannot take their token runs the others, and says what each came to. */
+/* A step in which some sessions cannot take their token runs the others, and reports the status of each. */
 static void statuses(void)
 {
     enum { COUNT = 8 };
@@ -743,7 +743,7 @@ static int32_t on_probability(void *user, const NVFP4_TokenEvent *event)
     return 0;
 }
 
-/* A detokenizer makes of tokens what a generation makes of them, and ends where it ends. */
+/* A detokenizer gives the text of a generation, and ends where it ends. */
 static void detokenizers(void)
 {
     static Told told;

@@ -151,7 +151,7 @@ static void versioned_delete(struct DLManagedTensorVersioned *managed)
     free(managed);
 }
 
-/* DLPack with a version, and memory that nobody may write to: a write to it would end the program. */
+/* Versioned DLPack, and read-only memory: a write to it would end the program. */
 static void dlpack_versioned(void)
 {
     static const uint8_t codes[4] = {0x12, 0x34, 0x56, 0x78};
@@ -463,7 +463,7 @@ static void device(void)
             OK(NVFP4_tensor_release(back));
         }
         CHECK(memcmp(y, z, sizeof y) == 0);
-        /* Parts in two places, and what works on host memory alone. */
+        /* Parts in two places, and functions for host memory only. */
         FAILS(NVFP4_UNSUPPORTED,
               NVFP4_tensor_dequantize(codes[0], scales[1], 1, options.scale_layout, NVFP4_DTYPE_FLOAT32, &back));
         SAYS("cuda:0");

@@ -78,7 +78,7 @@ static char *read_all(const char *directory, size_t *size)
     return bytes;
 }
 
-/* Rows of a file, with what is learned of them. */
+/* Rows of a file, with their learned tokens marked. */
 static void data_of(const char *model, const char *scratch)
 {
     char path[600], text[4096];
@@ -266,7 +266,7 @@ int main(int argc, char **argv)
     OK(NVFP4_session_generate(session, &generate, step_meanwhile, batches, &result));
     CHECK(result.generated_tokens == 5 && refused >= 5);
 
-    /* A step that is cancelled is none: the model stays what it was. */
+    /* A cancelled step changes nothing. */
     NVFP4_CallOptions call;
     int asked = 0;
     OK(NVFP4_call_options_init(&call, sizeof call));

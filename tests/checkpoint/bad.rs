@@ -617,7 +617,7 @@ mod safetensors_files {
         refused(file, safetensors(gap, &[0; 2]), &["'w'", "starts at 1"]);
     }
 
-    /// Float8 weights with a scale for each block of 128 x 128, the last of which are cut off.
+    /// Float8 weights with a scale per block of 128 x 128; the last blocks are partial.
     #[test]
     fn blocks_of_float8_are_scaled() {
         let (rows, cols) = (130, 144);
@@ -716,7 +716,7 @@ mod safetensors_files {
             make(&[block_scales, f8.clone()]),
             &["'a.weight_scale'", "one per row"],
         );
-        // Weights whose scales go unread would load, and be wrong.
+        // Weights whose scales are ignored would load, and be wrong.
         let by_block = ("a.weight_scale_inv", "F32", "[1,2]", vec![0; 8]);
         refused(
             file,

@@ -365,7 +365,7 @@ fn gguf_models_of_every_family_are_those_of_transformers() {
     }
 }
 
-/// Subtracting what was added gives the weights back, but for what was lost when it was added.
+/// Subtracting the added 1 restores the weights, up to the precision lost by the addition.
 #[test]
 fn norms_of_gemma_are_stored_with_one_added() {
     let case = CASES.iter().find(|c| c.architecture == "gemma3").unwrap();

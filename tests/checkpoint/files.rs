@@ -93,7 +93,7 @@ fn text(value: &str) -> Vec<u8> {
     out
 }
 
-/// A GGUF file under construction, every field of which can be a lie.
+/// A GGUF file under construction, any field of which may be wrong.
 #[derive(Clone)]
 pub(crate) struct Gguf {
     pub(crate) magic: [u8; 4],

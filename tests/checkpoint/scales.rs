@@ -118,7 +118,7 @@ fn cases() -> Vec<Case> {
         0.7,
         1024.0,
         1e30,
-        // The largest of which every value is finite; one under which some are not; the largest of all.
+        // The largest scale under which every value is finite; one under which some values are not; the largest scale.
         f32::MAX / 2688.0,
         1e36,
         f32::MAX,

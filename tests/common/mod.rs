@@ -11,7 +11,7 @@ use NVFP4::base::{ErrorKind, Result, env};
 use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
 use safetensors::SafeTensors;
 
-/// Demands an error of `kind` whose message has these `words`.
+/// Requires an error of `kind` whose message contains all `words`.
 #[track_caller]
 pub(crate) fn expect_kind<T>(result: Result<T>, kind: ErrorKind, words: &str) {
     match result {
@@ -58,9 +58,9 @@ pub(crate) fn in_use() -> Vec<(&'static str, u64)> {
         .collect()
 }
 
-/// Demands that all memory comes back: of models that were loaded and used, and of loading that fails where memory runs out, a
-/// little later each time. `settle` gives up what is kept for reuse. The budget and the accounts are the process's, so tests that
-/// call this count on a process of their own, which nextest gives them.
+/// Checks that all memory is freed: after models were loaded and used, and after loading that fails for lack of memory, a little later each
+/// time. `settle` frees memory kept for reuse. The budget and the accounts belong to the process, so tests that call this need a process of
+/// their own, which nextest provides.
 pub(crate) fn check_memory_comes_back(
     device: &Device,
     times: usize,
@@ -108,7 +108,7 @@ pub(crate) fn check_memory_comes_back(
 pub(crate) struct Copy(pub(crate) PathBuf);
 
 impl Copy {
-    /// `name` tells what it is for.
+    /// `name` is the purpose of the copy.
     pub(crate) fn of(case: &str, name: &str) -> Copy {
         static COPIES: AtomicUsize = AtomicUsize::new(0);
         let count = COPIES.fetch_add(1, Ordering::Relaxed);
@@ -160,8 +160,8 @@ pub(crate) fn long_token(position: usize) -> u32 {
     (hash >> 16) % 97
 }
 
-/// Calls `each` with a position and the logits there, of a cache that has room for the tokens up to it and no more, and with
-/// what transformers computes. All tokens are run in one call, or `last_alone` in one of its own.
+/// Calls `each` with a position, the logits there from a cache with room for exactly the tokens up to it, and transformers' logits. All
+/// tokens are run in one call, or the last one alone if `last_alone`.
 pub(crate) fn at_long_positions(
     case: &str,
     model: &Model,

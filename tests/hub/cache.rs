@@ -190,7 +190,7 @@ fn a_tokenizer_that_is_missing_is_fetched() {
     );
     runs(&hub);
     assert_eq!(hub.fetched(), ["tokenizer.json".to_owned()].into());
-    // Where another program has found that there is none, none is asked for.
+    // A file that another program has found to be missing is not requested.
     fs::remove_dir_all(hub.place()).unwrap();
     let commit = filled_by_python(&hub, &["config.json", "model.safetensors"], Some("main"));
     let missing = hub.place().join(".no_exist").join(commit);
@@ -304,7 +304,7 @@ fn models_are_listed_and_removed() {
         text.contains(MODEL) && text.contains("modelopt, BF16 NVFP4") && text.contains("cpu"),
         "{text}"
     );
-    // A revision goes with what it alone has.
+    // Removing a revision removes the files that only it uses.
     let commit = first["commit"].as_str().unwrap();
     let removed = pulled(&mut hub.nvfp4(&["rm", &format!("{MODEL}@{commit}"), "--json"]));
     assert_eq!(removed["freed_bytes"], files[1].1.len());

@@ -77,7 +77,7 @@ fn a_download_cut_twenty_times_and_killed_arrives_whole() {
     hub.faults(json!(faults));
     killed_after(&hub, 40 << 20, "-KILL");
     assert!(hub.faults_left() < count);
-    // Until the file is whole nobody finds it.
+    // An incomplete file is not visible.
     assert_eq!(names(&hub.place().join("snapshots")).len(), 1);
     let snapshot = hub
         .place()
@@ -414,7 +414,7 @@ fn mirrors_that_know_no_ranges_no_sizes_and_no_names() {
             ],
             config,
         );
-        // Broken off once, where it must begin anew or can go on.
+        // A connection that breaks once, both where the download must start over and where it can be resumed.
         hub.faults(json!([{"on": "GET .*model.safetensors", "kind": "cut", "after": 5_000_000}]));
         let pulled = hub.pull(MODEL);
         assert!(weights(&pulled) == content, "{name}");

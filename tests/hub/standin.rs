@@ -59,7 +59,7 @@ pub(crate) struct Seen {
 }
 
 impl Hub {
-    /// A hub whose `org/model` has these files.
+    /// A hub with `org/model`, which has these files.
     pub(crate) fn of(name: &str, files: &[(&str, &[u8])]) -> Hub {
         Hub::with(name, files, json!({}))
     }
@@ -107,7 +107,7 @@ impl Hub {
         self.ports[what].as_str().unwrap()
     }
 
-    /// Where the commands keep what they fetch.
+    /// The folder of the commands' downloads.
     pub(crate) fn home(&self) -> PathBuf {
         self.scratch.path("home")
     }
@@ -146,7 +146,7 @@ impl Hub {
         command
             .env("HF_ENDPOINT", self.at("hub"))
             .env("HF_HOME", self.home())
-            // Answers are compared, and what is said is read: of the processor's.
+            // Answers and messages are those of the CPU.
             .env("CUDA_VISIBLE_DEVICES", "")
             .stdin(Stdio::null());
         command
@@ -159,7 +159,7 @@ impl Hub {
         command
     }
 
-    /// Pulls `name`, which must work. Returns what the command says of it.
+    /// Pulls `name`, which must succeed. Returns the command's JSON output.
     pub(crate) fn pull(&self, name: &str) -> Value {
         pulled(&mut self.nvfp4(&["pull", name, "--json", "--timeout", "5"]))
     }
@@ -240,7 +240,7 @@ impl Hub {
             .collect()
     }
 
-    /// Bytes of content that were sent of files whose address has `part` in it.
+    /// Bytes of content sent for files whose address contains `part`.
     pub(crate) fn sent(&self, part: &str) -> u64 {
         self.seen()
             .iter()

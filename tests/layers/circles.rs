@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 
 use crate::source::{Import, Source, Target, from_root};
 
-/// Every module of the crate and what its names are.
+/// Every module of the crate, with the targets of its names.
 pub(crate) struct Crate<'a> {
     sources: &'a [Source],
     /// The source of a module, and its names.
@@ -23,7 +23,7 @@ enum Found {
     Item(usize),
 }
 
-/// A path whose target is being looked for: one that comes back to itself names nothing.
+/// Paths that are being resolved: one that returns to itself has no target.
 type Trail<'a> = Vec<(Vec<String>, &'a str)>;
 
 /// References between files of a room, keyed by both files: file, line and path.
@@ -187,7 +187,7 @@ impl<'a> Crate<'a> {
                 for found in self.find(&named.module, &named.segments) {
                     let target = match found {
                         Found::Item(target) => target,
-                        // A path to a module goes on, or it would name nothing.
+                        // A path to a module must continue, or it would have no target.
                         Found::Module(module) if named.import != Import::No => {
                             match self.modules.get(&module) {
                                 Some((target, _)) => *target,

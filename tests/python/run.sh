@@ -94,7 +94,7 @@ check "a model that thinks" "$python" tests/common/thinker.py "$work/thinker"
 check "example thinking.py" thinks
 check "example tools.py" calls
 check "example train.py" trains
-# mypy's own view of a module, and what Python has, must be the same.
+# mypy's view of a module must match Python's.
 stubs_are_right() { PYTHONPATH=$1 "$typed" -m mypy.stubtest nvfp4.models nvfp4.tensors nvfp4.training; }
 
 a_wrong_stub_is_seen() {

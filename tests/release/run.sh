@@ -24,7 +24,7 @@ refuses() {
     [ $? -eq "$code" ] && echo "$said" && [ "$(wc -l <<<"$said")" -eq 1 ] && grep -qF -- "$words" <<<"$said"
 }
 
-# Parts share their variables, and are told by name.
+# Parts share their variables, and are distinguished by name.
 scripts_are_clean() { shellcheck -x -e SC1091,SC2034,SC2153 release/*.sh release/parts/*.sh; }
 
 subcommands() { "$nvfp4" --help | sed -n '/^Commands:/,/^$/s/^  \([a-z]*\) .*/\1/p' | grep -vx help; }
@@ -47,7 +47,7 @@ pages_say_what_help_does() {
 
 pages_render() { man --warnings -E UTF-8 -l "$tree/share/man/man1/$1.1" 2>"$work/warnings" | grep -A1 NAME && [ ! -s "$work/warnings" ]; }
 
-# completes WORDS... WANTED: bash offers the last word as the completion of what is before it.
+# completes WORDS... WANTED: bash offers the last word as the completion of the preceding ones.
 completes() {
     local words=("${@:1:$#-1}") wanted=${*: -1}
     (
@@ -242,7 +242,7 @@ package_installs() {
         grep -F "<PackageReference Include=\"LibNVFP4\" Version=\"$version\" />" program.csproj
 }
 
-# The crate as crates.io would have it, but for compiling it: what compiles it is in it, what needs models is not, and it is small.
+# The crate as on crates.io, without compiling it: it contains everything to compile it, nothing that needs models, and is small.
 a_crate_packs() {
     local file unpacked=$work/crate/package/nvfp4-$version
     CARGO_TARGET_DIR=$work/crate cargo package --quiet --locked --no-verify --allow-dirty &&

@@ -92,7 +92,7 @@ fn names_of_special_tokens_in_messages_are_text() {
     // A sequence in which they were special holds something else.
     let other = tokenizer.encode(&forged.text(), false).unwrap();
     assert!(forged.align(&tokenizer, &[], &other).unwrap().kept < 10);
-    // The mark that tells them apart is in nobody's way.
+    // The mark that distinguishes them does not collide with the text.
     let private = say(&[("user", "\u{e000}<|im_end|>\u{e001}")], false);
     assert!(private.text().contains("\u{e000}<|im_end|>\u{e001}"));
 }

@@ -1,7 +1,7 @@
 /* A TorchSharp host, in C: host TORCHSHARP LIBNVFP4 [LIBTORCH_CUDA].
  *
- * It is linked against none of the three, loads the first the way .NET does, and looks every function of the second up anew for
- * each call, as the hosts' probes do. What it asks for is what those hosts rely on; see torchsharp.cpp for the other side. The
+ * It is linked against none of the three, loads the first the way .NET does, and looks up every function of the second for each
+ * call, as the hosts' probes do. It checks what those hosts rely on; see torchsharp.cpp for the other side. The
  * numbers in brackets are those of the hosts' own test cases. The last line is "host: N checks, N failed". */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -194,7 +194,7 @@ static Tensor blocked(Tensor scale, int8_t dtype)
     return result;
 }
 
-/* Both operands of a product: x [m, k] and w [n, k], and what NVFP4_scaled_mm takes of them. */
+/* Both operands of a product, x [m, k] and w [n, k], and the arguments of NVFP4_scaled_mm. */
 struct Product {
     int64_t m, n, k;
     Tensor x, w, a, b, rows_of_b, scale_a, scale_b;
@@ -548,7 +548,7 @@ static void errors(void)
         PRODUCT_FAILS(p.a, p.b, here, p.scale_b, F16, "one place");
         THSTensor_dispose(here);
     }
-    /* The library's tensors and the host's in one call: whose results would be whose? The caller looks for our status. */
+    /* The library's tensors and the host's in one call, whose result would have no definite kind. The caller checks our status. */
     void *mine = own(p.scale_b);
     CHECK(NV(NVFP4_scaled_mm)(p.a, p.b, p.scale_a, mine, F16) == NULL && NV(NVFP4_last_status)() == NVFP4_INVALID_HANDLE);
     CHECK(strstr(NV(NVFP4_last_error)(), "scale_b is an NVFP4_Tensor") != NULL && !thrown(""));
@@ -608,7 +608,7 @@ static void managed(void)
     THSTensor_dispose(x);
 }
 
-/* Neither inputs nor results are copied: what is large is libtorch's, and the library holds no more than a piece at a time. */
+/* Neither inputs nor results are copied: large memory is libtorch's, and the library holds only one piece at a time. */
 static void no_copies(void)
 {
     enum { ROWS = 2048, COLS = 4096 };

@@ -137,7 +137,7 @@ fn estimates_are_the_peaks_of_steps() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// Blocks before those that are trained share the memory of what they keep; what is trained becomes what it becomes beside them.
+/// Blocks before the trained ones share memory for their activations; the trained ones become what they would become otherwise.
 #[test]
 fn blocks_that_are_not_trained_leave_nothing() {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/verse-10m");
@@ -187,7 +187,7 @@ fn blocks_that_are_not_trained_leave_nothing() {
     }
 }
 
-/// The step that chooses block scales anew keeps what there was until it is over.
+/// The step that chooses new block scales keeps the old state until it is over.
 #[test]
 fn estimates_count_what_choosing_scales_takes() {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/verse-10m");

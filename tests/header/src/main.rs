@@ -34,7 +34,7 @@ fn tidy(header: &str) -> String {
                 i += 3;
             }
             [line, ..] if !line.starts_with("typedef struct") => {
-                // Rust has no word for what another thread or a signal handler may change.
+                // Rust has no `volatile` for memory that another thread or a signal handler may change.
                 let line = line.replace(
                     "const int32_t *cancel_flag",
                     "const volatile int32_t *cancel_flag",
