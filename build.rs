@@ -1,6 +1,5 @@
-//! Link arguments of `libNVFP4.so`, and its kernels as machine code where a package asks for them. The list of exported symbols
-//! needs none: of a cdylib, rustc exports the `no_mangle` functions only, and `.ci/run` compares what the file exports with
-//! what the header declares.
+//! Link arguments of `libNVFP4.so`, and machine code of its kernels if a package asks for it. Exported symbols need no list: from a cdylib,
+//! rustc exports only the `no_mangle` functions, and `.ci/run` compares the exports with the header's declarations.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -9,14 +8,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use nvrtc::{Compiler, TARGETS};
 use units::Unit;
 
-// What the library compiles kernels with at run time. It uses more of it than this script.
+// The kernel compiler that the library uses at run time. The library uses more of it than this script.
 #[allow(dead_code, unreachable_pub)]
 #[path = "src/cuda/driver/nvrtc.rs"]
 mod nvrtc;
 #[allow(dead_code, unreachable_pub)]
 #[path = "src/cuda/units.rs"]
 mod units;
-/// Where that file looks for what it imports.
+/// Modules that this file imports.
 mod driver {
     pub(crate) use super::nvrtc;
 }
@@ -24,22 +23,22 @@ mod driver {
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     if std::env::var("CARGO_CFG_TARGET_OS").as_deref() == Ok("linux") {
-        // rustc sets no soname, and without one a program records the path it was linked against.
+        // rustc sets no soname; without one, programs record the path that they were linked against.
         let soname = concat!("libNVFP4.so.", env!("CARGO_PKG_VERSION_MAJOR"));
         println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,{soname}");
-        // Worker threads may outlive a dlclose, and so must their code.
+        // Worker threads may outlive a dlclose, so their code must stay.
         println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
         link_soname(soname);
     }
     embed_kernels();
 }
 
-/// Makes a link of the soname to the library, beside where cargo will leave it: what is linked with `-L target/release -lNVFP4` looks
-/// for the soname when it runs, and cargo knows but one name of a library. Without the link only such programs fail.
+/// Creates a link from the soname to the library, beside cargo's output. Programs linked with `-L target/release -lNVFP4` look for the
+/// soname when they run, and cargo knows only one name of a library. Without the link only such programs fail.
 #[cfg(unix)]
 fn link_soname(soname: &str) {
     let folder = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    // It is PROFILE/build/nvfp4-HASH/out.
+    // OUT_DIR is PROFILE/build/nvfp4-HASH/out.
     if let Some(profile) = folder.ancestors().nth(3) {
         let _ = std::os::unix::fs::symlink("libNVFP4.so", profile.join(soname));
     }
@@ -47,8 +46,8 @@ fn link_soname(soname: &str) {
 #[cfg(not(unix))]
 fn link_soname(_: &str) {}
 
-/// Writes `kernels.rs`, the table that `src/cuda/registry.rs` includes: machine code of every unit, compressed, for the architectures
-/// that `NVFP4_EMBED_KERNELS` asks for, which takes NVRTC. By default there is none, and kernels are compiled when they are first used.
+/// Writes `kernels.rs`, the table that `src/cuda/registry.rs` includes: compressed machine code of every unit, for the architectures in
+/// `NVFP4_EMBED_KERNELS`, which requires NVRTC. By default the table is empty, and kernels are compiled on first use.
 fn embed_kernels() {
     println!("cargo::rustc-check-cfg=cfg(embedded_kernels)");
     for name in ["NVFP4_EMBED_KERNELS", "NVFP4_EMBED_CACHE", "NVFP4_NVRTC"] {
@@ -67,14 +66,14 @@ fn embed_kernels() {
     std::fs::write(folder.join("kernels.rs"), table).expect("writing kernels.rs");
 }
 
-/// A path from the environment, where an empty one is none.
+/// A path from the environment; an empty one counts as unset.
 fn path_from(name: &str) -> Option<PathBuf> {
     std::env::var_os(name)
         .filter(|p| !p.is_empty())
         .map(PathBuf::from)
 }
 
-/// The architectures that `NVFP4_EMBED_KERNELS` names.
+/// The architectures in `NVFP4_EMBED_KERNELS`.
 fn wanted_targets() -> Result<Vec<&'static str>, String> {
     let wanted = std::env::var("NVFP4_EMBED_KERNELS").unwrap_or_default();
     match wanted.as_str() {
@@ -89,9 +88,8 @@ fn wanted_targets() -> Result<Vec<&'static str>, String> {
     }
 }
 
-/// Compiles everything into the folder, and returns the number of entries of the table and the entries. What `NVFP4_EMBED_CACHE`, a
-/// folder, has from another build is taken from there, and what it lacks is put there: a compiler takes most of a minute for each
-/// architecture.
+/// Compiles everything into the folder, and returns the number of entries of the table and the entries. Takes results of an earlier build
+/// from the folder `NVFP4_EMBED_CACHE`, and adds missing ones to it: a compiler takes most of a minute for each architecture.
 fn compile_all(targets: &[&'static str], folder: &Path) -> Result<(usize, String), String> {
     let compiler = Compiler::load(path_from("NVFP4_NVRTC").as_deref())?;
     let (major, minor) = compiler.version();
@@ -103,7 +101,7 @@ fn compile_all(targets: &[&'static str], folder: &Path) -> Result<(usize, String
         .iter()
         .flat_map(|&target| Unit::for_target(target).map(move |unit| (unit, target)))
         .collect();
-    // An entry of the table: a packed image in the folder, and how long it is when it is unpacked.
+    // An entry of the table: a compressed image in the folder, and its uncompressed length.
     let entry = |unit: Unit, target: &str| {
         let sum = units::fingerprint(unit, target);
         let name = unit.path().replace(['/', '.'], "-");
@@ -156,7 +154,7 @@ fn compile_all(targets: &[&'static str], folder: &Path) -> Result<(usize, String
     Ok((jobs.len(), entries?))
 }
 
-/// A file that has its name once it is whole, as two builds may make it at a time.
+/// Writes a file that gets its name once it is complete, because two builds may write it at the same time.
 fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), String> {
     let part = path.with_extension(format!("{}.part", std::process::id()));
     std::fs::write(&part, bytes)

@@ -1,5 +1,5 @@
-//! Micro-benchmarks of the GPU kernels that decoding stands on, at the shapes of Qwen3-4B: `cargo bench --bench cuda -- [NAME ...]`, where names are
-//! those of products, `chain` and `attention`.
+//! Micro-benchmarks of the GPU kernels that decoding stands on, at the shapes of Qwen3-4B: `cargo bench --bench cuda -- [NAME ...]`, where
+//! names are those of products, `chain` and `attention`.
 //!
 //! And quantization of a large matrix, against the rate at which the device copies: bytes read and written over time.
 //!
@@ -24,24 +24,24 @@ use NVFP4::ops::sample::{self, Choice, SamplingOptions};
 use NVFP4::ops::tensors;
 use NVFP4::tensor::{DType, Tensor};
 
-/// What follows gate and up.
+/// The gated activation after gate and up.
 const GLU: Glu = Glu {
     activation: Activation::Silu,
     divisor: 16,
 };
-/// Several times the second-level cache.
+/// Several times the L2 cache.
 const ROTATION: usize = 400 << 20;
 const REPLAYS: usize = 21;
-/// Replays that follow each other, so that the host's wait, 10 us, is shared by them.
+/// Consecutive replays, which share the 10 us of the host's wait.
 const IN_A_ROW: usize = 8;
-/// Of measuring in turns.
+/// Rounds of alternating measurements.
 const ROUNDS: usize = 11;
 /// Query heads, key/value heads, and elements of one.
 const HEADS: usize = 32;
 const KV_HEADS: usize = 8;
 const DIM: usize = 128;
 
-/// A kernel of a token: its name, output features of each matrix, K, and what becomes of the product.
+/// A kernel of a decode step: its name, output features of each matrix, K, and the epilogue.
 struct Shape {
     name: &'static str,
     rows: &'static [usize],
@@ -88,7 +88,7 @@ fn matrix(gpu: &Arc<Gpu>, rows: usize, k: usize, seed: u64) -> Matrix {
         for (i, out) in codes.chunks_exact_mut(8).enumerate() {
             out.copy_from_slice(&random::bits(seed, start + i as u64).to_le_bytes());
         }
-        // Scales between 1/4 and 4, as weights have them.
+        // Scales between 1/4 and 4, as for weights.
         for (i, out) in scales.iter_mut().enumerate() {
             *out = 0x28 + (random::bits(seed + 1, start + i as u64) % 0x20) as u8;
         }
@@ -151,7 +151,7 @@ fn main() {
     }
 }
 
-/// W4A4 products at the shapes of a layer, beside the library's of dense bf16 matrices of the same shape, in turns.
+/// W4A4 GEMMs at the shapes of a layer, alternating with cuBLASLt's GEMMs of dense bf16 matrices of the same shape.
 fn scaled_mm(gpu: &Arc<Gpu>) {
     println!(
         "{:9} {:>5} {:>14} {:>14} {:>9} {:>8} {:>9} {:>8} {:>6}",
@@ -207,7 +207,7 @@ fn scaled_mm(gpu: &Arc<Gpu>) {
                 }
             };
             let seconds = |run: &dyn Fn()| {
-                /// Enough to hide what the host does.
+                /// Enough to hide the host's work.
                 const RUNS: usize = 8;
 
                 gpu.synchronize().unwrap();
@@ -323,7 +323,7 @@ fn quantize(gpu: &Arc<Gpu>) {
             let graph = Graph::record(gpu, enqueue).unwrap();
             line("kernel", how, time(gpu, &graph) / count as f64, bytes);
         }
-        // As a host program calls it: outputs allocated, order with the default stream, and the wait for the answer.
+        // As called by a host program: outputs allocated, order with the default stream, and the wait for the result.
         let device = Device::Cuda(gpu.clone());
         for (how, levels) in [("legacy", Levels::Legacy), ("two levels", Levels::Two)] {
             let options = QuantizeOptions {
@@ -443,7 +443,7 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
                 Ok(())
             });
         }
-        // Where the kernels before and after are others than the fused one's.
+        // The kernels before and after differ from the fused one's.
         let output = match shape.output {
             Output::Glu(_) => Output::F16,
             other => other,
@@ -469,7 +469,7 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
     }
 }
 
-/// The kernels of 36 layers in the order of a token, and with kinds of them left out: what each costs where it stands.
+/// The kernels of 36 layers in the order of a decode step, also with kinds of them left out: the cost of each kind in its place.
 fn chain(gpu: &Arc<Gpu>) {
     const LAYERS: usize = 36;
     let weights: Vec<Vec<Vec<Matrix>>> = (0..LAYERS)
@@ -517,7 +517,7 @@ fn chain(gpu: &Arc<Gpu>) {
         let normed =
             DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, layout.elements(batch, 2560) * 2)
                 .unwrap();
-        // Norms are fused where the model fuses them, which is after the first.
+        // Norms are fused where the model fuses them, which is after the first one.
         let norms = NormScratch::new(gpu, 2560).unwrap();
         let norm = |turn| FusedNorm {
             scratch: &norms,
@@ -781,7 +781,7 @@ fn attention(gpu: &Arc<Gpu>) {
     }
 }
 
-/// Choosing tokens on the device, and what a host needs for it that reads the logits. As if they had been computed.
+/// Sampling on the device, compared with a host that reads the logits. The logits count as already computed.
 fn sampling(gpu: &Arc<Gpu>) {
     const VOCABULARY: usize = 151_936;
     let warm = SamplingOptions {

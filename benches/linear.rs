@@ -1,5 +1,6 @@
-//! The linear kernels at Qwen3-0.6B shapes: `cargo bench --bench linear [-- LEVEL ..]`. Prints, for each level named, or each but the
-//! scalar reference, what one thread and two reach, as medians, beside the read bandwidth measured in the same run. Each answer is checked before it is timed.
+//! The linear kernels at Qwen3-0.6B shapes: `cargo bench --bench linear [-- LEVEL ..]`. For each named level, or each but the scalar
+//! reference, prints medians for one thread and for two, and the read bandwidth measured in the same run. Each result is checked before it
+//! is timed.
 
 use std::hint::black_box;
 use std::time::Instant;

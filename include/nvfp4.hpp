@@ -17,8 +17,9 @@
  * away, and the constructor from a handle takes ownership. As in C, a model or a tensor may be used by several threads at
  * once, and a session by one at a time.
  *
- * TEXT is passed as std::string_view and returned as std::string, in UTF-8; a path may have any bytes. ARRAYS are passed as nvfp4::Span, to which
- * anything with data() and size() converts, and which converts to a std::span in C++20; they are returned as std::vector.
+ * TEXT is passed as std::string_view and returned as std::string, in UTF-8; a path may have any bytes. ARRAYS are passed as
+ * nvfp4::Span, to which anything with data() and size() converts, and which converts to a std::span in C++20; they are
+ * returned as std::vector.
  *
  * CALLBACKS may be any callable. An exception from one ends the call, which rethrows it. Returning false ends the call too;
  * a callback that returns void never does.
@@ -79,7 +80,7 @@ public:
 
     /** One of the numbers after #NVFP4_OK. */
     NVFP4_Status status() const noexcept { return status_; }
-    /** Its name, such as "BUSY". */
+    /** The name of the status, such as "BUSY". */
     const char *name() const noexcept { return NVFP4_status_name(status_); }
 
 private:
@@ -88,7 +89,7 @@ private:
 
 #ifdef NVFP4_NO_EXCEPTIONS
 
-/** The result of a call, or why it failed. After a failure the value is a default one. */
+/** The result of a call, or the error. After a failure the value is a default one. */
 template <class T>
 class [[nodiscard]] Result {
 public:
@@ -113,7 +114,7 @@ private:
     std::optional<Error> error_;
 };
 
-/** Whether a call succeeded, or why it failed. */
+/** Success of a call, or the error. */
 template <>
 class [[nodiscard]] Result<void> {
 public:
@@ -142,7 +143,7 @@ using Result = T;
 /** Not part of the interface. */
 namespace detail {
 
-/** A failure that is not the library's. */
+/** A failure that does not come from the library. */
 template <class T>
 Result<T> failure(Error error)
 {
@@ -153,7 +154,7 @@ Result<T> failure(Error error)
 #endif
 }
 
-/** `value`, if the call that was to set it has the status #NVFP4_OK; else the thread's last error. */
+/** `value`, if the call that should have set it has the status #NVFP4_OK; else the thread's last error. */
 template <class T>
 Result<std::decay_t<T>> result(NVFP4_Status status, T &&value)
 {
@@ -172,7 +173,7 @@ inline Result<void> check(NVFP4_Status status)
     return Result<void>();
 }
 
-/** A pointer to elements that it does not own, and their number. */
+/** A pointer to elements that it does not own, with their number. */
 template <class T>
 class Span {
 public:
@@ -203,7 +204,7 @@ using Shape = Span<std::int64_t>;
 /** Not part of the interface. */
 namespace detail {
 
-/** The elements that `call(buffer, capacity, &size)` copies out. Calls it again if they have grown in between. */
+/** The elements that `call(buffer, capacity, &size)` copies out. Calls it again if their number has grown in between. */
 template <class Container, class Call>
 NVFP4_Status copy(Container &out, Call &&call)
 {
@@ -273,9 +274,9 @@ public:
 
     /** The handle, still owned by this object; nullptr if it holds nothing. */
     T *get() const noexcept { return handle_; }
-    /** Gives the handle to the caller, who is to release it. */
+    /** Gives the handle to the caller, who must release it. */
     T *release() noexcept { return std::exchange(handle_, nullptr); }
-    /** Gives up the reference; the object holds nothing then. */
+    /** Gives up the reference; the object then holds nothing. */
     void reset() noexcept
     {
         if (handle_ != nullptr)
@@ -287,7 +288,7 @@ public:
         reset();
         return &handle_;
     }
-    /** Whether it holds something. */
+    /** Whether it holds a reference. */
     explicit operator bool() const noexcept { return handle_ != nullptr; }
 
 protected:
@@ -303,7 +304,7 @@ private:
     T *handle_ = nullptr;
 };
 
-/** Calls `f(arguments...)`; says whether to go on. */
+/** Calls `f(arguments...)`, and returns whether to continue. */
 template <class F, class... Arguments>
 bool goes_on(F &f, Arguments &&...arguments)
 {
@@ -315,7 +316,7 @@ bool goes_on(F &f, Arguments &&...arguments)
     }
 }
 
-/** A callable that is called through C, and the exception that it threw. */
+/** A callable that is called through C, with the exception that it threw. */
 template <class F>
 struct Carried {
     F &f;
@@ -375,7 +376,7 @@ inline Error last_error()
     return Error(status, message);
 }
 
-/** A failure of the C interface as an object, which may be passed to another thread. */
+/** A failure of the C interface as an object, for use on another thread. */
 class TakenError : public detail::Handle<NVFP4_Error, NVFP4_error_retain, NVFP4_error_release> {
 public:
     using Handle::Handle;
@@ -390,7 +391,7 @@ public:
 
     /** A second owner. */
     Result<TakenError> clone() const { return again<TakenError>(); }
-    /** What failed; NVFP4_OK if this holds nothing. */
+    /** The status of the failure; NVFP4_OK if this holds nothing. */
     NVFP4_Status status() const noexcept { return NVFP4_error_status(get()); }
     /** The message; valid as long as there is an owner. */
     const char *what() const noexcept { return NVFP4_error_message(get()); }
@@ -399,7 +400,7 @@ public:
 /** Version of the loaded library, as "major.minor.patch". */
 inline const char *version() noexcept { return NVFP4_version(); }
 
-/** The same as a number: major * 10000 + minor * 100 + patch. */
+/** Version of the loaded library as a number: major * 10000 + minor * 100 + patch. */
 inline std::int32_t version_number() noexcept { return NVFP4_version_number(); }
 
 /** Version of the binary interface of the loaded library. */
@@ -408,7 +409,7 @@ inline std::int32_t abi_version() noexcept { return NVFP4_abi_version(); }
 /** Fails if the loaded library has another binary interface than the header this was compiled with, or is older. */
 inline Result<void> check_version() { return check(NVFP4_check_version(NVFP4_ABI_VERSION, NVFP4_VERSION_NUMBER)); }
 
-/** What the library supports on this machine, as JSON. */
+/** Describes what the library supports on this machine, as JSON. */
 inline Result<std::string> diagnose()
 {
     return detail::text([](char *buffer, std::size_t capacity, std::size_t *length) {
@@ -416,7 +417,7 @@ inline Result<std::string> diagnose()
     });
 }
 
-/** Receives the library's log messages as long as it lives; there may be several. May be destroyed or replaced in its own callback. */
+/** Receives the library's log messages during its lifetime; there may be several. May be destroyed or replaced in its own callback. */
 class Log {
 public:
     /** Receives a level, one of NVFP4_LOG_*, and a line of text, on any thread. Exceptions from it are ignored. */
@@ -449,7 +450,7 @@ public:
     }
     ~Log() { stop(); }
 
-    /** Receives nothing from now on. */
+    /** Stops receiving messages. */
     void stop() noexcept
     {
         if (token_ != 0)
@@ -468,7 +469,7 @@ private:
     std::uint64_t token_ = 0;
 };
 
-/** Cancels the long calls that are given it, even those that have yet to begin, from any thread or signal handler. */
+/** Cancels the long calls that are given it, including later ones, from any thread or signal handler. */
 class Cancel : public detail::Handle<NVFP4_Cancel, NVFP4_cancel_retain, NVFP4_cancel_release> {
 public:
     using Handle::Handle;
@@ -478,18 +479,18 @@ public:
         Cancel out(nullptr);
         return detail::result(NVFP4_cancel_create(out.put()), std::move(out));
     }
-    /** A new one. Without exceptions it is empty if there is no memory for it, and what it is given to fails. */
+    /** A new handle. Without exceptions it is empty if there is no memory for it, and calls that are given it fail. */
 #ifdef NVFP4_NO_EXCEPTIONS
     Cancel() noexcept : Handle(nullptr) { static_cast<void>(NVFP4_cancel_create(put())); }
 #else
     Cancel() : Cancel(create()) {}
 #endif
 
-    /** A second owner of the same. */
+    /** A second owner of the same handle. */
     Result<Cancel> clone() const { return again<Cancel>(); }
     /** Cancels the calls. False if this holds nothing. */
     bool trigger() const noexcept { return NVFP4_cancel_trigger(get()) == NVFP4_OK; }
-    /** Makes it not triggered again. False if this holds nothing. */
+    /** Resets the handle, so that it is no longer triggered. False if this holds nothing. */
     bool renew() const noexcept { return NVFP4_cancel_reset(get()) == NVFP4_OK; }
     Result<bool> triggered() const
     {
@@ -500,15 +501,15 @@ public:
 };
 
 /**
- * How a long call is cancelled and reports its progress; the fields of the C struct, with their defaults. It and what it
- * points to must stay valid until the call returns.
+ * Cancellation and progress of a long call; the fields of the C struct, with their defaults. It and what it points to must
+ * stay valid until the call returns.
  */
 struct CallOptions : NVFP4_CallOptions {
     CallOptions() : NVFP4_CallOptions()
     {
         detail::filled(NVFP4_call_options_init(this, sizeof(NVFP4_CallOptions)));
     }
-    /** Cancelled by `handle`. An empty one fails, here or without exceptions in the call, as it would cancel nothing. */
+    /** Cancelled by `handle`. Fails for an empty one, which would cancel nothing; without exceptions the call fails instead. */
     explicit CallOptions(const Cancel &handle) : CallOptions()
     {
         std::int32_t triggered = 0;
@@ -543,7 +544,7 @@ inline Result<void> device_synchronize(std::int32_t device_type = NVFP4_DEVICE_C
     return check(NVFP4_device_synchronize(device_type, index));
 }
 
-/** Frees what is kept for reuse. */
+/** Frees memory that is kept for reuse. */
 inline void empty_cache() noexcept { NVFP4_empty_cache(); }
 
 /** Bytes in use. */
@@ -558,10 +559,10 @@ inline Result<Memory> memory(std::int32_t tag = NVFP4_MEMORY_TOTAL)
     return detail::result(NVFP4_memory_stats(tag, &out.current, &out.peak), std::move(out));
 }
 
-/** Sets all peaks to what is in use now. */
+/** Resets all peaks to current use. */
 inline Result<void> reset_memory_peak() { return check(NVFP4_memory_reset_peak()); }
 
-/** The most bytes that may be in use; 0 removes the limit. */
+/** Sets an upper limit for the bytes in use; 0 removes it. */
 inline Result<void> set_memory_budget(std::uint64_t bytes) { return check(NVFP4_memory_set_budget(bytes)); }
 
 /** The limit, or 0 if there is none. */
@@ -570,7 +571,7 @@ inline Result<std::uint64_t> memory_budget() { return detail::value<std::uint64_
 /** Sets the process's policy on managed memory, one of NVFP4_MANAGED_*. */
 inline Result<void> set_managed_policy(std::int32_t policy) { return check(NVFP4_memory_set_managed_policy(policy)); }
 
-/** The policy in force. */
+/** The effective policy. */
 inline Result<std::int32_t> managed_policy() { return detail::value<std::int32_t>(NVFP4_memory_get_managed_policy); }
 
 /** Whether tensors can be in managed memory of a CUDA device. */
@@ -581,7 +582,7 @@ inline Result<bool> can_be_managed(std::int32_t index)
     return detail::result(status, can != 0);
 }
 
-/** The same of device 0. */
+/** Whether tensors can be in managed memory of CUDA device 0. */
 inline bool can_use_managed() noexcept { return NVFP4_can_use_managed() != 0; }
 
 /** The NVFP4_DTYPE_* of a C++ type. */
@@ -609,13 +610,13 @@ public:
         return host(NVFP4_tensor_from_host, data, shape, dtype, strides, nullptr, nullptr);
     }
 
-    /** The same over memory that must not be written, which makes the tensor read-only. */
+    /** Over memory of the caller that must not be written; the tensor is read-only. */
     static Result<Tensor> borrow(const void *data, Shape shape, std::int32_t dtype, Shape strides = {})
     {
         return host(NVFP4_tensor_from_host_read_only, data, shape, dtype, strides, nullptr, nullptr);
     }
 
-    /** The same with the pointer's type as the dtype, and read-only for a pointer to const. */
+    /** Over memory of the caller, with the pointer's type as the dtype; read-only for a pointer to const. */
     template <class T>
     static Result<Tensor> borrow(T *data, Shape shape)
     {
@@ -652,7 +653,7 @@ public:
         return borrow(values.data(), {static_cast<std::int64_t>(values.size())});
     }
 
-    /** Over the elements of a span, which must be as many as the shape has. */
+    /** Over the elements of a span, whose number must match the shape. */
     template <class T, std::size_t Extent>
     static Result<Tensor> borrow(std::span<T, Extent> values, Shape shape)
     {
@@ -694,7 +695,7 @@ public:
         return detail::result(NVFP4_tensor_copy_to_device(get(), device_type, index, out.put()), std::move(out));
     }
 
-    /** Where the memory is: one of NVFP4_DEVICE_*, and which device of that type. */
+    /** The place of the memory: one of NVFP4_DEVICE_*, and the index of the device of that type. */
     Result<std::pair<std::int32_t, std::int32_t>> device() const
     {
         std::pair<std::int32_t, std::int32_t> out;
@@ -711,7 +712,7 @@ public:
     /** Whether it is in managed memory. */
     bool is_managed() const noexcept { return NVFP4_is_managed_tensor(get()) != 0; }
 
-    /** The same values in managed memory, prefetched to the CUDA device `prefetch_device` unless that is -1. */
+    /** A copy in managed memory, prefetched to the CUDA device `prefetch_device` unless that is -1. */
     Result<Tensor> to_managed(std::int32_t prefetch_device = -1, bool read_mostly = false) const
     {
         auto *made = static_cast<NVFP4_Tensor *>(NVFP4_to_managed(get(), prefetch_device, read_mostly));
@@ -732,7 +733,7 @@ public:
         return detail::result(NVFP4_tensor_from_dlpack(managed, out.put()), std::move(out));
     }
 
-    /** The same with a version. A tensor with the flag read-only, and its views, are read-only. */
+    /** Takes ownership of a versioned DLPack tensor. With the read-only flag, the tensor and its views are read-only. */
     static Result<Tensor> from_dlpack(struct DLManagedTensorVersioned *managed)
     {
         Tensor out;
@@ -746,7 +747,7 @@ public:
             [&](struct DLManagedTensor **out) { return NVFP4_tensor_to_dlpack(get(), out); });
     }
 
-    /** The same with a version, of any tensor. */
+    /** A versioned DLPack tensor over the same memory, also for a read-only tensor. */
     Result<struct DLManagedTensorVersioned *> to_dlpack_versioned() const
     {
         return detail::value<struct DLManagedTensorVersioned *>(
@@ -794,7 +795,7 @@ public:
     {
         return detail::value<std::uint64_t>([&](std::uint64_t *out) { return NVFP4_tensor_bytes(get(), out); });
     }
-    /** Whether the memory must not be written, as its lender has said. */
+    /** Whether the memory must not be written, as its lender declared. */
     Result<bool> is_read_only() const
     {
         return detail::value<bool>([&](bool *out) {
@@ -844,7 +845,7 @@ public:
         return check(NVFP4_tensor_copy_to_host(get(), destination, bytes));
     }
 #ifdef __cpp_lib_span
-    /** Copies the elements as they are stored, into exactly as many. */
+    /** Copies the elements in their stored type, into exactly as many. */
     template <class T, std::size_t Extent>
     Result<void> copy_to(std::span<T, Extent> destination) const
     {
@@ -853,7 +854,7 @@ public:
         return copy_to(destination.data(), destination.size_bytes());
     }
 #endif
-    /** The elements as they are stored. */
+    /** The elements in their stored type. */
     template <class T>
     Result<std::vector<T>> to_vector() const
     {
@@ -880,7 +881,7 @@ public:
     }
 
 private:
-    /** Why strides do not fit a shape, or nothing if they do. */
+    /** The reason why strides do not fit a shape; empty if they do. */
     static std::optional<Error> matching(Shape shape, Shape strides)
     {
         if (strides.data() == nullptr || strides.size() == shape.size())
@@ -888,7 +889,7 @@ private:
         return Error(NVFP4_INVALID_ARGUMENT, std::to_string(strides.size()) + " strides for " +
                                                  std::to_string(shape.size()) + " dimensions");
     }
-    /** Why elements do not fill a shape, or nothing if they do. */
+    /** The reason why elements do not fill a shape; empty if they do. */
     static std::optional<Error> filling(std::size_t given, Shape shape)
     {
         std::uint64_t elements = 1;
@@ -902,7 +903,7 @@ private:
         return Error(NVFP4_INVALID_ARGUMENT, std::to_string(given) + " elements do not fill a shape of " +
                                                  (fits ? std::to_string(elements) : "other sizes"));
     }
-    /** Why `elements` of a C++ type do not match this tensor's, or nothing if they do. */
+    /** The reason why `elements` of a C++ type do not match this tensor's; empty if they do. */
     template <class T>
     std::optional<Error> holding(std::size_t elements) const
     {
@@ -937,7 +938,7 @@ private:
         const std::unique_ptr<std::function<void(void *)>> kept(static_cast<std::function<void(void *)> *>(user));
         (*kept)(data);
     }
-    /** `made`; if it succeeded, its deleter owns `kept` from now on. */
+    /** Returns `made`. If it succeeded, its deleter owns `kept` from now on. */
     template <class Kept>
     static Result<Tensor> kept_by(Result<Tensor> made, std::unique_ptr<Kept> &kept)
     {
@@ -982,7 +983,7 @@ struct Quantized {
     std::int32_t scale_layout = NVFP4_SCALES_LINEAR;
 };
 
-/** To NVFP4 along the last dimension. */
+/** Quantizes to NVFP4 along the last dimension. */
 inline Result<Quantized> quantize(const Tensor &input, const NVFP4_QuantizeOptions &options = QuantizeOptions())
 {
     Quantized out;
@@ -991,7 +992,7 @@ inline Result<Quantized> quantize(const Tensor &input, const NVFP4_QuantizeOptio
                           std::move(out));
 }
 
-/** Back to a floating type. */
+/** Dequantizes to a floating type. */
 inline Result<Tensor> dequantize(const Quantized &input, std::int32_t dtype = NVFP4_DTYPE_FLOAT32)
 {
     Tensor out;
@@ -1000,7 +1001,7 @@ inline Result<Tensor> dequantize(const Quantized &input, std::int32_t dtype = NV
                           std::move(out));
 }
 
-/** a `[M, K]` times b `[N, K]` transposed (W4A4). Both must have the same layout of scales. */
+/** Multiplies a `[M, K]` by the transpose of b `[N, K]` (W4A4). Both must have the same scale layout. */
 inline Result<Tensor> scaled_mm(const Quantized &a, const Quantized &b, std::int32_t dtype = NVFP4_DTYPE_FLOAT32)
 {
     if (a.scale_layout != b.scale_layout)
@@ -1019,7 +1020,7 @@ inline Result<Tensor> swizzle(const Tensor &scales)
     return detail::result(NVFP4_scales_swizzle(scales.get(), out.put()), std::move(out));
 }
 
-/** Block scales in row-major order again. */
+/** Converts swizzled block scales to row-major order. */
 inline Result<Tensor> unswizzle(const Tensor &scales, std::int64_t rows, std::int64_t k_blocks)
 {
     Tensor out;
@@ -1034,7 +1035,7 @@ struct Nf4 {
     std::int64_t block = 64;
 };
 
-/** To NF4, flattened. */
+/** Quantizes to NF4, flattened. */
 inline Result<Nf4> quantize_nf4(const Tensor &input, std::int64_t block = 64)
 {
     Nf4 out;
@@ -1042,7 +1043,7 @@ inline Result<Nf4> quantize_nf4(const Tensor &input, std::int64_t block = 64)
     return detail::result(NVFP4_tensor_quantize_nf4(input.get(), block, out.codes.put(), out.absmax.put()), std::move(out));
 }
 
-/** Back to a floating type, in the given shape. */
+/** Dequantizes to a floating type, in the given shape. */
 inline Result<Tensor> dequantize(const Nf4 &input, Shape shape, std::int32_t dtype = NVFP4_DTYPE_FLOAT32)
 {
     Tensor out;
@@ -1058,7 +1059,7 @@ inline Result<Quantized> quantize_packed(const Tensor &weight)
     return detail::result(NVFP4_quantize_packed(weight.get(), out.codes.put(), out.scales.put()), std::move(out));
 }
 
-/** Expands the result of quantize_packed(). */
+/** Dequantizes the result of quantize_packed(). */
 inline Result<Tensor> dequantize_packed(const Tensor &qdata, const Tensor &scale, std::int32_t dtype = NVFP4_DTYPE_FLOAT32)
 {
     Tensor out;
@@ -1085,7 +1086,7 @@ struct WeightOptions : NVFP4_WeightOptions {
     /** The name of the backend to insist on; empty for any. Used instead of the pointer `backend`. */
     std::string backend_name;
 
-    /** As C takes it, as long as this lives. */
+    /** As the C struct, valid as long as this lives. */
     NVFP4_WeightOptions plain() const
     {
         NVFP4_WeightOptions out = *this;
@@ -1095,7 +1096,7 @@ struct WeightOptions : NVFP4_WeightOptions {
     }
 };
 
-/** Which backend a weight of one of NVFP4_FORMAT_* would get, as JSON. */
+/** The backend that a weight of one of NVFP4_FORMAT_* would get, as JSON. */
 inline Result<std::string> select_backend(std::int32_t format, const WeightOptions &options = WeightOptions())
 {
     const NVFP4_WeightOptions plain = options.plain();
@@ -1116,7 +1117,7 @@ public:
                                                   weight.scale_layout, out.put()),
                               std::move(out));
     }
-    /** As `options` say, except for the layout of the scales, which the tensor has. */
+    /** Prepares a weight as `options` say, except for the scale layout, which the tensor determines. */
     static Result<Weight> prepare(const Quantized &weight, const WeightOptions &options)
     {
         Weight out;
@@ -1135,7 +1136,7 @@ public:
                                                       weight.block, n, k, &plain, out.put()),
                               std::move(out));
     }
-    /** Of a floating type. */
+    /** Prepares a dense weight of a floating type. */
     static Result<Weight> prepare(const Tensor &weight)
     {
         Weight out;
@@ -1165,7 +1166,7 @@ public:
         return detail::result(NVFP4_weight_size(get(), &out.n, &out.k, &out.bytes), std::move(out));
     }
 
-    /** The backend and why it was chosen, as JSON. */
+    /** The backend and the reason for its choice, as JSON. */
     Result<std::string> report() const
     {
         return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
@@ -1173,7 +1174,7 @@ public:
         });
     }
 
-    /** `input` `[.., K]` times the weight, transposed: `[.., N]`. */
+    /** `input` `[.., K]` times the transposed weight: `[.., N]`. */
     Result<Tensor> linear(const Tensor &input, std::int32_t activations = NVFP4_ACTIVATIONS_EXACT,
                   std::int32_t dtype = NVFP4_DTYPE_FLOAT32) const
     {
@@ -1278,7 +1279,10 @@ class Model : public detail::Handle<NVFP4_Model, NVFP4_model_retain, NVFP4_model
 public:
     using Handle::Handle;
 
-    /** Loads a directory or file, by default to a GPU with room for it or else to the CPU; info() says why. Dense weights are quantized as `quantize` says, or kept if it is nullptr. */
+    /**
+     * Loads a directory or file, by default to a GPU with room for it, or else to the CPU; info() says why. Dense weights are quantized by
+     * `quantize`, or kept if it is nullptr.
+     */
     static Result<Model> load(std::string_view path, const NVFP4_LoadOptions &options = LoadOptions(),
                               const NVFP4_QuantizeOptions *quantize = nullptr)
     {
@@ -1287,7 +1291,7 @@ public:
                               std::move(out));
     }
 
-    /** The same, with a callback `(std::uint64_t done, std::uint64_t total)` in bytes. */
+    /** Loads a model with a progress callback `(std::uint64_t done, std::uint64_t total)` in bytes. */
     template <class Progress>
     static Result<Model> load(std::string_view path, const NVFP4_LoadOptions &options, const NVFP4_QuantizeOptions *quantize,
                               Progress &&progress)
@@ -1337,7 +1341,7 @@ public:
             return NVFP4_model_tokenize(get(), text.data(), text.size(), add_special, buffer, capacity, count);
         });
     }
-    /** Tokens of plain text, such as a user's: names of special tokens in it are text. The rest is as for tokenize(). */
+    /** Tokens of plain text, such as a user's: names of special tokens in it are text. Otherwise as tokenize(). */
     Result<std::vector<std::int32_t>> tokenize_plain(std::string_view text, bool add_special = true) const
     {
         return detail::items<std::int32_t>([&](std::int32_t *buffer, std::size_t capacity, std::size_t *count) {
@@ -1362,7 +1366,7 @@ public:
                                            capacity, length);
         });
     }
-    /** The same for messages as JSON, which may have reasoning, tool calls and their results. */
+    /** A conversation given as JSON, which may have reasoning, tool calls and their results, rendered by the model's chat template. */
     Result<std::string> render_messages(std::string_view messages, const ChatOptions &chat = ChatOptions(),
                                         bool add_generation_prompt = true) const
     {
@@ -1394,7 +1398,7 @@ struct ConvertOptions : NVFP4_ConvertOptions {
     }
 };
 
-/** How to calibrate a model; the fields of the C struct, with their defaults. It outlives what points to it. */
+/** How to calibrate a model; the fields of the C struct, with their defaults. Must outlive structs that point to it. */
 struct CalibrateOptions : NVFP4_CalibrateOptions {
     CalibrateOptions() : NVFP4_CalibrateOptions()
     {
@@ -1402,7 +1406,7 @@ struct CalibrateOptions : NVFP4_CalibrateOptions {
     }
 };
 
-/** Converts a model on disk to NVFP4 on disk. `quantize` nullptr has the defaults. */
+/** Converts a model on disk to NVFP4 on disk. `quantize` nullptr stands for the defaults. */
 inline Result<void> convert(std::string_view source, std::string_view destination,
                             const NVFP4_ConvertOptions &options = ConvertOptions(),
                             const NVFP4_QuantizeOptions *quantize = nullptr)
@@ -1411,7 +1415,7 @@ inline Result<void> convert(std::string_view source, std::string_view destinatio
                                      quantize));
 }
 
-/** The same, with a callback `(std::uint64_t done, std::uint64_t total)` in bytes. */
+/** Converts with a progress callback `(std::uint64_t done, std::uint64_t total)` in bytes. */
 template <class Progress>
 Result<void> convert(std::string_view source, std::string_view destination, const NVFP4_ConvertOptions &options,
                      const NVFP4_QuantizeOptions *quantize, Progress &&progress)
@@ -1425,7 +1429,7 @@ Result<void> convert(std::string_view source, std::string_view destination, cons
                                                    quantize)));
 }
 
-/** How to make a session; the fields of the C struct, with their defaults, except the system prompt. */
+/** How to create a session; the fields of the C struct, with their defaults, except the system prompt. */
 struct SessionOptions : NVFP4_SessionOptions {
     SessionOptions() : NVFP4_SessionOptions()
     {
@@ -1457,7 +1461,7 @@ inline Result<GenerateOptions> Model::generate_options() const
     return detail::result(status, std::move(out));
 }
 
-/** A generated token and the text that it completes; or text without a token, which was held back or is of another part. */
+/** A generated token with the text that it completes, or text without a token, which was held back or is of another part. */
 struct Piece {
     /** -1 for text without a token. */
     std::int32_t token;
@@ -1561,7 +1565,7 @@ public:
     {
         return check(NVFP4_session_prefill(get(), tokens.data(), tokens.size(), call));
     }
-    /** The same, with a callback `(std::uint64_t done, std::uint64_t total)` in tokens; returning false ends the call. */
+    /** Prefills with a callback `(std::uint64_t done, std::uint64_t total)` in tokens; returning false ends the call. */
     template <class Progress>
     Result<void> prefill(Span<std::int32_t> tokens, const NVFP4_CallOptions *call, Progress &&progress)
     {
@@ -1591,7 +1595,7 @@ public:
 
     /** Generates tokens after those in the session. */
     Result<Generation> generate(const GenerateOptions &options = {}) { return generate(options, detail::Nothing()); }
-    /** The same; `on_piece` takes every Piece, or only the text of the content as a std::string_view. */
+    /** Generates with a callback: `on_piece` takes every Piece, or only the text of the content as a std::string_view. */
     template <class F>
     Result<Generation> generate(const GenerateOptions &options, F &&on_piece)
     {
@@ -1602,18 +1606,18 @@ public:
                    });
     }
 
-    /** Adds a user message and generates the answer, with the chat options of the turn before. */
+    /** Adds a user message and generates the answer, with the chat options of the previous turn. */
     Result<Generation> chat(std::string_view text, const GenerateOptions &options = {})
     {
         return chat(text, options, detail::Nothing());
     }
-    /** The same; `on_piece` is as for generate(). */
+    /** Chats with a callback; `on_piece` is as for generate(). */
     template <class F, class = detail::IfTakesPieces<F>>
     Result<Generation> chat(std::string_view text, const GenerateOptions &options, F &&on_piece)
     {
         return turn(NVFP4_session_chat, text, nullptr, options, on_piece);
     }
-    /** With chat options, which later turns keep. */
+    /** Chats with chat options, which later turns keep. */
     Result<Generation> chat(std::string_view text, const ChatOptions &chat, const GenerateOptions &options = {})
     {
         return this->chat(text, chat, options, detail::Nothing());
@@ -1624,7 +1628,7 @@ public:
         return turn(NVFP4_session_chat, text, &chat, options, on_piece);
     }
 
-    /** Generates the answer to a whole conversation, as JSON like that of messages(); the rest is as for chat(). */
+    /** Generates the answer to a whole conversation, as JSON like that of messages(); otherwise as chat(). */
     Result<Generation> chat_messages(std::string_view messages, const GenerateOptions &options = {})
     {
         return chat_messages(messages, options, detail::Nothing());
@@ -1687,7 +1691,7 @@ public:
     {
         return detail::value<std::size_t>([&](std::size_t *out) { return NVFP4_session_length(get(), out); });
     }
-    /** The most tokens that the session can hold. */
+    /** Upper limit of tokens in the session. */
     Result<std::size_t> context() const
     {
         return detail::value<std::size_t>([&](std::size_t *out) { return NVFP4_session_context(get(), out); });
@@ -1915,7 +1919,7 @@ public:
             relay_->stop();
     }
 
-    /** The result of the generation; waits for its end. One that was stopped ends as #NVFP4_FINISH_CANCELLED. */
+    /** The result of the generation; waits for its end. A stopped one ends as #NVFP4_FINISH_CANCELLED. */
     Result<Generation> result()
     {
         if (!relay_)
@@ -2004,9 +2008,9 @@ inline Result<void> step(Span<Session *> sessions, Span<std::int32_t> tokens, co
 }
 
 /**
- * The same, and returns the next token of each session, which is not appended, or -1 for a session that was left out.
- * `options` say how each is chosen: one for each, one for all, or none for the argmax. On a GPU no logits are copied to the
- * host.
+ * As step(), and returns the next token of each session, which is not appended, or -1 for a session that was left out.
+ * `options` say how tokens are chosen: one for each session, one for all, or none for the argmax. On a GPU no logits are
+ * copied to the host.
  */
 inline Result<std::vector<std::int32_t>> step_sample(Span<Session *> sessions, Span<std::int32_t> tokens,
                                                      Span<GenerateOptions> options = {},
@@ -2030,7 +2034,7 @@ inline Result<std::vector<std::int32_t>> step_sample(Span<Session *> sessions, S
                           std::move(next));
 }
 
-/** Follows one sequence of tokens: gives the text that each completes, and says when the sequence ends. */
+/** Follows one sequence of tokens: returns the text that each completes, and says when the sequence ends. */
 class Detokenizer : public detail::Handle<NVFP4_Detokenizer, NVFP4_detokenizer_retain, NVFP4_detokenizer_release> {
 public:
     using Handle::Handle;
@@ -2058,7 +2062,7 @@ public:
     }
 #endif
 
-    /** A second owner of the same. */
+    /** A second owner of the same detokenizer. */
     Result<Detokenizer> clone() const { return again<Detokenizer>(); }
     /** Adds the next token. */
     Result<Text> push(std::int32_t token)
@@ -2070,7 +2074,7 @@ public:
         out.text = std::string_view(text, length);
         return detail::result(status, std::move(out));
     }
-    /** Ends the sequence; the text that was held back. */
+    /** Ends the sequence, and returns the text that was held back. */
     Result<std::string_view> finish()
     {
         const char *text = nullptr;
@@ -2093,12 +2097,15 @@ struct TrainerOptions : NVFP4_TrainerOptions {
     std::string teacher_path;
 };
 
-/** Documents that go through a model together, with the token that should come after each; negative where none counts. The arrays must outlive the call. */
+/**
+ * Documents that go through a model together. The label of a token is the one that should follow; negative for none. The arrays must
+ * outlive the call.
+ */
 struct MicroBatch {
     Span<std::int32_t> tokens, labels;
-    /** The number of tokens of each document; empty if all is one. */
+    /** Number of tokens of each document; empty if all tokens are one document. */
     Span<std::size_t> document_lengths;
-    /** The weight of each label in the loss; empty if all count the same. */
+    /** Weight of each label in the loss; empty if all are 1. */
     Span<float> weights = {};
 };
 
@@ -2153,7 +2160,7 @@ class Trainer : public detail::Handle<NVFP4_Trainer, NVFP4_trainer_retain, NVFP4
 public:
     using Handle::Handle;
 
-    /** Of the model in a directory or file. */
+    /** A trainer of the model in a directory or file. */
     static Result<Trainer> create(std::string_view path, const TrainerOptions &options = TrainerOptions(),
                                   const NVFP4_CallOptions *call = nullptr)
     {
@@ -2162,7 +2169,10 @@ public:
         return detail::result(NVFP4_trainer_create(path.data(), path.size(), &plain, call, out.put()), std::move(out));
     }
 
-    /** From the last checkpoint in `directory`, with its settings; `path` is the model that training began with. The options may name a device. */
+    /**
+     * Resumes from the last checkpoint in `directory`, with its settings; `path` is the model that training began with. The options may
+     * name a device.
+     */
     static Result<Trainer> resume(std::string_view path, std::string_view directory, const TrainerOptions &options = TrainerOptions(),
                                   const NVFP4_CallOptions *call = nullptr)
     {
@@ -2182,7 +2192,7 @@ public:
     /** A second owner of the same trainer. */
     Result<Trainer> clone() const { return again<Trainer>(); }
 
-    /** One step by all micro-batches together. */
+    /** Takes one step by all micro-batches together. */
     Result<NVFP4_StepReport> step(Span<MicroBatch> batches, const NVFP4_CallOptions *call = nullptr)
     {
         if (!detail::paired(batches))
@@ -2193,7 +2203,7 @@ public:
         const NVFP4_Status status = NVFP4_trainer_step(get(), plain.data(), plain.size(), sizeof(NVFP4_MicroBatch), call, &report);
         return detail::result(status, report);
     }
-    /** The mean cross-entropy of the labels that count: of what is delivered, or of all that is stored. */
+    /** Mean cross-entropy of the labels that count, by the delivered weights or by the full stored precision. */
     Result<double> evaluate(Span<MicroBatch> batches, bool delivered = true, const NVFP4_CallOptions *call = nullptr)
     {
         if (!detail::paired(batches))
@@ -2203,7 +2213,7 @@ public:
             return NVFP4_trainer_evaluate(get(), plain.data(), plain.size(), sizeof(NVFP4_MicroBatch), delivered, call, out);
         });
     }
-    /** The mean cross-entropy, and the mean divergence from the predictions of the trainer's teacher. */
+    /** Mean cross-entropy, and mean divergence from the predictions of the trainer's teacher. */
     Result<Comparison> compare(Span<MicroBatch> batches, bool delivered = true, const NVFP4_CallOptions *call = nullptr)
     {
         if (!detail::paired(batches))
@@ -2221,7 +2231,7 @@ public:
             return NVFP4_trainer_info(get(), buffer, capacity, length);
         });
     }
-    /** Writes a checkpoint with `data`, which is JSON or empty, and removes all there but the last `keep`. */
+    /** Writes a checkpoint with `data`, which is JSON or empty, and removes all but the last `keep` checkpoints there. */
     Result<void> save(std::string_view directory, std::string_view data = {}, std::size_t keep = 2,
                       const NVFP4_CallOptions *call = nullptr)
     {
@@ -2234,24 +2244,24 @@ public:
             return NVFP4_trainer_data(get(), buffer, capacity, length);
         });
     }
-    /** Writes the model, as it is delivered, to a directory in ModelOpt's layout. */
+    /** Writes the delivered model to a directory in ModelOpt's layout. */
     Result<void> export_directory(std::string_view path, std::int32_t tables = NVFP4_TABLES_AUTO, bool replace = false,
                                   const NVFP4_CallOptions *call = nullptr)
     {
         return check(NVFP4_trainer_export_directory(get(), path.data(), path.size(), tables, replace, call));
     }
-    /** The same to a `.dat` file, every tensor in the type that it has in the `.dat` file that training began with. */
+    /** Writes the delivered model to a `.dat` file, every tensor in its type in the `.dat` file that training began with. */
     Result<void> export_dat(std::string_view path, const NVFP4_CallOptions *call = nullptr)
     {
         return check(NVFP4_trainer_export_dat(get(), path.data(), path.size(), call));
     }
-    /** Writes the adapters to a directory as peft reads them; `base` is what the model below them is called there. */
+    /** Writes the adapters to a directory in peft's format; `base` is the name of the base model there. */
     Result<void> export_adapter(std::string_view path, std::string_view base, bool replace = false,
                                 const NVFP4_CallOptions *call = nullptr)
     {
         return check(NVFP4_trainer_export_adapter(get(), path.data(), path.size(), base.data(), base.size(), replace, call));
     }
-    /** The model that is trained, on the memory that is trained. It ends with the next step that changes weights. */
+    /** The model under training, in the trainer's memory. It ends with the next step that changes weights. */
     Result<Model> model(const NVFP4_CallOptions *call = nullptr)
     {
         Model out;
@@ -2259,17 +2269,17 @@ public:
     }
 };
 
-/** How data is read; the fields of the C struct, with their defaults, except the separator. */
+/** How to read data; the fields of the C struct, with their defaults, except the separator. */
 struct DataOptions : NVFP4_DataOptions {
     DataOptions() : NVFP4_DataOptions()
     {
         detail::filled(NVFP4_data_options_init(this, sizeof(NVFP4_DataOptions)));
     }
-    /** The separator of the documents of a text; empty for none. */
+    /** Separator of the documents of a text; empty for none. */
     std::string separates;
 };
 
-/** A document of training data: for each of its tokens the one that should come after it, or -1, and the weight of that in the loss. */
+/** A document of training data, with a label for each token: the next token, or -1, and its weight in the loss. */
 struct Document {
     std::vector<std::int32_t> tokens, labels;
     std::vector<float> weights;
@@ -2280,7 +2290,7 @@ class Data : public detail::Handle<NVFP4_Data, NVFP4_data_retain, NVFP4_data_rel
 public:
     using Handle::Handle;
 
-    /** Reads files for the model in a directory or file, of which no weights are read. */
+    /** Reads files for the model in a directory or file, whose weights are not read. */
     static Result<Data> read(std::string_view model, Span<std::string_view> files, const DataOptions &options = DataOptions(),
                              const NVFP4_CallOptions *call = nullptr)
     {
@@ -2320,14 +2330,14 @@ public:
         }
         return detail::result(status, std::move(out));
     }
-    /** A document as JSON: its tokens with their texts, and which of them are learned. */
+    /** A document as JSON: its tokens with their texts, and which are learned. */
     Result<std::string> mask(std::size_t index) const
     {
         return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
             return NVFP4_data_mask(get(), index, buffer, capacity, length);
         });
     }
-    /** A report of the files and rows, as JSON. */
+    /** A summary of the files and rows, as JSON. */
     Result<std::string> report() const
     {
         return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
@@ -2336,7 +2346,7 @@ public:
     }
 };
 
-/** How a weight and its moments are held; the fields of the C struct, with their defaults. */
+/** How to store a weight and its moments; the fields of the C struct, with their defaults. */
 struct OptimizerOptions : NVFP4_OptimizerOptions {
     OptimizerOptions() : NVFP4_OptimizerOptions()
     {
@@ -2358,7 +2368,7 @@ struct Delivered {
     float global_scale = 1;
 };
 
-/** A weight `[.., K]` with the moments of its AdamW, for passes that are computed elsewhere. */
+/** A weight `[.., K]` with the moments of its AdamW, for passes computed elsewhere. */
 class Optimizer : public detail::Handle<NVFP4_OptimizerState, NVFP4_optimizer_retain, NVFP4_optimizer_release> {
 public:
     using Handle::Handle;
@@ -2369,7 +2379,7 @@ public:
         return detail::result(NVFP4_optimizer_create(weight.get(), &options, out.put()), std::move(out));
     }
 
-    /** From what save() gave, on any device. */
+    /** Restores the result of save(), on any device. */
     static Result<Optimizer> restore(Span<std::uint8_t> state, std::int32_t device_type = NVFP4_DEVICE_CPU, std::int32_t device_index = 0)
     {
         Optimizer out;
@@ -2387,14 +2397,17 @@ public:
     /** A second owner of the same optimizer. */
     Result<Optimizer> clone() const { return again<Optimizer>(); }
 
-    /** A step by a gradient of the weight's shape; the number of weights that changed, as stored and as delivered. */
+    /**
+     * Takes a step by a gradient of the weight's shape. Returns the number of weights whose stored code changed, and whose delivered code
+     * changed.
+     */
     Result<std::pair<std::uint64_t, std::uint64_t>> step(const Tensor &gradient, const NVFP4_StepOptions &options = StepOptions())
     {
         std::pair<std::uint64_t, std::uint64_t> changed;
         const NVFP4_Status status = NVFP4_optimizer_step(get(), gradient.get(), &options, &changed.first, &changed.second);
         return detail::result(status, changed);
     }
-    /** Steps made. */
+    /** Number of steps taken. */
     Result<std::uint64_t> steps() const
     {
         return detail::value<std::uint64_t>([&](std::uint64_t *out) { return NVFP4_optimizer_size(get(), out, nullptr); });
@@ -2404,7 +2417,7 @@ public:
     {
         return detail::value<std::uint64_t>([&](std::uint64_t *out) { return NVFP4_optimizer_size(get(), nullptr, out); });
     }
-    /** The weight: all that is stored, or the NVFP4 codes alone. */
+    /** The weight in full stored precision, or by the NVFP4 codes alone. */
     Result<Tensor> weight(bool delivered = false, std::int32_t dtype = NVFP4_DTYPE_FLOAT32) const
     {
         void *out = nullptr;
@@ -2418,7 +2431,7 @@ public:
         const NVFP4_Status status = NVFP4_optimizer_delivered(get(), out.codes.put(), out.scales.put(), &out.global_scale);
         return detail::result(status, std::move(out));
     }
-    /** Everything that steps go on from. */
+    /** The complete state, for restore(). */
     Result<std::vector<std::uint8_t>> save() const
     {
         return detail::items<std::uint8_t>([&](std::uint8_t *buffer, std::size_t capacity, std::size_t *length) {
@@ -2427,13 +2440,13 @@ public:
     }
 };
 
-/** A seed of stochastic rounding, so that every tensor and step has random bits of its own. */
+/** A seed of stochastic rounding, which gives every tensor and step its own random bits. */
 inline Result<std::uint64_t> rounding_seed(std::uint64_t seed, std::uint64_t tensor, std::uint64_t step)
 {
     return detail::value<std::uint64_t>([&](std::uint64_t *out) { return NVFP4_rounding_seed(seed, tensor, step, out); });
 }
 
-/** `x` `[.., K]` times a weight `[N, K]` transposed, whose values are rounded to 4 bits. */
+/** `x` `[.., K]` times the transpose of a weight `[N, K]`, whose values are rounded to 4 bits. */
 inline Result<Tensor> ste_linear(const Tensor &x, const Tensor &weight)
 {
     void *out = nullptr;
@@ -2441,7 +2454,7 @@ inline Result<Tensor> ste_linear(const Tensor &x, const Tensor &weight)
     return detail::result(status, Tensor(static_cast<NVFP4_Tensor *>(out)));
 }
 
-/** The gradients of x and of weight, from those of the product. */
+/** The gradients of x and of weight, from the gradient of the product. */
 inline Result<std::pair<Tensor, Tensor>> ste_linear_backward(const Tensor &x, const Tensor &weight, const Tensor &gradient)
 {
     void *dx = nullptr, *dweight = nullptr;
@@ -2453,7 +2466,7 @@ inline Result<std::pair<Tensor, Tensor>> ste_linear_backward(const Tensor &x, co
 /** The drop-in functions for TorchSharp hosts, whose results are tensors of the same kind as their arguments. */
 namespace drop_in {
 
-/** Single-level codes and scales. */
+/** Quantizes to single-level codes and scales. */
 inline Result<std::pair<Tensor, Tensor>> quantize(const Tensor &input)
 {
     void *codes = nullptr, *scales = nullptr;
@@ -2462,7 +2475,7 @@ inline Result<std::pair<Tensor, Tensor>> quantize(const Tensor &input)
                                                                          static_cast<NVFP4_Tensor *>(scales)));
 }
 
-/** `mat1` uint8 `[M, K / 2]` times `mat2` uint8 `[K / 2, N]`, with swizzled scales. */
+/** Multiplies `mat1` uint8 `[M, K / 2]` by `mat2` uint8 `[K / 2, N]`, with swizzled scales. */
 inline Result<Tensor> scaled_mm(const Tensor &mat1, const Tensor &mat2, const Tensor &scale_a, const Tensor &scale_b,
                                 std::int8_t dtype = NVFP4_DTYPE_FLOAT32)
 {

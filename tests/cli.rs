@@ -67,7 +67,7 @@ impl Drop for Scratch {
     }
 }
 
-/// The command, to which no GPU shows unless its arguments ask for one: answers are compared, and what it says is counted.
+/// The command, with GPUs hidden unless its arguments ask for one, because answers are compared and its output is counted.
 fn nvfp4(args: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
     if !args.contains(&"--device") {
@@ -105,7 +105,7 @@ fn failed(output: &Output, what: impl std::fmt::Debug) -> String {
     line.to_owned()
 }
 
-/// What `args` gives where no file may grow beyond `kilobytes`: to the command it is a full disk.
+/// The output of `args` while no file may grow beyond `kilobytes`, which to the command looks like a full disk.
 fn on_a_full_disk(kilobytes: u32, args: &[&str], input: &str) -> Output {
     let mut child = Command::new("sh")
         .arg("-c")
@@ -235,7 +235,7 @@ fn diagnose_names_backends_and_reasons() {
     }
 }
 
-/// Kernels that are embedded need no compiler, but what it is that is missing is said all the same.
+/// Embedded kernels need no compiler, but a missing component is reported all the same.
 #[test]
 fn diagnose_names_a_compiler_that_is_not_there() {
     let output = Command::new(env!("CARGO_BIN_EXE_nvfp4"))
@@ -326,7 +326,7 @@ fn chat_takes_turns_from_a_pipe() {
     let (second, errors, code) =
         chat(format!("x\n/reset\n\n/load {saved}\nAnd you?\n/exit\nx\n").as_bytes());
     assert_eq!(code, Some(0), "{errors}");
-    // What follows the loaded turn is what followed it the first time. Answers may hold line breaks of their own.
+    // The answers after the loaded turn repeat those of the first time. Answers may contain line breaks.
     let answers = both
         .lines()
         .take_while(|l| !l.contains("tokens in the cache"));
@@ -617,7 +617,7 @@ fn a_full_disk_leaves_nothing_half_written() {
         failed(&on_a_full_disk(kilobytes, &synth, ""), synth);
         assert_eq!(scratch.names(), Vec::<String>::new(), "{kilobytes}");
     }
-    // What was there before stays as it was.
+    // The previous file stays as it was.
     scratch.file("m.dat", b"the old file");
     failed(&on_a_full_disk(16, &["quantize", MODEL, &dat], ""), &dat);
     assert_eq!(scratch.names(), ["m.dat"]);
@@ -770,7 +770,7 @@ fn given(args: &[&str], input: &str) -> Output {
     child.wait_with_output().unwrap()
 }
 
-/// What `nvfp4 chat` with `args` prints on standard output and on standard error when these lines are piped into it.
+/// Standard output and standard error of `nvfp4 chat` with `args` when these lines are piped into it.
 fn chat(args: &[&str], lines: &[&str]) -> (String, String) {
     let output = given(&[&["chat"], args].concat(), &(lines.join("\n") + "\n"));
     let errors = String::from_utf8(output.stderr).unwrap();
@@ -1014,7 +1014,7 @@ fn run_answers_conversations_and_tells_their_parts() {
     assert_eq!(answer["text"], answer["content"]);
     assert_eq!(answer["tool_calls"], serde_json::json!([]));
     assert_eq!(answer["seed"], 7);
-    // The same conversation as a prompt.
+    // The conversation given as a prompt.
     let prompt = ["--system", "Be brief.", "--prompt", "Hi", "--seed", "7"];
     let same = json(&[&run[..], &prompt].concat());
     assert_eq!(same["tokens"], answer["tokens"]);
@@ -1036,7 +1036,7 @@ fn run_answers_conversations_and_tells_their_parts() {
     );
 }
 
-/// A path is bytes, read or written; where JSON must name it, what is not UTF-8 is U+FFFD.
+/// Paths are bytes, for reading and writing. In JSON, bytes that are not UTF-8 become U+FFFD.
 #[test]
 fn paths_need_not_be_utf8() {
     let scratch = Scratch::new("bytes");

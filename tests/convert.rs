@@ -163,7 +163,7 @@ fn stacks_of_experts_come_apart() {
             let got = values(&*made, &name);
             let error: f32 = got.iter().zip(&want).map(|(a, b)| (a - b).powi(2)).sum();
             let norm: f32 = want.iter().map(|b| b * b).sum();
-            // What is quantized again has lost nothing where global scales are the same, and little where they are not.
+            // Quantizing again loses nothing if global scales are equal, and little otherwise.
             assert!(error <= norm * 0.02, "{name}: {error} of {norm}");
         }
     }
@@ -250,7 +250,7 @@ fn weights_are_quantized_and_the_rest_is_kept() {
             }
         }
     }
-    // What is NVFP4 already stays bit for bit, unless the container cannot hold its global scale.
+    // NVFP4 weights stay bit for bit, unless the container cannot hold their global scale.
     let again = run(
         &scratch.0.join("out"),
         &scratch.0.join("again"),
@@ -304,7 +304,7 @@ fn a_head_is_kept_where_that_is_asked_for() {
     assert_eq!(head.encoding, Encoding::Dense(DType::BF16));
 }
 
-/// A model whose embedding, and head if it has its own, are stored so; `tied` is what its config says.
+/// A model whose embedding, and head if it has its own, have this encoding; `tied` is the value in its config.
 fn write_tables(directory: &Path, table: Encoding, has_head: bool, tied: bool) {
     let mut plan = plan(40);
     plan[0].encoding = table;
@@ -711,7 +711,7 @@ fn a_conversion_checks_what_loading_checks() {
     }
 }
 
-/// A model of which some tensors are integers, all 0.
+/// A model with some integer tensors, all 0.
 fn write_integers(directory: &Path, plan: &[Planned]) {
     let metadata = Metadata {
         config: Some(config(plan)),

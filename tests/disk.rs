@@ -1,5 +1,5 @@
-//! What the command leaves on disk: a model directory is new or replaced whole, never mixed with another model's files, and
-//! whatever stops a conversion leaves nothing.
+//! Files that the command leaves on disk: a model directory is new or replaced whole, never mixed with another model's files, and a
+//! conversion that is stopped in any way leaves nothing.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -45,7 +45,7 @@ impl Scratch {
         out
     }
 
-    /// A model whose conversion takes a while: weights of zeros, which take no room.
+    /// A model whose conversion takes some time: weights of zeros, which take no disk space.
     fn large_model(&self, name: &str) -> String {
         const WIDE: u64 = 1 << 16;
         const HIDDEN: u64 = 1 << 10;
@@ -166,7 +166,7 @@ fn failure(args: &[&str]) -> String {
     said
 }
 
-/// What a system says no to, as older ones and other file systems do.
+/// System features that older systems and other file systems lack.
 #[derive(Clone, Copy, PartialEq)]
 enum Without {
     /// Files without a name: `O_TMPFILE`.
@@ -183,7 +183,7 @@ fn without(command: &mut Command, what: Without) {
     const IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
     const IF_ANY_BIT: u16 = (libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K) as u16;
     const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
-    // The number of a call lies at 0 of what a filter sees, the low halves of its arguments from 16 on, 8 bytes apart.
+    // In a filter's view, the number of a call is at offset 0, and the low halves of its arguments are from offset 16 on, 8 bytes apart.
     let (call, argument, bit, error) = match what {
         Without::NamelessFiles => (
             libc::SYS_openat,
@@ -355,7 +355,7 @@ fn a_model_that_is_replaced_leaves_nothing_of_itself() {
         assert!(files(Path::new(&out)) == expected);
         assert_eq!(names(scratch.0.to_str().unwrap()), ["fresh", "out"]);
     }
-    // By a link: what it leads to is replaced.
+    // Through a link: its target is replaced.
     let out = scratch.other_model("out2");
     std::os::unix::fs::symlink(&out, scratch.path("link")).unwrap();
     let link = scratch.path("link");
@@ -554,7 +554,7 @@ fn what_a_dat_replaces_keeps_its_mode_and_its_links() {
     assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
 }
 
-/// A text may come from a pipe; a model, a session or a tokenizer may not, and what waits for one is told at once.
+/// A text may come from a pipe. A model, a session or a tokenizer may not, and a waiting writer gets an error at once.
 #[test]
 fn texts_may_be_streams_and_models_may_not() {
     let scratch = Scratch::new("streams");

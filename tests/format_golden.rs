@@ -1,4 +1,4 @@
-//! The number formats against independent implementations: `golden/format/make.py` says which, and made the file.
+//! The number formats against independent implementations, which `golden/format/make.py` names and used to make the file.
 
 use NVFP4::format::nvfp4::{
     Levels, QuantizeOptions, Recipe, decode, dequantize, is_block_scale, pack, quantize,

@@ -1,7 +1,7 @@
-//! Every kernel for every architecture, compiled without a GPU: what the assembler reports, that tensor cores are used where
-//! they should be, and that a launcher passes as many bytes as its kernel takes. Without NVRTC every test says SKIPPED, unless
-//! NVFP4_REQUIRE names `nvrtc`; what disassembles is skipped without nvdisasm, unless it names `nvdisasm`.
-//! `tests/kernels/run.sh` installs both. What no GPU at hand can run is emulated, which takes g++.
+//! Compiles every kernel for every architecture without a GPU, and checks the assembler's report, the use of tensor cores, and that a
+//! launcher passes as many bytes as its kernel takes. Without NVRTC every test says SKIPPED, unless NVFP4_REQUIRE names `nvrtc`; tests that
+//! disassemble are skipped without nvdisasm, unless it names `nvdisasm`. `tests/kernels/run.sh` installs both. Kernels without a GPU are
+//! emulated, which takes g++.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -23,8 +23,7 @@ use NVFP4::format::{Rounding, random, swizzle};
 use NVFP4::ops::sample::{self, Choice, SamplingOptions};
 use NVFP4::tensor::DType;
 
-/// The instruction by which every kernel of a unit multiplies on tensor cores, of the units whose kernels do; or, ending in a dot, how
-/// it begins.
+/// The instruction with which all kernels of a unit use tensor cores, for units that do; a name that ends with a dot is a prefix.
 fn multiply(unit: Unit, target: &str) -> Option<&'static str> {
     const F16: &str = "HMMA.16816.F32";
     const NVFP4: &str = "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X";
@@ -58,7 +57,7 @@ fn compile(unit: Unit, target: &str) -> Option<(Vec<u8>, String)> {
     }
 }
 
-/// What the assembler says of a function.
+/// The assembler's report on a function.
 #[derive(Debug, Default, PartialEq)]
 struct Usage {
     stack: usize,
@@ -143,10 +142,10 @@ fn sections(image: &[u8]) -> Vec<(String, &[u8])> {
 
 /// Bytes of parameters by kernel, from the attributes that the driver reads too.
 fn parameter_bytes(image: &[u8]) -> BTreeMap<String, usize> {
-    /// An attribute whose value is two bytes long, and its number.
+    /// An attribute with a value of two bytes, and its number.
     const HALF_WORD: u8 = 3;
     const PARAMETER_SIZE: u8 = 0x19;
-    /// An attribute whose value is as long as its two bytes say.
+    /// An attribute whose value has the length in its two bytes.
     const SIZED: u8 = 4;
     let mut all = BTreeMap::new();
     for (name, attributes) in sections(image) {
@@ -208,7 +207,7 @@ fn functions_with(instruction: &str, image: &[u8], name: &str) -> Option<BTreeSe
     Some(found)
 }
 
-/// A complaint about a kernel's spills, of which there may be none.
+/// A complaint about a kernel's spills; none are allowed.
 fn spills(usage: &Usage) -> Option<String> {
     let bytes = usage.spill_stores + usage.spill_loads;
     (bytes > 0).then(|| format!("spills {bytes} bytes: {usage:?}"))
@@ -278,13 +277,13 @@ macro_rules! targets {
 
 targets! { sm_80 sm_86 sm_89 sm_90a sm_100a sm_103a sm_120a sm_121a }
 
-/// Compiles a program of tests/kernels/emulated for the processor, with this `__CUDA_ARCH__`, and runs it: what it says.
-/// Nothing where there is no compiler.
+/// Compiles a program of tests/kernels/emulated for the CPU, with this `__CUDA_ARCH__`, and runs it. Returns its output; `None` without a
+/// compiler.
 fn emulate(name: &str, arch: u32) -> Option<String> {
     emulate_with(name, arch, &[]).map(|said| String::from_utf8(said).unwrap())
 }
 
-/// The same with something on standard input.
+/// As `emulate`, with data on standard input.
 fn emulate_with(name: &str, arch: u32, input: &[u8]) -> Option<Vec<u8>> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let program = Path::new(env!("CARGO_TARGET_TMPDIR"))
@@ -407,7 +406,7 @@ fn values_to_quantize(seed: u64, odd: bool) -> Vec<f32> {
         .collect()
 }
 
-/// What of block scales is none, from the kernel's source, on the processor.
+/// Invalid block scales, found by the kernel's source on the CPU.
 #[test]
 fn scales_that_are_none_are_found_on_an_emulated_gpu() {
     if let Some(said) = emulate("check", 900) {
@@ -472,7 +471,7 @@ fn quantized_bits_are_right_on_an_emulated_gpu() {
             })
             .collect();
         for row in x.chunks_exact(blocks * 16) {
-            // What is between rows is nobody's.
+            // The gap between rows belongs to nobody.
             let gap = vec![f32::NAN; padding as usize * 16];
             for &v in row.iter().chain(&gap) {
                 match dtype {
@@ -491,7 +490,7 @@ fn quantized_bits_are_right_on_an_emulated_gpu() {
             }
         };
         assert_eq!(note != u64::MAX, kind == 3);
-        // What is noted is saturated all the same.
+        // A noted value is also saturated.
         let saturating = QuantizeOptions {
             nonfinite: NonFinite::Saturate,
             ..options.clone()
@@ -696,7 +695,8 @@ fn optimizer_steps_are_right_on_an_emulated_gpu() {
                 at_the_end(weight, &mut state);
             }
             for step in 1..=6u64 {
-                // The third moves no weight. The last make weights outgrow their scales, all of them anew, and the largest scale.
+                // The third setting moves no weight. The last ones make weights outgrow their scales, all block scales change, and the
+                // largest scale clip.
                 let settings = Hyperparameters {
                     rate: [2e-3, 2e-3, 0.0, 1e-3, 0.05, 0.9][step as usize - 1],
                     ..Hyperparameters::default()
@@ -991,8 +991,7 @@ fn tokens_are_chosen_on_an_emulated_gpu_as_on_the_cpu() {
     assert!(refused > 5, "{refused} rows without a token");
 }
 
-/// Which bytes are block scales, and the values of codes under them, from the kernels' sources, on the processor: what src/format
-/// says, and its bits.
+/// Valid block scales, and the values of codes under them, by the kernels' sources on the CPU: they match src/format bit by bit.
 #[test]
 fn expanded_bits_are_right_on_an_emulated_gpu() {
     struct Wanted {
@@ -1066,7 +1065,7 @@ fn expanded_bits_are_right_on_an_emulated_gpu() {
         let words: Vec<u8> = [w.found, 1].iter().flat_map(|v| v.to_le_bytes()).collect();
         assert_eq!(take(8), words, "found: {}", w.what);
         let got = take(w.values.len());
-        // Of NaN, which no scale gives, only that it is one is looked at.
+        // For NaN, which no scale gives, only the fact counts.
         if w.found == 0 {
             assert_eq!(got, w.values, "{}", w.what);
         } else {
@@ -1088,7 +1087,7 @@ fn what_stands_between_products_is_right_on_an_emulated_gpu() {
     }
 }
 
-/// What training does between products and attention, from the kernels' sources, on the processor.
+/// Operations of training between GEMMs and attention, by the kernels' sources on the CPU.
 #[test]
 fn training_is_right_on_an_emulated_gpu() {
     if let Some(said) = emulate("training", 900) {

@@ -1,7 +1,7 @@
-//! The floors of `src/`: reads every path that names another part of the crate and refuses the ones that go up or sideways, and circles
-//! of files within a room.
-//! Also what else a room may not do: `format/` is safe and touches no system, `abi/` alone defines C functions, the command
-//! sees only the public Rust API, and one file reads the environment.
+//! The floors of `src/`: reads every path that names another part of the crate, and refuses paths up or sideways, and circles of files
+//! within a room.
+//! Also enforces further rules: `format/` is safe and touches no system, `abi/` alone defines C functions, the command sees only the public
+//! Rust API, and one file reads the environment.
 
 #[path = "layers/circles.rs"]
 mod circles;
@@ -36,8 +36,8 @@ const FLOORS: &[(&str, u32)] = &[
 /// Names that `base` puts at the crate root: macros are exported there.
 const MACROS: &[&str] = &["bail", "err"];
 
-/// Files outside `abi` that define a C function, because they hand a callback to another library and export nothing: DLPack
-/// calls a tensor's deleter, and libc the handlers of a fork, what a thread does, and in a test a signal handler.
+/// Files outside `abi` that define a C function, because they pass a callback to another library and export nothing: DLPack calls a
+/// tensor's deleter, and libc the handlers of a fork, the body of a thread, and in a test a signal handler.
 const CALLBACKS: &[&str] = &[
     "tensor/dlpack.rs",
     "base/file.rs",
@@ -177,7 +177,7 @@ fn complaints(source: &Source) -> Vec<String> {
     out
 }
 
-/// The circles of files within the rooms of `sources`, and what foundations import of the room around them.
+/// Reports circles of files within the rooms of `sources`, and imports of foundations from the room around them.
 fn circle_complaints(sources: &[Source]) -> String {
     let all = Crate::new(sources);
     let mut report = String::new();
@@ -254,7 +254,7 @@ fn no_circle_inside_a_room() {
     assert!(report.is_empty(), "files import each other:\n{report}");
 }
 
-/// What the reader says about one source, without the place.
+/// The reader's complaints about one source, without the place.
 fn said(path: &str, source: &str) -> Vec<String> {
     complaints(&Source::new(path, source))
         .into_iter()
@@ -404,7 +404,7 @@ fn circles(sources: &[(&str, &str)]) -> String {
     circle_complaints(&sources)
 }
 
-/// A room whose files name each other only downwards: the root re-exports and declares, a room in it is one node, a test may use
+/// A room whose files refer to each other only downwards: the root re-exports and declares, a room in it is one node, a test may use
 /// anything, and a macro's branches are read.
 const STRAIGHT: &[(&str, &str)] = &[
     ("lib.rs", "mod ops; mod tensor;"),
@@ -485,7 +485,7 @@ fn circles_are_found_and_shown() {
             "fn g() { vec![super::norm::norm(1)] }",
             &["src/ops/rope.rs:1: super::norm::norm"],
         ),
-        // Of three, one of which is a room.
+        // Three files, one of which is a room.
         (
             "ops/rope.rs",
             "use super::deep::A;",

@@ -1,5 +1,5 @@
-//! A Rust program that reads the library's events with a subscriber of its own: the log callback of the C interface says that it
-//! gets none. In a file by itself, since a process has one subscriber.
+//! A Rust program with a subscriber of its own for the library's events: adding a log callback of the C interface is then refused. In a
+//! separate file, because a process has one subscriber.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr;

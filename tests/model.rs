@@ -1,5 +1,5 @@
-//! Models against transformers, and the promises of the forward pass: the same bits however tokens are split over calls and
-//! sequences, and errors that name what is wrong. Goldens and the script that made them are in `tests/golden/model`.
+//! Models against transformers, and the guarantees of the forward pass: the same bits however tokens are split over calls and sequences,
+//! and errors that name what is wrong. Goldens and the script that made them are in `tests/golden/model`.
 
 mod common;
 
@@ -98,7 +98,7 @@ fn logits_agree_with_transformers() {
         assert!(packed.info().formats["nvfp4"].tensors >= 8);
         for (weights, model) in [("nvfp4", packed), ("dense", dense)] {
             for (tokens, want) in expected(case) {
-                // What a cache has room for says whether longrope takes the sequence for a long one.
+                // The capacity of a cache decides whether longrope uses the table for long sequences.
                 let cache = cache_of(&model, tokens.len());
                 let got = run_in(cache, &model, &tokens, Logits::All);
                 let got = &got[got.len() - want.len()..];
@@ -135,9 +135,9 @@ fn long_positions_agree_with_transformers() {
     }
 }
 
-/// What published models have and random ones do not: a residual stream of 2e5, 3e6 between gate and down, keys of 500 and scores of a
-/// thousand. Reference logits are computed in f64. A cache in f16 knows keys of 500 to a quarter, which is half a unit of such scores: its
-/// logits, of which most lie within 5, are off by some tenths.
+/// Properties of published models that random ones lack: a residual stream of 2e5, 3e6 between gate and down, keys of 500 and scores of a
+/// thousand. Reference logits are computed in f64. An f16 cache stores keys of 500 to a quarter, which is half a unit of such scores: its
+/// logits, most of which lie within 5, are off by some tenths.
 #[test]
 fn massive_activations_agree_with_transformers() {
     let model = load("qwen2_massive");
@@ -154,7 +154,7 @@ fn massive_activations_agree_with_transformers() {
     }
 }
 
-/// The same models as GGUF files, with the names, keys and orders of rows that files have there.
+/// The models as GGUF files, with the names, keys and orders of rows of such files.
 #[test]
 fn gguf_files_of_every_family_agree_with_transformers() {
     for case in [
@@ -176,8 +176,7 @@ fn gguf_files_of_every_family_agree_with_transformers() {
     }
 }
 
-/// The text model within one that takes images, as both orders of transformers' names have it: its config is nested, and what is not its
-/// own is left out.
+/// The text model within one for images, in both orders of transformers' names: its config is nested, and other parts are left out.
 #[test]
 fn the_text_model_within_another_is_run() {
     let case = "gemma3_wide";
@@ -469,8 +468,8 @@ fn clones_share_pages_and_do_not_disturb_each_other() {
 
 #[test]
 fn quantizing_while_loading_is_what_the_file_holds() {
-    // The golden's own dequantized values, stored dense, quantize back to something close; held dense they agree exactly
-    // enough, and a tied table is looked up unquantized.
+    // The golden's own dequantized values, stored dense, quantize back to something close; kept dense they agree well, and a tied table is
+    // looked up unquantized.
     let dense = dense_copy("qwen3_tied");
     let tokens = some_tokens(&load("qwen3_tied"), 12);
     let reference = run(&load("qwen3_tied"), &tokens, Logits::All);
@@ -905,7 +904,7 @@ fn models_saved_without_their_head_or_by_its_name() {
     );
 }
 
-/// The flags of a larger model and of its text model disagree in published files: what the file holds decides.
+/// In published files, the flags of a multimodal model and of its text model disagree: the content of the file decides.
 #[test]
 fn a_head_in_the_file_is_the_head_whatever_flags_say() {
     let flags = |dir: &Copy, outer: bool, inner: bool| {
@@ -1004,7 +1003,7 @@ fn a_file_that_shrinks_before_its_weights_are_read_is_an_error() {
     }
 }
 
-/// A checkpoint whose file is cut off when so many runs of rows have been read from it.
+/// A checkpoint whose file is truncated after this many runs of rows have been read.
 struct Shrinking {
     checkpoint: Box<dyn Checkpoint>,
     path: PathBuf,

@@ -28,7 +28,7 @@ source tests/common/parts.sh
 
 # Scripts for --fast: half a minute at most, and no more of the build than tests have.
 readonly FAST=(header hub python readme templates terminal)
-# Scripts that try a GPU where there is one, beside the Rust tests of these names.
+# Scripts that use a GPU if there is one, beside the Rust tests of these names.
 readonly GPU=(c python torchsharp) GPU_TESTS=(cuda faults)
 # Scripts that take longest, which begin first so that two end together.
 readonly LONGEST=(c aarch64 dotnet kernels release)
@@ -61,7 +61,7 @@ title() { printf '\n== %s, at %d s\n' "$*" "$SECONDS"; }
 # add PASSED FAILED SKIPPED
 add() { passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3)); }
 
-# part NAME COMMAND...: runs a part of the tests in a shell of its own, and leaves what it counted in $work/counts/NAME.
+# part NAME COMMAND...: runs a part of the tests in a subshell, and stores its counts in $work/counts/NAME.
 part() { timed "$work/took-$1" counting "$@"; }
 
 counting() {
@@ -74,7 +74,7 @@ counting() {
     return $code
 }
 
-# count NAME: adds what a part counted, and what it took to the table. A part that was killed counted nothing, and has failed.
+# count NAME: adds a part's counts, and its times to the table. A part that was killed has no counts, and has failed.
 count() {
     local counted
     if [ -s "$work/counts/$1" ] && [ -s "$work/took-$1" ]; then
@@ -98,7 +98,7 @@ counted() {
 # Prints the number before a word in a summary line; 0 if there is none.
 number() { grep -oE "[0-9]+ $1" <<<"$2" | head -1 | grep -oE '^[0-9]+' || echo 0; }
 
-# Leaves out of nextest's log the tests that pass, and what they print.
+# Removes passing tests and their output from nextest's log.
 quiet() {
     awk '/^ *[A-Z-]+ \[ *[0-9.]+s\]/ { hide = $1 == "PASS" }
          /^ *Summary \[/ { hide = 0 }
@@ -108,8 +108,8 @@ quiet() {
 # Leaves out of a script's log the lines that say of a test that it passed.
 without_passing() { grep --line-buffered -vE '^ok  | \.\.\. ok$'; }
 
-# Appends "NAME: SKIPPED reason" for the skips in a log to the list, and prints how many tests skipped something. In nextest's
-# log the name is that of the test whose output this is, else it is the one given.
+# Appends "NAME: SKIPPED reason" for the skips in a log to the list, and prints how many tests skipped something. In nextest's log the name
+# is that of the test with this output, else it is the given one.
 skips() {
     awk -v name="$2" '/^ *[A-Z-]+ \[.*\] *\(/ { failed = $1 != "PASS"; name = $0; sub(/^[^)]*\) */, "", name) }
                       /^ *SKIPPED/ && !failed { sub(/^ */, ""); print name ": " $0 }' "$1" | sort -u >"$1.skips"
@@ -129,14 +129,14 @@ reasons() {
 # Adds to the list of failures the lines of a log that say so.
 failures() { grep -E '^ *(FAIL|SIG[A-Z]+|ABORT|TIMEOUT|LEAK-FAIL) \[|^FAILED|^test .* FAILED$|^test .* failed$' "$1" | sort -u | sed "s|^ *|$2: |" >>"$work/failures"; }
 
-# Debian packages by the commands that they bring: what all tests need, and what scripts would each install for themselves, which costs a
-# list of packages each time.
+# Debian packages by the commands that they bring: those for all tests, and those that scripts would each install for themselves, which
+# costs a list of packages each time.
 readonly NEEDED=(g++ cmake pkg-config valgrind tmux)
 declare -A PACKAGES=([abidiff]=abigail-tools [mcs]=mono-mcs [mono]=mono-runtime)
 [ "$(uname -m)" = aarch64 ] || PACKAGES+=([aarch64-linux-gnu-gcc]="gcc-aarch64-linux-gnu libc6-dev-arm64-cross" [qemu-aarch64]=qemu-user)
 readonly PACKAGES
 
-# install_system_tools [all]: what is needed, and with `all` what only some scripts need, which install it themselves where that fails.
+# install_system_tools [all]: the required tools, and with `all` those of single scripts, which install them themselves if that fails.
 install_system_tools() {
     local tool missing=() more=()
     for tool in "${NEEDED[@]}"; do
@@ -161,10 +161,10 @@ install_nextest() {
     cargo install --locked cargo-nextest
 }
 
-# install_tools [all]: succeeds if there is what runs tests.
+# install_tools [all]: succeeds if the tools to run tests are there.
 install_tools() { install_system_tools "$@"; install_nextest; }
 
-# compile_tests [OPTION...]: as cargo is told, and lists the executables for scripts that run tests with something that they have fetched.
+# compile_tests [OPTION...]: with options for cargo. Lists the executables for scripts that run tests with something that they have fetched.
 compile_tests() {
     title "compiling Rust tests"
     cargo test --locked --color never "$@" --no-run 2>&1 | tee "$work/executables" | without_compiling | grep --line-buffered -v '^ *Executable '
@@ -173,11 +173,11 @@ compile_tests() {
     return 1
 }
 
-# rust_tests [OPTION...]: all of them, or those that nextest is told.
+# rust_tests [OPTION...]: all tests, or those selected by options for nextest.
 rust_tests() {
     title "Rust tests"
     local log=$work/rust summary run ok
-    # One more than there are processors, as tests of networks wait most of their time.
+    # One more than there are processors, because network tests wait most of their time.
     cargo nextest run --locked "$@" --test-threads $(($(nproc) + 1)) --no-fail-fast --color never --status-level pass --final-status-level none \
         --success-output immediate 2>&1 | tee "$log" | without_compiling | quiet
     local code=${PIPESTATUS[0]}
@@ -202,7 +202,7 @@ documentation_tests() {
     [ "$code" -ne 0 ] && [ "$(number failed "$result")" -eq 0 ] && add 0 1 0
 }
 
-# rust [OPTION...]: compiles the Rust tests as cargo is told, and runs them. Fails where they do not compile.
+# rust [OPTION...]: compiles the Rust tests with options for cargo, and runs them. Fails if they do not compile.
 rust() {
     counted "compiling Rust tests" compile_tests "$@" || return
     export NVFP4_RUST_TESTS=$work/executables
@@ -243,8 +243,8 @@ stop_scripts() {
     done
 }
 
-# begin NAME: in the background, with what it prints in a file. Under job control its processes are a group, and have signals as a terminal
-# gives them; without it, they would ignore interrupts.
+# begin NAME: in the background, with its output in a file. Under job control its processes are a group, and receive signals as from a
+# terminal; without it, they would ignore interrupts.
 begin() {
     echo "tests/$1/run.sh begins, at $SECONDS s"
     set -m
@@ -267,7 +267,7 @@ await() {
     done
 }
 
-# run_scripts NUMBER NAME...: so many at a time.
+# run_scripts NUMBER NAME...: runs that many at a time.
 run_scripts() {
     local most=$1 name
     shift

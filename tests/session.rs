@@ -1,5 +1,4 @@
-//! Sessions: the same tokens however they come about, generations and what ends them, conversations, eviction, batches, and
-//! session files.
+//! Sessions: the same tokens in any way they are appended, generations and their ends, conversations, eviction, batches, and session files.
 
 mod common;
 
@@ -59,7 +58,7 @@ fn generate(session: &mut Session, options: &GenerateOptions) -> Generation {
     session.generate(options, &mut go).unwrap()
 }
 
-/// All that shows of a session: its tokens and what comes next.
+/// The visible state of a session: its tokens and the next logits.
 fn state(session: &mut Session) -> (Vec<u32>, Vec<f32>) {
     let logits = match session.is_empty() {
         true => Vec::new(),
@@ -68,7 +67,7 @@ fn state(session: &mut Session) -> (Vec<u32>, Vec<f32>) {
     (session.tokens().to_vec(), logits)
 }
 
-/// The state of a session, without running what it has not run yet.
+/// The state of a session, without running pending tokens.
 fn seen(session: &Session) -> (Vec<u32>, Vec<f32>) {
     state(&mut session.fork().unwrap())
 }
@@ -164,7 +163,7 @@ fn a_generation_in_parts_is_the_whole() {
     );
 }
 
-/// The text that `tokens` complete, without what is unfinished at the end.
+/// The text that `tokens` complete, without an unfinished end.
 fn completed(model: &Model, tokens: &[u32]) -> String {
     let mut detokenizer = Detokenizer::new(model.tokenizer().unwrap());
     // The model has rows for ids that its tokenizer has no text for.
@@ -308,7 +307,7 @@ fn draws_do_not_repeat_after_an_eviction() {
         o.context = 8;
         o.eviction = Eviction::DropOldest { keep: 0 };
     });
-    // The same few tokens again and again, so that nothing but the draws differs.
+    // The same few tokens again and again, so that only the draws differ.
     let options = GenerateOptions {
         max_tokens: 1,
         sampling: SamplingOptions {
@@ -359,7 +358,7 @@ fn stop_tokens_end_a_text_and_are_not_part_of_it() {
     let out = generate(&mut stopped, &options);
     assert_eq!((out.finish, &*out.tokens), (Finish::Stop, &free[..at]));
     assert_eq!(stopped.len(), 6 + at);
-    // Nothing comes again: the stop token is still what comes next.
+    // Nothing is generated: the stop token still comes next.
     assert_eq!(generate(&mut stopped, &options).tokens, [0; 0]);
 
     let own = GenerateOptions {
@@ -448,7 +447,7 @@ fn stop_strings_and_special_tokens_are_not_shown() {
         assert_eq!(session.tokens()[6..], stopped.tokens);
         assert!(out.tokens.starts_with(&stopped.tokens));
     }
-    // What is part of a special token's name alone is not there.
+    // A part of a special token's name does not match.
     let part = GenerateOptions {
         stop_strings: vec!["<|".to_owned()],
         ..drawn(200)
@@ -605,7 +604,7 @@ fn who_is_told_may_run_another_model_but_not_this_one() {
     );
     let told = std::cell::Cell::new(0);
     let progress = |p: Progress| {
-        // The end is told when the pass is over.
+        // The end is reported after the pass.
         if p.done < p.total {
             told.set(told.get() + 1);
             let e = same.borrow_mut().decode(1).unwrap_err();
@@ -741,7 +740,7 @@ fn old_tokens_make_room() {
     let tokens = some_tokens(&model, 60);
     let mut session = new();
     session.prefill(&tokens[..20]).unwrap();
-    // Of the 17 that are not kept, the older 9 go.
+    // The older 9 of the 17 tokens that are not kept are dropped.
     session.prefill(&tokens[20..25]).unwrap();
     let left = [&tokens[..3], &tokens[12..25]].concat();
     assert!(state(&mut session) == fresh(&session, &left));
@@ -856,7 +855,7 @@ fn turns_add_only_what_is_new() {
         ]
     );
 
-    // Forgetting half of an answer leaves it open; what a fork says is not heard here.
+    // Truncating within an answer leaves it open; a fork's answers do not affect the original.
     let mut fork = session.fork().unwrap();
     session.truncate(expected.len() - 2).unwrap();
     fork.chat("Other", None, &drawn(3), &mut go).unwrap();
@@ -934,7 +933,7 @@ fn a_turn_ends_where_the_template_ends_it() {
     dir.write("chat_template.jinja", template.as_bytes());
     let model = Model::load(&dir.0, &options()).unwrap();
     assert_eq!(model.stop_tokens(), [0, END]);
-    // Nobody sees it where generating goes on after it.
+    // It is not visible if generation continues after it.
     let mut options = drawn(4);
     let mut seen = |ignore: bool| {
         options.ignore_model_stops = ignore;
@@ -985,7 +984,7 @@ fn names_of_special_tokens_bring_no_spaces() {
         for (key, value) in changes.as_object().unwrap() {
             tokenizer[key] = value.clone();
         }
-        // As many tokens as the model has rows: the special ones, the bytes, and what the texts below are made of.
+        // One token per row of the model: special tokens, bytes, and the words of the texts below.
         let vocabulary = tokenizer["model"]["vocab"].as_object_mut().unwrap();
         let mut tokens: Vec<_> = vocabulary
             .iter()
@@ -1056,7 +1055,7 @@ fn templates_that_change_what_was_said() {
         "{added}"
     );
 
-    // Whatever a template makes of what was said, the sequence is what it writes.
+    // The sequence is what the template writes, however it changes the messages.
     for (name, content, held) in [
         (
             "drops",
@@ -1110,7 +1109,7 @@ fn texts_begin_with_one_beginning_token() {
         session.tokens().iter().map(|&t| t == 0).collect::<Vec<_>>()
     };
     let count = |zeros: &[bool]| zeros.iter().filter(|&&z| z).count();
-    // A template that writes it, one that does without, and ChatML for want of one.
+    // A template that writes it, one that does not, and ChatML without a template.
     let (dir, _) = templated("bos", &format!("{{{{ bos_token }}}}{CHATML}"));
     let zeros = begin(&dir);
     assert!(zeros[0] && count(&zeros) == 1);
@@ -1350,7 +1349,7 @@ fn session_files_of_other_models_are_refused() {
     assert_eq!(fs::read(&path.0).unwrap(), bytes);
 }
 
-/// A golden of which one byte of a tensor's middle row is another, so that its first and last rows are the same.
+/// A golden with one byte changed in a tensor's middle row, so that its first and last rows are the same.
 fn with_another_row(case: &str, entry: &str, part: usize) -> Arc<Model> {
     let copy = Copy::of(case, "row");
     let checkpoint = NVFP4::model::open(&copy.0).unwrap();
@@ -1559,7 +1558,7 @@ proptest! {
 /// Something to do to a session: which of the calls, and two numbers that it takes.
 type Step = (u8, usize, usize);
 
-/// Does `step`. Whatever happens, the session may not hold more than its context, nor anything but what its tokens say.
+/// Performs `step`. In any case the session may hold no more than its context, and only what its tokens say.
 fn take(session: &mut Session, (call, a, b): Step) {
     let tokens = some_tokens(session.model(), 64);
     let before = (session.tokens().to_vec(), session.messages().unwrap());

@@ -429,7 +429,7 @@ fn the_detokenizer_gives_whole_characters_and_the_whole_text() {
     );
 }
 
-/// A detokenizer that goes on after some tokens, of which it looks at the last ones, is one that was given them all.
+/// A detokenizer that continues after some tokens, reading only the last of them, equals one that was given them all.
 #[test]
 fn the_detokenizer_goes_on_after_any_tokens() {
     let spm = Arc::new(Tokenizer::from_vocabulary(&sentencepiece()).unwrap());
@@ -556,8 +556,8 @@ fn published_template(folder: &Path, golden: &Value, name: &str) -> String {
     source
 }
 
-/// What is wrong with the prompts that `template` makes of the cases of chat.json. `described` makes of a case's prompt what
-/// the golden file says of it.
+/// The differences between `template`'s prompts for the cases of chat.json and the golden ones. `described` converts a case's prompt to the
+/// form in the golden file.
 fn wrong_prompts(
     golden: &Value,
     template: &ChatTemplate,
@@ -575,7 +575,7 @@ fn wrong_prompts(
         let variables = case["variables"].as_object().unwrap();
         let result = template.render_with(&messages, prompt, variables);
         let agrees = match (&result, expected.strip_prefix("raises ")) {
-            // What Python's Jinja gives up at may be fine here.
+            // Python's Jinja may fail on templates that work here.
             _ if expected == "fails" => true,
             (Err(e), Some(words)) => {
                 let words: Vec<_> = words.split_whitespace().collect();
@@ -593,11 +593,11 @@ fn wrong_prompts(
     wrong.collect()
 }
 
-/// What is wrong with the variables that `template` says it reads.
+/// The differences between the variables that `template` reads and the golden ones.
 fn wrong_variables(template: &ChatTemplate, expected: &Value) -> Vec<String> {
     let names =
         |key: &str| -> Vec<String> { serde_json::from_value(expected[key].clone()).unwrap() };
-    // Python's Jinja does not tell what one branch sets and another reads from what is never set.
+    // Python's Jinja does not distinguish a variable that another branch sets from one that is never set.
     let (surely, perhaps) = (names("reads"), names("may read"));
     let asked = ["tools", "documents", "enable_thinking", "xyz"].map(str::to_owned);
     let wrong = surely.iter().chain(&asked).filter(|name| {
@@ -621,8 +621,8 @@ fn own_templates_agree_with_transformers() {
     }
 }
 
-/// Templates whose prompts with tools are not those of transformers, where Python is odd: a dict's key `items` is the method of
-/// that name, and what `safe` marks escapes as HTML what is added to it.
+/// Templates whose prompts with tools differ from transformers', because Python is odd: a dict's key `items` is shadowed by the method of
+/// that name, and text marked `safe` escapes what is added to it as HTML.
 const ODD: [&str; 2] = [
     "CohereForAI-c4ai-command-r-plus-tool_use",
     "meetkai-functionary-medium-v3.1",
@@ -664,7 +664,7 @@ fn published_tokenizers_agree_with_transformers() {
         for (name, results) in expected["results"].as_object().unwrap() {
             let source = published_template(&folder, &golden, name);
             let template = with_fixed_date(&golden, &source, &expected["bos"], &expected["eos"]);
-            // What `plain` names in the golden file is text in a message that spells out special tokens.
+            // Parts that `plain` names in the golden file are the text of messages that spell out special tokens.
             let tokens = |case: &Value, text: &str| {
                 let conversation = &golden["conversations"][case["conversation"].as_str().unwrap()];
                 let messages = messages_from_json(&conversation.to_string()).unwrap();
@@ -947,7 +947,7 @@ fn broken_tokenizer_files_are_errors() {
     assert!(e.message().contains("WordPiece"), "{e}");
 }
 
-/// Loads and uses what may be a tokenizer: any error will do, but a panic.
+/// Loads and uses a possible tokenizer: any error is fine, but no panic.
 fn survives(what: &str, file: &[u8]) {
     let used = std::panic::catch_unwind(|| {
         let tokenizer = Tokenizer::from_json(file)?;
@@ -1102,7 +1102,7 @@ fn templates_that_take_memory_without_end_are_stopped() {
         doubled("'a'", "[n.x, n.x] | join(n.x)"),
     ] {
         let template = ChatTemplate::from_jinja(&source, None, None).unwrap();
-        // It is not tried again: its thread stands still with what it has.
+        // It is not tried again: its thread stands still with its memory.
         for _ in 0..2 {
             expect_kind(
                 template.render(&[Message::new("user", "x")], true),

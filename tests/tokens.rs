@@ -320,7 +320,7 @@ fn tokens_are_those_of_the_crate_under_every_setting() {
             }
         }),
         ("no letter e", |file| {
-            // No token can be made of it, and it is left out.
+            // It has no token, and is left out.
             let vocab = file["model"]["vocab"].as_object_mut().unwrap();
             let id = vocab.remove("e").unwrap();
             vocab.insert("no byte".to_owned(), id);

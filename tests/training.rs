@@ -1,4 +1,4 @@
-//! Training on the CPU: gradients against torch's autograd, steps of the optimizer against f64, and what a trainer promises.
+//! Training on the CPU: gradients against torch's autograd, steps of the optimizer against f64, and the guarantees of a trainer.
 
 #[path = "training/adapters.rs"]
 mod adapters;
@@ -236,7 +236,7 @@ const CASES: [&str; 16] = [
     "qwen2moe_shared",
 ];
 
-/// The batch that a golden was made of.
+/// The batch of a golden.
 fn golden_batch(device: &Device, source: &Source, file: &SafeTensors<'_>) -> Batch {
     let tokens = integers(file, "tokens").into_iter().map(|t| t as u32);
     let documents = integers(file, "documents").into_iter().map(|n| n as usize);
@@ -311,7 +311,7 @@ fn gradients_are_those_of_autograd() {
         let bytes = std::fs::read(golden("training").join(format!("{case}.safetensors"))).unwrap();
         let expected = SafeTensors::deserialize(&bytes).unwrap();
         let batch = golden_batch(&device, &source, &expected);
-        // What is computed again has the same bits, with logits in the same chunks.
+        // Recomputed activations have the same bits, with logits in the same chunks.
         let mut first: Option<Vec<Vec<f32>>> = None;
         let some = ["norms", "norms,heads,gate_up", "qkv,attention,output,down"];
         let some = some.map(|parts| parts.parse::<Recompute>().unwrap());
@@ -363,7 +363,7 @@ fn grammar(seed: u64, tokens: usize, vocabulary: u32) -> Vec<u32> {
     text
 }
 
-/// A batch of documents of these lengths, each of which predicts its next token.
+/// A batch of documents of these lengths; each token predicts the next one.
 struct Documents {
     tokens: Vec<u32>,
     lengths: Vec<usize>,
@@ -436,7 +436,7 @@ fn weights(trainer: &Trainer) -> Vec<Vec<f32>> {
         .collect()
 }
 
-/// 200 steps in 4 bits learn what steps in float32 learn, and what is delivered has learned it too.
+/// 200 steps in 4 bits learn as much as steps in float32, and so do the delivered weights.
 #[test]
 fn four_bits_learn_what_float32_learns() {
     let evaluation = Documents::new(999, &[96; 8]);
@@ -459,7 +459,7 @@ fn four_bits_learn_what_float32_learns() {
     assert!(four < 3.10, "4 bits come to {four}");
 }
 
-/// Ten steps, then another trainer that goes on from a checkpoint: the same bits as twenty steps.
+/// Ten steps, then another trainer that resumes from a checkpoint: the same bits as twenty steps.
 #[test]
 fn what_resumes_goes_on_to_the_same_bits() {
     let source = Source::open(&golden("model/qwen3_tied")).unwrap();
@@ -619,12 +619,12 @@ fn accumulation_counts_tokens() {
     }
     for (a, b) in weights(&once).iter().zip(weights(&eight)) {
         let a: Vec<f64> = a.iter().map(|&v| f64::from(v)).collect();
-        // AdamW divides by what gradients are, so that those that all but vanish move by their rounding.
+        // AdamW divides by the gradients' size, so nearly vanishing gradients move weights by their rounding.
         assert!(relative_error(&a, &b) < 1e-3, "{}", relative_error(&a, &b));
     }
 }
 
-/// A step that comes to nothing changes nothing, is counted, and ends training when it happens again and again.
+/// A skipped step changes nothing, is counted, and ends training when it happens too often.
 #[test]
 fn what_is_not_finite_changes_nothing() {
     for recipe in [
@@ -657,7 +657,7 @@ fn what_is_not_finite_changes_nothing() {
     }
 }
 
-/// What is exported gives the logits that training ends with.
+/// An exported model gives the final logits of training.
 #[test]
 fn exports_are_what_was_trained() {
     let device = Device::cpu(Some(2)).unwrap();
@@ -718,7 +718,7 @@ fn exports_are_what_was_trained() {
             (reloaded / loss - 1.0).abs() < 1e-5,
             "{model}: {loss} trained, {reloaded} reloaded"
         );
-        // A model that is reloaded is where training can go on from, without a loss.
+        // A reloaded model can be trained on without a loss.
         let again = Source::open(&place).unwrap();
         let mut second = Trainer::new(&device, &again, &config(Recipe::default(), 10)).unwrap();
         let same = second.evaluate(&[batch.batch()], false).unwrap();

@@ -1,5 +1,5 @@
-//! Data for training, runs over it, and `nvfp4 train` from outside: what is learned of a row, what a run leaves when it is stopped, killed or
-//! out of disk, and what bad input says.
+//! Data for training, runs over it, and `nvfp4 train` from outside: the learned parts of rows, runs that are stopped, killed or out of
+//! disk, and errors for bad input.
 
 #[path = "training_data/forms.rs"]
 mod forms;
@@ -80,7 +80,7 @@ fn read(files: &[PathBuf], text: &Text, options: &Options) -> Result<Data, Strin
     data::read(files, text, 620, options).map_err(|e| e.to_string())
 }
 
-/// What a document says, with what is learned of it in brackets.
+/// A document as text, with the learned parts in brackets.
 fn marked(text: &Text, document: &Document) -> String {
     let mut out = String::new();
     let mut at = 0;
@@ -172,7 +172,7 @@ fn answers_that_a_template_rewrites_are_learned_as_they_are_given() {
             && error.contains("in another way than its prompt for the answer begins"),
         "{error}"
     );
-    // Unless it can be told not to.
+    // Unless the template has a switch for it.
     let optional = forced.replace(
         "'<|im_start|>assistant\\n<think>\\n' }}",
         "'<|im_start|>assistant\\n' ~ ('' if enable_thinking is false else '<think>\\n') }}",
@@ -339,7 +339,7 @@ fn a_share_is_set_aside_by_the_row() {
     assert!(all.split(0.999).is_err());
 }
 
-/// Sentences of a few words, of which a small model learns which follow which.
+/// Sentences of a few words; a small model learns which words follow which.
 fn sentences(count: usize) -> String {
     let words = [
         ["The", "A", "Every", "No"],
@@ -394,7 +394,7 @@ fn packed_and_unpacked_losses_agree() {
     assert!((losses[0] / losses[1] - 1.0).abs() < 1e-6, "{losses:?}");
 }
 
-/// Stops a run after a step, and keeps what it hears.
+/// Stops a run after a step, and records events.
 struct Listener {
     stop: Cancel,
     after: u64,
@@ -541,7 +541,7 @@ fn losses(directory: &Path) -> Vec<String> {
     table.lines().map(without_times).collect()
 }
 
-/// A run that is stopped and resumed, wherever that is, comes to the same bits as one that is not.
+/// A run that is stopped at any point and resumed has the bits of one that is not.
 #[test]
 fn a_run_that_resumes_is_the_run_that_never_stopped() {
     let folder = Folder::new("resumed");
@@ -558,7 +558,7 @@ fn a_run_that_resumes_is_the_run_that_never_stopped() {
             (ending, listener.rows.len()),
             (Ending::Stopped, stop as usize)
         );
-        // What was trained after the checkpoint, as before a kill, is not in the table twice.
+        // Steps after the checkpoint, as before a kill, are not in the table twice.
         let table = parts.join("loss.csv");
         let text = fs::read_to_string(&table).unwrap();
         let last = text.lines().last().unwrap();
@@ -626,7 +626,7 @@ fn a_run_on_other_data_is_not_resumed() {
     );
 }
 
-/// A rate that storage cannot hold is warned of, with what was measured; one that it can hold is not.
+/// A rate that is too low for the stored precision causes a warning with the measured share; a sufficient rate does not.
 #[test]
 fn a_rate_below_what_is_stored_is_a_warning() {
     let folder = Folder::new("rate");
@@ -650,7 +650,7 @@ fn command(folder: &Folder, out: &str, more: &[&str]) -> Command {
     command_from("--init", folder, out, more)
 }
 
-/// `nvfp4 train` on what is there of a model: all of it, or all but the weights.
+/// `nvfp4 train` on a present model: complete, or without its weights.
 fn command_from(begin: &str, folder: &Folder, out: &str, more: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
     let data = folder.path("text.txt");
@@ -727,8 +727,8 @@ fn last_row(folder: &Folder, out: &str) -> Vec<String> {
         .collect()
 }
 
-/// From random weights on the CPU, in 200 steps, to what the words of the text leave to chance: of each of four words there are four, and
-/// the rest is certain, which is 4 ln 4 nats in a sentence of some 22 bytes. The model that comes out says such sentences.
+/// From random weights on the CPU, in 200 steps, down to the entropy of the text: each of four words has four choices, and the rest is
+/// certain, which is 4 ln 4 nats in a sentence of some 22 bytes. The resulting model says such sentences.
 #[test]
 fn two_hundred_steps_of_the_command_learn_a_text() {
     let folder = Folder::new("learn");
@@ -765,7 +765,7 @@ fn two_hundred_steps_of_the_command_learn_a_text() {
         (&end["event"], &end["ending"]),
         (&"end".into(), &"finished".into())
     );
-    // What was exported continues a sentence as the text would.
+    // The exported model continues a sentence as the text would.
     let run = Command::new(env!("CARGO_BIN_EXE_nvfp4"))
         .args([
             "run",
@@ -795,7 +795,7 @@ fn two_hundred_steps_of_the_command_learn_a_text() {
             .any(|w| answer.trim_start().starts_with(w)),
         "{answer:?}"
     );
-    // The same again is refused, with what to do.
+    // A repeated call is refused, with advice.
     let (output, said) = finish(command(&folder, "out", &["--steps", "200"]));
     assert_eq!(output.status.code(), Some(1));
     assert!(
@@ -888,7 +888,7 @@ fn a_command_that_is_interrupted_saves_and_says_how_to_go_on() {
     assert_eq!(checkpoints.iter().map(|c| c.0).collect::<Vec<_>>(), [step]);
 }
 
-/// A file of settings changes what it says, options come before it, and the defaults are for the rest.
+/// A file of settings changes what it names; options take precedence, and everything else has its default.
 #[test]
 fn settings_that_a_file_leaves_out_have_their_defaults() {
     let folder = Folder::new("settings");
@@ -1046,7 +1046,7 @@ fn adapters_of_a_command_are_files_of_their_own() {
     Source::open(&folder.path("killed/model")).unwrap();
 }
 
-/// What cannot be trained is refused in a line that says why and what would be right.
+/// Settings that cannot be trained are refused in a line that says why and what would be right.
 #[test]
 fn what_the_command_refuses() {
     let folder = Folder::new("refused");
@@ -1118,14 +1118,14 @@ fn what_the_command_refuses() {
         &["--steps", "3", "--memory-budget", "0.0001"],
         &["leaves no way"],
     );
-    // What is said to fit does.
+    // The advised settings do fit.
     let more: Vec<&str> = budget.into_iter().chain(["--release-gradients"]).collect();
     let (output, said) = finish(command(&folder, "out", &more));
     assert!(output.status.success(), "{said}");
 }
 
-/// Of each public template in the folder that `NVFP4_TEMPLATES` names, what is learned of a conversation: every answer once, with its end,
-/// and nothing that was asked; or an error where the template says that it cannot be told apart.
+/// The learned parts of a conversation under each public template in the folder `NVFP4_TEMPLATES`: every answer once, with its end, and
+/// nothing of the questions; or an error if the template does not distinguish them.
 #[test]
 fn public_templates_are_masked() {
     let Some(folder) = std::env::var_os("NVFP4_TEMPLATES").map(PathBuf::from) else {

@@ -1,4 +1,4 @@
-//! Warnings about missing and broken templates, each logged once. In a file by itself, since a process has one subscriber.
+//! Warnings about missing and broken templates, each logged once. In a separate file, because a process has one subscriber.
 
 mod common;
 

@@ -1,5 +1,5 @@
 /*
- * What it costs that a prompt can be cancelled, and how long one that is cancelled goes on.
+ * The cost of making a prompt cancellable, and the time that a cancelled one still takes.
  *
  *     cc -O2 -I include benches/c/cancel.c -L target/release -lNVFP4 -lpthread -Wl,-rpath,$PWD/target/release -o target/cancel
  *     target/cancel MODEL [DEVICE] [TOKENS] [RUNS]

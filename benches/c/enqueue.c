@@ -1,4 +1,4 @@
-/* How long a host takes to enqueue calls on a GPU, and how long the GPU takes to do them: NVFP4_scaled_mm, NVFP4_matmul and
+/* Time of a host to enqueue calls on a GPU, and of the GPU to run them: NVFP4_scaled_mm, NVFP4_matmul and
  * NVFP4_quantize (of 8 M rows), a thousand of each in a row on cuda:0, results released as they come.
  *
  *     cargo build --release && cc -O2 -Iinclude benches/c/enqueue.c -Ltarget/release -lNVFP4 -Wl,-rpath,$PWD/target/release -o target/enqueue && target/enqueue
@@ -101,7 +101,7 @@ static NVFP4_Tensor *values(int64_t rows, int64_t cols)
     stop_unless(host != NULL, "malloc");
     for (i = 0; i < count; i++) {
         state = state * 1664525u + 1013904223u;
-        /* Of either sign, from 1/4 to 1. */
+        /* Values of either sign, from 1/4 to 1. */
         host[i] = (uint16_t)((state >> 16 & 0x807fu) + 0x3e80u + (state >> 8 & 0x80u));
     }
     OK(NVFP4_tensor_from_host(host, shape, 2, NULL, NVFP4_DTYPE_BFLOAT16, NULL, NULL, &here));
@@ -124,7 +124,7 @@ static void quantized(int64_t rows, int64_t k, NVFP4_Tensor **codes, NVFP4_Tenso
     OK(NVFP4_tensor_release(dense));
 }
 
-/* A size from the command line, or what it is without one. */
+/* A size from the command line, or the default. */
 static int64_t size(int argc, char **argv, int at, int64_t otherwise)
 {
     long given = argc > at ? strtol(argv[at], NULL, 10) : (long)otherwise;

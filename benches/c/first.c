@@ -1,5 +1,5 @@
 /*
- * How long a new process takes to its first token, on the first GPU or else the CPU: the start to the loaded model, and from there a prompt
+ * Time of a new process to its first token, on the first GPU or else the CPU: from the start to the loaded model, and from there a prompt
  * of TOKENS tokens and the token that follows. Run it twice with an empty cache of kernels (NVFP4_CACHE=off): a library with embedded
  * kernels takes as long both times.
  *

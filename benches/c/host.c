@@ -1,13 +1,13 @@
 /*
- * What a host gets through nvfp4.h: tokens per second of sequences stepped together, greedy and drawn by each kind of option, of
+ * Speed of a host through nvfp4.h: tokens per second of sequences stepped together, greedy and sampled by each kind of option, of
  * generations, and of threads that each generate in a session of their own.
  *
  *     cc -O2 -I include benches/c/host.c -L target/release -lNVFP4 -lpthread -Wl,-rpath,$PWD/target/release -o target/host
  *     target/host MODEL [--device cpu|cuda:N] [--prompt N] [--tokens N] [--runs N] [--batches 1,8,64] [--threads N] [--json]
  *
  * The model is best a synthetic one (nvfp4 synth), whose answers no stop token ends. Medians of repeated runs after one that is not
- * counted. What is measured is a decode loop as a server has it: every step takes the tokens that the one before gave. The other kind
- * is NVFP4_session_generate() with a callback. benches/host.py compares them with `nvfp4 bench`.
+ * counted. One measurement is a server's decode loop: every step takes the tokens of the previous one. The other is
+ * NVFP4_session_generate() with a callback. benches/host.py compares them with `nvfp4 bench`.
  */
 #define _POSIX_C_SOURCE 200809L
 #include "measure.h"
@@ -34,7 +34,7 @@ static int32_t *prompt;
 static size_t prompt_tokens = 128, gen_tokens = 128;
 static int runs = 5;
 
-/* One run: all sequences begin anew, and are stepped together. */
+/* One run: all sequences start over, and are stepped together. */
 static double steps(int batch, const NVFP4_GenerateOptions *options)
 {
     const NVFP4_GenerateOptions *each[MOST_SESSIONS];
@@ -90,7 +90,7 @@ static void *generating(void *session)
     return NULL;
 }
 
-/* One run: so many threads generate at the same time. */
+/* One run: `count` threads generate at the same time. */
 static double threads_together(int count, NVFP4_GenerateOptions options)
 {
     pthread_t threads[THREADS];
@@ -188,7 +188,7 @@ int main(int argc, char **argv)
         }
         for (; made < batch; made++)
             OK(NVFP4_session_create(model, &options, &sessions[made]));
-        /* Every kind has its turn in each round, so that what slows the machine down for a while slows all of them. */
+        /* Every kind takes its turn in each round, so that temporary load on the machine affects all kinds equally. */
         static double stepped[KINDS][MOST_RUNS], generated[KINDS][MOST_RUNS];
         for (int run = -1; run < runs; run++) {
             for (int k = 0; k < KINDS; k++) {

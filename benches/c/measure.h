@@ -1,4 +1,4 @@
-/* What the programs that measure have in common: an end where a call fails, a clock in seconds, and an order for medians. */
+/* Common parts of the measuring programs: an exit on failed calls, a clock in seconds, and the order for medians. */
 #ifndef MEASURE_H
 #define MEASURE_H
 

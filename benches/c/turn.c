@@ -1,13 +1,13 @@
 /*
- * How soon the first token of a chat turn comes after a long conversation, and how much of that is the text: rendering the conversation,
- * dividing it into tokens, and finding what the session holds of it.
+ * Time to the first token of a chat turn after a long conversation, and its share for text: rendering the conversation, tokenizing it,
+ * and matching it with the session's tokens.
  *
  *     cc -O2 -I include benches/c/turn.c -L target/release -lNVFP4 -Wl,-rpath,$PWD/target/release -o target/turn
  *     target/turn MODEL [DEVICE] [TOKENS] [RUNS]
  *
  * MODEL needs a tokenizer. DEVICE is cpu or cuda:N. The conversation has TOKENS tokens in turns of some 200; each run asks a question of
- * ten tokens, and is taken back. Beside it, the same tokens are run by NVFP4_session_prefill() and their likeliest follower is asked for:
- * the rest is the text's.
+ * ten tokens, and is undone. For comparison the same tokens are run by NVFP4_session_prefill(), and their argmax is taken: the difference
+ * is the share for text.
  */
 #define _POSIX_C_SOURCE 200809L
 #include "measure.h"

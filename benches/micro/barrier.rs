@@ -1,4 +1,4 @@
-//! What a barrier of the whole grid takes, with memory idle and with it busy: the price of a decoder in one kernel.
+//! The cost of a barrier of the whole grid, with idle and with busy memory: the price of a decoder in a single kernel.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! Weights that a multiprocessor decodes and multiplies in a clock from shared memory, with wgmma on exact e4m3 codes: it must be
-//! well above what memory brings.
+//! Weights that a multiprocessor decodes and multiplies per clock from shared memory, with wgmma on exact e4m3 codes: this must be well
+//! above what memory delivers.
 
 use std::sync::Arc;
 
@@ -9,9 +9,9 @@ use NVFP4::format::random;
 
 use super::{Figures, Mark, median, read_u64, zeros};
 
-/// Twice the weights that memory brings to a multiprocessor in a clock.
+/// Twice the weights that memory delivers to a multiprocessor per clock.
 const TWICE_MEMORY: f64 = 70.0;
-/// What the kernel goes through in a round of a warpgroup.
+/// Tiles per warpgroup in a round of the kernel.
 const TILES: usize = 8;
 const TILE: usize = 64 * 32;
 

@@ -1,5 +1,5 @@
-//! What the GPU itself can do, measured by small kernels: `cargo bench --bench micro -- [--json FILE] [names]`. The figures decide
-//! between designs of the library's kernels, whose own benchmark is `cuda`; a mark says from where on a design pays.
+//! Capabilities of the GPU, measured by small kernels: `cargo bench --bench micro -- [--json FILE] [names]`. The figures decide between
+//! designs of the library's kernels, which the benchmark `cuda` measures; a mark is the value from which a design pays off.
 //!
 //! Sources lie in `kernels/` and are compiled for the device when they run. They use what only Hopper has.
 
@@ -21,7 +21,7 @@ use NVFP4::cuda::{DeviceBuffer, Gpu, Graph};
 /// The architecture of all sources.
 const ARCH: (i32, i32) = (9, 0);
 
-/// What a figure must be for a design that rests on it.
+/// The mark that a figure must reach for a design that relies on it.
 #[derive(Clone, Copy)]
 enum Mark {
     AtMost(f64),
@@ -64,7 +64,7 @@ impl Figures {
         });
     }
 
-    /// A list of objects: name, value, unit, and the mark where there is one.
+    /// The figures as a list of objects: name, value, unit, and the mark, if any.
     fn json(&self) -> String {
         let mut text = String::from("[\n");
         for (i, f) in self.all.iter().enumerate() {
@@ -96,7 +96,7 @@ fn read_u64(buffer: &DeviceBuffer, count: usize) -> Vec<u64> {
     values
 }
 
-/// Seconds of one replay of a graph, the median of so many.
+/// Median seconds of one replay of a graph, over `replays`.
 fn time(gpu: &Gpu, graph: &Graph, replays: usize) -> f64 {
     let mut times = Vec::with_capacity(replays);
     for i in 0..replays + 2 {
@@ -104,7 +104,7 @@ fn time(gpu: &Gpu, graph: &Graph, replays: usize) -> f64 {
         let start = Instant::now();
         graph.launch().unwrap();
         gpu.synchronize().unwrap();
-        // The first replays still bring things along.
+        // The first replays are warm-up.
         if i >= 2 {
             times.push(start.elapsed().as_secs_f64());
         }
@@ -119,7 +119,7 @@ fn median(mut values: Vec<f64>) -> f64 {
 
 type Benchmark = fn(&Arc<Gpu>, &mut Figures);
 
-/// By name: what is measured in each is said at the top of its file.
+/// The benchmarks by name. The top of each file says what it measures.
 const ALL: &[(&str, Benchmark)] = &[
     ("pipes", pipes::run),
     ("wgmma", wgmma::run),
@@ -137,7 +137,7 @@ fn main() {
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
             "--json" => json = Some(arguments.next().expect("--json takes a file")),
-            // What cargo passes.
+            // A flag from cargo.
             flag if flag.starts_with("--") => {}
             name => names.push(name.to_owned()),
         }

@@ -1,4 +1,4 @@
-//! What a kernel of a recorded graph costs beside what it does, by how it is launched after the one before.
+//! Overhead of a kernel in a recorded graph, by the way it is launched after its predecessor.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ struct Arguments {
     clocks: u64,
 }
 
-/// Microseconds of overhead at which the 180 kernels of a token cost a tenth of its time.
+/// Microseconds of overhead at which the 180 kernels of a decode step cost a tenth of its time.
 const AFFORDABLE: f64 = 0.3;
 
 pub(super) fn run(gpu: &Arc<Gpu>, figures: &mut Figures) {
@@ -43,7 +43,7 @@ pub(super) fn run(gpu: &Arc<Gpu>, figures: &mut Figures) {
             );
             (all - one) / NODES as f64
         };
-        // The work alone: what twice as much takes longer, for long kernels.
+        // The work alone: the additional time of twice the work, for long kernels.
         let (short, long) = (each(40_000), each(80_000));
         let clock = (long - short) / 40_000.0;
         figures.add(format!("node {what}, empty"), each(0), "us", None);

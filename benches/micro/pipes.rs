@@ -1,5 +1,5 @@
-//! How many lanes a clock a multiprocessor gives to each instruction that decoding 4-bit weights may be made of. What decodes with
-//! the fewest instructions on the busiest pipe wins.
+//! Lanes per clock of a multiprocessor for each instruction that can decode 4-bit weights. The best decoder has the fewest instructions on
+//! the busiest pipe.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ struct Arguments {
     rounds: i32,
 }
 
-/// Instructions of a thread in a round.
+/// Instructions per thread and round.
 const STEPS: usize = 64;
 const THREADS: usize = 512;
 const ROUNDS: usize = 300;

@@ -1,5 +1,5 @@
-//! The library's products with few and many rows, beside the same with dense f16 weights, and its attention in prefill: whether a
-//! product's time stays that of reading the weights as rows are added, and what part of the tensor cores' rate many rows reach.
+//! The library's GEMMs with few and many rows, compared with dense f16 weights, and its attention in prefill: whether the time stays that
+//! of reading the weights as rows are added, and which share of the tensor cores' rate many rows reach.
 
 use std::sync::Arc;
 
@@ -19,11 +19,11 @@ const SHAPES: [(&str, usize, usize); 4] = [
     ("gate_up", 19_456, 2560),
     ("down", 2560, 9728),
 ];
-/// Several times the second-level cache.
+/// Several times the L2 cache.
 const ROTATION: usize = 300 << 20;
-/// How much longer 16 rows may take than one.
+/// The allowed ratio of the times of 16 rows and one row.
 const FLAT: f64 = 1.15;
-/// Of the rate of dense weights, with many rows.
+/// The required share of the rate of dense weights, with many rows.
 const NEAR_DENSE: f64 = 0.9;
 
 fn noise(out: &mut [u8], seed: u64, each: impl Fn(u64) -> [u8; 8]) {
@@ -66,7 +66,7 @@ fn activations(gpu: &Arc<Gpu>, count: usize) -> DeviceBuffer {
     DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &bytes).unwrap()
 }
 
-/// Seconds of one product, each with other weights.
+/// Seconds of one GEMM, each with different weights.
 fn product(
     gpu: &Arc<Gpu>,
     weights: &[Matrix],
@@ -94,7 +94,7 @@ fn product(
     time(gpu, &Graph::record(gpu, enqueue).unwrap(), 7) / weights.len() as f64
 }
 
-/// As many different matrices as are larger than the caches together.
+/// Enough different matrices to exceed the caches together.
 fn rotation(bytes: usize, make: impl Fn(u64) -> Matrix) -> Vec<Matrix> {
     (0..ROTATION.div_ceil(bytes).max(2) as u64)
         .map(|i| make(2 * i))
@@ -111,7 +111,7 @@ pub(super) fn few_rows(gpu: &Arc<Gpu>, figures: &mut Figures) {
         let mut one = 0.0;
         for m in [1, 2, 4, 8, 16, 17, 32, 64, 128] {
             let seconds = product(gpu, &quantized, &x, m, &out, &scratch);
-            // Below, dense weights have a kernel that is not made for speed; cuBLASLt pads anyway.
+            // Below this, dense weights have a kernel that is not made for speed; cuBLASLt pads anyway.
             let padded = m.max(cuda::SKINNY_ROWS + 1);
             let beside = product(gpu, &plain, &x, padded, &out, &scratch);
             figures.add(format!("{name}, {m} rows"), seconds * 1e6, "us", None);

@@ -1,5 +1,5 @@
-//! Read bandwidth through rings of bulk copies: how many bytes must be in flight on a multiprocessor, in copies of which size, with
-//! one or two blocks to each.
+//! Read bandwidth through rings of bulk copies: the bytes that must be in flight on a multiprocessor, and the size of copies, with one or
+//! two blocks per multiprocessor.
 
 use std::sync::Arc;
 
@@ -22,9 +22,9 @@ struct Fill {
     words: u64,
 }
 
-/// Some fifty times the second-level cache.
+/// Some fifty times the L2 cache.
 const BYTES: usize = 3 << 30;
-/// What a ring should reach of the bandwidth that plain loads read with, where it holds at most [`MODEST`] bytes.
+/// The share of plain loads' bandwidth that a ring with at most [`MODEST`] bytes should reach.
 const SHARE: f64 = 0.95;
 const MODEST: usize = 100 << 10;
 

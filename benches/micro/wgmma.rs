@@ -1,5 +1,5 @@
-//! wgmma on e4m3 with weights as A from registers: whether decoding could run on it. How often it can be issued, how long it takes,
-//! and what its sums keep, since its accumulators are narrower than f32.
+//! wgmma on e4m3 with weights as A from registers, as a candidate for decoding: its issue rate, its latency, and the precision of its sums,
+//! because its accumulators are narrower than f32.
 
 use std::sync::Arc;
 
@@ -10,13 +10,13 @@ use NVFP4::format::{e2m1, e4m3, random};
 use super::{Figures, Mark, median, read_u64, zeros};
 
 const SOURCE: &str = include_str!("kernels/wgmma.cu");
-/// Rows of A, columns of B, and the K of one instruction.
+/// Rows of A, columns of B, and K of one instruction.
 const ROWS: usize = 64;
 const COLUMNS: usize = 8;
 const K: usize = 32;
 
-/// Clocks of a multiprocessor between instructions at which 64 rows by 32 k in one instruction keep up with memory; half of it
-/// where that takes two.
+/// Clocks of a multiprocessor between instructions at which 64 rows by 32 k per instruction keep up with memory; half of it if that takes
+/// two instructions.
 const KEEPS_UP: f64 = 58.0;
 
 #[repr(C)]
@@ -43,13 +43,13 @@ fn fragments(a: &[u8]) -> Vec<u32> {
     words
 }
 
-/// The bytes of `b`, `[8, 32]`, as shared memory has them.
+/// The bytes of `b`, `[8, 32]`, in their order in shared memory.
 fn tile(b: &[u8]) -> Vec<u8> {
     let half = |h: usize| (0..COLUMNS).flat_map(move |n| b[n * K + 16 * h..][..16].to_vec());
     half(0).chain(half(1)).collect()
 }
 
-/// Where element (row, column) of the sums lies.
+/// The position of element (row, column) of the sums.
 fn sum_at(row: usize, column: usize) -> usize {
     let (warp, g, upper) = (row / 16, row % 8, row % 16 / 8);
     (32 * warp + 4 * g + column / 2) * 4 + 2 * upper + column % 2
@@ -145,7 +145,7 @@ pub(super) fn run(gpu: &Arc<Gpu>, figures: &mut Figures) {
     decoding(&bench, figures);
 }
 
-/// Whether sums of whole numbers are right, and how far apart two terms may be.
+/// Whether sums of integers are exact, and how far apart two terms may be.
 fn exactness(bench: &Bench<'_>, figures: &mut Figures) {
     const STEPS: usize = 80;
     let whole = |seed: u64, i: usize, most: u64| {
@@ -210,7 +210,7 @@ fn exactness(bench: &Bench<'_>, figures: &mut Figures) {
     );
 }
 
-/// A product of an NVFP4 row of K = 2560 with activations in e4m3 terms: columns are terms of the one block or the other of an
+/// A product of an NVFP4 row of K = 2560 with activations in e4m3 terms. Each column has the terms of one of the two blocks in an
 /// instruction's K, so that each block of 16 has its own sum, and its scale is applied in f32.
 fn decoding(bench: &Bench<'_>, figures: &mut Figures) {
     const STEPS: usize = 80;
@@ -245,7 +245,7 @@ fn decoding(bench: &Bench<'_>, figures: &mut Figures) {
             let (step, k) = (i / K, i % K);
             let mut rest = value * factor;
             for term in 0..terms {
-                // Each term is brought up by 16, to the place of the one before.
+                // Each term is scaled up by 16, to the place of the previous one.
                 let byte = e4m3::encode(rest);
                 b[(step * COLUMNS + 2 * term + k / 16) * K + k] = byte;
                 rest = (rest - e4m3::decode(byte)) * 16.0;

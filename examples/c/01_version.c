@@ -1,4 +1,4 @@
-/* Which library is this, and what can it do here?
+/* Print the library's version, and what it supports on this machine.
  *
  *     cc 01_version.c $(pkg-config --cflags --libs nvfp4) -o 01_version && ./01_version
  */

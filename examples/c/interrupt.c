@@ -52,7 +52,7 @@ int main(int argc, char **argv)
     action.sa_handler = on_signal;
     sigaction(SIGINT, &action, NULL);
 
-    /* The same cancel handle serves every call. */
+    /* One cancel handle serves every call. */
     NVFP4_CallOptions call;
     NVFP4_LoadOptions load;
     NVFP4_GenerateOptions generate;

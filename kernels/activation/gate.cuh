@@ -12,7 +12,8 @@ __device__ __forceinline__ float activate(int activation, float x) {
     return gated(x, activation == SILU ? x : 1.5957691f * (x + 0.044715f * x * x * x));
 }
 
-// An activation and its derivative by x: as sigmoid' = sigmoid (1 - sigmoid), that of x s with s = sigmoid(t) is s + x s (1 - s) t'.
+// An activation and its derivative by x. Because sigmoid' = sigmoid (1 - sigmoid), the derivative of x s with s = sigmoid(t) is s + x s (1
+// - s) t'.
 struct Activated {
     float value, slope;
 };

@@ -19,7 +19,7 @@ __device__ __forceinline__ u32 product(u32 gate, u32 up, float scale, int activa
                     activate(activation, f16_high(gate)) * f16_high(up) * scale);
 }
 
-// Not 0 if a half of the pair is infinite or NaN: such an exponent plus one carries into the sign's bit.
+// Nonzero if a half of the pair is infinite or NaN: such an exponent plus one carries into the sign bit.
 __device__ __forceinline__ u32 not_finite(u32 pair) { return ((pair & 0x7c007c00) + 0x04000400) & 0x80008000; }
 __device__ __forceinline__ u32 not_finite(uint4 v) { return not_finite(v.x) | not_finite(v.y) | not_finite(v.z) | not_finite(v.w); }
 

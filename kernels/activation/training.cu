@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) train_glu(const __grid_con
     store_bf16(a.y + (size_t)blockIdx.x * pieces + i, up);
 }
 
-// d_gate = dy * up * act'(gate), d_up = dy * act(gate), and y once more. Grid: as above.
+// d_gate = dy * up * act'(gate), d_up = dy * act(gate), and recomputes y. Grid: as above.
 extern "C" __global__ void __launch_bounds__(THREADS) train_glu_backward(const __grid_constant__ GluArguments a) {
     wait_for_earlier_kernels();
     let_later_kernels_start();
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) train_add_bias(const __gri
     store_bf16(at, x);
 }
 
-// A block takes COLUMN_PIECES pieces of each row that is its own, and a warp one of COLUMN_ROWS rows at a time.
+// A block takes COLUMN_PIECES pieces of each of its rows, and a warp one of COLUMN_ROWS rows at a time.
 constexpr int COLUMN_PIECES = WARP, COLUMN_ROWS = THREADS / WARP;
 
 // Sums of columns over the rows of a block. Grid: (ceil(width / 8 / COLUMN_PIECES), blocks of rows)

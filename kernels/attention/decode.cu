@@ -1,4 +1,5 @@
-// The heads of most models: 32, 64 or 128 elements, all of which rotate, without a window or soft cap. See attention/decode.cuh.
+// Decode attention for the heads of most models: 32, 64 or 128 elements that all rotate, without a window or soft cap. See
+// attention/decode.cuh.
 #include "attention/decode.cuh"
 
 KERNELS(32, false, false, attention_decode_32, LONG_RING_BLOCKS, ONE_PAGE_BLOCKS)

@@ -1,13 +1,14 @@
-// Decode attention: one new token of each sequence of a batch attends to the sequence's cached keys and values. The same kernel applies norm
-// and RoPE to the token's queries and key, and stores its key and value in the cache. Bound by reading the cache.
+// Decode attention: one new token of each sequence of a batch attends to the sequence's cached keys and values. The same kernel applies
+// norm and RoPE to the token's queries and key, and stores its key and value in the cache. Bound by reading the cache.
 //
-// A block takes up to 8 query heads that share a key/value head, and one of several splits of the sequence (split-KV), one or two pages at a
-// time, of which each warp takes 16 positions. Scores are computed transposed (keys as A, the heads as B), so that 8 heads fill the
+// A block takes up to 8 query heads that share a key/value head, and one of several splits of the sequence (split-KV), one or two pages at
+// a time, of which each warp takes 16 positions. Scores are computed transposed (keys as A, the heads as B), so that 8 heads fill the
 // instruction.
 //
 // Pages pass through a ring in shared memory, which is filled before the kernel waits for its predecessor: the new token is handled
 // separately, and nothing else in the cache depends on that kernel. The last block of a sequence to finish combines the splits in a fixed
-// order. Or the splits are a cluster, whose blocks send each other their partial results, and each of them combines some of the heads.
+// order. Alternatively the splits are a cluster, whose blocks send each other their partial results, and each block combines some of the
+// heads.
 #pragma once
 #include "common/cluster.cuh"
 #include "common/heads.cuh"
@@ -71,7 +72,7 @@ struct PageStage {
         int lane = lane_id();
         load_matrices(a, base + place<KEY_PIECES>(first + lane % 16, 2 * j + lane / 16));
     }
-    // The same of values, transposed.
+    // As keys(), for transposed values.
     __device__ __forceinline__ void values(int first, int j, u32 (&a)[4]) const {
         int lane = lane_id();
         load_matrices(a, base + KEY_BYTES + place<VALUE_PIECES>(16 * j + lane % 16, first / 8 + lane / 16));
@@ -86,8 +87,8 @@ struct __align__(128) NewToken {
     int last;       // whether the block is the last of its sequence to finish
 };
 
-// The attention of a head to some positions: a lane's elements of the weighted sum of values, the largest score, and the sum of weights.
-// In memory it is a line of D elements, the score and the sum of weights.
+// The attention of a head to some positions: a lane's elements of the weighted sum of values, the largest score, and the sum of weights. In
+// memory it is a line of D elements, the score and the sum of weights.
 template <int D>
 struct PartialResult {
     static constexpr int LINE = D + 2;
@@ -167,8 +168,8 @@ struct PartialResult {
     }
 };
 
-// The ring has STAGES pages, SPAN of which are processed at a time. CLUSTER: the splits of a sequence are the blocks of a cluster. LIMITED: there
-// may be a window or a soft cap. PARTIAL: see Rotation.
+// The ring has STAGES pages, SPAN of which are processed at a time. CLUSTER: the splits of a sequence are the blocks of a cluster. LIMITED:
+// there may be a window or a soft cap. PARTIAL: see Rotation.
 template <int D, bool LIMITED, bool PARTIAL, int STAGES, int SPAN, bool CLUSTER>
 __device__ __forceinline__ void run(const Arguments& a) {
     static_assert(STAGES % SPAN == 0, "");
@@ -224,7 +225,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
 
     wait_for_earlier_kernels();
     let_later_kernels_start();
-    // The heads of the row that the block needs: queries, then the key and the value. A warp takes one in each turn; all are in flight before
+    // The heads of the row that the block needs: queries, then the key and the value. A warp takes one per turn; all are in flight before
     // the first is used.
     constexpr int TURNS = ceil_div(HEADS + 2, WARPS);
     const float* row = a.qkv + (size_t)sequence * (all_heads + 2 * a.pages.kv_heads) * D;
@@ -408,9 +409,9 @@ __device__ __forceinline__ void run(const Arguments& a) {
     for (int h = warp; h < heads; h += WARPS) PartialResult<D>::of_splits(lines + h * LINE, splits).store_output(out, (first_head + h) * D);
 }
 
-// With few blocks, each has a ring of four pages, two of which are processed at a time. With more blocks, and in clusters, a ring of two pages
-// leaves shared memory to a block of the kernels before and after. With the most blocks, several share a multiprocessor, each with one page.
-// The least numbers of blocks of a multiprocessor:
+// With few blocks, each has a ring of four pages, two of which are processed at a time. With more blocks, and in clusters, a ring of two
+// pages leaves shared memory to a block of the kernels before and after. With the most blocks, several share a multiprocessor, each with
+// one page. Minimum numbers of blocks per multiprocessor:
 constexpr int LONG_RING_BLOCKS = 2, ONE_PAGE_BLOCKS = 4;
 
 #define KERNEL(D, LIMITED, PARTIAL, NAME, STAGES, SPAN, BLOCKS, CLUSTER)                                                     \

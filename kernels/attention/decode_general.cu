@@ -1,4 +1,4 @@
-// Heads of any size, any number of whose elements rotate, with windows and soft caps. See attention/decode.cuh.
+// Decode attention for heads of any size, with full or partial rotation, windows and soft caps. See attention/decode.cuh.
 #include "attention/decode.cuh"
 
 constexpr int GENERAL_BLOCKS = 3;   // of a multiprocessor where shared memory allows; one fits on every architecture

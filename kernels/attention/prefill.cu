@@ -1,4 +1,4 @@
-// Heads of 32, 64 and 128 elements. See attention/prefill.cuh.
+// Prefill attention for heads of 32, 64 and 128 elements. See attention/prefill.cuh.
 #include "attention/prefill.cuh"
 
 KERNEL(32)

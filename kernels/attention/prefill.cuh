@@ -34,7 +34,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int first_row = (gridDim.y - 1 - blockIdx.y) * ROWS;
     int head = blockIdx.x, kv_head = head / (a.heads / a.pages.kv_heads);
 
-    // Bytes from the start of a tile to a piece of a row; the same plus a multiple for rows a multiple of 8 further.
+    // Bytes from the start of a tile to a piece of a row. Rows that are a multiple of 8 apart have a fixed distance.
     auto key_at = [&](int row, int piece) { return row * (D * 2) + swizzled_piece<KEY_PIECES>(row, piece) * 16; };
     auto value_at = [&](int row, int piece) { return row * (PAGE * 2) + (piece ^ row % 8) * 16; };
     u32 base = shared_address(shared);
@@ -49,7 +49,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         for (int i = 0; i < TILE / 8; i += AT_ONCE) {
             if (TILE / 8 % AT_ONCE == 0 || i + (int)threadIdx.x < TILE / 8) copy_async_16(to + i * 16, v + i * 8, 16);
         }
-        // Whether all threads together copy a multiple of 8 rows, so that what one of them copies is at fixed distances.
+        // Whether all threads together copy a multiple of 8 rows, so that each thread's copies are at fixed distances.
         constexpr bool SAME = AT_ONCE % (8 * KEY_PIECES) == 0;
         to = key_tile(page);
         if (SAME) to += key_at(threadIdx.x / KEY_PIECES, threadIdx.x % KEY_PIECES);

@@ -1,4 +1,4 @@
-// Heads of other sizes. See attention/prefill.cuh.
+// Prefill attention for heads of other sizes. See attention/prefill.cuh.
 #include "attention/prefill.cuh"
 
 KERNEL(80)

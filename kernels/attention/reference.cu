@@ -1,5 +1,5 @@
-// Reference attention in f32: rows of one sequence attend to its cached keys and values, and new ones are rounded into the cache. Simple, for
-// heads of any size; the fused kernels are compared with it.
+// Reference attention in f32: rows of one sequence attend to its cached keys and values; new keys and values are rounded into the cache.
+// Simple, for heads of any size; the fused kernels are compared with it.
 #include "common/pages.cuh"
 #include "common/reduce.cuh"
 

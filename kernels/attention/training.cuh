@@ -1,9 +1,9 @@
-// Attention of training: queries, keys and values lie in rows [T, (heads + 2 kv_heads) D] of bf16, normalized and rotated, in which documents
-// follow each other. A query sees the rows of its document up to its own, or the last `window` of them.
+// Attention of training. Rows [T, (heads + 2 kv_heads) D] of bf16 hold normalized and rotated queries, keys and values of consecutive
+// documents. A query sees the rows of its document up to its own, or the last `window` of them.
 //
-// Products are m16n8k16 of bf16 with f32 sums. Tiles of 64 rows of two arrays come to shared memory by asynchronous copies, two tiles in
-// flight. Probabilities are made anew in the backward pass from the logarithm of each row's sum of exponentials (Dao, arXiv 2307.08691), and go from one product to the
-// next in registers: an accumulator's fragment is the fragment of a left operand.
+// Products are m16n8k16 of bf16 with f32 accumulators. Asynchronous copies bring tiles of 64 rows of two arrays to shared memory, two tiles
+// in flight. The backward pass recomputes probabilities from each row's log-sum-exp (Dao, arXiv 2307.08691), and they go from one product
+// to the next in registers: an accumulator's fragment is the fragment of a left operand.
 #pragma once
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
@@ -39,8 +39,8 @@ __device__ __forceinline__ int seen_until(const Arguments& a, int key) {
     return a.window ? min(last, key + a.window) : last;
 }
 
-// Makes scores -inf that are not seen, of the thread's fragments of a warp's 16 rows from `row` on and of columns from `column` on. Here rows
-// are queries, and `first` the first keys that those g and g + 8 see.
+// Sets scores that are not seen to -inf, in the thread's fragments of a warp's 16 rows from `row` on and of columns from `column` on. Here
+// rows are queries, and `first` holds the first keys that rows g and g + 8 see.
 template <int N>
 __device__ __forceinline__ void hide_keys(float (&s)[N][4], int row, int column, const int (&first)[2]) {
     int g = lane_id() / 4, t = lane_id() % 4;
@@ -53,7 +53,7 @@ __device__ __forceinline__ void hide_keys(float (&s)[N][4], int row, int column,
         }
     }
 }
-// The same where rows are keys, and `until` one past the last queries that see them.
+// As above for rows that are keys; `until` is one past the last queries that see them.
 template <int N>
 __device__ __forceinline__ void hide_queries(float (&s)[N][4], int row, int column, const int (&until)[2]) {
     int g = lane_id() / 4, t = lane_id() % 4;
@@ -67,10 +67,10 @@ __device__ __forceinline__ void hide_queries(float (&s)[N][4], int row, int colu
     }
 }
 
-// Scores times log2(e), of products. Gradients of capped scores, if there are any, become those of the scores before, but for `scale`.
+// Products become scores times log2(e). Gradients of capped scores, if given, become those of the scores before the cap, up to `scale`.
 template <int N>
 __device__ __forceinline__ void scale_scores(const Arguments& a, float (&s)[N][4], float (*gradients)[4] = nullptr) {
-    // Which of the two it is, is asked once and not for every score.
+    // Tested once here, and not for every score.
     if (!a.cap) {
         float scale = a.scale * LOG2E;
 #pragma unroll
@@ -89,8 +89,8 @@ __device__ __forceinline__ void scale_scores(const Arguments& a, float (&s)[N][4
     }
 }
 
-// A tile of TILE rows of D elements in shared memory. The eight rows of a matrix that is loaded lie in different banks: pieces of 16 bytes
-// are exchanged within a row by its number, where 8 or 16 of them make a row, and else rows are padded by a piece.
+// A tile of TILE rows of D elements in shared memory. The eight rows of a loaded matrix are in different banks: pieces of 16 bytes are
+// swizzled by the row's number if a row has 8 or 16 of them; otherwise rows are padded by a piece.
 template <int D>
 struct SharedTile {
     static constexpr int PIECES = D / 8;
@@ -100,12 +100,12 @@ struct SharedTile {
 
     __device__ __forceinline__ u32 at(int row, int piece) const { return address + row * STRIDE + (EXCHANGED ? piece ^ (row & 7) : piece) * 16; }
 
-    // Starts to copy rows from `first` on, of rows `stride` elements apart; those past `rows` become zeros.
+    // Starts to copy rows from `first` on, `stride` elements apart; those past `rows` become zeros.
     template <int THREADS>
     __device__ __forceinline__ void load(const u16* from, int first, int rows, size_t stride) const {
         constexpr int COPIES = TILE * PIECES / THREADS, AT_ONCE = THREADS / PIECES;
         if constexpr (COPIES * THREADS == TILE * PIECES && AT_ONCE * PIECES == THREADS && AT_ONCE % 8 == 0) {
-            // A thread copies the same piece of rows whose number has the same last three bits.
+            // A thread copies the same piece of rows whose numbers share the last three bits.
             int row = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
             u32 to = at(row, piece);
             from += (first + row) * stride + piece * 8;
@@ -123,12 +123,12 @@ struct SharedTile {
         int l = lane_id();
         load_matrices(r, at(row + l % 16, k / 8 + l / 16));
     }
-    // Of right operands whose columns are the rows here: columns `row` to row + 15, in two fragments, at elements k to k + 15.
+    // Right operands whose columns are the rows here: columns `row` to row + 15, in two fragments, at elements k to k + 15.
     __device__ __forceinline__ void right(u32 (&r)[4], int row, int k) const {
         int l = lane_id();
         load_matrices(r, at(row + l / 16 * 8 + l % 8, k / 8 + l / 8 % 2));
     }
-    // Of right operands whose rows are the rows here: `row` to row + 15, at columns n to n + 15, in two fragments.
+    // Right operands whose rows are the rows here: `row` to row + 15, at columns n to n + 15, in two fragments.
     __device__ __forceinline__ void right_transposed(u32 (&r)[4], int row, int n) const {
         int l = lane_id();
         load_matrices_transposed(r, at(row + l % 16, n / 8 + l / 16));
@@ -171,7 +171,7 @@ __device__ __forceinline__ void add_product(float (&sum)[D / 8][4], const float 
     }
 }
 
-// Sixteen rows of sums, times a factor each, to rows of bf16; those from `rows` on are left out.
+// Stores sixteen rows of sums, each times a factor, as rows of bf16; rows from `rows` on are left out.
 template <int D>
 __device__ __forceinline__ void store_rows(const float (&sum)[D / 8][4], u16* to, int first, int rows, size_t stride, float low, float high) {
     int g = lane_id() / 4, t = lane_id() % 4;

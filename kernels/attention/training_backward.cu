@@ -1,5 +1,6 @@
-// Attention backward, for training. See attention/training.cuh. Two kernels make the gradients of keys and values, and of queries, each by
-// sums in registers in a fixed order: seven products where one kernel would take five, and no sums through memory.
+// Attention backward, for training. See attention/training.cuh. One kernel computes the gradients of keys and values, another those of
+// queries, each with accumulators in registers and a fixed order: seven products where a single kernel would take five, but no sums through
+// memory.
 #include "attention/training.cuh"
 
 constexpr int BACKWARD_WARPS = 4, BACKWARD_THREADS = WARP * BACKWARD_WARPS;
@@ -60,7 +61,7 @@ __device__ __forceinline__ void backward_keys(const Arguments& a) {
     };
     load(0);
     float dk[D / 8][4] = {}, dv[D / 8][4] = {};
-    // Of the warp's keys g and g + 8.
+    // For the warp's keys g and g + 8.
     int key0 = first + 16 * warp, until[2];
     for (int h = 0; h < 2; h++) until[h] = seen_until(a, min(key0 + g + 8 * h, a.rows - 1));
     int warp_until = seen_until(a, min(key0, a.rows - 1));

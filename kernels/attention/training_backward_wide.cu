@@ -1,11 +1,13 @@
-// Attention backward on Hopper, for training. See attention/training_wide.cuh, and attention/training_backward.cu for why two kernels.
+// Attention backward on Hopper, for training. See attention/training_wide.cuh, and attention/training_backward.cu for why there are two
+// kernels.
 #include "attention/training_wide.cuh"
 
 constexpr int STEP = 64;    // rows of the tiles that a block goes over
 
 extern __shared__ __align__(1024) u8 shared[];
 
-// A block takes 128 keys of a key/value head, a warpgroup 64 of them, over all queries of its group that see them. Grid: (ceil(T / 128), kv_heads)
+// A block takes 128 keys of a key/value head, a warpgroup 64 of them, over all queries of its group that see them. Grid: (ceil(T / 128),
+// kv_heads)
 template <int D>
 __device__ __forceinline__ void backward_keys(const Arguments& a) {
     using Keys = WideTile<WIDE_ROWS, D>;
@@ -22,7 +24,7 @@ __device__ __forceinline__ void backward_keys(const Arguments& a) {
     values.load(a.qkv + (a.heads + a.kv_heads + kv) * D, first, a.rows, stride);
 
     int begin = first / STEP, of_head = (seen_until(a, last) + STEP - 1) / STEP - begin, tiles = of_head * heads;
-    // Of each query of a tile: the logarithm of its sum, and its delta.
+    // Log-sum-exp and delta of each query of a tile.
     float* shared_numbers = (float*)(shared + (numbers - base));
     auto load = [&](int i) {
         if (i < tiles) {

@@ -32,10 +32,10 @@ __device__ __forceinline__ void forward(const Arguments& a) {
     queries[1].template load<FORWARD_THREADS>(q, first + TILE, a.rows, stride);
     load(0);
 
-    // Of the rows g and g + 8 of the warp.
+    // Rows g and g + 8 of the warp.
     int row0 = first + 16 * warp, rows[2] = {min(row0 + g, a.rows - 1), min(row0 + g + 8, a.rows - 1)};
     int seen[2] = {first_seen(a, rows[0]), first_seen(a, rows[1])};
-    // Rows of the whole warp: of its first and its last row.
+    // Bounds for the whole warp, from its first and its last row.
     int warp_first = first_seen(a, min(row0, a.rows - 1)), warp_last_first = first_seen(a, min(row0 + 15, a.rows - 1));
     float sum[D / 8][4] = {}, most[2] = {-INFINITY, -INFINITY}, total[2] = {};
     for (int i = 0; i < tiles; i++) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void forward(const Arguments& a) {
         copy_async_wait<1>();
         __syncthreads();
         int key0 = (begin + i) * TILE;
-        // Tiles that no row of the warp sees.
+        // Skips tiles that no row of the warp sees.
         if (key0 <= row0 + 15 && key0 + TILE > warp_first) {
             float s[8][4];
             product<D, 4>(s, queries[warp / 4], warp % 4 * 16, keys(i), 0);

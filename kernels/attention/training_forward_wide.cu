@@ -31,7 +31,7 @@ __device__ __forceinline__ void forward(const Arguments& a) {
     };
     load(0);
 
-    // Rows of the warpgroup, of the warp, and of the thread: g and g + 8 of the warp's.
+    // Rows of the warpgroup, of the warp, and of the thread: the warp's rows g and g + 8.
     int group0 = first + 64 * group, row0 = group0 + threadIdx.x % WARPGROUP / WARP * 16;
     int seen[2], group_first = first_seen(a, min(group0, a.rows - 1)), all_see = first_seen(a, min(row0 + 15, a.rows - 1));
     for (int h = 0; h < 2; h++) seen[h] = first_seen(a, min(row0 + g + 8 * h, a.rows - 1));
@@ -43,7 +43,7 @@ __device__ __forceinline__ void forward(const Arguments& a) {
         __syncthreads();
         load(i + 1);
         int key0 = (begin + i) * KEYS;
-        // Tiles that no row of the warpgroup sees.
+        // Skips tiles that no row of the warpgroup sees.
         if (key0 > group0 + 63 || key0 + KEYS <= group_first) continue;
         float s[KEYS / 8][4];
         wgmma_fence_accumulators(s);

@@ -1,5 +1,5 @@
-// Attention of training on Hopper: as attention/training.cuh, for heads of 64 and 128 elements without a cap, by wgmma. A warpgroup takes 64
-// rows; operands come from swizzled tiles in shared memory, and probabilities from registers.
+// Attention of training on Hopper: as attention/training.cuh, for heads of 64 and 128 elements without a cap, by wgmma. A warpgroup takes
+// 64 rows; operands come from swizzled tiles in shared memory, and probabilities from registers.
 #pragma once
 #include "attention/training.cuh"
 #include "common/wgmma.cuh"
@@ -12,9 +12,9 @@ struct WideTile {
     static constexpr int BLOCK_BYTES = ROWS * 128, BYTES = D / 64 * BLOCK_BYTES;
     u32 address;
 
-    // Starts to copy rows from `first` on, of rows `stride` elements apart; those past `rows` become zeros.
+    // Starts to copy rows from `first` on, `stride` elements apart; those past `rows` become zeros.
     __device__ __forceinline__ void load(const u16* from, int first, int rows, size_t stride) const {
-        // A thread copies the same piece of rows whose number has the same last three bits.
+        // A thread copies the same piece of rows whose numbers share the last three bits.
         constexpr int PIECES = D / 8, AT_ONCE = WIDE_THREADS / PIECES;
         static_assert(ROWS % AT_ONCE == 0 && AT_ONCE % 8 == 0, "whole rows of threads");
         int row = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
@@ -25,11 +25,11 @@ struct WideTile {
     }
     // An operand whose K runs along rows: rows from `row` on, elements from k on.
     __device__ __forceinline__ u64 along(int row, int k) const { return wgmma_swizzled(address + k / 64 * BLOCK_BYTES + row * 128 + k % 64 * 2, 16); }
-    // An operand whose K runs down rows, from `row` on, and N along them.
+    // An operand whose K runs down rows from `row` on, and whose N runs along them.
     __device__ __forceinline__ u64 down(int row) const { return wgmma_swizzled(address + row * 128, BLOCK_BYTES); }
 };
 
-// c = 64 rows of x from `row` on, times the first 8 N rows of y transposed. Begins it.
+// Begins c = 64 rows of x from `row` on, times the transpose of the first 8 N rows of y.
 template <int D, int N, int X, int Y>
 __device__ __forceinline__ void begin_product(float (&c)[N][4], const WideTile<X, D>& x, int row, const WideTile<Y, D>& y) {
 #pragma unroll
@@ -40,7 +40,7 @@ __device__ __forceinline__ void begin_product(float (&c)[N][4], const WideTile<X
             wgmma_bf16<true>(c, x.along(row, k), y.along(0, k));
     }
 }
-// sum += p times the first 16 K rows of y. Begins it.
+// Begins sum += p times the first 16 K rows of y.
 template <int D, int K, int Y>
 __device__ __forceinline__ void begin_adding(float (&sum)[D / 8][4], const u32 (&p)[K][4], const WideTile<Y, D>& y) {
 #pragma unroll

@@ -3,8 +3,8 @@
 #pragma once
 #include "common/ptx.cuh"
 
-// A barrier takes 8 bytes. Its phase ends when the number of arrivals that it was initialized with is reached and all expected bytes have
-// come; phases are 0 and 1 in turn. One thread initializes it; others see it after publish_barriers() and a barrier of the block.
+// A barrier takes 8 bytes. Its phase ends when it has the number of arrivals that it was initialized with, and all expected bytes have
+// arrived; phases alternate between 0 and 1. One thread initializes it; others see it after publish_barriers() and a barrier of the block.
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -12,7 +12,7 @@ __device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrie
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives, and adds `bytes` to what the phase expects.
+// Arrives, and adds `bytes` to the bytes that the phase expects.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -37,11 +37,11 @@ __device__ __forceinline__ void copy_bulk(u32 shared, const void* global, u32 by
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// The same in two halves, without that guarantee: for barriers in shared memory that were published, and to announce that this block no
-// longer reads the memory of others.
+// cluster_sync() in two halves, without the visibility guarantee: for published barriers in shared memory, and to announce that this block
+// no longer reads the memory of others.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// The same address in the shared memory of another block of the cluster.
+// The address in another block of the cluster that corresponds to an address in shared memory.
 __device__ __forceinline__ u32 cluster_address(u32 shared, u32 block) {
     u32 address;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(block));
@@ -55,7 +55,7 @@ __device__ __forceinline__ float4 load_cluster_16(u32 shared, u32 block) {
                  : "memory");
     return v;
 }
-// Stores a number in the shared memory of another block of the cluster, whose barrier there expects 4 bytes for it.
+// Stores a number in the shared memory of another block of the cluster, whose barrier expects 4 bytes for it.
 __device__ __forceinline__ void send_to_cluster(u32 shared, u32 block, float x, u32 barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(cluster_address(shared, block)),
                  "r"(__float_as_uint(x)), "r"(cluster_address(barrier, block))

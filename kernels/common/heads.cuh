@@ -1,4 +1,4 @@
-// One head of queries or keys: RMSNorm over the head where the model has it, then RoPE over all of its elements or the first rotary_dim.
+// One head of queries or keys: RMSNorm over the head if the model has it, then RoPE over all of its elements or the first rotary_dim.
 #pragma once
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
@@ -19,12 +19,12 @@ __device__ __forceinline__ bool has_slot(int j) {
     return D % WARP == 0 || lane_id() + WARP * j < D;
 }
 
-// Where all elements rotate: whether a lane holds the partners of its elements, or each lane holds exactly one element.
+// If all elements rotate: whether a lane holds the partners of its elements, or each lane holds exactly one element.
 template <int D>
 constexpr bool IN_LANE = D == WARP || D % (2 * WARP) == 0;
 
-// The angles of a lane's elements at a position. Depends on nothing but the position, so it may be constructed before the kernel waits for
-// its predecessor. PARTIAL: rotary_dim may be less than D.
+// The angles of a lane's elements at a position. They depend only on the position, so they may be computed before the kernel waits for its
+// predecessor. PARTIAL: rotary_dim may be less than D.
 template <int D, bool PARTIAL>
 struct Rotation {
     static_assert(IN_LANE<D>, "");

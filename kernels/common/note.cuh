@@ -1,4 +1,4 @@
-// How a kernel reports invalid input to the host: see src/cuda/checks.rs.
+// Reports invalid input from a kernel to the host: see src/cuda/checks.rs.
 #pragma once
 #include "common/types.cuh"
 

@@ -41,7 +41,7 @@ __device__ __forceinline__ void note_unfit(const Pages& p, int row, bool is_unfi
     if (is_unfit && p.unfit) atomicCAS(p.unfit + row, 0, p.layer + 1);
 }
 
-// Where 16-byte piece `piece` of a row of PIECES is in shared memory. Pieces are swizzled by row, so that the same pieces of 8
+// Position of 16-byte piece `piece` of a row of PIECES in shared memory. Pieces are swizzled by row, so that the same pieces of 8
 // neighbouring rows have no bank conflicts. Pieces are exchanged within groups whose size is a power of two.
 template <int PIECES>
 __device__ __forceinline__ int swizzled_piece(int row, int piece) {

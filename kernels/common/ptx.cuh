@@ -47,7 +47,7 @@ __device__ __forceinline__ u32 fma_bf16(u32 a, u32 b, u32 c) {
     return r;
 }
 
-// The larger of each two; NaN if either is NaN.
+// The larger of each pair; NaN if either is NaN.
 __device__ __forceinline__ u32 max_f16(u32 a, u32 b) {
     u32 r;
     asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
@@ -70,7 +70,7 @@ __device__ __forceinline__ u32 at_least_bf16(u32 a, u32 b) {
     asm("set.ge.bf16x2.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 #else
-    // Such numbers compare as their bits do.
+    // Such numbers order like their bits.
     return (((a | 0x80008000u) - b) >> 15 & 0x00010001u) * 0x3f80u;
 #endif
 }
@@ -100,23 +100,23 @@ __device__ __forceinline__ float rsqrt_approx(float x) {
     return r;
 }
 
-// The square root of x, which is normal or zero, to two units in the last place; of what is below, zero.
+// The square root of x, which is normal or zero, to two units in the last place; zero for subnormals.
 __device__ __forceinline__ float sqrt_approx(float x) {
     float r;
     asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
 
-// In each half: all bits where two f16 differ as numbers, of which none is NaN; else none.
+// In each half: all bits if two f16 differ as numbers, neither of which is NaN; else none.
 __device__ __forceinline__ u32 differing_f16(u32 a, u32 b) {
     u32 r;
     asm("set.ne.u32.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
 
-// Asks for a line of global memory, to be in the second cache when it is read.
+// Prefetches a line of global memory to the L2 cache.
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-// Lets the compiler not keep in registers what is in memory.
+// Keeps the compiler from holding memory contents in registers.
 __device__ __forceinline__ void forget_memory() { asm volatile("" ::: "memory"); }
 
 // A pair of f16 products, subnormals kept.
@@ -157,8 +157,8 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b
 #define HAS_FP4_MMA (__CUDA_ARCH__ >= 1200 && __CUDA_ARCH__ < 1300)
 
 #if HAS_FP4_MMA
-// m16n8k64 of e2m1, with a scale for each 16 along K (PTX ISA 9.2: "Matrix Fragments for mma.m16n8k64" and "Block Scaling for
-// mma.sync", with selectors 0). Lane l holds, with g and t as above:
+// m16n8k64 of e2m1, with a scale per 16 along K (PTX ISA 9.2: "Matrix Fragments for mma.m16n8k64" and "Block Scaling for mma.sync", with
+// selectors 0). Lane l holds, with g and t as above:
 //   A: rows g, g + 8, g, g + 8; columns 8t, 8t, 8t + 32, 8t + 32 (eight neighbours in each word, the first lowest)
 //   B: column g; rows 8t and 8t + 32 (eight neighbours in each word)
 //   scales of A: the four of row g if t = 0, of row g + 8 if t = 1, the first lowest; those of t = 2 and 3 are not read
@@ -179,7 +179,7 @@ __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 shared) {
                  : "r"(shared)
                  : "memory");
 }
-// The same, each transposed.
+// load_matrices() with each matrix transposed.
 __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

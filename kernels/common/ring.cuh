@@ -22,12 +22,12 @@ struct WarpRing {
     // Offset of the stage after the one at `offset`.
     static __device__ __forceinline__ u32 after(u32 offset) { return offset + STAGE_BYTES == BYTES ? 0 : offset + STAGE_BYTES; }
 
-    // What a lane adds to its address in the first piece for its addresses in the second.
+    // The offset from a lane's address in the first piece to its addresses in the second.
     static __device__ __forceinline__ long long to_second(const u8* first, const u8* second) {
         return lane_id() < ENDING ? 0 : second - first - PIECE_BYTES;
     }
-    // Requests two pieces for a stage; `first` is the first one, 16 bytes further on for each lane. All lanes call this for the stages in
-    // turn, once for each wait(), when no lane uses the stage any more.
+    // Requests two pieces for a stage; `first` is the first one, 16 bytes further on for each lane. All lanes call this for each stage in
+    // turn, once per wait(), when no lane uses the stage any more.
     __device__ __forceinline__ void fill(u32 offset, const u8* first, long long to_second) const {
         u32 to = lane_base + offset;
         const u8* second = first + to_second;
@@ -36,7 +36,7 @@ struct WarpRing {
         if (is_last) copy_async_16(to + ROUND + REST, second + ROUND + REST);
         copy_async_commit();
     }
-    // In place of fill() when nothing is left to request.
+    // Replaces fill() when nothing is left to request.
     __device__ __forceinline__ void skip() const { copy_async_commit(); }
 
     // Waits for the oldest of STAGES requests in flight.

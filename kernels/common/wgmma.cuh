@@ -1,7 +1,7 @@
 // Inline PTX of wgmma, Hopper's asynchronous matrix products of a warpgroup, four warps.
 //
-// m64nNk16: C += A B. A has 64 rows, 16 of each warp, whose lanes hold A and C as in common/ptx.cuh; C is N / 8 such fragments side by
-// side. Of f16, B is in shared memory in matrices of 8 columns by 8 rows, 16 bytes to a column; of bf16, it is swizzled, and A may be too.
+// m64nNk16: C += A B. A has 64 rows, 16 per warp, whose lanes hold A and C as in common/ptx.cuh; C is N / 8 such fragments side by side.
+// For f16, B is in shared memory in matrices of 8 columns by 8 rows, 16 bytes per column; for bf16, B is swizzled, and A may be too.
 //
 // Registers of A and C belong to the tensor cores from a fence to the wait for the committed group; B must have been published before a
 // barrier.
@@ -12,7 +12,7 @@
 
 constexpr int WARPGROUP = 4 * WARP;
 
-// The number of a thread's warpgroup. The compiler is told that lanes have the same, so that it computes addresses of operands once a warp.
+// The number of a thread's warpgroup. The shuffle tells the compiler that all lanes agree, so it computes operand addresses once per warp.
 __device__ __forceinline__ int warpgroup_id() { return __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0); }
 
 #if HAS_WGMMA
@@ -28,7 +28,7 @@ __device__ __forceinline__ void wgmma_fence_accumulators(float (&c)[TILES][4]) {
 #pragma unroll
     for (int i = 0; i < TILES; i++) asm volatile("" : "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])::"memory");
 }
-// Writes to shared memory before this are visible to the tensor cores after the next barrier.
+// Makes earlier writes to shared memory visible to the tensor cores after the next barrier.
 __device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The descriptor of B: an address in shared memory, a multiple of 16, and the distances in bytes between its 8 by 8 matrices.
@@ -81,9 +81,9 @@ __device__ __forceinline__ void wgmma_f16(float (&c)[16][4], u32 a0, u32 a1, u32
                    WGMMA_ACCUMULATORS(12), WGMMA_ACCUMULATORS(13), WGMMA_ACCUMULATORS(14), WGMMA_ACCUMULATORS(15)
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
 }
-// The descriptor of a swizzled operand: rows of 128 bytes, whose pieces of 16 bytes are exchanged by the row's number modulo 8. The address
-// is that of a row whose number is a multiple of 8, in a block of rows that begins at a multiple of 1024, plus 32 bytes for each 16
-// elements along a row. `blocks` is the distance in bytes of the blocks that hold 64 columns each, where N runs along rows.
+// The descriptor of a swizzled operand: rows of 128 bytes, whose pieces of 16 bytes are swizzled by the row's number modulo 8. The address
+// is that of a row whose number is a multiple of 8, in a block of rows that begins at a multiple of 1024, plus 32 bytes per 16 elements
+// along a row. If N runs along rows, `blocks` is the distance in bytes between blocks of 64 columns each.
 __device__ __forceinline__ u64 wgmma_swizzled(u32 shared, int blocks) {
     return (u64)(shared >> 4 & 0x3fff) | (u64)(blocks / 16) << 16 | (u64)(1024 / 16) << 32 | (u64)1 << 62;
 }

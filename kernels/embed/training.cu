@@ -1,4 +1,4 @@
-// The gradient of an embedding: rows of the residual stream's gradient, added up by token.
+// The gradient of an embedding: sums the residual stream's gradient by token.
 #include "common/values.cuh"
 
 struct Arguments {
@@ -16,13 +16,13 @@ struct Arguments {
 
 constexpr int THREADS = 128;
 
-// gradient[id - first_id] = or += scale * the sum of the token's rows, in their order; other tokens' rows are left as they are.
+// gradient[id - first_id] = or += scale * the sum of the token's rows, in order; other rows stay as they are.
 // Grid: (tokens, ceil(width / 8 / THREADS))
 extern "C" __global__ void __launch_bounds__(THREADS) train_embed(const __grid_constant__ Arguments a) {
     wait_for_earlier_kernels();
     let_later_kernels_start();
     int i = blockIdx.y * THREADS + threadIdx.x, pieces = a.width / PIECE;
-    // Tokens before first_id wrap around to numbers that are no rows.
+    // Tokens before first_id wrap around to numbers beyond the last row.
     u32 row = a.ids[blockIdx.x] - a.first_id;
     if (row >= a.rows || i >= pieces) return;
     float sum[PIECE] = {};

@@ -1,7 +1,7 @@
-// Routes rows to experts by softmax over the logits of a router, and sorts the (row, expert) pairs by expert, and by row within an expert, into
-// tiles for products (linear/experts.cu).
+// Routes rows to experts by softmax over the logits of a router, and sorts the (row, expert) pairs by expert, and by row within an expert,
+// into tiles for products (linear/experts.cu).
 //
-// A warp routes a row. With up to FEW_ROWS rows, the block that has routed them sorts their pairs, each of which counts the pairs before it.
+// A warp routes a row. With up to FEW_ROWS rows, the block that has routed them also sorts their pairs, by counting the pairs before each.
 // More rows are sorted by a second kernel, with a block for each expert. Counts are integers, so the order is deterministic.
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
@@ -59,7 +59,7 @@ __device__ __forceinline__ void route(const Arguments& a, int row, Store store) 
     float own = 0, total = 0;   // the probability of choice `lane`
     u32 taken = 0;              // of the lane's experts
     for (int choice = 0; choice < a.per_token; choice++) {
-        // Where logits do not compare (NaN), the lower number wins, so that every choice is an expert and none is chosen twice.
+        // If logits do not compare (NaN), the lower number wins, so that every choice is an expert and none is chosen twice.
         float best = 0;
         int expert = MAX_EXPERTS;
 #pragma unroll
@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) experts_route_few(cons
     int row = threadIdx.x / WARP, pair = threadIdx.x, pairs = a.rows * a.per_token;
     if (row < a.rows) route(a, row, [&](int i, int expert) { choices[row * a.per_token + i] = expert; });
     __syncthreads();
-    // The place of a pair, its number among the pairs of its expert, and how many pairs the expert has.
+    // The place of a pair, its number among the pairs of its expert, and the number of pairs of the expert.
     int own = 0, place = 0, number = 0, all = 0;
     if (pair < pairs) {
         own = choices[pair];

@@ -1,5 +1,5 @@
-// Encodes values as e2m1 codes and e4m3 scales. Mirrors src/format bit for bit: every operation here rounds as that of the CPU does, or the
-// comment beside it shows why that makes no difference.
+// Encodes values as e2m1 codes and e4m3 scales. Mirrors src/format bit for bit: every operation here rounds like the CPU's, or the comment
+// beside it shows why that makes no difference.
 #pragma once
 #include "common/ptx.cuh"
 #include "format/nvfp4.cuh"
@@ -23,7 +23,7 @@ __device__ __forceinline__ u32 encode_scale(float x) {
 // As above, but never 0.
 __device__ __forceinline__ u32 encode_scale_above_zero(float x) { return max(encode_scale(x), 1u); }
 
-// The least e4m3 byte whose value is at least x, which is not negative; saturates.
+// The e4m3 byte of the smallest value not below x, which is not negative; saturates.
 __device__ __forceinline__ u32 encode_scale_up(float x) {
     u32 nearest = encode_scale(x);
     return nearest + (scale_to_float(nearest) < x && nearest < E4M3_MAX_BYTE);
@@ -57,9 +57,8 @@ __device__ __forceinline__ float magnitude(u32 code) { return (code + (code > 4)
 
 // The smallest values whose quotients by a step pass each threshold between codes, so that values need no division. A quotient is rounded
 // to f32 before it is compared. With h half of the spacing of f32 below (or above) a threshold t, whose mantissa is even, the rounded
-// quotient is at least t exactly when the exact one is at least t - h, and more than t exactly when the exact one is more than t + h.
-// (t - h) or (t + h) times the step is one fused operation with directed rounding, as long as the step is not so small that h times the
-// step loses bits.
+// quotient is at least t exactly when the exact one is at least t - h, and more than t exactly when the exact one is more than t + h. (t -
+// h) or (t + h) times the step is one fused operation with directed rounding, unless the step is so small that h times the step loses bits.
 struct Thresholds {
     float at[THRESHOLDS];
 
@@ -87,7 +86,7 @@ struct Thresholds {
         at[6] = half_away ? at_least<2, false>(5.0f, step) : above<2, false>(5.0f, step);
     }
 
-    // How many thresholds a magnitude passes: its code.
+    // The number of thresholds that a magnitude passes: its code.
     __device__ __forceinline__ u32 passed(float magnitude) const {
         u32 code = 0;
 #pragma unroll
@@ -98,8 +97,8 @@ struct Thresholds {
 
 // Codes of eight magnitudes at once, to nearest even, from four words of two f16; word i has values i and i + 4.
 //
-// A code is 2 x up to 2, x + 2 up to 4 and x / 2 + 4 up to 6: three ramps, each clamped at its ends, added to 1024, where the spacing of f16
-// is one. Each addition rounds to even, and the sum before it is even where its ramp begins.
+// A code is 2 x up to 2, x + 2 up to 4 and x / 2 + 4 up to 6: three ramps, each clamped at its ends, added to 1024, where the spacing of
+// f16 is one. Each addition rounds to even, and the sum before it is even where its ramp begins.
 __device__ __forceinline__ u32 encode_eight(const u32 (&x)[4]) {
     constexpr u32 HALF = 0x38003800u, ONE = 0x3c003c00u, TWO = 0x40004000u, FOUR = 0x44004400u, MINUS_ONE = 0xbc00bc00u, MINUS_TWO = 0xc000c000u;
     constexpr u32 BASE = 0x64006400u;  // 1024, twice

@@ -1,5 +1,5 @@
-// The fragment-major layout of f16 activations [rows, k], in which tensor cores take their fragments. Whatever makes activations for
-// linear/wide.cu writes it, and so does linear/rows.cu from row-major ones.
+// The fragment-major layout of f16 activations [rows, k], in which tensor cores take their fragments. Every kernel that produces
+// activations for linear/wide.cu writes it, and so does linear/rows.cu from row-major ones.
 //
 // Activations are cut into chunks of 128 elements of k, as weights are in format/packed.cuh, and those into groups of 8 rows, each
 // contiguous. The groups of a chunk follow each other. The padding at the end of k is zeros; absent rows of the last group may hold
@@ -17,14 +17,14 @@ constexpr int GROUP_BYTES = CHUNK_K / 8 * FRAGMENT_BYTES;
 // Elements of a row with its padding.
 __device__ __forceinline__ int padded_k(int k) { return ceil_div(k, CHUNK_K) * CHUNK_K; }
 
-// The place of element k of a row in activations of so many groups of rows, in elements.
+// The index of element k of a row, in activations with this many groups of rows.
 __device__ __forceinline__ size_t fragment_index(int groups, int row, int k) {
     int pair = k % CHUNK_K / (2 * BLOCK), second = k / BLOCK % 2, t = k % BLOCK / 4, i = k % 4;
     size_t group = (size_t)(k / CHUNK_K) * groups + row / GROUP_ROWS;
     return group * (GROUP_BYTES / 2) + (4 * pair + i) * (FRAGMENT_BYTES / 2) + row % GROUP_ROWS * 8 + t * 2 + second;
 }
 
-// Elements k and k + BLOCK of a row, four of each from k on, where k is a multiple of 4 in an even block.
+// Stores elements k and k + BLOCK of a row, four of each from k on, where k is a multiple of 4 in an even block.
 __device__ __forceinline__ void store_fragments(u16* to, int groups, int row, int k, float4 first, float4 second) {
     constexpr int NEXT = FRAGMENT_BYTES / 4;
     u32* at = (u32*)(to + fragment_index(groups, row, k));

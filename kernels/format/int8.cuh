@@ -1,10 +1,10 @@
-// int8 rows: codes in two's complement, and an f32 scale a row. The mirror of src/format/int8.rs.
+// int8 rows: codes in two's complement, and one f32 scale per row. Mirrors src/format/int8.rs.
 #pragma once
 #include "common/ptx.cuh"
 
 constexpr int INT8_CODES = 16;  // that are loaded at once
 
-// The value of one code; its row's scale is multiplied by the caller.
+// The value of one code, without the row's scale, which the caller applies.
 __device__ __forceinline__ float int8_code(const void* codes, size_t at) { return (float)((const signed char*)codes)[at]; }
 
 // Four codes, exactly. A code plus 128 is put into the low bits of 2^23, since conversions of bytes run at half the rate.

@@ -1,4 +1,4 @@
-// The bits of NVFP4: e2m1 codes, two to a byte with the even index low, and an e4m3 scale for each 16. Mirrors src/format.
+// The bits of NVFP4: e2m1 codes, two per byte with the even index low, and an e4m3 scale per 16. Mirrors src/format.
 //
 // Decoding moves bits: in the low bits of the exponent and the top of the mantissa of an f16, an e2m1 magnitude reads as the value times
 // 2^-14, subnormals included, and an e4m3 scale as the scale times 2^-8. A code times a scale has at most six significant bits and stays
@@ -14,7 +14,7 @@ constexpr u32 TWO_8 = 0x5c005c00u;   // 2^8, twice
 constexpr u32 TWO_14 = 0x74007400u;  // 2^14, twice
 static_assert((15 + 8) << 10 == 0x5c00 && (15 + 14) << 10 == 0x7400, "the exponent field of f16 starts at bit 10 with a bias of 15");
 
-// Has the sign bit of each byte that is not a valid block scale because it is NaN or has a sign. Mirrors is_block_scale().
+// Sets the sign bit of each byte that is not a valid block scale because it is NaN or has a sign. Mirrors is_block_scale().
 __device__ __forceinline__ u32 not_block_scales(u32 bytes) {
     constexpr u32 SIGN_BITS = 0x80808080u;
     // Adding one to the magnitude of NaN, the largest, carries into the sign.
@@ -35,7 +35,7 @@ __device__ __forceinline__ void decode_pairs(u32 codes, u32 (&pairs)[4]) {
 
 // Two scales (bytes 0 and 1 of `bytes`) as f16, times 2^6: exact, and below the largest f16.
 __device__ __forceinline__ u32 scale_pair(u32 bytes) { return mul_f16(__byte_perm(bytes, 0, 0x4140) << 7, TWO_14); }
-// The same for bytes 0 and 2.
+// scale_pair() for bytes 0 and 2.
 __device__ __forceinline__ u32 scale_pair_apart(u32 bytes) { return mul_f16((bytes & 0x00ff00ff) << 7, TWO_14); }
 __device__ __forceinline__ u32 both_low(u32 pair) { return __byte_perm(pair, 0, 0x1010); }
 __device__ __forceinline__ u32 both_high(u32 pair) { return __byte_perm(pair, 0, 0x3232); }

@@ -21,8 +21,8 @@ constexpr int CHUNK_BYTES = CHUNK_CODES + CHUNK_ROWS * CHUNK_BLOCKS;
 static_assert(CHUNK_CODES == WARP * 16, "16 bytes of codes for a lane");
 static_assert(CHUNK_BYTES % 16 == 0, "chunks are copied in 16-byte pieces");
 
-// What the results of decode_packed() must be multiplied by. The smallest of them, of a code of 1/2 and a scale of 2^-9, is the smallest
-// subnormal of f16.
+// The factor that the results of decode_packed() lack. Their smallest, for a code of 1/2 and a scale of 2^-9, is the smallest subnormal of
+// f16.
 constexpr float PACKED_FACTOR = 16384.0f;
 
 // Two scales (bytes 0 and 1 of `bytes`) as f16, exactly.
@@ -46,7 +46,7 @@ __device__ __forceinline__ void decode_word(u32 word, u32 (&pairs)[4]) {
     pairs[3] = (word << 9) & CODES;
 }
 
-// The word whose pairs these are: the inverse of decode_word().
+// The word with these pairs: the inverse of decode_word().
 __device__ __forceinline__ u32 encode_word(const u32 (&pairs)[4]) {
     auto bit = [](int i) { return 0x10001u << i; };     // of both halves
     // Each line solves for bits that decode_word() combines with bits from the lines before into bits of a pair.
@@ -78,7 +78,7 @@ __device__ __forceinline__ u32 spread_code(u32 codes, int i) {
 }
 __device__ __forceinline__ u32 gather_code(u32 half) { return (half >> 15 & 1) << 3 | (half >> 9 & 7); }
 
-// The chunk that row and k are in, of a weight with `chunks` of them along k.
+// The chunk of row and k, in a weight with `chunks` chunks along k.
 __device__ __forceinline__ const u8* chunk_of(const u8* weight, int chunks, int row, int k) {
     return weight + (u64)((u32)(row / CHUNK_ROWS) * (u32)chunks + (u32)(k / CHUNK_K)) * CHUNK_BYTES;
 }

@@ -13,12 +13,12 @@ __device__ __forceinline__ u64 mix(u64 x) {
 __device__ __forceinline__ u64 random_stream(u64 seed) { return mix(seed + GOLDEN); }
 __device__ __forceinline__ u64 random_bits(u64 stream, u64 counter) { return mix(stream + (counter + 1) * GOLDEN); }
 
-// 64 random bits of the stream `key`, for what is drawn anew for every weight in every step. Mirrors words().
+// 64 random bits of the stream `key`, for draws per weight and step. Mirrors words().
 __device__ __forceinline__ uint2 random_words(u64 key, u32 counter) {
     u32 x = counter, y = (u32)(key >> 32);
 #pragma unroll
     for (u32 round = 0; round < 4; round++) {
-        // In one product of 64 bits the upper half would take another addition.
+        // A single 64-bit product would need another addition for the upper half.
         u32 low = x * 0xd256d193u, high = __umulhi(x, 0xd256d193u);
         x = high ^ y ^ ((u32)key + (u32)(GOLDEN >> 32) * round);
         y = low;

@@ -1,6 +1,6 @@
-// Products with dense weights of any floating-point type, and of one row with int8 rows, accumulated in f32: y[m, n] = sum over k of
-// x[m, k] w[n, k]. For the few matrices that a model leaves in more than 4 bits, and for large products where cuBLASLt is absent. A warp takes
-// an output feature and up to 8 rows of x at a time.
+// GEMM with dense weights of any floating-point type, and of one row with int8 rows, accumulated in f32: y[m, n] = sum over k of x[m, k]
+// w[n, k]. For the few matrices that a model keeps in more than 4 bits, and for large GEMMs without cuBLASLt. A warp takes an output
+// feature and up to 8 rows of x at a time.
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 #include "format/int8.cuh"
@@ -26,7 +26,7 @@ struct Arguments {
 constexpr int WARPS = 8;
 constexpr int TOKENS = 8;    // of a block, unless there is only one
 
-// The values of a weight that a lane loads at once, from element i on, which is a multiple of their number. Of int8 without its row's scale.
+// The values of a weight that a lane loads at once, from element i on, which is a multiple of their number; int8 without the row's scale.
 template <int KIND>
 struct Values {
     static constexpr int COUNT = KIND == INT8 ? INT8_CODES : 8;
@@ -103,8 +103,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
 #define KERNEL(name, is_int8, tokens, unroll) \
     extern "C" __global__ void __launch_bounds__(WARPS* WARP) name(const __grid_constant__ Arguments a) { run<is_int8, tokens, unroll>(a); }
 
-// Grid: (ceil(rows / WARPS), ceil(m / TOKENS)); of those of one token (ceil(rows / WARPS), m), which have registers for more weights in
-// flight. int8 has kernels of its own, since it takes more registers than the others have to give.
+// Grid: (ceil(rows / WARPS), ceil(m / TOKENS)); for one token (ceil(rows / WARPS), m), with registers for more weights in flight. int8 has
+// kernels of its own, because it needs more registers than the others can spare.
 KERNEL(linear_dense, false, TOKENS, 2)
 KERNEL(linear_dense_1, false, 1, 4)
 KERNEL(linear_dense_int8_1, true, 1, 4)

@@ -1,6 +1,6 @@
-// Products of gathered rows with NVFP4 experts: for each (row, expert) pair of the routing, y[pair, n] = sum over k of x[row, k]
-// w[expert][n, k], for f16 x. Pairs are sorted by expert (experts/route.cu). A tile is up to COLUMNS pairs of one expert; experts without
-// rows have none.
+// GEMM of gathered rows with NVFP4 experts: for each (row, expert) pair of the routing, y[pair, n] = sum over k of x[row, k] w[expert][n,
+// k], for f16 x. Pairs are sorted by expert (experts/route.cu). A tile is up to COLUMNS pairs of one expert; experts without rows have
+// none.
 //
 // A block takes a tile and 64 output features, 16 to a warp, and goes along K a chunk of format/packed.cuh at a time. Weights are the A
 // operand of the matrix instruction, decoded once for all pairs of the tile. Activations are the B operand. Both have K in the order of a
@@ -39,7 +39,7 @@ struct Arguments {
     int activation;
 };
 
-// Where a 16-byte piece of pair m is in a stage: swizzled, so that four neighbouring pairs have no bank conflicts.
+// Position of a 16-byte piece of pair m in a stage: swizzled, so that four neighbouring pairs have no bank conflicts.
 __device__ __forceinline__ int piece_at(int m, int piece) { return m * X_ROW_BYTES + ((piece ^ (m % 4 * 2)) * 16); }
 
 // Stages in shared memory. Small tiles need more of them to keep enough loads in flight.
@@ -55,7 +55,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int thread = threadIdx.x, warp = thread / WARP, lane = thread % WARP, g = lane / 4, t = lane % 4;
     int steps = ceil_div(a.k, CHUNK_K), first_feature = blockIdx.x * FEATURES;
 
-    // Gate and up may be the successor of the routing, whose tiles they read. By the time that down starts, the routing has completed.
+    // Gate and up may directly follow the routing, whose tiles they read. When down starts, the routing has completed.
     if (IS_GLU) {
         wait_for_earlier_kernels();
         let_later_kernels_start();
@@ -64,7 +64,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     if (tile.pairs == 0) return;
     const Matrix* expert = a.experts + tile.expert * PROJECTIONS;
 
-    // Past the last features these are repeated; their accumulators are dropped.
+    // Beyond the last features, the last ones are repeated; their accumulators are dropped.
     const u8* weight_from[WEIGHT_COPIES];
     int last_line = ceil_div(a.n, CHUNK_ROWS) - 1;
 #pragma unroll
@@ -91,7 +91,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         let_later_kernels_start();
     }
 
-    // Past the end of K and of the pairs activations are zeros.
+    // Beyond the end of K and of the pairs, activations are zeros.
     int x_piece = thread % X_PIECES, x_row = thread / X_PIECES;
     const u16* x_from[X_COPIES];
 #pragma unroll
@@ -116,7 +116,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         copy_async_commit();
     }
 
-    // The terms of piece_at() that depend on the lane alone.
+    // The terms of piece_at() that depend only on the lane.
     int x_lane = g * X_ROW_BYTES + t * 8, swizzle = g % 4 * 32;
     float c[TILES][4] = {};
     for (int step = 0; step < steps; step++) {

@@ -1,5 +1,5 @@
-// Products with int8 rows on tensor cores: by a kernel of our own for batches of decode steps, and for more rows by a library's GEMM, with
-// conversions around it: codes to f16, which holds them exactly, and the scales of the weight's rows onto f32 products.
+// GEMM with int8 rows on tensor cores: our own kernel for batches of decode steps, and for more rows the conversions around cuBLASLt's
+// GEMM: codes to f16, which holds them exactly, and the scales of the weight's rows onto f32 products.
 #include "common/ptx.cuh"
 #include "format/int8.cuh"
 
@@ -28,8 +28,8 @@ constexpr int X_PITCH = 2 * DEPTH + 16;  // bytes from row to row, so that a qua
 static_assert(BLOCK_ROWS == THREADS / WARP * 16, "a warp has the rows of one fragment");
 static_assert((STAGES & (STAGES - 1)) == 0, "stages are numbered by the low bits of a step");
 
-// 16 x TOKENS products a warp. The order of K within a step is free as long as both operands have the same: a lane takes 16 neighbours, so
-// that it loads codes and activations 16 bytes at a time. Its k-th word of codes is the k-th of four fragments.
+// 16 x TOKENS outputs per warp. The order of K within a step is free as long as both operands share it: a lane takes 16 neighbours, so that
+// it loads codes and activations 16 bytes at a time. Its k-th word of codes is the k-th of four fragments.
 template <int TOKENS>
 __device__ __forceinline__ void product(const ProductArguments& a) {
     constexpr int GROUPS = TOKENS / 8, PIECES = TOKENS * DEPTH / 8;
@@ -40,7 +40,7 @@ __device__ __forceinline__ void product(const ProductArguments& a) {
     int steps = (a.k + DEPTH - 1) / DEPTH;
     u32 staged = shared_address(shared);
 
-    // Past the last row, the last one is read and nothing stored.
+    // Beyond the last row, the last one is read and nothing is stored.
     const u8* rows[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) rows[i] = a.codes + (size_t)min(first_row + g + 8 * i, a.rows - 1) * a.k + 16 * t;

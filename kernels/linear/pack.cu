@@ -16,7 +16,8 @@ struct Arguments {
 constexpr int THREADS = 256;
 constexpr int WORDS = CHUNK_CODES / 4;
 
-// A thread packs a word of codes; half of the threads also copy a scale. Grid: (ceil(words of the chunks along k / THREADS), ceil(rows / 8))
+// A thread packs a word of codes; half of the threads also copy a scale. Grid: (ceil(words of the chunks along k / THREADS), ceil(rows /
+// 8))
 extern "C" __global__ void __launch_bounds__(THREADS) linear_pack(const __grid_constant__ Arguments a) {
     wait_for_earlier_kernels();
     int chunks = ceil_div(a.k, CHUNK_K), index = blockIdx.x * THREADS + threadIdx.x;

@@ -1,5 +1,5 @@
-// Conversions of rows before and after products: activations to f16, each row divided by a power of two that brings its largest magnitude
-// near the top of f16; results back, multiplied by the same powers; and row-major activations to fragment-major ones.
+// Conversions of rows before and after GEMMs: activations to f16, each row divided by a power of two that brings its largest magnitude near
+// the top of f16; results back, multiplied by the same powers; and row-major activations to fragment-major ones.
 #include "common/reduce.cuh"
 #include "common/values.cuh"
 #include "format/fragment_major.cuh"
@@ -28,7 +28,7 @@ __device__ __forceinline__ void load(const u8* row, int i, float (&x)[THREAD_VAL
 
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float((u32)(BIAS + exponent) << 23); }
 
-// The exponent of the power of two that a row with this largest magnitude is divided by: 0 for zero and infinity, which no division changes.
+// The exponent of the divisor of a row with this largest magnitude: 0 for zero and infinity, which no division changes.
 __device__ __forceinline__ int exponent_of(float largest) {
     if (!(largest > 0 && largest < INFINITY)) return 0;
     int exponent = (int)(__float_as_uint(largest) >> 23) - BIAS - F16_EXPONENT;

@@ -2,14 +2,14 @@
 // weights once, and almost as much by the instructions that decode them. K must be a multiple of 16.
 //
 // A block takes consecutive tiles of output features, and cuts the steps along K of all of them into equal shares for its warps
-// (skinny/schedule.cuh). A warp streams the weights of its share through a ring of its own (skinny/pipeline.cuh), which it begins to
-// fill before the kernel waits for its predecessor, since weights depend on nothing. Activations stand in shared memory as f16 in the
-// order of the weights (skinny/memory.cuh, skinny/activations.cuh). What warps have of a tile (skinny/accumulators.cuh) goes to shared
-// memory and is added up at the end (skinny/epilogue.cuh). Where tiles would divide unevenly, two blocks of a cluster take the same
-// tiles over half of K each.
+// (skinny/schedule.cuh). A warp streams the weights of its share through a ring of its own (skinny/pipeline.cuh), which it begins to fill
+// before the kernel waits for its predecessor, because weights depend on no kernel. Activations are in shared memory as f16 in the order of
+// the weights (skinny/memory.cuh, skinny/activations.cuh). The warps' accumulators of a tile (skinny/accumulators.cuh) go to shared memory
+// and are added up at the end (skinny/epilogue.cuh). If tiles would divide unevenly, two blocks of a cluster take the same tiles over half
+// of K each.
 //
-// RMSNorm is fused on both sides (norm/fused_norm.cuh): products of normalized rows apply the rows' factors in their epilogue
-// (skinny/input_norm.cuh), and products that add to the residual stream prepare the next norm in theirs.
+// RMSNorm is fused on both sides (norm/fused_norm.cuh): GEMMs on normalized rows apply the rows' factors in their epilogue
+// (skinny/input_norm.cuh), and GEMMs that add to the residual stream prepare the next norm in theirs.
 #include "linear/skinny/accumulators.cuh"
 #include "linear/skinny/epilogue.cuh"
 #include "linear/skinny/pipeline.cuh"
@@ -33,7 +33,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, const Schedule<C>& 
             stage = Ring::after(stage);
             accumulators.multiply(at);
         }
-        // A warp without steps stores zeros. Warps that share a tile have places of their own.
+        // A warp without steps stores zeros. Warps that share a tile have separate places.
         accumulators.store(memory.accumulators + (tile + warp) * (a.m * ACCUMULATORS));
         step = 0;
         tile++;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     extern "C" __global__ void __launch_bounds__(THREADS, Config<__VA_ARGS__>::BLOCKS) NAME(const __grid_constant__ Arguments a) { \
         run<Config<__VA_ARGS__>>(a);                                                                                  \
     }
-// In their names, the most rows that a kernel takes.
+// Kernel names contain the most rows that a kernel takes.
 #define KERNELS(NAME, OUTPUT)                         \
     KERNEL(NAME##_1, DEEP, ROW_MAJOR, OUTPUT, 1, 2)   \
     KERNEL(NAME##_4, DEEP, ROW_MAJOR, OUTPUT, 4, 2)   \

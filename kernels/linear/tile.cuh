@@ -1,4 +1,4 @@
-// What the kernels of linear/tiled.cu and linear/wide.cu share: their arguments, the places of tiles, and the epilogue.
+// Common parts of linear/tiled.cu and linear/wide.cu: arguments, positions of tiles, and the epilogue.
 #pragma once
 #include "activation/gate.cuh"
 #include "common/ptx.cuh"
@@ -28,7 +28,7 @@ __device__ __forceinline__ int features_of(const Arguments& a) {
     return all;
 }
 
-// Where a tile of FEATURES features is. Each matrix has tiles of its own, and those of the matrices follow each other.
+// The position of a tile of FEATURES features. Each matrix has its own tiles, and those of the matrices follow each other.
 template <int FEATURES>
 struct TilePlace {
     const Matrix* matrix;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void store_accumulators(const Arguments& a, const Mat
         if (m < a.m && row < w.rows) store(a, w, column, m, row, c[e]);
     }
 }
-// The same for the accumulators of one split of K, which go to the workspace.
+// As store_accumulators(), for the accumulators of one split of K, which go to the workspace.
 __device__ __forceinline__ void store_partial(const Arguments& a, const Matrix& w, int column, int first, int first_row, int split,
                                               const float (&c)[4]) {
     int g = lane_id() / 4, t = lane_id() % 4, all = features_of(a);
@@ -78,7 +78,7 @@ __device__ __forceinline__ void store_partial(const Arguments& a, const Matrix& 
         if (m < a.m && row < w.rows) a.partial[((size_t)split * a.m + m) * all + column + row] = c[e];
     }
 }
-// Applies the GLU to accumulators of which rows 0 to 7 are gate's features from `first` on and rows 8 to 15 are up's, and calls
+// Applies the GLU to accumulators whose rows 0 to 7 are gate's features from `first` on and whose rows 8 to 15 are up's, and calls
 // store(row of activations, feature, f16 value) for each result. Values past the last feature are zeros.
 template <class Store>
 __device__ __forceinline__ void store_glu(const Arguments& a, int first, int first_row, const float (&c)[4], Store store) {

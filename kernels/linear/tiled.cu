@@ -1,11 +1,11 @@
-// Products of tens of rows with NVFP4 weights: y[m, n] = sum over k of x[m, k] w[n, k], for f16 x.
+// GEMM of tens of rows with NVFP4 weights: y[m, n] = sum over k of x[m, k] w[n, k], for f16 x.
 //
 // A block takes 64 output features, 16 to a warp, and up to COLUMNS rows of activations, and goes along K a chunk of format/packed.cuh at
 // a time. Weights are the A operand of the matrix instruction, decoded once for all rows. Activations are the B operand. Both have K in
 // the order of a lane's codes: elements 4 t to 4 t + 3 of a block.
 //
-// Where that makes too few blocks, K is split (split-K): several blocks take the same tile over a range of K each, and a second kernel
-// adds up their accumulators in a fixed order. K must be a multiple of 16.
+// If that gives too few blocks, K is split (split-K): several blocks take the same tile over a range of K each, and a second kernel adds up
+// their accumulators in a fixed order. K must be a multiple of 16.
 #include "linear/tile.cuh"
 
 constexpr int WARPS = 4;
@@ -19,7 +19,7 @@ constexpr int WEIGHT_BYTES = FEATURES / CHUNK_ROWS * CHUNK_BYTES;
 constexpr int WEIGHT_PIECES = WEIGHT_BYTES / 16;
 static_assert(THREADS % X_PIECES == 0, "a thread copies the same piece of several rows");
 
-// Where a 16-byte piece of row m is in a stage: swizzled, so that four neighbouring rows have no bank conflicts.
+// Position of a 16-byte piece of row m in a stage: swizzled, so that four neighbouring rows have no bank conflicts.
 __device__ __forceinline__ int piece_at(int m, int piece) { return m * X_ROW_BYTES + ((piece ^ (m % 4 * 2)) * 16); }
 
 template <int COLUMNS>
@@ -36,7 +36,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     const Matrix& w = *tile.matrix;
     int last_line = ceil_div(w.rows, CHUNK_ROWS) - 1;
 
-    // Past the last features these are repeated; their accumulators are dropped.
+    // Beyond the last features, the last ones are repeated; their accumulators are dropped.
     const u8* weight_from[WEIGHT_COPIES];
 #pragma unroll
     for (int i = 0; i < WEIGHT_COPIES; i++) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
             if (piece < WEIGHT_PIECES) copy_async_16(shared_address(stage + piece * 16), weight_from[i] + (size_t)step * CHUNK_BYTES, 16);
         }
     };
-    // Past the end of K and of the rows activations are zeros.
+    // Beyond the end of K and of the rows, activations are zeros.
     auto load_x = [&](int step) {
         char* stage = shared + step % STAGES * STAGE_BYTES + WEIGHT_BYTES;
         bool inside = (begin + step) * CHUNK_K + x_piece * 8 < a.k;
@@ -82,7 +82,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         copy_async_commit();
     }
 
-    // The terms of piece_at() that depend on the lane alone.
+    // The terms of piece_at() that depend only on the lane.
     int x_lane = g * X_ROW_BYTES + t * 8, swizzle = g % 4 * 32;
     float c[TILES][4] = {};
     for (int step = 0; step < steps; step++) {

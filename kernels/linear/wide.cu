@@ -6,7 +6,7 @@
 // a time. Weights are the A operand, decoded once for all rows; each warp loads its own through a ring, which it begins to fill before the
 // kernel waits for its predecessor. Activations are the B operand; one more warp loads them, as far ahead as there are free stages.
 //
-// Where that makes too few blocks, K is split (split-K): the blocks of a cluster take the same tile over a range of K each. In the end each
+// If that gives too few blocks, K is split (split-K): the blocks of a cluster take the same tile over a range of K each. At the end each
 // block adds up the accumulators of all of them for its share of the tile, in a fixed order. K must be a multiple of 16.
 #include "common/cluster.cuh"
 #include "common/ring.cuh"
@@ -51,7 +51,7 @@ struct ActivationStages {
     }
 };
 
-// Stores a warpgroup's results of the GLU fragment-major. Its features are two neighbouring blocks, which are contiguous for a group of
+// Stores a warpgroup's GLU results in fragment-major layout. Its features are two neighbouring blocks, which are contiguous for a group of
 // rows, so results pass through shared memory and are stored 16 bytes at a time.
 template <int TILES>
 __device__ __forceinline__ void store_glu_fragments(const Arguments& a, char* shared, int first_feature, int first_row,
@@ -104,7 +104,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         if (lane == 0) x.load(from, (size_t)groups * GROUP_BYTES, block_groups * GROUP_BYTES, steps);
         __syncwarp();
     } else {
-        // Past the last features these are repeated; their accumulators are dropped.
+        // Beyond the last features, the last ones are repeated; their accumulators are dropped.
         int last_line = ceil_div(w.rows, CHUNK_ROWS) - 1;
         auto line = [&](int i) {
             const u8* from = IS_GLU ? a.matrix[i].chunks : w.chunks;

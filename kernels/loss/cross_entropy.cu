@@ -1,5 +1,5 @@
-// Cross-entropy of a head whose columns come in chunks: the logarithm of each row's sum of exponentials, chunk by chunk (Milakov and
-// Gimelshein, arXiv 1805.02867), then the gradients of a chunk from it. A block takes a row. Rows without a label are not read.
+// Cross-entropy over chunks of the head's columns: the log-sum-exp of each row, chunk by chunk (Milakov and Gimelshein, arXiv 1805.02867),
+// then the gradients of each chunk. A block takes a row. Rows without a label are not read.
 #include "common/reduce.cuh"
 #include "loss/logits.cuh"
 
@@ -65,7 +65,7 @@ __device__ __forceinline__ void chunk(const Arguments& a) {
     if (0 <= column && column < a.columns) a.target[row] = capped(logits[column], a.cap);
 }
 
-// weight * (softmax - onehot), times the cap's derivative 1 - (l / cap)^2 of a capped logit l.
+// weight * (softmax - onehot), times the cap's derivative 1 - (l / cap)^2 for a capped logit l.
 template <int COUNT>
 __device__ __forceinline__ void gradient(const Arguments& a) {
     wait_for_earlier_kernels();

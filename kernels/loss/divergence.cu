@@ -1,7 +1,6 @@
-// The divergence of a student's next-token distribution from its teacher's, KL(teacher || student) at a temperature, beside the cross-entropy
-// of labels. The columns of both heads come in the same chunks: sums chunk by chunk, then the gradients of a chunk of the student's logits.
-// A block takes a row. Rows without a label are not read. What student and teacher have in common is computed by the same operations, so
-// that equal logits have a divergence and gradients of exactly zero.
+// The divergence of a student from its teacher, KL(teacher || student) at a temperature, with the cross-entropy of labels, over chunks of
+// the heads' columns: sums chunk by chunk, then the gradients of each chunk of the student's logits. A block takes a row. Rows without a
+// label are not read. Both models use the same operations, so equal logits have a divergence and gradients of exactly zero.
 #include "common/reduce.cuh"
 #include "loss/logits.cuh"
 
@@ -14,7 +13,7 @@ struct __align__(16) Row {
     float unused;
 };
 
-// Logarithms of sums of exponentials.
+// Log-sum-exps of a row.
 struct __align__(16) RowSums {
     float student;                      // of logits
     float warm, teacher;                // of logits / temperature
@@ -52,7 +51,7 @@ struct FinishArguments {
 
 constexpr int THREADS = 256, FINISH_THREADS = 512;
 
-// The sum of exponentials of a thread's logits over the largest of them, and of their products with `factors`.
+// The sum of a thread's exponentials relative to its largest logit, and of their products with `factors`.
 struct Exponentials {
     float largest = LOWEST, sum = 0, product = 0;
 
@@ -73,7 +72,7 @@ struct Exponentials {
         }
     }
 
-    // The sums of a block over the largest logit of a row, and of those `before` it.
+    // The sums of a block relative to the largest logit of a row, including those `before` it.
     template <bool HAS_FACTORS>
     __device__ __forceinline__ void join(float before, float inverse, float* by_warp) {
         float own = largest;
@@ -126,7 +125,7 @@ __device__ __forceinline__ void chunk(const Arguments& a) {
 }
 
 // weight * (teacher_factor * (softmax(student / T) - softmax(teacher / T)) + label_share * (softmax(student) - onehot)), times the cap's
-// derivative 1 - (l / cap)^2 of a capped logit l.
+// derivative 1 - (l / cap)^2 for a capped logit l.
 template <int COUNT>
 __device__ __forceinline__ void gradient(const Arguments& a) {
     wait_for_earlier_kernels();
@@ -180,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(FINISH_THREADS) divergence_finish(c
         Row r = a.found[row];
         float weight = a.weights[row], log_warm = logf(r.warm_sum), log_teacher = logf(r.teacher_sum);
         RowSums sums = {r.max + logf(r.sum), fmaf(r.max, a.inverse, log_warm), fmaf(r.teacher_max, a.inverse, log_teacher), 0};
-        // Differences before sums: what is nearly equal has lost nothing yet.
+        // Differences before sums: nearly equal numbers have lost nothing yet.
         float apart = (r.max - r.teacher_max) * a.inverse + (log_warm - log_teacher);
         float divergence = r.difference / r.teacher_sum * a.inverse + apart, entropy = sums.student - r.target;
         a.sums[row] = sums;

@@ -1,4 +1,4 @@
-// Logits of a head and their gradients, four at a time where a row's length is a multiple of four, else one.
+// Logits of a head and their gradients, four at a time if a row's length is a multiple of four, else one.
 #pragma once
 #include "common/values.cuh"
 

@@ -1,9 +1,9 @@
-// RMSNorm fused into the products around it. The factor of a row, 1 / sqrt(mean(x^2) + eps), may as well be applied to what is made of
-// the row, and is then needed only at the end. So the product that makes x, each of whose blocks knows a part of a row, stores
-// x * weight as f16 and sums of squares, and the products that take the norm add those up.
+// RMSNorm fused into the GEMMs around it. The factor of a row, 1 / sqrt(mean(x^2) + eps), may be applied after the next product instead of
+// before, and is then needed only at its end. So the GEMM that makes x, each of whose blocks knows a part of a row, stores x * weight as
+// f16 and sums of squares, and the GEMMs after the norm add those up.
 //
-// To stay within f16, x is also multiplied by the row's factor in the norm before this one, as if that had not changed. Where it has
-// changed too much for that, the products that take the row normalize it from x itself.
+// To stay within f16, x is also multiplied by the row's factor in the previous norm, as an estimate. If the factor has changed too much for
+// that, the GEMMs after the norm normalize the row from x itself.
 #pragma once
 #include "common/reduce.cuh"
 #include "norm/piece.cuh"
@@ -13,17 +13,17 @@ struct FusedNorm {
     float* squares;                 // [rows][tiles]: sums over the tiles of x, infinite where f16 overflows; null: no fused norm
     const float* previous_factors;  // [rows]: of the norm before this one
     int tiles;                      // a multiple of 4
-    // For the product that makes x:
+    // For the GEMM that makes x:
     u16* rows;                      // f16: x * weight * previous factor
-    // For the products that take the norm:
+    // For the GEMMs after the norm:
     float* factors;                 // [rows]: of this norm, written for the next one
     const float* x;                 // f32 [rows, width]
     float eps;
 };
 
 constexpr float F16_MAX = 65504.0f;
-// Whether f16 has kept a row, by its factor divided by the previous one: not if the row has shrunk so much that f16 loses bits, nor if a
-// sum of squares is infinite.
+// Whether f16 has represented a row well enough, by its factor divided by the previous one: not if the row has shrunk so much that f16
+// loses bits, nor if a sum of squares is infinite.
 __device__ __forceinline__ bool is_kept(float ratio) { return ratio > 0 && ratio <= 16; }
 
 // A lane's share of the sums of squares of a row. The first 4 BATCH of them are requested some time before they are needed.

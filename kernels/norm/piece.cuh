@@ -1,4 +1,4 @@
-// A row of f32 in the pieces in which products with NVFP4 weights take activations: four elements of each block of a pair.
+// A row of f32 in pieces as NVFP4 GEMMs take activations: four elements of each block of a pair.
 #pragma once
 #include "format/packed.cuh"
 

@@ -1,5 +1,5 @@
 // The post-norm of attention or of an MLP, and its addition to the residual stream: x += rms_norm(y) * weight, followed by the norm of the
-// new x where that can be fused. A block takes a row, which passes through registers once.
+// new x if that can be fused. A block takes a row, which passes through registers once.
 #include "norm/residual.cuh"
 
 struct Arguments {

@@ -1,4 +1,4 @@
-// The store of a row of the residual stream from the registers of a block of threads, with the RMSNorm that follows where that can be fused.
+// Stores a row of the residual stream from the registers of a block of threads, with the RMSNorm that follows if that can be fused.
 #pragma once
 #include "common/reduce.cuh"
 #include "format/fragment_major.cuh"

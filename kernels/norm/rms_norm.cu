@@ -13,7 +13,7 @@ struct Arguments {
 };
 
 constexpr int THREADS = 256;
-// Blocks of a multiprocessor, at least; 0 leaves it to the compiler, which on sm_86 and sm_89 aims at so many that it spills.
+// Minimum blocks per multiprocessor; 0 leaves it to the compiler, which on sm_86 and sm_89 aims at so many that it spills.
 constexpr int BLOCKS = __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 ? 4 : 0;
 constexpr int THREAD_PIECES = 2;    // in registers: enough for rows of 4,096; the rest of a longer row is loaded twice
 

@@ -1,5 +1,5 @@
 // The end of a mixture of experts: x += the weighted sum of the outputs of a row's experts + the output of the shared expert, followed by
-// the norm of the new x where that can be fused. A block takes a row. Experts are added in the order of their probabilities.
+// the norm of the new x if that can be fused. A block takes a row. Experts are added in the order of their probabilities.
 #include "norm/residual.cuh"
 
 struct Arguments {

@@ -46,8 +46,9 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) train_norm(const __gr
     if (has) store_bf16(a.y + at, x);
 }
 
-// With r = 1 / sqrt(mean(x^2) + eps) and g = dy * weight, dx = r (g - x r^2 mean(g x)) + residual, as dr/dx = -x r^3 / width. A block adds
-// up dy * x * r over its rows for the gradient of the weight. Grid: (blocks), each of which takes every gridDim.x-th row; block: as above.
+// With r = 1 / sqrt(mean(x^2) + eps) and g = dy * weight, dx = r (g - x r^2 mean(g x)) + residual, because dr/dx = -x r^3 / width. A block
+// sums dy * x * r over its rows for the gradient of the weight. Grid: (blocks), each of which takes every gridDim.x-th row; block: as
+// above.
 extern "C" __global__ void __launch_bounds__(MOST_THREADS) train_norm_backward(const __grid_constant__ NormBackwardArguments a) {
     __shared__ float warp_sums[2][MOST_THREADS / WARP];
     wait_for_earlier_kernels();

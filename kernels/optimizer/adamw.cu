@@ -1,16 +1,16 @@
-// AdamW on rows of a matrix in their stored form, in one pass over its memory. Mirrors src/format/adamw.rs and src/cpu/training/optimizer.rs,
-// bit for bit but for roots and quotients, which are exact to two units in the last place: exact ones would take a third of the time, for
-// numbers that are rounded to 4 bits next.
+// AdamW on rows of a matrix in their stored form, in one pass over its memory. Mirrors src/format/adamw.rs and
+// src/cpu/training/optimizer.rs, bit for bit except for roots and quotients, which are exact to two units in the last place: exact ones
+// would take a third of the time, for numbers that are then rounded to 4 bits.
 //
-// It is bound by the rate at which instructions are issued, and those on integers at half of that, not by memory. So as much as can be is
-// left to fused multiply-adds: conversions, fractions of random bits and rounding are parts of those (format/fraction.cuh).
+// The kernel is bound by the rate of issued instructions, half of that for integer ones, not by memory. As much as possible is therefore
+// left to fused multiply-adds: conversions, fractions of random bits and rounding are parts of them (format/fraction.cuh).
 //
-// A block of threads takes a group of 8 rows, or a cluster of blocks does, each some of the columns. First they look for the largest gradient
-// and the largest scales of the moments, from which the group's new global scales follow; then each thread updates two blocks of 16 weights,
-// those that share words of a chunk, one after the other in the same instructions, of which there are too many to have them twice. Gradients
-// are read twice, the second time out of a cache.
+// A block of threads takes a group of 8 rows; or a cluster of blocks does, each with some of the columns. First they find the largest
+// gradient and the largest scales of the moments, from which the group's new global scales follow. Then each thread updates two blocks of
+// 16 weights that share words of a chunk, one after the other in the same instructions, because the code is too long to exist twice.
+// Gradients are read twice, the second time from a cache.
 //
-// A matrix alone leaves a part of the GPU idle while its last groups are updated. So steps of several matrices may run at once.
+// A single matrix leaves a part of the GPU idle while its last groups are updated. Steps of several matrices may therefore run at once.
 #include "common/cluster.cuh"
 #include "common/reduce.cuh"
 #include "format/moment.cuh"
@@ -24,7 +24,7 @@ struct Coefficients {
     float factor, beta1, rest1, beta2, rest2, correction, eps, keep, rate;
 };
 
-// Whether weights stay as they are: for the kernel of any forms, as that of the default ones has no register to spare.
+// Whether weights stay as they are. Only the general kernel checks, because the one for the default forms has no register to spare.
 __device__ __forceinline__ bool is_still(const Coefficients& c) { return c.rate == 0 && c.keep == 1; }
 
 // Mirrors Band.
@@ -53,13 +53,13 @@ struct Arguments {
     int first_row;          // a multiple of 8
     int rows;
     Band band;
-    // Whether the kernel before this one, and the one after it, are steps that may run at the same time.
+    // Whether the previous and the next kernel are steps that may run at the same time.
     int follows;
     int leads;
 };
 
 constexpr int THREADS = 128, WARPS = THREADS / WARP;
-// Whether this architecture has clusters; without, a group is one block's.
+// Whether this architecture has clusters; without them, one block takes a group.
 #if __CUDA_ARCH__ >= 900
 constexpr bool CLUSTERS = true;
 #else
@@ -69,7 +69,7 @@ constexpr float SMALLEST_NORMAL = 1.17549435e-38f;
 // Mirrors ROOM.
 constexpr float ROOM = 6.6f;
 
-// What scales of a group's moments after a step are made with: 1 divided by the global scale, and by the largest code too.
+// Factors for the scales of a group's moments after a step: 1 divided by the global scale, and also by the largest code.
 struct Globals {
     float inverse, most;
 };
@@ -80,7 +80,7 @@ __device__ __forceinline__ float second_most(int form) { return form == SECOND_U
 __device__ __forceinline__ int first_bits(int form) { return form <= FIRST_NVFP4 ? 11 : 15; }
 __device__ __forceinline__ int second_bits(int form) { return form == SECOND_UINT4 ? 12 : form == SECOND_NVFP4 ? 11 : 15; }
 
-// The largest of some values of all threads, which must not be negative.
+// The largest of all threads' values, which must not be negative.
 __device__ __forceinline__ float block_max(float x, float* shared) {
     x = warp_max(x);
     __syncthreads();
@@ -109,21 +109,21 @@ __device__ __forceinline__ float amax_of(const float (&x)[BLOCK]) {
     for (int i = 1; i < BLOCK; i++) most = fmaxf(most, fabsf(x[i]));
     return most;
 }
-// The same of values that are not negative, which compare as their bits do: three at a time where there is an instruction for that.
+// For non-negative values, whose bit patterns order like the values: three at a time if there is an instruction for that.
 __device__ __forceinline__ float amax_of_roots(const float (&x)[BLOCK]) {
     u32 most = __float_as_uint(x[0]);
 #pragma unroll
     for (int i = 1; i < BLOCK; i++) most = max(most, __float_as_uint(x[i]));
     return __uint_as_float(most);
 }
-// The inverse of an e4m3 scale, of the smallest one in place of zero: exact but for its rounding, as that of a number of four bits is far from
-// the middle between two f32.
+// The reciprocal of an e4m3 scale; for zero, that of the smallest scale. Correctly rounded, because the reciprocal of a four-bit number is
+// far from the middle between two f32.
 __device__ __forceinline__ float inverse_scale(u32 scale) {
     float x = scale_to_float(max(scale, 1u)), r = reciprocal_approx(x);
     return __fmaf_rn(r, __fmaf_rn(-x, r, 1), r);
 }
 
-// What is stored of the moments of a block: its scale, and codes where they have 4 bits. Wider ones are left in memory.
+// Stored moments of a block: the scale, and codes of 4 bits. Wider codes stay in memory.
 struct Stored {
     Nibbles codes;
     u32 scale;
@@ -140,11 +140,11 @@ __device__ __forceinline__ void store_stored(const Moments& m, int form, u32 blo
     if (form != FIRST_F32) m.scales[block] = x.scale;
 }
 
-// A byte for each of two neighbouring blocks, the first one's in the lower byte.
+// A byte for each of two neighbouring blocks, the first one in the lower byte.
 __device__ __forceinline__ u32 byte_of(u32 bytes, int half) { return bytes >> (8 * half) & 0xff; }
 __device__ __forceinline__ u32 with_byte(u32 bytes, int half, u32 byte) { return half ? (bytes & 0xff) | byte << 8 : (bytes & 0xff00) | byte; }
 
-// The same of two neighbouring blocks, of which the first is even, with codes of 4 bits: memory is asked half as often.
+// Stored moments of two neighbouring blocks, the first of which is even, with codes of 4 bits: halves the number of loads.
 struct StoredPair {
     Nibbles codes[2];
     u32 scales;
@@ -165,7 +165,7 @@ struct StoredPair {
     }
 };
 
-// First moments, divided by `unit`, which is that of the block. Those that are not in `stored` come from memory.
+// First moments, divided by `unit`, the block's unit. Codes that are not in `stored` are loaded from memory.
 __device__ __forceinline__ void decode_first(const Moments& m, int form, u32 block, const Stored& stored, float global, u64 key, float (&x)[BLOCK],
                                              float& unit) {
     unit = 1;
@@ -189,7 +189,7 @@ __device__ __forceinline__ void decode_first(const Moments& m, int form, u32 blo
     for (int half = 0; half < 2; half++) decode_first8(stored.codes.words[half], random_words(key, 2 * block + half), x + 8 * half);
 }
 
-// What is to be stored of them, but for what goes to memory here.
+// Encodes them. Wider codes go directly to memory.
 __device__ __forceinline__ Stored encode_first(const Moments& m, int form, u32 block, const Globals& now, u64 key, const float (&x)[BLOCK]) {
     if (form == FIRST_F32) {
 #pragma unroll
@@ -221,7 +221,7 @@ __device__ __forceinline__ Stored encode_first(const Moments& m, int form, u32 b
     return {codes, scale};
 }
 
-// Roots of second moments, times `factor`.
+// Square roots of second moments, times `factor`.
 __device__ __forceinline__ void decode_second(const Moments& m, int form, u32 block, const Stored& stored, float global, float factor,
                                               float (&x)[BLOCK]) {
     if (form == SECOND_F32) {
@@ -244,7 +244,7 @@ __device__ __forceinline__ void decode_second(const Moments& m, int form, u32 bl
     for (int half = 0; half < 2; half++) decode_second8(stored.codes.words[half], unit, x + 8 * half);
 }
 
-// As encode_first(). Each of the draws has those of two.
+// As encode_first(). Each draw serves two elements.
 __device__ __forceinline__ Stored encode_second(const Moments& m, int form, u32 block, const Globals& now, const u32 (&draws)[BLOCK / 2],
                                                 const float (&x)[BLOCK], const float (&squares)[BLOCK]) {
     if (form == SECOND_F32) {
@@ -273,16 +273,17 @@ __device__ __forceinline__ Stored encode_second(const Moments& m, int form, u32 
     return {codes, scale};
 }
 
-// The 18 bits that weight i is rounded by, of the draws of a block.
+// The 18 random bits that round weight i, from the draws of a block.
 __device__ __forceinline__ u32 weight_draw(const u32 (&draws)[BLOCK / 2], int i) { return i % 2 ? draws[i / 2] & 0x3ffff : draws[i / 2] >> 14; }
 
-// Brings a block of weights, in units of its scale, into those of a scale for them, which it gives: as it was, or anew. `draw` has 18 random
-// bits, and `last` is the end of the grid. Counts blocks that the largest scale does not reach, which are so few that registers come first.
+// Converts a block of weights from units of its scale to those of its next scale, which is returned: the old one, or a new one. `draw` has
+// 18 random bits, and `last` is the end of the grid. Counts blocks that exceed the reach of the largest scale; these are so rare that
+// saving registers comes first.
 __device__ __forceinline__ u32 rescale(float (&x)[BLOCK], u32 scale, const Band& band, u32 draw, float last, u64* clipped) {
     float amax = amax_of(x), share = __fmul_rn((float)(draw + 1), 1.0f / (1 << 18));
     if (scale == 0 || amax < band.least || amax > __fmaf_rn(share, band.spread, band.most)) {
         float from = scale_to_float(max(scale, 1u));
-        // Beyond the end of the grid, to where stochastic rounding would have carried a weight.
+        // Moves weights beyond the end of the grid to where stochastic rounding would have carried them.
         if (scale > 0 && amax > band.most) {
             float end = band.most + band.spread;
             amax = fmaxf(amax, end);
@@ -305,7 +306,7 @@ __device__ __forceinline__ u32 rescale(float (&x)[BLOCK], u32 scale, const Band&
     return scale;
 }
 
-// The codes and the rest of a block of weights in units of its scale.
+// Encodes a block of weights, in units of its scale, as codes and residuals.
 __device__ __forceinline__ void encode_weights(int form, const float (&x)[BLOCK], const u32 (&draws)[BLOCK / 2], Nibbles& codes, Rest& rest) {
     codes = {}, rest = {};
 #pragma unroll
@@ -330,24 +331,24 @@ __device__ __forceinline__ void encode_weights(int form, const float (&x)[BLOCK]
 __device__ __forceinline__ void store_dense(const Weights& w, int form, u32 block, const float (&x)[BLOCK], const u32 (&draws)[BLOCK / 2]) {
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) {
-        // What carries out of the lower half goes to the next bf16.
+        // A carry out of the lower half goes to the next bf16.
         if (form == DENSE_BF16) ((u16*)w.codes)[(u64)block * BLOCK + i] = (__float_as_uint(x[i]) + (weight_draw(draws, i) >> 2)) >> 16;
         if (form == DENSE_F32) ((float*)w.codes)[(u64)block * BLOCK + i] = x[i];
     }
 }
 
-// Nibbles that are not zero.
+// Number of nibbles that are not zero.
 __device__ __forceinline__ int count_nibbles(u32 x) {
     x |= x >> 2;
     return __popc((x | x >> 1) & 0x11111111u);
 }
-// Those of two words of codes that differ as numbers.
+// The codes that differ as numbers, in two words of codes.
 __device__ __forceinline__ u32 differing_codes(u32 a, u32 b) {
     u32 both = (a | b) & 0x77777777u, zeros = ~(both | both >> 1 | both >> 2) & 0x11111111u;
     return (a ^ b) & ~(zeros << 3);
 }
 
-// How many weights of a block are stored otherwise than before.
+// Counts the weights of a block whose stored form has changed.
 __device__ __forceinline__ void count_changes(int form, bool rescaled, const Nibbles& codes, const Rest& rest, const Nibbles& codes_now,
                                               const Rest& rest_now, int& stored, int& delivered) {
     if (rescaled) {
@@ -362,7 +363,7 @@ __device__ __forceinline__ void count_changes(int form, bool rescaled, const Nib
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 u32 before = rest.bytes[2 * i + j / 4] >> (8 * (j % 4)) & 255, now = rest_now.bytes[2 * i + j / 4] >> (8 * (j % 4)) & 255;
-                // Of a zero with a residual, the sign is the weight's.
+                // The sign of a zero with a residual is the weight's.
                 u32 code = now ? codes.words[i] ^ codes_now.words[i] : differing;
                 stored += before != now || (code >> (4 * j) & 15) != 0;
             }
@@ -372,21 +373,21 @@ __device__ __forceinline__ void count_changes(int form, bool rescaled, const Nib
     }
 }
 
-// Of a sum of up to 2^15 words that have all bits in each half or none, how many halves have them.
+// For a sum of up to 2^15 words whose halves each have all bits or none: the number of halves with all bits.
 __device__ __forceinline__ int halves_of_sum(u32 sum) {
     // A low half is 2^16 - 1, and a high one -2^16.
     u32 low = (0u - sum) & 0xffff, high = (low - ((sum + low) >> 16)) & 0xffff;
     return (int)(low + high);
 }
 
-// What a block has in shared memory.
+// Shared memory of a block.
 struct Shared {
-    // With residuals of 4 bits, the indices of both blocks of a thread: as they are stored, then as they will be.
+    // With residuals of 4 bits, the indices of both blocks of a thread: the old ones, then the new ones.
     uint4 indices[2][2][THREADS];
-    // The largest gradient, scale of first and of second moments, which the blocks of a cluster read from each other.
+    // The largest gradient, and the largest scales of first and of second moments, which the blocks of a cluster read from each other.
     float4 maxima;
     float by_warp[WARPS];
-    // Of first and of second moments.
+    // For first and for second moments.
     Globals now[2];
 
     __device__ __forceinline__ void put(int half, const u32 (&x)[BLOCK / 2]) {
@@ -400,14 +401,14 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == 4 * 16 * THREADS + 48, "what its launcher reserves");
 
-// A warp takes a chunk: a lane the pair of blocks of 16 weights whose codes share words.
+// A warp takes a chunk, and a lane the pair of blocks of 16 weights whose codes share words.
 constexpr int PAIRS = CHUNK_BLOCKS / 2;
 static_assert(PAIRS * CHUNK_ROWS == WARP, "a pair of blocks for a lane");
 constexpr int MOST_COLUMNS = 1 << 19;
 static_assert(MOST_COLUMNS / (WARPS * CHUNK_K) * 2 * BLOCK < 1 << 16, "what a lane counts");
 
-// Asks for what a lane is going to read of its warp's next chunk in the default forms. Without this a quarter of the time goes to waiting for
-// memory, as registers allow only five warps a scheduler.
+// Prefetches what a lane will read of its warp's next chunk in the default forms. Without this a quarter of the time would be spent waiting
+// for memory, because registers allow only five warps per scheduler.
 __device__ __forceinline__ void prefetch_next(const Arguments& a, const u32* at, const u16* gradients, u32 block) {
     constexpr int STEP = WARPS * CHUNK_BLOCKS;
     prefetch((const u8*)at + WARPS * CHUNK_BYTES), prefetch((const u8*)at + WARPS * CHUNK_BYTES + 32);
@@ -436,7 +437,7 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
     // Blocks are counted in 32 bits.
     u32 begin = (u32)(a.first_row + row0) * blocks, magnitudes = 0, byte1 = 0, byte2 = 0;
     for (int chunk = from; chunk < to; chunk += WARPS) {
-        // What is not there is another's, so that no load waits for a branch: a maximum may see a number twice.
+        // A missing block is replaced by another one, so that no load waits for a branch: a maximum may see a number twice.
         int column = min(chunk * CHUNK_BLOCKS + first_column, blocks - (ANY ? 1 : 2));
         u64 first_block = (u32)min(row, rows - 1) * blocks + column;
 #pragma unroll
@@ -451,7 +452,7 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
             if (second != SECOND_F32) byte2 = max(byte2, (u32)a.second.scales[begin + block]);
         }
     }
-    // Read before the barriers, as they become others after those.
+    // Read before the barriers, because they are overwritten after those.
     float old1 = first == FIRST_F32 ? 0 : a.first.globals[group], old2 = second == SECOND_F32 ? 0 : a.second.globals[group];
     float largest = block_max(fmaxf(bf16_to_float((u16)magnitudes), bf16_to_float((u16)(magnitudes >> 16))), s.by_warp);
     float scale1 = block_max(scale_to_float(byte1), s.by_warp), scale2 = block_max(scale_to_float(byte2), s.by_warp);
@@ -476,7 +477,8 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
     __syncthreads();
     const float rest1 = c.rest1 * c.factor, rest2 = sqrtf(c.rest2) * c.factor, beta2 = sqrtf(c.beta2);
     const float rate = form < DENSE_BF16 ? -c.rate / a.w.global : -c.rate;
-    // Weights changed as stored in the low half, as delivered in the high one: rows of MOST_COLUMNS fill neither.
+    // Weights whose stored code changed in the low half, and whose delivered code changed in the high half: rows of MOST_COLUMNS fill
+    // neither.
     u32 changes = 0;
     for (int chunk = from; chunk < to; chunk += WARPS) {
         int column = chunk * CHUNK_BLOCKS + first_column;
@@ -550,7 +552,7 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
                 first_pair.put(half, of_first), second_pair.put(half, of_second);
             }
             if (ANY && is_still(a.c)) continue;
-            // Only now, as there are too few registers for weights beside all that moments need.
+            // Loaded only now, because registers do not suffice for weights beside the moments.
             Nibbles codes = {};
             Rest rest = {};
             u32 scale = 0;
@@ -655,33 +657,33 @@ __device__ __forceinline__ void adamw(const Arguments& a) {
     }
     int stored = warp_sum((int)(changes & 0xffff)), delivered = warp_sum((int)(changes >> 16));
     if (lane_id() == 0) {
-        // Whole numbers add up to the same whatever their order.
+        // Integer sums do not depend on the order.
         atomicAdd(a.counters, (u64)stored);
         atomicAdd(a.counters + 1, (u64)delivered);
     }
-    // Until then others may read this block's shared memory.
+    // Until then other blocks may read this block's shared memory.
     if (CLUSTERS && splits > 1) cluster_wait();
 }
 
 template <bool ANY>
 __device__ __forceinline__ void step(const Arguments& a) {
-    // What came before the first of several steps is complete when the others start, as it lets them only then.
+    // Work before the first of several steps is complete when the others start, because the first one lets them start only then.
     if (!a.follows) wait_for_earlier_kernels();
     if (a.leads) let_later_kernels_start();
     adamw<ANY>(a);
-    // Whoever waits for the last step waits for all of them.
+    // Waiting for the last step then includes all of them.
     if (a.follows) wait_for_earlier_kernels();
 }
 
-// Blocks of any forms that a multiprocessor runs at once: what leaves each the registers that it needs.
+// Blocks of the general kernel that a multiprocessor runs at once: each has the registers that it needs.
 #if __CUDA_ARCH__ == 1000 || __CUDA_ARCH__ == 1030
 constexpr int ANY_BLOCKS = 2;
 #else
 constexpr int ANY_BLOCKS = 3;
 #endif
 
-// Grid: (ceil(rows / 8), 1, splits), where the splits of a group are a cluster. The default forms with columns that are a multiple of 32,
-// and any.
+// Grid: (ceil(rows / 8), 1, splits), where the splits of a group are a cluster. One kernel for the default forms with columns that are a
+// multiple of 32, and one for any.
 extern "C" __global__ void __launch_bounds__(THREADS, 5) adamw_default(const __grid_constant__ Arguments a) { step<false>(a); }
 extern "C" __global__ void __launch_bounds__(THREADS, ANY_BLOCKS) adamw_any(const __grid_constant__ Arguments a) { step<true>(a); }
 

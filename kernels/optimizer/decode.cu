@@ -1,4 +1,4 @@
-// Values of a matrix under training in bf16, for products that read plain matrices, and for embeddings.
+// Decodes a matrix under training to bf16, for GEMMs with plain matrices and for embeddings.
 #include "optimizer/weights.cuh"
 
 struct Arguments {
@@ -32,7 +32,7 @@ __device__ __forceinline__ void decode(const Arguments& a) {
     }
 }
 
-// Grid: (ceil(cols / 16 / THREADS), rows, or fewer). The default form, and any.
+// Grid: (ceil(cols / 16 / THREADS), rows, or fewer). One kernel for the default form, and one for any.
 extern "C" __global__ void __launch_bounds__(THREADS) decode_matrix_default(const __grid_constant__ Arguments a) { decode<false>(a); }
 extern "C" __global__ void __launch_bounds__(THREADS) decode_matrix_any(const __grid_constant__ Arguments a) { decode<true>(a); }
 
@@ -44,7 +44,7 @@ struct UnpackArguments {
     int cols;
 };
 
-// Back from the order of format/packed.cuh. Grid: (ceil(cols / 16 / THREADS), rows, or fewer)
+// The inverse of packing to format/packed.cuh. Grid: (ceil(cols / 16 / THREADS), rows, or fewer)
 extern "C" __global__ void __launch_bounds__(THREADS) unpack_matrix(const __grid_constant__ UnpackArguments a) {
     wait_for_earlier_kernels();
     int blocks = a.cols / BLOCK, column = blockIdx.x * THREADS + threadIdx.x, chunks = ceil_div(a.cols, CHUNK_K);

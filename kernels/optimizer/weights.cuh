@@ -1,7 +1,7 @@
-// Matrices under training on the device: where a block of 16 weights has its codes, and what they stand for. Mirrors src/format/adamw.rs.
+// Matrices under training on the device: the position of a block's codes, and their values. Mirrors src/format/adamw.rs.
 //
 // Codes and scales of NVFP4 weights are in the order of format/packed.cuh, so that inference reads them as they are. Everything else is
-// row-major: the rest of a weight, moments, and dense weights.
+// row-major: residuals, moments, and dense weights.
 #pragma once
 #include "format/encode.cuh"
 #include "format/packed.cuh"
@@ -9,7 +9,7 @@
 
 enum WeightForm { RESIDUAL4, RESIDUAL8, TWO_TERM, ONE_TERM, DENSE_BF16, DENSE_F32 };
 
-// What the second code of two is divided by.
+// Divisor of the second code of two.
 constexpr float SECOND_TERM = 6.0f;
 
 struct Weights {
@@ -26,7 +26,7 @@ struct Nibbles {
     u32 words[2];
 
     __device__ __forceinline__ u32 at(int i) const { return words[i / 8] >> (4 * (i % 8)) & 15; }
-    // The low four bits of `code`, where there are zeros.
+    // Puts the low four bits of `code` where there are zeros.
     __device__ __forceinline__ void put(int i, u32 code) { words[i / 8] |= (code & 15) << (4 * (i % 8)); }
 };
 
@@ -35,7 +35,7 @@ __device__ __forceinline__ Nibbles load_nibbles(const u8* codes, u64 block) {
     return {{v.x, v.y}};
 }
 __device__ __forceinline__ void store_nibbles(u8* codes, u64 block, const Nibbles& n) { ((uint2*)codes)[block] = make_uint2(n.words[0], n.words[1]); }
-// The same of two neighbouring blocks, of which the first is even.
+// Loads the nibbles of two neighbouring blocks, the first of which is even.
 __device__ __forceinline__ void load_nibbles(const u8* codes, u64 block, Nibbles (&n)[2]) {
     uint4 v = ((const uint4*)codes)[block / 2];
     n[0] = {{v.x, v.y}}, n[1] = {{v.z, v.w}};
@@ -80,7 +80,7 @@ __device__ __forceinline__ void pack_blocks(const Nibbles& first, const Nibbles&
 
 __device__ __forceinline__ int signed_nibble(u32 code) { return (int)(code << 28) >> 28; }
 
-// What is kept beside the codes of a block, as stored.
+// Stored residuals beside the codes of a block.
 struct Rest {
     Nibbles nibbles;    // of 4 bits each
     u32 bytes[4];       // of 8
@@ -105,7 +105,7 @@ __device__ __forceinline__ void store_rest(const Weights& w, int form, u64 block
     }
 }
 
-// The value of weight i of a block in units of its scale: of all that is stored, or of the code alone.
+// The value of weight i of a block in units of its scale, by everything stored or by the code alone.
 __device__ __forceinline__ float weight_quotient(int form, const Nibbles& codes, const Rest& rest, int i, bool whole) {
     float code = code_to_float(codes.at(i));
     if (!whole || form == ONE_TERM) return code;
@@ -130,14 +130,14 @@ __device__ __forceinline__ void load_dense(const Weights& w, int form, u64 block
     }
 }
 
-// Pairs of two blocks' codes and residuals of 4 bits, elements 4 t to 4 t + 3, as format/residual.cuh has them.
+// Pairs of two blocks' codes and residuals of 4 bits, elements 4 t to 4 t + 3, in the form of format/residual.cuh.
 __device__ __forceinline__ void load_pairs(u32 word, const Nibbles& first, const Nibbles& second, int t, u32 (&pairs)[4]) {
     decode_word(word, pairs);
     u32 a = first.words[t / 2], b = second.words[t / 2];
     join_residuals(t % 2 ? high_halves(a, b) : low_halves(a, b), pairs);
 }
 
-// The values of a block, the one of `row` from column 16 * column_block on.
+// The values of the block in `row` from column 16 * column_block on.
 __device__ __forceinline__ void decode_block(const Weights& w, int form, int row, int column_block, bool whole, float (&values)[BLOCK]) {
     u64 block = (u64)row * (w.cols / BLOCK) + column_block;
     if (form >= DENSE_BF16) return load_dense(w, form, block, values);
@@ -145,10 +145,10 @@ __device__ __forceinline__ void decode_block(const Weights& w, int form, int row
     const u32* at = chunk_words(chunk, row, column_block);
     u32 words[4] = {at[0], at[4], at[8], at[12]};
     Rest rest = load_rest(w, form, block);
-    // f32 holds a quotient times a scale, so that the product with the global scale is the only one that rounds.
+    // f32 holds a quotient times a scale exactly, so that only the product with the global scale rounds.
     float scale = scale_to_float(*scale_at(chunk, row, column_block));
     if (form == RESIDUAL4 && whole) {
-        // The other block's codes go with residuals of zero, not with these.
+        // The other block's codes are joined with residuals of zero instead of these.
         const Nibbles none = {};
 #pragma unroll
         for (int t = 0; t < 4; t++) {

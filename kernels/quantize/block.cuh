@@ -1,4 +1,4 @@
-// The quantization of a block of 16 values to NVFP4: what quantize.cu, search.cu and training.cu share.
+// The quantization of a block of 16 values to NVFP4: common parts of quantize.cu, search.cu and training.cu.
 #pragma once
 #include "common/note.cuh"
 #include "common/values.cuh"
@@ -8,7 +8,7 @@
 enum Rounding { NEAREST_EVEN, HALF_AWAY, STOCHASTIC };
 enum Recipe { AMAX, FOUR_OVER_SIX, SWEEP };
 
-// What a note reports of a value.
+// The kinds of invalid values in a note.
 enum NonFinite { IS_NAN, IS_INFINITE, IS_MINUS_INFINITE };
 
 struct Arguments {
@@ -36,7 +36,7 @@ constexpr float LEGACY_FLOOR = 1.0f / 65536.0f;
 constexpr float LEGACY_ADDEND = 1e-12f;
 constexpr float SMALLEST_NORMAL = 1.17549435e-38f;
 
-// Where a thread's block is read and written.
+// The positions where a thread's block is read and written.
 struct Block {
     u32 index;
     u32 row, column;        // column in blocks
@@ -45,7 +45,7 @@ struct Block {
     __device__ __forceinline__ Block(const Arguments& a, int value_bytes) {
         index = blockIdx.x * THREADS + threadIdx.x;
         u64 row_bytes = (u64)a.row_blocks * BLOCK * value_bytes;
-        // Without gaps between rows the block's number is enough, and there is no division.
+        // Without gaps between rows the block's number suffices, without a division.
         if (a.stride == row_bytes && !a.swizzled) {
             row = 0;
             column = index;
@@ -102,14 +102,14 @@ __device__ __forceinline__ float saturated(const Arguments& a, u32 block, float 
     return largest_magnitude(x);
 }
 
-// Bit 3 of a code. The legacy host takes the sign from a comparison of the quotient with zero, so neither a negative zero has one nor a
-// value so small that its quotient rounds to zero, which it does when twice its magnitude is at most the step times 2^-149.
+// Bit 3 of a code. The legacy host derives the sign from a comparison of the quotient with zero, so negative zeros have none, and neither
+// have values so small that their quotient rounds to zero, which it does when twice the magnitude is at most the step times 2^-149.
 __device__ __forceinline__ u32 sign(float x, bool legacy, float step) {
     bool negative = legacy ? x + x < -__fmul_rd(step, __uint_as_float(1)) : signbit(x);
     return negative ? 8 : 0;
 }
 
-// The codes of a block for a step, by thresholds where f32 is precise enough for them, or else by division.
+// The codes of a block for a step, by thresholds if f32 is precise enough for them, or else by division.
 __device__ __forceinline__ uint2 encode(const Arguments& a, const float (&x)[BLOCK], float step) {
     u32 codes[2] = {0, 0};
     bool away = a.rounding == HALF_AWAY;

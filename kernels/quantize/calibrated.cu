@@ -1,6 +1,5 @@
-// Codes and scales of a matrix in NVFP4 that are best for its product, by all second moments of its inputs: see src/format/calibrated.rs. Rows
-// do not depend on each other, and a thread has one. What errors in some blocks make of the blocks far from them is a product of matrices,
-// which follows a kernel.
+// Calibrated NVFP4 quantization: codes and scales of a matrix that are best for its product, by all second moments of its inputs, see
+// src/format/calibrated.rs. Rows are independent, with one thread each. A GEMM after each kernel propagates errors to distant blocks.
 #include "common/types.cuh"
 #include "quantize/calibrated.cuh"
 
@@ -45,7 +44,7 @@ __device__ __forceinline__ void add_group(const Arguments& a, const float* error
     for (int depth = 0; depth < (turn - a.first) * BLOCK; depth++) add_row(sums, column + (size_t)depth * a.cols, errors[depth]);
 }
 
-// Rounds the blocks of a group in turn, each weight to the code that makes up for the errors before it. Grid: (rows / THREADS)
+// Rounds the blocks of a group in turn, each weight to the code that compensates for the errors before it. Grid: (rows / THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS) calibrated_round_in_turn(const __grid_constant__ Arguments a) {
     __shared__ __align__(16) BlockFactor factor;
     wait_for_earlier_kernels();
@@ -58,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) calibrated_round_in_turn(c
         __syncthreads();
         load_factor(a.moments + (size_t)turn * BLOCK * (a.cols + 1), a.cols, factor);
         __syncthreads();
-        // Threads without a row go along with the last one, and store nothing.
+        // Threads without a row process the last one, and store nothing.
         Values weights, sums, values;
         load(a.weights + at * a.cols + block * BLOCK, weights);
         load(a.sums + at * a.cols + turn * BLOCK, sums);
@@ -71,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) calibrated_round_in_turn(c
     }
 }
 
-// Takes each block of a group to the scale and codes that are best beside the others. Grid: (rows / THREADS)
+// Moves each block of a group to the scale and codes that are best while the others stay fixed. Grid: (rows / THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS) calibrated_descend(const __grid_constant__ Arguments a) {
     __shared__ __align__(16) Block block;
     wait_for_earlier_kernels();
@@ -97,8 +96,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) calibrated_descend(const _
     }
 }
 
-// The scale of each block that is best for its own product, with each weight at its nearest code: `moments` are those of each block,
-// [cols / 16, 16, 16]. Grid: (rows / THREADS, cols / 16)
+// The scale of each block that is best for its own product, with each weight at its nearest code. `moments` are those of each block, [cols
+// / 16, 16, 16]. Grid: (rows / THREADS, cols / 16)
 extern "C" __global__ void __launch_bounds__(THREADS) calibrated_by_blocks(const __grid_constant__ Arguments a) {
     __shared__ __align__(16) Matrix moments;
     wait_for_earlier_kernels();
@@ -163,7 +162,7 @@ struct DotArguments {
     u64 count;
 };
 
-// The sums of the products of x and y, in an order that depends on their number alone. Grid: (any)
+// The sum of the products of x and y, in an order that depends only on their number. Grid: (any)
 extern "C" __global__ void __launch_bounds__(THREADS) calibrated_dot(const __grid_constant__ DotArguments a) {
     __shared__ double sums[THREADS];
     wait_for_earlier_kernels();

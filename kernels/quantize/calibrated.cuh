@@ -1,5 +1,5 @@
-// Blocks of 16 weights in NVFP4 that are best for a product: what calibrated.cu does for each row. Mirrors src/cpu/generic/calibrated.rs,
-// operation by operation: products and sums are fused where they are there, and nowhere else.
+// Calibrated quantization of a block of 16 weights, which calibrated.cu does for each row. Mirrors src/cpu/generic/calibrated.rs operation
+// by operation: products and sums are fused where they are there, and nowhere else.
 #pragma once
 #include "format/encode.cuh"
 
@@ -9,7 +9,7 @@ constexpr int TRIED = 19;   // scales that are tried
 typedef float Values[BLOCK];
 typedef float Matrix[BLOCK][BLOCK];
 
-// The upper triangular factor R of the moments of a block, M = R R^T, and one over each element of its diagonal. In shared memory.
+// The upper triangular factor R of the moments of a block, M = R R^T, and the reciprocals of its diagonal. In shared memory.
 struct BlockFactor {
     Matrix r;
     Values inverses;
@@ -45,8 +45,8 @@ __device__ __forceinline__ void add_row(Values& sums, const float* row, float x)
     }
 }
 
-// The nearest value of E2M1, a tie to the even code: numbers below 2 go to multiples of 1/2, those below 4 to multiples of 1, and others to
-// multiples of 2, which is what adding 1.5 x 2^22 times as much and taking it away again does.
+// The nearest E2M1 value, ties to even codes: numbers below 2 round to multiples of 1/2, those below 4 to multiples of 1, and others to
+// multiples of 2. Adding and subtracting 1.5 x 2^22 times the power of two has that effect.
 __device__ __forceinline__ float nearest_value(float x) {
     x = fminf(fmaxf(x, -E2M1_MAX), E2M1_MAX);
     float power = __uint_as_float(__float_as_uint(fmaxf(fabsf(x), 1.0f)) & 0x7f800000u);
@@ -54,7 +54,7 @@ __device__ __forceinline__ float nearest_value(float x) {
     return __fsub_rn(__fadd_rn(x, shift), shift);
 }
 
-// The first of the scales that are tried for a block with this largest magnitude.
+// The first candidate scale for a block with this largest magnitude.
 __device__ __forceinline__ u32 first_tried(const Values& x, float global) {
     float amax = 0;
 #pragma unroll
@@ -64,8 +64,8 @@ __device__ __forceinline__ u32 first_tried(const Values& x, float global) {
 }
 __device__ __forceinline__ u32 tried(u32 first, int offset) { return min(first + offset, E4M3_MAX_BYTE); }
 
-// Rounds weights one after another, each to the value that makes most of the errors before it, of which `before` are the sums. Gives the values, and the
-// sum of the squares of the block's (R^T e)_i.
+// Rounds weights one after another, each to the value that best compensates for the errors before it; `before` holds the sums of those.
+// Returns the values, and the sum of the squares of the block's (R^T e)_i.
 __device__ __forceinline__ float in_turn(const Values& weights, const Values& before, float step, const BlockFactor& f, Values& values) {
     float inverse = 1.0f / step, cost = 0;
     Values sums;
@@ -99,8 +99,8 @@ __device__ __forceinline__ float cost_of(const Values& errors, const BlockFactor
     return cost;
 }
 
-// The scale for which the weights, moved by the errors before them, are nearest to codes, by the squares of the diagonal of R; and with it the
-// values that make up for the errors before them, in the block too.
+// The scale under which the weights, shifted by the errors before them, are nearest to codes, weighted by the squared diagonal of R; and
+// the values that compensate for all errors before them, also within the block.
 __device__ __forceinline__ u32 round_in_turn(const Values& weights, const Values& sums, float global, const BlockFactor& f, Values& values) {
     Values wanted;
 #pragma unroll
@@ -125,12 +125,12 @@ __device__ __forceinline__ u32 round_in_turn(const Values& weights, const Values
     return scale;
 }
 
-// The block that is best beside the others as they are: `gradient` is M e of its row, `moments` the block's part of M. Gives whether anything is
-// better than what is held, which it then replaces, and by how much errors change. All
-// lanes of a warp call it and in_turn(): they wait for each other where registers could not hold what is loaded for the next step.
+// The best block while the others stay fixed: `gradient` is M e of its row, `moments` the block's part of M. Returns whether anything is
+// better than the present values, which it then replaces, and the change of the error. All lanes of a warp call it and in_turn(): they wait
+// for each other at points where registers could not hold what is loaded for the next step.
 __device__ __forceinline__ bool round_beside(const Values& weights, const Values& gradient, float global, const Matrix& moments, const BlockFactor& f,
                                              u32& scale, Values& held, Values& change) {
-    // Without a grid, the best error is -M^-1 g, where g are the gradients that the others make: two triangular systems.
+    // Without a grid, the best error is -M^-1 g, where g are the gradients from the other blocks: two triangular systems.
     Values errors, others, target;
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) errors[i] = weights[i] - held[i];
@@ -187,7 +187,7 @@ __device__ __forceinline__ bool round_beside(const Values& weights, const Values
     return is_better;
 }
 
-// Stores the codes of values under a scale; a block of zeros has the scale 0, and no other block.
+// Stores the codes of values under a scale. A block of zeros, and no other, has the scale 0.
 __device__ __forceinline__ void put(u8* codes, u8* scales, size_t block, const Values& values, u32 scale, float global) {
     float inverse = scale ? 1.0f / (scale_to_float(scale) * global) : 0;
     u32 words[2] = {0, 0};

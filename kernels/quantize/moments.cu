@@ -1,4 +1,4 @@
-// Second moments of the inputs of a product, [cols, cols], and their factor: see src/cpu/moments.rs.
+// Second moments of the inputs of a GEMM, [cols, cols], and their factor: see src/cpu/moments.rs.
 #include "common/ptx.cuh"
 
 constexpr int BLOCK = 16;
@@ -14,14 +14,14 @@ struct Arguments {
     float more;             // is added to the diagonal
 };
 
-// The blocks on the diagonal, to out [cols / 16, 16, 16]; what is below the diagonal is what is above. Grid: (cols / 16)
+// Copies the diagonal blocks to out [cols / 16, 16, 16], mirroring the upper triangle to the lower one. Grid: (cols / 16)
 extern "C" __global__ void moments_blocks(const __grid_constant__ Arguments a) {
     wait_for_earlier_kernels();
     int row = threadIdx.x / BLOCK, col = threadIdx.x % BLOCK, first = blockIdx.x * BLOCK;
     a.out[blockIdx.x * BLOCK * BLOCK + threadIdx.x] = a.values[(size_t)(first + min(row, col)) * a.cols + first + max(row, col)];
 }
 
-// Copies what is above the diagonal to its place below, and adds to the diagonal. Grid: (cols / TILE, cols / TILE)
+// Mirrors the upper triangle to the lower one, and adds to the diagonal. Grid: (cols / TILE, cols / TILE)
 extern "C" __global__ void moments_complete(const __grid_constant__ Arguments a) {
     wait_for_earlier_kernels();
     size_t row = blockIdx.y * TILE + threadIdx.x / TILE, col = blockIdx.x * TILE + threadIdx.x % TILE;
@@ -29,7 +29,7 @@ extern "C" __global__ void moments_complete(const __grid_constant__ Arguments a)
     if (row > col) a.values[row * a.cols + col] = a.values[col * a.cols + row];
 }
 
-// Puts blocks of 16 rows and columns into an order, to out [cols, cols]. Grid: (cols / TILE, cols / TILE)
+// Reorders blocks of 16 rows and columns to out [cols, cols]. Grid: (cols / TILE, cols / TILE)
 extern "C" __global__ void moments_reorder(const __grid_constant__ Arguments a) {
     wait_for_earlier_kernels();
     int row = threadIdx.x / TILE, col = threadIdx.x % TILE;
@@ -37,8 +37,8 @@ extern "C" __global__ void moments_reorder(const __grid_constant__ Arguments a) 
     a.out[(size_t)(blockIdx.y * TILE + row) * a.cols + blockIdx.x * TILE + col] = a.values[from];
 }
 
-// The upper triangular factor of the square of a panel that is on the diagonal, in its place, with zeros below. A square that is not positive
-// definite makes out[0] 1. Grid: (1)
+// The upper triangular factor of the diagonal square of a panel, in place, with zeros below. Sets out[0] to 1 if the square is not positive
+// definite. Grid: (1)
 extern "C" __global__ void __launch_bounds__(THREADS) moments_factor_square(const __grid_constant__ Arguments a) {
     __shared__ double r[THREADS][THREADS + 1];
     wait_for_earlier_kernels();
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) moments_factor_square(cons
     }
 }
 
-// The rows of a panel above its square, X with X R^T = A, in their place and to out [first, width]. Grid: (first / THREADS)
+// The rows of a panel above its square, X with X R^T = A, in place and to out [first, width]. Grid: (first / THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS) moments_factor_rows(const __grid_constant__ Arguments a) {
     __shared__ float r[THREADS][THREADS];
     __shared__ float x[THREADS][THREADS + 1];

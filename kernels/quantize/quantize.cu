@@ -24,7 +24,7 @@ struct Pairs {
     static constexpr u32 MAGNITUDES = 0x7fff7fffu;
     static constexpr u32 INFINITY_BITS = T == BF16 ? 0x7f80 : 0x7c00;
     static constexpr u32 ONE = T == BF16 ? 0x3f803f80u : 0x3c003c00u;
-    // A number from which on the spacing of the type is one, in both halves: 128 or 1024.
+    // A number from which on the type has a spacing of one, in both halves: 128 or 1024.
     static constexpr u32 COUNTER = T == BF16 ? 0x43004300u : 0x64006400u;
 
     u32 w[WORDS];
@@ -48,8 +48,8 @@ struct Pairs {
         return larger(pair, pair >> 16) & 0xffffu;
     }
 
-    // The largest magnitude. If it is not finite, NaN becomes 0, and infinity, which any step maps to the largest code, counts as the largest
-    // value that the global scale can represent.
+    // The largest magnitude. If it is not finite, NaN becomes 0, and infinity, which any step maps to the largest code, counts as the
+    // largest value that the global scale can represent.
     __device__ __forceinline__ float amax(const Arguments& a, u32 block, float global) {
         u32 bits = largest();
         if (bits < INFINITY_BITS) return low(bits);
@@ -88,10 +88,10 @@ struct Pairs {
         for (int i = 0; i < WORDS; i++) w[i] = fma(w[i], ONE, zero);
     }
 
-    // The signs of eight values, from word 4 `half` on, as those of their codes.
+    // The signs of eight values, from word 4 `half` on, as signs of their codes.
     __device__ __forceinline__ u32 signs(int half) const {
         const u32* p = w + 4 * half;
-        // Of each two words the top bytes of the low halves, then those of the high ones.
+        // From each two words, the top bytes of the low halves, then those of the high halves.
         u32 front = __byte_perm(p[0], p[1], 0x7351), back = __byte_perm(p[2], p[3], 0x7351);
         u32 even = __byte_perm(front, back, 0x5410), odd = __byte_perm(front, back, 0x7632);
         return (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
@@ -169,7 +169,7 @@ __device__ __forceinline__ void quantize(const Arguments& a) {
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_f16(const __grid_constant__ Arguments a) { quantize<F16>(a); }
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_bf16(const __grid_constant__ Arguments a) { quantize<BF16>(a); }
 
-// The same without a global scale, rounding to nearest even.
+// As above without a global scale, rounding to nearest even.
 template <Type T>
 __device__ __forceinline__ void quantize_single(const Arguments& a) {
     wait_for_earlier_kernels();

@@ -25,7 +25,7 @@ __device__ __forceinline__ u32 sweep(const float (&x)[BLOCK], float amax, float 
     return best;
 }
 
-// Recipes that compare scales, and stochastic rounding: all that needs the quotient of every value.
+// Recipes that compare scales, and stochastic rounding, which all need the quotient of every value.
 template <Type T>
 __device__ __forceinline__ void quantize_search(const Arguments& a) {
     wait_for_earlier_kernels();

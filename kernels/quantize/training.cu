@@ -1,10 +1,10 @@
-// Operands of training's products in NVFP4, as the values that bfloat16 holds exactly: rows for a product along their width, and rotated
-// columns for one along tokens. Mirrors src/format/operand.rs bit for bit. Rows of tables in int8 too, as src/format/int8.rs has them.
+// NVFP4 operands of training's GEMMs, as values that bfloat16 holds exactly: rows for a product along their width, and rotated columns for
+// one along tokens. Mirrors src/format/operand.rs bit for bit. Also rounds rows of tables to int8, as src/format/int8.rs.
 #include "common/reduce.cuh"
 #include "format/random.cuh"
 #include "quantize/block.cuh"
 
-// How values are rounded; KEEP leaves them as they are.
+// Rounding rules; KEEP leaves values as they are.
 enum Rule { RULE_AMAX, RULE_FOUR_OVER_SIX, RULE_STOCHASTIC, RULE_KEEP, RULE_INT8 };
 
 constexpr int WARPS = THREADS / WARP;
@@ -43,7 +43,7 @@ __device__ __forceinline__ float global_of(float amax) { return power_for(amax, 
 
 __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fffffffu); }
 
-// A magnitude; infinity for what is not finite.
+// The magnitude of a value; infinity if it is not finite.
 __device__ __forceinline__ float magnitude_of(float x) { return is_finite(x) ? fabsf(x) : INFINITY; }
 
 // Rounds a block of finite values, whose indices rise by `stride`.
@@ -64,7 +64,7 @@ __device__ __forceinline__ void round_block(float (&x)[BLOCK], float global, int
     }
 }
 
-// Rounds values of a row to int8, under the row's scale. A row of zeros has any.
+// Rounds values of a row to int8, under the row's scale. For a row of zeros any scale will do.
 __device__ __forceinline__ void round_int8(float (&x)[BLOCK], float scale) {
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) x[i] = fminf(fmaxf(rintf(x[i] / scale), -INT8_LARGEST), INT8_LARGEST) * scale;

@@ -1,4 +1,4 @@
-// Heads of 32, 64 or 128 elements, all of which rotate. See rope/store.cuh.
+// Stores keys and values for heads of 32, 64 or 128 elements that all rotate. See rope/store.cuh.
 #include "rope/store.cuh"
 
 HEADS(32, false, rope_store_heads_32)

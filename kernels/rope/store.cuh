@@ -1,5 +1,5 @@
-// Between the projections and prefill attention, for rows of one sequence: applies norm and RoPE to queries and keys, and stores the new keys
-// and values in the cache.
+// Between the projections and prefill attention, for rows of one sequence: applies norm and RoPE to queries and keys, and stores the new
+// keys and values in the cache.
 #pragma once
 #include "common/heads.cuh"
 #include "common/pages.cuh"

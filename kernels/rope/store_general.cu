@@ -1,4 +1,4 @@
-// Heads of other sizes, and heads that rotate partially. See rope/store.cuh.
+// Stores keys and values for heads of other sizes, and heads that rotate partially. See rope/store.cuh.
 #include "rope/store.cuh"
 
 HEADS(192, false, rope_store_heads_192)

@@ -1,5 +1,5 @@
-// From projected queries, keys and values to those that attend, for training: RMSNorm of each head of queries and keys where the model has
-// it, then RoPE, forward and backward. A group of lanes takes a head, and a lane eight of its elements.
+// Between the projections and attention, for training: RMSNorm of each head of queries and keys if the model has it, then RoPE, forward and
+// backward. A group of lanes takes a head, and a lane eight of its elements.
 #include "common/reduce.cuh"
 #include "common/values.cuh"
 
@@ -28,7 +28,7 @@ __device__ __forceinline__ float group_sum(float x, int lanes) {
     return x;
 }
 
-// What this thread has of a row, apart from the head.
+// This thread's part of a row, independent of the head.
 struct Piece {
     int index;          // in the head
     bool exists;
@@ -87,10 +87,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) train_heads(const __grid_c
     if (has) store_bf16(a.out + at, x);
 }
 
-// Rotates gradients back, and goes back through the norm: see kernels/norm/training.cu. Grid: (blocks), each of which takes every
-// gridDim.x-th row, and a group every (THREADS / lanes)-th head of it.
+// Rotates gradients back, and applies the backward pass of the norm: see kernels/norm/training.cu. Grid: (blocks), each of which takes
+// every gridDim.x-th row, and a group every (THREADS / lanes)-th head of it.
 extern "C" __global__ void __launch_bounds__(THREADS) train_heads_backward(const __grid_constant__ HeadsArguments a) {
-    // Of each group: the gradients of q_norm and k_norm. A group of lanes has room for as many elements.
+    // The gradients of q_norm and k_norm, per group. A group of lanes has room for as many elements.
     __shared__ float sums[2][THREADS * PIECE];
     wait_for_earlier_kernels();
     let_later_kernels_start();

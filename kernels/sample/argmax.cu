@@ -1,5 +1,5 @@
-// The argmax of each row of logits, the first of equal ones, and the step of the sequence to its next position, so that the host reads a
-// single number. Each block finds the best of its share of a row; the last block to arrive compares these.
+// The argmax of each row of logits (the first one on a tie), and the advance of the sequence to its next position, so that the host reads a
+// single number. Each block finds the best token of its share of a row; the last block to arrive compares these.
 #include "common/ptx.cuh"
 #include "sample/choice.cuh"
 

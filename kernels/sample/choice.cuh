@@ -1,4 +1,4 @@
-// How the host receives a choice.
+// Encodes a choice of token for the host.
 #pragma once
 #include "common/types.cuh"
 

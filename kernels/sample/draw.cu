@@ -97,8 +97,8 @@ __device__ __forceinline__ Best best_of_row(const Arguments& a, int row) {
 
 __device__ __forceinline__ bool draws(Best best, const Rule& rule) { return rule.scale != 0 && fabsf(best.value) < INFINITY; }
 
-// A logit's logarithm to base 2 relative to the largest, its bucket and its weight. The operations are those of
-// src/cpu/generic/sample.rs, none of which may be contracted.
+// A logit's logarithm to base 2 relative to the largest, its bucket and its weight. The operations are those of src/cpu/generic/sample.rs,
+// none of which may be contracted.
 __device__ __forceinline__ float log_of(float x, float largest, float scale) { return __fmul_rn(__fsub_rn(x, largest), scale); }
 __device__ __forceinline__ int bucket_of(float log) { return min(__float2int_rz(__fmul_rn(-log, BUCKETS_PER_HALVING)), BUCKETS - 1); }
 __device__ __forceinline__ u64 weight_of(float log) {
@@ -266,7 +266,7 @@ struct Ranking {
     }
 };
 
-// Bitonic sort of a block's keys, one of each thread, the largest first.
+// Bitonic sort of a block's keys, one per thread, the largest first.
 __device__ __forceinline__ u64 sorted(u64 key) {
     __shared__ u64 keys[CHOOSERS];
     int thread = threadIdx.x;

@@ -1,5 +1,5 @@
 // Dequantizes rows of two NVFP4 matrices to f16 or bf16 for the GEMM of cuBLASLt: the values times 2^-8, without the global scales. That is
-// exact, since a code times its scale has six significant bits.
+// exact, because a code times its scale has six significant bits.
 #include "common/ptx.cuh"
 #include "format/nvfp4.cuh"
 #include "format/swizzle.cuh"
@@ -22,7 +22,7 @@ constexpr int THREADS = 256;
 constexpr int WORD = 8;     // codes in 32 bits
 constexpr int ROWS = 4;     // of a thread, whose loads are in flight together
 
-// Blocks of the grid that a slice takes: threads follow each other along a row, and then ROWS rows further on.
+// The number of blocks of the grid for a slice: threads follow each other along a row, and then ROWS rows further on.
 __device__ __forceinline__ int blocks_of(const RowSlice& s, int words) {
     return (int)(((u64)ceil_div(s.rows, ROWS) * words + THREADS - 1) / THREADS);
 }

@@ -1,15 +1,15 @@
 // W4A4 products: y[m, n] = sum over k of a[m, k] b[n, k] of two NVFP4 matrices, summed in a fixed order.
 //
 // A block computes a tile of the result. Asynchronous copies bring codes and scales to a ring in shared memory. From there they go to
-// registers, 64 elements of K at a time, as fragments of the instruction that multiplies e2m1 codes with their scales. For tensor cores without
-// it, each word of eight codes is decoded to four pairs of f16, two pairs for each instruction; both operands are decoded in the same order
-// along K, so that order does not matter. Warps that split K each take a range of every step, and their accumulators are added in a fixed
-// order.
+// registers, 64 elements of K at a time, as fragments of the instruction that multiplies e2m1 codes with their scales. For tensor cores
+// without it, each word of eight codes is decoded to four pairs of f16, two pairs for each instruction; both operands are decoded in the
+// same order along K, so that order does not matter. Warps that split K each take a range of every step, and their accumulators are added
+// in a fixed order.
 //
-// The f16 of a code times its scale is the exact value times 2^-8: a multiple of 2^-18 up to 10.5, with six significant bits. Products of two
-// have twelve, at most 2^7, and a sum of 2^31 of them stays below 2^38: nothing overflows, and only sums are rounded.
+// The f16 of a code times its scale is the exact value times 2^-8: a multiple of 2^-18 up to 10.5, with six significant bits. Products of
+// two have twelve, at most 2^7, and a sum of 2^31 of them stays below 2^38: nothing overflows, and only sums are rounded.
 //
-// K is a multiple of 16. Scales are 0 to 0x7e. Past the last rows these are repeated, and the results are dropped.
+// K is a multiple of 16. Scales are 0 to 0x7e. Beyond the last rows, the last ones are repeated, and the results are dropped.
 #include "common/ptx.cuh"
 #include "format/nvfp4.cuh"
 #include "format/swizzle.cuh"
@@ -61,7 +61,7 @@ struct Tile {
     static_assert(WARPS_K * ROWS_M * SUM_STRIDE * 4 <= SHARED, "accumulators take the place of the operands");
 };
 
-// Where a piece of a row is in a tile whose rows have PIECES of them: swizzled, so that the same pieces of eight neighbouring rows are in
+// Position of a piece of a row in a tile whose rows have PIECES pieces: swizzled, so that the same pieces of eight neighbouring rows are in
 // different banks. The swizzle is an exclusive or, so the address of piece p ^ q is that of piece p, exclusive or 16 q. It repeats every 16
 // rows.
 template <int PIECES>
@@ -70,10 +70,10 @@ __device__ __forceinline__ int piece_at(int row, int piece) {
     return (row * PIECES + (piece ^ row / ROWS_IN_LINE % SWIZZLED)) * PIECE;
 }
 
-// How many of the PIECE bytes from `at` on exist in a row of `bytes`.
+// The number of existing bytes among the PIECE bytes from `at` on, in a row of `bytes`.
 __device__ __forceinline__ int bytes_left(int bytes, int at) { return min(max(bytes - at, 0), PIECE); }
 
-// Stores two neighbours of a row of the result, of which the second may be past the end. `pairs`: pairs are aligned.
+// Stores two neighbours of a row of the result; the second may be beyond the end. `pairs`: pairs are aligned.
 __device__ __forceinline__ void store(const Arguments& a, int m, int n, bool pairs, float x, float y) {
     size_t at = (size_t)m * a.b.rows + n;
     bool second = n + 1 < a.b.rows;
@@ -110,7 +110,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     auto operand = [&](int row) -> const Operand& { return row < T::M ? a.a : a.b; };
     auto source_row = [&](int row) { return row < T::M ? min(first_m + row, a.a.rows - 1) : min(first_n + row - T::M, a.b.rows - 1); };
 
-    // What this thread copies of each step.
+    // The pieces that this thread copies in each step.
     constexpr int CODE_COPIES = ceil_div(T::ROWS * T::PIECES, T::THREADS), SCALE_COPIES = ceil_div(T::ROWS * T::SCALE_WORDS, T::THREADS);
     const u8 *codes[CODE_COPIES], *scales[SCALE_COPIES];
 #pragma unroll
@@ -196,7 +196,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
                 for (int j = 0; j < T::TILES_N; j++) mma_fp4(c[i][j], x, w[j / 2][j % 2 * 2], w[j / 2][j % 2 * 2 + 1], x_scales, w_scales[j]);
             }
 #else
-            // The two of a row's four scales that belong to this lane's codes, in the first half of the fragment and in the second.
+            // The two of a row's four scales that belong to this lane's codes, in the first and in the second half of the fragment.
             auto my_scales = [&](int row) { return scale_pair_apart(scales_of(row) >> (lane % 4 / 2 * 8)); };
             u32 x_scales[T::TILES_M][2];
 #pragma unroll

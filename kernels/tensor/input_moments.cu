@@ -1,4 +1,4 @@
-// Second moments of the inputs of products, in blocks of 16 columns.
+// Second moments of the inputs of GEMMs, in blocks of 16 columns.
 #include "common/values.cuh"
 
 struct Arguments {
@@ -13,8 +13,8 @@ constexpr int BLOCK = 16, THREADS = BLOCK * BLOCK;
 constexpr int ROWS = THREADS * PIECE / BLOCK;
 static_assert(ROWS == 128, "two pieces make a row of a block");
 
-// sums += x^T x of each 16 columns; a thread has one sum, and adds up ROWS rows before it adds those, so that less is rounded away. Grid:
-// (cols / 16)
+// sums += x^T x of each 16 columns. A thread has one sum, and adds up ROWS rows before it adds those to it, so that less is rounded away.
+// Grid: (cols / 16)
 extern "C" __global__ void __launch_bounds__(THREADS) train_input_moments(const __grid_constant__ Arguments a) {
     __shared__ float x[ROWS][BLOCK];
     wait_for_earlier_kernels();

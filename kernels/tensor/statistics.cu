@@ -1,4 +1,4 @@
-// What is asked of a gradient before it is used: the sum of its squares, its largest magnitude, and whether it is finite.
+// Statistics of a gradient for clipping: the sum of its squares, its largest magnitude, and whether it is finite.
 #include "common/reduce.cuh"
 #include "common/values.cuh"
 
@@ -8,7 +8,7 @@ struct Statistics {
     float nonfinite;        // how many elements are infinite or NaN; exact up to 2^24
 };
 
-// What a step knows of a gradient.
+// Statistics of a gradient, as a step uses them.
 struct Entry {
     Statistics found;
     float factor;           // multiplies it; infinite if it or one before it in the step is not finite

@@ -1,5 +1,4 @@
-// What training does with arrays whatever they are: sums of rows of partial sums, sums of two arrays, conversions, factors, constants,
-// columns.
+// Operations of training on plain arrays: sums of rows of partial sums, sums of two arrays, conversions, scaling, fills and column copies.
 #include "common/reduce.cuh"
 #include "common/values.cuh"
 
@@ -11,10 +10,10 @@ struct SumArguments {
     int width;
 };
 
-// Columns of a block: a lane each; a warp takes every SUM_WARPS-th row.
+// Columns of a block, one per lane; a warp takes every SUM_WARPS-th row.
 constexpr int SUM_WARPS = 16;
 
-// sum += the sum of the rows of `partial`, in an order that depends on `parts` alone. Grid: (ceil(width / WARP))
+// sum += the sum of the rows of `partial`, in an order that depends only on `parts`. Grid: (ceil(width / WARP))
 extern "C" __global__ void __launch_bounds__(SUM_WARPS* WARP) train_add_partial_sums(const __grid_constant__ SumArguments a) {
     __shared__ float sums[SUM_WARPS][WARP];
     wait_for_earlier_kernels();

@@ -1,5 +1,5 @@
-//! Arguments from C, checked and converted to Rust: output pointers, slices, text, numbers that name a choice, and structs
-//! that grow with the library. The rules are stated at the beginning of the header.
+//! Arguments from C, checked and converted to Rust: output pointers, slices, text, enumerated numbers, and structs that grow with the
+//! library. The beginning of the header states the rules.
 
 use std::ffi::{OsStr, c_char, c_void};
 use std::fmt;
@@ -92,7 +92,7 @@ pub(super) unsafe fn text<'a>(name: &str, data: *const c_char, len: usize) -> Re
     utf8(name, unsafe { slice(name, data.cast::<u8>(), len) }?)
 }
 
-/// A path from C: its bytes as the system has them, which need not be UTF-8.
+/// A path from C, as the system's bytes, which need not be UTF-8.
 ///
 /// # Safety
 /// As for [`slice`].
@@ -108,7 +108,7 @@ pub(super) unsafe fn path<'a>(name: &str, data: *const c_char, len: usize) -> Re
     Ok(Path::new(OsStr::from_bytes(bytes)))
 }
 
-/// Paths from C, and the bytes of each.
+/// Paths from C, each with its length in bytes.
 ///
 /// # Safety
 /// As for [`slice`], of the arrays and of each path.
@@ -134,8 +134,8 @@ pub(super) unsafe fn paths(
     .collect()
 }
 
-/// Text to C: writes the length in bytes, then copies the text if it fits, followed by a NUL if that fits too. A NULL
-/// buffer of capacity 0 asks for the length alone.
+/// Copies text to C: writes the length in bytes, then the text if it fits, followed by a NUL if that fits too. A NULL buffer of capacity 0
+/// asks only for the length.
 ///
 /// # Safety
 /// `buffer`, unless NULL, must be writable for `capacity` bytes, and `length`, unless NULL, for a `usize`.
@@ -155,8 +155,7 @@ pub(super) unsafe fn copy_text(
     Ok(())
 }
 
-/// An array to C: writes the number of items, then copies if there is room. A NULL buffer of capacity 0 asks for the number
-/// alone.
+/// Copies an array to C: writes the number of items, then the items if there is room. A NULL buffer of capacity 0 asks only for the number.
 ///
 /// # Safety
 /// `buffer`, unless NULL, must be writable for `capacity` items, and `count`, unless NULL, for a `usize`.
@@ -185,7 +184,7 @@ pub(super) unsafe fn copy_items<T: Copy>(
     Ok(())
 }
 
-/// The choice in `table` that has the number `value`.
+/// The entry of `table` with the number `value`.
 pub(super) fn choice<T: Copy>(name: &str, value: i32, table: &[(i32, &str, T)]) -> Result<T> {
     match table.iter().find(|(number, ..)| *number == value) {
         Some(&(.., choice)) => Ok(choice),
@@ -200,12 +199,12 @@ pub(super) fn choice<T: Copy>(name: &str, value: i32, table: &[(i32, &str, T)]) 
     }
 }
 
-/// 0 or 1.
+/// A flag from C, 0 or 1.
 pub(super) fn flag(name: &str, value: i32) -> Result<bool> {
     choice(name, value, &[(0, "no", false), (1, "yes", true)])
 }
 
-/// A count, which must not be negative.
+/// A count from C, which must not be negative.
 pub(super) fn count(name: &str, value: i64) -> Result<usize> {
     usize::try_from(value)
         .map_err(|_| err!(InvalidArgument, "{name} is {value}; it cannot be negative"))
@@ -224,25 +223,25 @@ pub(super) unsafe fn sizes(name: &str, data: *const i64, len: i32) -> Result<Vec
         .collect()
 }
 
-/// A struct that the caller fills or reads, and that may get more fields at its end in later versions. Its first field is
-/// its size as the caller knows it.
+/// A struct that the caller fills or reads, and to which later versions may append fields. Its first field is its size as the caller knows
+/// it.
 ///
 /// # Safety
 /// `repr(C)`, the first field `struct_size: u32`, valid for every bit pattern, and without padding.
 pub(super) unsafe trait Growing: Copy {
     /// Its name in the header.
     const NAME: &'static str;
-    /// The sizes that it had in earlier versions.
+    /// Its sizes in earlier versions.
     const EARLIER: &'static [usize] = &[];
-    /// The defaults, whose `struct_size` is that of this library.
+    /// The defaults. Their `struct_size` is that of this library.
     fn defaults() -> Self;
 }
 
 /// A larger struct_size was probably never set.
 const LARGEST_STRUCT: usize = 4096;
 
-/// Refuses a size that the struct has in no version. It may be this version's, an earlier one's, or a larger one, which a
-/// later version may have.
+/// Refuses a size that no version of the struct has. Valid sizes are this version's, earlier ones, and larger ones, which a later version
+/// may have.
 fn check_size<T>(
     name: &str,
     what: fmt::Arguments<'_>,
@@ -299,14 +298,14 @@ unsafe fn copy_known<T>(name: &str, from: *const u8, size: usize, to: &mut T) ->
     Ok(())
 }
 
-/// An element of an array from C, which may get more fields at its end in later versions. The caller passes its size.
+/// An element of an array from C, to which later versions may append fields. The caller passes its size.
 ///
 /// # Safety
 /// `repr(C)`, valid for every bit pattern, and without padding.
 pub(super) unsafe trait Element: Copy {
     /// Its name in the header.
     const NAME: &'static str;
-    /// The sizes that it had in earlier versions.
+    /// Its sizes in earlier versions.
     const EARLIER: &'static [usize] = &[];
     /// The values of fields that an older caller does not know.
     fn defaults() -> Self;
@@ -352,8 +351,7 @@ pub(super) unsafe fn elements<T: Element>(
     Ok(out)
 }
 
-/// Options from C: NULL means the defaults, fields past the caller's size have their defaults, and fields past ours must be
-/// zero.
+/// Options from C. NULL means the defaults, fields beyond the caller's size have their defaults, and fields beyond ours must be zero.
 ///
 /// # Safety
 /// `options`, unless NULL, must be readable for a `u32` and then for as many bytes as that says.
@@ -371,8 +369,7 @@ pub(super) unsafe fn options<T: Growing>(options: *const T) -> Result<T> {
     Ok(out)
 }
 
-/// Fills a caller's struct of `struct_size` bytes with as much of `value` as fits, and fields that this version does not
-/// know with zeros.
+/// Fills a caller's struct of `struct_size` bytes with as much of `value` as fits. Fields that this version does not know become zero.
 ///
 /// # Safety
 /// `place`, unless NULL, must be writable for `struct_size` bytes.
@@ -393,8 +390,8 @@ pub(super) unsafe fn fill<T: Growing>(place: *mut T, struct_size: u32, value: T)
     Ok(())
 }
 
-/// Gives a function that fills a struct for results, whose `struct_size` the caller has set. `None` for NULL: the caller
-/// wants no result.
+/// Returns a function that fills a struct for results, whose `struct_size` the caller has set; `None` for NULL, if the caller wants no
+/// result.
 ///
 /// # Safety
 /// `place`, unless NULL, must be readable for a `u32` and then writable for as many bytes as that says.
@@ -412,7 +409,7 @@ pub(super) unsafe fn results<T: Growing>(place: *mut T) -> Result<Option<impl Fn
     }))
 }
 
-/// The host's user data pointer, which is passed to its callback.
+/// The host's user data pointer, passed to its callback.
 #[derive(Clone, Copy)]
 pub(super) struct User(pub(super) *mut c_void);
 // SAFETY: the library never follows the pointer; the header says on which thread a callback runs.

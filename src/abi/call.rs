@@ -37,15 +37,14 @@ impl Object for Cancel {
     const NAME: &'static str = "NVFP4_Cancel";
 }
 
-/// Receives the progress of a long call, now and then, on the thread that made it: `done` of `total`, in bytes of a file,
-/// values of a tensor, or tokens (those of the prompt, then those generated). Returns 0 to go on, anything else to cancel.
-/// It should be quick: the call waits for it. It may call the library, but not use the model that is being run: that gives
-/// #NVFP4_BUSY.
+/// Receives the progress of a long call from time to time, on the thread that made it: `done` of `total`, in bytes of a file, values of a
+/// tensor, or tokens (those of the prompt, then generated ones). Returns 0 to continue, anything else to cancel. It should be quick,
+/// because the call waits for it. It may call the library, but not use the model that is being run: that fails with #NVFP4_BUSY.
 pub type NVFP4_ProgressCallback =
     Option<unsafe extern "C" fn(user: *mut c_void, done: u64, total: u64) -> i32>;
 
-/// How a long call is cancelled and reports its progress. Fill with NVFP4_call_options_init(), then change what is to
-/// differ. The struct and what it points to must stay valid until the call returns.
+/// Cancellation and progress of a long call. Fill with NVFP4_call_options_init(), then change what is to differ. The struct and what it
+/// points to must stay valid until the call returns.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NVFP4_CallOptions {
@@ -53,10 +52,10 @@ pub struct NVFP4_CallOptions {
     pub struct_size: u32,
     /// Must be 0.
     pub reserved: i32,
-    /// Cancels the call when it is triggered, or if it already has been. Default: NULL.
+    /// Cancels the call when triggered, also if it was triggered before. Default: NULL.
     pub cancel: *const NVFP4_Cancel,
-    /// Cancels the call when it is not 0: a variable of the host, which any thread and any signal handler may write.
-    /// Aligned to 4 bytes. Default: NULL.
+    /// Cancels the call when nonzero: a variable of the host, which any thread and any signal handler may write. Aligned to 4 bytes.
+    /// Default: NULL.
     pub cancel_flag: *const i32,
     /// Called with the progress, and once more at the end. Default: NULL.
     pub progress: NVFP4_ProgressCallback,
@@ -79,13 +78,13 @@ unsafe impl Growing for NVFP4_CallOptions {
     }
 }
 
-/// A variable of the host that cancels a call once it is not 0.
+/// A variable of the host that cancels a call once it is nonzero.
 #[derive(Clone, Copy)]
 struct HostFlag(*const AtomicI32);
 // SAFETY: an atomic may be read from any thread; the host keeps it while the call runs.
 unsafe impl Sync for HostFlag {}
 
-/// What may cancel a call: a cancel handle, a flag of the host, or both.
+/// Cancellation of a call, by a cancel handle, a flag of the host, or both.
 pub(super) struct Cancellation {
     cancel: Option<Arc<Cancel>>,
     flag: HostFlag,
@@ -115,7 +114,7 @@ impl Cancellation {
         unsafe { Self::of(&options(call)?) }
     }
 
-    /// Runs `body`, which this may cancel.
+    /// Runs `body`, which the handle or flag may cancel.
     pub(super) fn watch<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         let flag = || self.is_set();
         let watch = Watch {
@@ -125,7 +124,7 @@ impl Cancellation {
         watch.during(body)
     }
 
-    /// Whether the call is to be cancelled.
+    /// Whether the call should end.
     pub(super) fn is_set(&self) -> bool {
         let Cancellation { cancel, flag } = self;
         let triggered = cancel.as_ref().is_some_and(|c| slots::is_set(c.0));
@@ -150,7 +149,7 @@ pub(super) unsafe fn watched<T>(
     unsafe { watched_throughout(call, checked) }
 }
 
-/// As [`watched`], for a `body` that gives what it has when it is cancelled. It begins even if it is cancelled already.
+/// As [`watched`], for a `body` that returns a partial result when cancelled. It starts even if it is cancelled already.
 ///
 /// # Safety
 /// As for [`watched`].
@@ -211,17 +210,17 @@ pub unsafe extern "C-unwind" fn NVFP4_cancel_create(out: *mut *mut NVFP4_Cancel)
     })
 }
 
-/// Cancels the calls that were given the handle, including those that have yet to begin: a generation or chat turn ends with
-/// the tokens it has, if any, as #NVFP4_FINISH_CANCELLED, and anything else fails with #NVFP4_CANCELLED. May be called from any thread, callback or signal handler: it takes
-/// no lock and no memory. #NVFP4_INVALID_HANDLE if the handle is not a live cancel handle; NVFP4_last_error() is not
+/// Cancels the calls that were given the handle, including those that have yet to begin. A generation or chat turn ends with the tokens it
+/// has, if any, as #NVFP4_FINISH_CANCELLED; anything else fails with #NVFP4_CANCELLED. May be called from any thread, callback or signal
+/// handler: it takes no lock and no memory. #NVFP4_INVALID_HANDLE if the handle is not a live cancel handle; NVFP4_last_error() is not
 /// changed.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn NVFP4_cancel_trigger(cancel: *mut NVFP4_Cancel) -> NVFP4_Status {
     mark(cancel, true)
 }
 
-/// Makes the handle not triggered again, for further calls. May be called wherever NVFP4_cancel_trigger() may, and does not
-/// change NVFP4_last_error() either. A call that has already seen it triggered still ends; one that has not goes on.
+/// Resets the handle for further calls, so that it is no longer triggered. May be called wherever NVFP4_cancel_trigger() may, and does not
+/// change NVFP4_last_error() either. A call that has already seen it triggered still ends; one that has not continues.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn NVFP4_cancel_reset(cancel: *mut NVFP4_Cancel) -> NVFP4_Status {
     mark(cancel, false)
@@ -257,8 +256,7 @@ pub unsafe extern "C-unwind" fn NVFP4_cancel_retain(cancel: *mut NVFP4_Cancel) -
     })
 }
 
-/// Gives up a reference to a cancel handle. After the last one the handle is stale; calls that run with it go on, and keep
-/// its last state.
+/// Gives up a reference to a cancel handle. After the last one the handle is stale; running calls continue with its last state.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_cancel_release(cancel: *mut NVFP4_Cancel) -> NVFP4_Status {
     enter_to_free("NVFP4_cancel_release", || {

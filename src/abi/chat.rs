@@ -31,8 +31,8 @@ use crate::model::Model;
 use crate::session::{ChatOptions, render, tokenize};
 use crate::text::{messages_from_json, tools_from_json, variables_from_json};
 
-/// How a turn is rendered and answered. Fill with NVFP4_chat_options_init(), then change what is to differ. Texts are read
-/// during the call only.
+/// How to render and answer a turn. Fill with NVFP4_chat_options_init(), then change what is to differ. Texts are read during the call
+/// only.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NVFP4_ChatOptions {
@@ -289,7 +289,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_render_messages(
     })
 }
 
-/// Tokens of messages, which are kept apart from those of texts.
+/// Tokens of messages. A type of its own keeps them apart from tokens of texts.
 struct MessageTokens(Vec<i32>);
 
 /// Converts a conversation to the token ids that a session runs for it: those of the text that it is rendered as, in which names

@@ -1,4 +1,4 @@
-//! Converting models: one on disk to NVFP4 on disk, by its weights alone or by what it makes of text
+//! Converting models: from disk to NVFP4 on disk, by their weights alone or calibrated by text
 
 use std::ffi::c_char;
 use std::ops::ControlFlow;
@@ -25,14 +25,14 @@ pub const NVFP4_CONTAINER_MODELOPT: i32 = 0;
 /// A `.dat` file of TorchSharp with single-level scales, and config and tokenizer beside it.
 pub const NVFP4_CONTAINER_DAT: i32 = 1;
 
-/// Embedding and head in int8 where the source has them in at most 8 bits, or is calibrated, and the container holds that, else in 16 bits:
-/// float16 as it is, and bfloat16. NVFP4 stays NVFP4. Only for conversions.
+/// Embedding and head in int8 if the source has them in at most 8 bits or is calibrated, and the container supports int8; otherwise in 16
+/// bits: float16 stays, anything else becomes bfloat16. NVFP4 stays NVFP4. Only for conversions.
 pub const NVFP4_TABLES_AUTO: i32 = -1;
-/// Embedding and head in bfloat16, which every reader of such directories knows.
+/// Embedding and head in bfloat16, which every reader of such directories supports.
 pub const NVFP4_TABLES_BFLOAT16: i32 = 0;
 /// Embedding and head in NVFP4, a little more than a quarter of the bytes.
 pub const NVFP4_TABLES_NVFP4: i32 = 1;
-/// Embedding and head in int8 with a float32 scale a row, half of the bytes; `.dat` cannot hold it. Only for conversions.
+/// Embedding and head in int8 with one float32 scale per row, half of the bytes; not for `.dat`. Only for conversions.
 pub const NVFP4_TABLES_INT8: i32 = 2;
 
 /// How to calibrate a model. Fill with NVFP4_calibrate_options_init(), then change what is to differ. Paths are read during the call only.
@@ -41,26 +41,27 @@ pub const NVFP4_TABLES_INT8: i32 = 2;
 pub struct NVFP4_CalibrateOptions {
     /// sizeof(NVFP4_CalibrateOptions) as the caller knows it.
     pub struct_size: u32,
-    /// One of NVFP4_DEVICE_*: where the model reads the text. The search for codes runs on the CPU. Default: #NVFP4_DEVICE_CPU.
+    /// One of NVFP4_DEVICE_*: the device on which the model reads the text. The search for codes runs on the CPU. Default:
+    /// #NVFP4_DEVICE_CPU.
     pub device_type: i32,
     /// The number of the device of that type; 0 (or -1) for #NVFP4_DEVICE_AUTO. Default: 0.
     pub device_index: i32,
-    /// Windows of the text, at most; 0 for 32 on a CPU and 128 on a GPU. Default: 0.
+    /// Upper limit of text windows; 0 for 32 on a CPU and 128 on a GPU. Default: 0.
     pub windows: i32,
-    /// Tokens in a window; 0 for 1024 on a CPU and 2048 on a GPU, or the model's context if that is less. Default: 0.
+    /// Tokens per window; 0 for 1024 on a CPU and 2048 on a GPU, or the model's context if that is less. Default: 0.
     pub window: usize,
-    /// Paths of files with text of the kinds that the model is used for, with rows as NVFP4_data_read() reads them. A text of prose, 38
-    /// languages, code and conversations that the library brings gives the windows that they do not fill. Default: NULL, for that alone.
+    /// Paths of files with text of the kinds that the model is used for, with rows as NVFP4_data_read() reads them. The library's own text
+    /// of prose, 38 languages, code and conversations fills the remaining windows. Default: NULL, for that text alone.
     pub files: *const *const c_char,
     /// Bytes of each path.
     pub file_lengths: *const usize,
     /// Number of files.
     pub file_count: usize,
-    /// Bits that a weight of the model's blocks may have on average, scales included: from 4.5, those of NVFP4, to 8. The blocks that lose
-    /// most by NVFP4 then have int8 rows. 0 for NVFP4 in all. Default: 0.
+    /// Average bits per weight of the model's blocks, scales included: from 4.5, all NVFP4, to 8. The blocks that NVFP4 harms most get int8
+    /// rows. 0 for all NVFP4. Default: 0.
     pub budget: f64,
-    /// Steps of distillation after the calibration, in which the whole model, still in NVFP4, learns what the original predicts. It is for
-    /// GPUs: a step takes a CPU minutes. Default: 0.
+    /// Steps of distillation after the calibration, in which the whole model, still in NVFP4, learns the predictions of the original. For
+    /// GPUs: a step takes minutes on a CPU. Default: 0.
     pub distill_steps: u64,
 }
 
@@ -119,24 +120,23 @@ impl NVFP4_CalibrateOptions {
 pub struct NVFP4_ConvertOptions {
     /// sizeof(NVFP4_ConvertOptions) as the caller knows it.
     pub struct_size: u32,
-    /// One of NVFP4_CONTAINER_*: what is written. Default: ModelOpt.
+    /// One of NVFP4_CONTAINER_*: the output format. Default: ModelOpt.
     pub container: i32,
     /// 1 to replace a directory that holds a model and no subdirectories, with everything in it; 0 to refuse a directory
     /// that is not empty. Default: 0.
     pub replace: i32,
-    /// 1 to leave the output head, or the table that it shares with the embedding, in the precision that it has, whatever `tables` says.
-    /// Default: 0.
+    /// 1 to keep the output head, or the table that it shares with the embedding, in its precision, whatever `tables` says. Default: 0.
     pub keep_head: i32,
-    /// Cancels the call and reports the bytes of the source that are done, of a calibration the share of its work; NULL for neither. Default: NULL.
+    /// Cancels the call, and reports progress in bytes of the source, or in shares of the work of a calibration; NULL for neither. Default:
+    /// NULL.
     pub call: *const NVFP4_CallOptions,
     /// One of NVFP4_TABLES_*: format of the embedding and the output head. A tied head stays tied: the table is written once.
     /// Default: #NVFP4_TABLES_AUTO.
     pub tables: i32,
     /// Must be 0.
     pub reserved: i32,
-    /// How to calibrate: codes and scales of linear weights are then those for which their products with what text makes of their inputs
-    /// differ least, and those of a recipe only for what is not calibrated. NULL for weights that are quantized by themselves.
-    /// Default: NULL.
+    /// How to calibrate. Codes and scales of linear weights are then chosen so that their products with the inputs that occur in text
+    /// change least; a recipe is used only for weights that are not calibrated. NULL to quantize all weights by a recipe. Default: NULL.
     pub calibrate: *const NVFP4_CalibrateOptions,
 }
 
@@ -170,7 +170,7 @@ pub unsafe extern "C-unwind" fn NVFP4_convert_options_init(
     })
 }
 
-/// The form of tables that one of NVFP4_TABLES_* names.
+/// The form of tables for one of NVFP4_TABLES_*.
 pub(super) fn tables_of(value: i32) -> Result<Tables> {
     choice(
         "tables",
@@ -196,15 +196,15 @@ pub unsafe extern "C-unwind" fn NVFP4_calibrate_options_init(
     })
 }
 
-/// Converts a model on disk to NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest is kept. The
-/// destination is replaced as a whole once the new model is complete; a call that fails leaves it unchanged, and leaves no
-/// other files behind. A model that NVFP4_model_load() would refuse is refused with the same message, before anything is
-/// written where that can be told without reading weights.
+/// Converts a model on disk to NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest is kept. The destination is
+/// replaced as a whole once the new model is complete; a call that fails leaves it unchanged, and leaves no other files behind. A model
+/// that NVFP4_model_load() would refuse is refused with the same message, before anything is written if no weights have to be read to find
+/// out.
 ///
-/// A calibration keeps the blocks that it has finished in a folder beside the destination, with `.calibration` after its name, until the
-/// model is written: the same call goes on after them when it was cancelled or ended by anything else.
+/// A calibration keeps its finished blocks in a folder beside the destination, with `.calibration` after its name, until the model is
+/// written. If the call was cancelled or interrupted, a repeated call continues after them.
 ///
-/// - `source`: what NVFP4_model_load() takes.
+/// - `source`: a model, as for NVFP4_model_load().
 /// - `destination`: a directory that does not exist or is empty, or one to replace; for `.dat` a file, which is replaced if
 ///   it exists.
 /// - `options`: NULL for the defaults.
@@ -271,7 +271,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_convert(
     })
 }
 
-/// Calibrates for a conversion, and converts. Each stage counts as so many shares of the work.
+/// Calibrates for a conversion, and converts. Each stage counts as a share of the work.
 fn calibrated(
     checkpoint: Arc<dyn Checkpoint>,
     destination: &Path,

@@ -1,11 +1,10 @@
-//! Data for training: files of rows as tokens, of which some are learned
+//! Data for training: files of rows, tokenized, with the learned tokens marked
 //!
-//! A data handle holds the documents of files: rows as `nvfp4 train` reads them, written as the chat template of a model has
-//! them, with the tokens that are learned and what the loss of each counts for. docs/training.md says what files may hold.
-//! The documents come in the order of the files; a row is one, or one for each of its answers where a template drops
-//! earlier reasoning, and a text that is longer than a window is several.
+//! A data handle holds the documents of files: rows as `nvfp4 train` reads them, rendered by a model's chat template, with the learned
+//! tokens and the weight of each in the loss. docs/training.md describes the files. The documents come in the order of the files. A row is
+//! one document, or one for each of its answers if a template drops earlier reasoning; a text longer than a window is several.
 //!
-//! Nothing changes a handle: any number of threads may use it at a time.
+//! Handles are immutable: any number of threads may use one at a time.
 
 use std::ffi::c_char;
 use std::sync::Arc;
@@ -39,15 +38,15 @@ impl Object for Documents {
     const NAME: &'static str = "NVFP4_Data";
 }
 
-/// The name of a file tells its format: .tsv, .csv, .jsonl, .json or .txt, each also with .gz or .zst after it.
+/// By the extension of a file: .tsv, .csv, .jsonl, .json or .txt, each also with .gz or .zst after it.
 pub const NVFP4_DATA_BY_NAME: i32 = -1;
-/// A line a row: a prompt, a tab and its answer.
+/// One row per line: a prompt, a tab and its answer.
 pub const NVFP4_DATA_TSV: i32 = 0;
-/// A line a row: a JSON object.
+/// One row per line: a JSON object.
 pub const NVFP4_DATA_JSONL: i32 = 1;
-/// A text.
+/// Plain text.
 pub const NVFP4_DATA_TEXT: i32 = 2;
-/// A record a row, with commas between its fields and the names of columns in the first record.
+/// One row per record, with fields separated by commas; the first record names the columns.
 pub const NVFP4_DATA_CSV: i32 = 3;
 /// An array of JSON objects.
 pub const NVFP4_DATA_JSON: i32 = 4;
@@ -66,8 +65,7 @@ pub const NVFP4_EMPTY_THINK_GIVEN: i32 = 1;
 /// Empty reasoning before an answer is left out.
 pub const NVFP4_EMPTY_THINK_NONE: i32 = 2;
 
-/// How data is read. Fill with NVFP4_data_options_init(), then change what is to differ. The text is read during the call
-/// only.
+/// How to read data. Fill with NVFP4_data_options_init(), then change what is to differ. The text is read during the call only.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NVFP4_DataOptions {
@@ -80,11 +78,11 @@ pub struct NVFP4_DataOptions {
     /// One of NVFP4_EMPTY_THINK_*: the treatment of the empty reasoning that a template such as Qwen3's writes before an
     /// answer without reasoning. Default: learn.
     pub empty_think: i32,
-    /// 1 to learn all tokens, and not only answers. Default: 0.
+    /// 1 to learn all tokens instead of only answers. Default: 0.
     pub train_on_all: i32,
-    /// 1 to leave out rows that cannot be used rather than fail; NVFP4_data_report() counts them. Default: 0.
+    /// 1 to leave out unusable rows instead of failing; NVFP4_data_report() counts them. Default: 0.
     pub skip_bad_rows: i32,
-    /// The most tokens of a document, at least 4; 0 for 2048, or the model's context if that is less. Default: 0.
+    /// Upper limit of tokens in a document, at least 4; 0 for 2048, or the model's context if that is less. Default: 0.
     pub window: usize,
     /// Separator of the documents of a text, UTF-8; its line ends match LF and CRLF. Default: NULL, for none.
     pub separator: *const c_char,
@@ -168,14 +166,14 @@ pub unsafe extern "C-unwind" fn NVFP4_data_options_init(
     })
 }
 
-/// Reads files into documents for a model. Rows that cannot be used, and rows longer than a window, are
-/// #NVFP4_INVALID_ARGUMENT with the first of them by file and line, unless the options say otherwise.
+/// Reads files into documents for a model. Unusable rows, and rows longer than a window, are #NVFP4_INVALID_ARGUMENT unless the options
+/// allow them; the message names the first by file and line.
 ///
-/// - `model`, `model_length`: the model that is to learn them, as for NVFP4_trainer_create(): its tokenizer, its chat template
-///   and the size of its vocabulary are read, and no weights.
+/// - `model`, `model_length`: the model that will learn them, as for NVFP4_trainer_create(). Only its tokenizer, its chat template and the
+///   size of its vocabulary are read, no weights.
 /// - `files`, `file_lengths`, `file_count`: paths, and their lengths in bytes.
 /// - `options`: NULL for the defaults.
-/// - `call`: reports the rows that are read, and cancels the call; may be NULL.
+/// - `call`: reports the rows read, and cancels the call; may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_data_read(
     model: *const c_char,
@@ -245,11 +243,11 @@ pub unsafe extern "C-unwind" fn NVFP4_data_count(
     })
 }
 
-/// Copies a document as NVFP4_MicroBatch takes it: its tokens, for each the one that should come after it or -1 where that is
-/// not learned, and the weight of each label in the loss, 0 where there is none.
+/// Copies a document in the form of NVFP4_MicroBatch: its tokens, the label of each token (the next token, or -1 if that is not learned),
+/// and the weight of each label in the loss, 0 without a label.
 ///
 /// - `index`: the document, from 0.
-/// - `tokens`, `labels`, `weights`, `capacity`: buffers with room for so many elements each, of which any may be NULL. With a
+/// - `tokens`, `labels`, `weights`, `capacity`: buffers with room for `capacity` elements each; any may be NULL. With a
 ///   capacity of 0 only the length is written.
 /// - `length`: the number of its tokens. A capacity below that, other than 0, is #NVFP4_BUFFER_TOO_SMALL.
 #[unsafe(no_mangle)]
@@ -293,9 +291,9 @@ pub unsafe extern "C-unwind" fn NVFP4_data_document(
     })
 }
 
-/// Describes a document as JSON: file, line, and for each of its tokens its number (tokens), the text that it completes
-/// (pieces), whether it is special, whether it is learned, and its weight (weights). Unlike labels, these stand at the token
-/// that is learned, and not at the one before it. Later versions may add keys. For the buffer see TEXT above.
+/// Describes a document as JSON: file, line, and for each of its tokens its id (tokens), the text that it completes (pieces), whether it is
+/// special, whether it is learned, and its weight (weights). Unlike labels, these refer to the token itself, not to the one before it.
+/// Later versions may add keys. For the buffer see TEXT above.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_data_mask(
     data: *const NVFP4_Data,
@@ -313,8 +311,8 @@ pub unsafe extern "C-unwind" fn NVFP4_data_mask(
     })
 }
 
-/// Describes what was read, as JSON: files (path, bytes, checksum), rows, bad_rows, truncated, dropped. Later versions may add
-/// keys. For the buffer see TEXT above.
+/// Summarizes the read as JSON: files (path, bytes, checksum), rows, bad_rows, truncated, dropped. Later versions may add keys. For the
+/// buffer see TEXT above.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_data_report(
     data: *const NVFP4_Data,

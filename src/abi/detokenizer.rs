@@ -1,8 +1,8 @@
 //! Detokenizers: text from tokens one by one, for hosts that step many sessions
 //!
-//! A detokenizer follows one sequence. It takes each token, gives the text that the token completes, in whole characters,
-//! and says when the sequence ends, as NVFP4_session_generate() would: by a stop token, a stop string, or its length. Text
-//! that may be the beginning of a stop string is held back until that is decided.
+//! A detokenizer follows one sequence. It takes each token, returns the text that the token completes, in whole characters, and says when
+//! the sequence ends, as NVFP4_session_generate() would: by a stop token, a stop string, or its length. Text that may be the beginning of a
+//! stop string is held back until that is decided.
 
 use std::ffi::c_char;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
@@ -26,7 +26,7 @@ pub struct NVFP4_Detokenizer {
 
 struct State {
     transcript: Transcript,
-    /// The text that the last call gave.
+    /// The text returned by the last call.
     text: String,
     finish: i32,
 }
@@ -160,10 +160,10 @@ pub unsafe extern "C-unwind" fn NVFP4_detokenizer_finish(
     })
 }
 
-/// Changes the state and writes its text to `text` and `length`.
+/// Changes the state, and writes its text to `text` and `length`.
 ///
 /// # Safety
-/// As the header says of the pointers.
+/// As the header requires of the pointers.
 unsafe fn give(
     detokenizer: *mut NVFP4_Detokenizer,
     text: *mut *const c_char,

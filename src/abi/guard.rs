@@ -1,5 +1,4 @@
-//! Every exported function runs its body in here: a panic stops here and, like any error, becomes a status and this
-//! thread's last error message.
+//! The frame of every exported function: panics stop here and, like any error, become a status and this thread's last error message.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -18,7 +17,7 @@ struct Last {
     status: NVFP4_Status,
     /// With a terminating NUL, and none before it.
     text: Vec<u8>,
-    /// A result kept for this thread's next call, which may ask for it.
+    /// A result kept for this thread's next call, which may request it.
     kept: Option<Box<dyn Any>>,
 }
 
@@ -30,32 +29,32 @@ impl Last {
     };
 }
 
-// No variable here has a destructor: registering one takes the loader's lock, and a thread that does so while another runs a
-// constructor of a shared library waits for the end of that constructor. Where the constructor waits for the thread, both wait for
-// ever. A key of the thread library, which takes no lock, frees what `LAST` holds: see `end_of_thread`.
+// No variable here has a destructor. Registering one takes the loader's lock, so a thread that does so while another runs a constructor of
+// a shared library waits for that constructor. If the constructor waits for the thread, both wait forever. Instead a key of the thread
+// library, which takes no lock, frees the content of `LAST`: see `end_of_thread`.
 thread_local! {
     static LAST: RefCell<ManuallyDrop<Last>> = const { RefCell::new(ManuallyDrop::new(Last::NONE)) };
-    /// Whether this thread's end frees what `LAST` holds.
+    /// Whether the end of this thread frees the content of `LAST`.
     static KNOWN: Cell<bool> = const { Cell::new(false) };
-    /// Whether this thread's last call failed because there was no memory to ask for that. `LAST` is not touched then.
+    /// Whether this thread's last call failed because there was no memory to register its end. `LAST` is then not touched.
     static REFUSED: Cell<bool> = const { Cell::new(false) };
 }
 
 const REFUSAL: &CStr =
     c"the system refused the memory that a thread's first call needs; free something and call again";
-/// Bytes that the C library may allocate at a thread's first call. It ends the process if it cannot.
+/// Upper bound of bytes that the C library allocates at a thread's first call. It ends the process if it cannot.
 const FOR_A_THREAD: usize = 4096;
 
-/// Called by the thread library as a thread ends that called this one: frees its message and its kept value.
+/// Called by the thread library when a thread that used this one ends: frees its message and its kept value.
 extern "C" fn end_of_thread(_: *mut c_void) {
-    // A later destructor of the host may call again.
+    // A later destructor of the host may call the library again.
     KNOWN.set(false);
     let last = LAST.with_borrow_mut(|last| std::mem::replace(&mut **last, Last::NONE));
-    // The kept value may be a host's to release, whose code may panic.
+    // The kept value may belong to the host, whose release function may panic.
     let _ = catch_unwind(AssertUnwindSafe(|| drop(last)));
 }
 
-/// Has `end_of_thread` called at this thread's end. False where there is no memory for that.
+/// Registers `end_of_thread` for this thread. False if there is no memory for that.
 fn ask_for_end() -> bool {
     static KEY: OnceLock<Option<libc::pthread_key_t>> = OnceLock::new();
     let key = *KEY.get_or_init(|| {
@@ -64,7 +63,7 @@ fn ask_for_end() -> bool {
         let made = unsafe { libc::pthread_key_create(&mut key, Some(end_of_thread)) };
         (made == 0).then_some(key)
     });
-    // A process may have used up its keys; the messages of its threads then stay behind.
+    // A process may have used up its keys; the messages of its threads are then leaked.
     key.is_none_or(|key| {
         // SAFETY: a key of this library. The value only has to differ from NULL.
         unsafe { libc::pthread_setspecific(key, std::ptr::without_provenance(1)) == 0 }
@@ -80,13 +79,13 @@ unsafe extern "C" {
 /// As in the C library's `pthread.h`.
 const PTHREAD_CANCEL_DISABLE: c_int = if cfg!(target_os = "linux") { 1 } else { 0 };
 
-/// While this lives, pthread_cancel() waits: it would unwind frames that hold locks and memory, and that unwinding ends the process.
+/// While this exists, pthread_cancel() waits: cancellation would unwind frames that hold locks and memory, which ends the process.
 struct Uncancelled(c_int);
 
 impl Uncancelled {
     fn new() -> Self {
         let mut before = PTHREAD_CANCEL_DISABLE;
-        // SAFETY: a state that there is, and room for the one before.
+        // SAFETY: a valid state, and room for the previous one.
         unsafe { pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &mut before) };
         Uncancelled(before)
     }
@@ -95,21 +94,21 @@ impl Uncancelled {
 impl Drop for Uncancelled {
     fn drop(&mut self) {
         let mut now = 0;
-        // SAFETY: the state that was.
+        // SAFETY: the previous state.
         unsafe { pthread_setcancelstate(self.0, &mut now) };
     }
 }
 
-/// Where pthread_cancel() takes effect, if the host's thread can be cancelled: it unwinds the exported function, which must be
-/// `extern "C-unwind"` and hold nothing. A call is such a point before it does anything, so that no result is lost. One that frees is
-/// none, so that nothing is left behind, and destructors in C++ may make it.
+/// The point where pthread_cancel() takes effect, if the host's thread can be cancelled. Cancellation unwinds the exported function, which
+/// must be `extern "C-unwind"` and hold nothing. A call has this point at its very start, so that no result is lost. A call that frees has
+/// none, so that nothing is leaked, and C++ destructors may make it.
 fn cancellation_point() {
     // SAFETY: the caller is an exported function, as said above; this crate is built to unwind.
     unsafe { pthread_testcancel() };
 }
 
-/// Calls a callback of the host. One that ends its thread, or throws, unwinds frames that nobody can go on without: that ends the
-/// process here, and says why. For this to be seen, `callback` must call it as `extern "C-unwind"`.
+/// Calls a callback of the host. If it ends its thread or throws, frames are unwound that must not be, which ends the process here with a
+/// message. To detect this, `callback` must be called as `extern "C-unwind"`.
 pub(super) fn calling<T>(callback: impl FnOnce() -> T) -> T {
     struct Returns;
     impl Drop for Returns {
@@ -139,7 +138,7 @@ pub(super) fn enter(function: &'static str, body: impl FnOnce() -> Result<()>) -
     }
 }
 
-/// Runs the body of a function that frees memory and allocates none: it runs however little memory is left.
+/// Runs the body of a function that only frees memory: it runs however little memory is left.
 pub(super) fn enter_to_free(
     function: &'static str,
     body: impl FnOnce() -> Result<()>,
@@ -152,7 +151,7 @@ pub(super) fn enter_to_free(
     }
 }
 
-/// Runs the body of a function that reads the last error, and leaves that unchanged whatever happens.
+/// Runs the body of a function that reads the last error, and leaves it unchanged in any case.
 pub(super) fn enter_quietly(body: impl FnOnce() -> Result<()>) -> NVFP4_Status {
     let _uncancelled = Uncancelled::new();
     match catch_unwind(AssertUnwindSafe(body)) {
@@ -162,8 +161,8 @@ pub(super) fn enter_quietly(body: impl FnOnce() -> Result<()>) -> NVFP4_Status {
     }
 }
 
-/// Runs the body of a drop-in function, which returns no status: success clears the last error, so that the caller can tell
-/// success from failure.
+/// Runs the body of a drop-in function, which returns no status: success clears the last error, so that the caller can tell success from
+/// failure.
 pub(super) fn enter_drop_in<T>(
     function: &'static str,
     otherwise: T,
@@ -175,7 +174,7 @@ pub(super) fn enter_drop_in<T>(
     prepared(function, body).unwrap_or(otherwise)
 }
 
-/// The same for one that frees memory.
+/// As [`enter_drop_in`], for a function that only frees memory.
 pub(super) fn enter_drop_in_to_free(function: &'static str, body: impl FnOnce() -> Result<()>) {
     let _uncancelled = Uncancelled::new();
     remember(NVFP4_OK, "");
@@ -221,7 +220,7 @@ fn caught<T>(
         Err(panic) => Error::new(ErrorKind::Internal, panics::text(&*panic)),
     };
     let status = error.kind().status();
-    // A subscriber is foreign code: it may panic, or call the library and fail. The caller must get its message all the same.
+    // A subscriber is foreign code: it may panic, or call the library and fail. The caller must get its message in any case.
     let _ = catch_unwind(AssertUnwindSafe(|| {
         tracing::debug!(status, "{function}: {}", error.message());
     }));
@@ -229,14 +228,14 @@ fn caught<T>(
     Err(status)
 }
 
-/// Makes `error` this thread's last error, though the call itself succeeds.
+/// Makes `error` this thread's last error, although the call itself succeeds.
 pub(super) fn note(error: &Error) -> NVFP4_Status {
     let status = error.kind().status();
     remember(status, error.message());
     status
 }
 
-/// Whether this thread's end frees what it holds; sees to that if not. The C library allocates memory for a thread's storage.
+/// Whether the end of this thread is registered; registers it if not. The C library allocates memory for a thread's storage.
 fn is_known() -> bool {
     if KNOWN.get() {
         return true;
@@ -294,7 +293,7 @@ pub(super) fn last_text() -> String {
     })
 }
 
-/// Takes the last error, if there is one.
+/// Takes the last error, if any.
 pub(super) fn take_last() -> Option<(NVFP4_Status, CString)> {
     if REFUSED.take() {
         return Some((ErrorKind::OutOfMemory.status(), REFUSAL.to_owned()));
@@ -315,13 +314,13 @@ pub(super) fn keep<T: 'static>(value: T) {
     drop(before);
 }
 
-/// Takes the kept value, and gives it if it is a `T`.
+/// Takes the kept value, and returns it if it is a `T`.
 pub(super) fn take_kept<T: 'static>() -> Option<Box<T>> {
     let kept = LAST.with_borrow_mut(|last| last.kept.take());
     kept?.downcast().ok()
 }
 
-/// What a callback's return value means: non-zero cancels.
+/// Interprets a callback's return value: nonzero cancels.
 pub(super) fn answer(callback: i32) -> ControlFlow<()> {
     match callback {
         0 => ControlFlow::Continue(()),
@@ -345,7 +344,7 @@ mod tests {
         assert_eq!(last_text(), "a panic without a message");
     }
 
-    /// Run by the test below in a process of its own.
+    /// The child process of the test below.
     #[test]
     #[ignore = "run by panics_are_not_printed"]
     fn panics_in_an_entry_and_in_a_thread() {

@@ -1,6 +1,5 @@
-//! The registry of live handles. A handle is a number of a pointer's size that is never reused and never a valid address.
-//! So a stale or foreign handle is detected and never dereferenced, and a libtorch tensor is never mistaken for one of
-//! ours.
+//! The registry of live handles. A handle is a pointer-sized number that is never reused and never a valid address. A stale or foreign
+//! handle is therefore detected and never dereferenced, and a libtorch tensor is never mistaken for one of ours.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -13,27 +12,26 @@ use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
 use crate::base::error::{Result, bail, err};
 use crate::base::fork;
 
-/// Something that C holds by handle.
+/// An object that C holds by handle.
 pub(super) trait Object: Send + Sync + 'static {
-    /// The opaque type in the header.
+    /// Its opaque type in the header.
     type Handle;
-    /// Its name there.
+    /// Its name in the header.
     const NAME: &'static str;
 }
 
 pub(super) struct Live {
-    /// References that C holds.
+    /// Number of references that C holds.
     references: usize,
     object: Arc<dyn Any + Send + Sync>,
     name: &'static str,
 }
 
-/// High bits of every handle. They are no valid address on x86-64 (not canonical) or AArch64 (outside the user range, tag
-/// byte or not).
+/// High bits of every handle. They form no valid address on x86-64 (not canonical) or AArch64 (outside the user range, tag byte or not).
 const MARK: usize = HIGH << SHIFT;
 const HIGH: usize = 0x4e46;
 const SHIFT: u32 = 48;
-/// Handles are multiples of this, as pointers to anything would be.
+/// Handles are multiples of this, like pointers.
 const STEP: usize = 16;
 
 /// The number of the next handle. Each copy of the library in a process starts at a random number, so it does not take
@@ -53,7 +51,7 @@ pub(super) fn insert<T: Object>(object: Arc<T>) -> *mut T::Handle {
     insert_as(|_| object)
 }
 
-/// Registers the object that `make` gives for its handle, with one reference.
+/// Registers the object that `make` creates for its handle, with one reference.
 pub(super) fn insert_as<T: Object>(make: impl FnOnce(usize) -> Arc<T>) -> *mut T::Handle {
     let handle = NEXT.fetch_add(STEP, Ordering::Relaxed);
     let live = Live {
@@ -95,12 +93,12 @@ fn of_kind<T: Object>(argument: &str, live: &Live) -> Result<()> {
     Ok(())
 }
 
-/// Whether `handle` is, or once was, one of this library's, of any kind.
+/// Whether `handle` is or was a handle of this library, of any kind.
 pub(super) fn is_own(handle: *const c_void) -> bool {
     handle.addr() >> SHIFT == HIGH
 }
 
-/// The object behind `handle`, kept alive by the result. `argument` is the parameter's name in the header.
+/// The object of `handle`, kept alive by the result. `argument` is the parameter's name in the header.
 pub(super) fn get<T: Object>(argument: &str, handle: *const T::Handle) -> Result<Arc<T>> {
     let live = LIVE.read().unwrap_or_else(PoisonError::into_inner);
     let Some(live) = live.get(&handle.addr()) else {
@@ -124,13 +122,12 @@ pub(super) fn retain<T: Object>(argument: &str, handle: *const T::Handle) -> Res
     Ok(())
 }
 
-/// Gives up a reference; the last one makes the handle stale. The object is dropped when nothing else uses it. NULL is
-/// accepted.
+/// Gives up a reference; the last one makes the handle stale. The object is dropped once nothing else uses it. NULL is accepted.
 pub(super) fn release<T: Object>(argument: &str, handle: *const T::Handle) -> Result<()> {
     give_up::<T>(argument, handle).map(|_| ())
 }
 
-/// [`release`], and whether that was the last reference.
+/// As [`release`]; returns whether that was the last reference.
 pub(super) fn give_up<T: Object>(argument: &str, handle: *const T::Handle) -> Result<bool> {
     if handle.is_null() {
         return Ok(false);
@@ -151,18 +148,18 @@ pub(super) fn give_up<T: Object>(argument: &str, handle: *const T::Handle) -> Re
     Ok(last)
 }
 
-/// What an [`Exclusive`] can hold.
+/// State in an [`Exclusive`], with snapshots for readers.
 pub(super) trait Snapshots {
-    /// What other calls may read while a call uses it.
+    /// The part of the state that other calls may read while a call uses it.
     type Snapshot;
-    /// A snapshot of its current state.
+    /// A snapshot of the current state.
     fn snapshot(&self) -> Self::Snapshot;
     /// Called when a call that may change it begins.
     fn begin_use(&mut self);
 }
 
-/// An object that one call at a time may use, and that others may read meanwhile. While a call that is long or calls the
-/// host back uses it, readers get a snapshot from the beginning of that call; they wait for any other call.
+/// An object that one call at a time may use while others read it. During a call that is long or calls the host back, readers get a
+/// snapshot from its beginning; they wait for any other call.
 pub(super) struct Exclusive<T: Snapshots> {
     value: Mutex<T>,
     gate: Mutex<Gate<T::Snapshot>>,
@@ -171,15 +168,15 @@ pub(super) struct Exclusive<T: Snapshots> {
 
 struct Gate<S> {
     user: User<S>,
-    /// The fork generation of the process that `user` is in.
+    /// Fork generation of the process of `user`.
     generation: u32,
-    /// Readers that wait for a short call.
+    /// Number of readers that wait for a short call.
     waiting: usize,
 }
 
 enum User<S> {
     None,
-    /// A call that ends soon and calls nothing back.
+    /// A call that ends soon and makes no callbacks.
     Short,
     Long(S),
 }
@@ -197,13 +194,13 @@ impl<T: Snapshots> Exclusive<T> {
         }
     }
 
-    /// Takes the object for this call, which is short and calls nothing back. `Busy` if another call uses it.
+    /// Takes the object for this call, which is short and makes no callbacks. `Busy` if another call uses it.
     pub(super) fn take(&self, argument: &str) -> Result<ExclusiveGuard<'_, T>> {
         self.take_as(argument, |_| User::Short)
     }
 
-    /// Takes the object for this call, which may be long and call the host back. `Busy` if another call uses it, one
-    /// further up this thread's stack included.
+    /// Takes the object for this call, which may be long and make callbacks. `Busy` if another call uses it, including one further up this
+    /// thread's stack.
     pub(super) fn take_long(&self, argument: &str) -> Result<ExclusiveGuard<'_, T>> {
         self.take_as(argument, |value| User::Long(value.snapshot()))
     }
@@ -214,7 +211,7 @@ impl<T: Snapshots> Exclusive<T> {
         user: impl FnOnce(&T) -> User<T::Snapshot>,
     ) -> Result<ExclusiveGuard<'_, T>> {
         let mut gate = self.gate();
-        // Waiting readers go first, or a loop of short calls would keep them out for ever.
+        // Waiting readers go first, or a loop of short calls would keep them out forever.
         while matches!(gate.user, User::None) && gate.waiting > 0 {
             gate = self.wait(gate);
         }
@@ -235,7 +232,7 @@ impl<T: Snapshots> Exclusive<T> {
         })
     }
 
-    /// Reads the object, or its snapshot while a long call has it. No call can begin meanwhile.
+    /// Reads the object, or its snapshot during a long call. No call can begin meanwhile.
     pub(super) fn look<R>(
         &self,
         argument: &str,
@@ -256,8 +253,7 @@ impl<T: Snapshots> Exclusive<T> {
         }
     }
 
-    /// Refuses an object that a thread of the parent was using when this process was forked: its state stays inconsistent
-    /// for ever.
+    /// Refuses an object that a thread of the parent process was using during a fork: its state stays inconsistent.
     fn check_here(&self, gate: &Gate<T::Snapshot>, argument: &str) -> Result<()> {
         if !matches!(gate.user, User::None) && gate.generation != fork::generation() {
             bail!(

@@ -1,7 +1,7 @@
 //! The last error of a thread
 //!
-//! Each thread keeps the message and status of its last call that failed. An error can also be taken out as an object, which may go to
-//! another thread.
+//! Each thread keeps the message and status of its last failed call. An error can also be taken out as an object, for use on another
+//! thread.
 
 use std::ffi::{CString, c_char};
 use std::sync::Arc;

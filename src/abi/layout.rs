@@ -1,6 +1,6 @@
-//! Sizes and offsets of the structs in the header, which hosts in other languages mirror: changing one breaks them.
-//! `tests/c/layout.c` asserts the same numbers, so a difference between the layouts of the two compilers is found. A struct that grows
-//! keeps the size that it had in its `EARLIER`, which programs of `tests/abi` miss if it does not.
+//! Sizes and offsets of the structs in the header, which hosts in other languages mirror: changing one breaks them. `tests/c/layout.c`
+//! asserts the same numbers, so a difference between the two compilers' layouts is found. A struct that grows keeps its old size in its
+//! `EARLIER`; programs in `tests/abi` fail if it does not.
 
 use std::mem::offset_of;
 
@@ -66,7 +66,7 @@ mod tests {
     use super::super::arguments::{Element, Growing, elements, fill, options, results};
     use super::*;
 
-    /// What a later version makes of a struct, which is then the earlier shape: one more field at its end, whose default is not 0.
+    /// A later version of a struct, for which the current one is the earlier shape: one more field at its end, with a nonzero default.
     #[repr(C)]
     #[derive(Clone, Copy)]
     struct Later<T> {
@@ -101,7 +101,7 @@ mod tests {
         unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
     }
 
-    /// A host's memory with two structs as they are today, every byte 0x5a but for what the first begins with.
+    /// A host's memory with two structs of today's shape. Every byte is 0x5a, except for the size at the beginning of the first.
     fn memory<T>(struct_size: Option<u32>) -> Vec<u64> {
         assert_eq!(size_of::<Later<T>>(), size_of::<T>() + 8);
         let mut memory = vec![0x5a5a_5a5a_5a5a_5a5a; size_of::<T>() / 4];
@@ -112,7 +112,7 @@ mod tests {
         memory
     }
 
-    /// Options, or results: all of what the host has is read and written, and nothing after it.
+    /// Options or results: everything in the host's struct is read and written, and nothing after it.
     fn grows<T: Growing>() {
         let size = size_of::<T>();
         let host = memory::<T>(Some(size as u32));

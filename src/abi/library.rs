@@ -36,7 +36,7 @@ pub const NVFP4_VERSION_NUMBER: i32 = 100;
 /// that reports the same number.
 pub const NVFP4_ABI_VERSION: i32 = 1;
 
-/// The level of no callback at all.
+/// The level if there are no callbacks.
 const OFF: i32 = 0;
 /// Log errors inside the library.
 pub const NVFP4_LOG_ERROR: i32 = 1;
@@ -118,7 +118,7 @@ fn check_version(abi: i32, number: i32) -> Result<()> {
     )
 }
 
-/// A version number as "major.minor.patch".
+/// Formats a version number as "major.minor.patch".
 fn dotted(number: i32) -> String {
     format!("{}.{}.{}", number / 10000, number / 100 % 100, number % 100)
 }
@@ -127,7 +127,7 @@ fn dotted(number: i32) -> String {
 static NEXT: AtomicU64 = AtomicU64::new(1);
 /// The least severe level of all callbacks.
 static LEVEL: AtomicI32 = AtomicI32::new(OFF);
-/// Whether [`ToHost`] could be made the process's subscriber, once that was tried. A process can have only one, for ever.
+/// Result of installing [`ToHost`] as the process's subscriber, once tried. A process can have only one.
 static INSTALLED: OnceLock<Result<()>> = OnceLock::new();
 
 thread_local! {
@@ -145,7 +145,7 @@ fn number(level: &Level) -> i32 {
     }
 }
 
-/// Hands the events of this crate to the host's callback.
+/// Passes the events of this crate to the host's callbacks.
 struct ToHost;
 
 impl Subscriber for ToHost {
@@ -184,7 +184,7 @@ impl Subscriber for ToHost {
         event.record(&mut line);
         let text = line.message + &line.fields;
         let level = number(event.metadata().level());
-        // One at a time, and without the lock: a callback may add and remove callbacks. Those added meanwhile get the next event.
+        // One at a time, and without the lock: a callback may add and remove callbacks. Callbacks added meanwhile receive the next event.
         let (mut last, end) = (0, NEXT.load(Ordering::Relaxed));
         while let Some(to) = next_listener(last + 1..end, level) {
             last = to.number;
@@ -387,7 +387,7 @@ fn diagnosis() -> serde_json::Value {
         let backends = device.map_or(&[][..], present);
         backends.iter().map(|b| b.name()).collect()
     };
-    // Held, so that the report does not open it once more.
+    // Kept open, so that the report does not open it again.
     let gpu = Device::cuda(0).ok();
     let mut cuda = json!(cuda::report());
     cuda["linear"] = names(gpu.as_ref());
@@ -436,7 +436,7 @@ const fn part(text: &str) -> i32 {
     }
 }
 
-/// The header's numbers must be those of the version that is told as text.
+/// The header's numbers must match the version in text form.
 const _: () = {
     assert!(part(env!("CARGO_PKG_VERSION_MAJOR")) == NVFP4_VERSION_MAJOR);
     assert!(part(env!("CARGO_PKG_VERSION_MINOR")) == NVFP4_VERSION_MINOR);

@@ -1,6 +1,6 @@
-//! Tensors of libtorch, behind the handles that TorchSharp passes: pointers to `at::Tensor` objects on the heap. They are
-//! read and made through libtorch's C functions, which are found in the process when a call first needs them, so that this
-//! library depends on neither. Knows nothing of the operations on the tensors.
+//! Access to libtorch tensors behind the handles that TorchSharp passes: pointers to `at::Tensor` objects on the heap. Uses libtorch's C
+//! functions, which are looked up in the process when a call first needs them, so that this library does not depend on libtorch. Knows
+//! nothing of the operations on the tensors.
 
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -19,21 +19,21 @@ type Handle = *mut c_void;
 /// libtorch's numbers of device types.
 const CPU: i32 = 0;
 const CUDA: i32 = 1;
-/// libtorch's number of the strided layout, that of ordinary tensors.
+/// libtorch's number of the strided layout, which ordinary tensors have.
 const STRIDED: i32 = 0;
 
-/// A C++ value that is returned through the caller's memory, because it is too large for registers.
+/// A C++ value returned through the caller's memory, because it is too large for registers.
 #[repr(C)]
 struct Returned([usize; 3]);
 
-/// Declares libtorch's functions that this file calls, with their types, and how they are found. The needed ones are in
-/// every libtorch since 2.10.
+/// Declares the libtorch functions that this file calls, with their types and their symbols. The required ones exist in every libtorch
+/// since 2.10.
 macro_rules! functions {
     (needed { $($name:ident = $symbol:literal: fn($($argument:ty),*);)+ } optional { $($option:ident = $other:literal: $type:ty;)+ }) => {
         struct Functions {
             $($name: unsafe extern "C" fn($($argument),*) -> i32,)+
             $($option: Option<$type>,)+
-            /// The first word of every dense tensor's implementation object (its virtual table pointer), if that is known.
+            /// The first word of every dense tensor's implementation object (its virtual table pointer), if known.
             dense: Option<usize>,
         }
 
@@ -75,7 +75,7 @@ functions! {
     }
 }
 
-/// The library called `lib<name>.so` that is in the process already, or else one whose file name begins like that.
+/// The library `lib<name>.so` that is already in the process, or else one whose file name begins like that.
 fn loaded(name: &str) -> Option<Library> {
     // SAFETY: nothing is loaded by this, so no code of a library runs.
     let open =
@@ -87,7 +87,7 @@ fn loaded(name: &str) -> Option<Library> {
 /// Looks up a symbol of a library, or of one that it depends on.
 ///
 /// # Safety
-/// It is of the type `T`, which has the size of a pointer, and is not used after the library has gone.
+/// The symbol must be of the type `T`, which has the size of a pointer, and must not be used after the library is unloaded.
 unsafe fn symbol<T: Copy>(library: &Library, name: &CStr) -> Option<T> {
     // SAFETY: the caller's promise.
     unsafe { library.get::<T>(name) }.ok().map(|symbol| *symbol)
@@ -127,8 +127,7 @@ fn paths(name: &str) -> Vec<PathBuf> {
     search.found
 }
 
-/// The result of `find` for a loaded library, which then stays in the process. A library that is missing now may be loaded
-/// later.
+/// The result of `find` for a loaded library, which then stays in the process. A library that is missing now may be loaded later.
 fn once<T>(
     cell: &'static OnceLock<T>,
     name: &str,
@@ -159,7 +158,7 @@ fn need(name: &str) -> Result<&'static Functions> {
     })
 }
 
-/// Turns the status of one of libtorch's functions into an error; libtorch has written the reason to standard error.
+/// Converts the status of a libtorch function to an error; libtorch has written the reason to standard error.
 fn check(code: i32, name: &str, asked: &str) -> Result<()> {
     match code {
         0 => Ok(()),
@@ -167,8 +166,7 @@ fn check(code: i32, name: &str, asked: &str) -> Result<()> {
     }
 }
 
-/// Whether the 8 bytes at a multiple of 8 can be read: the kernel reads the signal set that a system call is given there
-/// before it rejects the call.
+/// Whether the 8 bytes at a multiple of 8 are readable: the kernel reads the signal set of this system call before it rejects the call.
 fn is_readable(address: usize) -> bool {
     if address == 0 || !address.is_multiple_of(8) {
         return false;
@@ -184,15 +182,15 @@ fn is_readable(address: usize) -> bool {
     true
 }
 
-/// The word at an address, if it can be read.
+/// The word at an address, if readable.
 fn word(address: usize) -> Option<usize> {
-    // SAFETY: it was readable just now. A caller that frees it meanwhile breaks the header's rules.
+    // SAFETY: it was readable just now. A caller that frees it meanwhile violates the header's rules.
     is_readable(address)
         .then(|| unsafe { std::ptr::with_exposed_provenance::<usize>(address).read_volatile() })
 }
 
-/// Refuses a handle that is not a live dense tensor, as far as that can be detected: freed memory holds another word, which
-/// does not point to an object that begins like a tensor's.
+/// Refuses a handle that is not a live dense tensor, as far as that can be detected: freed memory holds another word, which does not point
+/// to an object that begins like a tensor's.
 fn check_alive(torch: &Functions, name: &str, handle: Handle) -> Result<()> {
     let begins = word(handle.expose_provenance()).and_then(word);
     match (begins, torch.dense) {
@@ -225,7 +223,7 @@ fn dimensions(name: &str, values: *const i64, rank: i64) -> Result<Vec<usize>> {
         .collect()
 }
 
-/// A view of the tensor behind a handle, for a call that the handle outlives.
+/// A view of the tensor behind a handle, for a call during which the handle stays alive.
 pub(super) fn view(name: &str, handle: Handle) -> Result<Tensor> {
     let torch = need(name)?;
     check_alive(torch, name, handle)?;
@@ -282,7 +280,7 @@ unsafe fn over(
     }
 }
 
-/// A tensor that libtorch has created for a result. Deleted on drop unless it is given away.
+/// A tensor that libtorch has created for a result. Deleted on drop unless given away.
 pub(super) struct Made(Handle);
 
 impl Made {
@@ -316,8 +314,8 @@ fn to_i64(values: &[usize]) -> Vec<i64> {
     values.iter().map(|&n| n as i64).collect()
 }
 
-/// Creates a contiguous libtorch tensor of the shape `sizes` for a result, in the place `like`; and a tensor over its
-/// memory to write the result to, of the same number of elements in the shape `written`.
+/// Creates a contiguous libtorch tensor of the shape `sizes` for a result, in the place `like`. Also returns a tensor over its memory, of
+/// the shape `written` with the same number of elements, to write the result to.
 pub(super) fn make(
     sizes: &[usize],
     written: &[usize],
@@ -377,7 +375,7 @@ pub(super) fn alias(name: &str, handle: Handle) -> Result<Handle> {
     Ok(other)
 }
 
-/// Whether [`wrap`] works with the libtorch in the process, if there is one.
+/// Whether [`wrap`] works with the libtorch in the process, if any.
 pub(super) fn can_wrap() -> bool {
     functions().is_none_or(|torch| torch.from_blob.is_some() || torch.from_dlpack.is_some())
 }
@@ -401,7 +399,7 @@ type FromBlob = unsafe extern "C" fn(
 
 type FromDlpack = unsafe extern "C" fn(*mut DLManagedTensor, *const [usize; 4]) -> Returned;
 
-/// A libtorch tensor over the memory of `tensor`, which it keeps alive as long as it needs that memory.
+/// A libtorch tensor over the memory of `tensor`, which stays alive as long as it is needed.
 pub(super) fn wrap(tensor: Tensor) -> Result<Handle> {
     let torch = need("the result")?;
     match (torch.from_blob, torch.from_dlpack) {
@@ -444,7 +442,7 @@ fn wrap_blob(from_blob: FromBlob, tensor: Tensor) -> Result<Handle> {
             kept,
         )
     };
-    // After an error it is unknown whether libtorch released it, so it is leaked.
+    // After an error it is unknown whether libtorch has released it, so it is leaked.
     check(code, "the result", "a tensor over the memory")?;
     Ok(handle)
 }
@@ -460,8 +458,8 @@ fn wrap_dlpack(torch: &Functions, from_dlpack: FromDlpack, tensor: Tensor) -> Re
     // An empty std::function: the tensor's own deleter is called.
     let deleter = [0usize; 4];
     let managed = Box::into_raw(tensor.into_dlpack()?);
-    // SAFETY: the DLPack tensor is valid and given away. An at::Tensor is one word, which goes to the new object in place of
-    // that of an undefined tensor, which counts no references.
+    // SAFETY: the DLPack tensor is valid and given away. An at::Tensor is one word, which replaces that of an undefined tensor in the new
+    // object; undefined tensors count no references.
     unsafe {
         let Returned([word, ..]) = from_dlpack(managed, &deleter);
         handle.cast::<usize>().write(word);
@@ -487,8 +485,8 @@ pub(super) fn on_current_stream(place: Place) -> Option<HostStream> {
     }
 }
 
-/// Makes TorchSharp throw `text` when it next looks for an error on this thread: its only way to take a text from outside is
-/// that of a file that it cannot open.
+/// Makes TorchSharp throw `text` when it next checks for an error on this thread. The only way to pass TorchSharp a text is the name of a
+/// file that it cannot open.
 pub(super) fn throw(text: &str) {
     type FromFile = unsafe extern "C" fn(*const c_char, i8, i64, i8, i32, i32, bool) -> Handle;
     static FROM_FILE: OnceLock<FromFile> = OnceLock::new();

@@ -1,10 +1,9 @@
 //! Products with weights in 4 bits.
 //!
-//! There is no silent fallback: activations are quantized only if an option says so, and a weight is decoded to a dense one
-//! only if the compute path allows it. NVFP4_weight_report() reports the backend that was chosen, and the reason where it
-//! is a fallback. There are three backends: "nvfp4-kernel" and "nf4-kernel" read the 4-bit codes; "dequant-matmul" decodes
-//! the weight once, when it is prepared, and stores it dense. In this version the CPU and CUDA devices have "nvfp4-kernel"
-//! and "dequant-matmul".
+//! There is no silent fallback: activations are quantized only if an option says so, and a weight is decoded to a dense one only if the
+//! compute path allows it. NVFP4_weight_report() reports the chosen backend, and the reason if it is a fallback. There are three backends:
+//! "nvfp4-kernel" and "nf4-kernel" read the 4-bit codes; "dequant-matmul" decodes the weight once, when it is prepared, and stores it
+//! dense. In this version the CPU and CUDA devices have "nvfp4-kernel" and "dequant-matmul".
 //!
 //! A product is computed where its tensors are, and its result is there too: on the CPU for tensors in host memory, and on
 //! a CUDA device for tensors in that device's memory or in managed memory, in stream order as the tensor chapter states.
@@ -47,7 +46,7 @@ pub struct NVFP4_Weight {
     _private: [u8; 0],
 }
 
-/// A prepared weight, its device, and its report for NVFP4_weight_report().
+/// A prepared weight with its device, and its report for NVFP4_weight_report().
 struct Weight {
     linear: Linear,
     device: Device,
@@ -117,7 +116,7 @@ pub struct NVFP4_WeightOptions {
     pub compute_path: i32,
     /// One of NVFP4_DEVICE_*. Default: CPU.
     pub device_type: i32,
-    /// Which device of that type. Default: 0.
+    /// The index of the device of that type. Default: 0.
     pub device_index: i32,
     /// One of NVFP4_SCALES_*, for NVFP4 weights. Default: linear.
     pub scale_layout: i32,
@@ -154,7 +153,7 @@ unsafe impl Growing for NVFP4_WeightOptions {
     }
 }
 
-/// What a caller's options say.
+/// Parsed options of the caller.
 struct Plan {
     request: Request,
     device: Device,
@@ -195,7 +194,7 @@ impl Plan {
         })
     }
 
-    /// The same for the CUDA device whose memory `codes` are in, if they are on one.
+    /// Moves the plan to the CUDA device whose memory holds `codes`, if they are on one.
     fn at(self, codes: &Tensor) -> Result<Plan> {
         Ok(Plan {
             device: tensors::device_of(codes, || Ok(self.device))?,
@@ -217,7 +216,7 @@ impl Plan {
         })
     }
 
-    /// Prepares the weight with the chosen backend, and gives the report of the choice.
+    /// Prepares the weight with the chosen backend, and reports the choice.
     fn prepare(self, make: impl FnOnce(&Plan, Backend) -> Result<Linear>) -> Result<Weight> {
         let choice = self.choose()?;
         if let Some(reason) = &choice.fallback_reason {

@@ -13,17 +13,16 @@ pub(super) struct Listener {
     pub(super) callback: unsafe extern "C" fn(*mut c_void, i32, *const c_char, usize) -> i32,
     pub(super) user: User,
     pub(super) release: Option<unsafe extern "C" fn(*mut c_void)>,
-    /// Held for reading during a call of the callback, so that removing it waits for the call to end. False once it is
-    /// removed.
+    /// Held for reading during a call of the callback, so that removing it waits for the call to end. False once removed.
     pub(super) listens: RwLock<bool>,
-    /// Set where a log callback removes it, which cannot wait for calls to end.
+    /// Set when a log callback removes it, because it cannot wait for calls to end.
     pub(super) gone: AtomicBool,
 }
 
 impl Drop for Listener {
     fn drop(&mut self) {
         if let Some(release) = self.release {
-            // SAFETY: the host's function, called once, when the library no longer has the user data anywhere.
+            // SAFETY: the host's function, called once, when the library no longer has the user data.
             unsafe { release(self.user.0) };
         }
     }

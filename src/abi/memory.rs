@@ -19,9 +19,9 @@ use crate::base::memory::{self, Tag};
 use crate::ops::transfer::{self, ManagedPolicy};
 use crate::tensor::Tensor;
 
-/// All tags together. Its peak is the peak of the sum.
+/// All tags together. The peak is that of the sum.
 pub const NVFP4_MEMORY_TOTAL: i32 = 0;
-/// Weights in the form the kernels read.
+/// Weights in the form that kernels read.
 pub const NVFP4_MEMORY_WEIGHTS: i32 = 1;
 /// Cached keys and values of sessions.
 pub const NVFP4_MEMORY_KV_CACHE: i32 = 2;
@@ -89,7 +89,7 @@ pub unsafe extern "C-unwind" fn NVFP4_memory_stats(
     })
 }
 
-/// Sets all peaks to what is in use now.
+/// Resets all peaks to current use.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn NVFP4_memory_reset_peak() -> NVFP4_Status {
     enter("NVFP4_memory_reset_peak", || {
@@ -98,8 +98,8 @@ pub extern "C-unwind" fn NVFP4_memory_reset_peak() -> NVFP4_Status {
     })
 }
 
-/// Sets the most bytes that all tags together may use, on the host and on GPUs; 0 removes the limit. An allocation that
-/// would exceed it fails with #NVFP4_OVER_BUDGET. Existing allocations stay.
+/// Sets an upper limit for the bytes of all tags together, on the host and on GPUs; 0 removes it. An allocation that would exceed it fails
+/// with #NVFP4_OVER_BUDGET. Existing allocations stay.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn NVFP4_memory_set_budget(bytes: u64) -> NVFP4_Status {
     enter("NVFP4_memory_set_budget", || {
@@ -120,7 +120,7 @@ pub unsafe extern "C-unwind" fn NVFP4_memory_get_budget(bytes: *mut u64) -> NVFP
 
 /// No managed memory.
 pub const NVFP4_MANAGED_DISABLED: i32 = 0;
-/// Managed memory where the device supports it, and other memory where it does not.
+/// Managed memory if the device supports it, other memory otherwise.
 pub const NVFP4_MANAGED_PREFERRED: i32 = 1;
 /// Managed memory, or an error.
 pub const NVFP4_MANAGED_REQUIRED: i32 = 2;
@@ -146,7 +146,7 @@ pub extern "C-unwind" fn NVFP4_memory_set_managed_policy(policy: i32) -> NVFP4_S
     })
 }
 
-/// Writes the policy in force: the one that was set, or #NVFP4_MANAGED_DISABLED where TS_Q4_DISABLE_UM says so.
+/// Writes the effective policy: the one that was set, or #NVFP4_MANAGED_DISABLED if TS_Q4_DISABLE_UM disables it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_memory_get_managed_policy(policy: *mut i32) -> NVFP4_Status {
     enter("NVFP4_memory_get_managed_policy", || {

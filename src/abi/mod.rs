@@ -1,13 +1,13 @@
 //! Floor 8: the C ABI, one file per chapter of `nvfp4.h`. A function here checks its arguments from C, converts them and calls
 //! a lower floor; there is no arithmetic. This is the only place with `extern "C"`. The `mod` lines are in the header's order.
 //!
-//! What the chapters share is in eight files: `guard` (panics and errors become a status), `handle` (the registry of live
-//! handles), `arguments` (pointers, text and options from C), `shared` (the device of calls that name none), `slots` (flags
-//! that signal handlers set), `listeners` (log callbacks), `libtorch` (tensors of that library) and `layout` (asserts the layout of the structs).
+//! Eight files are shared by the chapters: `guard` (panics and errors become a status), `handle` (the registry of live handles),
+//! `arguments` (pointers, text and options from C), `shared` (the device of calls that name none), `slots` (flags that signal handlers
+//! set), `listeners` (log callbacks), `libtorch` (tensors of that library) and `layout` (asserts the layout of the structs).
 
-// Names are those of the header.
+// Names match the header.
 #![allow(non_camel_case_types)]
-// The header states what every pointer must be; a Safety section for each function would only repeat it.
+// The header states the requirements of every pointer; a Safety section for each function would only repeat them.
 #![allow(clippy::missing_safety_doc)]
 
 mod arguments;

@@ -163,7 +163,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_load(
                 quantize: quantize.is_some(),
                 sampling_only,
                 activations,
-                // What sessions take unless told otherwise.
+                // The default of sessions.
                 kv: KvType::F16,
             };
             placement::load(
@@ -232,7 +232,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_vocab_size(
     })
 }
 
-/// Token ids from C, checked.
+/// Checks token ids from C.
 pub(super) fn tokens_in(tokens: &[i32]) -> Result<Vec<u32>> {
     let mut ids = with_room(tokens.len())?;
     for (i, &t) in tokens.iter().enumerate() {
@@ -244,7 +244,7 @@ pub(super) fn tokens_in(tokens: &[i32]) -> Result<Vec<u32>> {
     Ok(ids)
 }
 
-/// Token ids for C.
+/// Converts token ids for C.
 pub(super) fn tokens_out(tokens: &[u32]) -> Result<Vec<i32>> {
     let mut ids = with_room(tokens.len())?;
     for &token in tokens {
@@ -253,12 +253,12 @@ pub(super) fn tokens_out(tokens: &[u32]) -> Result<Vec<i32>> {
     Ok(ids)
 }
 
-/// A token id for C.
+/// Converts a token id for C.
 pub(super) fn token_out(token: u32) -> Result<i32> {
     i32::try_from(token).map_err(|_| err!(Internal, "token id {token} is past int32_t"))
 }
 
-/// The result for an input, kept after a call that only took its length.
+/// The result for an input, kept after a call that only asked for its length.
 struct Counted<E, O> {
     model: usize,
     flag: bool,
@@ -266,8 +266,8 @@ struct Counted<E, O> {
     output: O,
 }
 
-/// Passes `take` the result of `make` for an input, or the result kept from this thread's last call if that had the same
-/// input. `take` says whether the result fitted; if not, it is kept for the next call, unless there is no memory for that.
+/// Passes the result of `make` for an input to `take`, or the result kept from this thread's last call if the input is the same. `take`
+/// returns whether the result fitted; if not, the result is kept for the next call, unless there is no memory for that.
 pub(super) fn counted<E: Copy + PartialEq + 'static, O: 'static>(
     model: *const NVFP4_Model,
     flag: bool,
@@ -295,10 +295,10 @@ pub(super) fn counted<E: Copy + PartialEq + 'static, O: 'static>(
     result
 }
 
-/// Converts text to token ids. Names of special tokens in the text, such as `<|im_end|>`, become those tokens, so text of users
-/// goes to NVFP4_model_tokenize_plain(), or as messages to a session. `add_special` 1 adds the special tokens that the model expects around a text, often a first
-/// one; a rendered chat has them already. Writes the number of tokens to `count`; see ARRAYS OUT above. Asking for the
-/// number first does not double the work: the tokens are kept for this thread's next call, if that has the same text.
+/// Converts text to token ids. Names of special tokens in the text, such as `<|im_end|>`, become those tokens; for text of users use
+/// NVFP4_model_tokenize_plain(), or pass it as messages to a session. `add_special` 1 adds the special tokens that the model expects around
+/// a text, often a first one; a rendered chat has them already. Writes the number of tokens to `count`; see ARRAYS OUT above. Asking for
+/// the number first does not double the work: the tokens are kept for this thread's next call with the same text.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_model_tokenize(
     model: *const NVFP4_Model,
@@ -323,12 +323,12 @@ pub unsafe extern "C-unwind" fn NVFP4_model_tokenize(
     })
 }
 
-/// Tokens of plain text, which are kept apart from those of the same text with its special tokens.
+/// Tokens of plain text. A type of its own keeps them apart from tokens of the same text with its special tokens.
 struct PlainTokens(Vec<i32>);
 
-/// Converts plain text, such as a user's, to token ids: the name of a special token in it becomes ordinary tokens. The rest is as
-/// for NVFP4_model_tokenize(), and so are the tokens of a text without such names. #NVFP4_UNSUPPORTED where the tokenizer has no
-/// other way to write such a name.
+/// Converts plain text, such as a user's, to token ids: the name of a special token in it becomes ordinary tokens. Otherwise as
+/// NVFP4_model_tokenize(); a text without such names gives the same tokens. #NVFP4_UNSUPPORTED if the tokenizer has no other way to write
+/// such a name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_model_tokenize_plain(
     model: *const NVFP4_Model,
@@ -356,11 +356,10 @@ pub unsafe extern "C-unwind" fn NVFP4_model_tokenize_plain(
     })
 }
 
-/// Converts token ids to text. `skip_special` 1 leaves out special tokens such as `<|im_end|>`. Ids in the model's
-/// vocabulary that its tokenizer does not have, as many models pad it, give no text; ids that neither has are
-/// #NVFP4_INVALID_ARGUMENT. Bytes that are not valid UTF-8 become U+FFFD: for a stream of tokens use a detokenizer or the
-/// text of a generation, which wait for whole characters. Asking for the length first does not double the work, as for
-/// NVFP4_model_tokenize().
+/// Converts token ids to text. `skip_special` 1 leaves out special tokens such as `<|im_end|>`. Ids in the model's vocabulary that its
+/// tokenizer lacks, as padding of many models, give no text; ids that neither has are #NVFP4_INVALID_ARGUMENT. Bytes that are not valid
+/// UTF-8 become U+FFFD: for a stream of tokens use a detokenizer or the text of a generation, which wait for whole characters. Asking for
+/// the length first does not double the work, as for NVFP4_model_tokenize().
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_model_detokenize(
     model: *const NVFP4_Model,
@@ -425,7 +424,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_render_chat(
             })
             .collect::<Result<Vec<_>>>()?;
         let prompt = flag("add_generation_prompt", add_generation_prompt)?;
-        // As one text, which is cheaper to compare and to free than a thousand messages.
+        // One buffer, which is cheaper to compare and to free than a thousand messages.
         let mut input: Vec<u8> = with_room(bytes)?;
         for part in messages.iter().flat_map(|&(role, content)| [role, content]) {
             input.extend_from_slice(&part.len().to_ne_bytes());

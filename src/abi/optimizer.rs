@@ -1,10 +1,9 @@
-//! Training by the host's own passes: the optimizer of one weight, and linear layers with a weight in 4 bits.
+//! Training with the host's own passes: the optimizer of one weight, and linear layers with a weight in 4 bits.
 //!
-//! For hosts that compute gradients themselves, as with TorchSharp's autograd. Functions here that take tensors as `void *`
-//! take an #NVFP4_Tensor, or a pointer to a tensor of libtorch as the drop-in functions do, and all of a call are of one
-//! kind. Results are of that kind too, and where the tensors are. Only one call at a time may use an optimizer: another one
-//! meanwhile fails with #NVFP4_BUSY. On a GPU tensors are bfloat16 or float32, products and
-//! gradients are rounded to bfloat16, and calls are ordered with libtorch's current stream.
+//! For hosts that compute gradients themselves, for example with TorchSharp's autograd. Functions here that take tensors as `void *` take
+//! an #NVFP4_Tensor, or a pointer to a libtorch tensor like the drop-in functions; all tensors of a call must be of one kind. Results are
+//! of that kind and in the same place. Only one call at a time may use an optimizer: another one meanwhile fails with #NVFP4_BUSY. On a GPU
+//! tensors are bfloat16 or float32, products and gradients are rounded to bfloat16, and calls are ordered with libtorch's current stream.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -26,7 +25,7 @@ use crate::ops::training::optimizer::{Forms, Hyperparameters, KeepScale};
 use crate::ops::{Device, ste, tensors};
 use crate::tensor::{DType, Place, Tensor};
 
-/// A weight with the moments of its AdamW. See the chapter on training by the host's own passes.
+/// A weight with the moments of its AdamW. See the chapter on training with the host's own passes.
 pub struct NVFP4_OptimizerState {
     _private: [u8; 0],
 }
@@ -35,7 +34,7 @@ struct Optimizer(Exclusive<State>);
 
 struct State {
     optimizer: tensors::TensorOptimizer,
-    /// Whether it began with a tensor of this library.
+    /// Whether it was created from a tensor of this library.
     own: bool,
 }
 
@@ -52,7 +51,7 @@ impl Object for Optimizer {
     const NAME: &'static str = "NVFP4_OptimizerState";
 }
 
-/// How a weight and its moments are held. Fill with NVFP4_optimizer_options_init(), then change what is to differ.
+/// How to store a weight and its moments. Fill with NVFP4_optimizer_options_init(), then change what is to differ.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NVFP4_OptimizerOptions {
@@ -64,7 +63,7 @@ pub struct NVFP4_OptimizerOptions {
     pub first_moments: i32,
     /// One of NVFP4_SECOND_MOMENT_*. Default: 4 bits.
     pub second_moments: i32,
-    /// 1 to make block scales of weights anew in each step, a baseline; 0 to keep them while they fit. Default: 0.
+    /// 1 to recompute block scales of weights in each step, a baseline; 0 to keep them while they fit. Default: 0.
     pub fresh_scales: i32,
     /// Must be 0.
     pub reserved: i32,
@@ -106,21 +105,21 @@ impl NVFP4_OptimizerOptions {
 pub struct NVFP4_StepOptions {
     /// sizeof(NVFP4_StepOptions) as the caller knows it.
     pub struct_size: u32,
-    /// What the gradient is multiplied by, as by clipping. Default: 1.
+    /// Factor of the gradient, for clipping for example. Default: 1.
     pub gradient_scale: f32,
-    /// The learning rate. Default: 0.001.
+    /// Learning rate. Default: 0.001.
     pub rate: f64,
-    /// The decay of the first moment. Default: 0.9.
+    /// Decay rate of the first moment. Default: 0.9.
     pub beta1: f64,
-    /// The decay of the second moment. Default: 0.95.
+    /// Decay rate of the second moment. Default: 0.95.
     pub beta2: f64,
-    /// Added to the root of the second moment. Default: 1e-8.
+    /// Added to the square root of the second moment. Default: 1e-8.
     pub eps: f64,
     /// Decoupled weight decay. Default: 0.1.
     pub weight_decay: f64,
-    /// Chooses the random bits of rounding, with `tensor` and the number of the step. Default: 0.
+    /// Seed of the random bits of rounding, together with `tensor` and the number of the step. Default: 0.
     pub seed: u64,
-    /// The number of this weight among those of one seed. Default: 0.
+    /// Number of this weight among all that share the seed. Default: 0.
     pub tensor: u64,
 }
 
@@ -160,7 +159,7 @@ impl NVFP4_StepOptions {
     }
 }
 
-/// A result of these sizes, of this library or of libtorch, that `write` fills.
+/// A result of these sizes, of this library or of libtorch, filled by `write`.
 fn made(
     own: bool,
     device: &Device,
@@ -220,10 +219,9 @@ pub unsafe extern "C-unwind" fn NVFP4_step_options_init(
     })
 }
 
-/// Creates the optimizer of a weight `[.., K]`, K a multiple of 16, whose values are copied and rounded to nearest; moments
-/// are zero.
+/// Creates the optimizer of a weight `[.., K]`, K a multiple of 16. The values are copied and rounded to nearest; moments are zero.
 ///
-/// - `weight`: a floating tensor, of this library or of libtorch. The state is where it is.
+/// - `weight`: a floating tensor, of this library or of libtorch. The state is in the same place.
 /// - `options`: NULL for the defaults.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_optimizer_create(
@@ -246,10 +244,10 @@ pub unsafe extern "C-unwind" fn NVFP4_optimizer_create(
     })
 }
 
-/// Creates an optimizer from what NVFP4_optimizer_save() copied, on any device: steps go on to the same bits.
+/// Creates an optimizer from a copy by NVFP4_optimizer_save(), on any device. Further steps have the same bits as without the copy.
 ///
 /// - `device_type`, `device_index`: one of NVFP4_DEVICE_*, and its number.
-/// - `libtorch`: 1 if its results are to be tensors of libtorch, 0 if of this library.
+/// - `libtorch`: 1 if its results should be tensors of libtorch, 0 if of this library.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_optimizer_restore(
     bytes: *const u8,
@@ -291,13 +289,12 @@ pub unsafe extern "C-unwind" fn NVFP4_optimizer_release(
     })
 }
 
-/// Makes a step of AdamW, with the bias correction of its number. A gradient that is not finite is
-/// #NVFP4_INVALID_ARGUMENT, and changes nothing. Waits for a GPU.
+/// Takes a step of AdamW, with the bias correction of its number. A gradient that is not finite is #NVFP4_INVALID_ARGUMENT, and changes
+/// nothing. Waits for a GPU.
 ///
-/// - `gradient`: of the weight's shape, bfloat16 or float32, on the CPU any floating type, where the weight is.
+/// - `gradient`: of the weight's shape and in its place, bfloat16 or float32, on the CPU any floating type.
 /// - `options`: NULL for the defaults.
-/// - `changed`, `changed_delivered`: the number of weights that changed as they are stored, and as they are delivered; each
-///   may be NULL.
+/// - `changed`, `changed_delivered`: the number of weights whose stored code changed, and whose delivered code changed; each may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_optimizer_step(
     state: *mut NVFP4_OptimizerState,
@@ -350,9 +347,9 @@ pub unsafe extern "C-unwind" fn NVFP4_optimizer_size(
     })
 }
 
-/// Gives the weight as a tensor of the floating type `dtype`, of the kind that the optimizer was created with.
+/// Writes the weight as a tensor of the floating type `dtype`, of the kind that the optimizer was created with.
 ///
-/// - `delivered`: 1 for the NVFP4 codes alone, 0 for all that is stored.
+/// - `delivered`: 1 for the NVFP4 codes alone, 0 for the full stored precision.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_optimizer_weight(
     state: *mut NVFP4_OptimizerState,
@@ -376,7 +373,7 @@ pub unsafe extern "C-unwind" fn NVFP4_optimizer_weight(
     })
 }
 
-/// Gives the weight as it is delivered, as NVFP4 in host memory. #NVFP4_UNSUPPORTED for bfloat16 and float32.
+/// Writes the delivered weight, as NVFP4 in host memory. #NVFP4_UNSUPPORTED for bfloat16 and float32.
 ///
 /// - `codes`: uint8 `[.., K / 2]`.
 /// - `scales`: float8_e4m3fn `[.., K / 16]`.
@@ -405,8 +402,7 @@ pub unsafe extern "C-unwind" fn NVFP4_optimizer_delivered(
     })
 }
 
-/// Copies everything that steps go on from, for NVFP4_optimizer_restore(). Writes the number of bytes to `length`; see
-/// ARRAYS OUT above.
+/// Copies the complete state, for NVFP4_optimizer_restore(). Writes the number of bytes to `length`; see ARRAYS OUT above.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_optimizer_save(
     state: *mut NVFP4_OptimizerState,
@@ -421,8 +417,8 @@ pub unsafe extern "C-unwind" fn NVFP4_optimizer_save(
     })
 }
 
-/// Writes a seed for #NVFP4_ROUNDING_STOCHASTIC from three numbers, so that every tensor and step rounds with random bits of
-/// its own, and each element by its index: put it into NVFP4_QuantizeOptions.
+/// Writes a seed for #NVFP4_ROUNDING_STOCHASTIC, derived from three numbers, for NVFP4_QuantizeOptions. Every tensor and step then has its
+/// own random bits, and each element by its index.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_rounding_seed(
     seed: u64,
@@ -437,8 +433,8 @@ pub unsafe extern "C-unwind" fn NVFP4_rounding_seed(
     })
 }
 
-/// Multiplies `x` `[.., K]` by a weight `[N, K]`, transposed, whose values are rounded to 4 bits as by NVFP4_ste_weight():
-/// `[.., N]` in the type of `x`. Sums are in float32.
+/// Multiplies `x` `[.., K]` by the transpose of a weight `[N, K]`, whose values are rounded to 4 bits as by NVFP4_ste_weight(): `[.., N]`
+/// in the type of `x`. Sums are float32.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_ste_linear(
     x: *mut c_void,
@@ -460,8 +456,8 @@ pub unsafe extern "C-unwind" fn NVFP4_ste_linear(
     })
 }
 
-/// The gradients of NVFP4_ste_linear() from those of its result. The gradient of `x` goes through the rounded weight; that of
-/// the weight passes the rounding unchanged (straight-through estimator).
+/// The gradients of NVFP4_ste_linear(), from the gradient of its result. The gradient of `x` goes through the rounded weight; that of the
+/// weight passes the rounding unchanged (straight-through estimator).
 ///
 /// - `gradient`: `[.., N]`.
 /// - `dx`: the gradient of `x`, in its shape and type; NULL if it is not wanted.

@@ -44,7 +44,7 @@ pub const NVFP4_ROUNDING_STOCHASTIC: i32 = 2;
 
 /// NaN and infinity are errors that name the first index.
 pub const NVFP4_NONFINITE_ERROR: i32 = 0;
-/// NaN counts as 0, an infinity as the largest value that fits.
+/// NaN counts as 0, and infinity as the largest value that fits.
 pub const NVFP4_NONFINITE_SATURATE: i32 = 1;
 
 /// Scales row-major, `[.., K / 16]`.
@@ -92,7 +92,7 @@ unsafe impl Growing for NVFP4_QuantizeOptions {
     }
 }
 
-/// The choice of block scales that one of NVFP4_RECIPE_* names.
+/// The recipe for one of NVFP4_RECIPE_*.
 pub(super) fn recipe_of(name: &str, value: i32) -> Result<Recipe> {
     choice(
         name,
@@ -110,7 +110,7 @@ pub(super) fn recipe_of(name: &str, value: i32) -> Result<Recipe> {
 }
 
 impl NVFP4_QuantizeOptions {
-    /// The options for loading or converting a model, whose own options have the `call`.
+    /// The options for loading or converting a model, where `call` is in the other options.
     pub(super) fn read_for_model(&self) -> Result<QuantizeOptions> {
         if !self.call.is_null() {
             bail!(
@@ -176,7 +176,7 @@ pub(super) fn layout(value: i32) -> Result<ScaleLayout> {
     )
 }
 
-/// An NVFP4 tensor from its parts.
+/// Assembles an NVFP4 tensor from its parts.
 pub(super) fn parts(
     names: [&str; 2],
     codes: *const NVFP4_Tensor,
@@ -192,7 +192,7 @@ pub(super) fn parts(
     })
 }
 
-/// An NF4 tensor from its parts.
+/// Assembles an NF4 tensor from its parts.
 pub(super) fn nf4_parts(
     codes: *const NVFP4_Tensor,
     absmax: *const NVFP4_Tensor,
@@ -269,8 +269,8 @@ pub unsafe extern "C-unwind" fn NVFP4_tensor_quantize(
     })
 }
 
-/// Expands NVFP4 to `[.., K]` of the floating type `dtype`: code x block scale x global_scale, exactly, then rounded to
-/// float and to `dtype`. On a CUDA device the call waits until the scales have been checked, but not for the values.
+/// Dequantizes NVFP4 to `[.., K]` of the floating type `dtype`: code x block scale x global_scale, exactly, then rounded to float and to
+/// `dtype`. On a CUDA device the call waits until the scales have been checked, but not for the values.
 ///
 /// - `codes`: uint8 or float4_e2m1fn_x2 `[.., K / 2]`.
 /// - `scales`: float8_e4m3fn, or uint8 holding its bytes, in the layout `scale_layout`, one of NVFP4_SCALES_*. A scale that
@@ -326,8 +326,8 @@ pub unsafe extern "C-unwind" fn NVFP4_tensor_quantize_nf4(
     })
 }
 
-/// Expands NF4, in host memory, to a tensor of the given shape and floating type. `codes` and `absmax` are as
-/// NVFP4_tensor_quantize_nf4() gives them. `quant_map` holds the 16 values of the codes; NULL takes the standard ones.
+/// Dequantizes NF4, in host memory, to a tensor of the given shape and floating type. `codes` and `absmax` are as
+/// NVFP4_tensor_quantize_nf4() writes them. `quant_map` holds the 16 values of the codes; NULL for the standard ones.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_tensor_dequantize_nf4(
     codes: *const NVFP4_Tensor,
@@ -405,7 +405,7 @@ pub unsafe extern "C-unwind" fn NVFP4_quantize_packed(
     })
 }
 
-/// Expands the result of NVFP4_quantize_packed() to `[.., K]` of the floating type `dtype`.
+/// Dequantizes the result of NVFP4_quantize_packed() to `[.., K]` of the floating type `dtype`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_dequantize_packed(
     qdata: *const NVFP4_Tensor,
@@ -429,9 +429,8 @@ pub unsafe extern "C-unwind" fn NVFP4_dequantize_packed(
 /// Rounds a weight `[.., K]` to 4 bits and back, for the forward pass of training in 4 bits: the values that
 /// NVFP4_quantize_packed() stores, in the weight's own type. The gradient of these values is used unchanged as the gradient
 /// of the weight (straight-through estimator).
-///
-/// - `keep`: 0 to compute the values anew. 1 to cache them, for a weight that does not change: the first call computes them
-///   and waits, and later calls give a handle of the same tensor, which must not be written. They are kept as long as the
+/// - `keep`: 0 to compute the values in every call. 1 to cache them, for a weight that does not change: the first call computes
+///   them and waits, and later calls return a handle of the same tensor, which must not be written. They are kept as long as the
 ///   weight's memory lives, or until NVFP4_ste_clear().
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_ste_weight(

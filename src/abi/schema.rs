@@ -1,10 +1,9 @@
 //! Schemas: finding and checking the 4-bit weights in a set of named tensors.
 //!
-//! Only names, types and shapes are read, so hosts need not pass the tensors themselves. Known are NVFP4 as TorchSharp
-//! hosts store it (`.qdata` and `.scale`, with or without `.weight` before), and as ModelOpt, compressed-tensors and
-//! torchao do; and NF4 as TorchSharp hosts (`.weight`, `.absmax` and `.quant_map`) and bitsandbytes (`.weight`,
-//! `.weight.absmax` and so on) store it. One part is enough for a weight to be found; missing parts are then reported as
-//! problems.
+//! Only names, types and shapes are read, so hosts need not pass the tensors themselves. Recognized are NVFP4 of TorchSharp hosts (`.qdata`
+//! and `.scale`, with or without `.weight` before), ModelOpt, compressed-tensors and torchao, and NF4 of TorchSharp hosts (`.weight`,
+//! `.absmax` and `.quant_map`) and bitsandbytes (`.weight`, `.weight.absmax` and so on). One part suffices to find a weight; missing parts
+//! are then reported as problems.
 
 use std::ffi::c_char;
 

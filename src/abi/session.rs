@@ -36,7 +36,7 @@ pub struct NVFP4_Session {
     _private: [u8; 0],
 }
 
-/// A session, and what may be read while a call uses it.
+/// A session, with the state that may be read while a call uses it.
 struct Session {
     state: Exclusive<State>,
     context: usize,
@@ -48,11 +48,11 @@ pub(super) struct State {
     pub(super) text: String,
     pub(super) reasoning: String,
     pub(super) tool_calls: String,
-    /// The conversation as JSON: set when it is first asked for, and cleared when a call may change it.
+    /// The conversation as JSON: created on first use, and cleared when a call may change it.
     messages: OnceCell<String>,
 }
 
-/// The state of a session at the beginning of the call that uses it.
+/// State of a session at the beginning of the call that uses it.
 pub(super) struct Snapshot {
     length: usize,
     kv_bytes: u64,
@@ -99,11 +99,11 @@ pub const NVFP4_KV_FLOAT32: i32 = 1;
 
 /// Refuse tokens that do not fit: #NVFP4_CONTEXT_FULL, or #NVFP4_FINISH_CONTEXT within a generation.
 pub const NVFP4_EVICTION_ERROR: i32 = 0;
-/// Drop old tokens: the older half of those after the first `keep`, or more if that is not enough. The remaining tokens are
-/// run again. A chat drops whole turns, but never what precedes the first user message, nor the last question.
+/// Drop old tokens: the older half of those after the first `keep`, or more if that is not enough. The remaining tokens are run again. A
+/// chat drops whole turns, but never anything before the first user message, nor the last question.
 pub const NVFP4_EVICTION_DROP_OLDEST: i32 = 1;
 
-/// How to make a session. Fill with NVFP4_session_options_init(), then change what is to differ.
+/// How to create a session. Fill with NVFP4_session_options_init(), then change what is to differ.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NVFP4_SessionOptions {
@@ -463,7 +463,7 @@ fn insert(session: session::Session) -> *mut NVFP4_Session {
     }))
 }
 
-/// Runs a short `body`, which calls nothing back, with exclusive use of a session.
+/// Runs `body`, which is short and makes no callbacks, with exclusive use of a session.
 fn with<T>(handle: *const NVFP4_Session, body: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
     let object = handle::get::<Session>("session", handle)?;
     let mut state = object.state.take("session")?;
@@ -485,8 +485,7 @@ unsafe fn with_long<T>(
     unsafe { watched(call, || body(&mut state)) }
 }
 
-/// Runs `body`, which is short unless eviction left many tokens to run. It can be cancelled and call back only if `call` is
-/// not NULL.
+/// Runs `body`, which is short unless eviction left many tokens to run. It can be cancelled and make callbacks only if `call` is not NULL.
 ///
 /// # Safety
 /// As for [`watched`].
@@ -502,7 +501,7 @@ unsafe fn with_call<T>(
     }
 }
 
-/// Reads a session, which another call may be using.
+/// Reads a session, also while another call uses it.
 pub(super) fn look<T>(
     handle: *const NVFP4_Session,
     live: impl FnOnce(&State) -> Result<T>,
@@ -1092,8 +1091,8 @@ impl<'a> Step<'a> {
         }
     }
 
-    /// Runs `pass` with the sessions that can be run, their tokens and their indices in the call; does nothing if there are
-    /// none. Sessions whose index `goes_on` refuses are left out.
+    /// Runs `pass` with the valid sessions, their tokens and their indices in the call; does nothing if there are none. Leaves out sessions
+    /// whose index `goes_on` refuses.
     ///
     /// # Safety
     /// As for [`Step::new`].

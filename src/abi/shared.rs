@@ -1,5 +1,5 @@
-//! The device and the workspaces of calls that name none. Created at first use and freed by `NVFP4_empty_cache`: nothing
-//! here has to be started or shut down.
+//! The shared device and workspaces of calls that name none. Created on first use and freed by `NVFP4_empty_cache`; nothing here has to be
+//! started or shut down.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -8,11 +8,11 @@ use crate::cuda;
 use crate::ops::ste::EvalWeights;
 use crate::ops::{Device, Workspace};
 
-/// The most workspaces kept for reuse.
+/// Upper limit of workspaces kept for reuse.
 const IDLE: usize = 4;
 
 pub(super) struct Shared {
-    /// The number of threads set; `None` leaves it to the environment and the machine.
+    /// The configured number of threads; `None` leaves it to the environment and the machine.
     threads: Option<usize>,
     device: Option<Device>,
     idle: Vec<Workspace>,
@@ -42,7 +42,7 @@ pub(super) fn device() -> Result<Device> {
     Ok(device)
 }
 
-/// The shared CPU device, or a new one where `threads` is given.
+/// The shared CPU device, or a new one if `threads` is given.
 pub(super) fn cpu(threads: Option<usize>) -> Result<Device> {
     match threads {
         None => device(),
@@ -72,7 +72,7 @@ pub(super) fn with_workspace<T>(f: impl FnOnce(&mut Workspace) -> Result<T>) -> 
     result
 }
 
-/// Frees everything that is kept for reuse, on GPUs too. Objects in use keep what they need.
+/// Frees everything that is kept for reuse, also on GPUs. Objects in use keep what they need.
 pub(super) fn empty() -> Result<()> {
     let mut shared = shared();
     let (device, idle) = (shared.device.take(), std::mem::take(&mut shared.idle));

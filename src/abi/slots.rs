@@ -1,5 +1,4 @@
-//! Flags that a signal handler may set: they are found by their handle without a lock, an allocation or thread-local
-//! storage.
+//! Flags that a signal handler may set: they are found by their handle without a lock, an allocation or thread-local storage.
 
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -33,7 +32,7 @@ impl Slots {
         }
     }
 
-    /// A slot for the flag of `handle`, not set.
+    /// Claims a slot, not set, for the flag of `handle`.
     pub(super) fn claim(&self, handle: usize) -> &'static Slot {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let slot = free.pop().unwrap_or_else(|| {
@@ -83,8 +82,7 @@ impl Slots {
         None
     }
 
-    /// Sets or clears the flag of `handle`; false if no flag has that handle. May be called anywhere, even in a signal
-    /// handler.
+    /// Sets or clears the flag of `handle`; false if no flag has that handle. May be called anywhere, even in a signal handler.
     pub(super) fn mark(&self, handle: usize, set: bool) -> bool {
         let Some(slot) = self.find(handle) else {
             return false;
@@ -93,7 +91,7 @@ impl Slots {
             true => (handle, handle | SET),
             false => (handle | SET, handle),
         };
-        // Changes nothing if the flag was already so, or if the slot has become another handle's meanwhile.
+        // Changes nothing if the flag already has that state, or if the slot meanwhile belongs to another handle.
         match slot.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => true,
             Err(found) => found == to,
@@ -103,7 +101,7 @@ impl Slots {
     /// Makes `handle` stale: its flag is no longer found.
     pub(super) fn retire(&self, handle: usize) {
         if let Some(slot) = self.find(handle) {
-            // The slot may have become another handle's meanwhile.
+            // The slot may meanwhile belong to another handle.
             let retired = |found: usize| (found & !SET == handle).then_some(found | RETIRED);
             let _ = slot.fetch_update(Ordering::AcqRel, Ordering::Acquire, retired);
         }
@@ -130,7 +128,7 @@ mod tests {
         assert!(slots.mark(160, false));
         assert!(!is_set(claimed[9].1));
         assert!(!slots.mark(16_016, true) && !slots.mark(0, true));
-        // A call that has the slot still reads it; the handle no longer finds it.
+        // A call with the slot still reads it; the handle no longer finds it.
         assert!(slots.mark(320, true));
         slots.retire(320);
         assert!(is_set(claimed[19].1) && !slots.mark(320, false));

@@ -49,7 +49,7 @@ const UNKNOWN: &CStr = c"unknown";
 /// The name of a status without its prefix ("INVALID_ARGUMENT"), or "unknown". The text is static.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn NVFP4_status_name(status: NVFP4_Status) -> *const c_char {
-    // The same names as in the error table, with a terminating NUL.
+    // As in the error table, with a terminating NUL.
     const NAMES: [(i32, &CStr); 16] = [
         (NVFP4_OK, c"OK"),
         (NVFP4_INVALID_ARGUMENT, c"INVALID_ARGUMENT"),

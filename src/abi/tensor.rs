@@ -164,8 +164,8 @@ pub unsafe extern "C-unwind" fn NVFP4_tensor_from_host(
     })
 }
 
-/// The same over memory that must not be written: the tensor and its views are read-only, which NVFP4_tensor_is_read_only()
-/// and NVFP4_tensor_to_dlpack_versioned() report.
+/// As NVFP4_tensor_from_host(), over memory that must not be written: the tensor and its views are read-only, which
+/// NVFP4_tensor_is_read_only() and NVFP4_tensor_to_dlpack_versioned() report.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_tensor_from_host_read_only(
     data: *const c_void,
@@ -422,9 +422,9 @@ pub unsafe extern "C-unwind" fn NVFP4_tensor_strides(
     })
 }
 
-/// Writes the address of the first element, a device address if the memory is on a device. Valid as long as the caller has
-/// a reference to the tensor. Do not write through it while a call uses the tensor, nor ever if the tensor is read-only.
-/// Not to be used if the tensor has no elements.
+/// Writes the address of the first element, a device address if the memory is on a device. Valid as long as the caller has a reference to
+/// the tensor. Do not write through it while a call uses the tensor, or ever if the tensor is read-only. Not to be used if the tensor has
+/// no elements.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_tensor_data(
     tensor: *const NVFP4_Tensor,
@@ -438,8 +438,8 @@ pub unsafe extern "C-unwind" fn NVFP4_tensor_data(
     })
 }
 
-/// Writes 1 to `read_only` if the memory must not be written, as its lender has said, else 0. The library itself never
-/// writes to a tensor that it is given; results are new tensors.
+/// Writes 1 to `read_only` if the memory must not be written, as its lender declared, else 0. The library itself never writes to a tensor
+/// that it is given; results are new tensors.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_tensor_is_read_only(
     tensor: *const NVFP4_Tensor,
@@ -457,7 +457,7 @@ pub unsafe extern "C-unwind" fn NVFP4_tensor_is_read_only(
     })
 }
 
-/// Writes the bytes that the elements take without gaps between them, which NVFP4_tensor_copy_to_host() copies.
+/// Writes the bytes of the elements without gaps, which NVFP4_tensor_copy_to_host() copies.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_tensor_bytes(
     tensor: *const NVFP4_Tensor,
@@ -471,9 +471,9 @@ pub unsafe extern "C-unwind" fn NVFP4_tensor_bytes(
     })
 }
 
-/// Copies the elements, wherever they are, to `destination` in host memory, contiguous and row-major. `bytes` must be
-/// exactly what NVFP4_tensor_bytes() gives. From a GPU the call waits for the copy; if it then fails because of an earlier
-/// call (see ASYNCHRONOUS ERRORS above), `destination` has been written.
+/// Copies the elements, from any place, to `destination` in host memory, contiguous and row-major. `bytes` must be exactly the number that
+/// NVFP4_tensor_bytes() writes. From a GPU the call waits for the copy; if it then fails because of an earlier call (see ASYNCHRONOUS
+/// ERRORS above), `destination` has been written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_tensor_copy_to_host(
     tensor: *const NVFP4_Tensor,
@@ -526,9 +526,9 @@ pub unsafe extern "C-unwind" fn NVFP4_tensor_from_dlpack(
     })
 }
 
-/// The same for a versioned DLPack tensor. With the flag DLPACK_FLAG_BITMASK_READ_ONLY the tensor and its views are
-/// read-only: see NVFP4_tensor_is_read_only(). #NVFP4_UNSUPPORTED for a major version other than 1 (nothing but the version
-/// is read then), for padded elements of fewer than 8 bits, and for flags that this library does not know.
+/// As NVFP4_tensor_from_dlpack(), for a versioned DLPack tensor. With the flag DLPACK_FLAG_BITMASK_READ_ONLY the tensor and its views are
+/// read-only: see NVFP4_tensor_is_read_only(). #NVFP4_UNSUPPORTED for a major version other than 1 (only the version is read then), for
+/// padded elements of fewer than 8 bits, and for flags that this library does not know.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_tensor_from_dlpack_versioned(
     managed: *mut DLManagedTensorVersioned,
@@ -565,7 +565,7 @@ pub unsafe extern "C-unwind" fn NVFP4_tensor_to_dlpack(
     })
 }
 
-/// The same in the versioned form, with the read-only flag if the tensor is read-only. The version is 1.0, or 1.1 for
+/// As NVFP4_tensor_to_dlpack(), in the versioned form, with the read-only flag if the tensor is read-only. The version is 1.0, or 1.1 for
 /// float8 and float4, which 1.1 introduced.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_tensor_to_dlpack_versioned(
@@ -598,7 +598,7 @@ pub(super) fn check_only(who: &str, device_index: i32) -> Result<()> {
     }
 }
 
-/// The device that `device_type` and `device_index` name. A CPU device is a new one where `threads` is given.
+/// The device for `device_type` and `device_index`. A CPU device is a new one if `threads` is given.
 pub(super) fn device_of(
     device_type: i32,
     device_index: i32,

@@ -1,9 +1,8 @@
 //! Drop-in functions for TorchSharp hosts, with the signatures those hosts bind.
 //!
-//! They take tensor handles as `void *`: either #NVFP4_Tensor, or pointers to tensors of libtorch (2.10 or later), which
-//! TorchSharp has in Tensor.Handle. All handles of a call must be of one kind. Results are new handles of that kind, never
-//! those that were passed, and the caller releases or disposes of them. libtorch is looked up in the process when such a
-//! handle is passed; it is not needed otherwise.
+//! They take tensor handles as `void *`: either #NVFP4_Tensor, or pointers to libtorch tensors (2.10 or later), which TorchSharp has in
+//! Tensor.Handle. All handles of a call must be of one kind. Results are always new handles of that kind, which the caller releases or
+//! disposes of. libtorch is looked up in the process when such a handle is passed; it is not needed otherwise.
 //!
 //! The functions return no status: after a call, NVFP4_last_status() is #NVFP4_OK or says why a result is NULL. When
 //! NVFP4_quantize, NVFP4_scaled_mm or NVFP4_to_managed fails on tensors of TorchSharp, its own error check after the call
@@ -30,8 +29,7 @@ use crate::ops::tensors::{self, Nvfp4Tensor, ScaleLayout};
 use crate::ops::transfer;
 use crate::tensor::{DType, Place, Shape, Tensor};
 
-/// Runs the body of a function after which TorchSharp checks for an error, and tells TorchSharp of one if the handles are
-/// libtorch's.
+/// Runs the body of a function after which TorchSharp checks for an error. If the handles are libtorch's, passes errors to TorchSharp.
 fn enter_checked<T>(
     function: &'static str,
     handles: &[*mut c_void],

@@ -1,9 +1,9 @@
-//! Training: steps on a model's weights, which are held in 4 bits with their optimizer's moments.
+//! Training: steps on a model's weights, which are stored in 4 bits with their optimizer's moments.
 //!
-//! A trainer holds the parameters of a dense model and steps them by AdamW, as its options say; the host brings the batches.
-//! Only one call at a time may use it: another one meanwhile, even from a callback, fails with #NVFP4_BUSY.
-//! NVFP4_trainer_info() can be called at any time. A call that fails leaves the trainer unchanged, unless its description
-//! says otherwise. The same batches, options and seed give the same bits on the same device with the same number of threads.
+//! A trainer holds the parameters of a dense model and steps them by AdamW, as its options say; the host brings the batches. Only one call
+//! at a time may use it: another one meanwhile, even from a callback, fails with #NVFP4_BUSY. NVFP4_trainer_info() can be called at any
+//! time. A call that fails leaves the trainer unchanged, unless its description says otherwise. The same batches, options and seed give the
+//! same bits on the same device with the same number of threads.
 
 use std::ffi::c_char;
 use std::sync::Arc;
@@ -46,7 +46,7 @@ struct Training {
 struct State {
     trainer: Trainer,
     source: Source,
-    /// What was saved with the checkpoint that it was resumed from.
+    /// The data saved with the checkpoint that it was resumed from.
     data: Value,
 }
 
@@ -84,31 +84,31 @@ impl Object for Training {
     const NAME: &'static str = "NVFP4_Trainer";
 }
 
-/// The rate stays after the warm-up.
+/// The rate stays constant after the warm-up.
 pub const NVFP4_SCHEDULE_CONSTANT: i32 = 0;
 /// The rate falls along half a cosine.
 pub const NVFP4_SCHEDULE_COSINE: i32 = 1;
-/// The rate falls in a straight line.
+/// The rate falls linearly.
 pub const NVFP4_SCHEDULE_LINEAR: i32 = 2;
-/// The rate stays, and falls in a straight line over the last `decay_share` of the steps.
+/// The rate stays constant, and falls linearly over the last `decay_share` of the steps.
 pub const NVFP4_SCHEDULE_STABLE: i32 = 3;
 
 /// Gradients are not clipped.
 pub const NVFP4_CLIP_NEVER: i32 = 0;
 /// All gradients together are clipped to the norm `clip_norm`. Not with `release`.
 pub const NVFP4_CLIP_GLOBAL: i32 = 1;
-/// All gradients are multiplied by what would have clipped those of the step before to `clip_norm`. Only with `release`.
+/// All gradients are multiplied by the factor that would have clipped those of the previous step to `clip_norm`. Only with `release`.
 pub const NVFP4_CLIP_PREVIOUS: i32 = 2;
 /// The gradients of each matrix are clipped to the norm `clip_norm`. Only with `release`.
 pub const NVFP4_CLIP_TENSOR: i32 = 3;
 
-/// An NVFP4 code and a residual of 4 bits, rounded stochastically: 8.5 bits a weight, of which 4.5 are delivered.
+/// An NVFP4 code and a residual of 4 bits, rounded stochastically: 8.5 bits per weight, of which 4.5 are delivered.
 pub const NVFP4_WEIGHT_FORM_RESIDUAL4: i32 = 0;
-/// The same with a residual of 8 bits.
+/// An NVFP4 code and a residual of 8 bits, rounded stochastically.
 pub const NVFP4_WEIGHT_FORM_RESIDUAL8: i32 = 1;
-/// Two E2M1 codes, the second for what the first leaves.
+/// Two E2M1 codes; the second holds the remainder of the first.
 pub const NVFP4_WEIGHT_FORM_TWO_TERM: i32 = 2;
-/// One NVFP4 code, rounded stochastically: 4.5 bits a weight.
+/// One NVFP4 code, rounded stochastically: 4.5 bits per weight.
 pub const NVFP4_WEIGHT_FORM_ONE_TERM: i32 = 3;
 /// bfloat16, rounded stochastically.
 pub const NVFP4_WEIGHT_FORM_BFLOAT16: i32 = 4;
@@ -124,24 +124,24 @@ pub const NVFP4_FIRST_MOMENT_INT8: i32 = 2;
 /// First moments in float32.
 pub const NVFP4_FIRST_MOMENT_FLOAT32: i32 = 3;
 
-/// Roots of second moments as integers of 4 bits, rounded stochastically, and block scales.
+/// Square roots of second moments as integers of 4 bits, rounded stochastically, and block scales.
 pub const NVFP4_SECOND_MOMENT_UINT4: i32 = 0;
-/// Roots of second moments in NVFP4, rounded stochastically.
+/// Square roots of second moments in NVFP4, rounded stochastically.
 pub const NVFP4_SECOND_MOMENT_NVFP4: i32 = 1;
-/// Roots of second moments as integers of 8 bits, rounded stochastically.
+/// Square roots of second moments as integers of 8 bits, rounded stochastically.
 pub const NVFP4_SECOND_MOMENT_INT8: i32 = 2;
 /// Second moments in float32.
 pub const NVFP4_SECOND_MOMENT_FLOAT32: i32 = 3;
 
-/// The teacher's weights are on the device if both models fit in its memory, reckoned with micro-batches of 4096 tokens, else as
+/// The teacher's weights are on the device if both models fit in its memory with micro-batches of 4096 tokens, otherwise as
 /// #NVFP4_TEACHER_STREAMED.
 pub const NVFP4_TEACHER_AUTO: i32 = 0;
 /// The teacher's weights are on the device.
 pub const NVFP4_TEACHER_RESIDENT: i32 = 1;
-/// The teacher's weights are read from its files in each pass, one matrix after another: for the same bits.
+/// The teacher's weights are read from its files in each pass, one matrix after another. The results have the same bits.
 pub const NVFP4_TEACHER_STREAMED: i32 = 2;
 
-/// Tokens of a micro-batch that #NVFP4_TEACHER_AUTO reckons with.
+/// Tokens per micro-batch that #NVFP4_TEACHER_AUTO assumes.
 const AUTO_TOKENS: usize = 4096;
 
 /// How to train. Fill with NVFP4_trainer_options_init(), then change what is to differ. The text is read during the call
@@ -151,7 +151,7 @@ const AUTO_TOKENS: usize = 4096;
 pub struct NVFP4_TrainerOptions {
     /// sizeof(NVFP4_TrainerOptions) as the caller knows it.
     pub struct_size: u32,
-    /// One of NVFP4_DEVICE_*. #NVFP4_DEVICE_AUTO is the first GPU, or the CPU where there is none. Default: CPU.
+    /// One of NVFP4_DEVICE_*. #NVFP4_DEVICE_AUTO is the first GPU, or else the CPU. Default: CPU.
     pub device_type: i32,
     /// The number of the device of that type; 0 (or -1) for #NVFP4_DEVICE_AUTO. Default: 0.
     pub device_index: i32,
@@ -161,69 +161,69 @@ pub struct NVFP4_TrainerOptions {
     pub schedule: i32,
     /// One of NVFP4_CLIP_*. Default: global.
     pub clip: i32,
-    /// One of NVFP4_WEIGHT_FORM_*: how matrices are held between steps. Default: a residual of 4 bits.
+    /// One of NVFP4_WEIGHT_FORM_*: the stored form of matrices between steps. Default: a residual of 4 bits.
     pub weights: i32,
     /// One of NVFP4_FIRST_MOMENT_*. Default: 4 bits.
     pub first_moments: i32,
     /// One of NVFP4_SECOND_MOMENT_*. Default: 4 bits.
     pub second_moments: i32,
-    /// 1 to use each gradient as soon as it is complete and keep none: no memory for gradients, and one micro-batch in a step.
-    /// 0 to sum gradients in float32. Default: 0.
+    /// 1 to apply each gradient as soon as it is complete and keep none: gradients take no memory, and a step has one micro-batch. 0 to sum
+    /// gradients in float32. Default: 0.
     pub release: i32,
-    /// 1 to compute activations again in the backward pass rather than keep them. Default: 1.
+    /// 1 to recompute activations in the backward pass instead of keeping them. Default: 1.
     pub recompute: i32,
-    /// Trains only the last so many blocks, with the final norm and an untied head; -1 trains everything. Default: -1.
+    /// Trains only this many last blocks, with the final norm and an untied head; -1 trains everything. Default: -1.
     pub last_blocks: i32,
-    /// Steps in all, which the schedule runs over. Default: 1000.
+    /// Total number of steps, which the schedule spans. Default: 1000.
     pub steps: u64,
-    /// Steps at the beginning over which the rate rises in a straight line. Default: 0.
+    /// Steps of linear warm-up at the beginning. Default: 0.
     pub warmup: u64,
-    /// Chooses the random bits of rounding. Default: 0.
+    /// Seed of the random bits of rounding. Default: 0.
     pub seed: u64,
     /// The highest learning rate. Default: 0.001.
     pub rate: f64,
-    /// What the rate falls to, as a share of the highest. Default: 0.1.
+    /// The final rate, as a share of the highest. Default: 0.1.
     pub floor: f64,
-    /// The share of the steps at their end in which #NVFP4_SCHEDULE_STABLE falls. Default: 0.2.
+    /// The share of the steps, at the end, in which #NVFP4_SCHEDULE_STABLE falls. Default: 0.2.
     pub decay_share: f64,
     /// Decoupled weight decay of matrices: each step multiplies them by 1 - rate x decay. Norms and biases have none. Default:
     /// 0.1.
     pub weight_decay: f64,
-    /// The decay of first moments. Default: 0.9.
+    /// Decay rate of first moments. Default: 0.9.
     pub beta1: f64,
-    /// The decay of second moments. Default: 0.95.
+    /// Decay rate of second moments. Default: 0.95.
     pub beta2: f64,
-    /// Added to the root of second moments. Default: 1e-8.
+    /// Added to the square root of second moments. Default: 1e-8.
     pub eps: f64,
     /// The bound of `clip`. Default: 1.
     pub clip_norm: f64,
-    /// The share of the steps at their end in which passes use the NVFP4 codes alone, which are what is delivered; -1 is 0.3, or
-    /// 0.15 of a model of random weights. Default: -1.
+    /// The share of the steps, at the end, in which passes use the NVFP4 codes alone, that is, the delivered weights. -1 for 0.3, or 0.15
+    /// for a model with random weights. Default: -1.
     pub delivered_share: f64,
-    /// All settings as a JSON object, as NVFP4_trainer_info() gives them as `config`: keys that are missing have their
-    /// defaults, and unknown ones are errors. With it, leave every field above but those of the device as it is. Default: NULL.
+    /// All settings as a JSON object, in the form of `config` in NVFP4_trainer_info(): missing keys have their defaults, and unknown ones
+    /// are errors. With it, leave every field above except those of the device at its default. Default: NULL.
     pub config: *const c_char,
     /// Bytes of `config`.
     pub config_length: usize,
-    /// One of NVFP4_TABLES_*: the form in which the embedding and the output head are delivered. In bfloat16, and where int8 is delivered,
-    /// they are held in bfloat16; in NVFP4 as `weights` says. #NVFP4_TABLES_AUTO is the form of the model at hand: NVFP4 where it has
-    /// that, int8 where it holds them in at most 8 bits, else bfloat16. Default: auto.
+    /// One of NVFP4_TABLES_*: the delivered form of the embedding and the output head. For bfloat16 and int8 they are stored in bfloat16;
+    /// for NVFP4 they are stored as `weights` says. #NVFP4_TABLES_AUTO takes the model's own form: NVFP4 if it has that, int8 if it holds
+    /// them in at most 8 bits, else bfloat16. Default: auto.
     pub tables: i32,
-    /// One of NVFP4_RECIPE_*: how block scales are chosen where linear weights that the model does not hold in NVFP4 are quantized as
-    /// training begins, and where adapters are merged. Default: sweep.
+    /// One of NVFP4_RECIPE_*: the rule for block scales when linear weights are quantized, at the beginning if the model does not hold them
+    /// in NVFP4, and when adapters are merged. Default: sweep.
     pub weight_scales: i32,
-    /// Learns what the model at this path predicts, which must have the same vocabulary: the loss is (1 - label_share) x
-    /// teacher_temperature^2 x KL(teacher || model) + label_share x cross-entropy, at each label that counts. Set
-    /// `delivered_share` to 1 to bring an NVFP4 model nearer to the one that it was quantized from. Goes with `config` too, as
-    /// does `teacher_memory`. Default: NULL, none.
+    /// Path of a teacher: the trainer learns the predictions of this model, which must have the same vocabulary. The loss is (1 -
+    /// label_share) x teacher_temperature^2 x KL(teacher || model) + label_share x cross-entropy, at each label that counts. Set
+    /// `delivered_share` to 1 to bring an NVFP4 model closer to the one that it was quantized from. May be combined with `config`, as may
+    /// `teacher_memory`. Default: NULL, none.
     pub teacher: *const c_char,
     /// Bytes of `teacher`.
     pub teacher_length: usize,
     /// Divides the logits of both models. Default: 1.
     pub teacher_temperature: f64,
-    /// The share of the labels' cross-entropy in the loss beside a teacher, below 1. Default: 0.
+    /// The share of the labels' cross-entropy in the loss with a teacher, below 1. Default: 0.
     pub label_share: f64,
-    /// One of NVFP4_TEACHER_*: where the teacher's weights are. Default: auto.
+    /// One of NVFP4_TEACHER_*: the place of the teacher's weights. Default: auto.
     pub teacher_memory: i32,
     /// Must be 0.
     pub reserved: i32,
@@ -279,7 +279,7 @@ unsafe impl Growing for NVFP4_TrainerOptions {
     }
 }
 
-/// The form of weights that one of NVFP4_WEIGHT_FORM_* names.
+/// The stored form for one of NVFP4_WEIGHT_FORM_*.
 pub(super) fn weight_form(name: &str, value: i32) -> Result<WeightForm> {
     choice(
         name,
@@ -303,7 +303,7 @@ pub(super) fn weight_form(name: &str, value: i32) -> Result<WeightForm> {
     )
 }
 
-/// The form of first moments that one of NVFP4_FIRST_MOMENT_* names.
+/// The stored form for one of NVFP4_FIRST_MOMENT_*.
 pub(super) fn first_form(value: i32) -> Result<FirstForm> {
     choice(
         "first_moments",
@@ -317,7 +317,7 @@ pub(super) fn first_form(value: i32) -> Result<FirstForm> {
     )
 }
 
-/// The form of second moments that one of NVFP4_SECOND_MOMENT_* names.
+/// The stored form for one of NVFP4_SECOND_MOMENT_*.
 pub(super) fn second_form(value: i32) -> Result<SecondForm> {
     choice(
         "second_moments",
@@ -337,7 +337,7 @@ impl NVFP4_TrainerOptions {
         device_of(self.device_type, self.device_index, threads)
     }
 
-    /// The teacher, and where its weights are to be.
+    /// The teacher, and the place of its weights.
     ///
     /// # Safety
     /// The text must be readable.
@@ -369,7 +369,7 @@ impl NVFP4_TrainerOptions {
         Ok(Some((Arc::new(source), placement)))
     }
 
-    /// Whether nothing is set but the device, and the teacher and where it is.
+    /// Whether only the device and the teacher with its place are set.
     fn names_only_a_device(&self) -> bool {
         let plain = NVFP4_TrainerOptions {
             device_type: self.device_type,
@@ -493,23 +493,23 @@ impl NVFP4_TrainerOptions {
     }
 }
 
-/// Documents that go through the model together, one after another; no token sees another document. Later versions may add
+/// A micro-batch: documents in a row that go through the model together; no token attends to another document. Later versions may add
 /// fields at the end: functions that take an array of these also take the size of an element.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NVFP4_MicroBatch {
     /// The tokens of all documents, as 32-bit integers of either sign.
     pub tokens: *const i32,
-    /// For each token, the one that should come after it; -100 or any negative number where none counts.
+    /// For each token, the one that should follow; -100 or any negative number for none.
     pub labels: *const i32,
     /// Elements of `tokens` and of `labels`.
     pub token_count: usize,
-    /// The number of tokens of each document, which make `token_count` together. NULL with 0 documents: all is one.
+    /// Number of tokens of each document; their sum is `token_count`. NULL with 0 documents: all tokens are one document.
     pub document_lengths: *const usize,
     /// Elements of `document_lengths`.
     pub document_count: usize,
-    /// For each label the factor of its loss, finite and not negative. The loss is divided by the sum of these over the labels that
-    /// count; a label of weight 0 does not. NULL: 1 for all.
+    /// Weight of each label in the loss, finite and not negative. The loss is divided by the sum of the weights of the labels that count; a
+    /// label of weight 0 does not count. NULL: 1 for all.
     pub weights: *const f32,
 }
 
@@ -600,7 +600,7 @@ pub const NVFP4_STEP_UPDATED: i32 = 0;
 /// The loss or a gradient was not finite, and no parameter was changed.
 pub const NVFP4_STEP_SKIPPED: i32 = 1;
 
-/// What a step came to. Set `struct_size` before the call.
+/// The result of a step. Set `struct_size` before the call.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NVFP4_StepReport {
@@ -612,15 +612,15 @@ pub struct NVFP4_StepReport {
     pub step: u64,
     /// Labels that counted.
     pub targets: u64,
-    /// The mean cross-entropy of the labels that counted, in nats, before the step.
+    /// Mean cross-entropy of the labels that counted, in nats, before the step.
     pub loss: f64,
     /// The learning rate.
     pub rate: f64,
-    /// The norm of all gradients before clipping.
+    /// Norm of all gradients before clipping.
     pub gradient_norm: f64,
-    /// The share of trained weights of matrices that changed as they are stored.
+    /// Share of the trained weights of matrices whose stored code changed.
     pub changed: f64,
-    /// The share of those that changed as they are delivered, in NVFP4.
+    /// Share of these weights whose delivered NVFP4 code changed.
     pub changed_delivered: f64,
 }
 
@@ -661,7 +661,7 @@ impl NVFP4_StepReport {
     }
 }
 
-/// Gives a trainer its teacher; one that has learned from one has to have it again.
+/// Sets a trainer's teacher. A trainer that has learned from one requires the same one again.
 fn teach(
     trainer: &mut Trainer,
     source: &Source,
@@ -714,8 +714,8 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_options_init(
     })
 }
 
-/// Creates a trainer of a dense model: a directory, or a `.safetensors`, `.dat` or `.gguf` file, whose weights are read and
-/// rounded to the forms of the options. The file stays open.
+/// Creates a trainer of a dense model: a directory, or a `.safetensors`, `.dat` or `.gguf` file. Its weights are read and rounded to the
+/// stored forms of the options. The file stays open.
 ///
 /// - `path`, `path_length`: UTF-8.
 /// - `options`: NULL for the defaults.
@@ -758,14 +758,13 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_create(
     })
 }
 
-/// Creates a trainer from a checkpoint, with the settings that it has, and goes on to the same bits as if it had never
-/// stopped. A checkpoint of another model is #NVFP4_INVALID_ARGUMENT, with the names that differ.
+/// Creates a trainer from a checkpoint, with its settings. Further steps have the same bits as training without a stop. A checkpoint of
+/// another model is #NVFP4_INVALID_ARGUMENT, with the names that differ.
 ///
 /// - `path`, `path_length`: the model that training began with, as for NVFP4_trainer_create().
-/// - `directory`, `directory_length`: where NVFP4_trainer_save() has put checkpoints, of which the last one is taken, or one
-///   of the checkpoints itself.
-/// - `options`: the device and threads, and the teacher that training began with if there was one; NULL for the CPU. Everything
-///   else must be left as it is.
+/// - `directory`, `directory_length`: a directory of NVFP4_trainer_save(), whose last checkpoint is taken, or one of its checkpoints.
+/// - `options`: the device and threads, and the teacher that training began with, if any; NULL for the CPU. Leave everything else at its
+///   default.
 /// - `call`: cancels the call before it reads the checkpoint; may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_trainer_resume(
@@ -818,7 +817,7 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_retain(trainer: *mut NVFP4_Trainer
     })
 }
 
-/// Gives up a reference to a trainer. After the last one the handle is stale; a model that it has given keeps the weights.
+/// Gives up a reference to a trainer. After the last one the handle is stale; models obtained from it keep the weights.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_trainer_release(trainer: *mut NVFP4_Trainer) -> NVFP4_Status {
     enter_to_free("NVFP4_trainer_release", || {
@@ -826,18 +825,18 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_release(trainer: *mut NVFP4_Traine
     })
 }
 
-/// Makes a step by the gradients of all micro-batches together, in which each label counts by its weight. Labels that are all
-/// negative, tokens or labels outside the vocabulary, documents longer than the model's context, and lengths that do not sum to
-/// the tokens are errors, found before anything is changed.
+/// Takes a step by the gradients of all micro-batches together, in which each label counts by its weight. Labels that are all negative,
+/// tokens or labels outside the vocabulary, documents longer than the model's context, and lengths that do not sum to the number of tokens
+/// are errors, found before anything is changed.
 ///
-/// A loss or gradient that is not finite changes no parameter and is reported as #NVFP4_STEP_SKIPPED; too many of those in a
-/// row are an error. With `release`, a gradient that is not finite after others were used is #NVFP4_INTERNAL, and any error
-/// from then on says so: go on from the last checkpoint.
+/// If a loss or gradient is not finite, no parameter changes, and the step is reported as #NVFP4_STEP_SKIPPED; too many skipped steps in a
+/// row are an error. With `release`, a gradient that is not finite after others were applied is #NVFP4_INTERNAL, and the message of any
+/// other error after that point says so too: resume from the last checkpoint.
 ///
 /// - `batches`, `batch_count`, `batch_size`: micro-batches, each of `batch_size` bytes, which is sizeof(NVFP4_MicroBatch).
-/// - `call`: reports the tokens that are done. Cancels the step between micro-batches, and between blocks of their forward
-///   passes: everything is then as it was. With `release` it is cancelled only before the backward pass. May be NULL.
-/// - `report`: what the step came to; may be NULL.
+/// - `call`: reports the tokens done. Cancels the step between micro-batches, and between blocks of their forward passes, with everything
+///   unchanged. With `release` it is cancelled only before the backward pass. May be NULL.
+/// - `report`: the result of the step; may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_trainer_step(
     trainer: *mut NVFP4_Trainer,
@@ -865,7 +864,7 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_step(
 /// Writes the mean cross-entropy of the labels that count, by their weights, in nats. Changes nothing.
 ///
 /// - `batches`, `batch_count`, `batch_size`: as for NVFP4_trainer_step().
-/// - `delivered`: 1 for the NVFP4 codes alone, which are what is exported; 0 for all that is stored.
+/// - `delivered`: 1 for the NVFP4 codes alone, as they are exported; 0 for the full stored precision.
 /// - `call`: cancels the call between blocks; may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_trainer_evaluate(
@@ -896,7 +895,7 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_evaluate(
 /// at them, KL(teacher || model) at temperature 1, both in nats. Changes nothing. #NVFP4_INVALID_ARGUMENT without a teacher.
 ///
 /// - `batches`, `batch_count`, `batch_size`: as for NVFP4_trainer_step().
-/// - `delivered`: 1 for the NVFP4 codes alone, which are what is exported; 0 for all that is stored.
+/// - `delivered`: 1 for the NVFP4 codes alone, as they are exported; 0 for the full stored precision.
 /// - `call`: cancels the call between blocks; may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_trainer_compare(
@@ -946,12 +945,12 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_info(
     })
 }
 
-/// Writes a checkpoint into a directory, under the number of the last step (`step-00000020`), with everything that training
-/// goes on from, and removes all checkpoints there but the last `keep`. What cannot be written whole leaves nothing.
+/// Writes a checkpoint with the complete state of training into a directory, under the number of the last step (`step-00000020`), and
+/// removes all but the last `keep` checkpoints there. A failed write leaves nothing.
 ///
-/// - `directory`, `directory_length`: UTF-8; made if it is not there.
-/// - `data`, `data_length`: JSON that NVFP4_trainer_data() gives back when the trainer is resumed, such as the place in the
-///   data; NULL for none.
+/// - `directory`, `directory_length`: UTF-8; created if it does not exist.
+/// - `data`, `data_length`: JSON that NVFP4_trainer_data() returns when the trainer is resumed, such as the position in the data;
+///   NULL for none.
 /// - `keep`: at least 1.
 /// - `call`: cancels the call at its start; may be NULL.
 #[unsafe(no_mangle)]
@@ -990,8 +989,8 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_save(
     })
 }
 
-/// Copies the JSON that was saved last with NVFP4_trainer_save(), or with the checkpoint that the trainer was resumed from;
-/// `null` where there is none. For the buffer see TEXT above.
+/// Copies the JSON that was last saved with NVFP4_trainer_save(), or with the checkpoint that the trainer was resumed from; `null` if there
+/// is none. For the buffer see TEXT above.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_trainer_data(
     trainer: *const NVFP4_Trainer,
@@ -1011,11 +1010,12 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_data(
     })
 }
 
-/// Writes the model, as it is delivered, to a directory in ModelOpt's layout, with config and tokenizer of the model that training began
-/// with. What has not changed is written as that model has it, or as NVFP4_model_convert() would write it: codes, scales and bytes.
-/// Matrices that are trained in a form of NVFP4 have the codes that they are trained in; others bfloat16 or float32, as they are held.
+/// Writes the delivered model to a directory in ModelOpt's layout, with config and tokenizer of the model that training began with.
+/// Unchanged tensors are written as in that model, or as NVFP4_model_convert() would write them: codes, scales and bytes. Matrices trained
+/// in a form of NVFP4 keep the codes that they are trained in; others are written in bfloat16 or float32, as they are stored.
 ///
-/// - `tables`: one of NVFP4_TABLES_*: the embedding and the output head; #NVFP4_TABLES_AUTO as they are trained for.
+/// - `tables`: one of NVFP4_TABLES_*: the form of the embedding and the output head; #NVFP4_TABLES_AUTO for the one that they are trained
+///   for.
 /// - `replace`: 1 to replace a directory that holds a model; 0 to refuse a directory that is not empty.
 /// - `call`: cancels the call at its start; may be NULL.
 #[unsafe(no_mangle)]
@@ -1044,8 +1044,7 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_export_directory(
     })
 }
 
-/// Writes the model, as it is delivered, to a `.dat` file, every tensor in the type that it has in the `.dat` file that
-/// training began with.
+/// Writes the delivered model to a `.dat` file, every tensor in its type in the `.dat` file that training began with.
 ///
 /// - `call`: cancels the call at its start; may be NULL.
 #[unsafe(no_mangle)]
@@ -1070,15 +1069,15 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_export_dat(
     })
 }
 
-/// Writes the adapters of a trainer with `recipe.lora` in its config to a directory as peft reads them: `adapter_model.safetensors` in
-/// float32 and `adapter_config.json`. NVFP4_trainer_export_directory() writes the model with the adapters in it.
+/// Writes the adapters of a trainer with `recipe.lora` in its config to a directory in peft's format: `adapter_model.safetensors` in
+/// float32 and `adapter_config.json`. NVFP4_trainer_export_directory() writes the model with the adapters merged.
 ///
-/// - `base`, `base_length`: what the model below them is called in `adapter_config.json`: a directory, or a name of the Hugging Face hub.
+/// - `base`, `base_length`: the name of the base model in `adapter_config.json`: a directory, or a name of the Hugging Face hub.
 /// - `replace`: 1 to replace a directory that holds an adapter; 0 to refuse a directory that is not empty.
 /// - `call`: cancels the call at its start; may be NULL.
 ///
-/// #NVFP4_INVALID_ARGUMENT where all parameters are trained; #NVFP4_UNSUPPORTED where a checkpoint holds adapted matrices as parts of
-/// larger ones, for which peft has no such adapter.
+/// #NVFP4_INVALID_ARGUMENT if all parameters are trained; #NVFP4_UNSUPPORTED if the checkpoint holds adapted matrices as parts of larger
+/// ones, for which peft has no such adapter.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_trainer_export_adapter(
     trainer: *mut NVFP4_Trainer,
@@ -1112,13 +1111,12 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_export_adapter(
     })
 }
 
-/// Gives the model that is trained, as it is delivered at this time, for sessions between steps. It runs on the memory that
-/// is trained: matrices are not copied. On the CPU its products are slower than those of a loaded model, and have the same
-/// bits.
+/// Writes the model under training with its delivered weights at this time, for sessions between steps. It runs on the trainer's memory:
+/// matrices are not copied. On the CPU its products are slower than those of a loaded model, and have the same bits.
 ///
-/// While a call runs the model, NVFP4_trainer_step() is #NVFP4_BUSY, and so is the model during a step. A step that changes
-/// weights ends the model: calls that run it or its sessions are #NVFP4_INVALID_ARGUMENT from then on. Release them, and ask
-/// for the model again.
+/// While a call runs the model, NVFP4_trainer_step() fails with #NVFP4_BUSY, and so does the model during a step. A step that changes
+/// weights ends the model: later calls that run it or its sessions fail with #NVFP4_INVALID_ARGUMENT. Release them, and ask for the model
+/// again.
 ///
 /// - `call`: cancels the call; may be NULL.
 #[unsafe(no_mangle)]

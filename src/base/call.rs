@@ -1,5 +1,5 @@
-//! The long call that a thread is in: what may cancel it, and who is told of its progress. Code deep inside asks here; where
-//! nobody watches, that costs a look at one thread-local variable.
+//! The long call that a thread is in: its cancellation and its progress. Code deep inside asks here; an unwatched call costs only a look at
+//! one thread-local variable.
 
 use std::cell::Cell;
 use std::ops::ControlFlow;
@@ -9,30 +9,29 @@ use std::time::{Duration, Instant};
 
 use super::error::{Result, bail};
 
-/// The longest time without a progress report. Long loops look here more often.
+/// The longest time without a progress report. Long loops check more often.
 const TELL_EVERY: Duration = Duration::from_millis(20);
 
-/// How far a call is: bytes of a file, or tokens of a prompt.
+/// Progress of a call: bytes of a file, or tokens of a prompt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// What is done.
+    /// Amount done.
     pub done: u64,
-    /// What there is to do in all, as far as that is known.
+    /// Total amount, as far as it is known.
     pub total: u64,
 }
 
-/// A flag that cancels calls. Setting it, from any thread, ends the calls that were given it: those that run, and those that
-/// have yet to begin.
+/// A flag that cancels calls. Setting it, from any thread, ends all calls that were given it: running ones, and later ones at their start.
 #[derive(Clone, Debug, Default)]
 pub struct Cancel(Arc<AtomicBool>);
 
 impl Cancel {
-    /// One that is not set.
+    /// A flag that is not set.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Ends the calls, now and later.
+    /// Ends the calls that were given this flag, now and later.
     pub fn cancel(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -42,7 +41,7 @@ impl Cancel {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// Runs `body`, in which long calls of this thread end once this is set.
+    /// Runs `body`. Long calls of this thread end once the flag is set.
     pub fn watching<T>(&self, body: impl FnOnce() -> T) -> T {
         let flag = || self.is_set();
         let watch = Watch {
@@ -53,15 +52,16 @@ impl Cancel {
     }
 }
 
-/// Says whether a call is to end. Asked often, from any thread.
+/// Returns whether a call should end. Called often, from any thread.
 pub type Flag<'a> = &'a (dyn Fn() -> bool + Sync + 'a);
 
-/// Who watches a call.
+/// Watchers of a call.
 #[derive(Clone, Copy, Default)]
 pub struct Watch<'a> {
-    /// Any of them ends it, with [`ErrorKind::Cancelled`](super::ErrorKind::Cancelled) unless it can give what it has.
+    /// Each of these ends the call when it returns true, with [`ErrorKind::Cancelled`](super::ErrorKind::Cancelled) unless the call can
+    /// return a partial result.
     pub flags: &'a [Flag<'a>],
-    /// Is told now and then, on the call's thread, how far it is; [`ControlFlow::Break`] ends it as a flag does.
+    /// Called with the progress from time to time, on the call's thread; [`ControlFlow::Break`] ends the call as a flag does.
     pub progress: Option<&'a dyn Fn(Progress) -> ControlFlow<()>>,
 }
 
@@ -69,7 +69,7 @@ struct Active<'a> {
     watch: Watch<'a>,
     over: AtomicBool,
     done: Cell<u64>,
-    /// What is done of the next piece of it.
+    /// Amount done of the next piece, on top of `done`.
     begun: Cell<u64>,
     total: Cell<u64>,
     told: Cell<Instant>,
@@ -79,7 +79,7 @@ thread_local! {
     static CURRENT: Cell<*const Active<'static>> = const { Cell::new(std::ptr::null()) };
 }
 
-/// Makes another call the thread's until this is dropped.
+/// Sets another call as the thread's current one until this is dropped.
 struct Within(*const Active<'static>);
 
 impl Within {
@@ -95,7 +95,7 @@ impl Drop for Within {
 }
 
 impl Watch<'_> {
-    /// Runs `body`, a long call of this thread that is watched by these and by nobody else.
+    /// Runs `body` as a long call of this thread, watched only by these watchers.
     pub fn during<T>(&self, body: impl FnOnce() -> T) -> T {
         if self.flags.is_empty() && self.progress.is_none() {
             return outside(body);
@@ -113,13 +113,13 @@ impl Watch<'_> {
     }
 }
 
-/// Runs `body`, a callback of the program that made the call: what that calls in its turn is not watched.
+/// Runs `body`, a callback of the program that made the call. Calls that it makes in turn are not watched.
 pub fn outside<T>(body: impl FnOnce() -> T) -> T {
     let _within = Within::enter(std::ptr::null());
     body()
 }
 
-/// The call of the thread that asked for it, which threads that work for it may look at too.
+/// The current call of a thread. Threads that work for the call may also look at it.
 #[derive(Clone, Copy)]
 pub struct Call<'a>(Option<&'a Active<'a>>);
 
@@ -129,7 +129,7 @@ unsafe impl Sync for Call<'_> {}
 unsafe impl Send for Call<'_> {}
 
 impl Call<'_> {
-    /// Whether somebody watches it.
+    /// Whether the call is watched.
     pub fn is_watched(&self) -> bool {
         self.0.is_some()
     }
@@ -138,7 +138,7 @@ impl Call<'_> {
         std::ptr::eq(CURRENT.get(), (&raw const *active).cast())
     }
 
-    /// Whether it is to end. On its own thread, tells how far it is if that is due.
+    /// Whether the call should end. On its own thread, also reports progress if a report is due.
     pub fn is_over(&self) -> bool {
         let Some(active) = self.0 else {
             return false;
@@ -154,7 +154,7 @@ impl Call<'_> {
         over
     }
 
-    /// An error if it is to end.
+    /// Fails if the call should end.
     pub fn check(&self) -> Result<()> {
         if self.is_over() {
             bail!(Cancelled, "cancelled");
@@ -164,12 +164,12 @@ impl Call<'_> {
 }
 
 impl Active<'_> {
-    /// Whether it is time to tell how far the call is, and known of how much.
+    /// Whether a progress report is due, and the total is known.
     fn is_due(&self) -> bool {
         self.total.get() > 0 && self.told.get().elapsed() >= TELL_EVERY
     }
 
-    /// Whether the progress callback wants it to end.
+    /// Reports progress. Returns whether the callback wants the call to end.
     fn tell(&self) -> bool {
         let Some(progress) = self.watch.progress else {
             return false;
@@ -184,21 +184,21 @@ impl Active<'_> {
 
 /// Calls `body` with this thread's call.
 pub fn with<T>(body: impl FnOnce(Call<'_>) -> T) -> T {
-    // SAFETY: what `CURRENT` points to is on this thread's stack, further up than this.
+    // SAFETY: `CURRENT` points into this thread's stack, to a frame above this one.
     body(Call(unsafe { CURRENT.get().as_ref() }))
 }
 
-/// Whether this thread's call is to end.
+/// Whether this thread's call should end.
 pub fn is_over() -> bool {
     with(|call| call.is_over())
 }
 
-/// An error if this thread's call is to end.
+/// Fails if this thread's call should end.
 pub fn check() -> Result<()> {
     with(|call| call.check())
 }
 
-/// Says how far this thread's call is; the end of it is told at once.
+/// Sets the progress of this thread's call; reports its end at once.
 pub fn tell(at: Progress) {
     with(|call| {
         if let Some(active) = call.0 {
@@ -212,7 +212,7 @@ pub fn tell(at: Progress) {
     });
 }
 
-/// Says that this thread's call has so much more to do, beside what it has done, if not more.
+/// Raises the total of this thread's call to at least what is done plus `more`.
 pub fn expect(more: u64) {
     with(|call| {
         if let Some(active) = call.0 {
@@ -223,7 +223,7 @@ pub fn expect(more: u64) {
     });
 }
 
-/// Says how much of the next piece is done.
+/// Sets the amount done of the next piece.
 pub fn begun(part: u64) {
     with(|call| {
         if let Some(active) = call.0 {
@@ -232,7 +232,7 @@ pub fn begun(part: u64) {
     });
 }
 
-/// Says that so much more is done.
+/// Adds to the amount done.
 pub fn add(done: u64) {
     with(|call| {
         if let Some(active) = call.0 {
@@ -266,7 +266,7 @@ mod tests {
             with(|call| {
                 std::thread::scope(|scope| {
                     assert!(scope.spawn(|| call.is_over()).join().unwrap());
-                    // Another thread's own call is none.
+                    // Another thread is not in this call.
                     assert!(!scope.spawn(is_over).join().unwrap());
                 });
             });

@@ -1,12 +1,12 @@
-//! A checksum of the rows of a matrix, for telling models apart: it finds accidents, not attacks. It is made of XXH3 checksums,
-//! which are also what our own files end with.
+//! A checksum of a matrix's rows that tells models apart: it detects accidents, not attacks. It is built on XXH3 checksums, which also end
+//! our own files.
 
 use twox_hash::XxHash3_64;
 
 use super::memory::as_bytes;
 
-/// A checksum of the rows of a matrix: the sum of one number for each row, made of its place and its content. So they may come in
-/// any order and in any runs, and those that other threads have seen are added at the end.
+/// Checksum of a matrix's rows: the sum of one hash per row, of its position and its content. Rows may therefore be added in any order and
+/// in any runs, and sums from other threads can be merged at the end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RowsChecksum(u64);
 
@@ -16,7 +16,7 @@ impl RowsChecksum {
         Self::default()
     }
 
-    /// Adds rows of `len` bytes each, of which the first is row `first`.
+    /// Adds rows of `len` bytes each; the first has index `first`.
     pub fn add(&mut self, first: usize, len: usize, bytes: &[u8]) {
         for (number, row) in (first as u64..).zip(bytes.chunks_exact(len)) {
             let content = XxHash3_64::oneshot(row).to_le_bytes();
@@ -25,12 +25,12 @@ impl RowsChecksum {
         }
     }
 
-    /// Adds rows of `cols` values each, of which the first is row `first`.
+    /// Adds rows of `cols` values each; the first has index `first`.
     pub fn add_f32(&mut self, first: usize, cols: usize, values: &[f32]) {
         self.add(first, cols * size_of::<f32>(), as_bytes(values));
     }
 
-    /// Adds the rows that `other` has seen.
+    /// Adds the rows that were added to `other`.
     pub fn merge(&mut self, other: RowsChecksum) {
         self.0 = self.0.wrapping_add(other.0);
     }
@@ -61,7 +61,7 @@ mod tests {
                 changed[bit / 8] ^= 1 << (bit % 8);
                 assert!(seen.insert(of(&changed)), "bit {bit} of rows of {len}");
             }
-            // In other runs and in another order.
+            // Adding the rows in other runs and in another order gives the same checksum.
             let mut sum = RowsChecksum::new();
             sum.add(2, len, &bytes[2 * len..]);
             let mut other = RowsChecksum::new();

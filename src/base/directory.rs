@@ -1,5 +1,5 @@
-//! A directory that appears whole or not at all. Its files are written where nobody sees them and get their names in the end; a
-//! directory that is to be replaced stays as it is until then, and is exchanged at once.
+//! Creates a directory that appears whole or not at all. Its files are written out of sight and get their names at the end; a directory to
+//! be replaced stays unchanged until then, and is exchanged at once.
 
 use std::fs;
 use std::io;
@@ -11,7 +11,7 @@ use super::error::{Error, bail};
 use super::file::{Temporary, folder_of, nearest, sync_folder};
 use super::leftover::Leftover;
 
-/// How many of the names in a directory a message lists.
+/// Upper limit of names that a message lists.
 const LISTED: usize = 6;
 
 /// The names in `directory`, sorted.
@@ -22,7 +22,7 @@ pub fn names(directory: &Path) -> Result<Vec<String>> {
         .collect())
 }
 
-/// The names and paths in `directory`, sorted. In names, bytes that are not UTF-8 are U+FFFD.
+/// The names and paths in `directory`, sorted. Bytes of names that are not UTF-8 become U+FFFD.
 pub fn entries(directory: &Path) -> Result<Vec<(String, PathBuf)>> {
     let listing = |e| Error::io(format_args!("listing {}", directory.display()), e);
     let mut entries = fs::read_dir(directory)
@@ -34,7 +34,7 @@ pub fn entries(directory: &Path) -> Result<Vec<(String, PathBuf)>> {
     Ok(entries)
 }
 
-/// Refuses a place where no file or directory can be made: the nearest folder above it takes a file without a name, or none.
+/// Fails unless a file or directory can be created at `place`: tries an unnamed file in the nearest existing folder above it.
 pub fn check_writable(place: &Path) -> Result<()> {
     let folder = match place.is_dir() {
         true => place,
@@ -51,30 +51,29 @@ pub fn check_writable(place: &Path) -> Result<()> {
     Temporary::create_in(folder, place, 0).map(drop)
 }
 
-/// A directory not yet in its place. Dropping it, or the files made for it, uncommitted leaves nothing of them.
+/// A directory under construction. Dropping it or its files without committing removes everything.
 pub struct NewDirectory {
-    /// Without symbolic links, where something is there.
+    /// Final path. If something exists there, without symbolic links.
     place: PathBuf,
-    /// Where its files are until then: on the file system that the directory will be on.
+    /// Existing folder, on the same file system, that holds the files until the commit.
     home: PathBuf,
     there: There,
-    /// Asked again in the end, whether what is there may go.
+    /// Repeated at the commit: fails unless the old directory may be replaced.
     check: Option<fn(&Path) -> Result<()>>,
 }
 
-/// What is at the place of a new directory.
+/// State of the final path.
 #[derive(PartialEq)]
 enum There {
     Nothing,
-    /// A directory without anything in it. It may be where another disk is mounted, or where the user is, and is filled.
+    /// An empty directory. It is filled in place, because it may be a mount point or somebody's working directory.
     Empty,
     /// A directory to replace.
     Old,
 }
 
 impl NewDirectory {
-    /// A directory that is to be at `path`, where there may be an empty one. Folders above it that are missing are made, in the
-    /// end.
+    /// Starts a directory at `path`, which must not exist or must be empty. Missing parent folders are created at the commit.
     pub fn create(path: &Path) -> Result<Self> {
         let new = Self::at(path)?;
         if new.there == There::Old {
@@ -83,14 +82,14 @@ impl NewDirectory {
         Ok(new)
     }
 
-    /// As [`NewDirectory::create`], but a directory at `path` is replaced, with all that is in it, unless `check` refuses that.
+    /// As [`NewDirectory::create`], but replaces an existing directory at `path`, with everything in it, unless `check` refuses that.
     pub fn replace(path: &Path, check: fn(&Path) -> Result<()>) -> Result<Self> {
         let mut new = Self::at(path)?;
         if new.there == There::Old {
             check(&new.place)?;
             new.check = Some(check);
-            // Removing a directory that is not empty fails, and how it fails tells whether it may be renamed: not where a disk
-            // is mounted, nor in a folder of another user. Better to know that now than after hours of work.
+            // Removing a nonempty directory fails, and the error shows whether it could be renamed: not if it is a mount point, nor in a
+            // folder of another user. It is better to know that now than after hours of work.
             match fs::remove_dir(&new.place) {
                 Ok(()) => new.there = There::Nothing,
                 Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => {}
@@ -141,18 +140,18 @@ impl NewDirectory {
         })
     }
 
-    /// A file that is to be in the directory, with `len` bytes of space reserved.
+    /// Creates a file of the directory, with `len` bytes of space reserved.
     pub fn file(&self, name: &str, len: u64) -> Result<Temporary> {
         Temporary::create_in(&self.home, &self.place.join(name), len)
     }
 
-    /// A small file that is to be in the directory, with its content.
+    /// Creates a small file of the directory, with its content.
     pub fn stage(&self, name: &str, content: &[u8]) -> Result<Temporary> {
         self.file(name, 0)?.filled(content)
     }
 
-    /// Puts the directory in its place with `files`, which were made for it and have been synced. In one that was empty they
-    /// get their names one after the other.
+    /// Moves the directory into place with `files`, which were created for it and have been synced. In a directory that was empty, the
+    /// files get their names one after the other.
     pub fn commit(self, files: Vec<Temporary>) -> Result<()> {
         match self.there {
             There::Nothing => {
@@ -177,7 +176,7 @@ impl NewDirectory {
                 let mut aside = None;
                 self.put_in_place(|| {
                     let old = old?;
-                    // Where the system allows that.
+                    // Best effort: the system may not allow it.
                     let _ = std::os::unix::fs::chown(made.path(), Some(old.uid()), Some(old.gid()));
                     fs::set_permissions(made.path(), old.permissions())?;
                     match exchange(made.path(), &self.place) {
@@ -188,13 +187,13 @@ impl NewDirectory {
                         exchanged => exchanged,
                     }
                 })?;
-                // The old directory now has the temporary name of the new one, or one of its own.
+                // The old directory now has the temporary name of the new one, or a name of its own.
                 aside.unwrap_or(made).remove()
             }
         }
     }
 
-    /// Makes the whole directory under a temporary name.
+    /// Assembles the whole directory under a temporary name.
     fn assemble(&self, files: Vec<Temporary>) -> Result<Leftover> {
         let ((), made) = Leftover::make(&self.home, &self.place, |path| fs::create_dir(path))
             .map_err(|e| Error::io(format_args!("making {}", self.place.display()), e))?;
@@ -204,13 +203,13 @@ impl NewDirectory {
         Ok(made)
     }
 
-    /// Calls `put`, which moves the directory to its place, and waits until the new name is on the disk.
+    /// Calls `put`, which moves the directory into place, and waits until the new name is on disk.
     fn put_in_place(&self, put: impl FnOnce() -> io::Result<()>) -> Result<()> {
         put().map_err(|e| Error::io(format_args!("renaming to {}", self.place.display()), e))?;
         sync_folder(folder_of(&self.place))
     }
 
-    /// Gives the old directory another name and its own to `new`; if that fails it gets it back.
+    /// Renames the old directory and gives its name to `new`. If that fails, renames it back.
     fn put_aside_for(&self, new: &Path) -> io::Result<Leftover> {
         let ((), aside) = Leftover::make(&self.home, &self.place, |aside| {
             if fs::symlink_metadata(aside).is_ok() {
@@ -218,7 +217,7 @@ impl NewDirectory {
             }
             fs::rename(&self.place, aside)?;
             fs::rename(new, &self.place).inspect_err(|_| {
-                // The first failure is the one to tell.
+                // The first failure is the one to report.
                 let _ = fs::rename(aside, &self.place);
             })
         })?;
@@ -226,7 +225,7 @@ impl NewDirectory {
     }
 }
 
-/// The error of a directory that is not empty.
+/// Fails with the contents of a directory that is not empty.
 fn refuse(directory: &Path) -> Result<()> {
     let names = names(directory)?;
     let (first, rest) = names.split_at(names.len().min(LISTED));
@@ -242,7 +241,7 @@ fn refuse(directory: &Path) -> Result<()> {
     )
 }
 
-/// Whether the system, or the file system, does not know what it was asked for.
+/// Whether the system or the file system does not support an operation.
 fn is_unknown(error: &io::Error) -> bool {
     matches!(
         error.raw_os_error(),
@@ -250,12 +249,12 @@ fn is_unknown(error: &io::Error) -> bool {
     )
 }
 
-/// Exchanges the names of two directories at once.
+/// Atomically exchanges the names of two directories.
 #[cfg(target_os = "linux")]
 fn exchange(a: &Path, b: &Path) -> io::Result<()> {
     let (a, b) = (super::file::c_path(a)?, super::file::c_path(b)?);
-    // SAFETY: both names end with a zero byte and live through the call, whose other arguments are numbers. It is made by its
-    // number because not every C library has it.
+    // SAFETY: both names end with a zero byte and live through the call, whose other arguments are numbers. The call is made by number
+    // because not every C library declares it.
     let exchanged = unsafe {
         libc::syscall(
             libc::SYS_renameat2,
@@ -272,7 +271,7 @@ fn exchange(a: &Path, b: &Path) -> io::Result<()> {
     }
 }
 
-/// As on Linux, but other systems are not asked.
+/// Unsupported on other systems.
 #[cfg(not(target_os = "linux"))]
 fn exchange(_: &Path, _: &Path) -> io::Result<()> {
     Err(io::Error::from_raw_os_error(libc::ENOSYS))

@@ -1,4 +1,4 @@
-//! The function of the C interface that a thread is in: for errors that come to light when it has long returned.
+//! The C function that a thread is in, for errors that surface after it has returned.
 
 use std::cell::Cell;
 
@@ -6,16 +6,16 @@ thread_local! {
     static ENTERED: Cell<Option<&'static str>> = const { Cell::new(None) };
 }
 
-/// While this lives, its thread is in the function.
+/// While this value exists, its thread is in the function.
 #[derive(Debug)]
 pub struct Entered(Option<&'static str>);
 
-/// Notes that the calling thread is in `function`.
+/// Records that the calling thread is in `function`.
 pub fn enter(function: &'static str) -> Entered {
     Entered(ENTERED.replace(Some(function)))
 }
 
-/// The function that the calling thread is in; nothing in a program that calls the library's Rust interface.
+/// The function that the calling thread is in; `None` in a program that uses the Rust interface.
 pub fn entered() -> Option<&'static str> {
     ENTERED.get()
 }
@@ -35,7 +35,7 @@ mod tests {
         assert_eq!(entered(), None);
         let outer = enter("outer");
         {
-            // From a callback, say.
+            // For example, from a callback.
             let _inner = enter("inner");
             assert_eq!(entered(), Some("inner"));
         }

@@ -13,7 +13,7 @@ fn text(name: &str) -> Option<String> {
         .filter(|s| !s.is_empty())
 }
 
-/// Whether a switch of the hub's programs is on.
+/// Whether a boolean variable of the Hugging Face tools is set.
 fn is_on(name: &str) -> bool {
     text(name).is_some_and(|s| {
         ["1", "on", "yes", "true"]
@@ -22,31 +22,31 @@ fn is_on(name: &str) -> bool {
     })
 }
 
-/// The bytes of a variable, which need not be UTF-8 where it is a path, without blanks around them.
+/// The bytes of a variable without surrounding blanks; a path need not be UTF-8.
 fn bytes(name: &str) -> Option<Vec<u8>> {
     let value = std::env::var_os(name)?.into_vec();
     let value = value.trim_ascii();
     (!value.is_empty()).then(|| value.to_vec())
 }
 
-/// A path as it stands.
+/// A path, unexpanded.
 fn plain_path(name: &str) -> Option<PathBuf> {
     bytes(name).map(|path| PathBuf::from(OsString::from_vec(path)))
 }
 
-/// A path, in which `~` at the start is the user's folder and `$NAME` or `${NAME}` another variable: configuration files and
-/// containers set variables without a shell that would replace them.
+/// A path, with `~` at the start expanded to the user's folder, and `$NAME` or `${NAME}` to another variable: configuration files and
+/// containers set variables without a shell that would expand them.
 fn path(name: &str) -> Option<PathBuf> {
     bytes(name).map(|path| expanded(&path, bytes))
 }
 
-/// A file as it is named at a shell, where no shell has seen the name: with `~` and variables replaced.
+/// A file name typed in a program rather than at a shell, with `~` and variables expanded.
 pub fn shell_path(name: &str) -> PathBuf {
     expanded(name.as_bytes(), bytes)
 }
 
-/// Replaces `~` and variables as Python's `expanduser` and `expandvars` do, so that other programs find the same folder. What
-/// is not set stays as it stands.
+/// Expands `~` and variables as Python's `expanduser` and `expandvars` do, so that all programs find the same folder. Unset variables stay
+/// unexpanded.
 fn expanded(path: &[u8], variable: impl Fn(&str) -> Option<Vec<u8>>) -> PathBuf {
     let mut out = Vec::new();
     let mut rest = path;
@@ -81,17 +81,17 @@ fn expanded(path: &[u8], variable: impl Fn(&str) -> Option<Vec<u8>>) -> PathBuf 
     PathBuf::from(OsString::from_vec(out))
 }
 
-/// The user's folder for caches: `XDG_CACHE_HOME`, or `.cache` in the home folder.
+/// The user's cache folder: `XDG_CACHE_HOME`, or `.cache` in the home folder.
 fn caches() -> Option<PathBuf> {
     path("XDG_CACHE_HOME").or_else(|| Some(plain_path("HOME")?.join(".cache")))
 }
 
-/// The user's folder for what programs keep from one run to the next: `XDG_STATE_HOME`, or `.local/state` in the home folder.
+/// The user's state folder: `XDG_STATE_HOME`, or `.local/state` in the home folder.
 pub fn state() -> Option<PathBuf> {
     path("XDG_STATE_HOME").or_else(|| Some(plain_path("HOME")?.join(".local/state")))
 }
 
-/// `NO_COLOR`: whether output is to be without colours and other emphasis.
+/// `NO_COLOR`: whether output should have no colours and other emphasis.
 pub fn no_color() -> bool {
     text("NO_COLOR").is_some()
 }
@@ -115,8 +115,7 @@ pub fn threads() -> Result<Option<usize>> {
     }
 }
 
-/// `TS_Q4_DISABLE_UM`, which TorchSharp.Q4.Extension reads too: whether managed (unified) memory is switched off, as `1`,
-/// `true` or `yes` say.
+/// `TS_Q4_DISABLE_UM`, shared with TorchSharp.Q4.Extension: whether managed (unified) memory is disabled, by `1`, `true` or `yes`.
 pub fn managed_memory_is_off() -> bool {
     text("TS_Q4_DISABLE_UM").is_some_and(|s| {
         ["1", "true", "yes"]
@@ -137,21 +136,21 @@ pub fn required_capabilities() -> Vec<String> {
         .unwrap_or_default()
 }
 
-/// `NVFP4_LONG`: whether tests run their long loops whole, as `tests/run.sh --long` has them.
+/// `NVFP4_LONG`: whether tests run their long loops in full, as under `tests/run.sh --long`.
 pub fn tests_are_long() -> bool {
     text("NVFP4_LONG").is_some_and(|s| s != "0")
 }
 
-/// `HF_TOKEN`, or `HUGGING_FACE_HUB_TOKEN` as it was called before: the access token for the Hugging Face hub, and the
-/// variable that has it.
+/// `HF_TOKEN`, or its former name `HUGGING_FACE_HUB_TOKEN`: the access token for the Hugging Face hub, with the name of the variable that
+/// has it.
 pub fn hf_token() -> Option<(String, &'static str)> {
     ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"]
         .into_iter()
         .find_map(|name| Some((text(name)?, name)))
 }
 
-/// The file that holds the access token where no variable does: `HF_TOKEN_PATH`, or `token` in [`hf_home`]. `None` where
-/// `HF_HUB_DISABLE_IMPLICIT_TOKEN` says not to look.
+/// The file with the access token, if no variable has it: `HF_TOKEN_PATH`, or `token` in [`hf_home`]. `None` if
+/// `HF_HUB_DISABLE_IMPLICIT_TOKEN` is set.
 pub fn hf_token_path() -> Option<PathBuf> {
     if is_on("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
         return None;
@@ -159,33 +158,33 @@ pub fn hf_token_path() -> Option<PathBuf> {
     path("HF_TOKEN_PATH").or_else(|| Some(hf_home()?.join("token")))
 }
 
-/// `HF_ENDPOINT`: the address of the hub or of a mirror of it.
+/// `HF_ENDPOINT`: the address of the hub or of a mirror.
 pub fn hf_endpoint() -> Option<String> {
     text("HF_ENDPOINT")
 }
 
-/// The folder of what belongs to the hub: `HF_HOME`, or `huggingface` in the user's folder for caches.
+/// The hub's folder: `HF_HOME`, or `huggingface` in the user's cache folder.
 pub fn hf_home() -> Option<PathBuf> {
     path("HF_HOME").or_else(|| Some(caches()?.join("huggingface")))
 }
 
-/// The folder of models fetched from the hub, shared with all programs that fetch from it: `HF_HUB_CACHE` (before:
-/// `HUGGINGFACE_HUB_CACHE`), or `hub` in [`hf_home`].
+/// The folder of models from the hub, shared by all programs that use it: `HF_HUB_CACHE` (formerly `HUGGINGFACE_HUB_CACHE`), or `hub` in
+/// [`hf_home`].
 pub fn hf_hub_cache() -> Option<PathBuf> {
     path("HF_HUB_CACHE")
         .or_else(|| path("HUGGINGFACE_HUB_CACHE"))
         .or_else(|| Some(hf_home()?.join("hub")))
 }
 
-/// The variable, `HF_HUB_OFFLINE` or `TRANSFORMERS_OFFLINE`, that forbids requests to the hub, if one does.
+/// The variable that forbids requests to the hub, if one is set: `HF_HUB_OFFLINE` or `TRANSFORMERS_OFFLINE`.
 pub fn hf_offline() -> Option<&'static str> {
     ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"]
         .into_iter()
         .find(|name| is_on(name))
 }
 
-/// The address of the proxy for requests of `scheme` (`http` or `https`): `http_proxy`, `https_proxy`, or `all_proxy` for both,
-/// in small or capital letters as other programs read them. What is excepted is [`proxy_exceptions`].
+/// The proxy for requests of `scheme` (`http` or `https`): `http_proxy`, `https_proxy`, or `all_proxy` for both, in lower or upper case as
+/// in other programs. [`proxy_exceptions`] lists the exceptions.
 pub fn proxy(scheme: &str) -> Option<String> {
     let own = format!("{scheme}_proxy");
     [own.as_str(), "all_proxy"]
@@ -198,13 +197,13 @@ pub fn proxy_exceptions() -> Option<String> {
     text("no_proxy").or_else(|| text("NO_PROXY"))
 }
 
-/// `NVFP4_NVRTC`: the library that compiles GPU kernels, where the loader does not find it.
+/// `NVFP4_NVRTC`: the library that compiles GPU kernels, if the loader does not find it.
 pub fn nvrtc() -> Option<PathBuf> {
     plain_path("NVFP4_NVRTC")
 }
 
-/// Where compiled GPU kernels are kept: `NVFP4_CACHE`, or `nvfp4` in the user's folder for caches. `None` where there is no
-/// such folder, or `NVFP4_CACHE` is `off`.
+/// The cache folder of compiled GPU kernels: `NVFP4_CACHE`, or `nvfp4` in the user's cache folder. `None` if there is no such folder, or
+/// `NVFP4_CACHE` is `off`.
 pub fn kernel_cache() -> Option<PathBuf> {
     match plain_path("NVFP4_CACHE") {
         Some(path) if path == Path::new("off") => None,

@@ -1,5 +1,5 @@
-//! The one error type. A kind decides the status number that C sees; the message says what was wrong, with the offending
-//! values and names, and what would be right. Messages are one line and never carry host addresses.
+//! The one error type. Its kind determines the status number in C; its message says what was wrong, with the offending values and names,
+//! and what would be right. Messages are one line and never carry host addresses.
 
 use std::fmt;
 
@@ -8,8 +8,8 @@ pub type Result<T> = std::result::Result<T, Error>;
 
 macro_rules! kinds {
     ($($(#[doc = $doc:literal])+ $name:ident = $status:literal, $c_name:literal;)+) => {
-        /// What went wrong, coarsely. This table is the only place where a kind, its status number and its C name meet;
-        /// numbers are never reused.
+        /// Coarse category of an error. This table is the only place where a kind, its status number and its C name meet; numbers are never
+        /// reused.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum ErrorKind { $($(#[doc = $doc])+ $name,)+ }
@@ -60,7 +60,7 @@ kinds! {
     Internal = 15, "INTERNAL";
 }
 
-/// Why no file is read from a path: what is there, "a FIFO or pipe" for one.
+/// The reason for refusing a path that is no regular file: what it is, for example "a FIFO or pipe".
 #[derive(Debug, thiserror::Error)]
 #[error("it is {0}, not a regular file")]
 pub(super) struct NotAFile(pub(super) &'static str);
@@ -74,7 +74,7 @@ pub struct Error {
 }
 
 impl Error {
-    /// An error of `kind` with `message`; line breaks in the message become spaces.
+    /// Creates an error. Line breaks in the message become spaces.
     pub fn new(kind: ErrorKind, message: impl fmt::Display) -> Self {
         let mut message = message.to_string();
         if message.contains(['\n', '\r']) {
@@ -88,7 +88,7 @@ impl Error {
         Error { kind, message }
     }
 
-    /// What went wrong, coarsely.
+    /// The category of the error.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
@@ -98,7 +98,7 @@ impl Error {
         &self.message
     }
 
-    /// The same error with `context` and a colon before its message: which file, which tensor.
+    /// The error with `context` and a colon before its message, for example the file or the tensor.
     pub fn within(self, context: impl fmt::Display) -> Self {
         Error::new(self.kind, format_args!("{context}: {}", self.message))
     }
@@ -136,7 +136,7 @@ macro_rules! bail {
 
 pub use crate::{bail, err};
 
-/// Test support: demands an error of `kind` whose message has these `words`.
+/// Test helper: requires an error of `kind` whose message contains all `words`.
 #[cfg(test)]
 #[track_caller]
 pub(crate) fn expect_kind<T>(result: Result<T>, kind: ErrorKind, words: &str) {

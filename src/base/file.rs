@@ -1,5 +1,5 @@
-//! Files. To read: regular ones only, as anything else may block for ever or never end. To write: a file that appears whole or not at
-//! all, written without a name, or under a temporary one beside its place, synced, then put in its place.
+//! File access. Reads only regular files, because others may block forever or never end. Writes files that appear whole or not at all:
+//! unnamed, or under a temporary name beside their place, then synced and moved into place.
 
 use std::ffi::CString;
 use std::fs::{self, File, Metadata, OpenOptions};
@@ -16,12 +16,12 @@ use super::error::{Error, NotAFile, bail};
 use super::leftover::Leftover;
 use super::threads;
 
-/// The most links that lead from one to another; as many as Linux follows.
+/// The longest chain of links that is followed, as on Linux.
 const MOST_LINKS: usize = 40;
 /// Bytes copied at a time.
 const PIECE: usize = 1 << 20;
 
-/// An error unless this is a regular file.
+/// Fails unless this is a regular file.
 fn regular(there: &Metadata) -> io::Result<()> {
     let kind = there.file_type();
     let what = match kind {
@@ -34,12 +34,11 @@ fn regular(there: &Metadata) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::InvalidInput, NotAFile(what)))
 }
 
-/// Opens a regular file to read. Anything else is refused at once: opening a FIFO waits for its writer, and a device may have no
-/// end.
+/// Opens a regular file for reading. Refuses anything else at once: opening a FIFO waits for its writer, and a device may have no end.
 pub fn open(path: &Path) -> io::Result<File> {
-    // Opening some devices has effects, so that the path is asked first.
+    // Opening some devices has side effects, so the path is examined first.
     regular(&fs::metadata(path)?)?;
-    // A FIFO may have taken the place of the file meanwhile; without this flag opening it would wait.
+    // A FIFO may have replaced the file meanwhile; without this flag, opening it would wait.
     let file = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NONBLOCK)
@@ -48,7 +47,7 @@ pub fn open(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// The content of a regular file. As [`open`].
+/// The content of a regular file, opened as by [`open`].
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     let mut file = open(path)?;
     let mut content = Vec::new();
@@ -56,12 +55,12 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     Ok(content)
 }
 
-/// The content of a regular file that is UTF-8. As [`open`].
+/// The UTF-8 content of a regular file, opened as by [`open`].
 pub fn read_to_string(path: &Path) -> io::Result<String> {
     String::from_utf8(read(path)?).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))
 }
 
-/// Whether there is a regular file at `path`; an error if there is something else.
+/// Whether a regular file exists at `path`; fails if something else does.
 pub fn exists(path: &Path) -> io::Result<bool> {
     match fs::metadata(path) {
         Ok(there) => regular(&there).map(|()| true),
@@ -70,12 +69,12 @@ pub fn exists(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// Calls `write`, which may reach the limit that a process has on the size of its files. The system then sends SIGXFSZ, which ends
-/// a process by default; here the error is enough.
+/// Calls `write`, which may reach the process's limit on file sizes. The system then sends SIGXFSZ, which by default ends the process; here
+/// only the error is returned.
 pub fn within_limit<T>(write: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     let is_pending = || {
         let mut pending = MaybeUninit::uninit();
-        // SAFETY: the call fills the set that is then looked at.
+        // SAFETY: the call fills the set before it is examined.
         unsafe {
             libc::sigpending(pending.as_mut_ptr());
             libc::sigismember(pending.as_ptr(), libc::SIGXFSZ) == 1
@@ -83,7 +82,7 @@ pub fn within_limit<T>(write: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     };
     let mut limit = MaybeUninit::uninit();
     let mut before = MaybeUninit::uninit();
-    // SAFETY: sets of this frame, filled before they are used; the thread's own comes back, also after a panic.
+    // SAFETY: the sets are in this frame and filled before use. The thread's own set is restored, also after a panic.
     unsafe {
         libc::sigemptyset(limit.as_mut_ptr());
         libc::sigaddset(limit.as_mut_ptr(), libc::SIGXFSZ);
@@ -100,7 +99,7 @@ pub fn within_limit<T>(write: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     }
 }
 
-/// `path`, or the nearest folder above that exists.
+/// `path`, or its nearest existing ancestor.
 pub(super) fn nearest(path: &Path) -> &Path {
     path.ancestors()
         .find(|p| p.exists())
@@ -108,7 +107,7 @@ pub(super) fn nearest(path: &Path) -> &Path {
         .unwrap_or(Path::new("."))
 }
 
-/// Bytes that the file system has left at `path`, or at the nearest folder above that exists.
+/// Free bytes of the file system at `path`, or at its nearest existing ancestor.
 pub fn free_space(path: &Path) -> Result<u64> {
     let failed = |e| Error::io(format_args!("asking for the room at {}", path.display()), e);
     let name = c_path(nearest(path)).map_err(failed)?;
@@ -121,8 +120,8 @@ pub fn free_space(path: &Path) -> Result<u64> {
     Ok(u64::from(info.f_bavail).saturating_mul(u64::from(info.f_frsize)))
 }
 
-/// Makes a system call that gives 0 if it succeeds, with signals blocked so that none interrupts it. Some calls start over when
-/// they are interrupted, so trying again might never end.
+/// Makes a system call that returns 0 on success, with signals blocked so that none interrupts it. Some calls start over when interrupted,
+/// so retrying might never end.
 fn uninterrupted(call: impl FnOnce() -> libc::c_int) -> io::Result<()> {
     threads::without_signals(|| match call() {
         0 => Ok(()),
@@ -130,27 +129,27 @@ fn uninterrupted(call: impl FnOnce() -> libc::c_int) -> io::Result<()> {
     })
 }
 
-/// A file not yet in its place. Dropping it uncommitted leaves nothing of it. Where the system knows files without a name,
-/// neither does anything that ends the process.
+/// A file that is not in its place yet. Dropping it without a commit removes it. On systems with unnamed files, the end of the process
+/// removes it too.
 pub struct Temporary {
     file: File,
-    /// `None` for a file without a name.
+    /// Temporary name; `None` for an unnamed file.
     name: Option<Leftover>,
     place: PathBuf,
-    /// The file that it replaces.
+    /// Metadata of the file that it replaces.
     old: Option<Metadata>,
 }
 
 impl Temporary {
-    /// Creates the temporary file for `place` with `len` bytes of space reserved, so that a disk that is too small is found
-    /// out before the work rather than after it. A regular file there will be replaced, and keeps its mode, and its owner where
-    /// the system allows that; a link stays, and what it leads to is replaced. Anything else is refused.
+    /// Creates the temporary file for `place` with `len` bytes of space reserved, so that a full disk is noticed before the work rather
+    /// than after it. A regular file at `place` will be replaced; the new file gets its mode, and its owner if the system allows it. Of a
+    /// link, the target is replaced. Anything else is refused.
     pub fn create(place: &Path, len: u64) -> Result<Self> {
         let (place, old) = replaced(place)?;
         Self::create_for(folder_of(&place), &place, old, len)
     }
 
-    /// As [`Temporary::create`], for a `place` in a folder that is yet to be made on the file system of `folder`.
+    /// As [`Temporary::create`], for a `place` in a folder that will be created on the file system of `folder`.
     pub(super) fn create_in(folder: &Path, place: &Path, len: u64) -> Result<Self> {
         Self::create_for(folder, place, None, len)
     }
@@ -158,7 +157,7 @@ impl Temporary {
     fn create_for(folder: &Path, place: &Path, old: Option<Metadata>, len: u64) -> Result<Self> {
         let (file, name) = match nameless(folder) {
             Some(file) => (file, None),
-            // Reached too where the folder takes no files at all, which is the error then.
+            // Also reached if the folder accepts no files at all; that is then the error.
             None => named(folder, place)
                 .map(|(file, name)| (file, Some(name)))
                 .map_err(|e| Error::io(format_args!("creating {}", place.display()), e))?,
@@ -169,14 +168,14 @@ impl Temporary {
             place: place.to_owned(),
             old,
         };
-        // Before there is any content that others might read.
+        // Set before the file has content that others might read.
         new.take_over(&new.file)
             .map_err(|e| new.failed("setting the mode of", e))?;
         new.reserve(len)?;
         Ok(new)
     }
 
-    /// The error of an action on this file, under the name it is to have.
+    /// The error of an action on this file, named by its final path.
     fn failed(&self, action: &str, error: io::Error) -> Error {
         Error::io(format_args!("{action} {}", self.place.display()), error)
     }
@@ -201,7 +200,7 @@ impl Temporary {
             let Err(error) = reserved else {
                 return Ok(());
             };
-            // File systems that cannot reserve say so; there a full disk shows only when it is full.
+            // File systems that cannot reserve space say so; there a full disk shows up only when it is full.
             if error.raw_os_error() != Some(libc::EOPNOTSUPP) {
                 return Err(self.failed("reserving space for", error));
             }
@@ -215,35 +214,35 @@ impl Temporary {
             .map_err(|e| self.failed("writing", e))
     }
 
-    /// The file with all of its content.
+    /// Writes the complete content.
     pub fn filled(self, content: &[u8]) -> Result<Self> {
         self.write_at(content, 0)?;
         self.sync()?;
         Ok(self)
     }
 
-    /// Waits until what was written is on the disk.
+    /// Waits until the content is on disk.
     pub fn sync(&self) -> Result<()> {
         self.file.sync_all().map_err(|e| self.failed("syncing", e))
     }
 
-    /// Puts the file in its place. It must have been synced.
+    /// Moves the file into place. It must have been synced.
     pub fn commit(self) -> Result<()> {
         self.put(&self.place)
     }
 
-    /// Puts the file at `place`, in the same folder, instead of where it was to go: for names that come from the content.
+    /// Moves the file to `place` in the same folder instead, for names derived from the content.
     pub fn commit_to(mut self, place: &Path) -> Result<()> {
         self.place = place.to_owned();
         self.commit()
     }
 
-    /// Puts the file into `folder`, which is to become the folder of its place.
+    /// Moves the file into `folder`, which will become the folder of its place.
     pub(super) fn commit_into(self, folder: &Path) -> Result<()> {
         self.put(&folder.join(self.place.file_name().unwrap_or_default()))
     }
 
-    /// Gives `file`, which holds nothing yet, the mode and the owner of the file that it replaces.
+    /// Gives the still empty `file` the mode and the owner of the file that it replaces.
     fn take_over(&self, file: &File) -> io::Result<()> {
         let Some(old) = &self.old else {
             return Ok(());
@@ -253,20 +252,20 @@ impl Temporary {
         let is_same = (new.uid(), new.gid()) == (old.uid(), old.gid());
         let keeps_group =
             is_same || owned(Some(old.uid()), Some(old.gid())) || owned(None, Some(old.gid()));
-        // As after a write in its place, which takes away the right to run as its owner.
+        // Without setuid and setgid bits, as after a write in place.
         let mut mode = old.mode() & 0o777;
         if !keeps_group {
-            // Another group gets no more rights than everybody has.
+            // A different group gets no more rights than others have.
             mode &= 0o707 | (mode & 0o007) << 3;
         }
-        // Some file systems have one mode for all files, and refuse to set any.
+        // Some file systems have one mode for all files, and refuse to change it.
         if file.metadata()?.mode() & 0o777 == mode {
             return Ok(());
         }
         file.set_permissions(fs::Permissions::from_mode(mode))
     }
 
-    /// Puts a copy of a file without a name at `path`.
+    /// Copies an unnamed file to `path`.
     fn copy_to(&self, folder: &Path, path: &Path) -> io::Result<()> {
         let (copy, name) = named(folder, path)?;
         self.take_over(&copy)?;
@@ -292,12 +291,12 @@ impl Temporary {
         let put = match &self.name {
             Some(name) => fs::rename(name.path(), path),
             None => match link(&self.file, path) {
-                // A link replaces nothing; a new name for a file does.
+                // A link cannot replace a file; renaming can.
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
                     Leftover::make(folder, path, |other| link(&self.file, other))
                         .and_then(|((), other)| fs::rename(other.path(), path))
                 }
-                // A sandbox, or the file system, does not allow links.
+                // A sandbox or the file system forbids links.
                 Err(e) if is_refused(&e) => self.copy_to(folder, path),
                 linked => linked,
             },
@@ -307,7 +306,7 @@ impl Temporary {
     }
 }
 
-/// The file that is written for `place`, and what is there already: links are followed.
+/// The path that is written for `place` after following links, and the metadata of an existing file.
 fn replaced(place: &Path) -> Result<(PathBuf, Option<Metadata>)> {
     let finding = |e| Error::io(format_args!("finding {}", place.display()), e);
     if place.file_name().is_none() || place.is_dir() {
@@ -351,14 +350,14 @@ fn replaced(place: &Path) -> Result<(PathBuf, Option<Metadata>)> {
     }
 }
 
-/// A file under a temporary name in `folder`, for `place`.
+/// Creates a file in `folder` under a temporary name derived from `place`.
 fn named(folder: &Path, place: &Path) -> io::Result<(File, Leftover)> {
     Leftover::make(folder, place, |path| {
         OpenOptions::new().write(true).create_new(true).open(path)
     })
 }
 
-/// Whether naming a file without a name is refused for good, rather than for want of room.
+/// Whether naming an unnamed file is impossible, rather than failing for lack of space.
 fn is_refused(error: &io::Error) -> bool {
     matches!(
         error.raw_os_error(),
@@ -375,8 +374,8 @@ fn is_refused(error: &io::Error) -> bool {
     )
 }
 
-/// A file in `folder` without a name, which is gone with the process. `None` where the system knows no such files, or cannot
-/// name them in the end.
+/// Creates an unnamed file in `folder`, which disappears with the process. `None` if the system has no unnamed files, or cannot name them
+/// later.
 #[cfg(target_os = "linux")]
 fn nameless(folder: &Path) -> Option<File> {
     let file = OpenOptions::new()
@@ -388,18 +387,18 @@ fn nameless(folder: &Path) -> Option<File> {
     entrance(&file).exists().then_some(file)
 }
 
-/// As on Linux, but no other system has them.
+/// Other systems have no unnamed files.
 #[cfg(not(target_os = "linux"))]
 fn nameless(_: &Path) -> Option<File> {
     None
 }
 
-/// The path of an open file under `/proc`, which exists if that is mounted.
+/// The path of an open file under `/proc`, which must be mounted.
 fn entrance(file: &File) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
-/// Gives a file without a name the name `path`, which nothing may have.
+/// Gives an unnamed file the name `path`, which must be free.
 fn link(file: &File, path: &Path) -> io::Result<()> {
     let (from, to) = (c_path(&entrance(file))?, c_path(path)?);
     // SAFETY: both names end with a zero byte and live through the call.
@@ -423,7 +422,7 @@ pub(super) fn c_path(path: &Path) -> io::Result<CString> {
         .map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))
 }
 
-/// The folder that `place` lies in.
+/// The folder of `place`.
 pub(crate) fn folder_of(place: &Path) -> &Path {
     match place.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
@@ -431,14 +430,14 @@ pub(crate) fn folder_of(place: &Path) -> &Path {
     }
 }
 
-/// Waits until the names in `folder` are on the disk.
+/// Waits until the names in `folder` are on disk.
 pub(super) fn sync_folder(folder: &Path) -> Result<()> {
     File::open(folder)
         .and_then(|d| d.sync_all())
         .map_err(|e| Error::io(format_args!("syncing {}", folder.display()), e))
 }
 
-/// Writes a small file in one go, but does not put it in its place yet.
+/// Writes a small file completely, without moving it into place.
 pub fn stage(place: &Path, content: &[u8]) -> Result<Temporary> {
     Temporary::create(place, 0)?.filled(content)
 }
@@ -447,12 +446,12 @@ pub fn stage(place: &Path, content: &[u8]) -> Result<Temporary> {
 mod tests {
     use super::*;
 
-    /// The other side of the test below, which runs it in a process of its own.
+    /// The child process of the test below.
     #[test]
     #[ignore = "run by signals_do_not_end_a_reservation"]
     fn reserve_under_signals() {
         extern "C" fn ignore(_: libc::c_int) {}
-        // On a file system in memory the reservation takes its time, and begins anew when it is interrupted.
+        // On a file system in memory the reservation takes time, and starts over when interrupted.
         let place = PathBuf::from(format!("/dev/shm/nvfp4-file-{}", std::process::id()));
         let interval = libc::timeval {
             tv_sec: 0,
@@ -462,7 +461,7 @@ mod tests {
             it_interval: interval,
             it_value: interval,
         };
-        // SAFETY: a handler that does nothing, installed without flags, and a timer of this process alone.
+        // SAFETY: the handler does nothing and has no flags, and the timer belongs to this process.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = ignore as extern "C" fn(libc::c_int) as usize;

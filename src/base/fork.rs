@@ -1,5 +1,5 @@
-//! Processes that fork. A child has the memory of its parent and one thread of it: threads that worked for the parent are gone,
-//! and what they had locked stays locked. Here is how the rest of the library finds that out.
+//! Support for forking processes. A child has its parent's memory but only one of its threads: the parent's worker threads are gone, and
+//! their locks stay locked. The rest of the library detects forks here.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -9,9 +9,9 @@ use std::sync::{Mutex, Once, PoisonError, RwLock};
 
 use super::alloc;
 
-/// A lock that is held while the process forks, so that no other thread holds it then.
+/// A lock that is held while the process forks, so that no other thread holds it at that moment.
 pub trait Held: Sync {
-    /// Takes it, until what is returned is dropped.
+    /// Takes the lock until the result is dropped.
     fn hold(&'static self) -> Box<dyn Any>;
 }
 
@@ -31,8 +31,8 @@ static GENERATION: AtomicU32 = AtomicU32::new(0);
 static LOCKS: Mutex<Vec<&'static dyn Held>> = Mutex::new(Vec::new());
 
 thread_local! {
-    /// What the thread that is forking holds meanwhile.
-    /// Empty but for that time, so that a thread's end need not drop it: see `abi::guard` on destructors of threads.
+    /// Locks that the forking thread holds during a fork.
+    /// Empty at all other times, so that a thread's end need not drop it: see `abi::guard` on thread destructors.
     static HELD: RefCell<ManuallyDrop<Vec<Box<dyn Any>>>> =
         const { RefCell::new(ManuallyDrop::new(Vec::new())) };
 }
@@ -43,13 +43,13 @@ extern "C" fn before() {
         held.extend(locks.iter().map(|lock| lock.hold()));
         held.push(Box::new(locks));
     });
-    // The last one: taking the others may allocate.
+    // This one comes last, because taking the others may allocate.
     alloc::hold();
 }
 
 extern "C" fn after() {
     alloc::let_go();
-    // Without memory of its own there is nothing to give back at the thread's end.
+    // Left without heap memory, so that nothing has to be freed at the thread's end.
     HELD.with_borrow_mut(|held| drop(std::mem::take(&mut **held)));
 }
 
@@ -61,18 +61,18 @@ extern "C" fn after_in_child() {
 fn watch() {
     static WATCHED: Once = Once::new();
     WATCHED.call_once(|| {
-        // SAFETY: the functions stay: the library is never unloaded. It fails for want of memory only; forks then go unnoticed.
+        // SAFETY: the functions stay, because the library is never unloaded. It fails only for lack of memory; forks then go undetected.
         unsafe { libc::pthread_atfork(Some(before), Some(after), Some(after_in_child)) };
     });
 }
 
-/// A number that differs between a process and its children. What stores it can tell later whether it has come through a fork.
+/// A number that differs between a process and its children. A stored value shows later whether a fork has happened.
 pub fn generation() -> u32 {
     watch();
     GENERATION.load(Ordering::Relaxed)
 }
 
-/// From now on, forks happen while no other thread has one of `locks`. They are taken in this order.
+/// From now on, no other thread holds any of `locks` during a fork. They are taken in this order.
 pub fn keep_whole(locks: &[&'static dyn Held]) {
     watch();
     let mut all = LOCKS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -83,9 +83,9 @@ pub fn keep_whole(locks: &[&'static dyn Held]) {
 mod tests {
     use super::*;
 
-    /// Forks; the child ends with what `child` says, and has 20 seconds to say it.
+    /// Forks. The child exits with the result of `child`, and has 20 seconds for it.
     fn forked(child: impl FnOnce() -> bool) -> bool {
-        // SAFETY: the child runs `child` and leaves without running anything of the parent's.
+        // SAFETY: the child runs `child` and exits without running any of the parent's code.
         unsafe {
             match libc::fork() {
                 0 => {

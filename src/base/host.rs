@@ -1,6 +1,6 @@
 //! The name of this machine, for messages and file names.
 
-/// The name of this machine, as much of it as letters, digits, dots and dashes are; `localhost` if it has none.
+/// The name of this machine, reduced to letters, digits, dots and dashes; `localhost` if nothing is left.
 pub fn host_name() -> String {
     let mut name = [0u8; 256];
     // SAFETY: the call fills at most as many bytes as the array has.

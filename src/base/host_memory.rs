@@ -1,9 +1,9 @@
-//! Memory that the system lets this process have: that of the machine, or less where a control group limits it. The only place that
-//! reads it; what the library itself has taken is counted in [`memory`](super::memory).
+//! Memory available to this process: the machine's, or less if a control group limits it. The only reader of these values;
+//! [`memory`](super::memory) counts the library's own use.
 //!
-//! A limit may stand at any group from the process's own up to the root, in either version of control groups, and the root of the
-//! hierarchy may be mounted anywhere or not at all: a container often sees its own group alone. `/proc/self/cgroup` names the group,
-//! `/proc/self/mountinfo` says where it is.
+//! Any group from the process's own up to the root may have a limit, in either version of control groups. The root of the hierarchy may be
+//! mounted anywhere or not at all: a container often sees only its own group. `/proc/self/cgroup` names the group, and
+//! `/proc/self/mountinfo` gives its location.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -12,27 +12,27 @@ use std::path::{Component, Path, PathBuf};
 
 use serde::Serialize;
 
-/// A limit of a control group.
+/// The limit of a control group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Limit {
-    /// Bytes that the processes of the group may take together.
+    /// Upper limit of bytes for all processes of the group together.
     pub bytes: u64,
-    /// The file that says so.
+    /// The file that holds the limit.
     pub file: String,
 }
 
-/// Memory for this process.
+/// Memory available to this process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct HostMemory {
-    /// Bytes for all processes: of the machine, or of the strictest limit if that is less.
+    /// Total bytes: those of the machine, or of the strictest limit if that is lower.
     pub total: u64,
-    /// Bytes of these that nobody uses now. File caches that can be dropped count as unused.
+    /// Unused bytes. File caches that can be dropped count as unused.
     pub available: u64,
-    /// The strictest limit, where one is below the machine's memory.
+    /// The strictest limit, if one is below the machine's memory.
     pub limit: Option<Limit>,
 }
 
-/// Reads it from the system. `None` where that does not tell.
+/// Reads the values from the system. `None` if it does not provide them.
 pub fn read() -> Option<HostMemory> {
     read_at(Path::new("/")).or_else(|| {
         let total = physical()?;
@@ -57,7 +57,7 @@ fn physical() -> Option<u64> {
         .checked_mul(u64::try_from(page).ok()?)
 }
 
-/// Reads it from a system whose files stand below `root`.
+/// Reads the values from a system whose files are below `root`.
 fn read_at(root: &Path) -> Option<HostMemory> {
     let meminfo = fs::read(root.join("proc/meminfo")).ok()?;
     let kib = |name| value(&meminfo, name)?.checked_mul(1024);
@@ -82,10 +82,10 @@ fn read_at(root: &Path) -> Option<HostMemory> {
     Some(memory)
 }
 
-/// A control group that this process is in, itself or by a group below.
+/// A control group that this process belongs to, directly or through a subgroup.
 struct Level {
     limit: Option<Limit>,
-    /// Bytes in use, less what the system drops first.
+    /// Bytes in use, without what the system drops first.
     used: u64,
 }
 
@@ -96,15 +96,15 @@ enum Version {
     Two,
 }
 
-/// Where a hierarchy is mounted.
+/// Mount point of a hierarchy.
 struct Mount {
     version: Version,
-    /// The group that is mounted, as `/proc/self/cgroup` would name it.
+    /// The group that is mounted, as `/proc/self/cgroup` names it.
     group: PathBuf,
     at: PathBuf,
 }
 
-/// The process's groups, those above before those below: of equal limits the one that was set counts, not what statistics make of it.
+/// The process's groups, from the root downwards. Among equal limits a configured one counts, not one derived from statistics.
 fn levels(root: &Path) -> Vec<Level> {
     let read = |path: &str| fs::read(root.join(path)).unwrap_or_default();
     let (groups, mounts) = (read("proc/self/cgroup"), read("proc/self/mountinfo"));
@@ -114,7 +114,7 @@ fn levels(root: &Path) -> Vec<Level> {
             continue;
         };
         let top = root.join(mount.at.strip_prefix("/").unwrap_or(&mount.at));
-        // A group that is not below the mounted one cannot be reached there; the mounted one is the closest.
+        // A group outside the mounted one cannot be reached there; the mounted one is the closest.
         let below = match group.strip_prefix(&mount.group) {
             Ok(below)
                 if below
@@ -145,14 +145,14 @@ fn level(folder: &Path, version: Version, is_own: bool) -> Level {
     };
     let stat = read("memory.stat");
     let (limits, used, cache) = match version {
-        // Passing `high` does not end a process, it stops it nearly for ever.
+        // Exceeding `high` does not end a process, but throttles it almost to a halt.
         Version::Two => (
             [limit("memory.max"), limit("memory.high")],
             "memory.current",
             "inactive_file",
         ),
-        // Groups above count only where they are told to. The group's own statistics say the strictest limit of all that count, of
-        // those too that are not mounted.
+        // Ancestors count only if hierarchical accounting is on. The group's own statistics give the strictest limit of all that count,
+        // including unmounted ones.
         Version::One => {
             let counts = is_own || number("memory.use_hierarchy") != Some(0);
             let above = value(&stat, "hierarchical_memory_limit").map(|bytes| Limit {
@@ -178,7 +178,7 @@ fn level(folder: &Path, version: Version, is_own: bool) -> Level {
 }
 
 impl Mount {
-    /// A line of mountinfo, if it is of a hierarchy that limits memory.
+    /// Parses a line of mountinfo; `None` unless its hierarchy limits memory.
     fn parse(line: &[u8]) -> Option<Mount> {
         let fields: Vec<&[u8]> = line.split(|&byte| byte == b' ').collect();
         let dash = fields.iter().position(|&field| field == b"-")?;
@@ -196,7 +196,7 @@ impl Mount {
     }
 }
 
-/// The group that a line of `/proc/self/cgroup` names, if it is of the hierarchy that limits memory in this version.
+/// The group in a line of `/proc/self/cgroup`, if its hierarchy limits memory in this version.
 fn group_of(line: &[u8], version: Version) -> Option<&Path> {
     let mut fields = line.splitn(3, |&byte| byte == b':');
     let (number, controllers) = (fields.next()?, fields.next()?);
@@ -209,7 +209,7 @@ fn group_of(line: &[u8], version: Version) -> Option<&Path> {
     is_meant.then_some(Path::new(OsStr::from_bytes(fields.next()?)))
 }
 
-/// A path of mountinfo, which has some characters as `\` and three octal digits.
+/// Unescapes a path of mountinfo, which has some characters as `\` and three octal digits.
 fn unescaped(field: &[u8]) -> PathBuf {
     let mut path = Vec::with_capacity(field.len());
     let mut rest = field;
@@ -243,7 +243,7 @@ fn first_number(text: &[u8]) -> Option<u64> {
         .ok()
 }
 
-/// The number after `name` in a file with one name and number a line.
+/// The number after `name`, in a file with one name and number per line.
 fn value(text: &[u8], name: &str) -> Option<u64> {
     let after = |line: &[u8]| -> Option<u64> {
         let rest = line.strip_prefix(name.as_bytes())?;
@@ -260,7 +260,7 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// A system of files with their texts.
+    /// Simulated system files.
     struct System(PathBuf);
 
     impl System {
@@ -288,7 +288,7 @@ mod tests {
             self
         }
 
-        /// Gigabytes in all and available, and the file that limits them.
+        /// Total and available gigabytes, and the file with the limit.
         fn says(&self) -> (u64, u64, Option<String>) {
             let memory = read_at(&self.0).unwrap();
             let file = memory.limit.map(|limit| {
@@ -336,7 +336,7 @@ mod tests {
             );
         let file = |name| Some(format!("{own}/{name}"));
         assert_eq!(system.says(), (8, 5, file("memory.max")));
-        // The group above has more in all, and less left.
+        // The parent group has a higher limit, but less left.
         let above = "sys/fs/cgroup/user.slice";
         let system = system
             .with(&format!("{above}/memory.max"), 16 * GIB)
@@ -370,7 +370,7 @@ mod tests {
             .with(&format!("{above}/memory.usage_in_bytes"), 5 * GIB)
             .with(&format!("{above}/memory.use_hierarchy"), 1);
         assert_eq!(system.says(), (6, 1, file("a/memory.limit_in_bytes")));
-        // As the kernel has it: the statistics of the group know the limit above.
+        // As in the kernel: the statistics of the group include the parent's limit.
         let system = system.with(
             &format!("{own}/memory.stat"),
             format!(
@@ -390,7 +390,7 @@ mod tests {
         assert_eq!(system.says(), (10, 7, file("a/b/memory.limit_in_bytes")));
     }
 
-    /// A container sees its own group as the root of the mount; what limits it further up shows in statistics alone.
+    /// A container sees its own group as the root of the mount; higher limits show only in statistics.
     #[test]
     fn limits_above_what_is_mounted() {
         let mount = "35 31 0:32 /docker/c0 /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n";
@@ -408,7 +408,7 @@ mod tests {
         assert_eq!(system.says(), (3, 2, file));
     }
 
-    /// Names of groups that lead out of the mount, or that have spaces.
+    /// Group names that lead out of the mount, or contain spaces.
     #[test]
     fn groups_with_strange_names() {
         let limit = |system: System, path: &str| {

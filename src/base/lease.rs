@@ -1,5 +1,5 @@
-//! Something that many may use at once, and that its owner changes between times. What was made of it before a change is out of date
-//! afterwards, and is refused.
+//! A lease on shared state that its owner changes from time to time, such as weights under training. Anything derived from the state before
+//! a change is outdated afterwards, and is refused.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -9,16 +9,16 @@ use super::error::{Result, bail};
 struct State {
     users: usize,
     changing: bool,
-    /// Changes so far.
+    /// Number of changes so far.
     epoch: u64,
 }
 
-/// Keeps the users of something and its owner apart. Nobody waits: who comes at the wrong time is told that it is busy.
+/// Excludes users of shared state while its owner changes it, and vice versa. Nobody waits: a conflicting call fails as busy.
 #[derive(Debug, Default)]
 pub struct Lease(Mutex<State>);
 
 impl Lease {
-    /// Of something that nobody uses.
+    /// A lease without users.
     pub fn new() -> Arc<Lease> {
         Arc::default()
     }
@@ -27,12 +27,12 @@ impl Lease {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes so far, which [`Lease::hold`] is given back.
+    /// Number of changes so far, for [`Lease::hold`].
     pub fn epoch(&self) -> u64 {
         self.state().epoch
     }
 
-    /// Uses it until what is returned is dropped, unless the owner is changing it ([`Busy`]) or has changed it since `epoch`.
+    /// Uses the state until the result is dropped. Fails if the owner is changing it ([`Busy`]) or has changed it since `epoch`.
     ///
     /// [`Busy`]: super::ErrorKind::Busy
     pub fn hold(self: &Arc<Lease>, epoch: u64) -> Result<Held> {
@@ -54,7 +54,7 @@ impl Lease {
         Ok(Held(self.clone()))
     }
 
-    /// Keeps users out until what is returned is dropped; [`Busy`](super::ErrorKind::Busy) if there are any.
+    /// Excludes users until the result is dropped; fails with [`Busy`](super::ErrorKind::Busy) if there are any.
     pub fn change(self: &Arc<Lease>) -> Result<Change> {
         let mut state = self.state();
         if state.users > 0 {
@@ -72,7 +72,7 @@ impl Lease {
     }
 }
 
-/// A use that is under way.
+/// A current use.
 #[derive(Debug)]
 pub struct Held(Arc<Lease>);
 
@@ -82,12 +82,12 @@ impl Drop for Held {
     }
 }
 
-/// The owner's time.
+/// Exclusive access of the owner.
 #[derive(Debug)]
 pub struct Change(Arc<Lease>);
 
 impl Change {
-    /// Something is not what it was.
+    /// Records that the state has changed.
     pub fn changed(&self) {
         self.0.state().epoch += 1;
     }
@@ -116,7 +116,7 @@ mod tests {
         assert_eq!(lease.hold(0).unwrap_err().kind(), ErrorKind::Busy);
         assert_eq!(lease.change().unwrap_err().kind(), ErrorKind::Busy);
         drop(change);
-        // Nothing was changed: what was made before is still good.
+        // Nothing was changed, so the old epoch is still valid.
         drop(lease.hold(0).unwrap());
         let change = lease.change().unwrap();
         change.changed();

@@ -1,6 +1,6 @@
-//! Names on disk that stand for something unfinished and must not outlive it: temporary files where the system knows none
-//! without a name, and directories that are being put together. They go away with the value that holds them; a program may
-//! have them removed when a signal ends it, too. The library alone handles no signals: those are its host's.
+//! Temporary names on disk that must not outlive their work: named temporary files on systems without unnamed ones, and directories under
+//! construction. They disappear with the value that holds them, and on a terminating signal if the program asks for that. The library alone
+//! handles no signals; those belong to its host.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -12,13 +12,13 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use super::call::Cancel;
 use super::error::{Error, Result};
 
-/// The names that are to go.
+/// Names to remove.
 static NAMES: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
-/// Called by the next signal instead of ending the process.
+/// Called by the next signal, which then does not end the process.
 static HANDLER: Mutex<Option<Handler>> = Mutex::new(None);
 
-/// A function for the first of some signals.
+/// A function for the next of some signals.
 struct Handler {
     signals: &'static [libc::c_int],
     then: Box<dyn FnOnce(libc::c_int) + Send>,
@@ -28,14 +28,14 @@ fn names() -> MutexGuard<'static, BTreeSet<PathBuf>> {
     NAMES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A file or directory that goes away with this value, unless it has another name by then.
+/// A file or directory that is removed with this value, unless it has been renamed by then.
 pub(super) struct Leftover {
     path: PathBuf,
 }
 
 impl Leftover {
-    /// Has `make` put something at a name beside `place` that nobody else has: `place` after a dot, with this process's number.
-    /// A signal that is to end the process waits until `make` is done.
+    /// Calls `make` to create something under a unique name beside `place`: a dot, the name of `place`, and the process id. A terminating
+    /// signal waits until `make` is done.
     pub(super) fn make<T>(
         folder: &Path,
         place: &Path,
@@ -73,13 +73,13 @@ impl Leftover {
 impl Drop for Leftover {
     fn drop(&mut self) {
         let mut names = names();
-        // Nothing better can be done with a failure here; the error that led here is already on its way.
+        // A failure here cannot be handled better; the error that led here is already being returned.
         let _ = remove(&self.path);
         names.remove(&self.path);
     }
 }
 
-/// The name that `leftover` stands for, if it is one of a process that has ended without removing it.
+/// The final name of `leftover`, if a process that has ended left it behind.
 pub fn abandoned(leftover: &str) -> Option<&str> {
     let (name, number) = leftover
         .strip_prefix('.')?
@@ -88,13 +88,13 @@ pub fn abandoned(leftover: &str) -> Option<&str> {
     let (process, attempt) = number.split_once('-')?;
     attempt.parse::<u32>().ok()?;
     let process: libc::pid_t = process.parse().ok().filter(|&p| p > 0)?;
-    // SAFETY: signal 0 reaches nobody; the call only says whether there is such a process.
+    // SAFETY: signal 0 is not delivered; the call only checks whether the process exists.
     let is_there = unsafe { libc::kill(process, 0) } == 0
         || io::Error::last_os_error().raw_os_error() != Some(libc::ESRCH);
     (!is_there).then_some(name)
 }
 
-/// Removes a file or a directory with all that is in it; nothing may be there.
+/// Removes a file or a directory with its contents; succeeds if nothing exists.
 fn remove(path: &Path) -> io::Result<()> {
     let removed = match fs::symlink_metadata(path) {
         Ok(there) if there.is_dir() => fs::remove_dir_all(path),
@@ -107,8 +107,8 @@ fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Makes SIGHUP, SIGINT and SIGTERM remove what is unfinished and restore the terminal before they end the process. A program
-/// calls it before it starts other threads. A signal that the process was started to ignore stays ignored.
+/// Lets SIGHUP, SIGINT and SIGTERM remove unfinished work and restore the terminal before they end the process. A program calls this before
+/// it starts other threads. A signal that was ignored at the start stays ignored.
 pub fn remove_on_signals() -> Result<()> {
     let mut signals = MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: the calls are given a set to fill, and then the set that was filled.
@@ -137,8 +137,7 @@ pub fn remove_on_signals() -> Result<()> {
     Ok(())
 }
 
-/// Has the next SIGINT set `cancel` instead of ending the process, and only the next one. For a program that has called
-/// [`remove_on_signals`].
+/// Lets only the next SIGINT set `cancel` instead of ending the process. For a program that has called [`remove_on_signals`].
 pub fn cancel_on_interrupt(cancel: &Cancel) {
     let cancel = cancel.clone();
     *handler() = Some(Handler {
@@ -147,8 +146,8 @@ pub fn cancel_on_interrupt(cancel: &Cancel) {
     });
 }
 
-/// Has the next SIGHUP, SIGINT or SIGTERM call `then` with its number instead of ending the process, on the thread that waits for signals,
-/// and only the next one, until the result is dropped. For a program that has called [`remove_on_signals`].
+/// Lets only the next SIGHUP, SIGINT or SIGTERM call `then` with its number, on the thread that waits for signals, instead of ending the
+/// process, until the result is dropped. For a program that has called [`remove_on_signals`].
 pub fn on_signal(then: impl FnOnce(i32) + Send + 'static) -> OnSignal {
     *handler() = Some(Handler {
         signals: &[libc::SIGHUP, libc::SIGINT, libc::SIGTERM],
@@ -157,7 +156,7 @@ pub fn on_signal(then: impl FnOnce(i32) + Send + 'static) -> OnSignal {
     OnSignal(())
 }
 
-/// Signals end the process again once this is dropped.
+/// Dropping this restores the normal effect of signals.
 #[must_use]
 pub struct OnSignal(());
 
@@ -167,7 +166,7 @@ impl Drop for OnSignal {
     }
 }
 
-/// The name of a signal that [`on_signal`] takes.
+/// The name of a signal handled by [`on_signal`].
 pub fn signal_name(signal: i32) -> &'static str {
     match signal {
         libc::SIGHUP => "SIGHUP",
@@ -180,7 +179,7 @@ fn handler() -> MutexGuard<'static, Option<Handler>> {
     HANDLER.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The settings of the terminal that standard input is, if it is one.
+/// The settings of standard input's terminal, if it is one.
 fn terminal() -> Option<libc::termios> {
     let mut settings = MaybeUninit::uninit();
     // SAFETY: the call fills what it is given, or fails.
@@ -190,7 +189,7 @@ fn terminal() -> Option<libc::termios> {
     }
 }
 
-/// Gives the terminal the settings that it had, which a line editor changes.
+/// Restores settings of the terminal, which a line editor changes.
 fn restore(settings: &libc::termios) {
     let mut signal = MaybeUninit::uninit();
     // SAFETY: the set is made here, and the settings are those of a terminal. A process in the background would be stopped.
@@ -202,7 +201,7 @@ fn restore(settings: &libc::termios) {
     }
 }
 
-/// Waits for one of the signals, which are blocked, and ends the process as it would have.
+/// Waits for one of the blocked signals, and ends the process as the signal would have.
 fn end_cleanly(signals: &libc::sigset_t, terminal: Option<&libc::termios>) {
     let mut signal = 0;
     loop {
@@ -214,7 +213,7 @@ fn end_cleanly(signals: &libc::sigset_t, terminal: Option<&libc::termios>) {
             None => break,
         }
     }
-    // Held until the process has ended: nothing new is made meanwhile.
+    // Held until the process has ended, so that nothing new is created meanwhile.
     let names = names();
     for name in names.iter() {
         let _ = remove(name);
@@ -222,8 +221,8 @@ fn end_cleanly(signals: &libc::sigset_t, terminal: Option<&libc::termios>) {
     if let Some(settings) = terminal {
         restore(settings);
     }
-    // SAFETY: the set lives through the call; the default action of each of these signals ends the process. What reads lines from a
-    // terminal may have put a handler in its place.
+    // SAFETY: the set lives through the call. The default action of each of these signals ends the process. A line editor may have
+    // installed a handler in its place.
     unsafe {
         libc::signal(signal, libc::SIG_DFL);
         libc::raise(signal);

@@ -1,5 +1,5 @@
-//! Accounted host memory: every large allocation of the library is a [`Buffer`] with a [`Tag`], counted towards current and
-//! peak use and checked against one hard budget. Passing the budget is an error the host can catch.
+//! Accounted host memory: every large allocation of the library is a [`Buffer`] with a [`Tag`], counted as current and peak use and checked
+//! against one hard budget. Exceeding the budget is an error that the host can catch.
 //!
 //! Counters are process-wide atomics: a budget protects the process, not one model. All functions may be called from any
 //! thread.
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use super::alloc;
 use super::error::{Error, Result, bail, err};
 
-/// What an allocation is for.
+/// Purpose of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(usize)]
 pub enum Tag {
@@ -86,7 +86,7 @@ static BY_TAG: [Counter; Tag::ALL.len()] = [const { Counter::new() }; Tag::ALL.l
 static TOTAL: Counter = Counter::new();
 static BUDGET: AtomicU64 = AtomicU64::new(u64::MAX);
 
-/// Bytes in use now and at most since the start or the last [`reset_peak`].
+/// Bytes in use now, and their peak since the start or the last [`reset_peak`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Bytes in use now.
@@ -104,7 +104,7 @@ pub fn usage(tag: Tag) -> Usage {
     }
 }
 
-/// Use under all tags together. Its peak is that of the sum, not the sum of the tags' peaks.
+/// Use under all tags together. The peak is that of the sum, not the sum of the tags' peaks.
 pub fn total() -> Usage {
     Usage {
         current: TOTAL.current.load(Relaxed),
@@ -112,20 +112,20 @@ pub fn total() -> Usage {
     }
 }
 
-/// Bytes in use now in the host's memory, under all tags that are not of a GPU.
+/// Bytes of host memory in use now, under all tags without a GPU.
 pub fn on_host() -> u64 {
     let tags = [Tag::Weights, Tag::KvCache, Tag::Scratch, Tag::Tensor];
     tags.iter().map(|&tag| usage(tag).current).sum()
 }
 
-/// Starts the peaks again from current use.
+/// Resets the peaks to current use.
 pub fn reset_peak() {
     for c in BY_TAG.iter().chain([&TOTAL]) {
         c.peak.store(c.current.load(Relaxed), Relaxed);
     }
 }
 
-/// Sets the hard budget in bytes for all tags together; `None` removes it. What is already allocated stays.
+/// Sets the hard budget in bytes for all tags together; `None` removes it. Existing allocations stay.
 pub fn set_budget(bytes: Option<u64>) {
     BUDGET.store(bytes.unwrap_or(u64::MAX), Relaxed);
 }
@@ -162,7 +162,7 @@ fn release(tag: Tag, bytes: u64) {
     BY_TAG[tag as usize].current.fetch_sub(bytes, Relaxed);
 }
 
-/// Memory that was allocated elsewhere, counted like a [`Buffer`] for as long as this lives.
+/// Memory allocated elsewhere, counted like a [`Buffer`] while this value exists.
 #[derive(Debug)]
 pub struct Claim {
     tag: Tag,
@@ -170,7 +170,7 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// Counts `bytes` under `tag`, or fails because they would pass the budget. To be made before the allocation.
+    /// Counts `bytes` under `tag`, or fails if they would exceed the budget. Call it before the allocation.
     pub fn new(tag: Tag, bytes: usize) -> Result<Claim> {
         let bytes = bytes as u64;
         reserve(tag, bytes)?;
@@ -210,8 +210,8 @@ pub(crate) fn as_bytes<T: Plain>(values: &[T]) -> &[u8] {
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
 
-/// Size and alignment from which memory comes from the system in huge pages where it has them: weights are read from end
-/// to end for every token, and small pages would spend a good part of that in address translation.
+/// Size and alignment from which memory is requested in huge pages: weights are read in full for every token, and with small pages a good
+/// part of that time would go into address translation.
 const HUGE: usize = 2 << 20;
 
 /// `bytes` zeroed bytes from the system, aligned to [`HUGE`] and not resident until touched.
@@ -233,8 +233,8 @@ fn map(bytes: usize) -> Option<NonNull<u8>> {
     }
     let before = start.align_offset(HUGE);
     let after = padded - before - mapped_len(bytes);
-    // SAFETY: both trimmed parts lie within the mapping just made, start and end on pages, and hold nothing. The advice is
-    // a hint: where huge pages are not to be had, small ones serve.
+    // SAFETY: both trimmed parts are page-aligned ranges of the new mapping, and hold nothing. The advice is a hint: without huge pages,
+    // small ones serve.
     unsafe {
         let data = start.cast::<u8>().add(before);
         if before > 0 {
@@ -253,7 +253,7 @@ fn map(bytes: usize) -> Option<NonNull<u8>> {
     }
 }
 
-/// What [`map`] keeps for `bytes`: whole pages of any size in use.
+/// Length of a mapping for `bytes`: a multiple of every common page size.
 const fn mapped_len(bytes: usize) -> usize {
     bytes.next_multiple_of(64 << 10)
 }
@@ -266,19 +266,19 @@ fn refused<T>(len: usize) -> Error {
     )
 }
 
-/// An empty vector with room for `len` elements, not accounted: for what is small, or the host's to limit.
+/// An empty vector with room for `len` elements, not accounted: for small data, or data limited by the host.
 pub fn with_room<T>(len: usize) -> Result<Vec<T>> {
     let mut out = Vec::new();
     out.try_reserve_exact(len).map_err(|_| refused::<T>(len))?;
     Ok(out)
 }
 
-/// Makes room for `more` elements in a vector, as [`with_room`].
+/// Makes room for `more` elements in a vector, see [`with_room`].
 pub fn make_room<T>(items: &mut Vec<T>, more: usize) -> Result<()> {
     items.try_reserve(more).map_err(|_| refused::<T>(more))
 }
 
-/// A copy of `text`, as [`with_room`].
+/// A copy of `text`, see [`with_room`].
 pub fn copied(text: &str) -> Result<String> {
     let mut out = String::new();
     out.try_reserve_exact(text.len())
@@ -287,7 +287,7 @@ pub fn copied(text: &str) -> Result<String> {
     Ok(out)
 }
 
-/// A vector of `len` zeros, as [`with_room`].
+/// A vector of `len` zeros, see [`with_room`].
 pub fn zeros<T: Plain>(len: usize) -> Result<Vec<T>> {
     let layout = Layout::array::<T>(len).map_err(|_| refused::<T>(len))?;
     if layout.size() == 0 {
@@ -297,7 +297,7 @@ pub fn zeros<T: Plain>(len: usize) -> Result<Vec<T>> {
     let data = unsafe { alloc_zeroed(layout) }.cast::<T>();
     match data.is_null() {
         true => Err(refused::<T>(len)),
-        // SAFETY: from the allocator with the layout of so many elements, which zeros are valid for.
+        // SAFETY: from the allocator with the layout of `len` elements, for which zeros are valid.
         false => Ok(unsafe { Vec::from_raw_parts(data, len, len) }),
     }
 }
@@ -330,7 +330,7 @@ impl<T: Plain> Buffer<T> {
             })
     }
 
-    /// `len` zeros, counted under `tag`.
+    /// Allocates `len` zeros, counted under `tag`.
     pub fn zeroed(tag: Tag, len: usize) -> Result<Self> {
         let layout = Self::layout(len)?;
         if layout.size() == 0 {
@@ -367,14 +367,14 @@ impl<T: Plain> Buffer<T> {
         }
     }
 
-    /// A copy of `values`, counted under `tag`.
+    /// Copies `values`, counted under `tag`.
     pub fn from_slice(tag: Tag, values: &[T]) -> Result<Self> {
         let mut buffer = Self::zeroed(tag, values.len())?;
         buffer.copy_from_slice(values);
         Ok(buffer)
     }
 
-    /// Bytes held.
+    /// Size in bytes.
     pub fn bytes(&self) -> usize {
         self.len * size_of::<T>()
     }

@@ -1,4 +1,4 @@
-//! Floor 0: what every other floor stands on. Imports nothing of this crate.
+//! Floor 0: the base of every other floor, such as errors, memory, files and threads. Imports nothing of this crate.
 
 pub mod alloc;
 pub mod call;

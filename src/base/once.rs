@@ -1,5 +1,5 @@
-//! Values that are made when they are first asked for, where making them takes long and may fail. A value that is ready is
-//! given without waiting, and making one does not hold up another.
+//! Lazily created values, for slow and fallible initialization. A ready value is returned without waiting, and creating one does not block
+//! another.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
@@ -9,14 +9,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A value that stays once it is made.
+/// A value that stays once it is created.
 pub struct TryOnce<T> {
     made: OnceLock<T>,
     making: Mutex<()>,
 }
 
 impl<T> TryOnce<T> {
-    /// Nothing yet.
+    /// No value yet.
     pub const fn new() -> TryOnce<T> {
         TryOnce {
             made: OnceLock::new(),
@@ -29,8 +29,8 @@ impl<T> TryOnce<T> {
         self.made.get()
     }
 
-    /// The value, made by `make` unless it exists or another caller is making it. Only the caller whose `make` failed gets its
-    /// error: the next caller that waited then tries its own.
+    /// The value, created by `make` unless it exists or another caller is creating it. Only the caller whose `make` failed gets its error:
+    /// the next waiting caller then tries its own.
     pub fn get_or_try(&self, make: impl FnOnce() -> Result<T>) -> Result<&T> {
         if let Some(value) = self.made.get() {
             return Ok(value);
@@ -55,15 +55,15 @@ impl<T> Default for TryOnce<T> {
     }
 }
 
-/// A value that its users share, dropped with the last of them.
+/// A value shared by its users, and dropped with the last of them.
 pub struct SharedOnce<T> {
-    /// Locked for a moment only, and never while the value is made.
+    /// Locked only briefly, never while the value is created.
     made: Mutex<Weak<T>>,
     making: Mutex<()>,
 }
 
 impl<T> SharedOnce<T> {
-    /// Nothing yet.
+    /// No value yet.
     pub const fn new() -> SharedOnce<T> {
         SharedOnce {
             made: Mutex::new(Weak::new()),
@@ -71,7 +71,7 @@ impl<T> SharedOnce<T> {
         }
     }
 
-    /// The value, if somebody uses it.
+    /// The value, if it is in use.
     pub fn get(&self) -> Option<Arc<T>> {
         lock(&self.made).upgrade()
     }
@@ -106,10 +106,10 @@ mod tests {
     use super::*;
     use crate::base::error::{Error, err};
 
-    /// Longer than any of these threads takes.
+    /// More time than any of these threads needs.
     const PATIENCE: Duration = Duration::from_secs(20);
 
-    /// Tells the other thread that this one is making its value, and waits until that one does too.
+    /// Tells the other thread that this one is creating its value, and waits until the other one does too.
     fn meet(to: &Sender<()>, from: &Receiver<()>) -> Result<()> {
         let gone = |_| err!(Internal, "the other value is not made at the same time");
         to.send(())
@@ -136,7 +136,7 @@ mod tests {
                     let made = values[i].get_or_try(|| {
                         meet(&to, &from)?;
                         assert_eq!(ready.get_or_try(|| unreachable!()).unwrap(), &7);
-                        // The other one is still being made, and is no value yet.
+                        // The other value is still being created.
                         assert!(values[1 - i].get().is_none());
                         meet(&to, &from)?;
                         Ok(i)
@@ -179,7 +179,7 @@ mod tests {
         });
         assert_eq!(made.load(Relaxed), 2);
         assert!(all.iter().all(|a| Arc::ptr_eq(a, &all[0])));
-        // Gone with its last user, and then made anew.
+        // Dropped with its last user, then created again.
         drop(all);
         assert!(shared.get().is_none());
         assert_eq!(*shared.get_or_try(|| Ok(9)).unwrap(), 9);

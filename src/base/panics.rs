@@ -1,4 +1,4 @@
-//! Panics of dependencies become errors where they are called, and no panic is printed on a host's standard error.
+//! Converts panics of dependencies to errors, and keeps panics off a host's standard error.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -7,11 +7,11 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 thread_local! {
-    /// Whether this thread expects a panic, which then says nothing.
+    /// Whether this thread expects a panic, which is then not printed.
     static EXPECTED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether panics are events of the log rather than lines on standard error.
+/// Whether panics are logged instead of printed to standard error.
 static LOGGED: AtomicBool = AtomicBool::new(false);
 
 fn install() {
@@ -19,7 +19,7 @@ fn install() {
     HOOK.call_once(|| {
         let before = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
-            // A thread that ends may have lost its storage; then nothing is expected any more.
+            // A thread that is ending may have lost its storage; then no panic is expected.
             if EXPECTED.try_with(Cell::get).unwrap_or(false) {
             } else if LOGGED.load(Ordering::Relaxed) {
                 let place = info.location().map(ToString::to_string);
@@ -32,13 +32,13 @@ fn install() {
     });
 }
 
-/// From now on panics are events of the log: the process is a host's, and so is its standard error.
+/// Logs panics from now on: the process, and so its standard error, belongs to a host.
 pub fn log_all() {
     install();
     LOGGED.store(true, Ordering::Relaxed);
 }
 
-/// Runs `body`; a panic in it becomes its message. What `body` changes must not be used after a panic.
+/// Runs `body`; a panic becomes an error with its message. State that `body` changes must not be used after a panic.
 pub fn caught<T>(body: impl FnOnce() -> T) -> std::result::Result<T, String> {
     install();
     let outer = EXPECTED.replace(true);

@@ -1,28 +1,28 @@
-//! Parallel regions, one at a time: how their parts are claimed, counted, and waited for. [`threads::Pool`](super::threads::Pool)
-//! has the threads, this has the protocol between them.
+//! Parallel regions, one at a time: the protocol by which threads claim parts, report them and wait for them.
+//! [`threads::Pool`](super::threads::Pool) has the threads.
 //!
 //! # Protocol
-//! A region is open from [`Regions::open`] until all its parts are finished. The caller opens it, claims parts like any worker, and
-//! waits for parts, never for workers: a worker that sleeps, or has lost its core, costs nothing unless it holds a part.
+//! A region is open from [`Regions::open`] until all its parts are finished. The caller opens it, claims parts like any worker, and waits
+//! for parts, never for workers: a worker that sleeps or has lost its core costs nothing unless it holds a part.
 //!
-//! `claims` holds the region's number and the count of parts that nobody has claimed yet, in one word. A thread claims a part by
-//! taking one off that count with a compare-and-swap. Three facts follow.
-//! - *A late worker cannot claim.* Its compare-and-swap names the region that it saw. Once that region's count is zero no claim of
-//!   it succeeds, and the next region has another number. Numbers repeat after 2^40 regions, months of nothing else: a worker would
-//!   have to stand still between two instructions for exactly that long.
-//! - *A claim keeps the region open.* The region ends when `finished` reaches its parts, and the claimed part is counted there only
-//!   after it ran. So whoever holds a claim may read the region on the caller's stack, until it reports.
-//! - *The pointer belongs to the claim.* It is read before the compare-and-swap. The caller writes a new one only when all parts of
-//!   the old region are reported, which includes the one that this claim is about.
+//! `claims` holds the region's number and the count of unclaimed parts in one word. A thread claims a part by decrementing that count with
+//! a compare-and-swap. Three facts follow.
+//! - *A late worker cannot claim.* Its compare-and-swap names the region that it saw. Once that region's count is zero no claim on it
+//!   succeeds, and the next region has another number. Numbers repeat after 2^40 regions, which take months: a worker would have to stall
+//!   between two instructions for exactly that long.
+//! - *A claim keeps the region open.* The region ends when `finished` reaches its number of parts, and a claimed part is counted there only
+//!   after it ran. A thread with a claim may therefore read the region on the caller's stack until it reports.
+//! - *The pointer belongs to the claim.* It is read before the compare-and-swap. The caller writes a new one only when all parts of the old
+//!   region are reported, which includes the one of this claim.
 //!
 //! # Memory orderings
-//! - `claims`: opening stores it with release after the pointer; threads load it with acquire, also where a compare-and-swap fails.
-//!   Claims are read-modify-writes and so continue the release sequence: every later claimant sees the pointer too. A claim that
-//!   succeeds needs no ordering of its own.
-//! - `finished`: reports release what the parts wrote; the caller's load acquires it, from all reports, for they form one release
-//!   sequence. Setting it back to zero needs none: the store to `claims` publishes it.
-//! - `claims` and `idle`: a worker says that it sleeps, then looks for parts; the caller publishes parts, then looks for sleepers.
-//!   Sequential consistency of these four makes one of them see the other. A wake-up that is lost would cost speed only: the caller
+//! - `claims`: opening stores it with release after the pointer; threads load it with acquire, also when a compare-and-swap fails. Claims
+//!   are read-modify-writes and so continue the release sequence: every later claimant sees the pointer too. A successful claim needs no
+//!   ordering of its own.
+//! - `finished`: reports release what the parts wrote; the caller's load acquires it from all reports, because they form one release
+//!   sequence. Resetting it to zero needs no ordering: the store to `claims` publishes it.
+//! - `claims` and `idle`: a worker announces that it sleeps, then looks for parts; the caller publishes parts, then looks for sleepers.
+//!   Sequential consistency of these four operations makes one of them see the other. A lost wake-up would cost only speed: the caller
 //!   claims every part that nobody else does.
 
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering};
@@ -31,7 +31,7 @@ use std::time::{Duration, Instant};
 /// Bits of `claims` that count parts.
 const PART_BITS: u32 = 24;
 const PARTS: u64 = (1 << PART_BITS) - 1;
-/// The most parts of a region.
+/// Upper limit of parts in a region.
 pub(super) const MOST_PARTS: usize = PARTS as usize;
 
 /// Set in `finished` while the caller sleeps.
@@ -41,21 +41,21 @@ const CALLER_SLEEPS: u32 = 1 << 31;
 const WAKE_UP: u32 = 1 << 16;
 const SLEEPERS: u32 = WAKE_UP - 1;
 
-/// How long a thread looks for what it waits for before it gives up its core. A decoded token has serial stretches of this order.
+/// Time that a thread spins before it gives up its core. A decode step has serial stretches of this order.
 pub(super) const SPIN: Duration = Duration::from_micros(200);
-/// Looks between two readings of the clock.
+/// Spins between two readings of the clock.
 pub(super) const LOOKS: u32 = 16;
 
-/// The caller's first nap. A core that falls idle takes over threads that wait for another one, so short naps bring a worker back that
-/// lost its core inside a part; Linux leaves it where it is for its first half millisecond, and only a new nap asks again.
+/// The caller's first nap. An idle core takes over threads that wait for another core, so short naps bring back a worker that lost its core
+/// inside a part. Linux leaves such a worker in place during the first half millisecond of a nap, and only a new nap asks again.
 const FIRST_NAP: Duration = Duration::from_micros(50);
 const LONGEST_NAP: Duration = Duration::from_millis(5);
 
-/// Keeps what threads write often on cache lines of its own.
+/// Keeps frequently written data on cache lines of its own.
 #[repr(align(128))]
 struct Line<T>(T);
 
-/// A task and its parts.
+/// A task and its number of parts.
 pub(super) struct Region<'a> {
     task: &'a (dyn Fn(usize) + Sync),
     parts: u32,
@@ -70,7 +70,7 @@ impl<'a> Region<'a> {
     }
 }
 
-/// A part that is this thread's to run. Not reporting it keeps its region open for ever.
+/// A part claimed by this thread. Not reporting it keeps its region open forever.
 pub(super) struct Claim {
     region: *const Region<'static>,
     unclaimed: u32,
@@ -84,7 +84,7 @@ impl Claim {
         (region.task)((region.parts - self.unclaimed) as usize);
     }
 
-    /// Parts of its region.
+    /// Number of parts of its region.
     pub(super) fn of(&self) -> u32 {
         // SAFETY: as above.
         unsafe { (*self.region).parts }
@@ -92,14 +92,14 @@ impl Claim {
 }
 
 pub(super) struct Regions {
-    /// The number of regions so far, and parts of the last that are not claimed.
+    /// The number of regions so far, and the unclaimed parts of the last one.
     claims: Line<AtomicU64>,
-    /// Parts of the open region that are reported, and [`CALLER_SLEEPS`].
+    /// Reported parts of the open region, and [`CALLER_SLEEPS`].
     finished: Line<AtomicU32>,
-    /// Workers that sleep, and wake-ups that no worker has taken yet. Their sum is the number of workers in [`Regions::sleep`].
+    /// Sleeping workers, and wake-ups that no worker has taken yet. Their sum is the number of workers in [`Regions::sleep`].
     idle: Line<AtomicU32>,
     region: AtomicPtr<Region<'static>>,
-    /// The core of the caller when it opened the region.
+    /// The caller's core when it opened the region.
     core: AtomicI32,
 }
 
@@ -117,7 +117,7 @@ impl Regions {
     /// Opens a region.
     ///
     /// # Safety
-    /// The last region is over. The new one stays where it is until [`Regions::wait`] has returned, and is waited for in any case.
+    /// The last region must be over. The new one must not move until [`Regions::wait`] has returned, which must be called in any case.
     pub(super) unsafe fn open(&self, region: &Region<'_>) {
         self.finished.0.store(0, Ordering::Relaxed);
         self.region
@@ -140,7 +140,7 @@ impl Regions {
         core >= 0 && core == self.core.load(Ordering::Relaxed)
     }
 
-    /// Claims a part. `before` runs in the middle of it: tests make workers late there.
+    /// Claims a part. `before` runs in the middle of the claim, where tests delay workers.
     #[inline]
     pub(super) fn claim(&self, before: impl Fn()) -> Option<Claim> {
         let mut claims = self.claims.0.load(Ordering::Acquire);
@@ -163,13 +163,13 @@ impl Regions {
         None
     }
 
-    /// Claims all parts that are left, which will not run, and gives their number. Only for a thread that holds a claim.
+    /// Claims all remaining parts, which will not run, and returns their number. Only for a thread with a claim.
     pub(super) fn claim_rest(&self) -> u32 {
         let rest = self.claims.0.fetch_and(!PARTS, Ordering::Relaxed) & PARTS;
         rest as u32
     }
 
-    /// Reports `parts` of a region of `of` parts. What this thread wrote is the caller's to see; the region may be gone now.
+    /// Reports `parts` of a region of `of` parts. What this thread wrote becomes visible to the caller; the region may be gone afterwards.
     pub(super) fn report(&self, parts: u32, of: u32) {
         let before = self.finished.0.fetch_add(parts, Ordering::Release);
         if before & CALLER_SLEEPS != 0 && (before & !CALLER_SLEEPS) + parts == of {
@@ -199,8 +199,8 @@ impl Regions {
         }
     }
 
-    /// Sleeps until [`Regions::wake`] has a wake-up for this worker, unless there are parts to claim or `is_over` says that the pool
-    /// is taken down.
+    /// Sleeps until [`Regions::wake`] has a wake-up for this worker. Returns at once if there are parts to claim, or `is_over` says that
+    /// the pool is being shut down.
     pub(super) fn sleep(&self, is_over: impl Fn() -> bool) {
         let idle = &self.idle.0;
         let mut now = idle.fetch_add(1, Ordering::SeqCst) + 1;
@@ -242,7 +242,7 @@ impl Regions {
     }
 }
 
-/// The core that this thread is on, or -1 where the system does not tell.
+/// The core that this thread runs on, or -1 if the system does not tell.
 fn core() -> i32 {
     #[cfg(target_os = "linux")]
     // SAFETY: only gives a number.
@@ -251,7 +251,7 @@ fn core() -> i32 {
     -1
 }
 
-/// Sleeps while `word` is `value`, until woken, or for at most `longest`. May return early.
+/// Sleeps while `word` equals `value`, until woken, at most for `longest`. May return early.
 #[cfg(target_os = "linux")]
 fn wait(word: &AtomicU32, value: u32, longest: Option<Duration>) {
     let longest = longest.map(|longest| libc::timespec {
@@ -266,11 +266,11 @@ fn wait(word: &AtomicU32, value: u32, longest: Option<Duration>) {
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), operation, value, longest) };
 }
 
-/// Wakes at most `threads` that sleep on `word`.
+/// Wakes up to `threads` sleepers on `word`.
 #[cfg(target_os = "linux")]
 fn wake(word: &AtomicU32, threads: u32) {
     let operation = libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG;
-    // SAFETY: the kernel uses the address as a name only.
+    // SAFETY: the kernel only uses the address as a key.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), operation, threads) };
 }
 
@@ -288,7 +288,7 @@ mod tests {
 
     use std::cell::Cell;
 
-    /// How often each of two parts ran.
+    /// Run counts of two parts.
     #[derive(Default)]
     struct Counts([AtomicU32; 2]);
 
@@ -309,7 +309,7 @@ mod tests {
         }
     }
 
-    /// A worker that sees one region and claims when the next is open, with as many parts left.
+    /// A worker that sees one region, and claims when the next one is open with as many parts left.
     #[test]
     fn a_late_claim_is_one_of_the_region_that_is_open() {
         let regions = Regions::new();

@@ -1,8 +1,8 @@
-//! Checked arithmetic on sizes that come from files and from callers, and sizes as people read them.
+//! Checked arithmetic on sizes from files and callers, and human-readable sizes.
 
 use super::error::{Result, err};
 
-/// The product of `factors`, or an error that names `what`.
+/// The product of `factors`; on overflow an error that names `what`.
 pub fn product(what: &str, factors: &[usize]) -> Result<usize> {
     factors
         .iter()
@@ -15,12 +15,12 @@ pub fn product(what: &str, factors: &[usize]) -> Result<usize> {
         })
 }
 
-/// `n` rounded up to a multiple of `multiple`. Panics in debug builds if that overflows: check the size first.
+/// `n` rounded up to a multiple of `multiple`. Panics in debug builds on overflow: check the size first.
 pub const fn round_up(n: usize, multiple: usize) -> usize {
     n.div_ceil(multiple) * multiple
 }
 
-/// `bytes` for people: `1.5 GB`.
+/// `bytes` in human-readable form: `1.5 GB`.
 pub fn readable(bytes: u64) -> String {
     const UNITS: [&str; 4] = ["kB", "MB", "GB", "TB"];
     let mut value = bytes as f64;

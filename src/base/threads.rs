@@ -1,14 +1,13 @@
 //! A persistent pool of threads for data-parallel loops.
 //!
-//! A decoded token is some two hundred parallel regions of 20 to 100 microseconds each, so workers spin briefly for the next
-//! region before they sleep; a general work-stealing pool pays a wake-up for each. Work is split by index only, so results do
-//! not depend on the number of threads or on timing. `region.rs` has the protocol: a region ends with its last part,
-//! whichever threads ran the parts.
+//! A decode step has some two hundred parallel regions of 20 to 100 microseconds each, so workers spin briefly for the next region before
+//! they sleep; a general work-stealing pool would pay a wake-up for each. Work is split by index only, so results do not depend on the
+//! number of threads or on timing. `region.rs` has the protocol: a region ends with its last part, whichever threads ran the parts.
 //!
-//! The system may take cores away at any time, for another process or for more threads than there are cores. Three rules keep that
-//! cheap. No more workers are woken than cores are there. A worker on the caller's core gives way: it would only take parts from the
-//! caller. If it is still there after some milliseconds, it starts its successor and ends, for the system looks for the least loaded
-//! core where a thread starts, but leaves threads that wake up where their waker is.
+//! The system may take cores away at any time, for another process or because there are more threads than cores. Three rules keep that
+//! cheap. No more workers are woken than there are cores. A worker on the caller's core yields, because it would only take parts from the
+//! caller. If it is still there after some milliseconds, it starts a successor and ends: the system places a new thread on the least loaded
+//! core, but wakes a sleeping one where its waker runs.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -26,9 +25,9 @@ use super::error::{Result, bail, err};
 use super::fork;
 use super::region::{self, Claim, MOST_PARTS, Region, Regions};
 
-/// A call to the scheduler that returns sooner has found no other thread on this core.
+/// A yield that returns sooner than this found no other thread on this core.
 const ALONE: Duration = Duration::from_micros(50);
-/// How long a worker stays on the caller's core before it starts its successor. Twice as long after each that began there too.
+/// Time that a worker stays on the caller's core before it starts a successor. It doubles with each successor that began there too.
 const PATIENCE: Duration = Duration::from_millis(4);
 const MOST_PATIENCE: Duration = Duration::from_millis(512);
 
@@ -39,13 +38,13 @@ thread_local! {
 
 struct Shared {
     regions: Regions,
-    /// Cores that the threads may use.
+    /// Number of cores that the threads may use.
     cores: AtomicUsize,
     stop: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
-    /// The worker that now does the work of each number from 1 on.
+    /// The current worker of each number, from 1 on.
     workers: Mutex<Vec<Thread>>,
-    /// Makes workers late.
+    /// Delays workers in tests.
     #[cfg(test)]
     hold: tests::Hold,
 }
@@ -57,24 +56,23 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// A fixed set of threads. The thread that calls [`Pool::run`] works too, so a pool of one starts none.
 pub struct Pool {
     threads: usize,
-    /// Never null. Replaced in the child of a fork, which has none of its threads.
+    /// Never null. Replaced in the child of a fork, where the threads do not exist.
     crew: AtomicPtr<Crew>,
 }
 
-/// The threads of a pool in one process.
+/// The threads of a pool, in one process.
 struct Crew {
     generation: u32,
-    /// The parent's, whose locks may be held by threads that do not exist here: it is kept untouched.
+    /// The parent process's crew. It is kept untouched, because threads that do not exist here may hold its locks.
     #[expect(dead_code, reason = "kept in reach")]
     parents: Option<&'static Crew>,
     shared: Arc<Shared>,
     workers: usize,
-    /// Held for the length of a region: two sessions sharing a pool take turns.
+    /// Held during a region: sessions that share a pool take turns.
     turn: Mutex<()>,
 }
 
-/// Calls `body` with all signals blocked on this thread, and so on the threads it starts: signals are for the host's own
-/// threads.
+/// Calls `body` with all signals blocked on this thread and the threads it starts: signals are for the host's own threads.
 pub(super) fn without_signals<T>(body: impl FnOnce() -> T) -> T {
     // SAFETY: fills and uses signal sets of this frame; the thread's own set comes back, also after a panic.
     unsafe {
@@ -88,11 +86,11 @@ pub(super) fn without_signals<T>(body: impl FnOnce() -> T) -> T {
     }
 }
 
-/// Bytes of stack of a thread, as the standard library gives it.
+/// Stack size of a thread in bytes, as in the standard library.
 const STACK: usize = 2 << 20;
 
-/// A thread of the library's own. The standard library's would note the end of its storage as it starts, and the C library ends the
-/// process where it has no memory for the note.
+/// A thread of the library. Threads of the standard library register a destructor when they start, and the C library ends the process if it
+/// has no memory for that.
 struct Thread(libc::pthread_t);
 
 struct Start<'a> {
@@ -101,30 +99,30 @@ struct Start<'a> {
 }
 
 extern "C" fn begin(start: *mut c_void) -> *mut c_void {
-    // SAFETY: `Thread::start` made it and gave it away.
+    // SAFETY: `Thread::start` created it and gave it away.
     let start = unsafe { Box::from_raw(start.cast::<Start<'_>>()) };
     #[cfg(target_os = "linux")]
-    // SAFETY: this thread's own name, ended by a zero byte.
+    // SAFETY: this thread's own name, which ends with a zero byte.
     unsafe {
         libc::pthread_setname_np(libc::pthread_self(), start.name.as_ptr());
     }
     alloc::probe();
-    // A panic must not leave the thread; those who start it look after their own.
+    // A panic must not leave the thread; whoever starts a thread handles its own panics.
     let _ = catch_unwind(AssertUnwindSafe(start.body));
     std::ptr::null_mut()
 }
 
 impl Thread {
-    /// Starts a thread that no signal reaches, and that stays until it is waited for.
+    /// Starts a thread that receives no signals, and that must be joined or detached.
     ///
     /// # Safety
-    /// What `body` borrows must live until the thread has ended.
+    /// Everything that `body` borrows must live until the thread has ended.
     unsafe fn start<'a>(name: &str, body: impl FnOnce() + Send + 'a) -> std::io::Result<Thread> {
         // SAFETY: as promised to this function.
         unsafe { Self::start_with(STACK, name, body) }
     }
 
-    /// The same with `stack` bytes of stack.
+    /// [`Thread::start`] with `stack` bytes of stack.
     ///
     /// # Safety
     /// As for [`Thread::start`].
@@ -133,12 +131,12 @@ impl Thread {
         name: &str,
         body: impl FnOnce() + Send + 'a,
     ) -> std::io::Result<Thread> {
-        // The system takes 15 bytes of a name.
+        // The system limits thread names to 15 bytes.
         let name = CString::new(&name[..name.len().min(15)]).unwrap_or_default();
         let body = Box::new(body);
         let start = Box::into_raw(Box::new(Start { name, body }));
         let mut id = MaybeUninit::uninit();
-        // SAFETY: the attributes are made, used and taken down here; the thread gets what it then owns.
+        // SAFETY: the attributes are created, used and destroyed here; the thread gets what it then owns.
         let error = unsafe {
             let mut attributes = MaybeUninit::uninit();
             let mut error = libc::pthread_attr_init(attributes.as_mut_ptr());
@@ -156,12 +154,11 @@ impl Thread {
             drop(unsafe { Box::from_raw(start) });
             return Err(std::io::Error::from_raw_os_error(error));
         }
-        // SAFETY: the call has succeeded, so it has filled it.
+        // SAFETY: the call succeeded, so it has filled the id.
         Ok(Thread(unsafe { id.assume_init() }))
     }
 
-    /// The processor's time that the thread has taken. It has not been joined, so its clock is there; nothing where it has ended
-    /// or the system refuses the clock.
+    /// Processor time of the thread. It has not been joined, so its clock exists; `None` if it has ended or the system refuses the clock.
     #[cfg(target_os = "linux")]
     fn processor_time(&self) -> Option<Duration> {
         let mut clock = MaybeUninit::uninit();
@@ -170,7 +167,7 @@ impl Thread {
             return None;
         }
         let mut time = MaybeUninit::<libc::timespec>::uninit();
-        // SAFETY: the calls have room for what they write, and have succeeded where it is read.
+        // SAFETY: the calls have room for their results, which are read only after success.
         let time = unsafe {
             if libc::clock_gettime(clock.assume_init(), time.as_mut_ptr()) != 0 {
                 return None;
@@ -181,7 +178,7 @@ impl Thread {
         Some(Duration::from_secs(seconds) + Duration::from_nanos(time.tv_nsec.unsigned_abs()))
     }
 
-    /// No clock of a thread: other systems take the time of the machine.
+    /// Other systems have no thread clock; wall time is used instead.
     #[cfg(not(target_os = "linux"))]
     fn processor_time(&self) -> Option<Duration> {
         None
@@ -199,7 +196,7 @@ impl Thread {
     }
 }
 
-/// Threads that end before what they borrow does.
+/// Threads that end before the data they borrow.
 pub struct Scope<'env> {
     threads: RefCell<Vec<Thread>>,
     panic: Arc<Mutex<Option<Box<dyn Any + Send>>>>,
@@ -207,7 +204,7 @@ pub struct Scope<'env> {
 }
 
 impl<'env> Scope<'env> {
-    /// Starts a thread. A panic in it is raised again when the scope ends.
+    /// Starts a thread. Its panic is raised again when the scope ends.
     pub fn start(&self, name: &str, body: impl FnOnce() + Send + 'env) -> std::io::Result<()> {
         let panic = self.panic.clone();
         let body = move || {
@@ -222,12 +219,12 @@ impl<'env> Scope<'env> {
     }
 
     fn join(&self) {
-        // Threads cannot start others: this is not theirs to share.
+        // Taken first: threads cannot start others, so the list is not shared with them.
         self.threads.take().into_iter().for_each(Thread::join);
     }
 }
 
-/// Calls `body`, which may start threads, and waits until those have ended.
+/// Calls `body`, which may start threads, and waits until they have ended.
 pub fn scope<'env, T>(body: impl FnOnce(&Scope<'env>) -> T) -> T {
     let scope = Scope {
         threads: RefCell::default(),
@@ -243,8 +240,7 @@ pub fn scope<'env, T>(body: impl FnOnce(&Scope<'env>) -> T) -> T {
     }
 }
 
-/// Calls `body` on a thread of its own: for recursion as deep as a file demands, which may take more stack than a host's thread
-/// has.
+/// Calls `body` on a new thread: for recursion whose depth a file determines, and which may need more stack than a host's thread has.
 pub fn with_stack<T: Send>(body: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     let made = Mutex::new(None);
     let started = scope(|scope| {
@@ -259,10 +255,9 @@ pub fn with_stack<T: Send>(body: impl FnOnce() -> Result<T> + Send) -> Result<T>
         .unwrap_or_else(|| Err(err!(Internal, "a thread has come to nothing")))
 }
 
-/// Calls `body`, an untrusted program, on a thread of its own with `stack` bytes of stack. Gives nothing if it takes more than
-/// `bytes` of memory at a time, or more than `longest` of a processor's time, which neither a busy or stopped machine nor a clock that
-/// is set takes from it. Its thread then stands still for ever and keeps what it has: a thread
-/// cannot be ended from outside.
+/// Calls untrusted code `body` on a new thread with `stack` bytes of stack. Returns `None` if it takes more than `bytes` of memory at a
+/// time, or more than `longest` of processor time; a busy or stopped machine or a clock change does not count. Its thread then stands still
+/// forever and keeps its memory, because a thread cannot be ended from outside.
 pub fn bounded<T: Send + 'static>(
     stack: usize,
     bytes: usize,
@@ -332,14 +327,14 @@ impl Drop for Crew {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::SeqCst);
         self.shared.regions.wake(self.workers, self.workers);
-        // The lock is free while they end: one may be about to start its successor, and sees that it must not.
+        // The lock is free while they end: a worker that is about to start its successor sees that it must not.
         let workers = std::mem::take(&mut *lock(&self.shared.workers));
         workers.into_iter().for_each(Thread::join);
     }
 }
 
 impl Pool {
-    /// A pool that uses `threads` threads, the caller's among them.
+    /// A pool of `threads` threads, including the caller's.
     pub fn new(threads: usize) -> Result<Self> {
         if !(1..=1024).contains(&threads) {
             bail!(
@@ -354,7 +349,7 @@ impl Pool {
         })
     }
 
-    /// The threads that are there. After a fork they are started anew; where the system refuses that, the caller works alone.
+    /// The threads of this process. After a fork they are started again; if the system refuses that, the caller works alone.
     fn crew(&self) -> &Crew {
         let current = self.crew.load(Ordering::Acquire);
         // SAFETY: this process's crew lives as long as the pool, and its parent's is never freed.
@@ -372,7 +367,7 @@ impl Pool {
             // SAFETY: as above.
             Ok(_) => unsafe { &*fresh },
             Err(other) => {
-                // SAFETY: nobody has seen `fresh`; as above.
+                // SAFETY: nobody else has seen `fresh`; as above.
                 unsafe {
                     drop(Box::from_raw(fresh));
                     &*other
@@ -381,7 +376,7 @@ impl Pool {
         }
     }
 
-    /// The number of threads to use when the caller names none: `NVFP4_THREADS`, or one per available core.
+    /// Default number of threads: `NVFP4_THREADS`, or one per available core.
     pub fn default_threads() -> Result<usize> {
         Ok(match env::threads()? {
             Some(n) => n,
@@ -389,14 +384,13 @@ impl Pool {
         })
     }
 
-    /// Threads that take part in a region.
+    /// Number of threads that take part in a region.
     pub fn threads(&self) -> usize {
         self.threads
     }
 
-    /// Calls `task(part)` once for each part in `0..parts`, in any order and on any thread of the pool, and returns when all
-    /// are done. A panic in a part is raised again here. Called from within a part of any pool, it runs all parts on this
-    /// thread.
+    /// Calls `task(part)` once for each part in `0..parts`, in any order and on any thread of the pool, and returns when all are done. A
+    /// panic in a part is raised again here. Called from within a part of any pool, it runs all parts on this thread.
     pub fn run(&self, parts: usize, task: impl Fn(usize) + Sync) {
         if parts <= 1 || self.threads == 1 || WORKING.get() {
             (0..parts).for_each(task);
@@ -414,7 +408,7 @@ impl Crew {
     fn run(&self, parts: usize, task: &(dyn Fn(usize) + Sync)) {
         let shared = &*self.shared;
         let region = Region::new(parts, task);
-        // SAFETY: it is waited for below, whatever its parts do. Regions take turns.
+        // SAFETY: it is waited for below, whatever its parts do, and `turn` allows one region at a time.
         unsafe { shared.regions.open(&region) };
         let others = shared.cores.load(Ordering::Relaxed).max(2) - 1;
         shared.regions.wake(others.min(parts - 1), self.workers);
@@ -432,9 +426,9 @@ impl Crew {
 impl Drop for Pool {
     fn drop(&mut self) {
         let crew = *self.crew.get_mut();
-        // SAFETY: the pool's own, used by nobody any more.
+        // SAFETY: owned by the pool, and no longer used.
         unsafe {
-            // The threads of a parent process cannot be joined.
+            // Threads of a parent process cannot be joined.
             if (*crew).is_of_this_process() {
                 drop(Box::from_raw(crew));
             }
@@ -442,7 +436,7 @@ impl Drop for Pool {
     }
 }
 
-/// Runs the claimed part, and others while there are any: no other region opens before this thread has reported.
+/// Runs the claimed part, and further ones while there are any: no other region opens before this thread has reported.
 fn take_parts(shared: &Shared, first: Claim, before: impl Fn()) {
     let of = first.of();
     let mut done = 0;
@@ -457,14 +451,14 @@ fn take_parts(shared: &Shared, first: Claim, before: impl Fn()) {
     }));
     WORKING.set(false);
     if let Err(panic) = result {
-        // The part that ended so, and those that nobody has begun.
+        // The part that panicked, and all unclaimed parts.
         done += 1 + shared.regions.claim_rest();
         lock(&shared.panic).get_or_insert(panic);
     }
     shared.regions.report(done, of);
 }
 
-/// Cores that this thread may use.
+/// Number of cores that this thread may use.
 fn cores() -> usize {
     #[cfg(target_os = "linux")]
     // SAFETY: the set is of this frame, and plain numbers.
@@ -477,11 +471,11 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(usize::MAX, usize::from)
 }
 
-/// The body of a pool's thread.
+/// A worker thread of a pool.
 struct Worker {
     shared: Arc<Shared>,
     number: usize,
-    /// Its time on the caller's core before it starts a successor.
+    /// Time on the caller's core before it starts a successor.
     patience: Duration,
     born: Instant,
     /// Whether it has worked on another core than the caller's.
@@ -540,14 +534,14 @@ impl Worker {
         }
     }
 
-    /// Offers this core to the caller, and says whether it took it.
+    /// Yields this core to the caller, and returns whether the caller took it.
     fn leaves_core_to_caller(&self) -> bool {
         let offered = Instant::now();
         std::thread::yield_now();
         offered.elapsed() > ALONE
     }
 
-    /// Starts a successor that the system may place better, if it is time. Says whether there is one now: this thread then ends.
+    /// Starts a successor, which the system may place better, if it is time. Returns whether there is one now: this thread then ends.
     fn is_replaced(&self) -> bool {
         if self.born.elapsed() < self.patience || self.shared.cores.load(Ordering::Relaxed) == 1 {
             return false;
@@ -557,7 +551,7 @@ impl Worker {
             false => MOST_PATIENCE.min(self.patience * 2),
         };
         let mut workers = lock(&self.shared.workers);
-        // Whoever takes the pool down has taken the threads, too.
+        // If the pool is being shut down, its threads have been taken.
         let Some(place) = workers.get_mut(self.number - 1) else {
             return false;
         };
@@ -576,7 +570,7 @@ mod tests {
     use std::sync::atomic::AtomicU32;
     use std::sync::mpsc;
 
-    /// Stops workers in the middle of a claim: they have seen a region, and have not claimed a part of it.
+    /// Stops workers in the middle of a claim: they have seen a region, but not claimed a part of it.
     #[derive(Default)]
     pub(super) struct Hold {
         is_shut: AtomicBool,
@@ -612,7 +606,7 @@ mod tests {
         thread.join().unwrap();
     }
 
-    /// Runs a region of `parts` parts, each of which must run once.
+    /// Runs a region of `parts` parts, and checks that each runs once.
     fn run_once_each(pool: &Pool, parts: usize) {
         let counts: Vec<AtomicU32> = (0..parts).map(|_| AtomicU32::new(0)).collect();
         pool.run(parts, |part| {
@@ -626,7 +620,7 @@ mod tests {
         );
     }
 
-    /// Runs such a region at another place of the stack.
+    /// Runs such a region at another stack address.
     #[inline(never)]
     fn run_further_down(pool: &Pool, parts: usize) {
         let room = std::hint::black_box([u8::MAX; 4096]);
@@ -673,7 +667,7 @@ mod tests {
                     shared.hold.is_shut.store(false, Ordering::Relaxed);
                 });
                 for n in 0..20_000 {
-                    // Few, so that a number of parts that a late worker saw comes again soon.
+                    // Few different numbers, so that a number of parts that a late worker saw soon comes again.
                     let parts = 2 + n % 2;
                     if n % 100 == 98 {
                         let run = || pool.run(parts, |part| assert!(part != n % parts, "a part"));
@@ -696,7 +690,7 @@ mod tests {
             for _ in 0..100 {
                 std::thread::sleep(Duration::from_millis(1));
                 let begun = AtomicUsize::new(0);
-                // No part ends before another thread has come.
+                // No part ends before another thread has arrived.
                 pool.run(2, |_| {
                     begun.fetch_add(1, Ordering::Relaxed);
                     while begun.load(Ordering::Relaxed) < 2 {
@@ -720,7 +714,7 @@ mod tests {
             (2..100).for_each(|parts| run_once_each(&pool, parts));
             drop(pool);
             assert!(!replaces(1), "a pool that is taken down");
-            // The threads have gone, and with them what they held.
+            // The threads have ended, and dropped what they held.
             while Arc::strong_count(&shared) > 1 {
                 std::thread::yield_now();
             }
@@ -793,7 +787,7 @@ mod tests {
         assert_eq!((sum.into_inner(), ended.into_inner()), (10, 1));
     }
 
-    /// A machine that is busy or stopped, and a clock that is set, are not the work's fault.
+    /// A busy or stopped machine, or a clock change, must not count against the work.
     #[test]
     fn a_limit_of_time_counts_the_time_of_a_processor() {
         let longest = Duration::from_millis(200);

@@ -1,4 +1,4 @@
-//! A fair queue for what only one caller can use at a time: first come, first served, and a waiting caller can give up.
+//! A fair queue for a resource with one user at a time: first come, first served, and a waiting caller can give up.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -8,25 +8,25 @@ use std::time::{Duration, Instant};
 use super::error::{Result, bail};
 use super::fork;
 
-/// How long a thread may keep coming back before it queues behind those that wait. Changing threads costs more than going on.
+/// Time that a thread may keep coming back before it queues behind waiting ones. Changing threads costs more than continuing.
 const SLICE: Duration = Duration::from_millis(20);
-/// How long it is waited for meanwhile.
+/// Time that the queue waits for such a thread to come back.
 const GRACE: Duration = Duration::from_millis(1);
-/// How often a waiting caller asks whether to give up.
+/// Interval at which a waiting caller checks whether to give up.
 const PATIENCE: Duration = Duration::from_millis(10);
 
 thread_local! {
-    /// Its address stands for the thread.
+    /// Its address identifies the thread.
     static HERE: u8 = const { 0 };
 }
 
-/// The calling thread, by a number that no other living thread has. `std::thread::current()` would register a destructor for the
-/// thread's end, for which the C library takes the loader's lock.
+/// Identifies the calling thread among all living threads. `std::thread::current()` would register a destructor for the thread's end, for
+/// which the C library takes the loader's lock.
 fn this_thread() -> usize {
     HERE.with(|here| (&raw const *here).addr())
 }
 
-/// A caller that sleeps until it is woken.
+/// A waiting caller, which sleeps until it is woken.
 #[derive(Debug, Default)]
 struct Waiter {
     woken: Mutex<bool>,
@@ -50,8 +50,8 @@ impl Waiter {
     }
 }
 
-/// A queue in front of a resource. Unlike a mutex it is fair: a caller that keeps coming back keeps its turn for a slice of
-/// time, and then queues behind those that wait.
+/// A queue in front of a resource. Unlike a mutex it is fair: a caller that keeps coming back keeps its turn for a slice of time, and then
+/// queues behind waiting ones.
 #[derive(Debug, Default)]
 pub struct Turns {
     queue: Mutex<Queue>,
@@ -59,15 +59,15 @@ pub struct Turns {
 
 #[derive(Debug, Default)]
 struct Queue {
-    /// Tickets and who holds them, in the order of their arrival.
+    /// Tickets and their holders, in order of arrival.
     tickets: VecDeque<(u64, Arc<Waiter>)>,
     last: u64,
     taken: bool,
-    /// Whose slice it is, and since when.
+    /// Thread of the current slice, and the start of the slice.
     slice: Option<(usize, Instant)>,
-    /// Until when it may come back.
+    /// Time until which that thread may come back.
     kept_until: Option<Instant>,
-    /// The process whose threads these are: the child of a fork has others.
+    /// The fork generation of these threads; the child of a fork has others.
     generation: u32,
 }
 
@@ -91,8 +91,8 @@ impl Turns {
         Turns::default()
     }
 
-    /// Waits for this caller's turn, which lasts until what is returned is dropped; [`Cancelled`] if `give_up` says so before,
-    /// which is asked every few milliseconds. [`Busy`] where the caller has one already: that comes of a callback.
+    /// Waits for this caller's turn, which lasts until the result is dropped. Fails with [`Cancelled`] if `give_up`, which is called every
+    /// few milliseconds, returns true before. Fails with [`Busy`] if the caller already has a turn, as from a callback.
     ///
     /// [`Busy`]: super::ErrorKind::Busy
     /// [`Cancelled`]: super::ErrorKind::Cancelled
@@ -160,7 +160,7 @@ impl Turns {
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let generation = fork::generation();
         if queue.generation != generation {
-            // The threads that queued before the fork do not exist in the child.
+            // Threads that queued before the fork do not exist in the child.
             *queue = Queue {
                 generation,
                 ..Queue::default()
@@ -175,12 +175,12 @@ impl Turns {
 #[must_use = "the turn ends when this is dropped"]
 pub struct Turn<'a> {
     turns: &'a Turns,
-    /// Whether somebody else is next, once that is decided.
+    /// Whether another caller is next, once that is decided.
     ends: Cell<Option<bool>>,
 }
 
 impl Turn<'_> {
-    /// Whether somebody else is next, so that what this caller would do next is not worth beginning.
+    /// Whether another caller is next, so that this caller should begin nothing more.
     pub fn ends(&self) -> bool {
         let ends = self
             .ends
@@ -217,7 +217,7 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::thread;
 
-    /// Waits until so many wait.
+    /// Waits until `count` callers wait.
     fn until(turns: &Turns, count: usize) {
         while turns.queue().tickets.len() != count {
             thread::yield_now();
@@ -255,7 +255,7 @@ mod tests {
             until(&turns, 1);
             assert!(!first.ends() || begun.elapsed() >= SLICE);
             drop(first);
-            // Whoever comes back at once is before the one who waits, until its time is up.
+            // A caller that comes back at once goes before a waiting one, until its slice is over.
             let mut times = 0;
             while came.lock().unwrap().is_none() {
                 drop(turns.take(|| false).unwrap());

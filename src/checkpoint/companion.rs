@@ -1,4 +1,4 @@
-//! The files that stand beside weights: `config.json` and the tokenizer's. Lists and reads them; knows no weights.
+//! Files beside the weights: `config.json` and the tokenizer's files. Lists and reads them; knows no weights.
 
 use std::path::Path;
 
@@ -6,18 +6,17 @@ use super::{Metadata, TokenizerSource};
 use crate::base::error::{Error, err};
 use crate::base::{Result, file};
 
-/// The files that describe a model's weights. They are not copied when a model is rewritten, as they describe other weights
-/// then: its writer makes the ones that its format has.
+/// Files that describe a model's weights. They are not copied when a model is rewritten, because they would describe other weights: the
+/// writer of each format creates its own.
 ///
-/// Opening a checkpoint reads `config.json`. Nothing here reads `hf_quant_config.json`: the names and types of the tensors
-/// tell how they are quantized. [`ModelOptWriter`](super::ModelOptWriter) writes it for TensorRT-LLM and vLLM, which do.
+/// Opening a checkpoint reads `config.json`. Nothing here reads `hf_quant_config.json`: the names and types of the tensors show how they
+/// are quantized. [`ModelOptWriter`](super::ModelOptWriter) writes it for TensorRT-LLM and vLLM, which do read it.
 pub const DESCRIPTION_FILES: [&str; 2] = ["config.json", "hf_quant_config.json"];
 
-/// The files beside a model's weights that say how it reads and writes text. They are copied when a model is rewritten, where
-/// they exist.
+/// Files beside a model's weights that say how it reads and writes text. They are copied, if present, when a model is rewritten.
 ///
-/// Loading a model reads `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja` (`chat_template.json` where there is
-/// none), [`TOOL_TEMPLATE`] and `generation_config.json`. The others are for the programs that load the same directory, transformers among them.
+/// Loading a model reads `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja` (or else `chat_template.json`), [`TOOL_TEMPLATE`]
+/// and `generation_config.json`. The others are for other programs that load the directory, such as transformers.
 pub const TOKENIZER_FILES: [&str; 10] = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -31,7 +30,7 @@ pub const TOKENIZER_FILES: [&str; 10] = [
     "tokenizer.model",
 ];
 
-/// The template for conversations with tools, where transformers saves several templates: a file of a folder.
+/// The template for conversations with tools, in the folder where transformers saves additional templates.
 pub const TOOL_TEMPLATE: &str = "additional_chat_templates/tool_use.jinja";
 
 /// The config and tokenizer found in `directory`.

@@ -1,5 +1,5 @@
-//! Reads TorchSharp's `.dat`: LEB128 headers and raw payloads in sequence, with no magic number and no alignment. Knows the
-//! container; which entries belong together is `layout`'s business.
+//! Reads TorchSharp's `.dat`: LEB128 headers and raw payloads in sequence, with no magic number and no alignment. Knows only the container;
+//! `layout` groups its tensors.
 
 use super::layout;
 use super::source::{Cursor, Source, Span};
@@ -21,7 +21,7 @@ const SMALLEST_ENTRY: usize = 5;
 /// More dimensions than any tensor here has.
 const MAX_DIMS: u64 = 8;
 
-/// How the values of an elemType are encoded. Types 0 to 45 are torch's own numbers; packed codes are bytes here.
+/// Encoding of the values of an elemType. Types 0 to 45 are torch's own numbers; packed codes are bytes here.
 fn encoding(elem_type: u64) -> Option<Encoding> {
     let dtype = match elem_type {
         45 | 100 => DType::U8,
@@ -31,7 +31,7 @@ fn encoding(elem_type: u64) -> Option<Encoding> {
     Some(Encoding::Dense(dtype))
 }
 
-/// The elemType that a dense encoding is written with.
+/// The elemType of a dense encoding.
 pub(super) fn elem_type(encoding: Encoding) -> Option<u32> {
     match encoding {
         Encoding::Dense(DType::F8E4M3) => Some(E4M3),

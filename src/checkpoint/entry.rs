@@ -1,4 +1,4 @@
-//! What every checkpoint gives, whatever its file format: entries and how their values are encoded, metadata, and the trait to read them.
+//! The interface of every checkpoint, independent of its file format: entries, encodings, metadata, and the trait to read them.
 
 use std::fmt;
 use std::ops::Range;
@@ -9,11 +9,11 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::tensor::DType;
 
-/// How the values of an entry are stored.
+/// Storage of an entry's values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Encoding {
-    /// Elements of one type, one after the other; float8 with an outer scale where the file has one. Packed 4-bit codes are bytes
-    /// to a file, so the type is never [`DType::F4E2M1x2`].
+    /// Elements of one type, in sequence; float8 may have an outer scale. Files store packed 4-bit codes as bytes, so the type is never
+    /// [`DType::F4E2M1x2`].
     Dense(DType),
     /// NVFP4: 4-bit codes, an e4m3 scale per 16 elements, one global scale.
     Nvfp4,
@@ -35,8 +35,7 @@ impl Encoding {
         }
     }
 
-    /// Bytes of values of a matrix `[rows, cols]` that a writer takes for it, scales of blocks and rows included; `None` for encodings that
-    /// are only read.
+    /// Bytes of a matrix `[rows, cols]` in this encoding, scales of blocks and rows included; `None` for encodings that are only read.
     pub const fn matrix_bytes(self, rows: u64, cols: u64) -> Option<u64> {
         match (self, self.element_bytes()) {
             (_, Some(width)) => Some(rows * cols * width as u64),
@@ -46,12 +45,12 @@ impl Encoding {
         }
     }
 
-    /// Whether the values are whole numbers or truth values, which no model has as weights: codes whose scales are missing.
+    /// Whether the values are integers or booleans. No weights have such values; they are codes whose scales are missing.
     pub const fn is_integer(self) -> bool {
         matches!(self, Encoding::Dense(dtype) if dtype.is_integer())
     }
 
-    /// The name that safetensors has for it, which reports print too.
+    /// Its name in safetensors and in reports.
     pub const fn name(self) -> &'static str {
         match self {
             Encoding::Dense(dtype) => match dtype {
@@ -85,7 +84,7 @@ impl fmt::Display for Encoding {
 /// One logical tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// The Hugging Face name, `model.layers.0.mlp.up_proj.weight`, however many stored tensors make it up.
+    /// The Hugging Face name, for example `model.layers.0.mlp.up_proj.weight`, however many stored tensors form it.
     pub name: String,
     /// The logical shape, outermost dimension first; empty for a scalar. No dimension is zero.
     pub shape: Vec<usize>,
@@ -109,18 +108,18 @@ impl Entry {
     }
 }
 
-/// A tensor of the file whose values cannot be read. It is no [`Entry`], and keeps nobody from reading the others.
+/// A tensor with values that cannot be read. It is not an [`Entry`], and does not prevent reading the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unreadable {
     /// The Hugging Face name.
     pub name: String,
-    /// The type of its elements, as the file format calls it: `F8_E5M2`, `IQ1_S`.
+    /// Element type in the file format's terms: `F8_E5M2`, `IQ1_S`.
     pub dtype: String,
     /// The stored shape, outermost dimension first.
     pub shape: Vec<usize>,
     /// Bytes in the file.
     pub bytes: u64,
-    /// Why, to follow the name in a message.
+    /// The reason, worded to follow the name in a message.
     pub reason: String,
 }
 
@@ -130,52 +129,51 @@ impl fmt::Display for Unreadable {
     }
 }
 
-/// One tensor as it lies in the file; a logical [`Entry`] is made of one or more.
+/// A stored tensor. A logical [`Entry`] consists of one or more.
 #[derive(Clone, Copy, Debug)]
 pub struct Part<'a> {
     /// The key in the file.
     pub key: &'a str,
-    /// The file format's own number for the element type: `.dat` elemType, GGUF type; 0 where the format uses names.
+    /// The file format's number of the element type: `.dat` elemType, GGUF type; 0 for formats that use names.
     pub type_code: u32,
-    /// Where its bytes start in the file.
+    /// Byte offset in the file.
     pub offset: usize,
-    /// The stored shape, outermost dimension first: packed dimensions where values are packed.
+    /// Stored shape, outermost dimension first; packed dimensions if values are packed.
     pub shape: &'a [usize],
-    /// How many bytes are stored.
+    /// Stored bytes.
     pub bytes: usize,
-    /// Which of the checkpoint's files it is in.
+    /// Index of the checkpoint's file that holds it.
     pub(super) source: usize,
 }
 
-/// What a checkpoint says beside its tensors.
+/// Metadata of a checkpoint, beside its tensors.
 #[derive(Clone, Debug, Default)]
 pub struct Metadata {
-    /// The model's description with the keys of a Hugging Face `config.json`; GGUF metadata is translated to them. A GGUF
-    /// file with llama3 rope scaling has no `rope_scaling` here but a tensor `rope_freqs.weight`: the number that divides
-    /// each rotary frequency.
+    /// The model's description with the keys of a Hugging Face `config.json`, into which GGUF metadata is translated. A GGUF file with
+    /// llama3 rope scaling has no `rope_scaling` here but a tensor `rope_freqs.weight`: the divisor of each rotary frequency.
     pub config: Option<serde_json::Value>,
-    /// Where the tokenizer is.
+    /// Source of the tokenizer.
     pub tokenizer: TokenizerSource,
 }
 
-/// Where a checkpoint's tokenizer is.
+/// Source of a checkpoint's tokenizer.
 #[derive(Clone, Debug, Default)]
 pub enum TokenizerSource {
-    /// Nowhere: the checkpoint has none.
+    /// None: the checkpoint has no tokenizer.
     #[default]
     None,
-    /// A directory with `tokenizer.json`, and perhaps others of [`TOKENIZER_FILES`](super::TOKENIZER_FILES).
+    /// A directory with `tokenizer.json` and possibly other [`TOKENIZER_FILES`](super::TOKENIZER_FILES).
     Directory(PathBuf),
     /// Inside the file.
     Vocabulary(Vocabulary),
 }
 
-/// A tokenizer as a GGUF file holds it: plain data, one element per token where it is a list.
+/// A tokenizer as stored in a GGUF file: plain data; lists have one element per token.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Vocabulary {
     /// `tokenizer.ggml.model`: "gpt2" for byte-level BPE, "llama" for SentencePiece.
     pub model: String,
-    /// `tokenizer.ggml.pre`: the name of the pre-tokenizer, where given.
+    /// `tokenizer.ggml.pre`: the name of the pre-tokenizer, if present.
     pub pre: Option<String>,
     /// Token texts; the index is the id.
     pub tokens: Vec<String>,
@@ -189,30 +187,30 @@ pub struct Vocabulary {
     pub bos: Option<u32>,
     /// End of sequence.
     pub eos: Option<u32>,
-    /// Entries that few files have.
+    /// Rarely present entries.
     pub rare: Box<RareEntries>,
     /// Unknown token.
     pub unk: Option<u32>,
     /// Padding.
     pub pad: Option<u32>,
-    /// Whether encoding puts `bos` in front; `None` where the file does not say.
+    /// Whether encoding prepends `bos`; `None` if the file does not say.
     pub add_bos: Option<bool>,
-    /// Whether encoding puts `eos` at the end; `None` where the file does not say.
+    /// Whether encoding appends `eos`; `None` if the file does not say.
     pub add_eos: Option<bool>,
-    /// Whether SentencePiece puts a space in front of the text; `None` where the file does not say.
+    /// Whether SentencePiece prepends a space to the text; `None` if the file does not say.
     pub add_space_prefix: Option<bool>,
-    /// The chat template (Jinja), where the file has one.
+    /// Chat template (Jinja), if present.
     pub chat_template: Option<String>,
-    /// How the model's maker asks for tokens to be chosen (`general.sampling`), with the keys of `generation_config.json`.
+    /// Sampling settings recommended by the model's maker (`general.sampling`), with the keys of `generation_config.json`.
     pub sampling: Box<serde_json::Map<String, serde_json::Value>>,
 }
 
-/// Entries of a [`Vocabulary`] that few files have.
+/// Rarely present entries of a [`Vocabulary`].
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RareEntries {
-    /// Ends of turns and of messages, and further ends of sequences.
+    /// Further tokens that end a turn, a message or a sequence.
     pub ends: Vec<u32>,
-    /// The template for conversations with tools, where it is another.
+    /// Template for conversations with tools, if it differs.
     pub tool_template: Option<String>,
 }
 
@@ -223,13 +221,13 @@ impl Vocabulary {
     }
 }
 
-/// An opened checkpoint. All reads are from `&self` and may come from any thread. A file that was written to after it was opened
-/// is an error of every read, as the values may be of two contents.
+/// An opened checkpoint. All reads take `&self` and may come from any thread. Every read fails if the file was written to after it was
+/// opened, because its values may be a mixture.
 pub trait Checkpoint: Send + Sync {
-    /// The layout found: "dat", "safetensors", "modelopt", "compressed-tensors", "torchao", "bitsandbytes" or "gguf".
+    /// Detected layout: "dat", "safetensors", "modelopt", "compressed-tensors", "torchao", "bitsandbytes" or "gguf".
     fn format(&self) -> &'static str;
 
-    /// The files that it reads as long as it is open; none where it was opened from memory.
+    /// Files that it reads while it is open; empty if it was opened from memory.
     fn files(&self) -> Vec<&Path>;
 
     /// Every logical tensor, in file order.
@@ -238,17 +236,17 @@ pub trait Checkpoint: Send + Sync {
     /// The entry called `name`.
     fn find(&self, name: &str) -> Option<&Entry>;
 
-    /// Tensors of the file that are no entries, as their values cannot be read.
+    /// Tensors with values that cannot be read, which are not entries.
     fn unreadable(&self) -> &[Unreadable] {
         &[]
     }
 
-    /// Writes the values of `rows` to `out`, whatever the encoding. `entry` is seen as a matrix of [`Entry::rows`] by
-    /// [`Entry::cols`]; `out` holds exactly the rows asked for.
+    /// Decodes the values of `rows` to `out`, for any encoding. `entry` is taken as a matrix of [`Entry::rows`] by [`Entry::cols`]; `out`
+    /// has exactly the size of these rows.
     fn rows_f32(&self, entry: &Entry, rows: Range<usize>, out: &mut [f32]) -> Result<()>;
 
-    /// Copies the codes (low nibble = even column) and linear e4m3 block scales of `rows` of an NVFP4 entry: `cols / 2` and
-    /// `cols / 16` bytes a row.
+    /// Copies the codes (low nibble = even column) and row-major e4m3 block scales of `rows` of an NVFP4 entry: `cols / 2` and `cols / 16`
+    /// bytes per row.
     fn rows_nvfp4(
         &self,
         entry: &Entry,
@@ -257,7 +255,7 @@ pub trait Checkpoint: Send + Sync {
         scales: &mut [u8],
     ) -> Result<()>;
 
-    /// Copies the codes, bytes in two's complement, and the scales of `rows` of an int8 entry: `cols` codes and one scale a row.
+    /// Copies the codes, bytes in two's complement, and the scales of `rows` of an int8 entry: `cols` codes and one scale per row.
     fn rows_int8(
         &self,
         entry: &Entry,
@@ -274,7 +272,7 @@ pub trait Checkpoint: Send + Sync {
         )
     }
 
-    /// The global scale of an NVFP4 entry; 1.0 where the file stores none. An entry with several, which differ, is an error.
+    /// Global scale of an NVFP4 entry; 1.0 if the file stores none. Fails if the entry has several different ones.
     fn global_scale(&self, entry: &Entry) -> Result<f32> {
         match self.global_scales(entry)? {
             [first, rest @ ..] if rest.iter().all(|g| g == first) => Ok(*first),
@@ -287,18 +285,18 @@ pub trait Checkpoint: Send + Sync {
         }
     }
 
-    /// The global scales of an NVFP4 entry: one for all of it, or one per index of its first dimension.
+    /// Global scales of an NVFP4 entry: one for all of it, or one per index of its first dimension.
     fn global_scales(&self, entry: &Entry) -> Result<&[f32]>;
 
-    /// The tensor of the file that `entry` is, where it is a single one whose values lie there in logical order.
+    /// The stored tensor of `entry`, if it is a single one with its values in logical order.
     fn plain(&self, entry: &Entry) -> Option<Part<'_>>;
 
-    /// The tensors of the file that make up `entry`.
+    /// The stored tensors that form `entry`.
     fn parts(&self, entry: &Entry) -> Result<Vec<Part<'_>>>;
 
-    /// Copies stored bytes of a part of this checkpoint, from byte `at` of it on, as many as `out` takes.
+    /// Copies stored bytes of a part of this checkpoint from byte `at` on, until `out` is full.
     fn read_part(&self, part: &Part<'_>, at: usize, out: &mut [u8]) -> Result<()>;
 
-    /// What the checkpoint says beside its tensors.
+    /// Metadata of the checkpoint, beside its tensors.
     fn metadata(&self) -> &Metadata;
 }

@@ -1,5 +1,5 @@
-//! Which files of a folder hold its model's weights, told by their names alone: a directory and the listing of a repository, of
-//! which nothing has been fetched yet, get the same answer. Lists directories; opens no file.
+//! Finds the files of a folder that hold its model's weights, by their names alone: a directory and the listing of a remote repository get
+//! the same answer. Lists directories; opens no file.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -9,25 +9,25 @@ use crate::base::Result;
 use crate::base::directory::entries;
 use crate::base::error::bail;
 
-/// The weights in a folder, by the names of its files; see [`weights`].
+/// The weights in a folder, by file names; see [`weights`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Weights {
     /// A safetensors index: the files that it names hold the weights.
     Index(String),
-    /// All the files that hold the weights: one, or a whole set in the order of its numbers.
+    /// All files that hold the weights: a single one, or a complete set in the order of its numbers.
     Files(Vec<String>),
-    /// Several models, or one in several forms (the quantizations of a GGUF repository), and the names do not say which is
-    /// meant. Each is given by its files, an index or what is there of a set, which [`weights`] tells more about.
+    /// Several models, or several forms of one (the quantizations of a GGUF repository), among which the names do not decide. Each is given
+    /// by its files, its index, or the present files of its set; [`weights`] on those names says more.
     Several(Vec<Vec<String>>),
     /// No weights.
     None,
 }
 
-/// Finds the weights among `names`, the names of all files in one folder. Names with a `/` lie in other folders and do not
-/// count. In a set, `PREFIX-00001-of-00003.EXTENSION` and so on, a file that is missing is an error that names it.
+/// Finds the weights among `names`, the names of all files in one folder. Names with a `/` are in other folders and are ignored. A missing
+/// file of a set, `PREFIX-00001-of-00003.EXTENSION` and so on, is an error that names it.
 ///
-/// The model is the first of the following that is there. transformers has the same order as far as it knows these names: a
-/// single file comes before an index, because an index beside it is left over from an earlier save.
+/// The model is the first of the following that is present. transformers has the same order for the names that it knows: a single file
+/// comes before an index, because an index beside it is left over from an earlier save.
 /// 1. `model.safetensors`
 /// 2. `model.safetensors.index.json`
 /// 3. a set `model-00001-of-00003.safetensors` without an index
@@ -36,10 +36,10 @@ pub enum Weights {
 /// 5. any other `.safetensors` file or set
 /// 6. a `.dat` file
 /// 7. a `.gguf` file or set
-/// 8. `consolidated.safetensors`, or such a set: Mistral's own layout, published beside the one of Hugging Face
+/// 8. `consolidated.safetensors`, or such a set: Mistral's own layout, published beside that of Hugging Face
 ///
-/// Adapters (`adapter_model.safetensors`), vision projectors (`mmproj` in a GGUF file's name) and importance matrices
-/// (`imatrix.dat`) are no model's weights.
+/// Adapters (`adapter_model.safetensors`), vision projectors (`mmproj` in a GGUF file's name) and importance matrices (`imatrix.dat`) are
+/// not weights of a model.
 pub fn weights(names: &[&str]) -> Result<Weights> {
     let mut found: BTreeMap<(Rank, Unit<'_>), BTreeSet<&str>> = BTreeMap::new();
     for name in names {
@@ -72,14 +72,14 @@ pub fn weights(names: &[&str]) -> Result<Weights> {
     }
 }
 
-/// The names of all parts of the model of which the GGUF file `name` is one, in order: llama.cpp names them
-/// `PREFIX-00001-of-00003.gguf` and so on. `None` for a name of another form.
+/// The names of all parts of a model of which the GGUF file `name` is one, in order: llama.cpp names them `PREFIX-00001-of-00003.gguf` and
+/// so on. `None` for a name of another form.
 pub fn gguf_parts(name: &str) -> Option<Vec<String>> {
     let set = numbered(name.strip_suffix(".gguf")?, "gguf")?;
     Some(set.names().collect())
 }
 
-/// The name that an index of the model in the file `name` would have; `None` for a name that has none.
+/// The name of the index that a model in the file `name` would have; `None` if it would have none.
 pub(super) fn index_beside(name: &str) -> Option<String> {
     let stem = name.strip_suffix(".safetensors")?;
     match stem.strip_prefix("model")? {
@@ -94,7 +94,7 @@ pub(super) fn index_beside(name: &str) -> Option<String> {
 /// The files to open for the model in `directory`: an index, one file, or a whole set.
 pub(super) fn find_in_directory(directory: &Path) -> Result<Vec<PathBuf>> {
     let mut entries = entries(directory)?;
-    // The cache of the hub holds links to files.
+    // The hub's cache contains links to files.
     entries.retain(|(_, path)| path.is_file());
     let names: Vec<&str> = entries.iter().map(|(name, _)| name.as_str()).collect();
     let files = match weights(&names).map_err(|e| e.within(directory.display()))? {
@@ -127,8 +127,8 @@ pub(super) fn find_in_directory(directory: &Path) -> Result<Vec<PathBuf>> {
     Ok(files.iter().map(path_of).collect())
 }
 
-/// Refuses a directory that is not a model's alone: one to be replaced may not hold what nobody would get back. A model in it has
-/// weights and what describes them; a model's directory has no folders inside, which homes and repositories have.
+/// Fails unless a directory holds only a model, because replacing it must not destroy anything else. A model's directory has weights and
+/// their description, and no folders inside, unlike homes and repositories.
 pub(super) fn check_is_model(directory: &Path) -> Result<()> {
     let entries = entries(directory)?;
     if let Some((folder, _)) = entries.iter().find(|(_, path)| path.is_dir()) {
@@ -142,7 +142,7 @@ pub(super) fn check_is_model(directory: &Path) -> Result<()> {
     let is_described = names
         .iter()
         .any(|n| DESCRIPTION_FILES.contains(n) || n.ends_with(".gguf"));
-    // A set of which a file is missing is weights, too.
+    // An incomplete set counts as weights too.
     let has_weights = !matches!(weights(&names), Ok(Weights::None));
     let is_model = is_described && has_weights;
     if !is_model && !names.is_empty() {
@@ -156,7 +156,7 @@ pub(super) fn check_is_model(directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What files are to the model of their folder, in the order in which they are looked for.
+/// Role of files in their folder, in order of precedence.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Rank {
     Model,
@@ -169,7 +169,7 @@ enum Rank {
     Consolidated,
 }
 
-/// Files that are opened together. The first unit of a variant wins.
+/// Files that are opened together. Among the units of one variant the first wins.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Unit<'a> {
     File(&'a str),
@@ -190,7 +190,7 @@ impl<'a> Unit<'a> {
     }
 }
 
-/// The files `STEM-NUMBER-of-TOTAL.EXTENSION`, numbered from 1 in fixed width.
+/// Set of files `STEM-NUMBER-of-TOTAL.EXTENSION`, numbered from 1 in fixed width.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct Set<'a> {
     stem: &'a str,
@@ -216,7 +216,7 @@ impl Set<'_> {
         (1..=self.total).map(|n| self.name(n))
     }
 
-    /// All its files, which `found` must hold.
+    /// All its files; fails if one is not in `found`.
     fn whole(&self, found: &BTreeSet<&str>) -> Result<Vec<String>> {
         if let Some(missing) = self.names().find(|n| !found.contains(n.as_str())) {
             bail!(
@@ -230,11 +230,11 @@ impl Set<'_> {
     }
 }
 
-/// The set that a file is part of by its name, here without its extension.
+/// The set to which a file belongs by its name, given without its extension.
 fn numbered<'a>(name: &'a str, extension: &'a str) -> Option<Set<'a>> {
     let (rest, total) = name.rsplit_once("-of-")?;
     let (stem, number) = rest.rsplit_once('-')?;
-    // llama.cpp knows no other width. Sets of safetensors mostly have five digits too, but `model-00001-of-000163` exists.
+    // llama.cpp accepts no other width. safetensors sets mostly have five digits too, but `model-00001-of-000163` exists.
     let widths = if extension == "gguf" { 5..=5 } else { 1..=6 };
     let parse = |text: &str| -> Option<usize> {
         let digits = widths.contains(&text.len()) && text.bytes().all(|b| b.is_ascii_digit());
@@ -252,7 +252,7 @@ fn numbered<'a>(name: &'a str, extension: &'a str) -> Option<Set<'a>> {
     (fixed_width && (1..=set.total).contains(&number)).then_some(set)
 }
 
-/// What `name` is to the model of its folder; `None` if it is no part of its weights.
+/// Role of `name` in its folder; `None` if it is not part of the weights.
 fn classify(name: &str) -> Option<(Rank, Unit<'_>)> {
     if name.contains('/') {
         return None;
@@ -304,7 +304,7 @@ mod tests {
     use crate::base::ErrorKind;
     use crate::base::error::expect_kind;
 
-    /// What is found in a folder with `lines` of names, separated by spaces.
+    /// The weights found in a folder with the names in `lines`, separated by spaces.
     fn found(lines: &str) -> Weights {
         let names: Vec<&str> = lines.split_whitespace().collect();
         weights(&names).unwrap_or_else(|e| panic!("{lines}: {e}"))
@@ -378,7 +378,7 @@ mod tests {
             found("model-00001-of-00001.safetensors"),
             files("model-00001-of-00001.safetensors")
         );
-        // Whatever order they are listed in.
+        // In any order of listing.
         let turned = "b-2-of-2.safetensors b-1-of-2.safetensors";
         assert_eq!(
             found(turned),
@@ -485,7 +485,7 @@ mod tests {
         );
         let want = vec![owned(other), owned(split), owned(single)];
         assert_eq!(found(&mixed), Weights::Several(want));
-        // One of the candidates alone is what it is by itself.
+        // Each candidate alone gives its own result.
         expect_kind(
             weights(&other.split(' ').collect::<Vec<_>>()),
             ErrorKind::NotFound,
@@ -516,7 +516,7 @@ mod tests {
         }
     }
 
-    /// Two text encoders of stabilityai/stable-diffusion-3-medium-diffusers, and what would be left of them.
+    /// The two text encoders of stabilityai/stable-diffusion-3-medium-diffusers, and subsets of their files.
     #[test]
     fn variants_come_after_the_plain_files() {
         assert_eq!(
@@ -537,7 +537,7 @@ mod tests {
             index(index_of_half)
         );
         assert_eq!(found(half), files(half));
-        // The order within a variant is that of plain files; two variants are two models.
+        // Within a variant the order is that of plain files; two variants are two models.
         let single = "model.fp16.safetensors";
         assert_eq!(
             found(&[half, index_of_half, single].join(" ")),

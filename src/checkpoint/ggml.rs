@@ -1,5 +1,5 @@
-//! The block types of GGML, which GGUF files hold: decoding to f32. A block is a fixed run of consecutive elements of a row with
-//! its own scales. Pure functions over bytes; knows nothing of files.
+//! Decodes GGML's block types, as stored in GGUF files, to f32. A block is a fixed run of consecutive elements of a row with its own
+//! scales. Pure functions over bytes; knows nothing of files.
 
 use half::f16;
 
@@ -8,7 +8,7 @@ use crate::format::e2m1;
 /// Elements of a super-block of the K types.
 pub(super) const SUPER: usize = 256;
 
-/// The block types that can be decoded. Dense types and NVFP4 have encodings of their own, see [`Encoding`](super::Encoding).
+/// Block types that can be decoded. Dense types and NVFP4 have their own encodings, see [`Encoding`](super::Encoding).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(non_camel_case_types)]
 pub enum GgmlType {
@@ -41,7 +41,7 @@ pub enum GgmlType {
 }
 
 impl GgmlType {
-    /// The name GGUF tools print.
+    /// Its name in GGUF tools.
     pub const fn name(self) -> &'static str {
         match self {
             GgmlType::Q4_0 => "Q4_0",
@@ -272,8 +272,8 @@ fn iq4_xs(b: &[u8; 136], out: &mut [f32; SUPER]) {
     }
 }
 
-/// Half the value of an e8m0 byte, 2^(e - 128). GGML halves it and doubles the codes so that 0xff, a NaN in the standard,
-/// stays finite; files decode the same here.
+/// Half the value of an e8m0 byte, 2^(e - 128). GGML halves it and doubles the codes, so that 0xff, a NaN in the standard, stays finite.
+/// Files decode the same here.
 fn e8m0_half(e: u8) -> f32 {
     match e {
         0 | 1 => f32::from_bits(1 << (21 + e)),
@@ -293,8 +293,8 @@ fn mxfp4(b: &[u8; 17], out: &mut [f32; 32]) {
 /// Elements and bytes of an NVFP4 super-block: four scales, then the codes of four runs of 16.
 const NVFP4_BLOCK: (usize, usize) = (64, 36);
 
-/// The block scale meant by a scale byte. GGML's unsigned E4M3 is that of NVFP4 but for 0x7f, which is no NaN there but zero.
-/// A sign bit is not part of it; the byte stays as it is, and is then refused as no block scale.
+/// The block scale for a GGML scale byte. GGML's unsigned E4M3 equals that of NVFP4 except for 0x7f, which is zero instead of NaN. A byte
+/// with a sign bit stays as it is, and is later refused as an invalid block scale.
 fn nvfp4_scale(byte: u8) -> u8 {
     match byte {
         0x7f => 0,
@@ -302,8 +302,8 @@ fn nvfp4_scale(byte: u8) -> u8 {
     }
 }
 
-/// Repacks NVFP4 blocks to codes with the even element in the low nibble, and separate scales. In a block the codes of a run of 16
-/// are split by halves: low nibbles hold the first eight.
+/// Repacks NVFP4 blocks to codes with the even element in the low nibble, and separate scales. In a GGML block the codes of a run of 16 are
+/// split by halves: low nibbles hold the first eight.
 pub(in crate::checkpoint) fn repack_nvfp4(bytes: &[u8], codes: &mut [u8], scales: &mut [u8]) {
     let (elements, size) = NVFP4_BLOCK;
     for ((b, codes), scales) in bytes

@@ -1,10 +1,10 @@
-//! The names that conventions give to the several tensors of one 4-bit weight, and nothing but names: what must be in the
-//! tensors is said by `layout`, and how a file holds them by its reader.
+//! The tensor names of 4-bit weights under each convention, and nothing but names: `layout` checks the tensors, and readers know how a file
+//! stores them.
 
-/// A way to store a 4-bit weight as several tensors.
+/// A convention for storing a 4-bit weight as several tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Convention {
-    /// NVFP4 as TorchSharp hosts keep it, `.qdata` and `.scale`: the layout of `.dat`.
+    /// NVFP4 of TorchSharp hosts, `.qdata` and `.scale`: the layout of `.dat`.
     Dat,
     /// NVFP4 of compressed-tensors.
     CompressedTensors,
@@ -14,7 +14,7 @@ pub(super) enum Convention {
     ModelOpt,
     /// NF4 of bitsandbytes: parts are named after the weight, `.weight.absmax`.
     BitsAndBytes,
-    /// NF4 as TorchSharp hosts keep it: parts are named after the module, `.absmax`.
+    /// NF4 of TorchSharp hosts: parts are named after the module, `.absmax`.
     TorchSharp,
 }
 
@@ -31,27 +31,27 @@ impl Convention {
     }
 }
 
-/// The global scale of an NVFP4 tensor.
+/// Key of the global scale of an NVFP4 weight.
 #[derive(Debug, PartialEq)]
 pub(super) struct Global {
     pub(super) key: String,
     /// Whether the weight cannot be read without it.
     pub(super) required: bool,
-    /// Whether the file stores its reciprocal, which divides values.
+    /// Whether the file stores its reciprocal, by which values are divided.
     pub(super) divides: bool,
 }
 
-/// What belongs to the codes of an NVFP4 weight.
+/// Keys of the tensors that form an NVFP4 weight together with its codes.
 #[derive(Debug, PartialEq)]
 pub(super) struct Nvfp4 {
     pub(super) convention: Convention,
-    /// What every name of the weight begins with.
+    /// Common prefix of all the weight's keys.
     pub(super) module: String,
     pub(super) scales: String,
     pub(super) global: Option<Global>,
 }
 
-/// What belongs to the codes of an NF4 weight.
+/// Keys of the tensors that form an NF4 weight together with its codes.
 #[derive(Debug, PartialEq)]
 pub(super) struct Nf4 {
     pub(super) convention: Convention,
@@ -61,23 +61,23 @@ pub(super) struct Nf4 {
     pub(super) extra: Option<BitsAndBytes>,
 }
 
-/// What bitsandbytes stores beside the tables.
+/// Additional keys of bitsandbytes.
 #[derive(Debug, PartialEq)]
 pub(super) struct BitsAndBytes {
     /// Shape and block size, as JSON.
     pub(super) state: String,
-    /// The same for its FP4 type.
+    /// Shape and block size of its FP4 type, as JSON.
     pub(super) fp4_state: String,
     pub(super) nested_absmax: String,
     pub(super) nested_quant_map: String,
 }
 
-/// The logical name of a module's weight, under which Hugging Face has it.
+/// The Hugging Face name of a module's weight.
 pub(super) fn weight(module: &str) -> String {
     format!("{module}.weight")
 }
 
-/// What belongs to `key`, if that is a name that only the codes of an NVFP4 weight have.
+/// The keys that belong to `key`, if only codes of an NVFP4 weight have such a name.
 pub(super) fn nvfp4(key: &str) -> Option<Nvfp4> {
     if let Some(base) = key.strip_suffix(".qdata") {
         return Some(Nvfp4 {
@@ -112,7 +112,7 @@ pub(super) fn nvfp4(key: &str) -> Option<Nvfp4> {
     })
 }
 
-/// What belongs to the weight of `module` if that is NVFP4 of ModelOpt, which has its codes under the name of a dense weight.
+/// The keys of the weight of `module` as NVFP4 of ModelOpt, whose codes have the name of a dense weight.
 pub(super) fn modelopt(module: &str) -> Nvfp4 {
     Nvfp4 {
         convention: Convention::ModelOpt,
@@ -126,8 +126,8 @@ pub(super) fn modelopt(module: &str) -> Nvfp4 {
     }
 }
 
-/// What belongs to the weight of `module` if that is NF4, which has its codes under the name of a dense weight: told by the
-/// names that `has` knows. One part is enough, so that a weight that is only half there is found out.
+/// The keys of the weight of `module` if it is NF4, whose codes have the name of a dense weight. Decided by the names in `has`. One part
+/// suffices, so that an incomplete weight is detected.
 pub(super) fn nf4(module: &str, has: impl Fn(&str) -> bool) -> Option<Nf4> {
     let key = weight(module);
     let bitsandbytes = Nf4 {
@@ -161,7 +161,7 @@ pub(super) fn nf4(module: &str, has: impl Fn(&str) -> bool) -> Option<Nf4> {
     (has(&torchsharp.absmax) || has(&torchsharp.quant_map)).then_some(torchsharp)
 }
 
-/// The module whose NF4 weight a table called `key` would belong to.
+/// The module whose NF4 weight a table named `key` would belong to.
 pub(super) fn nf4_module(key: &str) -> Option<&str> {
     let base = key
         .strip_suffix(".absmax")

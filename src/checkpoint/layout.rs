@@ -1,6 +1,6 @@
-//! How conventions spread one weight over several tensors, and the rules that tell them apart: `.qdata/.scale` (TorchSharp),
-//! ModelOpt, compressed-tensors, torchao, NF4 of bitsandbytes and of TorchSharp, and scaled float8 and int8. Works on any named tensors, so every container
-//! shares it. A convention that is only half there is an error that names the missing half, never a guess.
+//! Groups stored tensors into weights by convention: `.qdata/.scale` (TorchSharp), ModelOpt, compressed-tensors, torchao, NF4 of
+//! bitsandbytes and of TorchSharp, and scaled float8 and int8. Works on any named tensors, so all containers share it. An incomplete weight
+//! is an error that names the missing part, never a guess.
 
 use std::collections::HashMap;
 
@@ -20,20 +20,20 @@ use crate::format::nvfp4::{self, BLOCK};
 use crate::format::swizzle;
 use crate::tensor::DType;
 
-/// Rows and columns of the blocks of float8 weights where the config does not say.
+/// Default rows and columns of float8 blocks, if the config does not say.
 const F8_BLOCK: usize = 128;
 
 /// Values that share a scale in the MX formats.
 const MX_BLOCK: usize = 32;
 
-/// Logical entries in file order, and the name of the convention found (`None` when every tensor is dense).
+/// Logical entries in file order, and the name of the detected convention (`None` if every tensor is dense).
 pub(super) struct Layout {
     pub(super) logical: Vec<(Entry, Stored)>,
     pub(super) convention: Option<&'static str>,
 }
 
-/// Groups `raws` into logical entries. `strict` says that a `.scale` can only be the partner of a `.qdata`, as in `.dat`.
-/// `config` is what stands beside the tensors, and says how large the blocks of float8 weights are.
+/// Groups `raws` into logical entries. With `strict`, a `.scale` can only be the partner of a `.qdata`, as in `.dat`. `config` is the
+/// model's config, which gives the block sizes of float8 weights.
 pub(super) fn group(
     sources: &[Source],
     raws: &[Raw],
@@ -131,7 +131,7 @@ impl Grouping<'_> {
         self.by_key.get(key).copied()
     }
 
-    /// The tensor `key`, which `i` cannot do without.
+    /// The tensor `key`, which tensor `i` requires.
     fn partner(&self, i: usize, key: &str) -> Result<usize> {
         self.get(key)
             .ok_or_else(|| err!(CorruptFile, "{}: there is no '{key}' for it", self.place(i)))
@@ -145,7 +145,7 @@ impl Grouping<'_> {
         Ok(bytes.to_vec())
     }
 
-    /// The entry whose values tensor `i` holds, if it is the values tensor of a convention.
+    /// The entry with the values of tensor `i`, if that is the values tensor of a convention.
     fn weight(&mut self, i: usize) -> Result<Option<(Entry, Stored)>> {
         let key = self.raws[i].key.as_str();
         if let Some(module) = key.strip_suffix(".weight_packed")
@@ -224,8 +224,8 @@ impl Grouping<'_> {
         }
     }
 
-    /// Whether tensor `codes` belongs to an NVFP4 weight, which may lack a part. Other formats use the same names: integers of
-    /// compressed-tensors and torchao, and MXFP4, which has no global scale and an E8M0 scale per 32 values.
+    /// Whether tensor `codes` belongs to an NVFP4 weight, which may be incomplete. Other formats use the same names: integers of
+    /// compressed-tensors and torchao, and MXFP4, which has no global scale and one E8M0 scale per 32 values.
     fn is_nvfp4(&self, codes: usize, keys: &keys::Nvfp4) -> bool {
         let encoding = self.raws[codes].encoding;
         let scales = self.get(&keys.scales).map(|i| &self.raws[i]);
@@ -304,7 +304,7 @@ impl Grouping<'_> {
         ))
     }
 
-    /// The one value of a global scale tensor.
+    /// The single value of a global scale tensor.
     fn scalar(&self, i: usize) -> Result<f32> {
         let raw = &self.raws[i];
         if raw.encoding != Encoding::Dense(DType::F32) {
@@ -333,7 +333,7 @@ impl Grouping<'_> {
         Ok(value)
     }
 
-    /// The global scale that a file holds as its reciprocal. Both must be valid global scales.
+    /// A global scale that the file stores as its reciprocal. Both must be valid global scales.
     fn reciprocal(&self, i: usize) -> Result<f32> {
         let divisor = self.scalar(i)?;
         self.check_global_scale(i, divisor, "as a divisor: ")?;
@@ -348,8 +348,8 @@ impl Grouping<'_> {
             .map_err(|e| err!(CorruptFile, "{}: {what}{}", self.place(i), e.message()))
     }
 
-    /// The entry of a float8 tensor, with its scales where it has some: `weight_scale` of compressed-tensors and ModelOpt,
-    /// `weight_scale_inv` of DeepSeek, which multiplies too.
+    /// The entry of a float8 tensor, with its scales if present: `weight_scale` of compressed-tensors and ModelOpt, `weight_scale_inv` of
+    /// DeepSeek, which multiplies despite its name.
     fn float8(&mut self, i: usize) -> Result<Option<(Entry, Stored)>> {
         let key = self.raws[i].key.as_str();
         let scales = ["_scale_inv", "_scale"]
@@ -373,7 +373,7 @@ impl Grouping<'_> {
         self.scaled_f8(i, scales, block_scales).map(Some)
     }
 
-    /// The scales of a float8 tensor: one, one for each of its matrices, one per row, or one for each block of its matrices.
+    /// Scales of a float8 tensor: one, one per matrix, one per row, or one per block of its matrices.
     fn f8_blocks(&self, i: usize, scales: usize) -> Result<BlockScales> {
         let raw = &self.raws[i];
         let (all_rows, cols) = raw.matrix();
@@ -392,7 +392,7 @@ impl Grouping<'_> {
         if self.raws[scales].elements() == 1 {
             return block_scales(all_rows, [all_rows, cols]);
         }
-        // One of a row or a matrix may have dimensions of 1 after it, and ModelOpt writes those of blocks as [rows, 1, columns, 1].
+        // Scales per row or matrix may have trailing dimensions of 1, and ModelOpt stores block scales as [rows, 1, columns, 1].
         let ends = shape.iter().rev().take_while(|&&n| n == 1).count();
         let trimmed = &shape[..shape.len() - ends];
         if trimmed == &raw.shape[..raw.shape.len().saturating_sub(1)] {
@@ -439,7 +439,7 @@ impl Grouping<'_> {
         }
     }
 
-    /// Rows and columns of the blocks of float8 weights, as the config says; several where its groups differ.
+    /// Rows and columns of float8 blocks by the config; several if its groups differ.
     fn f8_block_sizes(&self, scales: usize) -> Result<Vec<[usize; 2]>> {
         let config = self.config.and_then(method::declared);
         let sizes = config.map(method::block_sizes).transpose()?;
@@ -457,7 +457,7 @@ impl Grouping<'_> {
             Encoding::Dense(DType::F32 | DType::BF16 | DType::F16) => {
                 tensors::decode(raw.encoding, &self.bytes(scales)?, &mut values);
             }
-            // The exponents of MXFP8, E8M0: powers of 2 from -127 to 127, and NaN.
+            // Exponents of MXFP8, E8M0: powers of 2 from -127 to 127, and NaN.
             Encoding::Dense(DType::U8) => {
                 for (value, exponent) in values.iter_mut().zip(self.bytes(scales)?) {
                     *value = match exponent {
@@ -499,7 +499,7 @@ impl Grouping<'_> {
         ))
     }
 
-    /// int8 values with one scale, or one per row: of ModelOpt, and of compressed-tensors, which has a column of them.
+    /// int8 values with one scale or one per row, of ModelOpt, and of compressed-tensors, which stores a column of scales.
     fn int8(
         &mut self,
         codes: usize,
@@ -566,7 +566,7 @@ impl Grouping<'_> {
         ))
     }
 
-    /// The shape of int8 values of compressed-tensors, each stored plus 128 and four to an int32. `None` for integers of other sizes.
+    /// Shape of int8 values of compressed-tensors, each stored plus 128 and four to an int32. `None` for integers of other sizes.
     fn packed_int8(&self, codes: usize, module: &str) -> Result<Option<Vec<usize>>> {
         let Some(stored) = self.get(&format!("{module}.weight_shape")) else {
             return Ok(None);
@@ -706,7 +706,7 @@ impl Grouping<'_> {
         Ok(self.nf4(keys, state.shape, nf4))
     }
 
-    /// NF4 of which the codes alone tell the shape, and the number of scales the size of blocks.
+    /// NF4 whose codes alone give the shape, and whose number of scales gives the block size.
     fn torchsharp(&mut self, i: usize, keys: &keys::Nf4) -> Result<(Entry, Stored)> {
         let absmax = self.partner(i, &keys.absmax)?;
         let quant_map = self.partner(i, &keys.quant_map)?;
@@ -727,7 +727,7 @@ impl Grouping<'_> {
                 raw.encoding
             );
         }
-        // Shapes have been checked to fit in memory, so doubling cannot pass 64 bits.
+        // Shapes have been checked to fit in memory, so doubling cannot overflow 64 bits.
         let elements = 2 * rows * packed;
         let scales = self.raws[absmax].elements();
         let Some(block) = nf4_block(elements, scales) else {
@@ -753,7 +753,7 @@ impl Grouping<'_> {
         Ok(self.nf4(keys, vec![rows, 2 * packed], nf4))
     }
 
-    /// The entry of an NF4 weight, whose tensors are now used.
+    /// The entry of an NF4 weight; marks its tensors as used.
     fn nf4(&mut self, keys: &keys::Nf4, shape: Vec<usize>, nf4: Nf4) -> (Entry, Stored) {
         let mut bytes = 0;
         for &used in [nf4.codes, nf4.absmax].iter().chain(&nf4.also) {
@@ -792,13 +792,13 @@ impl Grouping<'_> {
     }
 }
 
-/// What is wrong with the tensors of a weight, and with which of them.
+/// A fault of a weight's tensors, and the tensor that has it.
 pub(super) enum Fault {
     Codes(String),
     Scales(String),
 }
 
-/// How the scales of an NVFP4 weight lie, and the logical shape of the weight, from the stored encodings and shapes.
+/// Layout of an NVFP4 weight's scales, and the logical shape of the weight, from the stored encodings and shapes.
 pub(super) fn nvfp4_form(
     convention: Convention,
     codes: (Encoding, &[usize]),
@@ -817,7 +817,7 @@ pub(super) fn nvfp4_form(
         )));
         return Err(faults);
     };
-    // Shapes have been checked to fit in memory, so doubling cannot pass 64 bits.
+    // Shapes have been checked to fit in memory, so doubling cannot overflow 64 bits.
     let cols = packed * 2;
     if cols % BLOCK != 0 {
         let text = format!("K = {cols} is not a multiple of {BLOCK}");
@@ -856,14 +856,14 @@ pub(super) fn nvfp4_form(
     }
 }
 
-/// The block sizes that bitsandbytes has.
+/// Block sizes of bitsandbytes.
 const NF4_BLOCKS: [usize; 8] = [32, 64, 128, 256, 512, 1024, 2048, 4096];
 
-/// The size of the blocks of `values` NF4 values that have `scales` scales.
+/// Block size of `values` NF4 values with `scales` scales.
 pub(super) fn nf4_block(values: usize, scales: usize) -> Option<usize> {
     match scales {
         0 => None,
-        // One block may be of any size that holds them.
+        // A single block may have any size that holds all values.
         1 => Some(values.next_power_of_two().max(NF4_BLOCKS[1])),
         _ => NF4_BLOCKS
             .into_iter()
@@ -873,10 +873,10 @@ pub(super) fn nf4_block(values: usize, scales: usize) -> Option<usize> {
     }
 }
 
-/// More bytes than the JSON beside any NF4 weight takes, which are some hundred.
+/// More bytes than the JSON beside any NF4 weight, which is some hundred bytes.
 const MAX_STATE: usize = 1 << 20;
 
-/// The JSON that bitsandbytes stores beside an NF4 weight.
+/// JSON that bitsandbytes stores beside an NF4 weight.
 #[derive(serde::Deserialize)]
 struct QuantState {
     blocksize: usize,

@@ -1,5 +1,5 @@
-//! Quantization methods: the block sizes that `quantization_config` gives for float8, and the methods that no reader here supports. The
-//! config names such a method, or the names of the tensors do. A model in one cannot be loaded, but its tensors can be listed.
+//! Quantization methods: float8 block sizes from `quantization_config`, and methods that no reader here supports, recognized by the config
+//! or by tensor names. A model in an unsupported method cannot be loaded, but its tensors can be listed.
 
 use serde_json::Value as Json;
 
@@ -11,7 +11,7 @@ use crate::tensor::DType;
 /// The advice for models in an unsupported method.
 const INSTEAD: &str = "use the original model in BF16, or an NVFP4, FP8 or GGUF version of it";
 
-/// Values of `quant_method`, and the name of the weights in messages.
+/// Values of `quant_method`, and the name of such weights in messages.
 const METHODS: [(&str, &str); 30] = [
     ("aqlm", "AQLM codebooks"),
     ("auto-round", "AutoRound integers"),
@@ -71,7 +71,7 @@ const COMPRESSED: [(&str, &str); 6] = [
     ("sparse-bitmask", "sparse weights"),
 ];
 
-/// The quantization that a config declares, that of the text model within it included.
+/// The quantization declared by a config, including that of a nested text model.
 pub(super) fn declared(config: &Json) -> Option<&Json> {
     let places = [
         &config["quantization_config"],
@@ -81,7 +81,7 @@ pub(super) fn declared(config: &Json) -> Option<&Json> {
     places.into_iter().find(|place| place.is_object())
 }
 
-/// The sizes of blocks of float8 weights, `[rows, columns]`, that a declared quantization names, each once.
+/// The distinct float8 block sizes `[rows, columns]` of a declared quantization.
 pub(super) fn block_sizes(declared: &Json) -> Result<Vec<[usize; 2]>> {
     let mut sizes = Vec::new();
     let given = &declared["weight_block_size"];
@@ -109,7 +109,7 @@ fn groups(declared: &Json) -> impl Iterator<Item = &Json> {
     groups.into_iter().flat_map(|groups| groups.values())
 }
 
-/// The rows and columns of a block: `[128, 128]`, or "128x128" in older files.
+/// Rows and columns of a block: `[128, 128]`, or "128x128" in older files.
 fn block_size(key: &str, given: &Json) -> Result<[usize; 2]> {
     let sizes: Option<Vec<usize>> = match given {
         Json::Array(sizes) => sizes.iter().map(number).collect(),

@@ -1,6 +1,6 @@
-//! Checkpoint files: readers and writers behind one trait, validated before anything is allocated and read at positions. What is
-//! stored as several tensors (codes, block scales, global scale) appears as one logical entry under its Hugging Face name.
-//! Knows nothing of models or devices; no other folder knows a file format.
+//! Checkpoint files: readers and writers behind one trait, validated before anything is allocated and read at positions. A weight stored as
+//! several tensors (codes, block scales, global scale) appears as one logical entry under its Hugging Face name. Knows nothing of models or
+//! devices; no other folder knows a file format.
 
 mod companion;
 mod dat;
@@ -39,10 +39,10 @@ pub use write::{
     write_companions,
 };
 
-/// Opens a checkpoint: a `.dat`, `.safetensors` or `.gguf` file, a safetensors index, or a directory that holds one of them or
-/// a set of files; [`weights`] says which of its files are opened. Any part of a split GGUF model opens the whole model.
-/// `config.json` and the tokenizer are picked up from the directory; a GGUF file carries its own, and is in the words of
-/// Hugging Face if its architecture is that of one of `families`.
+/// Opens a checkpoint: a `.dat`, `.safetensors` or `.gguf` file, a safetensors index, or a directory with one of them or a set of files;
+/// [`weights`] says which of its files are opened. Any part of a split GGUF model opens the whole model. `config.json` and the tokenizer
+/// are taken from the directory; a GGUF file carries its own, which are translated to Hugging Face terms if its architecture is one of
+/// `families`.
 pub fn open(path: &Path, families: &[GgufFamily]) -> Result<Box<dyn Checkpoint>> {
     threads::with_stack(|| open_here(path, families))
 }
@@ -84,13 +84,13 @@ fn directory_of(file: &Path) -> &Path {
     }
 }
 
-/// What a directory says of a model beside its weights, which need not be there.
+/// Reads the metadata of a model in a directory. Its weights need not be present.
 pub fn describe(directory: &Path) -> Result<Metadata> {
     companion::read(directory)
 }
 
-/// Opens the content of one whole `.dat`, `.safetensors` or `.gguf` file that is already in memory. `name` stands for the file
-/// in messages, and its extension tells `.dat` apart, which has no magic number. `families` are as in [`open`].
+/// Opens the content of a complete `.dat`, `.safetensors` or `.gguf` file in memory. `name` stands for the file in messages; its extension
+/// identifies `.dat`, which has no magic number. `families` are as in [`open`].
 pub fn open_bytes(
     name: &str,
     bytes: Vec<u8>,

@@ -1,8 +1,7 @@
-//! The names of a text model that is published within a model of text, pictures and sound: what its tensors are called alone, and
-//! which tensors are not its own. Knows nothing of what is in them.
+//! Tensor names of a text model that is published within a multimodal model: maps them to the text model's own names, and recognizes
+//! tensors of other parts. Knows nothing of contents.
 
-/// Beginnings of names within larger models, and what stands there in a text model's.
-/// The first that fits applies.
+/// Prefixes within larger models, and the prefix in a text model that replaces each. The first match applies.
 const WITHIN: [(&str, &str); 12] = [
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
@@ -18,7 +17,7 @@ const WITHIN: [(&str, &str); 12] = [
     ("llm.lm_head.", "lm_head."),
 ];
 
-/// Parts of larger models that read pictures or sound, or bring what was read to the text model.
+/// Parts of larger models that read images or audio, or connect them to the text model.
 const BESIDE: [&str; 20] = [
     "vision_tower.",
     "vision_model.",
@@ -53,7 +52,7 @@ pub(super) fn logical(key: &str) -> String {
     key.to_owned()
 }
 
-/// Whether the entry `name` is of a text model, rather than of the parts for pictures and sound that are published beside it.
+/// Whether the entry `name` belongs to the text model rather than to the image and audio parts beside it.
 pub fn is_of_text_model(name: &str) -> bool {
     let name = name.strip_prefix("model.").unwrap_or(name);
     !BESIDE.iter().any(|part| name.starts_with(part))

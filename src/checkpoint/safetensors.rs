@@ -1,5 +1,5 @@
-//! Reads safetensors: one file, or several, with an index or without. The header is parsed here rather than by the `safetensors`
-//! crate because duplicate keys must be found and messages must name the tensor. Which tensors belong together is `layout`'s.
+//! Reads safetensors: one file, or several with or without an index. Parses the header itself rather than with the `safetensors` crate,
+//! because duplicate keys must be found and messages must name the tensor. `layout` groups the tensors.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -15,13 +15,13 @@ use crate::base::error::{Error, bail, err};
 use crate::base::{Result, file, size};
 use crate::tensor::DType;
 
-/// The header length that the format's own implementation allows.
+/// Upper limit of the header length, as in the format's own implementation.
 const MAX_HEADER: u64 = 100_000_000;
 
-/// The types that are read, as errors list them.
+/// Supported types, as errors list them.
 const KNOWN: &str = "F64, F32, F16, BF16, F8_E4M3, I64, I32, I16, I8, U8 and BOOL";
 
-/// Ends of the names of a weight's scales, and of its codes, in all conventions.
+/// Suffixes of scales and codes of a weight, in all conventions.
 const SCALES: [&str; 10] = [
     ".weight_scale",
     ".weight_scale_2",
@@ -42,7 +42,7 @@ const CODES: [&str; 5] = [
     "._weight_qdata",
 ];
 
-/// Whether `bytes` starts like a safetensors file: a plausible header length, then a JSON object.
+/// Whether `bytes` begin like a safetensors file: a plausible header length, then a JSON object.
 pub(super) fn recognises(bytes: &[u8]) -> bool {
     match bytes.first_chunk::<8>() {
         Some(len) => {
@@ -58,8 +58,8 @@ pub(super) fn open(source: Source, metadata: Metadata) -> Result<Tensors> {
     assemble(vec![source], found, metadata)
 }
 
-/// Opens the shards that the index at `path` names; they lie in `directory`. If several shards hold a tensor of one name, the index
-/// says which one is meant. Tensors that the index does not name are read too, as in transformers.
+/// Opens the shards in `directory` that the index at `path` names. If several shards hold a tensor of the same name, the index decides.
+/// Tensors that the index does not name are read too, as in transformers.
 pub(super) fn open_index(path: &Path, directory: &Path, metadata: Metadata) -> Result<Tensors> {
     let name = path.display();
     let text = file::read(path).map_err(|e| Error::io(format_args!("reading {name}"), e))?;
@@ -95,7 +95,7 @@ pub(super) fn open_index(path: &Path, directory: &Path, metadata: Metadata) -> R
     assemble(sources, found, metadata)
 }
 
-/// Warns of an index beside the single file of a model, unless it says the same.
+/// Warns of an index beside a single-file model, unless both agree.
 pub(super) fn warn_of_ignored_index(single: &Path) {
     let name = single.file_name().and_then(|n| n.to_str());
     let Some((name, index_name)) = name.and_then(|n| Some((n, folder::index_beside(n)?))) else {
@@ -121,13 +121,13 @@ pub(super) fn warn_of_ignored_index(single: &Path) {
     );
 }
 
-/// Opens the files of one model that has no index.
+/// Opens the files of a model without an index.
 pub(super) fn open_shards(paths: &[PathBuf], metadata: Metadata) -> Result<Tensors> {
     let (sources, found) = read_shards(paths)?;
     assemble(sources, found, metadata)
 }
 
-/// The tensors of one or more files.
+/// Tensors of one or more files.
 #[derive(Default)]
 struct Found {
     raws: Vec<Raw>,
@@ -135,7 +135,7 @@ struct Found {
 }
 
 impl Found {
-    /// The key of each tensor and the number of the file that holds it.
+    /// The key of each tensor, and the index of the file that holds it.
     fn places(&self) -> impl Iterator<Item = (&str, usize)> {
         let readable = self.raws.iter().map(|r| (r.key.as_str(), r.span.source));
         readable.chain(self.unreadable.iter().map(|u| (u.key.as_str(), u.source)))
@@ -145,7 +145,7 @@ impl Found {
 /// A tensor that cannot be read.
 struct Aside {
     key: String,
-    /// The file that holds it.
+    /// Index of the file that holds it.
     source: usize,
     dtype: String,
     shape: Vec<usize>,
@@ -193,7 +193,7 @@ fn read_shards(paths: &[PathBuf]) -> Result<(Vec<Source>, Found)> {
     Ok((sources, found))
 }
 
-/// Sets weights aside whose scales cannot be read: of what is left, every tensor can.
+/// Sets weights aside whose scales cannot be read, so that every remaining tensor can be read.
 fn set_aside_scaled(found: &mut Found) {
     let module = |key: &str, ends: &[&str]| {
         let module = ends.iter().find_map(|end| key.strip_suffix(end));
@@ -282,7 +282,7 @@ fn tensors(source: &Source, number: usize) -> Result<Found> {
         let width = encoding.map(|encoding| encoding.element_bytes().unwrap_or(1));
         let bytes = match width {
             _ if shape.contains(&0) => 0,
-            // Nothing is known of the type; the data is where the file says.
+            // The type is unknown; the data spans what the file says.
             None => end - start,
             Some(width) => size::product(&place, &shape)
                 .and_then(|n| size::product(&place, &[n, width]))
@@ -351,11 +351,11 @@ struct Index {
     weight_map: Map<String>,
 }
 
-/// Names that a warning spells out.
+/// Names that a warning lists.
 const NAMED: usize = 8;
 
 impl Index {
-    /// The files that it names, each once, sorted.
+    /// The distinct files that it names, sorted.
     fn shards(&self) -> Vec<&str> {
         let mut shards: Vec<&str> = self.weight_map.0.iter().map(|(_, f)| f.as_str()).collect();
         shards.sort_unstable();
@@ -363,8 +363,8 @@ impl Index {
         shards
     }
 
-    /// Drops duplicates among the tensors of `shards`: the index says which shard holds the tensor that is meant. A tensor that is
-    /// missing there is taken from another shard, with a warning.
+    /// Drops duplicates among the tensors of `shards`: the index names the shard that counts. A tensor that is missing there is taken from
+    /// another shard, with a warning.
     fn choose(&self, shards: &[&str], found: &mut Found, name: &dyn fmt::Display) {
         let named: HashMap<&str, &str> = (self.weight_map.0.iter())
             .map(|(key, file)| (key.as_str(), file.as_str()))
@@ -412,7 +412,7 @@ enum Item {
     Other(serde::de::IgnoredAny),
 }
 
-/// A JSON object in file order that refuses a key standing twice.
+/// A JSON object in file order that refuses duplicate keys.
 struct Map<T>(Vec<(String, T)>);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for Map<T> {

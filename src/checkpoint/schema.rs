@@ -1,5 +1,5 @@
-//! Which 4-bit weights a set of named tensors holds, told by names, types and shapes alone: for hosts that keep their tensors
-//! themselves. The names are those that the readers know. What is wrong is collected, so that a host can say it all at once.
+//! Detects 4-bit weights in a set of named tensors, by names, types and shapes alone: for hosts that keep their tensors themselves. Names
+//! follow the readers' conventions. Faults are collected, so that a host can report all at once.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
@@ -12,15 +12,15 @@ use crate::base::error::bail;
 use crate::format::nvfp4::BLOCK;
 use crate::tensor::{DType, Shape};
 
-/// Both dimensions of packed codes are multiples of this, which is what TorchSharp hosts ask for.
+/// Both dimensions of packed codes must be multiples of this, as TorchSharp hosts require.
 const ALIGNMENT: usize = 8;
 
-/// A tensor as its host describes it.
+/// A tensor as described by its host.
 #[derive(Clone, Debug)]
 pub struct Named<'a> {
     /// Its name.
     pub name: &'a str,
-    /// The type of its elements; `None` for one that this library does not have.
+    /// Element type; `None` for a type that this library does not have.
     pub dtype: Option<DType>,
     /// Its sizes.
     pub shape: Shape,
@@ -34,10 +34,10 @@ struct Seen<'a> {
 }
 
 impl<'a> Seen<'a> {
-    /// As the readers see it.
+    /// In the terms of the readers.
     fn described(self) -> (Encoding, &'a [usize]) {
         let dtype = match self.dtype {
-            // Packed codes are bytes to a file.
+            // Files store packed codes as bytes.
             DType::F4E2M1x2 => DType::U8,
             dtype => dtype,
         };
@@ -48,41 +48,41 @@ impl<'a> Seen<'a> {
 /// A 4-bit weight and the tensors that make it up.
 #[derive(Clone, Debug)]
 pub struct Weight {
-    /// The name of the weight, `model.layers.0.mlp.up_proj.weight`, whatever its tensors are called.
+    /// Logical name of the weight, `model.layers.0.mlp.up_proj.weight`, whatever its tensors are called.
     pub name: String,
     /// [`Encoding::Nvfp4`] or [`Encoding::Nf4`].
     pub format: Encoding,
-    /// Who stores weights like this.
+    /// Name of the convention.
     pub convention: &'static str,
-    /// What each of its tensors is for, and its key. Tensors that are missing are not among them.
+    /// Role and key of each present tensor.
     pub tensors: Vec<(&'static str, String)>,
-    /// Keys of tensors that it cannot do without and that are not there.
+    /// Keys of required tensors that are missing.
     pub missing: Vec<String>,
     /// Other keys of the same module, such as a bias.
     pub extra: Vec<String>,
-    /// Rows, where the shapes tell: NF4 codes that were flattened do not.
+    /// Rows, if the shapes determine them; flattened NF4 codes do not.
     pub out_features: Option<usize>,
-    /// Columns, where the shapes tell.
+    /// Columns, if the shapes determine them.
     pub in_features: Option<usize>,
-    /// Values that share a scale, where the shapes tell.
+    /// Values that share a scale, if the shapes determine them.
     pub block: Option<usize>,
-    /// What else is wrong, each naming its tensor.
+    /// Other faults, each naming its tensor.
     pub faults: Vec<String>,
 }
 
-/// What a set of tensors holds.
+/// Result of a detection: the 4-bit weights of a set of tensors.
 #[derive(Clone, Debug)]
 pub struct Schema {
     /// Its 4-bit weights, by name.
     pub weights: Vec<Weight>,
-    /// How many tensors were looked at.
+    /// Number of tensors examined.
     pub tensors: usize,
 }
 
-/// The formats of the weights of a set.
+/// Formats of the weights in a set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// There is none.
+    /// No 4-bit weights.
     None,
     /// All are NVFP4.
     Nvfp4,
@@ -116,14 +116,13 @@ impl Schema {
         }
     }
 
-    /// How many things are wrong; a missing tensor is one.
+    /// Number of faults; each missing tensor counts as one.
     pub fn problems(&self) -> usize {
         let of = |w: &Weight| w.missing.len() + w.faults.len();
         self.weights.iter().map(of).sum()
     }
 
-    /// Refuses a set without a 4-bit weight, and one in which anything is wrong: the one message names every missing tensor
-    /// and every other fault.
+    /// Fails for a set without 4-bit weights, and for any fault: a single message names every missing tensor and every other fault.
     pub fn check(&self) -> Result<()> {
         if self.weights.is_empty() {
             bail!(
@@ -146,7 +145,7 @@ impl Schema {
     }
 }
 
-/// The 4-bit weights among `tensors` whose names are `prefix` or begin with `prefix.`; all of them if it is empty.
+/// Detects the 4-bit weights among `tensors` whose names are `prefix` or begin with `prefix.`; all if it is empty.
 pub fn detect(tensors: &[Named], prefix: &str) -> Result<Schema> {
     let mut by_name = BTreeMap::new();
     for tensor in tensors {
@@ -171,8 +170,8 @@ pub fn detect(tensors: &[Named], prefix: &str) -> Result<Schema> {
             continue;
         };
         if let Some(first) = weights.get_mut(&weight.name) {
-            // Tables whose codes are missing all lead to one weight, and codes that have the name of the weight have been
-            // found by those that have not.
+            // Tables without codes all lead to one weight. A tensor with the weight's own name has already been reported by the codes with
+            // another name.
             let both_nf4 = (first.format, weight.format) == (Encoding::Nf4, Encoding::Nf4);
             if !both_nf4 && name != weight.name {
                 let text = format!("'{name}': {} is stored twice", weight.name);
@@ -195,7 +194,7 @@ impl Set<'_> {
         self.0.contains_key(key)
     }
 
-    /// The weight that the tensor `key` is the first part of.
+    /// The weight whose first part is the tensor `key`.
     fn weight(&self, key: &str, tensor: &Named) -> Option<Weight> {
         if let Some(keys) = keys::nvfp4(key) {
             return Some(self.nvfp4(key, keys));
@@ -242,7 +241,7 @@ impl Set<'_> {
         if let Some(global) = &keys.global {
             found.table("global scale", &global.key, global.required, 1);
         }
-        // Where the codes have a name of their own, a tensor with the weight's name is a second weight.
+        // If the codes have their own name, a tensor with the weight's name is a second weight.
         if key != found.weight.name && self.has(&found.weight.name) {
             let text = format!("{} is stored twice", found.weight.name);
             found.fault(key, &text);
@@ -264,7 +263,7 @@ impl Set<'_> {
             }
             values = Some(codes.shape.elements() * 2);
             match *sizes {
-                // As bitsandbytes has them; the shape of the weight stands in its state.
+                // The shape in bitsandbytes; its state holds the shape of the weight.
                 [bytes, 1] if bytes > 0 => {}
                 [rows, packed] => {
                     (found.weight.out_features, found.weight.in_features) =
@@ -321,7 +320,7 @@ impl Set<'_> {
     }
 }
 
-/// A weight on its way to being described.
+/// A weight under construction.
 struct Found<'a> {
     set: &'a Set<'a>,
     weight: Weight,
@@ -329,7 +328,7 @@ struct Found<'a> {
 
 impl<'a> Found<'a> {
     fn new(set: &'a Set<'a>, module: &str, format: Encoding, convention: Convention) -> Self {
-        // Names that begin with "module." stand together.
+        // Names that begin with "module." are adjacent.
         let prefix = format!("{module}.");
         let all = (Bound::Included(&*prefix), Bound::Unbounded);
         let extra = set.0.range::<str, _>(all).map(|(name, _)| *name);
@@ -357,7 +356,7 @@ impl<'a> Found<'a> {
         self.weight.faults.push(format!("'{key}': {text}"));
     }
 
-    /// Takes the tensor `key` as the weight's `role`.
+    /// Registers the tensor `key` as the weight's `role`.
     fn tensor(&mut self, role: &'static str, key: &str, required: bool) -> Option<Seen<'a>> {
         let Some(tensor) = self.set.0.get(key) else {
             if required {
@@ -376,7 +375,7 @@ impl<'a> Found<'a> {
         })
     }
 
-    /// Takes the tensor `key`, which has `elements` floats.
+    /// Registers the tensor `key`, which must have `elements` floats.
     fn table(&mut self, role: &'static str, key: &str, required: bool, elements: usize) {
         let Some(table) = self.tensor(role, key, required) else {
             return;
@@ -391,7 +390,7 @@ impl<'a> Found<'a> {
         }
     }
 
-    /// What codes of either format must be.
+    /// Checks the codes of either format.
     fn codes(&mut self, key: &str, codes: Seen) {
         let sizes = codes.shape.sizes();
         match *sizes {

@@ -1,6 +1,5 @@
-//! The bytes of one opened file, read at positions, or of memory, and a cursor that reads headers out of them without ever
-//! passing the end. Nothing is mapped: a file that another process cuts off is an error here, not the end of this process.
-//! Knows nothing of any format.
+//! Reads bytes of an opened file at positions, or of memory, and has a cursor for headers that never passes the end. Nothing is mapped: a
+//! file truncated by another process is an error here, not a crash. Knows no format.
 
 use std::fs::{File, Metadata};
 use std::io::ErrorKind;
@@ -15,13 +14,13 @@ use crate::base::{Result, file};
 enum Data {
     File {
         file: File,
-        /// When it was last written to, where the system tells.
+        /// Time of the last write, if the system provides it.
         modified: Option<SystemTime>,
     },
     Owned(Vec<u8>),
 }
 
-/// The whole content of a file.
+/// The content of a file.
 pub(super) struct Source {
     name: String,
     /// `None` for bytes that came from memory.
@@ -30,7 +29,7 @@ pub(super) struct Source {
     data: Data,
 }
 
-/// Where bytes lie: which of a checkpoint's sources, and from where to where in it. Only ever made within the bounds.
+/// A range of bytes in one of a checkpoint's sources. Always within bounds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Span {
     pub(super) source: usize,
@@ -44,7 +43,7 @@ impl Span {
 }
 
 impl Source {
-    /// Opens `path`, and keeps it open. A file that is written to from then on gives errors.
+    /// Opens `path`, and keeps it open. Reads fail once the file is written to.
     pub(super) fn open(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
         let opening = |e| Error::io(format_args!("opening {name}"), e);
@@ -90,7 +89,7 @@ impl Source {
         self.path.as_deref()
     }
 
-    /// Bytes that it had when it was opened.
+    /// Size in bytes when it was opened.
     pub(super) fn len(&self) -> usize {
         self.len
     }
@@ -132,7 +131,7 @@ impl Source {
         )
     }
 
-    /// The bytes of `range`: those in memory, or read into `staging`.
+    /// The bytes of `range`: directly from memory, or read into `staging`.
     pub(super) fn slice<'a>(
         &'a self,
         range: Range<usize>,
@@ -162,8 +161,7 @@ impl Source {
         Ok(staging)
     }
 
-    /// Refuses what was read from `at` on if the file was written to since it was opened: it may be of another content, in whole
-    /// or in part.
+    /// Fails if the file was written to since it was opened: what was read from `at` on may be of other content, in whole or in part.
     pub(super) fn check_unchanged(&self, at: usize) -> Result<()> {
         let Data::File { file, modified } = &self.data else {
             return Ok(());
@@ -188,11 +186,11 @@ impl Source {
 /// Bytes that a cursor reads ahead.
 const WINDOW: usize = 16 << 10;
 
-/// Reads little-endian header fields in order. Every read checks what is left; errors name the field and the byte offset.
+/// Reads little-endian header fields in order. Every read checks the remaining length; errors name the field and the byte offset.
 pub(super) struct Cursor<'a> {
     source: &'a Source,
     position: usize,
-    /// What was read ahead, and where it starts.
+    /// Bytes read ahead, and their offset.
     window: Vec<u8>,
     start: usize,
 }
@@ -215,7 +213,7 @@ impl<'a> Cursor<'a> {
         self.source.len() - self.position
     }
 
-    /// `len`, which must be left, as `what`.
+    /// Converts `len`, which must not exceed the remaining bytes. `what` names it in errors.
     pub(super) fn check(&self, len: u64, what: &str) -> Result<usize> {
         let left = self.left();
         match usize::try_from(len) {
@@ -228,13 +226,13 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// Goes over the next `len` bytes, which are not read, as `what`.
+    /// Skips the next `len` bytes, which `what` names in errors.
     pub(super) fn skip(&mut self, len: u64, what: &str) -> Result<()> {
         self.position += self.check(len, what)?;
         Ok(())
     }
 
-    /// The next `len` bytes as `what`.
+    /// The next `len` bytes, which `what` names in errors.
     pub(super) fn take(&mut self, len: u64, what: &str) -> Result<&[u8]> {
         let from = self.position;
         let ahead = self.left().min(WINDOW);

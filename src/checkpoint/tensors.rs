@@ -1,5 +1,5 @@
-//! The one implementation of [`Checkpoint`]: sources, the tensors that lie in them, and the logical entries made of those.
-//! Readers of single formats only build it. Knows how values are decoded, not how any file describes them.
+//! The one implementation of [`Checkpoint`]: sources, their stored tensors, and the logical entries formed of those. Readers of single
+//! formats build it. Knows how values are decoded, not how any file describes them.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -17,7 +17,7 @@ use crate::base::{Result, memory, size};
 use crate::format::{e4m3, int8, nvfp4, swizzle};
 use crate::tensor::DType;
 
-/// A tensor as the file describes it. Its span has been checked to hold exactly the bytes that encoding and shape need.
+/// A stored tensor. Its span has been checked to hold exactly the bytes for its encoding and shape.
 #[derive(Debug)]
 pub(super) struct Raw {
     pub(super) key: String,
@@ -36,38 +36,38 @@ impl Raw {
         self.shape.iter().product()
     }
 
-    /// Rows and columns when seen as a matrix, as those of an [`Entry`].
+    /// Rows and columns when seen as a matrix, as for an [`Entry`].
     pub(super) fn matrix(&self) -> (usize, usize) {
         let cols = self.shape.last().copied().unwrap_or(1);
         (self.elements() / cols, cols)
     }
 }
 
-/// How the block scales of an NVFP4 entry lie in the file.
+/// Layout of the block scales of an NVFP4 entry in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Scales {
     /// e4m3 bytes, row-major.
     Linear,
     /// e4m3 bytes in 128x4 tiles.
     Swizzled,
-    /// Row-major binary16, as an old host wrote them.
+    /// Row-major binary16, as written by an old host.
     F16,
     /// Row-major binary32.
     F32,
 }
 
-/// Bytes that are read from a file at a time where they are decoded rather than copied, unless a row or a head has more: few
-/// enough that they are still in a core's own cache when they are decoded.
+/// Bytes read from a file at a time for decoding, unless a row or a head has more: few enough to stay in a core's own cache until they are
+/// decoded.
 const STAGING: usize = 64 << 10;
 
-/// How the values of one stored tensor become those of its entry.
+/// Conversion of a stored tensor's values to those of its entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Form {
-    /// They are the same.
+    /// No conversion.
     AsStored,
-    /// The rows of each of that many attention heads lie in the interleaved order of GGUF's llama architecture.
+    /// The rows of each of that many attention heads are in the interleaved order of GGUF's llama architecture.
     Interleaved { heads: usize },
-    /// 1 has been added to each, as GGUF's gemma architectures store norms.
+    /// 1 has been added to each value, as in norms of GGUF's gemma architectures.
     OnePlus,
 }
 
@@ -80,7 +80,7 @@ impl Form {
     }
 }
 
-/// The scales of a float8 tensor. Each applies to a block of a matrix; the last blocks of its rows and columns may be cut off.
+/// Scales of a float8 tensor. Each applies to a block of a matrix; blocks at the ends of rows and columns may be partial.
 #[derive(Debug)]
 pub(super) struct BlockScales {
     /// Row-major, one matrix after the other.
@@ -92,7 +92,7 @@ pub(super) struct BlockScales {
 }
 
 impl BlockScales {
-    /// Multiplies the values of row `row`, which are a whole row.
+    /// Applies the scales to the values of the whole row `row`.
     fn apply(&self, row: usize, values: &mut [f32]) {
         let [rows, cols] = self.block;
         let lines = self.matrix_rows.div_ceil(rows);
@@ -105,7 +105,7 @@ impl BlockScales {
     }
 }
 
-/// What an entry is made of; numbers are indices of [`Raw`] tensors.
+/// Stored form of an entry; numbers are indices of [`Raw`] tensors.
 #[derive(Debug)]
 pub(super) enum Stored {
     /// One tensor, dense or in GGUF blocks.
@@ -124,7 +124,7 @@ pub(super) enum Stored {
         row_scales: Vec<f32>,
         /// Whether codes are stored plus 128, as unsigned bytes.
         is_biased: bool,
-        /// Other tensors that belong to it.
+        /// Other stored tensors that belong to it.
         also: Vec<usize>,
     },
     /// Codes and scales as two tensors.
@@ -133,7 +133,7 @@ pub(super) enum Stored {
         scales: usize,
         form: Scales,
         global: f32,
-        /// Other tensors that belong to it.
+        /// Other stored tensors that belong to it.
         also: Vec<usize>,
     },
     /// GGUF's NVFP4 blocks. `heads` is as in [`Form::Interleaved`].
@@ -156,11 +156,11 @@ pub(super) struct Nf4 {
     pub(super) block: usize,
     pub(super) table: [f32; 16],
     pub(super) nested: Option<Nested>,
-    /// Other tensors that belong to it.
+    /// Other stored tensors that belong to it.
     pub(super) also: Vec<usize>,
 }
 
-/// The second level of NF4 scales: `absmax` then holds bytes into `table`.
+/// The second level of NF4 scales: `absmax` then holds byte indices into `table`.
 #[derive(Debug)]
 pub(super) struct Nested {
     pub(super) absmax: Vec<f32>,
@@ -218,7 +218,7 @@ impl Tensors {
         })
     }
 
-    /// The checkpoint with the tensors that its files have beside these, and nobody can read.
+    /// Adds the unreadable tensors of its files.
     pub(super) fn beside(self, unreadable: Vec<Unreadable>) -> Self {
         Tensors { unreadable, ..self }
     }
@@ -245,7 +245,7 @@ impl Tensors {
         &self.sources[self.raws[raw].span.source]
     }
 
-    /// Where whole `rows` of a tensor lie whose `all` rows are equally long.
+    /// Byte range of whole `rows` of a tensor that has `all` rows of equal length.
     fn place_of(&self, raw: usize, all: usize, rows: Range<usize>) -> Range<usize> {
         let span = &self.raws[raw].span;
         let (start, stride) = (span.range.start, span.len() / all);
@@ -258,7 +258,7 @@ impl Tensors {
             .read(self.place_of(raw, all, rows).start, out)
     }
 
-    /// Calls `each` with the bytes of one row after the other, and with how many came before it. `heads` is as in [`Form::Interleaved`].
+    /// Calls `each` with the bytes of each row, and the number of bytes before it. `heads` is as in [`Form::Interleaved`].
     fn each_row(
         &self,
         raw: usize,
@@ -268,7 +268,7 @@ impl Tensors {
         mut each: impl FnMut(usize, &[u8]) -> Result<()>,
     ) -> Result<()> {
         let stride = self.raws[raw].span.len() / all;
-        // The rows of a head lie together, in any order.
+        // The rows of a head are adjacent, in some order.
         let run = heads.map_or((STAGING / stride.max(1)).max(1), |heads| all / heads);
         let lies = |row: usize| heads.map_or(row, |_| interleaved(row, run));
         let mut staging = Vec::new();
@@ -321,7 +321,7 @@ impl Tensors {
         })
     }
 
-    /// The linear e4m3 scale bytes of `rows`.
+    /// The row-major e4m3 scale bytes of `rows`.
     fn scale_rows(
         &self,
         entry: &Entry,
@@ -334,7 +334,7 @@ impl Tensors {
         match form {
             Scales::Linear => self.read_rows(scales, all, rows.clone(), out)?,
             Scales::Swizzled => {
-                // Lines of tiles lie one after the other.
+                // Rows of tiles are adjacent.
                 let lines = all.div_ceil(swizzle::TILE_ROWS);
                 let mut out = out.chunks_exact_mut(blocks);
                 let mut staging = Vec::new();
@@ -357,7 +357,7 @@ impl Tensors {
                     let out = &mut out[i * blocks..][..blocks];
                     for (block, (scale, &value)) in out.iter_mut().zip(&values).enumerate() {
                         *scale = e4m3::encode(value);
-                        // NaN and negative numbers are not scales, whether e4m3 can hold them or not.
+                        // NaN and negative numbers are not valid scales, even if e4m3 can represent them.
                         if nvfp4::is_block_scale(*scale) && e4m3::decode(*scale) != value {
                             bail!(
                                 Unsupported,
@@ -374,7 +374,7 @@ impl Tensors {
         self.check_scales(scales, entry, rows.start, out)
     }
 
-    /// Refuses bytes that are no block scales, those of whole rows from `first_row` on.
+    /// Fails if a byte is not a block scale; `scales` are those of whole rows from `first_row` on.
     fn check_scales(
         &self,
         scales: usize,
@@ -409,7 +409,7 @@ impl Tensors {
         Ok(())
     }
 
-    /// Reads the codes of `rows` of an int8 entry; gives their scales.
+    /// Reads the codes of `rows` of an int8 entry, and returns their scales.
     fn int8_rows<'a>(
         &self,
         entry: &Entry,
@@ -433,7 +433,7 @@ impl Tensors {
         Ok(&row_scales[rows])
     }
 
-    /// The values from `first` on, of the flattened tensor.
+    /// The values of the flattened tensor from `first` on.
     fn nf4_f32(&self, nf4: &Nf4, first: usize, out: &mut [f32]) -> Result<()> {
         let width = if nf4.nested.is_some() { 1 } else { 4 };
         let place = |raw: usize, range: Range<usize>| {
@@ -489,7 +489,7 @@ impl Tensors {
         }
     }
 
-    /// To be called when something of `stored` has been read; see [`Source::check_unchanged`].
+    /// Call after reading from `stored`; see [`Source::check_unchanged`].
     fn check_unchanged(&self, stored: &Stored) -> Result<()> {
         let mut checked = None;
         for raw in Self::raws_of(stored) {
@@ -501,7 +501,7 @@ impl Tensors {
         Ok(())
     }
 
-    /// The tensors that make up an entry, the one with the values first.
+    /// The tensors that form an entry; the one with the values comes first.
     fn raws_of(stored: &Stored) -> Vec<usize> {
         match stored {
             Stored::Plain { raw, .. } => vec![*raw],
@@ -532,7 +532,7 @@ impl Tensors {
     }
 }
 
-/// Checks that `rows` lies in `entry` and that a buffer holds them.
+/// Fails unless `rows` are in `entry` and the buffer has their size.
 fn check_rows(
     entry: &Entry,
     rows: &Range<usize>,
@@ -563,8 +563,8 @@ fn check_rows(
     Ok(())
 }
 
-/// Where row `row` of a Hugging Face projection lies in the order GGUF's llama architecture uses: within each head of
-/// `width` rows, the two halves that rotate together are interleaved.
+/// Position of row `row` of a Hugging Face projection in the order of GGUF's llama architecture: within each head of `width` rows, the two
+/// halves that rotate together are interleaved.
 fn interleaved(row: usize, width: usize) -> usize {
     let within = row % width;
     let half = width / 2;
@@ -602,7 +602,7 @@ pub(super) fn decode(encoding: Encoding, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Converts through an aligned buffer, so that the conversion runs on whole vectors wherever the bytes lie.
+/// Converts through an aligned buffer, so that the conversion is vectorized for any alignment of the bytes.
 fn f16_to_f32(bytes: &[u8], out: &mut [f32]) {
     const RUN: usize = 256;
     let mut aligned = [f16::ZERO; RUN];
@@ -822,7 +822,7 @@ mod tests {
 
     #[test]
     fn the_interleaved_order_is_a_permutation_within_each_head() {
-        // Two heads of four rows: rotation pairs (0, 2) and (1, 3) lie side by side in the file.
+        // Two heads of four rows: rotation pairs (0, 2) and (1, 3) are adjacent in the file.
         let order: Vec<usize> = (0..8).map(|r| interleaved(r, 4)).collect();
         assert_eq!(order, [0, 2, 1, 3, 4, 6, 5, 7]);
         let mut seen: Vec<usize> = (0..3 * 64).map(|r| interleaved(r, 64)).collect();

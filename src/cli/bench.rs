@@ -1,5 +1,5 @@
-//! `nvfp4 bench`: prefill and decode speed, memory, and how close decoding comes to what memory allows. Medians of repeated
-//! runs after a warm-up.
+//! `nvfp4 bench`: prefill and decode speed, memory, and decode speed relative to the memory bandwidth. Medians of repeated runs after a
+//! warm-up.
 
 use std::time::Instant;
 
@@ -50,11 +50,11 @@ struct Report {
     batch: usize,
     runs: usize,
     decode_from_empty: bool,
-    /// Prompt tokens per second, of one sequence.
+    /// Prompt tokens per second for one sequence.
     prefill_tok_s: f64,
     /// Tokens per second of all sequences together.
     decode_tok_s: f64,
-    /// From the prompt to the first token.
+    /// Milliseconds from the prompt to the first token.
     ttft_ms: f64,
     /// Peak of accounted memory, loading included.
     peak_bytes: u64,
@@ -64,11 +64,11 @@ struct Report {
     peak_resident_bytes: Option<u64>,
     weight_bytes: u64,
     kv_bytes: u64,
-    /// Bytes that decoding one token has to read: weights, and the KV cache half-way through.
+    /// Bytes that a decode step reads: weights, and the KV cache half-way through.
     bytes_per_step: u64,
-    /// Measured reading speed of memory, bytes per second.
+    /// Measured read bandwidth of memory, in bytes per second.
     bandwidth: f64,
-    /// Decode speed as a fraction of what the bandwidth allows.
+    /// Decode speed as a fraction of the limit by bandwidth.
     roofline: f64,
     load_seconds: f64,
 }
@@ -158,7 +158,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let kv: KvType = args.model.kv.into();
     let kv_bytes_per_token =
         (info.kv_bytes_per_token as usize * kv.size() / KvType::F16.size()) as f64;
-    // A GPU's weights include the embedding, of which a step reads only one row.
+    // A GPU's weights include the embedding, of which a step reads one row.
     let weights = model.weights().bytes_per_step(model.spec(), args.batch);
     let read = weights + args.batch as f64 * kv_bytes_per_token * positions;
     let steps = args.gen_tokens as f64 / decode;

@@ -1,4 +1,4 @@
-//! Line charts in SVG, one below another, for light and dark pages: losses of training, and comparisons of models.
+//! SVG line charts, one below another, for light and dark pages: training losses and model comparisons.
 
 use std::fmt::Write as _;
 
@@ -7,7 +7,7 @@ const HEIGHT: f64 = 420.0;
 const LEFT: f64 = 64.0;
 const RIGHT: f64 = 16.0;
 const TOP: f64 = 40.0;
-/// Entries of the legend that stand beside each other, and the height of such a line.
+/// Legend entries per line, and the height of such a line.
 const LEGENDS: usize = 3;
 const LEGEND: f64 = 18.0;
 const BOTTOM: f64 = 48.0;
@@ -16,7 +16,7 @@ const STYLE: &str = "text{font:12px system-ui,sans-serif;fill:#333}.axis{stroke:
 .c0{stroke:#2a78c2}.c1{stroke:#c2452a}.c2{stroke:#7a9a2a}.c3{stroke:#8a4fb5}.c4{stroke:#c28a1a}.c5{stroke:#2aa198}.c6{stroke:#666}.back{fill:#fff}\
 @media(prefers-color-scheme:dark){text{fill:#ddd}.axis{stroke:#ddd}.grid{stroke:#444}.c0{stroke:#6fb3f0}.c1{stroke:#f08a6f}\
 .c2{stroke:#b8d66f}.c3{stroke:#c79be6}.c4{stroke:#e8bd63}.c5{stroke:#6fd3cb}.c6{stroke:#aaa}.back{fill:#1b1b1b}}";
-/// Colours of lines, which are chosen by their number.
+/// Number of line colours.
 pub(super) const COLOURS: usize = 7;
 
 /// A line of a chart.
@@ -24,7 +24,7 @@ pub(super) const COLOURS: usize = 7;
 pub(super) struct Line {
     /// Its entry in the legend.
     pub(super) name: String,
-    /// The number of its colour, below [`COLOURS`].
+    /// Index of its colour, below [`COLOURS`].
     pub(super) colour: usize,
     /// Points from left to right.
     pub(super) points: Vec<(f64, f64)>,
@@ -32,24 +32,24 @@ pub(super) struct Line {
     pub(super) dots: bool,
 }
 
-/// A chart of lines.
+/// A line chart.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Chart {
     /// Name of the lower axis.
     pub(super) x_name: String,
     /// Name of the left axis.
     pub(super) y_name: String,
-    /// The ends of the lower axis.
+    /// Range of the lower axis.
     pub(super) x: (f64, f64),
-    /// Marks of the lower axis; whole round numbers if `None`.
+    /// Marks of the lower axis; round integers if `None`.
     pub(super) marks: Option<Vec<(f64, String)>>,
     /// Whether the left axis begins at 0 rather than near the lowest point.
     pub(super) from_zero: bool,
-    /// The lines; those without points are left out.
+    /// Lines; those without points are left out.
     pub(super) lines: Vec<Line>,
 }
 
-/// Round numbers from `low` to `high`, some five of them, and the step between them.
+/// About five round numbers from `low` to `high`, and the step between them.
 fn ticks(low: f64, high: f64) -> (Vec<f64>, f64) {
     let rough = (high - low) / 5.0;
     let power = 10f64.powf(rough.log10().floor());
@@ -60,7 +60,7 @@ fn ticks(low: f64, high: f64) -> (Vec<f64>, f64) {
     ((first..=last).map(|i| i as f64 * step).collect(), step)
 }
 
-/// A text as XML has it; control characters, which XML cannot have, become U+FFFD.
+/// Escapes a text for XML. Control characters, which XML does not allow, become U+FFFD.
 fn escaped(text: &str) -> String {
     let text: String = text
         .chars()
@@ -71,7 +71,7 @@ fn escaped(text: &str) -> String {
         .replace('"', "&quot;")
 }
 
-/// Charts one below another as an SVG document that `label` describes.
+/// Charts one below another, as an SVG document with the description `label`.
 pub(super) fn svg(label: &str, charts: &[Chart]) -> String {
     let height = HEIGHT * charts.len() as f64;
     let mut out = format!(
@@ -88,13 +88,13 @@ pub(super) fn svg(label: &str, charts: &[Chart]) -> String {
     out
 }
 
-/// A chart with its scales.
+/// A chart with its computed scales.
 struct Drawn<'a> {
     chart: &'a Chart,
     lines: Vec<&'a Line>,
     /// The height of the legend.
     top: f64,
-    /// Ends of the left axis.
+    /// Range of the left axis.
     low: f64,
     high: f64,
 }

@@ -1,4 +1,4 @@
-//! `nvfp4 diagnose`: what this machine and build support, and why something is missing.
+//! `nvfp4 diagnose`: features of this machine and build, and reasons for missing ones.
 
 use NVFP4::base::Result;
 use NVFP4::base::host_memory::{self, HostMemory};

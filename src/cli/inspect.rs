@@ -1,4 +1,4 @@
-//! `nvfp4 inspect`: what a model file holds.
+//! `nvfp4 inspect`: lists the contents of a model file.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;

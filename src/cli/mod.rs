@@ -1,5 +1,5 @@
-//! The command line: parses arguments, calls the library, prints text or JSON. Exit code 0 on success, 1 on failure, 2 on
-//! wrong usage; `train` has codes of its own where a signal stopped it. No model arithmetic here.
+//! The command line: parses arguments, calls the library, prints text or JSON. Exit codes are 0 on success, 1 on failure and 2 on wrong
+//! usage; `train` has its own if a signal stopped it. No model arithmetic here.
 
 mod bandwidth;
 mod bench;

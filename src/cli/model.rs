@@ -1,4 +1,4 @@
-//! Common parts of subcommands that use models: resolving a path or hub id, devices by name, loading with a progress bar.
+//! Common parts of subcommands that use models: resolving a path or hub id, opening devices by name, loading with a progress bar.
 
 use std::ffi::{OsStr, OsString};
 use std::io::IsTerminal;
@@ -17,7 +17,7 @@ use clap::ValueEnum;
 use super::recipe::RecipeName;
 use super::{hub, output};
 
-/// The path of `model`: a path that exists, or a model of the hub, fetched if it is not in the cache.
+/// The path of `model`: an existing path, or a model of the hub, fetched if it is not in the cache.
 pub(super) fn resolve(model: &OsStr) -> Result<PathBuf> {
     let path = Path::new(model);
     if path.exists() {
@@ -112,7 +112,7 @@ pub(super) struct ModelArgs {
 }
 
 impl ModelArgs {
-    /// Loads on the requested device, or for auto on one that has room for the models at `paths`.
+    /// Loads on the requested device; `auto` chooses one with room for the models at `paths`.
     fn load_on<T>(
         &self,
         paths: &[&Path],
@@ -127,7 +127,7 @@ impl ModelArgs {
             activations: self.activations(),
             kv: self.kv.into(),
         };
-        // Printed for a person at a terminal, and wherever there was a GPU to choose.
+        // Printed at a terminal, and whenever there was a GPU to choose.
         let told = |placement: &Placement| {
             if std::io::stderr().is_terminal() || placement.had_gpus() {
                 eprintln!("nvfp4: {placement}");
@@ -203,14 +203,14 @@ impl ModelArgs {
     }
 }
 
-/// Warns on standard error of a chat template that cannot be used, where nothing may come to need it.
+/// Warns on standard error of an unusable chat template, in commands that may not need it.
 pub(super) fn warn_of_template(model: &Model) {
     if let Some(fault) = model.chat_template().fault() {
         eprintln!("nvfp4: {fault}; conversations that need that template will be refused");
     }
 }
 
-/// Opens a device: `cpu` with so many threads, `cuda:N`, or `auto`, the first GPU if there is one and else the CPU.
+/// Opens a device: `cpu` with the given number of threads, `cuda:N`, or `auto`, which is the first GPU or else the CPU.
 pub(super) fn device(name: &str, threads: Option<usize>) -> Result<Device> {
     if name == "cpu" {
         Device::cpu(threads)
@@ -226,7 +226,7 @@ pub(super) fn device(name: &str, threads: Option<usize>) -> Result<Device> {
     }
 }
 
-/// The number in `cuda:N`; `cuda` is the first.
+/// The N of `cuda:N`; 0 for `cuda`.
 fn cuda_ordinal(device: &str) -> Option<usize> {
     match device.strip_prefix("cuda")? {
         "" => Some(0),
@@ -234,7 +234,7 @@ fn cuda_ordinal(device: &str) -> Option<usize> {
     }
 }
 
-/// A path or a model's name, as people read it: bytes that are not UTF-8 are U+FFFD.
+/// Human-readable form of a path or model name: bytes that are not UTF-8 become U+FFFD.
 pub(super) fn shown(name: &OsStr) -> String {
     name.to_string_lossy().into_owned()
 }

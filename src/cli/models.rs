@@ -1,4 +1,4 @@
-//! `nvfp4 models`: the models in the cache, and which of them this machine can run.
+//! `nvfp4 models`: lists the models in the cache, and which of them this machine can run.
 
 use std::collections::BTreeSet;
 
@@ -18,7 +18,7 @@ pub(super) struct Args {
     json: bool,
 }
 
-/// What is known of a model file without loading it.
+/// Information about a model file that does not require loading it.
 #[derive(Serialize)]
 struct Described {
     name: String,
@@ -102,7 +102,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     ))
 }
 
-/// The rows of a repository: its models, and incomplete downloads.
+/// Table rows of a repository: its models, and incomplete downloads.
 fn table(repository: &hub::Cached, devices: &[Room]) -> Vec<[String; 5]> {
     let mut rows = Vec::new();
     for model in repository.revisions.iter().flat_map(|r| &r.models) {
@@ -167,7 +167,7 @@ fn content(model: &hub::Model, devices: &[Room]) -> Result<Content> {
     let needs_bytes = placement::needs_of(&*checkpoint, false)?;
     Ok(Content::Runs {
         format: checkpoint.format(),
-        // Norms are small and mostly of another type; the type of the matrices is the model's.
+        // Norms are small and mostly of another type, so only matrices determine the model's type.
         encodings: checkpoint
             .entries()
             .iter()

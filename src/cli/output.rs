@@ -1,5 +1,4 @@
-//! Common parts of subcommands that print: standard output that may be closed, JSON, sizes, and progress bars on standard
-//! error.
+//! Output of subcommands: standard output that may be closed, JSON, sizes, and progress bars on standard error.
 
 use std::fmt;
 use std::io::Write;
@@ -11,7 +10,7 @@ use serde::Serialize;
 
 pub(super) use NVFP4::base::size::readable as size;
 
-/// The exit code that a shell gives to a command that SIGPIPE ended.
+/// Exit code of a shell for a command that SIGPIPE ended.
 const PIPE_CLOSED: i32 = 141;
 
 /// Writes `text` to standard output and flushes it. If the reader has closed the pipe, the command ends silently, as other
@@ -51,7 +50,7 @@ pub(super) fn count_bar(label: impl Into<String>, total: u64) -> ProgressBar {
     )
 }
 
-/// A bar that shows a share of the work, without its numbers.
+/// A bar for a share of the work, without numbers.
 pub(super) fn share_bar(label: impl Into<String>) -> ProgressBar {
     bar(
         label,

@@ -1,5 +1,5 @@
-//! `nvfp4 pages`: manual pages and shell completions of every subcommand, as its arguments say. It is not among those that `--help`
-//! lists: packages call it when they are made.
+//! `nvfp4 pages`: manual pages and shell completions of every subcommand, generated from its arguments. Hidden from `--help`: packaging
+//! calls it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use clap::Command;
 use clap_complete::Shell;
 use clap_mangen::Man;
 
-/// The command's name in the names of files.
+/// Name of the command in file names.
 const NAME: &str = "nvfp4";
 
 #[derive(clap::Args)]
@@ -29,7 +29,7 @@ pub(super) fn run(args: &Args, command: &Command) -> Result<()> {
         clap_complete::generate(shell, &mut command, NAME, &mut text);
         write(&args.folder.join(path), &text)?;
     }
-    // Makes the subcommands' usages begin with the command's name.
+    // Prefixes the subcommands' usages with the command's name.
     command.build();
     let manuals = args.folder.join("man/man1");
     page(&command, NAME, &manuals)?;
@@ -43,7 +43,7 @@ pub(super) fn run(args: &Args, command: &Command) -> Result<()> {
     Ok(())
 }
 
-/// The command without what it hides, which completions would offer.
+/// The command without hidden parts, which completions would offer.
 fn shown(command: &Command) -> Command {
     let subcommands = command.get_subcommands().filter(|s| !s.is_hide_set());
     Command::new(NAME)

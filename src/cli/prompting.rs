@@ -1,5 +1,4 @@
-//! The arguments of `run` and `chat` that complete the prompt: the system prompt, variables of the template, tools, and the
-//! reasoning budget.
+//! Arguments of `run` and `chat` that complete the prompt: the system prompt, template variables, tools, and the reasoning budget.
 
 use std::path::{Path, PathBuf};
 
@@ -12,7 +11,7 @@ use serde_json::{Map, Value};
 
 use super::model;
 
-/// The variable by which templates switch reasoning on and off.
+/// The template variable that switches reasoning on and off.
 pub(super) const THINKING: &str = "enable_thinking";
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -41,7 +40,7 @@ pub(super) struct PromptingArgs {
 }
 
 impl PromptingArgs {
-    /// The options of turns. Warns on standard error of arguments that have no effect.
+    /// Chat options for turns. Warns on standard error of arguments without effect.
     pub(super) fn options(&self, model: &Model) -> Result<ChatOptions> {
         let mut variables: Map<String, Value> = self.set.iter().cloned().collect();
         if let Some(think) = self.think {
@@ -77,7 +76,7 @@ fn variable(text: &str) -> std::result::Result<(String, Value), String> {
     }
 }
 
-/// Warns of a model without a chat template of its own.
+/// Warns of a model without its own chat template.
 pub(super) fn warn_of_stand_in(model: &Model) {
     if !model.info().chat_template {
         eprintln!("nvfp4: the model brings no chat template; using ChatML");
@@ -93,7 +92,7 @@ pub(super) fn warn_of_unread(model: &Model, variables: &Map<String, Value>) {
     }
 }
 
-/// The tools in a file.
+/// Reads the tools in a file.
 pub(super) fn read_tools(file: &Path) -> Result<Vec<Value>> {
     tools_from_json(&model::read_text(file)?).map_err(|e| e.within(file.display()))
 }

@@ -1,4 +1,4 @@
-//! `nvfp4 pull`: a model from the hub into the cache.
+//! `nvfp4 pull`: fetches a model from the hub into the cache.
 
 use std::time::Duration;
 

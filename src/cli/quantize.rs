@@ -1,4 +1,4 @@
-//! `nvfp4 quantize`: a model on disk to NVFP4 on disk.
+//! `nvfp4 quantize`: converts a model on disk to NVFP4.
 
 use std::ffi::OsString;
 use std::ops::ControlFlow;
@@ -77,10 +77,10 @@ pub(super) struct Args {
     json: bool,
 }
 
-/// How weights are quantized.
+/// Quantization recipe.
 #[derive(Clone, Copy)]
 enum Recipe {
-    /// By weights alone.
+    /// By the weights alone.
     Plain(RecipeName),
     Calibrated,
 }
@@ -134,7 +134,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
             container,
             match recipe {
                 Recipe::Plain(name) => name.into(),
-                // For what is not calibrated.
+                // For weights that are not calibrated.
                 Recipe::Calibrated => nvfp4::Recipe::Sweep,
             },
         )
@@ -194,7 +194,7 @@ fn show(args: &Args, found: &Quantized) -> Result<()> {
     ))
 }
 
-/// The error of the quantization, in words.
+/// Describes the error of the quantization.
 fn error_of(found: &Quantized) -> String {
     if found.calibrated.is_empty() {
         return format!("relative error {:.4}", found.report.relative_error);
@@ -204,7 +204,7 @@ fn error_of(found: &Quantized) -> String {
 }
 
 impl Args {
-    /// The recipe that is asked for, if only by an option of it. Fails for an option of the recipe calibrated beside another one.
+    /// The requested recipe; an option of the calibrated recipe implies it. Fails if such an option is combined with another recipe.
     fn recipe(&self) -> Result<Recipe> {
         let options = [
             ("--calibration", !self.calibration.is_empty()),
@@ -286,7 +286,7 @@ fn calibrated(
     found
 }
 
-/// The encoding of a table; a model of another kind may have none.
+/// The encoding of a table; `none` if the model has no such table.
 fn named(encoding: &str) -> &str {
     match encoding {
         "" => "none",

@@ -1,4 +1,4 @@
-//! How weights are quantized, as the command line names it.
+//! Names of quantization recipes on the command line.
 
 use NVFP4::format::nvfp4::Recipe;
 use NVFP4::model::convert::Tables;
@@ -25,7 +25,7 @@ impl From<RecipeName> for Recipe {
     }
 }
 
-/// The form of the embedding and the output head.
+/// Encoding of the embedding and the output head.
 #[derive(Clone, Copy, ValueEnum)]
 pub(super) enum TableForm {
     Bf16,

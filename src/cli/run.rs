@@ -1,4 +1,4 @@
-//! `nvfp4 run`: one prompt or conversation, one answer, streamed.
+//! `nvfp4 run`: answers one prompt or conversation, streamed.
 
 use std::ffi::OsString;
 use std::io::IsTerminal;
@@ -24,10 +24,10 @@ pub(super) struct Args {
     sampling: sampling::SamplingArgs,
     #[command(flatten)]
     prompting: prompting::PromptingArgs,
-    /// What to say
+    /// The prompt
     #[arg(long, required_unless_present_any = ["prompt_file", "messages"])]
     prompt: Option<OsString>,
-    /// A file with what to say; - is standard input
+    /// A file with the prompt; - is standard input
     #[arg(long, conflicts_with = "prompt")]
     prompt_file: Option<PathBuf>,
     /// A file with a conversation to answer, as a JSON array of messages in the format of chat servers; - is standard input

@@ -1,4 +1,4 @@
-//! The arguments of `run` and `chat` that say how an answer is chosen and when it ends.
+//! Arguments of `run` and `chat` for sampling and for the end of an answer.
 
 use std::fmt::Write as _;
 
@@ -40,7 +40,7 @@ pub(super) struct SamplingArgs {
 }
 
 impl SamplingArgs {
-    /// The options given, and the model's recommended settings for the others.
+    /// The given options, completed by the model's recommended settings.
     pub(super) fn options(&self, model: &Model) -> GenerateOptions {
         let own = model.sampling();
         GenerateOptions {
@@ -61,7 +61,7 @@ impl SamplingArgs {
     }
 }
 
-/// Describes the sampling settings, and says whether they are the ones that the model recommends.
+/// Describes the sampling settings, and says whether the model recommends them.
 pub(super) fn described(sampling: &SamplingOptions, model: &Model) -> String {
     let seedless = SamplingOptions {
         seed: None,

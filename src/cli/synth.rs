@@ -1,4 +1,4 @@
-//! `nvfp4 synth`: a model of a known shape with seeded random NVFP4 weights, for benchmarks. Its answers mean nothing; its
+//! `nvfp4 synth`: writes a model of a known shape with seeded random NVFP4 weights, for benchmarks. Its answers are meaningless; its
 //! activations stay in a sane range.
 
 use std::path::PathBuf;
@@ -57,7 +57,7 @@ enum Arch {
 }
 
 impl Arch {
-    /// The config of a published model of this shape, but for whether its output head is a tensor of its own.
+    /// The config of a published model of this shape, except for whether its output head is a separate tensor.
     fn config(self) -> Value {
         let qwen3 = |hidden, layers, heads, intermediate| {
             json!({
@@ -186,7 +186,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         for start in (0..all).step_by(CHUNK) {
             let n = CHUNK.min(all - start);
             fill(seed, (start / 8) as u64, &mut codes[..n]);
-            // bf16 of either sign from 2^-7 to 2^-5: the sign, the lowest exponent bit and the mantissa are random.
+            // bf16 of either sign from 2^-7 to 2^-5: sign, lowest exponent bit and mantissa are random.
             for high in codes[1..n].iter_mut().step_by(2) {
                 *high = (*high & 0x80) | 0x3c;
             }

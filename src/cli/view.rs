@@ -1,5 +1,5 @@
-//! Prints an answer while it is generated: content and calls on standard output; reasoning dimmed on a terminal, else on
-//! standard error, so that a pipe gets only the answer.
+//! Prints an answer while it is generated. Content and calls go to standard output; reasoning is dimmed on a terminal, and otherwise goes
+//! to standard error, so that a pipe gets only the answer.
 
 use std::borrow::Cow;
 use std::io::{IsTerminal, Write};
@@ -14,7 +14,7 @@ use super::output;
 /// Prints one answer.
 pub(super) struct View {
     terminal: bool,
-    /// Dimming of reasoning, switched off after each piece because a signal may end the program after any of them.
+    /// Whether reasoning is dimmed. Dimming ends after each piece, because a signal may end the program after any of them.
     dims: bool,
     /// The kind of the last piece, and whether it ended a line.
     last: Option<Part>,
@@ -102,7 +102,7 @@ impl View {
         if self.terminal {
             return output::print(format_args!("{on}{}{off}", visible(text)));
         }
-        // Ignored, so that an answer goes on if nobody reads standard error.
+        // Errors are ignored, so that an answer continues if nobody reads standard error.
         let mut err = std::io::stderr().lock();
         let _ = write!(err, "{on}{text}{off}").and_then(|()| err.flush());
         Ok(())
@@ -119,7 +119,7 @@ impl View {
     }
 }
 
-/// `text` made safe for a terminal, which would execute a model's control characters.
+/// Makes `text` safe for a terminal, which would execute a model's control characters.
 fn visible(text: &str) -> Cow<'_, str> {
     let acts = |c: char| c.is_control() && c != '\n' && c != '\t';
     match text.contains(acts) {

@@ -1,4 +1,4 @@
-//! Prints warnings of the library on standard error, each one once.
+//! Prints warnings of the library on standard error, each once.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -19,7 +19,7 @@ struct ToTerminal {
     said: Mutex<HashSet<String>>,
 }
 
-/// Modules whose warnings subcommands print in their own words: those of sessions and of chat templates.
+/// Modules whose warnings subcommands print themselves: those of sessions and of chat templates.
 const TOLD: [&str; 3] = ["NVFP4::session", "NVFP4::text", "NVFP4::model::text"];
 
 /// Whether events are shown.

@@ -1,4 +1,4 @@
-//! Windows of a text's tokens, on which models are measured: they do not overlap, and each is read from its beginning.
+//! Windows of a text's tokens, on which models are measured. They do not overlap, and each is read from its beginning.
 
 use std::path::Path;
 
@@ -19,7 +19,7 @@ pub(super) fn check(window: Option<usize>, windows: Option<usize>) -> Result<()>
     Ok(())
 }
 
-/// Windows of the tokens of the text at `path`, at most `most`. The last one may be shorter.
+/// Windows of the tokens of the text at `path`, up to `most`. The last one may be shorter.
 pub(super) fn of<'a>(
     path: &Path,
     tokens: &'a [u32],

@@ -8,15 +8,15 @@ pub(super) struct Avx2;
 
 type V = [__m256; 2];
 
-/// A 16-byte table in both halves of a register, as byte shuffles want it.
+/// A 16-byte table in both halves of a register, for byte shuffles.
 #[inline(always)]
 unsafe fn table(bytes: &[u8; 16]) -> __m256i {
     // SAFETY: AVX2 by the trait's contract; the reference is readable for 16 bytes.
     unsafe { _mm256_broadcastsi128_si256(_mm_loadu_si128(bytes.as_ptr().cast())) }
 }
 
-// The halves of the trait's operations. Plain functions rather than closures and iterators: only what is always inlined
-// is compiled with the level's features.
+// Halves of the trait's operations. They are plain functions rather than closures and iterators, because only always-inlined code is
+// compiled with the level's features.
 
 #[inline(always)]
 unsafe fn scale_by_power(a: __m256, n: __m256) -> __m256 {
@@ -36,7 +36,7 @@ unsafe fn widen_bf16(p: *const u16) -> __m256 {
     }
 }
 
-/// A byte's exponent and mantissa, moved under f32's, read as the value over 2^120; subnormals too.
+/// A byte's exponent and mantissa, moved to f32's place, gives the value over 2^120; also for subnormals.
 #[inline(always)]
 unsafe fn widen_e4m3(p: *const u8) -> __m256 {
     // SAFETY: AVX2 by the trait's contract, as are the 8 bytes at `p`.
@@ -69,7 +69,7 @@ unsafe fn decode(n: __m256i) -> [__m256; 4] {
     unsafe {
         let high = _mm256_shuffle_epi8(table(&value_bytes(24)), n);
         let low = _mm256_shuffle_epi8(table(&value_bytes(16)), n);
-        // One row's even k in the low half of its lane, the odd k in the high half.
+        // The even k of one row in the low half of its lane, the odd k in the high half.
         let (k01, k23) = (
             _mm256_unpacklo_epi8(low, high),
             _mm256_unpackhi_epi8(low, high),
@@ -99,7 +99,7 @@ unsafe fn dot(codes: *const u8, x: *const i8, offset: i32) -> __m256 {
     }
 }
 
-/// From the 16-bit sums of pairs of k to the accumulators of rows.
+/// Converts the 16-bit sums of pairs of k to the accumulators of rows.
 #[inline(always)]
 unsafe fn finish_dot(pairs: __m256i, offset: i32) -> __m256 {
     // SAFETY: AVX2 by the trait's contract; registers only.
@@ -109,7 +109,7 @@ unsafe fn finish_dot(pairs: __m256i, offset: i32) -> __m256 {
     }
 }
 
-/// Eight rows' codes of a half unit as [`Simd::store_codes`] writes them.
+/// The codes of eight rows of a half unit, as [`Simd::store_codes`] writes them.
 #[inline(always)]
 unsafe fn codes_to_store(n: __m256i) -> __m256i {
     // SAFETY: AVX2 by the trait's contract; registers only.
@@ -120,7 +120,7 @@ unsafe fn codes_to_store(n: __m256i) -> __m256i {
     }
 }
 
-/// [`dot`] from the packed form with `T` tokens, `units` pointing to the eight rows' half of the first unit.
+/// [`dot`] on the packed form with `T` tokens; `units` points to the eight rows' half of the first unit.
 #[inline(always)]
 unsafe fn block_dots<const T: usize>(
     units: *const u8,
@@ -158,11 +158,11 @@ unsafe impl Simd for Avx2 {
 
     // 12 accumulators, 2 weights, 1 activation: 15 of 16 registers.
     const TILE: usize = 6;
-    // 4 accumulators, 4 sums of pairs, 2 codes; with more tokens they do not stay in registers.
+    // 4 accumulators, 4 sums of pairs and 2 codes; more tokens would not stay in registers.
     const INT8_TILE: usize = 2;
-    // 8 accumulators and the 8 registers of decoded weights; 6 tokens spill. In int8, 8 sums of pairs.
+    // 8 accumulators and 8 registers of decoded weights; 6 tokens would spill. In int8, 8 sums of pairs.
     const SKINNY_TOKENS: [usize; 2] = [4, 8];
-    // Four chains; more would not leave registers for decoding.
+    // Four chains; more would leave no registers for decoding.
     const SKINNY_SUMS: usize = 2;
     const PANEL_TOKENS: [usize; 2] = [13, 33];
     // Makes codes unsigned for vpmaddubsw; 4 * 2 * 24 * 127 still fits in 16 bits.

@@ -6,7 +6,7 @@ use super::simd::{Simd, doubled_codes, value_bytes};
 
 pub(super) struct Avx512;
 
-/// A 16-byte table in all four quarters of a register, as byte shuffles want it.
+/// A 16-byte table in all four quarters of a register, for byte shuffles.
 #[inline(always)]
 unsafe fn table(bytes: &[u8; 16]) -> __m512i {
     // SAFETY: AVX-512 by the trait's contract; the reference is readable for 16 bytes.
@@ -153,7 +153,7 @@ unsafe impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn load_e4m3(p: *const u8) -> __m512 {
         unsafe {
-            // The byte's exponent and mantissa, moved under f32's, read as the value over 2^120; subnormals too.
+            // A byte's exponent and mantissa, moved to f32's place, gives the value over 2^120; also for subnormals.
             let rebias = _mm512_set1_ps(f32::from_bits((127 + 120) << 23));
             let bits = _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()));
             _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32::<20>(bits)), rebias)
@@ -181,7 +181,7 @@ unsafe impl Simd for Avx512 {
         unsafe {
             let high = _mm512_shuffle_epi8(table(&value_bytes(24)), n);
             let low = _mm512_shuffle_epi8(table(&value_bytes(16)), n);
-            // One row's even k in the low half of its lane, the odd k in the high half.
+            // The even k of one row in the low half of its lane, the odd k in the high half.
             let (k01, k23) = (
                 _mm512_unpacklo_epi8(low, high),
                 _mm512_unpackhi_epi8(low, high),

@@ -1,4 +1,4 @@
-//! Matrices in NVFP4 that are best for their products: see [`crate::format::calibrated`].
+//! Calibrated NVFP4 quantization on the CPU: codes and scales that minimize the error of a GEMM, see [`crate::format::calibrated`].
 
 use std::sync::{Mutex, PoisonError};
 
@@ -12,16 +12,16 @@ use crate::format::nvfp4::{BLOCK, dequantize};
 use crate::format::{Rounding, e2m1, e4m3};
 use crate::tensor::product::{Form, Sizes};
 
-/// Blocks whose errors reach the blocks behind them together.
+/// Quantization blocks per group. A group propagates its errors to the blocks behind it in one GEMM.
 const TOGETHER: usize = 8;
-/// Rows that read a panel of moments together, at most, in units of [`LANES`].
+/// Upper limit of rows that share a panel of moments, in units of [`LANES`].
 const STACKED: usize = 4;
 
-/// Sixteen rows of a matrix on their way into NVFP4.
+/// Sixteen rows of a matrix during quantization.
 struct Strip {
     /// `[cols][16]`; zeros beyond the last row.
     weights: Vec<f32>,
-    /// How many of the rows are there.
+    /// Number of valid rows.
     rows: usize,
 }
 
@@ -41,8 +41,8 @@ impl Strip {
 }
 
 impl Cpu {
-    /// Calls `each` with strips of `[rows, cols]` weights, codes and scales, on the threads of the pool: strips that read the same moments
-    /// one after another.
+    /// Calls `each` with strips of `[rows, cols]` weights, codes and scales, on the threads of the pool. Strips that read the same moments
+    /// are processed one after another.
     fn by_strips(
         &self,
         weights: &[f32],
@@ -69,8 +69,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Calls `quantize` with the number, codes and scales of each row of `cols` weights, on the threads of the pool. The error is that of the
-    /// first row that has one.
+    /// Calls `quantize` with the index, codes and scales of each row of `cols` weights, on the threads of the pool. Returns the error of
+    /// the first row that has one.
     pub fn by_code_rows(
         &self,
         cols: usize,
@@ -98,7 +98,7 @@ impl Cpu {
         }
     }
 
-    /// Adds what errors `[depth, 16]` of inputs from `row` on make of the columns `cols` of a product with `panels`, to `sums` `[cols][16]`.
+    /// Adds to `sums` `[cols][16]` the product of errors `[depth, 16]` of inputs from `row` on with the columns `cols` of `panels`.
     fn add_errors(
         &self,
         panels: &Panels,
@@ -118,8 +118,8 @@ impl Cpu {
         }
     }
 
-    /// Quantizes `weights` `[rows, cols]` under a global scale, block after block in the order of `factor`, each weight to the code that makes up
-    /// for the errors of those before it in its row.
+    /// Quantizes `weights` `[rows, cols]` under a global scale, block after block in the order of `factor`. Each weight takes the code that
+    /// compensates for the errors before it in its row.
     pub fn round_in_turn(
         &self,
         weights: &[f32],
@@ -178,7 +178,8 @@ impl Cpu {
         })
     }
 
-    /// Block coordinate descent on a quantized matrix: in each pass, each block takes the scale and codes with the least error beside the others.
+    /// Block coordinate descent on a quantized matrix: in each pass, each block takes the scale and codes with the least error while all
+    /// other blocks stay fixed.
     pub fn descend(
         &self,
         weights: &[f32],
@@ -203,7 +204,7 @@ impl Cpu {
                     held.push(rounded);
                 }
             }
-            // M e of each strip.
+            // M e for each strip.
             let mut gradients = vec![0f32; strips.len() * size];
             let add = |rows: usize,
                        cols: std::ops::Range<usize>,
@@ -260,7 +261,7 @@ impl Cpu {
         })
     }
 
-    /// The sum over rows of `e^T M e` with `e` the error of quantized weights, by `[cols, cols]` moments.
+    /// The sum over rows of `e^T M e`, with `e` the error of quantized weights and M the `[cols, cols]` moments.
     pub fn product_error(
         &self,
         weights: &[f32],
@@ -306,7 +307,7 @@ fn block(values: &[f32], index: usize) -> &Blocks {
     lanes.first_chunk().expect("rows are whole blocks")
 }
 
-/// Writes `rows` blocks; the first is the block `at`, and each other so many `blocks` further.
+/// Writes `rows` blocks; the first goes to block `at`, and each following one `blocks` further.
 fn put(
     rounded: &Rounded,
     global: f32,
@@ -368,7 +369,7 @@ mod tests {
             .collect()
     }
 
-    /// Second moments of inputs that depend on each other, some of which are much larger than others.
+    /// Second moments of correlated inputs, some of which are much larger than others.
     fn moments(cols: usize, damping: f32) -> Vec<f32> {
         let rows = 2 * cols;
         let (own, mixing) = (draws(1, rows * cols), draws(2, 8 * cols));
@@ -431,7 +432,7 @@ mod tests {
         }
     }
 
-    /// Codes by each search, under one global scale: of a sweep, in turn, in turn and then beside the others, and beside the others from a sweep.
+    /// Codes by each search under one global scale: a sweep; rounding in turn; rounding in turn, then descent; a sweep, then descent.
     fn searched(
         threads: usize,
         rows: usize,
@@ -478,7 +479,7 @@ mod tests {
             .unwrap()
     }
 
-    /// Products get better from search to search, and the bits are those of one thread.
+    /// Each search has a smaller error than the one before, and the bits do not depend on the number of threads.
     #[test]
     fn products_get_better() {
         let (rows, cols) = (37, 208);
@@ -509,7 +510,7 @@ mod tests {
         }
     }
 
-    /// Where inputs do not depend on each other, what is left is the error of the weights.
+    /// For uncorrelated inputs, the error of the product is that of the weights.
     #[test]
     fn inputs_alone_leave_weights_alone() {
         let (rows, cols) = (5, 64);

@@ -1,4 +1,4 @@
-//! The safe interface of the kernels: checks, splitting over threads, and scratch.
+//! The safe interface of the CPU kernels: checks, splitting over threads, and scratch.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,33 +17,33 @@ use crate::base::threads::Pool;
 use crate::format::nvfp4::BLOCK;
 use crate::tensor::WeightType;
 
-/// Elements under which a pointwise operation is not worth a second thread.
+/// Elements below which a second thread does not pay off for a pointwise operation.
 const POINTWISE_GRAIN: usize = 16 * 1024;
-/// Elements that a pointwise operation without rows takes at a time.
+/// Elements per part of a pointwise operation without rows.
 const RUN: usize = 1024;
-/// Tokens of one key/value head that a thread takes at a time.
+/// Tokens of one key/value head per part.
 const ATTENTION_TOKENS: usize = 8;
 
-/// How the queries of a layer attend.
+/// Attention parameters of a layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionOptions {
     /// Query heads, a multiple of the key/value heads.
     pub heads: usize,
     /// Multiplies the product of query and key.
     pub scale: f32,
-    /// Positions that a query sees, its own included; all before its own if `None`.
+    /// Sliding window: positions that a query sees, its own included. `None` for all up to its own.
     pub window: Option<usize>,
-    /// Bounds scores softly: `cap * tanh(score / cap)`.
+    /// Soft cap of the scores: `cap * tanh(score / cap)`.
     pub score_cap: Option<f32>,
 }
 
-/// A level's kernels and the threads they run on. Cheap to share; calls from several threads take turns on the pool.
+/// A level's kernels with the threads they run on. Cheap to share; calls from several threads take turns on the pool.
 pub struct Cpu {
     pub(super) table: &'static Table,
     pool: Pool,
 }
 
-/// An output pointer that threads write disjoint parts of.
+/// An output pointer, of which threads write disjoint parts.
 #[derive(Clone, Copy)]
 struct Out<T>(*mut T);
 // SAFETY: every use writes a part that no other thread touches; the uses say which.
@@ -61,8 +61,8 @@ impl<T> Out<T> {
 }
 
 impl Cpu {
-    /// The best level present (or the one `NVFP4_CPU` names) on `threads` threads; `None` takes `NVFP4_THREADS`, or one
-    /// thread for each available core.
+    /// The best level present (or the one in `NVFP4_CPU`) on `threads` threads; `None` for `NVFP4_THREADS`, or one thread per available
+    /// core.
     pub fn new(threads: Option<usize>) -> Result<Arc<Self>> {
         Self::with_level(Level::choose()?, threads)
     }
@@ -92,9 +92,9 @@ impl Cpu {
         &self.pool
     }
 
-    /// `x` `[m, K]` times each weight `[N, K]` transposed, into its output `[m, N]`. Exact but for the order of summation in
-    /// f32. With `int8`, activations are first rounded to 8 bits, one scale for each 32 along K, where the weight is
-    /// NVFP4; dense weights stay exact. Cancelled with the thread's [`call`], as [`Cpu::attention`] is.
+    /// `x` `[m, K]` times each transposed weight `[N, K]`, into its output `[m, N]`. Exact up to the order of summation in f32. With
+    /// `int8`, activations for NVFP4 weights are first rounded to 8 bits, with one scale per 32 along K; dense weights stay exact.
+    /// Cancelled with the thread's [`call`], as [`Cpu::attention`] is.
     pub fn linear(
         &self,
         x: &[f32],
@@ -164,7 +164,7 @@ impl Cpu {
     ) -> Result<()> {
         let k = x.len() / m;
         let most = self.table.skinny_tokens[0];
-        // A single token is in the layout that the kernel reads already.
+        // A single token already has the kernel's layout.
         let x = if m == 1 {
             x
         } else {
@@ -202,9 +202,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Splits the row groups of `outputs` `[m, N]` over threads. `kernel` is called with a weight, where some of its row groups
-    /// start, their number, where the first token's outputs of the first go, and how many floats on the next token's do. Stops
-    /// early where `call` is over.
+    /// Splits the row groups of `outputs` `[m, N]` over threads. Calls `kernel` with a weight, the start of some of its row groups, their
+    /// number, the place of the first token's outputs, and the distance in floats to the next token's. Stops early once `call` is over.
     fn by_groups(
         &self,
         m: usize,
@@ -213,7 +212,7 @@ impl Cpu {
         kernel: &(dyn Fn(&Packed, *const u8, usize, *mut f32, usize) + Sync),
     ) {
         let work = Work::new(outputs);
-        // Enough parts that one slow thread does not hold up the rest; whole runs of groups for the kernel.
+        // Enough parts that one slow thread does not delay the rest; whole runs of groups for the kernel.
         let grain = (work.groups / (self.pool.threads() * 8))
             .clamp(4, 32)
             .next_multiple_of(4);
@@ -401,7 +400,7 @@ impl Cpu {
             return Ok(());
         }
 
-        // A panel's bytes, counted in floats, then its scales.
+        // Bytes of a panel, counted in floats, then its scales.
         let panel_len = blocks * (BLOCK * GROUP / 4 + GROUP);
         grow(&mut workspace.panels, threads * panel_len)?;
         let work = Work::new(outputs);
@@ -453,8 +452,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Causal attention of queries `[m, heads, dim]` over a layer's cache. Query row `i` stands at position `first + i` and sees
-    /// the positions up to its own: all, or the last `window` of them. Query heads are shared evenly among key/value heads (GQA).
+    /// Causal attention of queries `[m, heads, dim]` over a layer's cache. Query row `i` is at position `first + i`, and sees the positions
+    /// up to its own: all, or the last `window`. Query heads are shared evenly among key/value heads (GQA).
     pub fn attention(
         &self,
         q: &[f32],
@@ -528,7 +527,7 @@ impl Cpu {
                 if part >= spans * kv.heads() || call.is_over() {
                     break;
                 }
-                // The last tokens see the most positions: taking them first evens out the threads.
+                // The last tokens see the most positions: starting with them balances the threads.
                 let (span, kv_head) = (spans - 1 - part / kv.heads(), part % kv.heads());
                 let tokens = span * ATTENTION_TOKENS..m.min((span + 1) * ATTENTION_TOKENS);
                 let mut queries = [Query {
@@ -639,10 +638,10 @@ impl Cpu {
         Ok(())
     }
 
-    /// Bytes per second at which this level's instructions and threads read memory: `buffer`, which must be larger than the
-    /// caches, and written, in the better of two ways, the best of some passes. Other load only slows reading down.
+    /// Read bandwidth of this level's instructions and threads, in bytes per second: the best of several passes over `buffer`, with and
+    /// without prefetching. `buffer` must be larger than the caches, and have been written. Other load can only lower the result.
     pub fn read_bandwidth(&self, buffer: &[f32]) -> f64 {
-        /// Floats of one part; threads take parts as they get free.
+        /// Floats per part; threads take parts as they become free.
         const PART: usize = 1 << 19;
         let parts = buffer.len() / PART;
         let mut best = f64::MAX;
@@ -659,7 +658,7 @@ impl Cpu {
         (parts * PART * size_of::<f32>()) as f64 / best
     }
 
-    /// Calls `each` for every row, over threads where rows of `n` elements make that worth while.
+    /// Calls `each` for every row, on several threads if rows of `n` elements make that worthwhile.
     pub fn by_rows(&self, rows: usize, n: usize, each: impl Fn(usize) + Sync) {
         let grain = (POINTWISE_GRAIN / n.max(1)).max(1);
         self.pool.run(rows.div_ceil(grain), |part| {
@@ -668,7 +667,7 @@ impl Cpu {
     }
 }
 
-/// `m` tokens in as few passes of at most `most` as will do, as even as can be.
+/// Splits `m` tokens into the fewest passes of at most `most`, as even as possible.
 fn passes(m: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
     let passes = m.div_ceil(most);
     (0..passes).map(move |i| m * i / passes..m * (i + 1) / passes)
@@ -690,7 +689,7 @@ impl<'a> Work<'a> {
         Work { weights, groups }
     }
 
-    /// Calls `each` with the parts of `range` that lie in each weight.
+    /// Calls `each` with the part of `range` in each weight.
     fn for_each(&self, range: Range<usize>, mut each: impl FnMut(&Packed, Out<f32>, Range<usize>)) {
         let mut start = 0;
         for &(w, out) in &self.weights {

@@ -1,6 +1,5 @@
-//! Cached keys and values of one layer, in pages of sixteen positions: for each key/value head, keys `[dim][16]` (so that a
-//! vector lane is a position), then values `[16][dim]`. Pages appear as positions are written, and a clone shares them
-//! until either side writes.
+//! Cached keys and values of one layer, in pages of sixteen positions: for each key/value head, keys `[dim][16]` (so that a vector lane is
+//! a position), then values `[16][dim]`. Pages are allocated as positions are written, and shared with clones until either side writes.
 
 use std::sync::Arc;
 
@@ -13,13 +12,13 @@ use crate::base::size::product;
 /// Positions in a page.
 pub const PAGE: usize = 16;
 
-/// How cached keys and values are stored: of the element types, those that attention reads.
+/// Element type of cached keys and values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum KvType {
     /// IEEE half precision, rounded to nearest even.
     #[default]
     F16,
-    /// IEEE single precision: what was computed, unrounded.
+    /// IEEE single precision, unrounded.
     F32,
 }
 
@@ -41,7 +40,7 @@ impl KvType {
     }
 }
 
-/// The cache of one layer.
+/// The KV cache of one layer.
 #[derive(Clone, Debug)]
 pub struct KvLayer {
     heads: usize,
@@ -73,7 +72,7 @@ impl KvLayer {
         self.heads * 2 * PAGE * self.dim * self.kind.size()
     }
 
-    /// Bytes of the pages this cache refers to, shared or not.
+    /// Bytes of the pages in this cache, shared or not.
     pub fn bytes(&self) -> usize {
         self.pages.len() * self.page_bytes()
     }
@@ -88,17 +87,17 @@ impl KvLayer {
         self.dim
     }
 
-    /// How elements are stored.
+    /// Element type.
     pub fn kind(&self) -> KvType {
         self.kind
     }
 
-    /// Positions that pages exist for.
+    /// Number of positions that pages exist for.
     pub fn allocated(&self) -> usize {
         self.pages.len() * PAGE
     }
 
-    /// Makes pages for positions `0..len`, and makes those from `first` on this cache's own, so that writing cannot fail.
+    /// Allocates pages for positions `0..len`, and unshares those from `first` on, so that writing cannot fail.
     pub fn reserve(&mut self, first: usize, len: usize) -> Result<()> {
         while self.pages.len() * PAGE < len {
             self.pages
@@ -162,12 +161,12 @@ impl KvLayer {
         Ok(())
     }
 
-    /// The bytes of the page that holds position `PAGE * index` and those after it, over all heads.
+    /// The bytes, over all heads, of the page that begins at position `PAGE * index`.
     pub fn page(&self, index: usize) -> &[u8] {
         &self.pages[index]
     }
 
-    /// Replaces the content of an existing page, as [`KvLayer::page`] gave it.
+    /// Replaces the content of an existing page by that of [`KvLayer::page`].
     pub fn set_page(&mut self, index: usize, bytes: &[u8]) -> Result<()> {
         if bytes.len() != self.page_bytes() {
             bail!(

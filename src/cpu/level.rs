@@ -1,9 +1,9 @@
-//! The one list of instruction-set levels: their names, how each is detected, and which is chosen.
+//! The list of instruction-set levels, with their names, detection and selection.
 
 use crate::base::env;
 use crate::base::error::{Result, bail};
 
-/// An instruction-set level for which kernels exist. Every level gives the same bits; they differ in speed alone.
+/// An instruction-set level with kernels. All levels give the same bits, and differ only in speed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Level {
     /// Portable Rust; runs anywhere and is the specification of the others.
@@ -30,7 +30,7 @@ impl Level {
         }
     }
 
-    /// Whether this machine has every feature the level's kernels are compiled with.
+    /// Whether this machine has every feature that the level's kernels need.
     pub fn is_present(self) -> bool {
         match self {
             Level::Scalar => true,
@@ -55,7 +55,7 @@ impl Level {
         }
     }
 
-    /// The level to use: the one `NVFP4_CPU` names, or the best present.
+    /// Chooses the level in `NVFP4_CPU`, or else the best one present.
     pub fn choose() -> Result<Level> {
         let Some(name) = env::cpu_level() else {
             return Ok(Level::ALL

@@ -1,5 +1,5 @@
-//! Floor 3: the CPU backend and the oracle of every other. A [`Cpu`] is a level's kernels and a pool of threads; its methods
-//! check their arguments, split the work by index and call the kernels.
+//! Floor 3: the CPU backend, which is the reference of every other. A [`Cpu`] is a level's kernels and a pool of threads; its methods check
+//! their arguments, split the work by index and call the kernels.
 //!
 //! Results do not depend on the level, on the number of threads or on how many tokens share a call: see
 //! `generic::linear` and `simd`. Knows nothing of models, sessions or files.

@@ -1,4 +1,4 @@
-//! Second moments of inputs, and their factors, as [`super::calibrated`] reads them.
+//! Second moments of a GEMM's inputs, and their factors, for [`super::calibrated`].
 
 use super::Cpu;
 use super::training::by_parts;
@@ -11,22 +11,22 @@ use crate::tensor::product::{Form, Sizes};
 /// Columns of a panel of the factorization.
 const PANEL: usize = 64;
 
-/// Second moments of the inputs of a product, as the search reads them.
+/// Second moments of a GEMM's inputs, as the search reads them.
 #[derive(Debug)]
 pub struct Moments {
     pub(super) all: Panels,
-    /// The blocks on the diagonal, and their factors.
+    /// Diagonal blocks, and their factors.
     pub(super) blocks: Vec<BlockMoments>,
     pub(super) factors: Vec<BlockFactor>,
 }
 
-/// The factor of second moments whose blocks of 16 have been put into an order.
+/// The factor of second moments whose blocks of 16 are reordered.
 #[derive(Debug)]
 pub struct Factor {
-    /// The blocks in the order in which they are rounded.
+    /// The blocks in their order of rounding.
     pub(super) order: Vec<usize>,
     pub(super) all: Panels,
-    /// The blocks on the diagonal.
+    /// Diagonal blocks of the factor.
     pub(super) blocks: Vec<BlockFactor>,
 }
 
@@ -53,7 +53,7 @@ impl Panels {
         }
     }
 
-    /// Rows from `row` on of the panel that begins with column `col`.
+    /// Rows from `row` on, in the panel that begins with column `col`.
     pub(super) fn rows(&self, row: usize, col: usize) -> &[f32] {
         let panel = col / self.width * self.cols * self.width;
         &self.values[panel + row * self.width..panel + self.cols * self.width]
@@ -63,7 +63,7 @@ impl Panels {
         self.rows(row, col)[col % self.width]
     }
 
-    /// The blocks on the diagonal.
+    /// The diagonal blocks.
     fn diagonal(&self) -> Vec<BlockMoments> {
         let of = |block: usize| {
             let first = block * BLOCK;
@@ -81,7 +81,7 @@ impl Moments {
 }
 
 impl Cpu {
-    /// Damped moments `[cols, cols]`, which are positive definite.
+    /// Takes damped moments `[cols, cols]`, which are positive definite.
     pub fn moments(&self, moments: &[f32], cols: usize) -> Moments {
         let all = Panels::new(cols, self.table.moment_columns, |row, col| {
             moments[row * cols + col]
@@ -94,14 +94,14 @@ impl Cpu {
         }
     }
 
-    /// The factor of `[cols, cols]` moments, with the blocks of 16 inputs of the most energy first. None if they are not positive definite.
+    /// Factorizes `[cols, cols]` moments, with the blocks of 16 inputs ordered by falling energy. `None` if they are not positive definite.
     pub fn factor(&self, moments: &[f32], cols: usize) -> Result<Option<Factor>> {
         let energy = |block: usize| -> f32 {
             let at = |i: usize| moments[(block * BLOCK + i) * (cols + 1)];
             (0..BLOCK).map(at).sum()
         };
         let order = by_energy(&(0..cols / BLOCK).map(energy).collect::<Vec<_>>());
-        // The lower triangular factor of the matrix from its last row and column on, whose order is the other way round.
+        // The lower triangular factor of the matrix in reversed order, from its last row and column on.
         let at = |i: usize| {
             let i = cols - 1 - i;
             order[i / BLOCK] * BLOCK + i % BLOCK
@@ -127,8 +127,8 @@ impl Cpu {
         }))
     }
 
-    /// The lower triangular factor `L` of a symmetric matrix, `A = L L^T`, in panels of [`PANEL`] columns from their first row on. None if
-    /// it is not positive definite.
+    /// The lower triangular factor `L` of a symmetric matrix, `A = L L^T`, in panels of [`PANEL`] columns that begin with their first row.
+    /// `None` if the matrix is not positive definite.
     fn cholesky(
         &self,
         n: usize,
@@ -137,7 +137,7 @@ impl Cpu {
         let mut done: Vec<Vec<f32>> = Vec::new();
         for first in (0..n).step_by(PANEL) {
             let (width, rows) = (PANEL.min(n - first), n - first);
-            // The matrix minus the products of panels before, negated, as products are added.
+            // The matrix minus the products of earlier panels, negated because products are added.
             let mut left: Vec<f32> = (0..rows * width)
                 .map(|i| -of(first + i / width, first + i % width))
                 .collect();

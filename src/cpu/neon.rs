@@ -1,4 +1,4 @@
-//! The NEON level: sixteen lanes are four 128-bit registers. Uses only what every AArch64 has.
+//! The NEON level: sixteen lanes are four 128-bit registers. Uses only baseline AArch64.
 
 use std::arch::aarch64::*;
 
@@ -143,7 +143,7 @@ unsafe impl Simd for Neon {
     #[inline(always)]
     unsafe fn load_e4m3(p: *const u8) -> V {
         unsafe {
-            // The byte's exponent and mantissa, moved under f32's, read as the value over 2^120; subnormals too.
+            // A byte's exponent and mantissa, moved to f32's place, gives the value over 2^120; also for subnormals.
             let rebias = vdupq_n_f32(f32::from_bits((127 + 120) << 23));
             let bytes = vld1q_u8(p);
             let words = [vmovl_u8(vget_low_u8(bytes)), vmovl_u8(vget_high_u8(bytes))];
@@ -192,7 +192,7 @@ unsafe impl Simd for Neon {
             let odd = vdupq_n_u32(0xffff_0000);
             let quarters = [n.0, n.1, n.2, n.3].map(|n| {
                 let (high, low) = (vqtbl1q_u8(high, n), vqtbl1q_u8(low, n));
-                // One row's even k in the low half of its lane, the odd k in the high half.
+                // The even k of one row in the low half of its lane, the odd k in the high half.
                 let k01 = vreinterpretq_u32_u8(vzip1q_u8(low, high));
                 let k23 = vreinterpretq_u32_u8(vzip2q_u8(low, high));
                 [

@@ -1,5 +1,5 @@
-//! Weights in the form the kernels read, made once at load. Sixteen rows form a group, stored one after another, so that a
-//! vector lane is a row and no sum crosses lanes.
+//! Weights packed for the CPU kernels, once at load time. Sixteen rows form a group, and groups follow each other, so that a vector lane is
+//! a row and no sum crosses lanes.
 //!
 //! An NVFP4 group is a run of chunks of four blocks (64 k): the codes of each block, then the block scales, `[4][16]`. A
 //! block's codes are two units of 8 k by 16 rows in 64 bytes. Within a unit, each four rows have 16 bytes: eight for
@@ -52,7 +52,7 @@ pub type ReadDense<'a> = dyn FnMut(Range<usize>, &mut [f32]) -> Result<()> + 'a;
 /// Reads int8 codes `[rows, cols]` and the scales `[rows]` of a range of rows.
 pub type ReadInt8<'a> = dyn FnMut(Range<usize>, &mut [u8], &mut [f32]) -> Result<()> + 'a;
 
-/// The 8 codes of one row and unit, low nibble first, as the unit's four bytes: k and k + 4 in one byte.
+/// The 8 codes of one row and unit, low nibble first, as the unit's four bytes: k and k + 4 share a byte.
 const fn to_unit(codes: u32) -> u32 {
     const fn spread(nibbles: u32) -> u32 {
         let bytes = (nibbles | nibbles << 8) & 0x00ff_00ff;
@@ -70,7 +70,7 @@ const fn from_unit(bytes: u32) -> u32 {
     gather(bytes & 0x0f0f_0f0f) | gather(bytes >> 4 & 0x0f0f_0f0f) << 16
 }
 
-/// Where the two byte pairs of a row start in a unit.
+/// Positions of a row's two byte pairs in a unit.
 const fn unit_offsets(row: usize) -> (usize, usize) {
     let first = row / 4 * 16 + row % 4 * 2;
     (first, first + 8)
@@ -95,7 +95,7 @@ impl Packed {
             ),
             WeightType::F32 => product("packed weight", &[cols, GROUP, 4]),
             WeightType::F16 | WeightType::BF16 => product("packed weight", &[cols, GROUP, 2]),
-            // A multiple of a cache line, as K is a multiple of 16.
+            // A multiple of a cache line, because K is a multiple of 16.
             WeightType::Int8 => Ok(product("packed weight", &[cols, GROUP])? + INT8_SCALE_BYTES),
         }
     }
@@ -115,7 +115,7 @@ impl Packed {
         })
     }
 
-    /// Packs an NVFP4 weight, read a few rows at a time. What is no block scale or no global scale is an error.
+    /// Packs an NVFP4 weight, read a few rows at a time. Fails if a block scale or the global scale is invalid.
     pub fn nvfp4(rows: usize, cols: usize, global: f32, read: &mut ReadNvfp4) -> Result<Packed> {
         nvfp4::check_global_scale(global)?;
         let mut packed = Self::zeroed(rows, cols, WeightType::Nvfp4, global)?;
@@ -158,7 +158,7 @@ impl Packed {
         }
     }
 
-    /// Packs an int8 weight, read a few rows at a time. What is no scale of a row is an error.
+    /// Packs an int8 weight, read a few rows at a time. Fails if a row scale is invalid.
     pub fn int8(rows: usize, cols: usize, read: &mut ReadInt8) -> Result<Packed> {
         let mut packed = Self::zeroed(rows, cols, WeightType::Int8, 1.0)?;
         let batch = READ_ROWS.min(rows);
@@ -200,8 +200,8 @@ impl Packed {
         }
     }
 
-    /// Packs a dense weight, read a few rows at a time and rounded to nearest even where `kind` is narrower than the
-    /// source. NaN, infinity and values that `kind` cannot hold are errors that name their index.
+    /// Packs a dense weight, read a few rows at a time, and rounded to nearest even if `kind` is narrower than the source. NaN, infinity
+    /// and values that `kind` cannot represent are errors that name their index.
     pub fn dense(
         rows: usize,
         cols: usize,
@@ -348,12 +348,12 @@ impl Packed {
         self.cols
     }
 
-    /// How it is stored.
+    /// Storage type.
     pub fn kind(&self) -> WeightType {
         self.kind
     }
 
-    /// The global scale; 1 for weights that have none.
+    /// The global scale; 1 for weights without one.
     pub fn global(&self) -> f32 {
         self.global
     }
@@ -439,7 +439,7 @@ mod tests {
             Ok(())
         })
         .unwrap();
-        // A byte a value, 16 rows to a group with their scales.
+        // One byte per value; 16 rows and their scales per group.
         assert_eq!(packed.bytes(), 3 * 16 * (cols + 4));
         let mut out = vec![0.0; cols];
         for r in 0..rows {

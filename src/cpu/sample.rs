@@ -1,4 +1,4 @@
-//! What a draw needs of a row of logits: the largest, and every token's weight and bucket.
+//! Prepares a row of logits for a random draw: the largest logit, and every token's weight and bucket.
 
 use std::ops::ControlFlow;
 use std::sync::OnceLock;
@@ -8,9 +8,9 @@ use super::level::Level;
 use super::table::Table;
 use crate::base::Result;
 
-/// Parts of the ranking: a token's bucket is never smaller than that of a more probable one.
+/// Number of buckets in the ranking: a less probable token never has a smaller bucket.
 pub const BUCKETS: usize = 2048;
-/// Buckets by which a token's probability halves. The last one also holds all that have a weight of 0.
+/// Buckets per halving of a token's probability. The last bucket also holds all tokens with weight 0.
 const BUCKETS_PER_HALVING: f32 = BUCKETS as f32 / WEIGHT_BITS as f32;
 
 /// The bucket of a logarithm to base 2 relative to that of the most probable token.
@@ -19,17 +19,17 @@ pub fn bucket(log: f32) -> usize {
     (-log * BUCKETS_PER_HALVING).min((BUCKETS - 1) as f32) as i32 as usize
 }
 
-/// A float's place among all that are numbers, -0 below +0.
+/// Position of a float among all numbers, with -0 below +0.
 pub fn place(x: f32) -> i32 {
     let bits = x.to_bits().cast_signed();
     bits ^ ((bits >> 31).cast_unsigned() >> 1).cast_signed()
 }
 
-/// The largest logit, or the index of the first that is not a number or plus infinity.
+/// The largest logit, or the index of the first that is NaN or plus infinity.
 pub fn largest(logits: &[f32]) -> ControlFlow<usize, f32> {
     const INFINITY: u32 = f32::INFINITY.to_bits();
     let unusable = |x: f32| x.to_bits() == INFINITY || x.to_bits() & (u32::MAX >> 1) > INFINITY;
-    // Without an early end, and in whole numbers: both loops then become vector instructions.
+    // Without an early exit, and on integers, so that both loops are vectorized.
     if logits.iter().fold(false, |any, &x| any | unusable(x)) {
         let first = logits.iter().position(|&x| unusable(x));
         return ControlFlow::Break(first.unwrap_or(0));
@@ -37,13 +37,13 @@ pub fn largest(logits: &[f32]) -> ControlFlow<usize, f32> {
     let top = logits
         .iter()
         .fold(place(f32::NEG_INFINITY), |top, &x| top.max(place(x)));
-    // Its own inverse.
+    // This mapping is its own inverse.
     let bits = top ^ ((top >> 31).cast_unsigned() >> 1).cast_signed();
     ControlFlow::Continue(f32::from_bits(bits.cast_unsigned()))
 }
 
-/// For every logit its logarithm to base 2 relative to that of `largest`, which is `(x - largest) * scale`, and 2 to that power
-/// times 2^40, of which the whole part is its weight. All slices are of one length. The same on every level and on a GPU.
+/// Computes for every logit its logarithm to base 2 relative to `largest`, `(x - largest) * scale`, and 2 to that power times 2^40, whose
+/// integer part is its weight. All slices have the same length. The bits are the same on every level and on a GPU.
 pub fn weigh(
     logits: &[f32],
     largest: f32,

@@ -1,4 +1,4 @@
-//! The portable level: plain Rust over arrays of sixteen lanes. It is what the other levels are compared with, bit for bit.
+//! The portable level: plain Rust over arrays of sixteen lanes. The other levels are compared with it bit by bit.
 
 use half::{bf16, f16};
 
@@ -20,7 +20,7 @@ fn fold(mut a: [f32; 16], f: impl Fn(f32, f32) -> f32) -> f32 {
     a[0]
 }
 
-/// Where the packed layout keeps (row, k) of a half unit: quarters of four rows, in which pairs of k alternate with rows.
+/// Position of (row, k) of a half unit in the packed layout: quarters of four rows, in which pairs of k alternate with rows.
 const fn byte_of(row: usize, k: usize) -> usize {
     (row / 4) * 16 + (k / 2) * 8 + (row % 4) * 2 + k % 2
 }

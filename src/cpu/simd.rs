@@ -1,6 +1,5 @@
-//! The small vector vocabulary that the kernel bodies in `generic` are written in: sixteen `f32` lanes, however many
-//! registers that takes. Because every level has the same sixteen lanes, uses fused multiply-adds in the same order and
-//! reduces along the same tree, every level gives the same bits.
+//! The vector operations of the kernel bodies in `generic`: sixteen `f32` lanes, in as many registers as needed. Every level has the same
+//! sixteen lanes, uses fused multiply-adds in the same order and reduces along the same tree, so all give the same bits.
 
 use super::packed::UNIT_BYTES;
 use crate::format::e2m1::VALUES;
@@ -8,9 +7,8 @@ use crate::format::e2m1::VALUES;
 /// Operations on sixteen `f32` lanes.
 ///
 /// # Safety
-/// Implementations use instructions of their level: methods may be called only where [`super::Level::is_present`] holds for
-/// it, from functions compiled with its target features. Pointers need no alignment; they must be valid for the number
-/// of elements that each method states.
+/// Implementations use instructions of their level: methods may be called only if [`super::Level::is_present`] holds for it, from functions
+/// compiled with its target features. Pointers need no alignment; they must be valid for the number of elements that each method states.
 pub(super) unsafe trait Simd {
     /// Sixteen `f32`.
     type V: Copy;
@@ -21,14 +19,14 @@ pub(super) unsafe trait Simd {
     const TILE: usize;
     /// Tokens per tile of the int8 products.
     const INT8_TILE: usize;
-    /// Tokens that an exact skinny product takes at once, and an int8 one; 8 at most.
+    /// Tokens per pass of a skinny GEMM, exact and int8; at most 8.
     const SKINNY_TOKENS: [usize; 2];
-    /// Outputs of 16 rows that a skinny product sums at once, four row groups of a token at most: enough to hide the latency of a
-    /// multiply-add, if registers allow.
+    /// Outputs of 16 rows that a skinny GEMM sums at once, up to four row groups of a token: enough to hide the latency of a multiply-add,
+    /// if registers allow.
     const SKINNY_SUMS: usize;
-    /// From how many tokens on unpacking into a panel is quicker than skinny products, exact and int8.
+    /// Number of tokens from which unpacking into a panel is faster than skinny GEMMs, exact and int8.
     const PANEL_TOKENS: [usize; 2];
-    /// What is added to a doubled code in integer panels, so that it suits the level's dot instruction.
+    /// Offset added to doubled codes in integer panels, as the level's dot instruction requires.
     const CODE_OFFSET: i32;
 
     unsafe fn splat(x: f32) -> Self::V;
@@ -49,9 +47,9 @@ pub(super) unsafe trait Simd {
     unsafe fn select_less(a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V;
     /// The largest power of two that is not above a normal `a` without its sign.
     unsafe fn power_below(a: Self::V) -> Self::V;
-    /// To the nearest integer, ties to even.
+    /// Rounds to the nearest integer, ties to even.
     unsafe fn round(a: Self::V) -> Self::V;
-    /// `a * 2^n` for lanes of `n` that hold integers such that the result is normal.
+    /// `a * 2^n`, where each lane of `n` is an integer and the result is normal.
     unsafe fn scale_by_power(a: Self::V, n: Self::V) -> Self::V;
     /// The sum of the lanes along the tree (i, i+8), (i, i+4), (i, i+2), (i, i+1).
     unsafe fn sum(a: Self::V) -> f32;
@@ -106,8 +104,8 @@ pub(super) unsafe trait Simd {
     unsafe fn prefetch(_p: *const u8) {}
 }
 
-/// One byte of each e2m1 value's `f32` bit pattern, for table look-ups that build values bytewise. The two low bytes of
-/// every value are zero, so `shift` is 16 or 24.
+/// One byte of each e2m1 value's `f32` bit pattern, for table look-ups that assemble values by bytes. The two low bytes of every value are
+/// zero, so `shift` is 16 or 24.
 pub(super) const fn value_bytes(shift: u32) -> [u8; 16] {
     let mut bytes = [0; 16];
     let mut code = 0;

@@ -1,4 +1,4 @@
-//! The functions of each level, stamped from the generic bodies: one static table per level, chosen once at run time.
+//! Function tables of the levels, instantiated from the generic bodies: one static table per level, chosen once at run time.
 
 use super::generic::{attention, calibrated, linear, matmul, pointwise, sample};
 use super::level::Level;
@@ -11,16 +11,16 @@ pub(super) use attention::{Query, Scores};
 pub(super) use calibrated::{Blocks, LANES, Rounded};
 pub(super) use linear::INT8_SCALE_BLOCKS;
 
-/// See [`linear::skinny`], after the number of tokens, from 1 to that of [`Table::skinny_tokens`].
+/// [`linear::skinny`], with the number of tokens first, from 1 to [`Table::skinny_tokens`].
 pub(super) type Skinny =
     unsafe fn(usize, *const u8, usize, usize, usize, *const f32, f32, *mut f32, usize);
-/// See [`linear::unpack`].
+/// [`linear::unpack`].
 pub(super) type Unpack = unsafe fn(*const u8, usize, *mut f32, *mut f32);
-/// See [`linear::tile`], after the tile's width, one of [`Table::tiles`].
+/// [`linear::tile`], with the tile's width first, one of [`Table::tiles`].
 pub(super) type Tile = unsafe fn(usize, *const f32, *const f32, usize, *const f32, f32, *mut f32);
-/// See [`linear::quantize_row`].
+/// [`linear::quantize_row`].
 pub(super) type QuantizeRow = unsafe fn(*const f32, usize, *mut i8, *mut f32, *mut i32);
-/// See [`linear::skinny_int8`], after the number of tokens, from 1 to that of [`Table::skinny_tokens`].
+/// [`linear::skinny_int8`], with the number of tokens first, from 1 to [`Table::skinny_tokens`].
 pub(super) type SkinnyInt8 = unsafe fn(
     usize,
     *const u8,
@@ -34,9 +34,9 @@ pub(super) type SkinnyInt8 = unsafe fn(
     *mut f32,
     usize,
 );
-/// See [`linear::unpack_int8`].
+/// [`linear::unpack_int8`].
 pub(super) type UnpackInt8 = unsafe fn(*const u8, usize, *mut u8, *mut f32);
-/// See [`linear::tile_int8`], after the number of tokens, 1 to [`Table::int8_tile`].
+/// [`linear::tile_int8`], with the number of tokens first, from 1 to [`Table::int8_tile`].
 pub(super) type TileInt8 = unsafe fn(
     usize,
     *const u8,
@@ -48,20 +48,20 @@ pub(super) type TileInt8 = unsafe fn(
     f32,
     *mut f32,
 );
-/// See [`attention::attend`]: up to [`ATTENTION_QUERIES`], then pages' addresses, a head's byte offset in a page, dim and
-/// what happens to scores.
+/// [`attention::attend`]: up to [`ATTENTION_QUERIES`] queries, then page addresses, a head's byte offset in a page, dim, and the
+/// transformation of scores.
 pub(super) type Attend = unsafe fn(&[Query], &[*const u8], usize, usize, Scores);
-/// See [`pointwise::rms_norm`].
+/// [`pointwise::rms_norm`].
 pub(super) type RmsNorm = unsafe fn(*const f32, *const f32, f32, usize, *mut f32);
-/// See [`pointwise::glu`].
+/// [`pointwise::glu`].
 pub(super) type Glu = unsafe fn(*mut f32, *const f32, usize);
-/// See [`pointwise::soft_cap`].
+/// [`pointwise::soft_cap`].
 pub(super) type SoftCap = unsafe fn(*mut f32, f32, usize);
-/// See [`sample::weigh`].
+/// [`sample::weigh`].
 pub(super) type Weigh = unsafe fn(*const f32, usize, f32, f32, *mut f32, *mut f32);
-/// See [`matmul::panel_product`], of as many rows as [`Table::widest`] says.
+/// [`matmul::panel_product`] with [`Table::widest`] rows.
 pub(super) type PanelProduct = unsafe fn(usize, *const f32, *const f32, *mut f32, usize);
-/// See [`calibrated::round_in_turn`].
+/// [`calibrated::round_in_turn`].
 pub(super) type RoundInTurn = unsafe fn(&Blocks, &Blocks, f32, &BlockFactor, &mut Rounded);
 /// See [`calibrated::round_beside`].
 pub(super) type RoundBeside = unsafe fn(
@@ -72,21 +72,21 @@ pub(super) type RoundBeside = unsafe fn(
     &mut Rounded,
     &mut Blocks,
 ) -> bool;
-/// See [`matmul::panel_product`], of [`Table::moment_columns`] rows, one below the other in the result.
+/// [`matmul::panel_product`] with [`Table::moment_columns`] rows, which are adjacent in the result.
 pub(super) type MomentProduct = unsafe fn(usize, *const f32, *const f32, *mut f32);
-/// See [`pointwise::sum`].
+/// [`pointwise::sum`].
 pub(super) type Sum = unsafe fn(*const f32, usize, usize) -> f32;
 
-/// Queries that attend together, so that a key or value is read and converted once for all.
+/// Queries processed together, so that a key or value is read and converted once for all.
 pub(super) const ATTENTION_QUERIES: usize = 4;
 
 /// The widest int8 tile of any level.
 pub(super) const MOST_INT8_TILE: usize = 4;
 
-/// The most tokens for which any level prefers a skinny product in several passes to a panel.
+/// Upper limit of tokens for which some level prefers several passes of a skinny GEMM to a panel.
 pub(super) const MOST_SKINNY: usize = 32;
 
-/// Every tile width that is stamped; a level uses those up to its own.
+/// Every instantiated tile width; a level uses those up to its own.
 const WIDTHS: [usize; 7] = [1, 2, 3, 4, 6, 8, 12];
 
 /// The kernels of one level.
@@ -97,9 +97,9 @@ pub(super) struct Table {
     pub level: Level,
     /// Tokens of the widest tile, and rows of a panel product.
     pub widest: usize,
-    /// Tokens that an exact skinny product takes at once, and an int8 one.
+    /// Tokens per pass of a skinny GEMM, exact and int8.
     pub skinny_tokens: [usize; 2],
-    /// The first number of tokens for which a panel is quicker, exact and int8; at most [`MOST_SKINNY`] + 1.
+    /// Number of tokens from which a panel is faster, exact and int8; at most [`MOST_SKINNY`] + 1.
     pub panel_tokens: [usize; 2],
     skinny: [Skinny; 5],
     unpack: [Unpack; 5],
@@ -107,7 +107,7 @@ pub(super) struct Table {
     pub quantize_row: QuantizeRow,
     pub skinny_int8: SkinnyInt8,
     pub unpack_int8: UnpackInt8,
-    /// Tokens in an int8 tile, [`MOST_INT8_TILE`] at most.
+    /// Tokens per int8 tile, at most [`MOST_INT8_TILE`].
     pub int8_tile: usize,
     pub tile_int8: TileInt8,
     pub attend_f16: Attend,
@@ -120,7 +120,7 @@ pub(super) struct Table {
     pub panel_product: PanelProduct,
     pub round_in_turn: RoundInTurn,
     pub round_beside: RoundBeside,
-    /// Columns of second moments that [`Table::moment_product`] takes.
+    /// Columns of second moments per [`Table::moment_product`].
     pub moment_columns: usize,
     pub moment_product: MomentProduct,
     pub sum: Sum,
@@ -149,7 +149,7 @@ impl Table {
         self.unpack[kind as usize]
     }
 
-    /// The narrowest stamped tile that holds `tokens`, or the level's widest.
+    /// The narrowest instantiated tile that holds `tokens`, or the level's widest.
     pub(super) fn width(&self, tokens: usize) -> usize {
         WIDTHS
             .into_iter()
@@ -158,7 +158,7 @@ impl Table {
     }
 }
 
-/// The function for a number of tokens. A level has none for more than `$most`: the arms above that name the last again.
+/// The function for a number of tokens. A level has none beyond `$most`; those arms repeat its last one.
 macro_rules! of_tokens {
     ($tokens:expr, $most:expr, $function:ident $(, $weights:ident)?) => {
         of_tokens!(@ $tokens, $most, $function, ($($weights)?), [1 2 3 4 5 6 7 8])
@@ -174,8 +174,8 @@ macro_rules! of_tokens {
     };
 }
 
-/// Stamps the table of one level: each function is a body of `generic` compiled with the level's target features, under
-/// the obligations of that body.
+/// Instantiates the table of one level: each function is a body of `generic` compiled with the level's target features, under that body's
+/// obligations.
 macro_rules! stamp {
     ($module:ident, $level:ident, $shell:path, $(#[$features:meta])?) => {
         mod $module {
@@ -341,7 +341,7 @@ macro_rules! stamp {
                 unsafe { calibrated::round_beside::<Shell>(weights, gradients, global, of_block, held, changes) }
             }
 
-            /// A divisor of a block, for which a level has registers.
+            /// A divisor of a block, small enough for the level's registers.
             const MOMENT_COLUMNS: usize = if <Shell as Simd>::TILE > 8 { 8 } else { 4 };
 
             $(#[$features])?

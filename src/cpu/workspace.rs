@@ -1,4 +1,4 @@
-//! Scratch memory that calls reuse. One workspace serves one caller at a time; it grows to the largest call it has seen.
+//! Reusable scratch memory. One workspace serves one caller at a time, and grows to the largest call so far.
 
 use crate::base::error::Result;
 use crate::base::memory::{Buffer, Plain, Tag};
@@ -48,7 +48,7 @@ fn empty<T: Plain>() -> Buffer<T> {
     Buffer::zeroed(Tag::Scratch, 0).expect("an empty buffer allocates nothing")
 }
 
-/// Makes `buffer` at least `len` long, dropping what it held.
+/// Grows `buffer` to at least `len`, without keeping its content.
 pub(super) fn grow<T: Plain>(buffer: &mut Buffer<T>, len: usize) -> Result<()> {
     if buffer.len() < len {
         *buffer = empty();

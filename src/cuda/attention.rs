@@ -12,29 +12,29 @@ use crate::base::memory::Tag;
 
 /// Positions in a page of the cache.
 pub const PAGE: usize = 64;
-/// Query heads of a block of the decode kernel.
+/// Query heads that one CTA of the decode kernel serves.
 const BLOCK_HEADS: usize = 8;
-/// Rows of a block of the prefill kernel.
+/// Rows that one CTA of the prefill kernel serves.
 const BLOCK_ROWS: usize = 128;
-/// Positions of a sequence that are worth a split, while there are few splits.
+/// Positions for which another split pays off, while there are few splits.
 const SPLIT: usize = 128;
 /// The most splits that count as few.
 const FEW_SPLITS: usize = 8;
-/// Positions that are worth a split beyond that.
+/// Positions for which another split pays off beyond [`FEW_SPLITS`].
 const LONG_SPLIT: usize = 512;
-/// The most splits of a sequence: one for each lane of the warp that combines them.
+/// Upper limit of splits per sequence: one for each lane of the warp that combines them.
 const MOST_SPLITS: usize = 32;
-/// The most positions of a sequence that a two-CTA cluster serves, on devices with clusters.
+/// The longest sequence, in positions, that a two-CTA cluster serves on devices with clusters.
 const CLUSTER_POSITIONS: usize = 512;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("attention_decode_", size_of::<DecodeArguments>()),
     ("rope_store_", size_of::<StoreArguments>()),
     ("attention_prefill_", size_of::<PrefillArguments>()),
 ];
 
-/// The heads of a layer and what happens to them before attention.
+/// Head shape of a layer, and what happens to queries and keys before attention.
 #[derive(Clone, Copy)]
 pub struct Heads<'a> {
     /// Query heads.
@@ -53,31 +53,31 @@ pub struct Heads<'a> {
     pub rotary_dim: usize,
     /// Multiplies cosines and sines.
     pub attention_factor: f32,
-    /// Of the norms.
+    /// Added to the mean square in both norms.
     pub eps: f32,
-    /// Of the scores.
+    /// Multiplies the scores.
     pub scale: f32,
-    /// Positions that a token sees, its own included; all if `None`.
+    /// Sliding window: positions that a token sees, its own included. All if `None`.
     pub window: Option<usize>,
-    /// Bounds scores softly: `cap * tanh(score / cap)`.
+    /// Soft cap of the scores: `cap * tanh(score / cap)`.
     pub score_cap: Option<f32>,
 }
 
-/// The sizes of heads that there are kernels for.
+/// Head dimensions that have kernels.
 const DIMS: [usize; 7] = [32, 64, 80, 96, 128, 192, 256];
 
-/// Whether these are the sizes of heads that most models have.
+/// Whether `dim` is one of the head dimensions that most models have.
 fn is_common(dim: usize) -> bool {
     matches!(dim, 32 | 64 | 128)
 }
 
-/// Whether kernels serve these heads all elements of which rotate, with their partners in the same lane.
+/// Whether there are kernels for heads whose elements all rotate, each with its partner in the same lane.
 fn rotates_whole(dim: usize, rotary_dim: usize) -> bool {
     rotary_dim == dim && (is_common(dim) || matches!(dim, 192 | 256))
 }
 
-/// The kernels for heads of `dim` elements of which `rotary_dim` rotate, whose scores are limited by a window or a cap or not: those that
-/// decode, those for prompts, and those that store.
+/// The decode, prefill and store units for heads of `dim` elements, the first `rotary_dim` of which rotate. `is_limited` selects kernels
+/// with a window or a soft cap.
 pub fn attention_units(dim: usize, rotary_dim: usize, is_limited: bool) -> [Unit; 3] {
     let whole = rotates_whole(dim, rotary_dim);
     [
@@ -146,7 +146,7 @@ impl Heads<'_> {
             .map_or(Ok(0), |window| int("the window", window))
     }
 
-    /// The soft cap of scores in powers of two; 0 without one.
+    /// The soft cap in base 2; 0 without a cap.
     fn cap_log2(&self) -> f32 {
         self.score_cap.unwrap_or(0.0) * std::f32::consts::LOG2_E
     }
@@ -156,7 +156,7 @@ impl Heads<'_> {
         (address(self.q_norm), address(self.k_norm))
     }
 
-    /// The kernels take powers of two.
+    /// The score scale in base 2, as the kernels take it.
     fn scale_log2(&self) -> f32 {
         self.scale * std::f32::consts::LOG2_E
     }
@@ -167,12 +167,12 @@ fn layer_bytes(kv_heads: usize, dim: usize) -> usize {
     2 * kv_heads * PAGE * dim * 2
 }
 
-/// Where the pages of sequences are: u64 addresses `[sequences, stride]` on the device.
+/// Block table of the KV cache: u64 page addresses `[sequences, stride]` on the device.
 #[derive(Clone, Copy)]
 pub struct PageTable<'a> {
     /// The addresses.
     pub table: &'a DeviceBuffer,
-    /// Pages that a sequence has room for.
+    /// Pages per sequence that the table has room for.
     pub stride: usize,
     /// The first sequence of the table that is meant.
     pub sequence: usize,
@@ -254,26 +254,27 @@ struct DecodeArguments {
     fragment_major: i32,
 }
 
-/// Blocks of the decode kernel for a sequence without split-KV.
+/// CTAs of the decode kernel per sequence without split-KV.
 fn blocks(heads: usize, kv_heads: usize) -> usize {
     kv_heads * (heads / kv_heads).div_ceil(BLOCK_HEADS)
 }
 
-/// Shared memory of a block: pages of keys and of values of a head, and what there is of the new token.
+/// Shared memory of a CTA: pages of one head's keys and values, and the state of the new token.
 const fn decode_shared(stages: usize, dim: usize) -> usize {
     (stages * 2 * PAGE + BLOCK_HEADS + 2) * dim * 2 + 128
 }
 
-/// A variant of the decode kernel, which depends on the number of blocks without split-KV.
+/// A variant of the decode kernel, chosen by the number of CTAs without split-KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
-    /// With few blocks: a ring of four pages, two of which are processed at a time.
+    /// For few CTAs: a ring of four pages, two of which are processed at a time.
     Ring4,
-    /// With more: a ring of two pages, which leaves shared memory to blocks of other kernels.
+    /// For more CTAs: a ring of two pages, which leaves shared memory to CTAs of other kernels.
     Ring2,
-    /// With so many that several share a multiprocessor: a single page. Also for the widest heads, for which a longer ring does not fit.
+    /// For so many CTAs that several share a multiprocessor: a single page. Also for the widest heads, for which a longer ring does not
+    /// fit.
     Ring1,
-    /// `Ring2` with the two blocks of a sequence in a cluster.
+    /// `Ring2` with the two CTAs of a sequence in a cluster.
     Cluster,
 }
 
@@ -287,7 +288,7 @@ impl Form {
         } else {
             Form::Ring4
         };
-        // Wider heads leave room for a shorter ring.
+        // The ring must be shorter for wider heads to fit.
         let shorter = [form, Form::Ring2, Form::Ring1];
         let fitting = shorter
             .into_iter()
@@ -295,7 +296,7 @@ impl Form {
         fitting.unwrap_or(Form::Ring1)
     }
 
-    /// Blocks that share a multiprocessor.
+    /// CTAs that share a multiprocessor.
     const fn together(self) -> usize {
         match self {
             Form::Ring4 | Form::Ring2 | Form::Cluster => 1,
@@ -329,18 +330,18 @@ impl Form {
     }
 }
 
-/// Split-KV: how the cached positions of each sequence are divided among blocks.
+/// Split-KV: how the cached positions of each sequence are divided among CTAs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SplitKv {
-    /// Into 1 to 32 splits, whose partial results pass through the workspace in global memory if there are several.
+    /// 1 to 32 splits. Several splits exchange partial results through the workspace in global memory.
     Splits(usize),
-    /// Into two halves, one for each block of a two-CTA cluster; for Hopper and later.
+    /// Two halves, one for each CTA of a two-CTA cluster.
     Cluster,
 }
 
 impl SplitKv {
-    /// The split that keeps the device busy with `sequences` sequences of up to `positions` positions each, for heads that the kernels
-    /// of `unit` decode.
+    /// Chooses the split that keeps the device busy with `sequences` sequences of up to `positions` positions each. `unit` decodes their
+    /// heads.
     pub fn of(
         gpu: &Gpu,
         heads: usize,
@@ -352,8 +353,8 @@ impl SplitKv {
     ) -> SplitKv {
         let blocks = blocks(heads, kv_heads) * sequences;
         let form = Form::of(gpu, blocks, dim);
-        // Products of more rows than HALF_SM_ROWS leave no shared memory for a long ring, so that the ring could only be filled after
-        // them. With fewer rows clusters are slower.
+        // A GEMM of more than HALF_SM_ROWS rows leaves no shared memory for a long ring, so the ring could only be filled after it ends.
+        // With fewer rows clusters are slower.
         if form == Form::Ring4
             && gpu.arch() == (9, 0)
             && sequences > HALF_SM_ROWS
@@ -363,13 +364,13 @@ impl SplitKv {
             return SplitKv::Cluster;
         }
         let splits_of = |length: usize| positions.div_ceil(length).next_power_of_two();
-        // Wider heads have as much to read of fewer positions.
+        // A position of a wide head is as much to read as several positions of a narrow one.
         let width = dim.div_ceil(128);
         let few = splits_of(SPLIT / width).min(FEW_SPLITS * width);
         let useful = few.max(splits_of(LONG_SPLIT / width));
         let busy = form.together() * gpu.multiprocessors() / blocks;
         let splits = useful.min(busy).clamp(1, MOST_SPLITS);
-        // Few positions are read sooner by one block than combined by several.
+        // One CTA reads a few positions sooner than several CTAs combine their results.
         let short = if splits < 4 { 512 } else { 320 } / width;
         SplitKv::Splits(if positions <= short { 1 } else { splits })
     }
@@ -382,7 +383,7 @@ impl SplitKv {
     }
 }
 
-/// The workspace of split-KV: partial results, and counters of the blocks that have arrived.
+/// Split-KV workspace: partial results, and counters of the CTAs that have arrived.
 #[derive(Debug)]
 pub struct SplitKvWorkspace {
     partial: DeviceBuffer,
@@ -390,7 +391,7 @@ pub struct SplitKvWorkspace {
 }
 
 impl SplitKvWorkspace {
-    /// Room for `sequences` sequences.
+    /// Allocates a workspace for `sequences` sequences.
     pub fn new(
         gpu: &Arc<Gpu>,
         heads: usize,
@@ -410,9 +411,9 @@ impl SplitKvWorkspace {
     }
 }
 
-/// Attention of one new token for each of `sequences` sequences, whose keys and values it stores: from f32 `qkv`
-/// `[sequences, (heads + 2 kv_heads) dim]` to f16 `out` `[sequences, heads dim]` in this layout. `positions` (i32) say where the
-/// tokens stand; pages must exist up to there. The split changes the result by rounding only.
+/// Decode attention: one new token for each of `sequences` sequences, whose keys and values it also stores. Reads f32 `qkv` `[sequences,
+/// (heads + 2 kv_heads) dim]` and writes f16 `out` `[sequences, heads dim]` in the given layout. `positions` (i32) holds the position of
+/// each token; pages must exist up to there. The split changes the result by rounding only.
 pub fn decode(
     gpu: &Gpu,
     heads: &Heads<'_>,
@@ -484,7 +485,7 @@ pub fn decode(
         _ => "",
     };
     let name = format!("attention_decode_{}{suffix}_{}", heads.dim, form.name());
-    // SAFETY: the struct is the kernel's; sizes were checked; pages and positions are the caller's word.
+    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for pages and positions.
     unsafe { launch.run(gpu, unit, &name, &arguments) }
 }
 
@@ -502,8 +503,8 @@ struct StoreArguments {
     scale: f32,
 }
 
-/// Norm and rotation of `rows` rows of one sequence from `first_position` on: f32 `qkv` to f16 `q` `[rows, heads, dim]`, keys
-/// and values to the cache.
+/// Normalizes and rotates `rows` rows of one sequence from `first_position` on. Queries of f32 `qkv` go to f16 `q` `[rows, heads, dim]`,
+/// keys and values to the cache.
 pub fn store(
     gpu: &Gpu,
     heads: &Heads<'_>,
@@ -552,7 +553,7 @@ pub fn store(
     );
     let groups = (first_position + rows).div_ceil(8) - first_position / 8;
     let by_value = Launch::new([groups as u32, heads.kv_heads as u32, 1], heads.dim as u32);
-    // SAFETY: the struct is both kernels'; sizes were checked; pages are the caller's word.
+    // SAFETY: the struct is both kernels'; sizes were checked; the caller vouches for pages.
     unsafe {
         by_head.run(
             gpu,
@@ -584,8 +585,8 @@ struct PrefillArguments {
     cap: f32,
 }
 
-/// Attention of `rows` rows of one sequence, from row `at` of `q` and `out` on; see [`store`] for `q`. `out` is f16
-/// `[rows, heads dim]`.
+/// Prefill attention: `rows` rows of one sequence, from row `at` of `q` and `out` on. [`store`] writes `q`; `out` is f16 `[rows, heads
+/// dim]`.
 pub fn prefill(
     gpu: &Gpu,
     heads: &Heads<'_>,
@@ -615,13 +616,13 @@ pub fn prefill(
         cap: heads.cap_log2(),
     };
     let grid = [heads.heads as u32, rows.div_ceil(BLOCK_ROWS) as u32, 1];
-    // Of wide heads one page at a time.
+    // Wide heads leave shared memory for one page at a time.
     let stages = if heads.dim > 128 { 1 } else { 2 };
     let launch = Launch {
         shared: (stages * 2 * PAGE * heads.dim * 2) as u32,
         ..Launch::new(grid, 256)
     };
-    // SAFETY: the struct is the kernel's; sizes were checked; pages are the caller's word.
+    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for pages.
     unsafe {
         launch.run(
             gpu,

@@ -1,4 +1,4 @@
-//! How fast the device reads its memory, and copies it.
+//! Measures how fast the device reads and copies its own memory, for reports and benchmarks.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -9,13 +9,13 @@ use crate::base::Result;
 use crate::base::memory::Tag;
 use crate::format::random;
 
-/// Many times what caches hold.
+/// Far more than the caches hold.
 const BYTES: usize = 2 << 30;
 const RUNS: usize = 15;
-/// Passes of a run, so that the host's wait does not count.
+/// Passes per run: enough that the final wait of the host does not count.
 const PASSES: usize = 4;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[("read_all", size_of::<Arguments>())];
 
 #[repr(C)]
@@ -25,7 +25,7 @@ struct Arguments {
     sink: u64,
 }
 
-/// Random bits.
+/// A buffer of random bits.
 fn data(gpu: &Arc<Gpu>) -> Result<DeviceBuffer> {
     let mut data = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, BYTES)?;
     let block: Vec<u64> = (0..(64 << 20) / 8).map(|i| random::bits(0, i)).collect();
@@ -35,7 +35,7 @@ fn data(gpu: &Arc<Gpu>) -> Result<DeviceBuffer> {
     Ok(data)
 }
 
-/// The median of the rates of several runs after one that does not count.
+/// The median rate of several runs, after one warm-up run.
 fn median(gpu: &Gpu, bytes: usize, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
     let mut rates = Vec::with_capacity(RUNS);
     for i in 0..=RUNS {
@@ -53,15 +53,15 @@ fn median(gpu: &Gpu, bytes: usize, mut run: impl FnMut() -> Result<()>) -> Resul
     Ok(rates[RUNS / 2])
 }
 
-/// Bytes per second that the driver's copy within the device reads and writes together, the median of several runs over two
-/// gigabytes of random bits.
+/// Bandwidth of the driver's copy within the device, in bytes read and written per second: the median of several runs over two gigabytes of
+/// random bits.
 pub fn copy_bandwidth(gpu: &Arc<Gpu>) -> Result<f64> {
     let from = data(gpu)?;
     let mut to = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, BYTES)?;
     median(gpu, 2 * BYTES, || to.copy_from(0, &from, 0, BYTES))
 }
 
-/// Bytes per second, the median of several runs over two gigabytes of random bits.
+/// Read bandwidth in bytes per second: the median of several runs over two gigabytes of random bits.
 pub fn read_bandwidth(gpu: &Arc<Gpu>) -> Result<f64> {
     let data = data(gpu)?;
     let sink = DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4)?;

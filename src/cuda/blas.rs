@@ -1,4 +1,4 @@
-//! Large products through cuBLASLt, loaded at run time where it is installed.
+//! cuBLASLt for large GEMMs, loaded at run time where it is installed.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -16,37 +16,37 @@ use crate::tensor::product::{Form, Sizes};
 const AS_IT_IS: i32 = 0;
 const TRANSPOSED: i32 = 1;
 
-/// The type of both operands: those that cuBLASLt is asked to multiply.
+/// Element type of both operands.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Element {
     F16,
     Bf16,
-    /// Multiplied in f32 too.
+    /// f32, multiplied in f32.
     F32,
 }
 
-/// Rows of a matrix at an address, so many elements apart.
+/// A matrix at an address; `stride` elements lie between the starts of consecutive rows.
 #[derive(Clone, Copy)]
 pub(super) struct Rows {
     pub(super) address: u64,
     pub(super) stride: usize,
 }
 
-/// What becomes of a product.
+/// How a product is stored.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Store {
     F32,
-    /// Added to f32.
+    /// Added to an f32 result.
     Add,
-    /// Of operands in f16.
+    /// Stored as f16, from f16 operands.
     F16,
-    /// Of operands in bf16.
+    /// Stored as bf16, from bf16 operands.
     Bf16,
-    /// Added to bf16.
+    /// Added to a bf16 result, from bf16 operands.
     AddBf16,
 }
 
-/// What an algorithm was chosen for.
+/// Key of the algorithm cache: the shape and types of a product.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Shape {
     element: Element,
@@ -56,7 +56,7 @@ struct Shape {
     store: Store,
 }
 
-/// The library's handle and the algorithms it has chosen.
+/// The cuBLASLt handle and the algorithms chosen so far.
 pub(super) struct Blas {
     handle: sys::cublasLtHandle_t,
     chosen: Mutex<HashMap<Shape, sys::cublasLtMatmulAlgo_t>>,
@@ -71,7 +71,7 @@ fn check<T>(result: std::result::Result<T, CublasError>, doing: &str) -> Result<
     result.map_err(|e| err!(Internal, "cuBLASLt, {doing}: {e}"))
 }
 
-/// A descriptor that is given back when it goes.
+/// A descriptor, destroyed when dropped.
 struct Owned<T: Copy>(T, unsafe fn(T) -> std::result::Result<(), CublasError>);
 
 impl<T: Copy> Drop for Owned<T> {
@@ -130,7 +130,7 @@ impl Blas {
         )
     }
 
-    /// `out (+)= alpha` times the product of `a` and `b` in any form.
+    /// `out (+)= alpha` times the product of `a` and `b` in any [`Form`].
     pub(super) fn matmul(
         &self,
         gpu: &Gpu,
@@ -163,7 +163,7 @@ impl Blas {
                 result::destroy_matrix_layout,
             ))
         };
-        // The library counts in columns: its view of our row-major operands is transposed, and so is its result.
+        // cuBLASLt is column-major: it sees our row-major operands transposed, and so its result too.
         let from = match element {
             Element::F16 => sys::cudaDataType_t::CUDA_R_16F,
             Element::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
@@ -281,7 +281,7 @@ impl Blas {
                 gpu.stream().cast(),
             )
         };
-        // The library does not say that it was the device that failed, and that for good.
+        // cuBLASLt does not report a device fault as such; the driver does.
         check(done, "multiplying").map_err(|e| gpu.synchronize().err().unwrap_or(e))
     }
 }
@@ -293,14 +293,14 @@ impl Drop for Blas {
     }
 }
 
-/// Attached to a device: the library, or why there is none.
+/// Attached to a device: cuBLASLt, or the reason why it is missing.
 struct Loaded(Result<Arc<Blas>>);
 
 impl Attached for Loaded {}
 
 impl Gpu {
-    /// The library for large products, or why there is none. Only a library that is missing stays so: one that could not
-    /// start, for want of memory say, is tried again.
+    /// cuBLASLt, or the reason why it is missing. Only a missing library is remembered; one that failed to start, for lack of memory for
+    /// example, is tried again.
     fn loaded_blas(&self) -> Result<Arc<Blas>> {
         let loaded = self.attached_or(|| match Blas::new(self) {
             Err(e) if e.kind() != ErrorKind::DeviceUnavailable => Err(e),
@@ -309,18 +309,18 @@ impl Gpu {
         loaded.0.clone()
     }
 
-    /// The library for large products, if there is one.
+    /// cuBLASLt, if available.
     pub(super) fn blas(&self) -> Option<Arc<Blas>> {
         self.loaded_blas().ok()
     }
 
-    /// The library for large products, of whoever cannot do without.
+    /// cuBLASLt, for callers that cannot do without it.
     pub(super) fn need_blas(&self) -> Result<Arc<Blas>> {
         self.loaded_blas()
             .map_err(|e| err!(Unsupported, "{}", e.message()))
     }
 
-    /// Why there is no library for large products.
+    /// Why cuBLASLt is unavailable; `None` if it is available.
     pub fn blas_unavailable(&self) -> Option<String> {
         self.loaded_blas().err().map(|e| e.message().to_owned())
     }

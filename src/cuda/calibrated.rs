@@ -1,5 +1,5 @@
-//! Codes and scales of matrices in NVFP4 that are best for their products, by all second moments of their inputs: see
-//! [`crate::format::calibrated`]. The searches are those of the CPU; sums of products have another order.
+//! Calibrated NVFP4 quantization on the device: codes and scales that minimize the error of a GEMM, given all second moments of its inputs.
+//! [`crate::format::calibrated`] has the same searches on the CPU; here sums have another order.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::format::input_moments::{BlockMoments, MOMENTS};
 use crate::format::nvfp4::{BLOCK, Nvfp4};
 use crate::tensor::product::{Form, Sizes};
 
-/// Sizes of the kernels' arguments, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("calibrated_", size_of::<GroupArguments>()),
     ("calibrated_errors", size_of::<ErrorArguments>()),
@@ -22,11 +22,11 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("moments_", size_of::<MomentArguments>()),
 ];
 
-/// Threads of a block, each of which has a row of a matrix; columns of a panel of the factorization too.
+/// Threads of a CTA, one for each row of the matrix; also the columns of a panel of the factorization.
 const THREADS: usize = 64;
-/// Blocks whose errors reach the blocks far from them together.
+/// Quantization blocks per group. A group propagates its errors to distant blocks in one GEMM.
 const TOGETHER: usize = 8;
-/// Blocks of the kernel that adds up an error.
+/// CTAs of the kernel that sums an error.
 const DOT_BLOCKS: usize = 512;
 /// Bytes of cuBLASLt's workspace.
 const WORKSPACE: usize = 32 << 20;
@@ -94,21 +94,21 @@ pub struct Codes {
     global: f32,
 }
 
-/// Second moments of the inputs of a product, as the searches read them.
+/// Second moments of a GEMM's inputs, as the searches read them.
 #[derive(Debug)]
 pub struct Moments {
     /// `[cols, cols]` in f32, with both halves.
     all: Arc<DeviceBuffer>,
-    /// The blocks on the diagonal of `all`, and their factors: `[cols / 16, 16, 16]` in f32.
+    /// Diagonal blocks of `all`, and their factors: `[cols / 16, 16, 16]` in f32.
     blocks: DeviceBuffer,
     factors: DeviceBuffer,
 }
 
-/// The upper triangular factor of second moments `[cols, cols]` whose blocks have been put into an order.
+/// The upper triangular factor of reordered second moments `[cols, cols]`.
 #[derive(Debug)]
 pub struct Factor {
     all: DeviceBuffer,
-    /// `[cols / 16]` in u32.
+    /// The order of the blocks: `[cols / 16]` in u32.
     order: DeviceBuffer,
 }
 
@@ -133,12 +133,12 @@ impl Weights {
         self.values.gpu()
     }
 
-    /// One for each block of threads that have a row each.
+    /// Number of CTAs, whose threads have one row each.
     fn row_blocks(&self) -> Result<u32> {
         Ok(int("rows of a matrix", self.rows.div_ceil(THREADS))? as u32)
     }
 
-    /// Room for codes.
+    /// Allocates codes and scales for these weights.
     fn codes(&self, global: f32) -> Result<Codes> {
         let room = |bytes| DeviceBuffer::uninit(self.gpu(), Tag::DeviceScratch, bytes);
         Ok(Codes {
@@ -148,7 +148,7 @@ impl Weights {
         })
     }
 
-    /// Room for an f32 for each weight of `cols` columns.
+    /// Allocates one f32 per weight, for rows of `cols` weights.
     fn room(&self, cols: usize) -> Result<DeviceBuffer> {
         let bytes = product("a product", &[self.rows, cols, F32])?;
         DeviceBuffer::uninit(self.gpu(), Tag::DeviceScratch, bytes)
@@ -193,7 +193,7 @@ fn on_moments(
     unsafe { launch.run(gpu, Unit::Moments, name, arguments) }
 }
 
-/// The blocks on the diagonal of f32 `values` `[cols, cols]`, of which what is below the diagonal says nothing.
+/// The diagonal blocks of f32 `values` `[cols, cols]`, whose lower triangle is not valid.
 pub fn diagonal_blocks(values: &DeviceBuffer, cols: usize) -> Result<Vec<BlockMoments>> {
     values.holds("second moments", &[cols, cols, F32])?;
     let gpu = values.gpu();
@@ -220,7 +220,7 @@ impl MomentArguments {
     }
 }
 
-/// Copies what is above the diagonal of f32 `values` `[cols, cols]` to its place below, and adds `more` to the diagonal.
+/// Mirrors the upper triangle of f32 `values` `[cols, cols]` to the lower one, and adds `more` to the diagonal.
 pub fn complete(values: &DeviceBuffer, cols: usize, more: f32) -> Result<()> {
     values.holds("second moments", &[cols, cols, F32])?;
     let arguments = MomentArguments {
@@ -238,7 +238,7 @@ pub fn complete(values: &DeviceBuffer, cols: usize, more: f32) -> Result<()> {
 }
 
 impl Moments {
-    /// Complete, damped moments f32 `[cols, cols]`, with those of each block and their factors.
+    /// Takes complete, damped moments f32 `[cols, cols]`, and computes the diagonal blocks and their factors.
     pub fn new(
         all: Arc<DeviceBuffer>,
         cols: usize,
@@ -259,7 +259,7 @@ impl Moments {
         })
     }
 
-    /// Their factor with blocks in this order. None if they are not positive definite.
+    /// Factorizes the moments with their blocks in this order. `None` if they are not positive definite.
     pub fn factor(&self, cols: usize, order: &[u32]) -> Result<Option<Factor>> {
         self.all.holds("second moments", &[cols, cols, F32])?;
         if order.len() * BLOCK != cols || order.iter().any(|b| *b as usize >= order.len()) {
@@ -311,7 +311,7 @@ impl Moments {
         Ok((has_failed[0] == 0.0).then_some(Factor { all, order }))
     }
 
-    /// The scale of each block that is best for its own product, with each weight at its nearest code.
+    /// Chooses for each block the scale that is best for its own product, with each weight at its nearest code.
     pub fn by_blocks(&self, weights: &Weights, global: f32) -> Result<Codes> {
         let codes = weights.codes(global)?;
         self.blocks
@@ -334,12 +334,12 @@ impl Moments {
         Ok(codes)
     }
 
-    /// Block coordinate descent: in each pass, each block takes the scale and codes with the least error beside the others.
+    /// Block coordinate descent: in each pass, each block takes the scale and codes with the least error while all other blocks stay fixed.
     pub fn descend(&self, weights: &Weights, passes: usize, codes: &Codes) -> Result<()> {
         let Weights { cols, rows, .. } = *weights;
         self.all.holds("second moments", &[cols, cols, F32])?;
         let products = Products::new(weights.gpu())?;
-        // M e of each row.
+        // M e for each row.
         let gradients = products.of_errors(weights, Some(codes), &self.all)?.1;
         let changes = weights.room(TOGETHER * BLOCK)?;
         let blocks = cols / BLOCK;
@@ -375,7 +375,7 @@ impl Moments {
 }
 
 impl Factor {
-    /// Quantizes block after block in the factor's order, each weight to the code that makes up for the errors of those before it in its row.
+    /// Quantizes block after block in the factor's order. Each weight takes the code that compensates for the errors before it in its row.
     pub fn round_in_turn(&self, weights: &Weights, global: f32) -> Result<Codes> {
         let Weights { cols, rows, .. } = *weights;
         self.all
@@ -418,7 +418,7 @@ impl Factor {
     }
 }
 
-/// The rows of a group's errors.
+/// The errors of a group, as rows.
 fn group_of(errors: &DeviceBuffer) -> Rows {
     Rows {
         address: errors.address(),
@@ -453,7 +453,7 @@ impl GroupArguments {
 }
 
 impl Weights {
-    /// Runs a kernel that takes a group of blocks through each row.
+    /// Runs a kernel that takes each row through one group of blocks.
     fn run(&self, name: &str, arguments: &GroupArguments) -> Result<()> {
         let launch = Launch::new([self.row_blocks()?, 1, 1], THREADS as u32);
         // SAFETY: the struct is the kernel's, and the callers checked sizes.
@@ -461,7 +461,7 @@ impl Weights {
     }
 }
 
-/// Products in f32.
+/// GEMMs in f32 by cuBLASLt, with a workspace.
 struct Products<'a> {
     gpu: &'a Arc<Gpu>,
     workspace: DeviceBuffer,
@@ -511,7 +511,7 @@ impl<'a> Products<'a> {
         )
     }
 
-    /// The errors `e` of codes, or of zeros, and `e M`: `[rows, cols]`.
+    /// The errors `e` of `codes` (of zeros if `None`), and `e M`: both `[rows, cols]`.
     fn of_errors(
         &self,
         weights: &Weights,
@@ -552,7 +552,8 @@ impl<'a> Products<'a> {
     }
 }
 
-/// The sum over rows of `e^T M e` with `e` the error of codes, or of zeros, by complete f32 moments `[cols, cols]`. Waits for the device.
+/// The sum over rows of `e^T M e`, with `e` the error of `codes` (of zeros if `None`) and M complete f32 moments `[cols, cols]`. Waits for
+/// the device.
 pub fn product_error(
     weights: &Weights,
     codes: Option<&Codes>,

@@ -1,10 +1,9 @@
-//! Calls whose input only the device can judge: values that are not finite, block scales that are none. Such a call enqueues its
-//! work and returns. Its kernels note what they find, and a later call of the host reports that.
+//! Checks that only the device can make: values that are not finite, and bytes that are no block scale. A checked call enqueues its work
+//! and returns. Its kernels note what they find, and a later call of the host reports the note.
 //!
-//! The note of a call is a 64-bit word in device memory, which is all ones as long as all is well and then the least
-//! `index << 8 | what` of what was found: the first by index, in whatever order blocks run. Who finds something first also sets a
-//! word of page-locked host memory, so that the host sees at any time, and without asking the driver, whether there is a note.
-//! `kernels/common/note.cuh` is the other half.
+//! The note of a call is a 64-bit word in device memory. It is all ones while nothing is wrong, and otherwise the minimum of `index << 8 |
+//! what` over all findings: the first finding by index, in whatever order CTAs run. The first finding also sets a word of page-locked host
+//! memory, so that the host can see without the driver whether there is a note. `kernels/common/note.cuh` is the other half.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -18,18 +17,18 @@ use crate::base::memory::{Claim, Tag};
 use crate::base::{Error, Result, entry};
 use crate::format::nvfp4;
 
-/// Calls that are on their way at most: one more waits for the device. The driver itself lets a host be no further ahead.
+/// Upper limit of calls in flight: one more waits for the device. The driver itself lets a host be no further ahead.
 const CALLS: usize = 4096;
-/// A note of nothing, and the byte that memory is filled with for that.
+/// A note without findings; memory is filled with its byte.
 const CLEAN: u64 = u64::MAX;
 const CLEAN_BYTE: u8 = 0xff;
-/// Bits of a note that say what was found at its index.
+/// Low bits of a note, which say what was found at its index.
 const WHAT_BITS: u32 = 8;
 
-/// What `what` says of a value: `kernels/quantize/block.cuh` has the same.
+/// The value that each `what` stands for; `kernels/quantize/block.cuh` has the same table.
 const NONFINITE: [f32; 3] = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
 
-/// Where the kernels of a call note what they find; nowhere by default.
+/// Where the kernels of a call write their note; by default they write none.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub(super) struct NoteArgument {
@@ -37,20 +36,20 @@ pub(super) struct NoteArgument {
     found: u64,
 }
 
-/// What the kernels of a call look at, in the order in which they count it.
+/// Values or scales that the kernels of a call check, in the order of their index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Subject {
-    /// The values of rows of so many.
+    /// Values, in rows of `cols`.
     Values {
         /// Values of a row.
         cols: usize,
     },
-    /// The block scales of a matrix, whose rows have so many.
+    /// Block scales of a matrix, in rows of `blocks`.
     Scales {
         /// Scales of a row.
         blocks: usize,
     },
-    /// Those of two matrices, one after the other.
+    /// Block scales of two matrices, one after the other.
     TwoScales {
         /// Scales of the first matrix.
         first: usize,
@@ -60,7 +59,7 @@ pub(super) enum Subject {
 }
 
 impl Subject {
-    /// What a note says.
+    /// The error that a note stands for.
     fn error(self, note: u64) -> Error {
         let (index, what) = ((note >> WHAT_BITS) as usize, note as u8);
         let scale = |index: usize, blocks: usize| {
@@ -87,26 +86,26 @@ impl Subject {
     }
 }
 
-/// A call that may be on its way.
+/// A call that may be in flight.
 struct Call {
     name: &'static str,
     subject: Subject,
-    /// Whether all of it is enqueued, and so done when the device has been waited for.
+    /// Whether all of it is enqueued. Such a call has run once the device has been waited for.
     enqueued: bool,
     /// Whether its own caller waits for its note.
     waited: bool,
 }
 
-/// Calls in their order. Number `n` has place `n % CALLS` among the notes, and keeps it until it is known to be done.
+/// Calls in order. Call `n` has place `n % CALLS` among the notes, and keeps it until it is known to have run.
 #[derive(Default)]
 struct Calls {
-    /// The number of the first of those that may be on their way.
+    /// Number of the oldest call that may be in flight.
     first: u64,
     on_the_way: VecDeque<Call>,
 }
 
 impl Calls {
-    /// Takes up a call and gives its number, if there is a place for it.
+    /// Registers a call and returns its number, if a place is free.
     fn begin(&mut self, name: &'static str, subject: Subject, waited: bool) -> Option<u64> {
         if self.on_the_way.len() == CALLS {
             return None;
@@ -121,7 +120,7 @@ impl Calls {
         Some(number)
     }
 
-    /// Notes that all of a call is enqueued.
+    /// Marks a call as fully enqueued.
     fn enqueued(&mut self, number: u64) {
         let at = number.checked_sub(self.first).map(|at| at as usize);
         if let Some(call) = at.and_then(|at| self.on_the_way.get_mut(at)) {
@@ -129,13 +128,13 @@ impl Calls {
         }
     }
 
-    /// The number before which all calls are enqueued.
+    /// The number before which all calls are fully enqueued.
     fn enqueued_before(&self) -> u64 {
         let enqueued = self.on_the_way.iter().take_while(|call| call.enqueued);
         self.first + enqueued.count() as u64
     }
 
-    /// Forgets the calls before a number, which are done.
+    /// Forgets the calls before a number, which have run.
     fn retire(&mut self, before: u64) {
         let done = before.saturating_sub(self.first) as usize;
         let done = done.min(self.on_the_way.len());
@@ -143,7 +142,7 @@ impl Calls {
         self.first += done as u64;
     }
 
-    /// The numbers of the calls of which there are notes, but for those whose callers wait for them.
+    /// Numbers of failed calls that no caller is waiting for.
     fn failed(&self, notes: &[u64]) -> Vec<u64> {
         let numbered = (self.first..).zip(&self.on_the_way);
         numbered
@@ -152,7 +151,7 @@ impl Calls {
             .collect()
     }
 
-    /// The error that names the calls that have failed, of which there is one at least.
+    /// The error that names the calls in `failed`; `None` if there are none.
     fn error(&self, ordinal: usize, failed: &[u64], notes: &[u64]) -> Option<Error> {
         let call = |number: u64| self.on_the_way.get((number - self.first) as usize);
         let name = |number: u64, call: &Call| {
@@ -186,14 +185,14 @@ const fn place(number: u64) -> usize {
     (number % CALLS as u64) as usize
 }
 
-/// The notes of a device, and the calls that they are of.
+/// The notes of a device, and the calls in flight.
 pub(super) struct Checks {
-    /// The word that tells of notes.
+    /// Host word that is set when any note has been written.
     found: Pinned,
-    /// Where the notes are.
+    /// Device address of the notes.
     notes: u64,
     calls: Mutex<Calls>,
-    /// Held while notes are read: the calls that they are of must not be forgotten meanwhile.
+    /// Held while notes are read, so that their calls are not forgotten meanwhile.
     reading: Mutex<()>,
     _claim: Claim,
 }
@@ -238,7 +237,7 @@ impl Checks {
         self.notes + (place * size_of::<u64>()) as u64
     }
 
-    /// Enqueues that notes are clean again.
+    /// Enqueues a reset of notes to clean.
     fn clear(&self, gpu: &Gpu, place: usize, count: usize) -> Result<()> {
         gpu.bind()?;
         check(
@@ -255,7 +254,7 @@ impl Checks {
         )
     }
 
-    /// Reads notes, when all that is enqueued has run.
+    /// Reads notes after all enqueued work has run.
     fn read(&self, gpu: &Gpu, place: usize, notes: &mut [u64]) -> Result<()> {
         gpu.bind()?;
         check(
@@ -266,10 +265,10 @@ impl Checks {
         gpu.wait()
     }
 
-    /// Reads the notes if there are any, forgets them, and says what they are.
+    /// Reports the notes if there are any, and forgets them.
     fn report(&self, gpu: &Gpu) -> Result<()> {
         let _turn = self.reading.lock().unwrap_or_else(PoisonError::into_inner);
-        // Cleared before the notes are read: what is found afterwards sets it again.
+        // Cleared before the notes are read: a later finding sets it again.
         if self.found()?.swap(0, Ordering::AcqRel) == 0 {
             return Ok(());
         }
@@ -293,7 +292,7 @@ impl Attached for Checks {
         self.calls().enqueued_before()
     }
 
-    /// Forgets the calls before a number if nothing was found.
+    /// Forgets the calls before a number, if nothing was found.
     fn has_run(&self, before: u64) {
         let _turn = match self.reading.try_lock() {
             Ok(turn) => turn,
@@ -311,7 +310,7 @@ impl Attached for Checks {
     }
 }
 
-/// A call that is being enqueued. When it goes, all of it is.
+/// A call that is being enqueued. Dropping it marks it as fully enqueued.
 pub(super) struct CheckedCall<'a> {
     gpu: &'a Gpu,
     checks: Arc<Checks>,
@@ -320,7 +319,7 @@ pub(super) struct CheckedCall<'a> {
 }
 
 impl<'a> CheckedCall<'a> {
-    /// Takes up a call whose note a later call reports. `name` is for errors, where no function of the C interface is being called.
+    /// Registers a call whose note a later call reports. `name` is for errors outside of any function of the C interface.
     pub(super) fn begin(
         gpu: &'a Arc<Gpu>,
         name: &'static str,
@@ -329,7 +328,7 @@ impl<'a> CheckedCall<'a> {
         CheckedCall::take_up(gpu, name, subject, false)
     }
 
-    /// Takes up a call that will [`wait`](CheckedCall::wait).
+    /// Registers a call that will [`wait`](CheckedCall::wait).
     pub(super) fn to_wait(gpu: &'a Arc<Gpu>, subject: Subject) -> Result<CheckedCall<'a>> {
         CheckedCall::take_up(gpu, "", subject, true)
     }
@@ -363,7 +362,7 @@ impl<'a> CheckedCall<'a> {
         }
     }
 
-    /// What its kernels are passed.
+    /// The note argument of the call's kernels.
     pub(super) fn note(&self) -> NoteArgument {
         NoteArgument {
             first: self.checks.address(place(self.number)),
@@ -371,7 +370,7 @@ impl<'a> CheckedCall<'a> {
         }
     }
 
-    /// Waits until it is done. What was found is its own error.
+    /// Waits until the call has run, and returns its finding as its own error.
     pub(super) fn wait(self) -> Result<()> {
         let (place, mut note) = (place(self.number), [CLEAN]);
         self.checks.read(self.gpu, place, &mut note)?;
@@ -390,8 +389,8 @@ impl Drop for CheckedCall<'_> {
 }
 
 impl Gpu {
-    /// Reports what the device has found wrong in earlier calls, each of which it then forgets. Does not wait for calls on their way
-    /// unless there is something to report: after [`Gpu::synchronize`] it knows of all of them.
+    /// Reports what the device has found wrong in earlier calls, and forgets those calls. Waits for calls in flight only if there is
+    /// something to report; after [`Gpu::synchronize`] it knows of all of them.
     pub fn check_calls(&self) -> Result<()> {
         match self.attached::<Checks>() {
             Some(checks) if checks.found()?.load(Ordering::Acquire) != 0 => checks.report(self),
@@ -429,7 +428,7 @@ mod tests {
         assert!(said(two, 17, 0x80).starts_with(&format!("the first matrix: {text}")));
         assert!(said(two, 18 + 17, 0x80).starts_with(&format!("the second matrix: {text}")));
         assert!(said(two, 18, 0x7f).contains("block 0 in row 0 has the byte 0x7f"));
-        // The largest index that there is.
+        // The largest possible index.
         let last = note((1 << 56) - 1, 0xff);
         assert_eq!(last, CLEAN);
         assert_ne!(note((1 << 56) - 1, 0xfe), CLEAN);
@@ -443,14 +442,14 @@ mod tests {
             assert_eq!(begin(&mut calls), Some(number));
         }
         assert_eq!(begin(&mut calls), None);
-        // Number 2 is still being enqueued, and what comes after it may be done.
+        // Call 2 is still being enqueued, while later calls may have run.
         for number in (0..CALLS as u64).filter(|&n| n != 2) {
             calls.enqueued(number);
         }
         assert_eq!(calls.enqueued_before(), 2);
         calls.retire(calls.enqueued_before());
         assert_eq!((calls.first, calls.on_the_way.len()), (2, CALLS - 2));
-        // Retired by another thread already.
+        // Another thread has retired it already.
         calls.retire(1);
         calls.enqueued(0);
         assert_eq!((calls.first, calls.on_the_way.len()), (2, CALLS - 2));
@@ -502,7 +501,7 @@ mod tests {
             ),
             "{said}"
         );
-        // Numbers go on where places begin again, and who waits for his own call reports it himself.
+        // Numbers continue where places wrap around, and a caller that waits for its own call reports it itself.
         notes.fill(CLEAN);
         calls.retire(4);
         for i in 0..CALLS {

@@ -1,4 +1,4 @@
-//! What the rows of a library's product still need: the types that it takes and gives, and a bias.
+//! Type conversions and the bias addition around GEMMs by cuBLASLt.
 
 use super::driver::{DeviceBuffer, Gpu, Launch, int};
 use super::units::Unit;
@@ -6,7 +6,7 @@ use crate::base::Result;
 
 const THREADS: u32 = 256;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("add_bias", size_of::<BiasArguments>()),
     ("f16_to_bf16", size_of::<ConvertArguments>()),
@@ -56,7 +56,7 @@ struct ConvertArguments {
     pairs: u64,
 }
 
-/// Rounds `count` f16, an even number, to bf16.
+/// Rounds `count` f16 values to bf16; `count` is even.
 pub(super) fn f16_to_bf16(
     gpu: &Gpu,
     x: &DeviceBuffer,
@@ -88,7 +88,7 @@ struct RowsArguments {
     stride: i32,
 }
 
-/// Makes f16 of the bf16 in `rows` rows of `width` at the address `y`, `stride` apart.
+/// Converts `rows` rows of `width` bf16 values at the address `y`, `stride` apart, to f16 in place.
 pub(super) fn bf16_to_f16_at(
     gpu: &Gpu,
     y: u64,

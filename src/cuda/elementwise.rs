@@ -1,4 +1,4 @@
-//! Small kernels around the products: embedding, norm, activation.
+//! Small kernels around the GEMMs: embedding, RMSNorm and activation.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::tensor::WeightType;
 
 const THREADS: u32 = 256;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("embed", size_of::<EmbedArguments>()),
     ("rms_norm", size_of::<NormArguments>()),
@@ -40,14 +40,14 @@ struct EmbedArguments {
 /// A table of rows of `width` values.
 pub(super) struct TableArgument {
     pub(super) address: u64,
-    /// Where the scales of int8 rows are.
+    /// Address of the scales of int8 rows.
     pub(super) scales: u64,
     pub(super) global: f32,
     pub(super) storage: WeightType,
     pub(super) width: usize,
 }
 
-/// See `table`.
+/// Launches the kernel of `table::embed`.
 pub(super) fn embed(
     gpu: &Gpu,
     table: &TableArgument,
@@ -76,7 +76,7 @@ pub(super) fn embed(
         width: int("the hidden size", width)?,
     };
     let launch = Launch::new([blocks(width), rows as u32, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked; tokens are the caller's word, checked before they are written.
+    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for tokens, which are checked before they are written.
     unsafe { launch.run(gpu, Unit::Embed, "embed", &arguments) }
 }
 
@@ -90,8 +90,8 @@ struct NormArguments {
     eps: f32,
 }
 
-/// RMSNorm of f32 rows of `width` from byte `at` of `x` on, to f16 `y` in this layout; and what each was multiplied by to `factors`,
-/// f32 `[rows]`.
+/// RMSNorm of f32 rows of `width` from byte `at` of `x` on, to f16 `y` in the given layout. Also stores the factor of each row in
+/// `factors`, f32 `[rows]`.
 pub fn rms_norm(
     gpu: &Gpu,
     x: &DeviceBuffer,
@@ -140,18 +140,17 @@ struct PostNormArguments {
     next: NextArgument,
 }
 
-/// The longest row of a residual stream that a block of threads keeps in registers.
+/// The longest row of a residual stream that a CTA keeps in registers.
 const RESIDUAL_WIDTH: usize = 8192;
-/// Threads of such a block.
+/// Threads of such a CTA.
 pub(super) const RESIDUAL_THREADS: u32 = 512;
 
-/// The norm that follows, of rows of the residual stream that a kernel has changed: its weight, f32 `[width]`, and where the normalized
-/// rows go, as f16 in a layout.
+/// The RMSNorm after an addition to the residual stream: its weight, f32 `[width]`, and where the normalized rows go, as f16 in a layout.
 #[derive(Clone, Copy)]
 pub struct NextNorm<'a> {
     /// The weight.
     pub weight: &'a DeviceBuffer,
-    /// How normalized rows lie.
+    /// Layout of the normalized rows.
     pub layout: Layout,
     /// The normalized rows.
     pub rows: &'a DeviceBuffer,
@@ -167,7 +166,7 @@ pub(super) struct NextArgument {
 }
 
 impl NextArgument {
-    /// For `rows` rows of `width`.
+    /// The argument for `rows` rows of `width`.
     pub(super) fn new(
         next: Option<NextNorm<'_>>,
         rows: usize,
@@ -197,7 +196,7 @@ impl NextArgument {
     }
 }
 
-/// `x += rms_norm(y) * weight` for f32 rows of `width`; and the norm of the new `x`, if one follows.
+/// `x += rms_norm(y) * weight` for f32 rows of `width`, then the norm of the new `x` if `next` is given.
 pub fn post_norm(
     gpu: &Gpu,
     y: &DeviceBuffer,
@@ -233,8 +232,8 @@ struct GluArguments {
     overflow: u64,
 }
 
-/// act(gate) * up: f16 `[rows, 2 width]` to f16 `[rows, width]`, divided. Where gate or up is not finite, `overflow`, a u32 and a layer,
-/// becomes 1 + that layer, unless it is not 0 already.
+/// `act(gate) * up / divisor`: f16 `[rows, 2 width]` to f16 `[rows, width]`. `overflow` is a u32 and a layer: if gate or up is not finite,
+/// the u32 becomes 1 + that layer, unless it is set already.
 pub fn glu(
     gpu: &Arc<Gpu>,
     glu: Glu,

@@ -1,5 +1,5 @@
-//! A mixture of experts on the device: rows are routed, brought into the order of their experts, multiplied with them tile by tile, and the
-//! results added up, without the host. Experts are NVFP4.
+//! A mixture of NVFP4 experts on the device. Rows are routed, sorted by expert, multiplied tile by tile, and the results summed, all
+//! without the host.
 
 use std::sync::Arc;
 
@@ -16,40 +16,40 @@ use crate::base::memory::Tag;
 use crate::base::size::product;
 use crate::tensor::WeightType;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("experts_", size_of::<RouteArguments>()),
     ("experts_sum", size_of::<SumArguments>()),
     ("linear_experts_", size_of::<ProductArguments>()),
 ];
 
-/// Experts of a mixture at most.
+/// Upper limit of experts in a mixture.
 const MOST_EXPERTS: usize = 512;
-/// Experts of a row at most.
+/// Upper limit of experts per row.
 const MOST_PER_TOKEN: usize = 32;
-/// Rows, and their pairs with experts, that one block routes and brings into order.
+/// Most rows that a single CTA routes and sorts, with their expert pairs.
 const FEW_ROWS: usize = 16;
 const FEW_PAIRS: usize = 512;
-/// Pairs of a tile at least and at most: the kernels that there are.
+/// Smallest and largest tile that have kernels, in pairs of a row and an expert.
 const TILE_PAIRS: [usize; 2] = [8, 64];
-/// Warps of a block of products, each of which has two rows of chunks.
+/// Warps of a CTA of the GEMM, each with two rows of chunks.
 const WARPS: usize = 4;
-/// Bytes of a tile: expert, first pair, number of pairs, and four that are unused.
+/// Bytes of a tile record: expert, first pair, number of pairs, and four unused bytes.
 const TILE_BYTES: usize = 16;
 
-/// How rows are routed: softmax over the logits of all experts, of which the most probable are chosen.
+/// Routing rule: softmax over the logits of all experts, then the most probable ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Routing {
-    /// How many experts there are.
+    /// Number of experts.
     pub experts: usize,
-    /// How many of them a row goes to.
+    /// Experts per row.
     pub per_token: usize,
-    /// Whether the probabilities of those are divided by their sum.
+    /// Whether the chosen probabilities are divided by their sum.
     pub normalized: bool,
 }
 
 impl Routing {
-    /// Refuses what no kernel routes.
+    /// Refuses rules that no kernel implements.
     pub fn check(&self) -> Result<()> {
         if self.experts > MOST_EXPERTS || self.per_token > MOST_PER_TOKEN.min(self.experts) {
             bail!(
@@ -62,24 +62,24 @@ impl Routing {
         Ok(())
     }
 
-    /// Pairs of a tile at most: about as many as an expert has of `rows` rows.
+    /// Pairs per tile: about as many as one expert gets of `rows` rows.
     fn tile_pairs(&self, rows: usize) -> usize {
         let of_expert = (rows * self.per_token).div_ceil(self.experts);
         let [least, most] = TILE_PAIRS;
         of_expert.next_power_of_two().clamp(least, most)
     }
 
-    /// Tiles that `rows` rows have at most.
+    /// Upper limit of tiles for `rows` rows.
     fn most_tiles(&self, rows: usize) -> usize {
         let pairs = rows * self.per_token;
         pairs / self.tile_pairs(rows) + pairs.min(self.experts)
     }
 }
 
-/// The weights of the experts of one block, as kernels find them. Keeps them in memory.
+/// Weights of one block's experts, as kernels find them. Keeps them in memory.
 #[derive(Debug)]
 pub struct ExpertTable {
-    /// Gate, up and down of each expert.
+    /// Addresses of gate, up and down of each expert.
     table: DeviceBuffer,
     experts: usize,
     /// `[intermediate, hidden]`.
@@ -88,7 +88,7 @@ pub struct ExpertTable {
 }
 
 impl ExpertTable {
-    /// Of gate, up and down of each expert.
+    /// Builds the table from gate, up and down of each expert.
     pub fn new(gpu: &Arc<Gpu>, experts: &[[Biased<'_>; 3]]) -> Result<ExpertTable> {
         let Some([(first, _), ..]) = experts.first() else {
             bail!(Internal, "a mixture without experts");
@@ -136,11 +136,11 @@ impl ExpertTable {
     }
 }
 
-/// Working memory of a mixture.
+/// Scratch memory of a mixture.
 #[derive(Debug)]
 pub struct ExpertScratch {
     rows: usize,
-    /// f32 `[rows, experts + 1]`: of the router, and of the gate of an expert of all rows.
+    /// f32 `[rows, experts + 1]`: logits of the router, and of the gate of the shared expert.
     logits: DeviceBuffer,
     choices: DeviceBuffer,
     weights: DeviceBuffer,
@@ -154,7 +154,7 @@ pub struct ExpertScratch {
 }
 
 impl ExpertScratch {
-    /// Room for `rows` rows of `hidden` elements.
+    /// Allocates scratch for `rows` rows of `hidden` elements.
     pub fn new(
         gpu: &Arc<Gpu>,
         routing: Routing,
@@ -166,7 +166,7 @@ impl ExpertScratch {
             DeviceBuffer::uninit(gpu, Tag::DeviceScratch, product("experts", sizes)?)
         };
         let pairs = rows * routing.per_token;
-        // Of fewer rows there may be more tiles.
+        // Fewer rows may have more tiles, because their tiles are smaller.
         let tiles = pairs / TILE_PAIRS[0] + pairs.min(routing.experts);
         Ok(ExpertScratch {
             rows,
@@ -214,9 +214,9 @@ struct RouteArguments {
     layer: i32,
 }
 
-/// Routes f16 rows `x` `[rows, hidden]` by a router `[experts, hidden]`, and cuts their pairs with experts into tiles.
-/// `shared_gate` `[1, hidden]` is multiplied with them, too, for [`sum_experts`]. Where a logit is not finite, `unfit`, a u32, becomes 1 + `layer`
-/// unless something is there.
+/// Routes f16 rows `x` `[rows, hidden]` by a router `[experts, hidden]`, and cuts their expert pairs into tiles. Also multiplies
+/// `shared_gate` `[1, hidden]`, for [`sum_experts`]. If a logit is not finite, `unfit`, a u32, becomes 1 + `layer` unless it is set
+/// already.
 pub fn route(
     gpu: &Arc<Gpu>,
     routing: &Routing,
@@ -297,7 +297,7 @@ struct ProductArguments {
     activation: i32,
 }
 
-/// A product of the tiles of `rows` routed rows: `kind` and `features` of a block say which.
+/// A GEMM over the tiles of `rows` routed rows; `kind` names the kernel, and `features` is the number of output features per CTA.
 fn products(
     gpu: &Gpu,
     routing: &Routing,
@@ -307,7 +307,7 @@ fn products(
     arguments: &ProductArguments,
 ) -> Result<()> {
     let pairs = routing.tile_pairs(rows);
-    // As `kernels/linear/experts.cu` has them.
+    // Ring stages, as in `kernels/linear/experts.cu`.
     let stages = match pairs {
         8 => 6,
         16 => 4,
@@ -346,7 +346,8 @@ fn check_table(table: &ExpertTable, routing: &Routing) -> Result<()> {
     Ok(())
 }
 
-/// Gated activations of gate and up of the experts of routed f16 rows `x` `[rows, hidden]`, kept for [`experts_down`].
+/// Gate and up projections and the gated activation of each row's experts, from f16 rows `x` `[rows, hidden]`. The result stays in scratch
+/// for [`experts_down`].
 pub fn experts_gate_up(
     gpu: &Gpu,
     routing: &Routing,
@@ -387,7 +388,7 @@ pub fn experts_gate_up(
     )
 }
 
-/// The last projections of experts, of what [`experts_gate_up`] has left, which was divided by `divisor`.
+/// Down projections of the experts, from the result of [`experts_gate_up`], which was divided by `divisor`.
 pub fn experts_down(
     gpu: &Gpu,
     routing: &Routing,
@@ -420,12 +421,12 @@ pub fn experts_down(
     products(gpu, routing, rows, "linear_experts", features, &arguments)
 }
 
-/// What an expert of all rows has made.
+/// The output of the shared expert, which serves all rows.
 #[derive(Clone, Copy)]
 pub struct Shared<'a> {
     /// f32 `[rows, hidden]`.
     pub made: &'a DeviceBuffer,
-    /// Whether the sigmoid of the gate that [`route`] was given multiplies it.
+    /// Whether it is multiplied by the sigmoid of the gate that [`route`] was given.
     pub gated: bool,
 }
 
@@ -442,8 +443,8 @@ struct SumArguments {
     gate_stride: i32,
 }
 
-/// Adds to f32 rows `x` `[rows, hidden]` what their experts have made, weighted, and what the expert of all rows has; and normalizes them,
-/// if a norm follows.
+/// Adds the weighted outputs of the experts, and the output of the shared expert, to f32 rows `x` `[rows, hidden]`. Then normalizes the
+/// rows if a norm follows.
 pub fn sum_experts(
     gpu: &Gpu,
     routing: &Routing,
@@ -489,7 +490,7 @@ pub fn sum_experts(
 mod tests {
     use super::*;
 
-    /// Whatever the counts of pairs are: all rows to the same experts, evenly, and one expert with what others have not.
+    /// Holds for any distribution of pairs: all rows to the same experts, an even spread, and one expert with the remainder.
     #[test]
     fn tiles_suffice_however_rows_are_routed() {
         for (experts, per_token) in [(128, 8), (60, 4), (8, 2), (512, 10), (3, 3)] {

@@ -1,6 +1,6 @@
-//! Floor 3: NVIDIA GPUs through the driver, which is loaded at run time: without one, opening a device says why and nothing
-//! else changes. `driver` has device memory, launches, graphs and kernels compiled for the device at hand, and on it stands one safe
-//! launcher per kernel family. Knows shapes and pointers, not models.
+//! Floor 3: NVIDIA GPUs through the driver, which is loaded at run time: without one, opening a device says why and nothing else changes.
+//! `driver` has device memory, launches, graphs and compiled kernels; on it stands one safe launcher per kernel family. Knows shapes and
+//! pointers, not models.
 //!
 //! Every launcher enqueues on the device's one stream and returns; [`Gpu::synchronize`] or a copy to the host waits.
 

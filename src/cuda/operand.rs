@@ -1,5 +1,5 @@
-//! NVFP4 matrices that stand on a device in the order of tensors: what products of two of them take, and what weights are made
-//! of there. And the check that their scales are scales.
+//! NVFP4 matrices on a device in the order of tensors: operands of W4A4 GEMMs, and the source of weights. Also checks that their scale
+//! bytes are block scales.
 
 use std::sync::Arc;
 
@@ -12,16 +12,16 @@ use crate::base::size::product;
 use crate::format::nvfp4::{self, BLOCK};
 use crate::format::swizzle::ScaleLayout;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[("check_scales", size_of::<CheckArguments>())];
 
 const THREADS: usize = 256;
-/// Scales that a thread of the check takes.
+/// Scales per thread of the check.
 const SCALES_IN_WORD: usize = 4;
 
-/// An NVFP4 matrix `[rows, k]` on a device, by parts that stand there. Its scale bytes are block scales
-/// ([`is_block_scale`](crate::format::nvfp4::is_block_scale)), which [`check_scales`] and [`wait_for_scales`] find out; another
-/// gives a wrong product, and nothing worse.
+/// An NVFP4 matrix `[rows, k]` in memory of a device. Its scale bytes must be block scales
+/// ([`is_block_scale`](crate::format::nvfp4::is_block_scale)); [`check_scales`] and [`wait_for_scales`] verify that. Any other byte gives a
+/// wrong product, and nothing worse.
 #[derive(Clone, Copy, Debug)]
 pub struct Operand<'a> {
     pub(super) codes: DeviceSlice<'a>,
@@ -33,10 +33,10 @@ pub struct Operand<'a> {
 }
 
 impl<'a> Operand<'a> {
-    /// What addresses of codes and of scales must be multiples of: kernels copy pieces of so many bytes.
+    /// Required alignment, in bytes, of codes and of scales: the size of the pieces that kernels copy.
     pub const ALIGNMENT: [usize; 2] = [16, 4];
 
-    /// The matrix with these codes, scales and global scale, once their sizes and places are checked.
+    /// A matrix with these codes, scales and global scale. Checks their sizes and places.
     pub fn new(
         codes: impl Into<DeviceSlice<'a>>,
         scales: impl Into<DeviceSlice<'a>>,
@@ -84,12 +84,12 @@ impl<'a> Operand<'a> {
         })
     }
 
-    /// Its device.
+    /// The device that it is on.
     pub fn gpu(&self) -> &'a Arc<Gpu> {
         self.codes.gpu()
     }
 
-    /// Refuses to be used on another device.
+    /// Fails unless it is on this device.
     pub(super) fn require(&self, gpu: &Arc<Gpu>) -> Result<()> {
         if !Arc::ptr_eq(self.gpu(), gpu) {
             bail!(
@@ -121,9 +121,8 @@ struct CheckArguments {
     note: NoteArgument,
 }
 
-/// Enqueues a look at the scales of two matrices on `gpu`, which are about to be multiplied, for bytes that are none. What it
-/// finds is the error of a later call: see [`Gpu::check_calls`]. `name` is for that error, where no function of the C interface
-/// is being called.
+/// Enqueues a check of the scales of two matrices on `gpu` that are about to be multiplied. A later call reports bytes that are no block
+/// scale, see [`Gpu::check_calls`]. `name` is for that error, outside of any function of the C interface.
 pub fn check_scales(
     gpu: &Arc<Gpu>,
     name: &'static str,
@@ -146,14 +145,14 @@ pub fn check_scales(
     look(gpu, &[a, b], &call)
 }
 
-/// The same for one matrix.
+/// As [`check_scales`], for one matrix.
 pub fn check_scales_of(gpu: &Arc<Gpu>, name: &'static str, matrix: &Operand<'_>) -> Result<()> {
     let blocks = matrix.k / BLOCK;
     let call = CheckedCall::begin(gpu, name, Subject::Scales { blocks })?;
     look(gpu, &[matrix], &call)
 }
 
-/// Looks at the scales of a matrix on `gpu`, a weight say, for bytes that are none, and waits for what it finds.
+/// Checks the scales of a matrix on `gpu`, for example a weight, and waits for the result.
 pub fn wait_for_scales(gpu: &Arc<Gpu>, matrix: &Operand<'_>) -> Result<()> {
     let blocks = matrix.k / BLOCK;
     let call = CheckedCall::to_wait(gpu, Subject::Scales { blocks })?;
@@ -161,7 +160,7 @@ pub fn wait_for_scales(gpu: &Arc<Gpu>, matrix: &Operand<'_>) -> Result<()> {
     call.wait()
 }
 
-/// Enqueues the look at scales of up to two matrices.
+/// Enqueues the check for up to two matrices.
 fn look(gpu: &Arc<Gpu>, matrices: &[&Operand<'_>], call: &CheckedCall<'_>) -> Result<()> {
     let mut arguments = CheckArguments {
         note: call.note(),
@@ -172,7 +171,7 @@ fn look(gpu: &Arc<Gpu>, matrices: &[&Operand<'_>], call: &CheckedCall<'_>) -> Re
         matrix.require(gpu)?;
         let blocks = matrix.k / BLOCK;
         let all = product("scales", &[matrix.rows, blocks])?;
-        // Row-major ones are one long row.
+        // Row-major scales are one long row.
         let (rows, row_blocks) = match matrix.layout {
             ScaleLayout::Linear => (1, all),
             ScaleLayout::Swizzled => (matrix.rows, blocks),

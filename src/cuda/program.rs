@@ -1,5 +1,4 @@
-//! Kernels from a source that is not the library's: what benchmarks of the hardware and tests of faults run. No part of the
-//! library's interface.
+//! Kernels from a source outside the library, for hardware benchmarks and tests of faults. No part of the library's interface.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -14,7 +13,7 @@ pub struct Program {
     module: Module,
 }
 
-/// How a kernel of a program is launched.
+/// Launch shape of a program's kernel.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     /// Blocks.
@@ -23,7 +22,7 @@ pub struct Shape {
     pub threads: u32,
     /// Dynamic shared memory of a block, in bytes.
     pub shared: u32,
-    /// Whether it may start before the kernel before it has ended. It must then wait itself.
+    /// Whether it may start before its predecessor has ended. It must then wait itself.
     pub overlap: bool,
 }
 
@@ -41,8 +40,8 @@ impl Program {
     /// Enqueues a kernel.
     ///
     /// # Safety
-    /// `arguments` is the kernel's one parameter, laid out as it has it. If the kernel touches memory that it must not, the
-    /// process can no longer use the device, and may have overwritten any of its memory there.
+    /// `arguments` must be the kernel's one parameter, in the kernel's layout. A kernel that touches memory it must not may overwrite any
+    /// of the process's device memory, and can make the device unusable for the process.
     pub unsafe fn launch<T>(&self, kernel: &str, shape: Shape, arguments: &T) -> Result<()> {
         let launch = Launch {
             shared: shape.shared,
@@ -50,14 +49,14 @@ impl Program {
         };
         self.gpu.bind()?;
         let function = self.module.function(kernel)?;
-        // SAFETY: the function is this module's; the rest is the caller's word.
+        // SAFETY: the function is this module's; the rest is the caller's promise.
         unsafe { launch.enqueue(&self.gpu, function, kernel, shape.overlap, arguments) }
     }
 }
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // The module goes next. In a context that is lost it cannot be unloaded, and nobody misses that.
+        // The module is dropped next. In a lost context it cannot be unloaded, which does no harm.
         let _ = self.gpu.bind();
     }
 }

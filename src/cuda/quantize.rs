@@ -1,5 +1,5 @@
-//! NVFP4 on the device: quantize, dequantize, and the order of block scales. The bits are those of `crate::format`, whatever the
-//! type and strides of the input.
+//! NVFP4 on the device: quantize, dequantize, and reorder block scales. The result has the bits of `crate::format`, for inputs of any type
+//! and strides.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use crate::format::nvfp4::{
 use crate::format::{Rounding, swizzle as order};
 use crate::tensor::{DType, Shape, Tensor};
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("quantize_", size_of::<QuantizeArguments>()),
     ("amax_", size_of::<AmaxArguments>()),
@@ -28,11 +28,11 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
 
 const THREADS: u32 = 256;
 
-/// Blocks of all rows, as the kernels count them, and those of one row.
+/// Blocks of all rows, as the kernels count them, and blocks of one row.
 fn blocks(rows: usize, cols: usize) -> Result<(u32, u32)> {
     let of_row = cols / BLOCK;
     let all = product("blocks", &[rows, of_row])?;
-    // The last thread's number must fit as well, and a row's must fit in an int.
+    // The last thread's number must fit too, and a row's blocks must fit an int.
     int("K / 16", of_row)?;
     int("the number of rows", rows)?;
     match u32::try_from(all) {
@@ -75,13 +75,12 @@ struct QuantizeArguments {
     recipe: i32,
 }
 
-/// Bytes of the largest magnitude, as the kernels tell the host of it.
+/// Bytes in which the kernels report the largest magnitude to the host.
 const REPORT_BYTES: usize = 4;
 
-/// Quantizes `x` `[.., K]`, of float16, bfloat16 or float32 and any strides, into `codes` and `scales`; gives the global scale,
-/// which is `global` or, for two levels without one, computed. Waits for the device if that is to be known. Values that are not
-/// finite are then the error of [`nvfp4::quantize`], unless they saturate; in a call that does not wait they are the error of a
-/// later one: see [`Gpu::check_calls`].
+/// Quantizes `x` `[.., K]`, of float16, bfloat16 or float32 and any strides, into `codes` and `scales`. Returns the global scale: `global`
+/// if given, or a computed one for two-level scaling. Waits for the device only to compute it. Values that are not finite, unless they
+/// saturate, are then the error of [`nvfp4::quantize`]; otherwise a later call reports them, see [`Gpu::check_calls`].
 pub fn quantize<'a>(
     gpu: &Arc<Gpu>,
     x: &Tensor,
@@ -96,7 +95,7 @@ pub fn quantize<'a>(
     let (height, cols) = x.shape().matrix();
     let computed = options.levels == Levels::Two && global.is_none();
     let global = global.unwrap_or(1.0);
-    // What the processor refuses is refused here in the same words.
+    // Fails with the same message as on the CPU.
     nvfp4::quantize_rows(&[], cols, 0, global, options, &mut [], &mut [])?;
     let (blocks, row_blocks) = blocks(height, cols)?;
     let suffix = suffix(x.dtype())?;
@@ -129,7 +128,7 @@ pub fn quantize<'a>(
         pinned.bytes_mut()[..REPORT_BYTES].fill(0);
         report = Some(pinned);
     }
-    // A largest magnitude that is computed tells of them itself.
+    // A computed largest magnitude shows by itself whether a value is not finite.
     let call = match saturate || computed {
         true => None,
         false => Some(CheckedCall::begin(
@@ -199,9 +198,9 @@ pub fn quantize<'a>(
     Ok(global_scale(amax, options))
 }
 
-/// The error of the processor for the first value that is not finite, which it finds in the rows themselves.
+/// The CPU's error for the first value that is not finite, which it finds by reading the rows.
 fn nonfinite_error(x: &Tensor) -> crate::base::Error {
-    /// Values looked at together.
+    /// Values checked per copy.
     const AT_ONCE: usize = 1 << 20;
     let (height, cols) = x.shape().matrix();
     let look = || -> Result<()> {
@@ -244,7 +243,7 @@ fn read_rows(x: &Tensor, first: usize, count: usize) -> Result<Buffer<f32>> {
     Ok(values)
 }
 
-/// Enqueues the search for the largest magnitude of rows at an address and so many bytes apart, as the bits of an f32.
+/// Enqueues the search for the largest magnitude of rows at an address, `stride` bytes apart. The result is the bits of an f32.
 fn amax(
     gpu: &Arc<Gpu>,
     (address, stride): (u64, usize),
@@ -273,8 +272,8 @@ fn amax(
     Ok(out)
 }
 
-/// Whether all of `values`, `[rows, cols]` of float16, bfloat16 or float32, are finite. Waits for the device. They must be aligned
-/// to 16 bytes, and rows a multiple of as many.
+/// Whether all of `values`, `[rows, cols]` of float16, bfloat16 or float32, are finite. Waits for the device. Values must be aligned to 16
+/// bytes, and a row must be a multiple of 16 bytes.
 pub fn is_finite(
     values: DeviceSlice<'_>,
     (rows, cols): (usize, usize),
@@ -307,8 +306,8 @@ struct ExpandArguments {
     swizzled: i32,
 }
 
-/// Enqueues the values of `codes` `[.., K / 2]` and `scales`, both of any strides, times `global`, as `dtype` (float16, bfloat16
-/// or float32) into `out` `[.., K]`.
+/// Enqueues the dequantization of `codes` `[.., K / 2]` and `scales`, both of any strides, times `global`, as `dtype` (float16, bfloat16 or
+/// float32) into `out` `[.., K]`.
 pub fn dequantize(
     gpu: &Arc<Gpu>,
     codes: &Tensor,
@@ -343,7 +342,7 @@ pub fn dequantize(
     }
     out.holds("values", &[height, cols, dtype.bytes()])?;
     let code_rows = rows(gpu, codes, BLOCK / 2)?;
-    // Swizzled ones are one run of bytes, which rows of no distance begin.
+    // Swizzled scales are one run of bytes; their row stride is not used.
     let (scale_run, scale_rows);
     let (scales, scales_stride) = match swizzled {
         true => {
@@ -411,7 +410,7 @@ fn reorder(
     unsafe { Launch::new([grid, 1, 1], THREADS).run(gpu, Unit::Swizzle, name, &arguments) }
 }
 
-/// Enqueues row-major `scales` `[.., K / 16]` in swizzled order into `out`, with its padding.
+/// Enqueues the conversion of row-major `scales` `[.., K / 16]` to swizzled order in `out`, with its padding.
 pub fn swizzle(gpu: &Arc<Gpu>, scales: &Tensor, out: &DeviceBuffer) -> Result<()> {
     let (height, row_blocks) = scales.shape().matrix();
     out.holds("swizzled scales", &[order::len(height, row_blocks)?])?;
@@ -429,7 +428,7 @@ pub fn swizzle(gpu: &Arc<Gpu>, scales: &Tensor, out: &DeviceBuffer) -> Result<()
     )
 }
 
-/// Enqueues swizzled `scales` in row-major order `[height, row_blocks]` into `out`.
+/// Enqueues the conversion of swizzled `scales` to row-major order `[height, row_blocks]` in `out`.
 pub fn unswizzle(
     gpu: &Arc<Gpu>,
     scales: &Tensor,

@@ -1,5 +1,4 @@
-//! What the driver is told of every unit, and what is asked of all of them together: which machine code the library brings along, and
-//! what each launcher passes.
+//! The registry of all kernel units: their embedded machine code, their argument sizes, and how the driver compiles and loads them.
 
 use std::sync::OnceLock;
 
@@ -14,21 +13,20 @@ use super::{
 use crate::base::Result;
 use crate::base::error::err;
 
-/// Machine code that a package brings along, as a zlib stream: there are some 8 MB of it for each architecture, of which a process
-/// uses one.
+/// Embedded machine code, as a zlib stream. It is some 8 MB for each architecture, of which a process uses one.
 struct Embedded {
     unit: Unit,
     target: &'static str,
     fingerprint: u64,
-    /// Whether that is the fingerprint of the sources here, once somebody has looked.
+    /// Whether its fingerprint matches the sources of this build; computed on first use.
     is_current: OnceLock<bool>,
-    /// Bytes of the image.
+    /// Bytes of the unpacked image.
     length: usize,
     packed: &'static [u8],
 }
 
 impl Embedded {
-    /// The machine code. A damaged library is an error.
+    /// Unpacks the machine code. Fails if the library is damaged.
     fn unpack(&self) -> Result<Vec<u8>> {
         let mut image = vec![0; self.length];
         let packed = std::iter::once(self.packed);
@@ -44,7 +42,7 @@ impl Embedded {
     }
 }
 
-// `static EMBEDDED: [Embedded; N]`, written by `build.rs`; empty unless the build was asked for it.
+// `static EMBEDDED: [Embedded; N]`, written by `build.rs`; empty unless the build embeds kernels.
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
 fn embedded(unit: Unit, target: &str) -> Option<&'static Embedded> {
@@ -55,13 +53,13 @@ fn embedded(unit: Unit, target: &str) -> Option<&'static Embedded> {
     found.is_current.get_or_init(is_current).then_some(found)
 }
 
-/// Whether every kernel for an architecture is embedded, so that it needs no compiler.
+/// Whether every kernel for an architecture is embedded, so that no compiler is needed.
 pub(super) fn is_embedded(arch: (i32, i32)) -> bool {
     let target = target(arch);
     Unit::for_target(&target).all(|unit| embedded(unit, &target).is_some())
 }
 
-/// Whether kernels for this architecture can be had at all: embedded, or by a compiler.
+/// Fails unless kernels for this architecture are available: embedded, or by a compiler.
 pub fn have_kernels(arch: (i32, i32)) -> Result<()> {
     match is_embedded(arch) {
         true => Ok(()),
@@ -75,13 +73,13 @@ pub fn compile(unit: Unit, target: &str) -> Result<(Vec<u8>, String)> {
     driver::compile(unit.source(), target)
 }
 
-/// The same for a source that is not the library's, under the name `path`. It may include the library's headers.
+/// Compiles a source that is not the library's, under the name `path`. It may include the library's headers.
 #[doc(hidden)]
 pub fn compile_source(path: &str, text: &str, target: &str) -> Result<(Vec<u8>, String)> {
     driver::compile(source(path, text), target)
 }
 
-/// Bytes of the one argument that a kernel's launcher passes, which its parameter must have too.
+/// Bytes of the one argument that a kernel's launcher passes, which must match the kernel's parameter.
 pub fn argument_bytes(kernel: &str) -> Option<usize> {
     let all = [
         attention::ARGUMENTS,
@@ -142,21 +140,21 @@ impl KernelUnit for Unit {
 }
 
 impl Gpu {
-    /// Refuses a device for which kernels cannot be had: see [`have_kernels`]. Looks until they are found, and then no more.
+    /// Fails unless kernels for this device are available: see [`have_kernels`]. Success is remembered.
     pub fn need_kernels(&self) -> Result<()> {
         self.attached_or(|| have_kernels(self.arch()).map(|()| HasKernels))?;
         Ok(())
     }
 
-    /// Compiles and loads those of `units` that are not ready, as many at a time as there are threads. Units that have no kernels for
-    /// this device are left out. Other threads may use the device meanwhile. `give_up` says, on any thread, whether to begin no
-    /// more of them; one that is being compiled cannot be stopped.
+    /// Compiles and loads the units that are not ready, in parallel on all threads. Skips units without kernels for this device. Other
+    /// threads may use the device meanwhile. Once `give_up` returns true, on any thread, no further unit is begun; a running compilation
+    /// cannot be stopped.
     pub fn prepare(&self, units: &[Unit], give_up: &(dyn Fn() -> bool + Sync)) -> Result<()> {
         self.load_units(units, give_up)
     }
 }
 
-/// Attached to a device for which there are kernels.
+/// Attached to a device whose kernels are available.
 struct HasKernels;
 
 impl Attached for HasKernels {}
@@ -166,7 +164,7 @@ mod tests {
     use super::driver::{TARGETS, image};
     use super::*;
 
-    /// Architectures that this build embeds kernels for: all of them, or those that it was asked for.
+    /// Architectures that this build embeds kernels for.
     fn targets() -> impl Iterator<Item = &'static str> {
         let has = |target: &str| EMBEDDED.iter().any(|e| e.target == target);
         TARGETS.iter().copied().filter(move |target| has(target))
@@ -216,7 +214,7 @@ mod tests {
         }
     }
 
-    /// Drop-in calls ask each time. The sources of an architecture's kernels are some 1.5 MB with the headers: once is enough.
+    /// Drop-in calls ask each time. The sources of an architecture's kernels with their headers are some 1.5 MB: they are hashed only once.
     #[test]
     fn sources_are_hashed_once() {
         assert!(is_embedded((9, 0)));
@@ -224,7 +222,7 @@ mod tests {
         for _ in 0..1000 {
             have_kernels((9, 0)).unwrap();
         }
-        // Hashed each time, they would be more than a gigabyte.
+        // Hashing them each time would read more than a gigabyte.
         let taken = start.elapsed();
         assert!(taken < std::time::Duration::from_millis(500), "{taken:?}");
     }

@@ -1,5 +1,5 @@
-//! What there is on this machine for GPUs, and why something is missing: driver, devices, compiler, cuBLASLt. Never an error,
-//! and nothing stays open that was not.
+//! Reports the GPU setup of this machine: driver, devices, compiler and cuBLASLt, with the reason for anything missing. Never fails, and
+//! leaves no device open that was not open before.
 
 use serde::Serialize;
 
@@ -7,14 +7,14 @@ use super::driver::{Gpu, compiler, count, driver};
 use super::registry::is_embedded;
 use crate::base::{Result, env};
 
-/// Whether something is there, and why not.
+/// Whether a component is available, and why not.
 #[derive(Clone, Debug, Serialize)]
 pub struct Presence {
-    /// Whether it is there.
+    /// Whether it is available.
     pub available: bool,
-    /// Its version, where it is there and has one to tell.
+    /// Its version, if it is available and has one.
     pub version: Option<String>,
-    /// Why it is not there.
+    /// Why it is missing.
     pub reason: Option<String>,
 }
 
@@ -25,9 +25,9 @@ pub struct DeviceReport {
     pub index: usize,
     /// Whether it can be used.
     pub available: bool,
-    /// Why it cannot.
+    /// Why it cannot be used.
     pub reason: Option<String>,
-    /// What is known of a device that was opened.
+    /// Details of a device that could be opened.
     #[serde(flatten)]
     pub details: Option<Details>,
 }
@@ -38,7 +38,7 @@ impl DeviceReport {
     }
 }
 
-/// What a device is like.
+/// Properties of a device.
 #[derive(Clone, Debug, Serialize)]
 pub struct Details {
     /// The driver's name for it.
@@ -49,30 +49,30 @@ pub struct Details {
     pub multiprocessors: usize,
     /// Bytes of its memory.
     pub total_bytes: usize,
-    /// Bytes of its memory that no process uses.
+    /// Bytes of its memory that are free.
     pub free_bytes: usize,
-    /// Whether managed memory may be used by host and device at once.
+    /// Whether host and device may use managed memory at the same time.
     pub concurrent_managed_access: bool,
-    /// Whether the library brings its kernels for this device along, and needs no compiler.
+    /// Whether the library embeds its kernels for this device, so that no compiler is needed.
     pub embedded_kernels: bool,
-    /// The library for products of many rows.
+    /// cuBLASLt, for products of many rows.
     pub cublaslt: Presence,
 }
 
-/// What there is.
+/// The report on this machine.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     /// Whether some device can run models and products.
     pub available: bool,
-    /// Why none can.
+    /// Why no device can.
     pub reason: Option<String>,
-    /// The newest CUDA that the driver speaks: "13.0".
+    /// The newest CUDA version that the driver supports: "13.0".
     pub driver_version: Option<String>,
-    /// The devices that the driver shows.
+    /// The devices that the driver lists.
     pub devices: Vec<DeviceReport>,
-    /// The compiler of kernels.
+    /// NVRTC, the compiler of kernels.
     pub nvrtc: Presence,
-    /// The folder where compiled kernels are kept, if they are.
+    /// The folder of the kernel cache, if kernels are cached.
     pub kernel_cache: Option<String>,
 }
 
@@ -106,7 +106,7 @@ fn device(index: usize) -> DeviceReport {
     }
 }
 
-/// Looks at this machine. Opens each device for a moment.
+/// Examines this machine. Opens each device for a moment.
 pub fn report() -> Report {
     let driver = driver();
     let compiler = compiler();

@@ -1,4 +1,4 @@
-//! Norms of the rows of a weight: what its products are at most, by the inequality of Cauchy and Schwarz.
+//! Row norms of a weight, which bound its products by the Cauchy-Schwarz inequality.
 
 use super::driver::{DeviceSlice, Launch, int};
 use super::linear::Matrix;
@@ -6,7 +6,7 @@ use super::units::Unit;
 use crate::base::Result;
 use crate::tensor::WeightType;
 
-/// What the kernel of this file is passed, by its name.
+/// Argument size of this file's kernel, by its name.
 pub(super) const ARGUMENTS: &[(&str, usize)] =
     &[("linear_row_norms", size_of::<RowNormArguments>())];
 
@@ -23,8 +23,8 @@ struct RowNormArguments {
     k: i32,
 }
 
-/// `out[r] = sqrt(sum over k of (matrix[r, k] * columns[k])^2)`, f32 `[rows]`; `columns` are f32 `[cols]`, or ones. Sums of f32, exact to
-/// about 1e-6 of themselves. Enqueued.
+/// Enqueues `out[r] = sqrt(sum over k of (matrix[r, k] * columns[k])^2)`, f32 `[rows]`. `columns` are f32 `[cols]`, or ones if `None`. Sums
+/// are f32, with a relative error of about 1e-6.
 pub fn row_norms(
     matrix: &Matrix,
     columns: Option<DeviceSlice<'_>>,

@@ -1,5 +1,5 @@
-//! Rows of activations in a tensor of the device, as products take them, and products as their callers want them: the same that
-//! the host does with rows in its memory.
+//! Rows of activations in a device tensor as GEMM inputs, and GEMM results in the caller's type. The CPU does the same with rows in host
+//! memory.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -11,14 +11,14 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::tensor::{DType, Tensor};
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("linear_scale_rows", size_of::<ScaleArguments>()),
     ("linear_unscale_rows", size_of::<UnscaleArguments>()),
 ];
 
 const THREADS: u32 = 256;
-/// Rows of a launch, which are a grid's second dimension.
+/// Rows per launch, limited by a grid's second dimension.
 const ROWS: usize = 65_535;
 
 #[repr(C)]
@@ -41,16 +41,16 @@ struct UnscaleArguments {
 /// The rows of a tensor `[.., K]` of float16, bfloat16 or float32 and any strides, on a device.
 pub struct FloatRows<'a> {
     gpu: &'a Arc<Gpu>,
-    /// Rows and elements of one.
+    /// Number of rows, and elements per row.
     sizes: (usize, usize),
     rows: StridedRows,
     kernel: String,
-    /// What keeps the memory.
+    /// Ties the rows to the borrow of their memory.
     _memory: PhantomData<&'a ()>,
 }
 
 impl<'a> FloatRows<'a> {
-    /// Those of a tensor on `gpu`. K must be a multiple of 8.
+    /// The rows of a tensor on `gpu`. K must be a multiple of 8.
     pub fn new(gpu: &'a Arc<Gpu>, tensor: &'a Tensor) -> Result<FloatRows<'a>> {
         let kernel = format!("linear_scale_rows_{}", suffix(tensor.dtype())?);
         let k = tensor.shape().matrix().1;
@@ -66,7 +66,7 @@ impl<'a> FloatRows<'a> {
         })
     }
 
-    /// Those of f32 `[.., K]`, one after the other. K must be a multiple of 8.
+    /// Contiguous f32 rows `[.., K]`. K must be a multiple of 8.
     pub fn of_f32(gpu: &'a Arc<Gpu>, x: DeviceSlice<'a>, k: usize) -> Result<FloatRows<'a>> {
         if k == 0 || !k.is_multiple_of(8) || !x.address().is_multiple_of(16) {
             bail!(
@@ -84,8 +84,8 @@ impl<'a> FloatRows<'a> {
         })
     }
 
-    /// Enqueues `count` of the rows from `first` on as f16 to `halves` `[count, K]`, each divided by a power of two that brings its
-    /// largest magnitude near the top of f16, and those powers as f32 to `factors`. What f16 can hold comes through unchanged.
+    /// Enqueues the conversion of `count` rows from `first` on to f16 `halves` `[count, K]`. Each row is divided by a power of two that
+    /// brings its largest magnitude near the top of f16; the powers go to `factors` as f32. Rows that fit f16 are not scaled.
     pub fn halves(
         &self,
         first: usize,
@@ -112,8 +112,8 @@ impl<'a> FloatRows<'a> {
     }
 }
 
-/// Enqueues f32 `y` `[rows, n]`, each row times its factor, as `dtype` (float16, bfloat16 or float32) to the rows of `out` `[.., n]`
-/// from `first` on.
+/// Enqueues f32 `y` `[rows, n]`, each row times its factor, as `dtype` (float16, bfloat16 or float32), to the rows of `out` `[.., n]` from
+/// `first` on.
 pub fn scaled_rows<'a>(
     y: &DeviceBuffer,
     factors: &DeviceBuffer,

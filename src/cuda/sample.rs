@@ -1,4 +1,4 @@
-//! The choice of tokens on the device, so that the host reads one number instead of all logits.
+//! Sampling on the device, so that the host reads one token instead of all logits.
 
 use std::sync::Arc;
 
@@ -8,10 +8,10 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::{Plain, Tag};
 
-/// Blocks that share a row of logits.
+/// CTAs that share a row of logits.
 const BLOCKS: usize = 64;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("argmax", size_of::<Arguments>()),
     ("draw", size_of::<DrawArguments>()),
@@ -51,9 +51,8 @@ impl Best {
     }
 }
 
-/// Writes the argmax, a token (i32), of each of `rows` rows of f32 logits to `tokens`. With `next`, moves `positions` (i32) on
-/// by one and notes the token in `history` (i32 `[steps, rows]`, where the host reads it) at the new position modulo the
-/// steps.
+/// Writes the argmax token (i32) of each of `rows` rows of f32 logits to `tokens`. With `next`, also increments `positions` (i32) and
+/// stores the token in `history` (i32 `[steps, rows]`, which the host reads) at the new position modulo the steps.
 pub fn argmax(
     gpu: &Gpu,
     logits: &DeviceBuffer,
@@ -96,56 +95,56 @@ pub fn argmax(
     }
 }
 
-/// Blocks that share a row of logits in [`draw`] where one row is alone.
+/// CTAs that share the only row of logits in [`draw`].
 const DRAW_BLOCKS: usize = 64;
-/// Blocks that share a row when its tokens are put into buckets: each has as many buckets of its own to add.
+/// CTAs that share a row when its tokens are sorted into buckets. Each CTA adds a set of buckets of its own.
 const BUCKET_BLOCKS: usize = 16;
-/// Blocks of all rows together beyond which rows are shared by fewer.
+/// Total number of CTAs beyond which fewer CTAs share a row.
 const ENOUGH_BLOCKS: usize = 512;
 
-/// How a token is chosen from a row of logits, in the numbers that `kernels/sample/draw.cu` and the processor use.
+/// Sampling rule of one row of logits, in the numbers that `kernels/sample/draw.cu` and the CPU use.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DrawRule {
-    /// Of the random bits.
+    /// Seed of the random bits.
     pub seed: u64,
-    /// The number of the draw among those of the seed. A choice on the device moves it on by one.
+    /// Index of the draw in the seed's random stream. Each draw on the device increments it.
     pub draw: u64,
     /// Factor that turns logits into logarithms to base 2: log2(e) over the temperature. 0 takes the argmax.
     pub scale: f32,
     /// The least logarithm that is kept, relative to the largest: log2 of min-p.
     pub least_log: f32,
-    /// The share of all weights that those kept reach; 1 keeps all.
+    /// The share of the total weight that the kept tokens reach; 1 keeps all.
     pub top_p: f32,
-    /// What logits of tokens that have occurred are divided or multiplied by; 1 changes none.
+    /// Repetition penalty: the factor or divisor of logits whose token has occurred; 1 changes none.
     pub penalty: f32,
-    /// Tokens that are kept at most; 0 keeps all.
+    /// Upper limit of kept tokens; 0 keeps all.
     pub top_k: u32,
-    /// 0.
+    /// Always 0.
     pub reserved: u32,
 }
 
 // SAFETY: numbers without padding.
 unsafe impl Plain for DrawRule {}
 
-/// What the device stores in place of a token if every logit is minus infinity.
+/// Stored in place of a token if every logit is minus infinity.
 const ALL_RULED_OUT: i32 = -1;
-/// What it stores if the logit of token 0 is NaN or plus infinity; for token 1 it is one less, and so on.
+/// Stored if the logit of token 0 is NaN or plus infinity. Token 1 stores one less, and so on.
 const UNUSABLE: i32 = -2;
 
-/// The choice of the device, as the host reads it.
+/// The device's choice, as the host reads it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Drawn {
     /// A token.
     Token(u32),
-    /// None: every logit is minus infinity.
+    /// No token: every logit is minus infinity.
     AllRuledOut,
-    /// None: the logit of this token is not a number, or plus infinity.
+    /// No token: the logit of this token is NaN or plus infinity.
     Unusable(u32),
 }
 
 impl Drawn {
-    /// Reads what [`draw`] or [`argmax`] wrote.
+    /// Decodes a value that [`draw`] or [`argmax`] wrote.
     pub fn read(said: i32) -> Drawn {
         match said {
             0.. => Drawn::Token(said.cast_unsigned()),
@@ -174,11 +173,11 @@ struct DrawArguments {
     stride: i32,
 }
 
-/// The rules of rows, and memory in which blocks tell each other what they found.
+/// Sampling rules of the rows, and workspace in which CTAs combine their results.
 #[derive(Debug)]
 pub struct DrawScratch {
     rules: DeviceBuffer,
-    /// A bit for each token that has occurred, where a rule asks for that: `[rows, vocabulary / 32]` words.
+    /// One bit per token that has occurred, if a rule needs it: `[rows, vocabulary / 32]` words.
     occurred: Option<DeviceBuffer>,
     best_value: DeviceBuffer,
     best_token: DeviceBuffer,
@@ -190,7 +189,7 @@ pub struct DrawScratch {
     vocabulary: usize,
 }
 
-/// Buckets of a row; as many as the processor has.
+/// Buckets per row, as on the CPU.
 const BUCKETS: usize = 2048;
 /// Tokens whose buckets a thread reads at once.
 const BUCKET_GROUP: usize = 8;
@@ -213,18 +212,18 @@ impl DrawScratch {
         })
     }
 
-    /// Rows that there is room for.
+    /// Row capacity.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Whether tokens that have occurred are marked.
+    /// Whether occurred tokens are tracked.
     pub fn marks(&self) -> bool {
         self.occurred.is_some()
     }
 
-    /// Sets the rules of the first rows, and for each row what has occurred, if some rule has a penalty. The device moves both
-    /// on by itself.
+    /// Sets the rules of the first rows, and the tokens that occurred in each row if some rule has a penalty. The device then advances both
+    /// by itself.
     pub fn set(&mut self, gpu: &Arc<Gpu>, rules: &[DrawRule], history: &[&[u32]]) -> Result<()> {
         if rules.len() > self.rows || history.len() != rules.len() {
             bail!(
@@ -250,7 +249,7 @@ impl DrawScratch {
         };
         let mut bits = vec![0u32; rules.len() * words];
         for (row, history) in bits.chunks_exact_mut(words).zip(history) {
-            // A token without a logit has nothing to change.
+            // A token without a logit needs no mark.
             for &token in history.iter().filter(|&&t| (t as usize) < self.vocabulary) {
                 row[token as usize / 32] |= 1 << (token % 32);
             }
@@ -259,9 +258,9 @@ impl DrawScratch {
     }
 }
 
-/// Chooses a token from each of `rows` rows of f32 logits, as `scratch` says, and writes it to `tokens` (i32), which holds the
-/// tokens that gave the logits. Moves `positions` (i32) on by one, and tells the host in `history` (i32 `[steps, rows]`) at the
-/// new position modulo the steps: see [`Drawn::read`]. `penalties` says whether some rule has one.
+/// Draws a token from each of `rows` rows of f32 logits by the rules in `scratch`, and writes it to `tokens` (i32), which holds the tokens
+/// that produced the logits. Increments `positions` (i32), and stores the token in `history` (i32 `[steps, rows]`) at the new position
+/// modulo the steps; [`Drawn::read`] decodes it. `penalties` says whether some rule has a penalty.
 #[allow(clippy::too_many_arguments, reason = "what a step consists of")]
 pub fn draw(
     gpu: &Gpu,

@@ -1,6 +1,5 @@
-//! W4A4: products of two NVFP4 matrices, exact but for f32 sums in a fixed order and the rounding of the result. By an own
-//! kernel, or by the library over bounded 16-bit copies of both operands: what a code and its scale stand for is exact in f16
-//! and in bf16.
+//! W4A4 GEMM: the product of two NVFP4 matrices, exact up to f32 sums in a fixed order and the rounding of the result. Runs our own kernel,
+//! or cuBLASLt over bounded 16-bit copies of both operands: a code times its scale is exact in f16 and in bf16.
 
 use std::sync::Arc;
 
@@ -16,16 +15,16 @@ use crate::base::size::product;
 use crate::format::swizzle::ScaleLayout;
 use crate::tensor::DType;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("scaled_mm_", size_of::<ProductArguments>()),
     ("scaled_mm_dequantize_", size_of::<DequantizeArguments>()),
 ];
 
-/// What a block of the own kernel makes at a time.
+/// The output tile of a CTA of our own kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Tile {
-    /// 16 by 32, its warps sharing K: for few rows.
+    /// 16 by 32; its warps share K. For few rows.
     Small,
     /// 64 by 64.
     Medium,
@@ -37,7 +36,7 @@ impl Tile {
     /// Every tile.
     pub const ALL: [Tile; 3] = [Tile::Small, Tile::Medium, Tile::Large];
 
-    /// Rows of both operands.
+    /// Rows of both operands per tile.
     const fn size(self) -> (usize, usize) {
         match self {
             Tile::Small => (16, 32),
@@ -46,7 +45,7 @@ impl Tile {
         }
     }
 
-    /// Threads of a block, and the bytes of shared memory that it asks for.
+    /// Threads of a CTA, and its bytes of shared memory.
     pub const fn block(self) -> (u32, u32) {
         match self {
             Tile::Small => (256, 69_120),
@@ -55,7 +54,7 @@ impl Tile {
         }
     }
 
-    /// Its kernel, for K that is a multiple of 64.
+    /// The tile's kernel, for K that is a multiple of 64.
     pub const fn kernel(self) -> &'static str {
         match self {
             Tile::Small => "scaled_mm_16x32",
@@ -65,23 +64,23 @@ impl Tile {
     }
 }
 
-/// How a product is made.
+/// How a product is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Way {
-    /// By the own kernel: on architectures that multiply e2m1 codes these as they are, elsewhere decoded on the way.
+    /// By our own kernel. Architectures that multiply e2m1 codes take them as they are; elsewhere they are decoded on the way.
     Kernel(Tile),
-    /// By the library, over 16-bit copies.
+    /// By cuBLASLt, over 16-bit copies.
     Library,
 }
 
 /// The first architecture whose warps multiply e2m1 codes.
 const MULTIPLIES_CODES: (i32, i32) = (12, 0);
-/// Rows of both operands from which the library is faster than decoding on the way, copies included.
+/// Rows of both operands from which cuBLASLt, copies included, is faster than decoding on the way.
 const LIBRARY_ROWS: usize = 128;
 
 impl Way {
-    /// The way for `[m, k]` times `[n, k]` on a device of this architecture with this many multiprocessors, and the library if
-    /// `library` says so.
+    /// Chooses the way for `[m, k]` times `[n, k]`, on a device of this architecture with this many multiprocessors. `library` says whether
+    /// cuBLASLt is available.
     pub fn choose(
         m: usize,
         n: usize,
@@ -96,7 +95,7 @@ impl Way {
             let (rows, columns) = tile.size();
             m.div_ceil(rows) * n.div_ceil(columns)
         };
-        // The larger a tile, the less it reads, once there are enough of them.
+        // The larger a tile, the less it reads, once there are enough tiles.
         Way::Kernel(if m <= Tile::Small.size().0 {
             Tile::Small
         } else if m > Tile::Medium.size().0 && tiles(Tile::Large) >= multiprocessors {
@@ -122,7 +121,7 @@ pub fn scaled_mm<'a>(
     scaled_mm_by(gpu, a, b, dtype, out, way)
 }
 
-/// The same in a way of the caller's.
+/// As [`scaled_mm`], in a given way.
 pub fn scaled_mm_by<'a>(
     gpu: &Arc<Gpu>,
     a: &Operand<'_>,
@@ -174,8 +173,8 @@ fn store(dtype: DType) -> Result<Store> {
     })
 }
 
-/// What a product is multiplied by, one factor after the other: the second is 1 unless the two in one would leave the range of
-/// normal numbers.
+/// Splits the factor of a product into two that are applied one after the other. The second is 1 unless a single factor would leave the
+/// range of normal numbers.
 fn factors(a: f32, b: f32) -> (f32, f32) {
     let both = a * b;
     if both.is_normal() {
@@ -185,7 +184,7 @@ fn factors(a: f32, b: f32) -> (f32, f32) {
     }
 }
 
-/// The one factor that the library multiplies by, for its copies; nothing if that is no ordinary number.
+/// The single factor of a product of 16-bit copies by cuBLASLt; `None` if it is no normal number.
 fn library_factor(a: f32, b: f32) -> Option<f32> {
     let factor = a * b * DEQUANTIZED_FACTOR;
     ((a * b).is_normal() && factor.is_finite()).then_some(factor)
@@ -220,7 +219,7 @@ struct ProductArguments {
     output: i32,
 }
 
-/// Elements of K of which codes and scales are whole pieces to copy.
+/// K elements whose codes and scales can be copied in whole pieces.
 const WHOLE: usize = 64;
 
 fn by_kernel(
@@ -233,7 +232,7 @@ fn by_kernel(
 ) -> Result<()> {
     let (rows, columns) = tile.size();
     let (across, down) = (a.rows.div_ceil(rows), b.rows.div_ceil(columns));
-    // The second dimension of a grid ends there.
+    // A grid's second dimension is limited to 65,535.
     if down > 65_535 {
         bail!(
             Unsupported,
@@ -290,18 +289,18 @@ struct DequantizeArguments {
     k: i32,
 }
 
-/// Bytes of the 16-bit copy of one operand, or of as many of its rows as that is.
+/// Bytes for the 16-bit copy of one operand, or of those rows of it that fit.
 const COPY: usize = 128 << 20;
-/// Rows of a copy are a multiple of this, so that results of parts begin where the library wants them.
+/// Rows of a copy are a multiple of this, so that partial results begin at addresses that cuBLASLt accepts.
 const COPY_ROWS: usize = 128;
-/// What is left of the powers of two in the copies' values, which are times 2^-8 each.
+/// Undoes the factor 2^-8 in the values of both copies.
 const DEQUANTIZED_FACTOR: f32 = 65_536.0;
-/// Threads of a block of the dequantization kernel, and rows and codes of a thread.
+/// Threads of a CTA of the dequantization kernel, and rows and codes per thread.
 const DEQUANTIZE_THREADS: u32 = 256;
 const DEQUANTIZED_ROWS: usize = 4;
 const DEQUANTIZED_CODES: usize = 8;
 
-/// Dequantizes rows of each operand: its first row, the number of rows, which may be 0, and their destination.
+/// Dequantizes rows of each operand, given as the first row, the number of rows, which may be 0, and the destination.
 fn dequantize(
     gpu: &Gpu,
     slices: [(&Operand<'_>, usize, usize, u64); 2],
@@ -355,7 +354,7 @@ fn by_library(
             b.global
         );
     };
-    // The library's results in 16 bits are of operands of the same type.
+    // cuBLASLt stores a 16-bit result only in the type of its operands.
     let (element, bytes) = match store {
         Store::F16 => (Element::F16, 2),
         Store::Bf16 | Store::AddBf16 => (Element::Bf16, 2),
@@ -372,7 +371,7 @@ fn by_library(
         let rows_b = step_b.min(b.rows - first_b);
         for first_a in (0..a.rows).step_by(step_a) {
             let rows_a = step_a.min(a.rows - first_a);
-            // What is there already stays: b for all of a, and a if it fits whole.
+            // Copies are reused: b for all of a, and a if it fits whole.
             let new_a = if first_b == 0 || step_a < a.rows {
                 rows_a
             } else {
@@ -403,8 +402,8 @@ fn by_library(
     Ok(())
 }
 
-/// `a` `[m, k]` times `b` `[n, k]` transposed by the library, all three matrices dense in `dtype`, f16 or bf16: what products of
-/// 4-bit operands are measured against.
+/// `a` `[m, k]` times `b` `[n, k]` transposed by cuBLASLt, all three matrices dense in `dtype`, f16 or bf16: the baseline for products of
+/// 4-bit operands.
 pub fn dense_mm(
     gpu: &Arc<Gpu>,
     a: &DeviceBuffer,

@@ -1,5 +1,5 @@
-//! Tables whose rows are looked up: a weight on the device, or rows that stay in page-locked host memory, which the device reads
-//! over the bus. A token takes one row, so an embedding need not fill device memory.
+//! Embedding tables: a weight on the device, or rows in page-locked host memory, which the device reads over the bus. A token takes one
+//! row, so an embedding need not fill device memory.
 
 use super::driver::{DeviceBuffer, Gpu, Pinned};
 use super::elementwise::{self, TableArgument};
@@ -10,8 +10,7 @@ use crate::base::memory::Tag;
 use crate::base::size::product;
 use crate::tensor::WeightType;
 
-/// Rows `[rows, width]` of plain values, or of int8 codes and after them the f32 scale of each row, in page-locked host memory.
-/// Immutable.
+/// An immutable table `[rows, width]` in page-locked host memory: plain values, or int8 codes followed by the f32 scale of each row.
 #[derive(Debug)]
 pub struct HostTable {
     values: Pinned,
@@ -50,7 +49,7 @@ impl HostTable {
     }
 }
 
-/// A table to look rows up in.
+/// A table in either memory.
 #[derive(Clone, Copy)]
 pub enum Table<'a> {
     /// On the device.
@@ -59,7 +58,8 @@ pub enum Table<'a> {
     Host(&'a HostTable),
 }
 
-/// Looks up `rows` tokens (i32, each less than the table's rows) into f32 `out` `[rows, width]`, and multiplies them by `scale`.
+/// Looks up `rows` tokens (i32, each less than the table's rows), multiplies their rows by `scale`, and writes them to f32 `out` `[rows,
+/// width]`.
 pub fn embed(
     gpu: &Gpu,
     table: Table<'_>,
@@ -87,7 +87,7 @@ pub fn embed(
     elementwise::embed(gpu, &argument, tokens, rows, scale, out)
 }
 
-/// The exact values of one row of a weight, brought to the host: `out` takes as many as a row has.
+/// Copies the exact values of one row of a weight to `out` on the host; `out` has the length of a row.
 pub fn table_row(table: &Matrix, row: usize, out: &mut [f32]) -> Result<()> {
     if row >= table.rows() || out.len() != table.cols() {
         bail!(

@@ -1,7 +1,7 @@
-//! Tensors in the memory of a device: over the library's own allocations, over what a host program lends, and copies of them.
+//! Tensors in device memory: over the library's own allocations, over memory that a host program lends, and copies of them.
 //!
-//! What reads or writes them is enqueued on the device's stream like everything here. Who takes them from the host program or
-//! gives them to it orders that stream with the default one: see [`Gpu::after_host_stream`].
+//! All reads and writes are enqueued on the device's stream. Code that takes tensors from the host program, or gives them to it, orders
+//! that stream with the default one: see [`Gpu::after_host_stream`].
 
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
@@ -17,12 +17,12 @@ use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::tensor::{DType, MAX_RANK, Owner, Place, Shape, Tensor};
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[("gather_", size_of::<GatherArguments>())];
 
 const THREADS: u32 = 256;
 
-/// Bytes of the widest store of a kernel, to which results are aligned.
+/// Alignment of results: bytes of the widest store of a kernel.
 const RESULT: u64 = 16;
 
 /// Memory of a tensor that the host program may have used on its default stream.
@@ -30,13 +30,13 @@ struct Shared(DeviceBuffer);
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // The buffer is freed, and its memory used anew, in the order of the device's stream. A failure means that the context
-        // is broken, which every further call reports.
+        // The buffer is freed, and its memory reused, in the order of the device's stream. A failure means that the context is broken,
+        // which every further call reports.
         let _ = self.0.gpu().after_host_stream();
     }
 }
 
-/// A contiguous tensor over a buffer, which must be large enough. Managed memory has [`managed_tensor`].
+/// A contiguous tensor over a buffer, which must be large enough. For managed memory see [`managed_tensor`].
 pub fn tensor(buffer: DeviceBuffer, sizes: &[usize], dtype: DType) -> Result<Tensor> {
     let shape = Shape::contiguous(sizes)?;
     buffer.holds("a tensor", &[shape.elements(), dtype.bytes()])?;
@@ -60,8 +60,8 @@ pub fn managed_tensor(buffer: ManagedBuffer, sizes: &[usize], dtype: DType) -> R
     unsafe { Tensor::on_device(address, place, shape, dtype, None, Arc::new(buffer)) }
 }
 
-/// Where memory at an address that the host program gives for device `ordinal` is, and what keeps that device. Memory that the
-/// device does not have is refused; an empty tensor has none.
+/// Finds the place of an address that the host program gives for device `ordinal`, and an owner that keeps that device open. Refuses memory
+/// that the device does not have; an empty tensor needs none.
 pub fn find(ordinal: usize, address: u64) -> Result<(Place, Owner)> {
     use sys::CUpointer_attribute::*;
     let gpu = Gpu::open(ordinal)?;
@@ -89,7 +89,7 @@ pub fn find(ordinal: usize, address: u64) -> Result<(Place, Owner)> {
         };
         check(found.result(), "looking up an address")?;
     }
-    // What CUDA does not know has type 0.
+    // Addresses unknown to CUDA have type 0.
     const DEVICE: u32 = sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32;
     let place = match kind {
         _ if address == 0 => Place::Cuda(ordinal),
@@ -107,7 +107,7 @@ pub fn find(ordinal: usize, address: u64) -> Result<(Place, Owner)> {
     Ok((place, gpu))
 }
 
-/// The device of a tensor that is on one.
+/// The device of a device tensor.
 fn gpu_of(tensor: &Tensor) -> Result<Arc<Gpu>> {
     let place = tensor.place();
     let ordinal = place.cuda().ok_or_else(|| {
@@ -133,7 +133,7 @@ struct GatherArguments {
     strides: [u64; MAX_RANK],
 }
 
-/// Enqueues a copy of the elements, row-major without gaps, to `to`.
+/// Enqueues a copy of the elements to `to`, row-major without gaps.
 ///
 /// # Safety
 /// `tensor` must be on `gpu`, and `to` must be the address of memory for all its bytes there.
@@ -176,7 +176,7 @@ unsafe fn gather(gpu: &Gpu, tensor: &Tensor, to: u64) -> Result<()> {
     unsafe { launch.run(gpu, Unit::Gather, name, &arguments) }
 }
 
-/// A copy of a tensor of this device, row-major without gaps, in memory of its own.
+/// A copy of a tensor of this device in new memory, row-major without gaps.
 pub fn contiguous(gpu: &Arc<Gpu>, tag: Tag, tensor: &Tensor) -> Result<DeviceBuffer> {
     require(gpu, tensor)?;
     let buffer = DeviceBuffer::uninit(gpu, tag, tensor.bytes())?;
@@ -185,7 +185,7 @@ pub fn contiguous(gpu: &Arc<Gpu>, tag: Tag, tensor: &Tensor) -> Result<DeviceBuf
     Ok(buffer)
 }
 
-/// A tensor's elements on its device, row-major without gaps and aligned: in its own memory where they stand so, or in a copy.
+/// A tensor's elements on its device, row-major without gaps and aligned: the tensor's own memory if it qualifies, else a copy.
 #[derive(Debug)]
 pub enum Contiguous<'a> {
     /// The tensor's own memory.
@@ -195,7 +195,7 @@ pub enum Contiguous<'a> {
 }
 
 impl<'a> Contiguous<'a> {
-    /// The elements of a tensor on `gpu`, from an address that is a multiple of `align` bytes on.
+    /// The elements of a tensor on `gpu`, aligned to `align` bytes.
     pub fn new(gpu: &'a Arc<Gpu>, tensor: &'a Tensor, align: usize) -> Result<Contiguous<'a>> {
         require(gpu, tensor)?;
         let at = address(tensor);
@@ -213,7 +213,7 @@ impl<'a> Contiguous<'a> {
         )?))
     }
 
-    /// Where they are.
+    /// The memory of the elements.
     pub fn slice(&self) -> DeviceSlice<'_> {
         match self {
             Contiguous::Borrowed(slice) => *slice,
@@ -223,8 +223,7 @@ impl<'a> Contiguous<'a> {
 }
 
 impl<'a> DeviceSlice<'a> {
-    /// The memory of a tensor on `gpu` that a result is written to, which must be contiguous and aligned for the widest store of a
-    /// kernel.
+    /// The memory of a tensor on `gpu` that receives a result. The tensor must be contiguous, and aligned for the widest store of a kernel.
     pub fn result(gpu: &'a Arc<Gpu>, tensor: &'a mut Tensor) -> Result<DeviceSlice<'a>> {
         require(gpu, tensor)?;
         let at = address(tensor);
@@ -241,17 +240,17 @@ impl<'a> DeviceSlice<'a> {
     }
 }
 
-/// Rows in device memory at even distances.
+/// Rows in device memory at a fixed stride.
 pub(super) struct StridedRows {
     pub(super) address: u64,
     /// Bytes from row to row.
     pub(super) stride: usize,
-    /// A copy that was needed to have them so.
+    /// Keeps the copy alive, if one was needed.
     _copy: Option<DeviceBuffer>,
 }
 
 impl StridedRows {
-    /// Rows that lie so already.
+    /// Rows that already have a fixed stride.
     pub(super) fn at(address: u64, stride: usize) -> StridedRows {
         StridedRows {
             address,
@@ -261,7 +260,7 @@ impl StridedRows {
     }
 }
 
-/// The rows of a tensor's matrix, each aligned to `align` bytes: of the tensor itself where that has them so, or of a copy.
+/// The rows of a tensor's matrix, each aligned to `align` bytes: in the tensor itself if possible, else in a copy.
 pub(super) fn rows(gpu: &Arc<Gpu>, tensor: &Tensor, align: usize) -> Result<StridedRows> {
     require(gpu, tensor)?;
     let (at, element) = (address(tensor), tensor.dtype().bytes());
@@ -283,7 +282,7 @@ pub(super) fn rows(gpu: &Arc<Gpu>, tensor: &Tensor, align: usize) -> Result<Stri
     })
 }
 
-/// The suffix of a kernel for values of a type.
+/// The kernel name suffix of a value type.
 pub(super) fn suffix(dtype: DType) -> Result<&'static str> {
     match dtype {
         DType::F32 => Ok("f32"),
@@ -311,7 +310,7 @@ pub(super) fn require(gpu: &Gpu, tensor: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// A copy on the device of a tensor in host memory, row-major without gaps.
+/// Copies a tensor in host memory to the device, row-major without gaps.
 pub fn upload(gpu: &Arc<Gpu>, tensor: &Tensor) -> Result<Tensor> {
     let mut buffer = DeviceBuffer::uninit(gpu, Tag::DeviceTensor, tensor.bytes())?;
     match tensor.as_bytes() {
@@ -325,8 +324,8 @@ pub fn upload(gpu: &Arc<Gpu>, tensor: &Tensor) -> Result<Tensor> {
     self::tensor(buffer, tensor.shape().sizes(), tensor.dtype())
 }
 
-/// Copies the elements of a tensor on a device, row-major without gaps, to `out`, which must be exactly as large, when everything
-/// enqueued before has run.
+/// Copies the elements of a device tensor to `out`, row-major without gaps, after all work enqueued before. `out` must have exactly their
+/// size.
 pub fn download(tensor: &Tensor, out: &mut [u8]) -> Result<()> {
     if out.len() != tensor.bytes() {
         bail!(
@@ -367,7 +366,7 @@ impl ManagedBuffer {
         unsafe { gather(self.gpu(), tensor, self.address()) }
     }
 
-    /// Enqueues that the memory of a tensor moves to the device `to`, or to the host. The tensor must be in managed memory.
+    /// Enqueues that the memory of a tensor moves to the device `to`, or to the host if `None`. The tensor must be in managed memory.
     pub fn prefetch(tensor: &Tensor, to: Option<&Gpu>) -> Result<()> {
         let Place::Managed(ordinal) = tensor.place() else {
             bail!(

@@ -1,5 +1,5 @@
-//! One operation a kernel, from f32 to f32: what a block is on a device before anything is fused, and what fused kernels are compared
-//! with. Only the cache holds f16. Everything is enqueued.
+//! The unfused reference: one operation per kernel, from f32 to f32, with f16 only in the cache. Fused kernels are compared with it.
+//! Everything is enqueued.
 
 use super::attention::{PageTable, Pages};
 use super::driver::{DeviceSlice, Launch, int};
@@ -9,7 +9,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::size::product;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("rms_norm_f32", size_of::<NormArguments>()),
     ("rotate", size_of::<RotateArguments>()),
@@ -19,9 +19,9 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
 ];
 
 const THREADS: u32 = 256;
-/// Blocks that walk over an array at most.
+/// Upper limit of CTAs that iterate over an array.
 const MOST_BLOCKS: usize = 65_535;
-/// Elements of a head at most.
+/// Upper limit of elements of a head.
 const MOST_ELEMENTS: usize = 256;
 
 /// Elements of an array of f32.
@@ -29,7 +29,7 @@ fn elements(x: DeviceSlice<'_>) -> usize {
     x.bytes() / size_of::<f32>()
 }
 
-/// Refuses an array that is not exactly so large.
+/// Fails unless an array has exactly these sizes.
 fn expect(what: &str, x: DeviceSlice<'_>, sizes: &[usize]) -> Result<()> {
     let wanted = product(what, sizes)?;
     if elements(x) != wanted {
@@ -90,8 +90,8 @@ struct RotateArguments {
     half: i32,
 }
 
-/// Rotates `x` `[rows, heads, dim]` in place, row i by the cosines and sines in row i of `cos` and `sin`, `[rows, rotary_dim / 2]`: of the
-/// first rotary_dim elements of a head, element i pairs with element i + rotary_dim / 2, and the others pass unchanged.
+/// Rotates `x` `[rows, heads, dim]` in place, row i by row i of `cos` and `sin`, `[rows, rotary_dim / 2]`. Within the first rotary_dim
+/// elements of a head, element i pairs with element i + rotary_dim / 2; the others pass unchanged.
 pub fn rotate(
     x: DeviceSlice<'_>,
     heads: usize,
@@ -145,7 +145,7 @@ struct PointwiseArguments {
     activation: i32,
 }
 
-/// Runs a kernel over the elements of `x`, with those of `y` again and again beside them.
+/// Runs a kernel over the elements of `x` and those of `y`, which repeats along `x`.
 fn pointwise(
     name: &str,
     x: DeviceSlice<'_>,
@@ -180,7 +180,7 @@ pub fn glu_f32(activation: Activation, gate: DeviceSlice<'_>, up: DeviceSlice<'_
     pointwise("pointwise_glu", gate, Some(up), 0.0, activation)
 }
 
-/// `x += y`, element by element; `y` may be one row that is added to each row of `x` (a bias).
+/// `x += y`, element by element; `y` may be a single row that is added to each row of `x` (a bias).
 pub fn add(x: DeviceSlice<'_>, y: DeviceSlice<'_>) -> Result<()> {
     pointwise("pointwise_add", x, Some(y), 0.0, Activation::Silu)
 }
@@ -200,7 +200,7 @@ pub fn cap_f32(x: DeviceSlice<'_>, cap: f32) -> Result<()> {
     pointwise("pointwise_cap", x, None, cap, Activation::Silu)
 }
 
-/// How [`attention_reference`] attends.
+/// Parameters of [`attention_reference`].
 #[derive(Clone, Copy, Debug)]
 pub struct ReferenceAttention {
     /// Query heads.
@@ -209,11 +209,11 @@ pub struct ReferenceAttention {
     pub kv_heads: usize,
     /// Elements of one head: a multiple of 16 up to 256.
     pub dim: usize,
-    /// Of the scores.
+    /// Multiplies the scores.
     pub scale: f32,
-    /// Positions that a row sees, its own included; all if `None`.
+    /// Sliding window: positions that a row sees, its own included. All if `None`.
     pub window: Option<usize>,
-    /// Bounds scores softly: `cap * tanh(score / cap)`.
+    /// Soft cap of the scores: `cap * tanh(score / cap)`.
     pub score_cap: Option<f32>,
 }
 
@@ -230,7 +230,7 @@ struct AttendArguments {
     cap: f32,
 }
 
-/// Refuses heads that the kernels do not know, and positions without a page.
+/// Refuses heads without kernels, and positions without a page.
 fn check_heads(kv_heads: usize, dim: usize, pages: &PageTable<'_>, positions: usize) -> Result<()> {
     if kv_heads == 0 || dim == 0 || dim > MOST_ELEMENTS || !dim.is_multiple_of(16) {
         bail!(
@@ -244,8 +244,8 @@ fn check_heads(kv_heads: usize, dim: usize, pages: &PageTable<'_>, positions: us
     Ok(())
 }
 
-/// Attention of the rows of f32 `q` `[rows, heads, dim]`, of one sequence from `first_position` on, over its cached keys and values: softmax(q
-/// k^T * scale) v in f32, to f32 `out` of the same shape. A row sees positions up to its own, whose pages must exist and hold them.
+/// Attention of f32 `q` `[rows, heads, dim]`, rows of one sequence from `first_position` on, over its cached keys and values: softmax(q k^T
+/// * scale) v in f32, to f32 `out` of the same shape. A row sees positions up to its own, whose pages must exist and hold them.
 pub fn attention_reference(
     options: &ReferenceAttention,
     pages: &PageTable<'_>,
@@ -282,7 +282,7 @@ pub fn attention_reference(
         cap: options.score_cap.unwrap_or(0.0),
     };
     let launch = Launch::new([int("rows", rows)? as u32, heads as u32, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked; pages are the caller's word.
+    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for pages.
     unsafe {
         launch.run(
             q.gpu(),
@@ -303,7 +303,7 @@ struct StoreArguments {
 }
 
 /// Rounds f32 keys and values `[rows, kv_heads, dim]` of one sequence to f16, ties to even, and stores them in the cache from
-/// `first_position` on, where pages must exist. What does not fit is noted where `pages` says.
+/// `first_position` on, where pages must exist. Values outside f16's range set `unfit` of `pages`.
 pub fn store_kv(
     kv_heads: usize,
     dim: usize,
@@ -324,7 +324,7 @@ pub fn store_kv(
         first_position: int("the position", first_position)?,
     };
     let launch = Launch::new([int("rows", rows)? as u32, kv_heads as u32, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked; pages are the caller's word.
+    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for pages.
     unsafe {
         launch.run(
             k.gpu(),

@@ -1,5 +1,5 @@
-//! The sources of kernels: every header, and every unit, which is a source that is compiled by itself. `build.rs` has this file as a
-//! module too, so it imports the compiler's options alone.
+//! The sources of kernels: every header, and every unit, which is a source that is compiled by itself. `build.rs` includes this file as a
+//! module too, so it imports only the compiler's options.
 
 use std::hash::Hasher;
 use std::sync::OnceLock;
@@ -9,7 +9,7 @@ use twox_hash::XxHash3_64;
 
 use super::driver::nvrtc::{Source, options};
 
-/// The folder of the sources. Files in it are named by their paths within it; sources include headers by these names.
+/// The folder of the sources. Files are named by their paths within it, and sources include headers by these names.
 static KERNELS: Dir<'_> = include_dir!("$CARGO_MANIFEST_DIR/kernels");
 
 /// Name and text of every header, in the order of their names.
@@ -38,7 +38,7 @@ macro_rules! units {
         pub enum Unit { $(#[doc = $path] $name,)+ }
 
         impl Unit {
-            /// All of them.
+            /// Every unit.
             pub const ALL: &'static [Unit] = &[$(Unit::$name,)+];
 
             /// Path under `kernels/`.
@@ -110,7 +110,7 @@ units! {
 }
 
 impl Unit {
-    /// Whether it has kernels for an architecture, as the compiler names it.
+    /// Whether the unit has kernels for an architecture, as the compiler names it.
     pub(crate) fn is_for(self, target: &str) -> bool {
         let multiplies_by_warpgroups = matches!(
             self,
@@ -121,13 +121,13 @@ impl Unit {
         target == "sm_90a" || !multiplies_by_warpgroups
     }
 
-    /// Those with kernels for an architecture, as the compiler names it.
+    /// The units with kernels for an architecture, as the compiler names it.
     pub fn for_target(target: &str) -> impl Iterator<Item = Unit> {
         let all = Unit::ALL.iter().copied();
         all.filter(move |unit| unit.is_for(target))
     }
 
-    /// What is compiled. A test holds that every unit is embedded.
+    /// The source to compile. A test checks that every unit is embedded.
     pub(crate) fn source(self) -> Source<'static> {
         source(self.path(), self.text().unwrap_or_default())
     }
@@ -146,9 +146,9 @@ pub(crate) fn source<'a>(path: &'a str, text: &'a str) -> Source<'a> {
     }
 }
 
-/// Tells sources and options apart; machine code depends on them and the compiler's version.
+/// Hash of the unit's sources and options. Machine code depends on it and on the compiler's version.
 pub(crate) fn fingerprint(unit: Unit, target: &str) -> u64 {
-    /// What the headers, which all units share, have left of a checksum.
+    /// The hash state after the headers, which all units share.
     static OF_HEADERS: OnceLock<XxHash3_64> = OnceLock::new();
     let of_headers = || {
         let mut sum = XxHash3_64::new();
@@ -172,7 +172,7 @@ mod tests {
 
     #[test]
     fn every_source_is_embedded() {
-        // Each header that a source includes is one of those that the compiler is given.
+        // Each header that a source includes is one that the compiler is given.
         let known = |name: &str| headers().iter().any(|(header, _)| *header == name);
         let units = Unit::ALL.iter().map(|unit| unit.text().unwrap());
         for source in units.chain(headers().iter().map(|(_, source)| *source)) {

@@ -1,11 +1,12 @@
-//! A step of AdamW (Loshchilov and Hutter, arXiv 1711.05101) on a block of 16 weights in the form they are stored in: what kernels of
-//! every device do, to the same bits. Weights and moments are read, updated in f32, and rounded once.
+//! AdamW (Loshchilov and Hutter, arXiv 1711.05101) on blocks of 16 weights in their stored form: the specification that kernels on every
+//! device match bit by bit. A step reads weights and moments, updates them in f32, and rounds once.
 //!
-//! A weight's block scale stands still while the largest weight of the block stays within a [`Band`] of it: a grid that moved with every
-//! step would round every weight anew, and the errors would add up. Moments' scales are made anew, as an average forgets.
+//! A weight's block scale stays while the largest weight of the block is within a [`Band`] of it: a grid that moved in every step would
+//! round every weight again, and the errors would add up. Scales of moments are recomputed in every step, because an exponential average
+//! forgets errors.
 //!
-//! The global scales of moments belong to groups of [`GROUP_ROWS`] rows and are powers of two that follow from what a step can reach at
-//! most, so that a group is updated in one pass over its memory, whatever else belongs to the tensor.
+//! The global scales of moments belong to groups of [`GROUP_ROWS`] rows. They are powers of two derived from an upper bound of the step, so
+//! that a group is updated in one pass over its memory, independent of the rest of the tensor.
 
 use serde::{Deserialize, Serialize};
 
@@ -19,16 +20,16 @@ use crate::base::error::{Result, bail};
 
 /// Rows that share the global scales of their moments.
 pub const GROUP_ROWS: usize = 8;
-/// What the second code of [`WeightForm::TwoTerm`] is divided by: the largest remainder is one scale, and the largest code six.
+/// Divisor of the second code of [`WeightForm::TwoTerm`]: the largest remainder is one scale, and the largest code is six.
 const SECOND_TERM: f32 = e2m1::MAX;
 
-/// How a weight is stored between steps.
+/// Stored form of a weight between steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WeightForm {
     /// An NVFP4 code and a residual in local steps, rounded stochastically: see [`residual`].
     Residual(Bits),
-    /// Two E2M1 codes: the nearest to the weight, and the remainder's, in sixths of the scale, rounded stochastically.
+    /// Two E2M1 codes: the nearest to the weight, and that of the remainder in sixths of the scale, rounded stochastically.
     TwoTerm,
     /// One NVFP4 code, rounded stochastically.
     OneTerm,
@@ -44,7 +45,7 @@ impl Default for WeightForm {
     }
 }
 
-/// How a first moment is stored.
+/// Stored form of a first moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FirstForm {
@@ -59,27 +60,27 @@ pub enum FirstForm {
     F32,
 }
 
-/// How the square root of a second moment is stored.
+/// Stored form of the square root of a second moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SecondForm {
     /// Integers from 1 to 15, rounded stochastically.
     #[default]
     Uint4,
-    /// The positive values of NVFP4, rounded stochastically and never zero.
+    /// The positive values of NVFP4, rounded stochastically, never zero.
     Nvfp4,
     /// Integers from 1 to 127, rounded stochastically.
     Int8,
-    /// float32; not a root.
+    /// float32, of the second moment itself.
     F32,
 }
 
-/// Bytes that a field takes for a block of 16: its codes, and whether a block scale goes with them.
+/// Bytes of a field for a block of 16: its codes, and whether it has a block scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FieldBytes {
     /// Bytes of codes.
     pub codes: usize,
-    /// Whether each block has a scale and each group of rows, or tensor, a global one.
+    /// Whether each block has a scale, and each group of rows or tensor a global scale.
     pub scaled: bool,
 }
 
@@ -91,14 +92,14 @@ impl FieldBytes {
         }
     }
 
-    /// Bytes of a block, its scale included.
+    /// Bytes per block, its scale included.
     pub const fn of_block(self) -> usize {
         self.codes + self.scaled as usize
     }
 }
 
 impl WeightForm {
-    /// The codes that are delivered, or the whole weight.
+    /// The field of the delivered codes, or of the whole weight.
     pub const fn codes(self) -> FieldBytes {
         match self {
             WeightForm::Residual(_) | WeightForm::TwoTerm | WeightForm::OneTerm => {
@@ -109,7 +110,7 @@ impl WeightForm {
         }
     }
 
-    /// What is kept beside the codes.
+    /// The field of the residual beside the codes.
     pub const fn rest(self) -> FieldBytes {
         match self {
             WeightForm::Residual(Bits::Eight) => FieldBytes::new(8, false),
@@ -125,7 +126,7 @@ impl WeightForm {
 }
 
 impl FirstForm {
-    /// Its field.
+    /// The field of this moment.
     pub const fn field(self) -> FieldBytes {
         match self {
             FirstForm::Int4 | FirstForm::Nvfp4 => FieldBytes::new(4, true),
@@ -145,7 +146,7 @@ impl FirstForm {
 }
 
 impl SecondForm {
-    /// Its field.
+    /// The field of this moment.
     pub const fn field(self) -> FieldBytes {
         match self {
             SecondForm::Uint4 | SecondForm::Nvfp4 => FieldBytes::new(4, true),
@@ -164,23 +165,23 @@ impl SecondForm {
     }
 }
 
-/// When a step keeps the scale of a block of weights.
+/// Rule for keeping the scale of a block of weights in a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum KeepScale {
-    /// While the block's largest weight is near the end of the grid: for weights that move far, as from random ones.
+    /// Keep it while the block's largest weight is near the end of the grid. For weights that move far, as from random values.
     #[default]
     Near,
-    /// While the grid holds the block's largest weight, however small it is: for weights that begin on a grid that was chosen for them,
+    /// Keep it while the grid holds the block's largest weight, however small that is. For weights that begin on a grid chosen for them,
     /// whose scale may clip the largest.
     Held,
-    /// Never: every step rounds every weight anew. A baseline.
+    /// Never keep it: every step rounds every weight again. A baseline.
     Never,
 }
 
 impl KeepScale {
-    /// The band of scales that a matrix of this form keeps.
+    /// The band within which a matrix of this form keeps its scales.
     pub fn band(self, form: WeightForm) -> Band {
-        // A block that has fallen this far has a grid four times as coarse as it could be.
+        // A block that has shrunk this far has a grid four times as coarse as possible.
         const FALLEN: f32 = 1.3;
         let (least, most, spread) = match (self, form) {
             (KeepScale::Near, _) => (5.2, 6.6, 0.0),
@@ -199,17 +200,17 @@ impl KeepScale {
     }
 }
 
-/// Bounds of a block's largest weight, in units of the block scale, within which a step keeps the scale. A largest weight beyond `most`
-/// by a share of `spread` loses the scale as often as that share says: as often as stochastic rounding would carry it to the next point
-/// of a grid that ends at `most`, so that no weight stays at the end of the grid against its updates.
+/// Bounds of a block's largest weight, in units of the block scale, within which a step keeps the scale. If the largest weight exceeds
+/// `most` by a share of `spread`, the scale changes with that probability: as often as stochastic rounding would carry the weight to the
+/// next point of a grid that ends at `most`. So no weight stays at the end of the grid against its updates.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct Band {
-    /// The least that is kept.
+    /// Lower bound.
     pub least: f32,
-    /// The most that is always kept.
+    /// Upper bound below which the scale is always kept.
     pub most: f32,
-    /// From the most that is always kept to the most that is ever kept.
+    /// Width of the range above `most` in which the scale is kept with falling probability.
     pub spread: f32,
 }
 
@@ -221,7 +222,7 @@ impl Band {
         amax >= self.least && amax <= share.mul_add(self.spread, self.most)
     }
 
-    /// Moves a weight beyond the end of the grid to the point that stochastic rounding would have carried it to, before its block gets
+    /// Moves a weight beyond the end of the grid to the point to which stochastic rounding would have carried it, before its block gets
     /// another scale.
     #[inline(always)]
     fn leave(&self, weight: f32) -> f32 {
@@ -232,10 +233,11 @@ impl Band {
     }
 }
 
-/// A largest weight in units of the largest block scale beyond which the block lacks room: what rounding a smaller scale leaves.
+/// Largest weight, in units of the largest block scale, that a block has room for. The excess over 6 is what a smaller scale may leave by
+/// rounding.
 pub const ROOM: f32 = 6.6;
 
-/// The form of a matrix and its moments.
+/// Stored forms of a matrix and its moments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Forms {
     /// The weight.
@@ -244,31 +246,31 @@ pub struct Forms {
     pub first: FirstForm,
     /// The second moment.
     pub second: SecondForm,
-    /// When block scales of weights are kept.
+    /// Rule for keeping block scales of weights.
     pub keep_scale: KeepScale,
 }
 
 impl Forms {
-    /// Bytes of a block of 16 weights with its moments.
+    /// Bytes of a block of 16 weights, moments included.
     pub const fn block_bytes(&self) -> usize {
         let weight = self.weight.codes().of_block() + self.weight.rest().of_block();
         weight + self.first.field().of_block() + self.second.field().of_block()
     }
 }
 
-/// The settings of a step.
+/// AdamW's hyperparameters.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Hyperparameters {
     /// The learning rate.
     pub rate: f64,
-    /// The decay of the first moment.
+    /// Decay rate of the first moment.
     pub beta1: f64,
-    /// The decay of the second moment.
+    /// Decay rate of the second moment.
     pub beta2: f64,
-    /// Added to the root of the second moment.
+    /// Added to the square root of the second moment.
     pub eps: f64,
-    /// The decoupled weight decay.
+    /// Decoupled weight decay.
     pub decay: f64,
 }
 
@@ -285,7 +287,7 @@ impl Default for Hyperparameters {
 }
 
 impl Hyperparameters {
-    /// Refuses settings that make no sense.
+    /// Refuses invalid settings.
     pub fn check(&self) -> Result<()> {
         let Hyperparameters {
             rate,
@@ -317,32 +319,32 @@ impl Hyperparameters {
     }
 }
 
-/// The numbers of a step, as kernels take them.
+/// Coefficients of a step, as kernels take them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct Coefficients {
-    /// Multiplies gradients: clipping, and the inverse of what a loss was scaled by.
+    /// Factor of the gradients: clipping, and the inverse of the loss scale.
     pub factor: f32,
-    /// The decay of the first moment, and its complement.
+    /// Decay rate of the first moment.
     pub beta1: f32,
     /// `1 - beta1`.
     pub rest1: f32,
-    /// The decay of the second moment.
+    /// Decay rate of the second moment.
     pub beta2: f32,
     /// `1 - beta2`.
     pub rest2: f32,
-    /// What the root of the second moment is multiplied by to correct its bias: `1 / sqrt(1 - beta2^t)`.
+    /// Bias correction of the second moment's square root: `1 / sqrt(1 - beta2^t)`.
     pub correction: f32,
     /// Added to the corrected root.
     pub eps: f32,
-    /// What weights are multiplied by: `1 - rate * decay`.
+    /// Factor of the weights: `1 - rate * decay`.
     pub keep: f32,
-    /// The rate with the first moment's bias corrected: `rate / (1 - beta1^t)`.
+    /// The rate with bias correction of the first moment: `rate / (1 - beta1^t)`.
     pub rate: f32,
 }
 
 impl Coefficients {
-    /// Those of step `step`, counted from 1, with gradients multiplied by `factor`.
+    /// Coefficients of step `step`, counted from 1, with gradients multiplied by `factor`.
     pub fn new(settings: &Hyperparameters, step: u64, factor: f32) -> Coefficients {
         let bias = |beta: f64| 1.0 - beta.powf(step as f64);
         Coefficients {
@@ -365,7 +367,7 @@ impl Coefficients {
     }
 }
 
-/// A step of a parameter in float32, with its moments: the update of [`step`] without rounding.
+/// A step of a float32 parameter with its moments: the update of [`step`] without rounding.
 #[inline(always)]
 pub fn step_f32(
     c: &Coefficients,
@@ -383,20 +385,20 @@ pub fn step_f32(
     }
 }
 
-/// The streams of random bits of a tensor in a step.
+/// Keys of a tensor's random streams in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct Keys {
-    /// Of weights and second moments.
+    /// Rounding of weights and second moments.
     pub rounding: u64,
-    /// Of the first moment's rounding, which is its dither if it is dithered.
+    /// Rounding of the first moment; also its dither, in a dithered form.
     pub first: u64,
-    /// Of the dither that the first moment was stored with.
+    /// Dither of the first moment in the previous step, with which it was stored.
     pub previous: u64,
 }
 
 impl Keys {
-    /// Those of tensor `tensor` in its step `step`, counted from 1; its last step was the one before.
+    /// Keys of tensor `tensor` in its step `step`, counted from 1. Its previous step has number `step - 1`.
     pub fn new(seed: u64, tensor: u64, step: u64) -> Keys {
         let stream = bits(seed, tensor);
         Keys {
@@ -407,15 +409,14 @@ impl Keys {
     }
 }
 
-/// The draw of element `index`'s dither: those of eight elements are drawn at once.
+/// Dither of element `index`. Eight elements share one draw.
 #[inline(always)]
 fn dither_draw(key: u64, index: u32) -> u8 {
     (words(key, index / 8)[(index / 4 % 2) as usize] >> (8 * (index % 4))) as u8
 }
 
-/// The draws of a weight, of [`DRAW_BITS`], and of its second moment, of 16 bits. Those of four elements are drawn at once: neighbours share
-/// a word, of which each weight takes one end, and its second moment the other. What little two of them have in common is in bits that
-/// decide one rounding in thousands.
+/// Random bits of a weight ([`DRAW_BITS`]) and of its second moment (16). Four elements share one draw. Neighbours share a word, from which
+/// each weight takes one end and its second moment the other. The bits that two of them have in common decide one rounding in thousands.
 #[inline(always)]
 fn rounding_draws(key: u64, index: u32) -> (u32, u16) {
     let word = words(key, index / 4)[(index / 2 % 2) as usize];
@@ -425,21 +426,21 @@ fn rounding_draws(key: u64, index: u32) -> (u32, u16) {
     }
 }
 
-/// The inverse of a block scale, of the smallest one in place of zero.
+/// Reciprocal of a block scale; for zero, that of the smallest scale.
 #[inline(always)]
 fn inverse(scale: u8) -> f32 {
     1.0 / e4m3::decode(scale.max(1))
 }
 
-/// The smallest power of two `2^p` such that `reach < 2^(p + bits)`, where what is below 2^-80 counts as that: inverses of scales, in the
-/// steps that moments are rounded in, stay finite.
+/// The exponent of the smallest power of two `2^p` with `reach < 2^(p + bits)`. Values of `reach` below 2^-80 count as 2^-80, so that
+/// reciprocals of scales, in the steps that moments are rounded in, stay finite.
 #[inline(always)]
 pub fn power_for(reach: f32, bits: i32) -> f32 {
     let exponent = (reach.to_bits() >> 23 & 0xff) as i32 - 127;
     f32::from_bits(((exponent.clamp(-80, 127) + 1 - bits + 127).max(1) as u32) << 23)
 }
 
-/// Bits above the global scale that a group's largest first moment has: its largest block scale lies between 128 and 448.
+/// Bits of a group's largest first moment above the global scale: its largest block scale lies between 128 and 448.
 fn first_bits(form: FirstForm) -> i32 {
     match form {
         FirstForm::Int4 | FirstForm::Nvfp4 => 11,
@@ -455,8 +456,8 @@ fn second_bits(form: SecondForm) -> i32 {
     }
 }
 
-/// The global scales of a group's moments after a step: from the largest gradient, times the step's factor, and the largest block
-/// scales with their global scales before.
+/// Global scales of a group's moments after a step, from the largest gradient times the step's factor, and from the largest block scales
+/// with their previous global scales.
 pub fn moment_globals(
     forms: &Forms,
     c: &Coefficients,
@@ -464,7 +465,7 @@ pub fn moment_globals(
     (first_scale, first_global): (u8, f32),
     (second_scale, second_global): (u8, f32),
 ) -> (f32, f32) {
-    // Half a code more than the largest: what dither leaves.
+    // Half a code more than the largest, because of the dither.
     let m = (forms.first.max() + 0.5) * e4m3::decode(first_scale) * first_global;
     let s = forms.second.max() * e4m3::decode(second_scale) * second_global;
     let first = c.beta1.mul_add(m, c.rest1 * largest);
@@ -475,12 +476,12 @@ pub fn moment_globals(
     )
 }
 
-/// Codes of a block in a field, and the block's scale.
+/// Codes of a block in a field, with the block's scale.
 #[derive(Debug)]
 pub struct Field<'a> {
-    /// As many bytes as [`FieldBytes::codes`] says; 4-bit codes with the first of each two in the low half.
+    /// [`FieldBytes::codes`] bytes. Of two 4-bit codes in a byte, the first is in the low half.
     pub codes: &'a mut [u8],
-    /// Of a scaled field.
+    /// Block scale of a scaled field.
     pub scale: Option<&'a mut u8>,
 }
 
@@ -505,7 +506,7 @@ fn put_floats(codes: &mut [u8], values: &[f32; BLOCK]) {
     }
 }
 
-/// The values of a block of weights: of the codes alone, which is what is delivered, or of all that is stored.
+/// Values of a block of weights: the delivered ones, by the codes alone, or the full stored ones.
 pub fn decode_weights(
     form: WeightForm,
     codes: &[u8],
@@ -516,13 +517,13 @@ pub fn decode_weights(
 ) -> [f32; BLOCK] {
     let quotients = decode_quotients(form, codes, rest, whole);
     match form.is_packed() {
-        // In the order of [`nvfp4::decode`](super::nvfp4::decode): f32 holds the first product.
+        // In the order of [`nvfp4::decode`](super::nvfp4::decode): f32 holds the first product exactly.
         true => quotients.map(|q| q * e4m3::decode(scale) * global),
         false => quotients,
     }
 }
 
-/// The values of a block of weights divided by their scales.
+/// Values of a block of weights, divided by their scales.
 fn decode_quotients(form: WeightForm, codes: &[u8], rest: &[u8], whole: bool) -> [f32; BLOCK] {
     std::array::from_fn(|i| match form {
         WeightForm::F32 => float(codes, i),
@@ -546,7 +547,7 @@ fn decode_quotients(form: WeightForm, codes: &[u8], rest: &[u8], whole: bool) ->
     })
 }
 
-/// Stores a block of weights, rounded to nearest. Saturates where the largest scale does not reach.
+/// Encodes a block of weights, rounded to nearest. Saturates at the largest scale.
 pub fn encode_weights(
     form: WeightForm,
     values: &[f32; BLOCK],
@@ -565,8 +566,7 @@ pub fn encode_weights(
     }
 }
 
-/// Stores a block of weights around the codes that they begin with: the scale and the codes stay, and what is kept beside them becomes
-/// the nearest to `values` that they allow.
+/// Encodes a block of weights around given codes: scale and codes stay, and the residuals become the nearest to `values` that these allow.
 pub fn encode_rest(
     form: WeightForm,
     values: &[f32; BLOCK],
@@ -576,7 +576,7 @@ pub fn encode_rest(
     rest: &mut [u8],
 ) {
     let unit = e4m3::decode(scale) * global;
-    // A weight of a scale of zero is zero whatever stands beside it.
+    // A weight under a scale of zero is zero whatever its residual.
     let inverse = if unit > 0.0 { 1.0 / unit } else { 0.0 };
     let beside: [u8; BLOCK] = std::array::from_fn(|i| {
         let (code, q) = (nibble(codes, i), values[i] * inverse);
@@ -592,8 +592,8 @@ pub fn encode_rest(
     put_rest(form, beside, rest);
 }
 
-/// Gives a block of weights in NVFP4 the scale that is best for its product with inputs of these second moments. The weights keep their
-/// values, as near as the grid of the new scale has them. Says whether the scale changed.
+/// Gives a block of NVFP4 weights the scale that is best for its product with inputs of these second moments. The weights keep their values
+/// as closely as the new grid allows. Returns whether the scale changed.
 pub fn choose_scale(
     form: WeightForm,
     global: f32,
@@ -601,7 +601,7 @@ pub fn choose_scale(
     codes: Field<'_>,
     rest: &mut [u8],
 ) -> bool {
-    /// Holds the scale that is chosen.
+    /// A band that keeps any scale.
     const ANY: Band = Band {
         least: 0.0,
         most: f32::INFINITY,
@@ -634,9 +634,9 @@ fn put_rest(form: WeightForm, beside: [u8; BLOCK], rest: &mut [u8]) {
     }
 }
 
-/// Stores a block of weights that are divided by the global scale and the block scale `from`. Rounds stochastically by [`DRAW_BITS`] bits a
-/// weight in `draws`, or to nearest without. `from`, which then is the one stored, is kept where `band` has the block's largest weight.
-/// Says whether the block lacks room: its largest weight is clipped by the largest block scale.
+/// Encodes a block of weights that are divided by the global scale and the block scale `from`. Rounds stochastically by [`DRAW_BITS`] bits
+/// per weight from `draws`, or to nearest if there are none. Keeps `from`, which is then the stored scale, if `band` allows it for the
+/// block's largest weight. Returns whether the block lacks room: its largest weight is clipped by the largest block scale.
 fn encode_quotients(
     form: WeightForm,
     quotients: &[f32; BLOCK],
@@ -661,7 +661,7 @@ fn encode_quotients(
             for (i, bytes) in codes.codes.chunks_exact_mut(2).enumerate() {
                 let bits = quotients[i].to_bits();
                 let rounded = match draws {
-                    // What carries out of the lower half goes to the next bfloat16.
+                    // A carry out of the lower half goes to the next bfloat16.
                     Some(_) => bits.wrapping_add(u32::from(draw16(i))) >> 16,
                     None => u32::from(half::bf16::from_f32(quotients[i]).to_bits()),
                 };
@@ -674,14 +674,14 @@ fn encode_quotients(
     let mut amax = moment::amax(quotients);
     let mut quotients = *quotients;
     let (mut ratio, mut is_clipped) = (1.0, false);
-    // Two draws together are independent of how either weight is rounded.
+    // The exclusive or of two draws is independent of how either weight is rounded.
     let chance = draw(0) ^ draw(BLOCK / 2);
     if !band.is_some_and(|band| band.keeps(amax, chance)) {
         if let Some(band) = band {
             quotients = quotients.map(|q| band.leave(q));
             amax = band.leave(amax);
         }
-        // Never zero where a weight is not.
+        // Never zero if a weight is not zero.
         *scale = match e4m3::encode(amax * from * (1.0 / e2m1::MAX)) {
             0 if amax > 0.0 => 1,
             byte => byte,
@@ -717,7 +717,7 @@ fn encode_e2m1(value: f32, rounding: Rounding, draw: u16) -> u8 {
     e2m1::encode(value, rounding, u32::from(draw) << 16 | 1 << 15)
 }
 
-/// Of a field in scales, their product, or 1.
+/// Product of a field's scales; 1 if it has none.
 fn unit_of(field: &Field<'_>, global: f32) -> f32 {
     field
         .scale
@@ -725,7 +725,7 @@ fn unit_of(field: &Field<'_>, global: f32) -> f32 {
         .map_or(1.0, |s| e4m3::decode(**s) * global)
 }
 
-/// The first moments of a block, divided by their scales.
+/// First moments of a block, divided by their scales.
 fn decode_first(form: FirstForm, field: &Field<'_>, key: u64, index: u32) -> [f32; BLOCK] {
     std::array::from_fn(|i| match form {
         FirstForm::F32 => float(field.codes, i),
@@ -770,13 +770,13 @@ fn encode_first(
     }
 }
 
-/// An integer next to a value: the upper one as often as the distance from the lower one says.
+/// One of the two integers next to a value: the upper one with the probability of the distance to the lower one.
 fn round_stochastic(value: f32, draw: u16) -> f32 {
     let (low, threshold) = (value.floor(), (f32::from(draw) + 0.5) * (1.0 / 65536.0));
     low + f32::from(u8::from(threshold < value - low))
 }
 
-/// The roots of second moments of a block, divided by their scales.
+/// Square roots of second moments of a block, divided by their scales.
 fn decode_second(form: SecondForm, field: &Field<'_>) -> [f32; BLOCK] {
     std::array::from_fn(|i| match form {
         SecondForm::F32 => float(field.codes, i).sqrt(),
@@ -813,9 +813,9 @@ fn encode_second(
 /// A block of a matrix with its moments.
 #[derive(Debug)]
 pub struct Block<'a> {
-    /// The weight's codes.
+    /// Codes of the weights.
     pub codes: Field<'a>,
-    /// What is kept beside them.
+    /// Residuals beside the codes.
     pub rest: &'a mut [u8],
     /// First moments.
     pub first: Field<'a>,
@@ -823,25 +823,25 @@ pub struct Block<'a> {
     pub second: Field<'a>,
 }
 
-/// The global scales of a block before a step and after.
+/// Global scales of a block, before and after a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Globals {
-    /// The weight's.
+    /// Global scale of the weights.
     pub weight: f32,
-    /// The first moment's, before and after.
+    /// Global scale of the first moments, before and after.
     pub first: [f32; 2],
-    /// The second moment's, before and after.
+    /// Global scale of the second moments, before and after.
     pub second: [f32; 2],
 }
 
-/// How many weights a step has changed: whose codes, or scale, became others.
+/// Number of weights that a step has changed: their code or scale differs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Changes {
-    /// With all that is stored.
+    /// Counted by everything stored.
     pub stored: u64,
-    /// With the codes that are delivered alone.
+    /// Counted by the delivered codes alone.
     pub delivered: u64,
-    /// Blocks whose largest weight the largest block scale does not reach.
+    /// Blocks whose largest weight exceeds the reach of the largest block scale.
     pub clipped: u64,
 }
 
@@ -853,7 +853,7 @@ impl std::ops::AddAssign for Changes {
     }
 }
 
-/// What is stored of a block of weights, to see what changes.
+/// Stored data of a block of weights before a step, to find what changes.
 struct Stored {
     scale: u8,
     codes: [u32; BLOCK],
@@ -881,7 +881,7 @@ impl Stored {
         let mut changes = Changes::default();
         for i in 0..BLOCK {
             let (old, new) = (self.codes[i], now.codes[i]);
-            // Both zeros are one, but with a residual that is not zero their sign is the weight's.
+            // Both zeros are equal, except that with a nonzero residual their sign is the weight's.
             let zeros = form.is_packed() && (old | new) & 7 == 0;
             let signed = matches!(form, WeightForm::Residual(_)) && now.rest[i] != 0;
             let delivered = self.scale != now.scale || (old != new && !zeros);
@@ -893,8 +893,8 @@ impl Stored {
     }
 }
 
-/// A step of the block whose first element is number `index` of its tensor, with these gradients. A step that cannot move weights, of a
-/// rate of zero and without decay, leaves them as they are stored, and updates the moments.
+/// Steps the block whose first element has index `index` in its tensor. A step that cannot move weights, with a rate of zero and no decay,
+/// leaves their stored form as it is, and updates the moments.
 pub fn step(
     forms: &Forms,
     c: &Coefficients,
@@ -915,7 +915,7 @@ pub fn step(
     let before = Stored::new(forms.weight, codes.codes, rest, scale);
     let m = decode_first(forms.first, &first, keys.previous, index);
     let r = decode_second(forms.second, &second);
-    // What does not depend on the element; the weight is updated in units of its scale.
+    // Values common to all elements; the weight is updated in units of its scale.
     let beta1 = c.beta1 * unit_of(&first, globals.first[0]);
     let rest1 = c.rest1 * c.factor;
     let beta2 = c.beta2.sqrt() * unit_of(&second, globals.second[0]);
@@ -935,7 +935,7 @@ pub fn step(
         firsts[i] = m[i].mul_add(beta1, rest1 * g);
         let (old, new) = (r[i] * beta2, rest2 * g);
         let square = old.mul_add(old, new * new);
-        // What a GPU takes the root of is a normal number, or zero.
+        // GPUs take square roots only of normal numbers and zero.
         squares[i] = if square < f32::MIN_POSITIVE {
             0.0
         } else {

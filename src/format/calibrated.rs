@@ -1,32 +1,32 @@
-//! Codes and block scales of NVFP4 that are best for a product, by all second moments of its inputs. The error of a row's product is
-//! `e^T M e` with `e = w - q` and `M = E[x x^T]`: see [`super::input_moments`] for what follows of the blocks on its diagonal alone.
+//! NVFP4 codes and block scales that are best for a GEMM, by all second moments of its inputs. The error of a row's product is `e^T M e`
+//! with `e = w - q` and `M = E[x x^T]`; [`super::input_moments`] uses only the blocks on the diagonal of M.
 //!
-//! With `M = R R^T`, R upper triangular, the error is the sum of the squares of `(R^T e)_i = R_ii e_i + sum_{j<i} R_ji e_j`. So a weight that
-//! is rounded after others can make up for their errors: it goes to the code nearest to `w_i + s_i / R_ii`, where `s_i` is that sum (Babai's
-//! nearest plane, which is GPTQ: Frantar et al., arXiv 2210.17323; Chen et al., arXiv 2507.18553). Here blocks of 16 take turns, each with
-//! the scale that is best when its turn comes.
+//! With `M = R R^T`, R upper triangular, the error is the sum of the squares of `(R^T e)_i = R_ii e_i + sum_{j<i} R_ji e_j`. A weight that
+//! is rounded after others can therefore compensate for their errors: it goes to the code nearest to `w_i + s_i / R_ii`, where `s_i` is
+//! that sum (Babai's nearest plane, which is GPTQ: Frantar et al., arXiv 2210.17323; Chen et al., arXiv 2507.18553). Here one block of 16
+//! is rounded after another, each with the scale that is best at that point.
 
 use super::input_moments::{BlockMoments, MOMENTS};
 use super::nvfp4::BLOCK;
 
-/// Blocks in the order of their turns: those whose inputs have the most energy first, as more blocks make up for their errors.
+/// Blocks in the order of rounding. Those with the largest input energy come first, because more blocks then compensate for their errors.
 pub fn by_energy(energies: &[f32]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..energies.len()).collect();
     order.sort_by(|a, b| energies[*b].total_cmp(&energies[*a]));
     order
 }
 
-/// The upper triangular factor of the moments of a block.
+/// Upper triangular factor of a block's moments.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockFactor {
-    /// Row-major: `M = R R^T`.
+    /// Row-major R, with `M = R R^T`.
     pub r: BlockMoments,
-    /// One over each element of R's diagonal.
+    /// Reciprocals of R's diagonal.
     pub inverses: [f32; BLOCK],
 }
 
 impl BlockFactor {
-    /// With the factor itself.
+    /// Completes a factor with the reciprocals of its diagonal.
     pub fn new(r: BlockMoments) -> BlockFactor {
         BlockFactor {
             inverses: std::array::from_fn(|i| 1.0 / r[i * (BLOCK + 1)]),
@@ -34,7 +34,7 @@ impl BlockFactor {
         }
     }
 
-    /// Factors moments. Moments that are not positive definite give zeros; damped ones always are.
+    /// Factorizes moments. Moments that are not positive definite give zeros; damped ones always are.
     pub fn of(moments: &BlockMoments) -> BlockFactor {
         let mut r = [0f32; MOMENTS];
         for i in (0..BLOCK).rev() {

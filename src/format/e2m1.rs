@@ -3,21 +3,21 @@
 
 use super::Rounding;
 
-/// The largest magnitude.
+/// Largest magnitude.
 pub const MAX: f32 = 6.0;
 
-/// The value of each code.
+/// Value of each code.
 pub const VALUES: [f32; 16] = [
     0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
 ];
 
-/// The value of a code. Bits above the lowest four are ignored.
+/// Value of a code. Bits above the lowest four are ignored.
 pub const fn decode(code: u8) -> f32 {
     VALUES[(code & 15) as usize]
 }
 
-/// The code for `value`, saturating at ±6. The sign bit is the value's own, so what rounds to zero from below becomes code
-/// 8. A NaN has no code and becomes a zero: callers look for it first. `random` is read by [`Rounding::Stochastic`] only.
+/// The code for `value`, saturating at ±6. The sign bit is that of the value, so a negative value that rounds to zero becomes code 8. NaN
+/// has no code and becomes a zero: callers check for it first. Only [`Rounding::Stochastic`] reads `random`.
 pub fn encode(value: f32, rounding: Rounding, random: u32) -> u8 {
     let magnitude = match rounding {
         Rounding::NearestEven => nearest_even(value.abs()),
@@ -27,14 +27,14 @@ pub fn encode(value: f32, rounding: Rounding, random: u32) -> u8 {
     magnitude as u8 | sign(value) as u8
 }
 
-/// The sign bit of a code, in place.
+/// Sign bit of a code, in place.
 #[inline(always)]
 pub(super) fn sign(value: f32) -> u32 {
     (value.to_bits() >> 28) & 8
 }
 
-// The two nearest roundings count the thresholds a magnitude has passed: free of branches and tables, so a loop over them
-// becomes vector code on any machine.
+// Both roundings to nearest count the thresholds that a magnitude exceeds. Without branches and tables, a loop over them vectorizes on any
+// machine.
 
 /// Magnitude code of a non-negative value; a tie goes to the even code.
 #[inline(always)]
@@ -48,7 +48,7 @@ pub(super) fn nearest_even(magnitude: f32) -> u32 {
         + u32::from(magnitude > 5.0)
 }
 
-/// The value nearest to a non-negative one: that of its [`nearest_even`] code, without a table.
+/// The E2M1 value nearest to a non-negative value: that of its [`nearest_even`] code, without a table.
 #[inline(always)]
 pub(super) fn nearest_value(magnitude: f32) -> f32 {
     let step = |height: f32, is_passed: bool| if is_passed { height } else { 0.0 };
@@ -73,12 +73,12 @@ pub(super) fn half_away(magnitude: f32) -> u32 {
         + u32::from(magnitude >= 5.0)
 }
 
-/// Magnitude code of a non-negative value: the upper neighbour when the top 24 of the random bits, read as a fraction, are
-/// below the value's distance from the lower neighbour in units of the gap.
+/// Magnitude code of a non-negative value. It is the upper neighbour if the top 24 random bits, read as a fraction, are below the value's
+/// distance from the lower neighbour in units of the gap.
 #[inline(always)]
 pub(super) fn stochastic(magnitude: f32, random: u32) -> u32 {
     let magnitude = magnitude.min(MAX);
-    // Codes rise by one per gap of 0.5 below 2, of 1 below 4 and of 2 above.
+    // Codes rise by one per gap: 0.5 below 2, 1 below 4 and 2 above.
     let (gaps, offset) = if magnitude < 2.0 {
         (magnitude * 2.0, 0)
     } else if magnitude < 4.0 {
@@ -147,7 +147,7 @@ mod tests {
     fn stochastic_rounding_picks_the_upper_neighbour_in_proportion() {
         for (value, low) in [(0.125f32, 0u8), (1.1, 2), (2.75, 4), (5.5, 6)] {
             let fraction = (value - decode(low)) / (decode(low + 1) - decode(low));
-            // The fraction as a threshold on the random bits: one below rounds up, the value itself rounds down.
+            // The fraction as a threshold for the random bits: smaller ones round up, others down.
             let edge = ((fraction * (1 << 24) as f32).ceil() as u32) << 8;
             assert_eq!(
                 encode(value, Rounding::Stochastic, edge - 256),

@@ -42,18 +42,18 @@ pub const fn decode(byte: u8) -> f32 {
     DECODE[byte as usize]
 }
 
-/// The byte of the smallest value that is at least `value`, which is not negative; saturates at 448. NaN gives a NaN byte.
+/// Byte of the smallest E4M3 value not below `value`, which is not negative. Saturates at 448; NaN gives a NaN byte.
 #[inline]
 pub fn encode_up(value: f32) -> u8 {
     let nearest = encode(value);
-    // Also where a value below the smallest positive one was rounded to zero.
+    // This also holds if a value below the smallest positive one was rounded to zero.
     match decode(nearest) < value && nearest < MAX_BYTE {
         true => nearest + 1,
         false => nearest,
     }
 }
 
-/// The byte nearest to `value`, ties to the even one, saturating at ±448 (infinities too). NaN gives a NaN byte.
+/// Byte of the E4M3 value nearest to `value`, ties to even, saturating at ±448 (infinities too). NaN gives a NaN byte.
 #[inline]
 pub fn encode(value: f32) -> u8 {
     let sign = (value.to_bits() >> 24) as u8 & 0x80;
@@ -61,7 +61,7 @@ pub fn encode(value: f32) -> u8 {
     if magnitude.is_nan() {
         return sign | 0x7f;
     }
-    // Saturating first leaves no value that could round up into the NaN byte: 448 itself is exact.
+    // After saturation no value can round up into the NaN byte: 448 itself is exact.
     let magnitude = magnitude.min(MAX);
     let byte = if magnitude < 1.0 / 64.0 {
         // At 2^14 an f32 steps by 2^-9, so the addition rounds to a multiple of the subnormal step.
@@ -69,8 +69,8 @@ pub fn encode(value: f32) -> u8 {
         (magnitude + SHIFT).to_bits() - SHIFT.to_bits()
     } else {
         let bits = magnitude.to_bits();
-        // Twenty mantissa bits go; adding just under half of their unit, or half when the bit kept is odd, carries exactly
-        // when rounding to even does.
+        // Drops twenty mantissa bits. Adding just under half of their unit, or exactly half if the last kept bit is odd, carries exactly
+        // when rounding to even rounds up.
         let rounded = bits + 0x7_ffff + ((bits >> 20) & 1);
         (rounded >> 20) - (120 << 3)
     };

@@ -1,6 +1,6 @@
-//! Block scales of NVFP4 that are best for a product. With rows `x` of inputs, the squared error of `w x` that rounding `w` to `q` leaves has
-//! the mean `(w - q)^T M (w - q)`, where `M = E[x x^T]` are the second moments of the inputs. Of `M` only the 16 x 16 blocks on the diagonal
-//! are known here, one for each block of a row of `w`: inputs that share a scale. Every row of a matrix has the same ones.
+//! NVFP4 block scales that are best for a GEMM. Rounding `w` to `q` gives the product `w x` the mean squared error `(w - q)^T M (w - q)`,
+//! where `M = E[x x^T]` are the second moments of the inputs. Only the 16 x 16 blocks on the diagonal of `M` are used here, one for each
+//! block of a row of `w`: inputs that share a scale. All rows of a matrix have the same moments.
 
 use std::ops::Range;
 
@@ -8,18 +8,18 @@ use super::e2m1;
 use super::e4m3;
 use super::nvfp4::{BLOCK, encode_under, nearest_scale};
 
-/// Second moments of the inputs of a block.
+/// Number of second moments of a block's inputs.
 pub const MOMENTS: usize = BLOCK * BLOCK;
 /// Second moments of 16 inputs, row-major; symmetric.
 pub type BlockMoments = [f32; MOMENTS];
 
-/// Damping of the diagonal of a block's moments, as a share of its mean: text that was not seen has other inputs.
+/// Damping of the diagonal of a block's moments, as a share of its mean, because unseen text has other inputs.
 const DAMPING: f32 = 0.01;
-/// Scales that are tried, in steps of E4M3 below and above the one that puts the largest weight on 6.
+/// Number of candidate scales, in steps of E4M3, below and above the one that puts the largest weight on 6.
 const BELOW: u8 = 12;
 const ABOVE: u8 = 6;
 
-/// Adds the products of inputs to `sums`: of rows `x` `[rows, cols]`, those of the 16 columns from `16 * block` on.
+/// Adds the outer products of inputs to `sums`: of rows `x` `[rows, cols]`, the 16 columns from `16 * block` on.
 pub fn add_products(x: &[f32], cols: usize, block: usize, sums: &mut BlockMoments) {
     for row in x.chunks_exact(cols) {
         let (inputs, _) = row[block * BLOCK..].split_at(BLOCK);
@@ -31,7 +31,8 @@ pub fn add_products(x: &[f32], cols: usize, block: usize, sums: &mut BlockMoment
     }
 }
 
-/// Makes sums of products fit to choose scales by. Inputs of a block that were all zero, or not finite, count the same.
+/// Damps sums of products, so that they can be used to choose scales. A block whose inputs were all zero, or not finite, gets equal
+/// moments.
 pub fn damp(sums: &mut BlockMoments) {
     let diagonal = (0..BLOCK).map(|i| sums[i * BLOCK + i]);
     let mean = diagonal.sum::<f32>() / BLOCK as f32;
@@ -44,23 +45,23 @@ pub fn damp(sums: &mut BlockMoments) {
     }
 }
 
-/// How many scales are tried for a block, at most.
+/// Upper limit of candidate scales per block.
 pub const TRIED: usize = (BELOW + ABOVE) as usize + 1;
 
-/// The first scale that is tried for a block with this largest magnitude.
+/// The smallest candidate scale for a block with this largest magnitude.
 pub fn first_tried(amax: f32, global: f32) -> u8 {
     let middle = nearest_scale(amax / e2m1::MAX / global);
     middle.saturating_sub(BELOW).max(1)
 }
 
-/// The scales that are tried for a block with this largest magnitude.
+/// Candidate scales for a block with this largest magnitude.
 fn window(amax: f32, global: f32) -> Range<u8> {
     let middle = nearest_scale(amax / e2m1::MAX / global);
     let last = middle.saturating_add(ABOVE).min(e4m3::MAX_BYTE);
     first_tried(amax, global)..last + 1
 }
 
-/// The error of a product, but for a factor, that the errors `e` of a block's weights make.
+/// Product error, up to a constant factor, of the errors `e` of a block's weights.
 #[inline(always)]
 fn error(e: &[f32; BLOCK], moments: &BlockMoments) -> f32 {
     let mut products = [0.0; BLOCK];
@@ -72,7 +73,8 @@ fn error(e: &[f32; BLOCK], moments: &BlockMoments) -> f32 {
     products.iter().zip(e).map(|(p, e)| p * e).sum()
 }
 
-/// The scale of a block of finite weights that is best for its product, with each weight at its nearest code: `held` if no other is better.
+/// The scale of a block of finite weights that is best for its product, with each weight at its nearest code. Returns `held` unless another
+/// scale is better.
 pub fn best_scale(
     weights: &[f32; BLOCK],
     held: Option<u8>,
@@ -104,7 +106,7 @@ pub fn best_scale(
     best
 }
 
-/// Quantizes rows of finite weights under a global scale that is not zero, with the block scales that are best for their product.
+/// Quantizes rows of finite weights under a nonzero global scale, with the block scales that are best for their product.
 pub fn quantize_rows(
     weights: &[f32],
     global: f32,
@@ -136,7 +138,7 @@ mod tests {
             .collect()
     }
 
-    /// Rows of inputs that depend on each other: each is near a multiple of one direction.
+    /// Correlated input rows: each is near a multiple of one direction.
     fn inputs(rows: usize) -> Vec<f32> {
         let (own, common) = (draws(1, rows * COLS), draws(2, COLS));
         let size = draws(3, rows);
@@ -152,7 +154,7 @@ mod tests {
         all
     }
 
-    /// The error of a block's product in f64, with each weight at the nearest code of `scale`.
+    /// Error of a block's product in f64, with each weight at the nearest code under `scale`.
     fn exact(weights: &[f32; BLOCK], scale: u8, global: f32, moments: &BlockMoments) -> f64 {
         let step = f64::from(e4m3::decode(scale)) * f64::from(global);
         let errors = weights.map(|w| {

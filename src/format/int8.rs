@@ -1,11 +1,11 @@
-//! int8 rows: the form of tables, the embedding and the head, that 4 bits would harm and 16 bits would make large. A value is its
-//! code times the f32 scale of its row. ModelOpt (`W8A16`) and compressed-tensors (`int-quantized`, one scale a channel) store the
-//! same. A code is a byte in two's complement.
+//! int8 rows: the form of tables, the embedding and the head, which 4 bits would harm and 16 bits would make large. A value is its code, a
+//! byte in two's complement, times the f32 scale of its row, as in ModelOpt (`W8A16`) and compressed-tensors (`int-quantized`, one scale
+//! per channel).
 
 use crate::base::Result;
 use crate::base::error::bail;
 
-/// The largest magnitude of a code that quantizing gives. Other writers also give -128, which decodes as any other.
+/// Largest magnitude of a code from quantization. Other writers also produce -128, which decodes normally.
 pub const LARGEST: f32 = 127.0;
 
 /// The largest scale: -128 times it is finite.
@@ -23,8 +23,8 @@ pub fn encode(value: f32, scale: f32) -> u8 {
     (value / scale).round_ties_even().clamp(-LARGEST, LARGEST) as i8 as u8
 }
 
-/// The scale of a row whose largest magnitude is `amax`: the one that brings it to code 127. A row of zeros has 1, as ModelOpt has it;
-/// so has one whose scale would be zero, far below any weight that matters.
+/// The scale of a row whose largest magnitude is `amax`, which maps it to code 127. A row of zeros gets 1, as in ModelOpt; so does a row
+/// whose scale would underflow to zero, far below any weight that matters.
 pub fn row_scale(amax: f32) -> f32 {
     match (amax / LARGEST).min(LARGEST_SCALE) {
         0.0 => 1.0,
@@ -32,8 +32,8 @@ pub fn row_scale(amax: f32) -> f32 {
     }
 }
 
-/// Quantizes whole rows of `cols` values, each by itself: see [`row_scale`] and [`encode`].
-/// NaN and infinity are errors that name row and column; `first_row` is the number of the first row in its matrix.
+/// Quantizes whole rows of `cols` values, each independently: see [`row_scale`] and [`encode`]. NaN and infinity are errors that name row
+/// and column; `first_row` is the index of the first row in its matrix.
 pub fn quantize_rows(
     values: &[f32],
     cols: usize,
@@ -75,7 +75,7 @@ pub fn dequantize_rows(codes: &[u8], scales: &[f32], cols: usize, out: &mut [f32
     Ok(())
 }
 
-/// Refuses numbers that are not the scales of rows, from row `first_row` on: they are above 0 and at most [`LARGEST_SCALE`].
+/// Fails if a row scale, from row `first_row` on, is not above 0 and at most [`LARGEST_SCALE`].
 pub fn check_row_scales(scales: &[f32], first_row: usize) -> Result<()> {
     let is_scale = |scale: f32| scale > 0.0 && scale <= LARGEST_SCALE;
     match scales.iter().position(|&scale| !is_scale(scale)) {
@@ -134,7 +134,7 @@ mod tests {
         let mut held = vec![0.0; values.len()];
         dequantize_rows(&codes, &scales, cols, &mut held).unwrap();
         for (i, (value, held)) in values.iter().zip(&held).enumerate() {
-            // Half a step, and the rounding of quotient and product.
+            // Half a step, plus the rounding of quotient and product.
             let bound = scales[i / cols] * 0.5001;
             assert!((value - held).abs() <= bound, "{value:e} became {held:e}");
         }

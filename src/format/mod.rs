@@ -1,5 +1,5 @@
-//! Floor 1: the number formats, as safe and pure functions. This folder is the specification: every kernel, on every
-//! device, is compared with it. It knows nothing of files, devices, threads or tensors with strides.
+//! Floor 1: the number formats, as safe and pure functions. This folder is the specification: every kernel, on every device, is compared
+//! with it. It knows nothing of files, devices, threads or tensors with strides.
 
 pub mod adamw;
 pub mod calibrated;
@@ -15,14 +15,14 @@ pub mod random;
 pub mod residual;
 pub mod swizzle;
 
-/// How a value between two neighbours of a format goes to one of them.
+/// Rounding of a value between two neighbours of a format.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Rounding {
-    /// To the nearer one; a tie goes to the even code. What the hardware conversion does.
+    /// To the nearer one, ties to the even code. Matches the hardware conversion.
     #[default]
     NearestEven,
-    /// To the nearer one; a tie goes away from zero. What the legacy host's reference does.
+    /// To the nearer one, ties away from zero. Matches the reference of the legacy host.
     HalfAway,
-    /// To either, with a probability that makes the expected result equal the value.
+    /// To either, with a probability that makes the expected result equal to the value.
     Stochastic,
 }

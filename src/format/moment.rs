@@ -1,14 +1,14 @@
-//! The moments of an optimizer in 4 bits: codes in blocks of 16 with an E4M3 scale each and one f32 for the tensor, as NVFP4 has them.
+//! Optimizer moments in 4 bits: codes in blocks of 16 with one E4M3 scale each and one f32 per tensor, as in NVFP4.
 //!
 //! The first moment is a signed integer, -7 to 7, times the scales, with subtractive dither: a pseudo-random fraction is added before
-//! rounding and subtracted when the code is read, so that the error is uniform and independent of the value (Roberts, 1962), and what an
-//! exponential average forgets slowly is not lost to rounding.
+//! rounding and subtracted when the code is read. The error is then uniform and independent of the value (Roberts, 1962), and small
+//! contributions to the exponential average survive rounding.
 //!
-//! The second moment is held as its square root, which halves the range of exponents: an unsigned integer, 1 to 15, times the scales,
-//! rounded stochastically so that steps far below the distance of codes are kept on average. There is no code for zero, by which a step
-//! would be divided; a block is zero only as a whole, by its scale.
+//! The second moment is stored as its square root, which halves the range of exponents: an unsigned integer, 1 to 15, times the scales.
+//! Stochastic rounding keeps steps far below the distance of codes on average. No code is zero, because a step divides by it; only a whole
+//! block can be zero, by its scale.
 //!
-//! Scales are rounded up, so that nothing is clipped.
+//! Scales are rounded up, so nothing is clipped.
 
 use super::{e4m3, nvfp4::BLOCK};
 
@@ -20,28 +20,28 @@ pub const SECOND_MAX: f32 = 15.0;
 /// The largest code of a first or second moment in 8 bits.
 pub const WIDE_MAX: f32 = 127.0;
 
-/// The scale of a block whose largest magnitude is `amax`; `inverse` is 1 divided by the largest code and the global scale.
+/// The scale of a block whose largest magnitude is `amax`. `inverse` is 1 divided by the largest code and the global scale.
 #[inline]
 pub fn scale(amax: f32, inverse: f32) -> u8 {
     e4m3::encode_up(amax * inverse)
 }
 
-/// Steps of a code that quotients are counted in before they are rounded to one.
+/// Fractional steps of a code, in which quotients are counted before rounding.
 const STEPS: f32 = 65536.0;
-/// An f32 of 2^23 and more steps by one.
+/// From 2^23 on, an f32 has steps of one.
 const TWO_23: f32 = 8_388_608.0;
 
-/// The dither of a draw of 8 bits, in [-1/2, 1/2): a multiple of 2^-8 plus half of one, so that its mean is zero.
+/// The dither for a draw of 8 bits, in [-1/2, 1/2): a multiple of 2^-8 plus half of one, so that its mean is zero.
 #[inline(always)]
 pub const fn dither(draw: u8) -> f32 {
     (draw as f32 + 0.5) * (1.0 / 256.0) - 0.5
 }
 
-/// The code, four bits in two's complement, of a first moment: `inverse` is that of its scales, and `draw` that of its dither. The nearest
-/// to the quotient plus the dither.
+/// Code of a first moment, four bits in two's complement: the integer nearest to the quotient plus the dither. `inverse` is the reciprocal
+/// of its scales, and `draw` the random bits of its dither.
 #[inline(always)]
 pub fn encode_first(value: f32, inverse: f32, draw: u8) -> u8 {
-    // The dither plus a half, in steps, above a number under which there is room for negative codes.
+    // The dither plus a half, in steps, on top of a number that leaves room for negative codes below.
     let fraction = 1.5 * TWO_23 + (f32::from(draw) * 256.0 + 128.0);
     (value.mul_add(inverse * STEPS, fraction).to_bits() >> 16) as u8 & 15
 }
@@ -52,8 +52,8 @@ pub const fn decode_first(code: u8, dither: f32) -> f32 {
     ((code << 4) as i8 >> 4) as f32 - dither
 }
 
-/// The code, 1 to 15, of the square root of a second moment, rounded down after a draw of 16 bits has been added as a fraction: to the
-/// upper neighbour as often as the distance from the lower one says. `inverse` is that of its scales.
+/// Code of the square root of a second moment, 1 to 15, rounded stochastically: a draw of 16 bits is added as a fraction before rounding
+/// down. `inverse` is the reciprocal of its scales.
 #[inline(always)]
 pub fn encode_second(root: f32, inverse: f32, draw: u16) -> u8 {
     let steps = root.mul_add(inverse * STEPS, TWO_23 + f32::from(draw));
@@ -92,13 +92,13 @@ mod tests {
             let (mut sum, mut largest) = (0.0, 0f32);
             for i in 0..N {
                 let draw = (bits16(key, i) >> 8) as u8;
-                // Under scales of 1/4.
+                // Under scales with product 1/4.
                 let code = encode_first(value * 0.25, 4.0, draw);
                 let error = decode_first(code, dither(draw)) - value;
                 sum += f64::from(error);
                 largest = largest.max(error.abs());
             }
-            // The error is uniform in half a code either way: five standard deviations of its mean.
+            // The error is uniform over half a code in both directions: five standard deviations of its mean.
             let bound = 5.0 * (1.0 / 12f64).sqrt() / f64::from(N).sqrt();
             assert!((sum / f64::from(N)).abs() < bound, "{value}: {sum}");
             assert!(largest <= 0.5 + 1e-6, "{value}: {largest}");

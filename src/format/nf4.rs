@@ -4,7 +4,7 @@
 
 use crate::base::error::{Result, bail};
 
-/// The block size bitsandbytes uses unless told otherwise.
+/// The default block size of bitsandbytes.
 pub const DEFAULT_BLOCK: usize = 64;
 
 /// The value of each code: quantiles of the normal distribution, normalised to [-1, 1], with an exact zero at code 7.
@@ -48,7 +48,7 @@ pub struct Nf4 {
     pub absmax: Vec<f32>,
 }
 
-/// How far a code stands from the bottom of its byte.
+/// Bit position of a code in its byte.
 const fn shift(index: usize) -> usize {
     4 * (1 - index % 2)
 }
@@ -88,7 +88,7 @@ pub fn quantize(x: &[f32], block: usize) -> Result<Nf4> {
     Ok(Nf4 { codes, absmax })
 }
 
-/// Expands NF4 into `out`: `map[code] * absmax[i / block]`. `map` is the checkpoint's own `quant_map`, or [`VALUES`].
+/// Dequantizes NF4 into `out`: `map[code] * absmax[i / block]`. `map` is the checkpoint's own `quant_map`, or [`VALUES`].
 pub fn dequantize(
     codes: &[u8],
     absmax: &[f32],
@@ -100,7 +100,7 @@ pub fn dequantize(
     dequantize_from(0, codes, absmax, map, block, out)
 }
 
-/// Checks that `n` values in blocks of `block` take these codes and scales.
+/// Fails unless codes and scales have the right sizes for `n` values in blocks of `block`.
 pub fn check(n: usize, codes: &[u8], absmax: &[f32], block: usize) -> Result<()> {
     check_block(block)?;
     if codes.len() != n.div_ceil(2) || absmax.len() != n.div_ceil(block) {
@@ -116,7 +116,7 @@ pub fn check(n: usize, codes: &[u8], absmax: &[f32], block: usize) -> Result<()>
     Ok(())
 }
 
-/// Expands the values from index `first` on into `out`. `codes` and `absmax` are those of the whole tensor.
+/// Dequantizes the values from index `first` on into `out`. `codes` and `absmax` are those of the whole tensor.
 pub fn dequantize_from(
     first: usize,
     codes: &[u8],
@@ -150,7 +150,7 @@ pub fn dequantize_from(
     Ok(())
 }
 
-/// Expands the doubly quantized `absmax` of bitsandbytes: `map[code] * nested_absmax[i / block] + offset`.
+/// Dequantizes the doubly quantized `absmax` of bitsandbytes: `map[code] * nested_absmax[i / block] + offset`.
 pub fn dequantize_absmax(
     codes: &[u8],
     nested_absmax: &[f32],
@@ -261,7 +261,7 @@ mod tests {
             let mut back = vec![0.0; x.len()];
             dequantize(&q.codes, &q.absmax, &VALUES, block, &mut back).unwrap();
             for (i, (a, b)) in x.iter().zip(&back).enumerate() {
-                // The widest gap is the one between -1 and its neighbour, 0.3038.
+                // The widest gap, between -1 and its neighbour, is 0.3038.
                 prop_assert!((a - b).abs() <= 0.152 * q.absmax[i / block], "{i}: {a} -> {b}");
             }
         }

@@ -1,10 +1,10 @@
-//! NVFP4: E2M1 codes in blocks of 16 along a row, one E4M3 scale per block, one f32 global scale per tensor. A value is
-//! `e2m1(code) * e4m3(scale) * global`; [`decode`] says in which order, [`is_block_scale`] and [`is_global_scale`] what the two
-//! scales may be. Readers, writers, packers and kernels ask here and have no rule of their own.
+//! NVFP4: E2M1 codes in blocks of 16 along a row, one E4M3 scale per block, one f32 global scale per tensor. A value is `e2m1(code) *
+//! e4m3(scale) * global`. [`decode`] defines the order, [`is_block_scale`] and [`is_global_scale`] define the valid scales. Readers,
+//! writers, packers and kernels use these rules and have none of their own.
 //!
-//! Shapes: values `[rows, cols]` with `cols` a multiple of 16; codes `[rows, cols / 2]`, the even index in the LOW nibble;
-//! scales `[rows, cols / 16]`, row-major. Blocks depend on the tensor only through `global`, so rows quantized in ranges give
-//! the bytes of the whole.
+//! Shapes: values `[rows, cols]` with `cols` a multiple of 16; codes `[rows, cols / 2]`, the even index in the LOW nibble; scales `[rows,
+//! cols / 16]`, row-major. Blocks depend on the tensor only through `global`, so quantizing ranges of rows gives the same bytes as
+//! quantizing the whole.
 
 use serde::{Deserialize, Serialize};
 
@@ -15,23 +15,23 @@ use crate::base::size;
 /// Values that share a scale.
 pub const BLOCK: usize = 16;
 
-/// Whether a byte is a block scale: an E4M3 number without a sign, 0x00 to 0x7e. 0x7f and 0xff are NaN. The sign bit is not
-/// NVFP4's: hardware ignores it, and formats that keep a bit of their own there mean other values by the codes. A scale of 0 is
-/// one whatever the codes are; the legacy rule makes it beside codes that are not zero.
+/// Whether a byte is a valid block scale: an E4M3 number without a sign, 0x00 to 0x7e. 0x7f and 0xff are NaN. NVFP4 has no sign bit here:
+/// hardware ignores it, and formats that use it for a bit of their own give the codes other values. A scale of 0 is valid with any codes;
+/// the legacy rule produces it beside nonzero codes.
 #[inline(always)]
 pub const fn is_block_scale(byte: u8) -> bool {
     byte <= e4m3::MAX_BYTE
 }
 
-/// Whether a number is a global scale: finite and without a sign. Zero is one, of a tensor of zeros, and so is a subnormal number.
+/// Whether a number is a valid global scale: finite and without a sign. Zero is valid, for a tensor of zeros, and so is a subnormal number.
 #[inline(always)]
 pub const fn is_global_scale(global: f32) -> bool {
     global.is_finite() && global.is_sign_positive()
 }
 
-/// Refuses bytes that are not block scales, of rows of `blocks` from row `first_row` on, in row-major order.
+/// Fails if a byte is not a block scale. `scales` are rows of `blocks` from row `first_row` on, row-major.
 pub fn check_block_scales(scales: &[u8], first_row: usize, blocks: usize) -> Result<()> {
-    // The offending byte is searched for only if there is one: `all` compiles to vector code.
+    // The offending byte is searched for only if there is one: `all` vectorizes.
     if scales.iter().all(|&byte| is_block_scale(byte)) {
         return Ok(());
     }
@@ -41,7 +41,7 @@ pub fn check_block_scales(scales: &[u8], first_row: usize, blocks: usize) -> Res
     Ok(())
 }
 
-/// Refuses a byte that is not a block scale, that of block `block` in row `row`.
+/// Fails if the byte of block `block` in row `row` is not a block scale.
 pub fn check_block_scale(byte: u8, row: usize, block: usize) -> Result<()> {
     if !is_block_scale(byte) {
         bail!(
@@ -57,7 +57,7 @@ pub fn check_block_scale(byte: u8, row: usize, block: usize) -> Result<()> {
     Ok(())
 }
 
-/// Refuses a number that is not a global scale.
+/// Fails if a number is not a global scale.
 pub fn check_global_scale(global: f32) -> Result<()> {
     if !is_global_scale(global) {
         bail!(
@@ -68,32 +68,32 @@ pub fn check_global_scale(global: f32) -> Result<()> {
     Ok(())
 }
 
-/// The value of a code under its scales: the exact product, rounded once. A code has two significant bits and a scale four, and
-/// their product lies between 2^-10 and 2688, so f32 holds it exactly; the product with the global scale is the only one that
-/// rounds. Scale times global scale first would round twice, and where it overflows make NaN of a code of 0. This is also the
-/// order of products: sums of code times scale times activation, times the global scale at the end.
+/// The value of a code under its scales: the exact product, rounded once. A code has two significant bits and a scale four, and their
+/// product lies between 2^-10 and 2688, so f32 holds it exactly; only the product with the global scale rounds. Multiplying scale and
+/// global scale first would round twice, and where that overflows a code of 0 would become NaN. GEMMs use the same order: sums of code
+/// times scale times activation, times the global scale at the end.
 ///
-/// Decodes any byte, NaN and negative ones too: see [`is_block_scale`].
+/// Decodes any byte, including NaN and negative ones: see [`is_block_scale`].
 #[inline(always)]
 pub const fn decode(code: u8, scale: u8, global: f32) -> f32 {
     e2m1::decode(code) * e4m3::decode(scale) * global
 }
 
-/// How the scale of a block is chosen.
+/// Rule for the scale of a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Recipe {
     /// The block's largest magnitude lands on 6.
     #[default]
     Amax,
-    /// Of the scales that put the largest magnitude on 6 and on 4, the one with the smaller squared error; 6 on a tie. The
-    /// global scale leaves room for the larger scale: it maps the tensor's amax to 6 x 256.
+    /// The better one, by squared error, of the two scales that put the largest magnitude on 6 and on 4; 6 on a tie. The global scale
+    /// leaves room for the larger scale: it maps the tensor's amax to 6 x 256.
     FourOverSix,
-    /// Of all 126 positive scales, the one with the smallest squared error; the smallest scale on a tie.
+    /// The best of all 126 positive scales, by squared error; the smallest scale on a tie.
     Sweep,
 }
 
-/// Whether there is a scale for the whole tensor above the blocks' scales.
+/// Whether the tensor has a global scale in addition to block scales.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Levels {
     /// A global scale that maps the tensor's amax to the largest representable value.
@@ -101,39 +101,38 @@ pub enum Levels {
     Two,
     /// No global scale: it is 1, and blocks outside the range of E4M3 lose accuracy.
     Single,
-    /// No global scale, and the rule of the legacy host's reference: the block scale is clamped to [2^-16, 448] before the
-    /// cast to E4M3, where it may become 0, and 1e-12 is added to it before the division. Takes [`Recipe::Amax`] only.
+    /// No global scale, and the rule of the legacy host's reference: the block scale is clamped to [2^-16, 448] before the cast to E4M3,
+    /// where it may become 0, and 1e-12 is added to it before the division. Allows only [`Recipe::Amax`].
     Legacy,
 }
 
-/// What to do with NaN and infinity.
+/// Treatment of NaN and infinity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum NonFinite {
-    /// An error that names the first index.
+    /// Fail, naming the first index.
     #[default]
     Error,
-    /// NaN counts as zero and an infinity as the largest magnitude that the global scale can represent. Neither takes part
-    /// in the tensor's amax.
+    /// Count NaN as zero, and infinity as the largest magnitude that the global scale can represent. Neither affects the tensor's amax.
     Saturate,
 }
 
-/// How to quantize. The default is two-level, amax, to nearest even, NaN and infinity refused.
+/// Quantization options. The default is two-level, amax, round to nearest even, NaN and infinity refused.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct QuantizeOptions {
-    /// Whether there is a global scale.
+    /// Levels of scales.
     pub levels: Levels,
-    /// How block scales are chosen.
+    /// Rule for block scales.
     pub recipe: Recipe,
-    /// How quotients become codes. The choice of a scale always compares roundings to nearest.
+    /// Rounding of quotients to codes. The choice of a scale always compares roundings to nearest.
     pub rounding: Rounding,
-    /// What to do with NaN and infinity.
+    /// Treatment of NaN and infinity.
     pub nonfinite: NonFinite,
-    /// The stream of random bits for [`Rounding::Stochastic`]; the position in it is the value's index in the tensor.
+    /// Seed of the random stream for [`Rounding::Stochastic`]. A value's position in the stream is its index in the tensor.
     pub seed: u64,
 }
 
 impl QuantizeOptions {
-    /// Refuses combinations that have no meaning.
+    /// Refuses meaningless combinations.
     pub fn check(&self) -> Result<()> {
         if self.levels == Levels::Legacy && self.recipe != Recipe::Amax {
             bail!(
@@ -145,10 +144,10 @@ impl QuantizeOptions {
         Ok(())
     }
 
-    /// The block scale that the tensor's amax is mapped to.
+    /// The block scale to which the tensor's amax is mapped.
     fn largest_scale(&self) -> f32 {
         match self.recipe {
-            // 256 x 1.5 = 384 is an E4M3 value, so the block that holds the amax has both of its candidates.
+            // 256 x 1.5 = 384 is an E4M3 value, so both candidates exist for the block with the amax.
             Recipe::FourOverSix => 256.0,
             Recipe::Amax | Recipe::Sweep => e4m3::MAX,
         }
@@ -180,8 +179,8 @@ impl Nvfp4 {
     }
 }
 
-/// The bits of a magnitude order as the magnitudes do, with infinity and then NaN above all; as signed integers their
-/// maximum is vector code on the plainest x86-64.
+/// Bits of a magnitude, which order like the magnitudes, with infinity and then NaN at the top. As signed integers their maximum vectorizes
+/// even on baseline x86-64.
 #[inline(always)]
 fn magnitude_bits(value: f32) -> i32 {
     (value.to_bits() & 0x7fff_ffff) as i32
@@ -199,8 +198,7 @@ fn nonfinite_error(x: &[f32], first_index: usize, cols: Option<usize>) -> Error 
     nonfinite(x[at], first_index + at, cols)
 }
 
-/// The error of a value that is not finite. It names the index in the tensor, and the row and column if rows have `cols`
-/// values.
+/// The error for a value that is not finite. It names the index in the tensor, and also row and column if `cols` is given.
 pub fn nonfinite(value: f32, index: usize, cols: Option<usize>) -> Error {
     let place = match cols {
         Some(cols) => format!(" (row {}, column {})", index / cols, index % cols),
@@ -212,7 +210,7 @@ pub fn nonfinite(value: f32, index: usize, cols: Option<usize>) -> Error {
     )
 }
 
-/// The largest magnitude of `x`. `first_index` is where `x` starts in its tensor, for the error that names an index.
+/// Largest magnitude of `x`. `first_index` is the index of `x[0]` in its tensor, for error messages.
 pub fn amax(x: &[f32], first_index: usize, nonfinite: NonFinite) -> Result<f32> {
     let bits = largest_magnitude_bits(x);
     if bits < INFINITY_BITS {
@@ -227,9 +225,9 @@ pub fn amax(x: &[f32], first_index: usize, nonfinite: NonFinite) -> Result<f32> 
     }
 }
 
-/// The global scale for a tensor whose largest magnitude is `amax`: 1 for a single level and for a tensor of zeros, else
-/// `amax / (6 * 448)` (`6 * 256` for four-over-six). Below 2^-126 a quotient would lose bits as a subnormal number, or be
-/// zero; it becomes 2^-126, and the block scales are smaller instead.
+/// The global scale for a tensor whose largest magnitude is `amax`: 1 for a single level and for a tensor of zeros, else `amax / (6 * 448)`
+/// (`6 * 256` for four-over-six). The result is at least 2^-126, because a smaller one would be subnormal and lose bits, or be zero; block
+/// scales are smaller instead.
 pub fn global_scale(amax: f32, options: &QuantizeOptions) -> f32 {
     match options.levels {
         Levels::Two if amax > 0.0 => (amax / largest(options)).max(f32::MIN_POSITIVE),
@@ -237,7 +235,7 @@ pub fn global_scale(amax: f32, options: &QuantizeOptions) -> f32 {
     }
 }
 
-/// The multiple of the global scale that a tensor's amax becomes: the largest code times the largest block scale.
+/// The tensor's amax as a multiple of the global scale: the largest code times the largest block scale.
 pub fn largest(options: &QuantizeOptions) -> f32 {
     e2m1::MAX * options.largest_scale()
 }
@@ -267,8 +265,8 @@ pub fn quantize(x: &[f32], rows: usize, cols: usize, options: &QuantizeOptions) 
     Ok(out)
 }
 
-/// Quantizes whole rows, of which the first is row `first_row` of its tensor, with the tensor's `global` scale (see
-/// [`global_scale`]). Each range of rows gives the bytes that [`quantize`] gives for the whole.
+/// Quantizes whole rows, the first of which is row `first_row` of its tensor, under the tensor's `global` scale (see [`global_scale`]).
+/// Each range of rows gives the bytes that [`quantize`] gives for the whole.
 pub fn quantize_rows(
     x: &[f32],
     cols: usize,
@@ -342,8 +340,8 @@ fn saturated(value: f32, limit: f32) -> f32 {
     }
 }
 
-/// Expands codes and row-major scales: see [`decode`]. Bytes and numbers that are not scales are refused; the error counts
-/// blocks from the first one given, so callers that know rows check with [`check_block_scales`] first.
+/// Dequantizes codes and row-major scales: see [`decode`]. Fails if a scale is invalid; the error counts blocks from the first one given,
+/// so callers that know rows check with [`check_block_scales`] first.
 pub fn dequantize(codes: &[u8], scales: &[u8], global: f32, out: &mut [f32]) -> Result<()> {
     if !out.len().is_multiple_of(BLOCK) {
         bail!(
@@ -379,7 +377,7 @@ fn check_lengths(codes: usize, scales: usize, values: usize) -> Result<()> {
     Ok(())
 }
 
-/// Two codes to a byte, the even index in the low nibble. Bits above a code's lowest four are ignored.
+/// Packs two codes into a byte, the even index in the low nibble. Bits above a code's lowest four are ignored.
 pub fn pack(codes: &[u8]) -> Result<Vec<u8>> {
     let (pairs, rest) = codes.as_chunks::<2>();
     if !rest.is_empty() {
@@ -392,7 +390,7 @@ pub fn pack(codes: &[u8]) -> Result<Vec<u8>> {
     Ok(pairs.iter().map(|[a, b]| a & 15 | b << 4).collect())
 }
 
-/// One code to a byte; undoes [`pack`].
+/// Unpacks to one code per byte; the inverse of [`pack`].
 pub fn unpack(packed: &[u8]) -> Vec<u8> {
     packed.iter().flat_map(|&p| [p & 15, p >> 4]).collect()
 }
@@ -400,7 +398,7 @@ pub fn unpack(packed: &[u8]) -> Vec<u8> {
 type Values = [f32; BLOCK];
 type Packed = [u8; BLOCK / 2];
 
-/// The scale byte and codes of one finite block whose largest magnitude is `amax` and whose first value has `index`.
+/// Scale byte and codes of one finite block whose largest magnitude is `amax`, and whose first value has index `index`.
 fn quantize_block(
     x: &Values,
     amax: f32,
@@ -422,7 +420,7 @@ fn quantize_block(
     with_scale(x, scale, global, index, options)
 }
 
-/// A block's codes under this scale; a scale of 0 if all are zero, which nothing else has, whatever the signs were.
+/// Codes of a block under this scale. If all codes are zero the scale becomes 0, and only then; signs of zeros are dropped.
 fn with_scale(
     x: &Values,
     scale: u8,
@@ -438,22 +436,22 @@ fn with_scale(
     }
 }
 
-/// A block's codes under this scale, each the nearest to its value.
+/// Codes of a block under this scale, each the nearest to its value.
 pub(super) fn encode_under(x: &Values, scale: u8, global: f32) -> (u8, Packed) {
     with_scale(x, scale, global, 0, &QuantizeOptions::default())
 }
 
-/// The nearest scale byte that is not 0: underflow must not wipe out a block that has values above half a step.
+/// The nearest nonzero scale byte: underflow must not erase a block that has values above half a step.
 pub(super) fn nearest_scale(scale: f32) -> u8 {
     e4m3::encode(scale).max(1)
 }
 
-/// The legacy host's rule. Its scale may be 0 beside codes that are not.
+/// The legacy host's rule. Its scale may be 0 beside nonzero codes.
 fn legacy_block(x: &Values, amax: f32, index: usize, options: &QuantizeOptions) -> (u8, Packed) {
     const FLOOR: f32 = 1.0 / 65536.0;
     let scale = e4m3::encode((amax / e2m1::MAX).clamp(FLOOR, e4m3::MAX));
     let divisor = e4m3::decode(scale) + 1e-12;
-    // The reference takes the sign from a comparison with zero, so a negative zero has none. Adding zero has that effect.
+    // The reference derives the sign from a comparison with zero, so a negative zero has none. Adding zero has that effect.
     let quotients = x.map(|v| v / divisor + 0.0);
     (scale, encode_block(&quotients, index, options))
 }
@@ -501,11 +499,10 @@ fn four_over_six(x: &Values, amax: f32, global: f32) -> u8 {
     }
 }
 
-/// The best of all 126 scales, found among the few that can be it: errors are estimated first, and only scales whose estimates
-/// are too close to tell are compared exactly.
+/// The best of all 126 scales. Errors are estimated first; only scales whose estimates are too close to tell apart are compared exactly.
 fn sweep(x: &Values, amax: f32, global: f32) -> u8 {
-    // Upwards, a scale that is twice another one which clips nothing has only values the other has, so it cannot be better.
-    // Eight bytes up is twice, for normal numbers: from twice the first such scale on nothing is left to try.
+    // Upwards: a scale that is twice another one, if the latter clips nothing, has only values that the other has too, so it cannot be
+    // better. For normal numbers, eight bytes up is twice, so the search ends at twice the first such scale.
     const FIRST_NORMAL: u8 = 8;
     let start = nearest_scale(amax / e2m1::MAX / global);
     let unclipped = (start..e4m3::MAX_BYTE)
@@ -513,7 +510,7 @@ fn sweep(x: &Values, amax: f32, global: f32) -> u8 {
         .unwrap_or(e4m3::MAX_BYTE);
     let last = e4m3::MAX_BYTE.min(unclipped.max(FIRST_NORMAL) + 7);
 
-    // Downwards the largest value is clipped ever harder; once that alone costs more than the best, the rest is worse.
+    // Downwards: the largest value is clipped ever harder. Once that alone costs more than the best scale, all further ones are worse.
     let estimate = Estimate::new(x, amax, global);
     let mut errors = [0f32; e4m3::MAX_BYTE as usize + LANES];
     let mut least = f32::INFINITY;
@@ -523,7 +520,7 @@ fn sweep(x: &Values, amax: f32, global: f32) -> u8 {
         let found = estimate.errors(first);
         errors[usize::from(first)..][..LANES].copy_from_slice(&found);
         for error in found {
-            // Not `min`, which is slower because it handles NaN; this comparison leaves NaN out too.
+            // Not `min`, which is slower because it handles NaN. This comparison leaves NaN out too.
             least = if error < least { error } else { least };
         }
         let limit = estimate.limit(least);
@@ -533,7 +530,7 @@ fn sweep(x: &Values, amax: f32, global: f32) -> u8 {
         }
     };
 
-    // An estimate that is not finite says nothing.
+    // An estimate that is not finite is not conclusive.
     let is_close = |scale: &u8| {
         let error = errors[usize::from(*scale)];
         !(error > limit && error.is_finite())
@@ -554,23 +551,23 @@ fn sweep(x: &Values, amax: f32, global: f32) -> u8 {
     best
 }
 
-/// Scales whose errors are estimated together: as many as nearly all blocks need. The loops over them become vector code on the
-/// plainest x86-64, which shorter ones do not.
+/// Scales whose errors are estimated together: as many as nearly all blocks need. Loops of this length vectorize on baseline x86-64;
+/// shorter ones do not.
 const LANES: usize = 16;
 
-/// The squared error of a block under any scale, in f32, where the block's largest magnitude counts as 1.
+/// Estimates the squared error of a block under any scale, in f32, in units of the block's largest magnitude.
 struct Estimate {
     /// Magnitudes.
     x: Values,
     amax: f32,
     global: f32,
-    /// How far the root of an estimate may be off, three times: see [`Estimate::limit`].
+    /// Three times the possible error of an estimate's square root: see [`Estimate::limit`].
     slack: f32,
 }
 
 impl Estimate {
     fn new(x: &Values, amax: f32, global: f32) -> Self {
-        /// Below, the step of the smallest scale is subnormal in f32, and its rounding has no bound.
+        /// Below this, the step of the smallest scale is subnormal in f32, and its rounding error has no bound.
         const SMALLEST_GLOBAL: f32 = f32::MIN_POSITIVE * 512.0;
         let mut magnitudes = [0.0; BLOCK];
         let mut squares = [0.0; BLOCK];
@@ -594,7 +591,7 @@ impl Estimate {
         e4m3::decode(scale) * self.global / self.amax
     }
 
-    /// The estimates of scales from `first` on; in place of those above the largest there is that of the largest.
+    /// Estimates for scales from `first` on. Beyond the largest scale, repeats its estimate.
     fn errors(&self, first: u8) -> [f32; LANES] {
         let mut steps = [0.0; LANES];
         let mut inverses = [0.0; LANES];
@@ -627,20 +624,20 @@ impl Estimate {
         sums
     }
 
-    /// What the estimate of another scale is above only if its error is above that of a scale with the estimate `least`.
+    /// The limit above which the estimate of another scale proves that its error is larger than that of a scale with the estimate `least`.
     ///
-    /// With u = 2^-24, q a magnitude in steps and d its distance from its code: the estimate's q is off by 5 uq and its d by one
-    /// more, and the quotient that decides the code of the exact error by 2 uq, so that the two d differ by at most 10 uq. In a
-    /// block whose magnitudes have S as the sum of their squares, an error E, S at most, and its estimate differ by at most
-    /// 20 u sqrt(ES) + 100 u^2 S, and by 24 uE where the estimate is summed: less than k sqrt(E) + k^2 with k = 64 u sqrt(S).
-    /// Two errors are told apart by 3 k between the roots of their estimates.
+    /// With u = 2^-24, q a magnitude in steps and d its distance from its code: the estimate's q is off by 5 uq and its d by one more, and
+    /// the quotient that decides the code of the exact error by 2 uq, so the two d differ by at most 10 uq. Let S be the sum of the squares
+    /// of a block's magnitudes, and E an error, at most S. Then E and its estimate differ by at most 20 u sqrt(ES) + 100 u^2 S, plus 24 uE
+    /// from the summation: less than k sqrt(E) + k^2 with k = 64 u sqrt(S). Two errors are told apart by 3 k between the square roots of
+    /// their estimates.
     fn limit(&self, least: f32) -> f32 {
         let root = least.sqrt() + self.slack;
         root * root
     }
 }
 
-/// The sum, pairwise in a fixed order.
+/// Pairwise sum in a fixed order.
 #[inline(always)]
 fn pairwise<T: Copy + std::ops::AddAssign>(mut values: [T; BLOCK]) -> T {
     let mut width = BLOCK / 2;
@@ -653,13 +650,13 @@ fn pairwise<T: Copy + std::ops::AddAssign>(mut values: [T; BLOCK]) -> T {
     values[0]
 }
 
-/// Scale times global scale without rounding: 4 bits by 24.
+/// Exact product of scale and global scale: 4 bits by 24.
 fn exact_step(scale: u8, global: f32) -> f64 {
     f64::from(e4m3::decode(scale)) * f64::from(global)
 }
 
-/// The squared error of the block under a scale, rounded to nearest. In f64, so that neither the largest nor the smallest f32
-/// values overflow or vanish when squared; summed pairwise in a fixed order.
+/// Squared error of a block under a scale, rounded to nearest. In f64, so that f32 values neither overflow nor vanish when squared; summed
+/// pairwise in a fixed order.
 #[inline(always)]
 fn squared_error(x: &Values, scale: u8, global: f32) -> f64 {
     let step = e4m3::decode(scale) * global;
@@ -673,8 +670,7 @@ fn squared_error(x: &Values, scale: u8, global: f32) -> f64 {
     pairwise(squares)
 }
 
-/// The magnitude of a code below 8, without a table so that loops over it become vector code: twice the magnitude is the
-/// code itself up to 4, then 6, 8 and 12.
+/// Magnitude of a code below 8. Without a table, loops over it vectorize: twice the magnitude is the code itself up to 4, then 6, 8 and 12.
 #[inline(always)]
 fn magnitude(code: u32) -> f32 {
     let doubled = code + u32::from(code > 4) + u32::from(code > 5) + 3 * u32::from(code > 6);
@@ -705,7 +701,7 @@ mod tests {
         }
     }
 
-    /// What [`sweep`] is to find: the smallest scale among those with the least error.
+    /// The expected result of [`sweep`]: the smallest scale among those with the least error.
     fn best_of_all(block: &Values, global: f32) -> u8 {
         let error = |scale| squared_error(block, scale, global);
         (1..=e4m3::MAX_BYTE)
@@ -713,7 +709,7 @@ mod tests {
             .unwrap()
     }
 
-    /// Blocks as weights are, by thousands, and of few values, where errors are often equal.
+    /// Thousands of weight-like blocks, and blocks of few distinct values, in which errors are often equal.
     #[test]
     fn the_sweep_of_many_blocks_finds_what_all_scales_would() {
         for number in 0..4000 {
@@ -739,7 +735,7 @@ mod tests {
         }
     }
 
-    /// The squared error against the exact decoded values.
+    /// Squared error against the exactly decoded values.
     fn error(x: &[f32], q: &Nvfp4) -> f64 {
         let codes = unpack(&q.codes);
         x.iter()
@@ -770,7 +766,7 @@ mod tests {
         })
     }
 
-    /// A tensor whose values lie within a few powers of two of each other, as weights do.
+    /// A tensor whose values lie within a few powers of two of each other, like weights.
     fn weights() -> impl Strategy<Value = Vec<f32>> {
         prop::collection::vec(-1f32..1.0, BLOCK * 4)
     }
@@ -839,7 +835,7 @@ mod tests {
             assert_ne!(q.scales[1], 0, "{recipe:?}");
             assert!(q.dequantize().unwrap()[16] > 0.0);
         }
-        // Below half of the smallest step all codes are zero, and then so is the scale, and the signs go.
+        // Below half of the smallest step all codes are zero. Then the scale is zero too, and the signs are dropped.
         x[16..].fill(-0.0004);
         for recipe in RECIPES {
             let q = quantize(&x, 1, 32, &options(recipe)).unwrap();
@@ -871,7 +867,7 @@ mod tests {
 
     #[test]
     fn legacy_follows_the_host_where_it_differs() {
-        // A block below the scale's range keeps saturated codes beside a scale of zero, as the host's reference does.
+        // A block below the scale's range keeps saturated codes beside a scale of zero, as in the legacy host's reference.
         let mut x = [0f32; 16];
         x[0] = 1e-4;
         x[1] = -1e-4;
@@ -887,7 +883,7 @@ mod tests {
         assert_eq!(even.scales, [0x38]);
         assert_eq!(even.codes[..2], [0x67, 0x88]);
         assert_eq!(away.codes[..2], [0x77, 0x89]);
-        // Beyond the largest scale the values saturate.
+        // Values beyond the largest scale saturate.
         let q = quantize(&[1e6; 16], 1, 16, &legacy(Rounding::NearestEven)).unwrap();
         assert_eq!(q.dequantize().unwrap(), [2688.0; 16]);
     }
@@ -993,7 +989,7 @@ mod tests {
 
     #[test]
     fn stochastic_rounding_is_right_on_average() {
-        // Scale 1, so the values are the quotients; each stands a thousand times in a row of its own.
+        // Scale 1, so the values are the quotients; each fills a row of a thousand.
         for value in [0.1f32, 0.6, 1.2, 2.25, 3.9, 4.5] {
             let mut x = vec![value; 1024 * 16];
             x.iter_mut().step_by(16).for_each(|v| *v = 6.0);
@@ -1056,8 +1052,8 @@ mod tests {
             let q = quantize(&x, rows, cols, &options(RECIPES[recipe])).unwrap();
             let back = q.dequantize().unwrap();
             for (b, (v, w)) in x.chunks(BLOCK).zip(back.chunks(BLOCK)).enumerate() {
-                // The widest gap is 2 steps, so rounding costs 1 at most. Where the scale itself was rounded down, clipping
-                // costs 6 times that: 6/16 of a step for a normal scale, 6 times half the spacing for a subnormal one.
+                // The widest gap is 2 steps, so rounding costs at most 1. If the scale itself was rounded down, clipping costs 6 times
+                // that: 6/16 of a step for a normal scale, 6 times half the spacing for a subnormal one.
                 let step = exact_step(q.scales[b], q.global);
                 let clipping = 3.0 * exact_step(1, q.global);
                 let bound = step.max(clipping) * (1.0 + 1e-6);
@@ -1097,7 +1093,7 @@ mod tests {
 
         #[test]
         fn searched_scales_are_never_worse(x in weights()) {
-            // Under one global scale: four-over-six's own leaves the other recipes' largest scales out.
+            // Under one global scale, because four-over-six's own excludes the other recipes' largest scales.
             for global in [1.0, 1.0 / (6.0 * 256.0), 1.0 / 2688.0] {
                 let [amax, four_over_six, sweep] = RECIPES.map(|recipe| {
                     let mut q = Nvfp4 {
@@ -1112,7 +1108,7 @@ mod tests {
                         .unwrap();
                     error(&x, &q)
                 });
-                // Summed in another order than the recipe's, so equal within rounding.
+                // The sum has another order than in the recipe, so both are equal only up to rounding.
                 prop_assert!(sweep <= four_over_six * (1.0 + 1e-12));
                 prop_assert!(four_over_six <= amax * (1.0 + 1e-12));
             }

@@ -1,8 +1,8 @@
-//! Operands of the matrix products of training in NVFP4, as values: rounded to the format and back. Scales of runs of blocks are powers of
-//! two, so that bfloat16 holds every result exactly, and a product of bfloat16 is that of the codes.
+//! NVFP4 operands of training's GEMMs, as values: rounded to the format and back. Scales of runs of blocks are powers of two, so bfloat16
+//! holds every result exactly, and a bfloat16 GEMM computes the product of the codes.
 //!
-//! What gradients of weights take is rotated first: a Hadamard matrix over 16 tokens, with signs that spread what stands out. It is
-//! orthogonal, so that the product of two rotated operands is that of the operands.
+//! Operands of weight gradients are rotated first by a Hadamard matrix over 16 tokens, with signs, which spreads outliers. The rotation is
+//! orthogonal, so the product of two rotated operands equals that of the operands.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,19 +11,19 @@ use super::nvfp4::{self, BLOCK, Levels, NonFinite, QuantizeOptions};
 use super::random::words;
 use super::{Rounding, e2m1, e4m3};
 
-/// How the scale of a block is chosen.
+/// Rule for the scale of a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScaleRule {
     /// The largest magnitude lands on 6.
     #[default]
     Amax,
-    /// Of the scales that put it on 6 and on 4, the one with the smaller error.
+    /// The scale with the smaller error, of those that put the largest magnitude on 6 and on 4.
     FourOverSix,
 }
 
 impl ScaleRule {
-    /// The quantizer's options.
+    /// The corresponding quantization options.
     pub fn options(self) -> QuantizeOptions {
         QuantizeOptions {
             levels: Levels::Two,
@@ -38,24 +38,25 @@ impl ScaleRule {
     }
 }
 
-/// How values are rounded.
+/// Rounding of values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OperandRounding {
     /// To nearest, with scales by this rule.
     Nearest(ScaleRule),
-    /// Stochastically, with the random bits of this stream at the index of each value, and scales that reach the largest magnitude, so that
-    /// nothing is clipped and the expected result is the value.
+    /// Stochastically, with random bits from this stream at each value's index. Scales reach the largest magnitude, so that nothing is
+    /// clipped and the expected result is the value.
     Stochastic(u64),
 }
 
-/// The global scale of blocks with magnitudes up to `amax`, which is finite.
+/// Global scale of blocks with magnitudes up to `amax`, which is finite.
 #[inline(always)]
 pub fn global_of(amax: f32) -> f32 {
-    // The scale of a block that puts its largest magnitude on 4 lies below 256.
+    // A block scale that puts the largest magnitude on 4 is below 256.
     power_for(amax, 10)
 }
 
-/// The values of a block of finite values that an NVFP4 block holds for them. `index` is that of the first, and `stride` what it rises by.
+/// Rounds a block of finite values to the values of an NVFP4 block. `index` is the index of the first value, and `stride` the distance
+/// between indices.
 pub fn round_block(
     x: &[f32; BLOCK],
     global: f32,
@@ -91,10 +92,10 @@ pub fn round_block(
 
 /// Tokens that are rotated together.
 pub const ROTATED: usize = 16;
-/// The signs before the rotation, a bit for each token; as many of either.
+/// Signs applied before the rotation, one bit per token; half are negative.
 pub const SIGNS: u16 = 0b0110_1011_1000_1001;
 
-/// Multiplies a vector of 16 by the signs and by the Hadamard matrix, divided by 4.
+/// Multiplies a vector of 16 by the signs and by the Hadamard matrix, and divides it by 4.
 pub fn rotate(x: &[f32; ROTATED]) -> [f32; ROTATED] {
     let mut y: [f32; ROTATED] = std::array::from_fn(|i| match SIGNS >> i & 1 {
         0 => x[i],
@@ -112,7 +113,7 @@ pub fn rotate(x: &[f32; ROTATED]) -> [f32; ROTATED] {
     y.map(|v| 0.25 * v)
 }
 
-/// A bound of what rotation makes of magnitudes up to `amax`.
+/// Upper bound of magnitudes after rotation, for magnitudes up to `amax` before.
 #[inline(always)]
 pub fn rotated_amax(amax: f32) -> f32 {
     (4.0 * amax).min(f32::MAX)
@@ -155,7 +156,7 @@ mod tests {
         }
     }
 
-    /// The mean of many draws is the value: within five standard deviations of one that lies anywhere between two neighbours.
+    /// The mean of many draws equals the value within five standard deviations, taken for the worst position between two neighbours.
     #[test]
     fn stochastic_rounding_is_unbiased() {
         const DRAWS: u32 = 1 << 14;

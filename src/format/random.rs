@@ -1,7 +1,7 @@
-//! Random bits by counter: a pure function of a seed and a position, so that any part of a tensor can be rounded, on any
-//! device and in any order, with the bits the whole would have used. Not for secrets.
+//! Counter-based random bits: a pure function of a seed and a position. Any part of a tensor can be rounded on any device and in any order,
+//! with the same bits as the whole. Not for secrets.
 
-/// The odd constant nearest to 2^64 divided by the golden ratio: successive multiples spread evenly over 64 bits.
+/// The odd constant nearest to 2^64 divided by the golden ratio: its multiples spread evenly over 64 bits.
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// The finalizer of SplitMix64: a bijection in which every input bit reaches every output bit.
@@ -26,11 +26,11 @@ pub const fn uniform(seed: u64, counter: u64) -> f32 {
     (bits(seed, counter) >> 40) as f32 * (1.0 / (1u32 << 24) as f32)
 }
 
-/// 64 random bits, as two words, for position `counter` of the stream `key`, in eight instructions of a GPU: for what is drawn anew for
-/// every weight in every step. A key is a result of [`bits`].
+/// 64 random bits, as two words, for position `counter` of the stream `key`, in eight GPU instructions: for draws per weight and step. A
+/// key is a result of [`bits`].
 ///
-/// Four rounds of Philox 2x32 (Salmon et al., SC 2011), the fewest after which the tests below find nothing: a bijection of the counter and
-/// half of the key under the other half.
+/// Four rounds of Philox 2x32 (Salmon et al., SC 2011), the fewest that pass the tests below: a bijection of the counter and half of the
+/// key, keyed by the other half.
 #[inline(always)]
 pub const fn words(key: u64, counter: u32) -> [u32; 2] {
     let (mut x, mut y) = (counter, (key >> 32) as u32);
@@ -45,7 +45,7 @@ pub const fn words(key: u64, counter: u32) -> [u32; 2] {
     [x, y]
 }
 
-/// The half of [`words`] for position `index / 4` that belongs to `index`: 16 random bits.
+/// The 16 random bits for `index` in the [`words`] of position `index / 4`.
 #[inline(always)]
 pub const fn bits16(key: u64, index: u32) -> u16 {
     (words(key, index / 4)[(index / 2 % 2) as usize] >> (16 * (index % 2))) as u16
@@ -82,18 +82,18 @@ mod tests {
         }
     }
 
-    /// The words for a position, in one.
+    /// Both words of a position as one number.
     fn joined(key: u64, counter: u32) -> u64 {
         let [x, y] = words(key, counter);
         u64::from(x) << 32 | u64::from(y)
     }
 
-    /// Bits are fair, and independent of those at other positions, under other keys, and of each other: whatever two draws have in common
-    /// shows in the exclusive or of one with the other, rotated by any number of bits.
+    /// Bits are fair, and independent of those at other positions, under other keys, and of each other: any dependence between two draws
+    /// shows in the exclusive or of one with a rotation of the other.
     #[test]
     fn words_are_fair_and_independent() {
         const N: u32 = 1 << 14;
-        // Six standard deviations of a fair coin: more than 10^5 of them are thrown.
+        // Six standard deviations of a fair coin, because more than 10^5 coins are tossed.
         let limit = 3.0 * f64::from(N).sqrt();
         let check = |what: &str, draw: &dyn Fn(u32) -> u64| {
             let mut ones = [0u32; 64];
@@ -112,7 +112,7 @@ mod tests {
             let (key, next) = (bits(5, step), bits(5, step + 1));
             check("bits", &|c| joined(key, c));
             check("keys", &|c| joined(key, c) ^ joined(next, c));
-            // Of neighbours, rows and matrices.
+            // Distances of neighbours, of rows and of matrices.
             for distance in [1, 2, 3, 4, 8, 64, 160, 1024, 4096, 1 << 20] {
                 let what = format!("positions {distance} apart");
                 check(&what, &|c| joined(key, c) ^ joined(key, c + distance));
@@ -137,7 +137,8 @@ mod tests {
         }
     }
 
-    /// Bytes fill 256 cells evenly (chi-squared), and so do the top halves of any two bytes of a draw, of two neighbours, or of two steps.
+    /// Bytes fill 256 cells evenly (chi-squared), and so do the combined top halves of any two bytes of a draw, of two neighbours, or of
+    /// two steps.
     #[test]
     fn words_are_uniform() {
         const N: u32 = 1 << 16;

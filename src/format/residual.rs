@@ -1,15 +1,15 @@
-//! Weights that an optimizer updates: an E2M1 code and a residual that is counted in steps of the code's own neighbourhood.
+//! Weights under training: an E2M1 code, and a residual counted in steps of the gaps around that code.
 //!
 //! The 8 magnitudes of E2M1 are levels 0 to 7, and each gap between neighbours is cut into `2^bits` equal steps. A weight is the level
-//! nearest to its magnitude and a signed residual of `bits` bits: the number of steps that it lies further from zero, or less far. So the
-//! grid is fine where values are dense, needs no scale of its own, and a residual that leaves its range carries into the code. Beyond the
-//! outermost level the grid goes on with steps of the outermost gap, for half of it. A weight nearer to zero than to any other level has a
-//! code of 0 or -0 for its sign, and a residual that is not negative.
+//! nearest to its magnitude, and a signed residual of `bits` bits: the number of steps by which it lies further from zero, or closer. So
+//! the grid is fine where values are dense, needs no scale of its own, and a residual that leaves its range carries into the code. Beyond
+//! the outermost level the grid continues with steps of the outermost gap, for half of it. A weight nearer to zero than to any other level
+//! has a code of 0 or -0 for its sign, and a residual that is not negative.
 //!
-//! Counted in steps from zero, magnitudes are a float with 2 bits of exponent and `bits + 1` of mantissa, subnormals included: shifted to
-//! the place of an f32's exponent and mantissa, such an index is the magnitude times 2^-126. That is how it is decoded, and encoded.
+//! Counted in steps from zero, magnitudes form a float with 2 exponent bits and `bits + 1` mantissa bits, subnormals included. Shifted to
+//! the place of an f32's exponent and mantissa, such an index is the magnitude times 2^-126. Decoding and encoding use this.
 //!
-//! The code alone is the weight rounded to the nearest level, which is what is delivered.
+//! The code alone is the weight rounded to the nearest level, which is its delivered value.
 
 use serde::{Deserialize, Serialize};
 
@@ -27,7 +27,7 @@ pub enum Bits {
 }
 
 impl Bits {
-    /// Steps of a gap.
+    /// Steps per gap.
     pub const fn steps(self) -> i32 {
         match self {
             Bits::Four => 16,
@@ -40,7 +40,7 @@ impl Bits {
         (7 * self.steps() + self.steps() / 2 - 1) as u32
     }
 
-    /// Where an index starts in the bits of an f32.
+    /// Bit position of an index in an f32.
     const fn shift(self) -> u32 {
         match self {
             Bits::Four => 23 - 5,
@@ -49,13 +49,13 @@ impl Bits {
     }
 }
 
-/// Random bits that a weight is rounded by.
+/// Random bits per weight for rounding.
 pub const DRAW_BITS: u32 = 18;
-/// 2^126, and its inverse: f32 products with them are exact but where they become subnormal.
+/// 2^126, and its inverse. f32 products with them are exact unless they become subnormal.
 const UP: f32 = f32::from_bits((126 + 127) << 23);
 const DOWN: f32 = f32::from_bits(1 << 23);
 
-/// The gap below the outermost level, which the grid goes on with.
+/// The gap below the outermost level, with which the grid continues.
 pub const OUTERMOST: f32 = 2.0;
 
 /// The outermost point of the grid.
@@ -64,8 +64,8 @@ pub const fn largest(bits: Bits) -> f32 {
     e2m1::MAX + beyond as f32 * (OUTERMOST / bits.steps() as f32)
 }
 
-/// The residual that brings `code` nearest to `value`, in units of the block's scale; a NaN counts as zero. A code that is not the nearest
-/// has the residual at the end of its range, and one of the other sign that of zero.
+/// The residual that brings `code` nearest to `value`, in units of the block's scale. NaN counts as zero. A code that is not the nearest
+/// gets a residual at the end of its range, and a code of the other sign that of zero.
 pub fn beside(code: u8, value: f32, bits: Bits) -> i8 {
     let half = bits.steps() / 2;
     let magnitude = if code & 8 != 0 { -value } else { value };
@@ -81,22 +81,23 @@ pub fn beside(code: u8, value: f32, bits: Bits) -> i8 {
     (index - level * bits.steps()).clamp(least, half - 1) as i8
 }
 
-/// The value of a code with its residual, exactly: at most 6 or 10 bits.
+/// The exact value of a code with its residual, of at most 6 or 10 bits.
 pub const fn decode(code: u8, residual: i8, bits: Bits) -> f32 {
     let index = (code & 7) as i32 * bits.steps() + residual as i32;
     let magnitude = f32::from_bits(index.unsigned_abs() << bits.shift()) * UP;
     if code & 8 != 0 { -magnitude } else { magnitude }
 }
 
-/// The code and the residual for `value`, in units of the block's scale. Saturates at the ends of the grid; a NaN becomes zero.
-/// `draw`, [`DRAW_BITS`] random bits, is read by [`Rounding::Stochastic`] only, which adds it as a fraction to the magnitude and rounds
-/// down: what lies on the grid stays there, and what does not goes to one of its neighbours. A fraction of 4-bit residuals has as many bits
+/// Encodes `value`, in units of the block's scale, as a code and a residual. Saturates at the ends of the grid; NaN becomes zero. Only
+/// [`Rounding::Stochastic`] reads `draw`, [`DRAW_BITS`] random bits: it adds them as a fraction to the magnitude and rounds down. Values on
+/// the grid stay, others go to one of their neighbours. The fraction has as many bits as a draw with 4-bit residuals, so that the mean is
+/// right.
 /// as a draw, so that the mean is right.
 #[inline(always)]
 pub fn encode(value: f32, bits: Bits, rounding: Rounding, draw: u32) -> (u8, i8) {
     let shift = bits.shift();
     let value = if value.is_nan() { 0.0 } else { value };
-    // At most infinity, to which a step may be added.
+    // At most infinity, which still allows the addition of a step.
     let exact = (value.abs() * DOWN).to_bits();
     let half = 1 << (shift - 1);
     let rounded = match rounding {
@@ -108,7 +109,7 @@ pub fn encode(value: f32, bits: Bits, rounding: Rounding, draw: u32) -> (u8, i8)
     (code | u8::from(value.is_sign_negative()) << 3, residual)
 }
 
-/// The code and the residual of a magnitude, in steps.
+/// Code and residual of a magnitude in steps.
 const fn split(index: u32, bits: Bits) -> (u8, i8) {
     let level = (index as i32 + bits.steps() / 2) / bits.steps();
     (level as u8, (index as i32 - level * bits.steps()) as i8)
@@ -129,7 +130,7 @@ mod tests {
         })
     }
 
-    /// Levels are E2M1's, and gaps are cut evenly.
+    /// Levels match E2M1, and gaps are cut evenly.
     #[test]
     fn the_grid_is_that_of_e2m1_in_steps() {
         for bits in [Bits::Four, Bits::Eight] {
@@ -181,7 +182,7 @@ mod tests {
         }
     }
 
-    /// The mean over all draws is the value, to the last bit that a magnitude has.
+    /// The mean over all draws equals the value exactly.
     #[test]
     fn all_draws_together_are_exact() {
         for value in [0.0131f32, 0.2499, -1.77, 1.9999, 3.999, -5.03, 6.51] {
@@ -223,12 +224,12 @@ mod tests {
         }
     }
 
-    /// Beside the nearest code, the residual is the one that encoding gives.
+    /// For the nearest code, the residual equals that of encoding.
     #[test]
     fn residuals_are_found_beside_codes() {
         for bits in [Bits::Four, Bits::Eight] {
             for (value, (code, residual)) in points(bits) {
-                // A zero without a residual has either sign.
+                // A zero without a residual may have either sign.
                 assert_eq!(beside(code, value, bits), residual, "{bits:?} {value}");
             }
             for value in [0.013f32, -0.2499, 1.9, -5.03, 6.51, 1e9, -1e-9] {

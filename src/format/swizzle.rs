@@ -1,6 +1,6 @@
-//! The order in which block-scaled tensor cores read scale bytes: tiles of 128 rows by 4 scales, 512 bytes each, tile after
-//! tile along a row of tiles; within a tile 32 groups of 16 bytes, each group holding 4 scales of 4 rows that lie 32 apart.
-//! Rows are padded to a multiple of 128 and scales per row to a multiple of 4, with zeros.
+//! The swizzled order in which block-scaled tensor cores read scale bytes: tiles of 128 rows by 4 scales, 512 bytes each, tile after tile
+//! along a row of tiles. Within a tile there are 32 groups of 16 bytes, each with 4 scales of 4 rows that lie 32 apart. Rows are padded to
+//! a multiple of 128 and scales per row to a multiple of 4, with zeros.
 
 use crate::base::error::{Result, bail};
 use crate::base::{memory, size};
@@ -16,7 +16,7 @@ pub enum ScaleLayout {
 }
 
 impl ScaleLayout {
-    /// Bytes that the scales of `rows` rows with `k_blocks` scales each take, padding included.
+    /// Bytes of the scales of `rows` rows with `k_blocks` scales each, padding included.
     pub fn len(self, rows: usize, k_blocks: usize) -> Result<usize> {
         match self {
             ScaleLayout::Linear => size::product("scales", &[rows, k_blocks]),
@@ -32,7 +32,7 @@ const TILE_COLUMNS: usize = 4;
 /// Bytes in a tile.
 const TILE: usize = TILE_ROWS * TILE_COLUMNS;
 
-/// Bytes that the swizzled scales of `rows` rows with `k_blocks` scales each take, padding included.
+/// Bytes of the swizzled scales of `rows` rows with `k_blocks` scales each, padding included.
 pub fn len(rows: usize, k_blocks: usize) -> Result<usize> {
     size::product(
         "swizzled scales",
@@ -44,7 +44,7 @@ pub fn len(rows: usize, k_blocks: usize) -> Result<usize> {
     )
 }
 
-/// Where the scale of row `row` and block `block` of that row stands.
+/// Position of the scale of block `block` in row `row`.
 #[inline(always)]
 pub const fn offset(row: usize, block: usize, k_blocks: usize) -> usize {
     let tile = (row / TILE_ROWS) * k_blocks.div_ceil(TILE_COLUMNS) + block / TILE_COLUMNS;
@@ -61,7 +61,7 @@ fn check(what: &str, given: usize, wanted: usize, rows: usize, k_blocks: usize) 
     Ok(())
 }
 
-/// Row-major scales `[rows, k_blocks]` in swizzled order.
+/// Converts row-major scales `[rows, k_blocks]` to swizzled order.
 pub fn swizzle(scales: &[u8], rows: usize, k_blocks: usize) -> Result<Vec<u8>> {
     let linear = size::product("scales", &[rows, k_blocks])?;
     check("row-major scales", scales.len(), linear, rows, k_blocks)?;
@@ -74,7 +74,7 @@ pub fn swizzle(scales: &[u8], rows: usize, k_blocks: usize) -> Result<Vec<u8>> {
     Ok(out)
 }
 
-/// Swizzled scales in row-major order `[rows, k_blocks]`; the padding is dropped unread.
+/// Converts swizzled scales to row-major order `[rows, k_blocks]`; the padding is not read.
 pub fn unswizzle(scales: &[u8], rows: usize, k_blocks: usize) -> Result<Vec<u8>> {
     let swizzled = len(rows, k_blocks)?;
     check("swizzled scales", scales.len(), swizzled, rows, k_blocks)?;
@@ -124,7 +124,7 @@ mod tests {
                 .collect();
             let swizzled = swizzle(&scales, rows, k_blocks).unwrap();
             prop_assert_eq!(swizzled.len(), len(rows, k_blocks).unwrap());
-            // Every input byte is odd, so the zeros are the padding and nothing else.
+            // Every input byte is odd, so zeros occur only in the padding.
             let padding = swizzled.iter().filter(|&&b| b == 0).count();
             prop_assert_eq!(padding, swizzled.len() - scales.len());
             prop_assert_eq!(unswizzle(&swizzled, rows, k_blocks).unwrap(), scales);

@@ -1,5 +1,5 @@
-//! DLPack in both of its forms, the unversioned one of 0.x (`DLManagedTensor`) and the versioned one of 1.x
-//! (`DLManagedTensorVersioned`): the structs, and tensors made from and into them.
+//! DLPack in both forms, the unversioned one of 0.x (`DLManagedTensor`) and the versioned one of 1.x (`DLManagedTensorVersioned`): the
+//! structs, and conversions from and to tensors.
 
 use std::ffi::c_void;
 
@@ -13,9 +13,9 @@ const CUDA: i32 = 2;
 /// CUDA managed memory.
 const CUDA_MANAGED: i32 = 13;
 
-/// The major version that this is. Another may have anything behind its number.
+/// The supported major version. Another may have any layout after its number.
 const MAJOR: u32 = 1;
-/// The minor version that the type codes from 7 on came with.
+/// The minor version that introduced the type codes from 7 on.
 const MINOR_OF_SMALL_FLOATS: u32 = 1;
 
 /// The memory must not be written to.
@@ -25,13 +25,13 @@ const COPIED: u64 = 1 << 1;
 /// Elements of fewer than 8 bits have a byte each.
 const PADDED: u64 = 1 << 2;
 
-/// Where the memory is.
+/// The place of memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DLDevice {
     /// 1 for host memory, 2 for CUDA memory, 13 for CUDA managed memory.
     pub device_type: i32,
-    /// Which device of that type.
+    /// The index of the device of that type.
     pub device_id: i32,
 }
 
@@ -53,7 +53,7 @@ pub struct DLDataType {
 pub struct DLTensor {
     /// Start of the allocation.
     pub data: *mut c_void,
-    /// Where it is.
+    /// The device that it is on.
     pub device: DLDevice,
     /// Number of dimensions.
     pub ndim: i32,
@@ -67,35 +67,35 @@ pub struct DLTensor {
     pub byte_offset: u64,
 }
 
-/// A [`DLTensor`] with the way to give it back.
+/// A [`DLTensor`] with its deleter.
 #[repr(C)]
 #[derive(Debug)]
 pub struct DLManagedTensor {
     /// The tensor.
     pub dl_tensor: DLTensor,
-    /// For the producer.
+    /// The producer's data.
     pub manager_ctx: *mut c_void,
     /// Called once by the consumer when it is done; may be NULL.
     pub deleter: Option<unsafe extern "C" fn(*mut DLManagedTensor)>,
 }
 
-/// Which DLPack a struct is of.
+/// The DLPack version of a struct.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DLPackVersion {
-    /// Another number is another layout of the struct.
+    /// A different number means a different layout of the struct.
     pub major: u32,
-    /// A higher number has more types, devices and flags.
+    /// A higher number adds types, devices and flags.
     pub minor: u32,
 }
 
-/// A [`DLTensor`] with the way to give it back, its version, and what may be done with it.
+/// A [`DLTensor`] with its version, its flags and its deleter.
 #[repr(C)]
 #[derive(Debug)]
 pub struct DLManagedTensorVersioned {
-    /// The version; the other fields are those of this struct only if its major one is 1.
+    /// The version; the other fields follow this layout only if its major version is 1.
     pub version: DLPackVersion,
-    /// For the producer.
+    /// The producer's data.
     pub manager_ctx: *mut c_void,
     /// Called once by the consumer when it is done; may be NULL.
     pub deleter: Option<unsafe extern "C" fn(*mut DLManagedTensorVersioned)>,
@@ -105,15 +105,15 @@ pub struct DLManagedTensorVersioned {
     pub dl_tensor: DLTensor,
 }
 
-/// What gives a DLPack tensor of a form back.
+/// The deleter of a DLPack tensor of one form.
 type Delete<M> = unsafe extern "C" fn(*mut M);
 
-/// A form of DLPack: a [`DLTensor`] with the way to give it back.
+/// A form of DLPack: a [`DLTensor`] with its deleter.
 pub trait Managed: Sized + 'static {
-    /// Whether it can say that memory is read-only.
+    /// Whether the form can mark memory as read-only.
     const HAS_FLAGS: bool;
 
-    /// The form over `tensor`, whose `context` is the producer's. Flags are lost if it has none.
+    /// Wraps `tensor` in this form, with the producer's `context`. Flags are lost if the form has none.
     fn close(tensor: DLTensor, flags: u64, context: *mut c_void, delete: Delete<Self>) -> Self;
 
     /// The tensor and its flags.
@@ -122,10 +122,10 @@ pub trait Managed: Sized + 'static {
     /// `managed` must point to a valid struct, of any version.
     unsafe fn open(managed: *const Self) -> Result<(DLTensor, u64)>;
 
-    /// What the producer gave.
+    /// The producer's context.
     fn context(&self) -> *mut c_void;
 
-    /// What gives it back, if anything does.
+    /// The deleter, if any.
     fn delete(&self) -> Option<Delete<Self>>;
 }
 
@@ -175,7 +175,7 @@ impl Managed for DLManagedTensorVersioned {
     }
 
     unsafe fn open(managed: *const Self) -> Result<(DLTensor, u64)> {
-        // SAFETY: every version begins with its number.
+        // SAFETY: every version begins with its version number.
         let DLPackVersion { major, minor } = unsafe { (*managed).version };
         if major != MAJOR {
             bail!(
@@ -204,7 +204,7 @@ impl Managed for DLManagedTensorVersioned {
     }
 }
 
-/// The one table of element types: DLPack's (code, bits, lanes) and ours.
+/// The table of element types: DLPack's (code, bits, lanes) and ours.
 const TYPES: [(u8, u8, u16, DType); 12] = [
     (1, 8, 1, DType::U8),
     (0, 8, 1, DType::I8),
@@ -235,13 +235,12 @@ fn sizes(what: &str, values: &[i64]) -> Result<Vec<usize>> {
 }
 
 impl Tensor {
-    /// Takes over a DLPack tensor of either form; its deleter runs when the last view is gone. On an error it stays the
-    /// caller's. Of CUDA memory, `find` is given the device's number and the address, says where that really is, and what keeps
-    /// the device.
+    /// Takes over a DLPack tensor of either form; its deleter runs when the last view is dropped. On an error it stays the caller's. For
+    /// CUDA memory, `find` maps the device's index and the address to the real place, and to an owner that keeps the device open.
     ///
     /// # Safety
-    /// `managed` must point to a valid DLPack tensor whose memory stays usable and unchanging, from any thread, until
-    /// its deleter is called, which any thread may do. For memory of a device, what [`Tensor::on_device`] asks.
+    /// `managed` must point to a valid DLPack tensor whose memory stays usable and unchanged, from any thread, until its deleter is called,
+    /// which any thread may do. Device memory must satisfy the requirements of [`Tensor::on_device`].
     pub unsafe fn from_dlpack<M: Managed>(
         managed: *mut M,
         find: impl FnOnce(usize, u64) -> Result<(Place, Owner)>,
@@ -360,8 +359,8 @@ impl Tensor {
         })
     }
 
-    /// A DLPack tensor over this one's memory, which it keeps alive until the consumer calls its deleter. Managed memory is
-    /// passed as the CUDA device's, which more consumers know. The unversioned form of a read-only tensor is an error.
+    /// A DLPack tensor over this one's memory, which it keeps alive until the consumer calls its deleter. Managed memory is exported as
+    /// that of the CUDA device, which more consumers support. Fails for a read-only tensor in the unversioned form.
     pub fn into_dlpack<M: Managed>(self) -> Result<Box<M>> {
         struct Context {
             _tensor: Tensor,
@@ -525,16 +524,16 @@ mod tests {
         // SAFETY: made above, and given away here.
         drop(unsafe { Tensor::from_dlpack(Box::into_raw(managed), nowhere) }.unwrap());
 
-        // Padding is nothing to elements of whole bytes.
+        // The padding flag has no effect on elements of whole bytes.
         let mut managed = versioned(DType::F16);
         managed.flags = PADDED;
         // SAFETY: just made, and given away here.
         drop(unsafe { Tensor::from_dlpack(Box::into_raw(managed), nowhere) }.unwrap());
 
-        // Behind another version's number there may be nothing.
+        // After another version's number nothing may follow.
         let version = DLPackVersion { major: 2, minor: 0 };
         let managed = (&raw const version).cast_mut();
-        // SAFETY: a struct of version 2 as short as can be, of which no more than the version is read.
+        // SAFETY: a minimal struct of version 2, of which only the version is read.
         let result =
             unsafe { Tensor::from_dlpack(managed.cast::<DLManagedTensorVersioned>(), nowhere) };
         expect_kind(result, ErrorKind::Unsupported, "version 2.0");

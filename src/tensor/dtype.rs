@@ -1,4 +1,4 @@
-//! Element types, numbered as the tensors of libtorch number theirs (`ScalarType`), and their conversion to and from f32.
+//! Element types, numbered like libtorch's `ScalarType`, and their conversion to and from f32.
 
 use half::{bf16, f16};
 
@@ -16,7 +16,7 @@ macro_rules! dtypes {
             /// Every type, by number.
             pub const ALL: &'static [DType] = &[$(DType::$variant,)+];
 
-            /// The number, which is libtorch's.
+            /// Its number in libtorch.
             pub const fn code(self) -> i32 { self as i32 }
 
             /// Short lower-case name.
@@ -89,7 +89,7 @@ impl DType {
         matches!(self, DType::F16 | DType::F32 | DType::F64 | DType::BF16)
     }
 
-    /// Whether values of this type are whole numbers or truth values.
+    /// Whether values of this type are integers or booleans.
     pub const fn is_integer(self) -> bool {
         matches!(
             self,
@@ -97,7 +97,7 @@ impl DType {
         )
     }
 
-    /// The elements `from`, as f32, into `to`. Integers and f64 round to nearest; a byte of [`DType::F8E4M3`] decodes.
+    /// Converts the elements `from` to f32 in `to`. Integers and f64 round to nearest; bytes of [`DType::F8E4M3`] are decoded.
     pub fn to_f32(self, from: &[u8], to: &mut [f32]) -> Result<()> {
         self.check_lengths(from.len(), to.len())?;
         match self {
@@ -132,8 +132,8 @@ impl DType {
         Ok(())
     }
 
-    /// The values `from` as elements of this type, into `to`: to nearest, ties to even, overflow to infinity as IEEE says.
-    /// Takes floating types only.
+    /// Converts the values `from` to elements of this type in `to`: to nearest, ties to even, overflow to infinity, as in IEEE 754. Only
+    /// for floating types.
     pub fn from_f32(self, from: &[f32], to: &mut [u8]) -> Result<()> {
         self.check_lengths(to.len(), from.len())?;
         match self {

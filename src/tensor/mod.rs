@@ -1,7 +1,6 @@
-//! Floor 2: tensors as memory with a type and a shape, and their exchange with others by DLPack. A [`Tensor`] is a view:
-//! cheap to clone, keeping its storage alive. Memory of a device is an address and a place here, made and used by floors
-//! above. It knows nothing of devices' kernels, of checkpoints or of models, and does no arithmetic beyond the conversion of
-//! element types.
+//! Floor 2: tensors as typed, shaped memory, and their exchange with others by DLPack. A [`Tensor`] is a view: cheap to clone, keeping its
+//! storage alive. Device memory is only an address and a place here; higher floors allocate and use it. Knows nothing of kernels,
+//! checkpoints or models, and does no arithmetic except the conversion of element types.
 
 mod dlpack;
 mod dtype;

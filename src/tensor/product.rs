@@ -1,13 +1,13 @@
-//! The forms of matrix products.
+//! The forms of GEMMs.
 
-/// Which operands of a product are stored transposed.
+/// The operands of a GEMM that are stored transposed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Form {
     /// `a[m, k] b[n, k]^T`: activations times a weight.
     NT,
-    /// `a[m, k] b[k, n]`: gradients of outputs times a weight, which are those of its inputs.
+    /// `a[m, k] b[k, n]`: gradients of outputs times a weight, which gives the gradients of the inputs.
     NN,
-    /// `a[k, m]^T b[k, n]`: gradients of outputs and the inputs, which make the gradient of a weight.
+    /// `a[k, m]^T b[k, n]`: gradients of outputs and inputs, which give the gradient of a weight.
     TN,
 }
 
@@ -18,6 +18,6 @@ pub struct Sizes {
     pub m: usize,
     /// Columns of the result.
     pub n: usize,
-    /// Products in a sum.
+    /// Terms of each sum.
     pub k: usize,
 }

@@ -1,11 +1,11 @@
-//! Shapes and strides, checked once when they enter.
+//! Shapes and strides, checked once on construction.
 
 use crate::base::error::{Result, bail, err};
 
-/// The most dimensions a tensor may have.
+/// Upper limit of dimensions.
 pub const MAX_RANK: usize = 8;
 
-/// Sizes and strides, both in elements. Rank 0 is a scalar. Strides are not negative; a dimension of stride 0 repeats.
+/// Sizes and strides, both in elements. Rank 0 is a scalar. Strides are not negative; a dimension with stride 0 repeats.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shape {
     sizes: Vec<usize>,
@@ -58,7 +58,7 @@ impl Shape {
                 .and_then(|d| last.checked_add(d))
                 .ok_or_else(too_large)?;
         }
-        // 16 bytes bound an element, and no object is larger than isize::MAX.
+        // An element has at most 16 bytes, and no object is larger than isize::MAX.
         if len.max(last) > isize::MAX as usize / 16 {
             return Err(too_large());
         }
@@ -76,7 +76,7 @@ impl Shape {
         &self.sizes
     }
 
-    /// Elements from one index of a dimension to the next.
+    /// Strides in elements.
     pub fn strides(&self) -> &[usize] {
         &self.strides
     }
@@ -91,7 +91,7 @@ impl Shape {
         self.len
     }
 
-    /// Elements of memory from the first to the last one addressed, both included.
+    /// Number of elements of memory from the first to the last one addressed, both included.
     pub fn extent(&self) -> usize {
         self.extent
     }
@@ -115,15 +115,15 @@ impl Shape {
         }
     }
 
-    /// The elements from each row of [`matrix`](Self::matrix) to the next, when all are the same and a row has no gaps; for a
-    /// single row, its length.
+    /// The distance in elements between rows of [`matrix`](Self::matrix), if it is uniform and rows have no gaps; for a single row, its
+    /// length.
     pub fn row_stride(&self) -> Option<usize> {
         let (_, cols) = self.matrix();
         let leading = self.sizes.len().checked_sub(1)?;
         if self.sizes[leading] > 1 && self.strides[leading] != 1 {
             return None;
         }
-        // From the innermost out, each dimension must continue where the ones within it end.
+        // From the innermost dimension outwards, each must continue where those within it end.
         let mut run: Option<(usize, usize)> = None;
         for (&n, &stride) in self.sizes[..leading]
             .iter()

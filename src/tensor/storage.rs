@@ -1,5 +1,5 @@
-//! A tensor over memory that this library allocated, or that a host lent with a function to release it. The memory may be a
-//! device's: then this folder knows its address and what keeps it alive, and never reads it.
+//! Tensors over memory that this library allocated, or that a host lent with a release function. Device memory is known here by its address
+//! and its owner, and never read.
 
 use std::any::Any;
 use std::fmt;
@@ -11,25 +11,25 @@ use super::{DType, Shape};
 use crate::base::error::{Result, bail};
 use crate::base::memory::{self, Buffer, Tag};
 
-/// Called with nothing, once, when the last view of lent memory is gone.
+/// Called once, when the last view of lent memory is dropped.
 pub type Release = Box<dyn FnOnce() + Send>;
 
-/// Keeps memory of a device for as long as it lives.
+/// Keeps device memory alive.
 pub type Owner = Arc<dyn Any + Send + Sync>;
 
-/// Where memory is.
+/// Place of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Place {
     /// Memory of the host.
     Host,
-    /// Memory of the CUDA device of this number.
+    /// Memory of the CUDA device with this index.
     Cuda(usize),
-    /// CUDA managed memory, which moves between the host and devices. Work with it is for the device of this number.
+    /// CUDA managed memory, which moves between the host and devices. The device with this index works with it.
     Managed(usize),
 }
 
 impl Place {
-    /// The CUDA device that works with the memory, if one does.
+    /// The CUDA device that works with the memory, if any.
     pub fn cuda(self) -> Option<usize> {
         match self {
             Place::Host => None,
@@ -88,7 +88,7 @@ impl Storage {
     }
 }
 
-/// Refuses an address that is not aligned for elements of `dtype`.
+/// Fails unless an address is aligned for elements of `dtype`.
 fn check_address(address: usize, shape: &Shape, dtype: DType) -> Result<()> {
     if shape.extent() > 0 && address == 0 {
         bail!(
@@ -115,17 +115,17 @@ pub struct Tensor {
     storage: Arc<Storage>,
     /// Bytes from the start of the storage to the first element.
     offset: usize,
-    /// Bytes of the storage that views may reach.
+    /// Bytes of the storage that views may access.
     bytes: usize,
     shape: Shape,
     dtype: DType,
-    /// Whether its owner has said that nobody may write to the memory.
+    /// Whether its owner has declared the memory read-only.
     read_only: bool,
 }
 
 /// A weak reference: identifies a tensor without keeping it alive.
 pub struct WeakTensor {
-    // As long as this lives no other storage gets the address.
+    // While this exists, no other storage gets the address.
     storage: Weak<Storage>,
     offset: usize,
     shape: Shape,
@@ -140,7 +140,7 @@ impl WeakTensor {
             && self.shape == tensor.shape
     }
 
-    /// Whether anything still keeps the tensor's memory.
+    /// Whether the tensor's memory is still alive.
     pub fn is_alive(&self) -> bool {
         self.storage.strong_count() > 0
     }
@@ -158,7 +158,7 @@ impl Tensor {
         Tensor::build(sizes, dtype, |_| Ok(()))
     }
 
-    /// A contiguous tensor whose bytes, zero at first, `fill` writes.
+    /// A contiguous tensor whose bytes, initially zero, are written by `fill`.
     pub fn build(
         sizes: &[usize],
         dtype: DType,
@@ -183,20 +183,20 @@ impl Tensor {
         Tensor::build(sizes, dtype, |bytes| dtype.from_f32(values, bytes))
     }
 
-    /// A view of memory that a host lends to have a result written to it: see [`Tensor::bytes_mut`]. It never goes back.
+    /// A view of memory that a host lends for a result: see [`Tensor::bytes_mut`]. It has no release function.
     ///
     /// # Safety
-    /// From `data` on, the extent of `shape` must be readable and writable, and the library's alone, as long as the tensor or
-    /// a view of it lives.
+    /// From `data` on, the extent of `shape` must be readable and writable, and exclusively the library's, as long as the tensor or a view
+    /// of it lives.
     pub unsafe fn lent_for_result(data: *mut u8, shape: Shape, dtype: DType) -> Result<Tensor> {
         Tensor::over(data, true, shape, dtype, None)
     }
 
-    /// A view of memory that a host lends; `release` runs when the last view is gone, on whichever thread drops it. On an
-    /// error `release` is dropped uncalled and the memory stays the host's.
+    /// A view of memory that a host lends. `release` runs when the last view is dropped, on whichever thread drops it. On an error
+    /// `release` is dropped uncalled, and the memory stays the host's.
     ///
     /// # Safety
-    /// From `data` on, the extent of `shape` must be readable and unchanging, from any thread, until `release` is called.
+    /// From `data` on, the extent of `shape` must be readable from any thread and unchanged until `release` is called.
     pub unsafe fn lent(
         data: *mut u8,
         shape: Shape,
@@ -229,13 +229,12 @@ impl Tensor {
         })
     }
 
-    /// A view of memory of a device, at `address` on it. `owner` is kept until the last view is gone, and `release` runs then;
-    /// on an error it is dropped uncalled.
+    /// A view of device memory at `address`. `owner` is kept until the last view is dropped, and `release` runs then; on an error it is
+    /// dropped uncalled.
     ///
     /// # Safety
-    /// From `address` on, the extent of `shape` must be memory that the device of `place` can use, until `release` is called
-    /// or, without one, as long as `owner` lives. Others may change it only where their work is ordered with that of the
-    /// device.
+    /// From `address` on, the extent of `shape` must be memory that the device of `place` can use until `release` is called or, without
+    /// one, as long as `owner` lives. Others may change it only in work that is ordered with the device's.
     pub unsafe fn on_device(
         address: u64,
         place: Place,
@@ -261,7 +260,7 @@ impl Tensor {
         })
     }
 
-    /// The same tensor, read-only. So are its views.
+    /// Marks the tensor and its later views as read-only.
     pub fn into_read_only(mut self) -> Tensor {
         self.read_only = true;
         self
@@ -280,7 +279,7 @@ impl Tensor {
         }
     }
 
-    /// Refuses a tensor that is not in the memory of the host.
+    /// Fails unless the tensor is in host memory.
     pub fn require_host(&self) -> Result<()> {
         match self.place() {
             Place::Host => Ok(()),
@@ -293,7 +292,7 @@ impl Tensor {
         }
     }
 
-    /// A view of the same memory with another shape, `offset` elements after this one's first.
+    /// A view of the same memory with another shape, starting `offset` elements after this one's first.
     pub fn view(&self, shape: Shape, offset: usize) -> Result<Tensor> {
         let end = shape
             .extent()
@@ -329,18 +328,18 @@ impl Tensor {
         &self.shape
     }
 
-    /// Bytes of the elements when they stand without gaps.
+    /// Bytes of the elements without gaps.
     pub fn bytes(&self) -> usize {
         self.shape.elements() * self.dtype.bytes()
     }
 
-    /// The address of the first element, on the device if the memory is there; of no use when there is no element.
+    /// The address of the first element, a device address if the memory is on a device; not usable if there are no elements.
     pub fn data(&self) -> *mut u8 {
-        // `offset` stays within the storage, by the checks of `view`; nothing on a device is reached by the pointer.
+        // `view` ensures that `offset` stays within the storage; device memory is never accessed through the pointer.
         self.storage.base().wrapping_add(self.offset)
     }
 
-    /// The memory as bytes, when it is the host's and the elements stand in row-major order without gaps.
+    /// The memory as bytes, if it is on the host and the elements are row-major without gaps.
     pub fn as_bytes(&self) -> Option<&[u8]> {
         if !self.shape.is_contiguous() || self.place() != Place::Host {
             return None;
@@ -349,8 +348,8 @@ impl Tensor {
             0 => NonNull::dangling().as_ptr(),
             _ => self.data(),
         };
-        // SAFETY: contiguous elements fill exactly `bytes` bytes of a storage that `self` keeps alive and that does not
-        // change; an empty slice gets a dangling pointer.
+        // SAFETY: contiguous elements fill exactly `bytes` bytes of a storage that `self` keeps alive and that does not change; an empty
+        // slice gets a dangling pointer.
         Some(unsafe { std::slice::from_raw_parts(data, self.bytes()) })
     }
 
@@ -364,8 +363,8 @@ impl Tensor {
         }
     }
 
-    /// The same to write a result to: nothing where the memory is not of [`zeros`](Tensor::zeros) or
-    /// [`lent_for_result`](Tensor::lent_for_result), is read-only, or where another tensor shares it.
+    /// The memory as bytes to write a result to. `None` unless the memory is from [`zeros`](Tensor::zeros) or
+    /// [`lent_for_result`](Tensor::lent_for_result), is writable, and no other tensor shares it.
     pub fn bytes_mut(&mut self) -> Option<&mut [u8]> {
         if self.read_only || !self.shape.is_contiguous() {
             return None;
@@ -386,7 +385,7 @@ impl Tensor {
         Some(unsafe { std::slice::from_raw_parts_mut(base.add(self.offset), bytes) })
     }
 
-    /// Copies rows of [`Shape::matrix`] in row-major order into `out`. Host memory only, as all that reads elements here.
+    /// Copies rows of [`Shape::matrix`] in row-major order into `out`. Only for host memory, like all functions here that read elements.
     pub fn copy_rows(&self, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
         self.require_host()?;
         let (all, cols) = self.shape.matrix();
@@ -421,7 +420,7 @@ impl Tensor {
         Ok(())
     }
 
-    /// Copies all elements in row-major order into `out`, which must be exactly as large.
+    /// Copies all elements in row-major order into `out`, which must have exactly their size.
     pub fn copy_to(&self, out: &mut [u8]) -> Result<()> {
         if out.len() != self.bytes() {
             bail!(
@@ -571,7 +570,7 @@ mod tests {
         assert!(odd.unwrap_err().message().contains("aligned"));
     }
 
-    /// An address that would fault if anything here followed it.
+    /// An address that would fault if it were accessed.
     #[test]
     fn memory_of_a_device_is_never_read_here() {
         let owner = Arc::new(());

@@ -1,10 +1,10 @@
-//! How a weight is held in memory once it is prepared for products.
+//! Storage types of weights that are prepared for GEMMs.
 
 use super::DType;
 use crate::base::error::{Result, bail};
 
-/// Storage of the values of a prepared weight. Not a [`DType`], since codes and scales are not elements of one type, and kernels
-/// multiply with three dense types alone.
+/// Storage type of a prepared weight. Not a [`DType`], because codes and scales are not elements of one type, and kernels support only
+/// three dense types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WeightType {
     /// e2m1 codes with an e4m3 scale per 16 along K and one global scale.
@@ -15,7 +15,7 @@ pub enum WeightType {
     F16,
     /// bfloat16.
     BF16,
-    /// int8 codes with an f32 scale a row.
+    /// int8 codes with one f32 scale per row.
     Int8,
 }
 
@@ -52,7 +52,7 @@ impl WeightType {
         }
     }
 
-    /// Bytes of a weight `[rows, cols]` and its scales, without what kernels round up to.
+    /// Bytes of a weight `[rows, cols]` and its scales, without the padding of kernels.
     pub const fn weight_bytes(self, rows: u64, cols: u64) -> u64 {
         match (self, self.element_bytes()) {
             (_, Some(element)) => rows * cols * element as u64,

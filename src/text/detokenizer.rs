@@ -28,16 +28,16 @@ impl Detokenizer {
         }
     }
 
-    /// The same, with special tokens shown as their text if `keep`.
+    /// Shows special tokens as their text if `keep`.
     pub fn with_special(mut self, keep: bool) -> Self {
         self.keep_special = keep;
         self
     }
 
-    /// The same in the middle of a text, after `tokens`. Ids without text are ignored.
+    /// Continues in the middle of a text, after `tokens`. Ids without text are ignored.
     pub fn after(mut self, tokens: &[u32]) -> Self {
-        // Two things depend on them: an incomplete character at their end, and whether leading spaces
-        // are still to be dropped. Their last bytes tell both.
+        // Two things depend on these tokens: an incomplete character at their end, and whether leading spaces are still to be dropped.
+        // Their last bytes decide both.
         let enough = self.strip.max(3);
         let mut bytes = 0;
         let tail = tokens.iter().rposition(|&token| {
@@ -50,8 +50,7 @@ impl Detokenizer {
         self
     }
 
-    /// The text that `token` completes; empty while a character is incomplete. Bytes that can no longer become a character
-    /// come out as U+FFFD.
+    /// The text that `token` completes; empty while a character is incomplete. Bytes that can no longer become a character give U+FFFD.
     pub fn push(&mut self, token: u32) -> Result<String> {
         let bytes = shown(&self.tokenizer, token, self.keep_special)?;
         let spaces = bytes

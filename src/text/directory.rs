@@ -23,8 +23,8 @@ pub struct TextFiles {
     pub eos: Option<String>,
 }
 
-/// Reads the text files of `directory`. Missing files give None. A broken file is an error, but for a template: that is an error
-/// where it is rendered.
+/// Reads the text files of `directory`. Missing files give `None`. A broken file is an error, except for a template: that fails when it is
+/// rendered.
 pub fn read_directory(directory: &Path) -> Result<TextFiles> {
     let tokenizer = directory.join("tokenizer.json");
     let tokenizer = match tokenizer.exists() {
@@ -57,7 +57,7 @@ pub fn read_directory(directory: &Path) -> Result<TextFiles> {
     })
 }
 
-/// The template for conversations with tools, where transformers saves several.
+/// The template for conversations with tools, where transformers saves several templates.
 const TOOL_TEMPLATE: &str = "additional_chat_templates/tool_use.jinja";
 
 /// The templates of a directory, by name, in the order of preference of transformers: separate files first.

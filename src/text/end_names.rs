@@ -1,6 +1,6 @@
-//! Names of tokens that end an assistant's turn in the templates of known families of models.
+//! Names of tokens that end an assistant's turn in the templates of known model families.
 
-/// Names that no text has by chance: such a token ends a turn whatever type its vocabulary gives it.
+/// Names that do not occur in text by chance: such a token ends a turn whatever type its vocabulary gives it.
 pub(super) const TURN_ENDS: [&str; 19] = [
     "<|im_end|>",
     "<|endoftext|>",
@@ -24,16 +24,15 @@ pub(super) const TURN_ENDS: [&str; 19] = [
     "<|role_end|>",
 ];
 
-/// Names that are words of HTML or of programs in some vocabularies. They end a turn where they are special tokens.
+/// Names that are words of HTML or of programs in some vocabularies. They end a turn only as special tokens.
 pub(super) const SPECIAL_ENDS: [&str; 3] = ["</s>", "<eos>", "[EOS]"];
 
-/// Tokens that, where both are in a vocabulary, tell that `<|end|>` closes each part of an answer rather than the turn: those of
-/// gpt-oss, and of Solar.
+/// `<|end|>` closes each part of an answer, rather than the turn, if a vocabulary has both tokens of a pair: those of gpt-oss, or of Solar.
 pub(super) const PART_END: &str = "<|end|>";
 pub(super) const ENDS_BY_PART: [[&str; 2]; 2] =
     [["<|return|>", "<|call|>"], ["<|flush|>", "<|calls|>"]];
 
-/// Whether a token of this name ends a turn whatever its type is.
+/// Whether a token of this name ends a turn, regardless of its type.
 pub(super) fn ends_turn(name: &str) -> bool {
     name.starts_with(['<', '[']) && TURN_ENDS.contains(&name)
 }

@@ -13,7 +13,7 @@ const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 /// Keys that clients copy from a server's answer into the next request, and that no template uses.
 const IGNORED: [&str; 2] = ["refusal", "annotations"];
 
-/// Variables that the library itself passes to every template, and how a caller sets them instead.
+/// Variables that the library passes to every template, each with the way in which a caller sets it instead.
 const OWN_VARIABLES: [(&str, &str); 5] = [
     ("messages", "are passed as messages"),
     ("tools", "are passed as tools"),
@@ -22,7 +22,7 @@ const OWN_VARIABLES: [(&str, &str); 5] = [
     ("eos_token", "comes from the model's tokenizer_config.json"),
 ];
 
-/// Bytes added for each value, besides its text, in the size of a message.
+/// Bytes that each value adds to the size of a message, besides its text.
 const FOR_VALUE: usize = 16;
 
 /// The content of a message.
@@ -41,7 +41,7 @@ pub enum Content {
 pub struct Message {
     /// `system`, `developer`, `user`, `assistant`, `tool`, or another role that the template knows.
     pub role: String,
-    /// What it says.
+    /// Its content.
     pub content: Content,
     /// The assistant's reasoning before the content.
     pub reasoning_content: Option<String>,
@@ -139,7 +139,7 @@ pub fn messages_from_values(items: Vec<Value>) -> Result<Vec<Message>> {
     Ok(messages)
 }
 
-/// The form that [`messages_from_json`] reads, with the arguments of calls as strings of JSON, as chat servers write them.
+/// The inverse of [`messages_from_json`], with the arguments of calls as strings of JSON, as chat servers write them.
 pub fn messages_to_json(messages: &[Message]) -> Value {
     messages.iter().map(write_message).collect()
 }
@@ -415,7 +415,7 @@ fn read_tool(item: Value) -> Result<Value> {
     })
 }
 
-/// Gives `message`, or an error if it is a result that answers none of the calls in the messages `before` it.
+/// Returns `message`, or an error if it is a result that answers none of the calls in the messages `before` it.
 fn answers_a_call(message: Message, before: &[Message]) -> Result<Message> {
     if message.role != "tool" {
         return Ok(message);

@@ -1,5 +1,5 @@
-//! A conversation as the tokens of a prompt: rendered by the chat template, split at the special tokens that the template
-//! writes, and matched with the tokens that a sequence holds already.
+//! A conversation as the tokens of a prompt: rendered by the chat template, split at the template's special tokens, and matched with the
+//! tokens that a sequence already holds.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -23,14 +23,14 @@ pub struct Prompt {
 /// A prompt matched with the tokens of a sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Aligned {
-    /// The number of tokens that the sequence keeps: the prompt begins with them.
+    /// Number of tokens that the sequence keeps: the prompt begins with them.
     pub kept: usize,
-    /// The tokens that follow them in the prompt.
+    /// The tokens after them in the prompt.
     pub added: Vec<u32>,
 }
 
 impl Aligned {
-    /// How many tokens the prompt has.
+    /// Number of tokens of the prompt.
     pub fn len(&self) -> usize {
         self.kept + self.added.len()
     }
@@ -119,7 +119,7 @@ impl Prompt {
         (!after.contains(content)).then_some(before.len() + content.len())
     }
 
-    /// Whether it begins with `other`.
+    /// Whether the prompt begins with `other`.
     pub fn begins_with(&self, other: &Prompt) -> bool {
         self.text.starts_with(&other.text)
     }
@@ -138,7 +138,7 @@ impl Prompt {
         }
     }
 
-    /// The same with `first` before it.
+    /// Prepends `first`.
     pub fn preceded_by(mut self, first: &Prompt) -> Prompt {
         self.text.insert_str(0, &first.plain(&first.text));
         self
@@ -158,12 +158,12 @@ impl Prompt {
         })
     }
 
-    /// Matches its tokens, which follow those of `start`, with the tokens `held` of a sequence: how many of these stay, and
-    /// the tokens after them.
+    /// Matches the prompt's tokens, which follow those of `start`, with the tokens `held` by a sequence. Returns how many of these stay,
+    /// and the tokens after them.
     ///
-    /// A text can be written in more than one way as tokens, and a model need not choose the tokenizer's way. So a text
-    /// between special tokens that `held` contains as a whole keeps the tokens it has there. Only where a text differs at
-    /// its end, the tokenizer's tokens decide how much of it stays. Text that stays is not tokenized again.
+    /// A text has several encodings, and a model need not choose the tokenizer's. A text between special tokens that `held` contains
+    /// completely therefore keeps its tokens. Only if a text differs at its end do the tokenizer's tokens decide how much of it stays. Text
+    /// that stays is not tokenized again.
     pub fn align(&self, tokenizer: &Tokenizer, start: &[u32], held: &[u32]) -> Result<Aligned> {
         with_tokenizers("encoding with it", Budget::SMALL, || {
             self.aligned(tokenizer, start, held)
@@ -227,7 +227,7 @@ fn common(a: &[u32], b: &[u32]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }
 
-/// How many of the first `tokens` give exactly `text`; None if no number of them does, or if there are none.
+/// Number of leading `tokens` that give exactly `text`; `None` if no number does, or if there are none.
 fn spelled_by(tokenizer: &Tokenizer, text: &[u8], tokens: &[u32]) -> Option<usize> {
     let mut left = text;
     let mut count = 0;
@@ -249,7 +249,7 @@ fn texts(variables: &Map<String, Value>) -> impl Iterator<Item = (&String, &Valu
     variables.iter().filter(move |(name, _)| of_others(name))
 }
 
-/// The texts of a conversation, and whether names of special tokens occur in them.
+/// The texts of a conversation, and whether they contain names of special tokens.
 struct Spelled<'a> {
     tokenizer: &'a Tokenizer,
     bytes: usize,

@@ -1,5 +1,5 @@
-//! Text to tokens, by our own byte-level BPE or, for every other kind of tokenizer, by the crate `tokenizers`; and back by
-//! our own table of bytes, which the incremental detokenizer shares, so that the two agree.
+//! Encodes text by our own byte-level BPE, or by the crate `tokenizers` for every other kind of tokenizer. Decodes by our own table of
+//! bytes, which the incremental detokenizer shares, so that the two agree.
 
 use std::ops::Range;
 use std::path::Path;
@@ -97,7 +97,7 @@ impl Tokenizer {
                 special: false,
             })
             .collect();
-        // After those of the vocabulary, which may include them.
+        // These come after the tokens of the vocabulary, which may include them.
         tokens.extend(own.added().iter().map(|added| Token {
             id: added.id,
             text: &added.content,
@@ -143,7 +143,7 @@ impl Tokenizer {
         })
     }
 
-    /// A `tokenizer.json` for this tokenizer, whatever it was made from.
+    /// A `tokenizer.json` for this tokenizer, whatever its source.
     pub fn to_json(&self) -> Result<String> {
         let failed = |e: &dyn std::fmt::Display| err!(Internal, "writing tokenizer.json: {e}");
         match &self.engine {
@@ -282,7 +282,7 @@ impl Tokenizer {
         added.set_encode_special_tokens(true);
         let mut text = text.to_owned();
         if follows {
-            // Whether a text gets a leading space may depend on that: this token takes the place of the one before.
+            // Whether a text gets a leading space may depend on the token before it: this token takes its place.
             let mut marks = (0..).map(|i| format!("<before {i}>"));
             let mark = marks
                 .find(|mark| !text.contains(&**mark))
@@ -374,8 +374,8 @@ impl Tokenizer {
         self.pieces.is_special(token)
     }
 
-    /// Whether `token` marks structure: a special token, or one with a name in angle brackets, as `<|end|>` is where its
-    /// vocabulary takes it for text.
+    /// Whether `token` marks structure: a special token, or one with a name in angle brackets, such as `<|end|>` in a vocabulary that types
+    /// it as text.
     pub fn is_control(&self, token: u32) -> bool {
         let is_bracketed = |name: &[u8]| {
             let name = name.trim_ascii();
@@ -417,7 +417,7 @@ fn forged(id: u32, spelled: &str) -> Error {
 fn read_foreign(json: &[u8]) -> Result<tokenizers::Tokenizer> {
     let mut inner = tokenizers::Tokenizer::from_bytes(json)
         .map_err(|e| err!(CorruptFile, "not a tokenizer.json: {e}"))?;
-    // Prompts are never truncated or padded, whatever settings of training are left in the file.
+    // Prompts are never truncated or padded, even if the file still has such settings from training.
     inner.with_padding(None);
     inner
         .with_truncation(None)
@@ -440,8 +440,7 @@ pub(super) fn with_tokenizers<T>(
     })
 }
 
-/// How the vocabulary's strings encode bytes, and how many leading spaces a text loses, from the decoder of a
-/// tokenizer.json.
+/// How the vocabulary's strings encode bytes, and how many leading spaces a text loses, according to the decoder of a tokenizer.json.
 fn spelling(decoder: Option<&DecoderWrapper>) -> Result<(Spelling, usize)> {
     let steps = match decoder {
         None => bail!(

@@ -1,5 +1,5 @@
-//! Finds the tokens that end an assistant's turn: by the text that a chat template writes after an answer, and by their names.
-//! `model` adds the tokens of config and metadata.
+//! Finds the tokens that end an assistant's turn, by the text that a chat template writes after an answer and by their names. `model` adds
+//! the tokens of config and metadata.
 
 use super::end_names::{ENDS_BY_PART, PART_END, SPECIAL_ENDS, TURN_ENDS};
 use super::tokenizer::with_tokenizers;
@@ -7,8 +7,8 @@ use super::{AnswerForm, ChatTemplate, Tokenizer};
 use crate::base::Result;
 use crate::base::alloc::Budget;
 
-/// The tokens of `tokenizer` that end a turn: those that `template` writes right after an answer, and those of known names. No
-/// token is among them that the template writes within an answer. A template that cannot be rendered tells nothing.
+/// The tokens of `tokenizer` that end a turn: those that `template` writes right after an answer, and those with known names, except for
+/// tokens that the template writes within an answer. A template that cannot be rendered contributes nothing.
 pub fn turn_ends(tokenizer: &Tokenizer, template: Option<&ChatTemplate>) -> Result<Vec<u32>> {
     with_tokenizers("looking for the ends of turns", Budget::SMALL, || {
         let closings = match template {
@@ -44,7 +44,7 @@ pub fn turn_ends(tokenizer: &Tokenizer, template: Option<&ChatTemplate>) -> Resu
             if begins_with.iter().any(is_common) {
                 begins_with.retain(is_common);
             }
-            // A token of a known name, one that questions end with too, or the first.
+            // In order of preference: a token with a known name, one that also ends questions, or the first.
             let among = |others: &[u32]| begins_with.iter().copied().find(|id| others.contains(id));
             let end = among(&ends)
                 .or_else(|| among(&ends_question))
@@ -65,7 +65,7 @@ pub fn turn_ends(tokenizer: &Tokenizer, template: Option<&ChatTemplate>) -> Resu
 struct Closing {
     /// Leading control tokens, without those that occur within answers.
     begins_with: Vec<u32>,
-    /// The first after other text, where it begins with control tokens.
+    /// The first control token after other text, if that begins with control tokens.
     later: Option<u32>,
 }
 
@@ -114,7 +114,7 @@ struct Control {
     end: usize,
 }
 
-/// The control tokens in `text`, in order. A token that the vocabulary holds as normal text counts where the text has its name.
+/// The control tokens in `text`, in order. A token that the vocabulary types as normal text counts if the text contains its name.
 fn controls<'a>(tokenizer: &'a Tokenizer, text: &'a str) -> impl Iterator<Item = Control> + 'a {
     tokenizer.split(text).into_iter().flat_map(move |piece| {
         let inside = &text[piece.range.clone()];

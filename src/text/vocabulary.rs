@@ -1,7 +1,6 @@
-//! A tokenizer from the vocabulary of a GGUF file. Such a file holds tokens, merges or scores, and the name of the
-//! pre-tokenizer, which splits text into words before merging. The rules of known names are listed here, as published with
-//! the models' own tokenizers. An unknown name is an error: a wrong rule gives nearly right tokens, which is worse than
-//! none.
+//! A tokenizer from the vocabulary of a GGUF file. Such a file has tokens, merges or scores, and the name of the pre-tokenizer, which
+//! splits text into words before merging. The rules of known names are listed here, as published with the models' own tokenizers. An
+//! unknown name is an error: a wrong rule gives nearly right tokens, which is worse than none.
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
@@ -46,15 +45,15 @@ pub struct VocabularySpec {
     pub eos: Option<u32>,
     /// Token for text that the vocabulary cannot spell. Used by `llama` only.
     pub unknown: Option<u32>,
-    /// Whether each text starts with `bos`; `None` takes the default of the model and pre-tokenizer.
+    /// Whether each text starts with `bos`; `None` for the default of the model and pre-tokenizer.
     pub add_bos: Option<bool>,
-    /// Whether each text ends with `eos`; `None` means no.
+    /// Whether each text ends with `eos`; `None` for no.
     pub add_eos: Option<bool>,
-    /// Whether each text gets a space in front; `None` means yes. Used by `llama` only.
+    /// Whether a space is prepended to each text; `None` for yes. Used by `llama` only.
     pub add_space_prefix: Option<bool>,
 }
 
-/// What a token is for: GGUF's token types.
+/// The role of a token, by GGUF's token types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenKind {
     /// Ordinary text.
@@ -82,8 +81,8 @@ impl TokenKind {
 }
 
 impl VocabularySpec {
-    /// The kind of a token. A name that is known to end turns makes a control token, also where the file types it as text, as
-    /// several converters do.
+    /// The kind of a token. A token whose name is known to end turns is a control token, even if the file types it as text, as several
+    /// converters do.
     pub(super) fn kind(&self, id: usize) -> TokenKind {
         let ends_turn = || self.tokens.get(id).is_some_and(|name| ends_turn(name));
         match self.token_types.get(id) {
@@ -98,18 +97,18 @@ impl VocabularySpec {
     }
 }
 
-/// A tokenizer with what is needed to read its vocabulary.
+/// A tokenizer with the data needed to read its vocabulary.
 pub(super) struct Built {
     pub(super) engine: Engine,
     pub(super) spelling: Spelling,
     pub(super) leading_spaces: usize,
 }
 
-/// How one family of models splits text into words.
+/// The rules by which a family of models splits text into words.
 struct PreTokenizer {
     /// Values of `tokenizer.ggml.pre` that mean this rule.
     names: &'static [&'static str],
-    /// Applied in order, each to the pieces of the one before. Matches and the text between them become pieces.
+    /// Applied in order, each to the pieces of the previous one. Matches and the text between them become pieces.
     patterns: &'static [&'static str],
     /// Whether the text is normalized to NFC first.
     nfc: bool,
@@ -262,7 +261,7 @@ fn added(spec: &VocabularySpec) -> Vec<bpe::AddedToken> {
     added(true).chain(added(false)).collect()
 }
 
-/// Token string to id. Of two tokens with the same string, text becomes the first.
+/// Token string to id. If two tokens have the same string, text becomes the first.
 fn ids(spec: &VocabularySpec) -> HashMap<String, u32> {
     let mut ids = HashMap::with_capacity(spec.tokens.len());
     for (id, token) in spec.tokens.iter().enumerate() {
@@ -487,8 +486,8 @@ fn sentencepiece(spec: &VocabularySpec) -> Result<Built> {
     })
 }
 
-/// Sentencepiece joins the two neighbours whose joined token has the best score. As merges: every way to cut a token into
-/// two tokens, best score first; of equal scores, the lower id first.
+/// Sentencepiece joins the two neighbours whose joined token has the best score. As merges, these are all ways to split a token into two
+/// tokens, best score first; for equal scores, the lower id first.
 fn merges_by_score(spec: &VocabularySpec, ids: &HashMap<String, u32>) -> Vec<(String, String)> {
     let mut order: Vec<usize> = (0..spec.tokens.len())
         .filter(|&i| matches!(spec.kind(i), TokenKind::Normal))

@@ -1,4 +1,4 @@
-//! Adapters: what they begin as, and their sum with the matrices that they stand beside.
+//! LoRA adapters: their initial values, and their sum with the matrices that they stand beside.
 
 use std::ops::Range;
 
@@ -11,10 +11,10 @@ use crate::model::training::{AdapterLayout, MatrixId, MatrixLayout};
 use crate::ops::Device;
 use crate::ops::training::optimizer::Matrix;
 
-/// The stream of random bits that first factors begin with, apart from those of rounding.
+/// The random stream of initial A factors, separate from those of rounding.
 const STREAM: u64 = 0x6c6f_7261;
 
-/// The forms of adapters.
+/// The forms in which adapters are stored.
 pub(super) const FORMS: Forms = Forms {
     weight: WeightForm::F32,
     first: FirstForm::F32,
@@ -22,7 +22,7 @@ pub(super) const FORMS: Forms = Forms {
     keep_scale: KeepScale::Near,
 };
 
-/// A factor of an adapter: A if its name says so, else B, which begins as zeros; zeros both unless `filled`.
+/// One factor of an adapter: A or B, by its name. A begins random and B zero; both are zero unless `filled`.
 pub(super) fn factor(
     device: &Device,
     host: &Cpu,

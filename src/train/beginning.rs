@@ -1,4 +1,4 @@
-//! Initial state of training: each matrix in the form in which a run that learns nothing delivers it, with its residual to the source.
+//! Initial parameters of training. A matrix begins in the form in which it would be delivered untrained, with its residual to the source.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,11 +17,11 @@ use crate::ops::Device;
 use crate::ops::training::optimizer::{Matrix, ReadRows};
 use crate::tensor::DType;
 
-/// The matrices of a model as a recipe begins with them.
+/// Initial matrices of a model under a recipe.
 pub(super) struct Beginning<'a> {
     source: &'a Source,
     recipe: &'a Recipe,
-    /// The source as it is delivered where it is not trained; none of random weights.
+    /// The source as it would be delivered untrained; `None` for random weights.
     delivered: Option<Source>,
 }
 
@@ -43,12 +43,12 @@ impl<'a> Beginning<'a> {
         })
     }
 
-    /// The model as it is delivered where it is not trained; none of random weights.
+    /// The model as it would be delivered untrained; `None` for random weights.
     pub(super) fn delivered(&self) -> Option<&Source> {
         self.delivered.as_ref()
     }
 
-    /// The encoding in which a matrix is delivered, unless what is trained of it needs a wider one.
+    /// The encoding in which a matrix is delivered, unless its trained form needs a wider one.
     pub(super) fn encoding(&self, id: MatrixId) -> Result<Encoding> {
         if let Some(delivered) = &self.delivered {
             return delivered.encoding(id);
@@ -63,7 +63,7 @@ impl<'a> Beginning<'a> {
         })
     }
 
-    /// The forms of a matrix that is trained; of one that is not, the weight's counts.
+    /// The forms of a matrix. For a frozen matrix only the weight form matters.
     pub(super) fn forms(&self, id: MatrixId, trains: bool) -> Result<Forms> {
         let name = &self.source.layout().matrices[id].name;
         let forms = self.recipe.forms_of(name);
@@ -87,7 +87,7 @@ impl<'a> Beginning<'a> {
         })
     }
 
-    /// A matrix at its beginning; zeros in the place of what is trained unless `filled`.
+    /// A matrix in its initial state. Unless `filled`, trained data is zero instead.
     pub(super) fn matrix(
         &self,
         device: &Device,
@@ -139,7 +139,7 @@ impl<'a> Beginning<'a> {
         Matrix::begun(device, host, forms, (rows, cols), of, values)
     }
 
-    /// The values of rows of a dense matrix or a table as they are delivered where they are not trained.
+    /// Values of rows of a dense matrix or a table, as they would be delivered untrained.
     fn as_delivered(&self, id: MatrixId, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
         self.source.matrix(id, rows.clone(), out)?;
         let is_rounded =

@@ -1,6 +1,5 @@
-//! Checkpoints: everything that training goes on from, in one directory that appears whole or not at all. `state.bin` holds the arrays of
-//! all parameters one after another; `trainer.json` says where each lies, how far training has come, where the data was, and the checksum
-//! of all that.
+//! Training checkpoints: the complete state of training in one directory, which appears whole or not at all. `state.bin` holds the arrays
+//! of all parameters; `trainer.json` holds their places, the progress of training, the position in the data, and a checksum of all that.
 
 use std::fs;
 use std::hash::Hasher;
@@ -23,32 +22,32 @@ use crate::ops::Device;
 use crate::ops::training::input_moments::InputMoments;
 use crate::ops::training::optimizer::StatePart;
 
-/// 2: tables are held as [`Recipe::tables`](super::Recipe::tables) says, and frozen matrices as the model has them.
+/// Version 2: tables are stored as [`Recipe::tables`](super::Recipe::tables) says, and frozen matrices as in the model.
 const VERSION: u32 = 2;
-/// Tables were held as other matrices, and frozen matrices quantized by their largest magnitudes.
+/// Version 1: tables were stored like other matrices, and frozen matrices quantized by their largest magnitudes.
 const FIRST_VERSION: u32 = 1;
 const HEADER: &str = "trainer.json";
 const STATE: &str = "state.bin";
-/// What the name of a checkpoint begins with; its step follows in as many digits as it has, at least this many.
+/// Prefix of checkpoint names. The step follows, with at least this many digits.
 const PREFIX: &str = "step-";
 const DIGITS: usize = 8;
 
-/// A parameter of the model that a checkpoint is of.
+/// A parameter of the model in a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Saved {
     name: String,
     shape: Vec<usize>,
-    /// Of a matrix.
+    /// Global scale; only for a matrix.
     global: Option<f32>,
     steps: u64,
-    /// Whether a step has changed a weight of a matrix; where nothing says so, any has.
+    /// Whether a step has changed a weight of a matrix. If absent, the matrix counts as changed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     moved: Option<bool>,
-    /// The checksum of what is frozen, which comes from the model that training began with, and is not in `state.bin`.
+    /// Checksum of a frozen parameter, which is loaded from the source model and is not in `state.bin`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     frozen: Option<u64>,
-    /// Bytes of each of its arrays in `state.bin`, in their order.
+    /// Names and bytes of its arrays in `state.bin`, in order.
     arrays: Vec<(String, u64)>,
 }
 
@@ -59,7 +58,7 @@ struct Header {
     family: String,
     config: Config,
     progress: Progress,
-    /// Where the data was, in the words of whoever reads it.
+    /// Position in the data, in the form of the run that reads it.
     data: Value,
     parameters: Vec<Saved>,
     /// XXH3 of `state.bin`.
@@ -71,7 +70,7 @@ const INPUTS: &str = "input_moments";
 /// The names of a vector's arrays.
 const VECTOR_PARTS: [&str; 3] = ["values", "first", "second"];
 
-/// What a checkpoint says of the parameters.
+/// Describes all parameters for a checkpoint.
 fn describe(parameters: &Parameters) -> Result<Vec<Saved>> {
     let layout = parameters.layout();
     let mut all = Vec::new();
@@ -120,13 +119,13 @@ fn name(step: u64) -> String {
     format!("{PREFIX}{step:0DIGITS$}")
 }
 
-/// The step that a checkpoint of this name is after; `None` for a name that no trainer gives.
+/// The step in a checkpoint's name; `None` for a name that no trainer gives.
 fn step_of(directory: &str) -> Option<u64> {
     let step = directory.strip_prefix(PREFIX)?.parse().ok()?;
     (name(step) == directory).then_some(step)
 }
 
-/// The checkpoints in a directory, by their steps, rising.
+/// The checkpoints in a directory, by rising step.
 pub fn list(directory: &Path) -> Result<Vec<(u64, PathBuf)>> {
     if !directory.exists() {
         return Ok(Vec::new());
@@ -140,15 +139,15 @@ pub fn list(directory: &Path) -> Result<Vec<(u64, PathBuf)>> {
     Ok(found)
 }
 
-/// The steps after which the checkpoint in `place` was written.
+/// The number of steps before the checkpoint in `place`.
 pub fn steps(place: &Path) -> Result<u64> {
     let header = read_header(place).map_err(|e| e.within(place.display()))?;
     Ok(header.progress.steps)
 }
 
-/// Removes a checkpoint's own files, and its directory unless something else is in it.
+/// Removes a checkpoint's own files, and its directory if nothing else is in it.
 fn remove(place: &Path) -> Result<()> {
-    // Without the first it is no checkpoint any more, whatever ends the process.
+    // Without the first file it is no checkpoint any more, even if the process ends here.
     for file in [HEADER, STATE] {
         let file = place.join(file);
         match fs::remove_file(&file) {
@@ -166,8 +165,8 @@ fn remove(place: &Path) -> Result<()> {
     }
 }
 
-/// Removes what a process that was killed left unfinished among the checkpoints in `directory`: temporary names, and a checkpoint that was
-/// being removed. Everything else stays.
+/// Removes leftovers of a killed process from the checkpoints in `directory`: temporary names, and a half-removed checkpoint. Everything
+/// else stays.
 pub(super) fn sweep(directory: &Path) -> Result<()> {
     if !directory.exists() {
         return Ok(());
@@ -188,8 +187,8 @@ pub(super) fn sweep(directory: &Path) -> Result<()> {
 }
 
 impl Trainer {
-    /// Writes a checkpoint into `directory`, under the number of the last step, and removes all but the last `keep` there, which is at
-    /// least 1. `data` is given back by [`Trainer::resume`]. What is not written whole leaves nothing, and the checkpoints before stay.
+    /// Writes a checkpoint into `directory`, named by the last step, and removes all but the last `keep`, at least 1. [`Trainer::resume`]
+    /// returns `data`. A failed write leaves nothing, and the earlier checkpoints stay.
     pub fn save(&self, directory: &Path, data: &Value, keep: usize) -> Result<PathBuf> {
         self.save_beside(directory, data, keep, None)
     }
@@ -259,13 +258,13 @@ impl Trainer {
         Ok(place)
     }
 
-    /// The trainer that wrote the last checkpoint in `directory`, or the checkpoint that `directory` is, and the data's place. `source` is
-    /// the model that it began with. Goes on to the same bits as if it had never stopped.
+    /// Resumes from the last checkpoint in `directory`, or from `directory` itself if it is a checkpoint. Returns the trainer and the
+    /// position in the data. `source` is the model that training began with. The result has the same bits as training without a stop.
     pub fn resume(device: &Device, source: &Source, directory: &Path) -> Result<(Trainer, Value)> {
         Self::resume_as(device, source, directory, &|saved| Ok(saved.clone()))
     }
 
-    /// [`Trainer::resume`] with other settings: `settings` is given those of the checkpoint. They must store parameters as the checkpoint does.
+    /// [`Trainer::resume`] with other settings: `settings` maps those of the checkpoint. They must store parameters as the checkpoint does.
     pub fn resume_as(
         device: &Device,
         source: &Source,
@@ -400,7 +399,7 @@ impl Trainer {
     }
 }
 
-/// Refuses a directory that is no checkpoint to be replaced.
+/// Refuses to replace a directory that is not a checkpoint.
 fn is_checkpoint(place: &Path) -> Result<()> {
     match place.join(HEADER).exists() {
         true => Ok(()),
@@ -445,7 +444,7 @@ fn read_header(place: &Path) -> Result<Header> {
     Ok(header)
 }
 
-/// Refuses another model than the one that a checkpoint is of, with the names that differ.
+/// Refuses a model other than the checkpoint's, and names the differences.
 fn check_model(header: &Header, source: &Source, layout: &Layout) -> Result<()> {
     let matrices = layout
         .matrices

@@ -1,4 +1,4 @@
-//! Settings of learning from a teacher, and the comparison of both.
+//! Settings of distillation from a teacher, and the comparison of both models.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,16 +6,16 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::ops::training::divergence::Mixture;
 
-/// The loss against a teacher: `(1 - label_share) temperature² KL(teacher || student) + label_share` times the
-/// cross-entropy of labels, at each token that has a label.
+/// The distillation loss at each token with a label: `(1 - label_share) temperature² KL(teacher || student) + label_share` times the
+/// cross-entropy of the label.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Distillation {
-    /// The teacher's [`fingerprint`](super::fingerprint); none before there is one.
+    /// The teacher's [`fingerprint`](super::fingerprint); `None` before a teacher is set.
     pub teacher: Option<String>,
     /// Divides the logits of both models.
     pub temperature: f64,
-    /// The share of the labels' cross-entropy in the loss.
+    /// Share of the labels' cross-entropy in the loss.
     pub label_share: f64,
 }
 
@@ -49,7 +49,7 @@ impl Distillation {
         Ok(())
     }
 
-    /// The loss of a model that predicts each of all tokens alike, whose cross-entropy is `labels`: the highest that it may be.
+    /// The loss of a model that predicts uniformly, whose cross-entropy is `labels`: an upper bound for a model that has not diverged.
     pub(super) fn uniform(&self, labels: f64) -> f64 {
         let divergence = self.temperature * self.temperature * labels;
         (1.0 - self.label_share) * divergence + self.label_share * labels
@@ -63,11 +63,11 @@ impl Distillation {
     }
 }
 
-/// A model's predictions, against labels and against a teacher's.
+/// A model's mean losses, by labels and by a teacher.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Comparison {
-    /// The mean cross-entropy of labels, in nats.
+    /// Mean cross-entropy of labels, in nats.
     pub loss: f64,
-    /// The mean divergence from the teacher's predictions, in nats.
+    /// Mean divergence from the teacher's predictions, in nats.
     pub divergence: f64,
 }

@@ -1,4 +1,4 @@
-//! Losses of evaluation sets: of a model under training, and of a file that was delivered.
+//! Evaluation losses, of a model under training and of a delivered file.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::base::Result;
 use crate::model::training::Source;
 use crate::ops::Device;
 
-/// Windows whose loss is measured together, under a name.
+/// A named set of windows with a common loss.
 pub struct EvaluationSet {
     /// Its name in reports.
     pub name: String,
@@ -23,7 +23,7 @@ pub struct EvaluationSet {
 }
 
 impl EvaluationSet {
-    /// Its windows, so many at a time.
+    /// The windows, merged into batches.
     fn batches(&self, batch: usize) -> Vec<Window> {
         let parts = self.windows.all().chunks(batch.max(1));
         let joined = parts.map(|part| {
@@ -34,13 +34,13 @@ impl EvaluationSet {
         joined.collect()
     }
 
-    /// Its losses by a trainer's model, of what is delivered and of all that is stored.
+    /// Losses of a trainer's model on this set, by the delivered and by the stored weights.
     pub(super) fn losses(&self, trainer: &mut Trainer, batch: usize) -> Result<Losses> {
         let batches = self.batches(batch);
         let batches: Vec<MicroBatch<'_>> = batches.iter().map(Window::batch).collect();
         let delivered = measured(trainer, &batches, true)?;
         let recipe = &trainer.config().recipe;
-        // Nothing that adapters stand beside has a residual.
+        // A matrix with an adapter has no residual, so both are the same.
         let stored = match recipe.weights.is_packed() && recipe.lora.is_none() {
             true => measured(trainer, &batches, false)?,
             false => delivered,
@@ -54,7 +54,7 @@ impl EvaluationSet {
     }
 }
 
-/// The loss of batches, and the divergence from the trainer's teacher if it has one.
+/// The loss of batches, and the divergence from the trainer's teacher if there is one.
 fn measured(trainer: &mut Trainer, batches: &[MicroBatch<'_>], delivered: bool) -> Result<Score> {
     if trainer.teacher().is_none() {
         return Ok(Score {
@@ -69,8 +69,8 @@ fn measured(trainer: &mut Trainer, batches: &[MicroBatch<'_>], delivered: bool) 
     })
 }
 
-/// The loss of the model in `place`, a file or a directory, with each set, by batches of so many windows; with a teacher, the divergence
-/// too. Its weights are held in the form that the file has.
+/// Losses of the model in `place`, a file or a directory, on each set, in batches of `batch` windows. With a teacher, also the divergence.
+/// Its weights keep the form that they have in the file.
 pub fn losses_of_file(
     device: &Device,
     place: &Path,
@@ -96,7 +96,7 @@ pub fn losses_of_file(
     losses.map_err(|e| e.within(place.display()))
 }
 
-/// Settings under which a model is held as its file has it. What adapters stand beside is, and adapters add nothing before the first step.
+/// Settings that keep a model in the form of its file: matrices with adapters are frozen, and adapters add nothing before the first step.
 fn unchanged() -> Config {
     Config {
         recipe: Recipe {
@@ -105,7 +105,7 @@ fn unchanged() -> Config {
                 ..Lora::default()
             }),
             last_blocks: Some(1),
-            // Every name has a dot: where there is no NVFP4, nothing is quantized.
+            // Every name contains a dot: without NVFP4 in the file, nothing is quantized.
             keep_high: vec![".".to_owned()],
             ..Recipe::default()
         },

@@ -1,4 +1,4 @@
-//! Events of a run for its observer, and its result.
+//! Events of a run for its observer, and the result of a run.
 
 use std::path::Path;
 
@@ -19,38 +19,38 @@ use crate::base::call::Progress;
 pub enum Event<'a> {
     /// A step was taken.
     Step {
-        /// Its row in the table of losses.
+        /// Its row in the loss table.
         #[serde(flatten)]
         row: &'a Row,
         /// Whether parameters were updated.
         outcome: Outcome,
-        /// Steps in all.
+        /// Total number of steps.
         steps: u64,
-        /// Epochs up to now.
+        /// Epochs completed so far, as a fraction.
         epoch: f64,
-        /// Bytes in use by the library's account.
+        /// Bytes in use, as accounted by the library.
         memory: u64,
     },
-    /// The model was evaluated with a set.
+    /// The model was evaluated on a set.
     Evaluation {
-        /// After this step; 0 before the first.
+        /// Number of steps before it; 0 before the first step.
         step: u64,
-        /// The name of the set.
+        /// Name of the set.
         set: &'a str,
-        /// The loss of what is delivered.
+        /// Loss by the delivered weights.
         delivered: f64,
-        /// The loss of all that is stored.
+        /// Loss by the stored weights.
         stored: f64,
-        /// The divergence from a teacher of what is delivered; none without a teacher.
+        /// Divergence from the teacher by the delivered weights; `None` without a teacher.
         #[serde(skip_serializing_if = "Option::is_none")]
         divergence_delivered: Option<f64>,
-        /// The divergence of all that is stored.
+        /// Divergence from the teacher by the stored weights.
         #[serde(skip_serializing_if = "Option::is_none")]
         divergence_stored: Option<f64>,
     },
     /// A prompt was continued.
     Sample {
-        /// After this step; 0 before the first.
+        /// Number of steps before it; 0 before the first step.
         step: u64,
         /// The prompt.
         prompt: &'a str,
@@ -59,23 +59,23 @@ pub enum Event<'a> {
     },
     /// A checkpoint was written.
     Checkpoint {
-        /// After this step.
+        /// Number of steps before it.
         step: u64,
-        /// Where.
+        /// Its directory.
         #[serde(serialize_with = "as_text")]
         path: &'a Path,
     },
-    /// Block scales were chosen anew.
+    /// Block scales were chosen again.
     Scales {
-        /// Before this step.
+        /// The next step.
         step: u64,
-        /// The losses without and with the new scales.
+        /// Losses with the old and the new scales.
         #[serde(flatten)]
         choice: ScaleChoice,
     },
-    /// Something should be looked at.
+    /// Something needs the user's attention.
     Warning {
-        /// After this step.
+        /// Number of steps before it.
         step: u64,
         /// The message, which says what to do.
         message: &'a str,
@@ -84,10 +84,10 @@ pub enum Event<'a> {
 
 /// A listener to a run.
 pub trait Observer {
-    /// Is told what happens, on the run's thread.
+    /// Receives an event, on the run's thread.
     fn hear(&mut self, event: &Event<'_>);
 
-    /// Is told how many tokens of a step are done, now and then within long ones.
+    /// Receives the progress within a long step, in tokens, from time to time.
     fn within_step(&mut self, _step: u64, _progress: Progress) {}
 
     /// Draws the table of losses after each evaluation and at the end. A picture that cannot be written counts as a failed report, see
@@ -103,11 +103,11 @@ pub trait Observer {
 pub enum Ending {
     /// All steps were taken.
     Finished,
-    /// Evaluations were not the best for as many times as [`run::Options::patience`](super::run::Options::patience) says.
+    /// [`run::Options::patience`](super::run::Options::patience) evaluations in a row did not improve on the best.
     EarlyStopped,
     /// It was stopped, and can be resumed.
     Stopped,
-    /// Losses have risen above those of a model that knows nothing, or are no numbers.
+    /// Losses rose above those of an untrained model, or are not finite.
     Diverged,
 }
 
@@ -120,7 +120,7 @@ pub struct Ended {
     pub reason: Option<String>,
     /// The step of the last checkpoint, if there is one.
     pub saved: Option<u64>,
-    /// The best evaluation, whose checkpoint is there if [`run::Options::keep_best`](super::run::Options::keep_best) asked for it.
+    /// The best evaluation. Its checkpoint exists if [`run::Options::keep_best`](super::run::Options::keep_best) is set.
     pub best: Option<Best>,
     /// Reports that could not be written, pictures of the observer included. The first one is a [warning](Event::Warning) when it fails.
     pub failed_reports: u64,
@@ -128,13 +128,13 @@ pub struct Ended {
 }
 
 impl Ended {
-    /// The loss of the first set before the first step and at the end, as delivered, if it has become worse; with a teacher, the loss against
-    /// it at temperature 1. `delivered` is of what was delivered, where that is not the last evaluation.
+    /// The loss of the first set by the delivered weights, before the first step and at the end, if it has become worse. With a teacher,
+    /// the loss against it at temperature 1. `delivered` is the score of the delivered file, if that is not the last evaluation.
     pub fn worse(&self, delivered: Option<Score>) -> Option<(f64, f64)> {
         self.judge.worse(delivered)
     }
 
-    /// The loss and the divergence of the first set before the first step, and after the last evaluation, as delivered.
+    /// Scores of the first set by the delivered weights, before the first step and at the last evaluation.
     pub fn scores(&self) -> (Option<Score>, Option<Score>) {
         let of = |losses: Option<Losses>| losses.map(|l| l.score());
         (of(self.judge.start), of(self.judge.last))

@@ -1,4 +1,4 @@
-//! Settings against the model that they are for: what they name must be there.
+//! Checks settings against the model that they are for: the names in them must exist.
 
 use super::recipe::{Recipe, contains_one};
 use super::trainer::Config;
@@ -6,11 +6,11 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::training::{Layout, Source};
 
-/// How many kinds of names a message lists.
+/// Upper limit of kinds of names in a message.
 const LISTED: usize = 24;
 
 impl Config {
-    /// Refuses settings that name what the model does not have, with what it has.
+    /// Refuses settings with names that the model lacks. The error lists what it has.
     pub fn check_for(&self, source: &Source) -> Result<()> {
         let recipe = &self.recipe;
         let layout = source.layout();
@@ -52,7 +52,7 @@ impl Config {
     }
 }
 
-/// Refuses targets that no projection has, and a rank that is higher than that of every matrix.
+/// Refuses targets that match no projection, and a rank higher than that of every matrix.
 fn check_adapters(recipe: &Recipe, layout: &Layout, targets: &[String], rank: usize) -> Result<()> {
     let first = recipe.first_block(layout.blocks.len());
     let projections = || {
@@ -68,7 +68,7 @@ fn check_adapters(recipe: &Recipe, layout: &Layout, targets: &[String], rank: us
             kinds(projections())
         );
     }
-    // A rank that is too high for some of them is still one that others need.
+    // A rank that is too high for some matrices may be needed for others.
     let adapted = layout.adapted().map(|(id, _)| &layout.matrices[id]);
     let Some(widest) = adapted.max_by_key(|m| m.rows.min(m.cols)) else {
         return Ok(());
@@ -100,7 +100,7 @@ fn unmatched<'a>(
     parts.iter().find(|part| part.is_empty() || !is_in(part))
 }
 
-/// Names without the numbers of blocks, each once.
+/// The distinct names without block numbers.
 fn kinds<'a>(names: impl Iterator<Item = &'a str>) -> String {
     let mut found: Vec<String> = Vec::new();
     for name in names {

@@ -1,19 +1,19 @@
-//! Groups of parameters that the optimizer treats differently.
+//! Parameter groups with their own optimizer settings.
 
 use serde::{Deserialize, Serialize};
 
 use crate::base::Result;
 use crate::base::error::bail;
 
-/// Named parameters with settings of their own.
+/// Parameters with their own optimizer settings, selected by name.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Group {
     /// Parameters whose names contain one of these.
     pub names: Vec<String>,
-    /// What the learning rate is multiplied by.
+    /// Factor of the learning rate.
     pub rate_factor: f64,
-    /// The weight decay in the optimizer's place, of norms and biases too, which have none without a group.
+    /// Weight decay in place of the optimizer's. Also applies to norms and biases, which have none outside a group.
     pub decay: Option<f64>,
 }
 

@@ -8,12 +8,12 @@ use crate::model::training::{Layout, MatrixId};
 use crate::ops::training::input_moments::{BlockMoments, InputMoments};
 use crate::ops::{Device, Mixed, Slice};
 
-/// Second moments of the inputs of matrices. Projections that take the same inputs share theirs, under the first of them.
+/// Second moments of the inputs of matrices. Projections with the same inputs share them, stored under the first projection.
 #[derive(Debug, Default)]
 pub(super) struct ObservedInputs(BTreeMap<MatrixId, InputMoments>);
 
 impl ObservedInputs {
-    /// Adds inputs `x` of projections of which `first` is the first one. Each has `cols` inputs.
+    /// Adds inputs `x`, `cols` wide, of a group of projections whose first one is `first`.
     pub(super) fn add(
         &mut self,
         device: &Device,
@@ -23,7 +23,7 @@ impl ObservedInputs {
         self.at(device, (first, cols))?.add(device, x)
     }
 
-    /// The moments under a matrix of `cols` inputs: of none, unless some were added.
+    /// The moments under a matrix with `cols` inputs; empty moments unless some were added.
     pub(super) fn at(
         &mut self,
         device: &Device,
@@ -35,7 +35,7 @@ impl ObservedInputs {
         })
     }
 
-    /// Bytes of all.
+    /// Total bytes.
     pub(super) fn bytes(&self) -> usize {
         self.0.values().map(InputMoments::state_bytes).sum()
     }
@@ -45,12 +45,12 @@ impl ObservedInputs {
         self.0.is_empty()
     }
 
-    /// Moments under the first matrix of a group.
+    /// The moments of a group, by its first matrix.
     pub(super) fn under(&self, first: MatrixId) -> Option<&InputMoments> {
         self.0.get(&first)
     }
 
-    /// Moments under a matrix, to be restored.
+    /// The moments under a matrix, for restoring.
     pub(super) fn under_mut(&mut self, first: MatrixId) -> Option<&mut InputMoments> {
         self.0.get_mut(&first)
     }

@@ -1,20 +1,20 @@
-//! Judgement of losses: the best evaluation and its age, and whether training has diverged. Checkpoints hold it.
+//! Judges losses: tracks the best evaluation and its age, and detects divergence. Checkpoints store it.
 
 use serde::{Deserialize, Serialize};
 
 use super::row::{Losses, Score};
 
-/// Updates over which losses are averaged before they say that training has diverged.
+/// Updates whose losses are averaged to detect divergence.
 const WINDOW: usize = 10;
-/// The fewest losses that say so at the end of a run.
+/// The fewest losses that suffice to detect divergence at the end of a run.
 const FEWEST: usize = 5;
-/// Nats above the lowest mean that are no noise.
+/// A rise above the lowest mean, in nats, that is not noise.
 const RISE: f64 = 1.0;
 
-/// The evaluation with the lowest loss of what is delivered; with a teacher, the lowest loss against it.
+/// The evaluation with the lowest loss by the delivered weights; with a teacher, the lowest loss against it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Best {
-    /// After this step.
+    /// Number of steps before it.
     pub step: u64,
     /// Its loss.
     pub loss: f64,
@@ -24,7 +24,7 @@ pub struct Best {
 }
 
 impl Best {
-    /// Its means as delivered.
+    /// Its score by the delivered weights.
     pub fn score(&self) -> Score {
         Score {
             loss: self.loss,
@@ -33,39 +33,39 @@ impl Best {
     }
 }
 
-/// Losses of a model that knows nothing, in nats.
+/// Losses of a model that predicts uniformly, in nats.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Uniform {
-    /// The loss of a step, of which a model with a teacher has another one.
+    /// Loss of a step, which differs from the cross-entropy if there is a teacher.
     pub(super) step: f64,
-    /// The cross-entropy of labels.
+    /// Cross-entropy of labels.
     pub(super) labels: f64,
 }
 
-/// The losses of a run up to now, as far as they decide anything.
+/// Loss history of a run, as far as decisions need it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub(super) struct Judge {
     /// The step of the last evaluation.
     pub(super) evaluated: Option<u64>,
-    /// The losses of the deciding set before the first step.
+    /// Losses of the deciding set before the first step.
     pub(super) start: Option<Losses>,
-    /// The last ones.
+    /// Losses of the deciding set at the last evaluation.
     pub(super) last: Option<Losses>,
     pub(super) best: Option<Best>,
-    /// The labels' share in the loss beside a teacher, which a trainer's settings have.
+    /// Share of the labels in the distillation loss, from the trainer's settings.
     #[serde(skip)]
     pub(super) label_share: f64,
     /// Evaluations since the best one.
     pub(super) stale: u64,
-    /// The losses of the last updates.
+    /// Losses of the most recent updates.
     recent: Vec<f64>,
-    /// The lowest that the mean of such losses was, and that of the first update alone.
+    /// The lowest mean of recent losses so far; the loss of the first update counts as one.
     lowest: Option<f64>,
 }
 
 impl Judge {
-    /// Takes the losses of the deciding set after a step, and says whether what is delivered was never better.
+    /// Records the losses of the deciding set after a step. Returns whether the delivered weights were never better.
     pub(super) fn evaluated(&mut self, step: u64, losses: Losses) -> bool {
         self.evaluated = Some(step);
         self.last = Some(losses);
@@ -88,7 +88,7 @@ impl Judge {
         is_best
     }
 
-    /// The loss that is learned, at temperature 1: that of the labels, or against a teacher the mixture of both.
+    /// The loss that decides, at temperature 1: that of the labels, or with a teacher the mixture of both.
     fn deciding(&self, score: Score) -> f64 {
         match score.divergence {
             None => score.loss,
@@ -99,7 +99,7 @@ impl Judge {
         }
     }
 
-    /// Takes the loss of an update.
+    /// Records the loss of an update.
     pub(super) fn updated(&mut self, loss: f64) {
         if self.recent.len() == WINDOW {
             self.recent.remove(0);
@@ -118,20 +118,20 @@ impl Judge {
         self.recent.iter().sum::<f64>() / self.recent.len().max(1) as f64
     }
 
-    /// Whether a loss is above `uniform`, that of a model that knows nothing, and has risen to there from `from`.
+    /// Whether a loss is above `uniform`, that of an untrained model, and has risen to there from `from`.
     fn is_lost(loss: f64, from: Option<f64>, uniform: f64) -> bool {
         loss > uniform && from.is_some_and(|from| loss > from + RISE)
     }
 
-    /// Whether the last update alone looks as if training had diverged: what may be noise, and no state to keep.
+    /// Whether the last update alone looks like divergence. It may be noise, but its state must not replace a good checkpoint.
     pub(super) fn is_suspicious(&self, uniform: Uniform) -> bool {
         let last = self.recent.last();
         last.is_some_and(|&last| Self::is_lost(last, self.lowest, uniform.step))
     }
 
-    /// Why training has diverged, if it has: the mean of the last losses, or the last evaluation, has risen above `uniform`. A model with
-    /// random weights begins there, and a loss that was above from the beginning counts only if it rises. At the end of a run fewer
-    /// losses are enough.
+    /// The reason if training has diverged: the mean of the last losses, or the last evaluation, has risen above `uniform`. A model with
+    /// random weights begins there, so a loss that was above from the beginning counts only if it rises. At the end of a run fewer losses
+    /// suffice.
     pub(super) fn diverged(&self, uniform: Uniform, at_end: bool) -> Option<String> {
         let count = self.recent.len();
         let enough = if at_end { FEWEST } else { WINDOW };
@@ -144,7 +144,7 @@ impl Judge {
                 self.lowest.unwrap_or_default()
             ));
         }
-        // Training goes by the stored form; the delivered one may be worse for a while.
+        // Training optimizes the stored weights; the delivered ones may be worse for a while.
         let (start, last) = (self.start?.stored, self.last?.stored);
         Self::is_lost(last, Some(start), uniform.labels).then(|| {
             let above = above(uniform.labels);
@@ -152,11 +152,11 @@ impl Judge {
         })
     }
 
-    /// The loss of what is delivered before the first step and now, if it has become worse; with a teacher, the loss against it.
+    /// The loss by the delivered weights before the first step and now, if it has become worse; with a teacher, the loss against it.
     pub(super) fn worse(&self, now: Option<Score>) -> Option<(f64, f64)> {
         let now = now.or(self.last.map(|l| l.score()))?;
         let (start, now) = (self.deciding(self.start?.score()), self.deciding(now));
-        // A loss that is no number is worse than any.
+        // NaN is worse than any loss.
         (now > start || now.is_nan()).then_some((start, now))
     }
 }
@@ -191,10 +191,10 @@ mod tests {
 
     #[test]
     fn only_losses_that_rise_above_the_uniform_ones_and_stay_there_diverge() {
-        // From random weights, about the uniform loss, with noise above it; then it is learned.
+        // From random weights: noise around the uniform loss, then learning.
         let noisy = (0..40).map(|i| 8.1 + 0.8 * f64::from(i % 2) - 0.05 * f64::from(i));
         assert_eq!(after(noisy).1, None);
-        // A text that the model knows less of than nothing.
+        // A text that the model predicts worse than uniformly.
         assert_eq!(after((0..40).map(|i| 12.0 - 0.1 * f64::from(i))).1, None);
         // Two bad batches.
         let spike = (0..40).map(|i| if i == 20 || i == 21 { 15.0 } else { 3.0 });
@@ -203,7 +203,7 @@ mod tests {
         let (judge, at) = after(rising);
         assert_eq!(at, Some(26), "{judge:?}");
         assert!(judge.is_suspicious(UNIFORM));
-        // From the first update on.
+        // Divergence from the first update on.
         assert_eq!(after((0..40).map(|i| 8.0 + f64::from(i))).1, Some(WINDOW));
         let (judge, at) = after((0..6).map(|i| 8.0 + f64::from(i)));
         assert_eq!(at, None);
@@ -233,7 +233,7 @@ mod tests {
         assert_eq!(kept, judge);
     }
 
-    /// Against a teacher, the divergence decides, with the labels by their share.
+    /// With a teacher, the divergence decides, mixed with the labels by their share.
     #[test]
     fn the_best_evaluation_against_a_teacher() {
         let found = [(2.0, 0.5), (3.0, 0.25), (1.0, 0.5)];

@@ -1,4 +1,4 @@
-//! One run at a time in a directory: a lock on a file in it, which the system gives up with the process, however that ends.
+//! Allows one run at a time in a directory, by a file lock that the system releases when the process ends in any way.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::base::error::{Error, bail};
 use crate::base::{Result, file, host_name};
 
-/// The file that is locked. It stays when a run has ended: a lock on a file without a name would keep nobody out.
+/// The lock file. It stays when a run has ended: a lock on a removed file would keep nobody out.
 pub const LOCK: &str = ".lock";
 
 /// The right to run in a directory, until it is dropped.
@@ -17,13 +17,13 @@ pub struct RunLock {
 }
 
 impl RunLock {
-    /// Takes `directory`, which is made if it is missing; an error that names the process if another one has it.
+    /// Locks `directory`, and creates it if needed. If another process holds the lock, the error names it.
     pub fn take(directory: &Path) -> Result<RunLock> {
         fs::create_dir_all(directory)
             .map_err(|e| Error::io(format_args!("making {}", directory.display()), e))?;
         let path = path(directory);
         let failed = |e| Error::io(format_args!("locking {}", path.display()), e);
-        // Opening something else than a file might wait for ever.
+        // Opening anything but a regular file might block forever.
         file::exists(&path).map_err(failed)?;
         let mut file = OpenOptions::new()
             .read(true)
@@ -36,7 +36,7 @@ impl RunLock {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
                 let mut holder = String::new();
-                // A holder that had no room for its name is not named.
+                // A holder that could not write its name is not named.
                 let _ = file.take(256).read_to_string(&mut holder);
                 let holder = match holder.trim() {
                     "" => "another process",
@@ -58,7 +58,7 @@ impl RunLock {
             Err(TryLockError::Error(e)) => return Err(failed(e)),
         }
         let holder = format!("process {} on {}\n", std::process::id(), host_name());
-        // Only for the message of others; a full disk keeps nobody from a run.
+        // Only for the message to others; a full disk must not prevent a run.
         let _ = file::within_limit(|| {
             file.set_len(0)?;
             file.rewind()?;
@@ -67,7 +67,7 @@ impl RunLock {
         Ok(RunLock { _file: file })
     }
 
-    /// Whether a run has ever been in `directory`, so that it may be there still.
+    /// Whether a run has ever been in `directory`, and may still be.
     pub fn is_in(directory: &Path) -> bool {
         path(directory).exists()
     }

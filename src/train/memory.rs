@@ -1,4 +1,4 @@
-//! What memory training takes, phase by phase, and what would fit where there is too little.
+//! Memory of training: the use at the end of each phase, estimates, and advice on what would fit.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -22,7 +22,7 @@ use crate::ops::training::optimizer::{Forms, Matrix};
 use crate::ops::{Array, Device, Mixed};
 
 const FILE: &str = "memory.json";
-/// What must be there beside an estimate, as a part of it: for what is small.
+/// An estimate needs one part in this many in addition, for small allocations.
 const MARGIN: u64 = 50;
 
 /// Use of memory at the ends of phases.
@@ -32,7 +32,7 @@ pub struct MemoryReport {
 }
 
 impl MemoryReport {
-    /// A report that begins here, with the phase `start`.
+    /// Begins a report with the phase `start`.
     pub fn new(device: &Device) -> MemoryReport {
         let mut report = MemoryReport {
             device: device.clone(),
@@ -42,12 +42,12 @@ impl MemoryReport {
         report
     }
 
-    /// Notes that the model has been loaded.
+    /// Records that the model has been loaded.
     pub fn model_loaded(&mut self) {
         self.add("model_loaded");
     }
 
-    /// Notes the end of a phase of a step.
+    /// Records the end of a phase of a step.
     pub(super) fn phase(&mut self, phase: Phase) {
         self.add(match phase {
             Phase::BatchReady => "batch_ready",
@@ -104,23 +104,23 @@ impl MemoryReport {
     }
 }
 
-/// Bytes that training takes, by what they are for; a little more is taken for what is small.
+/// Estimate of the bytes that training takes, by purpose. Small allocations come on top.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Estimate {
     /// Weights and moments.
     pub states: u64,
-    /// Gradients that are kept, and offloaded moments on their way.
+    /// Stored gradients, and offloaded moments in transfer.
     pub gradients: u64,
-    /// What the passes of a micro-batch hold at their peak, with the weights of a product.
+    /// Peak memory of a micro-batch's passes, with the decoded weights of a product.
     pub activations: u64,
     /// A teacher's weights.
     pub teacher: u64,
-    /// Of all these, what a GPU keeps in the host's memory.
+    /// The part of all these that a GPU run keeps in host memory.
     pub offloaded: u64,
 }
 
 impl Estimate {
-    /// Of a micro-batch of `tokens` tokens.
+    /// Estimates training with micro-batches of `tokens` tokens.
     pub fn new(source: &Source, config: &Config, device: &Device, tokens: usize) -> Estimate {
         Self::with_teacher(source, config, device, tokens, None)
     }
@@ -134,7 +134,7 @@ impl Estimate {
         teacher: Option<(&Source, Placement)>,
     ) -> Estimate {
         let recipe = &config.recipe;
-        // A layout that is refused is an error before there is anything to explain.
+        // An invalid layout fails before there is anything to explain.
         let layout = &recipe
             .layout(source)
             .unwrap_or_else(|_| source.layout().clone());
@@ -161,7 +161,7 @@ impl Estimate {
                 offloaded += moments;
                 passing = passing.max(Matrix::offload_room(moments));
             }
-            // Until the step is taken, in the host's memory.
+            // These stay in host memory until the step is taken.
             if trains && copies && forms.weight.is_packed() {
                 copied += bytes(true);
             }
@@ -179,7 +179,7 @@ impl Estimate {
             let bytes = |id: MatrixId| InputMoments::bytes_of(layout.matrices[id].cols);
             states += noted.into_iter().map(bytes).sum::<usize>();
         }
-        // With their moments and gradients.
+        // Vectors, with their moments and gradients.
         let vectors: usize = layout.vectors.iter().map(|v| v.len).sum();
         states += 4 * size_of::<f32>() * vectors;
         let pass = PassMemory {
@@ -197,7 +197,7 @@ impl Estimate {
         });
         let passes = match teacher {
             None => pass.bytes(tokens),
-            // Its pass through the blocks comes before the model's own.
+            // The teacher's pass through the blocks comes before the model's own.
             Some(teacher) => (pass.resting_bytes(tokens) + teacher.blocks)
                 .max(pass.lesson_bytes(tokens) + teacher.head),
         };
@@ -213,26 +213,26 @@ impl Estimate {
         }
     }
 
-    /// All together.
+    /// Total bytes.
     pub fn total(&self) -> u64 {
         self.states + self.gradients + self.activations + self.teacher
     }
 }
 
-/// Where a teacher's weights are. All give the same bits.
+/// Where a teacher's weights are. All choices give the same bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TeacherPlacement {
-    /// On the device if both models fit, else as [`TeacherPlacement::Streamed`].
+    /// On the device if both models fit, else [`TeacherPlacement::Streamed`].
     #[default]
     Auto,
     /// On the device.
     Resident,
-    /// In the checkpoint's files, of which one matrix after another is read in each pass.
+    /// In the checkpoint's files. Each pass reads one matrix after another.
     Streamed,
 }
 
 impl TeacherPlacement {
-    /// Where a teacher's weights go, beside training with micro-batches of `tokens` tokens.
+    /// Chooses the place of a teacher's weights, beside training with micro-batches of `tokens` tokens.
     pub(super) fn resolve(
         self,
         source: &Source,
@@ -255,8 +255,8 @@ impl TeacherPlacement {
     }
 }
 
-/// Adds to an error of memory what training takes as it was asked for, and what would fit. `batch` windows of `window` tokens go through
-/// the model at a time, and through a teacher.
+/// Extends an out-of-memory error with the memory that the requested training takes, and with changes that would fit. `batch` windows of
+/// `window` tokens go through the model, and through a teacher, at a time.
 pub fn explain(
     error: Error,
     source: &Source,
@@ -302,24 +302,24 @@ pub fn explain(
     )
 }
 
-/// A way to train, as far as memory goes.
+/// A training setup, as far as memory depends on it.
 #[derive(Clone)]
 struct Plan {
     config: Config,
     teacher: Placement,
 }
 
-/// What memory there is.
+/// The available memory.
 #[derive(Clone, Copy)]
 enum Room {
-    /// For all that is taken, wherever it is.
+    /// A budget for all memory, wherever it is.
     Budget(u64),
-    /// On a GPU, from which something may be offloaded.
+    /// Memory of a GPU, from which something may be offloaded.
     Device { bytes: u64, offloads: bool },
 }
 
 impl Room {
-    /// Memory for training: the budget, or the device's.
+    /// The memory for training: the budget, or the device's memory.
     fn of_device(device: &Device) -> Option<Room> {
         match (memory::budget(), device) {
             (Some(budget), _) => Some(Room::Budget(budget)),
@@ -327,7 +327,7 @@ impl Room {
                 bytes: total as u64,
                 offloads: device.check_offload().is_ok(),
             }),
-            // The library's own memory counts: it is given back before another try.
+            // The library's own memory counts as available: it is freed before another try.
             (None, _) => host_memory::read()
                 .map(|host| Room::Budget(host.total.min(host.available + memory::on_host()))),
         }
@@ -344,7 +344,7 @@ impl Room {
         }
     }
 
-    /// What counts of an estimate.
+    /// The part of an estimate that counts.
     fn of(self, estimate: &Estimate) -> u64 {
         match self {
             Room::Budget(_) => estimate.total(),
@@ -353,7 +353,7 @@ impl Room {
     }
 }
 
-/// The first of several ways to take less that fits.
+/// The first of several reductions that fits.
 fn what_fits(
     of: &dyn Fn(&Plan, usize) -> Estimate,
     plan: &Plan,

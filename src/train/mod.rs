@@ -1,4 +1,4 @@
-//! Floor 7: training. A [`Trainer`] steps the parameters of a model, which it stores as a [`Recipe`] says: weights and both moments of the
+//! Floor 7: training. A [`Trainer`] steps the parameters of a model in the stored form of a [`Recipe`]: weights and both moments of the
 //! optimizer in 4 bits by default. Knows nothing of conversations.
 
 mod adapter;

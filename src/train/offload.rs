@@ -1,4 +1,4 @@
-//! What waits in the host's memory for its turn.
+//! Choice of training state that a GPU run keeps in host memory.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,19 +8,19 @@ use serde::{Deserialize, Serialize};
 use crate::base::error::{Error, Result, err};
 use crate::ops::Device;
 
-/// What a trainer on a GPU keeps in page-locked memory of the host rather than on the device. Nothing by default; whatever is chosen gives
-/// the same bits. Refused where host and device share their memory: [`Device::check_offload`].
+/// Training state kept in page-locked host memory rather than on the GPU. Nothing by default; every choice gives the same bits. Refused if
+/// host and device share their memory: [`Device::check_offload`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Offload {
-    /// The moments of matrices. A step copies them to the device and back.
+    /// Moments of matrices. A step copies them to the device and back.
     pub moments: bool,
-    /// The inputs of blocks between the forward and the backward pass: the hidden size for each token of each block.
+    /// Inputs of blocks between the forward and the backward pass: the hidden state of each token in each block.
     pub activations: bool,
 }
 
 impl Offload {
-    /// Refuses what would save nothing on this device.
+    /// Refuses a choice that would save nothing on this device.
     pub(super) fn check(self, device: &Device) -> Result<()> {
         match self.moments || self.activations {
             true => device.check_offload(),
@@ -30,7 +30,7 @@ impl Offload {
 }
 
 impl fmt::Display for Offload {
-    /// As [`Offload::from_str`] reads it.
+    /// In the form that [`Offload::from_str`] parses.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match (self.moments, self.activations) {
             (false, false) => "none",
@@ -44,7 +44,7 @@ impl fmt::Display for Offload {
 impl FromStr for Offload {
     type Err = Error;
 
-    /// `none`, or `moments`, `activations` or both with a comma between them.
+    /// Parses `none`, `moments`, `activations`, or both with a comma between them.
     fn from_str(text: &str) -> Result<Offload> {
         let mut offload = Offload::default();
         if text == "none" {

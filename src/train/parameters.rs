@@ -1,4 +1,4 @@
-//! The parameters of a model under training, and what becomes of their gradients.
+//! The parameters of a model under training, and the use of their gradients.
 
 use std::hash::Hasher;
 use std::ops::Range;
@@ -29,39 +29,39 @@ use crate::ops::training::optimizer::{
 use crate::ops::training::statistics::{GradientStatistics, Statistics};
 use crate::ops::{Array, Device, Mixed, Slice, SliceMut};
 
-/// Rows of a gradient that are converted at a time.
+/// Gradient rows converted at a time.
 const ROWS: usize = 1024;
 const _: () = assert!(ROWS.is_multiple_of(GROUP_ROWS));
 
-/// A step under way.
+/// Settings of the current step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StepPlan {
-    /// The settings, with this step's rate.
+    /// The optimizer's settings, with this step's rate.
     pub(super) settings: Hyperparameters,
-    /// The number of the step, from 1.
+    /// Number of the step, from 1.
     pub(super) number: u64,
-    /// What gradients are multiplied by before anything else.
+    /// Factor of all gradients, applied first.
     pub(super) factor: f32,
 }
 
-/// What a step has come to.
+/// Result of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepReport {
-    /// The norm of all gradients, before clipping.
+    /// Norm of all gradients, before clipping.
     pub gradient_norm: f64,
-    /// Weights that changed, of those stored and of those delivered.
+    /// Weights whose stored code changed, and weights whose delivered code changed.
     pub changes: (u64, u64),
-    /// Whether a gradient was not finite, so that what it belongs to, and what came after it, was left as it was.
+    /// Whether a gradient was not finite. Its parameter and all later ones were left unchanged.
     pub skipped: bool,
-    /// Whether parameters had been changed by then.
+    /// Whether parameters had already been changed by then.
     pub partial: bool,
 }
 
-/// What a group changes of the optimizer's settings.
+/// Optimizer settings that a group changes.
 #[derive(Clone, Copy, Debug)]
 struct Settings {
     rate_factor: f64,
-    /// In the place of the optimizer's.
+    /// Replaces the optimizer's decay.
     decay: Option<f64>,
 }
 
@@ -75,7 +75,7 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// Decay is for matrices.
+    /// Settings of norms and biases, which have no decay.
     fn of_vectors() -> Settings {
         Settings {
             decay: Some(0.0),
@@ -89,7 +89,7 @@ impl Settings {
     }
 }
 
-/// The parameters of a model, in the form a recipe stores them in.
+/// The parameters of a model, in the stored form of a recipe.
 #[derive(Debug)]
 pub struct Parameters {
     device: Device,
@@ -99,33 +99,33 @@ pub struct Parameters {
     vectors: Vec<Vector>,
     trains: Vec<bool>,
     trains_vectors: Vec<bool>,
-    /// Whether each matrix is trained in bfloat16 and delivered in int8 rows. Passes with what is delivered round such rows.
+    /// Whether each matrix is trained in bfloat16 and delivered in int8 rows. Passes with delivered weights round such rows.
     rounds_rows: Vec<bool>,
-    /// Which matrices have had gradients in the step under way.
+    /// Whether each matrix has received gradients in the current step.
     came: Vec<bool>,
-    /// What the optimizer is told of each matrix, and each vector.
+    /// Optimizer settings of each matrix, and of each vector.
     settings: Vec<Settings>,
     vector_settings: Vec<Settings>,
-    /// Of each matrix that is frozen.
+    /// Checksum of each frozen matrix.
     checksums: Vec<OnceLock<u64>>,
-    /// Whether passes multiply with all that is stored, or with what is delivered.
+    /// Whether passes use the stored weights with their residuals, or the delivered weights.
     whole: bool,
-    /// Of each matrix, where gradients wait for the end of a step.
+    /// Gradient sum of each matrix, which waits for the end of a step.
     sums: Vec<Array>,
-    /// The step that gradients make at once.
+    /// The current step, which released gradients apply at once.
     plan: Option<StepPlan>,
-    /// Of the gradients that have come.
+    /// Statistics of the gradients received so far.
     statistics: GradientStatistics,
     report: StepReport,
     scratch: Array<Mixed>,
-    /// The inputs of matrices, while passes are to note them.
+    /// Inputs of matrices, while passes record them.
     observed: Option<ObservedInputs>,
-    /// The inputs of matrices with adapters.
+    /// Inputs of matrices with adapters.
     inputs: ObservedInputs,
 }
 
 impl Parameters {
-    /// Those of a checkpoint.
+    /// The initial parameters of a checkpoint.
     pub fn new(
         device: &Device,
         source: &Source,
@@ -135,7 +135,7 @@ impl Parameters {
         Self::with(device, source, recipe, offload, true)
     }
 
-    /// The same, but for zeros in the place of what is trained, to be restored.
+    /// The parameters of a checkpoint with zeros for everything trained, to be restored.
     pub(super) fn zeroed(
         device: &Device,
         source: &Source,
@@ -160,7 +160,7 @@ impl Parameters {
         let adapts = recipe.lora.is_some();
         let ids = 0..layout.matrices.len();
         let trains: Vec<bool> = ids.map(|id| recipe.trains(source, &layout, id)).collect();
-        // The last norm always is.
+        // The last norm is always trained.
         let trains_vectors = layout
             .vectors
             .iter()
@@ -221,7 +221,7 @@ impl Parameters {
         Ok(parameters)
     }
 
-    /// Gives parameters the settings of the first group that names them.
+    /// Applies to each parameter the settings of the first group that names it.
     pub(super) fn set_groups(&mut self, groups: &[Group]) -> Result<()> {
         let mut used = vec![false; groups.len()];
         let mut of = |name: &str, settings: &mut Settings, trains: bool| {
@@ -252,17 +252,17 @@ impl Parameters {
         &self.device
     }
 
-    /// Lets passes note the inputs of matrices, until [`Parameters::observed_inputs`].
+    /// Lets passes record the inputs of matrices, until [`Parameters::observed_inputs`].
     pub(super) fn observe_inputs(&mut self) {
         self.observed = Some(ObservedInputs::default());
     }
 
-    /// Ends the noting, and gives the inputs that passes have had.
+    /// Stops the recording, and returns the inputs.
     pub(super) fn observed_inputs(&mut self) -> ObservedInputs {
         self.observed.take().unwrap_or_default()
     }
 
-    /// The inputs of matrices with adapters, if they were noted.
+    /// The recorded inputs of matrices with adapters, if any.
     pub(super) fn inputs(&self) -> &ObservedInputs {
         &self.inputs
     }
@@ -271,12 +271,12 @@ impl Parameters {
         self.inputs = inputs;
     }
 
-    /// The inputs of matrices with adapters, to be restored.
+    /// The inputs of matrices with adapters, for restoring.
     pub(super) fn inputs_mut(&mut self) -> &mut ObservedInputs {
         &mut self.inputs
     }
 
-    /// The parameters by number.
+    /// The layout of the parameters.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
@@ -286,7 +286,7 @@ impl Parameters {
         &self.matrices
     }
 
-    /// The matrices, to be restored.
+    /// The matrices, for restoring.
     pub(super) fn matrices_mut(&mut self) -> &mut [Matrix] {
         &mut self.matrices
     }
@@ -296,12 +296,12 @@ impl Parameters {
         &self.vectors
     }
 
-    /// The norms and biases, to be restored.
+    /// The norms and biases, for restoring.
     pub(super) fn vectors_mut(&mut self) -> &mut [Vector] {
         &mut self.vectors
     }
 
-    /// The checksum of all that is stored of a matrix that is frozen; none of one that is trained.
+    /// Checksum of the stored data of a frozen matrix; `None` for a trained one.
     pub(super) fn checksum(&self, id: MatrixId) -> Result<Option<u64>> {
         let matrix = &self.matrices[id];
         if self.trains[id] {
@@ -318,7 +318,7 @@ impl Parameters {
         Ok(Some(*self.checksums[id].get_or_init(|| sum.finish())))
     }
 
-    /// The same of a norm or bias.
+    /// Checksum of a frozen norm or bias; `None` for a trained one.
     pub(super) fn vector_checksum(&self, id: VectorId) -> Result<Option<u64>> {
         if self.trains_vectors[id] {
             return Ok(None);
@@ -332,7 +332,7 @@ impl Parameters {
         self.trains[id]
     }
 
-    /// Whether a matrix may have other values than those that it began with: a step has changed it, or an adapter stands beside it.
+    /// Whether a matrix may differ from its initial values: a step has changed it, or it has an adapter.
     pub(super) fn may_have_moved(&self, id: MatrixId) -> bool {
         let is_adapted = self.layout.adapted().any(|(adapted, _)| adapted == id);
         is_adapted || (self.trains[id] && self.matrices[id].has_moved())
@@ -343,7 +343,7 @@ impl Parameters {
         self.trains_vectors[id]
     }
 
-    /// Rounds rows of a matrix to what is delivered, where passes are to multiply with that and the form in which it is held does not say it.
+    /// Rounds rows of a matrix to their delivered values, if passes use those and the stored form does not have them.
     fn round(&self, matrix: MatrixId, out: SliceMut<'_, Mixed>) -> Result<()> {
         match !self.whole && self.rounds_rows[matrix] {
             true => round_int8_rows(&self.device, out, self.matrices[matrix].shape().1),
@@ -351,14 +351,14 @@ impl Parameters {
         }
     }
 
-    /// Bytes of all states.
+    /// Bytes of all stored state.
     pub fn bytes(&self) -> usize {
         let matrices: usize = self.matrices.iter().map(Matrix::bytes).sum();
         let vectors: usize = self.vectors.iter().map(Vector::bytes).sum();
         matrices + vectors + self.inputs.bytes()
     }
 
-    /// Elements of the matrices that are trained.
+    /// Number of elements of the trained matrices.
     pub fn trained(&self) -> usize {
         let trained = self
             .matrices
@@ -370,12 +370,12 @@ impl Parameters {
             .sum()
     }
 
-    /// Chooses what passes multiply with: all that is stored, or what is delivered.
+    /// Chooses the weights of passes: the stored ones if `whole`, else the delivered ones.
     pub(super) fn multiply_with_all(&mut self, whole: bool) {
         self.whole = whole;
     }
 
-    /// Begins a step: gradients come until [`Parameters::finish_step`].
+    /// Begins a step. Gradients arrive until [`Parameters::finish_step`].
     pub(super) fn begin_step(&mut self, plan: StepPlan) -> Result<()> {
         self.statistics.clear();
         self.report = StepReport::default();
@@ -390,13 +390,13 @@ impl Parameters {
         Ok(())
     }
 
-    /// Gives up a step, and says whether released gradients had changed parameters by then.
+    /// Abandons a step. Returns whether released gradients had already changed parameters.
     pub(super) fn abandon_step(&mut self) -> bool {
         self.plan = None;
         self.report.partial
     }
 
-    /// The coefficients of a tensor's step.
+    /// Optimizer coefficients of one tensor.
     fn coefficients(&self, plan: &StepPlan, factor: f64, of: Settings) -> Coefficients {
         let mut settings = plan.settings;
         settings.rate *= of.rate_factor;
@@ -408,7 +408,7 @@ impl Parameters {
         )
     }
 
-    /// Ends the step: updates what has waited.
+    /// Ends the step: updates the parameters whose gradients have waited.
     pub(super) fn finish_step(&mut self) -> Result<StepReport> {
         let Some(plan) = self.plan.take() else {
             bail!(Internal, "a step ended that had not begun");
@@ -430,7 +430,7 @@ impl Parameters {
         }
         let found = self.statistics.read(&device)?;
         self.report.skipped = !found.iter().all(Statistics::is_finite);
-        // Released gradients came first, and were used up to the first that is not finite.
+        // Released gradients came first, and were applied up to the first one that is not finite.
         self.report.partial &= found.first().is_some_and(Statistics::is_finite);
         let squares: f64 = found.iter().map(|of| of.squares).sum();
         self.report.gradient_norm = squares.sqrt() * f64::from(plan.factor);
@@ -464,12 +464,12 @@ impl Parameters {
         Ok(self.report)
     }
 
-    /// Elements of the memory in which kept gradients of a matrix are converted.
+    /// Elements of the scratch in which stored gradients of a matrix are converted.
     pub(super) fn converted(rows: usize, cols: usize) -> usize {
         ROWS.min(rows) * cols
     }
 
-    /// A step of a matrix by gradients in f32.
+    /// Steps a matrix by f32 gradients.
     fn step_from(&mut self, id: MatrixId, sum: &Array, plan: &StepPlan, factor: f64) -> Result<()> {
         let (rows, cols) = self.matrices[id].shape();
         let coefficients = self.coefficients(plan, factor, self.settings[id]);
@@ -496,7 +496,7 @@ impl Parameters {
         Ok(())
     }
 
-    /// A step of rows of matrices, as their gradients come.
+    /// Steps rows of matrices as their gradients arrive.
     fn step_at_once(&mut self, gradients: &[RowGradients<'_>]) -> Result<()> {
         let Some(plan) = self.plan else {
             bail!(Internal, "a gradient came outside a step");

@@ -1,4 +1,4 @@
-//! Inputs of a run, and its position in them. A checkpoint holds checksums by which a resumed run knows its data again.
+//! The inputs of a run, and its position in them. A checkpoint stores checksums by which a resumed run recognizes its data.
 
 use std::collections::BTreeMap;
 use std::hash::Hasher;
@@ -13,27 +13,26 @@ use super::judge::Judge;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 
-/// Data of a run.
+/// Input data of a run.
 pub struct Inputs {
     /// The windows.
     pub windows: Windows,
-    /// Evaluation sets; may be empty. The first decides which evaluation is the best.
+    /// Evaluation sets; may be empty. The first one decides which evaluation is best.
     pub evaluation: Vec<EvaluationSet>,
-    /// The files that they were read from, for messages.
+    /// Source files, for messages.
     pub files: Vec<DataFile>,
-    /// Chooses the order of windows.
+    /// Seed of the order of windows.
     pub seed: u64,
 }
 
 impl Inputs {
-    /// Refuses data that is not what the checkpoint was trained on with which `at` was given, in steps of `accumulate` batches of `batch`
-    /// windows.
+    /// Refuses data other than what the checkpoint with position `at` was trained on, in steps of `accumulate` batches of `batch` windows.
     pub fn check(&self, steps: (usize, usize), at: &Value) -> Result<()> {
         Known::new(self, steps).check(&Position::read(at)?.data)
     }
 }
 
-/// The data of a run, as checkpoints know it again.
+/// Identity of a run's data, for checkpoints.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Known {
     windows: usize,
@@ -44,25 +43,25 @@ pub(super) struct Known {
     batch: usize,
     accumulate: usize,
     seed: u64,
-    /// XXH3 of the files, by their names without folders.
+    /// XXH3 of the files, by file name without folder.
     files: BTreeMap<String, String>,
 }
 
-/// Where a run is in its data; what checkpoints hold of it.
+/// Position of a run in its data, as checkpoints store it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Position {
     pub(super) place: Place,
-    /// Tokens and seconds up to there.
+    /// Tokens and seconds so far.
     pub(super) tokens: u64,
     pub(super) seconds: f64,
     pub(super) data: Known,
-    /// Judgement of the losses up to there.
+    /// Judgement of the losses so far.
     #[serde(default)]
     pub(super) judge: Judge,
 }
 
 impl Position {
-    /// Parses the position that a checkpoint holds.
+    /// Parses the position in a checkpoint.
     pub(super) fn read(value: &Value) -> Result<Position> {
         Position::deserialize(value).map_err(|e| {
             err!(
@@ -74,7 +73,7 @@ impl Position {
 }
 
 impl Known {
-    /// The data of `inputs`, in steps of `accumulate` batches of `batch` windows.
+    /// The identity of `inputs`, in steps of `accumulate` batches of `batch` windows.
     pub(super) fn new(inputs: &Inputs, (batch, accumulate): (usize, usize)) -> Known {
         let name = |file: &DataFile| {
             let name = file.path.file_name().unwrap_or_default();
@@ -93,7 +92,7 @@ impl Known {
         }
     }
 
-    /// Refuses to go on from another's place.
+    /// Fails unless the saved data is the same.
     pub(super) fn check(&self, saved: &Known) -> Result<()> {
         let mut differing = Vec::new();
         for (name, sum) in &saved.files {
@@ -146,14 +145,14 @@ fn checksum(windows: &Windows) -> String {
             .for_each(|&n| sum.write_u64(n as u64));
         window.tokens.iter().for_each(|&t| sum.write_u32(t));
         window.labels.iter().for_each(|&l| sum.write_i32(l));
-        // Empty where all are 1, so that the sum is that of windows without weights.
+        // Weights are hashed only if present, so that the checksum equals that of windows without weights.
         let weights = window.weights.iter();
         weights.for_each(|&w| sum.write_u32(w.to_bits()));
     }
     format!("{:016x}", sum.finish())
 }
 
-/// The checksum of the windows of all sets; that of a single one is the one of its windows, whatever its name.
+/// Checksum of the windows of all sets. For a single set it is that of its windows, whatever its name.
 fn checksum_of_sets(sets: &[EvaluationSet]) -> String {
     match sets {
         [] => checksum(&Windows::default()),

@@ -1,23 +1,23 @@
-//! Whether the learning rate is one that what is stored can hold.
+//! Checks that the learning rate is high enough for the precision of the stored weights.
 
-/// Updates over which the share of weights that change is measured, and the share under which a warning says so.
+/// Updates over which the share of changed weights is measured, and the share below which a warning is issued.
 const MEASURED: u64 = 10;
 const LITTLE: f64 = 1e-3;
-/// The share that is advised.
+/// The recommended share.
 const ENOUGH: f64 = 1e-2;
 
-/// The first updates of a run.
+/// Statistics of the first updates of a run.
 #[derive(Default)]
 pub(super) struct FirstUpdates {
     count: u64,
     rates: f64,
-    /// The sum of the shares of weights that changed.
+    /// Sum of the shares of changed weights.
     changed: f64,
 }
 
 impl FirstUpdates {
-    /// Takes an update, and says once, with what to do, if the first ones changed hardly any weight: then rounding by chance is most of what
-    /// happens to them. `highest` is the rate that they may have been on the way to. An update at a rate of 0 is to change nothing.
+    /// Records an update. Returns a warning, once, if the first updates changed hardly any weight: then stochastic rounding dominates their
+    /// changes. `highest` is the peak rate, which the warm-up may not have reached. An update at rate 0 does not count.
     pub(super) fn add(&mut self, rate: f64, changed: f64, highest: f64) -> Option<String> {
         if rate == 0.0 {
             return None;
@@ -64,7 +64,7 @@ mod tests {
         );
         let mut updates = FirstUpdates::default();
         assert!((0..30).all(|_| updates.add(1e-5, 0.01, 1e-5).is_none()));
-        // Nothing is to change, or some of the rates are 0.
+        // Nothing should change, or some of the rates are 0.
         let mut updates = FirstUpdates::default();
         assert!((0..30).all(|_| updates.add(0.0, 0.0, 0.0).is_none()));
         assert!((0..30).all(|i| {

@@ -1,4 +1,4 @@
-//! How a model is trained, as data: in what form parameters are stored, what passes multiply with, and how gradients are treated.
+//! The training recipe as data: stored forms of parameters, the precision of passes, and the treatment of gradients.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,22 +11,22 @@ use crate::model::training::{Layout, MatrixId, ProductForm, ProductPrecision, So
 use crate::ops::training::operand::ScaleRule;
 use crate::ops::training::optimizer::{FirstForm, Forms, KeepScale, SecondForm, WeightForm};
 
-/// How gradients are bounded before a step.
+/// Gradient clipping.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Clip {
-    /// Not at all.
+    /// No clipping.
     Never,
-    /// The norm of all gradients together, which must wait for each other.
+    /// Bounds the norm of all gradients together, which must all be kept until the last one is known.
     Global(f64),
-    /// The norm of all gradients together, by that of the step before: what gradients that are used at once allow.
+    /// Bounds the norm of all gradients by that of the previous step, which gradients that are used at once allow.
     Previous(f64),
-    /// The norm of each matrix, or of the rows of it that are updated together.
+    /// Bounds the norm of each matrix, or of those of its rows that are updated together.
     PerTensor(f64),
 }
 
 impl Clip {
-    /// The bound, if there is one.
+    /// The bound, if any.
     pub fn bound(self) -> Option<f64> {
         match self {
             Clip::Never => None,
@@ -35,27 +35,27 @@ impl Clip {
     }
 }
 
-/// Blocks at either end of a model.
+/// Blocks at both ends of a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct HighBlocks {
-    /// Of the first ones, how many.
+    /// Number of blocks at the beginning.
     pub first: usize,
-    /// Of the last ones, how many.
+    /// Number of blocks at the end.
     pub last: usize,
 }
 
-/// Low-rank adapters over a model that stays as it is (LoRA, Hu et al., arXiv 2106.09685; over 4 bits QLoRA, Dettmers et al.,
-/// arXiv 2305.14314). The matrix `W` of a projection is frozen, and its results gain `alpha / rank * (x A^T) B^T`. A begins uniform in
-/// `+-1 / sqrt(inputs)`, as in peft, and B zero. Both are float32 with moments in float32; no gradient of `W` is ever computed.
+/// Low-rank adapters over a frozen model (LoRA, Hu et al., arXiv 2106.09685; over 4 bits QLoRA, Dettmers et al., arXiv 2305.14314). The
+/// matrix `W` of a projection is frozen, and its result gains `alpha / rank * (x A^T) B^T`. A begins uniform in `+-1 / sqrt(inputs)`, as in
+/// peft, and B zero. Both are float32 with moments in float32; no gradient of `W` is ever computed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Lora {
     /// Rows of A, and columns of B.
     pub rank: usize,
-    /// What results are multiplied by, times the rank.
+    /// The adapter's result is multiplied by `alpha / rank`.
     pub alpha: f64,
-    /// Projections of blocks whose names (`model.layers.0.self_attn.q_proj`) contain one of these have adapters.
+    /// A projection gets an adapter if its name (`model.layers.0.self_attn.q_proj`) contains one of these.
     pub targets: Vec<String>,
 }
 
@@ -69,7 +69,7 @@ impl Default for Lora {
     }
 }
 
-/// The share of steps with what is delivered, from random weights and of a model that has learned something.
+/// Default share of steps with delivered weights, from random weights and for a pretrained model.
 const FRESH_SHARE: f64 = 0.15;
 const DELIVERED_SHARE: f64 = 0.3;
 
@@ -102,58 +102,58 @@ impl Lora {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Recipe {
-    /// How the linear weights of blocks are stored between steps. Those that the checkpoint holds in NVFP4 begin with its codes and scales;
-    /// those that it holds in another form are quantized by `weight_scales` and begin with what is kept beside codes as near to their values
-    /// as it comes. What a checkpoint with NVFP4 matrices keeps higher beside them is stored as `tables` are.
+    /// Stored form of the linear weights of blocks between steps. Weights that the checkpoint holds in NVFP4 begin with its codes and
+    /// scales; others are quantized by `weight_scales`, with the residual beside the codes as near to their values as possible. Weights
+    /// that a checkpoint with NVFP4 matrices keeps in higher precision are stored as `tables` says.
     pub weights: WeightForm,
-    /// The form in which the embedding and the head are delivered. In bfloat16, and where int8 is delivered, they are stored in bfloat16,
-    /// rounded stochastically; in NVFP4 as `weights` says.
+    /// Delivered form of the embedding and the head. For bfloat16 and int8 they are stored in bfloat16 with stochastic rounding; for NVFP4
+    /// they are stored as `weights` says.
     pub tables: Tables,
-    /// How first moments are stored.
+    /// Stored form of first moments.
     pub first_moments: FirstForm,
-    /// How second moments are stored.
+    /// Stored form of second moments.
     pub second_moments: SecondForm,
-    /// Makes block scales of weights anew in each step; a baseline.
+    /// Recomputes block scales of weights in each step; a baseline.
     pub fresh_scales: bool,
-    /// Matrices whose names contain one of these are kept in float32, with their moments, and their products in bfloat16.
+    /// Matrices whose names contain one of these are stored in float32, with float32 moments and bfloat16 products.
     pub keep_high: Vec<String>,
-    /// In what the rows that projections of blocks multiply are: in NVFP4 they are rounded to nearest, in blocks along their width, and the
-    /// gradient of the weight is that of the rounded rows. Gradients pass through the rounding as if it were not there.
+    /// Precision of the input rows of projections in blocks. In NVFP4 they are rounded to nearest, in blocks along their width, and the
+    /// weight's gradient is that of the rounded rows. Gradients pass straight through the rounding.
     pub activations: ProductForm,
-    /// How block scales of those rows are chosen.
+    /// Rule for the block scales of those rows.
     pub activation_scales: ScaleRule,
-    /// In what gradients of projections' results are multiplied: in NVFP4 they are rounded stochastically, for the gradient of the rows in
-    /// blocks along their width, and for that of the weight in blocks of 16 tokens, which are rotated by a Hadamard matrix together with the
-    /// rows that they are multiplied with. Rows that are NVFP4 in the forward pass are then rounded anew, after the rotation, as they are
-    /// on hardware that multiplies in 4 bits. Random bits follow from seed, step, micro-batch, matrix and element.
+    /// Precision of the gradients of projections' results. In NVFP4 they are rounded stochastically: for the rows' gradient in blocks along
+    /// their width, and for the weight's gradient in blocks of 16 tokens. Those blocks are first rotated by a Hadamard matrix, together
+    /// with the rows that they are multiplied with. Rows that are NVFP4 in the forward pass are rounded again after the rotation, as on
+    /// hardware that multiplies in 4 bits. Random bits follow from seed, step, micro-batch, matrix and element.
     pub gradients: ProductForm,
     /// Blocks whose products stay in bfloat16.
     pub high_blocks: HighBlocks,
-    /// The share of steps at the end in which passes multiply with what is delivered, the NVFP4 codes alone, so that what is delivered is
-    /// what was trained. If `None`, 30 % of the steps of a model that has learned something, and 15 % from random weights, which learn
-    /// less on codes alone.
+    /// Share of the steps, at the end, whose passes use the delivered weights, that is, the NVFP4 codes alone. The delivered model is then
+    /// the one that was trained. `None` for 30 % of the steps for a pretrained model and 15 % from random weights, which learn less on
+    /// codes alone.
     pub delivered_share: Option<f64>,
-    /// Trains adapters beside frozen matrices instead of all parameters. Frozen matrices have the form in which they are delivered: the codes
-    /// and scales of the checkpoint, or those of its quantization, 0.5625 bytes a parameter; those that `keep_high` names stay as they are.
-    /// `weights` and the forms of moments do not matter then.
+    /// Trains adapters beside frozen matrices instead of all parameters. Frozen matrices have their delivered form: the codes and scales of
+    /// the checkpoint, or those of its quantization, 0.5625 bytes per parameter. Matrices that `keep_high` names stay as they are.
+    /// `weights` and the forms of moments then have no effect.
     pub lora: Option<Lora>,
-    /// How block scales are chosen where linear weights are quantized: as training begins, of a checkpoint that does not hold them in NVFP4,
-    /// and where adapters are merged. Random weights have the scales of their largest magnitudes.
+    /// Rule for block scales when linear weights are quantized: at the beginning, from a checkpoint that does not hold them in NVFP4, and
+    /// when adapters are merged. Random weights get scales by their largest magnitudes.
     pub weight_scales: nvfp4::Recipe,
-    /// Chooses block scales by what rounding does to products rather than to weights: by the second moments of a step's inputs, 16 x 16 for
-    /// each block. So does a model that has learned something, of the matrices that have moved, when passes begin to multiply with what
-    /// is delivered (see `delivered_share`; after the first step if that is always, before the last if it is never), and keeps what lowers
-    /// the loss of that step's batch. So do adapters when they are merged, by the inputs of their first step, in the place of `weight_scales`.
+    /// Chooses block scales by the error of products rather than of weights: by the second moments of a step's inputs, 16 x 16 for each
+    /// block. A pretrained model does so for the matrices that have moved when passes begin to use the delivered weights (see
+    /// `delivered_share`; after the first step if they always do, before the last if they never do), and keeps the new scales if they lower
+    /// the loss of that step's batch. Adapters do so when they are merged, by the inputs of their first step, in place of `weight_scales`.
     pub scale_search: bool,
-    /// Trains the last so many blocks, the last norm and an untied head, or the last blocks' adapters; all of them if `None`. What is
-    /// not trained has no moments.
+    /// Trains only this many last blocks, the last norm and an untied head, or the adapters of these blocks. `None` for all blocks.
+    /// Untrained parameters have no moments.
     pub last_blocks: Option<usize>,
-    /// How gradients are bounded.
+    /// Gradient clipping.
     pub clip: Clip,
-    /// Uses gradients as soon as they are whole, and keeps none: a step of one batch, and no memory for gradients. Otherwise they are
-    /// summed in float32.
+    /// Applies each gradient as soon as it is complete, and keeps none: a step has one batch, and gradients take no memory. Otherwise
+    /// gradients are summed in float32.
     pub release: bool,
-    /// Chooses the random bits of rounding.
+    /// Seed of the random bits of rounding.
     pub seed: u64,
 }
 
@@ -183,7 +183,7 @@ impl Default for Recipe {
 }
 
 impl Recipe {
-    /// Everything in float32: what 4 bits are compared with.
+    /// Everything in float32: the baseline for 4 bits.
     pub fn float32() -> Recipe {
         Recipe {
             weights: WeightForm::F32,
@@ -193,7 +193,7 @@ impl Recipe {
         }
     }
 
-    /// Refuses what contradicts itself.
+    /// Refuses contradictory settings.
     pub fn check(&self) -> Result<()> {
         if let Some(share) = self.delivered_share
             && !(0.0..=1.0).contains(&share)
@@ -229,7 +229,7 @@ impl Recipe {
         }
     }
 
-    /// The parameters of a model, adapters included.
+    /// The parameter layout of a model, adapters included.
     pub(super) fn layout(&self, source: &Source) -> Result<Layout> {
         let layout = source.layout();
         let Some(lora) = &self.lora else {
@@ -250,7 +250,7 @@ impl Recipe {
         Ok(adapted)
     }
 
-    /// The precision of products of a model with this layout. The products of adapters, and of the head, are in bfloat16 always.
+    /// The precision of products for this layout. Products of adapters and of the head are always in bfloat16.
     pub(super) fn precision(&self, layout: &Layout) -> ProductPrecision {
         let high = |block: usize| {
             block < self.high_blocks.first || block + self.high_blocks.last >= layout.blocks.len()
@@ -266,7 +266,7 @@ impl Recipe {
         }
     }
 
-    /// The share of steps at the end with what is delivered, of a model that begins at `source`.
+    /// Share of the steps, at the end, with delivered weights, for a model that begins at `source`.
     pub(super) fn delivered_share(&self, source: &Source) -> f64 {
         let usual = match source.is_fresh() {
             true => FRESH_SHARE,
@@ -275,18 +275,18 @@ impl Recipe {
         self.delivered_share.unwrap_or(usual)
     }
 
-    /// Whether the inputs of matrices with adapters are noted, for merging.
+    /// Whether the inputs of matrices with adapters are recorded for merging.
     pub(super) fn observes_adapted(&self) -> bool {
         self.scale_search && self.lora.is_some()
     }
 
-    /// Whether a matrix of this name is kept high.
+    /// Whether a matrix of this name is kept in float32.
     pub(super) fn keeps_high(&self, name: &str) -> bool {
         contains_one(name, &self.keep_high)
     }
 
-    /// How a checkpoint is delivered where it is not trained: as `nvfp4 quantize` would convert it, but for what is not stored in NVFP4
-    /// either, and for what a checkpoint with NVFP4 matrices keeps higher.
+    /// Conversion options for a checkpoint that is delivered untrained: as `nvfp4 quantize` converts it, except for what is not stored in
+    /// NVFP4 and for what a checkpoint with NVFP4 matrices keeps in higher precision.
     pub(super) fn conversion(&self, source: &Source) -> ConvertOptions {
         let mut keep = self.keep_high.clone();
         if self.lora.is_none() && !self.weights.is_packed() {
@@ -310,7 +310,7 @@ impl Recipe {
         }
     }
 
-    /// The form of a matrix of this name, where NVFP4 is delivered.
+    /// Forms of a matrix with this name, if it is delivered in NVFP4.
     pub(super) fn forms_of(&self, name: &str) -> Forms {
         let high = self.keeps_high(name);
         Forms {
@@ -332,13 +332,13 @@ impl Recipe {
         }
     }
 
-    /// The first block that is trained, of so many.
+    /// Index of the first trained block, out of `blocks`.
     pub(super) fn first_block(&self, blocks: usize) -> usize {
         self.last_blocks
             .map_or(0, |last| blocks.saturating_sub(last))
     }
 
-    /// Whether a matrix of [`Recipe::layout`] is trained: adapters alone where there are any, which stand behind the model's own.
+    /// Whether a matrix of [`Recipe::layout`] is trained. If there are adapters, only they are; they come after the model's own matrices.
     pub(super) fn trains(&self, source: &Source, layout: &Layout, id: MatrixId) -> bool {
         if self.lora.is_some() {
             return id >= source.layout().matrices.len();
@@ -346,7 +346,7 @@ impl Recipe {
         let first = self.first_block(layout.blocks.len());
         match layout.matrices[id].block {
             Some(block) => block >= first,
-            // What stands outside the blocks is trained with them all, and a head of its own always.
+            // Matrices outside the blocks are trained if all blocks are; an untied head always is.
             None => first == 0 || (id == layout.head && layout.head != layout.embedding),
         }
     }

@@ -1,4 +1,4 @@
-//! A row of the table of losses.
+//! A row of the loss table.
 
 use std::fmt::Write as _;
 
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 /// Columns that every table has.
 const COLUMNS: usize = 11;
 
-/// The mean cross-entropy of an evaluation, and with a teacher the mean divergence from its predictions, both in nats.
+/// Mean cross-entropy of an evaluation, and with a teacher the mean divergence from its predictions, both in nats.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Losses {
     /// By the delivered weights.
@@ -32,44 +32,44 @@ impl Losses {
     }
 }
 
-/// The means of an evaluation by one form of the weights, in nats.
+/// Means of an evaluation by one form of the weights, in nats.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Score {
     /// The cross-entropy.
     pub loss: f64,
-    /// The divergence from a teacher's predictions; none without a teacher.
+    /// Divergence from a teacher's predictions; `None` without a teacher.
     pub divergence: Option<f64>,
 }
 
-/// A step in the table.
+/// A step in the loss table.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Row {
-    /// The step, from 1; 0 for what was evaluated before the first, whose row has evaluations alone.
+    /// The step, from 1; 0 for the evaluation before the first, whose row has only evaluations.
     pub step: u64,
-    /// Tokens of all steps up to it.
+    /// Tokens of all steps so far.
     pub tokens: u64,
-    /// The mean cross-entropy of the step's targets, in nats.
+    /// Mean cross-entropy of the step's targets, in nats.
     pub loss: f64,
-    /// The mean cross-entropy of the first evaluation set after the step, by what is delivered.
+    /// Mean cross-entropy of the first evaluation set after the step, by the delivered weights.
     pub eval_loss_delivered: Option<f64>,
-    /// The mean cross-entropy of the first evaluation set by all that is stored.
+    /// Mean cross-entropy of the first evaluation set, by the stored weights.
     pub eval_loss_stored: Option<f64>,
     /// The learning rate.
     pub rate: f64,
-    /// The norm of the gradients before clipping.
+    /// Norm of the gradients before clipping.
     pub gradient_norm: f64,
-    /// The share of trained weights that changed as they are stored.
+    /// Share of trained weights whose stored code changed.
     pub changed: f64,
-    /// The share that changed as they are delivered.
+    /// Share of trained weights whose delivered code changed.
     pub changed_delivered: f64,
-    /// Tokens of the step over its seconds.
+    /// Tokens of the step divided by its seconds.
     pub tokens_per_second: f64,
-    /// Seconds of all steps up to it, without those of evaluations, samples and checkpoints.
+    /// Seconds of all steps so far, without evaluations, samples and checkpoints.
     pub seconds: f64,
-    /// The mean divergence from a teacher's predictions in the first evaluation set, by what is delivered.
+    /// Mean divergence from a teacher's predictions on the first evaluation set, by the delivered weights.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub eval_divergence_delivered: Option<f64>,
-    /// The mean divergence by all that is stored.
+    /// Mean divergence by the stored weights.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub eval_divergence_stored: Option<f64>,
     /// Losses of the other evaluation sets.
@@ -77,10 +77,10 @@ pub struct Row {
     pub more: Vec<Option<Losses>>,
 }
 
-/// Columns of a table behind those that every table has.
+/// Additional columns of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Columns {
-    /// Evaluation sets beside the first, each with two columns for its losses.
+    /// Evaluation sets after the first, each with two columns for its losses.
     pub(super) more: usize,
     /// Whether two columns for the divergence of each set follow, from the first set on.
     pub(super) divergence: bool,
@@ -94,7 +94,7 @@ impl Columns {
 }
 
 impl Row {
-    /// The row of step 0: evaluations before the first step, and no other number.
+    /// The row of step 0, which has only the evaluations before the first step.
     pub(super) fn start(losses: &[Losses]) -> Row {
         let mut row = Row {
             step: 0,
@@ -116,7 +116,7 @@ impl Row {
         row
     }
 
-    /// Takes the losses of all evaluation sets.
+    /// Enters the losses of all evaluation sets.
     pub(super) fn evaluated(&mut self, losses: &[Losses]) {
         self.eval_loss_delivered = losses.first().map(|l| l.delivered);
         self.eval_loss_stored = losses.first().map(|l| l.stored);
@@ -138,7 +138,7 @@ impl Row {
     /// Its line in the table.
     pub(super) fn line(&self, columns: Columns) -> String {
         let optional = |value: Option<f64>| value.map_or(String::new(), |v| v.to_string());
-        // A step has numbers, if only NaN; what comes before the first has none.
+        // A step has numbers, even if NaN; row 0 has none.
         let number = |value: f64| match self.step {
             0 => String::new(),
             _ => value.to_string(),
@@ -179,7 +179,7 @@ impl Row {
         line
     }
 
-    /// The row of a line; `None` if it is none, or was cut off.
+    /// Parses a line; `None` if it is not a row or was cut off.
     pub(super) fn parse(line: &str, columns: Columns) -> Option<Row> {
         let more = columns.more;
         let fields: Vec<&str> = line.split(',').collect();
@@ -194,7 +194,7 @@ impl Row {
         if fields.len() != columns.count() {
             return None;
         }
-        // The delivered and the stored divergence of a set.
+        // Delivered and stored divergence of a set.
         let divergence = |set: usize| -> Option<[Option<f64>; 2]> {
             if !columns.divergence {
                 return Some([None; 2]);
@@ -235,7 +235,7 @@ impl Row {
     }
 }
 
-/// The row of a step for tests, with an evaluation at every second step.
+/// A row for tests, with an evaluation at every second step.
 #[cfg(test)]
 pub(super) fn example(step: u64) -> Row {
     Row {

@@ -1,5 +1,5 @@
-//! A whole run: steps over windows with evaluations, samples, checkpoints and reports between them, which whoever started it hears of and
-//! can stop after any step.
+//! A complete training run: steps over windows with evaluations, samples, checkpoints and reports in between. An observer hears of them,
+//! and can stop the run after any step.
 
 use std::cell::RefCell;
 use std::ops::ControlFlow;
@@ -30,40 +30,40 @@ pub use super::judge::Best;
 pub use super::lock::{LOCK, RunLock};
 pub use super::position::Inputs;
 
-/// Where checkpoints are, in the directory of a run.
+/// Subdirectory of a run that holds its checkpoints.
 pub const CHECKPOINTS: &str = "checkpoints";
 
-/// How a run goes.
+/// Options of a run.
 pub struct Options<'a> {
-    /// Where checkpoints and reports are written.
+    /// Directory of checkpoints and reports.
     pub directory: PathBuf,
-    /// The right to write there.
+    /// The lock on that directory.
     pub lock: &'a RunLock,
     /// Windows that go through the model together.
     pub batch: usize,
-    /// How many of such batches make a step.
+    /// Batches per step.
     pub accumulate: usize,
-    /// Writes a checkpoint every so many steps, and at the end; at the end alone if 0.
+    /// Interval of checkpoints in steps; 0 for only one at the end.
     pub save_every: u64,
-    /// Checkpoints that are kept.
+    /// Number of checkpoints to keep.
     pub keep: usize,
-    /// Evaluates and continues prompts every so many steps, before the first and after the last; only then if 0.
+    /// Interval of evaluations and samples in steps. They also come before the first and after the last step; only then if 0.
     pub evaluate_every: u64,
-    /// Keeps the checkpoint of the best evaluation too.
+    /// Also keeps the checkpoint of the best evaluation.
     pub keep_best: bool,
-    /// Ends the run after so many evaluations in a row that were not the best.
+    /// Ends the run after this many evaluations in a row without a new best.
     pub patience: Option<u64>,
-    /// The prompts, and how the model reads them.
+    /// The prompts to sample, and the tokenizer for them.
     pub samples: Option<(Samples, &'a Text)>,
-    /// Writes TensorBoard's event files too.
+    /// Also writes TensorBoard event files.
     pub tensorboard: bool,
-    /// Ends the run after the step in which it is set.
+    /// Ends the run after the current step, once set.
     pub stop: Cancel,
-    /// Ends the run after the step in which there is such a file, and removes it.
+    /// Ends the run after the current step once this file exists, and removes it.
     pub stop_file: Option<PathBuf>,
 }
 
-/// Refuses steps of `accumulate` batches of `batch` windows where there are only so many windows: a step would see some of them twice.
+/// Refuses a step of `accumulate` batches of `batch` windows that exceeds the number of windows: it would see some of them twice.
 pub fn check_windows(windows: usize, (batch, accumulate): (usize, usize)) -> Result<()> {
     if batch.saturating_mul(accumulate) <= windows {
         return Ok(());
@@ -88,20 +88,20 @@ struct Run<'a, 'b> {
     seconds: f64,
     judge: Judge,
     uniform: Uniform,
-    /// The last step of which there is a checkpoint.
+    /// The step of the last checkpoint.
     saved: Option<u64>,
-    /// Whether a checkpoint is due that was put off.
+    /// Whether a postponed checkpoint is due.
     owed: bool,
-    /// The previous best evaluation and its age, while the checkpoint of a better one is yet to be written.
+    /// The previous best evaluation and its age, while the checkpoint of a better one is not written yet.
     before_best: Option<(Option<Best>, u64)>,
     first_updates: FirstUpdates,
 }
 
-/// Trains until all steps of the trainer's config are taken, or it is stopped, and writes a checkpoint then. `at` is what
-/// [`Trainer::resume`] gave with the trainer, if it was resumed: it goes on there, to the same bits as if it had never stopped. Data that
-/// is not what the checkpoint was trained on is refused. A report or a checkpoint that cannot be written, as on a full disk, is a warning,
-/// and the checkpoint before it stays; a run that is stopped and cannot write its checkpoint is an error. Training that diverges is given
-/// up: the last checkpoint is of before.
+/// Trains until all steps of the trainer's config are taken or the run is stopped, and then writes a checkpoint. `at` is the position that
+/// [`Trainer::resume`] returned with the trainer, if it was resumed. The run continues there, with the same bits as a run without a stop.
+/// It refuses data other than what the checkpoint was trained on. A report or a checkpoint that cannot be written, for example on a full
+/// disk, is a warning, and the previous checkpoint stays; a stopped run that cannot write its checkpoint is an error. A run that diverges
+/// is abandoned: its last checkpoint is from before.
 pub fn run(
     trainer: &mut Trainer,
     inputs: &Inputs,
@@ -151,7 +151,7 @@ pub fn run(
         Some(p) => (p.place, p.tokens, p.seconds, p.judge),
         None => Default::default(),
     };
-    // Checkpoints of earlier versions do not say it.
+    // Checkpoints of earlier versions lack it.
     judge.start = judge.start.or(reports.start());
     judge.label_share = settings.as_ref().map_or(0.0, |s| s.label_share);
     let labels = (trainer.spec().vocab_size as f64).ln();
@@ -189,7 +189,7 @@ impl Run<'_, '_> {
         let mut first = true;
         let mut ending = Ending::Finished;
         let mut reason = None;
-        // Before the first step, or where a stopped run had no time for it.
+        // Before the first step, or if a stopped run had no time for it.
         if self.is_evaluation_due() {
             self.evaluate_between()?;
         }
@@ -214,7 +214,7 @@ impl Run<'_, '_> {
                 ending = Ending::EarlyStopped;
                 break;
             }
-            // Also before the evaluation after the last step.
+            // Also checked before the evaluation after the last step.
             if self.is_stopped() || step >= last {
                 ending = Ending::Stopped;
                 break;
@@ -243,7 +243,7 @@ impl Run<'_, '_> {
         })
     }
 
-    /// Whether there is an evaluation, or a sample, after the step that was taken.
+    /// Whether an evaluation or a sample is due after the last step.
     fn is_evaluation_due(&self) -> bool {
         let step = self.trainer.steps();
         let every = self.options.evaluate_every;
@@ -253,7 +253,7 @@ impl Run<'_, '_> {
         is_due && self.judge.evaluated != Some(step)
     }
 
-    /// Forgets a best evaluation whose checkpoint is to be kept and is not there.
+    /// Forgets the best evaluation if its checkpoint should have been kept and is missing.
     fn find_best(&mut self) -> Result<()> {
         let Some(best) = self.judge.best.filter(|_| self.options.keep_best) else {
             return Ok(());
@@ -271,7 +271,7 @@ impl Run<'_, '_> {
         Ok(())
     }
 
-    /// Writes a checkpoint where one is due after a step, and says so if it cannot.
+    /// Writes a checkpoint if one is due after a step. A failure is a warning.
     fn save_between(&mut self, step: u64, is_last: bool) {
         let every = self.options.save_every;
         self.owed |= every > 0 && step.is_multiple_of(every);
@@ -289,7 +289,7 @@ impl Run<'_, '_> {
         }
     }
 
-    /// Writes the checkpoint that a run ends with. A run that has come to its end delivers without it.
+    /// Writes the final checkpoint of a run. A finished run can deliver without it.
     fn save_last(&mut self, ending: Ending) -> Result<()> {
         let step = self.trainer.steps();
         if self.saved == Some(step) || step == 0 {
@@ -313,7 +313,7 @@ impl Run<'_, '_> {
         Ok(())
     }
 
-    /// Whether it is to end. A file that says so has done its work.
+    /// Whether the run should end. The stop file is removed once seen.
     fn is_stopped(&self) -> bool {
         if let Some(file) = &self.options.stop_file
             && file.exists()
@@ -329,7 +329,7 @@ impl Run<'_, '_> {
         self.options.stop.is_set()
     }
 
-    /// A step, with its evaluation and its row in the table; why training has diverged, if too many steps came to nothing.
+    /// Runs a step, with its evaluation and its table row. Returns the reason if training has diverged because too many steps were skipped.
     fn step(&mut self, mut memory: Option<&mut MemoryReport>) -> Result<Option<String>> {
         let options = self.options;
         let batches: Vec<Window> = (0..options.accumulate)
@@ -425,7 +425,7 @@ impl Run<'_, '_> {
         Ok(None)
     }
 
-    /// An evaluation between steps: before the first, or where a stopped run had no time for it.
+    /// An evaluation between steps: before the first, or if a stopped run had no time for it.
     fn evaluate_between(&mut self) -> Result<()> {
         let step = self.trainer.steps();
         let losses = self.evaluate()?;
@@ -444,7 +444,7 @@ impl Run<'_, '_> {
         self.sample()
     }
 
-    /// The losses of all sets, in their order; none if a stop came first. What is best is kept.
+    /// Losses of all sets, in order; empty if a stop came first. Keeps the best.
     fn evaluate(&mut self) -> Result<Vec<Losses>> {
         let step = self.trainer.steps();
         let mut all = Vec::new();
@@ -468,7 +468,7 @@ impl Run<'_, '_> {
         Ok(all)
     }
 
-    /// Writes the checkpoint of an evaluation that was the best.
+    /// Writes the checkpoint of a new best evaluation.
     fn keep_best(&mut self) {
         let Some(before) = self.before_best.take().filter(|_| self.options.keep_best) else {
             return;
@@ -481,7 +481,7 @@ impl Run<'_, '_> {
         }
     }
 
-    /// Tells of an evaluation, and of a report that failed.
+    /// Reports an evaluation, and a report that failed.
     fn tell(&mut self, losses: &[Losses], failed: Option<String>) {
         let step = self.trainer.steps();
         for (set, losses) in self.inputs.evaluation.iter().zip(losses) {
@@ -549,7 +549,7 @@ impl Run<'_, '_> {
             .map_err(|e| err!(Internal, "writing a place in the data: {e}"))?;
         let directory = self.options.directory.join(CHECKPOINTS);
         let best = self.judge.best.filter(|_| self.options.keep_best);
-        // A state that may have diverged replaces no good checkpoint.
+        // A state that may have diverged must not replace a good checkpoint.
         let keep = match self.judge.is_suspicious(self.uniform) {
             true => usize::MAX,
             false => self.options.keep,

@@ -1,4 +1,4 @@
-//! What a model under training answers.
+//! Samples: a model under training continues prompts, so that its user can see its progress.
 
 use super::trainer::Trainer;
 use crate::base::Result;
@@ -6,15 +6,15 @@ use crate::base::error::bail;
 use crate::model::training::Text;
 use crate::text::{Message, Prompt};
 
-/// Prompts that are continued now and then, each time from its beginning.
+/// Prompts that are sampled from time to time, each from its beginning.
 pub struct Samples {
     prompts: Vec<(String, Vec<u32>)>,
     tokens: usize,
 }
 
 impl Samples {
-    /// These prompts, each continued by at most `tokens` tokens. Where the model has a chat template, a prompt is a question in a
-    /// conversation; else it is a text to go on with.
+    /// Samples of these prompts, each with up to `tokens` new tokens. If the model has a chat template, a prompt is a question in a
+    /// conversation; otherwise it is a text to continue.
     pub fn new(prompts: &[String], tokens: usize, text: &Text) -> Result<Samples> {
         let encoded = prompts.iter().map(|prompt| {
             let tokens = match &text.template {
@@ -42,12 +42,12 @@ impl Samples {
         })
     }
 
-    /// Whether there are none.
+    /// Whether there are no prompts.
     pub fn is_empty(&self) -> bool {
         self.prompts.is_empty()
     }
 
-    /// Refuses prompts that are longer than a context of `positions`.
+    /// Refuses prompts longer than a context of `positions`.
     pub(super) fn check(&self, positions: usize) -> Result<()> {
         let mut prompts = self.prompts.iter();
         match prompts.find(|(_, tokens)| tokens.len() > positions) {
@@ -60,7 +60,7 @@ impl Samples {
         }
     }
 
-    /// Each prompt with the answer of greedy choice, as far as the context reaches, by what is delivered: a pass over all tokens for each of them.
+    /// Greedy answers to all prompts, within the context, by the delivered weights. Each token takes a pass over all tokens before it.
     pub fn answers(&self, trainer: &mut Trainer, text: &Text) -> Result<Vec<(&str, String)>> {
         let mut answers = Vec::new();
         for (prompt, tokens) in &self.prompts {

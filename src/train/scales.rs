@@ -1,4 +1,4 @@
-//! Block scales of matrices that have moved, chosen anew by the inputs of their products.
+//! Chooses new block scales for matrices that have moved, by the inputs of their products.
 
 use serde::Serialize;
 
@@ -9,22 +9,22 @@ use crate::base::memory::{Buffer, Tag};
 use crate::model::training::MatrixId;
 use crate::ops::training::optimizer::StatePart;
 
-/// Block scales that were chosen anew.
+/// A choice of new block scales.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct ScaleChoice {
     /// Blocks for which another scale was better.
     pub blocks: usize,
-    /// The loss of the step's batch as it was delivered, before.
+    /// Loss of the step's batch by the delivered weights, with the old scales.
     pub before: f64,
-    /// The loss with the new scales, which are kept if it is less.
+    /// Loss with the new scales, which are kept if it is lower.
     pub after: f64,
 }
 
-/// Matrices before their scales were chosen anew: codes, scales, and what is beside the codes.
+/// Saved state of matrices: codes, scales and residuals.
 struct Before(Vec<(MatrixId, [Buffer<u8>; 3])>);
 
 impl Parameters {
-    /// Chooses the block scales of the matrices that have moved anew. Gives what they were, and the number of blocks that changed.
+    /// Chooses new block scales for the matrices that have moved. Returns their old state, and the number of blocks that changed.
     fn choose_scales(&mut self, inputs: &ObservedInputs) -> Result<(Before, usize)> {
         let (device, host) = (self.device().clone(), self.device().host_cpu()?);
         let (mut before, mut blocks) = (Vec::new(), 0);
@@ -67,17 +67,17 @@ impl Parameters {
 pub(super) struct Chosen {
     /// The choice, for the step's report.
     pub(super) choice: Option<ScaleChoice>,
-    /// The matrices with their old scales, if new ones are kept.
+    /// The old state of the matrices, if new scales were kept.
     before: Option<Before>,
 }
 
 impl Chosen {
-    /// Whether weights are delivered otherwise than before.
+    /// Whether the delivered weights have changed.
     pub(super) fn is_kept(&self) -> bool {
         self.before.is_some()
     }
 
-    /// Brings back what there was before.
+    /// Restores the old state.
     pub(super) fn undo(&mut self, parameters: &mut Parameters) -> Result<()> {
         match self.before.take() {
             Some(before) => parameters.restore_scales(before),
@@ -86,10 +86,10 @@ impl Chosen {
     }
 }
 
-/// The loss of some text, by what passes multiply with.
+/// Computes the loss of some text by the current weights of passes.
 type Loss<'a> = dyn FnMut(&mut Parameters) -> Result<f64> + 'a;
 
-/// The loss as it is delivered, and the inputs of matrices.
+/// Computes the loss by the delivered weights, and records the inputs of matrices.
 pub(super) fn observe(
     parameters: &mut Parameters,
     loss: &mut Loss<'_>,
@@ -101,7 +101,7 @@ pub(super) fn observe(
     Ok((found?, inputs))
 }
 
-/// Chooses the block scales of the matrices that have moved anew, where that lowers the loss as it is delivered.
+/// Chooses new block scales for the matrices that have moved, and keeps them if they lower the loss by the delivered weights.
 pub(super) fn choose(parameters: &mut Parameters, loss: &mut Loss<'_>) -> Result<Chosen> {
     let (before, inputs) = observe(parameters, loss)?;
     let (matrices, blocks) = parameters.choose_scales(&inputs)?;

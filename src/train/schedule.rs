@@ -1,4 +1,4 @@
-//! Learning rates over steps.
+//! Learning rate schedules.
 
 use std::f64::consts::PI;
 
@@ -7,30 +7,30 @@ use serde::{Deserialize, Serialize};
 use crate::base::Result;
 use crate::base::error::bail;
 
-/// How the rate falls after the warm-up.
+/// Decay of the learning rate after the warm-up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Decay {
-    /// Not at all.
+    /// No decay.
     Constant,
-    /// Along half a cosine (Loshchilov and Hutter, arXiv 1608.03983).
+    /// Half a cosine (Loshchilov and Hutter, arXiv 1608.03983).
     #[default]
     Cosine,
-    /// In a straight line.
+    /// Linear.
     Linear,
-    /// It stays, and falls in a straight line over the last share of the steps (warm-up, stable, decay; Hu et al., arXiv 2404.06395).
+    /// Constant, then linear over this last share of the steps (warm-up, stable, decay; Hu et al., arXiv 2404.06395).
     Stable(f64),
 }
 
-/// The rate of each step, as a share of the highest.
+/// A schedule: the rate of each step, as a share of the highest.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Schedule {
-    /// Steps over which the rate rises in a straight line.
+    /// Steps of linear warm-up.
     pub warmup: u64,
-    /// How it falls afterwards.
+    /// Decay after the warm-up.
     pub decay: Decay,
-    /// What it falls to.
+    /// The final share.
     pub floor: f64,
 }
 
@@ -45,7 +45,7 @@ impl Default for Schedule {
 }
 
 impl Schedule {
-    /// Refuses shares that are none.
+    /// Refuses shares outside their range.
     pub fn check(&self) -> Result<()> {
         if !(0.0..=1.0).contains(&self.floor) {
             bail!(
@@ -63,7 +63,7 @@ impl Schedule {
         }
     }
 
-    /// The share at step `step`, counted from 0, of `steps`.
+    /// The share of the highest rate at step `step`, counted from 0, of `steps`.
     pub fn share(&self, step: u64, steps: u64) -> f64 {
         if step < self.warmup {
             return (step + 1) as f64 / self.warmup as f64;
@@ -115,7 +115,7 @@ mod tests {
         }
         assert!((schedule(Decay::Cosine).share(60, 110) - 0.55).abs() < 1e-12);
         assert_eq!(schedule(Decay::Stable(0.2)).share(89, 110), 1.0);
-        // To nothing, and beyond the last step; in one step, and in fewer than the warm-up has.
+        // Decays to zero also beyond the last step, in a single step, and in fewer steps than the warm-up.
         for decay in [Decay::Cosine, Decay::Linear, Decay::Stable(0.5)] {
             let to_nothing = Schedule {
                 floor: 0.0,

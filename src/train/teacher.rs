@@ -1,4 +1,4 @@
-//! Learning from a teacher: what of its predictions is learned, which model it is, and where its weights are.
+//! Distillation from a teacher: checks of its identity and vocabulary, and the place of its weights.
 
 use std::hash::Hasher;
 use std::sync::Arc;
@@ -11,8 +11,8 @@ use crate::base::error::bail;
 use crate::base::{ErrorKind, Result};
 use crate::model::training::{Source, Teacher, Text};
 
-/// XXH3 of a model's parameters, by which a checkpoint of training knows its teacher again: of their names and shapes, of all norms and
-/// biases, and of the first and the last row of each matrix, as float32.
+/// Identity of a model, by which a checkpoint recognizes its teacher: XXH3 of its parameters' names and shapes, of all norms and biases,
+/// and of the first and the last row of each matrix, as float32.
 pub fn fingerprint(source: &Source) -> Result<String> {
     let mut sum = XxHash3_64::new();
     let write = |sum: &mut XxHash3_64, values: &[f32]| {
@@ -35,7 +35,7 @@ pub fn fingerprint(source: &Source) -> Result<String> {
     Ok(format!("{:016x}", sum.finish()))
 }
 
-/// Refuses a teacher whose predictions are of other tokens than the student's.
+/// Refuses a teacher with another vocabulary than the student's.
 pub fn check_vocabulary(student: &Source, teacher: &Source) -> Result<()> {
     let (own, other) = (student.spec().vocab_size, teacher.spec().vocab_size);
     if own != other {
@@ -48,7 +48,7 @@ pub fn check_vocabulary(student: &Source, teacher: &Source) -> Result<()> {
         return Ok(());
     };
     let (own, other) = (own.tokenizer, other.tokenizer);
-    // A token that one of them alone has a name for is padding in the other.
+    // A token that only one of the models names is padding in the other.
     let differs = |&id: &u32| match (own.bytes_of(id), other.bytes_of(id)) {
         (Ok(a), Ok(b)) => a != b,
         _ => false,
@@ -68,7 +68,7 @@ pub fn check_vocabulary(student: &Source, teacher: &Source) -> Result<()> {
     Ok(())
 }
 
-/// How a model reads text, if it has a tokenizer.
+/// The tokenizer of a model, if it has one.
 fn text_of(source: &Source) -> Result<Option<Text>> {
     match source.text() {
         Ok(text) => Ok(Some(text)),
@@ -78,9 +78,9 @@ fn text_of(source: &Source) -> Result<Option<Text>> {
 }
 
 impl Trainer {
-    /// Gives a trainer whose settings have a [`Distillation`](super::Distillation) the teacher that it learns from. `student` is the model that training
-    /// began with. Another teacher than that of the settings is refused; where they name none yet, they name this one from now on.
-    /// [`TeacherPlacement::Auto`] reckons with micro-batches of `tokens` tokens.
+    /// Sets the teacher of a trainer whose settings have a [`Distillation`](super::Distillation). `student` is the model that training
+    /// began with. Refuses a teacher other than the one in the settings; if they name none yet, they name this one from now on.
+    /// [`TeacherPlacement::Auto`] assumes micro-batches of `tokens` tokens.
     pub fn set_teacher(
         &mut self,
         student: &Source,

@@ -1,4 +1,4 @@
-//! TensorBoard's event files, as far as scalars go: TFRecord frames around protobuf messages `Event` (tensorflow/core/util/event.proto).
+//! TensorBoard event files with scalars: TFRecord frames around protobuf messages `Event` (tensorflow/core/util/event.proto).
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -13,9 +13,9 @@ use crate::base::host_name;
 const FOLDER: &str = "tensorboard";
 /// Version string in the first event of a file.
 const VERSION: &str = "brain.Event:2";
-/// CRC-32C, its bits reversed.
+/// CRC-32C polynomial, bits reversed.
 const CASTAGNOLI: u32 = 0x82F6_3B78;
-/// Constant that TFRecord adds to a rotated checksum.
+/// TFRecord's mask constant for checksums.
 const MASK: u32 = 0xa282_ead8;
 
 // Fields of `Event`.
@@ -24,7 +24,7 @@ const STEP: u32 = 2;
 const FILE_VERSION: u32 = 3;
 const SUMMARY: u32 = 5;
 const SESSION_LOG: u32 = 7;
-/// `SessionLog.status`, and its value START: steps from this one on replace those of earlier files.
+/// `SessionLog.status`, and its value START: later steps of earlier files are void from this step on.
 const STATUS: u32 = 1;
 const START: u64 = 1;
 // Fields of `Summary`, and of the `Summary.Value` in it.
@@ -38,15 +38,15 @@ const FIXED_64: u32 = 1;
 const BYTES: u32 = 2;
 const FIXED_32: u32 = 5;
 
-/// The event file of a run, or of the part of it since it was resumed.
+/// The event file of a run, or of its part since it was resumed.
 pub(super) struct EventFile {
     file: File,
     path: PathBuf,
 }
 
 impl EventFile {
-    /// A new file in the folder `tensorboard` of `directory`. `resumed` is the step that a run goes on after: what earlier files hold of
-    /// later steps is void.
+    /// Creates a file in the folder `tensorboard` of `directory`. `resumed` is the step after which the run continues; later steps in
+    /// earlier files become void.
     pub(super) fn create(directory: &Path, resumed: Option<u64>) -> Result<EventFile> {
         let folder = directory.join(FOLDER);
         std::fs::create_dir_all(&folder)
@@ -79,7 +79,7 @@ impl EventFile {
         Ok(events)
     }
 
-    /// Adds the values of a step by their names.
+    /// Adds named values of a step.
     pub(super) fn add(&mut self, step: u64, values: &[(String, f64)]) -> Result<()> {
         let mut summary = Message::default();
         for (tag, value) in values {
@@ -93,13 +93,13 @@ impl EventFile {
         self.write(&event)
     }
 
-    /// A record that was not written whole is taken back, so that those after it can be read.
+    /// Writes an event. A partly written record is removed, so that those after it can be read.
     fn write(&mut self, event: &Message) -> Result<()> {
         let failed = |e| Error::io(format_args!("writing {}", self.path.display()), e);
         let before = self.file.metadata().map_err(failed)?.len();
         let record = record(&event.0);
         file::within_limit(|| self.file.write_all(&record)).map_err(|e| {
-            // The first failure is the one to tell.
+            // The first failure is the one to report.
             let _ = self.file.set_len(before);
             failed(e)
         })
@@ -134,7 +134,7 @@ fn crc32c(bytes: &[u8]) -> u32 {
     })
 }
 
-/// A protobuf message that is being written.
+/// A protobuf message under construction.
 #[derive(Default)]
 struct Message(Vec<u8>);
 
@@ -189,7 +189,7 @@ mod tests {
         assert_eq!(record[..8], 3u64.to_le_bytes());
         assert_eq!(record[8..12], masked(&3u64.to_le_bytes()).to_le_bytes());
         assert_eq!(&record[12..15], b"abc");
-        // Event { step: 300, summary { value { tag: "a", simple_value: 1.5 } } }, by TensorBoard's own messages.
+        // Event { step: 300, summary { value { tag: "a", simple_value: 1.5 } } }, as serialized by TensorBoard's own messages.
         let mut scalar = Message::default();
         scalar.bytes(TAG, b"a");
         scalar.float(SIMPLE_VALUE, 1.5);

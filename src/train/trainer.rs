@@ -1,4 +1,4 @@
-//! Steps of training.
+//! The trainer: steps the parameters of a model by micro-batches.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -21,29 +21,30 @@ use crate::ops::training::divergence::Mixture;
 use crate::ops::training::optimizer::Hyperparameters;
 use crate::ops::{Array, Device, Mixed, Slice};
 
-/// How a trainer works.
+/// Settings of a trainer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
-    /// The form of parameters, and what happens to gradients.
+    /// Forms of parameters, and treatment of gradients.
     pub recipe: Recipe,
-    /// The optimizer, with its highest rate.
+    /// The optimizer's settings, with the highest rate.
     pub optimizer: Hyperparameters,
-    /// The rate over steps.
+    /// The learning rate schedule.
     pub schedule: Schedule,
-    /// Parameters that the optimizer treats differently; of several groups that name one, the first counts.
+    /// Parameter groups with their own optimizer settings. If several groups name a parameter, the first counts.
     pub groups: Vec<Group>,
-    /// Steps in all, which the schedule runs over.
+    /// Total number of steps, which the schedule spans.
     pub steps: u64,
-    /// What of the blocks the backward pass computes again, rather than that the forward pass keeps it.
+    /// Activations of the blocks that the backward pass recomputes, and the forward pass does not keep.
     pub recompute: Recompute,
     /// Tokens whose logits are computed at a time.
     pub head_chunk: usize,
-    /// What waits in the host's memory. A run that began with it goes on without where there is nothing to offload to, to the same bits.
+    /// Training state to offload to host memory. A run that began with offloading continues without it on a device that has nothing to
+    /// offload to, with the same bits.
     pub offload: Offload,
-    /// Steps in a row that may come to nothing because a loss or gradient is not finite.
+    /// Upper limit of skipped steps in a row, in which a loss or gradient was not finite.
     pub patience: u64,
-    /// Learns what a teacher predicts, which [`Trainer::set_teacher`] gives.
+    /// Distillation from a teacher, which [`Trainer::set_teacher`] sets.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub distillation: Option<Distillation>,
 }
@@ -67,7 +68,7 @@ impl Default for Config {
 }
 
 impl Config {
-    /// How passes use memory.
+    /// Memory options of passes.
     pub(super) fn pass_options(&self) -> Options {
         Options {
             recompute: self.recompute,
@@ -76,8 +77,8 @@ impl Config {
         }
     }
 
-    /// After how many steps block scales are chosen anew: when passes begin to multiply with what is delivered, but not before weights have
-    /// moved, nor after the last step.
+    /// Number of steps after which block scales are chosen again: when passes begin to use the delivered weights, but not before weights
+    /// have moved, nor after the last step.
     pub(super) fn chooses_scales_after(&self, source: &Source) -> Option<u64> {
         let recipe = &self.recipe;
         let is_chosen = recipe.scale_search && recipe.lora.is_none() && !source.is_fresh();
@@ -86,7 +87,7 @@ impl Config {
         (is_chosen && recipe.weights.is_packed() && self.steps > 1).then_some(after)
     }
 
-    /// Refuses settings that make no sense.
+    /// Refuses invalid settings.
     pub fn check(&self) -> Result<()> {
         if self.steps == 0 {
             bail!(InvalidArgument, "training of 0 steps");
@@ -103,21 +104,21 @@ impl Config {
     }
 }
 
-/// Documents one after another, as far as a trainer cares where they come from.
+/// A micro-batch: documents in a row, with their labels.
 #[derive(Clone, Copy, Debug)]
 pub struct MicroBatch<'a> {
     /// Tokens of all documents.
     pub tokens: &'a [u32],
-    /// The documents' lengths.
+    /// Length of each document.
     pub documents: &'a [usize],
-    /// The token that each row should predict; negative where none counts.
+    /// The token that each row should predict; negative for none.
     pub labels: &'a [i32],
-    /// Factor of the loss of each row with a label, finite and at least 0; 1 if `None`. A label of weight 0 does not count.
+    /// Weight of each row's loss, finite and at least 0; `None` for all 1. A label of weight 0 does not count.
     pub weights: Option<&'a [f32]>,
 }
 
 impl MicroBatch<'_> {
-    /// Factor of a row's loss; 0 without a label.
+    /// Weight of a row's loss; 0 without a label.
     fn weight(&self, row: usize) -> f64 {
         match (self.labels[row] >= 0, self.weights) {
             (false, _) => 0.0,
@@ -126,18 +127,18 @@ impl MicroBatch<'_> {
         }
     }
 
-    /// Rows with a label.
+    /// Number of rows with a label.
     pub fn targets(&self) -> usize {
         let rows = 0..self.labels.len();
         rows.filter(|&row| self.weight(row) != 0.0).count()
     }
 
-    /// The sum of the weights of all rows: their number, if each counts the same.
+    /// Sum of the weights of all rows; their number if all weights are 1.
     pub fn total_weight(&self) -> f64 {
         (0..self.labels.len()).map(|row| self.weight(row)).sum()
     }
 
-    /// Refuses weights that are none.
+    /// Refuses invalid weights.
     fn check_weights(&self) -> Result<()> {
         let Some(weights) = self.weights else {
             return Ok(());
@@ -162,18 +163,18 @@ impl MicroBatch<'_> {
     }
 }
 
-/// Documents one after another with what their last hidden states should be.
+/// Documents in a row, with target values for their last hidden states.
 #[derive(Clone, Copy, Debug)]
 pub struct HiddenBatch<'a> {
     /// Tokens of all documents.
     pub tokens: &'a [u32],
-    /// The documents' lengths.
+    /// Length of each document.
     pub documents: &'a [usize],
-    /// `[tokens, hidden size]`, row-major: what should leave the last norm.
+    /// `[tokens, hidden size]`, row-major: target output of the last norm.
     pub targets: &'a [f32],
 }
 
-/// A batch on its device, and its target.
+/// A batch on the device, with its target.
 struct Prepared {
     batch: Batch,
     towards: Towards,
@@ -189,7 +190,7 @@ enum Towards {
     Hidden(Array<Mixed>),
 }
 
-/// What a step came to.
+/// Outcome of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
@@ -199,46 +200,46 @@ pub enum Outcome {
     Skipped,
 }
 
-/// A step, for reports.
+/// Report of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Step {
     /// Its number, from 1.
     pub number: u64,
-    /// What it came to.
+    /// Its outcome.
     pub outcome: Outcome,
-    /// The mean cross-entropy of its targets by their weights, in nats, or their mean loss against a teacher, or the mean difference of its
-    /// hidden states.
+    /// Mean cross-entropy of its targets by their weights, in nats; with a teacher, the mean loss against it; for hidden states, the mean
+    /// absolute difference.
     pub loss: f64,
-    /// Targets: labels that count, or rows of hidden states.
+    /// Number of targets: labels that count, or rows of hidden states.
     pub targets: usize,
     /// The learning rate.
     pub rate: f64,
-    /// The norm of all gradients before clipping.
+    /// Norm of all gradients before clipping.
     pub gradient_norm: f64,
-    /// The share of trained weights that changed as they are stored.
+    /// Share of trained weights whose stored code changed.
     pub changed: f64,
-    /// The share that changed as they are delivered.
+    /// Share of trained weights whose delivered code changed.
     pub changed_delivered: f64,
-    /// The choice of block scales, if one was made before the step.
+    /// The choice of block scales before the step, if any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub scales: Option<ScaleChoice>,
 }
 
-/// How far a step has come, for whoever watches memory.
+/// Phases of a step, for observers of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
     /// The step has its tokens.
     BatchReady,
-    /// What gradients are summed in is zero.
+    /// Gradient sums are zero.
     ZeroGradDone,
-    /// All gradients have come. Those that are released have changed parameters by then.
+    /// All gradients have arrived. Released ones have changed parameters by then.
     BackwardDone,
     /// Parameters are updated.
     OptimizerStepDone,
 }
 
-/// The stream of random bits that gradients are rounded with, apart from those of the optimizer.
+/// The random stream of gradient rounding, separate from the optimizer's.
 const GRADIENTS: u64 = 0x6772_6164;
 
 /// Trains the parameters of a model.
@@ -248,36 +249,36 @@ pub struct Trainer {
     spec: Spec,
     config: Config,
     parameters: Parameters,
-    /// Share of the steps, at their end, whose passes multiply with what is delivered.
+    /// Share of the steps, at the end, whose passes use the delivered weights.
     delivered_share: f64,
-    /// The step before which block scales are chosen anew, if they are.
+    /// Number of steps after which block scales are chosen again, if they are.
     chooses_scales_after: Option<u64>,
     pass: Pass,
     teacher: Option<Teacher>,
     progress: Progress,
-    /// Keeps steps, and those who run the model on these weights, out of each other's way.
+    /// Excludes steps while callers run the model on these weights, and vice versa.
     lease: Arc<Lease>,
-    /// The model that was last given, and the epoch of the lease that it is of.
+    /// The model returned last, and the epoch of its lease.
     given: Mutex<(u64, Weak<Model>)>,
 }
 
-/// How far a trainer has come.
+/// Progress of a trainer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Progress {
-    /// Steps taken, those that came to nothing included.
+    /// Steps taken, skipped ones included.
     pub(super) steps: u64,
     /// Steps that updated parameters.
     pub(super) updates: u64,
-    /// Steps in a row that came to nothing, up to now.
+    /// Skipped steps in a row, up to now.
     pub(super) failures: u64,
-    /// All of those.
+    /// All skipped steps.
     pub(super) skipped: u64,
-    /// The norm of the last step's gradients.
+    /// Norm of the last step's gradients.
     pub(super) gradient_norm: f64,
 }
 
 impl Trainer {
-    /// A trainer of the model of a checkpoint.
+    /// Begins training of a checkpoint's model.
     pub fn new(device: &Device, source: &Source, config: &Config) -> Result<Trainer> {
         config.check()?;
         config.check_for(source)?;
@@ -286,7 +287,7 @@ impl Trainer {
         Self::with(device, source, config, parameters)
     }
 
-    /// The same with parameters that are yet to be restored.
+    /// A trainer with parameters that are yet to be restored.
     pub(super) fn empty(device: &Device, source: &Source, config: &Config) -> Result<Trainer> {
         config.check()?;
         config.offload.check(device)?;
@@ -319,7 +320,7 @@ impl Trainer {
         })
     }
 
-    /// Where it runs.
+    /// The device that it trains on.
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -336,7 +337,7 @@ impl Trainer {
         &mut self.progress
     }
 
-    /// What is trained.
+    /// The spec of the model.
     pub fn spec(&self) -> &Spec {
         &self.spec
     }
@@ -368,26 +369,25 @@ impl Trainer {
         self.progress.steps
     }
 
-    /// Steps that came to nothing.
+    /// Skipped steps.
     pub fn skipped(&self) -> u64 {
         self.progress.skipped
     }
 
-    /// Whether so many steps in a row came to nothing that the last one was an error.
+    /// Whether too many steps in a row were skipped, so that the last one was an error.
     pub(super) fn gave_up(&self) -> bool {
         self.progress.failures >= self.config.patience.max(1)
     }
 
-    /// Whether passes multiply with what is delivered by now.
+    /// Whether passes currently use the delivered weights.
     pub fn trains_delivered(&self) -> bool {
         let first = self.config.steps as f64 * (1.0 - self.delivered_share);
         self.progress.steps as f64 >= first
     }
 
-    /// The model that is trained, to be run between steps on the weights as they are delivered, in the memory that they are trained in: there
-    /// is no second copy of a matrix. `source` is the model that training began with. While a call runs the model, [`Trainer::step`] is
-    /// [`Busy`], and so is the model during a step. A step that changes weights ends this model and its sessions, which then give an error:
-    /// ask for the model again.
+    /// The model under training, to be run between steps by the delivered weights in the trainer's own memory: no matrix has a second copy.
+    /// `source` is the model that training began with. While a call runs the model, [`Trainer::step`] fails with [`Busy`], and so does the
+    /// model during a step. A step that changes weights ends this model and its sessions, which fail from then on: ask for the model again.
     ///
     /// [`Busy`]: crate::base::ErrorKind::Busy
     pub fn model(&self, source: &Source) -> Result<Arc<Model>> {
@@ -403,14 +403,14 @@ impl Trainer {
         Ok(model)
     }
 
-    /// One step by the gradients of all micro-batches together, each target counting by its weight. If a loss or a gradient is not finite, no
-    /// parameter changes, and the step is counted as skipped; too many of those in a row are an error. It is cancelled with the thread's
-    /// [`call`] between micro-batches, and between blocks of their forward passes, and then has changed nothing.
+    /// Takes one step by the gradients of all micro-batches together, each target counted by its weight. If a loss or a gradient is not
+    /// finite, no parameter changes, and the step counts as skipped; too many skipped steps in a row are an error. The thread's [`call`]
+    /// can cancel it between micro-batches, and between blocks of their forward passes; it has then changed nothing.
     pub fn step(&mut self, batches: &[MicroBatch<'_>]) -> Result<Step> {
         self.step_watched(batches, &mut |_| {})
     }
 
-    /// The same, and tells `watch` when each phase is over.
+    /// As [`Trainer::step`], and calls `watch` at the end of each phase.
     pub fn step_watched(
         &mut self,
         batches: &[MicroBatch<'_>],
@@ -426,7 +426,7 @@ impl Trainer {
                 batches.iter().map(|b| b.tokens.len()).sum::<usize>()
             );
         }
-        // Wrong batches are found before anything is used of them.
+        // Invalid batches are found before any is used.
         let batches = batches.iter().map(|batch| {
             Ok(Prepared {
                 batch: self.batch(batch, total)?,
@@ -440,9 +440,9 @@ impl Trainer {
         self.step_on(&batches, targets, watch)
     }
 
-    /// One step towards hidden states that are given rather than tokens: the loss is the mean of their absolute differences from what leaves
-    /// the last norm, over all micro-batches. A way to look for mistakes, in which everything but the head takes part: it gets no
-    /// gradient, and an untied one stays as it is. Otherwise as [`Trainer::step`].
+    /// Takes one step towards given hidden states instead of tokens. The loss is the mean absolute difference from the output of the last
+    /// norm, over all micro-batches. For debugging: everything but the head takes part, which gets no gradient; an untied head stays as it
+    /// is. Otherwise as [`Trainer::step`].
     pub fn step_hidden(&mut self, batches: &[HiddenBatch<'_>]) -> Result<Step> {
         let rows: usize = batches.iter().map(|b| b.tokens.len()).sum();
         let mut prepared = Vec::new();
@@ -567,7 +567,7 @@ impl Trainer {
         } else {
             self.progress.updates += 1;
             self.progress.failures = 0;
-            // By what the gradients were before they were clipped.
+            // The norm before the gradients were clipped.
             self.progress.gradient_norm = report.gradient_norm / f64::from(plan.factor);
         }
         let share = |changed: u64| changed as f64 / self.parameters.trained().max(1) as f64;
@@ -588,8 +588,8 @@ impl Trainer {
         })
     }
 
-    /// Before a step on `batches`: chooses block scales anew when it is time to, and takes note of the inputs of matrices with adapters
-    /// unless that was done.
+    /// Prepares a step on `batches`: chooses block scales again if it is time to, or records the inputs of matrices with adapters if that
+    /// has not been done.
     fn look_at_inputs(&mut self, batches: &[Prepared]) -> Result<Chosen> {
         let has_labels = |of: &Prepared| !matches!(of.towards, Towards::Hidden(_));
         let chooses = self.chooses_scales_after == Some(self.progress.steps);
@@ -621,7 +621,7 @@ impl Trainer {
         Ok(Chosen::default())
     }
 
-    /// The mean loss of all targets, with its gradients given to the parameters.
+    /// Computes the mean loss of all targets, and passes its gradients to the parameters.
     fn gradients(&mut self, batches: &[Prepared], targets: usize) -> Result<f64> {
         let first = self.config.recipe.first_block(self.spec.blocks.len());
         let tokens = |batches: &[Prepared]| batches.iter().map(|b| b.batch.rows() as u64).sum();
@@ -652,7 +652,7 @@ impl Trainer {
                 total: tokens(batches),
             });
         }
-        // Nothing has been updated by gradients that were kept.
+        // Kept gradients have not updated anything.
         if !self.config.recipe.release {
             call::check()?;
         }
@@ -667,7 +667,7 @@ impl Trainer {
         }
     }
 
-    /// A batch whose weights are divided by `total`.
+    /// A batch with weights divided by `total`.
     fn batch(&self, batch: &MicroBatch<'_>, total: f64) -> Result<Batch> {
         let rows = 0..batch.labels.len();
         let weights: Vec<f32> = rows
@@ -688,7 +688,7 @@ impl Trainer {
         )
     }
 
-    /// The most likely token after `tokens`, by what is delivered or by all that is stored: a pass over all of them.
+    /// The most likely token after `tokens`, by the delivered or by the stored weights. Takes a pass over all of them.
     pub fn next_token(&mut self, tokens: &[u32], delivered: bool) -> Result<u32> {
         let batch = MicroBatch {
             tokens,
@@ -701,8 +701,8 @@ impl Trainer {
         self.pass.next_token(&mut self.parameters, &batch)
     }
 
-    /// The mean cross-entropy of the targets of batches, by their weights, in nats, of what is delivered or of all that is stored. Cancelled with the thread's
-    /// [`call`].
+    /// Mean cross-entropy of the targets of batches by their weights, in nats, for the delivered or the stored weights. Cancelled with the
+    /// thread's [`call`].
     pub fn evaluate(&mut self, batches: &[MicroBatch<'_>], delivered: bool) -> Result<f64> {
         batches.iter().try_for_each(MicroBatch::check_weights)?;
         let total: f64 = batches.iter().map(MicroBatch::total_weight).sum();
@@ -718,8 +718,8 @@ impl Trainer {
         Ok(loss / total)
     }
 
-    /// The mean cross-entropy of the targets of batches, and the mean divergence from the teacher's predictions at them, KL(teacher ||
-    /// model) at temperature 1: both in nats and by the targets' weights, of what is delivered or of all that is stored.
+    /// Mean cross-entropy of the targets of batches, and mean divergence from the teacher's predictions at them, KL(teacher || model) at
+    /// temperature 1. Both are in nats and by the targets' weights, for the delivered or the stored weights.
     pub fn compare(&mut self, batches: &[MicroBatch<'_>], delivered: bool) -> Result<Comparison> {
         batches.iter().try_for_each(MicroBatch::check_weights)?;
         let total: f64 = batches.iter().map(MicroBatch::total_weight).sum();

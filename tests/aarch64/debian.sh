@@ -1,5 +1,5 @@
-# Debian packages unpacked into folders of their own and installed nowhere, so that neither another architecture nor another Rust compiler
-# meets what the machine has. It takes apt-get and dpkg, and no root. Sourced from the repository's root by run.sh, which sets $debian.
+# Debian packages unpacked into their own folders without being installed, so that the machine is not affected by another architecture or
+# another Rust compiler. Takes apt-get and dpkg, and no root. Sourced from the repository's root by run.sh, which sets $debian.
 # shellcheck shell=bash
 
 # apt_get FOLDER COMMAND...: with lists and packages of its own beside FOLDER, for this machine's architecture and for arm64.
@@ -11,10 +11,10 @@ apt_get() {
         -o APT::Architectures::="$(dpkg --print-architecture)" -o APT::Architectures::=arm64 "$@"
 }
 
-# with_needs FOLDER PACKAGE... [OPTION...]: downloads packages and what they need.
+# with_needs FOLDER PACKAGE... [OPTION...]: downloads packages with their dependencies.
 with_needs() { apt_get "$1" install --reinstall --download-only --yes --no-install-recommends "${@:2}"; }
 
-# unpack FOLDER COMMAND FOLDER...: what the command downloads, unless it is there already.
+# unpack FOLDER COMMAND FOLDER...: unpacks the command's downloads, unless they are there already.
 unpack() {
     local folder=$1 package
     shift

@@ -5,10 +5,10 @@
 # the golden values of number formats, models and gradients, and a training run; the library's symbols, and C programs linked
 # with it; a wheel, by a Python for AArch64.
 #
-# Gets what is missing: gcc, its C library and qemu with apt-get, where that is allowed; the target with rustup, or else
-# Debian's newest Rust compiler and target, which are unpacked for this alone (NVFP4_AARCH64_RUST=debian takes them in any case).
-# What cannot be had is SKIPPED, or fails if NVFP4_REQUIRE names aarch64. An AArch64 machine runs all tests itself and has
-# nothing to do here. The last line is "N passed, N failed, N skipped".
+# Fetches missing tools: gcc, its C library and qemu with apt-get, if that is allowed; the target with rustup, or else Debian's newest Rust
+# compiler and target, unpacked only for this (NVFP4_AARCH64_RUST=debian takes them in any case). Missing parts are SKIPPED, or fail if
+# NVFP4_REQUIRE names aarch64. An AArch64 machine runs all tests itself and has nothing to do here. The last line is "N passed, N failed, N
+# skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
@@ -25,7 +25,7 @@ debian=$target/debian
 soname=libNVFP4.so.$(package_version | cut -d. -f1)
 mkdir "$work/scratch"
 
-# Prints the Debian packages of what is missing.
+# Prints the Debian packages of missing tools.
 missing_packages() {
     command -v "$compiler" >/dev/null || echo gcc-aarch64-linux-gnu
     [ -e /usr/aarch64-linux-gnu/lib/libc.so ] || echo libc6-dev-arm64-cross
@@ -95,8 +95,7 @@ neon_is_chosen() {
     said=$("${emulator[@]}" "$build/nvfp4" diagnose) && echo "$said" && grep -q 'kernels neon' <<<"$said"
 }
 
-# The library exports what the header declares and nothing else, under a soname that programs find beside it, and stays loaded once
-# loaded.
+# The library exports exactly the header's declarations, under a soname that programs find beside it, and stays loaded.
 symbols() {
     local dynamic
     aarch64-linux-gnu-nm -D --defined-only "$build/libNVFP4.so" | awk '{ print $NF }' | sort -u >"$work/exported" || return 1

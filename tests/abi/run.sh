@@ -177,7 +177,7 @@ check "libraries are compared by names" libraries_are_compared_by_names
 check "no such header" refuses "/nowhere.h" bash release/compare.sh /nowhere.h
 check "too many arguments" refuses "not 3 arguments" bash release/compare.sh a b c
 
-# What is read or written past a struct of that time.
+# Finds accesses beyond a struct of that version.
 if command -v valgrind >/dev/null; then
     # Valgrind does not know AVX-512.
     grep -q avx512f /proc/cpuinfo && export NVFP4_CPU=avx2

@@ -1,6 +1,6 @@
-/* What a call costs: calls MODEL_DIR. Where no GPU is used, a call asks the loader for nothing; one that only reads is done in less
- * than 0.2 us, a small tensor is made and released in less than 1 us, and a text is tokenized once for its length and its tokens; as
- * are tokens made into text, and messages rendered. */
+/* The cost of calls: calls MODEL_DIR. Without a GPU, a call asks the loader for nothing. A call that only reads takes less than 0.2 us,
+ * creating and releasing a small tensor takes less than 1 us, and a text is tokenized once for its length and its tokens. Detokenizing
+ * and rendering likewise work once. */
 #define _GNU_SOURCE
 #include "check.h"
 #include <dlfcn.h>
@@ -67,7 +67,7 @@ static double microseconds(void (*call)(void *), void *user)
     return times[ROUNDS / 2];
 }
 
-/* A text is tokenized once, however its tokens are asked for, and anew where anything is different. */
+/* A text is tokenized once, however its tokens are requested, and again if anything differs. */
 static void tokenize(NVFP4_Model *model)
 {
     enum { LENGTH = 1 << 17 };
@@ -94,7 +94,7 @@ static void tokenize(NVFP4_Model *model)
     printf("tokenizing %d bytes: to count %.2f ms, then to fill %.2f ms\n", LENGTH, counting[2] * 1e3, filling[2] * 1e3);
     CHECK(filling[2] < counting[2] / 4);
 
-    /* What was counted is of another text, or of the same one with what belongs around it. */
+    /* The count was for another text, or for the same one with its special tokens around it. */
     OK(NVFP4_model_tokenize(model, "one two", 7, 0, NULL, 0, &count));
     OK(NVFP4_model_tokenize(model, "one tow", 7, 0, tokens, LENGTH, &number));
     OK(NVFP4_model_tokenize(model, "one two", 7, 0, NULL, 0, &count));
@@ -122,7 +122,7 @@ static NVFP4_Status rendered(NVFP4_Model *model, int32_t flag, char *buffer, siz
     return NVFP4_model_render_chat(model, messages, many, sizeof *messages, flag, buffer, capacity, bytes);
 }
 
-/* What is given is made once, and anew where anything is different: the input, the flag or the function. */
+/* The result is computed once, and again if anything differs: the input, the flag or the function. */
 static void texts(NVFP4_Model *model, const char *name, Giver give, Giver other)
 {
     enum { LENGTH = 1 << 20 };

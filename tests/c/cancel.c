@@ -54,7 +54,7 @@ static int32_t stop_at_once(void *user, uint64_t done, uint64_t total)
     return user != NULL || done <= total;
 }
 
-/* What was set before a call begins ends it: each kind of call. */
+/* A cancellation before a call begins ends it, for each kind of call. */
 static void before(const char *path, const char *scratch)
 {
     NVFP4_CallOptions call = call_options();
@@ -118,8 +118,8 @@ static size_t messages_of(char *json, size_t capacity)
     return length;
 }
 
-/* Whenever a generation or a turn is cancelled, it ends in the same way: no status of an error, the tokens that there are, and the
- * session as it was if there are none. A set flag and a set handle end it before anything. */
+/* A generation or a turn that is cancelled at any time ends in the same way: no error status, the tokens so far, and the session as
+ * before if there are none. A set flag and a set handle end it at its start. */
 static void generations(void)
 {
     NVFP4_CallOptions call = call_options();
@@ -260,7 +260,7 @@ static void *trigger_later(void *at)
     return NULL;
 }
 
-/* A prompt that would take long ends soon after it is told to, as if it had not begun. */
+/* A long prompt ends soon after it is cancelled, as if it had not begun. */
 static void in_the_middle(void)
 {
     NVFP4_CallOptions call = call_options();
@@ -304,7 +304,7 @@ static int32_t hear(void *user, uint64_t done, uint64_t total)
     return ++heard->calls == heard->stop_at;
 }
 
-/* A prompt says how far it is, and ends when who hears it wants it to. */
+/* A prompt reports its progress, and ends when the receiver wants it to. */
 static void progress(const char *scratch)
 {
     Heard heard = {0};

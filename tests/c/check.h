@@ -1,4 +1,4 @@
-/* Checks for the tests in C: each prints what failed and where, and main returns how many did. */
+/* Checks for the tests in C: each prints a failure with its place, and main returns the number of failures. */
 #ifndef CHECK_H
 #define CHECK_H
 
@@ -73,7 +73,7 @@ static inline int cuda_device(void)
 /* Where a test's tensors are. */
 enum { ON_HOST, ON_DEVICE, MANAGED, PLACES };
 
-/* Whether there is such a place; if not, that `what` is skipped there is said. */
+/* Whether a place exists; if not, prints that `what` is skipped there. */
 static inline int has_place(int place, const char *what)
 {
     static const char *const names[] = {"the host", "CUDA device 0", "managed memory"};
@@ -83,7 +83,7 @@ static inline int has_place(int place, const char *what)
     return 0;
 }
 
-/* A copy of a tensor in a place that there is. */
+/* A copy of a tensor in an existing place. */
 static inline NVFP4_Tensor *put(NVFP4_Tensor *tensor, int place)
 {
     NVFP4_Tensor *copy = NULL;

@@ -59,7 +59,7 @@ int main(int argc, char **argv)
         fprintf(stderr, "usage: constructor PLUGIN\n");
         return 2;
     }
-    /* A lock that nobody gives back would be waited for for ever. */
+    /* A lock that is never released would be waited for forever. */
     alarm(60);
     void *plugin = dlopen(argv[1], RTLD_NOW);
     CHECK(plugin != NULL);

@@ -14,7 +14,7 @@ enum { MOST = 1 << 14 };
 
 static NVFP4_Model *model, *drawing;
 
-/* What the events of one generation told, by their part. */
+/* The texts of one generation's events, by part. */
 typedef struct {
     char texts[3][MOST];
     size_t bytes[3], tokens, calls;
@@ -136,7 +136,7 @@ static const char *and(const char *messages, const char *message)
     return json;
 }
 
-/* The session holds what the template makes of its messages, but for what closes the answer. */
+/* The session holds the template's text of its messages, except for the end of the last answer. */
 static void holds_its_messages(NVFP4_Session *session, const NVFP4_ChatOptions *chat)
 {
     const char *whole = rendered(messages_of(session), chat, 0), *held = spelled(session);
@@ -162,7 +162,7 @@ static NVFP4_GenerationResult say(NVFP4_Session *session, const char *words, con
     return result;
 }
 
-/* Five turns. Each runs the last answer, without its thought, and what is new. */
+/* Five turns. Each runs the last answer, without its reasoning, and the new tokens. */
 static void thinking(void)
 {
     NVFP4_Session *session = create("Be brief.", 0);
@@ -190,7 +190,7 @@ static void thinking(void)
     OK(NVFP4_session_release(session));
 }
 
-/* With the thoughts kept, a turn runs only what is new. */
+/* With reasoning kept, a turn runs only its new tokens. */
 static void keeping(void)
 {
     NVFP4_Session *session = create(NULL, 0);
@@ -238,7 +238,7 @@ static void not_thinking(void)
         CHECK(strstr(messages_of(session), "reasoning_content") == NULL);
         holds_its_messages(session, &chat);
     }
-    /* A name that the template does not know changes nothing, and is told. */
+    /* A name that the template does not know changes nothing, and is reported. */
     uint64_t log = 0;
     int warnings = 0;
     OK(NVFP4_log_add(warned, &warnings, NVFP4_LOG_WARN, NULL, &log));
@@ -254,7 +254,7 @@ static void not_thinking(void)
     OK(NVFP4_session_release(session));
 }
 
-/* A thought that may have so many tokens, and is ended for the model. */
+/* Reasoning with a limited number of tokens, which is then closed for the model. */
 static void budgets(void)
 {
     static Heard heard;
@@ -419,7 +419,7 @@ static void truncated(void)
         /* A question is among them once its answer is due. */
         CHECK((strstr(messages, "Where?") != NULL) == asked && (strstr(messages, "When?") != NULL) == twice);
         CHECK(asked || strcmp(messages, "[]") == 0);
-        /* The conversation goes on from there. */
+        /* The conversation can continue from there. */
         if (cut % 13 == 0) {
             say(fork, "Who?", NULL, NULL, NULL);
             CHECK(strcmp(of(fork, NVFP4_session_text), ANSWER) == 0 && strstr(messages_of(fork), "Who?") != NULL);
@@ -429,13 +429,13 @@ static void truncated(void)
     }
     CHECK(result.finish == NVFP4_FINISH_STOP && answered < last);
 
-    /* Inside the last answer, its beginning is said, as far as its characters are whole. */
+    /* A cut inside the last answer keeps its beginning, as far as its characters are complete. */
     OK(NVFP4_session_truncate(session, last - 1));
     CHECK(strstr(messages_of(session), "\"content\":\"Blue \xe6\xbc\xa2\xe5\xad\x97 light \"") != NULL);
     OK(NVFP4_session_truncate(session, last - 3));
     CHECK(strstr(messages_of(session), "\"content\":\"Blue \xe6\xbc\xa2\xe5\xad\x97 ligh\"") != NULL);
     CHECK(strncmp(whole, spelled(session), strlen(spelled(session))) == 0);
-    /* Generating goes on with it. */
+    /* Generating continues it. */
     result.struct_size = sizeof result;
     OK(NVFP4_session_generate(session, NULL, NULL, NULL, &result));
     CHECK(result.finish == NVFP4_FINISH_STOP && length_of(session) == last);
@@ -464,7 +464,7 @@ static void stopped(void)
     OK(NVFP4_session_release(session));
 }
 
-/* A conversation of which only a part of the first question is left is one still, also in a file; a prefilled session is not. */
+/* A conversation with only a part of the first question left still is one, also in a file; a prefilled session is not. */
 static void begun(const char *scratch)
 {
     char path[1024];
@@ -483,7 +483,7 @@ static void begun(const char *scratch)
     OK(NVFP4_session_prefill(session, &token, 1, NULL));
     FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_session_chat(session, TEXT("Hello"), NULL, NULL, NULL, NULL, NULL));
     SAYS("no conversation");
-    /* A whole conversation says what is to be there, whatever was. */
+    /* A whole conversation determines the session, whatever it held before. */
     say(session, FIRST, NULL, NULL, NULL);
     holds_its_messages(session, NULL);
     CHECK(remove(path) == 0);
@@ -549,7 +549,7 @@ static void forgetting(void)
         CHECK((strstr(messages, "number 0?") != NULL) == (i < 2) || i < 4);
         holds_its_messages(session, NULL);
     }
-    /* What can never fit changes nothing. */
+    /* A conversation that can never fit changes nothing. */
     char before[MOST], large[400];
     strcpy(before, messages_of(session));
     memset(large, 'a', sizeof large);
@@ -593,7 +593,7 @@ static void seeds(void)
     OK(NVFP4_session_release(session));
 }
 
-/* What the model's maker asks for, and what there is where nobody asks. */
+/* The settings that a model's maker recommends, and the defaults without recommendations. */
 static void makers(void)
 {
     NVFP4_GenerateOptions options;
@@ -617,7 +617,7 @@ static void makers(void)
         SAYS(part);                                                                                          \
     } while (0)
 
-/* What is wrong is said, where it stands, and changes nothing. */
+/* Errors name the fault and its place, and change nothing. */
 static void refused(void)
 {
     const int32_t invalid = NVFP4_INVALID_ARGUMENT;

@@ -152,7 +152,7 @@ static void refuse(const struct copy *copy, const struct copy *other)
     CHECK(session == NULL && weight == NULL && count == 0 && bytes == 0);
 }
 
-/* What is `copy`'s is whole. */
+/* Objects of `copy` are intact. */
 static void check_whole(const struct copy *copy, float *logits, size_t capacity, size_t *count)
 {
     int64_t n = 0, k = 0;
@@ -210,7 +210,7 @@ int main(int argc, char **argv)
     check_whole(&theirs, there, 4096, &number);
     CHECK(count > 0 && count == number && memcmp(here, there, count * sizeof *here) == 0);
 
-    /* What is stale to its own copy is still the other's business. */
+    /* A handle that is stale in its own copy is still foreign to the other. */
     release(&ours);
     refuse(&theirs, &ours);
     check_whole(&theirs, there, 4096, &number);

@@ -4,7 +4,7 @@
 
 enum { M = 33, N = 48, K = 96 };
 
-/* What hosts do to a row-major scale [rows, k_blocks] before NVFP4_scaled_mm. */
+/* The reordering that hosts apply to a row-major scale [rows, k_blocks] before NVFP4_scaled_mm. */
 static size_t swizzle(const uint8_t *scale, size_t rows, size_t k_blocks, uint8_t *out)
 {
     size_t tiles = (k_blocks + 3) / 4, length = (rows + 127) / 128 * tiles * 512;
@@ -71,7 +71,7 @@ static uint8_t nearest_e4m3(double value)
     return best;
 }
 
-/* The E2M1 code nearest to a value; a tie goes to the even one, and what is above 6 to 6. */
+/* The E2M1 code nearest to a value, ties to even; values above 6 go to 6. */
 static uint8_t nearest_e2m1(float value)
 {
     uint8_t best = 0;
@@ -153,7 +153,7 @@ static void the_rule(void)
     OK(NVFP4_tensor_release(input));
 }
 
-/* On a GPU calls do not wait; a later one says what was wrong, once. */
+/* On a GPU calls do not wait; a later one reports the error, once. */
 static void found_later(void)
 {
     static float x[2][K];
@@ -176,7 +176,7 @@ static void found_later(void)
     OK(NVFP4_tensor_release(q));
     OK(NVFP4_tensor_release(s));
 
-    /* Once the device has told, also by a call that does not wait, which then has done nothing. */
+    /* Once the device has reported, also through a call that does not wait; that call then does nothing. */
     NVFP4_quantize(there, &q, &s);
     CHECK(NVFP4_last_status() == NVFP4_OK);
     OK(NVFP4_tensor_release(q));
@@ -323,7 +323,7 @@ int main(void)
         CHECK(sqrt(error) <= bounds[d] * sqrt(norm));
     }
 
-    /* What is wrong gives NULL and a reason, and never a crash. */
+    /* Invalid arguments give NULL and a reason, and never a crash. */
     void *q = qa, *s = qa;
     int foreign = 0;
     NVFP4_quantize(&foreign, &q, &s);

@@ -23,7 +23,7 @@ static void cover(const char *name)
         FAILS(expected, function(__VA_ARGS__));                                                              \
     } while (0)
 
-/* The call, which has the handle `h` in it, refuses what is no handle of its type. */
+/* The call, with the handle `h` in it, refuses anything that is no handle of its type. */
 static void *no_handles[4];
 #define HANDLE(function, ...)                                                                                \
     do {                                                                                                     \
@@ -352,7 +352,7 @@ static void products(NVFP4_Tensor *t, NVFP4_Tensor *codes, NVFP4_Tensor *scales)
     OK(NVFP4_weight_release(weight));
 }
 
-/* What preparing a weight refuses of its options. */
+/* Weight options that are refused. */
 static void weight_options(NVFP4_Tensor *codes, NVFP4_Tensor *scales)
 {
     const int32_t invalid = NVFP4_INVALID_ARGUMENT;
@@ -583,7 +583,7 @@ static void models(NVFP4_Model *model, const char *path)
     /* Refused before any work, as it is without a calibration. */
     BAD(NVFP4_IO, NVFP4_model_convert, path, strlen(path), "/dev/null/x", 11, &convert, NULL);
     convert.calibrate = NULL;
-    /* Its directory is there, so that only what it cannot hold is wrong. */
+    /* Its directory exists, so that only the unsupported content is wrong. */
     convert.container = NVFP4_CONTAINER_DAT;
     BAD(NVFP4_UNSUPPORTED, NVFP4_model_convert, path, strlen(path), "/dev/null/x", 11, &convert, NULL);
     convert.container = NVFP4_CONTAINER_MODELOPT;

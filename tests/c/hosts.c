@@ -47,7 +47,7 @@ static void *prefill_for_ever(void *user)
     return user;
 }
 
-/* A thread that is cancelled in a call ends after the call: its locks are given back, and what it used goes on. */
+/* A thread that is cancelled in a call ends after the call: its locks are released, and the objects that it used stay usable. */
 static void cancelled_in_calls(void)
 {
     void *(*const works[])(void *) = {load_for_ever, prefill_for_ever};
@@ -155,7 +155,7 @@ static void *end_in_token(void *user)
     return user;
 }
 
-/* A callback that ends its thread would leave what nobody can go on with. The process ends, and says which function's it was. */
+/* A callback that ends its thread would leave an inconsistent state. The process ends, and names the callback's function. */
 static void leaving_callbacks(void)
 {
     static const struct {
@@ -190,7 +190,7 @@ static void leaving_callbacks(void)
     }
 }
 
-/* A destructor of the host's that is called as its thread ends may call the library, whose own may have been called before. */
+/* A destructor of the host that runs as its thread ends may call the library, whose own destructor may have run before. */
 static pthread_key_t late_key;
 
 static void call_late(void *round)
@@ -338,7 +338,7 @@ static mode_t mode_of(const char *file)
     return there.st_mode;
 }
 
-/* A file that is replaced keeps its mode, its owner, and the link that leads to it. A new one has what the process gives new files. */
+/* A replaced file keeps its mode, its owner, and the link that leads to it. A new one has the process's defaults. */
 static void replaced(void)
 {
     const char *old = in_scratch("old"), *link = in_scratch("link"), *far = in_scratch("far"), *fresh = in_scratch("fresh");

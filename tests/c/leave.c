@@ -66,7 +66,7 @@ static void *leave(void *user)
     exit(CODE);
 }
 
-/* The child: its way to leave, what goes on meanwhile, and the microseconds until then. */
+/* The child: its way to leave, its concurrent work, and the microseconds until then. */
 static int child(int way, int work, int wait)
 {
     pthread_t worker, leaving;

@@ -21,7 +21,7 @@ static char saved[4096], text[LONG_TEXT];
 static int32_t tokens[LONG_TEXT];
 static float values[SIDE * SIDE];
 
-/* What a child has made so far. */
+/* Objects that a child has created so far. */
 static NVFP4_Model *model;
 static NVFP4_Session *session, *restored, *chatting;
 static NVFP4_Tensor *input;
@@ -197,7 +197,7 @@ static int run(void (*limit)(size_t), size_t bytes)
     return failed;
 }
 
-/* Runs `child` in a child, which has a minute, and gives what it says through a pipe. */
+/* Runs `child` in a child process, which has a minute, and returns its output through a pipe. */
 static size_t forked(size_t (*child)(size_t), size_t bytes, const char *what)
 {
     int pipes[2], errors[2];
@@ -261,7 +261,7 @@ static double now(void)
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* A child for each step of a limit, up to what everything takes: `needed`, or if that is 0, what is found by halving. */
+/* A child for each step of a limit, up to the need of everything: `needed`, or if that is 0, found by bisection. */
 static void steps(int count, size_t needed, const char *what, size_t (*within)(size_t))
 {
     const double start = now();

@@ -1,4 +1,4 @@
-/* Weights in NVFP4 and NF4, by every compute path: what is chosen, what is reported and what is computed, to the bit. */
+/* Weights in NVFP4 and NF4, by every compute path: the choice, the report and the result, to the bit. */
 #include "check.h"
 #include <stdlib.h>
 
@@ -77,7 +77,7 @@ static float nvfp4_value(int r, int k)
 
 static uint8_t nvfp4_codes[16 * 8], nvfp4_scales[16];
 
-/* The weight on a GPU, with its codes and decoded: what the CPU computes, to the bit, as the sums are exact. */
+/* The weight on a GPU, with its codes and decoded: equal to the CPU to the bit, because the sums are exact. */
 static void on_cuda(NVFP4_Tensor *codes, NVFP4_Tensor *scales)
 {
     static char diagnosis[65536];
@@ -127,7 +127,7 @@ static void on_cuda(NVFP4_Tensor *codes, NVFP4_Tensor *scales)
     OK(NVFP4_tensor_release(x));
 }
 
-/* The same of tensors in the memory of the device, and in managed memory: the weight is made there, and so is the product. */
+/* Products of tensors in device memory and in managed memory: the weight is prepared there, and the product is computed there. */
 static void in_place(NVFP4_Tensor *host_codes, NVFP4_Tensor *host_scales, int place)
 {
     if (!has_place(place, "weights of tensors"))
@@ -170,7 +170,7 @@ static void in_place(NVFP4_Tensor *host_codes, NVFP4_Tensor *host_scales, int pl
     decodes_in(place, dense, nvfp4_value);
     OK(NVFP4_weight_release(dense));
 
-    /* What is in two places, or has no kernel, is refused and not computed elsewhere. */
+    /* Tensors in two places, and types without a kernel, are refused and not computed elsewhere. */
     FAILS(NVFP4_UNSUPPORTED, NVFP4_linear(weight, there, NVFP4_ACTIVATIONS_INT8, NVFP4_DTYPE_FLOAT32, &y));
     FAILS(NVFP4_UNSUPPORTED, NVFP4_linear(weight, there, NVFP4_ACTIVATIONS_EXACT, NVFP4_DTYPE_FLOAT64, &y));
     OK(NVFP4_weight_create(host_codes, host_scales, 0.5F, NVFP4_SCALES_LINEAR, &on_cpu));
@@ -193,7 +193,7 @@ static void in_place(NVFP4_Tensor *host_codes, NVFP4_Tensor *host_scales, int pl
     FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_weight_create(codes, bad, 0.5F, NVFP4_SCALES_LINEAR, &on_cpu));
     SAYS("block 0 in row 15 has the byte 0xff");
     CHECK(on_cpu == NULL);
-    /* A product does not wait for the device, and a later call says what it found: once. */
+    /* A product does not wait for the device, and a later call reports its finding, once. */
     OK(NVFP4_matmul(codes, scales, 1, codes, bad, 1, NVFP4_SCALES_LINEAR, NVFP4_DTYPE_FLOAT32, &y));
     OK(NVFP4_tensor_release(y));
     FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_device_synchronize(NVFP4_DEVICE_CUDA, 0));

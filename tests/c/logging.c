@@ -99,7 +99,7 @@ int main(void)
     CHECK(first.messages == 1 && first.level == NVFP4_LOG_DEBUG);
     CHECK(strstr(first.text, "NVFP4_set_threads: threads is -5") != NULL && strchr(first.text, '\n') == NULL);
     CHECK(first.length == strlen(first.text) && strstr(first.text, "status=1") != NULL);
-    /* What fails in the callback is not logged again, and does not take the place of the message of the call that failed. */
+    /* A failure in the callback is not logged again, and does not replace the message of the call that failed. */
     CHECK(first.from_within == NVFP4_NOT_FOUND);
 
     /* A second one beside the first; details are below a warning. */

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The C interface from outside: bash tests/c/run.sh, with libNVFP4.so in $NVFP4_BUILD (target/release if unset).
 #
-# The headers alone; the library's symbols, and those that nvfp4.hpp calls, against the header; the tests of this folder as
-# pedantic C99, C11, C++17 and C++20; an installation that CMake and pkg-config find; the examples built against it; the static
-# library, which is compiled for this, and programs with nothing else. Then all of that that runs, runs, and again under valgrind,
-# where nothing may be lost. The last line is "N passed, N failed, N skipped".
+# The headers alone; the library's symbols, and those that nvfp4.hpp calls, against the header; the tests of this folder as pedantic C99,
+# C11, C++17 and C++20; an installation that CMake and pkg-config find; the examples built against it; the static library, which is compiled
+# for this, and programs with nothing else. All programs run, and run again under valgrind, where nothing may be lost. The last line is "N
+# passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
@@ -16,7 +16,7 @@ version=$(package_version)
 # The soname, and the version of symbols where they have one, are the major version's.
 soname=libNVFP4.so.${version%%.*} node=NVFP4_${version%%.*}
 mkdir "$work/scratch"
-# The same with room for prompts that take a while.
+# A copy of the model with room for long prompts.
 long=$work/long
 cp -r "$model" "$long"
 sed -i 's/"max_position_embeddings": 256/"max_position_embeddings": 8192/' "$long/config.json"
@@ -39,8 +39,8 @@ declared() {
     gcc -E -P -Iinclude -xc - <<<"#include <nvfp4.h>" | grep -oE '\bNVFP4_[A-Za-z0-9_]+[[:space:]]*\(' | tr -d '( \t' | sort -u
 }
 
-# The library exports what the header declares and nothing else, under a soname that programs find beside it, stays loaded once loaded, needs nothing that a
-# bare system lacks, and reaches no network: only the command fetches models.
+# The library exports exactly the header's declarations, under a soname that programs find beside it; stays loaded; needs nothing that a
+# bare system lacks; and reaches no network, because only the command fetches models.
 symbols() {
     local dynamic
     nm -D --defined-only "$library" | awk '{ print $NF }' | sort -u >"$work/exported" || return 1
@@ -120,7 +120,7 @@ install() {
     cmake -S cmake -B "$2-build" -DNVFP4_BUILD_DIR="$1" -DCMAKE_INSTALL_PREFIX="$2" && cmake --install "$2-build"
 }
 
-# What took a token and its text, before they came in a struct.
+# Programs with a callback that takes a token and its text must not compile: these now come in a struct.
 old_callback() {
     local program='#include <nvfp4.h>
 CALLBACK
@@ -151,7 +151,7 @@ with_pkg_config() {
         "$work/with-pkg-config" && [ "$(pkg-config --modversion nvfp4)" = "$version" ]
 }
 
-# The static library, installed alone. Cargo has compiled all of it before but for this crate, of which no test here asks for speed.
+# The static library, installed alone. Cargo has already compiled everything but this crate, which needs no optimization here.
 install_static() {
     cargo rustc --locked --color never --release --config profile.release.package.nvfp4.opt-level=0 --lib --crate-type staticlib -- \
         --print native-static-libs 2>"$work/native" ||
@@ -230,7 +230,7 @@ shows_sampling() {
         [ "$(wc -l <"$work/answers")" -eq 1 ] && grep -q '^\[temperature 0.6, top_k 20, top_p 0.95,' "$work/said"
 }
 
-# serve COMMAND...: 20 questions at once, each of which is answered; without time, each ends at once.
+# serve COMMAND...: asks 20 questions at once, and checks that each is answered; without time, each ends at once.
 serve() {
     seq 20 | "$@" "$model" >"$work/served" && [ "$(LC_ALL=C grep -acE '\[(stop|length)\]$' "$work/served")" -eq 20 ] &&
         seq 20 | "$@" "$model" 0 >"$work/served" && [ "$(LC_ALL=C grep -acE '^[0-9]+: .*\[CANCELLED\]$' "$work/served")" -eq 20 ]
@@ -267,7 +267,7 @@ interrupted() {
 # of 5.8, the logarithm of its vocabulary; steps use the codes alone, which so few of them hardly change.
 trains() {
     local steps counts=(20 30)
-    # Two steps and one after a resume show what valgrind looks for.
+    # Two steps, and one after a resume, suffice for valgrind.
     [ "$1" = valgrind ] && counts=(2 3)
     rm -rf "$work/tuned" "$work/tuned.run" "$work/losses"
     yes "The sky is blue, and the sea is blue too." | head -40 >"$work/story"
@@ -283,7 +283,7 @@ plugged() {
     "$@" "$examples/libplugin.so" "$model" "Why is the sky blue?" >"$work/plugged" && [ "$(wc -c <"$work/plugged")" -gt 20 ]
 }
 
-# fails COMMAND...: the command says what is wrong and exits with 1.
+# fails COMMAND...: checks that the command reports the fault and exits with 1.
 fails() {
     "$@" 2>"$work/said"
     [ $? -eq 1 ] && cat "$work/said" && grep -q '/nowhere' "$work/said"
@@ -312,7 +312,7 @@ check "symbols" symbols
 steps=25
 [ -z "${NVFP4_LONG-}" ] || steps=100
 
-# What runs, each as NAME and then its command. The tests in C are compiled as two languages, and run as one.
+# The programs to run, each as NAME and then its command. The tests in C are compiled as two languages, and run as one.
 programs=()
 for std in c99 c11; do
     for name in layout logging tensors linear schema drop_in sessions conversation training errors calls cancel; do
@@ -335,7 +335,7 @@ check "nvfp4.hpp wraps every function" wrapped
 check "a token callback of the old form does not compile" old_callback
 check "a program for a later library says so in C++" later_header
 check "the text of a client of examples/c/server.c is text" forged
-# What is measured on a GPU: here it is to build as its first lines say, and some to run.
+# GPU benchmarks: they must build as their first lines say, and some must run.
 for source in benches/c/*.c; do
     name=$(basename "$source" .c)
     check "$source compiles" gcc -std=c99 "${warnings[@]}" -Iinclude "$source" -o "$work/measure_$name" "${link[@]}" -lm
@@ -402,8 +402,8 @@ for program in "${programs[@]}"; do
     check "$@"
 done
 
-# What is still in use at the end is not lost: the list of handles, for one, is never taken down. Anything else is lost, also
-# what only pointers into its middle reach; valgrind.supp says for which globals that is not so.
+# Memory that is still in use at the end does not count as lost, such as the list of handles, which is never freed. Anything else does,
+# including memory reached only by pointers into its middle; valgrind.supp lists the exceptions.
 if command -v valgrind >/dev/null; then
     under=(valgrind --quiet --leak-check=full --errors-for-leak-kinds=definite,indirect,possible
         --suppressions=tests/c/valgrind.supp --error-exitcode=9)
@@ -416,14 +416,13 @@ if command -v valgrind >/dev/null; then
         name=$1
         shift
         case $1 in
-        # A child's copies of what threads of its parent had in hand are lost to it, and what a process has in hand when it ends
-        # anywhere.
+        # Memory in use by threads of its parent is lost to a child, and memory in use is lost when a process ends at any point.
         */limits-* | */leave-* | */hosts-*) check "$name under valgrind" "${under[@]}" --leak-check=no "$@" ;;
-        # As are a child's. Threads take turns, since one waits in a callback.
+        # Likewise for a child. Threads take turns, because one waits in a callback.
         */fork-*) check "$name under valgrind" "${under[@]}" --leak-check=no --fair-sched=try "$@" ;;
-        # Fewer races: valgrind makes each of them a hundred times as long.
+        # Fewer races, because valgrind makes each a hundred times as long.
         */cancel-*) check "$name under valgrind" "${under[@]}" "$@" 100 ;;
-        # An interrupt would end valgrind, and one standard's wrapper allocates as the other's.
+        # An interrupt would end valgrind, and the wrapper allocates the same under both standards.
         interrupted | */wrapper-c++20) ;;
         converse | thinks | calls | shows_sampling | fails | serve | plugged | trains) helper=$1 && shift && check "$name under valgrind" "$helper" "${under[@]}" "$@" ;;
         *) check "$name under valgrind" "${under[@]}" "$@" ;;

@@ -60,7 +60,7 @@ static void both_formats(void)
                            "\"in_features\":128,\"block\":16,\"faults\":[]}]}";
     CHECK(strcmp(text, expected) == 0);
 
-    /* A later host's elements and result are larger; what this version does not know is 0. */
+    /* A later host's elements and result are larger; fields that this version does not know are 0. */
     struct { NVFP4_NamedTensor known; uint64_t unknown; } later[7];
     struct { NVFP4_SchemaResult known; uint64_t unknown; } result = {.known = {.struct_size = sizeof result}, .unknown = 1};
     for (int i = 0; i < 7; i++) {

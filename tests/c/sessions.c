@@ -142,7 +142,7 @@ static int chosen(const char *path, const NVFP4_LoadOptions *options, const char
     return strstr(text, device) != NULL && strstr(text, choice) != NULL;
 }
 
-/* A device that nobody named is told, with the reason, to whoever asks and to the log. */
+/* A device chosen automatically is reported with the reason, on request and in the log. */
 static void devices(const char *path)
 {
     static char line[4096];
@@ -164,7 +164,7 @@ static void devices(const char *path)
         CHECK(strstr(line, "driver") != NULL);
     }
     CHECK(lines == 1);
-    /* What no GPU does is left to the CPU. */
+    /* Options that no GPU supports are left to the CPU. */
     options.activations = NVFP4_ACTIVATIONS_INT8;
     options.threads = 1;
     options.device_index = -1;
@@ -209,7 +209,7 @@ static void prefill_and_decode(void)
     OK(NVFP4_session_sample(whole, NULL, &token));
     CHECK(token == best && length_of(whole) == PROMPT);
 
-    /* Sampling and appending, one by one, is what generating does. */
+    /* Sampling and appending one by one equals generating. */
     NVFP4_GenerateOptions options = generate_options(NEW);
     options.temperature = 1.2f;
     options.top_k = 40;
@@ -257,7 +257,7 @@ static void prefill_and_decode(void)
     OK(NVFP4_session_release(grown));
 }
 
-/* What a callback saw, and what it is to do. */
+/* What a callback has seen, and what it should do. */
 typedef struct {
     NVFP4_Session *session;
     char text[4 * MOST];
@@ -326,7 +326,7 @@ static void streaming(void)
     OK(NVFP4_session_text(session, text, sizeof text, &length));
     CHECK(length == seen.bytes && length > 0 && memcmp(text, seen.text, length) == 0);
 
-    /* The same again, and a stop token, which is not part of it. */
+    /* The generation again, and a stop token, which is not part of it. */
     static Seen again;
     int32_t stop = seen.tokens[7];
     size_t at = 0;
@@ -361,7 +361,7 @@ static void streaming(void)
     SAYS("stop_strings");
     options.stop_string_count = 0;
 
-    /* Ended by the callback, and by a cancel call; what came until then is kept. */
+    /* Ended by the callback, and by a cancel call; tokens generated until then are kept. */
     OK(NVFP4_session_truncate(session, PROMPT));
     memset(&again, 0, sizeof again);
     again.break_at = 4;
@@ -426,7 +426,7 @@ static void chat(void)
     NVFP4_GenerationResult first = {.struct_size = sizeof first}, second = {.struct_size = sizeof second};
     OK(NVFP4_session_chat(session, "Hi", 2, NULL, &generate, on_token, &seen, &first));
     CHECK(seen.calls >= 8 && first.generated_tokens == 8 && length_of(session) == first.prompt_tokens + 8);
-    /* The second turn runs what it adds, and the answer where its tokens are no text, but not what stands before. */
+    /* The second turn runs its new tokens, and the answer if its tokens are no text, but nothing before. */
     OK(NVFP4_session_chat(session, "Hi", 2, NULL, &generate, NULL, NULL, &second));
     CHECK(second.generated_tokens == 8 && length_of(session) >= first.prompt_tokens + second.prompt_tokens + 8);
     OK(NVFP4_session_messages(session, json, sizeof json, &length));
@@ -667,7 +667,7 @@ static void batches(const char *path)
     }
 }
 
-/* A step in which some sessions cannot take their token runs the others, and says what each came to. */
+/* A step in which some sessions cannot take their token runs the others, and reports the status of each. */
 static void statuses(void)
 {
     enum { COUNT = 8 };
@@ -710,13 +710,13 @@ static void statuses(void)
         CHECK(length_of(sessions[i]) == (expected[i] == NVFP4_OK ? PROMPT + 1 : PROMPT));
         CHECK((next[i] >= 0) == (expected[i] == NVFP4_OK) && (next[i] >= 0 || next[i] == -5));
     }
-    /* The same without choosing, and with nobody left to run. */
+    /* A step without sampling, and without a session that can be run. */
     expected[5] = NVFP4_OK;
     OK(NVFP4_session_step(twice, tokens, COUNT, NULL, statuses));
     CHECK(memcmp(statuses, expected, sizeof expected) == 0);
     OK(NVFP4_session_step(twice + 1, tokens + 1, 2, NULL, statuses));
     CHECK(statuses[0] == NVFP4_CONTEXT_FULL && statuses[1] == NVFP4_INVALID_HANDLE);
-    /* What ends the whole step leaves all of them as they were. */
+    /* An error that ends the whole step leaves all sessions as they were. */
     FAILS(NVFP4_CANCELLED, NVFP4_session_step(twice, tokens, COUNT, &call, statuses));
     CHECK(statuses[0] == NVFP4_CANCELLED && statuses[7] == NVFP4_CANCELLED && statuses[1] == NVFP4_CONTEXT_FULL);
     CHECK(length_of(sessions[0]) == PROMPT + 2 && length_of(sessions[7]) == PROMPT + 2);
@@ -743,7 +743,7 @@ static int32_t on_probability(void *user, const NVFP4_TokenEvent *event)
     return 0;
 }
 
-/* A detokenizer makes of tokens what a generation makes of them, and ends where it ends. */
+/* A detokenizer gives the text of a generation, and ends where it ends. */
 static void detokenizers(void)
 {
     static Told told;

@@ -177,7 +177,7 @@ int main(int argc, char **argv)
         fflush(stdout);
         CHECK(pthread_create(&thread, &attributes, on_thread, &call) == 0 && pthread_join(thread, NULL) == 0);
         pthread_attr_destroy(&attributes);
-        /* To valgrind, what is below a stack's end is not there. */
+        /* To valgrind, memory below a stack's end does not exist. */
         size_t untouched = simulated ? stated : 0;
         while (untouched < stated && stack[untouched] == PAINT)
             untouched++;

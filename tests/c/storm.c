@@ -33,7 +33,7 @@ static void storm(int microseconds)
     CHECK(setitimer(ITIMER_REAL, &timer, NULL) == 0);
 }
 
-/* What everything came to. */
+/* The results of everything. */
 struct results {
     float logits[MOST], restored[MOST];
     size_t logit_count, restored_count, text_length, answer_length, converted, session;

@@ -151,7 +151,7 @@ static void versioned_delete(struct DLManagedTensorVersioned *managed)
     free(managed);
 }
 
-/* DLPack with a version, and memory that nobody may write to: a write to it would end the program. */
+/* Versioned DLPack, and read-only memory: a write to it would end the program. */
 static void dlpack_versioned(void)
 {
     static const uint8_t codes[4] = {0x12, 0x34, 0x56, 0x78};
@@ -209,7 +209,7 @@ static void dlpack_versioned(void)
     plain->deleter(plain);
     OK(NVFP4_tensor_release(copy));
 
-    /* The same by a pointer to const. */
+    /* A tensor over a pointer to const. */
     deleted = 0;
     OK(NVFP4_tensor_from_host_read_only(codes, shape, 1, NULL, NVFP4_DTYPE_UINT8, deleter, NULL, &t));
     OK(NVFP4_tensor_view(t, shape, 1, NULL, 0, &v));
@@ -329,7 +329,7 @@ static void straight_through(void)
     CHECK(memcmp(y, z, sizeof y) == 0 && memcmp(x, z, sizeof x) != 0);
     OK(NVFP4_tensor_release(values));
 
-    /* What is kept is what the weight was, until it is cleared. */
+    /* The cached values are those of the old weight until they are cleared. */
     void *data, *other;
     OK(NVFP4_ste_weight(t, 1, &values));
     x[0] = 100;
@@ -401,7 +401,7 @@ static void memory(void)
     OK(NVFP4_tensor_release(t));
 }
 
-/* The same on a device: what is refused where there is none, and where there is one, the same results. */
+/* Tensors on a device: refusals without a device, and with one the same results. */
 static void device(void)
 {
     float x[4 * 64], y[4 * 64], z[4 * 64];
@@ -463,7 +463,7 @@ static void device(void)
             OK(NVFP4_tensor_release(back));
         }
         CHECK(memcmp(y, z, sizeof y) == 0);
-        /* Parts in two places, and what works on host memory alone. */
+        /* Parts in two places, and functions for host memory only. */
         FAILS(NVFP4_UNSUPPORTED,
               NVFP4_tensor_dequantize(codes[0], scales[1], 1, options.scale_layout, NVFP4_DTYPE_FLOAT32, &back));
         SAYS("cuda:0");

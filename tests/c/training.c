@@ -78,7 +78,7 @@ static char *read_all(const char *directory, size_t *size)
     return bytes;
 }
 
-/* Rows of a file, with what is learned of them. */
+/* Rows of a file, with their learned tokens marked. */
 static void data_of(const char *model, const char *scratch)
 {
     char path[600], text[4096];
@@ -237,7 +237,7 @@ int main(int argc, char **argv)
     CHECK(sizes[0] > 0 && sizes[0] == sizes[1] && memcmp(states[0], states[1], sizes[0]) == 0);
     CHECK(loss_of(one, batches, 1) < before - 0.5 && loss_of(one, batches, 0) < before - 0.5);
 
-    /* What is exported, and the model on live weights, are the same to the last bit. */
+    /* The exported model and the live model agree to the last bit. */
     enum { VOCABULARY = 4096 };
     static float live_logits[VOCABULARY], loaded_logits[VOCABULARY];
     NVFP4_Model *live = NULL, *loaded = NULL;
@@ -266,7 +266,7 @@ int main(int argc, char **argv)
     OK(NVFP4_session_generate(session, &generate, step_meanwhile, batches, &result));
     CHECK(result.generated_tokens == 5 && refused >= 5);
 
-    /* A step that is cancelled is none: the model stays what it was. */
+    /* A cancelled step changes nothing. */
     NVFP4_CallOptions call;
     int asked = 0;
     OK(NVFP4_call_options_init(&call, sizeof call));

@@ -100,7 +100,7 @@ void tensors()
     CHECK(status_of([] { nvfp4::Tensor().is_read_only(); }) == NVFP4_INVALID_HANDLE);
     CHECK((imported.to_vector<std::int64_t>() == std::vector<std::int64_t>{8, 9}));
 
-    /* Memory of someone else, who is told when it is not needed any more; not if there is no tensor. */
+    /* Memory of an owner who is notified when it is no longer needed; not if there is no tensor. */
     int told = 0;
     const auto done = [&](void *address) { told += address == data; };
     {
@@ -212,7 +212,7 @@ void formats()
     CHECK(distance(dense.linear(decoded).to_floats(), product) < 1e-6);
     CHECK(distance(weight.linear(decoded, NVFP4_ACTIVATIONS_INT8).to_floats(), product) < 1e-2);
 
-    /* The drop-in functions, whose scales are of one level. */
+    /* The drop-in functions, with single-level scales. */
     const std::pair<nvfp4::Tensor, nvfp4::Tensor> parts = nvfp4::drop_in::quantize(input);
     const nvfp4::Tensor &codes = parts.first, &scales = parts.second;
     const nvfp4::Quantized legacy{codes.clone(), scales.clone()};
@@ -411,7 +411,7 @@ void sessions(const std::string &path, const std::string &scratch)
     restored.truncate(before);
     CHECK(restored.generate(options).finish == NVFP4_FINISH_LENGTH);
 
-    /* Cancelled from another thread, which can only be told from the end of the generation by its reason. */
+    /* Cancelled from another thread, which only the reason distinguishes from the end of the generation. */
     options.max_tokens = 200;
     nvfp4::Cancel cancel;
     CHECK(cancel && !cancel.triggered());
@@ -512,7 +512,7 @@ void conversations(const std::string &path)
     CHECK(options.temperature > 0.59f && options.top_k == 20 && options.seed == NVFP4_SEED_NEW);
     nvfp4::Session session(model);
 
-    /* A text is that of the content alone; a piece says what it is of. */
+    /* A text is that of the content alone; a piece names its part. */
     std::string content, parts[3];
     const auto by_part = [&](const nvfp4::Piece &piece) { parts[piece.part] += piece.text; };
     nvfp4::Generation said = session.chat("Hello", options, [&](std::string_view text) { content += text; });
@@ -662,7 +662,7 @@ void streams(const std::string &path)
     CHECK(endless.result().finish == NVFP4_FINISH_CANCELLED && other.length() == prompt + 1);
 }
 
-/* Rows of a file come with what is learned of them. */
+/* Rows of a file come with their learned tokens marked. */
 void data(const char *model, const std::string &scratch)
 {
     const std::string path = scratch + "/wrapper-rows.txt";
@@ -736,7 +736,7 @@ void training(const char *model, const std::string &scratch)
     taught.teacher_memory = NVFP4_TEACHER_STREAMED;
     nvfp4::Trainer student(model, taught);
     const nvfp4::Comparison compared = student.compare({batch});
-    // Its own codes are what it begins with.
+    // It begins with the source's own codes.
     CHECK(!(compared.divergence > 0) && compared.loss > 0 && !(student.step({batch}).loss > 0));
     options.config_json = "{\"stepz\": 1}";
     CHECK(status_of([&] { nvfp4::Trainer(model, options); }) == NVFP4_INVALID_ARGUMENT);

@@ -1,4 +1,4 @@
-//! Files that lie: each is an error that names the file and the entry, before anything large is allocated.
+//! Corrupt files: each is an error that names the file and the entry, before anything large is allocated.
 
 use std::path::Path;
 
@@ -47,7 +47,7 @@ fn walk(checkpoint: &dyn Checkpoint) {
     }
 }
 
-/// What is opened by its path is read as it is asked for, what is given as bytes is all there.
+/// Files opened by path are read lazily, and files given as bytes are in memory: both give the same.
 #[test]
 fn files_are_read_as_bytes_are() {
     for (name, bytes) in good() {
@@ -617,7 +617,7 @@ mod safetensors_files {
         refused(file, safetensors(gap, &[0; 2]), &["'w'", "starts at 1"]);
     }
 
-    /// Float8 weights with a scale for each block of 128 x 128, the last of which are cut off.
+    /// Float8 weights with a scale per block of 128 x 128; the last blocks are partial.
     #[test]
     fn blocks_of_float8_are_scaled() {
         let (rows, cols) = (130, 144);
@@ -716,7 +716,7 @@ mod safetensors_files {
             make(&[block_scales, f8.clone()]),
             &["'a.weight_scale'", "one per row"],
         );
-        // Weights whose scales go unread would load, and be wrong.
+        // Weights whose scales are ignored would load, and be wrong.
         let by_block = ("a.weight_scale_inv", "F32", "[1,2]", vec![0; 8]);
         refused(
             file,
@@ -1376,7 +1376,7 @@ mod split_gguf_files {
         let scratch = Scratch::new();
         write(&scratch, &changed(|_| {}));
         assert_eq!(model::open(&scratch.0).unwrap().entries().len(), 4);
-        // What need not be said.
+        // Optional metadata is left out.
         write(
             &scratch,
             &changed(|p| p.iter_mut().for_each(|p| p.tensors = None)),

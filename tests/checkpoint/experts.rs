@@ -1,5 +1,4 @@
-//! Stacks of experts, `[E, rows, cols]`, seen as one matrix after the other in every encoding; and float8 weights with a scale for
-//! each block.
+//! Stacks of experts, `[E, rows, cols]`, seen as one matrix after the other in every encoding; and float8 weights with block scales.
 
 use std::path::Path;
 
@@ -18,7 +17,7 @@ fn values(checkpoint: &dyn Checkpoint, name: &str) -> Vec<f32> {
     let (rows, cols) = (entry.rows(), entry.cols());
     let mut out = vec![f32::NAN; rows * cols];
     checkpoint.rows_f32(entry, 0..rows, &mut out).unwrap();
-    // Any run of rows is what it is within the whole.
+    // Any range of rows equals that part of the whole.
     for rows in [0..1, rows / 3..rows / 2 + 1, rows - 1..rows] {
         let mut run = vec![f32::NAN; rows.len() * cols];
         checkpoint.rows_f32(entry, rows.clone(), &mut run).unwrap();
@@ -107,7 +106,7 @@ fn f32s(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|v| v.to_le_bytes()).collect()
 }
 
-/// Two experts of three rows, and what lies at "…exps.scale".
+/// Two experts of three rows, and the tensor "…exps.scale".
 fn experts(scale: &[u64], kind: u32, stored: &[u8]) -> Vec<u8> {
     let mut data = nvfp4_rows(6);
     data.resize(data.len().next_multiple_of(32), 0);
@@ -200,7 +199,7 @@ fn experts_are_stacked_in_safetensors() {
     assert_eq!(values(&*opened, "e.up.weight"), dense);
 }
 
-/// Float8 weights of `shape`, `scales` of type `dtype` and `scales_shape`, and perhaps what the config says of blocks.
+/// Float8 weights of `shape`, with `scales` of type `dtype` and `scales_shape`, and possibly the config's block size.
 struct Blocks<'a> {
     weight: (&'a str, &'a [usize]),
     scales: (&'a str, &'a [usize], Vec<u8>),

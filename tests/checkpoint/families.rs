@@ -1,5 +1,5 @@
-//! Models of every family as GGUF has them: the weights of a golden, under the names and in the order that llama.cpp's converter
-//! writes, are the same model and give the logits of transformers. And models within larger ones, as they are published.
+//! GGUF models of every family: the weights of a golden, under the names and in the order of llama.cpp's converter, are the same model and
+//! give the logits of transformers. And text models within larger ones, as they are published.
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
@@ -365,7 +365,7 @@ fn gguf_models_of_every_family_are_those_of_transformers() {
     }
 }
 
-/// Subtracting what was added gives the weights back, but for what was lost when it was added.
+/// Subtracting the added 1 restores the weights, up to the precision lost by the addition.
 #[test]
 fn norms_of_gemma_are_stored_with_one_added() {
     let case = CASES.iter().find(|c| c.architecture == "gemma3").unwrap();

@@ -1,4 +1,4 @@
-//! Small files built by hand, correct or with one lie in them, and a place to put them.
+//! Helpers: small files built by hand, correct or with one fault, and a scratch folder for them.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -93,7 +93,7 @@ fn text(value: &str) -> Vec<u8> {
     out
 }
 
-/// A GGUF file under construction, every field of which can be a lie.
+/// A GGUF file under construction, any field of which may be wrong.
 #[derive(Clone)]
 pub(crate) struct Gguf {
     pub(crate) magic: [u8; 4],

@@ -1,4 +1,4 @@
-//! Directories as models are published in: which of their files are opened, and as what.
+//! Directories as models are published: which of their files are opened, and in which format.
 
 use std::path::Path;
 
@@ -51,7 +51,7 @@ fn a_set_without_an_index_is_one_model() {
     assert_eq!(*tokenizer, scratch.0);
     // By its own name one of them stays one.
     assert_eq!(tensors_of(&scratch.0.join(set[1])), [set[1]]);
-    // Weights whose parts lie in different files are whole.
+    // Weights whose parts are in different files are complete.
     let zeros = |n: usize| vec![0x30u8; n];
     let codes = tensors(&[("a.weight", "U8", "[2,8]", zeros(16))]);
     let scales = tensors(&[
@@ -132,7 +132,7 @@ fn one_file_comes_before_an_index() {
         assert_eq!(value(&scratch.0), 1.0);
         std::fs::write(scratch.0.join(&one), saying(2.0)).unwrap();
         assert_eq!(value(&scratch.0), 2.0, "{one}");
-        // The index by its own name is what was asked for.
+        // An index opened by its own name is used.
         assert_eq!(value(&scratch.0.join(index_name)), 1.0);
         for shard in [first, second] {
             std::fs::remove_file(scratch.0.join(shard)).unwrap();

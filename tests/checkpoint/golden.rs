@@ -197,7 +197,7 @@ fn bitsandbytes_nf4_plain_and_nested() {
     compare("nf4.safetensors", "bitsandbytes", 0.0);
 }
 
-/// A weight of the file of bitsandbytes as TorchSharp hosts keep it: the same values, whose codes are a matrix.
+/// A weight of bitsandbytes' file as stored by TorchSharp hosts: the same values, with the codes as a matrix.
 #[test]
 fn torchsharp_nf4() {
     let file = directory().join("nf4.safetensors");

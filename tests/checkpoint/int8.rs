@@ -101,7 +101,7 @@ fn both_conventions_are_read() {
     check(&*opened, &[6, 48], &codes, &[0.5; 6]);
 }
 
-/// Four to an int32, each plus 128, as compressed-tensors packs what has no activations in 8 bits.
+/// Four values per int32, each plus 128, as compressed-tensors packs weights without 8-bit activations.
 #[test]
 fn packed_integers_are_read() {
     let (codes, scales) = (codes(6 * 48), scales(6));
@@ -117,7 +117,7 @@ fn packed_integers_are_read() {
     let opened = items(48, packed.clone(), "[6,12]").unwrap();
     assert_eq!(opened.entries().len(), 1);
     check(&*opened, &[6, 48], &codes, &scales);
-    // Integers of other sizes are none of them, whatever else is said of them.
+    // Integers of other sizes are not int8 weights, whatever their other properties.
     for (cols, bytes, packed_shape) in [
         (96, packed.clone(), "[6,12]"),
         (-48, packed.clone(), "[6,12]"),
@@ -299,7 +299,7 @@ fn logits(path: &Path, threads: usize) -> (Vec<u32>, Arc<Model>) {
     (out.iter().map(|v| v.to_bits()).collect(), model)
 }
 
-/// Models with tables in int8 run as those whose tables hold the same values in float32, on any number of threads, and hold them as int8.
+/// Models with int8 tables give the results of float32 tables with the same values, on any number of threads, and keep them as int8.
 #[test]
 fn a_model_keeps_its_tables_in_int8() {
     for (case, has_head) in [("qwen3_tied", false), ("qwen3_untied", true)] {

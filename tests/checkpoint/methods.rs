@@ -1,5 +1,5 @@
-//! Small llama models in the forms of quantization methods: what is read is read right, and the rest is refused in one line that
-//! names the method and what to use instead, by loading, estimating, training and converting alike.
+//! Small llama models in the forms of quantization methods: supported ones are read correctly, and others are refused in one line that
+//! names the method and an alternative, by loading, estimating, training and converting alike.
 
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -274,7 +274,7 @@ fn methods_that_only_the_tensors_tell_are_refused_by_name() {
     ] {
         refused(&all, Value::Null, &words);
     }
-    // The stacks of gpt-oss, within a model whose own experts are missing.
+    // The expert stacks of gpt-oss, in a model that lacks its own experts.
     let mut all = with_attention(|_, _| Vec::new());
     let experts = "model.layers.0.mlp.experts.gate_up_proj";
     all.push(zeros(&format!("{experts}_blocks"), "U8", &[1, 2, 1, 16]));

@@ -1,5 +1,4 @@
-//! Models that are wrong in one way each, in every format: the readers find nothing amiss, so the loader and the converter
-//! must.
+//! Models that are wrong in one way each, in every format: the readers accept them, so the loader and the converter must refuse them.
 
 use std::ops::ControlFlow;
 use std::path::PathBuf;
@@ -475,7 +474,7 @@ fn tokenizers_larger_than_the_embedding() {
     }
 }
 
-/// A file whose tensors `more` are beside those of the model.
+/// A file with the tensors `more` in addition to the model's.
 fn beside(model: &Description, more: &[(&str, &str, &str, Vec<u8>)]) -> Vec<u8> {
     let shapes: Vec<String> = model
         .tensors
@@ -495,7 +494,7 @@ fn opened(content: Vec<u8>, scratch: &Scratch) -> PathBuf {
     path
 }
 
-/// Tensors that cannot be read keep nobody from running a model that does without them, and are listed.
+/// Unreadable tensors do not prevent running a model that does not need them, and are listed.
 #[test]
 fn tensors_that_cannot_be_read_are_missed_only_where_they_are_needed() {
     let unused = [
@@ -509,7 +508,7 @@ fn tensors_that_cannot_be_read_are_missed_only_where_they_are_needed() {
         ("a.f", "F4", "[2]", vec![0; 1]),
         ("a.g", "C64", "[1]", vec![0; 8]),
         ("a.h", "F6_OF_TOMORROW", "[4]", vec![0; 3]),
-        // Codes whose scales cannot be read.
+        // Codes with unreadable scales.
         ("b.q.weight", "U8", "[16,8]", vec![0; 128]),
         ("b.q.weight_scale", "F8_E8M0", "[16,1]", vec![0; 16]),
     ];
@@ -630,7 +629,7 @@ fn ggml_types_that_cannot_be_read_are_missed_only_where_they_are_needed() {
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
 }
 
-/// Codes whose scales are missing are no weights, however well their shape fits.
+/// Codes without scales are no weights, however well their shape fits.
 #[test]
 fn integers_are_no_weights() {
     let scratch = Scratch::new();

@@ -1,5 +1,5 @@
-//! What a block scale and a global scale are, and what value they give: the same through every door by which NVFP4 comes in. One
-//! table of scales, odd ones among them, goes through readers of every format, writers, packers, products and the C ABI.
+//! Valid block scales and global scales, and their values, which are the same for every way into NVFP4. One table of scales, odd ones among
+//! them, goes through readers of every format, writers, packers, GEMMs and the C ABI.
 
 use std::ptr::{null, null_mut};
 
@@ -118,7 +118,7 @@ fn cases() -> Vec<Case> {
         0.7,
         1024.0,
         1e30,
-        // The largest of which every value is finite; one under which some are not; the largest of all.
+        // The largest scale under which every value is finite; one under which some values are not; the largest scale.
         f32::MAX / 2688.0,
         1e36,
         f32::MAX,
@@ -418,7 +418,7 @@ impl Drop for Handles {
     }
 }
 
-/// What a function of the C ABI said.
+/// The result of a function of the C ABI.
 fn said(status: i32) -> Result<()> {
     match ErrorKind::ALL.iter().find(|k| k.status() == status) {
         None => {
@@ -653,7 +653,7 @@ fn doors() -> Vec<Door> {
             let created = said(unsafe {
                 NVFP4_weight_create(h.codes, h.scales, c.global, NVFP4_SCALES_LINEAR, &mut out)
             });
-            // Its rows cannot be asked for; what is looked at is the verdict.
+            // Its rows cannot be read; the verdict counts.
             Some(created.map(|()| {
                 // SAFETY: a live handle.
                 assert_eq!(unsafe { NVFP4_weight_release(out) }, 0);

@@ -1,4 +1,4 @@
-//! Models in several GGUF files, split here as llama-gguf-split does it, against the file that they were.
+//! Models in several GGUF files, split here as llama-gguf-split does it, against the original file.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -9,7 +9,7 @@ use NVFP4::model;
 
 use super::files::{Gguf, Scratch};
 
-/// Reads as much of a GGUF file as splitting it takes.
+/// Reads a GGUF file as far as splitting requires.
 struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
@@ -199,7 +199,7 @@ fn any_part_and_the_directory_open_the_whole_model() {
     }
 }
 
-/// Names are bytes: what comes before the numbers need not be UTF-8.
+/// Names are bytes: the part before the numbers need not be UTF-8.
 #[test]
 fn parts_are_found_by_names_that_are_not_utf8() {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/checkpoint/llama.gguf");

@@ -1,4 +1,4 @@
-//! Writing: what is written reads back the same, and a write that fails leaves nothing behind and nothing changed.
+//! Writers: output reads back the same, and a failed write leaves nothing behind and changes nothing.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -463,7 +463,7 @@ fn an_unfinished_directory_goes_away_and_an_old_one_stays() {
     refused(ModelOptWriter::create(&path, &plan(), &own), "being read");
     refused(ModelOptWriter::replace(&path, &plan(), &own), "being read");
 
-    // What came while the new one was written is not lost.
+    // A file that appeared while the new directory was written is not lost.
     let writer = replace();
     std::fs::create_dir(path.join("notes")).unwrap();
     let error = write_plan(writer, 0.5).unwrap_err();
@@ -519,7 +519,7 @@ fn companions_go_beside_a_dat_and_never_replace_others() {
     );
 }
 
-/// What the process that writes says when it has seen every write refused.
+/// Printed by the writing process when it has seen every write refused.
 const ALL_REFUSED: &str = "every write was refused";
 
 /// The limit on file size stands in for a full disk: both end in a refused write. It binds a whole process, so the writing is

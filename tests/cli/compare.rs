@@ -1,4 +1,4 @@
-//! `nvfp4 compare`, against `nvfp4 perplexity` of checkpoints that hold what it pretends to exchange.
+//! `nvfp4 compare`, against `nvfp4 perplexity` of checkpoints that really have the exchanged blocks.
 
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
@@ -62,8 +62,8 @@ fn number(value: &Value) -> f64 {
     value.as_f64().unwrap_or_else(|| panic!("{value}"))
 }
 
-/// Both commands compute in float32, in another order: logits agree to about 1e-6 of their size, and so do divergences, whose terms are of
-/// the size of logits' differences.
+/// Both commands compute in float32 in different orders: logits agree to about 1e-6 of their size, and so do divergences, whose terms have
+/// the size of logit differences.
 fn assert_close(found: &Value, expected: &Value) {
     let (found, expected) = (number(found), number(expected));
     assert!(

@@ -1,5 +1,5 @@
-# What the scripts that run tests share. They source it from the repository's root; it makes the folder $work, which goes when
-# they end, and counts in $passed, $failed and $skipped.
+# Common parts of the scripts that run tests, sourced from the repository's root. Creates the folder $work, which is removed when a script
+# ends, and counts in $passed, $failed and $skipped.
 # shellcheck shell=bash
 
 work=$(mktemp -d)
@@ -34,10 +34,10 @@ skip() {
 # The version of the package, which Cargo.toml has.
 package_version() { sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1; }
 
-# again COMMAND...: until it works, three times at most: for what a network loses once.
+# again COMMAND...: tries up to three times, because a network may fail once.
 again() { "$@" || { sleep 5 && "$@"; } || { sleep 20 && "$@"; }; }
 
-# with_lock NAME COMMAND...: while no other script holds the lock of that name. For what several scripts make or install that run at a time.
+# with_lock NAME COMMAND...: runs it while no other script holds the lock of that name, for work that concurrent scripts share.
 with_lock() (
     folder=${CARGO_TARGET_DIR:-target}/locks
     mkdir -p "$folder" && exec 9>"$folder/$1" || exit
@@ -46,7 +46,7 @@ with_lock() (
     "$@" 9>&-
 )
 
-# Leaves out of cargo's log what it compiles, but for a line now and then that it goes on.
+# Removes compiled crates from cargo's log, except for a line from time to time as a sign of progress.
 without_compiling() {
     awk '/^ +(Compiling|Checking|Download(ed|ing)|Updating|Locking|Adding|Blocking) / { if (++n % 50 == 0) print "    " $0 " ..., " n; fflush(); next }
          { print; fflush() }'
@@ -74,10 +74,10 @@ rust_executable() {
     echo "$executable"
 }
 
-# executable_of PATH LOG: what cargo says in a log that it has made of a source file.
+# executable_of PATH LOG: the executable that cargo has built of a source file, from cargo's log.
 executable_of() { sed -n "s|^ *Executable $1 (\\(.*\\))$|\\1|p" "$2"; }
 
-# Forgets what the environment says of the Hugging Face hub, its cache, and the way to it.
+# Clears the environment's settings of the Hugging Face hub, its cache, and the way to it.
 no_hub() {
     unset HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_TOKEN_PATH HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_HUB_CACHE HUGGINGFACE_HUB_CACHE
     unset http_proxy HTTP_PROXY all_proxy ALL_PROXY

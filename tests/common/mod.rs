@@ -1,4 +1,4 @@
-//! The golden models that tests of several floors run, and what they say of errors. Not every test uses all of it.
+//! Golden models that tests of several floors run, and helpers for errors. Not every test uses all of it.
 #![allow(dead_code)]
 
 pub(crate) mod ragged;
@@ -16,7 +16,7 @@ use NVFP4::model::{
 };
 use safetensors::{Dtype, SafeTensors};
 
-/// Demands an error of `kind` whose message has these `words`.
+/// Requires an error of `kind` whose message contains all `words`.
 #[track_caller]
 pub(crate) fn expect_kind<T>(result: Result<T>, kind: ErrorKind, words: &str) {
     match result {
@@ -63,9 +63,9 @@ pub(crate) fn in_use() -> Vec<(&'static str, u64)> {
         .collect()
 }
 
-/// Demands that all memory comes back: of models that were loaded and used, and of loading that fails where memory runs out, a
-/// little later each time. `settle` gives up what is kept for reuse. The budget and the accounts are the process's, so tests that
-/// call this count on a process of their own, which nextest gives them.
+/// Checks that all memory is freed: after models were loaded and used, and after loading that fails for lack of memory, a little later each
+/// time. `settle` frees memory kept for reuse. The budget and the accounts belong to the process, so tests that call this need a process of
+/// their own, which nextest provides.
 pub(crate) fn check_memory_comes_back(
     device: &Device,
     times: usize,
@@ -80,7 +80,7 @@ pub(crate) fn check_memory_comes_back(
         };
         Model::load(&golden("qwen3_tied"), &options)
     };
-    // What the first use makes for all that come later stays.
+    // Resources of the first use stay for all later ones.
     used(load().unwrap());
     settle();
     let before = in_use();
@@ -113,7 +113,7 @@ pub(crate) fn check_memory_comes_back(
 pub(crate) struct Copy(pub(crate) PathBuf);
 
 impl Copy {
-    /// `name` tells what it is for.
+    /// `name` is the purpose of the copy.
     pub(crate) fn of(case: &str, name: &str) -> Copy {
         static COPIES: AtomicUsize = AtomicUsize::new(0);
         let count = COPIES.fetch_add(1, Ordering::Relaxed);
@@ -209,8 +209,8 @@ pub(crate) fn long_token(position: usize) -> u32 {
     (hash >> 16) % 97
 }
 
-/// Calls `each` with a position and the logits there, of a cache that has room for the tokens up to it and no more, and with
-/// what transformers computes. All tokens are run in one call, or `last_alone` in one of its own.
+/// Calls `each` with a position, the logits there from a cache with room for exactly the tokens up to it, and transformers' logits. All
+/// tokens are run in one call, or the last one alone if `last_alone`.
 pub(crate) fn at_long_positions(
     case: &str,
     model: &Model,

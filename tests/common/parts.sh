@@ -4,7 +4,7 @@
 # timed FILE COMMAND...: runs it in a shell of its own, and writes into FILE the seconds that it took and the processor seconds of all that it
 # started, with a tab between them.
 timed() (
-    # Microseconds: differences of $SECONDS are 1 for what has taken none, when it meets a full second.
+    # In microseconds, because differences of $SECONDS can be 1 for instant parts.
     file=$1 start=${EPOCHREALTIME/[.,]/}
     shift
     "$@"

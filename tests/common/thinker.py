@@ -20,7 +20,7 @@ RESULT = "It rains in Paris."
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 PLAIN = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>"]
 
-# Reasoning is taken out of answers before the last question, as Qwen3's own template does it, and tools are told as it does.
+# As in Qwen3's own template, reasoning is removed from answers before the last question, and tools are described in the same way.
 TEMPLATE = """\
 {%- macro say(role, text) %}{{ '<|im_start|>' + role + '\\n' + text + '<|im_end|>\\n' }}{% endmacro %}
 {%- set state = namespace(question=-1, system='') %}

@@ -1,4 +1,4 @@
-# What tests of wheels share: packing one of the checkout's package. Sourced after checks.sh, from the repository's root.
+# Common parts of the tests of wheels: packs one from the checkout's package. Sourced after checks.sh, from the repository's root.
 # shellcheck shell=bash
 
 # in_release PART COMMAND...: with the functions of the scripts that make releases.
@@ -10,7 +10,7 @@ in_release() (
     "$@"
 )
 
-# The folder of what packs wheels, which is kept with the tools of releases.
+# The folder of the tools that pack wheels, kept with the tools of releases.
 wheel_tools() { NVFP4_RELEASE=${CARGO_TARGET_DIR:-target}/distribution with_lock wheels in_release wheels wheel_tools; }
 
 # pack_package LIBRARY PLATFORM EPOCH RESULT: a wheel of the checkout's package.

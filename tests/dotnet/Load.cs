@@ -1,5 +1,4 @@
-// Load [MODEL]: loads the library, and says which version and file it is or why it cannot be loaded. With a model, loading that
-// is the first call.
+// Load [MODEL]: loads the library, and prints its version and file, or why it cannot be loaded. With a model, the first call is loading it.
 
 using System;
 using System.Threading;

@@ -1,6 +1,6 @@
-// Streams where the system refuses another thread, as a container with a limit of pids does: NoThreads RECITER.
+// Streams when the system refuses another thread, as a container with a limit of pids does: NoThreads RECITER.
 //
-// Says what the streams said. Does nothing for a user whose threads are not counted, such as root.
+// Prints the streams' output. Has no effect for a user whose threads are not counted, such as root.
 
 using System;
 using System.Collections.Generic;
@@ -27,7 +27,7 @@ static class NoThreads
         using (Model model = Model.Load(args[0]))
         using (var chat = new ChatSession(model))
         {
-            // What the runtime itself begins threads for is past, the console too.
+            // By now the runtime has started its own threads, the console's too.
             string said = string.Concat(chat.Stream("Hi"));
             Console.WriteLine("with threads: " + said);
             getrlimit(Threads, out Limit limit);

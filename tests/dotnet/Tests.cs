@@ -2,7 +2,7 @@
 // everything with one sentence, the third never stops saying it (see reciter.py), and the fourth thinks and calls a tool
 // (see thinker.py).
 //
-// The same source is compiled for netstandard2.0, run on Mono and .NET Core, and for .NET Core, with what it has besides.
+// The same source is compiled for netstandard2.0, which runs on Mono and .NET Core, and for .NET Core with its additional features.
 
 using System;
 using System.Collections.Generic;
@@ -196,7 +196,7 @@ static class Tests
         Check(new QuantizeOptions().Levels == Levels.Two && new WeightOptions().DenseDType == DType.Float32);
         Check(new SessionOptions().KvType == KvType.Float16);
 
-        // But for the device of a model, of which the library has to say why.
+        // Except for the device of a model, whose choice the library explains.
         Check(new LoadOptions().Device.Equals(Device.Auto));
         Check(model.Info.DeviceChoice.StartsWith("running on cpu: ") && model.Info.Device.StartsWith("cpu ("), model.Info.Json);
         using (Model named = Model.Load(modelPath, new LoadOptions { Device = Device.Cpu }))
@@ -219,7 +219,7 @@ static class Tests
             Same(text, tokenizer.Decode(tokens));
         }
         Same(320, tokenizer.VocabularySize);
-        // Names of special tokens are text where that is asked for.
+        // Names of special tokens are text if requested.
         const string forged = "Hi<|im_end|>\n<|im_start|>system";
         Same("Hi\nsystem", tokenizer.Decode(tokenizer.Encode(forged)));
         Same(forged, tokenizer.Decode(tokenizer.EncodePlain(forged)));
@@ -272,7 +272,7 @@ static class Tests
                 if (heard.Length >= 9)
                     break;
             }
-            // The session holds what was heard and not more.
+            // The session holds exactly what was received.
             Same(heard, chat.Text);
             Same(FinishReason.Cancelled, chat.LastGeneration.Finish);
             Same(heard, chat.Messages.Last().Content);
@@ -291,7 +291,7 @@ static class Tests
             stream.Dispose();
             // One that was never begun.
             chat.Stream("Hi").GetEnumerator().Dispose();
-            // Not text at all: it is the reader who is told.
+            // Invalid text is reported to the reader.
             Throws<ArgumentException>(() => chat.Stream("\uDC00").First());
             Same(Sentence, chat.Ask("Hi", Tokens(12)));
         }
@@ -350,7 +350,7 @@ static class Tests
         }
     }
 
-    /// Length, memory and messages are there for whoever shows a conversation while it goes on.
+    /// Length, memory and messages can be read while a conversation is running.
     static void LookingAtStream()
     {
         using (var chat = new ChatSession(forever, "简短。"))
@@ -441,7 +441,7 @@ static class Tests
                 return true;
             }, Tokens(1000000));
             Check(result.Finish == FinishReason.Cancelled && result.GeneratedTokens == 1);
-            // Of no call it cancels nothing, nor of one to come.
+            // Without a running call it cancels nothing, nor a later call.
             chat.Cancel();
             Same(Sentence, chat.Ask("On", Tokens(12)));
             // Nor is a handler that has heard enough.
@@ -608,7 +608,7 @@ static class Tests
         }
     }
 
-    /// What a progress handler has heard.
+    /// The reports that a progress handler received.
     sealed class Heard
     {
         internal long Calls, Done, Total;
@@ -658,7 +658,7 @@ static class Tests
         }
         using (var chat = new ChatSession(forever, null, new SessionOptions { Context = 1 << 16 }))
         {
-            // A prompt that is long enough to be told of in its middle, and what is generated.
+            // A prompt long enough for a report in its middle, and the generation.
             var heard = new Heard();
             GenerateOptions options = Tokens(12);
             options.Progress = heard.Hear;
@@ -807,7 +807,7 @@ static class Tests
             Same(3, calls);
             // Nothing has been broken.
             Same(Sentence, chat.Ask("On", Tokens(12)));
-            // A handler may use other objects, and its own session only in so far as it is told that it is busy.
+            // A handler may use other objects; using its own session fails as busy.
             Throws<Nvfp4BusyException>(() => chat.Ask("Hi", Tokens(1000), piece => chat.Reset()));
             using (var other = new ChatSession(reciter))
                 chat.Ask("Hi", Tokens(12), piece => Same(Sentence, other.Ask("Hi")));
@@ -866,7 +866,7 @@ static class Tests
                 Check(fork.Tokens.SequenceEqual(restored.Tokens));
             }
             chat.Ask("two");
-            // Only what the turn adds is run.
+            // Only the turn's new tokens are run.
             Check(chat.LastGeneration.PromptTokens < 40 && chat.Length > length);
             chat.Reset();
             Same(0, chat.Messages.Count);
@@ -878,7 +878,7 @@ static class Tests
     const string Weather = "[{\"type\":\"function\",\"function\":{\"name\":\"weather\",\"parameters\":{\"type\":\"object\"," +
         "\"properties\":{\"city\":{\"type\":\"string\"}}}}}]";
 
-    /// The session holds the beginning of what the template makes of its messages.
+    /// The session holds the beginning of the template's text for its messages.
     static void CheckWritten(ChatSession chat, [CallerLineNumber] int line = 0)
     {
         string held = thinker.Tokenizer.Decode(chat.Tokens, false), written = thinker.RenderChat(chat.MessagesJson, false, chat.Turns);
@@ -1020,7 +1020,7 @@ static class Tests
             Same(Result, chat.Complete(messages));
             Check(chat.LastGeneration.PromptTokens < before && chat.ToolCalls.Count == 0);
             Same(Result, string.Concat(chat.Stream(messages).ToArray()));
-            // The same as JSON.
+            // The messages as JSON.
             Same(Result, chat.Complete(ChatMessage.ToJson(messages)));
             Same(Result, chat.CompleteAsync(messages).Result);
             Same(Result, chat.Ask("Are you sure?"));
@@ -1105,7 +1105,7 @@ static class Tests
             drawn.Seed = result.Seed;
             Same(result.Seed, second.Generate(drawn).Seed);
             Check(first.Tokens.SequenceEqual(second.Tokens));
-            // Outside of a chat nobody is asked but the options.
+            // Outside of a chat only the options count.
             Same(second.Sample(new GenerateOptions()), second.Sample());
         }
         // A chat draws as the options say that are set, and else as the maker does: a hundred draws are not all the argmax.
@@ -1180,7 +1180,7 @@ static class Tests
             Throws<ArgumentException>(() => Session.StepSample(new[] { whole, other }, next, new[] { warm }));
             Check(whole.Context == 256 && whole.MemoryBytes > 0);
 
-            // Those that cannot take their token do not hold up the others.
+            // Sessions that cannot take their token do not hold up the others.
             Session gone = whole.Fork(), full = new Session(model, new SessionOptions { Context = Prompt.Length });
             using (full)
             {
@@ -1277,7 +1277,7 @@ static class Tests
             session.Prefill(new[] { 5 });
             int busy = 0;
             bool first = true;
-            // The first one has the session until all others have been told that it is busy.
+            // The first thread keeps the session until all others have failed as busy.
             OnThreads(8, i =>
             {
                 if (i == 0)
@@ -1339,7 +1339,7 @@ static class Tests
         Throws<ArgumentException>(() => Tensor.FromArray(new float[6], 2, 2), "2 x 2");
         Throws<ArgumentException>(() => Tensor.FromArray(new float[6], DType.BFloat16, 6));
         Throws<ArgumentException>(() => Tensor.FromArray(new decimal[1]));
-        // What counts is the size in the array: for the marshaller a char has one byte, as in C.
+        // The size in the array counts: for the marshaller a char has one byte, as in C.
         using (Tensor letters = Tensor.FromArray(new[] { 'é', '好' }, DType.Int16))
             Check(letters.ToBytes().SequenceEqual(new byte[] { 0xe9, 0, 0x7d, 0x59 }));
         Throws<ArgumentException>(() => Tensor.FromArray(new char[6], DType.UInt8), "2 bytes");
@@ -1602,7 +1602,7 @@ static class Tests
         }
     }
 
-    /// Rows of files come with what is learned of them, and train as they are.
+    /// Rows of files come with their learned tokens marked, and train directly.
     static void Data()
     {
         string rows = Path.Combine(scratch, "rows.jsonl");
@@ -1841,7 +1841,7 @@ static class Tests
         Check(watch.ElapsedMilliseconds < 200, watch.ElapsedMilliseconds + " ms");
         other.Join();
 
-        // While its stream is read: what was cut off does not look like the end.
+        // While its stream is read: a truncated answer does not look complete.
         chat = new ChatSession(forever);
         int pieces = 0;
         Throws<ObjectDisposedException>(() =>
@@ -1873,7 +1873,7 @@ static class Tests
         return session;
     }
 
-    /// Forgotten sessions are collected because of the memory that they take, of which the collector's own heap knows nothing.
+    /// Forgotten sessions are collected because of their memory, which is outside the collector's own heap.
     static void ForgottenSessions()
     {
         // Mono's collector takes no notice of such memory.
@@ -1924,7 +1924,7 @@ static class Tests
             Memory.Budget = 0;
         }
 
-        // In the middle of an answer, which is made again: nobody hears anything twice.
+        // In the middle of an answer, which is generated again: nothing is received twice.
         using (var chat = new ChatSession(forever, null, new SessionOptions { Context = 1 << 16 }))
         {
             chat.Ask("Hi", Tokens(12));
@@ -1964,7 +1964,7 @@ static class Tests
         Until(() => Settled() <= before, "memory is back at " + before + ", and not at " + Settled());
     }
 
-    /// What the library has in use when the finalizers have run.
+    /// The library's memory in use after the finalizers have run.
     static ulong Settled()
     {
         GC.Collect();
@@ -2044,7 +2044,7 @@ static class Tests
                 int count = 0;
                 try
                 {
-                    // Of its own: a timer that is late on a busy machine may have let a long answer come.
+                    // A session of its own: a timer that is late on a busy machine may have allowed a long answer.
                     IAsyncEnumerable<string> stream = enumerator
                         ? own.StreamAsync("Hi", Tokens(1000000))
                         : own.StreamAsync("Hi", Tokens(1000000), source.Token);
@@ -2065,7 +2065,7 @@ static class Tests
         }
         Same(Sentence, await chat.AskAsync("Hi", Tokens(12)));
 
-        // What goes wrong is the reader's.
+        // Errors reach the reader.
         bool told = false;
         try
         {
@@ -2157,7 +2157,7 @@ static class Tests
 
     static IntPtr TensorInPlugin() => Tensor.FromArray(new[] { 1f, 2 }).ToDLPack();
 
-    /// Where no device is looked for, a failure is the only line that is logged.
+    /// If no device is searched for, a failure is the only line that is logged.
     static readonly LoadOptions OnProcessor = new LoadOptions { Device = Device.Cpu };
 
     [MethodImpl(MethodImplOptions.NoInlining)]
@@ -2206,7 +2206,7 @@ static class Tests
         Library.SetLog(null);
         Same("2 1", heard + " " + messages.Count);
 
-        // Memory that has outlived the plugin that it is from keeps what will free it.
+        // Memory that has outlived its plugin keeps alive the code that will free it.
         WeakReference lender = UnloadAfter(nameof(TensorInPlugin), out object managed);
         for (int i = 0; i < 10; i++)
             Settled();

@@ -102,7 +102,7 @@ def main(header_path, native_path, library_path, *enum_paths):
             continue
         if name.startswith("VERSION"):
             continue
-        # The beginning is the name of an enum; what is in none is a status.
+        # The prefix is the name of an enum; constants without an enum are statuses.
         words = name.split("_")
         starts = (("_".join(words[:n]), "".join(words[n:]).lower()) for n in range(len(words) - 1, 0, -1))
         key = next((key for start, member in starts if (key := (GROUPS.get(start, camel(start)), member)) in members),

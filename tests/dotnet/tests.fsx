@@ -70,7 +70,7 @@ test "pipes of models and conversations" (fun () ->
     // Lazy: a prefix is all that is made.
     same [ "好" ] ("!" |> Chat.stream chat |> Seq.take 1 |> List.ofSeq)
     same "好" chat.Text
-    // What was said before can be looked at while more is said.
+    // Earlier messages can be read during a generation.
     let before = Chat.messages chat
     for _ in "!" |> Chat.stream chat do
         same before (Chat.messages chat)

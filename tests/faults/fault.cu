@@ -1,4 +1,4 @@
-// Kernels that fail, each in its way.
+// Kernels that each fail in a different way.
 #include "common/types.cuh"
 
 struct Arguments {

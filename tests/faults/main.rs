@@ -1,6 +1,6 @@
-//! What becomes of a process when the GPU fails it: memory runs out, a kernel faults, the compiler is not there. Each is an error
-//! that says what to do, and nothing crashes or hangs. Tests that spoil a process, or need another environment, run their part in
-//! a child. Without a CUDA device every test says SKIPPED, unless NVFP4_REQUIRE names `cuda`.
+//! A process whose GPU fails: out of memory, a faulting kernel, a missing compiler. Each is an error that says what to do, without a crash
+//! or a hang. Tests that spoil a process, or need another environment, run their part in a child. Without a CUDA device every test says
+//! SKIPPED, unless NVFP4_REQUIRE names `cuda`.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -20,14 +20,14 @@ use NVFP4::ops::{Slice, SliceMut, Workspace};
 use NVFP4::session::{GenerateOptions, Session, SessionOptions};
 use common::{golden, options, some_tokens};
 
-/// One at a time: they share the device's memory. (nextest is told so in `.config/nextest.toml`.)
+/// Serializes tests that share the device's memory (see also `.config/nextest.toml`).
 static TURN: Mutex<()> = Mutex::new(());
 
 /// Set in a child.
 const CHILD: &str = "NVFP4_TEST_CHILD";
-/// What a child prints when all that it checks holds.
+/// Printed by a child when all its checks have passed.
 const DONE: &str = "the child has checked everything";
-/// Longer than any child takes, with kernels compiled anew.
+/// More time than any child needs, including compiling kernels.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The first CUDA device and this test's turn; without one the test is skipped.
@@ -114,7 +114,7 @@ fn assert_says(error: &Error, kind: ErrorKind, parts: &[&str]) {
     }
 }
 
-/// Takes all memory of the device, down to what a small allocation would need.
+/// Takes all memory of the device, except for less than a small allocation needs.
 fn fill(gpu: &Arc<Gpu>) -> Vec<DeviceBuffer> {
     let (mut all, mut size) = (Vec::new(), 16usize << 30);
     while size >= 256 {
@@ -161,7 +161,7 @@ fn exhausted_device_memory_leaves_device_and_session_usable() {
     );
     drop(filler);
 
-    // All of it is back, and the session goes on as if nothing had been.
+    // All memory is free again, and the session continues normally.
     gpu.empty_cache().unwrap();
     let (free_after, _) = gpu.memory().unwrap();
     assert!(

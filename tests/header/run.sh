@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Compares include/nvfp4.h with what cbindgen makes of src/abi; "tests/header/run.sh --bless" writes it anew, and with it what tests/abi
-# keeps of a version that is not released yet.
+# Compares include/nvfp4.h with cbindgen's output for src/abi. "tests/header/run.sh --bless" regenerates it, and the copy in tests/abi of a
+# version that is not released yet.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-target}/header cargo run --quiet --locked --manifest-path tests/header/Cargo.toml -- "$@"

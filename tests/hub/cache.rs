@@ -1,4 +1,4 @@
-//! The cache is the one that Python's huggingface_hub uses, both ways, and what is in it is not fetched again.
+//! The cache is shared with Python's huggingface_hub, both ways, and its content is not fetched again.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::standin::{Hub, MODEL, failure, golden, names, noise, path, pulled, slices, stderr};
 
-/// What `nvfp4 inspect` finds without a network.
+/// Whether `nvfp4 inspect` finds the model without a network.
 fn found_offline(hub: &Hub, name: &str) -> bool {
     hub.forget();
     let output = hub
@@ -116,7 +116,7 @@ fn a_second_pull_makes_one_request_and_none_offline() {
     hub.forget();
     runs(&hub);
     assert!(hub.seen().is_empty());
-    // And a hub that is away does no harm to who asks again.
+    // A second pull succeeds while the hub is away.
     let output = hub
         .nvfp4(&["pull", MODEL])
         .env("HF_ENDPOINT", "http://127.0.0.1:1")
@@ -190,7 +190,7 @@ fn a_tokenizer_that_is_missing_is_fetched() {
     );
     runs(&hub);
     assert_eq!(hub.fetched(), ["tokenizer.json".to_owned()].into());
-    // Where another program has found that there is none, none is asked for.
+    // A file that another program has found to be missing is not requested.
     fs::remove_dir_all(hub.place()).unwrap();
     let commit = filled_by_python(&hub, &["config.json", "model.safetensors"], Some("main"));
     let missing = hub.place().join(".no_exist").join(commit);
@@ -304,7 +304,7 @@ fn models_are_listed_and_removed() {
         text.contains(MODEL) && text.contains("modelopt, BF16 NVFP4") && text.contains("cpu"),
         "{text}"
     );
-    // A revision goes with what it alone has.
+    // Removing a revision removes the files that only it uses.
     let commit = first["commit"].as_str().unwrap();
     let removed = pulled(&mut hub.nvfp4(&["rm", &format!("{MODEL}@{commit}"), "--json"]));
     assert_eq!(removed["freed_bytes"], files[1].1.len());

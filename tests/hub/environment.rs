@@ -1,4 +1,4 @@
-//! What the environment says is heard: where the hub and the cache are, the token, proxies, certificates.
+//! Environment variables take effect: the place of the hub and the cache, the token, proxies, certificates.
 
 use std::fs;
 

@@ -1,4 +1,4 @@
-//! Failures that pass, and what is left when they do not: nothing that has come is lost, and nothing that is whole is touched.
+//! Temporary and permanent failures: no received data is lost, and nothing that is complete is touched.
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -23,7 +23,7 @@ fn killed_after(hub: &Hub, bytes: u64, signal: &str) {
     killed_after_of(hub, "/repos/", bytes, signal);
 }
 
-/// The same, where `bytes` of files with `part` in their address are to be sent.
+/// As above, when `bytes` of files with `part` in their address have been sent.
 fn killed_after_of(hub: &Hub, part: &str, bytes: u64, signal: &str) {
     let mut child = hub
         .nvfp4(&["pull", MODEL])
@@ -77,7 +77,7 @@ fn a_download_cut_twenty_times_and_killed_arrives_whole() {
     hub.faults(json!(faults));
     killed_after(&hub, 40 << 20, "-KILL");
     assert!(hub.faults_left() < count);
-    // Until the file is whole nobody finds it.
+    // An incomplete file is not visible.
     assert_eq!(names(&hub.place().join("snapshots")).len(), 1);
     let snapshot = hub
         .place()
@@ -416,7 +416,7 @@ fn mirrors_that_know_no_ranges_no_sizes_and_no_names() {
             ],
             config,
         );
-        // Broken off once, where it must begin anew or can go on.
+        // A connection that breaks once, both where the download must start over and where it can be resumed.
         hub.faults(json!([{"on": "GET .*model.safetensors", "kind": "cut", "after": 5_000_000}]));
         let pulled = hub.pull(MODEL);
         assert!(weights(&pulled) == content, "{name}");
@@ -428,7 +428,7 @@ fn mirrors_that_know_no_ranges_no_sizes_and_no_names() {
     }
 }
 
-/// What cannot be gone on with is not kept: a content of which nobody tells the size begins anew each time.
+/// A download that cannot be resumed is not kept: content of unknown size starts over each time.
 #[test]
 fn what_cannot_be_resumed_is_gone_when_the_pull_is_killed() {
     let text: String = noise(2 * MEGABYTE)

@@ -1,4 +1,4 @@
-//! Which files of a repository come, in all the forms that models are published in, and that they run.
+//! The files of a repository that are fetched, in all forms in which models are published, and that the models run.
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -187,7 +187,7 @@ class Refusal(Exception):
         self.answer = Answer(status, json.dumps({"error": message}).encode(), headers)
 
 
-# OID is the hash of what git holds. For a file in LFS that is a pointer to it, of POINTER bytes; for all others POINTER is None.
+# OID is git's hash of its object: for a file in LFS, of the pointer, which has POINTER bytes; for all others POINTER is None.
 File = collections.namedtuple("File", "path size sha256 oid pointer")
 
 
@@ -372,7 +372,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.state = self.server.state
 
     def handle(self):
-        # A client that leaves, or for the proxy a server that does, is what the tests are about.
+        # Clients that leave, and for the proxy servers that leave, are part of the tests.
         with contextlib.suppress(ConnectionError, ssl.SSLError, http.client.HTTPException):
             super().handle()
 
@@ -634,7 +634,7 @@ class Hub(Handler):
             parts = name[len(prefix) :].split("/")
             for depth in range(1, len(parts)):
                 parent = prefix + "/".join(parts[:depth])
-                # Nobody can look into what git calls a tree here, so that any hash will do for it.
+                # No client can look into git trees here, so any hash will do.
                 oid = hashlib.sha1(f"{commit} {parent}".encode()).hexdigest()
                 entries[parent] = {"type": "directory", "oid": oid, "size": 0, "path": parent}
             entries[name] = {"type": "file", "oid": file.oid, "size": file.size, "path": name}
@@ -717,7 +717,7 @@ class Proxy(Handler):
     """A forward proxy, which relays requests and tunnels connections, to this machine only."""
 
     name = "proxy"
-    # What it relays has the pace of where it comes from.
+    # Relayed content has the pace of its source.
     paced = False
 
     def answer(self):
@@ -805,7 +805,7 @@ def certificate(folder, form):
     one to trust.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # All of it is said here, since the defaults of openssl.cnf differ between systems.
+    # Complete, because the defaults of openssl.cnf differ between systems.
     (folder / "openssl.cnf").write_text(
         "[req]\ndistinguished_name=name\n[name]\n"
         "[ca]\nbasicConstraints=critical,CA:TRUE\nkeyUsage=critical,keyCertSign,cRLSign\nsubjectKeyIdentifier=hash\n"

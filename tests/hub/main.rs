@@ -1,6 +1,5 @@
-//! `nvfp4 pull`, and every command that takes a model's name, against a stand-in that behaves as the real hub does
-//! (`hub.py`): what is fetched and what is not, failures that pass and failures that do not, other programs' caches, and the
-//! words for people.
+//! `nvfp4 pull`, and every command that takes a model's name, against a stand-in that behaves as the real hub does (`hub.py`): fetched and
+//! skipped files, temporary and permanent failures, other programs' caches, and messages for people.
 
 mod standin;
 

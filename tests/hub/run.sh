@@ -38,7 +38,7 @@ requests() {
 
 python() { "$target/venv/bin/python" "$@"; }
 
-# What Python fetched is not fetched again, whether it asked for the repository or for its files.
+# A model that Python fetched is not fetched again, whether Python asked for the repository or for its files.
 python_first() {
     export HF_HOME=$work/$1
     local fetch=$2
@@ -49,7 +49,7 @@ python_first() {
         HF_HUB_OFFLINE=1 "$build/nvfp4" inspect org/model
 }
 
-# What we fetched Python finds without a network, and does not fetch again with one.
+# A model that we fetched is found by Python without a network, and not fetched again with one.
 python_second() {
     export HF_HOME=$work/ours
     "$build/nvfp4" pull org/model || return 1

@@ -1,4 +1,4 @@
-//! Starts the stand-in, asks what it has seen, and runs the command against it.
+//! Starts the stand-in, queries the requests that it has seen, and runs the command against it.
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -59,12 +59,12 @@ pub(crate) struct Seen {
 }
 
 impl Hub {
-    /// A hub whose `org/model` has these files.
+    /// A hub with `org/model`, which has these files.
     pub(crate) fn of(name: &str, files: &[(&str, &[u8])]) -> Hub {
         Hub::with(name, files, json!({}))
     }
 
-    /// The same, configured further.
+    /// Starts the stand-in with additional configuration.
     pub(crate) fn with(name: &str, files: &[(&str, &[u8])], more: Value) -> Hub {
         let scratch = Scratch::new(name);
         std::fs::create_dir_all(scratch.path("repo")).unwrap();
@@ -107,7 +107,7 @@ impl Hub {
         self.ports[what].as_str().unwrap()
     }
 
-    /// Where the commands keep what they fetch.
+    /// The folder of the commands' downloads.
     pub(crate) fn home(&self) -> PathBuf {
         self.scratch.path("home")
     }
@@ -146,7 +146,7 @@ impl Hub {
         command
             .env("HF_ENDPOINT", self.at("hub"))
             .env("HF_HOME", self.home())
-            // Answers are compared, and what is said is read: of the processor's.
+            // Answers and messages are those of the CPU.
             .env("CUDA_VISIBLE_DEVICES", "")
             .stdin(Stdio::null());
         command
@@ -159,7 +159,7 @@ impl Hub {
         command
     }
 
-    /// Pulls `name`, which must work. Returns what the command says of it.
+    /// Pulls `name`, which must succeed. Returns the command's JSON output.
     pub(crate) fn pull(&self, name: &str) -> Value {
         pulled(&mut self.nvfp4(&["pull", name, "--json", "--timeout", "5"]))
     }
@@ -189,7 +189,7 @@ impl Hub {
         serde_json::from_str(body).unwrap_or_default()
     }
 
-    /// What is to go wrong from now on.
+    /// Sets the faults from now on.
     pub(crate) fn faults(&self, faults: Value) {
         self.control("POST", "/-/faults", &faults);
     }
@@ -240,7 +240,7 @@ impl Hub {
             .collect()
     }
 
-    /// Bytes of content that were sent of files whose address has `part` in it.
+    /// Bytes of content sent for files whose address contains `part`.
     pub(crate) fn sent(&self, part: &str) -> u64 {
         self.seen()
             .iter()
@@ -318,7 +318,7 @@ pub(crate) fn golden() -> Vec<(&'static str, Vec<u8>)> {
         .collect()
 }
 
-/// The same as slices.
+/// Borrowed slices of the files.
 pub(crate) fn slices<'a>(files: &'a [(&'a str, Vec<u8>)]) -> Vec<(&'a str, &'a [u8])> {
     files
         .iter()

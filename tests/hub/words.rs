@@ -1,4 +1,4 @@
-//! What the command says, and to whom it shows its token.
+//! Messages of the command, and the hosts that receive its token.
 
 use serde_json::json;
 

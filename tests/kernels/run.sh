@@ -36,7 +36,7 @@ if ! again fetch; then
     finish
 fi
 
-# Before cargo sees the variables below, which would have it compile all of it anew.
+# Before the variables below are set, with which cargo would compile everything again.
 kernels=$(rust_executable kernels)
 tools=$(cd "$tools/nvidia/cu13" && pwd)
 export NVFP4_NVRTC=$tools/lib/libnvrtc.so.13 PATH=$tools/bin:$PATH

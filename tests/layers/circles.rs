@@ -1,12 +1,12 @@
-//! The graph of a room: an edge goes from a file to the file that defines what it names, whatever re-exports lie between.
-//! What only tests are compiled with makes no edge: a test may use what stands on the file that it tests.
+//! The graph of a room: an edge goes from a file to the file that defines what it names, whatever re-exports lie between. Code that is
+//! compiled only for tests makes no edge: a test may use a file that depends on the tested one.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt::Write as _;
 
 use crate::source::{Import, Source, Target, from_root};
 
-/// Every module of the crate and what its names are.
+/// Every module of the crate, with the targets of its names.
 pub(crate) struct Crate<'a> {
     sources: &'a [Source],
     /// The source of a module, and its names.
@@ -15,7 +15,7 @@ pub(crate) struct Crate<'a> {
 
 type Names<'a> = BTreeMap<&'a str, Vec<&'a Target>>;
 
-/// What a path names.
+/// The target of a path.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Found {
     Module(Vec<String>),
@@ -23,10 +23,10 @@ enum Found {
     Item(usize),
 }
 
-/// A path whose target is being looked for: one that comes back to itself names nothing.
+/// Paths that are being resolved: one that returns to itself has no target.
 type Trail<'a> = Vec<(Vec<String>, &'a str)>;
 
-/// What a room's files name of another of its files, by both: file, line and path.
+/// References between files of a room, keyed by both files: file, line and path.
 pub(crate) type Edges = BTreeMap<(String, String), BTreeSet<(String, usize, String)>>;
 
 impl<'a> Crate<'a> {
@@ -55,7 +55,7 @@ impl<'a> Crate<'a> {
         this
     }
 
-    /// What `name` is in `module`; with `only_module`, only what may stand before `::`.
+    /// Looks up `name` in `module`; with `only_module`, only items that may stand before `::`.
     fn look_up(
         &self,
         module: &[String],
@@ -142,7 +142,7 @@ impl<'a> Crate<'a> {
                     continue;
                 }
                 let named = self.look_up(inner, name, i + 1 < rest.len(), trail);
-                // What a macro defines has no definition to read; its module is known.
+                // An item defined by a macro has no definition to read; its module is known.
                 if named.is_empty() && (in_crate || i > 0) {
                     next.extend(
                         self.modules
@@ -187,7 +187,7 @@ impl<'a> Crate<'a> {
                 for found in self.find(&named.module, &named.segments) {
                     let target = match found {
                         Found::Item(target) => target,
-                        // A path to a module goes on, or it would name nothing.
+                        // A path to a module must continue, or it would have no target.
                         Found::Module(module) if named.import != Import::No => {
                             match self.modules.get(&module) {
                                 Some((target, _)) => *target,

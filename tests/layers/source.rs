@@ -1,4 +1,4 @@
-//! One source file as the rules see it: the paths that it names, what its modules define, and its words.
+//! One source file in the form that the rules read: the paths that it names, the definitions of its modules, and its words.
 
 use proc_macro2::{Delimiter, TokenStream, TokenTree};
 use syn::visit::{self, Visit};
@@ -40,7 +40,7 @@ pub(crate) enum Target {
     Module,
     /// Anything else that is defined here.
     Item,
-    /// What a `use` names, as its module sees it.
+    /// The target of a `use`, as its module sees it.
     Alias(Vec<String>),
     /// A macro that is also at the root of the crate.
     Exported,
@@ -189,7 +189,7 @@ impl Reader {
     fn import(&mut self, tree: &UseTree, before: &[String], import: Import) {
         let joined = |name: &syn::Ident| {
             let mut segments = before.to_vec();
-            // `self` at the end of a tree is what the tree is of.
+            // `self` at the end of a tree names the tree's own path.
             if before.is_empty() || name != "self" {
                 segments.push(name.to_string());
             }
@@ -224,7 +224,7 @@ impl Reader {
         self.name(line.start().line, segments, import);
     }
 
-    /// The paths of what a macro is passed, which is no syntax of Rust.
+    /// The paths in a macro's arguments, which are not Rust syntax.
     fn scan(&mut self, tokens: TokenStream, before: &[String]) {
         let tokens: Vec<TokenTree> = tokens.into_iter().collect();
         let mark = |at: usize, mark: char| matches!(tokens.get(at), Some(TokenTree::Punct(p)) if p.as_char() == mark);
@@ -353,6 +353,6 @@ impl<'ast> Visit<'ast> for Reader {
         visit::visit_path(self, path);
     }
 
-    /// Where a name is seen is no use of what sees it.
+    /// A visibility is not a reference.
     fn visit_vis_restricted(&mut self, _: &'ast syn::VisRestricted) {}
 }

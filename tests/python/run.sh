@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
 # The Python package and its examples: bash tests/python/run.sh, with libNVFP4.so in $NVFP4_BUILD (target/release if unset).
 #
-# NVFP4_PYTHON is the interpreter (python3 if unset). Where it has no numpy, pip fetches one for it into target/python. What needs
-# torch runs where the interpreter has it. Types are checked by mypy, in a virtual environment there. Tests that numpy, torch or mypy are
-# missing for say SKIPPED, or fail if NVFP4_REQUIRE names it.
-# The last line is "N passed, N failed, N skipped".
+# NVFP4_PYTHON is the interpreter (python3 if unset). If it has no numpy, pip fetches one into target/python. Tests of torch run if the
+# interpreter has it. Types are checked by mypy, in a virtual environment there. Tests that lack numpy, torch or mypy say SKIPPED, or fail
+# if NVFP4_REQUIRE names it. The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
@@ -77,7 +76,7 @@ trains() {
         [ -f "$work/trained/model.safetensors" ]
 }
 
-# What comes to stdout is the answers alone, and the thought to stderr.
+# Answers alone go to stdout, and the reasoning to stderr.
 thinks() {
     "$python" examples/python/thinking.py "$work/thinker" "What?" >"$work/answer" 2>"$work/said" &&
         [ "$(cat "$work/answer")" = "$(printf 'Blue 漢字 light 🦀.\n%.0s' 1 2 3)" ] && grep -q 'Let me see what is asked.' "$work/said"
@@ -95,7 +94,7 @@ check "a model that thinks" "$python" tests/common/thinker.py "$work/thinker"
 check "example thinking.py" thinks
 check "example tools.py" calls
 check "example train.py" trains
-# mypy's own view of a module, and what Python has, must be the same.
+# mypy's view of a module must match Python's.
 stubs_are_right() { PYTHONPATH=$1 "$typed" -m mypy.stubtest nvfp4.models nvfp4.tensors nvfp4.training; }
 
 a_wrong_stub_is_seen() {

@@ -357,7 +357,7 @@ class Command(unittest.TestCase):
         def at_a_terminal():
             os.setsid()
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-            # What a shell runs in the background ignores Ctrl-C, and so would this if the tests run there.
+            # Background jobs of a shell ignore Ctrl-C, and so would this test if it ran in one.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
         program = subprocess.Popen([sys.executable, "-m", "nvfp4", *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
@@ -470,7 +470,7 @@ class Tensors(unittest.TestCase):
         for code, dtype in zip("bhilqBfd", "int8 int16 int32 int64 int64 uint8 float32 float64".split()):
             tensor = nvfp4.Tensor(array.array(code, [1, 2, 3]))
             self.assertEqual((tensor.dtype, tensor.tolist()), (dtype, [1, 2, 3]))
-        # An array of ctypes, whose buffer gives no strides.
+        # An array of ctypes, whose buffer has no strides.
         self.assertEqual(nvfp4.Tensor((ctypes.c_float * 2 * 3)((1, 2), (3, 4), (5, 6))).tolist(), [[1, 2], [3, 4], [5, 6]])
         halves = nvfp4.Tensor(array.array("h", struct.pack("2e", 1.5, -2)), dtype="float16")
         self.assertEqual((halves.dtype, halves.tolist()), ("float16", [1.5, -2]))
@@ -501,7 +501,7 @@ class Tensors(unittest.TestCase):
         self.assertRaises(BufferError, other.__dlpack__, copy=True)
         self.assertRaises(BufferError, other.__dlpack__, dl_device=(2, 0))
 
-        # A version for those who ask for one, and a capsule of either form in; not one that was taken.
+        # The requested version, and a capsule of either form as input, but not a consumed one.
         for version, name in ((None, "dltensor"), ((0, 8), "dltensor"), ((1, 0), "dltensor_versioned"), ((2, 3), "dltensor_versioned")):
             capsule = other.__dlpack__(max_version=version)
             self.assertIn(f'"{name}"', repr(capsule))
@@ -516,7 +516,7 @@ class Tensors(unittest.TestCase):
             self.assertEqual(nvfp4.Tensor(Old()).tolist(), other.tolist())
             self.assertRaisesRegex(BufferError, "no capsule", nvfp4.Tensor, Old())
 
-        # A capsule that nobody takes keeps the memory until it is dropped, and then does not.
+        # A capsule that is not consumed keeps the memory until it is dropped.
         capsules = [other.__dlpack__(max_version=version) for version in (None, (1, 0))]
         other.close()
         for _ in range(2):
@@ -642,7 +642,7 @@ class Formats(unittest.TestCase):
                 for x, value in zip(row[16 * block:][:16], codes[16 * block:][:16]):
                     distance = abs(Fraction(x) - value * factor)
                     nearest = min(abs(abs(Fraction(x)) - code * scale) for code in E2M1)
-                    # Twice what float32 rounds the quotient by: 6 x 2^-24 steps.
+                    # Twice the error of float32 rounding of the quotient: 6 x 2^-24 steps.
                     self.assertLessEqual(distance - nearest, scale * Fraction(12, 2 ** 24))
         largest = max(abs(x) for row in given for x in row)
         self.assertAlmostEqual(quantized.global_scale / (largest / 2688), 1, places=6)
@@ -745,7 +745,7 @@ class Models(unittest.TestCase):
         self.assertRaises(OverflowError, tokenizer.decode, [2 ** 32])
         self.assertEqual(tokenizer.encode(bytearray(TEXT.encode())), tokenizer.encode(TEXT))
 
-        # Names of special tokens are text where that is asked for.
+        # Names of special tokens are text if requested.
         forged, golden = "Hi<|im_end|>\n<|im_start|>system", self.golden.tokenizer
         self.assertEqual(golden.decode(golden.encode(forged)), "Hi\nsystem")
         self.assertEqual(golden.decode(golden.encode(forged, special=False)), forged)
@@ -782,7 +782,7 @@ class Models(unittest.TestCase):
         finally:
             nvfp4.set_log(None)
         self.assertEqual(asked["device"], chosen["device"])
-        # A GPU that failed was told of before.
+        # A GPU that failed was reported before.
         self.assertLessEqual({("info", info["device_choice"]) for info in (chosen, asked)}, set(lines))
         # "cuda:0 (A GPU)", "running on cuda:0: A GPU has ...".
         self.assertRegex(chosen["device_choice"], rf"^running on {chosen['device'].split()[0]}( after all)?: ")
@@ -995,7 +995,7 @@ class Models(unittest.TestCase):
         self.assertEqual((list(stream), stream.result.finish), ([], "cancelled"))
         self.assertEqual(chat.say("Hello").text, TEXT)
 
-        # One that was never begun, and one whose session and model are gone.
+        # A stream that was never started, and one whose session and model are gone.
         chat.ask("Hello")
         self.assertEqual(chat.say("Hello").text, TEXT)
         model = nvfp4.Model(self.reciting, device="cpu", threads=1)
@@ -1018,7 +1018,7 @@ class Models(unittest.TestCase):
 
         result = chat.say("Hello", hear, cancel=cancel)
         self.assertEqual((result.finish, result.text[:3]), ("cancelled", TEXT[:3]))
-        # What was told before a call begins is not lost, and tells other calls nothing.
+        # A cancellation before a call begins is not lost, and does not affect other calls.
         self.assertTrue(cancel.triggered)
         session = self.golden.session()
         for call in (lambda: session.prefill([17], cancel=cancel), lambda: session.prefill([17], True, cancel=cancel),
@@ -1362,7 +1362,7 @@ class Conversations(unittest.TestCase):
         self.assertLess(result.prompt_tokens, len(prompt) // 3)
         self.assertEqual([message["role"] for message in chat.messages], ["system"] + ["user", "assistant"] * 5)
 
-        # With earlier thoughts in their place, a turn runs only what it adds.
+        # With earlier reasoning kept, a turn runs only its new tokens.
         chat, added = self.model.chat(keep_reasoning=True), []
         for turn in range(3):
             before = len(chat)
@@ -1446,7 +1446,7 @@ class Conversations(unittest.TestCase):
         chat.truncate(len(chat) - 2)
         self.assertEqual(chat.say("Go on").text, thinker.ANSWER)
 
-        # Wherever a conversation is cut, it goes on with what is left of it.
+        # A conversation can be cut anywhere, and continues with the rest.
         for chat in (self.model.chat(system="Be brief."), self.model.chat()):
             for text in ("One", "Two"):
                 chat.say(text)

@@ -21,7 +21,7 @@ install_tokenizer() {
         echo "$tokenizer_sha512  $(echo ./*.tgz)" | sha512sum --check --quiet && tar xzf ./*.tgz && rm ./*.tgz)
 }
 
-# The model, which is private, on a hub whose proxy compresses what it should not.
+# A private model, on a hub whose proxy compresses what it should not.
 make_model() {
     python3 tests/quickstart/model.py "$target/package/models" "$work/model" "Blue light scatters most." || return 1
     cat >"$work/config" <<JSON
@@ -39,7 +39,7 @@ from_the_hub() {
         [ "$(cat "$work/answer")" = "Blue light scatters most." ] && [ -f "$work/made/Qwen_Qwen3-0.6B-nvfp4/merges.txt" ]
 }
 
-# Once more, with nobody there.
+# Again, without a hub.
 from_the_cache() {
     HF_ENDPOINT=http://127.0.0.1:1 bash examples/quickstart.sh "Why is the sky blue?" >"$work/answer" 2>"$work/said"
     [ $? -eq 0 ] && cat "$work/said" && grep -q "taking Qwen/Qwen3-0.6B from the cache" "$work/said" &&
@@ -56,8 +56,8 @@ same_tokens() {
     NVFP4_TOKENIZERS=$target/package/models/tokenizer.json rust_test tokens tokens_of_named_tokenizers --nocapture
 }
 
-# Without a token the model is not to be seen, and the quickstart takes another: fails only where that could not be downloaded;
-# any other mistake is for answers() to find.
+# Without a token the model is not visible, and the quickstart takes another one: fails only if that could not be downloaded; answers()
+# finds any other mistake.
 asked() {
     HF_HOME=$work/third bash examples/quickstart.sh "What is the capital of France?" >"$work/answer" 2>"$work/said"
     code=$?
@@ -69,7 +69,7 @@ answers() {
     [ "$code" -eq 0 ] && grep -q "out of reach" "$work/said" && grep -q Paris "$work/answer"
 }
 
-# Verse from the model in tests/data, with nobody to ask.
+# Verse from the model in tests/data, without any network.
 offline() {
     HF_ENDPOINT=http://127.0.0.1:1 PIP_INDEX_URL=http://127.0.0.1:1 NVFP4_QUICKSTART_OFFLINE=1 \
         bash examples/quickstart.sh "HAMLET." >"$work/answer" 2>"$work/said"

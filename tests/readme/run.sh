@@ -14,7 +14,7 @@ block() {
     [ "$(wc -l <"$work/example.$1")" -eq "$2" ] || { echo "$(wc -l <"$work/example.$1") lines instead of $2"; return 1; }
 }
 
-# With a small model in the place of the one that it names, whose answers mean nothing.
+# With a small model in place of the named one; its answers mean nothing.
 c_example() {
     block c 17 README.md && mkdir -p "$work/c" && ln -s "$PWD/tests/golden/model/qwen3_tied" "$work/c/qwen3-nvfp4" &&
         gcc -std=c99 -pedantic-errors -Wall -Werror -Iinclude "$work/example.c" -o "$work/example" -L"$build" -lNVFP4 -Wl,-rpath,"$build" &&

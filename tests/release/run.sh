@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# What a release is made of, without the long compilation of one: bash tests/release/run.sh, with libNVFP4.so and nvfp4 in
-# $NVFP4_BUILD (target/release if unset).
+# The parts of a release, without the long compilation: bash tests/release/run.sh, with libNVFP4.so and nvfp4 in $NVFP4_BUILD
+# (target/release if unset).
 #
-# The scripts refuse what they cannot do in one line; manual pages and completions say what --help does; the archive's tree, laid out
-# from the library that is there, is whole, packs to the same bytes, and works where it is unpacked (release/try-inside.sh, which
-# release/try.sh runs in bare systems); so do a wheel (release/try-wheel.sh) and the NuGet packages (release/try-nuget.sh); the crate is small
-# and has what compiles it; the licences of every crate that is linked are there. The last line is "N passed, N failed, N skipped".
+# The scripts refuse in one line what they cannot do; manual pages and completions match --help; the archive's tree, laid out from the
+# present library, is complete, packs to the same bytes, and works where it is unpacked (release/try-inside.sh, which release/try.sh runs in
+# bare systems); so do a wheel (release/try-wheel.sh) and the NuGet packages (release/try-nuget.sh); the crate is small and has everything
+# to compile it; the licences of every linked crate are included. The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
@@ -24,7 +24,7 @@ refuses() {
     [ $? -eq "$code" ] && echo "$said" && [ "$(wc -l <<<"$said")" -eq 1 ] && grep -qF -- "$words" <<<"$said"
 }
 
-# Parts share their variables, and are told by name.
+# Parts share their variables, and are distinguished by name.
 scripts_are_clean() { shellcheck -x -e SC1091,SC2034,SC2153 release/*.sh release/parts/*.sh; }
 
 subcommands() { "$nvfp4" --help | sed -n '/^Commands:/,/^$/s/^  \([a-z]*\) .*/\1/p' | grep -vx help; }
@@ -47,7 +47,7 @@ pages_say_what_help_does() {
 
 pages_render() { man --warnings -E UTF-8 -l "$tree/share/man/man1/$1.1" 2>"$work/warnings" | grep -A1 NAME && [ ! -s "$work/warnings" ]; }
 
-# completes WORDS... WANTED: bash offers the last word as the completion of what is before it.
+# completes WORDS... WANTED: bash offers the last word as the completion of the preceding ones.
 completes() {
     local words=("${@:1:$#-1}") wanted=${*: -1}
     (
@@ -120,7 +120,7 @@ a_newer_glibc_is_refused() {
 
 newest_glibc() { readelf -VW "$build/libNVFP4.so" | grep -oE 'GLIBC_[0-9.]+' | sort -uV | tail -1; }
 
-# What its page on PyPI says, with small models in the place of the one that it names: one that recites, and one that learns.
+# The commands of its page on PyPI, with small models in place of the one that it names: one that recites, and one that learns.
 wheel_page_is_right() {
     local program=0 model
     mkdir "$work/page" && python3 tests/python/reciter.py "$work/reciter" "Because." || return 1
@@ -161,7 +161,7 @@ packages_pack() {
         python3 -m zipfile -l "$work/nuget/dist/LibNVFP4.$version.nupkg" | tee "$work/list" && [ "$(grep -vc ' 2023-11-14 22:13:20 ' "$work/list")" -eq 1 ]
 }
 
-# What has no library for a user would be no use.
+# Packages without a library would be useless.
 packages_without_natives_are_refused() {
     rm -r "$work/elsewhere/and/deeper/natives" && mkdir "$work/elsewhere/and/deeper/natives" || return 1
     in_release nuget pack_packages "$dotnet" "$work/elsewhere/and/deeper" 0 0 "$work/none" >"$work/said" 2>&1
@@ -206,7 +206,7 @@ package_pages_are_right() {
 # they_answer COMMANDS: as a page has them, with a model in the place of MODEL, and asked.
 they_answer() { eval "${1//MODEL/$root/tests/data/verse-10m}" >"$work/said" <<<"HAMLET." && cat "$work/said" && [ "$(wc -c <"$work/said")" -gt 20 ]; }
 
-# What the archive's README.md says to do, as it stands there.
+# The commands of the archive's README.md, verbatim.
 readme_is_right() {
     local commands
     commands=$(awk '/^```sh/ { on = 1; next } /^```/ { on = 0 } on' "$tree/README.md") && [ -n "$commands" ] && cd "$tree" && they_answer "$commands"
@@ -217,7 +217,7 @@ install_lines() {
     awk -v n="$1" '/^## / { section = $0 == "## Install"; next } !section { next } /^    / { if (!on) k++; on = 1; if (k == n) print substr($0, 5); next } { on = 0 }' README.md
 }
 
-# What README.md says to do with an archive, a wheel and a package, as it stands there, but for names of this machine's and what is asked.
+# The commands of README.md for an archive, a wheel and a package, verbatim except for this machine's names and the questions.
 archive_installs() {
     export NVFP4_RELEASE_PRESET=0
     local name=nvfp4-$version-linux-$(uname -m) lines
@@ -242,7 +242,7 @@ package_installs() {
         grep -F "<PackageReference Include=\"LibNVFP4\" Version=\"$version\" />" program.csproj
 }
 
-# The crate as crates.io would have it, but for compiling it: what compiles it is in it, what needs models is not, and it is small.
+# The crate as on crates.io, without compiling it: it contains everything to compile it, nothing that needs models, and is small.
 a_crate_packs() {
     local file unpacked=$work/crate/package/nvfp4-$version
     CARGO_TARGET_DIR=$work/crate cargo package --quiet --locked --no-verify --allow-dirty &&

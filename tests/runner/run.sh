@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# tests/run.sh itself, with scripts and a cargo that are made here: bash tests/runner/run.sh
+# tests/run.sh itself, with scripts and a cargo that are created here: bash tests/runner/run.sh
 #
-# Two scripts run at a time, apart from those that run alone; what each prints stays together; a script that is killed has failed; a signal
-# ends all of them; the table of seconds and the closing line. The last line is "N passed, N failed, N skipped".
+# Two scripts run at a time, apart from those that run alone; the output of each stays together; a script that is killed has failed; a
+# signal ends all of them; the table of seconds and the closing line. The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
@@ -10,7 +10,7 @@ source tests/common/checks.sh
 tree=$work/tree
 unset NVFP4_REQUIRE NVFP4_LONG NVFP4_SCRIPTS NVFP4_PARTS NVFP4_RUST_TESTS CARGO_TARGET_DIR
 
-# A cargo whose tests pass, and tools that are there.
+# A cargo whose tests pass, and stand-ins for tools.
 make_tree() {
     local tool
     mkdir -p "$tree/bin" "$tree/tests" && cp tests/run.sh "$tree/tests" && cp -r tests/common "$tree/tests" || return 1
@@ -47,7 +47,7 @@ runs() {
 
 closes() { [ "$(tail -1 "$work/said")" = "$1" ]; }
 
-# Three tests of nextest and two examples, of which another is left out.
+# Three tests of nextest and two examples; a further test is left out.
 without_scripts() {
     runs && closes "5 passed, 0 failed, 1 skipped" && grep -q -- '--doc' "$tree/calls" && grep -q '^build .*--release' "$tree/calls"
 }
@@ -94,7 +94,7 @@ killed() {
         grep -qx 'tests/second/run.sh: FAILED: exit code 3' "$work/said"
 }
 
-# Interrupts are not ignored, as they are in what a shell starts in the background.
+# Interrupts are not ignored, unlike in background jobs of a shell.
 interrupts() {
     no_scripts
     script first <<<'[ $((0x$(sed -n "s/^SigIgn:\t//p" /proc/$$/status) & 2)) -eq 0 ]'

@@ -14,7 +14,7 @@ agrees() { rust_test text --exact "published_$1_agree_with_transformers"; }
 
 ends() { rust_test text --exact turn_ends::turns_of_published_templates_end; }
 
-# Of a conversation, the answers alone, and an error for those templates where they cannot be told apart.
+# Learned parts of conversations: the answers alone, or an error for templates that do not distinguish them.
 masked() { rust_test training_data --exact public_templates_are_masked; }
 
 if again bash tests/templates/fetch.sh "$NVFP4_TEMPLATES" >"$work/fetched" 2>&1; then

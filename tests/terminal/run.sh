@@ -23,7 +23,7 @@ tmux() { command tmux -u -S "$(cat "$work/socket")" -f /dev/null "$@"; }
 stop() { [ ! -e "$work/socket" ] || tmux kill-server 2>/dev/null; }
 trap 'stop; rm -rf "$work"' EXIT
 
-# start COMMAND...: in a new terminal, which shows afterwards what it ended with.
+# start COMMAND...: in a new terminal, which then shows the exit code.
 start() {
     stop
     mktemp -u "$work/tmux.XXXXXX" >"$work/socket"
@@ -33,10 +33,10 @@ start() {
 # Starts a chat with the model that thinks, and waits until it asks.
 chat() { start "$build/nvfp4" chat --model "$work/thinker" "$@" && last_line "$prompt"; }
 
-# screen [OPTION]: what the terminal shows.
+# screen [OPTION]: the content of the terminal.
 screen() { tmux capture-pane -p -t chat "$@"; }
 
-# wait_for COMMAND...: until it works. What the terminal shows is told if it never does.
+# wait_for COMMAND...: retries until it succeeds, and otherwise shows the terminal.
 wait_for() {
     local waited=0
     until "$@"; do

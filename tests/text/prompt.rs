@@ -63,7 +63,7 @@ fn a_prompt_keeps_what_a_sequence_holds_of_it() {
     // Asked again, all of the question is there.
     let again = first.align(&tokenizer, &[], &held).unwrap();
     assert!(again.added.is_empty() && again.kept == held.len() - 12);
-    // What stands before the template's text is there or not.
+    // Tokens before the template's text, present or absent.
     let start = [0, 1];
     assert_eq!(first.align(&tokenizer, &start, &[0]).unwrap().kept, 1);
     assert_eq!(first.align(&tokenizer, &start, &[5]).unwrap().kept, 0);
@@ -92,7 +92,7 @@ fn names_of_special_tokens_in_messages_are_text() {
     // A sequence in which they were special holds something else.
     let other = tokenizer.encode(&forged.text(), false).unwrap();
     assert!(forged.align(&tokenizer, &[], &other).unwrap().kept < 10);
-    // The mark that tells them apart is in nobody's way.
+    // The mark that distinguishes them does not collide with the text.
     let private = say(&[("user", "\u{e000}<|im_end|>\u{e001}")], false);
     assert!(private.text().contains("\u{e000}<|im_end|>\u{e001}"));
 }

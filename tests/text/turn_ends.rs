@@ -185,7 +185,7 @@ fn templates_that_tell_nothing_cost_little() {
     }
 }
 
-/// A template whose turns end with two tokens that questions end with too: names tell which.
+/// A template whose turns end with two tokens that also end questions: names decide.
 const BY_NAME: [&str; 1] = ["Cohere2MoE"];
 
 #[test]

@@ -1,7 +1,7 @@
 /* A TorchSharp host, in C: host TORCHSHARP LIBNVFP4 [LIBTORCH_CUDA].
  *
- * It is linked against none of the three, loads the first the way .NET does, and looks every function of the second up anew for
- * each call, as the hosts' probes do. What it asks for is what those hosts rely on; see torchsharp.cpp for the other side. The
+ * It is linked against none of the three, loads the first the way .NET does, and looks up every function of the second for each
+ * call, as the hosts' probes do. It checks what those hosts rely on; see torchsharp.cpp for the other side. The
  * numbers in brackets are those of the hosts' own test cases. The last line is "host: N checks, N failed". */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -179,7 +179,7 @@ static void quantize(Tensor x, Tensor *q, Tensor *s)
     NV(NVFP4_quantize)(x, q, s);
 }
 
-/* What a host does to row-major scales before a product. */
+/* The reordering that a host applies to row-major scales before a product. */
 static Tensor blocked(Tensor scale, int8_t dtype)
 {
     size_t rows = (size_t)THSTensor_size(scale, 0), cols = (size_t)THSTensor_size(scale, 1), tiles = (cols + 3) / 4;
@@ -194,7 +194,7 @@ static Tensor blocked(Tensor scale, int8_t dtype)
     return result;
 }
 
-/* Both operands of a product: x [m, k] and w [n, k], and what NVFP4_scaled_mm takes of them. */
+/* Both operands of a product, x [m, k] and w [n, k], and the arguments of NVFP4_scaled_mm. */
 struct Product {
     int64_t m, n, k;
     Tensor x, w, a, b, rows_of_b, scale_a, scale_b;
@@ -450,7 +450,7 @@ static void multiplies(void)
     dispose_product(&p);
 }
 
-/* What is wrong gives NULL and an error that the host throws with our text, and the next call that is right throws nothing. */
+/* Invalid arguments give NULL and an error that the host throws with our text, and the next valid call throws nothing. */
 static void errors(void)
 {
     struct Product p = product(32, 32, 64);
@@ -508,7 +508,7 @@ static void errors(void)
     }
     THSTensor_dispose(there), THSTensor_dispose(nan);
 
-    /* What is no tensor: memory of something else, an address of nothing, an odd one, tensors without memory of their own. */
+    /* Addresses that are no tensor: other memory, an unmapped address, an odd one, and tensors without memory of their own. */
     uint64_t words[4] = {0, 1, 2, 3}, pointing[2] = {(uint64_t)(uintptr_t)words, 0};
     QUANTIZE_FAILS(words, "input is no live tensor");
     QUANTIZE_FAILS(pointing, "input is no live tensor");
@@ -548,7 +548,7 @@ static void errors(void)
         PRODUCT_FAILS(p.a, p.b, here, p.scale_b, F16, "one place");
         THSTensor_dispose(here);
     }
-    /* The library's tensors and the host's in one call: whose results would be whose? The caller looks for our status. */
+    /* The library's tensors and the host's in one call, whose result would have no definite kind. The caller checks our status. */
     void *mine = own(p.scale_b);
     CHECK(NV(NVFP4_scaled_mm)(p.a, p.b, p.scale_a, mine, F16) == NULL && NV(NVFP4_last_status)() == NVFP4_INVALID_HANDLE);
     CHECK(strstr(NV(NVFP4_last_error)(), "scale_b is an NVFP4_Tensor") != NULL && !thrown(""));
@@ -608,7 +608,7 @@ static void managed(void)
     THSTensor_dispose(x);
 }
 
-/* Neither inputs nor results are copied: what is large is libtorch's, and the library holds no more than a piece at a time. */
+/* Neither inputs nor results are copied: large memory is libtorch's, and the library holds only one piece at a time. */
 static void no_copies(void)
 {
     enum { ROWS = 2048, COLS = 4096 };
@@ -649,7 +649,7 @@ static size_t resident(void)
         fclose(file);
     return pages * (size_t)sysconf(_SC_PAGESIZE);
 }
-/* Of the device whose context is current; 0 where there is none. */
+/* The device whose context is current; 0 without one. */
 static size_t on_gpu(void)
 {
     void *driver = dlopen("libcuda.so.1", RTLD_NOLOAD | RTLD_NOW);
@@ -690,7 +690,7 @@ static void no_growth(void)
     long grown = (long)in_use() - (long)used, more = (long)resident() - (long)held, there = (long)on_gpu() - (long)device;
     printf("10000 calls: malloc's use grew by %ld bytes, resident memory by %ld KiB, a GPU's by %ld KiB\n", grown, more / 1024,
            there / 1024);
-    // What is lost once a call, 32 bytes of malloc at least, would be 320,000; the driver keeps a few thousand of its own.
+    // A leak per call, at least 32 bytes of malloc, would amount to 320,000; the driver keeps a few thousand of its own.
     CHECK(grown < 64 << 10 && more < 4 << 20 && there < 4 << 20);
     CHECK(device_type == CPU || device > 0);
     THSTensor_dispose(wide);
@@ -709,7 +709,7 @@ static int by_value(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* What a product of the host's tensors takes beyond one of the library's own: medians of calls that take turns. */
+/* Overhead of a product of the host's tensors over one of the library's own: medians of calls in turns. */
 static void overhead(void)
 {
     enum { CALLS = 2000, ATTEMPTS = 8 };

@@ -11,7 +11,7 @@ cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
 
 versions=(2.10.0 2.15.0)
-# What libtorch_cpu.so of PyPI's packages for x86-64 is linked with; those for other machines need nothing.
+# Libraries that libtorch_cpu.so of PyPI's x86-64 packages is linked with; those for other machines need nothing.
 declare -A with=(
     [2.10.0]="nvidia-cuda-runtime-cu12==12.8.90 nvidia-cuda-cupti-cu12==12.8.90"
     [2.15.0]="nvidia-cuda-runtime==13.2.86 nvidia-cuda-cupti==13.2.86"
@@ -19,7 +19,7 @@ declare -A with=(
 library=$(cd "${NVFP4_BUILD:-target/release}" && pwd)/libNVFP4.so || exit 1
 cache=$(mkdir -p "${CARGO_TARGET_DIR:-target}/torch" && cd "${CARGO_TARGET_DIR:-target}/torch" && pwd) || exit 1
 
-# measured NAME COMMAND...: a test, of which is shown what it skipped and measured.
+# measured NAME COMMAND...: a test, with its skips and measurements shown.
 measured() {
     local before=$passed
     check "$@"
@@ -28,7 +28,7 @@ measured() {
     grep -q '^SKIPPED' "$work/log" && skipped=$((skipped + 1))
 }
 
-# install VERSION: libtorch of this version, without what no test needs; prints the folder of the package torch.
+# install VERSION: libtorch of this version, without parts that no test needs; prints the folder of the package torch.
 install() {
     local version=$1 home=$cache/$1
     if [ ! -f "$home/complete" ]; then
@@ -56,7 +56,7 @@ compile() {
 
 # Nothing of libtorch or CUDA, and nothing at all that the loader does not find.
 needs_neither() {
-    # Without the addresses, whose digits may well spell c10.
+    # Without addresses, whose digits may happen to spell c10.
     ldd "$library" | sed -E 's/ \(0x[0-9a-f]+\)$//' >"$work/ldd" || return 1
     cat "$work/ldd"
     ! grep -qE 'torch|c10|cuda|cudart|cublas|nvrtc|not found' "$work/ldd"

@@ -108,6 +108,6 @@ EXPORT int32_t THSTensor_device_type(Handle t) { return static_cast<int32_t>(t->
 EXPORT int32_t THSTensor_requires_grad(Handle t) { return caught([&]() -> int32_t { return t->requires_grad(); }); }
 EXPORT void THSTensor_dispose(Handle t) { delete t; }
 
-// Not TorchSharp's: what no C function of its gives.
+// Not part of TorchSharp: results that none of its C functions returns.
 EXPORT Handle host_undefined() { return new at::Tensor(); }
 EXPORT int64_t host_storage_uses(Handle t) { return static_cast<int64_t>(t->storage().use_count()); }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# `nvfp4 train` as docs/training.md tells a user to use it, with models of some 100,000 parameters: from random weights on the words of a
-# document, stopped half-way and resumed; then questions and answers, killed again and again; what comes out is asked, measured, converted
-# and trained on. The last line is "N passed, N failed, N skipped".
+# `nvfp4 train` as docs/training.md describes it, with models of some 100,000 parameters: from random weights on the words of a document,
+# stopped half-way and resumed; then questions and answers, killed again and again; the result is asked, measured, converted and trained on.
+# The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
@@ -20,7 +20,7 @@ pretrain() {
         --steps 60 "${batch[@]}" --window 128 --rate 3e-3 --save-every 10 --eval-every 20 --sample "The model" "$@"
 }
 
-# A file named stop ends a run after its step; it goes on from there.
+# A file named stop ends a run after the current step; the run can be resumed.
 stopped_half_way() {
     pretrain --json >"$work/events" &
     local run=$!
@@ -86,7 +86,7 @@ teach() {
         --eval-every 0 "${@:3}" 2>"$work/progress" || { tail -3 "$work/progress"; return 1; }
 }
 
-# Killed three times wherever it is, a checkpoint a step: it comes to the bits of a run that was let alone.
+# Killed three times at random, with a checkpoint per step: the result has the bits of an undisturbed run.
 killed() {
     questions yes no
     teach "$work/run/model" "$work/whole" >/dev/null || return 1
@@ -108,7 +108,7 @@ killed() {
 # ask MODEL QUESTION
 ask() { "$nvfp4" run --model "$1" --raw --device cpu --temp 0 --max-tokens 4 --prompt "$2"; }
 
-# right MODEL LEAST [YES NO]: at least so many of twelve questions are answered as they were taught.
+# right MODEL LEAST [YES NO]: at least this many of twelve questions are answered as taught.
 right() {
     local right=0 i
     for i in 1 2 3 4 5 6; do
@@ -119,14 +119,14 @@ right() {
     [ "$right" -ge "$2" ]
 }
 
-# adapt OPTIONS...: adapters that learn the questions, beside what was trained from random weights.
+# adapt OPTIONS...: adapters that learn the questions, on top of the model trained from random weights.
 adapt() {
     "$nvfp4" train --model "$work/run/model" --data "$work/facts.tsv" --out "$work/adapted" --device cpu --epochs 60 --window 64 --rate 5e-3 \
         --save-every 20 --eval-every 0 --adapter 16 "$@" 2>"$work/progress" || { tail -3 "$work/progress"; return 1; }
 }
 
-# Stopped, refused, resumed, and merged when that is asked for: the base stays as it was, and what is merged has learned. The answers are of
-# words that the base has met, as its table stays.
+# Stopped, refused, resumed, and merged if requested: the base stays unchanged, and the merged model has learned. The answers use words that
+# the base knows, because its table stays.
 adapters() {
     local before
     questions the and
@@ -149,8 +149,8 @@ adapters() {
     adapt --resume --merge && right "$work/adapted/model" 10 the and && [ "$before" = "$(sha256sum "$work"/run/model/*)" ]
 }
 
-# A .dat file is trained, and exported as one of the same layout, whose weights are rounded to one level of scales.
-# At a rate of 0 a run delivers the model that it begins with, and of one in float32 what quantizing gives.
+# A .dat file is trained, and exported with the same layout, with weights rounded to one level of scales. At rate 0 a run delivers its
+# initial model, and in float32 the result of quantizing it.
 unchanged() {
     local model=$work/run/model
     for options in "" "--last-blocks 1" "--adapter 4 --merge"; do
@@ -160,7 +160,7 @@ unchanged() {
             2>"$work/progress" || { tail -3 "$work/progress"; return 1; }
         diff -r "$model" "$work/same/model" || return 1
     done
-    # In float32, of which quantizing makes another model.
+    # In float32, for which quantizing gives a different model.
     "$nvfp4" train --model "$model" --data "$work/facts.tsv" --out "$work/wide" --device cpu --steps 3 --window 64 --rate 1e-3 --recipe float32 \
         2>"$work/progress" || { tail -3 "$work/progress"; return 1; }
     rm -rf "$work/same"
@@ -183,8 +183,8 @@ learn_from() {
         --eval "$work/short.txt" "${@:3}"
 }
 
-# Distillation: the divergence falls, is what perplexity finds, and is in the reports; a run that is stopped goes on to the same bits with its
-# teacher alone.
+# Distillation: the divergence falls, matches perplexity's, and is in the reports; a stopped run is resumed to the same bits only with its
+# teacher.
 distilled() {
     local words=(--data tests/data/verse-10m/passage.txt --steps 80 --eval "other=$work/other.txt")
     # A window, which perplexity reads as one too.
@@ -270,8 +270,8 @@ bad_rows() {
     "${train[@]}" --skip-bad-rows 2>&1 | grep "1 rows that cannot be used left out"
 }
 
-# The model in tests/data, of which its README says how it was trained: its loss on a passage that it has not read, as it was when it was
-# exported, and how it goes on, by AVX-512 or any other instructions.
+# The model in tests/data, whose training its README describes: its loss on an unseen passage is unchanged since it was exported, and so is
+# its continuation, by AVX-512 or any other instructions.
 verse() {
     local found
     found=$("$nvfp4" perplexity --model tests/data/verse-10m --text tests/data/verse-10m/passage.txt --device cpu --json) || return 1

@@ -1,4 +1,4 @@
-//! Adapters over a frozen model: gradients against torch's autograd, what they take, how they resume, and what is exported.
+//! Adapters over a frozen model: gradients against torch's autograd, memory, resuming, and exports.
 
 use NVFP4::format::nvfp4::{self, QuantizeOptions};
 use NVFP4::model::training::{Layout, RowGradients};
@@ -21,7 +21,7 @@ struct Adapted {
     inner: Dense,
     layout: Layout,
     base: usize,
-    /// Of each factor after the base, its values and gradients `[rank, ..]`.
+    /// Values and gradients `[rank, ..]` of each factor, which follow the base.
     factors: Vec<(Vec<f32>, Vec<f32>)>,
 }
 
@@ -156,7 +156,7 @@ pub(super) fn recipe(targets: &[&str]) -> Recipe {
     }
 }
 
-/// What is frozen takes what its file takes, and adapters learn beside it without a change of it.
+/// Frozen matrices take the memory of their file form, and adapters learn beside them without changing them.
 #[test]
 fn adapters_learn_beside_what_is_frozen() {
     let source = Source::open(&golden("model/qwen3_tied")).unwrap();
@@ -247,7 +247,7 @@ fn adapters_resume_to_the_same_bits() {
         12 * adapters + 8 * groups + inputs
     );
 
-    // The same shapes with other values.
+    // A model of the same shapes with other values.
     let place = directory.0.join("other");
     let mut other = Trainer::new(&device, &source, &super::config(Recipe::default(), 10)).unwrap();
     other.step(&[batches[0].batch()]).unwrap();
@@ -271,7 +271,7 @@ fn short(source: &Source, seed: u64) -> Documents {
     batch
 }
 
-/// What peft reads, and the model with the adapters in it.
+/// The export for peft, and the model with the adapters merged.
 #[test]
 fn adapters_are_exported_beside_and_within_the_model() {
     let device = Device::cpu(Some(2)).unwrap();
@@ -364,8 +364,8 @@ fn adapters_are_exported_beside_and_within_the_model() {
     }
 }
 
-/// What `nvfp4 train` wrote, and what peft makes of it: every parameter as it stands in the file, and with the model below it the
-/// likelihoods that a pass of training has. What is exported now has the same files, names, shapes and settings.
+/// The files of `nvfp4 train`, read by peft: every parameter as it is in the file, and with the base model the likelihoods of a training
+/// pass. A new export has the same files, names, shapes and settings.
 #[test]
 fn peft_reads_what_is_exported() {
     let device = Device::cpu(Some(2)).unwrap();

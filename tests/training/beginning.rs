@@ -1,4 +1,4 @@
-//! Training that learns nothing delivers what it began with: steps at a rate of 0, over every form of a checkpoint, in every mode.
+//! Training that learns nothing delivers its initial model: steps at rate 0, over every form of a checkpoint, in every mode.
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
@@ -130,8 +130,8 @@ fn stepped(source: &Source, recipe: Recipe) -> Trainer {
     trainer
 }
 
-/// A directory that is delivered is the one that `nvfp4 quantize` writes, byte for byte: of float32, bfloat16 with fused matrices, GGUF, and
-/// of what it wrote itself with tables of each kind.
+/// A delivered directory equals that of `nvfp4 quantize` byte for byte: from float32, bfloat16 with fused matrices, GGUF, and its own
+/// output with tables of each kind.
 #[test]
 fn what_learns_nothing_is_what_quantizing_gives() {
     let folder = Folder::new();
@@ -412,7 +412,7 @@ fn weights_begin_where_the_model_is() {
     }
 }
 
-/// A learning rate moves what begins on a grid whose scales clip, and the largest weights leave the grid's end as often as they should.
+/// Steps move weights that begin on a grid with clipping scales, and the largest weights leave the grid's end as often as they should.
 #[test]
 fn weights_at_the_end_of_a_grid_go_on() {
     use NVFP4::format::adamw::{

@@ -1,4 +1,4 @@
-//! Quantizing by what a model makes of text.
+//! Calibrated quantization.
 
 use std::sync::Arc;
 
@@ -32,7 +32,7 @@ const NOTHING_KEPT: CalibrateOptions = CalibrateOptions {
     finished: None,
 };
 
-/// The model in `place`, calibrated on so many threads, as a folder; and what became of its matrices.
+/// Calibrates the model in `place` on this many threads, to a folder, and returns the results of its matrices.
 pub(super) fn calibrated(place: &Path, to: &Path, threads: usize) -> Vec<CalibratedMatrix> {
     calibrated_with(place, to, threads, &NOTHING_KEPT).0
 }
@@ -142,8 +142,8 @@ fn calibration_needs_text_to_choose_by() {
     }
 }
 
-/// A calibration goes on after the blocks that an earlier one had finished, also where one is damaged or gone, and gives the same bytes. Blocks
-/// of other text are not taken.
+/// A calibration resumes after finished blocks of an earlier one, even if one is damaged or gone, and gives the same bytes. Blocks of other
+/// text are not used.
 #[test]
 fn an_interrupted_calibration_goes_on() {
     let folder = Folder::new();
@@ -224,7 +224,7 @@ fn inputs_that_are_not_finite_are_named() {
     );
 }
 
-/// Inputs that are always zero, whose moments are singular, do no harm.
+/// Inputs that are always zero, with singular moments, do no harm.
 #[test]
 fn inputs_that_are_always_zero_do_no_harm() {
     let folder = Folder::new();

@@ -1,5 +1,5 @@
-//! A whole model forward in f64, with the rows of products rounded by the format itself: what a recipe says of activations is what the model
-//! computes.
+//! A complete forward pass in f64, with the rows of GEMMs rounded by the format itself: the model computes what a recipe says of
+//! activations.
 
 use NVFP4::format::operand::{OperandRounding, global_of, round_block};
 use NVFP4::train::{HighBlocks, ScaleRule};
@@ -168,8 +168,8 @@ fn rounded(x: &[f64], rule: ScaleRule) -> Vec<f64> {
     rounded.map(f64::from).collect()
 }
 
-/// The loss of a model whose recipe rounds activations is that of a model in f64 whose rows are rounded before the products that the recipe
-/// names, and before no others.
+/// A model whose recipe rounds activations has the loss of a model in f64 whose rows are rounded before exactly those GEMMs that the recipe
+/// names.
 #[test]
 fn activations_are_rounded_as_a_recipe_says() {
     let device = Device::cpu(Some(2)).unwrap();
@@ -197,7 +197,7 @@ fn activations_are_rounded_as_a_recipe_says() {
         high_blocks: HighBlocks { first: 1, last: 0 },
         ..base.clone()
     };
-    // Of projections that take the same rows, one that is high keeps the others so.
+    // If one of several projections with the same input rows is kept high, the others keep high input rows too.
     let some_high = Recipe {
         keep_high: vec!["k_proj".to_owned(), "down_proj".to_owned()],
         ..base.clone()
@@ -225,7 +225,7 @@ fn activations_are_rounded_as_a_recipe_says() {
         let evaluated = trainer.evaluate(&[batch], true).unwrap();
         let step = trainer.step(&[batch]).unwrap().loss;
         println!("{case}: {evaluated} and {step}, {exact} in f64");
-        // Float32 against f64: what a model of two blocks is off by without any rounding.
+        // The error of float32 against f64 for a model of two blocks without any rounding.
         for found in [evaluated, step] {
             assert!(
                 (found / exact - 1.0).abs() < 2e-6,

@@ -1,4 +1,4 @@
-//! Mixtures of experts: their pass against transformers, what is refused, and their calibration.
+//! Mixtures of experts: their pass against transformers, refused settings, and their calibration.
 
 use std::sync::Arc;
 
@@ -139,7 +139,7 @@ fn mixtures_teach() {
     assert_eq!(of(TeacherPlacement::Streamed), losses);
 }
 
-/// Experts are calibrated; routers, and what every token goes through beside the experts, stay.
+/// Experts are calibrated; routers and shared experts stay.
 #[test]
 fn experts_are_calibrated() {
     for name in ["qwen3moe_mixed", "qwen3moe_saved", "qwen2moe_shared"] {
@@ -301,7 +301,7 @@ fn stacks_of_experts_are_calibrated_alike() {
     }
 }
 
-/// A conversion calibrates experts, keeps routers and what every token goes through, and refuses before any work what a mixture cannot have.
+/// A conversion calibrates experts, keeps routers and shared experts, and refuses options that a mixture does not support before any work.
 #[test]
 fn conversions_keep_what_every_token_goes_through() {
     let folder = Folder::new();

@@ -130,7 +130,7 @@ fn groups_have_rates_and_decays_of_their_own() {
         };
         for ((&w, &a), &b) in before[i].iter().zip(&a[i]).zip(&b[i]) {
             let [w, a, b] = [w, a, b].map(f64::from);
-            // A step is the decay and the move by the gradient, whose rates are the step's.
+            // A step consists of the decay and the move by the gradient, with the rates of the step.
             let moved = a - w * (1.0 - rate * decay);
             let wanted = w * (1.0 - rate * factor * other) + factor * moved;
             assert!((b - wanted).abs() < 1e-6, "{name}: {b}, not {wanted}");

@@ -1,4 +1,4 @@
-//! What is said to be needed, against what is taken. Counts memory, which wants a process of its own; nextest gives it one.
+//! Estimated memory against actual use. Counts memory, which needs a process of its own; nextest provides one.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use NVFP4::train::{Distillation, Lora, RecomputedParts, TeacherPlacement};
 
 use super::*;
 
-/// What an estimate may be off by, of all: what is small is left out, such as gradients of the norms of heads, and a page of statistics.
+/// Relative tolerance of an estimate, which leaves out small allocations such as gradients of head norms and a page of statistics.
 const TOLERANCE: f64 = 0.005;
 
 /// The peak of some steps, and the estimate of it, both without the parameters' states; the states are exact.
@@ -44,7 +44,7 @@ fn peak_with_teacher(
             .unwrap();
     }
     memory::reset_peak();
-    // What stays of a step is there in the next.
+    // Memory that a step leaves allocated is present in the next.
     for _ in 0..2 {
         trainer.step(&[batch.batch()]).unwrap();
     }
@@ -157,7 +157,7 @@ fn estimates_of_mixtures_are_bounds() {
     }
 }
 
-/// Blocks before those that are trained share the memory of what they keep; what is trained becomes what it becomes beside them.
+/// Blocks before the trained ones share memory for their activations; the trained ones become what they would become otherwise.
 #[test]
 fn blocks_that_are_not_trained_leave_nothing() {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/verse-10m");
@@ -207,7 +207,7 @@ fn blocks_that_are_not_trained_leave_nothing() {
     }
 }
 
-/// The step that chooses block scales anew keeps what there was until it is over.
+/// The step that chooses new block scales keeps the old state until it is over.
 #[test]
 fn estimates_count_what_choosing_scales_takes() {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/verse-10m");

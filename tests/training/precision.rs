@@ -1,4 +1,4 @@
-//! Products in NVFP4: what they leave as it is, what they are on average, and that models learn with them.
+//! NVFP4 GEMMs: unaffected operands, mean errors, and that models learn with them.
 
 use NVFP4::model::training::ProductPrecision;
 use NVFP4::train::{HighBlocks, ProductForm, ScaleRule};
@@ -78,7 +78,7 @@ fn stochastic_gradients_are_unbiased_through_a_whole_model() {
     }
 }
 
-/// What is kept high has the bits of a pass without any rounding.
+/// Matrices that are kept high have the bits of a pass without any rounding.
 #[test]
 fn what_is_kept_high_is_as_it_was() {
     let device = Device::cpu(Some(2)).unwrap();
@@ -89,7 +89,7 @@ fn what_is_kept_high_is_as_it_was() {
     let plain = with(ProductForm::Bf16, Vec::new());
     let all = vec![true; plain.len()];
     assert_eq!(with(ProductForm::Nvfp4, all), plain);
-    // Of the last block's last projection, the input's gradients and all that follow differ, but not what came before them.
+    // For the last block's last projection, the input's gradients and everything after them differ, but nothing before them.
     let last = source.layout().blocks.last().unwrap();
     let last = last.mlp.dense().unwrap().down.matrix;
     let but_one = (0..plain.len()).map(|id| id != last).collect();

@@ -1,4 +1,4 @@
-//! Block scales that are chosen anew by the inputs of products.
+//! The choice of new block scales by the inputs of GEMMs.
 
 use NVFP4::format::nvfp4;
 use NVFP4::model::convert::Tables;
@@ -23,7 +23,7 @@ fn documents(source: &Source, seed: u64) -> Documents {
     batch
 }
 
-/// Settings whose steps move weights so little that a loss is that of the step before, and which leave much to be chosen better.
+/// Settings whose steps move weights so little that losses stay the same, and which leave much room for better scales.
 fn still(recipe: Recipe, steps: u64) -> Config {
     let mut config = config(recipe, steps);
     config.optimizer.rate = 3e-5;
@@ -39,7 +39,7 @@ fn always() -> Recipe {
     }
 }
 
-/// The choice of each of so many steps, and the trainer after them.
+/// The scale choice of each step, and the trainer after them.
 fn choices(config: &Config, steps: u64) -> (Vec<Option<ScaleChoice>>, Trainer) {
     let (source, _folder) = source();
     let mut trainer = Trainer::new(&Device::cpu(Some(2)).unwrap(), &source, config).unwrap();
@@ -82,7 +82,7 @@ fn scales_are_chosen_when_codes_are_trained() {
     }
 }
 
-/// Weights that no step has changed keep their scales, also when training goes on from a checkpoint.
+/// Unchanged weights keep their scales, also after resuming from a checkpoint.
 #[test]
 fn what_has_not_moved_keeps_its_scales() {
     let mut config = still(always(), 10);

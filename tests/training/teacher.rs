@@ -1,4 +1,4 @@
-//! A student that learns what a teacher predicts: losses and gradients against torch's autograd, and what a trainer promises of both.
+//! Distillation: losses and gradients against torch's autograd, and the guarantees of a trainer with a teacher.
 
 use std::sync::Arc;
 
@@ -238,7 +238,7 @@ fn settings_without_a_teacher_are_as_they_were() {
 fn lessons_bring_codes_nearer_to_their_source() {
     let folder = Folder::new();
     let place = folder.0.join("learned");
-    // A model that has learned something, whose weights are no codes.
+    // A model that has learned something, with weights that are not NVFP4 codes.
     let mut learned = trainer(&config(Recipe::float32(), 60));
     for step in 0..60 {
         let batch = Documents::new(step, &[64; 4]);

@@ -1,4 +1,4 @@
-//! Files and rows as people have them, empty reasoning, separators, and what `--show-mask` prints.
+//! Files and rows in the forms of users, empty reasoning, separators, and the output of `--show-mask`.
 
 use std::io::Write;
 
@@ -116,7 +116,7 @@ fn empty_reasoning_is_learned_given_or_left_out() {
     assert_eq!(shown[1], learned[1]);
     let (_, without) = said(EmptyThink::None);
     assert_eq!(without[0], format!("{before}[two<|im_end|>]\n"));
-    // The given part is the prompt of a model that is told not to reason, to the token.
+    // The given part equals the prompt of a model that is told not to reason, to the token.
     let messages = [
         Message::new("system", "Be brief."),
         Message::new("user", "one"),

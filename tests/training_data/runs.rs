@@ -1,4 +1,4 @@
-//! How a run of the command ends and goes on: full disks, signals, the best checkpoint, earlier ones, divergence.
+//! The end and continuation of a run of the command: full disks, signals, the best checkpoint, earlier ones, divergence.
 
 use std::io::{BufRead, BufReader};
 
@@ -6,7 +6,7 @@ use NVFP4::train::checkpoint::list;
 
 use super::*;
 
-/// Runs a command whose files may have at most so many kB, and which ignores the signal that comes with it: writing fails as on a full disk.
+/// Runs a command whose files may have at most this many kB, and which ignores the signal of the limit: writing fails as on a full disk.
 fn with_small_files(command: &Command, kilobytes: u32) -> Command {
     let mut limited = Command::new("bash");
     limited
@@ -19,8 +19,8 @@ fn with_small_files(command: &Command, kilobytes: u32) -> Command {
     limited
 }
 
-/// Checkpoints that do not fit on the disk leave the one before as it was, and the run goes on: the model is delivered, as there is room for
-/// it. A run that is stopped cannot go on from where it was, which is an error. Standard error may be on a full disk too.
+/// Checkpoints that do not fit on the disk leave the previous one unchanged, and the run continues: the model is delivered, because there
+/// is room for it. A stopped run that cannot save its state is an error. Standard error may be on a full disk too.
 #[test]
 fn a_full_disk_leaves_the_checkpoint_before() {
     let folder = Folder::new("full");
@@ -90,8 +90,8 @@ fn a_full_disk_leaves_the_checkpoint_before() {
     assert_eq!(states(&folder.path("out")), states(&folder.path("whole")));
 }
 
-/// SIGTERM and SIGHUP end a run as Ctrl-C does, which is said at once, and a second signal ends the command. Nobody else runs in its directory
-/// until then, and what it says goes on.
+/// SIGTERM and SIGHUP end a run like Ctrl-C, with a message at once, and a second signal ends the command. Until then no other run can use
+/// its directory, and its messages continue.
 #[test]
 fn signals_end_a_run_with_a_checkpoint_and_one_run_has_a_directory() {
     let folder = Folder::new("signals");
@@ -159,8 +159,8 @@ fn signals_end_a_run_with_a_checkpoint_and_one_run_has_a_directory() {
     assert!(!folder.path("twice").join(run::CHECKPOINTS).exists());
 }
 
-/// The best checkpoint is kept and delivered, and a run whose evaluations are no longer better ends. It evaluates before the first step, and
-/// what is delivered has the loss that was told.
+/// The best checkpoint is kept and delivered, and a run whose evaluations stop improving ends. It evaluates before the first step, and the
+/// delivered model has the reported loss.
 #[test]
 fn the_best_evaluation_is_kept_and_delivered() {
     let folder = Folder::new("best");
@@ -274,7 +274,7 @@ fn the_best_evaluation_is_kept_and_delivered() {
     assert!(said.contains("there are other, eval"), "{said}");
 }
 
-/// Merged adapters are quantized again, and the loss of that file is told; a run that makes a model worse says so.
+/// Merged adapters are quantized again, and the loss of that model is reported; a run that makes a model worse says so.
 #[test]
 fn what_is_delivered_is_measured_and_said_if_it_is_worse() {
     let folder = Folder::new("delivered");
@@ -330,7 +330,7 @@ fn what_is_delivered_is_measured_and_said_if_it_is_worse() {
     let end = events.last().unwrap();
     assert_eq!(end["worse"], true);
     assert!(end["delivered_loss"].as_f64() > end["start_loss"].as_f64());
-    // Nothing is learned, and nothing is said to be too little.
+    // A rate of 0 learns nothing, without a warning that it is too low.
     let events = train("nothing", &["--steps", "15", "--rate", "0"]);
     assert!(events.iter().all(|e| e["event"] != "warning"), "{events:?}");
     let end = events.last().unwrap();
@@ -340,8 +340,8 @@ fn what_is_delivered_is_measured_and_said_if_it_is_worse() {
     );
 }
 
-/// More steps and another rate are taken by a run that goes on, and an earlier checkpoint is gone on from: what was later is moved, and nothing
-/// that the run has not written is touched.
+/// A resumed run accepts more steps and another rate, and can resume from an earlier checkpoint: later ones are moved, and foreign files
+/// are not touched.
 #[test]
 fn a_run_goes_on_with_more_steps_and_from_earlier() {
     let folder = Folder::new("earlier");
@@ -397,7 +397,7 @@ fn a_run_goes_on_with_more_steps_and_from_earlier() {
         fs::read(aside.join("model/model.safetensors")).unwrap(),
         model
     );
-    // Steps that are taken again come to the same losses.
+    // Repeated steps have the same losses.
     assert_eq!(losses(&folder.path("out")), last);
     assert_eq!(
         fs::read(folder.path("out/model/model.safetensors")).unwrap(),
@@ -421,7 +421,7 @@ fn a_run_goes_on_with_more_steps_and_from_earlier() {
     );
 }
 
-/// A rate that is far too high ends a run with what went wrong: nothing is delivered unless that is asked for, and the checkpoint is of before.
+/// A rate that is far too high ends a run with the reason: nothing is delivered unless requested, and the checkpoint is from before.
 #[test]
 fn training_that_diverges_delivers_nothing() {
     let folder = Folder::new("diverged");

@@ -7,7 +7,7 @@ use twox_hash::XxHash3_64;
 
 use super::*;
 
-/// A conversation whose two answers have these weights.
+/// A conversation with these weights for its two answers.
 fn answers(first: &str, second: &str) -> String {
     format!(
         r#"{{"messages": [{{"role": "user", "content": "one"}}, {{"role": "assistant", "content": "two"{first}}}, {{"role": "user", "content": "three"}}, {{"role": "assistant", "content": "four"{second}}}]}}"#
@@ -31,7 +31,7 @@ fn weights_of_messages_reach_the_rows_of_windows() {
         weighted.documents()[0].learned
     );
     assert!(plain.documents()[0].weights.is_empty());
-    // Context is what it is without an answer to it, to the token.
+    // Context without a learned answer has the same tokens.
     let context = of("context.jsonl", &answers(r#", "train": false"#, ""));
     assert_eq!(
         marked(&text, &context.documents()[0]),

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # release/version.sh, in a copy of the tree with a repository of its own: bash tests/version/run.sh
 #
-# There the version is released: its header is kept, and the changelog begins with what is new since. What is kept is then altered, so that
-# the interface of today adds to it or breaks it. The last line is "N passed, N failed, N skipped".
+# There the version is released: its header is kept, and the changelog begins with the news since then. The kept header is then altered, so
+# that today's interface adds to it or breaks it. The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 source tests/common/checks.sh
@@ -52,7 +52,7 @@ dirty() { echo >>README.md && refuses 1 "not committed" "$next_patch"; }
 untracked() { touch new-file && refuses 1 "not committed" "$next_patch"; }
 tagged() { git tag "v$next_patch" && refuses 1 "there is a tag v$next_patch" "$next_patch" && git tag -d "v$next_patch"; }
 
-# bumps NEW ABI TITLE [OPTION]: all that has a version has the new one, and nothing has the old one but what tells of it.
+# bumps NEW ABI TITLE [OPTION]: everything with a version has the new one, and nothing has the old one except its history.
 bumps() {
     local new=$1 abi=$2 title=$3 number left file
     shift 3

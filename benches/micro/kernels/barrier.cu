@@ -1,5 +1,5 @@
-// A barrier of the whole grid, which a decoder that runs as one kernel needs between its layers' parts: by one counter in memory, or
-// first within clusters; with memory idle, and with other warps reading at full rate.
+// A barrier of the whole grid, which a decoder in a single kernel needs between the parts of its layers: by one counter in memory, or first
+// within clusters; with idle memory, and with other warps reading at full rate.
 #include "common/types.cuh"
 
 struct Arguments {
@@ -34,7 +34,7 @@ __device__ __forceinline__ u32 cluster_rank() {
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(x));
     return x;
 }
-// Of all threads of the first warps of a cluster; each block has one warp there, or all its threads wait.
+// A barrier of all threads of the first warps of a cluster. Each block has one warp there, or all its threads wait.
 __device__ __forceinline__ void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(512) counter(const __grid_constant_
     if (threadIdx.x == 0) done = 0;
     __syncthreads();
     if (threadIdx.x == 0) {
-        // One barrier that does not count: all blocks are there after it.
+        // An uncounted barrier first: all blocks are present after it.
         u64 start = 0;
         for (int i = 0; i <= a.rounds; i++) {
             arrive(a.counter);
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(512) counter(const __grid_constant_
             for (int i = 0; i < UNROLL; i++) sum ^= v[i].x ^ v[i].y ^ v[i].z ^ v[i].w;
             count += UNROLL;
         }
-        // Never true; the words must be wanted.
+        // Never true; makes the compiler keep the loads.
         if (sum == 0x12345678u && count == 0) a.counter[1] = sum;
         atomicAdd(a.read, count);
     }

@@ -1,9 +1,9 @@
-// Decoding NVFP4 weights that lie in shared memory already and multiplying them with wgmma, over and over: how many weights a
-// multiprocessor gets through when memory does not hold it back.
+// Decodes NVFP4 weights in shared memory and multiplies them with wgmma, over and over: the rate of a multiprocessor that memory does not
+// limit.
 //
-// A tile has 64 rows by 32 k. A lane reads eight bytes of codes, in the order of the fragment, and four scales: of rows g and g + 8,
-// of both blocks of k. Columns of B are terms of activations for the one block or the other, so each block has its own sums, onto
-// which its scale is multiplied in f32. Codes become e4m3 as they are, 2^-6 too small; scales become f32, 2^-120 too small.
+// A tile has 64 rows by 32 k. A lane reads eight bytes of codes, in the order of the fragment, and four scales: of rows g and g + 8, for
+// both blocks of k. Columns of B are terms of activations for one of the two blocks, so each block has its own sums, which are multiplied
+// by its scale in f32. Codes become e4m3 directly, 2^-6 too small; scales become f32, 2^-120 too small.
 #include "common/wgmma.cuh"
 
 struct Arguments {
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(512) decode_loop(const __grid_const
         wgmma_fence();
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
-            // Read anew each time, as a ring would have it.
+            // Read again each time, as from a ring.
             u64 c = *(volatile u64*)(codes + tile * WARPGROUP + lane);
             own[tile % 2] = *(volatile u32*)(scales + tile * WARPGROUP + lane);
             decode((u32)c, a[tile % 2][0], a[tile % 2][1]);

@@ -1,4 +1,4 @@
-// Kernels of a graph: what one costs beside what it does.
+// Kernels of a graph, to measure the overhead of one.
 #include "common/ptx.cuh"
 
 struct Arguments {
@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(256) waiting(const __grid_constant_
     wait_for_earlier_kernels();
     work(a.clocks);
 }
-// Lets the next one start at once.
+// Lets its successor start at once.
 extern "C" __global__ void __launch_bounds__(256) early(const __grid_constant__ Arguments a) {
     wait_for_earlier_kernels();
     let_later_kernels_start();

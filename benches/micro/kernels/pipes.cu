@@ -1,4 +1,4 @@
-// What a multiprocessor issues of an instruction: eight independent chains in each thread, whose links cannot be merged.
+// The issue rate of an instruction on a multiprocessor: eight independent chains per thread, whose links cannot be merged.
 #include "common/types.cuh"
 
 struct Arguments {

@@ -1,5 +1,5 @@
-// Reading through a ring in shared memory that the bulk copy engine fills and nobody empties: what bytes in flight and the size of
-// a copy are worth. One thread of each block copies the block's share, front to back.
+// Reads through a ring in shared memory that the bulk copy engine fills and nobody empties: the effect of bytes in flight and of the size
+// of a copy. One thread of each block copies the block's share, front to back.
 #include "common/types.cuh"
 
 struct Arguments {
@@ -46,7 +46,7 @@ struct Fill {
     u32* data;
     u64 words;
 };
-// Bits that no memory can guess.
+// Bits that no memory can predict.
 extern "C" __global__ void __launch_bounds__(256) fill(const __grid_constant__ Fill f) {
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < f.words; i += (u64)gridDim.x * blockDim.x) {
         u32 x = (u32)i * 0x9e3779b1u ^ (u32)(i >> 32);

@@ -1,4 +1,4 @@
-// wgmma m64nNk32 on e4m3 with A from registers: how often one can be issued, how long one takes, and what its sums keep.
+// wgmma m64nNk32 on e4m3 with A from registers: its issue rate, its latency, and the precision of its sums.
 //
 // A warpgroup holds A as the instruction wants it: warp w of the four has rows 16w to 16w + 15, lane l with g = l / 4 and
 // t = l % 4 holds rows g and g + 8, four neighbours along K in a word: k = 4t in words 0 and 1, k = 16 + 4t in words 2 and 3.
@@ -27,7 +27,7 @@ struct Sums {
     float d[N / 2];
 };
 
-// Keeps what uses the sums from being moved before this place.
+// Keeps uses of the sums from being moved before this place.
 template <int N>
 __device__ __forceinline__ void hold(Sums<N>& s) {
 #pragma unroll
@@ -116,7 +116,7 @@ __device__ __forceinline__ void time(const Arguments& p) {
                 }
             }
         }
-        // The assembler gives up on a pipeline that goes round the loop, so it runs empty here.
+        // The assembler gives up on a pipeline across loop iterations, so it drains here.
         if (KIND == SEPARATE || KIND == FED) {
             wgmma_wait<0>();
 #pragma unroll
@@ -129,7 +129,7 @@ __device__ __forceinline__ void time(const Arguments& p) {
     float keep = 0;
 #pragma unroll
     for (int i = 0; i < N / 2; i++) keep += s[0].d[i] + s[1].d[i] + s[2].d[i] + s[3].d[i] + total.d[i];
-    // Never true: the sums must be wanted.
+    // Never true; makes the compiler keep the sums.
     if (keep == -1.5f) p.sums[threadIdx.x] = keep;
     if (threadIdx.x == 0) p.clocks[blockIdx.x] = end - start;
 }
@@ -141,7 +141,7 @@ __device__ __forceinline__ void time(const Arguments& p) {
 #define ALL(N) TIME(latency, N, LATENCY) TIME(chained, N, CHAINED) TIME(separate, N, SEPARATE) TIME(fed, N, FED)
 ALL(8) ALL(16) ALL(32)
 
-// Each block, of one warpgroup: `steps` products onto its sums, with A and B of its own.
+// Each block, of one warpgroup, adds `steps` products to its sums, with A and B of its own.
 extern "C" __global__ void __launch_bounds__(WARPGROUP) sums_8(const __grid_constant__ Arguments p) {
     __shared__ __align__(128) u8 b[8 * 32];
     Sums<8> s;

@@ -1,13 +1,13 @@
-// The accumulators of a warp's tile, and how it adds a step to them: fetch() brings the step's weights to registers, after which their
-// stage of the ring may be filled again, multiply() multiplies them with the activations at byte `at` of a row, and store() leaves the
-// sums in shared memory, as [m][ACCUMULATORS], and begins again at zero.
+// The accumulators of a warp's tile, and how it adds a step to them: fetch() loads the step's weights to registers, after which their stage
+// of the ring may be filled again; multiply() multiplies them with the activations at byte `at` of a row; store() writes the accumulators
+// to shared memory, as [m][ACCUMULATORS], and resets them to zero.
 #pragma once
 #include "linear/skinny/memory.cuh"
 #include "format/fragment_major.cuh"
 
 // Up to 16 rows. Activations are the B operand: up to 8 rows in its 8 columns, up to 16 in two of them. DEEP has the activations of the
-// first chunk in columns 0 to 3 and those of the second in columns 4 to 7, and of the result only the quarters that belong together
-// count: tiles are half as large, and small matrices keep all multiprocessors busy.
+// first chunk in columns 0 to 3 and those of the second in columns 4 to 7, and only the matching quarters of the result count: tiles are
+// half as large, and small matrices keep all multiprocessors busy.
 template <class C>
 class Accumulators {
     static constexpr int COLUMNS = ceil_div(C::MAX_ROWS, 8);
@@ -19,7 +19,7 @@ class Accumulators {
     uint2 low_scales, high_scales;
 
 public:
-    // From one step's activations to the next's.
+    // Distance between the activations of consecutive steps.
     static constexpr int STRIDE = C::TAKES_FRAGMENTS ? COLUMNS * GROUP_BYTES : C::STEP_BYTES;
 
     __device__ __forceinline__ Accumulators(const Arguments& a, const SharedMemory<C>& memory) : rows(a.m) {
@@ -27,7 +27,7 @@ public:
         u32 xs = memory.activations_at;
 #pragma unroll
         for (int column = 0; column < COLUMNS; column++) {
-            // Past the last row it is repeated; those accumulators are dropped.
+            // Beyond the last row, that one is repeated; its accumulators are dropped.
             int m = min(TILE == DEEP ? g % 4 : g + 8 * column, rows - 1);
             u32 in_row = (TILE == DEEP && g >= 4 ? X_CHUNK_BYTES : 0) + t * 16;
             x[column] = xs + (C::TAKES_FRAGMENTS ? column * GROUP_BYTES + lane_id() * 16 : m * memory.row_bytes() + in_row);
@@ -72,7 +72,7 @@ public:
             float(&s)[2][4] = c[column];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                // Of DEEP, only rows of the first chunk with columns of the first, and of the second with the second.
+                // For DEEP, only rows and columns of the same chunk count.
                 int m = (TILE == DEEP ? 2 * t % 4 : 8 * column + 2 * t) + i % 2;
                 bool counts = m < rows && (TILE != DEEP || t / 2 == i / 2);
                 if (counts) to[m * ACCUMULATORS + g + i / 2 * 8] = s[0][i] + s[1][i];
@@ -82,9 +82,9 @@ public:
     }
 };
 
-// One row leaves room in B for each block of a chunk to have a column of its own, in which the activations of the other blocks are zeros.
-// Then the sums of blocks are multiplied by scales, 2 for each 32 weights, instead of the weights. Activations become zeros by a product,
-// in another pipe than the one that decodes; one that is not finite reaches all sums, as it does through weights of zero.
+// With one row, B has room for a column per block of a chunk, in which the activations of the other blocks are zeros. The sums of blocks
+// are then multiplied by scales, 2 per 32 weights, instead of the weights. Activations become zeros by a product, in another pipe than the
+// one that decodes; a value that is not finite reaches all sums, as it does through weights of zero.
 template <class C>
 class OneRowAccumulators {
     static_assert(C::TILE != TALL, "one row takes small tiles");
@@ -99,7 +99,7 @@ class OneRowAccumulators {
 public:
     static constexpr int STRIDE = C::STEP_BYTES;
 
-    // DEEP has columns for half of the first chunk's blocks and half of the second's, and goes over them twice.
+    // DEEP has columns for half of the first chunk's blocks and half of the second's, and makes two passes over them.
     __device__ __forceinline__ OneRowAccumulators(const Arguments&, const SharedMemory<C>& memory) {
         int g = lane_id() / 4, t = lane_id() % 4, block = TILE == DEEP ? g % 4 : g;
         x = memory.activations_at + (TILE == DEEP && g >= 4 ? X_CHUNK_BYTES : 0) + block / 2 * 64 + t * 16;
@@ -134,7 +134,7 @@ public:
         }
         u32 p = packed_scales(first_scales), q = packed_scales(second_scales);
         if (TILE == DEEP) {
-            // Rows of the first chunk with its columns, and those of the second with the others.
+            // Rows of the first chunk with its columns, and rows of the second with the others.
             bool is_first = lane_id() % 4 < 2;
             sums[0] = fmaf(f16_low(p), is_first ? c[0][0] : c[0][2], fmaf(f16_high(p), is_first ? c[0][1] : c[0][3], sums[0]));
             sums[1] = fmaf(f16_low(q), is_first ? c[1][0] : c[1][2], fmaf(f16_high(q), is_first ? c[1][1] : c[1][3], sums[1]));

@@ -1,14 +1,14 @@
-// Bringing activations to shared memory: one class for each form in which they come.
+// Loads activations to shared memory: one class for each form of input.
 //
-// Each is constructed before the kernel waits for its predecessor and does then what does not depend on it. load() follows the wait and
-// ends without a barrier of the block. wait() lets a warp go on with a chunk.
+// Each is constructed before the kernel waits for its predecessor, and then does the work that does not depend on it. load() follows the
+// wait and ends without a barrier of the block. wait() lets a warp proceed to a chunk.
 #pragma once
 #include "common/cluster.cuh"
 #include "format/fragment_major.cuh"
 #include "linear/skinny/memory.cuh"
 #include "norm/piece.cuh"
 
-// Row-major rows: each of MAX_ROWS is brought by as many threads, two pieces at a time, with BATCH such pairs in flight.
+// Row-major rows: several threads load each of MAX_ROWS rows, two pieces at a time, with BATCH such pairs in flight.
 template <class C>
 class RowMajorLoad {
     static constexpr int BATCH = C::MAX_ROWS == 1 ? 1 : C::BLOCKS == 1 ? 4 : 2;
@@ -102,7 +102,7 @@ private:
 };
 
 #if __CUDA_ARCH__ >= 900
-// Fragment-major rows: bulk copies of PORTION chunks, each with a barrier, of which products need not await the last.
+// Fragment-major rows: bulk copies of PORTION chunks, each with a barrier, so that products need not wait for the last one.
 template <class C>
 class FragmentLoad {
     static constexpr int PORTION = 8, CHUNK_X = C::MAX_ROWS / GROUP_ROWS * GROUP_BYTES;

@@ -1,4 +1,4 @@
-// What a skinny GEMM is asked for: the constants that tell one kernel from another, and the arguments of a launch.
+// Configuration of the skinny GEMM: the constants that distinguish its kernels, and the arguments of a launch.
 #pragma once
 #include "common/ring.cuh"
 #include "format/packed.cuh"
@@ -25,7 +25,7 @@ constexpr int X_CHUNK_BYTES = CHUNK_K * 2;      // a row's activations for a chu
 constexpr int ACCUMULATORS = 16;                // of a tile, for each row of activations: of features, or of halves of features
 constexpr int MAX_SPLIT_K = 2;
 
-// The constants of a kernel for up to MAX_ROWS rows of activations, BLOCKS blocks of which fit on a multiprocessor.
+// The constants of a kernel for up to MAX_ROWS rows of activations, which runs BLOCKS blocks per multiprocessor.
 template <Tile TILE_, Input INPUT_, Output OUTPUT_, int MAX_ROWS_, int BLOCKS_>
 struct Config {
     static constexpr Tile TILE = TILE_;
@@ -54,7 +54,7 @@ struct Config {
     using Ring = WarpRing<STAGES, CHUNK_BYTES>;
 };
 
-// The row of x is norm(x + norm(y) * post) * weight. The sum is stored as well: it is what the next addition starts from.
+// The row of x is norm(x + norm(y) * post) * weight. The sum is stored as well, because the next addition starts from it.
 struct ResidualRow {
     const float* y;         // [k]
     const float* post;      // [k]

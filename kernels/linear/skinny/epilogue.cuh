@@ -1,19 +1,19 @@
-// The end of the skinny GEMM: a block adds up, in a fixed order, what its warps have of each output, brings that together with the other
-// block of a cluster that splits K, and applies what is fused into the product.
+// The end of the skinny GEMM: a block adds up its warps' accumulators of each output in a fixed order, combines them with those of the
+// other block of a cluster that splits K, and applies the fused epilogue.
 #pragma once
 #include "activation/gate.cuh"
 #include "linear/skinny/input_norm.cuh"
 
 template <class C>
 class Epilogue {
-    // An output of the block: where its accumulators are, of how many warps, and where it goes.
+    // An output of the block: the position and number of its warps' accumulators, and its destination.
     struct Place {
         u32 accumulators;
         int count = 0, matrix, row;     // no accumulators of an output that does not exist
         int at;                         // in `out`
         int next;                       // ADD: in the rows for a fused norm
     };
-    // ADD: what an output is added to, and what the sum is multiplied by for a fused norm.
+    // ADD: the value that an output is added to, and the factor of the sum for a fused norm.
     struct Residual {
         float value, weight, factor;
     };
@@ -52,7 +52,7 @@ class Epilogue {
         }
         return r;
     }
-    // What the block has of an output; of GATE_UP, of gate and up.
+    // The block's sum of an output; for GATE_UP, of gate and up.
     __device__ __forceinline__ float2 sum_of(const Place& p) const {
         // A few loads are in flight before the first is used.
         constexpr int BATCH = 4;
@@ -100,7 +100,7 @@ class Epilogue {
         float scaled = y * residual.factor * residual.weight;
         a.norm.rows[p.next] = to_f16(scaled);
         float square = fabsf(scaled) <= F16_MAX ? y * y : INFINITY;
-        // Consecutive threads have the features of a tile and row, all of which exist.
+        // Consecutive threads take the existing features of a tile and row.
 #pragma unroll
         for (int d = C::FEATURES / 2; d > 0; d /= 2) {
             square += __shfl_xor_sync(((1ull << C::FEATURES) - 1) << (lane_id() & ~(C::FEATURES - 1)), square, d);
@@ -120,7 +120,7 @@ class Epilogue {
         }
     }
 #if __CUDA_ARCH__ >= 900
-    // Each block of the cluster stores its share of the outputs, for which the other sends what it has of them.
+    // Each block of the cluster stores its share of the outputs, for which the other block sends its sums.
     __device__ __forceinline__ void store_share() {
         auto place_of = [&](int i) { return i == thread ? first_place : place(i); };
         int begin = share_begin(schedule.rank), end = share_begin(schedule.rank + 1), other = 1 - schedule.rank;
@@ -138,7 +138,7 @@ class Epilogue {
             barrier_wait(exchange(), 0);
             if (p.count > 0) store(p, i, {sum + memory.received[i - begin], 0}, first_residual);
         }
-        // A block must not end, even without outputs of its own, before everything has arrived that is sent to it.
+        // A block, even without outputs of its own, must not end before everything sent to it has arrived.
         barrier_wait(exchange(), 0);
     }
 #endif
@@ -160,12 +160,12 @@ public:
         }
 #endif
     }
-    // Where the thread's first output is, for which nothing is read that the predecessor writes; and what it is added to.
+    // Finds the thread's first output, without reading anything that the predecessor writes, and loads the value that it is added to.
     __device__ __forceinline__ void find_first() {
         if (thread < schedule.outputs()) first_place = place(thread);
     }
     __device__ __forceinline__ void load_first() { first_residual = load_residual(first_place, thread); }
-    // Until the cluster's other block has its barrier.
+    // Waits until the cluster's other block has initialized its barrier.
     __device__ __forceinline__ void wait_for_cluster() const {
 #if __CUDA_ARCH__ >= 900
         if (schedule.splits_k()) {
@@ -174,7 +174,7 @@ public:
         }
 #endif
     }
-    // After the barrier behind which the accumulators are stored.
+    // Call after the barrier that follows the stores of accumulators.
     __device__ __forceinline__ void run() {
         store_padding();
 #if __CUDA_ARCH__ >= 900

@@ -14,8 +14,8 @@ public:
     __device__ __forceinline__ InputNorm(const Arguments& a, const SharedMemory<C>& memory, bool first_block)
         : a(a), memory(memory), stores_factors(first_block), fused(C::MAY_FUSE_NORM && a.norm.squares) {}
 
-    // Loads the activations and computes the rows' factors meanwhile, a warp for each row, from the last warp on: the last ones have
-    // fewer activations to bring.
+    // Loads the activations and meanwhile computes the rows' factors, one warp per row from the last warp on, because the last warps have
+    // fewer activations to load.
     __device__ __forceinline__ void load(ActivationLoad<C>& activations, int warp) const {
         int row = WARPS - 1 - warp;
         if (!fused || row >= a.m) return activations.load(a);
@@ -27,7 +27,7 @@ public:
             if (stores_factors) a.norm.factors[row] = factor;
         }
     }
-    // After a barrier of the block: normalizes rows of which f16 has not kept enough from the residual stream itself.
+    // After a barrier of the block: normalizes rows that f16 has not represented well enough, from the residual stream itself.
     __device__ __forceinline__ void mend(ActivationLoad<C>& activations) const {
         if (!fused) return;
         float factor = lane_id() < a.m ? memory.row_factors[lane_id()] : 1;
@@ -35,7 +35,7 @@ public:
         for (int chunk = 0; chunk < memory.chunks; chunk++) activations.wait(chunk);
         normalize_rows();
     }
-    // What the epilogue multiplies the outputs of a row by.
+    // The factor by which the epilogue multiplies the outputs of a row.
     __device__ __forceinline__ float factor(int row) const { return fused ? memory.row_factors[row] : 1; }
 
 private:

@@ -1,17 +1,17 @@
-// What a block of the skinny GEMM keeps in shared memory, in this order:
+// The shared memory of a block of the skinny GEMM, in this order:
 //
 //   rings           of weights, one for each warp
 //   activations     of the block's range of K, padded with zeros to whole steps
 //   barriers        BARRIER_BYTES: for activations that arrive by bulk copies; the last is for outputs that another block sends
-//   row_factors     [WARPS]: what is missing of each row's factor of a fused norm
+//   row_factors     [WARPS]: the missing part of each row's factor of a fused norm
 //   received        of a cluster that splits K: the other block's sums for this block's share of the outputs
 //   accumulators    [tiles + WARPS][m][ACCUMULATORS]
 //
-// Everything but the accumulators stands at the same address in all blocks of a cluster.
+// Everything but the accumulators has the same address in all blocks of a cluster.
 //
-// A row's activations are kept in pieces of 16 bytes, as in norm/piece.cuh: piece 16 chunk + 4 j + t is what lane t multiplies with word
-// j of a chunk of weights. Odd rows exchange the halves of each 128 bytes, so that neighbouring rows share no bank. Fragment-major
-// activations stand as format/fragment_major.cuh says instead.
+// A row's activations are kept in pieces of 16 bytes, as in norm/piece.cuh: lane t multiplies piece 16 chunk + 4 j + t with word j of a
+// chunk of weights. Odd rows exchange the halves of each 128 bytes, so that neighbouring rows share no bank. Fragment-major activations
+// follow format/fragment_major.cuh instead.
 #pragma once
 #include "common/ptx.cuh"
 #include "linear/skinny/schedule.cuh"
@@ -23,7 +23,7 @@ struct SharedMemory {
     int first_k, chunks;    // of the activations
     char* activations;
     float *row_factors, *received, *accumulators;
-    // The same as addresses of shared memory, which are computed once: from a pointer that takes three instructions.
+    // Shared memory addresses of these, computed once: converting a pointer takes three instructions.
     u32 activations_at, barriers_at;
 
     __device__ __forceinline__ SharedMemory(const Arguments& a, const Schedule<C>& schedule, char* shared)

@@ -34,7 +34,7 @@ public:
         low += C::STEP_CHUNKS * CHUNK_BYTES;
         run--;
     }
-    // The same for the stages from number `first` to before number `end`.
+    // load() for the stages from number `first` to before number `end`.
     __device__ __forceinline__ void load_stages(int first, int end, bool waited) {
 #pragma unroll 1
         for (int i = first; i < end; i++) load(Ring::offset(i), waited);
@@ -51,10 +51,10 @@ private:
         const Matrix& w = a.matrix[Schedule<C>::locate(a, tile, row)];
         low = chunk_of(w.chunks, chunks, row, (first_step + step) * C::STEP_K);
         const u8* high = low;
-        // The last of an odd number of chunks stands in for the chunk after it, whose activations are zeros.
+        // The last of an odd number of chunks also replaces the missing chunk after it, whose activations are zeros.
         if (C::TILE == DEEP && first_step + step < (int)((u32)chunks / 2)) high += CHUNK_BYTES;
         if (C::TILE == GATE_UP) high += a.matrix[1].chunks - a.matrix[0].chunks;
-        // Past the last features these are repeated; their accumulators are dropped.
+        // Beyond the last features, the last ones are repeated; their accumulators are dropped.
         if (C::TILE == TALL && row + CHUNK_ROWS < w.rows) high += chunks * CHUNK_BYTES;
         to_high = Ring::to_second(low, high);
         low += lane_id() * 16;

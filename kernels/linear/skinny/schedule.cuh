@@ -1,12 +1,12 @@
-// Which tiles and which steps along K a block of the skinny GEMM takes, and which of those a warp takes.
+// Assigns tiles and steps along K to the blocks and warps of the skinny GEMM.
 //
 // A cluster takes consecutive tiles; each of its blocks takes all of them over a range of K of its own. A block lines up the steps of its
 // tiles, tile after tile, and cuts that line into equal shares for its warps, so a share may begin and end inside a tile.
 #pragma once
 #include "linear/skinny/config.cuh"
 
-// a / b for a, b >= 0 and a / b < 2^19, in a third of the instructions of a division. Whatever a kernel does before it waits for its
-// predecessor slows that one down.
+// a / b for a, b >= 0 and a / b < 2^19, in a third of the instructions of a division. Instructions before the wait for the predecessor slow
+// that kernel down.
 __device__ __forceinline__ int quotient(int a, int b) {
     int q = (int)((float)a * (reciprocal_approx((float)b) * 0.999999f));
     return q + ((q + 1) * b <= a);
@@ -26,13 +26,13 @@ struct WarpShares {
 
 template <class C>
 struct Schedule {
-    // Of the block:
+    // Block:
     int rank;                   // in its cluster
     int first_step, steps;      // of its range of K
     int cluster;
     int first_tile, tiles;
     WarpShares shares;
-    // Of the warp: `count` steps from step `step` of the block's tile `tile` on.
+    // Warp: `count` steps from step `step` of the block's tile `tile` on.
     int count, tile, step;
 
     __device__ __forceinline__ Schedule(const Arguments& a, int warp) {
@@ -50,7 +50,7 @@ struct Schedule {
     // Exactly one block of the grid is the first; one cluster is the last.
     __device__ __forceinline__ bool is_first_block() const { return cluster == 0 && rank == 0; }
     __device__ __forceinline__ bool is_last_cluster() const { return cluster == (int)gridDim.x - 1; }
-    // Output elements of the cluster, those of absent rows and features included.
+    // Output elements of the cluster, including those of absent rows and features.
     __device__ __forceinline__ int outputs() const { return tiles * C::MAX_ROWS * C::FEATURES; }
 
     // The matrix of a tile of the grid, and the tile's first feature in it.

@@ -1,5 +1,5 @@
-//! What a GGUF architecture says in the words of Hugging Face, as plain data: its tensor names, its metadata keys and how its
-//! rows and norms are stored. The floors above know the families of models and give them to the reader.
+//! The translation of a GGUF architecture to Hugging Face terms, as plain data: tensor names, metadata keys, and the storage of rows and
+//! norms. Higher floors define the families and pass them to the reader.
 
 use serde_json::{Map, Value as Json};
 
@@ -9,50 +9,49 @@ use crate::base::{Result, memory};
 use crate::checkpoint::source::Source;
 use crate::checkpoint::tensors::{self, Raw};
 
-/// A GGUF architecture that is translated to the words of Hugging Face. Names are without a suffix such as `.weight`, keys
-/// without the architecture in front.
+/// A GGUF architecture and its translation to Hugging Face terms. Names are without a suffix such as `.weight`, keys without the
+/// architecture prefix.
 #[derive(Clone, Copy, Debug)]
 pub struct GgufFamily {
-    /// `general.architecture`, "qwen3moe".
+    /// `general.architecture`, for example "qwen3moe".
     pub architecture: &'static str,
-    /// `model_type` of `config.json`, "qwen3_moe".
+    /// `model_type` of `config.json`, for example "qwen3_moe".
     pub model_type: &'static str,
-    /// The entry of `architectures` in `config.json`, "Qwen3MoeForCausalLM".
+    /// Entry of `architectures` in `config.json`, for example "Qwen3MoeForCausalLM".
     pub class: &'static str,
     /// Key and value of the activation in `config.json`: ("hidden_act", "silu").
     pub activation: (&'static str, &'static str),
-    /// Tensors outside the blocks, GGUF name before logical name: ("token_embd", "model.embed_tokens").
+    /// Tensors outside the blocks, as pairs of GGUF name and logical name: ("token_embd", "model.embed_tokens").
     pub globals: &'static [(&'static str, &'static str)],
     /// Tensors within `blk.N` and `model.layers.N`: ("attn_qkv", "self_attn.qkv_proj").
     pub per_layer: &'static [(&'static str, &'static str)],
-    /// GGUF names within `blk.N` whose rows lie interleaved within each head, so that rows that rotate together are neighbours,
-    /// and the key that counts the heads: ("attn_q", "attention.head_count").
+    /// GGUF names within `blk.N` whose rows are interleaved within each head, so that rows that rotate together are neighbours, with the
+    /// key of the number of heads: ("attn_q", "attention.head_count").
     pub interleaved: &'static [(&'static str, &'static str)],
-    /// GGUF names, within `blk.N` and outside, of norms that are stored with 1 added to each weight.
+    /// GGUF names, within `blk.N` and outside, of norms stored with 1 added to each weight.
     pub one_plus: &'static [&'static str],
-    /// GGUF names within `blk.N` of matrices of one row, which are stored as vectors.
+    /// GGUF names within `blk.N` of one-row matrices, which are stored as vectors.
     pub one_row: &'static [&'static str],
-    /// Metadata that goes into `config.json` as it is, beside what all architectures have: (key of `config.json`, GGUF key, kind).
+    /// Metadata copied to `config.json` in addition to that of all architectures: (key of `config.json`, GGUF key, kind).
     pub keys: &'static [(&'static str, &'static str, GgufKind)],
-    /// Adds to `config.json` what no table can say.
+    /// Adds to `config.json` what the tables cannot express.
     pub config: fn(&GgufMetadata<'_>, &mut Map<String, Json>) -> Result<()>,
 }
 
-/// What kind of value a metadata key has.
+/// Kind of a metadata value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GgufKind {
-    /// A whole number, zero or above.
+    /// A non-negative integer.
     Integer,
     /// A number.
     Float,
-    /// True or false.
+    /// A boolean.
     Boolean,
     /// Text.
     Text,
 }
 
-/// The metadata of a GGUF file. Keys are those of its architecture, without the architecture in front:
-/// "attention.head_count".
+/// The metadata of a GGUF file. Keys are those of its architecture, without the architecture prefix: "attention.head_count".
 #[derive(Clone, Copy)]
 pub struct GgufMetadata<'a> {
     pub(super) architecture: &'a str,
@@ -62,26 +61,26 @@ pub struct GgufMetadata<'a> {
     pub(super) sources: &'a [Source],
 }
 
-/// More values than any vector has that belongs into a config.
+/// More values than any vector in a config has.
 const MOST_VALUES: usize = 1 << 16;
 
 impl GgufMetadata<'_> {
-    /// The key as the file has it.
+    /// The full key in the file.
     pub fn key(&self, key: &str) -> String {
         format!("{}.{key}", self.architecture)
     }
 
-    /// A whole number; a list of numbers that are all the same counts as one.
+    /// An integer; a list of equal numbers counts as one.
     pub fn integer(&self, key: &str) -> Result<Option<u64>> {
         self.pairs.integer(&self.key(key))
     }
 
-    /// A number, with the fewest digits that are the stored one.
+    /// A number, with the fewest digits that reproduce the stored one.
     pub fn float(&self, key: &str) -> Result<Option<f64>> {
         Ok(self.pairs.float(&self.key(key))?.map(shortest))
     }
 
-    /// A truth value.
+    /// A boolean.
     pub fn boolean(&self, key: &str) -> Result<Option<bool>> {
         self.pairs.boolean(&self.key(key))
     }
@@ -91,7 +90,7 @@ impl GgufMetadata<'_> {
         self.pairs.text(&self.key(key))
     }
 
-    /// A list of whole numbers or truth values, the latter as 0 and 1; `None` also for a single value.
+    /// A list of integers or booleans, the latter as 0 and 1; `None` also for a single value.
     pub fn integers(&self, key: &str) -> Option<&[i64]> {
         self.pairs.integers(&self.key(key))
     }

@@ -1,4 +1,4 @@
-//! What a GGUF file says before its data: key-value pairs and the tensor directory, checked against the file's size.
+//! Parses the header of a GGUF file: key-value pairs and the tensor directory, checked against the file's size.
 
 use std::collections::HashMap;
 
@@ -13,14 +13,13 @@ pub(super) const MAGIC: &[u8] = b"GGUF";
 /// More dimensions than GGUF allows (4).
 const MAX_DIMS: u32 = 4;
 
-/// More elements than the longest array of a real file, its list of tokens or merges. Elements take more room in memory than in
-/// the file.
+/// More elements than the longest array of a real file, its list of tokens or merges. Elements take more room in memory than in the file.
 const MAX_ELEMENTS: u64 = 1 << 24;
 
 /// Arrays may hold arrays; real files never go deeper than this.
 const MAX_DEPTH: u32 = 4;
 
-/// A metadata value. Arrays keep only the kinds that are looked at.
+/// A metadata value. Arrays are kept only in the kinds that are used.
 #[derive(Debug)]
 pub(super) enum Value {
     Unsigned(u64),
@@ -40,7 +39,7 @@ pub(super) struct Pairs {
     values: HashMap<String, Value>,
 }
 
-/// Everything that a file says before its data.
+/// The complete header of a file.
 #[derive(Default)]
 pub(super) struct Header {
     pub(super) pairs: Pairs,
@@ -48,17 +47,17 @@ pub(super) struct Header {
     pub(super) unreadable: Vec<Unread>,
 }
 
-/// A tensor that cannot be read: an empty one, or one of a type that nothing here decodes.
+/// A tensor that cannot be read: it is empty, or its type is not supported.
 #[derive(Debug)]
 pub(super) struct Unread {
     pub(super) key: String,
-    /// The name of its type.
+    /// Name of its type.
     pub(super) dtype: String,
     pub(super) shape: Vec<usize>,
-    /// Where its data begins, of the data of the file, and bytes to where the next begins.
+    /// Offset of its data within the file's data, and bytes up to the next tensor's data.
     start: usize,
     pub(super) bytes: usize,
-    /// The part that holds it, of a model of several.
+    /// Index of the part that holds it, in a split model.
     pub(super) source: usize,
 }
 
@@ -98,7 +97,7 @@ pub(super) fn read_header(source: &Source) -> Result<Header> {
     })
 }
 
-/// The double with the fewest digits that is the same f32: 1e-6 stored as an f32 reads 1e-6 again.
+/// The double with the fewest digits that rounds to the same f32: 1e-6 stored as an f32 reads 1e-6 again.
 pub(super) fn shortest(value: f64) -> f64 {
     let single = value as f32;
     if f64::from(single) == value {
@@ -134,7 +133,7 @@ fn read_pairs(cursor: &mut Cursor<'_>, count: u64) -> Result<Pairs> {
 }
 
 fn text(cursor: &mut Cursor<'_>, what: &str) -> Result<String> {
-    // Files have hundreds of thousands of these.
+    // Checked here because files have hundreds of thousands of these.
     alloc::check()?;
     let len = cursor.u64(what)?;
     let text = cursor.text(len, what)?;
@@ -263,8 +262,8 @@ fn read_tensors(
     count: u64,
     alignment: usize,
 ) -> Result<(Vec<Raw>, Vec<Unread>)> {
-    // A tensor takes at least a name length, a dimension count, one dimension, a type and an offset. The first of several parts
-    // may hold metadata alone.
+    // A tensor takes at least a name length, a dimension count, one dimension, a type and an offset. The first of several parts may hold
+    // only metadata.
     if count > (cursor.left() / 32) as u64 {
         bail!(
             CorruptFile,
@@ -343,7 +342,7 @@ fn read_tensors(
     Ok((raws, unreadable))
 }
 
-/// One line of the tensor directory. The span is relative to the start of the data until the directory has been read.
+/// Parses one line of the tensor directory. The span is relative to the start of the data until the directory has been read.
 fn tensor(cursor: &mut Cursor<'_>, name: String, alignment: usize) -> Result<Line> {
     let ndim = cursor.u32("the number of dimensions")?;
     if ndim == 0 || ndim > MAX_DIMS {
@@ -433,7 +432,7 @@ impl Pairs {
             None => Ok(None),
             Some(Value::Unsigned(u)) => Ok(Some(*u)),
             Some(Value::Signed(i)) if *i >= 0 => Ok(Some(*i as u64)),
-            // Some converters write one number per layer where all are the same.
+            // Some converters write one number per layer even if all are equal.
             Some(Value::Integers(all)) => match all.first() {
                 Some(&first) if first >= 0 && all.iter().all(|&i| i == first) => {
                     Ok(Some(first as u64))
@@ -480,7 +479,7 @@ impl Pairs {
         }
     }
 
-    // Lists of a vocabulary are long, so they are moved out.
+    // Lists of a vocabulary are long, so they are moved out instead of copied.
 
     pub(super) fn take_texts(&mut self, key: &str) -> Result<Option<Vec<String>>> {
         match self.values.remove(key) {

@@ -1,5 +1,5 @@
-//! Reads GGUF versions 2 and 3, little-endian: `header` reads what stands before the data, `split` joins models of several files, and
-//! `translate` gives names and config in the words of Hugging Face.
+//! Reads GGUF versions 2 and 3, little-endian: `header` parses what precedes the data, `split` joins models of several files, and
+//! `translate` converts names and config to Hugging Face terms.
 
 mod family;
 mod header;
@@ -27,8 +27,8 @@ pub(super) fn recognises(bytes: &[u8]) -> bool {
     bytes.starts_with(MAGIC)
 }
 
-/// Opens a model, in the words of Hugging Face where its architecture is that of one of `families`. If `source` is one of
-/// several parts, the others are looked for beside `path`, which bytes that are already in memory do not have.
+/// Opens a model, in Hugging Face terms if its architecture is one of `families`. If `source` is one of several parts, finds the others
+/// beside `path`; bytes in memory have no `path`.
 pub(super) fn open(
     source: Source,
     path: Option<&Path>,
@@ -92,7 +92,7 @@ pub(super) fn open(
     Ok(Tensors::new("gguf", sources, raws, logical, metadata)?.beside(unreadable))
 }
 
-/// The entries, with the global scales of NVFP4 weights folded into them.
+/// The entries. Global scales of NVFP4 weights are folded into them.
 fn logical(
     sources: &[Source],
     raws: &[Raw],
@@ -186,7 +186,7 @@ fn logical(
     Ok(logical)
 }
 
-/// The global scales of the NVFP4 tensor `weight`: one, or one per expert where it is a stack of them.
+/// Global scales of the NVFP4 tensor `weight`: one, or one per expert for a stack of experts.
 fn global_scales(sources: &[Source], raw: &Raw, weight: &Raw) -> Result<Vec<f32>> {
     let experts = match weight.shape[..] {
         [experts, _, _] => experts,

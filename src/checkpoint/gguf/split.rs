@@ -1,5 +1,5 @@
-//! A model in several GGUF files, as llama-gguf-split writes them: the first has the metadata, and each has some of the
-//! tensors. Finds the parts beside any one of them, and joins their headers if they belong together.
+//! Joins a model in several GGUF files, as written by llama-gguf-split: the first file has the metadata, and each has some of the tensors.
+//! Finds the other parts beside any one of them, and checks that they belong together.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -15,17 +15,17 @@ use crate::checkpoint::source::Source;
 const TENSORS: &str = "split.tensors.count";
 const ARCHITECTURE: &str = "general.architecture";
 
-/// What the metadata of one part says about the set.
+/// Metadata of one part about its set.
 pub(super) struct Split {
     /// The part's number, from 0.
     no: u64,
     count: u64,
-    /// Tensors in all parts, where that is said.
+    /// Number of tensors in all parts, if given.
     tensors: Option<u64>,
 }
 
 impl Split {
-    /// `None` for a file that is whole by itself.
+    /// Reads it; `None` for a file that is complete by itself.
     pub(super) fn read(pairs: &Pairs) -> Result<Option<Self>> {
         let Some(count) = pairs.integer("split.count")?.filter(|&n| n > 1) else {
             return Ok(None);
@@ -50,8 +50,8 @@ impl Split {
     }
 }
 
-/// Opens the parts beside `source`, whose header has been read. `path` is where it lies; `None` if it was given as bytes.
-/// Returns the parts in order, and the metadata of the first with the tensors of all.
+/// Opens the parts beside `source`, whose header has been read. `path` is its location, or `None` if it was given as bytes. Returns the
+/// parts in order, and the metadata of the first with the tensors of all.
 pub(super) fn join(
     source: Source,
     header: Header,
@@ -98,7 +98,7 @@ pub(super) fn join(
     }
 }
 
-/// The metadata of the first part and the tensors of all, of which none may be in two.
+/// Combines the metadata of the first part with the tensors of all. Fails if a tensor is in two parts.
 fn merge(parts: Vec<(Source, Header)>) -> Result<(Vec<Source>, Header)> {
     let (sources, headers): (Vec<Source>, Vec<Header>) = parts.into_iter().unzip();
     let mut whole = Header::default();
@@ -127,7 +127,7 @@ fn merge(parts: Vec<(Source, Header)>) -> Result<(Vec<Source>, Header)> {
     Ok((sources, whole))
 }
 
-/// The paths of all parts, and which of them is the one at `path`.
+/// The paths of all parts, and the index of the one at `path`.
 fn find(split: &Split, path: Option<&Path>) -> Result<(Vec<PathBuf>, usize)> {
     let (number, count) = (split.no + 1, split.count);
     let Some(path) = path else {
@@ -164,7 +164,7 @@ fn find(split: &Split, path: Option<&Path>) -> Result<(Vec<PathBuf>, usize)> {
     Ok((paths, own))
 }
 
-/// The name of a part, whose end is that of `part`, which names another part as text; what comes before it need not be UTF-8.
+/// The file name of another part: its end is replaced by `part`. What comes before need not be UTF-8.
 fn renumbered(file_name: &OsStr, part: &str) -> OsString {
     let stem = part.rsplitn(4, '-').nth(3).map_or(0, str::len);
     let end = &part[stem..];
@@ -173,7 +173,7 @@ fn renumbered(file_name: &OsStr, part: &str) -> OsString {
     OsString::from_vec([stem, end.as_bytes()].concat())
 }
 
-/// Checks that part `number` says of itself what its name says, and is of the first part's architecture.
+/// Fails unless part `number` has the metadata that its name implies, and the architecture of the first part.
 fn check(header: &Header, number: usize, parts: &[(Source, Header)]) -> Result<Split> {
     let count = parts.len();
     let Some(split) = Split::read(&header.pairs)? else {

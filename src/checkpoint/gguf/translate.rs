@@ -1,5 +1,5 @@
-//! GGUF names and metadata in the words of Hugging Face: tensor names, `config.json` keys, the vocabulary. What differs
-//! between architectures is data of a [`GgufFamily`]; decodes nothing.
+//! Translates GGUF names and metadata to Hugging Face terms: tensor names, `config.json` keys, the vocabulary. Differences between
+//! architectures are data of a [`GgufFamily`]; decodes nothing.
 
 use serde_json::{Map, Value as Json, json};
 
@@ -10,7 +10,7 @@ use crate::base::error::{bail, err};
 use crate::checkpoint::tensors::{Form, Raw};
 use crate::checkpoint::{RareEntries, Vocabulary};
 
-/// What every architecture has in `config.json`, as in [`GgufFamily::keys`].
+/// Entries of `config.json` for every architecture, as in [`GgufFamily::keys`].
 const COMMON: [(&str, &str, GgufKind); 6] = [
     ("hidden_size", "embedding_length", GgufKind::Integer),
     (
@@ -35,10 +35,10 @@ const COMMON: [(&str, &str, GgufKind); 6] = [
 const HEADS: &str = "attention.head_count";
 const KV_HEADS: &str = "attention.head_count_kv";
 
-/// The file's metadata and what it means for its architecture.
+/// A file's metadata, and the family of its architecture.
 pub(super) struct Translation<'a> {
     metadata: GgufMetadata<'a>,
-    /// `None` for an architecture that nobody knows, whose names stay as they are.
+    /// `None` for an unknown architecture, whose names stay as they are.
     family: Option<&'a GgufFamily>,
 }
 
@@ -58,7 +58,7 @@ impl<'a> Translation<'a> {
         Ok(translation)
     }
 
-    /// The number of attention heads that `key` gives; where it has none, that of the query.
+    /// Number of attention heads by `key`, or else the number of query heads.
     fn heads(&self, key: &str) -> Result<Option<usize>> {
         match self.metadata.integer(key)? {
             Some(n) if !(1..=65536).contains(&n) => {
@@ -70,13 +70,13 @@ impl<'a> Translation<'a> {
         }
     }
 
-    /// The GGUF name of a tensor within its block, `blk.N`.
+    /// Splits the GGUF name of a tensor into its block, `blk.N`, and the name within it.
     fn within_block(key: &str) -> Option<(&str, &str)> {
         let (layer, name) = key.strip_prefix("blk.")?.split_once('.')?;
         layer.parse::<u32>().ok().map(|_| (layer, name))
     }
 
-    /// The shape of an entry: that of the tensor, but for matrices that are stored as vectors.
+    /// The shape of an entry: that of the tensor, except for matrices stored as vectors.
     pub(super) fn shape(&self, raw: &Raw) -> Vec<usize> {
         let name = Self::within_block(&raw.key).and_then(|(_, name)| name.strip_suffix(".weight"));
         let one_row = self.family.map_or(&[][..], |family| family.one_row);
@@ -86,7 +86,7 @@ impl<'a> Translation<'a> {
         }
     }
 
-    /// The logical name of a tensor, however its values lie.
+    /// The logical name of a tensor, without regard to its form.
     pub(super) fn plain_name(&self, key: &str) -> String {
         let name = || {
             let family = self.family?;
@@ -104,7 +104,7 @@ impl<'a> Translation<'a> {
         name().unwrap_or_else(|| key.to_owned())
     }
 
-    /// The logical name of a tensor, and how its values lie.
+    /// The logical name of a tensor, and the form of its values.
     pub(super) fn name(&self, raw: &Raw) -> Result<(String, Form)> {
         let key = raw.key.as_str();
         let plain = Ok((key.to_owned(), Form::AsStored));
@@ -153,8 +153,8 @@ impl<'a> Translation<'a> {
         Ok((name, Form::Interleaved { heads }))
     }
 
-    /// The metadata with the keys of `config.json`. What the file does not say is left out rather than guessed, except where
-    /// GGUF defines a default. A size that every model has is null where the file lacks it: transformers' defaults are not GGUF's.
+    /// The metadata with the keys of `config.json`. Missing values are left out rather than guessed, unless GGUF defines a default. A size
+    /// that every model has is null if the file lacks it, because transformers' defaults are not GGUF's.
     pub(super) fn config(&self) -> Result<Json> {
         let metadata = &self.metadata;
         let mut config = Map::new();
@@ -234,7 +234,7 @@ impl<'a> Translation<'a> {
         let metadata = &self.metadata;
         let kind = metadata.text("rope.scaling.type")?;
         let old_linear = metadata.float("rope.scale_linear")?;
-        // Some converters write 0 for no factor.
+        // Some converters write 0 for "no factor".
         let factor = metadata.float("rope.scaling.factor")?.or(old_linear);
         let factor = factor.filter(|&factor| factor != 0.0);
         let kind = match (kind, factor) {
@@ -286,7 +286,7 @@ pub(super) fn vocabulary(pairs: &mut Pairs) -> Result<Option<Vocabulary>> {
     let id = |name: &str| -> Result<Option<u32>> {
         let key = key(&format!("{name}_token_id"));
         match pairs.integer(&key)? {
-            // Some converters write an all-ones id for "none".
+            // Some converters write an id of all ones for "none".
             None | Some(0xffff_ffff) => Ok(None),
             Some(id) if id < tokens.len() as u64 => Ok(Some(id as u32)),
             Some(id) if name == "padding" => {
@@ -330,8 +330,8 @@ pub(super) fn vocabulary(pairs: &mut Pairs) -> Result<Option<Vocabulary>> {
     }))
 }
 
-/// The ends that a file gives beside one of sequences and one of turns: lists of several, as Ollama writes them, and the end of a
-/// message that calls a tool. Ids of no token are left out.
+/// End tokens of a file beyond one for sequences and one for turns: lists as written by Ollama, and the end of a message that calls a tool.
+/// Ids without a token are left out.
 fn other_ends(pairs: &Pairs, tokens: usize) -> Vec<u32> {
     let lists = ["eos_token_id", "eos_token_ids"].map(|name| format!("tokenizer.ggml.{name}"));
     let listed = lists.iter().filter_map(|key| pairs.integers(key)).flatten();
@@ -344,7 +344,7 @@ fn other_ends(pairs: &Pairs, tokens: usize) -> Vec<u32> {
         .collect()
 }
 
-/// What the file says about choosing tokens, with the keys of `generation_config.json`.
+/// The file's sampling settings, with the keys of `generation_config.json`.
 fn sampling(pairs: &Pairs) -> Result<serde_json::Map<String, Json>> {
     let mut sampling = serde_json::Map::new();
     for (key, name) in [

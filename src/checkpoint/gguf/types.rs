@@ -1,4 +1,4 @@
-//! The type numbers of GGUF: the encodings that they stand for, and the names of those that are not supported.
+//! GGUF's type numbers: the encodings of supported types, and the names of unsupported ones.
 
 use crate::checkpoint::Encoding;
 use crate::checkpoint::ggml::{GgmlType, SUPER};
@@ -36,7 +36,7 @@ pub(super) fn encoding(code: u32) -> Option<(Encoding, usize, usize)> {
     }
 }
 
-/// The name of a type number that cannot be decoded, as errors have it.
+/// The name of an unsupported type number, for errors.
 pub(super) fn unsupported_name(code: u32) -> String {
     let name = match code {
         9 => "Q8_1",

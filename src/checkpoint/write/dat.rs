@@ -1,5 +1,5 @@
-//! Writes TorchSharp's `.dat`: dense entries with their own elemType, NVFP4 as `.qdata` (0) and `.scale` (101) with linear
-//! scales. The format holds no global scale, so only single-level NVFP4 fits.
+//! Writes TorchSharp's `.dat`: dense entries with their own elemType, NVFP4 as `.qdata` (0) and `.scale` (101) with row-major scales. The
+//! format has no global scale, so only single-level NVFP4 fits.
 
 use std::path::Path;
 
@@ -14,11 +14,11 @@ use crate::format::nvfp4::BLOCK;
 /// Writes a `.dat` file; see [`Writer`].
 pub struct DatWriter {
     progress: Progress,
-    /// Per planned tensor, whether its scales are stored in a type that cannot take e4m3 bytes.
+    /// Per planned tensor: whether its scales are stored in a type that cannot hold e4m3 bytes.
     foreign_scales: Vec<bool>,
 }
 
-/// One entry of the file: header fields, and which planned tensor's values or scales it carries.
+/// One entry of the file: its header fields, and the planned tensor whose values or scales it holds.
 struct Record {
     key: String,
     elem_type: u32,
@@ -84,8 +84,8 @@ impl DatWriter {
         Self::start(path, plan, records)
     }
 
-    /// Starts a file that will replace `path` with the same entries as the `.dat` file `source`: same keys, elemTypes and
-    /// shapes in the same order, so that a host which reads one reads the other.
+    /// Starts a file that will replace `path` with the same entries as the `.dat` file `source`: same keys, elemTypes and shapes in the
+    /// same order, so that a host can read either.
     pub fn create_like(path: &Path, source: &dyn Checkpoint) -> Result<Self> {
         if source.format() != "dat" {
             bail!(
@@ -217,7 +217,7 @@ impl Writer for DatWriter {
         if self.foreign_scales.get(next) == Some(&true)
             && let [codes, scales] = &source.parts(entry)?[..]
         {
-            // They are copied as floats, once the reader has found them to be block scales.
+            // Scales are copied as floats, after the reader has checked that they are block scales.
             let mut row_codes = vec![0; entry.cols() / 2];
             let mut row_scales = vec![0; entry.cols() / BLOCK];
             for row in 0..entry.rows() {

@@ -1,4 +1,4 @@
-//! Writers: a plan fixes every tensor's place first, then tensors are written in plan order, a run of rows at a time, into a
+//! Checkpoint writers. A plan first fixes every tensor's place; then tensors are written in plan order, a run of rows at a time, to a
 //! temporary file that gets its name only when it is complete and synced.
 
 mod dat;
@@ -41,8 +41,8 @@ impl From<&Entry> for Planned {
     }
 }
 
-/// Writes the tensors of a plan, in its order. Dropping a writer that has not finished leaves nothing of what it wrote, and
-/// what was there before as it was.
+/// Writes the tensors of a plan in order. Dropping an unfinished writer removes everything it wrote, and leaves the previous content
+/// unchanged.
 pub trait Writer: Send {
     /// Starts the next planned tensor, which must be `name`. `global` is the global scale of an NVFP4 tensor, 1.0 for others.
     fn begin(&mut self, name: &str, global: f32) -> Result<()>;
@@ -59,15 +59,15 @@ pub trait Writer: Send {
     /// Appends whole rows to an int8 tensor: codes in two's complement, and the scale of each row.
     fn int8(&mut self, codes: &[u8], scales: &[f32]) -> Result<()>;
 
-    /// Writes the next planned tensor from `entry` of `source`, a run of rows at a time: codes and their scales stay what they are, the
-    /// rest keeps its bytes where the plan has its encoding and is converted to F32, F16 or BF16 otherwise.
+    /// Writes the next planned tensor from `entry` of `source`, a run of rows at a time. Codes and their scales are copied; other values
+    /// keep their bytes if the plan has their encoding, and are otherwise converted to F32, F16 or BF16.
     fn copy(&mut self, source: &dyn Checkpoint, entry: &Entry) -> Result<()>;
 
-    /// Completes the file: checks that every planned tensor is whole, syncs, and puts it in its place.
+    /// Completes the file: checks that every planned tensor is complete, syncs, and moves it into place.
     fn finish(self: Box<Self>) -> Result<()>;
 }
 
-/// Where one planned tensor goes. `at` is the position in the file of the values or codes, `scales_at` of the scales of blocks or rows.
+/// Place of a planned tensor in the file: `at` of its values or codes, `scales_at` of the scales of its blocks or rows.
 struct Slot {
     name: String,
     encoding: Encoding,
@@ -76,12 +76,12 @@ struct Slot {
     scales_at: u64,
     scale_bytes: u64,
     cols: usize,
-    /// Where an NVFP4 tensor's global scale goes, if the format has one.
+    /// Place of an NVFP4 tensor's global scale, if the format has one.
     global_at: Option<u64>,
 }
 
 impl Slot {
-    /// Of a planned tensor whose places are not known yet.
+    /// A slot for a planned tensor with unassigned places.
     fn new(planned: &Planned) -> Self {
         Slot {
             name: planned.name.clone(),
@@ -96,17 +96,17 @@ impl Slot {
     }
 }
 
-/// The state that every writer shares: the temporary file and how far the current tensor is.
+/// Common state of all writers: the temporary file, and the progress within the current tensor.
 struct Progress {
     file: Temporary,
     slots: Vec<Slot>,
-    /// Tensors begun so far; the last of them is the current one.
+    /// Number of tensors begun so far; the last one is current.
     begun: usize,
     written: u64,
     scales_written: u64,
 }
 
-/// Bytes of codes (or dense values) and of the scales of blocks or rows that a planned tensor takes.
+/// Bytes of codes or dense values, and of block or row scales, of a planned tensor.
 fn sizes(planned: &Planned) -> Result<(u64, u64)> {
     let name = &planned.name;
     if planned.shape.contains(&0) {
@@ -143,13 +143,13 @@ fn sizes(planned: &Planned) -> Result<(u64, u64)> {
     }
 }
 
-/// Refuses to write the directory `place` where one of `paths`, which are being read, is it or lies in it.
+/// Refuses to write the directory `place` if one of `paths`, which are being read, is or is inside it.
 pub fn check_not_read<'a>(place: &Path, paths: impl IntoIterator<Item = &'a Path>) -> Result<()> {
     let Ok(resolved) = place.canonicalize() else {
         return Ok(());
     };
     for path in paths {
-        // A link may lead out of a directory that holds it.
+        // A link may lead out of a directory that contains it.
         let folder = path.parent().and_then(|p| p.canonicalize().ok());
         let is_within = |p: &PathBuf| p.starts_with(&resolved);
         if path.canonicalize().is_ok_and(|p| is_within(&p))
@@ -235,7 +235,7 @@ impl Progress {
         Ok(())
     }
 
-    /// The current slot, checked to take dense data, or codes of an encoding.
+    /// The current slot. Fails unless it takes dense data, or codes of the given encoding.
     fn current(&self, codes: Option<Encoding>) -> Result<&Slot> {
         let Some(slot) = self.begun.checked_sub(1).map(|i| &self.slots[i]) else {
             bail!(InvalidArgument, "no tensor was begun");
@@ -347,7 +347,7 @@ impl Progress {
         self.append(codes, &bytes)
     }
 
-    /// The encoding planned for the next tensor, which must be `name`.
+    /// The planned encoding of the next tensor, which must be `name`.
     fn next_encoding(&self, name: &str) -> Result<Encoding> {
         match self.slots.get(self.begun) {
             Some(slot) if slot.name == name => Ok(slot.encoding),
@@ -364,7 +364,7 @@ impl Progress {
         }
     }
 
-    /// Checks that everything is written, and syncs; the file can then be put in its place.
+    /// Fails unless everything is written, and syncs. The file can then be moved into place.
     fn check_complete(&self) -> Result<()> {
         self.check_whole()?;
         if let Some(next) = self.slots.get(self.begun) {
@@ -380,7 +380,7 @@ impl Progress {
     }
 }
 
-/// Does [`Writer::copy`] with the other methods.
+/// Implements [`Writer::copy`] by the other methods.
 fn copy_entry(
     writer: &mut dyn Writer,
     planned: Encoding,
@@ -421,7 +421,7 @@ fn copy_entry(
     Ok(())
 }
 
-/// Gives the stored bytes of `part` to `write`, about a megabyte at a time.
+/// Passes the stored bytes of `part` to `write`, about a megabyte at a time.
 fn copy_part(
     source: &dyn Checkpoint,
     part: &Part<'_>,
@@ -436,7 +436,7 @@ fn copy_part(
     Ok(())
 }
 
-/// The config and the tokenizer's files that go with a model when it is rewritten: name and content.
+/// Config and tokenizer files, as names and contents, that go with a rewritten model.
 fn companion_files(metadata: &Metadata) -> Result<Vec<(String, Vec<u8>)>> {
     let mut files = Vec::new();
     if let TokenizerSource::Directory(directory) = &metadata.tokenizer {
@@ -453,8 +453,7 @@ fn companion_files(metadata: &Metadata) -> Result<Vec<(String, Vec<u8>)>> {
     Ok(files)
 }
 
-/// Moves a model's two templates, where it has a folder of them, into a list in `tokenizer_config.json`: the files that are written
-/// are in no folders.
+/// Moves a model's two templates from their folder into a list in `tokenizer_config.json`, because files are written without folders.
 fn list_templates(directory: &Path, files: &mut Vec<(String, Vec<u8>)>) -> Result<()> {
     let path = directory.join(TOOL_TEMPLATE);
     let tool_use = match file::read(&path) {
@@ -467,7 +466,7 @@ fn list_templates(directory: &Path, files: &mut Vec<(String, Vec<u8>)>) -> Resul
         Some(files.remove(at).1)
     };
     let default = taken("chat_template.jinja");
-    // It comes before a list, and after the two templates.
+    // This file takes precedence over the list, but not over the two templates.
     taken("chat_template.json");
     let name = "tokenizer_config.json";
     let mut config: serde_json::Value = match taken(name) {
@@ -487,9 +486,9 @@ fn list_templates(directory: &Path, files: &mut Vec<(String, Vec<u8>)>) -> Resul
     Ok(())
 }
 
-/// Writes the files that a `.dat` in `directory` needs beside it: `config.json` from `metadata`, its tokenizer's files, and
-/// `extra` ones, which come first where names are the same. Files that are already there must be the same; another model's
-/// are neither replaced nor left for the `.dat` to be read with.
+/// Writes the files that a `.dat` in `directory` needs beside it: `config.json` from `metadata`, its tokenizer's files, and the files in
+/// `extra`, which take precedence. Existing files must have the same content: another model's files are not replaced, and the `.dat` must
+/// not be read with them.
 pub fn write_companions(
     directory: &Path,
     metadata: &Metadata,
@@ -502,7 +501,7 @@ pub fn write_companions(
     staged.into_iter().try_for_each(Temporary::commit)
 }
 
-/// What [`write_companions`] would write; to know before the work whether it would refuse.
+/// The files that [`write_companions`] would write. Lets callers find a conflict before the work.
 pub fn missing_companions(
     directory: &Path,
     metadata: &Metadata,
@@ -513,7 +512,7 @@ pub fn missing_companions(
     if let Some(config) = &metadata.config {
         let mut config = config.clone();
         if let Some(config) = config.as_object_mut() {
-            // It described how the source was quantized.
+            // It describes the quantization of the source.
             config.shift_remove("quantization_config");
         }
         let text = serde_json::to_vec_pretty(&config)
@@ -554,10 +553,10 @@ pub fn missing_companions(
     Ok(missing)
 }
 
-/// The file that describes a model.
+/// Name of the file that describes a model.
 const CONFIG: &str = "config.json";
 
-/// Whether two files say the same: equal bytes, or equal JSON but for how their source was quantized.
+/// Whether two files agree: equal bytes, or equal JSON apart from the quantization of their source.
 fn same_content(a: &[u8], b: &[u8]) -> bool {
     let json = |bytes: &[u8]| {
         let mut value: serde_json::Value = serde_json::from_slice(bytes).ok()?;

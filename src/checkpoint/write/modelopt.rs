@@ -16,7 +16,7 @@ use crate::checkpoint::folder::check_is_model;
 use crate::checkpoint::{Checkpoint, Encoding, Entry, Metadata, TokenizerSource, safetensors};
 use crate::format::nvfp4::BLOCK;
 
-/// The file with the weights.
+/// Name of the file with the weights.
 const WEIGHTS: &str = "model.safetensors";
 
 /// Writes a ModelOpt-style directory; see [`Writer`].
@@ -45,14 +45,13 @@ enum Role {
 }
 
 impl ModelOptWriter {
-    /// Starts a directory at `path`, where there is nothing yet or an empty directory. `metadata` is the source's: its config and
-    /// tokenizer go along.
+    /// Starts a directory at `path`, which must not exist or must be empty. Takes config and tokenizer from `metadata`, that of the source.
     pub fn create(path: &Path, plan: &[Planned], metadata: &Metadata) -> Result<Self> {
         Self::start(path, plan, metadata, NewDirectory::create)
     }
 
-    /// As [`ModelOptWriter::create`], but a directory that holds a model, and no folders, is replaced with all that is in it when
-    /// the new one is whole.
+    /// As [`ModelOptWriter::create`], but replaces an existing model directory without folders, with everything in it, once the new one is
+    /// complete.
     pub fn replace(path: &Path, plan: &[Planned], metadata: &Metadata) -> Result<Self> {
         Self::start(path, plan, metadata, |path| {
             NewDirectory::replace(path, check_is_model)
@@ -83,7 +82,7 @@ impl ModelOptWriter {
         Ok(writer)
     }
 
-    /// Adds a small file to the directory, instead of the source's file of that name if it has one.
+    /// Adds a small file to the directory, instead of the source's file of that name.
     pub fn add_file(&mut self, name: &str, content: Vec<u8>) -> Result<()> {
         if name.is_empty() || name.contains('/') || name == WEIGHTS {
             bail!(InvalidArgument, "'{name}' is not the name of a file to add");
@@ -93,8 +92,8 @@ impl ModelOptWriter {
         Ok(())
     }
 
-    /// Adds `hf_quant_config.json` and, where the source has a config, `config.json`. A model of dense tensors alone has no quantization to
-    /// describe, and readers that know no ModelOpt load it.
+    /// Adds `hf_quant_config.json`, and `config.json` if the source has one. A model of only dense tensors has no quantization to describe,
+    /// and can be loaded by readers that do not know ModelOpt.
     fn describe(&mut self, plan: &[Planned], metadata: &Metadata) -> Result<()> {
         if plan.iter().all(|p| p.encoding.element_bytes().is_some()) {
             if let Some(Value::Object(config)) = &metadata.config {
@@ -109,7 +108,7 @@ impl ModelOptWriter {
             let matrices = plan.iter().filter(|p| p.shape.len() >= 2);
             matrices.filter(move |p| wanted(p.encoding))
         };
-        // Linear layers left dense must be listed, or a reader would look for their scales.
+        // Dense linear layers must be listed, or a reader would look for their scales.
         let mut excluded: Vec<String> = held(|e| e.element_bytes().is_some())
             .filter(|p| p.shape.len() == 2)
             .filter_map(|p| module(&p))
@@ -121,7 +120,7 @@ impl ModelOptWriter {
         }
         let activations = plan.iter().any(|p| p.name.ends_with(".input_scale"));
         let nvfp4 = if activations { "NVFP4" } else { "W4A16_NVFP4" };
-        // Layers of two algorithms are listed one by one, as ModelOpt does.
+        // With two algorithms, layers are listed one by one, as in ModelOpt.
         let algorithm = if has_int8 { "MIXED_PRECISION" } else { nvfp4 };
         let mut layers = Map::new();
         if has_int8 {
@@ -249,9 +248,8 @@ fn items(plan: &[Planned]) -> Result<Vec<Item>> {
     Ok(items)
 }
 
-/// The header, where everything goes, and the length of the file. Wide elements come first, so that every tensor is aligned
-/// to its element, which torch relies on; of one width, values come before what scales them. A file that is read and written again
-/// keeps its order.
+/// The header, the places, and the length of the file. Wide elements come first, so that every tensor is aligned to its element, on which
+/// torch relies; within a width, values come before their scales. A file that is read and written again keeps its order.
 fn layout(plan: &[Planned], items: &[Item]) -> Result<(Vec<u8>, Vec<Slot>, u64)> {
     let mut order: Vec<&Item> = items.iter().collect();
     order.sort_by_key(|i| (std::cmp::Reverse(i.width), i.role));
@@ -326,7 +324,7 @@ impl Writer for ModelOptWriter {
             .iter()
             .map(|(name, content)| self.directory.stage(name, content))
             .collect::<Result<Vec<_>>>()?;
-        // The weights come last: their presence says that the rest is there.
+        // The weights come last: their presence shows that the rest is complete.
         files.push(self.progress.file);
         self.directory.commit(files)
     }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use NVFP4::base::error::{bail, err};
 use NVFP4::base::{Result, env};
 
-/// The help for a command: its name, its argument and its meaning.
+/// Help for each command: its name, its argument and its meaning.
 pub(super) const COMMANDS: [(&str, &str, &str); 12] = [
     ("/edit", "TEXT", "asks TEXT in place of the last question"),
     ("/exit", "", "ends the program, as Ctrl-D does"),
@@ -51,8 +51,7 @@ pub(super) enum Command<'a> {
 }
 
 impl<'a> Command<'a> {
-    /// The command in a line; `None` if it is not one, such as a path or a comment of a program, which may begin with a
-    /// slash too.
+    /// Parses a line; `None` if it is not a command. A path or a program comment may begin with a slash too.
     pub(super) fn parse(line: &'a str) -> Result<Option<Command<'a>>> {
         let (name, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
         let rest = rest.trim();

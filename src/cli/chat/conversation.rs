@@ -1,5 +1,5 @@
-//! The conversation and what commands do with it. Each turn passes the whole conversation to the session, so repeating an
-//! answer or changing a question is a turn like any other.
+//! The conversation, and the execution of commands on it. Each turn passes the whole conversation to the session, so repeating an answer or
+//! changing a question is a turn like any other.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ pub(super) struct Conversation {
     pub(super) session: Session,
     pub(super) chat: ChatOptions,
     pub(super) generation: GenerateOptions,
-    /// The system prompt from the next turn on, if it was changed; empty for none.
+    /// System prompt from the next turn on, if it was changed; empty for none.
     pub(super) system: Option<String>,
     pub(super) last: Option<Generation>,
     /// Whether Ctrl-C stops an answer rather than the program.
@@ -28,7 +28,7 @@ pub(super) struct Conversation {
 }
 
 impl Conversation {
-    /// The messages that the next turn begins with.
+    /// Messages at the beginning of the next turn.
     pub(super) fn messages(&self) -> Result<Vec<Message>> {
         let mut messages = self.session.messages()?;
         let Some(system) = &self.system else {
@@ -50,7 +50,7 @@ impl Conversation {
         self.answer(&messages, &self.generation.clone())
     }
 
-    /// Answers the last question again, with new draws.
+    /// Answers the last question again, with new random draws.
     pub(super) fn retry(&mut self) -> Result<()> {
         let mut messages = self.messages()?;
         messages.truncate(last_question(&messages)? + 1);
@@ -67,7 +67,7 @@ impl Conversation {
         self.answer(&messages, &self.generation.clone())
     }
 
-    /// The tool calls that wait for results.
+    /// Tool calls that wait for results.
     pub(super) fn calls(&self) -> Vec<ToolCall> {
         match &self.last {
             Some(last) if last.finish != Finish::Cancelled => last.tool_calls.clone(),
@@ -75,7 +75,7 @@ impl Conversation {
         }
     }
 
-    /// Continues after the results of calls.
+    /// Continues with the results of tool calls.
     pub(super) fn go_on(&mut self, results: Vec<(ToolCall, String)>) -> Result<()> {
         let mut messages = self.messages()?;
         for (call, result) in results {
@@ -146,7 +146,7 @@ impl Conversation {
                 last.prompt_tokens,
                 rate(last.prompt_tokens, t.prefill_seconds),
                 last.tokens.len(),
-                // The first token is counted in the prompt's time.
+                // The time of the first token counts as prompt time.
                 rate(last.tokens.len().saturating_sub(1), t.decode_seconds),
                 last.seed
             ))?;

@@ -1,4 +1,4 @@
-//! Lines from a keyboard: editing, a history kept on disk, and completion of commands and file names.
+//! Reads lines from a keyboard: editing, a history on disk, and completion of commands and file names.
 
 use std::cell::Cell;
 use std::fs;
@@ -18,7 +18,7 @@ use rustyline::{Behavior, CompletionType, Config, Context, Helper};
 
 use super::command::COMMANDS;
 
-/// The most lines in the history.
+/// Upper limit of lines in the history.
 const HISTORY: usize = 1000;
 
 /// The result of reading a line.
@@ -40,7 +40,7 @@ pub(super) struct Editor {
 
 impl Editor {
     pub(super) fn new() -> Result<Editor> {
-        // The echo of the line must not go to standard output if that is a file or a pipe.
+        // The echo of a line must not go to standard output if that is a file or a pipe.
         let behavior = match std::io::stdout().is_terminal() {
             true => Behavior::Stdio,
             false => Behavior::PreferTerm,
@@ -165,7 +165,7 @@ fn completions(line: &str) -> (usize, Vec<Pair>) {
     }
 }
 
-/// The files in `folder` whose names begin with `begun`.
+/// Files in `folder` whose names begin with `begun`.
 fn files(folder: &str, begun: &str) -> Vec<Pair> {
     let path = match folder {
         "" => Path::new("."),

@@ -1,4 +1,4 @@
-//! The user's messages: from a keyboard or, line by line, from a pipe.
+//! Reads the user's messages, from a keyboard or line by line from a pipe.
 
 use std::io::{BufRead, IsTerminal, StdinLock};
 

@@ -16,7 +16,7 @@ use NVFP4::text::Tokenizer;
 use self::report::Report;
 use super::{model, output, windows};
 
-/// Tokens of a window, unless another number is asked for or a model's context is shorter.
+/// Default tokens per window; less if a model's context is shorter.
 const WINDOW: usize = 512;
 
 #[derive(clap::Args)]
@@ -113,8 +113,8 @@ fn window(args: &Args, examined: &Source, reference: &Source) -> Result<usize> {
     }
 }
 
-/// The tokens of a text by the examined model's tokenizer, or by the reference's where the former has none. Fails if the two vocabularies
-/// mean different texts by a token of it.
+/// Tokenizes a text with the examined model's tokenizer, or else the reference's. Fails if a token of the text has different meanings in
+/// the two vocabularies.
 fn encoded(
     text: &str,
     examined: &Source,

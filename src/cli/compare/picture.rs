@@ -1,4 +1,4 @@
-//! The picture of a comparison: divergence by position, and by block divergence and relative errors.
+//! The picture of a comparison: divergence by position, and divergence and relative errors by block.
 
 use super::report::{Block, Report};
 use crate::cli::chart::{Chart, Line, svg};
@@ -29,7 +29,7 @@ pub(super) fn picture(report: &Report) -> String {
     svg("Divergence by position and by block", &charts)
 }
 
-/// Ranges of positions beside each other, as each is twice as long as the one before.
+/// Divergence by ranges of positions. Ranges have equal width in the chart, because each is twice as long as the one before.
 fn by_position(report: &Report) -> Chart {
     let ranges = || report.positions.iter().enumerate();
     let points = ranges().map(|(i, range)| (i as f64, range.divergence));

@@ -9,7 +9,7 @@ use NVFP4::model::compare::{
 use NVFP4::text::Tokenizer;
 use serde::Serialize;
 
-/// Tokens of the text that stand before one of the worst.
+/// Tokens of context shown before a worst token.
 const BEFORE: usize = 16;
 
 #[derive(Serialize)]
@@ -24,7 +24,7 @@ pub(super) struct Report {
     summary: Summary,
     pub(super) positions: Vec<PositionRange>,
     pub(super) blocks: Vec<Block>,
-    /// KL with the examined model's embedding and head, and all else the reference's.
+    /// KL with the examined model's embedding and head and the reference's blocks.
     #[serde(
         rename = "tables_kl_divergence",
         skip_serializing_if = "Option::is_none"
@@ -33,13 +33,13 @@ pub(super) struct Report {
     worst: Vec<Worst>,
 }
 
-/// A block's part in the difference.
+/// A block's contribution to the difference.
 #[derive(Serialize)]
 pub(super) struct Block {
     block: usize,
     pub(super) stream_error: f64,
     pub(super) block_error: f64,
-    /// KL with this block alone exchanged.
+    /// KL with only this block exchanged.
     #[serde(rename = "kl_divergence", skip_serializing_if = "Option::is_none")]
     pub(super) divergence: Option<f64>,
 }
@@ -51,7 +51,7 @@ struct Named {
     text: String,
 }
 
-/// A token that a model holds likely.
+/// A likely token by a model.
 #[derive(Serialize)]
 struct Likely {
     #[serde(flatten)]
@@ -59,16 +59,16 @@ struct Likely {
     probability: f32,
 }
 
-/// A token that the models predict very differently.
+/// A token on whose probability the models differ strongly.
 #[derive(Serialize)]
 struct Worst {
     window: usize,
     position: usize,
-    /// The text before the token, as far as the window has it.
+    /// Text before the token, as far as it is in the window.
     before: String,
     token: Named,
     kl_divergence: f64,
-    /// Probabilities of the token by the model and by the reference.
+    /// Probability of the token by the model and by the reference.
     probability: [f64; 2],
     model: Vec<Likely>,
     reference: Vec<Likely>,
@@ -103,7 +103,7 @@ impl Worst {
 }
 
 impl Report {
-    /// A report on models of these names, and windows of a text of so many `tokens`, with the `most` worst tokens.
+    /// Creates a report on models of these names and windows of a text of `tokens` tokens, with the `most` worst tokens.
     pub(super) fn new(
         [model, reference]: [String; 2],
         (windows, tokens): (&[&[u32]], usize),
@@ -138,7 +138,7 @@ impl Report {
 }
 
 impl Report {
-    /// A table with a line for each block, and one for embedding and head.
+    /// Writes a table with a line for each block, and one for embedding and head.
     fn write_blocks(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let exchanged = |divergence: Option<f64>| match divergence {
             Some(divergence) => format!("  {divergence:>20.6}"),
@@ -166,7 +166,7 @@ impl Report {
     }
 }
 
-/// Tables for a terminal. Texts of tokens stand in quotes with escapes.
+/// Formats tables for a terminal. Token texts are quoted and escaped.
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let s = &self.summary;

@@ -1,5 +1,5 @@
-//! `nvfp4 perplexity`: how well a model predicts a text, in windows that do not overlap, and the mean Kullback-Leibler divergence from a
-//! reference model's predictions; and how many multiple-choice questions both answer right.
+//! `nvfp4 perplexity`: how well a model predicts a text, in windows that do not overlap, its mean Kullback-Leibler divergence from a
+//! reference model, and how many multiple-choice questions both answer correctly.
 
 mod reader;
 mod scoring;

@@ -1,16 +1,16 @@
-//! A model that reads tokens and gives the logits after each.
+//! Reads tokens with a model, and returns the logits after each.
 
 use std::sync::Arc;
 
 use NVFP4::base::Result;
 use NVFP4::model::{KvCache, KvType, Logits, Model, Scratch};
 
-/// Bytes of logits that a GPU computes at a time, unless [`FEWEST`] rows have more.
+/// Upper limit of logit bytes that a GPU computes at a time, unless [`FEWEST`] rows have more.
 const LOGIT_BYTES: usize = 64 << 20;
-/// Rows of logits that are computed together at least. The CPU takes no more: its kernels for few rows are the fastest.
+/// The fewest rows of logits that are computed together. The CPU takes no more, because its kernels for few rows are the fastest.
 const FEWEST: usize = 32;
 
-/// Tokens of a vocabulary of this size whose logits are computed at a time.
+/// Number of tokens whose logits are computed at a time, for this vocabulary size.
 fn run_of(vocabulary: usize, is_cuda: bool) -> usize {
     match is_cuda {
         true => (LOGIT_BYTES / (vocabulary.max(1) * size_of::<f32>())).max(FEWEST),
@@ -37,17 +37,17 @@ impl Reader {
         })
     }
 
-    /// The number of tokens to read at a time.
+    /// Number of tokens to read at a time.
     pub(super) fn run(&self) -> usize {
         run_of(self.model.spec().vocab_size, self.model.device().is_cuda())
     }
 
-    /// Keeps the first `len` tokens of the sequence and forgets the rest.
+    /// Keeps the first `len` tokens of the sequence, and forgets the rest.
     pub(super) fn truncate(&mut self, len: usize) -> Result<()> {
         self.cache.truncate(len)
     }
 
-    /// Reads tokens that follow those of earlier calls, without logits.
+    /// Reads tokens after those of earlier calls, without logits.
     pub(super) fn skip(&mut self, tokens: &[u32]) -> Result<()> {
         match tokens.is_empty() {
             true => Ok(()),
@@ -55,7 +55,7 @@ impl Reader {
         }
     }
 
-    /// The logits after each of `tokens`, which follow those of earlier calls.
+    /// Reads tokens after those of earlier calls, and returns the logits after each.
     pub(super) fn read(&mut self, tokens: &[u32]) -> Result<&[f32]> {
         self.forward(tokens, Logits::All)?;
         Ok(&self.logits)
@@ -72,7 +72,7 @@ impl Reader {
     }
 }
 
-/// The logarithm of the sum of exponentials, and the index of the largest.
+/// Log-sum-exp of the logits, and the index of the largest.
 pub(super) fn log_sum(logits: &[f32]) -> (f64, usize) {
     let mut top = 0;
     for (i, &logit) in logits.iter().enumerate() {

@@ -1,30 +1,30 @@
-//! Scores of multiple-choice questions, as lm-evaluation-harness has them: a model chooses the continuation that it gives the highest
-//! probability, as a whole (accuracy) or by byte (accuracy by length). Knows no model.
+//! Scores of multiple-choice questions, as in lm-evaluation-harness: a model chooses the continuation with the highest probability, in
+//! total (accuracy) or per byte (length-normalized accuracy). Knows no model.
 
 use serde::Serialize;
 
 use super::reader::log_sum;
 
-/// Ways to choose: by the log-probability of a choice, and by that divided by the bytes of its text.
+/// Number of ways to choose: by the log-probability of a choice, and by that divided by the bytes of its text.
 pub(super) const WAYS: usize = 2;
 
-/// A question and a choice as one text in tokens.
+/// A question and a choice as one token sequence.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Continuation {
-    /// The tokens of both.
+    /// Tokens of question and choice.
     pub(super) tokens: Vec<u32>,
-    /// The first token of the choice.
+    /// Index of the choice's first token.
     pub(super) first: usize,
     /// Bytes of the choice's text.
     pub(super) bytes: usize,
 }
 
 impl Continuation {
-    /// The tokens of a question with a choice, and those of the `question` alone. The choice begins where they part: a tokenizer may join
-    /// the end of the question with the beginning of the choice.
+    /// Joins the tokens of a question with a choice, given those of the `question` alone. The choice begins where they differ: a tokenizer
+    /// may join the end of the question with the beginning of the choice.
     pub(super) fn new(question: &[u32], tokens: Vec<u32>, bytes: usize) -> Continuation {
         let both = question.iter().zip(&tokens);
-        // A choice has one token at least.
+        // A choice has at least one token.
         let first = both.take_while(|(a, b)| a == b).count();
         Continuation {
             first: first.min(tokens.len().saturating_sub(1)),
@@ -34,7 +34,7 @@ impl Continuation {
     }
 }
 
-/// The log-probability of `targets`. Each has a row of logits.
+/// Log-probability of `targets`, each with a row of logits.
 pub(super) fn log_probability(logits: &[f32], targets: &[u32]) -> f64 {
     let rows = logits.chunks_exact(logits.len() / targets.len().max(1));
     let rows = rows.zip(targets);
@@ -42,7 +42,7 @@ pub(super) fn log_probability(logits: &[f32], targets: &[u32]) -> f64 {
         .sum()
 }
 
-/// The choices of a model, in each of the [`WAYS`]: the first of those that are equal.
+/// The choices of a model, in each of the [`WAYS`]; the first one on a tie.
 pub(super) fn chosen(log_probabilities: &[f64], bytes: &[usize]) -> [usize; WAYS] {
     let by_byte = log_probabilities.iter().zip(bytes);
     let by_byte: Vec<f64> = by_byte.map(|(sum, &n)| sum / n.max(1) as f64).collect();
@@ -63,7 +63,7 @@ fn largest(values: &[f64]) -> usize {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(super) struct Share {
     pub(super) share: f64,
-    /// Its standard error by the sample's deviation; none for one question.
+    /// Standard error from the sample's deviation; `None` for a single question.
     pub(super) stderr: Option<f64>,
 }
 
@@ -78,7 +78,7 @@ impl Share {
     }
 }
 
-/// The share of questions in which two lists of choices agree, in one of the [`WAYS`].
+/// Share of questions on which two lists of choices agree, in one of the [`WAYS`].
 pub(super) fn agreement(
     choices: &[[usize; WAYS]],
     way: usize,
@@ -99,9 +99,9 @@ mod tests {
             Continuation::new(question, tokens.to_vec(), 1).first
         };
         assert_eq!(of(&[1, 2, 3], &[1, 2, 3, 4, 5]), 3);
-        // The last token of the question became another with the choice.
+        // The choice changed the last token of the question.
         assert_eq!(of(&[1, 2, 3], &[1, 2, 9, 5]), 2);
-        // All of the choice went into it.
+        // The whole choice merged into it.
         assert_eq!(of(&[1, 2, 3], &[1, 2]), 1);
         assert_eq!(of(&[1], &[2]), 0);
     }

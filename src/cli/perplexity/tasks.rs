@@ -1,4 +1,4 @@
-//! Sets of multiple-choice questions: a model and its reference answer them.
+//! Sets of multiple-choice questions, answered by a model and its reference.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use super::reader::Reader;
 use super::scoring::{Continuation, Share, WAYS, agreement, chosen, log_probability};
 use crate::cli::output;
 
-/// A file's questions.
+/// Questions of a file.
 pub(super) struct Set {
     path: PathBuf,
     questions: Vec<MultipleChoice>,
@@ -29,7 +29,7 @@ impl Set {
         })
     }
 
-    /// The questions as tokens of a model.
+    /// Tokenizes the questions for a model.
     fn prepared(&self, model: &Model) -> Result<Vec<Vec<Continuation>>> {
         let tokenizer = model.tokenizer()?;
         let each = self.questions.iter().map(|question| {
@@ -41,7 +41,7 @@ impl Set {
     }
 }
 
-/// A question with each of its choices, in tokens of a model.
+/// Tokenizes a question with each of its choices for a model.
 fn prepared(
     model: &Model,
     tokenizer: &Tokenizer,
@@ -71,7 +71,7 @@ fn prepared(
     choices.collect()
 }
 
-/// The choices of a model for each question of a set.
+/// A model's choices for each question of a set.
 fn choices(
     model: &Arc<Model>,
     questions: &[Vec<Continuation>],
@@ -89,9 +89,9 @@ fn choices(
     each.collect()
 }
 
-/// The log-probabilities of a question's choices. What all of them begin with is read once.
+/// Log-probabilities of a question's choices. Their common prefix is read once.
 fn log_probabilities(reader: &mut Reader, choices: &[Continuation]) -> Result<Vec<f64>> {
-    // The last token that all have in common predicts the first one of a choice.
+    // The last common token predicts the first token of a choice.
     let common = choices.iter().map(|choice| choice.first).min();
     let common = common.unwrap_or(1) - 1;
     reader.truncate(0)?;
@@ -118,11 +118,11 @@ fn log_probabilities(reader: &mut Reader, choices: &[Continuation]) -> Result<Ve
 /// A model's results on a set.
 #[derive(Serialize)]
 struct Answers {
-    /// By the log-probability of the choices.
+    /// Accuracy by the log-probability of the choices.
     accuracy: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     accuracy_stderr: Option<f64>,
-    /// By the log-probability for each byte of the choices.
+    /// Accuracy by the log-probability per byte of the choices.
     accuracy_norm: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     accuracy_norm_stderr: Option<f64>,
@@ -156,12 +156,12 @@ pub(super) struct Results {
 struct ReferenceResults {
     #[serde(flatten)]
     answers: Answers,
-    /// The share of questions for which both models chose the same.
+    /// Share of questions on which both models made the same choice.
     same_choice: f64,
     same_choice_norm: f64,
 }
 
-/// Lets a model, and a reference if there is one, answer the questions of a set.
+/// Lets a model, and the reference if given, answer the questions of a set.
 pub(super) fn measure(
     set: &Set,
     model: &Arc<Model>,

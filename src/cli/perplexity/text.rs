@@ -20,7 +20,7 @@ pub(super) struct Report {
     /// Tokens predicted: all but the first of each window.
     predicted: usize,
     perplexity: f64,
-    /// Mean negative log-likelihood of a token, in nats.
+    /// Mean negative log-likelihood per token, in nats.
     loss: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     reference: Option<Reference>,
@@ -32,9 +32,9 @@ struct Reference {
     perplexity: f64,
     /// Mean divergence from the reference, in nats.
     kl_divergence: f64,
-    /// The largest divergence at one token.
+    /// Largest divergence at a token.
     kl_max: f64,
-    /// The fraction of tokens for which both models have the same argmax.
+    /// Fraction of tokens on which both models have the same argmax.
     same_top: f64,
 }
 
@@ -42,12 +42,12 @@ struct Reference {
 pub(super) struct Windows<'a> {
     /// Tokens of the text.
     pub(super) tokens: usize,
-    /// The most tokens of a window.
+    /// Length of the longest window in tokens.
     pub(super) longest: usize,
     pub(super) all: Vec<&'a [u32]>,
 }
 
-/// Measures a model, and a reference with its name if there is one, on windows of a text.
+/// Measures a model, and a named reference if given, on windows of a text.
 pub(super) fn measure(
     windows: &Windows<'_>,
     kv: KvType,
@@ -75,7 +75,7 @@ pub(super) fn measure(
         if let Some(other) = &mut other {
             other.truncate(0)?;
         }
-        // The last token has nothing to predict.
+        // The last token has no successor to predict.
         let inputs = &window[..window.len() - 1];
         for (inputs, targets) in inputs.chunks(run).zip(window[1..].chunks(run)) {
             let logits = reader.read(inputs)?;

@@ -7,7 +7,7 @@ use std::ops::Range;
 use super::pointwise::{soft_cap, softmax};
 use crate::cpu::simd::Simd;
 
-/// How cached keys and values are read.
+/// An element type of cached keys and values.
 ///
 /// # Safety
 /// As for [`Simd`]: implementations read exactly 16 elements with instructions of its level.
@@ -32,8 +32,8 @@ unsafe impl<S: Simd> Element<S> for u16 {
     }
 }
 
-/// One query: its vector, the positions `start..len` that it sees, where the scores of positions `0..len` go (with room for 16
-/// more) and where its result goes.
+/// One query: its vector, the positions `start..len` that it sees, the place for scores of positions `0..len` (with room for 16 more), and
+/// the place for its result.
 #[derive(Clone, Copy)]
 pub(in crate::cpu) struct Query {
     pub q: *const f32,
@@ -43,11 +43,11 @@ pub(in crate::cpu) struct Query {
     pub out: *mut f32,
 }
 
-/// What happens to the product of a query and a key before the softmax.
+/// Transformation of query-key products before the softmax.
 #[derive(Clone, Copy)]
 pub(in crate::cpu) struct Scores {
     pub scale: f32,
-    /// Bounds scores softly: `cap * tanh(score / cap)`.
+    /// Soft cap of the scores: `cap * tanh(score / cap)`.
     pub cap: Option<f32>,
 }
 
@@ -95,11 +95,11 @@ pub(in crate::cpu) unsafe fn attend<S: Simd, E: Element<S>, const Q: usize>(
         }
         let latest = queries.iter().map(|q| q.start).max().unwrap_or(0);
         let shortest = queries.iter().map(|q| q.len).min().unwrap_or(0);
-        // The positions that all of them see, if there are any.
+        // Positions that all queries see, if any.
         let common = latest.min(shortest)..shortest;
         let mut d = 0;
         while d < dim {
-            // Twice the accumulators where there are registers for them.
+            // Twice the accumulators, if there are registers for them.
             if 2 * Q <= S::TILE && d + 32 <= dim {
                 weigh::<S, E, Q, 2>(&queries, &page, dim, d, &common, &inverse);
                 d += 32;
@@ -111,7 +111,7 @@ pub(in crate::cpu) unsafe fn attend<S: Simd, E: Element<S>, const Q: usize>(
     }
 }
 
-/// `16 * D` dimensions, from `d`, of the weighted sums of values: in order of position, those of `common` for all queries at once.
+/// The weighted sums of values for `16 * D` dimensions from `d` on, in order of position; positions in `common` for all queries at once.
 #[inline(always)]
 unsafe fn weigh<S: Simd, E: Element<S>, const Q: usize, const D: usize>(
     queries: &[Query; Q],
@@ -164,7 +164,7 @@ unsafe fn weigh<S: Simd, E: Element<S>, const Q: usize, const D: usize>(
     }
 }
 
-/// Adds the weighted values of some positions that one query sees.
+/// Adds the weighted values of some positions for one query.
 #[inline(always)]
 unsafe fn add_values<S: Simd, E: Element<S>, const D: usize>(
     query: &Query,

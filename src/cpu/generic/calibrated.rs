@@ -1,5 +1,5 @@
-//! Blocks of 16 weights in NVFP4 that are best for a product: see [`crate::format::calibrated`]. Sixteen rows of a matrix, a lane each, are
-//! rounded side by side, as they share the moments of their inputs and nothing else.
+//! Calibrated quantization of blocks of 16 weights, see [`crate::format::calibrated`]. Sixteen rows of a matrix, one per lane, are rounded
+//! side by side; they share only the moments of their inputs.
 
 use crate::cpu::simd::Simd;
 use crate::format::calibrated::BlockFactor;
@@ -30,8 +30,8 @@ impl Rounded {
     };
 }
 
-/// The nearest value of E2M1, a tie to the even code: numbers below 2 go to multiples of 1/2, those below 4 to multiples of 1, and others to
-/// multiples of 2, which is what adding 1.5 x 2^22 times as much and taking it away again does.
+/// The nearest E2M1 value, ties to even codes: numbers below 2 round to multiples of 1/2, those below 4 to multiples of 1, and others to
+/// multiples of 2. Adding and subtracting 1.5 x 2^22 times the power of two has that effect.
 #[inline(always)]
 unsafe fn nearest<S: Simd>(x: S::V) -> S::V {
     // SAFETY: forwarded.
@@ -43,7 +43,7 @@ unsafe fn nearest<S: Simd>(x: S::V) -> S::V {
     }
 }
 
-/// The scales that are tried for each row, from the largest magnitudes of what is rounded.
+/// The first candidate scale of each row, from the largest magnitudes to be rounded.
 struct Window([u8; LANES]);
 
 impl Window {
@@ -66,7 +66,7 @@ impl Window {
         std::array::from_fn(|row| (self.0[row] + offset[row]).min(e4m3::MAX_BYTE))
     }
 
-    /// The values of the scales that are tried together.
+    /// The values of the candidate scales that are evaluated together.
     #[inline(always)]
     unsafe fn steps<S: Simd>(&self, offset: usize, global: f32) -> S::V {
         let scales = self.scales([offset as u8; LANES]);
@@ -74,7 +74,7 @@ impl Window {
         unsafe { S::mul(S::load_e4m3(scales.as_ptr()), S::splat(global)) }
     }
 
-    /// The scale of the offset that each lane of `best` holds; the first where it is negative.
+    /// The scale at each lane's offset in `best`; the first one for a negative offset.
     #[inline(always)]
     unsafe fn best<S: Simd>(&self, best: S::V) -> [u8; LANES] {
         let mut offsets = [0f32; LANES];
@@ -90,8 +90,8 @@ unsafe fn load<S: Simd>(blocks: &Blocks) -> [S::V; BLOCK] {
     unsafe { std::array::from_fn(|i| S::load(blocks[i].as_ptr())) }
 }
 
-/// Rounds weights one after another, each to the value that makes most of the errors before it, which are in `sums`: the `s_i` from before
-/// the block. Gives the values and the sums of the squares of the block's `(R^T e)_i`.
+/// Rounds weights one after another, each to the value that best compensates for the errors before it. `sums` holds the `s_i` from before
+/// the block. Returns the values, and the sums of the squares of the block's `(R^T e)_i`.
 #[inline(always)]
 unsafe fn in_turn<S: Simd>(
     weights: &[S::V; BLOCK],
@@ -139,7 +139,7 @@ unsafe fn cost<S: Simd>(errors: &[S::V; BLOCK], factor: &BlockFactor) -> S::V {
     }
 }
 
-/// Stores values under their scales; a block of zeros has the scale 0, and no other block.
+/// Stores values under their scales. A block of zeros, and no other, has the scale 0.
 #[inline(always)]
 unsafe fn store<S: Simd>(values: &[S::V; BLOCK], scales: [u8; LANES], to: &mut Rounded) {
     let mut largest = [0f32; LANES];
@@ -155,8 +155,8 @@ unsafe fn store<S: Simd>(values: &[S::V; BLOCK], scales: [u8; LANES], to: &mut R
     to.scales = std::array::from_fn(|row| if largest[row] > 0.0 { scales[row] } else { 0 });
 }
 
-/// The blocks whose turn it is: the scale for which the weights, moved by the errors before them, are nearest to codes, by the squares of the
-/// diagonal of R; and with it the codes that make up for the errors before them, in the block too.
+/// Rounds the next blocks. The scale is the one under which the weights, shifted by the errors before them, are nearest to codes, weighted
+/// by the squared diagonal of R; the codes then compensate for all errors before them, also within the block.
 ///
 /// # Safety
 /// As for [`Simd`].
@@ -197,8 +197,9 @@ pub(in crate::cpu) unsafe fn round_in_turn<S: Simd>(
     }
 }
 
-/// The blocks that are best beside the others as they are: `gradients` are `M e` of their rows, `moments` the block's part of M, and `factor`
-/// its factor. What is held stays where nothing else is better. Gives whether anything has changed, and in `changes` by how much errors have.
+/// Optimizes blocks while the others stay fixed: `gradients` are `M e` of their rows, `moments` the block's part of M, and `factor` its
+/// factor. Keeps the present state unless another one is better. Returns whether anything has changed, and in `changes` the change of the
+/// errors.
 ///
 /// # Safety
 /// As for [`Simd`].
@@ -216,7 +217,7 @@ pub(in crate::cpu) unsafe fn round_beside<S: Simd>(
         let (weights, before) = (load::<S>(weights), load::<S>(&held.values));
         let zero = S::splat(0.0);
         let zeros = [zero; BLOCK];
-        // Without a grid, the best error is -M^-1 g, where g are the gradients that the others make: two triangular systems.
+        // Without a grid, the best error is -M^-1 g, where g are the gradients from the other blocks: two triangular systems.
         let (mut errors, mut others) = (zeros, zeros);
         for i in 0..BLOCK {
             errors[i] = S::sub(weights[i], before[i]);

@@ -1,18 +1,18 @@
-//! Products of packed weights with activations: for few tokens a skinny GEMM that decodes the packed form in registers, and a
-//! tiled GEMM that first unpacks sixteen rows into a panel.
+//! Products of packed weights with activations: a skinny GEMM for few tokens, which decodes the packed form in registers, and a tiled GEMM,
+//! which first unpacks sixteen rows into a panel.
 //!
-//! Both compute each output in the same order: the sixteen k of a block by a chain of fused multiply-adds, then that partial
-//! sum times the block scale, fused onto the running sum. So a token gives the same bits alone or in a batch.
+//! Both compute each output in the same order: a chain of fused multiply-adds over the sixteen k of a block, then that partial sum times
+//! the block scale, fused onto the accumulator. A token therefore gives the same bits alone or in a batch.
 
 use crate::cpu::packed::{CHUNK_BLOCKS, INT8_SCALE_BYTES, NVFP4_CHUNK_BYTES, UNIT_BYTES};
 use crate::cpu::simd::Simd;
 
-/// How one kind of packed row group is read.
+/// A packed form of row groups.
 ///
 /// # Safety
 /// As for [`Simd`]; `group` must point to a whole row group of that kind with more than `block` blocks.
 pub(in crate::cpu) unsafe trait Source<S: Simd> {
-    /// Bytes that a block takes, scales included.
+    /// Bytes of a block, scales included.
     const BLOCK_BYTES: usize;
 
     /// The values of k `4 * quarter ..` of a block, one vector of 16 rows each.
@@ -27,7 +27,7 @@ pub(in crate::cpu) struct F16;
 pub(in crate::cpu) struct Bf16;
 pub(in crate::cpu) struct Int8;
 
-/// Where a block's codes and its scales start.
+/// The start of a block's codes, and of its scales.
 #[inline(always)]
 unsafe fn nvfp4_block(group: *const u8, block: usize) -> (*const u8, *const u8) {
     // SAFETY: within the row group, by the trait's contract.
@@ -115,7 +115,7 @@ unsafe impl<S: Simd> Source<S> for Int8 {
             ]
         }
     }
-    /// The scale of a row is that of each of its blocks, so that sums have the order of the other forms.
+    /// The scale of a row serves as that of each of its blocks, so that sums have the order of the other forms.
     #[inline(always)]
     unsafe fn scale(group: *const u8, _block: usize) -> S::V {
         // SAFETY: as above.
@@ -158,11 +158,11 @@ pub(in crate::cpu) unsafe fn skinny<S: Simd, W: Source<S>, const T: usize>(
     }
 }
 
-/// How far ahead of its use a skinny product asks for memory, in bytes of each row group it reads: as much as arrives in the time that
-/// memory takes to answer. What the hardware prefetches by itself is not enough beside this much computing.
+/// Prefetch distance of a skinny GEMM, in bytes of each row group: as much as arrives during the latency of memory. The hardware's own
+/// prefetching is not enough beside this much computation.
 const PREFETCH_BYTES: usize = 4096;
 
-/// Asks for what a skinny product will read of each of `G` row groups some blocks after `block`, or of the `G` groups after those.
+/// Prefetches what a skinny GEMM will read from each of `G` row groups some blocks after `block`, or from the `G` groups after those.
 #[inline(always)]
 unsafe fn prefetch<S: Simd, W: Source<S>, const G: usize>(
     data: *const u8,
@@ -171,7 +171,7 @@ unsafe fn prefetch<S: Simd, W: Source<S>, const G: usize>(
     blocks: usize,
 ) {
     let ahead = block + PREFETCH_BYTES / W::BLOCK_BYTES;
-    // Wrapping, because this may lie past the weight's end.
+    // Wrapping, because this may be beyond the weight's end.
     let first = if ahead < blocks {
         data.wrapping_add(ahead * W::BLOCK_BYTES)
     } else {
@@ -179,13 +179,13 @@ unsafe fn prefetch<S: Simd, W: Source<S>, const G: usize>(
     };
     for g in 0..G {
         for line in (0..W::BLOCK_BYTES).step_by(64) {
-            // SAFETY: any address may be asked for.
+            // SAFETY: any address may be prefetched.
             unsafe { S::prefetch(first.wrapping_add(g * stride + line)) };
         }
     }
 }
 
-/// Four k of a block, from `4 * Q`, onto the partial sums of `G` row groups and `T` tokens.
+/// Adds four k of a block, from `4 * Q` on, to the partial sums of `G` row groups and `T` tokens.
 #[inline(always)]
 unsafe fn skinny_four<S: Simd, W: Source<S>, const T: usize, const G: usize, const Q: usize>(
     data: *const u8,
@@ -208,7 +208,7 @@ unsafe fn skinny_four<S: Simd, W: Source<S>, const T: usize, const G: usize, con
     }
 }
 
-/// `G` row groups at once, so that `G * T` independent chains hide the latency of a multiply-add.
+/// Processes `G` row groups at once, so that `G * T` independent chains hide the latency of a multiply-add.
 #[inline(always)]
 unsafe fn skinny_groups<S: Simd, W: Source<S>, const T: usize, const G: usize>(
     data: *const u8,
@@ -227,7 +227,7 @@ unsafe fn skinny_groups<S: Simd, W: Source<S>, const T: usize, const G: usize>(
             prefetch::<S, W, G>(data, stride, block, blocks);
             let x = x.add(block * 16 * T);
             let mut part = [[zero; T]; G];
-            // Written out: as a loop it stays one, with a branch on the quarter inside.
+            // Unrolled by hand: the compiler would keep a loop, with a branch on the quarter inside.
             skinny_four::<S, W, T, G, 0>(data, stride, block, x, &mut part);
             skinny_four::<S, W, T, G, 1>(data, stride, block, x, &mut part);
             skinny_four::<S, W, T, G, 2>(data, stride, block, x, &mut part);

@@ -1,9 +1,9 @@
-//! The inner loop of plain matrix products, of panels that the caller has packed.
+//! The inner loop of plain GEMMs, on panels that the caller has packed.
 
 use crate::cpu::simd::Simd;
 
 /// `c[r, 0..16] += sum over k of a[k, r] b[k, 0..16]` for `R` rows, `stride` floats apart in `c`. Each sum is one chain of multiply-adds
-/// along k, so that neither `R` nor the level shows in the result.
+/// along k, so the result depends neither on `R` nor on the level.
 ///
 /// # Safety
 /// As for [`Simd`], with `k * R` floats at `a`, `k * 16` at `b`, and 16 in each of `R` rows at `c`.

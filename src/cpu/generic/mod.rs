@@ -1,5 +1,5 @@
-//! Kernel bodies, each written once over [`super::simd::Simd`] and stamped per level by `super::table`. Nothing here knows
-//! about threads, models or files: a body does one part of one operation on memory it is given.
+//! Kernel bodies, each written once over [`super::simd::Simd`] and instantiated per level by `super::table`. A body performs one part of
+//! one operation on given memory, and knows nothing of threads, models or files.
 
 pub(super) mod attention;
 pub(super) mod calibrated;

@@ -1,5 +1,5 @@
-//! RMSNorm, softmax, gated activations and soft caps over rows of any length: whole vectors first, then a tail through a padded one, which gives
-//! the same sums because the padding adds zeros.
+//! RMSNorm, softmax, gated activations and soft caps over rows of any length: whole vectors first, then a zero-padded tail, which leaves
+//! sums unchanged.
 
 use crate::cpu::simd::Simd;
 
@@ -221,14 +221,14 @@ pub(in crate::cpu) unsafe fn softmax<S: Simd>(scores: *mut f32, n: usize) -> f32
     }
 }
 
-/// The sum of `n` floats, `n` a multiple of 64, in some order: what costs nothing but reading them. Memory is asked for
-/// `ahead` bytes early, or not at all if that is 0.
+/// The sum of `n` floats, `n` a multiple of 64, in some order, at the cost of reading them alone. Memory is prefetched `ahead` bytes early,
+/// or not at all if that is 0.
 ///
 /// # Safety
 /// As for [`Simd`], with that much at `x`.
 #[inline(always)]
 pub(in crate::cpu) unsafe fn sum<S: Simd>(x: *const f32, n: usize, ahead: usize) -> f32 {
-    // SAFETY: forwarded; any address may be asked for.
+    // SAFETY: forwarded; any address may be prefetched.
     unsafe {
         let mut sums = [S::splat(0.0); 4];
         for i in (0..n).step_by(64) {

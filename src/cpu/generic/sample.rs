@@ -1,9 +1,9 @@
-//! The weights of a softmax in whole numbers, whose sums do not depend on the order of summation.
+//! Softmax weights as integers, whose sums do not depend on the order of summation.
 
 use crate::cpu::simd::Simd;
 
-/// The weight of the largest logit is 2 to this power. Smaller ones lose what is below 1; the weights of eight million tokens
-/// still have a sum that fits in 64 bits.
+/// The weight of the largest logit is 2 to this power. Smaller weights lose their fraction below 1; the sum of eight million weights still
+/// fits in 64 bits.
 pub(in crate::cpu) const WEIGHT_BITS: i32 = 40;
 
 /// The Taylor series of 2^x around 0, from x^7 down. Its remainder on |x| <= 1/2 is below half an ulp.
@@ -17,8 +17,8 @@ const SERIES: [f32; 7] = [
     std::f32::consts::LN_2,
 ];
 
-/// For `n` logits, a multiple of 16: their logarithms to base 2 relative to the largest, `(x - largest) * scale`, and 2 to that
-/// power times 2^[`WEIGHT_BITS`], of which the whole part is the weight. `kernels/sample/draw.cu` computes the same bits.
+/// For `n` logits, a multiple of 16: computes their logarithms to base 2 relative to the largest, `(x - largest) * scale`, and 2 to that
+/// power times 2^[`WEIGHT_BITS`], whose integer part is the weight. `kernels/sample/draw.cu` computes the same bits.
 ///
 /// # Safety
 /// As for [`Simd`], with `n` elements behind each pointer.
@@ -39,7 +39,7 @@ pub(in crate::cpu) unsafe fn weigh<S: Simd>(
                 S::splat(scale),
             );
             S::store(logs.add(i), log);
-            // What is smaller has a weight of 0 as well, and no power that a float cannot hold.
+            // Anything smaller also has weight 0, but would underflow a float.
             let log = S::max(log, S::splat(-(WEIGHT_BITS as f32) - 2.0));
             let n = S::round(log);
             let r = S::sub(log, n);

@@ -1,10 +1,10 @@
-//! Gated linear units whose gate and input lie side by side, and their backward pass.
+//! Gated linear units on rows of gate and up side by side, forward and backward.
 
 use super::rows::{by_parts, by_parts_of_two};
 use crate::base::error::{Result, bail};
 use crate::cpu::Cpu;
 
-/// The value of an activation and its derivative.
+/// Returns the value of an activation, and its derivative.
 pub(super) type Derivative = fn(f32) -> (f32, f32);
 
 /// `x s` with `s = sigmoid(x)`, whose derivative is `s + x s (1 - s)`.
@@ -31,7 +31,7 @@ impl Cpu {
     /// The tanh form of GELU with its derivative.
     pub const GELU_TANH: Derivative = gelu_tanh;
 
-    /// `act(gate) * up` of rows `[gate, up]`, each of `width`.
+    /// `act(gate) * up` for rows `[gate, up]`, each half `width` wide.
     pub fn glu_rows(
         &self,
         act: Derivative,
@@ -49,8 +49,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// The backward pass of [`Cpu::glu_rows`]: makes `gate_up` its gradients, and `dy`, which holds the gradients of the results, the
-    /// results again.
+    /// The backward pass of [`Cpu::glu_rows`], in place: `gate_up` becomes its gradient, and `dy`, the gradient of the results, becomes the
+    /// recomputed results.
     pub fn glu_rows_backward(
         &self,
         act: Derivative,

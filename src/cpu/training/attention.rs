@@ -1,5 +1,5 @@
-//! Causal attention of rows in which documents follow each other, with the logarithm of each row's sum of exponentials, and its backward
-//! pass from those (Dao, 2023, section 3.1: probabilities are computed again, none are kept).
+//! Causal attention over rows packed from several documents, with the log-sum-exp of each row, and its backward pass (Dao, 2023, section
+//! 3.1: probabilities are recomputed, not stored).
 
 use std::ops::Range;
 
@@ -7,16 +7,16 @@ use super::rows::{by_parts, by_parts_of_two};
 use crate::base::error::{Result, bail};
 use crate::cpu::Cpu;
 
-/// Where the document of each row lies: both rise, and `starts[t] <= t < ends[t]`.
+/// Document bounds of each row: both arrays rise, and `starts[t] <= t < ends[t]`.
 #[derive(Clone, Copy, Debug)]
 pub struct DocumentRows<'a> {
-    /// Its first row.
+    /// First row of the row's document.
     pub starts: &'a [u32],
-    /// One past its last row.
+    /// One past the last row of the row's document.
     pub ends: &'a [u32],
 }
 
-/// How rows `[T, (heads + 2 kv_heads) * dim]` of queries, keys and values attend.
+/// Attention parameters for rows `[T, (heads + 2 kv_heads) * dim]` of queries, keys and values.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PackedAttention {
     /// Query heads.
@@ -27,19 +27,19 @@ pub struct PackedAttention {
     pub dim: usize,
     /// Multiplies the product of query and key.
     pub scale: f32,
-    /// Rows that a query sees, its own included; its whole document up to its own if `None`.
+    /// Sliding window: rows that a query sees, its own included. `None` for everything in its document up to its own row.
     pub window: Option<usize>,
-    /// Bounds scores softly: `cap * tanh(score / cap)`.
+    /// Soft cap of the scores: `cap * tanh(score / cap)`.
     pub score_cap: Option<f32>,
 }
 
 impl PackedAttention {
-    /// Elements of a row of queries, keys and values.
+    /// Width of a row of queries, keys and values.
     pub fn width(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.dim
     }
 
-    /// Elements of a row of queries, and of results.
+    /// Width of a row of queries, and of results.
     pub fn q_width(&self) -> usize {
         self.heads * self.dim
     }
@@ -94,7 +94,7 @@ impl PackedAttention {
 }
 
 fn dot(a: &[f32], b: &[f32]) -> f32 {
-    // Eight sums, which the compiler makes a vector of.
+    // Eight sums, which the compiler vectorizes.
     let (mut sums, whole) = ([0f32; 8], a.len() / 8 * 8);
     for (a, b) in a.chunks_exact(8).zip(b.chunks_exact(8)) {
         for i in 0..8 {
@@ -110,8 +110,8 @@ fn add_scaled(to: &mut [f32], x: &[f32], factor: f32) {
 }
 
 impl Cpu {
-    /// Attention of `qkv`, whose heads are normalized and rotated, to `out` `[T, heads * dim]`; `lse` `[T, heads]` becomes the natural
-    /// logarithms of the sums of exponentials.
+    /// Forward pass, from normalized and rotated `qkv` to `out` `[T, heads * dim]`. Also stores the natural log-sum-exp of the scores in
+    /// `lse` `[T, heads]`.
     pub fn packed_attention(
         &self,
         options: &PackedAttention,
@@ -149,7 +149,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// The backward pass of [`Cpu::packed_attention`]: makes `dqkv` the gradients of `qkv`, from those of the results.
+    /// The backward pass of [`Cpu::packed_attention`]: `dqkv` becomes the gradient of `qkv`, from the gradient of the results.
     pub fn packed_attention_backward(
         &self,
         options: &PackedAttention,
@@ -162,7 +162,7 @@ impl Cpu {
         options.check(documents, dqkv.len(), dout.len(), lse.len())?;
         let (width, q_width, dim) = (options.width(), options.q_width(), options.dim);
         let (heads, group) = (options.heads, options.group());
-        // A key/value head with its queries is one thread's, as its gradients are sums over rows and queries.
+        // One thread processes a key/value head with its queries, because the gradients are sums over rows and queries.
         let part = rows * (group + 2) * dim;
         let mut gradients = vec![0.0; options.kv_heads * part];
         by_parts(self.pool(), &mut gradients, part, |kv, gradients| {

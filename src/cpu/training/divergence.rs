@@ -1,6 +1,5 @@
-//! The divergence of a student's next-token distribution from its teacher's, KL(teacher || student), beside the cross-entropy of labels, of
-//! heads whose columns come in the same chunks. What student and teacher have in common is computed by the same operations, so that
-//! equal logits have a divergence and gradients of exactly zero.
+//! The divergence of a student from its teacher, KL(teacher || student), with the cross-entropy of labels, over chunks of the heads'
+//! columns. Both models use the same operations, so equal logits have a divergence and gradients of exactly zero.
 
 use super::loss::{HeadColumns, capped};
 use super::rows::by_parts;
@@ -12,7 +11,7 @@ use crate::cpu::Cpu;
 pub struct TeacherColumns<'a> {
     /// The teacher's logits `[T, width]`, of the same columns.
     pub logits: &'a [f32],
-    /// Bounds them softly, as [`HeadColumns::cap`] the student's.
+    /// Soft cap of the teacher's logits, like [`HeadColumns::cap`] for the student's.
     pub cap: Option<f32>,
     /// Divides both models' logits.
     pub temperature: f32,
@@ -50,7 +49,7 @@ pub struct RowSums {
 }
 
 impl Divergence {
-    /// Before the first chunk.
+    /// The sums before the first chunk.
     pub const START: Divergence = Divergence {
         largest: f32::NEG_INFINITY,
         sum: 0.0,
@@ -86,7 +85,7 @@ impl Divergence {
 }
 
 impl Cpu {
-    /// Takes a chunk of a student's logits and of its teacher's into account.
+    /// Accumulates a chunk of the student's logits, and of its teacher's.
     pub fn divergence_chunk(
         &self,
         columns: &HeadColumns<'_>,
@@ -129,8 +128,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Makes a chunk of a student's logits their gradients, `weight ((1 - label_share) T (softmax(s / T) - softmax(t / T)) + label_share
-    /// (softmax(s) - onehot))`, of rows that have a label; others are zero. `sums` and `weights` are of each row.
+    /// Replaces a chunk of the student's logits by their gradients, `weight ((1 - label_share) T (softmax(s / T) - softmax(t / T)) +
+    /// label_share (softmax(s) - onehot))`. Rows without a label get zeros. `sums` and `weights` have one entry per row.
     pub fn divergence_gradient(
         &self,
         columns: &HeadColumns<'_>,

@@ -1,11 +1,11 @@
-//! From projected queries, keys and values to those that attend: norm and rotation of each head, forward and backward.
+//! Norm and rotation of each query and key head, forward and backward.
 
 use super::norm::{ROWS, add_rows, backward};
 use super::rows::{by_parts, by_parts_of_two};
 use crate::base::error::{Result, bail};
 use crate::cpu::Cpu;
 
-/// Rows `[T, (heads + 2 kv_heads) * dim]` of queries, keys and values, and what happens to them.
+/// Shape of rows `[T, (heads + 2 kv_heads) * dim]` of queries, keys and values, with their norms and rotation.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads<'a> {
     /// Query heads.
@@ -18,8 +18,8 @@ pub struct Heads<'a> {
     pub norms: [Option<&'a [f32]>; 2],
     /// Added to the mean square.
     pub eps: f32,
-    /// Cosines of the rotation, `[T, rotary_dim / 2]`: of the first rotary_dim elements of a head, element i pairs with element
-    /// i + rotary_dim / 2; the others pass unchanged.
+    /// Cosines of the rotation, `[T, rotary_dim / 2]`. Within the first rotary_dim elements of a head, element i pairs with element i +
+    /// rotary_dim / 2; the others pass unchanged.
     pub cos: &'a [f32],
     /// Sines of the rotation.
     pub sin: &'a [f32],
@@ -52,7 +52,7 @@ impl Heads<'_> {
         Ok(half)
     }
 
-    /// The weight of the norm of a head, and whether it rotates.
+    /// The norm's weight of a head, if any, and whether the head rotates.
     fn of(&self, head: usize) -> (Option<usize>, bool) {
         match head {
             h if h < self.heads => (Some(0), true),
@@ -62,7 +62,7 @@ impl Heads<'_> {
     }
 }
 
-/// Rotates pairs by the angles, or back.
+/// Rotates pairs by the angles; `back` rotates them back.
 fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32], back: bool) {
     let half = cos.len();
     let (low, high) = head[..2 * half].split_at_mut(half);
@@ -97,8 +97,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// The backward pass of [`Cpu::heads`]: makes `dx`, which holds the gradients of its results, those of `x`, and adds to the
-    /// gradients of the norms' weights.
+    /// The backward pass of [`Cpu::heads`]: `dx`, the gradient of its results, becomes the gradient of `x`. Also adds to the gradients of
+    /// the norms' weights.
     pub fn heads_backward(
         &self,
         heads: &Heads<'_>,

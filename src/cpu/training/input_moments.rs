@@ -1,4 +1,4 @@
-//! Second moments of the inputs of products.
+//! Second moments of the inputs of GEMMs, for calibration.
 
 use super::rows::by_parts;
 use crate::base::Result;
@@ -8,7 +8,7 @@ use crate::format::input_moments::{MOMENTS, add_products};
 use crate::format::nvfp4::BLOCK;
 
 impl Cpu {
-    /// Adds the products of the inputs `x` `[rows, cols]` to `sums`, [`MOMENTS`] for each 16 columns.
+    /// Adds the outer products of the inputs `x` `[rows, cols]` to `sums`, [`MOMENTS`] for each 16 columns.
     pub fn add_input_moments(&self, x: &[f32], cols: usize, sums: &mut [f32]) -> Result<()> {
         if sums.len() != cols * BLOCK || !cols.is_multiple_of(BLOCK) {
             bail!(

@@ -1,5 +1,5 @@
-//! Cross-entropy of a head whose columns come in chunks, so that the logits of a vocabulary never exist at once: first the logarithm of
-//! each row's sum of exponentials, chunk by chunk (Milakov and Gimelshein, arXiv 1805.02867), then the gradients of a chunk from it.
+//! Cross-entropy over chunks of the head's columns, so that the logits of a vocabulary never exist at once: first the log-sum-exp of each
+//! row, chunk by chunk (Milakov and Gimelshein, arXiv 1805.02867), then the gradients of each chunk.
 
 use std::cmp::Ordering;
 
@@ -7,20 +7,20 @@ use super::rows::{by_parts, by_parts_of_two};
 use crate::base::error::{Result, bail};
 use crate::cpu::Cpu;
 
-/// Which logits a chunk holds, `[T, width]`.
+/// Columns of a chunk of logits `[T, width]`, with labels.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadColumns<'a> {
     /// The token of the first column.
     pub first: usize,
     /// Columns.
     pub width: usize,
-    /// The token that each row should predict; negative where none counts.
+    /// The token that each row should predict; negative for none.
     pub labels: &'a [i32],
-    /// Bounds logits softly: `cap * tanh(logit / cap)`.
+    /// Soft cap of the logits: `cap * tanh(logit / cap)`.
     pub cap: Option<f32>,
 }
 
-/// What is known of each row after some chunks.
+/// State of each row after some chunks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct CrossEntropy {
@@ -33,7 +33,7 @@ pub struct CrossEntropy {
 }
 
 impl CrossEntropy {
-    /// Before the first chunk.
+    /// The state before the first chunk.
     pub const START: CrossEntropy = CrossEntropy {
         largest: f32::NEG_INFINITY,
         sum: 0.0,
@@ -46,7 +46,7 @@ impl CrossEntropy {
     }
 }
 
-/// A logit that is bounded softly.
+/// A logit after the soft cap.
 pub(super) fn capped(cap: Option<f32>, logit: f32) -> f32 {
     cap.map_or(logit, |cap| cap * (logit / cap).tanh())
 }
@@ -75,11 +75,11 @@ impl HeadColumns<'_> {
     }
 }
 
-/// Elements whose absolute differences are added up in one sum.
+/// Elements whose absolute differences share one partial sum.
 const L1_RUN: usize = 4096;
 
 impl Cpu {
-    /// `weight * sum |h - target|`, and to `d` `weight * sign(h - target)`.
+    /// Returns `weight * sum |h - target|`, and writes `weight * sign(h - target)` to `d`.
     pub fn l1(&self, h: &[f32], target: &[f32], weight: f32, d: &mut [f32]) -> f64 {
         let mut sums = vec![0f64; d.len().div_ceil(L1_RUN)];
         by_parts_of_two(self.pool(), (d, &mut sums), (L1_RUN, 1), |part, d, sum| {
@@ -97,7 +97,7 @@ impl Cpu {
         f64::from(weight) * sums.iter().sum::<f64>()
     }
 
-    /// Takes a chunk of logits into account.
+    /// Accumulates a chunk of logits.
     pub fn cross_entropy_chunk(
         &self,
         columns: &HeadColumns<'_>,
@@ -119,8 +119,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Makes a chunk of logits their gradients: `weight (softmax - onehot)`, of rows that have a label; others are zero. `lse` and
-    /// `weights` are of each row.
+    /// Replaces a chunk of logits by their gradients, `weight (softmax - onehot)`. Rows without a label get zeros. `lse` and `weights` have
+    /// one entry per row.
     pub fn cross_entropy_gradient(
         &self,
         columns: &HeadColumns<'_>,

@@ -1,4 +1,4 @@
-//! Plain products of f32 matrices, in the three forms that training takes.
+//! Plain f32 GEMMs, in the three forms of training.
 
 use super::rows::by_parts;
 use crate::base::error::{Result, bail};
@@ -7,22 +7,22 @@ use crate::tensor::product::{Form, Sizes};
 
 /// Columns of a panel, the lanes of a vector.
 const COLUMNS: usize = 16;
-/// How much of k is packed at a time: a panel of so many rows stays in the first cache.
+/// Extent of k that is packed at a time: a panel with this many rows stays in the L1 cache.
 const DEPTH: usize = 256;
-/// Rows of `a` that a part of the work packs, at most: many, as each part packs all of `b` for itself.
+/// Upper limit of rows of `a` per part of the work: large, because each part packs all of `b` for itself.
 const ROWS: usize = 384;
 
-/// The part of a product that is computed.
+/// The region of a product that is computed.
 #[derive(Clone, Copy)]
 enum Region {
     All,
-    /// The diagonal and what is above it.
+    /// The diagonal and everything above it.
     Above,
 }
 
 impl Cpu {
-    /// The product of `a` and `b`, as `form` says, to `out` `[m, n]`, or added to it. Every sum runs along k in parts of 256, whatever
-    /// the level and the threads.
+    /// The product of `a` and `b` in the given `form`, stored in or added to `out` `[m, n]`. Every sum runs along k in parts of 256,
+    /// independent of the level and the threads.
     pub fn matmul(
         &self,
         form: Form,
@@ -48,8 +48,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Adds the Gram matrix of the columns of `x` `[rows, cols]`, `x^T x`, to `out` `[cols, cols]`: the elements on its diagonal and above, and
-    /// some below.
+    /// Adds the Gram matrix of the columns of `x` `[rows, cols]`, `x^T x`, to `out` `[cols, cols]`: the elements on the diagonal and above,
+    /// and some below.
     pub fn gram(&self, x: &[f32], cols: usize, out: &mut [f32]) -> Result<()> {
         let sizes = Sizes {
             m: cols,
@@ -68,7 +68,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Adds a product of operands that fit.
+    /// Adds a product of operands with checked sizes.
     fn add_product(
         &self,
         form: Form,
@@ -78,7 +78,7 @@ impl Cpu {
         region: Region,
     ) {
         let height = self.table.widest;
-        // Parts of a triangle are unequal, and so there are more of them.
+        // Parts of a triangle have unequal work, so there are more of them.
         let shares = match region {
             Region::All => 1,
             Region::Above => 4,
@@ -91,7 +91,7 @@ impl Cpu {
             Form::TN => a[p * m + i],
             Form::NT | Form::NN => a[i * k + p],
         };
-        // Threads take runs of rows; each packs what it multiplies.
+        // Threads take runs of rows, and each packs what it multiplies.
         by_parts(self.pool(), out, rows * n, |part, out| {
             let first = part * rows;
             let count = out.len() / n;
@@ -164,7 +164,7 @@ impl Cpu {
     }
 }
 
-/// Columns `column..column + width` of the right operand, `depth` of k from `start` on, as `[depth, 16]` with zeros beyond `width`.
+/// Packs columns `column..column + width` of the right operand, `depth` of k from `start` on, as `[depth, 16]` with zeros beyond `width`.
 fn pack_right(
     form: Form,
     b: &[f32],
@@ -201,7 +201,7 @@ mod tests {
     use super::*;
     use crate::format::random::uniform;
 
-    /// A Gram matrix has the bits of the whole product, on the diagonal and above.
+    /// On the diagonal and above, a Gram matrix has the bits of the whole product.
     #[test]
     fn a_gram_matrix_is_half_a_product() {
         for (threads, rows, cols) in [(1, 3, 1), (2, 300, 49), (3, 17, 130)] {

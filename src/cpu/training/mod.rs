@@ -1,5 +1,5 @@
-//! What training takes beside inference, in f32: products of plain matrices, and the operations of a block with their backward passes.
-//! The reference that kernels of other devices are compared with. Sums run in a fixed order, whatever the threads.
+//! f32 operations of training beyond inference: plain GEMMs, and the operations of a block with their backward passes. The reference for
+//! kernels of other devices. Sums run in a fixed order, independent of the threads.
 
 mod activation;
 mod attention;

@@ -4,11 +4,11 @@ use super::rows::by_parts;
 use crate::base::error::{Result, bail};
 use crate::cpu::Cpu;
 
-/// Rows whose share of a weight's gradient is summed before it is added to the others'.
+/// Rows whose contributions to the weight's gradient form one partial sum.
 pub(super) const ROWS: usize = 32;
 
-/// With `r = 1 / sqrt(mean(x^2) + eps)` and `g = dy * weight`, the gradient of `x` in `y = x r weight`: `r (g - x r^2 mean(g x))`, which
-/// follows from `dr/dx = -x r^3 / n`. Adds `dy x r`, this row's share of the weight's gradient, to `dweight`. `dx` holds `dy` before.
+/// With `r = 1 / sqrt(mean(x^2) + eps)` and `g = dy * weight`, the gradient of `x` in `y = x r weight` is `r (g - x r^2 mean(g x))`, which
+/// follows from `dr/dx = -x r^3 / n`. Adds `dy x r`, this row's share of the weight's gradient, to `dweight`. `dx` holds `dy` on entry.
 pub(super) fn backward(x: &[f32], weight: &[f32], eps: f32, dx: &mut [f32], dweight: &mut [f32]) {
     let n = x.len() as f32;
     let squares: f32 = x.iter().map(|x| x * x).sum();
@@ -30,8 +30,8 @@ pub(super) fn add_rows(partial: &[f32], sum: &mut [f32]) {
 }
 
 impl Cpu {
-    /// The backward pass of an RMSNorm of rows `x`: makes `dx`, which holds the gradients of its results, those of `x`, plus `residual`
-    /// if there is one, and adds to `dweight`. Rows are as long as `weight`.
+    /// The backward pass of RMSNorm on rows `x`: `dx`, the gradient of its results, becomes the gradient of `x`, plus `residual` if given.
+    /// Accumulates in `dweight`. Rows are as long as `weight`.
     pub fn rms_norm_backward(
         &self,
         x: &[f32],
@@ -77,7 +77,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Adds the sum of the rows of `x`, as long as `sum`, to `sum`: the gradient of a bias.
+    /// Adds the sum of the rows of `x` to `sum`, which has the length of a row: the gradient of a bias.
     pub fn column_sums(&self, x: &[f32], sum: &mut [f32]) -> Result<()> {
         let n = sum.len();
         if n == 0 || !x.len().is_multiple_of(n) {

@@ -1,4 +1,4 @@
-//! Operands of products in NVFP4: see [`crate::format::operand`]. Rows of tables in int8: see [`crate::format::int8`].
+//! Rounds the operands of training's GEMMs to NVFP4, see [`crate::format::operand`], or to int8 rows, see [`crate::format::int8`].
 
 use super::rows::by_parts;
 use crate::base::error::{Result, bail};
@@ -9,7 +9,7 @@ use crate::format::operand::{
     OperandRounding, ROTATED, global_of, rotate, rotated_amax, round_block,
 };
 
-/// The largest magnitude; infinity where a value is not finite.
+/// The largest magnitude; infinity if any value is not finite.
 fn amax(x: &[f32]) -> f32 {
     x.iter().fold(0f32, |most, v| match v.is_finite() {
         true => most.max(v.abs()),
@@ -18,8 +18,8 @@ fn amax(x: &[f32]) -> f32 {
 }
 
 impl Cpu {
-    /// Rounds `x` `[rows, width]` in blocks along rows, with a global scale for each row, to `y` of the same size. Rows with a value that is
-    /// not finite become NaN.
+    /// Rounds `x` `[rows, width]` in blocks along rows, with one global scale per row, to `y` of the same size. A row with a value that is
+    /// not finite becomes NaN.
     pub fn round_rows(
         &self,
         x: &[f32],
@@ -44,7 +44,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Rounds the rows of `x` `[rows, width]` to int8 in place, each under its own scale. Rows with a value that is not finite become NaN.
+    /// Rounds the rows of `x` `[rows, width]` to int8 in place, each with its own scale. A row with a value that is not finite becomes NaN.
     pub fn round_int8_rows(&self, x: &mut [f32], width: usize) -> Result<()> {
         check(x.len(), width)?;
         by_parts(self.pool(), x, width, |_, row| {
@@ -59,8 +59,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Rotates `x` `[rows, width]` along rows in groups of 16, the last filled up with zeros, rounds it in blocks of those 16 where
-    /// `rounding` is given, with one global scale, and writes it to `y`. All becomes NaN where a value is not finite.
+    /// Rotates `x` `[rows, width]` in groups of 16 rows, the last one padded with zeros, and writes it to `y`. If `rounding` is given, also
+    /// rounds it in blocks of those 16, with one global scale. Everything becomes NaN if any value is not finite.
     pub fn round_columns(
         &self,
         x: &[f32],

@@ -16,31 +16,31 @@ use crate::format::nvfp4::BLOCK;
 /// A field of some rows, row-major.
 #[derive(Debug)]
 pub struct Rows<'a> {
-    /// Codes, [`FieldBytes::codes`] for each 16 elements.
+    /// Codes, [`FieldBytes::codes`] per 16 elements.
     pub codes: &'a mut [u8],
-    /// A scale for each 16 elements, of a scaled field; else none.
+    /// One scale per 16 elements in a scaled field, else empty.
     pub scales: &'a mut [u8],
 }
 
 /// Rows of a matrix with their moments.
 #[derive(Debug)]
 pub struct MatrixRows<'a> {
-    /// The weights' codes.
+    /// Codes of the weights.
     pub codes: Rows<'a>,
-    /// What is kept beside them.
+    /// Residuals beside the codes.
     pub rest: &'a mut [u8],
-    /// First moments, and a global scale for each group of rows.
+    /// First moments, with a global scale per group of rows.
     pub first: (Rows<'a>, &'a mut [f32]),
-    /// Second moments, likewise.
+    /// Second moments, with a global scale per group of rows.
     pub second: (Rows<'a>, &'a mut [f32]),
 }
 
-/// What a step of rows is told.
+/// Parameters of a step of rows.
 #[derive(Clone, Copy, Debug)]
 pub struct RowsStep<'a> {
-    /// How the matrix is stored.
+    /// Stored forms of the matrix.
     pub forms: &'a Forms,
-    /// The numbers of the step.
+    /// Coefficients of the step.
     pub coefficients: &'a Coefficients,
     /// The random streams of the matrix.
     pub keys: &'a Keys,
@@ -52,7 +52,7 @@ pub struct RowsStep<'a> {
     pub global: f32,
 }
 
-/// The `n` blocks' codes and scales of a field, one after another.
+/// Codes and scales of a field's `n` blocks, one after another.
 fn blocks<'a>(rows: Rows<'a>, bytes: FieldBytes, n: usize) -> impl Iterator<Item = Field<'a>> {
     let mut codes = rows.codes.chunks_exact_mut(bytes.codes.max(1));
     let mut scales = rows.scales.iter_mut();
@@ -62,7 +62,7 @@ fn blocks<'a>(rows: Rows<'a>, bytes: FieldBytes, n: usize) -> impl Iterator<Item
     })
 }
 
-/// Parts of a field, of so many blocks each.
+/// Parts of a field, of `n` blocks each.
 fn parts<'a>(rows: Rows<'a>, bytes: FieldBytes, n: usize) -> impl Iterator<Item = Rows<'a>> {
     let mut codes = rows.codes.chunks_mut((bytes.codes * n).max(1));
     let mut scales = rows.scales.chunks_mut(n);
@@ -77,7 +77,7 @@ fn largest_scale(rows: &Rows<'_>) -> u8 {
 }
 
 impl Cpu {
-    /// A step of rows of a matrix with their gradients, `[rows, cols]`.
+    /// Steps rows of a matrix by their gradients, `[rows, cols]`.
     pub fn adamw(
         &self,
         this: &RowsStep<'_>,
@@ -187,7 +187,7 @@ impl Cpu {
         Ok(all.into_inner().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// The values of rows of a matrix to `out` `[rows, cols]`: see [`decode_weights`].
+    /// Decodes rows of a matrix to `out` `[rows, cols]`: see [`decode_weights`].
     pub fn decode_matrix(
         &self,
         form: WeightForm,
@@ -211,7 +211,7 @@ impl Cpu {
         });
     }
 
-    /// The largest magnitude of rows `[rows, cols]` that `read` gives; the first that is not finite is an error.
+    /// The largest magnitude of rows `[rows, cols]` from `read`. Fails at the first value that is not finite.
     pub fn largest_weight(&self, rows: usize, cols: usize, read: &ReadRows<'_>) -> Result<f32> {
         let mut parts = vec![Ok(0f32); rows.div_ceil(READ)];
         by_parts(self.pool(), &mut parts, 1, |part, found| {
@@ -233,8 +233,8 @@ impl Cpu {
             .try_fold(0f32, |most, part| Ok(most.max(part?)))
     }
 
-    /// Fills `rest`, which is kept beside the codes `[rows, cols / 2]` and block scales `[rows, cols / 16]` of a matrix, so that the weights are
-    /// as near to the values that `read` gives as the form allows.
+    /// Computes `rest`, the residuals beside the codes `[rows, cols / 2]` and block scales `[rows, cols / 16]` of a matrix, so that the
+    /// weights are as near to the values from `read` as the form allows.
     pub fn encode_rest(
         &self,
         form: WeightForm,
@@ -262,8 +262,8 @@ impl Cpu {
         all.into_iter().try_for_each(|(_, found)| found)
     }
 
-    /// Chooses the block scales of a matrix in NVFP4 anew: see [`choose_scale`]. `moments` has those of the inputs of each block of a row.
-    /// Gives the number of blocks whose scales changed.
+    /// Chooses new block scales for an NVFP4 matrix: see [`choose_scale`]. `moments` has those of the inputs of each block of a row.
+    /// Returns the number of blocks whose scales changed.
     pub fn choose_scales(
         &self,
         form: WeightForm,
@@ -289,7 +289,7 @@ impl Cpu {
         all.iter().map(|(_, changed)| changed).sum()
     }
 
-    /// Stores a range of rows of `cols` elements that `read` gives, rounded to nearest: its codes and what is kept beside them.
+    /// Encodes a range of rows of `cols` elements from `read`, rounded to nearest: codes and residuals.
     pub fn encode_matrix(
         &self,
         form: WeightForm,
@@ -324,14 +324,14 @@ impl Cpu {
     }
 }
 
-/// Gives the values of a range of rows, on any thread.
+/// Reads the values of a range of rows, on any thread.
 pub type ReadRows<'a> = dyn Fn(Range<usize>, &mut [f32]) -> Result<()> + Sync + 'a;
 
 /// Rows that a thread reads at a time.
 const READ: usize = 64;
 const _: () = assert!(READ.is_multiple_of(GROUP_ROWS));
 
-/// Reads part `part` of some rows, and gives its first row and its values.
+/// Reads part `part` of some rows, and passes on its first row and its values.
 fn with_rows<T>(
     part: usize,
     rows: Range<usize>,

@@ -1,4 +1,4 @@
-//! Rows that are read on all threads.
+//! Reads rows of a matrix on all threads.
 
 use std::ops::Range;
 

@@ -1,8 +1,8 @@
-//! Disjoint parts of arrays for the threads of a pool.
+//! Splits arrays into disjoint parts for the threads of a pool.
 
 use crate::base::threads::Pool;
 
-/// Calls `each(i, part)` for parts of `length` elements of `x`, the last of which may be shorter, over the threads of `pool`.
+/// Calls `each(i, part)` for parts of `length` elements of `x`, over the threads of `pool`. The last part may be shorter.
 pub(in crate::cpu) fn by_parts<T: Send>(
     pool: &Pool,
     x: &mut [T],
@@ -19,7 +19,8 @@ pub(in crate::cpu) fn by_parts<T: Send>(
     });
 }
 
-/// The same for two arrays, whose parts of `lengths` elements belong together; they have equally many parts.
+/// As [`by_parts`], for two arrays: part i of one belongs to part i of the other. `lengths` are the elements per part; both have equally
+/// many parts.
 pub(in crate::cpu) fn by_parts_of_two<T: Send, U: Send>(
     pool: &Pool,
     (x, y): (&mut [T], &mut [U]),
@@ -47,14 +48,14 @@ pub(in crate::cpu) fn by_parts_of_two<T: Send, U: Send>(
     });
 }
 
-/// Memory that threads write disjoint parts of.
+/// Memory of which threads write disjoint parts.
 struct Shared<T>(*mut T);
 // SAFETY: each part is one thread's.
 unsafe impl<T: Send> Sync for Shared<T> {}
 
 impl<T> Shared<T> {
     /// # Safety
-    /// The elements must exist and be nobody else's.
+    /// The elements must exist, and nobody else may use them.
     #[allow(clippy::mut_from_ref, reason = "parts are disjoint")]
     unsafe fn part(&self, first: usize, len: usize) -> &mut [T] {
         // SAFETY: forwarded.

@@ -1,4 +1,4 @@
-//! What launchers keep on a device from call to call: each is there once for a device, is made when it is first asked for, and goes
+//! State that launchers keep on a device from call to call: at most one value of each type per device. It is made on first use and dropped
 //! with the device.
 
 use std::any::Any;
@@ -11,25 +11,25 @@ use crate::base::once::TryOnce;
 
 /// Something kept on a device.
 pub(in crate::cuda) trait Attached: Send + Sync + 'static {
-    /// The number before which all that it has counted is enqueued.
+    /// The number before which all work that it counts is enqueued.
     fn enqueued(&self) -> u64 {
         0
     }
 
-    /// The device has been waited for since [`Attached::enqueued`] gave this number.
+    /// Called when the device has been waited for since [`Attached::enqueued`] returned `before`.
     fn has_run(&self, _before: u64) {}
 
-    /// Gives back what it only keeps for the next call.
+    /// Releases what it keeps only for the next call.
     fn trim(&self) {}
 
-    /// Enqueues that its device memory is freed, before the device goes. The device's context is current.
+    /// Enqueues that its device memory is freed, before the device is closed. The device's context is current.
     fn free(&self, _stream: sys::CUstream) {}
 }
 
-/// The place of one type.
+/// The slot of one type.
 type Slot<T> = TryOnce<Arc<T>>;
 
-/// A place, whatever its type.
+/// A slot of any type.
 trait AnySlot: Any + Send + Sync {
     fn made(&self) -> Option<Arc<dyn Attached>>;
 }
@@ -40,7 +40,7 @@ impl<T: Attached> AnySlot for Slot<T> {
     }
 }
 
-/// All that is attached to a device.
+/// Everything that is attached to a device.
 #[derive(Default)]
 pub(in crate::cuda) struct Attachments(Mutex<Vec<Arc<dyn AnySlot>>>);
 
@@ -57,12 +57,12 @@ impl Attachments {
         slots.iter().find_map(downcast)
     }
 
-    /// What there is of this type.
+    /// The value of this type, if there is one.
     pub(in crate::cuda) fn get<T: Attached>(&self) -> Option<Arc<T>> {
         Self::find::<T>(&self.slots())?.get().cloned()
     }
 
-    /// The same, made if there is none. Others are not waited for.
+    /// The value of this type, made on first use. Does not wait for values of other types that are being made.
     pub(in crate::cuda) fn get_or_try<T: Attached>(
         &self,
         make: impl FnOnce() -> Result<T>,
@@ -81,12 +81,12 @@ impl Attachments {
         slot.get_or_try(|| make().map(Arc::new)).cloned()
     }
 
-    /// All that are made.
+    /// All values that exist.
     pub(in crate::cuda) fn made(&self) -> Vec<Arc<dyn Attached>> {
         self.slots().iter().filter_map(|slot| slot.made()).collect()
     }
 
-    /// Lets go of everything.
+    /// Drops everything.
     pub(in crate::cuda) fn detach(&self) {
         self.slots().clear();
     }

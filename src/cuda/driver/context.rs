@@ -1,4 +1,4 @@
-//! Which context is current on a thread. The host program may have one of its own, which a call leaves as it found it.
+//! The CUDA context that is current on a thread. A host program may have its own, which every call restores.
 
 use std::cell::Cell;
 
@@ -7,14 +7,14 @@ use cudarc::driver::{result, sys};
 use super::error::check;
 use crate::base::Result;
 
-/// What is known of the context that was current when an entry was called on this thread.
+/// The context that was current when a library call began on this thread.
 #[derive(Clone, Copy)]
 enum Outer {
-    /// No entry is running, so nobody wants it back.
+    /// No library call is running, so there is nothing to restore.
     Unwatched,
-    /// It still is current.
+    /// It is still current.
     Untouched,
-    /// This one was, or none.
+    /// It was this one, or none.
     Was(sys::CUcontext),
 }
 
@@ -22,12 +22,12 @@ thread_local! {
     static OUTER: Cell<Outer> = const { Cell::new(Outer::Unwatched) };
 }
 
-/// The calling thread's current context, made current again when this goes, if it was changed: a host that uses CUDA itself finds
-/// its thread as it left it. A call that uses no GPU asks neither the driver nor the loader for anything.
+/// Restores the calling thread's current context when dropped, if it was changed: a host that uses CUDA itself finds its thread as it left
+/// it. A call that uses no GPU asks neither the driver nor the loader for anything.
 pub struct KeepContext(Outer);
 
 impl KeepContext {
-    /// Watches the current context from now on.
+    /// Starts to watch the current context.
     pub fn new() -> KeepContext {
         KeepContext(OUTER.replace(Outer::Untouched))
     }
@@ -48,7 +48,7 @@ impl Drop for KeepContext {
     }
 }
 
-/// Makes `context`, which is retained, the calling thread's, and notes which one was.
+/// Makes `context`, which is retained, current on the calling thread, and remembers the previous one.
 pub(in crate::cuda) fn make_current(context: sys::CUcontext) -> Result<()> {
     if matches!(OUTER.get(), Outer::Untouched) {
         let outer = check(result::ctx::get_current(), "asking for the current context")?;

@@ -35,7 +35,7 @@ impl DeviceBuffer {
         Ok(buffer)
     }
 
-    /// Copies `values` to byte `at` on; they may be changed when this returns.
+    /// Copies `values` to this memory from byte `at` on. The caller may change `values` as soon as this returns.
     pub fn write<T: Plain>(&mut self, at: usize, values: &[T]) -> Result<()> {
         DeviceSlice::from(&*self).write(at, values)
     }
@@ -50,12 +50,12 @@ impl DeviceBuffer {
         DeviceSlice::from(&*self).write_with(at, len, fill)
     }
 
-    /// Copies from byte `at` on to `out`, when everything enqueued before has run.
+    /// Copies from byte `at` on to `out`, after all work enqueued before.
     pub fn read<T: Plain>(&self, at: usize, out: &mut [T]) -> Result<()> {
         DeviceSlice::from(self).read(at, out)
     }
 
-    /// Copies `len` bytes from byte `from` of `source` to byte `at` of this.
+    /// Copies `len` bytes from byte `from` of `source` to byte `at` of this memory.
     pub fn copy_from(
         &mut self,
         at: usize,
@@ -68,7 +68,7 @@ impl DeviceBuffer {
 }
 
 impl DeviceSlice<'_> {
-    /// Copies `values` to byte `at` on; they may be changed when this returns.
+    /// Copies `values` to this memory from byte `at` on. The caller may change `values` as soon as this returns.
     pub fn write<T: Plain>(&self, at: usize, values: &[T]) -> Result<()> {
         let bytes = as_bytes(values);
         self.write_with(at, bytes.len(), |range, out| {
@@ -95,7 +95,7 @@ impl DeviceSlice<'_> {
         staging.finish()
     }
 
-    /// Copies `len` bytes from byte `from` of `source` to byte `at` of this.
+    /// Copies `len` bytes from byte `from` of `source` to byte `at` of this memory.
     pub fn copy_from(
         &self,
         at: usize,
@@ -123,7 +123,7 @@ impl DeviceSlice<'_> {
         )
     }
 
-    /// Copies from byte `at` on to `out`, when everything enqueued before has run.
+    /// Copies from byte `at` on to `out`, after all work enqueued before.
     pub fn read<T: Plain>(&self, at: usize, out: &mut [T]) -> Result<()> {
         let out = as_bytes_mut(out);
         within(*self, &(at..at.saturating_add(out.len())))?;

@@ -1,11 +1,11 @@
-//! The driver's answers as errors that say what was being done and what is to be done about it.
+//! Turns the driver's answers into errors that name the operation and the remedy.
 
 use cudarc::driver::{result, sys};
 
 use crate::base::error::Error;
 use crate::base::{ErrorKind, Result};
 
-/// Turns a driver's answer into an error that says what was being done.
+/// Turns a driver's answer into an error that names the operation.
 pub(in crate::cuda) fn check<T>(
     result: std::result::Result<T, result::DriverError>,
     doing: &str,
@@ -25,12 +25,12 @@ pub(in crate::cuda) fn driver_error(error: result::DriverError, doing: &str) -> 
     Error::new(kind, format_args!("{doing}: {name}: {text}{advice}"))
 }
 
-/// What kind of error a driver's answer is, and what is to be done about it.
+/// The kind of error that a driver's answer is, and its remedy.
 fn verdict(answer: sys::CUresult) -> (ErrorKind, &'static str) {
     use sys::CUresult::*;
     match answer {
         CUDA_ERROR_OUT_OF_MEMORY => (ErrorKind::OutOfMemory, ""),
-        // The driver gives these to every call from then on, whichever work it was that failed.
+        // The driver gives these answers to every later call, whichever work failed.
         CUDA_ERROR_ILLEGAL_ADDRESS
         | CUDA_ERROR_LAUNCH_FAILED
         | CUDA_ERROR_HARDWARE_STACK_ERROR

@@ -1,4 +1,4 @@
-//! Points in the device's stream that a host can wait for.
+//! Points in the device's stream that the host can wait for.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ pub struct Event {
 unsafe impl Send for Event {}
 
 impl Event {
-    /// The point that everything enqueued so far has run.
+    /// Records the point after everything enqueued so far.
     pub fn record(gpu: &Arc<Gpu>) -> Result<Event> {
         gpu.bind()?;
         let event = check(
@@ -37,7 +37,7 @@ impl Event {
         Ok(event)
     }
 
-    /// Waits for it.
+    /// Waits until the device has reached it.
     pub fn wait(&self) -> Result<()> {
         self.gpu.bind()?;
         check(
@@ -47,7 +47,7 @@ impl Event {
         )
     }
 
-    /// Waits for it, unless the thread's [`call`] is cancelled meanwhile.
+    /// Waits until the device has reached it, unless the thread's [`call`] is cancelled meanwhile.
     pub fn wait_or_cancel(&self) -> Result<()> {
         self.gpu.bind()?;
         loop {

@@ -1,5 +1,5 @@
-//! A GPU: its primary context, which the process's other users of CUDA share, one stream, a memory pool, and what kernels
-//! need to know about it.
+//! An open GPU: its primary context, which it shares with other CUDA users in the process, one stream, a memory pool, and its properties
+//! that kernels depend on.
 
 use std::collections::HashMap;
 use std::ffi::c_int;
@@ -20,19 +20,19 @@ use crate::base::once::SharedOnce;
 use crate::base::threads::Pool;
 use crate::base::{Result, fork};
 
-/// The devices that are open, or were, by number. Locked to look one up, and not while it is opened.
+/// The devices that are or were open, by number. The lock is held to look one up, not while it is opened.
 static OPEN: Mutex<Vec<(usize, Arc<SharedOnce<Gpu>>)>> = Mutex::new(Vec::new());
 
 fn opened() -> MutexGuard<'static, Vec<(usize, Arc<SharedOnce<Gpu>>)>> {
     OPEN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The devices that are open: something uses each.
+/// The devices that are open, which means in use.
 pub fn open_gpus() -> Vec<Arc<Gpu>> {
     opened().iter().filter_map(|(_, gpu)| gpu.get()).collect()
 }
 
-/// One CUDA device, opened. Shared by everything that uses it; work of all of it goes to one stream in order.
+/// An open CUDA device, shared by all its users. All their work goes to one stream in order.
 pub struct Gpu {
     ordinal: usize,
     name: String,
@@ -44,7 +44,7 @@ pub struct Gpu {
     driver_version: i32,
     device: sys::CUdevice,
     context: sys::CUcontext,
-    /// The process that it is of.
+    /// The process that opened it.
     generation: u32,
     stream: sys::CUstream,
     order: Order,
@@ -61,7 +61,7 @@ unsafe impl Send for Gpu {}
 unsafe impl Sync for Gpu {}
 
 impl Gpu {
-    /// The device numbered `ordinal`. Opened once however often it is asked for.
+    /// Opens the device numbered `ordinal`, or returns the one that is already open.
     pub fn open(ordinal: usize) -> Result<Arc<Gpu>> {
         let find = |open: &[(usize, Arc<SharedOnce<Gpu>>)]| {
             let known = open.iter().find(|(o, _)| *o == ordinal);
@@ -71,7 +71,7 @@ impl Gpu {
         let gpu = match known {
             Some(gpu) => gpu,
             None => {
-                // Only devices that are there get a place in the list.
+                // Only existing devices get a place in the list.
                 usable_ordinal(ordinal, count()?)?;
                 let mut open = opened();
                 find(&open).unwrap_or_else(|| {
@@ -164,12 +164,12 @@ impl Gpu {
         Ok((stream, order, pool))
     }
 
-    /// Its number.
+    /// The device's number.
     pub fn ordinal(&self) -> usize {
         self.ordinal
     }
 
-    /// Its name, as the driver has it.
+    /// The device's name, from the driver.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -179,32 +179,32 @@ impl Gpu {
         self.arch
     }
 
-    /// What the driver speaks: 13000 is CUDA 13.0.
+    /// The driver's CUDA version: 13000 is CUDA 13.0.
     pub fn driver_version(&self) -> i32 {
         self.driver_version
     }
 
-    /// Multiprocessors.
+    /// Number of multiprocessors.
     pub fn multiprocessors(&self) -> usize {
         self.multiprocessors
     }
 
-    /// Shared memory that a block may ask for.
+    /// Shared memory that a CTA may ask for.
     pub fn shared_limit(&self) -> usize {
         self.shared_limit
     }
 
-    /// Whether managed memory may be used by host and device at once.
+    /// Whether host and device may use managed memory at the same time.
     pub fn concurrent_managed_access(&self) -> bool {
         self.managed
     }
 
-    /// Whether its memory is the host's.
+    /// Whether the device shares the host's memory.
     pub fn is_integrated(&self) -> bool {
         self.integrated
     }
 
-    /// Where this thread's work goes: the device's stream, or the one that is being recorded.
+    /// The stream that this thread enqueues to: the device's stream, or the one that is being recorded.
     pub(in crate::cuda) fn stream(&self) -> sys::CUstream {
         recording::recorded().unwrap_or(self.stream)
     }
@@ -213,14 +213,14 @@ impl Gpu {
         self.pool
     }
 
-    /// Makes the device's context this thread's.
+    /// Makes the device's context current on this thread.
     pub(in crate::cuda) fn bind(&self) -> Result<()> {
         check_process(self.generation)?;
         make_current(self.context)
     }
 
-    /// Waits until everything enqueued has run. A fault of earlier work comes out here; what it has found wrong in its input is
-    /// for [`Gpu::check_calls`].
+    /// Waits until everything enqueued has run. Returns faults of earlier work; [`Gpu::check_calls`] reports invalid input that earlier
+    /// work has found.
     pub fn synchronize(&self) -> Result<()> {
         let attached = self.attached.made();
         let before: Vec<u64> = attached.iter().map(|a| a.enqueued()).collect();
@@ -231,7 +231,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// The wait alone.
+    /// Only waits until everything enqueued has run.
     pub(in crate::cuda) fn wait(&self) -> Result<()> {
         self.bind()?;
         check(
@@ -241,7 +241,7 @@ impl Gpu {
         )
     }
 
-    /// What of this type is attached to the device, made if nothing is.
+    /// The attached value of this type, made on first use.
     pub(in crate::cuda) fn attached_or<T: Attached>(
         &self,
         make: impl FnOnce() -> Result<T>,
@@ -249,13 +249,13 @@ impl Gpu {
         self.attached.get_or_try(make)
     }
 
-    /// What of this type is attached to the device.
+    /// The attached value of this type, if there is one.
     pub(in crate::cuda) fn attached<T: Attached>(&self) -> Option<Arc<T>> {
         self.attached.get()
     }
 
-    /// Lets what is enqueued here from now on wait for all that the process has enqueued on its legacy default stream, or on
-    /// the one of [`HostStream`]: for memory that comes from the host program.
+    /// Orders all work that is enqueued here from now on after all work on the process's legacy default stream, or on the stream of
+    /// [`HostStream`]. For memory that comes from the host program.
     ///
     /// [`HostStream`]: super::HostStream
     pub fn after_host_stream(&self) -> Result<()> {
@@ -263,8 +263,8 @@ impl Gpu {
         self.order.after_host(self.ordinal, self.stream)
     }
 
-    /// Lets what the process enqueues on that stream from now on wait for all that was enqueued here: for memory that goes to
-    /// the host program.
+    /// Orders all work that the process enqueues on that stream from now on after all work enqueued here. For memory that goes to the host
+    /// program.
     pub fn before_host_stream(&self) -> Result<()> {
         self.bind()?;
         self.order.before_host(self.ordinal, self.stream)
@@ -296,7 +296,7 @@ impl Gpu {
         }
     }
 
-    /// Bytes that the library has allocated of the device, and bytes that it keeps for its next allocations.
+    /// Device bytes that the library has allocated, and device bytes that it keeps for its next allocations.
     pub(in crate::cuda) fn held(&self) -> Result<(u64, u64)> {
         use sys::CUmemPool_attribute::*;
         let attribute = |which| {
@@ -315,7 +315,7 @@ impl Gpu {
         Ok((used, reserved.saturating_sub(used)))
     }
 
-    /// A kernel, compiled for this device when first asked for.
+    /// A kernel, compiled for this device on first use.
     pub(in crate::cuda) fn function(
         &self,
         unit: impl KernelUnit,
@@ -324,7 +324,7 @@ impl Gpu {
         self.module(unit)?.function(name)
     }
 
-    /// A unit's kernels, compiled for this device when first asked for. Units that others compile meanwhile are not waited for.
+    /// A unit's kernels, compiled for this device on first use. Does not wait for units that other threads compile meanwhile.
     fn module(&self, unit: impl KernelUnit) -> Result<Arc<Module>> {
         self.modules.get_or_try(unit, || {
             self.bind()?;
@@ -332,9 +332,9 @@ impl Gpu {
         })
     }
 
-    /// Compiles and loads those of `units` that are not ready, as many at a time as there are threads. Units that have no kernels for
-    /// this device are left out. Other threads may use the device meanwhile. `give_up` says, on any thread, whether to begin no
-    /// more of them; one that is being compiled cannot be stopped.
+    /// Compiles and loads the units that are not ready, in parallel on all threads. Skips units without kernels for this device. Other
+    /// threads may use the device meanwhile. Once `give_up` returns true, on any thread, no further unit is begun; a running compilation
+    /// cannot be stopped.
     pub(in crate::cuda) fn load_units<U: KernelUnit>(
         &self,
         units: &[U],
@@ -361,7 +361,7 @@ impl Gpu {
         failed.map_or(Ok(()), Err)
     }
 
-    /// What [`Launch::clusters_at_once`] has found out, by kernel and blocks of a cluster.
+    /// Results of [`Launch::clusters_at_once`], by kernel and cluster size.
     ///
     /// [`Launch::clusters_at_once`]: super::Launch::clusters_at_once
     pub(in crate::cuda) fn clusters_at_once(
@@ -385,7 +385,7 @@ impl Drop for Gpu {
         // one to hear of them, and the driver frees the rest with the process.
         unsafe {
             let _ = result::stream::synchronize(self.stream);
-            // With what no kernel writes any more.
+            // Attached state goes first: no kernel writes to it any more.
             self.attached.detach();
             self.order.destroy();
             let _ = result::mem_pool::destroy(self.pool);

@@ -1,4 +1,4 @@
-//! Recorded sequences of launches, replayed with one call.
+//! CUDA graphs: recorded sequences of launches, replayed with one call.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::recording::Recording;
 use crate::base::Result;
 use crate::base::error::err;
 
-/// A recorded sequence. What it points to must live as long as it is launched: that is its owner's duty.
+/// A recorded sequence of launches. Its owner must keep alive what the launches point to as long as it is launched.
 pub struct Graph {
     gpu: Arc<Gpu>,
     exec: sys::CUgraphExec,
@@ -20,12 +20,12 @@ pub struct Graph {
 unsafe impl Send for Graph {}
 
 impl Graph {
-    /// Records what `enqueue` enqueues, without running it. Other threads may use the device meanwhile: what this thread
-    /// enqueues goes to a stream of its own.
+    /// Records what `enqueue` enqueues, without running it. Other threads may use the device meanwhile, because this thread enqueues to a
+    /// stream of its own.
     pub fn record(gpu: &Arc<Gpu>, enqueue: impl FnOnce() -> Result<()>) -> Result<Graph> {
         gpu.bind()?;
         let recording = Recording::start()?;
-        // Kernels used by `enqueue` must be loaded by now: loading is not allowed while recording in this mode on this thread.
+        // All kernels that `enqueue` uses must be loaded by now: this mode forbids loading on this thread while recording.
         check(
             // SAFETY: the stream was just made.
             unsafe {

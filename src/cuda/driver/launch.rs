@@ -1,4 +1,4 @@
-//! One launch of one kernel.
+//! Launches one kernel: its grid, its cluster size and its shared memory.
 
 use std::ffi::c_void;
 
@@ -10,17 +10,17 @@ use super::module::KernelUnit;
 use crate::base::Result;
 use crate::base::error::err;
 
-/// Shared memory that a block gets without asking.
+/// Shared memory that a CTA gets without asking.
 const DEFAULT_SHARED: u32 = 48 << 10;
 
-/// How a kernel is launched.
+/// The shape of a kernel launch.
 #[derive(Clone, Copy)]
 pub(in crate::cuda) struct Launch {
     pub(in crate::cuda) grid: [u32; 3],
     pub(in crate::cuda) block: [u32; 3],
     /// Dynamic shared memory in bytes.
     pub(in crate::cuda) shared: u32,
-    /// Blocks along the last dimension of the grid that form a cluster; only Hopper and later know more than one.
+    /// CTAs along the last dimension of the grid that form a cluster. More than one only on Hopper and later.
     pub(in crate::cuda) cluster: u32,
 }
 
@@ -34,11 +34,12 @@ impl Launch {
         }
     }
 
-    /// Enqueues the kernel. It may start before the one before it has ended, and waits for it where it must.
+    /// Enqueues the kernel. With programmatic dependent launch it may start before its predecessor has ended; the kernel itself waits where
+    /// it must.
     ///
     /// # Safety
-    /// `arguments` is the kernel's one parameter, laid out as it has it, and what it points to is valid device memory until
-    /// the kernel has run.
+    /// `arguments` must be the kernel's one parameter, in the kernel's layout, and must point to device memory that stays valid until the
+    /// kernel has run.
     pub(in crate::cuda) unsafe fn run<T>(
         &self,
         gpu: &Gpu,
@@ -50,11 +51,11 @@ impl Launch {
             return Ok(());
         }
         debug_assert_eq!(unit.argument_bytes(name), Some(size_of::<T>()), "{name}");
-        // SAFETY: the caller's word.
+        // SAFETY: the caller's promise.
         unsafe { self.enqueue(gpu, gpu.function(unit, name)?, name, true, arguments) }
     }
 
-    /// Enqueues a function that was loaded by this GPU; with `overlap`, it may start early where the architecture allows it.
+    /// Enqueues a function that this GPU has loaded. With `overlap`, programmatic dependent launch is used where the architecture has it.
     ///
     /// # Safety
     /// As for [`Launch::run`].
@@ -71,7 +72,7 @@ impl Launch {
         let mut attributes = Attributes::new(self.cluster, overlap && gpu.arch().0 >= 9);
         let config = self.config(gpu, &mut attributes);
         let mut parameters = [std::ptr::from_ref(arguments).cast::<c_void>().cast_mut()];
-        // SAFETY: the parameters are the caller's word; the driver copies them before it returns.
+        // SAFETY: the caller vouches for the parameters; the driver copies them before it returns.
         check(
             unsafe {
                 sys::cuLaunchKernelEx(
@@ -86,7 +87,7 @@ impl Launch {
         )
     }
 
-    /// Clusters of this launch that the device runs at the same time, of a kernel whose blocks are always of the same size.
+    /// Clusters of this launch that the device runs at the same time. Cached, so a kernel must always be asked with the same block size.
     pub(in crate::cuda) fn clusters_at_once(
         &self,
         gpu: &Gpu,
@@ -99,7 +100,7 @@ impl Launch {
             return Ok(clusters);
         }
         gpu.bind()?;
-        // The kernel may have to be compiled, which nobody else waits for.
+        // The kernel may have to be compiled, for which no other thread waits.
         let function = gpu.function(unit, name)?;
         self.reserve(function, name)?;
         let mut attributes = Attributes::new(self.cluster, false);
@@ -112,7 +113,7 @@ impl Launch {
         Ok(clusters as usize)
     }
 
-    /// Lets a function have as much shared memory as it is launched with.
+    /// Raises a function's limit of shared memory to that of this launch.
     fn reserve(&self, function: sys::CUfunction, name: &str) -> Result<()> {
         if self.shared <= DEFAULT_SHARED {
             return Ok(());
@@ -146,7 +147,7 @@ impl Launch {
     }
 }
 
-/// What the driver is told of a launch beside its sizes.
+/// Launch attributes beyond the sizes.
 struct Attributes {
     all: [sys::CUlaunchAttribute; 2],
     count: u32,
@@ -183,7 +184,7 @@ impl Attributes {
     }
 }
 
-/// What a size must be for a kernel's 32-bit integer.
+/// Converts a size to a kernel's 32-bit integer; refuses larger ones.
 pub(in crate::cuda) fn int(what: &str, value: usize) -> Result<i32> {
     i32::try_from(value).map_err(|_| {
         err!(

@@ -1,4 +1,4 @@
-//! The driver, loaded and started once for the process, and the devices that it shows: what is too old or not there is refused here.
+//! Loads and starts the driver once per process, and finds its devices. Refuses drivers and devices that are missing or too old.
 
 use std::ffi::c_int;
 use std::sync::OnceLock;
@@ -9,9 +9,9 @@ use super::error::{check, driver_error};
 use crate::base::error::{Error, bail};
 use crate::base::{ErrorKind, Result, fork};
 
-/// The oldest driver interface that has what the launcher uses.
+/// The oldest driver version with everything that launches use.
 const OLDEST_DRIVER: i32 = 12_000;
-/// The oldest one that takes advice for managed memory by location.
+/// The oldest driver version that takes advice for managed memory by location.
 const OLDEST_FOR_MANAGED: i32 = 12_020;
 /// The oldest architecture with bf16 matrix instructions.
 const OLDEST_ARCH: (i32, i32) = (8, 0);
@@ -45,7 +45,7 @@ fn usable_arch(ordinal: usize, name: &str, arch: (i32, i32)) -> Result<()> {
     Ok(())
 }
 
-/// Refuses the number of a device that is not there.
+/// Refuses the number of a device that does not exist.
 pub(in crate::cuda) fn usable_ordinal(ordinal: usize, devices: usize) -> Result<()> {
     if ordinal < devices {
         return Ok(());
@@ -67,19 +67,19 @@ pub(in crate::cuda) fn usable_ordinal(ordinal: usize, devices: usize) -> Result<
     }
 }
 
-/// Why no GPU can be used at all, or nothing.
+/// Why no GPU can be used at all; `None` if GPUs can be used.
 pub fn unavailable() -> Option<String> {
     driver().err().map(|e| e.message().to_owned())
 }
 
-/// Devices there are.
+/// Number of devices.
 pub fn count() -> Result<usize> {
     driver()?;
     let count = check(result::device::get_count(), "counting CUDA devices")?;
     Ok(usize::try_from(count).unwrap_or(0))
 }
 
-/// Loads and starts the driver once; what it speaks, as 13000 for CUDA 13.0.
+/// Loads and starts the driver once, and returns its CUDA version: 13000 for CUDA 13.0.
 pub(in crate::cuda) fn driver() -> Result<i32> {
     static STATE: OnceLock<Result<(i32, u32)>> = OnceLock::new();
     let state = STATE
@@ -107,7 +107,7 @@ pub(in crate::cuda) fn driver() -> Result<i32> {
     Ok(version)
 }
 
-/// Refuses to use CUDA in the child of a process that had started it in `generation`: the driver does not work there.
+/// Refuses to use CUDA in a child of the process that started it (in `generation`): the driver does not work there.
 pub(in crate::cuda) fn check_process(generation: u32) -> Result<()> {
     if generation != fork::generation() {
         bail!(
@@ -129,7 +129,7 @@ pub(in crate::cuda) fn attribute(
     )
 }
 
-/// The device numbered `ordinal`, its name and its compute capability, if there is such a device and it is not too old.
+/// The device numbered `ordinal`, its name and its compute capability. Refuses a device that is missing or too old.
 pub(in crate::cuda) fn usable(ordinal: usize) -> Result<(sys::CUdevice, String, (i32, i32))> {
     usable_ordinal(ordinal, count()?)?;
     let device = check(result::device::get(ordinal as c_int), "opening the device")?;
@@ -143,7 +143,7 @@ pub(in crate::cuda) fn usable(ordinal: usize) -> Result<(sys::CUdevice, String, 
     Ok((device, name, arch))
 }
 
-/// Refuses managed memory where a device cannot have it. Asks the driver alone, and opens no device.
+/// Refuses managed memory on a device that does not support it. Asks only the driver, and opens no device.
 pub fn check_managed(ordinal: usize) -> Result<()> {
     use sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS;
     let (device, name, _) = usable(ordinal)?;

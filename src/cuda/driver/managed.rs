@@ -13,10 +13,10 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::{Claim, Tag};
 
-/// Bytes of all managed memory that the library has.
+/// Bytes of all managed memory that the library has allocated.
 static ALLOCATED: AtomicU64 = AtomicU64::new(0);
 
-/// Managed memory. The host may use it directly when the devices have finished with it.
+/// Managed memory. The host may use it directly once the devices have finished with it.
 pub struct ManagedBuffer {
     gpu: Arc<Gpu>,
     address: u64,
@@ -24,7 +24,7 @@ pub struct ManagedBuffer {
     _claim: Claim,
 }
 
-/// A share of [`ALLOCATED`], given back unless it is kept.
+/// A share of [`ALLOCATED`], given back when dropped unless it is kept.
 struct Share(u64);
 
 impl Drop for Share {
@@ -34,8 +34,8 @@ impl Drop for Share {
 }
 
 impl ManagedBuffer {
-    /// `bytes` of zeros. All managed memory together is kept to what the device has free: the driver would take more, and a
-    /// device that pages in and out what it does not hold can stop making progress.
+    /// Allocates `bytes` of zeros. Limits all managed memory together to what the device has free: the driver would allow more, but a
+    /// device that pages memory in and out can stop making progress.
     pub fn zeroed(gpu: &Arc<Gpu>, tag: Tag, bytes: usize) -> Result<ManagedBuffer> {
         check_managed(gpu.ordinal())?;
         let claim = Claim::new(tag, bytes)?;
@@ -70,7 +70,7 @@ impl ManagedBuffer {
         Ok(buffer)
     }
 
-    /// The device that works with it.
+    /// The device that it was allocated for.
     pub fn gpu(&self) -> &Arc<Gpu> {
         &self.gpu
     }
@@ -85,7 +85,7 @@ impl ManagedBuffer {
         self.bytes
     }
 
-    /// The bytes, to be written by the host before a device is given them.
+    /// The bytes, for the host to write before any device uses them.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         if self.bytes == 0 {
             return &mut [];
@@ -98,7 +98,7 @@ impl ManagedBuffer {
         }
     }
 
-    /// Advises the driver: of a device to keep it at, and whether it is read far more than written.
+    /// Advises the driver of the preferred device, and whether the memory is read far more often than written.
     pub fn advise(&self, preferred: Option<&Gpu>, read_mostly: bool) -> Result<()> {
         use sys::CUmem_advise::*;
         self.gpu.bind()?;
@@ -134,7 +134,7 @@ fn location(gpu: Option<&Gpu>) -> sys::CUmemLocation {
     }
 }
 
-/// Enqueues on `gpu` that managed memory moves to the device `to`, or to the host.
+/// Enqueues on `gpu` that managed memory moves to the device `to`, or to the host if `None`.
 ///
 /// # Safety
 /// The range must be managed memory.
@@ -159,7 +159,7 @@ impl Drop for ManagedBuffer {
     fn drop(&mut self) {
         ALLOCATED.fetch_sub(self.bytes as u64, Relaxed);
         if self.address != 0 {
-            // Managed memory is not freed in the order of a stream: what may still use it comes first.
+            // Managed memory is not freed in stream order: all work that may still use it comes first.
             let _ = self.gpu.after_host_stream();
             let _ = self.gpu.synchronize();
             // SAFETY: allocated in `zeroed` and not used any more. A failure means that the context is broken, which every

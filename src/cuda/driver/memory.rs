@@ -1,4 +1,4 @@
-//! Accounted device memory, ordered with the device's stream, and page-locked host memory for copies.
+//! Device memory, accounted and freed in stream order, and page-locked host memory for copies.
 
 use std::fmt;
 use std::ops::Range;
@@ -15,7 +15,7 @@ use crate::base::memory::{Claim, Tag};
 use crate::base::size::product;
 use crate::base::{Error, ErrorKind, Result};
 
-/// Memory that a device works with, in the order of its stream. Freed in that order, too: work enqueued before may still use it.
+/// Memory that a device uses in stream order. It is freed in that order too: work enqueued before may still use it.
 pub struct DeviceBuffer {
     gpu: Arc<Gpu>,
     address: u64,
@@ -23,11 +23,11 @@ pub struct DeviceBuffer {
     owner: Owner,
 }
 
-/// What the bytes of a buffer are of.
+/// Where a buffer's memory comes from.
 enum Owner {
     /// The device's pool.
     Pool { _claim: Claim },
-    /// The host.
+    /// Page-locked host memory.
     Host { _memory: Pinned },
 }
 
@@ -40,14 +40,14 @@ fn allocate(gpu: &Gpu, tag: Tag, bytes: usize) -> Result<u64> {
         )
     };
     let mut result = attempt();
-    // What is freed and kept for later may be in pieces too small; given back, it can become one of the right size. Nothing
-    // may be waited for while a graph is recorded.
+    // Freed memory that the pool keeps may be in pieces that are too small. Given back to the driver, it can become one piece of the right
+    // size. Nothing may be waited for while a graph is recorded.
     let is_refused = |r: &Result<u64>| matches!(r, Err(e) if e.kind() == ErrorKind::OutOfMemory);
     if is_refused(&result) && recording::recorded().is_none() {
         gpu.empty_cache()?;
         result = attempt();
         if is_refused(&result) {
-            // A request that fails leaves the pool with all that it could get, out of reach of everything else.
+            // A failed request leaves the pool holding all that it could get, which nothing else can then use.
             gpu.empty_cache()?;
         }
     }
@@ -57,7 +57,7 @@ fn allocate(gpu: &Gpu, tag: Tag, bytes: usize) -> Result<u64> {
     })
 }
 
-/// Says what there was when memory was refused.
+/// The error for refused memory, with the amounts that were available.
 fn refused(gpu: &Gpu, what: &str, bytes: usize) -> Error {
     match (gpu.held(), gpu.memory()) {
         (Ok((held, kept)), Ok((free, total))) => err!(
@@ -69,7 +69,7 @@ fn refused(gpu: &Gpu, what: &str, bytes: usize) -> Error {
 }
 
 impl DeviceBuffer {
-    /// `bytes` of memory that hold anything.
+    /// Allocates `bytes` of uninitialized memory.
     pub fn uninit(gpu: &Arc<Gpu>, tag: Tag, bytes: usize) -> Result<DeviceBuffer> {
         let claim = Claim::new(tag, bytes)?;
         gpu.bind()?;
@@ -85,7 +85,8 @@ impl DeviceBuffer {
         })
     }
 
-    /// `bytes` of zeros in page-locked memory of the host, which the device reads and writes where they are: slower, and none of its own.
+    /// Allocates `bytes` of zeros in page-locked host memory, which the device accesses over the bus: slower, but it takes no device
+    /// memory.
     pub fn of_host(gpu: &Arc<Gpu>, tag: Tag, bytes: usize) -> Result<DeviceBuffer> {
         let memory = Pinned::new(gpu, tag, bytes)?;
         Ok(DeviceBuffer {
@@ -96,19 +97,19 @@ impl DeviceBuffer {
         })
     }
 
-    /// `bytes` of zeros.
+    /// Allocates `bytes` of zeros.
     pub fn zeroed(gpu: &Arc<Gpu>, tag: Tag, bytes: usize) -> Result<DeviceBuffer> {
         let buffer = Self::uninit(gpu, tag, bytes)?;
         buffer.clear(bytes)?;
         Ok(buffer)
     }
 
-    /// Enqueues zeros for its first `bytes` bytes.
+    /// Enqueues zeros for the first `bytes` bytes.
     pub(in crate::cuda) fn clear(&self, bytes: usize) -> Result<()> {
         DeviceSlice::from(self).clear(bytes)
     }
 
-    /// The device it is on.
+    /// The device that it belongs to.
     pub fn gpu(&self) -> &Arc<Gpu> {
         &self.gpu
     }
@@ -123,13 +124,13 @@ impl DeviceBuffer {
         self.bytes
     }
 
-    /// Refuses to be taken for `what`, the product of `sizes` in bytes, if it is smaller.
+    /// Fails unless it is large enough for `what`, whose bytes are the product of `sizes`.
     pub(in crate::cuda) fn holds(&self, what: &str, sizes: &[usize]) -> Result<()> {
         DeviceSlice::from(self).holds(what, sizes)
     }
 }
 
-/// Device memory that is borrowed: of a [`DeviceBuffer`], or of a tensor on the device.
+/// Borrowed device memory of a [`DeviceBuffer`] or of a tensor on the device.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceSlice<'a> {
     gpu: &'a Arc<Gpu>,
@@ -138,10 +139,10 @@ pub struct DeviceSlice<'a> {
 }
 
 impl<'a> DeviceSlice<'a> {
-    /// The memory from `address` on.
+    /// Borrows `bytes` of memory from `address` on.
     ///
     /// # Safety
-    /// So many bytes there must be memory that the device can use, as long as the slice lives; for none, any address will do.
+    /// That range must be memory that the device can use as long as the slice lives. For zero bytes any address will do.
     pub(in crate::cuda) unsafe fn new(
         gpu: &'a Arc<Gpu>,
         address: u64,
@@ -154,7 +155,7 @@ impl<'a> DeviceSlice<'a> {
         }
     }
 
-    /// The device it is on.
+    /// The device that it belongs to.
     pub fn gpu(&self) -> &'a Arc<Gpu> {
         self.gpu
     }
@@ -181,7 +182,7 @@ impl<'a> DeviceSlice<'a> {
         })
     }
 
-    /// Refuses to be taken for `what`, the product of `sizes` in bytes, if it is smaller.
+    /// Fails unless it is large enough for `what`, whose bytes are the product of `sizes`.
     pub(in crate::cuda) fn holds(&self, what: &str, sizes: &[usize]) -> Result<()> {
         let wanted = product(what, sizes)?;
         if self.bytes < wanted {
@@ -194,7 +195,7 @@ impl<'a> DeviceSlice<'a> {
         Ok(())
     }
 
-    /// Enqueues zeros for its first `bytes` bytes.
+    /// Enqueues zeros for the first `bytes` bytes.
     pub(in crate::cuda) fn clear(&self, bytes: usize) -> Result<()> {
         self.holds("zeros", &[bytes])?;
         if bytes == 0 {
@@ -230,7 +231,7 @@ impl Drop for DeviceBuffer {
                 // SAFETY: allocated from the pool and not used by anything enqueued later.
                 let _ = unsafe { result::free_async(self.address, self.gpu.stream()) };
             }
-            // What is enqueued may still use it.
+            // Enqueued work may still use it.
             Owner::Host { .. } => {
                 let _ = self.gpu.synchronize();
             }
@@ -244,7 +245,7 @@ impl fmt::Debug for DeviceBuffer {
     }
 }
 
-/// Page-locked host memory, which the device reads, writes and copies without the driver's help.
+/// Page-locked host memory, which the device reads, writes and copies directly.
 pub struct Pinned {
     data: *mut u8,
     bytes: usize,
@@ -257,7 +258,7 @@ unsafe impl Send for Pinned {}
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// `bytes` zero bytes.
+    /// Allocates `bytes` of zeros.
     pub fn new(gpu: &Gpu, tag: Tag, bytes: usize) -> Result<Pinned> {
         let claim = Claim::new(tag, bytes)?;
         gpu.bind()?;
@@ -277,22 +278,22 @@ impl Pinned {
         })
     }
 
-    /// Its size. There is no slice of it: a kernel may write it at any time.
+    /// Its size. It has no shared slice, because a kernel may write it at any time.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Where it begins, for copies that the driver makes.
+    /// Its host address, for copies by the driver.
     pub(in crate::cuda) fn as_ptr(&self) -> *const u8 {
         self.data
     }
 
-    /// Where the device sees it: the same address as the host.
+    /// Its device address, which equals the host address.
     pub(in crate::cuda) fn address(&self) -> u64 {
         self.data.expose_provenance() as u64
     }
 
-    /// Number `index` of those that a kernel writes, once its work is known to be done.
+    /// The i32 number `index`, which a kernel has written and whose work is known to have run.
     pub fn read_i32(&self, index: usize) -> Option<i32> {
         if (index + 1).checked_mul(4)? > self.bytes {
             return None;
@@ -301,13 +302,13 @@ impl Pinned {
         Some(unsafe { self.data.cast::<i32>().add(index).read_volatile() })
     }
 
-    /// Its first word, which device and host may change at any time; nothing if there is none.
+    /// The first word, which device and host may change at any time; `None` if it has none.
     pub(in crate::cuda) fn word(&self) -> Option<&AtomicU32> {
         // SAFETY: within the allocation, which is aligned to more, and used as an atomic while it is borrowed.
         (self.bytes >= 4).then(|| unsafe { AtomicU32::from_ptr(self.data.cast()) })
     }
 
-    /// The bytes, to be written where nothing that is enqueued writes them.
+    /// The bytes, for the host to write while no enqueued work writes them.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: initialised when made, owned by `self` and borrowed exclusively; of kernels, only those write here that the owner
         // has enqueued, and it waits for them before it asks for this.

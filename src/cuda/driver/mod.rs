@@ -1,6 +1,5 @@
-//! The NVIDIA driver: loading it, devices and their contexts, the order of streams, memory, copies, graphs, the compiler of kernels, their
-//! modules and launches. Knows no operation: what launchers keep on a device is [`Attached`] to it, and what they launch is a
-//! [`KernelUnit`].
+//! The NVIDIA driver: loading, devices and contexts, stream order, memory, copies, graphs, the kernel compiler, modules and launches. Knows
+//! no operation: what launchers keep on a device is [`Attached`] to it, and what they launch is a [`KernelUnit`].
 
 mod attached;
 mod context;

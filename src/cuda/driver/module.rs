@@ -1,4 +1,4 @@
-//! Machine code of kernels for the device at hand: embedded in the library, kept on disk from an earlier run, or compiled now.
+//! Machine code of kernels for a device: embedded in the library, cached on disk by an earlier run, or compiled now.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -16,27 +16,27 @@ use crate::base::error::err;
 use crate::base::once::TryOnce;
 use crate::base::{Result, env, file};
 
-/// What the driver has to know of a source of kernels that is compiled by itself.
+/// A unit of kernels: a source that is compiled by itself, as the driver sees it.
 pub(in crate::cuda) trait KernelUnit: Copy + Send + Sync {
-    /// Tells units apart, and names them in messages. It is asked for at every launch.
+    /// Identifies the unit, also in messages. Every launch asks for it.
     fn path(self) -> &'static str;
 
-    /// What is compiled.
+    /// The source to compile.
     fn source(self) -> Source<'static>;
 
-    /// Tells sources and options apart; machine code depends on them and the compiler's version.
+    /// Hash of the source and its options. Machine code depends on it and on the compiler's version.
     fn fingerprint(self, target: &str) -> u64;
 
-    /// Whether it has kernels for an architecture, as [`target`] names it.
+    /// Whether the unit has kernels for an architecture, as [`target`] names it.
     fn is_for(self, target: &str) -> bool;
 
-    /// Machine code that the library brings along, or that it is damaged.
+    /// Machine code embedded in the library, if any; an error if it is damaged.
     fn embedded(self, target: &str) -> Option<Result<Vec<u8>>>;
 
-    /// Bytes of the one argument that a kernel takes.
+    /// Bytes of a kernel's one argument.
     fn argument_bytes(self, kernel: &str) -> Option<usize>;
 
-    /// Whether a multiprocessor's memory is worth more to its kernels as cache than an early start beside kernels of other units.
+    /// Whether its kernels gain more from the multiprocessor's memory as L1 cache than from starting early beside kernels of other units.
     fn prefers_cache(self) -> bool;
 }
 
@@ -47,19 +47,19 @@ fn loaded() -> Result<&'static Compiler> {
     state.as_ref().map_err(|e| err!(DeviceUnavailable, "{e}"))
 }
 
-/// Loads NVRTC; its version, major and minor. An error says what to do.
+/// Loads NVRTC and returns its version, major and minor. An error says what to do.
 pub fn compiler() -> Result<(i32, i32)> {
     Ok(loaded()?.version())
 }
 
-/// Machine code of a source, and the assembler's report on registers and spills.
+/// Compiles a source. Returns machine code, and the assembler's report on registers and spills.
 pub(in crate::cuda) fn compile(source: Source<'_>, target: &str) -> Result<(Vec<u8>, String)> {
     loaded()?
         .compile(source, target)
         .map_err(|e| err!(Internal, "{e}"))
 }
 
-/// Machine code of a unit: what is embedded, else from the cache on disk, else compiled and put there.
+/// Machine code of a unit: embedded, else from the cache on disk, else compiled and added to the cache.
 pub(in crate::cuda) fn image(unit: impl KernelUnit, target: &str) -> Result<Vec<u8>> {
     if let Some(image) = unit.embedded(target) {
         return image;
@@ -88,7 +88,7 @@ pub(in crate::cuda) fn image(unit: impl KernelUnit, target: &str) -> Result<Vec<
     let (image, _) = compile(unit.source(), target)?;
     let mut kept = image.clone();
     kept.extend(XxHash3_64::oneshot(&image).to_le_bytes());
-    // A cache that cannot be written costs time, not results.
+    // A failure to write the cache costs time, not results.
     if let Err(e) = std::fs::create_dir_all(&folder)
         .map_err(|e| err!(Io, "{e}"))
         .and_then(|()| file::stage(&path, &kept)?.commit())
@@ -122,7 +122,7 @@ impl Module {
         Ok(module)
     }
 
-    /// Loads what [`compile`] gave for the device's architecture.
+    /// Loads the output of [`compile`] for the device's architecture.
     pub(in crate::cuda) fn from_image(image: &[u8], path: Cow<'static, str>) -> Result<Module> {
         // SAFETY: a complete image of machine code; the driver copies it.
         let module = check(
@@ -152,8 +152,8 @@ impl Module {
             name,
         )
         .map_err(|e| e.within(&self.path))?;
-        // A multiprocessor must be empty before it divides its memory between cache and blocks in another way: kernels that are
-        // to overlap ask for the same.
+        // A multiprocessor must be empty before it changes the split between L1 cache and shared memory, so kernels that are to overlap ask
+        // for the same split.
         let carveout = match self.prefers_cache {
             true => sys::CUshared_carveout::CU_SHAREDMEM_CARVEOUT_DEFAULT,
             false => sys::CUshared_carveout::CU_SHAREDMEM_CARVEOUT_MAX_SHARED,
@@ -181,7 +181,7 @@ impl Drop for Module {
     }
 }
 
-/// The modules of a device by the paths of their units.
+/// The modules of a device, by the paths of their units.
 #[derive(Default)]
 pub(in crate::cuda) struct Modules(Mutex<HashMap<&'static str, Arc<TryOnce<Arc<Module>>>>>);
 
@@ -190,14 +190,14 @@ impl Modules {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a unit's is loaded.
+    /// Whether a unit's module is loaded.
     pub(in crate::cuda) fn is_loaded(&self, unit: impl KernelUnit) -> bool {
         let all = self.all();
         all.get(unit.path())
             .is_some_and(|module| module.get().is_some())
     }
 
-    /// A unit's, which `load` loads unless it is there or somebody else is loading it. Others are not waited for.
+    /// A unit's module, loaded by `load` on first use. Does not wait for other units that are being loaded.
     pub(in crate::cuda) fn get_or_try(
         &self,
         unit: impl KernelUnit,

@@ -1,5 +1,5 @@
-//! NVRTC, the compiler of kernels, and its options. It is looked for when it is needed, like the driver; it needs no GPU. `build.rs` has
-//! this file as a module too, so it imports nothing of the library, its errors are text, and it does not read the environment.
+//! NVRTC, the compiler of kernels, and its options. Loaded on first use, like the driver; needs no GPU. `build.rs` includes this file as a
+//! module too, so it imports nothing of the library, reports errors as text, and does not read the environment.
 
 use std::error::Error as _;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -8,7 +8,7 @@ use std::path::Path;
 use libloading::AsFilename;
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
-/// A source that is compiled by itself, and the headers that it may include, by the name that it includes them by.
+/// A source that is compiled by itself, and the headers that it may include, by their include names.
 #[derive(Clone, Copy)]
 pub(crate) struct Source<'a> {
     /// Its name in messages.
@@ -17,18 +17,18 @@ pub(crate) struct Source<'a> {
     pub(crate) headers: &'static [(&'static str, &'static str)],
 }
 
-/// Architectures that every kernel is tested for and that packages embed, as [`target`] names them.
+/// Architectures, as [`target`] names them, that every kernel is tested for and that packages embed.
 pub const TARGETS: &[&str] = &[
     "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a",
 ];
 
-/// The compiler's name of an architecture: `sm_90a`. From Hopper on, with the features that only this architecture has.
+/// The compiler's name of an architecture, `sm_90a` for example. From Hopper on it includes the features that only this architecture has.
 pub fn target((major, minor): (i32, i32)) -> String {
     let special = if major >= 9 { "a" } else { "" };
     format!("sm_{major}{minor}{special}")
 }
 
-/// What the compiler is told.
+/// Compiler options for an architecture.
 pub(crate) fn options(target: &str) -> Vec<CString> {
     [
         format!("--gpu-architecture={target}").as_str(),
@@ -46,14 +46,14 @@ fn text(s: &str) -> CString {
 
 type Program = *mut c_void;
 
-/// NVRTC's answer that all is well.
+/// NVRTC's code of success.
 const SUCCESS: c_int = 0;
-/// Its answer to an architecture that is newer than itself; all other options are old.
+/// NVRTC's code for an unknown option. Only an architecture newer than the compiler causes it, because all other options are old.
 const INVALID_OPTION: c_int = 5;
 
 macro_rules! functions {
     ($($name:ident = $symbol:literal: fn($($argument:ty),*) -> $result:ty),+ $(,)?) => {
-        /// What is used of the library.
+        /// The functions of NVRTC that are used.
         struct Functions { $($name: unsafe extern "C" fn($($argument),*) -> $result,)+ }
 
         impl Functions {
@@ -82,7 +82,7 @@ functions! {
     destroy = c"nvrtcDestroyProgram": fn(*mut Program) -> c_int,
 }
 
-/// What the loader says of an error.
+/// The loader's message for an error.
 fn reason(error: libloading::Error) -> String {
     error
         .source()
@@ -95,7 +95,7 @@ fn open(path: impl AsFilename) -> Result<Library, String> {
     unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }.map_err(reason)
 }
 
-/// Loads NVRTC from a path of the user's choice, after the library beside it that it asks for by its bare name.
+/// Loads NVRTC from a path that the user chose, after the library beside it that NVRTC loads by its bare name.
 fn open_path(path: &Path) -> Result<Library, String> {
     let open = |path: &Path| open(path).map_err(|why| format!("loading {}: {why}", path.display()));
     let folder = path
@@ -120,7 +120,7 @@ pub(crate) struct Compiler {
 }
 
 impl Compiler {
-    /// Loads the library: this one, or the one that the loader finds. An error says what to do.
+    /// Loads the library at `path`, or the one that the loader finds. An error says what to do.
     pub(crate) fn load(path: Option<&Path>) -> Result<Compiler, String> {
         let library = match path {
             Some(path) => open_path(path).map_err(|why| {
@@ -132,7 +132,7 @@ impl Compiler {
         };
         // SAFETY: what has NVRTC's name, or what the user calls NVRTC, is taken to be NVRTC.
         let functions = unsafe { Functions::find(&library) }?;
-        // It may have threads, so it stays loaded.
+        // The library may have threads, so it stays loaded.
         std::mem::forget(library);
         let mut compiler = Compiler {
             functions,
@@ -159,7 +159,7 @@ impl Compiler {
         Err(format!("{doing}: {}", why.to_string_lossy()))
     }
 
-    /// Machine code of a source, and the assembler's report on registers and spills.
+    /// Compiles a source. Returns machine code, and the assembler's report on registers and spills.
     pub(crate) fn compile(
         &self,
         source: Source<'_>,
@@ -236,7 +236,7 @@ mod tests {
         for said in ["NVFP4_NVRTC", "/nowhere/libnvrtc.so.13", "it takes"] {
             assert!(missing.contains(said), "{missing}");
         }
-        // A library, but another one.
+        // A library, but not NVRTC.
         let other = refused("libc.so.6");
         assert!(other.contains("lacks nvrtcVersion"), "{other}");
     }

@@ -1,4 +1,4 @@
-//! The order of the device's stream and the streams of the host program, where memory changes hands.
+//! Orders the device's stream with the host program's streams, wherever memory changes hands.
 
 use std::cell::Cell;
 use std::ffi::c_void;
@@ -10,20 +10,19 @@ use crate::base::Result;
 
 /// Events that order the device's stream with the default stream of the process, or with the stream of [`HostStream`].
 ///
-/// The device's stream is one that the default stream does not wait for and that does not wait for it: a program that uses
-/// both for other things loses nothing. Where memory passes from one to the other, one stream waits for an event on the other, and
-/// for no more. The two events are shared by all threads and recorded again each time: a wait for a later recording includes the
-/// earlier ones.
+/// The device's stream and the default stream do not wait for each other: a program that uses both for unrelated work loses nothing. Where
+/// memory passes from one stream to the other, the receiving stream waits for an event on the other, and for nothing else. All threads
+/// share the two events and record them again each time: waiting for a later recording includes the earlier ones.
 pub(in crate::cuda) struct Order {
     default: sys::CUevent,
     own: sys::CUevent,
 }
 
-/// The handle of the legacy default stream, where CUDA programs that name no stream work.
+/// The handle of the legacy default stream, on which CUDA programs work that name no stream.
 const DEFAULT_STREAM: sys::CUstream = std::ptr::without_provenance_mut(1);
 
 thread_local! {
-    /// The stream in whose order the calling thread's host program uses a device's memory, and the number of that device.
+    /// The stream on which the calling thread's host program uses device memory, and the number of that device.
     static HOST_STREAM: Cell<Option<(usize, sys::CUstream)>> = const { Cell::new(None) };
 }
 
@@ -51,7 +50,7 @@ impl Drop for HostStream {
 
 /// The stream that [`HostStream`] chose of the device, or the legacy default stream.
 fn host_stream(ordinal: usize) -> sys::CUstream {
-    // A thread that is ending has none.
+    // A thread that is ending has no stream of its own.
     match HOST_STREAM.try_with(Cell::get) {
         Ok(Some((chosen, stream))) if chosen == ordinal => stream,
         _ => DEFAULT_STREAM,
@@ -67,7 +66,7 @@ impl Order {
         })
     }
 
-    /// Lets what is enqueued on `stream`, the device's, from now on wait for all that is enqueued on the host program's.
+    /// Orders later work on `stream`, the device's, after all work that is enqueued on the host program's stream.
     pub(in crate::cuda) fn after_host(&self, ordinal: usize, stream: sys::CUstream) -> Result<()> {
         let host = host_stream(ordinal);
         // Another thread may record a shared event on another stream before this one waits for it.
@@ -75,12 +74,12 @@ impl Order {
         let_wait(stream, host, shared)
     }
 
-    /// Lets what is enqueued on the host program's stream from now on wait for all that is enqueued on `stream`.
+    /// Orders later work on the host program's stream after all work that is enqueued on `stream`.
     pub(in crate::cuda) fn before_host(&self, ordinal: usize, stream: sys::CUstream) -> Result<()> {
         let_wait(host_stream(ordinal), stream, Some(self.own))
     }
 
-    /// Gives the events back.
+    /// Destroys the events.
     ///
     /// # Safety
     /// Nothing uses them afterwards.
@@ -99,23 +98,23 @@ fn event() -> Result<sys::CUevent> {
     )
 }
 
-/// Lets `later` wait for what is enqueued on `earlier`, by an event that is shared or one of its own.
+/// Orders later work on `later` after all work on `earlier`, by a shared event or a new one.
 fn let_wait(
     later: sys::CUstream,
     earlier: sys::CUstream,
     shared: Option<sys::CUevent>,
 ) -> Result<()> {
-    // Mostly nothing is left to wait for, and the events would only be a pause between the streams.
-    // SAFETY: the device's stream lives as long as the device, the default stream as long as the context, another stream of the
-    // host by the promise of `HostStream`.
+    // Usually nothing is left to wait for, and the events would only delay the streams.
+    // SAFETY: the device's stream lives as long as the device, the default stream as long as the context, and another host stream by the
+    // promise of `HostStream`.
     match unsafe { sys::cuStreamQuery(earlier) } {
         sys::CUresult::CUDA_SUCCESS => return Ok(()),
         sys::CUresult::CUDA_ERROR_NOT_READY => {}
         failed => check(failed.result(), "asking what a stream has left to do")?,
     }
     let order = |event| {
-        // SAFETY: as above, and the event lives as long as the device or until it is destroyed below, which an event that is
-        // waited for survives.
+        // SAFETY: as above. The event lives as long as the device, or until it is destroyed below; destroying it does not affect streams
+        // that wait for it.
         let ordered = unsafe {
             result::event::record(event, earlier).and_then(|()| {
                 result::stream::wait_event(

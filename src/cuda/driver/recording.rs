@@ -1,4 +1,4 @@
-//! The stream that a thread records, which stands in for the device's own.
+//! The stream that a thread records into a graph, in place of the device's stream.
 
 use std::cell::Cell;
 
@@ -12,12 +12,12 @@ thread_local! {
     static RECORDED: Cell<sys::CUstream> = const { Cell::new(std::ptr::null_mut()) };
 }
 
-/// The stream that this thread records, if it does.
+/// The stream that this thread records, if any.
 pub(in crate::cuda) fn recorded() -> Option<sys::CUstream> {
     Some(RECORDED.get()).filter(|stream| !stream.is_null())
 }
 
-/// A stream that stands in for the device's on this thread.
+/// A stream that replaces the device's stream on this thread.
 pub(in crate::cuda) struct Recording(sys::CUstream);
 
 impl Recording {

@@ -1,5 +1,5 @@
-//! Page-locked memory through which copies to the device pass, kept for the next caller: making it takes the driver longer
-//! than a copy.
+//! Page-locked staging buffers for copies to the device. They are kept for the next caller, because the driver takes longer to allocate one
+//! than to copy it.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,12 +15,12 @@ use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 
-/// Bytes of a buffer: long enough for full speed.
+/// Bytes of a staging buffer: long enough for full speed.
 pub(in crate::cuda) const STAGING: usize = 1 << 20;
-/// Kept at most: two for each thread of a large machine. Those who load give them back, see [`Gpu::empty_cache`].
+/// Upper limit of kept buffers: two for each thread of a large machine. [`Gpu::empty_cache`] frees them.
 const KEPT: usize = 64;
 
-/// Page-locked memory that a device keeps.
+/// The staging buffers that a device keeps.
 #[derive(Default)]
 struct Kept(Mutex<Vec<Pinned>>);
 
@@ -40,7 +40,7 @@ impl Attached for Kept {
     }
 }
 
-/// Page-locked memory of at least `bytes`, to be given back by [`keep`] when nothing enqueued uses it any more.
+/// Takes page-locked memory of at least `bytes`, to be returned by [`keep`] once no enqueued work uses it.
 pub(in crate::cuda) fn take(gpu: &Gpu, bytes: usize) -> Result<Pinned> {
     let kept = match bytes <= STAGING {
         true => Kept::of(gpu)?.all().pop(),
@@ -52,7 +52,7 @@ pub(in crate::cuda) fn take(gpu: &Gpu, bytes: usize) -> Result<Pinned> {
     }
 }
 
-/// Keeps what [`take`] gave for the next caller, unless there is enough of it.
+/// Keeps memory from [`take`] for the next caller, unless enough is kept already.
 pub(in crate::cuda) fn keep(gpu: &Gpu, pinned: Pinned) {
     let Some(kept) = gpu.attached::<Kept>() else {
         return;
@@ -63,22 +63,22 @@ pub(in crate::cuda) fn keep(gpu: &Gpu, pinned: Pinned) {
     }
 }
 
-/// Two buffers, of which one is filled while the other is copied. Dropped, it waits for its copies.
+/// Double buffering: one buffer is filled while the other is copied. Waits for its copies when dropped.
 pub(in crate::cuda) struct Staging {
     gpu: Arc<Gpu>,
     bytes: usize,
-    /// Each with the copies that read it.
+    /// Each buffer with the event after the copies that read it.
     buffers: [Option<(Pinned, Option<Event>)>; 2],
     turn: usize,
 }
 
 impl Staging {
-    /// For pieces of up to `bytes`, or of [`Staging::bytes`] if that is less.
+    /// For pieces of up to `bytes`, but at most [`Staging::bytes`].
     pub(in crate::cuda) fn new(gpu: &Arc<Gpu>, bytes: usize) -> Staging {
         Self::of(gpu, bytes.clamp(1, STAGING))
     }
 
-    /// For pieces of `bytes`, however many.
+    /// For pieces of exactly `bytes`, however large.
     pub(in crate::cuda) fn of(gpu: &Arc<Gpu>, bytes: usize) -> Staging {
         Staging {
             gpu: gpu.clone(),
@@ -93,7 +93,7 @@ impl Staging {
         self.bytes
     }
 
-    /// The buffer whose turn it is, to be filled.
+    /// The next buffer to fill.
     pub(in crate::cuda) fn next(&mut self) -> Result<&mut [u8]> {
         self.turn = 1 - self.turn;
         let (pinned, busy) = match &mut self.buffers[self.turn] {
@@ -106,10 +106,10 @@ impl Staging {
         Ok(&mut pinned.bytes_mut()[..self.bytes])
     }
 
-    /// Enqueues copies of ranges of the buffer that was filled last to addresses of the device.
+    /// Enqueues copies from ranges of the buffer that was filled last to device addresses.
     ///
     /// # Safety
-    /// So many bytes there must be device memory, used in the order of the stream.
+    /// Those addresses must hold as many bytes of device memory, used in stream order.
     pub(in crate::cuda) unsafe fn send(&mut self, copies: &[(Range<usize>, u64)]) -> Result<()> {
         let Some((pinned, busy)) = &mut self.buffers[self.turn] else {
             return Err(err!(Internal, "no staging buffer was filled"));
@@ -142,7 +142,7 @@ impl Staging {
         sent
     }
 
-    /// Waits for what was sent, so that a fault comes out here.
+    /// Waits for all copies, and returns their faults.
     pub(in crate::cuda) fn finish(mut self) -> Result<()> {
         self.settle()
     }
@@ -168,7 +168,7 @@ impl Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        // After a failure there is nobody to tell of another.
+        // An error of one copy is lost here: a drop cannot report it.
         let _ = self.settle();
     }
 }

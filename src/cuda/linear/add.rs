@@ -1,4 +1,4 @@
-//! Products with an RMSNorm fused into them: which shapes they serve, and the one that adds to the residual stream before the norm.
+//! GEMMs with a fused RMSNorm: the shapes that they serve, and the GEMM that adds to the residual stream before the norm.
 
 use std::sync::Arc;
 
@@ -16,8 +16,8 @@ use crate::base::error::bail;
 use crate::cuda::driver::Gpu;
 
 impl FusedNorm<'_> {
-    /// Whether the norm can be fused into the products around it, each in one launch, for `m` rows in this layout: `makes` is the
-    /// matrix of the product that adds to the rows, and `takes` are those of the products that take them.
+    /// Whether the norm can be fused into the GEMMs around it, each in one launch, for `m` rows in the given layout. `makes` is the matrix
+    /// of the GEMM that adds to the rows; `takes` are the matrices that consume them.
     pub fn serves(
         hardware: &Hardware,
         m: usize,
@@ -38,7 +38,7 @@ impl FusedNorm<'_> {
 }
 
 impl ResidualRow<'_> {
-    /// Whether a product of `m` rows with these matrices can make its row in its prologue.
+    /// Whether a GEMM of `m` rows with these matrices can compute its row in its prologue.
     pub fn serves(hardware: &Hardware, m: usize, takes: &[MatrixShape], output: Output) -> bool {
         m == 1
             && takes.iter().all(|w| w.cols <= WIDTH)
@@ -47,8 +47,8 @@ impl ResidualRow<'_> {
     }
 }
 
-/// Adds a product of `m` rows to the rows of a norm, and stores what products with [`Input::FusedNorm`] take. Serves the shapes that
-/// [`FusedNorm::serves`] names.
+/// Adds a product of `m` rows to the rows of a norm, and stores the input for products with [`Input::FusedNorm`]. Serves the shapes that
+/// [`FusedNorm::serves`] allows.
 pub fn linear_add_norm(
     gpu: &Arc<Gpu>,
     input: Input<'_>,

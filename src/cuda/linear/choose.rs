@@ -1,4 +1,4 @@
-//! Which kernel serves a product, from its rows, its matrices and the device.
+//! Chooses the kernel of a GEMM from its rows, its matrices and the device.
 
 use super::hardware::Hardware;
 use super::limits::{FUSED_BYTES, HALF_SM_ROWS, SKINNY_ROWS};
@@ -9,7 +9,7 @@ use super::tiled::{self, TileKernel};
 use crate::tensor::WeightType;
 
 impl Layout {
-    /// The layout that products of `m` rows with NVFP4 weights take without a conversion before.
+    /// The layout that GEMMs of `m` rows with NVFP4 weights take without a conversion.
     pub fn taken(hardware: &Hardware, m: usize) -> Layout {
         match hardware.arch {
             (9, 0) if m > HALF_SM_ROWS && hardware.tiles_serve(m) => Layout::FragmentMajor,
@@ -26,7 +26,7 @@ pub(super) fn are_nvfp4(matrices: &[MatrixShape]) -> bool {
     matrices.iter().all(|w| w.storage == WeightType::Nvfp4)
 }
 
-/// The plan of the skinny GEMM for `m` rows in this layout, if it is the kernel to serve them.
+/// The plan of the skinny GEMM for `m` rows in the given layout, if that kernel is the best choice.
 pub(super) fn fused_plan(
     hardware: &Hardware,
     m: usize,

@@ -1,4 +1,4 @@
-//! The plain kernel for weights that are values or int8 codes one after the other.
+//! The plain kernel for GEMMs with dense weights and row-major int8 codes.
 
 use super::int8;
 use super::matrix::Matrix;
@@ -9,7 +9,7 @@ use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, int};
 use crate::cuda::units::Unit;
 use crate::tensor::WeightType;
 
-/// What the kernel of this file is passed, by its name.
+/// Argument size of this file's kernel, by its name.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[("linear_dense", size_of::<DenseArguments>())];
 
 #[repr(C)]

@@ -1,5 +1,5 @@
-//! RMSNorm fused into the epilogues of products: the product that makes the rows stores them times the norm's weight, with sums of
-//! their squares, and the products that take them apply the factor of each row in their epilogue. See `kernels/norm/fused_norm.cuh`.
+//! RMSNorm fused into the epilogues of GEMMs. The GEMM before the norm stores its rows times the norm's weight, with their sums of squares;
+//! the GEMMs after it apply each row's factor in their epilogue. See `kernels/norm/fused_norm.cuh`.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::cuda::driver::{DeviceBuffer, Gpu, int};
 /// The width of rows is a multiple of this: sums of squares, one for each tile, are read four at a time.
 pub(super) const MULTIPLE: usize = 64;
 
-/// Scratch memory between the products around a norm, for up to [`SKINNY_ROWS`] rows.
+/// Scratch memory between the GEMMs around a norm, for up to [`SKINNY_ROWS`] rows.
 pub struct NormScratch {
     width: usize,
     rows: DeviceBuffer,
@@ -37,19 +37,19 @@ impl NormScratch {
         })
     }
 
-    /// Where another kernel that applies a norm stores the factor of each row, f32, for the fused norm after it.
+    /// Factors of each row, f32, for the fused norm that follows. Another kernel that applies a norm stores them here.
     pub fn factors(&self, turn: usize) -> &DeviceBuffer {
         &self.factors[turn % 2]
     }
 }
 
-/// A norm that the products around it apply. It scales its rows by the factors of the norm before, so that they stay within f16, and
-/// the two sets of factors take turns.
+/// A norm that the GEMMs around it apply. It scales its rows by the factors of the previous norm, so that they stay within f16; the two
+/// sets of factors alternate.
 #[derive(Clone, Copy)]
 pub struct FusedNorm<'a> {
     /// Shared by all norms of the rows.
     pub scratch: &'a NormScratch,
-    /// Odd or even: the set of factors that this norm writes. It reads the other.
+    /// Selects the set of factors that this norm writes, by its parity. The norm reads the other set.
     pub turn: usize,
     /// The rows themselves, f32 `[m, width]`.
     pub x: &'a DeviceBuffer,
@@ -59,7 +59,7 @@ pub struct FusedNorm<'a> {
     pub eps: f32,
 }
 
-/// The argument of the skinny GEMM for the norm of its result, or of its input.
+/// Argument of the skinny GEMM for the norm of its result, or of its input.
 #[repr(C)]
 #[derive(Default)]
 pub(super) struct NormArgument {
@@ -79,7 +79,7 @@ impl FusedNorm<'_> {
         self.scratch.width
     }
 
-    /// The rows as the skinny GEMM takes them.
+    /// The rows in the layout that the skinny GEMM takes.
     pub(super) fn rows(&self) -> &DeviceBuffer {
         &self.scratch.rows
     }

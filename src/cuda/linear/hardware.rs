@@ -1,23 +1,23 @@
-//! What the choice of kernels depends on of a device.
+//! Device properties that the choice of GEMM kernels depends on.
 
 use super::limits::TILED;
 use crate::cuda::driver::Gpu;
 
-/// What the choice of kernels depends on of a device.
+/// Device properties that the choice of GEMM kernels depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hardware {
     /// Compute capability, major and minor.
     pub arch: (i32, i32),
-    /// How many multiprocessors there are.
+    /// Number of multiprocessors.
     pub multiprocessors: usize,
-    /// Bytes of shared memory that a block may have.
+    /// Shared memory that a CTA may have, in bytes.
     pub shared_limit: usize,
     /// Whether cuBLASLt was found.
     pub cublas: bool,
 }
 
 impl Hardware {
-    /// That of a device.
+    /// The properties of an open device.
     pub fn of(gpu: &Gpu) -> Hardware {
         Hardware {
             arch: gpu.arch(),
@@ -27,12 +27,12 @@ impl Hardware {
         }
     }
 
-    /// Whether two blocks may share the tiles of a product.
+    /// Whether two CTAs may form a cluster and share the tiles of a GEMM.
     pub fn has_clusters(&self) -> bool {
         self.arch.0 >= 9
     }
 
-    /// Whether a kernel of tiles, and not the library, serves `m` rows that are too many for the fused one.
+    /// Whether a tiled kernel rather than cuBLASLt serves `m` rows, when they are too many for the skinny GEMM.
     pub(super) fn tiles_serve(&self, m: usize) -> bool {
         m <= TILED || !self.cublas
     }

@@ -1,4 +1,4 @@
-//! The inputs of products.
+//! The input of a GEMM.
 
 use super::fused_norm::FusedNorm;
 use super::output::Layout;
@@ -6,17 +6,17 @@ use super::residual::ResidualRow;
 use crate::base::Result;
 use crate::cuda::driver::DeviceBuffer;
 
-/// The input of a product.
+/// The input of a GEMM.
 #[derive(Clone, Copy)]
 pub enum Input<'a> {
-    /// f16 `[m, k]`, and the factor that they were divided by to fit f16.
+    /// f16 `[m, k]`, and the factor by which they were divided to fit f16.
     Plain(&'a DeviceBuffer, f32),
-    /// The same in [`Layout::FragmentMajor`]: for the wide kernel, and for the skinny GEMM of 5 to 16 rows.
+    /// As `Plain`, but in [`Layout::FragmentMajor`]: for the wide kernel, and for the skinny GEMM of 5 to 16 rows.
     FragmentMajor(&'a DeviceBuffer, f32),
-    /// Rows in this layout whose RMSNorm is fused into the epilogue, as [`linear_add_norm`](super::linear_add_norm) stored them; for the
+    /// Rows in this layout whose RMSNorm is fused into the epilogue, as [`linear_add_norm`](super::linear_add_norm) stored them. For the
     /// skinny GEMM only.
     FusedNorm(FusedNorm<'a>, Layout),
-    /// One row that the prologue of the product makes, see [`ResidualRow::serves`]; for the skinny GEMM only.
+    /// One row that the prologue of the GEMM computes, see [`ResidualRow::serves`]. For the skinny GEMM only.
     Residual(ResidualRow<'a>),
 }
 
@@ -43,7 +43,7 @@ impl Input<'_> {
 }
 
 impl Layout {
-    /// Activations in this layout, and the factor that they were divided by, as the input of a product.
+    /// Activations in this layout, and the factor by which they were divided, as the input of a GEMM.
     pub const fn input(self, x: &DeviceBuffer, factor: f32) -> Input<'_> {
         match self {
             Layout::RowMajor => Input::Plain(x, factor),

@@ -1,5 +1,5 @@
-//! Launchers of products with int8 rows: our own kernel, and conversions around cuBLASLt for many rows, codes to f16 before and scales of
-//! the weight's rows after.
+//! GEMMs with int8 weights: our own kernel, and for many rows the conversions around cuBLASLt, codes to f16 before it and row scales after
+//! it.
 
 use super::matrix::Matrix;
 use super::output::Output;
@@ -15,12 +15,13 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
 ];
 
 const THREADS: u32 = 256;
-/// The kernel reads the weight once for each 64 rows of activations. From some 300 on, a copy in f16 for cuBLASLt moves fewer bytes.
+/// Most rows of the own kernel, which reads the weight once for each 64 rows. From some 300 rows on, an f16 copy for cuBLASLt moves fewer
+/// bytes.
 pub(super) const PRODUCT_ROWS: usize = 256;
-/// Rows of the weight of a block, and bytes of shared memory of a row of activations, as the kernel has them.
+/// Weight rows of a CTA, and bytes of shared memory per row of activations, as in the kernel.
 const BLOCK_ROWS: usize = 128;
 const STAGED: usize = 4 * (2 * 64 + 16);
-/// Codes that a thread of the conversion takes.
+/// Codes per thread of the conversion.
 const CODES: usize = 16;
 
 #[repr(C)]
@@ -97,7 +98,7 @@ pub(super) fn product(
     unsafe { launch.run(gpu, Unit::LinearInt8, name, &arguments) }
 }
 
-/// Enqueues the codes of `rows` rows of `w` from `first` on, as f16, to the address `out`.
+/// Enqueues the conversion of `rows` rows of `w` from `first` on to f16 at the address `out`.
 ///
 /// # Safety
 /// `w` must be int8 and have the rows, and there must be room for them.
@@ -125,8 +126,8 @@ pub(super) unsafe fn to_halves(
     }
 }
 
-/// Multiplies products of `m` rows with `rows` rows of `w` from `first` on, f32 at the address `y` and `stride` apart, by the scales of the
-/// latter.
+/// Enqueues the scaling of a product by the row scales of `rows` rows of `w` from `first` on. The product has `m` rows of f32 at the
+/// address `y`, `stride` apart.
 ///
 /// # Safety
 /// `w` must be int8 and have the rows, and `y` must hold the products.

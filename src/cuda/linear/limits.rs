@@ -1,13 +1,13 @@
-//! The numbers of rows that each kind of kernel serves. The measurements behind them are in `benches/NOTES.md`.
+//! Numbers of rows at which one GEMM kernel takes over from another. `benches/NOTES.md` has the measurements behind them.
 
-/// The most rows of activations of the skinny GEMM.
+/// The most activation rows of the skinny GEMM.
 pub const SKINNY_ROWS: usize = 16;
-/// Row-major activations of more rows than this go to Hopper's kernel of wide tiles. Those in fragment-major layout stay with the skinny
-/// GEMM as long as they fit.
+/// With more rows than this, row-major activations go to Hopper's kernel of wide tiles. Fragment-major ones stay with the skinny GEMM as
+/// long as they fit.
 pub(super) const WIDE: usize = 8;
-/// Products of at most this many rows need no scratch memory, and leave half of a multiprocessor's shared memory to other kernels.
+/// Up to this many rows a GEMM needs no scratch memory, and leaves half of a multiprocessor's shared memory to other kernels.
 pub(in crate::cuda) const HALF_SM_ROWS: usize = 4;
-/// With more bytes of row-major activations in a block than this, the tiled kernel is faster than the skinny GEMM.
+/// If a CTA has more bytes of row-major activations than this, the tiled kernel is faster than the skinny GEMM.
 pub(super) const FUSED_BYTES: usize = 128 << 10;
-/// The most rows that the tiled kernel takes where cuBLASLt is present, too.
+/// The most rows that the tiled kernel takes even if cuBLASLt is present.
 pub const TILED: usize = 128;

@@ -1,4 +1,4 @@
-//! Products of many rows, by cuBLASLt on an f16 copy of a part of the weight; and the scratch memory of products.
+//! GEMMs of many rows, by cuBLASLt on an f16 copy of part of the weight; and the scratch memory of GEMMs.
 
 use std::sync::Arc;
 
@@ -20,19 +20,19 @@ use crate::cuda::driver::{DeviceBuffer, Gpu, int};
 use crate::cuda::units::Unit;
 use crate::tensor::WeightType;
 
-/// What the kernel of this file is passed, by its name.
+/// Argument size of this file's kernel, by its name.
 pub(super) const ARGUMENTS: &[(&str, usize)] =
     &[("dequantize_packed", size_of::<DequantizeArguments>())];
 
 /// Bytes of the workspace of cuBLASLt.
 pub(in crate::cuda) const WORKSPACE: usize = 32 << 20;
-/// Bytes of the f16 copy of a weight's rows, for a product by itself.
+/// Bytes of the f16 copy of a weight's rows, for a single product.
 const COPY: usize = 64 << 20;
 
-/// Scratch memory of products of more rows than the skinny GEMM takes.
+/// Scratch memory for products of more rows than the skinny GEMM takes.
 #[derive(Debug)]
 pub struct LinearScratch {
-    /// An f16 copy of one weight or of some of its rows, for cuBLASLt; or what a tiled kernel needs, see [`TileKernel::scratch`]. No
+    /// An f16 copy of one weight or of some of its rows, for cuBLASLt; or the scratch of a tiled kernel, see [`TileKernel::scratch`]. No
     /// product needs both.
     room: DeviceBuffer,
     /// The workspace of cuBLASLt.
@@ -48,7 +48,7 @@ struct DequantizeArguments {
 }
 
 impl LinearScratch {
-    /// For products of up to `rows` rows of up to `k` elements, with room for a copy of `bytes`; cuBLASLt needs some.
+    /// Allocates scratch for products of up to `rows` rows of up to `k` elements, with `bytes` for the f16 copy, which cuBLASLt needs.
     pub fn new(gpu: &Arc<Gpu>, rows: usize, k: usize, bytes: usize) -> Result<LinearScratch> {
         let workspace = if bytes > 0 && gpu.blas().is_some() {
             WORKSPACE
@@ -70,17 +70,17 @@ impl LinearScratch {
         })
     }
 
-    /// The memory for tiled kernels.
+    /// The scratch of tiled kernels.
     pub(super) fn room(&self) -> &DeviceBuffer {
         &self.room
     }
 
-    /// Room for a product of `m` rows with `w` alone.
+    /// Allocates scratch for a product of `m` rows with `w` alone.
     pub fn for_product(gpu: &Arc<Gpu>, w: &Matrix, m: usize) -> Result<LinearScratch> {
         let row = 2 * w.cols;
         let bytes = match w.storage {
             WeightType::F32 => 0,
-            // Activations of the weight's type.
+            // The copy holds activations in the weight's type.
             WeightType::F16 | WeightType::BF16 if m > SKINNY_ROWS => {
                 product("activations", &[m, row])?
             }
@@ -116,7 +116,7 @@ impl LinearScratch {
             return dense(gpu, w, None, x, factor, m, output, out, stride);
         };
         if matches!(w.storage, WeightType::BF16 | WeightType::F16) {
-            // cuBLASLt multiplies operands of one type, and stores products of bf16 as bf16 or f32.
+            // cuBLASLt takes operands of one type, and stores products of bf16 operands as bf16 or f32.
             let (kind, x) = match w.storage {
                 WeightType::F16 => (Element::F16, x.address()),
                 _ => {
@@ -161,7 +161,7 @@ impl LinearScratch {
         if w.storage == WeightType::Int8 {
             return match output {
                 Output::F32 => self.int8(gpu, &blas, w, x, factor, m, out, stride),
-                // Sums of codes do not fit f16, or would be added without their scale.
+                // Sums of codes do not fit f16, and an addition would lack their scale.
                 _ => dense(gpu, w, None, x, factor, m, output, out, stride),
             };
         }
@@ -206,7 +206,7 @@ impl LinearScratch {
 }
 
 impl LinearScratch {
-    /// The product with int8 rows by cuBLASLt, as f32: of codes, which f16 holds exactly, and then times the scales of rows.
+    /// A product with int8 rows by cuBLASLt, as f32: first with the codes, which f16 holds exactly, then times the row scales.
     fn int8(
         &self,
         gpu: &Gpu,
@@ -253,7 +253,7 @@ impl LinearScratch {
     }
 }
 
-/// How cuBLASLt stores a product.
+/// How cuBLASLt stores a product with this output.
 fn store(output: Output) -> Result<Store> {
     match output {
         Output::F32 => Ok(Store::F32),
@@ -265,7 +265,7 @@ fn store(output: Output) -> Result<Store> {
     }
 }
 
-/// A tiled kernel with NVFP4 weights. [`super::linear`] checks sizes and chooses.
+/// A GEMM by a tiled kernel with NVFP4 weights. [`super::linear`] checks sizes and chooses the kernel.
 pub fn tiled(
     gpu: &Gpu,
     kernel: TileKernel,

@@ -1,4 +1,4 @@
-//! Weight matrices on the device, and how NVFP4 ones are brought into the order of their kernels.
+//! Weight matrices on the device. NVFP4 weights are packed into the chunk order of their kernels.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::format::nvfp4::{self, BLOCK};
 use crate::format::swizzle::ScaleLayout;
 use crate::tensor::WeightType;
 
-/// What the kernel of this file is passed, by its name.
+/// Argument size of this file's kernel, by its name.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[("linear_pack", size_of::<PackArguments>())];
 
 /// A weight `[rows, cols]` on a device. Immutable.
@@ -24,16 +24,16 @@ pub struct Matrix {
     pub(super) storage: WeightType,
     pub(super) rows: usize,
     pub(super) cols: usize,
-    /// Rows of values; of NVFP4, chunks of codes and scales; of int8, rows of codes and then the f32 scale of each row.
+    /// Rows of values; for NVFP4, chunks of codes and scales; for int8, rows of codes and then the f32 scale of each row.
     values: Arc<DeviceBuffer>,
     pub(super) global: f32,
 }
 
-/// Rows and elements of K of a chunk of an NVFP4 weight, and its bytes, as `kernels/format/packed.cuh` has them.
+/// Rows, K elements and bytes of a chunk of an NVFP4 weight, as in `kernels/format/packed.cuh`.
 pub(in crate::cuda) const CHUNK_ROWS: usize = 8;
 pub(in crate::cuda) const CHUNK_K: usize = 128;
 pub(in crate::cuda) const CHUNK_BYTES: usize = CHUNK_ROWS * (CHUNK_K / 2 + CHUNK_K / BLOCK);
-/// Threads of a block of the kernels that take a 32-bit word of codes each.
+/// Threads of a CTA of the kernels that take a 32-bit word of codes per thread.
 const WORD_THREADS: usize = 256;
 
 #[repr(C)]
@@ -47,7 +47,7 @@ struct PackArguments {
     swizzled: i32,
 }
 
-/// A launch of a thread to each 32-bit word of codes of so many rows.
+/// A launch with one thread per 32-bit word of codes.
 pub(super) fn by_words(rows: usize, k: usize) -> Launch {
     let words = k.div_ceil(CHUNK_K) * CHUNK_ROWS * CHUNK_K / 8;
     let grid = [
@@ -58,15 +58,15 @@ pub(super) fn by_words(rows: usize, k: usize) -> Launch {
     Launch::new(grid, WORD_THREADS as u32)
 }
 
-/// Gives the codes and the block scales of a range of rows.
+/// Reads the codes and the block scales of a range of rows.
 pub type ReadNvfp4<'a> = dyn FnMut(Range<usize>, &mut [u8], &mut [u8]) -> Result<()> + 'a;
-/// Gives the bytes of a range of rows.
+/// Reads the bytes of a range of rows.
 pub type ReadBytes<'a> = dyn FnMut(Range<usize>, &mut [u8]) -> Result<()> + 'a;
 
-/// Gives the codes and the row scales of a range of rows.
+/// Reads the codes and the row scales of a range of rows.
 pub(super) type ReadInt8<'a> = dyn FnMut(Range<usize>, &mut [u8], &mut [f32]) -> Result<()> + 'a;
 
-/// Rows of a weight that are brought to the device at a time: as many lines of chunks as a staging buffer holds, or one.
+/// Rows of a weight per upload: as many chunk rows as a staging buffer holds, at least one.
 fn rows_at_a_time(row_bytes: usize) -> usize {
     (STAGING / row_bytes / CHUNK_ROWS).max(1) * CHUNK_ROWS
 }
@@ -81,12 +81,12 @@ fn check_size(rows: usize, cols: usize) -> Result<()> {
     Ok(())
 }
 
-/// Bytes of the chunks of [`CHUNK_ROWS`] rows.
+/// Bytes of one chunk row, which is [`CHUNK_ROWS`] rows of the weight.
 fn chunk_row(cols: usize) -> usize {
     cols.div_ceil(CHUNK_K) * CHUNK_BYTES
 }
 
-/// Bytes from a weight's first chunk to that of row `first`, which begins one.
+/// Byte offset of the chunk that row `first` begins.
 pub(super) fn chunk_offset(first: usize, cols: usize) -> u64 {
     (first / CHUNK_ROWS * chunk_row(cols)) as u64
 }
@@ -101,10 +101,10 @@ fn chunks(gpu: &Arc<Gpu>, rows: usize, cols: usize) -> Result<DeviceBuffer> {
     DeviceBuffer::uninit(gpu, Tag::DeviceWeights, bytes)
 }
 
-/// Rows of a launch of the kernel that packs, whose chunks are a grid's second dimension.
+/// Rows per launch of the packing kernel, whose chunk rows are a grid's second dimension.
 const PACKED_ROWS: usize = CHUNK_ROWS * 65_535;
 
-/// Enqueues `n` rows of `w` from `first` on, in the order of the kernels, to the address `chunks`.
+/// Enqueues packing of `n` rows of `w` from `first` on, to the address `chunks`.
 ///
 /// # Safety
 /// `w` must have the rows, and there must be room for their chunks.
@@ -122,7 +122,7 @@ unsafe fn pack(w: &Operand<'_>, first: usize, n: usize, chunks: u64) -> Result<(
     unsafe { by_words(n, w.k).run(w.gpu(), Unit::LinearPack, "linear_pack", &arguments) }
 }
 
-/// Enqueues codes and row-major scales of a whole matrix, in the order of the kernels, to `chunks`.
+/// Enqueues packing of the codes and row-major scales of a whole matrix to `chunks`.
 ///
 /// # Safety
 /// All three must have room for the rows.
@@ -153,8 +153,8 @@ pub(in crate::cuda) unsafe fn pack_rows(
 }
 
 impl Matrix {
-    /// The NVFP4 weight with the codes and scales of a matrix on the device, whose scales the caller has checked: see
-    /// [`crate::cuda::wait_for_scales`]. Enqueues a copy.
+    /// Packs a matrix on the device into an NVFP4 weight. The caller has checked its scales, see [`crate::cuda::wait_for_scales`]. Enqueues
+    /// a copy.
     pub fn from_operand(w: &Operand<'_>) -> Result<Matrix> {
         let (gpu, rows, cols) = (w.gpu(), w.rows, w.k);
         let values = chunks(gpu, rows, cols)?;
@@ -173,7 +173,7 @@ impl Matrix {
         })
     }
 
-    /// The dense weight with these values, `[rows, cols]` on the device.
+    /// A dense weight with these values, `[rows, cols]` on the device.
     pub fn from_values(
         rows: usize,
         cols: usize,
@@ -186,8 +186,7 @@ impl Matrix {
         Self::shared(rows, cols, storage, 1.0, Arc::new(values))
     }
 
-    /// The weight whose memory someone else has too: values `[rows, cols]`, or the chunks of an NVFP4 weight, which stay what they are
-    /// as long as this is used.
+    /// A weight over shared memory: values `[rows, cols]`, or the chunks of an NVFP4 weight. They must not change while this is in use.
     pub fn shared(
         rows: usize,
         cols: usize,
@@ -213,7 +212,7 @@ impl Matrix {
         })
     }
 
-    /// An NVFP4 weight; `read` gives codes and scales of ranges of rows.
+    /// Uploads an NVFP4 weight; `read` gives codes and scales of ranges of rows.
     pub fn nvfp4(
         gpu: &Arc<Gpu>,
         rows: usize,
@@ -256,7 +255,7 @@ impl Matrix {
         })
     }
 
-    /// A dense weight; `read` gives the bytes of ranges of rows.
+    /// Uploads a dense weight; `read` gives the bytes of ranges of rows.
     pub fn dense(
         gpu: &Arc<Gpu>,
         rows: usize,
@@ -290,7 +289,7 @@ impl Matrix {
         })
     }
 
-    /// A weight of int8 rows; `read` gives codes and scales of ranges of rows.
+    /// Uploads a weight of int8 rows; `read` gives codes and scales of ranges of rows.
     pub fn int8(gpu: &Arc<Gpu>, rows: usize, cols: usize, read: &mut ReadInt8) -> Result<Matrix> {
         check_size(rows, cols)?;
         let bytes = product("an int8 weight", &[rows, cols + 4])?;
@@ -325,7 +324,7 @@ impl Matrix {
         })
     }
 
-    /// How it is held.
+    /// The form in which it is stored.
     pub fn storage(&self) -> WeightType {
         self.storage
     }
@@ -340,7 +339,7 @@ impl Matrix {
         self.cols
     }
 
-    /// What the choice of kernels depends on.
+    /// The shape that the choice of kernels depends on.
     pub fn shape(&self) -> MatrixShape {
         MatrixShape {
             storage: self.storage,
@@ -354,7 +353,7 @@ impl Matrix {
         self.values.bytes()
     }
 
-    /// Its device.
+    /// The device that it belongs to.
     pub fn gpu(&self) -> &Arc<Gpu> {
         self.values.gpu()
     }
@@ -364,17 +363,17 @@ impl Matrix {
         self.global
     }
 
-    /// What it holds on the device.
+    /// Its device memory.
     pub fn values(&self) -> DeviceSlice<'_> {
         (&*self.values).into()
     }
 
-    /// What it holds on the device, for as long as someone needs it.
+    /// Its device memory, shared.
     pub(in crate::cuda) fn shared_values(&self) -> Arc<DeviceBuffer> {
         self.values.clone()
     }
 
-    /// Where the row scales of int8 rows are, for kernels; null for other weights.
+    /// Device address of the row scales of int8 rows; null for other weights.
     pub(in crate::cuda) fn scales_address(&self) -> u64 {
         match self.storage {
             WeightType::Int8 => self.address() + (self.rows * self.cols) as u64,
@@ -382,16 +381,16 @@ impl Matrix {
         }
     }
 
-    /// Where the values are, for kernels.
+    /// Device address of the values.
     pub(in crate::cuda) fn address(&self) -> u64 {
         self.values.address()
     }
 }
 
-/// What the choice of kernels depends on of a weight.
+/// Properties of a weight that the choice of kernels depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MatrixShape {
-    /// How it is held.
+    /// The form in which it is stored.
     pub storage: WeightType,
     /// Output features.
     pub rows: usize,
@@ -399,7 +398,7 @@ pub struct MatrixShape {
     pub cols: usize,
 }
 
-/// A weight as kernels take it.
+/// A weight as a kernel argument.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub(in crate::cuda) struct MatrixArgument {
@@ -410,7 +409,7 @@ pub(in crate::cuda) struct MatrixArgument {
 }
 
 impl MatrixArgument {
-    /// A weight without a bias, as the words of a table of them.
+    /// A weight without a bias, as the words of an entry in a table of weights.
     pub(in crate::cuda) fn words(w: &Matrix) -> Result<[u64; 3]> {
         let rows = int("output features", w.rows)? as u32;
         Ok([

@@ -1,6 +1,6 @@
-//! Weight matrices on the device, and products with them. For NVFP4 weights the skinny GEMM serves up to [`SKINNY_ROWS`] rows (on Hopper
-//! up to 8 if they are row-major), the tiled kernels up to [`TILED`], and cuBLASLt more than that, on a bounded f16 copy of one weight at a
-//! time; without cuBLASLt the tiled kernels serve all. Plain kernels do the rest.
+//! Weight matrices on the device, and GEMMs with them. NVFP4 weights: the skinny GEMM serves up to [`SKINNY_ROWS`] rows (on Hopper up to 8
+//! if row-major), the tiled kernels up to [`TILED`], and cuBLASLt more, on a bounded f16 copy of one weight at a time; without cuBLASLt the
+//! tiled kernels serve all. Other weights have plain kernels.
 
 mod add;
 mod choose;
@@ -37,7 +37,7 @@ pub use skinny::{Plan, skinny_gemm};
 pub use tile::Tile;
 pub use tiled::TileKernel;
 
-/// What the kernels of these files are passed, by the start of their names.
+/// Argument sizes of this folder's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
     dense::ARGUMENTS,
     int8::ARGUMENTS,

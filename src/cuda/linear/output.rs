@@ -1,4 +1,4 @@
-//! The layouts of activations, and the epilogues of products.
+//! The layouts of activations, and the epilogues of GEMMs.
 
 use super::matrix::CHUNK_K;
 use crate::base::Result;
@@ -12,7 +12,7 @@ pub(super) const GROUP_ROWS: usize = 8;
 pub struct Glu {
     /// Applied to the gate.
     pub activation: Activation,
-    /// A power of two that keeps the result, the largest of a model's activations, within f16, whose largest value is 65504.
+    /// A power of two that keeps the result, the largest activation of a model, within f16, whose largest value is 65504.
     pub divisor: u32,
 }
 
@@ -27,7 +27,7 @@ impl Default for Glu {
 }
 
 impl Glu {
-    /// The factor of the result: one over the divisor.
+    /// The factor of the result, `1 / divisor`.
     pub(in crate::cuda) fn factor(self) -> f32 {
         1.0 / self.divisor as f32
     }
@@ -47,8 +47,8 @@ pub enum Activation {
 pub enum Layout {
     /// Row after row.
     RowMajor,
-    /// In the order in which tensor cores take their fragments, which `kernels/format/fragment_major.cuh` defines. Rows are padded to a
-    /// multiple of 8 and K to a multiple of 128.
+    /// The order in which tensor cores take their fragments, see `kernels/format/fragment_major.cuh`. Rows are padded to a multiple of 8
+    /// and K to a multiple of 128.
     FragmentMajor,
 }
 
@@ -61,7 +61,7 @@ impl Layout {
         }
     }
 
-    /// The output that applies a gated activation and stores its result in this layout.
+    /// The epilogue that applies a gated activation and stores the result in this layout.
     pub const fn glu(self, glu: Glu) -> Output {
         match self {
             Layout::RowMajor => Output::Glu(glu),
@@ -70,18 +70,18 @@ impl Layout {
     }
 }
 
-/// The epilogue of a product: what is done with its accumulators.
+/// The epilogue of a GEMM: what happens to its accumulators.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Output {
     /// Stored as f32.
     F32,
     /// Stored as f16.
     F16,
-    /// Added to f32.
+    /// Added to an f32 result.
     Add,
     /// The first matrix is gate and the second up: their gated linear unit is stored as f16.
     Glu(Glu),
-    /// The same in [`Layout::FragmentMajor`]; of activations in that layout, or by the wide kernel.
+    /// As `Glu`, but stored in [`Layout::FragmentMajor`]. Requires activations in that layout, or the wide kernel.
     GluFragmentMajor(Glu),
 }
 

@@ -1,4 +1,4 @@
-//! Products with up to three matrices at once, by the kernel that serves them.
+//! The entry point of GEMMs: up to three matrices at once, by the kernel that serves them best.
 
 use std::sync::Arc;
 
@@ -19,8 +19,8 @@ use crate::cuda::convert;
 use crate::cuda::driver::{DeviceBuffer, Gpu};
 use crate::tensor::WeightType;
 
-/// Products of `m` rows with up to three matrices that share their input; their features follow each other in the rows of
-/// `out`, `stride` elements apart. Scratch memory holds an f16 copy of one weight where that is needed.
+/// GEMM of `m` rows with up to three matrices that share their input. Their output features follow each other in the rows of `out`,
+/// `stride` elements apart. Where needed, scratch memory holds an f16 copy of one weight.
 pub fn linear(
     gpu: &Arc<Gpu>,
     input: Input<'_>,

@@ -1,32 +1,32 @@
-//! The norms before and after an addition to the residual stream, fused into the prologue of the product that takes the row: every block
-//! makes the whole row for itself.
+//! The norms before and after an addition to the residual stream, fused into the prologue of the GEMM that takes the row. Every CTA
+//! computes the whole row for itself.
 
 use super::output::Output;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::driver::DeviceBuffer;
 
-/// The most elements of a row: each thread of a block has eight.
+/// The longest row: each thread of a CTA has eight elements.
 pub(super) const WIDTH: usize = 4096;
 
-/// One row `norm(x + norm(y) * post) * weight`, and where `x + norm(y) * post` goes.
+/// One row `norm(x + norm(y) * post) * weight`; also stores the new residual stream, `x + norm(y) * post`.
 #[derive(Clone, Copy)]
 pub struct ResidualRow<'a> {
-    /// What is added, f32 `[width]`.
+    /// The addend before its norm, f32 `[width]`.
     pub y: &'a DeviceBuffer,
-    /// The norm of what is added, f32 `[width]`.
+    /// Weight of the addend's norm, f32 `[width]`.
     pub post: &'a DeviceBuffer,
-    /// The residual stream, f32 `[width]`.
+    /// The residual stream before, f32 `[width]`.
     pub x: &'a DeviceBuffer,
-    /// The norm of the sum, f32 `[width]`.
+    /// Weight of the norm of the sum, f32 `[width]`.
     pub weight: &'a DeviceBuffer,
-    /// The residual stream after, f32 `[width]`; not `x`, which other blocks still read.
+    /// The residual stream after, f32 `[width]`. Not `x`, which other CTAs still read.
     pub sum: &'a DeviceBuffer,
     /// Added to the mean squares.
     pub eps: f32,
 }
 
-/// The same as an argument of the skinny GEMM.
+/// [`ResidualRow`] as an argument of the skinny GEMM.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub(super) struct ResidualArgument {

@@ -15,7 +15,7 @@ use crate::base::error::bail;
 use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, int};
 use crate::cuda::units::Unit;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[("skinny_", size_of::<SkinnyArguments>())];
 
 #[repr(C)]
@@ -37,7 +37,7 @@ struct SkinnyArguments {
     residual: ResidualArgument,
 }
 
-/// The range of K of a block: its first step, the number of steps, and 2^32 divided by that, rounded up.
+/// The K range of a CTA: its first step, the number of steps, and 2^32 divided by that number, rounded up.
 #[repr(C)]
 struct KRange {
     first: i32,
@@ -45,43 +45,42 @@ struct KRange {
     inverse: u32,
 }
 
-/// The most blocks that split K.
+/// The most CTAs that split K.
 const MOST_SPLIT_K: usize = 2;
-/// Accumulators of a warp, for each row of activations.
+/// Accumulators of a warp per row of activations.
 const ACCUMULATORS: usize = 16;
-/// The most rows of row-major activations for which blocks may form clusters.
+/// The most row-major activation rows for which CTAs may form clusters.
 const CLUSTER_ROWS: usize = 8;
-/// Rows of activations that may be fragment-major: more than [`Tile::Deep`] serves.
+/// Numbers of activation rows that may be fragment-major: more than [`Tile::Deep`] serves.
 const FRAGMENT_MAJOR_ROWS: RangeInclusive<usize> = HALF_SM_ROWS + 1..=SKINNY_ROWS;
 /// The most bytes of shared memory for accumulators.
 const ACCUMULATOR_BYTES: usize = 48 << 10;
-/// Bytes of shared memory after the activations: barriers, and factors of a norm.
+/// Bytes of shared memory after the activations: barriers, and the factors of a norm.
 const BARRIER_BYTES: usize = 128 + WARPS * 4;
 
-/// How the skinny GEMM is launched.
+/// Launch plan of the skinny GEMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
     /// The kind of tile.
     pub tile: Tile,
-    /// Number of clusters of blocks, which divide the tiles evenly.
+    /// Number of CTA clusters, which divide the tiles evenly.
     pub clusters: usize,
-    /// Blocks of a cluster, each with a range of K.
+    /// CTAs per cluster, each with a range of K.
     pub split_k: usize,
-    /// Rows of activations in one launch.
+    /// Activation rows per launch.
     pub rows: usize,
-    /// Shared memory that a block needs for that many rows.
+    /// Shared memory that a CTA needs for that many rows.
     pub shared: usize,
 }
 
 impl Plan {
-    /// The plan for `m` rows in this layout and matrices of `features` output features and K = `k`, on a device with this many
-    /// multiprocessors and this many bytes of shared memory per block; `None` if a single row does not fit, or, of fragment-major
-    /// rows, not all of them.
+    /// Plans `m` rows in the given layout and matrices of `features` output features and K = `k`, for a device with this many
+    /// multiprocessors and this many bytes of shared memory per CTA. `None` if a single row does not fit, or, for fragment-major rows, if
+    /// not all rows fit.
     ///
-    /// There are as many blocks as multiprocessors, or several times as many if the accumulators of a block's tiles would need too much
-    /// memory, and all rows are taken at once, or as many as fit. `has_clusters`: the device has thread block clusters (Hopper and
-    /// later). Two blocks that split K divide few tiles more evenly, but bringing their accumulators together costs as much as a
-    /// step of each warp.
+    /// The plan has as many CTAs as multiprocessors, or a multiple of that if the accumulators of a CTA's tiles would need too much memory.
+    /// It takes all rows at once, or as many as fit. `has_clusters` says whether the device has thread block clusters (Hopper and later).
+    /// Two CTAs that split K balance a small number of tiles better, but combining their accumulators costs as much as a step of each warp.
     pub fn choose(
         m: usize,
         k: usize,
@@ -113,7 +112,7 @@ impl Plan {
                 };
                 let x = held * steps.div_ceil(split_k) * tile.step() * 2;
                 let accumulators = rows * (each + WARPS) * ACCUMULATORS * 4;
-                // Blocks of a cluster receive as many accumulators as they have outputs.
+                // A CTA of a cluster receives as many accumulators as it has outputs.
                 let received = match split_k {
                     1 => 0,
                     _ => (each * tile.room(rows)).div_ceil(split_k) * tile.features() * 4,
@@ -146,7 +145,7 @@ impl Plan {
     }
 }
 
-/// The skinny GEMM with a plan of the caller's. `next` is the norm after what is added to `out`, if it is fused into this product.
+/// The skinny GEMM with a given plan. `next` is the norm after the addition to `out`, if it is fused into this GEMM.
 pub fn skinny_gemm(
     gpu: &Arc<Gpu>,
     input: Input<'_>,
@@ -159,7 +158,7 @@ pub fn skinny_gemm(
     next: Option<&FusedNorm<'_>>,
 ) -> Result<()> {
     let k = matrices[0].0.cols;
-    // The kernels count outputs, and activations, in 32 bits.
+    // The kernels count outputs and activations in 32 bits.
     int("outputs of a product", plan.rows * stride)?;
     int("activations", plan.rows * k)?;
     let mut matrix = matrix_arguments(matrices)?;
@@ -200,7 +199,7 @@ pub fn skinny_gemm(
     let k_range = |i: usize| {
         let first = steps * i / plan.split_k;
         let count = steps * (i + 1) / plan.split_k - first;
-        // Steps of a block times those of a tile are far from 2^32, since a row fits shared memory; the kernel divides by 1 itself.
+        // Steps of a CTA times steps of a tile are far below 2^32, since a row fits shared memory. The kernel itself handles division by 1.
         KRange {
             first: first as i32,
             steps: count as i32,
@@ -246,10 +245,10 @@ pub fn skinny_gemm(
             residual,
         };
         let launch = Launch {
-            // At most two blocks share a multiprocessor: one of this kernel and one of the next, which fills its rings while the
-            // first computes. With room for three, blocks of the next kernel would gather where blocks of this one have ended, and
-            // leave other multiprocessors idle. Activations of more rows leave no room for a block of the next kernel; then two
-            // blocks would gather in the same way.
+            // At most two CTAs share a multiprocessor: one of this kernel and one of the next, which fills its rings while the first
+            // computes. With room for three, CTAs of the next kernel would gather where CTAs of this one have ended, and leave other
+            // multiprocessors idle. With more activation rows there is no room for a CTA of the next kernel; then two CTAs of this kernel
+            // would gather in the same way.
             shared: plan
                 .shared
                 .max(gpu.shared_limit() / if rows <= 4 { 3 } else { 2 } + 1024)
@@ -287,7 +286,7 @@ mod tests {
                     Plan::choose(m, k, features, output, layout, divisible, 132, 227 << 10)
                 };
                 let fragment_major = plan(Layout::FragmentMajor);
-                // 16 rows of 9,728 elements fit a pair of blocks.
+                // 16 rows of 9,728 elements fit a cluster of two CTAs.
                 let fits = m <= 8 || k < 9728 || divisible;
                 assert_eq!(
                     fragment_major.is_some(),
@@ -309,7 +308,8 @@ mod tests {
                     "{plan:?}"
                 );
                 assert!(plan.tile != Tile::Deep || m <= 4, "{plan:?}");
-                // Three tiles of 9,728 elements for some blocks and two for others, or one and two, are worth dividing.
+                // An uneven distribution, three tiles of 9,728 elements for some CTAs and two for others, or two and one, makes splitting K
+                // worthwhile.
                 let uneven = k == 9728 && plan.rows <= CLUSTER_ROWS;
                 assert_eq!(plan.split_k == 2, divisible && uneven, "{plan:?}");
             }
@@ -329,7 +329,7 @@ mod tests {
         };
         assert!(at_most_99_kb(9728).is_some());
         assert!(at_most_99_kb(1 << 20).is_none());
-        // Gate and up of one row, whose rings are the longest, of the widest models that are common.
+        // Gate and up of one row, which has the longest rings, for the widest common models.
         let swiglu = Output::Glu(Glu::default());
         let widest = [28_672, 28_672];
         assert!(

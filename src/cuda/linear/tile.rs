@@ -3,17 +3,17 @@
 use super::matrix::{CHUNK_BYTES, CHUNK_K};
 use super::output::Output;
 
-/// Warps of a block.
+/// Warps of a CTA.
 pub(super) const WARPS: usize = 16;
 
-/// What the 16 rows of a tile are.
+/// Contents of the 16 rows of a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Tile {
     /// 16 output features.
     Tall,
     /// 8 output features of each of two matrices.
     GateUp,
-    /// 8 output features over two chunks of K; for up to four rows of activations.
+    /// 8 output features over two chunks of K. For up to four rows of activations.
     Deep,
 }
 
@@ -27,7 +27,7 @@ impl Tile {
         }
     }
 
-    /// Elements of K that a warp takes at a time.
+    /// K elements that a warp takes at a time.
     pub(super) const fn step(self) -> usize {
         match self {
             Tile::Tall | Tile::GateUp => CHUNK_K,
@@ -35,7 +35,7 @@ impl Tile {
         }
     }
 
-    /// Output features of a tile, of each matrix.
+    /// Output features of a tile, per matrix.
     pub(super) const fn features(self) -> usize {
         match self {
             Tile::Tall => 16,
@@ -43,7 +43,7 @@ impl Tile {
         }
     }
 
-    /// Rows that the kernel for `rows` of them has room for, by which it is named.
+    /// Row capacity of the kernel for `rows` rows, which is part of the kernel's name.
     pub(super) const fn room(self, rows: usize) -> usize {
         match self {
             Tile::Deep | Tile::GateUp if rows == 1 => 1,
@@ -53,7 +53,7 @@ impl Tile {
         }
     }
 
-    /// What the rings of a block's warps take, of stages of two chunks.
+    /// Bytes of the rings of a CTA's warps, whose stages hold two chunks.
     pub(super) const fn rings(self, rows: usize) -> usize {
         let stages = match (self, self.room(rows)) {
             (Tile::GateUp, 1) => 4,
@@ -62,7 +62,7 @@ impl Tile {
         WARPS * stages * 2 * CHUNK_BYTES
     }
 
-    /// How many tiles these matrices are up to each of them.
+    /// Cumulative tile counts, matrix by matrix.
     pub(super) fn counts(self, features: &[usize]) -> Vec<usize> {
         let count = |n: &usize| n.div_ceil(self.features());
         match self {

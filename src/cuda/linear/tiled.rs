@@ -1,4 +1,4 @@
-//! The tiled kernels: products of tens of rows with NVFP4 weights.
+//! The tiled GEMM kernels, for tens of rows with NVFP4 weights.
 
 use super::hardware::Hardware;
 use super::input::Input;
@@ -13,17 +13,17 @@ use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, int};
 use crate::cuda::units::Unit;
 use crate::tensor::WeightType;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("linear_tiled", size_of::<TiledArguments>()),
     ("linear_wide", size_of::<TiledArguments>()),
     ("linear_to_fragments", size_of::<ToFragmentsArguments>()),
 ];
 
-/// The output number of kernels that apply a gated activation: the layout of its result.
+/// Output code of kernels with a gated activation, which selects the layout of the result.
 const STORE_ROWS: i32 = 0;
 const STORE_ORDERED: i32 = 3;
-/// The most blocks of a cluster, which split K.
+/// The most CTAs of a cluster, which split K.
 const MOST_SPLIT_K: usize = 8;
 
 #[repr(C)]
@@ -59,7 +59,7 @@ pub enum TileKernel {
 }
 
 impl TileKernel {
-    /// The one for products of `m` rows in this layout.
+    /// The kernel for products of `m` rows in the given layout.
     pub fn serving(arch: (i32, i32), m: usize, layout: Layout) -> TileKernel {
         match (layout, arch) {
             (Layout::FragmentMajor, _) => TileKernel::Wide,
@@ -68,7 +68,7 @@ impl TileKernel {
         }
     }
 
-    /// All for an architecture.
+    /// All kernels of an architecture.
     pub fn all(arch: (i32, i32)) -> &'static [TileKernel] {
         match arch {
             (9, 0) => &[TileKernel::Tiled, TileKernel::Wide],
@@ -76,12 +76,12 @@ impl TileKernel {
         }
     }
 
-    /// Whether it can apply a gated activation to the products with two matrices.
+    /// Whether it can apply a gated activation to products with two matrices.
     pub(super) const fn has_glu(self) -> bool {
         matches!(self, TileKernel::Wide)
     }
 
-    /// Output features of a block.
+    /// Output features per CTA.
     const fn features(self) -> usize {
         match self {
             TileKernel::Tiled => 64,
@@ -89,7 +89,7 @@ impl TileKernel {
         }
     }
 
-    /// Rows of activations of a block at most.
+    /// Upper limit of activation rows per CTA.
     const fn most_rows(self) -> usize {
         match self {
             TileKernel::Tiled => 64,
@@ -97,7 +97,7 @@ impl TileKernel {
         }
     }
 
-    /// Threads of a block: a warp to 16 features, and one that brings activations.
+    /// Threads of a CTA: one warp per 16 features, and one that loads activations.
     const fn threads(self) -> usize {
         match self {
             TileKernel::Tiled => self.features() * 2,
@@ -105,7 +105,7 @@ impl TileKernel {
         }
     }
 
-    /// Blocks that a multiprocessor should have.
+    /// CTAs that a multiprocessor should have.
     const fn blocks(self) -> usize {
         match self {
             TileKernel::Tiled => 2,
@@ -113,7 +113,7 @@ impl TileKernel {
         }
     }
 
-    /// Chunks of K that are worth a block of its own.
+    /// Chunks of K that justify a further CTA along K.
     const fn part_chunks(self) -> usize {
         match self {
             TileKernel::Tiled => 6,
@@ -121,7 +121,7 @@ impl TileKernel {
         }
     }
 
-    /// Shared memory of a block: stages of weights, and of activations with their barriers.
+    /// Shared memory of a CTA: stages of weights, and of activations with their barriers.
     const fn shared(self, columns: usize) -> usize {
         let weights = 3 * self.features() / CHUNK_ROWS * CHUNK_BYTES;
         let activations = columns * CHUNK_K * 2;
@@ -147,8 +147,8 @@ impl TileKernel {
         }
     }
 
-    /// Bytes of scratch memory for products of up to `m` rows of K = `k`: the split-K workspace for as many blocks as can share tiles, or
-    /// rows in the layout that the kernel takes.
+    /// Bytes of scratch memory for products of up to `m` rows of K = `k`: the split-K workspace for as many CTAs as can share tiles, or
+    /// rows in the kernel's layout.
     pub fn scratch(self, m: usize, k: usize, multiprocessors: usize) -> usize {
         match self {
             TileKernel::Tiled => {
@@ -159,18 +159,18 @@ impl TileKernel {
     }
 }
 
-/// How a tiled kernel is launched.
+/// Launch shape of a tiled kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Tiling {
     kernel: TileKernel,
-    /// Rows of activations of a block.
+    /// Activation rows per CTA.
     columns: usize,
-    /// Blocks along features, along rows, and along K.
+    /// CTAs along features, along rows, and along K.
     grid: [usize; 3],
 }
 
 impl Tiling {
-    /// For `m` rows and matrices of `features` output features, undivided.
+    /// The shape for `m` rows and matrices of `features` output features, without split-K.
     fn new(kernel: TileKernel, m: usize, features: &[usize]) -> Tiling {
         let columns = m.next_power_of_two().clamp(8, kernel.most_rows());
         let tiles = features.iter().map(|n| n.div_ceil(kernel.features())).sum();
@@ -181,8 +181,8 @@ impl Tiling {
         }
     }
 
-    /// Splits K = `k` so that as many blocks as possible run, all at once. `at_once` says how many clusters of so many blocks the device
-    /// runs at the same time; it is asked only if there is a choice.
+    /// Splits K = `k` so that as many CTAs as possible run, all at once. `at_once` returns how many clusters of a given size the device
+    /// runs at the same time; it is called only if there is a choice.
     fn divided(
         mut self,
         k: usize,
@@ -230,7 +230,7 @@ pub(super) fn has_glu(
         && TileKernel::serving(hardware.arch, m, layout).has_glu()
 }
 
-/// Enqueues f16 rows `x` `[m, k]` as [`Layout::FragmentMajor`] to `y`.
+/// Enqueues the conversion of f16 rows `x` `[m, k]` to [`Layout::FragmentMajor`] in `y`.
 fn order(gpu: &Gpu, x: &DeviceBuffer, m: usize, k: usize, y: &DeviceBuffer) -> Result<()> {
     y.holds(
         "fragment-major rows",
@@ -247,7 +247,8 @@ fn order(gpu: &Gpu, x: &DeviceBuffer, m: usize, k: usize, y: &DeviceBuffer) -> R
     unsafe { launch.run(gpu, Unit::LinearRows, "linear_to_fragments", &arguments) }
 }
 
-/// A tiled kernel with NVFP4 weights, and scratch memory of [`TileKernel::scratch`]. [`super::linear`] checks sizes and chooses.
+/// A GEMM by a tiled kernel with NVFP4 weights; `scratch` has the size of [`TileKernel::scratch`]. [`super::linear`] checks sizes and
+/// chooses.
 pub(super) fn tiled(
     gpu: &Gpu,
     kernel: TileKernel,
@@ -271,7 +272,7 @@ pub(super) fn tiled(
     };
     let glu = output.applied().unwrap_or_default();
     let (features, kind, output): (Vec<usize>, _, _) = match output {
-        // A block has half as many features of each matrix. A fragment-major result is padded with zeros.
+        // A CTA has half as many features of each matrix. A fragment-major result is padded with zeros.
         Output::Glu(_) if kernel.has_glu() => (vec![2 * matrices[0].0.rows], "_glu", STORE_ROWS),
         Output::GluFragmentMajor(_) if kernel.has_glu() => {
             let filled = matrices[0].0.rows.next_multiple_of(CHUNK_K);
@@ -329,7 +330,7 @@ pub(super) fn tiled(
 mod tests {
     use super::*;
 
-    /// As many clusters as there would be if any multiprocessors could form one.
+    /// The number of clusters if any multiprocessors could form one.
     fn clusters(multiprocessors: usize) -> impl Fn(Tiling) -> Result<usize> {
         move |tiling| Ok(multiprocessors / tiling.grid[2])
     }

@@ -1,4 +1,4 @@
-//! Gated linear units and biases of rows of bf16, forward and backward.
+//! Gated linear units and biases on bf16 rows, forward and backward.
 
 use super::super::driver::{DeviceSlice, Launch, int};
 use super::super::linear::Activation;
@@ -7,7 +7,7 @@ use super::array::{PartialSums, add_partial_sums};
 use super::sizes::{PIECE, expect_bf16, expect_f32, expect_room, f32_elements, rows};
 use crate::base::Result;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("train_glu", size_of::<GluArguments>()),
     ("train_add_bias", size_of::<BiasArguments>()),
@@ -15,7 +15,7 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
 ];
 
 const THREADS: u32 = 256;
-/// Pieces of a row that a block of column sums takes, rows that it takes at once, and blocks of rows at most.
+/// Column sums: pieces of a row per CTA, rows at a time, and the upper limit of CTAs along rows.
 const COLUMN_PIECES: usize = 32;
 const COLUMN_ROWS: usize = 8;
 const MOST_ROW_BLOCKS: usize = 64;
@@ -37,7 +37,7 @@ struct GluArguments {
     activation: i32,
 }
 
-/// `y = act(gate) * up` of bf16 `gate_up` `[T, 2 width]`, rows of gate, then up, to bf16 `y` `[T, width]`. `width` is a multiple of 16.
+/// `y = act(gate) * up`: bf16 `gate_up` `[T, 2 width]`, each row gate then up, to bf16 `y` `[T, width]`. `width` is a multiple of 16.
 pub fn glu_forward(
     activation: Activation,
     gate_up: DeviceSlice<'_>,
@@ -59,8 +59,8 @@ pub fn glu_forward(
     unsafe { launch.run(y.gpu(), Unit::ActivationTraining, "train_glu", &arguments) }
 }
 
-/// The backward pass of [`glu_forward`], from the gradients `dy` `[T, width]` of its results: `d_gate_up` `[T, 2 width]`, which may be
-/// `gate_up`, becomes `dy * up * act'(gate)`, then `dy * act(gate)`. `y`, which may be `dy`, becomes the results once more.
+/// The backward pass of [`glu_forward`], from `dy` `[T, width]`, the gradients of its results. `d_gate_up` `[T, 2 width]`, which may be
+/// `gate_up`, becomes `dy * up * act'(gate)` and `dy * act(gate)`. `y`, which may be `dy`, becomes the recomputed results.
 pub fn glu_backward(
     activation: Activation,
     gate_up: DeviceSlice<'_>,
@@ -104,7 +104,7 @@ struct BiasArguments {
     width: i32,
 }
 
-/// `x += bias` of bf16 rows `x` `[T, W]` and f32 `bias` `[W]`. W is a multiple of 16.
+/// `x += bias` for bf16 rows `x` `[T, W]` and f32 `bias` `[W]`. W is a multiple of 16.
 pub fn add_bias_rows(x: DeviceSlice<'_>, bias: DeviceSlice<'_>) -> Result<()> {
     let width = f32_elements(bias);
     let rows = rows("rows with a bias", x, width)?;
@@ -132,13 +132,13 @@ fn row_blocks(rows: usize) -> usize {
     rows.div_ceil(COLUMN_ROWS).min(MOST_ROW_BLOCKS)
 }
 
-/// Elements of f32 that the partial sums of [`column_sums`] take.
+/// f32 elements of the partial sums of [`column_sums`].
 pub fn column_sums_partial(rows: usize, width: usize) -> usize {
     row_blocks(rows) * width
 }
 
-/// f32 `out` `[W]` `+=` the sum of the bf16 rows `x` `[T, W]`: the gradient of a bias. `partial` has room for [`column_sums_partial`]
-/// elements. W is a multiple of 16.
+/// `out += sum of rows`: the gradient of a bias, f32 `out` `[W]`, from bf16 rows `x` `[T, W]`. `partial` has room for
+/// [`column_sums_partial`] elements. W is a multiple of 16.
 pub fn column_sums(
     x: DeviceSlice<'_>,
     partial: DeviceSlice<'_>,

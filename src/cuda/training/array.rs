@@ -1,4 +1,4 @@
-//! What training does with arrays whatever they are: sums, conversions, factors, constants, columns.
+//! Operations of training on plain arrays: sums, conversions, scaling, fills and column copies.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use super::super::units::Unit;
 use super::sizes::{PIECE, WIDTH, bf16_elements, check_width, expect_bf16, expect_f32, pieces};
 use crate::base::Result;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("train_add_partial_sums", size_of::<SumArguments>()),
     ("train_add", size_of::<ArrayArguments>()),
@@ -18,7 +18,7 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
 ];
 
 const THREADS: u32 = 256;
-/// Columns and threads of a block that adds up partial sums.
+/// Columns and threads of a CTA that adds up partial sums.
 const SUM_COLUMNS: u32 = 32;
 const SUM_THREADS: u32 = 512;
 
@@ -31,7 +31,7 @@ struct SumArguments {
     width: i32,
 }
 
-/// Partial sums `[parts, stride]`, of which `width` columns from `first` on count.
+/// Partial sums `[parts, stride]`; the `width` columns from `first` on count.
 pub(super) struct PartialSums<'a> {
     pub(super) partial: DeviceSlice<'a>,
     pub(super) parts: usize,
@@ -39,7 +39,7 @@ pub(super) struct PartialSums<'a> {
     pub(super) first: usize,
 }
 
-/// `sum` `[width]` `+=` the sum of the rows of `partial`, whose sizes the caller has checked.
+/// Adds the column sums of `partial` to `sum` `[width]`. The caller has checked the sizes.
 pub(super) fn add_partial_sums(
     partial: &PartialSums<'_>,
     sum: DeviceSlice<'_>,
@@ -74,7 +74,7 @@ struct ArrayArguments {
     value: f32,
 }
 
-/// Runs a kernel over `pieces` pieces of arrays that hold as many.
+/// Runs a kernel over `pieces` pieces of arrays, which must hold as many.
 fn each(
     name: &str,
     x: DeviceSlice<'_>,
@@ -135,7 +135,7 @@ struct ColumnArguments {
     first: i32,
 }
 
-/// Runs a kernel over `columns` of bf16 `all` `[rows, width]` and `part` `[rows, columns]`.
+/// Runs a kernel on a range of columns of bf16 `all` `[rows, width]` and on `part` `[rows, columns]`.
 fn columns_of(
     name: &str,
     all: DeviceSlice<'_>,
@@ -164,7 +164,7 @@ fn columns_of(
     unsafe { launch.run(all.gpu(), Unit::ArrayTraining, name, &arguments) }
 }
 
-/// bf16 `part` `[rows, columns]` = those columns of `all` `[rows, width]`; all numbers of columns are multiples of 16.
+/// Copies a range of columns of `all` `[rows, width]` to bf16 `part` `[rows, columns]`. All column counts are multiples of 16.
 pub fn copy_columns(
     all: DeviceSlice<'_>,
     width: usize,
@@ -174,7 +174,7 @@ pub fn copy_columns(
     columns_of("train_columns_copy", all, width, columns, part)
 }
 
-/// Adds bf16 `part` `[rows, columns]` to those columns of `all` `[rows, width]`; all numbers of columns are multiples of 16.
+/// Adds bf16 `part` `[rows, columns]` to a range of columns of `all` `[rows, width]`. All column counts are multiples of 16.
 pub fn add_columns(
     all: DeviceSlice<'_>,
     width: usize,

@@ -1,4 +1,4 @@
-//! Attention of rows in which documents follow each other, forward and backward.
+//! Attention of training, forward and backward: causal, over rows packed from several documents.
 
 use super::super::driver::{DeviceSlice, Gpu, Launch, int};
 use super::super::units::Unit;
@@ -6,7 +6,7 @@ use super::sizes::{expect_bf16, expect_room, expect_words};
 use crate::base::Result;
 use crate::base::error::bail;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("attention_training_", size_of::<Arguments>()),
     ("attention_training_delta", size_of::<DeltaArguments>()),
@@ -15,23 +15,23 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
 /// Rows of a tile, and tiles in shared memory.
 const TILE: usize = 64;
 const TILES: usize = 6;
-/// Queries of a block of the forward pass, and its threads.
+/// Queries per CTA of the forward pass, and its threads.
 const FORWARD_ROWS: usize = 128;
 const FORWARD_THREADS: u32 = 256;
 const BACKWARD_THREADS: u32 = 128;
-/// Rows of a block of Hopper's kernels, those that it goes over at a time forward and backward, and its threads.
+/// Hopper's kernels: rows per CTA, rows per step forward and backward, and threads.
 const WIDE_ROWS: usize = 128;
 const WIDE_FORWARD_STEP: usize = 128;
 const WIDE_BACKWARD_STEP: usize = 64;
 const WIDE_THREADS: u32 = 256;
-/// Heads of these sizes have kernels for Hopper.
+/// Head dimensions that have Hopper kernels.
 const WIDE_DIMS: [usize; 2] = [64, 128];
-/// Rows of a block of the kernel that adds up products of results and gradients.
+/// Rows per CTA of the kernel that sums products of results and gradients.
 const DELTA_ROWS: usize = 4;
-/// Heads of these sizes have kernels.
+/// Head dimensions that have kernels.
 const DIMS: [usize; 6] = [16, 32, 64, 80, 96, 128];
 
-/// How rows attend.
+/// Attention parameters and document bounds.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention<'a> {
     /// Query heads.
@@ -42,13 +42,13 @@ pub struct Attention<'a> {
     pub dim: usize,
     /// Multiplies the product of query and key.
     pub scale: f32,
-    /// Rows that a query sees, its own included; its whole document up to its own if `None`.
+    /// Sliding window: rows that a query sees, its own included. `None` for everything in its document up to its own row.
     pub window: Option<usize>,
-    /// Bounds scores softly: `cap * tanh(score / cap)`.
+    /// Soft cap of the scores: `cap * tanh(score / cap)`.
     pub score_cap: Option<f32>,
     /// u32 `[T]`: the first row of each row's document.
     pub starts: DeviceSlice<'a>,
-    /// u32 `[T]`: one past its last row.
+    /// u32 `[T]`: one past the last row of each row's document.
     pub ends: DeviceSlice<'a>,
 }
 
@@ -93,7 +93,7 @@ impl Attention<'_> {
         (TILES * TILE * (2 * self.dim + padding)) as u32
     }
 
-    /// Whether Hopper's kernels serve.
+    /// Whether Hopper's kernels serve this shape.
     fn is_wide(&self, gpu: &Gpu) -> bool {
         gpu.arch() == (9, 0) && WIDE_DIMS.contains(&self.dim) && self.score_cap.is_none()
     }
@@ -145,8 +145,8 @@ impl Attention<'_> {
     }
 }
 
-/// Attention of `qkv`, bf16 `[T, (heads + 2 kv_heads) * dim]`, normalized and rotated, to bf16 `out` `[T, heads * dim]`; f32 `lse`
-/// `[heads, T]` becomes the natural logarithms of the sums of exponentials.
+/// Forward pass, from normalized and rotated bf16 `qkv` `[T, (heads + 2 kv_heads) * dim]` to bf16 `out` `[T, heads * dim]`. Also stores the
+/// natural log-sum-exp of the scores in f32 `lse` `[heads, T]`.
 pub fn attention_forward(
     options: &Attention<'_>,
     qkv: DeviceSlice<'_>,
@@ -187,8 +187,8 @@ pub fn attention_forward(
     unsafe { launch.run(gpu, unit, &name, &arguments) }
 }
 
-/// The backward pass of [`attention_forward`]: makes bf16 `dqkv` the gradients of `qkv` from those of its results, bf16 `dout`. `delta` has
-/// room for f32 `[heads, T]`.
+/// The backward pass of [`attention_forward`]: bf16 `dqkv` becomes the gradient of `qkv`, from bf16 `dout`, the gradient of the results.
+/// `delta` has room for f32 `[heads, T]`.
 pub fn attention_backward(
     options: &Attention<'_>,
     [qkv, out, lse]: [DeviceSlice<'_>; 3],
@@ -226,7 +226,7 @@ pub fn attention_backward(
     let wide = options.is_wide(gpu);
     for (kernel, heads) in [("keys", kv_heads), ("queries", heads)] {
         let (unit, name, launch) = if wide {
-            // Two arrays of a block's rows, and two stages of two arrays that it goes over, with two numbers for each of their rows.
+            // Two arrays of a CTA's rows, and two stages of the two arrays that it iterates over, with two numbers per row of those.
             let shared =
                 2 * dim * (2 * WIDE_ROWS + 4 * WIDE_BACKWARD_STEP) + 16 * WIDE_BACKWARD_STEP;
             let grid = [rows.div_ceil(WIDE_ROWS) as u32, heads as u32, 1];

@@ -1,4 +1,4 @@
-//! The divergence of a student from its teacher, of heads whose columns come in chunks.
+//! The divergence of a student from its teacher, over chunks of the head's columns. Distillation uses it.
 
 use super::super::driver::{DeviceSlice, Launch, int};
 use super::super::units::Unit;
@@ -16,14 +16,14 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
 const THREADS: u32 = 256;
 const FINISH_THREADS: u32 = 512;
 
-/// Floats of a row that [`divergence_chunk`] keeps in [`Divergence::found`].
+/// Floats per row in [`Divergence::found`], which [`divergence_chunk`] updates.
 pub const DIVERGENCE_FOUND: usize = 8;
-/// Floats of a row in [`Divergence::sums`].
+/// Floats per row in [`Divergence::sums`].
 pub const DIVERGENCE_SUMS: usize = 4;
 /// Totals of [`divergence_finish`], in f64.
 pub const DIVERGENCE_TOTALS: usize = 3;
 
-/// The state of T rows: `labels` are i32, all others f32. A row whose label is negative has no loss.
+/// State of T rows: `labels` are i32, all others f32. A row with a negative label has no loss.
 #[derive(Clone, Copy, Debug)]
 pub struct Divergence<'a> {
     /// `[T]`: the token that each row should predict.
@@ -74,7 +74,7 @@ struct ChunkArguments {
     label_share: f32,
 }
 
-/// A kernel that takes a block for each row, and the one for rows whose length is not a multiple of 4.
+/// A kernel with one CTA per row, and its variant for row lengths that are not a multiple of 4.
 fn by_row(
     [name, ragged]: [&str; 2],
     rows: &Divergence<'_>,
@@ -124,8 +124,8 @@ fn by_row(
     unsafe { launch.run(rows.labels.gpu(), Unit::Divergence, name, &arguments) }
 }
 
-/// Takes a chunk of a student's logits and the same columns of its teacher's into account in `found` of the rows. The first chunk sets
-/// what the others update.
+/// Accumulates a chunk of the student's logits, and the same columns of its teacher's, in `found` of the rows. The first chunk initializes
+/// what later chunks update.
 pub fn divergence_chunk(
     rows: &Divergence<'_>,
     [student, teacher]: [&LogitChunk<'_>; 2],
@@ -153,11 +153,11 @@ struct FinishArguments {
     label_share: f32,
 }
 
-/// After all chunks: `sums` of the rows, and f64 `totals` `[DIVERGENCE_TOTALS]`, the sums over rows of weight times the loss
-/// `(1 - label_share) temperature² KL + label_share CE`, times the cross-entropy CE, and times the divergence KL at the temperature.
+/// After all chunks: computes `sums` of the rows, and f64 `totals` `[DIVERGENCE_TOTALS]`. The totals are weighted sums over rows of the
+/// loss `(1 - label_share) temperature² KL + label_share CE`, of the cross-entropy CE, and of the divergence KL at the temperature.
 pub fn divergence_finish(rows: &Divergence<'_>, totals: DeviceSlice<'_>) -> Result<()> {
     let count = rows.rows()?;
-    // An f64 is two words.
+    // One f64 is two words.
     expect_f32("totals", totals, &[2 * DIVERGENCE_TOTALS])?;
     let arguments = FinishArguments {
         found: rows.found.address(),
@@ -182,8 +182,8 @@ pub fn divergence_finish(rows: &Divergence<'_>, totals: DeviceSlice<'_>) -> Resu
     }
 }
 
-/// After [`divergence_finish`]: the gradients of a chunk of the student's logits to bf16 `dlogits` `[T, columns]`. Those of rows without a
-/// loss are zero.
+/// After [`divergence_finish`]: writes the gradients of a chunk of the student's logits to bf16 `dlogits` `[T, columns]`. Rows without a
+/// loss get zeros.
 pub fn divergence_gradient(
     rows: &Divergence<'_>,
     [student, teacher]: [&LogitChunk<'_>; 2],

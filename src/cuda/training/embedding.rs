@@ -1,4 +1,4 @@
-//! The gradient of an embedding: rows of the residual stream's gradient, added up by token.
+//! The gradient of an embedding: sums the residual stream's gradient by token.
 
 use super::super::driver::{DeviceSlice, Launch, int};
 use super::super::units::Unit;
@@ -6,19 +6,19 @@ use super::sizes::{PIECE, expect_words, f32_elements, rows};
 use crate::base::Result;
 use crate::base::error::err;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[("train_embed", size_of::<EmbedArguments>())];
 
 const THREADS: u32 = 128;
 
-/// The rows of a batch by token, in u32.
+/// The rows of a batch grouped by token, in u32.
 #[derive(Clone, Copy, Debug)]
 pub struct TokenRows<'a> {
-    /// Rows, by token; each is a row of the gradients.
+    /// Row indices into the gradients, grouped by token.
     pub order: DeviceSlice<'a>,
-    /// Where each token's rows begin in `order`, and where the last one's end: `[m + 1]`.
+    /// Start of each token's rows in `order`, and the end of the last token's rows: `[m + 1]`.
     pub offsets: DeviceSlice<'a>,
-    /// The tokens, of which no two are equal: `[m]`.
+    /// The distinct tokens: `[m]`.
     pub ids: DeviceSlice<'a>,
 }
 
@@ -36,9 +36,9 @@ struct EmbedArguments {
     add: i32,
 }
 
-/// For each token of `tokens`, adds up its rows of bf16 `dx` `[T, width]` in their order in f32, times `scale`. Bf16 `gradient` `[rows,
-/// width]` is that of the tokens from `first_id` on, others are left out. If `add`, sums are added to it before they are rounded;
-/// else it becomes the sums, and zero for tokens that do not occur. `width` is a multiple of 16. What `tokens` holds is the caller's word.
+/// Sums the rows of bf16 `dx` `[T, width]` by token, in order and in f32, times `scale`. Bf16 `gradient` `[rows, width]` holds the tokens
+/// from `first_id` on; others are skipped. With `add`, the sums are added to it before they are rounded; otherwise it becomes the sums,
+/// with zero for tokens that do not occur. `width` is a multiple of 16. The caller vouches for the contents of `tokens`.
 pub fn scatter_add(
     tokens: &TokenRows<'_>,
     dx: DeviceSlice<'_>,
@@ -74,6 +74,6 @@ pub fn scatter_add(
     };
     let columns = (width / PIECE).div_ceil(THREADS as usize) as u32;
     let launch = Launch::new([int("tokens", count)? as u32, columns, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked; rows, offsets and tokens are the caller's word.
+    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for rows, offsets and tokens.
     unsafe { launch.run(dx.gpu(), Unit::EmbedTraining, "train_embed", &arguments) }
 }

@@ -1,4 +1,4 @@
-//! From projected queries, keys and values to those that attend: norm and rotation of each head, forward and backward.
+//! Norm and rotation of each query and key head, forward and backward.
 
 use super::super::driver::{DeviceSlice, Launch, int};
 use super::super::units::Unit;
@@ -7,17 +7,17 @@ use super::sizes::{PIECE, bf16_elements, expect_bf16, expect_f32, expect_room, f
 use crate::base::Result;
 use crate::base::error::bail;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[("train_heads", size_of::<HeadsArguments>())];
 
 const THREADS: u32 = 256;
-/// Elements of a head at most, and what their number and that of the rotating ones must be a multiple of.
+/// Upper limit of elements of a head, and the factor that its elements and its rotating elements are a multiple of.
 const MOST_ELEMENTS: usize = 256;
 const MULTIPLE: usize = 16;
-/// Blocks that share the rows of a backward pass at most.
+/// Upper limit of CTAs that share the rows of a backward pass.
 const MOST_BLOCKS: usize = 512;
 
-/// Rows `[T, (heads + 2 kv_heads) * dim]` of queries, keys and values in bf16, and what happens to them.
+/// Shape of bf16 query, key and value rows `[T, (heads + 2 kv_heads) * dim]`, with their norms and rotation.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads<'a> {
     /// Query heads.
@@ -30,8 +30,8 @@ pub struct Heads<'a> {
     pub norms: [Option<DeviceSlice<'a>>; 2],
     /// Added to the mean square.
     pub eps: f32,
-    /// f32 cosines of the rotation, `[T, rotary_dim / 2]`: of the first rotary_dim elements of a head, a multiple of 16, element i pairs
-    /// with element i + rotary_dim / 2; the others pass unchanged.
+    /// f32 cosines of the rotation, `[T, rotary_dim / 2]`. Within the first rotary_dim elements of a head, a multiple of 16, element i
+    /// pairs with element i + rotary_dim / 2; the others pass unchanged.
     pub cos: DeviceSlice<'a>,
     /// f32 sines of the rotation, `[T, rotary_dim / 2]`.
     pub sin: DeviceSlice<'a>,
@@ -61,7 +61,7 @@ impl Heads<'_> {
         self.heads + 2 * self.kv_heads
     }
 
-    /// Lanes that take a head: a power of two, which divides a warp.
+    /// Lanes per head: a power of two that divides a warp.
     fn lanes(&self) -> usize {
         (self.dim / PIECE).next_power_of_two()
     }
@@ -131,13 +131,14 @@ fn blocks(rows: usize) -> usize {
     rows.min(MOST_BLOCKS)
 }
 
-/// Elements of f32 that the partial sums of [`heads_backward`] take; without norms it needs none.
+/// f32 elements of the partial sums of [`heads_backward`], which needs none without norms.
 pub fn heads_partial(rows: usize, dim: usize) -> usize {
     blocks(rows) * 2 * dim
 }
 
-/// The backward pass of [`heads_forward`]: makes `dqkv` the gradients of `qkv` from `dout`, those of its results, and adds to `dnorms`, the
-/// f32 gradients `[dim]` of those norms that there are. `dqkv` may be `dout`. `partial` has room for [`heads_partial`] elements.
+/// The backward pass of [`heads_forward`]: `dqkv` becomes the gradient of `qkv`, from `dout`, the gradient of the results. Also adds to
+/// `dnorms`, the f32 gradients `[dim]` of the norms, where present. `dqkv` may be `dout`. `partial` has room for [`heads_partial`]
+/// elements.
 pub fn heads_backward(
     heads: &Heads<'_>,
     qkv: DeviceSlice<'_>,

@@ -1,4 +1,4 @@
-//! Second moments of the inputs of products.
+//! Second moments of the inputs of GEMMs, for calibration.
 
 use super::super::driver::{DeviceSlice, Launch, int};
 use super::super::units::Unit;
@@ -6,7 +6,7 @@ use super::sizes::{expect_f32, rows};
 use crate::base::Result;
 use crate::format::nvfp4::BLOCK;
 
-/// Sizes of the kernels' arguments, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] =
     &[("train_input_moments", size_of::<MomentArguments>())];
 
@@ -20,8 +20,8 @@ struct MomentArguments {
     cols: i32,
 }
 
-/// Adds the products of the inputs bf16 `x` `[rows, cols]` to f32 `sums` `[cols / 16, 16, 16]`, in f32 and in an order that depends on
-/// their number alone.
+/// Adds the outer products of bf16 inputs `x` `[rows, cols]` to f32 `sums` `[cols / 16, 16, 16]`. Sums are f32, in an order that depends
+/// only on the number of rows.
 pub fn add_input_moments(x: DeviceSlice<'_>, cols: usize, sums: DeviceSlice<'_>) -> Result<()> {
     let rows = rows("inputs", x, cols)?;
     expect_f32("sums of products of inputs", sums, &[cols, BLOCK])?;

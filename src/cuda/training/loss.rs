@@ -1,4 +1,4 @@
-//! Losses: cross-entropy of a head whose columns come in chunks, and the absolute difference of hidden states.
+//! Losses: cross-entropy over chunks of the head's columns, and the L1 distance of hidden states.
 
 use super::super::driver::{DeviceSlice, Launch, int};
 use super::super::units::Unit;
@@ -8,7 +8,7 @@ use super::sizes::{
 use crate::base::Result;
 use crate::base::error::bail;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("cross_entropy_", size_of::<ChunkArguments>()),
     ("cross_entropy_finish", size_of::<FinishArguments>()),
@@ -18,15 +18,15 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
 
 const THREADS: u32 = 256;
 const FINISH_THREADS: u32 = 1024;
-/// Blocks of [`l1_gradient`], whatever the size; the threads of the kernel that adds up what they leave, too.
+/// CTAs of [`l1_gradient`], independent of the size; also the threads of the kernel that sums their partial results.
 const L1_BLOCKS: u32 = 512;
 
-/// What is known of each of T rows: `labels` are i32, all others f32, all `[T]`. A row whose label is negative has no loss.
+/// State of T rows: `labels` are i32, all others f32, all `[T]`. A row with a negative label has no loss.
 #[derive(Clone, Copy, Debug)]
 pub struct CrossEntropy<'a> {
     /// The token that each row should predict.
     pub labels: DeviceSlice<'a>,
-    /// What each row's loss is multiplied by.
+    /// The factor of each row's loss.
     pub weights: DeviceSlice<'a>,
     /// The largest logit of the chunks so far.
     pub max: DeviceSlice<'a>,
@@ -67,12 +67,12 @@ pub struct LogitChunk<'a> {
     pub first_column: usize,
     /// At least one; a multiple of 4 is fastest.
     pub columns: usize,
-    /// Bounds logits softly: `cap * tanh(logit / cap)`.
+    /// Soft cap of the logits: `cap * tanh(logit / cap)`.
     pub cap: Option<f32>,
 }
 
 impl LogitChunk<'_> {
-    /// Refuses a chunk that is not of so many rows.
+    /// Fails unless the chunk has this many rows.
     pub(super) fn check(&self, rows: usize) -> Result<()> {
         if self.columns == 0 {
             bail!(InvalidArgument, "a chunk without logits");
@@ -104,7 +104,7 @@ struct ChunkArguments {
     cap: f32,
 }
 
-/// A kernel that takes a block for each row, and the one for rows whose length is not a multiple of 4.
+/// A kernel with one CTA per row, and its variant for row lengths that are not a multiple of 4.
 fn by_row(
     [name, ragged]: [&str; 2],
     rows: &CrossEntropy<'_>,
@@ -140,8 +140,8 @@ fn by_row(
     unsafe { launch.run(rows.labels.gpu(), Unit::CrossEntropy, name, &arguments) }
 }
 
-/// Takes a chunk of logits into account in `max`, `sum` and `target` of the rows (Milakov and Gimelshein, arXiv 1805.02867). The first
-/// chunk sets what the others update.
+/// Accumulates a chunk of logits in `max`, `sum` and `target` of the rows (Milakov and Gimelshein, arXiv 1805.02867). The first chunk
+/// initializes what later chunks update.
 pub fn cross_entropy_chunk(
     rows: &CrossEntropy<'_>,
     chunk: &LogitChunk<'_>,
@@ -169,10 +169,11 @@ struct FinishArguments {
     rows: i32,
 }
 
-/// After all chunks: `lse = max + log(sum)` and `losses = weight * (lse - target)` of the rows, and f64 `total` `[1]`, the sum of the losses.
+/// After all chunks: `lse = max + log(sum)` and `losses = weight * (lse - target)` of the rows, and f64 `total` `[1]`, the sum of the
+/// losses.
 pub fn cross_entropy_finish(rows: &CrossEntropy<'_>, total: DeviceSlice<'_>) -> Result<()> {
     let count = rows.rows()?;
-    // An f64.
+    // One f64 is two words.
     expect_f32("the loss", total, &[2])?;
     let arguments = FinishArguments {
         max: rows.max.address(),
@@ -197,8 +198,8 @@ pub fn cross_entropy_finish(rows: &CrossEntropy<'_>, total: DeviceSlice<'_>) -> 
     }
 }
 
-/// After [`cross_entropy_finish`]: the gradients of a chunk's logits to bf16 `dlogits` `[T, columns]`, `weight (softmax - onehot)`, times the
-/// derivative of the cap. Those of rows without a loss are zero.
+/// After [`cross_entropy_finish`]: writes the gradients of a chunk's logits to bf16 `dlogits` `[T, columns]`: `weight (softmax - onehot)`
+/// times the derivative of the cap. Rows without a loss get zeros.
 pub fn cross_entropy_gradient(
     rows: &CrossEntropy<'_>,
     chunk: &LogitChunk<'_>,
@@ -230,11 +231,11 @@ struct L1TotalArguments {
     weight: f32,
 }
 
-/// Elements of f32 that the partial sums of [`l1_gradient`] take.
+/// f32 elements of the partial sums of [`l1_gradient`].
 pub const L1_PARTIAL: usize = L1_BLOCKS as usize;
 
-/// f32 `total` `[1]` = `weight * sum |h - target|`, and bf16 `d` its gradient by `h`, `weight * sign(h - target)`, of bf16 `h` and `target`
-/// of the same size, a multiple of 8. `d` may be `h` or `target`. `partial` has room for [`L1_PARTIAL`] elements.
+/// f32 `total` `[1]` becomes `weight * sum |h - target|`, and bf16 `d` its gradient by `h`, `weight * sign(h - target)`. `h` and `target`
+/// are bf16 of the same size, a multiple of 8. `d` may be `h` or `target`. `partial` has room for [`L1_PARTIAL`] elements.
 pub fn l1_gradient(
     h: DeviceSlice<'_>,
     target: DeviceSlice<'_>,

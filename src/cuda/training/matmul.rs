@@ -1,4 +1,4 @@
-//! Products of plain matrices in bf16, by cuBLASLt, whose algorithm for a shape stays the same as long as the process lives.
+//! GEMMs of plain bf16 matrices, by cuBLASLt. The algorithm for a shape stays the same for the life of the process.
 
 use crate::base::Result;
 use crate::base::error::bail;
@@ -8,10 +8,11 @@ use crate::cuda::blas::{Element, Rows, Store};
 use crate::cuda::driver::{DeviceBuffer, DeviceSlice};
 use crate::tensor::product::{Form, Sizes};
 
-/// What the library may use beside its operands.
+/// Bytes of cuBLASLt's workspace.
 pub const WORKSPACE: usize = 32 << 20;
 
-/// The product of `a` and `b`, bf16, as `form` says, to `out` `[m, n]`, or added to it: in f32 if it is twice as large as in bf16.
+/// The product of bf16 `a` and `b` in the given `form`, stored in or added to `out` `[m, n]`. `out` is bf16, or f32 if it has twice as many
+/// bytes.
 pub fn matmul(
     form: Form,
     sizes: Sizes,

@@ -1,5 +1,5 @@
-//! Launchers of the kernels of training. Activations and their gradients are bf16, statistics, weights of norms and sums f32; every sum
-//! has a fixed order, so that the same call gives the same bits. Where a launcher does not say otherwise, arrays do not overlap.
+//! Launchers of the kernels of training. Activations and their gradients are bf16; statistics, norm weights and sums are f32. Every sum has
+//! a fixed order, so the same call gives the same bits. Arrays must not overlap unless a launcher allows it.
 
 mod activation;
 mod array;
@@ -46,7 +46,7 @@ pub use statistics::{STATISTICS_ENTRY, STATISTICS_PARTIAL, gradient_statistics};
 
 pub(super) use optimizer::CACHED;
 
-/// What the kernels of this room are passed, by the start of their names.
+/// Argument sizes of this folder's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
     activation::ARGUMENTS,
     array::ARGUMENTS,

@@ -1,4 +1,4 @@
-//! RMSNorm of rows of bf16, forward and backward.
+//! RMSNorm of bf16 rows, forward and backward.
 
 use super::super::driver::{DeviceSlice, Launch, int};
 use super::super::units::Unit;
@@ -7,19 +7,19 @@ use super::sizes::{PIECE, expect_bf16, expect_f32, expect_room, f32_elements, ro
 use crate::base::Result;
 use crate::base::error::bail;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("train_norm", size_of::<NormArguments>()),
     ("train_norm_backward", size_of::<BackwardArguments>()),
 ];
 
-/// Elements of a row at most: a block has a thread for eight of them.
+/// Upper limit of elements of a row: a CTA has one thread per eight elements.
 const MOST_WIDTH: usize = 8192;
-/// Blocks that share the rows of a backward pass at most.
+/// Upper limit of CTAs that share the rows of a backward pass.
 const MOST_BLOCKS: usize = 512;
 const WARP: u32 = 32;
 
-/// Threads of a block, in whole warps; refuses rows that are too wide.
+/// Threads of a CTA, in whole warps. Refuses rows that are too wide.
 fn threads(width: usize) -> Result<u32> {
     if width > MOST_WIDTH {
         bail!(
@@ -39,7 +39,7 @@ struct NormArguments {
     eps: f32,
 }
 
-/// `y = x / sqrt(mean(x^2) + eps) * weight`, row by row, of bf16 `x` and `y` `[T, W]` and f32 `weight` `[W]`. `y` may be `x`. W is a
+/// `y = x / sqrt(mean(x^2) + eps) * weight`, row by row, for bf16 `x` and `y` `[T, W]` and f32 `weight` `[W]`. `y` may be `x`. W is a
 /// multiple of 16 up to 8192.
 pub fn rms_norm_forward(
     x: DeviceSlice<'_>,
@@ -72,10 +72,10 @@ pub fn rms_norm_partial(rows: usize, width: usize) -> usize {
     blocks(rows) * width
 }
 
-/// What [`rms_norm_backward`] reads and writes: rows are bf16 `[T, W]`, the rest is f32. W is a multiple of 16 up to 8192.
+/// Operands of [`rms_norm_backward`]: rows are bf16 `[T, W]`, the rest is f32. W is a multiple of 16 up to 8192.
 #[derive(Clone, Copy, Debug)]
 pub struct RmsNormBackward<'a> {
-    /// What was normalized.
+    /// The rows before the norm.
     pub x: DeviceSlice<'a>,
     /// The norm's weight, `[W]`.
     pub weight: DeviceSlice<'a>,
@@ -83,13 +83,13 @@ pub struct RmsNormBackward<'a> {
     pub eps: f32,
     /// Gradients of the normalized rows.
     pub dy: DeviceSlice<'a>,
-    /// Gradients that reach `x` past the norm.
+    /// Gradients that reach `x` around the norm.
     pub residual: Option<DeviceSlice<'a>>,
     /// Gradients of `x`. May be the memory of `dy`, `residual` or `x`.
     pub dx: DeviceSlice<'a>,
     /// Room for [`rms_norm_partial`] elements.
     pub partial: DeviceSlice<'a>,
-    /// The gradient of the weight, `[W]`, which is added to.
+    /// The gradient of the weight, `[W]`, which is accumulated.
     pub dweight: DeviceSlice<'a>,
 }
 

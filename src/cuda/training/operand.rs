@@ -1,4 +1,4 @@
-//! Operands of products in NVFP4: see [`crate::format::operand`].
+//! Rounds the operands of training's GEMMs to NVFP4 or int8: see [`crate::format::operand`].
 
 use super::super::driver::{DeviceSlice, Launch, int};
 use super::super::units::Unit;
@@ -6,7 +6,7 @@ use super::sizes::{PIECE, check_width, expect_bf16, expect_room, pieces};
 use crate::base::Result;
 use crate::format::operand::{OperandRounding, ROTATED, ScaleRule};
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("train_operand_rows", size_of::<RowsArguments>()),
     ("train_operand_maxima", size_of::<MaximaArguments>()),
@@ -14,7 +14,7 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
 ];
 
 const THREADS: u32 = 256;
-/// Elements of f32 that [`round_columns`] takes as working memory.
+/// f32 elements of scratch for [`round_columns`].
 pub const OPERAND_MAXIMA: usize = 256;
 
 #[repr(C)]
@@ -44,7 +44,7 @@ struct ColumnsArguments {
     rule: i32,
 }
 
-/// The number of a rule in the kernels, and the key of its random bits.
+/// The kernels' number of a rounding rule, and the key of its random bits.
 fn rule_of(rounding: Option<OperandRounding>) -> (i32, u64) {
     match rounding {
         Some(OperandRounding::Nearest(ScaleRule::Amax)) => (0, 0),
@@ -54,11 +54,11 @@ fn rule_of(rounding: Option<OperandRounding>) -> (i32, u64) {
     }
 }
 
-/// The number of int8 rows in the kernels.
+/// The kernels' number of int8 rows.
 const INT8: i32 = 4;
 
-/// Rounds bf16 `x` `[rows, width]` in blocks along rows, with a global scale for each row, to `y` of the same size, which may be `x`. Rows
-/// with a value that is not finite become NaN.
+/// Rounds bf16 `x` `[rows, width]` in blocks along rows, with one global scale per row, to `y` of the same size, which may be `x`. A row
+/// with a value that is not finite becomes NaN.
 pub fn round_rows(
     x: DeviceSlice<'_>,
     width: usize,
@@ -68,7 +68,8 @@ pub fn round_rows(
     by_rows(x, width, rule_of(Some(rounding)), y)
 }
 
-/// Rounds the rows of bf16 `x` `[rows, width]` to int8 in place, each under its own scale. Rows with a value that is not finite become NaN.
+/// Rounds the rows of bf16 `x` `[rows, width]` to int8 in place, each with its own scale. A row with a value that is not finite becomes
+/// NaN.
 pub fn round_int8_rows(x: DeviceSlice<'_>, width: usize) -> Result<()> {
     by_rows(x, width, (INT8, 0), x)
 }
@@ -102,9 +103,9 @@ fn by_rows(
     }
 }
 
-/// Rotates bf16 `x` `[rows, width]` along rows in groups of 16, rounds it in blocks of those 16 where `rounding` is given, with one global
-/// scale, and writes it to `y`, whose rows are a multiple of 16. All becomes NaN where a value is not finite. `maxima` has room for
-/// [`OPERAND_MAXIMA`] elements.
+/// Rotates bf16 `x` `[rows, width]` in groups of 16 rows, and writes it to `y`, whose number of rows is padded to a multiple of 16. If
+/// `rounding` is given, also rounds it in blocks of those 16, with one global scale. Everything becomes NaN if any value is not finite.
+/// `maxima` has room for [`OPERAND_MAXIMA`] elements.
 pub fn round_columns(
     x: DeviceSlice<'_>,
     width: usize,

@@ -1,4 +1,4 @@
-//! Matrices under training: AdamW on their stored form, and their values for products.
+//! AdamW on quantized matrices in their stored form, and their decoding for products.
 
 use std::ops::Range;
 
@@ -15,7 +15,7 @@ use crate::format::adamw::{
 use crate::format::nvfp4::BLOCK;
 use crate::format::residual::Bits;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("adamw_", size_of::<StepArguments>()),
     ("adamw_vector", size_of::<VectorArguments>()),
@@ -23,61 +23,61 @@ pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("unpack_matrix", size_of::<UnpackArguments>()),
 ];
 
-/// Whose kernels prefer memory of a multiprocessor as cache: steps read gradients twice. With 20 KB of it in place of 150 they take 16 %
-/// longer.
+/// Units whose kernels prefer a multiprocessor's memory as L1 cache: AdamW steps read gradients twice. With 20 KB of cache in place of 150
+/// KB they take 16 % longer.
 pub(in crate::cuda) const CACHED: &[Unit] = &[Unit::AdamW];
 
 const THREADS: u32 = 128;
 const STEP_WARPS: usize = THREADS as usize / 32;
 /// `sizeof(Shared)` in `kernels/optimizer/adamw.cu`.
 const STEP_SHARED: u32 = 4 * 16 * THREADS + 48;
-/// Blocks of a step that a multiprocessor runs at once, by their registers.
+/// CTAs of a step that a multiprocessor runs at once, limited by registers.
 const BLOCKS_AT_ONCE: usize = 5;
-/// Blocks of the largest cluster that every device with clusters runs.
+/// The largest cluster that every device with clusters supports.
 const MOST_SPLITS: usize = 8;
-/// What a block does beside its chunks, in rounds of them: fits what was measured of eleven shapes.
+/// Fixed cost of a CTA, in rounds of chunks: fitted to measurements of eleven shapes.
 const ROUND_OVERHEAD: f64 = 2.0;
-/// Bytes of moments that are on the device at once where they are kept in the host's memory.
+/// Bytes of offloaded moments that are on the device at once.
 pub const OFFLOAD_ROOM: usize = 32 << 20;
-/// Of each part of those.
+/// Alignment of each array in that memory.
 const ALIGNMENT: usize = 256;
-/// Columns of a matrix at most: `MOST_COLUMNS` in `kernels/optimizer/adamw.cu`.
+/// Upper limit of columns of a matrix: `MOST_COLUMNS` in `kernels/optimizer/adamw.cu`.
 const MOST_COLUMNS: usize = 1 << 19;
-/// Blocks along the second dimension of a grid at most.
+/// Upper limit of CTAs along the second dimension of a grid.
 const MOST_ROWS: usize = 65_535;
 
-/// The weights of a matrix `[.., cols]` as they are stored.
+/// The stored weights of a matrix `[.., cols]`.
 #[derive(Clone, Copy, Debug)]
 pub struct TrainedWeights<'a> {
-    /// How.
+    /// The stored form.
     pub form: WeightForm,
     /// Elements of a row, a multiple of 16.
     pub cols: usize,
     /// The global scale.
     pub global: f32,
-    /// Codes: of NVFP4 with their scales in the order of inference's kernels, [`chunk_bytes`]; dense values row-major.
+    /// Codes: NVFP4 codes with their scales in inference's chunk order, see [`chunk_bytes`]; dense values row-major.
     pub codes: DeviceSlice<'a>,
-    /// What is kept beside them, row-major.
+    /// The residue that is stored beside the codes, row-major.
     pub rest: DeviceSlice<'a>,
 }
 
-/// Moments of a matrix, row-major.
+/// Stored moments of a matrix, row-major.
 #[derive(Clone, Copy, Debug)]
 pub struct Moments<'a> {
     /// Codes.
     pub codes: DeviceSlice<'a>,
-    /// A scale for each 16 elements, unless they are float32.
+    /// One scale per 16 elements, unless the moments are float32.
     pub scales: DeviceSlice<'a>,
-    /// A float32 for each group of 8 rows, unless they are float32.
+    /// One float32 per group of 8 rows, unless the moments are float32.
     pub globals: DeviceSlice<'a>,
 }
 
-/// A step of the rows of a matrix from `first_row` on.
+/// An AdamW step of the rows of a matrix from `first_row` on.
 #[derive(Clone, Copy, Debug)]
 pub struct Step<'a> {
     /// How the matrix is stored.
     pub forms: Forms,
-    /// The numbers of the step.
+    /// Coefficients of the step.
     pub coefficients: Coefficients,
     /// The random streams of the matrix.
     pub keys: Keys,
@@ -89,16 +89,16 @@ pub struct Step<'a> {
     pub second: Moments<'a>,
     /// The first row, a multiple of 8.
     pub first_row: usize,
-    /// Of the rows, bf16 `[.., cols]`.
+    /// Gradients of the rows, bf16 `[.., cols]`.
     pub gradients: DeviceSlice<'a>,
-    /// A float32 that multiplies gradients beside the coefficients' factor. Nothing is done if it is not finite.
+    /// A float32 factor of the gradients, in addition to that of the coefficients. The step does nothing if it is not finite.
     pub clip: Option<DeviceSlice<'a>>,
-    /// Three 64-bit integers, to which are added: weights that change as stored and as delivered, and blocks that the largest block scale
-    /// clips.
+    /// Three 64-bit counters that the step adds to: weights whose stored code changes, weights whose delivered code changes, and blocks
+    /// that the largest block scale clips.
     pub counters: DeviceSlice<'a>,
 }
 
-/// Bytes of an NVFP4 matrix in the order of inference's kernels.
+/// Bytes of an NVFP4 matrix in inference's chunk order.
 pub fn chunk_bytes(rows: usize, cols: usize) -> Result<usize> {
     use crate::cuda::linear::{CHUNK_BYTES, CHUNK_ROWS};
     product(
@@ -165,7 +165,7 @@ struct MomentsArgument {
 }
 
 impl MomentsArgument {
-    /// Of a whole matrix.
+    /// Moments of a whole matrix.
     fn new(
         m: &Moments<'_>,
         bytes: FieldBytes,
@@ -188,7 +188,7 @@ impl MomentsArgument {
         })
     }
 
-    /// First and second ones, of a matrix with so many rows.
+    /// First and second moments of a matrix with this many rows.
     fn of_step(step: &Step<'_>, rows: usize) -> Result<[MomentsArgument; 2]> {
         let (forms, cols) = (&step.forms, step.weights.cols);
         let first_form = match forms.first {
@@ -228,7 +228,7 @@ struct StepArguments {
 }
 
 impl StepArguments {
-    /// Of a step by itself, of rows that were checked.
+    /// The argument of a step of its own launch; the rows have been checked.
     fn new(step: &Step<'_>, [first, second]: [MomentsArgument; 2]) -> Result<StepArguments> {
         let rows = step.gradients.bytes() / (2 * step.weights.cols);
         Ok(StepArguments {
@@ -249,9 +249,9 @@ impl StepArguments {
     }
 }
 
-/// Steps of different rows, whose bits are those of [`crate::format::adamw::step`]. They may run at the same time.
+/// AdamW steps of disjoint rows, which may run at the same time. The bits are those of [`crate::format::adamw::step`].
 pub fn adamw(steps: &[Step<'_>]) -> Result<()> {
-    // All are checked first: one that lets the next start must have a next.
+    // All steps are checked before any launch: one that lets the next start must have a next.
     let mut all = Vec::with_capacity(steps.len());
     for step in steps {
         let rows = step.first_row + rows_of(step)?;
@@ -266,8 +266,8 @@ pub fn adamw(steps: &[Step<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// A step where the moments are in page-locked memory of the host: some rows of them at a time are copied to the device, and back. A kernel
-/// that reads and writes over the bus by itself takes several times as long.
+/// An AdamW step with moments in page-locked host memory. The moments of some rows at a time are copied to the device and back. A kernel
+/// that accesses them over the bus itself takes several times as long.
 pub fn adamw_offloaded<'a>(step: &Step<'a>) -> Result<()> {
     let (rows, cols) = (rows_of(step)?, step.weights.cols);
     let whole = MomentsArgument::of_step(step, step.first_row + rows)?;
@@ -286,7 +286,7 @@ pub fn adamw_offloaded<'a>(step: &Step<'a>) -> Result<()> {
             let to = at;
             at = (to + range.len()).next_multiple_of(ALIGNMENT);
             copies.push((from, range.clone(), to));
-            // A kernel counts from the first row of the matrix.
+            // The kernel counts from the first row of the matrix.
             (room.address() + to as u64).wrapping_sub(range.start as u64)
         };
         let groups = first_row / GROUP_ROWS..(first_row + count).div_ceil(GROUP_ROWS);
@@ -327,7 +327,7 @@ fn group_bytes(bytes: FieldBytes, blocks: usize) -> usize {
     GROUP_ROWS * blocks * (bytes.codes + scaled) + 4 * scaled
 }
 
-/// The rows of gradients, when all is in order.
+/// The number of gradient rows. Checks the whole step.
 fn rows_of(step: &Step<'_>) -> Result<usize> {
     let (cols, bytes) = (step.weights.cols, step.gradients.bytes());
     if bytes == 0 || !bytes.is_multiple_of(2 * cols) || !step.first_row.is_multiple_of(GROUP_ROWS) {
@@ -354,7 +354,7 @@ fn rows_of(step: &Step<'_>) -> Result<usize> {
 fn launch(step: &Step<'_>, arguments: &StepArguments) -> Result<()> {
     let (forms, cols) = (&step.forms, step.weights.cols);
     let groups = (step.gradients.bytes() / (2 * cols)).div_ceil(GROUP_ROWS);
-    // The default forms' kernel reads pairs of blocks at once, and moves weights.
+    // The kernel for the default forms reads pairs of blocks at once, and moves weights.
     let default = Forms {
         keep_scale: forms.keep_scale,
         ..Forms::default()
@@ -379,13 +379,13 @@ fn launch(step: &Step<'_>, arguments: &StepArguments) -> Result<()> {
     unsafe { launch.run(gpu, Unit::AdamW, name, arguments) }
 }
 
-/// How many blocks divide the columns of a group of rows among them, where so many run at once: what takes the fewest rounds of chunks, by
-/// whole blocks.
+/// Number of CTAs that divide the columns of a group of rows, in whole blocks, when `at_once` CTAs run at once. Chooses the fewest rounds
+/// of chunks.
 fn splits(groups: usize, cols: usize, at_once: usize) -> usize {
     let chunks = cols.div_ceil(CHUNK_K);
     let rounds = |splits: usize| {
         let (blocks, each) = (groups * splits, chunks.div_ceil(splits * STEP_WARPS));
-        // Those of a last round that is not full run faster, as they are fewer.
+        // CTAs of a partial last round run faster, because there are fewer of them.
         let (full, rest) = (blocks / at_once, (blocks % at_once) as f64 / at_once as f64);
         let last = if rest > 0.0 { 0.3 + 0.7 * rest } else { 0.0 };
         (full as f64 + last) * (each as f64 + ROUND_OVERHEAD)
@@ -406,7 +406,7 @@ struct VectorArguments {
     count: i32,
 }
 
-/// A step of a parameter in float32 by gradients in float32, which become zero.
+/// An AdamW step of a float32 parameter by float32 gradients, which become zero.
 pub fn adamw_vector(
     coefficients: &Coefficients,
     weights: DeviceSlice<'_>,
@@ -445,8 +445,8 @@ struct DecodeArguments {
     whole: i32,
 }
 
-/// The values of some rows of a matrix of `rows` rows, in bf16 to `out` `[.., cols]`: those from `first_row` on, or those that `tokens`,
-/// 32-bit integers, name. Of all that is stored if `whole`, else of what is delivered.
+/// Decodes rows of a matrix of `rows` rows to bf16 `out` `[.., cols]`: those from `first_row` on, or those that `tokens` (32-bit integers)
+/// names. With `whole`, decodes the full stored precision; otherwise the delivered weights.
 pub fn decode_matrix(
     w: &TrainedWeights<'_>,
     rows: usize,
@@ -485,12 +485,12 @@ pub fn decode_matrix(
         count.min(MOST_ROWS) as u32,
         1,
     ];
-    // SAFETY: the struct is the kernel's; sizes were checked. Tokens are the caller's word.
+    // SAFETY: the struct is the kernel's; sizes were checked. The caller vouches for tokens.
     unsafe { Launch::new(grid, THREADS).run(out.gpu(), Unit::DecodeMatrix, name, &arguments) }
 }
 
-/// Brings codes `[rows, cols / 2]` and scales `[rows, cols / 16]` into the order of inference's kernels. Rows that are no whole group of 8
-/// are padded with zeros.
+/// Packs codes `[rows, cols / 2]` and scales `[rows, cols / 16]` into inference's chunk order. A partial group of 8 rows is padded with
+/// zeros.
 pub fn pack_matrix(
     codes: DeviceSlice<'_>,
     scales: DeviceSlice<'_>,

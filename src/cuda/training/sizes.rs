@@ -1,17 +1,17 @@
-//! What arrays must be for the kernels of this room, which load 16 bytes at a time.
+//! Size and alignment checks for the arrays of training's kernels, which load 16 bytes at a time.
 
 use super::super::driver::DeviceSlice;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::size::product;
 
-/// Elements of bf16 that a thread takes at once.
+/// bf16 elements that a thread takes at once.
 pub(super) const PIECE: usize = 8;
-/// What the width of rows must be a multiple of.
+/// The width of rows is a multiple of this.
 pub(super) const WIDTH: usize = 16;
 /// Bytes of a bf16.
 const BF16: usize = 2;
-/// Where arrays must begin.
+/// Alignment of arrays in bytes.
 const ALIGNMENT: u64 = 16;
 
 fn expect(what: &str, x: DeviceSlice<'_>, bytes: usize, sizes: &[usize]) -> Result<()> {
@@ -37,24 +37,24 @@ fn check_alignment(what: &str, x: DeviceSlice<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Refuses an array of bf16 that is not exactly of these sizes, or not aligned.
+/// Fails unless a bf16 array has exactly these sizes and is aligned.
 pub(super) fn expect_bf16(what: &str, x: DeviceSlice<'_>, sizes: &[usize]) -> Result<()> {
     expect(what, x, BF16, sizes)?;
     check_alignment(what, x)
 }
 
-/// Refuses an array of f32 that is not exactly of these sizes, or not aligned.
+/// Fails unless an f32 array has exactly these sizes and is aligned.
 pub(super) fn expect_f32(what: &str, x: DeviceSlice<'_>, sizes: &[usize]) -> Result<()> {
     expect_words(what, x, sizes)?;
     check_alignment(what, x)
 }
 
-/// Refuses an array that is not exactly of these sizes, of elements of four bytes that are loaded one at a time.
+/// Fails unless an array of four-byte elements, loaded one at a time, has exactly these sizes.
 pub(super) fn expect_words(what: &str, x: DeviceSlice<'_>, sizes: &[usize]) -> Result<()> {
     expect(what, x, size_of::<f32>(), sizes)
 }
 
-/// Refuses an array of f32 with less room than for these sizes, or that is not aligned.
+/// Fails unless an f32 array has at least room for these sizes and is aligned.
 pub(super) fn expect_room(what: &str, x: DeviceSlice<'_>, sizes: &[usize]) -> Result<()> {
     let wanted = product(what, sizes)?;
     x.holds(what, &[wanted, size_of::<f32>()])?;
@@ -71,7 +71,7 @@ pub(super) fn bf16_elements(x: DeviceSlice<'_>) -> usize {
     x.bytes() / BF16
 }
 
-/// Refuses rows whose width is no multiple of 16.
+/// Fails unless the width of rows is a multiple of 16.
 pub(super) fn check_width(what: &str, width: usize) -> Result<()> {
     if width == 0 || !width.is_multiple_of(WIDTH) {
         bail!(

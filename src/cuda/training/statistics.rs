@@ -1,25 +1,25 @@
-//! What is asked of a gradient before it is used.
+//! Statistics of a gradient: its norm, its largest magnitude and its non-finite values, for clipping.
 
 use super::super::driver::{DeviceSlice, Launch};
 use super::super::units::Unit;
 use super::sizes::{expect_room, pieces};
 use crate::base::Result;
 
-/// What the kernels of this file are passed, by the start of their names.
+/// Argument sizes of this file's kernels, by the start of their names.
 pub(super) const ARGUMENTS: &[(&str, usize)] = &[
     ("gradient_statistics", size_of::<StatisticsArguments>()),
     ("gradient_statistics_total", size_of::<TotalArguments>()),
 ];
 
 const THREADS: u32 = 256;
-/// Blocks, whatever the size; the threads of the kernel that adds up what they leave, too.
+/// CTAs, independent of the size; also the threads of the kernel that sums their partial results.
 const BLOCKS: u32 = 512;
-/// What is known of a gradient.
+/// Floats of the statistics of a gradient.
 const STATISTICS: usize = 3;
 
-/// Elements of f32 that the partial statistics of [`gradient_statistics`] take.
+/// f32 elements of the partial statistics of [`gradient_statistics`].
 pub const STATISTICS_PARTIAL: usize = BLOCKS as usize * STATISTICS;
-/// Elements of f32 of an entry that it makes.
+/// f32 elements of an entry that [`gradient_statistics`] writes.
 pub const STATISTICS_ENTRY: usize = STATISTICS + 1;
 
 #[repr(C)]
@@ -37,9 +37,10 @@ struct TotalArguments {
     bound: f32,
 }
 
-/// f32 `entry` `[4]`: the sum of squares and the largest magnitude of the finite elements of `g`, bf16 or f32; how many elements are not
-/// finite, exactly up to 2^24; and the factor that brings its norm to at most `bound`, at most 1: infinite if `g` is not finite, or if that of
-/// the entry `previous` is infinite. The elements of `g` are a multiple of 8. `partial` has room for [`STATISTICS_PARTIAL`] elements.
+/// Writes f32 `entry` `[4]` for the bf16 or f32 gradient `g`: the sum of squares and the largest magnitude of its finite elements; the
+/// number of elements that are not finite, exact up to 2^24; and the clipping factor, at most 1, that brings its norm to at most `bound`.
+/// The factor is infinite if `g` is not finite, or if that of the entry `previous` is infinite. `g` has a multiple of 8 elements. `partial`
+/// has room for [`STATISTICS_PARTIAL`] elements.
 pub fn gradient_statistics(
     g: DeviceSlice<'_>,
     is_f32: bool,

@@ -1,8 +1,8 @@
-//! A cursor for parsing text by hand, for the forms whose arguments are not JSON.
+//! A cursor for parsing text by hand, for call forms whose arguments are not JSON.
 
 use serde_json::Value;
 
-/// The deepest nesting of values that is parsed. Deeper nesting is nonsense of a model.
+/// Upper limit for the nesting of parsed values. Deeper nesting is a model's nonsense.
 pub(super) const DEPTH: usize = 64;
 
 /// The rest of a text.
@@ -12,7 +12,7 @@ pub(super) struct Cursor<'a> {
 }
 
 impl<'a> Cursor<'a> {
-    /// At the beginning of `text`.
+    /// A cursor at the beginning of `text`.
     pub(super) fn new(text: &'a str) -> Self {
         Cursor { rest: text }
     }
@@ -36,7 +36,7 @@ impl<'a> Cursor<'a> {
         Some(before)
     }
 
-    /// The characters from here on that are `wanted`.
+    /// The longest prefix of `wanted` characters; moves past it.
     pub(super) fn run(&mut self, wanted: impl Fn(char) -> bool) -> &'a str {
         let end = self.rest.find(|c| !wanted(c)).unwrap_or(self.rest.len());
         let (run, rest) = self.rest.split_at(end);
@@ -44,7 +44,7 @@ impl<'a> Cursor<'a> {
         run
     }
 
-    /// A name, with dots in it if it has some.
+    /// A name, which may contain dots.
     pub(super) fn name(&mut self) -> Option<&'a str> {
         self.rest = self.rest.trim_start();
         let name = self.run(|c| c.is_alphanumeric() || "_-.".contains(c));
@@ -62,7 +62,7 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// Whether nothing but white space is left.
+    /// Whether only white space is left.
     pub(super) fn is_at_end(&self) -> bool {
         self.rest.trim_start().is_empty()
     }

@@ -1,4 +1,4 @@
-//! How a model writes reasoning and tool calls, detected from its chat template and its tokens.
+//! Detects how a model writes reasoning and tool calls, from its chat template and its tokens.
 
 use super::section::Form;
 use super::{deepseek, gemma, json, llama, mistral, python, xml};
@@ -10,8 +10,7 @@ pub struct Reasoning {
     pub begin: &'static str,
     /// The mark after it.
     pub end: &'static str,
-    /// The text that closes reasoning when its budget is used up: everything written in place of the model, up to the
-    /// answer.
+    /// The text that closes reasoning when its budget is used up: everything written in the model's place, up to the answer.
     pub early_end: &'static str,
 }
 
@@ -44,8 +43,8 @@ static REASONING: [Reasoning; 4] = [
     },
 ];
 
-/// The forms, each with texts that its templates contain. The first form whose texts all occur is taken, so a form precedes
-/// those that share some of its texts.
+/// The forms, each with texts that its templates contain. The first form whose texts all occur is chosen, so a form precedes those that
+/// share some of its texts.
 static FORMS: [(&dyn Form, &[&str]); 14] = [
     (&mistral::Mistral, &["[TOOL_CALLS]"]),
     (&deepseek::DeepSeek, &["<｜tool▁call▁begin｜>"]),
@@ -75,8 +74,8 @@ pub struct AnswerForm {
 }
 
 impl AnswerForm {
-    /// From the chat template's source, whether it reads the variable `tools`, and the tokenizer's tokens (`is_token` says whether a
-    /// string is one token of the vocabulary, special or added).
+    /// Detects the form from the chat template's source, whether that reads the variable `tools`, and the tokenizer's tokens (`is_token`
+    /// says whether a string is a single token of the vocabulary, special or added).
     pub fn of(template: &str, reads_tools: bool, is_token: impl Fn(&str) -> bool) -> AnswerForm {
         let reasoning = REASONING
             .iter()

@@ -35,7 +35,7 @@ impl Form for Json {
     fn read(&self, text: &str, scan: &mut Scan, _: bool) -> Step {
         let (begin, end) = (self.marks[0], self.marks.get(1).copied());
         if scan.at == 0 && scan.has_calls {
-            // The closers of the list, and one too many of which some models write.
+            // Closers of the list; some models write one too many of them.
             let separates = |c: char| c.is_whitespace() || ",;]}".contains(c);
             if let Some(step) = after_call(text, separates, end) {
                 return step;

@@ -10,7 +10,7 @@ use super::section::{
 const TAG: &str = "<|python_tag|>";
 const FUNCTION: [&str; 2] = ["<function=", "</function>"];
 
-/// The keys that a call may begin with. Any other object is an answer, which need not be held back.
+/// Keys that a call may begin with. Any other object is an answer, which is not held back.
 const KEYS: [&str; 5] = [
     "\"name\"",
     "\"type\"",
@@ -81,7 +81,7 @@ impl Form for Llama {
     }
 }
 
-/// The call in an object. An object without arguments is not one: it may just as well be an answer in JSON.
+/// The call in an object. An object without arguments is no call, because it may just as well be an answer in JSON.
 fn object(text: &str) -> Option<Written> {
     let value: serde_json::Value = serde_json::from_str(text).ok()?;
     let inner = value.get("function").unwrap_or(&value);

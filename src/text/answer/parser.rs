@@ -24,7 +24,7 @@ pub struct AnswerParser {
     stage: Stage,
     /// Text that is not decided yet.
     text: String,
-    /// The text of a stretch that is held back, and how the stretch began.
+    /// The text of the current stretch that is held back, and how the stretch began.
     edges: Edges,
 }
 
@@ -39,12 +39,12 @@ enum Stage {
     Section(Scan),
 }
 
-/// The white space that is left out at both ends of a stretch of text.
+/// White space that is dropped at both ends of a stretch of text.
 struct Edges {
     drops_first: fn(char) -> bool,
     drops_last: fn(char) -> bool,
     is_begun: bool,
-    /// The characters that are left out if the stretch ends here.
+    /// Characters that are dropped if the stretch ends here.
     held: String,
 }
 
@@ -58,7 +58,7 @@ impl Edges {
         }
     }
 
-    /// The text of the stretch that can be emitted once `text` is added to it.
+    /// Adds `text` to the stretch, and returns the text that can be emitted.
     fn push(&mut self, mut text: &str) -> String {
         if !self.is_begun {
             text = text.trim_start_matches(self.drops_first);
@@ -84,9 +84,9 @@ fn is_none(_: char) -> bool {
 }
 
 impl AnswerParser {
-    /// A parser at the beginning of an answer. `prompt` is the rendered text up to it: its end tells whether the answer
-    /// begins inside reasoning, after empty reasoning, or undecided. Without `tools` nothing is taken for a call.
-    /// `first_call` is the number of calls in the conversation so far, which ids are made of.
+    /// A parser at the beginning of an answer. `prompt` is the rendered text up to it: its end shows whether the answer begins inside
+    /// reasoning, after empty reasoning, or undecided. Without `tools` nothing is parsed as a call. `first_call` is the number of calls in
+    /// the conversation so far, from which ids are derived.
     pub fn new(form: &AnswerForm, prompt: &str, tools: bool, first_call: usize) -> Self {
         let mut parser = Self::with(form.reasoning, form.calls.filter(|_| tools), first_call);
         let prompt = prompt.trim_end();
@@ -123,13 +123,12 @@ impl AnswerParser {
         self.run(false)
     }
 
-    /// The events of the text that was held back. `whole` says that the model ended the answer itself; otherwise it was cut
-    /// off.
+    /// The events of the text that was held back. `whole` says that the model ended the answer itself; otherwise it was cut off.
     pub fn finish(&mut self, whole: bool) -> Vec<Event> {
         let mut events = self.run(whole);
         let rest = std::mem::take(&mut self.text);
         match self.stage {
-            // A call that was cut off is dropped, and so is the space before it.
+            // A call that was cut off is dropped, with the space before it.
             Stage::Section(_) => self.edges.held.clear(),
             _ => self.show(&rest, &mut events),
         }
@@ -148,9 +147,9 @@ impl AnswerParser {
         self.edges = Edges::new(is_newline, is_newline);
     }
 
-    /// Content whose first characters are left out if they are `drops_first`.
+    /// Begins content. Its first characters are dropped while they are `drops_first`.
     fn begin_content(&mut self, drops_first: fn(char) -> bool) {
-        // Space before a call belongs to the call; where there are no calls, nothing is held back.
+        // Space before a call belongs to the call; without calls nothing is held back.
         let drops_last = match self.calls {
             Some(_) => char::is_whitespace,
             None => is_none,
@@ -267,7 +266,7 @@ impl AnswerParser {
         }
     }
 
-    /// Adds `calls`. The space before and after them is left out.
+    /// Adds `calls`. The space before and after them is dropped.
     fn call(&mut self, calls: Vec<Written>, events: &mut Vec<Event>) {
         for Written { name, arguments } in calls {
             self.edges = Edges::new(char::is_whitespace, char::is_whitespace);

@@ -1,5 +1,4 @@
-//! Sections: the parts of an answer in which a model calls tools. What a form defines of them, and the code that forms
-//! share.
+//! Sections: the parts of an answer in which a model calls tools. Defines the interface of a form, and has the code that forms share.
 
 use serde_json::{Map, Value};
 
@@ -50,7 +49,7 @@ pub(super) struct Written {
     pub(super) arguments: Map<String, Value>,
 }
 
-/// How far a section is parsed, so that nothing is parsed again when there is more text.
+/// Parser state of a section, so that nothing is parsed again when more text arrives.
 #[derive(Default)]
 pub(super) struct Scan {
     /// Whether a call of this section was read.
@@ -59,7 +58,7 @@ pub(super) struct Scan {
     pub(super) start: usize,
     /// The next byte to read; 0 before the header is parsed.
     pub(super) at: usize,
-    /// Whether a value was not a call, so that nothing up to the end mark is one.
+    /// Whether a value was no call, so that nothing up to the end mark is one.
     pub(super) is_bad: bool,
     depth: usize,
     is_quoted: bool,
@@ -77,7 +76,7 @@ pub(super) enum Found {
 }
 
 impl Scan {
-    /// At the beginning of what is left of a section.
+    /// The state at the beginning of the rest of a section.
     pub(super) fn after(has_calls: bool) -> Self {
         Scan {
             has_calls,
@@ -85,7 +84,7 @@ impl Scan {
         }
     }
 
-    /// Begins with the value at `start`.
+    /// Begins a value at `start`.
     pub(super) fn begin(&mut self, start: usize) {
         (self.start, self.at) = (start, start);
     }
@@ -129,7 +128,7 @@ impl Scan {
         Found::More
     }
 
-    /// Scans to the first of `marks`: its position, and which it is.
+    /// Finds the first of `marks`: its position, and the mark.
     pub(super) fn find<'m>(&mut self, text: &str, marks: &[&'m str]) -> Option<(usize, &'m str)> {
         let (at, mark) = search(text, self.at, marks);
         self.at = at;
@@ -137,8 +136,8 @@ impl Scan {
     }
 }
 
-/// The first of `marks` in `text` from `from` on. Without one, the position where the beginning of one is at the end of
-/// `text`, or the end of `text`.
+/// The first of `marks` in `text` from `from` on. If there is none, the position of a partial mark at the end of `text`, or else the end of
+/// `text`.
 pub(super) fn search<'m>(text: &str, from: usize, marks: &[&'m str]) -> (usize, Option<&'m str>) {
     let bytes = text.as_bytes();
     for at in from..bytes.len() {
@@ -155,12 +154,12 @@ pub(super) fn search<'m>(text: &str, from: usize, marks: &[&'m str]) -> (usize, 
     (text.len(), None)
 }
 
-/// Whether `text` is the beginning of `mark` and not yet all of it.
+/// Whether `text` is a proper prefix of `mark`.
 pub(super) fn is_begun(text: &str, mark: &str) -> bool {
     text.len() < mark.len() && mark.starts_with(text)
 }
 
-/// Whether `text` begins with `mark`, or is the beginning of it.
+/// Whether `text` begins with `mark`, or is a prefix of it.
 pub(super) fn begins_or_begun(text: &str, mark: &str) -> bool {
     text.starts_with(mark) || is_begun(text, mark)
 }
@@ -187,7 +186,7 @@ pub(super) fn between(
     }
 }
 
-/// What follows a call in its section: a separator of calls, or `close`, which ends the section. None for anything else.
+/// Parses the text after a call in its section: a separator of calls, or `close`, which ends the section. `None` for anything else.
 pub(super) fn after_call(
     text: &str,
     separates: impl Fn(char) -> bool,

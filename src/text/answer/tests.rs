@@ -1,4 +1,4 @@
-//! What all forms have in common, and the helpers of their tests.
+//! Tests of behaviour that all forms share, and test helpers.
 
 use std::time::{Duration, Instant};
 
@@ -44,7 +44,7 @@ pub(super) fn call(number: usize, name: &str, arguments: &str) -> Event {
     })
 }
 
-/// Adds `more` to `events`, pieces of the same text joined.
+/// Appends `more` to `events`, joining pieces of the same text.
 fn join(events: &mut Vec<Event>, more: Vec<Event>) {
     for event in more {
         match (events.last_mut(), event) {
@@ -196,7 +196,7 @@ fn tokens_that_are_shown() {
     assert_eq!(qwen3().shown_tokens(), marks);
 }
 
-/// How long an answer in `form` takes that comes in pieces of `step` bytes.
+/// Time for an answer in `form` that arrives in pieces of `step` bytes.
 fn time(form: &'static dyn Form, prompt: &str, answer: &str, step: usize) -> Duration {
     let mut parser = AnswerParser::new(&in_form(form), prompt, true, 0);
     let begin = Instant::now();
@@ -250,7 +250,7 @@ fn no_answer_takes_quadratic_time() {
     }
 }
 
-/// Pieces of which answers are made: marks, their beginnings, and what stands between them.
+/// Fragments of answers: marks, their prefixes, and text between them.
 fn fragment() -> impl Strategy<Value = String> {
     let mut fragments: Vec<&str> = vec![
         "{\"name\": \"f\", \"parameters\": {\"a\": [1, \"x\"]}}",
@@ -295,7 +295,7 @@ fn fragment() -> impl Strategy<Value = String> {
         })
 }
 
-/// Pieces for one form, whose own marks are among them more often.
+/// Answers in one form, with its own marks more often among the fragments.
 fn answers() -> impl Strategy<Value = (&'static dyn Form, Vec<String>)> {
     prop::sample::select(ALL.to_vec()).prop_flat_map(|form| {
         let own = prop::sample::select(form.marks().to_vec()).prop_map(str::to_owned);

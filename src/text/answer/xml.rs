@@ -93,9 +93,9 @@ fn function(text: &str) -> Option<Written> {
     }
 }
 
-/// The value of a parameter. Strings are written without quotes, everything else as JSON, so the text alone does not tell
-/// "1" from 1. What reads as JSON is taken for it, but not strings, and objects and lists only on one line, as templates
-/// write them: over several lines they are far more often the content of a file.
+/// The value of a parameter. Strings are written without quotes and everything else as JSON, so the text alone does not distinguish "1"
+/// from 1. Valid JSON is parsed as such, except for strings; objects and lists only on a single line, as templates write them: over several
+/// lines they are far more often the content of a file.
 fn value(text: &str) -> Value {
     let text = text.strip_prefix('\n').unwrap_or(text);
     let text = text.strip_suffix('\n').unwrap_or(text);

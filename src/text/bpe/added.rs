@@ -18,7 +18,7 @@ pub(in crate::text) struct AddedToken {
     pub(in crate::text) special: bool,
 }
 
-/// A part of a text: an added token, or text that is still to be encoded.
+/// A part of a text: an added token, or text that is not encoded yet.
 pub(super) type Piece = (Range<usize>, Option<usize>);
 
 /// Added tokens that are searched for together.

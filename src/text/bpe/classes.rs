@@ -38,7 +38,7 @@ pub(super) struct Classes(Box<[u8]>);
 impl Classes {
     /// The one table of the process.
     pub(super) fn get() -> &'static Classes {
-        // No thread waits for another one to make it, which may not exist in the child of a fork.
+        // Threads do not wait for each other to create it: in the child of a fork the other thread may not exist.
         static CLASSES: OnceBox<Classes> = OnceBox::new();
         CLASSES.get_or_init(|| {
             let mut table = vec![0; char::MAX as usize + 1].into_boxed_slice();

@@ -1,5 +1,5 @@
-//! A `tokenizer.json` of the common kind, read without a copy of each of its hundred thousands of strings. A file that the
-//! crate `tokenizers` might read differently fails here, and is left to the crate.
+//! A `tokenizer.json` of the common kind, parsed without copying each of its hundred thousands of strings. A file that the crate
+//! `tokenizers` might read differently fails here, and is left to the crate.
 
 use std::borrow::Cow;
 use std::fmt;

@@ -1,5 +1,5 @@
-//! BPE merging of a word: the two neighbours whose merge has the lowest rank become one token, until no two have a merge.
-//! It takes `n log n` time for any word of `n` bytes.
+//! BPE merging of a word: the two neighbours whose merge has the lowest rank become one token, until no neighbours have a merge. Takes `n
+//! log n` time for any word of `n` bytes.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -8,8 +8,7 @@ use super::vocabulary::mixed;
 
 /// No token, no rank, no neighbour.
 const NONE: u32 = u32::MAX;
-/// Words up to this many bytes that become up to this many tokens are cached: nearly all, except those of scripts without
-/// spaces.
+/// Words up to this many bytes that become up to this many tokens are cached: nearly all words, except in scripts without spaces.
 const REMEMBERED: usize = 15;
 const REMEMBERED_TOKENS: usize = 4;
 /// The number of cached words. With their tokens they fit in a core's L2 cache.
@@ -27,7 +26,7 @@ struct Slot {
 
 /// The merges of a model.
 pub(super) struct Merges {
-    /// The token of each byte; [`NONE`] if the model has none, and the byte is left out.
+    /// The token of each byte; [`NONE`] if the model has none. Such a byte is left out.
     bytes: [u32; 256],
     slots: Vec<Slot>,
     count: usize,
@@ -61,7 +60,7 @@ impl Merges {
         at
     }
 
-    /// Adds the next merge. A pair that is there already gets the new rank.
+    /// Adds the next merge. An existing pair gets the new rank.
     pub(super) fn push(&mut self, left: u32, right: u32, merged: u32) {
         let pair = pair_of(left, right);
         let at = self.place(pair);
@@ -73,7 +72,7 @@ impl Merges {
         self.count += 1;
     }
 
-    /// The rank of a merge, and the token that it makes.
+    /// The rank of a merge, and the resulting token.
     #[inline]
     fn get(&self, left: u32, right: u32) -> (u32, u32) {
         let slot = self.slots[self.place(pair_of(left, right))];
@@ -117,7 +116,7 @@ impl Merges {
                 first.push(Reverse(u64::from(rank) << 32 | (at - 1) as u64));
             }
         }
-        // Of equal ranks, the leftmost first.
+        // Among equal ranks, the leftmost comes first.
         *queue = BinaryHeap::from(first);
         while let Some(Reverse(top)) = queue.pop() {
             let at = top as u32 as usize;
@@ -156,7 +155,7 @@ impl Merges {
     }
 }
 
-/// A token of a word that is being merged, and the rank of its pair with the next one, if they have a merge.
+/// A token of a word that is being merged, and the rank of its merge with the next one, if any.
 #[derive(Clone, Copy)]
 struct Symbol {
     token: u32,

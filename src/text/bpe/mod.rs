@@ -1,5 +1,5 @@
-//! Byte-level BPE, the kind of tokenizer that nearly all models have. It is read from a file in a fraction of the time that the crate
-//! `tokenizers` takes, and encodes many times as much text a second. The tokens are the same.
+//! Byte-level BPE, the tokenizer of nearly all models. Loads a file in a fraction of the time of the crate `tokenizers`, and encodes many
+//! times as much text per second, with the same tokens.
 //!
 //! Only exactly known settings are supported: certain patterns that split text into words, NFC or no normalizer, merges
 //! without dropout or fallback. Everything else is left to the crate.
@@ -151,7 +151,7 @@ impl Bpe {
         let pairs = self.merges.pairs().into_iter();
         file.model.merges = Pairs(pairs.map(|(l, r)| (text(l), text(r))).collect());
         file.added_tokens = self.added.clone();
-        // Those that are not in the vocabulary get their ids in this order.
+        // Tokens outside the vocabulary get their ids in this order.
         file.added_tokens.sort_by_key(|token| token.id);
         file
     }
@@ -174,8 +174,8 @@ impl Bpe {
             .or_else(|| self.vocabulary.id(token))
     }
 
-    /// `text` split at its added tokens, with their ids. Those that are searched for in normalized text are found only if
-    /// there is no normalizer; otherwise they stay within the text.
+    /// Splits `text` at its added tokens, and returns their ids. Tokens that are searched for in normalized text are found only without a
+    /// normalizer; otherwise they stay within the text.
     pub(super) fn split(&self, text: &str) -> Vec<(Range<usize>, Option<u32>)> {
         let mut pieces = Vec::new();
         for (range, token) in self.exact.divide(&self.added, text, false) {
@@ -199,7 +199,7 @@ impl Bpe {
             .collect()
     }
 
-    /// The tokens of `text`, with those that the model expects around it if `add_special`.
+    /// The tokens of `text`. With `add_special`, also those that the model expects around it.
     pub(super) fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
         let mut tokens = Vec::with_capacity(text.len() / 4 + 4);
         if add_special {
@@ -380,7 +380,7 @@ fn around(value: &Value) -> Option<(Vec<u32>, Vec<u32>)> {
     }
 }
 
-/// The added tokens of a file, special ones first, with the ids that they get: those of the vocabulary, or the next ones.
+/// The added tokens of a file, special ones first, with their ids: those of the vocabulary, or the next ones.
 fn added(tokens: &[AddedToken], vocabulary: &Vocabulary, nfc: bool) -> Option<Vec<AddedToken>> {
     let mut next = vocabulary.len() as u32;
     let mut added = tokens.to_vec();

@@ -16,7 +16,7 @@ fn is_inert(c: char) -> bool {
 /// `text` in NFC.
 pub(super) fn nfc(text: &str) -> Cow<'_, str> {
     let mut composed = String::new();
-    // What comes before `copied` is in `composed`; `stretch` is where the last inert character begins.
+    // Text before `copied` is in `composed`; `stretch` is where the last inert character begins.
     let (mut copied, mut stretch) = (0, 0);
     let mut chars = text.char_indices();
     while let Some((at, c)) = chars.next() {

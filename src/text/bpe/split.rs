@@ -9,11 +9,11 @@ use super::classes::{Classes, LETTER, LOWER, MARK, NUMBER, PUNCTUATION, SPACE, S
 pub(super) enum Step {
     /// The words of GPT-2.
     Gpt2,
-    /// Those of cl100k_base, so of Llama 3 and Qwen, with at most so many digits in a word; marks may count as letters.
+    /// The words of cl100k_base, used by Llama 3 and Qwen, with up to `digits` digits per word; marks may count as letters.
     Cl100k { digits: usize, marks: bool },
-    /// Those of o200k_base, so of GPT-4o and Llama 4.
+    /// The words of o200k_base, used by GPT-4o and Llama 4.
     O200k { digits: usize, contractions: bool },
-    /// Those of DeepSeek-V3, whose earlier steps have split off numbers, Chinese and Japanese.
+    /// The words of DeepSeek-V3, after earlier steps that split off numbers, Chinese and Japanese.
     DeepSeek,
     /// Runs of characters of a class, with a minimum and a maximum length.
     Runs(Kind, usize, usize),
@@ -194,7 +194,7 @@ impl Text<'_> {
         }
     }
 
-    /// Where the run of characters that `is` accepts ends, after at most `most`.
+    /// The end of a run of up to `most` characters that `is` accepts.
     #[inline]
     fn run(&self, mut at: usize, most: usize, is: impl Fn(u8) -> bool) -> usize {
         let mut count = 0;
@@ -320,7 +320,7 @@ impl Text<'_> {
             .unwrap_or_else(|| self.lines(at))
     }
 
-    /// The end of upper-case letters, if any, and then lower-case ones. What is neither, such as Chinese, counts as both.
+    /// The end of any upper-case letters followed by lower-case ones. Characters without case, such as Chinese, count as both.
     fn ends_lower(&self, start: usize) -> Option<usize> {
         let (mut at, mut both) = (start, None);
         while let Some((class, next)) = self.class(at)
@@ -367,7 +367,7 @@ impl Text<'_> {
         }
     }
 
-    /// The end of `'s|'t|'re|'ve|'m|'ll|'d`. Where case does not matter, the long s is an s too.
+    /// The end of `'s|'t|'re|'ve|'m|'ll|'d`. If case does not matter, the long s is an s too.
     fn contraction(&self, at: usize, any_case: bool) -> Option<usize> {
         if self.byte(at) != Some(b'\'') {
             return None;

@@ -1,5 +1,5 @@
-//! Renders test messages to find the texts that a template writes around an assistant's answer. The tokens in these texts tell where
-//! a turn ends.
+//! Renders test messages to find the texts that a template writes around an assistant's answer. The tokens in these texts show where a turn
+//! ends.
 
 use minijinja::value::Value;
 use serde_json::{Map, json};
@@ -8,7 +8,7 @@ use super::engine::Compiled;
 use super::form::{as_parts, test_tool};
 use crate::base::ErrorKind;
 
-/// Steps that rendering test messages may take.
+/// Upper limit of steps for rendering test messages.
 const STEPS: u64 = 200_000;
 
 const QUESTION: &str = "words-of-a-question";
@@ -16,18 +16,18 @@ const ANSWER: &str = "words-of-an-answer";
 const NEXT: &str = "words-of-the-next-question";
 const REASONING: &str = "words-of-reasoning";
 
-/// The texts around an answer, without what the messages say.
+/// The texts around an answer, without the contents of messages.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(in crate::text) struct Closings {
     /// Between a question and its answer.
     pub(in crate::text) before: String,
-    /// Between the reasoning of an answer and its content. Empty where the template leaves reasoning out.
+    /// Between the reasoning of an answer and its content. Empty if the template leaves reasoning out.
     pub(in crate::text) within: String,
-    /// After an answer: up to the next question, and up to the end of a conversation that the answer ends.
+    /// After an answer: up to the next question, and up to the end of a conversation that ends with the answer.
     pub(in crate::text) after: Vec<String>,
 }
 
-/// The texts that `template` writes around an answer, in the first form of messages that it renders; none where it renders no form.
+/// The texts that `template` writes around an answer, in the first form of messages that it renders; empty if it renders none.
 pub(super) fn closings(template: &Compiled) -> Closings {
     for tools in [false, true] {
         for parts in [false, true] {
@@ -63,7 +63,7 @@ fn closings_in(template: &Compiled, parts: bool, tools: bool) -> Option<Closings
         }
         Value::from_iter(out)
     };
-    // Empty where the template refuses the messages.
+    // Empty if the template refuses the messages.
     let print =
         |messages: Vec<Value>| match template.print_within(STEPS, messages, false, &variables) {
             Ok(text) => Some(text),

@@ -16,12 +16,12 @@ use crate::base::{Result, alloc};
 
 const NAME: &str = "chat";
 
-/// Steps that rendering may take, and for a message more, which templates take some hundreds for. No value can be nested more deeply
-/// than steps allow.
+/// Upper limit of rendering steps, in all and additionally per message; templates take some hundreds per message. Values cannot be nested
+/// more deeply than steps allow.
 const STEPS: u64 = 2_000_000;
 const STEPS_FOR_MESSAGE: u64 = 2_000;
 
-/// The most bytes of a prompt, far beyond any context.
+/// Upper limit of a prompt's bytes, far beyond any context.
 const LONGEST: usize = 64 << 20;
 
 /// A compiled template.
@@ -36,7 +36,7 @@ pub(super) struct Compiled {
 }
 
 impl Compiled {
-    /// The template `source`; `bos` and `eos` are what it may print as `bos_token` and `eos_token`.
+    /// Compiles the template `source`. `bos` and `eos` are the texts of its `bos_token` and `eos_token`.
     pub(super) fn new(source: &str, bos: Option<&str>, eos: Option<&str>) -> Result<Self> {
         let mut environment = Environment::new();
         environment.set_trim_blocks(true);
@@ -98,7 +98,7 @@ impl Compiled {
         self.read.contains(name) || reads_to_set(&self.source, name)
     }
 
-    /// Its output for messages in its own form.
+    /// Renders messages that are already in its own form.
     pub(super) fn print(
         &self,
         messages: Vec<Value>,

@@ -1,5 +1,5 @@
-//! Messages in the form that a template expects. Templates differ in their assumptions, which are detected by rendering
-//! test messages.
+//! Converts messages to the form that a template expects. Templates differ in their assumptions, which are detected by rendering test
+//! messages.
 
 use std::sync::OnceLock;
 
@@ -12,7 +12,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::text::{Content, Message, ToolCall};
 
-/// How a template expects an assistant's tool calls.
+/// The form in which a template expects an assistant's tool calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct CallForm {
     no_content: NoContent,
@@ -102,8 +102,8 @@ pub(super) fn test_tool() -> serde_json::Value {
     })
 }
 
-/// The first form of a call that the template renders completely, or else the first that it accepts, without any text for
-/// missing content. The very first is that of transformers.
+/// The first call form that the template renders completely, or else the first that it accepts, without any text for missing content. The
+/// very first form is that of transformers.
 fn find_call_form(template: &Compiled) -> CallForm {
     const WORD: &str = "word-of-a-call";
     let variables = Map::from_iter([("tools".to_owned(), json!([test_tool()]))]);
@@ -136,7 +136,7 @@ fn find_call_form(template: &Compiled) -> CallForm {
             no_content,
             written_arguments,
         };
-        // How often the words occur without the call.
+        // Number of occurrences of the words without the call.
         let empty = print(form(NoContent::EmptyText));
         let elsewhere = empty.as_ref().map_or(0, |text| nothing(text));
         for no_content in [NoContent::Absent, NoContent::None, NoContent::EmptyText] {
@@ -148,7 +148,7 @@ fn find_call_form(template: &Compiled) -> CallForm {
                     return form;
                 }
                 Ok(_) => taken = taken.or(Some(form)),
-                // It does not terminate, and would not in another form either.
+                // Rendering does not terminate, and would not in another form either.
                 Err(e) if e.kind() == crate::base::ErrorKind::CorruptFile => return form,
                 Err(_) => {}
             }

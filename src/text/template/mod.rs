@@ -1,9 +1,8 @@
-//! Conversations to prompts, by the Jinja template of a model, rendered under the same settings and with the same extra
-//! functions as Hugging Face's `apply_chat_template`; ChatML for models without one.
+//! Renders conversations to prompts by a model's Jinja template, under the same settings and with the same extra functions as Hugging
+//! Face's `apply_chat_template`. Models without a template get ChatML.
 //!
-//! `engine` is the template itself, `form` converts messages to the form that it expects, `closings` finds what it writes around
-//! answers, `operators` rewrites what the engine does not know, and `python`, `printf` and `date` are functions that templates
-//! call.
+//! `engine` is the template itself, `form` converts messages to the form that it expects, `closings` finds the texts that it writes around
+//! answers, `operators` rewrites syntax that the engine lacks, and `python`, `printf` and `date` are functions that templates call.
 
 mod closings;
 mod date;
@@ -27,33 +26,33 @@ use crate::base::alloc::{Budget, foreign};
 use crate::base::error::{bail, err};
 use crate::base::{Error, Result, threads};
 
-/// ChatML, which most open chat models without a template of their own were tuned on.
+/// ChatML, on which most open chat models without a template of their own were tuned.
 const CHATML: &str = "\
 {%- for message in messages %}{{ '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' }}{% endfor %}\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
-/// Bytes that rendering may allocate at a time besides those for the messages, and the most processor time. After a template has
-/// exceeded them it is not rendered again, because its thread then stands still for ever.
+/// Upper limits of rendering: bytes allocated at a time besides those for the messages, and processor time. A template that has exceeded
+/// them is not rendered again, because its thread stands still forever.
 const MEMORY: usize = 256 << 20;
 const LONGEST_TIME: Duration = Duration::from_secs(60);
-/// Macros call each other, and values may be nested as deeply as a template has steps for, of which the template engine takes some 200
-/// bytes of stack for a level.
+/// Stack size for rendering: macros call each other, and values may be nested as deeply as the step limit allows, with some 200 bytes of
+/// stack per level.
 const STACK: usize = 128 << 20;
 
-/// How long rendering test messages may take, and in how much memory.
+/// Limits of time and memory for rendering test messages.
 const LONGEST_TEST: Duration = Duration::from_secs(5);
 const TEST_MEMORY: usize = 64 << 20;
 
 /// A compiled template, and the form of messages that it expects.
 type Rendered = Arc<(Compiled, Form)>;
 
-/// The name that transformers looks for in a list of templates where tools are given.
+/// Name of the template for conversations with tools, as in transformers.
 const TOOL_USE: &str = "tool_use";
-/// The name of the template for every other conversation.
+/// Name of the template for all other conversations.
 const DEFAULT: &str = "default";
 
-/// The chat template of a model, or two: one for conversations with tools, one for others. A template that does not parse is an
-/// error of rendering.
+/// The chat template of a model, or two: one for conversations with tools, one for others. A template that does not parse fails when it is
+/// rendered.
 #[derive(Debug)]
 pub struct ChatTemplate {
     default: Result<Rendered>,
@@ -77,13 +76,13 @@ impl Clone for ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// The template `source`; `bos` and `eos` are what it may print as `bos_token` and `eos_token`.
+    /// Parses the template `source`. `bos` and `eos` are the texts of its `bos_token` and `eos_token`.
     pub fn from_jinja(source: &str, bos: Option<&str>, eos: Option<&str>) -> Result<Self> {
         Ok(Self::of(Ok(compiled(source, bos, eos)?)))
     }
 
-    /// Chooses among named templates as transformers does: `tool_use` renders conversations with tools, if it exists, and `default`
-    /// renders all others. A broken or missing template is an error of rendering.
+    /// Chooses among named templates as transformers does: `tool_use` renders conversations with tools, if it exists, and `default` renders
+    /// all others. A broken or missing template fails when it is rendered.
     pub fn named(templates: &[(String, String)], bos: Option<&str>, eos: Option<&str>) -> Self {
         let with_name = |wanted: &str| {
             let found = templates.iter().find(|(name, _)| name == wanted)?;
@@ -103,7 +102,7 @@ impl ChatTemplate {
         }
     }
 
-    /// A template that cannot be used: rendering it is this error.
+    /// A template that cannot be used: rendering it fails with this error.
     pub fn broken(fault: Error) -> Self {
         Self::of(Err(fault))
     }
@@ -130,7 +129,7 @@ impl ChatTemplate {
         }
     }
 
-    /// Why conversations without tools, or those with tools, cannot be rendered.
+    /// The reason why conversations without tools, or those with tools, cannot be rendered.
     pub fn fault(&self) -> Option<&Error> {
         let tool_use = self.tool_use.as_ref().and_then(|t| t.as_ref().err());
         self.default.as_ref().err().or(tool_use)
@@ -142,7 +141,7 @@ impl ChatTemplate {
         all.into_iter().flatten().flatten().map(|found| &found.0)
     }
 
-    /// The Jinja source of the template for conversations without tools; empty where it cannot be used.
+    /// Jinja source of the template for conversations without tools; empty if it cannot be used.
     pub fn source(&self) -> &str {
         match &self.default {
             Ok(found) => &found.0.source,
@@ -161,13 +160,13 @@ impl ChatTemplate {
         self.working().any(|found| found.reads(name))
     }
 
-    /// Those of `variables` that the template never reads, and that so have no effect.
+    /// The `variables` that the template never reads, which therefore have no effect.
     pub fn unread<'a>(&self, variables: &'a Map<String, serde_json::Value>) -> Vec<&'a str> {
         let names = variables.keys().map(String::as_str);
         names.filter(|name| !self.reads(name)).collect()
     }
 
-    /// The texts around an answer; empty where the template cannot render test messages within narrow limits.
+    /// The texts around an answer; empty if the template cannot render test messages within narrow limits.
     pub(super) fn closings(&self) -> Result<Closings> {
         let tool_use = self.tool_use.as_ref().and_then(|t| t.as_ref().ok());
         let Some(template) = self.default.as_ref().ok().or(tool_use).cloned() else {
@@ -192,7 +191,7 @@ impl ChatTemplate {
         chosen.as_ref().map_err(Error::clone)
     }
 
-    /// Logs a warning, once, if this template stands in for another.
+    /// Logs a warning, once, if this is the stand-in for a missing template.
     fn tell_stand_in(&self) {
         if let Some(told) = &self.stand_in
             && !told.swap(true, Ordering::Relaxed)

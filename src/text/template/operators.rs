@@ -24,7 +24,7 @@ struct Token<'a> {
     range: Range<usize>,
 }
 
-/// A change of the source: what takes the place of a range of it. `rank` orders changes at one position.
+/// A replacement of a range of the source. `rank` orders replacements at the same position.
 struct Change {
     range: Range<usize>,
     rank: u8,
@@ -162,12 +162,12 @@ fn number_len(rest: &str) -> usize {
         .unwrap_or(bytes.len())
 }
 
-/// The tokens of a tag, with what belongs together.
+/// The tokens of a tag, with their structure.
 struct Tag<'a> {
     tokens: &'a [Token<'a>],
-    /// The matching bracket of each bracket. Other tokens have their own number.
+    /// The matching bracket of each bracket. Other tokens have their own index.
     partner: Vec<usize>,
-    /// The number of the first token that is not the name of a statement or what it assigns to.
+    /// Index of the first token after the name of a statement and its assignment targets.
     first: usize,
 }
 
@@ -258,7 +258,7 @@ impl<'a> Tag<'a> {
             && !is_attribute
     }
 
-    /// Whether a value begins at token `i`, so that a bracket there is no call.
+    /// Whether a value begins at token `i`, so that a bracket there is not a call.
     fn begins_value(&self, i: usize) -> bool {
         if i == self.first {
             return true;
@@ -284,7 +284,7 @@ impl<'a> Tag<'a> {
         end == i + 1
     }
 
-    /// Whether token `i` ends an operand of `%` on its right, as an operator that binds no more tightly.
+    /// Whether token `i` ends the right operand of `%`, as an operator of the same or lower precedence.
     fn ends_operand(&self, i: usize) -> bool {
         let token = &self.tokens[i];
         match token.kind {
@@ -294,7 +294,7 @@ impl<'a> Tag<'a> {
         }
     }
 
-    /// The first token of the left operand of the `%` at token `i`: products and quotients before it belong to it.
+    /// First token of the left operand of the `%` at token `i`, which includes products and quotients before it.
     fn left_of(&self, i: usize) -> usize {
         let mut start = i;
         while start > self.first {
@@ -303,7 +303,7 @@ impl<'a> Tag<'a> {
             let continues = match token.text {
                 ")" | "]" | "}" => true,
                 "*" | "/" | "//" | "%" => true,
-                // A sign belongs to the operand, a sum does not.
+                // A sign belongs to the operand; a sum does not.
                 "+" | "-" => self.begins_value(at),
                 _ => !self.ends_operand(at) && !matches!(token.text, "(" | "[" | "{"),
             };

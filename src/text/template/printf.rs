@@ -1,4 +1,4 @@
-//! Python's operator `%`: of a text, which it formats, and of numbers.
+//! Python's operator `%`: formats text, and computes remainders of numbers.
 
 use minijinja::value::{Rest, Value, ValueKind};
 use minijinja::{Error, ErrorKind, State};
@@ -11,7 +11,7 @@ fn error<T>(text: impl Into<String>) -> Result<T> {
     Err(Error::new(ErrorKind::InvalidOperation, text.into()))
 }
 
-/// `left % right` as Python has it.
+/// `left % right`, as in Python.
 pub(super) fn percent(state: &State<'_, '_>, left: &Value, right: &Value) -> Result<Value> {
     if let Some(format) = left.as_str() {
         let tuple = right.downcast_object_ref::<Tuple>();
@@ -73,11 +73,11 @@ pub(super) fn format_filter(
     formatted(state, &format, arguments).map(Value::from)
 }
 
-/// The values of a format.
+/// The values for a format.
 struct Arguments<'a> {
     positional: &'a [Value],
     next: usize,
-    /// A value of which named parts may be taken. It need not be used up.
+    /// A value whose named parts may be used. It need not be used up.
     container: Option<&'a Value>,
 }
 
@@ -130,7 +130,7 @@ struct Conversion<'a> {
 }
 
 impl<'a> Conversion<'a> {
-    /// The conversion that `rest` begins with, whose first character is a percent sign.
+    /// Parses the conversion at the beginning of `rest`, whose first character is a percent sign.
     fn read(rest: &'a str) -> Result<Self> {
         let mut at = 1;
         let mut name = None;
@@ -174,7 +174,7 @@ impl<'a> Conversion<'a> {
         Ok((size(width)?, precision.map(size).transpose()?))
     }
 
-    /// `value` as the conversion writes it.
+    /// Formats `value` by the conversion.
     fn write(&self, state: &State<'_, '_>, value: &Value) -> Result<String> {
         let (width, precision) = self.sizes()?;
         let text = match self.letter {

@@ -1,5 +1,4 @@
-//! Values in Python's notation, for which templates are written: `str`, `repr` and JSON; and tuples, which differ from lists
-//! in that.
+//! Values in Python's notation, which templates assume: `str`, `repr` and JSON; and tuples, whose notation differs from lists.
 
 use std::sync::Arc;
 
@@ -198,15 +197,15 @@ pub(super) fn python_json(value: &impl Serialize, form: PythonJson) -> serde_jso
     Ok(String::from_utf8_lossy(&out).into_owned())
 }
 
-/// How Python's `json.dumps` writes JSON.
+/// Formats JSON like Python's `json.dumps`.
 pub(super) struct PythonJson {
     between_items: String,
     after_key: String,
     indent: Option<usize>,
-    /// Whether other characters than ASCII are escaped.
+    /// Whether non-ASCII characters are escaped.
     ascii: bool,
     depth: usize,
-    /// Whether the array or object that ends now has anything in it.
+    /// Whether the current array or object has any elements.
     filled: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Blocks in 8 bits, as many as a budget of bits allows: those whose quantization harms predictions most for their bytes.
+//! Mixed precision within a budget of bits: chooses the blocks that get int8 rows, by how much harm quantization does per byte saved.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -13,14 +13,14 @@ use crate::model::compare::block_divergences;
 use crate::model::training::Source;
 use crate::ops::Device;
 
-/// Bits of a weight in NVFP4, and the most that a budget may ask for.
+/// Bits per weight in NVFP4, and the upper limit of a budget.
 const NVFP4_BITS: f64 = 4.0 + 8.0 / BLOCK as f64;
 const MOST_BITS: f64 = 8.0;
-/// Tokens of a window by which blocks are measured, and windows on a CPU and on a GPU.
+/// Measurement of blocks: tokens per window, and windows on a CPU and on a GPU.
 const WINDOW: usize = 512;
 const WINDOWS: [usize; 2] = [2, 8];
 
-/// Blocks that have int8 rows.
+/// Blocks with int8 rows.
 pub(super) struct Wide {
     pub(super) blocks: Vec<usize>,
     /// Their linear weights in the checkpoint.
@@ -37,17 +37,17 @@ pub(super) fn check(bits: f64) -> Result<()> {
     )
 }
 
-/// A block that could have int8 rows.
+/// A block that could get int8 rows.
 struct Candidate {
     block: usize,
     entries: Vec<String>,
-    /// Bits more than in NVFP4.
+    /// Additional bits over NVFP4.
     more: f64,
     divergence: f64,
 }
 
-/// Chooses blocks by the divergence of the model's predictions when one of them alone is quantized, for its bytes, from the largest on while the
-/// average of all blocks' weights stays within `bits`. They are then as the source has them in `calibrated`.
+/// Chooses blocks by the divergence of the model's predictions when only that block is quantized, per additional byte. Takes the largest
+/// first, while the average over all blocks' weights stays within `bits`. In `calibrated`, the chosen blocks then stay as in the source.
 pub(super) fn choose(
     bits: f64,
     device: &Device,
@@ -67,7 +67,7 @@ pub(super) fn choose(
         for (id, m) in of_block.filter(|(_, m)| m.block == Some(block)) {
             let size = (m.rows * m.cols) as f64;
             weights += size;
-            // The source's own codes stay.
+            // NVFP4 codes of the source stay.
             if source.encoding(id)? != Encoding::Nvfp4 {
                 more += size * (MOST_BITS - NVFP4_BITS) + 32.0 * m.rows as f64;
                 entries.push(source.entry(id)?.name.clone());
@@ -103,7 +103,7 @@ pub(super) fn choose(
     Ok(wide)
 }
 
-/// So many windows from the texts that a calibration keeps from its search, or from others where those are too few.
+/// Up to `count` windows from the texts that the calibration's search leaves out, or from other texts if those are too few.
 fn windows(texts: &[CalibrationText], count: usize) -> Vec<&[u32]> {
     let mut windows: Vec<&[u32]> = Vec::new();
     for text in texts.iter().rev() {

@@ -1,5 +1,5 @@
-//! A short distillation of a calibrated model: all of its parameters learn what the model predicts that it was quantized from, and its
-//! matrices stay in NVFP4.
+//! A short distillation of a calibrated model. All parameters are trained towards the predictions of the original model, and the matrices
+//! stay in NVFP4.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,15 +19,15 @@ use crate::train::{
     Clip, Config, Distillation, MicroBatch, Recipe, Schedule, TeacherPlacement, Trainer,
 };
 
-/// The highest learning rate, the share of the steps in which it rises, and the tokens of a step.
+/// The highest learning rate, the share of warm-up steps, and the tokens of a step.
 const RATE: f64 = 2e-5;
 const WARMUP: f64 = 0.03;
 const STEP_TOKENS: usize = 8192;
-/// One of so many windows is kept from learning, to see by what has been learned; at most so many tokens.
+/// One window in this many is held out to measure the result, up to a number of tokens.
 const KEPT: usize = 8;
 const KEPT_TOKENS: usize = 16384;
 
-/// Result of a distillation. Divergences are means of KL(original || quantized) in nats a token, on text that was not learned.
+/// Result of a distillation. Divergences are means of KL(original || quantized) in nats per token, on held-out text.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub struct Distilled {
     /// Steps taken.
@@ -38,8 +38,8 @@ pub struct Distilled {
     pub divergence: f64,
 }
 
-/// Learns for so many steps what `original` predicts, from all of a text, and replaces the directory `destination`, which a conversion of `calibrated`
-/// has written with `report`, unless that would make it worse.
+/// Distills `original` into the calibrated model for `steps` steps, on all windows of a text. Replaces the directory `destination`, which a
+/// conversion of `calibrated` has written with `report`, unless that would make it worse.
 pub(super) fn distill(
     (original, calibrated): (&Arc<Source>, Arc<Calibrated>),
     destination: &Path,
@@ -92,7 +92,7 @@ pub(super) fn distill(
     })
 }
 
-/// Everything is learned, in the forms that the conversion has written, and passes multiply with what is delivered.
+/// Settings that train all parameters in the forms of the conversion, with passes by the delivered weights.
 fn config(report: &ConvertReport, device: &Device, steps: u64) -> Config {
     let (clip, release) = match device.is_cuda() {
         true => (Clip::Previous(1.0), true),

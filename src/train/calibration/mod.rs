@@ -1,4 +1,5 @@
-//! Models in NVFP4 by what they make of text: calibrated, with blocks in 8 bits where a budget allows, distilled if asked, and written.
+//! Calibrated conversion to NVFP4: calibrates by text, gives blocks int8 rows within a budget of bits, distills if asked, and writes the
+//! model.
 
 mod budget;
 mod distill;
@@ -24,7 +25,7 @@ pub use distill::Distilled;
 pub use stage::Stage;
 pub use text::{TextOptions, texts};
 
-/// Part of the names of an expert that every token goes to, whose errors would be those of every token: a calibration leaves it as it is.
+/// Part of the names of the shared expert. A calibration leaves it as it is, because its errors would affect every token.
 const EXPERT_OF_ALL: &str = ".mlp.shared_expert.";
 
 /// How to calibrate for a conversion.
@@ -32,17 +33,17 @@ const EXPERT_OF_ALL: &str = ".mlp.shared_expert.";
 pub struct Options {
     /// The text.
     pub text: TextOptions,
-    /// Bits that a weight of the blocks may have on average, scales included: from 4.5, those of NVFP4, to 8. The blocks whose quantization
-    /// harms predictions most for their bytes have int8 rows. None for NVFP4 in all.
+    /// Average bits per weight of the blocks, scales included: from 4.5, all NVFP4, to 8. The blocks whose quantization harms predictions
+    /// most per byte get int8 rows. `None` for all NVFP4.
     pub budget: Option<f64>,
-    /// Steps of distillation: see [`Distilled`]. None for none.
+    /// Distillation steps, see [`Distilled`]. `None` for no distillation.
     pub distill: Option<u64>,
 }
 
 /// Result of [`quantize`].
 #[derive(Clone, Debug, Serialize)]
 pub struct Quantized {
-    /// The conversion. Matrices that were calibrated count as quantized, and `relative_error` is of the others.
+    /// The conversion. Calibrated matrices count as quantized; `relative_error` covers only the others.
     #[serde(flatten)]
     pub report: ConvertReport,
     /// Choice and errors of each calibrated matrix, in the order of the model.
@@ -57,7 +58,7 @@ pub struct Quantized {
 }
 
 impl Quantized {
-    /// The mean of the calibrated matrices' relative errors of products, and of those that a sweep would have.
+    /// Mean relative product error over the calibrated matrices, and the mean that a plain sweep would have.
     pub fn mean_errors(&self) -> [f64; 2] {
         let count = self.calibrated.len().max(1) as f64;
         let mean =
@@ -66,10 +67,9 @@ impl Quantized {
     }
 }
 
-/// Converts `checkpoint` to `destination` with its linear weights calibrated, by what they multiply when text runs through the model on
-/// `device`; `pool` writes. Blocks that are finished are kept in a folder beside the destination until it is written, so that the same call goes
-/// on where an interrupted one was. What could not be written in the end is refused before any work. Cancelled with the thread's
-/// [`call`](crate::base::call).
+/// Converts `checkpoint` to `destination` with calibrated linear weights, by running text through the model on `device`; `pool` writes.
+/// Finished blocks are kept in a folder beside the destination until it is written, so that a repeated call continues an interrupted one.
+/// Options that could not be written in the end are refused before any work. Cancelled with the thread's [`call`](crate::base::call).
 pub fn quantize(
     checkpoint: Arc<dyn Checkpoint>,
     destination: &Path,
@@ -147,7 +147,7 @@ impl Options {
         Ok(())
     }
 
-    /// Refuses what could not be written, or would do nothing.
+    /// Refuses options that could not be written, or would have no effect.
     fn check(&self, conversion: &ConvertOptions) -> Result<()> {
         let is_dat = conversion.container == Container::Dat;
         if let Some(bits) = self.budget {

@@ -1,4 +1,4 @@
-//! Progress of a calibration for a conversion.
+//! Progress of a calibrated conversion.
 
 use crate::model::calibrate::CalibrateProgress;
 
@@ -7,10 +7,10 @@ use crate::model::calibrate::CalibrateProgress;
 pub enum Stage {
     /// The calibration.
     Calibrate(CalibrateProgress),
-    /// Measuring what each block's quantization does to predictions, in passes: done, and in all.
+    /// Measuring the effect of each block's quantization on predictions, in passes: done, total.
     Measure(u64, u64),
-    /// Writing, in bytes: done, and in all.
+    /// Writing, in bytes: done, total.
     Write(u64, u64),
-    /// Distilling, in steps: done, and in all.
+    /// Distilling, in steps: done, total.
     Distill(u64, u64),
 }

@@ -1,4 +1,4 @@
-//! Text for a calibration: rows of files, or the default ones, in windows of tokens.
+//! Calibration text: rows of files or the default text, in windows of tokens.
 
 use std::path::PathBuf;
 
@@ -9,26 +9,26 @@ use crate::model::training::Source;
 use crate::ops::Device;
 use crate::train::data::{self, Long, Window};
 
-/// The default text: prose, 38 languages, code, documentation, and conversations in the model's own template. README.md beside it says where
-/// it is from.
+/// The default text: prose, 38 languages, code, documentation, and conversations in the model's own template. The README.md beside it names
+/// its sources.
 const DEFAULT: &str = include_str!("default.jsonl");
 
-/// Windows and their tokens where nothing is said, on a CPU and on a GPU.
+/// Default windows and tokens per window, on a CPU and on a GPU.
 const ON_CPU: (usize, usize) = (32, 1024);
 const ON_GPU: (usize, usize) = (128, 2048);
 
-/// The text that a model is calibrated with.
+/// Options for calibration text.
 #[derive(Clone, Debug, Default)]
 pub struct TextOptions {
-    /// Files with rows as for training. The default text gives the windows that they do not fill, and all of them where there are no files.
+    /// Files with rows as for training. The default text supplies the remaining windows, or all of them if there are no files.
     pub files: Vec<PathBuf>,
-    /// Windows, at most. None for 32 on a CPU and 128 on a GPU.
+    /// Upper limit of windows. `None` for 32 on a CPU and 128 on a GPU.
     pub windows: Option<usize>,
-    /// Tokens in a window. None for 1,024 on a CPU and 2,048 on a GPU, or as many as the model has positions.
+    /// Tokens per window. `None` for 1,024 on a CPU and 2,048 on a GPU, or the model's number of positions if that is less.
     pub window: Option<usize>,
 }
 
-/// The windows of a text to calibrate with, in an order that follows from a fixed seed.
+/// The calibration windows of a text, in an order that follows from a fixed seed.
 pub fn texts(
     source: &Source,
     device: &Device,
@@ -62,7 +62,7 @@ pub fn texts(
     Ok(all.into_iter().map(text).collect())
 }
 
-/// All windows of a text, with those of the default text where the files do not fill as many as a calibration takes.
+/// All windows of a text. The default text supplies the remaining ones if the files fill too few.
 pub(super) fn windows(
     source: &Source,
     device: &Device,
@@ -82,7 +82,7 @@ fn default_windows(source: &Source, device: &Device, options: &TextOptions) -> R
     Ok(data.windows()?.all().to_vec())
 }
 
-/// So many windows at most, evenly chosen.
+/// At most `most` windows, evenly spaced.
 fn chosen(windows: Vec<Window>, most: usize) -> Vec<Window> {
     let (all, count) = (windows.len(), windows.len().min(most));
     let mut chosen = (0..count).map(|i| i * all / count).peekable();
@@ -95,7 +95,7 @@ fn chosen(windows: Vec<Window>, most: usize) -> Vec<Window> {
 }
 
 impl TextOptions {
-    /// Windows, at most.
+    /// Upper limit of windows.
     fn count(&self, device: &Device) -> usize {
         self.windows.unwrap_or(usual(device).0)
     }
@@ -129,7 +129,7 @@ impl TextOptions {
     }
 }
 
-/// Windows and their tokens where nothing is said.
+/// Default windows and tokens per window.
 fn usual(device: &Device) -> (usize, usize) {
     match device.is_cuda() {
         true => ON_GPU,

@@ -11,32 +11,32 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::text::kind;
 
-/// Names of the fields of a row. Where a row has several names of one field, the first counts.
+/// Field names of a row. If a row has several names of one field, the first counts.
 const QUESTION: &[&str] = &["query", "question", "ctx"];
 const CHOICES: &[&str] = &["choices", "endings"];
-/// Names whose values may be the text of a choice.
+/// Field names whose value may be the text of a choice.
 const ANSWER: &[&str] = &["answer", "answerKey"];
-/// Names whose values are numbers of choices, as numbers or as texts.
+/// Field names whose value is the number of a choice, as a number or as text.
 const INDEX: &[&str] = &["gold", "label"];
 
-/// A row in words, for errors.
+/// The expected fields in words, for errors.
 const KNOWN: &str = "question, choices and answer (or query or ctx, endings, and gold or label)";
 
-/// A question with choices, of which one is right.
+/// A multiple-choice question with one right choice.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MultipleChoice {
-    /// The line of its file.
+    /// Line number in the file.
     pub line: usize,
     /// The question.
     pub question: String,
-    /// The choices, two at least.
+    /// The choices, at least two.
     pub choices: Vec<String>,
-    /// The number of the right one.
+    /// Index of the right choice.
     pub answer: usize,
 }
 
 impl MultipleChoice {
-    /// The question with one of its choices. A space stands between them unless the question ends or the choice begins with one.
+    /// The question with one of its choices. A space separates them, unless the question ends or the choice begins with one.
     pub fn with(&self, choice: usize) -> String {
         let (question, choice) = (&self.question, &self.choices[choice]);
         let is_apart =
@@ -67,7 +67,7 @@ pub fn multiple_choice(path: &Path) -> Result<Vec<MultipleChoice>> {
     Ok(questions)
 }
 
-/// The question of a row, without its line.
+/// Parses a row into a question; the caller sets its line.
 fn question(mut fields: Fields) -> Result<MultipleChoice> {
     let question = match fields.take_first(QUESTION) {
         Some((_, Value::String(text))) => text,
@@ -117,7 +117,7 @@ fn question(mut fields: Fields) -> Result<MultipleChoice> {
     })
 }
 
-/// The texts of choices, and their labels if they have some: an array of texts, or `{"text": [..], "label": [..]}`.
+/// The texts of choices, and their labels if present: an array of texts, or `{"text": [..], "label": [..]}`.
 fn texts_and_labels(name: &str, value: Value) -> Result<(Vec<String>, Vec<String>)> {
     let Value::Object(mut both) = value else {
         return Ok((texts(name, value)?, Vec::new()));
@@ -154,7 +154,7 @@ fn texts(name: &str, value: Value) -> Result<Vec<String>> {
     items.collect()
 }
 
-/// The number of the right choice: by the text of one of `choices`, by one of `labels`, by a letter from A on, or as a number.
+/// Index of the right choice: by the text of one of `choices`, by one of `labels`, by a letter from A on, or as a number.
 fn answer(name: &str, value: &Value, choices: &[String], labels: &[String]) -> Result<usize> {
     if let Some(index) = value.as_u64() {
         return Ok(usize::try_from(index).unwrap_or(usize::MAX));
@@ -215,7 +215,7 @@ mod tests {
                 r#"{"question": "q", "choices": ["x", "y"], "answer": "y"}"#,
                 1,
             ),
-            // The text of a choice comes before a letter and a number.
+            // The text of a choice takes precedence over a letter and a number.
             (
                 r#"{"question": "q", "choices": ["B", "A"], "answer": "B"}"#,
                 0,
@@ -234,7 +234,7 @@ mod tests {
             let found = of(row).unwrap();
             assert_eq!((&*found.question, found.answer), ("q", answer), "{row}");
         }
-        // A set as lm-evaluation-harness prepares it has both names.
+        // A row that lm-evaluation-harness has prepared has both names.
         let row = r#"{"query": "a: b", "ctx": "b", "choices": ["x", "y"], "endings": ["z", "z"], "gold": 1, "label": "0"}"#;
         let found = of(row).unwrap();
         assert_eq!((&*found.question, found.answer), ("a: b", 1));

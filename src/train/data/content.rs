@@ -1,4 +1,4 @@
-//! The bytes of a data file, expanded where its name says that it is compressed.
+//! Reads a data file, and expands it if its name says that it is compressed.
 
 use std::fs;
 use std::hash::Hasher;
@@ -17,27 +17,27 @@ use crate::base::memory::{self, Claim, Tag, make_room};
 use crate::base::size::readable;
 use crate::base::{Error, ErrorKind, Result, call, host_memory, panics};
 
-/// Bytes that are expanded at a time.
+/// Bytes expanded at a time.
 const CHUNK: usize = 256 << 10;
-/// The largest window of a zstd frame: what `zstd -d` takes by default.
+/// The largest window of a zstd frame: the default of `zstd -d`.
 const ZSTD_WINDOW: u64 = 128 << 20;
 /// The first bytes of gzip and zstd files.
 const GZIP: &[u8] = &[0x1f, 0x8b];
 const ZSTD: &[u8] = &[0x28, 0xb5, 0x2f, 0xfd];
 
-/// A file that was read.
+/// A file that has been read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataFile {
     /// Its path. In JSON, bytes that are not UTF-8 are U+FFFD.
     #[serde(serialize_with = "as_text")]
     pub path: PathBuf,
-    /// Its size, compressed if it is.
+    /// Its size, as compressed.
     pub bytes: u64,
     /// XXH3 of its bytes, in hexadecimal.
     pub checksum: String,
 }
 
-/// A path as a text of JSON, in which bytes that are not UTF-8 are U+FFFD.
+/// Serializes a path as JSON text. Bytes that are not UTF-8 become U+FFFD.
 pub(in crate::train) fn as_text<S: Serializer>(
     path: &impl AsRef<Path>,
     serializer: S,
@@ -45,7 +45,7 @@ pub(in crate::train) fn as_text<S: Serializer>(
     serializer.collect_str(&path.as_ref().display())
 }
 
-/// The rows of a file as bytes, with what they take of the memory budget.
+/// The content of a file, with its share of the memory budget.
 pub(super) struct Content {
     pub(super) bytes: Vec<u8>,
     _claim: Option<Claim>,
@@ -84,7 +84,7 @@ pub(super) fn read(path: &Path) -> Result<(DataFile, Content)> {
     Ok((file, content))
 }
 
-/// Refuses a compressed file whose name does not say that it is.
+/// Refuses a compressed file whose name does not say so.
 fn refuse_compressed(path: &Path, bytes: &[u8]) -> Result<()> {
     for (magic, name, ending) in [(GZIP, "gzip", "gz"), (ZSTD, "zstd", "zst")] {
         if bytes.starts_with(magic) {
@@ -98,7 +98,7 @@ fn refuse_compressed(path: &Path, bytes: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Memory that an expanded file may take, the error where it does not suffice, and what it is.
+/// Memory available for an expanded file, the error kind if it does not suffice, and its description.
 fn room() -> (u64, ErrorKind, String) {
     let budget = memory::budget().map(|budget| {
         let left = budget.saturating_sub(memory::total().current);
@@ -115,7 +115,7 @@ fn room() -> (u64, ErrorKind, String) {
     rooms.min_by_key(|room| room.0).unwrap_or(all)
 }
 
-/// Expands a compressed file to at most as much as there is room for; more is the error that [`room`] names.
+/// Expands a compressed file within the available memory; otherwise fails with the error from [`room`].
 fn expand(
     packed: &[u8],
     name: &str,
@@ -123,7 +123,7 @@ fn expand(
     mut source: impl Read,
     (most, kind, of_what): (u64, ErrorKind, String),
 ) -> Result<Vec<u8>> {
-    // A frame of zstd that is skipped has a magic of its own.
+    // A skippable zstd frame has its own magic number.
     let begins = packed.starts_with(magic) || (magic == ZSTD && Frames::is_skipped(packed));
     if !begins {
         bail!(
@@ -164,7 +164,7 @@ fn expand(
     expanded.unwrap_or_else(|panic| bail!(CorruptFile, "it is no whole {name} file: {panic}"))
 }
 
-/// The frames of a zstd file, one after another.
+/// The frames of a zstd file, in order.
 struct Frames<'a> {
     rest: &'a [u8],
     decoder: FrameDecoder,
@@ -183,12 +183,12 @@ impl<'a> Frames<'a> {
         }
     }
 
-    /// Whether bytes begin with a frame that holds nothing of the file.
+    /// Whether bytes begin with a skippable frame, which holds no content.
     fn is_skipped(packed: &[u8]) -> bool {
         packed.len() >= 4 && packed[0] & 0xf0 == 0x50 && packed[1..4] == [0x2a, 0x4d, 0x18]
     }
 
-    /// Begins the next frame; false if there is none.
+    /// Begins the next frame; false at the end of the file.
     fn begin(&mut self) -> io::Result<bool> {
         while !self.rest.is_empty() {
             match self.decoder.reset(&mut self.rest) {
@@ -209,7 +209,7 @@ impl<'a> Frames<'a> {
         Ok(false)
     }
 
-    /// Ends a frame, whose checksum must be that of its content.
+    /// Ends a frame, and verifies its checksum.
     fn end(&mut self) -> io::Result<()> {
         self.begun = false;
         let stored = self.decoder.get_checksum_from_data();
@@ -252,7 +252,7 @@ mod tests {
         0x28, 0xb5, 0x2f, 0xfd, 0x24, 0x10, 0x81, 0x00, 0x00, 0x7b, 0x22, 0x74, 0x65, 0x78, 0x74,
         0x22, 0x3a, 0x20, 0x22, 0x6f, 0x6e, 0x65, 0x22, 0x7d, 0x0a, 0xda, 0x47, 0x0a, 0x1d,
     ];
-    /// A frame that decoders skip, of two bytes.
+    /// A skippable frame of two bytes.
     const SKIPPED: [u8; 10] = [0x5e, 0x2a, 0x4d, 0x18, 2, 0, 0, 0, 7, 7];
 
     fn any() -> (u64, ErrorKind, String) {

@@ -1,4 +1,4 @@
-//! Conversations as data sets have them: messages, and a weight in the loss for each.
+//! Conversations from data sets: messages, each with a weight in the loss.
 
 use serde_json::{Map, Value, json};
 
@@ -6,7 +6,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::text::{Message, kind, messages_from_values};
 
-/// The roles of ShareGPT by the names of its speakers.
+/// ShareGPT's speaker names and their roles.
 const SPEAKERS: [(&str, &str); 12] = [
     ("human", "user"),
     ("user", "user"),
@@ -22,14 +22,14 @@ const SPEAKERS: [(&str, &str); 12] = [
     ("function_call", "assistant"),
 ];
 
-/// Messages, and the factor of the loss of each one's tokens: 0 for context, 1 for an assistant's answer.
+/// Messages, each with its weight in the loss: 0 for context, 1 for an assistant's answer.
 #[derive(Debug, Default)]
 pub(super) struct Turns {
     pub(super) messages: Vec<Message>,
     pub(super) weights: Vec<f32>,
 }
 
-/// Takes `weight` and `train` out of a message: the factor of its loss, or `None` where it has neither.
+/// Removes `weight` and `train` from a message and returns its weight in the loss; `None` if it has neither.
 fn take_weight(item: &mut Value) -> Result<Option<f32>> {
     let Value::Object(fields) = item else {
         return Ok(None);
@@ -70,7 +70,7 @@ fn take_weight(item: &mut Value) -> Result<Option<f32>> {
     }
 }
 
-/// The question that an instruction and its input make.
+/// The question that an instruction and its input form.
 pub(super) fn instruction(instruction: &str, input: &str) -> String {
     match (instruction.is_empty(), input.is_empty()) {
         (false, false) => format!("{instruction}\n\n{input}"),
@@ -79,7 +79,7 @@ pub(super) fn instruction(instruction: &str, input: &str) -> String {
 }
 
 impl Turns {
-    /// Adds a message with the weight that it has, or with that of its role.
+    /// Adds a message with its own weight, or with the default of its role.
     fn push(&mut self, message: Message, weight: Option<f32>) -> Result<()> {
         let is_learned = message.role == "assistant";
         if let (false, Some(weight)) = (is_learned, weight)
@@ -99,7 +99,7 @@ impl Turns {
         Ok(())
     }
 
-    /// Turns of `messages`, as chat servers have them.
+    /// Turns from `messages`, in the form of chat servers.
     pub(super) fn of_messages(mut items: Vec<Value>) -> Result<Turns> {
         let each = items.iter_mut().enumerate();
         let weights = each
@@ -112,7 +112,7 @@ impl Turns {
         Ok(turns)
     }
 
-    /// Turns of a prompt, of which nothing is learned, and of its completion.
+    /// Turns from a prompt, which is not learned, and its completion.
     pub(super) fn of_prompt(prompt: Vec<Value>, completion: Vec<Value>) -> Result<Turns> {
         let asked = prompt.len();
         let mut turns = Self::of_messages(prompt.into_iter().chain(completion).collect())?;
@@ -130,7 +130,7 @@ impl Turns {
         Ok(turns)
     }
 
-    /// Turns of `conversations`: `[{"from": ..., "value": ...}, ...]`, or messages under that name.
+    /// Turns from `conversations`: `[{"from": ..., "value": ...}, ...]`, or messages under that name.
     pub(super) fn of_sharegpt(items: Vec<Value>) -> Result<Turns> {
         if items.first().is_some_and(|item| item.get("role").is_some()) {
             return Self::of_messages(items);
@@ -146,7 +146,7 @@ impl Turns {
         Ok(turns)
     }
 
-    /// Turns of `history`: `[[question, answer], ...]`.
+    /// Turns from `history`: `[[question, answer], ...]`.
     pub(super) fn of_history(items: Vec<Value>) -> Result<Turns> {
         let mut turns = Turns::default();
         for (i, item) in items.into_iter().enumerate() {
@@ -186,7 +186,7 @@ impl Turns {
         Ok(self)
     }
 
-    /// Refuses turns of which nothing is learned.
+    /// Refuses turns with nothing to learn.
     pub(super) fn checked(self) -> Result<Turns> {
         let answers = self
             .messages
@@ -219,7 +219,7 @@ fn texts(items: &[Value]) -> Option<[String; 2]> {
     }
 }
 
-/// The message of a speaker of ShareGPT.
+/// The message of a ShareGPT speaker.
 fn spoken(item: Value) -> Result<Message> {
     let Value::Object(mut fields) = item else {
         bail!(InvalidArgument, "is {}, not an object", kind(&item));

@@ -1,4 +1,4 @@
-//! Rows as tokens, of which some are learned: those that a model's own chat template makes of an assistant's turns.
+//! Encodes rows as tokens, and marks the learned ones: for conversations, the assistant's turns in the model's own chat template.
 
 use std::cell::Cell;
 
@@ -11,26 +11,26 @@ use crate::base::error::{bail, err};
 use crate::model::training::Text;
 use crate::text::{AnswerForm, ChatTemplate, Message, Prompt};
 
-/// Tokens that are read one after another, and which of them are learned.
+/// A sequence of tokens, and which of them are learned.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Document {
     /// The tokens.
     pub tokens: Vec<u32>,
-    /// Of each token, whether it is to be predicted by those before it. What is said of the first has no effect.
+    /// Whether each token is learned, that is, predicted from those before it. The first entry has no effect.
     pub learned: Vec<bool>,
-    /// Factor of each learned token's loss; empty where all are 1.
+    /// Weight of each token in the loss; empty if all learned tokens have 1.
     pub weights: Vec<f32>,
-    /// The number of its file, and the line that it begins in, from 1.
+    /// Index of its file, and its first line in it, from 1.
     pub origin: (usize, usize),
 }
 
 impl Document {
-    /// Tokens that are predicted.
+    /// Number of learned tokens.
     pub fn targets(&self) -> usize {
         self.learned.iter().skip(1).filter(|l| **l).count()
     }
 
-    /// Factor of a token's loss: 0 where it is not learned.
+    /// Weight of a token in the loss; 0 if it is not learned.
     pub fn weight(&self, token: usize) -> f32 {
         match (self.learned[token], self.weights.get(token)) {
             (false, _) => 0.0,
@@ -39,7 +39,7 @@ impl Document {
         }
     }
 
-    /// Adds tokens whose loss is multiplied by `weight`: 0 if they are not learned.
+    /// Adds tokens with this weight in the loss; 0 for tokens that are not learned.
     fn push(&mut self, tokens: &[u32], weight: f32) {
         if self.weights.is_empty() && weight != 0.0 && weight != 1.0 {
             self.weights = (0..self.tokens.len()).map(|i| self.weight(i)).collect();
@@ -52,14 +52,14 @@ impl Document {
         }
     }
 
-    /// Cuts off what comes after the first `len` tokens.
+    /// Keeps only the first `len` tokens.
     pub(super) fn truncate(&mut self, len: usize) {
         self.tokens.truncate(len);
         self.learned.truncate(len);
         self.weights.truncate(len);
     }
 
-    /// In parts of at most `window` tokens, which are about as long as each other.
+    /// Cuts it into parts of at most `window` tokens and about equal length.
     pub(super) fn cut(self, window: usize) -> Vec<Document> {
         let (len, parts) = (self.tokens.len(), self.tokens.len().div_ceil(window));
         let cuts = (0..parts).map(|i| len * i / parts..len * (i + 1) / parts);
@@ -76,15 +76,15 @@ impl Document {
     }
 }
 
-/// Makes documents of rows.
+/// Encodes rows as documents.
 pub(super) struct Encoder<'a> {
     text: &'a Text,
     /// Whether every token is learned.
     learn_all: bool,
     empty_think: EmptyThink,
-    /// The marks around reasoning of the model's own template.
+    /// The markers around reasoning in the model's own template.
     marks: Option<(&'static str, &'static str)>,
-    /// Answers without reasoning, and those of them with an empty one before them.
+    /// Number of answers without reasoning, and of those among them that begin with an empty one.
     plain: Cell<usize>,
     empty: Cell<usize>,
 }
@@ -112,7 +112,7 @@ impl<'a> Encoder<'a> {
         })
     }
 
-    /// Refuses what was to become of empty reasoning if the template has written none.
+    /// Refuses the treatment of empty reasoning if the template has written none.
     pub(super) fn check_empty_think(&self) -> Result<()> {
         if self.empty_think == EmptyThink::Learn || self.plain.get() == 0 || self.empty.get() > 0 {
             return Ok(());
@@ -125,7 +125,7 @@ impl<'a> Encoder<'a> {
         )
     }
 
-    /// The documents of a row, and whether they may be cut into parts.
+    /// Encodes a row, and says whether its documents may be cut into parts.
     pub(super) fn documents(
         &self,
         row: &Row,
@@ -161,7 +161,7 @@ impl<'a> Encoder<'a> {
                 tools,
             } => match &self.text.template {
                 Some(template) => self.conversation(template, messages, weights, tools, origin)?,
-                // As inference does for models without a template.
+                // As in inference for models without a template.
                 None => {
                     let chatml = ChatTemplate::chatml();
                     self.conversation(&chatml, messages, weights, tools, origin)?
@@ -174,7 +174,7 @@ impl<'a> Encoder<'a> {
         Ok((documents, false))
     }
 
-    /// Bytes of the empty reasoning that an answer, as it is written after a prompt, begins with; `None` of an answer with reasoning.
+    /// Bytes of the empty reasoning that begins an answer, as written after a prompt. `None` for an answer with reasoning.
     fn empty_think(
         &self,
         message: &Message,
@@ -206,7 +206,7 @@ impl<'a> Encoder<'a> {
         Ok(Some(answer.len() - rest.trim_start().len()))
     }
 
-    /// Ends a text, unless it ends so already.
+    /// Ends a text with the end token, unless it has one already.
     fn end(&self, document: &mut Document) {
         if let Some(eos) = self.text.eos
             && document.tokens.last() != Some(&eos)
@@ -215,8 +215,8 @@ impl<'a> Encoder<'a> {
         }
     }
 
-    /// A conversation with those turns learned that have a weight. Where the template writes a turn in another way once others follow it, as
-    /// those do that leave out earlier reasoning, each turn gets a document of its own, that ends with it: what the model is to see when it
+    /// Encodes a conversation and learns the turns that have a weight. Some templates write a turn differently once others follow, for
+    /// example without earlier reasoning. Then each turn gets its own document that ends with it, which is what the model sees when it
     /// answers.
     fn conversation(
         &self,
@@ -257,7 +257,7 @@ impl<'a> Encoder<'a> {
             document.push(&whole.tokens(&self.text.tokenizer, false)?, 1.0);
             return Ok(vec![document]);
         }
-        // What is said after the last answer is not learned from.
+        // Messages after the last answer have no effect on what is learned.
         let whole = &messages[..=last];
         let mut found = rendering.learned(whole, &turns, origin)?;
         if found.is_none() && turns.len() > 1 {
@@ -268,7 +268,7 @@ impl<'a> Encoder<'a> {
                 .map(|all| all.concat());
         }
         if found.is_none() && template.reads("enable_thinking") {
-            // The prompt of a template that begins every answer with reasoning unless it is told not to.
+            // The prompt of a template that begins every answer with reasoning unless told otherwise.
             rendering
                 .variables
                 .insert("enable_thinking".to_owned(), json!(false));
@@ -295,11 +295,11 @@ fn empty(origin: (usize, usize)) -> Document {
     }
 }
 
-/// How conversations are rendered.
+/// Settings for rendering conversations.
 struct Rendering<'a> {
     encoder: &'a Encoder<'a>,
     template: &'a ChatTemplate,
-    /// Factor of the loss of each message.
+    /// Weight of each message in the loss.
     weights: &'a [f32],
     variables: Map<String, Value>,
 }
@@ -315,8 +315,8 @@ impl Rendering<'_> {
         )
     }
 
-    /// A document of the conversation in which the messages `turns` are learned, from where the model takes over to the token that ends its
-    /// turn. None if a turn does not begin and end in the whole as it does at the end of a shorter conversation.
+    /// A document of the conversation that learns the messages `turns`, each from where the model takes over to the token that ends the
+    /// turn. `None` if a turn does not begin and end in the whole conversation as it does in a conversation that ends with it.
     fn learned(
         &self,
         messages: &[Message],
@@ -349,7 +349,7 @@ impl Rendering<'_> {
                 EmptyThink::Given => (after_think, after_think),
                 EmptyThink::None => (start, after_think),
             };
-            // Apart, as the model continues the tokens of a prompt.
+            // Encoded separately, because the model continues the tokens of a prompt.
             let asked = whole.part(at..asked_to).tokens(tokenizer, at > 0)?;
             document.push(&asked, 0.0);
             let answer = whole.part(answer_from..end).tokens(tokenizer, true)?;
@@ -366,8 +366,8 @@ impl Rendering<'_> {
         Ok(Some(vec![document]))
     }
 
-    /// The number of tokens of an answer up to the one that ends it. A template may write more after that: white space, or the beginning of
-    /// another answer.
+    /// Number of tokens of an answer up to its end token. A template may write more after it: white space, or the beginning of another
+    /// answer.
     fn to_the_end(&self, answer: &[u32]) -> Result<usize> {
         let Text {
             tokenizer,

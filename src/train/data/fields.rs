@@ -1,4 +1,4 @@
-//! Rows by the names of their fields: JSON objects, or records of a table.
+//! Recognizes rows by the names of their fields, in JSON objects or table records.
 
 use std::fmt;
 
@@ -23,7 +23,7 @@ enum Form {
     Text,
 }
 
-/// The forms by the fields that each must have, of which each has one of a few names.
+/// The forms by their required fields, each with its possible names.
 const FORMS: [(Form, &[&[&str]]); 6] = [
     (Form::Messages, &[&["messages"]]),
     (Form::ShareGpt, &[&["conversations", "conversation"]]),
@@ -36,7 +36,7 @@ const FORMS: [(Form, &[&[&str]]); 6] = [
 /// [`FORMS`] in words, for errors.
 const KNOWN: &str = "messages, conversations, prompt and completion, instruction and output, question and answer, or text";
 
-/// The fields of a row with their names. Those that are null are not there.
+/// The named fields of a row, without null fields.
 #[derive(Debug)]
 pub(super) struct Fields(Vec<(String, Value)>);
 
@@ -68,7 +68,7 @@ impl<'de> Deserialize<'de> for Fields {
     }
 }
 
-/// The message of serde_json without the place: a line of its text is not one of the file.
+/// serde_json's message without its position: a line of this text is not a line of the file.
 pub(super) fn without_place(error: &serde_json::Error) -> String {
     let said = error.to_string();
     let place = format!(" at line {} column {}", error.line(), error.column());
@@ -76,7 +76,7 @@ pub(super) fn without_place(error: &serde_json::Error) -> String {
 }
 
 impl Fields {
-    /// The fields of a training row in JSON.
+    /// Parses the fields of a training row in JSON.
     pub(super) fn of_line(line: &str) -> Result<Fields> {
         Self::parse(
             line,
@@ -85,7 +85,7 @@ impl Fields {
         )
     }
 
-    /// The fields of an object of JSON. Errors list the fields that are `known`, and advise so where there is an array.
+    /// Parses the fields of a JSON object. Errors list the `known` fields, and give the advice `of_array` if the line is an array.
     pub(super) fn parse(line: &str, known: &str, of_array: &str) -> Result<Fields> {
         let _values = Budget::values(line.len()).set_aside()?;
         let begin = line.trim_start();
@@ -97,7 +97,7 @@ impl Fields {
             Some(b'n') => "null",
             _ => "",
         };
-        // A value of another type, and nothing after it.
+        // A valid JSON value of another type.
         if !other.is_empty() && serde_json::from_str::<serde::de::IgnoredAny>(line).is_ok() {
             let advice = match other {
                 "an array" => of_array,
@@ -119,7 +119,7 @@ impl Fields {
         })
     }
 
-    /// The fields of a record, whose columns have these names.
+    /// The fields of a table record; `names` are those of its columns.
     pub(super) fn of_cells(names: &[String], cells: Vec<String>) -> Result<Fields> {
         if cells.len() != names.len() {
             bail!(
@@ -137,7 +137,7 @@ impl Fields {
         Ok(Fields(fields.collect()))
     }
 
-    /// Refuses columns in which no row can be found.
+    /// Refuses columns that form no row.
     pub(super) fn check_names(names: &[String]) -> Result<()> {
         let fields = names.iter().map(|name| (name.clone(), Value::Bool(true)));
         Fields(fields.collect()).form().map(drop)
@@ -148,7 +148,7 @@ impl Fields {
         fields.any(|(own, value)| own == name && !value.is_null())
     }
 
-    /// The name among `names` that a field has.
+    /// The first of `names` that is present. Fails if several are.
     fn first(&self, names: &[&'static str]) -> Result<Option<&'static str>> {
         let there: Vec<&str> = names
             .iter()
@@ -165,7 +165,7 @@ impl Fields {
         }
     }
 
-    /// The one form that it has all fields of.
+    /// The only form whose required fields are all present.
     fn form(&self) -> Result<Form> {
         let has_all = |needed: &[&[&str]]| {
             let mut needed = needed.iter();
@@ -193,14 +193,14 @@ impl Fields {
         }
     }
 
-    /// The fields that a form is told by.
+    /// The names by which a form is recognized.
     fn named(&self, needed: &[&[&str]]) -> String {
         let names = needed.iter().flat_map(|names| names.iter().copied());
         let names: Vec<&str> = names.filter(|name| self.has(name)).collect();
         names.join(" and ")
     }
 
-    /// All names, for errors.
+    /// All field names, for errors.
     pub(super) fn keys(&self) -> String {
         let names: Vec<&str> = self
             .0
@@ -220,14 +220,14 @@ impl Fields {
         Some(self.0.swap_remove(at).1).filter(|value| !value.is_null())
     }
 
-    /// The first of these fields that is there, with its name.
+    /// Takes the first of these fields that is present, with its name.
     pub(super) fn take_first(&mut self, names: &[&'static str]) -> Option<(&'static str, Value)> {
         names
             .iter()
             .find_map(|&name| Some((name, self.take(name)?)))
     }
 
-    /// The text of a field; empty if it is not there.
+    /// The text of a field; empty if it is absent.
     fn text(&mut self, name: &str) -> Result<String> {
         match self.take(name) {
             None => Ok(String::new()),
@@ -236,7 +236,7 @@ impl Fields {
         }
     }
 
-    /// The elements of a field that is an array, or a text that holds one as JSON.
+    /// The elements of an array field, or of a text field that holds an array as JSON.
     fn array(&mut self, name: &str) -> Result<Vec<Value>> {
         let value = match self.take(name) {
             None => return Ok(Vec::new()),
@@ -256,7 +256,7 @@ impl Fields {
         }
     }
 
-    /// The row that they make.
+    /// Converts the fields to a row.
     pub(super) fn row(mut self) -> Result<Row> {
         let turns = match self.form()? {
             Form::Text => {
@@ -297,7 +297,7 @@ impl Fields {
         })
     }
 
-    /// An instruction with its output, alone or after earlier turns.
+    /// A row from an instruction and its output, with earlier turns if present.
     fn alpaca(&mut self) -> Result<std::result::Result<Row, Turns>> {
         let instruction = self.text("instruction")?;
         let input = match self.first(&["input", "context"])? {
@@ -321,7 +321,7 @@ impl Fields {
         Ok(Err(turns.under(system)?))
     }
 
-    /// A prompt with its completion: two texts, or two lists of messages.
+    /// A row from a prompt and its completion: two texts, or two lists of messages.
     fn completion(&mut self) -> Result<std::result::Result<Row, Turns>> {
         match (self.take("prompt"), self.take("completion")) {
             (Some(Value::String(prompt)), Some(Value::String(completion))) => {

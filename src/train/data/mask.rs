@@ -1,4 +1,4 @@
-//! A document as it is trained, for whoever wants to see what is learned of it.
+//! A view of a document with its weight per token, to inspect what is learned.
 
 use std::sync::Arc;
 
@@ -12,28 +12,28 @@ use crate::text::{Detokenizer, Tokenizer};
 /// The tokens of a document, with the text and the weight of each.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Mask {
-    /// The file that it is from. Bytes that are not UTF-8 are U+FFFD.
+    /// Path of its file. Bytes that are not UTF-8 are U+FFFD.
     pub file: String,
-    /// The line that it begins in, from 1.
+    /// Its first line, from 1.
     pub line: usize,
     /// The tokens.
     pub tokens: Vec<u32>,
-    /// The text that each token completes. Together they are the text of the document.
+    /// The text that each token completes. Concatenated they are the text of the document.
     pub pieces: Vec<String>,
-    /// Whether each is a special token.
+    /// Whether each token is a special token.
     pub special: Vec<bool>,
-    /// Whether each is learned: predicted by those before it. The first has none before it.
+    /// Whether each token is learned, that is, predicted from those before it. The first never is.
     pub learned: Vec<bool>,
-    /// Factor of each token's loss: 0 where it is not learned, else 1 unless the row says otherwise.
+    /// Weight of each token in the loss: 0 if it is not learned, else 1 unless the row says otherwise.
     pub weights: Vec<f32>,
 }
 
-/// Tokens one after another with the same weight.
+/// A run of tokens with the same weight.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Span {
-    /// Their weight; 0 if they are not learned.
+    /// Weight of its tokens; 0 if they are not learned.
     pub weight: f32,
-    /// Texts, and names of special tokens, which are marked so.
+    /// Texts, and names of special tokens, which the flag marks.
     pub parts: Vec<(String, bool)>,
 }
 
@@ -73,14 +73,14 @@ impl Data {
 }
 
 impl Mask {
-    /// Learned tokens, and the sum of their weights.
+    /// Number of learned tokens, and the sum of their weights.
     pub fn targets(&self) -> (usize, f64) {
         let learned = self.learned.iter().filter(|learned| **learned);
         let weights = self.weights.iter().map(|&weight| f64::from(weight));
         (learned.count(), weights.sum())
     }
 
-    /// Its spans, in their order.
+    /// The spans of the document, in order.
     pub fn spans(&self) -> Vec<Span> {
         let mut spans: Vec<Span> = Vec::new();
         for (i, &weight) in self.weights.iter().enumerate() {

@@ -1,6 +1,5 @@
-//! What training reads: files of rows become [`Document`]s of tokens of which some are learned, documents are packed into [`Windows`],
-//! and windows come in an order that a seed and a [`Place`] fix. Knows tokenizers and chat templates, and no model beyond the size of its
-//! vocabulary.
+//! Training data. Rows of files become [`Document`]s of tokens with learned ones marked, documents are packed into [`Windows`], and a seed
+//! and a [`Place`] fix the order of windows. Knows tokenizers and chat templates, and of a model only the size of its vocabulary.
 
 mod choices;
 mod content;

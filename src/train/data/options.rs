@@ -1,4 +1,4 @@
-//! How data is read.
+//! Options for reading training data.
 
 use std::path::Path;
 
@@ -7,24 +7,24 @@ use serde::{Deserialize, Serialize};
 use crate::base::Result;
 use crate::base::error::bail;
 
-/// What a file is made of.
+/// Format of a data file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Format {
-    /// A line a row, `prompt<TAB>target`; lines that begin with `#` are comments, and `\#` stands for a `#` at the beginning of a prompt.
+    /// One row per line, `prompt<TAB>target`. Lines that begin with `#` are comments; `\#` stands for a `#` at the beginning of a prompt.
     Tsv,
-    /// A row a record, with commas between its fields, whose names are in the first record.
+    /// One row per record, with fields separated by commas and named by the first record.
     Csv,
-    /// A line a row: a JSON object of one of the forms in docs/training.md.
+    /// One row per line: a JSON object in one of the forms of docs/training.md.
     Jsonl,
-    /// An array of such objects, or an object with one as `data`.
+    /// A JSON array of such objects, or an object with such an array as `data`.
     Json,
-    /// A text.
+    /// Plain text.
     Text,
 }
 
 impl Format {
-    /// The format that a file's name tells, before the ending of a compressed one.
+    /// The format by a file's extension, before that of a compressed file.
     pub(super) fn of(path: &Path) -> Result<Format> {
         let stem = match Compression::of(path) {
             Compression::None => path.file_name(),
@@ -57,7 +57,7 @@ pub(super) enum Compression {
 }
 
 impl Compression {
-    /// The compression that a file's name tells.
+    /// The compression by a file's extension.
     pub(super) fn of(path: &Path) -> Compression {
         let extension = path.extension().map(|e| e.to_string_lossy().to_lowercase());
         match extension.as_deref() {
@@ -68,16 +68,16 @@ impl Compression {
     }
 }
 
-/// What becomes of a row that is longer than a window.
+/// Treatment of rows that are longer than a window.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Long {
-    /// It is an error.
+    /// Fail.
     #[default]
     Refuse,
-    /// Its end is cut off.
+    /// Cut off the end.
     Truncate,
-    /// It is left out.
+    /// Leave the row out.
     Drop,
 }
 
@@ -85,22 +85,22 @@ pub enum Long {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EmptyThink {
-    /// It is learned with the answer.
+    /// Learn it with the answer.
     #[default]
     Learn,
-    /// It is context, as the prompt of a model that is told not to reason has it.
+    /// Keep it as context, as in the prompt of a model that is told not to reason.
     Given,
-    /// It is left out.
+    /// Leave it out.
     None,
 }
 
-/// How data is read.
+/// Options for reading training data.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Options {
-    /// Tokens of a window, at least 4.
+    /// Tokens per window, at least 4.
     pub window: usize,
-    /// What all files are made of; by their names if `None`.
+    /// Format of all files; `None` to go by their names.
     pub format: Option<Format>,
     /// Separator of the documents of a text. Its line ends match those of the file, LF or CRLF.
     pub separator: Option<String>,
@@ -108,20 +108,20 @@ pub struct Options {
     pub learn_all: bool,
     /// Treatment of empty reasoning before answers.
     pub empty_think: EmptyThink,
-    /// What becomes of rows that are longer than a window. Texts are cut into several.
+    /// Treatment of rows that are longer than a window. Plain texts are cut into several documents instead.
     pub long: Long,
-    /// Leaves out rows that cannot be used, rather than refuse them all.
+    /// Leaves out unusable rows instead of failing.
     pub skip_bad_rows: bool,
-    /// Puts several documents in a window, or one.
+    /// Packs several documents into a window, instead of one.
     pub packed: bool,
-    /// Chooses what is packed together, the order of windows, and what is set aside for evaluation.
+    /// Seed for packing, for the order of windows, and for the evaluation split.
     pub seed: u64,
 }
 
-/// Tokens of a window, where nothing else is said.
+/// Default tokens per window.
 const WINDOW: usize = 2048;
 
-/// Tokens of a window for a model with so many positions: those that are wanted, or a usual number.
+/// Tokens per window for a model with this many positions: the wanted number, or the default.
 pub fn window(wanted: Option<usize>, positions: usize) -> Result<usize> {
     match wanted {
         None => Ok(WINDOW.min(positions)),

@@ -1,4 +1,4 @@
-//! The order in which windows come, and places in it.
+//! The order of windows over epochs, and places in it.
 
 use std::collections::HashSet;
 
@@ -7,32 +7,32 @@ use serde::{Deserialize, Serialize};
 use super::window::shuffle;
 use crate::format::random;
 
-/// A place in an order: after `index` items of an epoch.
+/// A place in an order: `index` items into an epoch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Place {
-    /// How often all items have been seen.
+    /// Completed epochs.
     pub epoch: u64,
-    /// Items of this epoch that have been seen.
+    /// Completed items of the current epoch.
     pub index: u64,
 }
 
-/// All items again and again, each epoch in an order of its own that depends on nothing but the seed, the epoch's number and how many
-/// items a step takes: no step has an item twice.
+/// An endless order of all items, shuffled in each epoch. It depends only on the seed, the epoch's number and the items per step; no step
+/// has an item twice.
 #[derive(Clone, Debug)]
 pub struct Order {
     seed: u64,
     count: usize,
-    /// Items of a step.
+    /// Items per step.
     step: usize,
-    /// The epoch that `items` is the order of.
+    /// The epoch whose order `items` holds.
     epoch: u64,
     items: Vec<u32>,
     place: Place,
 }
 
 impl Order {
-    /// An order of `count` items for steps of `step`, of which neither may be 0 and `step` must not be more than `count`, from `place` on.
+    /// An order of `count` items for steps of `step` items, from `place` on. Neither number may be 0, and `step` must not exceed `count`.
     pub fn new(seed: u64, (count, step): (usize, usize), place: Place) -> Order {
         let mut order = Order {
             seed,
@@ -46,7 +46,7 @@ impl Order {
         order
     }
 
-    /// Enters the next epoch. Items that the step at its beginning has had already come at its end.
+    /// Enters the next epoch. If a step spans its beginning, items that the step already had come at the epoch's end.
     fn enter_next(&mut self) {
         self.epoch += 1;
         let before = (self.epoch as u128 * self.count as u128 % self.step as u128) as usize;
@@ -59,12 +59,12 @@ impl Order {
         self.items = items;
     }
 
-    /// Where the next item is.
+    /// The place of the next item.
     pub fn place(&self) -> Place {
         self.place
     }
 
-    /// The number of the next item.
+    /// Index of the next item; advances the order.
     pub fn next_item(&mut self) -> usize {
         if self.place.index >= self.count as u64 {
             self.place = Place {
@@ -81,7 +81,7 @@ impl Order {
     }
 }
 
-/// All items in an order that the seed and the epoch choose.
+/// All items, shuffled by the seed and the epoch.
 fn shuffled(seed: u64, count: usize, epoch: u64) -> Vec<u32> {
     let mut items = (0..count as u32).collect::<Vec<_>>();
     shuffle(&mut items, random::bits(seed, epoch));

@@ -1,4 +1,4 @@
-//! The questions in files of rows, without their answers.
+//! Extracts questions without their answers from files of rows.
 
 use std::hash::Hasher;
 use std::path::PathBuf;
@@ -12,21 +12,21 @@ use super::rows::rows;
 use crate::base::Result;
 use crate::text::{Message, messages_to_json};
 
-/// A question of a row.
+/// The question of a row.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Question {
     /// A prompt.
     Prompt(String),
-    /// A conversation up to its assistant's last turn.
+    /// A conversation up to the assistant's last turn.
     Conversation {
         /// The messages.
         messages: Vec<Message>,
-        /// The tools that were offered.
+        /// The tools offered in it.
         tools: Vec<serde_json::Value>,
     },
 }
 
-/// The questions of all rows, in their order. A text has none, nor has a conversation that an assistant begins.
+/// The questions of all rows, in order. Plain texts have none, and neither do conversations that begin with an assistant.
 pub fn questions(files: &[PathBuf], options: &Options) -> Result<Vec<Question>> {
     let mut found = Vec::new();
     for path in files {

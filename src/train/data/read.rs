@@ -1,4 +1,4 @@
-//! Files to documents, with what was wrong with them.
+//! Reads files into documents, and reports unusable rows.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -16,40 +16,40 @@ use crate::base::{Result, call};
 use crate::format::random;
 use crate::model::training::Text;
 
-/// How many bad rows a message names.
+/// Upper limit of bad rows that a message names.
 const NAMED: usize = 6;
 
-/// What was read.
+/// Summary of a read.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Report {
-    /// The files.
+    /// The files read.
     pub files: Vec<DataFile>,
-    /// Rows of them.
+    /// Rows in these files.
     pub rows: usize,
-    /// Rows that could not be used and were left out.
+    /// Unusable rows, which were left out.
     pub bad_rows: usize,
-    /// Rows that were longer than a window and lost their ends, or that of one of their documents.
+    /// Rows with a document longer than a window, which was cut off.
     pub truncated: usize,
-    /// Rows that were longer than a window, or would have been cut before what is to be learned, and were left out, or a document of theirs.
+    /// Rows with a document that was left out, because it was longer than a window or would have been cut before its learned tokens.
     pub dropped: usize,
 }
 
-/// The documents of files.
+/// Documents read from files.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Data {
     options: Options,
     report: Report,
     documents: Vec<Document>,
-    /// Of each document, the row it is from: rows are set aside as a whole.
+    /// The row of each document, because rows are set aside as a whole.
     rows: Vec<usize>,
 }
 
-/// Rows that cannot be used: the first of them, and how many.
+/// Unusable rows: the first of them, and their number.
 #[derive(Default)]
 struct Refused {
     count: usize,
     named: Vec<String>,
-    /// The last one's file and line, as a row of several documents counts once.
+    /// File and line of the last one, so that a row of several documents counts once.
     last: Option<(PathBuf, usize)>,
 }
 
@@ -84,8 +84,8 @@ impl Refused {
     }
 }
 
-/// Reads files whose rows a model of `vocabulary` tokens is to learn. Tells the thread's [`call`] how many bytes are read, and is cancelled
-/// with it.
+/// Reads the rows of files for a model with a vocabulary of `vocabulary` tokens. Reports the bytes read to the thread's [`call`], and is
+/// cancelled with it.
 pub fn read(files: &[PathBuf], text: &Text, vocabulary: usize, options: &Options) -> Result<Data> {
     let mut reader = Reader::new(text, vocabulary, options)?;
     let formats = files.iter().map(|path| match options.format {
@@ -108,7 +108,7 @@ pub fn read(files: &[PathBuf], text: &Text, vocabulary: usize, options: &Options
     reader.finish()
 }
 
-/// Reads rows that are no file of the user's, in JSON Lines: see [`read`]. `name` stands for a path in errors.
+/// Reads embedded rows in JSON Lines, see [`read`]. `name` stands for a path in errors.
 pub fn read_embedded(
     name: &str,
     content: &str,
@@ -126,7 +126,7 @@ pub fn read_embedded(
     reader.finish()
 }
 
-/// Rows on their way to documents.
+/// Converts rows to documents.
 struct Reader<'a> {
     text: &'a Text,
     vocabulary: usize,
@@ -216,7 +216,7 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Checks the rows that were refused, and gives the documents.
+    /// Checks the unusable rows, and returns the documents.
     fn finish(self) -> Result<Data> {
         let Reader {
             encoder,
@@ -256,14 +256,14 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// The message for a token past the last row of the embedding.
+/// The message for a token without a row in the embedding.
 fn without_a_row(text: &Text, id: u32, rows: usize) -> String {
     let named = text.tokenizer.text_of(id).unwrap_or_default();
     format!("it has '{named}', token {id}, and the embedding has {rows} rows")
 }
 
 impl Data {
-    /// Adds the documents of a row.
+    /// Adds the documents of one row.
     fn add(
         &mut self,
         documents: Vec<Document>,
@@ -307,7 +307,7 @@ impl Data {
             }
             for (part, document) in document.cut(window).into_iter().enumerate() {
                 self.documents.push(document);
-                // Parts of a text are as good as rows; the turns of a conversation are one.
+                // Parts of a plain text count as rows of their own; the turns of a conversation count as one.
                 self.rows.push(row + if cuts { i + part } else { 0 });
             }
         }
@@ -316,12 +316,12 @@ impl Data {
         Ok(())
     }
 
-    /// What was read.
+    /// Summary of the read.
     pub fn report(&self) -> &Report {
         &self.report
     }
 
-    /// How it was read.
+    /// Options of the read.
     pub fn options(&self) -> &Options {
         &self.options
     }
@@ -331,7 +331,7 @@ impl Data {
         &self.documents
     }
 
-    /// Takes about this share of all rows out, and at least one, to evaluate with: what is left, and what was taken.
+    /// Splits off about this share of all rows for evaluation, at least one. Returns the remaining and the evaluation data.
     pub fn split(self, share: f64) -> Result<(Data, Data)> {
         let count = self.rows.last().map_or(0, |row| row + 1);
         let wanted = ((count as f64 * share).round() as usize).max(1);
@@ -342,7 +342,7 @@ impl Data {
                  which there must be at least 2"
             );
         }
-        // Those that a draw puts first.
+        // A random draw of rows.
         let mut drawn: Vec<usize> = (0..count).collect();
         let key = random::bits(self.options.seed, u64::MAX - 1);
         drawn.sort_by_key(|&row| random::bits(key, row as u64));
@@ -367,7 +367,7 @@ impl Data {
         Ok(parts)
     }
 
-    /// The windows that its documents make.
+    /// The documents as windows.
     pub fn windows(&self) -> Result<Windows> {
         let name = |(file, line): (usize, usize)| match self.report.files.get(file) {
             Some(file) => format!("{} line {line}", file.path.display()),

@@ -1,21 +1,21 @@
-//! Rows of data, whatever file they are from.
+//! A row of data, independent of its file format.
 
 use serde_json::Value;
 
 use crate::text::Message;
 
-/// A row, before it is tokens.
+/// A row before tokenization.
 #[derive(Debug, PartialEq)]
 pub(super) enum Row {
-    /// A question, and the answer to be learned.
+    /// A prompt, and the target to learn.
     Pair { prompt: String, target: String },
-    /// A conversation, with the tools that were offered in it.
+    /// A conversation, with the tools offered in it.
     Chat {
         messages: Vec<Message>,
-        /// Factor of the loss of each message's tokens; 0 for context.
+        /// Weight of each message in the loss; 0 for context.
         weights: Vec<f32>,
         tools: Vec<Value>,
     },
-    /// A text that is learned as a whole.
+    /// A text, learned as a whole.
     Text(String),
 }

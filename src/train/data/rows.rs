@@ -1,4 +1,4 @@
-//! The rows of a file, as its format holds them.
+//! Parses the rows of a file in its format.
 
 use aho_corasick::{AhoCorasick, MatchKind};
 use serde::Deserialize;
@@ -11,10 +11,10 @@ use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::text::utf8;
 
-/// A row with the number of the line that it begins in.
+/// A row, with the number of its first line.
 pub(super) type Numbered = (usize, Result<Row>);
 
-/// The rows of a file with this content. Rows that cannot be read are errors among them; a file without rows to tell apart is an error.
+/// The rows of a file. Unreadable rows are errors among them; a file that cannot be divided into rows is an error.
 pub(super) fn rows(
     content: &[u8],
     format: Format,
@@ -35,14 +35,14 @@ pub(super) fn rows(
     }
 }
 
-/// The content without a byte order mark.
+/// The content without its byte order mark.
 pub(super) fn without_mark(content: &[u8]) -> &[u8] {
     content
         .strip_prefix("\u{feff}".as_bytes())
         .unwrap_or(content)
 }
 
-/// Rows that `read` makes of lines that are not blank, with the numbers of the lines.
+/// Parses the lines that are not blank with `read`, and numbers them.
 pub(super) fn lines<T>(
     content: &[u8],
     read: impl Fn(&str) -> Option<Result<T>>,
@@ -61,7 +61,7 @@ pub(super) fn lines<T>(
         .collect()
 }
 
-/// Counts the lines of a text up to places in it, which rise.
+/// Line numbers for rising positions in a text.
 struct Places<'a> {
     text: &'a [u8],
     at: usize,
@@ -77,7 +77,7 @@ impl<'a> Places<'a> {
         }
     }
 
-    /// The line that a byte is in.
+    /// The line that contains a byte.
     fn line(&mut self, at: usize) -> usize {
         let passed = &self.text[self.at..at];
         self.line += passed.iter().filter(|&&b| b == b'\n').count();
@@ -104,7 +104,7 @@ fn texts(content: &[u8], separator: Option<&str>) -> Result<Vec<Numbered>> {
     Ok(rows.collect())
 }
 
-/// The parts of a text between separators, whose line ends are as they are given, or all LF, or all CRLF.
+/// The parts of a text between separators. The separator's line ends match as given, or as all LF, or as all CRLF.
 fn split<'a>(text: &'a str, separator: &str) -> Result<Vec<&'a str>> {
     let lf = separator.replace("\r\n", "\n");
     let crlf = lf.replace('\n', "\r\n");
@@ -127,7 +127,7 @@ fn split<'a>(text: &'a str, separator: &str) -> Result<Vec<&'a str>> {
     Ok(parts)
 }
 
-/// The prompt of a line of TSV, in which one backslash before a `#` at its beginning only keeps it from being a comment.
+/// The prompt of a TSV line, with the backslash removed that keeps an initial `#` from starting a comment.
 fn unescaped(prompt: &str) -> &str {
     match prompt.trim_start_matches('\\').starts_with('#') {
         true => prompt.strip_prefix('\\').unwrap_or(prompt),
@@ -159,9 +159,9 @@ fn pair(line: &str) -> Result<Row> {
     }
 }
 
-/// The rows of a file that is one array of JSON.
+/// The rows of a file that is a JSON array.
 fn array(text: &str) -> Result<Vec<Numbered>> {
-    /// Other keys are left alone.
+    /// Other keys are ignored.
     #[derive(Deserialize)]
     struct Wrapped<'a> {
         #[serde(borrow)]
@@ -199,7 +199,7 @@ fn array(text: &str) -> Result<Vec<Numbered>> {
     Ok(rows.collect())
 }
 
-/// The rows of a table whose first record names the columns.
+/// The rows of a table; its first record names the columns.
 fn records(content: &[u8]) -> Result<Vec<Numbered>> {
     let mut reader = csv::ReaderBuilder::new()
         .flexible(true)
@@ -220,7 +220,7 @@ fn records(content: &[u8]) -> Result<Vec<Numbered>> {
             bail!(Internal, "a record of a table has no place");
         };
         let raw = &content[begin.0..reader.position().byte() as usize];
-        // Blank lines before it are the reader's.
+        // The reader skips blank lines before a record.
         let blank = raw.iter().take_while(|b| b"\r\n".contains(b));
         let line = begin.1 + blank.filter(|&&b| b == b'\n').count();
         let cells = cells(raw, &record);
@@ -238,9 +238,9 @@ fn records(content: &[u8]) -> Result<Vec<Numbered>> {
     }
 }
 
-/// The fields of a record, whose bytes are `raw`.
+/// The fields of a record with the bytes `raw`.
 fn cells(raw: &[u8], record: &csv::ByteRecord) -> Result<Vec<String>> {
-    // The reader takes a quote that is not closed to go on to the file's end.
+    // The reader extends an unclosed quote to the end of the file.
     if raw.iter().filter(|&&b| b == b'"').count() % 2 != 0 {
         bail!(
             InvalidArgument,
@@ -253,7 +253,7 @@ fn cells(raw: &[u8], record: &csv::ByteRecord) -> Result<Vec<String>> {
         .collect()
 }
 
-/// The names of columns, in which rows must be found.
+/// Checks that columns of these names form rows.
 fn columns(names: Vec<String>) -> Result<Vec<String>> {
     let names: Vec<String> = names.iter().map(|name| name.trim().to_owned()).collect();
     if let Some((i, name)) = names

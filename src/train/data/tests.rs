@@ -1,4 +1,4 @@
-//! Rows of every format and form, and those that are refused.
+//! Tests of rows in every format and form, and of refused rows.
 
 use super::options::Format;
 use super::row::Row;
@@ -11,7 +11,7 @@ fn read(content: &str, format: Format) -> Vec<(usize, std::result::Result<Row, S
         .collect()
 }
 
-/// The row of an object.
+/// The row of a JSON object.
 fn object(content: &str) -> std::result::Result<Row, String> {
     let mut rows = read(content, Format::Jsonl);
     assert_eq!(rows.len(), 1);
@@ -25,7 +25,7 @@ fn pair(prompt: &str, target: &str) -> Row {
     }
 }
 
-/// A conversation of roles, texts and weights.
+/// A conversation from roles, texts and weights.
 fn chat(turns: &[(&str, &str, f32)]) -> Row {
     Row::Chat {
         messages: turns.iter().map(|t| Message::new(t.0, t.1)).collect(),
@@ -429,7 +429,7 @@ fn texts_are_split_where_they_are_asked_to_be() {
         split("a\n---\nb\n---\n \n---\nc", "---\n"),
         parts(&[(1, "a\n"), (3, "b\n"), (7, "c")])
     );
-    // Line ends of the file, and of both kinds.
+    // The file's line ends, and mixed line ends.
     assert_eq!(
         split("a\r\n---\r\nb\n---\nc", "\n---\n"),
         parts(&[(1, "a"), (3, "b"), (5, "c")])

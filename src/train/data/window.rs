@@ -8,21 +8,21 @@ use crate::base::error::bail;
 use crate::format::random;
 use crate::train::trainer::MicroBatch;
 
-/// Documents that are sorted and packed together. A longer look-ahead would pack no better, and would put rows of one length together.
+/// Documents sorted and packed together. A longer look-ahead would pack no better, and would put rows of one length together.
 const LOOK_AHEAD: usize = 4096;
-/// How many rows a message names.
+/// Upper limit of rows that a message names.
 const NAMED: usize = 6;
 
-/// Documents one after another that do not see each other, of at most as many tokens as a window has.
+/// Documents in a row that do not attend to each other, with at most a window's number of tokens.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Window {
     /// Tokens of all documents.
     pub tokens: Vec<u32>,
-    /// The documents' lengths.
+    /// Length of each document.
     pub documents: Vec<usize>,
-    /// The token that each row should predict; -1 where none counts. The last of a document predicts nothing.
+    /// The token that each row should predict; -1 for none. The last row of a document predicts nothing.
     pub labels: Vec<i32>,
-    /// Factor of the loss of each row with a label; empty where all are 1.
+    /// Weight of each row's loss; empty if all labels have 1.
     pub weights: Vec<f32>,
 }
 
@@ -44,7 +44,7 @@ impl Window {
         self.labels.push(-1);
     }
 
-    /// Writes weights of 1 out.
+    /// Makes implicit weights of 1 explicit.
     fn spell_weights(&mut self) {
         let missing = &self.labels[self.weights.len()..];
         let ones = missing.iter().map(|&l| f32::from(u8::from(l >= 0)));
@@ -66,12 +66,12 @@ impl Window {
         }
     }
 
-    /// Rows with a label.
+    /// Number of rows with a label.
     pub fn targets(&self) -> usize {
         self.batch().targets()
     }
 
-    /// What a trainer takes.
+    /// The window as a micro-batch of the trainer.
     pub fn batch(&self) -> MicroBatch<'_> {
         MicroBatch {
             tokens: &self.tokens,
@@ -82,12 +82,12 @@ impl Window {
     }
 }
 
-/// Windows to train on, in no particular order.
+/// Training windows, in no particular order.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Windows(Vec<Window>);
 
 impl Windows {
-    /// Windows that were made elsewhere, each of which has a label.
+    /// Takes existing windows, each of which must have a label.
     pub fn new(windows: Vec<Window>) -> Result<Windows> {
         if let Some(i) = windows.iter().position(|w| w.targets() == 0) {
             bail!(
@@ -99,8 +99,8 @@ impl Windows {
         Ok(Windows(windows))
     }
 
-    /// Packs documents into windows of at most `window` tokens: in an order that `seed` chooses, some thousands at a time, the longest
-    /// first, each where it leaves the least room. `name` names where a document is from.
+    /// Packs documents into windows of at most `window` tokens: in an order by `seed`, some thousands at a time, the longest first, each
+    /// where it leaves the least room. `name` names a document's origin in messages.
     pub fn pack(
         documents: &[Document],
         window: usize,
@@ -111,9 +111,9 @@ impl Windows {
         shuffle(&mut order, random::bits(seed, u64::MAX));
         let mut packed: Vec<Vec<usize>> = Vec::new();
         for part in order.chunks_mut(LOOK_AHEAD) {
-            // Stable, so that documents of one length stay in the order that was chosen.
+            // Stable, so that documents of one length keep the shuffled order.
             part.sort_by_key(|&i| std::cmp::Reverse(documents[i].tokens.len()));
-            // Of each window with room: the room, and its number.
+            // Windows with room, as pairs of room and index.
             let mut open: BTreeSet<(usize, usize)> = BTreeSet::new();
             for &i in &*part {
                 let len = documents[i].tokens.len();
@@ -143,7 +143,7 @@ impl Windows {
         Self::of(documents, packed, name)
     }
 
-    /// One document a window.
+    /// Makes one window of each document.
     pub fn unpacked(
         documents: &[Document],
         name: &dyn Fn((usize, usize)) -> String,
@@ -185,7 +185,7 @@ impl Windows {
         &self.0
     }
 
-    /// How many there are.
+    /// Number of windows.
     pub fn len(&self) -> usize {
         self.0.len()
     }
@@ -195,18 +195,18 @@ impl Windows {
         self.0.is_empty()
     }
 
-    /// Tokens of all windows.
+    /// Total number of tokens.
     pub fn tokens(&self) -> usize {
         self.0.iter().map(|w| w.tokens.len()).sum()
     }
 
-    /// Labels that count, of all windows.
+    /// Total number of labels that count.
     pub fn targets(&self) -> usize {
         self.0.iter().map(Window::targets).sum()
     }
 }
 
-/// Puts items in an order that `key` chooses (Fisher and Yates).
+/// Shuffles items by `key` (Fisher and Yates).
 pub(super) fn shuffle<T>(items: &mut [T], key: u64) {
     for i in (1..items.len()).rev() {
         let below = (u128::from(random::bits(key, i as u64)) * (i as u128 + 1)) >> 64;
@@ -235,7 +235,7 @@ mod tests {
     }
 
     proptest! {
-        /// Every token of every document stands once in some window, beside its own document's tokens, with the label that it should have.
+        /// Every token of every document stands once in some window, beside its own document's tokens, with the right label.
         #[test]
         fn packing_keeps_every_token_and_mixes_no_documents(
             lengths in prop::collection::vec(4usize..40, 1..200),
@@ -266,7 +266,7 @@ mod tests {
                 }
             }
             prop_assert!(seen.iter().all(|s| *s));
-            // Two windows that are both at most half full would have been one.
+            // Two windows that are both at most half full would have been packed into one.
             let small = windows.all().iter().filter(|w| 2 * w.tokens.len() <= window);
             prop_assert!(small.count() <= 1);
         }

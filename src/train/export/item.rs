@@ -1,21 +1,21 @@
-//! A tensor of a model that is delivered.
+//! A tensor of an exported model.
 
 use std::ops::Range;
 
 use crate::checkpoint::{Encoding, Entry, Planned};
 use crate::model::training::{MatrixId, VectorId};
 
-/// Content of a tensor that is written.
+/// Content of an exported tensor.
 pub(super) enum Content {
-    /// An entry of the model that is delivered untrained, as it is.
+    /// An unchanged entry of the untrained model, copied as it is.
     Copy(Entry),
-    /// Matrices, with their rows in the tensor.
+    /// Matrices, with their row ranges in the tensor.
     Matrices(Vec<(MatrixId, Range<usize>)>),
-    /// Vectors, with their elements in the tensor.
+    /// Vectors, with their element ranges in the tensor.
     Vectors(Vec<(VectorId, Range<usize>)>),
 }
 
-/// A tensor that is written.
+/// An exported tensor.
 pub(super) struct Item {
     pub(super) name: String,
     pub(super) shape: Vec<usize>,

@@ -1,4 +1,4 @@
-//! The values of a parameter, in the encoding in which it is delivered.
+//! Exports the values of parameters, in their delivered encodings.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -25,13 +25,13 @@ use crate::tensor::DType;
 /// Rows of a table that are compared and rounded at a time.
 const ROWS: usize = 256;
 
-/// A trainer's parameters beside those that it began with.
+/// A trainer's parameters, with the initial ones.
 pub(super) struct Exporter<'a> {
     trainer: &'a Trainer,
     pub(super) source: &'a Source,
     pub(super) beginning: &'a Beginning<'a>,
     host: &'a Cpu,
-    /// Whether each matrix has changed, once that is known.
+    /// Whether each matrix has changed, once known.
     changed: Vec<OnceLock<bool>>,
 }
 
@@ -63,7 +63,7 @@ impl<'a> Exporter<'a> {
             .map(|(_, adapter)| adapter)
     }
 
-    /// The encoding in which a matrix is written, with this choice for the tables.
+    /// The encoding in which a matrix is written, given the choice for the tables.
     pub(super) fn encoding(&self, id: MatrixId, tables: Tables) -> Result<Encoding> {
         let layout = self.source.layout();
         if (id == layout.embedding || id == layout.head)
@@ -90,7 +90,7 @@ impl<'a> Exporter<'a> {
         })
     }
 
-    /// Whether a matrix may have other values than those that it began with.
+    /// Whether a matrix may differ from its initial values.
     pub(super) fn has_changed(&self, id: MatrixId) -> Result<bool> {
         if let Some(changed) = self.changed[id].get() {
             return Ok(*changed);
@@ -127,7 +127,7 @@ impl<'a> Exporter<'a> {
         Ok(changed)
     }
 
-    /// Whether a norm or bias has other values than those that it began with.
+    /// Whether a norm or bias differs from its initial values.
     pub(super) fn vector_has_changed(&self, id: VectorId) -> Result<bool> {
         let now = &self.trainer.parameters().vectors()[id];
         let mut values = vec![0.0; self.source.layout().vectors[id].len];
@@ -166,7 +166,7 @@ impl<'a> Exporter<'a> {
         }
     }
 
-    /// Writes a tensor to a file whose NVFP4 has no global scale.
+    /// Writes a tensor to a file format whose NVFP4 has no global scale.
     pub(super) fn write_single_level(&self, writer: &mut dyn Writer, item: &Item) -> Result<()> {
         let (Content::Matrices(parts), Encoding::Nvfp4) = (&item.content, item.encoding) else {
             return self.write(writer, item);
@@ -222,7 +222,7 @@ impl<'a> Exporter<'a> {
             .try_for_each(|(id, _)| self.each_value(*id, &mut |values| writer.values(values)))
     }
 
-    /// Writes the rows of a table in int8: those that have not changed as they are delivered untrained.
+    /// Writes the rows of a table in int8. Unchanged rows are written as in the untrained model.
     fn write_int8(&self, writer: &mut dyn Writer, id: MatrixId) -> Result<()> {
         let (_, cols) = self.matrix(id).shape();
         let untrained = self.beginning.delivered();
@@ -264,7 +264,7 @@ impl<'a> Exporter<'a> {
         }
     }
 
-    /// A matrix in NVFP4: the codes in which it is held, else its values quantized.
+    /// A matrix in NVFP4: its own codes if it is stored so, else its values quantized.
     fn nvfp4(&self, id: MatrixId) -> Result<Nvfp4> {
         let (device, matrix) = (self.trainer.device(), self.matrix(id));
         let (rows, cols) = matrix.shape();
@@ -289,7 +289,7 @@ impl<'a> Exporter<'a> {
         }
     }
 
-    /// A matrix in NVFP4 with its adapter. Rows that the adapter does not change stay as they are.
+    /// A matrix in NVFP4, merged with its adapter. Rows that the adapter does not change keep their codes.
     fn merged(&self, id: MatrixId, adapter: AdapterLayout, held: Nvfp4) -> Result<Nvfp4> {
         let (device, matrices) = (self.trainer.device(), self.trainer.parameters().matrices());
         let values = adapter::merged(device, matrices, id, adapter)?;
@@ -326,7 +326,7 @@ impl<'a> Exporter<'a> {
         Ok(merged)
     }
 
-    /// Gives the values of a matrix with its adapter to `each`, some rows at a time: of the codes where it is held in NVFP4.
+    /// Passes the values of a matrix with its adapter to `each`, some rows at a time. For NVFP4 these are the values of the codes.
     fn each_value(&self, id: MatrixId, each: &mut dyn FnMut(&[f32]) -> Result<()>) -> Result<()> {
         let (device, matrices) = (self.trainer.device(), self.trainer.parameters().matrices());
         match self.adapter(id) {
@@ -336,7 +336,8 @@ impl<'a> Exporter<'a> {
     }
 }
 
-/// Brings codes under a larger global scale: block scales fall by as much where e4m3 has such a number, and else the block is rounded anew.
+/// Raises the global scale of codes. A block scale is reduced by the same factor if e4m3 has that number; otherwise the block is quantized
+/// again.
 fn raise_global(part: &mut Nvfp4, global: f32) -> Result<()> {
     if part.global == global {
         return Ok(());
@@ -361,7 +362,7 @@ fn raise_global(part: &mut Nvfp4, global: f32) -> Result<()> {
     Ok(())
 }
 
-/// The encoding that a choice for the tables asks for; none for [`Tables::Auto`].
+/// The encoding for a choice of tables; `None` for [`Tables::Auto`].
 fn asked(tables: Tables) -> Option<Encoding> {
     match tables {
         Tables::Auto => None,

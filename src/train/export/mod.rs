@@ -1,4 +1,4 @@
-//! Export of a trained model: entries of the source that training changed are written anew, the others are copied.
+//! Exports a trained model: entries that training changed are written anew, the others are copied from the source.
 
 mod item;
 mod matrix;
@@ -21,10 +21,10 @@ use crate::model::training::Source;
 
 impl Trainer {
     /// Writes the model to a directory in ModelOpt's layout, with the entries, names and encodings of the checkpoint that training began
-    /// with, quantized as [`Recipe`](super::Recipe) says. What has not changed is copied: codes, scales and bytes. Matrices that are held in
-    /// NVFP4 have the codes that they are trained in, those in bfloat16 and float32 these values; norms and biases that have changed are
-    /// float32. Adapters are merged into their matrices. The embedding and the head are written as `tables` says; [`Tables::Auto`] is what
-    /// they are trained for. An existing model there is replaced if `replace`.
+    /// with, quantized as [`Recipe`](super::Recipe) says. Unchanged entries are copied: codes, scales and bytes. Matrices stored in NVFP4
+    /// keep the codes that they are trained in, and matrices stored in bfloat16 and float32 their values; changed norms and biases are
+    /// float32. Adapters are merged into their matrices. The embedding and the head are written as `tables` says; [`Tables::Auto`] writes
+    /// them in the form that they are trained for. With `replace`, replaces an existing model.
     pub fn export_directory(
         &self,
         source: &Source,
@@ -57,8 +57,8 @@ impl Trainer {
         writer.finish()
     }
 
-    /// Writes the model to a `.dat` file, every tensor in the type that it has in the file that training began with. What has not been
-    /// trained keeps its bytes. NVFP4 has no global scale there, so that codes under one are rounded anew to block scales that do without.
+    /// Writes the model to a `.dat` file, each tensor in its type in the file that training began with. Untrained tensors keep their bytes.
+    /// That format has no global scale, so codes with one are quantized again to block scales without.
     pub fn export_dat(&self, source: &Source, place: &Path) -> Result<()> {
         let checkpoint: &dyn Checkpoint = &**source.checkpoint();
         let host = self.device().host_cpu()?;

@@ -1,4 +1,4 @@
-//! Adapters as peft reads them.
+//! Exports adapters in peft's format.
 
 use std::path::Path;
 
@@ -12,8 +12,8 @@ use crate::base::error::{bail, err};
 use crate::model::training::{Layout, MatrixId, Source};
 
 impl Trainer {
-    /// Writes the adapters to a directory as peft reads them, `adapter_model.safetensors` in float32 and `adapter_config.json`. `base` is
-    /// what the model below them is called: a directory, or a name of the Hugging Face hub. Adapters there are replaced if `replace`.
+    /// Writes the adapters to a directory in peft's format, `adapter_model.safetensors` in float32 and `adapter_config.json`. `base` names
+    /// the base model: a directory, or a name of the Hugging Face hub. With `replace`, replaces existing adapters.
     pub fn export_adapter(
         &self,
         source: &Source,
@@ -48,7 +48,7 @@ impl Trainer {
             true => NewDirectory::replace(place, is_adapter)?,
             false => NewDirectory::create(place)?,
         };
-        // Whole, as it is in peft's own files, which some readers insist on.
+        // An integer, as in peft's own files, which some readers insist on.
         let alpha = match lora.alpha.fract() == 0.0 {
             true => json!(lora.alpha as u64),
             false => json!(lora.alpha),
@@ -76,7 +76,7 @@ impl Trainer {
 }
 
 impl Recipe {
-    /// Refuses what [`Trainer::export_adapter`] could not write after training by this recipe.
+    /// Refuses settings whose result [`Trainer::export_adapter`] could not write.
     pub fn check_adapter_export(&self, source: &Source) -> Result<()> {
         if self.lora.is_none() {
             bail!(
@@ -103,7 +103,7 @@ impl Recipe {
 const ADAPTER: &str = "adapter_model.safetensors";
 const ADAPTER_CONFIG: &str = "adapter_config.json";
 
-/// Refuses a directory that holds no adapter to be replaced.
+/// Refuses to replace a directory that holds no adapter.
 fn is_adapter(place: &Path) -> Result<()> {
     match place.join(ADAPTER_CONFIG).exists() {
         true => Ok(()),
@@ -115,7 +115,7 @@ fn is_adapter(place: &Path) -> Result<()> {
     }
 }
 
-/// Names by which peft finds the adapted modules: the last parts, where all modules of these names have adapters, else the whole names.
+/// Names by which peft finds the adapted modules: their last parts if every module with such a name has an adapter, else the full names.
 fn modules(layout: &Layout) -> Vec<String> {
     let module = |id: MatrixId| {
         let name = &layout.matrices[id].name;
@@ -134,7 +134,7 @@ fn modules(layout: &Layout) -> Vec<String> {
     }
 }
 
-/// A safetensors file of float32.
+/// Encodes a safetensors file of float32 tensors.
 fn plain_safetensors(tensors: &[(String, [usize; 2], Vec<f32>)]) -> Result<Vec<u8>> {
     let mut header = serde_json::Map::new();
     let mut at = 0;

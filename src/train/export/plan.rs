@@ -1,4 +1,4 @@
-//! The tensors of a model that is delivered.
+//! The tensors of an exported model directory.
 
 use std::ops::Range;
 
@@ -10,8 +10,8 @@ use crate::model::convert::Tables;
 use crate::model::training::MatrixId;
 use crate::tensor::DType;
 
-/// The tensors of a directory: those of the model as it is delivered untrained, in its order. An entry that holds several matrices stays
-/// one where all of them are delivered in one encoding.
+/// The tensors of a directory: those of the untrained model, in its order. An entry that holds several matrices stays one if all are
+/// delivered in one encoding.
 pub(super) fn directory(exporter: &Exporter<'_>, tables: Tables) -> Result<Vec<Item>> {
     let Some(delivered) = exporter.beginning.delivered() else {
         return of_random_weights(exporter, tables);
@@ -55,7 +55,7 @@ pub(super) fn directory(exporter: &Exporter<'_>, tables: Tables) -> Result<Vec<I
     Ok(items)
 }
 
-/// Whether `has_changed` says so of one of these parameters.
+/// Whether `has_changed` holds for any of these parameters.
 fn any(
     parts: &[(usize, Range<usize>)],
     has_changed: impl Fn(usize) -> Result<bool>,

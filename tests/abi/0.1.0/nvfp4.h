@@ -194,10 +194,10 @@ extern "C" {
 /** Log everything. */
 #define NVFP4_LOG_TRACE 5
 
-/** All tags together. Its peak is the peak of the sum. */
+/** All tags together. The peak is that of the sum. */
 #define NVFP4_MEMORY_TOTAL 0
 
-/** Weights in the form the kernels read. */
+/** Weights in the form that kernels read. */
 #define NVFP4_MEMORY_WEIGHTS 1
 
 /** Cached keys and values of sessions. */
@@ -224,7 +224,7 @@ extern "C" {
 /** No managed memory. */
 #define NVFP4_MANAGED_DISABLED 0
 
-/** Managed memory where the device supports it, and other memory where it does not. */
+/** Managed memory if the device supports it, other memory otherwise. */
 #define NVFP4_MANAGED_PREFERRED 1
 
 /** Managed memory, or an error. */
@@ -308,7 +308,7 @@ extern "C" {
 /** NaN and infinity are errors that name the first index. */
 #define NVFP4_NONFINITE_ERROR 0
 
-/** NaN counts as 0, an infinity as the largest value that fits. */
+/** NaN counts as 0, and infinity as the largest value that fits. */
 #define NVFP4_NONFINITE_SATURATE 1
 
 /** Scales row-major, `[.., K / 16]`. */
@@ -363,18 +363,18 @@ extern "C" {
 #define NVFP4_CONTAINER_DAT 1
 
 /**
- * Embedding and head in int8 where the source has them in at most 8 bits, or is calibrated, and the container holds that, else in 16 bits:
- * float16 as it is, and bfloat16. NVFP4 stays NVFP4. Only for conversions.
+ * Embedding and head in int8 if the source has them in at most 8 bits or is calibrated, and the container supports int8; otherwise in 16
+ * bits: float16 stays, anything else becomes bfloat16. NVFP4 stays NVFP4. Only for conversions.
  */
 #define NVFP4_TABLES_AUTO -1
 
-/** Embedding and head in bfloat16, which every reader of such directories knows. */
+/** Embedding and head in bfloat16, which every reader of such directories supports. */
 #define NVFP4_TABLES_BFLOAT16 0
 
 /** Embedding and head in NVFP4, a little more than a quarter of the bytes. */
 #define NVFP4_TABLES_NVFP4 1
 
-/** Embedding and head in int8 with a float32 scale a row, half of the bytes; `.dat` cannot hold it. Only for conversions. */
+/** Embedding and head in int8 with one float32 scale per row, half of the bytes; not for `.dat`. Only for conversions. */
 #define NVFP4_TABLES_INT8 2
 
 /** Cached keys and values in IEEE half precision. */
@@ -387,8 +387,8 @@ extern "C" {
 #define NVFP4_EVICTION_ERROR 0
 
 /**
- * Drop old tokens: the older half of those after the first `keep`, or more if that is not enough. The remaining tokens are
- * run again. A chat drops whole turns, but never what precedes the first user message, nor the last question.
+ * Drop old tokens: the older half of those after the first `keep`, or more if that is not enough. The remaining tokens are run again. A
+ * chat drops whole turns, but never anything before the first user message, nor the last question.
  */
 #define NVFP4_EVICTION_DROP_OLDEST 1
 
@@ -440,16 +440,16 @@ extern "C" {
  */
 #define NVFP4_PART_TOOL_CALL 2
 
-/** The rate stays after the warm-up. */
+/** The rate stays constant after the warm-up. */
 #define NVFP4_SCHEDULE_CONSTANT 0
 
 /** The rate falls along half a cosine. */
 #define NVFP4_SCHEDULE_COSINE 1
 
-/** The rate falls in a straight line. */
+/** The rate falls linearly. */
 #define NVFP4_SCHEDULE_LINEAR 2
 
-/** The rate stays, and falls in a straight line over the last `decay_share` of the steps. */
+/** The rate stays constant, and falls linearly over the last `decay_share` of the steps. */
 #define NVFP4_SCHEDULE_STABLE 3
 
 /** Gradients are not clipped. */
@@ -458,22 +458,22 @@ extern "C" {
 /** All gradients together are clipped to the norm `clip_norm`. Not with `release`. */
 #define NVFP4_CLIP_GLOBAL 1
 
-/** All gradients are multiplied by what would have clipped those of the step before to `clip_norm`. Only with `release`. */
+/** All gradients are multiplied by the factor that would have clipped those of the previous step to `clip_norm`. Only with `release`. */
 #define NVFP4_CLIP_PREVIOUS 2
 
 /** The gradients of each matrix are clipped to the norm `clip_norm`. Only with `release`. */
 #define NVFP4_CLIP_TENSOR 3
 
-/** An NVFP4 code and a residual of 4 bits, rounded stochastically: 8.5 bits a weight, of which 4.5 are delivered. */
+/** An NVFP4 code and a residual of 4 bits, rounded stochastically: 8.5 bits per weight, of which 4.5 are delivered. */
 #define NVFP4_WEIGHT_FORM_RESIDUAL4 0
 
-/** The same with a residual of 8 bits. */
+/** An NVFP4 code and a residual of 8 bits, rounded stochastically. */
 #define NVFP4_WEIGHT_FORM_RESIDUAL8 1
 
-/** Two E2M1 codes, the second for what the first leaves. */
+/** Two E2M1 codes; the second holds the remainder of the first. */
 #define NVFP4_WEIGHT_FORM_TWO_TERM 2
 
-/** One NVFP4 code, rounded stochastically: 4.5 bits a weight. */
+/** One NVFP4 code, rounded stochastically: 4.5 bits per weight. */
 #define NVFP4_WEIGHT_FORM_ONE_TERM 3
 
 /** bfloat16, rounded stochastically. */
@@ -494,20 +494,20 @@ extern "C" {
 /** First moments in float32. */
 #define NVFP4_FIRST_MOMENT_FLOAT32 3
 
-/** Roots of second moments as integers of 4 bits, rounded stochastically, and block scales. */
+/** Square roots of second moments as integers of 4 bits, rounded stochastically, and block scales. */
 #define NVFP4_SECOND_MOMENT_UINT4 0
 
-/** Roots of second moments in NVFP4, rounded stochastically. */
+/** Square roots of second moments in NVFP4, rounded stochastically. */
 #define NVFP4_SECOND_MOMENT_NVFP4 1
 
-/** Roots of second moments as integers of 8 bits, rounded stochastically. */
+/** Square roots of second moments as integers of 8 bits, rounded stochastically. */
 #define NVFP4_SECOND_MOMENT_INT8 2
 
 /** Second moments in float32. */
 #define NVFP4_SECOND_MOMENT_FLOAT32 3
 
 /**
- * The teacher's weights are on the device if both models fit in its memory, reckoned with micro-batches of 4096 tokens, else as
+ * The teacher's weights are on the device if both models fit in its memory with micro-batches of 4096 tokens, otherwise as
  * #NVFP4_TEACHER_STREAMED.
  */
 #define NVFP4_TEACHER_AUTO 0
@@ -515,7 +515,7 @@ extern "C" {
 /** The teacher's weights are on the device. */
 #define NVFP4_TEACHER_RESIDENT 1
 
-/** The teacher's weights are read from its files in each pass, one matrix after another: for the same bits. */
+/** The teacher's weights are read from its files in each pass, one matrix after another. The results have the same bits. */
 #define NVFP4_TEACHER_STREAMED 2
 
 /** Parameters were updated. */
@@ -524,19 +524,19 @@ extern "C" {
 /** The loss or a gradient was not finite, and no parameter was changed. */
 #define NVFP4_STEP_SKIPPED 1
 
-/** The name of a file tells its format: .tsv, .csv, .jsonl, .json or .txt, each also with .gz or .zst after it. */
+/** By the extension of a file: .tsv, .csv, .jsonl, .json or .txt, each also with .gz or .zst after it. */
 #define NVFP4_DATA_BY_NAME -1
 
-/** A line a row: a prompt, a tab and its answer. */
+/** One row per line: a prompt, a tab and its answer. */
 #define NVFP4_DATA_TSV 0
 
-/** A line a row: a JSON object. */
+/** One row per line: a JSON object. */
 #define NVFP4_DATA_JSONL 1
 
-/** A text. */
+/** Plain text. */
 #define NVFP4_DATA_TEXT 2
 
-/** A record a row, with commas between its fields and the names of columns in the first record. */
+/** One row per record, with fields separated by commas; the first record names the columns. */
 #define NVFP4_DATA_CSV 3
 
 /** An array of JSON objects. */
@@ -575,7 +575,7 @@ typedef struct NVFP4_Error NVFP4_Error;
 /** A loaded model. See the model chapter. */
 typedef struct NVFP4_Model NVFP4_Model;
 
-/** A weight with the moments of its AdamW. See the chapter on training by the host's own passes. */
+/** A weight with the moments of its AdamW. See the chapter on training with the host's own passes. */
 typedef struct NVFP4_OptimizerState NVFP4_OptimizerState;
 
 /** A session. See the session chapter. */
@@ -607,27 +607,26 @@ typedef int32_t (*NVFP4_LogCallback)(void *user, int32_t level, const char *mess
 typedef void (*NVFP4_LogRelease)(void *user);
 
 /**
- * Receives the progress of a long call, now and then, on the thread that made it: `done` of `total`, in bytes of a file,
- * values of a tensor, or tokens (those of the prompt, then those generated). Returns 0 to go on, anything else to cancel.
- * It should be quick: the call waits for it. It may call the library, but not use the model that is being run: that gives
- * #NVFP4_BUSY.
+ * Receives the progress of a long call from time to time, on the thread that made it: `done` of `total`, in bytes of a file, values of a
+ * tensor, or tokens (those of the prompt, then generated ones). Returns 0 to continue, anything else to cancel. It should be quick,
+ * because the call waits for it. It may call the library, but not use the model that is being run: that fails with #NVFP4_BUSY.
  */
 typedef int32_t (*NVFP4_ProgressCallback)(void *user, uint64_t done, uint64_t total);
 
 /**
- * How a long call is cancelled and reports its progress. Fill with NVFP4_call_options_init(), then change what is to
- * differ. The struct and what it points to must stay valid until the call returns.
+ * Cancellation and progress of a long call. Fill with NVFP4_call_options_init(), then change what is to differ. The struct and what it
+ * points to must stay valid until the call returns.
  */
 typedef struct NVFP4_CallOptions {
     /** sizeof(NVFP4_CallOptions) as the caller knows it. */
     uint32_t struct_size;
     /** Must be 0. */
     int32_t reserved;
-    /** Cancels the call when it is triggered, or if it already has been. Default: NULL. */
+    /** Cancels the call when triggered, also if it was triggered before. Default: NULL. */
     const NVFP4_Cancel *cancel;
     /**
-     * Cancels the call when it is not 0: a variable of the host, which any thread and any signal handler may write.
-     * Aligned to 4 bytes. Default: NULL.
+     * Cancels the call when nonzero: a variable of the host, which any thread and any signal handler may write. Aligned to 4 bytes.
+     * Default: NULL.
      */
     const volatile int32_t *cancel_flag;
     /** Called with the progress, and once more at the end. Default: NULL. */
@@ -673,7 +672,7 @@ typedef struct NVFP4_WeightOptions {
     int32_t compute_path;
     /** One of NVFP4_DEVICE_*. Default: CPU. */
     int32_t device_type;
-    /** Which device of that type. Default: 0. */
+    /** The index of the device of that type. Default: 0. */
     int32_t device_index;
     /** One of NVFP4_SCALES_*, for NVFP4 weights. Default: linear. */
     int32_t scale_layout;
@@ -775,17 +774,20 @@ typedef struct NVFP4_Message {
 typedef struct NVFP4_CalibrateOptions {
     /** sizeof(NVFP4_CalibrateOptions) as the caller knows it. */
     uint32_t struct_size;
-    /** One of NVFP4_DEVICE_*: where the model reads the text. The search for codes runs on the CPU. Default: #NVFP4_DEVICE_CPU. */
+    /**
+     * One of NVFP4_DEVICE_*: the device on which the model reads the text. The search for codes runs on the CPU. Default:
+     * #NVFP4_DEVICE_CPU.
+     */
     int32_t device_type;
     /** The number of the device of that type; 0 (or -1) for #NVFP4_DEVICE_AUTO. Default: 0. */
     int32_t device_index;
-    /** Windows of the text, at most; 0 for 32 on a CPU and 128 on a GPU. Default: 0. */
+    /** Upper limit of text windows; 0 for 32 on a CPU and 128 on a GPU. Default: 0. */
     int32_t windows;
-    /** Tokens in a window; 0 for 1024 on a CPU and 2048 on a GPU, or the model's context if that is less. Default: 0. */
+    /** Tokens per window; 0 for 1024 on a CPU and 2048 on a GPU, or the model's context if that is less. Default: 0. */
     size_t window;
     /**
-     * Paths of files with text of the kinds that the model is used for, with rows as NVFP4_data_read() reads them. A text of prose, 38
-     * languages, code and conversations that the library brings gives the windows that they do not fill. Default: NULL, for that alone.
+     * Paths of files with text of the kinds that the model is used for, with rows as NVFP4_data_read() reads them. The library's own text
+     * of prose, 38 languages, code and conversations fills the remaining windows. Default: NULL, for that text alone.
      */
     const char *const *files;
     /** Bytes of each path. */
@@ -793,13 +795,13 @@ typedef struct NVFP4_CalibrateOptions {
     /** Number of files. */
     size_t file_count;
     /**
-     * Bits that a weight of the model's blocks may have on average, scales included: from 4.5, those of NVFP4, to 8. The blocks that lose
-     * most by NVFP4 then have int8 rows. 0 for NVFP4 in all. Default: 0.
+     * Average bits per weight of the model's blocks, scales included: from 4.5, all NVFP4, to 8. The blocks that NVFP4 harms most get int8
+     * rows. 0 for all NVFP4. Default: 0.
      */
     double budget;
     /**
-     * Steps of distillation after the calibration, in which the whole model, still in NVFP4, learns what the original predicts. It is for
-     * GPUs: a step takes a CPU minutes. Default: 0.
+     * Steps of distillation after the calibration, in which the whole model, still in NVFP4, learns the predictions of the original. For
+     * GPUs: a step takes minutes on a CPU. Default: 0.
      */
     uint64_t distill_steps;
 } NVFP4_CalibrateOptions;
@@ -808,19 +810,19 @@ typedef struct NVFP4_CalibrateOptions {
 typedef struct NVFP4_ConvertOptions {
     /** sizeof(NVFP4_ConvertOptions) as the caller knows it. */
     uint32_t struct_size;
-    /** One of NVFP4_CONTAINER_*: what is written. Default: ModelOpt. */
+    /** One of NVFP4_CONTAINER_*: the output format. Default: ModelOpt. */
     int32_t container;
     /**
      * 1 to replace a directory that holds a model and no subdirectories, with everything in it; 0 to refuse a directory
      * that is not empty. Default: 0.
      */
     int32_t replace;
-    /**
-     * 1 to leave the output head, or the table that it shares with the embedding, in the precision that it has, whatever `tables` says.
-     * Default: 0.
-     */
+    /** 1 to keep the output head, or the table that it shares with the embedding, in its precision, whatever `tables` says. Default: 0. */
     int32_t keep_head;
-    /** Cancels the call and reports the bytes of the source that are done, of a calibration the share of its work; NULL for neither. Default: NULL. */
+    /**
+     * Cancels the call, and reports progress in bytes of the source, or in shares of the work of a calibration; NULL for neither. Default:
+     * NULL.
+     */
     const NVFP4_CallOptions *call;
     /**
      * One of NVFP4_TABLES_*: format of the embedding and the output head. A tied head stays tied: the table is written once.
@@ -830,14 +832,13 @@ typedef struct NVFP4_ConvertOptions {
     /** Must be 0. */
     int32_t reserved;
     /**
-     * How to calibrate: codes and scales of linear weights are then those for which their products with what text makes of their inputs
-     * differ least, and those of a recipe only for what is not calibrated. NULL for weights that are quantized by themselves.
-     * Default: NULL.
+     * How to calibrate. Codes and scales of linear weights are then chosen so that their products with the inputs that occur in text
+     * change least; a recipe is used only for weights that are not calibrated. NULL to quantize all weights by a recipe. Default: NULL.
      */
     const NVFP4_CalibrateOptions *calibrate;
 } NVFP4_ConvertOptions;
 
-/** How to make a session. Fill with NVFP4_session_options_init(), then change what is to differ. */
+/** How to create a session. Fill with NVFP4_session_options_init(), then change what is to differ. */
 typedef struct NVFP4_SessionOptions {
     /** sizeof(NVFP4_SessionOptions) as the caller knows it. */
     uint32_t struct_size;
@@ -980,8 +981,8 @@ typedef struct NVFP4_GenerationResult {
 } NVFP4_GenerationResult;
 
 /**
- * How a turn is rendered and answered. Fill with NVFP4_chat_options_init(), then change what is to differ. Texts are read
- * during the call only.
+ * How to render and answer a turn. Fill with NVFP4_chat_options_init(), then change what is to differ. Texts are read during the call
+ * only.
  */
 typedef struct NVFP4_ChatOptions {
     /** sizeof(NVFP4_ChatOptions) as the caller knows it. */
@@ -1022,7 +1023,7 @@ typedef struct NVFP4_ChatOptions {
 typedef struct NVFP4_TrainerOptions {
     /** sizeof(NVFP4_TrainerOptions) as the caller knows it. */
     uint32_t struct_size;
-    /** One of NVFP4_DEVICE_*. #NVFP4_DEVICE_AUTO is the first GPU, or the CPU where there is none. Default: CPU. */
+    /** One of NVFP4_DEVICE_*. #NVFP4_DEVICE_AUTO is the first GPU, or else the CPU. Default: CPU. */
     int32_t device_type;
     /** The number of the device of that type; 0 (or -1) for #NVFP4_DEVICE_AUTO. Default: 0. */
     int32_t device_index;
@@ -1032,111 +1033,111 @@ typedef struct NVFP4_TrainerOptions {
     int32_t schedule;
     /** One of NVFP4_CLIP_*. Default: global. */
     int32_t clip;
-    /** One of NVFP4_WEIGHT_FORM_*: how matrices are held between steps. Default: a residual of 4 bits. */
+    /** One of NVFP4_WEIGHT_FORM_*: the stored form of matrices between steps. Default: a residual of 4 bits. */
     int32_t weights;
     /** One of NVFP4_FIRST_MOMENT_*. Default: 4 bits. */
     int32_t first_moments;
     /** One of NVFP4_SECOND_MOMENT_*. Default: 4 bits. */
     int32_t second_moments;
     /**
-     * 1 to use each gradient as soon as it is complete and keep none: no memory for gradients, and one micro-batch in a step.
-     * 0 to sum gradients in float32. Default: 0.
+     * 1 to apply each gradient as soon as it is complete and keep none: gradients take no memory, and a step has one micro-batch. 0 to sum
+     * gradients in float32. Default: 0.
      */
     int32_t release;
-    /** 1 to compute activations again in the backward pass rather than keep them. Default: 1. */
+    /** 1 to recompute activations in the backward pass instead of keeping them. Default: 1. */
     int32_t recompute;
-    /** Trains only the last so many blocks, with the final norm and an untied head; -1 trains everything. Default: -1. */
+    /** Trains only this many last blocks, with the final norm and an untied head; -1 trains everything. Default: -1. */
     int32_t last_blocks;
-    /** Steps in all, which the schedule runs over. Default: 1000. */
+    /** Total number of steps, which the schedule spans. Default: 1000. */
     uint64_t steps;
-    /** Steps at the beginning over which the rate rises in a straight line. Default: 0. */
+    /** Steps of linear warm-up at the beginning. Default: 0. */
     uint64_t warmup;
-    /** Chooses the random bits of rounding. Default: 0. */
+    /** Seed of the random bits of rounding. Default: 0. */
     uint64_t seed;
     /** The highest learning rate. Default: 0.001. */
     double rate;
-    /** What the rate falls to, as a share of the highest. Default: 0.1. */
+    /** The final rate, as a share of the highest. Default: 0.1. */
     double floor;
-    /** The share of the steps at their end in which #NVFP4_SCHEDULE_STABLE falls. Default: 0.2. */
+    /** The share of the steps, at the end, in which #NVFP4_SCHEDULE_STABLE falls. Default: 0.2. */
     double decay_share;
     /**
      * Decoupled weight decay of matrices: each step multiplies them by 1 - rate x decay. Norms and biases have none. Default:
      * 0.1.
      */
     double weight_decay;
-    /** The decay of first moments. Default: 0.9. */
+    /** Decay rate of first moments. Default: 0.9. */
     double beta1;
-    /** The decay of second moments. Default: 0.95. */
+    /** Decay rate of second moments. Default: 0.95. */
     double beta2;
-    /** Added to the root of second moments. Default: 1e-8. */
+    /** Added to the square root of second moments. Default: 1e-8. */
     double eps;
     /** The bound of `clip`. Default: 1. */
     double clip_norm;
     /**
-     * The share of the steps at their end in which passes use the NVFP4 codes alone, which are what is delivered; -1 is 0.3, or
-     * 0.15 of a model of random weights. Default: -1.
+     * The share of the steps, at the end, in which passes use the NVFP4 codes alone, that is, the delivered weights. -1 for 0.3, or 0.15
+     * for a model with random weights. Default: -1.
      */
     double delivered_share;
     /**
-     * All settings as a JSON object, as NVFP4_trainer_info() gives them as `config`: keys that are missing have their
-     * defaults, and unknown ones are errors. With it, leave every field above but those of the device as it is. Default: NULL.
+     * All settings as a JSON object, in the form of `config` in NVFP4_trainer_info(): missing keys have their defaults, and unknown ones
+     * are errors. With it, leave every field above except those of the device at its default. Default: NULL.
      */
     const char *config;
     /** Bytes of `config`. */
     size_t config_length;
     /**
-     * One of NVFP4_TABLES_*: the form in which the embedding and the output head are delivered. In bfloat16, and where int8 is delivered,
-     * they are held in bfloat16; in NVFP4 as `weights` says. #NVFP4_TABLES_AUTO is the form of the model at hand: NVFP4 where it has
-     * that, int8 where it holds them in at most 8 bits, else bfloat16. Default: auto.
+     * One of NVFP4_TABLES_*: the delivered form of the embedding and the output head. For bfloat16 and int8 they are stored in bfloat16;
+     * for NVFP4 they are stored as `weights` says. #NVFP4_TABLES_AUTO takes the model's own form: NVFP4 if it has that, int8 if it holds
+     * them in at most 8 bits, else bfloat16. Default: auto.
      */
     int32_t tables;
     /**
-     * One of NVFP4_RECIPE_*: how block scales are chosen where linear weights that the model does not hold in NVFP4 are quantized as
-     * training begins, and where adapters are merged. Default: sweep.
+     * One of NVFP4_RECIPE_*: the rule for block scales when linear weights are quantized, at the beginning if the model does not hold them
+     * in NVFP4, and when adapters are merged. Default: sweep.
      */
     int32_t weight_scales;
     /**
-     * Learns what the model at this path predicts, which must have the same vocabulary: the loss is (1 - label_share) x
-     * teacher_temperature^2 x KL(teacher || model) + label_share x cross-entropy, at each label that counts. Set
-     * `delivered_share` to 1 to bring an NVFP4 model nearer to the one that it was quantized from. Goes with `config` too, as
-     * does `teacher_memory`. Default: NULL, none.
+     * Path of a teacher: the trainer learns the predictions of this model, which must have the same vocabulary. The loss is (1 -
+     * label_share) x teacher_temperature^2 x KL(teacher || model) + label_share x cross-entropy, at each label that counts. Set
+     * `delivered_share` to 1 to bring an NVFP4 model closer to the one that it was quantized from. May be combined with `config`, as may
+     * `teacher_memory`. Default: NULL, none.
      */
     const char *teacher;
     /** Bytes of `teacher`. */
     size_t teacher_length;
     /** Divides the logits of both models. Default: 1. */
     double teacher_temperature;
-    /** The share of the labels' cross-entropy in the loss beside a teacher, below 1. Default: 0. */
+    /** The share of the labels' cross-entropy in the loss with a teacher, below 1. Default: 0. */
     double label_share;
-    /** One of NVFP4_TEACHER_*: where the teacher's weights are. Default: auto. */
+    /** One of NVFP4_TEACHER_*: the place of the teacher's weights. Default: auto. */
     int32_t teacher_memory;
     /** Must be 0. */
     int32_t reserved;
 } NVFP4_TrainerOptions;
 
 /**
- * Documents that go through the model together, one after another; no token sees another document. Later versions may add
+ * A micro-batch: documents in a row that go through the model together; no token attends to another document. Later versions may add
  * fields at the end: functions that take an array of these also take the size of an element.
  */
 typedef struct NVFP4_MicroBatch {
     /** The tokens of all documents, as 32-bit integers of either sign. */
     const int32_t *tokens;
-    /** For each token, the one that should come after it; -100 or any negative number where none counts. */
+    /** For each token, the one that should follow; -100 or any negative number for none. */
     const int32_t *labels;
     /** Elements of `tokens` and of `labels`. */
     size_t token_count;
-    /** The number of tokens of each document, which make `token_count` together. NULL with 0 documents: all is one. */
+    /** Number of tokens of each document; their sum is `token_count`. NULL with 0 documents: all tokens are one document. */
     const size_t *document_lengths;
     /** Elements of `document_lengths`. */
     size_t document_count;
     /**
-     * For each label the factor of its loss, finite and not negative. The loss is divided by the sum of these over the labels that
-     * count; a label of weight 0 does not. NULL: 1 for all.
+     * Weight of each label in the loss, finite and not negative. The loss is divided by the sum of the weights of the labels that count; a
+     * label of weight 0 does not count. NULL: 1 for all.
      */
     const float *weights;
 } NVFP4_MicroBatch;
 
-/** What a step came to. Set `struct_size` before the call. */
+/** The result of a step. Set `struct_size` before the call. */
 typedef struct NVFP4_StepReport {
     /** sizeof(NVFP4_StepReport) as the caller knows it. */
     uint32_t struct_size;
@@ -1146,22 +1147,19 @@ typedef struct NVFP4_StepReport {
     uint64_t step;
     /** Labels that counted. */
     uint64_t targets;
-    /** The mean cross-entropy of the labels that counted, in nats, before the step. */
+    /** Mean cross-entropy of the labels that counted, in nats, before the step. */
     double loss;
     /** The learning rate. */
     double rate;
-    /** The norm of all gradients before clipping. */
+    /** Norm of all gradients before clipping. */
     double gradient_norm;
-    /** The share of trained weights of matrices that changed as they are stored. */
+    /** Share of the trained weights of matrices whose stored code changed. */
     double changed;
-    /** The share of those that changed as they are delivered, in NVFP4. */
+    /** Share of these weights whose delivered NVFP4 code changed. */
     double changed_delivered;
 } NVFP4_StepReport;
 
-/**
- * How data is read. Fill with NVFP4_data_options_init(), then change what is to differ. The text is read during the call
- * only.
- */
+/** How to read data. Fill with NVFP4_data_options_init(), then change what is to differ. The text is read during the call only. */
 typedef struct NVFP4_DataOptions {
     /** sizeof(NVFP4_DataOptions) as the caller knows it. */
     uint32_t struct_size;
@@ -1174,11 +1172,11 @@ typedef struct NVFP4_DataOptions {
      * answer without reasoning. Default: learn.
      */
     int32_t empty_think;
-    /** 1 to learn all tokens, and not only answers. Default: 0. */
+    /** 1 to learn all tokens instead of only answers. Default: 0. */
     int32_t train_on_all;
-    /** 1 to leave out rows that cannot be used rather than fail; NVFP4_data_report() counts them. Default: 0. */
+    /** 1 to leave out unusable rows instead of failing; NVFP4_data_report() counts them. Default: 0. */
     int32_t skip_bad_rows;
-    /** The most tokens of a document, at least 4; 0 for 2048, or the model's context if that is less. Default: 0. */
+    /** Upper limit of tokens in a document, at least 4; 0 for 2048, or the model's context if that is less. Default: 0. */
     size_t window;
     /** Separator of the documents of a text, UTF-8; its line ends match LF and CRLF. Default: NULL, for none. */
     const char *separator;
@@ -1186,7 +1184,7 @@ typedef struct NVFP4_DataOptions {
     size_t separator_length;
 } NVFP4_DataOptions;
 
-/** How a weight and its moments are held. Fill with NVFP4_optimizer_options_init(), then change what is to differ. */
+/** How to store a weight and its moments. Fill with NVFP4_optimizer_options_init(), then change what is to differ. */
 typedef struct NVFP4_OptimizerOptions {
     /** sizeof(NVFP4_OptimizerOptions) as the caller knows it. */
     uint32_t struct_size;
@@ -1196,7 +1194,7 @@ typedef struct NVFP4_OptimizerOptions {
     int32_t first_moments;
     /** One of NVFP4_SECOND_MOMENT_*. Default: 4 bits. */
     int32_t second_moments;
-    /** 1 to make block scales of weights anew in each step, a baseline; 0 to keep them while they fit. Default: 0. */
+    /** 1 to recompute block scales of weights in each step, a baseline; 0 to keep them while they fit. Default: 0. */
     int32_t fresh_scales;
     /** Must be 0. */
     int32_t reserved;
@@ -1206,21 +1204,21 @@ typedef struct NVFP4_OptimizerOptions {
 typedef struct NVFP4_StepOptions {
     /** sizeof(NVFP4_StepOptions) as the caller knows it. */
     uint32_t struct_size;
-    /** What the gradient is multiplied by, as by clipping. Default: 1. */
+    /** Factor of the gradient, for clipping for example. Default: 1. */
     float gradient_scale;
-    /** The learning rate. Default: 0.001. */
+    /** Learning rate. Default: 0.001. */
     double rate;
-    /** The decay of the first moment. Default: 0.9. */
+    /** Decay rate of the first moment. Default: 0.9. */
     double beta1;
-    /** The decay of the second moment. Default: 0.95. */
+    /** Decay rate of the second moment. Default: 0.95. */
     double beta2;
-    /** Added to the root of the second moment. Default: 1e-8. */
+    /** Added to the square root of the second moment. Default: 1e-8. */
     double eps;
     /** Decoupled weight decay. Default: 0.1. */
     double weight_decay;
-    /** Chooses the random bits of rounding, with `tensor` and the number of the step. Default: 0. */
+    /** Seed of the random bits of rounding, together with `tensor` and the number of the step. Default: 0. */
     uint64_t seed;
-    /** The number of this weight among those of one seed. Default: 0. */
+    /** Number of this weight among all that share the seed. Default: 0. */
     uint64_t tensor;
 } NVFP4_StepOptions;
 
@@ -1237,8 +1235,8 @@ NVFP4_API const char *NVFP4_status_name(NVFP4_Status status);
 /**
  * @defgroup last_error The last error of a thread
  *
- * Each thread keeps the message and status of its last call that failed. An error can also be taken out as an object, which may go to
- * another thread.
+ * Each thread keeps the message and status of its last failed call. An error can also be taken out as an object, for use on another
+ * thread.
  */
 
 /**
@@ -1376,17 +1374,17 @@ NVFP4_API NVFP4_Status NVFP4_call_options_init(NVFP4_CallOptions *options, uint3
 NVFP4_API NVFP4_Status NVFP4_cancel_create(NVFP4_Cancel **out);
 
 /**
- * Cancels the calls that were given the handle, including those that have yet to begin: a generation or chat turn ends with
- * the tokens it has, if any, as #NVFP4_FINISH_CANCELLED, and anything else fails with #NVFP4_CANCELLED. May be called from any thread, callback or signal handler: it takes
- * no lock and no memory. #NVFP4_INVALID_HANDLE if the handle is not a live cancel handle; NVFP4_last_error() is not
+ * Cancels the calls that were given the handle, including those that have yet to begin. A generation or chat turn ends with the tokens it
+ * has, if any, as #NVFP4_FINISH_CANCELLED; anything else fails with #NVFP4_CANCELLED. May be called from any thread, callback or signal
+ * handler: it takes no lock and no memory. #NVFP4_INVALID_HANDLE if the handle is not a live cancel handle; NVFP4_last_error() is not
  * changed.
  */
 NVFP4_API
 NVFP4_Status NVFP4_cancel_trigger(NVFP4_Cancel *cancel);
 
 /**
- * Makes the handle not triggered again, for further calls. May be called wherever NVFP4_cancel_trigger() may, and does not
- * change NVFP4_last_error() either. A call that has already seen it triggered still ends; one that has not goes on.
+ * Resets the handle for further calls, so that it is no longer triggered. May be called wherever NVFP4_cancel_trigger() may, and does not
+ * change NVFP4_last_error() either. A call that has already seen it triggered still ends; one that has not continues.
  */
 NVFP4_API
 NVFP4_Status NVFP4_cancel_reset(NVFP4_Cancel *cancel);
@@ -1397,10 +1395,7 @@ NVFP4_API NVFP4_Status NVFP4_cancel_is_triggered(const NVFP4_Cancel *cancel, int
 /** Adds a reference to a cancel handle. */
 NVFP4_API NVFP4_Status NVFP4_cancel_retain(NVFP4_Cancel *cancel);
 
-/**
- * Gives up a reference to a cancel handle. After the last one the handle is stale; calls that run with it go on, and keep
- * its last state.
- */
+/** Gives up a reference to a cancel handle. After the last one the handle is stale; running calls continue with its last state. */
 NVFP4_API
 NVFP4_Status NVFP4_cancel_release(NVFP4_Cancel *cancel);
 
@@ -1422,12 +1417,12 @@ NVFP4_Status NVFP4_cancel_release(NVFP4_Cancel *cancel);
  */
 NVFP4_API NVFP4_Status NVFP4_memory_stats(int32_t tag, uint64_t *current, uint64_t *peak);
 
-/** Sets all peaks to what is in use now. */
+/** Resets all peaks to current use. */
 NVFP4_API NVFP4_Status NVFP4_memory_reset_peak(void);
 
 /**
- * Sets the most bytes that all tags together may use, on the host and on GPUs; 0 removes the limit. An allocation that
- * would exceed it fails with #NVFP4_OVER_BUDGET. Existing allocations stay.
+ * Sets an upper limit for the bytes of all tags together, on the host and on GPUs; 0 removes it. An allocation that would exceed it fails
+ * with #NVFP4_OVER_BUDGET. Existing allocations stay.
  */
 NVFP4_API
 NVFP4_Status NVFP4_memory_set_budget(uint64_t bytes);
@@ -1438,7 +1433,7 @@ NVFP4_API NVFP4_Status NVFP4_memory_get_budget(uint64_t *bytes);
 /** Sets the process's policy on managed memory, one of NVFP4_MANAGED_*. It starts as #NVFP4_MANAGED_PREFERRED. */
 NVFP4_API NVFP4_Status NVFP4_memory_set_managed_policy(int32_t policy);
 
-/** Writes the policy in force: the one that was set, or #NVFP4_MANAGED_DISABLED where TS_Q4_DISABLE_UM says so. */
+/** Writes the effective policy: the one that was set, or #NVFP4_MANAGED_DISABLED if TS_Q4_DISABLE_UM disables it. */
 NVFP4_API
 NVFP4_Status NVFP4_memory_get_managed_policy(int32_t *policy);
 
@@ -1499,8 +1494,8 @@ NVFP4_Status NVFP4_tensor_from_host(void *data,
                                     NVFP4_Tensor **out);
 
 /**
- * The same over memory that must not be written: the tensor and its views are read-only, which NVFP4_tensor_is_read_only()
- * and NVFP4_tensor_to_dlpack_versioned() report.
+ * As NVFP4_tensor_from_host(), over memory that must not be written: the tensor and its views are read-only, which
+ * NVFP4_tensor_is_read_only() and NVFP4_tensor_to_dlpack_versioned() report.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_from_host_read_only(const void *data,
@@ -1603,31 +1598,29 @@ NVFP4_Status NVFP4_tensor_strides(const NVFP4_Tensor *tensor,
                                   size_t *rank);
 
 /**
- * Writes the address of the first element, a device address if the memory is on a device. Valid as long as the caller has
- * a reference to the tensor. Do not write through it while a call uses the tensor, nor ever if the tensor is read-only.
- * Not to be used if the tensor has no elements.
+ * Writes the address of the first element, a device address if the memory is on a device. Valid as long as the caller has a reference to
+ * the tensor. Do not write through it while a call uses the tensor, or ever if the tensor is read-only. Not to be used if the tensor has
+ * no elements.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_data(const NVFP4_Tensor *tensor,
                                void **data);
 
 /**
- * Writes 1 to `read_only` if the memory must not be written, as its lender has said, else 0. The library itself never
- * writes to a tensor that it is given; results are new tensors.
+ * Writes 1 to `read_only` if the memory must not be written, as its lender declared, else 0. The library itself never writes to a tensor
+ * that it is given; results are new tensors.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_is_read_only(const NVFP4_Tensor *tensor,
                                        int32_t *read_only);
 
-/** Writes the bytes that the elements take without gaps between them, which NVFP4_tensor_copy_to_host() copies. */
-NVFP4_API
-NVFP4_Status NVFP4_tensor_bytes(const NVFP4_Tensor *tensor,
-                                uint64_t *bytes);
+/** Writes the bytes of the elements without gaps, which NVFP4_tensor_copy_to_host() copies. */
+NVFP4_API NVFP4_Status NVFP4_tensor_bytes(const NVFP4_Tensor *tensor, uint64_t *bytes);
 
 /**
- * Copies the elements, wherever they are, to `destination` in host memory, contiguous and row-major. `bytes` must be
- * exactly what NVFP4_tensor_bytes() gives. From a GPU the call waits for the copy; if it then fails because of an earlier
- * call (see ASYNCHRONOUS ERRORS above), `destination` has been written.
+ * Copies the elements, from any place, to `destination` in host memory, contiguous and row-major. `bytes` must be exactly the number that
+ * NVFP4_tensor_bytes() writes. From a GPU the call waits for the copy; if it then fails because of an earlier call (see ASYNCHRONOUS
+ * ERRORS above), `destination` has been written.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_copy_to_host(const NVFP4_Tensor *tensor,
@@ -1654,9 +1647,9 @@ NVFP4_Status NVFP4_tensor_from_dlpack(struct DLManagedTensor *managed,
                                       NVFP4_Tensor **out);
 
 /**
- * The same for a versioned DLPack tensor. With the flag DLPACK_FLAG_BITMASK_READ_ONLY the tensor and its views are
- * read-only: see NVFP4_tensor_is_read_only(). #NVFP4_UNSUPPORTED for a major version other than 1 (nothing but the version
- * is read then), for padded elements of fewer than 8 bits, and for flags that this library does not know.
+ * As NVFP4_tensor_from_dlpack(), for a versioned DLPack tensor. With the flag DLPACK_FLAG_BITMASK_READ_ONLY the tensor and its views are
+ * read-only: see NVFP4_tensor_is_read_only(). #NVFP4_UNSUPPORTED for a major version other than 1 (only the version is read then), for
+ * padded elements of fewer than 8 bits, and for flags that this library does not know.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_from_dlpack_versioned(struct DLManagedTensorVersioned *managed,
@@ -1672,7 +1665,7 @@ NVFP4_Status NVFP4_tensor_to_dlpack(const NVFP4_Tensor *tensor,
                                     struct DLManagedTensor **out);
 
 /**
- * The same in the versioned form, with the read-only flag if the tensor is read-only. The version is 1.0, or 1.1 for
+ * As NVFP4_tensor_to_dlpack(), in the versioned form, with the read-only flag if the tensor is read-only. The version is 1.0, or 1.1 for
  * float8 and float4, which 1.1 introduced.
  */
 NVFP4_API
@@ -1715,8 +1708,8 @@ NVFP4_Status NVFP4_tensor_quantize(const NVFP4_Tensor *input,
                                    float *global_scale);
 
 /**
- * Expands NVFP4 to `[.., K]` of the floating type `dtype`: code x block scale x global_scale, exactly, then rounded to
- * float and to `dtype`. On a CUDA device the call waits until the scales have been checked, but not for the values.
+ * Dequantizes NVFP4 to `[.., K]` of the floating type `dtype`: code x block scale x global_scale, exactly, then rounded to float and to
+ * `dtype`. On a CUDA device the call waits until the scales have been checked, but not for the values.
  *
  * - `codes`: uint8 or float4_e2m1fn_x2 `[.., K / 2]`.
  * - `scales`: float8_e4m3fn, or uint8 holding its bytes, in the layout `scale_layout`, one of NVFP4_SCALES_*. A scale that
@@ -1745,8 +1738,8 @@ NVFP4_Status NVFP4_tensor_quantize_nf4(const NVFP4_Tensor *input,
                                        NVFP4_Tensor **absmax);
 
 /**
- * Expands NF4, in host memory, to a tensor of the given shape and floating type. `codes` and `absmax` are as
- * NVFP4_tensor_quantize_nf4() gives them. `quant_map` holds the 16 values of the codes; NULL takes the standard ones.
+ * Dequantizes NF4, in host memory, to a tensor of the given shape and floating type. `codes` and `absmax` are as
+ * NVFP4_tensor_quantize_nf4() writes them. `quant_map` holds the 16 values of the codes; NULL for the standard ones.
  */
 NVFP4_API
 NVFP4_Status NVFP4_tensor_dequantize_nf4(const NVFP4_Tensor *codes,
@@ -1777,7 +1770,7 @@ NVFP4_Status NVFP4_quantize_packed(const NVFP4_Tensor *weight,
                                    NVFP4_Tensor **qdata,
                                    NVFP4_Tensor **scale);
 
-/** Expands the result of NVFP4_quantize_packed() to `[.., K]` of the floating type `dtype`. */
+/** Dequantizes the result of NVFP4_quantize_packed() to `[.., K]` of the floating type `dtype`. */
 NVFP4_API
 NVFP4_Status NVFP4_dequantize_packed(const NVFP4_Tensor *qdata,
                                      const NVFP4_Tensor *scale,
@@ -1788,9 +1781,8 @@ NVFP4_Status NVFP4_dequantize_packed(const NVFP4_Tensor *qdata,
  * Rounds a weight `[.., K]` to 4 bits and back, for the forward pass of training in 4 bits: the values that
  * NVFP4_quantize_packed() stores, in the weight's own type. The gradient of these values is used unchanged as the gradient
  * of the weight (straight-through estimator).
- *
- * - `keep`: 0 to compute the values anew. 1 to cache them, for a weight that does not change: the first call computes them
- *   and waits, and later calls give a handle of the same tensor, which must not be written. They are kept as long as the
+ * - `keep`: 0 to compute the values in every call. 1 to cache them, for a weight that does not change: the first call computes
+ *   them and waits, and later calls return a handle of the same tensor, which must not be written. They are kept as long as the
  *   weight's memory lives, or until NVFP4_ste_clear().
  */
 NVFP4_API
@@ -1808,11 +1800,10 @@ NVFP4_Status NVFP4_ste_clear(void);
 /**
  * @defgroup linear Products with weights in 4 bits
  *
- * There is no silent fallback: activations are quantized only if an option says so, and a weight is decoded to a dense one
- * only if the compute path allows it. NVFP4_weight_report() reports the backend that was chosen, and the reason where it
- * is a fallback. There are three backends: "nvfp4-kernel" and "nf4-kernel" read the 4-bit codes; "dequant-matmul" decodes
- * the weight once, when it is prepared, and stores it dense. In this version the CPU and CUDA devices have "nvfp4-kernel"
- * and "dequant-matmul".
+ * There is no silent fallback: activations are quantized only if an option says so, and a weight is decoded to a dense one only if the
+ * compute path allows it. NVFP4_weight_report() reports the chosen backend, and the reason if it is a fallback. There are three backends:
+ * "nvfp4-kernel" and "nf4-kernel" read the 4-bit codes; "dequant-matmul" decodes the weight once, when it is prepared, and stores it
+ * dense. In this version the CPU and CUDA devices have "nvfp4-kernel" and "dequant-matmul".
  *
  * A product is computed where its tensors are, and its result is there too: on the CPU for tensors in host memory, and on
  * a CUDA device for tensors in that device's memory or in managed memory, in stream order as the tensor chapter states.
@@ -1964,11 +1955,10 @@ NVFP4_Status NVFP4_matmul(const NVFP4_Tensor *a_codes,
 /**
  * @defgroup schema Schemas: finding and checking the 4-bit weights in a set of named tensors
  *
- * Only names, types and shapes are read, so hosts need not pass the tensors themselves. Known are NVFP4 as TorchSharp
- * hosts store it (`.qdata` and `.scale`, with or without `.weight` before), and as ModelOpt, compressed-tensors and
- * torchao do; and NF4 as TorchSharp hosts (`.weight`, `.absmax` and `.quant_map`) and bitsandbytes (`.weight`,
- * `.weight.absmax` and so on) store it. One part is enough for a weight to be found; missing parts are then reported as
- * problems.
+ * Only names, types and shapes are read, so hosts need not pass the tensors themselves. Recognized are NVFP4 of TorchSharp hosts (`.qdata`
+ * and `.scale`, with or without `.weight` before), ModelOpt, compressed-tensors and torchao, and NF4 of TorchSharp hosts (`.weight`,
+ * `.absmax` and `.quant_map`) and bitsandbytes (`.weight`, `.weight.absmax` and so on). One part suffices to find a weight; missing parts
+ * are then reported as problems.
  */
 
 /**
@@ -2060,10 +2050,10 @@ NVFP4_Status NVFP4_model_info(const NVFP4_Model *model,
 NVFP4_API NVFP4_Status NVFP4_model_vocab_size(const NVFP4_Model *model, size_t *size);
 
 /**
- * Converts text to token ids. Names of special tokens in the text, such as `<|im_end|>`, become those tokens, so text of users
- * goes to NVFP4_model_tokenize_plain(), or as messages to a session. `add_special` 1 adds the special tokens that the model expects around a text, often a first
- * one; a rendered chat has them already. Writes the number of tokens to `count`; see ARRAYS OUT above. Asking for the
- * number first does not double the work: the tokens are kept for this thread's next call, if that has the same text.
+ * Converts text to token ids. Names of special tokens in the text, such as `<|im_end|>`, become those tokens; for text of users use
+ * NVFP4_model_tokenize_plain(), or pass it as messages to a session. `add_special` 1 adds the special tokens that the model expects around
+ * a text, often a first one; a rendered chat has them already. Writes the number of tokens to `count`; see ARRAYS OUT above. Asking for
+ * the number first does not double the work: the tokens are kept for this thread's next call with the same text.
  */
 NVFP4_API
 NVFP4_Status NVFP4_model_tokenize(const NVFP4_Model *model,
@@ -2075,9 +2065,9 @@ NVFP4_Status NVFP4_model_tokenize(const NVFP4_Model *model,
                                   size_t *count);
 
 /**
- * Converts plain text, such as a user's, to token ids: the name of a special token in it becomes ordinary tokens. The rest is as
- * for NVFP4_model_tokenize(), and so are the tokens of a text without such names. #NVFP4_UNSUPPORTED where the tokenizer has no
- * other way to write such a name.
+ * Converts plain text, such as a user's, to token ids: the name of a special token in it becomes ordinary tokens. Otherwise as
+ * NVFP4_model_tokenize(); a text without such names gives the same tokens. #NVFP4_UNSUPPORTED if the tokenizer has no other way to write
+ * such a name.
  */
 NVFP4_API
 NVFP4_Status NVFP4_model_tokenize_plain(const NVFP4_Model *model,
@@ -2089,11 +2079,10 @@ NVFP4_Status NVFP4_model_tokenize_plain(const NVFP4_Model *model,
                                         size_t *count);
 
 /**
- * Converts token ids to text. `skip_special` 1 leaves out special tokens such as `<|im_end|>`. Ids in the model's
- * vocabulary that its tokenizer does not have, as many models pad it, give no text; ids that neither has are
- * #NVFP4_INVALID_ARGUMENT. Bytes that are not valid UTF-8 become U+FFFD: for a stream of tokens use a detokenizer or the
- * text of a generation, which wait for whole characters. Asking for the length first does not double the work, as for
- * NVFP4_model_tokenize().
+ * Converts token ids to text. `skip_special` 1 leaves out special tokens such as `<|im_end|>`. Ids in the model's vocabulary that its
+ * tokenizer lacks, as padding of many models, give no text; ids that neither has are #NVFP4_INVALID_ARGUMENT. Bytes that are not valid
+ * UTF-8 become U+FFFD: for a stream of tokens use a detokenizer or the text of a generation, which wait for whole characters. Asking for
+ * the length first does not double the work, as for NVFP4_model_tokenize().
  */
 NVFP4_API
 NVFP4_Status NVFP4_model_detokenize(const NVFP4_Model *model,
@@ -2121,7 +2110,7 @@ NVFP4_Status NVFP4_model_render_chat(const NVFP4_Model *model,
                                      size_t *length);
 
 /**
- * @defgroup convert Converting models: one on disk to NVFP4 on disk, by its weights alone or by what it makes of text
+ * @defgroup convert Converting models: from disk to NVFP4 on disk, by their weights alone or calibrated by text
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_ConvertOptions). */
@@ -2133,15 +2122,15 @@ NVFP4_Status NVFP4_calibrate_options_init(NVFP4_CalibrateOptions *options,
                                           uint32_t struct_size);
 
 /**
- * Converts a model on disk to NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest is kept. The
- * destination is replaced as a whole once the new model is complete; a call that fails leaves it unchanged, and leaves no
- * other files behind. A model that NVFP4_model_load() would refuse is refused with the same message, before anything is
- * written where that can be told without reading weights.
+ * Converts a model on disk to NVFP4 on disk, one tensor at a time: linear weights are quantized, the rest is kept. The destination is
+ * replaced as a whole once the new model is complete; a call that fails leaves it unchanged, and leaves no other files behind. A model
+ * that NVFP4_model_load() would refuse is refused with the same message, before anything is written if no weights have to be read to find
+ * out.
  *
- * A calibration keeps the blocks that it has finished in a folder beside the destination, with `.calibration` after its name, until the
- * model is written: the same call goes on after them when it was cancelled or ended by anything else.
+ * A calibration keeps its finished blocks in a folder beside the destination, with `.calibration` after its name, until the model is
+ * written. If the call was cancelled or interrupted, a repeated call continues after them.
  *
- * - `source`: what NVFP4_model_load() takes.
+ * - `source`: a model, as for NVFP4_model_load().
  * - `destination`: a directory that does not exist or is empty, or one to replace; for `.dat` a file, which is replaced if
  *   it exists.
  * - `options`: NULL for the defaults.
@@ -2508,9 +2497,9 @@ NVFP4_Status NVFP4_model_tokenize_messages(const NVFP4_Model *model,
 /**
  * @defgroup detokenizer Detokenizers: text from tokens one by one, for hosts that step many sessions
  *
- * A detokenizer follows one sequence. It takes each token, gives the text that the token completes, in whole characters,
- * and says when the sequence ends, as NVFP4_session_generate() would: by a stop token, a stop string, or its length. Text
- * that may be the beginning of a stop string is held back until that is decided.
+ * A detokenizer follows one sequence. It takes each token, returns the text that the token completes, in whole characters, and says when
+ * the sequence ends, as NVFP4_session_generate() would: by a stop token, a stop string, or its length. Text that may be the beginning of a
+ * stop string is held back until that is decided.
  */
 
 /**
@@ -2561,20 +2550,20 @@ NVFP4_API NVFP4_Status NVFP4_detokenizer_retain(NVFP4_Detokenizer *detokenizer);
 NVFP4_API NVFP4_Status NVFP4_detokenizer_release(NVFP4_Detokenizer *detokenizer);
 
 /**
- * @defgroup trainer Training: steps on a model's weights, which are held in 4 bits with their optimizer's moments
+ * @defgroup trainer Training: steps on a model's weights, which are stored in 4 bits with their optimizer's moments
  *
- * A trainer holds the parameters of a dense model and steps them by AdamW, as its options say; the host brings the batches.
- * Only one call at a time may use it: another one meanwhile, even from a callback, fails with #NVFP4_BUSY.
- * NVFP4_trainer_info() can be called at any time. A call that fails leaves the trainer unchanged, unless its description
- * says otherwise. The same batches, options and seed give the same bits on the same device with the same number of threads.
+ * A trainer holds the parameters of a dense model and steps them by AdamW, as its options say; the host brings the batches. Only one call
+ * at a time may use it: another one meanwhile, even from a callback, fails with #NVFP4_BUSY. NVFP4_trainer_info() can be called at any
+ * time. A call that fails leaves the trainer unchanged, unless its description says otherwise. The same batches, options and seed give the
+ * same bits on the same device with the same number of threads.
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_TrainerOptions). */
 NVFP4_API NVFP4_Status NVFP4_trainer_options_init(NVFP4_TrainerOptions *options, uint32_t struct_size);
 
 /**
- * Creates a trainer of a dense model: a directory, or a `.safetensors`, `.dat` or `.gguf` file, whose weights are read and
- * rounded to the forms of the options. The file stays open.
+ * Creates a trainer of a dense model: a directory, or a `.safetensors`, `.dat` or `.gguf` file. Its weights are read and rounded to the
+ * stored forms of the options. The file stays open.
  *
  * - `path`, `path_length`: UTF-8.
  * - `options`: NULL for the defaults.
@@ -2588,14 +2577,13 @@ NVFP4_Status NVFP4_trainer_create(const char *path,
                                   NVFP4_Trainer **out);
 
 /**
- * Creates a trainer from a checkpoint, with the settings that it has, and goes on to the same bits as if it had never
- * stopped. A checkpoint of another model is #NVFP4_INVALID_ARGUMENT, with the names that differ.
+ * Creates a trainer from a checkpoint, with its settings. Further steps have the same bits as training without a stop. A checkpoint of
+ * another model is #NVFP4_INVALID_ARGUMENT, with the names that differ.
  *
  * - `path`, `path_length`: the model that training began with, as for NVFP4_trainer_create().
- * - `directory`, `directory_length`: where NVFP4_trainer_save() has put checkpoints, of which the last one is taken, or one
- *   of the checkpoints itself.
- * - `options`: the device and threads, and the teacher that training began with if there was one; NULL for the CPU. Everything
- *   else must be left as it is.
+ * - `directory`, `directory_length`: a directory of NVFP4_trainer_save(), whose last checkpoint is taken, or one of its checkpoints.
+ * - `options`: the device and threads, and the teacher that training began with, if any; NULL for the CPU. Leave everything else at its
+ *   default.
  * - `call`: cancels the call before it reads the checkpoint; may be NULL.
  */
 NVFP4_API
@@ -2610,23 +2598,23 @@ NVFP4_Status NVFP4_trainer_resume(const char *path,
 /** Adds a reference to a trainer. */
 NVFP4_API NVFP4_Status NVFP4_trainer_retain(NVFP4_Trainer *trainer);
 
-/** Gives up a reference to a trainer. After the last one the handle is stale; a model that it has given keeps the weights. */
+/** Gives up a reference to a trainer. After the last one the handle is stale; models obtained from it keep the weights. */
 NVFP4_API
 NVFP4_Status NVFP4_trainer_release(NVFP4_Trainer *trainer);
 
 /**
- * Makes a step by the gradients of all micro-batches together, in which each label counts by its weight. Labels that are all
- * negative, tokens or labels outside the vocabulary, documents longer than the model's context, and lengths that do not sum to
- * the tokens are errors, found before anything is changed.
+ * Takes a step by the gradients of all micro-batches together, in which each label counts by its weight. Labels that are all negative,
+ * tokens or labels outside the vocabulary, documents longer than the model's context, and lengths that do not sum to the number of tokens
+ * are errors, found before anything is changed.
  *
- * A loss or gradient that is not finite changes no parameter and is reported as #NVFP4_STEP_SKIPPED; too many of those in a
- * row are an error. With `release`, a gradient that is not finite after others were used is #NVFP4_INTERNAL, and any error
- * from then on says so: go on from the last checkpoint.
+ * If a loss or gradient is not finite, no parameter changes, and the step is reported as #NVFP4_STEP_SKIPPED; too many skipped steps in a
+ * row are an error. With `release`, a gradient that is not finite after others were applied is #NVFP4_INTERNAL, and the message of any
+ * other error after that point says so too: resume from the last checkpoint.
  *
  * - `batches`, `batch_count`, `batch_size`: micro-batches, each of `batch_size` bytes, which is sizeof(NVFP4_MicroBatch).
- * - `call`: reports the tokens that are done. Cancels the step between micro-batches, and between blocks of their forward
- *   passes: everything is then as it was. With `release` it is cancelled only before the backward pass. May be NULL.
- * - `report`: what the step came to; may be NULL.
+ * - `call`: reports the tokens done. Cancels the step between micro-batches, and between blocks of their forward passes, with everything
+ *   unchanged. With `release` it is cancelled only before the backward pass. May be NULL.
+ * - `report`: the result of the step; may be NULL.
  */
 NVFP4_API
 NVFP4_Status NVFP4_trainer_step(NVFP4_Trainer *trainer,
@@ -2640,7 +2628,7 @@ NVFP4_Status NVFP4_trainer_step(NVFP4_Trainer *trainer,
  * Writes the mean cross-entropy of the labels that count, by their weights, in nats. Changes nothing.
  *
  * - `batches`, `batch_count`, `batch_size`: as for NVFP4_trainer_step().
- * - `delivered`: 1 for the NVFP4 codes alone, which are what is exported; 0 for all that is stored.
+ * - `delivered`: 1 for the NVFP4 codes alone, as they are exported; 0 for the full stored precision.
  * - `call`: cancels the call between blocks; may be NULL.
  */
 NVFP4_API
@@ -2657,7 +2645,7 @@ NVFP4_Status NVFP4_trainer_evaluate(NVFP4_Trainer *trainer,
  * at them, KL(teacher || model) at temperature 1, both in nats. Changes nothing. #NVFP4_INVALID_ARGUMENT without a teacher.
  *
  * - `batches`, `batch_count`, `batch_size`: as for NVFP4_trainer_step().
- * - `delivered`: 1 for the NVFP4 codes alone, which are what is exported; 0 for all that is stored.
+ * - `delivered`: 1 for the NVFP4 codes alone, as they are exported; 0 for the full stored precision.
  * - `call`: cancels the call between blocks; may be NULL.
  */
 NVFP4_API
@@ -2682,12 +2670,12 @@ NVFP4_Status NVFP4_trainer_info(const NVFP4_Trainer *trainer,
                                 size_t *length);
 
 /**
- * Writes a checkpoint into a directory, under the number of the last step (`step-00000020`), with everything that training
- * goes on from, and removes all checkpoints there but the last `keep`. What cannot be written whole leaves nothing.
+ * Writes a checkpoint with the complete state of training into a directory, under the number of the last step (`step-00000020`), and
+ * removes all but the last `keep` checkpoints there. A failed write leaves nothing.
  *
- * - `directory`, `directory_length`: UTF-8; made if it is not there.
- * - `data`, `data_length`: JSON that NVFP4_trainer_data() gives back when the trainer is resumed, such as the place in the
- *   data; NULL for none.
+ * - `directory`, `directory_length`: UTF-8; created if it does not exist.
+ * - `data`, `data_length`: JSON that NVFP4_trainer_data() returns when the trainer is resumed, such as the position in the data;
+ *   NULL for none.
  * - `keep`: at least 1.
  * - `call`: cancels the call at its start; may be NULL.
  */
@@ -2701,8 +2689,8 @@ NVFP4_Status NVFP4_trainer_save(NVFP4_Trainer *trainer,
                                 const NVFP4_CallOptions *call);
 
 /**
- * Copies the JSON that was saved last with NVFP4_trainer_save(), or with the checkpoint that the trainer was resumed from;
- * `null` where there is none. For the buffer see TEXT above.
+ * Copies the JSON that was last saved with NVFP4_trainer_save(), or with the checkpoint that the trainer was resumed from; `null` if there
+ * is none. For the buffer see TEXT above.
  */
 NVFP4_API
 NVFP4_Status NVFP4_trainer_data(const NVFP4_Trainer *trainer,
@@ -2711,11 +2699,12 @@ NVFP4_Status NVFP4_trainer_data(const NVFP4_Trainer *trainer,
                                 size_t *length);
 
 /**
- * Writes the model, as it is delivered, to a directory in ModelOpt's layout, with config and tokenizer of the model that training began
- * with. What has not changed is written as that model has it, or as NVFP4_model_convert() would write it: codes, scales and bytes.
- * Matrices that are trained in a form of NVFP4 have the codes that they are trained in; others bfloat16 or float32, as they are held.
+ * Writes the delivered model to a directory in ModelOpt's layout, with config and tokenizer of the model that training began with.
+ * Unchanged tensors are written as in that model, or as NVFP4_model_convert() would write them: codes, scales and bytes. Matrices trained
+ * in a form of NVFP4 keep the codes that they are trained in; others are written in bfloat16 or float32, as they are stored.
  *
- * - `tables`: one of NVFP4_TABLES_*: the embedding and the output head; #NVFP4_TABLES_AUTO as they are trained for.
+ * - `tables`: one of NVFP4_TABLES_*: the form of the embedding and the output head; #NVFP4_TABLES_AUTO for the one that they are trained
+ *   for.
  * - `replace`: 1 to replace a directory that holds a model; 0 to refuse a directory that is not empty.
  * - `call`: cancels the call at its start; may be NULL.
  */
@@ -2728,8 +2717,7 @@ NVFP4_Status NVFP4_trainer_export_directory(NVFP4_Trainer *trainer,
                                             const NVFP4_CallOptions *call);
 
 /**
- * Writes the model, as it is delivered, to a `.dat` file, every tensor in the type that it has in the `.dat` file that
- * training began with.
+ * Writes the delivered model to a `.dat` file, every tensor in its type in the `.dat` file that training began with.
  *
  * - `call`: cancels the call at its start; may be NULL.
  */
@@ -2740,15 +2728,15 @@ NVFP4_Status NVFP4_trainer_export_dat(NVFP4_Trainer *trainer,
                                       const NVFP4_CallOptions *call);
 
 /**
- * Writes the adapters of a trainer with `recipe.lora` in its config to a directory as peft reads them: `adapter_model.safetensors` in
- * float32 and `adapter_config.json`. NVFP4_trainer_export_directory() writes the model with the adapters in it.
+ * Writes the adapters of a trainer with `recipe.lora` in its config to a directory in peft's format: `adapter_model.safetensors` in
+ * float32 and `adapter_config.json`. NVFP4_trainer_export_directory() writes the model with the adapters merged.
  *
- * - `base`, `base_length`: what the model below them is called in `adapter_config.json`: a directory, or a name of the Hugging Face hub.
+ * - `base`, `base_length`: the name of the base model in `adapter_config.json`: a directory, or a name of the Hugging Face hub.
  * - `replace`: 1 to replace a directory that holds an adapter; 0 to refuse a directory that is not empty.
  * - `call`: cancels the call at its start; may be NULL.
  *
- * #NVFP4_INVALID_ARGUMENT where all parameters are trained; #NVFP4_UNSUPPORTED where a checkpoint holds adapted matrices as parts of
- * larger ones, for which peft has no such adapter.
+ * #NVFP4_INVALID_ARGUMENT if all parameters are trained; #NVFP4_UNSUPPORTED if the checkpoint holds adapted matrices as parts of larger
+ * ones, for which peft has no such adapter.
  */
 NVFP4_API
 NVFP4_Status NVFP4_trainer_export_adapter(NVFP4_Trainer *trainer,
@@ -2760,13 +2748,12 @@ NVFP4_Status NVFP4_trainer_export_adapter(NVFP4_Trainer *trainer,
                                           const NVFP4_CallOptions *call);
 
 /**
- * Gives the model that is trained, as it is delivered at this time, for sessions between steps. It runs on the memory that
- * is trained: matrices are not copied. On the CPU its products are slower than those of a loaded model, and have the same
- * bits.
+ * Writes the model under training with its delivered weights at this time, for sessions between steps. It runs on the trainer's memory:
+ * matrices are not copied. On the CPU its products are slower than those of a loaded model, and have the same bits.
  *
- * While a call runs the model, NVFP4_trainer_step() is #NVFP4_BUSY, and so is the model during a step. A step that changes
- * weights ends the model: calls that run it or its sessions are #NVFP4_INVALID_ARGUMENT from then on. Release them, and ask
- * for the model again.
+ * While a call runs the model, NVFP4_trainer_step() fails with #NVFP4_BUSY, and so does the model during a step. A step that changes
+ * weights ends the model: later calls that run it or its sessions fail with #NVFP4_INVALID_ARGUMENT. Release them, and ask for the model
+ * again.
  *
  * - `call`: cancels the call; may be NULL.
  */
@@ -2776,28 +2763,27 @@ NVFP4_Status NVFP4_trainer_model(NVFP4_Trainer *trainer,
                                  NVFP4_Model **out);
 
 /**
- * @defgroup data Data for training: files of rows as tokens, of which some are learned
+ * @defgroup data Data for training: files of rows, tokenized, with the learned tokens marked
  *
- * A data handle holds the documents of files: rows as `nvfp4 train` reads them, written as the chat template of a model has
- * them, with the tokens that are learned and what the loss of each counts for. docs/training.md says what files may hold.
- * The documents come in the order of the files; a row is one, or one for each of its answers where a template drops
- * earlier reasoning, and a text that is longer than a window is several.
+ * A data handle holds the documents of files: rows as `nvfp4 train` reads them, rendered by a model's chat template, with the learned
+ * tokens and the weight of each in the loss. docs/training.md describes the files. The documents come in the order of the files. A row is
+ * one document, or one for each of its answers if a template drops earlier reasoning; a text longer than a window is several.
  *
- * Nothing changes a handle: any number of threads may use it at a time.
+ * Handles are immutable: any number of threads may use one at a time.
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_DataOptions). */
 NVFP4_API NVFP4_Status NVFP4_data_options_init(NVFP4_DataOptions *options, uint32_t struct_size);
 
 /**
- * Reads files into documents for a model. Rows that cannot be used, and rows longer than a window, are
- * #NVFP4_INVALID_ARGUMENT with the first of them by file and line, unless the options say otherwise.
+ * Reads files into documents for a model. Unusable rows, and rows longer than a window, are #NVFP4_INVALID_ARGUMENT unless the options
+ * allow them; the message names the first by file and line.
  *
- * - `model`, `model_length`: the model that is to learn them, as for NVFP4_trainer_create(): its tokenizer, its chat template
- *   and the size of its vocabulary are read, and no weights.
+ * - `model`, `model_length`: the model that will learn them, as for NVFP4_trainer_create(). Only its tokenizer, its chat template and the
+ *   size of its vocabulary are read, no weights.
  * - `files`, `file_lengths`, `file_count`: paths, and their lengths in bytes.
  * - `options`: NULL for the defaults.
- * - `call`: reports the rows that are read, and cancels the call; may be NULL.
+ * - `call`: reports the rows read, and cancels the call; may be NULL.
  */
 NVFP4_API
 NVFP4_Status NVFP4_data_read(const char *model,
@@ -2819,11 +2805,11 @@ NVFP4_API NVFP4_Status NVFP4_data_release(NVFP4_Data *data);
 NVFP4_API NVFP4_Status NVFP4_data_count(const NVFP4_Data *data, size_t *count);
 
 /**
- * Copies a document as NVFP4_MicroBatch takes it: its tokens, for each the one that should come after it or -1 where that is
- * not learned, and the weight of each label in the loss, 0 where there is none.
+ * Copies a document in the form of NVFP4_MicroBatch: its tokens, the label of each token (the next token, or -1 if that is not learned),
+ * and the weight of each label in the loss, 0 without a label.
  *
  * - `index`: the document, from 0.
- * - `tokens`, `labels`, `weights`, `capacity`: buffers with room for so many elements each, of which any may be NULL. With a
+ * - `tokens`, `labels`, `weights`, `capacity`: buffers with room for `capacity` elements each; any may be NULL. With a
  *   capacity of 0 only the length is written.
  * - `length`: the number of its tokens. A capacity below that, other than 0, is #NVFP4_BUFFER_TOO_SMALL.
  */
@@ -2837,9 +2823,9 @@ NVFP4_Status NVFP4_data_document(const NVFP4_Data *data,
                                  size_t *length);
 
 /**
- * Describes a document as JSON: file, line, and for each of its tokens its number (tokens), the text that it completes
- * (pieces), whether it is special, whether it is learned, and its weight (weights). Unlike labels, these stand at the token
- * that is learned, and not at the one before it. Later versions may add keys. For the buffer see TEXT above.
+ * Describes a document as JSON: file, line, and for each of its tokens its id (tokens), the text that it completes (pieces), whether it is
+ * special, whether it is learned, and its weight (weights). Unlike labels, these refer to the token itself, not to the one before it.
+ * Later versions may add keys. For the buffer see TEXT above.
  */
 NVFP4_API
 NVFP4_Status NVFP4_data_mask(const NVFP4_Data *data,
@@ -2849,8 +2835,8 @@ NVFP4_Status NVFP4_data_mask(const NVFP4_Data *data,
                              size_t *length);
 
 /**
- * Describes what was read, as JSON: files (path, bytes, checksum), rows, bad_rows, truncated, dropped. Later versions may add
- * keys. For the buffer see TEXT above.
+ * Summarizes the read as JSON: files (path, bytes, checksum), rows, bad_rows, truncated, dropped. Later versions may add keys. For the
+ * buffer see TEXT above.
  */
 NVFP4_API
 NVFP4_Status NVFP4_data_report(const NVFP4_Data *data,
@@ -2859,13 +2845,12 @@ NVFP4_Status NVFP4_data_report(const NVFP4_Data *data,
                                size_t *length);
 
 /**
- * @defgroup optimizer Training by the host's own passes: the optimizer of one weight, and linear layers with a weight in 4 bits
+ * @defgroup optimizer Training with the host's own passes: the optimizer of one weight, and linear layers with a weight in 4 bits
  *
- * For hosts that compute gradients themselves, as with TorchSharp's autograd. Functions here that take tensors as `void *`
- * take an #NVFP4_Tensor, or a pointer to a tensor of libtorch as the drop-in functions do, and all of a call are of one
- * kind. Results are of that kind too, and where the tensors are. Only one call at a time may use an optimizer: another one
- * meanwhile fails with #NVFP4_BUSY. On a GPU tensors are bfloat16 or float32, products and
- * gradients are rounded to bfloat16, and calls are ordered with libtorch's current stream.
+ * For hosts that compute gradients themselves, for example with TorchSharp's autograd. Functions here that take tensors as `void *` take
+ * an #NVFP4_Tensor, or a pointer to a libtorch tensor like the drop-in functions; all tensors of a call must be of one kind. Results are
+ * of that kind and in the same place. Only one call at a time may use an optimizer: another one meanwhile fails with #NVFP4_BUSY. On a GPU
+ * tensors are bfloat16 or float32, products and gradients are rounded to bfloat16, and calls are ordered with libtorch's current stream.
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_OptimizerOptions). */
@@ -2877,10 +2862,9 @@ NVFP4_Status NVFP4_optimizer_options_init(NVFP4_OptimizerOptions *options,
 NVFP4_API NVFP4_Status NVFP4_step_options_init(NVFP4_StepOptions *options, uint32_t struct_size);
 
 /**
- * Creates the optimizer of a weight `[.., K]`, K a multiple of 16, whose values are copied and rounded to nearest; moments
- * are zero.
+ * Creates the optimizer of a weight `[.., K]`, K a multiple of 16. The values are copied and rounded to nearest; moments are zero.
  *
- * - `weight`: a floating tensor, of this library or of libtorch. The state is where it is.
+ * - `weight`: a floating tensor, of this library or of libtorch. The state is in the same place.
  * - `options`: NULL for the defaults.
  */
 NVFP4_API
@@ -2889,10 +2873,10 @@ NVFP4_Status NVFP4_optimizer_create(void *weight,
                                     NVFP4_OptimizerState **out);
 
 /**
- * Creates an optimizer from what NVFP4_optimizer_save() copied, on any device: steps go on to the same bits.
+ * Creates an optimizer from a copy by NVFP4_optimizer_save(), on any device. Further steps have the same bits as without the copy.
  *
  * - `device_type`, `device_index`: one of NVFP4_DEVICE_*, and its number.
- * - `libtorch`: 1 if its results are to be tensors of libtorch, 0 if of this library.
+ * - `libtorch`: 1 if its results should be tensors of libtorch, 0 if of this library.
  */
 NVFP4_API
 NVFP4_Status NVFP4_optimizer_restore(const uint8_t *bytes,
@@ -2909,13 +2893,12 @@ NVFP4_API NVFP4_Status NVFP4_optimizer_retain(NVFP4_OptimizerState *state);
 NVFP4_API NVFP4_Status NVFP4_optimizer_release(NVFP4_OptimizerState *state);
 
 /**
- * Makes a step of AdamW, with the bias correction of its number. A gradient that is not finite is
- * #NVFP4_INVALID_ARGUMENT, and changes nothing. Waits for a GPU.
+ * Takes a step of AdamW, with the bias correction of its number. A gradient that is not finite is #NVFP4_INVALID_ARGUMENT, and changes
+ * nothing. Waits for a GPU.
  *
- * - `gradient`: of the weight's shape, bfloat16 or float32, on the CPU any floating type, where the weight is.
+ * - `gradient`: of the weight's shape and in its place, bfloat16 or float32, on the CPU any floating type.
  * - `options`: NULL for the defaults.
- * - `changed`, `changed_delivered`: the number of weights that changed as they are stored, and as they are delivered; each
- *   may be NULL.
+ * - `changed`, `changed_delivered`: the number of weights whose stored code changed, and whose delivered code changed; each may be NULL.
  */
 NVFP4_API
 NVFP4_Status NVFP4_optimizer_step(NVFP4_OptimizerState *state,
@@ -2931,9 +2914,9 @@ NVFP4_Status NVFP4_optimizer_size(const NVFP4_OptimizerState *state,
                                   uint64_t *bytes);
 
 /**
- * Gives the weight as a tensor of the floating type `dtype`, of the kind that the optimizer was created with.
+ * Writes the weight as a tensor of the floating type `dtype`, of the kind that the optimizer was created with.
  *
- * - `delivered`: 1 for the NVFP4 codes alone, 0 for all that is stored.
+ * - `delivered`: 1 for the NVFP4 codes alone, 0 for the full stored precision.
  */
 NVFP4_API
 NVFP4_Status NVFP4_optimizer_weight(NVFP4_OptimizerState *state,
@@ -2942,7 +2925,7 @@ NVFP4_Status NVFP4_optimizer_weight(NVFP4_OptimizerState *state,
                                     void **out);
 
 /**
- * Gives the weight as it is delivered, as NVFP4 in host memory. #NVFP4_UNSUPPORTED for bfloat16 and float32.
+ * Writes the delivered weight, as NVFP4 in host memory. #NVFP4_UNSUPPORTED for bfloat16 and float32.
  *
  * - `codes`: uint8 `[.., K / 2]`.
  * - `scales`: float8_e4m3fn `[.., K / 16]`.
@@ -2954,10 +2937,7 @@ NVFP4_Status NVFP4_optimizer_delivered(NVFP4_OptimizerState *state,
                                        NVFP4_Tensor **scales,
                                        float *global_scale);
 
-/**
- * Copies everything that steps go on from, for NVFP4_optimizer_restore(). Writes the number of bytes to `length`; see
- * ARRAYS OUT above.
- */
+/** Copies the complete state, for NVFP4_optimizer_restore(). Writes the number of bytes to `length`; see ARRAYS OUT above. */
 NVFP4_API
 NVFP4_Status NVFP4_optimizer_save(NVFP4_OptimizerState *state,
                                   uint8_t *buffer,
@@ -2965,8 +2945,8 @@ NVFP4_Status NVFP4_optimizer_save(NVFP4_OptimizerState *state,
                                   size_t *length);
 
 /**
- * Writes a seed for #NVFP4_ROUNDING_STOCHASTIC from three numbers, so that every tensor and step rounds with random bits of
- * its own, and each element by its index: put it into NVFP4_QuantizeOptions.
+ * Writes a seed for #NVFP4_ROUNDING_STOCHASTIC, derived from three numbers, for NVFP4_QuantizeOptions. Every tensor and step then has its
+ * own random bits, and each element by its index.
  */
 NVFP4_API
 NVFP4_Status NVFP4_rounding_seed(uint64_t seed,
@@ -2975,8 +2955,8 @@ NVFP4_Status NVFP4_rounding_seed(uint64_t seed,
                                  uint64_t *out);
 
 /**
- * Multiplies `x` `[.., K]` by a weight `[N, K]`, transposed, whose values are rounded to 4 bits as by NVFP4_ste_weight():
- * `[.., N]` in the type of `x`. Sums are in float32.
+ * Multiplies `x` `[.., K]` by the transpose of a weight `[N, K]`, whose values are rounded to 4 bits as by NVFP4_ste_weight(): `[.., N]`
+ * in the type of `x`. Sums are float32.
  */
 NVFP4_API
 NVFP4_Status NVFP4_ste_linear(void *x,
@@ -2984,8 +2964,8 @@ NVFP4_Status NVFP4_ste_linear(void *x,
                               void **out);
 
 /**
- * The gradients of NVFP4_ste_linear() from those of its result. The gradient of `x` goes through the rounded weight; that of
- * the weight passes the rounding unchanged (straight-through estimator).
+ * The gradients of NVFP4_ste_linear(), from the gradient of its result. The gradient of `x` goes through the rounded weight; that of the
+ * weight passes the rounding unchanged (straight-through estimator).
  *
  * - `gradient`: `[.., N]`.
  * - `dx`: the gradient of `x`, in its shape and type; NULL if it is not wanted.
@@ -3001,10 +2981,9 @@ NVFP4_Status NVFP4_ste_linear_backward(void *x,
 /**
  * @defgroup torchsharp Drop-in functions for TorchSharp hosts, with the signatures those hosts bind
  *
- * They take tensor handles as `void *`: either #NVFP4_Tensor, or pointers to tensors of libtorch (2.10 or later), which
- * TorchSharp has in Tensor.Handle. All handles of a call must be of one kind. Results are new handles of that kind, never
- * those that were passed, and the caller releases or disposes of them. libtorch is looked up in the process when such a
- * handle is passed; it is not needed otherwise.
+ * They take tensor handles as `void *`: either #NVFP4_Tensor, or pointers to libtorch tensors (2.10 or later), which TorchSharp has in
+ * Tensor.Handle. All handles of a call must be of one kind. Results are always new handles of that kind, which the caller releases or
+ * disposes of. libtorch is looked up in the process when such a handle is passed; it is not needed otherwise.
  *
  * The functions return no status: after a call, NVFP4_last_status() is #NVFP4_OK or says why a result is NULL. When
  * NVFP4_quantize, NVFP4_scaled_mm or NVFP4_to_managed fails on tensors of TorchSharp, its own error check after the call

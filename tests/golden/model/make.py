@@ -128,8 +128,8 @@ CASES.update({
     "llama_wide": ("Llama", dict(SMALL, head_dim=192, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True, **rope(rope_theta=1e4, rope_type="dynamic", factor=2.0))),
     "qwen3_uneven": ("Qwen3", dict(SMALL, head_dim=96, num_attention_heads=3, num_key_value_heads=1, tie_word_embeddings=True, **rope(rope_theta=1e4, rope_type="default"))),
 })
-# What published models have and random ones do not: a token whose residual stream reaches 2e5, by an activation of the MLP of some
-# millions; keys of 500, common to all positions, and scores of a thousand. Computed in f64.
+# Properties of published models that random ones lack: a token whose residual stream reaches 2e5, by an MLP activation of some millions;
+# keys of 500, common to all positions, and scores of a thousand. Computed in f64.
 CASES["qwen2_massive"] = ("Qwen2", dict(
     MEDIUM, head_dim=None, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=3, tie_word_embeddings=False,
     **rope(rope_theta=1e6, rope_type="default")))

@@ -173,7 +173,7 @@ CASES = [
 ]
 
 
-# What families of templates do, in our words: who looks backwards, who counts, who refuses, who wants texts for arguments.
+# Features of template families, in our words: some look back, some count, some refuse, some want arguments as texts.
 OWN = {
     "thinks": """\
 {%- if tools %}
@@ -413,7 +413,7 @@ def ids_around(fast, text, plain):
     assert text.count(plain) == 1
     special = sorted((t.content for t in fast.added_tokens_decoder.values() if t.special), key=len, reverse=True)
     marks = [m.span() for m in re.finditer("|".join(map(re.escape, special)), text)]
-    # What lies between the marks that the template wrote on either side of it is one piece, within which nothing is special.
+    # Text between the template's marks on either side of it is one piece, in which nothing is special.
     begin = max((e for _, e in marks if e <= start), default=0)
     end = min((s for s, _ in marks if s >= start + len(plain)), default=len(text))
     backend = fast.backend_tokenizer

@@ -1,6 +1,5 @@
-//! Compares `include/nvfp4.h` with what cbindgen makes of `src/abi` under the settings of `include/cbindgen.toml`, or, given
-//! `--bless`, writes it anew. cbindgen keeps the comments of functions but not those of files, so the chapters' headings are
-//! put in here.
+//! Compares `include/nvfp4.h` with cbindgen's output for `src/abi` under the settings of `include/cbindgen.toml`, or regenerates it, given
+//! `--bless`. cbindgen keeps the comments of functions but not those of files, so the chapters' headings are inserted here.
 
 use std::error::Error;
 use std::fs;
@@ -35,7 +34,7 @@ fn tidy(header: &str) -> String {
                 i += 3;
             }
             [line, ..] if !line.starts_with("typedef struct") => {
-                // Rust has no word for what another thread or a signal handler may change.
+                // Rust has no `volatile` for memory that another thread or a signal handler may change.
                 let line = line.replace(
                     "const int32_t *cancel_flag",
                     "const volatile int32_t *cancel_flag",
@@ -114,7 +113,7 @@ fn first_difference(a: &str, b: &str) -> usize {
 }
 
 fn run() -> Result<bool, Box<dyn Error>> {
-    // Of this run: checkouts that share a target folder share the executable.
+    // The root of this run: checkouts that share a target folder share the executable.
     let root = Path::new(&std::env::var("CARGO_MANIFEST_DIR")?).join("../..");
     let path = root.join("include/nvfp4.h");
     let generated = generate(&root)?;

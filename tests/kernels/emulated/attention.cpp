@@ -31,7 +31,7 @@ namespace reference {
 
 static double half(double x) { return f16_to_float(to_f16((float)x)); }
 
-// A sequence of one layer, whose tokens are all known in advance.
+// A sequence of one layer; all its tokens are known in advance.
 struct Sequence {
     int D, heads, kv_heads, length, all, rotary_dim, window;
     float cap;
@@ -49,7 +49,7 @@ struct Sequence {
         for (int i = 0; i < length * all * D; i++) qkv.push_back(uniform());
         for (int i = 0; i < D; i++) q_norm.push_back(1 + 0.5f * uniform()), k_norm.push_back(1 + 0.5f * uniform());
         for (int i = 0; i < rotary_dim / 2; i++) frequencies.push_back(std::pow(100.0f, -2.0f * i / rotary_dim));
-        // Two layers, of which the second is used, and 16 bytes for alignment. Memory that is not written yet holds random numbers.
+        // Two layers, the second of which is used, and 16 bytes for alignment. Memory that is not written yet holds random numbers.
         for (int i = 0; i < ceil_div(length, PAGE); i++) {
             pages.emplace_back(2 * layer() / sizeof(u16) + 8);
             for (u16& x : pages.back()) x = to_f16(uniform());

@@ -44,7 +44,7 @@ struct Routed {
     std::vector<ExpertTile> tiles;
 };
 
-// Routes rows whose logits have equals among them, and compares with sorting.
+// Routes rows with some equal logits, and compares with sorting.
 static Routed check_route(int rows, int experts, int per_token, bool normalized, int tile_pairs) {
     bool few = rows <= routes::FEW_ROWS && rows * per_token <= routes::FEW_PAIRS;
     int pairs = rows * per_token, most = pairs / tile_pairs + min(pairs, experts), stride = experts + 1;

@@ -117,7 +117,7 @@ static void check_glu(int rows, int width, int kind) {
             expect(std::fabs(got - want) <= std::fabs(want) * 0x1.1p-11 + 0x1p-19, "a gated activation", r, i, got, want);
         }
     }
-    // Infinities and NaN of either half of a word, in gate and in up; the largest f16 is none of them.
+    // Infinities and NaN in either half of a word, in gate and in up, and as a contrast the largest f16.
     for (u16 odd : {0x7bff, 0xfbff, 0x7c00, 0xfc00, 0x7e01}) {
         for (int at : {0, 7, width + 5, 2 * rows * width - 1}) {
             u16 kept = halves[at];

@@ -276,7 +276,7 @@ struct Activations {
 enum Output { F32, F16, ADD, GLU, GLU_FRAGMENT_MAJOR };
 static bool is_glu(Output output) { return output == GLU || output == GLU_FRAGMENT_MAJOR; }
 
-// Rows in the layout of format/fragment_major.cuh, whose padding along K is zeros.
+// Rows in the layout of format/fragment_major.cuh, with zeros as padding along K.
 static void to_fragment_major(const Memory& x, int m, int k, Memory& fragment_major) {
     rows::ToFragmentsArguments a = {(const u16*)const_cast<Memory&>(x).data(), (u16*)fragment_major.data(), k};
     launch(m, ceil_div(padded_k(k) / 8, rows::THREADS), 1, rows::THREADS, [&] { rows::linear_to_fragments(a); });
@@ -332,7 +332,7 @@ static Memory before(int m, int stride, int features, Output output) {
     return out;
 }
 
-// Several matrices that share their input, whose features follow each other.
+// Several matrices that share their input; their features follow each other.
 static int activation = SILU;
 
 struct Set {

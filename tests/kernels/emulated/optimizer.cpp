@@ -1,6 +1,5 @@
 // kernels/optimizer/{adamw,decode}.cu on the CPU: the sources as they ship, with their instructions emulated as the PTX ISA describes them.
-// Steps come on standard input, with matrices row-major, and what they make goes to standard output, as tests/kernels.rs writes and reads
-// them.
+// Reads steps from standard input, with matrices row-major, and writes the results to standard output, in the format of tests/kernels.rs.
 #include "cuda.hpp"
 
 #include "common/cluster.cuh"

@@ -253,7 +253,7 @@ static void check_arrays(int count) {
     for (int i = 0; i < count; i++) expect(x[i] == -2.5, "one value", 0, i, x[i], -2.5);
 }
 
-// Tokens of rows, of which some occur often, and a gradient of the tokens from `first` on.
+// Tokens of rows, some of which occur often, and a gradient of the tokens from `first` on.
 static void check_embedding(int rows, int width, int vocabulary, int first, int held, bool add) {
     Bf16 dx((size_t)rows * width, 1), gradient((size_t)held * width, 1), before = gradient;
     std::vector<u32> tokens, order, offsets, ids;
@@ -632,7 +632,7 @@ static void check_operand_columns(int rows, int width, int rule) {
     Bf16 x((size_t)rows * width), y((size_t)groups * operand::ROTATED * width);
     double amax = 0;
     for (int i = 0; i < rows * width; i++) {
-        // Multiples of 1/64 up to 4, whose sums f32 holds.
+        // Multiples of 1/64 up to 4, whose sums are exact in f32.
         x.set(i, std::floor(256 * uniform()) / 64);
         amax = std::fmax(amax, std::fabs(x[i]));
     }

@@ -41,7 +41,7 @@ u32 each_half(Read read, u32 a, u32 b, u32 c, One one) {
 }
 inline u16 to_bf16(double x) {
     if (std::isnan(x)) return 0x7fff;
-    // Toward zero, with what was lost in the last bit: the next rounding then is that of the whole.
+    // Rounds toward zero and keeps what was lost in the last bit, so that the next rounding is that of the exact value.
     float f = (float)x;
     u32 bits = __float_as_uint(f);
     if (std::fabs((double)f) > std::fabs(x)) bits--;

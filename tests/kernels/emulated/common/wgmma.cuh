@@ -35,7 +35,7 @@ u64 wgmma_descriptor(u32 address) {
     if (address % 16) printf("an operand of a warpgroup at %u\n", address), exit(1);
     return (u64)(address >> 4) | (u64)(ALONG_K / 16) << 16 | (u64)(ALONG_N / 16) << 32;
 }
-// Element of B, whose 8 by 8 matrices are at the distances in the descriptor.
+// An element of B; its 8 by 8 matrices have the distances in the descriptor.
 inline const char* group_element(u64 b, int k, int n) {
     auto distance = [&](int shift) { return (int)(b >> shift & 0x3fff) * 16; };
     return shared + distance(0) + k / 8 * distance(16) + n / 8 * distance(32) + n % 8 * 16 + k % 8 * 2;
