@@ -151,6 +151,30 @@ impl GpuCache {
         }
     }
 
+    /// Makes the positions from `len` on zero in the page of position `len`. A pass that failed may have left values there that are not finite, and
+    /// kernels multiply what is behind a sequence's end by zero.
+    pub(super) fn clear_from(&mut self, len: usize) -> Result<()> {
+        let (index, held) = (len / cuda::PAGE, len % cuda::PAGE);
+        let Some(page) = self.pages.get_mut(index).and_then(Arc::get_mut) else {
+            return Ok(());
+        };
+        let (heads, dim) = (self.kv_heads, self.dim);
+        let mut layer = vec![0u8; 2 * heads * cuda::PAGE * dim * ELEMENT];
+        let bytes = layer.len();
+        for index in 0..self.layers {
+            page.read(index * bytes, &mut layer)?;
+            let (keys, values) = layer.split_at_mut(bytes / 2);
+            for head in keys.chunks_exact_mut(cuda::PAGE * dim * ELEMENT) {
+                head[held * dim * ELEMENT..].fill(0);
+            }
+            for element in values.chunks_exact_mut(cuda::PAGE * ELEMENT) {
+                element[held * ELEMENT..].fill(0);
+            }
+            page.write(index * bytes, &layer)?;
+        }
+        Ok(())
+    }
+
     /// Bytes of one layer in a page of a file.
     pub(super) fn file_page_bytes(&self) -> usize {
         2 * self.kv_heads * FILE_PAGE * self.dim * ELEMENT

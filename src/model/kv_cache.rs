@@ -106,10 +106,19 @@ impl KvCache {
     }
 
     /// Frees pages behind the positions held, which were reserved for tokens that did not run.
-    pub(super) fn free_unused(&mut self) {
+    fn free_unused(&mut self) {
         match &mut self.store {
             Store::Host(layers) => layers.iter_mut().for_each(|l| l.truncate(self.len)),
             Store::Gpu(cache) => cache.truncate(self.len),
+        }
+    }
+
+    /// Gives up the positions that [`KvCache::reserve`] made room for, after a pass that failed.
+    pub(super) fn give_up(&mut self) -> Result<()> {
+        self.free_unused();
+        match &mut self.store {
+            Store::Host(_) => Ok(()),
+            Store::Gpu(cache) => cache.clear_from(self.len),
         }
     }
 

@@ -183,7 +183,10 @@ impl Model {
         for (segment, output) in batch.segments.iter_mut().zip(&slots.outputs) {
             match result.is_ok() && output.is_ok() {
                 true => segment.cache.advance(segment.tokens.len()),
-                false => segment.cache.free_unused(),
+                // A device that is lost fails here too, and says so in the call after.
+                false => {
+                    let _ = segment.cache.give_up();
+                }
             }
         }
         result.map(|()| slots.outputs)
@@ -217,11 +220,13 @@ impl Model {
                 &mut scratch.block,
                 &mut scratch.logits,
             )?;
-            let choices = choices(&batch.segments, &wanted.tokens);
-            let cpu = self.device.host()?;
-            let chosen = sample::sample_rows(&scratch.logits, &choices, cpu, &mut scratch.sample);
-            for (&(_, slot), token) in wanted.tokens.iter().zip(chosen) {
-                slots.choose(slot, token);
+            if !wanted.tokens.is_empty() {
+                let choices = choices(&batch.segments, &wanted.tokens);
+                let (logits, cpu) = (&scratch.logits, self.device.host()?);
+                let chosen = sample::sample_rows(logits, &choices, cpu, &mut scratch.sample);
+                for (&(_, slot), token) in wanted.tokens.iter().zip(chosen) {
+                    slots.choose(slot, token);
+                }
             }
             call::add(tokens.len() as u64);
         }

@@ -264,19 +264,23 @@ fn massive_activations_fit_or_are_refused() {
 #[test]
 fn ragged_batches_give_what_segments_give_apart() {
     let Some(gpu) = gpu() else { return };
-    for case in [
-        "qwen3_tied",
-        "qwen3_untied",
-        "gemma3_wide",
-        "mistral_window",
-    ] {
-        let model = load_on(Device::Cuda(gpu.clone()), &golden(case));
+    let mut tested = 0;
+    // Rounding sends some rows of a mixture to other experts.
+    for case in DEVICE_CASES
+        .into_iter()
+        .filter(|case| !case.contains("moe"))
+    {
+        let Some(Pair { model, .. }) = Pair::load(&gpu, case, None) else {
+            continue;
+        };
+        tested += 1;
         let same = |got: &[f32], expected: &[f32], what: &str| match expected.is_empty() {
             true => {}
             false => assert_close(got, &as_f64(expected), 3e-3, &format!("{case}, {what}")),
         };
         ragged::check(&model, Some(1e-2), &same);
     }
+    assert!(tested >= 6, "{tested} models with heads that the GPU takes");
 }
 
 /// A row with values that f16 does not hold is the fault of its slot alone, in a decode step and beside a chunk of a prompt.
