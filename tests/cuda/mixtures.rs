@@ -7,8 +7,11 @@ use NVFP4::model::calibrate::{CalibrateOptions, CalibrationText, calibrate};
 use NVFP4::model::training::{Observer, Runner, Source};
 use NVFP4::ops::{Array, Mixed, Slice};
 
+use NVFP4::train::{Clip, Config, MicroBatch, Recipe, Trainer};
+
 use crate::common::golden;
 use crate::support::{gpu, relative_l2};
+use crate::training_model::{losses, steps::check_resumes, text};
 
 /// Some rows of a model's residual stream.
 type Rows = Vec<f32>;
@@ -102,4 +105,61 @@ fn mixtures_are_calibrated_on_a_gpu() {
     let mut observer = Observer::new(&device, source.clone(), &runs, [3, 7]).unwrap();
     observer.advance(&mut |_, _, _| Ok(())).unwrap();
     assert_eq!(observer.error().unwrap(), 0.0);
+}
+
+/// Twenty steps of a mixture, routers included, on a GPU as on the CPU. A step that goes on from a checkpoint has the same bits.
+#[test]
+fn a_gpu_trains_mixtures_as_the_cpu_does() {
+    let Some(gpu) = gpu() else { return };
+    for name in ["qwen3moe_mixed", "qwen2moe_shared"] {
+        let source = Source::open(&golden(name)).unwrap();
+        for recipe in [Recipe::float32(), Recipe::default()] {
+            let mut config = Config {
+                recipe,
+                steps: 20,
+                ..Config::default()
+            };
+            config.optimizer.rate = 2e-3;
+            let devices = [Device::cpu(None).unwrap(), Device::Cuda(gpu.clone())];
+            let [cpu, found] = devices.each_ref().map(|device| {
+                let mut trainer = Trainer::new(device, &source, &config).unwrap();
+                losses(&mut trainer, 0..20)
+            });
+            println!("{name}: {cpu:?} {found:?}");
+            for (step, (a, b)) in cpu.iter().zip(&found).enumerate() {
+                let what = format!("{name}, {:?}: step {step}: {a} and {b}", config.recipe);
+                assert!((a / b - 1.0).abs() < 0.03, "{what}");
+            }
+            check_resumes(&devices[0], &devices[1], &source, &config, &found);
+        }
+    }
+}
+
+/// Gradients of experts and routers on a GPU, beside those of the CPU: bfloat16 sends some rows to other experts, which the bound allows for.
+#[test]
+fn gradients_of_mixtures_agree_with_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let source = Source::open(&golden("qwen2moe_shared")).unwrap();
+    let config = Config {
+        recipe: Recipe {
+            clip: Clip::Never,
+            ..Recipe::float32()
+        },
+        steps: 1,
+        ..Config::default()
+    };
+    let devices = [Device::cpu(None).unwrap(), Device::Cuda(gpu)];
+    let [cpu, found] = devices.each_ref().map(|device| {
+        let mut trainer = Trainer::new(device, &source, &config).unwrap();
+        let (tokens, labels) = text(5, 240, source.spec().vocab_size);
+        let batch = MicroBatch {
+            tokens: &tokens,
+            documents: &[240],
+            labels: &labels,
+            weights: None,
+        };
+        trainer.step(&[batch]).unwrap().gradient_norm
+    });
+    println!("gradient norms {cpu} {found}");
+    assert!((cpu / found - 1.0).abs() < 0.1, "{cpu} {found}");
 }

@@ -1,7 +1,7 @@
 //! Training on a GPU against the CPU: attention, steps of a whole model, and the promise that what resumes goes on to the same bits.
 
 mod operations;
-mod steps;
+pub(crate) mod steps;
 mod weights;
 
 use std::ops::Range;
@@ -52,7 +52,7 @@ pub(crate) fn text(seed: usize, rows: usize, vocabulary: usize) -> (Vec<u32>, Ve
 }
 
 /// The losses of steps by their numbers.
-fn losses(trainer: &mut Trainer, steps: Range<usize>) -> Vec<f64> {
+pub(crate) fn losses(trainer: &mut Trainer, steps: Range<usize>) -> Vec<f64> {
     let documents = [40, 1, 130, 85];
     let vocabulary = trainer.spec().vocab_size;
     steps

@@ -19,7 +19,13 @@ use crate::common::golden;
 use crate::support::gpu;
 
 /// Ten steps, and another trainer that goes on, give the bits of twenty steps. The CPU reads the checkpoint, too.
-fn check_resumes(cpu: &Device, device: &Device, source: &Source, config: &Config, found: &[f64]) {
+pub(crate) fn check_resumes(
+    cpu: &Device,
+    device: &Device,
+    source: &Source,
+    config: &Config,
+    found: &[f64],
+) {
     let folder = fresh_folder("training");
     let mut first = Trainer::new(device, source, config).unwrap();
     let mut all = losses(&mut first, 0..10);
