@@ -2,19 +2,20 @@
 //!
 //! # A conversation
 //!
-//! A [`Model`](model::Model) is loaded once and shared; a [`Session`](session::Session) is one sequence of tokens on it, whose keys and
+//! A [served model](engine::Served) is loaded once and shared; a [`Session`](session::Session) is one sequence of tokens on it, whose keys and
 //! values stay from one turn to the next.
 //!
 //! ```
 //! use std::{ops::ControlFlow, path::Path};
 //!
 //! use NVFP4::base::Result;
-//! use NVFP4::model::{Device, LoadOptions, Model};
+//! use NVFP4::engine::Served;
+//! use NVFP4::model::{Device, LoadOptions};
 //! use NVFP4::session::{GenerateOptions, Session, SessionOptions};
 //!
 //! /// `path` is a directory as it is published (safetensors), or a `.gguf`, `.safetensors` or `.dat` file.
 //! fn answer(path: &Path, question: &str) -> Result<String> {
-//!     let model = Model::load(path, &LoadOptions::new(Device::cpu(None)?))?;
+//!     let model = Served::load(path, &LoadOptions::new(Device::cpu(None)?))?;
 //!     let mut session = Session::new(model.clone(), &SessionOptions::default())?;
 //!     let options = GenerateOptions { max_tokens: 60, ..GenerateOptions::of(&model) };
 //!     let answer = session.chat(question, None, &options, &mut |piece| {
@@ -68,7 +69,8 @@
 //! | multiply matrices in 4 bits (W4A4) | [`ops::quantize::scaled_mm`] |
 //! | multiply with a prepared weight (W4A16, W4A8) | [`ops::linear::Linear`], [`ops::linear::linear`] |
 //! | do that on tensors of any type, stride and place, with DLPack | [`tensor::Tensor`], [`ops::tensors`] |
-//! | load a model, and choose where it runs | [`model::Model`], [`model::LoadOptions`], [`model::placement`] |
+//! | load a model, and choose where it runs | [`engine::Served`], [`model::LoadOptions`], [`model::placement`] |
+//! | run batches on its weights | [`model::Model::run`] |
 //! | hold conversations, with reasoning and tools | [`session::Session`], [`session::ChatOptions`], [`session::GenerateOptions`] |
 //! | step several sequences together | [`session::step_choose`] |
 //! | train a model | [`train::Trainer`], [`train::Config`], [`train::run`] |
@@ -86,6 +88,7 @@
 //! |---|---|
 //! | 8 | [`abi`] (and the `nvfp4` command) |
 //! | 7 | [`session`], [`train`] |
+//! | 6 | [`engine`] |
 //! | 5 | [`model`] |
 //! | 4 | [`ops`] |
 //! | 3 | [`cpu`], [`cuda`], [`checkpoint`], [`text`] |
@@ -98,7 +101,7 @@
 //! - The feature `allocator`, on by default, sets the global allocator, [`base::alloc::Allocator`], by which calls end in an error where
 //!   the system refuses memory. A program that wants another one leaves the feature out (`default-features = false`): a refusal then ends
 //!   the process where a dependency allocates, and the memory that a chat template takes has no limit.
-//! - Everything that is shared ([`Model`](model::Model), [`Linear`](ops::linear::Linear), [`Device`](ops::Device)) may be used from any
+//! - Everything that is shared ([`Served`](engine::Served), [`Linear`](ops::linear::Linear), [`Device`](ops::Device)) may be used from any
 //!   thread at a time.
 //! - Events go to [`tracing`](https://docs.rs/tracing).
 //! - GPU kernels are compiled by NVRTC when they are first used, and kept on disk. `NVFP4_EMBED_KERNELS=1 cargo build` compiles them
@@ -121,6 +124,8 @@ pub mod text;
 pub mod ops;
 
 pub mod model;
+
+pub mod engine;
 
 pub mod session;
 pub mod train;

@@ -14,10 +14,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use NVFP4::base::call::{Cancel, Progress, Watch};
 use NVFP4::base::{ErrorKind, Result};
 use NVFP4::checkpoint::{Checkpoint, Entry, Metadata, Part};
+use NVFP4::engine::Served;
 use NVFP4::format::nvfp4::QuantizeOptions;
 use NVFP4::model::{
-    self, Activations, Batch, Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch,
-    Segment, Wanted,
+    self, Activations, Batch, Device, KvCache, KvType, LoadOptions, Logits, Scratch, Segment,
+    Wanted,
 };
 use common::{
     Copy, DEVICE_CASES, LONG_CASES, at_long_positions, change_tensor, check_memory_comes_back, cut,
@@ -44,20 +45,20 @@ fn all_cases() -> impl Iterator<Item = &'static str> {
     DEVICE_CASES.into_iter().chain(PROCESSOR_CASES)
 }
 
-fn cache(model: &Model) -> KvCache {
+fn cache(model: &Served) -> KvCache {
     cache_of(model, 128)
 }
 
-fn cache_of(model: &Model, capacity: usize) -> KvCache {
+fn cache_of(model: &Served, capacity: usize) -> KvCache {
     KvCache::new(model.device(), model.spec(), capacity, KvType::F32).unwrap()
 }
 
 /// The logits asked for after running `tokens` on an empty cache.
-fn run(model: &Model, tokens: &[u32], wanted: Logits) -> Vec<f32> {
+fn run(model: &Served, tokens: &[u32], wanted: Logits) -> Vec<f32> {
     run_in(cache(model), model, tokens, wanted)
 }
 
-fn run_in(mut cache: KvCache, model: &Model, tokens: &[u32], wanted: Logits) -> Vec<f32> {
+fn run_in(mut cache: KvCache, model: &Served, tokens: &[u32], wanted: Logits) -> Vec<f32> {
     let mut logits = Vec::new();
     model
         .forward(tokens, &mut cache, &mut Scratch::new(), wanted, &mut logits)
@@ -92,7 +93,7 @@ fn logits_agree_with_transformers() {
     let mut largest = 0f32;
     for case in all_cases() {
         let dense = dense_copy(case);
-        let dense = Model::load(&dense.0, &options()).unwrap();
+        let dense = Served::load(&dense.0, &options()).unwrap();
         assert!(!dense.info().formats.contains_key("nvfp4"));
         let packed = load(case);
         assert!(packed.info().formats["nvfp4"].tensors >= 8);
@@ -164,7 +165,7 @@ fn gguf_files_of_every_family_agree_with_transformers() {
         "mistral_window",
     ] {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/gguf");
-        let model = Model::load(&folder.join(format!("{case}.gguf")), &options()).unwrap();
+        let model = Served::load(&folder.join(format!("{case}.gguf")), &options()).unwrap();
         assert_eq!(model.info().architecture, load(case).info().architecture);
         for (tokens, want) in expected(case) {
             let got = run_in(cache_of(&model, tokens.len()), &model, &tokens, Logits::All);
@@ -204,7 +205,7 @@ fn the_text_model_within_another_is_run() {
             "vision_config": {"hidden_size": 2}
         });
         dir.write("config.json", outer.to_string().as_bytes());
-        let model = Model::load(&dir.0, &options()).unwrap();
+        let model = Served::load(&dir.0, &options()).unwrap();
         let got = run(&model, &tokens, Logits::All);
         for (a, b) in got[got.len() - want.len()..].iter().zip(&want) {
             assert!((a - b).abs() <= TOLERANCE, "{of_model}: {a} and {b}");
@@ -272,7 +273,7 @@ fn more_tokens_than_go_through_together() {
     config["max_position_embeddings"] = json!(2048);
     let dir = Copy::of("llama_tied", "long");
     dir.write("config.json", config.to_string().as_bytes());
-    let model = Model::load(&dir.0, &options()).unwrap();
+    let model = Served::load(&dir.0, &options()).unwrap();
     let tokens = some_tokens(&model, 1030);
     let mut cache = KvCache::new(model.device(), model.spec(), 1030, KvType::F16).unwrap();
     let (mut scratch, mut whole, mut last) = (Scratch::new(), Vec::new(), Vec::new());
@@ -296,14 +297,14 @@ fn more_tokens_than_go_through_together() {
 fn threads_and_int8_activations() {
     let tokens: Vec<u32> = (0..20).collect();
     let one = LoadOptions::new(Device::cpu(Some(1)).unwrap());
-    let alone = Model::load(&golden("qwen3_untied"), &one).unwrap();
+    let alone = Served::load(&golden("qwen3_untied"), &one).unwrap();
     let exact = run(&load("qwen3_untied"), &tokens, Logits::All);
     assert!(run(&alone, &tokens, Logits::All) == exact);
     let int8 = LoadOptions {
         activations: Activations::Int8,
         ..options()
     };
-    let int8 = Model::load(&golden("qwen3_untied"), &int8).unwrap();
+    let int8 = Served::load(&golden("qwen3_untied"), &int8).unwrap();
     assert_eq!(int8.info().activations, "int8");
     let rounded = run(&int8, &tokens, Logits::All);
     let (mut error, mut size) = (0.0, 0.0);
@@ -374,7 +375,7 @@ fn ragged_batches_give_the_bits_of_segments_apart() {
 #[test]
 fn a_fault_of_a_slot_leaves_the_others_alone() {
     let dir = ragged::spoil();
-    let model = Model::load(&dir.0, &options()).unwrap();
+    let model = Served::load(&dir.0, &options()).unwrap();
     let words = "the logit of token 0 is not a number";
     ragged::check_faults(&model, words, &|got, expected, what| {
         assert!(got == expected, "{what}");
@@ -389,7 +390,7 @@ fn rows_without_experts_fail_alone() {
         assert_eq!(dtype, Dtype::BF16);
         bytes[..2].copy_from_slice(&half::bf16::from_f32(3e38).to_le_bytes());
     });
-    let model = Model::load(&dir.0, &options()).unwrap();
+    let model = Served::load(&dir.0, &options()).unwrap();
     let tokens: Vec<u32> = (0..40).collect();
     let run = |tokens: &[u32]| {
         let mut caches: Vec<KvCache> = tokens.iter().map(|_| cache(&model)).collect();
@@ -473,7 +474,7 @@ fn quantizing_while_loading_is_what_the_file_holds() {
     let dense = dense_copy("qwen3_tied");
     let tokens = some_tokens(&load("qwen3_tied"), 12);
     let reference = run(&load("qwen3_tied"), &tokens, Logits::All);
-    let as_stored = Model::load(&dense.0, &options()).unwrap();
+    let as_stored = Served::load(&dense.0, &options()).unwrap();
     let worst = |got: &[f32]| {
         got.iter()
             .zip(&reference)
@@ -489,7 +490,7 @@ fn quantizing_while_loading_is_what_the_file_holds() {
         quantize: Some(QuantizeOptions::default()),
         ..options()
     };
-    let quantized = Model::load(&dense.0, &quantized).unwrap();
+    let quantized = Served::load(&dense.0, &quantized).unwrap();
     let info = quantized.info();
     assert_eq!(info.formats["nvfp4"].tensors, 15);
     assert!(info.embedding_in_file && info.formats.len() == 1);
@@ -513,7 +514,7 @@ fn sampling_only() {
         sampling_only: true,
         ..options()
     };
-    let only = Model::load(&golden("qwen3_untied"), &only).unwrap();
+    let only = Served::load(&golden("qwen3_untied"), &only).unwrap();
     assert!(only.info().weight_bytes < whole.info().weight_bytes / 2);
     let mut hidden = vec![0.0; 2 * 48];
     only.embed(&[3, 149], &mut hidden).unwrap();
@@ -600,7 +601,7 @@ fn progress_and_cancel() {
             flags: &[],
             progress: Some(progress),
         };
-        watch.during(|| Model::load(&golden("qwen3_tied"), &options()))
+        watch.during(|| Served::load(&golden("qwen3_tied"), &options()))
     };
     load(&progress).unwrap();
     let (done, total) = last.get();
@@ -609,7 +610,7 @@ fn progress_and_cancel() {
     assert_eq!(e.kind(), ErrorKind::Cancelled);
     let cancel = Cancel::new();
     cancel.cancel();
-    let load = || Model::load(&golden("qwen3_tied"), &options());
+    let load = || Served::load(&golden("qwen3_tied"), &options());
     let e = cancel.watching(load).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Cancelled);
 }
@@ -617,7 +618,7 @@ fn progress_and_cancel() {
 #[test]
 fn memory_comes_back() {
     let device = Device::cpu(Some(2)).unwrap();
-    let used = |model: Arc<Model>| drop(run(&model, &[1, 2, 3], Logits::Last));
+    let used = |model: Arc<Served>| drop(run(&model, &[1, 2, 3], Logits::Last));
     check_memory_comes_back(&device, 3, used, || ());
 }
 
@@ -654,7 +655,7 @@ impl Copy {
     }
 
     fn refused(&self, kind: ErrorKind, parts: &[&str]) {
-        let e = Model::load(&self.0, &options()).unwrap_err();
+        let e = Served::load(&self.0, &options()).unwrap_err();
         assert_eq!(e.kind(), kind, "{e}");
         for part in parts {
             assert!(e.message().contains(part), "'{part}' is not in: {e}");
@@ -792,7 +793,7 @@ fn weights_that_are_not_finite_are_named() {
         }
         Some((d, s, b))
     });
-    let e = Model::load(&dir.0, &options()).unwrap_err();
+    let e = Served::load(&dir.0, &options()).unwrap_err();
     assert!(
         e.message()
             .contains("model.layers.0.self_attn.k_proj.weight")
@@ -803,7 +804,7 @@ fn weights_that_are_not_finite_are_named() {
         quantize: Some(QuantizeOptions::default()),
         ..options()
     };
-    let e = Model::load(&dir.0, &quantized).unwrap_err();
+    let e = Served::load(&dir.0, &quantized).unwrap_err();
     assert!(
         e.message()
             .contains("model.layers.0.self_attn.k_proj.weight"),
@@ -835,7 +836,7 @@ fn configs_and_tokenizers_that_do_not_fit() {
     }
     dir.write("tokenizer.json", tokenizer.to_string().as_bytes());
     // As Gemma 3's text models have a name for pictures: it refuses nothing until it is used.
-    let model = Model::load(&dir.0, &options()).unwrap();
+    let model = Served::load(&dir.0, &options()).unwrap();
     let tokens = model
         .tokenizer()
         .unwrap()
@@ -878,7 +879,7 @@ fn renamed(case: &str, name: impl Fn(&str) -> Option<String>) -> Copy {
 }
 
 fn agrees(dir: &Copy, case: &str) {
-    let model = Model::load(&dir.0, &options()).unwrap();
+    let model = Served::load(&dir.0, &options()).unwrap();
     for (tokens, want) in expected(case) {
         let got = run(&model, &tokens, Logits::All);
         for (a, b) in got[got.len() - want.len()..].iter().zip(&want) {
@@ -927,7 +928,7 @@ fn a_head_in_the_file_is_the_head_whatever_flags_say() {
             let dir = Copy::of(case, "flags");
             flags(&dir, outer, inner);
             agrees(&dir, case);
-            let model = Model::load(&dir.0, &options()).unwrap();
+            let model = Served::load(&dir.0, &options()).unwrap();
             assert_eq!(model.info().tied, tied, "{case}");
             assert_eq!(model.info().parameters, load(case).info().parameters);
             let source = NVFP4::model::training::Source::open(&dir.0).unwrap();
@@ -969,7 +970,8 @@ fn what_was_loaded() {
     let model = load("qwen3_tied");
     let info = model.info();
     assert_eq!((info.architecture, info.file_format), ("qwen3", "modelopt"));
-    assert!(info.tokenizer && !info.chat_template && info.tied);
+    let text = model.describe();
+    assert!(text.tokenizer && !text.chat_template && info.tied);
     assert_eq!(info.formats["bf16"].tensors, 1);
     assert_eq!(info.formats["nvfp4"].tensors, 14);
     assert_eq!(model.info().kv_bytes_per_token, 2 * 2 * 2 * 32 * 2);
@@ -994,7 +996,7 @@ fn a_file_that_shrinks_before_its_weights_are_read_is_an_error() {
             let path = dir.0.join("model.safetensors");
             let checkpoint = Arc::from(model::open(&dir.0).unwrap());
             cut(&path, len);
-            let e = Model::from_checkpoint(checkpoint, &options()).unwrap_err();
+            let e = Served::from_checkpoint(checkpoint, &options()).unwrap_err();
             assert_eq!(e.kind(), ErrorKind::CorruptFile, "{e}");
             for part in [path.to_str().unwrap(), "at offset", "after it was opened"] {
                 assert!(e.message().contains(part), "'{part}' is not in: {e}");
@@ -1088,7 +1090,7 @@ fn a_file_that_shrinks_while_its_weights_are_read_is_an_error() {
                 quantize: quantize.clone(),
                 ..options()
             };
-            let e = Model::from_checkpoint(checkpoint, &options).unwrap_err();
+            let e = Served::from_checkpoint(checkpoint, &options).unwrap_err();
             assert_eq!(e.kind(), ErrorKind::CorruptFile, "{e}");
             for part in [path.to_str().unwrap(), "at offset", "after it was opened"] {
                 assert!(e.message().contains(part), "'{part}' is not in: {e}");

@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use NVFP4::base::call::{Cancel, Progress, Watch};
 use NVFP4::base::{Error, ErrorKind};
-use NVFP4::model::{Activations, KvType, LoadOptions, Model};
+use NVFP4::engine::Served;
+use NVFP4::model::{Activations, KvType, LoadOptions};
 use NVFP4::session::{
     Eviction, Finish, GenerateOptions, Generation, Piece, Sampler, SamplingOptions, Session,
     SessionOptions, Transcript, step,
@@ -20,17 +21,17 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 use twox_hash::XxHash3_64;
 
-fn session(model: &Arc<Model>) -> Session {
+fn session(model: &Arc<Served>) -> Session {
     with(model, |_| ())
 }
 
-fn with(model: &Arc<Model>, change: impl FnOnce(&mut SessionOptions)) -> Session {
+fn with(model: &Arc<Served>, change: impl FnOnce(&mut SessionOptions)) -> Session {
     let mut options = SessionOptions::default();
     change(&mut options);
     Session::new(model.clone(), &options).unwrap()
 }
 
-fn filled(model: &Arc<Model>, n: usize) -> Session {
+fn filled(model: &Arc<Served>, n: usize) -> Session {
     let mut session = session(model);
     session.prefill(&some_tokens(model, n)).unwrap();
     session
@@ -164,7 +165,7 @@ fn a_generation_in_parts_is_the_whole() {
 }
 
 /// The text that `tokens` complete, without an unfinished end.
-fn completed(model: &Model, tokens: &[u32]) -> String {
+fn completed(model: &Served, tokens: &[u32]) -> String {
     let mut detokenizer = Detokenizer::new(model.tokenizer().unwrap());
     // The model has rows for ids that its tokenizer has no text for.
     let pieces = tokens
@@ -792,14 +793,14 @@ const CHATML: &str = "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' 
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
 
 /// A golden model with a chat template of its own.
-fn templated(name: &str, template: &str) -> (Copy, Arc<Model>) {
+fn templated(name: &str, template: &str) -> (Copy, Arc<Served>) {
     let dir = Copy::of("qwen3_tied", name);
     dir.write("chat_template.jinja", template.as_bytes());
-    let model = Model::load(&dir.0, &options()).unwrap();
+    let model = Served::load(&dir.0, &options()).unwrap();
     (dir, model)
 }
 
-fn encode(model: &Model, text: &str) -> Vec<u32> {
+fn encode(model: &Served, text: &str) -> Vec<u32> {
     model.tokenizer().unwrap().encode(text, false).unwrap()
 }
 
@@ -808,7 +809,7 @@ fn chat(session: &mut Session, user: &str, n: usize) -> Generation {
 }
 
 /// The tokens of an answer without those that begin a character and do not end it: a following turn does not keep them.
-fn whole<'a>(model: &Model, mut tokens: &'a [u32]) -> &'a [u32] {
+fn whole<'a>(model: &Served, mut tokens: &'a [u32]) -> &'a [u32] {
     let text = completed(model, tokens);
     while let Some((_, before)) = tokens.split_last()
         && completed(model, before) == text
@@ -927,11 +928,11 @@ fn a_turn_ends_where_the_template_ends_it() {
     vocabulary.insert("<|fin|>".to_owned(), END.into());
     dir.write("tokenizer.json", tokenizer.to_string().as_bytes());
     dir.write("generation_config.json", b"{}");
-    let without = Model::load(&dir.0, &options()).unwrap();
+    let without = Served::load(&dir.0, &options()).unwrap();
     assert_eq!(without.stop_tokens(), [0]);
     let template = CHATML.replace("<|im_end|>", "<|fin|>");
     dir.write("chat_template.jinja", template.as_bytes());
-    let model = Model::load(&dir.0, &options()).unwrap();
+    let model = Served::load(&dir.0, &options()).unwrap();
     assert_eq!(model.stop_tokens(), [0, END]);
     // It is not visible if generation continues after it.
     let mut options = drawn(4);
@@ -1013,7 +1014,7 @@ fn names_of_special_tokens_bring_no_spaces() {
             b"{%- for m in messages %}{{ '<s>' + m.role + ': ' + m.content + '.' }}{% endfor %}\
             {%- if add_generation_prompt %}<s>assistant:{% endif %}",
         );
-        let model = Model::load(&dir.0, &options()).unwrap();
+        let model = Served::load(&dir.0, &options()).unwrap();
         let spelled = |user: &str| {
             let mut session = session(&model);
             for _ in 0..2 {
@@ -1101,7 +1102,7 @@ fn texts_begin_with_one_beginning_token() {
         dir.write("tokenizer.json", json.to_string().as_bytes());
         let config = json!({"bos_token": "<|endoftext|>"});
         dir.write("tokenizer_config.json", config.to_string().as_bytes());
-        let model = Model::load(&dir.0, &options()).unwrap();
+        let model = Served::load(&dir.0, &options()).unwrap();
         assert_eq!(model.tokenizer().unwrap().encode("a", true).unwrap()[0], 0);
         let mut session = session(&model);
         chat(&mut session, "Hi", 0);
@@ -1320,7 +1321,7 @@ fn session_files_of_other_models_are_refused() {
     let model = load("qwen3_tied");
     let path = file("other");
     filled(&model, 5).save(&path.0).unwrap();
-    let refused = |model: Arc<Model>, part: &str| {
+    let refused = |model: Arc<Served>, part: &str| {
         let e = Session::restore(model, &path.0).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::InvalidArgument);
         assert!(e.message().contains(part), "{e}");
@@ -1331,7 +1332,7 @@ fn session_files_of_other_models_are_refused() {
         ..options()
     };
     refused(
-        Model::load(&golden("qwen3_tied"), &int8).unwrap(),
+        Served::load(&golden("qwen3_tied"), &int8).unwrap(),
         "exact activations",
     );
     let e = Session::restore(model.clone(), &path.0.with_extension("none")).unwrap_err();
@@ -1350,7 +1351,7 @@ fn session_files_of_other_models_are_refused() {
 }
 
 /// A golden with one byte changed in a tensor's middle row, so that its first and last rows are the same.
-fn with_another_row(case: &str, entry: &str, part: usize) -> Arc<Model> {
+fn with_another_row(case: &str, entry: &str, part: usize) -> Arc<Served> {
     let copy = Copy::of(case, "row");
     let checkpoint = NVFP4::model::open(&copy.0).unwrap();
     let parts = checkpoint.parts(checkpoint.find(entry).unwrap()).unwrap();
@@ -1361,7 +1362,7 @@ fn with_another_row(case: &str, entry: &str, part: usize) -> Arc<Model> {
     bytes[at] ^= if part == 0 { 8 } else { 1 };
     copy.write("model.safetensors", &bytes);
     let options = options();
-    Model::load(&copy.0, &options).unwrap_or_else(|e| panic!("{key}: {e}"))
+    Served::load(&copy.0, &options).unwrap_or_else(|e| panic!("{key}: {e}"))
 }
 
 #[test]
@@ -1393,7 +1394,7 @@ fn a_model_that_differs_in_one_weight_is_another_model() {
 fn a_file_that_shrinks_while_its_model_runs_is_an_error() {
     let dir = Copy::of("qwen3_untied", "shrinks");
     let path = dir.0.join("model.safetensors");
-    let model = Model::load(&dir.0, &options()).unwrap();
+    let model = Served::load(&dir.0, &options()).unwrap();
     let mut session = filled(&model, 5);
     session.logits().unwrap();
     cut(&path, 8);
@@ -1418,7 +1419,7 @@ fn a_file_that_shrinks_while_its_model_runs_is_an_error() {
 fn a_file_that_is_rewritten_while_its_model_runs_is_an_error() {
     let dir = Copy::of("qwen3_untied", "changes");
     let path = dir.0.join("model.safetensors");
-    let model = Model::load(&dir.0, &options()).unwrap();
+    let model = Served::load(&dir.0, &options()).unwrap();
     let mut session = filled(&model, 5);
     session.logits().unwrap();
     let bytes = fs::read(&path).unwrap();
@@ -1537,7 +1538,7 @@ proptest! {
     #[test]
     fn flipped_bits_never_pass(flips in proptest::collection::vec((0usize..1 << 20, 0u8..8), 1..4)) {
         use std::sync::OnceLock;
-        static FILE: OnceLock<(Arc<Model>, Vec<u8>)> = OnceLock::new();
+        static FILE: OnceLock<(Arc<Served>, Vec<u8>)> = OnceLock::new();
         let path = file("flipped");
         let (model, bytes) = FILE.get_or_init(|| {
             let model = load("llama_tied");

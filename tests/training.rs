@@ -27,13 +27,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use NVFP4::base::call::Watch;
 use NVFP4::base::{ErrorKind, Result};
+use NVFP4::engine::Served;
 use NVFP4::format::adamw::{FirstForm, SecondForm, WeightForm};
 use NVFP4::format::residual::Bits;
 use NVFP4::model::convert::Tables;
 use NVFP4::model::training::{
     Batch, Layout, MatrixId, Options, Pass, RowGradients, Source, Store, VectorId,
 };
-use NVFP4::model::{KvCache, KvType, LoadOptions, Logits, Model, Scratch};
+use NVFP4::model::{KvCache, KvType, LoadOptions, Logits, Scratch};
 use NVFP4::ops::{Array, Device, Mixed, Slice, SliceMut};
 use NVFP4::train::{
     Clip, Config, Decay, MicroBatch, Outcome, ProductForm, Recipe, Recompute, Schedule, Trainer,
@@ -693,7 +694,7 @@ fn exports_are_what_was_trained() {
             .export_directory(&source, &place, Tables::Auto, false)
             .unwrap();
         let of_inference = |path: &Path| {
-            let model = Model::load(path, &LoadOptions::new(device.clone())).unwrap();
+            let model = Served::load(path, &LoadOptions::new(device.clone())).unwrap();
             let mut cache = KvCache::new(model.device(), model.spec(), 64, KvType::F32).unwrap();
             let (mut scratch, mut logits) = (Scratch::new(), Vec::new());
             model
@@ -732,7 +733,7 @@ fn exports_are_what_was_trained() {
 }
 
 /// The logits of all tokens.
-fn logits_of(model: &Model, tokens: &[u32]) -> Result<Vec<f32>> {
+fn logits_of(model: &Served, tokens: &[u32]) -> Result<Vec<f32>> {
     let mut cache = KvCache::new(model.device(), model.spec(), 64, KvType::F32)?;
     let (mut scratch, mut logits) = (Scratch::new(), Vec::new());
     model.forward(tokens, &mut cache, &mut scratch, Logits::All, &mut logits)?;
@@ -774,7 +775,7 @@ fn the_model_runs_on_the_weights_that_are_trained() {
         trainer
             .export_directory(&source, &place, Tables::Auto, false)
             .unwrap();
-        let loaded = Model::load(&place, &LoadOptions::new(device.clone())).unwrap();
+        let loaded = Served::load(&place, &LoadOptions::new(device.clone())).unwrap();
         // All tokens at once, and one, as it is decoded.
         for tokens in [&batch.tokens[..], &batch.tokens[..1]] {
             let live = logits_of(&model, tokens).unwrap();

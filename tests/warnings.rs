@@ -6,7 +6,7 @@ use std::ops::ControlFlow;
 use std::sync::Mutex;
 
 use NVFP4::base::ErrorKind;
-use NVFP4::model::Model;
+use NVFP4::engine::Served;
 use NVFP4::session::{ChatOptions, GenerateOptions, Session, SessionOptions};
 use common::{Copy, expect_kind, load, options};
 use serde_json::json;
@@ -82,8 +82,8 @@ fn templates_that_are_missing_or_broken_are_told_once() {
         "chat_template.jinja",
         b"{% for m in messages %}{{ m.content }}",
     );
-    let model = Model::load(&broken.0, &options()).unwrap();
-    assert!(model.info().chat_template);
+    let model = Served::load(&broken.0, &options()).unwrap();
+    assert!(model.has_own_template());
     let warnings = said();
     assert!(
         warnings[0].starts_with("the chat template does not parse: "),
@@ -107,7 +107,7 @@ fn templates_that_are_missing_or_broken_are_told_once() {
     let template = "{{ tools | length }}{% for m in messages %}{{ m.content }}{% endfor %}";
     let config = json!({"chat_template": [{"name": "tool_use", "template": template}]});
     list.write("tokenizer_config.json", config.to_string().as_bytes());
-    let model = Model::load(&list.0, &options()).unwrap();
+    let model = Served::load(&list.0, &options()).unwrap();
     let warnings = said();
     assert_eq!(warnings.len(), 1);
     assert!(
@@ -135,7 +135,7 @@ fn templates_that_are_missing_or_broken_are_told_once() {
         "additional_chat_templates/tool_use.jinja",
         b"{{ messages | length }} of {{ tools | length }}",
     );
-    let model = Model::load(&files.0, &options()).unwrap();
+    let model = Served::load(&files.0, &options()).unwrap();
     let render = |chat: &ChatOptions| {
         let messages = [NVFP4::text::Message::new("user", "x")];
         NVFP4::session::render(&model, &messages, true, chat).unwrap()

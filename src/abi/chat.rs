@@ -27,7 +27,7 @@ use super::session::{
 use super::status::NVFP4_Status;
 use crate::base::error::{Result, bail};
 use crate::base::memory::copied;
-use crate::model::Model;
+use crate::engine::Served;
 use crate::session::{ChatOptions, render, tokenize};
 use crate::text::{messages_from_json, tools_from_json, variables_from_json};
 
@@ -270,7 +270,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_render_messages(
     length: *mut usize,
 ) -> NVFP4_Status {
     enter("NVFP4_model_render_messages", || {
-        let object: Arc<Model> = handle::get::<Model>("model", model)?;
+        let object: Arc<Served> = handle::get::<Served>("model", model)?;
         // SAFETY: the pointers are as the header asks.
         let (json, chat) = unsafe {
             (
@@ -310,7 +310,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_tokenize_messages(
     count: *mut usize,
 ) -> NVFP4_Status {
     enter("NVFP4_model_tokenize_messages", || {
-        let object: Arc<Model> = handle::get::<Model>("model", model)?;
+        let object: Arc<Served> = handle::get::<Served>("model", model)?;
         // SAFETY: the pointers are as the header asks.
         let (json, chat) = unsafe {
             (

@@ -16,7 +16,7 @@ use super::session::{
 };
 use super::status::NVFP4_Status;
 use crate::base::error::{Result, bail};
-use crate::model::Model;
+use crate::engine::Served;
 use crate::session::Transcript;
 
 /// Converts the tokens of one sequence to text. See the detokenizer chapter.
@@ -69,7 +69,7 @@ pub unsafe extern "C-unwind" fn NVFP4_detokenizer_create(
     out: *mut *mut NVFP4_Detokenizer,
 ) -> NVFP4_Status {
     enter("NVFP4_detokenizer_create", || {
-        let model = handle::get::<Model>("model", model)?;
+        let model = handle::get::<Served>("model", model)?;
         // SAFETY: the pointers are as the header asks.
         let (out, tokens, options) = unsafe {
             (

@@ -21,8 +21,9 @@ use super::tensor::{NVFP4_DEVICE_AUTO, NVFP4_DEVICE_CPU, check_only, device_of};
 use crate::base::alloc::Budget;
 use crate::base::error::{Result, err};
 use crate::base::memory::with_room;
+use crate::engine::Served;
 use crate::model::placement::{self, Requirements};
-use crate::model::{Device, KvType, LoadOptions, Model};
+use crate::model::{Device, KvType, LoadOptions};
 use crate::text::Message;
 
 /// A loaded model. See the model chapter.
@@ -30,7 +31,7 @@ pub struct NVFP4_Model {
     _private: [u8; 0],
 }
 
-impl Object for Model {
+impl Object for Served {
     type Handle = NVFP4_Model;
     const NAME: &'static str = "NVFP4_Model";
 }
@@ -142,7 +143,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_load(
         let activations = activations(options.activations)?;
         let sampling_only = flag("sampling_only", options.sampling_only)?;
         let load = |device: Device, device_choice: Option<String>| {
-            Model::load(
+            Served::load(
                 path,
                 &LoadOptions {
                     device,
@@ -186,7 +187,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_load(
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_model_retain(model: *mut NVFP4_Model) -> NVFP4_Status {
     enter("NVFP4_model_retain", || {
-        handle::retain::<Model>("model", model)
+        handle::retain::<Served>("model", model)
     })
 }
 
@@ -194,7 +195,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_retain(model: *mut NVFP4_Model) -> N
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_model_release(model: *mut NVFP4_Model) -> NVFP4_Status {
     enter_to_free("NVFP4_model_release", || {
-        handle::release::<Model>("model", model)
+        handle::release::<Served>("model", model)
     })
 }
 
@@ -209,8 +210,8 @@ pub unsafe extern "C-unwind" fn NVFP4_model_info(
     length: *mut usize,
 ) -> NVFP4_Status {
     enter("NVFP4_model_info", || {
-        let model = handle::get::<Model>("model", model)?;
-        let mut info = serde_json::to_value(model.info())
+        let model = handle::get::<Served>("model", model)?;
+        let mut info = serde_json::to_value(model.describe())
             .map_err(|e| err!(Internal, "the model's description: {e}"))?;
         info["stop_tokens"] = json!(model.stop_tokens());
         // SAFETY: the pointers are as the header asks.
@@ -227,7 +228,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_vocab_size(
     enter("NVFP4_model_vocab_size", || {
         // SAFETY: the pointer is as the header asks.
         let out = unsafe { Out::new("size", size) }?;
-        out.set(handle::get::<Model>("model", model)?.info().vocab_size);
+        out.set(handle::get::<Served>("model", model)?.info().vocab_size);
         Ok(())
     })
 }
@@ -310,7 +311,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_tokenize(
     count: *mut usize,
 ) -> NVFP4_Status {
     enter("NVFP4_model_tokenize", || {
-        let object = handle::get::<Model>("model", model)?;
+        let object = handle::get::<Served>("model", model)?;
         // SAFETY: the pointers are as the header asks.
         let text = unsafe { self::text("text", text, text_length) }?;
         let add_special = flag("add_special", add_special)?;
@@ -340,7 +341,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_tokenize_plain(
     count: *mut usize,
 ) -> NVFP4_Status {
     enter("NVFP4_model_tokenize_plain", || {
-        let object = handle::get::<Model>("model", model)?;
+        let object = handle::get::<Served>("model", model)?;
         // SAFETY: the pointers are as the header asks.
         let text = unsafe { self::text("text", text, text_length) }?;
         let add_special = flag("add_special", add_special)?;
@@ -371,7 +372,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_detokenize(
     length: *mut usize,
 ) -> NVFP4_Status {
     enter("NVFP4_model_detokenize", || {
-        let object = handle::get::<Model>("model", model)?;
+        let object = handle::get::<Served>("model", model)?;
         // SAFETY: the pointers are as the header asks.
         let tokens = unsafe { slice("tokens", tokens, count) }?;
         let skip_special = flag("skip_special", skip_special)?;
@@ -400,7 +401,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_render_chat(
     length: *mut usize,
 ) -> NVFP4_Status {
     enter("NVFP4_model_render_chat", || {
-        let object = handle::get::<Model>("model", model)?;
+        let object = handle::get::<Served>("model", model)?;
         // SAFETY: the pointers are as the header asks.
         let messages = unsafe { elements("messages", messages, count, message_size) }?;
         let bytes = messages.iter().map(|m| {

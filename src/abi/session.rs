@@ -23,7 +23,8 @@ use crate::base::alloc::{Budget, foreign};
 use crate::base::error::{Result, bail};
 use crate::base::memory::copied;
 use crate::base::{Error, call};
-use crate::model::{KvType, Model};
+use crate::engine::Served;
+use crate::model::KvType;
 use crate::session::{
     self, Eviction, Finish, GenerateOptions, Generation, Part, Piece, Sampler, SamplingOptions,
     SessionOptions,
@@ -545,7 +546,7 @@ pub unsafe extern "C-unwind" fn NVFP4_session_create(
     enter("NVFP4_session_create", || {
         // SAFETY: the pointers are as the header asks.
         let (out, options) = unsafe { (Out::new("out", out)?, self::options(options)?.read()?) };
-        let model = handle::get::<Model>("model", model)?;
+        let model = handle::get::<Served>("model", model)?;
         out.set(insert(session::Session::new(model, &options)?));
         Ok(())
     })
@@ -677,7 +678,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_generate_options(
     struct_size: u32,
 ) -> NVFP4_Status {
     enter("NVFP4_model_generate_options", || {
-        let sampling = handle::get::<Model>("model", model)?.sampling().clone();
+        let sampling = handle::get::<Served>("model", model)?.sampling().clone();
         let filled = NVFP4_GenerateOptions {
             temperature: sampling.temperature,
             top_k: i32::try_from(sampling.top_k).unwrap_or(0),
@@ -951,7 +952,7 @@ pub unsafe extern "C-unwind" fn NVFP4_session_restore(
                 arguments::path("path", path, path_length)?,
             )
         };
-        let model = handle::get::<Model>("model", model)?;
+        let model = handle::get::<Served>("model", model)?;
         let restore = || session::Session::restore(model, path);
         // SAFETY: as above.
         out.set(insert(unsafe { watched(call, restore) }?));

@@ -9,9 +9,10 @@ use std::sync::Arc;
 use NVFP4::base::call::{Progress, Watch};
 use NVFP4::base::error::{bail, err};
 use NVFP4::base::{Error, Result};
+use NVFP4::engine::Served;
 use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
 use NVFP4::model::placement::{self, Placement, Requirements};
-use NVFP4::model::{Activations, Device, KvType, LoadOptions, Model};
+use NVFP4::model::{Activations, Device, KvType, LoadOptions};
 use clap::ValueEnum;
 
 use super::recipe::RecipeName;
@@ -153,7 +154,7 @@ impl ModelArgs {
         }
     }
 
-    pub(super) fn load(&self) -> Result<Arc<Model>> {
+    pub(super) fn load(&self) -> Result<Arc<Served>> {
         let path = resolve(&self.model)?;
         self.load_on(&[&path], |device, placement| {
             self.load_from(&path, device, placement)
@@ -161,7 +162,7 @@ impl ModelArgs {
     }
 
     /// Loads a second model on the same device.
-    pub(super) fn load_both(&self, other: &OsStr) -> Result<(Arc<Model>, Arc<Model>)> {
+    pub(super) fn load_both(&self, other: &OsStr) -> Result<(Arc<Served>, Arc<Served>)> {
         let (path, other) = (resolve(&self.model)?, resolve(other)?);
         self.load_on(&[&path, &other], |device, placement| {
             Ok((
@@ -176,7 +177,7 @@ impl ModelArgs {
         path: &Path,
         device: &Device,
         placement: Option<&Placement>,
-    ) -> Result<Arc<Model>> {
+    ) -> Result<Arc<Served>> {
         let bar = output::byte_bar("loading", 0);
         let progress = |p: Progress| {
             bar.set_length(p.total);
@@ -197,14 +198,14 @@ impl ModelArgs {
             flags: &[],
             progress: Some(&progress),
         };
-        let model = watch.during(|| Model::load(path, &options));
+        let model = watch.during(|| Served::load(path, &options));
         bar.finish_and_clear();
         model
     }
 }
 
 /// Warns on standard error of an unusable chat template, in commands that may not need it.
-pub(super) fn warn_of_template(model: &Model) {
+pub(super) fn warn_of_template(model: &Served) {
     if let Some(fault) = model.chat_template().fault() {
         eprintln!("nvfp4: {fault}; conversations that need that template will be refused");
     }

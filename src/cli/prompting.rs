@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use NVFP4::base::Result;
-use NVFP4::model::Model;
+use NVFP4::engine::Served;
 use NVFP4::session::ChatOptions;
 use NVFP4::text::{tools_from_json, variables_from_json};
 use clap::ValueEnum;
@@ -41,7 +41,7 @@ pub(super) struct PromptingArgs {
 
 impl PromptingArgs {
     /// Chat options for turns. Warns on standard error of arguments without effect.
-    pub(super) fn options(&self, model: &Model) -> Result<ChatOptions> {
+    pub(super) fn options(&self, model: &Served) -> Result<ChatOptions> {
         let mut variables: Map<String, Value> = self.set.iter().cloned().collect();
         if let Some(think) = self.think {
             variables.insert(THINKING.to_owned(), (think == Switch::On).into());
@@ -77,14 +77,14 @@ fn variable(text: &str) -> std::result::Result<(String, Value), String> {
 }
 
 /// Warns of a model without its own chat template.
-pub(super) fn warn_of_stand_in(model: &Model) {
-    if !model.info().chat_template {
+pub(super) fn warn_of_stand_in(model: &Served) {
+    if !model.has_own_template() {
         eprintln!("nvfp4: the model brings no chat template; using ChatML");
     }
 }
 
 /// Warns of `variables` that the model's template never reads.
-pub(super) fn warn_of_unread(model: &Model, variables: &Map<String, Value>) {
+pub(super) fn warn_of_unread(model: &Served, variables: &Map<String, Value>) {
     for name in model.chat_template().unread(variables) {
         eprintln!(
             "nvfp4: the model's chat template never reads '{name}', so that it changes nothing"

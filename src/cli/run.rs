@@ -101,7 +101,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         "prompt_tokens": answer.prompt_tokens,
         "timings": answer.timings,
         "memory": {"peak_bytes": memory::total().peak, "kv_bytes": session.kv_bytes()},
-        "model": model.info(),
+        "model": model.describe(),
     }))
 }
 

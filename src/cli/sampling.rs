@@ -2,7 +2,8 @@
 
 use std::fmt::Write as _;
 
-use NVFP4::model::{Model, SamplingOptions};
+use NVFP4::engine::Served;
+use NVFP4::model::SamplingOptions;
 use NVFP4::session::GenerateOptions;
 
 #[derive(clap::Args)]
@@ -41,7 +42,7 @@ pub(super) struct SamplingArgs {
 
 impl SamplingArgs {
     /// The given options, completed by the model's recommended settings.
-    pub(super) fn options(&self, model: &Model) -> GenerateOptions {
+    pub(super) fn options(&self, model: &Served) -> GenerateOptions {
         let own = model.sampling();
         GenerateOptions {
             max_tokens: self.max_tokens.unwrap_or(usize::MAX),
@@ -62,7 +63,7 @@ impl SamplingArgs {
 }
 
 /// Describes the sampling settings, and says whether the model recommends them.
-pub(super) fn described(sampling: &SamplingOptions, model: &Model) -> String {
+pub(super) fn described(sampling: &SamplingOptions, model: &Served) -> String {
     let seedless = SamplingOptions {
         seed: None,
         ..sampling.clone()

@@ -13,14 +13,14 @@ use crate::checkpoint::TokenizerSource;
 use crate::text::{TextFiles, turn_ends};
 
 /// What is read.
-pub(super) struct Generation {
+pub(crate) struct Generation {
     /// Tokens that end a text, in order.
-    pub(super) stop_tokens: Vec<u32>,
-    pub(super) sampling: SamplingOptions,
+    pub(crate) stop_tokens: Vec<u32>,
+    pub(crate) sampling: SamplingOptions,
 }
 
 /// Reads what the config, `generation_config.json` or GGUF metadata, the chat template and the tokenizer say.
-pub(super) fn read(spec: &Spec, source: &TokenizerSource, text: &TextFiles) -> Result<Generation> {
+pub(crate) fn read(spec: &Spec, source: &TokenizerSource, text: &TextFiles) -> Result<Generation> {
     let mut stop_tokens = spec.eos.clone();
     let sampling = match source {
         TokenizerSource::Directory(directory) => {

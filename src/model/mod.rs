@@ -8,7 +8,7 @@ pub mod compare;
 pub mod convert;
 pub mod families;
 mod fused;
-mod generation;
+pub(crate) mod generation;
 mod gpu_cache;
 mod keys;
 mod kv_cache;
@@ -20,7 +20,7 @@ mod rope;
 mod run;
 pub mod spec;
 pub mod tensors;
-mod text;
+pub(crate) mod text;
 mod trained;
 pub mod training;
 pub mod weights;
@@ -36,11 +36,9 @@ use serde::Serialize;
 use twox_hash::XxHash3_64;
 
 use crate::base::error::{bail, err};
-use crate::base::lease::{Held, Lease};
 use crate::base::turns::Turns;
 use crate::base::{Result, call, threads};
 use crate::checkpoint::Checkpoint;
-use crate::text::{AnswerForm, ChatTemplate, TextFiles, Tokenizer};
 
 use crate::cuda::HostTable;
 use crate::ops::Array;
@@ -59,7 +57,6 @@ pub use spec::Spec;
 pub use trained::Trained;
 pub use weights::Weights;
 
-use generation::Generation;
 use spec::AttentionSpec;
 
 /// How often is looked whether kernels are ready that a model waits for.
@@ -130,10 +127,6 @@ pub struct ModelInfo {
     pub embedding_in_file: bool,
     /// Whether the layers were left out.
     pub sampling_only: bool,
-    /// Whether there is a tokenizer.
-    pub tokenizer: bool,
-    /// Whether the model brought its own chat template, if a broken one; ChatML is used where it did not.
-    pub chat_template: bool,
     /// Bytes that one cached position takes in f16; twice that in f32.
     pub kv_bytes_per_token: u64,
 }
@@ -214,10 +207,9 @@ struct Made {
     /// The embedding on a GPU, where it is in host memory.
     table: Option<HostTable>,
     fingerprint: u64,
-    lease: Option<(Arc<Lease>, u64)>,
 }
 
-/// A loaded model, or one that a trainer has given. Immutable, and shared by everything that runs it.
+/// Spec, weights and device of a loaded model, or of one that is being trained. Immutable, and shared by everything that runs it.
 pub struct Model {
     spec: Spec,
     weights: Weights,
@@ -225,17 +217,10 @@ pub struct Model {
     /// What runs it, if that is a GPU.
     executor: Option<fused::Executor>,
     activations: Activations,
-    tokenizer: Option<Arc<Tokenizer>>,
-    template: ChatTemplate,
-    answer_form: AnswerForm,
-    sampling: SamplingOptions,
-    stop_tokens: Vec<u32>,
     info: ModelInfo,
     fingerprint: u64,
     /// Whose turn it is to run a sequence.
     turns: Turns,
-    /// Of weights that are trained: what keeps their trainer out, and since when they are what this model was made of.
-    lease: Option<(Arc<Lease>, u64)>,
 }
 
 impl std::fmt::Debug for Model {
@@ -265,7 +250,6 @@ impl Model {
             quantize.check()?;
         }
         options.activations.check(&options.device)?;
-        let metadata = checkpoint.metadata();
         let spec = spec_with_frequencies(&*checkpoint)?;
         let device = &options.device;
         let load = || {
@@ -279,7 +263,7 @@ impl Model {
                 },
             )
         };
-        let (text, loaded) = text::beside(&metadata.tokenizer, || match device {
+        let (weights, sum, table) = match device {
             // Compiling kernels takes as long as reading weights, on other processors of the machine.
             Device::Cuda(gpu) => {
                 let (given_up, done) = (AtomicBool::new(false), AtomicBool::new(false));
@@ -307,11 +291,10 @@ impl Model {
                 let prepared = prepared.into_inner();
                 let loaded = loaded?;
                 prepared.unwrap_or_else(PoisonError::into_inner)?;
-                Ok(loaded)
+                loaded
             }
-            _ => load(),
-        })?;
-        let (weights, sum, table) = loaded?;
+            _ => load()?,
+        };
         let mut fingerprint = XxHash3_64::new();
         fingerprint.write(format!("{spec:?}").as_bytes());
         fingerprint.write(&sum.to_le_bytes());
@@ -320,31 +303,17 @@ impl Model {
             weights,
             table,
             fingerprint: fingerprint.finish(),
-            lease: None,
         };
-        Self::of(made, &*checkpoint, text?, options)
+        Self::of(made, checkpoint.format(), options)
     }
 
-    fn of(
-        made: Made,
-        checkpoint: &dyn Checkpoint,
-        text: TextFiles,
-        options: &LoadOptions,
-    ) -> Result<Arc<Model>> {
+    fn of(made: Made, format: &'static str, options: &LoadOptions) -> Result<Arc<Model>> {
         let Made {
             spec,
             weights,
             table,
             fingerprint,
-            lease,
         } = made;
-        if let Some(tokenizer) = &text.tokenizer {
-            warn_of_ids_without_rows(tokenizer, spec.vocab_size);
-        }
-        let Generation {
-            stop_tokens,
-            sampling,
-        } = generation::read(&spec, &checkpoint.metadata().tokenizer, &text)?;
         let executor = match &options.device {
             Device::Cuda(gpu) => Some(fused::Executor::new(
                 gpu,
@@ -357,41 +326,18 @@ impl Model {
             _ => None,
         };
         let mut info = describe(&spec, &weights, options);
-        info.file_format = match lease {
-            Some(_) => "training",
-            None => checkpoint.format(),
-        };
+        info.file_format = format;
         info.weight_bytes += executor.as_ref().map_or(0, |e| e.bytes() as u64);
-        info.tokenizer = text.tokenizer.is_some();
-        info.chat_template = text.template.is_some();
-        let template = text.template.unwrap_or_else(ChatTemplate::stand_in);
-        let is_token = |name: &str| {
-            let tokenizer = text.tokenizer.as_ref();
-            tokenizer.is_some_and(|t| t.id_of(name).is_some())
-        };
         Ok(Arc::new(Model {
-            answer_form: AnswerForm::of(&template.sources(), template.reads("tools"), is_token),
             spec,
             weights,
             device: options.device.clone(),
             executor,
             activations: options.activations,
-            tokenizer: text.tokenizer,
-            template,
-            sampling,
-            stop_tokens,
             info,
             fingerprint,
             turns: Turns::new(),
-            lease,
         }))
-    }
-
-    /// Uses the weights until what is returned is dropped: nobody trains them meanwhile. An error if somebody does, or has since this model
-    /// was made; models that were loaded never give one. Every pass does this itself; who makes several holds the weights over them all.
-    pub fn hold(&self) -> Result<Option<Held>> {
-        let lease = self.lease.as_ref();
-        lease.map(|(lease, epoch)| lease.hold(*epoch)).transpose()
     }
 
     /// What it is made of.
@@ -414,52 +360,6 @@ impl Model {
         self.activations
     }
 
-    /// Its tokenizer; an error if it came without one.
-    pub fn tokenizer(&self) -> Result<&Arc<Tokenizer>> {
-        self.tokenizer.as_ref().ok_or_else(|| {
-            err!(
-                NotFound,
-                "the model has no tokenizer; put tokenizer.json beside its weights"
-            )
-        })
-    }
-
-    /// The text of `tokens`; special tokens are left out if `skip_special`. Ids that the embedding has rows for and the
-    /// tokenizer no text give none.
-    pub fn decode(&self, tokens: &[u32], skip_special: bool) -> Result<String> {
-        let tokenizer = self.tokenizer()?;
-        let rows = self.spec.vocab_size;
-        let unknown = |&id: &u32| id as usize >= rows && tokenizer.bytes_of(id).is_err();
-        if let Some(index) = tokens.iter().position(unknown) {
-            return Err(self.without_a_row(tokens[index], index));
-        }
-        let mut known = tokens.to_vec();
-        known.retain(|&t| tokenizer.bytes_of(t).is_ok());
-        tokenizer.decode(&known, skip_special)
-    }
-
-    /// Its chat template; ChatML where it came without one. One that is broken tells so when it is rendered.
-    pub fn chat_template(&self) -> &ChatTemplate {
-        &self.template
-    }
-
-    /// How it spells reasoning and calls of tools in its answers.
-    pub fn answer_form(&self) -> &AnswerForm {
-        &self.answer_form
-    }
-
-    /// How its maker asks for tokens to be chosen: by `generation_spec.json`, or a GGUF file's `general.sampling` entries; greedy where
-    /// nothing is said.
-    pub fn sampling(&self) -> &SamplingOptions {
-        &self.sampling
-    }
-
-    /// The tokens that end a generation: those of the config, of `generation_config.json` or of GGUF metadata, those that the chat
-    /// template writes after an answer, and those that are known by their names to end turns.
-    pub fn stop_tokens(&self) -> &[u32] {
-        &self.stop_tokens
-    }
-
     /// What was loaded.
     pub fn info(&self) -> &ModelInfo {
         &self.info
@@ -470,17 +370,6 @@ impl Model {
     /// that a trainer has given is one of its own.
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
-    }
-}
-
-/// Tells of tokens that cannot be run: some models have names for pictures, which bring embeddings of their own.
-fn warn_of_ids_without_rows(tokenizer: &Tokenizer, rows: usize) {
-    let count = tokenizer.vocab_size().saturating_sub(rows);
-    if count > 0 {
-        tracing::warn!(
-            "the embedding has {rows} rows, and the tokenizer ids up to {}: using one of {count} past the embedding is an error",
-            tokenizer.vocab_size() - 1
-        );
     }
 }
 
@@ -523,8 +412,6 @@ fn describe(spec: &Spec, weights: &Weights, options: &LoadOptions) -> ModelInfo 
         embedding_in_file: matches!(weights.embedding, weights::Embedding::File { .. })
             && matches!(options.device, Device::Cpu(_)),
         sampling_only: options.sampling_only,
-        tokenizer: false,
-        chat_template: false,
         kv_bytes_per_token: spec.kv_bytes_per_token(),
     }
 }

@@ -8,8 +8,7 @@ use super::block::{self, Rows};
 use super::fused::{self, Executor, Source};
 use super::kv_cache::KvCache;
 use super::{Logits, Model};
-use crate::base::error::{bail, err};
-use crate::base::lease::Held;
+use crate::base::error::bail;
 use crate::base::turns::Turn;
 use crate::base::{Error, Result, call};
 use crate::ops::Slice;
@@ -310,7 +309,7 @@ impl Model {
                         let _ = segment.cache.reserve(2);
                     }
                 }
-                let (turn, _held) = self.turn()?;
+                let turn = self.turn()?;
                 // Another call waits, and will run other sequences next.
                 let look_ahead = look_ahead && !turn.ends();
                 let of_step: Vec<fused::Step<'_>> =
@@ -386,13 +385,11 @@ impl Model {
         }
     }
 
-    /// Waits until no other call runs this model, unless the call is cancelled meanwhile. A batch yields after each of its passes. A trainer
-    /// of the weights is kept out until the pass ends.
-    fn turn(&self) -> Result<(Turn<'_>, Option<Held>)> {
-        let held = self.hold()?;
+    /// Waits until no other call runs this model, unless the call is cancelled meanwhile. A batch yields after each of its passes.
+    fn turn(&self) -> Result<Turn<'_>> {
         let turn = self.turns.take(call::is_over)?;
         call::check()?;
-        Ok((turn, held))
+        Ok(turn)
     }
 
     /// The embeddings of `tokens`: what enters the first block, `hidden_size` numbers each.
@@ -434,7 +431,7 @@ impl Model {
     }
 
     /// Refuses tokens that cannot be run.
-    pub(crate) fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
+    pub fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
         if self.weights().blocks.is_empty() {
             bail!(
                 Unsupported,
@@ -446,25 +443,21 @@ impl Model {
 
     /// Refuses ids that the embedding has no rows for.
     pub fn check_ids(&self, tokens: &[u32]) -> Result<()> {
-        let rows = self.spec().vocab_size;
-        match tokens.iter().position(|&id| id as usize >= rows) {
+        match self.without_a_row(tokens) {
             None => Ok(()),
-            Some(index) => Err(self.without_a_row(tokens[index], index)),
+            Some(index) => bail!(
+                InvalidArgument,
+                "token {} at index {index} is outside the vocabulary of {}",
+                tokens[index],
+                self.spec().vocab_size
+            ),
         }
     }
 
-    /// The error for a token that the embedding has no row for.
-    pub(super) fn without_a_row(&self, id: u32, index: usize) -> Error {
+    /// The index of the first id that the embedding has no row for.
+    pub fn without_a_row(&self, tokens: &[u32]) -> Option<usize> {
         let rows = self.spec().vocab_size;
-        let text = self.tokenizer().ok().and_then(|t| t.text_of(id));
-        err!(
-            InvalidArgument,
-            "token {id} at index {index} is outside the vocabulary of {rows}{}",
-            match text {
-                Some(text) => format!(": it is '{text}', and the embedding has no row for it"),
-                None => String::new(),
-            }
-        )
+        tokens.iter().position(|&id| id as usize >= rows)
     }
 }
 

@@ -10,7 +10,7 @@ use crate::checkpoint::{TokenizerSource, Vocabulary};
 use crate::text::{ChatTemplate, TextFiles, Tokenizer, VocabularySpec, read_directory};
 
 /// The text side of a checkpoint, empty where it has none, and what `work` gives: text is read on a thread of its own meanwhile.
-pub(super) fn beside<T>(
+pub(crate) fn beside<T>(
     source: &TokenizerSource,
     work: impl FnOnce() -> T,
 ) -> Result<(Result<TextFiles>, T)> {

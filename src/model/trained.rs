@@ -1,6 +1,5 @@
 //! The model that a trainer trains, to be run between its steps on the weights where they are.
 
-use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 
 use super::training::{GatedMlpLayout, MatrixId, MlpLayout, ProjectionLayout, Source, VectorId};
@@ -9,7 +8,6 @@ use super::weights::{
 };
 use super::{Device, LoadOptions, Made, Model, fused};
 use crate::base::Result;
-use crate::base::lease::Lease;
 use crate::ops::Array;
 use crate::ops::linear::Linear;
 
@@ -23,28 +21,25 @@ pub trait Trained {
 }
 
 impl Model {
-    /// The model that training began with at `source`, with the weights as they are now. It takes no memory for matrices. Whoever runs it
-    /// holds `lease`, and is refused once that says that weights have been changed.
+    /// The model that training began with at `source`, with the weights as they are now. It takes no memory for matrices. The caller keeps the
+    /// trainer out while it runs. `fingerprint` tells it from others.
     pub fn of_trained(
         device: &Device,
         source: &Source,
         trained: &dyn Trained,
-        lease: &Arc<Lease>,
+        fingerprint: u64,
     ) -> Result<Arc<Model>> {
         let spec = source.spec().clone();
         if let Device::Cuda(gpu) = device {
             gpu.prepare(&fused::units(&spec), &crate::base::call::is_over)?;
         }
-        let text = source.text_files()?;
         let made = Made {
             weights: weights(source, trained)?,
             spec,
             table: None,
-            fingerprint: RandomState::new().hash_one(lease.epoch()),
-            lease: Some((lease.clone(), lease.epoch())),
+            fingerprint,
         };
-        let options = LoadOptions::new(device.clone());
-        Model::of(made, &**source.checkpoint(), text, &options)
+        Model::of(made, "training", &LoadOptions::new(device.clone()))
     }
 }
 

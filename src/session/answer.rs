@@ -2,7 +2,7 @@
 //! its budget.
 
 use crate::base::Result;
-use crate::model::Model;
+use crate::engine::Served;
 use crate::text::{AnswerParser, Content, Event, Message, ToolCall};
 
 /// What a piece of an answer is.
@@ -36,7 +36,7 @@ struct Budget {
 
 impl Answer {
     /// One that follows the prompt whose text ends in `prompt`, where tools were offered or not, after `calls` calls of tools.
-    pub(super) fn new(model: &Model, prompt: &str, tools: bool, calls: usize) -> Answer {
+    pub(super) fn new(model: &Served, prompt: &str, tools: bool, calls: usize) -> Answer {
         Answer {
             parser: AnswerParser::new(model.answer_form(), prompt, tools, calls),
             budget: None,
@@ -47,7 +47,7 @@ impl Answer {
     }
 
     /// The same with at most `tokens` tokens of reasoning, if the model is one that reasons.
-    pub(super) fn within(mut self, model: &Model, tokens: Option<usize>) -> Result<Answer> {
+    pub(super) fn within(mut self, model: &Served, tokens: Option<usize>) -> Result<Answer> {
         if let (Some(left), Some(marks)) = (tokens, model.answer_form().reasoning()) {
             let end = model.tokenizer()?.encode(marks.early_end, false)?;
             self.budget = Some(Budget { left, end });

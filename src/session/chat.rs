@@ -11,7 +11,7 @@ use super::text::Text;
 use super::{Eviction, Finish, GenerateOptions, Generation, Piece, Session, Transcript, sampler};
 use crate::base::error::bail;
 use crate::base::{Result, alloc, call, memory};
-use crate::model::Model;
+use crate::engine::Served;
 use crate::text::{Aligned, Message, Prompt, Tokenizer};
 
 /// Bytes of text that a token may stand for, in the mean of an answer.
@@ -471,7 +471,7 @@ impl Session {
 
 /// The text that a conversation is written as; `generation` opens the assistant's answer.
 pub fn render(
-    model: &Model,
+    model: &Served,
     messages: &[Message],
     generation: bool,
     chat: &ChatOptions,
@@ -482,7 +482,7 @@ pub fn render(
 
 /// The tokens of that text, as a session runs them: names of special tokens in messages are text.
 pub fn tokenize(
-    model: &Model,
+    model: &Served,
     messages: &[Message],
     generation: bool,
     chat: &ChatOptions,
@@ -494,7 +494,7 @@ pub fn tokenize(
 
 /// A conversation as the model's template writes it, divided into what is special and what is text.
 fn prompt(
-    model: &Model,
+    model: &Served,
     messages: &[Message],
     generation: bool,
     chat: &ChatOptions,
@@ -511,10 +511,10 @@ fn prompt(
 
 /// The tokens before the template's text. A model's own template writes all that a text begins with; where ChatML stands in for
 /// it, the tokenizer adds them.
-fn beginning(model: &Model) -> Result<Vec<u32>> {
+fn beginning(model: &Served) -> Result<Vec<u32>> {
     let tokenizer: &Tokenizer = model.tokenizer()?;
     let mut whole = Vec::new();
-    if !model.info().chat_template {
+    if !model.has_own_template() {
         let bare = tokenizer.encode("a", false)?;
         whole = tokenizer.encode("a", true)?;
         let at = whole.windows(bare.len().max(1)).position(|w| w == bare);

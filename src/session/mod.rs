@@ -2,7 +2,7 @@
 //! of its last token, and the conversation that chat turns make of it. Knows nothing of weights, kernels or training.
 //!
 //! On the CPU a token's logits have the same bits alone, in a batch and in a prompt; on a GPU the same calls give the same bits,
-//! and others differ by rounding. See [`Model::forward`].
+//! and others differ by rounding. See [`Served::forward`].
 
 mod answer;
 mod batch;
@@ -20,7 +20,8 @@ use std::sync::Arc;
 
 use crate::base::error::bail;
 use crate::base::{Result, alloc, call, memory};
-use crate::model::{Batch, KvCache, KvType, Logits, Model, Output, Scratch, Segment, Wanted};
+use crate::engine::Served;
+use crate::model::{Batch, KvCache, KvType, Logits, Output, Scratch, Segment, Wanted};
 
 pub use crate::model::SamplingOptions;
 pub use answer::Part;
@@ -69,7 +70,7 @@ pub struct SessionOptions {
 /// tokens have been run. The tokens at its end may not have been run yet: the last one of a
 /// generation is run by the call that needs its logits, together with whatever follows it.
 pub struct Session {
-    model: Arc<Model>,
+    model: Arc<Served>,
     options: SessionOptions,
     tokens: Vec<u32>,
     /// How many tokens eviction has forgotten.
@@ -106,7 +107,7 @@ enum Room {
 
 impl Session {
     /// An empty session of `model`.
-    pub fn new(model: Arc<Model>, options: &SessionOptions) -> Result<Session> {
+    pub fn new(model: Arc<Served>, options: &SessionOptions) -> Result<Session> {
         let most = model.spec().max_positions;
         let system = options.system.as_ref().map_or(0, String::len);
         let _system = alloc::Budget::copies(system).set_aside()?;
@@ -139,7 +140,7 @@ impl Session {
     }
 
     /// The model that runs it.
-    pub fn model(&self) -> &Arc<Model> {
+    pub fn model(&self) -> &Arc<Served> {
         &self.model
     }
 

@@ -2,7 +2,8 @@
 
 use serde::Serialize;
 
-use crate::model::{Model, SamplingOptions};
+use crate::engine::Served;
+use crate::model::SamplingOptions;
 
 /// How to generate.
 #[derive(Clone, Debug, PartialEq)]
@@ -41,7 +42,7 @@ impl Default for GenerateOptions {
 
 impl GenerateOptions {
     /// The defaults, with the sampling that the model's maker asks for.
-    pub fn of(model: &Model) -> Self {
+    pub fn of(model: &Served) -> Self {
         GenerateOptions {
             sampling: model.sampling().clone(),
             ..Self::default()

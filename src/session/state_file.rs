@@ -17,7 +17,8 @@ use super::{ChatOptions, Eviction, Session, SessionOptions};
 use crate::base::error::{bail, err};
 use crate::base::file::{self, Temporary};
 use crate::base::{Error, Result, alloc, call, memory};
-use crate::model::{KvCache, KvType, Model};
+use crate::engine::Served;
+use crate::model::{KvCache, KvType};
 use crate::text::{Message, messages_from_json, messages_to_json};
 
 const MAGIC: [u8; 8] = *b"NVFP4SES";
@@ -135,14 +136,14 @@ impl Session {
     }
 
     /// The session in a file, run by `model`, which must be the one that ran it before.
-    pub fn restore(model: Arc<Model>, path: &Path) -> Result<Session> {
+    pub fn restore(model: Arc<Served>, path: &Path) -> Result<Session> {
         let file = file::open(path)
             .map_err(|e| Error::io(format_args!("opening {}", path.display()), e))?;
         restore(model, file).map_err(|e| e.within(path.display()))
     }
 }
 
-fn restore(model: Arc<Model>, file: File) -> Result<Session> {
+fn restore(model: Arc<Served>, file: File) -> Result<Session> {
     let size = file
         .metadata()
         .map_err(|e| Error::io("reading its size", e))?
@@ -217,7 +218,7 @@ fn restore(model: Arc<Model>, file: File) -> Result<Session> {
 }
 
 impl Header {
-    fn check(&self, model: &Model) -> Result<()> {
+    fn check(&self, model: &Served) -> Result<()> {
         if self.model != model.fingerprint() {
             bail!(
                 InvalidArgument,

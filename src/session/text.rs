@@ -3,7 +3,7 @@
 
 use crate::base::error::bail;
 use crate::base::{ErrorKind, Result};
-use crate::model::Model;
+use crate::engine::Served;
 use crate::text::Detokenizer;
 
 /// The text of a generation: what may be shown, and what waits.
@@ -26,7 +26,7 @@ pub(super) struct Text {
 
 impl Text {
     /// A text that goes on after that of `tokens`, which may end within a character.
-    pub(super) fn after(tokens: &[u32], model: &Model, stops: &[String]) -> Result<Self> {
+    pub(super) fn after(tokens: &[u32], model: &Served, stops: &[String]) -> Result<Self> {
         if stops.iter().any(String::is_empty) {
             bail!(
                 InvalidArgument,

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use super::text::Text;
 use super::{Finish, GenerateOptions};
 use crate::base::Result;
-use crate::model::Model;
+use crate::engine::Served;
 
 /// Follows one sequence.
 pub struct Transcript {
-    model: Arc<Model>,
+    model: Arc<Served>,
     text: Text,
     stop_tokens: Vec<u32>,
     ignore_model_stops: bool,
@@ -20,7 +20,7 @@ pub struct Transcript {
 
 impl Transcript {
     /// One that goes on after `tokens`, which may end within a character, and ends where generating with `options` would.
-    pub fn new(model: &Arc<Model>, tokens: &[u32], options: &GenerateOptions) -> Result<Self> {
+    pub fn new(model: &Arc<Served>, tokens: &[u32], options: &GenerateOptions) -> Result<Self> {
         Ok(Transcript {
             text: Text::after(tokens, model, &options.stop_strings)?,
             model: model.clone(),

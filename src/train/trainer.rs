@@ -14,9 +14,10 @@ use super::schedule::Schedule;
 use crate::base::error::{bail, err};
 use crate::base::lease::Lease;
 use crate::base::{Error, Result, call};
+use crate::engine::Served;
 use crate::format::random::bits;
+use crate::model::Spec;
 use crate::model::training::{Batch, HiddenTargets, Options, Pass, Recompute, Source, Teacher};
-use crate::model::{Model, Spec};
 use crate::ops::training::divergence::Mixture;
 use crate::ops::training::optimizer::Hyperparameters;
 use crate::ops::{Array, Device, Mixed, Slice};
@@ -259,7 +260,7 @@ pub struct Trainer {
     /// Excludes steps while callers run the model on these weights, and vice versa.
     lease: Arc<Lease>,
     /// The model returned last, and the epoch of its lease.
-    given: Mutex<(u64, Weak<Model>)>,
+    given: Mutex<(u64, Weak<Served>)>,
 }
 
 /// Progress of a trainer.
@@ -390,7 +391,7 @@ impl Trainer {
     /// model during a step. A step that changes weights ends this model and its sessions, which fail from then on: ask for the model again.
     ///
     /// [`Busy`]: crate::base::ErrorKind::Busy
-    pub fn model(&self, source: &Source) -> Result<Arc<Model>> {
+    pub fn model(&self, source: &Source) -> Result<Arc<Served>> {
         let epoch = self.lease.epoch();
         let mut given = self.given.lock().unwrap_or_else(PoisonError::into_inner);
         if let (e, Some(model)) = (given.0, given.1.upgrade())
@@ -398,7 +399,7 @@ impl Trainer {
         {
             return Ok(model);
         }
-        let model = Model::of_trained(&self.device, source, &self.parameters, &self.lease)?;
+        let model = Served::of_trained(&self.device, source, &self.parameters, &self.lease)?;
         *given = (epoch, Arc::downgrade(&model));
         Ok(model)
     }

@@ -10,9 +10,10 @@ use super::files::{Gguf, Scratch, tensors};
 use NVFP4::base::ErrorKind;
 use NVFP4::base::threads::Pool;
 use NVFP4::checkpoint::{Checkpoint, Encoding};
+use NVFP4::engine::Served;
 use NVFP4::format::nvfp4::Recipe;
 use NVFP4::model::convert::{Container, ConvertOptions, convert};
-use NVFP4::model::{self, KvCache, KvType, Logits, Model, Scratch as Room, families};
+use NVFP4::model::{self, KvCache, KvType, Logits, Scratch as Room, families};
 use NVFP4::tensor::DType;
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
@@ -330,7 +331,7 @@ fn expected(case: &str) -> Vec<(Vec<u32>, Vec<f32>)> {
 }
 
 fn agrees_with_transformers(path: &Path, case: &str) {
-    let model = Model::load(path, &options()).unwrap();
+    let model = Served::load(path, &options()).unwrap();
     for (tokens, want) in expected(case) {
         let mut cache =
             KvCache::new(model.device(), model.spec(), tokens.len(), KvType::F32).unwrap();
@@ -720,7 +721,7 @@ fn a_text_model_within_a_larger_one_is_run_and_converted() {
             match container {
                 // Its tensors are NVFP4 already and kept.
                 Container::ModelOpt => agrees_with_transformers(&path, case),
-                Container::Dat => drop(Model::load(&path, &options()).unwrap()),
+                Container::Dat => drop(Served::load(&path, &options()).unwrap()),
             }
         }
     }

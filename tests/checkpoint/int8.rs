@@ -10,11 +10,12 @@ use NVFP4::base::{ErrorKind, Result};
 use NVFP4::checkpoint::{
     Checkpoint, DatWriter, Encoding, Metadata, ModelOptWriter, Planned, TokenizerSource, Writer,
 };
+use NVFP4::engine::Served;
 use NVFP4::format::int8;
 use NVFP4::format::nvfp4::Recipe;
 use NVFP4::model::convert::{Container, ConvertOptions, Tables, convert};
 use NVFP4::model::training::Source;
-use NVFP4::model::{self, Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch as Room};
+use NVFP4::model::{self, Device, KvCache, KvType, LoadOptions, Logits, Scratch as Room};
 use NVFP4::tensor::DType;
 use half::{bf16, f16};
 use serde_json::{Value, json};
@@ -287,9 +288,9 @@ fn a_directory_says_what_each_layer_is() {
 }
 
 /// All logits of a few tokens.
-fn logits(path: &Path, threads: usize) -> (Vec<u32>, Arc<Model>) {
+fn logits(path: &Path, threads: usize) -> (Vec<u32>, Arc<Served>) {
     let device = Device::cpu(Some(threads)).unwrap();
-    let model = Model::load(path, &LoadOptions::new(device)).unwrap();
+    let model = Served::load(path, &LoadOptions::new(device)).unwrap();
     let tokens: Vec<u32> = (0..11).map(|i| i * 29 % 150).collect();
     let mut cache = KvCache::new(model.device(), model.spec(), tokens.len(), KvType::F32).unwrap();
     let mut out = Vec::new();

@@ -6,11 +6,12 @@ use std::path::Path;
 
 use NVFP4::base::threads::Pool;
 use NVFP4::base::{ErrorKind, Result};
+use NVFP4::engine::Served;
 use NVFP4::format::nvfp4::Recipe;
 use NVFP4::format::random;
 use NVFP4::model::convert::{Container, ConvertOptions, convert};
 use NVFP4::model::training::Source;
-use NVFP4::model::{self, Device, LoadOptions, Model};
+use NVFP4::model::{self, Device, LoadOptions};
 use serde_json::{Value, json};
 
 use super::files::{Scratch, tensors};
@@ -99,7 +100,7 @@ fn with_attention(of: impl Fn(&str, [usize; 2]) -> Vec<Tensor>) -> Vec<Tensor> {
 }
 
 fn load(directory: &Path) -> Result<()> {
-    Model::load(directory, &LoadOptions::new(Device::cpu(Some(1))?)).map(|_| ())
+    Served::load(directory, &LoadOptions::new(Device::cpu(Some(1))?)).map(|_| ())
 }
 
 fn quantize(directory: &Path, to: &Path) -> Result<()> {

@@ -5,9 +5,10 @@ use std::path::PathBuf;
 
 use NVFP4::base::threads::Pool;
 use NVFP4::base::{Error, ErrorKind, env};
+use NVFP4::engine::Served;
 use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
 use NVFP4::model::convert::{Container, ConvertOptions, convert};
-use NVFP4::model::{self, Device, LoadOptions, Model};
+use NVFP4::model::{self, Device, LoadOptions};
 use NVFP4::session::{GenerateOptions, Session, SessionOptions};
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -247,8 +248,8 @@ impl Description {
     }
 }
 
-fn load(path: &std::path::Path) -> NVFP4::base::Result<std::sync::Arc<Model>> {
-    Model::load(path, &LoadOptions::new(Device::cpu(Some(2)).unwrap()))
+fn load(path: &std::path::Path) -> NVFP4::base::Result<std::sync::Arc<Served>> {
+    Served::load(path, &LoadOptions::new(Device::cpu(Some(2)).unwrap()))
 }
 
 /// Converts the model at `path`, which must leave nothing behind if it fails, and else a model that loads.
@@ -352,7 +353,7 @@ fn the_format_of_a_file_does_not_tell_models_apart() {
             ..LoadOptions::new(Device::cpu(Some(threads)).unwrap())
         };
         let path = model.write("safetensors", &scratch);
-        Model::load(&path, &options).unwrap().fingerprint()
+        Served::load(&path, &options).unwrap().fingerprint()
     };
     let mut seen = std::collections::HashSet::new();
     for model in [&good(), &other] {

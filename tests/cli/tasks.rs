@@ -1,6 +1,7 @@
 //! `nvfp4 perplexity --tasks`, against whole passes over each question with each choice.
 
-use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits, Model};
+use NVFP4::engine::Served;
+use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits};
 
 use super::*;
 
@@ -17,7 +18,7 @@ const QUESTIONS: &str = r#"{"question": "The first word is", "choices": ["one", 
 fn chosen(model: &str) -> Vec<[usize; 2]> {
     let device = Device::cpu(Some(2)).unwrap();
     let options = LoadOptions::new(device.clone());
-    let model = Model::load(Path::new(model), &options).unwrap();
+    let model = Served::load(Path::new(model), &options).unwrap();
     let tokenizer = model.tokenizer().unwrap();
     let score = |question: &str, choice: &str| -> [f64; 2] {
         let is_apart = question.ends_with('\n') || choice.starts_with(' ');

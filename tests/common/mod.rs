@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::base::{ErrorKind, Result, env};
+use NVFP4::engine::Served;
 use NVFP4::model::{
-    Batch, Choice, Device, KvCache, KvType, LoadOptions, Logits, Model, Output, Scratch, Segment,
-    Wanted,
+    Batch, Choice, Device, KvCache, KvType, LoadOptions, Logits, Output, Scratch, Segment, Wanted,
 };
 use safetensors::{Dtype, SafeTensors};
 
@@ -46,12 +46,12 @@ pub(crate) fn options() -> LoadOptions {
 }
 
 /// A golden model.
-pub(crate) fn load(case: &str) -> Arc<Model> {
-    Model::load(&golden(case), &options()).unwrap()
+pub(crate) fn load(case: &str) -> Arc<Served> {
+    Served::load(&golden(case), &options()).unwrap()
 }
 
 /// Tokens that any golden model knows.
-pub(crate) fn some_tokens(model: &Model, n: usize) -> Vec<u32> {
+pub(crate) fn some_tokens(model: &Served, n: usize) -> Vec<u32> {
     let vocab = model.spec().vocab_size as u32;
     (0..n as u32).map(|i| (i * 37 + 11) % vocab).collect()
 }
@@ -69,7 +69,7 @@ pub(crate) fn in_use() -> Vec<(&'static str, u64)> {
 pub(crate) fn check_memory_comes_back(
     device: &Device,
     times: usize,
-    used: impl Fn(Arc<Model>),
+    used: impl Fn(Arc<Served>),
     settle: impl Fn(),
 ) {
     const STOPS: u64 = 20;
@@ -78,7 +78,7 @@ pub(crate) fn check_memory_comes_back(
             device: device.clone(),
             ..options()
         };
-        Model::load(&golden("qwen3_tied"), &options)
+        Served::load(&golden("qwen3_tied"), &options)
     };
     // Resources of the first use stay for all later ones.
     used(load().unwrap());
@@ -213,7 +213,7 @@ pub(crate) fn long_token(position: usize) -> u32 {
 /// tokens are run in one call, or the last one alone if `last_alone`.
 pub(crate) fn at_long_positions(
     case: &str,
-    model: &Model,
+    model: &Served,
     kv: KvType,
     last_alone: bool,
     mut each: impl FnMut(usize, &[f32], &[f32]),
@@ -242,7 +242,7 @@ pub(crate) fn at_long_positions(
 
 /// One token of each of several sequences in one batch: the logits of each.
 pub(crate) fn step_logits(
-    model: &Model,
+    model: &Served,
     tokens: &[u32],
     caches: &mut [&mut KvCache],
 ) -> Result<Vec<Vec<f32>>> {
@@ -261,7 +261,7 @@ pub(crate) fn step_logits(
 
 /// One token of each of several sequences in one batch: the tokens that follow.
 pub(crate) fn step_tokens(
-    model: &Model,
+    model: &Served,
     tokens: &[u32],
     caches: &mut [&mut KvCache],
     choices: &[Choice<'_>],
@@ -277,7 +277,7 @@ pub(crate) fn step_tokens(
 
 /// Runs such a batch; the fault of a slot is the error.
 fn step(
-    model: &Model,
+    model: &Served,
     tokens: &[u32],
     caches: &mut [&mut KvCache],
     wanted: Vec<Wanted<'_>>,

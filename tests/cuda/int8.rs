@@ -6,10 +6,11 @@ use std::sync::Arc;
 
 use NVFP4::base::threads::Pool;
 use NVFP4::cuda::{self, DeviceSlice, Gpu, Input, LinearScratch, Matrix, Output};
+use NVFP4::engine::Served;
 use NVFP4::format::int8;
 use NVFP4::format::nvfp4::Recipe;
 use NVFP4::model::convert::{Container, ConvertOptions, Tables, convert};
-use NVFP4::model::{self, Device, Model};
+use NVFP4::model::{self, Device};
 use NVFP4::ops::linear::Linear;
 
 use crate::common::{golden, options, some_tokens};
@@ -187,7 +188,7 @@ fn models_with_int8_tables_agree_with_the_processor() {
             ControlFlow::Continue(())
         })
         .unwrap();
-        let cpu = Model::load(&place, &options()).unwrap();
+        let cpu = Served::load(&place, &options()).unwrap();
         let model = load_on(Device::Cuda(gpu.clone()), &place);
         assert_eq!(model.info().formats["int8"].tensors, 1, "{case}");
         assert_eq!(model.fingerprint(), cpu.fingerprint(), "{case}");

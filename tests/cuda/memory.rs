@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use NVFP4::base::ErrorKind;
 use NVFP4::base::memory;
-use NVFP4::model::{Device, Model};
+use NVFP4::engine::Served;
+use NVFP4::model::Device;
 use NVFP4::session::{self, SamplingOptions, Session, SessionOptions};
 
 use crate::common::{check_memory_comes_back, golden, some_tokens};
@@ -15,7 +16,7 @@ fn memory_comes_back() {
     let Some(gpu) = gpu() else { return };
     let device = Device::Cuda(gpu.clone());
     let settle = || gpu.empty_cache().unwrap();
-    let used = |model: Arc<Model>| drop(logits(&model, &some_tokens(&model, 40)));
+    let used = |model: Arc<Served>| drop(logits(&model, &some_tokens(&model, 40)));
     // Arrays that the first use makes for all later ones stay.
     check_memory_comes_back(&device, 1, used, settle);
     let (before, _) = gpu.memory().unwrap();

@@ -4,8 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use NVFP4::cuda::Gpu;
+use NVFP4::engine::Served;
 use NVFP4::format::nvfp4::QuantizeOptions;
-use NVFP4::model::{Batch, Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch, Wanted};
+use NVFP4::model::{Batch, Device, KvCache, KvType, LoadOptions, Logits, Scratch, Wanted};
 use NVFP4::ops::sample::Choice;
 use NVFP4::session::{SamplingOptions, SessionOptions};
 use half::bf16;
@@ -40,8 +41,8 @@ fn assert_rows_close(got: &[f32], want: &[f64], width: usize, bar: f64, what: &s
 /// A golden model on the processor and on a GPU.
 struct Pair {
     case: &'static str,
-    cpu: Arc<Model>,
-    model: Arc<Model>,
+    cpu: Arc<Served>,
+    model: Arc<Served>,
 }
 
 impl Pair {
@@ -53,7 +54,7 @@ impl Pair {
                 quantize: quantize.clone(),
                 ..options()
             };
-            Model::load(&golden(case), &options)
+            Served::load(&golden(case), &options)
         };
         let cpu = load(options().device).unwrap();
         let model = load(Device::Cuda(gpu.clone()));
@@ -194,14 +195,14 @@ fn greedily(options: &SamplingOptions) -> Choice<'_> {
 
 /// A sequence that a model refuses to run.
 struct Refused<'a> {
-    model: &'a Model,
+    model: &'a Served,
     cache: KvCache,
     scratch: Scratch,
     out: Vec<f32>,
 }
 
 impl<'a> Refused<'a> {
-    fn new(model: &'a Model, room: usize) -> Refused<'a> {
+    fn new(model: &'a Served, room: usize) -> Refused<'a> {
         Refused {
             model,
             cache: KvCache::new(model.device(), model.spec(), room, KvType::F16).unwrap(),
@@ -350,7 +351,7 @@ fn named_models_agree_with_the_processor() {
         return;
     };
     for path in paths.split(':') {
-        let load = |device| Model::load(path.as_ref(), &LoadOptions::new(device)).unwrap();
+        let load = |device| Served::load(path.as_ref(), &LoadOptions::new(device)).unwrap();
         let cpu = load(Device::cpu(None).unwrap());
         let tokens = some_tokens(&cpu, 70);
         let (want, _) = logits(&cpu, &tokens);
@@ -361,7 +362,7 @@ fn named_models_agree_with_the_processor() {
 }
 
 /// A model's greedy answers to the prompts of the SmolLM2 test, each with the tokens of its prompt.
-fn answers(model: &Arc<Model>, prompts: &[String]) -> Vec<(Vec<u32>, Vec<u32>)> {
+fn answers(model: &Arc<Served>, prompts: &[String]) -> Vec<(Vec<u32>, Vec<u32>)> {
     let greedy = SamplingOptions::default();
     let answer = |prompt: &String| {
         let prompt = model.tokenizer().unwrap().encode(prompt, true).unwrap();
@@ -373,7 +374,7 @@ fn answers(model: &Arc<Model>, prompts: &[String]) -> Vec<(Vec<u32>, Vec<u32>)> 
 }
 
 /// The distance of the two largest logits where two answers part, or nothing if they do not.
-fn parting(model: &Arc<Model>, prompt: &[u32], one: &[u32], other: &[u32]) -> Option<f32> {
+fn parting(model: &Arc<Served>, prompt: &[u32], one: &[u32], other: &[u32]) -> Option<f32> {
     let at = one.iter().zip(other).position(|(a, b)| a != b)?;
     let before = [prompt, &one[..at]].concat();
     let mut session = prompted(model, &SessionOptions::default(), &before);
@@ -398,7 +399,7 @@ fn greedy_tokens_of_a_named_model_agree_or_part_at_a_tie() {
                 quantize: quantize.clone(),
                 ..options()
             };
-            Model::load(Path::new(&path), &options).unwrap()
+            Served::load(Path::new(&path), &options).unwrap()
         };
         let cpu = load(Device::cpu(None).unwrap());
         let model = load(Device::Cuda(gpu.clone()));

@@ -9,9 +9,10 @@ use NVFP4::base::memory::{Plain, Tag};
 use NVFP4::cuda::{
     self, Biased, DeviceBuffer, Glu, Gpu, Input, Layout, LinearScratch, Matrix, MatrixShape, Output,
 };
+use NVFP4::engine::Served;
 use NVFP4::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
-use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
+use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits, Scratch};
 use NVFP4::session::{GenerateOptions, SamplingOptions, Session, SessionOptions};
 use NVFP4::tensor::{DType, WeightType};
 use half::f16;
@@ -47,12 +48,12 @@ pub(crate) fn gpu() -> Option<Arc<Gpu>> {
 }
 
 /// The model of a directory on a device, as stored.
-pub(crate) fn load_on(device: Device, directory: &Path) -> Arc<Model> {
+pub(crate) fn load_on(device: Device, directory: &Path) -> Arc<Served> {
     let options = LoadOptions {
         device,
         ..options()
     };
-    Model::load(directory, &options).unwrap()
+    Served::load(directory, &options).unwrap()
 }
 
 /// Numbers around zero, of about unit variance, that depend on the seed alone.
@@ -443,7 +444,7 @@ impl<'a> Product<'a> {
 }
 
 /// Logits of every position, from one call and token by token.
-pub(crate) fn logits(model: &Model, tokens: &[u32]) -> (Vec<f32>, Vec<f32>) {
+pub(crate) fn logits(model: &Served, tokens: &[u32]) -> (Vec<f32>, Vec<f32>) {
     let (mut scratch, mut all, mut each, mut one) =
         (Scratch::new(), Vec::new(), Vec::new(), Vec::new());
     let new = || KvCache::new(model.device(), model.spec(), 4 * tokens.len(), KvType::F16).unwrap();
@@ -468,7 +469,7 @@ pub(crate) fn with_context(context: usize) -> SessionOptions {
 }
 
 /// A session that has run a prompt.
-pub(crate) fn prompted(model: &Arc<Model>, options: &SessionOptions, prompt: &[u32]) -> Session {
+pub(crate) fn prompted(model: &Arc<Served>, options: &SessionOptions, prompt: &[u32]) -> Session {
     let mut session = Session::new(model.clone(), options).unwrap();
     session.prefill(prompt).unwrap();
     session

@@ -14,7 +14,8 @@ use std::time::{Duration, Instant};
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::base::{Error, ErrorKind, env};
 use NVFP4::cuda::{self, DeviceBuffer, Gpu, Program, Shape};
-use NVFP4::model::{Activations, Device, LoadOptions, Model};
+use NVFP4::engine::Served;
+use NVFP4::model::{Activations, Device, LoadOptions};
 use NVFP4::ops::linear::{Linear, linear};
 use NVFP4::ops::{Slice, SliceMut, Workspace};
 use NVFP4::session::{GenerateOptions, Session, SessionOptions};
@@ -84,8 +85,8 @@ fn in_a_child(test: &str, variables: &[(&str, &str)]) {
     );
 }
 
-fn load(gpu: &Arc<Gpu>) -> NVFP4::base::Result<Arc<Model>> {
-    Model::load(
+fn load(gpu: &Arc<Gpu>) -> NVFP4::base::Result<Arc<Served>> {
+    Served::load(
         &golden("qwen3_tied"),
         &LoadOptions {
             device: Device::Cuda(gpu.clone()),
@@ -94,7 +95,7 @@ fn load(gpu: &Arc<Gpu>) -> NVFP4::base::Result<Arc<Model>> {
     )
 }
 
-fn session(model: &Arc<Model>) -> Session {
+fn session(model: &Arc<Served>) -> Session {
     let options = SessionOptions {
         context: 256,
         ..SessionOptions::default()
@@ -384,7 +385,7 @@ fn in_the_child_of_a_fork_a_gpu_is_refused_and_the_processor_works() {
         let test = "in_the_child_of_a_fork_a_gpu_is_refused_and_the_processor_works";
         return in_a_child(test, &[]);
     }
-    let load = |device| Model::load(&golden("qwen3_tied"), &LoadOptions::new(device));
+    let load = |device| Served::load(&golden("qwen3_tied"), &LoadOptions::new(device));
     let model = load(Device::cuda(0).unwrap()).unwrap();
     let tokens = some_tokens(&model, 8);
     let (mut before, mut fresh) = (session(&model), session(&model));

@@ -365,5 +365,5 @@ fn conversions_keep_what_every_token_goes_through() {
             entry.name
         );
     }
-    Model::load(&out, &LoadOptions::new(device)).unwrap();
+    Served::load(&out, &LoadOptions::new(device)).unwrap();
 }

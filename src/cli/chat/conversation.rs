@@ -7,7 +7,7 @@ use std::sync::Arc;
 use NVFP4::base::call::Cancel;
 use NVFP4::base::error::bail;
 use NVFP4::base::{Result, leftover, memory};
-use NVFP4::model::Model;
+use NVFP4::engine::Served;
 use NVFP4::session::{ChatOptions, Finish, GenerateOptions, Generation, Session};
 use NVFP4::text::{Message, ToolCall};
 
@@ -16,7 +16,7 @@ use crate::cli::view::View;
 use crate::cli::{output, sampling};
 
 pub(super) struct Conversation {
-    pub(super) model: Arc<Model>,
+    pub(super) model: Arc<Served>,
     pub(super) session: Session,
     pub(super) chat: ChatOptions,
     pub(super) generation: GenerateOptions,

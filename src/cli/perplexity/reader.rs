@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use NVFP4::base::Result;
-use NVFP4::model::{KvCache, KvType, Logits, Model, Scratch};
+use NVFP4::engine::Served;
+use NVFP4::model::{KvCache, KvType, Logits, Scratch};
 
 /// Upper limit of logit bytes that a GPU computes at a time, unless [`FEWEST`] rows have more.
 const LOGIT_BYTES: usize = 64 << 20;
@@ -20,7 +21,7 @@ fn run_of(vocabulary: usize, is_cuda: bool) -> usize {
 
 /// A model with the cache of one sequence.
 pub(super) struct Reader {
-    model: Arc<Model>,
+    model: Arc<Served>,
     cache: KvCache,
     scratch: Scratch,
     logits: Vec<f32>,
@@ -28,7 +29,7 @@ pub(super) struct Reader {
 
 impl Reader {
     /// A reader of sequences of at most `capacity` tokens.
-    pub(super) fn new(model: &Arc<Model>, capacity: usize, kv: KvType) -> Result<Self> {
+    pub(super) fn new(model: &Arc<Served>, capacity: usize, kv: KvType) -> Result<Self> {
         Ok(Reader {
             cache: KvCache::new(model.device(), model.spec(), capacity, kv)?,
             scratch: Scratch::default(),

@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use NVFP4::base::Result;
 use NVFP4::base::error::bail;
-use NVFP4::model::{KvType, Model};
+use NVFP4::engine::Served;
+use NVFP4::model::KvType;
 use NVFP4::text::Tokenizer;
 use NVFP4::train::data::{MultipleChoice, multiple_choice};
 use serde::Serialize;
@@ -30,7 +31,7 @@ impl Set {
     }
 
     /// Tokenizes the questions for a model.
-    fn prepared(&self, model: &Model) -> Result<Vec<Vec<Continuation>>> {
+    fn prepared(&self, model: &Served) -> Result<Vec<Vec<Continuation>>> {
         let tokenizer = model.tokenizer()?;
         let each = self.questions.iter().map(|question| {
             let line = question.line;
@@ -43,7 +44,7 @@ impl Set {
 
 /// Tokenizes a question with each of its choices for a model.
 fn prepared(
-    model: &Model,
+    model: &Served,
     tokenizer: &Tokenizer,
     question: &MultipleChoice,
 ) -> Result<Vec<Continuation>> {
@@ -73,7 +74,7 @@ fn prepared(
 
 /// A model's choices for each question of a set.
 fn choices(
-    model: &Arc<Model>,
+    model: &Arc<Served>,
     questions: &[Vec<Continuation>],
     kv: KvType,
     told: &mut dyn FnMut(),
@@ -164,8 +165,8 @@ struct ReferenceResults {
 /// Lets a model, and the reference if given, answer the questions of a set.
 pub(super) fn measure(
     set: &Set,
-    model: &Arc<Model>,
-    reference: Option<&Arc<Model>>,
+    model: &Arc<Served>,
+    reference: Option<&Arc<Served>>,
     kv: KvType,
 ) -> Result<Results> {
     let questions = &set.questions;

@@ -6,7 +6,8 @@ use std::sync::{Arc, OnceLock};
 
 use NVFP4::base::Result;
 use NVFP4::base::threads::Pool;
-use NVFP4::model::{KvType, Model};
+use NVFP4::engine::Served;
+use NVFP4::model::KvType;
 use serde::Serialize;
 
 use super::reader::Reader;
@@ -51,8 +52,8 @@ pub(super) struct Windows<'a> {
 pub(super) fn measure(
     windows: &Windows<'_>,
     kv: KvType,
-    model: &Arc<Model>,
-    reference: Option<(&Arc<Model>, &OsStr)>,
+    model: &Arc<Served>,
+    reference: Option<(&Arc<Served>, &OsStr)>,
 ) -> Result<Report> {
     let vocabulary = model.spec().vocab_size;
     let Windows {

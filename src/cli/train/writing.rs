@@ -9,9 +9,10 @@ use std::sync::Arc;
 
 use NVFP4::base::error::{bail, err};
 use NVFP4::base::{Error, ErrorKind, Result};
+use NVFP4::engine::Served;
 use NVFP4::format::random::bits;
+use NVFP4::model::LoadOptions;
 use NVFP4::model::training::Source;
-use NVFP4::model::{LoadOptions, Model};
 use NVFP4::ops::Device;
 use NVFP4::session::{
     ChatOptions, GenerateOptions, Generation, SamplingOptions, Session, SessionOptions,
@@ -111,15 +112,15 @@ fn earlier(out: &Path, settings: &Value) -> Result<Vec<usize>> {
     text[..whole].lines().map(number).collect()
 }
 
-fn load(args: &Args, device: &Device) -> Result<Arc<Model>> {
+fn load(args: &Args, device: &Device) -> Result<Arc<Served>> {
     let Some(name) = args.teacher.name(args.model.as_ref()) else {
         bail!(Internal, "clap requires --teacher with --teacher-writes");
     };
-    Model::load(&model::resolve(name)?, &LoadOptions::new(device.clone()))
+    Served::load(&model::resolve(name)?, &LoadOptions::new(device.clone()))
 }
 
 struct Writer<'a> {
-    model: Arc<Model>,
+    model: Arc<Served>,
     /// Whether a prompt is a user's message.
     is_chat: bool,
     /// Tokens that begin a text without a question.

@@ -147,7 +147,7 @@ impl Source {
     }
 
     /// The tokenizer and the chat template beside it, read by the first call.
-    pub(in crate::model) fn text_files(&self) -> Result<TextFiles> {
+    pub(crate) fn text_files(&self) -> Result<TextFiles> {
         if let Some(text) = self.text.get() {
             return Ok(text.clone());
         }

@@ -6,12 +6,13 @@ use std::path::Path;
 use NVFP4::base::Result;
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::base::threads::Pool;
+use NVFP4::engine::Served;
 use NVFP4::format::adamw::WeightForm;
 use NVFP4::format::nvfp4;
 use NVFP4::format::residual::Bits;
 use NVFP4::model::convert::{Container, ConvertOptions, Tables, convert};
 use NVFP4::model::training::Source;
-use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits, Model, Scratch};
+use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits, Scratch};
 use NVFP4::train::{Clip, Config, Lora, Recipe, Trainer};
 
 use super::{error, losses, text};
@@ -58,9 +59,9 @@ fn a_gpu_runs_the_weights_that_it_trains() {
         trainer
             .export_directory(&source, &place, Tables::Auto, true)
             .unwrap();
-        let loaded = Model::load(&place, &LoadOptions::new(device.clone())).unwrap();
+        let loaded = Served::load(&place, &LoadOptions::new(device.clone())).unwrap();
         let (tokens, _) = text(3, 40, source.spec().vocab_size);
-        let logits = |model: &Model| {
+        let logits = |model: &Served| {
             let mut cache = KvCache::new(&device, model.spec(), 64, KvType::F16)?;
             let (mut scratch, mut logits) = (Scratch::new(), Vec::new());
             model.forward(&tokens, &mut cache, &mut scratch, Logits::All, &mut logits)?;

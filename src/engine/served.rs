@@ -1,0 +1,262 @@
+//! A model with what its makers say of text: tokenizer, chat template, the form of its answers, sampling defaults and stop tokens. Sessions run it.
+//! A trainer gives one of the weights that it trains, and keeps out of its way by a lease.
+
+use std::hash::{BuildHasher, RandomState};
+use std::ops::Deref;
+use std::path::Path;
+use std::sync::Arc;
+
+use serde::Serialize;
+
+use crate::base::Result;
+use crate::base::error::{Error, bail, err};
+use crate::base::lease::{Held, Lease};
+use crate::checkpoint::{Checkpoint, TokenizerSource};
+use crate::model::generation::{self, Generation};
+use crate::model::training::Source;
+use crate::model::{
+    Batch, Device, KvCache, LoadOptions, Logits, Model, ModelInfo, Output, SamplingOptions,
+    Scratch, Trained, open, text,
+};
+use crate::text::{AnswerForm, ChatTemplate, TextFiles, Tokenizer};
+
+/// A served model, for reports.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ServedInfo {
+    /// The model.
+    #[serde(flatten)]
+    pub model: ModelInfo,
+    /// Whether there is a tokenizer.
+    pub tokenizer: bool,
+    /// Whether the model brought its own chat template, if a broken one; ChatML is used where it did not.
+    pub chat_template: bool,
+}
+
+/// A model that sessions run. Immutable, and shared by all of them.
+pub struct Served {
+    model: Arc<Model>,
+    tokenizer: Option<Arc<Tokenizer>>,
+    template: ChatTemplate,
+    own_template: bool,
+    answer_form: AnswerForm,
+    sampling: SamplingOptions,
+    stop_tokens: Vec<u32>,
+    /// For weights that are trained: the lease that keeps their trainer out, and the epoch in which they were given.
+    lease: Option<(Arc<Lease>, u64)>,
+}
+
+impl std::fmt::Debug for Served {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Served({:?})", self.model)
+    }
+}
+
+/// The model that is served.
+impl Deref for Served {
+    type Target = Model;
+
+    fn deref(&self) -> &Model {
+        &self.model
+    }
+}
+
+impl Served {
+    /// Loads the model at `path`: a directory, or a `.safetensors`, `.dat` or `.gguf` file. Tells the thread's [`call`](crate::base::call) how many bytes of it
+    /// are read, and is cancelled with it.
+    pub fn load(path: &Path, options: &LoadOptions) -> Result<Arc<Served>> {
+        let checkpoint = Arc::from(open(path)?);
+        Self::from_checkpoint(checkpoint, options).map_err(|e| e.within(path.display()))
+    }
+
+    /// Loads the model in an opened checkpoint, and its text side on a thread of its own meanwhile.
+    pub fn from_checkpoint(
+        checkpoint: Arc<dyn Checkpoint>,
+        options: &LoadOptions,
+    ) -> Result<Arc<Served>> {
+        let source = &checkpoint.metadata().tokenizer;
+        let load = || Model::from_checkpoint(checkpoint.clone(), options);
+        let (text, model) = text::beside(source, load)?;
+        Self::new(model?, source, text?, None)
+    }
+
+    /// The model that training began with at `source`, with the weights as they are now. It takes no memory for matrices. Whoever runs it
+    /// holds `lease`, and is refused once that says that weights have been changed.
+    pub fn of_trained(
+        device: &Device,
+        source: &Source,
+        trained: &dyn Trained,
+        lease: &Arc<Lease>,
+    ) -> Result<Arc<Served>> {
+        let epoch = lease.epoch();
+        let fingerprint = RandomState::new().hash_one(epoch);
+        let text = source.text_files()?;
+        let model = Model::of_trained(device, source, trained, fingerprint)?;
+        let tokenizer = &source.checkpoint().metadata().tokenizer;
+        Self::new(model, tokenizer, text, Some((lease.clone(), epoch)))
+    }
+
+    fn new(
+        model: Arc<Model>,
+        source: &TokenizerSource,
+        text: TextFiles,
+        lease: Option<(Arc<Lease>, u64)>,
+    ) -> Result<Arc<Served>> {
+        if let Some(tokenizer) = &text.tokenizer {
+            warn_of_ids_without_rows(tokenizer, model.spec().vocab_size);
+        }
+        let Generation {
+            stop_tokens,
+            sampling,
+        } = generation::read(model.spec(), source, &text)?;
+        let own_template = text.template.is_some();
+        let template = text.template.unwrap_or_else(ChatTemplate::stand_in);
+        let is_token = |name: &str| {
+            let tokenizer = text.tokenizer.as_ref();
+            tokenizer.is_some_and(|t| t.id_of(name).is_some())
+        };
+        Ok(Arc::new(Served {
+            answer_form: AnswerForm::of(&template.sources(), template.reads("tools"), is_token),
+            model,
+            tokenizer: text.tokenizer,
+            template,
+            own_template,
+            sampling,
+            stop_tokens,
+            lease,
+        }))
+    }
+
+    /// The weights, without their text side and without the lease of a trainer.
+    pub fn model(&self) -> &Arc<Model> {
+        &self.model
+    }
+
+    /// The description of the model and of its text side.
+    pub fn describe(&self) -> ServedInfo {
+        ServedInfo {
+            model: self.model.info().clone(),
+            tokenizer: self.tokenizer.is_some(),
+            chat_template: self.own_template,
+        }
+    }
+
+    /// Holds the weights until the result is dropped: their trainer, if there is one, takes no step meanwhile. Fails while a step runs, and once
+    /// the weights have changed. Each pass holds them itself; a caller that makes several passes holds them across all of them.
+    pub fn hold(&self) -> Result<Option<Held>> {
+        let lease = self.lease.as_ref();
+        lease.map(|(lease, epoch)| lease.hold(*epoch)).transpose()
+    }
+
+    /// [`Model::run`], with the weights held.
+    pub fn run(
+        &self,
+        batch: Batch<'_>,
+        scratch: &mut Scratch,
+        logits: &mut Vec<f32>,
+    ) -> Result<Vec<Result<Output>>> {
+        let _held = self.hold()?;
+        self.model.run(batch, scratch, logits)
+    }
+
+    /// [`Model::forward`], with the weights held.
+    pub fn forward(
+        &self,
+        tokens: &[u32],
+        cache: &mut KvCache,
+        scratch: &mut Scratch,
+        wanted: Logits,
+        logits: &mut Vec<f32>,
+    ) -> Result<()> {
+        let _held = self.hold()?;
+        self.model.forward(tokens, cache, scratch, wanted, logits)
+    }
+
+    /// Refuses tokens that cannot be run, by their texts.
+    pub fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
+        self.check_ids(tokens)?;
+        self.model.check_tokens(tokens)
+    }
+
+    /// Refuses ids that the embedding has no rows for, by their texts.
+    pub fn check_ids(&self, tokens: &[u32]) -> Result<()> {
+        match self.model.without_a_row(tokens) {
+            None => Ok(()),
+            Some(index) => Err(self.no_row(tokens[index], index)),
+        }
+    }
+
+    fn no_row(&self, id: u32, index: usize) -> Error {
+        let rows = self.spec().vocab_size;
+        let text = self.tokenizer.as_ref().and_then(|t| t.text_of(id));
+        err!(
+            InvalidArgument,
+            "token {id} at index {index} is outside the vocabulary of {rows}{}",
+            match text {
+                Some(text) => format!(": it is '{text}', and the embedding has no row for it"),
+                None => String::new(),
+            }
+        )
+    }
+
+    /// The tokenizer. An error if the model came without one.
+    pub fn tokenizer(&self) -> Result<&Arc<Tokenizer>> {
+        match &self.tokenizer {
+            Some(tokenizer) => Ok(tokenizer),
+            None => bail!(
+                NotFound,
+                "the model has no tokenizer; put tokenizer.json beside its weights"
+            ),
+        }
+    }
+
+    /// The text of `tokens`; special tokens are left out if `skip_special`. Ids with a row of the embedding and without a text give none.
+    pub fn decode(&self, tokens: &[u32], skip_special: bool) -> Result<String> {
+        let tokenizer = self.tokenizer()?;
+        let rows = self.spec().vocab_size;
+        let unknown = |&id: &u32| id as usize >= rows && tokenizer.bytes_of(id).is_err();
+        if let Some(index) = tokens.iter().position(unknown) {
+            return Err(self.no_row(tokens[index], index));
+        }
+        let mut known = tokens.to_vec();
+        known.retain(|&t| tokenizer.bytes_of(t).is_ok());
+        tokenizer.decode(&known, skip_special)
+    }
+
+    /// The chat template; ChatML if the model came without one. A broken template gives its error when it is rendered.
+    pub fn chat_template(&self) -> &ChatTemplate {
+        &self.template
+    }
+
+    /// Whether the model brought its own chat template.
+    pub fn has_own_template(&self) -> bool {
+        self.own_template
+    }
+
+    /// The spelling of reasoning and tool calls in the model's answers.
+    pub fn answer_form(&self) -> &AnswerForm {
+        &self.answer_form
+    }
+
+    /// Sampling defaults of the model's makers: from `generation_config.json`, or a GGUF file's `general.sampling` entries; greedy where
+    /// nothing is said.
+    pub fn sampling(&self) -> &SamplingOptions {
+        &self.sampling
+    }
+
+    /// The tokens that end a generation: those of the config, of `generation_config.json` or of GGUF metadata, those that the chat
+    /// template writes after an answer, and those that are known by their names to end turns.
+    pub fn stop_tokens(&self) -> &[u32] {
+        &self.stop_tokens
+    }
+}
+
+/// Warns of tokens that cannot be run: some models have names for pictures, which bring embeddings of their own.
+fn warn_of_ids_without_rows(tokenizer: &Tokenizer, rows: usize) {
+    let count = tokenizer.vocab_size().saturating_sub(rows);
+    if count > 0 {
+        tracing::warn!(
+            "the embedding has {rows} rows, and the tokenizer ids up to {}: using one of {count} past the embedding is an error",
+            tokenizer.vocab_size() - 1
+        );
+    }
+}
