@@ -154,6 +154,8 @@ impl Served {
         scratch: &mut Scratch,
         logits: &mut Vec<f32>,
     ) -> Result<Vec<Result<Output>>> {
+        let mut segments = batch.segments.iter();
+        segments.try_for_each(|segment| self.check_tokens(segment.tokens))?;
         let _held = self.hold()?;
         self.model.run(batch, scratch, logits)
     }
@@ -167,6 +169,7 @@ impl Served {
         wanted: Logits,
         logits: &mut Vec<f32>,
     ) -> Result<()> {
+        self.check_tokens(tokens)?;
         let _held = self.hold()?;
         self.model.forward(tokens, cache, scratch, wanted, logits)
     }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::next::Next;
 use super::{SamplingOptions, Session};
 use crate::base::error::bail;
 use crate::base::{Error, Result};
@@ -16,7 +17,7 @@ pub fn step(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
         let vocabulary = session.model.spec().vocab_size;
         if let Output::Logits(rows) = row {
             let logits = &logits[rows.start * vocabulary..rows.end * vocabulary];
-            session.logits = logits.to_vec();
+            session.next = Next::of(logits.to_vec());
         }
     }
     Ok(())
@@ -52,7 +53,9 @@ pub fn step_choose(
     });
     let next: Vec<u32> = tokens.collect::<Result<_>>()?;
     for ((session, options), &token) in sessions.iter_mut().zip(&options).zip(&next) {
-        session.argmax = options.is_greedy().then_some(token);
+        if options.is_greedy() {
+            session.next.set_argmax(token);
+        }
     }
     Ok(next)
 }

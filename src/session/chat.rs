@@ -188,7 +188,7 @@ impl Session {
         if len < self.len() {
             self.cache.truncate(len.min(self.cache.len()))?;
             self.tokens.truncate(len);
-            self.forget_logits();
+            self.next.forget();
             self.seed = sampler::new_seed();
         }
         Ok(())

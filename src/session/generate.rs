@@ -236,7 +236,7 @@ impl Session {
             }
             false => {
                 self.flush()?;
-                &self.logits
+                self.flushed()?
             }
         };
         let token = sampler.sample(logits, &self.tokens)?;

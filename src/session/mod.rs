@@ -9,6 +9,7 @@ mod batch;
 mod chat;
 mod conversation;
 mod generate;
+mod next;
 mod options;
 mod sampler;
 mod state_file;
@@ -34,6 +35,7 @@ pub use sampler::Sampler;
 pub use transcript::Transcript;
 
 use conversation::{Conversation, Plan};
+use next::Next;
 
 /// What to do when tokens no longer fit in the context.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -78,10 +80,7 @@ pub struct Session {
     /// Holds the first tokens; those after are pending.
     cache: KvCache,
     scratch: Scratch,
-    /// The logits after the last token; empty where they are not known, and then the cache may or may not hold the last token.
-    logits: Vec<f32>,
-    /// The argmax of the logits, where the device computed it and kept the logits.
-    argmax: Option<u32>,
+    next: Next,
     conversation: Conversation,
     /// The seed of draws in steps whose options have none. One serves many steps, so that a device can look ahead.
     seed: u64,
@@ -132,8 +131,7 @@ impl Session {
             evicted: 0,
             cache,
             scratch: Scratch::new(),
-            logits: Vec::new(),
-            argmax: None,
+            next: Next::default(),
             conversation: Conversation::default(),
             seed: sampler::new_seed(),
         })
@@ -193,7 +191,7 @@ impl Session {
     /// The logits of the token to come, one for each row of the model's vocabulary.
     pub fn logits(&mut self) -> Result<&[f32]> {
         self.flush()?;
-        Ok(&self.logits)
+        self.flushed()
     }
 
     /// The argmax of the logits, the first of equals: what a greedy sampler chooses, without the logits leaving a GPU.
@@ -204,7 +202,7 @@ impl Session {
     /// Chooses the token to come, without appending it.
     pub fn sample(&mut self, sampler: &mut Sampler) -> Result<u32> {
         self.flush()?;
-        sampler.sample(&self.logits, &self.tokens)
+        sampler.sample(self.flushed()?, &self.tokens)
     }
 
     /// Forgets the tokens from `len` on. A conversation ends there too: within the answer that `len` lies in, or with the last one
@@ -226,7 +224,7 @@ impl Session {
         if len == 0 {
             self.evicted = 0;
         }
-        self.forget_logits();
+        self.next.forget();
         self.conversation = conversation;
         self.seed = sampler::new_seed();
         Ok(())
@@ -239,14 +237,15 @@ impl Session {
 
     /// A second session in the same state. They share the pages of their caches until either writes to one.
     pub fn fork(&self) -> Result<Session> {
-        let bytes = size_of_val(&*self.tokens) + size_of_val(&*self.logits) + self.text_bytes();
+        let bytes = size_of_val(&*self.tokens)
+            + self.next.logits().map_or(0, size_of_val)
+            + self.text_bytes();
         let _copies = alloc::Budget::copies(bytes).set_aside()?;
         let mut fork = Session::new(self.model.clone(), &self.options)?;
         fork.tokens.clone_from(&self.tokens);
         fork.evicted = self.evicted;
         fork.cache = self.cache.clone();
-        fork.logits.clone_from(&self.logits);
-        fork.argmax = self.argmax;
+        fork.next.clone_from(&self.next);
         fork.conversation = self.conversation.clone();
         Ok(fork)
     }
@@ -268,13 +267,13 @@ impl Session {
         let before = self.tokens.len();
         call::expect((tokens.len() + before - self.cache.len().min(before)) as u64);
         memory::make_room(&mut self.tokens, tokens.len())?;
-        let (logits, argmax) = (std::mem::take(&mut self.logits), self.argmax);
+        let next = std::mem::take(&mut self.next);
         for part in tokens.chunks(step.max(1)) {
             self.push(part);
             if let Err(e) = self.flush().and_then(|()| call::check()) {
                 self.cache.truncate(before.min(self.cache.len()))?;
                 self.tokens.truncate(before);
-                (self.logits, self.argmax) = (logits, argmax);
+                self.next = next;
                 return Err(e);
             }
         }
@@ -284,12 +283,7 @@ impl Session {
     /// Appends tokens to be run later.
     fn push(&mut self, tokens: &[u32]) {
         self.tokens.extend_from_slice(tokens);
-        self.forget_logits();
-    }
-
-    fn forget_logits(&mut self) {
-        self.logits.clear();
-        self.argmax = None;
+        self.next.forget();
     }
 
     /// The token that `sampler` chooses next. On a GPU the logits stay on the device where a single token has to be run for it,
@@ -297,11 +291,11 @@ impl Session {
     fn flush_and_choose(&mut self, sampler: &mut Sampler, look_ahead: bool) -> Result<u32> {
         let _held = self.model.hold()?;
         let greedy = sampler.options().is_greedy();
-        if let Some(token) = self.argmax.filter(|_| greedy) {
+        if let Some(token) = self.next.argmax().filter(|_| greedy) {
             return Ok(token);
         }
         let pending = self.cache.len().min(self.tokens.len());
-        let on_device = self.model.device().is_cuda() && self.logits.is_empty();
+        let on_device = self.model.device().is_cuda() && self.next.logits().is_none();
         let token = match self.tokens[pending..] {
             [_] if on_device => {
                 let batch = Batch {
@@ -324,10 +318,12 @@ impl Session {
             }
             _ => {
                 self.flush()?;
-                sampler.sample(&self.logits, &self.tokens)?
+                sampler.sample(self.flushed()?, &self.tokens)?
             }
         };
-        self.argmax = greedy.then_some(token);
+        if greedy {
+            self.next.set_argmax(token);
+        }
         Ok(token)
     }
 
@@ -340,19 +336,26 @@ impl Session {
             );
         }
         let _held = self.model.hold()?;
-        if !self.logits.is_empty() {
+        if self.next.logits().is_some() {
             return Ok(());
         }
         let cached = self.cache.len().min(self.tokens.len() - 1);
         self.cache.truncate(cached)?;
         call::expect((self.tokens.len() - cached) as u64);
-        self.model.forward(
-            &self.tokens[cached..],
-            &mut self.cache,
-            &mut self.scratch,
-            Logits::Last,
-            &mut self.logits,
-        )
+        let (cache, scratch) = (&mut self.cache, &mut self.scratch);
+        self.next.fill(|logits| {
+            let tokens = &self.tokens[cached..];
+            self.model
+                .forward(tokens, cache, scratch, Logits::Last, logits)
+        })
+    }
+
+    /// The logits, once pending tokens have run.
+    fn flushed(&self) -> Result<&[f32]> {
+        match self.next.logits() {
+            Some(logits) => Ok(logits),
+            None => bail!(Internal, "logits of tokens that have not run"),
+        }
     }
 
     fn fits(&self, count: usize) -> bool {
@@ -415,7 +418,7 @@ impl Session {
                 self.tokens.drain(dropped.clone());
                 self.evicted += dropped.len();
                 self.cache.truncate(dropped.start.min(self.cache.len()))?;
-                self.forget_logits();
+                self.next.forget();
                 self.conversation = Conversation::default();
             }
             Room::Turns(plan) => self.shorten(plan)?,
@@ -445,7 +448,7 @@ impl Session {
         self.evicted = saved.evicted;
         self.cache = saved.cache;
         self.conversation = saved.conversation;
-        self.forget_logits();
+        self.next.forget();
     }
 
     /// Calls `change`; if it fails, the session is as it was before.

@@ -13,6 +13,7 @@ use serde_json::value::RawValue;
 use twox_hash::XxHash3_64;
 
 use super::conversation::{Answering, Conversation};
+use super::next::Next;
 use super::{ChatOptions, Eviction, Session, SessionOptions};
 use crate::base::error::{bail, err};
 use crate::base::file::{self, Temporary};
@@ -81,7 +82,7 @@ impl Session {
             tokens: self.tokens.len(),
             evicted: self.evicted,
             cached: self.cache.len(),
-            logits: self.logits.len(),
+            logits: self.next.logits().map_or(0, <[f32]>::len),
             messages: match conversation.begun {
                 true => Some(raw(&conversation.messages)?),
                 false => None,
@@ -127,7 +128,8 @@ impl Session {
         out.write(&length.to_le_bytes())?;
         out.write(&json)?;
         out.words(self.tokens.iter().copied())?;
-        out.words(self.logits.iter().map(|x| x.to_bits()))?;
+        let logits = self.next.logits().unwrap_or_default();
+        out.words(logits.iter().map(|x| x.to_bits()))?;
         self.cache.for_each_page(|page| out.write(page))?;
         let sum = out.sum.finish();
         out.write(&sum.to_le_bytes())?;
@@ -194,11 +196,10 @@ fn restore(model: Arc<Served>, file: File) -> Result<Session> {
     }
     session.tokens = input.words(header.tokens)?;
     session.evicted = header.evicted;
-    let logits = input.words(header.logits)?;
-    session.logits = memory::with_room(logits.len())?;
-    session
-        .logits
-        .extend(logits.into_iter().map(f32::from_bits));
+    let bits = input.words(header.logits)?;
+    let mut logits = memory::with_room(bits.len())?;
+    logits.extend(bits.into_iter().map(f32::from_bits));
+    session.next = Next::of(logits);
     session
         .cache
         .read_pages(header.cached, |page| input.read(page))?;

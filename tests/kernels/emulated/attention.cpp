@@ -39,13 +39,13 @@ struct Sequence {
     std::vector<float> qkv, q_norm, k_norm, frequencies;
     std::vector<std::vector<u16>> pages;
     std::vector<u64> table;
-    std::vector<u32> unfit;
+    std::vector<u32> unfit;     // [rows]
     bool compares = true;
     static constexpr float EPS = 1e-6f, FACTOR = 1.25f;
 
     Sequence(int D, int heads, int kv_heads, int length, bool normed, int rotary_dim, int window, float cap)
         : D(D), heads(heads), kv_heads(kv_heads), length(length), all(heads + 2 * kv_heads), rotary_dim(rotary_dim), window(window), cap(cap),
-          normed(normed) {
+          normed(normed), unfit(length) {
         for (int i = 0; i < length * all * D; i++) qkv.push_back(uniform());
         for (int i = 0; i < D; i++) q_norm.push_back(1 + 0.5f * uniform()), k_norm.push_back(1 + 0.5f * uniform());
         for (int i = 0; i < rotary_dim / 2; i++) frequencies.push_back(std::pow(100.0f, -2.0f * i / rotary_dim));
