@@ -45,11 +45,7 @@ change_all() {
     change src/abi/library.rs "s/^pub const NVFP4_VERSION_NUMBER: i32 = \\K\\d+/$number/m"
     change src/abi/library.rs "s/^pub const NVFP4_ABI_VERSION: i32 = \\K\\d+/$abi/m"
     change bindings/python/pyproject.toml "s/^version = \"\\K[^\"]+/$new/m"
-    change bindings/python/nvfp4/native.py "s/^VERSION_NUMBER = \\K\\d+/$number/m"
-    change bindings/python/nvfp4/native.py "s/^ABI_VERSION = \\K\\d+/$abi/m"
     change bindings/dotnet/Directory.Build.props "s/<Version>\\K[^<]+/$new/"
-    change bindings/dotnet/LibNVFP4/Library.cs "s/\\bint VersionNumber = \\K\\d+/$number/"
-    change bindings/dotnet/LibNVFP4/Library.cs "s/\\bint AbiVersion = \\K\\d+/$abi/"
     perl -pi -e "s/\$ENV{WHOLE}/$new/g; s/\$ENV{SONAME}/libNVFP4.so.$major/g" "${TEXTS[@]}"
 
     [ $releasing = 0 ] || title="$new ($(date -u +%F))"
@@ -62,7 +58,7 @@ change_all() {
     if [ "$heading" = "$old (unreleased)" ] && [ "$new" != "$old" ] && [ -e "tests/abi/$old" ]; then
         mv "tests/abi/$old" "tests/abi/$new"
     fi
-    bash tests/header/run.sh --bless || fail "the header could not be generated"
+    bash tests/header/run.sh --bless || fail "the header and the bindings could not be generated"
     # A patch release has the interface of the last header.
     if [ $releasing = 1 ] && [ "${new%.*}" != "${last%.*}" ]; then
         mkdir -p "tests/abi/$new" && cp include/nvfp4.h "tests/abi/$new"
