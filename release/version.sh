@@ -101,7 +101,8 @@ else
 fi
 if [ $releasing = 1 ]; then
     $was_unreleased || fail "CHANGELOG.md does not say what is new since $heading: begin it with a section '## Unreleased'"
-    sed '1,/^## /d' CHANGELOG.md | sed '/^## /,$d' | grep -q '[^[:space:]]' || fail "the section '$heading' of CHANGELOG.md is empty"
+    # With -q, grep would end before sed, whose signal would count as a failure.
+    sed '1,/^## /d' CHANGELOG.md | sed '/^## /,$d' | grep '[^[:space:]]' >/dev/null || fail "the section '$heading' of CHANGELOG.md is empty"
 fi
 
 # What the interface asks for, since the last release: the header of a version that is not released yet is no measure.
