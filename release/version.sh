@@ -45,11 +45,7 @@ change_all() {
     change src/abi/library.rs "s/^pub const NVFP4_VERSION_NUMBER: i32 = \\K\\d+/$number/m"
     change src/abi/library.rs "s/^pub const NVFP4_ABI_VERSION: i32 = \\K\\d+/$abi/m"
     change bindings/python/pyproject.toml "s/^version = \"\\K[^\"]+/$new/m"
-    change bindings/python/nvfp4/native.py "s/^VERSION_NUMBER = \\K\\d+/$number/m"
-    change bindings/python/nvfp4/native.py "s/^ABI_VERSION = \\K\\d+/$abi/m"
     change bindings/dotnet/Directory.Build.props "s/<Version>\\K[^<]+/$new/"
-    change bindings/dotnet/LibNVFP4/Library.cs "s/\\bint VersionNumber = \\K\\d+/$number/"
-    change bindings/dotnet/LibNVFP4/Library.cs "s/\\bint AbiVersion = \\K\\d+/$abi/"
     perl -pi -e "s/\$ENV{WHOLE}/$new/g; s/\$ENV{SONAME}/libNVFP4.so.$major/g" "${TEXTS[@]}"
 
     [ $releasing = 0 ] || title="$new ($(date -u +%F))"
@@ -62,7 +58,7 @@ change_all() {
     if [ "$heading" = "$old (unreleased)" ] && [ "$new" != "$old" ] && [ -e "tests/abi/$old" ]; then
         mv "tests/abi/$old" "tests/abi/$new"
     fi
-    bash tests/header/run.sh --bless || fail "the header could not be generated"
+    bash tests/header/run.sh --bless || fail "the header and the bindings could not be generated"
     # A patch release has the interface of the last header.
     if [ $releasing = 1 ] && [ "${new%.*}" != "${last%.*}" ]; then
         mkdir -p "tests/abi/$new" && cp include/nvfp4.h "tests/abi/$new"
@@ -105,7 +101,8 @@ else
 fi
 if [ $releasing = 1 ]; then
     $was_unreleased || fail "CHANGELOG.md does not say what is new since $heading: begin it with a section '## Unreleased'"
-    sed '1,/^## /d' CHANGELOG.md | sed '/^## /,$d' | grep -q '[^[:space:]]' || fail "the section '$heading' of CHANGELOG.md is empty"
+    # With -q, grep would end before sed, whose signal would count as a failure.
+    sed '1,/^## /d' CHANGELOG.md | sed '/^## /,$d' | grep '[^[:space:]]' >/dev/null || fail "the section '$heading' of CHANGELOG.md is empty"
 fi
 
 # What the interface asks for, since the last release: the header of a version that is not released yet is no measure.

@@ -1,5 +1,5 @@
-//! Sizes and offsets of the structs in the header, which hosts in other languages mirror: changing one breaks them. `tests/c/layout.c`
-//! asserts the same numbers, so a difference between the two compilers' layouts is found. A struct that grows keeps its old size in its
+//! Sizes and offsets of the structs in the header, which hosts in other languages mirror: changing one breaks them. `tests/c/layout.py`
+//! asserts the same numbers in C, so a difference between the two compilers' layouts is found. A struct that grows keeps its old size in its
 //! `EARLIER`; programs in `tests/abi` fail if it does not.
 
 use std::mem::offset_of;

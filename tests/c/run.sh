@@ -53,6 +53,9 @@ symbols() {
     ! grep NEEDED <<<"$dynamic" | grep -vE '\[(lib(c|m|gcc_s|dl|pthread|rt)\.so\.[0-9]+|ld-linux[^]]*)\]'
 }
 
+# The structs have the same layout in C as in Rust.
+layout() { python3 tests/c/layout.py | gcc -std=c11 -Iinclude -fsyntax-only -xc -; }
+
 # compile STANDARD NAME SOURCE...: a test program.
 compile() {
     local std=$1 name=$2 sources=()
@@ -307,6 +310,7 @@ for compiler in g++ clang++; do
 done
 declared >"$work/declared"
 check "symbols" symbols
+check "layout" layout
 
 # Steps of a limit of memory, which are a process each.
 steps=25
@@ -315,7 +319,7 @@ steps=25
 # The programs to run, each as NAME and then its command. The tests in C are compiled as two languages, and run as one.
 programs=()
 for std in c99 c11; do
-    for name in layout logging tensors linear schema drop_in sessions conversation training errors calls cancel; do
+    for name in logging tensors linear schema drop_in sessions conversation training errors calls cancel; do
         check "$name compiles as $std" compile $std $name $name.c
     done
     check "two units as $std" compile $std two_units two_units_a.c two_units_b.c
@@ -344,7 +348,7 @@ check "benches/c/enqueue.c" "$work/measure_enqueue" 100 64 256 256
 check "benches/c/first.c" "$work/measure_first" "$model" 16
 check "benches/c/train.c" "$work/measure_train" "${model%/*}/qwen3_untied" 2 16 recompute 3
 check "benches/c/train.c with a configuration" "$work/measure_train" "${model%/*}/qwen3_untied" 2 16 keep 3 '{"optimizer": {"rate": 1e-4}}'
-programs+=("layout $work/layout-c11" "logging $work/logging-c11" "tensors $work/tensors-c11" "linear $work/linear-c11"
+programs+=("logging $work/logging-c11" "tensors $work/tensors-c11" "linear $work/linear-c11"
     "schema $work/schema-c11" "drop_in $work/drop_in-c11" "two_units $work/two_units-c11"
     "errors $work/errors-c11 $work/declared $model" "sessions $work/sessions-c11 $model $work/scratch"
     "conversation $work/conversation-c11 $thinker $model $work/scratch"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The .NET packages on real runtimes: bash tests/dotnet/run.sh, with libNVFP4.so in $NVFP4_BUILD (target/release if unset).
 #
-# The declarations against the header; the C# package compiled by Mono's compiler as netstandard2.0, run on Mono and on .NET
+# The C# package compiled by Mono's compiler as netstandard2.0, run on Mono and on .NET
 # Core, and by Roslyn for .NET Core, run there and on .NET 8; the F# package by its compiler, run in F# Interactive; where the library
 # is found, and what is said if it is not, or does not fit; streams without threads; the examples, by each SDK that is there, and the first
 # programs of docs/hosts.md. tests/release packs the NuGet packages, and uses them.
@@ -359,7 +359,6 @@ page_programs() {
     done
 }
 
-check "declarations as in nvfp4.h" python3 tests/dotnet/declarations.py include/nvfp4.h "$package"/{Native,Library,Enums,Errors}.cs
 check "version of the packages" version
 check "nothing that Native AOT lacks" ahead_of_time
 check "a model that recites" python3 tests/dotnet/reciter.py "$small/tokenizer.json" "$work/reciter" 好語😀é

@@ -88,55 +88,35 @@ def floats(rows, columns, seed=1):
 
 
 class Declarations(unittest.TestCase):
-    """native.py and nvfp4.h say the same."""
+    """_abi.py fits the library. bindings/generate.py --check compares it with nvfp4.h."""
 
-    @classmethod
-    def setUpClass(cls):
-        with open(os.path.join(ROOT, "include", "nvfp4.h"), encoding="utf-8") as file:
-            cls.header = re.sub(r"/\*.*?\*/", " ", file.read(), flags=re.S)
-
-    def letter(self, declaration):
-        """The letter of a type, from a parameter or a field."""
-        kinds = {"int32_t": "i", "uint32_t": "I", "int64_t": "l", "uint64_t": "L", "size_t": "z", "int8_t": "b", "float": "f",
-                 "double": "d", "NVFP4_Status": "i", "void": "v"}
-        kind = re.sub(r"\bconst\b|\bstruct\b", "", declaration).split()[0]
-        pointer = "*" in declaration or kind.endswith("Callback") or kind in ("NVFP4_Deleter", "NVFP4_LogRelease")
-        return "p" if pointer else kinds[kind]
-
-    def test_functions(self):
-        declared = {}
-        for returned, name, taken in re.findall(r"NVFP4_API\s+([\w\s*]+?)NVFP4_(\w+)\(([^)]*)\);", self.header):
-            back = "S" if returned.strip() == "NVFP4_Status" and name not in ("last_status", "error_status", "cancel_trigger", "cancel_reset") else self.letter(returned)
-            back = "s" if re.fullmatch(r"const\s+char\s*\*", returned.strip()) else back
-            declared[name] = "".join(map(self.letter, taken.split(","))).replace("v", ""), back
-        here = {name: (taken, back) for name, taken, back in re.findall(r"(\w+)\((\w*)\)(\w)", native.FUNCTIONS)}
-        marks = len(re.findall(r"(?<!define )\bNVFP4_API\b", self.header))
-        self.assertEqual(len(declared), marks, "declarations that were not understood")
-        self.assertEqual(here, declared)
-
-    def test_structs(self):
-        structs = re.findall(r"typedef struct NVFP4_(\w+) \{(.*?)\} NVFP4_\w+;", self.header, flags=re.S)
+    def test_layout(self):
+        """Sizes and offsets are those of a C compiler."""
+        if not shutil.which("gcc"):
+            self.skipTest("gcc is missing")
+        structs = {name: kind for name, kind in vars(native).items() if isinstance(kind, type) and issubclass(kind, ctypes.Structure)}
         self.assertGreater(len(structs), 8)
-        for name, body in structs:
-            fields = [(re.findall(r"\w+", field)[-1], native._TYPES[self.letter(field)])
-                      for field in body.split(";") if field.strip()]
-            self.assertEqual(getattr(native, name)._fields_, fields, name)
+        here = {name: (ctypes.sizeof(kind), {field: getattr(kind, field).offset for field, *_ in kind._fields_}) for name, kind in structs.items()}
+        checks = [f"_Static_assert(sizeof(NVFP4_{name}) == {size}, \"{name}\");" for name, (size, _) in here.items()]
+        checks += [f"_Static_assert(offsetof(NVFP4_{name}, {field}) == {offset}, \"{name}.{field}\");"
+                   for name, (_, fields) in here.items() for field, offset in fields.items()]
+        done = subprocess.run(["gcc", "-std=c11", "-fsyntax-only", "-I", os.path.join(ROOT, "include"), "-xc", "-"], text=True, capture_output=True,
+                              input="\n".join(['#include "nvfp4.h"', *checks]))
+        self.assertEqual(done.returncode, 0, done.stderr)
 
-    def test_numbers(self):
-        numbers = {name: int(value) for name, value in re.findall(r"#define NVFP4_(\w+) (-?\d+)\n", self.header)}
-        self.assertEqual(native.ABI_VERSION, numbers.pop("ABI_VERSION"))
-        self.assertEqual(native.VERSION_NUMBER, numbers["VERSION_NUMBER"])
-        numbers = {name: value for name, value in numbers.items() if not name.startswith("VERSION")}
-        for table, choices in native.CHOICES.items():
-            for name, value in choices.items():
-                self.assertEqual(numbers.pop(f"{table}_{name}".upper()), value, f"{table} {name}")
-        self.assertEqual(numbers.pop("OK"), 0)
+    def test_errors(self):
+        """Each status has an error, which the package exports."""
+        self.assertEqual({0, *native.ERRORS}, set(native.STATUSES.values()))
+        for name, status in native.STATUSES.items():
+            self.assertEqual(native.lib.status_name(status).decode(), name.upper())
         for status, error in native.ERRORS.items():
-            name = re.sub(r"(?<!^)([A-Z])", r"_\1", error.__name__).upper()
-            name = {"INPUT_OUTPUT": "IO"}.get(name, name)
-            self.assertEqual((numbers.pop(name), native.lib.status_name(status).decode()), (status, name))
+            self.assertEqual(error.status, status)
             self.assertIs(getattr(nvfp4, error.__name__), error)
-        self.assertEqual(numbers, {}, "numbers that the package does not know")
+
+    def test_documentation(self):
+        for function in native.FUNCTIONS:
+            self.assertIn(f"NVFP4_{function.name}(", getattr(native.lib, function.name).__doc__)
+        self.assertIn("- `recipe`: One of NVFP4_RECIPE_*.", native.QuantizeOptions.__doc__)
 
     def test_versions(self):
         with open(os.path.join(ROOT, "Cargo.toml"), encoding="utf-8") as file:
@@ -174,9 +154,9 @@ class Loading(unittest.TestCase):
         self.assertIn("/nowhere: cannot open", said)
         with tempfile.TemporaryDirectory() as directory:
             beside = shutil.copytree(os.path.join(PACKAGE, "nvfp4"), os.path.join(directory, "nvfp4"))
-            with open(os.path.join(beside, "native.py"), encoding="utf-8") as file:
+            with open(os.path.join(beside, "_abi.py"), encoding="utf-8") as file:
                 newer = re.sub(r"^VERSION_NUMBER = .*", "VERSION_NUMBER = 123456", file.read(), flags=re.M)
-            with open(os.path.join(beside, "native.py"), "w", encoding="utf-8") as file:
+            with open(os.path.join(beside, "_abi.py"), "w", encoding="utf-8") as file:
                 file.write(newer)
             said = self.load(directory, NVFP4_LIB_PATH=BUILD).stderr
             self.refused(said, rf"{BUILD}/libNVFP4\.so is libNVFP4 {nvfp4.version} .*nvfp4 12\.34\.56 needs .*: install libNVFP4 12\.34\.56 or later")
@@ -229,35 +209,26 @@ class Loading(unittest.TestCase):
 class Types(unittest.TestCase):
     """The names for annotations say what the library takes."""
 
-    CHOICES = {"Dtype": "dtype", "ScaleLayout": "scales", "Activations": "activations", "Levels": "levels", "Recipe": "recipe",
-               "Rounding": "rounding", "Nonfinite": "nonfinite", "ComputePath": "compute_path", "Container": "container", "KvType": "kv",
-               "Eviction": "eviction", "Part": "part", "Schedule": "schedule", "Clip": "clip", "WeightForm": "weight_form",
-               "FirstMoments": "first_moment", "SecondMoments": "second_moment", "Outcome": "step", "Tables": "tables", "LogLevel": "log",
-               "DataFormat": "data", "LongRows": "long", "EmptyThink": "empty_think"}
-    # Options that a struct has as pointers, or as fields of other names.
-    OPTIONS = {"QuantizeOptions": (native.QuantizeOptions, {}), "LoadOptions": (native.LoadOptions, {"device"}),
-               "WeightOptions": (native.WeightOptions, {"device"}), "SessionOptions": (native.SessionOptions, set()),
-               "GenerationOptions": (native.GenerateOptions, {"stop"}), "TrainerOptions": (native.TrainerOptions, set()),
-               "DataOptions": (native.DataOptions, set()), "CalibrateOptions": (native.CalibrateOptions, {"device"}),
-               "OptimizerOptions": (native.OptimizerOptions, set()), "OptimizerStepOptions": (native.StepOptions, set())}
+    # Options of other names than their structs.
+    NAMES = {"GenerateOptions": "GenerationOptions", "StepOptions": "OptimizerStepOptions", "ChatOptions": "TurnOptions"}
+    # Options beside the fields of a struct.
+    MORE = {"GenerateOptions": {"stop"}, "ChatOptions": {"think"}}
     # Fields that are no option by themselves, or are one by another name, or have a parameter of their own.
-    OTHERS = {"struct_size", "reserved", "call", "device_type", "device_index", "config", "system", "file_lengths",
-              "file_count"}
+    OTHERS = {"struct_size", "reserved", "call", "device_type", "device_index", "config", "system", "container", "calibrate"}
 
-    def test_choices(self):
-        for name, table in self.CHOICES.items():
-            self.assertEqual(set(getattr(nvfp4.types, name).__args__), set(native.CHOICES[table]), name)
-        self.assertEqual({*nvfp4.types.Finish.__args__, "none"}, set(native.CHOICES["finish"]))
-        self.assertEqual({*nvfp4.types.Format.__args__, "none", "mixed"}, set(native.CHOICES["format"]))
+    def test_float_dtypes(self):
         self.assertLessEqual(set(nvfp4.types.FloatDtype.__args__), set(native.CHOICES["dtype"]))
 
     def test_options(self):
-        for name, (struct, more) in self.OPTIONS.items():
-            fields = {field for field, *_ in struct._fields_ if field not in self.OTHERS}
-            fields -= {field for field in fields if field.startswith("stop_") or field.endswith("_length")}
-            if name == "WeightOptions":
-                fields.discard("scale_layout")  # A Quantized says it.
-            self.assertEqual(set(getattr(nvfp4.types, name).__annotations__), fields | set(more), name)
+        for struct, fields in ((name, [field for field, *_ in getattr(native, name)._fields_]) for name in native.CHOSEN):
+            expected = {field for field in fields if field not in self.OTHERS and not re.search("^stop_|_(length|lengths|count)$", field)}
+            if struct == "WeightOptions":
+                expected.discard("scale_layout")  # A Quantized says it.
+            # Trainers have a parameter for it.
+            if "device_type" in fields and struct != "TrainerOptions":
+                expected.add("device")
+            annotated = getattr(nvfp4.types, self.NAMES.get(struct, struct)).__annotations__
+            self.assertEqual(set(annotated), expected | self.MORE.get(struct, set()), struct)
         self.assertEqual(set(nvfp4.types.TurnOptions.__annotations__), set(nvfp4.models._CHAT_OPTIONS))
 
     def test_nothing_is_left_out(self):

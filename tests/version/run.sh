@@ -65,7 +65,7 @@ bumps() {
     for file in Cargo.lock fuzz/Cargo.lock; do
         grep -A1 -x 'name = "nvfp4"' $file | grep -xF "version = \"$new\"" || return 1
     done
-    for file in include/nvfp4.h src/abi/library.rs bindings/python/nvfp4/native.py bindings/dotnet/LibNVFP4/Library.cs; do
+    for file in include/nvfp4.h src/abi/library.rs bindings/python/nvfp4/_abi.py bindings/dotnet/LibNVFP4/Native.g.cs; do
         grep -iE "VERSION_?NUMBER(: i32)?( =)? $number\b" $file && grep -iE "ABI_?VERSION(: i32)?( =)? $abi\b" $file || return 1
     done
     for file in MAJOR:${new%%.*} PATCH:${new##*.}; do
@@ -130,7 +130,7 @@ check "another version's section" from 's/## Unreleased/## 9.9.9 (unreleased)/' 
 check "a version that nobody knows of" from "s/\$/\nSince $old.\n/" docs/sessions.md refuses 1 "docs/sessions.md:" "$next_patch"
 check "a version after a name" from "s/\$/\nLibNVFP4.$old.nupkg\n/" docs/sessions.md refuses 1 "docs/sessions.md:" "$next_patch"
 check "a longer version" from "s/\$/\nlibother 1$old, 2.$old and $old.1\n/" docs/sessions.md bumps "$next_patch" "$abi" "$(today "$next_patch")"
-check "a place that has gone" from 's/^VERSION_NUMBER =/NUMBER =/m' bindings/python/nvfp4/native.py refuses 1 "bindings/python/nvfp4/native.py" "$next_patch"
+check "a place that has gone" from 's/^version =/number =/m' bindings/python/pyproject.toml refuses 1 "bindings/python/pyproject.toml" "$next_patch"
 check "a patch release" from "" "" patch_release
 check "a minor release" from 's/NVFP4_API\s+NVFP4_Status NVFP4_set_threads\(.*?;//' "$kept" minor_release
 check "a major release" from 's/NVFP4_API\s+NVFP4_Status NVFP4_set_threads\(/NVFP4_API int32_t NVFP4_gone(void);\n$&/' "$kept" major_release

@@ -9,6 +9,18 @@ using System.Threading;
 
 namespace LibNVFP4
 {
+    /// Unity's AOT compiler looks for an attribute of this name on methods that native code calls.
+    [AttributeUsage(AttributeTargets.Method)]
+    internal sealed class MonoPInvokeCallbackAttribute : Attribute
+    {
+        public MonoPInvokeCallbackAttribute(Type type)
+        {
+            Type = type;
+        }
+
+        public Type Type { get; }
+    }
+
     /// Lends a call what ends it, and who hears how far it is. A token that is cancelled ends it at any time, also before the
     /// native call has begun; so does a session that is cancelled or disposed of, from here on.
     internal unsafe class Call : IDisposable

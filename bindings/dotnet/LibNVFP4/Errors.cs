@@ -1,49 +1,9 @@
-// What goes wrong, as exceptions: one base with the library's status and message, and a type for each kind that a host would
-// catch by itself. The numbers are those of nvfp4.h.
+// Errors as exceptions: one base with the library's status and message, and a type for each kind that a host would catch by itself.
 
 using System;
 
 namespace LibNVFP4
 {
-    /// <summary>What a call came to.</summary>
-    public enum Status
-    {
-        /// <summary>The library could not be loaded, so that no call was made. The only status that is not the library's own.</summary>
-        NotLoaded = -1,
-        /// <summary>Success.</summary>
-        Ok = 0,
-        /// <summary>An argument is outside what the function accepts.</summary>
-        InvalidArgument = 1,
-        /// <summary>This build, device, format or architecture cannot do it.</summary>
-        Unsupported = 2,
-        /// <summary>The system refused memory, or a thread for a stream.</summary>
-        OutOfMemory = 3,
-        /// <summary>The allocation would pass <see cref="Memory.Budget"/>.</summary>
-        OverBudget = 4,
-        /// <summary>Reading or writing a file failed.</summary>
-        Io = 5,
-        /// <summary>A file's content contradicts itself or its format.</summary>
-        CorruptFile = 6,
-        /// <summary>A named thing (file, tensor, key) is not there.</summary>
-        NotFound = 7,
-        /// <summary>The tokens would not fit in the context.</summary>
-        ContextFull = 8,
-        /// <summary>The object is in use by another call.</summary>
-        Busy = 9,
-        /// <summary>A callback, a token or <see cref="Session.Cancel"/> stopped the work.</summary>
-        Cancelled = 10,
-        /// <summary>A buffer is too small.</summary>
-        BufferTooSmall = 11,
-        /// <summary>A handle is stale, foreign or of another type.</summary>
-        InvalidHandle = 12,
-        /// <summary>The library and this assembly do not fit together.</summary>
-        AbiMismatch = 13,
-        /// <summary>No such device, or its driver is missing.</summary>
-        DeviceUnavailable = 14,
-        /// <summary>A defect in the library.</summary>
-        Internal = 15,
-    }
-
     /// <summary>A call of the library failed. The message is the library's: what was wrong, and what would be right.</summary>
     public class Nvfp4Exception : Exception
     {

@@ -46,25 +46,13 @@ namespace LibNVFP4
         }
     }
 
-    internal sealed class TensorHandle : NativeHandle
+    internal sealed partial class TensorHandle
     {
         /// What C calls NULL, for tensors that may be left out.
         internal static readonly TensorHandle None = new TensorHandle();
-
-        internal override int Release() => Native.NVFP4_tensor_release(handle);
     }
 
-    internal sealed class WeightHandle : NativeHandle
-    {
-        internal override int Release() => Native.NVFP4_weight_release(handle);
-    }
-
-    internal sealed class ModelHandle : NativeHandle
-    {
-        internal override int Release() => Native.NVFP4_model_release(handle);
-    }
-
-    internal sealed class SessionHandle : NativeHandle
+    internal sealed partial class SessionHandle
     {
         /// What ends the calls that use the session or are about to.
         readonly List<CancelHandle> calls = new List<CancelHandle>();
@@ -138,32 +126,10 @@ namespace LibNVFP4
             Interop.Check(Native.NVFP4_session_memory(this, &bytes));
             return bytes;
         }
-
-        internal override int Release() => Native.NVFP4_session_release(handle);
-    }
-
-    internal sealed class DetokenizerHandle : NativeHandle
-    {
-        internal override int Release() => Native.NVFP4_detokenizer_release(handle);
-    }
-
-    internal sealed class TrainerHandle : NativeHandle
-    {
-        internal override int Release() => Native.NVFP4_trainer_release(handle);
-    }
-
-    internal sealed class DataHandle : NativeHandle
-    {
-        internal override int Release() => Native.NVFP4_data_release(handle);
-    }
-
-    internal sealed class OptimizerStateHandle : NativeHandle
-    {
-        internal override int Release() => Native.NVFP4_optimizer_release(handle);
     }
 
     /// What ends a call, from any thread, whether that has begun or not.
-    internal sealed class CancelHandle : NativeHandle
+    internal sealed partial class CancelHandle
     {
         internal static CancelHandle Create()
         {
@@ -173,7 +139,5 @@ namespace LibNVFP4
         }
 
         internal void Trigger() => Native.NVFP4_cancel_trigger(this);
-
-        internal override int Release() => Native.NVFP4_cancel_release(handle);
     }
 }

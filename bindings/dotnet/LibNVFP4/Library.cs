@@ -31,10 +31,7 @@ namespace LibNVFP4
     public static unsafe class Library
     {
         /// <summary>The version of the binary interface that this assembly is made for.</summary>
-        public const int AbiVersion = 1;
-
-        /// The header that this assembly is written for, as NVFP4_VERSION_NUMBER.
-        const int VersionNumber = 100;
+        public const int AbiVersion = Native.AbiVersion;
 
         const string Variable = "NVFP4_LIB_PATH";
 
@@ -105,7 +102,7 @@ namespace LibNVFP4
         /// What fits this assembly.
         static string Needed => "LibNVFP4 " + Dotted + " needs libNVFP4 " + Dotted + " or later";
 
-        static string Dotted => VersionNumber / 10000 + "." + VersionNumber / 100 % 100 + "." + VersionNumber % 100;
+        static string Dotted => Native.VersionNumber / 10000 + "." + Native.VersionNumber / 100 % 100 + "." + Native.VersionNumber % 100;
 
         /// Refuses a library that this assembly is not made for. It is asked by its handle, as what the runtime has once bound to a
         /// file, it keeps.
@@ -118,7 +115,7 @@ namespace LibNVFP4
                         name + "); " + needed);
             string version = Interop.ReadZ(Function<PointerFunction>(handle, "NVFP4_version")());
             int number = Function<NumberFunction>(handle, "NVFP4_version_number")(), binary = Function<NumberFunction>(handle, "NVFP4_abi_version")();
-            if (binary != AbiVersion || number < VersionNumber)
+            if (binary != AbiVersion || number < Native.VersionNumber)
                 throw new Nvfp4LoadException(Status.AbiMismatch, file + " is libNVFP4 " + version + " with binary interface " + binary + "; " + needed +
                     (binary <= AbiVersion ? ": install libNVFP4 " + Dotted + " or later" :
                         ": install the LibNVFP4 package of version " + version + ", which is for that library"));

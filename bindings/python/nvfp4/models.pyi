@@ -4,8 +4,8 @@ from typing import Any, Callable, Collection, Iterable, Iterator, List, NamedTup
 from typing_extensions import Self, Unpack
 
 from .native import Error, Handle, Single
-from .types import (AskOptions, CalibrateOptions, ChatOptions, Container, Finish, GenerationOptions, LoadOptions, Message, Part,
-                    Path, Progress, QuantizeOptions, RecommendedOptions, SessionOptions, Tables, Text, TurnOptions)
+from .types import (AskOptions, CalibrateOptions, ChatOptions, Container, ConvertOptions, Finish, GenerationOptions, LoadOptions, Message,
+                    Part, Path, Progress, QuantizeOptions, RecommendedOptions, SessionOptions, Text, TurnOptions)
 
 class ToolCall(NamedTuple):
     id: str
@@ -56,8 +56,7 @@ class Model(Handle):
 
 def convert(source: Path, destination: Path, container: Container = "modelopt", quantize: Union[None, bool, QuantizeOptions] = None,
             progress: Optional[Progress] = None, cancel: Optional[Cancel] = None,
-            calibrate: Union[None, bool, CalibrateOptions] = None, *, replace: bool = ...,
-            keep_head: bool = ..., tables: Tables = ...) -> None: ...
+            calibrate: Union[None, bool, CalibrateOptions] = None, **options: Unpack[ConvertOptions]) -> None: ...
 
 class Session(Handle):
     def __init__(self, model: Model, *, system: Optional[Text] = None, **options: Unpack[SessionOptions]) -> None: ...

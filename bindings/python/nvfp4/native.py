@@ -1,7 +1,8 @@
 """The C interface as it is: the library, its functions, structs and numbers, and its errors as exceptions.
 
-What a function does stands in nvfp4.h; tests/python compares every line here with it. `lib` has all of its functions, under
-their names without NVFP4_: one that returns a status raises the Error that belongs to it.
+bindings/generate.py writes _abi.py from nvfp4.h, with all structs, numbers, callbacks and signatures; their names are here too. `lib` has
+all functions, under their names without NVFP4_ and with their documentation as __doc__: one that returns a status raises the Error that
+belongs to it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import re
 import types
 from typing import TYPE_CHECKING, Any, Callable, Dict, Generator, List, Mapping, NoReturn, Optional, Sequence, Tuple, Type, TypeVar, Union
 
+from ._abi import *
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -22,199 +25,7 @@ if TYPE_CHECKING:
 
 _Struct = TypeVar("_Struct", bound=ctypes.Structure)
 
-# The header that this was written for.
-ABI_VERSION = 1
-VERSION_NUMBER = 100
 VERSION = ".".join(str(VERSION_NUMBER // step % 100) for step in (10000, 100, 1))
-
-# By the first part of its name in C, each choice: NVFP4_RECIPE_AMAX is CHOICES["recipe"]["amax"].
-CHOICES: Dict[str, Dict[str, int]] = {
-    "log": {"error": 1, "warn": 2, "info": 3, "debug": 4, "trace": 5},
-    "memory": {"total": 0, "weights": 1, "kv_cache": 2, "scratch": 3, "tensor": 4, "device_weights": 5,
-               "device_kv_cache": 6, "device_scratch": 7, "device_tensor": 8},
-    "managed": {"disabled": 0, "preferred": 1, "required": 2},
-    "dtype": {"uint8": 0, "int8": 1, "int16": 2, "int32": 3, "int64": 4, "float16": 5, "float32": 6, "float64": 7,
-              "bool": 11, "bfloat16": 15, "float8_e4m3fn": 24, "float4_e2m1fn_x2": 45},
-    "device": {"cpu": 0, "cuda": 1, "auto": -1},
-    "levels": {"two": 0, "single": 1, "legacy": 2},
-    "recipe": {"amax": 0, "four_over_six": 1, "sweep": 2},
-    "rounding": {"nearest_even": 0, "half_away": 1, "stochastic": 2},
-    "nonfinite": {"error": 0, "saturate": 1},
-    "scales": {"linear": 0, "swizzled": 1},
-    "activations": {"exact": 0, "int8": 1},
-    "compute_path": {"auto": 0, "kernel_only": 1, "kernel_or_fallback": 2, "dequant_matmul_only": 3},
-    "format": {"none": 0, "nvfp4": 1, "nf4": 2, "mixed": 3},
-    "container": {"modelopt": 0, "dat": 1},
-    "kv": {"float16": 0, "float32": 1},
-    "eviction": {"error": 0, "drop_oldest": 1},
-    "finish": {"none": -1, "stop": 0, "stop_string": 1, "length": 2, "context": 3, "cancelled": 4},
-    "event": {"token": 0, "text": 1},
-    "part": {"content": 0, "reasoning": 1, "tool_call": 2},
-    "schedule": {"constant": 0, "cosine": 1, "linear": 2, "stable": 3},
-    "clip": {"never": 0, "global": 1, "previous": 2, "tensor": 3},
-    "teacher": {"auto": 0, "resident": 1, "streamed": 2},
-    "weight_form": {"residual4": 0, "residual8": 1, "two_term": 2, "one_term": 3, "bfloat16": 4, "float32": 5},
-    "first_moment": {"int4": 0, "nvfp4": 1, "int8": 2, "float32": 3},
-    "second_moment": {"uint4": 0, "nvfp4": 1, "int8": 2, "float32": 3},
-    "step": {"updated": 0, "skipped": 1},
-    "tables": {"auto": -1, "bfloat16": 0, "nvfp4": 1, "int8": 2},
-    "data": {"by_name": -1, "tsv": 0, "jsonl": 1, "text": 2, "csv": 3, "json": 4},
-    "long": {"refuse": 0, "truncate": 1, "drop": 2},
-    "empty_think": {"learn": 0, "given": 1, "none": 2},
-}
-
-# The fields of options that take a choice by name, with its table.
-_CHOSEN = {"levels": "levels", "recipe": "recipe", "rounding": "rounding", "nonfinite": "nonfinite", "scale_layout": "scales",
-           "compute_path": "compute_path", "dense_dtype": "dtype", "activations": "activations", "kv_type": "kv",
-           "eviction": "eviction", "container": "container", "tables": "tables", "schedule": "schedule", "clip": "clip", "weights": "weight_form",
-           "first_moments": "first_moment", "second_moments": "second_moment", "format": "data", "long_rows": "long",
-           "empty_think": "empty_think", "weight_scales": "recipe", "teacher_memory": "teacher"}
-
-# Types by letter: i I 32 bits, l L 64 bits, z size_t, b a byte, f d floats, p any pointer, s text with a NUL, v nothing.
-_TYPES: Dict[str, Any] = {"i": ctypes.c_int32, "I": ctypes.c_uint32, "l": ctypes.c_int64, "L": ctypes.c_uint64, "z": ctypes.c_size_t,
-          "b": ctypes.c_int8, "f": ctypes.c_float, "d": ctypes.c_double, "p": ctypes.c_void_p, "s": ctypes.c_char_p, "v": None}
-
-# Each function with the types that it takes and that it returns; S is a status.
-FUNCTIONS = """
-status_name(i)s last_error()s last_status()i last_error_copy(pzp)S take_error(p)S error_status(p)i error_message(p)s error_retain(p)S error_release(p)S version()s abi_version()i version_number()i check_version(ii)S
-log_add(ppipp)S log_remove(L)S
-call_options_init(pI)S cancel_create(p)S cancel_trigger(p)i cancel_reset(p)i cancel_is_triggered(pp)S cancel_retain(p)S cancel_release(p)S
-set_threads(i)S diagnose(pzp)S memory_stats(ipp)S memory_reset_peak()S memory_set_budget(L)S memory_get_budget(p)S
-memory_set_managed_policy(i)S memory_get_managed_policy(p)S memory_can_be_managed(ip)S tensor_by_managed_policy(piip)S
-tensor_from_host(ppipippp)S tensor_from_host_read_only(ppipippp)S tensor_from_device(ppipiippp)S tensor_empty(piiiip)S tensor_copy_to_device(piip)S
-device_synchronize(ii)S tensor_view(ppiplp)S tensor_retain(p)S tensor_release(p)S tensor_dtype(pp)S tensor_device(ppp)S tensor_shape(ppzp)S
-tensor_strides(ppzp)S tensor_data(pp)S tensor_bytes(pp)S tensor_copy_to_host(ppz)S tensor_copy_as_float(ppz)S
-tensor_is_read_only(pp)S tensor_from_dlpack(pp)S tensor_to_dlpack(pp)S tensor_from_dlpack_versioned(pp)S
-tensor_to_dlpack_versioned(pp)S quantize_options_init(pI)S tensor_quantize(ppppp)S tensor_dequantize(ppfiip)S
-tensor_quantize_nf4(plpp)S tensor_dequantize_nf4(ppplpiip)S scales_swizzle(pp)S scales_unswizzle(pllp)S
-quantize_packed(ppp)S dequantize_packed(ppip)S ste_weight(pip)S ste_clear()S
-weight_options_init(pI)S backend_select(ippzp)S weight_create(ppfip)S weight_create_nvfp4(ppfpp)S weight_create_nf4(ppplllpp)S
-weight_create_dense(pp)S weight_report(ppzp)S weight_retain(p)S weight_release(p)S weight_size(pppp)S linear(ppiip)S
-matmul(ppfppfiip)S schema_detect(pzzpzp)S schema_report(pzzpzpzp)S schema_validate(pzzpz)S load_options_init(pI)S
-model_load(pzppp)S model_retain(p)S model_release(p)S model_info(ppzp)S model_vocab_size(pp)S model_tokenize(ppzipzp)S model_tokenize_plain(ppzipzp)S
-model_detokenize(ppzipzp)S model_render_chat(ppzzipzp)S convert_options_init(pI)S calibrate_options_init(pI)S
-model_convert(pzpzpp)S
-session_options_init(pI)S
-generate_options_init(pI)S model_generate_options(ppI)S session_create(ppp)S session_retain(p)S session_release(p)S session_prefill(ppzp)S
-session_prefill_token_by_token(ppzp)S session_decode(pip)S session_logits(ppzpp)S session_sample(ppp)S session_generate(ppppp)S
-chat_options_init(pI)S session_chat(ppzppppp)S session_chat_messages(ppzppppp)S session_messages(ppzp)S session_reasoning(ppzp)S
-session_tool_calls(ppzp)S model_render_messages(ppzpipzp)S model_tokenize_messages(ppzpipzp)S
-session_text(ppzp)S session_length(pp)S session_context(pp)S
-session_memory(pp)S session_tokens(ppzp)S session_truncate(pz)S session_reset(p)S session_fork(pp)S session_save(ppzp)S
-session_restore(ppzpp)S session_step(ppzpp)S session_step_sample(ppzpppp)S
-trainer_options_init(pI)S trainer_create(pzppp)S trainer_resume(pzpzppp)S trainer_retain(p)S trainer_release(p)S
-trainer_step(ppzzpp)S trainer_evaluate(ppzzipp)S trainer_compare(ppzzippp)S trainer_info(ppzp)S trainer_save(ppzpzzp)S
-trainer_data(ppzp)S
-trainer_export_directory(ppziip)S trainer_export_dat(ppzp)S trainer_export_adapter(ppzpzip)S trainer_model(ppp)S
-data_options_init(pI)S data_read(pzppzppp)S data_retain(p)S data_release(p)S data_count(pp)S data_document(pzpppzp)S data_mask(pzpzp)S
-data_report(ppzp)S
-optimizer_options_init(pI)S step_options_init(pI)S optimizer_create(ppp)S optimizer_restore(pziiip)S optimizer_retain(p)S
-optimizer_release(p)S optimizer_step(ppppp)S optimizer_size(ppp)S optimizer_weight(piip)S optimizer_delivered(pppp)S
-optimizer_save(ppzp)S rounding_seed(LLLp)S ste_linear(ppp)S ste_linear_backward(ppppp)S
-detokenizer_create(ppzpp)S detokenizer_push(pippp)S detokenizer_finish(ppp)S detokenizer_retain(p)S detokenizer_release(p)S
- quantize(ppp)v scaled_mm(ppppb)p empty_cache()v can_use_managed()i is_managed_tensor(p)i to_managed(pii)p managed_prefetch(pi)v
-"""
-
-
-def _fields(text: str) -> List[Tuple[str, Any]]:
-    return [(name, _TYPES[letter]) for name, letter in (field.split(":") for field in text.split())]
-
-
-class QuantizeOptions(ctypes.Structure):
-    _fields_ = _fields("struct_size:I levels:i recipe:i rounding:i nonfinite:i scale_layout:i seed:L call:p")
-
-
-class WeightOptions(ctypes.Structure):
-    _fields_ = _fields("struct_size:I compute_path:i device_type:i device_index:i scale_layout:i dense_dtype:i "
-                       "exclude_cpu_kernels:i reserved:i backend:p backend_length:z")
-
-
-class NamedTensor(ctypes.Structure):
-    _fields_ = _fields("name:p name_length:z dtype:i rank:i sizes:p")
-
-
-class SchemaResult(ctypes.Structure):
-    _fields_ = _fields("struct_size:I format:i tensors:z weights:z problems:z out_features:l in_features:l block:l")
-
-
-class CallOptions(ctypes.Structure):
-    _fields_ = _fields("struct_size:I reserved:i cancel:p cancel_flag:p progress:p user:p")
-
-
-class LoadOptions(ctypes.Structure):
-    _fields_ = _fields("struct_size:I device_type:i device_index:i threads:i activations:i sampling_only:i call:p")
-
-
-class ConvertOptions(ctypes.Structure):
-    _fields_ = _fields("struct_size:I container:i replace:i keep_head:i call:p tables:i reserved:i "
-                       "calibrate:p")
-
-
-class CalibrateOptions(ctypes.Structure):
-    _fields_ = _fields("struct_size:I device_type:i device_index:i windows:i window:z files:p file_lengths:p file_count:z "
-                       "budget:d distill_steps:L")
-
-
-class Message(ctypes.Structure):
-    _fields_ = _fields("role:p role_length:z content:p content_length:z")
-
-
-class SessionOptions(ctypes.Structure):
-    _fields_ = _fields("struct_size:I kv_type:i eviction:i reserved:i context:z keep:z system:p system_length:z")
-
-
-class GenerateOptions(ctypes.Structure):
-    _fields_ = _fields("struct_size:I temperature:f top_k:i top_p:f min_p:f repetition_penalty:f ignore_model_stops:i replay:i "
-                       "log_probabilities:i reserved:i max_tokens:z seed:L stop_tokens:p stop_token_count:z stop_strings:p stop_string_lengths:p "
-                       "stop_string_count:z call:p")
-
-
-class TokenEvent(ctypes.Structure):
-    _fields_ = _fields("struct_size:I kind:i token:i index:i text:p text_length:z log_probability:f part:i")
-
-
-class GenerationResult(ctypes.Structure):
-    _fields_ = _fields("struct_size:I finish:i prompt_tokens:z generated_tokens:z prefill_seconds:d first_token_seconds:d "
-                       "decode_seconds:d seed:L tool_calls:z")
-
-
-class ChatOptions(ctypes.Structure):
-    _fields_ = _fields("struct_size:I keep_reasoning:i reasoning_budget:l variables:p variables_length:z tools:p tools_length:z")
-
-
-class TrainerOptions(ctypes.Structure):
-    _fields_ = _fields("struct_size:I device_type:i device_index:i threads:i schedule:i clip:i weights:i first_moments:i "
-                       "second_moments:i release:i recompute:i last_blocks:i steps:L warmup:L seed:L rate:d floor:d decay_share:d "
-                       "weight_decay:d beta1:d beta2:d eps:d clip_norm:d delivered_share:d config:p config_length:z tables:i weight_scales:i "
-                       "teacher:p teacher_length:z teacher_temperature:d label_share:d teacher_memory:i reserved:i")
-
-
-class MicroBatch(ctypes.Structure):
-    _fields_ = _fields("tokens:p labels:p token_count:z document_lengths:p document_count:z weights:p")
-
-
-class DataOptions(ctypes.Structure):
-    _fields_ = _fields("struct_size:I format:i long_rows:i empty_think:i train_on_all:i skip_bad_rows:i window:z separator:p "
-                       "separator_length:z")
-
-
-class StepReport(ctypes.Structure):
-    _fields_ = _fields("struct_size:I outcome:i step:L targets:L loss:d rate:d gradient_norm:d changed:d changed_delivered:d")
-
-
-class OptimizerOptions(ctypes.Structure):
-    _fields_ = _fields("struct_size:I weights:i first_moments:i second_moments:i fresh_scales:i reserved:i")
-
-
-class StepOptions(ctypes.Structure):
-    _fields_ = _fields("struct_size:I gradient_scale:f rate:d beta1:d beta2:d eps:d weight_decay:d seed:L tensor:L")
-
-
-LogCallback = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_size_t)
-ProgressCallback = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
-LogRelease = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-TokenCallback = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(TokenEvent))
-Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 
 
 class Error(Exception):
@@ -224,63 +35,63 @@ class Error(Exception):
 
 
 class InvalidArgument(Error, ValueError):
-    status = 1
+    status = STATUSES["invalid_argument"]
 
 
 class Unsupported(Error):
-    status = 2
+    status = STATUSES["unsupported"]
 
 
 class OutOfMemory(Error, MemoryError):
-    status = 3
+    status = STATUSES["out_of_memory"]
 
 
 class OverBudget(Error, MemoryError):
-    status = 4
+    status = STATUSES["over_budget"]
 
 
 class InputOutput(Error, OSError):
-    status = 5
+    status = STATUSES["io"]
 
 
 class CorruptFile(Error, ValueError):
-    status = 6
+    status = STATUSES["corrupt_file"]
 
 
 class NotFound(Error, FileNotFoundError):
-    status = 7
+    status = STATUSES["not_found"]
 
 
 class ContextFull(Error):
-    status = 8
+    status = STATUSES["context_full"]
 
 
 class Busy(Error):
-    status = 9
+    status = STATUSES["busy"]
 
 
 class Cancelled(Error):
-    status = 10
+    status = STATUSES["cancelled"]
 
 
 class BufferTooSmall(Error):
-    status = 11
+    status = STATUSES["buffer_too_small"]
 
 
 class InvalidHandle(Error, ValueError):
-    status = 12
+    status = STATUSES["invalid_handle"]
 
 
 class AbiMismatch(Error):
-    status = 13
+    status = STATUSES["abi_mismatch"]
 
 
 class DeviceUnavailable(Error):
-    status = 14
+    status = STATUSES["device_unavailable"]
 
 
 class Internal(Error):
-    status = 15
+    status = STATUSES["internal"]
 
 
 # The exception of each status.
@@ -307,7 +118,11 @@ def _fitting(kind: Any) -> Any:
     return types.SimpleNamespace(from_param=from_param)
 
 
-_PARAMETERS = {letter: _fitting(kind) if letter in "iIlLzb" else kind for letter, kind in _TYPES.items()}
+_PARAMETERS = {kind: _fitting(kind) for kind in (ctypes.c_int8, ctypes.c_uint8, ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64,
+                                                 ctypes.c_uint64, ctypes.c_size_t)}
+
+# Functions whose status is their answer, or that signal handlers call.
+_NOT_RAISED = ("last_status", "error_status", "cancel_trigger", "cancel_reset")
 
 
 def _candidates() -> List[str]:
@@ -369,15 +184,16 @@ def _load() -> types.SimpleNamespace:
             continue
         _check_versions(library, path)
         functions = types.SimpleNamespace(path=path)
-        for name, taken, returned in re.findall(r"(\w+)\((\w*)\)(\w)", FUNCTIONS):
+        for name, parameters, result, doc in FUNCTIONS:
             try:
                 function = library["NVFP4_" + name]
             except AttributeError:
                 raise _refusal(f"{path} has no NVFP4_{name}, though it says that it is libNVFP4 {library.NVFP4_version().decode()}; "
                                f"nvfp4 {VERSION} needs a whole libNVFP4 {VERSION} or later", path) from None
-            function.argtypes = [_PARAMETERS[letter] for letter in taken]
-            function.restype = _TYPES["i" if returned == "S" else returned]
-            if returned == "S":
+            function.argtypes = [_PARAMETERS.get(kind, kind) for kind in parameters]
+            function.restype = ctypes.c_int32 if result is Status else result
+            function.__doc__ = doc
+            if result is Status and name not in _NOT_RAISED:
                 function.errcheck = _check  # type: ignore[assignment] # None of its parameters is looked at.
             setattr(functions, name, function)
         return functions
@@ -418,6 +234,7 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
     name = "_".join(re.findall("[A-Z][a-z]+", struct.__name__)).lower()
     getattr(lib, name + "_init")(ctypes.byref(out), ctypes.sizeof(out))
     kinds: Dict[str, Any] = {name: kind for name, kind, *_ in struct._fields_}
+    choices = CHOSEN.get(struct.__name__, {})
     out.kept = []  # What the pointers in it point to.
 
     def point(field: str, count: str, array: ctypes.Array[Any]) -> None:
@@ -442,8 +259,8 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
             if value:
                 data, length = path_in(value) if field == "teacher" else text_in(value)
                 point(field, field + "_length", (ctypes.c_char * length).from_buffer_copy(data))
-        elif field in _CHOSEN and field in kinds:
-            setattr(out, field, choice(_CHOSEN[field], value))
+        elif field in choices:
+            setattr(out, field, choice(choices[field], value))
         elif field in kinds and kinds[field] is not ctypes.c_void_p and field not in ("struct_size", "reserved"):
             setattr(out, field, value if isinstance(value, float) else _fitting(kinds[field]).from_param(value))
         else:
