@@ -169,6 +169,7 @@ impl Served {
         wanted: Logits,
         logits: &mut Vec<f32>,
     ) -> Result<()> {
+        logits.clear();
         self.check_tokens(tokens)?;
         let _held = self.hold()?;
         self.model.forward(tokens, cache, scratch, wanted, logits)
