@@ -1,4 +1,4 @@
-//! The model that a trainer trains, to be run between its steps on the weights where they are.
+//! A model over a trainer's weights, run between its steps without a copy of the matrices.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
@@ -13,9 +13,9 @@ use crate::base::lease::Lease;
 use crate::ops::Array;
 use crate::ops::linear::Linear;
 
-/// Where a model's weights are.
+/// Access to a trainer's weights.
 pub trait Trained {
-    /// A matrix, in the memory that it is trained in.
+    /// A matrix, in the memory in which it is trained.
     fn matrix(&self, id: MatrixId) -> Result<Linear>;
 
     /// A copy of a norm or bias.
@@ -23,8 +23,8 @@ pub trait Trained {
 }
 
 impl Model {
-    /// The model that training began with at `source`, with the weights as they are now. It takes no memory for matrices. Whoever runs it
-    /// holds `lease`, and is refused once that says that weights have been changed.
+    /// The model at `source`, from which training started, with the current weights. It takes no memory for matrices. Its passes hold
+    /// `lease`, and fail once the weights have changed.
     pub fn of_trained(
         device: &Device,
         source: &Source,
