@@ -1,41 +1,42 @@
-//! A batch: the rows of one pass over the weights, and all that a pass may know of them. [`Model::run`](super::Model::run) takes it.
+//! A batch: the rows of one pass over the weights, and everything that a pass may know of them. The input of
+//! [`Model::run`](super::Model::run).
 
 use std::ops::Range;
 
 use super::KvCache;
 use crate::ops::sample::Choice;
 
-/// The output that a segment asks for.
+/// The output requested by a segment.
 #[derive(Clone, Copy, Debug)]
 pub enum Wanted<'a> {
-    /// Nothing: the tokens only enter the cache.
+    /// None: the tokens only enter the cache.
     Nothing,
     /// Logits of the last token.
     Last,
     /// Logits of every token.
     All,
-    /// The token after the last one. On a GPU the logits stay there.
+    /// The next token. On a GPU the logits stay on the device.
     Token(Choice<'a>),
 }
 
-/// Consecutive tokens of one sequence, after those that its cache holds.
+/// Consecutive tokens of one sequence, continuing its cache.
 #[derive(Debug)]
 pub struct Segment<'a> {
-    /// The tokens, as many as the cache has room for.
+    /// The tokens. The cache must have room for them.
     pub tokens: &'a [u32],
-    /// The keys and values of the tokens before. They grow by `tokens` once the segment has run without a fault.
+    /// Keys and values of the previous tokens. Extended by `tokens` if the segment runs without a fault.
     pub cache: &'a mut KvCache,
-    /// The output.
+    /// The requested output.
     pub wanted: Wanted<'a>,
 }
 
-/// Segments of different sequences, of any lengths, that go through the weights together. Its index is a segment's slot.
+/// Segments of different sequences, of any lengths, that run in the same passes. A segment's slot is its index.
 #[derive(Debug)]
 pub struct Batch<'a> {
     /// The segments.
     pub segments: Vec<Segment<'a>>,
-    /// Whether a GPU runs the step after this one at once, with the tokens that it chose: faster if they are the next batch, and harmless if
-    /// they are not. Applies to batches that ask for the token after one token of each sequence.
+    /// Whether a GPU runs the next step at once, with the tokens that it chose. Faster if they are the next batch, and harmless if not.
+    /// Applies to batches that ask for the token after one token of each sequence.
     pub look_ahead: bool,
 }
 
@@ -56,15 +57,15 @@ impl<'a> Batch<'a> {
 /// The output of a slot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Output {
-    /// The tokens are in the cache, and nothing else was wanted.
+    /// The tokens are in the cache; no other output was requested.
     Cached,
-    /// Which of the rows of logits are the slot's, `vocab_size` numbers each.
+    /// The slot's range of logit rows, `vocab_size` numbers each.
     Logits(Range<usize>),
     /// The next token.
     Token(u32),
 }
 
-/// Tokens of a segment that go through the blocks in one pass.
+/// The tokens of a segment that run in one pass.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Part {
     pub(super) slot: usize,
@@ -72,8 +73,8 @@ pub(super) struct Part {
     pub(super) tokens: Range<usize>,
 }
 
-/// Divides segments of these lengths into passes of at most `rows` rows and `most` segments, in order: only the last part of a pass goes on
-/// in the next one.
+/// Divides segments of these lengths into passes of at most `rows` rows and `most` segments, in order. Only the last part of a pass may
+/// continue in the next one.
 pub(super) fn passes(
     lengths: impl Iterator<Item = (usize, usize)>,
     rows: usize,

@@ -1,5 +1,5 @@
-//! The reference block: attention and MLP of any [`BlockSpec`], in terms of operations on arrays of either device. The CPU runs inference
-//! through it, and on a GPU the fused kernels are tested against it. It runs the operations of `order` on rows of the residual stream.
+//! The reference block: attention and MLP of any [`BlockSpec`], built from operations on arrays of either device. Inference on the CPU uses
+//! it, and the fused kernels of a GPU are tested against it. It runs the operations of `order` on rows of the residual stream.
 
 use std::ops::Range;
 
@@ -19,19 +19,19 @@ use crate::ops::{Array, Device, Slice, SliceMut, Workspace, activation, norm, ro
 /// Rows of one sequence within a pass.
 pub(super) struct Rows<'a> {
     pub(super) cache: &'a mut KvCache,
-    /// The position of the first one.
+    /// Position of the first row.
     pub(super) first: usize,
     /// The rows of the pass.
     pub(super) rows: Range<usize>,
 }
 
-/// Memory that passes reuse. One serves one caller at a time; it grows to the largest pass it has seen.
+/// Memory reused between passes, by one caller at a time. It grows to the largest pass seen.
 #[derive(Debug)]
 pub(super) struct Scratch {
     pub(super) workspace: Workspace,
-    /// `[rows, hidden]`: what blocks add to.
+    /// `[rows, hidden]`: the residual stream.
     pub(super) residual: Array,
-    /// `[rows, hidden]`: what enters a half of a block, and what leaves it.
+    /// `[rows, hidden]`: the input of a half of a block, and later its output.
     normed: Array,
     q: Array,
     k: Array,
@@ -40,7 +40,7 @@ pub(super) struct Scratch {
     gate: Array,
     up: Array,
     experts: ExpertScratch,
-    /// Rows that a router gives logits that nothing can be chosen by, since the caller took them last.
+    /// Rows with router logits that are not finite, since the caller last took this list.
     pub(super) faults: Vec<(usize, Error)>,
 }
 
@@ -104,13 +104,13 @@ impl Scratch {
     }
 }
 
-/// Rows that go through the blocks together.
+/// A pass: rows that run through the blocks together.
 pub(super) struct Pass<'a> {
     device: &'a Device,
     spec: &'a Spec,
     activations: Activations,
     rows: usize,
-    /// By number of [`Spec::ropes`].
+    /// Indexed like [`Spec::ropes`].
     angles: Vec<Angles>,
 }
 
@@ -139,7 +139,7 @@ impl<'a> Pass<'a> {
         })
     }
 
-    /// Makes the residual stream the embeddings of `tokens`.
+    /// Sets the residual stream to the embeddings of `tokens`.
     pub(super) fn embed(&self, weights: &Weights, tokens: &[u32], s: &mut Scratch) -> Result<()> {
         let len = tokens.len() * self.spec.hidden_size;
         s.residual.grow(self.device, len)?;
@@ -158,7 +158,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Takes the rows of the residual stream through block `index`, and stores their keys and values.
+    /// Runs the rows of the residual stream through block `index`, and stores their keys and values.
     pub(super) fn block(
         &self,
         index: usize,
@@ -223,7 +223,7 @@ impl<'a> Pass<'a> {
         )
     }
 
-    /// Makes `normed` the input of a half of a block.
+    /// Computes the input of a half of a block in `normed`.
     fn enter(&self, norm: Option<&Array>, s: &mut Scratch) -> Result<()> {
         let len = self.rows * self.spec.hidden_size;
         s.normed.grow(self.device, len)?;
@@ -324,7 +324,7 @@ impl<'a> Pass<'a> {
         )
     }
 
-    /// Gate and up of the first `m` rows of `x`.
+    /// Gate and up projections of the first `m` rows of `x`.
     fn gate_up(
         &self,
         (spec, weights): (&GatedMlpSpec, &GatedMlp),
@@ -346,7 +346,7 @@ impl<'a> Pass<'a> {
         )
     }
 
-    /// Makes `gate` the gated activation of `m` rows of gate and up.
+    /// Applies the gated activation to `m` rows of gate and up, in `gate`.
     fn activate(
         &self,
         spec: &GatedMlpSpec,
@@ -369,7 +369,8 @@ impl<'a> Pass<'a> {
         self.project(inner, m, &mut [(&weights.down, out)], workspace)
     }
 
-    /// Makes `normed` the sum of a mixture's experts. Each expert in turn takes its rows, so that a row's sum does not depend on other rows.
+    /// Computes the sum of a mixture's experts in `normed`. The experts run in order, each on its own rows, so that a row's sum does not
+    /// depend on other rows.
     fn experts(&self, (spec, weights): (&ExpertsSpec, &Experts), s: &mut Scratch) -> Result<()> {
         let (device, m, hidden) = (self.device, self.rows, self.spec.hidden_size);
         let Some(routes) = s.experts.routes.take() else {
@@ -422,12 +423,12 @@ impl<'a> Pass<'a> {
         normed.first_mut(m * hidden)?.copy_from(sum)
     }
 
-    /// The choice of experts for each row.
+    /// Routes each row to its experts.
     fn route(&self, (spec, weights): (&ExpertsSpec, &Experts), s: &mut Scratch) -> Result<Routes> {
         let mut logits = self.products(&weights.router, spec.count, s)?;
         for (row, logits) in logits.chunks_exact_mut(spec.count).enumerate() {
             if let Err(fault) = check_logits(logits) {
-                // The row goes on as if all experts were equal, so that the other rows are not held up.
+                // The row continues as if all experts were equal, so that the other rows can finish.
                 logits.fill(0.0);
                 s.faults.push((row, fault));
             }
@@ -435,7 +436,7 @@ impl<'a> Pass<'a> {
         route(&logits, spec.count, spec.per_token, spec.normalized)
     }
 
-    /// The factor of each row's output of the shared expert.
+    /// The factor of each row for the output of the shared expert.
     fn shared_weights(&self, gate: Option<&Linear>, s: &mut Scratch) -> Result<Vec<f32>> {
         match gate {
             Some(gate) => {
@@ -446,7 +447,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// The products of `normed` with the rows of a small matrix, on the host.
+    /// Multiplies `normed` with the rows of a small matrix; the result is on the host.
     fn products(&self, weight: &Linear, rows: usize, s: &mut Scratch) -> Result<Vec<f32>> {
         let (device, m) = (self.device, self.rows);
         let logits = &mut s.experts.logits;

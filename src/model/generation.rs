@@ -1,4 +1,4 @@
-//! How a model's maker asks for text to be generated: what ends it, and how its tokens are chosen.
+//! Generation settings recommended by a model's maker: stop tokens and sampling. The loader reads them.
 
 use std::path::Path;
 
@@ -12,14 +12,14 @@ use crate::base::{Error, Result, file};
 use crate::checkpoint::TokenizerSource;
 use crate::text::{TextFiles, turn_ends};
 
-/// What is read.
+/// The settings read.
 pub(crate) struct Generation {
     /// Tokens that end a text, in order.
     pub(crate) stop_tokens: Vec<u32>,
     pub(crate) sampling: SamplingOptions,
 }
 
-/// Reads what the config, `generation_config.json` or GGUF metadata, the chat template and the tokenizer say.
+/// Reads the settings from the config, `generation_config.json` or GGUF metadata, the chat template and the tokenizer.
 pub(crate) fn read(spec: &Spec, source: &TokenizerSource, text: &TextFiles) -> Result<Generation> {
     let mut stop_tokens = spec.eos.clone();
     let sampling = match source {
@@ -47,7 +47,7 @@ pub(crate) fn read(spec: &Spec, source: &TokenizerSource, text: &TextFiles) -> R
     })
 }
 
-/// The object in a file; an empty one where there is no file.
+/// The object in a file; empty if the file does not exist.
 fn file(path: &Path) -> Result<Map<String, Value>> {
     let bytes = match file::read(path) {
         Ok(bytes) => bytes,
@@ -65,8 +65,8 @@ fn eos(file: &Map<String, Value>) -> Result<Vec<u32>> {
     }
 }
 
-/// What transformers' `generate` would do: it draws where `do_sample` is true, and takes the argmax otherwise, whatever
-/// the other entries are. A GGUF file has no `do_sample`; there a temperature says as much.
+/// The sampling that transformers' `generate` would do: it draws if `do_sample` is true, else takes the argmax and ignores the other
+/// entries. A GGUF file has no `do_sample`; there a temperature implies it.
 fn sampling(file: &Map<String, Value>) -> Result<SamplingOptions> {
     let number = |key: &str| match file.get(key) {
         None | Some(Value::Null) => Ok(None),
@@ -81,7 +81,7 @@ fn sampling(file: &Map<String, Value>) -> Result<SamplingOptions> {
         None => file.contains_key("temperature"),
     };
     if draws {
-        // Without an entry transformers takes these.
+        // The defaults of transformers.
         sampling.temperature = number("temperature")?.unwrap_or(1.0);
         sampling.top_k = number("top_k")?.map_or(50, |k| k.max(0.0) as usize);
         sampling.top_p = number("top_p")?.unwrap_or(1.0);
@@ -117,7 +117,7 @@ mod tests {
             ..SamplingOptions::default()
         };
         assert_eq!(qwen3, expected);
-        // SmolLM2's has nothing of the kind, and many keep a temperature that they do not draw with.
+        // SmolLM2 has no such entry, and many files have a temperature without drawing.
         assert_eq!(
             of(json!({"eos_token_id": 2})).unwrap(),
             SamplingOptions::default()
@@ -127,7 +127,7 @@ mod tests {
         assert!(greedy.temperature == 0.0 && greedy.repetition_penalty == 1.1);
         let only = of(json!({"do_sample": true})).unwrap();
         assert!(only.temperature == 1.0 && only.top_k == 50 && only.top_p == 1.0);
-        // As GGUF metadata has it.
+        // From GGUF metadata.
         let gguf = of(json!({"temperature": 1.0, "min_p": 0.1, "top_k": 0})).unwrap();
         assert!(gguf.temperature == 1.0 && gguf.min_p == 0.1 && gguf.top_k == 0);
     }

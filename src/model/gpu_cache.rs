@@ -1,6 +1,5 @@
-//! Cached keys and values on a GPU, in pages of 64 positions over all layers. Pages appear as the sequence grows, and a clone
-//! shares them until either side writes. For files they are turned into the pages of the CPU's cache and back, so that
-//! a session can move from one device to another.
+//! The KV cache on a GPU, in pages of 64 positions over all layers. Pages are allocated as the sequence grows, and a clone shares them
+//! until either side writes. For files they are converted to the CPU cache's pages and back, so that a session can move between devices.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,7 +23,7 @@ pub(super) struct GpuCache {
     kv_heads: usize,
     dim: usize,
     pages: Vec<Arc<DeviceBuffer>>,
-    /// Changes whenever an address in `pages` may have, and never repeats.
+    /// Changes whenever an address in `pages` may have changed, and never repeats.
     version: u64,
 }
 
@@ -89,7 +88,7 @@ impl GpuCache {
         self.version
     }
 
-    /// Positions that pages exist for.
+    /// Positions with allocated pages.
     pub(super) fn allocated(&self) -> usize {
         self.pages.len() * cuda::PAGE
     }
@@ -98,7 +97,7 @@ impl GpuCache {
         self.pages.iter().map(|p| p.address())
     }
 
-    /// A layer as operations take it, with the addresses of its pages on the device.
+    /// Calls `work` with a layer as operations take it, including the addresses of its pages on the device.
     pub(super) fn with_layer(
         &self,
         layer: usize,
@@ -125,7 +124,7 @@ impl GpuCache {
         for index in first / cuda::PAGE..len.div_ceil(cuda::PAGE) {
             match self.pages.get_mut(index) {
                 None => {
-                    // Positions not written yet are multiplied by zero, which must not meet a NaN.
+                    // Kernels multiply positions that are not written yet by zero, so they must not hold NaN.
                     let page = DeviceBuffer::zeroed(&self.gpu, Tag::DeviceKvCache, bytes)?;
                     self.pages.push(Arc::new(page));
                     self.version = new_version();
@@ -151,8 +150,8 @@ impl GpuCache {
         }
     }
 
-    /// Makes the positions from `len` on zero in the page of position `len`. A pass that failed may have left values there that are not finite, and
-    /// kernels multiply what is behind a sequence's end by zero.
+    /// Zeroes the positions from `len` on in the page of position `len`. A failed pass may have left values there that are not finite, and
+    /// kernels multiply positions past a sequence's end by zero.
     pub(super) fn clear_from(&mut self, len: usize) -> Result<()> {
         let (index, held) = (len / cuda::PAGE, len % cuda::PAGE);
         let Some(page) = self.pages.get_mut(index).and_then(Arc::get_mut) else {
@@ -249,8 +248,8 @@ impl GpuCache {
         Ok(())
     }
 
-    /// Calls `each` with the byte in a layer's page and in a file's page of every element of the 16 positions from `part` on.
-    /// Here keys are `[head][64][dim]` and values `[head][dim][64]`; there, head by head, `[dim][16]` and `[16][dim]`.
+    /// Calls `each` with the byte offsets, in a layer's page and in a file's page, of every element of the 16 positions from `part` on. The
+    /// GPU layout is `[head][64][dim]` for keys and `[head][dim][64]` for values; the file's is `[dim][16]` and `[16][dim]` for each head.
     fn exchange(&self, part: usize, mut each: impl FnMut(usize, usize)) {
         let (dim, page) = (self.dim, cuda::PAGE);
         for head in 0..self.kv_heads {

@@ -1,14 +1,14 @@
-//! The values of a `config.json`, checked as they are read. Errors name the key, its value and what would be right.
+//! Checked access to the values of a `config.json`. Errors name the key, its value and the expected value.
 
 use serde_json::{Map, Value};
 
 use crate::base::Result;
 use crate::base::error::{bail, err};
 
-/// Sizes past this are a mistake or an attack, and their products would overflow.
+/// Larger sizes are a mistake or an attack, and their products would overflow.
 pub(crate) const LARGEST: u64 = 1 << 28;
 
-/// A JSON object whose values are checked as they are read; null counts as absent.
+/// A JSON object with checked access; null counts as absent.
 #[derive(Clone, Copy)]
 pub(crate) struct Keys<'a>(pub(crate) &'a Map<String, Value>);
 
@@ -30,7 +30,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// A size that must be there.
+    /// A required size.
     pub(crate) fn required_size(&self, name: &str) -> Result<usize> {
         self.size(name)?
             .ok_or_else(|| err!(CorruptFile, "config: '{name}' is missing"))
@@ -50,7 +50,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// Positions of an attention window. 0 is none, as some converters and mixtures saved by transformers 5 write it.
+    /// Positions of an attention window. 0 means none: some converters, and mixtures saved by transformers 5, write it.
     pub(crate) fn window(&self, name: &str) -> Result<Option<usize>> {
         Ok(self.count(name)?.filter(|&window| window > 0))
     }

@@ -1,5 +1,5 @@
-//! The keys and values of one sequence, owned by whoever runs it. Memory comes in pages of sixteen positions as the sequence
-//! grows; a clone shares its pages until either side writes. Knows shapes, not weights.
+//! The keys and values of one sequence, owned by the session that runs it. Memory is allocated in pages of sixteen positions as the
+//! sequence grows; a clone shares its pages until either side writes. Knows shapes, not weights.
 
 use super::gpu_cache::GpuCache;
 use super::spec::Spec;
@@ -8,7 +8,7 @@ use crate::base::{Result, memory};
 use crate::ops::attention::{self, AttentionOptions, CachedLayer, KvLayer, KvType, PAGE};
 use crate::ops::{Device, Slice, SliceMut, Workspace};
 
-/// Where keys and values are.
+/// Memory of the keys and values.
 #[derive(Clone, Debug)]
 enum Store {
     Host(Vec<KvLayer>),
@@ -63,27 +63,27 @@ impl KvCache {
         self.len
     }
 
-    /// Further positions that fit.
+    /// Further positions for which there is room.
     pub fn room(&self) -> usize {
         self.capacity - self.len
     }
 
-    /// Whether no position is held.
+    /// Whether it holds no position.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Positions that fit.
+    /// Number of positions for which there is room in total.
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// How keys and values are stored.
+    /// Element type of keys and values.
     pub fn kind(&self) -> KvType {
         self.kind
     }
 
-    /// Bytes of the pages in use, shared with clones or not.
+    /// Bytes of the pages in use, including pages shared with clones.
     pub fn bytes(&self) -> usize {
         match &self.store {
             Store::Host(layers) => layers.iter().map(KvLayer::bytes).sum(),
@@ -105,7 +105,7 @@ impl KvCache {
         Ok(())
     }
 
-    /// Frees pages behind the positions held, which were reserved for tokens that did not run.
+    /// Frees pages past the held positions, which were reserved for tokens that did not run.
     fn free_unused(&mut self) {
         match &mut self.store {
             Store::Host(layers) => layers.iter_mut().for_each(|l| l.truncate(self.len)),
@@ -113,7 +113,7 @@ impl KvCache {
         }
     }
 
-    /// Gives up the positions that [`KvCache::reserve`] made room for, after a pass that failed.
+    /// Releases the positions that [`KvCache::reserve`] made room for, after a failed pass.
     pub(super) fn give_up(&mut self) -> Result<()> {
         self.free_unused();
         match &mut self.store {
@@ -139,7 +139,8 @@ impl KvCache {
         }
     }
 
-    /// Writes keys and values, each `[m, kv_heads, head_dim]`, of layer `index` at positions `first..first + m`, for which there is room.
+    /// Writes keys and values, each `[m, kv_heads, head_dim]`, of layer `index` at positions `first..first + m`. There must be room for
+    /// them.
     pub(super) fn store(
         &mut self,
         device: &Device,
@@ -196,7 +197,7 @@ impl KvCache {
         self.len += count;
     }
 
-    /// The pages of all layers, layer by layer, as [`KvCache::read_pages`] takes them.
+    /// Calls `each` with the pages of all layers, layer by layer, in the order that [`KvCache::read_pages`] expects.
     pub fn for_each_page(&self, mut each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
         match &self.store {
             Store::Host(layers) => {
@@ -214,7 +215,7 @@ impl KvCache {
         self.len.div_ceil(PAGE)
     }
 
-    /// Bytes that [`KvCache::for_each_page`] gives for `len` positions, where that is a number at all.
+    /// Bytes that [`KvCache::for_each_page`] gives for `len` positions; `None` if the number overflows.
     pub fn page_bytes(&self, len: usize) -> Option<u64> {
         let pages = len.div_ceil(PAGE) as u64;
         let of_all_layers: usize = match &self.store {

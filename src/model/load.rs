@@ -1,6 +1,6 @@
-//! Weights out of a checkpoint. Everything is looked up and its shape checked before anything is read; then tensors are
-//! packed on several threads, a run of rows at a time, while the calling thread reports progress and hears about cancelling. What
-//! passes through is summed up on the way, so that a model knows its fingerprint without being read twice.
+//! Loads weights from a checkpoint. Finds every tensor and checks its shape before reading any; then several threads pack tensors, a run of
+//! rows at a time, while the calling thread reports progress and checks for cancellation. Checksums are computed on the way, so that the
+//! model's fingerprint needs no second read.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::hash::Hasher;
@@ -28,20 +28,20 @@ use crate::ops::linear::{Linear, ReadNvfp4};
 use crate::ops::{Array, Device};
 use crate::tensor::{DType, WeightType};
 
-/// Values read at a time where this file reads them itself: so few that they are still in a core's own cache when they are used.
+/// Values read at a time when this file reads them itself: few enough to remain in a core's own cache until they are used.
 const VALUES: usize = 1 << 16;
-/// Bytes of an embedding that one thread looks through.
+/// Bytes of an embedding that one job checks.
 const CHECKED: u64 = 16 << 20;
-/// How often the calling thread looks up from waiting.
+/// Interval at which the calling thread reports progress.
 const REPORT: Duration = Duration::from_millis(20);
-/// Missing names that a message spells out.
+/// Limit on the missing names that a message lists.
 const NAMED: usize = 64;
 
-/// A tensor of the model, and where the checkpoint has it.
+/// A tensor of the model with its entry in the checkpoint.
 struct Found<'a> {
     spec: TensorSpec,
     entry: &'a Entry,
-    /// Its rows in the entry seen as a matrix; of a vector, its elements.
+    /// Its rows in the entry seen as a matrix; its elements if it is a vector.
     rows: Range<usize>,
 }
 
@@ -59,7 +59,7 @@ impl Found<'_> {
         self.entry.cols()
     }
 
-    /// Bytes of the checkpoint that it takes.
+    /// Bytes that it occupies in the checkpoint.
     fn bytes(&self) -> u64 {
         match self.is_vector() {
             true => self.entry.bytes * self.rows.len() as u64 / self.cols() as u64,
@@ -68,11 +68,11 @@ impl Found<'_> {
     }
 }
 
-/// How a matrix is held, where dense ones are quantized on the way or not.
+/// The type in which a matrix is held; `quantize` says whether dense matrices are quantized while loading.
 fn held(found: &Found<'_>, quantize: bool) -> WeightType {
     match found.entry.encoding {
         Encoding::Nvfp4 => WeightType::Nvfp4,
-        // Tables are in 8 bits because 4 were too few.
+        // Tables are stored in 8 bits because 4 were too few.
         Encoding::Int8 if [EMBEDDING, HEAD].contains(&&*found.spec.name) => WeightType::Int8,
         _ if quantize && found.spec.role == TensorRole::Linear => WeightType::Nvfp4,
         _ if found.spec.role == TensorRole::Router => WeightType::F32,
@@ -83,7 +83,7 @@ fn held(found: &Found<'_>, quantize: bool) -> WeightType {
     }
 }
 
-/// Bytes that the weights of a checkpoint take once loaded, but for what kernels round up to.
+/// Bytes of a checkpoint's weights once loaded, without the padding that kernels need.
 pub(super) fn weight_bytes(
     checkpoint: &dyn Checkpoint,
     spec: &Spec,
@@ -91,7 +91,7 @@ pub(super) fn weight_bytes(
 ) -> Result<u64> {
     let mut found = find(checkpoint, spec, false)?;
     if !found.iter().any(|f| f.spec.name == HEAD) {
-        // The table is the head; with a head beside it, it stays in the file.
+        // The table is also the head. A table with a separate head stays in the file.
         found[0].spec.role = TensorRole::Linear;
     } else {
         found.remove(0);
@@ -109,28 +109,28 @@ pub(super) fn weight_bytes(
     Ok(found.iter().map(bytes).sum())
 }
 
-/// What a job makes of its tensor.
+/// The work of a job on its tensor.
 enum Action {
     Matrix,
     Vector,
-    /// Only looks whether all values of these rows are finite.
+    /// Only checks that all values of these rows are finite.
     Check(Range<usize>),
 }
 
-/// What one thread does at a time.
+/// A unit of work for one thread.
 struct Job<'a> {
-    /// What it makes, by its name in the model.
+    /// Name of the tensor in the model.
     name: String,
     found: Found<'a>,
     action: Action,
 }
 
-/// Rows of an entry that are read at a time.
+/// Number of rows of an entry read at a time.
 fn run_of(entry: &Entry) -> usize {
     (VALUES / entry.cols()).clamp(1, entry.rows())
 }
 
-/// Bytes of so many rows of an entry.
+/// Bytes of `rows` rows of an entry.
 fn bytes_of(entry: &Entry, rows: usize) -> u64 {
     entry.bytes * rows as u64 / entry.rows() as u64
 }
@@ -140,13 +140,13 @@ enum Loaded {
     Vector(Array),
 }
 
-/// Finds every tensor that the model needs, the embedding first. All missing names, and then all wrong shapes, are reported together.
+/// Finds every tensor that the model needs, the embedding first. All missing names are reported together, and then all wrong shapes.
 fn find<'a>(
     checkpoint: &'a dyn Checkpoint,
     spec: &Spec,
     sampling_only: bool,
 ) -> Result<Vec<Found<'a>>> {
-    // GGUF has one flag for attention biases, and leaves the output's out where there is none.
+    // GGUF has one flag for attention biases, and omits the output's bias if there is none.
     let lenient = checkpoint.format() == "gguf";
     let wanted = match sampling_only {
         true => tensors::outside(spec),
@@ -210,13 +210,13 @@ fn find<'a>(
     Ok(found)
 }
 
-/// The names of the entries that a model is loaded from. Refuses what loading would refuse before it reads values.
+/// The names of the entries that a model is loaded from. Fails on anything that loading would refuse before it reads values.
 pub(super) fn entries_used(checkpoint: &dyn Checkpoint, spec: &Spec) -> Result<HashSet<String>> {
     let found = find(checkpoint, spec, false)?;
     Ok(found.into_iter().map(|f| f.entry.name.clone()).collect())
 }
 
-/// The entry that a tensor is or is a part of, its rows there, and the shape that the entry must have.
+/// The entry that contains a tensor, the tensor's rows in it, and the required shape of the entry.
 pub(super) fn locate<'a>(
     checkpoint: &'a dyn Checkpoint,
     tensor: &TensorSpec,
@@ -248,7 +248,7 @@ impl<'a> UnreadableTensors<'a> {
         UnreadableTensors(all.map(|u| (u.name.as_str(), u)).collect())
     }
 
-    /// The one that would be a tensor of the model if it could be read.
+    /// The unreadable tensor that would be this tensor of the model.
     pub(super) fn find(&self, tensor: &TensorSpec) -> Option<&'a Unreadable> {
         if self.0.is_empty() {
             return None;
@@ -262,7 +262,7 @@ impl<'a> UnreadableTensors<'a> {
     }
 }
 
-/// Tells of tensors that the model does without and nobody can read.
+/// Warns of unreadable tensors that the model does not use.
 fn warn_of_unreadable(checkpoint: &dyn Checkpoint) {
     if let [first, more @ ..] = checkpoint.unreadable() {
         tracing::warn!(
@@ -273,8 +273,8 @@ fn warn_of_unreadable(checkpoint: &dyn Checkpoint) {
     }
 }
 
-/// Whether the head is a table of its own although the config ties it to the embedding: both are in the checkpoint, with different
-/// values. transformers does not tie them then either.
+/// Whether the head is a separate table although the config ties it to the embedding: both are in the checkpoint, with different values.
+/// transformers does not tie them then either.
 pub(super) fn has_own_head(checkpoint: &dyn Checkpoint) -> Result<bool> {
     let find = |name: &str| {
         let bare = || checkpoint.find(without_head(name)?);
@@ -311,7 +311,7 @@ fn listed(names: &[String]) -> String {
     }
 }
 
-/// A weight or bias in a layer that the forward pass would not use means that the model is not what its config says.
+/// Fails if a layer has a weight or bias that the forward pass would not use: the model is then not what its config describes.
 fn check_nothing_left_out(
     checkpoint: &dyn Checkpoint,
     spec: &Spec,
@@ -340,43 +340,43 @@ fn check_nothing_left_out(
     Ok(())
 }
 
-/// What the packing threads share.
+/// State shared by the packing threads.
 struct Shared<'a> {
     checkpoint: &'a dyn Checkpoint,
     device: &'a Device,
     quantize: Option<&'a QuantizeOptions>,
-    /// Whether all that looks at the embedding is the quantizing of the head that is tied to it.
+    /// Whether the embedding is checked only by quantizing the head that is tied to it.
     checked_by_head: bool,
-    /// Whether norms are stored as what is to be added to one.
+    /// Whether norms are stored as offsets from one.
     norms_plus_one: bool,
-    /// What the tensors of the model hold, by name.
+    /// Checksums of the model's tensors, by name.
     sums: Mutex<BTreeMap<String, RowsChecksum>>,
     /// The next job.
     next: AtomicUsize,
-    /// Bytes that have been read.
+    /// Bytes read so far.
     done: AtomicU64,
-    /// The first job that has failed. Those before it go on, so that a broken file gives the same message every time.
+    /// The first failed job. Jobs before it continue, so that a broken file gives the same message every time.
     failed: AtomicUsize,
     cancelled: AtomicBool,
 }
 
 impl Shared<'_> {
-    /// Whether nobody needs a job any more.
+    /// Whether the result of a job is no longer needed.
     fn is_moot(&self, job: usize) -> bool {
         self.cancelled.load(Ordering::Relaxed) || job > self.failed.load(Ordering::Relaxed)
     }
 }
 
-/// A job in a thread's hands.
+/// A job running on a thread.
 struct Work<'a> {
     shared: &'a Shared<'a>,
     number: usize,
-    /// What it makes, by its name in the model.
+    /// Name of the tensor in the model.
     name: &'a str,
 }
 
 impl Work<'_> {
-    /// Tells that `bytes` more of the checkpoint have been read; an error once the job is to stop.
+    /// Reports that `bytes` more of the checkpoint have been read; fails once the job must stop.
     fn advance(&self, bytes: u64) -> Result<()> {
         self.shared.done.fetch_add(bytes, Ordering::Relaxed);
         if self.shared.is_moot(self.number) {
@@ -403,7 +403,7 @@ impl Work<'_> {
         Array::weight(self.shared.device, values)
     }
 
-    /// Adds to what is known of the tensor `name`.
+    /// Merges a checksum into that of the tensor `name`.
     fn record(&self, name: &str, sum: RowsChecksum) {
         let mut sums = self
             .shared
@@ -472,7 +472,7 @@ impl Work<'_> {
         Ok(linear)
     }
 
-    /// A matrix in NVFP4, as it is stored or quantized on the way.
+    /// A matrix in NVFP4, either stored so or quantized while loading.
     fn packed(&self, found: &Found<'_>) -> Result<Linear> {
         let (entry, cols, at) = (found.entry, found.cols(), found.rows.start);
         let Some(options) = self
@@ -481,7 +481,7 @@ impl Work<'_> {
             .filter(|_| entry.encoding != Encoding::Nvfp4)
         else {
             let globals = self.shared.checkpoint.global_scales(entry)?;
-            // Of a stack of experts each may have its own.
+            // Each expert of a stack may have its own.
             let global = globals[at / (entry.rows() / globals.len())];
             return self.nvfp4(found, global, &mut |range, codes, scales| {
                 let range = at + range.start..at + range.end;
@@ -506,7 +506,7 @@ impl Work<'_> {
         let run = run_of(entry);
         let mut values = Buffer::<f32>::zeroed(Tag::Scratch, run * cols)?;
         self.nvfp4(found, global, &mut |range, codes, scales| {
-            // The packer may take more rows at a time than this thread has room for.
+            // The packer may take more rows at a time than this buffer holds.
             for first in range.clone().step_by(run) {
                 let (at, n) = (first - range.start, run.min(range.end - first));
                 let values = &mut values[..n * cols];
@@ -525,7 +525,7 @@ impl Work<'_> {
         })
     }
 
-    /// A matrix in int8 rows, as it is stored.
+    /// A matrix stored in int8 rows.
     fn int8(&self, found: &Found<'_>) -> Result<Linear> {
         let (cols, at) = (found.cols(), found.rows.start);
         let mut sums = [RowsChecksum::new(); 2];
@@ -548,7 +548,7 @@ impl Work<'_> {
         Ok(linear)
     }
 
-    /// Adds what is known of a tensor that has several parts, from the checksums of those.
+    /// Records the checksum of a tensor with several parts, combined from the checksums of the parts.
     fn record_parts<const N: usize>(&self, parts: [u64; N]) {
         let mut whole = RowsChecksum::new();
         for (i, part) in parts.into_iter().enumerate() {
@@ -557,7 +557,7 @@ impl Work<'_> {
         self.record(self.name, whole);
     }
 
-    /// The weight whose codes and block scales `read` gives.
+    /// A weight with codes and block scales from `read`.
     fn nvfp4(&self, found: &Found<'_>, global: f32, read: &mut ReadNvfp4) -> Result<Linear> {
         let (rows, cols) = (found.height(), found.cols());
         let mut sums = [RowsChecksum::new(); 2];
@@ -579,7 +579,7 @@ impl Work<'_> {
     }
 }
 
-/// Values that packing refuses are no fault of the caller's: the file holds them.
+/// Values that packing refuses come from the file, so the error is not the caller's fault.
 fn of_the_file(error: Error) -> Error {
     match error.kind() {
         ErrorKind::InvalidArgument => Error::new(ErrorKind::CorruptFile, error.message()),
@@ -600,8 +600,8 @@ fn check_finite(values: &[f32], first_row: usize, cols: usize) -> Result<()> {
     }
 }
 
-/// Loads all weights of `spec` from `checkpoint`, and gives a checksum of them all too. What `meanwhile` makes of the embedding is
-/// made while they are read, on a thread of its own.
+/// Loads all weights of `spec` from `checkpoint`. Also returns a checksum of them, and the result of `meanwhile`, which runs on the
+/// embedding in its own thread while the weights are read.
 pub(super) fn load<T: Send>(
     checkpoint: Arc<dyn Checkpoint>,
     spec: &Spec,
@@ -701,7 +701,7 @@ pub(super) fn load<T: Send>(
     Ok((weights, sum, made))
 }
 
-/// Tells that a thread is done, also by a panic.
+/// Signals that a thread has ended, even by a panic.
 struct Done<'a>(&'a Mutex<usize>, &'a Condvar);
 
 impl Drop for Done<'_> {
@@ -711,8 +711,7 @@ impl Drop for Done<'_> {
     }
 }
 
-/// Runs the jobs on the device's threads and reports progress on this one. Gives what they have made, and a checksum of what it is
-/// made of.
+/// Runs the jobs on the device's threads and reports progress on this one. Returns the loaded tensors and a checksum of all of them.
 fn run(
     checkpoint: &dyn Checkpoint,
     jobs: &[Job<'_>],
@@ -741,7 +740,7 @@ fn run(
         .sum();
     let parts = Mutex::new(HashMap::new());
     let failure: Mutex<Option<(usize, Error)>> = Mutex::new(None);
-    // Threads that are at work. A channel would note the end of this thread's storage, for which the C library takes memory.
+    // Number of running threads. A channel would register the end of this thread's storage, for which the C library allocates memory.
     let (working, finished) = (Mutex::new(0usize), Condvar::new());
     let work = || {
         loop {
@@ -773,7 +772,7 @@ fn run(
                     let mut parts = parts.lock().unwrap_or_else(PoisonError::into_inner);
                     parts.insert(name.clone(), loaded);
                 }
-                // It was stopped, and has no fault of its own.
+                // The job was stopped; it did not fail itself.
                 Err(_) if shared.is_moot(number) => {}
                 Err(e) => {
                     shared.failed.fetch_min(number, Ordering::Relaxed);
@@ -802,7 +801,7 @@ fn run(
             *lock() += 1;
             if let Err(e) = scope.start(&format!("nvfp4-load-{i}"), work) {
                 *lock() -= 1;
-                // Fewer threads only take longer.
+                // With fewer threads, loading only takes longer.
                 match i {
                     0 => bail!(OutOfMemory, "starting a thread to load with: {e}"),
                     _ => break,
@@ -842,7 +841,7 @@ fn run(
     Ok((Parts(parts), sum.finish()))
 }
 
-/// Loaded tensors, taken out by name as the model is put together.
+/// Loaded tensors, removed by name as the model is assembled.
 struct Parts(HashMap<String, Loaded>);
 
 impl Parts {

@@ -1,5 +1,5 @@
-//! Floor 5: decoder models. Config, weights (immutable, shared), the forward pass, and the KV cache (owned by its user).
-//! Architectures are data. Knows nothing of conversations, sampling or training.
+//! Floor 5: decoder models. Config, weights (immutable, shared), the forward pass, and the KV cache (owned by its user). Architectures are
+//! data. Knows nothing of conversations.
 
 mod batch;
 mod block;
@@ -59,57 +59,57 @@ pub use weights::Weights;
 
 use spec::AttentionSpec;
 
-/// How often is looked whether kernels are ready that a model waits for.
+/// Poll interval while a model waits for kernels to compile.
 const WAIT: Duration = Duration::from_millis(2);
 
-/// Which logits a forward pass computes.
+/// The logits that a forward pass computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Logits {
     /// None: the tokens only enter the cache.
     None,
-    /// Those of the last token.
+    /// Logits of the last token.
     Last,
-    /// Those of every token.
+    /// Logits of every token.
     All,
 }
 
-/// Weight matrices held in one format.
+/// Total of the weight matrices held in one format.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct FormatUse {
-    /// How many.
+    /// Number of matrices.
     pub tensors: usize,
-    /// Their weights in number.
+    /// Number of weights.
     pub parameters: u64,
-    /// Their bytes in memory.
+    /// Bytes in memory.
     pub bytes: u64,
 }
 
-/// What was loaded, for reports.
+/// Properties of a loaded model, for reports.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ModelInfo {
     /// `llama`, `qwen2`, ...
     pub architecture: &'static str,
-    /// The layout of the file it came from.
+    /// Layout of the file that it was loaded from.
     pub file_format: &'static str,
-    /// Where it runs.
+    /// The device that it runs on.
     pub device: String,
-    /// Why it runs there: `running on cuda:0: ...`. `None` where the device was named.
+    /// The reason for the device: `running on cuda:0: ...`. `None` if the caller named the device.
     pub device_choice: Option<String>,
-    /// Parameters, a tied head counted once.
+    /// Number of parameters; a tied head counts once.
     pub parameters: u64,
     /// Bytes of weights in memory.
     pub weight_bytes: u64,
-    /// Matrices by the format they are held in.
+    /// Matrices by the format in which they are held.
     pub formats: BTreeMap<&'static str, FormatUse>,
-    /// How activations enter products with NVFP4 weights: `exact` or `int8`.
+    /// Precision of activations in products with NVFP4 weights: `exact` or `int8`.
     pub activations: &'static str,
     /// Decoder blocks.
     pub layers: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Width of the MLP; of an expert, where there are some. Like the next four, that of the first block.
+    /// Width of the MLP, or of one expert. This and the next four fields describe the first block.
     pub intermediate_size: usize,
-    /// Experts of a mixture; 0 where there are none.
+    /// Number of experts of a mixture; 0 for a dense MLP.
     pub experts: usize,
     /// Query heads.
     pub heads: usize,
@@ -119,31 +119,31 @@ pub struct ModelInfo {
     pub head_dim: usize,
     /// Rows of the embedding.
     pub vocab_size: usize,
-    /// Positions the model was made for.
+    /// Maximum number of positions of the model.
     pub max_positions: usize,
-    /// Whether embedding and head are one table in the file.
+    /// Whether embedding and head share one table in the file.
     pub tied: bool,
-    /// Whether the rows of the embedding are read from the file as they are looked up, rather than held in memory.
+    /// Whether embedding rows are read from the file on each lookup instead of being held in memory.
     pub embedding_in_file: bool,
-    /// Whether the layers were left out.
+    /// Whether the layers were skipped.
     pub sampling_only: bool,
-    /// Bytes that one cached position takes in f16; twice that in f32.
+    /// Bytes of one cached position in f16; f32 takes twice as many.
     pub kv_bytes_per_token: u64,
 }
 
-/// What a model takes in memory, told before it is loaded.
+/// Memory requirements of a model, known before it is loaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Estimate {
-    /// Bytes of weights, but for what kernels round up to.
+    /// Bytes of weights, without the padding that kernels need.
     pub weight_bytes: u64,
-    /// Bytes that one cached position takes in f16; twice that in f32.
+    /// Bytes of one cached position in f16; f32 takes twice as many.
     pub kv_bytes_per_token: u64,
-    /// Positions the model was made for.
+    /// Maximum number of positions of the model.
     pub max_positions: usize,
 }
 
-/// Estimates what the model in `checkpoint` takes in memory; `quantize` if dense weights are quantized while they are loaded.
-/// A checkpoint that cannot be run is an error that says why, as loading it would be; no weights are read.
+/// Estimates the memory of the model in `checkpoint`; `quantize` says whether dense weights are quantized while loading. Fails, with the
+/// error of loading, for a checkpoint that cannot be run. Reads no weights.
 pub fn estimate(checkpoint: &dyn Checkpoint, quantize: bool) -> Result<Estimate> {
     let spec = spec_of(checkpoint)?;
     Ok(Estimate {
@@ -153,8 +153,8 @@ pub fn estimate(checkpoint: &dyn Checkpoint, quantize: bool) -> Result<Estimate>
     })
 }
 
-/// Refuses a checkpoint that loading would refuse before it reads values: what the config, the tensors and the files of the tokenizer
-/// say. Gives the names of the entries that the model is loaded from.
+/// Fails for a checkpoint that loading would refuse before it reads values: checks the config, the tensors and the tokenizer files. Returns
+/// the names of the entries that the model is loaded from.
 fn check_loadable(checkpoint: &dyn Checkpoint) -> Result<HashSet<String>> {
     let spec = spec_with_frequencies(checkpoint)?;
     let used = load::entries_used(checkpoint, &spec)?;
@@ -167,7 +167,7 @@ fn spec_of(checkpoint: &dyn Checkpoint) -> Result<Spec> {
     match &checkpoint.metadata().config {
         Some(config) => {
             let mut spec = families::read(config)?;
-            // A head that stands beside the embedding is the head, whatever the flags say.
+            // A head stored beside the embedding is used, whatever the flags say.
             let [embedding, head] = [tensors::EMBEDDING, tensors::HEAD].map(|n| checkpoint.find(n));
             spec.tied &= embedding.is_none() || head.is_none();
             Ok(spec)
@@ -179,7 +179,7 @@ fn spec_of(checkpoint: &dyn Checkpoint) -> Result<Spec> {
     }
 }
 
-/// The same, with the factors of frequencies that GGUF files hold as a tensor.
+/// Like [`spec_of`], and applies the frequency factors that GGUF files store as a tensor.
 fn spec_with_frequencies(checkpoint: &dyn Checkpoint) -> Result<Spec> {
     let mut spec = spec_of(checkpoint)?;
     if let Some(factors) = checkpoint.find("rope_freqs.weight") {
@@ -200,11 +200,11 @@ fn spec_with_frequencies(checkpoint: &dyn Checkpoint) -> Result<Spec> {
     Ok(spec)
 }
 
-/// What a model is made of.
+/// The parts of a model.
 struct Made {
     spec: Spec,
     weights: Weights,
-    /// The embedding on a GPU, where it is in host memory.
+    /// The embedding of a model on a GPU, if it is in host memory.
     table: Option<HostTable>,
     fingerprint: u64,
 }
@@ -214,12 +214,12 @@ pub struct Model {
     spec: Spec,
     weights: Weights,
     device: Device,
-    /// What runs it, if that is a GPU.
+    /// Runs the model on a GPU by fused kernels; `None` on other devices.
     executor: Option<fused::Executor>,
     activations: Activations,
     info: ModelInfo,
     fingerprint: u64,
-    /// Whose turn it is to run a sequence.
+    /// Serializes passes over the weights.
     turns: Turns,
 }
 
@@ -234,8 +234,8 @@ impl std::fmt::Debug for Model {
 }
 
 impl Model {
-    /// Loads the model at `path`: a directory, or a `.safetensors`, `.dat` or `.gguf` file. Tells the thread's
-    /// [`call`] how many bytes of it are read, and is cancelled with it.
+    /// Loads the model at `path`: a directory, or a `.safetensors`, `.dat` or `.gguf` file. Reports the bytes read to the thread's
+    /// [`call`], and is cancelled with it.
     pub fn load(path: &Path, options: &LoadOptions) -> Result<Arc<Model>> {
         let checkpoint = Arc::from(open(path)?);
         Self::from_checkpoint(checkpoint, options).map_err(|e| e.within(path.display()))
@@ -264,7 +264,7 @@ impl Model {
             )
         };
         let (weights, sum, table) = match device {
-            // Compiling kernels takes as long as reading weights, on other processors of the machine.
+            // Compiling kernels takes as long as reading weights, and uses other cores of the machine.
             Device::Cuda(gpu) => {
                 let (given_up, done) = (AtomicBool::new(false), AtomicBool::new(false));
                 let prepared = Mutex::new(Ok(()));
@@ -340,7 +340,7 @@ impl Model {
         }))
     }
 
-    /// What it is made of.
+    /// Its architecture.
     pub fn spec(&self) -> &Spec {
         &self.spec
     }
@@ -350,24 +350,23 @@ impl Model {
         &self.weights
     }
 
-    /// Where it runs.
+    /// The device that it runs on.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// How activations enter products with NVFP4 weights.
+    /// Precision of activations in products with NVFP4 weights.
     pub fn activations(&self) -> Activations {
         self.activations
     }
 
-    /// What was loaded.
+    /// The description of the loaded model.
     pub fn info(&self) -> &ModelInfo {
         &self.info
     }
 
-    /// A number that tells this model, as loaded, from others: made of its config and of every weight, with the bits that it is
-    /// held in. The same whatever device holds it and whatever file it came from, but not when quantized in another way. That of a model
-    /// that a trainer has given is one of its own.
+    /// A number that identifies this model as loaded, computed from its config and the stored bits of every weight. Independent of device
+    /// and file format, but not of quantization. A model shared by a trainer has a fingerprint of its own.
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
     }

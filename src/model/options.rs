@@ -1,27 +1,27 @@
-//! How a model is loaded.
+//! Options of loading a model.
 
 use crate::format::nvfp4::QuantizeOptions;
 use crate::ops::Device;
 use crate::ops::linear::Activations;
 
-/// How to load a model.
+/// Options of loading a model.
 #[derive(Clone)]
 pub struct LoadOptions {
-    /// Where it runs.
+    /// The device to run on.
     pub device: Device,
-    /// Why it runs there, if nobody named the device: what a [`Placement`](super::placement::Placement) says.
+    /// The reason for the device, if the caller did not name it: the text of a [`Placement`](super::placement::Placement).
     pub device_choice: Option<String>,
-    /// Quantizes dense weight matrices to NVFP4 while loading. Without, weights are held as they are stored, and those in
-    /// other block formats as f32.
+    /// Quantizes dense weight matrices to NVFP4 while loading. Without it, weights keep their stored format, except that other block
+    /// formats become f32.
     pub quantize: Option<QuantizeOptions>,
-    /// How activations enter products with NVFP4 weights.
+    /// Precision of activations in products with NVFP4 weights.
     pub activations: Activations,
-    /// Leaves out the layers: tokenizer, embedding, final norm and head only.
+    /// Skips the layers: loads only tokenizer, embedding, final norm and head.
     pub sampling_only: bool,
 }
 
 impl LoadOptions {
-    /// Everything as stored, activations exact.
+    /// Loads everything as stored, with exact activations.
     pub fn new(device: Device) -> Self {
         LoadOptions {
             device,

@@ -1,9 +1,10 @@
-//! The operations of a decoder block, in the order of the forward pass: the one place that has it. The reference block (`block`) and training's
-//! forward, recompute and backward (`training::block`) interpret the list; the kernels of `fused::plan` are tested against it.
+//! The operations of a decoder block, in the order of the forward pass: the only definition of that order. The reference block (`block`)
+//! and training's forward, recompute and backward (`training::block`) interpret the list; the kernels of `fused::plan` are tested against
+//! it.
 
 use super::spec::{BlockSpec, ExpertsSpec, MlpSpec};
 
-/// The two halves of a block, each of which adds its output to the residual stream.
+/// The two halves of a block. Each adds its output to the residual stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Half {
     Attention,
@@ -13,11 +14,11 @@ pub(super) enum Half {
 /// An operation of a decoder block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BlockOp {
-    /// The residual stream becomes the input of a half: normalized, in blocks that do so.
+    /// Computes the input of a half from the residual stream, normalized in blocks with a norm before it.
     Enter(Half),
     /// Projections of queries, keys and values.
     Qkv,
-    /// Norms of the heads of queries and keys, in blocks that have them, and rotary positions.
+    /// Norms of the heads of queries and keys, in blocks that have them, and RoPE.
     Heads,
     /// Attention over the keys and values of each row's sequence.
     Attend,
@@ -29,9 +30,10 @@ pub(super) enum BlockOp {
     Project(Half),
     /// The choice of experts for each row.
     Route,
-    /// The experts in the order of [`expert_turns`], each with [`BlockOp::GateUp`], [`BlockOp::Activate`] and [`BlockOp::Project`] of its rows.
+    /// The experts in the order of [`expert_turns`]. Each runs [`BlockOp::GateUp`], [`BlockOp::Activate`] and [`BlockOp::Project`] on its
+    /// rows.
     Experts,
-    /// The output of a half is normalized, in blocks that do so, and added to the residual stream.
+    /// Adds the output of a half to the residual stream, normalized in blocks with a norm after it.
     Leave(Half),
 }
 
@@ -58,16 +60,16 @@ pub(super) fn operations(block: &BlockSpec) -> impl DoubleEndedIterator<Item = B
         .chain(leave)
 }
 
-/// A gated MLP of a mixture, which adds its output to the sum of the experts.
+/// A gated MLP of a mixture, with its output added to the sum of the experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ExpertTurn {
     /// An expert, with the rows that were routed to it.
     Routed(usize),
-    /// The MLP that every row goes through.
+    /// The shared expert, which every row uses.
     Shared,
 }
 
-/// The experts of a mixture in the order of their sum, which is the same for a row whatever other rows there are.
+/// The experts of a mixture in the order of summation, which for a row does not depend on other rows.
 pub(super) fn expert_turns(spec: &ExpertsSpec) -> impl Iterator<Item = ExpertTurn> + use<> {
     let shared = spec.shared.map(|_| ExpertTurn::Shared);
     (0..spec.count).map(ExpertTurn::Routed).chain(shared)

@@ -1,5 +1,5 @@
-//! Where a model runs if nobody says: which devices this machine has, how much memory they have, and which of them has room
-//! for the model. Only chooses and loads; what is said to the user, and how, is the caller's.
+//! Automatic choice of a device: lists the machine's devices and their memory, and chooses one with room for the model. Only chooses and
+//! loads; the caller tells the user.
 
 use std::fmt;
 use std::path::Path;
@@ -11,10 +11,10 @@ use crate::base::{Error, Result, host_memory};
 use crate::checkpoint::Checkpoint;
 use crate::cuda::{self, Report};
 
-/// Positions of a conversation that are counted as needed.
+/// Positions of a conversation for which memory is counted.
 const CONTEXT: usize = 4096;
 
-/// What of a device's memory a model may take: the rest is the system's, other programs' and working memory.
+/// Share of a device's memory that a model may take. The rest is for the system, other programs and working memory.
 const SHARE: f64 = 0.9;
 
 /// A device that can run models.
@@ -26,7 +26,7 @@ pub struct Room {
     label: String,
     /// Bytes of its memory.
     total: u64,
-    /// Bytes that nobody uses now.
+    /// Bytes currently unused.
     free: u64,
 }
 
@@ -36,12 +36,12 @@ impl Room {
         device_name(self.gpu)
     }
 
-    /// Whether a model that needs so many bytes fits, if nothing else runs.
+    /// Whether a model that needs `needs` bytes fits if nothing else runs.
     pub fn fits(&self, needs: u64) -> bool {
         needs as f64 <= self.total as f64 * SHARE
     }
 
-    /// Whether it fits beside what runs now.
+    /// Whether it fits beside the programs that run now.
     fn fits_now(&self, needs: u64) -> bool {
         needs as f64 <= self.free as f64 * SHARE
     }
@@ -54,15 +54,15 @@ fn device_name(gpu: Option<usize>) -> String {
     }
 }
 
-/// The bytes that an opened model takes with a conversation of usual length; `quantize` if its dense weights are quantized while
-/// they are loaded.
+/// The bytes that an opened model takes with a conversation of usual length; `quantize` says whether its dense weights are quantized while
+/// loading.
 pub fn needs_of(checkpoint: &dyn Checkpoint, quantize: bool) -> Result<u64> {
     let estimate = super::estimate(checkpoint, quantize)?;
     let positions = estimate.max_positions.min(CONTEXT) as u64;
     Ok(estimate.weight_bytes + estimate.kv_bytes_per_token * positions)
 }
 
-/// The CPU, if the system tells its memory, and the GPUs that can be used.
+/// The CPU, if the system reports its memory, and the usable GPUs.
 pub fn rooms(report: &Report) -> Vec<Room> {
     let cpu = host_memory::read().map(|memory| Room {
         gpu: None,
@@ -87,21 +87,21 @@ fn gpus(report: &Report) -> Vec<Room> {
     usable.filter_map(gpu).collect()
 }
 
-/// How models are to run, as far as it bears on where they can.
+/// Load options that restrict the choice of a device.
 #[derive(Clone, Copy, Debug)]
 pub struct Requirements {
     /// Whether dense weights are quantized while they are loaded.
     pub quantize: bool,
-    /// Whether the layers are left out.
+    /// Whether the layers are skipped.
     pub sampling_only: bool,
-    /// How activations enter products with NVFP4 weights.
+    /// Precision of activations in products with NVFP4 weights.
     pub activations: Activations,
-    /// How keys and values are cached.
+    /// Element type of cached keys and values.
     pub kv: KvType,
 }
 
 impl Requirements {
-    /// Why no GPU will do, if that is so.
+    /// The reason why no GPU qualifies, if so.
     fn exclude_gpus(&self) -> Option<&'static str> {
         match (self.activations, self.kv) {
             (Activations::Int8, _) => Some("8-bit activations were asked for"),
@@ -112,14 +112,14 @@ impl Requirements {
     }
 }
 
-/// Where models run, and why there. Shown as one line: `running on cuda:0: A GPU has 20.0 GB free, and the model takes 1.0 GB`.
+/// The chosen device and the reason. Shown as one line: `running on cuda:0: A GPU has 20.0 GB free, and the model takes 1.0 GB`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
     /// The N of `cuda:N`; `None` is the CPU.
     gpu: Option<usize>,
     reason: String,
     had_gpus: bool,
-    /// Whether a GPU was chosen first, and failed.
+    /// Whether a GPU was chosen first but failed.
     after_all: bool,
 }
 
@@ -138,10 +138,10 @@ impl fmt::Display for Placement {
     }
 }
 
-/// Loads the models at `paths`, all of them on one device: the GPU with the most room if they fit there, else the CPU, which `cpu`
-/// makes. A GPU that turns out not to run them, or not to have the memory, leaves them to the CPU, too.
+/// Loads the models at `paths`, all on one device: the GPU with the most room if they fit there, else the CPU, which `cpu` creates. If a
+/// GPU turns out unable to run them, or lacks memory, they are loaded on the CPU instead.
 ///
-/// `told` hears of each choice before `load` acts on it. `load` is called a second time where a GPU failed.
+/// `told` receives each choice before `load` acts on it. `load` is called a second time if a GPU failed.
 pub fn load<T>(
     paths: &[&Path],
     requirements: &Requirements,
@@ -166,7 +166,7 @@ fn load_at<T>(
     told(&placement);
     if let Some(ordinal) = placement.gpu {
         match gpu(ordinal).and_then(|gpu| load(&gpu, &placement)) {
-            // Its kernels are made for some shapes, and other programs take memory, too.
+            // Its kernels support only some shapes, and other programs may take memory.
             Err(e) if [Unsupported, OutOfMemory, DeviceUnavailable].contains(&e.kind()) => {
                 placement = Placement {
                     gpu: None,
@@ -201,13 +201,13 @@ fn choose(paths: &[&Path], requirements: &Requirements) -> Placement {
         (None, Some(reason)) => cpu(reason),
         (None, None) => match needs() {
             Ok(needs) => among(&gpus, needs),
-            // Loading it says what is wrong with it.
+            // Loading it reports the error.
             Err(_) => cpu("what the model takes is not known"),
         },
     }
 }
 
-/// The GPU with the most room for so many bytes, if they fit.
+/// The GPU with the most free memory if the model fits there, else the CPU.
 fn among(gpus: &[Room], needs: u64) -> Placement {
     let Some(room) = gpus.iter().max_by_key(|gpu| gpu.free) else {
         return Placement {
@@ -269,7 +269,7 @@ mod tests {
         assert!(two[0].fits(15_000_000_000) && !two[0].fits(95_000_000_000));
     }
 
-    /// What a load says that meets `failure` on a GPU, and how it ends. The devices are CPUs of 1 and 2 threads.
+    /// Loads with a GPU that fails with `failure`; returns the announced choices and the result. The devices are CPUs of 1 and 2 threads.
     fn said(failure: Option<Error>) -> (Vec<String>, Result<usize>) {
         let said = RefCell::new(Vec::new());
         let loaded = load_at(

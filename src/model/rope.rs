@@ -1,6 +1,6 @@
-//! Rotary frequencies from a config: plain, linear, dynamic, llama3, yarn and longrope scaling, of whole heads or of their first
-//! elements, in the single-precision steps of transformers so that both take cosines of the same angles. Knows nothing of how the
-//! rotation is applied.
+//! Rotary frequencies from a config: plain, linear, dynamic, llama3, yarn and longrope scaling, of whole heads or of their first elements.
+//! Follows the single-precision steps of transformers, so that both take cosines of the same angles. Knows nothing of how the rotation is
+//! applied.
 
 use std::f64::consts::PI;
 
@@ -9,36 +9,36 @@ use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::ops::rope::RopeTable;
 
-/// The scalings that are known, as errors list them.
+/// The known scalings, as error messages list them.
 const KNOWN: &str = "default, linear, dynamic, llama3, yarn, longrope";
 
-/// The base of a config that names none.
+/// The base for a config without one.
 const THETA: f64 = 1e4;
 
-/// More than any frequency, which is 1 before scaling; times a position it is still a number.
+/// Larger than any frequency, which is 1 before scaling; times a position it is still finite.
 const HIGHEST: f32 = 1e20;
 
-/// How queries and keys are rotated.
+/// Rotation of queries and keys.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeSet {
-    /// The frequencies.
+    /// Frequencies of short contexts, or of all contexts without `long`.
     pub table: RopeTable,
-    /// Those of long contexts, where they differ (longrope).
+    /// Frequencies of long contexts, if they differ (longrope).
     pub long: Option<LongRope>,
 }
 
-/// The frequencies of sequences with room for more positions than the model was first trained for.
+/// Frequencies of sequences with room for more positions than the model was first trained for.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LongRope {
-    /// Positions up to which the others serve.
+    /// Largest capacity for which the short frequencies apply.
     pub original_positions: usize,
     /// The frequencies.
     pub table: RopeTable,
 }
 
 impl RopeSet {
-    /// The frequencies of a sequence with room for `capacity` positions. They are the same for all of its positions, as keys in a cache
-    /// stay as they were rotated.
+    /// The frequencies of a sequence with room for `capacity` positions. All of its positions use the same ones, because cached keys keep
+    /// their rotation.
     pub fn table(&self, capacity: usize) -> &RopeTable {
         match &self.long {
             Some(long) if capacity > long.original_positions => &long.table,
@@ -46,7 +46,7 @@ impl RopeSet {
         }
     }
 
-    /// Divides each frequency by the factor that a GGUF file stores for it in place of a scaling's parameters.
+    /// Divides each frequency by the factor that a GGUF file stores for it instead of a scaling's parameters.
     pub(super) fn divide(&mut self, factors: &[f32]) -> Result<()> {
         if let Some(bad) = factors.iter().find(|f| !(f.is_finite() && **f > 0.0)) {
             bail!(
@@ -61,7 +61,7 @@ impl RopeSet {
     }
 }
 
-/// The rotation that `config` describes for all layers, in the old words (`rope_theta`, `rope_scaling`) or the new (`rope_parameters`).
+/// The rotation that `config` describes for all layers, with the old keys (`rope_theta`, `rope_scaling`) or the new (`rope_parameters`).
 pub(super) fn read(config: &Keys<'_>, head_dim: usize, max_positions: usize) -> Result<RopeSet> {
     let (empty, scaling) = (Default::default(), parameters(config)?);
     let scaling = scaling.unwrap_or(Keys(&empty));
@@ -75,9 +75,8 @@ pub(super) fn read(config: &Keys<'_>, head_dim: usize, max_positions: usize) -> 
     set(config, &scaling, base, head_dim, max_positions)
 }
 
-/// The rotations of layers that see everything and of those with a window: `rope_parameters` with a set for each type, or the old words,
-/// where scaling is for the former, and `rope_local_base_freq` is the base of the latter. `thetas` are the bases of a config that names
-/// none.
+/// The rotations of layers with full attention and of layers with a window. `rope_parameters` has a set for each type; with the old keys,
+/// scaling applies to full attention, and `rope_local_base_freq` is the base for a window. `thetas` are the default bases.
 pub(super) fn read_by_layer_type(
     config: &Keys<'_>,
     head_dim: usize,
@@ -91,7 +90,7 @@ pub(super) fn read_by_layer_type(
     if by_layer_type(&scaling).is_none() {
         return Ok((of(&scaling, full)?, of(&Keys(&empty), sliding)?));
     }
-    // A type that is left out is rotated without scaling.
+    // A type without parameters is rotated without scaling.
     let own = |layer_type: &str| -> Result<Keys<'_>> {
         Ok(scaling.object(layer_type)?.unwrap_or(Keys(&empty)))
     };
@@ -101,7 +100,7 @@ pub(super) fn read_by_layer_type(
     ))
 }
 
-/// The parameters in the new words or the old. The old ones win where a config has both, as in transformers.
+/// The parameters with the new keys or the old. If a config has both, the old ones win, as in transformers.
 fn parameters<'a>(config: &Keys<'a>) -> Result<Option<Keys<'a>>> {
     match config.object("rope_scaling")? {
         Some(scaling) if !scaling.0.is_empty() => Ok(Some(scaling)),
@@ -113,7 +112,7 @@ fn by_layer_type<'a>(scaling: &Keys<'a>) -> Option<(&'a String, &'a serde_json::
     scaling.0.iter().find(|(_, v)| v.is_object())
 }
 
-/// One rotation, whose base is `rope_theta` among `scaling`, the key `base` of the config, or the number beside that key.
+/// One rotation. Its base is `rope_theta` of `scaling`, or the key `base` of the config, or the default.
 fn set(
     config: &Keys<'_>,
     scaling: &Keys<'_>,
@@ -156,7 +155,7 @@ fn set(
     Ok(set)
 }
 
-/// Refuses what would turn every logit into NaN.
+/// Fails on frequencies that would turn every logit into NaN.
 fn check(table: &RopeTable) -> Result<()> {
     let bad = table
         .frequencies
@@ -178,7 +177,7 @@ fn check(table: &RopeTable) -> Result<()> {
     Ok(())
 }
 
-/// What a rotation is made of.
+/// The inputs of a rotation's frequencies.
 struct Rope<'a> {
     config: &'a Keys<'a>,
     scaling: &'a Keys<'a>,
@@ -188,7 +187,7 @@ struct Rope<'a> {
 }
 
 impl Rope<'_> {
-    /// The exponents of the base: `2 i / rotary_dim` for pair `i`.
+    /// The powers of the base, with exponents `2 i / rotary_dim` for pair `i`.
     fn powers(&self) -> impl Iterator<Item = f32> {
         let (theta, dim) = (self.theta as f32, self.rotary_dim);
         (0..dim / 2).map(move |i| theta.powf((2 * i) as f32 / dim as f32))
@@ -204,7 +203,7 @@ impl Rope<'_> {
             long: None,
         };
         match self.kind()? {
-            // The frequencies of dynamic scaling differ past the positions that the model was made for only.
+            // Dynamic scaling changes the frequencies only past the model's maximum position.
             None | Some("default" | "none" | "dynamic") => Ok(one(plain, 1.0)),
             Some("linear") => {
                 let factor = self.required("factor")? as f32;
@@ -258,7 +257,7 @@ impl Rope<'_> {
         value.map(|x| positive(name, x)).transpose()
     }
 
-    /// Positions that the model was trained for before it was scaled.
+    /// Positions that the model was trained for before scaling.
     fn original_positions(&self) -> Result<f64> {
         const NAME: &str = "original_max_position_embeddings";
         let value = match self.config.number(NAME)? {
@@ -408,7 +407,7 @@ mod tests {
             json!({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}),
         );
         assert_eq!(old.unwrap(), new.unwrap());
-        // transformers takes the old words of a config that has both.
+        // If a config has both kinds of keys, transformers uses the old ones.
         let both = of(json!({
             "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4},
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}

@@ -1,5 +1,5 @@
-//! Runs a model. [`Model::run`] is the only way through the weights: it divides a batch into passes, on the CPU by the reference block and on
-//! a GPU by fused kernels, lets one call at a time run, and gives each slot an output or its fault.
+//! Runs a model. [`Model::run`] is the only way through the weights: it divides a batch into passes, run by the reference block on the CPU
+//! and by fused kernels on a GPU, runs one call at a time, and gives each slot an output or its fault.
 
 use std::sync::Mutex;
 
@@ -18,12 +18,12 @@ use crate::ops::sample::{self, Choice};
 /// scratch memory does not grow with the prompt.
 const ROWS: usize = 512;
 
-/// Memory that passes reuse. One serves one caller at a time; it grows to the largest pass it has seen.
+/// Memory reused between passes, by one caller at a time. It grows to the largest pass seen.
 #[derive(Debug)]
 pub struct Scratch {
     block: block::Scratch,
     sample: Vec<Mutex<sample::Scratch>>,
-    /// Logits that tokens are chosen from.
+    /// Logits from which tokens are chosen.
     logits: Vec<f32>,
 }
 
@@ -49,19 +49,19 @@ impl Default for Scratch {
     }
 }
 
-/// The rows of a pass whose logits are wanted, in the order of slots.
+/// The rows of a pass with requested logits, in the order of slots.
 #[derive(Default)]
 struct RowsWanted {
-    /// Rows whose logits are given, each with its slot.
+    /// Rows whose logits are returned, each with its slot.
     logits: Vec<(usize, usize)>,
     /// Rows from which tokens are chosen, each with its slot.
     tokens: Vec<(usize, usize)>,
 }
 
-/// A batch on its way through its passes: what its slots have by now.
+/// Outputs of a batch's slots so far.
 struct Slots {
     outputs: Vec<Result<Output>>,
-    /// Rows of logits by now, those that were there before included.
+    /// Rows of logits so far, including those present before.
     rows: usize,
 }
 
@@ -80,7 +80,7 @@ impl Slots {
         }
     }
 
-    /// Records that the next row of logits is a slot's. The rows of a slot follow each other.
+    /// Assigns the next row of logits to a slot. The rows of a slot are consecutive.
     fn add_row(&mut self, slot: usize) {
         if let Ok(Output::Logits(rows)) = &mut self.outputs[slot] {
             if rows.start == rows.end {
@@ -97,7 +97,7 @@ impl Slots {
         }
     }
 
-    /// Records a fault, unless the slot has one.
+    /// Records a fault, unless the slot already has one.
     fn fail(&mut self, slot: usize, fault: Error) {
         if self.outputs[slot].is_ok() {
             self.outputs[slot] = Err(fault);
@@ -106,14 +106,14 @@ impl Slots {
 }
 
 impl Model {
-    /// Runs a batch, and appends the rows of logits that its segments ask for to `logits`, `vocab_size` numbers each. Gives each segment its
-    /// output, or the fault that it alone has: values that f16 does not hold, or no token that could be chosen.
+    /// Runs a batch, and appends the rows of logits that its segments ask for to `logits`, `vocab_size` numbers each. Returns for each
+    /// segment its output, or its own fault: values beyond f16, or no token that could be chosen.
     ///
-    /// Caches of segments without a fault hold their tokens afterwards; the others, and all of them if the call fails or the thread's [`call`]
-    /// is cancelled, are as they were. Segments must be of different sequences.
+    /// Afterwards the caches of segments without a fault hold their tokens. The others are unchanged, and all of them if the call fails or
+    /// the thread's [`call`] is cancelled. Segments must be of different sequences.
     ///
-    /// On the CPU the logits of a token have the same bits however tokens are divided among segments, batches and calls, and on any number of
-    /// threads. On a GPU the same calls give the same bits; those that divide the work otherwise add up in another order, and differ by
+    /// On the CPU the logits of a token have the same bits however tokens are divided among segments, batches and calls, and on any number
+    /// of threads. On a GPU the same calls give the same bits; calls that divide the work differently sum in another order, and differ by
     /// rounding.
     pub fn run(
         &self,
@@ -124,7 +124,7 @@ impl Model {
         self.run_by(self.executor.as_ref(), batch, scratch, logits)
     }
 
-    /// Like [`Model::run`], but always through the reference block, which fused kernels are tested against. Slow on a GPU.
+    /// Like [`Model::run`], but always uses the reference block, against which fused kernels are tested. Slow on a GPU.
     pub fn run_reference(
         &self,
         batch: Batch<'_>,
@@ -134,7 +134,7 @@ impl Model {
         self.run_by(None, batch, scratch, logits)
     }
 
-    /// Runs the tokens of one sequence, of which `logits` becomes the rows asked for: [`Model::run`] of one segment.
+    /// Runs the tokens of one sequence and replaces `logits` with the requested rows: [`Model::run`] with one segment.
     pub fn forward(
         &self,
         tokens: &[u32],
@@ -182,7 +182,7 @@ impl Model {
         for (segment, output) in batch.segments.iter_mut().zip(&slots.outputs) {
             match result.is_ok() && output.is_ok() {
                 true => segment.cache.advance(segment.tokens.len()),
-                // A device that is lost fails here too, and says so in the call after.
+                // A lost device fails here too, and the next call reports it.
                 false => {
                     let _ = segment.cache.give_up();
                 }
@@ -232,7 +232,8 @@ impl Model {
         Ok(())
     }
 
-    /// Takes the rows of a pass through all blocks and stores their keys and values; the last block's output is left in the residual stream.
+    /// Runs the rows of a pass through all blocks and stores their keys and values; the output of the last block is left in the residual
+    /// stream.
     fn blocks(
         &self,
         tokens: &[u32],
@@ -304,7 +305,7 @@ impl Model {
             for steps in group.chunks(fused::BATCH) {
                 let look_ahead = batch.look_ahead && alike && steps.len() == segments.len();
                 if look_ahead {
-                    // Without room for the look-ahead step there is none.
+                    // Without room for it, the look-ahead step is skipped.
                     for segment in segments.iter_mut().filter(|s| s.cache.room() > 1) {
                         let _ = segment.cache.reserve(2);
                     }
@@ -331,7 +332,7 @@ impl Model {
         Ok(())
     }
 
-    /// Runs segments of a group of any lengths: single tokens first in each pass, then chunks of prompts.
+    /// Runs segments of a group, of any lengths. Each pass has single tokens first, then prefill chunks.
     fn run_ragged(
         &self,
         executor: &Executor,
@@ -385,14 +386,14 @@ impl Model {
         }
     }
 
-    /// Waits until no other call runs this model, unless the call is cancelled meanwhile. A batch yields after each of its passes.
+    /// Waits until no other call runs this model; fails if the call is cancelled meanwhile. A batch yields after each of its passes.
     fn turn(&self) -> Result<Turn<'_>> {
         let turn = self.turns.take(call::is_over)?;
         call::check()?;
         Ok(turn)
     }
 
-    /// The embeddings of `tokens`: what enters the first block, `hidden_size` numbers each.
+    /// The embeddings of `tokens`, which are the input of the first block, `hidden_size` numbers each.
     pub fn embed(&self, tokens: &[u32], out: &mut [f32]) -> Result<()> {
         self.check_ids(tokens)?;
         self.weights().embed(tokens, out)?;
@@ -401,8 +402,8 @@ impl Model {
         Ok(())
     }
 
-    /// The logits of rows that left the last block elsewhere, `hidden_size` numbers each: final norm and head. With
-    /// [`Model::embed`], what a model loaded for sampling only can do.
+    /// The logits of rows that left the last block elsewhere, `hidden_size` numbers each: final norm and head. A model loaded for sampling
+    /// only supports this and [`Model::embed`].
     pub fn logits_of(
         &self,
         hidden: &[f32],
@@ -430,7 +431,7 @@ impl Model {
         Ok(())
     }
 
-    /// Refuses tokens that cannot be run.
+    /// Fails for tokens that cannot be run.
     pub fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
         if self.weights().blocks.is_empty() {
             bail!(
@@ -441,7 +442,7 @@ impl Model {
         self.check_ids(tokens)
     }
 
-    /// Refuses ids that the embedding has no rows for.
+    /// Fails for ids without a row in the embedding.
     pub fn check_ids(&self, tokens: &[u32]) -> Result<()> {
         match self.without_a_row(tokens) {
             None => Ok(()),
@@ -461,7 +462,7 @@ impl Model {
     }
 }
 
-/// Makes room for the tokens of each segment.
+/// Reserves room for the tokens of each segment.
 fn reserve(segments: &mut [Segment<'_>]) -> Result<()> {
     let alone = segments.len() == 1;
     for (i, segment) in segments.iter_mut().enumerate() {
@@ -499,7 +500,7 @@ fn tokens_of(segments: &[Segment<'_>], parts: &[Part]) -> Vec<u32> {
     parts.iter().flat_map(of).copied().collect()
 }
 
-/// The rows of a pass whose logits are wanted.
+/// The rows of a pass with requested logits.
 fn rows_wanted(segments: &[Segment<'_>], parts: &[Part]) -> RowsWanted {
     let mut wanted = RowsWanted::default();
     for (start, part) in starts(parts).into_iter().zip(parts) {
@@ -522,7 +523,7 @@ fn rows(wanted: &[(usize, usize)]) -> Vec<usize> {
     wanted.iter().map(|&(row, _)| row).collect()
 }
 
-/// How the tokens of these rows are chosen.
+/// The choice settings of these rows.
 fn choices<'a>(segments: &[Segment<'a>], wanted: &[(usize, usize)]) -> Vec<Choice<'a>> {
     let choice = |&(_, slot): &(usize, usize)| match segments[slot].wanted {
         Wanted::Token(choice) => Some(choice),
@@ -531,7 +532,7 @@ fn choices<'a>(segments: &[Segment<'a>], wanted: &[(usize, usize)]) -> Vec<Choic
     wanted.iter().filter_map(choice).collect()
 }
 
-/// Whether a decode step runs a segment.
+/// Whether a decode step can run the segment.
 fn is_step(segment: &Segment<'_>) -> bool {
     segment.tokens.len() == 1 && !matches!(segment.wanted, Wanted::Nothing)
 }
@@ -562,7 +563,7 @@ mod tests {
         Model::load(&path, &LoadOptions::new(Device::cpu(Some(1)).unwrap())).unwrap()
     }
 
-    /// While one sequence is run, calls for others wait, and end when they are told to.
+    /// While one sequence runs, calls for others wait, and end when they are cancelled.
     #[test]
     fn who_waits_for_another_sequence_can_be_cancelled() {
         let model = golden();
@@ -587,7 +588,7 @@ mod tests {
                 });
                 (all, cache.len())
             });
-            // Whether it waits by now or not, it does not get its turn.
+            // Whether or not it already waits, it does not get its turn.
             cancel.cancel();
             let (all, len) = waiting.join().unwrap();
             for result in all {

@@ -1,6 +1,5 @@
-//! What a decoder is, as data: the sizes and constants of a model and, block by block, where it normalizes, how it attends, and what
-//! its MLP is. Loading, the forward pass on every device, conversion and reports follow it; `families` makes it of a config. Knows no
-//! files and no devices.
+//! A decoder architecture as data: sizes and constants of a model, and for each block its norms, attention and MLP. Loading, the forward
+//! pass on every device, conversion and reports follow it; `families` creates it from a config. Knows no files and no devices.
 
 use super::rope::RopeSet;
 
@@ -15,34 +14,34 @@ pub struct Spec {
     pub hidden_size: usize,
     /// Rows of the embedding.
     pub vocab_size: usize,
-    /// Positions the model was made for.
+    /// Maximum number of positions of the model.
     pub max_positions: usize,
-    /// Added to the mean square in every RMSNorm.
+    /// Epsilon, added to the mean square in every RMSNorm.
     pub norm_eps: f32,
-    /// Whether norms are stored as what is to be added to one.
+    /// Whether norms are stored as offsets from one.
     pub norm_plus_one: bool,
-    /// Multiplies the embedding of a token.
+    /// Factor of a token's embedding.
     pub embedding_scale: f32,
-    /// Whether the head is the embedding.
+    /// Whether the head shares the embedding's table.
     pub tied: bool,
-    /// Bounds logits softly: `cap * tanh(logit / cap)`.
+    /// Soft cap of the logits: `cap * tanh(logit / cap)`.
     pub logit_cap: Option<f32>,
-    /// The ways in which heads are rotated; each block names one.
+    /// The rotations; each block refers to one by index.
     pub ropes: Vec<RopeSet>,
     /// The decoder blocks, first to last.
     pub blocks: Vec<BlockSpec>,
-    /// What norms are called.
+    /// Names of the norms' tensors.
     pub norm_names: NormNames,
     /// Tokens that end a text.
     pub eos: Vec<u32>,
-    /// The token that begins a text, where the config names one.
+    /// The token that begins a text, if the config names one.
     pub bos: Option<u32>,
 }
 
 /// One decoder block: attention, then an MLP, each added to the residual stream.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlockSpec {
-    /// Where attention and MLP are normalized.
+    /// Norms around attention and MLP.
     pub norms: NormPlacement,
     /// The attention.
     pub attention: AttentionSpec,
@@ -50,12 +49,12 @@ pub struct BlockSpec {
     pub mlp: MlpSpec,
 }
 
-/// Whether what enters each half of a block is normalized, and what leaves it before it is added.
+/// Whether a half of a block has a norm before it, and whether it has one after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NormPlacement {
-    /// What enters.
+    /// Whether the input of each half is normalized.
     pub pre: bool,
-    /// What leaves.
+    /// Whether the output of each half is normalized before it is added to the residual stream.
     pub post: bool,
 }
 
@@ -68,19 +67,19 @@ pub struct AttentionSpec {
     pub kv_heads: usize,
     /// Elements of one head.
     pub head_dim: usize,
-    /// Whether each head of queries and keys is normalized before it is rotated.
+    /// Whether each head of queries and keys is normalized before RoPE.
     pub qk_norm: bool,
     /// Whether the projections of queries, keys and values must have a bias.
     pub qkv_bias: bool,
     /// Whether the output projection must have a bias.
     pub o_bias: bool,
-    /// Which of [`Spec::ropes`] rotates queries and keys.
+    /// Index in [`Spec::ropes`] of the rotation of queries and keys.
     pub rope: usize,
-    /// Positions that a query sees, its own included; all before its own if `None`.
+    /// Positions that a query attends to, its own included; `None` for all positions up to its own.
     pub window: Option<usize>,
-    /// Multiplies the product of query and key.
+    /// Factor of the product of query and key.
     pub scale: f32,
-    /// Bounds scores softly: `cap * tanh(score / cap)`.
+    /// Soft cap of scores: `cap * tanh(score / cap)`.
     pub score_cap: Option<f32>,
 }
 
@@ -96,17 +95,17 @@ impl AttentionSpec {
     }
 }
 
-/// What follows attention.
+/// The MLP of a block.
 #[derive(Clone, Debug, PartialEq)]
 pub enum MlpSpec {
     /// One gated MLP for all tokens.
     Dense(GatedMlpSpec),
-    /// Several, of which a router chooses some for each token.
+    /// Several experts; a router chooses some of them for each token.
     Experts(ExpertsSpec),
 }
 
 impl MlpSpec {
-    /// Elements between the projections; of one expert.
+    /// Width between the projections; of one expert in a mixture.
     pub fn intermediate_size(&self) -> usize {
         match self {
             MlpSpec::Dense(mlp) => mlp.intermediate_size,
@@ -114,7 +113,7 @@ impl MlpSpec {
         }
     }
 
-    /// How many experts there are; 0 for a dense MLP.
+    /// Number of experts; 0 for a dense MLP.
     pub fn experts(&self) -> usize {
         self.mixture().map_or(0, |experts| experts.count)
     }
@@ -127,7 +126,7 @@ impl MlpSpec {
         }
     }
 
-    /// The gated MLP that all tokens go through, if there is one.
+    /// The gated MLP that all tokens use, if there is one.
     pub fn of_all_rows(&self) -> Option<&GatedMlpSpec> {
         match self {
             MlpSpec::Dense(mlp) => Some(mlp),
@@ -139,36 +138,36 @@ impl MlpSpec {
 /// A gated MLP: `down(act(gate(x)) * up(x))`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GatedMlpSpec {
-    /// Elements between.
+    /// Width between the projections.
     pub intermediate_size: usize,
-    /// The function of the gate.
+    /// Activation function of the gate.
     pub activation: Activation,
     /// Whether the three projections must have a bias.
     pub bias: bool,
 }
 
-/// A mixture of experts: softmax over the router's logits, the most probable experts, and the sum of their outputs weighted with
-/// those probabilities.
+/// A mixture of experts: takes the softmax over the router's logits, selects the most probable experts, and sums their outputs weighted
+/// with those probabilities.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExpertsSpec {
-    /// How many experts there are.
+    /// Number of experts.
     pub count: usize,
-    /// How many of them a token goes to.
+    /// Number of experts for each token.
     pub per_token: usize,
-    /// Whether the probabilities of those are divided by their sum.
+    /// Whether the probabilities of the chosen experts are divided by their sum.
     pub normalized: bool,
-    /// Each expert.
+    /// The shape of each expert.
     pub expert: GatedMlpSpec,
-    /// An MLP for all tokens beside them.
+    /// An additional MLP for all tokens.
     pub shared: Option<SharedExpertSpec>,
 }
 
-/// An expert that every token goes to.
+/// A shared expert, which every token uses.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SharedExpertSpec {
     /// Its MLP.
     pub mlp: GatedMlpSpec,
-    /// Whether its output is multiplied by the sigmoid of a projection of the input to one number.
+    /// Whether its output is multiplied by a gate: the sigmoid of a projection of the input to one number.
     pub gated: bool,
 }
 
@@ -186,14 +185,14 @@ pub struct NormNames {
 }
 
 impl NormNames {
-    /// The usual ones, of blocks that normalize what enters.
+    /// The usual names, for blocks with norms only before each half.
     pub const PRE: NormNames = NormNames {
         attention: "input_layernorm",
         attention_post: "",
         mlp: "post_attention_layernorm",
         mlp_post: "",
     };
-    /// Those of Gemma, whose blocks also normalize what leaves.
+    /// The names of Gemma, for blocks with norms before and after each half.
     pub const PRE_AND_POST: NormNames = NormNames {
         attention: "input_layernorm",
         attention_post: "post_attention_layernorm",
@@ -203,7 +202,7 @@ impl NormNames {
 }
 
 impl Spec {
-    /// Bytes that one cached position takes in f16.
+    /// Bytes of one cached position in f16.
     pub fn kv_bytes_per_token(&self) -> u64 {
         let widths = self.blocks.iter().map(|b| 2 * b.attention.kv_width());
         (widths.sum::<usize>() * size_of::<half::f16>()) as u64

@@ -1,6 +1,6 @@
-//! The tensors that a model of some spec has: their names in the words of transformers, their shapes, and the ways in which files hold
-//! them. Projections that share their input may be stored as one matrix, and experts as one stack; what is wanted is then some of its
-//! rows. Knows names and shapes, not files.
+//! The tensors of a model with a given spec: their names in transformers, their shapes, and the ways in which files store them. A file may
+//! store projections with the same input as one matrix, and experts as one stack; a tensor is then a range of its rows. Knows names and
+//! shapes, not files.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 pub(super) const HEAD: &str = "lm_head.weight";
 /// The router of a mixture of experts, `[experts, hidden]`.
 pub(super) const ROUTER: &str = "mlp.gate.weight";
-/// The gate of the expert that every token goes to, `[1, hidden]`.
+/// The gate of the shared expert, `[1, hidden]`.
 pub(super) const SHARED_GATE: &str = "mlp.shared_expert_gate.weight";
 /// The last norm, `[hidden]`.
 pub(super) const NORM: &str = "model.norm.weight";
@@ -26,35 +26,35 @@ pub struct TensorSpec {
     pub name: String,
     /// Its shape: `[elements]` or `[out features, in features]`.
     pub shape: Vec<usize>,
-    /// Whether the model cannot be without it.
+    /// Whether the model requires it.
     pub required: bool,
-    /// What it is for.
+    /// Its role.
     pub role: TensorRole,
-    /// Where else it may be, in the order in which they are looked for.
+    /// Alternative locations, in the order of the search.
     pub within: Vec<Within>,
 }
 
-/// What a tensor is for, by which it is held.
+/// The role of a tensor, which determines how it is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorRole {
     /// A norm or a bias, in f32.
     Vector,
-    /// Rows that are looked up.
+    /// A table for row lookup.
     Table,
-    /// A matrix that is multiplied with, and may be held in 4 bits.
+    /// A matrix of a product; may be held in 4 bits.
     Linear,
-    /// A projection whose precision decides where tokens go, in f32 unless it is stored in 4 bits.
+    /// The routing projection, whose precision decides the choice of experts. Held in f32 unless it is stored in 4 bits.
     Router,
 }
 
 /// Some rows of a stored tensor.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Within {
-    /// The name of the whole.
+    /// Name of the stored tensor.
     pub name: String,
-    /// Its shape.
+    /// Shape of the stored tensor.
     pub shape: Vec<usize>,
-    /// The rows, of the whole seen as a matrix; of a vector, its elements.
+    /// The rows, with the stored tensor seen as a matrix; the elements if it is a vector.
     pub rows: Range<usize>,
 }
 
@@ -77,7 +77,7 @@ pub fn all(spec: &Spec) -> Vec<TensorSpec> {
     tensors
 }
 
-/// Those outside the blocks.
+/// Tensors outside the blocks.
 pub(super) fn outside(spec: &Spec) -> Vec<TensorSpec> {
     let table = vec![spec.vocab_size, spec.hidden_size];
     let whole = |name: &str, shape, required, role| TensorSpec {
@@ -89,7 +89,7 @@ pub(super) fn outside(spec: &Spec) -> Vec<TensorSpec> {
     };
     let mut embedding = whole(EMBEDDING, table.clone(), true, TensorRole::Table);
     if spec.tied {
-        // Either name may be the one under which the table is stored.
+        // The table may be stored under either name.
         embedding.within.push(Within {
             name: HEAD.to_owned(),
             shape: table.clone(),
@@ -103,7 +103,7 @@ pub(super) fn outside(spec: &Spec) -> Vec<TensorSpec> {
     ]
 }
 
-/// Those of a block.
+/// Tensors of a block.
 fn of_block(spec: &Spec, index: usize) -> Vec<TensorSpec> {
     let BlockSpec {
         norms,
@@ -149,7 +149,8 @@ impl List {
         });
     }
 
-    /// A projection of `cols` features to `rows` and its bias, which may be rows from `first` on of a `whole` of so many rows.
+    /// A projection of `cols` features to `rows` with its bias. It may also be stored as the rows from `first` on of a tensor `whole` with
+    /// the given number of rows.
     fn projection(
         &mut self,
         name: &str,

@@ -1,5 +1,5 @@
-//! From what a checkpoint says about text to a tokenizer and a template. `checkpoint` and `text` stand on one floor and do
-//! not know each other; this is where they meet.
+//! Builds a tokenizer and a template from a checkpoint's metadata. `checkpoint` and `text` are on the same floor and do not know each
+//! other; the loader connects them here.
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,7 +9,8 @@ use crate::base::{Result, alloc, threads};
 use crate::checkpoint::{TokenizerSource, Vocabulary};
 use crate::text::{ChatTemplate, TextFiles, Tokenizer, VocabularySpec, read_directory};
 
-/// The text side of a checkpoint, empty where it has none, and what `work` gives: text is read on a thread of its own meanwhile.
+/// Runs `work` while another thread reads the text side of a checkpoint. Returns both results; the text side is empty if the checkpoint has
+/// none.
 pub(crate) fn beside<T>(
     source: &TokenizerSource,
     work: impl FnOnce() -> T,
@@ -30,8 +31,8 @@ pub(crate) fn beside<T>(
     Ok((text.unwrap_or_else(PoisonError::into_inner), worked))
 }
 
-/// The text side of a checkpoint, empty where it has none. A chat template that cannot be used is a warning here, and an error where
-/// it is rendered.
+/// The text side of a checkpoint, empty if it has none. A chat template that cannot be used causes a warning here, and an error when it is
+/// rendered.
 pub(super) fn read(source: &TokenizerSource) -> Result<TextFiles> {
     let files = match source {
         TokenizerSource::None => TextFiles::default(),
@@ -69,7 +70,7 @@ fn read_vocabulary(vocabulary: &Vocabulary) -> Result<TextFiles> {
     })
 }
 
-/// The vocabulary of a checkpoint as the text floor takes it.
+/// Converts a checkpoint's vocabulary to the text floor's type.
 pub(super) fn spec(v: &Vocabulary) -> VocabularySpec {
     VocabularySpec {
         model: v.model.clone(),

@@ -1,4 +1,4 @@
-//! The model that a trainer trains, to be run between its steps on the weights where they are.
+//! A model over a trainer's weights, run between its steps without a copy of the matrices.
 
 use std::sync::Arc;
 
@@ -11,9 +11,9 @@ use crate::base::Result;
 use crate::ops::Array;
 use crate::ops::linear::Linear;
 
-/// Where a model's weights are.
+/// Access to a trainer's weights.
 pub trait Trained {
-    /// A matrix, in the memory that it is trained in.
+    /// A matrix, in the memory in which it is trained.
     fn matrix(&self, id: MatrixId) -> Result<Linear>;
 
     /// A copy of a norm or bias.

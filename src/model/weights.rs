@@ -1,5 +1,5 @@
-//! A model's weights as the forward pass reads them: what the loader makes, or a trainer shares. Immutable
-//! and shared; knows nothing of files beyond the embedding that may stay in one.
+//! A model's weights as the forward pass reads them, created by the loader or shared by a trainer. Immutable and shared; knows no files,
+//! except that the embedding may stay in one.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::checkpoint::{Checkpoint, Entry};
 use crate::ops::Array;
 use crate::ops::linear::Linear;
 
-/// A linear map and its bias, where it has one.
+/// A linear map with its bias, if any.
 #[derive(Debug)]
 pub struct Projection {
     /// The weight, `[out features, in features]`.
@@ -22,22 +22,22 @@ pub struct Projection {
 /// One decoder block.
 #[derive(Debug)]
 pub struct Block {
-    /// Before and after attention.
+    /// The norms before and after attention.
     pub attention_norms: Norms,
     /// The attention.
     pub attention: Attention,
-    /// Before and after the MLP.
+    /// The norms before and after the MLP.
     pub mlp_norms: Norms,
     /// The MLP.
     pub mlp: Mlp,
 }
 
-/// The RMSNorms around a half of a block, `[hidden]`, where the model has them.
+/// The RMSNorms around a half of a block, `[hidden]`, if the model has them.
 #[derive(Debug)]
 pub struct Norms {
-    /// Of what enters.
+    /// The norm of the half's input.
     pub pre: Option<Array>,
-    /// Of what leaves, before it is added to the residual stream.
+    /// The norm of the half's output, before it is added to the residual stream.
     pub post: Option<Array>,
 }
 
@@ -48,9 +48,9 @@ pub struct Attention {
     pub q: Projection,
     /// Keys, `[kv_heads * head_dim, hidden]`.
     pub k: Projection,
-    /// Values, as keys.
+    /// Values, shaped like keys.
     pub v: Projection,
-    /// RMSNorm of each query head, `[head_dim]`, where the model has it.
+    /// RMSNorm of each query head, `[head_dim]`, if the model has it.
     pub q_norm: Option<Array>,
     /// RMSNorm of each key head.
     pub k_norm: Option<Array>,
@@ -58,12 +58,12 @@ pub struct Attention {
     pub o: Projection,
 }
 
-/// What follows attention.
+/// The MLP of a block.
 #[derive(Debug)]
 pub enum Mlp {
-    /// One for all tokens.
+    /// A single MLP for all tokens.
     Dense(Box<GatedMlp>),
-    /// Several, and what chooses among them.
+    /// Several experts and their router.
     Experts(Box<Experts>),
 }
 
@@ -81,33 +81,33 @@ pub struct GatedMlp {
 /// A mixture of experts.
 #[derive(Debug)]
 pub struct Experts {
-    /// The logits of the experts, `[experts, hidden]`.
+    /// The router, which computes the logits of the experts, `[experts, hidden]`.
     pub router: Linear,
     /// The experts.
     pub experts: Vec<GatedMlp>,
-    /// The expert of every token, and the projection `[1, hidden]` whose sigmoid it is multiplied by.
+    /// The shared expert, and the projection `[1, hidden]` whose sigmoid multiplies its output.
     pub shared: Option<(GatedMlp, Option<Linear>)>,
 }
 
-/// Where the rows of the embedding come from.
+/// Source of embedding rows.
 pub enum Embedding {
-    /// The file, which stays open: the row of each token is read when it is looked up, out of what memory the system keeps files
-    /// in. A file that is cut off or written to meanwhile gives an error.
+    /// The file, which stays open: the row of each token is read on lookup, usually from the system's file cache. Fails if the file is
+    /// truncated or written to meanwhile.
     File {
-        /// What was opened.
+        /// The opened checkpoint.
         checkpoint: Arc<dyn Checkpoint>,
-        /// The table in it.
+        /// The table's entry.
         entry: Entry,
     },
     /// The head, which holds the same values.
     Head,
-    /// A matrix in memory: of a model that is being trained.
+    /// A matrix in memory, for a model that is being trained.
     Matrix(Linear),
 }
 
 /// All of a model's weights.
 pub struct Weights {
-    /// The table that turns tokens into rows of the residual stream.
+    /// The embedding table.
     pub embedding: Embedding,
     /// The blocks, first to last; empty when loaded for sampling only.
     pub blocks: Vec<Block>,
@@ -124,7 +124,7 @@ impl GatedMlp {
 }
 
 impl Mlp {
-    /// The gated MLP that all tokens go through, if there is one.
+    /// The gated MLP that all tokens use, if there is one.
     pub fn of_all_rows(&self) -> Option<&GatedMlp> {
         match self {
             Mlp::Dense(mlp) => Some(mlp),
@@ -132,7 +132,7 @@ impl Mlp {
         }
     }
 
-    /// All gated MLPs: of a mixture the experts, and then that of all tokens.
+    /// All gated MLPs: for a mixture the experts, and then the shared expert.
     pub fn mlps(&self) -> Vec<&GatedMlp> {
         match self {
             Mlp::Dense(mlp) => vec![mlp],
@@ -143,7 +143,7 @@ impl Mlp {
         }
     }
 
-    /// The projections that choose among experts.
+    /// The projections that select experts.
     fn routers(&self) -> Vec<&Linear> {
         match self {
             Mlp::Dense(_) => Vec::new(),
@@ -207,7 +207,7 @@ impl Weights {
         blocks.chain([&self.norm]).chain(&self.head.bias)
     }
 
-    /// Bytes held in memory in the form that the kernels read. An embedding that stays in its file does not count.
+    /// Bytes held in memory in the kernels' layout. An embedding that stays in its file does not count.
     pub fn bytes(&self) -> usize {
         let table = match &self.embedding {
             Embedding::Matrix(table) => table.bytes(),
@@ -218,7 +218,7 @@ impl Weights {
             + self.vectors().map(Array::bytes).sum::<usize>()
     }
 
-    /// Bytes that a decode step of `batch` sequences reads on average, if every expert is as likely as the others.
+    /// Average bytes that a decode step of `batch` sequences reads, if all experts are equally likely.
     pub fn bytes_per_step(&self, spec: &Spec, batch: usize) -> f64 {
         let idle = self.blocks.iter().zip(&spec.blocks).map(|(block, spec)| {
             let (Mlp::Experts(experts), Some(spec)) = (&block.mlp, spec.mlp.mixture()) else {
@@ -232,7 +232,7 @@ impl Weights {
         self.bytes() as f64 - idle.sum::<f64>()
     }
 
-    /// Writes the embeddings of `tokens`, one row of `hidden` numbers each, to `out`, as they are stored.
+    /// Writes the stored embeddings of `tokens` to `out`, one row of `hidden` numbers each.
     pub fn embed(&self, tokens: &[u32], out: &mut [f32]) -> Result<()> {
         let (vocab, hidden) = (self.head.linear.rows(), self.head.linear.cols());
         if let Some(token) = tokens.iter().find(|&&t| t as usize >= vocab) {

@@ -4,7 +4,7 @@ use super::{Device, Slice, SliceMut};
 use crate::base::error::{Result, bail};
 use crate::cuda;
 
-/// The function in a gated linear unit.
+/// Activation function of a gated linear unit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Activation {
     /// `x / (1 + e^-x)`, of SwiGLU (Shazeer, 2020).
@@ -15,7 +15,7 @@ pub enum Activation {
 }
 
 impl Activation {
-    /// The same as kernels know it.
+    /// The kernels' name of this function.
     pub(crate) const fn on_gpu(self) -> cuda::Activation {
         match self {
             Activation::Silu => cuda::Activation::Silu,

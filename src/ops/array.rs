@@ -1,5 +1,5 @@
-//! Arrays in the memory of a device: what operations take and make. An operation gets slices of whole rows, and works where they lie.
-//! Work on a GPU is enqueued; whoever reads a result on the host waits for it.
+//! Arrays in the memory of a device: the operands and results of operations. An operation gets slices of whole rows, and works on them in
+//! place. Work on a GPU is enqueued; a caller that reads a result on the host waits for it.
 //!
 //! Inference through the reference block is in f32 on either device. Training has activations and gradients in [`Mixed`] precision.
 
@@ -16,9 +16,9 @@ use crate::base::memory::{Buffer, Plain, Tag};
 use crate::base::size::product;
 use crate::cuda::{DeviceBuffer, DeviceSlice};
 
-/// What an array has as elements.
+/// An element type of arrays.
 pub trait Element: fmt::Debug + 'static {
-    /// In host memory.
+    /// Its type in host memory.
     type Host: Plain + PartialEq + fmt::Debug;
     /// Bytes of an element on a GPU.
     const GPU_BYTES: usize;
@@ -47,7 +47,7 @@ macro_rules! same_on_both {
 }
 same_on_both!(f32, i32, u32, u8);
 
-/// Floats that are f32 on the CPU, and bf16 on a GPU: activations and gradients in training.
+/// Floats in training, for activations and gradients: f32 on the CPU, bf16 on a GPU.
 #[derive(Debug)]
 pub enum Mixed {}
 
@@ -124,7 +124,7 @@ impl<E: Element> Array<E> {
         }
     }
 
-    /// `len` elements of working memory, whose contents are unspecified.
+    /// `len` elements of working memory with unspecified contents.
     pub fn scratch(device: &Device, len: usize) -> Result<Array<E>> {
         let memory = match device {
             Device::Cpu(_) => Memory::Host(Buffer::zeroed(Tag::Scratch, len)?),
@@ -137,7 +137,7 @@ impl<E: Element> Array<E> {
         Ok(Array { memory, len })
     }
 
-    /// `len` zeros that stay: part of a model, counted as its weights.
+    /// `len` zeros of permanent memory: part of a model, counted as weights.
     pub fn zeroed(device: &Device, len: usize) -> Result<Array<E>> {
         let memory = match device {
             Device::Cpu(_) => Memory::Host(Buffer::zeroed(Tag::Weights, len)?),
@@ -150,7 +150,7 @@ impl<E: Element> Array<E> {
         Ok(Array { memory, len })
     }
 
-    /// `len` zeros that a GPU works with in the host's memory; see [`Device::check_offload`]. Counted under `tag`.
+    /// `len` zeros in host memory that a GPU works with; see [`Device::check_offload`]. Counted under `tag`.
     pub(super) fn offloaded(device: &Device, tag: Tag, len: usize) -> Result<Array<E>> {
         let Device::Cuda(gpu) = device else {
             bail!(Internal, "memory of the host for {}", device.name());
@@ -159,12 +159,12 @@ impl<E: Element> Array<E> {
         Ok(Self::of_gpu(DeviceBuffer::of_host(gpu, tag, bytes)?, len))
     }
 
-    /// Elements.
+    /// Number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether it has no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -178,12 +178,12 @@ impl<E: Element> Array<E> {
             }
     }
 
-    /// The memory on a GPU; an error for an array of the host.
+    /// The memory on a GPU; fails for an array in host memory.
     pub fn on_gpu(&self) -> Result<&DeviceBuffer> {
         self.shared_on_gpu().map(|buffer| &**buffer)
     }
 
-    /// The same, to be kept by others too.
+    /// The memory on a GPU, for shared ownership; fails for an array in host memory.
     pub(super) fn shared_on_gpu(&self) -> Result<&Arc<DeviceBuffer>> {
         match &self.memory {
             Memory::Cuda(buffer) => Ok(buffer),
@@ -203,7 +203,7 @@ impl<E: Element> Array<E> {
         }
     }
 
-    /// All elements, to be written.
+    /// All elements, writable.
     pub fn all_mut(&mut self) -> SliceMut<'_, E> {
         match &mut self.memory {
             Memory::Host(values) => SliceMut::Host(values),
@@ -211,7 +211,7 @@ impl<E: Element> Array<E> {
         }
     }
 
-    /// The first `len` elements; there must be so many.
+    /// The first `len` elements, which must exist.
     pub fn first(&self, len: usize) -> Result<Slice<'_, E>> {
         self.part(0..len)
     }
@@ -221,12 +221,12 @@ impl<E: Element> Array<E> {
         self.all().part(range)
     }
 
-    /// The first `len` elements, to be written.
+    /// The first `len` elements, writable.
     pub fn first_mut(&mut self, len: usize) -> Result<SliceMut<'_, E>> {
         self.part_mut(0..len)
     }
 
-    /// The elements of `range`, to be written.
+    /// The elements of `range`, writable.
     pub fn part_mut(&mut self, range: Range<usize>) -> Result<SliceMut<'_, E>> {
         check(&range, self.len)?;
         match &mut self.memory {
@@ -238,7 +238,7 @@ impl<E: Element> Array<E> {
         }
     }
 
-    /// Makes the array at least `len` long on `device`; what it held is lost if it was shorter, or of another device.
+    /// Grows the array to at least `len` elements on `device`. If it was shorter, or on another device, its contents are lost.
     pub fn grow(&mut self, device: &Device, len: usize) -> Result<()> {
         let fits = match (&self.memory, device) {
             (Memory::Host(_), Device::Cpu(_)) => self.len >= len,
@@ -255,7 +255,7 @@ impl<E: Element> Array<E> {
         Ok(())
     }
 
-    /// The same in the host's memory; see [`Device::check_offload`].
+    /// Grows the array to at least `len` elements in host memory; see [`Device::check_offload`]. If it was shorter, its contents are lost.
     pub(crate) fn grow_offloaded(&mut self, device: &Device, len: usize) -> Result<()> {
         if self.len < len {
             *self = Array::empty();
@@ -297,7 +297,7 @@ impl<E: Element> Clone for Slice<'_, E> {
 impl<E: Element> Copy for Slice<'_, E> {}
 
 impl<'a, E: Element> Slice<'a, E> {
-    /// Elements.
+    /// Number of elements.
     pub fn len(&self) -> usize {
         match self {
             Slice::Host(values) => values.len(),
@@ -305,7 +305,7 @@ impl<'a, E: Element> Slice<'a, E> {
         }
     }
 
-    /// Whether there are none.
+    /// Whether it has no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -319,7 +319,7 @@ impl<'a, E: Element> Slice<'a, E> {
         })
     }
 
-    /// The values, of a slice in host memory.
+    /// The values of a slice in host memory.
     pub fn host(self) -> Result<&'a [E::Host]> {
         match self {
             Slice::Host(values) => Ok(values),
@@ -331,7 +331,7 @@ impl<'a, E: Element> Slice<'a, E> {
         }
     }
 
-    /// The memory, of a slice on a GPU.
+    /// The memory of a slice on a GPU.
     pub fn cuda(self) -> Result<DeviceSlice<'a>> {
         match self {
             Slice::Cuda(slice) => Ok(slice),
@@ -343,7 +343,7 @@ impl<'a, E: Element> Slice<'a, E> {
         }
     }
 
-    /// Copies the values to `out`, as many as it takes; waits for a GPU.
+    /// Copies the values to `out`, which must have the same length; waits for a GPU.
     pub fn read(self, out: &mut [E::Host]) -> Result<()> {
         if self.len() != out.len() {
             bail!(Internal, "{} elements read as {}", self.len(), out.len());
@@ -366,7 +366,7 @@ pub enum SliceMut<'a, E: Element = f32> {
 }
 
 impl<'a, E: Element> SliceMut<'a, E> {
-    /// The same elements, to be read.
+    /// A read-only view of the elements.
     pub fn as_slice(&self) -> Slice<'_, E> {
         match self {
             SliceMut::Host(values) => Slice::Host(values),
@@ -374,7 +374,7 @@ impl<'a, E: Element> SliceMut<'a, E> {
         }
     }
 
-    /// The same elements, for a shorter time.
+    /// A view with a shorter lifetime.
     pub fn reborrow(&mut self) -> SliceMut<'_, E> {
         match self {
             SliceMut::Host(values) => SliceMut::Host(values),
@@ -382,12 +382,12 @@ impl<'a, E: Element> SliceMut<'a, E> {
         }
     }
 
-    /// Elements.
+    /// Number of elements.
     pub fn len(&self) -> usize {
         self.as_slice().len()
     }
 
-    /// Whether there are none.
+    /// Whether it has no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -401,7 +401,7 @@ impl<'a, E: Element> SliceMut<'a, E> {
         })
     }
 
-    /// The values, of a slice in host memory.
+    /// The values of a slice in host memory.
     pub fn host(self) -> Result<&'a mut [E::Host]> {
         match self {
             SliceMut::Host(values) => Ok(values),
@@ -413,7 +413,7 @@ impl<'a, E: Element> SliceMut<'a, E> {
         }
     }
 
-    /// The memory, of a slice on a GPU.
+    /// The memory of a slice on a GPU.
     pub fn cuda(self) -> Result<DeviceSlice<'a>> {
         match self {
             SliceMut::Cuda(slice) => Ok(slice),
@@ -425,7 +425,7 @@ impl<'a, E: Element> SliceMut<'a, E> {
         }
     }
 
-    /// Makes the elements those of `from`, as many as there are.
+    /// Copies all elements of `from`, which must have the same length.
     pub fn copy_from(self, from: Slice<'_, E>) -> Result<()> {
         if self.len() != from.len() {
             bail!(Internal, "{} elements copied to {}", from.len(), self.len());

@@ -30,7 +30,7 @@ fn misplaced<T>(device: &Device) -> Result<T> {
     )
 }
 
-/// Writes keys and values, each `[m, kv_heads, head_dim]`, at positions `first..first + m`, for which there is room.
+/// Writes keys and values, each `[m, kv_heads, head_dim]`, at positions `first..first + m`. There must be room for them.
 pub fn store(
     device: &Device,
     cache: CachedLayer<'_>,
@@ -58,9 +58,8 @@ pub fn store(
     }
 }
 
-/// Attention of queries `[m, heads, head_dim]` over a layer's cache: softmax(q k^T * scale) v in f32, with what `options` say.
-/// Query row `i` stands at position `first_position + i` and sees positions up to its own, whose keys and values must be written
-/// already.
+/// Attention of queries `[m, heads, head_dim]` over a layer's cache: softmax(q k^T * scale) v in f32, as `options` specify. Query row `i`
+/// is at position `first_position + i` and attends to positions up to its own, whose keys and values must already be written.
 pub fn attention(
     device: &Device,
     q: Slice<'_>,

@@ -1,5 +1,5 @@
-//! How products with a 4-bit weight are computed: a pure function of the request and of the kernels that are available. A
-//! request is met or refused; where a fallback is chosen, the choice says why. Prepares nothing.
+//! Selects the backend of products with a 4-bit weight: a pure function of the request and the available kernels. A request is met or
+//! refused; a fallback comes with its reason. Prepares nothing.
 
 use super::Device;
 use crate::base::error::{Result, bail};
@@ -22,7 +22,7 @@ impl WeightFormat {
         }
     }
 
-    /// The backend that multiplies with its codes.
+    /// The backend whose kernel reads this format.
     const fn kernel(self) -> Backend {
         match self {
             WeightFormat::Nvfp4 => Backend::Nvfp4Kernel,
@@ -31,10 +31,10 @@ impl WeightFormat {
     }
 }
 
-/// What may compute a product.
+/// Allowed ways to compute a product.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum ComputePath {
-    /// The library's choice: today a kernel for the format, or else the decoded weight.
+    /// The library's choice: currently a kernel for the format, or else the decoded weight.
     #[default]
     Auto,
     /// A kernel for the format, or an error.
@@ -54,7 +54,7 @@ impl ComputePath {
         ComputePath::DequantMatmulOnly,
     ];
 
-    /// The name that hosts know it by.
+    /// The name in host programs.
     pub const fn name(self) -> &'static str {
         match self {
             ComputePath::Auto => "Auto",
@@ -72,7 +72,7 @@ pub enum Backend {
     Nvfp4Kernel,
     /// A kernel that reads NF4 codes and scales.
     Nf4Kernel,
-    /// A dense product with the weight, decoded once when it is prepared.
+    /// A dense product with the weight, which is decoded once when it is prepared.
     DequantMatmul,
 }
 
@@ -84,7 +84,7 @@ impl Backend {
         Backend::DequantMatmul,
     ];
 
-    /// The name that hosts know it by.
+    /// The name in host programs.
     pub const fn name(self) -> &'static str {
         match self {
             Backend::Nvfp4Kernel => "nvfp4-kernel",
@@ -93,7 +93,7 @@ impl Backend {
         }
     }
 
-    /// The backend called `name`, whatever its case and the spaces around it.
+    /// The backend called `name`, ignoring case and surrounding spaces.
     pub fn from_name(name: &str) -> Result<Backend> {
         let plain = name.trim().to_ascii_lowercase();
         match Backend::ALL.into_iter().find(|b| b.name() == plain) {
@@ -107,29 +107,29 @@ impl Backend {
     }
 }
 
-/// What a caller asks for.
+/// A caller's request.
 #[derive(Clone, Copy, Debug)]
 pub struct Request {
     /// The weight's format.
     pub format: WeightFormat,
-    /// What may be chosen.
+    /// The allowed ways to compute it.
     pub path: ComputePath,
-    /// The one backend that the caller insists on, if any.
+    /// The one backend that the caller requires, if any.
     pub backend: Option<Backend>,
-    /// Whether kernels of the CPU do not count, as TorchSharp hosts have it: kernels are a GPU's.
+    /// Whether to ignore kernels of the CPU. TorchSharp hosts set it: to them kernels exist only on a GPU.
     pub exclude_cpu_kernels: bool,
 }
 
 /// The backend for a weight.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Choice {
-    /// What computes.
+    /// The backend.
     pub backend: Backend,
-    /// Why it is not the kernel of the format, where that would have been preferred.
+    /// The reason for not using the format's kernel, if that was preferred.
     pub fallback_reason: Option<String>,
 }
 
-/// What `device` has, best first.
+/// The backends of `device`, best first.
 pub const fn present(device: &Device) -> &'static [Backend] {
     match device {
         Device::Cpu(_) | Device::Cuda(_) => &[Backend::Nvfp4Kernel, Backend::DequantMatmul],
@@ -147,7 +147,7 @@ pub fn choose(request: &Request, device: &Device) -> Result<Choice> {
     }
 }
 
-/// Chooses among the backends `present` on the device that `place` names.
+/// Chooses among `present`, the backends of the device that `place` names.
 fn choose_among(request: &Request, place: &str, present: &[Backend]) -> Result<Choice> {
     let (format, path) = (request.format, request.path);
     let kernel = format.kernel();
@@ -223,7 +223,7 @@ mod tests {
         }
     }
 
-    /// Every path, for a device that has the kernel and for one that has not: the backend, or the error.
+    /// Every path, for a device with the kernel and for one without: the backend, or the error.
     #[test]
     fn the_table_without_a_named_backend() {
         for (format, kernel) in [
@@ -243,7 +243,7 @@ mod tests {
                     |present: &[Backend]| chosen(present).map(|c| c.backend).map_err(|e| e.kind());
                 assert_eq!(backend(&[kernel, DENSE]), with, "{request:?}");
                 assert_eq!(backend(&[DENSE]), without, "{request:?}");
-                // What falls back says so, and what was asked for is no fallback.
+                // A fallback has a reason; the requested backend is not a fallback.
                 assert_eq!(chosen(&[kernel, DENSE]).unwrap().fallback_reason, None);
                 let reason = match chosen(&[DENSE]) {
                     Ok(choice) => choice.fallback_reason,
@@ -256,7 +256,7 @@ mod tests {
                 let silent = path == ComputePath::DequantMatmulOnly;
                 assert_eq!(reason.is_none(), silent, "{request:?}");
                 assert!(reason.is_none_or(|r| r.ends_with(&said)), "{request:?}");
-                // A device with nothing at all.
+                // A device without any backend.
                 let e = choose_among(&request, "the moon", &[]).unwrap_err();
                 assert!(
                     e.kind() == Unsupported && e.message().ends_with("there is none"),

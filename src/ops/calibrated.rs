@@ -1,4 +1,4 @@
-//! Searches for the codes and scales of matrices in NVFP4 that are best for their products: see [`crate::format::calibrated`].
+//! Searches for the NVFP4 codes and scales of a matrix that minimize the error of its product: see [`crate::format::calibrated`].
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::format::input_moments;
 use crate::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
 use crate::tensor::DType;
 
-/// Sums of products of the inputs of a matrix: of those that a search goes by, damped and factored, and of others that it is judged by.
+/// Second moments of a matrix's inputs: one set for the search, damped and factored, and one to evaluate the result.
 pub struct FullMoments {
     host: Arc<Cpu>,
     cols: usize,
@@ -38,15 +38,15 @@ enum Placed {
 /// How a search chooses scales and codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SearchBy<'a> {
-    /// The scale of each block by the error of its weights.
+    /// Chooses the scale of each block by the error of its weights.
     Weights(&'a QuantizeOptions),
-    /// The scale of each block by the error of its product.
+    /// Chooses the scale of each block by the error of its product.
     Blocks,
-    /// Blocks in turn, each making up for the errors before it. Asks for [`FullMoments::has_factor`].
+    /// Processes blocks in order, each compensating the errors of those before it. Requires [`FullMoments::has_factor`].
     Turns,
 }
 
-/// Rows of a matrix where a search reads them.
+/// Rows of a matrix, on the device where a search reads them.
 #[derive(Debug)]
 pub struct MatrixRows<'a> {
     values: Cow<'a, [f32]>,
@@ -54,7 +54,7 @@ pub struct MatrixRows<'a> {
     on_gpu: Option<cuda::Weights>,
 }
 
-/// Codes and scales that a search has found, on its device.
+/// Codes and scales found by a search, on its device.
 #[derive(Debug)]
 pub struct FoundCodes {
     rows: usize,
@@ -83,7 +83,7 @@ impl FoundCodes {
 }
 
 impl MatrixRows<'_> {
-    /// How many.
+    /// Number of rows.
     pub fn rows(&self) -> usize {
         self.values.len() / self.cols
     }
@@ -120,7 +120,7 @@ fn rows_of(matrix: &mut Nvfp4) -> Rows<'_> {
     }
 }
 
-/// The damping of a diagonal with this mean: `share` of it, or 1 where all inputs were zero.
+/// The damping of a diagonal with this mean: `share` of it, or 1 if all inputs were zero.
 fn damping(mean: f64, share: f32) -> f32 {
     match mean > 0.0 {
         true => mean as f32 * share,
@@ -129,8 +129,8 @@ fn damping(mean: f64, share: f32) -> f32 {
 }
 
 impl FullMoments {
-    /// With sums `[cols, cols]`, right on the diagonal and above it, on `device`. To the diagonal of those that a search goes by, `share` of its
-    /// mean is added. Sums that are not finite are refused.
+    /// Takes sums `[cols, cols]` on `device`, valid on and above the diagonal. Adds `share` of the mean of the diagonal to the diagonal of
+    /// the sums for the search. Fails if a sum is not finite.
     pub fn new(
         device: &Device,
         host: &Arc<Cpu>,
@@ -188,7 +188,7 @@ impl FullMoments {
         })
     }
 
-    /// Whether the sums are positive definite, as damped ones mostly are.
+    /// Whether the sums are positive definite, as damped sums usually are.
     pub fn has_factor(&self) -> bool {
         match &self.placed {
             Placed::Cpu { factor, .. } => factor.is_some(),
@@ -196,7 +196,7 @@ impl FullMoments {
         }
     }
 
-    /// Rows `[rows, cols]` where the searches read them.
+    /// Places rows `[rows, cols]` where the searches read them.
     pub fn rows<'a>(&self, values: impl Into<Cow<'a, [f32]>>) -> Result<MatrixRows<'a>> {
         let values = values.into();
         let on_gpu = match &self.placed {
@@ -210,7 +210,7 @@ impl FullMoments {
         })
     }
 
-    /// The codes and scales of finite weights under a global scale that one search finds.
+    /// Runs one search: the codes and scales of finite weights under a given global scale.
     pub fn search(
         &self,
         by: SearchBy<'_>,
@@ -255,7 +255,7 @@ impl FullMoments {
         })
     }
 
-    /// A matrix where errors are computed.
+    /// Places a matrix where errors are computed.
     pub fn place(&self, matrix: Nvfp4) -> Result<FoundCodes> {
         Ok(FoundCodes {
             rows: matrix.rows,
@@ -285,8 +285,8 @@ impl FullMoments {
         Ok(matrix)
     }
 
-    /// Block coordinate descent from what another search has found: in each pass, each block takes the scale and codes with the least error
-    /// beside the others.
+    /// Block coordinate descent from the result of another search. In each pass, each block takes the scale and codes with the least error,
+    /// given the other blocks.
     pub fn descend(
         &self,
         rows: &MatrixRows<'_>,
@@ -306,7 +306,8 @@ impl FullMoments {
         }
     }
 
-    /// The sum over rows of `e^T M e`, with `e` the error of codes, or of zeros, and `M` the sums that no search goes by.
+    /// The sum over rows of `e^T M e`, with `e` the error of the codes (without codes, the weights themselves), and `M` the sums kept for
+    /// evaluation.
     pub fn error(&self, rows: &MatrixRows<'_>, found: Option<&FoundCodes>) -> Result<f64> {
         let on_host = |matrix: &Nvfp4, kept: &[f32]| {
             let of = (&matrix.codes[..], &matrix.scales[..], matrix.global);
@@ -345,7 +346,7 @@ fn check_finite(is_finite: bool) -> Result<()> {
     Ok(())
 }
 
-/// Sums `[cols, cols]` with both halves.
+/// Reads sums `[cols, cols]`, filling both triangles.
 fn on_host(sums: &Array, cols: usize) -> Result<Vec<f32>> {
     let mut values = vec![0f32; cols * cols];
     sums.all().read(&mut values)?;

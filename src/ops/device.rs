@@ -1,4 +1,4 @@
-//! Where operations run.
+//! The device that operations run on: the CPU or a CUDA device.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use crate::base::threads::Pool;
 use crate::cpu::Cpu;
 use crate::cuda::Gpu;
 
-/// A device, cheap to clone. Weights and caches made for one device are used with that device.
+/// A device, cheap to clone. Weights and caches work only with the device they were created for.
 #[derive(Clone)]
 #[non_exhaustive]
 pub enum Device {
@@ -19,19 +19,19 @@ pub enum Device {
 }
 
 impl Device {
-    /// The CPU with `threads` threads; `None` takes `NVFP4_THREADS`, or one for each available core.
+    /// The CPU with `threads` threads; `None` takes `NVFP4_THREADS`, or else one thread for each available core.
     pub fn cpu(threads: Option<usize>) -> Result<Device> {
         Ok(Device::Cpu(Cpu::new(threads)?))
     }
 
-    /// The CUDA device numbered `ordinal`, if it is there and kernels for it can be had; an error says why not.
+    /// The CUDA device numbered `ordinal`. Fails, with the reason, if the device or kernels for it are unavailable.
     pub fn cuda(ordinal: usize) -> Result<Device> {
         let gpu = Gpu::open(ordinal)?;
         gpu.need_kernels()?;
         Ok(Device::Cuda(gpu))
     }
 
-    /// The threads of the host that prepare data for the device: its own on the CPU, and new ones beside a GPU.
+    /// Host threads that prepare data for the device: the device's own on the CPU, new ones for a GPU.
     pub fn host_cpu(&self) -> Result<Arc<Cpu>> {
         match self {
             Device::Cpu(cpu) => Ok(cpu.clone()),
@@ -55,7 +55,7 @@ impl Device {
         matches!(self, Device::Cuda(_))
     }
 
-    /// Refuses to keep in the host's memory what the device could keep in its own, where that would save nothing.
+    /// Refuses to offload data to host memory on a device where that saves nothing.
     pub fn check_offload(&self) -> Result<()> {
         match self {
             Device::Cpu(_) => bail!(
@@ -70,7 +70,7 @@ impl Device {
         }
     }
 
-    /// Threads of the host that the device computes with, or that may prepare work for it.
+    /// Host threads that the device computes with, or that may prepare work for it.
     pub fn threads(&self) -> usize {
         match self {
             Device::Cpu(cpu) => cpu.pool().threads(),

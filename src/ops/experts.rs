@@ -1,4 +1,4 @@
-//! Mixtures of experts: the choice of experts for each row, and rows on their way to an expert and back, forward and backward.
+//! Mixture of experts: routing, and the gather and scatter of rows for each expert, forward and backward.
 
 use std::ops::Range;
 
@@ -7,14 +7,14 @@ use super::{Array, Device, Element, Mixed, Slice, SliceMut};
 use crate::base::error::{Result, bail};
 use crate::cuda::training as cuda;
 
-/// The rows of a batch that each expert takes.
+/// The rows of a batch assigned to each expert.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Routes {
-    /// Row indices by expert, in ascending order within one.
+    /// Row indices by expert, ascending within each expert.
     rows: Vec<u32>,
-    /// The weight of each in the sum of its row.
+    /// The routing weight of each entry of `rows`.
     weights: Vec<f32>,
-    /// Where the rows of each expert begin, and where those of the last one end.
+    /// Index of the first row of each expert, and the end of the last one.
     offsets: Vec<usize>,
 }
 
@@ -32,7 +32,7 @@ impl Routes {
         }
     }
 
-    /// One expert that takes every row, with these weights.
+    /// Routes every row to a single expert, with these weights.
     pub fn every_row(weights: Vec<f32>) -> Routes {
         Routes {
             rows: (0..weights.len() as u32).collect(),
@@ -41,12 +41,12 @@ impl Routes {
         }
     }
 
-    /// The number of rows of an expert.
+    /// Number of rows of an expert.
     pub fn count(&self, expert: usize) -> usize {
         self.range(expert).len()
     }
 
-    /// The rows of an expert, in ascending order, each with its weight in the sum of the row.
+    /// The rows of an expert, ascending, each with its routing weight.
     pub fn of(&self, expert: usize) -> impl Iterator<Item = (usize, f32)> {
         let range = self.range(expert);
         let rows = self.rows[range.clone()].iter().map(|&row| row as usize);
@@ -58,8 +58,8 @@ impl Routes {
     }
 }
 
-/// Routes each row by its logits, `[rows, count]`, to its top `per_token` experts, weighted with their softmax probabilities
-/// over all experts. Of equal logits the lower index wins. `normalized` divides the weights of a row by their sum.
+/// Routes each row by its logits, `[rows, count]`, to its top `per_token` experts, weighted with their softmax probabilities over all
+/// experts. Of equal logits the lower index wins. `normalized` divides the weights of a row by their sum.
 pub fn route(logits: &[f32], count: usize, per_token: usize, normalized: bool) -> Result<Routes> {
     if per_token == 0 || per_token > count || !logits.len().is_multiple_of(count) {
         bail!(
@@ -90,7 +90,7 @@ pub fn route(logits: &[f32], count: usize, per_token: usize, normalized: bool) -
     Ok(Routes::new(&by_expert))
 }
 
-/// Refuses the logits of a row that are not finite.
+/// Fails if the logits of a row are not finite.
 pub fn check_logits(logits: &[f32]) -> Result<()> {
     match logits.iter().position(|l| !l.is_finite()) {
         None => Ok(()),
@@ -102,10 +102,10 @@ pub fn check_logits(logits: &[f32]) -> Result<()> {
     }
 }
 
-/// The gradients of the logits `[rows, count]` that [`route`] made `routes` of, from those of the weights, expert by expert.
+/// Backward of [`route`]: the gradients of the logits `[rows, count]` from the gradients of the weights, expert by expert.
 ///
-/// Weights of a row are a softmax `w = p`, of all experts or, `normalized`, of those chosen: `dlogit_j = p_j (dw_j - sum_e p_e dw_e)`, where
-/// experts that were not chosen have `dw = 0`.
+/// The weights of a row are a softmax `w = p`, over all experts or, if `normalized`, over the chosen ones:
+/// `dlogit_j = p_j (dw_j - sum_e p_e dw_e)`, where `dw = 0` for experts that were not chosen.
 pub fn route_backward(
     logits: &[f32],
     count: usize,
@@ -143,7 +143,7 @@ pub fn route_backward(
     dlogits
 }
 
-/// Routes in the memory of a device.
+/// Routing in the memory of a device.
 #[derive(Debug)]
 pub struct RoutedRows {
     routes: Routes,
@@ -152,7 +152,7 @@ pub struct RoutedRows {
 }
 
 impl RoutedRows {
-    /// The routes on a device.
+    /// Places the routing on a device.
     pub fn new(device: &Device, routes: Routes) -> Result<RoutedRows> {
         let on_gpu = match device {
             Device::Cpu(_) => None,
@@ -164,7 +164,7 @@ impl RoutedRows {
         Ok(RoutedRows { routes, on_gpu })
     }
 
-    /// The routes.
+    /// The routing.
     pub fn routes(&self) -> &Routes {
         &self.routes
     }
@@ -180,7 +180,7 @@ impl RoutedRows {
         })
     }
 
-    /// Makes `taken` `[n, width]` the rows of `x` `[T, width]` that an expert takes.
+    /// Gathers the rows of `x` `[T, width]` assigned to an expert into `taken` `[n, width]`.
     pub fn take<E: Element<Host = f32>>(
         &self,
         device: &Device,
@@ -204,7 +204,7 @@ impl RoutedRows {
         }
     }
 
-    /// Adds an expert's results `x` `[n, width]`, times their weights, to its rows of `sum` `[T, width]`.
+    /// Adds an expert's results `x` `[n, width]`, multiplied by their routing weights, to its rows of `sum` `[T, width]`.
     pub fn add<E: Element<Host = f32>>(
         &self,
         device: &Device,
@@ -257,8 +257,8 @@ impl RoutedRows {
         }
     }
 
-    /// Backward of [`RoutedRows::add`] for an expert whose results were `x` `[n, width]`: from the gradients `dsum` `[T, width]` makes `dx`
-    /// `[n, width]` those of the results, and `dweights` `[n]` those of the weights.
+    /// Backward of [`RoutedRows::add`] for an expert whose results were `x` `[n, width]`. From the gradients `dsum` `[T, width]` computes
+    /// `dx` `[n, width]`, the gradients of the results, and `dweights` `[n]`, the gradients of the weights.
     pub fn add_backward(
         &self,
         device: &Device,
@@ -296,7 +296,7 @@ mod tests {
     #[test]
     fn the_most_probable_are_chosen_and_of_equals_the_first() {
         let third = (1.0f32 / 3.0).ln();
-        // Probabilities 3, 1, 1, 3 of 8, and two of four equals.
+        // Probabilities 3, 1, 1, 3 of 8; and two chosen among four equal ones.
         let logits = [0.0, third, third, 0.0, 1.0, 1.0, 1.0, 1.0];
         let routes = route(&logits, 4, 2, false).unwrap();
         let close = |routes: &Routes, expert: usize, expected: &[(usize, f32)]| {
@@ -323,7 +323,7 @@ mod tests {
         expect_kind(route(&nan, 2, 1, true), invalid, "expert 1 a logit of NaN");
     }
 
-    /// Against differences of the weights in f64 steps of a logit, where no other expert comes in.
+    /// Compares with differences of the weights in f64 for small steps of a logit that do not change the chosen experts.
     #[test]
     fn gradients_of_logits_are_differences_of_weights() {
         let logits = [0.4f32, -0.3, 1.1, 0.2, -0.5, 0.9, 0.1, 0.7];

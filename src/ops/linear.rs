@@ -1,5 +1,5 @@
-//! Products with weights: W4A16 for NVFP4, W8A16 for int8 rows, dense for the others, and W4A8 by option. Of host memory, and of tensors in the memory
-//! of the weight's GPU.
+//! Products with weights: W4A16 for NVFP4, W8A16 for int8 rows, dense for the others, and optionally W4A8. Operands are in host memory, or
+//! tensors in the memory of the weight's GPU.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,15 +22,15 @@ use crate::tensor::{DType, Tensor, WeightType};
 /// How activations enter a product with an NVFP4 weight.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Activations {
-    /// As they are (W4A16): in f32 on the CPU, in f16 on a GPU.
+    /// Not quantized (W4A16): f32 on the CPU, f16 on a GPU.
     #[default]
     Exact,
-    /// Rounded to 8 bits with one scale for each 32 along K (W4A8). Faster for prefill, and not exact.
+    /// Rounded to 8 bits with one scale for each 32 along K (W4A8). Faster for prefill, but not exact.
     Int8,
 }
 
 impl Activations {
-    /// Refuses what `device` does not compute with.
+    /// Fails if `device` does not support it.
     pub fn check(self, device: &Device) -> Result<()> {
         match (self, device) {
             (Activations::Int8, Device::Cuda(gpu)) => bail!(
@@ -42,7 +42,7 @@ impl Activations {
     }
 }
 
-/// A weight `[out features, in features]` prepared for a device. Immutable; shared freely between threads.
+/// A weight `[out features, in features]` prepared for a device. Immutable; threads may share it.
 #[derive(Debug)]
 pub struct Linear {
     weight: Weight,
@@ -51,17 +51,17 @@ pub struct Linear {
 #[derive(Debug)]
 enum Weight {
     Cpu(Packed),
-    /// In the memory of a trainer on the CPU, in another order than kernels read.
+    /// In the memory of a trainer on the CPU, in a layout that kernels do not read.
     Trained(SharedWeight),
     Cuda(Matrix),
 }
 
-/// Rows of a trained weight that a thread of the CPU brings into the order of kernels at a time, which is all that is there of it in
-/// that order. A multiple of the rows that kernels take together.
+/// Rows of a trained weight that a CPU thread converts to the kernels' layout at a time. No other copy in that layout exists. A multiple of
+/// the rows that kernels process together.
 const TRAINED_ROWS: usize = 256;
 
 impl Linear {
-    /// Prepares an NVFP4 weight whose codes and block scales `read` gives a range of rows at a time.
+    /// Prepares an NVFP4 weight. `read` provides its codes and block scales by ranges of rows.
     pub fn nvfp4(
         device: &Device,
         rows: usize,
@@ -79,7 +79,7 @@ impl Linear {
         }
     }
 
-    /// Prepares a dense weight, held in float32, float16 or bfloat16, whose values `read` gives a range of rows at a time.
+    /// Prepares a dense weight, stored in float32, float16 or bfloat16. `read` provides its values by ranges of rows.
     pub fn dense(
         device: &Device,
         rows: usize,
@@ -98,7 +98,7 @@ impl Linear {
         }
     }
 
-    /// Prepares a weight of int8 rows, whose codes and row scales `read` gives a range of rows at a time.
+    /// Prepares a weight of int8 rows. `read` provides its codes and row scales by ranges of rows.
     pub fn int8(device: &Device, rows: usize, cols: usize, read: &mut ReadInt8) -> Result<Linear> {
         let weight = match device {
             Device::Cpu(_) => Weight::Cpu(Packed::int8(rows, cols, read)?),
@@ -107,8 +107,8 @@ impl Linear {
         Ok(Linear { weight })
     }
 
-    /// A weight in the memory that it is trained in, of which no copy is made. On the CPU products with it are slower than with others:
-    /// a part at a time is brought into the order of the kernels. They have the same bits.
+    /// A weight in the memory in which it is trained, without a copy. On the CPU its products are slower, because a part at a time is
+    /// converted to the kernels' layout; they have the same bits.
     pub fn trained(device: &Device, weight: SharedWeight) -> Result<Linear> {
         let weight = match device {
             Device::Cpu(_) => Weight::Trained(weight),
@@ -125,7 +125,7 @@ impl Linear {
         Ok(Linear { weight })
     }
 
-    /// A weight that is on a GPU.
+    /// A weight that is already on a GPU.
     pub(super) fn on_gpu(matrix: Matrix) -> Linear {
         Linear {
             weight: Weight::Cuda(matrix),
@@ -159,7 +159,7 @@ impl Linear {
         }
     }
 
-    /// How the values are held.
+    /// Type of the stored values.
     pub fn kind(&self) -> WeightType {
         match &self.weight {
             Weight::Cpu(packed) => packed.kind(),
@@ -168,7 +168,7 @@ impl Linear {
         }
     }
 
-    /// The exact values of one row, for an embedding look-up: `out` takes `cols` floats.
+    /// The exact values of one row, for an embedding lookup: `out` takes `cols` floats.
     pub fn row(&self, row: usize, out: &mut [f32]) -> Result<()> {
         match &self.weight {
             Weight::Cpu(packed) => packed.row(row, out),
@@ -184,7 +184,7 @@ impl Linear {
         }
     }
 
-    /// The matrix, of a weight on a GPU.
+    /// The matrix of a weight on a GPU.
     pub fn matrix(&self) -> Option<&Matrix> {
         match &self.weight {
             Weight::Cpu(_) | Weight::Trained(_) => None,
@@ -193,7 +193,7 @@ impl Linear {
     }
 }
 
-/// A dense matrix on a GPU, of values rounded to nearest even where its type is narrower than the source.
+/// A dense matrix on a GPU. If its type is narrower than the source, values are rounded to nearest, ties to even.
 fn dense_matrix(
     gpu: &Arc<Gpu>,
     rows: usize,
@@ -217,7 +217,7 @@ fn dense_matrix(
     )
 }
 
-/// Refuses values that are not finite, or would not be when they are rounded, in rows of `cols` from row `first` on.
+/// Fails if a value is not finite, or not finite after rounding. Rows have `cols` values and are numbered from `first`.
 pub(super) fn check_finite(values: &[f32], first: usize, cols: usize, dtype: DType) -> Result<()> {
     // Values from half a step above the largest finite one on round to infinity.
     let limit = match dtype {
@@ -239,9 +239,9 @@ pub(super) fn check_finite(values: &[f32], first: usize, cols: usize, dtype: DTy
     )
 }
 
-/// `x` `[m, K]` times each weight `[N, K]` transposed, into its output `[m, N]`, f32 accumulate. Weights that share an input
-/// (q, k, v; gate, up) go together and share one pass. Weights, input and outputs are on one device; a GPU also takes input and
-/// outputs in host memory, and brings them over. On the CPU each output row has the same bits whatever `m` is.
+/// `x` `[m, K]` times each weight `[N, K]` transposed, into its output `[m, N]`, f32 accumulate. Weights that share an input (q, k, v;
+/// gate, up) are passed together and share one pass. Weights, input and outputs are on one device; a GPU also takes input and outputs in
+/// host memory, and transfers them. On the CPU each output row has the same bits for every `m`.
 pub fn linear(
     device: &Device,
     x: Slice<'_>,
@@ -286,7 +286,7 @@ pub fn linear(
                     }
                 }
             }
-            // As on the CPU, other weights take activations as they are.
+            // As on the CPU, activations are not quantized for other weights.
             if matrices
                 .iter()
                 .any(|(w, _)| w.storage() == WeightType::Nvfp4)
@@ -302,8 +302,8 @@ pub fn linear(
     }
 }
 
-/// The product with a weight in a trainer's memory: each thread brings some rows into the order of the kernels, which then multiply with
-/// all of these.
+/// The product with a weight in a trainer's memory. Each thread converts some rows to the kernels' layout and multiplies them with every
+/// row of `x`.
 fn of_trained(
     cpu: &Arc<Cpu>,
     x: &[f32],
@@ -371,7 +371,7 @@ fn of_trained(
     Ok(())
 }
 
-/// Refuses inputs and outputs of other sizes than the weights'; gives K.
+/// Checks that inputs and outputs match the sizes of the weights; returns K.
 fn check_sizes(x: Slice<'_>, m: usize, outputs: &[(&Matrix, SliceMut<'_>)]) -> Result<usize> {
     let k = outputs.first().map_or(0, |(w, _)| w.cols());
     for (w, y) in outputs {
@@ -389,17 +389,17 @@ fn check_sizes(x: Slice<'_>, m: usize, outputs: &[(&Matrix, SliceMut<'_>)]) -> R
     Ok(k)
 }
 
-/// The most rows, and the most elements of input or output, that a GPU multiplies at a time.
+/// Limits on the rows, and on the elements of input or output, of one GPU product.
 const GPU_ROWS: usize = 2048;
 const GPU_ELEMENTS: usize = 16 << 20;
 
-/// How many rows a GPU multiplies at a time, where input or output rows have at most `widest` elements.
+/// Number of rows in one GPU product if input and output rows have at most `widest` elements.
 fn rows_at_once(widest: usize) -> usize {
     (GPU_ELEMENTS / widest).clamp(1, GPU_ROWS)
 }
 
-/// The product of `x` `[.., K]` in the memory of `gpu` with a weight that was prepared for it, `[.., N]` of `dtype` (float16,
-/// bfloat16 or float32) in that memory. Enqueues what [`linear`] does with host memory, to the same bits.
+/// The product of `x` `[.., K]` in the memory of `gpu` with a weight prepared for it, as `[.., N]` of `dtype` (float16, bfloat16 or
+/// float32) in that memory. Enqueues the same computation as [`linear`] from host memory, with the same bits.
 pub(super) fn of_tensor(
     gpu: &Arc<Gpu>,
     x: &Tensor,
@@ -439,8 +439,8 @@ pub(super) fn of_tensor(
     })
 }
 
-/// Products of `m` rows of K = `k` on a GPU, some rows at a time. Each row enters as f16, divided by a power of two that keeps
-/// its magnitudes within f16; its products are multiplied by that power. Outputs are of `dtype`.
+/// Products of `m` rows of K = `k` on a GPU, some rows at a time. Each row enters as f16, divided by a power of two that brings its
+/// magnitudes into the range of f16; its products are multiplied by that power. Outputs are of `dtype`.
 fn products(
     gpu: &Arc<Gpu>,
     input: &FloatRows<'_>,
@@ -538,8 +538,8 @@ fn from_host(
     Ok(())
 }
 
-/// The rows of `x` `[.., k]` in f16, each divided by a power of two that brings its largest magnitude near the top of f16, and
-/// those powers. Rows that f16 can hold come through unchanged, and rows of any magnitude keep f16's precision.
+/// The rows of `x` `[.., k]` in f16, each divided by a power of two that brings its largest magnitude near the top of f16, and those
+/// powers. Rows that f16 holds exactly are unchanged, and rows of any magnitude keep f16's precision.
 fn scaled_halves(x: &[f32], k: usize) -> (Vec<u16>, Vec<f32>) {
     let mut halves = Vec::with_capacity(x.len());
     let mut factors = Vec::with_capacity(x.len() / k);
@@ -547,7 +547,7 @@ fn scaled_halves(x: &[f32], k: usize) -> (Vec<u16>, Vec<f32>) {
         let largest = row.iter().fold(0f32, |most, v| most.max(v.abs()));
         let power = |e: i32| f32::from_bits(((127 + e) as u32) << 23);
         let mut exponent = match largest {
-            // Infinity stays infinite, whatever it is divided by.
+            // Infinity remains infinite after any division.
             0.0 | f32::INFINITY => 0,
             // Clamped so that the power of two and its inverse are both normal.
             _ => ((largest.to_bits() >> 23) as i32 - 127 - 15).clamp(-126, 126),
@@ -597,7 +597,7 @@ mod tests {
         }
     }
 
-    /// What comes of values on their way through f16.
+    /// The values after a round trip through f16.
     fn through(row: &[f32]) -> Vec<f32> {
         let (halves, factors) = scaled_halves(row, row.len());
         let back = |&h: &u16| f16::from_bits(h).to_f32() * factors[0];
@@ -622,7 +622,7 @@ mod tests {
         assert!(through(&[1.0, f32::NAN])[1].is_nan());
     }
 
-    /// Each row by itself, up to the ends of f32.
+    /// Each row on its own, up to the limits of f32.
     #[test]
     fn rows_of_any_magnitude_keep_the_precision_of_f16() {
         let k = 64;

@@ -1,5 +1,5 @@
 //! Floor 4: one file per operation, on arrays of either device. An operation checks its arguments, chooses the device once, and calls it.
-//! Those of training, with their backward passes, are in [`training`]. Knows nothing of models or sessions.
+//! Training operations, with their backward passes, are in [`training`]. Knows nothing of models or sessions.
 
 pub mod activation;
 mod array;

@@ -1,5 +1,5 @@
-//! Quantize, dequantize and the W4A4 product of matrices in host memory. On tensors of any type, stride and place they are in
-//! [`super::tensors`].
+//! Quantize, dequantize and the W4A4 product of matrices in host memory. [`super::tensors`] has the same operations for tensors of any
+//! type, stride and device.
 
 use super::linear::{Activations, Linear, linear};
 use super::tensors::w4a4;
@@ -20,8 +20,8 @@ pub fn dequantize(a: &Nvfp4) -> Result<Vec<f32>> {
     a.dequantize()
 }
 
-/// `a` `[M, K]` times `b` `[N, K]` transposed, both NVFP4, into `out` `[M, N]`: the exact product of the decoded values but
-/// for the order of summation in f32.
+/// `a` `[M, K]` times `b` `[N, K]` transposed, both NVFP4, into `out` `[M, N]`: the exact product of the decoded values, except for the
+/// order of summation in f32.
 pub fn scaled_mm(
     device: &Device,
     a: &Nvfp4,

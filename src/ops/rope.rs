@@ -5,7 +5,7 @@ use super::{Array, Device, Slice, SliceMut};
 use crate::base::error::{Result, bail};
 use crate::cuda;
 
-/// The angular frequency of each pair, and the factor on cosine and sine that some scalings (yarn, longrope) ask for.
+/// The angular frequency of each pair, and the attention factor that some scalings (yarn, longrope) apply to cosine and sine.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeTable {
     /// Radians per position for each of the rotary_dim / 2 pairs.
@@ -14,10 +14,10 @@ pub struct RopeTable {
     pub attention_factor: f32,
 }
 
-/// Cosines and sines for a run of positions, computed once and used by every layer that rotates alike.
+/// Cosines and sines of rows, computed once and used by every layer with the same rotation.
 #[derive(Debug)]
 pub struct Angles {
-    /// Pairs of a head that rotate.
+    /// Rotated pairs of a head.
     half: usize,
     /// `[rows, half]`.
     cos: Array,
@@ -33,12 +33,12 @@ fn upload(device: &Device, values: &[f32]) -> Result<Array> {
 }
 
 impl RopeTable {
-    /// Elements of a head that rotate.
+    /// Rotated elements of a head.
     pub fn rotary_dim(&self) -> usize {
         2 * self.frequencies.len()
     }
 
-    /// Adds the cosines and sines of a position, one for each pair.
+    /// Appends the cosines and sines of a position, one for each pair.
     fn push_angles(&self, position: u32, cos: &mut Vec<f32>, sin: &mut Vec<f32>) {
         for frequency in &self.frequencies {
             let angle = position as f32 * frequency;
@@ -49,7 +49,7 @@ impl RopeTable {
 }
 
 impl Angles {
-    /// Those of rows at these positions, each by a table of its own; all tables are of one size.
+    /// The angles of rows at these positions, each from its own table; all tables have the same size.
     pub fn new<'a>(
         device: &Device,
         rows: impl Iterator<Item = (&'a RopeTable, u32)>,
@@ -66,7 +66,7 @@ impl Angles {
         })
     }
 
-    /// Those of documents of these lengths, one after another, whose rows are at positions from 0 on.
+    /// The angles of consecutive documents of these lengths. Positions restart at 0 in each document.
     pub fn of_documents(device: &Device, table: &RopeTable, documents: &[usize]) -> Result<Angles> {
         let half = table.frequencies.len();
         let longest = documents.iter().copied().max().unwrap_or(0);

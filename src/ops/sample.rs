@@ -5,10 +5,10 @@
 //! the processor chooses from the same logits. A weight is 2^40 times the ratio of a token's probability to the largest
 //! probability, with a relative error of at most 2e-6.
 //!
-//! Tokens are ranked from the largest logit down, +0 before -0, equal ones by id. top-k, top-p and min-p each keep a prefix of
-//! that ranking. The shortest prefix decides, and it is the one with the smallest sum of weights. The token drawn is the first
-//! at which the running sum of weights passes a random number below that sum. Nothing is sorted: tokens are put into buckets by
-//! their probability, and only the bucket in which a running sum passes its target is searched.
+//! Tokens are ranked by descending logit, +0 before -0, equal ones by id. top-k, top-p and min-p each keep a prefix of that ranking; the
+//! shortest, which has the smallest sum of weights, decides. The token drawn is the first at which the running sum of weights exceeds a
+//! random number below that sum. Nothing is sorted: tokens are put into buckets by their probability, and only the bucket in which a
+//! running sum passes its target is searched.
 
 use std::cmp::Reverse;
 use std::ops::ControlFlow;
@@ -22,24 +22,24 @@ use crate::cpu::sample::{self, BUCKETS, bucket};
 use crate::cuda::DrawRule;
 use crate::format::random;
 
-/// How tokens are chosen. The default is greedy.
+/// Sampling settings. The default is greedy.
 ///
-/// The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p.
+/// The order of application is that of transformers: repetition penalty, temperature, top-k, top-p, min-p.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingOptions {
     /// Divides the logits before the softmax; 0 takes the argmax.
     pub temperature: f32,
     /// Draws from this many of the most probable tokens; 0 draws from all.
     pub top_k: usize,
-    /// Draws from the fewest of the most probable tokens whose probabilities reach this sum, the one that crosses it included.
-    /// 1 draws from all, 0 takes the argmax.
+    /// Draws from the smallest set of most probable tokens whose probabilities reach this sum, including the token that reaches it. 1 draws
+    /// from all, 0 takes the argmax.
     pub top_p: f32,
-    /// Leaves out tokens less probable than this fraction of the most probable one; 0 leaves out none.
+    /// Excludes tokens less probable than this fraction of the most probable one; 0 excludes none.
     pub min_p: f32,
-    /// Divides the positive logits of tokens that have occurred, and multiplies the negative ones; 1 changes none.
+    /// Divides the positive logits of tokens that have occurred, and multiplies their negative logits; 1 has no effect.
     pub repetition_penalty: f32,
-    /// Makes the draws repeatable. A caller that draws fills it in where it is missing ([`SamplingOptions::seeded_by`]); a
-    /// single choice takes 0.
+    /// Makes the draws repeatable. A caller that draws repeatedly sets a missing seed ([`SamplingOptions::seeded_by`]); a single choice
+    /// uses 0.
     pub seed: Option<u64>,
 }
 
@@ -50,7 +50,7 @@ impl Default for SamplingOptions {
 }
 
 impl SamplingOptions {
-    /// The argmax.
+    /// Greedy: the argmax.
     pub const GREEDY: SamplingOptions = SamplingOptions {
         temperature: 0.0,
         top_k: 0,
@@ -60,7 +60,7 @@ impl SamplingOptions {
         seed: None,
     };
 
-    /// Refuses values that do not describe a distribution.
+    /// Checks that the values describe a distribution.
     pub fn check(&self) -> Result<()> {
         let finite = |name: &str, value: f32, fits: bool, range: &str| {
             if !fits {
@@ -90,7 +90,7 @@ impl SamplingOptions {
         )
     }
 
-    /// The same with a seed: its own, or else this one.
+    /// Returns these settings with `seed` if they have none.
     pub fn seeded_by(&self, seed: u64) -> Self {
         SamplingOptions {
             seed: self.seed.or(Some(seed)),
@@ -98,30 +98,30 @@ impl SamplingOptions {
         }
     }
 
-    /// Whether the argmax is chosen and nothing is drawn.
+    /// Whether the settings take the argmax instead of drawing.
     fn takes_argmax(&self) -> bool {
         self.temperature == 0.0 || self.top_k == 1 || self.top_p == 0.0
     }
 
-    /// Whether the largest logit is chosen, whatever tokens came before.
+    /// Whether the largest logit is chosen, independent of the history.
     pub fn is_greedy(&self) -> bool {
         self.takes_argmax() && self.repetition_penalty == 1.0
     }
 }
 
-/// What the choice of one token depends on beside its logits.
+/// The inputs of the choice of one token, beside its logits.
 #[derive(Clone, Copy, Debug)]
 pub struct Choice<'a> {
-    /// How it is chosen; checked.
+    /// Sampling settings, already checked.
     pub options: &'a SamplingOptions,
-    /// The number of the draw among those of its seed.
+    /// The number of the draw under its seed.
     pub draw: u64,
     /// The tokens before it, for the repetition penalty.
     pub history: &'a [u32],
 }
 
 impl Choice<'_> {
-    /// The same as the numbers that a draw is computed with.
+    /// The parameters of the draw that these settings imply.
     pub fn rule(&self) -> DrawRule {
         let options = self.options;
         let scale = std::f64::consts::LOG2_E / f64::from(options.temperature);
@@ -130,7 +130,7 @@ impl Choice<'_> {
             draw: self.draw,
             scale: match options.takes_argmax() {
                 true => 0.0,
-                // The smallest temperatures leave the largest logits alone with any factor.
+                // At the smallest temperatures, any large factor leaves only the largest logits.
                 false => (scale as f32).min(f32::MAX),
             },
             least_log: options.min_p.log2(),
@@ -158,7 +158,7 @@ pub fn all_ruled_out(vocabulary: usize) -> Error {
     )
 }
 
-/// Memory that choices reuse; it grows to the largest vocabulary it has seen.
+/// Memory reused between choices; it grows to the largest vocabulary seen.
 #[derive(Clone, Debug, Default)]
 pub struct Scratch {
     penalized: Vec<f32>,
@@ -166,7 +166,7 @@ pub struct Scratch {
     ranking: Ranking,
 }
 
-/// The token chosen from `logits`, one for each token. A logit of minus infinity rules its token out.
+/// The token chosen from `logits`, which has one logit per token. A logit of minus infinity excludes its token.
 pub fn sample(logits: &[f32], choice: &Choice<'_>, scratch: &mut Scratch) -> Result<u32> {
     let rule = choice.rule();
     let mut largest = match sample::largest(logits) {
@@ -188,14 +188,14 @@ pub fn sample(logits: &[f32], choice: &Choice<'_>, scratch: &mut Scratch) -> Res
         }
     }
     if rule.scale == 0.0 {
-        // The first of equals, zeros of either sign among them.
+        // The first of equal logits; zeros of either sign are equal.
         let first = logits.iter().position(|&x| x == largest);
         return Ok(first.unwrap_or(0) as u32);
     }
     scratch.ranking.draw(logits, largest, &rule)
 }
 
-/// The tokens chosen from rows of `logits`, one for each choice, on the threads of `cpu`. `scratches` gets one for each thread.
+/// The tokens chosen from rows of `logits`, one for each choice, on the threads of `cpu`. Grows `scratches` to one for each thread.
 pub fn sample_rows(
     logits: &[f32],
     choices: &[Choice<'_>],
@@ -210,7 +210,7 @@ pub fn sample_rows(
     let chosen: Vec<OnceLock<Result<u32>>> = choices.iter().map(|_| OnceLock::new()).collect();
     let next = AtomicUsize::new(0);
     cpu.pool().run(threads, |thread| {
-        // A scratch that a panic left behind will do: it is filled anew each time.
+        // A scratch left behind by a panic can be reused, because every choice refills it.
         let mut scratch = scratches[thread]
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
@@ -242,8 +242,7 @@ fn penalize(logits: &mut [f32], history: &[u32], penalty: f32, seen: &mut Vec<bo
     }
 }
 
-/// The logit of a token that has occurred. An extreme penalty neither rules it out nor makes a logit that nothing can be compared
-/// with.
+/// The penalized logit of a token that has occurred. An extreme penalty neither excludes the token nor produces NaN.
 fn penalized(x: f32, penalty: f32) -> f32 {
     let penalized = if x > 0.0 { x / penalty } else { x * penalty };
     match x.is_finite() {
@@ -252,14 +251,14 @@ fn penalized(x: f32, penalty: f32) -> f32 {
     }
 }
 
-/// A token within its bucket: larger for a larger logit, and of equal ones for the lower token.
+/// A token within its bucket. Its key is larger for a larger logit, and among equal logits for the lower token id.
 #[derive(Clone, Copy, Debug)]
 struct Member {
     key: u64,
     weight: u64,
 }
 
-/// What a running sum over the ranking counts.
+/// The quantity that a running sum over the ranking adds up.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Measure {
     Tokens,
@@ -275,12 +274,12 @@ impl Measure {
     }
 }
 
-/// Tokens by bucket, and what the buckets hold together.
+/// Tokens by bucket, and the totals of each bucket.
 #[derive(Clone, Debug, Default)]
 struct Ranking {
     buckets: Vec<u16>,
     logs: Vec<f32>,
-    /// Weights, before what is below 1 is cut off.
+    /// Weights, before truncation to integers.
     weights: Vec<f32>,
     sums: Vec<u64>,
     counts: Vec<u64>,
@@ -325,7 +324,7 @@ impl Ranking {
             &mut self.weights[..n],
         );
         sample::weigh(logits, largest, scale, logs, weights)?;
-        // A loop of its own, so that it is vectorized.
+        // A separate loop, so that it is vectorized.
         for (place, &log) in buckets.iter_mut().zip(&*logs) {
             *place = bucket(log) as u16;
         }
@@ -352,8 +351,7 @@ impl Ranking {
         before + within.map(|(_, (_, &w))| weight(w)).sum::<u64>()
     }
 
-    /// The token at which the running sum of `measure` passes `target`, which is less than the whole, and the sum of weights
-    /// before it.
+    /// The token at which the running sum of `measure` passes `target`, which is less than the total, and the sum of weights before it.
     fn passing(&mut self, logits: &[f32], measure: Measure, target: u64) -> (Member, u64) {
         let (mut bucket, mut passed, mut before) = (0, 0, 0);
         let of = |b: usize| match measure {
@@ -379,11 +377,11 @@ impl Ranking {
     }
 }
 
-/// The member at which the running sum over `members`, from the largest key down, passes `target`; and the sum of weights before
-/// it, where `before` is that of all larger ones elsewhere.
+/// The member at which the running sum over `members`, by descending key, passes `target`; and the sum of weights before it. `before` is
+/// the sum of all larger members of other buckets.
 fn within(members: &mut [Member], measure: Measure, target: u64, before: u64) -> (Member, u64) {
     let (mut members, mut target, mut before) = (members, target, before);
-    // Roughly halves what is left until it is cheap to sort.
+    // Roughly halves the candidates until sorting them is cheap.
     while members.len() > 32 {
         let middle = members.len() / 2;
         let (upper, _, _) = members.select_nth_unstable_by_key(middle, |m| Reverse(m.key));
@@ -409,12 +407,12 @@ fn within(members: &mut [Member], measure: Measure, target: u64, before: u64) ->
     (members[last], before)
 }
 
-/// The integer part of a power that [`sample::weigh`] gives, converted through i64, for which there is an instruction.
+/// The integer part of a power from [`sample::weigh`], converted through i64, for which the CPU has an instruction.
 fn weight(power: f32) -> u64 {
     (power as i64).cast_unsigned()
 }
 
-/// A token's place in the ranking: larger for a larger logit, and of equal ones for the lower token, which is in the low half.
+/// A token's place in the ranking: larger for a larger logit, and among equal logits for the lower token id, which is in the low half.
 fn key(logit: f32, token: u32) -> u64 {
     let place = sample::place(logit).cast_unsigned() ^ 0x8000_0000;
     u64::from(place) << 32 | u64::from(!token)
@@ -430,7 +428,7 @@ mod tests {
         p.iter().map(|p| p.ln()).collect()
     }
 
-    /// How often each token comes in `n` draws.
+    /// The number of times each token is chosen in `n` draws.
     fn counts(options: SamplingOptions, logits: &[f32], n: usize) -> Vec<usize> {
         let mut scratch = Scratch::default();
         let mut counts = vec![0; logits.len()];
@@ -507,7 +505,7 @@ mod tests {
             2000,
         );
         assert!(half[0] == 0 && half[2] == 0 && half[1] > 0 && half[3] > 0);
-        // top-p counts shares of what top-k leaves: 4/7 of the first.
+        // top-p applies to the probabilities that remain after top-k: 4/7 for the first.
         let both = SamplingOptions {
             top_k: 2,
             top_p: 0.55,
@@ -516,7 +514,7 @@ mod tests {
         assert_eq!(counts(both, &l, 500)[1], 500);
     }
 
-    /// The token that these options choose first, or why there is none.
+    /// The token that these options choose in the first draw, or the error.
     fn chosen(options: &SamplingOptions, logits: &[f32], history: &[u32]) -> Result<u32> {
         let choice = Choice {
             options,
@@ -599,7 +597,7 @@ mod tests {
         logs.into_iter().zip(weights).collect()
     }
 
-    /// What the ranking says, sorted as a whole and summed up token by token.
+    /// The reference choice: sorts the whole ranking and sums it token by token.
     fn by_sorting(logits: &[f32], rule: &DrawRule) -> u32 {
         let ControlFlow::Continue(largest) = sample::largest(logits) else {
             panic!("unusable logits");
@@ -641,7 +639,7 @@ mod tests {
         for case in 0..4000u64 {
             let pick = |salt: u64, of: u64| random::bits(77 + salt, case) % of;
             let n = [1, 5, 60, 1000, 5000][pick(0, 5) as usize];
-            // Steep and flat ones; some with many equal logits, some with tokens that are ruled out.
+            // Steep and flat distributions; some with many equal logits, some with excluded tokens.
             let (width, coarse) = ([30.0, 8.0, 1.0][pick(1, 3) as usize], pick(2, 3) == 0);
             let mut logits: Vec<f32> = (0..n)
                 .map(|i| {

@@ -1,6 +1,6 @@
-//! Weights as training in 4 bits sees them, by the straight-through estimator (Bengio, Léonard and Courville, arXiv 1308.3432):
-//! the forward pass uses a weight rounded to NVFP4, and the backward pass treats the rounding as the identity, so that the
-//! gradient of the rounded values is the gradient of the weight.
+//! Weights of 4-bit training with the straight-through estimator (Bengio, Léonard and Courville, arXiv 1308.3432). The forward pass uses a
+//! weight rounded to NVFP4; the backward pass treats the rounding as the identity, so that the gradient of the rounded values is the
+//! gradient of the weight.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -21,7 +21,7 @@ pub fn quantize_packed(device: &Device, weight: &Tensor) -> Result<Nvfp4Tensor> 
     tensors::quantize(device, weight, &options, ScaleLayout::Linear)
 }
 
-/// The values of what [`quantize_packed`] gives, `[.., K]` of a floating `dtype`.
+/// Decodes the result of [`quantize_packed`] to `[.., K]` of a floating `dtype`.
 pub fn dequantize_packed(
     device: &Device,
     codes: Tensor,
@@ -43,7 +43,8 @@ pub fn weight(device: &Device, weight: &Tensor) -> Result<Tensor> {
     tensors::dequantize_own(device, &packed, weight.dtype())
 }
 
-/// Rows of `x` `[.., K]`, of a weight `[N, K]`, and of K; where gradients `[.., N]` of the outputs are given, these must fit too.
+/// Returns the rows of `x` `[.., K]`, the rows of `weight` `[N, K]`, and K. Checks that they agree, also with `gradient` `[.., N]` of the
+/// outputs if given.
 fn sizes_of(x: &Tensor, weight: &Tensor, gradient: Option<&Tensor>) -> Result<[usize; 3]> {
     let ((m, k), (n, cols)) = (x.shape().matrix(), weight.shape().matrix());
     if weight.shape().rank() != 2 || k != cols {
@@ -80,7 +81,7 @@ fn sizes_of(x: &Tensor, weight: &Tensor, gradient: Option<&Tensor>) -> Result<[u
     Ok([m, n, k])
 }
 
-/// The sizes of [`linear_into`]'s result, `[.., N]`, once `x` and `weight` have been checked.
+/// The shape of [`linear_into`]'s result, `[.., N]`, after checking `x` and `weight`.
 pub fn linear_sizes(x: &Tensor, weight: &Tensor) -> Result<Vec<usize>> {
     let [_, n, _] = sizes_of(x, weight, None)?;
     Ok(x.shape().with_last(n))
@@ -98,8 +99,8 @@ fn product(
     Ok(out)
 }
 
-/// `x` `[.., K]` times the rounded values of `weight` `[N, K]`, transposed, to `out` `[.., N]` of a floating type. Sums are in f32; on a GPU
-/// operands and results are rounded to bfloat16.
+/// `x` `[.., K]` times the rounded values of `weight` `[N, K]`, transposed, to `out` `[.., N]` of a floating type. Accumulates in f32; on a
+/// GPU operands and results are rounded to bfloat16.
 pub fn linear_into(device: &Device, x: &Tensor, weight: &Tensor, out: &mut Tensor) -> Result<()> {
     let [m, n, k] = sizes_of(x, weight, None)?;
     let rounded = self::weight(device, weight)?;
@@ -111,8 +112,8 @@ pub fn linear_into(device: &Device, x: &Tensor, weight: &Tensor, out: &mut Tenso
     })
 }
 
-/// The gradients of [`linear_into`] from those of its result, `gradient` `[.., N]`: of `x` through the rounded weight, to `dx`, and of
-/// `weight` as if it had not been rounded, to `dweight`, each where it is wanted.
+/// Backward of [`linear_into`], from the gradient `[.., N]` of its result: the gradient of `x` through the rounded weight, to `dx`, and the
+/// gradient of `weight` as if it had not been rounded, to `dweight`. Either may be omitted.
 pub fn linear_backward_into(
     device: &Device,
     x: &Tensor,
@@ -144,7 +145,7 @@ pub fn linear_backward_into(
     })
 }
 
-/// A cache of the rounded values of weights that do not change. Each is kept as long as its weight lives.
+/// A cache of the rounded values of weights that do not change. An entry lives as long as its weight.
 #[derive(Default)]
 pub struct EvalWeights(Mutex<Vec<(WeakTensor, Tensor)>>);
 
@@ -158,7 +159,7 @@ impl EvalWeights {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What [`weight`] gives, computed by the first call for a weight and cached.
+    /// The result of [`weight`], computed by the first call for a weight and then cached.
     pub fn weight(&self, device: &Device, weight: &Tensor) -> Result<Tensor> {
         let find = |kept: &[(WeakTensor, Tensor)]| {
             let found = kept.iter().find(|(of, _)| of.is(weight));
@@ -174,7 +175,7 @@ impl EvalWeights {
             gpu.check_calls()?;
         }
         let mut kept = self.kept();
-        // Another thread may have been faster.
+        // Another thread may have added it meanwhile.
         if let Some(values) = find(&kept) {
             return Ok(values);
         }
@@ -185,7 +186,7 @@ impl EvalWeights {
         Ok(made)
     }
 
-    /// Drops the values of weights that are gone.
+    /// Drops the values of weights that no longer exist.
     pub fn prune(&self) {
         // Unlocks before it drops the tensors, whose memory may take a while to free.
         let dead = take_dead(&mut self.kept());
@@ -285,7 +286,7 @@ mod tests {
             cache.weight(&device, &w.clone()).unwrap().data(),
             first.data()
         );
-        // The same memory with other rows, or in another type, is another weight.
+        // A view of that memory with another shape or type is another weight.
         let half = w.view(Shape::contiguous(&[2, 32]).unwrap(), 32).unwrap();
         let of_half = cache.weight(&device, &half).unwrap();
         assert_eq!(of_half.shape().sizes(), [2, 32]);

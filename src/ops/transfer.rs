@@ -1,9 +1,8 @@
-//! Tensors in the memory of any device: allocated, borrowed from the host program, and copied between devices; and managed
-//! memory under the process's policy.
+//! Tensors in the memory of any device: allocation, borrowing from the host program, and copies between devices; and managed memory under
+//! the process's policy.
 //!
-//! Memory that a host program shares with the library is used in the order of its legacy default stream, or of another that it
-//! names ([`HostStream`]): the library's work comes after what the program had enqueued there before the call, and before what
-//! it enqueues there after the call.
+//! Memory shared with a host program is used in the order of the program's legacy default stream, or of another that it names
+//! ([`HostStream`]): the library's work comes after everything enqueued there before the call, and before everything enqueued after it.
 
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
@@ -15,18 +14,18 @@ use crate::tensor::{DType, Managed, Place, Release, Shape, Tensor};
 
 pub use crate::cuda::HostStream;
 
-/// Does `work` on `gpu` with memory that the host program shares, in the order of the program's stream. If the device has found
-/// an error in an earlier call, that is returned instead.
+/// Runs `work` on `gpu` with memory that the host program shares, in the order of the program's stream. Returns the error instead if the
+/// device has found one in an earlier call.
 pub(super) fn in_stream_order<T>(gpu: &Gpu, work: impl FnOnce() -> Result<T>) -> Result<T> {
     gpu.check_calls()?;
     gpu.after_host_stream()?;
     let result = work();
-    // Even after an error: some of the work may have been enqueued.
+    // Even after an error, because some of the work may have been enqueued.
     gpu.before_host_stream()?;
     result
 }
 
-/// The same for work that waits for the device: errors of earlier calls are known by then, and are returned too.
+/// Like [`in_stream_order`], for work that waits for the device. Errors of earlier calls are known by then, and are returned too.
 pub(super) fn in_stream_order_and_wait<T>(
     gpu: &Gpu,
     work: impl FnOnce() -> Result<T>,
@@ -36,8 +35,7 @@ pub(super) fn in_stream_order_and_wait<T>(
     Ok(result)
 }
 
-/// Waits until all work that calls have enqueued on CUDA device `ordinal` has run. An error that the device has found in it is
-/// returned.
+/// Waits for all work that calls have enqueued on CUDA device `ordinal`. Returns an error that the device has found in it.
 pub fn synchronize(ordinal: usize) -> Result<()> {
     let gpu = Gpu::open(ordinal)?;
     gpu.synchronize()?;
@@ -57,8 +55,8 @@ pub fn zeros(sizes: &[usize], dtype: DType, device: Option<usize>) -> Result<Ten
     })
 }
 
-/// A view of memory of CUDA device `ordinal`, or of managed memory, at `address`, that the host program lends; see
-/// [`Tensor::on_device`]. Addresses of other memory are refused.
+/// A view of memory at `address` that the host program lends: memory of CUDA device `ordinal`, or managed memory; see
+/// [`Tensor::on_device`]. Fails for other memory.
 ///
 /// # Safety
 /// As for [`Tensor::on_device`], in the order of the legacy default stream.
@@ -83,21 +81,21 @@ pub unsafe fn from_dlpack<M: Managed>(managed: *mut M) -> Result<Tensor> {
     unsafe { Tensor::from_dlpack(managed, cuda::find) }
 }
 
-/// Copies the elements of a tensor in any place, row-major without gaps, into `out`, which must be exactly as large.
+/// Copies the elements of a tensor on any device, row-major without gaps, into `out`, which must have exactly that size.
 pub fn copy_to_host(tensor: &Tensor, out: &mut [u8]) -> Result<()> {
     match tensor.place().cuda() {
         None => tensor.copy_to(out),
         Some(ordinal) => {
             let gpu = Gpu::open(ordinal)?;
             gpu.after_host_stream()?;
-            // The download waits for its own work, so nothing is left that the program's next work would have to wait for.
+            // The download waits for its own work, so the program's next work has nothing left to wait for.
             cuda::download(tensor, out)?;
             gpu.check_calls()
         }
     }
 }
 
-/// The same as f32.
+/// Copies the elements of a tensor on any device into `out` as f32.
 pub fn copy_as_f32(tensor: &Tensor, out: &mut [f32]) -> Result<()> {
     if tensor.place() == Place::Host {
         return tensor.rows_f32(0..tensor.shape().matrix().0, out);
@@ -126,21 +124,21 @@ pub fn copy(tensor: &Tensor, device: Option<usize>) -> Result<Tensor> {
     })
 }
 
-/// What may be put in managed (unified) memory.
+/// Policy for managed (unified) memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ManagedPolicy {
-    /// Nothing.
+    /// No tensor uses managed memory.
     Disabled,
-    /// What the host program hands to [`by_policy`], where a device can.
+    /// Tensors passed to [`by_policy`] use managed memory if the device supports it.
     #[default]
     Preferred,
-    /// The same, and where no device can that is an error.
+    /// Tensors passed to [`by_policy`] use managed memory; fails if the device does not support it.
     Required,
 }
 
 impl ManagedPolicy {
-    /// The name that hosts know it by.
+    /// The name in host programs.
     pub const fn name(self) -> &'static str {
         match self {
             ManagedPolicy::Disabled => "Disabled",
@@ -157,7 +155,7 @@ pub fn set_managed_policy(policy: ManagedPolicy) {
     POLICY.store(policy as u8, Relaxed);
 }
 
-/// The policy in force: what was set, unless the environment has switched managed memory off.
+/// The policy in force: the one that was set, unless the environment switches managed memory off.
 pub fn managed_policy() -> ManagedPolicy {
     if env::managed_memory_is_off() {
         return ManagedPolicy::Disabled;
@@ -168,7 +166,7 @@ pub fn managed_policy() -> ManagedPolicy {
         .unwrap_or_default()
 }
 
-/// Refuses managed memory for CUDA device `ordinal` where the policy or the device does. Opens no device.
+/// Fails if the policy or CUDA device `ordinal` does not allow managed memory. Opens no device.
 pub fn check_managed(ordinal: usize) -> Result<()> {
     if managed_policy() == ManagedPolicy::Disabled {
         let by = match env::managed_memory_is_off() {
@@ -181,9 +179,9 @@ pub fn check_managed(ordinal: usize) -> Result<()> {
         .map_err(|e| e.within(format_args!("managed memory of CUDA device {ordinal}")))
 }
 
-/// A contiguous copy of a tensor in managed memory for CUDA device `ordinal`, or the tensor itself if it is in managed memory
-/// already. Then it is brought to the device `prefetch`, where that is given, which is to keep it; `read_mostly` says that it
-/// will be read far more than written.
+/// A contiguous copy of a tensor in managed memory for CUDA device `ordinal`, or the tensor itself if it is in managed memory already.
+/// Prefetches it to the device `prefetch`, if given, as its preferred location. `read_mostly` says that it is read far more often than
+/// written.
 pub fn to_managed(
     tensor: &Tensor,
     ordinal: usize,
@@ -213,13 +211,13 @@ pub fn to_managed(
     if let Some(target) = &target {
         ManagedBuffer::prefetch(&managed, Some(target))?;
     }
-    // The host may use the memory too, without any stream.
+    // The host may also use the memory without any stream.
     gpu.synchronize()?;
     gpu.check_calls()?;
     Ok(managed)
 }
 
-/// Moves a tensor in managed memory to a CUDA device, or to the host, ahead of its use there.
+/// Prefetches a tensor in managed memory to a CUDA device, or to the host.
 pub fn prefetch(tensor: &Tensor, to: Option<usize>) -> Result<()> {
     let Place::Managed(ordinal) = tensor.place() else {
         bail!(
@@ -236,14 +234,14 @@ pub fn prefetch(tensor: &Tensor, to: Option<usize>) -> Result<()> {
     in_stream_order(&gpu, || ManagedBuffer::prefetch(tensor, target.as_deref()))
 }
 
-/// Applies the policy to a tensor that CUDA device `ordinal` will use: gives a copy in managed memory, prefetched to the
-/// device, or the tensor itself. Only tensors that the host program hands in are moved; the library moves none on its own.
+/// Applies the policy to a tensor that CUDA device `ordinal` will use. Returns a copy in managed memory, prefetched to the device, or the
+/// tensor itself. The library applies it only to tensors passed in by the host program.
 pub fn by_policy(tensor: &Tensor, ordinal: usize, read_mostly: bool) -> Result<Tensor> {
     match managed_policy() {
         ManagedPolicy::Disabled => Ok(tensor.clone()),
         ManagedPolicy::Required => to_managed(tensor, ordinal, Some(ordinal), read_mostly),
         ManagedPolicy::Preferred => match to_managed(tensor, ordinal, Some(ordinal), read_mostly) {
-            // Where managed memory is unavailable or full, the tensor stays where it is; any other error is returned.
+            // If managed memory is unavailable or full, the tensor stays in its memory; any other error is returned.
             Err(e) => match e.kind() {
                 ErrorKind::Unsupported
                 | ErrorKind::DeviceUnavailable
@@ -264,7 +262,7 @@ mod tests {
     use super::*;
     use crate::base::error::expect_kind;
 
-    /// One test: the policy is the process's.
+    /// A single test, because the policy is process-wide.
     #[test]
     fn the_policy_decides_what_becomes_of_a_tensor() {
         let t = Tensor::from_f32(&[1.0, 2.0], &[2], DType::F32).unwrap();

@@ -1,23 +1,22 @@
-//! An answer while it is generated: which parts of it are reasoning, content and tool calls, and when the reasoning has used up
-//! its budget.
+//! An answer while a chat turn generates it: divides the text into reasoning, content and tool calls, and enforces the reasoning budget.
 
 use crate::base::Result;
 use crate::engine::Served;
 use crate::text::{AnswerParser, Content, Event, Message, ToolCall};
 
-/// What a piece of an answer is.
+/// The kind of a piece of an answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Part {
-    /// The answer itself; all that is generated outside of a chat.
+    /// The answer itself; all text generated outside of a chat.
     #[default]
     Content,
-    /// What the model thinks before it answers.
+    /// The reasoning before the answer.
     Reasoning,
-    /// A call of a tool, whole, as JSON.
+    /// A complete tool call, as JSON.
     ToolCall,
 }
 
-/// An answer as far as it has come.
+/// The answer generated so far.
 pub(super) struct Answer {
     parser: AnswerParser,
     budget: Option<Budget>,
@@ -26,16 +25,16 @@ pub(super) struct Answer {
     calls: Vec<ToolCall>,
 }
 
-/// How long the reasoning may be.
+/// The limit on the length of the reasoning.
 struct Budget {
-    /// Tokens of it that are left.
+    /// Remaining tokens.
     left: usize,
-    /// What ends it then.
+    /// Tokens that end the reasoning once the budget is used up.
     end: Vec<u32>,
 }
 
 impl Answer {
-    /// One that follows the prompt whose text ends in `prompt`, where tools were offered or not, after `calls` calls of tools.
+    /// The answer to a prompt whose text ends in `prompt`. `tools` says whether tools were offered; `calls` tool calls precede it.
     pub(super) fn new(model: &Served, prompt: &str, tools: bool, calls: usize) -> Answer {
         Answer {
             parser: AnswerParser::new(model.answer_form(), prompt, tools, calls),
@@ -46,7 +45,7 @@ impl Answer {
         }
     }
 
-    /// The same with at most `tokens` tokens of reasoning, if the model is one that reasons.
+    /// Limits the reasoning to `tokens` tokens, if the model reasons.
     pub(super) fn within(mut self, model: &Served, tokens: Option<usize>) -> Result<Answer> {
         if let (Some(left), Some(marks)) = (tokens, model.answer_form().reasoning()) {
             let end = model.tokenizer()?.encode(marks.early_end, false)?;
@@ -55,7 +54,7 @@ impl Answer {
         Ok(self)
     }
 
-    /// Adds the text of a token: what that tells, in order.
+    /// Adds the text of a token and returns the pieces that it completes, in order.
     pub(super) fn push(&mut self, text: &str) -> Vec<(Part, String)> {
         let thinking = self.parser.is_reasoning();
         let events = self.parser.push(text);
@@ -68,13 +67,13 @@ impl Answer {
         self.take(events)
     }
 
-    /// Ends the answer: what was held back. `whole` says that the model ended it.
+    /// Ends the answer and returns the text that was held back. `whole` says that the model ended it.
     pub(super) fn finish(&mut self, whole: bool) -> Vec<(Part, String)> {
         let events = self.parser.finish(whole);
         self.take(events)
     }
 
-    /// What is being said.
+    /// The kind of the text now being generated.
     pub(super) fn part(&self) -> Part {
         match self.parser.is_reasoning() {
             true => Part::Reasoning,
@@ -82,7 +81,7 @@ impl Answer {
         }
     }
 
-    /// The tokens that end the reasoning, once its budget is used up.
+    /// Returns the tokens that end the reasoning, once its budget is used up.
     pub(super) fn early_end(&mut self) -> Option<Vec<u32>> {
         let over = |budget: &mut Budget| budget.left == 0;
         match self.parser.is_reasoning() {
@@ -113,7 +112,7 @@ impl Answer {
         told
     }
 
-    /// As a message.
+    /// The answer as a message.
     pub(super) fn into_message(self) -> Message {
         let content = match self.content.is_empty() && !self.calls.is_empty() {
             true => Content::None,

@@ -8,9 +8,8 @@ use crate::base::error::bail;
 use crate::base::{Error, Result};
 use crate::model::{Batch, Choice, Output, Segment, Wanted};
 
-/// Appends `tokens[i]` to `sessions[i]` and runs all of them in one pass over the weights. If anything fails, all of them are as
-/// they were. Cancelled with the thread's
-/// [`call`](crate::base::call).
+/// Appends `tokens[i]` to `sessions[i]` and runs all sessions in one pass over the weights. If the pass fails, every session is as it was
+/// before. Cancelled with the thread's [`call`](crate::base::call).
 pub fn step(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
     let (rows, logits) = stepped(sessions, tokens, None, false)?;
     for (session, row) in sessions.iter_mut().zip(rows) {
@@ -23,8 +22,8 @@ pub fn step(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
     Ok(())
 }
 
-/// Like [`step`], and gives each session's next token, chosen by `options[i]` as a generation would choose it, without
-/// appending it. On a GPU the logits stay on the device; with `look_ahead` it runs those tokens before it is asked to.
+/// Like [`step`], and returns each session's next token, chosen by `options[i]` as a generation would choose it, without appending it. On a
+/// GPU the logits stay on the device; with `look_ahead` the device starts to run those tokens before the next call asks for it.
 pub fn step_choose(
     sessions: &mut [&mut Session],
     tokens: &[u32],
@@ -60,8 +59,7 @@ pub fn step_choose(
     Ok(next)
 }
 
-/// Appends a token to each session and runs them, with the tokens before that are pending: for the logits, or with `options` for the next
-/// tokens.
+/// Appends a token to each session and runs it, with any pending tokens before it. Returns the logits, or with `options` the next tokens.
 fn stepped(
     sessions: &mut [&mut Session],
     tokens: &[u32],
@@ -91,7 +89,7 @@ fn stepped(
     }
     first.model.check_tokens(tokens)?;
     let _held = first.model.hold()?;
-    // Only eviction changes a session in a way that truncating it cannot undo.
+    // Truncating a session undoes every change except eviction.
     let saved: Vec<_> = sessions
         .iter()
         .map(|s| Ok((s.len(), (!s.fits(1)).then(|| s.saved()).transpose()?)))
@@ -119,7 +117,7 @@ fn run(
     for (i, (session, &token)) in sessions.iter_mut().zip(tokens).enumerate() {
         session.make_room(1).map_err(|e| numbered(i, e))?;
         session.push(&[token]);
-        // The token before may be pending too.
+        // The previous token may be pending too.
         let cached = session.cache.len().min(session.len() - 1);
         session.cache.truncate(cached)?;
     }

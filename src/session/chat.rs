@@ -1,6 +1,5 @@
-//! Chat turns. The model's template says how a conversation is spelled: a turn renders all of it, keeps what the sequence holds of
-//! that already, and runs the rest. So an answer that is asked for again, an earlier message that has changed, and the results of
-//! tools are turns as any other.
+//! Chat turns. A turn renders the whole conversation with the model's template, keeps the prefix that the sequence already holds, and runs
+//! the rest. Regenerated answers, edited messages and tool results are therefore ordinary turns.
 
 use std::ops::ControlFlow;
 use std::time::Instant;
@@ -14,21 +13,20 @@ use crate::base::{Result, alloc, call, memory};
 use crate::engine::Served;
 use crate::text::{Aligned, Message, Prompt, Tokenizer};
 
-/// Bytes of text that a token may stand for, in the mean of an answer.
+/// Average bytes of text for a token of an answer, at most.
 const FOR_TOKEN: usize = 16;
-/// Bytes at the end of a prompt that tell how an answer begins.
+/// Bytes at the end of a prompt that determine how an answer begins.
 const OPENING: usize = 256;
 
 impl Session {
-    /// Says `user` in the conversation and generates the answer. Special tokens spelled out in `user` enter as plain text and
-    /// cannot forge a turn. Without `chat`, the options are those of the turn before.
+    /// Adds the user message `user` to the conversation and generates the answer. Special tokens spelled out in `user` enter as plain text
+    /// and cannot forge a turn. Without `chat`, the options of the previous turn apply.
     ///
-    /// Tokens that [`generate`](Session::generate), [`decode`](Session::decode) or [`prefill`](Session::prefill) appended
-    /// after an answer count as part of it. A session that was prefilled before its first turn is refused: its tokens are no
-    /// conversation.
+    /// Tokens that [`generate`](Session::generate), [`decode`](Session::decode) or [`prefill`](Session::prefill) appended after an answer
+    /// count as part of it. A session that was prefilled before its first turn is refused, because its tokens are not a conversation.
     ///
-    /// Cancelled with the thread's [`call`], a turn does not fail: it ends as [`Finish::Cancelled`]. Without a
-    /// token of the answer it is no part of the conversation.
+    /// If the thread's [`call`] is cancelled, the turn does not fail: it ends as [`Finish::Cancelled`]. A turn cancelled before its first
+    /// token is not added to the conversation.
     pub fn chat(
         &mut self,
         user: &str,
@@ -49,9 +47,9 @@ impl Session {
         self.answer(messages, chat, options, on_piece)
     }
 
-    /// Generates the answer to a conversation, all of which is given. Of the tokens that the session holds, those stay with which the
-    /// conversation as the template writes it begins; the others go. Without `chat`, the options are those of the turn
-    /// before. The system prompt of the session's options has no part in it.
+    /// Generates the answer to a complete conversation. The session keeps its tokens as far as they agree with the rendered conversation,
+    /// and drops the others. Without `chat`, the options of the previous turn apply. The system prompt of the session's options is not
+    /// added.
     pub fn chat_messages(
         &mut self,
         messages: &[Message],
@@ -70,7 +68,7 @@ impl Session {
         self.answer(messages.to_vec(), chat, options, on_piece)
     }
 
-    /// The conversation so far, with the answer that the sequence ends in.
+    /// The conversation so far, including the answer at the end of the sequence.
     pub fn messages(&self) -> Result<Vec<Message>> {
         let conversation = &self.conversation;
         let bytes = self.len().saturating_mul(FOR_TOKEN) + self.text_bytes();
@@ -92,7 +90,7 @@ impl Session {
         Ok(messages)
     }
 
-    /// What `tokens` say as an answer.
+    /// Parses `tokens` as an answer.
     fn spoken(&self, answer: &Answering, tokens: &[u32]) -> Result<Message> {
         let conversation = &self.conversation;
         let form = self.model.answer_form();
@@ -183,7 +181,7 @@ impl Session {
         Ok(generation)
     }
 
-    /// Cuts the sequence to its first `len` tokens.
+    /// Truncates the sequence to its first `len` tokens.
     fn keep(&mut self, len: usize) -> Result<()> {
         if len < self.len() {
             self.cache.truncate(len.min(self.cache.len()))?;
@@ -194,8 +192,8 @@ impl Session {
         Ok(())
     }
 
-    /// How the sequence becomes the prompt for an answer to `messages`, of which old turns are left out where the context has no room
-    /// for them and the options say so.
+    /// Plans how the sequence becomes the prompt for an answer to `messages`. If the context is too small and the options allow it, the
+    /// plan leaves out old turns.
     fn plan(&self, messages: Vec<Message>, chat: &ChatOptions) -> Result<Plan> {
         let following = match chat.keep_reasoning {
             true => self.following(&messages, chat)?,
@@ -227,7 +225,7 @@ impl Session {
         }
     }
 
-    /// The prompt for `messages` beside the sequence, and the end of its text.
+    /// Aligns the prompt for `messages` with the sequence. Also returns the end of the prompt's text.
     fn aligned(&self, messages: &[Message], chat: &ChatOptions) -> Result<(Aligned, String)> {
         let tokenizer = self.model.tokenizer()?;
         let prompt = prompt(&self.model, messages, true, chat)?;
@@ -235,8 +233,8 @@ impl Session {
         Ok((tokens, end_of(&prompt.text())))
     }
 
-    /// What follows the whole sequence, where `messages` are those that it holds and more, and the end of its text. `None` if
-    /// they are not, or if the template does not tell.
+    /// If `messages` continue the conversation that the sequence holds, the tokens to append to the whole sequence, and the end of the
+    /// prompt's text. `None` if they do not, or if the template's output does not show where the held answer ends.
     fn following(
         &self,
         messages: &[Message],
@@ -246,7 +244,7 @@ impl Session {
         let Some(answer) = held.len().checked_sub(1) else {
             return Ok(None);
         };
-        // Clients may leave out the reasoning that they were given.
+        // Clients may omit the reasoning that they received.
         let same = |given: &Message, held: &Message| {
             let reasoning_content = match &given.reasoning_content {
                 None => None,
@@ -267,8 +265,7 @@ impl Session {
         {
             return Ok(None);
         }
-        // A placeholder that occurs nowhere else stands for the answer's content: what the template writes after it closes the
-        // answer.
+        // A unique placeholder stands for the answer's content. The text that the template writes after it closes the answer.
         let mark = free_mark(messages);
         let without_reasoning = |message: &Message| Message {
             reasoning_content: None,
@@ -308,9 +305,9 @@ impl Session {
         Ok(Some((aligned, end_of(&added.text()))))
     }
 
-    /// The conversation without its oldest turns, so that `extra` more tokens fit after its prompt. The older half of the turns
-    /// between the kept prefix and the last question goes, or more if that is not enough; what precedes the first user message
-    /// always stays. `None` if eviction is off or cannot make room. The conversation takes `whole` tokens now.
+    /// The conversation without its oldest turns, so that `extra` more tokens fit after its prompt. Drops the older half of the turns
+    /// between the kept prefix and the last question, or more if that is not enough. Everything before the first user message always stays.
+    /// `None` if eviction is off or cannot make room. The conversation takes `whole` tokens now.
     fn shortened(
         &self,
         messages: &[Message],
@@ -363,7 +360,7 @@ impl Session {
         Ok(None)
     }
 
-    /// How the conversation may be shortened for `count` more tokens of the answer that the sequence ends in.
+    /// Plans how to shorten the conversation so that `count` more tokens of the current answer fit.
     pub(super) fn shortened_for(&self, count: usize) -> Result<Option<Plan>> {
         let Conversation {
             messages,
@@ -382,7 +379,7 @@ impl Session {
         )
     }
 
-    /// Forgets what a shortened conversation leaves out. The tokens after the kept prefix are then pending.
+    /// Evicts the turns that a shortened conversation leaves out. The tokens after the kept prefix are then pending.
     pub(super) fn shorten(&mut self, plan: Plan) -> Result<()> {
         let Some(answer) = &mut self.conversation.answer else {
             return Ok(());
@@ -399,7 +396,7 @@ impl Session {
         Ok(())
     }
 
-    /// The conversation that is left of a sequence cut to `len` tokens.
+    /// The conversation that remains if the sequence is truncated to `len` tokens.
     pub(super) fn conversation_until(&self, len: usize) -> Result<Conversation> {
         let mut left = self.conversation.clone();
         if len == 0 {
@@ -429,7 +426,7 @@ impl Session {
                     end_of(&prompt.text()),
                 ))
             };
-            // A template may open an answer otherwise than it writes an earlier one.
+            // A template may open a new answer differently from an earlier one.
             let (closed, _) = align(false)?;
             let (opened, opening) = align(true)?;
             if !closed.added.is_empty() || opened.kept < closed.kept || opened.kept > len {
@@ -437,7 +434,7 @@ impl Session {
             }
             let opens = opened.added.is_empty();
             if !opens && opened.kept == len {
-                // The cut is in what opens the answer.
+                // The cut lies within the text that opens the answer.
                 continue;
             }
             let answer = Answering {
@@ -469,7 +466,7 @@ impl Session {
     }
 }
 
-/// The text that a conversation is written as; `generation` opens the assistant's answer.
+/// Renders a conversation as text; `generation` opens the assistant's answer.
 pub fn render(
     model: &Served,
     messages: &[Message],
@@ -480,7 +477,7 @@ pub fn render(
     template.render_with(messages, generation, &chat.all_variables())
 }
 
-/// The tokens of that text, as a session runs them: names of special tokens in messages are text.
+/// The tokens of the rendered conversation, as a session runs them: names of special tokens in messages are text.
 pub fn tokenize(
     model: &Served,
     messages: &[Message],
@@ -492,7 +489,7 @@ pub fn tokenize(
     Ok(aligned.added)
 }
 
-/// A conversation as the model's template writes it, divided into what is special and what is text.
+/// A conversation rendered by the model's template, with special tokens and plain text kept apart.
 fn prompt(
     model: &Served,
     messages: &[Message],
@@ -509,8 +506,7 @@ fn prompt(
     )
 }
 
-/// The tokens before the template's text. A model's own template writes all that a text begins with; where ChatML stands in for
-/// it, the tokenizer adds them.
+/// The tokens before the template's text. A model's own template writes them itself; if ChatML stands in for it, the tokenizer adds them.
 fn beginning(model: &Served) -> Result<Vec<u32>> {
     let tokenizer: &Tokenizer = model.tokenizer()?;
     let mut whole = Vec::new();

@@ -1,27 +1,27 @@
-//! The conversation that a session holds, the options of its turns, and what a turn is going to make of it.
+//! The conversation that a session holds, the options of its turns, and the plan of a turn. Chat turns and session files use it.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::text::{Aligned, Message};
 
-/// How a chat turn is rendered and answered.
+/// Options of a chat turn.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ChatOptions {
     /// Variables of the model's template, such as `enable_thinking`.
     pub variables: Map<String, Value>,
-    /// The tools that the model may call, each an object as chat servers take them.
+    /// Tools that the model may call, each an object in the format of chat servers.
     pub tools: Vec<Value>,
-    /// Earlier answers stay in the sequence with their reasoning, whatever the template does about it. A turn then runs only
-    /// what it adds, but the model sees what it was not trained on, and the context fills sooner.
+    /// Keeps earlier answers in the sequence with their reasoning, even if the template removes it. A turn then runs only the tokens that
+    /// it adds, but the model sees prompts unlike its training data, and the context fills sooner.
     pub keep_reasoning: bool,
-    /// The most tokens of reasoning. After them the reasoning is ended with the text that the model was trained to end it early by, and the
-    /// answer follows. No effect on a model that does not reason.
+    /// Limit on the tokens of reasoning. At the limit the session appends the text that the model was trained to end its reasoning early
+    /// with, and the answer follows. No effect on a model that does not reason.
     pub reasoning_budget: Option<usize>,
 }
 
 impl ChatOptions {
-    /// The template's variables, tools among them.
+    /// The template's variables, including the tools.
     pub(super) fn all_variables(&self) -> Map<String, Value> {
         let mut variables = self.variables.clone();
         if !self.tools.is_empty() {
@@ -34,25 +34,25 @@ impl ChatOptions {
 /// The conversation that the sequence holds.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Conversation {
-    /// Whether the tokens are those of a conversation, also where they are too few for a message.
+    /// Whether the tokens belong to a conversation, even if they are too few for a message.
     pub(super) begun: bool,
-    /// What was said, without the answer that the sequence ends in.
+    /// The messages, without the answer at the end of the sequence.
     pub(super) messages: Vec<Message>,
     pub(super) answer: Option<Answering>,
     /// The options of the last turn.
     pub(super) options: ChatOptions,
 }
 
-/// The answer that the sequence ends in.
+/// The answer at the end of the sequence.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Answering {
-    /// Where its tokens begin.
+    /// Index of its first token.
     pub(super) start: usize,
-    /// The end of the text before it.
+    /// The end of the prompt's text before it.
     pub(super) opening: String,
     /// Whether the model ended it.
     pub(super) whole: bool,
-    /// What it says, while the sequence has that many tokens.
+    /// The answer as a message, valid while the sequence has this many tokens.
     pub(super) said: Option<(usize, Message)>,
 }
 
@@ -70,12 +70,12 @@ impl Conversation {
     }
 }
 
-/// What a turn makes of the sequence.
+/// How a turn changes the sequence.
 pub(super) struct Plan {
     pub(super) messages: Vec<Message>,
     pub(super) tokens: Aligned,
     /// The end of the prompt's text.
     pub(super) opening: String,
-    /// Tokens that the conversation had before it, where old turns are left out.
+    /// Tokens that old turns took which the plan leaves out.
     pub(super) dropped: usize,
 }

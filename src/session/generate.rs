@@ -1,4 +1,4 @@
-//! The generation loop: logits to a token, the token to text, until something ends it.
+//! The generation loop: chooses a token from the logits, decodes it to text, and repeats until a stop condition holds.
 
 use std::collections::VecDeque;
 use std::ops::ControlFlow;
@@ -13,10 +13,10 @@ use crate::base::{ErrorKind, Result, call, memory};
 use crate::model::{KvCache, Logits};
 use crate::text::ToolCall;
 
-/// How long a generation took.
+/// Durations of a generation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Timings {
-    /// Running what stood before the first token and had not been run.
+    /// Running the tokens that were pending before the first token.
     pub prefill_seconds: f64,
     /// From the call to the first token.
     pub first_token_seconds: f64,
@@ -24,30 +24,30 @@ pub struct Timings {
     pub decode_seconds: f64,
 }
 
-/// What was generated.
+/// The result of a generation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Generation {
     /// The tokens, which the session now holds. A stop token is not among them.
     pub tokens: Vec<u32>,
-    /// Their text, without special tokens and up to a stop string. A character that is unfinished at the end is not part of
-    /// it: its bytes come with the text of the next generation if that completes it. Of an answer in a chat, its content.
+    /// Their text, without special tokens and up to a stop string. Excludes an incomplete character at the end: its bytes come with the
+    /// text of the next generation if that completes it. In a chat, the content of the answer.
     pub text: String,
     /// The reasoning before the answer, in a chat.
     pub reasoning: String,
-    /// The tools that the answer calls, in a chat.
+    /// The tool calls of the answer, in a chat.
     pub tool_calls: Vec<ToolCall>,
     /// The seed of the draws, which repeats them.
     pub seed: u64,
-    /// What ended it.
+    /// The reason why it ended.
     pub finish: Finish,
-    /// Tokens that stood before it: all that the session held, or for a chat turn those that the turn added.
+    /// Tokens before it: all tokens that the session held, or for a chat turn those that the turn added.
     pub prompt_tokens: usize,
     /// How long it took.
     pub timings: Timings,
 }
 
 impl Generation {
-    /// One without tokens.
+    /// A generation without tokens.
     fn new(seed: u64) -> Self {
         Generation {
             tokens: Vec::new(),
@@ -62,25 +62,25 @@ impl Generation {
     }
 }
 
-/// A generated token, or text without a token: text that was held back until the end, or more of what the previous token
-/// completes. The content pieces together are the text of the generation; only a callback that breaks misses text that was held
-/// back because a stop string might have begun in it.
+/// A generated token, or text without a token: text that was held back until the end, or more text that the previous token completes. The
+/// concatenated content pieces are the text of the generation. Only a callback that breaks misses text that was held back as the possible
+/// beginning of a stop string.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Piece<'a> {
-    /// The token, if it is the first piece of one.
+    /// The token, if this is its first piece.
     pub token: Option<u32>,
-    /// What the text is.
+    /// The kind of the text.
     pub part: Part,
-    /// The text that it completes; empty while a character or what may be a stop string is incomplete.
+    /// The text that the token completes; empty while a character or a possible stop string is incomplete.
     pub text: &'a str,
-    /// The natural logarithm of the token's probability as the model gives it, before temperature, penalties and the like, where
-    /// that was asked for.
+    /// If requested, the natural logarithm of the token's probability in the model's own distribution, before temperature, penalties and
+    /// the like.
     pub log_probability: Option<f32>,
 }
 
 impl Session {
-    /// Generates from where the session stands. If it fails, nothing was generated. Cancelled with the thread's [`call`], it does not
-    /// fail: it ends as [`Finish::Cancelled`] with the tokens it has, be it none.
+    /// Generates from the current end of the session. If it fails, the session is as it was before. If the thread's [`call`] is cancelled,
+    /// it does not fail: it ends as [`Finish::Cancelled`] with the tokens so far, possibly none.
     pub fn generate(
         &mut self,
         options: &GenerateOptions,
@@ -93,7 +93,7 @@ impl Session {
         })
     }
 
-    /// Runs a generation. One that is cancelled before its first token leaves the session as it was, and has no tokens.
+    /// Runs a generation. If it is cancelled before its first token, the session is as it was before and the result has no tokens.
     pub(super) fn or_cancelled(
         &mut self,
         options: &GenerateOptions,
@@ -109,7 +109,7 @@ impl Session {
         }
     }
 
-    /// The loop, whose tokens go on with `text`, and with `answer` where they are one of a chat.
+    /// The generation loop. Its tokens continue `text`, and also `answer` in a chat.
     pub(super) fn generate_text(
         &mut self,
         mut text: Transcript,
@@ -122,7 +122,7 @@ impl Session {
         let mut out = Generation::new(sampler.seed());
         out.prompt_tokens = self.tokens.len();
         let room = match self.options.eviction {
-            // What is no answer would never end, as all that is old may be forgotten.
+            // Without an answer to bound it, an unlimited generation that may evict old tokens would never end.
             Eviction::DropOldest { .. } if options.max_tokens == usize::MAX && answer.is_none() => {
                 (self.options.context - self.tokens.len()).max(1)
             }
@@ -134,7 +134,7 @@ impl Session {
         let mut replayed = Vec::new();
         let mut broke = false;
         let mut first = None;
-        // Forced tokens, which end the reasoning.
+        // Tokens that end the reasoning early; they are appended instead of sampled ones.
         let mut given = VecDeque::new();
         while out.tokens.len() < room {
             if let Some(end) = answer.as_mut().and_then(Answer::early_end) {
@@ -218,7 +218,7 @@ impl Session {
         Ok(out)
     }
 
-    /// The next token, with the logarithm of its probability where that is asked for.
+    /// The next token, with its log-probability if requested.
     fn chosen(
         &mut self,
         sampler: &mut Sampler,
@@ -315,7 +315,7 @@ impl Session {
     }
 }
 
-/// The natural logarithm of the share that `token` has of the softmax of `logits`.
+/// The natural logarithm of the softmax probability of `token`.
 fn log_probability(logits: &[f32], token: u32) -> f32 {
     let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits.iter().map(|&l| f64::from(l - most).exp()).sum();

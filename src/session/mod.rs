@@ -1,8 +1,8 @@
-//! Floor 7: conversations. A session is one sequence of tokens run by a shared model: its cache of keys and values, the logits
-//! of its last token, and the conversation that chat turns make of it. Knows nothing of weights, kernels or training.
+//! Floor 7: conversations. A session is one sequence of tokens run by a shared model: its KV cache, the logits of its last token, and the
+//! conversation of its chat turns. Knows nothing of weights, kernels or training.
 //!
-//! On the CPU a token's logits have the same bits alone, in a batch and in a prompt; on a GPU the same calls give the same bits,
-//! and others differ by rounding. See [`Served::forward`].
+//! On the CPU a token's logits have the same bits alone, in a batch and in a prompt. On a GPU the same calls give the same bits, and other
+//! calls may differ by rounding. See [`Model::run`](crate::model::Model::run).
 
 mod answer;
 mod batch;
@@ -37,52 +37,51 @@ pub use transcript::Transcript;
 use conversation::{Conversation, Plan};
 use next::Next;
 
-/// What to do when tokens no longer fit in the context.
+/// Policy for tokens that no longer fit in the context.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Eviction {
-    /// Refuse them: [`ErrorKind::ContextFull`](crate::base::ErrorKind::ContextFull), or the end of a generation.
+    /// Refuses them: [`ErrorKind::ContextFull`](crate::base::ErrorKind::ContextFull), or the end of a generation.
     #[default]
     Error,
-    /// Forget the older half of what stands between the first `keep` tokens and the end, or more if that is not enough. Keys
-    /// carry their positions, so what stays is computed anew: the session is then what a fresh one given those tokens would
-    /// be. A conversation forgets whole turns, the oldest first, and never what stands before its first user's words, nor its
-    /// last question.
+    /// Evicts the older half of the tokens after the first `keep`, or more if that is not enough. Keys carry their positions, so the
+    /// remaining tokens are recomputed: the session equals a fresh one that was given those tokens. A conversation evicts whole turns, the
+    /// oldest first; it always keeps the messages before the first user message, and the last question.
     DropOldest {
-        /// How many tokens at the beginning are never forgotten.
+        /// Number of tokens at the beginning that are never evicted.
         keep: usize,
     },
 }
 
-/// How to make a session.
+/// Options of a new session.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SessionOptions {
-    /// Tokens it can hold; 0 takes what the model was made for. Memory is taken as they come.
+    /// Tokens it can hold; 0 takes the model's maximum. Memory is allocated as tokens come.
     pub context: usize,
-    /// How keys and values are stored.
+    /// Element type of cached keys and values.
     pub kv: KvType,
-    /// What chat turns tell the model first about its role.
+    /// The system prompt of chat turns.
     pub system: Option<String>,
-    /// What to do when the context is full.
+    /// Policy for a full context.
     pub eviction: Eviction,
 }
 
-/// One sequence of tokens and what is needed to continue it.
+/// A sequence of tokens and the state needed to continue it.
 ///
-/// A call that fails leaves the session as it was. A long one is cancelled with its thread's [`call`], which it also tells how many
-/// tokens have been run. The tokens at its end may not have been run yet: the last one of a
-/// generation is run by the call that needs its logits, together with whatever follows it.
+/// A call that fails leaves the session as it was. A long call is cancelled with its thread's [`call`], to which it reports the number of
+/// tokens run. Tokens at the end may be pending: the last token of a generation is run by the next call that needs its logits, together
+/// with the tokens that follow it.
 pub struct Session {
     model: Arc<Served>,
     options: SessionOptions,
     tokens: Vec<u32>,
-    /// How many tokens eviction has forgotten.
+    /// Number of tokens that eviction has dropped.
     evicted: usize,
-    /// Holds the first tokens; those after are pending.
+    /// Holds the first tokens; later tokens are pending.
     cache: KvCache,
     scratch: Scratch,
     next: Next,
     conversation: Conversation,
-    /// The seed of draws in steps whose options have none. One serves many steps, so that a device can look ahead.
+    /// Seed of draws in steps whose options have none. All steps share it, so that a device can look ahead.
     seed: u64,
 }
 
@@ -94,13 +93,13 @@ struct Saved {
     conversation: Conversation,
 }
 
-/// How room is made for more tokens.
+/// How to make room for more tokens.
 enum Room {
-    /// As it is.
+    /// The tokens fit already.
     Free,
-    /// Without these tokens.
+    /// By evicting these tokens.
     Tokens(Range<usize>),
-    /// Without the oldest turns.
+    /// By dropping the oldest turns.
     Turns(Plan),
 }
 
@@ -147,8 +146,7 @@ impl Session {
         self.tokens.len()
     }
 
-    /// Tokens appended so far, those included that eviction has forgotten: the number of the next draw, see
-    /// [`Sampler::after`].
+    /// Tokens appended so far, including evicted ones. This is the number of the next draw, see [`Sampler::after`].
     pub fn appended(&self) -> usize {
         self.evicted + self.tokens.len()
     }
@@ -168,12 +166,12 @@ impl Session {
         &self.tokens
     }
 
-    /// Bytes of its cached keys and values, those shared with forks included.
+    /// Bytes of its cached keys and values, including pages shared with forks.
     pub fn kv_bytes(&self) -> usize {
         self.cache.bytes()
     }
 
-    /// Appends `tokens` and runs them in blocks.
+    /// Appends `tokens` and runs them in prefill chunks.
     pub fn prefill(&mut self, tokens: &[u32]) -> Result<()> {
         self.append(tokens, tokens.len())
     }
@@ -188,25 +186,25 @@ impl Session {
         self.append(&[token], 1)
     }
 
-    /// The logits of the token to come, one for each row of the model's vocabulary.
+    /// The logits of the next token, one for each entry of the model's vocabulary.
     pub fn logits(&mut self) -> Result<&[f32]> {
         self.flush()?;
         self.flushed()
     }
 
-    /// The argmax of the logits, the first of equals: what a greedy sampler chooses, without the logits leaving a GPU.
+    /// The argmax of the logits, the first if several are equal: the choice of a greedy sampler. On a GPU the logits stay on the device.
     pub fn argmax(&mut self) -> Result<u32> {
         self.flush_and_choose(&mut Sampler::new(&SamplingOptions::default())?, false)
     }
 
-    /// Chooses the token to come, without appending it.
+    /// Chooses the next token without appending it.
     pub fn sample(&mut self, sampler: &mut Sampler) -> Result<u32> {
         self.flush()?;
         sampler.sample(self.flushed()?, &self.tokens)
     }
 
-    /// Forgets the tokens from `len` on. A conversation ends there too: within the answer that `len` lies in, or with the last one
-    /// before it. Nothing is left of a session cut to 0.
+    /// Drops the tokens from `len` on. The conversation is truncated to match: it ends within the answer that contains `len`, or with the
+    /// last answer before it. A session truncated to 0 has no conversation.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         if len > self.tokens.len() {
             bail!(
@@ -230,12 +228,12 @@ impl Session {
         Ok(())
     }
 
-    /// Forgets everything but the options.
+    /// Drops everything except the options.
     pub fn reset(&mut self) -> Result<()> {
         self.truncate(0)
     }
 
-    /// A second session in the same state. They share the pages of their caches until either writes to one.
+    /// A second session in the same state. The two share cache pages until either writes to one.
     pub fn fork(&self) -> Result<Session> {
         let bytes = size_of_val(&*self.tokens)
             + self.next.logits().map_or(0, size_of_val)
@@ -250,7 +248,7 @@ impl Session {
         Ok(fork)
     }
 
-    /// Appends `tokens` and runs them, `step` at a time; evicts where that is wanted and needed.
+    /// Appends `tokens` and runs them, `step` at a time; evicts if the options allow it and it is necessary.
     fn append(&mut self, tokens: &[u32], step: usize) -> Result<()> {
         self.model.check_tokens(tokens)?;
         let _held = self.model.hold()?;
@@ -280,14 +278,14 @@ impl Session {
         Ok(())
     }
 
-    /// Appends tokens to be run later.
+    /// Appends tokens without running them.
     fn push(&mut self, tokens: &[u32]) {
         self.tokens.extend_from_slice(tokens);
         self.next.forget();
     }
 
-    /// The token that `sampler` chooses next. On a GPU the logits stay on the device where a single token has to be run for it,
-    /// and with `look_ahead` the device runs the chosen token before it is asked to.
+    /// The token that `sampler` chooses next. On a GPU the logits stay on the device if a single token is pending. With `look_ahead` the
+    /// device starts to run the chosen token before the next call asks for it.
     fn flush_and_choose(&mut self, sampler: &mut Sampler, look_ahead: bool) -> Result<u32> {
         let _held = self.model.hold()?;
         let greedy = sampler.options().is_greedy();
@@ -362,13 +360,13 @@ impl Session {
         count <= self.options.context - self.tokens.len()
     }
 
-    /// Says whether the session can take `token` in a step, and changes nothing.
+    /// Checks that the session can take `token` in a step. Changes nothing.
     pub fn check_step(&self, token: u32) -> Result<()> {
         self.model.check_tokens(&[token])?;
         self.room_for(1).map(|_| ())
     }
 
-    /// What has to be forgotten for `count` more tokens to fit, where the options say so.
+    /// Decides what to evict so that `count` more tokens fit, if the options allow it.
     fn room_for(&self, count: usize) -> Result<Room> {
         if self.fits(count) {
             return Ok(Room::Free);
@@ -408,8 +406,7 @@ impl Session {
         ))
     }
 
-    /// Forgets what is old until `count` more tokens fit, where the options say so. The tokens after the kept prefix are then
-    /// pending.
+    /// Evicts old tokens until `count` more fit, if the options allow it. The tokens after the kept prefix are then pending.
     fn make_room(&mut self, count: usize) -> Result<()> {
         alloc::check()?;
         match self.room_for(count)? {
@@ -451,7 +448,7 @@ impl Session {
         self.next.forget();
     }
 
-    /// Calls `change`; if it fails, the session is as it was before.
+    /// Calls `change`; if it fails, restores the session.
     fn undone_on_error<T>(&mut self, change: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let saved = self.saved()?;
         let result = change(self);

@@ -1,28 +1,28 @@
-//! How a generation is asked for, and what may end it.
+//! Options of a generation, and the reasons why one ends. Sessions, servers and the C API use them.
 
 use serde::Serialize;
 
 use crate::engine::Served;
 use crate::model::SamplingOptions;
 
-/// How to generate.
+/// Options of a generation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GenerateOptions {
-    /// Tokens to generate at most. With the default, [`usize::MAX`], the text ends when the room is used up that the context has for
-    /// it at the beginning; an answer in a chat may make more by forgetting old turns.
+    /// Limit on the generated tokens. With the default, [`usize::MAX`], the text ends when the room that the context has at its beginning
+    /// is used up; an answer in a chat may make more room by evicting old turns.
     pub max_tokens: usize,
-    /// How tokens are chosen.
+    /// Sampling settings.
     pub sampling: SamplingOptions,
-    /// Tokens that end the text, besides the model's own. The one that did is not part of the sequence.
+    /// Tokens that end the text, besides the model's own. The token that ends it is not part of the sequence.
     pub stop_tokens: Vec<u32>,
-    /// Strings that end the text, and are not part of it. Their tokens stay in the sequence. A special token that is
-    /// generated, though it gives no text, counts for a stop string with its name in it.
+    /// Strings that end the text, and are not part of it. Their tokens stay in the sequence. A generated special token gives no text, but
+    /// matches a stop string that contains its name.
     pub stop_strings: Vec<String>,
-    /// Takes the model's own stop tokens like any other.
+    /// Treats the model's own stop tokens like any other token.
     pub ignore_model_stops: bool,
     /// Computes every token from the whole sequence, without cached keys and values; slow, for comparison.
     pub replay: bool,
-    /// Tells each token's probability, for which the logits of each come to the host.
+    /// Reports each token's log-probability, which copies its logits to the host.
     pub log_probabilities: bool,
 }
 
@@ -41,7 +41,7 @@ impl Default for GenerateOptions {
 }
 
 impl GenerateOptions {
-    /// The defaults, with the sampling that the model's maker asks for.
+    /// The defaults, with the sampling settings recommended by the model's maker.
     pub fn of(model: &Served) -> Self {
         GenerateOptions {
             sampling: model.sampling().clone(),
@@ -50,7 +50,7 @@ impl GenerateOptions {
     }
 }
 
-/// What ended a generation.
+/// The reason why a generation ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Finish {
@@ -58,10 +58,10 @@ pub enum Finish {
     Stop,
     /// A stop string.
     StopString,
-    /// The most tokens that were allowed.
+    /// The limit on its tokens.
     Length,
-    /// The context is full, and nothing may be or is left to be evicted.
+    /// The context is full, and eviction is off or has nothing left to drop.
     Context,
-    /// The callback, or the end of the [call](crate::base::call) in which the text was made.
+    /// The callback, or cancellation of the [call](crate::base::call) that generated it.
     Cancelled,
 }

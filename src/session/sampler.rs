@@ -1,4 +1,4 @@
-//! A sequence of choices: options, and the number of draws so far. The same seed gives the same text.
+//! A sampler: the sampling options and the number of draws so far. The same seed gives the same text.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 
@@ -12,7 +12,7 @@ pub(super) fn new_seed() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 
-/// Chooses tokens one after the other.
+/// Chooses tokens, one draw each.
 #[derive(Clone, Debug)]
 pub struct Sampler {
     options: SamplingOptions,
@@ -21,7 +21,7 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// A sampler that has drawn nothing yet. Where the options have no seed, it takes a new one.
+    /// A sampler before its first draw. If the options have no seed, it takes a new one.
     pub fn new(options: &SamplingOptions) -> Result<Self> {
         options.check()?;
         Ok(Sampler {
@@ -31,14 +31,14 @@ impl Sampler {
         })
     }
 
-    /// The same sampler after `draws` draws. A generation starts after as many draws as tokens were appended before it
+    /// Sets the number of draws made so far to `draws`. A generation starts at the number of tokens appended before it
     /// ([`Session::appended`](super::Session::appended)), so that its draws do not depend on how a text was divided into calls.
     pub fn after(mut self, draws: usize) -> Self {
         self.draws = draws as u64;
         self
     }
 
-    /// The next token, given its logits and the tokens before it. A logit of minus infinity rules its token out.
+    /// The next token, given its logits and the tokens before it. A logit of minus infinity excludes its token.
     pub fn sample(&mut self, logits: &[f32], history: &[u32]) -> Result<u32> {
         let choice = Choice {
             options: &self.options,
@@ -59,7 +59,7 @@ impl Sampler {
         &self.options
     }
 
-    /// The next choice, for a model to make.
+    /// The next choice, for the model to make.
     pub(super) fn choice<'a>(&'a self, history: &'a [u32]) -> Choice<'a> {
         Choice {
             options: &self.options,
@@ -68,7 +68,7 @@ impl Sampler {
         }
     }
 
-    /// Notes that the next choice was made.
+    /// Counts a choice that the model made.
     pub(super) fn moves_on(&mut self) {
         self.draws += 1;
     }

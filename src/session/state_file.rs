@@ -1,6 +1,6 @@
-//! Session files: everything a session is, so that it goes on elsewhere as if it had never stopped. A file holds a magic
-//! number, a JSON header, the tokens, the logits, the cache's pages, and a checksum of all that; numbers are little-endian.
-//! Nothing in it is trusted before it has been checked against the size of the file, the model, and the checksum.
+//! Session files: the complete state of a session, from which it continues as if never interrupted. A file holds a magic number, a JSON
+//! header, the tokens, the logits, the cache's pages, and a checksum of all that; numbers are little-endian. Everything is checked against
+//! the file size, the model and the checksum before it is used.
 
 use std::fs::File;
 use std::hash::Hasher;
@@ -23,7 +23,7 @@ use crate::model::{KvCache, KvType};
 use crate::text::{Message, messages_from_json, messages_to_json};
 
 const MAGIC: [u8; 8] = *b"NVFP4SES";
-/// Version 1 told models apart by the first and last rows of their weights; version 2 knew user and assistant alone; version 3 had
+/// Version 1 identified models by the first and last rows of their weights; version 2 had only the roles user and assistant; version 3 had
 /// other checksums.
 const VERSION: u32 = 4;
 /// Bytes of magic, version and the header's length.
@@ -38,34 +38,35 @@ struct Header {
     context: usize,
     kv: String,
     system: Option<String>,
-    /// Tokens that eviction keeps; none where there is no eviction.
+    /// Tokens that eviction keeps; `None` if eviction is off.
     keep: Option<usize>,
     tokens: usize,
-    /// How many were forgotten before them.
+    /// Number of tokens evicted before them.
     evicted: usize,
-    /// How many of them are in the cache.
+    /// Number of tokens in the cache.
     cached: usize,
-    /// Logits stored: all or none.
+    /// Number of logits stored: all or none.
     logits: usize,
-    /// The conversation, as chat servers write one, if the tokens are one.
+    /// The conversation as chat servers write it, if the tokens are one.
     messages: Option<Box<RawValue>>,
     answer: Option<AnswerHeader>,
     chat: ChatOptions,
 }
 
-/// The answer that the tokens end in.
+/// The answer at the end of the tokens.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct AnswerHeader {
     start: usize,
     opening: String,
     whole: bool,
-    /// A message, where what it says is not what its tokens say: a stop string was cut off.
+    /// The answer as a message, if it differs from the text of its tokens: a stop string was cut off.
     said: Option<Box<RawValue>>,
 }
 
 impl Session {
-    /// Writes the session to a file, which appears whole or not at all. Tells the thread's [`call`] how many bytes are written.
+    /// Writes the session to a file atomically: the file appears complete or not at all. Reports the bytes written to the thread's
+    /// [`call`].
     pub fn save(&self, path: &Path) -> Result<()> {
         let conversation = &self.conversation;
         let _texts = alloc::Budget::json(self.text_bytes(), 0).set_aside()?;
@@ -137,7 +138,7 @@ impl Session {
         file.commit()
     }
 
-    /// The session in a file, run by `model`, which must be the one that ran it before.
+    /// Restores a session from a file. `model` must be the model that ran it before.
     pub fn restore(model: Arc<Served>, path: &Path) -> Result<Session> {
         let file = file::open(path)
             .map_err(|e| Error::io(format_args!("opening {}", path.display()), e))?;
@@ -239,7 +240,7 @@ impl Header {
         let vocabulary = model.spec().vocab_size;
         let flushed = self.logits == vocabulary && self.tokens > 0 && self.cached == self.tokens;
         let answer = self.answer.as_ref().map_or(0, |answer| answer.start);
-        // No session ever has so many appended that they cannot be counted.
+        // Bounds the count: no session ever appends so many tokens.
         let evicted = match self.keep {
             Some(_) if self.tokens > 0 => self.evicted <= isize::MAX as usize,
             _ => self.evicted == 0,
@@ -381,7 +382,7 @@ impl Reader {
         Ok(out)
     }
 
-    /// As [`Reader::bytes`].
+    /// Like [`Reader::bytes`].
     fn words(&mut self, len: usize) -> Result<Vec<u32>> {
         let bytes = self.bytes(len * 4)?;
         let (words, _) = bytes.as_chunks::<4>();

@@ -1,31 +1,31 @@
-//! The text of a generation as it comes: whole characters, and nothing of a stop string. What may be the beginning of one waits
-//! until that is decided.
+//! The text of a generation as tokens arrive: shows whole characters and no part of a stop string. A possible beginning of a stop string is
+//! held back until it is decided. [`Transcript`](super::Transcript) and chat turns use it.
 
 use crate::base::error::bail;
 use crate::base::{ErrorKind, Result};
 use crate::engine::Served;
 use crate::text::Detokenizer;
 
-/// The text of a generation: what may be shown, and what waits.
+/// The text of a generation: the part that may be shown, and the part held back.
 pub(super) struct Text {
-    /// None where the model has no tokenizer; there is no text then.
+    /// `None` if the model has no tokenizer; then there is no text.
     detokenizer: Option<Detokenizer>,
     all: String,
-    /// The stop strings, in `all`.
+    /// Matches the stop strings in `all`.
     shown: Watch,
-    /// Those that name a special token, in a text with the names of special tokens.
+    /// Matches the stop strings that name a special token, in the text with the names of special tokens.
     spelled: Watch,
-    /// Bytes of `all` that may be shown, and that were.
+    /// Bytes of `all` that may be shown; `given` of them were shown already.
     free: usize,
     given: usize,
-    /// Special tokens whose names are text.
+    /// Special tokens whose names count as text.
     named: Vec<&'static str>,
-    /// Tokens that end a turn and that the vocabulary takes for text. They give none.
+    /// Tokens that end a turn although the vocabulary lists them as ordinary text. They add no text.
     ends: Vec<u32>,
 }
 
 impl Text {
-    /// A text that goes on after that of `tokens`, which may end within a character.
+    /// A text that continues that of `tokens`, which may end within a character.
     pub(super) fn after(tokens: &[u32], model: &Served, stops: &[String]) -> Result<Self> {
         if stops.iter().any(String::is_empty) {
             bail!(
@@ -67,13 +67,13 @@ impl Text {
         }
     }
 
-    /// The same with the names of these special tokens as text.
+    /// Writes the names of these special tokens as text.
     pub(super) fn showing(mut self, named: &[&'static str]) -> Self {
         self.named = named.to_vec();
         self
     }
 
-    /// Adds a token. Whether that completes a stop string, which is then cut off.
+    /// Adds a token. Returns whether it completes a stop string, which is then cut off.
     pub(super) fn push(&mut self, token: u32) -> bool {
         let Some(detokenizer) = &mut self.detokenizer else {
             return false;
@@ -81,7 +81,7 @@ impl Text {
         if self.ends.contains(&token) {
             return false;
         }
-        // A model may have rows for ids that its tokenizer has no text for.
+        // A model may have rows for ids without text in its tokenizer.
         let text = detokenizer.push(token).unwrap_or_default();
         let name = detokenizer.name_of_special(token).to_owned();
         match self.named.contains(&&*name) {
@@ -90,7 +90,7 @@ impl Text {
         }
     }
 
-    /// Adds text, and after it the name of a special token. Whether that completes a stop string.
+    /// Adds text, and after it the name of a special token. Returns whether that completes a stop string.
     fn add(&mut self, text: &str, name: &str) -> bool {
         let start = self.all.len();
         self.all.push_str(text);
@@ -110,13 +110,13 @@ impl Text {
         cut.is_some()
     }
 
-    /// Tells that no more comes: what may have been the beginning of a stop string waits no longer. A character that is
-    /// unfinished is not shown; the next generation's tokens may complete it.
+    /// Ends the text and releases a held-back possible beginning of a stop string. An incomplete character is not shown; the next
+    /// generation's tokens may complete it.
     pub(super) fn finish(&mut self) {
         self.free = self.all.len();
     }
 
-    /// The text that may be shown and was not.
+    /// The text that may be shown and was not shown yet.
     pub(super) fn next(&mut self) -> &str {
         let from = std::mem::replace(&mut self.given, self.free);
         &self.all[from..self.free]
@@ -128,12 +128,12 @@ impl Text {
     }
 }
 
-/// Looks for stop strings in a text as it comes.
+/// Looks for stop strings in a text as it arrives.
 struct Watch {
     stops: Vec<String>,
-    /// The end of the text, as far as a stop string may begin in it.
+    /// The end of the text, from the first possible beginning of a stop string.
     waiting: String,
-    /// Where each byte of `waiting` stands in the text that is shown.
+    /// Position of each byte of `waiting` in the shown text.
     places: Vec<usize>,
 }
 
@@ -151,7 +151,7 @@ impl Watch {
         self.places.extend(places);
     }
 
-    /// Where the first stop string begins. If there is none, what cannot be the beginning of one waits no longer.
+    /// Position of the first stop string. If there is none, releases everything before its first possible beginning.
     fn look(&mut self) -> Option<usize> {
         let waiting = &*self.waiting;
         if let Some(at) = self.stops.iter().filter_map(|s| waiting.find(&**s)).min() {
@@ -175,7 +175,7 @@ mod tests {
     /// The name of a special token.
     const NAME: &str = "<S>";
 
-    /// What is shown of `pieces`, of which `NAME` is a special token, and whether a stop string ended it.
+    /// The text shown for `pieces`, in which `NAME` is a special token, and whether a stop string ended it.
     fn show(pieces: &[String], stops: &[String]) -> (Vec<String>, bool) {
         let mut text = Text::new(None, stops, |stop| stop.contains(NAME));
         let mut shown = Vec::new();
@@ -218,9 +218,9 @@ mod tests {
         let (shown, stopped) = show(&strings(&["ab", NAME, "d", "b", NAME, "cd"]), &around);
         assert_eq!(shown, ["a", "", "bd", "", "", ""]);
         assert!(stopped);
-        // Spelled by other tokens it is text as any other.
+        // Spelled by ordinary tokens, the name is ordinary text.
         assert_eq!(show(&strings(&["ab<", "S>c"]), &around).0, ["a", ""]);
-        // To others they are not there.
+        // Other stop strings do not match the names of special tokens.
         let (shown, stopped) = show(&strings(&["a", NAME, "b"]), &strings(&["ab", "S"]));
         assert_eq!((shown, stopped), (strings(&["", "", ""]), true));
         let (shown, stopped) = show(&strings(&[NAME, "a"]), &strings(&["S", "<"]));

@@ -1,5 +1,5 @@
-//! The text of a sequence as its tokens come, and whether one of them ends it. Generations use it, and so do callers that
-//! choose the tokens themselves as they step many sessions.
+//! The text of a sequence as its tokens arrive, and the check whether a token ends it. Generations use it, and callers that step many
+//! sessions and choose the tokens themselves.
 
 use std::sync::Arc;
 
@@ -8,18 +8,18 @@ use super::{Finish, GenerateOptions};
 use crate::base::Result;
 use crate::engine::Served;
 
-/// Follows one sequence.
+/// Follows one sequence and decodes its text.
 pub struct Transcript {
     model: Arc<Served>,
     text: Text,
     stop_tokens: Vec<u32>,
     ignore_model_stops: bool,
-    /// Tokens that it may still have.
+    /// Remaining tokens.
     left: usize,
 }
 
 impl Transcript {
-    /// One that goes on after `tokens`, which may end within a character, and ends where generating with `options` would.
+    /// A transcript that continues `tokens`, which may end within a character, and ends where a generation with `options` would.
     pub fn new(model: &Arc<Served>, tokens: &[u32], options: &GenerateOptions) -> Result<Self> {
         Ok(Transcript {
             text: Text::after(tokens, model, &options.stop_strings)?,
@@ -30,7 +30,7 @@ impl Transcript {
         })
     }
 
-    /// The same with the names of these special tokens as text.
+    /// Writes the names of these special tokens as text.
     pub(super) fn showing(mut self, named: &[&'static str]) -> Self {
         self.text = self.text.showing(named);
         self
@@ -42,13 +42,13 @@ impl Transcript {
         own || self.stop_tokens.contains(&token)
     }
 
-    /// Refuses a token that the model does not have.
+    /// Refuses a token outside the model's vocabulary.
     pub fn check(&self, token: u32) -> Result<()> {
         self.model.check_tokens(&[token])
     }
 
-    /// Adds the next token: the text that it completes, and whether it ends the sequence. A stop token is not part of it, and adds
-    /// nothing.
+    /// Adds the next token. Returns the text that it completes, and whether it ends the sequence. A stop token is not part of the sequence,
+    /// and adds nothing.
     pub fn push(&mut self, token: u32) -> (&str, Option<Finish>) {
         if self.is_stop(token) {
             return ("", Some(Finish::Stop));
@@ -61,8 +61,7 @@ impl Transcript {
         (self.text.next(), finish)
     }
 
-    /// The text that was held back in case it was the beginning of a stop string, when no token comes any more. A character that is
-    /// unfinished is not part of it.
+    /// Ends the text and returns the held-back possible beginning of a stop string. An incomplete character is not part of it.
     pub fn finish(&mut self) -> &str {
         self.text.finish();
         self.text.next()

@@ -37,7 +37,7 @@ pub(super) struct Repository {
     folder: String,
 }
 
-/// A lock for fetching one blob, released when dropped.
+/// A lock for fetching one blob, released on drop.
 pub(super) struct Lock {
     /// `None` if the file system does not support locks.
     _file: Option<File>,
@@ -71,7 +71,7 @@ impl Repository {
         self.root.join(&self.folder)
     }
 
-    /// The cache that this is in.
+    /// The root of the cache.
     pub(super) fn root(&self) -> &Path {
         &self.root
     }
@@ -96,7 +96,7 @@ impl Repository {
         }
     }
 
-    /// Every commit with at least one file in the cache.
+    /// All commits with at least one file in the cache.
     pub(super) fn commits(&self) -> Result<Vec<String>> {
         let mut commits: Vec<String> = entries(&self.path().join("snapshots"))?
             .iter()

@@ -1,6 +1,6 @@
-//! Encrypted connections whose server may show a certificate that the user trusts by itself: one that signed itself, or whose issuer
-//! nobody trusts. Browsers, curl and OpenSSL take such a certificate where it is among the trusted ones; webpki refuses it where it
-//! says that it is an authority, as those do that `openssl req -x509` makes.
+//! TLS connections to servers with a certificate that the user trusts directly: self-signed, or from an untrusted issuer. Browsers, curl
+//! and OpenSSL accept such a certificate if it is among the trusted ones; webpki refuses it if it is marked as an authority, as
+//! `openssl req -x509` does.
 
 use std::fmt;
 use std::io::{Read as _, Write as _};
@@ -36,7 +36,7 @@ const COMMON_NAME: &[u8] = &[0x55, 0x04, 0x03];
 pub(super) struct Tls(Arc<ClientConfig>);
 
 impl Tls {
-    /// With these trusted certificates.
+    /// A connector that trusts these certificates.
     pub(super) fn new(trusted: &[CertificateDer<'static>]) -> Result<Tls> {
         let failed = |e: &dyn fmt::Display| -> Error { err!(Io, "trusted certificates: {e}") };
         let provider = Arc::new(rustls::crypto::ring::default_provider());
@@ -135,7 +135,7 @@ impl Transport for TlsTransport {
     }
 }
 
-/// Accepts what a chain leads from to a trusted certificate, and trusted certificates themselves.
+/// Accepts chains that lead to a trusted certificate, and trusted certificates themselves.
 #[derive(Debug)]
 struct Verifier {
     chains: Arc<WebPkiServerVerifier>,
@@ -169,7 +169,7 @@ impl ServerCertVerifier for Verifier {
             _ => return chained,
         };
         match error {
-            // webpki checks the dates of a certificate before all else that it says.
+            // webpki checks the dates of a certificate before anything else in it.
             Expired | ExpiredContext { .. } => Err(Expired.into()),
             NotValidYet | NotValidYetContext { .. } => Err(NotValidYet.into()),
             _ => verify_name(end_entity, server_name).map(|()| ServerCertVerified::assertion()),
@@ -201,7 +201,7 @@ impl ServerCertVerifier for Verifier {
     }
 }
 
-/// Checks that a trusted certificate is the host's. Its common name counts where it has no other name, as for curl.
+/// Checks that a trusted certificate is the host's. Its common name counts if it has no other name, as in curl.
 fn verify_name(
     certificate: &CertificateDer<'_>,
     host: &ServerName<'_>,
@@ -217,7 +217,7 @@ fn verify_name(
     }
 }
 
-/// Whether a certificate's name, which may begin with `*.` for any one label, is that of the host.
+/// Whether a certificate's name matches the host. A leading `*.` matches any one label.
 fn fits(name: &str, host: &str) -> bool {
     match (name.strip_prefix("*."), host.split_once('.')) {
         (Some(domain), Some((_, rest))) => {
@@ -244,11 +244,11 @@ fn common_name(certificate: &CertificateDer<'_>) -> Option<String> {
     String::from_utf8(name?.to_vec()).ok()
 }
 
-/// Elements of DER, one after the other.
+/// A sequence of DER elements.
 struct Der<'a>(&'a [u8]);
 
 impl<'a> Der<'a> {
-    /// The next one's tag and content.
+    /// Tag and content of the next element.
     fn next(&mut self) -> Option<(u8, &'a [u8])> {
         let (&tag, rest) = self.0.split_first()?;
         let (&length, mut rest) = rest.split_first()?;
@@ -266,7 +266,7 @@ impl<'a> Der<'a> {
         Some((tag, content))
     }
 
-    /// The next one's content, if it has this tag.
+    /// Content of the next element, if it has this tag.
     fn tagged(&mut self, tag: u8) -> Option<&'a [u8]> {
         self.next().filter(|(t, _)| *t == tag).map(|(_, c)| c)
     }

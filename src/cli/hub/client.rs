@@ -26,13 +26,13 @@ const USER_AGENT: &str = concat!("nvfp4/", env!("CARGO_PKG_VERSION"));
 
 const MOST_REDIRECTS: usize = 8;
 
-/// The most bytes of a list of files; more than a repository of a hundred thousand files needs.
+/// Maximum bytes of a list of files; more than a repository of a hundred thousand files needs.
 const LONGEST_LIST: u64 = 256 << 20;
 
 /// The longest time that connecting may take.
 const LONGEST_CONNECT: Duration = Duration::from_secs(15);
 
-/// How much of an error response is read for its message.
+/// Maximum bytes of an error response that are read for its message.
 const LONGEST_WORDS: u64 = 64 << 10;
 
 /// A client of one hub.
@@ -58,7 +58,7 @@ pub(super) struct Answer {
     headers: HeaderMap,
     /// Headers of the hub's own responses before redirects: those of other hosts describe their own storage.
     of_hub: HeaderMap,
-    /// The host that answered in the end.
+    /// The host that sent the final response.
     pub(super) url: Url,
     body: Body,
 }
@@ -101,8 +101,7 @@ impl Client {
         url
     }
 
-    /// Sends a request and follows redirects. `range` is the first and the last byte wanted. The token is sent to the hub
-    /// only.
+    /// Sends a request and follows redirects. `range` is the first and the last requested byte. The token is sent only to the hub.
     pub(super) fn open(
         &self,
         url: &Url,
@@ -194,7 +193,7 @@ impl Client {
         }
     }
 
-    /// The failure that a response other than success or a redirect means.
+    /// Converts a response other than success or a redirect to a failure.
     fn refusal(&self, mut answer: Answer, subject: Subject<'_>) -> Failure {
         let Subject {
             repo,
@@ -269,7 +268,7 @@ impl Answer {
         self.of_hub.get(name)?.to_str().ok().map(str::trim)
     }
 
-    /// The body's length by its header.
+    /// The body's length, from its header.
     pub(super) fn length(&self) -> Option<u64> {
         self.header("content-length")?.parse().ok()
     }
@@ -306,7 +305,7 @@ impl Answer {
         Ok(bytes)
     }
 
-    /// How long the server asks to wait: `Retry-After`, or the rest of the window in `RateLimit`, in seconds.
+    /// The wait that the server asks for, in seconds: `Retry-After`, or the rest of the window in `RateLimit`.
     fn wait(&self) -> Option<Duration> {
         let seconds = match self.header("retry-after") {
             Some(text) => text.parse().ok(),
@@ -357,7 +356,7 @@ fn agent(proxy: Option<ureq::Proxy>) -> Result<Agent> {
         .tls_config(TlsConfig::builder().root_certs(RootCerts::WebPki).build())
         .build();
     if TRUSTED.is_empty() {
-        // Mozilla's list of authorities stands in.
+        // Falls back to Mozilla's list of authorities.
         return Ok(config.into());
     }
     let connector = <SocksConnector as Connector<()>>::chain(
@@ -394,7 +393,7 @@ fn redirected(from: &Url, to: &str) -> Result<Url> {
     }
 }
 
-/// The failure when `host` did not respond.
+/// The failure if `host` did not respond.
 fn broken(host: &str, error: &ureq::Error, patience: Duration) -> Failure {
     let silent = |reason: String, waited| Failure::Silent { reason, waited };
     match error {
@@ -424,7 +423,7 @@ fn refused_certificate(host: &str, reason: &str) -> Failure {
     ))
 }
 
-/// The failure when a response of `host` broke off.
+/// The failure if a response of `host` broke off.
 pub(super) fn cut(host: &str, error: std::io::Error, patience: Duration) -> Failure {
     let is_timeout = error.kind() == std::io::ErrorKind::TimedOut
         || matches!(

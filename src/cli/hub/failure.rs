@@ -1,5 +1,5 @@
-//! Failures of requests, and how long to retry: transient failures are retried until patience runs out, which every byte
-//! that arrives renews. It runs out after a number of failures in a row, or after so long a silence as the user has said.
+//! Failures of requests, and the retry policy. Transient failures are retried until patience runs out: after a number of failures in a row,
+//! or after the silence that the user allows. Every byte that arrives renews patience.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use NVFP4::base::error::err;
 use NVFP4::base::{Error, Result};
 
-/// Why a request failed.
+/// The cause of a failed request.
 #[derive(Debug)]
 pub(super) enum Failure {
     /// The server asks to retry later.
@@ -27,7 +27,7 @@ pub(super) enum Failure {
         /// The message.
         reason: String,
     },
-    /// There was no response at all.
+    /// There was no response.
     Silent {
         /// The message.
         reason: String,
@@ -50,7 +50,7 @@ impl From<Error> for Failure {
 /// Failures in a row without progress after which a pull is given up: about a minute.
 const LIMIT: u32 = 9;
 
-/// The same for a hub that has not responded yet: most likely there is no network, which the user should learn soon.
+/// The limit for a hub that has not responded yet: most likely there is no network, which the user should learn soon.
 const LIMIT_BEFORE_FIRST_ANSWER: u32 = 3;
 
 /// The longest wait that a server may ask for: the hub counts requests in windows of five minutes.
@@ -59,14 +59,14 @@ const LONGEST_WAIT: Duration = Duration::from_secs(330);
 /// The shortest time that a request may take.
 const SHORTEST: Duration = Duration::from_millis(50);
 
-/// A silence ends, by the clocks of all who wait, at about the same time.
+/// Tolerance for the end of a silence, which all waiting connections reach at about the same time.
 const SLACK: Duration = Duration::from_millis(20);
 
-/// The longest last try, on new connections, after a silence: a connection may be dead where the server is not.
+/// Longest last attempt, on new connections, after a silence: a connection may be dead while the server is not.
 const LONGEST_LAST_TRY: Duration = Duration::from_secs(5);
 
-/// How long silence may last, and the number of failures since the last progress. Shared by all connections of a pull: simultaneous
-/// failures count as one, and all connections wait together.
+/// The allowed silence, and the number of failures since the last progress. Shared by all connections of a pull: simultaneous failures
+/// count as one, and all connections wait together.
 pub(super) struct Patience {
     timeout: Duration,
     state: Mutex<State>,
@@ -74,20 +74,20 @@ pub(super) struct Patience {
 
 struct State {
     failures: u32,
-    /// When the pause after the last of them ends.
+    /// End of the pause after the last failure.
     pause_ends: Option<Instant>,
     /// Whether any server has responded yet.
     answered: bool,
-    /// When something came last.
+    /// Time of the last arrival of data.
     heard: Instant,
-    /// When the first request since then was sent.
+    /// Time of the first request since then.
     asked: Option<Instant>,
-    /// When the last try ends, if it is on.
+    /// End of the last attempt, while it runs.
     last_try_ends: Option<Instant>,
 }
 
 impl State {
-    /// When the silence has lasted too long.
+    /// Time at which the silence has lasted too long.
     fn silence_ends(&self, timeout: Duration) -> Instant {
         let since = self.asked.unwrap_or(self.heard);
         self.last_try_ends.unwrap_or(since + timeout)
@@ -116,13 +116,13 @@ impl Patience {
         }
     }
 
-    /// The longest silence.
+    /// The longest allowed silence.
     pub(super) fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// How long a request that is sent now may wait for its response, and then for each piece of it: until the silence has lasted too
-    /// long, if nobody else hears anything.
+    /// Timeout of a request that is sent now, for its response and then for each piece of it: until the silence has lasted too long, if no
+    /// other connection receives anything.
     pub(super) fn wait(&self, now: Instant) -> Duration {
         let mut state = self.lock();
         state.asked.get_or_insert(now);
@@ -130,12 +130,12 @@ impl Patience {
         end.saturating_duration_since(now).max(SHORTEST)
     }
 
-    /// Records that something came, which need not be progress.
+    /// Records that data arrived, which need not be progress.
     pub(super) fn hear(&self) {
         self.lock().hear(Instant::now());
     }
 
-    /// Records progress, which came at `time`: the next failure counts as the first again.
+    /// Records progress at `time`: the next failure counts as the first again.
     pub(super) fn renew(&self, time: Instant) {
         let mut state = self.lock();
         state.failures = 0;
@@ -144,7 +144,7 @@ impl Patience {
         state.hear(time);
     }
 
-    /// How long to wait before the next try, and why; or the error, if the failure is final or patience has run out.
+    /// The wait before the next attempt, and the reason; or the error, if the failure is final or patience has run out.
     pub(super) fn after(&self, failure: Failure) -> Result<(Duration, String)> {
         self.after_at(failure, Instant::now())
     }
@@ -204,7 +204,7 @@ impl Patience {
                 false => err!(Io, "{reason} ({number} times in a row; {kept})"),
             });
         }
-        // The last try before the silence has lasted too long comes at its end.
+        // The last attempt before the silence has lasted too long is at its end.
         let pause = wait.unwrap_or_else(|| pause(number).min(silence_ends - now));
         state.pause_ends = Some(now + pause);
         Ok((pause, reason))

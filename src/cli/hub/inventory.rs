@@ -1,4 +1,4 @@
-//! What is in the cache: every repository with its revisions and models, and taking them out of it.
+//! The contents of the cache: lists every repository with its revisions and models, and removes them.
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -18,7 +18,7 @@ pub(super) struct Listing {
     pub(super) files: BTreeMap<String, Entry>,
 }
 
-/// What is known of a file before it is fetched. Mirrors may tell nothing.
+/// The known properties of a file before it is fetched. Mirrors may provide none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Entry {
     pub(super) size: Option<u64>,

@@ -52,7 +52,7 @@ impl Name {
         Name::of(org, name, revision, part)
     }
 
-    /// The same, but an error if `text` is not a model's name.
+    /// Parses a name like [`Name::parse`]. Fails if `text` is not a model's name.
     pub(in crate::cli) fn parse_or_explain(text: &str) -> Result<Name> {
         Name::parse(text, &settings::endpoint()?).ok_or_else(|| {
             err!(

@@ -249,7 +249,7 @@ impl Pull<'_> {
         self.context.client.address(segments.chain(file.split('/')))
     }
 
-    /// What must be known of a file to fetch it. The hub's list has it; a mirror whose list does not is asked for it.
+    /// Completes the properties needed to fetch a file. The hub's list has them; otherwise asks the mirror for them.
     fn complete(&self, listing: &Listing, file: &str, entry: Entry) -> Result<Wanted> {
         let mut wanted = Wanted {
             blob: entry.blob().map(str::to_owned),
@@ -401,7 +401,7 @@ impl Pull<'_> {
     }
 }
 
-/// What must be known of a file to fetch it.
+/// The properties needed to fetch a file.
 struct Wanted {
     /// The name of its blob in the cache, if it is known.
     blob: Option<String>,

@@ -1,4 +1,4 @@
-//! Which files of a repository make up a model: a pure function of their names, before anything is fetched.
+//! Chooses the files of a repository that make up a model: a pure function of their names, before anything is fetched.
 
 use std::collections::BTreeSet;
 
@@ -179,7 +179,7 @@ fn quantization(repo: &str, names: &BTreeSet<&str>, tag: &str) -> Result<Selecti
         .iter()
         .copied()
         .filter(|name| has_word(name, tag))
-        // Of a model in several files, the first one represents it.
+        // The first file represents a model in several files.
         .filter(|name| checkpoint::gguf_parts(name).is_none_or(|parts| parts[0] == *name))
         .collect();
     match found[..] {

@@ -24,16 +24,16 @@ use super::partial::Partial;
 /// The most connections; more bring no gain with the hub and would burden it.
 const MOST_CONNECTIONS: usize = 8;
 
-/// How long fetched bytes may stay in memory before they are written to the disk.
+/// Interval at which fetched bytes are flushed to disk.
 const FLUSHED: Duration = Duration::from_secs(1);
 
-/// Bytes that are read, and then written, at a time: as many as fit in a core's cache.
+/// Bytes read and then written at a time; they fit in a core's cache.
 const PIECE: usize = 256 << 10;
 
 /// Bytes that are read back from the file at a time.
 const READ_BACK: usize = 1 << 20;
 
-/// How long fetched bytes may wait to be written to the file.
+/// Longest time that fetched bytes wait before they are written to the file.
 const SHOWN: Duration = Duration::from_millis(100);
 
 /// The parts of a pull that a transfer uses.
@@ -79,13 +79,13 @@ struct Transfer<'a> {
     context: &'a Context<'a>,
     source: &'a Source<'a>,
     partial: &'a Partial,
-    /// Segments that no connection has taken yet, in order.
+    /// Segments not taken by a connection yet, in order.
     left: Mutex<VecDeque<usize>>,
-    /// The redirect target, which is asked for again only when it has expired.
+    /// The redirect target; requested again only after it has expired.
     direct: Mutex<Option<Url>>,
-    /// The number of connections allowed now: one until the server has sent a range.
+    /// Number of connections currently allowed: one until the server has sent a range.
     connections: AtomicUsize,
-    /// Called by the first answer, which decides whether there are several.
+    /// Called by the first response, which decides whether there are several connections.
     several: Once,
     /// Held by the connection that fetches the whole file from a server without range requests.
     whole: Mutex<()>,
@@ -156,14 +156,14 @@ impl Transfer<'_> {
         self.stopped.load(Relaxed)
     }
 
-    /// Has what comes written to the disk until all workers have left, so that the end need not wait for all of it.
+    /// Flushes arriving data to disk until all workers have left, so that little is left to flush at the end.
     fn flush(&self) {
         while self.some_work_for(FLUSHED) {
             self.partial.flush();
         }
     }
 
-    /// Waits for so long; `false` as soon as all workers have left.
+    /// Waits for the given time; returns `false` as soon as all workers have left.
     fn some_work_for(&self, time: Duration) -> bool {
         let (workers, _) = self
             .left_one
@@ -172,7 +172,7 @@ impl Transfer<'_> {
         *workers > 0
     }
 
-    /// Takes segments until none is left.
+    /// Takes segments until none remains.
     fn work(&self, worker: usize) {
         while let Some(segment) = self.take(worker) {
             if let Err(error) = self.segment(segment) {
@@ -185,7 +185,7 @@ impl Transfer<'_> {
         self.left_one.notify_all();
     }
 
-    /// The next segment for a worker, once there are connections for it.
+    /// The next segment for a worker, once another connection is allowed.
     fn take(&self, worker: usize) -> Option<usize> {
         loop {
             if self.is_stopped() || lock(&self.left).is_empty() {
@@ -214,7 +214,7 @@ impl Transfer<'_> {
         }
     }
 
-    /// Reduces the connections, because a server that refuses may have too many of them.
+    /// Reduces the number of connections, because a server that refuses may have too many.
     fn ask_for_less(&self) {
         self.several.call_once(|| {});
         let connections = self.connections.load(Relaxed);
@@ -255,7 +255,7 @@ impl Transfer<'_> {
         }
     }
 
-    /// Sends a request to where the last one was redirected; if that is refused, to the hub again.
+    /// Sends a request to the last redirect target; if that refuses, asks the hub again.
     fn open(&self, range: (u64, u64)) -> Tried<Answer> {
         let Context { client, .. } = self.context;
         let subject = self.source.subject;
@@ -306,7 +306,7 @@ impl Transfer<'_> {
         )))
     }
 
-    /// Fetches the whole file from a server without range requests. Only one connection does; others wait for its end.
+    /// Fetches the whole file from a server without range requests. Only one connection fetches; the others wait for its end.
     fn take_whole(&self, answer: Answer) -> Tried<()> {
         self.several.call_once(|| {});
         self.connections.store(1, Relaxed);
@@ -345,7 +345,7 @@ impl Transfer<'_> {
             at += n as u64;
             if n > 0 {
                 self.context.meter.add(new);
-                // A byte that comes again is no progress.
+                // A byte that arrives twice is not progress.
                 if new > 0 {
                     self.context.patience.renew(came);
                 }
@@ -393,7 +393,7 @@ impl Transfer<'_> {
         ))
     }
 
-    /// Hashes the file as far as it is there without a gap, read back while it is in the system's cache.
+    /// Hashes the contiguous beginning of the file, read back while it is in the system's cache.
     fn hash<H: sha2::Digest>(&self, mut hash: H) -> Result<String> {
         let size = self.partial.size();
         let mut read = Vec::new();
@@ -415,7 +415,7 @@ impl Transfer<'_> {
     }
 }
 
-/// Reads until `piece` is full, the end, or an error. Returns the number of bytes read in any case, and when the last of them came.
+/// Reads until `piece` is full, the end, or an error. In any case returns the number of bytes read and the time of the last one.
 fn fill(reader: &mut impl Read, piece: &mut [u8]) -> (usize, Instant, std::io::Result<()>) {
     let mut filled = 0;
     let start = Instant::now();
@@ -427,7 +427,7 @@ fn fill(reader: &mut impl Read, piece: &mut [u8]) -> (usize, Instant, std::io::R
             Err(e) => return (filled, came, Err(e)),
         }
         came = Instant::now();
-        // On a slow connection a piece takes long, and its bytes are shown and kept before it is full.
+        // On a slow connection a piece takes long; its bytes are shown and kept before it is full.
         if came - start > SHOWN {
             break;
         }
@@ -439,8 +439,7 @@ pub(super) fn hexadecimal(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// Fetches a file of unknown size, which cannot be resumed, as a temporary file for `place`. Returns its SHA-256 and its
-/// size, too.
+/// Fetches a file of unknown size, which cannot be resumed, as a temporary file for `place`. Also returns its SHA-256 and its size.
 pub(super) fn fetch_unsized(
     context: &Context<'_>,
     source: &Source<'_>,

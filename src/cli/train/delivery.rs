@@ -1,4 +1,4 @@
-//! What a run delivers, where it goes, and what may be there already.
+//! The results of a run: what it delivers, the destinations, and the checks that they may be written.
 
 use std::path::{Path, PathBuf};
 
@@ -12,22 +12,22 @@ use NVFP4::train::{Recipe, Trainer};
 
 use super::options::Args;
 
-/// Where the model that a run delivers is, in its directory, and where adapters are.
+/// Subdirectories of a run's directory for the delivered model and adapters.
 pub(super) const MODEL: &str = "model";
 pub(super) const ADAPTER: &str = "adapter";
 
-/// What a run leaves when all steps are taken.
+/// The destinations of a completed run's results.
 pub(super) struct Delivery {
-    /// Where adapters go, as peft reads them.
+    /// Destination of the adapters, in peft's format.
     pub(super) adapter: Option<PathBuf>,
-    /// Where the model goes, with its adapters in it.
+    /// Destination of the model, with adapters merged in.
     pub(super) model: Option<PathBuf>,
-    /// Whether the model is one with adapters in it.
+    /// Whether the model has adapters merged in.
     merges: bool,
 }
 
 impl Delivery {
-    /// What a run by this recipe leaves; refuses before training what could not be written after it.
+    /// The destinations of a run with this recipe. Fails before training if they could not be written afterwards.
     pub(super) fn new(args: &Args, source: &Source, recipe: &Recipe) -> Result<Delivery> {
         let model = || args.export.clone().unwrap_or_else(|| args.out.join(MODEL));
         let delivery = match recipe.lora {
@@ -42,7 +42,7 @@ impl Delivery {
                     .and_then(|()| args.base_name().map(drop))
                 {
                     Ok(()) => Some(args.out.join(ADAPTER)),
-                    // There still is the model to deliver.
+                    // The merged model can still be delivered.
                     Err(e) if e.kind() == ErrorKind::Unsupported && args.merge => None,
                     Err(e) => return Err(e),
                 },
@@ -66,14 +66,13 @@ impl Delivery {
         Ok(delivery)
     }
 
-    /// Whether the file that is delivered may have another loss than the last evaluation: it is quantized again, or rounded to one level of
-    /// scales.
+    /// The delivered file, if its loss may differ from the last evaluation: it is quantized again, or rounded to one level of scales.
     pub(super) fn rounds_again(&self) -> Option<&Path> {
         let place = self.model.as_deref()?;
         (self.merges || is_dat(place)).then_some(place)
     }
 
-    /// Writes it.
+    /// Writes the results.
     pub(super) fn write(&self, args: &Args, trainer: &Trainer, source: &Source) -> Result<()> {
         if let Some(place) = &self.adapter {
             trainer.export_adapter(source, place, &args.base_name()?, args.replaces(place))?;
@@ -89,12 +88,12 @@ impl Delivery {
 }
 
 impl Args {
-    /// Whether what is at a place is replaced: only what the run itself has put there.
+    /// Whether an existing place is replaced: only results that the run itself has written.
     fn replaces(&self, place: &Path) -> bool {
         self.goes_on() && self.export.as_deref() != Some(place) && place.exists()
     }
 
-    /// Refuses a place that could not be written when the run has ended.
+    /// Fails if the place could not be written at the end of the run.
     fn check_export(&self, source: &Source, place: &Path) -> Result<()> {
         if is_dat(place) {
             if source.checkpoint().format() != "dat" {
@@ -106,7 +105,7 @@ impl Args {
                     source.checkpoint().format()
                 );
             }
-            // A file in its place is replaced.
+            // A file at this place is replaced.
             return Temporary::create(place, 0)
                 .map(drop)
                 .map_err(|e| e.within("--export"));
@@ -123,12 +122,12 @@ impl Args {
         }
         match &self.export {
             Some(export) => directory::check_writable(export).map_err(|e| e.within("--export")),
-            // In OUT, which is checked by itself.
+            // It is within OUT, which is checked separately.
             None => Ok(()),
         }
     }
 
-    /// Refuses a directory that would be replaced with something in it that no run has written.
+    /// Refuses to replace a directory that contains anything that no run has written.
     fn check_replaced(&self, place: &Path) -> Result<()> {
         if !self.replaces(place) || !place.is_dir() {
             return Ok(());
@@ -155,8 +154,7 @@ impl Args {
         }
     }
 
-    /// What the model that adapters belong to is called: as on the hub, or a path that holds from everywhere.
-    /// It is a text of JSON.
+    /// The name of the adapters' base model: its name on the hub, or an absolute path. Must be UTF-8, because it is written to JSON.
     fn base_name(&self) -> Result<String> {
         let name = self.model.clone().unwrap_or_default();
         let name = std::fs::canonicalize(&name).map_or(name, PathBuf::into_os_string);
@@ -174,7 +172,7 @@ fn is_dat(place: &Path) -> bool {
     place.extension().is_some_and(|e| e == "dat")
 }
 
-/// Whether nothing is in a directory.
+/// Whether a directory is empty.
 fn is_empty(directory: &Path) -> Result<bool> {
     Ok(directory::names(directory)?.is_empty())
 }

@@ -1,4 +1,4 @@
-//! How the command ends: what a signal does, how to go on, and the exit code.
+//! How the command ends: signals, the command to resume, and the exit code.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -13,17 +13,17 @@ use NVFP4::train::{Score, Trainer};
 
 use super::teacher::measure;
 
-/// Offset of exit codes that stand for a signal, as shells have it.
+/// Offset of exit codes that represent a signal, as in shells.
 const SIGNALLED: u8 = 128;
 
-/// The first signal ends a run after its step, the second ends the command at once; from now until this is dropped.
+/// Handles signals until dropped: the first one ends a run after its step, the second one ends the command at once.
 pub(super) struct Signals {
     first: Arc<AtomicI32>,
     _taken: OnSignal,
 }
 
 impl Signals {
-    /// Sets `stop` at the first signal, and says so by `say` at once, on the thread of signals.
+    /// Sets `stop` at the first signal, and reports it with `say` at once, on the signal thread.
     pub(super) fn new(stop: &Cancel, say: impl FnOnce(&str, &str) + Send + 'static) -> Signals {
         let first = Arc::new(AtomicI32::new(0));
         let (stop, number) = (stop.clone(), Arc::clone(&first));
@@ -41,12 +41,12 @@ impl Signals {
         }
     }
 
-    /// The exit code of a run that ended so.
+    /// The exit code for this ending.
     pub(super) fn code(&self, ending: Ending) -> ExitCode {
         let signal = self.first.load(Ordering::Relaxed);
         match (ending, u8::try_from(signal)) {
             (Ending::Diverged, _) => ExitCode::FAILURE,
-            // By the file named stop there is no signal.
+            // A stop by the file named stop involves no signal.
             (Ending::Stopped, Ok(signal @ 1..)) => ExitCode::from(SIGNALLED + signal),
             _ => ExitCode::SUCCESS,
         }
@@ -57,29 +57,29 @@ impl Signals {
 pub(super) struct End {
     pub(super) ending: Ending,
     pub(super) reason: Option<String>,
-    /// Steps taken, and those that there are.
+    /// Steps taken, and the total number of steps.
     pub(super) step: u64,
     pub(super) steps: u64,
     pub(super) skipped: u64,
     pub(super) state_bytes: usize,
-    /// The loss and the divergence of the deciding set before the first step, as delivered.
+    /// Loss and divergence on the deciding set before the first step, with the delivered weights.
     pub(super) start: Option<Score>,
-    /// The loss and the divergence of what is delivered, and the step that they are of.
+    /// Loss and divergence of the delivered model, and its step.
     pub(super) delivered: Option<Score>,
     pub(super) delivered_step: u64,
-    /// The best evaluation, where that is what is delivered.
+    /// The best evaluation, if its model is delivered.
     pub(super) best: Option<Best>,
-    /// The losses before the first step and of what is delivered, if it is worse, and the name of such a loss.
+    /// The losses before the first step and of the delivered model if the latter is worse, and the name of the loss.
     pub(super) worse: Option<(f64, f64)>,
     pub(super) measure: &'static str,
     /// The step of the last checkpoint.
     pub(super) saved: Option<u64>,
-    /// The command that goes on from there, or begins again.
+    /// The command that resumes from there, or starts again.
     pub(super) again: String,
 }
 
 impl End {
-    /// Result of a run that has delivered nothing yet.
+    /// The end of a run that has delivered nothing yet.
     pub(super) fn new(ended: &Ended, trainer: &Trainer) -> End {
         let (start, delivered) = ended.scores();
         End {
@@ -100,7 +100,7 @@ impl End {
         }
     }
 
-    /// The best evaluation is what is delivered.
+    /// Records that the model of the best evaluation is delivered.
     pub(super) fn delivers(&mut self, best: Best) {
         self.delivered = Some(best.score());
         self.delivered_step = best.step;
@@ -108,7 +108,8 @@ impl End {
     }
 }
 
-/// The command line of this process as a shell takes it, so that it goes on with the run: with `--resume`, and from no earlier checkpoint.
+/// The command line of this process, quoted for a shell, changed so that it resumes the run: with `--resume`, and without an earlier
+/// checkpoint.
 fn command(resumes: bool) -> String {
     let given: Vec<OsString> = std::env::args_os().collect();
     let words = resuming(&given, resumes);
@@ -134,7 +135,7 @@ fn resuming(given: &[OsString], resumes: bool) -> Vec<OsString> {
     words
 }
 
-/// A word as a shell takes it. Bytes that are not UTF-8 are U+FFFD.
+/// Quotes a word for a shell. Bytes that are not UTF-8 become U+FFFD.
 fn quoted(word: &OsStr) -> String {
     let is_plain = |b: &u8| {
         b.is_ascii_alphanumeric()

@@ -1,4 +1,4 @@
-//! The sets of `--eval`.
+//! The evaluation sets of `--eval`.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -9,11 +9,11 @@ use NVFP4::base::error::bail;
 
 use super::options::Args;
 
-/// The set of files that are given without a name, and of what `--eval-share` sets aside.
+/// The name of the set of unnamed files, and of the rows that `--eval-share` sets aside.
 pub(super) const UNNAMED: &str = "eval";
 
 impl Args {
-    /// The evaluation sets by their names, in the order in which they were given but for the one that decides for `--best`, which is first.
+    /// The evaluation sets by name, in the order given, except that the set that decides for `--best` comes first.
     pub(super) fn evaluation_sets(&self) -> Result<Vec<(String, Vec<PathBuf>)>> {
         let mut sets: Vec<(String, Vec<PathBuf>)> = Vec::new();
         for value in &self.eval {
@@ -42,7 +42,7 @@ impl Args {
     }
 }
 
-/// The set and the file of a value: `NAME=FILE`, unless there is a file of that whole name.
+/// The set and the file of a value: `NAME=FILE`, unless a file with that whole name exists.
 fn named(value: &OsStr) -> (&str, PathBuf) {
     let bytes = value.as_bytes();
     let split = bytes.iter().position(|&b| b == b'=');

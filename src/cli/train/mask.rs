@@ -1,4 +1,4 @@
-//! `nvfp4 train --show-mask`: rows as they would be trained, with what is learned of them.
+//! `nvfp4 train --show-mask`: prints rows as they would be trained, with their learned parts marked.
 
 use std::io::IsTerminal;
 
@@ -34,8 +34,8 @@ pub(super) fn show(args: &Args, rows: usize) -> Result<()> {
     summary(args, &data)
 }
 
-/// A row for a person. Text stands in quotes with escapes, special tokens stand between; a line that begins with `+` is learned, with its
-/// weight after that unless it is 1.
+/// Formats a row for a person. Text is quoted with escapes, special tokens are not; a line that begins with `+` is learned, followed by its
+/// weight unless that is 1.
 fn shown(mask: &Mask, index: usize, colored: bool) -> String {
     let (learned, weight) = mask.targets();
     let mut out = format!(
@@ -61,7 +61,7 @@ fn shown(mask: &Mask, index: usize, colored: bool) -> String {
         });
         let said = parts.collect::<String>();
         out += &match colored && span.weight > 0.0 {
-            // Reverse video, which every terminal has.
+            // Reverse video works on every terminal.
             true => format!("{sign} \x1b[7m{said}\x1b[27m\n"),
             false => format!("{sign} {said}\n"),
         };
@@ -69,7 +69,7 @@ fn shown(mask: &Mask, index: usize, colored: bool) -> String {
     out
 }
 
-/// A sum of weights, which are no decimal numbers.
+/// Rounds a sum of binary fractions for display.
 fn rounded(weight: f64) -> f64 {
     (weight * 1e4).round() / 1e4
 }

@@ -1,4 +1,4 @@
-//! `nvfp4 train`: teaches a model what stands in files, with weights and optimizer in 4 bits, and writes what it has become.
+//! `nvfp4 train`: trains a model on files, with weights and optimizer in 4 bits, and writes the result.
 
 mod delivery;
 mod ending;
@@ -32,12 +32,12 @@ use self::evaluation::UNNAMED;
 use self::show::Show;
 use super::{model, output};
 
-/// Tokens that answer a prompt.
+/// Number of tokens in an answer to a sample prompt.
 const SAMPLE_TOKENS: usize = 32;
 /// A file of this name in the directory of a run ends it.
 const STOP: &str = "stop";
 
-/// Runs it; the exit code says how it ended.
+/// Runs the command and returns its exit code.
 pub(super) fn run(args: &Args) -> Result<ExitCode> {
     args.check()?;
     if let Some(budget) = args.memory_budget {
@@ -48,7 +48,7 @@ pub(super) fn run(args: &Args) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let (begin, mut lock) = args.begin()?;
-    // The line that says what begins names the device that auto chose.
+    // The opening line names the device that auto chose.
     let device = model::device(&args.device, args.threads)?;
     let mut report = MemoryReport::new(&device);
     let settings = args.settings()?;
@@ -134,7 +134,7 @@ pub(super) fn run(args: &Args) -> Result<ExitCode> {
         seed: args.seed,
     };
     if let Some(at) = &at {
-        // Before anything is moved.
+        // Checked before anything is moved.
         inputs.check((args.batch, args.accumulate), at)?;
     }
     if let Some(moved) = begin.set_aside(args)? {
@@ -170,7 +170,7 @@ pub(super) fn run(args: &Args) -> Result<ExitCode> {
     let ended = ended.map_err(explained)?;
     show.failed_reports(&ended, trainer.steps());
     let code = signals.code(ended.ending);
-    // From here on a signal ends the command: what is delivered appears whole or not at all.
+    // From here on a signal ends the command at once: results are written atomically.
     drop(signals);
     let mut end = End::new(&ended, &trainer);
     match ended.ending {
@@ -187,7 +187,7 @@ pub(super) fn run(args: &Args) -> Result<ExitCode> {
     if let Some(best) = ended.best.filter(|_| args.best.is_some()) {
         end.delivers(best);
         if best.step != trainer.steps() {
-            // There may be no room for both.
+            // There may be no memory for both.
             drop(trainer);
             let all = checkpoint::list(&args.out.join(CHECKPOINTS))?;
             let kept = all.into_iter().find(|(step, _)| *step == best.step);
@@ -236,7 +236,7 @@ impl Args {
         }
     }
 
-    /// Reads files whose rows the model is to learn.
+    /// Reads training files.
     fn read(
         &self,
         files: &[PathBuf],
@@ -271,7 +271,7 @@ impl Args {
         let sets = self.evaluation_sets()?;
         let mut data = match written {
             Some(file) => {
-                // A teacher's words may take another token when they are read again than when they were written.
+                // A teacher's text may tokenize differently when it is read again.
                 let options = data::Options {
                     format: None,
                     separator: None,

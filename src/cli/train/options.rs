@@ -1,4 +1,4 @@
-//! The options of `nvfp4 train`, and the settings that they make.
+//! The options of `nvfp4 train`, and the trainer settings derived from them.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -18,15 +18,15 @@ use serde_json::Value;
 use super::super::recipe::{RecipeName, TableForm};
 use super::teacher::TeacherArgs;
 
-/// The share of steps over which the rate rises, where nothing else is said.
+/// Default share of steps over which the rate rises.
 const WARMUP: f64 = 0.03;
 /// The share of steps over which the rate falls under `wsd`.
 const LAST: f64 = 0.2;
-/// The learning rates where nothing else is said, of a model's own parameters and of adapters.
+/// Default learning rates: for a model's own parameters, for adapters, and with a teacher.
 const RATE: f64 = 2e-5;
 const ADAPTER_RATE: f64 = 2e-4;
 const TEACHER_RATE: f64 = 1e-5;
-/// What alpha is for a rank, where nothing else is said.
+/// Default ratio of alpha to the rank.
 const ALPHA: f64 = 2.0;
 
 #[derive(clap::Args)]
@@ -41,8 +41,8 @@ pub(in crate::cli) struct Args {
     /// completion, instruction and output, question and answer, or text), .csv (the same as columns) and .txt; also with .gz or .zst
     #[arg(long, required_unless_present = "teacher_writes", num_args = 1.., value_name = "FILE")]
     pub(super) data: Vec<PathBuf>,
-    /// Files to evaluate with, of the same formats: together one set, or as NAME=FILE the set NAME, of which there may be several; losses are
-    /// told and drawn for each
+    /// Files to evaluate with, of the same formats: together one set, or as NAME=FILE the set NAME, of which there may be several; losses
+    /// are told and drawn for each
     #[arg(long, num_args = 1.., value_name = "[NAME=]FILE")]
     pub(super) eval: Vec<OsString>,
     /// Sets a share of the data's rows aside to evaluate with, as in 0.02
@@ -61,7 +61,8 @@ pub(in crate::cli) struct Args {
     /// it began with. Steps, rate, schedule and the like may be others, which is said
     #[arg(long)]
     pub(super) resume: bool,
-    /// Go on from this checkpoint: a step, or a checkpoint's directory. Checkpoints of later steps and what was delivered move to OUT/aside-N
+    /// Go on from this checkpoint: a step, or a checkpoint's directory. Checkpoints of later steps and what was delivered move to
+    /// OUT/aside-N
     #[arg(long, value_name = "STEP")]
     pub(super) resume_from: Option<OsString>,
 
@@ -114,16 +115,16 @@ pub(in crate::cli) struct Args {
     /// Chooses the order of data, what is set aside, the random bits of rounding and random weights
     #[arg(long, default_value_t = 0, help_heading = "Training")]
     pub(super) seed: u64,
-    /// Settings in JSON, by the names in a checkpoint's trainer.json under config; options that are given come first, and what neither says has
-    /// the defaults. Some settings have no option: groups of parameters with a rate or a decay of their own, and in the recipe high_blocks and
-    /// how block scales are chosen
+    /// Settings in JSON, by the names in a checkpoint's trainer.json under config; options that are given come first, and what neither says
+    /// has the defaults. Some settings have no option: groups of parameters with a rate or a decay of their own, and in the recipe
+    /// high_blocks and how block scales are chosen
     #[arg(long, value_name = "FILE", help_heading = "Training")]
     config: Option<PathBuf>,
 
     /// Train low-rank adapters (LoRA) of this rank beside the model, which is held in NVFP4 and stays as it is
     #[arg(long, value_name = "RANK", help_heading = "Adapters")]
     adapter: Option<usize>,
-    /// What adapters' results are multiplied by, times the rank; default: twice the rank
+    /// Factor of the adapters' results, times the rank; default: twice the rank
     #[arg(
         long,
         value_name = "ALPHA",
@@ -151,7 +152,7 @@ pub(in crate::cli) struct Args {
     /// Tokens of a window; default: 2048, or the model's context if that is less
     #[arg(long, value_name = "TOKENS", help_heading = "Data")]
     window: Option<usize>,
-    /// What all files hold; default: what their names say
+    /// Format of all files; default: by their names
     #[arg(long, value_enum, help_heading = "Data")]
     data_format: Option<FormatName>,
     /// Separator of the documents of a text, with \n and \t for line breaks and tabs; line breaks match CRLF too
@@ -163,7 +164,7 @@ pub(in crate::cli) struct Args {
     /// Treatment of the empty reasoning that templates such as Qwen3's write before an answer without reasoning
     #[arg(long, value_enum, default_value_t = EmptyThinkName::Learn, help_heading = "Data")]
     empty_think: EmptyThinkName,
-    /// What becomes of rows longer than a window; texts are cut into several
+    /// Treatment of rows longer than a window; texts are cut into several
     #[arg(long, value_enum, default_value_t = LongName::Refuse, help_heading = "Data")]
     long: LongName,
     /// Leave out rows that cannot be used, and say how many, rather than refuse them all
@@ -197,10 +198,10 @@ pub(in crate::cli) struct Args {
         help_heading = "Precision"
     )]
     keep_high: Option<Vec<String>>,
-    /// In what the rows that blocks' products take are: nvfp4 rounds them as a tensor core for NVFP4 takes them; default: bf16
+    /// Precision of the rows in the products of blocks: nvfp4 rounds them as a tensor core for NVFP4 takes them; default: bf16
     #[arg(long, value_enum, value_name = "FORM", help_heading = "Precision")]
     activations: Option<FormName>,
-    /// In what the gradients that blocks' products take are: nvfp4 rounds them stochastically; default: bf16
+    /// Precision of the gradients in the products of blocks: nvfp4 rounds them stochastically; default: bf16
     #[arg(long, value_enum, value_name = "FORM", help_heading = "Precision")]
     gradients: Option<FormName>,
 
@@ -211,17 +212,17 @@ pub(in crate::cli) struct Args {
     /// Keep all gradients until the step's end, in float32
     #[arg(long, help_heading = "Memory")]
     keep_gradients: bool,
-    /// What of a block the backward pass computes again rather than keep: block (all, the default), none (faster, for more memory), or
+    /// Parts of a block that the backward pass recomputes instead of keeping: block (all, the default), none (faster, for more memory), or
     /// some of norms,qkv,heads,attention,output,gate_up,down
     #[arg(long, value_name = "PARTS", help_heading = "Memory")]
     recompute: Option<Recompute>,
     /// Keep activations for the backward pass rather than compute them again: --recompute none
     #[arg(long, conflicts_with = "recompute", help_heading = "Memory")]
     no_recompute: bool,
-    /// What a GPU keeps in the host's memory: moments, activations (the inputs of blocks), both with a comma between them, or none
+    /// Data of a GPU to keep in the host's memory: moments, activations (the inputs of blocks), both with a comma between them, or none
     #[arg(long, value_name = "WHAT", help_heading = "Memory")]
     offload: Option<Offload>,
-    /// The device: cpu, cuda:N, or auto for the first GPU where there is one, else the CPU
+    /// The device: cpu, cuda:N, or auto for the first GPU if any, else the CPU
     #[arg(long, default_value = "auto", help_heading = "Memory")]
     pub(super) device: String,
     /// CPU threads; default: one for each core
@@ -333,22 +334,22 @@ enum LongName {
     Drop,
 }
 
-/// Settings before it is known how much data there is.
+/// Settings before the amount of data is known.
 pub(super) struct Settings {
     pub(super) config: Config,
-    /// What `--config` says.
+    /// The content of the `--config` file.
     file: Value,
 }
 
 impl Settings {
-    /// Whether the file has a setting; the defaults of options are for what it leaves out.
+    /// Whether the file has a setting; options' defaults apply only to missing ones.
     fn says(&self, pointer: &str) -> bool {
         self.file.pointer(pointer).is_some()
     }
 }
 
 impl Args {
-    /// Refuses values that no run could have.
+    /// Refuses values that are invalid for any run.
     pub(super) fn check(&self) -> Result<()> {
         for (name, value) in [
             ("--batch", self.batch),
@@ -418,12 +419,12 @@ impl Args {
         Ok(())
     }
 
-    /// Tokens of a window for a model with so many positions.
+    /// Tokens of a window for a model with `positions` positions.
     pub(super) fn window(&self, positions: usize) -> Result<usize> {
         data::window(self.window, positions)
     }
 
-    /// How data is read for windows of so many tokens.
+    /// Options for reading data in windows of `window` tokens.
     pub(super) fn data_options(&self, window: usize) -> data::Options {
         data::Options {
             window,
@@ -452,7 +453,7 @@ impl Args {
         }
     }
 
-    /// What is trained, and in what precision: as `--config` or the defaults have it, with what the options say.
+    /// The trained parameters and their precision: `--config` or the defaults, overridden by the options.
     pub(super) fn settings(&self) -> Result<Settings> {
         let mut settings = Settings {
             config: fine_tuning(),
@@ -527,7 +528,7 @@ impl Args {
         Ok(settings)
     }
 
-    /// Refuses what adapters leave nothing to do for.
+    /// Refuses options that have no effect with adapters.
     fn check_adapters(&self) -> Result<()> {
         if self.init.is_some() {
             bail!(
@@ -546,7 +547,7 @@ impl Args {
         Ok(())
     }
 
-    /// The recipe of this name, or in this file.
+    /// The recipe with this name, or in this file.
     fn named_recipe(&self, name: &str) -> Result<Recipe> {
         let recipe = match name {
             "nvfp4" => Recipe::default(),
@@ -571,7 +572,7 @@ impl Args {
         }
     }
 
-    /// Whether a file with a recipe chooses when passes multiply with what is delivered.
+    /// Whether a recipe file sets when passes multiply with the delivered weights.
     fn recipe_says_delivered(&self) -> Result<bool> {
         match self.recipe.as_deref().map(Path::new) {
             Some(file) if file.exists() => {
@@ -581,7 +582,7 @@ impl Args {
         }
     }
 
-    /// The trainer's settings for data of so many windows.
+    /// The trainer's settings for data of `windows` windows.
     pub(super) fn config(
         &self,
         settings: &Settings,
@@ -657,7 +658,7 @@ impl Args {
     }
 }
 
-/// Settings for a model that has learned much already.
+/// Settings for a pretrained model.
 fn fine_tuning() -> Config {
     Config {
         optimizer: Hyperparameters {
@@ -669,7 +670,7 @@ fn fine_tuning() -> Config {
     }
 }
 
-/// What a file of JSON says.
+/// Reads a JSON file.
 fn read<T: serde::de::DeserializeOwned>(file: &Path) -> Result<T> {
     let text = std::fs::read(file)
         .map_err(|e| Error::io(format_args!("reading {}", file.display()), e))?;

@@ -4,9 +4,9 @@ use NVFP4::train::Row;
 
 use crate::cli::chart::{COLOURS, Chart, Line, svg};
 
-/// Points of a line that a picture shows at most.
+/// Maximum number of points in a line of a picture.
 const POINTS: usize = 600;
-/// The first colour of sets beside the first; colours come again where there are more sets.
+/// Index of the first colour for the evaluation sets after the first; colours repeat if there are more sets.
 const OF_SETS: usize = 3;
 
 /// Means of neighbouring points, at most [`POINTS`] of them.
@@ -28,7 +28,7 @@ pub(super) fn picture(rows: &[Row], sets: &[String]) -> String {
         let points = rows.iter().filter_map(|r| Some((r.step as f64, value(r)?)));
         points.filter(|(_, y)| y.is_finite()).collect()
     };
-    // A teacher's run is trained on divergence, which is far below the labels' loss.
+    // Distillation trains on divergence, which is far below the labels' loss.
     let diverges = rows.iter().any(|r| r.eval_divergence_delivered.is_some());
     let named = |set: &str| match diverges {
         true => format!("{set} divergence"),
@@ -77,7 +77,7 @@ pub(super) fn picture(rows: &[Row], sets: &[String]) -> String {
     let lines = lines.into_iter().map(|(name, colour, points)| Line {
         name: format!("{name} {:.4}", points.last().map_or(f64::NAN, |p| p.1)),
         colour,
-        // A line of one point cannot be seen.
+        // A line of a single point would be invisible.
         dots: colour != 0 || points.len() == 1,
         points,
     });
@@ -156,7 +156,7 @@ mod tests {
         assert!(train.matches(',').count() <= POINTS && !drawn.contains("NaN"));
     }
 
-    /// Each set beside the first has a line of its own. The row before the first step has evaluations alone.
+    /// Each set after the first has its own line. The row before the first step has only evaluations.
     #[test]
     fn a_picture_of_several_sets() {
         let rows = [
@@ -171,7 +171,7 @@ mod tests {
         );
     }
 
-    /// The picture shows divergences instead of losses where a teacher gives them.
+    /// The picture shows divergences instead of losses in distillation.
     #[test]
     fn a_picture_of_divergences() {
         let taught = |delivered: f64| Losses {

@@ -1,4 +1,4 @@
-//! Where a run begins: anew, or from a checkpoint; and what may have changed since.
+//! The start of a run: new, or from a checkpoint; and the settings that may have changed since.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,10 +14,10 @@ use super::options::Args;
 use super::writing;
 
 const TABLE: &str = "loss.csv";
-/// Where what a run leaves behind goes when it goes on from an earlier checkpoint; a number follows.
+/// Prefix, before a number, of the directory for files set aside when a run resumes from an earlier checkpoint.
 const ASIDE: &str = "aside-";
-/// Settings that a run that goes on may have anew, by how their names begin: how far and how fast it goes, and where it finds its memory.
-/// How parameters are stored and what is trained is in the checkpoint.
+/// Prefixes of the settings that a resumed run may change: length and speed of the run, and its use of memory. Storage and choice of
+/// parameters are fixed by the checkpoint.
 const FREE: [&str; 9] = [
     "steps",
     "optimizer.",
@@ -30,12 +30,12 @@ const FREE: [&str; 9] = [
     "patience",
 ];
 
-/// Where a run begins.
+/// The starting point of a run.
 pub(super) enum Begin {
     Anew,
     /// At the last of the run's checkpoints.
     Last,
-    /// At this one, which is the run's own or another's.
+    /// At a given checkpoint, of this or another run.
     Earlier {
         place: PathBuf,
         step: u64,
@@ -44,7 +44,7 @@ pub(super) enum Begin {
 }
 
 impl Args {
-    /// Whether a run goes on that began before.
+    /// Whether the command resumes a run.
     pub(super) fn goes_on(&self) -> bool {
         self.resume || self.resume_from.is_some()
     }
@@ -53,7 +53,7 @@ impl Args {
         self.out.join(CHECKPOINTS)
     }
 
-    /// Where to begin, and the lock on OUT if a run has been there.
+    /// The starting point, and the lock on OUT if it contains a run.
     pub(super) fn begin(&self) -> Result<(Begin, Option<RunLock>)> {
         if RunLock::is_in(&self.out) {
             let lock = RunLock::take(&self.out)?;
@@ -64,18 +64,18 @@ impl Args {
         Ok((begin, None))
     }
 
-    /// Takes OUT, unless `lock` is that.
+    /// Locks OUT, unless `lock` already holds it.
     pub(super) fn lock(&self, lock: Option<RunLock>) -> Result<RunLock> {
         if let Some(lock) = lock {
             return Ok(lock);
         }
         let lock = RunLock::take(&self.out)?;
-        // Another run may have come between.
+        // Another run may have started in between.
         self.beginning()?;
         Ok(lock)
     }
 
-    /// Refuses a directory with a run in it unless that is to go on, and one in which something else is.
+    /// Refuses a directory with a run, unless that run is resumed, and a directory with other content.
     fn beginning(&self) -> Result<Begin> {
         let checkpoints = self.checkpoints();
         let all = checkpoint::list(&checkpoints)?;
@@ -132,9 +132,9 @@ impl Args {
         })
     }
 
-    /// Refuses a directory with something in it that is not of a run.
+    /// Refuses a directory with content that is not from a run.
     fn check_empty(&self) -> Result<()> {
-        // A run that ended before its first checkpoint has nothing to lose but its table.
+        // A run that ended before its first checkpoint can lose only its table.
         if !self.out.exists() || self.out.join(TABLE).exists() {
             return Ok(());
         }
@@ -145,7 +145,7 @@ impl Args {
                 self.out.display()
             );
         }
-        // A teacher's rows are what a run begins with.
+        // A run may start from rows that a teacher wrote.
         let own = [LOCK, writing::ROWS, writing::SETTINGS];
         let names = directory::names(&self.out)?;
         match names.iter().all(|name| own.contains(&name.as_str())) {
@@ -160,7 +160,7 @@ impl Args {
 }
 
 impl Begin {
-    /// The checkpoint to begin with, or the directory whose last one that is.
+    /// The checkpoint to start from, or the directory whose last checkpoint that is.
     pub(super) fn place(&self, args: &Args) -> Option<PathBuf> {
         match self {
             Begin::Anew => None,
@@ -169,8 +169,8 @@ impl Begin {
         }
     }
 
-    /// Moves what came after an earlier checkpoint out of the way of the run that goes on from there, and says what and where to. Nothing is
-    /// removed. The table of losses goes on from a copy.
+    /// Sets aside the files written after an earlier checkpoint when a run resumes from it, and describes them and their new place. Removes
+    /// nothing. The table of losses continues in a copy.
     pub(super) fn set_aside(&self, args: &Args) -> Result<Option<String>> {
         let Begin::Earlier { place, step, own } = self else {
             return Ok(None);
@@ -241,7 +241,7 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
     })
 }
 
-/// Steps, for a message.
+/// Formats steps for a message.
 fn steps(steps: impl Iterator<Item = u64>) -> String {
     let steps: Vec<String> = steps.map(|step| step.to_string()).collect();
     match &steps[..] {
@@ -251,7 +251,7 @@ fn steps(steps: impl Iterator<Item = u64>) -> String {
     }
 }
 
-/// Differences between the settings of a checkpoint and those of the run that goes on, where they are allowed. Other differences are refused.
+/// The differences between the settings of a checkpoint and those of the resumed run, if they are allowed. Fails on other differences.
 pub(super) fn changes(saved: &Config, own: &Config) -> Result<Vec<String>> {
     check_teacher(saved, own)?;
     let value = |config: &Config| {
@@ -277,7 +277,7 @@ pub(super) fn changes(saved: &Config, own: &Config) -> Result<Vec<String>> {
     Ok(words(free))
 }
 
-/// Refuses another teacher than that of a checkpoint.
+/// Fails if the teacher differs from the checkpoint's.
 fn check_teacher(saved: &Config, own: &Config) -> Result<()> {
     let of = |config: &Config| config.distillation.as_ref().map(|d| d.teacher.clone());
     match (of(saved), of(own)) {
@@ -299,7 +299,7 @@ fn check_teacher(saved: &Config, own: &Config) -> Result<()> {
     }
 }
 
-/// Lists what differs between two values of the same form: the name, and both values.
+/// Collects differences between two values of the same structure: the name, and both values.
 fn compare(name: &str, saved: &Value, own: &Value, differing: &mut Vec<(String, String)>) {
     match (saved, own) {
         (Value::Object(a), Value::Object(b)) if a.keys().eq(b.keys()) => {

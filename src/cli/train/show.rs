@@ -1,4 +1,4 @@
-//! A run as a person at a terminal, a log or a program sees it.
+//! Output of a run: for a person at a terminal, for a log, or as JSON for a program.
 
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -19,22 +19,22 @@ use super::ending::End;
 use super::evaluation::UNNAMED;
 use crate::cli::{model, output};
 
-/// The time between two lines of a log.
+/// Interval between two lines of a log.
 const LOG_EVERY: Duration = Duration::from_secs(10);
-/// The time between two drawings of the bar, and that after which a step is a long one.
+/// Interval between two updates of the bar, and the duration from which a step counts as long.
 const TICK: Duration = Duration::from_millis(500);
 const LONG: Duration = Duration::from_secs(2);
-/// The picture of losses in the directory of a run.
+/// Name of the picture of losses in the directory of a run.
 const PICTURE: &str = "loss.svg";
 
-/// Prints what happens: a progress bar on a terminal, a line now and then elsewhere, or JSON.
+/// Prints events: a progress bar on a terminal, occasional lines elsewhere, or JSON.
 pub(super) struct Show {
     json: bool,
     bar: Option<ProgressBar>,
     told: Instant,
-    /// When the step under way began.
+    /// Start of the current step.
     began: Instant,
-    /// Whether a line of JSON could not be written, which is said once.
+    /// Whether a line of JSON could not be written; this is reported once.
     failed: bool,
     /// Path of the picture of losses.
     pub(super) picture: PathBuf,
@@ -53,7 +53,7 @@ impl Show {
         }
     }
 
-    /// A line for a person.
+    /// Prints a line for a person.
     fn say(&self, line: String) {
         match &self.bar {
             _ if self.json => {}
@@ -62,7 +62,7 @@ impl Show {
         }
     }
 
-    /// Something that happened once.
+    /// Prints a single event.
     pub(super) fn note(&self, message: &str) -> Result<()> {
         if self.json {
             return output::json(&json!({"event": "note", "message": message}));
@@ -71,7 +71,7 @@ impl Show {
         Ok(())
     }
 
-    /// Something to look at.
+    /// Prints a warning.
     pub(super) fn warn(&mut self, message: &str) {
         match self.json {
             true => self.json(&json!({"event": "warning", "message": message})),
@@ -79,7 +79,7 @@ impl Show {
         }
     }
 
-    /// A function for the thread of signals: prints the name of a signal and its effect at once.
+    /// Returns a function for the signal thread that prints a signal's name and its effect at once.
     pub(super) fn teller(&self) -> impl FnOnce(&str, &str) + Send + 'static {
         let (json, bar) = (self.json, self.bar.clone());
         move |signal, message| {
@@ -95,7 +95,7 @@ impl Show {
         }
     }
 
-    /// A line of JSON. A reader that has gone ends the command; a disk that is full does not.
+    /// Prints a line of JSON. A closed pipe ends the command; a full disk does not.
     fn json(&mut self, value: &impl Serialize) {
         if let Err(e) = output::json(value)
             && !std::mem::replace(&mut self.failed, true)
@@ -104,7 +104,7 @@ impl Show {
         }
     }
 
-    /// What was read.
+    /// Prints the data that was read.
     pub(super) fn data(
         &self,
         report: &Report,
@@ -141,7 +141,7 @@ impl Show {
         Ok(())
     }
 
-    /// What begins.
+    /// Prints the start of the run.
     pub(super) fn begin(
         &mut self,
         trainer: &Trainer,
@@ -286,7 +286,7 @@ impl Show {
         }
     }
 
-    /// Counts the reports that could not be written, if there is more than the one that was a warning.
+    /// Prints the number of reports that could not be written, if more than the one already reported as a warning.
     pub(super) fn failed_reports(&mut self, ended: &Ended, step: u64) {
         if ended.failed_reports > 1 {
             let message = format!(
@@ -300,7 +300,7 @@ impl Show {
         }
     }
 
-    /// How far a long step is.
+    /// Shows the progress of a long step.
     pub(super) fn within(&mut self, progress: Progress) {
         if let Some(bar) = &self.bar
             && self.began.elapsed() >= LONG
@@ -311,7 +311,7 @@ impl Show {
         }
     }
 
-    /// The loss of a file that was delivered, and its divergence from a teacher.
+    /// Prints the loss of a delivered file, and its divergence from a teacher.
     pub(super) fn measured(&mut self, place: &Path, set: &str, score: &Score) {
         self.end();
         match self.json {
@@ -341,7 +341,7 @@ impl Show {
         }
     }
 
-    /// The run was stopped. What cannot be said then, as at a terminal that has gone, changes nothing.
+    /// Prints that the run was stopped. Errors of printing, as on a closed terminal, are ignored.
     pub(super) fn stopped(&mut self, end: &End) {
         self.end();
         if self.json {
@@ -357,7 +357,7 @@ impl Show {
         let _ = writeln!(std::io::stdout(), "{how}\n  {}", end.again);
     }
 
-    /// Training has diverged, and nothing is delivered.
+    /// Prints that training has diverged and nothing is delivered.
     pub(super) fn diverged(&mut self, end: &End) {
         self.end();
         if self.json {
@@ -379,7 +379,7 @@ impl Show {
         ));
     }
 
-    /// Prints how a run ended and what it delivered. A failure to print is no failure of the run.
+    /// Prints how a run ended and what it delivered. Failure to print does not fail the run.
     pub(super) fn finished(&mut self, end: &End, delivery: &Delivery, talks: bool) {
         self.end();
         if let Err(e) = self.deliver(end, delivery, talks) {
@@ -461,7 +461,7 @@ impl Show {
     }
 }
 
-/// A number of parameters, for a person.
+/// Formats a number of parameters for a person.
 fn count(parameters: usize) -> String {
     match parameters as f64 {
         few if few < 1e6 => format!("{:.1} k", few / 1e3),
@@ -469,17 +469,17 @@ fn count(parameters: usize) -> String {
     }
 }
 
-/// A path as text, which JSON is.
+/// A path as text, which JSON requires.
 fn shown(path: &Path) -> String {
     model::shown(path.as_os_str())
 }
 
-/// A line on standard error, which may have gone, or be a file on a disk that is full.
+/// Prints a line to standard error, which may be closed, or a file on a full disk.
 fn complain(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
-/// What a run with `--json` says at its end.
+/// The last event of a run with `--json`.
 fn ended(end: &End, place: Option<&Path>) -> Value {
     let loss = |score: Option<Score>| score.map(|s| s.loss);
     let divergence = |score: Option<Score>| score.and_then(|s| s.divergence);

@@ -1,4 +1,4 @@
-//! The teacher of a run: its options, and the model that they name.
+//! The teacher of a run: its options, and the model they name.
 
 use std::ffi::OsString;
 use std::sync::Arc;
@@ -68,7 +68,7 @@ enum MemoryName {
 }
 
 impl TeacherArgs {
-    /// Where the teacher's weights are to be.
+    /// Requested location of the teacher's weights.
     pub(super) fn placement(&self) -> TeacherPlacement {
         match self.teacher_memory {
             MemoryName::Auto => TeacherPlacement::Auto,
@@ -77,7 +77,7 @@ impl TeacherArgs {
         }
     }
 
-    /// The settings of learning from `teacher`: the options, then those of a file.
+    /// The distillation settings for `teacher`: options override those of a file.
     pub(super) fn distillation(
         &self,
         teacher: &Source,
@@ -91,7 +91,7 @@ impl TeacherArgs {
         })
     }
 
-    /// The name of the teacher's model; `model` is that of the student's.
+    /// The name of the teacher's model; `model` is the name of the student's.
     pub(super) fn name<'a>(&'a self, model: Option<&'a OsString>) -> Option<&'a OsString> {
         let named = self.teacher.as_ref()?;
         named.as_ref().or(model)
@@ -124,7 +124,7 @@ impl TeacherArgs {
         Ok(Some(Arc::new(teacher)))
     }
 
-    /// Where the teacher's weights are, for a person.
+    /// Describes the location of the teacher's weights for a person.
     pub(super) fn describe(&self, model: Option<&OsString>, trainer: &Trainer) -> Option<String> {
         let teacher = trainer.teacher()?;
         let name = self.name(model).map(|name| shown(name));

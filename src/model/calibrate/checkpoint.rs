@@ -1,4 +1,4 @@
-//! A checkpoint whose matrices are quantized, beside all else that it has.
+//! A checkpoint that replaces some matrices of another with calibrated NVFP4 matrices.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -20,18 +20,18 @@ pub struct Calibrated {
     matrices: HashMap<String, Arc<Joined>>,
 }
 
-/// The parts of an entry, one below the other.
+/// The matrices of an entry, one below the other.
 struct Joined {
     cols: usize,
     codes: Vec<u8>,
     scales: Vec<u8>,
-    /// One, or one for each index of the entry's first dimension, which is then an expert.
+    /// One global scale, or one for each index of the entry's first dimension, which is then an expert.
     globals: Vec<f32>,
 }
 
 impl Joined {
-    /// Joins parts, each with the row of the entry that it begins at, in rising order. The entry is `slabs` matrices of equal height, each of
-    /// which has one global scale.
+    /// Joins parts in ascending order, each with its first row in the entry. The entry consists of `slabs` matrices of equal height, each
+    /// with one global scale.
     fn new(name: &str, rows: usize, slabs: usize, parts: Vec<(usize, Nvfp4)>) -> Result<Joined> {
         let mut whole = Joined {
             cols: parts.first().map_or(0, |(_, part)| part.cols),
@@ -60,7 +60,7 @@ impl Joined {
 }
 
 impl Calibrated {
-    /// The checkpoint of `source` with these matrices.
+    /// The checkpoint of `source` with these matrices replaced.
     pub(super) fn new(source: &Source, mut quantized: HashMap<MatrixId, Nvfp4>) -> Result<Self> {
         let checkpoint = source.checkpoint().clone();
         let (mut entries, mut matrices) = (Vec::new(), HashMap::new());
@@ -97,7 +97,7 @@ impl Calibrated {
         })
     }
 
-    /// Leaves these entries as the checkpoint has them that this was made of.
+    /// Restores these entries to their values in the original checkpoint.
     pub fn leave_out(&mut self, names: &HashSet<String>) {
         self.matrices.retain(|name, _| !names.contains(name));
         for entry in self.entries.iter_mut().filter(|e| names.contains(&e.name)) {
@@ -107,7 +107,7 @@ impl Calibrated {
         }
     }
 
-    /// Entries that were quantized.
+    /// Number of quantized entries.
     pub fn quantized(&self) -> usize {
         self.matrices.len()
     }
@@ -145,7 +145,7 @@ impl Checkpoint for Calibrated {
         let (cols, slab) = (own.cols, own.slab());
         let mut first = rows.start;
         while first < rows.end {
-            // Rows that have one global scale.
+            // Rows with a common global scale.
             let last = ((first / slab + 1) * slab).min(rows.end);
             let codes = &own.codes[first * cols / 2..last * cols / 2];
             let scales = &own.scales[first * cols / BLOCK..last * cols / BLOCK];

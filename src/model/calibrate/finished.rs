@@ -1,4 +1,4 @@
-//! Blocks of a calibration that are finished, as files of a folder: an interrupted one goes on after them.
+//! Finished blocks of a calibration, stored as files in a folder, so that an interrupted calibration can resume.
 
 use std::ffi::OsString;
 use std::hash::Hasher;
@@ -13,19 +13,19 @@ use crate::base::{Error, Result, file};
 use crate::format::nvfp4::{BLOCK, Levels, Nvfp4};
 use crate::model::training::{Layout, Source};
 
-/// Changes with whatever changes the codes that a calibration finds.
+/// Changes with every change that affects the codes found by a calibration.
 const VERSION: u64 = 2;
-/// Bytes of the length of a header, and of the checksum after it.
+/// Bytes of the header's length and of the checksum that follows it.
 const PREFIX: usize = 16;
 
-/// The folder for the finished blocks of what is written to `destination`: beside it, with `.calibration` after its name.
+/// The folder for the finished blocks of a calibration that writes to `destination`: its path with `.calibration` appended.
 pub fn folder_of(destination: &Path) -> PathBuf {
     let mut name = OsString::from(destination.components().as_path());
     name.push(".calibration");
     name.into()
 }
 
-/// XXH3 of what a calibration depends on: the model's shape and files, with their lengths and times, the texts, and options.
+/// XXH3 of all inputs of a calibration: the model's shape and files, with their lengths and times, the texts, and options.
 pub(super) fn identity(
     source: &Source,
     texts: &[CalibrationText],
@@ -85,7 +85,7 @@ impl Finished {
         self.folder.join(format!("block-{block:05}"))
     }
 
-    /// The matrices of a block; none where it is not finished, or was of another calibration, or is damaged.
+    /// The matrices of a block; `None` if the block is not finished, belongs to another calibration, or is damaged.
     pub(super) fn load(&self, block: usize, layout: &Layout) -> Option<Vec<Done>> {
         let bytes = file::read(&self.path(block)).ok()?;
         let (prefix, rest) = bytes.split_at_checked(PREFIX)?;
@@ -126,7 +126,7 @@ impl Finished {
         Some(done)
     }
 
-    /// Writes the matrices of a block: all of them, or no file.
+    /// Writes the matrices of a block atomically.
     pub(super) fn save(&self, block: usize, done: &[Done]) -> Result<()> {
         let held = |done: &Done| Held {
             report: done.report.clone(),
@@ -151,18 +151,18 @@ impl Finished {
         file::stage(&self.path(block), &bytes)?.commit()
     }
 
-    /// Removes the files of blocks, and the folder where nothing else is in it.
+    /// Removes the files of blocks, and the folder if it is then empty.
     pub(super) fn remove(folder: &Path, blocks: usize) {
         let finished = Finished::new(folder, 0);
         for block in 0..blocks {
-            // A file that stays is harmless: other calibrations ignore it by its identity.
+            // A file that cannot be removed is harmless: other calibrations ignore it by its identity.
             let _ = std::fs::remove_file(finished.path(block));
         }
         let _ = std::fs::remove_dir(folder);
     }
 }
 
-/// Removes what a calibration has left in its folder for a later one, once what it was for is written.
+/// Removes the finished blocks of a calibration, once its result is written.
 pub fn forget(folder: &Path, source: &Source) {
     Finished::remove(folder, source.layout().blocks.len());
 }

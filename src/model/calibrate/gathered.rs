@@ -1,4 +1,4 @@
-//! Second moments of what some projections multiply.
+//! Second moments of the inputs of projections, gathered by a calibration.
 
 use std::sync::Arc;
 
@@ -8,17 +8,17 @@ use crate::ops::calibrated::FullMoments;
 use crate::ops::training::matmul::gram;
 use crate::ops::{Array, Device, Mixed, Slice, activation};
 
-/// Damping of the diagonal of the moments, as a share of its mean: `DAMPING + FEW * inputs / rows`, as few rows of text say little.
+/// Damping of the moments' diagonal, relative to its mean: `DAMPING + FEW * inputs / rows`. Few rows of text need more damping.
 const DAMPING: f32 = 0.1;
 const FEW: f32 = 0.05;
 
-/// Sums of products of inputs `[cols, cols]` on a device: of the texts that the search sees, and of those that are kept from it. They are
-/// symmetric, and right on the diagonal and above it.
+/// Sums of products of inputs `[cols, cols]` on a device: one for the texts of the search, one for the texts kept for evaluation. They are
+/// symmetric; only the diagonal and the elements above it are valid.
 pub(super) struct Gathered {
     pub(super) cols: usize,
     seen: Array,
     kept: Array,
-    /// Rows of the texts that the search sees, and of the others.
+    /// Rows of the texts of the search, and of the evaluation.
     rows: usize,
     kept_rows: usize,
 }
@@ -49,7 +49,7 @@ impl Gathered {
         gram(device, x, self.cols, self.seen.all_mut())
     }
 
-    /// Adds the sums of others.
+    /// Adds the sums of `other`.
     pub(super) fn add_all(&mut self, device: &Device, other: &Gathered) -> Result<()> {
         self.rows += other.rows;
         self.kept_rows += other.kept_rows;
@@ -57,8 +57,8 @@ impl Gathered {
         activation::add(device, self.kept.all_mut(), other.kept.all())
     }
 
-    /// Where these are sums of fewer rows than there are inputs, by which a search would follow single rows, adds those of `all`, of which these
-    /// are a part, as if that many of their rows were here too. Says whether rows that the search sees were missing.
+    /// If these sums have fewer rows than inputs, a search would overfit single rows. Then adds the sums of `all`, which include these,
+    /// scaled to the number of missing rows. Returns whether the sums for the search had too few rows.
     pub(super) fn fill_up(&mut self, device: &Device, all: &Gathered) -> Result<bool> {
         let is_starved = self.rows < self.cols;
         let parts = [
@@ -83,7 +83,7 @@ impl Gathered {
         Ok(is_starved)
     }
 
-    /// The sums as a search takes them.
+    /// The moments in the form that a search takes.
     pub(super) fn moments(self, device: &Device, host: &Arc<Cpu>) -> Result<FullMoments> {
         let share = DAMPING + FEW * self.cols as f32 / self.rows.max(1) as f32;
         FullMoments::new(device, host, [self.seen, self.kept], self.cols, share)

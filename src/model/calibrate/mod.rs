@@ -1,5 +1,5 @@
-//! A model in NVFP4 that is best for its products with what text makes of their inputs: its linear weights are quantized block by block of
-//! the model, as text runs through it. Knows no text: it is given tokens.
+//! Calibrated quantization of a model to NVFP4: quantizes linear weights block by block while text runs through the model, and minimizes
+//! the error of their products with the inputs observed. Knows no text: it is given tokens.
 
 mod checkpoint;
 mod finished;
@@ -29,15 +29,15 @@ use crate::cpu::Cpu;
 use crate::format::nvfp4::{QuantizeOptions, Recipe, amax};
 use crate::ops::Device;
 
-/// One of so many texts is kept from the search, to choose by what it has found.
+/// One in this many texts is kept from the search, to evaluate its results.
 const KEPT: usize = 8;
-/// Texts, of those that are kept, that blocks are tried with, on a CPU and on a GPU.
+/// Number of evaluation texts that trials of blocks use, on a CPU and on a GPU.
 const TRIED: [usize; 2] = [2, 4];
 
-/// Quantizes the linear weights of the blocks of `source`, by what they multiply when `texts` run through the model on `device`. The search
-/// runs on `device`, and what it reads from the checkpoint on the threads of `host`. Gives a checkpoint with them in the place of those that it was made of, and what became of each matrix.
-/// Matrices that the checkpoint holds in NVFP4 keep their codes. The same bits on any number of threads. Cancelled with the thread's
-/// [`call`].
+/// Quantizes the linear weights of the blocks of `source`, by their inputs when `texts` run through the model on `device`. The search runs
+/// on `device`; reading from the checkpoint uses the threads of `host`. Returns a checkpoint with the quantized matrices in place of the
+/// originals, and a report of each matrix. Matrices stored in NVFP4 keep their codes. Gives the same bits on any number of threads.
+/// Cancelled with the thread's [`call`].
 pub fn calibrate(
     device: &Device,
     host: &Arc<Cpu>,
@@ -73,7 +73,7 @@ pub fn calibrate(
         done: 0,
         total: 2 * (0..blocks).map(weights).sum::<u64>(),
     };
-    // Text runs as far as there is a block to quantize.
+    // Text only runs as far as there are blocks to quantize.
     let end = of_blocks.iter().rposition(Option::is_none);
     let is_kept = |number: usize| number % KEPT == KEPT.min(texts.len()) - 1;
     let tried = (0..texts.len())
@@ -132,14 +132,14 @@ pub fn calibrate(
     Ok((Calibrated::new(source, quantized)?, reports))
 }
 
-/// Texts as an observer takes them.
+/// The texts in the form that an observer takes.
 fn runs(texts: &[CalibrationText]) -> Vec<(Vec<u32>, Vec<usize>)> {
     let run = |text: &CalibrationText| (text.tokens.clone(), text.documents.clone());
     texts.iter().map(run).collect()
 }
 
-/// Projections of a block by what is chosen for them together: queries, keys and values, attention's output, gates with what they multiply, and
-/// what goes back. Within each, projections that have the same inputs, of a mixture those of each expert. An expert of every token stays as it is.
+/// Projections of a block, by the unit of choice: queries, keys and values; attention's output; gate and up; down. Each unit consists of
+/// groups of projections with the same input; in a mixture, each expert has its own groups. A shared expert is not quantized.
 fn units(block: &BlockLayout) -> [Vec<&[ProjectionLayout]>; 4] {
     let mlps = match &block.mlp {
         MlpLayout::Dense(mlp) => std::slice::from_ref(mlp),
@@ -155,22 +155,22 @@ fn units(block: &BlockLayout) -> [Vec<&[ProjectionLayout]>; 4] {
     ]
 }
 
-/// Text on its way through a model whose blocks are quantized behind it.
+/// Text that runs through a model while its blocks are quantized.
 struct Run<'a, K> {
     device: &'a Device,
     host: &'a Arc<Cpu>,
     source: &'a Source,
     options: &'a CalibrateOptions,
     observer: Observer,
-    /// Whether a text, by its number, is kept from the search.
+    /// Whether a text, by its index, is kept from the search.
     is_kept: K,
-    /// Groups of projections of experts so far, and those of them that multiply fewer rows than they have inputs.
+    /// Number of groups of expert projections so far, and of those with fewer rows than inputs.
     experts: usize,
     starved: usize,
 }
 
 impl<K: Fn(usize) -> bool> Run<'_, K> {
-    /// Takes the texts through the next block. Gives moments by the first projection of each group.
+    /// Runs the texts through the next block. Returns moments by the first projection of each group.
     fn gather(&mut self) -> Result<BTreeMap<MatrixId, Gathered>> {
         let mut gathered = BTreeMap::new();
         let (layout, is_kept, device) = (self.source.layout(), &self.is_kept, self.device);
@@ -192,7 +192,7 @@ impl<K: Fn(usize) -> bool> Run<'_, K> {
         Ok(gathered)
     }
 
-    /// Finds candidates for the projections of a block, by unit. Tells of each matrix when its turn is over.
+    /// Finds candidates for the projections of a block, by unit. Reports progress after each matrix.
     fn search(
         &mut self,
         block: usize,

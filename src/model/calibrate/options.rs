@@ -1,4 +1,4 @@
-//! Text, options, progress and results of a calibration.
+//! Types of a calibration: texts, options, progress and results.
 
 use std::path::PathBuf;
 
@@ -11,32 +11,32 @@ use crate::model::training::MatrixId;
 /// A text to calibrate with.
 #[derive(Clone, Debug, Default)]
 pub struct CalibrationText {
-    /// Tokens of all documents, one after another.
+    /// Tokens of all documents, concatenated.
     pub tokens: Vec<u32>,
     /// The documents' lengths.
     pub documents: Vec<usize>,
 }
 
-/// How to calibrate.
+/// Options of a calibration.
 #[derive(Clone, Debug)]
 pub struct CalibrateOptions {
-    /// Scales of the container that is written.
+    /// Scale levels of the container that is written.
     pub levels: Levels,
-    /// A folder for blocks that are finished. An interrupted calibration of the same model with the same texts goes on after those that it
-    /// finds there; blocks of others are replaced.
+    /// Folder for finished blocks. An interrupted calibration of the same model with the same texts continues after the blocks in it;
+    /// blocks of other calibrations are replaced.
     pub finished: Option<PathBuf>,
 }
 
-/// How far a calibration is.
+/// Progress of a calibration.
 #[derive(Clone, Copy, Debug)]
 pub struct CalibrateProgress {
-    /// The block of the model at hand, from 0; the number of blocks at the end.
+    /// The current block, from 0; the number of blocks at the end.
     pub block: usize,
-    /// Blocks of the model.
+    /// Number of blocks in the model.
     pub blocks: usize,
-    /// Blocks that an earlier calibration had finished.
+    /// Blocks that an earlier calibration finished.
     pub resumed: usize,
-    /// Weights that text has run through, and weights that are quantized.
+    /// Number of weights that text has run through, plus number of quantized weights.
     pub done: u64,
     /// The value of `done` at the end.
     pub total: u64,
@@ -47,10 +47,10 @@ pub struct CalibrateProgress {
 pub struct CalibratedMatrix {
     /// Its name.
     pub name: String,
-    /// How its codes were found.
+    /// The search that found its codes.
     pub choice: Choice,
-    /// Relative error of its products for text that the search has not seen, with the codes of a sweep: the root of the mean square error over
-    /// that of the products. Of an even sample of the rows where there are many.
+    /// Relative error of its products, on text kept from the search, with the codes of a sweep: root mean square error over the root mean
+    /// square of the products. Large matrices use an even sample of the rows.
     pub error_of_sweep: f64,
     /// That error with the chosen codes.
     pub error: f64,

@@ -1,5 +1,4 @@
-//! The codes and scales of a matrix, by the second moments of its inputs: what several searches find, and how good it is by moments of other
-//! text.
+//! Searches the codes and scales of a matrix by the second moments of its inputs, and evaluates the results by the moments of other text.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,27 +6,27 @@ use crate::base::Result;
 use crate::format::nvfp4::{BLOCK, Levels, Nvfp4, QuantizeOptions, global_scale};
 use crate::ops::calibrated::{FoundCodes, FullMoments, MatrixRows, SearchBy};
 
-/// Rows of a matrix by which searches are compared, and global scales.
+/// Number of sampled rows for comparing searches, and for comparing global scales.
 const SAMPLE: usize = 192;
 const SAMPLE_OF_GLOBAL: usize = 64;
-/// Global scales that are tried, as powers of two above the usual one: it puts the largest weight on the largest scale, and which scales
-/// there are below moves with it. A whole power would give the same ones again.
+/// Candidate global scales, as powers of two above the usual one. The usual one maps the largest weight to the largest block scale; other
+/// exponents shift the grid of the smaller block scales. A whole power would give the same grid again.
 const GLOBALS: [f32; 4] = [0.0, 0.25, 0.5, 0.75];
 
-/// How the codes of a matrix were found.
+/// The search that found the codes of a matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Choice {
-    /// The scale of each block by the error of its weights.
+    /// Chooses the scale of each block by the error of its weights.
     Sweep,
-    /// The scale of each block by the error of its product, and then each block beside the others.
+    /// Chooses the scale of each block by the error of its product, then refines each block given the others.
     Descent,
-    /// Blocks in turn, each making up for the errors before it, and then each beside the others.
+    /// Processes blocks in order, each compensating the errors of those before it, then refines each block given the others.
     Feedback,
 }
 
 impl Choice {
-    /// Passes over all blocks, after the search, in which each becomes the best beside the others.
+    /// Number of refinement passes over all blocks after the search.
     const fn passes(self) -> usize {
         match self {
             Choice::Sweep => 0,
@@ -37,26 +36,26 @@ impl Choice {
     }
 }
 
-/// Searches by moments.
+/// Searches by given moments.
 pub(super) struct Search {
     cols: usize,
     moments: FullMoments,
     options: QuantizeOptions,
 }
 
-/// Codes of a matrix that one search has found.
+/// Codes of a matrix found by one search.
 pub(super) struct Candidate {
     pub(super) matrix: Nvfp4,
     pub(super) choice: Choice,
-    /// Its relative error by text that the search has not seen.
+    /// Its relative error on text kept from the search.
     pub(super) error: f64,
 }
 
 /// Candidates for a matrix.
 pub(super) struct Found {
-    /// Descent first, then feedback; or one search alone.
+    /// Descent first, then feedback; or a single search.
     pub(super) candidates: Vec<Candidate>,
-    /// Relative error of a sweep, by text that no search has seen.
+    /// Relative error of a sweep, on text kept from the search.
     pub(super) error_of_sweep: f64,
 }
 
@@ -69,7 +68,7 @@ impl Search {
         }
     }
 
-    /// The global scale that is best for matrices with this largest magnitude, by a sample of their rows.
+    /// The best global scale for matrices with this largest magnitude, by a sample of their rows.
     pub(super) fn best_global(&self, matrices: &[Vec<f32>], largest: f32) -> Result<f32> {
         let usual = global_scale(largest, &self.options);
         if self.options.levels != Levels::Two {
@@ -94,8 +93,8 @@ impl Search {
         Ok(best.1)
     }
 
-    /// Codes and scales for `weights` `[rows, cols]` under a global scale, by each search that is better than a sweep by a sample of the rows;
-    /// by a sweep if none is.
+    /// Codes and scales for `weights` `[rows, cols]` under a global scale, from each search that beats a sweep on a sample of the rows;
+    /// from a sweep if none does.
     pub(super) fn candidates(&self, weights: &[f32], global: f32) -> Result<Found> {
         let rows = self.moments.rows(weights)?;
         let sampled = self.sampled(weights, SAMPLE);
@@ -143,7 +142,7 @@ impl Search {
         }
     }
 
-    /// The numbers of so many rows of a matrix, evenly chosen; of all where that is nearly as many.
+    /// Indices of about `rows` evenly chosen rows of a matrix; all rows if it has few more.
     fn sampled(&self, weights: &[f32], rows: usize) -> Vec<usize> {
         let all = weights.len() / self.cols;
         match all <= rows + rows / 2 {
@@ -152,7 +151,7 @@ impl Search {
         }
     }
 
-    /// The rows with those numbers.
+    /// The sampled rows.
     fn sample(&self, weights: &[f32], rows: usize) -> Result<MatrixRows<'static>> {
         let numbers = self.sampled(weights, rows).into_iter();
         let row = |i: usize| &weights[i * self.cols..][..self.cols];
@@ -160,7 +159,7 @@ impl Search {
         self.moments.rows(some)
     }
 
-    /// The codes and scales that one search finds, with so many passes of descent.
+    /// Codes and scales from one search, with the given number of descent passes.
     fn quantized(
         &self,
         choice: Choice,
@@ -181,7 +180,7 @@ impl Search {
     }
 }
 
-/// Some rows of a matrix.
+/// Selects rows of a matrix.
 fn select(matrix: &Nvfp4, rows: &[usize]) -> Nvfp4 {
     let of = |values: &[u8], width: usize| -> Vec<u8> {
         let row = |i: &usize| &values[i * width..][..width];

@@ -9,20 +9,20 @@ use crate::cpu::Cpu;
 use crate::format::nvfp4::{BLOCK, dequantize};
 use crate::model::training::{MatrixId, Observer};
 
-/// Matrices with the same inputs, and their candidates.
+/// Matrices with the same inputs, with their candidates.
 pub(super) type Group = Vec<(MatrixId, Found)>;
 
-/// A block whose matrices are exchanged for their candidates.
+/// A block in which candidates replace the matrices.
 struct Trial<'a> {
     observer: &'a mut Observer,
     host: &'a Cpu,
     groups: &'a [Group],
-    /// The number of the candidates of each group that the block has now; none before the first trial.
+    /// Index of the candidate that the block currently has, for each group; `None` before the first trial.
     placed: Vec<Option<usize>>,
 }
 
 impl Trial<'_> {
-    /// The error of the block with these candidates of its groups.
+    /// The error of the block's output with these candidates.
     fn error(&mut self, picks: &[usize]) -> Result<f64> {
         for (group, &pick) in picks.iter().enumerate() {
             if self.placed[group] == Some(pick) {
@@ -51,9 +51,9 @@ fn candidate(found: &Found, pick: usize) -> &Candidate {
     &found.candidates[pick.min(found.candidates.len() - 1)]
 }
 
-/// Chooses a candidate for each group of the block that the observer's texts have left last: first the search with which the output is best
-/// when all groups have it, then, group by group, the other one if the output is better with it. The divergence of the model's predictions
-/// follows the error of a block's output, and not the errors of its products: see docs/numerics.md.
+/// Chooses a candidate for each group of the last block that the observer ran. First takes the search that gives the best output if all
+/// groups use it; then, group by group, switches to the other candidate if that improves the output. The divergence of the model's
+/// predictions follows the error of a block's output, not the errors of its products: see docs/numerics.md.
 pub(super) fn choose(
     observer: &mut Observer,
     host: &Cpu,

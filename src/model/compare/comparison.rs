@@ -5,7 +5,7 @@ use super::predictions::TokenComparison;
 /// Parts of a comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Measures {
-    /// Predictions of the two models as they are: [`Comparison::tokens`].
+    /// Predictions of the two complete models: [`Comparison::tokens`].
     pub tokens: bool,
     /// [`Comparison::stream_errors`] and [`Comparison::block_errors`].
     pub streams: bool,
@@ -14,19 +14,20 @@ pub struct Measures {
     pub blocks: bool,
 }
 
-/// Differences of a model from its reference. Parts that were not asked for are empty.
+/// Differences of a model from its reference. Parts that were not requested are empty.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Comparison {
     /// Each predicted token, in the order of the text.
     pub tokens: Vec<TokenComparison>,
-    /// For each block, the relative error of the residual stream after it when both models run by themselves: root mean square of the
-    /// difference over that of the reference's stream.
+    /// For each block, the relative error of the residual stream after it, with each model running on its own stream: root mean square of
+    /// the difference over the root mean square of the reference's stream.
     pub stream_errors: Vec<f64>,
-    /// For each block, that error when the blocks of both models are given the reference's stream: what the block adds by itself.
+    /// For each block, the relative error if the blocks of both models take the reference's stream as input: the error that the block adds
+    /// itself.
     pub block_errors: Vec<f64>,
     /// For each block, the mean KL(reference || mixture) in nats a token, where the mixture is the reference with this block of the
     /// examined model.
     pub block_divergences: Vec<f64>,
-    /// That mean for the mixture that has embedding and head of the examined model, and all blocks and the last norm of the reference.
+    /// The mean divergence of a mixture with embedding and head of the examined model, and all blocks and the last norm of the reference.
     pub tables_divergence: Option<f64>,
 }

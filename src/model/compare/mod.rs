@@ -1,5 +1,5 @@
-//! How a model differs from a reference of the same shape on a text: by token, by position, by block. Both run block by block from their
-//! checkpoints, so that one block of each is in memory at a time. Knows no text: it is given tokens.
+//! Compares a model with a reference of the same shape on a text: by token, by position, by block. Both run block by block from their
+//! checkpoints, so that only one block of each is in memory at a time. Knows no text: it is given tokens.
 
 mod alike;
 mod comparison;
@@ -22,9 +22,9 @@ use crate::ops::Device;
 /// Progress of a comparison, in passes of a batch through a block or a chunk of the head.
 #[derive(Clone, Copy, Debug)]
 pub struct CompareProgress {
-    /// Passes that are done.
+    /// Passes done.
     pub done: u64,
-    /// Passes in all.
+    /// Total number of passes.
     pub total: u64,
 }
 
@@ -33,7 +33,7 @@ pub fn check_alike(examined: &Source, reference: &Source) -> Result<()> {
     alike::check(examined.spec(), reference.spec())
 }
 
-/// Compares `examined` with `reference` on windows of tokens, each of which both models read from its beginning. Cancelled with the
+/// Compares `examined` with `reference` on windows of tokens. Both models start at the beginning of each window. Cancelled with the
 /// thread's [`call`](crate::base::call).
 pub fn compare(
     device: &Device,
@@ -62,8 +62,8 @@ pub fn compare(
     Ok(pair.finish())
 }
 
-/// The mean KL(reference || mixture) in nats a token for each block of `examined`, where the mixture is `reference` with this block
-/// alone exchanged: [`Comparison::block_divergences`] without anything else.
+/// The mean KL(reference || mixture) in nats a token for each block of `examined`, where the mixture is `reference` with only this block
+/// replaced: [`Comparison::block_divergences`] on its own.
 pub fn block_divergences(
     device: &Device,
     examined: &Arc<Source>,

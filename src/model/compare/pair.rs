@@ -10,15 +10,15 @@ use crate::model::training::{Batch, Runner, Source};
 use crate::ops::training::divergence::{Divergence, Mixture};
 use crate::ops::{Array, Device, Mixed};
 
-/// The most rows of a batch, unless one window has more.
+/// Maximum rows of a batch, unless a single window has more.
 const BATCH_ROWS: usize = 2048;
-/// Bytes that the streams of a batch may take, unless one window takes more.
+/// Maximum bytes of a batch's streams, unless a single window takes more.
 const STREAM_BYTES: usize = 512 << 20;
 
 /// A residual stream.
 type Stream = Array<Mixed>;
 
-/// Two models, with what was found so far.
+/// Two models, with the results so far.
 pub(super) struct Pair {
     device: Device,
     measures: Measures,
@@ -28,9 +28,9 @@ pub(super) struct Pair {
     hidden: usize,
     caps: [Option<f32>; 2],
     found: Comparison,
-    /// Sums for each block: both models by themselves, and both blocks with the reference's stream.
+    /// Sums for each block: with each model on its own stream, and with both blocks on the reference's stream.
     errors: Vec<[ErrorSums; 2]>,
-    /// Sums of divergences: with each block exchanged, and with the tables exchanged.
+    /// Sums of divergences: with each block replaced, and with the tables replaced.
     divergences: Vec<f64>,
     of_tables: f64,
     /// Tokens in those sums.
@@ -42,15 +42,15 @@ pub(super) struct Pair {
 /// The streams of a batch between two blocks.
 struct Streams {
     reference: Stream,
-    /// The examined model's own stream, if it is asked for.
+    /// The examined model's own stream, if requested.
     examined: Option<Stream>,
-    /// The stream with the examined model's embedding and the reference's blocks, if it is asked for.
+    /// The stream with the examined model's embedding and the reference's blocks, if requested.
     tables: Option<Stream>,
-    /// Streams that have left one block of the examined model and run on through the reference.
+    /// Streams that ran through one block of the examined model and continue through the reference.
     exchanged: Vec<Stream>,
 }
 
-/// A batch as each of the models takes it.
+/// A batch prepared for each of the models.
 struct Batches {
     examined: Batch,
     reference: Batch,
@@ -84,12 +84,12 @@ impl Pair {
         })
     }
 
-    /// Whether the examined model runs by itself.
+    /// Whether the examined model runs on its own stream.
     fn runs_examined(&self) -> bool {
         self.measures.tokens || self.measures.streams
     }
 
-    /// Numbers of consecutive windows that make a batch.
+    /// The number of consecutive windows in each batch.
     pub(super) fn batches(&self, windows: &[&[u32]]) -> Vec<usize> {
         let streams = 3 + if self.measures.blocks { self.blocks } else { 0 };
         let row = streams * self.hidden * Stream::element_bytes(&self.device);
@@ -121,7 +121,7 @@ impl Pair {
         of_blocks + of_exchanged + heads * chunks
     }
 
-    /// Runs a batch of windows, the first of which has this number. Calls `tell` after each pass.
+    /// Runs a batch of windows, of which `first` is the index of the first one. Calls `tell` after each pass.
     pub(super) fn run(
         &mut self,
         first: usize,
@@ -158,7 +158,7 @@ impl Pair {
         self.run_head(&batches, streams, &places, tell)
     }
 
-    /// Takes all streams of a batch through a block.
+    /// Runs all streams of a batch through a block.
     fn run_block(
         &mut self,
         block: usize,
@@ -205,7 +205,7 @@ impl Pair {
         Ok(())
     }
 
-    /// Takes the streams that have left the last block through the last norm and the head, and adds what they predict.
+    /// Runs the output of the last block through the last norm and the head, and adds the predictions.
     fn run_head(
         &mut self,
         batches: &Batches,

@@ -1,4 +1,4 @@
-//! Predictions of the two models: the divergence of each row, and the tokens that each model holds most likely.
+//! Predictions of the two models: the divergence of each row, and each model's most likely tokens.
 
 use std::ops::Range;
 
@@ -7,15 +7,15 @@ use crate::ops::training::divergence::{Divergence, Mixture, TeacherLogits};
 use crate::ops::training::loss::{Chunk, Targets};
 use crate::ops::{Array, Device};
 
-/// Predictions that are kept of each model for each token.
+/// Predictions kept of each model for each token.
 pub const LIKELY: usize = 3;
 
 /// Predictions of one token by both models.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TokenComparison {
-    /// The number of its window.
+    /// Index of its window.
     pub window: usize,
-    /// Position of the last token that the models have read when they predict this one.
+    /// Position of the last token that the models have read before this prediction.
     pub position: usize,
     /// The token that follows.
     pub token: u32,
@@ -28,20 +28,20 @@ pub struct TokenComparison {
 }
 
 impl TokenComparison {
-    /// Whether both models hold the same token most likely.
+    /// Whether both models have the same most likely token.
     pub fn same_top(&self) -> bool {
         self.likely[0][0].0 == self.likely[1][0].0
     }
 }
 
-/// The largest logits of a row, in falling order; the first of equal ones comes first.
+/// The largest logits of a row, in descending order; the first of equal ones comes first.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Largest([(u32, f32); LIKELY]);
 
 impl Largest {
     const NONE: Largest = Largest([(0, f32::NEG_INFINITY); LIKELY]);
 
-    /// Takes the logits of the tokens from `first` on into account.
+    /// Accumulates the logits of the tokens from `first` on.
     fn add(&mut self, first: usize, logits: &[f32]) {
         for (i, &logit) in logits.iter().enumerate() {
             if logit > self.0[LIKELY - 1].1 {
@@ -99,7 +99,7 @@ impl Side {
     }
 }
 
-/// Predictions of both models for the rows of a batch, while chunks of their logits come by.
+/// Predictions of both models for the rows of a batch, accumulated over chunks of their logits.
 #[derive(Debug)]
 pub(super) struct Predictions {
     divergence: Divergence,
@@ -108,7 +108,7 @@ pub(super) struct Predictions {
 }
 
 impl Predictions {
-    /// Predictions of `rows` rows before the first chunk, by heads that cap logits so.
+    /// Predictions of `rows` rows before the first chunk, for heads with these soft caps.
     pub(super) fn new(device: &Device, rows: usize, caps: [Option<f32>; 2]) -> Result<Predictions> {
         Ok(Predictions {
             divergence: Divergence::new(device, rows, Mixture::default())?,
@@ -117,7 +117,7 @@ impl Predictions {
         })
     }
 
-    /// Takes a chunk's logits `[rows, tokens]` of both models into account.
+    /// Accumulates a chunk's logits `[rows, tokens]` of both models.
     pub(super) fn add(
         &mut self,
         device: &Device,
@@ -136,7 +136,7 @@ impl Predictions {
         Ok(())
     }
 
-    /// After the last chunk: the predictions for each row that has a label. `place` gives a row's window and position.
+    /// After the last chunk: the predictions for each row with a label. `place` gives a row's window and position.
     pub(super) fn finish(
         self,
         labels: &Labels,
@@ -175,7 +175,7 @@ pub(super) struct Labels {
 }
 
 impl Labels {
-    /// Labels of windows one after another.
+    /// Labels of consecutive windows.
     pub(super) fn new(device: &Device, windows: &[&[u32]]) -> Result<Labels> {
         let labels = windows
             .iter()
@@ -185,7 +185,7 @@ impl Labels {
         Ok(Labels { rows, targets })
     }
 
-    /// Takes a chunk's logits of an examined model and of its reference into account.
+    /// Accumulates a chunk's logits of an examined model and of its reference.
     pub(super) fn add(
         &self,
         divergence: &mut Divergence,
@@ -207,7 +207,7 @@ impl Labels {
         divergence.add(device, &self.targets, chunk, examined.first(len)?, expected)
     }
 
-    /// After the last chunk: the sum of divergences over the rows that have a label.
+    /// After the last chunk: the sum of divergences over the rows with a label.
     pub(super) fn sum(&self, divergence: &Divergence) -> Result<f64> {
         let rows = divergence.rows()?;
         let labelled = rows
@@ -230,7 +230,7 @@ mod tests {
         assert_eq!(largest.0, [(5, 5.0), (1, 3.0), (2, 3.0)]);
     }
 
-    /// Against p = (1/2, 1/4, 1/4) of the reference and q = (1/4, 1/4, 1/2) of the examined model, in two chunks.
+    /// Compares with p = (1/2, 1/4, 1/4) of the reference and q = (1/4, 1/4, 1/2) of the examined model, in two chunks.
     #[test]
     fn predictions_by_hand() {
         let device = Device::cpu(Some(1)).unwrap();

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::predictions::TokenComparison;
 
-/// The tokens of a comparison together.
+/// Statistics over all tokens of a comparison.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Summary {
     /// Mean KL(reference || examined), in nats a token.
@@ -19,7 +19,7 @@ pub struct Summary {
     /// The largest.
     #[serde(rename = "kl_max")]
     pub max: f64,
-    /// The share of tokens for which both models hold the same token most likely.
+    /// The share of tokens for which both models have the same most likely token.
     pub same_top: f64,
     /// Perplexity of the examined model.
     pub perplexity: f64,
@@ -28,7 +28,7 @@ pub struct Summary {
 }
 
 impl Summary {
-    /// A summary of tokens, of which there must be some.
+    /// Summarizes tokens, which must not be empty.
     pub fn new(tokens: &[TokenComparison]) -> Summary {
         let mut sorted: Vec<f64> = tokens.iter().map(|t| t.divergence).collect();
         sorted.sort_unstable_by(f64::total_cmp);
@@ -50,21 +50,21 @@ impl Summary {
     }
 }
 
-/// Tokens that were predicted from some positions in their windows.
+/// Tokens predicted from a range of positions in their windows.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct PositionRange {
     /// The first position.
     pub first: usize,
-    /// The last position of the range that a token was predicted from.
+    /// The last position in the range from which a token was predicted.
     pub last: usize,
-    /// Tokens.
+    /// Number of tokens.
     pub tokens: usize,
     /// Mean KL(reference || examined), in nats a token.
     #[serde(rename = "kl_divergence")]
     pub divergence: f64,
 }
 
-/// Positions of the first range.
+/// Number of positions in the first range.
 const FIRST_RANGE: usize = 16;
 
 /// The mean divergence in ranges of positions, 0 to 15, 16 to 31, 32 to 63 and so on, as far as there are tokens.

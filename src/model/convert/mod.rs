@@ -1,5 +1,5 @@
-//! A model on disk to the same model in NVFP4 on disk, one tensor at a time: linear weights are quantized, tables as is asked for, the
-//! rest keeps the encoding it has. Peak memory is a few megabytes, whatever the model. Knows no file format and runs nothing.
+//! Converts a model on disk to NVFP4 on disk, one tensor at a time: quantizes linear weights, writes tables in the requested format, and
+//! keeps the encoding of the rest. Peak memory is a few megabytes for any model. Knows no file format and runs nothing.
 
 mod options;
 mod plan;
@@ -30,14 +30,14 @@ use crate::text::Tokenizer;
 pub use options::{Container, ConvertOptions, Tables};
 pub use quantized::Quantized;
 
-/// How far a conversion is.
+/// Progress of a conversion.
 #[derive(Clone, Copy, Debug)]
 pub struct ConvertProgress<'a> {
-    /// The tensor at hand.
+    /// The current tensor.
     pub tensor: &'a str,
-    /// Source bytes dealt with.
+    /// Source bytes processed.
     pub done: u64,
-    /// Source bytes in all.
+    /// Total source bytes.
     pub total: u64,
 }
 
@@ -52,9 +52,9 @@ pub struct ConvertReport {
     pub kept_nvfp4: usize,
     /// Tensors written as int8 rows.
     pub int8: usize,
-    /// Encoding of the embedding that was written; empty where there is none.
+    /// Encoding of the written embedding; empty if there is none.
     pub embedding: &'static str,
-    /// Encoding of the head that was written, which is the embedding's where they share a table.
+    /// Encoding of the written head; the embedding's if they share a table.
     pub head: &'static str,
     /// Bytes of tensors read.
     pub bytes_in: u64,
@@ -64,9 +64,9 @@ pub struct ConvertReport {
     pub relative_error: f64,
 }
 
-/// Converts `source` to `destination`: a directory, or a `.dat` file for [`Container::Dat`]. Norms and biases stay dense, and tables
-/// become what [`ConvertOptions::tables`] says. `progress` may stop the work, which leaves nothing behind. A source that loading would
-/// refuse is refused before anything is written, except for its values.
+/// Converts `source` to `destination`: a directory, or a `.dat` file for [`Container::Dat`]. Norms and biases stay dense, and tables are
+/// written as [`ConvertOptions::tables`] says. `progress` may stop the conversion, which leaves nothing behind. Except for the check of
+/// values, a source that loading would refuse is refused before anything is written.
 pub fn convert(
     source: &dyn Checkpoint,
     destination: &Path,
@@ -162,7 +162,7 @@ pub fn convert(
     Ok(report)
 }
 
-/// Refuses what [`convert`] would refuse before it reads weights, a destination without room included. Writes nothing.
+/// Fails if [`convert`] would fail before it reads weights, or if the destination lacks room. Writes nothing.
 pub fn check_destination(
     source: &dyn Checkpoint,
     destination: &Path,
@@ -188,7 +188,7 @@ fn checked_plan(
     plan(source, options, used)
 }
 
-/// A writer of these steps, with the files of the tokenizer. Dropped, it leaves nothing behind.
+/// A writer for these steps and the tokenizer's files. Leaves nothing behind if it is dropped unfinished.
 fn begin(
     source: &dyn Checkpoint,
     destination: &Path,
@@ -218,7 +218,7 @@ fn begin(
     })
 }
 
-/// Writes some rows of an NVFP4 entry as they are.
+/// Copies some rows of an NVFP4 entry.
 fn copy_rows(source: &dyn Checkpoint, step: &Step, writer: &mut dyn Writer) -> Result<()> {
     let (entry, rows) = (&step.entry, step.rows.clone());
     let globals = source.global_scales(entry)?;
@@ -235,7 +235,7 @@ fn copy_rows(source: &dyn Checkpoint, step: &Step, writer: &mut dyn Writer) -> R
 /// The state that the steps of a conversion share.
 struct Work<'a> {
     rows: RowConverter<'a>,
-    /// The largest magnitude of each tensor looked at so far, by name.
+    /// The largest magnitude of each tensor examined so far, by name.
     largest: HashMap<String, f32>,
     done: u64,
     total: u64,
@@ -319,8 +319,8 @@ impl Work<'_> {
     }
 }
 
-/// The files of a directory, by their names, that hold the tokenizer, the template and the sampling of a source which has them inside;
-/// none for other sources, whose own files are copied.
+/// Tokenizer, template and sampling files for a directory, by name, of a source that contains them. Empty for other sources, whose own
+/// files are copied.
 pub fn text_files(source: &TokenizerSource) -> Result<Vec<(String, Vec<u8>)>> {
     let mut files = Vec::new();
     if let TokenizerSource::Vocabulary(vocabulary) = source {

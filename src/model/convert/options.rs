@@ -1,4 +1,4 @@
-//! How a model is converted.
+//! Options of a conversion.
 
 use std::collections::HashSet;
 
@@ -19,19 +19,19 @@ pub enum Container {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Tables {
-    /// int8 rows where the source has the table in at most 8 bits and the container holds them, else 16 bits: F16 as it is, and bfloat16.
-    /// NVFP4 stays NVFP4.
+    /// int8 rows for a table that the source stores in at most 8 bits, if the container supports them; else 16 bits: F16 stays, everything
+    /// else becomes bfloat16. NVFP4 stays NVFP4.
     #[default]
     Auto,
     /// bfloat16.
     Bf16,
-    /// int8 with a scale a row.
+    /// int8 with one scale per row.
     Int8,
-    /// NVFP4, as other weights.
+    /// NVFP4, like other weights.
     Nvfp4,
 }
 
-/// How to convert.
+/// Options of a conversion.
 #[derive(Clone, Debug)]
 pub struct ConvertOptions {
     /// Kind of model that is written.
@@ -40,22 +40,22 @@ pub struct ConvertOptions {
     pub quantize: QuantizeOptions,
     /// Format of the embedding and the head. A tied head stays tied: one table is written for both.
     pub tables: Tables,
-    /// With [`Tables::Auto`], int8 rows for tables of more than 8 bits too, where the container holds them.
+    /// With [`Tables::Auto`], int8 rows for tables of more than 8 bits too, if the container supports them.
     pub narrow_tables: bool,
-    /// Linear weights that become int8 rows, by the names of their entries.
+    /// Linear weights to write as int8 rows, by the names of their entries.
     pub int8_rows: HashSet<String>,
-    /// Entries whose names contain one of these stay in the encoding that they have, or become bfloat16 where that cannot be written.
+    /// Entries with one of these in their names keep their encoding, or become bfloat16 if it cannot be written.
     pub keep: Vec<String>,
-    /// Leaves the head, or the table that it shares with the embedding, in the precision that it has, whatever `tables` says: it is the
-    /// weight that quantizing harms most, and a large one.
+    /// Keeps the precision of the head, or of the table that it shares with the embedding, whatever `tables` says: quantization harms this
+    /// weight most, and it is large.
     pub keep_head: bool,
-    /// Replaces a directory that holds a model, as a whole and at once. Without it one that is not empty is refused. A `.dat` file
-    /// is replaced in any case, by a whole one.
+    /// Replaces a directory that holds a model, as a whole and at once. Otherwise a directory that is not empty is refused. A `.dat` file
+    /// is always replaced, by a complete one.
     pub replace: bool,
 }
 
 impl ConvertOptions {
-    /// Options for `container`, with the levels of scales that it holds.
+    /// Options for `container`, with its levels of scales.
     pub fn new(container: Container, recipe: Recipe) -> Self {
         ConvertOptions {
             container,
@@ -76,7 +76,7 @@ impl ConvertOptions {
         }
     }
 
-    /// Whether an entry of this name stays in the encoding that it has.
+    /// Whether an entry of this name keeps its encoding.
     pub(super) fn keeps(&self, name: &str) -> bool {
         self.keep.iter().any(|part| name.contains(part.as_str()))
     }

@@ -1,4 +1,4 @@
-//! Plan of a conversion: the tensors that it writes, and how each is made of an entry.
+//! Plan of a conversion: the tensors to write, and how each derives from an entry.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -12,7 +12,7 @@ use crate::model::families;
 use crate::model::load::has_own_head;
 use crate::tensor::DType;
 
-/// How a tensor is made of its entry.
+/// How a tensor derives from its entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
     Copy,
@@ -23,12 +23,12 @@ pub(super) enum Action {
     Int8,
 }
 
-/// A tensor that is written.
+/// A tensor to write.
 pub(super) struct Step {
     /// Differs from the entry's name for an expert of a stack.
     pub(super) name: String,
     pub(super) entry: Entry,
-    /// Rows of the entry, seen as a matrix, that become the tensor: all of them but for an expert of a stack.
+    /// Rows of the entry, seen as a matrix, that form the tensor: all of them, except for an expert of a stack.
     pub(super) rows: Range<usize>,
     pub(super) shape: Vec<usize>,
     pub(super) action: Action,
@@ -66,13 +66,13 @@ impl Step {
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 pub(super) const HEAD: &str = "lm_head.weight";
 
-/// Weights that serving engines fuse into one matrix, which then has one global scale.
+/// Weights that serving engines fuse into one matrix with one global scale.
 pub(super) const FUSED: [&[&str]; 2] = [
     &["q_proj.weight", "k_proj.weight", "v_proj.weight"],
     &["gate_proj.weight", "up_proj.weight"],
 ];
 
-/// The others, of which some are stored fused.
+/// The other linear weights; some of them are stored fused.
 const ALONE: [&str; 4] = [
     "o_proj.weight",
     "down_proj.weight",
@@ -93,7 +93,7 @@ fn is_linear(entry: &Entry) -> bool {
         && (entry.name == HEAD || FUSED.concat().iter().chain(&ALONE).any(last_two))
 }
 
-/// The steps of a conversion. Entries that are not `used` by the model stay as they are where NVFP4 cannot hold them.
+/// The steps of a conversion. Entries that are not `used` by the model keep their encoding if NVFP4 cannot hold them.
 pub(super) fn plan(
     source: &dyn Checkpoint,
     options: &ConvertOptions,
@@ -167,7 +167,7 @@ fn is_table(entry: &Entry) -> bool {
     entry.shape.len() == 2 && [EMBEDDING, HEAD].contains(&&*entry.name)
 }
 
-/// Encoding in which a table is written.
+/// Encoding of a written table.
 fn table_encoding(entry: &Entry, options: &ConvertOptions, is_tied: bool) -> Result<Encoding> {
     let bf16 = Encoding::Dense(DType::BF16);
     let holds_int8 = options.container == Container::ModelOpt;
@@ -182,7 +182,7 @@ fn table_encoding(entry: &Entry, options: &ConvertOptions, is_tied: bool) -> Res
         ),
         (Tables::Int8, _) => Encoding::Int8,
         (Tables::Nvfp4, _) | (Tables::Auto, Encoding::Nvfp4) => Encoding::Nvfp4,
-        // Integers that have no scales are refused where they are quantized.
+        // Integers without scales are refused where they are quantized.
         (Tables::Auto, encoding)
             if holds_int8 && (options.narrow_tables || bytes_of_value(encoding) == Some(1)) =>
         {
@@ -193,7 +193,7 @@ fn table_encoding(entry: &Entry, options: &ConvertOptions, is_tied: bool) -> Res
     })
 }
 
-/// Bytes that a value takes at most, scales left out.
+/// Maximum bytes of a value, without scales.
 fn bytes_of_value(encoding: Encoding) -> Option<usize> {
     match encoding {
         Encoding::Dense(_) => encoding.element_bytes(),
@@ -201,7 +201,7 @@ fn bytes_of_value(encoding: Encoding) -> Option<usize> {
     }
 }
 
-/// Encoding of a tensor that is not quantized: its own, or a dense one where its own cannot be written.
+/// Encoding of a tensor that is not quantized: its own, or a dense one if its own cannot be written.
 fn kept(entry: &Entry, container: Container) -> Encoding {
     match entry.encoding {
         Encoding::Int8 if container == Container::ModelOpt => Encoding::Int8,
@@ -218,14 +218,14 @@ fn kept(entry: &Entry, container: Container) -> Encoding {
     }
 }
 
-/// Whether a model whose config ties the head to the embedding has both, with the same values.
+/// Whether a model whose config ties the head to the embedding stores both, with the same values.
 fn repeats_the_embedding(source: &dyn Checkpoint) -> Result<bool> {
     let is_said_to_be_tied = (source.metadata().config.as_ref()).is_some_and(families::is_tied);
     Ok(is_said_to_be_tied && source.find(EMBEDDING).is_some() && !has_own_head(source)?)
 }
 
-/// A tensor for each expert of a stack, two where the stack has gates beside what they multiply, as serving engines and this library's loader have them: `mlp.experts.E.gate_proj.weight`. `None` for
-/// what is no stack.
+/// Divides a stack of experts into one tensor per expert, or two if the stack holds gate and up projections, named as serving engines and
+/// this library's loader expect: `mlp.experts.E.gate_proj.weight`. `None` for an entry that is not a stack.
 fn experts(
     source: &dyn Checkpoint,
     entry: &Entry,

@@ -1,4 +1,4 @@
-//! A checkpoint as a conversion would write it, without writing it: training begins with it, and delivers what it has not changed out of it.
+//! A checkpoint with the result of a conversion, computed on reading. Training starts from it, and delivers unchanged weights from it.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -17,8 +17,8 @@ use crate::cpu::Cpu;
 use crate::format::{int8, nvfp4};
 use crate::model::check_loadable;
 
-/// The entries that [`convert`](super::convert) would write, in its order and with its bytes. Rows are quantized when they are read, each
-/// time anew; global scales are kept.
+/// The entries that [`convert`](super::convert) would write, in its order and with its bytes. Rows are quantized on every read; global
+/// scales are cached.
 pub struct Quantized {
     source: Arc<dyn Checkpoint>,
     options: ConvertOptions,
@@ -32,8 +32,7 @@ pub struct Quantized {
 }
 
 impl Quantized {
-    /// `source` as `options` convert it, on the threads of `host`. Reads no weights; refuses what the conversion would refuse before it
-    /// reads any.
+    /// `source` converted by `options`, on the threads of `host`. Reads no weights. Fails if the conversion would fail before it reads any.
     pub fn new(
         source: Arc<dyn Checkpoint>,
         options: ConvertOptions,
@@ -67,7 +66,7 @@ impl Quantized {
         })
     }
 
-    /// The checkpoint that it is made of.
+    /// The original checkpoint.
     pub fn source(&self) -> &Arc<dyn Checkpoint> {
         &self.source
     }
@@ -104,7 +103,7 @@ impl Quantized {
     }
 }
 
-/// Rows of a step, counted in its entry.
+/// Converts rows of a step to rows of its entry.
 fn within(step: &Step, rows: &Range<usize>) -> Range<usize> {
     step.rows.start + rows.start..step.rows.start + rows.end
 }

@@ -1,4 +1,4 @@
-//! Rows of a checkpoint's entries in the encoding of a conversion, made on several threads.
+//! Converts rows of a checkpoint's entries to the encoding of a conversion, on several threads.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -12,13 +12,13 @@ use crate::checkpoint::{Checkpoint, Entry};
 use crate::format::int8;
 use crate::format::nvfp4::{self, BLOCK, Levels, QuantizeOptions};
 
-/// Values in one part of a parallel region, about.
+/// Approximate number of values in one part of a parallel region.
 pub(super) const PART: usize = 1 << 16;
 
 /// Parts in one region: enough to keep many threads busy, few enough to keep memory small.
 pub(super) const PARTS: usize = 64;
 
-/// The names of a group of weights that share a global scale, of which `name` is one.
+/// The names of the weights that share a global scale with `name`, itself included.
 fn group(name: &str) -> Vec<String> {
     let members = |group: &&[&str]| {
         let prefix = group.iter().find_map(|s| name.strip_suffix(s))?;
@@ -37,7 +37,7 @@ pub(super) struct RowConverter<'a> {
 }
 
 impl RowConverter<'_> {
-    /// The global scale for `step`, common to the weights that are fused with it. `largest` keeps the largest magnitudes of tensors, by name.
+    /// The global scale for `step`, shared with the weights fused with it. `largest` caches the largest magnitudes of tensors, by name.
     pub(super) fn global(
         &self,
         step: &Step,
@@ -95,8 +95,8 @@ impl RowConverter<'_> {
         made.into_iter().collect()
     }
 
-    /// Calls `each` for all parts on the threads of the pool, and gives the results in the order of the parts, so that neither sums nor
-    /// the error reported depend on timing. Cancelled with the thread's [`call`].
+    /// Calls `each` for all parts on the threads of the pool, and returns the results in the order of the parts, so that neither sums nor
+    /// the reported error depend on timing. Cancelled with the thread's [`call`].
     fn by_parts<T: Send>(
         &self,
         parts: usize,
@@ -117,14 +117,14 @@ impl RowConverter<'_> {
         Ok(found.into_iter().map(|(_, result)| result).collect())
     }
 
-    /// The largest magnitude of some rows.
+    /// The largest magnitude in some rows.
     fn amax(&self, entry: &Entry, rows: Range<usize>) -> Result<f32> {
         self.largest(entry, rows, &|values, first| {
             nvfp4::amax(values, first, self.options.nonfinite)
         })
     }
 
-    /// Refuses values that loading would refuse.
+    /// Fails on values that loading would refuse.
     pub(super) fn check_finite(&self, entry: &Entry, rows: Range<usize>) -> Result<()> {
         self.largest(
             entry,
@@ -142,7 +142,7 @@ impl RowConverter<'_> {
         .map(|_| ())
     }
 
-    /// The largest number that `of` gives for runs of rows and the index of their first value.
+    /// The largest result of `of`, called with runs of rows and the index of their first value.
     fn largest(
         &self,
         entry: &Entry,
@@ -163,7 +163,7 @@ impl RowConverter<'_> {
         found.try_fold(0f32, |largest, number| Ok(largest.max(number?)))
     }
 
-    /// Quantizes the rows of `region`, `per_part` at a time. Gives the sum of squares of the weights, and of their errors.
+    /// Quantizes the rows of `region`, `per_part` at a time. Returns the sum of squares of the weights, and of their errors.
     pub(super) fn region(
         &self,
         entry: &Entry,

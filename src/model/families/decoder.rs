@@ -1,5 +1,4 @@
-//! What the configs of all families have in common: sizes, heads, biases, rotation, and one block that all layers are like until a
-//! family says otherwise.
+//! Parts of a config common to all families: sizes, heads, biases, rotation, and a default block from which a family changes single layers.
 
 use crate::base::Result;
 use crate::base::error::bail;
@@ -11,29 +10,29 @@ use crate::model::spec::{
     NormPlacement, Spec,
 };
 
-/// More blocks than any model has, and few enough that listing the tensors they lack stays cheap.
+/// Larger than the number of blocks of any model, and small enough that listing missing tensors stays cheap.
 const MOST_LAYERS: usize = 4096;
-/// More experts than any model has.
+/// Larger than the number of experts of any model.
 const MOST_EXPERTS: usize = 4096;
 
-/// A decoder whose blocks are all alike so far.
+/// A decoder that is not finished: all of its blocks are still equal.
 pub(super) struct Decoder {
-    /// All but the blocks.
+    /// Everything except the blocks.
     pub(super) spec: Spec,
-    /// What every block is, unless it differs.
+    /// The default block.
     pub(super) block: BlockSpec,
     pub(super) layers: usize,
 }
 
 impl Decoder {
-    /// Reads what all families have, with one rotation for all layers.
+    /// Reads the common parts, with one rotation for all layers.
     pub(super) fn read(keys: &Keys<'_>) -> Result<Decoder> {
         Decoder::read_with(keys, |head_dim, max_positions| {
             Ok(vec![rope::read(keys, head_dim, max_positions)?])
         })
     }
 
-    /// The same with rotations of the family's own, which are made for a head size and the longest context.
+    /// Reads the common parts, with rotations from `ropes`, which takes the head size and the maximum number of positions.
     pub(super) fn read_with(
         keys: &Keys<'_>,
         ropes: impl FnOnce(usize, usize) -> Result<Vec<RopeSet>>,
@@ -83,7 +82,7 @@ impl Decoder {
         })
     }
 
-    /// The biases that `attention_bias` in the config gives all four projections of attention.
+    /// Reads the biases of all four projections of attention from `attention_bias`.
     pub(super) fn read_attention_bias(&mut self, keys: &Keys<'_>) -> Result<()> {
         let bias = keys.flag("attention_bias")? == Some(true);
         self.block.attention.qkv_bias = bias;
@@ -91,7 +90,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Refuses a mixture of experts, of a family that has none.
+    /// Refuses a mixture of experts, for families without one.
     pub(super) fn refuse_experts(&self, keys: &Keys<'_>) -> Result<()> {
         for key in ["num_local_experts", "num_experts"] {
             if let Some(n) = keys.count(key)?.filter(|&n| n > 1) {
@@ -104,12 +103,12 @@ impl Decoder {
         Ok(())
     }
 
-    /// A window that ends before the last position, and so bears on anything.
+    /// The window, unless it covers all positions and has no effect.
     pub(super) fn effective_window(&self, window: Option<usize>) -> Option<usize> {
         window.filter(|&w| w < self.spec.max_positions)
     }
 
-    /// The layers that see only a window, as `layer_types` lists them; `None` where the config has no such list.
+    /// The layers with a window, from `layer_types`; `None` if the config has no such list.
     pub(super) fn read_layer_types(&self, keys: &Keys<'_>) -> Result<Option<Vec<bool>>> {
         let Some(types) = keys.texts("layer_types")? else {
             return Ok(None);
@@ -137,7 +136,7 @@ impl Decoder {
             .map(Some)
     }
 
-    /// The model, each block as `change` leaves it.
+    /// The finished spec, after `change` has modified each block.
     pub(super) fn finish(mut self, mut change: impl FnMut(usize, &mut BlockSpec)) -> Spec {
         self.spec.blocks = (0..self.layers)
             .map(|layer| {
@@ -149,7 +148,7 @@ impl Decoder {
         self.spec
     }
 
-    /// The model, of which `windowed` says what layers see only `window` positions.
+    /// The finished spec, with a window of `window` positions in the layers that `windowed` selects.
     pub(super) fn finish_windowed(
         self,
         window: Option<usize>,
@@ -172,7 +171,7 @@ fn multiple_of_block(name: &str, k: usize) -> Result<()> {
     Ok(())
 }
 
-/// The width of an MLP that the config has under `name`.
+/// The width of an MLP, from the key `name`.
 pub(super) fn intermediate_size(keys: &Keys<'_>, name: &str) -> Result<usize> {
     let size = keys.required_size(name)?;
     multiple_of_block(name, size)?;
@@ -256,7 +255,7 @@ fn cap(keys: &Keys<'_>, name: &str) -> Result<Option<f32>> {
     }
 }
 
-/// The experts that a config describes in the words of Qwen.
+/// The experts described by Qwen's keys.
 pub(super) fn experts(keys: &Keys<'_>) -> Result<ExpertsSpec> {
     let (count, per_token) = (
         keys.required_size("num_experts")?,
@@ -281,7 +280,7 @@ pub(super) fn experts(keys: &Keys<'_>) -> Result<ExpertsSpec> {
     })
 }
 
-/// Which layers have experts, as Qwen's configs say it: every `decoder_sparse_step`th but for `mlp_only_layers`.
+/// The layers with experts, from Qwen's keys: every `decoder_sparse_step`th, except `mlp_only_layers`.
 pub(super) fn expert_layers(keys: &Keys<'_>) -> Result<impl Fn(usize) -> bool + use<>> {
     let step = keys.size("decoder_sparse_step")?.unwrap_or(1);
     let dense = keys.counts("mlp_only_layers")?.unwrap_or_default();

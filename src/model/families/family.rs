@@ -1,4 +1,4 @@
-//! What a family is.
+//! The description of a model family: its names, defaults and reader. One constant per family, listed in `FAMILIES`.
 
 use serde_json::{Map, Value};
 
@@ -6,18 +6,18 @@ use crate::base::Result;
 use crate::model::keys::Keys;
 use crate::model::spec::Spec;
 
-/// Models that share their blocks.
+/// A family of models with the same kinds of blocks.
 pub struct Family {
     /// `model_type` in `config.json`.
     pub model_type: &'static str,
     /// The entry of `architectures` in `config.json`.
     pub class: &'static str,
-    /// The value that transformers' config class gives each key that a config leaves out. Token ids are not among them: the tokenizer
-    /// and `generation_config.json` name those.
+    /// The default that transformers' config class gives each missing key. Token ids are not included: the tokenizer and
+    /// `generation_config.json` name them.
     pub(super) defaults: fn() -> Value,
-    /// Keys under other names, the other name first: `attribute_map` of the config class.
+    /// Keys with other names, the other name first: `attribute_map` of the config class.
     pub(super) renamed: &'static [(&'static str, &'static str)],
-    /// Makes a spec of a config.
+    /// Reads a spec from a config.
     pub(super) read: fn(&Keys<'_>) -> Result<Spec>,
 }
 
@@ -32,8 +32,8 @@ impl Family {
         })
     }
 
-    /// A config under the names that `read` knows, with the defaults of keys that it leaves out. A key that is null is not left out:
-    /// a window of null is none, whatever the default.
+    /// A config with the names that `read` knows, and defaults for missing keys. A null key is not missing: a null window means none,
+    /// whatever the default.
     pub(super) fn complete(&self, keys: &Keys<'_>) -> Map<String, Value> {
         let mut all = keys.0.clone();
         for (other, name) in self.renamed {

@@ -1,5 +1,5 @@
-//! Gemma 3: norms before and after each half of a block, stored as what is added to one; GeGLU; five layers with a window and a rotation
-//! of their own for each that sees everything.
+//! Gemma 3: norms before and after each half of a block, stored as offsets from one; GeGLU; for each layer with full attention, five layers
+//! with a window and their own rotation.
 
 use half::bf16;
 use serde_json::{Value, json};
@@ -30,7 +30,7 @@ fn defaults() -> Value {
     })
 }
 
-/// The base of rotation of layers that see everything, and of those with a window.
+/// The rotation's base for layers with full attention, and for layers with a window.
 const THETA: (f64, f64) = (1e6, 1e4);
 
 fn read(keys: &Keys<'_>) -> Result<Spec> {
@@ -80,7 +80,7 @@ fn read(keys: &Keys<'_>) -> Result<Spec> {
     }))
 }
 
-/// The square root of the width, in the type that the model was trained in.
+/// The square root of the width, in the type in which the model was trained.
 fn embedding_scale(keys: &Keys<'_>, hidden_size: usize) -> Result<f32> {
     let scale = (hidden_size as f64).sqrt() as f32;
     let dtype = keys.text("dtype")?.or(keys.text("torch_dtype")?);

@@ -1,5 +1,4 @@
-//! What the families are called in GGUF: architectures, tensor names, metadata keys and how values are stored, as llama.cpp's
-//! converter writes them.
+//! The families in GGUF: architectures, tensor names, metadata keys and storage of values, as written by llama.cpp's converter.
 
 use serde_json::{Map, Value, json};
 
@@ -7,7 +6,7 @@ use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::checkpoint::{GgufFamily, GgufKind, GgufMetadata};
 
-/// More blocks than any model has, and few enough to list them.
+/// Larger than the number of blocks of any model, and small enough to list them.
 const MOST_LAYERS: u64 = 4096;
 
 const GLOBALS: &[(&str, &str)] = &[
@@ -44,7 +43,7 @@ const EXPERTS_PER_TOKEN: (&str, &str, GgufKind) = (
     GgufKind::Integer,
 );
 
-/// What most families have in common.
+/// Names and keys common to most families.
 const PLAIN: GgufFamily = GgufFamily {
     architecture: "",
     model_type: "",
@@ -197,7 +196,7 @@ pub(super) const FAMILIES: &[GgufFamily] = &[
     },
 ];
 
-/// The size that `key` gives, which a config cannot do without.
+/// The size at `key`, which a config requires.
 fn required(metadata: &GgufMetadata<'_>, key: &str) -> Result<u64> {
     match metadata.integer(key)? {
         Some(n) if n > 0 => Ok(n),
@@ -210,14 +209,14 @@ fn required(metadata: &GgufMetadata<'_>, key: &str) -> Result<u64> {
     }
 }
 
-/// The positions that windows see; some converters write 0 for none.
+/// Positions of attention windows; some converters write 0 for none.
 fn window(metadata: &GgufMetadata<'_>) -> Result<Option<u64>> {
     Ok(metadata
         .integer("attention.sliding_window")?
         .filter(|&window| window > 0))
 }
 
-/// Mistral comes as llama; a window tells them apart.
+/// Mistral files have the architecture llama; a window identifies them.
 fn mistral(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
     if window(metadata)?.is_some() {
         config.insert("model_type".into(), json!("mistral"));
@@ -228,7 +227,7 @@ fn mistral(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Resu
 
 fn qwen2_moe(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
     experts(metadata, config)?;
-    // Without the key, the expert of every token is as wide as a dense MLP.
+    // Without the key, the shared expert is as wide as a dense MLP.
     let width = match metadata.integer("expert_shared_feed_forward_length")? {
         Some(width) => width,
         None => required(metadata, "feed_forward_length")?,
@@ -244,12 +243,12 @@ fn qwen3_moe(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Re
     Ok(())
 }
 
-/// The width of an expert, and the counts of experts, which are null where the file lacks them.
+/// The width of an expert, and the counts of experts, which are null if the file lacks them.
 fn experts(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
     for key in ["num_experts", "num_experts_per_tok"] {
         config.entry(key).or_insert(Value::Null);
     }
-    // Without the key, the experts used for a token are together as wide as a dense MLP.
+    // Without the key, the experts of a token are together as wide as a dense MLP.
     let width = match metadata.integer("expert_feed_forward_length")? {
         Some(width) => width,
         None => {
@@ -271,7 +270,7 @@ fn gemma3(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Resul
     }
     const PATTERN: &str = "attention.sliding_window_pattern";
     let window = window(metadata)?;
-    // llama.cpp bounds logits only where there is a bound.
+    // For llama.cpp a cap of 0 means no cap.
     if config
         .get("final_logit_softcapping")
         .and_then(Value::as_f64)
@@ -280,7 +279,7 @@ fn gemma3(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Resul
         config.remove("final_logit_softcapping");
     }
     let sliding: Vec<bool> = match (window, metadata.integers(PATTERN)) {
-        // The converter leaves the window out where no layer has one.
+        // The converter omits the window if no layer has one.
         (None, _) => vec![false; layers as usize],
         (Some(_), Some(pattern)) if pattern.len() as u64 == layers => {
             pattern.iter().map(|&layer| layer != 0).collect()
@@ -292,7 +291,7 @@ fn gemma3(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Resul
             pattern.len()
         ),
         (Some(_), None) => {
-            // The last layer of each period sees everything.
+            // The last layer of each period has full attention.
             let period = match metadata.integer(PATTERN)? {
                 None => 6,
                 Some(_) => required(metadata, PATTERN)?,
@@ -310,11 +309,11 @@ fn gemma3(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Resul
     config.insert("layer_types".into(), json!(layer_types));
     if let Some(window) = window {
         config.insert("sliding_window".into(), json!(window));
-        // Scaling is of the layers that see everything alone, which `rope_theta` is for.
+        // Scaling applies only to the layers with full attention, which use `rope_theta`.
         let theta = metadata.float("rope.freq_base_swa")?.unwrap_or(10000.0);
         config.insert("rope_local_base_freq".into(), json!(theta));
     }
-    // All sizes scale scores by the width of a head but the one of 62 layers.
+    // All sizes except the one with 62 layers scale scores by the width of a head.
     let scalar = match metadata.integer("attention.key_length")? {
         Some(head_dim) if layers != 62 => head_dim,
         _ => required(metadata, "embedding_length")? / required(metadata, "attention.head_count")?,

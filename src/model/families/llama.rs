@@ -1,4 +1,4 @@
-//! Llama: the block that the others differ from.
+//! Llama: the baseline block, from which the other families differ.
 
 use serde_json::{Value, json};
 

@@ -1,4 +1,4 @@
-//! Mistral: Llama, every layer of which may see only a window.
+//! Mistral: Llama, optionally with a window in every layer.
 
 use serde_json::{Value, json};
 

@@ -1,5 +1,5 @@
-//! From a `config.json` (or GGUF metadata in the same words) to a [`Spec`], checked before any weight is touched. One file a family;
-//! what families share is in `decoder`.
+//! Reads a `config.json` (or GGUF metadata with the same keys) into a [`Spec`], checked before any weight is touched. One file per family;
+//! `decoder` has their common parts.
 
 mod decoder;
 mod family;
@@ -23,7 +23,7 @@ use crate::checkpoint::{self, Checkpoint, GgufFamily};
 
 pub use family::Family;
 
-/// Every family that can be run.
+/// All supported families.
 pub const FAMILIES: &[Family] = &[
     llama::LLAMA,
     qwen::QWEN2,
@@ -35,23 +35,23 @@ pub const FAMILIES: &[Family] = &[
     gemma3::GEMMA3,
 ];
 
-/// The families that GGUF files are translated for.
+/// The families whose GGUF files are translated.
 pub fn gguf() -> &'static [GgufFamily] {
     gguf::FAMILIES
 }
 
-/// Opens the checkpoint at `path`, as [`checkpoint::open`] does, with GGUF files in the words of Hugging Face.
+/// Opens the checkpoint at `path` like [`checkpoint::open`], with GGUF files translated to Hugging Face names.
 pub fn open(path: &Path) -> Result<Box<dyn Checkpoint>> {
     checkpoint::open(path, gguf())
 }
 
-/// Opens a file that is already in memory, as [`checkpoint::open_bytes`] does, with GGUF files in the words of Hugging Face.
+/// Opens a file in memory like [`checkpoint::open_bytes`], with GGUF files translated to Hugging Face names.
 pub fn open_bytes(name: &str, bytes: Vec<u8>) -> Result<Box<dyn Checkpoint>> {
     checkpoint::open_bytes(name, bytes, gguf())
 }
 
-/// Reads and checks a config. Keys that do not bear on inference are ignored. A model that also takes images or sound is read as the
-/// text model in it, which its `text_config` describes.
+/// Reads and checks a config. Ignores keys that do not affect inference. A model that also takes images or sound is read as its text model,
+/// which its `text_config` describes.
 pub fn read(config: &Value) -> Result<Spec> {
     let Value::Object(map) = config else {
         bail!(CorruptFile, "config: expected a JSON object");
@@ -70,8 +70,8 @@ pub fn read(config: &Value) -> Result<Spec> {
     }
 }
 
-/// Whether a config says that embedding and head are one table, in the model or in the text model within it. Of a config that is not
-/// of a known family, only what it spells out counts.
+/// Whether a config ties embedding and head, in the model or in its text model. For a config of an unknown family, only an explicit key
+/// counts.
 pub fn is_tied(config: &Value) -> bool {
     let says = |config: &Value| config["tie_word_embeddings"] == true;
     match read(config) {
@@ -84,7 +84,7 @@ fn family(keys: &Keys<'_>) -> Result<&'static Family> {
     let class = keys
         .texts("architectures")?
         .and_then(|classes| classes.first().copied());
-    // A text model within a larger one says so: `gemma3_text`.
+    // A text model within a larger one has a suffix: `gemma3_text`.
     let name = keys.text("model_type")?;
     let plain = name.map(|name| name.strip_suffix("_text").unwrap_or(name));
     let found = match (plain, class) {
@@ -143,7 +143,7 @@ mod tests {
         assert!(c.family == "llama" && attention.qkv_bias && attention.o_bias);
     }
 
-    /// As a model that takes images is published: what is left out are the defaults of transformers.
+    /// The published config of a model that takes images; missing keys have the defaults of transformers.
     #[test]
     fn the_text_model_within_another_is_read() {
         let outer = json!({
@@ -270,7 +270,7 @@ mod tests {
         assert_eq!(windows(&config), [None, None]);
     }
 
-    /// The golden that `tests/golden/families/make.py` made of the config classes of transformers.
+    /// The golden values that `tests/golden/families/make.py` generated with the config classes of transformers.
     fn of_transformers() -> Value {
         let path = concat!(
             env!("CARGO_MANIFEST_DIR"),
@@ -283,7 +283,7 @@ mod tests {
         value.as_object().unwrap()
     }
 
-    /// Equal as numbers where both are numbers: JSON has 1e6 and 1000000.
+    /// Compares numbers by value: JSON has both 1e6 and 1000000.
     fn same(a: &Value, b: &Value) -> bool {
         a == b || (a.is_number() && a.as_f64() == b.as_f64())
     }
@@ -329,7 +329,7 @@ mod tests {
         assert_eq!(&ours.collect::<serde_json::Map<_, _>>(), theirs);
     }
 
-    /// Configs that leave keys out, null them, or write 0 for none.
+    /// Configs with missing or null keys, or 0 for none.
     #[test]
     fn configs_are_read_as_transformers_reads_them() {
         let golden = of_transformers();
@@ -370,7 +370,7 @@ mod tests {
             }
             assert_eq!(spec.norm_eps, expected["eps"].as_f64().unwrap() as f32);
             if spec.ropes.len() > 1 {
-                // The last but one block sees everything, and the first has a window.
+                // The second-to-last block has full attention, and the first has a window.
                 let full = spec.blocks.iter().position(|b| b.attention.rope == 0);
                 let scaling = probe["config"]["rope_scaling"]["factor"].as_f64();
                 if let (Some(full), None) = (full, scaling) {
@@ -404,7 +404,7 @@ mod tests {
             ("mistral3", json!(true), json!(false), true),
             ("mistral3", json!(false), json!(true), true),
             ("mistral3", json!(false), json!(false), false),
-            // As transformers has it where the outer config does not say.
+            // The default of transformers if the outer config has no flag.
             ("mistral3", Value::Null, json!(false), true),
             ("smolvlm", Value::Null, json!(false), false),
             ("unheard_of", Value::Null, json!(true), true),
@@ -418,7 +418,7 @@ mod tests {
         assert!(is_tied(&config));
     }
 
-    /// Gemma's models of pictures have the type of their values outside the config of the text model.
+    /// Gemma's vision models have the type of their values outside the text model's config.
     #[test]
     fn the_outer_type_rounds_the_scale_of_embeddings() {
         let scale = |outer: Value, inner: Value| {

@@ -1,4 +1,4 @@
-//! Phi-3 and Phi-4: Llama with fused projections, of which a part of each head may rotate.
+//! Phi-3 and Phi-4: Llama with fused projections, and optionally with rotation of only a part of each head.
 
 use serde_json::{Map, Value, json};
 
@@ -34,7 +34,7 @@ fn read(keys: &Keys<'_>) -> Result<Spec> {
     Ok(decoder.finish_windowed(window, |_| true))
 }
 
-/// The config with the scaling that early Phi-3 files call `yarn` under its present name.
+/// The config with early Phi-3's `yarn` scaling under its current name.
 fn with_longrope(keys: &Keys<'_>) -> Map<String, Value> {
     let mut config = keys.0.clone();
     for scaling in ["rope_scaling", "rope_parameters"] {

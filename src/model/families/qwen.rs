@@ -1,5 +1,5 @@
-//! Qwen2, whose queries, keys and values have biases; Qwen3, which normalizes the heads of queries and keys instead; and both with a
-//! mixture of experts, which Qwen2 has beside an expert of every token.
+//! Qwen2, with biases of queries, keys and values; Qwen3, which normalizes the heads of queries and keys instead; and the
+//! mixture-of-experts models of both. Qwen2's mixture also has a shared expert.
 
 use serde_json::{Value, json};
 
@@ -41,10 +41,10 @@ pub(super) const QWEN3_MOE: Family = Family {
     read: qwen3_moe,
 };
 
-/// The name of the count of experts since transformers 5.
+/// The key for the number of experts since transformers 5.
 const EXPERTS: &[(&str, &str)] = &[("num_local_experts", "num_experts")];
 
-/// Defaults of all four, and those of one.
+/// Defaults common to all four, extended by those of one.
 fn defaults(own: Value) -> Value {
     let mut all = json!({
         "vocab_size": 151_936, "num_attention_heads": 32, "hidden_act": "silu", "max_position_embeddings": 32_768,
@@ -131,7 +131,7 @@ fn qwen3_moe(keys: &Keys<'_>) -> Result<Spec> {
     with_experts(decoder.finish_windowed(window, |_| true), keys, experts)
 }
 
-/// The model with these experts in the layers that the config gives them.
+/// The spec with these experts in the layers that the config selects.
 fn with_experts(mut spec: Spec, keys: &Keys<'_>, experts: ExpertsSpec) -> Result<Spec> {
     let has_experts = expert_layers(keys)?;
     for (layer, block) in spec.blocks.iter_mut().enumerate() {
@@ -142,19 +142,18 @@ fn with_experts(mut spec: Spec, keys: &Keys<'_>, experts: ExpertsSpec) -> Result
     Ok(spec)
 }
 
-/// The window, if `use_sliding_window` says that there is one.
+/// The window, if `use_sliding_window` enables it.
 fn used_window(keys: &Keys<'_>) -> Result<Option<usize>> {
     let used = keys.flag("use_sliding_window")? == Some(true);
     Ok(keys.window("sliding_window")?.filter(|_| used))
 }
 
-/// Whether a layer has the window in the dense models: those from `limit` on.
+/// Whether a layer of a dense model has the window: layers from `limit` on.
 fn last_layers(layer: usize, limit: usize) -> bool {
     layer >= limit
 }
 
-/// The model, whose layers see only the window where `layer_types` says so; without it, where `windowed` does of a layer and
-/// `max_window_layers`.
+/// The finished spec. `layer_types` selects the layers with a window; without it, `windowed` does, given a layer and `max_window_layers`.
 fn finish(decoder: Decoder, keys: &Keys<'_>, windowed: fn(usize, usize) -> bool) -> Result<Spec> {
     let window = used_window(keys)?;
     let limit = keys.count("max_window_layers")?.unwrap_or(decoder.layers);

@@ -1,16 +1,16 @@
-//! Text models within models of text, pictures and sound: which part of a config describes them, and what they take from the rest.
+//! Text models within larger models of text, images and sound: finds the part of a config that describes them, and the keys they take from
+//! the rest.
 
 use serde_json::{Map, Value};
 
 use crate::base::Result;
 use crate::model::keys::Keys;
 
-/// The keys of a text model's config within a larger one. transformers writes the first; the others are of published models that
-/// bring code of their own.
+/// Keys of a text model's config within a larger one. transformers writes the first; published models with their own code have the others.
 pub(super) const TEXT: [&str; 3] = ["text_config", "llm_config", "language_config"];
 
-/// A larger model by its `model_type`: the `model_type` of its text model where the config does not say, and whether transformers ties
-/// embedding and head where it does not say.
+/// A larger model by its `model_type`, with two defaults: the `model_type` of its text model, and whether transformers ties embedding and
+/// head.
 pub(super) struct Outer {
     pub(super) model_type: &'static str,
     pub(super) text: &'static str,
@@ -25,7 +25,7 @@ const fn outer(model_type: &'static str, text: &'static str, tied: bool) -> Oute
     }
 }
 
-/// The larger models of transformers whose text model may be of a known family.
+/// The larger models of transformers whose text model may belong to a known family.
 pub(super) const OUTER: &[Outer] = &[
     outer("audioflamingo3", "qwen2", false),
     outer("deepseek_vl", "llama", true),
@@ -69,8 +69,8 @@ fn outer_of(keys: &Keys<'_>) -> Result<Option<&'static Outer>> {
     Ok(OUTER.iter().find(|outer| Some(outer.model_type) == name))
 }
 
-/// The config of the text model within, complete: with its `model_type`, and the type of its values, which the outer config decides.
-/// `None` for a config of a text model alone.
+/// The config of the inner text model, completed with its `model_type` and the type of its values, which the outer config determines.
+/// `None` for the config of a text model alone.
 pub(super) fn text_config(outer: &Keys<'_>) -> Result<Option<Map<String, Value>>> {
     let mut found = None;
     for name in TEXT {

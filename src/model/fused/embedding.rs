@@ -1,4 +1,4 @@
-//! The embedding of a model on a GPU where the head does not serve for it: in page-locked host memory, of which a token reads one row.
+//! The embedding of a model on a GPU if the head cannot serve as one: in page-locked host memory, of which a token reads one row.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -12,10 +12,10 @@ use crate::cuda::{Gpu, HostTable};
 use crate::model::weights::Embedding;
 use crate::tensor::{DType, WeightType};
 
-/// Rows that are brought to memory at a time.
+/// Rows copied to memory at a time.
 const TABLE_ROWS: usize = 1024;
 
-/// The embedding in host memory, in the type of the file where that has 16 or 32 bits or is int8 rows, else as f32.
+/// The embedding in host memory, in the type of the file if that has 16 or 32 bits or is int8 rows, else as f32.
 pub(in crate::model) fn table(
     gpu: &Arc<Gpu>,
     width: usize,
@@ -35,7 +35,7 @@ pub(in crate::model) fn table(
     };
     let rows = entry.rows();
     let stored = checkpoint.plain(entry).filter(|_| plain);
-    // Brings rows from `first` on, as many as `out` takes.
+    // Copies rows from `first` on until `out` is full.
     let bring = |first: usize, out: &mut [u8], row_bytes: usize| {
         if let Some(stored) = &stored {
             return checkpoint.read_part(stored, first * row_bytes, out);
@@ -59,7 +59,7 @@ pub(in crate::model) fn table(
     Ok(Some(table))
 }
 
-/// A table of int8 rows in host memory: the codes, and after them the scales.
+/// A table of int8 rows in host memory: the codes, followed by the scales.
 fn int8_table(gpu: &Arc<Gpu>, checkpoint: &dyn Checkpoint, entry: &Entry) -> Result<HostTable> {
     let (rows, width) = (entry.rows(), entry.cols());
     HostTable::new(gpu, rows, width, WeightType::Int8, |bytes| {
@@ -78,7 +78,7 @@ fn int8_table(gpu: &Arc<Gpu>, checkpoint: &dyn Checkpoint, entry: &Entry) -> Res
     })
 }
 
-/// Calls `bring` with each of `pieces` and its number, on all threads.
+/// Calls `bring` with each of `pieces` and its index, on all threads.
 fn in_pieces<P: Send>(
     pieces: impl Iterator<Item = P> + Send,
     bring: impl Fn(usize, P) -> Result<()> + Sync,

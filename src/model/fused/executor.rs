@@ -1,4 +1,4 @@
-//! What runs a model by fused kernels, and the working memory it runs in. One caller at a time: the memory belongs to the model.
+//! Runs a model by fused kernels, in working memory that belongs to the model. One caller at a time.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -14,8 +14,8 @@ pub(in crate::model) struct Executor {
 }
 
 impl Executor {
-    /// What runs this model; `table` is what [`super::table`] has made of its embedding. A model that no fused kernel runs is an error
-    /// that names what it has.
+    /// An executor of a model; `table` is the result of [`super::table`] for its embedding. Fails for a model that no fused kernel
+    /// supports; the error names the unsupported property.
     pub(in crate::model) fn new(
         gpu: &Arc<Gpu>,
         source: Source<'_>,
@@ -23,7 +23,7 @@ impl Executor {
     ) -> Result<Executor> {
         let lowered = Lowered::new(gpu, source, table)?;
         let memory = Memory::new(gpu, &lowered.sizes, 0, 0, 1, 1)?;
-        // What weights passed through is not needed again.
+        // Frees the memory through which weights were loaded.
         gpu.empty_cache()?;
         Ok(Executor {
             lowered,
@@ -31,7 +31,7 @@ impl Executor {
         })
     }
 
-    /// Bytes that are here rather than with the weights: of an embedding in host memory.
+    /// Bytes held here rather than with the weights: an embedding in host memory.
     pub(in crate::model) fn bytes(&self) -> usize {
         self.lowered.bytes()
     }

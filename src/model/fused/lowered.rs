@@ -1,4 +1,4 @@
-//! A model lowered to fused kernels: the shapes by which they are planned, and what they need beside weights.
+//! A model lowered to fused kernels: the shapes for the planner, and the operands that the kernels need beside weights.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::model::weights::Weights;
 use crate::ops::Array;
 use crate::tensor::WeightType;
 
-/// What the steps and prompts of a model may need of kernels.
+/// The kernels that the steps and prompts of a model may need.
 pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
     let mut units = vec![
         Unit::LinearSkinny,
@@ -55,7 +55,7 @@ pub(super) fn attention_units(spec: &Spec, attention: &AttentionSpec) -> [Unit; 
     cuda::attention_units(attention.head_dim, rotary_dim, is_limited)
 }
 
-/// A model, as every call needs it.
+/// References to a model, passed to every call.
 #[derive(Clone, Copy)]
 pub(in crate::model) struct Source<'a> {
     pub(in crate::model) spec: &'a Spec,
@@ -65,28 +65,29 @@ pub(in crate::model) struct Source<'a> {
 /// The rotary frequencies of a set, f32 on the device.
 struct Frequencies {
     short: DeviceBuffer,
-    /// Of contexts longer than so many positions.
+    /// Frequencies of contexts longer than the given number of positions.
     long: Option<(usize, DeviceBuffer)>,
 }
 
-/// What fused kernels need of a model beside its weights, computed once.
+/// Everything that fused kernels need of a model beside its weights, computed once.
 pub(in crate::model) struct Lowered {
     pub(super) gpu: Arc<Gpu>,
     pub(super) hardware: Hardware,
     pub(super) sizes: Sizes,
     pub(super) blocks: Vec<BlockShape>,
     pub(super) head: MatrixShape,
-    /// The mixture of each block that has one.
+    /// The mixture of experts of each block that has one.
     pub(super) mixtures: Vec<Option<Mixture>>,
-    /// What activations between gate and down are divided by, in each block.
+    /// Divisor of the activations between gate and down, for each block.
     pub(super) glu_divisors: Vec<u32>,
     frequencies: Vec<Frequencies>,
-    /// The embedding, unless the head serves for it.
+    /// The embedding, unless the head serves as one.
     table: Option<HostTable>,
 }
 
 impl Lowered {
-    /// `table` is what [`super::table`] has made of the embedding. A model that no fused kernel runs is an error that names what it has.
+    /// `table` is the result of [`super::table`] for the embedding. Fails for a model that no fused kernel supports; the error names the
+    /// unsupported property.
     pub(super) fn new(
         gpu: &Arc<Gpu>,
         source: Source<'_>,
@@ -133,18 +134,18 @@ impl Lowered {
         Ok(lowered)
     }
 
-    /// Bytes that are here rather than with the weights: of an embedding in host memory.
+    /// Bytes held here rather than with the weights: an embedding in host memory.
     pub(super) fn bytes(&self) -> usize {
         self.table.as_ref().map_or(0, HostTable::bytes)
     }
 
-    /// Whether a sequence with room for so many positions is rotated as a long one.
+    /// Whether a sequence with room for `capacity` positions uses the long RoPE table.
     pub(super) fn is_long(&self, capacity: usize) -> bool {
         let mut sets = self.frequencies.iter().filter_map(|f| f.long.as_ref());
         sets.any(|(original, _)| capacity > *original)
     }
 
-    /// What the attention kernels are told of a block.
+    /// Arguments of the attention kernels for a block.
     pub(super) fn heads<'a>(&'a self, source: Source<'a>, block: usize, long: bool) -> Heads<'a> {
         let spec = &source.spec.blocks[block].attention;
         let weights = &source.weights.blocks[block].attention;
@@ -170,7 +171,7 @@ impl Lowered {
         }
     }
 
-    /// Makes the residual stream the embeddings of the first `rows` tokens in memory.
+    /// Sets the residual stream to the embeddings of the first `rows` tokens in memory.
     pub(super) fn embed(&self, source: Source<'_>, rows: usize, memory: &Memory) -> Result<()> {
         let table = match &self.table {
             Some(table) => Table::Host(table),

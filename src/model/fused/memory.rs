@@ -1,4 +1,4 @@
-//! The working memory of prompts and decode steps on a GPU, and the state in which the last step left it.
+//! Working memory of prompts and decode steps on a GPU, and the device's state after the last step.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::cuda::{
 };
 use crate::model::gpu_cache::GpuCache;
 
-/// How many steps the device may be ahead of the host.
+/// Number of steps that the device may run ahead of the host.
 const HISTORY: usize = 8;
 
 /// How a step selects the next tokens.
@@ -21,18 +21,18 @@ const HISTORY: usize = 8;
 pub(super) enum Selection {
     /// The argmax.
     Argmax,
-    /// Draws by rules; `penalties` says whether any has a repetition penalty.
+    /// Draws by rules; `penalties` says whether any of them has a repetition penalty.
     Drawn { penalties: bool },
 }
 
-/// The steps that a recorded graph can run.
+/// The properties of a step that a recorded graph depends on.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub(super) struct GraphKey {
     pub(super) batch: usize,
-    /// By number of [`Sizes::attentions`].
+    /// Indexed like [`Sizes::attentions`].
     pub(super) splits: Vec<SplitKv>,
     pub(super) selection: Selection,
-    /// Whether the sequences have room for long contexts.
+    /// Whether the long RoPE table applies.
     pub(super) long: bool,
 }
 
@@ -43,7 +43,7 @@ pub(super) struct Ready {
     pub(super) position: usize,
 }
 
-/// Working memory, and the state in which the last step left it.
+/// Working memory, and the device's state after the last step.
 pub(super) struct Memory {
     pub(super) rows: usize,
     head_rows: usize,
@@ -51,47 +51,47 @@ pub(super) struct Memory {
     pub(super) pages: usize,
     /// f32 `[rows, hidden]`: the residual stream.
     pub(super) residual: DeviceBuffer,
-    /// f32 `[hidden]`, for one row whose norms are fused into prologues: the residual stream between the halves of a block, and the output of
-    /// a half.
+    /// f32 `[hidden]`, for a single row with norms fused into prologues: the residual stream between the halves of a block, and the output
+    /// of a half.
     pub(super) between: DeviceBuffer,
     pub(super) half: DeviceBuffer,
-    /// f16: normalized rows, the input of the first product of a half of a block; and attention's output.
+    /// f16: normalized rows, the input of the first GEMM of a half of a block; also the output of attention.
     pub(super) input: DeviceBuffer,
-    /// The output of the first product of a half of a block: qkv in f32, gate and up in f16. And, in f32, that of the last product of a
+    /// The output of the first GEMM of a half of a block: qkv in f32, gate and up in f16. Also, in f32, the output of the last GEMM of a
     /// half with a norm after it.
     pub(super) projected: DeviceBuffer,
-    /// f16: rotated queries, and later the input of the MLP's last product.
+    /// f16: rotated queries, and later the input of the MLP's last GEMM.
     pub(super) inner: DeviceBuffer,
     pub(super) logits: DeviceBuffer,
     pub(super) tokens: DeviceBuffer,
     pub(super) positions: DeviceBuffer,
     pub(super) table: DeviceBuffer,
     pub(super) best: Best,
-    /// Allocated when a token is first drawn.
+    /// Allocated by the first draw.
     pub(super) draw: Option<DrawScratch>,
-    /// A u32 a row: 1 + the first block whose queries, keys or values f16 does not hold, or 0.
+    /// One u32 per row: 1 + the first block with queries, keys or values beyond f16, or 0.
     pub(super) unfit: DeviceBuffer,
-    /// A u32 a row: 1 + the first block whose gate or up projection f16 does not hold, or 0.
+    /// One u32 per row: 1 + the first block with a gate or up projection beyond f16, or 0.
     pub(super) overflow: DeviceBuffer,
-    /// A u32 a row: 1 + the first block whose router gives a logit that is not finite, or 0.
+    /// One u32 per row: 1 + the first block with a router logit that is not finite, or 0.
     pub(super) unroutable: DeviceBuffer,
-    /// Of models with mixtures of experts.
+    /// Scratch of mixtures of experts, in models that have them.
     pub(super) experts: Option<ExpertScratch>,
     pub(super) splits: SplitKvWorkspace,
     pub(super) norms: NormScratch,
     pub(super) linear: LinearScratch,
     pub(super) history: Pinned,
     pub(super) graphs: HashMap<GraphKey, Graph>,
-    /// The sequences that the device is ready to step; none while its state is unknown.
+    /// The sequences that the device is ready to step; empty while its state is unknown.
     pub(super) ready: Vec<Ready>,
-    /// The rules of the device's next draw; none if it takes the argmax, or if they are unknown.
+    /// The rules of the device's next draw; empty if it takes the argmax, or if they are unknown.
     pub(super) rules: Vec<DrawRule>,
-    /// The end of a look-ahead step.
+    /// Signals the end of a look-ahead step.
     pub(super) look_ahead: Option<Event>,
 }
 
 impl Memory {
-    /// Room for so many rows that go through the blocks, rows of logits, sequences of a step, and pages of each.
+    /// Memory for the given numbers of rows in the blocks, rows of logits, sequences of a step, and pages of each sequence.
     pub(super) fn new(
         gpu: &Arc<Gpu>,
         sizes: &Sizes,
@@ -105,7 +105,7 @@ impl Memory {
         };
         let notes = || DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, rows.max(batch).max(1) * 4);
         let (hidden, q, wide) = (sizes.hidden, sizes.q, sizes.intermediate);
-        // The widest weight but the head, whose rows are taken in parts: logits of many rows are rarely wanted.
+        // The widest weight except the head, which is computed in parts because logits of many rows are rarely requested.
         let widest = sizes.qkv().max(wide) * hidden * 2;
         let k = wide.max(hidden).max(q);
         let converted = rows * k * 2;
@@ -153,7 +153,7 @@ impl Memory {
         })
     }
 
-    /// Makes the memory large enough. What it held is lost if it was not.
+    /// Grows the memory to the given sizes. If it has to grow, its contents are lost.
     pub(super) fn fit(
         &mut self,
         gpu: &Arc<Gpu>,
@@ -174,7 +174,7 @@ impl Memory {
         self.graphs.clear();
         self.invalidate();
         if pages > self.pages {
-            // Pages come one at a time; the table grows by leaps.
+            // Pages are added one at a time; the table grows by powers of two.
             let pages = pages.next_power_of_two().max(64);
             let mut table = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, self.batch * pages * 8)?;
             for row in 0..self.batch {
@@ -184,7 +184,7 @@ impl Memory {
             (self.table, self.pages) = (table, pages);
         }
         if rows <= self.rows && batch <= self.batch && head_rows <= cuda::SKINNY_ROWS {
-            // Rows wait in the residual for their logits.
+            // The rows in the residual stream must survive until their logits are computed.
             if head_rows > self.head_rows {
                 let bytes = head_rows * sizes.vocab * 4;
                 self.logits = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes)?;
@@ -193,7 +193,7 @@ impl Memory {
             return Ok(());
         }
         let empty = Memory::new(gpu, sizes, 0, 0, 1, 1)?;
-        // All else is freed before there is more of it.
+        // Frees everything else before allocating more.
         let (rows, head_rows, batch, pages, old_batch, residual, table) = {
             let old = std::mem::replace(self, empty);
             let (rows, head_rows) = (rows.max(old.rows), head_rows.max(old.head_rows));
@@ -217,7 +217,7 @@ impl Memory {
         }
     }
 
-    /// Appends the first `count` logits, once the device has them.
+    /// Appends the first `count` logits; waits until the device has computed them.
     pub(super) fn read_logits(&self, count: usize, logits: &mut Vec<f32>) -> Result<()> {
         let before = logits.len();
         logits
@@ -227,10 +227,10 @@ impl Memory {
         self.logits.read(0, &mut logits[before..])
     }
 
-    /// Waits for the device. Gives the rows, of the first `rows`, that had values that f16 does not hold, or router logits that are not finite,
-    /// with an error that names the first layer that had them.
+    /// Waits for the device. Returns those of the first `rows` rows that had values beyond f16 or router logits that are not finite, each
+    /// with an error that names the first such layer.
     pub(super) fn faults(&mut self, rows: usize) -> Result<Vec<(usize, Error)>> {
-        // In the order of a layer; later layers make nonsense of what is wrong.
+        // In the order within a layer, because errors corrupt all later values.
         let mut notes = vec![
             (
                 &mut self.unfit,
@@ -274,13 +274,13 @@ impl Memory {
         self.table.write(0, &all)
     }
 
-    /// The device's state is unknown from now on.
+    /// Marks the device's state as unknown.
     pub(super) fn invalidate(&mut self) {
         self.ready.clear();
         self.rules.clear();
     }
 
-    /// The memory of draws, for as many rows as the rest has room for.
+    /// The scratch of draws, with room for as many sequences as the rest.
     pub(super) fn drawing(&mut self, gpu: &Arc<Gpu>, sizes: &Sizes) -> Result<&mut DrawScratch> {
         if self.draw.as_ref().is_some_and(|d| d.rows() < self.batch) {
             self.flush()?;
@@ -293,7 +293,7 @@ impl Memory {
         }
     }
 
-    /// The token that the device selected for a position of a sequence.
+    /// The token that the device selected for a position of a sequence, if the history still holds it.
     pub(super) fn drawn(&self, row: usize, batch: usize, position: usize) -> Option<Drawn> {
         let encoded = self
             .history
@@ -309,13 +309,13 @@ impl Memory {
         })
     }
 
-    /// Steps that the history holds for a batch; the kernel divides its size in the same way.
+    /// Number of steps that the history holds for a batch; the kernel divides its size in the same way.
     fn steps(&self, batch: usize) -> usize {
         self.history.bytes() / 4 / batch
     }
 }
 
-/// The notes of the first rows, which are zero afterwards.
+/// Reads and clears the notes of the first rows.
 fn take_notes(notes: &mut DeviceBuffer, rows: usize) -> Result<Vec<u32>> {
     let mut values = vec![0u32; rows];
     notes.read(0, &mut values)?;

@@ -1,5 +1,5 @@
-//! Inference on a GPU by fused kernels: `plan` says which, for a model that is `lowered` to shapes and operands; `pass` enqueues them for a
-//! decode `step` or a `ragged` pass, and `memory` is what they work in. An optimisation of the reference block, against which it is tested.
+//! Inference on a GPU by fused kernels. `plan` chooses the kernels for a model `lowered` to shapes and operands; `pass` enqueues them for a
+//! decode `step` or a `ragged` pass, in the working `memory`. An optimization of the reference block, against which it is tested.
 
 mod embedding;
 mod executor;

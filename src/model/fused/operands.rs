@@ -1,5 +1,5 @@
-//! What the planner and the launchers take of a model's weights on a GPU: shapes, matrices with their biases, mixtures of experts, and the
-//! factor by which the activations between gate and down fit f16.
+//! Operands of the planner and the launchers from a model's weights on a GPU: shapes, matrices with their biases, mixtures of experts, and
+//! the divisor that keeps the activations between gate and down within f16.
 
 use std::sync::Arc;
 
@@ -13,12 +13,12 @@ use crate::model::weights::{Block, GatedMlp, Mlp, Projection};
 use crate::ops::Array;
 use crate::ops::linear::Linear;
 
-/// What activations between gate and down are divided by at least: they are the largest of a model, and f16 ends at [`F16_MAX`].
+/// Minimum divisor of the activations between gate and down: they are the largest of a model, and f16 ends at [`F16_MAX`].
 const GLU_DIVISOR: u32 = 16;
 /// The largest number of f16.
 const F16_MAX: f64 = 65504.0;
 
-/// A mixture of experts, as its kernels need it.
+/// A mixture of experts in the form that its kernels take.
 pub(super) struct Mixture {
     pub(super) routing: Routing,
     pub(super) table: ExpertTable,
@@ -95,9 +95,9 @@ pub(super) fn mixture(
     Ok(Some(Mixture { routing, table }))
 }
 
-/// The power of two by which the gated linear unit of this block is divided so that it fits f16 for any input. The length of a normalized
-/// row is at most the square root of its width, so gate and up are at most that times the norms of their rows, with the weight of the norm
-/// folded in (Cauchy-Schwarz). Activations are no larger than their arguments.
+/// The power of two that divides the gated linear unit of this block so that it fits f16 for any input. The length of a normalized row is
+/// at most the square root of its width, so gate and up are at most that times the norms of their rows, with the weight of the norm folded
+/// in (Cauchy-Schwarz). Activations are no larger than their arguments.
 pub(super) fn glu_divisor(gpu: &Arc<Gpu>, block: &Block) -> Result<u32> {
     let Some(norm) = &block.mlp_norms.pre else {
         return Ok(GLU_DIVISOR);
@@ -109,7 +109,7 @@ pub(super) fn glu_divisor(gpu: &Arc<Gpu>, block: &Block) -> Result<u32> {
         let products = gate.iter().zip(up).map(|(g, u)| g * u);
         largest = products.fold(largest, f64::max);
     }
-    // Room for the rounding of everything before.
+    // Leaves a margin for the rounding of all steps before.
     let mut divisor = GLU_DIVISOR;
     while largest * 1.01 > F16_MAX * f64::from(divisor) && divisor < 1 << 30 {
         divisor *= 2;
@@ -117,7 +117,7 @@ pub(super) fn glu_divisor(gpu: &Arc<Gpu>, block: &Block) -> Result<u32> {
     Ok(divisor)
 }
 
-/// What the features of projections that share a normalized input can reach, one projection after the other.
+/// Bounds of the features of projections that share a normalized input, one projection after the other.
 fn bounds(gpu: &Arc<Gpu>, projections: [&Projection; 2], norm: &Array) -> Result<Vec<f64>> {
     let rows: usize = projections.iter().map(|p| p.linear.rows()).sum();
     let out = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, rows * 4)?;

@@ -1,4 +1,4 @@
-//! Rows on their way through the blocks: what a step of the plan launches.
+//! A pass of rows through the blocks: launches the steps of the plan.
 
 use std::ops::Range;
 
@@ -17,33 +17,33 @@ use crate::model::order::Half;
 use crate::model::spec::GatedMlpSpec;
 use crate::model::weights::{Block, GatedMlp, Mlp, Weights};
 
-/// Rows of a chunk of one sequence.
+/// Rows of a prefill chunk of one sequence.
 pub(super) struct ChunkRows {
-    /// The row of the page table.
+    /// Row of the page table.
     pub(super) sequence: usize,
     pub(super) rows: Range<usize>,
-    /// The position of the first row.
+    /// Position of the first row.
     pub(super) first: usize,
 }
 
-/// The sequences that rows belong to: first single tokens, one of each sequence, then chunks.
+/// The sequences of the rows: first single tokens, one of each sequence, then prefill chunks.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Attention<'a> {
-    /// The number of single tokens, which have the first rows of the page table and of the positions in memory.
+    /// Number of single tokens. They have the first rows of the page table and of the positions in memory.
     pub(super) singles: usize,
-    /// How the positions of single tokens are split, by number of [`Sizes::attentions`](super::sizes::Sizes::attentions).
+    /// The split-KV of single tokens, indexed like [`Sizes::attentions`](super::sizes::Sizes::attentions).
     pub(super) splits: &'a [SplitKv],
     pub(super) chunks: &'a [ChunkRows],
 }
 
-/// Rows on their way through the blocks.
+/// A pass of rows through the blocks.
 pub(super) struct Pass<'a> {
     pub(super) lowered: &'a Lowered,
     pub(super) source: Source<'a>,
     pub(super) memory: &'a Memory,
     pub(super) rows: usize,
     pub(super) attention: Attention<'a>,
-    /// Whether the sequences have room for long contexts.
+    /// Whether the long RoPE table applies.
     pub(super) long: bool,
 }
 
@@ -52,7 +52,7 @@ impl<'a> Pass<'a> {
         (&self.source.weights.blocks[index], self.source.weights)
     }
 
-    /// Launches what a step of the plan says.
+    /// Launches a step of the plan.
     pub(super) fn enqueue(&self, step: &Step) -> Result<()> {
         let (lowered, memory) = (self.lowered, self.memory);
         let index = step.block;
@@ -139,7 +139,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// The MLP of a block that all rows go through.
+    /// The MLP of a block that all rows use.
     fn mlp(&self, index: usize) -> Result<(&'a GatedMlpSpec, &'a GatedMlp)> {
         let spec = self.source.spec.blocks[index].mlp.of_all_rows();
         let weights = self.block(index).0.mlp.of_all_rows();
@@ -151,7 +151,7 @@ impl<'a> Pass<'a> {
         })
     }
 
-    /// The experts of a block, and what they work in.
+    /// The experts of a block, and their scratch.
     fn mixture(&self, index: usize) -> Result<(&'a Mixture, &'a ExpertScratch)> {
         let mixture = self.lowered.mixtures[index].as_ref();
         mixture.zip(self.memory.experts.as_ref()).ok_or_else(|| {
@@ -235,7 +235,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Stores keys and values of single tokens, and attends.
+    /// Stores keys and values of single tokens, and computes attention.
     fn decode(
         &self,
         index: usize,
@@ -325,7 +325,7 @@ impl<'a> Pass<'a> {
     fn fused_norm(&self, norm: Norm) -> Result<FusedNorm<'a>> {
         Ok(FusedNorm {
             scratch: &self.memory.norms,
-            // Norms take turns, of which every block has two.
+            // The two norms of each block take turns with the scratch.
             turn: usize::from(matches!(norm, Norm::Mlp(_))),
             x: &self.memory.residual,
             weight: self.norm_weight(norm)?,
@@ -333,7 +333,7 @@ impl<'a> Pass<'a> {
         })
     }
 
-    /// What products take of normalized rows.
+    /// The input of a GEMM after its norm.
     fn input(&self, normed: &Normed) -> Result<Input<'a>> {
         Ok(match normed.applied {
             Applied::Before => normed.layout.input(&self.memory.input, 1.0),
@@ -342,8 +342,8 @@ impl<'a> Pass<'a> {
         })
     }
 
-    /// The row that the prologue of a product makes: the output of the half before, normalized, added and normalized again. Between blocks
-    /// the residual stream is at its usual place.
+    /// The row that a GEMM's prologue computes: the previous half's output is normalized, added to the residual stream, and the sum
+    /// normalized again. Between blocks the residual stream is in its usual place.
     fn residual_row(&self, norm: Norm) -> Result<ResidualRow<'a>> {
         let Memory {
             residual,
@@ -373,7 +373,7 @@ impl<'a> Pass<'a> {
         self.normalize_from(&self.memory.residual, 0, norm, layout)
     }
 
-    /// Normalizes some rows of the residual stream; where they do not follow each other, they are gathered first.
+    /// Normalizes some rows of the residual stream. Rows that are not consecutive are gathered first.
     pub(super) fn normalize_rows(&self, norm: Norm, rows: &[usize], layout: Layout) -> Result<()> {
         let (gpu, memory) = (&self.lowered.gpu, self.memory);
         if rows.windows(2).all(|pair| pair[1] == pair[0] + 1) {

@@ -1,5 +1,5 @@
-//! Which fused kernels take rows through a model on a GPU: a pure function of the blocks, the rows, the device and how weights are held.
-//! Prints as a table, which a golden test keeps.
+//! Chooses the fused kernels that take rows through a model on a GPU: a pure function of the blocks, the rows, the device and the weights'
+//! types. Prints as a table, which a golden test compares.
 
 use std::fmt;
 
@@ -19,7 +19,7 @@ pub(super) enum Norm {
     Head,
 }
 
-/// What goes into a product: normalized rows.
+/// Input of a GEMM after its norm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Normed {
     pub(super) norm: Norm,
@@ -27,62 +27,62 @@ pub(super) struct Normed {
     pub(super) applied: Applied,
 }
 
-/// Where a norm is applied.
+/// The kernel that applies a norm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Applied {
-    /// By a kernel before.
+    /// A separate kernel before the GEMM.
     Before,
-    /// In the epilogues of the products around it.
+    /// The epilogues of the GEMMs around the norm.
     Epilogue,
-    /// In the prologue of the product that takes the row, which also normalizes the output of the half before and adds it.
+    /// The prologue of the GEMM that takes the row. It also normalizes the output of the previous half and adds it.
     Prologue,
 }
 
-/// What the product that ends a half of a block does with its output.
+/// Destination of the output of the GEMM that ends a half of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Then {
-    /// It is added to the residual stream.
+    /// Added to the residual stream.
     Add,
-    /// The same, with the next norm fused into the epilogue.
+    /// Added to the residual stream, with the next norm fused into the epilogue.
     AddAndNorm(Norm),
-    /// It is stored for a norm of its own.
+    /// Stored for a separate norm.
     Store,
-    /// It is stored for a norm that the next product applies.
+    /// Stored for a norm that the next GEMM applies.
     StoreRow,
 }
 
-/// A launch of a fused kernel, or of a few that belong together.
+/// A launch of one fused kernel, or of a few that belong together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kernel {
     /// Normalizes the residual stream.
     Normalize { norm: Norm, layout: Layout },
     /// Queries, keys and values, f32.
     Qkv { input: Normed },
-    /// Normalizes and rotates heads, stores keys and values, and attends: one token of each of several sequences.
+    /// Normalizes and rotates heads, stores keys and values, and computes attention, for one token of each of several sequences.
     Decode { layout: Layout },
-    /// Normalizes and rotates heads, and stores keys and values, of rows of one sequence.
+    /// Normalizes and rotates heads, and stores keys and values, for rows of one sequence.
     StoreKv,
-    /// Attention of the queries that [`Kernel::StoreKv`] has rotated.
+    /// Attention of the queries rotated by [`Kernel::StoreKv`].
     Prefill,
-    /// Gate and up, of a mixture those of the expert of all rows; with the activation after them, or as f16.
+    /// Gate and up projections; in a mixture those of the shared expert. `fused` applies the activation too; otherwise the output is f16.
     GateUp { input: Normed, fused: bool },
-    /// The activation of gate and up by itself.
+    /// The activation of gate and up as a separate kernel.
     Activate,
-    /// Chooses the experts of each row, and orders rows by them.
+    /// Routes each row to its experts, and sorts rows by expert.
     Route,
-    /// Gate and up of the experts of each row, with the activation after them.
+    /// Gate and up projections of the experts of each row, with the activation.
     ExpertsGateUp,
-    /// The last projections of the experts of each row.
+    /// Down projections of the experts of each row.
     ExpertsDown,
-    /// Adds the experts' outputs to the residual stream, and applies the next norm to it where that is known.
+    /// Adds the experts' outputs to the residual stream, and applies the next norm if it is known.
     SumExperts { next: Option<(Norm, Layout)> },
-    /// The projection that ends a half, of rows in this layout.
+    /// The projection that ends a half, with its input in `layout`.
     Project {
         half: Half,
         layout: Layout,
         then: Then,
     },
-    /// Normalizes the output of a half, adds it to the residual stream, and applies the next norm to that where it is known.
+    /// Normalizes the output of a half, adds it to the residual stream, and applies the next norm if it is known.
     PostNorm {
         half: Half,
         next: Option<(Norm, Layout)>,
@@ -91,14 +91,14 @@ pub(super) enum Kernel {
     Head { input: Normed },
 }
 
-/// A kernel and the block that it is of; of the head, the number of blocks.
+/// A kernel and its block; for the head, the number of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Step {
     pub(super) block: usize,
     pub(super) kernel: Kernel,
 }
 
-/// What the plan depends on of a block.
+/// The properties of a block that the plan depends on.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct BlockShape {
     pub(super) norms: NormPlacement,
@@ -117,14 +117,14 @@ pub(super) struct GatedShape {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum MlpShape {
     Dense(GatedShape),
-    /// Experts in NVFP4, and perhaps one of all rows.
+    /// Experts in NVFP4, and optionally a shared expert.
     Experts {
         shared: Option<GatedShape>,
     },
 }
 
 impl MlpShape {
-    /// The MLP that all rows go through.
+    /// The MLP that all rows use.
     fn of_all_rows(&self) -> Option<&GatedShape> {
         match self {
             MlpShape::Dense(mlp) => Some(mlp),
@@ -134,14 +134,15 @@ impl MlpShape {
 }
 
 impl BlockShape {
-    /// Its projections, without those of experts that not all rows go to.
+    /// Its projections, except those of routed experts.
     pub(super) fn matrices(&self) -> impl Iterator<Item = &MatrixShape> {
         let mlp = self.mlp.of_all_rows().into_iter();
         let attention = self.qkv.iter().chain([&self.o]);
         attention.chain(mlp.flat_map(|mlp| mlp.gate_up.iter().chain([&mlp.down])))
     }
 
-    /// The layout of a half's activations: that of its products, where one kernel serves all of the block's. Experts gather rows.
+    /// The layout of a half's activations: the layout of the NVFP4 GEMMs if all of the block's projections are NVFP4, else row-major.
+    /// Experts gather rows, so they are row-major.
     fn layout(&self, half: Half, hardware: &Hardware, rows: usize) -> Layout {
         let gathers = half == Half::Mlp && matches!(self.mlp, MlpShape::Experts { .. });
         match !gathers && self.matrices().all(|w| w.storage == WeightType::Nvfp4) {
@@ -151,7 +152,7 @@ impl BlockShape {
     }
 }
 
-/// A property of the model for which there is no fused kernel, if there is one.
+/// A property of the model that has no fused kernel, if any.
 pub(super) fn unsupported(spec: &Spec) -> Option<String> {
     let of = |(index, block): (usize, &BlockSpec)| {
         let what = match (&block.mlp, block.norms.pre, block.norms.post) {
@@ -167,8 +168,8 @@ pub(super) fn unsupported(spec: &Spec) -> Option<String> {
     spec.blocks.iter().enumerate().find_map(of)
 }
 
-/// The kernels that take `rows` rows through all blocks: of a step, one token of each of so many sequences, with the logits at the end; or
-/// consecutive rows of one sequence.
+/// The kernels that take `rows` rows through all blocks: either a decode step, one token of each of `rows` sequences, with the logits at
+/// the end; or consecutive rows of one sequence.
 pub(super) fn plan(
     blocks: &[BlockShape],
     head: MatrixShape,
@@ -198,7 +199,7 @@ pub(super) fn plan(
     planner.steps
 }
 
-/// How logits of some rows are computed after a prompt.
+/// The layout of the head's input for the logits of some rows of a prompt.
 pub(super) fn head_layout(head: MatrixShape, rows: usize, hardware: &Hardware) -> Layout {
     match head.storage {
         WeightType::Nvfp4 => Layout::taken(hardware, rows),
@@ -213,9 +214,9 @@ struct Planner<'a> {
     is_step: bool,
     hardware: &'a Hardware,
     steps: Vec<Step>,
-    /// The norm that the kernels so far have prepared, and where it is applied.
+    /// The norm that earlier kernels have already prepared, and where it is applied.
     known: Option<(Norm, Applied)>,
-    /// Whether all norms after a half of a block are applied by the next product.
+    /// Whether every norm after a half of a block is applied by the next GEMM.
     in_prologue: bool,
 }
 
@@ -232,7 +233,7 @@ impl Planner<'_> {
         }
     }
 
-    /// What products take of a norm, which a kernel of its own applies unless the ones before have.
+    /// The normalized input of GEMMs. A separate kernel applies the norm unless earlier kernels have.
     fn normed(&mut self, norm: Norm, block: usize) -> Normed {
         let layout = self.layout_of(norm);
         let known = self.known.take().filter(|(known, _)| *known == norm);
@@ -290,7 +291,7 @@ impl Planner<'_> {
         }
     }
 
-    /// Gate, up and the activation; returns how what they make lies.
+    /// Gate, up and the activation; returns the layout of their output.
     fn gate_up(&mut self, block: usize, mlp: &GatedShape, input: Normed) -> Layout {
         let layout = input.layout;
         let fused = cuda::has_glu(self.hardware, self.rows, &mlp.gate_up, layout);
@@ -304,16 +305,16 @@ impl Planner<'_> {
         }
     }
 
-    /// The norm that follows, where the kernel before can apply it.
+    /// The next norm, if the preceding kernel can apply it.
     fn normalized_next(&mut self, next: Norm) -> Option<(Norm, Layout)> {
-        // The head takes but some rows of a prompt.
+        // The head takes only some rows of a prompt.
         let is_known = self.is_step || next != Norm::Head;
         let next = is_known.then(|| (next, self.layout_of(next)));
         self.known = next.map(|(norm, _)| (norm, Applied::Before));
         next
     }
 
-    /// The projection that ends a half, and what is known of the next norm after it.
+    /// The projection that ends a half. Records how far it prepares the next norm.
     fn end(&mut self, block: usize, half: Half, layout: Layout, next: Norm) {
         let then = if self.in_prologue {
             self.known = Some((next, Applied::Prologue));
@@ -333,7 +334,7 @@ impl Planner<'_> {
         }
     }
 
-    /// Whether one row goes through blocks with a norm after each half, by products that compute it in their prologues.
+    /// Whether a single row goes through blocks with a norm after each half, and GEMMs can compute these norms in their prologues.
     fn makes_rows_in_prologues(&self) -> bool {
         let serves = |takes: &[MatrixShape], output| {
             ResidualRow::serves(self.hardware, self.rows, takes, output)
@@ -354,7 +355,7 @@ impl Planner<'_> {
             })
     }
 
-    /// Whether the products around a norm apply it.
+    /// Whether the GEMMs around a norm apply it.
     fn fuses_norm(&self, block: usize, half: Half, layout: Layout, next: Norm) -> bool {
         let shape = &self.blocks[block];
         let makes = match (half, &shape.mlp) {
@@ -468,7 +469,7 @@ impl fmt::Display for Kernel {
     }
 }
 
-/// The function of a gate, as kernels know it.
+/// The kernels' description of a gated activation.
 pub(super) fn glu(activation: Activation, divisor: u32) -> Glu {
     Glu {
         activation: activation.on_gpu(),
@@ -504,7 +505,7 @@ mod tests {
         intermediate: usize,
         vocab: usize,
         post: bool,
-        /// Of a mixture, whether it has an expert of all rows.
+        /// `None` without a mixture, else whether it has a shared expert.
         experts: Option<bool>,
     }
 
@@ -545,7 +546,7 @@ mod tests {
         experts: Some(true),
     };
 
-    /// Three blocks and the head, held like this.
+    /// Three blocks and the head, with weights of this type.
     fn model(s: &Sizes, storage: WeightType) -> (Vec<BlockShape>, MatrixShape) {
         let shape = |rows, cols| MatrixShape {
             storage,
@@ -573,8 +574,8 @@ mod tests {
         (vec![block; 3], shape(s.vocab, s.hidden))
     }
 
-    /// The operations that a step of a plan completes, each with its block. A fused norm counts where its statistics are made, and the experts of
-    /// a mixture where they are summed.
+    /// The operations that a step of a plan completes, each with its block. A fused norm counts where its statistics are computed, and the
+    /// experts of a mixture where they are summed.
     fn completed(step: &Step, blocks: &[BlockShape]) -> Vec<(usize, BlockOp)> {
         let block = step.block;
         let is_mixture =
@@ -585,7 +586,7 @@ mod tests {
             Norm::Head => Vec::new(),
         };
         let next = |next: &Option<(Norm, Layout)>| next.map_or(Vec::new(), |(norm, _)| enter(norm));
-        // The prologue of a product leaves the half before, and enters its own.
+        // The prologue of a GEMM leaves the previous half, and enters its own.
         let prologue = |input: &Normed| match (input.applied, input.norm) {
             (Applied::Before | Applied::Epilogue, _) => Vec::new(),
             (Applied::Prologue, norm) => {
@@ -632,7 +633,7 @@ mod tests {
         }
     }
 
-    /// The operations of all blocks, as `order` has them.
+    /// The operations of all blocks, in the order of `order`.
     fn expected(sizes: &Sizes, blocks: usize) -> Vec<(usize, BlockOp)> {
         let mlp = GatedMlpSpec {
             intermediate_size: sizes.intermediate,
@@ -671,7 +672,7 @@ mod tests {
         (0..blocks).flat_map(of_block).collect()
     }
 
-    /// The plan as lines, with blocks that are like the one before named once.
+    /// The plan as lines; a block like the previous one is named only once.
     fn printed(steps: &[Step]) -> String {
         let (mut text, mut last) = (String::new(), String::new());
         for of_block in steps.chunk_by(|a, b| a.block == b.block) {
@@ -689,8 +690,8 @@ mod tests {
         text
     }
 
-    /// Every kind of plan, as it stands in `plan.txt` beside this file: there a change of kernels or of their choice is seen. Each runs the
-    /// operations of blocks in the order of `order`.
+    /// Every kind of plan, as recorded in `plan.txt` beside this file, which shows every change of kernels or of their choice. Each plan
+    /// runs the operations of blocks in the order of `order`.
     #[test]
     fn plans_are_as_written_down() {
         let mut table = String::new();

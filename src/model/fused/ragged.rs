@@ -1,4 +1,4 @@
-//! Ragged passes: single tokens of several sequences, and chunks of prompts, which go through the blocks together.
+//! Ragged passes: single tokens of several sequences, and prefill chunks, in the same pass through the blocks.
 
 use std::collections::VecDeque;
 use std::sync::MutexGuard;
@@ -14,25 +14,25 @@ use crate::cuda::{self, Drawn, Event};
 use crate::model::kv_cache::KvCache;
 use crate::ops::sample::{self, Choice};
 
-/// Rows that go through the blocks together.
+/// Maximum number of rows of a pass.
 pub(in crate::model) const ROWS: usize = 4096;
-/// Rows whose logits are computed together.
+/// Maximum number of rows whose logits are computed together.
 const HEAD_ROWS: usize = 64;
-/// Blocks that are enqueued ahead of the one that runs, where a call may be cancelled: enough that the device never waits, few enough that
-/// cancelling is quick.
+/// Number of blocks enqueued ahead of the running one in a call that may be cancelled: enough that the device never waits, few enough that
+/// cancellation is quick.
 const LOOK_AHEAD: usize = 4;
 
-/// Consecutive tokens of one sequence, whose pages exist already.
+/// Consecutive tokens of one sequence. Their pages are already allocated.
 pub(in crate::model) struct Chunk<'a> {
     pub(in crate::model) tokens: &'a [u32],
     pub(in crate::model) cache: &'a KvCache,
-    /// The position of the first one.
+    /// Position of the first token.
     pub(in crate::model) first: usize,
 }
 
 impl Executor {
-    /// Runs chunks of different sequences, [`ROWS`] tokens and [`BATCH`](super::BATCH) chunks at most, single tokens first. Their output can be
-    /// read afterwards.
+    /// Runs chunks of different sequences, at most [`ROWS`] tokens and [`BATCH`](super::BATCH) chunks, single tokens first. Their output
+    /// can be read afterwards.
     pub(in crate::model) fn run<'a>(
         &'a self,
         source: Source<'a>,
@@ -127,7 +127,7 @@ impl Executor {
     }
 }
 
-/// Rows that have gone through the blocks, in the order of their chunks.
+/// Rows that a pass has run through the blocks, in the order of their chunks.
 pub(in crate::model) struct Ragged<'a> {
     executor: &'a Executor,
     source: Source<'a>,
@@ -146,7 +146,7 @@ impl Ragged<'_> {
         Ok(())
     }
 
-    /// The tokens that follow these rows, chosen as `choices` says: on the device where all are the argmax.
+    /// The next tokens after these rows, chosen by `choices`; on the device if all are the argmax.
     pub(in crate::model) fn choose(
         &mut self,
         rows: &[usize],
@@ -176,7 +176,7 @@ impl Ragged<'_> {
         Ok(chosen)
     }
 
-    /// Waits for the device. Gives the rows with values that could not be used, each with what was wrong first.
+    /// Waits for the device. Returns the rows with unusable values, each with its first error.
     pub(in crate::model) fn faults(&mut self) -> Result<Vec<(usize, Error)>> {
         self.memory.faults(self.rows)
     }
@@ -211,7 +211,7 @@ impl Ragged<'_> {
     }
 }
 
-/// The token that the device has chosen, or why there is none.
+/// The token chosen by the device, or the error if there is none.
 pub(super) fn token_of(drawn: Option<Drawn>, vocabulary: usize) -> Result<u32> {
     match drawn {
         Some(Drawn::Token(token)) => Ok(token),

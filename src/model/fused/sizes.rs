@@ -1,11 +1,11 @@
-//! The sizes of a model that working memory and launches on a GPU depend on: the largest of its blocks.
+//! The sizes of a model that determine working memory and launches on a GPU: the maxima over its blocks.
 
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::Routing;
 use crate::model::spec::{AttentionSpec, Spec};
 
-/// Largest sizes over all blocks.
+/// Maximum sizes over all blocks.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Sizes {
     pub(super) hidden: usize,
@@ -15,20 +15,20 @@ pub(super) struct Sizes {
     pub(super) head_dim: usize,
     /// Elements of a row of queries.
     pub(super) q: usize,
-    /// Elements between the projections of an MLP that all rows go through.
+    /// Width between the projections of an MLP that all rows use.
     pub(super) intermediate: usize,
     pub(super) experts: Option<ExpertSizes>,
-    /// The different kinds of attention of blocks.
+    /// The distinct attention specs of the blocks.
     pub(super) attentions: Vec<AttentionSpec>,
-    /// Whether some weight is dense, for which activations of its type need room.
+    /// Whether any weight is dense, which requires room for activations of its type.
     pub(super) dense: bool,
 }
 
-/// Largest sizes of mixtures of experts.
+/// Maximum sizes over mixtures of experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ExpertSizes {
     pub(super) routing: Routing,
-    /// Elements between the projections of an expert.
+    /// Width between the projections of an expert.
     pub(super) intermediate: usize,
 }
 
@@ -47,7 +47,7 @@ impl ExpertSizes {
 }
 
 impl Sizes {
-    /// Those of a model, whose heads must be alike in all blocks.
+    /// Sizes of a model. Fails unless all blocks have the same head shape.
     pub(super) fn of(spec: &Spec, dense: bool) -> Result<Sizes> {
         let Some(first) = spec.blocks.first() else {
             bail!(
@@ -94,7 +94,7 @@ impl Sizes {
         })
     }
 
-    /// The number of a kind of attention among [`Sizes::attentions`].
+    /// The index of an attention spec in [`Sizes::attentions`].
     pub(super) fn attention_index(&self, attention: &AttentionSpec) -> usize {
         self.attentions
             .iter()

@@ -15,19 +15,19 @@ use crate::model::kv_cache::KvCache;
 use crate::model::spec::AttentionSpec;
 use crate::ops::sample::{Choice, SamplingOptions};
 
-/// Sequences that are stepped together at most.
+/// Maximum number of sequences in a step.
 pub(in crate::model) const BATCH: usize = 256;
 
 /// A sequence of a step.
 pub(in crate::model) struct Step<'a> {
     pub(in crate::model) token: u32,
-    /// The keys and values before the token; the page of the token exists already.
+    /// Keys and values before the token. The token's page is already allocated.
     pub(in crate::model) cache: &'a KvCache,
-    /// How the next token is chosen; where there is no choice, the logits are wanted.
+    /// Settings of the next token's choice; `None` requests the logits.
     pub(in crate::model) choice: Option<Choice<'a>>,
 }
 
-/// The choice of the argmax, which the device makes anyhow.
+/// The argmax, which the device computes in any case.
 const GREEDY: Choice<'static> = Choice {
     options: &SamplingOptions::GREEDY,
     draw: 0,
@@ -38,7 +38,7 @@ const GREEDY: Choice<'static> = Choice {
 struct Sequences<'a> {
     caches: Vec<&'a GpuCache>,
     positions: Vec<usize>,
-    /// Whether they have room for long contexts.
+    /// Whether the long RoPE table applies.
     long: bool,
 }
 
@@ -54,9 +54,9 @@ impl Sequences<'_> {
 }
 
 impl Executor {
-    /// Runs one token of each of several sequences, [`BATCH`] at most, which are rotated alike. Gives each its next token where one is to be chosen;
-    /// the logits of the others are appended to `logits`, a row for each. With `look_ahead`, the step after is enqueued at once, for the likely
-    /// case that these sequences continue with those tokens; their pages must reach that far.
+    /// Runs one token of each of several sequences, at most [`BATCH`], which must use the same RoPE table. Returns the next token of each
+    /// sequence that asks for one, and appends the logits of the others to `logits`, one row each. With `look_ahead`, enqueues the
+    /// following step at once, for the likely case that these sequences continue with those tokens; their pages must reach that far.
     pub(in crate::model) fn step(
         &self,
         source: Source<'_>,
@@ -106,7 +106,7 @@ impl Executor {
         self.outputs(steps, &after, &mut memory, logits)
     }
 
-    /// The outputs of a step that has run to the positions `after`.
+    /// The outputs of a step that has advanced the sequences to the positions `after`.
     fn outputs(
         &self,
         steps: &[Step<'_>],
@@ -129,7 +129,7 @@ impl Executor {
             .collect();
         if (0..batch).any(|row| !chooses(row)) {
             let mut all = Vec::new();
-            // A step of logits alone writes where they are wanted.
+            // A step that only requests logits writes them to their destination directly.
             let into = match (0..batch).any(chooses) {
                 true => &mut all,
                 false => &mut *logits,
@@ -141,7 +141,7 @@ impl Executor {
                 }
             }
         }
-        // Values that f16 does not hold end in logits that no token can be chosen by.
+        // Values beyond f16 lead to logits from which no token can be chosen.
         let unusable = |row: usize| !matches!(drawn[row], Some(Drawn::Token(_)));
         if (0..batch).any(|row| !chooses(row) || unusable(row)) {
             memory.flush()?;
@@ -152,7 +152,7 @@ impl Executor {
         Ok(outputs)
     }
 
-    /// Whether a sequence is rotated as a long one.
+    /// Whether a sequence uses the long RoPE table.
     pub(in crate::model) fn is_long(&self, cache: &KvCache) -> bool {
         self.lowered.is_long(cache.capacity())
     }
@@ -165,7 +165,7 @@ impl Executor {
         })
     }
 
-    /// The split-KV of each kind of attention, for single tokens of `batch` sequences of which the last one is at `position`.
+    /// The split-KV of each attention spec, for single tokens of `batch` sequences, the longest of which is at `position`.
     pub(super) fn splits(&self, source: Source<'_>, batch: usize, position: usize) -> Vec<SplitKv> {
         let split = |attention: &AttentionSpec| {
             let AttentionSpec {
@@ -183,7 +183,7 @@ impl Executor {
         self.lowered.sizes.attentions.iter().map(split).collect()
     }
 
-    /// Runs a step that was not foreseen. The next tokens, as `choices` says, and the logits stay on the device.
+    /// Runs a step without a matching look-ahead. The next tokens, chosen by `choices`, and the logits stay on the device.
     fn step_anew(
         &self,
         source: Source<'_>,
@@ -225,8 +225,8 @@ impl Executor {
         self.launch(source, wanted, rules, sequences.long, memory)
     }
 
-    /// Enqueues a step of the sequences that the device is ready for, and records its state afterwards, which is unknown if
-    /// that fails.
+    /// Enqueues a step of the sequences that the device is ready for, and records its state afterwards. If that fails, the state is
+    /// unknown.
     fn launch(
         &self,
         source: Source<'_>,
@@ -252,7 +252,7 @@ impl Executor {
         if let Some(graph) = memory.graphs.get(&key) {
             graph.launch()?;
         } else {
-            // The first step of its kind runs as it is enqueued, which also loads its kernels; a recording cannot load any.
+            // The first step of its kind runs directly, which also loads its kernels; graph capture cannot load any.
             self.enqueue_step(source, &key, memory)?;
             let graph = Graph::record(&self.lowered.gpu, || {
                 self.enqueue_step(source, &key, memory)
@@ -316,7 +316,7 @@ impl Executor {
     }
 }
 
-/// The rules by which tokens are chosen; none if all are the argmax, without penalties.
+/// The rules by which tokens are drawn; empty if all are the argmax without penalties.
 fn rules_of(choices: &[Choice<'_>]) -> Vec<DrawRule> {
     match choices.iter().all(|choice| choice.options.is_greedy()) {
         true => Vec::new(),
@@ -324,7 +324,7 @@ fn rules_of(choices: &[Choice<'_>]) -> Vec<DrawRule> {
     }
 }
 
-/// The rules of the draws that follow those of `rules`.
+/// The rules of the draws after those of `rules`.
 fn following(rules: &[DrawRule]) -> Vec<DrawRule> {
     let next = |rule: &DrawRule| DrawRule {
         draw: rule.draw + 1,

@@ -1,4 +1,4 @@
-//! What a pass is given.
+//! The input of a training pass: a batch of packed documents.
 
 use crate::base::Result;
 use crate::base::error::bail;
@@ -9,20 +9,20 @@ use crate::ops::training::attention::Documents;
 use crate::ops::training::embedding::RowsByToken;
 use crate::ops::training::loss::Targets;
 
-/// Documents one after another, prepared for a device.
+/// Consecutive documents, prepared for a device.
 #[derive(Debug)]
 pub struct Batch {
     pub(super) tokens: Vec<u32>,
     pub(super) documents: Documents,
     pub(super) targets: Targets,
     pub(super) by_token: RowsByToken,
-    /// By number of [`Spec::ropes`].
+    /// Indexed like [`Spec::ropes`].
     pub(super) angles: Vec<Angles>,
 }
 
 impl Batch {
-    /// Tokens of documents of these lengths, one after another, each at positions from 0 on. Row i should predict `labels[i]`, or nothing
-    /// if that is negative, and its loss is multiplied by `weights[i]`. Fails for a document that is longer than the model's context.
+    /// A batch of consecutive documents of these lengths; positions restart at 0 in each document. `labels[i]` is the label of row i,
+    /// negative for none, and `weights[i]` multiplies its loss. Fails for a document longer than the model's context.
     pub fn new(
         device: &Device,
         spec: &Spec,
@@ -83,7 +83,7 @@ impl Batch {
         })
     }
 
-    /// Tokens of documents that predict nothing, for a frozen model.
+    /// A batch of documents without labels, for a frozen model.
     pub(super) fn unlabelled(
         device: &Device,
         spec: &Spec,
@@ -94,18 +94,18 @@ impl Batch {
         Batch::new(device, spec, tokens, documents, &labels, &weights)
     }
 
-    /// Bytes that a batch of `rows` tokens takes at most.
+    /// Maximum bytes of a batch of `rows` tokens.
     pub(super) fn bytes(spec: &Spec, rows: usize) -> usize {
         let pairs = spec
             .ropes
             .iter()
             .map(|set| set.table(rows).frequencies.len());
-        // Where documents begin and end; labels and weights; and tokens, rows, and where the rows of a token begin, in their order.
+        // Starts and ends of documents; labels and weights; and tokens, rows, and the first row of each token, sorted by token.
         let numbers = 2 + 2 + 3;
         size_of::<f32>() * (rows * (numbers + 2 * pairs.sum::<usize>()) + 1)
     }
 
-    /// Tokens.
+    /// Number of tokens.
     pub fn rows(&self) -> usize {
         self.tokens.len()
     }

@@ -1,4 +1,5 @@
-//! A decoder block of training: the operations of `order` forward, again where the backward pass recomputes them, and backward in reverse.
+//! A decoder block of training: runs the operations of `order` forward, recomputes them for the backward pass, and runs them backward in
+//! reverse.
 
 use super::layout::{
     BlockLayout, ExpertsLayout, GatedMlpLayout, MlpLayout, ProjectionLayout, VectorId,
@@ -17,16 +18,16 @@ use crate::ops::training::heads::{HeadOptions, heads, heads_backward};
 use crate::ops::training::{activation, array, norm};
 use crate::ops::{Array, Device, Mixed, Slice};
 
-/// Elements of what rows take in a block.
+/// Sizes of a batch's rows in a block, in elements.
 pub(super) struct BlockSizes {
     /// The residual stream.
     pub(super) stream: usize,
     /// Queries, keys and values.
     pub(super) qkv: usize,
-    /// What attention makes, and a number for each row and head.
+    /// The output of attention, and the log-sum-exp of each row and head.
     pub(super) attended: usize,
     pub(super) lse: usize,
-    /// What goes into the last projection of the MLP.
+    /// The input of the MLP's last projection.
     pub(super) wide: usize,
 }
 
@@ -42,7 +43,7 @@ impl BlockSizes {
         }
     }
 
-    /// What the backward pass takes from the forward pass.
+    /// The activations that the backward pass needs from the forward pass.
     pub(super) fn saved(&self, layout: &BlockLayout) -> SavedSizes {
         let branch = |[_, post]: [Option<VectorId>; 2]| post.map_or(0, |_| self.stream);
         SavedSizes {
@@ -60,13 +61,14 @@ impl BlockSizes {
         }
     }
 
-    /// What goes into the last projection of the MLP, its gradients, and those of queries, keys and values, one after another.
+    /// The largest of several tensors in the same memory: the input of the MLP's last projection, its gradient, and the gradients of
+    /// queries, keys and values.
     pub(super) fn inner(&self) -> usize {
         self.wide.max(self.qkv)
     }
 }
 
-/// Elements between the projections of the widest MLP.
+/// Width between the projections of the widest MLP.
 fn widest(mlp: &MlpSpec) -> usize {
     let of_all = mlp.of_all_rows().map_or(0, |mlp| mlp.intermediate_size);
     mlp.intermediate_size().max(of_all)
@@ -83,7 +85,7 @@ fn packed_attention(spec: &AttentionSpec) -> PackedAttention {
     }
 }
 
-/// A block of a model, with rows that go through it.
+/// A block of a model, applied to a batch.
 pub(super) struct BlockPass<'a> {
     pub(super) device: &'a Device,
     pub(super) spec: &'a Spec,
@@ -91,7 +93,7 @@ pub(super) struct BlockPass<'a> {
     pub(super) layout: &'a BlockLayout,
     pub(super) batch: &'a Batch,
     pub(super) precision: &'a ProductPrecision,
-    /// What random bits of rounding follow from.
+    /// Key of the random bits of rounding.
     pub(super) key: u64,
 }
 
@@ -100,17 +102,17 @@ impl BlockPass<'_> {
         self.batch.rows()
     }
 
-    /// Elements of the rows' residual stream.
+    /// Elements of the batch's residual stream.
     fn stream(&self) -> usize {
         self.rows() * self.spec.hidden_size
     }
 
-    /// Projections of the rows of the batch, of `inputs` elements.
+    /// Projections of the batch's rows, of `inputs` elements each.
     fn linear<'b>(&'b self, projections: &'b [ProjectionLayout], inputs: usize) -> Linear<'b> {
         self.linear_of(self.rows(), projections, inputs)
     }
 
-    /// Projections of so many rows of `inputs` elements.
+    /// Projections of `rows` rows of `inputs` elements.
     pub(super) fn linear_of<'b>(
         &'b self,
         rows: usize,
@@ -134,7 +136,7 @@ impl BlockPass<'_> {
         BlockSizes::new(self.spec, self.block, self.rows())
     }
 
-    /// The parameters of a dense MLP, and what it is.
+    /// The parameters and the shape of a dense MLP.
     fn dense(&self) -> Result<(&GatedMlpLayout, &GatedMlpSpec)> {
         match (&self.layout.mlp, &self.block.mlp) {
             (MlpLayout::Dense(layout), MlpSpec::Dense(mlp)) => Ok((layout, mlp)),
@@ -142,7 +144,7 @@ impl BlockPass<'_> {
         }
     }
 
-    /// The parameters of a mixture of experts, and what it is.
+    /// The parameters and the shape of a mixture of experts.
     pub(super) fn mixture(&self) -> Result<(&ExpertsLayout, &ExpertsSpec)> {
         match (&self.layout.mlp, &self.block.mlp) {
             (MlpLayout::Experts(layout), MlpSpec::Experts(mixture)) => Ok((layout, mixture)),
@@ -158,7 +160,7 @@ impl BlockPass<'_> {
         }
     }
 
-    /// Takes the rows of `x` through the block to `out`, and keeps in `saved` what [`BlockPass::backward`] takes.
+    /// Runs the rows of `x` through the block to `out`, and keeps in `saved` the activations that [`BlockPass::backward`] needs.
     pub(super) fn forward(
         &self,
         store: &mut dyn Store,
@@ -174,7 +176,7 @@ impl BlockPass<'_> {
         Ok(())
     }
 
-    /// Makes those parts of `saved` again that [`BlockPass::backward`] takes; the others are there.
+    /// Recomputes the parts of `saved` that were not kept, for [`BlockPass::backward`].
     pub(super) fn forward_again(
         &self,
         store: &mut dyn Store,
@@ -189,7 +191,7 @@ impl BlockPass<'_> {
         Ok(())
     }
 
-    /// Runs an operation of the forward pass. `out`, the output of the block, is wanted by the last half of the first pass alone.
+    /// Runs an operation of the forward pass. `out`, the output of the block, is only needed by the last half of the first pass.
     fn forward_op(
         &self,
         op: BlockOp,
@@ -308,8 +310,8 @@ impl BlockPass<'_> {
         }
     }
 
-    /// Makes `s.dx`, the gradients of the block's results, those of its input `x`. Gradients of weights go to `store`; those of the input
-    /// are left out where nothing needs them.
+    /// In place: `s.dx`, the gradient of the block's output, becomes the gradient of its input `x`. Gradients of weights go to `store`; the
+    /// gradient of the input is skipped if nothing needs it.
     pub(super) fn backward(
         &self,
         store: &mut dyn Store,
@@ -333,7 +335,7 @@ impl BlockPass<'_> {
         Ok(())
     }
 
-    /// Runs the backward pass of an operation, once those behind it have run.
+    /// Runs the backward pass of an operation, after those of all later operations.
     fn backward_op(
         &self,
         op: BlockOp,
@@ -379,7 +381,7 @@ impl BlockPass<'_> {
                 let gate_up = saved.gate_up.first_mut(t * 2 * wide)?;
                 let inner = s.inner.first_mut(t * wide)?;
                 activation::glu_backward(device, spec.activation, gate_up, wide, inner)?;
-                // The projection's input is only now there again.
+                // The projection's input has been recomputed only at this point.
                 let down = [mlp.down];
                 let dy = branch_gradients(self.norms(Half::Mlp)[1], &s.dx, &s.dbranch);
                 let (dy, inner) = (dy.first(stream)?, s.inner.first(t * wide)?);
@@ -471,7 +473,7 @@ impl BlockPass<'_> {
         let (device, dim) = (self.device, self.block.attention.head_dim);
         let len = self.rows() * self.attention().width();
         let angles = &self.batch.angles[self.block.attention.rope];
-        // Both norms' gradients at once, which the store keeps apart.
+        // Computes the gradients of both norms together; the store keeps them apart.
         s.dnorms.grow(device, 2 * dim)?;
         crate::ops::activation::fill(device, s.dnorms.first_mut(2 * dim)?, 0.0)?;
         let mut q = Array::scratch(device, dim)?;
@@ -498,7 +500,7 @@ impl BlockPass<'_> {
         Ok(())
     }
 
-    /// Makes `normed` the input of a half, from the rows `x` of the residual stream.
+    /// Computes the input of a half in `normed`, from the rows `x` of the residual stream.
     fn enter(
         &self,
         store: &dyn Store,
@@ -519,8 +521,8 @@ impl BlockPass<'_> {
         }
     }
 
-    /// Makes `s.dx` the gradients of the rows `x` that enter a half: those of its input, in `s.dx_before`, through the norm, plus those of
-    /// the residual stream around it, in `s.dx`.
+    /// Computes in `s.dx` the gradient of the rows `x` of the residual stream before a half: the gradient of the half's input, in
+    /// `s.dx_before`, through the norm, plus the gradient of the residual stream around the half, in `s.dx`.
     fn enter_backward(
         &self,
         store: &mut dyn Store,
@@ -550,8 +552,8 @@ impl BlockPass<'_> {
         Ok(())
     }
 
-    /// The last projection of a half, of `rows` `[T, width]`. Without a norm behind it, it makes `out` the rows `x` of the residual stream and
-    /// adds to them in its epilogue; otherwise it makes `branch`.
+    /// The last projection of a half, of `rows` `[T, width]`. Without a norm after it, its epilogue adds it to the rows `x` of the residual
+    /// stream and writes the sum to `out`; otherwise it writes to `branch`.
     fn project(
         &self,
         store: &mut dyn Store,
@@ -584,7 +586,8 @@ impl BlockPass<'_> {
         }
     }
 
-    /// Makes `out` the rows `x` plus the output `branch` of a half, normalized where the model does so.
+    /// Adds the output `branch` of a half to the rows `x` of the residual stream, normalized in blocks with a norm after it, and writes the
+    /// sum to `out`.
     fn leave(
         &self,
         store: &dyn Store,
@@ -605,7 +608,7 @@ impl BlockPass<'_> {
         array::add(device, out.first_mut(len)?, x.first(len)?)
     }
 
-    /// In blocks with a norm behind a half: makes `s.dbranch` the gradients of its output `branch` before the norm, from `s.dx`.
+    /// In blocks with a norm after a half: computes in `s.dbranch` the gradient of the half's output `branch` before the norm, from `s.dx`.
     fn leave_backward(
         &self,
         store: &mut dyn Store,
@@ -633,7 +636,7 @@ impl BlockPass<'_> {
     }
 }
 
-/// The gradients of what leaves a half of a block: those of the stream, unless it is normalized before it joins that.
+/// The gradient of a half's output: the gradient of the residual stream, unless a norm comes in between.
 pub(super) fn branch_gradients<'a>(
     post: Option<VectorId>,
     dx: &'a Array<Mixed>,

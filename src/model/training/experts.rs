@@ -1,6 +1,6 @@
 //! A mixture of experts in training: [`BlockOp::Route`](crate::model::order::BlockOp::Route) and
-//! [`BlockOp::Experts`](crate::model::order::BlockOp::Experts), forward and backward. The backward pass computes each expert again just before its
-//! gradients.
+//! [`BlockOp::Experts`](crate::model::order::BlockOp::Experts), forward and backward. The backward pass recomputes each expert just before
+//! its gradients.
 
 use super::block::{BlockPass, branch_gradients};
 use super::layout::GatedMlpLayout;
@@ -16,8 +16,8 @@ use crate::ops::training::array;
 use crate::ops::training::matmul::{Form, Sizes, matmul};
 use crate::ops::{Array, Mixed, Slice, activation};
 
-/// Bytes of scratch for a mixture of experts with `rows` rows of `hidden` elements and `wide` between the projections, where an element of
-/// activations has `element`.
+/// Bytes of scratch for a mixture of experts with `rows` rows of `hidden` elements and width `wide` between the projections. An element of
+/// activations has `element` bytes.
 pub(super) fn expert_bytes(
     mlp: &MlpSpec,
     (rows, hidden, wide): (usize, usize, usize),
@@ -49,11 +49,11 @@ impl ExpertRows<'_> {
     }
 }
 
-/// The parameters of a gated MLP, and what it is.
+/// The parameters and the shape of a gated MLP.
 type GatedMlp<'a> = (&'a GatedMlpLayout, &'a GatedMlpSpec);
 
 impl BlockPass<'_> {
-    /// Chooses the experts of the rows `x`, and leaves them in `s.experts.routing`.
+    /// Routes the rows `x` to experts, and stores the routing in `s.experts.routing`.
     pub(super) fn route(
         &self,
         store: &mut dyn Store,
@@ -83,7 +83,7 @@ impl BlockPass<'_> {
         Ok(())
     }
 
-    /// Makes `s.experts.made` the output of the mixture for the rows `x`.
+    /// Computes the output of the mixture for the rows `x` in `s.experts.made`.
     pub(super) fn experts(
         &self,
         store: &mut dyn Store,
@@ -110,8 +110,8 @@ impl BlockPass<'_> {
         array::convert(device, sum.first(len)?, made.first_mut(len)?)
     }
 
-    /// Backward of [`BlockPass::experts`]: makes `s.experts.sum` the gradients of the rows `x` through the experts, and gives the store those of
-    /// the experts' matrices. An expert without rows has gradients of zero.
+    /// Backward of [`BlockPass::experts`]: computes in `s.experts.sum` the gradient of the rows `x` through the experts, and gives the
+    /// store the gradients of the experts' matrices. An expert without rows has zero gradients.
     pub(super) fn experts_backward(
         &self,
         store: &mut dyn Store,
@@ -163,8 +163,8 @@ impl BlockPass<'_> {
         Ok(())
     }
 
-    /// Backward of [`BlockPass::route`]: makes `s.dx_before` the gradients of the rows `x`, those through the experts included, and gives the
-    /// store those of the router and of the shared expert's gate.
+    /// Backward of [`BlockPass::route`]: computes in `s.dx_before` the gradient of the rows `x`, including the part through the experts,
+    /// and gives the store the gradients of the router and of the shared expert's gate.
     pub(super) fn route_backward(
         &self,
         store: &mut dyn Store,
@@ -213,7 +213,7 @@ impl BlockPass<'_> {
         Ok((ExpertRows { rows, expert, x }, mlp))
     }
 
-    /// Makes `s.experts.made` the output of an expert for its rows, and leaves those in `taken`, and gate and up in `gate_up`.
+    /// Computes the output of an expert for its rows in `s.experts.made`. Leaves the rows in `taken`, and gate and up in `gate_up`.
     fn run_expert(
         &self,
         store: &mut dyn Store,
@@ -243,7 +243,8 @@ impl BlockPass<'_> {
         down.forward(store, inner, &mut s.experts.made, false, memory)
     }
 
-    /// Makes `s.experts.dmade` the gradients of an expert's output, which is in `made`, and gives those of its weights.
+    /// Computes in `s.experts.dmade` the gradient of an expert's output, which is in `made`, and returns the gradients of its routing
+    /// weights.
     fn sum_backward(&self, of: ExpertRows<'_>, s: &mut Scratch) -> Result<Vec<f32>> {
         let (device, hidden, rows) = (self.device, self.spec.hidden_size, of.count());
         let dy = branch_gradients(self.layout.mlp_norms[1], &s.dx, &s.dbranch);
@@ -259,7 +260,7 @@ impl BlockPass<'_> {
         Ok(values)
     }
 
-    /// The products of the rows `x` with those of a small matrix, in f32.
+    /// The products of the rows `x` with the rows of a small matrix, in f32.
     fn products(
         &self,
         store: &mut dyn Store,
@@ -280,7 +281,7 @@ impl BlockPass<'_> {
         Ok(values)
     }
 
-    /// Backward of [`BlockPass::products`]: adds the gradients of `x` to `s.experts.sum`, and gives the store those of the matrix.
+    /// Backward of [`BlockPass::products`]: adds the gradient of `x` to `s.experts.sum`, and gives the store the gradient of the matrix.
     fn products_backward(
         &self,
         store: &mut dyn Store,

@@ -1,4 +1,4 @@
-//! The weights of a model that has yet to learn anything, as if a file held them.
+//! A checkpoint with random initial weights, for training from scratch.
 
 use std::collections::HashMap;
 use std::f64::consts::TAU;
@@ -13,16 +13,16 @@ use crate::model::families;
 use crate::model::tensors::{self, TensorRole};
 use crate::tensor::DType;
 
-/// The standard deviation where the config has no `initializer_range`.
+/// The standard deviation for a config without `initializer_range`.
 const DEVIATION: f64 = 0.02;
 
-/// A model of random weights, by the rule of transformers: matrices and tables are normal with the standard deviation
-/// `initializer_range` of the config, norms multiply with one, and biases are zero. A weight is a function of the seed, its tensor and
-/// its place, so that any rows can be read in any order.
+/// A model of random weights, initialized as in transformers: matrices and tables are normal with the standard deviation
+/// `initializer_range` of the config, norms multiply by one, and biases are zero. A weight is a function of the seed, its tensor and its
+/// position, so that any rows can be read in any order.
 pub struct Fresh {
     seed: u64,
     deviation: f64,
-    /// What the norms of the family hold where they multiply with one.
+    /// The stored value of a norm that multiplies by one.
     one: f32,
     entries: Vec<Entry>,
     by_name: HashMap<String, usize>,
@@ -30,7 +30,7 @@ pub struct Fresh {
 }
 
 impl Fresh {
-    /// A model of the shape in `config.json` of `directory`, with the tokenizer there.
+    /// A model of the shape in `config.json` of `directory`, with the tokenizer in that directory.
     pub fn new(directory: &Path, seed: u64) -> Result<Fresh> {
         let metadata = describe(directory)?;
         let Some(config) = &metadata.config else {
@@ -50,7 +50,7 @@ impl Fresh {
                 ),
             },
         };
-        // Biases that a family may have or not are left out.
+        // Leaves out biases that are optional in the family.
         let entries: Vec<Entry> = tensors::all(&spec)
             .into_iter()
             .filter(|t| t.required)
@@ -78,7 +78,7 @@ impl Fresh {
     /// Two independent normal values, by Box and Muller's method.
     fn normal(&self, seed: u64, pair: u64) -> [f32; 2] {
         let bits = random::bits(seed, pair);
-        // The first is in (0, 1], as its logarithm is taken.
+        // The first is in (0, 1], because its logarithm is taken.
         let radius = ((bits >> 32) as f64 + 1.0) / (1u64 << 32) as f64;
         let angle = TAU * (bits as u32 as f64) / (1u64 << 32) as f64;
         let length = self.deviation * (-2.0 * radius.ln()).sqrt();

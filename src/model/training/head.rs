@@ -13,15 +13,15 @@ use crate::ops::training::matmul::{Form, Sizes, matmul};
 use crate::ops::training::{array, norm};
 use crate::ops::{Array, Device, Mixed, Slice};
 
-/// The head of a model, with rows that go through it.
+/// The head of a model, applied to a batch.
 pub(super) struct HeadPass<'a> {
     pub(super) device: &'a Device,
     pub(super) spec: &'a Spec,
     pub(super) layout: &'a Layout,
     pub(super) batch: &'a Batch,
-    /// Tokens of a chunk.
+    /// Number of tokens in a chunk.
     pub(super) chunk: usize,
-    /// Keeps the gradients of a tied head until those of the embedding come, rather than compute logits once more.
+    /// Keeps the gradients of a tied head until those of the embedding are added, instead of recomputing the logits.
     pub(super) keeps: bool,
 }
 
@@ -49,11 +49,11 @@ impl<'a> HeadLoss<'a> {
     }
 }
 
-/// Elements of what rows take in a head.
+/// Sizes of a batch's rows in a head, in elements.
 pub(super) struct HeadSizes {
-    /// What the head takes.
+    /// The head's input.
     pub(super) stream: usize,
-    /// Its rows for a chunk, or their gradients.
+    /// The head's rows for a chunk, or their gradients.
     pub(super) weight: usize,
     /// Logits of a chunk.
     pub(super) logits: usize,
@@ -70,7 +70,7 @@ impl HeadSizes {
     }
 }
 
-/// Ranges of at most `chunk` tokens that make a vocabulary.
+/// Divides a vocabulary into ranges of at most `chunk` tokens.
 pub(super) fn vocabulary_chunks(
     vocabulary: usize,
     chunk: usize,
@@ -102,7 +102,7 @@ impl HeadPass<'_> {
         }
     }
 
-    /// The loss of the rows `x` that leave the last block, whose first chunk comes next.
+    /// Accumulates the loss of the rows `x`, the output of the last block. `loss` must be before its first chunk.
     pub(super) fn forward(
         &self,
         store: &mut dyn Store,
@@ -137,7 +137,7 @@ impl HeadPass<'_> {
         }
     }
 
-    /// The token with the largest logit after the last row of `x`, the first of those that are equal.
+    /// The token with the largest logit after the last row of `x`, the first of equal ones.
     pub(super) fn next_token(
         &self,
         store: &mut dyn Store,
@@ -161,7 +161,7 @@ impl HeadPass<'_> {
         Ok(best.0)
     }
 
-    /// A chunk's logits of the first `t` rows, and its rows of the head in `s.weight`.
+    /// Computes a chunk's logits of the first `t` rows. Leaves the chunk's rows of the head in `s.weight`.
     pub(super) fn logits(
         &self,
         store: &mut dyn Store,
@@ -198,7 +198,7 @@ impl HeadPass<'_> {
         )
     }
 
-    /// A chunk's gradients of logits.
+    /// Computes the gradients of a chunk's logits.
     fn logit_gradients(
         &self,
         store: &mut dyn Store,
@@ -221,7 +221,7 @@ impl HeadPass<'_> {
         }
     }
 
-    /// Makes `s.head_normed` what the head takes of the rows `x`.
+    /// Normalizes the rows `x` into `s.head_normed`, the head's input.
     pub(super) fn normalize(
         &self,
         store: &dyn Store,
@@ -239,7 +239,7 @@ impl HeadPass<'_> {
         )
     }
 
-    /// Makes `s.dx`, the gradients of the last norm's results, those of the rows `x`.
+    /// In place: `s.dx`, the gradient of the last norm's output, becomes the gradient of the rows `x`.
     pub(super) fn normalize_backward(
         &self,
         store: &mut dyn Store,
@@ -253,12 +253,12 @@ impl HeadPass<'_> {
         norm::rms_norm_backward(self.device, x, weight, eps, dx, None, dweight)
     }
 
-    /// Whether the gradients of a tied head are kept.
+    /// Whether the gradients of a tied head are kept for the embedding.
     fn keeps_tied(&self, store: &dyn Store) -> bool {
         self.keeps && self.spec.tied && store.trains(self.layout.head)
     }
 
-    /// A chunk's gradients of the head, in `s.gradient` or its part of `s.tied`, from those of its logits.
+    /// Computes a chunk's gradients of the head, in `s.gradient` or its part of `s.tied`, from the gradients of its logits.
     fn weight_gradients(&self, tokens: &Range<usize>, kept: bool, s: &mut Scratch) -> Result<()> {
         let (t, hidden, width) = (self.batch.rows(), self.spec.hidden_size, tokens.len());
         let sizes = Sizes {
@@ -282,8 +282,8 @@ impl HeadPass<'_> {
         matmul(self.device, Form::TN, sizes, dlogits, x, out, false)
     }
 
-    /// Makes `s.dx` the gradients of the rows `x`. An untied head's gradients go to the store at once; a tied one's wait for those of the
-    /// embedding.
+    /// Computes in `s.dx` the gradient of the rows `x`. The gradients of an untied head go to the store at once; those of a tied head wait
+    /// for the embedding's.
     pub(super) fn backward(
         &self,
         store: &mut dyn Store,
@@ -336,8 +336,8 @@ impl HeadPass<'_> {
         self.normalize_backward(store, x, s)
     }
 
-    /// Gives the store the gradients of the embedding, from those of its rows in `s.dx`, and of the head if it is tied and there is a loss:
-    /// of the rows `x`, as they left the last block.
+    /// Gives the store the gradients of the embedding: from the gradients of its rows in `s.dx`, plus those of a tied head if there is a
+    /// loss. `x` are the rows that left the last block.
     pub(super) fn embedding_backward(
         &self,
         store: &mut dyn Store,

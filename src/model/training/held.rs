@@ -7,7 +7,7 @@ use super::{MatrixId, Store, VectorId};
 use crate::base::Result;
 use crate::ops::{Array, Device, Mixed, Slice, SliceMut};
 
-/// Streamed parameters, of which the matrices that were read stay on the device until [`HeldWeights::release`].
+/// Streamed parameters. Matrices that were read stay on the device until [`HeldWeights::release`].
 #[derive(Debug)]
 pub(super) struct HeldWeights {
     weights: Weights,
@@ -24,7 +24,7 @@ impl HeldWeights {
         }
     }
 
-    /// Puts other values `[rows, cols]` in the place of those of a matrix, where they are held.
+    /// Replaces the values `[rows, cols]` of a matrix, if it is held.
     pub(super) fn put(&mut self, matrix: MatrixId, values: &[f32]) -> Result<()> {
         let cols = self.weights.shape(matrix).1;
         for (_, rows, held) in self.held.iter_mut().filter(|(id, ..)| *id == matrix) {
@@ -34,7 +34,7 @@ impl HeldWeights {
         Ok(())
     }
 
-    /// Gives back the matrices that are held.
+    /// Frees the held matrices.
     pub(super) fn release(&mut self) {
         self.held.clear();
     }

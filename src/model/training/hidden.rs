@@ -1,4 +1,4 @@
-//! The loss of hidden states: how far what the head takes is from what it should take.
+//! L1 loss of hidden states: the distance of the head's input from its targets.
 
 use super::Store;
 use super::head::HeadPass;
@@ -7,17 +7,17 @@ use crate::base::Result;
 use crate::ops::training::loss;
 use crate::ops::{Array, Mixed, Slice};
 
-/// What the hidden states of a batch should be.
+/// Targets for the hidden states of a batch.
 #[derive(Clone, Copy, Debug)]
 pub struct HiddenTargets<'a> {
-    /// `[T, hidden]`, of what leaves the last norm.
+    /// `[T, hidden]`, targets of the last norm's output.
     pub values: Slice<'a, Mixed>,
-    /// What the sum of absolute differences is multiplied by: the inverse of their number for a mean.
+    /// Factor of the sum of absolute differences; the inverse of their number gives the mean.
     pub weight: f32,
 }
 
 impl HeadPass<'_> {
-    /// The loss of the rows `x` that leave the last block, and in `s.dx` the gradients of the last norm's results.
+    /// The loss of the rows `x` that leave the last block. Computes the gradient of the last norm's output in `s.dx`.
     pub(super) fn hidden(
         &self,
         store: &dyn Store,

@@ -1,4 +1,4 @@
-//! The parameters of a model by number, and where a pass meets them.
+//! The parameters of a model by index, and their roles in a pass.
 
 use std::collections::HashMap;
 
@@ -9,19 +9,19 @@ use crate::model::tensors::{
     self, EMBEDDING, HEAD, NORM, ROUTER, SHARED_GATE, TensorRole, block_name,
 };
 
-/// The number of a matrix in [`Layout::matrices`].
+/// Index of a matrix in [`Layout::matrices`].
 pub type MatrixId = usize;
-/// The number of a vector in [`Layout::vectors`].
+/// Index of a vector in [`Layout::vectors`].
 pub type VectorId = usize;
 
-/// What the names of an adapter's factors end in, before `.weight`.
+/// Suffixes of the names of an adapter's factors, before `.weight`.
 const FACTOR_A: &str = "lora_A";
 const FACTOR_B: &str = "lora_B";
 
 /// A matrix of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MatrixLayout {
-    /// Its name, in the words of transformers.
+    /// Its name in transformers.
     pub name: String,
     /// Output features.
     pub rows: usize,
@@ -51,27 +51,27 @@ pub struct VectorLayout {
     pub is_bias: bool,
 }
 
-/// A low-rank adapter beside a projection `[n, k]`, whose results it adds `scale * (x A^T) B^T` to (Hu et al., arXiv 2106.09685).
+/// A low-rank adapter of a projection `[n, k]`: adds `scale * (x A^T) B^T` to its output (Hu et al., arXiv 2106.09685).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdapterLayout {
     /// A, `[rank, k]`.
     pub a: MatrixId,
     /// The transpose of B, `[rank, n]`.
     pub b: MatrixId,
-    /// Rows of both.
+    /// Number of rows of both factors.
     pub rank: usize,
-    /// What its results are multiplied by.
+    /// Factor of its output.
     pub scale: f32,
 }
 
-/// A matrix, its bias, and its adapter.
+/// A projection's matrix, bias and adapter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ProjectionLayout {
     /// The matrix.
     pub matrix: MatrixId,
     /// The bias.
     pub bias: Option<VectorId>,
-    /// What is trained in the matrix's stead.
+    /// The adapter that is trained instead of the matrix.
     pub adapter: Option<AdapterLayout>,
 }
 
@@ -94,11 +94,11 @@ impl GatedMlpLayout {
 /// The parameters of a mixture of experts.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ExpertsLayout {
-    /// Makes a logit for each expert.
+    /// The router, which computes a logit for each expert.
     pub router: MatrixId,
     /// The experts, in order.
     pub experts: Vec<GatedMlpLayout>,
-    /// The MLP that every token goes through, and the matrix of one row whose sigmoid multiplies its results.
+    /// The shared expert, and the one-row matrix of its gate: the sigmoid of that projection multiplies its output.
     pub shared: Option<(GatedMlpLayout, Option<MatrixId>)>,
 }
 
@@ -112,7 +112,7 @@ pub enum MlpLayout {
 }
 
 impl MlpLayout {
-    /// The one gated MLP, unless it is a mixture.
+    /// The MLP, unless it is a mixture.
     pub fn dense(&self) -> Option<&GatedMlpLayout> {
         match self {
             MlpLayout::Dense(mlp) => Some(mlp),
@@ -120,7 +120,7 @@ impl MlpLayout {
         }
     }
 
-    /// All gated MLPs: of a mixture the experts, and then that of every token.
+    /// All gated MLPs: for a mixture the experts, and then the shared expert.
     pub fn gated(&self) -> impl Iterator<Item = &GatedMlpLayout> + Clone {
         let (experts, last) = match self {
             MlpLayout::Dense(mlp) => (&[][..], Some(mlp)),
@@ -195,7 +195,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The first of the projections that have the same inputs as a matrix: the matrix itself where that is the only one.
+    /// The first of the projections that share their input with a matrix; the matrix itself if no other does.
     pub fn first_with_inputs_of(&self, matrix: MatrixId) -> MatrixId {
         let groups = self.blocks.iter().flat_map(|block| {
             let of_mlps = block.mlp.gated().map(|mlp| &mlp.gate_up[..]);
@@ -205,7 +205,7 @@ impl Layout {
         group.next().map_or(matrix, |group| group[0].matrix)
     }
 
-    /// The parameters of a model of `spec`, with those optional ones that `has` says are there.
+    /// The parameters of a model of `spec`. `has` says which optional ones exist.
     pub fn new(spec: &Spec, has: &dyn Fn(&str) -> bool) -> Result<Layout> {
         let (mut matrices, mut vectors) = (Vec::<MatrixLayout>::new(), Vec::<VectorLayout>::new());
         for tensor in tensors::all(spec) {
@@ -307,8 +307,8 @@ impl Layout {
         })
     }
 
-    /// The same with an adapter of this rank beside every projection of a block from `first_block` on that `wants` names, without its
-    /// `.weight`. The matrices keep their numbers; factors, whose names end in `.lora_A.weight` and `.lora_B.weight`, come after them.
+    /// This layout with adapters of rank `rank` in the blocks from `first_block` on, beside the projections that `wants` selects by their
+    /// names without `.weight`. The matrices keep their indices; factors, named `.lora_A.weight` and `.lora_B.weight`, follow them.
     pub fn with_adapters(
         &self,
         first_block: usize,
@@ -352,14 +352,14 @@ impl Layout {
         all.filter_map(|p| Some((p.matrix, p.adapter?)))
     }
 
-    /// Parameters in number.
+    /// Number of parameters.
     pub fn parameters(&self) -> usize {
         let matrices: usize = self.matrices.iter().map(|m| m.rows * m.cols).sum();
         matrices + self.vectors.iter().map(|v| v.len).sum::<usize>()
     }
 }
 
-/// Names with their numbers.
+/// Names with their indices.
 fn numbered<'a>(names: impl Iterator<Item = &'a String>) -> HashMap<&'a str, usize> {
     names.map(String::as_str).zip(0..).collect()
 }

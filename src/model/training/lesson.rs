@@ -1,4 +1,4 @@
-//! A teacher's predictions, as the pass of a student takes them.
+//! A teacher's predictions in the form that the pass of a student takes.
 
 use std::fmt::Debug;
 use std::ops::Range;
@@ -8,14 +8,14 @@ use crate::ops::training::divergence::{Mixture, TeacherLogits};
 
 /// Predictions for the tokens of a batch.
 pub(super) trait Predictions: Debug {
-    /// Makes them ready, before the first chunk.
+    /// Prepares the predictions, before the first chunk.
     fn begin(&mut self) -> Result<()>;
 
     /// The logits of these tokens of the vocabulary.
     fn logits(&mut self, tokens: &Range<usize>) -> Result<TeacherLogits<'_>>;
 }
 
-/// A teacher with a batch of tokens, and the mixture of its loss.
+/// A teacher's predictions for a batch, with the weights of the loss terms.
 #[derive(Debug)]
 pub struct Lesson<'a> {
     pub(super) predictions: Box<dyn Predictions + 'a>,

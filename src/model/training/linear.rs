@@ -1,4 +1,4 @@
-//! Projections that take the same rows, forward and backward: one product for all of them, their biases, and their adapters.
+//! Projections of the same rows, forward and backward: one GEMM for all of them, their biases, and their adapters.
 
 use super::layout::{AdapterLayout, Layout, ProjectionLayout};
 use super::precision::Rounding;
@@ -9,20 +9,20 @@ use crate::ops::training::operand::{self, OperandRounding, ROTATED};
 use crate::ops::training::{array, norm};
 use crate::ops::{Array, Device, Mixed, Slice, SliceMut};
 
-/// Memory that projections use one after another.
+/// Scratch that projections use one after another.
 #[derive(Debug)]
 pub(super) struct LinearScratch {
-    /// Biases side by side, or their gradients.
+    /// Concatenated biases, or their gradients.
     bias: Array,
     /// A factor of an adapter, or its gradients.
     factor: Array<Mixed>,
-    /// `[T, rank]`: rows times the first factor, and gradients of results times the second one.
+    /// `[T, rank]`: rows times the first factor, and output gradients times the second factor.
     inner: Array<Mixed>,
     dinner: Array<Mixed>,
-    /// Rows, and gradients of results, as they are multiplied where they are rounded.
+    /// Rows, and output gradients, after rounding.
     rounded: Array<Mixed>,
     drounded: Array<Mixed>,
-    /// `[T, n]`: a projection's share of results that stand side by side, or of their gradients.
+    /// `[T, n]`: one projection's columns of the concatenated output, or of its gradient.
     share: Array<Mixed>,
 }
 
@@ -40,12 +40,12 @@ impl LinearScratch {
     }
 }
 
-/// Elements of the memory that projections use.
+/// Sizes of the scratch that projections use, in elements.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct LinearSizes {
-    /// The matrices, and then their gradients.
+    /// The matrices, and later their gradients.
     pub(super) weight: usize,
-    /// Those of [`LinearScratch`].
+    /// Sizes of [`LinearScratch`]'s arrays.
     bias: usize,
     factor: usize,
     inner: usize,
@@ -55,17 +55,17 @@ pub(super) struct LinearSizes {
     share: usize,
 }
 
-/// Which passes projections are taken through.
+/// The passes that projections run.
 #[derive(Clone, Copy)]
 pub(super) struct Passes {
     pub(super) forward: bool,
     pub(super) backward: bool,
-    /// Whether the gradients of the rows are made.
+    /// Whether the gradients of the rows are computed.
     pub(super) inputs: bool,
 }
 
 impl LinearSizes {
-    /// Of projections of `rows` rows. `trains` says which matrices get gradients.
+    /// Sizes for projections of `rows` rows. `trains` says which matrices get gradients.
     pub(super) fn new(
         layout: &Layout,
         projections: &[ProjectionLayout],
@@ -104,7 +104,7 @@ impl LinearSizes {
         let trains = backward && projections.iter().any(|p| trains(p.matrix));
         let tokens = rows.next_multiple_of(ROTATED);
         match (rounding.gradients.is_some(), rounding.rows.is_some()) {
-            // Both operands of the weights' gradients are rotated.
+            // Both operands of the weight gradients are rotated.
             (true, _) if trains => sizes.rounded = tokens * k,
             (_, true) if forward || trains => sizes.rounded = rows * k,
             _ => {}
@@ -115,7 +115,7 @@ impl LinearSizes {
         sizes
     }
 
-    /// What serves one after the other.
+    /// Elementwise maximum, for uses that follow one another.
     pub(super) fn max(self, other: LinearSizes) -> LinearSizes {
         LinearSizes {
             weight: self.weight.max(other.weight),
@@ -129,7 +129,7 @@ impl LinearSizes {
         }
     }
 
-    /// Bytes of [`LinearScratch`], where an element of activations has `element`.
+    /// Bytes of [`LinearScratch`]. An element of activations has `element` bytes.
     pub(super) fn scratch_bytes(&self, element: usize) -> usize {
         let elements =
             self.factor + self.inner + self.dinner + self.rounded + self.drounded + self.share;
@@ -137,10 +137,10 @@ impl LinearSizes {
     }
 }
 
-/// What arrays of working memory are a multiple of, as kernels take that many elements at a time.
+/// Arrays of scratch have a multiple of this many elements, because kernels process that many at a time.
 const PIECE: usize = 8;
 
-/// Projections of the same rows `[T, k]`, whose results `[T, n]` stand side by side.
+/// Projections of the same rows `[T, k]`, with concatenated outputs `[T, n]`.
 #[derive(Clone, Copy)]
 pub(super) struct Linear<'a> {
     pub(super) device: &'a Device,
@@ -152,7 +152,7 @@ pub(super) struct Linear<'a> {
     pub(super) rounding: Rounding,
 }
 
-/// A projection with an adapter, and where its results begin among those of all.
+/// A projection with an adapter, and the first of its columns in the concatenated output.
 struct Adapted {
     adapter: AdapterLayout,
     first: usize,
@@ -183,7 +183,7 @@ impl Linear<'_> {
         all
     }
 
-    /// Reads the matrices, one below the other; gives the rows of all.
+    /// Reads the matrices, one below the other; returns the total number of rows.
     fn read(&self, store: &mut dyn Store, to: &mut Array<Mixed>) -> Result<usize> {
         let n = self.outputs(store);
         to.grow(self.device, n * self.inputs)?;
@@ -197,7 +197,7 @@ impl Linear<'_> {
         Ok(n)
     }
 
-    /// Makes `out` the results, or adds them to it. `weight` takes the matrices.
+    /// Computes the output in `out`, or adds it to `out`. `weight` receives the matrices.
     pub(super) fn forward(
         &self,
         store: &mut dyn Store,
@@ -238,7 +238,7 @@ impl Linear<'_> {
         norm::add_bias(device, out.first_mut(len)?, s.bias.first(n)?)
     }
 
-    /// Makes `dx` the gradients of the rows, from `dy` of the results. `weight` takes the matrices.
+    /// Computes the gradient of the rows in `dx`, from the output gradient `dy`. `weight` receives the matrices.
     pub(super) fn input_gradients(
         &self,
         store: &mut dyn Store,
@@ -290,8 +290,8 @@ impl Linear<'_> {
         Ok(())
     }
 
-    /// Gives the store the gradients of what it trains of the matrices, biases and adapters: from `dy` of the results, and the rows `x`.
-    /// `gradient` takes the matrices' gradients, and nothing where they are frozen.
+    /// Gives the store the gradients of those matrices, biases and adapters that it trains, from the output gradient `dy` and the rows `x`.
+    /// `gradient` receives the matrices' gradients, and stays empty if they are frozen.
     pub(super) fn weight_gradients(
         &self,
         store: &mut dyn Store,
@@ -435,7 +435,7 @@ impl Linear<'_> {
         array::add_columns(self.device, out, n, adapted.first, s.share.first(len)?)
     }
 
-    /// Makes `s.inner` `scale * x A^T`.
+    /// Computes `scale * x A^T` in `s.inner`.
     fn inner(
         &self,
         store: &mut dyn Store,
@@ -447,7 +447,7 @@ impl Linear<'_> {
         self.narrow(adapter, x, self.inputs, &s.factor, &mut s.inner)
     }
 
-    /// Makes `to` `[T, rank]` `scale` times rows of `width` elements times a factor transposed.
+    /// Computes `scale` times rows of `width` elements times a transposed factor in `to` `[T, rank]`.
     fn narrow(
         &self,
         adapter: AdapterLayout,
@@ -470,7 +470,7 @@ impl Linear<'_> {
         array::scale(self.device, all, adapter.scale)
     }
 
-    /// Makes `s.share` the gradients of an adapter's projection among those of all, unless they are all.
+    /// Copies the columns of an adapter's projection from the output gradient to `s.share`, unless they are all columns.
     fn take_share(
         &self,
         adapted: &Adapted,
@@ -486,7 +486,7 @@ impl Linear<'_> {
         array::copy_columns(self.device, dy, n, first, s.share.first_mut(len)?)
     }
 
-    /// Makes `s.dinner` `scale * dy B`, of an adapter whose gradients have been taken.
+    /// Computes `scale * dy B` in `s.dinner`, for an adapter whose share has been taken.
     fn inner_gradients(
         &self,
         store: &mut dyn Store,
@@ -503,7 +503,7 @@ impl Linear<'_> {
         self.narrow(adapter, own, outputs, &s.factor, &mut s.dinner)
     }
 
-    /// Gives the store the gradients of an adapter's factors, which are both read before either may change.
+    /// Gives the store the gradients of an adapter's factors. Reads both factors before either may change.
     fn adapter_gradients(
         &self,
         store: &mut dyn Store,
@@ -548,7 +548,7 @@ impl Linear<'_> {
     }
 }
 
-/// Rows of `width` elements, rounded, in `to`.
+/// Rounds rows of `width` elements into `to`.
 fn rounded_rows<'a>(
     device: &Device,
     x: Slice<'_, Mixed>,
@@ -561,7 +561,7 @@ fn rounded_rows<'a>(
     to.first(x.len())
 }
 
-/// Rows of `width` elements, rotated and perhaps rounded along `tokens` tokens, in `to`.
+/// Rotates rows of `width` elements along `tokens` tokens into `to`, and optionally rounds them.
 fn rotated<'a>(
     device: &Device,
     x: Slice<'_, Mixed>,
@@ -691,7 +691,7 @@ mod tests {
         }
     }
 
-    /// All three products of a projection in every precision, against f64 with operands that are rounded by the format.
+    /// All three GEMMs of a projection in every precision, compared with f64 on operands rounded by the format.
     #[test]
     fn products_are_those_of_rounded_operands() {
         let device = Device::cpu(Some(2)).unwrap();
@@ -766,7 +766,7 @@ mod tests {
         }
     }
 
-    /// Without rounding, rotated operands have the product of the operands.
+    /// Without rounding, rotation leaves the product unchanged.
     #[test]
     fn rotation_leaves_products_as_they_are() {
         let (x, dy) = (values(1, T * K), values(2, T * N));

@@ -1,4 +1,4 @@
-//! The memory that a pass takes, from the sizes that its parts allocate by, and from what of it is there at the same time.
+//! Estimates the memory of a training pass, from the allocation sizes of its parts and from which of them exist at the same time.
 
 use super::block::BlockSizes;
 use super::experts::expert_bytes;
@@ -16,9 +16,9 @@ use crate::ops::training::loss::Loss;
 use crate::ops::training::matmul;
 use crate::ops::{Array, Device, Mixed};
 
-/// A pass of training that is yet to be made.
+/// The configuration of a training pass, for estimates before it exists.
 pub struct PassMemory<'a> {
-    /// Where it runs.
+    /// The device that it runs on.
     pub device: &'a Device,
     /// The model.
     pub spec: &'a Spec,
@@ -26,20 +26,20 @@ pub struct PassMemory<'a> {
     pub layout: &'a Layout,
     /// How it uses memory.
     pub options: Options,
-    /// In what its products are.
+    /// The precision of its products.
     pub precision: &'a ProductPrecision,
-    /// Which matrices get gradients.
+    /// Selects the matrices that get gradients.
     pub trains: &'a dyn Fn(MatrixId) -> bool,
-    /// The first block that gets any.
+    /// The first block that gets gradients.
     pub first_block: usize,
 }
 
-/// What blocks take one after another, in elements.
+/// Scratch that blocks use one after another, in elements.
 #[derive(Clone, Copy, Default)]
 struct Blocks {
     linear: LinearSizes,
     inner: usize,
-    /// Gradients of the residual stream before a half, of a branch of it, and of what attention makes.
+    /// Gradients of the residual stream before a half, of a half's output, and of attention's output.
     dx_before: usize,
     dbranch: usize,
     dattended: usize,
@@ -69,27 +69,27 @@ impl Blocks {
 struct BlockParts {
     /// Bytes that each block keeps for itself.
     kept: usize,
-    /// Bytes that blocks share for what is computed again.
+    /// Bytes that blocks share for recomputed activations.
     shared: usize,
     forward: Blocks,
     backward: Blocks,
 }
 
 impl BlockParts {
-    /// Bytes that blocks use in turn, in both directions.
+    /// Bytes of the scratch that blocks use one after another, for both directions.
     fn both(&self, element: usize) -> usize {
         self.forward.max(self.backward).bytes(element)
     }
 }
 
 impl PassMemory<'_> {
-    /// Bytes of the host's memory that a batch of `rows` tokens takes beside a GPU.
+    /// Bytes of offloaded activations in host memory for a batch of `rows` tokens.
     pub fn offloaded(&self, rows: usize) -> usize {
         let away = Streams::away(self.spec.blocks.len(), self.options.offload);
         Array::<Mixed>::element_bytes(self.device) * away * rows * self.spec.hidden_size
     }
 
-    /// Bytes of the device that gradients of a batch of `rows` tokens at their peak; what is small beside them is left out.
+    /// Peak bytes on the device while computing gradients of a batch of `rows` tokens. Leaves out relatively small parts.
     pub fn bytes(&self, rows: usize) -> usize {
         let PassMemory { device, spec, .. } = *self;
         let element = Array::<Mixed>::element_bytes(device);
@@ -113,7 +113,7 @@ impl PassMemory<'_> {
             (false, _) => 0,
         };
         let head = of_head.max(of_embedding);
-        // Scratch of the blocks stays until the embedding's turn, if that comes, or for good where nothing is computed again.
+        // Scratch of the blocks stays until the embedding's turn, if that comes, or permanently if nothing is recomputed.
         let (shared, both) = (parts.shared, parts.both(element));
         let most = match keeps {
             true => shared + both + head,
@@ -129,7 +129,7 @@ impl PassMemory<'_> {
         always + most
     }
 
-    /// [`PassMemory::bytes`] for a loss against a teacher, without the teacher's own memory.
+    /// [`PassMemory::bytes`] for a distillation loss, without the teacher's own memory.
     pub fn lesson_bytes(&self, rows: usize) -> usize {
         let (own, labels) = (
             Divergence::bytes(self.device, rows),
@@ -154,7 +154,7 @@ impl PassMemory<'_> {
         let element = Array::<Mixed>::element_bytes(self.device);
         let (parts, head) = (self.parts(rows), self.head(rows));
         let streams = Streams::kept(self.spec.blocks.len(), false, self.spec.blocks.len());
-        // The head's input is made before the rest is given back.
+        // The head's input is computed before the rest is freed.
         let elements = (streams + 1) * head.stream + parts.forward.linear.weight;
         element * elements
             + parts.kept
@@ -181,7 +181,7 @@ impl PassMemory<'_> {
         keeps && self.spec.tied && (self.trains)(self.layout.head)
     }
 
-    /// Bytes that a pass takes from its first batch on.
+    /// Bytes that a pass holds from its first batch on.
     fn always(&self, parts: &BlockParts, rows: usize) -> usize {
         let element = Array::<Mixed>::element_bytes(self.device);
         let (spec, head) = (self.spec, self.head(rows));
@@ -193,7 +193,7 @@ impl PassMemory<'_> {
         };
         let weight = parts.forward.linear.max(parts.backward.linear).weight;
         let weight = weight.max(head.weight);
-        // Gradients of the stream come in between.
+        // `head.stream` is the gradient of the residual stream.
         element * (streams + weight + tied + head.stream)
             + parts.kept
             + matmul::workspace(self.device)
@@ -210,7 +210,7 @@ impl PassMemory<'_> {
         let element = Array::<Mixed>::element_bytes(self.device);
         let parts = options.recompute.parts();
         let (mut kept, mut shared) = (0, SavedSizes::default());
-        // Of blocks that get no gradients, in the memory of the first one that does, or of the last one.
+        // Blocks without gradients use the memory of the first block with gradients, or else of the last block.
         let (first, mut passed) = (self.first_block, SavedSizes::default());
         let (mut forward, mut backward) = (Blocks::default(), Blocks::default());
         for (index, (block, own)) in spec.blocks.iter().zip(&layout.blocks).enumerate() {
@@ -265,7 +265,7 @@ impl PassMemory<'_> {
         mlps.fold(attention, LinearSizes::max)
     }
 
-    /// With what is computed again.
+    /// Scratch of the backward pass, including recomputed operations.
     fn linear_backward(&self, index: usize, rows: usize) -> LinearSizes {
         let (block, parts) = (&self.layout.blocks[index], self.options.recompute.parts());
         let of = |projections: &[ProjectionLayout], forward, inputs| {
@@ -298,7 +298,7 @@ impl PassMemory<'_> {
         )
     }
 
-    /// Whether the embedding gets gradients of its rows.
+    /// Whether the embedding gets gradients from its lookups.
     fn embeds(&self) -> bool {
         self.first_block == 0 && (self.trains)(self.layout.embedding)
     }

@@ -1,6 +1,6 @@
-//! The loss of a model and its gradients: a decoder of any [`Spec`](super::Spec) forward and backward, in terms of operations on either
-//! device. Weights come from a [`Store`] just before they are used, and gradients go to it as soon as they are whole, so that neither
-//! exists for more than a part of the model at a time.
+//! The loss of a model and its gradients: forward and backward passes of a decoder of any [`Spec`](super::Spec), built from operations on
+//! either device. Weights are read from a [`Store`] just before use, and gradients are given to it as soon as they are complete, so that
+//! only a part of either exists at a time.
 
 mod batch;
 mod block;
@@ -46,12 +46,12 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::ops::{Mixed, Slice, SliceMut};
 
-/// Where a pass reads parameters from and gives gradients to.
+/// Source of the parameters of a pass, and destination of its gradients.
 pub trait Store {
     /// Rows and columns of a matrix.
     fn shape(&self, matrix: MatrixId) -> (usize, usize);
 
-    /// Writes the values of a range of rows of a matrix that the pass multiplies with.
+    /// Writes the values of a range of rows of a matrix to `out`, for a GEMM.
     fn read(
         &mut self,
         matrix: MatrixId,
@@ -59,13 +59,13 @@ pub trait Store {
         out: SliceMut<'_, Mixed>,
     ) -> Result<()>;
 
-    /// Writes the rows of these tokens of the embedding.
+    /// Writes the embedding's rows of these tokens to `out`.
     fn embed(&mut self, matrix: MatrixId, tokens: &[u32], out: SliceMut<'_, Mixed>) -> Result<()>;
 
     /// A norm or a bias.
     fn vector(&self, vector: VectorId) -> Result<Slice<'_>>;
 
-    /// A norm or a bias, and the sum that its gradient is added to. A frozen model has none.
+    /// A norm or a bias, with the sum to which its gradient is added. A frozen model has none.
     fn vector_with_gradient(&mut self, vector: VectorId) -> Result<(Slice<'_>, SliceMut<'_>)> {
         bail!(
             Internal,
@@ -73,19 +73,19 @@ pub trait Store {
         )
     }
 
-    /// Takes note of the rows `x` that these projections multiply, before they are rounded.
+    /// Observes the rows `x` that these projections multiply, before rounding.
     fn observe(&mut self, projections: &[ProjectionLayout], x: Slice<'_, Mixed>) -> Result<()> {
         let _ = (projections, x);
         Ok(())
     }
 
-    /// Whether a matrix's gradients are wanted. A frozen model wants none.
+    /// Whether a matrix gets gradients. None does in a frozen model.
     fn trains(&self, matrix: MatrixId) -> bool {
         let _ = matrix;
         false
     }
 
-    /// Takes gradients, whole, of rows that the pass has read for the last time; of each matrix once. A frozen model takes none.
+    /// Takes complete gradients of rows that the pass has read for the last time; once for each matrix. A frozen model takes none.
     fn gradients(&mut self, gradients: &[RowGradients<'_>]) -> Result<()> {
         bail!(
             Internal,

@@ -1,4 +1,4 @@
-//! A model that text runs through, block by block, and what its projections multiply there.
+//! Runs text through a model block by block, and passes the inputs of its projections to a callback. Calibration uses it.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,16 +10,16 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::ops::{Array, Device, Mixed, Slice, SliceMut};
 
-/// Is given the inputs `[rows, cols]` of projections, of which the first is named; and the number of the batch that they are of.
+/// Receives the inputs `[rows, cols]` of projections, the id of the first of them, and the index of the batch.
 pub type See<'a> = dyn FnMut(usize, MatrixId, Slice<'_, Mixed>) -> Result<()> + 'a;
 
-/// A frozen model with some text on its way through it. A block's weights are read from the checkpoint when its turn comes, once.
+/// A frozen model with the residual streams of some texts. Reads a block's weights from the checkpoint once, when the block is next.
 #[derive(Debug)]
 pub struct Observer {
     weights: HeldWeights,
     pass: Pass,
     batches: Vec<Batch>,
-    /// Each batch's residual stream before the next block.
+    /// Residual stream of each batch before the next block.
     streams: Vec<Array<Mixed>>,
     tried: Vec<Tried>,
     next: Array<Mixed>,
@@ -30,17 +30,17 @@ pub struct Observer {
 /// A batch that goes through the last block again with other weights.
 #[derive(Debug)]
 struct Tried {
-    /// The number of the batch.
+    /// Index of the batch.
     batch: usize,
     /// Its residual stream before the block.
     before: Array<Mixed>,
-    /// The stream after it, in host memory, once somebody has asked for an error.
+    /// The stream after the block, in host memory; empty until the first [`Observer::error`].
     after: Vec<f32>,
 }
 
 impl Observer {
-    /// The model of a checkpoint, before its first block, with batches of documents: tokens, and the documents' lengths. Those with the
-    /// numbers `tried` are what [`Observer::error`] is of.
+    /// The model of a checkpoint, before its first block, with batches of documents: tokens, and the documents' lengths.
+    /// [`Observer::error`] covers the batches with the indices `tried`.
     pub fn new(
         device: &Device,
         source: Arc<Source>,
@@ -73,12 +73,12 @@ impl Observer {
         })
     }
 
-    /// The block that the batches come to next.
+    /// The next block of the batches.
     pub fn block(&self) -> usize {
         self.block
     }
 
-    /// Takes all batches through the next block.
+    /// Runs all batches through the next block.
     pub fn advance(&mut self, see: &mut See<'_>) -> Result<()> {
         self.weights.release();
         for (number, batch) in self.batches.iter().enumerate() {
@@ -100,13 +100,13 @@ impl Observer {
         Ok(())
     }
 
-    /// Puts other values `[rows, cols]` in the place of a matrix of the block that the batches have left last.
+    /// Replaces the values `[rows, cols]` of a matrix of the block that the batches have run last.
     pub fn put(&mut self, matrix: MatrixId, values: &[f32]) -> Result<()> {
         self.weights.put(matrix, values)
     }
 
-    /// How much the streams after the last block differ with the matrices that were put: the mean over tokens of the square of the
-    /// difference, as a share of that of the stream.
+    /// The relative error of the streams after the last block with the replaced matrices: the mean over tokens of the squared difference,
+    /// relative to the square of the stream.
     pub fn error(&mut self) -> Result<f64> {
         let Some(last) = self.block.checked_sub(1) else {
             bail!(Internal, "no block to try other weights in");
@@ -138,7 +138,7 @@ impl Observer {
     }
 }
 
-/// The square of the difference of two rows, as a share of that of the second.
+/// The squared difference of two rows, relative to the square of the second.
 fn relative_square(found: &[f32], expected: &[f32]) -> f64 {
     let (mut difference, mut whole) = (0.0, f64::MIN_POSITIVE);
     for (&a, &b) in found.iter().zip(expected) {
@@ -149,10 +149,10 @@ fn relative_square(found: &[f32], expected: &[f32]) -> f64 {
     difference / whole
 }
 
-/// A frozen model's parameters, with somebody who looks on.
+/// A frozen model's parameters with an observer of the projections' inputs.
 struct Observed<'a, 'b> {
     weights: &'a mut HeldWeights,
-    /// The number of the batch that is on its way.
+    /// Index of the current batch.
     batch: usize,
     see: &'a mut See<'b>,
 }

@@ -1,4 +1,4 @@
-//! A batch through the whole model, and back.
+//! A training pass: runs a batch through the whole model, forward and backward.
 
 use std::ops::Range;
 
@@ -19,14 +19,14 @@ use crate::ops::training::array;
 use crate::ops::training::divergence::{TeacherLogits, Totals};
 use crate::ops::{Array, Device, Mixed};
 
-/// How a pass uses memory.
+/// Memory options of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// What of the blocks the backward pass computes again.
+    /// The activations that the backward pass recomputes.
     pub recompute: Recompute,
-    /// Tokens whose logits are computed at a time.
+    /// Number of tokens whose logits are computed at a time.
     pub head_chunk: usize,
-    /// Whether the inputs of blocks wait for the backward pass in the host's memory, which only a GPU with memory of its own takes:
+    /// Whether the inputs of blocks are offloaded to host memory until the backward pass. Requires a GPU with its own memory:
     /// [`Device::check_offload`].
     pub offload: bool,
 }
@@ -48,7 +48,7 @@ enum Goal<'a> {
     Hidden(HiddenTargets<'a>),
 }
 
-/// Runs batches through a model. Holds memory between them.
+/// Runs batches through a model. Keeps its memory between batches.
 #[derive(Debug)]
 pub struct Pass {
     device: Device,
@@ -56,20 +56,20 @@ pub struct Pass {
     layout: Layout,
     options: Options,
     precision: ProductPrecision,
-    /// What random bits of rounding follow from.
+    /// Key of the random bits of rounding.
     key: u64,
     streams: Streams,
-    /// The first block that gets gradients. Blocks before it leave nothing for the backward pass.
+    /// The first block that gets gradients. Blocks before it keep nothing for the backward pass.
     first: usize,
-    /// What is kept of each block; see [`Pass::place`].
+    /// The activations kept for each block; see [`Pass::place`].
     saved: Vec<Saved>,
-    /// What is computed again, of one block after another.
+    /// Recomputed activations, for one block at a time.
     shared: Saved,
     scratch: Scratch,
 }
 
 impl Pass {
-    /// Of a model with these parameters.
+    /// A pass for a model with these parameters.
     pub fn new(device: &Device, spec: &Spec, layout: &Layout, options: Options) -> Result<Pass> {
         if options.head_chunk == 0 || !options.head_chunk.is_multiple_of(GROUP_ROWS) {
             bail!(
@@ -97,27 +97,28 @@ impl Pass {
         })
     }
 
-    /// Chooses the precision of the products of projections; the default is that of what is multiplied.
+    /// Sets the precision of the products of projections; by default operands are not rounded.
     pub fn set_precision(&mut self, precision: ProductPrecision) {
         self.precision = precision;
     }
 
-    /// Chooses the random bits of what is rounded stochastically from now on: another key for each batch.
+    /// Sets the key of the random bits of stochastic rounding: another one for each batch.
     pub fn set_key(&mut self, key: u64) {
         self.key = key;
     }
 
-    /// Bytes that gradients of matrices take, before they go to the store.
+    /// Bytes of the gradients of matrices before they go to the store.
     pub fn gradient_bytes(&self) -> usize {
         self.scratch.gradient.bytes()
     }
 
-    /// Whose memory a block uses for what it keeps: its own, or that of the first one that gets gradients, which runs later.
+    /// Index of the block whose memory a block uses for kept activations: its own, or that of the first block with gradients, which runs
+    /// later.
     fn place(&self, block: usize) -> usize {
         block.max(self.first).min(self.spec.blocks.len() - 1)
     }
 
-    /// Chooses the first block that gets gradients, and gives back the memory that others before it had.
+    /// Sets the first block that gets gradients, and frees the memory of earlier blocks.
     fn begin_at(&mut self, first: usize) {
         self.first = first;
         self.streams.begin_at(first);
@@ -128,7 +129,7 @@ impl Pass {
         }
     }
 
-    /// What a block keeps, with the memory of what is computed again; [`Pass::put_saved`] takes it back.
+    /// Takes the kept activations of a block, together with the memory of recomputed ones; [`Pass::put_saved`] returns it.
     fn take_saved(&mut self, block: usize) -> Saved {
         let place = self.place(block);
         let mut saved = std::mem::replace(&mut self.saved[place], Saved::new());
@@ -165,10 +166,10 @@ impl Pass {
         }
     }
 
-    /// Takes a batch through all blocks; the last one's results are in the last stream. Inputs of blocks from `kept` on stay for the
+    /// Runs a batch through all blocks; the output of the last block is in the last stream. Inputs of blocks from `kept` on stay for the
     /// backward pass.
     fn forward(&mut self, store: &mut dyn Store, batch: &Batch, kept: usize) -> Result<()> {
-        // Of the embedding's gradients, or of an evaluation.
+        // Memory left by the embedding's gradients, or by an evaluation.
         self.scratch.release_head();
         let len = batch.rows() * self.spec.hidden_size;
         let mut first = self.streams.take(0);
@@ -211,7 +212,7 @@ impl Pass {
         Ok(stream)
     }
 
-    /// Takes what enters a block, `x`, through it to `out`, and keeps nothing for a backward pass.
+    /// Runs the block input `x` through a block to `out`, and keeps nothing for a backward pass.
     pub(super) fn run_block(
         &mut self,
         store: &mut dyn Store,
@@ -231,7 +232,7 @@ impl Pass {
         done
     }
 
-    /// Applies the last norm to a batch's rows `x`, which have left the last block.
+    /// Applies the last norm to a batch's rows `x`, the output of the last block.
     pub(super) fn normalize(
         &mut self,
         store: &dyn Store,
@@ -250,8 +251,8 @@ impl Pass {
         done
     }
 
-    /// Computes the logits `[rows, tokens]` of these tokens for a batch's rows `x`, which have left [`Pass::normalize`] and stay as they
-    /// are.
+    /// Computes the logits `[rows, tokens]` of a range of tokens for a batch's rows `x`, the output of [`Pass::normalize`], which stay
+    /// unchanged.
     pub(super) fn logits(
         &mut self,
         store: &mut dyn Store,
@@ -278,7 +279,7 @@ impl Pass {
         vocabulary_chunks(self.spec.vocab_size, self.options.head_chunk)
     }
 
-    /// Gives back what only blocks use, and does not stay for the backward pass.
+    /// Frees the scratch that only blocks use and the backward pass does not need.
     fn release_blocks(&mut self, s: &mut Scratch) {
         if self.options.recompute != Recompute::None {
             self.shared = Saved::new();
@@ -327,7 +328,7 @@ impl Pass {
         self.scratch = scratch;
     }
 
-    /// Takes a batch through all blocks and the last norm, for [`Pass::head_logits`], and releases everything else.
+    /// Runs a batch through all blocks and the last norm, for [`Pass::head_logits`], and frees everything else.
     pub(super) fn head_inputs(&mut self, store: &mut dyn Store, batch: &Batch) -> Result<()> {
         let blocks = self.spec.blocks.len();
         self.begin_at(blocks);
@@ -349,7 +350,7 @@ impl Pass {
         done
     }
 
-    /// After [`Pass::head_inputs`] of the same batch: its logits of these tokens.
+    /// The logits of a range of tokens for the batch of the last [`Pass::head_inputs`].
     pub(super) fn head_logits(
         &mut self,
         store: &mut dyn Store,
@@ -368,7 +369,7 @@ impl Pass {
         })
     }
 
-    /// The most likely token after the last one of the batch; its labels do not matter.
+    /// The most likely token after the batch's last token, independent of its labels.
     pub fn next_token(&mut self, store: &mut dyn Store, batch: &Batch) -> Result<u32> {
         let blocks = self.spec.blocks.len();
         self.forward(store, batch, blocks)?;
@@ -379,8 +380,8 @@ impl Pass {
         token
     }
 
-    /// The same as [`Pass::loss`], and gives its gradients to the store, unless the loss is not finite. Blocks before `first_block` get none, nor does the
-    /// embedding unless that is 0 or it is the head.
+    /// Like [`Pass::loss`], and gives the gradients to the store, unless the loss is not finite. Blocks before `first_block` get no
+    /// gradients. The embedding gets them only if `first_block` is 0 or it is also the head.
     pub fn gradients(
         &mut self,
         store: &mut dyn Store,
@@ -392,7 +393,7 @@ impl Pass {
             .loss)
     }
 
-    /// [`Pass::gradients`] of the loss against a teacher's predictions.
+    /// Like [`Pass::gradients`], for the loss against a teacher's predictions.
     pub fn lesson_gradients(
         &mut self,
         store: &mut dyn Store,
@@ -405,8 +406,8 @@ impl Pass {
         self.gradients_of(store, batch, first_block, Goal::Predictions(Some(lesson)))
     }
 
-    /// The sum over hidden states of weight times the absolute difference to their targets, with its gradients given to the store in the
-    /// same way; the head gets none. Labels and weights of the batch do not matter.
+    /// The sum over hidden states of weight times the absolute difference to their targets. Gives the gradients to the store like
+    /// [`Pass::gradients`], but none for the head. Ignores labels and weights of the batch.
     pub fn hidden_gradients(
         &mut self,
         store: &mut dyn Store,
@@ -486,7 +487,7 @@ impl Pass {
         if embeds || (self.spec.tied && loss.is_some()) {
             self.release_blocks(s);
             if !embeds {
-                // Rows of a frozen beginning: the head's share alone.
+                // Rows of a frozen beginning get no gradients; only the head's share remains.
                 let len = batch.rows() * self.spec.hidden_size;
                 array::clear(&self.device, s.dx.first_mut(len)?)?;
             }

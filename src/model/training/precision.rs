@@ -1,4 +1,4 @@
-//! In what the products of projections are.
+//! The precision of the products of projections.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,11 +7,11 @@ use super::layout::ProjectionLayout;
 use crate::format::random::bits;
 use crate::ops::training::operand::{OperandRounding, ScaleRule};
 
-/// The form of an operand.
+/// Format of an operand.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ProductForm {
-    /// As it is: bfloat16 on a GPU, float32 on the CPU.
+    /// Not rounded: bfloat16 on a GPU, float32 on the CPU.
     #[default]
     Bf16,
     /// Rounded to NVFP4 and back.
@@ -21,28 +21,28 @@ pub enum ProductForm {
 /// The precision of the products of projections.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ProductPrecision {
-    /// The rows that are multiplied.
+    /// Format of the rows.
     pub activations: ProductForm,
-    /// How block scales of the rows are chosen.
+    /// Rule that chooses the rows' block scales.
     pub activation_scales: ScaleRule,
-    /// The gradients that are multiplied.
+    /// Format of the output gradients.
     pub gradients: ProductForm,
-    /// Of each matrix, whether its products stay as they are, and with it those of projections that take the same rows; none stay if it is
-    /// empty.
+    /// For each matrix, whether its products are not rounded; this extends to projections that share its rows. Empty means that all are
+    /// rounded as above.
     pub high: Vec<bool>,
 }
 
 /// The rounding of the operands of some projections.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rounding {
-    /// Of the rows, where they are rounded.
+    /// Rounding of the rows; `None` if they are not rounded.
     pub(super) rows: Option<OperandRounding>,
-    /// Of gradients in the product that makes those of the rows, and in the one that makes those of the weights.
+    /// Rounding of the output gradients, in the GEMM of the row gradients and in the GEMM of the weight gradients.
     pub(super) gradients: Option<[OperandRounding; 2]>,
 }
 
 impl ProductPrecision {
-    /// That of projections which take the same rows, with random bits that follow from `key`.
+    /// The rounding of projections that share their rows, with random bits derived from `key`.
     pub(super) fn of(&self, projections: &[ProjectionLayout], key: u64) -> Rounding {
         let is_high = |id: MatrixId| self.high.get(id).copied().unwrap_or(false);
         let high = projections.iter().any(|p| is_high(p.matrix));

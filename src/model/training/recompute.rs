@@ -1,4 +1,4 @@
-//! What the backward pass computes again, as data.
+//! Settings of activation recompute.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,38 +9,38 @@ use crate::base::error::{Error, err};
 use crate::model::order::{BlockOp, Half};
 use crate::model::spec::BlockSpec;
 
-/// What the backward pass computes again, block by block, rather than that the forward pass keeps it for all blocks. The inputs of blocks
-/// are always kept. Whatever is chosen gives the same bits.
+/// The activations that the backward pass recomputes block by block, instead of the forward pass keeping them for all blocks. The inputs of
+/// blocks are always kept. All settings give the same bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Recompute {
-    /// Nothing: the fastest, and the most memory.
+    /// Nothing: the fastest, with the most memory.
     None,
-    /// All of a block, but for its last product, whose results the backward pass does not take.
+    /// The whole block, except its last GEMM, whose output the backward pass does not need.
     #[default]
     Block,
-    /// Some of it.
+    /// Some parts.
     #[serde(untagged)]
     Parts(RecomputedParts),
 }
 
-/// What of a block is computed again. Sizes are those that keeping it takes, in elements for each token of each block.
+/// The recomputed parts of a block. Sizes are the memory saved, in elements for each token of each block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct RecomputedParts {
-    /// What the projections of attention and of the MLP take: twice the hidden size, and next to no work.
+    /// The inputs of the projections of attention and of the MLP: twice the hidden size, and next to no work.
     pub norms: bool,
-    /// The product that makes queries, keys and values: as many elements as it has results.
+    /// The GEMM of queries, keys and values: the size of its output.
     pub qkv: bool,
-    /// Queries and keys with their norms and positions: as many elements again, and little work.
+    /// Queries and keys after norms and RoPE: the same size again, and little work.
     pub heads: bool,
-    /// Attention: as many elements as queries have, and work that grows with the length of documents.
+    /// Attention: the size of the queries, and work that grows with the length of documents.
     pub attention: bool,
-    /// The product that leaves attention, and the stream behind it: the hidden size, twice that where the branch is normalized.
+    /// Attention's output projection, and the residual stream after it: the hidden size, or twice that if the output is normalized.
     pub output: bool,
-    /// The product that makes gate and up: twice the intermediate size, and the most work.
+    /// The GEMM of gate and up: twice the intermediate size, and the most work.
     pub gate_up: bool,
-    /// The last product of the MLP, which is only taken again where its results are normalized: the hidden size.
+    /// The last GEMM of the MLP, which is only recomputed if its output is normalized: the hidden size.
     pub down: bool,
 }
 
@@ -73,7 +73,7 @@ impl RecomputedParts {
         parts
     }
 
-    /// Whether the backward pass runs an operation of a block's forward pass again.
+    /// Whether the backward pass recomputes an operation of a block's forward pass.
     pub(super) fn includes(self, op: BlockOp, block: &BlockSpec) -> bool {
         match op {
             BlockOp::Enter(_) => self.norms,
@@ -82,7 +82,7 @@ impl RecomputedParts {
             BlockOp::Attend => self.attention,
             BlockOp::Project(Half::Attention) | BlockOp::Leave(Half::Attention) => self.output,
             BlockOp::GateUp => self.gate_up,
-            // Only a norm takes the output of an MLP again.
+            // Only a norm needs the output of an MLP again.
             BlockOp::Activate | BlockOp::Project(Half::Mlp) | BlockOp::Experts => {
                 self.down && block.norms.post
             }
@@ -94,7 +94,7 @@ impl RecomputedParts {
 }
 
 impl Recompute {
-    /// The switches.
+    /// The parts that this setting recomputes.
     pub fn parts(self) -> RecomputedParts {
         match self {
             Recompute::None => RecomputedParts::all(false),
@@ -105,7 +105,7 @@ impl Recompute {
 }
 
 impl From<bool> for Recompute {
-    /// All of a block, or nothing.
+    /// The whole block, or nothing.
     fn from(block: bool) -> Recompute {
         match block {
             true => Recompute::Block,
@@ -115,7 +115,7 @@ impl From<bool> for Recompute {
 }
 
 impl fmt::Display for Recompute {
-    /// As [`Recompute::from_str`] reads it.
+    /// The syntax of [`Recompute::from_str`].
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut parts = match self {
             Recompute::None => return f.write_str("none"),
@@ -134,7 +134,7 @@ impl fmt::Display for Recompute {
 impl FromStr for Recompute {
     type Err = Error;
 
-    /// `none`, `block`, or names of parts with commas between them: `norms,heads,gate_up`.
+    /// `none`, `block`, or comma-separated names of parts: `norms,heads,gate_up`.
     fn from_str(text: &str) -> Result<Recompute, Error> {
         match text {
             "none" => return Ok(Recompute::None),

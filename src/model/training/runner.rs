@@ -1,5 +1,5 @@
-//! A frozen model whose blocks, last norm and head run one at a time on streams that the caller holds: `model::compare` puts two models
-//! side by side with it.
+//! A frozen model whose blocks, last norm and head run one at a time on streams held by the caller. `model::compare` uses it to run two
+//! models side by side.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::base::Result;
 use crate::model::Spec;
 use crate::ops::{Array, Device, Mixed};
 
-/// A frozen model that runs in parts. Matrices are read from the checkpoint when they are needed, as they are stored, and held until
+/// A frozen model that runs in parts. Matrices are read from the checkpoint when needed, without rounding, and held until
 /// [`Runner::release`].
 #[derive(Debug)]
 pub struct Runner {
@@ -33,7 +33,7 @@ impl Runner {
         })
     }
 
-    /// Documents one after another, as this model takes them.
+    /// A batch of consecutive documents, prepared for this model.
     pub fn batch(&self, tokens: &[u32], documents: &[usize]) -> Result<Batch> {
         Batch::unlabelled(&self.device, &self.spec, tokens, documents)
     }
@@ -43,7 +43,7 @@ impl Runner {
         self.pass.embed(&mut self.weights, batch)
     }
 
-    /// Takes the stream `x` of a batch through a block to `out`.
+    /// Runs the stream `x` of a batch through a block to `out`.
     pub fn run_block(
         &mut self,
         batch: &Batch,
@@ -69,7 +69,7 @@ impl Runner {
         self.pass.vocabulary_chunks()
     }
 
-    /// Writes the logits `[rows, tokens]` of these tokens for normalized rows `x` of a batch. They are not capped.
+    /// Writes the logits `[rows, tokens]` of a range of tokens for normalized rows `x` of a batch, without the soft cap.
     pub fn logits(
         &mut self,
         batch: &Batch,
@@ -80,7 +80,7 @@ impl Runner {
         self.pass.logits(&mut self.weights, batch, x, tokens, out)
     }
 
-    /// Gives back the matrices that are held.
+    /// Frees the held matrices.
     pub fn release(&mut self) {
         self.weights.release();
     }

@@ -1,4 +1,4 @@
-//! Memory of a pass, which grows to the largest batch it has seen.
+//! Memory of a training pass. It grows to the largest batch seen.
 
 use super::linear::LinearScratch;
 use super::recompute::RecomputedParts;
@@ -6,30 +6,30 @@ use crate::base::Result;
 use crate::ops::experts::RoutedRows;
 use crate::ops::{Array, Device, Mixed};
 
-/// What the backward pass of a block takes from its forward pass.
+/// Activations of a block that its backward pass needs.
 #[derive(Debug, Default)]
 pub(super) struct Saved<M = Array<Mixed>, F = Array> {
-    /// What attention's projections take, `[T, hidden]`.
+    /// The input of attention's projections, `[T, hidden]`.
     pub(super) normed: M,
-    /// Queries, keys and values as projected, and as they attend.
+    /// Queries, keys and values after projection, and after norms and RoPE.
     pub(super) qkv: M,
     pub(super) rotated: M,
-    /// What attention makes, and the logarithms of its sums.
+    /// The output of attention, and its log-sum-exp.
     pub(super) attended: M,
     pub(super) lse: F,
-    /// What leaves attention before it is normalized, where it is.
+    /// The output of the attention half before its norm, in blocks with a norm there.
     pub(super) attention_branch: M,
     /// The residual stream between the halves.
     pub(super) middle: M,
-    /// What the MLP's projections take.
+    /// The input of the MLP's projections.
     pub(super) mlp_normed: M,
     /// Gate and up, `[T, 2 intermediate]`.
     pub(super) gate_up: M,
-    /// What leaves the MLP before it is normalized, where it is.
+    /// The output of the MLP before its norm, in blocks with a norm there.
     pub(super) mlp_branch: M,
 }
 
-/// The same as numbers of elements.
+/// Sizes of [`Saved`]'s arrays, in elements.
 pub(super) type SavedSizes = Saved<usize, usize>;
 
 impl Saved {
@@ -65,7 +65,7 @@ impl SavedSizes {
         ]
     }
 
-    /// What serves one after the other.
+    /// Elementwise maximum, for uses that follow one another.
     pub(super) fn max(&self, other: &SavedSizes) -> SavedSizes {
         SavedSizes {
             normed: self.normed.max(other.normed),
@@ -81,7 +81,7 @@ impl SavedSizes {
         }
     }
 
-    /// Bytes, where an element of activations has `element`.
+    /// Bytes. An element of activations has `element` bytes.
     pub(super) fn bytes(&self, element: usize) -> usize {
         let elements: usize = self.all().iter().sum();
         element * (elements - self.lse) + size_of::<f32>() * self.lse
@@ -89,7 +89,7 @@ impl SavedSizes {
 }
 
 impl<M, F> Saved<M, F> {
-    /// Exchanges with `other` all that is computed again.
+    /// Exchanges the recomputed arrays with `other`.
     pub(super) fn swap_recomputed(&mut self, other: &mut Self, parts: RecomputedParts) {
         let RecomputedParts {
             norms,
@@ -132,7 +132,7 @@ pub(super) struct Routing {
     /// The router's logits, `[T, experts]`.
     pub(super) logits: Vec<f32>,
     pub(super) routed: RoutedRows,
-    /// Every row, for the shared expert, weighted by the sigmoid of its gate. No row where there is no such expert.
+    /// Every row, for the shared expert, weighted by the sigmoid of its gate. Without a shared expert, no rows.
     pub(super) every_row: RoutedRows,
     /// Gradients of the weights of `routed`, expert by expert.
     pub(super) dweights: Vec<f32>,
@@ -140,10 +140,10 @@ pub(super) struct Routing {
     pub(super) dshared: Vec<f32>,
 }
 
-/// Memory of a mixture of experts.
+/// Scratch of a mixture of experts.
 #[derive(Debug)]
 pub(super) struct ExpertScratch {
-    /// Logits of the router, and gradients of weights: f32, brought to the host at once.
+    /// Router logits, and gradients of routing weights: f32, copied to the host at once.
     pub(super) logits: Array,
     /// The experts of each row, from the forward pass of [`BlockOp::Route`](crate::model::order::BlockOp::Route) to its backward pass.
     pub(super) routing: Option<Routing>,
@@ -155,7 +155,7 @@ pub(super) struct ExpertScratch {
     pub(super) made: Array<Mixed>,
     /// The gradients of the output of one expert, `[T, hidden]`.
     pub(super) dmade: Array<Mixed>,
-    /// The sum over experts, `[T, hidden]`, or that of the gradients of their rows.
+    /// The sum over experts, `[T, hidden]`, or the sum of the gradients of their rows.
     pub(super) sum: Array,
 }
 
@@ -173,31 +173,31 @@ impl ExpertScratch {
     }
 }
 
-/// Memory that is used by one operation after another.
+/// Scratch that operations use one after another.
 #[derive(Debug)]
 pub(super) struct Scratch {
-    /// The weights of a product of a block, and then their gradients; the weights of a chunk of the head.
+    /// The weights of a GEMM of a block, and then their gradients; the weights of a chunk of the head.
     pub(super) weight: Array<Mixed>,
     /// The gradients of a chunk of the head or of the embedding.
     pub(super) gradient: Array<Mixed>,
-    /// The gradients of a tied head, where activations are kept.
+    /// The gradients of a tied head, if activations are kept.
     pub(super) tied: Array<Mixed>,
-    /// Of projections.
+    /// Scratch of projections.
     pub(super) linear: LinearScratch,
     /// Gradients of the norms of queries and keys.
     pub(super) dnorms: Array,
-    /// `[T, intermediate]`: what goes into the last projection of an MLP, or its gradients; and then those of queries, keys and values.
+    /// `[T, intermediate]`: the input of the last projection of an MLP, or its gradient; later the gradients of queries, keys and values.
     pub(super) inner: Array<Mixed>,
-    /// `[T, hidden]`: gradients of the residual stream, before a half of a block and behind it.
+    /// `[T, hidden]`: gradients of the residual stream, after a half of a block and before it.
     pub(super) dx: Array<Mixed>,
     pub(super) dx_before: Array<Mixed>,
-    /// `[T, hidden]`: gradients of what leaves a half before it is normalized.
+    /// `[T, hidden]`: gradients of a half's output before its norm.
     pub(super) dbranch: Array<Mixed>,
-    /// Gradients of attention's results.
+    /// Gradients of attention's output.
     pub(super) dattended: Array<Mixed>,
-    /// Memory of mixtures of experts.
+    /// Scratch of mixtures of experts.
     pub(super) experts: ExpertScratch,
-    /// `[T, hidden]`: what the head takes, and its gradients in f32.
+    /// `[T, hidden]`: the head's input, and its gradients in f32.
     pub(super) head_normed: Array<Mixed>,
     pub(super) head_gradient: Array,
     /// `[T, chunk]`: logits and their gradients.
@@ -226,7 +226,7 @@ impl Scratch {
         }
     }
 
-    /// Gives back what only the head uses.
+    /// Frees the arrays that only the head uses.
     pub(super) fn release_head(&mut self) {
         self.gradient = Array::empty();
         self.head_normed = Array::empty();
@@ -235,7 +235,7 @@ impl Scratch {
         self.dlogits = Array::empty();
     }
 
-    /// Gives back what only blocks use.
+    /// Frees the arrays that only blocks use.
     pub(super) fn release_blocks(&mut self) {
         self.linear = LinearScratch::new();
         self.inner = Array::empty();
@@ -246,7 +246,7 @@ impl Scratch {
     }
 }
 
-/// Makes each array at least so long.
+/// Grows each array to at least the given length.
 pub(super) fn grow(device: &Device, arrays: &mut [(&mut Array<Mixed>, usize)]) -> Result<()> {
     for (array, len) in arrays {
         array.grow(device, *len)?;

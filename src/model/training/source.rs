@@ -1,4 +1,4 @@
-//! Where training begins: the parameters of a checkpoint.
+//! The source of a training run: the parameters of a checkpoint.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,7 +15,7 @@ use crate::model::tensors::{self, TensorSpec};
 use crate::model::{Spec, families, generation, open, spec_with_frequencies, text};
 use crate::text::{ChatTemplate, TextFiles, Tokenizer};
 
-/// How a model reads and writes text.
+/// Tokenizer, template and special tokens of a model.
 #[derive(Debug)]
 pub struct Text {
     /// The tokenizer.
@@ -28,7 +28,7 @@ pub struct Text {
     pub stop_tokens: Vec<u32>,
 }
 
-/// The parameters that an entry of a checkpoint holds.
+/// The parameters contained in an entry of a checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Parts {
     /// Matrices with their rows in the entry.
@@ -42,7 +42,7 @@ pub struct Source {
     checkpoint: Arc<dyn Checkpoint>,
     spec: Spec,
     layout: Layout,
-    /// Of each matrix, and of each vector.
+    /// The tensors of the matrices, and of the vectors.
     matrices: Vec<TensorSpec>,
     vectors: Vec<TensorSpec>,
     /// By the name of an entry.
@@ -52,13 +52,12 @@ pub struct Source {
 }
 
 impl Source {
-    /// The model at `path`, of any format that can be loaded. Reads no weights.
+    /// Opens the model at `path`, in any loadable format. Reads no weights.
     pub fn open(path: &Path) -> Result<Source> {
         Self::new(Arc::from(open(path)?)).map_err(|e| e.within(path.display()))
     }
 
-    /// A model that has yet to learn anything, of the shape that `config.json` in `directory` says, with random weights that `seed`
-    /// chooses: see [`Fresh`].
+    /// A model with random weights from `seed`, of the shape in `config.json` of `directory`: see [`Fresh`].
     pub fn fresh(directory: &Path, seed: u64) -> Result<Source> {
         let fresh = Fresh::new(directory, seed).map_err(|e| e.within(directory.display()))?;
         let source = Self::new(Arc::new(fresh)).map_err(|e| e.within(directory.display()))?;
@@ -131,7 +130,7 @@ impl Source {
         Ok(Source { parts, ..source })
     }
 
-    /// What the model is.
+    /// The model's architecture.
     pub fn spec(&self) -> &Spec {
         &self.spec
     }
@@ -146,7 +145,7 @@ impl Source {
         &self.checkpoint
     }
 
-    /// The tokenizer and the chat template beside it, read by the first call.
+    /// The tokenizer and the chat template of the checkpoint, read by the first call.
     pub(crate) fn text_files(&self) -> Result<TextFiles> {
         if let Some(text) = self.text.get() {
             return Ok(text.clone());
@@ -155,7 +154,7 @@ impl Source {
         Ok(self.text.get_or_init(|| text).clone())
     }
 
-    /// Reads how the model treats text.
+    /// Reads the tokenizer, template and special tokens.
     pub fn text(&self) -> Result<Text> {
         let from = &self.checkpoint.metadata().tokenizer;
         let files = self.text_files()?;
@@ -200,12 +199,12 @@ impl Source {
         self.checkpoint.rows_f32(entry, rows, out)
     }
 
-    /// How a matrix is stored in the checkpoint.
+    /// The encoding of a matrix in the checkpoint.
     pub fn encoding(&self, id: MatrixId) -> Result<Encoding> {
         Ok(self.entry(id)?.encoding)
     }
 
-    /// The entry of the checkpoint that a matrix is, or is some rows of.
+    /// The entry of the checkpoint that contains a matrix.
     pub fn entry(&self, id: MatrixId) -> Result<&Entry> {
         Ok(self.found(&self.matrices[id])?.0)
     }
@@ -216,7 +215,7 @@ impl Source {
         entries.map(|e| e.encoding).any(|e| e == Encoding::Nvfp4)
     }
 
-    /// Copies the codes and the scales of rows of a matrix that is stored in int8.
+    /// Copies the codes and scales of rows of a matrix stored in int8.
     pub fn int8(
         &self,
         id: MatrixId,
@@ -229,20 +228,20 @@ impl Source {
         self.checkpoint.rows_int8(entry, rows, codes, scales)
     }
 
-    /// The matrices of an entry of the checkpoint with the rows that each has there, or the vectors with their elements, in their order;
-    /// empty where the entry is no parameter.
+    /// The matrices in an entry of the checkpoint, each with its rows there, or the vectors with their elements, in order. Empty if the
+    /// entry is not a parameter.
     pub fn parameters_of(&self, name: &str) -> Parts {
         self.parts.get(name).cloned().unwrap_or_default()
     }
 
-    /// Copies the codes and block scales of a matrix that is stored in NVFP4, `cols / 2` and `cols / 16` bytes a row; gives the global scale.
+    /// Copies the codes and block scales of a matrix stored in NVFP4, `cols / 2` and `cols / 16` bytes per row; returns the global scale.
     pub fn nvfp4(&self, id: MatrixId, codes: &mut [u8], scales: &mut [u8]) -> Result<f32> {
         let (entry, within) = self.found(&self.matrices[id])?;
         self.checkpoint.rows_nvfp4(entry, within, codes, scales)?;
         self.checkpoint.global_scale(entry)
     }
 
-    /// Reads a vector, as it is multiplied with or added: norms that are stored as what is to be added to one have it added.
+    /// Reads a vector. For norms stored as offsets from one, adds the one.
     pub fn vector(&self, id: VectorId) -> Result<Vec<f32>> {
         let (entry, within) = self.found(&self.vectors[id])?;
         let mut all = vec![0.0; entry.rows() * entry.cols()];

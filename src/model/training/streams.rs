@@ -1,23 +1,23 @@
-//! The residual stream as it enters blocks, which the backward pass begins again from.
+//! The residual stream before each block, kept for activation recompute in the backward pass.
 
 use crate::base::Result;
 use crate::ops::{Array, Device, Mixed, Slice};
 
-/// The inputs of blocks, and the last one's results.
+/// The inputs of all blocks, and the output of the last one.
 #[derive(Debug)]
 pub(super) struct Streams {
-    /// Those that stay on the device: all, or the last one alone.
+    /// Streams that stay on the device: all, or only the last one with offload.
     kept: Vec<Array<Mixed>>,
     /// The first block that the backward pass reaches.
     first: usize,
-    /// The inputs of blocks in the host's memory, where those are offloaded.
+    /// The inputs of blocks in host memory, with offload.
     away: Vec<Array<Mixed>>,
-    /// Then, on the device: the input of a block and its results, in turns.
+    /// With offload, on the device: a block's input and output, alternating.
     near: [Array<Mixed>; 2],
 }
 
 impl Streams {
-    /// Of so many blocks.
+    /// Streams of a model with `blocks` blocks.
     pub(super) fn new(blocks: usize, offloads: bool) -> Streams {
         let empty = |count| (0..count).map(|_| Array::empty()).collect();
         Streams {
@@ -28,18 +28,18 @@ impl Streams {
         }
     }
 
-    /// How many are in the host's memory.
+    /// Number of streams in host memory.
     pub(super) fn away(blocks: usize, offloads: bool) -> usize {
         if offloads { blocks } else { 0 }
     }
 
-    /// How many are on the device, where the backward pass reaches as far as block `first`.
+    /// Number of streams on the device if the backward pass ends at block `first`.
     pub(super) fn kept(blocks: usize, offloads: bool, first: usize) -> usize {
         let shared = first.saturating_sub(1);
         if offloads { 3 } else { blocks + 1 - shared }
     }
 
-    /// Chooses the first block that the backward pass reaches, and gives back the memory of inputs before it but for two.
+    /// Sets the first block that the backward pass reaches, and frees the memory of all but two of the inputs before it.
     pub(super) fn begin_at(&mut self, first: usize) {
         self.first = first;
         if !self.offloads() {
@@ -47,7 +47,8 @@ impl Streams {
         }
     }
 
-    /// Where the input of a block is kept: in its own place, or in one of two in turns if the backward pass does not reach it.
+    /// Index of the stream that holds the input of a block: its own, or alternately one of two if the backward pass does not reach the
+    /// block.
     fn place(&self, index: usize) -> usize {
         match index < self.first {
             true => self.first - (self.first - index) % 2,
@@ -59,7 +60,7 @@ impl Streams {
         !self.away.is_empty()
     }
 
-    /// What enters block `index`, or leaves the last one, on the device.
+    /// The input of block `index`, or the output of the last block, on the device.
     pub(super) fn at(&self, index: usize) -> &Array<Mixed> {
         match self.offloads() {
             false => &self.kept[self.place(index)],
@@ -79,7 +80,7 @@ impl Streams {
         }
     }
 
-    /// The same, to be written; [`Streams::put`] takes it back.
+    /// Takes the stream of [`Streams::at`] for writing; [`Streams::put`] returns it.
     pub(super) fn take(&mut self, index: usize) -> Array<Mixed> {
         std::mem::replace(self.at_mut(index), Array::empty())
     }
@@ -88,7 +89,7 @@ impl Streams {
         *self.at_mut(index) = stream;
     }
 
-    /// When block `index` has run forward: its input, of `len` elements, goes to where it stays for the backward pass.
+    /// After block `index` has run forward: offloads its input, of `len` elements, until the backward pass.
     pub(super) fn keep(&mut self, device: &Device, index: usize, len: usize) -> Result<()> {
         if !self.offloads() {
             return Ok(());
@@ -98,7 +99,7 @@ impl Streams {
         away.first_mut(len)?.copy_from(near.first(len)?)
     }
 
-    /// Before block `index` runs again: its input comes back.
+    /// Before block `index` is recomputed: copies its input back to the device.
     pub(super) fn fetch(&mut self, index: usize, len: usize) -> Result<()> {
         if !self.offloads() {
             return Ok(());

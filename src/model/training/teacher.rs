@@ -1,5 +1,5 @@
-//! A model that another one learns from: its predictions, chunk by chunk of the vocabulary, by a forward pass over weights that stay as they
-//! are. Its values are bfloat16, or NVFP4 where its checkpoint holds that.
+//! The teacher of a distillation: its predictions, by chunks of the vocabulary, from a forward pass over frozen weights. Values are
+//! bfloat16, or NVFP4 if the checkpoint stores that.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,15 +19,15 @@ use crate::ops::training::divergence::{Mixture, TeacherLogits};
 use crate::ops::training::optimizer::Matrix;
 use crate::ops::{Array, Device, Mixed, Slice, SliceMut};
 
-/// Elements that are read from a checkpoint at a time.
+/// Elements read from a checkpoint at a time.
 const STAGED: usize = 1 << 22;
 
-/// Where a teacher's weights are. Both give the same bits.
+/// Location of a teacher's weights. Both give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
     /// All on the device.
     Resident,
-    /// In the checkpoint's files: each matrix is read when its turn comes, once a pass.
+    /// In the checkpoint's files: each pass reads each matrix once, when it is needed.
     Streamed,
 }
 
@@ -58,7 +58,7 @@ impl Predictions for Taught<'_> {
 }
 
 impl Teacher {
-    /// The model of a checkpoint. Its logits are computed in chunks of `head_chunk` tokens, as the student's.
+    /// The model of a checkpoint. Its logits are computed in the student's chunks of `head_chunk` tokens.
     pub fn new(
         device: &Device,
         source: Arc<Source>,
@@ -79,7 +79,7 @@ impl Teacher {
         &self.weights.source
     }
 
-    /// Where its weights are.
+    /// Location of its weights.
     pub fn placement(&self) -> Placement {
         match self.weights.matrices {
             Some(_) => Placement::Resident,
@@ -87,14 +87,14 @@ impl Teacher {
         }
     }
 
-    /// Bytes that its weights hold.
+    /// Bytes held by its weights.
     pub fn bytes(&self) -> usize {
         let matrices = self.weights.matrices.iter().flatten();
         let vectors = self.weights.vectors.iter();
         matrices.map(Matrix::bytes).sum::<usize>() + vectors.map(Array::bytes).sum::<usize>()
     }
 
-    /// A batch of documents on the teacher's device, by its positions.
+    /// A batch of documents on the teacher's device, with the teacher's RoPE.
     pub fn batch(&self, tokens: &[u32], documents: &[usize]) -> Result<Batch> {
         let spec = self.source().spec();
         if let Some(long) = documents.iter().find(|&&n| n > spec.max_positions) {
@@ -107,7 +107,7 @@ impl Teacher {
         Batch::unlabelled(&self.weights.device, spec, tokens, documents)
     }
 
-    /// A lesson about a batch that [`Teacher::batch`] made.
+    /// A lesson on a batch from [`Teacher::batch`].
     pub fn lesson<'a>(&'a mut self, batch: &'a Batch, mixture: Mixture) -> Lesson<'a> {
         let taught = Taught {
             teacher: self,
@@ -120,14 +120,14 @@ impl Teacher {
     }
 }
 
-/// Bytes that a teacher takes.
+/// Memory requirements of a teacher.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TeacherMemory {
     /// Bytes of its weights, which stay between passes.
     pub weights: usize,
     /// Bytes of its own pass through the blocks.
     pub blocks: usize,
-    /// Bytes that it holds while its predictions are learned.
+    /// Bytes that it holds while the student's loss is computed.
     pub head: usize,
 }
 
@@ -177,7 +177,7 @@ impl TeacherMemory {
     }
 }
 
-/// The form that a teacher's matrix has.
+/// The weight format of a teacher's matrix.
 fn form(source: &Source, id: MatrixId) -> Result<WeightForm> {
     Ok(match source.encoding(id)? {
         Encoding::Nvfp4 => WeightForm::OneTerm,
@@ -192,7 +192,7 @@ pub(super) struct Weights {
     /// The matrices, if they are resident.
     matrices: Option<Vec<Matrix>>,
     vectors: Vec<Array>,
-    /// Whether values that are read from the checkpoint are rounded to bfloat16.
+    /// Whether values read from the checkpoint are rounded to bfloat16.
     rounds: bool,
 }
 
@@ -234,7 +234,7 @@ impl Weights {
         })
     }
 
-    /// Streamed weights with the values of the checkpoint, which only the device's own precision rounds.
+    /// Streamed weights with the values of the checkpoint, rounded only by the device's own precision.
     pub(super) fn exact(device: &Device, source: Arc<Source>) -> Result<Weights> {
         Ok(Weights {
             rounds: false,
@@ -242,7 +242,7 @@ impl Weights {
         })
     }
 
-    /// Whether values of a matrix that is read from the checkpoint are rounded to bfloat16.
+    /// Whether values of a matrix read from the checkpoint are rounded to bfloat16.
     fn rounds(&self, id: MatrixId) -> Result<bool> {
         Ok(self.rounds && form(&self.source, id)? == WeightForm::Bf16)
     }
@@ -276,14 +276,14 @@ impl Weights {
     }
 }
 
-/// Rounds values to the nearest that bfloat16 holds.
+/// Rounds values to nearest in bfloat16.
 fn round_to_bf16(values: &mut [f32]) {
     values
         .iter_mut()
         .for_each(|v| *v = half::bf16::from_f32(*v).to_f32());
 }
 
-/// A matrix on the device.
+/// Places a matrix on the device.
 fn resident(device: &Device, source: &Source, id: MatrixId, m: &MatrixLayout) -> Result<Matrix> {
     let (rows, cols) = (m.rows, m.cols);
     let matrix = || match form(source, id)? {

@@ -1,4 +1,4 @@
-//! Rows converted a bounded number at a time by the threads of the CPU, so that a large tensor never has a dense copy.
+//! Conversion of rows in bounded chunks on the threads of the CPU, so that a large tensor never has a dense copy.
 
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,13 +12,13 @@ use crate::tensor::{DType, Shape, Tensor};
 /// Values converted to f32 at a time.
 const CHUNK: usize = 64 * 1024;
 
-/// How many rows of `cols` values are converted at a time.
+/// Number of rows of `cols` values converted at a time.
 fn chunk_rows(cols: usize) -> usize {
     (CHUNK / cols.max(1)).max(1)
 }
 
-/// Calls `each` for ranges of rows of about [`CHUNK`] values, spread over the device's threads, and gives the results in
-/// order; of several errors, the first in that order. Cancelling the thread's [`call`] is one, too.
+/// Calls `each` for ranges of rows of about [`CHUNK`] values, spread over the device's threads, and returns the results in order. Of
+/// several errors, returns the first in that order. Cancelling the thread's [`call`] is an error too.
 pub(super) fn by_chunks<T: Send>(
     device: &Device,
     rows: usize,
@@ -46,15 +46,15 @@ pub(super) fn by_chunks<T: Send>(
         .collect()
 }
 
-/// The parts of an output that [`by_chunks`] fills, for rows of `cols` values that take `row` elements of it. Each is behind a
-/// lock that only the task of that part takes.
+/// Splits an output into the parts that [`by_chunks`] fills, for rows of `cols` values that occupy `row` elements of it. Each part has its
+/// own lock, which only its task takes.
 pub(super) fn split<T>(out: &mut [T], row: usize, cols: usize) -> Vec<Mutex<&mut [T]>> {
     out.chunks_mut((row * chunk_rows(cols)).max(1))
         .map(Mutex::new)
         .collect()
 }
 
-/// Part `i` of what [`split`] gave.
+/// Locks part `i` of the result of [`split`].
 pub(super) fn part<'a, 'b, T>(
     parts: &'a [Mutex<&'b mut [T]>],
     i: usize,
@@ -62,7 +62,7 @@ pub(super) fn part<'a, 'b, T>(
     parts[i].lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Builds a tensor of a floating `dtype` whose rows `fill` gives as f32.
+/// Builds a tensor of a floating `dtype` from rows that `fill` writes as f32.
 pub(super) fn fill_rows(
     device: &Device,
     sizes: &[usize],

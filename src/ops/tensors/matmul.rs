@@ -30,8 +30,8 @@ fn values_of(device: &Device, a: &Nvfp4Tensor) -> Result<Buffer<f32>> {
     Ok(values)
 }
 
-/// `x` `[.., K]` times `weight` `[N, K]` transposed: `[.., N]` in a floating `dtype`. An input in host memory gives a result there;
-/// one in the memory of the weight's GPU is multiplied without leaving it, and its result stays there.
+/// `x` `[.., K]` times `weight` `[N, K]` transposed: `[.., N]` in a floating `dtype`. The result is where `x` is, in host memory or in the
+/// memory of the weight's GPU.
 pub fn linear(
     device: &Device,
     x: &Tensor,
@@ -77,7 +77,7 @@ pub fn linear(
     Tensor::from_f32(&out, &x.shape().with_last(weight.rows()), dtype)
 }
 
-/// A copy on a GPU of an operand in host memory.
+/// Copies an operand in host memory to a GPU.
 fn upload(gpu: &Arc<Gpu>, x: &Nvfp4Tensor) -> Result<Operand<'static>> {
     Operand::upload(
         gpu,
@@ -89,7 +89,7 @@ fn upload(gpu: &Arc<Gpu>, x: &Nvfp4Tensor) -> Result<Operand<'static>> {
     )
 }
 
-/// The sizes of the W4A4 product of `a` and `b`, after every check on both.
+/// The shape of the W4A4 product of `a` and `b`, after every check on both.
 pub fn product_sizes(a: &Nvfp4Tensor, b: &Nvfp4Tensor) -> Result<[usize; 2]> {
     let ((m, k), (n, k_b)) = (a.dims()?, b.dims()?);
     if k != k_b {
@@ -107,8 +107,8 @@ pub fn product_sizes(a: &Nvfp4Tensor, b: &Nvfp4Tensor) -> Result<[usize; 2]> {
     Ok([m, n])
 }
 
-/// The W4A4 product: `a` `[M, K]` times `b` `[N, K]` transposed, both NVFP4, as `[M, N]` in a floating `dtype`. Exact on the
-/// decoded values but for the order of summation in f32, and for the rounding to `dtype`. The result is where both operands are.
+/// The W4A4 product: `a` `[M, K]` times `b` `[N, K]` transposed, both NVFP4, as `[M, N]` in a floating `dtype`. Exact on the decoded values
+/// except for the order of summation in f32 and the rounding to `dtype`. The result is where the operands are.
 pub fn scaled_mm(
     device: &Device,
     a: &Nvfp4Tensor,
@@ -125,7 +125,7 @@ pub fn scaled_mm(
     Ok(out)
 }
 
-/// The same into a tensor of the caller's, of a floating type, which is where the operands are. After an error its contents are
+/// The W4A4 product into the caller's tensor, of a floating type, in the same memory as the operands. After an error its contents are
 /// unspecified.
 pub fn scaled_mm_into(
     device: &Device,
@@ -153,7 +153,7 @@ pub fn scaled_mm_into(
             return in_place(gpu, a, b, out);
         }
         let (a, b) = (upload(gpu, a)?, upload(gpu, b)?);
-        // What a GPU has no type for is converted here.
+        // Types that a GPU product cannot store are converted here.
         let made = match dtype {
             DType::F16 | DType::BF16 => dtype,
             _ => DType::F32,

@@ -1,4 +1,4 @@
-//! Tensors of the host program as arrays of training, and back: f32 on the CPU, bfloat16 on a GPU.
+//! Converts tensors of the host program to arrays of training, and back: f32 on the CPU, bfloat16 on a GPU.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::ops::transfer::in_stream_order;
 use crate::ops::{Array, Device, Mixed, Slice};
 use crate::tensor::{DType, Tensor};
 
-/// Does `work` with tensors of the host program: on a GPU in the order of that program's stream.
+/// Runs `work` with tensors of the host program; on a GPU in the order of that program's stream.
 pub(in crate::ops) fn in_order<T>(device: &Device, work: impl FnOnce() -> Result<T>) -> Result<T> {
     match device {
         Device::Cpu(_) => work(),
@@ -50,7 +50,7 @@ fn of_gpu(gpu: &Arc<Gpu>, name: &str, x: &Tensor, len: usize) -> Result<Array<Mi
     }
 }
 
-/// Writes elements to a contiguous floating tensor of as many.
+/// Writes elements to a contiguous floating tensor with the same number of elements.
 pub(in crate::ops) fn write(
     device: &Device,
     name: &str,

@@ -1,5 +1,5 @@
-//! The number formats and the products on [`Tensor`](crate::tensor::Tensor)s of any element type and stride: what the C API's
-//! quant and linear chapters call. Tensors in host memory are computed by the CPU, those of a GPU there.
+//! The number formats and the products on [`Tensor`](crate::tensor::Tensor)s of any element type and stride, used by the C API's quant and
+//! linear chapters. Tensors in host memory are computed by the CPU, those in a GPU's memory by that GPU.
 //!
 //! Shapes: values `[.., K]`; codes `[.., K / 2]` as bytes; linear scales `[.., K / 16]`; swizzled scales one run of bytes.
 
@@ -25,7 +25,7 @@ pub use quantize::{
 pub use types::{Nvfp4Tensor, device_of, new_result, one_place};
 pub use weight::{dense_weight, nf4_weight_for, weight, weight_for};
 
-/// What the tests of this folder share.
+/// Helpers of the tests in this folder.
 #[cfg(test)]
 mod tests {
     use crate::format::random;

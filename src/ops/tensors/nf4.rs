@@ -1,4 +1,4 @@
-//! Tensors to NF4 and back. On host memory alone: no kernel of a GPU takes NF4.
+//! Converts tensors to NF4 and back, in host memory only: there are no GPU kernels for NF4.
 
 use std::borrow::Cow;
 
@@ -42,7 +42,7 @@ pub(super) struct Nf4Parts<'a> {
 }
 
 impl Nf4Tensor {
-    /// Reads the parts, which must be those of `values` values.
+    /// Reads and checks the parts of a tensor of `values` values.
     pub(super) fn read(&self, values: usize) -> Result<Nf4Parts<'_>> {
         if self.codes.dtype() != DType::U8 || !self.absmax.dtype().is_float() {
             bail!(
@@ -79,7 +79,7 @@ impl Nf4Tensor {
 }
 
 impl Nf4Parts<'_> {
-    /// The values from index `first` on.
+    /// Decodes the values from index `first` on.
     pub(super) fn expand(&self, first: usize, out: &mut [f32]) -> Result<()> {
         nf4::dequantize_from(first, &self.codes, &self.absmax, &self.map, self.block, out)
     }

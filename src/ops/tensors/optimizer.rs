@@ -1,5 +1,5 @@
-//! The optimizer of one weight, for hosts that compute gradients themselves: the weight and its moments in the forms that training stores
-//! them in, stepped by gradients that are tensors of the host.
+//! The optimizer of one weight, for hosts that compute gradients themselves. Stores the weight and its moments in the formats of training,
+//! and steps them by gradients that are the host's tensors.
 
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
@@ -15,13 +15,13 @@ use crate::ops::training::statistics;
 use crate::ops::{Array, Device, Mixed};
 use crate::tensor::{DType, Tensor};
 
-/// What a saved state begins with.
+/// The first bytes of a saved state.
 const MAGIC: &[u8; 8] = b"NVFP4OPT";
 const VERSION: u32 = 1;
-/// The parts behind the weights, each restored on its own.
+/// Number of parts after the weights, each restored on its own.
 const RESTORED: usize = 2;
 
-/// A weight `[.., K]` and the moments of its AdamW.
+/// A weight `[.., K]` with its AdamW moments.
 #[derive(Debug)]
 pub struct TensorOptimizer {
     device: Device,
@@ -29,16 +29,16 @@ pub struct TensorOptimizer {
     matrix: Matrix,
 }
 
-/// What a step is made with, beside its gradient.
+/// Parameters of a step, beside the gradient.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorStep {
     /// Rate, betas, eps and weight decay.
     pub settings: Hyperparameters,
-    /// What the gradient is multiplied by: of clipping, or of a scaled loss.
+    /// Factor of the gradient, from clipping or loss scaling.
     pub gradient_scale: f32,
-    /// Chooses the random bits of rounding, with the tensor's number and the step's.
+    /// Seed of the random bits of rounding, together with the tensor's number and the step's.
     pub seed: u64,
-    /// The number of this tensor among those with the same seed.
+    /// Number of this tensor among the tensors with the same seed.
     pub tensor: u64,
 }
 
@@ -53,18 +53,18 @@ struct Header {
     fresh_scales: bool,
     global: f32,
     steps: u64,
-    /// XXH3 of what follows the header.
+    /// XXH3 of the bytes after the header.
     checksum: u64,
 }
 
-/// The seed of [stochastic rounding](crate::format::Rounding::Stochastic) of tensor `tensor` in step `step`: every tensor and step has
-/// random bits of its own.
+/// The seed of [stochastic rounding](crate::format::Rounding::Stochastic) of tensor `tensor` in step `step`: every tensor and step has its
+/// own random bits.
 pub fn rounding_seed(seed: u64, tensor: u64, step: u64) -> u64 {
     random::bits(random::bits(seed, tensor), step)
 }
 
 impl TensorOptimizer {
-    /// Of a weight `[.., K]`, rounded to nearest, with moments of zero.
+    /// An optimizer of a weight `[.., K]`, rounded to nearest, with zero moments.
     pub fn new(device: &Device, weight: &Tensor, forms: Forms) -> Result<TensorOptimizer> {
         if !weight.dtype().is_float() {
             bail!(
@@ -90,7 +90,7 @@ impl TensorOptimizer {
         })
     }
 
-    /// Where it is.
+    /// Its device.
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -100,7 +100,7 @@ impl TensorOptimizer {
         &self.sizes
     }
 
-    /// Steps that have changed it.
+    /// Number of steps that have changed it.
     pub fn steps(&self) -> u64 {
         self.matrix.steps()
     }
@@ -110,7 +110,7 @@ impl TensorOptimizer {
         self.matrix.bytes()
     }
 
-    /// A step by a gradient of the weight's sizes. One that is not finite is an error, and changes nothing.
+    /// Makes a step by a gradient of the weight's shape. Fails, and changes nothing, if the gradient is not finite.
     pub fn step(&mut self, gradient: &Tensor, step: &TensorStep) -> Result<Changes> {
         step.settings.check()?;
         if !step.gradient_scale.is_finite() {
@@ -152,7 +152,7 @@ impl TensorOptimizer {
         })
     }
 
-    /// Writes the weight to a contiguous floating tensor of its sizes: the NVFP4 codes alone if `delivered`, else all that is stored.
+    /// Writes the weight to a contiguous floating tensor of its shape: only the NVFP4 codes if `delivered`, else the full stored precision.
     pub fn decode_into(&self, delivered: bool, out: &mut Tensor) -> Result<()> {
         let (rows, cols) = self.matrix.shape();
         mixed::in_order(&self.device, || {
@@ -163,7 +163,7 @@ impl TensorOptimizer {
         })
     }
 
-    /// What is delivered, in host memory: codes `[.., K / 2]`, block scales `[.., K / 16]` and the global scale.
+    /// The delivered weight in host memory: codes `[.., K / 2]`, block scales `[.., K / 16]` and the global scale.
     pub fn delivered(&self) -> Result<(Tensor, Tensor, f32)> {
         let Some((codes, scales)) = self.matrix.delivered(&self.device)? else {
             bail!(
@@ -188,7 +188,7 @@ impl TensorOptimizer {
         ))
     }
 
-    /// Everything that steps go on from, the same bytes on every device.
+    /// The complete state for further steps, the same bytes on every device.
     pub fn save(&self) -> Result<Vec<u8>> {
         let mut state = Vec::new();
         for part in StatePart::ALL {
@@ -215,7 +215,7 @@ impl TensorOptimizer {
         Ok(bytes)
     }
 
-    /// What [`TensorOptimizer::save`] gave, on any device.
+    /// Restores the result of [`TensorOptimizer::save`], on any device.
     pub fn restore(device: &Device, bytes: &[u8]) -> Result<TensorOptimizer> {
         let Some((length, rest)) = bytes
             .strip_prefix(MAGIC)
@@ -308,7 +308,7 @@ mod tests {
         }
     }
 
-    /// In float32 a step is AdamW's, and a state that was saved goes on to the same bits in every form.
+    /// In float32 a step matches AdamW. In every format a saved and restored state continues with the same bits.
     #[test]
     fn steps_are_those_of_adamw_and_go_on_after_a_restart() {
         let device = device();

@@ -1,5 +1,4 @@
-//! Weights prepared on a GPU from tensors in its own memory, without a copy through the host. They are checked like weights
-//! that come from the host.
+//! Prepares weights on a GPU from tensors in its own memory, without a copy through the host. Checks them like weights from the host.
 
 use std::sync::Arc;
 
@@ -14,7 +13,7 @@ use crate::ops::linear::{Linear, check_finite};
 use crate::ops::transfer::in_stream_order_and_wait;
 use crate::tensor::{DType, Tensor, WeightType};
 
-/// The NVFP4 weight `w` `[N, K]`, held in its codes.
+/// Prepares the NVFP4 weight `w` `[N, K]`, stored as its codes.
 pub(super) fn nvfp4(gpu: &Arc<Gpu>, w: &Nvfp4Tensor) -> Result<Linear> {
     in_stream_order_and_wait(gpu, || {
         let operand = Operand::of(gpu, w)?;
@@ -24,7 +23,7 @@ pub(super) fn nvfp4(gpu: &Arc<Gpu>, w: &Nvfp4Tensor) -> Result<Linear> {
     })
 }
 
-/// The NVFP4 weight `w` `[N, K]`, decoded to values of `dtype`.
+/// Prepares the NVFP4 weight `w` `[N, K]`, decoded to values of `dtype`.
 pub(super) fn decoded(gpu: &Arc<Gpu>, w: &Nvfp4Tensor, dtype: DType) -> Result<Linear> {
     let (rows, cols) = w.dims()?;
     in_stream_order_and_wait(gpu, || {
@@ -38,7 +37,7 @@ pub(super) fn decoded(gpu: &Arc<Gpu>, w: &Nvfp4Tensor, dtype: DType) -> Result<L
     })
 }
 
-/// The dense weight `w` `[N, K]`, held in its own type.
+/// Prepares the dense weight `w` `[N, K]`, stored in its own type.
 pub(super) fn dense(gpu: &Arc<Gpu>, w: &Tensor) -> Result<Linear> {
     WeightType::dense(w.dtype())?;
     in_stream_order_and_wait(gpu, || {
@@ -47,7 +46,7 @@ pub(super) fn dense(gpu: &Arc<Gpu>, w: &Tensor) -> Result<Linear> {
     })
 }
 
-/// A weight made of values that are in GPU memory already, once they are known to be finite.
+/// A weight from values already in GPU memory. Fails unless they are finite.
 fn of_values((rows, cols): (usize, usize), dtype: DType, values: DeviceBuffer) -> Result<Linear> {
     let matrix = Matrix::from_values(rows, cols, WeightType::dense(dtype)?, values)?;
     if !cuda::is_finite(matrix.values(), (rows, cols), dtype)? {

@@ -1,4 +1,4 @@
-//! Tensors to NVFP4 and back, and the order of their block scales.
+//! Converts tensors to NVFP4 and back, and changes the layout of their block scales.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::ops::Device;
 use crate::ops::transfer::{in_stream_order, in_stream_order_and_wait};
 use crate::tensor::{DType, Tensor};
 
-/// The sizes of the codes and of the scales of `x` `[.., K]`: codes take its leading dimensions, as do linear scales.
+/// The shapes of the codes and of the scales of `x` `[.., K]`: codes and linear scales keep its leading dimensions.
 pub fn quantized_sizes(x: &Tensor, layout: ScaleLayout) -> Result<[Vec<usize>; 2]> {
     let (rows, cols) = float_input(x, "the input")?;
     if cols == 0 || !cols.is_multiple_of(BLOCK) {
@@ -36,8 +36,8 @@ pub fn quantized_sizes(x: &Tensor, layout: ScaleLayout) -> Result<[Vec<usize>; 2
     Ok([x.shape().with_last(cols / 2), scales])
 }
 
-/// Quantizes `x` `[.., K]` along K, where it is: in host memory with the processor, or in a GPU's memory there. For the sizes
-/// see [`quantized_sizes`].
+/// Quantizes `x` `[.., K]` along K on the device that holds it: the CPU for host memory, the GPU for its memory. For the shapes see
+/// [`quantized_sizes`].
 pub fn quantize(
     device: &Device,
     x: &Tensor,
@@ -56,8 +56,8 @@ pub fn quantize(
     })
 }
 
-/// The same into tensors of the caller's, uint8 and float8_e4m3fn, which are where `x` is; gives the global scale. After an
-/// error their contents are unspecified.
+/// Quantizes `x` into the caller's tensors, uint8 and float8_e4m3fn, in the same memory as `x`; returns the global scale. After an error
+/// their contents are unspecified.
 pub fn quantize_into(
     device: &Device,
     x: &Tensor,
@@ -148,13 +148,13 @@ pub(super) fn decode_rows(
     nvfp4::dequantize(&codes, &scales, global, values)
 }
 
-/// The values of `a`, `[.., K]`, in a floating `dtype`, where it is: see [`quantize`]. On a GPU waits until the scales have
+/// The values of `a`, `[.., K]`, in a floating `dtype`, on the device that holds it: see [`quantize`]. On a GPU waits until the scales have
 /// been checked, but not for the values.
 pub fn dequantize(device: &Device, a: &Nvfp4Tensor, dtype: DType) -> Result<Tensor> {
     dequantize_if(device, a, dtype, true)
 }
 
-/// The same for what [`quantize`] has made, whose scales need no check: on a GPU it waits for nothing.
+/// Dequantizes a result of [`quantize`], whose scales need no check: on a GPU it waits for nothing.
 pub(in crate::ops) fn dequantize_own(
     device: &Device,
     a: &Nvfp4Tensor,
@@ -197,7 +197,7 @@ fn scale_bytes(scales: &Tensor) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Row-major scales `[rows, K / 16]` in swizzled order, where they are.
+/// Converts row-major scales `[rows, K / 16]` to the swizzled layout, on the device that holds them.
 pub fn swizzle_scales(scales: &Tensor) -> Result<Tensor> {
     if let Some(ordinal) = scales.place().cuda() {
         return swizzle_on(&Gpu::open(ordinal)?, scales);
@@ -206,7 +206,7 @@ pub fn swizzle_scales(scales: &Tensor) -> Result<Tensor> {
     from_bytes(&swizzle::swizzle(&scale_bytes(scales)?, rows, blocks)?)
 }
 
-/// Swizzled scales in row-major order, `[rows, blocks]`, where they are.
+/// Converts swizzled scales to row-major `[rows, blocks]`, on the device that holds them.
 pub fn unswizzle_scales(scales: &Tensor, rows: usize, blocks: usize) -> Result<Tensor> {
     if let Some(ordinal) = scales.place().cuda() {
         return unswizzle_on(&Gpu::open(ordinal)?, scales, rows, blocks);
@@ -222,7 +222,7 @@ fn buffer(gpu: &Arc<Gpu>, sizes: &[usize]) -> Result<DeviceBuffer> {
     DeviceBuffer::uninit(gpu, Tag::DeviceTensor, product("a tensor", sizes)?)
 }
 
-/// Quantizes `x` `[.., K]` in the memory of `gpu`; see [`quantize_into`], which has checked the results' sizes.
+/// Quantizes `x` `[.., K]` in the memory of `gpu`; see [`quantize_into`], which has checked the shapes of the results.
 fn quantize_on(
     gpu: &Arc<Gpu>,
     x: &Tensor,
@@ -240,7 +240,7 @@ fn quantize_on(
         cuda::quantize(gpu, x, options, None, swizzled, codes, scales)
     };
     match options.levels {
-        // The global scale is waited for.
+        // The host needs the global scale, so this waits for it.
         Levels::Two => in_stream_order_and_wait(gpu, work),
         Levels::Single | Levels::Legacy => in_stream_order(gpu, work),
     }
@@ -265,7 +265,7 @@ fn dequantize_on(gpu: &Arc<Gpu>, a: &Nvfp4Tensor, dtype: DType, check: bool) -> 
     })
 }
 
-/// Row-major scales in the memory of `gpu` in swizzled order.
+/// Converts row-major scales in the memory of `gpu` to the swizzled layout.
 fn swizzle_on(gpu: &Arc<Gpu>, scales: &Tensor) -> Result<Tensor> {
     let (rows, blocks) = scales.shape().matrix();
     let len = swizzle::len(rows, blocks)?;
@@ -276,7 +276,7 @@ fn swizzle_on(gpu: &Arc<Gpu>, scales: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// Swizzled scales in the memory of `gpu` in row-major order.
+/// Converts swizzled scales in the memory of `gpu` to row-major.
 fn unswizzle_on(gpu: &Arc<Gpu>, scales: &Tensor, rows: usize, blocks: usize) -> Result<Tensor> {
     in_stream_order(gpu, || {
         let out = buffer(gpu, &[rows, blocks])?;

@@ -1,4 +1,4 @@
-//! A tensor in NVFP4 as the tensors that make it up, and the checks on operands and results that every operation shares.
+//! NVFP4 tensors, represented by their part tensors, and the checks on operands and results that every operation shares.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -12,16 +12,16 @@ use crate::format::swizzle::{self, ScaleLayout};
 use crate::ops::Device;
 use crate::tensor::{DType, Shape, Tensor};
 
-/// A tensor in NVFP4, its parts as tensors.
+/// An NVFP4 tensor, represented by its parts.
 #[derive(Clone, Debug)]
 pub struct Nvfp4Tensor {
     /// Packed codes `[.., K / 2]`, uint8.
     pub codes: Tensor,
-    /// Block scales, `float8_e4m3fn`, or as uint8 from hosts that have no such type.
+    /// Block scales, `float8_e4m3fn`, or uint8 from hosts without that type.
     pub scales: Tensor,
     /// The global scale.
     pub global: f32,
-    /// How `scales` are ordered.
+    /// Layout of `scales`.
     pub layout: ScaleLayout,
 }
 
@@ -78,12 +78,12 @@ impl Nvfp4Tensor {
         Ok((rows, cols))
     }
 
-    /// The CUDA device whose memory both parts are in; nothing if they are in host memory.
+    /// The CUDA device that holds both parts; `None` for host memory.
     pub(super) fn cuda(&self) -> Result<Option<usize>> {
         one_place(&[("codes", &self.codes), ("scales", &self.scales)])
     }
 
-    /// A reader of row ranges: codes, and scales in row-major order.
+    /// A reader of row ranges that gives codes, and scales in row-major order.
     // A closure's type can only be spelled where it is returned.
     #[allow(clippy::type_complexity)]
     pub(super) fn reader(
@@ -115,7 +115,7 @@ impl Nvfp4Tensor {
     }
 }
 
-/// The bytes of a tensor in host memory in row-major order: its own, or a copy where it has gaps or is transposed.
+/// The row-major bytes of a tensor in host memory: borrowed, or a copy if it is not contiguous.
 pub(super) fn row_major(x: &Tensor) -> Result<Cow<'_, [u8]>> {
     Ok(match x.as_bytes() {
         Some(bytes) => Cow::Borrowed(bytes),
@@ -127,7 +127,7 @@ pub(super) fn row_major(x: &Tensor) -> Result<Cow<'_, [u8]>> {
     })
 }
 
-/// Rows and K of `x`, which must be of a floating type and no scalar; `what` names it in errors.
+/// Rows and K of `x`, which must be of a floating type and not a scalar; `what` names it in errors.
 pub(super) fn float_input(x: &Tensor, what: &str) -> Result<(usize, usize)> {
     if !x.dtype().is_float() {
         bail!(
@@ -145,7 +145,7 @@ pub(super) fn float_input(x: &Tensor, what: &str) -> Result<(usize, usize)> {
     Ok(x.shape().matrix())
 }
 
-/// Refuses tensors that are not all in host memory, or all in the memory of one CUDA device. Gives that device.
+/// Fails unless all tensors are in host memory, or all in the memory of one CUDA device. Returns that device.
 pub fn one_place(tensors: &[(&str, &Tensor)]) -> Result<Option<usize>> {
     let mut all = tensors.iter().map(|(name, t)| (name, t.place()));
     let Some((first, place)) = all.next() else {
@@ -162,7 +162,7 @@ pub fn one_place(tensors: &[(&str, &Tensor)]) -> Result<Option<usize>> {
     Ok(place.cuda())
 }
 
-/// The device that computes with a tensor where it is; `processor` gives the one for host memory.
+/// The device that computes on a tensor in place; `processor` gives the device for host memory.
 pub fn device_of(tensor: &Tensor, processor: impl FnOnce() -> Result<Device>) -> Result<Device> {
     match tensor.place().cuda() {
         None => processor(),
@@ -170,7 +170,7 @@ pub fn device_of(tensor: &Tensor, processor: impl FnOnce() -> Result<Device>) ->
     }
 }
 
-/// A new tensor on `device` for a result that fills it. Its contents are unspecified until then.
+/// A new tensor on `device` for a result. Its contents are unspecified until the result is written.
 pub fn new_result(device: &Device, sizes: &[usize], dtype: DType) -> Result<Tensor> {
     match device {
         Device::Cpu(_) => Tensor::zeros(sizes, dtype),
@@ -182,7 +182,7 @@ pub fn new_result(device: &Device, sizes: &[usize], dtype: DType) -> Result<Tens
     }
 }
 
-/// Refuses a tensor that a result of these sizes and this type cannot be written to.
+/// Fails unless the tensor can take a result of this shape and type.
 pub(super) fn check_result(
     name: &str,
     result: &Tensor,

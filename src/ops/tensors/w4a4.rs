@@ -1,5 +1,5 @@
-//! W4A4 products on a GPU: of host memory, which is uploaded as it is, and of tensors in the GPU's memory, whose result is
-//! there too.
+//! W4A4 products on a GPU: from host memory, uploaded without conversion, and from tensors in the GPU's memory, with the result in that
+//! memory.
 
 use std::sync::Arc;
 
@@ -50,8 +50,8 @@ impl Operand<'static> {
 }
 
 impl<'a> Operand<'a> {
-    /// A matrix in the memory of `gpu`: its own memory if that is contiguous and aligned as kernels need it, else a copy. Its
-    /// scales are not checked yet.
+    /// A matrix in the memory of `gpu`: borrowed if it is contiguous and aligned for the kernels, else a copy. Its scales are not checked
+    /// yet.
     pub(super) fn of(gpu: &'a Arc<Gpu>, x: &'a Nvfp4Tensor) -> Result<Operand<'a>> {
         let (rows, k) = x.dims()?;
         let [codes, scales] = cuda::Operand::ALIGNMENT;
@@ -77,7 +77,7 @@ impl<'a> Operand<'a> {
     }
 }
 
-/// Refuses bytes that are not block scales, which kernels do not handle; the padding of swizzled scales may hold anything.
+/// Fails on bytes that are not valid block scales, which kernels do not handle. The padding of swizzled scales may hold anything.
 fn check_scales(scales: &[u8], layout: ScaleLayout, rows: usize, blocks: usize) -> Result<()> {
     let wanted = layout.len(rows, blocks)?;
     if scales.len() != wanted {
@@ -114,7 +114,7 @@ pub(in crate::ops) fn on_gpu(
     Ok(out)
 }
 
-/// The same of tensors in the memory of `gpu`, into one there; see [`super::scaled_mm_into`].
+/// The W4A4 product of tensors in the memory of `gpu`, into a tensor there; see [`super::scaled_mm_into`].
 pub(super) fn in_place(
     gpu: &Arc<Gpu>,
     a: &Nvfp4Tensor,

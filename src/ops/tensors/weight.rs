@@ -1,4 +1,4 @@
-//! Weights prepared for products from tensors: NVFP4 and NF4 for the backend that was chosen, and dense ones.
+//! Prepares weights for products from tensors: NVFP4 and NF4 for the chosen backend, and dense ones.
 
 use super::nf4::Nf4Tensor;
 use super::prepare;
@@ -11,7 +11,7 @@ use crate::ops::backend::Backend;
 use crate::ops::linear::Linear;
 use crate::tensor::{DType, Tensor};
 
-/// Prepares the NVFP4 weight `w` `[N, K]` for products on `device`: from host memory, or on a GPU from its own memory too.
+/// Prepares the NVFP4 weight `w` `[N, K]` for products on `device`. `w` is in host memory, or in the memory of that GPU.
 pub fn weight(device: &Device, w: &Nvfp4Tensor) -> Result<Linear> {
     let (rows, cols) = w.dims()?;
     if let (Device::Cuda(gpu), Some(_)) = (device, w.cuda()?) {
@@ -23,7 +23,7 @@ pub fn weight(device: &Device, w: &Nvfp4Tensor) -> Result<Linear> {
     })
 }
 
-/// Prepares the NVFP4 weight `w` `[N, K]` for `backend`; where that decodes, the values are held as `dense`.
+/// Prepares the NVFP4 weight `w` `[N, K]` for `backend`; a backend that decodes it stores the values as `dense`.
 pub fn weight_for(
     device: &Device,
     w: &Nvfp4Tensor,
@@ -46,7 +46,7 @@ pub fn weight_for(
     }
 }
 
-/// Prepares the NF4 weight `w` `[rows, cols]` for `backend`; where that decodes, the values are held as `dense`.
+/// Prepares the NF4 weight `w` `[rows, cols]` for `backend`; a backend that decodes it stores the values as `dense`.
 pub fn nf4_weight_for(
     device: &Device,
     w: &Nf4Tensor,
@@ -70,7 +70,8 @@ pub fn nf4_weight_for(
     }
 }
 
-/// Prepares the dense weight `w` `[N, K]`, held in its own type (float64 as float32), from where [`weight`] takes its own.
+/// Prepares the dense weight `w` `[N, K]`, stored in its own type (float64 as float32). `w` is in host memory, or in the memory of that
+/// GPU.
 pub fn dense_weight(device: &Device, w: &Tensor) -> Result<Linear> {
     let (rows, cols) = float_input(w, "the weight")?;
     if let (Device::Cuda(gpu), Some(_)) = (device, w.place().cuda()) {

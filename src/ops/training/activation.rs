@@ -1,4 +1,4 @@
-//! Gated linear units whose gate and input are one product, `[T, 2 width]`.
+//! Gated linear units over the output of a fused gate-up GEMM, `[T, 2 width]`.
 
 use super::super::activation::Activation;
 use super::super::{Device, Mixed, Slice, SliceMut};
@@ -6,7 +6,7 @@ use crate::base::Result;
 use crate::cpu::Cpu;
 use crate::cuda::training as cuda;
 
-/// `act(gate) * up` of rows `[gate, up]`, each of `width`, to `y` `[T, width]`.
+/// `act(gate) * up` of rows `[gate, up]`, each half `width` wide, to `y` `[T, width]`.
 pub fn glu(
     device: &Device,
     activation: Activation,
@@ -27,8 +27,8 @@ pub fn glu(
     }
 }
 
-/// Makes `gate_up` its gradients, and `dy`, which holds the gradients of the results of [`glu`], the results again: what the gradient of
-/// the product that follows takes.
+/// In place: `gate_up` becomes its gradient, and `dy`, the gradient of the output of [`glu`], becomes the recomputed output, which the
+/// weight gradient of the next GEMM needs.
 pub fn glu_backward(
     device: &Device,
     activation: Activation,

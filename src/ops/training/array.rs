@@ -1,4 +1,4 @@
-//! Sums, factors and conversions of arrays.
+//! Elementwise and column operations on arrays of training: sums, scaling, conversion.
 
 use std::ops::Range;
 
@@ -46,7 +46,7 @@ pub fn clear(device: &Device, x: SliceMut<'_, Mixed>) -> Result<()> {
     }
 }
 
-/// Rounds f32 to `out`.
+/// Converts f32 to `out`, rounding to its type.
 pub fn convert(device: &Device, x: Slice<'_>, out: SliceMut<'_, Mixed>) -> Result<()> {
     match device {
         Device::Cpu(_) => SliceMut::<f32>::Host(out.host()?).copy_from(x),
@@ -54,7 +54,7 @@ pub fn convert(device: &Device, x: Slice<'_>, out: SliceMut<'_, Mixed>) -> Resul
     }
 }
 
-/// Makes `out` `[rows, n]` the columns from `first` on of `x` `[rows, width]`.
+/// Copies the columns of `x` `[rows, width]` from `first` on to `out` `[rows, n]`.
 pub fn copy_columns(
     device: &Device,
     x: Slice<'_, Mixed>,
@@ -99,7 +99,7 @@ pub fn add_columns(
     }
 }
 
-/// The columns of `len` elements in rows of `width` that `part` elements from `first` on are.
+/// The column range that `part` elements, from column `first` on, occupy in `len` elements of rows of `width`.
 fn columns_of(len: usize, width: usize, first: usize, part: usize) -> Result<Range<usize>> {
     let rows = len / width.max(1);
     let n = part / rows.max(1);

@@ -1,4 +1,4 @@
-//! Causal grouped-query attention of rows in which documents follow each other; probabilities are never stored (Dao, arXiv 2307.08691).
+//! Causal grouped-query attention over packed documents; probabilities are never stored (Dao, arXiv 2307.08691).
 
 use super::super::{Array, Device, Mixed, Slice, SliceMut};
 use super::{scratch, upload};
@@ -9,7 +9,7 @@ use crate::cuda::training as cuda;
 
 pub use crate::cpu::training::PackedAttention;
 
-/// Where the document of each row lies, in the memory of a device.
+/// The bounds of each row's document, in the memory of a device.
 #[derive(Debug)]
 pub struct Documents {
     starts: Array<u32>,
@@ -17,7 +17,7 @@ pub struct Documents {
 }
 
 impl Documents {
-    /// Documents of these lengths, one after another; none is empty.
+    /// Consecutive documents of these lengths, none empty.
     pub fn new(device: &Device, lengths: &[usize]) -> Result<Documents> {
         let (mut starts, mut ends) = (Vec::new(), Vec::new());
         for &length in lengths {
@@ -37,7 +37,7 @@ impl Documents {
         })
     }
 
-    /// Rows of all documents.
+    /// Total rows of all documents.
     pub fn rows(&self) -> usize {
         self.starts.len()
     }
@@ -63,8 +63,8 @@ fn on_gpu<'a>(options: &PackedAttention, documents: &'a Documents) -> Result<cud
     })
 }
 
-/// Attention of `qkv`, whose heads are normalized and rotated, to `out` `[T, heads * dim]`; `lse` becomes the natural logarithms of the
-/// sums of exponentials of each row and head.
+/// Attention of `qkv`, whose heads are normalized and rotated, to `out` `[T, heads * dim]`. `lse` receives the log-sum-exp (natural
+/// logarithm) of each row and head.
 pub fn attention(
     device: &Device,
     options: &PackedAttention,
@@ -85,7 +85,7 @@ pub fn attention(
     }
 }
 
-/// The backward pass of [`attention`]: makes `dqkv` the gradients of `qkv` from those of the results, `dout`.
+/// Backward of [`attention`]: computes `dqkv`, the gradient of `qkv`, from `dout`, the gradient of the output.
 pub fn attention_backward(
     device: &Device,
     options: &PackedAttention,

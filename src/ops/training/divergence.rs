@@ -1,5 +1,5 @@
-//! The loss of a student against its teacher: the divergence of its next-token distribution, mixed with the cross-entropy of labels, of
-//! heads that are computed in the same chunks of the vocabulary. All chunks are seen once for the loss, and once more for the gradients.
+//! Distillation loss of a student against its teacher: the KL divergence of the next-token distributions, mixed with the cross-entropy of
+//! labels. Both heads are computed in the same chunks of the vocabulary, once for the loss and again for the gradients.
 
 use super::super::{Array, Device, Mixed, Slice, SliceMut};
 use super::loss::{Chunk, Targets};
@@ -11,10 +11,10 @@ use crate::cuda::training as cuda;
 /// Weights of the terms of a student's loss.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Mixture {
-    /// Divides both models' logits. The divergence is multiplied by its square, which keeps the size of gradients (Hinton et al.,
-    /// arXiv 1503.02531).
+    /// Divides both models' logits. The divergence is multiplied by its square, which preserves the size of gradients (Hinton et al., arXiv
+    /// 1503.02531).
     pub temperature: f32,
-    /// The share of the labels' cross-entropy in the loss.
+    /// Share of the labels' cross-entropy in the loss.
     pub label_share: f32,
 }
 
@@ -39,7 +39,7 @@ pub struct Totals {
     pub divergence: f64,
 }
 
-/// Results of one row, in nats, with both models' logits as they are (a temperature of 1).
+/// Results of one row, in nats, at temperature 1.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RowDivergence {
     /// KL(teacher || student).
@@ -52,12 +52,12 @@ pub struct RowDivergence {
     pub teacher: f64,
 }
 
-/// A teacher's logits of a chunk, `[T, width]`.
+/// A chunk of a teacher's logits, `[T, width]`.
 #[derive(Clone, Copy, Debug)]
 pub struct TeacherLogits<'a> {
     /// The logits.
     pub values: Slice<'a>,
-    /// Bounds them softly: `cap * tanh(logit / cap)`.
+    /// Soft cap of the logits: `cap * tanh(logit / cap)`.
     pub cap: Option<f32>,
 }
 
@@ -69,7 +69,7 @@ struct OnGpu {
     begun: bool,
 }
 
-/// The loss of rows, while chunks of both models' logits come by.
+/// The loss of rows, accumulated over chunks of both models' logits.
 #[derive(Debug)]
 pub struct Divergence {
     mixture: Mixture,
@@ -80,7 +80,7 @@ pub struct Divergence {
 }
 
 impl Divergence {
-    /// Bytes of the working memory of `rows` rows on a device; that of the CPU is small beside a row's logits, and is not counted.
+    /// Bytes of working memory for `rows` rows on a device. Working memory on the CPU is small beside a row's logits, and is not counted.
     pub fn bytes(device: &Device, rows: usize) -> usize {
         let floats = cuda::DIVERGENCE_FOUND + cuda::DIVERGENCE_SUMS;
         if device.is_cuda() {
@@ -90,7 +90,7 @@ impl Divergence {
         }
     }
 
-    /// A loss of `rows` rows, before the first chunk.
+    /// The loss of `rows` rows, before the first chunk.
     pub fn new(device: &Device, rows: usize, mixture: Mixture) -> Result<Divergence> {
         let on_gpu = match device {
             Device::Cpu(_) => None,
@@ -131,7 +131,7 @@ impl Divergence {
         })
     }
 
-    /// Takes a chunk's logits `[T, width]` into account.
+    /// Accumulates a chunk's logits `[T, width]`.
     pub fn add(
         &mut self,
         device: &Device,
@@ -194,8 +194,7 @@ impl Divergence {
         Ok(totals)
     }
 
-    /// After the last chunk: the results of each row, by a temperature of 1. Rows without a label have unspecified values. Waits for a
-    /// GPU.
+    /// After the last chunk: the results of each row at temperature 1. Rows without a label have unspecified values. Waits for a GPU.
     pub fn rows(&self) -> Result<Vec<RowDivergence>> {
         let found = match &self.on_gpu {
             None => self.rows.clone(),
@@ -243,7 +242,7 @@ impl Divergence {
     }
 }
 
-/// The sums of a row in the kernel's order.
+/// Converts the sums of a row from the kernel's order.
 fn of_kernel(row: &[f32]) -> Row {
     Row {
         largest: row[0],
@@ -308,7 +307,7 @@ mod tests {
         (0..ROWS).map(of_row).sum()
     }
 
-    /// Against differences of the loss in f64.
+    /// Compares with finite differences of the loss in f64.
     #[test]
     fn gradients_are_differences_of_the_loss() {
         let device = Device::cpu(Some(2)).unwrap();

@@ -1,23 +1,23 @@
-//! The gradient of an embedding: rows of the residual stream's gradient, added up by token.
+//! The gradient of an embedding: rows of the residual stream's gradient, summed by token.
 
 use super::super::{Array, Device, Mixed, Slice, SliceMut};
 use super::upload;
 use crate::base::Result;
 use crate::cuda::training as cuda;
 
-/// The rows of a batch in the order of their tokens.
+/// The rows of a batch grouped by token.
 #[derive(Debug)]
 pub struct RowsByToken {
-    /// The tokens that occur, rising.
+    /// The distinct tokens, ascending.
     tokens: Array<u32>,
-    /// Where each token's rows begin in `rows`, and where the last one's end.
+    /// Index in `rows` of the first row of each token, and the end of the last one.
     offsets: Array<u32>,
-    /// Rows, by token, and rising.
+    /// Row indices, grouped by token, ascending within each group.
     rows: Array<u32>,
 }
 
 impl RowsByToken {
-    /// Of rows of these tokens.
+    /// Groups the rows of these tokens.
     pub fn new(device: &Device, tokens: &[u32]) -> Result<RowsByToken> {
         let mut order: Vec<u32> = (0..tokens.len() as u32).collect();
         order.sort_by_key(|&row| tokens[row as usize]);
@@ -37,8 +37,8 @@ impl RowsByToken {
         })
     }
 
-    /// Adds `scale` times the rows of `dx` `[T, width]` to the rows of their tokens in `gradients`, which are those of the tokens from
-    /// `first` on.
+    /// Adds `scale` times the rows of `dx` `[T, width]` to the rows of their tokens in `gradients`, whose first row belongs to token
+    /// `first`.
     pub fn add(
         &self,
         device: &Device,

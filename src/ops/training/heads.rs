@@ -1,4 +1,4 @@
-//! From projected queries, keys and values, `[T, (heads + 2 kv_heads) * dim]`, to those that attend: norm and RoPE of each head.
+//! Norm and RoPE of each head of projected queries, keys and values, `[T, (heads + 2 kv_heads) * dim]`, before attention.
 
 use super::super::rope::Angles;
 use super::super::{Device, Mixed, Slice, SliceMut};
@@ -7,7 +7,7 @@ use crate::base::Result;
 use crate::cpu::training::Heads;
 use crate::cuda::training as cuda;
 
-/// How heads are normalized and rotated.
+/// Norm and RoPE settings of heads.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadOptions<'a> {
     /// Query heads.
@@ -18,7 +18,7 @@ pub struct HeadOptions<'a> {
     pub dim: usize,
     /// The weights of the norms of queries and keys, `[dim]`.
     pub norms: [Option<Slice<'a>>; 2],
-    /// Added to the mean square.
+    /// Epsilon, added to the mean square.
     pub eps: f32,
     /// The rotation of each row.
     pub angles: &'a Angles,
@@ -57,7 +57,7 @@ impl<'a> HeadOptions<'a> {
     }
 }
 
-/// Normalizes and rotates the heads of `qkv` to `out`; values are copied.
+/// Normalizes and rotates the heads of `qkv` into `out`; values are copied unchanged.
 pub fn heads(
     device: &Device,
     options: &HeadOptions<'_>,
@@ -70,7 +70,7 @@ pub fn heads(
     }
 }
 
-/// Makes `dqkv`, which holds the gradients of the results of [`heads`], those of `qkv`, and adds to the gradients of the norms.
+/// In place: `dqkv`, the gradient of the output of [`heads`], becomes the gradient of `qkv`. Adds to the gradients of the norms.
 pub fn heads_backward(
     device: &Device,
     options: &HeadOptions<'_>,

@@ -1,4 +1,4 @@
-//! Second moments of the inputs of products, in blocks of 16: see [`crate::format::input_moments`].
+//! Second moments of the inputs of GEMMs, in blocks of 16: see [`crate::format::input_moments`].
 
 use super::super::{Array, Device, Mixed, Slice};
 use super::optimizer::{floats_of, put_floats};
@@ -9,14 +9,14 @@ use crate::format::nvfp4::BLOCK;
 
 pub use crate::format::input_moments::{BlockMoments, MOMENTS};
 
-/// Sums of the products of inputs, in f32.
+/// Sums of products of inputs, in f32.
 #[derive(Debug)]
 pub struct InputMoments {
     sums: Array,
 }
 
 impl InputMoments {
-    /// Sums of zero, for rows of `cols` inputs.
+    /// Zero sums, for rows of `cols` inputs.
     pub fn new(device: &Device, cols: usize) -> Result<InputMoments> {
         if cols == 0 || !cols.is_multiple_of(BLOCK) {
             bail!(
@@ -29,7 +29,7 @@ impl InputMoments {
         })
     }
 
-    /// Adds the rows `x` `[rows, cols]`, in their order.
+    /// Adds the rows `x` `[rows, cols]`, in order.
     pub fn add(&mut self, device: &Device, x: Slice<'_, Mixed>) -> Result<()> {
         let cols = self.sums.len() / BLOCK;
         if !x.len().is_multiple_of(cols) {
@@ -42,7 +42,7 @@ impl InputMoments {
         }
     }
 
-    /// Bytes of them, for so many inputs.
+    /// Bytes of the sums for `cols` inputs.
     pub const fn bytes_of(cols: usize) -> usize {
         size_of::<f32>() * cols * BLOCK
     }
@@ -52,17 +52,17 @@ impl InputMoments {
         self.sums.len() * size_of::<f32>()
     }
 
-    /// The sums as they are, little-endian.
+    /// The unprocessed sums, little-endian.
     pub fn read_state(&self) -> Result<Vec<u8>> {
         floats_of(&self.sums)
     }
 
-    /// Restores what [`InputMoments::read_state`] gave.
+    /// Restores the result of [`InputMoments::read_state`].
     pub fn write_state(&mut self, bytes: &[u8]) -> Result<()> {
         put_floats(&mut self.sums, bytes)
     }
 
-    /// The sums, fit to choose scales by.
+    /// The damped sums, from which block scales can be chosen.
     pub fn read(&self) -> Result<Vec<BlockMoments>> {
         let mut sums = vec![[0.0; MOMENTS]; self.sums.len() / MOMENTS];
         self.sums.all().read(sums.as_flattened_mut())?;

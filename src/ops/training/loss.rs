@@ -1,5 +1,5 @@
-//! Cross-entropy of a head that is computed in chunks of the vocabulary. All chunks are seen once for the loss, and once more for the
-//! gradients of their logits, so that a chunk's logits are all that is ever held.
+//! Cross-entropy of a head that is computed in chunks of the vocabulary. Each chunk is computed once for the loss and again for the
+//! gradients of its logits, so that only one chunk's logits are held at a time.
 
 use super::super::{Array, Device, Mixed, Slice, SliceMut};
 use super::scratch;
@@ -8,17 +8,17 @@ use crate::base::error::bail;
 use crate::cpu::training::{CrossEntropy, HeadColumns};
 use crate::cuda::training as cuda;
 
-/// What rows should predict.
+/// Labels of rows, and their weights in the loss.
 #[derive(Debug)]
 pub struct Targets {
-    /// The token that each row should predict; negative where none counts.
+    /// The label of each row; negative for a row without one.
     labels: Array<i32>,
-    /// What each row's loss is multiplied by.
+    /// Factor of each row's loss.
     weights: Array,
 }
 
 impl Targets {
-    /// Of rows with these labels and weights.
+    /// Targets of rows with these labels and weights.
     pub fn new(device: &Device, labels: &[i32], weights: &[f32]) -> Result<Targets> {
         if labels.len() != weights.len() {
             bail!(
@@ -55,14 +55,14 @@ impl Targets {
     }
 }
 
-/// Some columns of a head.
+/// A chunk of the vocabulary.
 #[derive(Clone, Copy, Debug)]
 pub struct Chunk {
-    /// The token of the first.
+    /// Its first token.
     pub first: usize,
-    /// How many there are.
+    /// Number of tokens.
     pub width: usize,
-    /// Bounds logits softly: `cap * tanh(logit / cap)`.
+    /// Soft cap of the logits: `cap * tanh(logit / cap)`.
     pub cap: Option<f32>,
 }
 
@@ -77,7 +77,7 @@ impl Chunk {
     }
 }
 
-/// What a GPU knows of rows after some chunks.
+/// Running state of rows on a GPU.
 #[derive(Debug)]
 struct OnGpu {
     largest: Array,
@@ -87,24 +87,24 @@ struct OnGpu {
     begun: bool,
 }
 
-/// The loss of rows, while chunks of their logits come by.
+/// The loss of rows, accumulated over chunks of their logits.
 #[derive(Debug)]
 pub struct Loss {
-    /// Of the CPU.
+    /// Running state of rows on the CPU.
     rows: Vec<CrossEntropy>,
     on_gpu: Option<OnGpu>,
-    /// The logarithm of each row's sum of exponentials.
+    /// The log-sum-exp of each row.
     lse: Array,
 }
 
 impl Loss {
-    /// Bytes of the working memory of `rows` rows.
+    /// Bytes of working memory for `rows` rows.
     pub fn bytes(device: &Device, rows: usize) -> usize {
         let arrays = if device.is_cuda() { 5 } else { 1 };
         arrays * size_of::<f32>() * rows
     }
 
-    /// Of `rows` rows, before the first chunk.
+    /// The loss of `rows` rows, before the first chunk.
     pub fn new(device: &Device, rows: usize) -> Result<Loss> {
         let on_gpu = match device {
             Device::Cpu(_) => None,
@@ -138,7 +138,7 @@ impl Loss {
         })
     }
 
-    /// Takes a chunk's logits `[T, width]` into account.
+    /// Accumulates a chunk's logits `[T, width]`.
     pub fn add(
         &mut self,
         device: &Device,
@@ -202,7 +202,7 @@ impl Loss {
     }
 }
 
-/// `weight * sum |h - target|`, and its gradients by `h`, `weight * sign(h - target)`, to `d`, of arrays of one size.
+/// `weight * sum |h - target|`; writes its gradient by `h`, `weight * sign(h - target)`, to `d`. All arrays have the same size.
 pub fn l1(
     device: &Device,
     h: Slice<'_, Mixed>,

@@ -1,4 +1,4 @@
-//! Products of plain matrices.
+//! GEMMs of plain matrices.
 
 use super::super::{Device, Element, Mixed, Slice, SliceMut};
 use crate::base::Result;
@@ -6,7 +6,7 @@ use crate::cuda::training as cuda;
 
 pub use crate::tensor::product::{Form, Sizes};
 
-/// Bytes that a product takes beside its operands, while it runs.
+/// Bytes of workspace while a GEMM runs.
 pub fn workspace(device: &Device) -> usize {
     match device {
         Device::Cpu(_) => 0,
@@ -14,7 +14,8 @@ pub fn workspace(device: &Device) -> usize {
     }
 }
 
-/// The product of `a` and `b`, as `form` says, to `out` `[m, n]`, or added to it: sums in f32, rounded once on a GPU unless `out` is f32.
+/// The product of `a` and `b`, transposed as `form` says, written or added to `out` `[m, n]`. Accumulates in f32 and rounds once on a GPU
+/// unless `out` is f32.
 pub fn matmul<E: Element<Host = f32>>(
     device: &Device,
     form: Form,
@@ -30,8 +31,8 @@ pub fn matmul<E: Element<Host = f32>>(
     }
 }
 
-/// Adds the Gram matrix of the columns of `x` `[rows, cols]`, `x^T x`, to `out` `[cols, cols]` in f32: the elements on its diagonal and above;
-/// what is below says nothing.
+/// Adds the Gram matrix `x^T x` of `x` `[rows, cols]` to `out` `[cols, cols]` in f32, on and above the diagonal; elements below it are
+/// unspecified.
 pub fn gram(device: &Device, x: Slice<'_, Mixed>, cols: usize, out: SliceMut<'_>) -> Result<()> {
     match device {
         Device::Cpu(cpu) => cpu.gram(x.host()?, cols, out.host()?),

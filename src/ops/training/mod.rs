@@ -1,5 +1,5 @@
-//! The operations of training, forward beside backward, on arrays in [`Mixed`] precision: matrix products in three forms, norms, heads,
-//! attention of packed documents, gated units, the losses, the embedding, rows of experts, operands in NVFP4, and the optimizer.
+//! Training operations, forward and backward, on arrays in [`Mixed`] precision: GEMMs in three forms, norms, heads, attention over packed
+//! documents, gated units, losses, embedding, expert rows, NVFP4 operands, and the optimizer.
 
 pub mod activation;
 pub mod array;
@@ -18,19 +18,19 @@ pub mod statistics;
 use super::{Array, Device, Mixed, Slice};
 use crate::base::Result;
 
-/// Working memory of an operation on a GPU, which goes when what was enqueued with it has run.
+/// Working memory of an operation on a GPU, freed after the work enqueued with it has run.
 fn scratch(device: &Device, len: usize) -> Result<Array> {
     Array::scratch(device, len)
 }
 
-/// The same values on a device.
+/// Copies values to a device.
 pub(super) fn upload<E: super::Element>(device: &Device, values: &[E::Host]) -> Result<Array<E>> {
     let mut array = Array::scratch(device, values.len())?;
     array.all_mut().copy_from(Slice::Host(values))?;
     Ok(array)
 }
 
-/// An array's memory on a GPU.
+/// Memory of an array on a GPU.
 type GpuSlice<'a> = crate::cuda::DeviceSlice<'a>;
 
 fn gpu<'a>(x: Option<Slice<'a>>) -> Result<Option<GpuSlice<'a>>> {

@@ -6,7 +6,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::training as cuda;
 
-/// Normalizes rows of `x`, as long as `weight`, to `out`.
+/// Normalizes rows of `x`, each as long as `weight`, into `out`.
 pub fn rms_norm(
     device: &Device,
     x: Slice<'_, Mixed>,
@@ -27,8 +27,7 @@ pub fn rms_norm(
     }
 }
 
-/// Makes `dx`, which holds the gradients of the results of [`rms_norm`], those of `x`, plus `residual` if there is one; adds to
-/// `dweight`.
+/// In place: `dx`, the gradient of the output of [`rms_norm`], becomes the gradient of `x`, plus `residual` if given. Adds to `dweight`.
 pub fn rms_norm_backward(
     device: &Device,
     x: Slice<'_, Mixed>,

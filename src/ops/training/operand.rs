@@ -1,4 +1,4 @@
-//! Operands of products in NVFP4, rounded to the format and back: see [`crate::format::operand`]. Rows of tables in int8, likewise: see
+//! Rounds operands of GEMMs to NVFP4 and back: see [`crate::format::operand`]. Rounds rows of tables to int8 likewise: see
 //! [`crate::format::int8`].
 
 use super::super::{Device, Mixed, Slice, SliceMut};
@@ -9,8 +9,8 @@ use crate::cuda::training as cuda;
 
 pub use crate::format::operand::{OperandRounding, ROTATED, ScaleRule};
 
-/// Rounds `x` `[rows, width]` in blocks of 16 along rows, each row with a global scale, to `out` of the same size. Rows with a value that is
-/// not finite become NaN.
+/// Rounds `x` `[rows, width]` to NVFP4 in blocks of 16 along rows, each row with its own global scale, to `out` of the same size. A row
+/// with a value that is not finite becomes NaN.
 pub fn round_rows(
     device: &Device,
     x: Slice<'_, Mixed>,
@@ -25,7 +25,7 @@ pub fn round_rows(
     }
 }
 
-/// Rounds the rows of `x` `[rows, width]` to int8 in place, each under its own scale. Rows with a value that is not finite become NaN.
+/// Rounds the rows of `x` `[rows, width]` to int8 in place, each with its own scale. A row with a value that is not finite becomes NaN.
 pub fn round_int8_rows(device: &Device, x: SliceMut<'_, Mixed>, width: usize) -> Result<()> {
     match device {
         Device::Cpu(cpu) => cpu.round_int8_rows(x.host()?, width),
@@ -54,7 +54,7 @@ pub fn round_columns(
     }
 }
 
-/// Refuses results of another size, and more elements than random bits are numbered for.
+/// Checks the size of a result, and that the random bits' numbers suffice for its elements.
 fn check(len: usize, found: usize, wanted: usize) -> Result<()> {
     if found != wanted || u32::try_from(wanted).is_err() {
         bail!(

@@ -1,4 +1,4 @@
-//! Parameters in the form that training stores them in, and the steps that change them.
+//! Parameters in the formats of training, and the optimizer steps that change them.
 
 use std::ops::Range;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -24,14 +24,14 @@ pub use crate::format::adamw::{
     WeightForm,
 };
 
-/// A field of a matrix: codes, and what scales them.
+/// A field of a matrix (weights or moments): codes with their scales.
 #[derive(Debug)]
 struct FieldArrays {
     bytes: FieldBytes,
     codes: Array<u8>,
-    /// A scale for each 16 elements, of a scaled field; on a GPU, those of weights are among their codes.
+    /// One scale for each 16 elements of a scaled field. On a GPU, scales of weights are stored among their codes.
     scales: Array<u8>,
-    /// A global scale for each group of [`GROUP_ROWS`] rows of moments, which those in float32 leave alone.
+    /// One global scale for each group of [`GROUP_ROWS`] rows of moments; unused by moments in float32.
     globals: Array,
 }
 
@@ -50,7 +50,7 @@ fn weight_bytes(
 }
 
 impl FieldArrays {
-    /// Moments.
+    /// An allocated field of moments.
     fn moments(
         device: &Device,
         bytes: FieldBytes,
@@ -67,7 +67,7 @@ impl FieldArrays {
         })
     }
 
-    /// Weights.
+    /// An allocated field of weights.
     fn weights(
         device: &Device,
         bytes: FieldBytes,
@@ -83,7 +83,7 @@ impl FieldArrays {
         })
     }
 
-    /// Those of a matrix that is not trained.
+    /// The empty moments of a frozen matrix.
     fn none() -> FieldArrays {
         FieldArrays {
             bytes: FieldBytes {
@@ -96,7 +96,7 @@ impl FieldArrays {
         }
     }
 
-    /// The same with room in the host's memory, and zeros there.
+    /// A zeroed field of the same size in host memory.
     fn offloaded(&self, device: &Device) -> Result<FieldArrays> {
         Ok(FieldArrays {
             bytes: self.bytes,
@@ -110,7 +110,7 @@ impl FieldArrays {
         self.codes.bytes() + self.scales.bytes() + self.globals.bytes()
     }
 
-    /// Codes and scales of a range of blocks, and the global scales of groups, in host memory.
+    /// Codes and scales of a range of blocks, and global scales of a range of groups, in host memory.
     fn rows(
         &mut self,
         blocks: &Range<usize>,
@@ -153,7 +153,7 @@ impl FieldArrays {
     }
 }
 
-// A step that panics leaves its trainer unusable, which a poisoned lock would say once more.
+// A step that panics makes its trainer unusable, so a poisoned lock adds no information.
 
 fn reading(weight: &RwLock<FieldArrays>) -> RwLockReadGuard<'_, FieldArrays> {
     weight.read().unwrap_or_else(PoisonError::into_inner)
@@ -163,8 +163,8 @@ fn writing(weight: &RwLock<FieldArrays>) -> RwLockWriteGuard<'_, FieldArrays> {
     weight.write().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The weights of a [`Matrix`] as they are delivered, in the memory that they are trained in. What is read of them is of the last step;
-/// the global scale is that of the time when this was made, so that whoever has it must not read after another step.
+/// The delivered weights of a [`Matrix`], in the memory in which they are trained. Reads give the weights of the last step, but the global
+/// scale is a copy from the time when this was created, so the holder must not read the weights after a further step.
 #[derive(Debug)]
 pub struct SharedWeight {
     weight: Arc<RwLock<FieldArrays>>,
@@ -196,7 +196,7 @@ impl SharedWeight {
         weight.codes.bytes() + weight.scales.bytes()
     }
 
-    /// What the values are.
+    /// Type of the values.
     pub fn kind(&self) -> WeightType {
         match self.form {
             WeightForm::Residual(_) | WeightForm::TwoTerm | WeightForm::OneTerm => {
@@ -243,13 +243,13 @@ impl SharedWeight {
         rows.start * self.cols / BLOCK..rows.end * self.cols / BLOCK
     }
 
-    /// The memory on a GPU, in the order of its kernels.
+    /// The memory on a GPU, in its kernels' layout.
     pub(in super::super) fn on_gpu(&self) -> Result<Arc<DeviceBuffer>> {
         Ok(reading(&self.weight).codes.shared_on_gpu()?.clone())
     }
 }
 
-/// A matrix `[rows, cols]` with the moments of its optimizer, or without them where it is frozen.
+/// A matrix `[rows, cols]` with the moments of its optimizer, or without moments if it is frozen.
 #[derive(Debug)]
 pub struct Matrix {
     forms: Forms,
@@ -258,24 +258,24 @@ pub struct Matrix {
     cols: usize,
     /// The weights' global scale.
     global: f32,
-    /// Steps that it has made.
+    /// Steps made so far.
     steps: u64,
-    /// Whether one of them has changed a weight.
+    /// Whether a step has changed a weight.
     moved: bool,
-    /// Shared with what runs the model that is trained: see [`Matrix::shared`].
+    /// Shared with the model that runs while it is trained: see [`Matrix::shared`].
     weight: Arc<RwLock<FieldArrays>>,
     rest: Array<u8>,
     first: FieldArrays,
     second: FieldArrays,
-    /// Whether those are in the host's memory, of a matrix on a GPU.
+    /// Whether the moments of a matrix on a GPU are in host memory.
     offloaded: bool,
-    /// Of the step under way, on the CPU.
+    /// Changes of the current step, on the CPU.
     changes: Changes,
-    /// Of the step under way, on a GPU: three 64-bit integers, see [`cuda::Step`].
+    /// Changes of the current step, on a GPU: three 64-bit integers, see [`cuda::Step`].
     counters: Array<u8>,
 }
 
-/// Rows that are encoded before they go to the device.
+/// Rows encoded at a time before they are copied to the device.
 const ENCODED: usize = 4096;
 const _: () = assert!(ENCODED.is_multiple_of(GROUP_ROWS));
 /// Bytes of the counters.
@@ -286,9 +286,9 @@ const COUNTERS: usize = 24;
 pub enum StatePart {
     /// Weights' codes, row-major.
     Codes,
-    /// Their block scales.
+    /// Block scales of the weights.
     Scales,
-    /// What is kept beside them.
+    /// Remainder of the weights, beside their codes.
     Rest,
     /// First moments: codes, block scales, and global scales of groups as float32.
     First(FieldPart),
@@ -308,7 +308,7 @@ pub enum FieldPart {
 }
 
 impl StatePart {
-    /// All of them.
+    /// All parts.
     pub const ALL: [StatePart; 9] = [
         StatePart::Codes,
         StatePart::Scales,
@@ -344,7 +344,7 @@ pub(super) fn floats_of(array: &Array) -> Result<Vec<u8>> {
     Ok(values.iter().flat_map(|v: &f32| v.to_le_bytes()).collect())
 }
 
-/// Restores what [`floats_of`] gave.
+/// Restores the result of [`floats_of`].
 pub(super) fn put_floats(array: &mut Array, bytes: &[u8]) -> Result<()> {
     let values = bytes
         .as_chunks::<4>()
@@ -363,7 +363,7 @@ fn bytes_of(array: &Array<u8>) -> Result<Vec<u8>> {
 }
 
 impl Matrix {
-    /// A matrix with these values, rounded to nearest, and moments of zero. `read` is called twice for each row, on threads of `host`.
+    /// A matrix with these values, rounded to nearest, and zero moments. `read` is called twice for each row, on threads of `host`.
     pub fn new(
         device: &Device,
         host: &Cpu,
@@ -377,7 +377,7 @@ impl Matrix {
         Ok(matrix)
     }
 
-    /// The same without moments: a matrix that is never stepped.
+    /// A frozen matrix: like [`Matrix::new`], but without moments and never stepped.
     pub fn frozen(
         device: &Device,
         host: &Cpu,
@@ -391,9 +391,9 @@ impl Matrix {
         Ok(matrix)
     }
 
-    /// A matrix that begins as these NVFP4 codes `[rows, cols / 2]`, block scales `[rows, cols / 16]` and global scale, with moments of zero.
-    /// The part beside codes is zero, or brings the weights as near to the values that `read` gives as `forms` allow. `read` is called on
-    /// threads of `host`.
+    /// A matrix that starts from these NVFP4 codes `[rows, cols / 2]`, block scales `[rows, cols / 16]` and global scale, with zero
+    /// moments. Without `read` the remainder beside the codes is zero; with it, the remainder brings the weights as near to the values that
+    /// `read` gives as `forms` allow. `read` is called on threads of `host`.
     pub fn begun(
         device: &Device,
         host: &Cpu,
@@ -417,7 +417,7 @@ impl Matrix {
         Ok(matrix)
     }
 
-    /// A matrix that is never stepped, of these NVFP4 codes `[rows, cols / 2]`, block scales `[rows, cols / 16]`, and global scale.
+    /// A frozen matrix, never stepped, of these NVFP4 codes `[rows, cols / 2]`, block scales `[rows, cols / 16]`, and global scale.
     pub fn frozen_nvfp4(
         device: &Device,
         (rows, cols): (usize, usize),
@@ -442,7 +442,7 @@ impl Matrix {
     fn fill(&mut self, device: &Device, host: &Cpu, read: &ReadRows<'_>) -> Result<()> {
         let (rows, cols) = (self.rows, self.cols);
         let amax = host.largest_weight(rows, cols, read)?;
-        // A matrix of zeros must have room to grow.
+        // A matrix of zeros needs room to grow.
         self.global = weight_global(amax.max(1.0 / 1024.0));
         for first in (0..rows).step_by(ENCODED) {
             self.put_rows(device, host, first..rows.min(first + ENCODED), read)?;
@@ -450,7 +450,7 @@ impl Matrix {
         Ok(())
     }
 
-    /// A matrix of zeros, with moments of zero.
+    /// A matrix of zeros, with zero moments.
     pub fn zeroed(device: &Device, forms: Forms, rows: usize, cols: usize) -> Result<Matrix> {
         Self::allocate(device, forms, false, rows, cols)
     }
@@ -502,13 +502,13 @@ impl Matrix {
         })
     }
 
-    /// Bytes of the device's memory through which so many of offloaded moments pass in a step.
+    /// Bytes of device memory through which `moments` bytes of offloaded moments pass in a step.
     pub fn offload_room(moments: usize) -> usize {
         moments.min(cuda::OFFLOAD_ROOM)
     }
 
-    /// Moves the moments, which must be zeros yet, to the host's memory. A step copies them to the device and back, some rows at a time;
-    /// see [`Device::check_offload`].
+    /// Moves the moments, which must still be zero, to host memory. A step copies them to the device and back, some rows at a time; see
+    /// [`Device::check_offload`].
     pub fn offload_moments(&mut self, device: &Device) -> Result<()> {
         if !self.frozen {
             self.first = self.first.offloaded(device)?;
@@ -563,7 +563,7 @@ impl Matrix {
             .copy_from(Slice::Host(&scales))
     }
 
-    /// Brings codes and scales of rows from a multiple of [`GROUP_ROWS`] on into the order of a GPU's kernels.
+    /// Converts codes and scales of rows, starting at a multiple of [`GROUP_ROWS`], to the layout of a GPU's kernels.
     fn pack(
         &mut self,
         device: &Device,
@@ -591,7 +591,7 @@ impl Matrix {
         )
     }
 
-    /// How it is stored.
+    /// Its storage formats.
     pub fn forms(&self) -> &Forms {
         &self.forms
     }
@@ -606,12 +606,12 @@ impl Matrix {
         (self.rows, self.cols)
     }
 
-    /// The global scale of what is delivered.
+    /// The global scale of the delivered weights.
     pub fn global(&self) -> f32 {
         self.global
     }
 
-    /// Steps that it has made.
+    /// Steps made so far.
     pub fn steps(&self) -> u64 {
         self.steps
     }
@@ -621,7 +621,7 @@ impl Matrix {
         self.moved
     }
 
-    /// Bytes that a matrix of these forms will hold; of a frozen one, of the weight's form.
+    /// Bytes that a matrix of these formats will hold; a frozen matrix counts only the weight.
     pub fn bytes_of(
         device: &Device,
         forms: Forms,
@@ -661,7 +661,7 @@ impl Matrix {
         })
     }
 
-    /// The values of a range of rows: of all that is stored if `whole`, else of the codes that are delivered.
+    /// The values of a range of rows: in full stored precision if `whole`, else those of the delivered codes.
     pub fn decode(
         &self,
         device: &Device,
@@ -698,7 +698,7 @@ impl Matrix {
         Ok(())
     }
 
-    /// The same of these rows, in this order, which must exist: an embedding.
+    /// Like [`Matrix::decode`] for these rows, in this order, which must exist: an embedding lookup.
     pub fn decode_rows(
         &self,
         device: &Device,
@@ -732,12 +732,12 @@ impl Matrix {
         Ok(())
     }
 
-    /// A step: see [`make_steps`].
+    /// Makes a step: see [`make_steps`].
     pub fn step(&mut self, device: &Device, step: &RowsStep<'_>) -> Result<()> {
         make_steps(device, &mut [(self, *step)])
     }
 
-    /// Whether these rows can make a step.
+    /// Checks that these rows can make a step.
     fn check_step(&self, step: &RowsStep<'_>) -> Result<()> {
         let (cols, len) = (self.cols, step.gradients.len());
         if self.frozen {
@@ -817,17 +817,18 @@ impl Matrix {
         Ok(())
     }
 
-    /// Ends a step that all rows have made, and says how many weights it has changed.
+    /// Ends a step after all rows have made it. Returns how many weights it has changed.
     pub fn finish_step(&mut self, device: &Device) -> Result<Changes> {
         finish_steps(device, &mut [self])
     }
 
-    /// Doubles the global scale, so that block scales have room to grow. Values stay the same, but where a block scale has no half.
+    /// Doubles the global scale, so that block scales have room to grow. Values stay the same, except where half a block scale is not
+    /// representable.
     fn make_room(&mut self, device: &Device) -> Result<()> {
         let form = self.forms.weight;
         let global = self.global * 2.0;
         let (bytes, beside) = (form.codes().codes, form.rest().codes);
-        // So rarely that a GPU's matrix may come over.
+        // This is rare enough to copy a GPU's matrix to the host.
         let (mut codes, mut scales) = self.read_weights(device)?;
         let mut rest = self.read_part(device, StatePart::Rest)?;
         for (i, scale) in scales.iter_mut().enumerate() {
@@ -853,7 +854,7 @@ impl Matrix {
         Ok(())
     }
 
-    /// The codes `[rows, cols / 2]` and block scales `[rows, cols / 16]` that are delivered; none unless they are NVFP4.
+    /// The delivered codes `[rows, cols / 2]` and block scales `[rows, cols / 16]`; `None` unless they are NVFP4.
     pub fn delivered(&self, device: &Device) -> Result<Option<(Vec<u8>, Vec<u8>)>> {
         match self.forms.weight.is_packed() {
             true => self.read_weights(device).map(Some),
@@ -861,8 +862,8 @@ impl Matrix {
         }
     }
 
-    /// Chooses the block scales of a matrix in NVFP4 anew, as those that are best for its product with inputs of these second moments, which
-    /// are one [`BlockMoments`] for each 16 columns. What is stored stays as near to its values as the new grid has them. Gives the number of
+    /// Chooses new block scales for an NVFP4 matrix that minimize the error of its product with inputs of these second moments, one
+    /// [`BlockMoments`] for each 16 columns. The stored weights stay as near to their values as the new scales allow. Returns the number of
     /// blocks whose scales changed.
     pub fn choose_scales(
         &mut self,
@@ -893,7 +894,7 @@ impl Matrix {
         Ok(changed)
     }
 
-    /// Calls `f` with the field that a part belongs to, and what it is of it.
+    /// Calls `f` with the field that holds a part, and the part within it.
     fn with_field<T>(&self, part: StatePart, f: impl FnOnce(&FieldArrays, FieldPart) -> T) -> T {
         match part {
             StatePart::First(part) => f(&self.first, part),
@@ -903,7 +904,7 @@ impl Matrix {
         }
     }
 
-    /// Gives the values that are delivered to `each`, some rows at a time, in host memory and in f32.
+    /// Passes the delivered values to `each`, some rows at a time, in host memory and in f32.
     pub fn each_delivered(
         &self,
         device: &Device,
@@ -928,7 +929,7 @@ impl Matrix {
         Ok(())
     }
 
-    /// All values that are delivered, row-major.
+    /// All delivered values, row-major.
     pub fn delivered_values(&self, device: &Device) -> Result<Vec<f32>> {
         let mut values = Vec::with_capacity(self.rows * self.cols);
         self.each_delivered(device, &mut |some| {
@@ -938,8 +939,8 @@ impl Matrix {
         Ok(values)
     }
 
-    /// The weights as they are delivered, in the memory that they are trained in, for the products of a model that is run while it is
-    /// trained. Good until the next step.
+    /// The delivered weights, in the memory in which they are trained, for products of a model that runs during training. Valid until the
+    /// next step.
     pub fn shared(&self) -> SharedWeight {
         SharedWeight {
             weight: self.weight.clone(),
@@ -1023,14 +1024,14 @@ impl Matrix {
         }
     }
 
-    /// After its parts have been restored: the global scale of its weights, and the steps that it has made.
+    /// Restores the weights' global scale and the number of steps. Called after the parts have been restored.
     pub fn restore(&mut self, global: f32, steps: u64) -> Result<()> {
         check_global_scale(global)?;
         (self.global, self.steps, self.moved) = (global, steps, steps > 0);
         Ok(())
     }
 
-    /// After [`Matrix::restore`]: whether a step has changed a weight.
+    /// Restores whether a step has changed a weight. Called after [`Matrix::restore`].
     pub fn restore_moved(&mut self, moved: bool) {
         self.moved = moved;
     }
@@ -1039,22 +1040,22 @@ impl Matrix {
 /// A step of some rows of a matrix.
 #[derive(Clone, Copy, Debug)]
 pub struct RowsStep<'a> {
-    /// The numbers of the step.
+    /// Coefficients of the step.
     pub coefficients: Coefficients,
-    /// With [`RowsStep::tensor`], chooses the random bits.
+    /// Seed of the random bits, together with [`RowsStep::tensor`].
     pub seed: u64,
     /// See [`RowsStep::seed`].
     pub tensor: u64,
     /// The first row, a multiple of [`GROUP_ROWS`].
     pub first_row: usize,
-    /// Of the rows, `[.., cols]`. They must be finite.
+    /// Gradients of the rows, `[.., cols]`. They must be finite.
     pub gradients: Slice<'a, Mixed>,
-    /// One float32 on the device, which multiplies the gradients. Nothing is done if it is not finite.
+    /// One float32 on the device that multiplies the gradients. If it is not finite, the step does nothing.
     pub clip: Option<Slice<'a>>,
 }
 
-/// Makes steps of some rows of matrices, which a GPU may make at the same time. When all rows of a matrix have made the step,
-/// [`finish_steps`] ends it.
+/// Makes steps of some rows of matrices; a GPU may run them concurrently. When all rows of a matrix have made the step, [`finish_steps`]
+/// ends it.
 pub fn make_steps(device: &Device, steps: &mut [(&mut Matrix, RowsStep<'_>)]) -> Result<()> {
     for (matrix, step) in steps.iter() {
         matrix.check_step(step)?;
@@ -1077,7 +1078,7 @@ pub fn make_steps(device: &Device, steps: &mut [(&mut Matrix, RowsStep<'_>)]) ->
     cuda::adamw(&at_once)
 }
 
-/// Ends a step that all rows of some matrices have made, and says how many weights it has changed. Waits for a GPU, once.
+/// Ends a step after all rows of these matrices have made it. Returns how many weights it has changed. Waits for a GPU, once.
 pub fn finish_steps(device: &Device, matrices: &mut [&mut Matrix]) -> Result<Changes> {
     let found: Vec<Changes> = if device.is_cuda() {
         let zeros = Array::<u8>::zeroed(device, COUNTERS)?;
@@ -1117,7 +1118,7 @@ pub fn finish_steps(device: &Device, matrices: &mut [&mut Matrix]) -> Result<Cha
     Ok(all)
 }
 
-/// A parameter in float32 with its moments: norms and biases.
+/// A float32 parameter with its moments: norms and biases.
 #[derive(Debug)]
 pub struct Vector {
     weight: Array,
@@ -1128,7 +1129,7 @@ pub struct Vector {
 }
 
 impl Vector {
-    /// A parameter with these values, and moments of zero.
+    /// A parameter with these values, and zero moments.
     pub fn new(device: &Device, values: &[f32]) -> Result<Vector> {
         let zeros = || Array::zeroed(device, values.len());
         let mut vector = Vector {
@@ -1147,12 +1148,12 @@ impl Vector {
         self.weight.all()
     }
 
-    /// What gradients are added to.
+    /// The accumulated gradient, writable.
     pub fn gradient(&mut self) -> SliceMut<'_> {
         self.gradient.all_mut()
     }
 
-    /// The values, and what gradients are added to.
+    /// The values, and the accumulated gradient, writable.
     pub fn with_gradient(&mut self) -> (Slice<'_>, SliceMut<'_>) {
         (self.weight.all(), self.gradient.all_mut())
     }
@@ -1162,7 +1163,7 @@ impl Vector {
         4 * self.weight.bytes()
     }
 
-    /// Steps that have changed it.
+    /// Number of steps that have changed it.
     pub fn steps(&self) -> u64 {
         self.steps
     }
@@ -1176,7 +1177,7 @@ impl Vector {
         ])
     }
 
-    /// Restores what [`Vector::read_state`] gave, after so many steps.
+    /// Restores the result of [`Vector::read_state`] as of step `steps`.
     pub fn write_state(&mut self, [weight, first, second]: [&[u8]; 3], steps: u64) -> Result<()> {
         put_floats(&mut self.weight, weight)?;
         put_floats(&mut self.first, first)?;
@@ -1185,12 +1186,12 @@ impl Vector {
         Ok(())
     }
 
-    /// Makes the gradient zero.
+    /// Sets the gradient to zero.
     pub fn clear_gradient(&mut self, device: &Device) -> Result<()> {
         super::super::activation::fill(device, self.gradient.all_mut(), 0.0)
     }
 
-    /// A step by the gradient, which becomes zero.
+    /// Makes a step by the gradient, then sets it to zero.
     pub fn step(&mut self, device: &Device, coefficients: &Coefficients) -> Result<()> {
         if device.is_cuda() {
             let moments = [self.first.all().cuda()?, self.second.all().cuda()?];

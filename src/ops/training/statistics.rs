@@ -1,14 +1,14 @@
-//! What gradients add up to.
+//! Sums of squares of gradients, for their norms and for clipping.
 
 use super::super::{Array, Device, Element, Mixed, Slice};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::training::{self as cuda, STATISTICS_ENTRY, STATISTICS_PARTIAL};
 
-/// What is known of a gradient.
+/// Statistics of a gradient.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Statistics {
-    /// The sum of its squares; infinite if an element is not finite.
+    /// Sum of its squares; infinite if an element is not finite.
     pub squares: f64,
 }
 
@@ -26,22 +26,22 @@ fn of_host(values: &[f32]) -> Statistics {
     }
 }
 
-/// Of one gradient. Waits for a GPU.
+/// Statistics of one gradient. Waits for a GPU.
 pub fn of_gradient(device: &Device, gradient: Slice<'_, Mixed>) -> Result<Statistics> {
     let mut all = GradientStatistics::new(device)?;
     all.add(device, gradient, f32::INFINITY)?;
     Ok(all.read(device)?[0])
 }
 
-/// Entries of a block of [`GradientStatistics`].
+/// Entries in a block of [`GradientStatistics`].
 const BLOCK: usize = 1024;
 
-/// Statistics of the gradients of a step, one after another. On a GPU they stay there until they are asked for, so that nothing waits.
+/// Statistics of the gradients of a step, in order. On a GPU they stay on the device until they are read, so that nothing waits.
 #[derive(Debug)]
 pub struct GradientStatistics {
-    /// On a GPU, entries of [`cuda::gradient_statistics`]; on the CPU, a factor each, which is the last number of an entry too.
+    /// On a GPU, entries of [`cuda::gradient_statistics`]; on the CPU, one factor each, which is also the last number of a GPU entry.
     blocks: Vec<Array>,
-    /// Numbers of an entry.
+    /// Numbers in an entry.
     entry: usize,
     found: Vec<Statistics>,
     partial: Array,
@@ -49,7 +49,7 @@ pub struct GradientStatistics {
 }
 
 impl GradientStatistics {
-    /// None yet.
+    /// An empty list.
     pub fn new(device: &Device) -> Result<GradientStatistics> {
         let (partial, entry) = match device.is_cuda() {
             true => (STATISTICS_PARTIAL, STATISTICS_ENTRY),
@@ -64,13 +64,13 @@ impl GradientStatistics {
         })
     }
 
-    /// Forgets all of them, for the next step.
+    /// Removes all entries, for the next step.
     pub fn clear(&mut self) {
         self.used = 0;
         self.found.clear();
     }
 
-    /// Adds a gradient in mixed precision, whose norm is to be at most `bound`, and gives its number for [`GradientStatistics::factor`].
+    /// Adds a gradient in mixed precision with the norm bound `bound`. Returns its number for [`GradientStatistics::factor`].
     pub fn add(
         &mut self,
         device: &Device,
@@ -139,8 +139,8 @@ impl GradientStatistics {
         Ok(number)
     }
 
-    /// What multiplies a gradient so that its norm is at most the bound it was added with, on the device: one f32, at most 1, and infinite if
-    /// it or one before it is not finite.
+    /// The factor, on the device, that limits a gradient's norm to the bound it was added with: one f32, at most 1. It is infinite if this
+    /// gradient or an earlier one is not finite.
     pub fn factor(&self, number: usize) -> Result<Slice<'_>> {
         if number >= self.used {
             bail!(Internal, "gradient {number} of {} in a step", self.used);
@@ -149,7 +149,7 @@ impl GradientStatistics {
         self.blocks[number / BLOCK].part(at..at + 1)
     }
 
-    /// All of them, in the order in which they came. Waits for a GPU.
+    /// All statistics, in the order of addition. Waits for a GPU.
     pub fn read(&self, device: &Device) -> Result<Vec<Statistics>> {
         if !device.is_cuda() {
             return Ok(self.found.clone());
