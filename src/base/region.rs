@@ -201,19 +201,26 @@ impl Regions {
 
     /// Sleeps until [`Regions::wake`] has a wake-up for this worker. Returns at once if there are parts to claim, or `is_over` says that
     /// the pool is being shut down.
+    ///
+    /// A worker that returns at once leaves pending wake-ups to the workers that were there when they were posted. If it took one, `idle` could
+    /// have again the value that another worker is about to sleep on, whose wake-up would be lost: at a shutdown for good. A worker that has
+    /// slept takes one before anything else, because no other sleeper was woken for it.
     pub(super) fn sleep(&self, is_over: impl Fn() -> bool) {
         let idle = &self.idle.0;
         let mut now = idle.fetch_add(1, Ordering::SeqCst) + 1;
+        let mut slept = false;
         loop {
             let leaves = self.has_parts() || is_over();
-            let after = match now / WAKE_UP {
-                0 if leaves => now - 1,
-                0 => {
-                    wait(idle, now, None);
-                    now = idle.load(Ordering::SeqCst);
-                    continue;
-                }
-                _ => now - WAKE_UP,
+            let is_counted = now & SLEEPERS > 0;
+            let after = if leaves && is_counted && (!slept || now < WAKE_UP) {
+                now - 1
+            } else if now >= WAKE_UP {
+                now - WAKE_UP
+            } else {
+                wait(idle, now, None);
+                slept = true;
+                now = idle.load(Ordering::SeqCst);
+                continue;
             };
             match idle.compare_exchange(now, after, Ordering::SeqCst, Ordering::SeqCst) {
                 Ok(_) => return,
@@ -307,6 +314,18 @@ mod tests {
             claim.run();
             regions.report(1, claim.of());
         }
+    }
+
+    /// A worker counts as a sleeper and is about to sleep on the word 1 when the pool shuts down and posts its wake-up. Another one that
+    /// leaves at that time must not make the word 1 again.
+    #[test]
+    fn a_worker_that_leaves_takes_no_wake_up_of_another() {
+        let regions = Regions::new();
+        regions.idle.0.store(1, Ordering::SeqCst);
+        regions.wake(2, 2);
+        assert_eq!(regions.idle.0.load(Ordering::SeqCst), WAKE_UP);
+        regions.sleep(|| true);
+        assert_eq!(regions.idle.0.load(Ordering::SeqCst), WAKE_UP);
     }
 
     /// A worker that sees one region, and claims when the next one is open with as many parts left.

@@ -13,6 +13,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::{Buffer, Tag};
 use crate::checkpoint::Encoding;
+use crate::cpu::Cpu;
 use crate::format::adamw::{Forms, WeightForm};
 use crate::format::nvfp4::BLOCK;
 use crate::ops::training::divergence::{Mixture, TeacherLogits};
@@ -192,6 +193,8 @@ pub(super) struct Weights {
     /// The matrices, if they are resident.
     matrices: Option<Vec<Matrix>>,
     vectors: Vec<Array>,
+    /// Reads the checkpoint.
+    host: Arc<Cpu>,
     /// Whether values read from the checkpoint are rounded to bfloat16.
     rounds: bool,
 }
@@ -217,11 +220,12 @@ impl Weights {
             Ok(array)
         });
         let vectors = vectors.collect::<Result<_>>()?;
+        let host = device.host_cpu()?;
         let matrices = match placement {
             Placement::Streamed => None,
             Placement::Resident => {
                 let all = source.layout().matrices.iter().enumerate();
-                let read = |(id, m)| resident(device, &source, id, m);
+                let read = |(id, m)| resident(device, &host, &source, id, m);
                 Some(all.map(read).collect::<Result<_>>()?)
             }
         };
@@ -230,6 +234,7 @@ impl Weights {
             source,
             matrices,
             vectors,
+            host,
             rounds: true,
         })
     }
@@ -258,9 +263,8 @@ impl Weights {
             }
             Ok(())
         };
-        let host = self.device.host_cpu()?;
         if !self.device.is_cuda() {
-            return host.read_rows(rows, cols, &read, out.host()?);
+            return self.host.read_rows(rows, cols, &read, out.host()?);
         }
         let run = (STAGED / cols).max(1);
         let staged = run.min(rows.len()) * cols;
@@ -269,7 +273,7 @@ impl Weights {
             let some = first..rows.end.min(first + run);
             let at = (first - rows.start) * cols..(some.end - rows.start) * cols;
             let values = &mut staged[..some.len() * cols];
-            host.read_rows(some, cols, &read, values)?;
+            self.host.read_rows(some, cols, &read, values)?;
             out.reborrow().part(at)?.copy_from(Slice::Host(values))?;
         }
         Ok(())
@@ -284,7 +288,13 @@ fn round_to_bf16(values: &mut [f32]) {
 }
 
 /// Places a matrix on the device.
-fn resident(device: &Device, source: &Source, id: MatrixId, m: &MatrixLayout) -> Result<Matrix> {
+fn resident(
+    device: &Device,
+    host: &Cpu,
+    source: &Source,
+    id: MatrixId,
+    m: &MatrixLayout,
+) -> Result<Matrix> {
     let (rows, cols) = (m.rows, m.cols);
     let matrix = || match form(source, id)? {
         WeightForm::OneTerm => {
@@ -294,9 +304,8 @@ fn resident(device: &Device, source: &Source, id: MatrixId, m: &MatrixLayout) ->
             Matrix::frozen_nvfp4(device, (rows, cols), (&codes, &scales, global))
         }
         form => {
-            let host = device.host_cpu()?;
             let read = |rows: Range<usize>, out: &mut [f32]| source.matrix(id, rows, out);
-            Matrix::frozen(device, &host, form, rows, cols, &read)
+            Matrix::frozen(device, host, form, rows, cols, &read)
         }
     };
     matrix().map_err(|e| e.within(&m.name))
