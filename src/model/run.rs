@@ -313,7 +313,7 @@ impl Model {
                 let turn = self.turn()?;
                 // Another call waits, and will run other sequences next.
                 let look_ahead = look_ahead && !turn.ends();
-                let of_step: Vec<fused::Step<'_>> =
+                let of_step: Vec<fused::DecodeRow<'_>> =
                     steps.iter().map(|&slot| step_of(&segments[slot])).collect();
                 let done = executor.step(self.source(), &of_step, look_ahead, logits)?;
                 for ((&slot, step), token) in steps.iter().zip(&of_step).zip(done) {
@@ -349,11 +349,11 @@ impl Model {
             parts.sort_by_key(|part| part.tokens.len() > 1);
             let _turn = self.turn()?;
             let wanted = rows_wanted(segments, &parts);
-            let of_pass: Vec<fused::Chunk<'_>> = parts
+            let of_pass: Vec<fused::PromptChunk<'_>> = parts
                 .iter()
                 .map(|part| {
                     let segment = &segments[part.slot];
-                    fused::Chunk {
+                    fused::PromptChunk {
                         tokens: &segment.tokens[part.tokens.clone()],
                         cache: segment.cache,
                         first: segment.cache.len() + part.tokens.start,
@@ -537,8 +537,8 @@ fn is_step(segment: &Segment<'_>) -> bool {
     segment.tokens.len() == 1 && !matches!(segment.wanted, Wanted::Nothing)
 }
 
-fn step_of<'a>(segment: &'a Segment<'_>) -> fused::Step<'a> {
-    fused::Step {
+fn step_of<'a>(segment: &'a Segment<'_>) -> fused::DecodeRow<'a> {
+    fused::DecodeRow {
         token: segment.tokens[0],
         cache: segment.cache,
         choice: match segment.wanted {

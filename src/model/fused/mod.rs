@@ -15,5 +15,5 @@ mod step;
 pub(super) use embedding::table;
 pub(super) use executor::Executor;
 pub(super) use lowered::{Source, units};
-pub(super) use ragged::{Chunk, ROWS};
-pub(super) use step::{BATCH, Step};
+pub(super) use ragged::{PromptChunk, ROWS};
+pub(super) use step::{BATCH, DecodeRow};

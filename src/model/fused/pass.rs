@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::lowered::{Lowered, Source};
 use super::memory::Memory;
 use super::operands::{Mixture, biased, of_linear, on_gpu};
-use super::plan::{self, Applied, Kernel, Norm, Normed, Step, Then};
+use super::plan::{self, Applied, Kernel, Norm, Normed, PlannedKernel, Then};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
@@ -53,7 +53,7 @@ impl<'a> Pass<'a> {
     }
 
     /// Launches a step of the plan.
-    pub(super) fn enqueue(&self, step: &Step) -> Result<()> {
+    pub(super) fn enqueue(&self, step: &PlannedKernel) -> Result<()> {
         let (lowered, memory) = (self.lowered, self.memory);
         let index = step.block;
         match &step.kernel {

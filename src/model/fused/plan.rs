@@ -93,7 +93,7 @@ pub(super) enum Kernel {
 
 /// A kernel and its block; for the head, the number of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Step {
+pub(super) struct PlannedKernel {
     pub(super) block: usize,
     pub(super) kernel: Kernel,
 }
@@ -176,7 +176,7 @@ pub(super) fn plan(
     rows: usize,
     is_step: bool,
     hardware: &Hardware,
-) -> Vec<Step> {
+) -> Vec<PlannedKernel> {
     let mut planner = Planner {
         blocks,
         head,
@@ -213,7 +213,7 @@ struct Planner<'a> {
     rows: usize,
     is_step: bool,
     hardware: &'a Hardware,
-    steps: Vec<Step>,
+    steps: Vec<PlannedKernel>,
     /// The norm that earlier kernels have already prepared, and where it is applied.
     known: Option<(Norm, Applied)>,
     /// Whether every norm after a half of a block is applied by the next GEMM.
@@ -222,7 +222,7 @@ struct Planner<'a> {
 
 impl Planner<'_> {
     fn push(&mut self, block: usize, kernel: Kernel) {
-        self.steps.push(Step { block, kernel });
+        self.steps.push(PlannedKernel { block, kernel });
     }
 
     fn layout_of(&self, norm: Norm) -> Layout {
@@ -576,7 +576,7 @@ mod tests {
 
     /// The operations that a step of a plan completes, each with its block. A fused norm counts where its statistics are computed, and the
     /// experts of a mixture where they are summed.
-    fn completed(step: &Step, blocks: &[BlockShape]) -> Vec<(usize, BlockOp)> {
+    fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp)> {
         let block = step.block;
         let is_mixture =
             |half: Half| half == Half::Mlp && matches!(blocks[block].mlp, MlpShape::Experts { .. });
@@ -673,7 +673,7 @@ mod tests {
     }
 
     /// The plan as lines; a block like the previous one is named only once.
-    fn printed(steps: &[Step]) -> String {
+    fn printed(steps: &[PlannedKernel]) -> String {
         let (mut text, mut last) = (String::new(), String::new());
         for of_block in steps.chunk_by(|a, b| a.block == b.block) {
             let lines: String = of_block

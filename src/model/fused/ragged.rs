@@ -23,7 +23,7 @@ const HEAD_ROWS: usize = 64;
 const LOOK_AHEAD: usize = 4;
 
 /// Consecutive tokens of one sequence. Their pages are already allocated.
-pub(in crate::model) struct Chunk<'a> {
+pub(in crate::model) struct PromptChunk<'a> {
     pub(in crate::model) tokens: &'a [u32],
     pub(in crate::model) cache: &'a KvCache,
     /// Position of the first token.
@@ -36,7 +36,7 @@ impl Executor {
     pub(in crate::model) fn run<'a>(
         &'a self,
         source: Source<'a>,
-        chunks: &[Chunk<'_>],
+        chunks: &[PromptChunk<'_>],
     ) -> Result<Ragged<'a>> {
         let mut memory = self.memory();
         memory.invalidate();

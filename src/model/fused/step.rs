@@ -19,7 +19,7 @@ use crate::ops::sample::{Choice, SamplingOptions};
 pub(in crate::model) const BATCH: usize = 256;
 
 /// A sequence of a step.
-pub(in crate::model) struct Step<'a> {
+pub(in crate::model) struct DecodeRow<'a> {
     pub(in crate::model) token: u32,
     /// Keys and values before the token. The token's page is already allocated.
     pub(in crate::model) cache: &'a KvCache,
@@ -60,7 +60,7 @@ impl Executor {
     pub(in crate::model) fn step(
         &self,
         source: Source<'_>,
-        steps: &[Step<'_>],
+        steps: &[DecodeRow<'_>],
         look_ahead: bool,
         logits: &mut Vec<f32>,
     ) -> Result<Vec<Result<Option<u32>>>> {
@@ -109,7 +109,7 @@ impl Executor {
     /// The outputs of a step that has advanced the sequences to the positions `after`.
     fn outputs(
         &self,
-        steps: &[Step<'_>],
+        steps: &[DecodeRow<'_>],
         after: &[usize],
         memory: &mut Memory,
         logits: &mut Vec<f32>,
@@ -157,7 +157,7 @@ impl Executor {
         self.lowered.is_long(cache.capacity())
     }
 
-    fn sequences<'a>(&self, steps: &[Step<'a>]) -> Result<Sequences<'a>> {
+    fn sequences<'a>(&self, steps: &[DecodeRow<'a>]) -> Result<Sequences<'a>> {
         Ok(Sequences {
             caches: steps.iter().map(|s| s.cache.gpu()).collect::<Result<_>>()?,
             positions: steps.iter().map(|s| s.cache.len()).collect(),
