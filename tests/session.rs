@@ -308,7 +308,7 @@ fn draws_do_not_repeat_after_an_eviction() {
         o.context = 8;
         o.eviction = Eviction::DropOldest { keep: 0 };
     });
-    // The same few tokens again and again, so that only the draws differ.
+    // The context holds the same few tokens at each draw, so that only the draws differ.
     let options = GenerateOptions {
         max_tokens: 1,
         sampling: SamplingOptions {

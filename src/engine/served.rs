@@ -1,5 +1,5 @@
-//! A model with what its makers say of text: tokenizer, chat template, the form of its answers, sampling defaults and stop tokens. Sessions run it.
-//! A trainer gives one of the weights that it trains, and keeps out of its way by a lease.
+//! A model with its text side: tokenizer, chat template, answer form, sampling defaults and stop tokens. Sessions run it. A trainer serves the
+//! weights that it trains in one too, and a lease keeps its steps and the passes of the sessions apart.
 
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Deref;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use serde::Serialize;
 
 use crate::base::Result;
-use crate::base::error::{Error, bail, err};
+use crate::base::error::{Error, bail};
 use crate::base::lease::{Held, Lease};
 use crate::checkpoint::{Checkpoint, TokenizerSource};
 use crate::model::generation::{self, Generation};
@@ -61,8 +61,8 @@ impl Deref for Served {
 }
 
 impl Served {
-    /// Loads the model at `path`: a directory, or a `.safetensors`, `.dat` or `.gguf` file. Tells the thread's [`call`](crate::base::call) how many bytes of it
-    /// are read, and is cancelled with it.
+    /// Loads the model at `path`: a directory, or a `.safetensors`, `.dat` or `.gguf` file. Reports the bytes read to the thread's
+    /// [`call`](crate::base::call), and is cancelled with it.
     pub fn load(path: &Path, options: &LoadOptions) -> Result<Arc<Served>> {
         let checkpoint = Arc::from(open(path)?);
         Self::from_checkpoint(checkpoint, options).map_err(|e| e.within(path.display()))
@@ -140,8 +140,8 @@ impl Served {
         }
     }
 
-    /// Holds the weights until the result is dropped: their trainer, if there is one, takes no step meanwhile. Fails while a step runs, and once
-    /// the weights have changed. Each pass holds them itself; a caller that makes several passes holds them across all of them.
+    /// Holds the weights until the result is dropped: their trainer, if there is one, takes no step meanwhile. Fails while a step runs, and
+    /// once the weights have changed. Each pass holds them itself; a caller that makes several passes holds them across all of them.
     pub fn hold(&self) -> Result<Option<Held>> {
         let lease = self.lease.as_ref();
         lease.map(|(lease, epoch)| lease.hold(*epoch)).transpose()
@@ -189,17 +189,10 @@ impl Served {
         }
     }
 
+    /// The error for a token without a row in the embedding, by its text.
     fn no_row(&self, id: u32, index: usize) -> Error {
-        let rows = self.spec().vocab_size;
         let text = self.tokenizer.as_ref().and_then(|t| t.text_of(id));
-        err!(
-            InvalidArgument,
-            "token {id} at index {index} is outside the vocabulary of {rows}{}",
-            match text {
-                Some(text) => format!(": it is '{text}', and the embedding has no row for it"),
-                None => String::new(),
-            }
-        )
+        self.model.no_row(id, index, text)
     }
 
     /// The tokenizer. An error if the model came without one.

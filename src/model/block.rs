@@ -378,8 +378,11 @@ impl<'a> Pass<'a> {
         };
         let routed = RoutedRows::new(device, routes)?;
         let every_row = match &weights.shared {
-            Some((_, gate)) => Routes::every_row(self.shared_weights(gate.as_ref(), s)?),
-            None => Routes::every_row(Vec::new()),
+            Some((_, gate)) => {
+                let gate = gate.as_ref().map(|gate| self.products(gate, 1, s));
+                Routes::shared(m, gate.transpose()?.as_deref())
+            }
+            None => Routes::none(),
         };
         let every_row = RoutedRows::new(device, every_row)?;
         let Scratch {
@@ -434,17 +437,6 @@ impl<'a> Pass<'a> {
             }
         }
         route(&logits, spec.count, spec.per_token, spec.normalized)
-    }
-
-    /// The factor of each row for the output of the shared expert.
-    fn shared_weights(&self, gate: Option<&Linear>, s: &mut Scratch) -> Result<Vec<f32>> {
-        match gate {
-            Some(gate) => {
-                let logits = self.products(gate, 1, s)?;
-                Ok(logits.iter().map(|x| 1.0 / (1.0 + (-x).exp())).collect())
-            }
-            None => Ok(vec![1.0; self.rows]),
-        }
     }
 
     /// Multiplies `normed` with the rows of a small matrix; the result is on the host.

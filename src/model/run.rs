@@ -8,7 +8,7 @@ use super::block::{self, Rows};
 use super::fused::{self, Executor, Source};
 use super::kv_cache::KvCache;
 use super::{Logits, Model};
-use crate::base::error::bail;
+use crate::base::error::{bail, err};
 use crate::base::turns::Turn;
 use crate::base::{Error, Result, call};
 use crate::ops::Slice;
@@ -213,13 +213,10 @@ impl Model {
                 .logits
                 .iter()
                 .for_each(|&(_, slot)| slots.add_row(slot));
-            scratch.logits.clear();
-            self.head(
-                &rows(&wanted.tokens),
-                &mut scratch.block,
-                &mut scratch.logits,
-            )?;
             if !wanted.tokens.is_empty() {
+                let of_tokens = rows(&wanted.tokens);
+                scratch.logits.clear();
+                self.head(&of_tokens, &mut scratch.block, &mut scratch.logits)?;
                 let choices = choices(&batch.segments, &wanted.tokens);
                 let (logits, cpu) = (&scratch.logits, self.device.host()?);
                 let chosen = sample::sample_rows(logits, &choices, cpu, &mut scratch.sample);
@@ -446,19 +443,27 @@ impl Model {
     pub fn check_ids(&self, tokens: &[u32]) -> Result<()> {
         match self.without_a_row(tokens) {
             None => Ok(()),
-            Some(index) => bail!(
-                InvalidArgument,
-                "token {} at index {index} is outside the vocabulary of {}",
-                tokens[index],
-                self.spec().vocab_size
-            ),
+            Some(index) => Err(self.no_row(tokens[index], index, None)),
         }
     }
 
     /// The index of the first id that the embedding has no row for.
-    pub fn without_a_row(&self, tokens: &[u32]) -> Option<usize> {
+    pub(crate) fn without_a_row(&self, tokens: &[u32]) -> Option<usize> {
         let rows = self.spec().vocab_size;
         tokens.iter().position(|&id| id as usize >= rows)
+    }
+
+    /// The error for a token without a row in the embedding, with its text if that is known.
+    pub(crate) fn no_row(&self, id: u32, index: usize, text: Option<String>) -> Error {
+        err!(
+            InvalidArgument,
+            "token {id} at index {index} is outside the vocabulary of {}{}",
+            self.spec().vocab_size,
+            match text {
+                Some(text) => format!(": it is '{text}', and the embedding has no row for it"),
+                None => String::new(),
+            }
+        )
     }
 }
 

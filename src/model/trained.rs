@@ -21,7 +21,7 @@ pub trait Trained {
 }
 
 impl Model {
-    /// The model that training began with at `source`, with the weights as they are now. It takes no memory for matrices. The caller keeps the
+    /// The model at `source`, from which training started, with the current weights. It takes no memory for matrices. The caller keeps the
     /// trainer out while it runs. `fingerprint` tells it from others.
     pub fn of_trained(
         device: &Device,

@@ -32,8 +32,21 @@ impl Routes {
         }
     }
 
-    /// Routes every row to a single expert, with these weights.
-    pub fn every_row(weights: Vec<f32>) -> Routes {
+    /// Routes no row.
+    pub fn none() -> Routes {
+        Routes::every_row(Vec::new())
+    }
+
+    /// Routes every row to the shared expert. The weights are 1 or, with a gate, the sigmoid of its logits.
+    pub fn shared(rows: usize, gate: Option<&[f32]>) -> Routes {
+        let sigmoid = |x: &f32| 1.0 / (1.0 + (-x).exp());
+        Routes::every_row(match gate {
+            Some(logits) => logits.iter().map(sigmoid).collect(),
+            None => vec![1.0; rows],
+        })
+    }
+
+    fn every_row(weights: Vec<f32>) -> Routes {
         Routes {
             rows: (0..weights.len() as u32).collect(),
             offsets: vec![0, weights.len()],
@@ -75,10 +88,8 @@ pub fn route(logits: &[f32], count: usize, per_token: usize, normalized: bool) -
         order.clear();
         order.extend(0..count);
         order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
-        let largest = logits[order[0]];
-        let sum: f32 = logits.iter().map(|l| (l - largest).exp()).sum();
         let chosen = &order[..per_token];
-        let probability = |expert: usize| (logits[expert] - largest).exp() / sum;
+        let probability = softmax(logits);
         let total: f32 = match normalized {
             true => chosen.iter().map(|&expert| probability(expert)).sum(),
             false => 1.0,
@@ -88,6 +99,13 @@ pub fn route(logits: &[f32], count: usize, per_token: usize, normalized: bool) -
         }
     }
     Ok(Routes::new(&by_expert))
+}
+
+/// The softmax of the logits of a row, by expert.
+fn softmax(logits: &[f32]) -> impl Fn(usize) -> f32 {
+    let largest = logits.iter().copied().fold(f32::MIN, f32::max);
+    let sum: f32 = logits.iter().map(|l| (l - largest).exp()).sum();
+    move |expert| (logits[expert] - largest).exp() / sum
 }
 
 /// Fails if the logits of a row are not finite.
@@ -125,12 +143,10 @@ pub fn route_backward(
     let rows = dlogits.chunks_exact_mut(count);
     for ((row, logits), dot) in rows.zip(logits.chunks_exact(count)).zip(&dots) {
         if !normalized {
-            let largest = logits.iter().copied().fold(f32::MIN, f32::max);
-            let sum: f32 = logits.iter().map(|l| (l - largest).exp()).sum();
-            let probabilities = logits.iter().map(|l| (l - largest).exp() / sum);
-            row.iter_mut()
-                .zip(probabilities)
-                .for_each(|(d, p)| *d -= p * dot);
+            let probability = softmax(logits);
+            for (expert, d) in row.iter_mut().enumerate() {
+                *d -= probability(expert) * dot;
+            }
         }
     }
     if normalized {

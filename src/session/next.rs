@@ -1,4 +1,4 @@
-//! What a session knows of the token after its last one.
+//! Logits and argmax of a session's next token, as far as they are known.
 
 use crate::base::Result;
 
@@ -16,7 +16,7 @@ enum Known {
     LogitsAndArgmax(u32),
 }
 
-/// Logits and argmax of the next token, as far as they are known. The memory of logits is used again.
+/// Knowledge of the next token. The memory of logits is used again.
 #[derive(Debug, Default)]
 pub(super) struct Next {
     known: Known,

@@ -42,7 +42,7 @@ pub struct Score {
 }
 
 /// A step in the loss table.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Row {
     /// The step, from 1; 0 for the evaluation before the first, whose row has only evaluations.
     pub step: u64,

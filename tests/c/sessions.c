@@ -257,7 +257,7 @@ static void prefill_and_decode(void)
     OK(NVFP4_session_release(grown));
 }
 
-/* What a callback has seen, and what it should do. */
+/* Record of a callback's calls, and the call at which it breaks off. */
 typedef struct {
     NVFP4_Session *session;
     char text[4 * MOST];

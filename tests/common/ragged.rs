@@ -5,7 +5,7 @@ use NVFP4::model::{
 };
 use NVFP4::ops::sample::SamplingOptions;
 
-/// What a segment asks for.
+/// Output that a segment asks for.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Ask {
     Nothing,

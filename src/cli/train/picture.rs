@@ -102,19 +102,9 @@ mod tests {
     fn row(step: u64) -> Row {
         Row {
             step,
-            tokens: 100 * step,
             loss: 3.0 / step as f64,
             eval_loss_delivered: step.is_multiple_of(2).then_some(2.5),
-            eval_loss_stored: None,
-            rate: 1e-5,
-            gradient_norm: 0.125,
-            changed: 0.03,
-            changed_delivered: 0.001,
-            tokens_per_second: 1234.5,
-            seconds: 0.5 * step as f64,
-            eval_divergence_delivered: None,
-            eval_divergence_stored: None,
-            more: Vec::new(),
+            ..Row::default()
         }
     }
 

@@ -63,20 +63,17 @@ impl BlockPass<'_> {
         let (layout, spec) = self.mixture()?;
         let logits = self.products(store, layout.router, x, s)?;
         let routes = route(&logits, spec.count, spec.per_token, spec.normalized)?;
-        let weights = match &layout.shared {
-            Some((_, Some(gate))) => {
-                let mut factors = self.products(store, *gate, x, s)?;
-                let sigmoid = |x: &mut f32| *x = 1.0 / (1.0 + (-*x).exp());
-                factors.iter_mut().for_each(sigmoid);
-                factors
+        let every_row = match layout.shared {
+            Some((_, gate)) => {
+                let gate = gate.map(|gate| self.products(store, gate, x, s));
+                Routes::shared(self.rows(), gate.transpose()?.as_deref())
             }
-            Some((_, None)) => vec![1.0; self.rows()],
-            None => Vec::new(),
+            None => Routes::none(),
         };
         s.experts.routing = Some(Routing {
             logits,
             routed: RoutedRows::new(self.device, routes)?,
-            every_row: RoutedRows::new(self.device, Routes::every_row(weights))?,
+            every_row: RoutedRows::new(self.device, every_row)?,
             dweights: Vec::new(),
             dshared: Vec::new(),
         });
@@ -253,8 +250,9 @@ impl BlockPass<'_> {
         s.experts.logits.grow(device, rows)?;
         let dmade = s.experts.dmade.first_mut(rows * hidden)?;
         let dweights = s.experts.logits.first_mut(rows)?;
-        let (of, operands) = (of.rows, (of.expert, (made, dsum)));
-        of.add_backward(device, operands.0, operands.1, hidden, dmade, dweights)?;
+        let operands = (made, dsum);
+        of.rows
+            .add_backward(device, of.expert, operands, hidden, dmade, dweights)?;
         let mut values = vec![0.0; rows];
         s.experts.logits.first(rows)?.read(&mut values)?;
         Ok(values)
