@@ -12,9 +12,9 @@ use std::time::Instant;
 
 use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
-    self, Activation, Biased, DeviceBuffer, FusedNorm, Glu, Gpu, Graph, Hardware, Heads, Input,
-    Layout, LinearScratch, Matrix, MatrixShape, NormScratch, Output, PAGE, PageTable, Pinned, Plan,
-    ScaledTile, SplitKv, SplitKvWorkspace, TileKernel, Unit, Way,
+    self, Activation, Biased, CachedPages, DeviceBuffer, FusedNorm, Glu, Gpu, Graph, Hardware,
+    Heads, Input, KvShape, Layout, LinearScratch, Matrix, MatrixShape, NormScratch, Output, PAGE,
+    Pinned, Plan, ScaledTile, SplitKv, SplitKvWorkspace, TileKernel, Unit, Way,
 };
 use NVFP4::format::nvfp4::{BLOCK, Levels, NonFinite, QuantizeOptions};
 use NVFP4::format::random;
@@ -495,16 +495,11 @@ fn chain(gpu: &Arc<Gpu>) {
     let h = layer_heads(&norm, &frequencies);
     let head = matrix(gpu, SHAPES[4].rows[0], SHAPES[4].k, 9999);
     for batch in [1, 8, 64] {
-        let pages: Vec<DeviceBuffer> = (0..2 * batch)
-            .map(|_| {
-                DeviceBuffer::zeroed(gpu, Tag::DeviceKvCache, LAYERS * h.page_bytes()).unwrap()
-            })
-            .collect();
-        let addresses: Vec<u64> = pages.iter().map(DeviceBuffer::address).collect();
-        let table = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &addresses).unwrap();
+        let cache = Cache::new(gpu, h.kv(), LAYERS, 2, batch);
         let positions =
             DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &vec![length as u32; batch]).unwrap();
-        let rows = SplitKvWorkspace::new(gpu, HEADS, KV_HEADS, DIM, batch).unwrap();
+        let rows = SplitKvWorkspace::new(gpu, SplitKvWorkspace::sizes(HEADS, KV_HEADS, DIM), batch)
+            .unwrap();
         let (x, qkv, attended, mlp, gate_up) = (
             floats(gpu, batch * 2560, 1),
             floats(gpu, batch * 6144, 2),
@@ -577,13 +572,7 @@ fn chain(gpu: &Arc<Gpu>) {
                     )?;
                 }
                 if wanted[1] {
-                    let pages = PageTable {
-                        table: &table,
-                        stride: 2,
-                        sequence: 0,
-                        layer,
-                        unfit: None,
-                    };
+                    let pages = cache.layer(layer);
                     let division = SplitKv::of(
                         gpu,
                         HEADS,
@@ -674,6 +663,50 @@ fn chain(gpu: &Arc<Gpu>) {
     }
 }
 
+/// A cache of zeros with `stride` blocks for each sequence.
+struct Cache {
+    arena: DeviceBuffer,
+    table: DeviceBuffer,
+    stride: usize,
+    shape: KvShape,
+    layers: usize,
+}
+
+impl Cache {
+    fn new(
+        gpu: &Arc<Gpu>,
+        shape: KvShape,
+        layers: usize,
+        stride: usize,
+        sequences: usize,
+    ) -> Cache {
+        let blocks = stride * sequences;
+        let numbers: Vec<u32> = (0..blocks as u32).collect();
+        let bytes = blocks * layers * shape.bytes();
+        Cache {
+            arena: DeviceBuffer::zeroed(gpu, Tag::DeviceKvCache, bytes).unwrap(),
+            table: DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &numbers).unwrap(),
+            stride,
+            shape,
+            layers,
+        }
+    }
+
+    fn layer(&self, layer: usize) -> CachedPages<'_> {
+        CachedPages {
+            arena: self.arena.address(),
+            block_bytes: self.layers * self.shape.bytes(),
+            offset: layer * self.shape.bytes(),
+            shape: self.shape,
+            table: &self.table,
+            stride: self.stride,
+            sequence: 0,
+            layer,
+            unfit: None,
+        }
+    }
+}
+
 /// The heads of a layer, with the same norm for queries and keys.
 fn layer_heads<'a>(norm: &'a DeviceBuffer, frequencies: &'a DeviceBuffer) -> Heads<'a> {
     Heads {
@@ -719,18 +752,13 @@ fn attention(gpu: &Arc<Gpu>) {
     ] {
         let layers = (ROTATION / (batch * length * KV_HEADS * DIM * 4)).clamp(1, 36);
         let count = length.div_ceil(PAGE) + 1;
-        let pages: Vec<DeviceBuffer> = (0..batch * count)
-            .map(|_| {
-                DeviceBuffer::zeroed(gpu, Tag::DeviceKvCache, layers * h.page_bytes()).unwrap()
-            })
-            .collect();
-        let addresses: Vec<u64> = pages.iter().map(DeviceBuffer::address).collect();
-        let table = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &addresses).unwrap();
+        let cache = Cache::new(gpu, h.kv(), layers, count, batch);
         let positions =
             DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &vec![length as u32; batch]).unwrap();
         let qkv = floats(gpu, batch * (HEADS + 2 * KV_HEADS) * DIM, 6);
         let out = floats(gpu, batch * HEADS * DIM / 2, 7);
-        let rows = SplitKvWorkspace::new(gpu, HEADS, KV_HEADS, DIM, batch).unwrap();
+        let rows = SplitKvWorkspace::new(gpu, SplitKvWorkspace::sizes(HEADS, KV_HEADS, DIM), batch)
+            .unwrap();
         let chosen = SplitKv::of(
             gpu,
             HEADS,
@@ -744,13 +772,7 @@ fn attention(gpu: &Arc<Gpu>) {
         for division in iter::once(chosen).chain(parts) {
             let enqueue = || -> NVFP4::base::Result<()> {
                 for layer in 0..layers {
-                    let pages = PageTable {
-                        table: &table,
-                        stride: count,
-                        sequence: 0,
-                        layer,
-                        unfit: None,
-                    };
+                    let pages = cache.layer(layer);
                     cuda::decode(
                         gpu,
                         &h,

@@ -14,12 +14,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use NVFP4::base::call::{Cancel, Progress, Watch};
 use NVFP4::base::{ErrorKind, Result};
 use NVFP4::checkpoint::{Checkpoint, Entry, Metadata, Part};
-use NVFP4::engine::Served;
+use NVFP4::engine::{NewTokens, Sequence, Served};
 use NVFP4::format::nvfp4::QuantizeOptions;
-use NVFP4::model::{
-    self, Activations, Batch, Device, KvCache, KvType, LoadOptions, Logits, Scratch, Segment,
-    Wanted,
-};
+use NVFP4::model::{self, Activations, Device, KvType, LoadOptions, Logits, Scratch, Wanted};
 use common::{
     Copy, DEVICE_CASES, LONG_CASES, at_long_positions, change_tensor, check_memory_comes_back, cut,
     expect_kind, golden, load, options, ragged, some_tokens, step_logits,
@@ -45,12 +42,12 @@ fn all_cases() -> impl Iterator<Item = &'static str> {
     DEVICE_CASES.into_iter().chain(PROCESSOR_CASES)
 }
 
-fn cache(model: &Served) -> KvCache {
+fn cache(model: &Served) -> Sequence {
     cache_of(model, 128)
 }
 
-fn cache_of(model: &Served, capacity: usize) -> KvCache {
-    KvCache::new(model.device(), model.spec(), capacity, KvType::F32).unwrap()
+fn cache_of(model: &Served, capacity: usize) -> Sequence {
+    model.sequence(capacity, KvType::F32).unwrap()
 }
 
 /// The logits asked for after running `tokens` on an empty cache.
@@ -58,7 +55,7 @@ fn run(model: &Served, tokens: &[u32], wanted: Logits) -> Vec<f32> {
     run_in(cache(model), model, tokens, wanted)
 }
 
-fn run_in(mut cache: KvCache, model: &Served, tokens: &[u32], wanted: Logits) -> Vec<f32> {
+fn run_in(mut cache: Sequence, model: &Served, tokens: &[u32], wanted: Logits) -> Vec<f32> {
     let mut logits = Vec::new();
     model
         .forward(tokens, &mut cache, &mut Scratch::new(), wanted, &mut logits)
@@ -144,7 +141,7 @@ fn massive_activations_agree_with_transformers() {
     let model = load("qwen2_massive");
     for (kind, bound) in [(KvType::F32, 2e-3), (KvType::F16, 0.5)] {
         for (tokens, want) in expected("qwen2_massive") {
-            let cache = KvCache::new(model.device(), model.spec(), tokens.len(), kind).unwrap();
+            let cache = model.sequence(tokens.len(), kind).unwrap();
             let got = run_in(cache, &model, &tokens, Logits::All);
             let got = &got[got.len() - want.len()..];
             let pairs = got.iter().zip(&want);
@@ -275,7 +272,7 @@ fn more_tokens_than_go_through_together() {
     dir.write("config.json", config.to_string().as_bytes());
     let model = Served::load(&dir.0, &options()).unwrap();
     let tokens = some_tokens(&model, 1030);
-    let mut cache = KvCache::new(model.device(), model.spec(), 1030, KvType::F16).unwrap();
+    let mut cache = model.sequence(1030, KvType::F16).unwrap();
     let (mut scratch, mut whole, mut last) = (Scratch::new(), Vec::new(), Vec::new());
     model
         .forward(&tokens, &mut cache, &mut scratch, Logits::All, &mut whole)
@@ -346,7 +343,7 @@ fn a_batch_gives_each_sequence_its_own_bits() {
                 .unwrap();
             alone.extend_from_slice(&logits);
         }
-        let mut refs: Vec<&mut KvCache> = caches.iter_mut().collect();
+        let mut refs: Vec<&mut Sequence> = caches.iter_mut().collect();
         let logits = step_logits(&model, &next, &mut refs).unwrap().concat();
         assert!(logits == alone && logits.len() == 4 * vocab);
         assert_eq!(caches.each_len(), [4, 18, 2, 31]);
@@ -374,7 +371,7 @@ fn ragged_batches_give_the_bits_of_segments_apart() {
 /// A row that no token can be chosen from is the fault of its slot alone.
 #[test]
 fn a_fault_of_a_slot_leaves_the_others_alone() {
-    let dir = ragged::spoil();
+    let dir = ragged::spoil(ragged::ODD);
     let model = Served::load(&dir.0, &options()).unwrap();
     let words = "the logit of token 0 is not a number";
     ragged::check_faults(&model, words, &|got, expected, what| {
@@ -393,21 +390,19 @@ fn rows_without_experts_fail_alone() {
     let model = Served::load(&dir.0, &options()).unwrap();
     let tokens: Vec<u32> = (0..40).collect();
     let run = |tokens: &[u32]| {
-        let mut caches: Vec<KvCache> = tokens.iter().map(|_| cache(&model)).collect();
+        let mut caches: Vec<Sequence> = tokens.iter().map(|_| cache(&model)).collect();
         let each = tokens.chunks(1).zip(&mut caches);
-        let segments = each.map(|(tokens, cache)| Segment {
+        let work = each.map(|(tokens, sequence)| NewTokens {
             tokens,
-            cache,
+            sequence,
             wanted: Wanted::Last,
         });
-        let batch = Batch {
-            segments: segments.collect(),
-            look_ahead: false,
-        };
-        let mut logits = Vec::new();
-        let outputs = model.run(batch, &mut Scratch::new(), &mut logits).unwrap();
+        let (mut scratch, mut logits) = (Scratch::new(), Vec::new());
+        let outputs = model
+            .run(work.collect(), false, &mut scratch, &mut logits)
+            .unwrap();
         let rows = logits.chunks_exact(model.spec().vocab_size);
-        let lengths = caches.iter().map(KvCache::len);
+        let lengths = caches.iter().map(Sequence::len);
         let each = outputs.into_iter().zip(rows).zip(lengths);
         each.map(|((output, row), len)| match output {
             Ok(_) => (row.to_vec(), len),
@@ -432,9 +427,9 @@ trait Lens {
     fn each_len(&self) -> Vec<usize>;
 }
 
-impl Lens for Vec<KvCache> {
+impl Lens for Vec<Sequence> {
     fn each_len(&self) -> Vec<usize> {
-        self.iter().map(KvCache::len).collect()
+        self.iter().map(Sequence::len).collect()
     }
 }
 
@@ -444,7 +439,7 @@ fn clones_share_pages_and_do_not_disturb_each_other() {
     let (mut scratch, mut logits) = (Scratch::new(), Vec::new());
     let mut first = cache(&model);
     let prompt = some_tokens(&model, 21);
-    let mut forward = |cache: &mut KvCache, tokens: &[u32]| {
+    let mut forward = |cache: &mut Sequence, tokens: &[u32]| {
         model
             .forward(tokens, cache, &mut scratch, Logits::Last, &mut logits)
             .unwrap();
@@ -538,7 +533,7 @@ fn sampling_only() {
 fn refused_calls_leave_the_cache_as_it_was() {
     let model = load("qwen3_tied");
     let mut scratch = Scratch::new();
-    let mut cache = KvCache::new(model.device(), model.spec(), 20, KvType::F32).unwrap();
+    let mut cache = model.sequence(20, KvType::F32).unwrap();
     let mut logits = Vec::new();
     model
         .forward(
@@ -567,17 +562,17 @@ fn refused_calls_leave_the_cache_as_it_was() {
         .unwrap();
     assert!(logits == run(&model, &[1, 2, 3, 4], Logits::Last));
     expect_kind(
-        KvCache::new(model.device(), model.spec(), 257, KvType::F32),
+        model.sequence(257, KvType::F32),
         ErrorKind::InvalidArgument,
         "a context of 257 positions",
     );
     expect_kind(
-        KvCache::new(model.device(), model.spec(), 0, KvType::F32),
+        model.sequence(0, KvType::F32),
         ErrorKind::InvalidArgument,
         "a context of 0 positions",
     );
 
-    let mut full = KvCache::new(model.device(), model.spec(), 4, KvType::F32).unwrap();
+    let mut full = model.sequence(4, KvType::F32).unwrap();
     model
         .forward(&[1; 4], &mut full, &mut scratch, Logits::None, &mut logits)
         .unwrap();

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use NVFP4::base::call::{Cancel, Progress, Watch};
+use NVFP4::base::memory::{self, Tag};
 use NVFP4::base::{Error, ErrorKind};
 use NVFP4::engine::Served;
 use NVFP4::model::{Activations, KvType, LoadOptions};
@@ -16,7 +17,7 @@ use NVFP4::session::{
     SessionOptions, Transcript, step,
 };
 use NVFP4::text::{Detokenizer, Message};
-use common::{Copy, cases, cut, expect_kind, golden, load, options, some_tokens};
+use common::{Copy, cases, cut, expect_kind, golden, load, options, some_tokens, windows};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use twox_hash::XxHash3_64;
@@ -1314,6 +1315,91 @@ fn a_restored_session_goes_on_as_if_nothing_happened() {
             assert!(state(&mut restored) == state(&mut fork));
         }
     }
+}
+
+/// Gemma's windows of most layers, and Mistral's of all.
+#[test]
+fn layers_with_a_window_keep_no_more_than_they_need() {
+    for case in ["gemma3_narrow", "mistral_window"] {
+        let dir = windows::lengthened(case);
+        let model = Served::load(&dir.0, &options()).unwrap();
+        windows::check(&model, &file(case).0, &|got, want, what| {
+            assert!(got == want, "{case}: {what}");
+        });
+    }
+}
+
+/// A file says which positions each group of layers keeps. What its windows see must be among them.
+#[test]
+fn session_files_keep_what_windows_see() {
+    let dir = windows::lengthened("gemma3_narrow");
+    let model = Served::load(&dir.0, &options()).unwrap();
+    let path = file("kept");
+    let mut session = filled(&model, 2000);
+    session.decode(1).unwrap();
+    session.save(&path.0).unwrap();
+    let bytes = fs::read(&path.0).unwrap();
+    let kept = |kept: Value| {
+        let changed = rewritten(&bytes, |header| header["kept_from"] = kept);
+        fs::write(&path.0, changed).unwrap();
+        Session::restore(model.clone(), &path.0).map(|_| ())
+    };
+    let words = "keep those from";
+    for wrong in [
+        json!([960]),
+        json!([0, 960]),
+        json!([2048, 0]),
+        json!([961, 0]),
+        json!([0, 0, 0]),
+    ] {
+        expect_kind(kept(wrong), ErrorKind::CorruptFile, words);
+    }
+    expect_kind(
+        kept(json!([0, 0])),
+        ErrorKind::CorruptFile,
+        "it is damaged or cut off",
+    );
+    expect_kind(
+        kept(json!([1984, 0])),
+        ErrorKind::CorruptFile,
+        "it is damaged or cut off",
+    );
+}
+
+/// Memory for keys and values that is reserved when a model is loaded is all that its sessions get, and others get none of it.
+#[test]
+fn sessions_share_the_memory_that_was_reserved() {
+    let unlimited = load("qwen3_tied");
+    let sixteen = filled(&unlimited, 16).kv_bytes();
+    let limited = LoadOptions {
+        kv_bytes: Some(5 * sixteen),
+        ..options()
+    };
+    let before = memory::usage(Tag::KvCache).current;
+    let model = Served::load(&golden("qwen3_tied"), &limited).unwrap();
+    let reserved = || memory::usage(Tag::KvCache).current - before;
+    assert_eq!(reserved(), 5 * sixteen as u64);
+    let (mut first, mut second) = (filled(&model, 40), filled(&model, 20));
+    assert_eq!(reserved(), 5 * sixteen as u64);
+    let refused = second.prefill(&[1; 20]);
+    expect_kind(
+        refused,
+        ErrorKind::OutOfMemory,
+        "reserved for keys and values are in use",
+    );
+    assert_eq!(second.len(), 20);
+    // A fork takes a block when it writes to a shared one, and a session that ends gives its blocks to others.
+    let mut fork = first.fork().unwrap();
+    expect_kind(fork.decode(1), ErrorKind::OutOfMemory, "end sessions");
+    drop(fork);
+    first.decode(1).unwrap();
+    drop(first);
+    second.prefill(&[1; 20]).unwrap();
+    let mut whole = some_tokens(&model, 20);
+    whole.extend([1; 20]);
+    assert!(state(&mut second) == fresh(&session(&unlimited), &whole));
+    drop((second, model));
+    assert_eq!(reserved(), 0);
 }
 
 #[test]

@@ -34,7 +34,7 @@ use NVFP4::model::convert::Tables;
 use NVFP4::model::training::{
     Batch, Layout, MatrixId, Options, Pass, RowGradients, Source, Store, VectorId,
 };
-use NVFP4::model::{KvCache, KvType, LoadOptions, Logits, Scratch};
+use NVFP4::model::{KvType, LoadOptions, Logits, Scratch};
 use NVFP4::ops::{Array, Device, Mixed, Slice, SliceMut};
 use NVFP4::train::{
     Clip, Config, Decay, MicroBatch, Outcome, ProductForm, Recipe, Recompute, Schedule, Trainer,
@@ -695,7 +695,7 @@ fn exports_are_what_was_trained() {
             .unwrap();
         let of_inference = |path: &Path| {
             let model = Served::load(path, &LoadOptions::new(device.clone())).unwrap();
-            let mut cache = KvCache::new(model.device(), model.spec(), 64, KvType::F32).unwrap();
+            let mut cache = model.sequence(64, KvType::F32).unwrap();
             let (mut scratch, mut logits) = (Scratch::new(), Vec::new());
             model
                 .forward(
@@ -734,7 +734,7 @@ fn exports_are_what_was_trained() {
 
 /// The logits of all tokens.
 fn logits_of(model: &Served, tokens: &[u32]) -> Result<Vec<f32>> {
-    let mut cache = KvCache::new(model.device(), model.spec(), 64, KvType::F32)?;
+    let mut cache = model.sequence(64, KvType::F32)?;
     let (mut scratch, mut logits) = (Scratch::new(), Vec::new());
     model.forward(tokens, &mut cache, &mut scratch, Logits::All, &mut logits)?;
     Ok(logits)

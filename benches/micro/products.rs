@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
-    self, DeviceBuffer, Gpu, Graph, Heads, Input, LinearScratch, Matrix, Output, PAGE, PageTable,
+    self, CachedPages, DeviceBuffer, Gpu, Graph, Heads, Input, LinearScratch, Matrix, Output, PAGE,
 };
 use NVFP4::format::random;
 
@@ -176,10 +176,15 @@ pub(super) fn many_rows(gpu: &Arc<Gpu>, figures: &mut Figures) {
     };
     for m in [512, 2048, 4096, 8192] {
         let count = m / PAGE;
-        let pages: Vec<DeviceBuffer> = (0..count).map(|_| zeros(gpu, heads.page_bytes())).collect();
-        let addresses: Vec<u64> = pages.iter().map(DeviceBuffer::address).collect();
-        let table = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &addresses).unwrap();
-        let pages = PageTable {
+        let shape = heads.kv();
+        let arena = zeros(gpu, count * shape.bytes());
+        let numbers: Vec<u32> = (0..count as u32).collect();
+        let table = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &numbers).unwrap();
+        let pages = CachedPages {
+            arena: arena.address(),
+            block_bytes: shape.bytes(),
+            offset: 0,
+            shape,
             table: &table,
             stride: count,
             sequence: 0,

@@ -1,28 +1,32 @@
-// Cached keys and values: pages of 64 positions. A page holds, for each layer, keys [kv_heads][64][D] and then values
-// [kv_heads][D][64], both f16. Values are transposed because the product with the probabilities reads them by columns.
+// Cached keys and values of one layer: pages of 64 positions. A page is the layer's part of a block of the cache, which lies in an arena:
+// keys [kv_heads][64][D] and then values [kv_heads][D][64], both f16. Values are transposed because the product with the probabilities
+// reads them by columns.
 #pragma once
 #include "common/ptx.cuh"
 
 constexpr int PAGE = 64;
 
 struct Pages {
-    const u64* table;   // [sequences, stride]: addresses of pages
+    char* base;         // the layer's page in block 0
+    const u32* table;   // [sequences, stride]: block numbers
+    u64 block_bytes;    // from a page to that of the next block
+    u32* unfit;         // [rows]: 0, then 1 + the first layer with a query, key or value of the row that f16 cannot hold; or null
     int stride;
     int kv_heads;
-    u64 layer_offset;   // bytes into a page
-    u32* unfit;         // [rows]: 0, then 1 + the first layer with a query, key or value of the row that f16 cannot hold; or null
     u32 layer;
 };
 
+// The page of a position.
+__device__ __forceinline__ u16* page_of(const Pages& p, int sequence, int position) {
+    return (u16*)(p.base + p.table[(size_t)sequence * p.stride + position / PAGE] * p.block_bytes);
+}
 // The key of a head of `dim` elements.
 __device__ __forceinline__ u16* keys_of(const Pages& p, int dim, int sequence, int position, int head) {
-    u64 page = p.table[(size_t)sequence * p.stride + position / PAGE] + p.layer_offset;
-    return (u16*)page + ((size_t)head * PAGE + position % PAGE) * dim;
+    return page_of(p, sequence, position) + ((size_t)head * PAGE + position % PAGE) * dim;
 }
 // Element 0 of the value at `position`; element d is d * PAGE further on.
 __device__ __forceinline__ u16* values_of(const Pages& p, int dim, int sequence, int position, int head) {
-    u64 page = p.table[(size_t)sequence * p.stride + position / PAGE] + p.layer_offset;
-    return (u16*)page + (size_t)(p.kv_heads + head) * dim * PAGE + position % PAGE;
+    return page_of(p, sequence, position) + (size_t)(p.kv_heads + head) * dim * PAGE + position % PAGE;
 }
 template <int D>
 __device__ __forceinline__ u16* keys(const Pages& p, int sequence, int position, int head) {

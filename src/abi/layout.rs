@@ -32,7 +32,8 @@ layout!(NVFP4_NamedTensor, 32, name: 0, name_length: 8, dtype: 16, rank: 20, siz
 layout!(NVFP4_SchemaResult, 56, struct_size: 0, format: 4, tensors: 8, weights: 16, problems: 24, out_features: 32, in_features: 40,
     block: 48);
 layout!(NVFP4_CallOptions, 40, struct_size: 0, reserved: 4, cancel: 8, cancel_flag: 16, progress: 24, user: 32);
-layout!(NVFP4_LoadOptions, 32, struct_size: 0, device_type: 4, device_index: 8, threads: 12, activations: 16, sampling_only: 20, call: 24);
+layout!(NVFP4_LoadOptions, 40, struct_size: 0, device_type: 4, device_index: 8, threads: 12, activations: 16, sampling_only: 20, call: 24,
+    kv_bytes: 32);
 layout!(NVFP4_ConvertOptions, 40, struct_size: 0, container: 4, replace: 8, keep_head: 12, call: 16, tables: 24, reserved: 28,
     calibrate: 32);
 layout!(NVFP4_CalibrateOptions, 64, struct_size: 0, device_type: 4, device_index: 8, windows: 12, window: 16, files: 24,

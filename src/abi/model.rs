@@ -55,6 +55,10 @@ pub struct NVFP4_LoadOptions {
     pub sampling_only: i32,
     /// Cancels the call and reports the bytes read; NULL for neither. Default: NULL.
     pub call: *const NVFP4_CallOptions,
+    /// Bytes for the keys and values of all sessions together, reserved when the model is loaded; a session that needs more
+    /// gets #NVFP4_STATUS_OUT_OF_MEMORY. 0 reserves nothing: memory is allocated as sessions grow, and is left to others until
+    /// then. Default: 0.
+    pub kv_bytes: u64,
 }
 
 // SAFETY: integers and a pointer without padding, the first a u32 size.
@@ -69,6 +73,7 @@ unsafe impl Growing for NVFP4_LoadOptions {
             activations: NVFP4_ACTIVATIONS_EXACT,
             sampling_only: 0,
             call: std::ptr::null(),
+            kv_bytes: 0,
         }
     }
 }
@@ -142,6 +147,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_load(
         let threads = thread_count(options.threads)?;
         let activations = activations(options.activations)?;
         let sampling_only = flag("sampling_only", options.sampling_only)?;
+        let kv_bytes = reserved(options.kv_bytes)?;
         let load = |device: Device, device_choice: Option<String>| {
             Served::load(
                 path,
@@ -150,6 +156,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_load(
                     device_choice,
                     quantize: quantize.clone(),
                     activations,
+                    kv_bytes,
                     sampling_only,
                 },
             )
@@ -166,6 +173,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_load(
                 activations,
                 // The default of sessions.
                 kv: KvType::F16,
+                kv_bytes,
             };
             placement::load(
                 &[path],
@@ -181,6 +189,13 @@ pub unsafe extern "C-unwind" fn NVFP4_model_load(
         out.set(handle::insert(model));
         Ok(())
     })
+}
+
+/// Bytes to reserve; 0 reserves none.
+fn reserved(bytes: u64) -> Result<Option<usize>> {
+    let bytes = usize::try_from(bytes)
+        .map_err(|_| err!(InvalidArgument, "kv_bytes is {bytes}, more than addresses"))?;
+    Ok((bytes > 0).then_some(bytes))
 }
 
 /// Adds a reference to a model.

@@ -176,6 +176,27 @@ impl Claim {
         reserve(tag, bytes)?;
         Ok(Claim { tag, bytes })
     }
+
+    /// Bytes counted.
+    pub fn bytes(&self) -> usize {
+        self.bytes as usize
+    }
+
+    /// A claim of `bytes` out of this one; `None` if it has fewer.
+    pub fn split(&mut self, bytes: usize) -> Option<Claim> {
+        self.bytes = self.bytes.checked_sub(bytes as u64)?;
+        Some(Claim {
+            tag: self.tag,
+            bytes: bytes as u64,
+        })
+    }
+
+    /// Adds another claim of the same tag.
+    pub fn join(&mut self, other: Claim) {
+        debug_assert_eq!(self.tag, other.tag);
+        self.bytes += other.bytes;
+        std::mem::forget(other);
+    }
 }
 
 impl Drop for Claim {
@@ -306,7 +327,7 @@ pub fn zeros<T: Plain>(len: usize) -> Result<Vec<T>> {
 pub struct Buffer<T: Plain> {
     data: NonNull<T>,
     len: usize,
-    tag: Tag,
+    claim: Claim,
 }
 
 // SAFETY: a Buffer owns its memory exclusively, and T is Send + Sync by the bound on Plain.
@@ -333,38 +354,47 @@ impl<T: Plain> Buffer<T> {
     /// Allocates `len` zeros, counted under `tag`.
     pub fn zeroed(tag: Tag, len: usize) -> Result<Self> {
         let layout = Self::layout(len)?;
-        if layout.size() == 0 {
-            return Ok(Buffer {
-                data: NonNull::dangling(),
-                len,
-                tag,
-            });
-        }
         alloc::check()?;
-        reserve(tag, layout.size() as u64)?;
-        let data = if layout.size() >= HUGE {
-            map(layout.size())
-        } else {
+        Self::claimed(Claim::new(tag, layout.size())?, len)
+    }
+
+    /// Allocates `len` zeros that `claim` counts.
+    pub fn claimed(claim: Claim, len: usize) -> Result<Self> {
+        let (layout, tag) = (Self::layout(len)?, claim.tag);
+        if claim.bytes() != layout.size() {
+            bail!(
+                Internal,
+                "a claim of {} bytes for {}",
+                claim.bytes(),
+                layout.size()
+            );
+        }
+        let data = match layout.size() {
+            0 => Some(NonNull::<T>::dangling().cast()),
+            HUGE.. => map(layout.size()),
             // The reserve is for allocations that cannot fail.
             // SAFETY: the layout has a non-zero size.
-            NonNull::new(unsafe { System.alloc_zeroed(layout) })
+            _ => NonNull::new(unsafe { System.alloc_zeroed(layout) }),
         };
-        match data {
-            Some(data) => Ok(Buffer {
-                data: data.cast(),
-                len,
-                tag,
-            }),
-            None => {
-                release(tag, layout.size() as u64);
-                bail!(
-                    OutOfMemory,
-                    "the system refused {} bytes for {}",
-                    layout.size(),
-                    tag.name()
-                )
-            }
-        }
+        let Some(data) = data else {
+            bail!(
+                OutOfMemory,
+                "the system refused {} bytes for {}",
+                layout.size(),
+                tag.name()
+            )
+        };
+        Ok(Buffer {
+            data: data.cast(),
+            len,
+            claim,
+        })
+    }
+
+    /// Frees the memory, and keeps it counted.
+    pub fn into_claim(mut self) -> Claim {
+        let tag = self.claim.tag;
+        std::mem::replace(&mut self.claim, Claim { tag, bytes: 0 })
     }
 
     /// Copies `values`, counted under `tag`.
@@ -384,7 +414,6 @@ impl<T: Plain> Drop for Buffer<T> {
     fn drop(&mut self) {
         let bytes = self.bytes();
         if bytes > 0 {
-            release(self.tag, bytes as u64);
             let layout =
                 Self::layout(self.len).expect("the layout was valid when the buffer was made");
             // SAFETY: `data` came from `map` or from the system with this same layout, and is not used again.
@@ -421,7 +450,7 @@ impl<T: Plain> std::fmt::Debug for Buffer<T> {
             "Buffer<{}>[{}] ({})",
             std::any::type_name::<T>(),
             self.len,
-            self.tag.name()
+            self.claim.tag.name()
         )
     }
 }

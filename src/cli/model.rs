@@ -110,6 +110,17 @@ pub(super) struct ModelArgs {
     /// The type of the KV cache
     #[arg(long, value_enum, default_value_t = KvName::F16)]
     pub(super) kv: KvName,
+    /// Memory for keys and values, in GB, reserved when the model is loaded; without it memory is allocated as the context grows
+    #[arg(long, value_name = "GB", value_parser = gigabytes)]
+    kv_memory: Option<usize>,
+}
+
+/// Bytes of a number of gigabytes.
+fn gigabytes(text: &str) -> std::result::Result<usize, String> {
+    match text.parse::<f64>() {
+        Ok(gb) if gb > 0.0 && gb < 1e6 => Ok((gb * 1e9) as usize),
+        _ => Err("it takes a positive number of gigabytes, such as 1.5".to_owned()),
+    }
 }
 
 impl ModelArgs {
@@ -127,6 +138,7 @@ impl ModelArgs {
             sampling_only: false,
             activations: self.activations(),
             kv: self.kv.into(),
+            kv_bytes: self.kv_memory,
         };
         // Printed at a terminal, and whenever there was a GPU to choose.
         let told = |placement: &Placement| {
@@ -192,6 +204,7 @@ impl ModelArgs {
                 ..QuantizeOptions::default()
             }),
             activations: self.activations(),
+            kv_bytes: self.kv_memory,
             sampling_only: false,
         };
         let watch = Watch {

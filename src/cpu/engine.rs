@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use super::kv::{KvLayer, KvType, PAGE};
+use super::kv::{KvPages, KvType, PAGE};
 use super::level::Level;
 use super::packed::{GROUP, Packed};
 use super::table::{
@@ -458,36 +458,28 @@ impl Cpu {
         &self,
         q: &[f32],
         options: &AttentionOptions,
-        kv: &KvLayer,
+        kv: &KvPages<'_>,
         first: usize,
         out: &mut [f32],
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let (heads, dim) = (options.heads, kv.dim());
+        let layout = kv.layout();
+        let (heads, kv_heads, dim) = (options.heads, layout.heads(), layout.dim());
         let row = heads * dim;
         if heads == 0
-            || !heads.is_multiple_of(kv.heads())
+            || !heads.is_multiple_of(kv_heads)
             || !q.len().is_multiple_of(row)
             || out.len() != q.len()
         {
             bail!(
                 InvalidArgument,
-                "attention: {} query and {} output elements for {heads} heads of {dim} over {} key/value heads",
+                "attention: {} query and {} output elements for {heads} heads of {dim} over {kv_heads} key/value heads",
                 q.len(),
-                out.len(),
-                kv.heads()
+                out.len()
             );
         }
         let m = q.len() / row;
-        if kv.allocated() < first + m {
-            bail!(
-                InvalidArgument,
-                "attention over {} positions; the cache holds {}",
-                first + m,
-                kv.allocated()
-            );
-        }
-        let shared = heads / kv.heads();
+        let shared = heads / kv_heads;
         let window = options.window.unwrap_or(usize::MAX);
         if window == 0
             || options
@@ -500,6 +492,10 @@ impl Cpu {
                 options.score_cap
             );
         }
+        if m == 0 {
+            return Ok(());
+        }
+        let pages = kv.covering((first + 1).saturating_sub(window)..first + m)?;
         let scores_of = Scores {
             scale: options.scale,
             cap: options.score_cap,
@@ -510,11 +506,12 @@ impl Cpu {
         grow(&mut workspace.scores, threads * ATTENTION_QUERIES * room)?;
         let scores = Out(workspace.scores.as_mut_ptr());
         let out = Out(out.as_mut_ptr());
-        let pages: Vec<Out<u8>> = (0..(first + m).div_ceil(PAGE))
-            .map(|i| Out(kv.page(i).as_ptr().cast_mut()))
+        let pages: Vec<Out<u8>> = pages
+            .iter()
+            .map(|page| Out(page.as_ptr().cast_mut()))
             .collect();
-        let head_bytes = 2 * PAGE * dim * kv.kind().size();
-        let attend = match kv.kind() {
+        let head_bytes = 2 * PAGE * dim * layout.kind().size();
+        let attend = match layout.kind() {
             KvType::F16 => self.table.attend_f16,
             KvType::F32 => self.table.attend_f32,
         };
@@ -524,11 +521,11 @@ impl Cpu {
             let pages: Vec<*const u8> = pages.iter().map(|p| p.0.cast_const()).collect();
             loop {
                 let part = next.fetch_add(1, Relaxed);
-                if part >= spans * kv.heads() || call.is_over() {
+                if part >= spans * kv_heads || call.is_over() {
                     break;
                 }
                 // The last tokens see the most positions: starting with them balances the threads.
-                let (span, kv_head) = (spans - 1 - part / kv.heads(), part % kv.heads());
+                let (span, kv_head) = (spans - 1 - part / kv_heads, part % kv_heads);
                 let tokens = span * ATTENTION_TOKENS..m.min((span + 1) * ATTENTION_TOKENS);
                 let mut queries = [Query {
                     q: q.as_ptr(),

@@ -1,12 +1,11 @@
 //! Cached keys and values of one layer, in pages of sixteen positions: for each key/value head, keys `[dim][16]` (so that a vector lane is
-//! a position), then values `[16][dim]`. Pages are allocated as positions are written, and shared with clones until either side writes.
+//! a position), then values `[16][dim]`. The memory is the caller's.
 
-use std::sync::Arc;
+use std::ops::Range;
 
 use half::f16;
 
 use crate::base::error::{Result, bail};
-use crate::base::memory::{Buffer, Tag};
 use crate::base::size::product;
 
 /// Positions in a page.
@@ -40,17 +39,16 @@ impl KvType {
     }
 }
 
-/// The KV cache of one layer.
-#[derive(Clone, Debug)]
-pub struct KvLayer {
+/// The pages of one layer: for each key/value head, keys `[dim][16]`, then values `[16][dim]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvLayout {
     heads: usize,
     dim: usize,
     kind: KvType,
-    pages: Vec<Arc<Buffer<u8>>>,
 }
 
-impl KvLayer {
-    /// An empty cache for `heads` key/value heads of `dim`, a multiple of 16.
+impl KvLayout {
+    /// Pages of `heads` key/value heads of `dim`, a multiple of 16.
     pub fn new(heads: usize, dim: usize, kind: KvType) -> Result<Self> {
         if heads == 0 || dim == 0 || !dim.is_multiple_of(16) {
             bail!(
@@ -59,22 +57,12 @@ impl KvLayer {
             );
         }
         product("KV page", &[heads, 2, PAGE, dim, kind.size()])?;
-        Ok(KvLayer {
-            heads,
-            dim,
-            kind,
-            pages: Vec::new(),
-        })
+        Ok(KvLayout { heads, dim, kind })
     }
 
     /// Bytes of one page over all heads.
     pub fn page_bytes(&self) -> usize {
         self.heads * 2 * PAGE * self.dim * self.kind.size()
-    }
-
-    /// Bytes of the pages in this cache, shared or not.
-    pub fn bytes(&self) -> usize {
-        self.pages.len() * self.page_bytes()
     }
 
     /// Key/value heads.
@@ -92,37 +80,12 @@ impl KvLayer {
         self.kind
     }
 
-    /// Number of positions that pages exist for.
-    pub fn allocated(&self) -> usize {
-        self.pages.len() * PAGE
-    }
-
-    /// Allocates pages for positions `0..len`, and unshares those from `first` on, so that writing cannot fail.
-    pub fn reserve(&mut self, first: usize, len: usize) -> Result<()> {
-        while self.pages.len() * PAGE < len {
-            self.pages
-                .push(Arc::new(Buffer::zeroed(Tag::KvCache, self.page_bytes())?));
-        }
-        for page in self
-            .pages
-            .iter_mut()
-            .take(len.div_ceil(PAGE))
-            .skip(first / PAGE)
-        {
-            if Arc::get_mut(page).is_none() {
-                *page = Arc::new(Buffer::from_slice(Tag::KvCache, page)?);
-            }
-        }
-        Ok(())
-    }
-
-    /// Frees the pages past position `len`.
-    pub fn truncate(&mut self, len: usize) {
-        self.pages.truncate(len.div_ceil(PAGE));
-    }
-
-    /// Writes keys and values, each `[m, heads, dim]`, at positions `first..first + m`.
-    pub fn write(&mut self, first: usize, keys: &[f32], values: &[f32]) -> Result<()> {
+    /// Rows of keys and values, each `[rows, heads, dim]`, that belong together; fails unless both are whole rows.
+    pub fn rows<'a>(
+        &self,
+        keys: &'a [f32],
+        values: &'a [f32],
+    ) -> Result<impl ExactSizeIterator<Item = (&'a [f32], &'a [f32])>> {
         let row = self.heads * self.dim;
         if keys.len() != values.len() || !keys.len().is_multiple_of(row) {
             bail!(
@@ -134,59 +97,72 @@ impl KvLayer {
                 self.dim
             );
         }
-        let m = keys.len() / row;
-        self.reserve(first, first + m)?;
-        for (i, (keys, values)) in keys
-            .chunks_exact(row)
-            .zip(values.chunks_exact(row))
-            .enumerate()
+        Ok(keys.chunks_exact(row).zip(values.chunks_exact(row)))
+    }
+
+    /// Writes a row of keys and one of values, each `[heads, dim]`, at position `slot` of a page, which is aligned to four bytes.
+    pub fn write(&self, page: &mut [u8], slot: usize, keys: &[f32], values: &[f32]) -> Result<()> {
+        if page.len() != self.page_bytes()
+            || slot >= PAGE
+            || !page.as_ptr().addr().is_multiple_of(4)
         {
-            let position = first + i;
-            let page = Arc::get_mut(&mut self.pages[position / PAGE])
-                .expect("reserve made the page this cache's own");
-            match self.kind {
-                KvType::F16 => put(cast(page), position % PAGE, self.dim, keys, values, |x| {
-                    f16::from_f32(x).to_bits()
-                }),
-                KvType::F32 => put(
-                    cast(page),
-                    position % PAGE,
-                    self.dim,
-                    keys,
-                    values,
-                    f32::to_bits,
-                ),
-            }
-        }
-        Ok(())
-    }
-
-    /// The bytes, over all heads, of the page that begins at position `PAGE * index`.
-    pub fn page(&self, index: usize) -> &[u8] {
-        &self.pages[index]
-    }
-
-    /// Replaces the content of an existing page by that of [`KvLayer::page`].
-    pub fn set_page(&mut self, index: usize, bytes: &[u8]) -> Result<()> {
-        if bytes.len() != self.page_bytes() {
             bail!(
-                InvalidArgument,
-                "a KV page has {} bytes, not {}",
-                self.page_bytes(),
-                bytes.len()
+                Internal,
+                "position {slot} of a KV page of {} bytes; it has {}",
+                page.len(),
+                self.page_bytes()
             );
         }
-        self.reserve(index * PAGE, (index + 1) * PAGE)?;
-        Arc::get_mut(&mut self.pages[index])
-            .expect("reserve made the page this cache's own")
-            .copy_from_slice(bytes);
+        match self.kind {
+            KvType::F16 => put(cast(page), slot, self.dim, keys, values, |x| {
+                f16::from_f32(x).to_bits()
+            }),
+            KvType::F32 => put(cast(page), slot, self.dim, keys, values, f32::to_bits),
+        }
         Ok(())
     }
 }
 
-fn cast<T>(page: &mut Buffer<u8>) -> &mut [T] {
+/// The pages of one layer of one sequence, to read.
+#[derive(Clone, Debug)]
+pub struct KvPages<'a> {
+    layout: KvLayout,
+    pages: Vec<&'a [u8]>,
+}
+
+impl<'a> KvPages<'a> {
+    /// `pages[i]` has the positions from 16 `i` on; it is empty where positions are no longer kept.
+    pub fn new(layout: KvLayout, pages: Vec<&'a [u8]>) -> Result<Self> {
+        let bytes = layout.page_bytes();
+        if let Some(page) = pages.iter().find(|p| !p.is_empty() && p.len() != bytes) {
+            bail!(Internal, "a KV page of {} bytes, not {bytes}", page.len());
+        }
+        Ok(KvPages { layout, pages })
+    }
+
+    /// Shape and element type.
+    pub fn layout(&self) -> KvLayout {
+        self.layout
+    }
+
+    /// The pages that have all of these positions.
+    pub(super) fn covering(&self, positions: Range<usize>) -> Result<&[&'a [u8]]> {
+        let needed = positions.start / PAGE..positions.end.div_ceil(PAGE);
+        let kept = self.pages.get(needed.clone()).unwrap_or(&[]);
+        if kept.len() < needed.len() || kept.iter().any(|page| page.is_empty()) {
+            bail!(
+                InvalidArgument,
+                "attention over positions {positions:?}; the cache holds {}",
+                self.pages.len() * PAGE
+            );
+        }
+        Ok(&self.pages[..needed.end])
+    }
+}
+
+fn cast<T>(page: &mut [u8]) -> &mut [T] {
     let len = page.len() / size_of::<T>();
-    // SAFETY: the buffer is 64-byte aligned, holds `len` whole elements, and T is u16 or u32, valid for any bytes.
+    // SAFETY: the page is aligned to four bytes, holds `len` whole elements, and T is u16 or u32, valid for any bytes.
     unsafe { std::slice::from_raw_parts_mut(page.as_mut_ptr().cast(), len) }
 }
 

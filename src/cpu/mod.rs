@@ -26,7 +26,7 @@ mod avx512;
 mod neon;
 
 pub use engine::{AttentionOptions, Cpu};
-pub use kv::{KvLayer, KvType, PAGE};
+pub use kv::{KvLayout, KvPages, KvType, PAGE};
 pub use level::Level;
 pub use packed::{Packed, ReadDense, ReadInt8, ReadNvfp4};
 pub use workspace::Workspace;

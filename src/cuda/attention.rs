@@ -1,4 +1,4 @@
-//! Attention over cached keys and values in pages: one new token for each of several sequences, or many rows of one.
+//! Attention over cached keys and values in blocks: one new token for each of several sequences, or many rows of one.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
 
-/// Positions in a page of the cache.
+/// Positions of a page.
 pub const PAGE: usize = 64;
 /// Query heads that one CTA of the decode kernel serves.
 const BLOCK_HEADS: usize = 8;
@@ -120,9 +120,26 @@ impl Heads<'_> {
         Ok(())
     }
 
-    /// Bytes of one layer in a page.
-    pub fn page_bytes(&self) -> usize {
-        layer_bytes(self.kv_heads, self.dim)
+    /// Shape of the layer's pages.
+    pub fn kv(&self) -> KvShape {
+        KvShape {
+            heads: self.kv_heads,
+            dim: self.dim,
+        }
+    }
+
+    /// Fails for a cache of other heads.
+    fn check_cache(&self, cache: &CachedPages<'_>) -> Result<()> {
+        self.check()?;
+        match cache.shape == self.kv() {
+            true => Ok(()),
+            false => bail!(
+                Internal,
+                "attention of {:?} over a cache of {:?}",
+                self.kv(),
+                cache.shape
+            ),
+        }
     }
 
     fn options(&self) -> Result<HeadOptions> {
@@ -162,55 +179,74 @@ impl Heads<'_> {
     }
 }
 
-/// Bytes of one layer in a page.
-fn layer_bytes(kv_heads: usize, dim: usize) -> usize {
-    2 * kv_heads * PAGE * dim * 2
+/// A page, one layer's part of a block of the cache: keys `[heads][PAGE][dim]`, then values `[heads][dim][PAGE]`, f16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvShape {
+    /// Key/value heads.
+    pub heads: usize,
+    /// Elements of one head.
+    pub dim: usize,
 }
 
-/// Block table of the KV cache: u64 page addresses `[sequences, stride]` on the device.
+impl KvShape {
+    /// Bytes of a page.
+    pub const fn bytes(self) -> usize {
+        2 * self.heads * PAGE * self.dim * 2
+    }
+}
+
+/// The cached keys and values of one layer: pages in the blocks of an arena, which a block table lists for each sequence.
 #[derive(Clone, Copy)]
-pub struct PageTable<'a> {
-    /// The addresses.
+pub struct CachedPages<'a> {
+    /// Address of block 0.
+    pub arena: u64,
+    /// Bytes of a block, over all layers of its group.
+    pub block_bytes: usize,
+    /// Bytes of a block before the layer.
+    pub offset: usize,
+    /// The layer's pages.
+    pub shape: KvShape,
+    /// The block table on the device: u32 block numbers `[sequences, stride]`.
     pub table: &'a DeviceBuffer,
-    /// Pages per sequence that the table has room for.
+    /// Blocks per sequence that the table has room for.
     pub stride: usize,
     /// The first sequence of the table that is meant.
     pub sequence: usize,
-    /// The layer.
+    /// Index of the layer in the model, for faults.
     pub layer: usize,
     /// A u32 for each row of the pass, zero at first: 1 + the first layer in which a query, key or value of the row does not fit in f16.
     pub unfit: Option<&'a DeviceBuffer>,
 }
 
-impl PageTable<'_> {
+impl CachedPages<'_> {
     /// The argument of a kernel that takes `sequences` sequences, and `rows` of the rows of the pass.
-    pub(super) fn argument(
-        &self,
-        kv_heads: usize,
-        dim: usize,
-        sequences: usize,
-        rows: Range<usize>,
-    ) -> Result<Pages> {
+    pub(super) fn argument(&self, sequences: usize, rows: Range<usize>) -> Result<Pages> {
         if let Some(unfit) = self.unfit {
             unfit.holds("rows that do not fit", &[rows.end, 4])?;
         }
-        let first = self.sequence * self.stride * 8;
-        if self.table.bytes() < first + sequences * self.stride * 8 {
+        let KvShape { heads, dim } = self.shape;
+        let first = self.sequence * self.stride * 4;
+        if self.table.bytes() < first + sequences * self.stride * 4
+            || self.offset + self.shape.bytes() > self.block_bytes
+        {
             bail!(
                 Internal,
-                "a page table of {} bytes for {sequences} sequences of {} from {} on",
+                "a block table of {} bytes for {sequences} sequences of {} from {} on, with {heads} heads of {dim} at byte {} of {}",
                 self.table.bytes(),
                 self.stride,
-                self.sequence
+                self.sequence,
+                self.offset,
+                self.block_bytes
             );
         }
         let unfit = |unfit: &DeviceBuffer| unfit.address() + 4 * rows.start as u64;
         Ok(Pages {
+            base: self.arena + self.offset as u64,
             table: self.table.address() + first as u64,
-            stride: int("pages", self.stride)?,
-            kv_heads: int("key/value heads", kv_heads)?,
-            layer_offset: (self.layer * layer_bytes(kv_heads, dim)) as u64,
+            block_bytes: self.block_bytes as u64,
             unfit: self.unfit.map_or(0, unfit),
+            stride: int("blocks", self.stride)?,
+            kv_heads: int("key/value heads", heads)?,
             layer: int("the layer", self.layer)? as u32,
         })
     }
@@ -225,14 +261,16 @@ struct HeadOptions {
     rotary_dim: i32,
 }
 
+/// [`CachedPages`] as an argument of kernels.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct Pages {
+    base: u64,
     table: u64,
+    block_bytes: u64,
+    unfit: u64,
     stride: i32,
     kv_heads: i32,
-    layer_offset: u64,
-    unfit: u64,
     layer: u32,
 }
 
@@ -391,33 +429,32 @@ pub struct SplitKvWorkspace {
 }
 
 impl SplitKvWorkspace {
-    /// Allocates a workspace for `sequences` sequences.
+    /// Floats of partial results of a sequence, and CTAs that attend to it, for heads of this shape.
+    pub fn sizes(heads: usize, kv_heads: usize, dim: usize) -> (usize, usize) {
+        let blocks = blocks(heads, kv_heads);
+        (blocks * MOST_SPLITS * BLOCK_HEADS * (dim + 2), blocks)
+    }
+
+    /// Allocates a workspace for `sequences` sequences with [`SplitKvWorkspace::sizes`].
     pub fn new(
         gpu: &Arc<Gpu>,
-        heads: usize,
-        kv_heads: usize,
-        dim: usize,
+        (floats, blocks): (usize, usize),
         sequences: usize,
     ) -> Result<SplitKvWorkspace> {
-        let blocks = blocks(heads, kv_heads) * sequences;
         Ok(SplitKvWorkspace {
-            partial: DeviceBuffer::uninit(
-                gpu,
-                Tag::DeviceScratch,
-                blocks * MOST_SPLITS * BLOCK_HEADS * (dim + 2) * 4,
-            )?,
-            arrived: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, blocks * 4)?,
+            partial: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, sequences * floats * 4)?,
+            arrived: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, sequences * blocks * 4)?,
         })
     }
 }
 
 /// Decode attention: one new token for each of `sequences` sequences, whose keys and values it also stores. Reads f32 `qkv` `[sequences,
 /// (heads + 2 kv_heads) dim]` and writes f16 `out` `[sequences, heads dim]` in the given layout. `positions` (i32) holds the position of
-/// each token; pages must exist up to there. The split changes the result by rounding only.
+/// each token; blocks must exist up to there. The split changes the result by rounding only.
 pub fn decode(
     gpu: &Gpu,
     heads: &Heads<'_>,
-    pages: &PageTable<'_>,
+    cache: &CachedPages<'_>,
     qkv: &DeviceBuffer,
     positions: &DeviceBuffer,
     sequences: usize,
@@ -426,7 +463,7 @@ pub fn decode(
     out: &DeviceBuffer,
     layout: Layout,
 ) -> Result<()> {
-    heads.check()?;
+    heads.check_cache(cache)?;
     let width = (heads.heads + 2 * heads.kv_heads) * heads.dim;
     let group = heads.heads / heads.kv_heads;
     let blocks = blocks(heads.heads, heads.kv_heads);
@@ -452,7 +489,7 @@ pub fn decode(
         partial: workspace.partial.address(),
         arrived: workspace.arrived.address(),
         head: heads.options()?,
-        pages: pages.argument(heads.kv_heads, heads.dim, sequences, 0..sequences)?,
+        pages: cache.argument(sequences, 0..sequences)?,
         group: group as i32,
         scale: heads.scale_log2(),
         cap: heads.cap_log2(),
@@ -485,7 +522,7 @@ pub fn decode(
         _ => "",
     };
     let name = format!("attention_decode_{}{suffix}_{}", heads.dim, form.name());
-    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for pages and positions.
+    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for blocks and positions.
     unsafe { launch.run(gpu, unit, &name, &arguments) }
 }
 
@@ -508,14 +545,14 @@ struct StoreArguments {
 pub fn store(
     gpu: &Gpu,
     heads: &Heads<'_>,
-    pages: &PageTable<'_>,
+    cache: &CachedPages<'_>,
     qkv: &DeviceBuffer,
     at: usize,
     rows: usize,
     first_position: usize,
     q: &DeviceBuffer,
 ) -> Result<()> {
-    heads.check()?;
+    heads.check_cache(cache)?;
     let width = (heads.heads + 2 * heads.kv_heads) * heads.dim;
     if qkv.bytes() < (at + rows) * width * 4
         || q.bytes() < (at + rows) * heads.heads * heads.dim * 2
@@ -537,7 +574,7 @@ pub fn store(
         k_norm,
         q: q.address() + (at * heads.heads * heads.dim * 2) as u64,
         head: heads.options()?,
-        pages: pages.argument(heads.kv_heads, heads.dim, 1, at..at + rows)?,
+        pages: cache.argument(1, at..at + rows)?,
         heads: heads.heads as i32,
         rows: int("rows", rows)?,
         first_position: int("the position", first_position)?,
@@ -553,7 +590,7 @@ pub fn store(
     );
     let groups = (first_position + rows).div_ceil(8) - first_position / 8;
     let by_value = Launch::new([groups as u32, heads.kv_heads as u32, 1], heads.dim as u32);
-    // SAFETY: the struct is both kernels'; sizes were checked; the caller vouches for pages.
+    // SAFETY: the struct is both kernels'; sizes were checked; the caller vouches for blocks.
     unsafe {
         by_head.run(
             gpu,
@@ -590,14 +627,14 @@ struct PrefillArguments {
 pub fn prefill(
     gpu: &Gpu,
     heads: &Heads<'_>,
-    pages: &PageTable<'_>,
+    cache: &CachedPages<'_>,
     q: &DeviceBuffer,
     at: usize,
     rows: usize,
     first_position: usize,
     out: &DeviceBuffer,
 ) -> Result<()> {
-    heads.check()?;
+    heads.check_cache(cache)?;
     let row = heads.heads * heads.dim * 2;
     if q.bytes() < (at + rows) * row || out.bytes() < (at + rows) * row {
         bail!(
@@ -608,7 +645,7 @@ pub fn prefill(
     let arguments = PrefillArguments {
         q: q.address() + (at * row) as u64,
         out: out.address() + (at * row) as u64,
-        pages: pages.argument(heads.kv_heads, heads.dim, 1, at..at + rows)?,
+        pages: cache.argument(1, at..at + rows)?,
         heads: heads.heads as i32,
         rows: int("rows", rows)?,
         first_position: int("the position", first_position)?,
@@ -622,7 +659,7 @@ pub fn prefill(
         shared: (stages * 2 * PAGE * heads.dim * 2) as u32,
         ..Launch::new(grid, 256)
     };
-    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for pages.
+    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for blocks.
     unsafe {
         launch.run(
             gpu,

@@ -30,12 +30,13 @@ mod unfused;
 mod units;
 
 pub use attention::{
-    Heads, PAGE, PageTable, SplitKv, SplitKvWorkspace, attention_units, decode, prefill, store,
+    CachedPages, Heads, KvShape, PAGE, SplitKv, SplitKvWorkspace, attention_units, decode, prefill,
+    store,
 };
 pub use bandwidth::{copy_bandwidth, read_bandwidth};
 pub use driver::{
-    DeviceBuffer, DeviceSlice, Event, Gpu, Graph, HostStream, KeepContext, ManagedBuffer, Pinned,
-    TARGETS, check_managed, compiler, count, open_gpus, target, unavailable,
+    Arena, Arenas, DeviceBuffer, DeviceSlice, Event, Gpu, Graph, HostStream, KeepContext,
+    ManagedBuffer, Pinned, TARGETS, check_managed, compiler, count, open_gpus, target, unavailable,
 };
 pub use elementwise::{NextNorm, glu, post_norm, rms_norm, soft_cap};
 pub use experts::{

@@ -1,7 +1,7 @@
 //! The unfused reference: one operation per kernel, from f32 to f32, with f16 only in the cache. Fused kernels are compared with it.
 //! Everything is enqueued.
 
-use super::attention::{PageTable, Pages};
+use super::attention::{CachedPages, KvShape, Pages};
 use super::driver::{DeviceSlice, Launch, int};
 use super::linear::Activation;
 use super::units::Unit;
@@ -205,10 +205,6 @@ pub fn cap_f32(x: DeviceSlice<'_>, cap: f32) -> Result<()> {
 pub struct ReferenceAttention {
     /// Query heads.
     pub heads: usize,
-    /// Key/value heads.
-    pub kv_heads: usize,
-    /// Elements of one head: a multiple of 16 up to 256.
-    pub dim: usize,
     /// Multiplies the scores.
     pub scale: f32,
     /// Sliding window: positions that a row sees, its own included. All if `None`.
@@ -230,37 +226,40 @@ struct AttendArguments {
     cap: f32,
 }
 
-/// Refuses heads without kernels, and positions without a page.
-fn check_heads(kv_heads: usize, dim: usize, pages: &PageTable<'_>, positions: usize) -> Result<()> {
+/// Refuses heads without kernels, and positions without a block.
+fn check_heads(cache: &CachedPages<'_>, positions: usize) -> Result<()> {
+    let KvShape {
+        heads: kv_heads,
+        dim,
+    } = cache.shape;
     if kv_heads == 0 || dim == 0 || dim > MOST_ELEMENTS || !dim.is_multiple_of(16) {
         bail!(
             Unsupported,
             "attention of {kv_heads} key/value heads of {dim} on a GPU; head_dim must be a multiple of 16 up to {MOST_ELEMENTS}"
         );
     }
-    if positions > pages.stride * super::attention::PAGE {
-        bail!(Internal, "{positions} positions in {} pages", pages.stride);
+    if positions > cache.stride * super::attention::PAGE {
+        bail!(Internal, "{positions} positions in {} blocks", cache.stride);
     }
     Ok(())
 }
 
 /// Attention of f32 `q` `[rows, heads, dim]`, rows of one sequence from `first_position` on, over its cached keys and values: softmax(q k^T
-/// * scale) v in f32, to f32 `out` of the same shape. A row sees positions up to its own, whose pages must exist and hold them.
+/// * scale) v in f32, to f32 `out` of the same shape. A row sees positions up to its own, whose blocks must exist and hold them.
 pub fn attention_reference(
     options: &ReferenceAttention,
-    pages: &PageTable<'_>,
+    cache: &CachedPages<'_>,
     q: DeviceSlice<'_>,
     rows: usize,
     first_position: usize,
     out: DeviceSlice<'_>,
 ) -> Result<()> {
-    let ReferenceAttention {
-        heads,
-        kv_heads,
+    let heads = options.heads;
+    let KvShape {
+        heads: kv_heads,
         dim,
-        ..
-    } = *options;
-    check_heads(kv_heads, dim, pages, first_position + rows)?;
+    } = cache.shape;
+    check_heads(cache, first_position + rows)?;
     if heads == 0 || !heads.is_multiple_of(kv_heads) || options.window == Some(0) {
         bail!(
             Unsupported,
@@ -273,7 +272,7 @@ pub fn attention_reference(
     let arguments = AttendArguments {
         q: q.address(),
         out: out.address(),
-        pages: pages.argument(kv_heads, dim, 1, 0..rows)?,
+        pages: cache.argument(1, 0..rows)?,
         heads: int("heads", heads)?,
         dim: dim as i32,
         first_position: int("the position", first_position)?,
@@ -282,7 +281,7 @@ pub fn attention_reference(
         cap: options.score_cap.unwrap_or(0.0),
     };
     let launch = Launch::new([int("rows", rows)? as u32, heads as u32, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for pages.
+    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for blocks.
     unsafe {
         launch.run(
             q.gpu(),
@@ -303,28 +302,30 @@ struct StoreArguments {
 }
 
 /// Rounds f32 keys and values `[rows, kv_heads, dim]` of one sequence to f16, ties to even, and stores them in the cache from
-/// `first_position` on, where pages must exist. Values outside f16's range set `unfit` of `pages`.
+/// `first_position` on, where blocks must exist. Values outside f16's range set `unfit` of `cache`.
 pub fn store_kv(
-    kv_heads: usize,
-    dim: usize,
-    pages: &PageTable<'_>,
+    cache: &CachedPages<'_>,
     k: DeviceSlice<'_>,
     v: DeviceSlice<'_>,
     rows: usize,
     first_position: usize,
 ) -> Result<()> {
-    check_heads(kv_heads, dim, pages, first_position + rows)?;
+    let KvShape {
+        heads: kv_heads,
+        dim,
+    } = cache.shape;
+    check_heads(cache, first_position + rows)?;
     expect("keys", k, &[rows, kv_heads, dim])?;
     expect("values", v, &[rows, kv_heads, dim])?;
     let arguments = StoreArguments {
         k: k.address(),
         v: v.address(),
-        pages: pages.argument(kv_heads, dim, 1, 0..rows)?,
+        pages: cache.argument(1, 0..rows)?,
         dim: dim as i32,
         first_position: int("the position", first_position)?,
     };
     let launch = Launch::new([int("rows", rows)? as u32, kv_heads as u32, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for pages.
+    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for blocks.
     unsafe {
         launch.run(
             k.gpu(),

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
+use super::sequence::{Blocks, Sequence};
 use crate::base::Result;
 use crate::base::error::{Error, bail};
 use crate::base::lease::{Held, Lease};
@@ -15,8 +16,7 @@ use crate::checkpoint::{Checkpoint, TokenizerSource};
 use crate::model::generation::{self, Generation};
 use crate::model::training::Source;
 use crate::model::{
-    Batch, Device, KvCache, LoadOptions, Logits, Model, ModelInfo, Output, SamplingOptions,
-    Scratch, Trained, open, text,
+    Device, KvType, LoadOptions, Model, ModelInfo, SamplingOptions, Trained, open, text,
 };
 use crate::text::{AnswerForm, ChatTemplate, TextFiles, Tokenizer};
 
@@ -35,6 +35,7 @@ pub struct ServedInfo {
 /// A model that sessions run. Immutable, and shared by all of them.
 pub struct Served {
     model: Arc<Model>,
+    blocks: Arc<Blocks>,
     tokenizer: Option<Arc<Tokenizer>>,
     template: ChatTemplate,
     own_template: bool,
@@ -116,6 +117,7 @@ impl Served {
         };
         Ok(Arc::new(Served {
             answer_form: AnswerForm::of(&template.sources(), template.reads("tools"), is_token),
+            blocks: Blocks::new(&model),
             model,
             tokenizer: text.tokenizer,
             template,
@@ -147,32 +149,14 @@ impl Served {
         lease.map(|(lease, epoch)| lease.hold(*epoch)).transpose()
     }
 
-    /// [`Model::run`], with the weights held.
-    pub fn run(
-        &self,
-        batch: Batch<'_>,
-        scratch: &mut Scratch,
-        logits: &mut Vec<f32>,
-    ) -> Result<Vec<Result<Output>>> {
-        let mut segments = batch.segments.iter();
-        segments.try_for_each(|segment| self.check_tokens(segment.tokens))?;
-        let _held = self.hold()?;
-        self.model.run(batch, scratch, logits)
+    /// An empty sequence with room for `capacity` positions, at most those that the model was made for. Takes no memory yet.
+    pub fn sequence(&self, capacity: usize, kind: KvType) -> Result<Sequence> {
+        Sequence::new(&self.blocks, capacity, kind)
     }
 
-    /// [`Model::forward`], with the weights held.
-    pub fn forward(
-        &self,
-        tokens: &[u32],
-        cache: &mut KvCache,
-        scratch: &mut Scratch,
-        wanted: Logits,
-        logits: &mut Vec<f32>,
-    ) -> Result<()> {
-        logits.clear();
-        self.check_tokens(tokens)?;
-        let _held = self.hold()?;
-        self.model.forward(tokens, cache, scratch, wanted, logits)
+    /// Blocks of keys and values that sequences hold, in all groups of layers.
+    pub fn blocks_used(&self) -> usize {
+        self.blocks.used()
     }
 
     /// Refuses tokens that cannot be run, by their texts.

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::KvCache;
+use super::kv::KvTables;
 use crate::ops::sample::Choice;
 
 /// The output requested by a segment.
@@ -19,13 +19,17 @@ pub enum Wanted<'a> {
     Token(Choice<'a>),
 }
 
-/// Consecutive tokens of one sequence, continuing its cache.
-#[derive(Debug)]
+/// Consecutive tokens of one sequence.
+#[derive(Clone, Copy, Debug)]
 pub struct Segment<'a> {
-    /// The tokens. The cache must have room for them.
+    /// The tokens.
     pub tokens: &'a [u32],
-    /// Keys and values of the previous tokens. Extended by `tokens` if the segment runs without a fault.
-    pub cache: &'a mut KvCache,
+    /// Position of the first token. The sequence's keys and values before it are in the cache.
+    pub first: usize,
+    /// Blocks of the sequence. Those of the tokens' positions must be no other sequence's.
+    pub tables: &'a KvTables,
+    /// Positions that the sequence may come to, which decides between the short and the long RoPE table.
+    pub context: usize,
     /// The requested output.
     pub wanted: Wanted<'a>,
 }
@@ -36,22 +40,8 @@ pub struct Batch<'a> {
     /// The segments.
     pub segments: Vec<Segment<'a>>,
     /// Whether a GPU runs the next step at once, with the tokens that it chose. Faster if they are the next batch, and harmless if not.
-    /// Applies to batches that ask for the token after one token of each sequence.
+    /// Applies to batches that ask for the token after one token of each sequence, with blocks for one position more.
     pub look_ahead: bool,
-}
-
-impl<'a> Batch<'a> {
-    /// A batch of one segment.
-    pub fn of(tokens: &'a [u32], cache: &'a mut KvCache, wanted: Wanted<'a>) -> Batch<'a> {
-        Batch {
-            segments: vec![Segment {
-                tokens,
-                cache,
-                wanted,
-            }],
-            look_ahead: false,
-        }
-    }
 }
 
 /// The output of a slot.

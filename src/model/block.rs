@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::Activations;
-use super::kv_cache::KvCache;
+use super::kv::{KvCache, KvTables};
 use super::order::{BlockOp, ExpertTurn, Half, expert_turns, operations};
 use super::spec::{AttentionSpec, ExpertsSpec, GatedMlpSpec, MlpSpec, Spec};
 use super::weights::{Attention, Block, Experts, GatedMlp, Mlp, Projection, Weights};
@@ -18,7 +18,10 @@ use crate::ops::{Array, Device, Slice, SliceMut, Workspace, activation, norm, ro
 
 /// Rows of one sequence within a pass.
 pub(super) struct Rows<'a> {
-    pub(super) cache: &'a mut KvCache,
+    pub(super) cache: &'a KvCache,
+    pub(super) tables: &'a KvTables,
+    /// Positions that the sequence may come to.
+    pub(super) context: usize,
     /// Position of the first row.
     pub(super) first: usize,
     /// The rows of the pass.
@@ -125,7 +128,7 @@ impl<'a> Pass<'a> {
         let mut angles = Vec::with_capacity(spec.ropes.len());
         for set in &spec.ropes {
             let positions = segments.iter().flat_map(|segment| {
-                let (table, first) = (set.table(segment.cache.capacity()), segment.first);
+                let (table, first) = (set.table(segment.context), segment.first);
                 (first..first + segment.rows.len()).map(move |p| (table, p as u32))
             });
             angles.push(Angles::new(device, positions)?);
@@ -163,7 +166,7 @@ impl<'a> Pass<'a> {
         &self,
         index: usize,
         weights: &Block,
-        segments: &mut [Rows<'_>],
+        segments: &[Rows<'_>],
         s: &mut Scratch,
     ) -> Result<()> {
         let spec = &self.spec.blocks[index];
@@ -284,7 +287,7 @@ impl<'a> Pass<'a> {
         &self,
         index: usize,
         spec: &AttentionSpec,
-        segments: &mut [Rows<'_>],
+        segments: &[Rows<'_>],
         s: &mut Scratch,
     ) -> Result<()> {
         let (device, q_width, kv_width) = (self.device, spec.q_width(), spec.kv_width());
@@ -300,10 +303,12 @@ impl<'a> Pass<'a> {
             let kv_rows = rows.start * kv_width..rows.end * kv_width;
             let q_rows = rows.start * q_width..rows.end * q_width;
             let (k, v) = (s.k.part(kv_rows.clone())?, s.v.part(kv_rows)?);
-            segment.cache.store(device, index, first, k, v)?;
-            segment.cache.attend(
+            let Rows { cache, tables, .. } = *segment;
+            cache.store(index, tables, first, k, v)?;
+            cache.attend(
                 device,
                 index,
+                tables,
                 s.q.part(q_rows.clone())?,
                 &options,
                 first,

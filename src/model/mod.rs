@@ -1,4 +1,4 @@
-//! Floor 5: decoder models. Config, weights (immutable, shared), the forward pass, and the KV cache (owned by its user). Architectures are
+//! Floor 5: decoder models. Config, weights (immutable, shared), the forward pass, and the memory of the KV cache. Architectures are
 //! data. Knows nothing of conversations.
 
 mod batch;
@@ -9,9 +9,8 @@ pub mod convert;
 pub mod families;
 mod fused;
 pub(crate) mod generation;
-mod gpu_cache;
 mod keys;
-mod kv_cache;
+pub mod kv;
 mod load;
 mod options;
 mod order;
@@ -42,6 +41,7 @@ use crate::checkpoint::Checkpoint;
 
 use crate::cuda::HostTable;
 use crate::ops::Array;
+use kv::KvMemory;
 
 pub use crate::ops::Device;
 pub use crate::ops::attention::KvType;
@@ -49,7 +49,6 @@ pub use crate::ops::linear::Activations;
 pub use crate::ops::sample::{Choice, SamplingOptions};
 pub use batch::{Batch, Output, Segment, Wanted};
 pub use families::{open, open_bytes};
-pub use kv_cache::KvCache;
 pub use options::LoadOptions;
 pub use rope::{LongRope, RopeSet};
 pub use run::Scratch;
@@ -216,6 +215,7 @@ pub struct Model {
     device: Device,
     /// Runs the model on a GPU by fused kernels; `None` on other devices.
     executor: Option<fused::Executor>,
+    kv: KvMemory,
     activations: Activations,
     info: ModelInfo,
     fingerprint: u64,
@@ -314,12 +314,14 @@ impl Model {
             table,
             fingerprint,
         } = made;
+        let kv = KvMemory::new(&options.device, &spec, options.kv_bytes)?;
         let executor = match &options.device {
             Device::Cuda(gpu) => Some(fused::Executor::new(
                 gpu,
                 fused::Source {
                     spec: &spec,
                     weights: &weights,
+                    kv: &kv,
                 },
                 table,
             )?),
@@ -333,6 +335,7 @@ impl Model {
             weights,
             device: options.device.clone(),
             executor,
+            kv,
             activations: options.activations,
             info,
             fingerprint,
@@ -353,6 +356,11 @@ impl Model {
     /// The device that it runs on.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// The memory of its sequences' keys and values.
+    pub fn kv(&self) -> &KvMemory {
+        &self.kv
     }
 
     /// Precision of activations in products with NVFP4 weights.

@@ -16,6 +16,9 @@ pub struct LoadOptions {
     pub quantize: Option<QuantizeOptions>,
     /// Precision of activations in products with NVFP4 weights.
     pub activations: Activations,
+    /// Bytes of keys and values of all sequences together, reserved when the model is loaded. `None` reserves nothing: memory is allocated
+    /// as sequences grow, and left to others until then.
+    pub kv_bytes: Option<usize>,
     /// Skips the layers: loads only tokenizer, embedding, final norm and head.
     pub sampling_only: bool,
 }
@@ -28,6 +31,7 @@ impl LoadOptions {
             device_choice: None,
             quantize: None,
             activations: Activations::Exact,
+            kv_bytes: None,
             sampling_only: false,
         }
     }

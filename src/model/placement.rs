@@ -62,6 +62,17 @@ pub fn needs_of(checkpoint: &dyn Checkpoint, quantize: bool) -> Result<u64> {
     Ok(estimate.weight_bytes + estimate.kv_bytes_per_token * positions)
 }
 
+/// The bytes that an opened model takes with what is reserved for keys and values, or else with a conversation of usual length.
+fn required_by(checkpoint: &dyn Checkpoint, requirements: &Requirements) -> Result<u64> {
+    match requirements.kv_bytes {
+        Some(bytes) => {
+            let estimate = super::estimate(checkpoint, requirements.quantize)?;
+            Ok(estimate.weight_bytes + bytes as u64)
+        }
+        None => needs_of(checkpoint, requirements.quantize),
+    }
+}
+
 /// The CPU, if the system reports its memory, and the usable GPUs.
 pub fn rooms(report: &Report) -> Vec<Room> {
     let cpu = host_memory::read().map(|memory| Room {
@@ -98,6 +109,8 @@ pub struct Requirements {
     pub activations: Activations,
     /// Element type of cached keys and values.
     pub kv: KvType,
+    /// Bytes that are reserved for the keys and values of each model, if any are.
+    pub kv_bytes: Option<usize>,
 }
 
 impl Requirements {
@@ -187,7 +200,8 @@ fn choose(paths: &[&Path], requirements: &Requirements) -> Placement {
     let gpus = gpus(&report);
     let needs = || {
         paths.iter().try_fold(0, |sum, path| {
-            Ok::<u64, Error>(sum + needs_of(&*families::open(path)?, requirements.quantize)?)
+            let needs = required_by(&*families::open(path)?, requirements)?;
+            Ok::<u64, Error>(sum + needs)
         })
     };
     let cpu = |reason: &str| Placement {
@@ -318,6 +332,7 @@ mod tests {
             sampling_only: false,
             activations: Activations::Exact,
             kv: KvType::F16,
+            kv_bytes: None,
         };
         assert_eq!(plain.exclude_gpus(), None);
         for (requirements, reason) in [

@@ -3,11 +3,11 @@
 
 use std::sync::Mutex;
 
+use super::Model;
 use super::batch::{Batch, Output, Part, Segment, Wanted, passes};
 use super::block::{self, Rows};
 use super::fused::{self, Executor, Source};
-use super::kv_cache::KvCache;
-use super::{Logits, Model};
+use super::kv::KvArena;
 use crate::base::error::{bail, err};
 use crate::base::turns::Turn;
 use crate::base::{Error, Result, call};
@@ -109,8 +109,8 @@ impl Model {
     /// Runs a batch, and appends the rows of logits that its segments ask for to `logits`, `vocab_size` numbers each. Returns for each
     /// segment its output, or its own fault: values beyond f16, or no token that could be chosen.
     ///
-    /// Afterwards the caches of segments without a fault hold their tokens. The others are unchanged, and all of them if the call fails or
-    /// the thread's [`call`] is cancelled. Segments must be of different sequences.
+    /// Afterwards the blocks of segments without a fault hold the keys and values of their tokens. Those of the others, and of all if the
+    /// call fails or the thread's [`call`] is cancelled, may hold anything at these positions. Segments must be of different sequences.
     ///
     /// On the CPU the logits of a token have the same bits however tokens are divided among segments, batches and calls, and on any number
     /// of threads. On a GPU the same calls give the same bits; calls that divide the work differently sum in another order, and differ by
@@ -134,66 +134,52 @@ impl Model {
         self.run_by(None, batch, scratch, logits)
     }
 
-    /// Runs the tokens of one sequence and replaces `logits` with the requested rows: [`Model::run`] with one segment.
-    pub fn forward(
-        &self,
-        tokens: &[u32],
-        cache: &mut KvCache,
-        scratch: &mut Scratch,
-        wanted: Logits,
-        logits: &mut Vec<f32>,
-    ) -> Result<()> {
-        logits.clear();
-        let wanted = match wanted {
-            Logits::None => Wanted::Nothing,
-            Logits::Last => Wanted::Last,
-            Logits::All => Wanted::All,
-        };
-        let outputs = self.run(Batch::of(tokens, cache, wanted), scratch, logits)?;
-        let fault = outputs.into_iter().find_map(Result::err);
-        match fault {
-            None => Ok(()),
-            Some(fault) => {
-                logits.clear();
-                Err(fault)
-            }
-        }
-    }
-
     fn run_by(
         &self,
         executor: Option<&Executor>,
-        mut batch: Batch<'_>,
+        batch: Batch<'_>,
         scratch: &mut Scratch,
         logits: &mut Vec<f32>,
     ) -> Result<Vec<Result<Output>>> {
         for segment in &batch.segments {
             self.check_tokens(segment.tokens)?;
+            self.check_blocks(segment)?;
         }
         let before = logits.len();
         let mut slots = Slots::of(&batch, self.spec().vocab_size, logits);
-        let result = reserve(&mut batch.segments).and_then(|()| match executor {
-            None => self.run_on_host(&mut batch, scratch, logits, &mut slots),
-            Some(executor) => self.run_on_gpu(executor, &mut batch, logits, &mut slots),
-        });
-        if result.is_err() {
-            logits.truncate(before);
-        }
-        for (segment, output) in batch.segments.iter_mut().zip(&slots.outputs) {
-            match result.is_ok() && output.is_ok() {
-                true => segment.cache.advance(segment.tokens.len()),
-                // A lost device fails here too, and the next call reports it.
-                false => {
-                    let _ = segment.cache.give_up();
-                }
+        let result = match executor {
+            None => self.run_on_host(&batch, scratch, logits, &mut slots),
+            Some(executor) => self.run_on_gpu(executor, &batch, logits, &mut slots),
+        };
+        match result {
+            Ok(()) => Ok(slots.outputs),
+            Err(e) => {
+                logits.truncate(before);
+                Err(e)
             }
         }
-        result.map(|()| slots.outputs)
+    }
+
+    /// Fails unless a segment's positions have blocks.
+    fn check_blocks(&self, segment: &Segment<'_>) -> Result<()> {
+        let cache = self.kv().cache(segment.tables.kind())?;
+        let end = segment.first + segment.tokens.len();
+        let lacks = |(group, arena): (usize, &KvArena)| {
+            segment.tables.blocks(group).len() * arena.block_positions() < end
+        };
+        match cache.arenas().iter().enumerate().position(lacks) {
+            None => Ok(()),
+            Some(group) => bail!(
+                Internal,
+                "{end} positions of a sequence in {} blocks of group {group}",
+                segment.tables.blocks(group).len()
+            ),
+        }
     }
 
     fn run_on_host(
         &self,
-        batch: &mut Batch<'_>,
+        batch: &Batch<'_>,
         scratch: &mut Scratch,
         logits: &mut Vec<f32>,
         slots: &mut Slots,
@@ -203,7 +189,7 @@ impl Model {
             let _turn = self.turn()?;
             let tokens = tokens_of(&batch.segments, &parts);
             let wanted = rows_wanted(&batch.segments, &parts);
-            self.blocks(&tokens, &mut batch.segments, &parts, scratch)?;
+            self.blocks(&tokens, &batch.segments, &parts, scratch)?;
             for (row, fault) in std::mem::take(&mut scratch.block.faults) {
                 let slot = slot_of(&parts, row);
                 slots.fail(slot, fault);
@@ -234,31 +220,29 @@ impl Model {
     fn blocks(
         &self,
         tokens: &[u32],
-        segments: &mut [Segment<'_>],
+        segments: &[Segment<'_>],
         parts: &[Part],
         s: &mut Scratch,
     ) -> Result<()> {
         let (spec, weights) = (self.spec(), self.weights());
-        let mut starts = starts(parts).into_iter();
-        let mut parts = parts.iter().peekable();
-        let mut of_pass = Vec::new();
-        for (slot, segment) in segments.iter_mut().enumerate() {
-            let Some(part) = parts.next_if(|part| part.slot == slot) else {
-                continue;
-            };
-            let row = starts.next().unwrap_or(0);
-            of_pass.push(Rows {
-                first: segment.cache.len() + part.tokens.start,
-                cache: &mut *segment.cache,
+        let of_part = |(row, part): (usize, &Part)| {
+            let segment = &segments[part.slot];
+            Ok(Rows {
+                cache: self.kv().cache(segment.tables.kind())?,
+                tables: segment.tables,
+                context: segment.context,
+                first: segment.first + part.tokens.start,
                 rows: row..row + part.tokens.len(),
-            });
-        }
+            })
+        };
+        let of_pass = starts(parts).into_iter().zip(parts).map(of_part);
+        let of_pass = of_pass.collect::<Result<Vec<_>>>()?;
         let pass = block::Pass::new(&self.device, spec, self.activations, &of_pass)?;
         pass.embed(weights, tokens, &mut s.block)?;
         for (index, block) in weights.blocks.iter().enumerate() {
             call::check()?;
             call::begun((tokens.len() * index / spec.blocks.len()) as u64);
-            pass.block(index, block, &mut of_pass, &mut s.block)?;
+            pass.block(index, block, &of_pass, &mut s.block)?;
         }
         Ok(())
     }
@@ -276,14 +260,14 @@ impl Model {
     fn run_on_gpu(
         &self,
         executor: &Executor,
-        batch: &mut Batch<'_>,
+        batch: &Batch<'_>,
         logits: &mut Vec<f32>,
         slots: &mut Slots,
     ) -> Result<()> {
-        let segments = &mut batch.segments;
+        let segments = &batch.segments;
         let is_long: Vec<bool> = segments
             .iter()
-            .map(|segment| executor.is_long(segment.cache))
+            .map(|segment| executor.is_long(segment.context))
             .collect();
         let alike = is_long.iter().all(|long| *long == is_long[0]);
         // A pass has one table of rotary frequencies.
@@ -300,21 +284,15 @@ impl Model {
                 continue;
             }
             for steps in group.chunks(fused::BATCH) {
-                let look_ahead = batch.look_ahead && alike && steps.len() == segments.len();
-                if look_ahead {
-                    // Without room for it, the look-ahead step is skipped.
-                    for segment in segments.iter_mut().filter(|s| s.cache.room() > 1) {
-                        let _ = segment.cache.reserve(2);
-                    }
-                }
                 let turn = self.turn()?;
-                // Another call waits, and will run other sequences next.
-                let look_ahead = look_ahead && !turn.ends();
-                let of_step: Vec<fused::DecodeRow<'_>> =
-                    steps.iter().map(|&slot| step_of(&segments[slot])).collect();
+                // If another call waits, it will run other sequences next.
+                let look_ahead =
+                    batch.look_ahead && alike && steps.len() == segments.len() && !turn.ends();
+                let of_step: Vec<&Segment<'_>> =
+                    steps.iter().map(|&slot| &segments[slot]).collect();
                 let done = executor.step(self.source(), &of_step, look_ahead, logits)?;
                 for ((&slot, step), token) in steps.iter().zip(&of_step).zip(done) {
-                    if step.choice.is_none() {
+                    if !matches!(step.wanted, Wanted::Token(_)) {
                         slots.add_row(slot);
                     }
                     match token {
@@ -352,8 +330,9 @@ impl Model {
                     let segment = &segments[part.slot];
                     fused::PromptChunk {
                         tokens: &segment.tokens[part.tokens.clone()],
-                        cache: segment.cache,
-                        first: segment.cache.len() + part.tokens.start,
+                        tables: segment.tables,
+                        context: segment.context,
+                        first: segment.first + part.tokens.start,
                     }
                 })
                 .collect();
@@ -380,6 +359,7 @@ impl Model {
         Source {
             spec: self.spec(),
             weights: self.weights(),
+            kv: self.kv(),
         }
     }
 
@@ -467,19 +447,6 @@ impl Model {
     }
 }
 
-/// Reserves room for the tokens of each segment.
-fn reserve(segments: &mut [Segment<'_>]) -> Result<()> {
-    let alone = segments.len() == 1;
-    for (i, segment) in segments.iter_mut().enumerate() {
-        let reserved = segment.cache.reserve(segment.tokens.len());
-        reserved.map_err(|e| match alone {
-            true => e,
-            false => e.within(format_args!("sequence {i}")),
-        })?;
-    }
-    Ok(())
-}
-
 /// The first row of each part of a pass.
 fn starts(parts: &[Part]) -> Vec<usize> {
     let mut row = 0;
@@ -542,17 +509,6 @@ fn is_step(segment: &Segment<'_>) -> bool {
     segment.tokens.len() == 1 && !matches!(segment.wanted, Wanted::Nothing)
 }
 
-fn step_of<'a>(segment: &'a Segment<'_>) -> fused::DecodeRow<'a> {
-    fused::DecodeRow {
-        token: segment.tokens[0],
-        cache: segment.cache,
-        choice: match segment.wanted {
-            Wanted::Token(choice) => Some(choice),
-            Wanted::Nothing | Wanted::Last | Wanted::All => None,
-        },
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -561,6 +517,7 @@ mod tests {
 
     use crate::base::ErrorKind;
     use crate::base::call::Cancel;
+    use crate::model::kv::KvTables;
     use crate::model::{Device, KvType, LoadOptions};
 
     fn golden() -> Arc<Model> {
@@ -574,7 +531,9 @@ mod tests {
         let model = golden();
         let cancel = Cancel::new();
         let mut scratch = Scratch::new();
-        let mut cache = KvCache::new(model.device(), model.spec(), 64, KvType::F16).unwrap();
+        let groups = model.kv().groups().len();
+        let mut tables = KvTables::new(KvType::F16, groups);
+        (0..groups).for_each(|group| tables.push(group, 1));
         let greedy = crate::model::SamplingOptions::default();
         let choice = Choice {
             options: &greedy,
@@ -585,21 +544,28 @@ mod tests {
             let other = model.turns.take(|| false).unwrap();
             let waiting = scope.spawn(|| {
                 let mut logits = Vec::new();
-                let all = cancel.watching(|| {
+                cancel.watching(|| {
                     [Wanted::Nothing, Wanted::Last, Wanted::Token(choice)].map(|wanted| {
-                        let batch = Batch::of(&[1, 2, 3], &mut cache, wanted);
+                        let segment = Segment {
+                            tokens: &[1, 2, 3],
+                            first: 0,
+                            tables: &tables,
+                            context: 64,
+                            wanted,
+                        };
+                        let batch = Batch {
+                            segments: vec![segment],
+                            look_ahead: false,
+                        };
                         model.run(batch, &mut scratch, &mut logits)
                     })
-                });
-                (all, cache.len())
+                })
             });
             // Whether or not it already waits, it does not get its turn.
             cancel.cancel();
-            let (all, len) = waiting.join().unwrap();
-            for result in all {
+            for result in waiting.join().unwrap() {
                 assert_eq!(result.unwrap_err().kind(), ErrorKind::Cancelled);
             }
-            assert_eq!(len, 0);
             drop(other);
         });
     }

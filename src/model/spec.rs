@@ -93,6 +93,11 @@ impl AttentionSpec {
     pub fn kv_width(&self) -> usize {
         self.kv_heads * self.head_dim
     }
+
+    /// Elements of a row of queries, keys and values.
+    pub fn qkv_width(&self) -> usize {
+        self.q_width() + 2 * self.kv_width()
+    }
 }
 
 /// The MLP of a block.

@@ -6,7 +6,8 @@ use super::next::Next;
 use super::{SamplingOptions, Session};
 use crate::base::error::bail;
 use crate::base::{Error, Result};
-use crate::model::{Batch, Choice, Output, Segment, Wanted};
+use crate::engine::NewTokens;
+use crate::model::{Choice, Output, Wanted};
 
 /// Appends `tokens[i]` to `sessions[i]` and runs all sessions in one pass over the weights. If the pass fails, every session is as it was
 /// before. Cancelled with the thread's [`call`](crate::base::call).
@@ -123,12 +124,12 @@ fn run(
     }
     let mut scratch = std::mem::take(&mut sessions[0].scratch);
     let mut logits = Vec::new();
-    let segments = sessions.iter_mut().enumerate().map(|(i, session)| {
+    let work = sessions.iter_mut().enumerate().map(|(i, session)| {
         let appended = session.appended() as u64;
         let history = &session.tokens[..];
-        Segment {
+        NewTokens {
             tokens: &history[session.cache.len()..],
-            cache: &mut session.cache,
+            sequence: &mut session.cache,
             wanted: match options {
                 None => Wanted::Last,
                 Some(options) => Wanted::Token(Choice {
@@ -139,11 +140,7 @@ fn run(
             },
         }
     });
-    let batch = Batch {
-        segments: segments.collect(),
-        look_ahead,
-    };
-    let outputs = model.run(batch, &mut scratch, &mut logits);
+    let outputs = model.run(work.collect(), look_ahead, &mut scratch, &mut logits);
     sessions[0].scratch = scratch;
     let alone = sessions.len() == 1;
     let outputs = outputs?

@@ -10,7 +10,7 @@ use super::answer::Answer;
 use super::options::{Finish, GenerateOptions};
 use super::{Eviction, Part, Sampler, Session, Transcript};
 use crate::base::{ErrorKind, Result, call, memory};
-use crate::model::{KvCache, Logits};
+use crate::model::Logits;
 use crate::text::ToolCall;
 
 /// Durations of a generation.
@@ -299,12 +299,7 @@ impl Session {
         if self.tokens.is_empty() {
             return self.flush();
         }
-        let mut cache = KvCache::new(
-            self.model.device(),
-            self.model.spec(),
-            self.options.context,
-            self.options.kv,
-        )?;
+        let mut cache = self.model.sequence(self.options.context, self.options.kv)?;
         self.model.forward(
             &self.tokens,
             &mut cache,

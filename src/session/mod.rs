@@ -21,8 +21,8 @@ use std::sync::Arc;
 
 use crate::base::error::bail;
 use crate::base::{Result, alloc, call, memory};
-use crate::engine::Served;
-use crate::model::{Batch, KvCache, KvType, Logits, Output, Scratch, Segment, Wanted};
+use crate::engine::{NewTokens, Sequence, Served};
+use crate::model::{KvType, Logits, Output, Scratch, Wanted};
 
 pub use crate::model::SamplingOptions;
 pub use answer::Part;
@@ -77,7 +77,7 @@ pub struct Session {
     /// Number of tokens that eviction has dropped.
     evicted: usize,
     /// Holds the first tokens; later tokens are pending.
-    cache: KvCache,
+    cache: Sequence,
     scratch: Scratch,
     next: Next,
     conversation: Conversation,
@@ -89,7 +89,7 @@ pub struct Session {
 struct Saved {
     tokens: Vec<u32>,
     evicted: usize,
-    cache: KvCache,
+    cache: Sequence,
     conversation: Conversation,
 }
 
@@ -122,7 +122,7 @@ impl Session {
                 options.context
             );
         }
-        let cache = KvCache::new(model.device(), model.spec(), options.context, options.kv)?;
+        let cache = model.sequence(options.context, options.kv)?;
         Ok(Session {
             model,
             options,
@@ -166,7 +166,7 @@ impl Session {
         &self.tokens
     }
 
-    /// Bytes of its cached keys and values, including pages shared with forks.
+    /// Bytes of its cached keys and values, including blocks shared with forks.
     pub fn kv_bytes(&self) -> usize {
         self.cache.bytes()
     }
@@ -233,7 +233,7 @@ impl Session {
         self.truncate(0)
     }
 
-    /// A second session in the same state. The two share cache pages until either writes to one.
+    /// A second session in the same state. The two share blocks of the cache until either writes to one.
     pub fn fork(&self) -> Result<Session> {
         let bytes = size_of_val(&*self.tokens)
             + self.next.logits().map_or(0, size_of_val)
@@ -271,7 +271,10 @@ impl Session {
             if let Err(e) = self.flush().and_then(|()| call::check()) {
                 self.cache.truncate(before.min(self.cache.len()))?;
                 self.tokens.truncate(before);
-                self.next = next;
+                // Logits are those of a cache that holds every token.
+                if self.cache.len() == before {
+                    self.next = next;
+                }
                 return Err(e);
             }
         }
@@ -296,16 +299,13 @@ impl Session {
         let on_device = self.model.device().is_cuda() && self.next.logits().is_none();
         let token = match self.tokens[pending..] {
             [_] if on_device => {
-                let batch = Batch {
-                    segments: vec![Segment {
-                        tokens: &self.tokens[pending..],
-                        cache: &mut self.cache,
-                        wanted: Wanted::Token(sampler.choice(&self.tokens)),
-                    }],
-                    look_ahead,
-                };
-                let mut logits = Vec::new();
-                let mut outputs = self.model.run(batch, &mut self.scratch, &mut logits)?;
+                let work = vec![NewTokens {
+                    tokens: &self.tokens[pending..],
+                    sequence: &mut self.cache,
+                    wanted: Wanted::Token(sampler.choice(&self.tokens)),
+                }];
+                let (scratch, mut logits) = (&mut self.scratch, Vec::new());
+                let mut outputs = self.model.run(work, look_ahead, scratch, &mut logits)?;
                 match outputs.pop().transpose()? {
                     Some(Output::Token(token)) => {
                         sampler.moves_on();
@@ -337,8 +337,9 @@ impl Session {
         if self.next.logits().is_some() {
             return Ok(());
         }
-        let cached = self.cache.len().min(self.tokens.len() - 1);
-        self.cache.truncate(cached)?;
+        self.cache
+            .truncate(self.cache.len().min(self.tokens.len() - 1))?;
+        let cached = self.cache.len();
         call::expect((self.tokens.len() - cached) as u64);
         let (cache, scratch) = (&mut self.cache, &mut self.scratch);
         self.next.fill(|logits| {
@@ -429,8 +430,8 @@ impl Session {
     }
 
     fn saved(&self) -> Result<Saved> {
-        let pages = self.cache.len() / 16 * self.model.spec().blocks.len();
-        let bytes = size_of_val(&*self.tokens) + self.text_bytes() + pages * 16;
+        let tables = self.cache.len() / 16 * size_of::<u32>() * self.model.kv().groups().len();
+        let bytes = size_of_val(&*self.tokens) + self.text_bytes() + tables;
         let _copies = alloc::Budget::copies(bytes).set_aside()?;
         Ok(Saved {
             tokens: self.tokens.clone(),

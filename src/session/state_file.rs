@@ -18,8 +18,8 @@ use super::{ChatOptions, Eviction, Session, SessionOptions};
 use crate::base::error::{bail, err};
 use crate::base::file::{self, Temporary};
 use crate::base::{Error, Result, alloc, call, memory};
-use crate::engine::Served;
-use crate::model::{KvCache, KvType};
+use crate::engine::{Sequence, Served};
+use crate::model::KvType;
 use crate::text::{Message, messages_from_json, messages_to_json};
 
 const MAGIC: [u8; 8] = *b"NVFP4SES";
@@ -45,6 +45,9 @@ struct Header {
     evicted: usize,
     /// Number of tokens in the cache.
     cached: usize,
+    /// The first of them that each group of layers keeps, if windows have passed any.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    kept_from: Vec<usize>,
     /// Number of logits stored: all or none.
     logits: usize,
     /// The conversation as chat servers write it, if the tokens are one.
@@ -83,6 +86,10 @@ impl Session {
             tokens: self.tokens.len(),
             evicted: self.evicted,
             cached: self.cache.len(),
+            kept_from: match self.cache.kept_from() {
+                kept if kept.iter().all(|&first| first == 0) => Vec::new(),
+                kept => kept,
+            },
             logits: self.next.logits().map_or(0, <[f32]>::len),
             messages: match conversation.begun {
                 true => Some(raw(&conversation.messages)?),
@@ -187,6 +194,11 @@ fn restore(model: Arc<Served>, file: File) -> Result<Session> {
     header.check(&model)?;
     let mut session = Session::new(model, &header.options()?)
         .map_err(|e| err!(CorruptFile, "its header: {e}"))?;
+    let kept_from = header.kept_from(&session.cache);
+    session
+        .cache
+        .check_kept(header.cached, &kept_from)
+        .map_err(|e| err!(CorruptFile, "its header: {e}"))?;
     let expected = header.file_size(length, &session.cache);
     if expected != Some(size) {
         bail!(
@@ -203,7 +215,7 @@ fn restore(model: Arc<Served>, file: File) -> Result<Session> {
     session.next = Next::of(logits);
     session
         .cache
-        .read_pages(header.cached, |page| input.read(page))?;
+        .fill(header.cached, &kept_from, |page| input.read(page))?;
     let sum = input.sum.finish();
     if u64::from_le_bytes(input.array()?) != sum {
         bail!(
@@ -309,11 +321,19 @@ impl Header {
     }
 
     /// The size of the whole file; `None` if it overflows.
-    fn file_size(&self, header: u32, cache: &KvCache) -> Option<u64> {
+    fn file_size(&self, header: u32, cache: &Sequence) -> Option<u64> {
         let numbers = (self.tokens as u64).checked_add(self.logits as u64)?;
         (FRONT + CHECKSUM + u64::from(header))
             .checked_add(numbers.checked_mul(4)?)?
-            .checked_add(cache.page_bytes(self.cached)?)
+            .checked_add(cache.page_bytes(self.cached, &self.kept_from(cache))?)
+    }
+
+    /// The first position that each group of layers keeps.
+    fn kept_from(&self, cache: &Sequence) -> Vec<usize> {
+        match self.kept_from.is_empty() {
+            true => cache.kept_from(),
+            false => self.kept_from.clone(),
+        }
     }
 }
 

@@ -13,7 +13,7 @@ use NVFP4::checkpoint::{Checkpoint, Encoding};
 use NVFP4::engine::Served;
 use NVFP4::format::nvfp4::Recipe;
 use NVFP4::model::convert::{Container, ConvertOptions, convert};
-use NVFP4::model::{self, KvCache, KvType, Logits, Scratch as Room, families};
+use NVFP4::model::{self, KvType, Logits, Scratch as Room, families};
 use NVFP4::tensor::DType;
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
@@ -333,8 +333,7 @@ fn expected(case: &str) -> Vec<(Vec<u32>, Vec<f32>)> {
 fn agrees_with_transformers(path: &Path, case: &str) {
     let model = Served::load(path, &options()).unwrap();
     for (tokens, want) in expected(case) {
-        let mut cache =
-            KvCache::new(model.device(), model.spec(), tokens.len(), KvType::F32).unwrap();
+        let mut cache = model.sequence(tokens.len(), KvType::F32).unwrap();
         let mut got = Vec::new();
         model
             .forward(&tokens, &mut cache, &mut Room::new(), Logits::All, &mut got)

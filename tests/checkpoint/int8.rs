@@ -15,7 +15,7 @@ use NVFP4::format::int8;
 use NVFP4::format::nvfp4::Recipe;
 use NVFP4::model::convert::{Container, ConvertOptions, Tables, convert};
 use NVFP4::model::training::Source;
-use NVFP4::model::{self, Device, KvCache, KvType, LoadOptions, Logits, Scratch as Room};
+use NVFP4::model::{self, Device, KvType, LoadOptions, Logits, Scratch as Room};
 use NVFP4::tensor::DType;
 use half::{bf16, f16};
 use serde_json::{Value, json};
@@ -292,7 +292,7 @@ fn logits(path: &Path, threads: usize) -> (Vec<u32>, Arc<Served>) {
     let device = Device::cpu(Some(threads)).unwrap();
     let model = Served::load(path, &LoadOptions::new(device)).unwrap();
     let tokens: Vec<u32> = (0..11).map(|i| i * 29 % 150).collect();
-    let mut cache = KvCache::new(model.device(), model.spec(), tokens.len(), KvType::F32).unwrap();
+    let mut cache = model.sequence(tokens.len(), KvType::F32).unwrap();
     let mut out = Vec::new();
     model
         .forward(&tokens, &mut cache, &mut Room::new(), Logits::All, &mut out)

@@ -1,7 +1,7 @@
 //! `nvfp4 perplexity --tasks`, against whole passes over each question with each choice.
 
 use NVFP4::engine::Served;
-use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits};
+use NVFP4::model::{Device, KvType, LoadOptions, Logits};
 
 use super::*;
 
@@ -26,7 +26,7 @@ fn chosen(model: &str) -> Vec<[usize; 2]> {
         let tokens = tokenizer.encode(&text, true).unwrap();
         let own = tokenizer.encode(question, true).unwrap();
         let first = own.iter().zip(&tokens).take_while(|(a, b)| a == b).count();
-        let mut cache = KvCache::new(&device, model.spec(), tokens.len(), KvType::F32).unwrap();
+        let mut cache = model.sequence(tokens.len(), KvType::F32).unwrap();
         let mut logits = Vec::new();
         model
             .forward(

@@ -2,6 +2,7 @@
 #![allow(dead_code)]
 
 pub(crate) mod ragged;
+pub(crate) mod windows;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,10 +11,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::base::{ErrorKind, Result, env};
-use NVFP4::engine::Served;
-use NVFP4::model::{
-    Batch, Choice, Device, KvCache, KvType, LoadOptions, Logits, Output, Scratch, Segment, Wanted,
-};
+use NVFP4::engine::{NewTokens, Sequence, Served};
+use NVFP4::model::{Choice, Device, KvType, LoadOptions, Logits, Output, Scratch, Wanted};
 use safetensors::{Dtype, SafeTensors};
 
 /// Requires an error of `kind` whose message contains all `words`.
@@ -225,7 +224,7 @@ pub(crate) fn at_long_positions(
         let (want, _) = want.data().as_chunks::<4>();
         let want: Vec<f32> = want.iter().map(|b| f32::from_le_bytes(*b)).collect();
         let tokens: Vec<u32> = (0..=position).map(long_token).collect();
-        let mut cache = KvCache::new(model.device(), model.spec(), tokens.len(), kv).unwrap();
+        let mut cache = model.sequence(tokens.len(), kv).unwrap();
         let mut got = Vec::new();
         let mut scratch = Scratch::new();
         let (first, last) = tokens.split_at(if last_alone { position } else { 0 });
@@ -244,7 +243,7 @@ pub(crate) fn at_long_positions(
 pub(crate) fn step_logits(
     model: &Served,
     tokens: &[u32],
-    caches: &mut [&mut KvCache],
+    caches: &mut [&mut Sequence],
 ) -> Result<Vec<Vec<f32>>> {
     let mut logits = Vec::new();
     let wanted = vec![Wanted::Last; tokens.len()];
@@ -263,7 +262,7 @@ pub(crate) fn step_logits(
 pub(crate) fn step_tokens(
     model: &Served,
     tokens: &[u32],
-    caches: &mut [&mut KvCache],
+    caches: &mut [&mut Sequence],
     choices: &[Choice<'_>],
 ) -> Result<Vec<u32>> {
     let wanted = choices.iter().map(|&choice| Wanted::Token(choice));
@@ -279,20 +278,16 @@ pub(crate) fn step_tokens(
 fn step(
     model: &Served,
     tokens: &[u32],
-    caches: &mut [&mut KvCache],
+    caches: &mut [&mut Sequence],
     wanted: Vec<Wanted<'_>>,
     logits: &mut Vec<f32>,
 ) -> Result<Vec<Output>> {
     let each = tokens.chunks(1).zip(caches).zip(wanted);
-    let segments = each.map(|((tokens, cache), wanted)| Segment {
+    let work = each.map(|((tokens, sequence), wanted)| NewTokens {
         tokens,
-        cache,
+        sequence,
         wanted,
     });
-    let batch = Batch {
-        segments: segments.collect(),
-        look_ahead: true,
-    };
-    let outputs = model.run(batch, &mut Scratch::new(), logits)?;
+    let outputs = model.run(work.collect(), true, &mut Scratch::new(), logits)?;
     outputs.into_iter().collect()
 }

@@ -1,8 +1,7 @@
 //! Batches of single tokens and of chunks of prompts, on either device: each slot has what its segment gives alone, or its own fault.
 
-use NVFP4::model::{
-    Batch, Choice, KvCache, KvType, Logits, Model, Output, Scratch, Segment, Wanted,
-};
+use NVFP4::engine::{NewTokens, Sequence, Served};
+use NVFP4::model::{Choice, KvType, Logits, Output, Scratch, Wanted};
 use NVFP4::ops::sample::SamplingOptions;
 
 /// Output that a segment asks for.
@@ -42,14 +41,14 @@ const DRAWN: SamplingOptions = SamplingOptions {
 };
 
 /// A sequence of the batch.
-struct Sequence {
+struct Member {
     /// The tokens of the segment.
     tokens: Vec<u32>,
-    cache: KvCache,
+    cache: Sequence,
     ask: Ask,
 }
 
-fn sequences(model: &Model) -> Vec<Sequence> {
+fn sequences(model: &Served) -> Vec<Member> {
     let kv = match model.device().is_cuda() {
         true => KvType::F16,
         false => KvType::F32,
@@ -62,7 +61,7 @@ fn sequences(model: &Model) -> Vec<Sequence> {
             let count = count.min(room - 8);
             let token = |n: usize| ((n * 37 + i * 11 + n / 7) % vocabulary) as u32;
             let all: Vec<u32> = (0..before + count).map(token).collect();
-            let mut cache = KvCache::new(model.device(), model.spec(), room, kv).unwrap();
+            let mut cache = model.sequence(room, kv).unwrap();
             let (mut scratch, mut logits) = (Scratch::new(), Vec::new());
             model
                 .forward(
@@ -73,7 +72,7 @@ fn sequences(model: &Model) -> Vec<Sequence> {
                     &mut logits,
                 )
                 .unwrap();
-            Sequence {
+            Member {
                 tokens: all[before..].to_vec(),
                 cache,
                 ask,
@@ -82,15 +81,15 @@ fn sequences(model: &Model) -> Vec<Sequence> {
     each.collect()
 }
 
-fn segment(sequence: &mut Sequence) -> Segment<'_> {
+fn segment(sequence: &mut Member) -> NewTokens<'_> {
     let choice = |options| Choice {
         options,
         draw: 3,
         history: &[],
     };
-    Segment {
+    NewTokens {
         tokens: &sequence.tokens,
-        cache: &mut sequence.cache,
+        sequence: &mut sequence.cache,
         wanted: match sequence.ask {
             Ask::Nothing => Wanted::Nothing,
             Ask::Last => Wanted::Last,
@@ -104,7 +103,7 @@ fn segment(sequence: &mut Sequence) -> Segment<'_> {
 /// The output of a slot, with its rows of logits.
 type Found = (Output, Vec<f32>);
 
-fn found(model: &Model, output: Output, logits: &[f32]) -> Found {
+fn found(model: &Served, output: Output, logits: &[f32]) -> Found {
     let rows = match &output {
         Output::Logits(rows) => {
             let vocabulary = model.spec().vocab_size;
@@ -116,14 +115,13 @@ fn found(model: &Model, output: Output, logits: &[f32]) -> Found {
 }
 
 /// Runs each sequence alone.
-fn apart(model: &Model, sequences: &mut [Sequence]) -> Vec<Found> {
+fn apart(model: &Served, sequences: &mut [Member]) -> Vec<Found> {
     let each = sequences.iter_mut().map(|sequence| {
         let mut logits = Vec::new();
-        let batch = Batch {
-            segments: vec![segment(sequence)],
-            look_ahead: false,
-        };
-        let output = model.run(batch, &mut Scratch::new(), &mut logits).unwrap();
+        let work = vec![segment(sequence)];
+        let output = model
+            .run(work, false, &mut Scratch::new(), &mut logits)
+            .unwrap();
         let output = output.into_iter().next().unwrap().unwrap();
         found(model, output, &logits)
     });
@@ -131,19 +129,18 @@ fn apart(model: &Model, sequences: &mut [Sequence]) -> Vec<Found> {
 }
 
 /// Runs all sequences in one batch, after rows of logits that were there before.
-fn together(model: &Model, sequences: &mut [Sequence]) -> Vec<Found> {
+fn together(model: &Served, sequences: &mut [Member]) -> Vec<Found> {
     let mut logits = vec![7.0; 2 * model.spec().vocab_size];
-    let batch = Batch {
-        segments: sequences.iter_mut().map(segment).collect(),
-        look_ahead: true,
-    };
-    let outputs = model.run(batch, &mut Scratch::new(), &mut logits).unwrap();
+    let work = sequences.iter_mut().map(segment).collect();
+    let outputs = model
+        .run(work, true, &mut Scratch::new(), &mut logits)
+        .unwrap();
     let each = outputs.into_iter().map(Result::unwrap);
     each.map(|output| found(model, output, &logits)).collect()
 }
 
 /// The logits after one more token of each sequence, which show what is in the caches.
-fn after(model: &Model, sequences: &mut [Sequence]) -> Vec<Vec<f32>> {
+fn after(model: &Served, sequences: &mut [Member]) -> Vec<Vec<f32>> {
     let each = sequences.iter_mut().map(|sequence| {
         let mut logits = Vec::new();
         let (cache, mut scratch) = (&mut sequence.cache, Scratch::new());
@@ -157,7 +154,7 @@ fn after(model: &Model, sequences: &mut [Sequence]) -> Vec<Vec<f32>> {
 
 /// Compares a batch with its segments alone: logits by `same`, which is told the slot, and tokens by their logits where `near` allows a
 /// difference.
-pub(crate) fn check(model: &Model, near: Option<f32>, same: &Same<'_>) {
+pub(crate) fn check(model: &Served, near: Option<f32>, same: &Same<'_>) {
     let (mut alone, mut all) = (sequences(model), sequences(model));
     let expected = apart(model, &mut alone);
     let got = together(model, &mut all);
@@ -186,7 +183,7 @@ pub(crate) fn check(model: &Model, near: Option<f32>, same: &Same<'_>) {
 
 /// A batch of a model of [`spoil`], whose slot 1 runs a token with an embedding that is not finite: it alone has a fault with these words, and its sequence
 /// goes on with another token.
-pub(crate) fn check_faults(model: &Model, words: &str, same: &Same<'_>) {
+pub(crate) fn check_faults(model: &Served, words: &str, same: &Same<'_>) {
     for others in [[1, 1], [1, 20]] {
         let mut good = sequences(model);
         good.truncate(3);
@@ -206,11 +203,10 @@ pub(crate) fn check_faults(model: &Model, words: &str, same: &Same<'_>) {
         let before = bad[1].cache.len();
 
         let mut logits = Vec::new();
-        let batch = Batch {
-            segments: bad.iter_mut().map(segment).collect(),
-            look_ahead: false,
-        };
-        let outputs = model.run(batch, &mut Scratch::new(), &mut logits).unwrap();
+        let work = bad.iter_mut().map(segment).collect();
+        let outputs = model
+            .run(work, false, &mut Scratch::new(), &mut logits)
+            .unwrap();
         let fault = outputs[1].as_ref().unwrap_err().to_string();
         assert!(fault.contains(words), "{fault}");
         assert_eq!(bad[1].cache.len(), before);
@@ -235,16 +231,16 @@ pub(crate) fn check_faults(model: &Model, words: &str, same: &Same<'_>) {
     }
 }
 
-/// The token that [`spoil`] gives an embedding that is not finite.
-const ODD: u32 = 7;
+/// The token of [`check_faults`] whose embedding is not finite.
+pub(crate) const ODD: u32 = 7;
 
-/// A copy of a golden Gemma in which the embedding of one token leaves the range of f32 once it is scaled.
-pub(crate) fn spoil() -> super::Copy {
+/// A copy of a golden Gemma in which the embedding of `token` leaves the range of f32 once it is scaled.
+pub(crate) fn spoil(token: u32) -> super::Copy {
     let dir = super::Copy::of("gemma3_wide", "odd");
     super::change_tensor(&dir, "model.embed_tokens.weight", |dtype, shape, bytes| {
         assert_eq!(dtype, safetensors::Dtype::BF16);
         let large = half::bf16::from_f32(7.5e37).to_le_bytes();
-        bytes[ODD as usize * shape[1] * 2..][..2].copy_from_slice(&large);
+        bytes[token as usize * shape[1] * 2..][..2].copy_from_slice(&large);
     });
     dir
 }

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
-    self, DeviceBuffer, Gpu, Heads, Layout, PAGE, PageTable, SplitKv, SplitKvWorkspace, Unit,
+    self, CachedPages, DeviceBuffer, Gpu, Heads, KvShape, Layout, PAGE, SplitKv, SplitKvWorkspace,
+    Unit,
 };
 
 use crate::support::{
@@ -121,28 +122,40 @@ impl Sequence {
     }
 }
 
-/// The pages of a cache of two layers for one sequence, and the table of their addresses. Tests use the second layer.
+/// A cache of two layers, and the block tables of sequences, whose blocks lie in turns. Tests use the second layer.
 pub(crate) struct Pages {
-    pages: Vec<DeviceBuffer>,
+    arena: DeviceBuffer,
     table: DeviceBuffer,
+    stride: usize,
+    shape: KvShape,
 }
 
 impl Pages {
-    pub(crate) fn new(gpu: &Arc<Gpu>, layer_bytes: usize, len: usize) -> Pages {
-        let page = || DeviceBuffer::zeroed(gpu, Tag::DeviceKvCache, 2 * layer_bytes).unwrap();
-        let pages: Vec<DeviceBuffer> = (0..len.div_ceil(PAGE)).map(|_| page()).collect();
-        let addresses: Vec<u64> = pages.iter().map(DeviceBuffer::address).collect();
+    /// Pages for `len` positions of each of several sequences.
+    pub(crate) fn new(gpu: &Arc<Gpu>, shape: KvShape, len: usize, sequences: usize) -> Pages {
+        let stride = len.div_ceil(PAGE);
+        let blocks = sequences * stride;
+        let place = |i: usize| (i % stride * sequences + i / stride) as u32;
+        let table: Vec<u32> = (0..blocks).map(place).collect();
+        let bytes = blocks * 2 * shape.bytes();
         Pages {
-            pages,
-            table: upload(gpu, &addresses),
+            arena: DeviceBuffer::zeroed(gpu, Tag::DeviceKvCache, bytes).unwrap(),
+            table: upload(gpu, &table),
+            stride,
+            shape,
         }
     }
 
-    pub(crate) fn table(&self) -> PageTable<'_> {
-        PageTable {
+    /// The pages of sequences from `sequence` on.
+    pub(crate) fn from(&self, sequence: usize) -> CachedPages<'_> {
+        CachedPages {
+            arena: self.arena.address(),
+            block_bytes: 2 * self.shape.bytes(),
+            offset: self.shape.bytes(),
+            shape: self.shape,
             table: &self.table,
-            stride: self.pages.len(),
-            sequence: 0,
+            stride: self.stride,
+            sequence,
             layer: 1,
             unfit: None,
         }
@@ -198,7 +211,7 @@ struct Cached<'a> {
     gpu: &'a Arc<Gpu>,
     s: &'a Sequence,
     h: Heads<'a>,
-    pages: PageTable<'a>,
+    pages: CachedPages<'a>,
 }
 
 impl Cached<'_> {
@@ -249,7 +262,9 @@ impl Cached<'_> {
         let want = s.attend(last);
         let new = upload(gpu, &s.qkv[last * s.row()..]);
         let positions = upload(gpu, &[last as u32]);
-        let rows = SplitKvWorkspace::new(gpu, h.heads, h.kv_heads, h.dim, 1).unwrap();
+        let rows =
+            SplitKvWorkspace::new(gpu, SplitKvWorkspace::sizes(h.heads, h.kv_heads, h.dim), 1)
+                .unwrap();
         for division in divisions(gpu, h) {
             let out = poisoned(gpu, width * 2);
             let layout = Layout::RowMajor;
@@ -299,12 +314,12 @@ fn attention_agrees_with_f64() {
         let s = Sequence::new(shape, len, (rotary_dim, window, cap), 10 * i as u64);
         let on_device = DeviceHeads::new(&gpu, &s);
         let h = on_device.heads(&s);
-        let pages = Pages::new(&gpu, h.page_bytes(), len);
+        let pages = Pages::new(&gpu, h.kv(), len, 1);
         let cached = Cached {
             gpu: &gpu,
             s: &s,
             h,
-            pages: pages.table(),
+            pages: pages.from(0),
         };
         cached.check_prefill(prefix);
         cached.check_decode();
@@ -313,49 +328,30 @@ fn attention_agrees_with_f64() {
 
 /// The caches of several sequences with room for as many pages each, which hold all rows but the last.
 struct Batch {
-    table: DeviceBuffer,
-    stride: usize,
+    pages: Pages,
     /// The last row of each sequence, and its position.
     new: DeviceBuffer,
     positions: DeviceBuffer,
-    _pages: Vec<Pages>,
 }
 
 impl Batch {
     /// Stores the rows of sequences of at most `most` positions.
     fn new(gpu: &Arc<Gpu>, h: &Heads<'_>, sequences: &[Sequence], most: usize) -> Batch {
-        let stride = most.div_ceil(PAGE);
-        let (mut held, mut addresses, mut new, mut last) = (vec![], vec![], vec![], vec![]);
-        for s in sequences {
+        let pages = Pages::new(gpu, h.kv(), most, sequences.len());
+        let (mut new, mut last) = (vec![], vec![]);
+        for (i, s) in sequences.iter().enumerate() {
             let len = s.len();
-            let pages = Pages::new(gpu, h.page_bytes(), len);
             if len > 1 {
                 let (qkv, q) = (upload(gpu, &s.qkv), poisoned(gpu, len * s.width() * 2));
-                cuda::store(gpu, h, &pages.table(), &qkv, 0, len - 1, 0, &q).unwrap();
+                cuda::store(gpu, h, &pages.from(i), &qkv, 0, len - 1, 0, &q).unwrap();
             }
-            let mut own: Vec<u64> = pages.pages.iter().map(DeviceBuffer::address).collect();
-            own.resize(stride, 0);
-            addresses.extend(own);
             new.extend_from_slice(&s.qkv[(len - 1) * s.row()..]);
             last.push(len as u32 - 1);
-            held.push(pages);
         }
         Batch {
-            table: upload(gpu, &addresses),
-            stride,
+            pages,
             new: upload(gpu, &new),
             positions: upload(gpu, &last),
-            _pages: held,
-        }
-    }
-
-    fn pages(&self) -> PageTable<'_> {
-        PageTable {
-            table: &self.table,
-            stride: self.stride,
-            sequence: 0,
-            layer: 1,
-            unfit: None,
         }
     }
 }
@@ -386,10 +382,12 @@ fn attention_of_several_sequences_agrees_with_f64() {
         let on_device = DeviceHeads::new(&gpu, &sequences[0]);
         let h = on_device.heads(&sequences[0]);
         let batch = Batch::new(&gpu, &h, &sequences, 400);
-        let (new, positions, pages) = (&batch.new, &batch.positions, batch.pages());
+        let (new, positions, pages) = (&batch.new, &batch.positions, batch.pages.from(0));
         let wanted: Vec<Vec<f64>> = sequences.iter().map(|s| s.attend(s.len() - 1)).collect();
         let width = heads * dim;
-        let workspace = SplitKvWorkspace::new(&gpu, heads, kv_heads, dim, count).unwrap();
+        let workspace =
+            SplitKvWorkspace::new(&gpu, SplitKvWorkspace::sizes(heads, kv_heads, dim), count)
+                .unwrap();
         for division in divisions(&gpu, &h) {
             let out = poisoned(&gpu, count * width * 2);
             let layout = Layout::RowMajor;

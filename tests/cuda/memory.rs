@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use NVFP4::base::ErrorKind;
-use NVFP4::base::memory;
+use NVFP4::base::memory::{self, Tag};
 use NVFP4::engine::Served;
-use NVFP4::model::Device;
+use NVFP4::model::{Device, LoadOptions};
 use NVFP4::session::{self, SamplingOptions, Session, SessionOptions};
 
-use crate::common::{check_memory_comes_back, golden, some_tokens};
+use crate::common::{check_memory_comes_back, golden, options, some_tokens};
 use crate::support::{as_f64, assert_close, gpu, load_on, logits, prompted, with_context};
 
 #[test]
@@ -88,4 +88,41 @@ fn a_step_that_fails_leaves_the_next_one_alone() {
     };
     let want = run(false);
     assert_eq!(run(true), want);
+}
+
+/// Memory for keys and values that is reserved when a model is loaded is all that its sessions get; it is there from the beginning.
+#[test]
+fn sessions_share_the_memory_that_was_reserved() {
+    let Some(gpu) = gpu() else { return };
+    let on_gpu = |kv_bytes| LoadOptions {
+        device: Device::Cuda(gpu.clone()),
+        kv_bytes,
+        ..options()
+    };
+    for case in ["qwen3_tied", "gemma3_wide"] {
+        let growing = Served::load(&golden(case), &on_gpu(None)).unwrap();
+        let new = |model: &Arc<Served>, len: usize| {
+            prompted(model, &SessionOptions::default(), &some_tokens(model, len))
+        };
+        let block = new(&growing, 64).kv_bytes();
+        let model = Served::load(&golden(case), &on_gpu(Some(5 * block))).unwrap();
+        let reserved = memory::usage(Tag::DeviceKvCache).current;
+        let (free, _) = gpu.memory().unwrap();
+        let (mut first, mut second) = (new(&model, 150), new(&model, 70));
+        let e = second.prefill(&[1; 60]).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::OutOfMemory, "{e}");
+        assert_eq!(second.len(), 70);
+        assert!(first.fork().unwrap().decode(1).is_err());
+        drop(first);
+        first = new(&model, 64);
+        second.prefill(&[1; 60]).unwrap();
+        drop((first, second));
+        assert_eq!(memory::usage(Tag::DeviceKvCache).current, reserved);
+        let (now, _) = gpu.memory().unwrap();
+        assert!(
+            free.saturating_sub(now) < 64 << 20,
+            "{free} bytes were free, and now {now}"
+        );
+    }
+    assert_eq!(memory::usage(Tag::DeviceKvCache).current, 0);
 }

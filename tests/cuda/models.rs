@@ -4,9 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use NVFP4::cuda::Gpu;
-use NVFP4::engine::Served;
+use NVFP4::engine::{NewTokens, Sequence, Served};
 use NVFP4::format::nvfp4::QuantizeOptions;
-use NVFP4::model::{Batch, Device, KvCache, KvType, LoadOptions, Logits, Scratch, Wanted};
+use NVFP4::model::{Device, KvType, LoadOptions, Logits, Scratch, Wanted};
 use NVFP4::ops::sample::Choice;
 use NVFP4::session::{SamplingOptions, SessionOptions};
 use half::bf16;
@@ -81,11 +81,15 @@ impl Pair {
     fn reference(&self, tokens: &[u32]) -> Vec<f32> {
         let (model, mut reference) = (&self.model, Vec::new());
         let room = 4 * tokens.len();
-        let mut cache = KvCache::new(model.device(), model.spec(), room, KvType::F16).unwrap();
+        let mut cache = model.sequence(room, KvType::F16).unwrap();
         for part in tokens.chunks(37) {
             let (mut scratch, mut some) = (Scratch::new(), Vec::new());
-            let batch = Batch::of(part, &mut cache, Wanted::All);
-            let outputs = model.run_reference(batch, &mut scratch, &mut some).unwrap();
+            let work = vec![NewTokens {
+                tokens: part,
+                sequence: &mut cache,
+                wanted: Wanted::All,
+            }];
+            let outputs = model.run_reference(work, &mut scratch, &mut some).unwrap();
             assert!(outputs.iter().all(Result::is_ok));
             reference.extend(some);
         }
@@ -150,9 +154,9 @@ fn long_and_short_sequences_share_a_batch() {
     let tokens = some_tokens(&model, 12);
     let mut scratch = Scratch::new();
     // The scaling tells them apart at 16,384.
-    let mut caches: Vec<KvCache> = [400, 20_000, 16_384, 16_385, 17_000]
+    let mut caches: Vec<Sequence> = [400, 20_000, 16_384, 16_385, 17_000]
         .iter()
-        .map(|&room| KvCache::new(model.device(), model.spec(), room, KvType::F16).unwrap())
+        .map(|&room| model.sequence(room, KvType::F16).unwrap())
         .collect();
     let mut alone = Vec::new();
     for (i, cache) in caches.iter_mut().enumerate() {
@@ -168,7 +172,7 @@ fn long_and_short_sequences_share_a_batch() {
     assert_ne!(alone[0], alone[1]);
 
     let next = vec![tokens[11]; caches.len()];
-    let mut all: Vec<&mut KvCache> = caches.iter_mut().collect();
+    let mut all: Vec<&mut Sequence> = caches.iter_mut().collect();
     let rows = step_logits(&model, &next, &mut all).unwrap();
     for (i, (got, want)) in rows.iter().zip(&alone).enumerate() {
         assert_close(got, &as_f64(want), 2e-3, &format!("sequence {i}"));
@@ -196,7 +200,7 @@ fn greedily(options: &SamplingOptions) -> Choice<'_> {
 /// A sequence that a model refuses to run.
 struct Refused<'a> {
     model: &'a Served,
-    cache: KvCache,
+    cache: Sequence,
     scratch: Scratch,
     out: Vec<f32>,
 }
@@ -205,7 +209,7 @@ impl<'a> Refused<'a> {
     fn new(model: &'a Served, room: usize) -> Refused<'a> {
         Refused {
             model,
-            cache: KvCache::new(model.device(), model.spec(), room, KvType::F16).unwrap(),
+            cache: model.sequence(room, KvType::F16).unwrap(),
             scratch: Scratch::new(),
             out: Vec::new(),
         }
@@ -288,7 +292,7 @@ fn ragged_batches_give_what_segments_give_apart() {
 #[test]
 fn a_fault_of_a_slot_leaves_the_others_alone() {
     let Some(gpu) = gpu() else { return };
-    let dir = ragged::spoil();
+    let dir = ragged::spoil(ragged::ODD);
     let model = load_on(Device::Cuda(gpu), &dir.0);
     ragged::check_faults(
         &model,

@@ -12,7 +12,7 @@ use NVFP4::cuda::{
 use NVFP4::engine::Served;
 use NVFP4::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
-use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits, Scratch};
+use NVFP4::model::{Device, KvType, LoadOptions, Logits, Scratch};
 use NVFP4::session::{GenerateOptions, SamplingOptions, Session, SessionOptions};
 use NVFP4::tensor::{DType, WeightType};
 use half::f16;
@@ -447,7 +447,7 @@ impl<'a> Product<'a> {
 pub(crate) fn logits(model: &Served, tokens: &[u32]) -> (Vec<f32>, Vec<f32>) {
     let (mut scratch, mut all, mut each, mut one) =
         (Scratch::new(), Vec::new(), Vec::new(), Vec::new());
-    let new = || KvCache::new(model.device(), model.spec(), 4 * tokens.len(), KvType::F16).unwrap();
+    let new = || model.sequence(4 * tokens.len(), KvType::F16).unwrap();
     model
         .forward(tokens, &mut new(), &mut scratch, Logits::All, &mut all)
         .unwrap();

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use NVFP4::cuda::{self, DeviceBuffer, DeviceSlice, Gpu, PAGE, PageTable, ReferenceAttention};
+use NVFP4::cuda::{self, CachedPages, DeviceBuffer, DeviceSlice, Gpu, KvShape, ReferenceAttention};
 
 use crate::attention::{ATTENTION_FACTOR, Pages, Sequence};
 use crate::support::{EPS, assert_close, gpu, normal, poisoned, read_f32, upload};
@@ -63,7 +63,7 @@ impl<'a> Unfused<'a> {
     }
 
     /// Stores the rows from `first` to `end`, and runs attention for them.
-    fn run(&self, pages: &PageTable<'_>, first: usize, end: usize, out: &DeviceBuffer) {
+    fn run(&self, pages: &CachedPages<'_>, first: usize, end: usize, out: &DeviceBuffer) {
         let &Sequence {
             heads,
             kv_heads,
@@ -74,8 +74,6 @@ impl<'a> Unfused<'a> {
         } = self.s;
         let options = ReferenceAttention {
             heads,
-            kv_heads,
-            dim,
             scale: 1.0 / (dim as f32).sqrt(),
             window,
             score_cap: cap,
@@ -87,7 +85,7 @@ impl<'a> Unfused<'a> {
         let q = part(&self.q, heads);
         let (k, v) = (part(&self.k, kv_heads), part(&self.v, kv_heads));
         let rows = end - first;
-        cuda::store_kv(kv_heads, dim, pages, (&k).into(), (&v).into(), rows, first).unwrap();
+        cuda::store_kv(pages, (&k).into(), (&v).into(), rows, first).unwrap();
         let row = heads * dim * 4;
         let out = DeviceSlice::from(out).part(first * row..end * row).unwrap();
         cuda::attention_reference(&options, pages, (&q).into(), rows, first, out).unwrap();
@@ -119,11 +117,15 @@ fn unfused_attention_agrees_with_f64() {
         let shape = (heads, kv_heads, dim);
         let s = Sequence::new(shape, len, (rotary_dim, window, cap), 3000 + 10 * i as u64);
         let unfused = Unfused::new(&gpu, &s);
-        let pages = Pages::new(&gpu, 2 * kv_heads * PAGE * dim * 2, len);
+        let heads_of_cache = KvShape {
+            heads: kv_heads,
+            dim,
+        };
+        let pages = Pages::new(&gpu, heads_of_cache, len, 1);
         let unfit = upload(&gpu, &vec![0u32; len]);
-        let table = PageTable {
+        let table = CachedPages {
             unfit: Some(&unfit),
-            ..pages.table()
+            ..pages.from(0)
         };
         let width = s.width();
         let out = poisoned(&gpu, len * width * 4);
@@ -145,19 +147,23 @@ fn unfused_attention_agrees_with_f64() {
 fn keys_and_values_that_do_not_fit_are_noted() {
     let Some(gpu) = gpu() else { return };
     let (kv_heads, dim) = (2, 64);
-    let pages = Pages::new(&gpu, 2 * kv_heads * PAGE * dim * 2, 1);
+    let shape = KvShape {
+        heads: kv_heads,
+        dim,
+    };
+    let pages = Pages::new(&gpu, shape, 1, 1);
     let unfit = upload(&gpu, &[0u32]);
     let store = |layer: usize, value: f32| {
         let mut rows = normal(1, kv_heads * dim);
         let k = upload(&gpu, &rows);
         rows[77] = value;
         let v = upload(&gpu, &rows);
-        let table = PageTable {
+        let table = CachedPages {
             layer,
             unfit: Some(&unfit),
-            ..pages.table()
+            ..pages.from(0)
         };
-        cuda::store_kv(kv_heads, dim, &table, (&k).into(), (&v).into(), 1, 0).unwrap();
+        cuda::store_kv(&table, (&k).into(), (&v).into(), 1, 0).unwrap();
         noted(&unfit)
     };
     assert_eq!(store(0, 65_519.0), 0);

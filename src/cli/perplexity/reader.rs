@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use NVFP4::base::Result;
-use NVFP4::engine::Served;
-use NVFP4::model::{KvCache, KvType, Logits, Scratch};
+use NVFP4::engine::{Sequence, Served};
+use NVFP4::model::{KvType, Logits, Scratch};
 
 /// Upper limit of logit bytes that a GPU computes at a time, unless [`FEWEST`] rows have more.
 const LOGIT_BYTES: usize = 64 << 20;
@@ -22,7 +22,7 @@ fn run_of(vocabulary: usize, is_cuda: bool) -> usize {
 /// A model with the cache of one sequence.
 pub(super) struct Reader {
     model: Arc<Served>,
-    cache: KvCache,
+    cache: Sequence,
     scratch: Scratch,
     logits: Vec<f32>,
 }
@@ -31,7 +31,7 @@ impl Reader {
     /// A reader of sequences of at most `capacity` tokens.
     pub(super) fn new(model: &Arc<Served>, capacity: usize, kv: KvType) -> Result<Self> {
         Ok(Reader {
-            cache: KvCache::new(model.device(), model.spec(), capacity, kv)?,
+            cache: model.sequence(capacity, kv)?,
             scratch: Scratch::default(),
             logits: Vec::new(),
             model: model.clone(),
@@ -43,9 +43,11 @@ impl Reader {
         run_of(self.model.spec().vocab_size, self.model.device().is_cuda())
     }
 
-    /// Keeps the first `len` tokens of the sequence, and forgets the rest.
-    pub(super) fn truncate(&mut self, len: usize) -> Result<()> {
-        self.cache.truncate(len)
+    /// Keeps the first `len` tokens of the sequence, and forgets the rest. Returns how many are kept: none, if layers no longer have what
+    /// the next token sees.
+    pub(super) fn truncate(&mut self, len: usize) -> Result<usize> {
+        self.cache.truncate(len)?;
+        Ok(self.cache.len())
     }
 
     /// Reads tokens after those of earlier calls, without logits.

@@ -100,8 +100,8 @@ fn log_probabilities(reader: &mut Reader, choices: &[Continuation]) -> Result<Ve
         reader.skip(&first.tokens[..common])?;
     }
     let each = choices.iter().map(|choice| {
-        reader.truncate(common)?;
-        reader.skip(&choice.tokens[common..choice.first - 1])?;
+        let kept = reader.truncate(common)?;
+        reader.skip(&choice.tokens[kept..choice.first - 1])?;
         let (inputs, targets) = (
             &choice.tokens[choice.first - 1..choice.tokens.len() - 1],
             &choice.tokens[choice.first..],

@@ -164,6 +164,10 @@ impl Gpu {
         Ok((stream, order, pool))
     }
 
+    pub(in crate::cuda) fn device(&self) -> sys::CUdevice {
+        self.device
+    }
+
     /// The device's number.
     pub fn ordinal(&self) -> usize {
         self.ordinal

@@ -196,7 +196,7 @@ impl<'a> DeviceSlice<'a> {
     }
 
     /// Enqueues zeros for the first `bytes` bytes.
-    pub(in crate::cuda) fn clear(&self, bytes: usize) -> Result<()> {
+    pub fn clear(&self, bytes: usize) -> Result<()> {
         self.holds("zeros", &[bytes])?;
         if bytes == 0 {
             return Ok(());

@@ -1,6 +1,7 @@
 //! The NVIDIA driver: loading, devices and contexts, stream order, memory, copies, graphs, the kernel compiler, modules and launches. Knows
 //! no operation: what launchers keep on a device is [`Attached`] to it, and what they launch is a [`KernelUnit`].
 
+mod arena;
 mod attached;
 mod context;
 mod copy;
@@ -18,6 +19,7 @@ mod order;
 mod recording;
 mod staging;
 
+pub use arena::{Arena, Arenas};
 pub(super) use attached::Attached;
 pub use context::KeepContext;
 pub(super) use error::check;

@@ -11,7 +11,7 @@ use crate::cuda::{
     self, Best, DeviceBuffer, DrawRule, DrawScratch, Drawn, Event, ExpertScratch, Gpu, Graph,
     Layout, LinearScratch, NormScratch, Pinned, SplitKv, SplitKvWorkspace,
 };
-use crate::model::gpu_cache::GpuCache;
+use crate::model::kv::{KvTables, NULL_BLOCK};
 
 /// Number of steps that the device may run ahead of the host.
 const HISTORY: usize = 8;
@@ -65,7 +65,8 @@ pub(super) struct Memory {
     pub(super) logits: DeviceBuffer,
     pub(super) tokens: DeviceBuffer,
     pub(super) positions: DeviceBuffer,
-    pub(super) table: DeviceBuffer,
+    /// u32 `[batch, pages]` for each group of layers: the block tables.
+    pub(super) tables: Vec<DeviceBuffer>,
     pub(super) best: Best,
     /// Allocated by the first draw.
     pub(super) draw: Option<DrawScratch>,
@@ -106,7 +107,7 @@ impl Memory {
         let notes = || DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, rows.max(batch).max(1) * 4);
         let (hidden, q, wide) = (sizes.hidden, sizes.q, sizes.intermediate);
         // The widest weight except the head, which is computed in parts because logits of many rows are rarely requested.
-        let widest = sizes.qkv().max(wide) * hidden * 2;
+        let widest = sizes.qkv.max(wide) * hidden * 2;
         let k = wide.max(hidden).max(q);
         let converted = rows * k * 2;
         let widest = widest.max(if sizes.dense { converted } else { 0 });
@@ -127,12 +128,14 @@ impl Memory {
             between: scratch(hidden, 4)?,
             half: scratch(hidden, 4)?,
             input: scratch(activations(hidden.max(q)), 2)?,
-            projected: scratch(rows * sizes.qkv().max(wide).max(hidden), 4)?,
+            projected: scratch(rows * sizes.qkv.max(wide).max(hidden), 4)?,
             inner: scratch(activations(wide.max(q)), 2)?,
             logits: scratch(head_rows * sizes.vocab, 4)?,
             tokens: scratch(rows.max(batch), 4)?,
             positions: scratch(batch, 4)?,
-            table: scratch(batch * pages, 8)?,
+            tables: (0..sizes.groups)
+                .map(|_| scratch(batch * pages, 4))
+                .collect::<Result<_>>()?,
             best: Best::new(gpu, batch)?,
             draw: None,
             unfit: notes()?,
@@ -142,7 +145,7 @@ impl Memory {
                 .experts
                 .map(|e| ExpertScratch::new(gpu, e.routing, rows, e.intermediate, hidden))
                 .transpose()?,
-            splits: SplitKvWorkspace::new(gpu, sizes.heads, sizes.kv_heads, sizes.head_dim, batch)?,
+            splits: SplitKvWorkspace::new(gpu, sizes.split_kv(), batch)?,
             norms: NormScratch::new(gpu, hidden)?,
             linear: LinearScratch::new(gpu, rows.max(head_rows), k, copy)?,
             history: Pinned::new(gpu, Tag::Scratch, HISTORY * batch * 4)?,
@@ -176,12 +179,16 @@ impl Memory {
         if pages > self.pages {
             // Pages are added one at a time; the table grows by powers of two.
             let pages = pages.next_power_of_two().max(64);
-            let mut table = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, self.batch * pages * 8)?;
-            for row in 0..self.batch {
-                let bytes = self.pages * 8;
-                table.copy_from(row * pages * 8, &self.table, row * bytes, bytes)?;
+            for table in &mut self.tables {
+                let mut grown =
+                    DeviceBuffer::uninit(gpu, Tag::DeviceScratch, self.batch * pages * 4)?;
+                for row in 0..self.batch {
+                    let bytes = self.pages * 4;
+                    grown.copy_from(row * pages * 4, table, row * bytes, bytes)?;
+                }
+                *table = grown;
             }
-            (self.table, self.pages) = (table, pages);
+            self.pages = pages;
         }
         if rows <= self.rows && batch <= self.batch && head_rows <= cuda::SKINNY_ROWS {
             // The rows in the residual stream must survive until their logits are computed.
@@ -194,17 +201,21 @@ impl Memory {
         }
         let empty = Memory::new(gpu, sizes, 0, 0, 1, 1)?;
         // Frees everything else before allocating more.
-        let (rows, head_rows, batch, pages, old_batch, residual, table) = {
+        let (rows, head_rows, batch, pages, old_batch, residual, tables) = {
             let old = std::mem::replace(self, empty);
             let (rows, head_rows) = (rows.max(old.rows), head_rows.max(old.head_rows));
             let most = batch.max(old.batch);
-            let (residual, table) = (old.residual, old.table);
-            (rows, head_rows, most, old.pages, old.batch, residual, table)
+            let (residual, tables) = (old.residual, old.tables);
+            (
+                rows, head_rows, most, old.pages, old.batch, residual, tables,
+            )
         };
         let mut new = Memory::new(gpu, sizes, rows, head_rows, batch, pages)?;
         let len = residual.bytes();
         new.residual.copy_from(0, &residual, 0, len)?;
-        new.table.copy_from(0, &table, 0, old_batch * pages * 8)?;
+        for (new, old) in new.tables.iter_mut().zip(&tables) {
+            new.copy_from(0, old, 0, old_batch * pages * 4)?;
+        }
         *self = new;
         Ok(())
     }
@@ -264,14 +275,21 @@ impl Memory {
         Ok(faults.collect())
     }
 
-    pub(super) fn write_pages(&mut self, caches: &[&GpuCache]) -> Result<()> {
-        let mut all = vec![0u64; caches.len() * self.pages];
-        for (row, cache) in all.chunks_exact_mut(self.pages).zip(caches) {
-            for (slot, address) in row.iter_mut().zip(cache.addresses()) {
-                *slot = address;
+    /// Writes the block tables of sequences.
+    pub(super) fn write_tables<'a>(
+        &mut self,
+        sequences: impl Iterator<Item = &'a KvTables> + Clone,
+    ) -> Result<()> {
+        for (group, table) in self.tables.iter_mut().enumerate() {
+            let mut all = vec![NULL_BLOCK; sequences.clone().count() * self.pages];
+            for (row, tables) in all.chunks_exact_mut(self.pages).zip(sequences.clone()) {
+                let blocks = tables.blocks(group);
+                let kept = blocks.len().min(row.len());
+                row[..kept].copy_from_slice(&blocks[..kept]);
             }
+            table.write(0, &all)?;
         }
-        self.table.write(0, &all)
+        Ok(())
     }
 
     /// Marks the device's state as unknown.

@@ -16,4 +16,4 @@ pub(super) use embedding::table;
 pub(super) use executor::Executor;
 pub(super) use lowered::{Source, units};
 pub(super) use ragged::{PromptChunk, ROWS};
-pub(super) use step::{BATCH, DecodeRow};
+pub(super) use step::BATCH;

@@ -10,9 +10,10 @@ use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::cuda::{
-    self, Biased, DeviceBuffer, DeviceSlice, ExpertScratch, FusedNorm, Heads, Input, Layout,
-    NextNorm, Output, PageTable, ResidualRow, Shared, SplitKv,
+    self, Biased, CachedPages, DeviceBuffer, DeviceSlice, ExpertScratch, FusedNorm, Heads, Input,
+    Layout, NextNorm, Output, ResidualRow, Shared, SplitKv,
 };
+use crate::model::KvType;
 use crate::model::order::Half;
 use crate::model::spec::GatedMlpSpec;
 use crate::model::weights::{Block, GatedMlp, Mlp, Weights};
@@ -65,7 +66,8 @@ impl<'a> Pass<'a> {
                     biased(&attention.k)?,
                     biased(&attention.v)?,
                 ];
-                let (out, width) = (&memory.projected, lowered.sizes.qkv());
+                let width = self.source.spec.blocks[index].attention.qkv_width();
+                let out = &memory.projected;
                 self.linear(self.input(input)?, &matrices, Output::F32, out, width)
             }
             Kernel::Decode { .. } | Kernel::StoreKv | Kernel::Prefill => {
@@ -199,32 +201,31 @@ impl<'a> Pass<'a> {
     fn attend(&self, index: usize, kernel: &Kernel) -> Result<()> {
         let (gpu, memory) = (&self.lowered.gpu, self.memory);
         let heads = self.lowered.heads(self.source, index, self.long);
-        let pages = |sequence| PageTable {
-            table: &memory.table,
-            stride: memory.pages,
-            sequence,
-            layer: index,
-            unfit: Some(&memory.unfit),
+        let cache = self.source.kv.cache(KvType::F16)?;
+        let table = &memory.tables[cache.group_of(index)];
+        let pages = |sequence| {
+            let unfit = Some(&memory.unfit);
+            cache.on_gpu(index, table, memory.pages, sequence, unfit)
         };
         let Attention {
             singles, chunks, ..
         } = self.attention;
         match kernel {
-            Kernel::Decode { layout } => self.decode(index, &heads, &pages(0), *layout),
+            Kernel::Decode { layout } => self.decode(index, &heads, &pages(0)?, *layout),
             Kernel::StoreKv => chunks.iter().try_for_each(|chunk| {
                 let (at, rows) = (chunk.rows.start, chunk.rows.len());
                 let (qkv, q) = (&memory.projected, &memory.inner);
-                let pages = pages(chunk.sequence);
+                let pages = pages(chunk.sequence)?;
                 cuda::store(gpu, &heads, &pages, qkv, at, rows, chunk.first, q)
             }),
             Kernel::Prefill => {
                 if singles > 0 {
-                    self.decode(index, &heads, &pages(0), Layout::RowMajor)?;
+                    self.decode(index, &heads, &pages(0)?, Layout::RowMajor)?;
                 }
                 chunks.iter().try_for_each(|chunk| {
                     let (at, rows) = (chunk.rows.start, chunk.rows.len());
                     let (q, out) = (&memory.inner, &memory.input);
-                    let pages = pages(chunk.sequence);
+                    let pages = pages(chunk.sequence)?;
                     cuda::prefill(gpu, &heads, &pages, q, at, rows, chunk.first, out)
                 })
             }
@@ -240,7 +241,7 @@ impl<'a> Pass<'a> {
         &self,
         index: usize,
         heads: &Heads<'_>,
-        pages: &PageTable<'_>,
+        pages: &CachedPages<'_>,
         layout: Layout,
     ) -> Result<()> {
         let (memory, spec) = (self.memory, &self.source.spec.blocks[index].attention);

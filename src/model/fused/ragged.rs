@@ -11,7 +11,7 @@ use super::plan::{self, Applied, Norm, Normed};
 use crate::base::error::err;
 use crate::base::{Error, Result, call};
 use crate::cuda::{self, Drawn, Event};
-use crate::model::kv_cache::KvCache;
+use crate::model::kv::KvTables;
 use crate::ops::sample::{self, Choice};
 
 /// Maximum number of rows of a pass.
@@ -22,10 +22,12 @@ const HEAD_ROWS: usize = 64;
 /// cancellation is quick.
 const LOOK_AHEAD: usize = 4;
 
-/// Consecutive tokens of one sequence. Their pages are already allocated.
+/// Consecutive tokens of one sequence. Their positions have blocks.
 pub(in crate::model) struct PromptChunk<'a> {
     pub(in crate::model) tokens: &'a [u32],
-    pub(in crate::model) cache: &'a KvCache,
+    pub(in crate::model) tables: &'a KvTables,
+    /// Positions that the sequence may come to.
+    pub(in crate::model) context: usize,
     /// Position of the first token.
     pub(in crate::model) first: usize,
 }
@@ -51,8 +53,7 @@ impl Executor {
         memory
             .tokens
             .write(0, &tokens.map(|&t| t as i32).collect::<Vec<_>>())?;
-        let caches = chunks.iter().map(|chunk| chunk.cache.gpu());
-        memory.write_pages(&caches.collect::<Result<Vec<_>>>()?)?;
+        memory.write_tables(chunks.iter().map(|chunk| chunk.tables))?;
         let singles = lengths().take_while(|&length| length == 1).count();
         let positions: Vec<i32> = chunks[..singles].iter().map(|c| c.first as i32).collect();
         memory.positions.write(0, &positions)?;
@@ -82,7 +83,7 @@ impl Executor {
                 splits: &splits,
                 chunks: &prompts,
             },
-            long: chunks.iter().any(|chunk| self.is_long(chunk.cache)),
+            long: chunks.iter().any(|chunk| self.is_long(chunk.context)),
         };
         lowered.embed(source, rows, &memory)?;
         if let Err(e) = self.enqueue_blocks(&pass) {

@@ -2,7 +2,8 @@
 
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::cuda::Routing;
+use crate::cuda::{Routing, SplitKvWorkspace};
+use crate::model::kv::KvGroup;
 use crate::model::spec::{AttentionSpec, Spec};
 
 /// Maximum sizes over all blocks.
@@ -10,16 +11,17 @@ use crate::model::spec::{AttentionSpec, Spec};
 pub(super) struct Sizes {
     pub(super) hidden: usize,
     pub(super) vocab: usize,
-    pub(super) heads: usize,
-    pub(super) kv_heads: usize,
-    pub(super) head_dim: usize,
     /// Elements of a row of queries.
     pub(super) q: usize,
+    /// Elements of a row of queries, keys and values.
+    pub(super) qkv: usize,
     /// Width between the projections of an MLP that all rows use.
     pub(super) intermediate: usize,
     pub(super) experts: Option<ExpertSizes>,
     /// The distinct attention specs of the blocks.
     pub(super) attentions: Vec<AttentionSpec>,
+    /// Groups of layers with block tables of their own.
+    pub(super) groups: usize,
     /// Whether any weight is dense, which requires room for activations of its type.
     pub(super) dense: bool,
 }
@@ -47,30 +49,13 @@ impl ExpertSizes {
 }
 
 impl Sizes {
-    /// Sizes of a model. Fails unless all blocks have the same head shape.
+    /// Sizes of a model.
     pub(super) fn of(spec: &Spec, dense: bool) -> Result<Sizes> {
-        let Some(first) = spec.blocks.first() else {
+        if spec.blocks.is_empty() {
             bail!(
                 Unsupported,
                 "a model without its layers has nothing for a GPU"
             );
-        };
-        let heads = |a: &AttentionSpec| (a.heads, a.kv_heads, a.head_dim);
-        let alike = heads(&first.attention);
-        for (index, block) in spec.blocks.iter().enumerate() {
-            let own = heads(&block.attention);
-            if own != alike {
-                bail!(
-                    Unsupported,
-                    "block {index} has {} query and {} key/value heads of {}, and block 0 {}, {} of {}; on a GPU all are alike",
-                    own.0,
-                    own.1,
-                    own.2,
-                    alike.0,
-                    alike.1,
-                    alike.2
-                );
-            }
         }
         let mut attentions: Vec<AttentionSpec> = Vec::new();
         for block in &spec.blocks {
@@ -80,18 +65,25 @@ impl Sizes {
         }
         let of_all_rows = spec.blocks.iter().filter_map(|b| b.mlp.of_all_rows());
         let widths = of_all_rows.map(|mlp| mlp.intermediate_size);
+        let widest = |width: fn(&AttentionSpec) -> usize| attentions.iter().map(width).max();
         Ok(Sizes {
             hidden: spec.hidden_size,
             vocab: spec.vocab_size,
-            heads: alike.0,
-            kv_heads: alike.1,
-            head_dim: alike.2,
-            q: first.attention.q_width(),
+            q: widest(AttentionSpec::q_width).unwrap_or(0),
+            qkv: widest(AttentionSpec::qkv_width).unwrap_or(0),
             intermediate: widths.max().unwrap_or(0),
             experts: ExpertSizes::of(spec),
             attentions,
+            groups: KvGroup::of(spec).len(),
             dense,
         })
+    }
+
+    /// Floats of a sequence in the split-KV workspace, and CTAs that attend to it.
+    pub(super) fn split_kv(&self) -> (usize, usize) {
+        let each = self.attentions.iter();
+        let sizes = each.map(|a| SplitKvWorkspace::sizes(a.heads, a.kv_heads, a.head_dim));
+        sizes.fold((0, 0), |a, b| (a.0.max(b.0), a.1.max(b.1)))
     }
 
     /// The index of an attention spec in [`Sizes::attentions`].
@@ -100,10 +92,5 @@ impl Sizes {
             .iter()
             .position(|a| a == attention)
             .unwrap_or(0)
-    }
-
-    /// Elements of a row of queries, keys and values.
-    pub(super) fn qkv(&self) -> usize {
-        self.q + 2 * self.kv_heads * self.head_dim
     }
 }

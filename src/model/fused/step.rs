@@ -10,22 +10,13 @@ use super::ragged::token_of;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{self, DrawRule, Drawn, Event, Graph, SplitKv};
-use crate::model::gpu_cache::GpuCache;
-use crate::model::kv_cache::KvCache;
+use crate::model::batch::{Segment, Wanted};
+use crate::model::kv::KvTables;
 use crate::model::spec::AttentionSpec;
 use crate::ops::sample::{Choice, SamplingOptions};
 
 /// Maximum number of sequences in a step.
 pub(in crate::model) const BATCH: usize = 256;
-
-/// A sequence of a step.
-pub(in crate::model) struct DecodeRow<'a> {
-    pub(in crate::model) token: u32,
-    /// Keys and values before the token. The token's page is already allocated.
-    pub(in crate::model) cache: &'a KvCache,
-    /// Settings of the next token's choice; `None` requests the logits.
-    pub(in crate::model) choice: Option<Choice<'a>>,
-}
 
 /// The argmax, which the device computes in any case.
 const GREEDY: Choice<'static> = Choice {
@@ -36,7 +27,7 @@ const GREEDY: Choice<'static> = Choice {
 
 /// The sequences of a step.
 struct Sequences<'a> {
-    caches: Vec<&'a GpuCache>,
+    tables: Vec<&'a KvTables>,
     positions: Vec<usize>,
     /// Whether the long RoPE table applies.
     long: bool,
@@ -44,9 +35,9 @@ struct Sequences<'a> {
 
 impl Sequences<'_> {
     fn ready_at(&self, positions: &[usize]) -> Vec<Ready> {
-        let each = self.caches.iter().zip(positions);
-        each.map(|(cache, &position)| Ready {
-            version: cache.version(),
+        let each = self.tables.iter().zip(positions);
+        each.map(|(tables, &position)| Ready {
+            version: tables.version(),
             position,
         })
         .collect()
@@ -56,20 +47,20 @@ impl Sequences<'_> {
 impl Executor {
     /// Runs one token of each of several sequences, at most [`BATCH`], which must use the same RoPE table. Returns the next token of each
     /// sequence that asks for one, and appends the logits of the others to `logits`, one row each. With `look_ahead`, enqueues the
-    /// following step at once, for the likely case that these sequences continue with those tokens; their pages must reach that far.
+    /// following step at once, for the likely case that these sequences continue with those tokens, if they have blocks for it.
     pub(in crate::model) fn step(
         &self,
         source: Source<'_>,
-        steps: &[DecodeRow<'_>],
+        steps: &[&Segment<'_>],
         look_ahead: bool,
         logits: &mut Vec<f32>,
     ) -> Result<Vec<Result<Option<u32>>>> {
-        let tokens: Vec<u32> = steps.iter().map(|step| step.token).collect();
+        let tokens: Vec<u32> = steps.iter().map(|step| step.tokens[0]).collect();
         let choices: Vec<Choice<'_>> = steps
             .iter()
-            .map(|step| step.choice.unwrap_or(GREEDY))
+            .map(|step| choice_of(step).unwrap_or(GREEDY))
             .collect();
-        let sequences = self.sequences(steps)?;
+        let sequences = self.sequences(steps);
         let mut memory = self.memory();
         let after: Vec<usize> = sequences.positions.iter().map(|p| p + 1).collect();
         let foreseen = memory.look_ahead.is_some()
@@ -86,11 +77,10 @@ impl Executor {
                 Event::record(&self.lowered.gpu)?
             }
         };
-        let room = sequences
-            .caches
-            .iter()
-            .zip(&after)
-            .all(|(cache, &position)| position < cache.allocated());
+        let has_block = |(tables, &position): (&&KvTables, &usize)| {
+            (0..memory.tables.len()).all(|group| position / cuda::PAGE < tables.blocks(group).len())
+        };
+        let room = sequences.tables.iter().zip(&after).all(has_block);
         let mut enqueued = Ok(());
         if look_ahead && room && after.iter().all(|p| p / cuda::PAGE < memory.pages) {
             let (ready, rules) = (memory.ready.clone(), memory.rules.clone());
@@ -109,13 +99,13 @@ impl Executor {
     /// The outputs of a step that has advanced the sequences to the positions `after`.
     fn outputs(
         &self,
-        steps: &[DecodeRow<'_>],
+        steps: &[&Segment<'_>],
         after: &[usize],
         memory: &mut Memory,
         logits: &mut Vec<f32>,
     ) -> Result<Vec<Result<Option<u32>>>> {
         let (batch, vocabulary) = (steps.len(), self.lowered.sizes.vocab);
-        let chooses = |row: usize| steps[row].choice.is_some();
+        let chooses = |row: usize| choice_of(steps[row]).is_some();
         let drawn: Vec<_> = (0..batch)
             .map(|row| memory.drawn(row, batch, after[row]))
             .collect();
@@ -152,17 +142,17 @@ impl Executor {
         Ok(outputs)
     }
 
-    /// Whether a sequence uses the long RoPE table.
-    pub(in crate::model) fn is_long(&self, cache: &KvCache) -> bool {
-        self.lowered.is_long(cache.capacity())
+    /// Whether a sequence that may come to `context` positions uses the long RoPE table.
+    pub(in crate::model) fn is_long(&self, context: usize) -> bool {
+        self.lowered.is_long(context)
     }
 
-    fn sequences<'a>(&self, steps: &[DecodeRow<'a>]) -> Result<Sequences<'a>> {
-        Ok(Sequences {
-            caches: steps.iter().map(|s| s.cache.gpu()).collect::<Result<_>>()?,
-            positions: steps.iter().map(|s| s.cache.len()).collect(),
-            long: steps.first().is_some_and(|s| self.is_long(s.cache)),
-        })
+    fn sequences<'a>(&self, steps: &[&Segment<'a>]) -> Sequences<'a> {
+        Sequences {
+            tables: steps.iter().map(|s| s.tables).collect(),
+            positions: steps.iter().map(|s| s.first).collect(),
+            long: steps.first().is_some_and(|s| self.is_long(s.context)),
+        }
     }
 
     /// The split-KV of each attention spec, for single tokens of `batch` sequences, the longest of which is at `position`.
@@ -215,7 +205,7 @@ impl Executor {
             let places: Vec<i32> = positions.iter().map(|&p| p as i32).collect();
             memory.tokens.write(0, &ids)?;
             memory.positions.write(0, &places)?;
-            memory.write_pages(&sequences.caches)?;
+            memory.write_tables(sequences.tables.iter().copied())?;
         }
         if !draws_on && !rules.is_empty() {
             let history: Vec<&[u32]> = choices.iter().map(|choice| choice.history).collect();
@@ -313,6 +303,14 @@ impl Executor {
             ),
             (Selection::Drawn { .. }, None) => bail!(Internal, "there are no rules to draw by"),
         }
+    }
+}
+
+/// Settings of the next token's choice; `None` if the logits are requested.
+fn choice_of<'a>(segment: &Segment<'a>) -> Option<Choice<'a>> {
+    match segment.wanted {
+        Wanted::Token(choice) => Some(choice),
+        Wanted::Nothing | Wanted::Last | Wanted::All => None,
     }
 }
 

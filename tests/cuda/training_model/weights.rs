@@ -12,7 +12,7 @@ use NVFP4::format::nvfp4;
 use NVFP4::format::residual::Bits;
 use NVFP4::model::convert::{Container, ConvertOptions, Tables, convert};
 use NVFP4::model::training::Source;
-use NVFP4::model::{Device, KvCache, KvType, LoadOptions, Logits, Scratch};
+use NVFP4::model::{Device, KvType, LoadOptions, Logits, Scratch};
 use NVFP4::train::{Clip, Config, Lora, Recipe, Trainer};
 
 use super::{error, losses, text};
@@ -62,7 +62,7 @@ fn a_gpu_runs_the_weights_that_it_trains() {
         let loaded = Served::load(&place, &LoadOptions::new(device.clone())).unwrap();
         let (tokens, _) = text(3, 40, source.spec().vocab_size);
         let logits = |model: &Served| {
-            let mut cache = KvCache::new(&device, model.spec(), 64, KvType::F16)?;
+            let mut cache = model.sequence(64, KvType::F16)?;
             let (mut scratch, mut logits) = (Scratch::new(), Vec::new());
             model.forward(&tokens, &mut cache, &mut scratch, Logits::All, &mut logits)?;
             let mut last = Vec::new();

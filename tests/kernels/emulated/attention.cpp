@@ -37,8 +37,8 @@ struct Sequence {
     float cap;
     bool normed;
     std::vector<float> qkv, q_norm, k_norm, frequencies;
-    std::vector<std::vector<u16>> pages;
-    std::vector<u64> table;
+    std::vector<u16> arena;
+    std::vector<u32> table;
     std::vector<u32> unfit;     // [rows]
     bool compares = true;
     static constexpr float EPS = 1e-6f, FACTOR = 1.25f;
@@ -49,16 +49,19 @@ struct Sequence {
         for (int i = 0; i < length * all * D; i++) qkv.push_back(uniform());
         for (int i = 0; i < D; i++) q_norm.push_back(1 + 0.5f * uniform()), k_norm.push_back(1 + 0.5f * uniform());
         for (int i = 0; i < rotary_dim / 2; i++) frequencies.push_back(std::pow(100.0f, -2.0f * i / rotary_dim));
-        // Two layers, the second of which is used, and 16 bytes for alignment. Memory that is not written yet holds random numbers.
-        for (int i = 0; i < ceil_div(length, PAGE); i++) {
-            pages.emplace_back(2 * layer() / sizeof(u16) + 8);
-            for (u16& x : pages.back()) x = to_f16(uniform());
-            table.push_back((u64)(uintptr_t)((char*)pages.back().data() + 15) & ~(u64)15);
-        }
+        // Blocks of two layers, the second of which is used, last to first; and 16 bytes for alignment. Memory that is not written yet holds
+        // random numbers.
+        int blocks = ceil_div(length, PAGE);
+        arena.resize((size_t)blocks * 2 * page() / sizeof(u16) + 8);
+        for (u16& x : arena) x = to_f16(uniform());
+        for (int i = 0; i < blocks; i++) table.push_back(blocks - 1 - i);
     }
-    // Bytes of a layer in a page.
-    int layer() const { return 2 * kv_heads * PAGE * D * 2; }
-    Pages arguments() { return {table.data(), (int)table.size(), kv_heads, (u64)layer(), unfit.data(), 1}; }
+    // Bytes of a page.
+    int page() const { return 2 * kv_heads * PAGE * D * 2; }
+    Pages arguments() {
+        char* block_0 = (char*)(((uintptr_t)arena.data() + 15) & ~(uintptr_t)15);
+        return {block_0 + page(), table.data(), 2 * (u64)page(), unfit.data(), (int)table.size(), kv_heads, 1};
+    }
     HeadOptions options() const { return {frequencies.data(), FACTOR, EPS, rotary_dim}; }
     float scale() const { return 1 / std::sqrt((float)D); }
 

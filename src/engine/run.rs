@@ -1,0 +1,144 @@
+//! Runs tokens of sequences: takes blocks for them, runs the model, and commits what ran.
+
+use super::sequence::Sequence;
+use super::served::Served;
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::model::{Batch, Logits, Output, Scratch, Segment, Wanted};
+
+/// Tokens that continue a sequence.
+#[derive(Debug)]
+pub struct NewTokens<'a> {
+    /// The tokens.
+    pub tokens: &'a [u32],
+    /// Holds `tokens` afterwards, if they run without a fault; otherwise it is as it was.
+    pub sequence: &'a mut Sequence,
+    /// The requested output.
+    pub wanted: Wanted<'a>,
+}
+
+/// Which block implementation runs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Path {
+    Fastest,
+    Reference,
+}
+
+impl Served {
+    /// Runs tokens of different sequences together, with the weights held, and appends the rows of logits that they ask for to `logits`.
+    /// Returns for each its output, or its own fault; see [`Model::run`](crate::model::Model::run). If the call fails, no sequence changes.
+    ///
+    /// With `look_ahead` a GPU runs the step after this one at once, with the tokens that it chose.
+    pub fn run(
+        &self,
+        work: Vec<NewTokens<'_>>,
+        look_ahead: bool,
+        scratch: &mut Scratch,
+        logits: &mut Vec<f32>,
+    ) -> Result<Vec<Result<Output>>> {
+        self.run_by(Path::Fastest, work, look_ahead, scratch, logits)
+    }
+
+    /// Like [`Served::run`], but always uses the reference block, against which fused kernels are tested. Slow on a GPU.
+    pub fn run_reference(
+        &self,
+        work: Vec<NewTokens<'_>>,
+        scratch: &mut Scratch,
+        logits: &mut Vec<f32>,
+    ) -> Result<Vec<Result<Output>>> {
+        self.run_by(Path::Reference, work, false, scratch, logits)
+    }
+
+    /// Runs the tokens of one sequence and replaces `logits` with the requested rows.
+    pub fn forward(
+        &self,
+        tokens: &[u32],
+        sequence: &mut Sequence,
+        scratch: &mut Scratch,
+        wanted: Logits,
+        logits: &mut Vec<f32>,
+    ) -> Result<()> {
+        logits.clear();
+        let wanted = match wanted {
+            Logits::None => Wanted::Nothing,
+            Logits::Last => Wanted::Last,
+            Logits::All => Wanted::All,
+        };
+        let work = NewTokens {
+            tokens,
+            sequence,
+            wanted,
+        };
+        let outputs = self.run(vec![work], false, scratch, logits)?;
+        match outputs.into_iter().find_map(Result::err) {
+            None => Ok(()),
+            Some(fault) => {
+                logits.clear();
+                Err(fault)
+            }
+        }
+    }
+
+    fn run_by(
+        &self,
+        path: Path,
+        mut work: Vec<NewTokens<'_>>,
+        look_ahead: bool,
+        scratch: &mut Scratch,
+        logits: &mut Vec<f32>,
+    ) -> Result<Vec<Result<Output>>> {
+        for part in &work {
+            self.check_tokens(part.tokens)?;
+            if !part.sequence.is_of(self.model()) {
+                bail!(InvalidArgument, "the sequence is of another model");
+            }
+        }
+        let _held = self.hold()?;
+        let result = reserve(&mut work).and_then(|()| {
+            if look_ahead && self.device().is_cuda() {
+                // Without a block for it, the step after this one does not run ahead.
+                for part in work.iter_mut().filter(|part| part.sequence.room() > 1) {
+                    let _ = part.sequence.reserve(part.tokens.len() + 1);
+                }
+            }
+            let segments = work.iter().map(|part| Segment {
+                tokens: part.tokens,
+                first: part.sequence.len(),
+                tables: part.sequence.tables(),
+                context: part.sequence.capacity(),
+                wanted: part.wanted,
+            });
+            let batch = Batch {
+                segments: segments.collect(),
+                look_ahead,
+            };
+            match path {
+                Path::Fastest => self.model().run(batch, scratch, logits),
+                Path::Reference => self.model().run_reference(batch, scratch, logits),
+            }
+        });
+        for (i, part) in work.iter_mut().enumerate() {
+            match result.as_ref().is_ok_and(|outputs| outputs[i].is_ok()) {
+                true => part.sequence.advance(part.tokens.len()),
+                // A lost device fails here too, and the next call reports it.
+                false => {
+                    let _ = part.sequence.give_up();
+                }
+            }
+        }
+        result
+    }
+}
+
+/// Takes blocks for the tokens of each sequence.
+fn reserve(work: &mut [NewTokens<'_>]) -> Result<()> {
+    let alone = work.len() == 1;
+    for (i, part) in work.iter_mut().enumerate() {
+        let reserved = part.sequence.reserve(part.tokens.len());
+        reserved.map_err(|e| match alone {
+            true => e,
+            false => e.within(format_args!("sequence {i}")),
+        })?;
+    }
+    Ok(())
+}

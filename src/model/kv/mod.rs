@@ -1,0 +1,210 @@
+//! The memory of a model's keys and values. Layers that are alike form a group, and each group has an arena of blocks: a block holds some
+//! positions of all layers of its group, and a page is one layer's part of it. Knows which memory a block number means, and no sequence.
+
+mod arena;
+mod file;
+mod group;
+mod tables;
+
+use std::sync::Arc;
+
+pub use arena::KvArena;
+use arena::Reserve;
+use group::layer_groups;
+pub use group::{KvGroup, KvLayerIndex};
+pub use tables::{KvTables, NULL_BLOCK};
+
+use super::spec::Spec;
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::base::memory::Tag;
+use crate::base::once::TryOnce;
+use crate::cuda::{self, Arenas, CachedPages, DeviceBuffer, KvShape};
+use crate::ops::attention::{
+    self, AttentionOptions, CachedLayer, KvLayout, KvPages, KvType, PAGE as HOST_PAGE,
+};
+use crate::ops::{Device, Slice, SliceMut, Workspace};
+
+/// The memory of a model's keys and values, in each format that its sequences use.
+pub struct KvMemory {
+    device: Device,
+    groups: Vec<KvGroup>,
+    reserve: Arc<Reserve>,
+    /// Physical memory of arenas on a GPU.
+    arenas: TryOnce<Arc<Arenas>>,
+    f16: TryOnce<KvCache>,
+    f32: TryOnce<KvCache>,
+}
+
+impl KvMemory {
+    /// Memory for a model of this spec. `bytes`, if given, is reserved now, and is all that there will be; without it, memory is allocated
+    /// as sequences grow.
+    pub(super) fn new(device: &Device, spec: &Spec, bytes: Option<usize>) -> Result<KvMemory> {
+        let tag = match device {
+            Device::Cpu(_) => Tag::KvCache,
+            Device::Cuda(_) => Tag::DeviceKvCache,
+        };
+        let memory = KvMemory {
+            device: device.clone(),
+            groups: KvGroup::of(spec),
+            reserve: Arc::new(Reserve::new(tag, bytes)?),
+            arenas: TryOnce::new(),
+            f16: TryOnce::new(),
+            f32: TryOnce::new(),
+        };
+        if bytes.is_some() && device.is_cuda() {
+            memory.cache(KvType::F16)?;
+        }
+        Ok(memory)
+    }
+
+    /// The cache of sequences with keys and values of this type. A GPU keeps f16.
+    pub fn cache(&self, kind: KvType) -> Result<&KvCache> {
+        let slot = match kind {
+            KvType::F16 => &self.f16,
+            KvType::F32 => &self.f32,
+        };
+        slot.get_or_try(|| KvCache::new(self, kind))
+    }
+
+    /// Layers that are alike, in the order of their first layers.
+    pub fn groups(&self) -> &[KvGroup] {
+        &self.groups
+    }
+}
+
+/// The cached keys and values of a model, in one format.
+pub struct KvCache {
+    kind: KvType,
+    arenas: Vec<KvArena>,
+    layers: Vec<KvLayerIndex>,
+}
+
+impl KvCache {
+    fn new(memory: &KvMemory, kind: KvType) -> Result<KvCache> {
+        let groups = &memory.groups;
+        let arenas = match &memory.device {
+            Device::Cpu(_) => groups
+                .iter()
+                .map(|group| KvArena::in_host_memory(group, kind, &memory.reserve))
+                .collect::<Result<_>>()?,
+            Device::Cuda(gpu) if kind == KvType::F16 => {
+                let shared = memory.arenas.get_or_try(|| match memory.reserve.bytes() {
+                    Some(bytes) => Arenas::fixed(gpu, bytes, groups.len()),
+                    None => Arenas::growing(gpu),
+                })?;
+                groups
+                    .iter()
+                    .map(|group| KvArena::in_device_memory(group, shared, &memory.reserve))
+                    .collect::<Result<_>>()?
+            }
+            Device::Cuda(_) => bail!(
+                Unsupported,
+                "keys and values as {} on {}; a GPU keeps them as f16",
+                kind.name(),
+                memory.device.name()
+            ),
+        };
+        Ok(KvCache {
+            kind,
+            arenas,
+            layers: layer_groups(groups),
+        })
+    }
+
+    /// Element type of keys and values.
+    pub fn kind(&self) -> KvType {
+        self.kind
+    }
+
+    /// The arenas, one for each group.
+    pub fn arenas(&self) -> &[KvArena] {
+        &self.arenas
+    }
+
+    /// The arena of a layer, and the layer's index in its group.
+    fn of_layer(&self, layer: usize) -> (&KvArena, usize, usize) {
+        let KvLayerIndex { group, index } = self.layers[layer];
+        (&self.arenas[group], group, index)
+    }
+
+    /// The group of a layer.
+    pub(super) fn group_of(&self, layer: usize) -> usize {
+        self.layers[layer].group
+    }
+
+    /// Writes keys and values, each `[m, kv_heads, head_dim]`, of a layer at positions `first..first + m` of the sequence with these tables.
+    pub(super) fn store(
+        &self,
+        layer: usize,
+        tables: &KvTables,
+        first: usize,
+        keys: Slice<'_>,
+        values: Slice<'_>,
+    ) -> Result<()> {
+        let (arena, group, index) = self.of_layer(layer);
+        let blocks = tables.blocks(group);
+        let Some(gpu) = arena.gpu() else {
+            return arena.store_on_host(index, blocks, first, keys.host()?, values.host()?);
+        };
+        let table = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, blocks)?;
+        let pages = self.on_gpu(layer, &table, blocks.len(), 0, None)?;
+        let KvShape { heads, dim } = pages.shape;
+        let rows = keys.len() / (heads * dim);
+        cuda::store_kv(&pages, keys.cuda()?, values.cuda()?, rows, first)
+    }
+
+    /// Attention of queries `[m, heads, head_dim]` from position `first` on over a layer of the sequence with these tables.
+    pub(super) fn attend(
+        &self,
+        device: &Device,
+        layer: usize,
+        tables: &KvTables,
+        q: Slice<'_>,
+        options: &AttentionOptions,
+        first: usize,
+        out: SliceMut<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let (arena, group, index) = self.of_layer(layer);
+        let blocks = tables.blocks(group);
+        let Some(gpu) = arena.gpu() else {
+            return arena.with_pages(index, blocks, |pages| {
+                let cache = CachedLayer::Host(pages);
+                attention::attention(device, q, options, &cache, first, out, workspace)
+            });
+        };
+        let table = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, blocks)?;
+        let cache = CachedLayer::Cuda(self.on_gpu(layer, &table, blocks.len(), 0, None)?);
+        attention::attention(device, q, options, &cache, first, out, workspace)
+    }
+
+    /// A layer on a GPU as kernels take it: `table` has `stride` block numbers for each sequence, of which `sequence` is the first.
+    pub(super) fn on_gpu<'a>(
+        &self,
+        layer: usize,
+        table: &'a DeviceBuffer,
+        stride: usize,
+        sequence: usize,
+        unfit: Option<&'a DeviceBuffer>,
+    ) -> Result<CachedPages<'a>> {
+        let (arena, _, index) = self.of_layer(layer);
+        arena.on_gpu(index, |block_bytes, offset, address, shape| CachedPages {
+            arena: address,
+            block_bytes,
+            offset,
+            shape,
+            table,
+            stride,
+            sequence,
+            layer,
+            unfit,
+        })
+    }
+}
+
+impl std::fmt::Debug for KvCache {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "KvCache({}, {:?})", self.kind.name(), self.arenas)
+    }
+}
