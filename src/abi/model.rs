@@ -56,7 +56,7 @@ pub struct NVFP4_LoadOptions {
     /// Cancels the call and reports the bytes read; NULL for neither. Default: NULL.
     pub call: *const NVFP4_CallOptions,
     /// Bytes for the keys and values of all sessions together, reserved when the model is loaded; a session that needs more
-    /// gets #NVFP4_STATUS_OUT_OF_MEMORY. 0 reserves nothing: memory is allocated as sessions grow, and is left to others until
+    /// gets #NVFP4_OUT_OF_MEMORY. 0 reserves nothing: memory is allocated as sessions grow, and is left to others until
     /// then. Default: 0.
     pub kv_bytes: u64,
 }

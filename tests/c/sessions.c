@@ -185,6 +185,41 @@ static void devices(const char *path)
     CHECK(none == NULL);
 }
 
+/* Memory that is reserved for keys and values when a model is loaded is all that its sessions get. */
+static void reserved(const char *path)
+{
+    uint64_t before, current, peak;
+    OK(NVFP4_memory_stats(NVFP4_MEMORY_KV_CACHE, &before, &peak));
+    NVFP4_LoadOptions options;
+    OK(NVFP4_load_options_init(&options, sizeof options));
+    CHECK(options.kv_bytes == 0);
+    options.kv_bytes = 100 << 10;
+    NVFP4_Model *small = NULL;
+    OK(NVFP4_model_load(path, strlen(path), &options, NULL, &small));
+    OK(NVFP4_memory_stats(NVFP4_MEMORY_KV_CACHE, &current, &peak));
+    CHECK(current - before == options.kv_bytes);
+
+    NVFP4_Session *all[64];
+    NVFP4_Status status = NVFP4_OK;
+    int count = 0;
+    for (; count < 64 && status == NVFP4_OK; count++) {
+        OK(NVFP4_session_create(small, NULL, &all[count]));
+        status = NVFP4_session_prefill(all[count], prompt, PROMPT, NULL);
+    }
+    CHECK(count > 1 && count < 64 && status == NVFP4_OUT_OF_MEMORY);
+    SAYS("reserved for keys and values are in use");
+    /* One that ends leaves its memory to the one that got none. */
+    OK(NVFP4_session_release(all[0]));
+    OK(NVFP4_session_prefill(all[count - 1], prompt, PROMPT, NULL));
+    for (int i = 1; i < count; i++)
+        OK(NVFP4_session_release(all[i]));
+    OK(NVFP4_memory_stats(NVFP4_MEMORY_KV_CACHE, &current, &peak));
+    CHECK(current - before == options.kv_bytes);
+    OK(NVFP4_model_release(small));
+    OK(NVFP4_memory_stats(NVFP4_MEMORY_KV_CACHE, &current, &peak));
+    CHECK(current == before);
+}
+
 static void prefill_and_decode(void)
 {
     NVFP4_Session *whole = create(NULL), *single = create(NULL), *grown = create(NULL);
@@ -832,6 +867,7 @@ int main(int argc, char **argv)
     }
     models(argv[1]);
     devices(argv[1]);
+    reserved(argv[1]);
     prefill_and_decode();
     streaming();
     chat();

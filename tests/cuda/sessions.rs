@@ -10,7 +10,7 @@ use NVFP4::base::{ErrorKind, Result};
 use NVFP4::model::Device;
 use NVFP4::session::{self, GenerateOptions, Sampler, SamplingOptions, Session, SessionOptions};
 
-use crate::common::{golden, some_tokens};
+use crate::common::{golden, ragged, some_tokens, windows};
 use crate::support::{as_f64, assert_close, generated, gpu, load_on, prompted, with_context};
 
 /// The tokens with the largest logits, which the host reads, one after the other.
@@ -248,4 +248,97 @@ fn a_cancelled_prompt_on_a_gpu_changes_nothing() {
     watch.during(|| again.prefill(&tokens).unwrap());
     assert_eq!(heard.borrow().last(), Some(&(200, 200)));
     assert!(again.logits().unwrap() == expected);
+}
+
+/// The session files of these tests, removed at the end.
+struct File(std::path::PathBuf);
+
+impl Drop for File {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+#[test]
+fn layers_with_a_window_keep_no_more_than_they_need() {
+    let Some(gpu) = gpu() else { return };
+    for case in ["gemma3_wide", "mistral_window"] {
+        let dir = windows::lengthened(case);
+        let model = load_on(Device::Cuda(gpu.clone()), &dir.0);
+        let name = format!("nvfp4-windows-{}-{case}", std::process::id());
+        let path = File(std::env::temp_dir().join(name));
+        windows::check(&model, &path.0, &|got, want, what| {
+            assert_close(got, &as_f64(want), 5e-3, &format!("{case}, {what}"));
+        });
+    }
+}
+
+/// Steps of any number of sessions, over the ends of blocks, whether or not the device runs ahead: each session has what it has alone.
+#[test]
+fn steps_of_any_size_are_those_of_sessions_alone() {
+    let Some(gpu) = gpu() else { return };
+    let model = load_on(Device::Cuda(gpu), &golden("qwen3_tied"));
+    let options = with_context(256);
+    for (count, ahead) in [
+        (1, true),
+        (2, false),
+        (3, true),
+        (5, true),
+        (9, false),
+        (13, true),
+    ] {
+        let prompt = |i: usize| some_tokens(&model, 50 + 3 * i);
+        let mut sessions: Vec<Session> = (0..count)
+            .map(|i| prompted(&model, &options, &prompt(i)))
+            .collect();
+        let (greedy, mut taken) = (SamplingOptions::default(), vec![Vec::new(); count]);
+        let mut tokens: Vec<u32> = (0..count as u32).collect();
+        for _ in 0..30 {
+            taken
+                .iter_mut()
+                .zip(&tokens)
+                .for_each(|(all, &token)| all.push(token));
+            let mut together: Vec<&mut Session> = sessions.iter_mut().collect();
+            let rules = vec![&greedy; count];
+            tokens = session::step_choose(&mut together, &tokens, &rules, ahead).unwrap();
+        }
+        for (i, (mut session, taken)) in sessions.into_iter().zip(taken).enumerate() {
+            let alone = [prompt(i), taken].concat();
+            let mut alone = prompted(&model, &options, &alone);
+            let want = as_f64(alone.logits().unwrap());
+            let what = format!("session {i} of {count}");
+            assert_close(session.logits().unwrap(), &want, 5e-3, &what);
+        }
+    }
+}
+
+/// Rows that pad a step have faults of their own, which no session ever sees.
+#[test]
+fn faults_of_padding_are_nobodys() {
+    let Some(gpu) = gpu() else { return };
+    let dir = ragged::spoil(0);
+    let model = load_on(Device::Cuda(gpu), &dir.0);
+    let new = |i: u32| prompted(&model, &with_context(128), &[20 + i, 9, 8]);
+    let mut sessions: Vec<Session> = (0..4).map(new).collect();
+    let mut alone: Vec<Session> = (0..4).map(new).collect();
+    let greedy = SamplingOptions::default();
+    let mut three: Vec<&mut Session> = sessions[..3].iter_mut().collect();
+    session::step_choose(&mut three, &[5, 6, 9], &[&greedy; 3], true).unwrap();
+    let mut all: Vec<&mut Session> = sessions.iter_mut().collect();
+    session::step(&mut all, &[11, 12, 13, 14]).unwrap();
+    sessions[3].prefill(&[20, 21, 22, 23, 24]).unwrap();
+    for (i, (session, alone)) in sessions.iter_mut().zip(&mut alone).enumerate() {
+        let tokens = match i {
+            3 => vec![14, 20, 21, 22, 23, 24],
+            _ => vec![[5, 6, 9][i], 11 + i as u32],
+        };
+        alone.prefill(&tokens).unwrap();
+        let want = as_f64(alone.logits().unwrap());
+        assert_close(
+            session.logits().unwrap(),
+            &want,
+            5e-3,
+            &format!("session {i}"),
+        );
+    }
 }

@@ -155,6 +155,9 @@ namespace LibNVFP4
 
         /// <summary>Whether to leave out the layers. Default: no.</summary>
         public bool SamplingOnly { get => Raw.SamplingOnly != 0; set => Raw.SamplingOnly = Interop.Flag(value); }
+
+        /// <summary>Bytes for the keys and values of all sessions together, reserved when the model is loaded. 0 reserves nothing: memory is allocated as sessions grow. Default: 0.</summary>
+        public ulong KvBytes { get => Raw.KvBytes; set => Raw.KvBytes = value; }
     }
 
     /// <summary>How to make a session.</summary>

@@ -14,6 +14,7 @@ use crate::base::error::err;
 pub struct Graph {
     gpu: Arc<Gpu>,
     exec: sys::CUgraphExec,
+    kernels: usize,
 }
 
 // SAFETY: handles of the driver, used under a bound context.
@@ -47,16 +48,27 @@ impl Graph {
         if graph.is_null() {
             return Err(err!(Internal, "recording a graph: the driver gave none"));
         }
+        let mut kernels = 0;
+        // SAFETY: without an array, only the number of nodes is written.
+        let counted = unsafe { sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &mut kernels) };
         // SAFETY: the graph was just recorded, and is destroyed once.
         let exec = unsafe {
             let exec = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0));
             let _ = result::graph::destroy(graph);
             check(exec, "preparing a graph")?
         };
-        Ok(Graph {
+        let graph = Graph {
             gpu: gpu.clone(),
             exec,
-        })
+            kernels,
+        };
+        check(counted.result(), "counting a graph's kernels")?;
+        Ok(graph)
+    }
+
+    /// Number of recorded launches and copies.
+    pub fn kernels(&self) -> usize {
+        self.kernels
     }
 
     /// Enqueues the sequence.

@@ -1,49 +1,23 @@
-//! Working memory of prompts and decode steps on a GPU, and the device's state after the last step.
+//! Working memory of prompts and decode steps on a GPU.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
+use super::graphs::Graphs;
 use super::sizes::Sizes;
+use super::state::DeviceState;
 use crate::base::error::err;
 use crate::base::memory::Tag;
 use crate::base::{Error, Result};
 use crate::cuda::{
-    self, Best, DeviceBuffer, DrawRule, DrawScratch, Drawn, Event, ExpertScratch, Gpu, Graph,
-    Layout, LinearScratch, NormScratch, Pinned, SplitKv, SplitKvWorkspace,
+    self, Best, DeviceBuffer, DeviceSlice, DrawScratch, Drawn, ExpertScratch, Gpu, Layout,
+    LinearScratch, NormScratch, Pinned, SplitKvWorkspace,
 };
 use crate::model::kv::{KvTables, NULL_BLOCK};
 
 /// Number of steps that the device may run ahead of the host.
 const HISTORY: usize = 8;
 
-/// How a step selects the next tokens.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Selection {
-    /// The argmax.
-    Argmax,
-    /// Draws by rules; `penalties` says whether any of them has a repetition penalty.
-    Drawn { penalties: bool },
-}
-
-/// The properties of a step that a recorded graph depends on.
-#[derive(Clone, PartialEq, Eq, Hash)]
-pub(super) struct GraphKey {
-    pub(super) batch: usize,
-    /// Indexed like [`Sizes::attentions`].
-    pub(super) splits: Vec<SplitKv>,
-    pub(super) selection: Selection,
-    /// Whether the long RoPE table applies.
-    pub(super) long: bool,
-}
-
-/// A sequence that the device is ready to step: its pages and the position of its next token.
-#[derive(Clone, Copy, PartialEq)]
-pub(super) struct Ready {
-    pub(super) version: u64,
-    pub(super) position: usize,
-}
-
-/// Working memory, and the device's state after the last step.
+/// Working memory, and what the last step left in it.
 pub(super) struct Memory {
     pub(super) rows: usize,
     head_rows: usize,
@@ -82,13 +56,12 @@ pub(super) struct Memory {
     pub(super) norms: NormScratch,
     pub(super) linear: LinearScratch,
     pub(super) history: Pinned,
-    pub(super) graphs: HashMap<GraphKey, Graph>,
-    /// The sequences that the device is ready to step; empty while its state is unknown.
-    pub(super) ready: Vec<Ready>,
-    /// The rules of the device's next draw; empty if it takes the argmax, or if they are unknown.
-    pub(super) rules: Vec<DrawRule>,
-    /// Signals the end of a look-ahead step.
-    pub(super) look_ahead: Option<Event>,
+    pub(super) graphs: Graphs,
+    pub(super) state: DeviceState,
+    /// Blocks of each row of the tables that the device has, indexed like them.
+    written: Vec<Vec<usize>>,
+    /// Whether rows of a step beyond its sequences may have noted faults.
+    padded: bool,
 }
 
 impl Memory {
@@ -149,10 +122,10 @@ impl Memory {
             norms: NormScratch::new(gpu, hidden)?,
             linear: LinearScratch::new(gpu, rows.max(head_rows), k, copy)?,
             history: Pinned::new(gpu, Tag::Scratch, HISTORY * batch * 4)?,
-            graphs: HashMap::new(),
-            ready: Vec::new(),
-            rules: Vec::new(),
-            look_ahead: None,
+            graphs: Graphs::default(),
+            state: DeviceState::Unknown,
+            written: Vec::new(),
+            padded: false,
         })
     }
 
@@ -173,9 +146,8 @@ impl Memory {
         {
             return Ok(());
         }
-        self.flush()?;
+        self.state.forget()?;
         self.graphs.clear();
-        self.invalidate();
         if pages > self.pages {
             // Pages are added one at a time; the table grows by powers of two.
             let pages = pages.next_power_of_two().max(64);
@@ -218,14 +190,6 @@ impl Memory {
         }
         *self = new;
         Ok(())
-    }
-
-    /// Waits for a look-ahead step.
-    pub(super) fn flush(&mut self) -> Result<()> {
-        match self.look_ahead.take() {
-            Some(event) => event.wait(),
-            None => Ok(()),
-        }
     }
 
     /// Appends the first `count` logits; waits until the device has computed them.
@@ -275,33 +239,70 @@ impl Memory {
         Ok(faults.collect())
     }
 
-    /// Writes the block tables of sequences.
-    pub(super) fn write_tables<'a>(
-        &mut self,
-        sequences: impl Iterator<Item = &'a KvTables> + Clone,
-    ) -> Result<()> {
+    /// Writes the block tables of sequences; the rows up to `rows` after them have the null block alone.
+    pub(super) fn write_tables(&mut self, sequences: &[&KvTables], rows: usize) -> Result<()> {
+        self.written.clear();
         for (group, table) in self.tables.iter_mut().enumerate() {
-            let mut all = vec![NULL_BLOCK; sequences.clone().count() * self.pages];
-            for (row, tables) in all.chunks_exact_mut(self.pages).zip(sequences.clone()) {
+            let mut all = vec![NULL_BLOCK; rows.max(sequences.len()) * self.pages];
+            let mut written = Vec::with_capacity(sequences.len());
+            for (row, tables) in all.chunks_exact_mut(self.pages).zip(sequences) {
                 let blocks = tables.blocks(group);
-                let kept = blocks.len().min(row.len());
-                row[..kept].copy_from_slice(&blocks[..kept]);
+                let count = blocks.len().min(row.len());
+                row[..count].copy_from_slice(&blocks[..count]);
+                written.push(count);
             }
             table.write(0, &all)?;
+            self.written.push(written);
         }
         Ok(())
     }
 
-    /// Marks the device's state as unknown.
-    pub(super) fn invalidate(&mut self) {
-        self.ready.clear();
-        self.rules.clear();
+    /// Writes the blocks that were appended to the tables since [`Memory::write_tables`], which must have had the same sequences.
+    pub(super) fn append_blocks(&mut self, sequences: &[&KvTables]) -> Result<()> {
+        for (group, (table, written)) in self.tables.iter_mut().zip(&mut self.written).enumerate() {
+            for (row, (tables, written)) in sequences.iter().zip(written).enumerate() {
+                let blocks = tables.blocks(group);
+                let count = blocks.len().min(self.pages);
+                if *written < count {
+                    table.write((row * self.pages + *written) * 4, &blocks[*written..count])?;
+                    *written = count;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Clears the faults that rows beyond the sequences of a step may have noted.
+    pub(super) fn clear_padding(&mut self) -> Result<()> {
+        if std::mem::take(&mut self.padded) {
+            let mut notes = [&self.unfit, &self.overflow, &self.unroutable].into_iter();
+            notes.try_for_each(|note| DeviceSlice::from(note).clear(note.bytes()))?;
+        }
+        Ok(())
+    }
+
+    /// Writes all input of a step but its draw rules: tokens, positions and block tables. There may be fewer sequences than rows.
+    pub(super) fn write_step(
+        &mut self,
+        tokens: &[u32],
+        positions: &[usize],
+        sequences: &[&KvTables],
+        rows: usize,
+    ) -> Result<()> {
+        self.clear_padding()?;
+        self.padded = rows > tokens.len();
+        let mut ids: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
+        let mut places: Vec<i32> = positions.iter().map(|&p| p as i32).collect();
+        ids.resize(rows, 0);
+        places.resize(rows, 0);
+        self.tokens.write(0, &ids)?;
+        self.positions.write(0, &places)?;
+        self.write_tables(sequences, rows)
     }
 
     /// The scratch of draws, with room for as many sequences as the rest.
     pub(super) fn drawing(&mut self, gpu: &Arc<Gpu>, sizes: &Sizes) -> Result<&mut DrawScratch> {
         if self.draw.as_ref().is_some_and(|d| d.rows() < self.batch) {
-            self.flush()?;
             self.graphs.clear();
             self.draw = None;
         }
@@ -311,25 +312,20 @@ impl Memory {
         }
     }
 
-    /// The token that the device selected for a position of a sequence, if the history still holds it.
-    pub(super) fn drawn(&self, row: usize, batch: usize, position: usize) -> Option<Drawn> {
-        let encoded = self
-            .history
-            .read_i32(position % self.steps(batch) * batch + row)?;
+    /// The token that a step of `rows` rows drew for a position of a sequence, if the history still holds it. The kernel divides the
+    /// history in the same way.
+    pub(super) fn drawn(&self, row: usize, rows: usize, position: usize) -> Option<Drawn> {
+        let steps = self.history.bytes() / 4 / rows;
+        let encoded = self.history.read_i32(position % steps * rows + row)?;
         Some(Drawn::read(encoded))
     }
 
-    /// Whether the device selected these tokens for these positions.
-    pub(super) fn chose(&self, tokens: &[u32], positions: &[usize]) -> bool {
-        let mut rows = tokens.iter().zip(positions).enumerate();
-        rows.all(|(row, (&token, &position))| {
-            self.drawn(row, tokens.len(), position) == Some(Drawn::Token(token))
+    /// Whether steps of `rows` rows drew these tokens for these positions.
+    pub(super) fn drew(&self, tokens: &[u32], positions: &[usize], rows: usize) -> bool {
+        let mut each = tokens.iter().zip(positions).enumerate();
+        each.all(|(row, (&token, &position))| {
+            self.drawn(row, rows, position) == Some(Drawn::Token(token))
         })
-    }
-
-    /// Number of steps that the history holds for a batch; the kernel divides its size in the same way.
-    fn steps(&self, batch: usize) -> usize {
-        self.history.bytes() / 4 / batch
     }
 }
 

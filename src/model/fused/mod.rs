@@ -3,6 +3,7 @@
 
 mod embedding;
 mod executor;
+mod graphs;
 mod lowered;
 mod memory;
 mod operands;
@@ -10,6 +11,7 @@ mod pass;
 mod plan;
 mod ragged;
 mod sizes;
+mod state;
 mod step;
 
 pub(super) use embedding::table;

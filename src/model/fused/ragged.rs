@@ -41,8 +41,8 @@ impl Executor {
         chunks: &[PromptChunk<'_>],
     ) -> Result<Ragged<'a>> {
         let mut memory = self.memory();
-        memory.invalidate();
-        memory.flush()?;
+        memory.state.forget()?;
+        memory.clear_padding()?;
         let lengths = || chunks.iter().map(|chunk| chunk.tokens.len());
         let rows = lengths().sum();
         let ends = chunks.iter().map(|chunk| chunk.first + chunk.tokens.len());
@@ -53,7 +53,8 @@ impl Executor {
         memory
             .tokens
             .write(0, &tokens.map(|&t| t as i32).collect::<Vec<_>>())?;
-        memory.write_tables(chunks.iter().map(|chunk| chunk.tables))?;
+        let tables: Vec<_> = chunks.iter().map(|chunk| chunk.tables).collect();
+        memory.write_tables(&tables, 0)?;
         let singles = lengths().take_while(|&length| length == 1).count();
         let positions: Vec<i32> = chunks[..singles].iter().map(|c| c.first as i32).collect();
         memory.positions.write(0, &positions)?;

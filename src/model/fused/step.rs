@@ -2,14 +2,17 @@
 //! token and leaves the device ready for the next step.
 
 use super::executor::Executor;
-use super::lowered::{Source, attention_units};
-use super::memory::{GraphKey, Memory, Ready, Selection};
+use super::graphs::{GraphKey, Selection, bucket};
+use super::lowered::{Lowered, Source, attention_units};
+use super::memory::Memory;
 use super::pass::{Attention, Pass};
 use super::plan;
 use super::ragged::token_of;
+use super::state::{Begin, DeviceState, RowState, StepInput};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{self, DrawRule, Drawn, Event, Graph, SplitKv};
+use crate::model::KvType;
 use crate::model::batch::{Segment, Wanted};
 use crate::model::kv::KvTables;
 use crate::model::spec::AttentionSpec;
@@ -27,21 +30,12 @@ const GREEDY: Choice<'static> = Choice {
 
 /// The sequences of a step.
 struct Sequences<'a> {
-    tables: Vec<&'a KvTables>,
+    tokens: Vec<u32>,
     positions: Vec<usize>,
-    /// Whether the long RoPE table applies.
-    long: bool,
-}
-
-impl Sequences<'_> {
-    fn ready_at(&self, positions: &[usize]) -> Vec<Ready> {
-        let each = self.tables.iter().zip(positions);
-        each.map(|(tables, &position)| Ready {
-            version: tables.version(),
-            position,
-        })
-        .collect()
-    }
+    tables: Vec<&'a KvTables>,
+    choices: Vec<Choice<'a>>,
+    /// Rows that the step runs: those of the sequences, then padding.
+    rows: usize,
 }
 
 impl Executor {
@@ -55,59 +49,65 @@ impl Executor {
         look_ahead: bool,
         logits: &mut Vec<f32>,
     ) -> Result<Vec<Result<Option<u32>>>> {
-        let tokens: Vec<u32> = steps.iter().map(|step| step.tokens[0]).collect();
-        let choices: Vec<Choice<'_>> = steps
-            .iter()
-            .map(|step| choice_of(step).unwrap_or(GREEDY))
-            .collect();
-        let sequences = self.sequences(steps);
+        let sequences = Sequences {
+            tokens: steps.iter().map(|step| step.tokens[0]).collect(),
+            positions: steps.iter().map(|step| step.first).collect(),
+            tables: steps.iter().map(|step| step.tables).collect(),
+            choices: steps
+                .iter()
+                .map(|step| choice_of(step).unwrap_or(GREEDY))
+                .collect(),
+            rows: rows_of(source, steps.len())?,
+        };
+        let each = sequences.tables.iter().zip(&sequences.positions);
+        let input = StepInput {
+            rows: each
+                .map(|(tables, &position)| RowState::new(tables, position))
+                .collect(),
+            rules: rules_of(&sequences.choices),
+            long: steps.first().is_some_and(|step| self.is_long(step.context)),
+        };
         let mut memory = self.memory();
-        let after: Vec<usize> = sequences.positions.iter().map(|p| p + 1).collect();
-        let foreseen = memory.look_ahead.is_some()
-            && memory.ready == sequences.ready_at(&after)
-            && memory.rules == following(&rules_of(&choices))
-            && memory.chose(&tokens, &sequences.positions);
-        let done = match memory.look_ahead.take() {
-            Some(event) if foreseen => event,
-            before => {
-                if let Some(event) = before {
-                    event.wait()?;
-                }
-                self.step_anew(source, &tokens, &sequences, &choices, &mut memory)?;
-                Event::record(&self.lowered.gpu)?
-            }
+        let done = self.begin(source, &input, &sequences, &mut memory)?;
+        let next = input.next();
+        let has_blocks = |tables: &&KvTables| {
+            let index = next.last() / cuda::PAGE;
+            (0..memory.tables.len()).all(|group| index < tables.blocks(group).len())
         };
-        let has_block = |(tables, &position): (&&KvTables, &usize)| {
-            (0..memory.tables.len()).all(|group| position / cuda::PAGE < tables.blocks(group).len())
-        };
-        let room = sequences.tables.iter().zip(&after).all(has_block);
+        let fits = next.last() / cuda::PAGE < memory.pages;
         let mut enqueued = Ok(());
-        if look_ahead && room && after.iter().all(|p| p / cuda::PAGE < memory.pages) {
-            let (ready, rules) = (memory.ready.clone(), memory.rules.clone());
-            enqueued = self
-                .launch(source, ready, rules, sequences.long, &mut memory)
-                .and_then(|()| {
-                    memory.look_ahead = Some(Event::record(&self.lowered.gpu)?);
-                    Ok(())
-                });
-        }
+        memory.state = match look_ahead && fits && sequences.tables.iter().all(has_blocks) {
+            true => {
+                let ahead = self
+                    .launch(source, &next, &sequences, &mut memory)
+                    .and_then(|()| Event::record(&self.lowered.gpu));
+                match ahead {
+                    Ok(event) => DeviceState::Ahead(next, event),
+                    Err(e) => {
+                        enqueued = Err(e);
+                        DeviceState::Unknown
+                    }
+                }
+            }
+            false => DeviceState::Ready(next),
+        };
         done.wait()?;
         enqueued?;
-        self.outputs(steps, &after, &mut memory, logits)
+        self.outputs(steps, sequences.rows, &mut memory, logits)
     }
 
-    /// The outputs of a step that has advanced the sequences to the positions `after`.
+    /// The outputs of a step that ran with `rows` rows.
     fn outputs(
         &self,
         steps: &[&Segment<'_>],
-        after: &[usize],
+        rows: usize,
         memory: &mut Memory,
         logits: &mut Vec<f32>,
     ) -> Result<Vec<Result<Option<u32>>>> {
         let (batch, vocabulary) = (steps.len(), self.lowered.sizes.vocab);
         let chooses = |row: usize| choice_of(steps[row]).is_some();
         let drawn: Vec<_> = (0..batch)
-            .map(|row| memory.drawn(row, batch, after[row]))
+            .map(|row| memory.drawn(row, rows, steps[row].first + 1))
             .collect();
         let mut outputs: Vec<Result<Option<u32>>> = drawn
             .iter()
@@ -134,7 +134,7 @@ impl Executor {
         // Values beyond f16 lead to logits from which no token can be chosen.
         let unusable = |row: usize| !matches!(drawn[row], Some(Drawn::Token(_)));
         if (0..batch).any(|row| !chooses(row) || unusable(row)) {
-            memory.flush()?;
+            memory.state.settle()?;
             for (row, fault) in memory.faults(batch)? {
                 outputs[row] = Err(fault);
             }
@@ -145,14 +145,6 @@ impl Executor {
     /// Whether a sequence that may come to `context` positions uses the long RoPE table.
     pub(in crate::model) fn is_long(&self, context: usize) -> bool {
         self.lowered.is_long(context)
-    }
-
-    fn sequences<'a>(&self, steps: &[&Segment<'a>]) -> Sequences<'a> {
-        Sequences {
-            tables: steps.iter().map(|s| s.tables).collect(),
-            positions: steps.iter().map(|s| s.first).collect(),
-            long: steps.first().is_some_and(|s| self.is_long(s.context)),
-        }
     }
 
     /// The split-KV of each attention spec, for single tokens of `batch` sequences, the longest of which is at `position`.
@@ -173,92 +165,77 @@ impl Executor {
         self.lowered.sizes.attentions.iter().map(split).collect()
     }
 
-    /// Runs a step without a matching look-ahead. The next tokens, chosen by `choices`, and the logits stay on the device.
-    fn step_anew(
+    /// Enqueues a step, unless it is enqueued already. The event follows it.
+    fn begin(
         &self,
         source: Source<'_>,
-        tokens: &[u32],
+        input: &StepInput,
         sequences: &Sequences<'_>,
-        choices: &[Choice<'_>],
         memory: &mut Memory,
-    ) -> Result<()> {
-        let batch = tokens.len();
-        let positions = &sequences.positions;
-        let last = positions.iter().copied().max().unwrap_or(0);
-        let pages = last / cuda::PAGE + 1;
-        memory.fit(
-            &self.lowered.gpu,
-            &self.lowered.sizes,
-            batch,
-            batch,
-            batch,
-            pages,
-        )?;
-        let wanted = sequences.ready_at(positions);
-        let rules = rules_of(choices);
-        // The device is ready if these sequences continue with the tokens that it selected.
-        let goes_on = memory.ready == wanted && memory.chose(tokens, positions);
-        let draws_on = goes_on && memory.rules == rules;
-        memory.invalidate();
-        if !goes_on {
-            let ids: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
-            let places: Vec<i32> = positions.iter().map(|&p| p as i32).collect();
-            memory.tokens.write(0, &ids)?;
-            memory.positions.write(0, &places)?;
-            memory.write_tables(sequences.tables.iter().copied())?;
+    ) -> Result<Event> {
+        let Sequences {
+            tokens,
+            positions,
+            tables,
+            choices,
+            rows,
+        } = sequences;
+        let (rows, pages) = (*rows, input.last() / cuda::PAGE + 1);
+        let Lowered { gpu, sizes, .. } = &self.lowered;
+        memory.fit(gpu, sizes, rows, rows, rows, pages)?;
+        let continues = memory.drew(tokens, positions, rows);
+        let begin = memory.state.begin(input, continues)?;
+        match begin {
+            Begin::Enqueued(event) => return Ok(event),
+            Begin::Launch | Begin::WriteRules => {}
+            Begin::WriteAll => memory.write_step(tokens, positions, tables, rows)?,
         }
-        if !draws_on && !rules.is_empty() {
-            let history: Vec<&[u32]> = choices.iter().map(|choice| choice.history).collect();
-            let scratch = memory.drawing(&self.lowered.gpu, &self.lowered.sizes)?;
-            scratch.set(&self.lowered.gpu, &rules, &history)?;
+        if matches!(begin, Begin::WriteRules | Begin::WriteAll) && !input.rules.is_empty() {
+            let mut rules = input.rules.clone();
+            let mut history: Vec<&[u32]> = choices.iter().map(|choice| choice.history).collect();
+            rules.resize(rows, GREEDY.rule());
+            history.resize(rows, &[]);
+            memory.drawing(gpu, sizes)?.set(gpu, &rules, &history)?;
         }
-        self.launch(source, wanted, rules, sequences.long, memory)
+        self.launch(source, input, sequences, memory)?;
+        Event::record(gpu)
     }
 
-    /// Enqueues a step of the sequences that the device is ready for, and records its state afterwards. If that fails, the state is
-    /// unknown.
+    /// Enqueues a step whose input is in memory but for blocks that were appended.
     fn launch(
         &self,
         source: Source<'_>,
-        mut ready: Vec<Ready>,
-        rules: Vec<DrawRule>,
-        long: bool,
+        input: &StepInput,
+        sequences: &Sequences<'_>,
         memory: &mut Memory,
     ) -> Result<()> {
-        memory.invalidate();
-        let batch = ready.len();
-        let last = ready.iter().map(|r| r.position).max().unwrap_or(0);
+        memory.append_blocks(&sequences.tables)?;
+        let rows = sequences.rows;
         let key = GraphKey {
-            batch,
-            splits: self.splits(source, batch, last),
-            selection: match rules.is_empty() {
+            rows,
+            splits: self.splits(source, rows, input.last()),
+            selection: match input.rules.is_empty() {
                 true => Selection::Argmax,
                 false => Selection::Drawn {
-                    penalties: rules.iter().any(|rule| rule.penalty != 1.0),
+                    penalties: input.rules.iter().any(|rule| rule.penalty != 1.0),
                 },
             },
-            long,
+            long: input.long,
         };
-        if let Some(graph) = memory.graphs.get(&key) {
-            graph.launch()?;
-        } else {
-            // The first step of its kind runs directly, which also loads its kernels; graph capture cannot load any.
-            self.enqueue_step(source, &key, memory)?;
-            let graph = Graph::record(&self.lowered.gpu, || {
-                self.enqueue_step(source, &key, memory)
-            })?;
-            memory.graphs.insert(key, graph);
+        if memory.graphs.launch(&key)? {
+            return Ok(());
         }
-        for ready in &mut ready {
-            ready.position += 1;
-        }
-        memory.ready = ready;
-        memory.rules = following(&rules);
+        // The first step of its kind runs directly, which also loads its kernels; graph capture cannot load any.
+        self.enqueue_step(source, &key, memory)?;
+        let graph = Graph::record(&self.lowered.gpu, || {
+            self.enqueue_step(source, &key, memory)
+        })?;
+        memory.graphs.keep(key, graph);
         Ok(())
     }
 
     fn enqueue_step(&self, source: Source<'_>, key: &GraphKey, memory: &Memory) -> Result<()> {
-        let batch = key.batch;
+        let batch = key.rows;
         self.lowered.embed(source, batch, memory)?;
         let pass = Pass {
             lowered: &self.lowered,
@@ -314,19 +291,17 @@ fn choice_of<'a>(segment: &Segment<'a>) -> Option<Choice<'a>> {
     }
 }
 
+/// Rows of a step of some sequences: those of a recorded step, if padding has a block to write to.
+fn rows_of(source: Source<'_>, sequences: usize) -> Result<usize> {
+    let rows = bucket(sequences);
+    let pads = rows > sequences && source.kv.cache(KvType::F16)?.has_null_block();
+    Ok(if pads { rows } else { sequences })
+}
+
 /// The rules by which tokens are drawn; empty if all are the argmax without penalties.
 fn rules_of(choices: &[Choice<'_>]) -> Vec<DrawRule> {
     match choices.iter().all(|choice| choice.options.is_greedy()) {
         true => Vec::new(),
         false => choices.iter().map(Choice::rule).collect(),
     }
-}
-
-/// The rules of the draws after those of `rules`.
-fn following(rules: &[DrawRule]) -> Vec<DrawRule> {
-    let next = |rule: &DrawRule| DrawRule {
-        draw: rule.draw + 1,
-        ..*rule
-    };
-    rules.iter().map(next).collect()
 }

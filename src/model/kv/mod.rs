@@ -78,6 +78,7 @@ pub struct KvCache {
     kind: KvType,
     arenas: Vec<KvArena>,
     layers: Vec<KvLayerIndex>,
+    null_block: TryOnce<()>,
 }
 
 impl KvCache {
@@ -109,6 +110,7 @@ impl KvCache {
             kind,
             arenas,
             layers: layer_groups(groups),
+            null_block: TryOnce::new(),
         })
     }
 
@@ -120,6 +122,18 @@ impl KvCache {
     /// The arenas, one for each group.
     pub fn arenas(&self) -> &[KvArena] {
         &self.arenas
+    }
+
+    /// Whether there is memory for the null block, which padding rows of a step write to.
+    pub(super) fn has_null_block(&self) -> bool {
+        let take = || {
+            let mut arenas = self.arenas.iter().enumerate();
+            arenas.try_for_each(|(i, arena)| {
+                let taken = arena.take(NULL_BLOCK);
+                taken.inspect_err(|_| self.arenas[..i].iter().for_each(|a| a.free(NULL_BLOCK)))
+            })
+        };
+        self.null_block.get_or_try(take).is_ok()
     }
 
     /// The arena of a layer, and the layer's index in its group.

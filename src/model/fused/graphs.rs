@@ -1,0 +1,107 @@
+//! Recorded decode steps. They are kept while they fit in a stated number of bytes; beyond it those go that were used least recently.
+
+use std::collections::HashMap;
+
+use crate::base::Result;
+use crate::cuda::{Graph, SplitKv};
+
+/// Numbers of rows that steps are recorded for. A step of fewer sequences has rows that nobody reads.
+const BUCKETS: [usize; 14] = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256];
+
+/// The most bytes of recorded steps of a model.
+const MOST_BYTES: usize = 64 << 20;
+/// Bytes of a recorded kernel, in host and device memory together.
+const KERNEL_BYTES: usize = 4 << 10;
+
+/// The number of rows with which a step of `sequences` sequences is recorded.
+pub(super) fn bucket(sequences: usize) -> usize {
+    let larger = BUCKETS.into_iter().find(|&rows| rows >= sequences);
+    larger.unwrap_or(sequences)
+}
+
+/// How a step selects the next tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Selection {
+    /// The argmax.
+    Argmax,
+    /// Draws by rules; `penalties` says whether any of them has a repetition penalty.
+    Drawn { penalties: bool },
+}
+
+/// The properties of a step that its recording depends on.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct GraphKey {
+    pub(super) rows: usize,
+    /// Indexed like [`Sizes::attentions`](super::sizes::Sizes::attentions).
+    pub(super) splits: Vec<SplitKv>,
+    pub(super) selection: Selection,
+    /// Whether the long RoPE table applies.
+    pub(super) long: bool,
+}
+
+/// A recording, the bytes that it takes, and the number of the launch that used it last.
+struct Recorded {
+    graph: Graph,
+    bytes: usize,
+    used: u64,
+}
+
+/// The recorded steps of a model.
+#[derive(Default)]
+pub(super) struct Graphs {
+    all: HashMap<GraphKey, Recorded>,
+    bytes: usize,
+    launches: u64,
+}
+
+impl Graphs {
+    /// Launches a recorded step. Returns whether there was one.
+    pub(super) fn launch(&mut self, key: &GraphKey) -> Result<bool> {
+        self.launches += 1;
+        let Some(recorded) = self.all.get_mut(key) else {
+            return Ok(false);
+        };
+        recorded.used = self.launches;
+        recorded.graph.launch().map(|()| true)
+    }
+
+    /// Keeps a recording, and drops others if all together take too much.
+    pub(super) fn keep(&mut self, key: GraphKey, graph: Graph) {
+        let bytes = graph.kernels() * KERNEL_BYTES;
+        while self.bytes + bytes > MOST_BYTES {
+            let oldest = self.all.iter().min_by_key(|(_, recorded)| recorded.used);
+            let Some(oldest) = oldest.map(|(key, _)| key.clone()) else {
+                break;
+            };
+            if let Some(dropped) = self.all.remove(&oldest) {
+                self.bytes -= dropped.bytes;
+            }
+        }
+        self.bytes += bytes;
+        let used = self.launches;
+        self.all.insert(key, Recorded { graph, bytes, used });
+    }
+
+    /// Drops all: memory that they use moves.
+    pub(super) fn clear(&mut self) {
+        self.all.clear();
+        self.bytes = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_hold_every_step() {
+        for sequences in 1..=crate::model::fused::BATCH {
+            let rows = bucket(sequences);
+            assert!(
+                rows >= sequences && rows < 2 * sequences,
+                "{sequences}: {rows}"
+            );
+        }
+        assert_eq!([1, 3, 9, 33, 200].map(bucket), [1, 4, 12, 48, 256]);
+    }
+}
