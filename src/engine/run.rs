@@ -117,16 +117,18 @@ impl Served {
                 Path::Reference => self.model().run_reference(batch, scratch, logits),
             }
         });
+        let mut outputs = result;
         for (i, part) in work.iter_mut().enumerate() {
-            match result.as_ref().is_ok_and(|outputs| outputs[i].is_ok()) {
+            match outputs.as_ref().is_ok_and(|outputs| outputs[i].is_ok()) {
                 true => part.sequence.advance(part.tokens.len()),
-                // A lost device fails here too, and the next call reports it.
-                false => {
-                    let _ = part.sequence.give_up();
-                }
+                false => match part.sequence.give_up() {
+                    // What the pass left behind the sequence may spoil its next tokens.
+                    Err(e) if outputs.is_ok() => outputs = Err(e),
+                    Ok(()) | Err(_) => {}
+                },
             }
         }
-        result
+        outputs
     }
 }
 

@@ -9,9 +9,9 @@ use crate::cuda::{Graph, SplitKv};
 const BUCKETS: [usize; 14] = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256];
 
 /// The most bytes of recorded steps of a model.
-const MOST_BYTES: usize = 64 << 20;
-/// Bytes of a recorded kernel, in host and device memory together.
-const KERNEL_BYTES: usize = 4 << 10;
+const MOST_BYTES: usize = 128 << 20;
+/// Bytes of a recorded kernel, in host and device memory together: `benches/NOTES.md` has the measurement.
+const KERNEL_BYTES: usize = 10 << 10;
 
 /// The number of rows with which a step of `sequences` sequences is recorded.
 pub(super) fn bucket(sequences: usize) -> usize {

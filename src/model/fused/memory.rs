@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::graphs::Graphs;
 use super::sizes::Sizes;
-use super::state::DeviceState;
+use super::state::{Begin, DeviceState, StepInput};
 use crate::base::error::err;
 use crate::base::memory::Tag;
 use crate::base::{Error, Result};
@@ -60,8 +60,8 @@ pub(super) struct Memory {
     pub(super) state: DeviceState,
     /// Blocks of each row of the tables that the device has, indexed like them.
     written: Vec<Vec<usize>>,
-    /// Whether rows of a step beyond its sequences may have noted faults.
-    padded: bool,
+    /// Whether rows may have noted faults of nobody: padding, or a step ahead that was in vain.
+    stale_faults: bool,
 }
 
 impl Memory {
@@ -125,7 +125,7 @@ impl Memory {
             graphs: Graphs::default(),
             state: DeviceState::Unknown,
             written: Vec::new(),
-            padded: false,
+            stale_faults: false,
         })
     }
 
@@ -146,7 +146,7 @@ impl Memory {
         {
             return Ok(());
         }
-        self.state.forget()?;
+        self.forget()?;
         self.graphs.clear();
         if pages > self.pages {
             // Pages are added one at a time; the table grows by powers of two.
@@ -272,9 +272,31 @@ impl Memory {
         Ok(())
     }
 
-    /// Clears the faults that rows beyond the sequences of a step may have noted.
-    pub(super) fn clear_padding(&mut self) -> Result<()> {
-        if std::mem::take(&mut self.padded) {
+    /// Begins a step: see [`DeviceState::begin`].
+    pub(super) fn begin(&mut self, input: &StepInput, continues: bool) -> Result<Begin> {
+        let was_ahead = self.state.is_ahead();
+        let begin = self.state.begin(input, continues)?;
+        self.stale_faults |= was_ahead && !matches!(begin, Begin::Enqueued(_));
+        Ok(begin)
+    }
+
+    /// Waits for a step that is enqueued, which the next one then cannot begin with.
+    pub(super) fn settle(&mut self) -> Result<()> {
+        match self.state.is_ahead() {
+            true => self.forget(),
+            false => Ok(()),
+        }
+    }
+
+    /// Waits for a step that is enqueued, and forgets what is in working memory: something else will be.
+    pub(super) fn forget(&mut self) -> Result<()> {
+        self.stale_faults |= self.state.is_ahead();
+        self.state.forget()
+    }
+
+    /// Clears faults of nobody.
+    pub(super) fn clear_stale_faults(&mut self) -> Result<()> {
+        if std::mem::take(&mut self.stale_faults) {
             let mut notes = [&self.unfit, &self.overflow, &self.unroutable].into_iter();
             notes.try_for_each(|note| DeviceSlice::from(note).clear(note.bytes()))?;
         }
@@ -289,8 +311,8 @@ impl Memory {
         sequences: &[&KvTables],
         rows: usize,
     ) -> Result<()> {
-        self.clear_padding()?;
-        self.padded = rows > tokens.len();
+        self.clear_stale_faults()?;
+        self.stale_faults = rows > tokens.len();
         let mut ids: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
         let mut places: Vec<i32> = positions.iter().map(|&p| p as i32).collect();
         ids.resize(rows, 0);

@@ -41,8 +41,8 @@ impl Executor {
         chunks: &[PromptChunk<'_>],
     ) -> Result<Ragged<'a>> {
         let mut memory = self.memory();
-        memory.state.forget()?;
-        memory.clear_padding()?;
+        memory.forget()?;
+        memory.clear_stale_faults()?;
         let lengths = || chunks.iter().map(|chunk| chunk.tokens.len());
         let rows = lengths().sum();
         let ends = chunks.iter().map(|chunk| chunk.first + chunk.tokens.len());

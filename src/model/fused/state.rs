@@ -91,15 +91,12 @@ impl DeviceState {
         }
     }
 
-    /// Waits for a step that is enqueued, which the next one then cannot begin with.
-    pub(super) fn settle(&mut self) -> Result<()> {
-        match self {
-            DeviceState::Ahead(..) => self.forget(),
-            DeviceState::Ready(_) | DeviceState::Unknown => Ok(()),
-        }
+    /// Whether a step is enqueued that the next one may begin with.
+    pub(super) fn is_ahead(&self) -> bool {
+        matches!(self, DeviceState::Ahead(..))
     }
 
-    /// Waits for a step that is enqueued, and forgets what is in working memory: something else will be.
+    /// Waits for a step that is enqueued, after which nothing is known.
     pub(super) fn forget(&mut self) -> Result<()> {
         match std::mem::take(self) {
             DeviceState::Ahead(_, event) => event.wait(),

@@ -134,7 +134,7 @@ impl Executor {
         // Values beyond f16 lead to logits from which no token can be chosen.
         let unusable = |row: usize| !matches!(drawn[row], Some(Drawn::Token(_)));
         if (0..batch).any(|row| !chooses(row) || unusable(row)) {
-            memory.state.settle()?;
+            memory.settle()?;
             for (row, fault) in memory.faults(batch)? {
                 outputs[row] = Err(fault);
             }
@@ -184,7 +184,7 @@ impl Executor {
         let Lowered { gpu, sizes, .. } = &self.lowered;
         memory.fit(gpu, sizes, rows, rows, rows, pages)?;
         let continues = memory.drew(tokens, positions, rows);
-        let begin = memory.state.begin(input, continues)?;
+        let begin = memory.begin(input, continues)?;
         match begin {
             Begin::Enqueued(event) => return Ok(event),
             Begin::Launch | Begin::WriteRules => {}

@@ -90,7 +90,7 @@ impl KvCache {
             return Ok(());
         }
         let dim = arena.layout().dim();
-        let mut bytes = memory::zeros(arena.page_bytes())?;
+        let mut bytes = memory::zeros::<u8>(arena.page_bytes())?;
         for layer in 0..arena.layers() {
             let page = arena.page_on_gpu(layer, block)?;
             page.read(0, &mut bytes)?;
