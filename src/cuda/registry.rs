@@ -81,13 +81,11 @@ pub fn compile_source(path: &str, text: &str, target: &str) -> Result<(Vec<u8>, 
 
 /// Bytes of the one argument that a kernel's launcher passes, which must match the kernel's parameter.
 pub fn argument_bytes(kernel: &str) -> Option<usize> {
-    let all = [
-        attention::ARGUMENTS,
+    let by_name = [
         bandwidth::ARGUMENTS,
         calibrated::ARGUMENTS,
         convert::ARGUMENTS,
         elementwise::ARGUMENTS,
-        experts::ARGUMENTS,
         operand::ARGUMENTS,
         quantize::ARGUMENTS,
         row_norms::ARGUMENTS,
@@ -97,16 +95,21 @@ pub fn argument_bytes(kernel: &str) -> Option<usize> {
         tensor::ARGUMENTS,
         unfused::ARGUMENTS,
     ];
-    let named = all
+    let by_start = [attention::ARGUMENTS, experts::ARGUMENTS];
+    let mut named = by_name
         .iter()
         .chain(linear::ARGUMENTS)
         .chain(training::ARGUMENTS)
         .copied()
-        .flatten()
-        .filter(|(start, _)| kernel.starts_with(start));
-    named
-        .max_by_key(|(start, _)| start.len())
-        .map(|&(_, bytes)| bytes)
+        .flatten();
+    let of_start = || {
+        let starts = by_start.into_iter().flatten();
+        starts
+            .filter(|(start, _)| kernel.starts_with(start))
+            .max_by_key(|(start, _)| start.len())
+    };
+    let found = named.find(|(name, _)| *name == kernel).or_else(of_start);
+    found.map(|&(_, bytes)| bytes)
 }
 
 impl KernelUnit for Unit {

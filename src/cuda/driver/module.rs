@@ -40,6 +40,20 @@ pub(in crate::cuda) trait KernelUnit: Copy + Send + Sync {
     fn prefers_cache(self) -> bool;
 }
 
+/// A kernel of a unit, and the type of its one parameter.
+pub(in crate::cuda) trait Kernel: Copy {
+    /// The parameter, in the kernel's layout.
+    type Arguments;
+    /// The units of such kernels.
+    type Unit: KernelUnit;
+
+    /// The source that has the kernel.
+    fn unit(self) -> Self::Unit;
+
+    /// Its name in the machine code.
+    fn name(self) -> &'static str;
+}
+
 /// Loads NVRTC once.
 fn loaded() -> Result<&'static Compiler> {
     static STATE: OnceLock<std::result::Result<Compiler, String>> = OnceLock::new();
