@@ -86,6 +86,7 @@ pub fn argument_bytes(kernel: &str) -> Option<usize> {
         calibrated::ARGUMENTS,
         convert::ARGUMENTS,
         elementwise::ARGUMENTS,
+        experts::ARGUMENTS,
         operand::ARGUMENTS,
         quantize::ARGUMENTS,
         row_norms::ARGUMENTS,
@@ -95,21 +96,14 @@ pub fn argument_bytes(kernel: &str) -> Option<usize> {
         tensor::ARGUMENTS,
         unfused::ARGUMENTS,
     ];
-    let by_start = [attention::ARGUMENTS, experts::ARGUMENTS];
-    let mut named = by_name
+    let mut all = by_name
         .iter()
         .chain(linear::ARGUMENTS)
         .chain(training::ARGUMENTS)
-        .copied()
-        .flatten();
-    let of_start = || {
-        let starts = by_start.into_iter().flatten();
-        starts
-            .filter(|(start, _)| kernel.starts_with(start))
-            .max_by_key(|(start, _)| start.len())
-    };
-    let found = named.find(|(name, _)| *name == kernel).or_else(of_start);
-    found.map(|&(_, bytes)| bytes)
+        .flat_map(|kernels| kernels.iter().copied())
+        .chain(attention::arguments());
+    let found = all.find(|(name, _)| *name == kernel);
+    found.map(|(_, bytes)| bytes)
 }
 
 impl KernelUnit for Unit {
@@ -131,10 +125,6 @@ impl KernelUnit for Unit {
 
     fn embedded(self, target: &str) -> Option<Result<Vec<u8>>> {
         embedded(self, target).map(Embedded::unpack)
-    }
-
-    fn argument_bytes(self, kernel: &str) -> Option<usize> {
-        argument_bytes(kernel)
     }
 
     fn prefers_cache(self) -> bool {

@@ -7,7 +7,7 @@ use cudarc::driver::{result, sys};
 
 use super::error::check;
 use super::gpu::Gpu;
-use super::module::{Kernel, KernelUnit};
+use super::module::Kernel;
 use crate::base::Result;
 use crate::base::error::err;
 
@@ -41,30 +41,10 @@ impl Launch {
         Planned { kernel, launch }
     }
 
-    /// Enqueues the kernel. With programmatic dependent launch it may start before its predecessor has ended; the kernel itself waits where
-    /// it must.
-    ///
-    /// # Safety
-    /// As for [`Planned::run`], and `arguments` must be the kernel's one parameter, in the kernel's layout.
-    pub(in crate::cuda) unsafe fn run<T>(
-        &self,
-        gpu: &Gpu,
-        unit: impl KernelUnit,
-        name: &str,
-        arguments: &T,
-    ) -> Result<()> {
-        if self.grid.contains(&0) {
-            return Ok(());
-        }
-        debug_assert_eq!(unit.argument_bytes(name), Some(size_of::<T>()), "{name}");
-        // SAFETY: the caller's promise.
-        unsafe { self.enqueue(gpu, gpu.function(unit, name)?, name, true, arguments) }
-    }
-
     /// Enqueues a function that this GPU has loaded. With `overlap`, programmatic dependent launch is used where the architecture has it.
     ///
     /// # Safety
-    /// As for [`Launch::run`].
+    /// As for [`Planned::run`], and `arguments` must be the function's one parameter.
     pub(in crate::cuda) unsafe fn enqueue<T>(
         &self,
         gpu: &Gpu,
@@ -141,9 +121,13 @@ impl<K: Kernel> Planned<K> {
     /// # Safety
     /// `arguments` must point to device memory that stays valid until the kernel has run.
     pub(in crate::cuda) unsafe fn run(&self, gpu: &Gpu, arguments: &K::Arguments) -> Result<()> {
-        let (unit, name) = (self.kernel.unit(), self.kernel.name());
+        let Planned { kernel, launch } = *self;
+        if launch.grid.contains(&0) {
+            return Ok(());
+        }
+        let (name, function) = (kernel.name(), gpu.function(kernel.unit(), kernel.name())?);
         // SAFETY: the type is that of the kernel's parameter; the rest is the caller's promise.
-        unsafe { self.launch.run(gpu, unit, name, arguments) }
+        unsafe { launch.enqueue(gpu, function, name, true, arguments) }
     }
 
     /// Clusters of this launch that the device runs at the same time.
