@@ -12,9 +12,10 @@ use std::time::Instant;
 
 use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
-    self, Activation, Biased, CachedPages, DeviceBuffer, FusedNorm, Glu, Gpu, Graph, Hardware,
-    Heads, Input, KvShape, Layout, LinearScratch, Matrix, MatrixShape, NormScratch, Output, PAGE,
-    Pinned, Plan, ScaledTile, SplitKv, SplitKvWorkspace, TileKernel, Unit, Way,
+    self, Activation, Biased, CachedPages, DeviceBuffer, FusedNorm, GemmPlan, Glu, Gpu, Graph,
+    Hardware, Heads, Input, InputForm, KvShape, Layout, LinearScratch, Matrix, MatrixShape,
+    NormScratch, Output, PAGE, Pinned, ScaledTile, SplitKv, SplitKvWorkspace, TileKernel, Unit,
+    Way,
 };
 use NVFP4::format::nvfp4::{BLOCK, Levels, NonFinite, QuantizeOptions};
 use NVFP4::format::random;
@@ -418,27 +419,18 @@ fn products(gpu: &Arc<Gpu>, bandwidth: f64, only: &[String]) {
             );
         };
         for m in [1, 2, 4, 8, 16] {
-            let layout = Layout::taken(&Hardware::of(gpu), m);
+            let hardware = Hardware::of(gpu).unwrap();
+            let layout = Layout::taken(&hardware, m);
             let input = layout.input(&x, 1.0);
             let output = match shape.output {
                 Output::Glu(glu) => layout.glu(glu),
                 other => other,
             };
-            let plan = Plan::choose(
-                m,
-                shape.k,
-                shape.rows,
-                output,
-                layout,
-                Hardware::of(gpu).has_clusters(),
-                gpu.multiprocessors(),
-                gpu.shared_limit(),
-            )
-            .unwrap();
-            let how = format!("fused, {} rows", plan.rows);
-            report(m, &how, &|| {
+            let shapes = shapes(&matrices[0]);
+            let plan = GemmPlan::by_skinny(&hardware, m, &shapes, output, input.form()).unwrap();
+            report(m, &format!("fused, {plan}"), &|| {
                 for set in &matrices {
-                    cuda::skinny_gemm(gpu, input, m, set, output, &out, features, plan, None)?;
+                    plan.enqueue(gpu, input, set, output, &out, features, &scratch)?;
                 }
                 Ok(())
             });
@@ -508,7 +500,7 @@ fn chain(gpu: &Arc<Gpu>) {
             floats(gpu, batch * 9728, 5),
         );
         let scratch = LinearScratch::new(gpu, batch, 9728, 0).unwrap();
-        let layout = Layout::taken(&Hardware::of(gpu), batch);
+        let layout = Layout::taken(&Hardware::of(gpu).unwrap(), batch);
         let normed =
             DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, layout.elements(batch, 2560) * 2)
                 .unwrap();
@@ -522,14 +514,10 @@ fn chain(gpu: &Arc<Gpu>) {
             eps: 1e-6,
         };
         let fused = |makes: &[Biased<'_>], takes: &[Biased<'_>], output| {
-            FusedNorm::serves(
-                &Hardware::of(gpu),
-                batch,
-                layout,
-                makes[0].0.shape(),
-                &shapes(takes),
-                output,
-            )
+            let (hardware, maker) = (Hardware::of(gpu).unwrap(), makes[0].0.shape());
+            let form = InputForm::FusedNorm(layout);
+            GemmPlan::before_norm(&hardware, batch, maker, layout).is_some()
+                && GemmPlan::find(&hardware, batch, &shapes(takes), output, form).is_some()
         };
         let norm_input = |turn: usize, fused: bool| -> NVFP4::base::Result<Input<'_>> {
             if fused {
@@ -592,21 +580,15 @@ fn chain(gpu: &Arc<Gpu>) {
                     add(input, &all(1), 2 * layer + 1, post_fused)?;
                 }
                 if wanted[3] {
-                    let fused = cuda::has_glu(&Hardware::of(gpu), batch, &shapes(&all(2)), layout);
+                    let input = norm_input(2 * layer + 1, post_fused)?;
+                    let (hardware, shapes) = (Hardware::of(gpu)?, shapes(&all(2)));
+                    let (glu, form) = (layout.glu(GLU), input.form());
+                    let fused = GemmPlan::find(&hardware, batch, &shapes, glu, form).is_some();
                     let (output, out, stride) = match fused {
                         true => (layout.glu(GLU), &mlp, 9728),
                         false => (Output::F16, &gate_up, 2 * 9728),
                     };
-                    cuda::linear(
-                        gpu,
-                        norm_input(2 * layer + 1, post_fused)?,
-                        batch,
-                        &all(2),
-                        output,
-                        out,
-                        stride,
-                        &scratch,
-                    )?;
+                    cuda::linear(gpu, input, batch, &all(2), output, out, stride, &scratch)?;
                     if !fused {
                         cuda::glu(gpu, GLU, &gate_up, batch, 9728, None, &mlp)?;
                     }

@@ -1,13 +1,14 @@
 //! Attention over cached keys and values in blocks: one new token for each of several sequences, or many rows of one.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::driver::{DeviceBuffer, Gpu, Launch, int};
+use super::driver::{DeviceBuffer, Gpu, Kernel, Launch, int};
 use super::linear::{HALF_SM_ROWS, Layout};
 use super::units::Unit;
 use crate::base::Result;
-use crate::base::error::bail;
+use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 
 /// Positions of a page.
@@ -27,12 +28,102 @@ const MOST_SPLITS: usize = 32;
 /// The longest sequence, in positions, that a two-CTA cluster serves on devices with clusters.
 const CLUSTER_POSITIONS: usize = 512;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("attention_decode_", size_of::<DecodeArguments>()),
-    ("rope_store_", size_of::<StoreArguments>()),
-    ("attention_prefill_", size_of::<PrefillArguments>()),
-];
+/// A kernel that is compiled for several sizes of heads.
+struct HeadKernel<A> {
+    unit: Unit,
+    dim: usize,
+    ring: Option<Ring>,
+    name: &'static str,
+    arguments: PhantomData<fn(A)>,
+}
+
+impl<A> Clone for HeadKernel<A> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<A> Copy for HeadKernel<A> {}
+
+impl<A> Kernel for HeadKernel<A> {
+    type Arguments = A;
+    type Unit = Unit;
+
+    fn unit(self) -> Unit {
+        self.unit
+    }
+
+    fn name(self) -> &'static str {
+        self.name
+    }
+}
+
+/// Declares the kernels with one parameter type: for each unit and ring, the sizes of heads, and what comes in the name before and after
+/// them.
+macro_rules! head_kernels {
+    ($all:ident($arguments:ty): $($unit:ident, $ring:expr, $start:literal [$($dim:literal)+] $end:literal;)+) => {
+        const $all: &[HeadKernel<$arguments>] = &[$($(HeadKernel {
+            unit: Unit::$unit,
+            dim: $dim,
+            ring: $ring,
+            name: concat!($start, $dim, $end),
+            arguments: PhantomData,
+        },)+)+];
+    };
+}
+
+head_kernels! { DECODE(DecodeArguments):
+    AttentionDecode, Some(Ring::Four), "attention_decode_" [32 64 128] "_ring4";
+    AttentionDecode, Some(Ring::Two), "attention_decode_" [32 64 128] "_ring2";
+    AttentionDecode, Some(Ring::One), "attention_decode_" [32 64 128] "_ring1";
+    AttentionDecode, Some(Ring::Cluster), "attention_decode_" [32 64 128] "_cluster";
+    AttentionDecodeLimited, Some(Ring::Four), "attention_decode_" [32 64 128 192 256] "_limited_ring4";
+    AttentionDecodeLimited, Some(Ring::Two), "attention_decode_" [32 64 128 192 256] "_limited_ring2";
+    AttentionDecodeLimited, Some(Ring::One), "attention_decode_" [32 64 128 192 256] "_limited_ring1";
+    AttentionDecodeGeneral, Some(Ring::Four), "attention_decode_" [32 64 80 96 128 192 256] "_general_ring4";
+    AttentionDecodeGeneral, Some(Ring::Two), "attention_decode_" [32 64 80 96 128 192 256] "_general_ring2";
+    AttentionDecodeGeneral, Some(Ring::One), "attention_decode_" [32 64 80 96 128 192 256] "_general_ring1";
+}
+head_kernels! { STORE_HEADS(StoreArguments):
+    RopeStore, None, "rope_store_heads_" [32 64 128] "";
+    RopeStoreGeneral, None, "rope_store_heads_" [192 256] "";
+    RopeStoreGeneral, None, "rope_store_heads_" [32 64 80 96 128 192 256] "_general";
+}
+head_kernels! { STORE_VALUES(StoreArguments):
+    RopeStore, None, "rope_store_values_" [32 64 128] "";
+    RopeStoreGeneral, None, "rope_store_values_" [80 96 192 256] "";
+}
+head_kernels! { PREFILL(PrefillArguments):
+    AttentionPrefill, None, "attention_prefill_" [32 64 128] "";
+    AttentionPrefillWide, None, "attention_prefill_" [80 96 192 256] "";
+}
+
+/// The kernels of this file, and the bytes of their arguments.
+pub(super) fn arguments() -> impl Iterator<Item = (&'static str, usize)> {
+    fn sizes<A: 'static>(
+        kernels: &'static [HeadKernel<A>],
+    ) -> impl Iterator<Item = (&'static str, usize)> {
+        kernels.iter().map(|kernel| (kernel.name, size_of::<A>()))
+    }
+    sizes(DECODE)
+        .chain(sizes(STORE_HEADS))
+        .chain(sizes(STORE_VALUES))
+        .chain(sizes(PREFILL))
+}
+
+/// The one of these kernels that `is` accepts.
+fn one<A>(
+    kernels: &[HeadKernel<A>],
+    dim: usize,
+    is: impl Fn(&HeadKernel<A>) -> bool,
+) -> Result<HeadKernel<A>> {
+    let found = kernels
+        .iter()
+        .find(|kernel| kernel.dim == dim && is(kernel));
+    found
+        .copied()
+        .ok_or_else(|| err!(Internal, "no attention kernel for heads of {dim} elements"))
+}
 
 /// Head shape of a layer, and what happens to queries and keys before attention.
 #[derive(Clone, Copy)]
@@ -304,66 +395,57 @@ const fn decode_shared(stages: usize, dim: usize) -> usize {
 
 /// A variant of the decode kernel, chosen by the number of CTAs without split-KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Form {
+enum Ring {
     /// For few CTAs: a ring of four pages, two of which are processed at a time.
-    Ring4,
+    Four,
     /// For more CTAs: a ring of two pages, which leaves shared memory to CTAs of other kernels.
-    Ring2,
+    Two,
     /// For so many CTAs that several share a multiprocessor: a single page. Also for the widest heads, for which a longer ring does not
     /// fit.
-    Ring1,
-    /// `Ring2` with the two CTAs of a sequence in a cluster.
+    One,
+    /// `Two` with the two CTAs of a sequence in a cluster.
     Cluster,
 }
 
-impl Form {
-    fn of(gpu: &Gpu, blocks: usize, dim: usize) -> Form {
-        let fits = |form: Form, dim| decode_shared(form.pages(), dim) <= gpu.shared_limit();
-        let form = if blocks > gpu.multiprocessors() || !fits(Form::Ring4, 128) {
-            Form::Ring1
+impl Ring {
+    fn of(gpu: &Gpu, blocks: usize, dim: usize) -> Ring {
+        let fits = |ring: Ring, dim| decode_shared(ring.pages(), dim) <= gpu.shared_limit();
+        let ring = if blocks > gpu.multiprocessors() || !fits(Ring::Four, 128) {
+            Ring::One
         } else if 2 * blocks > gpu.multiprocessors() {
-            Form::Ring2
+            Ring::Two
         } else {
-            Form::Ring4
+            Ring::Four
         };
         // The ring must be shorter for wider heads to fit.
-        let shorter = [form, Form::Ring2, Form::Ring1];
+        let shorter = [ring, Ring::Two, Ring::One];
         let fitting = shorter
             .into_iter()
-            .find(|&f| f.pages() <= form.pages() && fits(f, dim));
-        fitting.unwrap_or(Form::Ring1)
+            .find(|&f| f.pages() <= ring.pages() && fits(f, dim));
+        fitting.unwrap_or(Ring::One)
     }
 
     /// CTAs that share a multiprocessor.
     const fn together(self) -> usize {
         match self {
-            Form::Ring4 | Form::Ring2 | Form::Cluster => 1,
-            Form::Ring1 => 4,
+            Ring::Four | Ring::Two | Ring::Cluster => 1,
+            Ring::One => 4,
         }
     }
 
     /// Pages of the ring.
     const fn pages(self) -> usize {
         match self {
-            Form::Ring4 => 4,
-            Form::Ring2 | Form::Cluster => 2,
-            Form::Ring1 => 1,
+            Ring::Four => 4,
+            Ring::Two | Ring::Cluster => 2,
+            Ring::One => 1,
         }
     }
 
     const fn threads(self) -> u32 {
         match self {
-            Form::Ring4 => 256,
-            Form::Ring2 | Form::Ring1 | Form::Cluster => 128,
-        }
-    }
-
-    const fn name(self) -> &'static str {
-        match self {
-            Form::Ring4 => "ring4",
-            Form::Ring2 => "ring2",
-            Form::Ring1 => "ring1",
-            Form::Cluster => "cluster",
+            Ring::Four => 256,
+            Ring::Two | Ring::One | Ring::Cluster => 128,
         }
     }
 }
@@ -390,10 +472,10 @@ impl SplitKv {
         positions: usize,
     ) -> SplitKv {
         let blocks = blocks(heads, kv_heads) * sequences;
-        let form = Form::of(gpu, blocks, dim);
+        let ring = Ring::of(gpu, blocks, dim);
         // A GEMM of more than HALF_SM_ROWS rows leaves no shared memory for a long ring, so the ring could only be filled after it ends.
         // With fewer rows clusters are slower.
-        if form == Form::Ring4
+        if ring == Ring::Four
             && gpu.arch() == (9, 0)
             && sequences > HALF_SM_ROWS
             && unit == Unit::AttentionDecode
@@ -406,7 +488,7 @@ impl SplitKv {
         let width = dim.div_ceil(128);
         let few = splits_of(SPLIT / width).min(FEW_SPLITS * width);
         let useful = few.max(splits_of(LONG_SPLIT / width));
-        let busy = form.together() * gpu.multiprocessors() / blocks;
+        let busy = ring.together() * gpu.multiprocessors() / blocks;
         let splits = useful.min(busy).clamp(1, MOST_SPLITS);
         // One CTA reads a few positions sooner than several CTAs combine their results.
         let short = if splits < 4 { 512 } else { 320 } / width;
@@ -496,34 +578,31 @@ pub fn decode(
         window: heads.window()?,
         fragment_major: i32::from(layout == Layout::FragmentMajor),
     };
-    let (form, cluster, received) = match division {
-        SplitKv::Splits(_) => (Form::of(gpu, blocks * sequences, heads.dim), 1, 0),
+    let (ring, cluster, received) = match division {
+        SplitKv::Splits(_) => (Ring::of(gpu, blocks * sequences, heads.dim), 1, 0),
         SplitKv::Cluster if gpu.arch().0 < 9 => {
             bail!(Internal, "two-CTA clusters are for Hopper and later")
         }
         SplitKv::Cluster => (
-            Form::Cluster,
+            Ring::Cluster,
             splits,
             splits * BLOCK_HEADS * (heads.dim + 2) * 4,
         ),
     };
     let launch = Launch {
-        shared: (decode_shared(form.pages(), heads.dim) + received) as u32,
+        shared: (decode_shared(ring.pages(), heads.dim) + received) as u32,
         cluster: cluster as u32,
         ..Launch::new(
             [blocks as u32, sequences as u32, splits as u32],
-            form.threads(),
+            ring.threads(),
         )
     };
     let [unit, ..] = heads.units();
-    let suffix = match unit {
-        Unit::AttentionDecodeLimited => "_limited",
-        Unit::AttentionDecodeGeneral => "_general",
-        _ => "",
-    };
-    let name = format!("attention_decode_{}{suffix}_{}", heads.dim, form.name());
-    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for blocks and positions.
-    unsafe { launch.run(gpu, unit, &name, &arguments) }
+    let kernel = one(DECODE, heads.dim, |k| {
+        k.unit == unit && k.ring == Some(ring)
+    })?;
+    // SAFETY: sizes were checked; the caller vouches for blocks and positions.
+    unsafe { launch.of(kernel).run(gpu, &arguments) }
 }
 
 #[repr(C)]
@@ -564,10 +643,6 @@ pub fn store(
     }
     let (q_norm, k_norm) = heads.norms();
     let [.., store] = heads.units();
-    let suffix = match rotates_whole(heads.dim, heads.rotary_dim) {
-        true => "",
-        false => "_general",
-    };
     let arguments = StoreArguments {
         qkv: qkv.address() + (at * width * 4) as u64,
         q_norm,
@@ -590,23 +665,15 @@ pub fn store(
     );
     let groups = (first_position + rows).div_ceil(8) - first_position / 8;
     let by_value = Launch::new([groups as u32, heads.kv_heads as u32, 1], heads.dim as u32);
-    // SAFETY: the struct is both kernels'; sizes were checked; the caller vouches for blocks.
+    let is_whole = rotates_whole(heads.dim, heads.rotary_dim);
+    let rotate = one(STORE_HEADS, heads.dim, |k| {
+        k.unit == store && k.name.ends_with("_general") != is_whole
+    })?;
+    let values = one(STORE_VALUES, heads.dim, |_| true)?;
+    // SAFETY: sizes were checked; the caller vouches for blocks.
     unsafe {
-        by_head.run(
-            gpu,
-            store,
-            &format!("rope_store_heads_{}{suffix}", heads.dim),
-            &arguments,
-        )?;
-        by_value.run(
-            gpu,
-            match is_common(heads.dim) {
-                true => Unit::RopeStore,
-                false => Unit::RopeStoreGeneral,
-            },
-            &format!("rope_store_values_{}", heads.dim),
-            &arguments,
-        )
+        by_head.of(rotate).run(gpu, &arguments)?;
+        by_value.of(values).run(gpu, &arguments)
     }
 }
 
@@ -659,13 +726,7 @@ pub fn prefill(
         shared: (stages * 2 * PAGE * heads.dim * 2) as u32,
         ..Launch::new(grid, 256)
     };
-    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for blocks.
-    unsafe {
-        launch.run(
-            gpu,
-            heads.units()[1],
-            &format!("attention_prefill_{}", heads.dim),
-            &arguments,
-        )
-    }
+    let kernel = one(PREFILL, heads.dim, |_| true)?;
+    // SAFETY: sizes were checked; the caller vouches for blocks.
+    unsafe { launch.of(kernel).run(gpu, &arguments) }
 }

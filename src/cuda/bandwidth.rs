@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::driver::{DeviceBuffer, Gpu, Launch};
-use super::units::Unit;
+use super::kernel::kernels;
 use crate::base::Result;
 use crate::base::memory::Tag;
 use crate::format::random;
@@ -15,8 +15,12 @@ const RUNS: usize = 15;
 /// Passes per run: enough that the final wait of the host does not count.
 const PASSES: usize = 4;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[("read_all", size_of::<Arguments>())];
+kernels! {
+    /// Reads a buffer once.
+    enum ReadAll(Arguments) {
+        ReadAll { Words = "read_all" }
+    }
+}
 
 #[repr(C)]
 struct Arguments {
@@ -72,7 +76,7 @@ pub fn read_bandwidth(gpu: &Arc<Gpu>) -> Result<f64> {
     };
     let launch = Launch::new([8 * gpu.multiprocessors() as u32, 1, 1], 512);
     median(gpu, BYTES, || {
-        // SAFETY: the struct is the kernel's, and the buffers live through the wait that follows.
-        unsafe { launch.run(gpu, Unit::ReadAll, "read_all", &arguments) }
+        // SAFETY: the buffers live through the wait that follows.
+        unsafe { launch.of(ReadAll::Words).run(gpu, &arguments) }
     })
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::blas::{Element, Rows, Store};
 use super::driver::{DeviceBuffer, Gpu, Launch, int};
-use super::units::Unit;
+use super::kernel::kernels;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
@@ -14,13 +14,37 @@ use crate::format::input_moments::{BlockMoments, MOMENTS};
 use crate::format::nvfp4::{BLOCK, Nvfp4};
 use crate::tensor::product::{Form, Sizes};
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("calibrated_", size_of::<GroupArguments>()),
-    ("calibrated_errors", size_of::<ErrorArguments>()),
-    ("calibrated_dot", size_of::<DotArguments>()),
-    ("moments_", size_of::<MomentArguments>()),
-];
+kernels! {
+    /// The searches, which take each row through a group of blocks.
+    enum Search(GroupArguments) {
+        Calibrated {
+            RoundInTurn = "calibrated_round_in_turn",
+            Descend = "calibrated_descend",
+            ByBlocks = "calibrated_by_blocks",
+        }
+    }
+
+    /// The errors of codes.
+    enum Errors(ErrorArguments) {
+        Calibrated { Blocks = "calibrated_errors" }
+    }
+
+    /// Sums products.
+    enum Dot(DotArguments) {
+        Calibrated { Sums = "calibrated_dot" }
+    }
+
+    /// Prepares second moments.
+    enum Prepare(MomentArguments) {
+        Moments {
+            Blocks = "moments_blocks",
+            Complete = "moments_complete",
+            Reorder = "moments_reorder",
+            FactorSquare = "moments_factor_square",
+            FactorRows = "moments_factor_rows",
+        }
+    }
+}
 
 /// Threads of a CTA, one for each row of the matrix; also the columns of a panel of the factorization.
 const THREADS: usize = 64;
@@ -176,7 +200,7 @@ impl Codes {
 /// Runs a kernel on second moments.
 fn on_moments(
     gpu: &Gpu,
-    name: &str,
+    kernel: Prepare,
     grid: [usize; 2],
     threads: usize,
     arguments: &MomentArguments,
@@ -189,8 +213,8 @@ fn on_moments(
         ],
         threads as u32,
     );
-    // SAFETY: the struct is the kernel's; the callers hold buffers of these sizes until it has run.
-    unsafe { launch.run(gpu, Unit::Moments, name, arguments) }
+    // SAFETY: the callers hold buffers of these sizes until it has run.
+    unsafe { launch.of(kernel).run(gpu, arguments) }
 }
 
 /// The diagonal blocks of f32 `values` `[cols, cols]`, whose lower triangle is not valid.
@@ -200,7 +224,7 @@ pub fn diagonal_blocks(values: &DeviceBuffer, cols: usize) -> Result<Vec<BlockMo
     let blocks = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, cols * BLOCK * F32)?;
     let arguments = MomentArguments::new(values, &blocks, cols)?;
     let grid = [cols / BLOCK, 1];
-    on_moments(gpu, "moments_blocks", grid, MOMENTS, &arguments)?;
+    on_moments(gpu, Prepare::Blocks, grid, MOMENTS, &arguments)?;
     let mut read = vec![[0f32; MOMENTS]; cols / BLOCK];
     blocks.read(0, read.as_flattened_mut())?;
     Ok(read)
@@ -230,7 +254,7 @@ pub fn complete(values: &DeviceBuffer, cols: usize, more: f32) -> Result<()> {
     let grid = [cols / BLOCK; 2];
     on_moments(
         values.gpu(),
-        "moments_complete",
+        Prepare::Complete,
         grid,
         BLOCK * BLOCK,
         &arguments,
@@ -275,7 +299,7 @@ impl Moments {
             ..MomentArguments::new(&self.all, &all, cols)?
         };
         let grid = [cols / BLOCK; 2];
-        on_moments(gpu, "moments_reorder", grid, BLOCK * BLOCK, &arguments)?;
+        on_moments(gpu, Prepare::Reorder, grid, BLOCK * BLOCK, &arguments)?;
         let products = Products::new(gpu)?;
         for first in (0..cols).step_by(THREADS).rev() {
             let width = THREADS.min(cols - first);
@@ -287,10 +311,10 @@ impl Moments {
                 })
             };
             let arguments = of_panel(&failed)?;
-            on_moments(gpu, "moments_factor_square", [1, 1], THREADS, &arguments)?;
+            on_moments(gpu, Prepare::FactorSquare, [1, 1], THREADS, &arguments)?;
             let above = [first.div_ceil(THREADS), 1];
             let arguments = of_panel(&panel)?;
-            on_moments(gpu, "moments_factor_rows", above, THREADS, &arguments)?;
+            on_moments(gpu, Prepare::FactorRows, above, THREADS, &arguments)?;
             let sizes = Sizes {
                 m: first,
                 n: first,
@@ -322,14 +346,9 @@ impl Moments {
         };
         let blocks = int("blocks of a row", weights.cols / BLOCK)? as u32;
         let launch = Launch::new([weights.row_blocks()?, blocks, 1], THREADS as u32);
-        // SAFETY: the struct is the kernel's; sizes were checked.
+        // SAFETY: sizes were checked.
         unsafe {
-            launch.run(
-                weights.gpu(),
-                Unit::Calibrated,
-                "calibrated_by_blocks",
-                &arguments,
-            )?;
+            launch.of(Search::ByBlocks).run(weights.gpu(), &arguments)?;
         }
         Ok(codes)
     }
@@ -354,7 +373,7 @@ impl Moments {
                 last: last as i32,
                 ..GroupArguments::new(weights, codes)?
             };
-            weights.run("calibrated_descend", &arguments)?;
+            weights.run(Search::Descend, &arguments)?;
             let sizes = Sizes {
                 m: rows,
                 n: cols,
@@ -397,7 +416,7 @@ impl Factor {
                 last: last as i32,
                 ..GroupArguments::new(weights, &codes)?
             };
-            weights.run("calibrated_round_in_turn", &arguments)?;
+            weights.run(Search::RoundInTurn, &arguments)?;
             let done = last * BLOCK;
             let sizes = Sizes {
                 m: rows,
@@ -454,10 +473,10 @@ impl GroupArguments {
 
 impl Weights {
     /// Runs a kernel that takes each row through one group of blocks.
-    fn run(&self, name: &str, arguments: &GroupArguments) -> Result<()> {
+    fn run(&self, kernel: Search, arguments: &GroupArguments) -> Result<()> {
         let launch = Launch::new([self.row_blocks()?, 1, 1], THREADS as u32);
-        // SAFETY: the struct is the kernel's, and the callers checked sizes.
-        unsafe { launch.run(self.gpu(), Unit::Calibrated, name, arguments) }
+        // SAFETY: the callers checked sizes.
+        unsafe { launch.of(kernel).run(self.gpu(), arguments) }
     }
 }
 
@@ -535,8 +554,8 @@ impl<'a> Products<'a> {
         };
         let grid = int("blocks of a matrix", blocks.div_ceil(THREADS))? as u32;
         let launch = Launch::new([grid, 1, 1], THREADS as u32);
-        // SAFETY: the struct is the kernel's; sizes were checked.
-        unsafe { launch.run(self.gpu, Unit::Calibrated, "calibrated_errors", &arguments)? };
+        // SAFETY: sizes were checked.
+        unsafe { launch.of(Errors::Blocks).run(self.gpu, &arguments)? };
         let sizes = Sizes {
             m: rows,
             n: cols,
@@ -569,8 +588,8 @@ pub fn product_error(
         count: (weights.rows * weights.cols) as u64,
     };
     let launch = Launch::new([DOT_BLOCKS as u32, 1, 1], THREADS as u32);
-    // SAFETY: the struct is the kernel's, and the buffers have these sizes.
-    unsafe { launch.run(gpu, Unit::Calibrated, "calibrated_dot", &arguments)? };
+    // SAFETY: the buffers have these sizes.
+    unsafe { launch.of(Dot::Sums).run(gpu, &arguments)? };
     let mut read = vec![0u64; DOT_BLOCKS];
     sums.read(0, &mut read)?;
     Ok(read.into_iter().map(f64::from_bits).sum())

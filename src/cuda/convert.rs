@@ -1,17 +1,27 @@
 //! Type conversions and the bias addition around GEMMs by cuBLASLt.
 
 use super::driver::{DeviceBuffer, Gpu, Launch, int};
-use super::units::Unit;
+use super::kernel::kernels;
 use crate::base::Result;
 
 const THREADS: u32 = 256;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("add_bias", size_of::<BiasArguments>()),
-    ("f16_to_bf16", size_of::<ConvertArguments>()),
-    ("bf16_to_f16", size_of::<RowsArguments>()),
-];
+kernels! {
+    /// Adds a bias to rows.
+    enum AddBias(BiasArguments) {
+        Glu { Rows = "add_bias" }
+    }
+
+    /// Rounds values.
+    enum F16ToBf16(ConvertArguments) {
+        Glu { Values = "f16_to_bf16" }
+    }
+
+    /// Converts rows in place.
+    enum Bf16ToF16(RowsArguments) {
+        Glu { Rows = "bf16_to_f16" }
+    }
+}
 
 fn blocks(elements: usize) -> u32 {
     (elements as u32).div_ceil(THREADS)
@@ -45,8 +55,8 @@ pub(super) fn add_bias_at(
         is_f16: i32::from(is_f16),
     };
     let launch = Launch::new([blocks(width), rows as u32, 1], THREADS);
-    // SAFETY: the struct is the kernel's; the caller checked the rows.
-    unsafe { launch.run(gpu, Unit::Glu, "add_bias", &arguments) }
+    // SAFETY: the caller checked the rows.
+    unsafe { launch.of(AddBias::Rows).run(gpu, &arguments) }
 }
 
 #[repr(C)]
@@ -70,14 +80,11 @@ pub(super) fn f16_to_bf16(
         y: y.address(),
         pairs: (count / 2) as u64,
     };
-    // SAFETY: the struct is the kernel's; sizes were checked.
+    // SAFETY: sizes were checked.
     unsafe {
-        Launch::new([blocks(count / 2), 1, 1], THREADS).run(
-            gpu,
-            Unit::Glu,
-            "f16_to_bf16",
-            &arguments,
-        )
+        Launch::new([blocks(count / 2), 1, 1], THREADS)
+            .of(F16ToBf16::Values)
+            .run(gpu, &arguments)
     }
 }
 
@@ -102,6 +109,6 @@ pub(super) fn bf16_to_f16_at(
         stride: int("the stride", stride)?,
     };
     let launch = Launch::new([blocks(width), rows as u32, 1], THREADS);
-    // SAFETY: the struct is the kernel's; the caller checked the rows.
-    unsafe { launch.run(gpu, Unit::Glu, "bf16_to_f16", &arguments) }
+    // SAFETY: the caller checked the rows.
+    unsafe { launch.of(Bf16ToF16::Rows).run(gpu, &arguments) }
 }

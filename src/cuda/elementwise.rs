@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::driver::{DeviceBuffer, Gpu, Launch, int};
+use super::kernel::kernels;
 use super::linear::{Glu, Layout};
-use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::format::nvfp4::BLOCK;
@@ -12,14 +12,35 @@ use crate::tensor::WeightType;
 
 const THREADS: u32 = 256;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("embed", size_of::<EmbedArguments>()),
-    ("rms_norm", size_of::<NormArguments>()),
-    ("glu", size_of::<GluArguments>()),
-    ("post_norm", size_of::<PostNormArguments>()),
-    ("soft_cap", size_of::<CapArguments>()),
-];
+kernels! {
+    /// Looks rows up.
+    enum Embed(EmbedArguments) {
+        Embed { Rows = "embed" }
+    }
+
+    /// The norm, by the layout of its result.
+    enum RmsNorm(NormArguments) {
+        RmsNorm {
+            RowMajor = "rms_norm",
+            FragmentMajor = "rms_norm_fragments",
+        }
+    }
+
+    /// The norm after a half of a block, and the next.
+    enum PostNorm(PostNormArguments) {
+        PostNorm { Rows = "post_norm" }
+    }
+
+    /// The gated linear unit.
+    enum GatedUnit(GluArguments) {
+        Glu { Rows = "glu" }
+    }
+
+    /// The soft cap of logits.
+    enum SoftCap(CapArguments) {
+        Glu { Values = "soft_cap" }
+    }
+}
 
 fn blocks(elements: usize) -> u32 {
     (elements as u32).div_ceil(THREADS)
@@ -76,8 +97,8 @@ pub(super) fn embed(
         width: int("the hidden size", width)?,
     };
     let launch = Launch::new([blocks(width), rows as u32, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for tokens, which are checked before they are written.
-    unsafe { launch.run(gpu, Unit::Embed, "embed", &arguments) }
+    // SAFETY: sizes were checked; the caller vouches for tokens, which are checked before they are written.
+    unsafe { launch.of(Embed::Rows).run(gpu, &arguments) }
 }
 
 #[repr(C)]
@@ -110,9 +131,9 @@ pub fn rms_norm(
     x.holds("rows", &[at + rows * width * 4])?;
     weight.holds("a norm", &[width * 4])?;
     y.holds("normalised rows", &[layout.elements(rows, width), 2])?;
-    let (name, multiple) = match layout {
-        Layout::RowMajor => ("rms_norm", 4),
-        Layout::FragmentMajor => ("rms_norm_fragments", BLOCK),
+    let (kernel, multiple) = match layout {
+        Layout::RowMajor => (RmsNorm::RowMajor, 4),
+        Layout::FragmentMajor => (RmsNorm::FragmentMajor, BLOCK),
     };
     if !width.is_multiple_of(multiple) {
         bail!(
@@ -128,8 +149,12 @@ pub fn rms_norm(
         width: int("the hidden size", width)?,
         eps,
     };
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { Launch::new([rows as u32, 1, 1], THREADS).run(gpu, Unit::RmsNorm, name, &arguments) }
+    // SAFETY: sizes were checked.
+    unsafe {
+        Launch::new([rows as u32, 1, 1], THREADS)
+            .of(kernel)
+            .run(gpu, &arguments)
+    }
 }
 
 #[repr(C)]
@@ -217,8 +242,8 @@ pub fn post_norm(
         next: NextArgument::new(next, rows, width, eps)?,
     };
     let launch = Launch::new([rows as u32, 1, 1], RESIDUAL_THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(gpu, Unit::PostNorm, "post_norm", &arguments) }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(PostNorm::Rows).run(gpu, &arguments) }
 }
 
 #[repr(C)]
@@ -264,8 +289,8 @@ pub fn glu(
         overflow: overflow.map_or(0, |(overflow, _)| overflow.address()),
     };
     let launch = Launch::new([blocks(width / 8), rows as u32, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(gpu, Unit::Glu, "glu", &arguments) }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(GatedUnit::Rows).run(gpu, &arguments) }
 }
 
 #[repr(C)]
@@ -284,6 +309,6 @@ pub fn soft_cap(gpu: &Gpu, x: &DeviceBuffer, count: usize, cap: f32) -> Result<(
         cap,
     };
     let launch = Launch::new([blocks(count), 1, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(gpu, Unit::Glu, "soft_cap", &arguments) }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(SoftCap::Values).run(gpu, &arguments) }
 }

@@ -5,23 +5,46 @@ use std::sync::Arc;
 
 use super::driver::{DeviceBuffer, Gpu, Launch, int};
 use super::elementwise::{NextArgument, NextNorm, RESIDUAL_THREADS};
+use super::kernel::kernels;
 use super::linear::{
     Biased, CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, Glu, Input, LinearScratch, Matrix, MatrixArgument,
     MatrixShape, Output, linear,
 };
-use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::base::size::product;
 use crate::tensor::WeightType;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("experts_", size_of::<RouteArguments>()),
-    ("experts_sum", size_of::<SumArguments>()),
-    ("linear_experts_", size_of::<ProductArguments>()),
-];
+kernels! {
+    /// Routes rows and sorts them by expert: few rows at once, or many in two steps.
+    enum Route(RouteArguments) {
+        ExpertsRoute {
+            Few = "experts_route_few",
+            Rows = "experts_route",
+            Group = "experts_group",
+        }
+    }
+
+    /// Products of rows with their experts, by the pairs of a tile; with a gated activation or without.
+    enum Products(ProductArguments) {
+        LinearExperts {
+            Glu8 = "linear_experts_glu_8",
+            Glu16 = "linear_experts_glu_16",
+            Glu32 = "linear_experts_glu_32",
+            Glu64 = "linear_experts_glu_64",
+            Plain8 = "linear_experts_8",
+            Plain16 = "linear_experts_16",
+            Plain32 = "linear_experts_32",
+            Plain64 = "linear_experts_64",
+        }
+    }
+
+    /// Sums the experts of a row.
+    enum Sum(SumArguments) {
+        ExpertsSum { Rows = "experts_sum" }
+    }
+}
 
 /// Upper limit of experts in a mixture.
 const MOST_EXPERTS: usize = 512;
@@ -271,16 +294,16 @@ pub fn route(
         max_tiles: int("tiles", routing.most_tiles(rows))?,
         layer: int("the layer", layer)?,
     };
-    let launch = |blocks: usize, threads: u32, name: &str| {
+    let launch = |blocks: usize, threads: u32, kernel: Route| {
         let launch = Launch::new([blocks as u32, 1, 1], threads);
-        // SAFETY: the struct is the kernel's; sizes were checked.
-        unsafe { launch.run(gpu, Unit::ExpertsRoute, name, &arguments) }
+        // SAFETY: sizes were checked.
+        unsafe { launch.of(kernel).run(gpu, &arguments) }
     };
     if rows <= FEW_ROWS && rows * routing.per_token <= FEW_PAIRS {
-        return launch(1, 32 * FEW_ROWS as u32, "experts_route_few");
+        return launch(1, 32 * FEW_ROWS as u32, Route::Few);
     }
-    launch(rows.div_ceil(4), 128, "experts_route")?;
-    launch(routing.experts, 512, "experts_group")
+    launch(rows.div_ceil(4), 128, Route::Rows)?;
+    launch(routing.experts, 512, Route::Group)
 }
 
 #[repr(C)]
@@ -297,21 +320,22 @@ struct ProductArguments {
     activation: i32,
 }
 
-/// A GEMM over the tiles of `rows` routed rows; `kind` names the kernel, and `features` is the number of output features per CTA.
+/// A GEMM over the tiles of `rows` routed rows, by the kernel for their tiles; `features` is the number of output features per CTA.
 fn products(
     gpu: &Gpu,
     routing: &Routing,
     rows: usize,
-    kind: &str,
+    kernels: [Products; 4],
     features: usize,
     arguments: &ProductArguments,
 ) -> Result<()> {
     let pairs = routing.tile_pairs(rows);
     // Ring stages, as in `kernels/linear/experts.cu`.
-    let stages = match pairs {
-        8 => 6,
-        16 => 4,
-        _ => 3,
+    let (kernel, stages) = match pairs {
+        8 => (kernels[0], 6),
+        16 => (kernels[1], 4),
+        32 => (kernels[2], 3),
+        _ => (kernels[3], 3),
     };
     let grid = [
         (arguments.n as usize).div_ceil(features) as u32,
@@ -329,9 +353,8 @@ fn products(
         shared: (stages * (2 * WARPS * CHUNK_BYTES + pairs * CHUNK_K * 2)) as u32,
         ..Launch::new(grid, 32 * WARPS as u32)
     };
-    let name = format!("{kind}_{pairs}");
-    // SAFETY: the struct is the kernel's; callers checked sizes, and the table keeps the weights.
-    unsafe { launch.run(gpu, Unit::LinearExperts, &name, arguments) }
+    // SAFETY: callers checked sizes, and the table keeps the weights.
+    unsafe { launch.of(kernel).run(gpu, arguments) }
 }
 
 fn check_table(table: &ExpertTable, routing: &Routing) -> Result<()> {
@@ -378,14 +401,9 @@ pub fn experts_gate_up(
         activation: glu.activation as i32,
     };
     let features = CHUNK_ROWS * WARPS;
-    products(
-        gpu,
-        routing,
-        rows,
-        "linear_experts_glu",
-        features,
-        &arguments,
-    )
+    use Products::{Glu8, Glu16, Glu32, Glu64};
+    let kernels = [Glu8, Glu16, Glu32, Glu64];
+    products(gpu, routing, rows, kernels, features, &arguments)
 }
 
 /// Down projections of the experts, from the result of [`experts_gate_up`], which was divided by `divisor`.
@@ -418,7 +436,9 @@ pub fn experts_down(
         activation: 0,
     };
     let features = 2 * CHUNK_ROWS * WARPS;
-    products(gpu, routing, rows, "linear_experts", features, &arguments)
+    use Products::{Plain8, Plain16, Plain32, Plain64};
+    let kernels = [Plain8, Plain16, Plain32, Plain64];
+    products(gpu, routing, rows, kernels, features, &arguments)
 }
 
 /// The output of the shared expert, which serves all rows.
@@ -482,8 +502,8 @@ pub fn sum_experts(
         gate_stride: (routing.experts + 1) as i32,
     };
     let launch = Launch::new([rows as u32, 1, 1], RESIDUAL_THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(gpu, Unit::ExpertsSum, "experts_sum", &arguments) }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(Sum::Rows).run(gpu, &arguments) }
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ mod convert;
 mod driver;
 mod elementwise;
 mod experts;
+mod kernel;
 mod linear;
 mod operand;
 mod program;
@@ -43,9 +44,9 @@ pub use experts::{
     ExpertScratch, ExpertTable, Routing, Shared, experts_down, experts_gate_up, route, sum_experts,
 };
 pub use linear::{
-    Activation, Biased, FusedNorm, Glu, Hardware, Input, Layout, LinearScratch, Matrix,
-    MatrixShape, NormScratch, Output, Plan, ReadBytes, ReadNvfp4, ResidualRow, SKINNY_ROWS, TILED,
-    Tile, TileKernel, has_glu, linear, linear_add_norm, skinny_gemm, tiled,
+    Activation, Biased, FusedNorm, GemmPlan, Glu, Hardware, Input, InputForm, Layout,
+    LinearScratch, Matrix, MatrixShape, NormScratch, Output, ReadBytes, ReadNvfp4, ResidualRow,
+    SKINNY_ROWS, SkinnyPlan, TILED, Tile, TileKernel, WideClusters, linear, linear_add_norm, tiled,
 };
 pub use operand::{Operand, check_scales, check_scales_of, wait_for_scales};
 #[doc(hidden)]

@@ -5,15 +5,19 @@ use std::sync::Arc;
 
 use super::checks::{CheckedCall, NoteArgument, Subject};
 use super::driver::{DeviceSlice, Gpu, Launch, int};
-use super::units::Unit;
+use super::kernel::kernels;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::size::product;
 use crate::format::nvfp4::{self, BLOCK};
 use crate::format::swizzle::ScaleLayout;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[("check_scales", size_of::<CheckArguments>())];
+kernels! {
+    /// Checks block scales.
+    enum CheckScales(CheckArguments) {
+        CheckScales { Words = "check_scales" }
+    }
+}
 
 const THREADS: usize = 256;
 /// Scales per thread of the check.
@@ -190,6 +194,6 @@ fn look(gpu: &Arc<Gpu>, matrices: &[&Operand<'_>], call: &CheckedCall<'_>) -> Re
     }
     let blocks = int("blocks of a grid", words.div_ceil(THREADS))? as u32;
     let launch = Launch::new([blocks, 1, 1], THREADS as u32);
-    // SAFETY: the struct is the kernel's; the matrices have their scales, and the call has its note.
-    unsafe { launch.run(gpu, Unit::CheckScales, "check_scales", &arguments) }
+    // SAFETY: the matrices have their scales, and the call has its note.
+    unsafe { launch.of(CheckScales::Words).run(gpu, &arguments) }
 }

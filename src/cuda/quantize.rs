@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::checks::{CheckedCall, NoteArgument, Subject};
 use super::driver::{DeviceBuffer, DeviceSlice, Gpu, Launch, Pinned, int, keep, take};
-use super::tensor::{Contiguous, download, rows, suffix};
-use super::units::Unit;
+use super::kernel::kernels;
+use super::tensor::{Contiguous, by_type, download, rows};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::{Buffer, Tag};
@@ -17,14 +17,49 @@ use crate::format::nvfp4::{
 use crate::format::{Rounding, swizzle as order};
 use crate::tensor::{DType, Shape, Tensor};
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("quantize_", size_of::<QuantizeArguments>()),
-    ("amax_", size_of::<AmaxArguments>()),
-    ("dequantize_", size_of::<ExpandArguments>()),
-    ("swizzle_scales", size_of::<SwizzleArguments>()),
-    ("unswizzle_scales", size_of::<SwizzleArguments>()),
-];
+kernels! {
+    /// Quantizes, by recipe and type.
+    enum Quantize(QuantizeArguments) {
+        Quantize {
+            F32 = "quantize_f32",
+            F16 = "quantize_f16",
+            Bf16 = "quantize_bf16",
+            SingleF16 = "quantize_single_f16",
+            SingleBf16 = "quantize_single_bf16",
+        }
+        QuantizeSearch {
+            SearchF32 = "quantize_search_f32",
+            SearchF16 = "quantize_search_f16",
+            SearchBf16 = "quantize_search_bf16",
+        }
+    }
+
+    /// The largest magnitude, by type.
+    enum Amax(AmaxArguments) {
+        Amax {
+            F32 = "amax_f32",
+            F16 = "amax_f16",
+            Bf16 = "amax_bf16",
+        }
+    }
+
+    /// Dequantizes, by the type of the result.
+    enum Expand(ExpandArguments) {
+        Expand {
+            F32 = "dequantize_f32",
+            F16 = "dequantize_f16",
+            Bf16 = "dequantize_bf16",
+        }
+    }
+
+    /// Reorders block scales.
+    enum Reorder(SwizzleArguments) {
+        Swizzle {
+            Swizzle = "swizzle_scales",
+            Unswizzle = "unswizzle_scales",
+        }
+    }
+}
 
 const THREADS: u32 = 256;
 
@@ -98,7 +133,17 @@ pub fn quantize<'a>(
     // Fails with the same message as on the CPU.
     nvfp4::quantize_rows(&[], cols, 0, global, options, &mut [], &mut [])?;
     let (blocks, row_blocks) = blocks(height, cols)?;
-    let suffix = suffix(x.dtype())?;
+    let kernels = {
+        use Quantize::*;
+        if options.recipe != Recipe::Amax || options.rounding == Rounding::Stochastic {
+            [SearchF32, SearchF16, SearchBf16]
+        } else if options.levels != Levels::Two && options.rounding == Rounding::NearestEven {
+            [F32, SingleF16, SingleBf16]
+        } else {
+            [F32, F16, Bf16]
+        }
+    };
+    let kernel = by_type(x.dtype(), kernels)?;
     codes.holds("codes", &[height, cols / 2])?;
     let linear = height * row_blocks as usize;
     let scale_bytes = match swizzled {
@@ -164,21 +209,10 @@ pub fn quantize<'a>(
             Recipe::Sweep => 2,
         },
     };
-    let (unit, family) =
-        if options.recipe != Recipe::Amax || options.rounding == Rounding::Stochastic {
-            (Unit::QuantizeSearch, "quantize_search")
-        } else if options.levels != Levels::Two
-            && options.rounding == Rounding::NearestEven
-            && x.dtype() != DType::F32
-        {
-            (Unit::Quantize, "quantize_single")
-        } else {
-            (Unit::Quantize, "quantize")
-        };
     let launch = Launch::new([blocks.div_ceil(THREADS), 1, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked; what it points to is freed in the order of the stream or with the
+    // SAFETY: sizes were checked; what it points to is freed in the order of the stream or with the
     // device, or, the report, after the wait below.
-    unsafe { launch.run(gpu, unit, &format!("{family}_{suffix}"), &arguments)? };
+    unsafe { launch.of(kernel).run(gpu, &arguments)? };
     let Some(report) = report else {
         return Ok(global);
     };
@@ -266,9 +300,9 @@ fn amax(
         [needed.min(8 * gpu.multiprocessors()) as u32, 1, 1],
         THREADS,
     );
-    let name = format!("amax_{}", suffix(dtype)?);
-    // SAFETY: the struct is the kernel's; the rows are there, and freed in the order of the stream.
-    unsafe { launch.run(gpu, Unit::Amax, &name, &arguments)? };
+    let kernel = by_type(dtype, [Amax::F32, Amax::F16, Amax::Bf16])?;
+    // SAFETY: the rows are there, and freed in the order of the stream.
+    unsafe { launch.of(kernel).run(gpu, &arguments)? };
     Ok(out)
 }
 
@@ -319,7 +353,7 @@ pub fn dequantize(
 ) -> Result<()> {
     let (height, packed) = codes.shape().matrix();
     let cols = product("K", &[packed, 2])?;
-    let suffix = suffix(dtype)?;
+    let kernel = by_type(dtype, [Expand::F32, Expand::F16, Expand::Bf16])?;
     if cols == 0 || !cols.is_multiple_of(BLOCK) {
         bail!(
             InvalidArgument,
@@ -366,15 +400,8 @@ pub fn dequantize(
         swizzled: i32::from(swizzled),
     };
     let launch = Launch::new([blocks.div_ceil(THREADS), 1, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked; copies are freed in the order of the stream.
-    unsafe {
-        launch.run(
-            gpu,
-            Unit::Expand,
-            &format!("dequantize_{suffix}"),
-            &arguments,
-        )
-    }
+    // SAFETY: sizes were checked; copies are freed in the order of the stream.
+    unsafe { launch.of(kernel).run(gpu, &arguments) }
 }
 
 #[repr(C)]
@@ -389,7 +416,7 @@ struct SwizzleArguments {
 
 fn reorder(
     gpu: &Gpu,
-    name: &str,
+    kernel: Reorder,
     (from, from_stride): (u64, usize),
     out: &DeviceBuffer,
     written_rows: usize,
@@ -406,8 +433,12 @@ fn reorder(
         row_blocks: int("K / 16", row_blocks)? as u32,
     };
     let grid = int("blocks", words.div_ceil(THREADS as usize))? as u32;
-    // SAFETY: the struct is the kernel's; the callers checked the sizes.
-    unsafe { Launch::new([grid, 1, 1], THREADS).run(gpu, Unit::Swizzle, name, &arguments) }
+    // SAFETY: the callers checked the sizes.
+    unsafe {
+        Launch::new([grid, 1, 1], THREADS)
+            .of(kernel)
+            .run(gpu, &arguments)
+    }
 }
 
 /// Enqueues the conversion of row-major `scales` `[.., K / 16]` to swizzled order in `out`, with its padding.
@@ -419,7 +450,7 @@ pub fn swizzle(gpu: &Arc<Gpu>, scales: &Tensor, out: &DeviceBuffer) -> Result<()
     let written = height.next_multiple_of(order::TILE_ROWS);
     reorder(
         gpu,
-        "swizzle_scales",
+        Reorder::Swizzle,
         (from.address, from.stride),
         out,
         written,
@@ -449,7 +480,7 @@ pub fn unswizzle(
     out.holds("scales", &[height, row_blocks])?;
     reorder(
         gpu,
-        "unswizzle_scales",
+        Reorder::Unswizzle,
         (from.slice().address(), 0),
         out,
         height,

@@ -81,8 +81,7 @@ pub fn compile_source(path: &str, text: &str, target: &str) -> Result<(Vec<u8>, 
 
 /// Bytes of the one argument that a kernel's launcher passes, which must match the kernel's parameter.
 pub fn argument_bytes(kernel: &str) -> Option<usize> {
-    let all = [
-        attention::ARGUMENTS,
+    let by_name = [
         bandwidth::ARGUMENTS,
         calibrated::ARGUMENTS,
         convert::ARGUMENTS,
@@ -97,16 +96,14 @@ pub fn argument_bytes(kernel: &str) -> Option<usize> {
         tensor::ARGUMENTS,
         unfused::ARGUMENTS,
     ];
-    let named = all
+    let mut all = by_name
         .iter()
         .chain(linear::ARGUMENTS)
         .chain(training::ARGUMENTS)
-        .copied()
-        .flatten()
-        .filter(|(start, _)| kernel.starts_with(start));
-    named
-        .max_by_key(|(start, _)| start.len())
-        .map(|&(_, bytes)| bytes)
+        .flat_map(|kernels| kernels.iter().copied())
+        .chain(attention::arguments());
+    let found = all.find(|(name, _)| *name == kernel);
+    found.map(|(_, bytes)| bytes)
 }
 
 impl KernelUnit for Unit {
@@ -128,10 +125,6 @@ impl KernelUnit for Unit {
 
     fn embedded(self, target: &str) -> Option<Result<Vec<u8>>> {
         embedded(self, target).map(Embedded::unpack)
-    }
-
-    fn argument_bytes(self, kernel: &str) -> Option<usize> {
-        argument_bytes(kernel)
     }
 
     fn prefers_cache(self) -> bool {

@@ -1,14 +1,17 @@
 //! Row norms of a weight, which bound its products by the Cauchy-Schwarz inequality.
 
 use super::driver::{DeviceSlice, Launch, int};
+use super::kernel::kernels;
 use super::linear::Matrix;
-use super::units::Unit;
 use crate::base::Result;
 use crate::tensor::WeightType;
 
-/// Argument size of this file's kernel, by its name.
-pub(super) const ARGUMENTS: &[(&str, usize)] =
-    &[("linear_row_norms", size_of::<RowNormArguments>())];
+kernels! {
+    /// The norms of rows.
+    enum RowNorms(RowNormArguments) {
+        LinearRowNorms { Rows = "linear_row_norms" }
+    }
+}
 
 const THREADS: u32 = 256;
 
@@ -51,13 +54,6 @@ pub fn row_norms(
     };
     let rows = int("the rows of a weight", matrix.rows())?;
     let launch = Launch::new([rows as u32, 1, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe {
-        launch.run(
-            matrix.gpu(),
-            Unit::LinearRowNorms,
-            "linear_row_norms",
-            &arguments,
-        )
-    }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(RowNorms::Rows).run(matrix.gpu(), &arguments) }
 }

@@ -5,17 +5,31 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use super::driver::{DeviceBuffer, DeviceSlice, Gpu, Launch, int};
-use super::tensor::{StridedRows, rows, suffix};
-use super::units::Unit;
+use super::kernel::kernels;
+use super::tensor::{StridedRows, by_type, rows};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::tensor::{DType, Tensor};
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("linear_scale_rows", size_of::<ScaleArguments>()),
-    ("linear_unscale_rows", size_of::<UnscaleArguments>()),
-];
+kernels! {
+    /// Scales rows to f16, by their type.
+    enum ScaleRows(ScaleArguments) {
+        LinearRows {
+            F32 = "linear_scale_rows_f32",
+            F16 = "linear_scale_rows_f16",
+            Bf16 = "linear_scale_rows_bf16",
+        }
+    }
+
+    /// Scales rows back, by the type of the result.
+    enum UnscaleRows(UnscaleArguments) {
+        LinearRows {
+            F32 = "linear_unscale_rows_f32",
+            F16 = "linear_unscale_rows_f16",
+            Bf16 = "linear_unscale_rows_bf16",
+        }
+    }
+}
 
 const THREADS: u32 = 256;
 /// Rows per launch, limited by a grid's second dimension.
@@ -44,7 +58,7 @@ pub struct FloatRows<'a> {
     /// Number of rows, and elements per row.
     sizes: (usize, usize),
     rows: StridedRows,
-    kernel: String,
+    kernel: ScaleRows,
     /// Ties the rows to the borrow of their memory.
     _memory: PhantomData<&'a ()>,
 }
@@ -52,7 +66,8 @@ pub struct FloatRows<'a> {
 impl<'a> FloatRows<'a> {
     /// The rows of a tensor on `gpu`. K must be a multiple of 8.
     pub fn new(gpu: &'a Arc<Gpu>, tensor: &'a Tensor) -> Result<FloatRows<'a>> {
-        let kernel = format!("linear_scale_rows_{}", suffix(tensor.dtype())?);
+        use ScaleRows::{Bf16, F16, F32};
+        let kernel = by_type(tensor.dtype(), [F32, F16, Bf16])?;
         let k = tensor.shape().matrix().1;
         if !k.is_multiple_of(8) {
             bail!(Unsupported, "rows of {k}; they must be multiples of 8");
@@ -79,7 +94,7 @@ impl<'a> FloatRows<'a> {
             gpu,
             sizes: (x.bytes() / (k * 4), k),
             rows: StridedRows::at(x.address(), k * 4),
-            kernel: "linear_scale_rows_f32".to_owned(),
+            kernel: ScaleRows::F32,
             _memory: PhantomData,
         })
     }
@@ -107,8 +122,8 @@ impl<'a> FloatRows<'a> {
             k: int("K", k)?,
         };
         let launch = Launch::new([count as u32, 1, 1], THREADS);
-        // SAFETY: the struct is the kernel's; the tensor has the rows, and the outputs have room for them.
-        unsafe { launch.run(self.gpu, Unit::LinearRows, &self.kernel, &arguments) }
+        // SAFETY: the tensor has the rows, and the outputs have room for them.
+        unsafe { launch.of(self.kernel).run(self.gpu, &arguments) }
     }
 }
 
@@ -135,8 +150,9 @@ pub fn scaled_rows<'a>(
         out: out.address() + (first * n * dtype.bytes()) as u64,
         n: int("output features", n)?,
     };
-    let name = format!("linear_unscale_rows_{}", suffix(dtype)?);
+    use UnscaleRows::{Bf16, F16, F32};
+    let kernel = by_type(dtype, [F32, F16, Bf16])?;
     let launch = Launch::new([(n as u32).div_ceil(THREADS), rows as u32, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(y.gpu(), Unit::LinearRows, &name, &arguments) }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(kernel).run(y.gpu(), &arguments) }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::driver::{DeviceBuffer, Gpu, Launch, Pinned, int};
-use super::units::Unit;
+use super::kernel::kernels;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::{Plain, Tag};
@@ -11,11 +11,21 @@ use crate::base::memory::{Plain, Tag};
 /// CTAs that share a row of logits.
 const BLOCKS: usize = 64;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("argmax", size_of::<Arguments>()),
-    ("draw", size_of::<DrawArguments>()),
-];
+kernels! {
+    /// The argmax of rows.
+    enum Argmax(Arguments) {
+        Argmax { Rows = "argmax" }
+    }
+
+    /// The kernels of a draw, in their order.
+    enum Draw(DrawArguments) {
+        Draw {
+            Largest = "draw_largest",
+            Buckets = "draw_buckets",
+            Choose = "draw_choose",
+        }
+    }
+}
 
 #[repr(C)]
 struct Arguments {
@@ -84,14 +94,11 @@ pub fn argmax(
         vocabulary: int("the vocabulary", vocabulary)?,
         history_steps: int("steps", steps)?,
     };
-    // SAFETY: the struct is the kernel's; sizes were checked.
+    // SAFETY: sizes were checked.
     unsafe {
-        Launch::new([BLOCKS as u32, rows as u32, 1], 256).run(
-            gpu,
-            Unit::Argmax,
-            "argmax",
-            &arguments,
-        )
+        Launch::new([BLOCKS as u32, rows as u32, 1], 256)
+            .of(Argmax::Rows)
+            .run(gpu, &arguments)
     }
 }
 
@@ -306,14 +313,14 @@ pub fn draw(
         stride: int("the vocabulary", vocabulary.next_multiple_of(BUCKET_GROUP))?,
     };
     let kernels = [
-        ("draw_largest", blocks, 512),
-        ("draw_buckets", blocks.min(BUCKET_BLOCKS), 512),
-        ("draw_choose", 1, 1024),
+        (Draw::Largest, blocks, 512),
+        (Draw::Buckets, blocks.min(BUCKET_BLOCKS), 512),
+        (Draw::Choose, 1, 1024),
     ];
-    for (name, blocks, threads) in kernels {
+    for (kernel, blocks, threads) in kernels {
         let launch = Launch::new([blocks as u32, rows as u32, 1], threads);
-        // SAFETY: the struct is the kernels'; sizes were checked.
-        unsafe { launch.run(gpu, Unit::Draw, name, &arguments) }?;
+        // SAFETY: sizes were checked.
+        unsafe { launch.of(kernel).run(gpu, &arguments) }?;
     }
     Ok(())
 }

@@ -4,10 +4,10 @@
 use std::sync::Arc;
 
 use super::blas::{Element, Store};
-use super::driver::{DeviceBuffer, DeviceSlice, Gpu, Launch, int};
+use super::driver::{DeviceBuffer, DeviceSlice, Gpu, Kernel, Launch, int};
+use super::kernel::kernels;
 use super::linear::WORKSPACE;
 use super::operand::Operand;
-use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
@@ -15,11 +15,27 @@ use crate::base::size::product;
 use crate::format::swizzle::ScaleLayout;
 use crate::tensor::DType;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("scaled_mm_", size_of::<ProductArguments>()),
-    ("scaled_mm_dequantize_", size_of::<DequantizeArguments>()),
-];
+kernels! {
+    /// The GEMM, by its tile, and for K that is no multiple of [`WHOLE`].
+    enum Product(ProductArguments) {
+        ScaledMmProduct {
+            Small = "scaled_mm_16x32",
+            Medium = "scaled_mm_64x64",
+            Large = "scaled_mm_128x128",
+            SmallRagged = "scaled_mm_16x32_ragged",
+            MediumRagged = "scaled_mm_64x64_ragged",
+            LargeRagged = "scaled_mm_128x128_ragged",
+        }
+    }
+
+    /// Dequantizes rows of both operands.
+    enum Dequantize(DequantizeArguments) {
+        ScaledMmDequantize {
+            F16 = "scaled_mm_dequantize_f16",
+            Bf16 = "scaled_mm_dequantize_bf16",
+        }
+    }
+}
 
 /// The output tile of a CTA of our own kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -54,13 +70,20 @@ impl Tile {
         }
     }
 
-    /// The tile's kernel, for K that is a multiple of 64.
-    pub const fn kernel(self) -> &'static str {
-        match self {
-            Tile::Small => "scaled_mm_16x32",
-            Tile::Medium => "scaled_mm_64x64",
-            Tile::Large => "scaled_mm_128x128",
+    fn product(self, is_ragged: bool) -> Product {
+        match (self, is_ragged) {
+            (Tile::Small, false) => Product::Small,
+            (Tile::Medium, false) => Product::Medium,
+            (Tile::Large, false) => Product::Large,
+            (Tile::Small, true) => Product::SmallRagged,
+            (Tile::Medium, true) => Product::MediumRagged,
+            (Tile::Large, true) => Product::LargeRagged,
         }
+    }
+
+    /// The tile's kernel, for K that is a multiple of 64.
+    pub fn kernel(self) -> &'static str {
+        self.product(false).name()
     }
 }
 
@@ -257,19 +280,14 @@ fn by_kernel(
             }
         },
     };
-    let ragged = if a.k.is_multiple_of(WHOLE) {
-        ""
-    } else {
-        "_ragged"
-    };
     let (threads, shared) = tile.block();
     let launch = Launch {
         shared,
         ..Launch::new([across as u32, down as u32, 1], threads)
     };
-    let name = [tile.kernel(), ragged].concat();
-    // SAFETY: the struct is the kernel's; `Operand` and the caller checked sizes, and buffers outlive work on their stream.
-    unsafe { launch.run(gpu, Unit::ScaledMmProduct, &name, &arguments) }
+    let kernel = tile.product(!a.k.is_multiple_of(WHOLE));
+    // SAFETY: `Operand` and the caller checked sizes, and buffers outlive work on their stream.
+    unsafe { launch.of(kernel).run(gpu, &arguments) }
 }
 
 #[repr(C)]
@@ -325,17 +343,17 @@ fn dequantize(
         blocks += (rows.div_ceil(DEQUANTIZED_ROWS) * (k / DEQUANTIZED_CODES))
             .div_ceil(DEQUANTIZE_THREADS as usize);
     }
-    let name = match element {
-        Element::F16 => "scaled_mm_dequantize_f16",
-        Element::Bf16 => "scaled_mm_dequantize_bf16",
+    let kernel = match element {
+        Element::F16 => Dequantize::F16,
+        Element::Bf16 => Dequantize::Bf16,
         Element::F32 => bail!(Internal, "operands are dequantized to 16 bits"),
     };
     let launch = Launch::new(
         [int("blocks of a grid", blocks)? as u32, 1, 1],
         DEQUANTIZE_THREADS,
     );
-    // SAFETY: the struct is the kernel's; copies have room for the rows, by the caller.
-    unsafe { launch.run(gpu, Unit::ScaledMmDequantize, name, &arguments) }
+    // SAFETY: copies have room for the rows, by the caller.
+    unsafe { launch.of(kernel).run(gpu, &arguments) }
 }
 
 fn by_library(

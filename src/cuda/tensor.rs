@@ -11,14 +11,23 @@ use cudarc::driver::{result, sys};
 use super::driver::{
     DeviceBuffer, DeviceSlice, Gpu, Launch, ManagedBuffer, check, prefetch as prefetch_managed,
 };
-use super::units::Unit;
+use super::kernel::kernels;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::tensor::{DType, MAX_RANK, Owner, Place, Shape, Tensor};
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[("gather_", size_of::<GatherArguments>())];
+kernels! {
+    /// Copies elements, by their size.
+    enum Gather(GatherArguments) {
+        Gather {
+            Bytes1 = "gather_1",
+            Bytes2 = "gather_2",
+            Bytes4 = "gather_4",
+            Bytes8 = "gather_8",
+        }
+    }
+}
 
 const THREADS: u32 = 256;
 
@@ -161,19 +170,19 @@ unsafe fn gather(gpu: &Gpu, tensor: &Tensor, to: u64) -> Result<()> {
     for (i, (&size, &stride)) in dimensions.enumerate() {
         (arguments.sizes[i], arguments.strides[i]) = (size as u64, stride as u64);
     }
-    let name = match tensor.dtype().bytes() {
-        1 => "gather_1",
-        2 => "gather_2",
-        4 => "gather_4",
-        _ => "gather_8",
+    let kernel = match tensor.dtype().bytes() {
+        1 => Gather::Bytes1,
+        2 => Gather::Bytes2,
+        4 => Gather::Bytes4,
+        _ => Gather::Bytes8,
     };
     let blocks = shape.elements().div_ceil(THREADS as usize);
     let launch = Launch::new(
         [super::driver::int("a copy's blocks", blocks)? as u32, 1, 1],
         THREADS,
     );
-    // SAFETY: the struct is the kernel's; the tensor has its elements, and `to` has room for them.
-    unsafe { launch.run(gpu, Unit::Gather, name, &arguments) }
+    // SAFETY: the tensor has its elements, and `to` has room for them.
+    unsafe { launch.of(kernel).run(gpu, &arguments) }
 }
 
 /// A copy of a tensor of this device in new memory, row-major without gaps.
@@ -282,12 +291,12 @@ pub(super) fn rows(gpu: &Arc<Gpu>, tensor: &Tensor, align: usize) -> Result<Stri
     })
 }
 
-/// The kernel name suffix of a value type.
-pub(super) fn suffix(dtype: DType) -> Result<&'static str> {
+/// The kernel for values of a type, of those for f32, f16 and bf16.
+pub(super) fn by_type<K>(dtype: DType, [f32, f16, bf16]: [K; 3]) -> Result<K> {
     match dtype {
-        DType::F32 => Ok("f32"),
-        DType::F16 => Ok("f16"),
-        DType::BF16 => Ok("bf16"),
+        DType::F32 => Ok(f32),
+        DType::F16 => Ok(f16),
+        DType::BF16 => Ok(bf16),
         _ => bail!(
             Unsupported,
             "values of type {} on a GPU; it takes float16, bfloat16 and float32",

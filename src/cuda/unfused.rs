@@ -3,20 +3,44 @@
 
 use super::attention::{CachedPages, KvShape, Pages};
 use super::driver::{DeviceSlice, Launch, int};
+use super::kernel::kernels;
 use super::linear::Activation;
-use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::size::product;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("rms_norm_f32", size_of::<NormArguments>()),
-    ("rotate", size_of::<RotateArguments>()),
-    ("pointwise_", size_of::<PointwiseArguments>()),
-    ("attention_reference", size_of::<AttendArguments>()),
-    ("attention_store", size_of::<StoreArguments>()),
-];
+kernels! {
+    /// The norm.
+    enum RmsNorm(NormArguments) {
+        RmsNormF32 { Rows = "rms_norm_f32" }
+    }
+
+    /// Rotates heads.
+    enum Rotate(RotateArguments) {
+        Rotate { Heads = "rotate" }
+    }
+
+    /// Operations on each element.
+    enum Pointwise(PointwiseArguments) {
+        Pointwise {
+            Glu = "pointwise_glu",
+            Add = "pointwise_add",
+            Scale = "pointwise_scale",
+            Fill = "pointwise_fill",
+            Cap = "pointwise_cap",
+        }
+    }
+
+    /// Attention.
+    enum Attend(AttendArguments) {
+        AttentionReference { Rows = "attention_reference" }
+    }
+
+    /// Stores keys and values.
+    enum StoreKv(StoreArguments) {
+        AttentionReference { Rows = "attention_store" }
+    }
+}
 
 const THREADS: u32 = 256;
 /// Upper limit of CTAs that iterate over an array.
@@ -76,8 +100,8 @@ pub fn rms_norm_f32(
     };
     let rows = int("rows", elements(x) / width)?;
     let launch = Launch::new([rows as u32, 1, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(x.gpu(), Unit::RmsNormF32, "rms_norm_f32", &arguments) }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(RmsNorm::Rows).run(x.gpu(), &arguments) }
 }
 
 #[repr(C)]
@@ -131,8 +155,8 @@ pub fn rotate(
         [int("rows", rows)? as u32, pairs.div_ceil(THREADS), 1],
         THREADS,
     );
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(x.gpu(), Unit::Rotate, "rotate", &arguments) }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(Rotate::Heads).run(x.gpu(), &arguments) }
 }
 
 #[repr(C)]
@@ -147,7 +171,7 @@ struct PointwiseArguments {
 
 /// Runs a kernel over the elements of `x` and those of `y`, which repeats along `x`.
 fn pointwise(
-    name: &str,
+    kernel: Pointwise,
     x: DeviceSlice<'_>,
     y: Option<DeviceSlice<'_>>,
     factor: f32,
@@ -157,7 +181,7 @@ fn pointwise(
     if period == 0 || !count.is_multiple_of(period) {
         bail!(
             Internal,
-            "{name}: {count} elements are not whole rows of {period}"
+            "{kernel:?}: {count} elements are not whole rows of {period}"
         );
     }
     let arguments = PointwiseArguments {
@@ -170,34 +194,34 @@ fn pointwise(
     };
     let blocks = count.div_ceil(THREADS as usize).min(MOST_BLOCKS);
     let launch = Launch::new([blocks as u32, 1, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(x.gpu(), Unit::Pointwise, name, &arguments) }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(kernel).run(x.gpu(), &arguments) }
 }
 
 /// `gate = act(gate) * up`, element by element.
 pub fn glu_f32(activation: Activation, gate: DeviceSlice<'_>, up: DeviceSlice<'_>) -> Result<()> {
     expect("up", up, &[elements(gate)])?;
-    pointwise("pointwise_glu", gate, Some(up), 0.0, activation)
+    pointwise(Pointwise::Glu, gate, Some(up), 0.0, activation)
 }
 
 /// `x += y`, element by element; `y` may be a single row that is added to each row of `x` (a bias).
 pub fn add(x: DeviceSlice<'_>, y: DeviceSlice<'_>) -> Result<()> {
-    pointwise("pointwise_add", x, Some(y), 0.0, Activation::Silu)
+    pointwise(Pointwise::Add, x, Some(y), 0.0, Activation::Silu)
 }
 
 /// `x *= factor`.
 pub fn scale(x: DeviceSlice<'_>, factor: f32) -> Result<()> {
-    pointwise("pointwise_scale", x, None, factor, Activation::Silu)
+    pointwise(Pointwise::Scale, x, None, factor, Activation::Silu)
 }
 
 /// `x = value`.
 pub fn fill(x: DeviceSlice<'_>, value: f32) -> Result<()> {
-    pointwise("pointwise_fill", x, None, value, Activation::Silu)
+    pointwise(Pointwise::Fill, x, None, value, Activation::Silu)
 }
 
 /// `x = cap * tanh(x / cap)`.
 pub fn cap_f32(x: DeviceSlice<'_>, cap: f32) -> Result<()> {
-    pointwise("pointwise_cap", x, None, cap, Activation::Silu)
+    pointwise(Pointwise::Cap, x, None, cap, Activation::Silu)
 }
 
 /// Parameters of [`attention_reference`].
@@ -281,15 +305,8 @@ pub fn attention_reference(
         cap: options.score_cap.unwrap_or(0.0),
     };
     let launch = Launch::new([int("rows", rows)? as u32, heads as u32, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for blocks.
-    unsafe {
-        launch.run(
-            q.gpu(),
-            Unit::AttentionReference,
-            "attention_reference",
-            &arguments,
-        )
-    }
+    // SAFETY: sizes were checked; the caller vouches for blocks.
+    unsafe { launch.of(Attend::Rows).run(q.gpu(), &arguments) }
 }
 
 #[repr(C)]
@@ -325,13 +342,6 @@ pub fn store_kv(
         first_position: int("the position", first_position)?,
     };
     let launch = Launch::new([int("rows", rows)? as u32, kv_heads as u32, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for blocks.
-    unsafe {
-        launch.run(
-            k.gpu(),
-            Unit::AttentionReference,
-            "attention_store",
-            &arguments,
-        )
-    }
+    // SAFETY: sizes were checked; the caller vouches for blocks.
+    unsafe { launch.of(StoreKv::Rows).run(k.gpu(), &arguments) }
 }

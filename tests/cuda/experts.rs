@@ -77,7 +77,7 @@ impl<'a> Mixture<'a> {
     /// Runs all kernels of the mixture.
     fn run(&self) -> Results {
         let (gpu, rows) = (self.gpu, self.rows);
-        let layout = Layout::taken(&Hardware::of(gpu), rows);
+        let layout = Layout::taken(&Hardware::of(gpu).unwrap(), rows);
         let normed = poisoned(gpu, layout.elements(rows, HIDDEN) * 2);
         let made = upload(gpu, &self.made);
         let (residual, next) = (upload(gpu, &self.residual), upload(gpu, &self.next));

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use NVFP4::base::ErrorKind;
 use NVFP4::cuda::{
-    self, Biased, DeviceBuffer, FusedNorm, Glu, Gpu, Hardware, Input, Layout, LinearScratch,
-    MatrixShape, NormScratch, Output, ResidualRow,
+    self, Biased, DeviceBuffer, FusedNorm, GemmPlan, Glu, Gpu, Hardware, Input, InputForm, Layout,
+    LinearScratch, MatrixShape, NormScratch, Output, ResidualRow,
 };
 use NVFP4::tensor::WeightType;
 
@@ -45,7 +45,7 @@ impl<'a> Normalized<'a> {
     ) -> Normalized<'a> {
         let (x, norm) = (normal(seed + 10, m * k), normal(seed + 11, k));
         let (device_x, device_norm) = (upload(gpu, &x), upload(gpu, &norm));
-        let layout = Layout::taken(&Hardware::of(gpu), m);
+        let layout = Layout::taken(&Hardware::of(gpu).unwrap(), m);
         let rows = poisoned(gpu, layout.elements(m, k) * 2);
         let factors = poisoned(gpu, m * 4);
         cuda::rms_norm(
@@ -94,11 +94,12 @@ impl<'a> Normalized<'a> {
     fn check_gated(&self, features: usize) {
         let (gate, up) = (self.weight(features, 20), self.weight(features, 21));
         let both = [gate.plain(), up.plain()];
-        let hardware = Hardware::of(self.gpu);
-        if !cuda::has_glu(&hardware, self.m, &shapes(&both), self.layout) {
+        let hardware = Hardware::of(self.gpu).unwrap();
+        let input = self.layout.input(&self.rows, 1.0);
+        let (glu, form) = (self.layout.glu(Glu::default()), input.form());
+        if GemmPlan::find(&hardware, self.m, &shapes(&both), glu, form).is_none() {
             return;
         }
-        let input = self.layout.input(&self.rows, 1.0);
         let product = Product::of(self.gpu, self.scratch, input, self.m, &both);
         let want = swiglu(&self.exact, &gate, &up);
         assert_close(&product.gated(self.layout), &want, F16, "norm, gate, up");
@@ -175,7 +176,7 @@ impl MadeRow {
 #[test]
 fn products_of_residual_rows_agree_with_f64() {
     let Some(gpu) = gpu() else { return };
-    let hardware = Hardware::of(&gpu);
+    let hardware = Hardware::of(&gpu).unwrap();
     for (i, (k, n)) in [(48, 40), (2560, 264), (3840, 4096), (4096, 72)]
         .into_iter()
         .enumerate()
@@ -193,8 +194,9 @@ fn products_of_residual_rows_agree_with_f64() {
             (Output::Glu(Glu::default()), gated),
         ] {
             let what = format!("K = {k}, N = {n}, {output:?}");
-            let served = ResidualRow::serves(&hardware, 1, &shapes(&both), output);
-            assert!(served, "{what}");
+            let form = InputForm::Residual;
+            let served = GemmPlan::find(&hardware, 1, &shapes(&both), output, form);
+            assert!(served.is_some(), "{what}");
             let features = want.len();
             let out = poisoned(&gpu, features * 4);
             Product::of(&gpu, &scratch, row.input(), 1, &both)
@@ -217,7 +219,8 @@ fn products_of_residual_rows_agree_with_f64() {
             rows: 512,
             cols,
         };
-        assert!(!ResidualRow::serves(&hardware, m, &[shape], Output::F32));
+        let (output, form) = (Output::F32, InputForm::Residual);
+        assert!(GemmPlan::find(&hardware, m, &[shape], output, form).is_none());
     }
 }
 
@@ -243,7 +246,7 @@ impl Around {
             m,
             k,
             width,
-            layout: Layout::taken(&Hardware::of(gpu), m),
+            layout: Layout::taken(&Hardware::of(gpu).unwrap(), m),
             maker: Weight::new(gpu, width, k, seed),
             takers: features.map(|n| Weight::new(gpu, n, width, seed + n as u64)),
             up: Weight::new(gpu, features[0], width, seed + 1),
@@ -259,8 +262,10 @@ impl Around {
     }
 
     fn serves(&self, hardware: &Hardware, takes: &[Biased<'_>], output: Output) -> bool {
-        let maker = self.maker.device.shape();
-        FusedNorm::serves(hardware, self.m, self.layout, maker, &shapes(takes), output)
+        let (m, layout, maker) = (self.m, self.layout, self.maker.device.shape());
+        let form = InputForm::FusedNorm(layout);
+        GemmPlan::before_norm(hardware, m, maker, layout).is_some()
+            && GemmPlan::find(hardware, m, &shapes(takes), output, form).is_some()
     }
 }
 
@@ -416,7 +421,7 @@ impl<'a> Fused<'a> {
 #[test]
 fn norms_fused_into_products_agree_with_f64() {
     let Some(gpu) = gpu() else { return };
-    let hardware = Hardware::of(&gpu);
+    let hardware = Hardware::of(&gpu).unwrap();
     let scratch = LinearScratch::new(&gpu, 16, 9728, 0).unwrap();
     for (i, case) in [
         (1, 4096, 2560, [512, 128, 120]),

@@ -143,7 +143,7 @@ fn norms_after_a_residual_sum_agree_with_f64() {
             post: upload(&gpu, &post),
             stream: upload(&gpu, &x),
         };
-        let layout = Layout::taken(&Hardware::of(&gpu), m);
+        let layout = Layout::taken(&Hardware::of(&gpu).unwrap(), m);
         let normed = poisoned(&gpu, layout.elements(m, width) * 2);
         let weight = upload(&gpu, &next);
         let follows = NextNorm {

@@ -1,7 +1,6 @@
 //! An open GPU: its primary context, which it shares with other CUDA users in the process, one stream, a memory pool, and its properties
 //! that kernels depend on.
 
-use std::collections::HashMap;
 use std::ffi::c_int;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -50,8 +49,6 @@ pub struct Gpu {
     order: Order,
     pool: sys::CUmemoryPool,
     modules: Modules,
-    /// See [`Gpu::clusters_at_once`].
-    clusters: Mutex<HashMap<(String, u32), usize>>,
     attached: Attachments,
 }
 
@@ -124,7 +121,6 @@ impl Gpu {
             order,
             pool,
             modules: Modules::default(),
-            clusters: Mutex::default(),
             attached: Attachments::default(),
         })
     }
@@ -363,15 +359,6 @@ impl Gpu {
         });
         let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
         failed.map_or(Ok(()), Err)
-    }
-
-    /// Results of [`Launch::clusters_at_once`], by kernel and cluster size.
-    ///
-    /// [`Launch::clusters_at_once`]: super::Launch::clusters_at_once
-    pub(in crate::cuda) fn clusters_at_once(
-        &self,
-    ) -> MutexGuard<'_, HashMap<(String, u32), usize>> {
-        self.clusters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -1,12 +1,13 @@
 //! Launches one kernel: its grid, its cluster size and its shared memory.
 
 use std::ffi::c_void;
+use std::fmt;
 
 use cudarc::driver::{result, sys};
 
 use super::error::check;
 use super::gpu::Gpu;
-use super::module::KernelUnit;
+use super::module::Kernel;
 use crate::base::Result;
 use crate::base::error::err;
 
@@ -14,7 +15,7 @@ use crate::base::error::err;
 const DEFAULT_SHARED: u32 = 48 << 10;
 
 /// The shape of a kernel launch.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::cuda) struct Launch {
     pub(in crate::cuda) grid: [u32; 3],
     pub(in crate::cuda) block: [u32; 3],
@@ -34,31 +35,16 @@ impl Launch {
         }
     }
 
-    /// Enqueues the kernel. With programmatic dependent launch it may start before its predecessor has ended; the kernel itself waits where
-    /// it must.
-    ///
-    /// # Safety
-    /// `arguments` must be the kernel's one parameter, in the kernel's layout, and must point to device memory that stays valid until the
-    /// kernel has run.
-    pub(in crate::cuda) unsafe fn run<T>(
-        &self,
-        gpu: &Gpu,
-        unit: impl KernelUnit,
-        name: &str,
-        arguments: &T,
-    ) -> Result<()> {
-        if self.grid.contains(&0) {
-            return Ok(());
-        }
-        debug_assert_eq!(unit.argument_bytes(name), Some(size_of::<T>()), "{name}");
-        // SAFETY: the caller's promise.
-        unsafe { self.enqueue(gpu, gpu.function(unit, name)?, name, true, arguments) }
+    /// This launch of a kernel.
+    pub(in crate::cuda) fn of<K>(self, kernel: K) -> Planned<K> {
+        let launch = self;
+        Planned { kernel, launch }
     }
 
     /// Enqueues a function that this GPU has loaded. With `overlap`, programmatic dependent launch is used where the architecture has it.
     ///
     /// # Safety
-    /// As for [`Launch::run`].
+    /// As for [`Planned::run`], and `arguments` must be the function's one parameter.
     pub(in crate::cuda) unsafe fn enqueue<T>(
         &self,
         gpu: &Gpu,
@@ -85,32 +71,6 @@ impl Launch {
             .result(),
             name,
         )
-    }
-
-    /// Clusters of this launch that the device runs at the same time. Cached, so a kernel must always be asked with the same block size.
-    pub(in crate::cuda) fn clusters_at_once(
-        &self,
-        gpu: &Gpu,
-        unit: impl KernelUnit,
-        name: &str,
-    ) -> Result<usize> {
-        let key = (name.to_string(), self.cluster);
-        let known = gpu.clusters_at_once().get(&key).copied();
-        if let Some(clusters) = known {
-            return Ok(clusters);
-        }
-        gpu.bind()?;
-        // The kernel may have to be compiled, for which no other thread waits.
-        let function = gpu.function(unit, name)?;
-        self.reserve(function, name)?;
-        let mut attributes = Attributes::new(self.cluster, false);
-        let config = self.config(gpu, &mut attributes);
-        let mut clusters = 0;
-        // SAFETY: the function was loaded by this GPU, and the attributes outlive the call.
-        let answer = unsafe { sys::cuOccupancyMaxActiveClusters(&mut clusters, function, &config) };
-        check(answer.result(), name)?;
-        gpu.clusters_at_once().insert(key, clusters as usize);
-        Ok(clusters as usize)
     }
 
     /// Raises a function's limit of shared memory to that of this launch.
@@ -143,6 +103,64 @@ impl Launch {
             hStream: gpu.stream(),
             attrs: attributes.all.as_mut_ptr(),
             numAttrs: attributes.count,
+        }
+    }
+}
+
+/// A kernel, and the shape in which it is launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::cuda) struct Planned<K> {
+    pub(in crate::cuda) kernel: K,
+    pub(in crate::cuda) launch: Launch,
+}
+
+impl<K: Kernel> Planned<K> {
+    /// Enqueues the kernel. With programmatic dependent launch it may start before its predecessor has ended; the kernel itself waits where
+    /// it must.
+    ///
+    /// # Safety
+    /// `arguments` must point to device memory that stays valid until the kernel has run.
+    pub(in crate::cuda) unsafe fn run(&self, gpu: &Gpu, arguments: &K::Arguments) -> Result<()> {
+        let Planned { kernel, launch } = *self;
+        if launch.grid.contains(&0) {
+            return Ok(());
+        }
+        let (name, function) = (kernel.name(), gpu.function(kernel.unit(), kernel.name())?);
+        // SAFETY: the type is that of the kernel's parameter; the rest is the caller's promise.
+        unsafe { launch.enqueue(gpu, function, name, true, arguments) }
+    }
+
+    /// Clusters of this launch that the device runs at the same time.
+    pub(in crate::cuda) fn clusters_at_once(&self, gpu: &Gpu) -> Result<usize> {
+        let Planned { kernel, launch } = self;
+        gpu.bind()?;
+        let (name, function) = (kernel.name(), gpu.function(kernel.unit(), kernel.name())?);
+        launch.reserve(function, name)?;
+        let mut attributes = Attributes::new(launch.cluster, false);
+        let config = launch.config(gpu, &mut attributes);
+        let mut clusters = 0;
+        // SAFETY: the function was loaded by this GPU, and the attributes outlive the call.
+        let answer = unsafe { sys::cuOccupancyMaxActiveClusters(&mut clusters, function, &config) };
+        check(answer.result(), name)?;
+        Ok(clusters as usize)
+    }
+}
+
+impl<K: Kernel> fmt::Display for Planned<K> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Launch {
+            grid: [x, y, z],
+            cluster,
+            shared,
+            ..
+        } = self.launch;
+        write!(f, "{} {x}x{y}x{z}", self.kernel.name())?;
+        if cluster > 1 {
+            write!(f, ", clusters of {cluster}")?;
+        }
+        match shared {
+            0 => Ok(()),
+            bytes => write!(f, ", {} KB", bytes.div_ceil(1024)),
         }
     }
 }

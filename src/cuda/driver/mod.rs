@@ -26,7 +26,7 @@ pub(super) use error::check;
 pub use event::Event;
 pub use gpu::{Gpu, open_gpus};
 pub use graph::Graph;
-pub(super) use launch::{Launch, int};
+pub(super) use launch::{Launch, Planned, int};
 pub(super) use loading::driver;
 pub use loading::{check_managed, count, unavailable};
 pub use managed::ManagedBuffer;
@@ -35,7 +35,7 @@ pub use memory::{DeviceBuffer, DeviceSlice, Pinned};
 pub use module::compiler;
 #[cfg(all(test, embedded_kernels))]
 pub(super) use module::image;
-pub(super) use module::{KernelUnit, Module, compile};
+pub(super) use module::{Kernel, KernelUnit, Module, compile};
 pub(super) use nvrtc::Source;
 pub use nvrtc::{TARGETS, target};
 pub use order::HostStream;

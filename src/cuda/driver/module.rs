@@ -33,11 +33,22 @@ pub(in crate::cuda) trait KernelUnit: Copy + Send + Sync {
     /// Machine code embedded in the library, if any; an error if it is damaged.
     fn embedded(self, target: &str) -> Option<Result<Vec<u8>>>;
 
-    /// Bytes of a kernel's one argument.
-    fn argument_bytes(self, kernel: &str) -> Option<usize>;
-
     /// Whether its kernels gain more from the multiprocessor's memory as L1 cache than from starting early beside kernels of other units.
     fn prefers_cache(self) -> bool;
+}
+
+/// A kernel of a unit, and the type of its one parameter.
+pub(in crate::cuda) trait Kernel: Copy {
+    /// The parameter, in the kernel's layout.
+    type Arguments;
+    /// The units of such kernels.
+    type Unit: KernelUnit;
+
+    /// The source that has the kernel.
+    fn unit(self) -> Self::Unit;
+
+    /// Its name in the machine code.
+    fn name(self) -> &'static str;
 }
 
 /// Loads NVRTC once.

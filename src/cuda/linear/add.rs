@@ -1,54 +1,55 @@
-//! GEMMs with a fused RMSNorm: the shapes that they serve, and the GEMM that adds to the residual stream before the norm.
+//! The GEMM that adds to the residual stream before a fused RMSNorm.
 
 use std::sync::Arc;
 
-use super::choose::fused_plan;
+use super::choose::{GemmPlan, takes_norm};
 use super::fused_norm::{FusedNorm, MULTIPLE};
 use super::hardware::Hardware;
-use super::input::Input;
-use super::limits::HALF_SM_ROWS;
+use super::input::{Input, InputForm};
 use super::matrix::{Biased, MatrixShape};
 use super::output::{Layout, Output};
-use super::residual::{ResidualRow, WIDTH};
 use super::skinny::skinny_gemm;
 use crate::base::Result;
-use crate::base::error::bail;
+use crate::base::error::{bail, err};
 use crate::cuda::driver::Gpu;
 
-impl FusedNorm<'_> {
-    /// Whether the norm can be fused into the GEMMs around it, each in one launch, for `m` rows in the given layout. `makes` is the matrix
-    /// of the GEMM that adds to the rows; `takes` are the matrices that consume them.
-    pub fn serves(
+impl GemmPlan {
+    /// The plan of a GEMM of `m` rows that adds to the residual stream and stores the input for GEMMs with [`Input::FusedNorm`]. `None` if
+    /// the norm cannot be fused into it.
+    pub fn before_norm(
         hardware: &Hardware,
         m: usize,
+        matrix: MatrixShape,
         layout: Layout,
-        makes: MatrixShape,
-        takes: &[MatrixShape],
-        output: Output,
-    ) -> bool {
-        let at_once = |matrices: &[_], output| {
-            fused_plan(hardware, m, matrices, output, layout).is_some_and(|plan| plan.rows == m)
+    ) -> Option<GemmPlan> {
+        let form = InputForm::Plain(layout);
+        let plan = GemmPlan::find(hardware, m, &[matrix], Output::Add, form)?;
+        let fuses = takes_norm(m, layout) && matrix.rows.is_multiple_of(MULTIPLE);
+        (fuses && plan.skinny_at_once().is_some()).then_some(plan)
+    }
+
+    /// Enqueues a GEMM planned by [`GemmPlan::before_norm`]. It adds to the rows of the norm.
+    pub fn enqueue_before_norm(
+        &self,
+        gpu: &Arc<Gpu>,
+        input: Input<'_>,
+        matrix: Biased<'_>,
+        norm: &FusedNorm<'_>,
+    ) -> Result<()> {
+        norm.takes(matrix.0.shape())?;
+        let (matrices, width) = ([matrix], norm.width());
+        self.check(input, &matrices, Output::Add)?;
+        let Some(plan) = self.skinny_at_once() else {
+            bail!(Internal, "no kernel fuses a norm into {self:?}");
         };
-        (m <= HALF_SM_ROWS || layout == Layout::FragmentMajor)
-            && makes.rows.is_multiple_of(MULTIPLE)
-            && output != Output::F16
-            && at_once(&[makes], Output::Add)
-            && at_once(takes, output)
+        let (add, next) = (Output::Add, Some(norm));
+        skinny_gemm(
+            gpu, input, self.m, &matrices, add, norm.x, width, plan, next,
+        )
     }
 }
 
-impl ResidualRow<'_> {
-    /// Whether a GEMM of `m` rows with these matrices can compute its row in its prologue.
-    pub fn serves(hardware: &Hardware, m: usize, takes: &[MatrixShape], output: Output) -> bool {
-        m == 1
-            && takes.iter().all(|w| w.cols <= WIDTH)
-            && matches!(output, Output::F32 | Output::Glu(_))
-            && fused_plan(hardware, m, takes, output, Layout::RowMajor).is_some()
-    }
-}
-
-/// Adds a product of `m` rows to the rows of a norm, and stores the input for products with [`Input::FusedNorm`]. Serves the shapes that
-/// [`FusedNorm::serves`] allows.
+/// As [`GemmPlan::enqueue_before_norm`]. Plans it anew: for callers without a plan.
 pub fn linear_add_norm(
     gpu: &Arc<Gpu>,
     input: Input<'_>,
@@ -56,31 +57,9 @@ pub fn linear_add_norm(
     matrix: Biased<'_>,
     norm: &FusedNorm<'_>,
 ) -> Result<()> {
-    let width = norm.width();
-    if matrix.0.rows() != width {
-        bail!(
-            Internal,
-            "a product of {} features added to rows of {width}",
-            matrix.0.rows()
-        );
-    }
-    input.holds(m, matrix.0.cols())?;
-    let (hardware, shape) = (Hardware::of(gpu), matrix.0.shape());
-    let Some(plan) = fused_plan(&hardware, m, &[shape], Output::Add, input.layout()) else {
-        bail!(
-            Internal,
-            "no kernel fuses a norm into a product of {m} rows"
-        );
-    };
-    skinny_gemm(
-        gpu,
-        input,
-        m,
-        &[matrix],
-        Output::Add,
-        norm.x,
-        width,
-        plan,
-        Some(norm),
-    )
+    norm.takes(matrix.0.shape())?;
+    let (hardware, layout) = (Hardware::of(gpu)?, input.layout());
+    let plan = GemmPlan::before_norm(&hardware, m, matrix.0.shape(), layout)
+        .ok_or_else(|| err!(Internal, "no kernel fuses a norm into {m} rows of these"))?;
+    plan.enqueue_before_norm(gpu, input, matrix, norm)
 }

@@ -1,11 +1,23 @@
-//! Chooses the kernel of a GEMM from its rows, its matrices and the device.
+//! Chooses how a GEMM runs from its rows, its matrices and the device: every kernel, grid, cluster and size of shared memory. Launching
+//! only checks memory and enqueues.
 
+use std::fmt;
+
+use super::dense::DenseKernel;
+use super::fused_norm::MULTIPLE;
 use super::hardware::Hardware;
-use super::limits::{FUSED_BYTES, HALF_SM_ROWS, SKINNY_ROWS};
+use super::input::InputForm;
+use super::int8::{self, Int8Product};
+use super::limits::{FUSED_BYTES, HALF_SM_ROWS, SKINNY_ROWS, TILED};
 use super::matrix::{Biased, MatrixShape};
-use super::output::{Glu, Layout, Output};
-use super::skinny::Plan;
-use super::tiled::{self, TileKernel};
+use super::output::{Layout, Output};
+use super::residual::WIDTH;
+use super::skinny::SkinnyPlan;
+use super::tiled::Tiling;
+use super::tiles::TileKernel;
+use crate::base::Result;
+use crate::base::error::err;
+use crate::cuda::driver::Planned;
 use crate::tensor::WeightType;
 
 impl Layout {
@@ -22,18 +34,150 @@ pub(super) fn shapes(matrices: &[Biased<'_>]) -> Vec<MatrixShape> {
     matrices.iter().map(|(w, _)| w.shape()).collect()
 }
 
-pub(super) fn are_nvfp4(matrices: &[MatrixShape]) -> bool {
+fn are_nvfp4(matrices: &[MatrixShape]) -> bool {
     matrices.iter().all(|w| w.storage == WeightType::Nvfp4)
 }
 
-/// The plan of the skinny GEMM for `m` rows in the given layout, if that kernel is the best choice.
-pub(super) fn fused_plan(
+/// How a GEMM of some rows with up to three matrices runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GemmPlan {
+    pub(super) m: usize,
+    pub(super) matrices: [Option<MatrixShape>; 3],
+    /// Its epilogue, with any gated activation for that of the call.
+    pub(super) output: Output,
+    pub(super) form: InputForm,
+    pub(super) kernels: GemmKernels,
+}
+
+/// The kernels of a GEMM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum GemmKernels {
+    /// The skinny GEMM, with all matrices.
+    Skinny(SkinnyPlan),
+    /// A tiled kernel, with all matrices.
+    Tiled(Tiling),
+    /// Kernels of each matrix.
+    Each([Option<MatrixKernel>; 3]),
+}
+
+/// The kernel of a GEMM with one matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum MatrixKernel {
+    Dense(Planned<DenseKernel>),
+    Int8(Planned<Int8Product>),
+    /// cuBLASLt, on an f16 copy of a weight that is neither f16 nor bf16.
+    CuBlas,
+}
+
+impl GemmPlan {
+    /// The plan for `m` rows in this form; an error if no kernel of the device serves them.
+    pub fn choose(
+        hardware: &Hardware,
+        m: usize,
+        matrices: &[MatrixShape],
+        output: Output,
+        form: InputForm,
+    ) -> Result<GemmPlan> {
+        GemmPlan::find(hardware, m, matrices, output, form).ok_or_else(|| {
+            err!(
+                Unsupported,
+                "no kernel of this device takes {m} rows ({form:?}) times {matrices:?} to {output:?}"
+            )
+        })
+    }
+
+    /// As [`GemmPlan::choose`]; `None` if no kernel serves.
+    pub fn find(
+        hardware: &Hardware,
+        m: usize,
+        matrices: &[MatrixShape],
+        output: Output,
+        form: InputForm,
+    ) -> Option<GemmPlan> {
+        let skinny = || {
+            let plan = skinny(hardware, m, matrices, output, form)?;
+            Some(GemmKernels::Skinny(plan))
+        };
+        let tiled = || tiled(hardware, m, matrices, output, form).map(GemmKernels::Tiled);
+        let each = || each(hardware, m, matrices, output, form).map(GemmKernels::Each);
+        let kernels = || match m {
+            0 => Some(GemmKernels::Each([None; 3])),
+            _ => skinny().or_else(tiled).or_else(each),
+        };
+        GemmPlan::with(m, matrices, output, form, kernels)
+    }
+
+    /// The plan by a tiled kernel, whatever serves best. `divides` says whether there is scratch memory for split-K.
+    pub(super) fn by_tiles(
+        hardware: &Hardware,
+        kernel: TileKernel,
+        m: usize,
+        matrices: &[MatrixShape],
+        output: Output,
+        form: InputForm,
+        divides: bool,
+    ) -> Option<GemmPlan> {
+        let layout = form.layout();
+        GemmPlan::with(m, matrices, output, form, || {
+            Tiling::choose(hardware, kernel, m, matrices, output, layout, divides)
+                .map(GemmKernels::Tiled)
+        })
+    }
+
+    /// The plan by the skinny GEMM, whatever serves best.
+    pub fn by_skinny(
+        hardware: &Hardware,
+        m: usize,
+        matrices: &[MatrixShape],
+        output: Output,
+        form: InputForm,
+    ) -> Option<GemmPlan> {
+        GemmPlan::with(m, matrices, output, form, || {
+            SkinnyPlan::choose(hardware, m, matrices, output, form).map(GemmKernels::Skinny)
+        })
+    }
+
+    /// The plan with these kernels, if the matrices and the epilogue go together.
+    fn with(
+        m: usize,
+        matrices: &[MatrixShape],
+        output: Output,
+        form: InputForm,
+        kernels: impl FnOnce() -> Option<GemmKernels>,
+    ) -> Option<GemmPlan> {
+        let first = matrices.first()?;
+        let are_alike = matrices.iter().all(|w| w.cols == first.cols);
+        let are_gated = matrices.len() == 2 && matrices[1].rows == first.rows;
+        if matrices.len() > 3 || !are_alike || (output.applied().is_some() && !are_gated) {
+            return None;
+        }
+        Some(GemmPlan {
+            m,
+            matrices: [0, 1, 2].map(|i| matrices.get(i).copied()),
+            output,
+            form,
+            kernels: kernels()?,
+        })
+    }
+
+    /// The skinny GEMM of all rows at once, if that is the plan.
+    pub(super) fn skinny_at_once(&self) -> Option<&SkinnyPlan> {
+        match &self.kernels {
+            GemmKernels::Skinny(plan) if plan.rows == self.m => Some(plan),
+            _ => None,
+        }
+    }
+}
+
+/// The skinny GEMM, if it is the best choice.
+fn skinny(
     hardware: &Hardware,
     m: usize,
     matrices: &[MatrixShape],
     output: Output,
-    layout: Layout,
-) -> Option<Plan> {
+    form: InputForm,
+) -> Option<SkinnyPlan> {
+    let (layout, k) = (form.layout(), matrices[0].cols);
     let takes = m <= SKINNY_ROWS
         && are_nvfp4(matrices)
         && (layout == Layout::FragmentMajor
@@ -41,29 +185,99 @@ pub(super) fn fused_plan(
     if !takes {
         return None;
     }
-    let k = matrices[0].cols;
-    let features: Vec<usize> = matrices.iter().map(|w| w.rows).collect();
-    let plan = Plan::choose(
-        m,
-        k,
-        &features,
-        output,
-        layout,
-        hardware.has_clusters(),
-        hardware.multiprocessors,
-        hardware.shared_limit,
-    )?;
+    let plan = SkinnyPlan::choose(hardware, m, matrices, output, form)?;
+    let stores = !matches!(output, Output::Add | Output::F16);
+    let fits = match form {
+        InputForm::Plain(_) => true,
+        InputForm::FusedNorm(_) => {
+            stores && plan.rows == m && takes_norm(m, layout) && k.is_multiple_of(MULTIPLE)
+        }
+        InputForm::Residual => stores && m == 1 && k <= WIDTH,
+    };
     let pays = m <= HALF_SM_ROWS
         || output.applied().is_some()
         || match layout {
             Layout::FragmentMajor => plan.clusters * plan.split_k <= hardware.multiprocessors,
             Layout::RowMajor => plan.rows == m && m * k * 2 <= FUSED_BYTES * plan.split_k,
         };
-    pays.then_some(plan)
+    (fits && pays).then_some(plan)
 }
 
-/// Whether one kernel serves `m` rows of two matrices and applies a gated activation in its epilogue.
-pub fn has_glu(hardware: &Hardware, m: usize, matrices: &[MatrixShape], layout: Layout) -> bool {
-    fused_plan(hardware, m, matrices, layout.glu(Glu::default()), layout).is_some()
-        || tiled::has_glu(hardware, m, matrices, layout)
+/// Whether norms may be fused into GEMMs of `m` rows.
+pub(super) fn takes_norm(m: usize, layout: Layout) -> bool {
+    m <= HALF_SM_ROWS || layout == Layout::FragmentMajor
+}
+
+/// The tiled kernel that serves these rows, if any does.
+fn tiled(
+    hardware: &Hardware,
+    m: usize,
+    matrices: &[MatrixShape],
+    output: Output,
+    form: InputForm,
+) -> Option<Tiling> {
+    let InputForm::Plain(layout) = form else {
+        return None;
+    };
+    if !are_nvfp4(matrices) || !hardware.tiles_serve(m) || (output.applied().is_some() && m > TILED)
+    {
+        return None;
+    }
+    let kernel = TileKernel::serving(hardware.arch, m, layout);
+    let divides = m > HALF_SM_ROWS;
+    Tiling::choose(hardware, kernel, m, matrices, output, layout, divides)
+}
+
+/// The kernel of each matrix.
+fn each(
+    hardware: &Hardware,
+    m: usize,
+    matrices: &[MatrixShape],
+    output: Output,
+    form: InputForm,
+) -> Option<[Option<MatrixKernel>; 3]> {
+    if form != InputForm::Plain(Layout::RowMajor) || output.applied().is_some() {
+        return None;
+    }
+    let kernel = |&w: &MatrixShape| {
+        let is_many = hardware.cublas
+            && match w.storage {
+                WeightType::Nvfp4 => true,
+                WeightType::F16 | WeightType::BF16 => m > SKINNY_ROWS,
+                // Sums of codes do not fit f16, and an addition would lack their scale.
+                WeightType::Int8 => m > int8::PRODUCT_ROWS && output == Output::F32,
+                WeightType::F32 => false,
+            };
+        match w.storage {
+            _ if is_many => Some(MatrixKernel::CuBlas),
+            WeightType::Nvfp4 => None,
+            WeightType::Int8 if m > 1 => Some(MatrixKernel::Int8(Int8Product::planned(w, m))),
+            _ => Some(MatrixKernel::Dense(DenseKernel::planned(w, m))),
+        }
+    };
+    let mut kernels = [None; 3];
+    for (slot, w) in kernels.iter_mut().zip(matrices) {
+        *slot = Some(kernel(w)?);
+    }
+    Some(kernels)
+}
+
+impl fmt::Display for GemmPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.kernels {
+            GemmKernels::Skinny(plan) => write!(f, "{plan}"),
+            GemmKernels::Tiled(tiling) => write!(f, "{tiling}"),
+            GemmKernels::Each(kernels) => {
+                for (i, kernel) in kernels.iter().flatten().enumerate() {
+                    f.write_str(if i == 0 { "" } else { "; " })?;
+                    match kernel {
+                        MatrixKernel::Dense(planned) => write!(f, "{planned}")?,
+                        MatrixKernel::Int8(planned) => write!(f, "{planned}")?,
+                        MatrixKernel::CuBlas => f.write_str("cuBLASLt")?,
+                    }
+                }
+                Ok(())
+            }
+        }
+    }
 }

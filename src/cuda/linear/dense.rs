@@ -1,19 +1,26 @@
 //! The plain kernel for GEMMs with dense weights and row-major int8 codes.
 
-use super::int8;
-use super::matrix::Matrix;
+use super::matrix::{Matrix, MatrixShape};
 use super::output::Output;
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, int};
-use crate::cuda::units::Unit;
+use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, Planned, int};
+use crate::cuda::kernel::kernels;
 use crate::tensor::WeightType;
 
-/// Argument size of this file's kernel, by its name.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[("linear_dense", size_of::<DenseArguments>())];
+kernels! {
+    /// The plain kernel.
+    pub(super) enum DenseKernel(DenseArguments) {
+        LinearDense {
+            Rows = "linear_dense",
+            Row = "linear_dense_1",
+            Int8Row = "linear_dense_int8_1",
+        }
+    }
+}
 
 #[repr(C)]
-struct DenseArguments {
+pub(super) struct DenseArguments {
     x: u64,
     weight: u64,
     scales: u64,
@@ -28,9 +35,23 @@ struct DenseArguments {
     out_stride: i32,
 }
 
-/// `m` rows of f16 `x`, divided by `factor`, times `w`; [`super::linear`] checks sizes.
+impl DenseKernel {
+    /// The launch for `m` rows; for int8 a single one.
+    pub(super) fn planned(w: MatrixShape, m: usize) -> Planned<DenseKernel> {
+        let (kernel, tokens) = match (w.storage, m) {
+            (WeightType::Int8, _) => (DenseKernel::Int8Row, 1),
+            (_, 1) => (DenseKernel::Row, 1),
+            _ => (DenseKernel::Rows, 8),
+        };
+        let grid = [w.rows.div_ceil(8) as u32, m.div_ceil(tokens) as u32, 1];
+        Launch::new(grid, 256).of(kernel)
+    }
+}
+
+/// `m` rows of f16 `x`, divided by `factor`, times `w`; [`GemmPlan`](super::GemmPlan) checks sizes.
 pub(super) fn dense(
     gpu: &Gpu,
+    planned: Planned<DenseKernel>,
     w: &Matrix,
     bias: Option<&DeviceBuffer>,
     x: &DeviceBuffer,
@@ -40,9 +61,6 @@ pub(super) fn dense(
     out: u64,
     stride: usize,
 ) -> Result<()> {
-    if w.storage == WeightType::Int8 && m > 1 {
-        return int8::product(gpu, w, bias, x, factor, m, output, out, stride);
-    }
     let arguments = DenseArguments {
         x: x.address(),
         weight: w.address(),
@@ -63,12 +81,6 @@ pub(super) fn dense(
         k: int("K", w.cols)?,
         out_stride: int("the stride of a product", stride)?,
     };
-    let (name, tokens) = match (w.storage, m) {
-        (WeightType::Int8, _) => ("linear_dense_int8_1", 1),
-        (_, 1) => ("linear_dense_1", 1),
-        _ => ("linear_dense", 8),
-    };
-    let grid = [w.rows.div_ceil(8) as u32, m.div_ceil(tokens) as u32, 1];
-    // SAFETY: the struct is the kernel's; sizes were checked by `linear`.
-    unsafe { Launch::new(grid, 256).run(gpu, Unit::LinearDense, name, &arguments) }
+    // SAFETY: sizes were checked with the plan.
+    unsafe { planned.run(gpu, &arguments) }
 }

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use super::limits::SKINNY_ROWS;
+use super::matrix::MatrixShape;
 use super::output::{Layout, Output};
 use super::tile::Tile;
 use crate::base::Result;
@@ -82,6 +83,19 @@ impl FusedNorm<'_> {
     /// The rows in the layout that the skinny GEMM takes.
     pub(super) fn rows(&self) -> &DeviceBuffer {
         &self.scratch.rows
+    }
+
+    /// Refuses a matrix whose product does not have rows of this width.
+    pub(super) fn takes(&self, makes: MatrixShape) -> Result<()> {
+        if makes.rows != self.width() {
+            bail!(
+                Internal,
+                "a product of {} features added to rows of {}",
+                makes.rows,
+                self.width()
+            );
+        }
+        Ok(())
     }
 
     pub(super) fn argument(&self, m: usize) -> Result<NormArgument> {

@@ -1,7 +1,9 @@
 //! Device properties that the choice of GEMM kernels depends on.
 
 use super::limits::TILED;
-use crate::cuda::driver::Gpu;
+use super::tiles::{MOST_SPLIT_K, TileKernel, Tiles};
+use crate::base::Result;
+use crate::cuda::driver::{Attached, Gpu};
 
 /// Device properties that the choice of GEMM kernels depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,17 +16,20 @@ pub struct Hardware {
     pub shared_limit: usize,
     /// Whether cuBLASLt was found.
     pub cublas: bool,
+    /// Clusters of Hopper's kernel of wide tiles.
+    pub clusters: WideClusters,
 }
 
 impl Hardware {
-    /// The properties of an open device.
-    pub fn of(gpu: &Gpu) -> Hardware {
-        Hardware {
+    /// The properties of an open device. The first call loads Hopper's kernel of wide tiles.
+    pub fn of(gpu: &Gpu) -> Result<Hardware> {
+        Ok(Hardware {
             arch: gpu.arch(),
             multiprocessors: gpu.multiprocessors(),
             shared_limit: gpu.shared_limit(),
             cublas: gpu.blas().is_some(),
-        }
+            clusters: *gpu.attached_or(|| WideClusters::measure(gpu))?,
+        })
     }
 
     /// Whether two CTAs may form a cluster and share the tiles of a GEMM.
@@ -35,5 +40,53 @@ impl Hardware {
     /// Whether a tiled kernel rather than cuBLASLt serves `m` rows, when they are too many for the skinny GEMM.
     pub(super) fn tiles_serve(&self, m: usize) -> bool {
         m <= TILED || !self.cublas
+    }
+}
+
+/// Numbers of clusters of Hopper's kernel of wide tiles that a device runs at the same time: without and with a gated activation, by the
+/// activation rows of a CTA (8, 16, 32, 64 and 128), by cluster size from 2 on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WideClusters([[[u16; MOST_SPLIT_K - 1]; 5]; 2]);
+
+impl Attached for WideClusters {}
+
+impl WideClusters {
+    /// Clusters of a device on which any multiprocessors, with a CTA each, can form one.
+    pub const fn unconstrained(multiprocessors: usize) -> WideClusters {
+        let mut counts = [0; MOST_SPLIT_K - 1];
+        let mut size = 2;
+        while size <= MOST_SPLIT_K {
+            counts[size - 2] = (multiprocessors / size) as u16;
+            size += 1;
+        }
+        WideClusters([[counts; 5]; 2])
+    }
+
+    /// Asks the driver; zeros for devices without that kernel.
+    fn measure(gpu: &Gpu) -> Result<WideClusters> {
+        let kernel = TileKernel::Wide;
+        let mut clusters = WideClusters::unconstrained(0);
+        if !TileKernel::all(gpu.arch()).contains(&kernel) {
+            return Ok(clusters);
+        }
+        for (glu, variants) in [false, true].into_iter().zip(&mut clusters.0) {
+            for (index, counts) in variants.iter_mut().enumerate() {
+                let columns = 8 << index;
+                let tiles = Tiles {
+                    kernel,
+                    glu,
+                    columns,
+                };
+                for (size, count) in (2..).zip(counts) {
+                    *count = tiles.planned([1, 1, size]).clusters_at_once(gpu)? as u16;
+                }
+            }
+        }
+        Ok(clusters)
+    }
+
+    /// The number of clusters of `size` CTAs.
+    pub(super) fn at_once(&self, tiles: Tiles, size: usize) -> usize {
+        usize::from(self.0[usize::from(tiles.glu)][tiles.index()][size - 2])
     }
 }

@@ -16,18 +16,45 @@ pub enum Input<'a> {
     /// Rows in this layout whose RMSNorm is fused into the epilogue, as [`linear_add_norm`](super::linear_add_norm) stored them. For the
     /// skinny GEMM only.
     FusedNorm(FusedNorm<'a>, Layout),
-    /// One row that the prologue of the GEMM computes, see [`ResidualRow::serves`]. For the skinny GEMM only.
+    /// One row that the prologue of the GEMM computes. For the skinny GEMM only.
     Residual(ResidualRow<'a>),
 }
 
-impl Input<'_> {
+/// The form of an [`Input`], which the choice of a kernel depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InputForm {
+    /// Activations in memory: [`Input::Plain`] or [`Input::FragmentMajor`].
+    Plain(Layout),
+    /// [`Input::FusedNorm`].
+    FusedNorm(Layout),
+    /// [`Input::Residual`].
+    Residual,
+}
+
+impl InputForm {
     /// The layout of the activations.
     pub const fn layout(self) -> Layout {
         match self {
-            Input::Plain(..) | Input::Residual(_) => Layout::RowMajor,
-            Input::FragmentMajor(..) => Layout::FragmentMajor,
-            Input::FusedNorm(_, layout) => layout,
+            InputForm::Plain(layout) | InputForm::FusedNorm(layout) => layout,
+            InputForm::Residual => Layout::RowMajor,
         }
+    }
+}
+
+impl Input<'_> {
+    /// Its form.
+    pub const fn form(self) -> InputForm {
+        match self {
+            Input::Plain(..) => InputForm::Plain(Layout::RowMajor),
+            Input::FragmentMajor(..) => InputForm::Plain(Layout::FragmentMajor),
+            Input::FusedNorm(_, layout) => InputForm::FusedNorm(layout),
+            Input::Residual(_) => InputForm::Residual,
+        }
+    }
+
+    /// The layout of the activations.
+    pub const fn layout(self) -> Layout {
+        self.form().layout()
     }
 
     /// Refuses memory that is too small for `m` rows of `k`.

@@ -1,18 +1,33 @@
 //! GEMMs with int8 weights: our own kernel, and for many rows the conversions around cuBLASLt, codes to f16 before it and row scales after
 //! it.
 
-use super::matrix::Matrix;
+use super::matrix::{Matrix, MatrixShape};
 use super::output::Output;
 use crate::base::Result;
-use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, int};
-use crate::cuda::units::Unit;
+use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, Planned, int};
+use crate::cuda::kernel::kernels;
 
-/// Argument structs of this file's kernels, by name.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("linear_int8_product", size_of::<ProductArguments>()),
-    ("linear_int8_to_f16", size_of::<HalvesArguments>()),
-    ("linear_int8_scale", size_of::<ScaleArguments>()),
-];
+kernels! {
+    /// The GEMM, by the rows of activations of a CTA.
+    pub(super) enum Int8Product(ProductArguments) {
+        LinearInt8 {
+            Rows8 = "linear_int8_product_8",
+            Rows16 = "linear_int8_product_16",
+            Rows32 = "linear_int8_product_32",
+            Rows64 = "linear_int8_product_64",
+        }
+    }
+
+    /// Converts codes.
+    enum ToHalves(HalvesArguments) {
+        LinearInt8 { Codes = "linear_int8_to_f16" }
+    }
+
+    /// Applies row scales.
+    enum ScaleProducts(ScaleArguments) {
+        LinearInt8 { Rows = "linear_int8_scale" }
+    }
+}
 
 const THREADS: u32 = 256;
 /// Most rows of the own kernel, which reads the weight once for each 64 rows. From some 300 rows on, an f16 copy for cuBLASLt moves fewer
@@ -25,7 +40,7 @@ const STAGED: usize = 4 * (2 * 64 + 16);
 const CODES: usize = 16;
 
 #[repr(C)]
-struct ProductArguments {
+pub(super) struct ProductArguments {
     x: u64,
     codes: u64,
     scales: u64,
@@ -54,9 +69,32 @@ struct ScaleArguments {
     stride: i32,
 }
 
-/// `m` rows of f16 `x`, divided by `factor`, times int8 rows `w`; [`super::linear`] checks sizes.
+impl Int8Product {
+    /// The launch for `m` rows.
+    pub(super) fn planned(w: MatrixShape, m: usize) -> Planned<Int8Product> {
+        let (kernel, tokens) = match m {
+            ..=8 => (Int8Product::Rows8, 8),
+            9..=16 => (Int8Product::Rows16, 16),
+            17..=32 => (Int8Product::Rows32, 32),
+            _ => (Int8Product::Rows64, 64),
+        };
+        let grid = [
+            w.rows.div_ceil(BLOCK_ROWS) as u32,
+            m.div_ceil(tokens) as u32,
+            1,
+        ];
+        let launch = Launch {
+            shared: (tokens * STAGED) as u32,
+            ..Launch::new(grid, THREADS)
+        };
+        launch.of(kernel)
+    }
+}
+
+/// `m` rows of f16 `x`, divided by `factor`, times int8 rows `w`; [`GemmPlan`](super::GemmPlan) checks sizes.
 pub(super) fn product(
     gpu: &Gpu,
+    planned: Planned<Int8Product>,
     w: &Matrix,
     bias: Option<&DeviceBuffer>,
     x: &DeviceBuffer,
@@ -79,23 +117,8 @@ pub(super) fn product(
         k: int("K", w.cols)?,
         out_stride: int("the stride of a product", stride)?,
     };
-    let (name, tokens) = match m {
-        ..=8 => ("linear_int8_product_8", 8),
-        9..=16 => ("linear_int8_product_16", 16),
-        17..=32 => ("linear_int8_product_32", 32),
-        _ => ("linear_int8_product_64", 64),
-    };
-    let grid = [
-        w.rows.div_ceil(BLOCK_ROWS) as u32,
-        m.div_ceil(tokens) as u32,
-        1,
-    ];
-    let launch = Launch {
-        shared: (tokens * STAGED) as u32,
-        ..Launch::new(grid, THREADS)
-    };
-    // SAFETY: the struct is the kernel's; sizes were checked by `linear`.
-    unsafe { launch.run(gpu, Unit::LinearInt8, name, &arguments) }
+    // SAFETY: sizes were checked with the plan.
+    unsafe { planned.run(gpu, &arguments) }
 }
 
 /// Enqueues the conversion of `rows` rows of `w` from `first` on to f16 at the address `out`.
@@ -120,10 +143,9 @@ pub(super) unsafe fn to_halves(
         1,
         1,
     ];
-    // SAFETY: the struct is the kernel's; the rest is the caller's promise.
-    unsafe {
-        Launch::new(grid, THREADS).run(gpu, Unit::LinearInt8, "linear_int8_to_f16", &arguments)
-    }
+    let planned = Launch::new(grid, THREADS).of(ToHalves::Codes);
+    // SAFETY: the caller's promise.
+    unsafe { planned.run(gpu, &arguments) }
 }
 
 /// Enqueues the scaling of a product by the row scales of `rows` rows of `w` from `first` on. The product has `m` rows of f32 at the
@@ -147,8 +169,7 @@ pub(super) unsafe fn scale_products(
         stride: int("the stride of a product", stride)?,
     };
     let grid = [(rows as u32).div_ceil(THREADS), m as u32, 1];
-    // SAFETY: the struct is the kernel's; the rest is the caller's promise.
-    unsafe {
-        Launch::new(grid, THREADS).run(gpu, Unit::LinearInt8, "linear_int8_scale", &arguments)
-    }
+    let planned = Launch::new(grid, THREADS).of(ScaleProducts::Rows);
+    // SAFETY: the caller's promise.
+    unsafe { planned.run(gpu, &arguments) }
 }

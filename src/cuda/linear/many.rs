@@ -2,14 +2,11 @@
 
 use std::sync::Arc;
 
-use super::dense::dense;
-use super::hardware::Hardware;
-use super::input::Input;
 use super::int8;
 use super::limits::{HALF_SM_ROWS, SKINNY_ROWS, TILED};
-use super::matrix::{Biased, CHUNK_ROWS, Matrix, by_words, chunk_offset};
+use super::matrix::{CHUNK_ROWS, Matrix, by_words, chunk_offset};
 use super::output::Output;
-use super::tiled::{self, TileKernel};
+use super::tiles::TileKernel;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
@@ -17,12 +14,15 @@ use crate::base::size::product;
 use crate::cuda::blas::{Blas, Element, Store};
 use crate::cuda::convert;
 use crate::cuda::driver::{DeviceBuffer, Gpu, int};
-use crate::cuda::units::Unit;
+use crate::cuda::kernel::kernels;
 use crate::tensor::WeightType;
 
-/// Argument size of this file's kernel, by its name.
-pub(super) const ARGUMENTS: &[(&str, usize)] =
-    &[("dequantize_packed", size_of::<DequantizeArguments>())];
+kernels! {
+    /// Decodes rows of chunks to f16.
+    enum Dequantize(DequantizeArguments) {
+        Dequantize { Packed = "dequantize_packed" }
+    }
+}
 
 /// Bytes of the workspace of cuBLASLt.
 pub(in crate::cuda) const WORKSPACE: usize = 32 << 20;
@@ -75,6 +75,11 @@ impl LinearScratch {
         &self.room
     }
 
+    /// Whether it has the workspace of cuBLASLt.
+    pub(super) fn has_workspace(&self) -> bool {
+        self.workspace.bytes() > 0
+    }
+
     /// Allocates scratch for a product of `m` rows with `w` alone.
     pub fn for_product(gpu: &Arc<Gpu>, w: &Matrix, m: usize) -> Result<LinearScratch> {
         let row = 2 * w.cols;
@@ -85,7 +90,7 @@ impl LinearScratch {
                 product("activations", &[m, row])?
             }
             WeightType::F16 | WeightType::BF16 => 0,
-            WeightType::Nvfp4 if Hardware::of(gpu).tiles_serve(m) => 0,
+            WeightType::Nvfp4 if m <= TILED || gpu.blas().is_none() => 0,
             WeightType::Nvfp4 => row * w.rows.min(COPY / row).max(1).next_multiple_of(CHUNK_ROWS),
             WeightType::Int8 if m > int8::PRODUCT_ROWS => row * w.rows.min(COPY / row).max(1),
             WeightType::Int8 => 0,
@@ -93,7 +98,7 @@ impl LinearScratch {
         Self::new(gpu, m, w.cols, bytes)
     }
 
-    /// `m` rows of f16 `x`, divided by `factor`, times `w`, to the address `out`; [`super::linear`] checks sizes.
+    /// `m` rows of f16 `x`, divided by `factor`, times `w`, to the address `out`, by cuBLASLt; [`GemmPlan`](super::GemmPlan) checks sizes.
     pub(super) fn product(
         &self,
         gpu: &Arc<Gpu>,
@@ -105,15 +110,12 @@ impl LinearScratch {
         out: u64,
         stride: usize,
     ) -> Result<()> {
-        let Some(blas) = gpu.blas().filter(|_| self.workspace.bytes() > 0) else {
-            if w.storage == WeightType::Nvfp4 {
-                bail!(
-                    Unsupported,
-                    "a weight with K = {} fits no kernel of this device, and there is no cuBLASLt",
-                    w.cols
-                );
-            }
-            return dense(gpu, w, None, x, factor, m, output, out, stride);
+        let Some(blas) = gpu.blas().filter(|_| self.has_workspace()) else {
+            bail!(
+                Unsupported,
+                "{m} rows of a weight with K = {} need cuBLASLt and its workspace",
+                w.cols
+            );
         };
         if matches!(w.storage, WeightType::BF16 | WeightType::F16) {
             // cuBLASLt takes operands of one type, and stores products of bf16 operands as bf16 or f32.
@@ -159,11 +161,7 @@ impl LinearScratch {
             );
         }
         if w.storage == WeightType::Int8 {
-            return match output {
-                Output::F32 => self.int8(gpu, &blas, w, x, factor, m, out, stride),
-                // Sums of codes do not fit f16, and an addition would lack their scale.
-                _ => dense(gpu, w, None, x, factor, m, output, out, stride),
-            };
+            return self.int8(gpu, &blas, w, x, factor, m, out, stride);
         }
         let step = self.room.bytes() / (2 * w.cols) / CHUNK_ROWS * CHUNK_ROWS;
         if step == 0 {
@@ -182,9 +180,9 @@ impl LinearScratch {
                 rows: int("rows", rows)?,
                 k: int("K", w.cols)?,
             };
-            let launch = by_words(rows, w.cols);
-            // SAFETY: the struct is the kernel's; the copy has room for `rows` rows.
-            unsafe { launch.run(gpu, Unit::Dequantize, "dequantize_packed", &arguments)? };
+            let planned = by_words(rows, w.cols).of(Dequantize::Packed);
+            // SAFETY: the copy has room for `rows` rows.
+            unsafe { planned.run(gpu, &arguments)? };
             let at = out + (first * output.bytes()) as u64;
             blas.product(
                 gpu,
@@ -263,20 +261,4 @@ fn store(output: Output) -> Result<Store> {
             bail!(Internal, "only fused kernels apply SwiGLU")
         }
     }
-}
-
-/// A GEMM by a tiled kernel with NVFP4 weights. [`super::linear`] checks sizes and chooses the kernel.
-pub fn tiled(
-    gpu: &Gpu,
-    kernel: TileKernel,
-    input: Input<'_>,
-    m: usize,
-    matrices: &[Biased<'_>],
-    output: Output,
-    out: &DeviceBuffer,
-    stride: usize,
-    scratch: &LinearScratch,
-) -> Result<()> {
-    let room = scratch.room();
-    tiled::tiled(gpu, kernel, input, m, matrices, output, out, stride, room)
 }

@@ -8,15 +8,19 @@ use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::base::size::product;
 use crate::cuda::driver::{DeviceBuffer, DeviceSlice, Gpu, Launch, STAGING, Staging, int};
+use crate::cuda::kernel::kernels;
 use crate::cuda::operand::Operand;
-use crate::cuda::units::Unit;
 use crate::format::int8;
 use crate::format::nvfp4::{self, BLOCK};
 use crate::format::swizzle::ScaleLayout;
 use crate::tensor::WeightType;
 
-/// Argument size of this file's kernel, by its name.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[("linear_pack", size_of::<PackArguments>())];
+kernels! {
+    /// Packs rows into chunks.
+    enum Pack(PackArguments) {
+        LinearPack { Rows = "linear_pack" }
+    }
+}
 
 /// A weight `[rows, cols]` on a device. Immutable.
 #[derive(Debug)]
@@ -118,8 +122,8 @@ unsafe fn pack(w: &Operand<'_>, first: usize, n: usize, chunks: u64) -> Result<(
         k: int("K", w.k)?,
         swizzled: (w.layout == ScaleLayout::Swizzled).into(),
     };
-    // SAFETY: the struct is the kernel's; the rest is the caller's promise.
-    unsafe { by_words(n, w.k).run(w.gpu(), Unit::LinearPack, "linear_pack", &arguments) }
+    // SAFETY: the caller's promise.
+    unsafe { by_words(n, w.k).of(Pack::Rows).run(w.gpu(), &arguments) }
 }
 
 /// Enqueues packing of the codes and row-major scales of a whole matrix to `chunks`.
@@ -144,10 +148,12 @@ pub(in crate::cuda) unsafe fn pack_rows(
             k: int("K", cols)?,
             swizzled: 0,
         };
-        // SAFETY: the struct is the kernel's; the rest is the caller's promise.
+        // SAFETY: the caller's promise.
         unsafe {
-            by_words(n, cols).run(codes.gpu(), Unit::LinearPack, "linear_pack", &arguments)?;
-        }
+            by_words(n, cols)
+                .of(Pack::Rows)
+                .run(codes.gpu(), &arguments)?
+        };
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
-//! Weight matrices on the device, and GEMMs with them. NVFP4 weights: the skinny GEMM serves up to [`SKINNY_ROWS`] rows (on Hopper up to 8
-//! if row-major), the tiled kernels up to [`TILED`], and cuBLASLt more, on a bounded f16 copy of one weight at a time; without cuBLASLt the
-//! tiled kernels serve all. Other weights have plain kernels.
+//! Weight matrices on the device, and GEMMs with them, which [`GemmPlan`] chooses. NVFP4 weights: the skinny GEMM serves up to
+//! [`SKINNY_ROWS`] rows (on Hopper up to 8 if row-major), the tiled kernels up to [`TILED`], and cuBLASLt more, on a bounded f16 copy of one
+//! weight at a time; without cuBLASLt the tiled kernels serve all. Other weights have plain kernels.
 
 mod add;
 mod choose;
@@ -18,26 +18,27 @@ mod residual;
 mod skinny;
 mod tile;
 mod tiled;
+mod tiles;
 
 pub use add::linear_add_norm;
-pub use choose::has_glu;
+pub use choose::GemmPlan;
 pub use fused_norm::{FusedNorm, NormScratch};
-pub use hardware::Hardware;
-pub use input::Input;
+pub use hardware::{Hardware, WideClusters};
+pub use input::{Input, InputForm};
 pub(super) use limits::HALF_SM_ROWS;
 pub use limits::{SKINNY_ROWS, TILED};
+pub use many::LinearScratch;
 pub(super) use many::WORKSPACE;
-pub use many::{LinearScratch, tiled};
 pub use matrix::{Biased, Matrix, MatrixShape, ReadBytes, ReadNvfp4};
 pub(super) use matrix::{CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, MatrixArgument, pack_rows};
 pub use output::{Activation, Glu, Layout, Output};
-pub use product::linear;
+pub use product::{linear, tiled};
 pub use residual::ResidualRow;
-pub use skinny::{Plan, skinny_gemm};
+pub use skinny::SkinnyPlan;
 pub use tile::Tile;
-pub use tiled::TileKernel;
+pub use tiles::TileKernel;
 
-/// Argument sizes of this folder's kernels, by the start of their names.
+/// Argument sizes of this folder's kernels, by name.
 pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
     dense::ARGUMENTS,
     int8::ARGUMENTS,
@@ -45,4 +46,5 @@ pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
     matrix::ARGUMENTS,
     skinny::ARGUMENTS,
     tiled::ARGUMENTS,
+    tiles::ARGUMENTS,
 ];

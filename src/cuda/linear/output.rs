@@ -93,20 +93,17 @@ impl Output {
         }
     }
 
-    /// The layout of the result.
-    pub(super) const fn layout(self) -> Layout {
-        match self {
-            Output::GluFragmentMajor(_) => Layout::FragmentMajor,
-            Output::F32 | Output::F16 | Output::Add | Output::Glu(_) => Layout::RowMajor,
-        }
-    }
-
     /// The gated activation that it applies, if any.
     pub(super) const fn applied(self) -> Option<Glu> {
         match self {
             Output::Glu(glu) | Output::GluFragmentMajor(glu) => Some(glu),
             Output::F32 | Output::F16 | Output::Add => None,
         }
+    }
+
+    /// Whether both are the same epilogue, perhaps of different gated activations.
+    pub(super) fn is_like(self, other: Output) -> bool {
+        std::mem::discriminant(&self) == std::mem::discriminant(&other)
     }
 
     /// The number that kernels without a gated activation take.

@@ -1,25 +1,93 @@
 //! The skinny GEMM: products of up to 16 rows of activations with NVFP4 weights, with fused epilogues and norms.
 
+use std::fmt;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use super::fused_norm::{FusedNorm, NormArgument};
-use super::input::Input;
+use super::hardware::Hardware;
+use super::input::{Input, InputForm};
 use super::limits::{HALF_SM_ROWS, SKINNY_ROWS};
-use super::matrix::{Biased, CHUNK_K, MatrixArgument, matrix_arguments};
+use super::matrix::{Biased, CHUNK_K, MatrixArgument, MatrixShape, matrix_arguments};
 use super::output::{GROUP_ROWS, Layout, Output};
 use super::residual::ResidualArgument;
 use super::tile::{Tile, WARPS};
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, int};
-use crate::cuda::units::Unit;
+use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, Planned, int};
+use crate::cuda::kernel::kernels;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[("skinny_", size_of::<SkinnyArguments>())];
+kernels! {
+    /// The skinny GEMM, by its epilogue, its input and the most rows that it takes.
+    pub(super) enum SkinnyKernel(SkinnyArguments) {
+        LinearSkinny {
+            F32Rows1 = "skinny_f32_1",
+            F32Rows4 = "skinny_f32_4",
+            F32Rows8 = "skinny_f32_8",
+            F32Rows16 = "skinny_f32_16",
+            F16Rows1 = "skinny_f16_1",
+            F16Rows4 = "skinny_f16_4",
+            F16Rows8 = "skinny_f16_8",
+            F16Rows16 = "skinny_f16_16",
+            AddRows1 = "skinny_add_1",
+            AddRows4 = "skinny_add_4",
+            AddRows8 = "skinny_add_8",
+            AddRows16 = "skinny_add_16",
+            GluRows1 = "skinny_glu_1",
+            GluRows8 = "skinny_glu_8",
+            GluRows16 = "skinny_glu_16",
+            F32Residual1 = "skinny_f32_residual_1",
+            GluResidual1 = "skinny_glu_residual_1",
+            F32Fragments8 = "skinny_f32_fragments_8",
+            F32Fragments16 = "skinny_f32_fragments_16",
+            F16Fragments8 = "skinny_f16_fragments_8",
+            F16Fragments16 = "skinny_f16_fragments_16",
+            AddFragments8 = "skinny_add_fragments_8",
+            AddFragments16 = "skinny_add_fragments_16",
+            GluFragments8 = "skinny_glu_fragments_8",
+            GluFragments16 = "skinny_glu_fragments_16",
+        }
+    }
+}
+
+impl SkinnyKernel {
+    /// The kernel for up to `room` rows. A gated activation leaves its result in the layout of the input.
+    fn of(output: Output, form: InputForm, room: usize) -> Option<SkinnyKernel> {
+        use Layout::{FragmentMajor, RowMajor};
+        use SkinnyKernel::*;
+        // By [`Tile::room`]: 1, 4, 8 and 16.
+        let by_room = match (output, form, form.layout()) {
+            (Output::F32, InputForm::Residual, _) => [Some(F32Residual1), None, None, None],
+            (Output::Glu(_), InputForm::Residual, _) => [Some(GluResidual1), None, None, None],
+            (_, InputForm::Residual, _) => return None,
+            (Output::F32, _, RowMajor) => [F32Rows1, F32Rows4, F32Rows8, F32Rows16].map(Some),
+            (Output::F16, _, RowMajor) => [F16Rows1, F16Rows4, F16Rows8, F16Rows16].map(Some),
+            (Output::Add, _, RowMajor) => [AddRows1, AddRows4, AddRows8, AddRows16].map(Some),
+            (Output::Glu(_), _, RowMajor) => {
+                [Some(GluRows1), None, Some(GluRows8), Some(GluRows16)]
+            }
+            (Output::F32, _, FragmentMajor) => {
+                [None, None, Some(F32Fragments8), Some(F32Fragments16)]
+            }
+            (Output::F16, _, FragmentMajor) => {
+                [None, None, Some(F16Fragments8), Some(F16Fragments16)]
+            }
+            (Output::Add, _, FragmentMajor) => {
+                [None, None, Some(AddFragments8), Some(AddFragments16)]
+            }
+            (Output::GluFragmentMajor(_), _, FragmentMajor) => {
+                [None, None, Some(GluFragments8), Some(GluFragments16)]
+            }
+            (Output::Glu(_), _, FragmentMajor) | (Output::GluFragmentMajor(_), _, RowMajor) => {
+                return None;
+            }
+        };
+        by_room[[1, 4, 8, 16].iter().position(|&rows| rows == room)?]
+    }
+}
 
 #[repr(C)]
-struct SkinnyArguments {
+pub(super) struct SkinnyArguments {
     x: u64,
     out: u64,
     matrix: [MatrixArgument; 3],
@@ -58,9 +126,9 @@ const ACCUMULATOR_BYTES: usize = 48 << 10;
 /// Bytes of shared memory after the activations: barriers, and the factors of a norm.
 const BARRIER_BYTES: usize = 128 + WARPS * 4;
 
-/// Launch plan of the skinny GEMM.
+/// The launches of the skinny GEMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Plan {
+pub struct SkinnyPlan {
     /// The kind of tile.
     pub tile: Tile,
     /// Number of CTA clusters, which divide the tiles evenly.
@@ -71,32 +139,35 @@ pub struct Plan {
     pub rows: usize,
     /// Shared memory that a CTA needs for that many rows.
     pub shared: usize,
+    /// The launch for that many rows.
+    launch: Planned<SkinnyKernel>,
+    /// The launch for the rows that remain, if any.
+    last: Option<Planned<SkinnyKernel>>,
 }
 
-impl Plan {
-    /// Plans `m` rows in the given layout and matrices of `features` output features and K = `k`, for a device with this many
-    /// multiprocessors and this many bytes of shared memory per CTA. `None` if a single row does not fit, or, for fragment-major rows, if
-    /// not all rows fit.
+impl SkinnyPlan {
+    /// Plans `m` rows and these matrices. `None` if a single row does not fit, or, for fragment-major rows, if not all rows fit; or if the
+    /// GEMM lacks the epilogue.
     ///
     /// The plan has as many CTAs as multiprocessors, or a multiple of that if the accumulators of a CTA's tiles would need too much memory.
-    /// It takes all rows at once, or as many as fit. `has_clusters` says whether the device has thread block clusters (Hopper and later).
-    /// Two CTAs that split K balance a small number of tiles better, but combining their accumulators costs as much as a step of each warp.
+    /// It takes all rows at once, or as many as fit. Two CTAs that split K balance a small number of tiles better, but combining their
+    /// accumulators costs as much as a step of each warp.
     pub fn choose(
+        hardware: &Hardware,
         m: usize,
-        k: usize,
-        features: &[usize],
+        matrices: &[MatrixShape],
         output: Output,
-        layout: Layout,
-        has_clusters: bool,
-        multiprocessors: usize,
-        shared: usize,
-    ) -> Option<Plan> {
+        form: InputForm,
+    ) -> Option<SkinnyPlan> {
+        let (layout, k) = (form.layout(), matrices.first()?.cols);
+        let multiprocessors = hardware.multiprocessors;
+        let features: Vec<usize> = matrices.iter().map(|w| w.rows).collect();
         let fragment_major = layout == Layout::FragmentMajor;
-        if fragment_major && !FRAGMENT_MAJOR_ROWS.contains(&m) {
+        if m == 0 || (fragment_major && !FRAGMENT_MAJOR_ROWS.contains(&m)) {
             return None;
         }
         let tile = Tile::of(output, m);
-        let tiles = tile.counts(features).into_iter().max()?;
+        let tiles = tile.counts(&features).into_iter().max()?;
         let steps = k.div_ceil(tile.step());
         let mut rows = m.min(SKINNY_ROWS);
         loop {
@@ -117,25 +188,41 @@ impl Plan {
                     1 => 0,
                     _ => (each * tile.room(rows)).div_ceil(split_k) * tile.features() * 4,
                 };
-                Plan {
-                    tile,
-                    clusters,
-                    split_k,
-                    rows,
-                    shared: tile.rings(rows) + x + BARRIER_BYTES + received + accumulators,
-                }
+                let shared = tile.rings(rows) + x + BARRIER_BYTES + received + accumulators;
+                (clusters, split_k, shared)
             };
             let alone = plan(tiles.min(multiprocessors * waves), 1);
             let paired = plan(tiles.min((multiprocessors / 2).max(1)), 2);
             let steps_of =
-                |plan: &Plan| tiles.div_ceil(plan.clusters) * steps.div_ceil(plan.split_k);
-            let pays = has_clusters
+                |(clusters, split_k, _)| tiles.div_ceil(clusters) * steps.div_ceil(split_k);
+            let pays = hardware.has_clusters()
                 && tile != Tile::GateUp
                 && (rows <= CLUSTER_ROWS || fragment_major)
-                && steps_of(&paired) + WARPS < steps_of(&alone);
-            let best = if pays { paired } else { alone };
-            if best.shared <= shared {
-                return Some(best);
+                && steps_of(paired) + WARPS < steps_of(alone);
+            let (clusters, split_k, shared) = if pays { paired } else { alone };
+            if shared <= hardware.shared_limit {
+                let launch = |rows| {
+                    let kernel = SkinnyKernel::of(output, form, tile.room(rows))?;
+                    let shared = shared.max(least_shared(hardware, rows));
+                    let launch = Launch {
+                        shared: shared as u32,
+                        cluster: split_k as u32,
+                        ..Launch::new([clusters as u32, 1, split_k as u32], (32 * WARPS) as u32)
+                    };
+                    Some(launch.of(kernel))
+                };
+                return Some(SkinnyPlan {
+                    tile,
+                    clusters,
+                    split_k,
+                    rows,
+                    shared,
+                    launch: launch(rows)?,
+                    last: match m % rows {
+                        0 => None,
+                        last => Some(launch(last)?),
+                    },
+                });
             }
             if rows == 1 || fragment_major {
                 return None;
@@ -145,8 +232,26 @@ impl Plan {
     }
 }
 
+/// The least shared memory of a CTA, with which at most two CTAs share a multiprocessor: one of this kernel and one of the next, which
+/// fills its rings while the first computes. With room for three, CTAs of the next kernel would gather where CTAs of this one have ended,
+/// and leave other multiprocessors idle. With more activation rows there is no room for a CTA of the next kernel; then two CTAs of this
+/// kernel would gather in the same way.
+fn least_shared(hardware: &Hardware, rows: usize) -> usize {
+    hardware.shared_limit / if rows <= 4 { 3 } else { 2 } + 1024
+}
+
+impl fmt::Display for SkinnyPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.launch)?;
+        match &self.last {
+            Some(last) => write!(f, ", {} rows each, {last}", self.rows),
+            None => Ok(()),
+        }
+    }
+}
+
 /// The skinny GEMM with a given plan. `next` is the norm after the addition to `out`, if it is fused into this GEMM.
-pub fn skinny_gemm(
+pub(super) fn skinny_gemm(
     gpu: &Arc<Gpu>,
     input: Input<'_>,
     m: usize,
@@ -154,7 +259,7 @@ pub fn skinny_gemm(
     output: Output,
     out: &DeviceBuffer,
     stride: usize,
-    plan: Plan,
+    plan: &SkinnyPlan,
     next: Option<&FusedNorm<'_>>,
 ) -> Result<()> {
     let k = matrices[0].0.cols;
@@ -176,17 +281,6 @@ pub fn skinny_gemm(
             )
         }
     };
-    let misplaced = match next {
-        Some(_) => output != Output::Add,
-        None => norm.is_some() && matches!(output, Output::Add | Output::F16),
-    };
-    if norm.is_some() && (misplaced || plan.rows < m) {
-        bail!(
-            Internal,
-            "no kernel fuses a norm into {output:?} of {m} rows, {} at a time",
-            plan.rows
-        );
-    }
     let residual = match input {
         Input::Residual(row) => row.argument(m, k, output)?,
         _ => ResidualArgument::default(),
@@ -206,27 +300,9 @@ pub fn skinny_gemm(
             inverse: (u32::MAX / count.max(1) as u32).wrapping_add(1),
         }
     };
-    let kind = match output {
-        Output::F32 => "f32",
-        Output::F16 => "f16",
-        Output::Add => "add",
-        Output::Glu(_) | Output::GluFragmentMajor(_) => "glu",
-    };
-    if output.applied().is_some() && output.layout() != input.layout() {
-        bail!(
-            Internal,
-            "the skinny GEMM stores the result of a gated activation in the layout of its input"
-        );
-    }
     let glu = output.applied().unwrap_or_default();
     for first in (0..m).step_by(plan.rows) {
         let rows = plan.rows.min(m - first);
-        let how = match (&input, input.layout()) {
-            (Input::Residual(_), _) => "_residual",
-            (_, Layout::RowMajor) => "",
-            (_, Layout::FragmentMajor) => "_fragments",
-        };
-        let name = format!("skinny_{kind}{how}_{}", plan.tile.room(rows));
         let arguments = SkinnyArguments {
             x: x.map_or(0, |x| x.address() + (first * k * 2) as u64),
             out: out.address() + (first * stride * output.bytes()) as u64,
@@ -244,31 +320,49 @@ pub fn skinny_gemm(
             norm: norm.map_or(Ok(NormArgument::default()), |norm| norm.argument(m))?,
             residual,
         };
-        let launch = Launch {
-            // At most two CTAs share a multiprocessor: one of this kernel and one of the next, which fills its rings while the first
-            // computes. With room for three, CTAs of the next kernel would gather where CTAs of this one have ended, and leave other
-            // multiprocessors idle. With more activation rows there is no room for a CTA of the next kernel; then two CTAs of this kernel
-            // would gather in the same way.
-            shared: plan
-                .shared
-                .max(gpu.shared_limit() / if rows <= 4 { 3 } else { 2 } + 1024)
-                as u32,
-            cluster: plan.split_k as u32,
-            ..Launch::new(
-                [plan.clusters as u32, 1, plan.split_k as u32],
-                (32 * WARPS) as u32,
-            )
+        let planned = match &plan.last {
+            Some(last) if rows < plan.rows => last,
+            _ => &plan.launch,
         };
-        // SAFETY: the struct is the kernel's; sizes were checked, and buffers outlive work on their stream.
-        unsafe { launch.run(gpu, Unit::LinearSkinny, &name, &arguments)? };
+        // SAFETY: sizes were checked with the plan, and buffers outlive work on their stream.
+        unsafe { planned.run(gpu, &arguments)? };
     }
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::hardware::WideClusters;
     use super::super::output::Glu;
     use super::*;
+    use crate::tensor::WeightType;
+
+    fn hardware(has_clusters: bool, multiprocessors: usize, shared_limit: usize) -> Hardware {
+        Hardware {
+            arch: if has_clusters { (9, 0) } else { (8, 0) },
+            multiprocessors,
+            shared_limit,
+            cublas: true,
+            clusters: WideClusters::unconstrained(0),
+        }
+    }
+
+    fn choose(
+        hardware: &Hardware,
+        m: usize,
+        k: usize,
+        features: &[usize],
+        output: Output,
+        layout: Layout,
+    ) -> Option<SkinnyPlan> {
+        let shape = |&rows| MatrixShape {
+            storage: WeightType::Nvfp4,
+            rows,
+            cols: k,
+        };
+        let matrices: Vec<MatrixShape> = features.iter().map(shape).collect();
+        SkinnyPlan::choose(hardware, m, &matrices, output, InputForm::Plain(layout))
+    }
 
     #[test]
     fn plans_fit_the_device_and_keep_it_busy() {
@@ -282,8 +376,10 @@ mod tests {
         ];
         for (k, features, output) in shapes {
             for (m, divisible) in (1..=SKINNY_ROWS).flat_map(|m| [(m, false), (m, true)]) {
-                let plan = |layout| {
-                    Plan::choose(m, k, features, output, layout, divisible, 132, 227 << 10)
+                let hardware = hardware(divisible, 132, 227 << 10);
+                let plan = |layout: Layout| {
+                    let output = output.applied().map_or(output, |glu| layout.glu(glu));
+                    choose(&hardware, m, k, features, output, layout)
                 };
                 let fragment_major = plan(Layout::FragmentMajor);
                 // 16 rows of 9,728 elements fit a cluster of two CTAs.
@@ -315,35 +411,14 @@ mod tests {
             }
         }
         // GB10: 48 multiprocessors and 99 KB.
-        let at_most_99_kb = |k| {
-            Plan::choose(
-                1,
-                k,
-                &[2560],
-                Output::Add,
-                Layout::RowMajor,
-                true,
-                48,
-                99 << 10,
-            )
+        let gb10 = hardware(true, 48, 99 << 10);
+        let at_most_99_kb = |k, features: &[usize], output| {
+            choose(&gb10, 1, k, features, output, Layout::RowMajor).is_some()
         };
-        assert!(at_most_99_kb(9728).is_some());
-        assert!(at_most_99_kb(1 << 20).is_none());
+        assert!(at_most_99_kb(9728, &[2560], Output::Add));
+        assert!(!at_most_99_kb(1 << 20, &[2560], Output::Add));
         // Gate and up of one row, which has the longest rings, for the widest common models.
         let swiglu = Output::Glu(Glu::default());
-        let widest = [28_672, 28_672];
-        assert!(
-            Plan::choose(
-                1,
-                8192,
-                &widest,
-                swiglu,
-                Layout::RowMajor,
-                true,
-                48,
-                99 << 10
-            )
-            .is_some()
-        );
+        assert!(at_most_99_kb(8192, &[28_672, 28_672], swiglu));
     }
 }

@@ -2,17 +2,28 @@
 
 use super::super::driver::{DeviceSlice, Launch, int};
 use super::super::linear::Activation;
-use super::super::units::Unit;
 use super::array::{PartialSums, add_partial_sums};
 use super::sizes::{PIECE, expect_bf16, expect_f32, expect_room, f32_elements, rows};
 use crate::base::Result;
+use crate::cuda::kernel::kernels;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("train_glu", size_of::<GluArguments>()),
-    ("train_add_bias", size_of::<BiasArguments>()),
-    ("train_column_sums", size_of::<BiasArguments>()),
-];
+kernels! {
+    /// The gated linear unit.
+    enum Glu(GluArguments) {
+        ActivationTraining {
+            Forward = "train_glu",
+            Backward = "train_glu_backward",
+        }
+    }
+
+    /// Biases.
+    enum Bias(BiasArguments) {
+        ActivationTraining {
+            Add = "train_add_bias",
+            Sums = "train_column_sums",
+        }
+    }
+}
 
 const THREADS: u32 = 256;
 /// Column sums: pieces of a row per CTA, rows at a time, and the upper limit of CTAs along rows.
@@ -55,8 +66,8 @@ pub fn glu_forward(
         activation: activation as i32,
     };
     let launch = pieces_of_rows(rows, width)?;
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(y.gpu(), Unit::ActivationTraining, "train_glu", &arguments) }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(Glu::Forward).run(y.gpu(), &arguments) }
 }
 
 /// The backward pass of [`glu_forward`], from `dy` `[T, width]`, the gradients of its results. `d_gate_up` `[T, 2 width]`, which may be
@@ -84,15 +95,8 @@ pub fn glu_backward(
         activation: activation as i32,
     };
     let launch = pieces_of_rows(rows, width)?;
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe {
-        launch.run(
-            dy.gpu(),
-            Unit::ActivationTraining,
-            "train_glu_backward",
-            &arguments,
-        )
-    }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(Glu::Backward).run(dy.gpu(), &arguments) }
 }
 
 #[repr(C)]
@@ -117,15 +121,8 @@ pub fn add_bias_rows(x: DeviceSlice<'_>, bias: DeviceSlice<'_>) -> Result<()> {
         width: int("the width of a bias", width)?,
     };
     let launch = pieces_of_rows(rows, width)?;
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe {
-        launch.run(
-            x.gpu(),
-            Unit::ActivationTraining,
-            "train_add_bias",
-            &arguments,
-        )
-    }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(Bias::Add).run(x.gpu(), &arguments) }
 }
 
 fn row_blocks(rows: usize) -> usize {
@@ -157,14 +154,9 @@ pub fn column_sums(
     };
     let columns = (width / PIECE).div_ceil(COLUMN_PIECES) as u32;
     let launch = Launch::new([columns, blocks as u32, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
+    // SAFETY: sizes were checked.
     unsafe {
-        launch.run(
-            x.gpu(),
-            Unit::ActivationTraining,
-            "train_column_sums",
-            &arguments,
-        )?;
+        launch.of(Bias::Sums).run(x.gpu(), &arguments)?;
     }
     let partial = PartialSums {
         partial,

@@ -3,19 +3,35 @@
 use std::ops::Range;
 
 use super::super::driver::{DeviceSlice, Launch, int};
-use super::super::units::Unit;
 use super::sizes::{PIECE, WIDTH, bf16_elements, check_width, expect_bf16, expect_f32, pieces};
 use crate::base::Result;
+use crate::cuda::kernel::kernels;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("train_add_partial_sums", size_of::<SumArguments>()),
-    ("train_add", size_of::<ArrayArguments>()),
-    ("train_scale", size_of::<ArrayArguments>()),
-    ("train_fill", size_of::<ArrayArguments>()),
-    ("train_to_", size_of::<ArrayArguments>()),
-    ("train_columns_", size_of::<ColumnArguments>()),
-];
+kernels! {
+    /// Adds partial sums.
+    enum AddPartialSums(SumArguments) {
+        ArrayTraining { Elements = "train_add_partial_sums" }
+    }
+
+    /// Operations on each element.
+    enum Each(ArrayArguments) {
+        ArrayTraining {
+            Add = "train_add",
+            Scale = "train_scale",
+            Fill = "train_fill",
+            ToBf16 = "train_to_bf16",
+            ToF32 = "train_to_f32",
+        }
+    }
+
+    /// Copies a range of columns, or adds it.
+    enum Columns(ColumnArguments) {
+        ArrayTraining {
+            Copy = "train_columns_copy",
+            Add = "train_columns_add",
+        }
+    }
+}
 
 const THREADS: u32 = 256;
 /// Columns and threads of a CTA that adds up partial sums.
@@ -55,14 +71,11 @@ pub(super) fn add_partial_sums(
     };
     let blocks = (width as u32).div_ceil(SUM_COLUMNS);
     let launch = Launch::new([blocks, 1, 1], SUM_THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked, here and by the caller.
+    // SAFETY: sizes were checked, here and by the caller.
     unsafe {
-        launch.run(
-            sum.gpu(),
-            Unit::ArrayTraining,
-            "train_add_partial_sums",
-            &arguments,
-        )
+        launch
+            .of(AddPartialSums::Elements)
+            .run(sum.gpu(), &arguments)
     }
 }
 
@@ -76,7 +89,7 @@ struct ArrayArguments {
 
 /// Runs a kernel over `pieces` pieces of arrays, which must hold as many.
 fn each(
-    name: &str,
+    kernel: Each,
     x: DeviceSlice<'_>,
     y: Option<DeviceSlice<'_>>,
     pieces: usize,
@@ -90,39 +103,39 @@ fn each(
     };
     let blocks = int("blocks", pieces.div_ceil(THREADS as usize))?;
     let launch = Launch::new([blocks as u32, 1, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked by the caller.
-    unsafe { launch.run(x.gpu(), Unit::ArrayTraining, name, &arguments) }
+    // SAFETY: sizes were checked by the caller.
+    unsafe { launch.of(kernel).run(x.gpu(), &arguments) }
 }
 
 /// `x += y` in bf16; their sizes are multiples of 8.
 pub fn add(x: DeviceSlice<'_>, y: DeviceSlice<'_>) -> Result<()> {
     let pieces = pieces("a sum", x)?;
     expect_bf16("an addend", y, &[pieces, PIECE])?;
-    each("train_add", x, Some(y), pieces, 0.0)
+    each(Each::Add, x, Some(y), pieces, 0.0)
 }
 
 /// `x *= factor` in bf16; its size is a multiple of 8.
 pub fn scale(x: DeviceSlice<'_>, factor: f32) -> Result<()> {
-    each("train_scale", x, None, pieces("a product", x)?, factor)
+    each(Each::Scale, x, None, pieces("a product", x)?, factor)
 }
 
 /// `x = value` in bf16; its size is a multiple of 8.
 pub fn fill(x: DeviceSlice<'_>, value: f32) -> Result<()> {
-    each("train_fill", x, None, pieces("an array", x)?, value)
+    each(Each::Fill, x, None, pieces("an array", x)?, value)
 }
 
 /// bf16 `y` = f32 `x`, rounded to the nearest, ties to even; their size is a multiple of 8.
 pub fn f32_to_bf16(x: DeviceSlice<'_>, y: DeviceSlice<'_>) -> Result<()> {
     let pieces = pieces("a conversion's result", y)?;
     expect_f32("what is converted", x, &[bf16_elements(y)])?;
-    each("train_to_bf16", y, Some(x), pieces, 0.0)
+    each(Each::ToBf16, y, Some(x), pieces, 0.0)
 }
 
 /// f32 `y` = bf16 `x`; their size is a multiple of 8.
 pub fn bf16_to_f32(x: DeviceSlice<'_>, y: DeviceSlice<'_>) -> Result<()> {
     let pieces = pieces("what is converted", x)?;
     expect_f32("a conversion's result", y, &[bf16_elements(x)])?;
-    each("train_to_f32", y, Some(x), pieces, 0.0)
+    each(Each::ToF32, y, Some(x), pieces, 0.0)
 }
 
 #[repr(C)]
@@ -137,7 +150,7 @@ struct ColumnArguments {
 
 /// Runs a kernel on a range of columns of bf16 `all` `[rows, width]` and on `part` `[rows, columns]`.
 fn columns_of(
-    name: &str,
+    kernel: Columns,
     all: DeviceSlice<'_>,
     width: usize,
     columns: Range<usize>,
@@ -160,8 +173,8 @@ fn columns_of(
     };
     let blocks = int("blocks", pieces.div_ceil(THREADS as usize))?;
     let launch = Launch::new([blocks as u32, 1, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(all.gpu(), Unit::ArrayTraining, name, &arguments) }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(kernel).run(all.gpu(), &arguments) }
 }
 
 /// Copies a range of columns of `all` `[rows, width]` to bf16 `part` `[rows, columns]`. All column counts are multiples of 16.
@@ -171,7 +184,7 @@ pub fn copy_columns(
     columns: Range<usize>,
     part: DeviceSlice<'_>,
 ) -> Result<()> {
-    columns_of("train_columns_copy", all, width, columns, part)
+    columns_of(Columns::Copy, all, width, columns, part)
 }
 
 /// Adds bf16 `part` `[rows, columns]` to a range of columns of `all` `[rows, width]`. All column counts are multiples of 16.
@@ -181,5 +194,5 @@ pub fn add_columns(
     columns: Range<usize>,
     part: DeviceSlice<'_>,
 ) -> Result<()> {
-    columns_of("train_columns_add", all, width, columns, part)
+    columns_of(Columns::Add, all, width, columns, part)
 }

@@ -1,16 +1,53 @@
 //! Attention of training, forward and backward: causal, over rows packed from several documents.
 
 use super::super::driver::{DeviceSlice, Gpu, Launch, int};
-use super::super::units::Unit;
 use super::sizes::{expect_bf16, expect_room, expect_words};
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::cuda::kernel::kernels;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("attention_training_", size_of::<Arguments>()),
-    ("attention_training_delta", size_of::<DeltaArguments>()),
-];
+kernels! {
+    /// Both passes, by the elements of a head.
+    enum Pass(Arguments) {
+        AttentionTrainingForward {
+            Forward16 = "attention_training_forward_16",
+            Forward32 = "attention_training_forward_32",
+            Forward64 = "attention_training_forward_64",
+            Forward80 = "attention_training_forward_80",
+            Forward96 = "attention_training_forward_96",
+            Forward128 = "attention_training_forward_128",
+        }
+        AttentionTrainingForwardWide {
+            ForwardWide64 = "attention_training_forward_wide_64",
+            ForwardWide128 = "attention_training_forward_wide_128",
+        }
+        AttentionTrainingBackward {
+            Keys16 = "attention_training_keys_16",
+            Keys32 = "attention_training_keys_32",
+            Keys64 = "attention_training_keys_64",
+            Keys80 = "attention_training_keys_80",
+            Keys96 = "attention_training_keys_96",
+            Keys128 = "attention_training_keys_128",
+            Queries16 = "attention_training_queries_16",
+            Queries32 = "attention_training_queries_32",
+            Queries64 = "attention_training_queries_64",
+            Queries80 = "attention_training_queries_80",
+            Queries96 = "attention_training_queries_96",
+            Queries128 = "attention_training_queries_128",
+        }
+        AttentionTrainingBackwardWide {
+            KeysWide64 = "attention_training_keys_wide_64",
+            KeysWide128 = "attention_training_keys_wide_128",
+            QueriesWide64 = "attention_training_queries_wide_64",
+            QueriesWide128 = "attention_training_queries_wide_128",
+        }
+    }
+
+    /// Sums products of results and gradients.
+    enum Delta(DeltaArguments) {
+        AttentionTrainingBackward { Rows = "attention_training_delta" }
+    }
+}
 
 /// Rows of a tile, and tiles in shared memory.
 const TILE: usize = 64;
@@ -30,6 +67,43 @@ const WIDE_DIMS: [usize; 2] = [64, 128];
 const DELTA_ROWS: usize = 4;
 /// Head dimensions that have kernels.
 const DIMS: [usize; 6] = [16, 32, 64, 80, 96, 128];
+
+/// The kernels of [`DIMS`] and of [`WIDE_DIMS`], in their order.
+const FORWARD: [Pass; 6] = [
+    Pass::Forward16,
+    Pass::Forward32,
+    Pass::Forward64,
+    Pass::Forward80,
+    Pass::Forward96,
+    Pass::Forward128,
+];
+const KEYS: [Pass; 6] = [
+    Pass::Keys16,
+    Pass::Keys32,
+    Pass::Keys64,
+    Pass::Keys80,
+    Pass::Keys96,
+    Pass::Keys128,
+];
+const QUERIES: [Pass; 6] = [
+    Pass::Queries16,
+    Pass::Queries32,
+    Pass::Queries64,
+    Pass::Queries80,
+    Pass::Queries96,
+    Pass::Queries128,
+];
+const WIDE_FORWARD: [Pass; 2] = [Pass::ForwardWide64, Pass::ForwardWide128];
+const WIDE_KEYS: [Pass; 2] = [Pass::KeysWide64, Pass::KeysWide128];
+const WIDE_QUERIES: [Pass; 2] = [Pass::QueriesWide64, Pass::QueriesWide128];
+
+/// The kernel for heads of so many elements, of those for `dims`.
+fn of_dim<const N: usize>(dim: usize, dims: [usize; N], kernels: [Pass; N]) -> Result<Pass> {
+    match dims.iter().position(|&d| d == dim) {
+        Some(index) => Ok(kernels[index]),
+        None => bail!(Internal, "no kernel for heads of {dim} elements"),
+    }
+}
 
 /// Attention parameters and document bounds.
 #[derive(Clone, Copy, Debug)]
@@ -162,29 +236,23 @@ pub fn attention_forward(
             1,
         ]
     };
-    let (unit, name, launch) = if options.is_wide(gpu) {
+    let planned = if options.is_wide(gpu) {
         // Queries, and two stages of keys and values.
         let shared = 2 * dim * (WIDE_ROWS + 4 * WIDE_FORWARD_STEP);
-        (
-            Unit::AttentionTrainingForwardWide,
-            format!("attention_training_forward_wide_{dim}"),
-            Launch {
-                shared: shared as u32,
-                ..Launch::new(blocks(WIDE_ROWS), WIDE_THREADS)
-            },
-        )
+        let launch = Launch {
+            shared: shared as u32,
+            ..Launch::new(blocks(WIDE_ROWS), WIDE_THREADS)
+        };
+        launch.of(of_dim(dim, WIDE_DIMS, WIDE_FORWARD)?)
     } else {
-        (
-            Unit::AttentionTrainingForward,
-            format!("attention_training_forward_{dim}"),
-            Launch {
-                shared: options.shared(),
-                ..Launch::new(blocks(FORWARD_ROWS), FORWARD_THREADS)
-            },
-        )
+        let launch = Launch {
+            shared: options.shared(),
+            ..Launch::new(blocks(FORWARD_ROWS), FORWARD_THREADS)
+        };
+        launch.of(of_dim(dim, DIMS, FORWARD)?)
     };
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(gpu, unit, &name, &arguments) }
+    // SAFETY: sizes were checked.
+    unsafe { planned.run(gpu, &arguments) }
 }
 
 /// The backward pass of [`attention_forward`]: bf16 `dqkv` becomes the gradient of `qkv`, from bf16 `dout`, the gradient of the results.
@@ -216,41 +284,37 @@ pub fn attention_backward(
         heads: arguments.heads,
         dim: int("elements of a head", dim)?,
     };
-    let (gpu, unit) = (qkv.gpu(), Unit::AttentionTrainingBackward);
+    let gpu = qkv.gpu();
     let launch = Launch::new(
         [(rows * heads).div_ceil(DELTA_ROWS) as u32, 1, 1],
         BACKWARD_THREADS,
     );
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(gpu, unit, "attention_training_delta", &sums)? };
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(Delta::Rows).run(gpu, &sums)? };
     let wide = options.is_wide(gpu);
-    for (kernel, heads) in [("keys", kv_heads), ("queries", heads)] {
-        let (unit, name, launch) = if wide {
+    for (kernels, wide_kernels, heads) in
+        [(KEYS, WIDE_KEYS, kv_heads), (QUERIES, WIDE_QUERIES, heads)]
+    {
+        let planned = if wide {
             // Two arrays of a CTA's rows, and two stages of the two arrays that it iterates over, with two numbers per row of those.
             let shared =
                 2 * dim * (2 * WIDE_ROWS + 4 * WIDE_BACKWARD_STEP) + 16 * WIDE_BACKWARD_STEP;
             let grid = [rows.div_ceil(WIDE_ROWS) as u32, heads as u32, 1];
-            (
-                Unit::AttentionTrainingBackwardWide,
-                format!("attention_training_{kernel}_wide_{dim}"),
-                Launch {
-                    shared: shared as u32,
-                    ..Launch::new(grid, WIDE_THREADS)
-                },
-            )
+            let launch = Launch {
+                shared: shared as u32,
+                ..Launch::new(grid, WIDE_THREADS)
+            };
+            launch.of(of_dim(dim, WIDE_DIMS, wide_kernels)?)
         } else {
             let grid = [rows.div_ceil(TILE) as u32, heads as u32, 1];
-            (
-                unit,
-                format!("attention_training_{kernel}_{dim}"),
-                Launch {
-                    shared: options.shared(),
-                    ..Launch::new(grid, BACKWARD_THREADS)
-                },
-            )
+            let launch = Launch {
+                shared: options.shared(),
+                ..Launch::new(grid, BACKWARD_THREADS)
+            };
+            launch.of(of_dim(dim, DIMS, kernels)?)
         };
         // SAFETY: as above.
-        unsafe { launch.run(gpu, unit, &name, &arguments)? };
+        unsafe { planned.run(gpu, &arguments)? };
     }
     Ok(())
 }

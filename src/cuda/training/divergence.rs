@@ -1,17 +1,28 @@
 //! The divergence of a student from its teacher, over chunks of the head's columns. Distillation uses it.
 
 use super::super::driver::{DeviceSlice, Launch, int};
-use super::super::units::Unit;
 use super::loss::LogitChunk;
 use super::sizes::{expect_bf16, expect_f32, expect_words, f32_elements};
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::cuda::kernel::kernels;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("divergence_", size_of::<ChunkArguments>()),
-    ("divergence_finish", size_of::<FinishArguments>()),
-];
+kernels! {
+    /// The passes over a chunk of logits, and those for rows whose length is not a multiple of 4.
+    enum Chunk(ChunkArguments) {
+        Divergence {
+            Found = "divergence_chunk",
+            FoundRagged = "divergence_chunk_ragged",
+            Gradient = "divergence_gradient",
+            GradientRagged = "divergence_gradient_ragged",
+        }
+    }
+
+    /// Ends the sums.
+    enum Finish(FinishArguments) {
+        Divergence { Rows = "divergence_finish" }
+    }
+}
 
 const THREADS: u32 = 256;
 const FINISH_THREADS: u32 = 512;
@@ -76,7 +87,7 @@ struct ChunkArguments {
 
 /// A kernel with one CTA per row, and its variant for row lengths that are not a multiple of 4.
 fn by_row(
-    [name, ragged]: [&str; 2],
+    [whole, ragged]: [Chunk; 2],
     rows: &Divergence<'_>,
     [chunk, teacher]: [&LogitChunk<'_>; 2],
     dlogits: Option<DeviceSlice<'_>>,
@@ -95,8 +106,8 @@ fn by_row(
             teacher.first_column
         );
     }
-    let name = match chunk.columns.is_multiple_of(4) {
-        true => name,
+    let kernel = match chunk.columns.is_multiple_of(4) {
+        true => whole,
         false => ragged,
     };
     if let Some(dlogits) = dlogits {
@@ -120,8 +131,8 @@ fn by_row(
         label_share: rows.label_share,
     };
     let launch = Launch::new([int("rows", count)? as u32, 1, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(rows.labels.gpu(), Unit::Divergence, name, &arguments) }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(kernel).run(rows.labels.gpu(), &arguments) }
 }
 
 /// Accumulates a chunk of the student's logits, and the same columns of its teacher's, in `found` of the rows. The first chunk initializes
@@ -132,7 +143,7 @@ pub fn divergence_chunk(
     is_first: bool,
 ) -> Result<()> {
     by_row(
-        ["divergence_chunk", "divergence_chunk_ragged"],
+        [Chunk::Found, Chunk::FoundRagged],
         rows,
         [student, teacher],
         None,
@@ -171,15 +182,8 @@ pub fn divergence_finish(rows: &Divergence<'_>, totals: DeviceSlice<'_>) -> Resu
         label_share: rows.label_share,
     };
     let launch = Launch::new([1, 1, 1], FINISH_THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe {
-        launch.run(
-            totals.gpu(),
-            Unit::Divergence,
-            "divergence_finish",
-            &arguments,
-        )
-    }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(Finish::Rows).run(totals.gpu(), &arguments) }
 }
 
 /// After [`divergence_finish`]: writes the gradients of a chunk of the student's logits to bf16 `dlogits` `[T, columns]`. Rows without a
@@ -190,7 +194,7 @@ pub fn divergence_gradient(
     dlogits: DeviceSlice<'_>,
 ) -> Result<()> {
     by_row(
-        ["divergence_gradient", "divergence_gradient_ragged"],
+        [Chunk::Gradient, Chunk::GradientRagged],
         rows,
         [student, teacher],
         Some(dlogits),

@@ -1,13 +1,17 @@
 //! The gradient of an embedding: sums the residual stream's gradient by token.
 
 use super::super::driver::{DeviceSlice, Launch, int};
-use super::super::units::Unit;
 use super::sizes::{PIECE, expect_words, f32_elements, rows};
 use crate::base::Result;
 use crate::base::error::err;
+use crate::cuda::kernel::kernels;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[("train_embed", size_of::<EmbedArguments>())];
+kernels! {
+    /// Sums gradients by token.
+    enum EmbedBackward(EmbedArguments) {
+        EmbedTraining { Rows = "train_embed" }
+    }
+}
 
 const THREADS: u32 = 128;
 
@@ -74,6 +78,6 @@ pub fn scatter_add(
     };
     let columns = (width / PIECE).div_ceil(THREADS as usize) as u32;
     let launch = Launch::new([int("tokens", count)? as u32, columns, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for rows, offsets and tokens.
-    unsafe { launch.run(dx.gpu(), Unit::EmbedTraining, "train_embed", &arguments) }
+    // SAFETY: sizes were checked; the caller vouches for rows, offsets and tokens.
+    unsafe { launch.of(EmbedBackward::Rows).run(dx.gpu(), &arguments) }
 }

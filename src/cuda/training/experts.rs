@@ -1,13 +1,23 @@
 //! Launchers for rows on their way to an expert of a mixture, and its results on their way back, forward and backward.
 
 use super::super::driver::{DeviceSlice, Launch, int};
-use super::super::units::Unit;
 use super::sizes::{PIECE, check_width, expect_bf16, expect_f32, expect_words, f32_elements};
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::cuda::kernel::kernels;
 
-/// Bytes of the arguments of the kernels of this file, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[("expert_", size_of::<RowsArguments>())];
+kernels! {
+    /// Copies and adds rows of an expert.
+    enum Move(RowsArguments) {
+        ExpertRows {
+            Take = "expert_take",
+            TakeBackward = "expert_take_backward",
+            Add = "expert_add",
+            AddF32 = "expert_add_f32",
+            AddBackward = "expert_add_backward",
+        }
+    }
+}
 
 const THREADS: u32 = 128;
 /// Bytes that a thread copies.
@@ -40,7 +50,7 @@ impl RowsOfExpert<'_> {
         f32_elements(self.rows)
     }
 
-    fn launch(&self, kernel: &str, pieces: usize, columns: bool, a: RowsArguments) -> Result<()> {
+    fn launch(&self, kernel: Move, pieces: usize, columns: bool, a: RowsArguments) -> Result<()> {
         expect_words("weights of an expert", self.weights, &[self.count()])?;
         let weights = self.weights.address();
         launch(
@@ -54,7 +64,7 @@ impl RowsOfExpert<'_> {
 
     fn add(
         &self,
-        kernel: &str,
+        kernel: Move,
         x: DeviceSlice<'_>,
         width: usize,
         sum: DeviceSlice<'_>,
@@ -108,12 +118,12 @@ pub fn gather_rows(
         taken: taken.address(),
         ..RowsArguments::default()
     };
-    launch("expert_take", rows, row_bytes / COPIED, true, a)
+    launch(Move::Take, rows, row_bytes / COPIED, true, a)
 }
 
 /// Launches a kernel for these rows with `a`, whose addresses were checked; `columns` says whether the grid divides rows of so many pieces.
 fn launch(
-    kernel: &str,
+    kernel: Move,
     rows: DeviceSlice<'_>,
     pieces: usize,
     columns: bool,
@@ -130,8 +140,8 @@ fn launch(
         ..a
     };
     let launch = Launch::new([count as u32, columns as u32, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked; the caller vouches for the rows.
-    unsafe { launch.run(rows.gpu(), Unit::ExpertRows, kernel, &arguments) }
+    // SAFETY: sizes were checked; the caller vouches for the rows.
+    unsafe { launch.of(kernel).run(rows.gpu(), &arguments) }
 }
 
 /// Adds `weights[i]` times row i of bf16 `x` `[n, width]` to row `rows[i]` of f32 `sum` `[T, width]`. `width` is a multiple of 16.
@@ -142,7 +152,7 @@ pub fn add_rows(
     sum: DeviceSlice<'_>,
 ) -> Result<()> {
     expect_bf16("results of an expert", x, &[rows.count(), width])?;
-    rows.add("expert_add", x, width, sum)
+    rows.add(Move::Add, x, width, sum)
 }
 
 /// As [`add_rows`], of f32 `x`.
@@ -153,7 +163,7 @@ pub fn add_rows_f32(
     sum: DeviceSlice<'_>,
 ) -> Result<()> {
     expect_f32("results of an expert", x, &[rows.count(), width])?;
-    rows.add("expert_add_f32", x, width, sum)
+    rows.add(Move::AddF32, x, width, sum)
 }
 
 /// As [`add_rows`], with weights of one: the backward pass of [`take_rows`].
@@ -164,7 +174,7 @@ pub fn add_rows_unweighted(
     sum: DeviceSlice<'_>,
 ) -> Result<()> {
     expect_bf16("gradients of an expert's rows", x, &[rows.count(), width])?;
-    rows.add("expert_take_backward", x, width, sum)
+    rows.add(Move::TakeBackward, x, width, sum)
 }
 
 /// The backward pass of [`add_rows`]: from bf16 `x` `[n, width]` and the gradients `dsum` `[T, width]` of the sum makes bf16 `dx` `[n, width]` the
@@ -188,5 +198,5 @@ pub fn add_rows_backward(
         dweights: dweights.address(),
         ..RowsArguments::default()
     };
-    rows.launch("expert_add_backward", width / PIECE, false, a)
+    rows.launch(Move::AddBackward, width / PIECE, false, a)
 }

@@ -1,14 +1,21 @@
 //! Norm and rotation of each query and key head, forward and backward.
 
 use super::super::driver::{DeviceSlice, Launch, int};
-use super::super::units::Unit;
 use super::array::{PartialSums, add_partial_sums};
 use super::sizes::{PIECE, bf16_elements, expect_bf16, expect_f32, expect_room, f32_elements};
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::cuda::kernel::kernels;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[("train_heads", size_of::<HeadsArguments>())];
+kernels! {
+    /// Norms and rotation of heads.
+    enum HeadsKernel(HeadsArguments) {
+        HeadsTraining {
+            Forward = "train_heads",
+            Backward = "train_heads_backward",
+        }
+    }
+}
 
 const THREADS: u32 = 256;
 /// Upper limit of elements of a head, and the factor that its elements and its rotating elements are a multiple of.
@@ -123,8 +130,8 @@ pub fn heads_forward(heads: &Heads<'_>, qkv: DeviceSlice<'_>, out: DeviceSlice<'
     let of_block = THREADS as usize / heads.lanes();
     let blocks = int("blocks", (rows * heads.all()).div_ceil(of_block))?;
     let launch = Launch::new([blocks as u32, 1, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(qkv.gpu(), Unit::HeadsTraining, "train_heads", &arguments) }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(HeadsKernel::Forward).run(qkv.gpu(), &arguments) }
 }
 
 fn blocks(rows: usize) -> usize {
@@ -164,14 +171,11 @@ pub fn heads_backward(
         arguments.partial = partial.address();
     }
     let launch = Launch::new([blocks as u32, 1, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
+    // SAFETY: sizes were checked.
     unsafe {
-        launch.run(
-            qkv.gpu(),
-            Unit::HeadsTraining,
-            "train_heads_backward",
-            &arguments,
-        )?;
+        launch
+            .of(HeadsKernel::Backward)
+            .run(qkv.gpu(), &arguments)?;
     }
     for (i, dnorm) in dnorms.into_iter().enumerate() {
         let partial = PartialSums {

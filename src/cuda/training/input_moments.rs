@@ -1,14 +1,17 @@
 //! Second moments of the inputs of GEMMs, for calibration.
 
 use super::super::driver::{DeviceSlice, Launch, int};
-use super::super::units::Unit;
 use super::sizes::{expect_f32, rows};
 use crate::base::Result;
+use crate::cuda::kernel::kernels;
 use crate::format::nvfp4::BLOCK;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] =
-    &[("train_input_moments", size_of::<MomentArguments>())];
+kernels! {
+    /// Adds second moments.
+    enum InputMoments(MomentArguments) {
+        InputMoments { Blocks = "train_input_moments" }
+    }
+}
 
 const THREADS: u32 = (BLOCK * BLOCK) as u32;
 
@@ -33,13 +36,6 @@ pub fn add_input_moments(x: DeviceSlice<'_>, cols: usize, sums: DeviceSlice<'_>)
     };
     let blocks = int("the width of inputs", cols / BLOCK)? as u32;
     let launch = Launch::new([blocks, 1, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe {
-        launch.run(
-            x.gpu(),
-            Unit::InputMoments,
-            "train_input_moments",
-            &arguments,
-        )
-    }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(InputMoments::Blocks).run(x.gpu(), &arguments) }
 }

@@ -1,20 +1,39 @@
 //! Losses: cross-entropy over chunks of the head's columns, and the L1 distance of hidden states.
 
 use super::super::driver::{DeviceSlice, Launch, int};
-use super::super::units::Unit;
 use super::sizes::{
     PIECE, expect_bf16, expect_f32, expect_room, expect_words, f32_elements, pieces,
 };
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::cuda::kernel::kernels;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("cross_entropy_", size_of::<ChunkArguments>()),
-    ("cross_entropy_finish", size_of::<FinishArguments>()),
-    ("l1_gradient", size_of::<L1Arguments>()),
-    ("l1_total", size_of::<L1TotalArguments>()),
-];
+kernels! {
+    /// The passes over a chunk of logits, and those for rows whose length is not a multiple of 4.
+    enum Chunk(ChunkArguments) {
+        CrossEntropy {
+            Sums = "cross_entropy_chunk",
+            SumsRagged = "cross_entropy_chunk_ragged",
+            Gradient = "cross_entropy_gradient",
+            GradientRagged = "cross_entropy_gradient_ragged",
+        }
+    }
+
+    /// Ends the sums.
+    enum Finish(FinishArguments) {
+        CrossEntropy { Rows = "cross_entropy_finish" }
+    }
+
+    /// The L1 loss and its gradient.
+    enum L1(L1Arguments) {
+        L1 { Gradient = "l1_gradient" }
+    }
+
+    /// Sums the partial L1 losses.
+    enum L1Total(L1TotalArguments) {
+        L1 { Sum = "l1_total" }
+    }
+}
 
 const THREADS: u32 = 256;
 const FINISH_THREADS: u32 = 1024;
@@ -106,7 +125,7 @@ struct ChunkArguments {
 
 /// A kernel with one CTA per row, and its variant for row lengths that are not a multiple of 4.
 fn by_row(
-    [name, ragged]: [&str; 2],
+    [whole, ragged]: [Chunk; 2],
     rows: &CrossEntropy<'_>,
     chunk: &LogitChunk<'_>,
     dlogits: Option<DeviceSlice<'_>>,
@@ -114,8 +133,8 @@ fn by_row(
 ) -> Result<()> {
     let (count, columns) = (rows.rows()?, chunk.columns);
     chunk.check(count)?;
-    let name = match columns.is_multiple_of(4) {
-        true => name,
+    let kernel = match columns.is_multiple_of(4) {
+        true => whole,
         false => ragged,
     };
     if let Some(dlogits) = dlogits {
@@ -136,8 +155,8 @@ fn by_row(
         cap: chunk.cap.unwrap_or(0.0),
     };
     let launch = Launch::new([int("rows", count)? as u32, 1, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(rows.labels.gpu(), Unit::CrossEntropy, name, &arguments) }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(kernel).run(rows.labels.gpu(), &arguments) }
 }
 
 /// Accumulates a chunk of logits in `max`, `sum` and `target` of the rows (Milakov and Gimelshein, arXiv 1805.02867). The first chunk
@@ -148,7 +167,7 @@ pub fn cross_entropy_chunk(
     is_first: bool,
 ) -> Result<()> {
     by_row(
-        ["cross_entropy_chunk", "cross_entropy_chunk_ragged"],
+        [Chunk::Sums, Chunk::SumsRagged],
         rows,
         chunk,
         None,
@@ -187,15 +206,8 @@ pub fn cross_entropy_finish(rows: &CrossEntropy<'_>, total: DeviceSlice<'_>) -> 
         rows: int("rows", count)?,
     };
     let launch = Launch::new([1, 1, 1], FINISH_THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe {
-        launch.run(
-            total.gpu(),
-            Unit::CrossEntropy,
-            "cross_entropy_finish",
-            &arguments,
-        )
-    }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(Finish::Rows).run(total.gpu(), &arguments) }
 }
 
 /// After [`cross_entropy_finish`]: writes the gradients of a chunk's logits to bf16 `dlogits` `[T, columns]`: `weight (softmax - onehot)`
@@ -206,7 +218,7 @@ pub fn cross_entropy_gradient(
     dlogits: DeviceSlice<'_>,
 ) -> Result<()> {
     by_row(
-        ["cross_entropy_gradient", "cross_entropy_gradient_ragged"],
+        [Chunk::Gradient, Chunk::GradientRagged],
         rows,
         chunk,
         Some(dlogits),
@@ -258,8 +270,8 @@ pub fn l1_gradient(
         weight,
     };
     let launch = Launch::new([L1_BLOCKS, 1, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(total.gpu(), Unit::L1, "l1_gradient", &arguments)? };
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(L1::Gradient).run(total.gpu(), &arguments)? };
     let arguments = L1TotalArguments {
         partial: partial.address(),
         total: total.address(),
@@ -267,5 +279,5 @@ pub fn l1_gradient(
     };
     let launch = Launch::new([1, 1, 1], L1_BLOCKS);
     // SAFETY: as above.
-    unsafe { launch.run(total.gpu(), Unit::L1, "l1_total", &arguments) }
+    unsafe { launch.of(L1Total::Sum).run(total.gpu(), &arguments) }
 }

@@ -46,7 +46,7 @@ pub use statistics::{STATISTICS_ENTRY, STATISTICS_PARTIAL, gradient_statistics};
 
 pub(super) use optimizer::CACHED;
 
-/// Argument sizes of this folder's kernels, by the start of their names.
+/// Argument sizes of this folder's kernels, by name.
 pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
     activation::ARGUMENTS,
     array::ARGUMENTS,

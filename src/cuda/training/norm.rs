@@ -1,17 +1,23 @@
 //! RMSNorm of bf16 rows, forward and backward.
 
 use super::super::driver::{DeviceSlice, Launch, int};
-use super::super::units::Unit;
 use super::array::{PartialSums, add_partial_sums};
 use super::sizes::{PIECE, expect_bf16, expect_f32, expect_room, f32_elements, rows};
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::cuda::kernel::kernels;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("train_norm", size_of::<NormArguments>()),
-    ("train_norm_backward", size_of::<BackwardArguments>()),
-];
+kernels! {
+    /// The norm.
+    enum Norm(NormArguments) {
+        NormTraining { Rows = "train_norm" }
+    }
+
+    /// Its backward pass.
+    enum NormBackward(BackwardArguments) {
+        NormTraining { Rows = "train_norm_backward" }
+    }
+}
 
 /// Upper limit of elements of a row: a CTA has one thread per eight elements.
 const MOST_WIDTH: usize = 8192;
@@ -59,8 +65,8 @@ pub fn rms_norm_forward(
         eps,
     };
     let launch = Launch::new([int("rows", rows)? as u32, 1, 1], threads(width)?);
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(x.gpu(), Unit::NormTraining, "train_norm", &arguments) }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(Norm::Rows).run(x.gpu(), &arguments) }
 }
 
 fn blocks(rows: usize) -> usize {
@@ -132,14 +138,11 @@ pub fn rms_norm_backward(norm: &RmsNormBackward<'_>) -> Result<()> {
         eps: norm.eps,
     };
     let launch = Launch::new([blocks as u32, 1, 1], threads(width)?);
-    // SAFETY: the struct is the kernel's; sizes were checked.
+    // SAFETY: sizes were checked.
     unsafe {
-        launch.run(
-            norm.x.gpu(),
-            Unit::NormTraining,
-            "train_norm_backward",
-            &arguments,
-        )?;
+        launch
+            .of(NormBackward::Rows)
+            .run(norm.x.gpu(), &arguments)?;
     }
     let partial = PartialSums {
         partial: norm.partial,

@@ -1,17 +1,27 @@
 //! Rounds the operands of training's GEMMs to NVFP4 or int8: see [`crate::format::operand`].
 
 use super::super::driver::{DeviceSlice, Launch, int};
-use super::super::units::Unit;
 use super::sizes::{PIECE, check_width, expect_bf16, expect_room, pieces};
 use crate::base::Result;
+use crate::cuda::kernel::kernels;
 use crate::format::operand::{OperandRounding, ROTATED, ScaleRule};
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("train_operand_rows", size_of::<RowsArguments>()),
-    ("train_operand_maxima", size_of::<MaximaArguments>()),
-    ("train_operand_columns", size_of::<ColumnsArguments>()),
-];
+kernels! {
+    /// Rounds rows.
+    enum RoundRows(RowsArguments) {
+        OperandTraining { Rows = "train_operand_rows" }
+    }
+
+    /// The maxima of columns.
+    enum Maxima(MaximaArguments) {
+        OperandTraining { Pieces = "train_operand_maxima" }
+    }
+
+    /// Rounds columns.
+    enum RoundColumns(ColumnsArguments) {
+        OperandTraining { Groups = "train_operand_columns" }
+    }
+}
 
 const THREADS: u32 = 256;
 /// f32 elements of scratch for [`round_columns`].
@@ -92,15 +102,8 @@ fn by_rows(
         rule,
     };
     let launch = Launch::new([int("rows", rows)? as u32, 1, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe {
-        launch.run(
-            x.gpu(),
-            Unit::OperandTraining,
-            "train_operand_rows",
-            &arguments,
-        )
-    }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(RoundRows::Rows).run(x.gpu(), &arguments) }
 }
 
 /// Rotates bf16 `x` `[rows, width]` in groups of 16 rows, and writes it to `y`, whose number of rows is padded to a multiple of 16. If
@@ -126,14 +129,9 @@ pub fn round_columns(
         pieces: pieces as u64,
     };
     let launch = Launch::new([OPERAND_MAXIMA as u32, 1, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
+    // SAFETY: sizes were checked.
     unsafe {
-        launch.run(
-            x.gpu(),
-            Unit::OperandTraining,
-            "train_operand_maxima",
-            &arguments,
-        )?;
+        launch.of(Maxima::Pieces).run(x.gpu(), &arguments)?;
     }
     let (rule, key) = rule_of(rounding);
     let arguments = ColumnsArguments {
@@ -148,12 +146,5 @@ pub fn round_columns(
     let blocks = (width / 2).div_ceil(THREADS as usize) as u32;
     let launch = Launch::new([blocks, int("groups of rows", groups)? as u32, 1], THREADS);
     // SAFETY: as above.
-    unsafe {
-        launch.run(
-            x.gpu(),
-            Unit::OperandTraining,
-            "train_operand_columns",
-            &arguments,
-        )
-    }
+    unsafe { launch.of(RoundColumns::Groups).run(x.gpu(), &arguments) }
 }

@@ -7,6 +7,7 @@ use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::base::size::product;
 use crate::cuda::driver::{DeviceBuffer, DeviceSlice, Launch, int};
+use crate::cuda::kernel::kernels;
 use crate::cuda::linear::{CHUNK_K, pack_rows};
 use crate::cuda::units::Unit;
 use crate::format::adamw::{
@@ -15,13 +16,33 @@ use crate::format::adamw::{
 use crate::format::nvfp4::BLOCK;
 use crate::format::residual::Bits;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("adamw_", size_of::<StepArguments>()),
-    ("adamw_vector", size_of::<VectorArguments>()),
-    ("decode_matrix", size_of::<DecodeArguments>()),
-    ("unpack_matrix", size_of::<UnpackArguments>()),
-];
+kernels! {
+    /// An AdamW step of a matrix, for the default forms and for any.
+    enum MatrixStep(StepArguments) {
+        AdamW {
+            Default = "adamw_default",
+            Any = "adamw_any",
+        }
+    }
+
+    /// An AdamW step of a vector.
+    enum VectorStep(VectorArguments) {
+        AdamW { Elements = "adamw_vector" }
+    }
+
+    /// Decodes a matrix, of the default form and of any.
+    enum Decode(DecodeArguments) {
+        DecodeMatrix {
+            Default = "decode_matrix_default",
+            Any = "decode_matrix_any",
+        }
+    }
+
+    /// Unpacks chunks.
+    enum Unpack(UnpackArguments) {
+        DecodeMatrix { Chunks = "unpack_matrix" }
+    }
+}
 
 /// Units whose kernels prefer a multiprocessor's memory as L1 cache: AdamW steps read gradients twice. With 20 KB of cache in place of 150
 /// KB they take 16 % longer.
@@ -360,10 +381,10 @@ fn launch(step: &Step<'_>, arguments: &StepArguments) -> Result<()> {
         ..Forms::default()
     };
     let moves = !step.coefficients.is_still();
-    let name = if *forms == default && moves && cols.is_multiple_of(2 * BLOCK) {
-        "adamw_default"
+    let kernel = if *forms == default && moves && cols.is_multiple_of(2 * BLOCK) {
+        MatrixStep::Default
     } else {
-        "adamw_any"
+        MatrixStep::Any
     };
     let gpu = step.gradients.gpu();
     let splits = match gpu.arch().0 {
@@ -375,8 +396,8 @@ fn launch(step: &Step<'_>, arguments: &StepArguments) -> Result<()> {
         cluster: splits as u32,
         ..Launch::new([groups as u32, 1, splits as u32], THREADS)
     };
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(gpu, Unit::AdamW, name, arguments) }
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(kernel).run(gpu, arguments) }
 }
 
 /// Number of CTAs that divide the columns of a group of rows, in whole blocks, when `at_once` CTAs run at once. Chooses the fewest rounds
@@ -431,8 +452,12 @@ pub fn adamw_vector(
         count: int("elements", count)?,
     };
     let launch = Launch::new([(count as u32).div_ceil(THREADS), 1, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(weights.gpu(), Unit::AdamW, "adamw_vector", &arguments) }
+    // SAFETY: sizes were checked.
+    unsafe {
+        launch
+            .of(VectorStep::Elements)
+            .run(weights.gpu(), &arguments)
+    }
 }
 
 #[repr(C)]
@@ -475,18 +500,22 @@ pub fn decode_matrix(
         rows: int("rows", count)?,
         whole: whole.into(),
     };
-    let name = if w.form == WeightForm::default() {
-        "decode_matrix_default"
+    let kernel = if w.form == WeightForm::default() {
+        Decode::Default
     } else {
-        "decode_matrix_any"
+        Decode::Any
     };
     let grid = [
         (w.cols / BLOCK).div_ceil(THREADS as usize) as u32,
         count.min(MOST_ROWS) as u32,
         1,
     ];
-    // SAFETY: the struct is the kernel's; sizes were checked. The caller vouches for tokens.
-    unsafe { Launch::new(grid, THREADS).run(out.gpu(), Unit::DecodeMatrix, name, &arguments) }
+    // SAFETY: sizes were checked. The caller vouches for tokens.
+    unsafe {
+        Launch::new(grid, THREADS)
+            .of(kernel)
+            .run(out.gpu(), &arguments)
+    }
 }
 
 /// Packs codes `[rows, cols / 2]` and scales `[rows, cols / 16]` into inference's chunk order. A partial group of 8 rows is padded with
@@ -535,13 +564,10 @@ pub fn unpack_matrix(
         rows.min(MOST_ROWS) as u32,
         1,
     ];
-    // SAFETY: the struct is the kernel's; sizes were checked.
+    // SAFETY: sizes were checked.
     unsafe {
-        Launch::new(grid, THREADS).run(
-            chunks.gpu(),
-            Unit::DecodeMatrix,
-            "unpack_matrix",
-            &arguments,
-        )
+        Launch::new(grid, THREADS)
+            .of(Unpack::Chunks)
+            .run(chunks.gpu(), &arguments)
     }
 }

@@ -1,15 +1,24 @@
 //! Statistics of a gradient: its norm, its largest magnitude and its non-finite values, for clipping.
 
 use super::super::driver::{DeviceSlice, Launch};
-use super::super::units::Unit;
 use super::sizes::{expect_room, pieces};
 use crate::base::Result;
+use crate::cuda::kernel::kernels;
 
-/// Argument sizes of this file's kernels, by the start of their names.
-pub(super) const ARGUMENTS: &[(&str, usize)] = &[
-    ("gradient_statistics", size_of::<StatisticsArguments>()),
-    ("gradient_statistics_total", size_of::<TotalArguments>()),
-];
+kernels! {
+    /// Partial statistics of a gradient, by its type.
+    enum Partial(StatisticsArguments) {
+        Statistics {
+            Bf16 = "gradient_statistics",
+            F32 = "gradient_statistics_f32",
+        }
+    }
+
+    /// Their total.
+    enum Total(TotalArguments) {
+        Statistics { Sum = "gradient_statistics_total" }
+    }
+}
 
 const THREADS: u32 = 256;
 /// CTAs, independent of the size; also the threads of the kernel that sums their partial results.
@@ -49,9 +58,9 @@ pub fn gradient_statistics(
     bound: f32,
     entry: DeviceSlice<'_>,
 ) -> Result<()> {
-    let (name, narrower) = match is_f32 {
-        true => ("gradient_statistics_f32", 2),
-        false => ("gradient_statistics", 1),
+    let (kernel, narrower) = match is_f32 {
+        true => (Partial::F32, 2),
+        false => (Partial::Bf16, 1),
     };
     let pieces = pieces("a gradient", g)? / narrower;
     expect_room("partial statistics", partial, &[STATISTICS_PARTIAL])?;
@@ -64,8 +73,8 @@ pub fn gradient_statistics(
         pieces: pieces as u64,
     };
     let launch = Launch::new([BLOCKS, 1, 1], THREADS);
-    // SAFETY: the struct is the kernel's; sizes were checked.
-    unsafe { launch.run(entry.gpu(), Unit::Statistics, name, &arguments)? };
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(kernel).run(entry.gpu(), &arguments)? };
     let arguments = TotalArguments {
         partial: partial.address(),
         entry: entry.address(),
@@ -74,12 +83,5 @@ pub fn gradient_statistics(
     };
     let launch = Launch::new([1, 1, 1], BLOCKS);
     // SAFETY: as above.
-    unsafe {
-        launch.run(
-            entry.gpu(),
-            Unit::Statistics,
-            "gradient_statistics_total",
-            &arguments,
-        )
-    }
+    unsafe { launch.of(Total::Sum).run(entry.gpu(), &arguments) }
 }

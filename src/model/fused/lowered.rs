@@ -122,7 +122,7 @@ impl Lowered {
         let lowered = Lowered {
             gpu: gpu.clone(),
             glu_divisors: divisors.collect::<Result<_>>()?,
-            hardware: Hardware::of(gpu),
+            hardware: Hardware::of(gpu)?,
             frequencies: frequencies.collect::<Result<_>>()?,
             blocks,
             head,

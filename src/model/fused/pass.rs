@@ -10,8 +10,8 @@ use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::cuda::{
-    self, Biased, CachedPages, DeviceBuffer, DeviceSlice, ExpertScratch, FusedNorm, Heads, Input,
-    Layout, NextNorm, Output, ResidualRow, Shared, SplitKv,
+    self, Biased, CachedPages, DeviceBuffer, DeviceSlice, ExpertScratch, FusedNorm, GemmPlan,
+    Heads, Input, Layout, NextNorm, Output, ResidualRow, Shared, SplitKv,
 };
 use crate::model::KvType;
 use crate::model::order::Half;
@@ -59,7 +59,7 @@ impl<'a> Pass<'a> {
         let index = step.block;
         match &step.kernel {
             Kernel::Normalize { norm, layout } => self.normalize(*norm, *layout),
-            Kernel::Qkv { input } => {
+            Kernel::Qkv { input, gemm } => {
                 let attention = &self.block(index).0.attention;
                 let matrices = [
                     biased(&attention.q)?,
@@ -68,12 +68,12 @@ impl<'a> Pass<'a> {
                 ];
                 let width = self.source.spec.blocks[index].attention.qkv_width();
                 let out = &memory.projected;
-                self.linear(self.input(input)?, &matrices, Output::F32, out, width)
+                self.linear(gemm, self.input(input)?, &matrices, Output::F32, out, width)
             }
             Kernel::Decode { .. } | Kernel::StoreKv | Kernel::Prefill => {
                 self.attend(index, &step.kernel)
             }
-            Kernel::GateUp { input, fused } => {
+            Kernel::GateUp { input, fused, gemm } => {
                 let (spec, mlp) = self.mlp(index)?;
                 let matrices = [biased(&mlp.gate)?, biased(&mlp.up)?];
                 let input = self.input(input)?;
@@ -82,11 +82,11 @@ impl<'a> Pass<'a> {
                     true => {
                         let glu = plan::glu(spec.activation, lowered.glu_divisors[index]);
                         let output = input.layout().glu(glu);
-                        self.linear(input, &matrices, output, &memory.inner, wide)
+                        self.linear(gemm, input, &matrices, output, &memory.inner, wide)
                     }
                     false => {
                         let out = &memory.projected;
-                        self.linear(input, &matrices, Output::F16, out, 2 * wide)
+                        self.linear(gemm, input, &matrices, Output::F16, out, 2 * wide)
                     }
                 }
             }
@@ -135,9 +135,14 @@ impl<'a> Pass<'a> {
                 cuda::experts_down(&lowered.gpu, routing, table, self.rows, divisor, scratch)
             }
             Kernel::SumExperts { next } => self.sum_experts(index, *next),
-            Kernel::Project { half, layout, then } => self.project(index, *half, *layout, *then),
+            Kernel::Project {
+                half,
+                layout,
+                then,
+                gemm,
+            } => self.project(index, *half, *layout, *then, gemm),
             Kernel::PostNorm { half, next } => self.post_norm(index, *half, *next),
-            Kernel::Head { input } => self.head(input),
+            Kernel::Head { input, gemm } => self.head(input, gemm),
         }
     }
 
@@ -186,6 +191,7 @@ impl<'a> Pass<'a> {
 
     fn linear(
         &self,
+        gemm: &GemmPlan,
         input: Input<'_>,
         matrices: &[Biased<'_>],
         output: Output,
@@ -193,9 +199,7 @@ impl<'a> Pass<'a> {
         stride: usize,
     ) -> Result<()> {
         let (gpu, scratch) = (&self.lowered.gpu, &self.memory.linear);
-        cuda::linear(
-            gpu, input, self.rows, matrices, output, out, stride, scratch,
-        )
+        gemm.enqueue(gpu, input, matrices, output, out, stride, scratch)
     }
 
     fn attend(&self, index: usize, kernel: &Kernel) -> Result<()> {
@@ -262,7 +266,14 @@ impl<'a> Pass<'a> {
         )
     }
 
-    fn project(&self, index: usize, half: Half, layout: Layout, then: Then) -> Result<()> {
+    fn project(
+        &self,
+        index: usize,
+        half: Half,
+        layout: Layout,
+        then: Then,
+        gemm: &GemmPlan,
+    ) -> Result<()> {
         let (block, memory) = (self.block(index).0, self.memory);
         let (input, weight) = match half {
             Half::Attention => (layout.input(&memory.input, 1.0), &block.attention.o),
@@ -275,15 +286,16 @@ impl<'a> Pass<'a> {
             }
         };
         let (matrix, hidden) = (biased(weight)?, self.lowered.sizes.hidden);
-        match then {
-            Then::Add => self.linear(input, &[matrix], Output::Add, &memory.residual, hidden),
+        let (output, out) = match then {
+            Then::Add => (Output::Add, &memory.residual),
             Then::AddAndNorm(norm) => {
                 let norm = self.fused_norm(norm)?;
-                cuda::linear_add_norm(&self.lowered.gpu, input, self.rows, matrix, &norm)
+                return gemm.enqueue_before_norm(&self.lowered.gpu, input, matrix, &norm);
             }
-            Then::Store => self.linear(input, &[matrix], Output::F32, &memory.projected, hidden),
-            Then::StoreRow => self.linear(input, &[matrix], Output::F32, &memory.half, hidden),
-        }
+            Then::Store => (Output::F32, &memory.projected),
+            Then::StoreRow => (Output::F32, &memory.half),
+        };
+        self.linear(gemm, input, &[matrix], output, out, hidden)
     }
 
     fn post_norm(&self, index: usize, half: Half, next: Option<(Norm, Layout)>) -> Result<()> {
@@ -413,10 +425,17 @@ impl<'a> Pass<'a> {
         )
     }
 
-    pub(super) fn head(&self, input: &Normed) -> Result<()> {
+    pub(super) fn head(&self, input: &Normed, gemm: &GemmPlan) -> Result<()> {
         let head = biased(&self.source.weights.head)?;
         let (logits, vocab) = (&self.memory.logits, self.lowered.sizes.vocab);
-        self.linear(self.input(input)?, &[head], Output::F32, logits, vocab)?;
+        self.linear(
+            gemm,
+            self.input(input)?,
+            &[head],
+            Output::F32,
+            logits,
+            vocab,
+        )?;
         match self.source.spec.logit_cap {
             Some(cap) => cuda::soft_cap(&self.lowered.gpu, logits, self.rows * vocab, cap),
             None => Ok(()),

@@ -1,9 +1,10 @@
-//! Chooses the fused kernels that take rows through a model on a GPU: a pure function of the blocks, the rows, the device and the weights'
-//! types. Prints as a table, which a golden test compares.
+//! Chooses the fused kernels that take rows through a model on a GPU, and how their GEMMs run: a pure function of the blocks, the rows, the
+//! device and the weights' types. Prints as a table, which a golden test compares.
 
 use std::fmt;
 
-use crate::cuda::{self, FusedNorm, Glu, Hardware, Layout, MatrixShape, Output, ResidualRow};
+use crate::base::Result;
+use crate::cuda::{GemmPlan, Glu, Hardware, InputForm, Layout, MatrixShape, Output};
 use crate::model::order::Half;
 use crate::model::spec::{Activation, BlockSpec, MlpSpec, NormPlacement, Spec};
 use crate::tensor::WeightType;
@@ -25,6 +26,17 @@ pub(super) struct Normed {
     pub(super) norm: Norm,
     pub(super) layout: Layout,
     pub(super) applied: Applied,
+}
+
+impl Normed {
+    /// The form in which the GEMM takes it.
+    fn form(&self) -> InputForm {
+        match self.applied {
+            Applied::Before => InputForm::Plain(self.layout),
+            Applied::Epilogue => InputForm::FusedNorm(self.layout),
+            Applied::Prologue => InputForm::Residual,
+        }
+    }
 }
 
 /// The kernel that applies a norm.
@@ -57,7 +69,7 @@ pub(super) enum Kernel {
     /// Normalizes the residual stream.
     Normalize { norm: Norm, layout: Layout },
     /// Queries, keys and values, f32.
-    Qkv { input: Normed },
+    Qkv { input: Normed, gemm: GemmPlan },
     /// Normalizes and rotates heads, stores keys and values, and computes attention, for one token of each of several sequences.
     Decode { layout: Layout },
     /// Normalizes and rotates heads, and stores keys and values, for rows of one sequence.
@@ -65,7 +77,11 @@ pub(super) enum Kernel {
     /// Attention of the queries rotated by [`Kernel::StoreKv`].
     Prefill,
     /// Gate and up projections; in a mixture those of the shared expert. `fused` applies the activation too; otherwise the output is f16.
-    GateUp { input: Normed, fused: bool },
+    GateUp {
+        input: Normed,
+        fused: bool,
+        gemm: GemmPlan,
+    },
     /// The activation of gate and up as a separate kernel.
     Activate,
     /// Routes each row to its experts, and sorts rows by expert.
@@ -81,6 +97,7 @@ pub(super) enum Kernel {
         half: Half,
         layout: Layout,
         then: Then,
+        gemm: GemmPlan,
     },
     /// Normalizes the output of a half, adds it to the residual stream, and applies the next norm if it is known.
     PostNorm {
@@ -88,7 +105,7 @@ pub(super) enum Kernel {
         next: Option<(Norm, Layout)>,
     },
     /// Logits.
-    Head { input: Normed },
+    Head { input: Normed, gemm: GemmPlan },
 }
 
 /// A kernel and its block; for the head, the number of blocks.
@@ -176,7 +193,7 @@ pub(super) fn plan(
     rows: usize,
     is_step: bool,
     hardware: &Hardware,
-) -> Vec<PlannedKernel> {
+) -> Result<Vec<PlannedKernel>> {
     let mut planner = Planner {
         blocks,
         head,
@@ -189,14 +206,25 @@ pub(super) fn plan(
     };
     planner.in_prologue = planner.makes_rows_in_prologues();
     for index in 0..blocks.len() {
-        planner.attention(index);
-        planner.mlp(index);
+        planner.attention(index)?;
+        planner.mlp(index)?;
     }
     if is_step {
         let input = planner.normed(Norm::Head, blocks.len());
-        planner.push(blocks.len(), Kernel::Head { input });
+        let gemm = self::head(head, &input, rows, hardware)?;
+        planner.push(blocks.len(), Kernel::Head { input, gemm });
     }
-    planner.steps
+    Ok(planner.steps)
+}
+
+/// How the logits of some rows are computed.
+pub(super) fn head(
+    head: MatrixShape,
+    input: &Normed,
+    rows: usize,
+    hardware: &Hardware,
+) -> Result<GemmPlan> {
+    GemmPlan::choose(hardware, rows, &[head], Output::F32, input.form())
 }
 
 /// The layout of the head's input for the logits of some rows of a prompt.
@@ -247,10 +275,25 @@ impl Planner<'_> {
         }
     }
 
-    fn attention(&mut self, block: usize) {
+    fn gemm(&self, matrices: &[MatrixShape], output: Output, form: InputForm) -> Result<GemmPlan> {
+        GemmPlan::choose(self.hardware, self.rows, matrices, output, form)
+    }
+
+    /// The GEMM of these rows, if a kernel serves it.
+    fn served(
+        &self,
+        matrices: &[MatrixShape],
+        output: Output,
+        form: InputForm,
+    ) -> Option<GemmPlan> {
+        GemmPlan::find(self.hardware, self.rows, matrices, output, form)
+    }
+
+    fn attention(&mut self, block: usize) -> Result<()> {
         let layout = self.layout_of(Norm::Attention(block));
         let input = self.normed(Norm::Attention(block), block);
-        self.push(block, Kernel::Qkv { input });
+        let gemm = self.gemm(&self.blocks[block].qkv, Output::F32, input.form())?;
+        self.push(block, Kernel::Qkv { input, gemm });
         let attended = match self.is_step {
             true => {
                 self.push(block, Kernel::Decode { layout });
@@ -262,10 +305,11 @@ impl Planner<'_> {
                 Layout::RowMajor
             }
         };
-        self.end(block, Half::Attention, attended, Norm::Mlp(block));
+        let o = self.blocks[block].o;
+        self.end(block, Half::Attention, o, attended, Norm::Mlp(block))
     }
 
-    fn mlp(&mut self, block: usize) {
+    fn mlp(&mut self, block: usize) -> Result<()> {
         let input = self.normed(Norm::Mlp(block), block);
         let next = match block + 1 < self.blocks.len() {
             true => Norm::Attention(block + 1),
@@ -273,34 +317,38 @@ impl Planner<'_> {
         };
         match &self.blocks[block].mlp {
             MlpShape::Dense(mlp) => {
-                let layout = self.gate_up(block, mlp, input);
-                self.end(block, Half::Mlp, layout, next);
+                let layout = self.gate_up(block, mlp, input)?;
+                self.end(block, Half::Mlp, mlp.down, layout, next)
             }
             MlpShape::Experts { shared } => {
                 self.push(block, Kernel::Route);
                 if let Some(mlp) = shared {
-                    let layout = self.gate_up(block, mlp, input);
-                    let (half, then) = (Half::Mlp, Then::Store);
-                    self.push(block, Kernel::Project { half, layout, then });
+                    let layout = self.gate_up(block, mlp, input)?;
+                    self.project(block, Half::Mlp, mlp.down, layout, Then::Store)?;
                 }
                 self.push(block, Kernel::ExpertsGateUp);
                 self.push(block, Kernel::ExpertsDown);
                 let next = self.normalized_next(next);
                 self.push(block, Kernel::SumExperts { next });
+                Ok(())
             }
         }
     }
 
     /// Gate, up and the activation; returns the layout of their output.
-    fn gate_up(&mut self, block: usize, mlp: &GatedShape, input: Normed) -> Layout {
-        let layout = input.layout;
-        let fused = cuda::has_glu(self.hardware, self.rows, &mlp.gate_up, layout);
-        self.push(block, Kernel::GateUp { input, fused });
+    fn gate_up(&mut self, block: usize, mlp: &GatedShape, input: Normed) -> Result<Layout> {
+        let (layout, form) = (input.layout, input.form());
+        let glu = self.served(&mlp.gate_up, layout.glu(Glu::default()), form);
+        let (fused, gemm) = match glu {
+            Some(gemm) => (true, gemm),
+            None => (false, self.gemm(&mlp.gate_up, Output::F16, form)?),
+        };
+        self.push(block, Kernel::GateUp { input, fused, gemm });
         match fused {
-            true => layout,
+            true => Ok(layout),
             false => {
                 self.push(block, Kernel::Activate);
-                Layout::RowMajor
+                Ok(Layout::RowMajor)
             }
         }
     }
@@ -314,30 +362,61 @@ impl Planner<'_> {
         next
     }
 
-    /// The projection that ends a half. Records how far it prepares the next norm.
-    fn end(&mut self, block: usize, half: Half, layout: Layout, next: Norm) {
+    /// The projection by a matrix that ends a half.
+    fn project(
+        &mut self,
+        block: usize,
+        half: Half,
+        matrix: MatrixShape,
+        layout: Layout,
+        then: Then,
+    ) -> Result<()> {
+        let output = match then {
+            Then::Add | Then::AddAndNorm(_) => Output::Add,
+            Then::Store | Then::StoreRow => Output::F32,
+        };
+        let kernel = Kernel::Project {
+            half,
+            layout,
+            then,
+            gemm: self.gemm(&[matrix], output, InputForm::Plain(layout))?,
+        };
+        self.push(block, kernel);
+        Ok(())
+    }
+
+    /// Ends a half with its projection. Records how far it prepares the next norm.
+    fn end(
+        &mut self,
+        block: usize,
+        half: Half,
+        matrix: MatrixShape,
+        layout: Layout,
+        next: Norm,
+    ) -> Result<()> {
         let then = if self.in_prologue {
             self.known = Some((next, Applied::Prologue));
             Then::StoreRow
         } else if self.blocks[block].norms.post {
             Then::Store
-        } else if self.is_step && self.fuses_norm(block, half, layout, next) {
+        } else if self.is_step && self.fuses_norm(matrix, layout, next) {
             self.known = Some((next, Applied::Epilogue));
             Then::AddAndNorm(next)
         } else {
             Then::Add
         };
-        self.push(block, Kernel::Project { half, layout, then });
+        self.project(block, half, matrix, layout, then)?;
         if then == Then::Store {
             let next = self.normalized_next(next);
             self.push(block, Kernel::PostNorm { half, next });
         }
+        Ok(())
     }
 
     /// Whether a single row goes through blocks with a norm after each half, and GEMMs can compute these norms in their prologues.
     fn makes_rows_in_prologues(&self) -> bool {
         let serves = |takes: &[MatrixShape], output| {
-            ResidualRow::serves(self.hardware, self.rows, takes, output)
+            self.served(takes, output, InputForm::Residual).is_some()
         };
         let glu = Output::Glu(Glu::default());
         self.is_step
@@ -355,17 +434,12 @@ impl Planner<'_> {
             })
     }
 
-    /// Whether the GEMMs around a norm apply it.
-    fn fuses_norm(&self, block: usize, half: Half, layout: Layout, next: Norm) -> bool {
-        let shape = &self.blocks[block];
-        let makes = match (half, &shape.mlp) {
-            (Half::Attention, _) => shape.o,
-            (Half::Mlp, MlpShape::Dense(mlp)) => mlp.down,
-            (Half::Mlp, MlpShape::Experts { .. }) => return false,
-        };
+    /// Whether the GEMMs around a norm apply it: the one with `makes`, whose input has this layout, and those that take the norm.
+    fn fuses_norm(&self, makes: MatrixShape, layout: Layout, next: Norm) -> bool {
         let serves = |takes: &[MatrixShape], output| {
-            let layout_now = shape.layout(half, self.hardware, self.rows);
-            FusedNorm::serves(self.hardware, self.rows, layout_now, makes, takes, output)
+            let form = InputForm::FusedNorm(layout);
+            GemmPlan::before_norm(self.hardware, self.rows, makes, layout).is_some()
+                && self.served(takes, output, form).is_some()
         };
         let same_layout = layout == self.layout_of(next);
         same_layout
@@ -425,7 +499,7 @@ impl fmt::Display for Kernel {
             Kernel::Normalize { norm, layout } => {
                 write!(f, "{norm} norm -> f16 {}", layout_name(*layout))
             }
-            Kernel::Qkv { input } => write!(f, "q, k, v ({input}) -> f32"),
+            Kernel::Qkv { input, gemm } => write!(f, "q, k, v ({input}) -> f32: {gemm}"),
             Kernel::Decode { layout } => {
                 write!(
                     f,
@@ -435,23 +509,24 @@ impl fmt::Display for Kernel {
             }
             Kernel::StoreKv => f.write_str("rope, store"),
             Kernel::Prefill => f.write_str("flash attention -> rows"),
-            Kernel::GateUp { input, fused: true } => write!(f, "gate, up, GLU ({input}) -> f16"),
-            Kernel::GateUp {
-                input,
-                fused: false,
-            } => write!(f, "gate, up ({input}) -> f16"),
+            Kernel::GateUp { input, fused, gemm } => {
+                let glu = if *fused { ", GLU" } else { "" };
+                write!(f, "gate, up{glu} ({input}) -> f16: {gemm}")
+            }
             Kernel::Activate => f.write_str("GLU -> f16 rows"),
             Kernel::Project {
                 half: which,
                 layout,
                 then,
+                gemm,
             } => {
                 write!(f, "{} ({})", half(which), layout_name(*layout))?;
                 match then {
-                    Then::Add => f.write_str(", add"),
-                    Then::AddAndNorm(norm) => write!(f, ", add, squares for the {norm} norm"),
-                    Then::Store | Then::StoreRow => f.write_str(" -> f32"),
+                    Then::Add => f.write_str(", add")?,
+                    Then::AddAndNorm(norm) => write!(f, ", add, squares for the {norm} norm")?,
+                    Then::Store | Then::StoreRow => f.write_str(" -> f32")?,
                 }
+                write!(f, ": {gemm}")
             }
             Kernel::Route => f.write_str("router, top-k, rows by expert"),
             Kernel::ExpertsGateUp => f.write_str("experts' gate, up, GLU (gathered rows) -> f16"),
@@ -464,7 +539,7 @@ impl fmt::Display for Kernel {
                 write!(f, "norm of {}, add", half(which))?;
                 write_next(f, next)
             }
-            Kernel::Head { input } => write!(f, "head ({input}) -> f32"),
+            Kernel::Head { input, gemm } => write!(f, "head ({input}) -> f32: {gemm}"),
         }
     }
 }
@@ -482,6 +557,7 @@ mod tests {
     use std::fmt::Write as _;
 
     use super::*;
+    use crate::cuda::WideClusters;
     use crate::model::order::{BlockOp, operations};
     use crate::model::spec::{AttentionSpec, ExpertsSpec, GatedMlpSpec, SharedExpertSpec};
 
@@ -490,12 +566,14 @@ mod tests {
         multiprocessors: 132,
         shared_limit: 227 << 10,
         cublas: true,
+        clusters: WideClusters::unconstrained(132),
     };
     const GB10: Hardware = Hardware {
         arch: (12, 1),
         multiprocessors: 48,
         shared_limit: 99 << 10,
         cublas: true,
+        clusters: WideClusters::unconstrained(0),
     };
 
     struct Sizes {
@@ -601,12 +679,12 @@ mod tests {
         let own = |ops: &[BlockOp]| ops.iter().map(|&op| (block, op)).collect::<Vec<_>>();
         match &step.kernel {
             Kernel::Normalize { norm, .. } => enter(*norm),
-            Kernel::Qkv { input } => [prologue(input), own(&[BlockOp::Qkv])].concat(),
+            Kernel::Qkv { input, .. } => [prologue(input), own(&[BlockOp::Qkv])].concat(),
             Kernel::Decode { .. } => own(&[BlockOp::Heads, BlockOp::Attend]),
             Kernel::StoreKv => own(&[BlockOp::Heads]),
             Kernel::Prefill => own(&[BlockOp::Attend]),
             Kernel::GateUp { .. } | Kernel::Activate if is_mixture(Half::Mlp) => Vec::new(),
-            Kernel::GateUp { input, fused } => {
+            Kernel::GateUp { input, fused, .. } => {
                 let ops = [BlockOp::GateUp, BlockOp::Activate];
                 [prologue(input), own(&ops[..1 + usize::from(*fused)])].concat()
             }
@@ -629,7 +707,7 @@ mod tests {
             Kernel::PostNorm { half, next: norm } => {
                 [own(&[BlockOp::Leave(*half)]), next(norm)].concat()
             }
-            Kernel::Head { input } => prologue(input),
+            Kernel::Head { input, .. } => prologue(input),
         }
     }
 
@@ -731,7 +809,7 @@ mod tests {
             ] {
                 let kind = if is_step { "a step" } else { "a prompt" };
                 writeln!(table, "{name}, {kind} of {rows}").unwrap();
-                let steps = plan(&blocks, head, rows, is_step, hardware);
+                let steps = plan(&blocks, head, rows, is_step, hardware).unwrap();
                 table.push_str(&printed(&steps));
                 let completed = steps.iter().flat_map(|step| completed(step, &blocks));
                 let completed: Vec<_> = completed.collect();

@@ -110,7 +110,7 @@ impl Executor {
             rows,
             false,
             &lowered.hardware,
-        );
+        )?;
         let mut enqueued = VecDeque::new();
         for of_block in steps.chunk_by(|a, b| a.block == b.block) {
             let index = of_block[0].block;
@@ -209,7 +209,7 @@ impl Ragged<'_> {
             applied: Applied::Before,
         };
         pass.normalize_rows(input.norm, rows, input.layout)?;
-        pass.head(&input)
+        pass.head(&input, &plan::head(*head, &input, n, hardware)?)
     }
 }
 

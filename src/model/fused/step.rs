@@ -255,7 +255,7 @@ impl Executor {
             batch,
             true,
             &self.lowered.hardware,
-        );
+        )?;
         steps.iter().try_for_each(|step| pass.enqueue(step))?;
         match (key.selection, &memory.draw) {
             (Selection::Argmax, _) => cuda::argmax(
