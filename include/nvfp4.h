@@ -753,6 +753,12 @@ typedef struct NVFP4_LoadOptions {
     int32_t sampling_only;
     /** Cancels the call and reports the bytes read; NULL for neither. Default: NULL. */
     const NVFP4_CallOptions *call;
+    /**
+     * Bytes for the keys and values of all sessions together, reserved when the model is loaded; a session that needs more
+     * gets #NVFP4_OUT_OF_MEMORY. 0 reserves nothing: memory is allocated as sessions grow, and is left to others until
+     * then. Default: 0.
+     */
+    uint64_t kv_bytes;
 } NVFP4_LoadOptions;
 
 /**

@@ -17,7 +17,7 @@ pub struct NewTokens<'a> {
     pub wanted: Wanted<'a>,
 }
 
-/// Which block implementation runs.
+/// Implementation of the blocks.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Path {
     Fastest,
@@ -122,7 +122,7 @@ impl Served {
             match outputs.as_ref().is_ok_and(|outputs| outputs[i].is_ok()) {
                 true => part.sequence.advance(part.tokens.len()),
                 false => match part.sequence.give_up() {
-                    // What the pass left behind the sequence may spoil its next tokens.
+                    // Values left past the sequence's end may spoil its next tokens.
                     Err(e) if outputs.is_ok() => outputs = Err(e),
                     Ok(()) | Err(_) => {}
                 },

@@ -162,6 +162,9 @@ namespace LibNVFP4
         internal int SamplingOnly;
         // Cancels the call and reports the bytes read; NULL for neither. Default: NULL.
         internal NativeCallOptions* Call;
+        // Bytes for the keys and values of all sessions together, reserved when the model is loaded; a session that needs more gets
+        // #NVFP4_OUT_OF_MEMORY. 0 reserves nothing: memory is allocated as sessions grow, and is left to others until then. Default: 0.
+        internal ulong KvBytes;
     }
 
     // A message of a conversation. Later versions may add fields at the end: functions that take an array of these also take the size of an

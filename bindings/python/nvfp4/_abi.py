@@ -571,6 +571,8 @@ class LoadOptions(Structure):
     - `activations`: One of NVFP4_ACTIVATIONS_*; on a GPU only #NVFP4_ACTIVATIONS_EXACT. Default: exact.
     - `sampling_only`: 1 to load only tokenizer, embedding, final norm and output head, without the layers. Default: 0.
     - `call`: Cancels the call and reports the bytes read; NULL for neither. Default: NULL.
+    - `kv_bytes`: Bytes for the keys and values of all sessions together, reserved when the model is loaded; a session that needs more gets
+      #NVFP4_OUT_OF_MEMORY. 0 reserves nothing: memory is allocated as sessions grow, and is left to others until then. Default: 0.
     """
 
     _fields_ = [
@@ -581,6 +583,7 @@ class LoadOptions(Structure):
         ("activations", c_int32),
         ("sampling_only", c_int32),
         ("call", c_void_p),
+        ("kv_bytes", c_uint64),
     ]
 
 

@@ -99,6 +99,9 @@ class LoadOptions(TypedDict, total=False):
     activations: Activations
     # 1 to load only tokenizer, embedding, final norm and output head, without the layers. Default: 0.
     sampling_only: bool
+    # Bytes for the keys and values of all sessions together, reserved when the model is loaded; a session that needs more gets
+    # #NVFP4_OUT_OF_MEMORY. 0 reserves nothing: memory is allocated as sessions grow, and is left to others until then. Default: 0.
+    kv_bytes: int
 
 
 class CalibrateOptions(TypedDict, total=False):

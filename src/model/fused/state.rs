@@ -1,4 +1,4 @@
-//! What a decode step leaves on the device, and what the next step therefore has to write.
+//! State of the device between decode steps, from which follows the input that the next step has to write.
 
 use crate::base::Result;
 use crate::cuda::{DrawRule, Event};
@@ -57,7 +57,7 @@ pub(super) enum DeviceState {
     Ahead(StepInput, Event),
 }
 
-/// What a step has to write before it can be launched.
+/// Input to write before a step can be launched.
 pub(super) enum Begin {
     /// Nothing: it is enqueued already, and the event follows it.
     Enqueued(Event),

@@ -14,7 +14,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a model's blocks may take: memory set aside when it was loaded, or whatever the budget allows.
+/// Memory limit of a model's blocks: an amount set aside when it was loaded, or the process's budget.
 pub(super) struct Reserve {
     tag: Tag,
     bytes: Option<usize>,
