@@ -23,7 +23,7 @@ use NVFP4::format::swizzle::ScaleLayout;
 use NVFP4::ops::Device;
 use NVFP4::ops::sample::{self, Choice, SamplingOptions};
 use NVFP4::ops::tensors;
-use NVFP4::tensor::{DType, Tensor};
+use NVFP4::tensor::{AttentionShape, DType, Tensor};
 
 /// The gated activation after gate and up.
 const GLU: Glu = Glu {
@@ -692,18 +692,20 @@ impl Cache {
 /// The heads of a layer, with the same norm for queries and keys.
 fn layer_heads<'a>(norm: &'a DeviceBuffer, frequencies: &'a DeviceBuffer) -> Heads<'a> {
     Heads {
-        heads: HEADS,
-        kv_heads: KV_HEADS,
-        dim: DIM,
+        shape: AttentionShape {
+            heads: HEADS,
+            kv_heads: KV_HEADS,
+            dim: DIM,
+            scale: 0.088,
+            window: None,
+            score_cap: None,
+        },
         q_norm: Some(norm),
         k_norm: Some(norm),
         frequencies,
         rotary_dim: DIM,
         attention_factor: 1.0,
         eps: 1e-6,
-        scale: 0.088,
-        window: None,
-        score_cap: None,
     }
 }
 

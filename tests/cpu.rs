@@ -7,14 +7,12 @@ use std::sync::Arc;
 
 use NVFP4::base::memory::{Buffer, Tag};
 use NVFP4::base::{ErrorKind, env};
-use NVFP4::cpu::{
-    AttentionOptions, Cpu, KvLayout, KvPages, KvType, Level, PAGE, Packed, Workspace,
-};
+use NVFP4::cpu::{Cpu, KvLayout, KvPages, KvType, Level, PAGE, Packed, Workspace};
 use NVFP4::format::int8;
 use NVFP4::format::nvfp4::{self, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
 use NVFP4::ops::{self, Device};
-use NVFP4::tensor::WeightType;
+use NVFP4::tensor::{AttentionShape, WeightType};
 use common::expect_kind;
 
 /// Standard normal values from counter-based bits.
@@ -29,9 +27,11 @@ fn normal(seed: u64, n: usize) -> Vec<f32> {
 }
 
 /// Queries that see everything before them.
-fn plain(heads: usize, scale: f32) -> AttentionOptions {
-    AttentionOptions {
+fn plain(heads: usize, kv: KvLayout, scale: f32) -> AttentionShape {
+    AttentionShape {
         heads,
+        kv_heads: kv.heads(),
+        dim: kv.dim(),
         scale,
         window: None,
         score_cap: None,
@@ -364,10 +364,10 @@ fn attention_agrees_with_f64_and_is_the_same_everywhere() {
             };
             let (visible, f64_cap) = (window.unwrap_or(total), cap.map(f64::from));
             let reference = attend_f64(&q, &ks, &vs, heads, kv_heads, dim, visible, f64_cap);
-            let options = AttentionOptions {
+            let shape = AttentionShape {
                 window,
                 score_cap: cap,
-                ..plain(heads, 0.25)
+                ..plain(heads, KvLayout::new(kv_heads, dim, kind).unwrap(), 0.25)
             };
             let mut first: Option<Vec<f32>> = None;
             for cpu in cpus() {
@@ -384,7 +384,7 @@ fn attention_agrees_with_f64_and_is_the_same_everywhere() {
                         );
                         // Pages that no row sees any more are not needed.
                         kv.forget((t + 1).saturating_sub(window.unwrap_or(usize::MAX)));
-                        cpu.attention(q, &options, &kv.pages(), t, out, &mut Workspace::new())
+                        cpu.attention(q, &shape, &kv.pages(), t, out, &mut Workspace::new())
                             .unwrap();
                     }
                     let error = relative_l2(&out, &reference);
@@ -468,7 +468,7 @@ fn swiglu_and_attention_survive_extreme_inputs() {
         let mut out = [0.0; 16];
         cpu.attention(
             &[1e3; 16],
-            &plain(1, 1.0),
+            &plain(1, kv.layout, 1.0),
             &kv.pages(),
             1,
             &mut out,
@@ -527,7 +527,7 @@ fn wrong_shapes_are_errors_that_name_them() {
     expect_kind(
         cpu.attention(
             &[0.0; 48],
-            &plain(3, 1.0),
+            &plain(3, layout, 1.0),
             &kv,
             0,
             &mut [0.0; 48],
@@ -539,7 +539,7 @@ fn wrong_shapes_are_errors_that_name_them() {
     expect_kind(
         cpu.attention(
             &[0.0; 32],
-            &plain(2, 1.0),
+            &plain(2, layout, 1.0),
             &kv,
             0,
             &mut [0.0; 32],

@@ -10,7 +10,7 @@ use NVFP4::cuda::{
 use NVFP4::format::random;
 
 use super::{Figures, Mark, time, zeros};
-use NVFP4::tensor::WeightType;
+use NVFP4::tensor::{AttentionShape, WeightType};
 
 /// Output features and K of the products of a Qwen3-4B layer.
 const SHAPES: [(&str, usize, usize); 4] = [
@@ -161,18 +161,20 @@ pub(super) fn many_rows(gpu: &Arc<Gpu>, figures: &mut Figures) {
     const DIM: usize = 128;
     let ones = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &[1f32; DIM]).unwrap();
     let heads = Heads {
-        heads: HEADS,
-        kv_heads: KV_HEADS,
-        dim: DIM,
+        shape: AttentionShape {
+            heads: HEADS,
+            kv_heads: KV_HEADS,
+            dim: DIM,
+            scale: 0.088,
+            window: None,
+            score_cap: None,
+        },
         q_norm: Some(&ones),
         k_norm: Some(&ones),
         frequencies: &ones,
         rotary_dim: DIM,
         attention_factor: 1.0,
         eps: 1e-6,
-        window: None,
-        score_cap: None,
-        scale: 0.088,
     };
     for m in [512, 2048, 4096, 8192] {
         let count = m / PAGE;

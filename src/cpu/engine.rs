@@ -15,6 +15,7 @@ use crate::base::call::{self, Call};
 use crate::base::error::{Result, bail};
 use crate::base::threads::Pool;
 use crate::format::nvfp4::BLOCK;
+use crate::tensor::AttentionShape;
 use crate::tensor::WeightType;
 
 /// Elements below which a second thread does not pay off for a pointwise operation.
@@ -23,19 +24,6 @@ const POINTWISE_GRAIN: usize = 16 * 1024;
 const RUN: usize = 1024;
 /// Tokens of one key/value head per part.
 const ATTENTION_TOKENS: usize = 8;
-
-/// Attention parameters of a layer.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AttentionOptions {
-    /// Query heads, a multiple of the key/value heads.
-    pub heads: usize,
-    /// Multiplies the product of query and key.
-    pub scale: f32,
-    /// Sliding window: positions that a query sees, its own included. `None` for all up to its own.
-    pub window: Option<usize>,
-    /// Soft cap of the scores: `cap * tanh(score / cap)`.
-    pub score_cap: Option<f32>,
-}
 
 /// A level's kernels with the threads they run on. Cheap to share; calls from several threads take turns on the pool.
 pub struct Cpu {
@@ -457,16 +445,22 @@ impl Cpu {
     pub fn attention(
         &self,
         q: &[f32],
-        options: &AttentionOptions,
+        shape: &AttentionShape,
         kv: &KvPages<'_>,
         first: usize,
         out: &mut [f32],
         workspace: &mut Workspace,
     ) -> Result<()> {
         let layout = kv.layout();
-        let (heads, kv_heads, dim) = (options.heads, layout.heads(), layout.dim());
+        let AttentionShape {
+            heads,
+            kv_heads,
+            dim,
+            ..
+        } = *shape;
         let row = heads * dim;
         if heads == 0
+            || (kv_heads, dim) != (layout.heads(), layout.dim())
             || !heads.is_multiple_of(kv_heads)
             || !q.len().is_multiple_of(row)
             || out.len() != q.len()
@@ -480,16 +474,16 @@ impl Cpu {
         }
         let m = q.len() / row;
         let shared = heads / kv_heads;
-        let window = options.window.unwrap_or(usize::MAX);
+        let window = shape.window.unwrap_or(usize::MAX);
         if window == 0
-            || options
+            || shape
                 .score_cap
                 .is_some_and(|cap| cap.is_nan() || cap <= 0.0)
         {
             bail!(
                 InvalidArgument,
                 "attention with a window of {window} and a score cap of {:?}; both must be positive",
-                options.score_cap
+                shape.score_cap
             );
         }
         if m == 0 {
@@ -497,8 +491,8 @@ impl Cpu {
         }
         let pages = kv.covering((first + 1).saturating_sub(window)..first + m)?;
         let scores_of = Scores {
-            scale: options.scale,
-            cap: options.score_cap,
+            scale: shape.scale,
+            cap: shape.score_cap,
         };
         // A softmax may begin anywhere in a page, and works on whole vectors.
         let room = (first + m).next_multiple_of(PAGE) + PAGE;

@@ -25,7 +25,7 @@ mod avx512;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 
-pub use engine::{AttentionOptions, Cpu};
+pub use engine::Cpu;
 pub use kv::{KvLayout, KvPages, KvType, PAGE};
 pub use level::Level;
 pub use packed::{Packed, ReadDense, ReadInt8, ReadNvfp4};

@@ -10,6 +10,7 @@ use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
+use crate::tensor::AttentionShape;
 
 /// Positions of a page.
 pub const PAGE: usize = 64;
@@ -128,12 +129,8 @@ fn one<A>(
 /// Head shape of a layer, and what happens to queries and keys before attention.
 #[derive(Clone, Copy)]
 pub struct Heads<'a> {
-    /// Query heads.
-    pub heads: usize,
-    /// Key/value heads.
-    pub kv_heads: usize,
-    /// Elements of one head: 32, 64, 80, 96, 128, 192 or 256.
-    pub dim: usize,
+    /// Heads of 32, 64, 80, 96, 128, 192 or 256 elements, and their scores.
+    pub shape: AttentionShape,
     /// RMSNorm of each query head, f32 `[dim]`.
     pub q_norm: Option<&'a DeviceBuffer>,
     /// RMSNorm of each key head.
@@ -146,12 +143,6 @@ pub struct Heads<'a> {
     pub attention_factor: f32,
     /// Added to the mean square in both norms.
     pub eps: f32,
-    /// Multiplies the scores.
-    pub scale: f32,
-    /// Sliding window: positions that a token sees, its own included. All if `None`.
-    pub window: Option<usize>,
-    /// Soft cap of the scores: `cap * tanh(score / cap)`.
-    pub score_cap: Option<f32>,
 }
 
 /// Head dimensions that have kernels.
@@ -191,20 +182,20 @@ pub fn attention_units(dim: usize, rotary_dim: usize, is_limited: bool) -> [Unit
 impl Heads<'_> {
     /// Fails for shapes without a kernel.
     pub fn check(&self) -> Result<()> {
-        if !DIMS.contains(&self.dim)
+        if !DIMS.contains(&self.shape.dim)
             || self.rotary_dim == 0
-            || self.rotary_dim > self.dim
+            || self.rotary_dim > self.shape.dim
             || !self.rotary_dim.is_multiple_of(2)
-            || self.window == Some(0)
-            || self.kv_heads == 0
-            || !self.heads.is_multiple_of(self.kv_heads)
+            || self.shape.window == Some(0)
+            || self.shape.kv_heads == 0
+            || !self.shape.heads.is_multiple_of(self.shape.kv_heads)
         {
             bail!(
                 Unsupported,
                 "attention of {} query and {} key/value heads of {}, of which {} elements rotate, on a GPU; head_dim must be one of {DIMS:?}, and the query heads a multiple of the others",
-                self.heads,
-                self.kv_heads,
-                self.dim,
+                self.shape.heads,
+                self.shape.kv_heads,
+                self.shape.dim,
                 self.rotary_dim
             );
         }
@@ -214,8 +205,8 @@ impl Heads<'_> {
     /// Shape of the layer's pages.
     pub fn kv(&self) -> KvShape {
         KvShape {
-            heads: self.kv_heads,
-            dim: self.dim,
+            heads: self.shape.kv_heads,
+            dim: self.shape.dim,
         }
     }
 
@@ -245,18 +236,19 @@ impl Heads<'_> {
     }
 
     fn units(&self) -> [Unit; 3] {
-        let is_limited = self.window.is_some() || self.score_cap.is_some();
-        attention_units(self.dim, self.rotary_dim, is_limited)
+        let is_limited = self.shape.window.is_some() || self.shape.score_cap.is_some();
+        attention_units(self.shape.dim, self.rotary_dim, is_limited)
     }
 
     fn window(&self) -> Result<i32> {
-        self.window
+        self.shape
+            .window
             .map_or(Ok(0), |window| int("the window", window))
     }
 
     /// The soft cap in base 2; 0 without a cap.
     fn cap_log2(&self) -> f32 {
-        self.score_cap.unwrap_or(0.0) * std::f32::consts::LOG2_E
+        self.shape.score_cap.unwrap_or(0.0) * std::f32::consts::LOG2_E
     }
 
     fn norms(&self) -> (u64, u64) {
@@ -266,7 +258,7 @@ impl Heads<'_> {
 
     /// The score scale in base 2, as the kernels take it.
     fn scale_log2(&self) -> f32 {
-        self.scale * std::f32::consts::LOG2_E
+        self.shape.scale * std::f32::consts::LOG2_E
     }
 }
 
@@ -546,13 +538,13 @@ pub fn decode(
     layout: Layout,
 ) -> Result<()> {
     heads.check_cache(cache)?;
-    let width = (heads.heads + 2 * heads.kv_heads) * heads.dim;
-    let group = heads.heads / heads.kv_heads;
-    let blocks = blocks(heads.heads, heads.kv_heads);
+    let width = (heads.shape.heads + 2 * heads.shape.kv_heads) * heads.shape.dim;
+    let group = heads.shape.heads / heads.shape.kv_heads;
+    let blocks = blocks(heads.shape.heads, heads.shape.kv_heads);
     let splits = division.splits();
     if qkv.bytes() < sequences * width * 4
         || positions.bytes() < sequences * 4
-        || out.bytes() < layout.elements(sequences, heads.heads * heads.dim) * 2
+        || out.bytes() < layout.elements(sequences, heads.shape.heads * heads.shape.dim) * 2
         || workspace.arrived.bytes() < sequences * blocks * 4
         || !(1..=MOST_SPLITS).contains(&splits)
     {
@@ -579,18 +571,18 @@ pub fn decode(
         fragment_major: i32::from(layout == Layout::FragmentMajor),
     };
     let (ring, cluster, received) = match division {
-        SplitKv::Splits(_) => (Ring::of(gpu, blocks * sequences, heads.dim), 1, 0),
+        SplitKv::Splits(_) => (Ring::of(gpu, blocks * sequences, heads.shape.dim), 1, 0),
         SplitKv::Cluster if gpu.arch().0 < 9 => {
             bail!(Internal, "two-CTA clusters are for Hopper and later")
         }
         SplitKv::Cluster => (
             Ring::Cluster,
             splits,
-            splits * BLOCK_HEADS * (heads.dim + 2) * 4,
+            splits * BLOCK_HEADS * (heads.shape.dim + 2) * 4,
         ),
     };
     let launch = Launch {
-        shared: (decode_shared(ring.pages(), heads.dim) + received) as u32,
+        shared: (decode_shared(ring.pages(), heads.shape.dim) + received) as u32,
         cluster: cluster as u32,
         ..Launch::new(
             [blocks as u32, sequences as u32, splits as u32],
@@ -598,7 +590,7 @@ pub fn decode(
         )
     };
     let [unit, ..] = heads.units();
-    let kernel = one(DECODE, heads.dim, |k| {
+    let kernel = one(DECODE, heads.shape.dim, |k| {
         k.unit == unit && k.ring == Some(ring)
     })?;
     // SAFETY: sizes were checked; the caller vouches for blocks and positions.
@@ -632,9 +624,9 @@ pub fn store(
     q: &DeviceBuffer,
 ) -> Result<()> {
     heads.check_cache(cache)?;
-    let width = (heads.heads + 2 * heads.kv_heads) * heads.dim;
+    let width = (heads.shape.heads + 2 * heads.shape.kv_heads) * heads.shape.dim;
     if qkv.bytes() < (at + rows) * width * 4
-        || q.bytes() < (at + rows) * heads.heads * heads.dim * 2
+        || q.bytes() < (at + rows) * heads.shape.heads * heads.shape.dim * 2
     {
         bail!(
             Internal,
@@ -647,10 +639,10 @@ pub fn store(
         qkv: qkv.address() + (at * width * 4) as u64,
         q_norm,
         k_norm,
-        q: q.address() + (at * heads.heads * heads.dim * 2) as u64,
+        q: q.address() + (at * heads.shape.heads * heads.shape.dim * 2) as u64,
         head: heads.options()?,
         pages: cache.argument(1, at..at + rows)?,
-        heads: heads.heads as i32,
+        heads: heads.shape.heads as i32,
         rows: int("rows", rows)?,
         first_position: int("the position", first_position)?,
         scale: heads.scale_log2(),
@@ -658,18 +650,21 @@ pub fn store(
     let by_head = Launch::new(
         [
             rows as u32,
-            (heads.heads + heads.kv_heads).div_ceil(4) as u32,
+            (heads.shape.heads + heads.shape.kv_heads).div_ceil(4) as u32,
             1,
         ],
         128,
     );
     let groups = (first_position + rows).div_ceil(8) - first_position / 8;
-    let by_value = Launch::new([groups as u32, heads.kv_heads as u32, 1], heads.dim as u32);
-    let is_whole = rotates_whole(heads.dim, heads.rotary_dim);
-    let rotate = one(STORE_HEADS, heads.dim, |k| {
+    let by_value = Launch::new(
+        [groups as u32, heads.shape.kv_heads as u32, 1],
+        heads.shape.dim as u32,
+    );
+    let is_whole = rotates_whole(heads.shape.dim, heads.rotary_dim);
+    let rotate = one(STORE_HEADS, heads.shape.dim, |k| {
         k.unit == store && k.name.ends_with("_general") != is_whole
     })?;
-    let values = one(STORE_VALUES, heads.dim, |_| true)?;
+    let values = one(STORE_VALUES, heads.shape.dim, |_| true)?;
     // SAFETY: sizes were checked; the caller vouches for blocks.
     unsafe {
         by_head.of(rotate).run(gpu, &arguments)?;
@@ -702,7 +697,7 @@ pub fn prefill(
     out: &DeviceBuffer,
 ) -> Result<()> {
     heads.check_cache(cache)?;
-    let row = heads.heads * heads.dim * 2;
+    let row = heads.shape.heads * heads.shape.dim * 2;
     if q.bytes() < (at + rows) * row || out.bytes() < (at + rows) * row {
         bail!(
             Internal,
@@ -713,20 +708,24 @@ pub fn prefill(
         q: q.address() + (at * row) as u64,
         out: out.address() + (at * row) as u64,
         pages: cache.argument(1, at..at + rows)?,
-        heads: heads.heads as i32,
+        heads: heads.shape.heads as i32,
         rows: int("rows", rows)?,
         first_position: int("the position", first_position)?,
         window: heads.window()?,
         cap: heads.cap_log2(),
     };
-    let grid = [heads.heads as u32, rows.div_ceil(BLOCK_ROWS) as u32, 1];
+    let grid = [
+        heads.shape.heads as u32,
+        rows.div_ceil(BLOCK_ROWS) as u32,
+        1,
+    ];
     // Wide heads leave shared memory for one page at a time.
-    let stages = if heads.dim > 128 { 1 } else { 2 };
+    let stages = if heads.shape.dim > 128 { 1 } else { 2 };
     let launch = Launch {
-        shared: (stages * 2 * PAGE * heads.dim * 2) as u32,
+        shared: (stages * 2 * PAGE * heads.shape.dim * 2) as u32,
         ..Launch::new(grid, 256)
     };
-    let kernel = one(PREFILL, heads.dim, |_| true)?;
+    let kernel = one(PREFILL, heads.shape.dim, |_| true)?;
     // SAFETY: sizes were checked; the caller vouches for blocks.
     unsafe { launch.of(kernel).run(gpu, &arguments) }
 }

@@ -63,7 +63,6 @@ pub use scaled_mm::{Tile as ScaledTile, Way, dense_mm, scaled_mm, scaled_mm_by};
 pub use table::{HostTable, Table, embed, table_row};
 pub use tensor::{Contiguous, contiguous, download, find, managed_tensor, tensor, upload};
 pub use unfused::{
-    ReferenceAttention, add, attention_reference, cap_f32, fill, glu_f32, rms_norm_f32, rotate,
-    scale, store_kv,
+    add, attention_reference, cap_f32, fill, glu_f32, rms_norm_f32, rotate, scale, store_kv,
 };
 pub use units::Unit;

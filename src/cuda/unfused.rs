@@ -8,6 +8,7 @@ use super::linear::Activation;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::size::product;
+use crate::tensor::AttentionShape;
 
 kernels! {
     /// The norm.
@@ -224,19 +225,6 @@ pub fn cap_f32(x: DeviceSlice<'_>, cap: f32) -> Result<()> {
     pointwise(Pointwise::Cap, x, None, cap, Activation::Silu)
 }
 
-/// Parameters of [`attention_reference`].
-#[derive(Clone, Copy, Debug)]
-pub struct ReferenceAttention {
-    /// Query heads.
-    pub heads: usize,
-    /// Multiplies the scores.
-    pub scale: f32,
-    /// Sliding window: positions that a row sees, its own included. All if `None`.
-    pub window: Option<usize>,
-    /// Soft cap of the scores: `cap * tanh(score / cap)`.
-    pub score_cap: Option<f32>,
-}
-
 #[repr(C)]
 struct AttendArguments {
     q: u64,
@@ -271,24 +259,24 @@ fn check_heads(cache: &CachedPages<'_>, positions: usize) -> Result<()> {
 /// Attention of f32 `q` `[rows, heads, dim]`, rows of one sequence from `first_position` on, over its cached keys and values: softmax(q k^T
 /// * scale) v in f32, to f32 `out` of the same shape. A row sees positions up to its own, whose blocks must exist and hold them.
 pub fn attention_reference(
-    options: &ReferenceAttention,
+    shape: &AttentionShape,
     cache: &CachedPages<'_>,
     q: DeviceSlice<'_>,
     rows: usize,
     first_position: usize,
     out: DeviceSlice<'_>,
 ) -> Result<()> {
-    let heads = options.heads;
+    let heads = shape.heads;
     let KvShape {
         heads: kv_heads,
         dim,
     } = cache.shape;
     check_heads(cache, first_position + rows)?;
-    if heads == 0 || !heads.is_multiple_of(kv_heads) || options.window == Some(0) {
+    if heads == 0 || !heads.is_multiple_of(kv_heads) || shape.window == Some(0) {
         bail!(
             Unsupported,
             "attention of {heads} query and {kv_heads} key/value heads in a window of {:?}; the query heads must be a multiple of the others, and a window at least 1",
-            options.window
+            shape.window
         );
     }
     expect("queries", q, &[rows, heads, dim])?;
@@ -300,9 +288,9 @@ pub fn attention_reference(
         heads: int("heads", heads)?,
         dim: dim as i32,
         first_position: int("the position", first_position)?,
-        window: int("the window", options.window.unwrap_or(0))?,
-        scale: options.scale,
-        cap: options.score_cap.unwrap_or(0.0),
+        window: int("the window", shape.window.unwrap_or(0))?,
+        scale: shape.scale,
+        cap: shape.score_cap.unwrap_or(0.0),
     };
     let launch = Launch::new([int("rows", rows)? as u32, heads as u32, 1], THREADS);
     // SAFETY: sizes were checked; the caller vouches for blocks.

@@ -10,7 +10,6 @@ use super::spec::{AttentionSpec, ExpertsSpec, GatedMlpSpec, MlpSpec, Spec};
 use super::weights::{Attention, Block, Experts, GatedMlp, Mlp, Projection, Weights};
 use crate::base::error::{bail, err};
 use crate::base::{Error, Result, memory};
-use crate::ops::attention::AttentionOptions;
 use crate::ops::experts::{RoutedRows, Routes, check_logits, route};
 use crate::ops::linear::{Linear, linear};
 use crate::ops::rope::Angles;
@@ -292,12 +291,7 @@ impl<'a> Pass<'a> {
     ) -> Result<()> {
         let (device, q_width, kv_width) = (self.device, spec.q_width(), spec.kv_width());
         s.attended.grow(device, self.rows * q_width)?;
-        let options = AttentionOptions {
-            heads: spec.heads,
-            scale: spec.scale,
-            window: spec.window,
-            score_cap: spec.score_cap,
-        };
+        let shape = spec.shape();
         for segment in segments {
             let (first, rows) = (segment.first, segment.rows.clone());
             let kv_rows = rows.start * kv_width..rows.end * kv_width;
@@ -310,7 +304,7 @@ impl<'a> Pass<'a> {
                 index,
                 tables,
                 s.q.part(q_rows.clone())?,
-                &options,
+                &shape,
                 first,
                 s.attended.part_mut(q_rows)?,
                 &mut s.workspace,

@@ -2,6 +2,7 @@
 //! pass on every device, conversion and reports follow it; `families` creates it from a config. Knows no files and no devices.
 
 use super::rope::RopeSet;
+use crate::tensor::AttentionShape;
 
 pub use crate::ops::activation::Activation;
 
@@ -92,6 +93,18 @@ impl AttentionSpec {
     /// Elements of a row of keys, and of values.
     pub fn kv_width(&self) -> usize {
         self.kv_heads * self.head_dim
+    }
+
+    /// Its heads and scores, as operations take them.
+    pub fn shape(&self) -> AttentionShape {
+        AttentionShape {
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            dim: self.head_dim,
+            scale: self.scale,
+            window: self.window,
+            score_cap: self.score_cap,
+        }
     }
 
     /// Elements of a row of queries, keys and values.

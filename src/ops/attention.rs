@@ -3,9 +3,10 @@
 use super::{Device, Slice, SliceMut, Workspace};
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::cuda::{self, CachedPages, ReferenceAttention};
+use crate::cuda::{self, CachedPages};
+use crate::tensor::AttentionShape;
 
-pub use crate::cpu::{AttentionOptions, KvLayout, KvPages, KvType, PAGE};
+pub use crate::cpu::{KvLayout, KvPages, KvType, PAGE};
 
 /// The cached keys and values of one layer of one sequence, to read.
 pub enum CachedLayer<'a> {
@@ -15,12 +16,12 @@ pub enum CachedLayer<'a> {
     Cuda(CachedPages<'a>),
 }
 
-/// Attention of queries `[m, heads, head_dim]` over a layer's cache: softmax(q k^T * scale) v in f32, as `options` specify. Query row `i`
+/// Attention of queries `[m, heads, head_dim]` over a layer's cache: softmax(q k^T * scale) v in f32, as `shape` specifies. Query row `i`
 /// is at position `first_position + i` and attends to positions up to its own, whose keys and values must already be written.
 pub fn attention(
     device: &Device,
     q: Slice<'_>,
-    options: &AttentionOptions,
+    shape: &AttentionShape,
     cache: &CachedLayer<'_>,
     first_position: usize,
     out: SliceMut<'_>,
@@ -29,18 +30,12 @@ pub fn attention(
     match (device, cache) {
         (Device::Cpu(cpu), CachedLayer::Host(pages)) => {
             let (q, out) = (q.host()?, out.host()?);
-            cpu.attention(q, options, pages, first_position, out, workspace)
+            cpu.attention(q, shape, pages, first_position, out, workspace)
         }
         (Device::Cuda(_), CachedLayer::Cuda(blocks)) => {
-            let rows = q.len() / (options.heads * blocks.shape.dim);
-            let options = ReferenceAttention {
-                heads: options.heads,
-                scale: options.scale,
-                window: options.window,
-                score_cap: options.score_cap,
-            };
+            let rows = q.len() / shape.q_width();
             let (q, out) = (q.cuda()?, out.cuda()?);
-            cuda::attention_reference(&options, blocks, q, rows, first_position, out)
+            cuda::attention_reference(shape, blocks, q, rows, first_position, out)
         }
         _ => bail!(
             InvalidArgument,

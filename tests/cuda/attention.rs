@@ -8,6 +8,8 @@ use NVFP4::cuda::{
     Unit,
 };
 
+use NVFP4::tensor::AttentionShape;
+
 use crate::support::{
     EPS, as_f64, assert_close, gpu, normal, poisoned, read_f16, rms_norm, upload,
 };
@@ -32,6 +34,17 @@ pub(crate) struct Sequence {
 }
 
 impl Sequence {
+    pub(crate) fn shape(&self) -> AttentionShape {
+        AttentionShape {
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            dim: self.dim,
+            scale: 1.0 / (self.dim as f32).sqrt(),
+            window: self.window,
+            score_cap: self.cap,
+        }
+    }
+
     pub(crate) fn new(
         (heads, kv_heads, dim): (usize, usize, usize),
         len: usize,
@@ -180,26 +193,21 @@ impl DeviceHeads {
 
     fn heads(&self, s: &Sequence) -> Heads<'_> {
         Heads {
-            heads: s.heads,
-            kv_heads: s.kv_heads,
-            dim: s.dim,
+            shape: s.shape(),
             q_norm: Some(&self.q_norm),
             k_norm: Some(&self.k_norm),
             frequencies: &self.frequencies,
             rotary_dim: s.rotary_dim(),
             attention_factor: ATTENTION_FACTOR as f32,
             eps: EPS,
-            scale: 1.0 / (s.dim as f32).sqrt(),
-            window: s.window,
-            score_cap: s.cap,
         }
     }
 }
 
 /// The ways in which a decode step divides the positions of a sequence among blocks.
 fn divisions(gpu: &Gpu, h: &Heads<'_>) -> impl Iterator<Item = SplitKv> {
-    let is_bounded = h.window.is_some() || h.score_cap.is_some();
-    let [unit, ..] = cuda::attention_units(h.dim, h.rotary_dim, is_bounded);
+    let is_bounded = h.shape.window.is_some() || h.shape.score_cap.is_some();
+    let [unit, ..] = cuda::attention_units(h.shape.dim, h.rotary_dim, is_bounded);
     let has_clusters = gpu.arch().0 >= 9 && unit == Unit::AttentionDecode;
     let cluster = has_clusters.then_some(SplitKv::Cluster);
     let splits = [1, 2, 3, 8].map(SplitKv::Splits);
@@ -216,14 +224,14 @@ struct Cached<'a> {
 
 impl Cached<'_> {
     fn what(&self, kernel: &str) -> String {
-        let Heads {
+        let AttentionShape {
             heads,
             kv_heads,
             dim,
-            rotary_dim,
             window,
             ..
-        } = self.h;
+        } = self.h.shape;
+        let rotary_dim = self.h.rotary_dim;
         format!("{kernel} {heads}/{kv_heads} heads of {dim} ({rotary_dim}), window {window:?}")
     }
 
@@ -262,9 +270,12 @@ impl Cached<'_> {
         let want = s.attend(last);
         let new = upload(gpu, &s.qkv[last * s.row()..]);
         let positions = upload(gpu, &[last as u32]);
-        let rows =
-            SplitKvWorkspace::new(gpu, SplitKvWorkspace::sizes(h.heads, h.kv_heads, h.dim), 1)
-                .unwrap();
+        let rows = SplitKvWorkspace::new(
+            gpu,
+            SplitKvWorkspace::sizes(h.shape.heads, h.shape.kv_heads, h.shape.dim),
+            1,
+        )
+        .unwrap();
         for division in divisions(gpu, h) {
             let out = poisoned(gpu, width * 2);
             let layout = Layout::RowMajor;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use NVFP4::cuda::{self, CachedPages, DeviceBuffer, DeviceSlice, Gpu, KvShape, ReferenceAttention};
+use NVFP4::cuda::{self, CachedPages, DeviceBuffer, DeviceSlice, Gpu, KvShape};
 
 use crate::attention::{ATTENTION_FACTOR, Pages, Sequence};
 use crate::support::{EPS, assert_close, gpu, normal, poisoned, read_f32, upload};
@@ -68,16 +68,9 @@ impl<'a> Unfused<'a> {
             heads,
             kv_heads,
             dim,
-            window,
-            cap,
             ..
         } = self.s;
-        let options = ReferenceAttention {
-            heads,
-            scale: 1.0 / (dim as f32).sqrt(),
-            window,
-            score_cap: cap,
-        };
+        let shape = self.s.shape();
         let part = |x: &DeviceBuffer, heads: usize| {
             let all = read_f32(x, self.s.len() * heads * dim);
             upload(self.gpu, &all[first * heads * dim..end * heads * dim])
@@ -88,7 +81,7 @@ impl<'a> Unfused<'a> {
         cuda::store_kv(pages, (&k).into(), (&v).into(), rows, first).unwrap();
         let row = heads * dim * 4;
         let out = DeviceSlice::from(out).part(first * row..end * row).unwrap();
-        cuda::attention_reference(&options, pages, (&q).into(), rows, first, out).unwrap();
+        cuda::attention_reference(&shape, pages, (&q).into(), rows, first, out).unwrap();
     }
 }
 

@@ -6,6 +6,7 @@ use std::ops::Range;
 use super::rows::{by_parts, by_parts_of_two};
 use crate::base::error::{Result, bail};
 use crate::cpu::Cpu;
+use crate::tensor::AttentionShape;
 
 /// Document bounds of each row: both arrays rise, and `starts[t] <= t < ends[t]`.
 #[derive(Clone, Copy, Debug)]
@@ -16,38 +17,7 @@ pub struct DocumentRows<'a> {
     pub ends: &'a [u32],
 }
 
-/// Attention parameters for rows `[T, (heads + 2 kv_heads) * dim]` of queries, keys and values.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct PackedAttention {
-    /// Query heads.
-    pub heads: usize,
-    /// Key/value heads; divides `heads`.
-    pub kv_heads: usize,
-    /// Elements of a head.
-    pub dim: usize,
-    /// Multiplies the product of query and key.
-    pub scale: f32,
-    /// Sliding window: rows that a query sees, its own included. `None` for everything in its document up to its own row.
-    pub window: Option<usize>,
-    /// Soft cap of the scores: `cap * tanh(score / cap)`.
-    pub score_cap: Option<f32>,
-}
-
-impl PackedAttention {
-    /// Width of a row of queries, keys and values.
-    pub fn width(&self) -> usize {
-        (self.heads + 2 * self.kv_heads) * self.dim
-    }
-
-    /// Width of a row of queries, and of results.
-    pub fn q_width(&self) -> usize {
-        self.heads * self.dim
-    }
-
-    fn group(&self) -> usize {
-        self.heads / self.kv_heads
-    }
-
+impl AttentionShape {
     /// The rows that query `i` sees.
     fn seen(&self, documents: DocumentRows<'_>, i: usize) -> Range<usize> {
         let start = documents.starts[i] as usize;
@@ -114,25 +84,25 @@ impl Cpu {
     /// `lse` `[T, heads]`.
     pub fn packed_attention(
         &self,
-        options: &PackedAttention,
+        shape: &AttentionShape,
         documents: DocumentRows<'_>,
         qkv: &[f32],
         out: &mut [f32],
         lse: &mut [f32],
     ) -> Result<()> {
-        options.check(documents, qkv.len(), out.len(), lse.len())?;
-        let (width, dim) = (options.width(), options.dim);
-        let parts = (options.q_width(), options.heads);
+        shape.check(documents, qkv.len(), out.len(), lse.len())?;
+        let (width, dim) = (shape.width(), shape.dim);
+        let parts = (shape.q_width(), shape.heads);
         by_parts_of_two(self.pool(), (out, lse), parts, |i, out, lse| {
-            let seen = options.seen(documents, i);
+            let seen = shape.seen(documents, i);
             let mut scores = vec![0.0; seen.len()];
             for (head, (out, lse)) in out.chunks_exact_mut(dim).zip(lse).enumerate() {
-                let kv = head / options.group();
-                let key = (options.heads + kv) * dim;
-                let value = key + options.kv_heads * dim;
+                let kv = head / shape.group();
+                let key = (shape.heads + kv) * dim;
+                let value = key + shape.kv_heads * dim;
                 let q = &qkv[i * width + head * dim..][..dim];
                 for (score, j) in scores.iter_mut().zip(seen.clone()) {
-                    *score = options.score(dot(q, &qkv[j * width + key..][..dim])).0;
+                    *score = shape.score(dot(q, &qkv[j * width + key..][..dim])).0;
                 }
                 let largest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
                 let mut sum = 0.0;
@@ -152,24 +122,24 @@ impl Cpu {
     /// The backward pass of [`Cpu::packed_attention`]: `dqkv` becomes the gradient of `qkv`, from the gradient of the results.
     pub fn packed_attention_backward(
         &self,
-        options: &PackedAttention,
+        shape: &AttentionShape,
         documents: DocumentRows<'_>,
         (qkv, out, lse): (&[f32], &[f32], &[f32]),
         dout: &[f32],
         dqkv: &mut [f32],
     ) -> Result<()> {
-        let rows = options.check(documents, qkv.len(), out.len(), lse.len())?;
-        options.check(documents, dqkv.len(), dout.len(), lse.len())?;
-        let (width, q_width, dim) = (options.width(), options.q_width(), options.dim);
-        let (heads, group) = (options.heads, options.group());
+        let rows = shape.check(documents, qkv.len(), out.len(), lse.len())?;
+        shape.check(documents, dqkv.len(), dout.len(), lse.len())?;
+        let (width, q_width, dim) = (shape.width(), shape.q_width(), shape.dim);
+        let (heads, group) = (shape.heads, shape.group());
         // One thread processes a key/value head with its queries, because the gradients are sums over rows and queries.
         let part = rows * (group + 2) * dim;
-        let mut gradients = vec![0.0; options.kv_heads * part];
+        let mut gradients = vec![0.0; shape.kv_heads * part];
         by_parts(self.pool(), &mut gradients, part, |kv, gradients| {
             let (dq, dkv) = gradients.split_at_mut(rows * group * dim);
             let (dk, dv) = dkv.split_at_mut(rows * dim);
             let key = (heads + kv) * dim;
-            let value = key + options.kv_heads * dim;
+            let value = key + shape.kv_heads * dim;
             for i in 0..rows {
                 for (g, head) in (kv * group..(kv + 1) * group).enumerate() {
                     let q = &qkv[i * width + head * dim..][..dim];
@@ -179,12 +149,12 @@ impl Cpu {
                     let (d, o) = (of_row(dout), of_row(out));
                     let delta = dot(&d, &o);
                     let dq = &mut dq[(i * group + g) * dim..][..dim];
-                    for j in options.seen(documents, i) {
+                    for j in shape.seen(documents, i) {
                         let (k, v) = (
                             &qkv[j * width + key..][..dim],
                             &qkv[j * width + value..][..dim],
                         );
-                        let (score, slope) = options.score(dot(q, k));
+                        let (score, slope) = shape.score(dot(q, k));
                         let p = (score - lse[i * heads + head]).exp();
                         let ds = p * (dot(&d, v) - delta) * slope;
                         add_scaled(&mut dv[j * dim..][..dim], &d, p);
@@ -199,7 +169,7 @@ impl Cpu {
                 let (dq, dkv) = gradients.split_at(rows * group * dim);
                 let (dk, dv) = dkv.split_at(rows * dim);
                 let key = (heads + kv) * dim;
-                let value = key + options.kv_heads * dim;
+                let value = key + shape.kv_heads * dim;
                 let query = kv * group * dim;
                 row[query..][..group * dim].copy_from_slice(&dq[i * group * dim..][..group * dim]);
                 row[key..][..dim].copy_from_slice(&dk[i * dim..][..dim]);

@@ -16,7 +16,7 @@ mod rows;
 
 pub(super) use rows::{by_parts, by_parts_of_two};
 
-pub use attention::{DocumentRows, PackedAttention};
+pub use attention::DocumentRows;
 pub use divergence::{Divergence, RowSums, TeacherColumns};
 pub use heads::Heads;
 pub use loss::{CrossEntropy, HeadColumns};

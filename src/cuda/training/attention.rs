@@ -5,6 +5,7 @@ use super::sizes::{expect_bf16, expect_room, expect_words};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::kernel::kernels;
+use crate::tensor::AttentionShape;
 
 kernels! {
     /// Both passes, by the elements of a head.
@@ -108,18 +109,8 @@ fn of_dim<const N: usize>(dim: usize, dims: [usize; N], kernels: [Pass; N]) -> R
 /// Attention parameters and document bounds.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention<'a> {
-    /// Query heads.
-    pub heads: usize,
-    /// Key/value heads; divides `heads`.
-    pub kv_heads: usize,
-    /// Elements of a head: 16, 32, 64, 80, 96 or 128.
-    pub dim: usize,
-    /// Multiplies the product of query and key.
-    pub scale: f32,
-    /// Sliding window: rows that a query sees, its own included. `None` for everything in its document up to its own row.
-    pub window: Option<usize>,
-    /// Soft cap of the scores: `cap * tanh(score / cap)`.
-    pub score_cap: Option<f32>,
+    /// Heads of 16, 32, 64, 80, 96 or 128 elements, and their scores.
+    pub shape: AttentionShape,
     /// u32 `[T]`: the first row of each row's document.
     pub starts: DeviceSlice<'a>,
     /// u32 `[T]`: one past the last row of each row's document.
@@ -161,15 +152,17 @@ impl Attention<'_> {
 
     /// Bytes of the tiles in shared memory, as `kernels/attention/training.cuh` lays them out.
     fn shared(&self) -> u32 {
-        let pieces = self.dim / 8;
+        let pieces = self.shape.dim / 8;
         let exchanged = pieces >= 8 && pieces.is_power_of_two();
         let padding = if exchanged { 0 } else { 16 };
-        (TILES * TILE * (2 * self.dim + padding)) as u32
+        (TILES * TILE * (2 * self.shape.dim + padding)) as u32
     }
 
     /// Whether Hopper's kernels serve this shape.
     fn is_wide(&self, gpu: &Gpu) -> bool {
-        gpu.arch() == (9, 0) && WIDE_DIMS.contains(&self.dim) && self.score_cap.is_none()
+        gpu.arch() == (9, 0)
+            && WIDE_DIMS.contains(&self.shape.dim)
+            && self.shape.score_cap.is_none()
     }
 
     fn arguments(
@@ -178,7 +171,12 @@ impl Attention<'_> {
         out: DeviceSlice<'_>,
         lse: DeviceSlice<'_>,
     ) -> Result<Arguments> {
-        let (rows, heads, kv_heads, dim) = (self.rows(), self.heads, self.kv_heads, self.dim);
+        let (rows, heads, kv_heads, dim) = (
+            self.rows(),
+            self.shape.heads,
+            self.shape.kv_heads,
+            self.shape.dim,
+        );
         if !DIMS.contains(&dim) {
             bail!(
                 Unsupported,
@@ -212,9 +210,12 @@ impl Attention<'_> {
             rows: int("rows", rows)?,
             heads: int("query heads", heads)?,
             kv_heads: int("key/value heads", kv_heads)?,
-            window: int("a window", self.window.unwrap_or(0).min(i32::MAX as usize))?,
-            scale: self.scale,
-            cap: self.score_cap.unwrap_or(0.0),
+            window: int(
+                "a window",
+                self.shape.window.unwrap_or(0).min(i32::MAX as usize),
+            )?,
+            scale: self.shape.scale,
+            cap: self.shape.score_cap.unwrap_or(0.0),
         })
     }
 }
@@ -228,11 +229,11 @@ pub fn attention_forward(
     lse: DeviceSlice<'_>,
 ) -> Result<()> {
     let arguments = options.arguments(qkv, out, lse)?;
-    let (gpu, dim) = (qkv.gpu(), options.dim);
+    let (gpu, dim) = (qkv.gpu(), options.shape.dim);
     let blocks = |rows: usize| {
         [
             options.rows().div_ceil(rows) as u32,
-            options.heads as u32,
+            options.shape.heads as u32,
             1,
         ]
     };
@@ -264,8 +265,12 @@ pub fn attention_backward(
     delta: DeviceSlice<'_>,
     dqkv: DeviceSlice<'_>,
 ) -> Result<()> {
-    let (rows, heads, kv_heads, dim) =
-        (options.rows(), options.heads, options.kv_heads, options.dim);
+    let (rows, heads, kv_heads, dim) = (
+        options.rows(),
+        options.shape.heads,
+        options.shape.kv_heads,
+        options.shape.dim,
+    );
     let mut arguments = options.arguments(qkv, out, lse)?;
     expect_bf16("gradients of attention", dout, &[rows, heads, dim])?;
     expect_bf16(

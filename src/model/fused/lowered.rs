@@ -158,18 +158,13 @@ impl Lowered {
             _ => (&set.table, &frequencies.short),
         };
         Heads {
-            heads: spec.heads,
-            kv_heads: spec.kv_heads,
-            dim: spec.head_dim,
+            shape: spec.shape(),
             q_norm: norm(&weights.q_norm),
             k_norm: norm(&weights.k_norm),
             frequencies,
             rotary_dim: table.rotary_dim(),
             attention_factor: table.attention_factor,
             eps: source.spec.norm_eps,
-            scale: spec.scale,
-            window: spec.window,
-            score_cap: spec.score_cap,
         }
     }
 

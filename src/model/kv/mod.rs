@@ -20,10 +20,9 @@ use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::base::once::TryOnce;
 use crate::cuda::{self, Arenas, CachedPages, DeviceBuffer, KvShape};
-use crate::ops::attention::{
-    self, AttentionOptions, CachedLayer, KvLayout, KvPages, KvType, PAGE as HOST_PAGE,
-};
+use crate::ops::attention::{self, CachedLayer, KvLayout, KvPages, KvType, PAGE as HOST_PAGE};
 use crate::ops::{Device, Slice, SliceMut, Workspace};
+use crate::tensor::AttentionShape;
 
 /// The memory of a model's keys and values, in each format that its sequences use.
 pub struct KvMemory {
@@ -175,7 +174,7 @@ impl KvCache {
         layer: usize,
         tables: &KvTables,
         q: Slice<'_>,
-        options: &AttentionOptions,
+        shape: &AttentionShape,
         first: usize,
         out: SliceMut<'_>,
         workspace: &mut Workspace,
@@ -185,12 +184,12 @@ impl KvCache {
         let Some(gpu) = arena.gpu() else {
             return arena.with_pages(index, blocks, |pages| {
                 let cache = CachedLayer::Host(pages);
-                attention::attention(device, q, options, &cache, first, out, workspace)
+                attention::attention(device, q, shape, &cache, first, out, workspace)
             });
         };
         let table = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, blocks)?;
         let cache = CachedLayer::Cuda(self.on_gpu(layer, &table, blocks.len(), 0, None)?);
-        attention::attention(device, q, options, &cache, first, out, workspace)
+        attention::attention(device, q, shape, &cache, first, out, workspace)
     }
 
     /// A layer on a GPU as kernels take it: `table` has `stride` block numbers for each sequence, of which `sequence` is the first.

@@ -13,10 +13,11 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::order::{BlockOp, Half, operations};
 use crate::model::spec::{AttentionSpec, BlockSpec, ExpertsSpec, GatedMlpSpec, MlpSpec, Spec};
-use crate::ops::training::attention::{PackedAttention, attention, attention_backward};
+use crate::ops::training::attention::{attention, attention_backward};
 use crate::ops::training::heads::{HeadOptions, heads, heads_backward};
 use crate::ops::training::{activation, array, norm};
 use crate::ops::{Array, Device, Mixed, Slice};
+use crate::tensor::AttentionShape;
 
 /// Sizes of a batch's rows in a block, in elements.
 pub(super) struct BlockSizes {
@@ -33,7 +34,7 @@ pub(super) struct BlockSizes {
 
 impl BlockSizes {
     pub(super) fn new(spec: &Spec, block: &BlockSpec, rows: usize) -> BlockSizes {
-        let attention = packed_attention(&block.attention);
+        let attention = block.attention.shape();
         BlockSizes {
             stream: rows * spec.hidden_size,
             qkv: rows * attention.width(),
@@ -72,17 +73,6 @@ impl BlockSizes {
 fn widest(mlp: &MlpSpec) -> usize {
     let of_all = mlp.of_all_rows().map_or(0, |mlp| mlp.intermediate_size);
     mlp.intermediate_size().max(of_all)
-}
-
-fn packed_attention(spec: &AttentionSpec) -> PackedAttention {
-    PackedAttention {
-        heads: spec.heads,
-        kv_heads: spec.kv_heads,
-        dim: spec.head_dim,
-        scale: spec.scale,
-        window: spec.window,
-        score_cap: spec.score_cap,
-    }
 }
 
 /// A block of a model, applied to a batch.
@@ -128,8 +118,8 @@ impl BlockPass<'_> {
         }
     }
 
-    fn attention(&self) -> PackedAttention {
-        packed_attention(&self.block.attention)
+    fn attention(&self) -> AttentionShape {
+        self.block.attention.shape()
     }
 
     fn sizes(&self) -> BlockSizes {

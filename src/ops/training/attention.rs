@@ -6,8 +6,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::cpu::training::DocumentRows;
 use crate::cuda::training as cuda;
-
-pub use crate::cpu::training::PackedAttention;
+use crate::tensor::AttentionShape;
 
 /// The bounds of each row's document, in the memory of a device.
 #[derive(Debug)]
@@ -50,14 +49,9 @@ impl Documents {
     }
 }
 
-fn on_gpu<'a>(options: &PackedAttention, documents: &'a Documents) -> Result<cuda::Attention<'a>> {
+fn on_gpu<'a>(shape: &AttentionShape, documents: &'a Documents) -> Result<cuda::Attention<'a>> {
     Ok(cuda::Attention {
-        heads: options.heads,
-        kv_heads: options.kv_heads,
-        dim: options.dim,
-        scale: options.scale,
-        window: options.window,
-        score_cap: options.score_cap,
+        shape: *shape,
         starts: documents.starts.all().cuda()?,
         ends: documents.ends.all().cuda()?,
     })
@@ -67,7 +61,7 @@ fn on_gpu<'a>(options: &PackedAttention, documents: &'a Documents) -> Result<cud
 /// logarithm) of each row and head.
 pub fn attention(
     device: &Device,
-    options: &PackedAttention,
+    shape: &AttentionShape,
     documents: &Documents,
     qkv: Slice<'_, Mixed>,
     out: SliceMut<'_, Mixed>,
@@ -76,10 +70,10 @@ pub fn attention(
     match device {
         Device::Cpu(cpu) => {
             let (out, lse) = (out.host()?, lse.host()?);
-            cpu.packed_attention(options, documents.host()?, qkv.host()?, out, lse)
+            cpu.packed_attention(shape, documents.host()?, qkv.host()?, out, lse)
         }
         Device::Cuda(_) => {
-            let options = on_gpu(options, documents)?;
+            let options = on_gpu(shape, documents)?;
             cuda::attention_forward(&options, qkv.cuda()?, out.cuda()?, lse.cuda()?)
         }
     }
@@ -88,7 +82,7 @@ pub fn attention(
 /// Backward of [`attention`]: computes `dqkv`, the gradient of `qkv`, from `dout`, the gradient of the output.
 pub fn attention_backward(
     device: &Device,
-    options: &PackedAttention,
+    shape: &AttentionShape,
     documents: &Documents,
     (qkv, out, lse): (Slice<'_, Mixed>, Slice<'_, Mixed>, Slice<'_>),
     dout: Slice<'_, Mixed>,
@@ -98,12 +92,12 @@ pub fn attention_backward(
         Device::Cpu(cpu) => {
             let forward = (qkv.host()?, out.host()?, lse.host()?);
             let (dout, dqkv) = (dout.host()?, dqkv.host()?);
-            cpu.packed_attention_backward(options, documents.host()?, forward, dout, dqkv)
+            cpu.packed_attention_backward(shape, documents.host()?, forward, dout, dqkv)
         }
         Device::Cuda(_) => {
             let mut delta = scratch(device, lse.len())?;
             let forward = [qkv.cuda()?, out.cuda()?, lse.cuda()?];
-            let (delta, options) = (delta.all_mut().cuda()?, on_gpu(options, documents)?);
+            let (delta, options) = (delta.all_mut().cuda()?, on_gpu(shape, documents)?);
             cuda::attention_backward(&options, forward, dout.cuda()?, delta, dqkv.cuda()?)
         }
     }

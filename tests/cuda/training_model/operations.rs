@@ -4,11 +4,12 @@ use std::time::Instant;
 
 use NVFP4::model::Device;
 use NVFP4::ops::training::array;
-use NVFP4::ops::training::attention::{Documents, PackedAttention, attention, attention_backward};
+use NVFP4::ops::training::attention::{Documents, attention, attention_backward};
 use NVFP4::ops::training::operand::{
     OperandRounding, ScaleRule, round_columns, round_int8_rows, round_rows,
 };
 use NVFP4::ops::{Array, Mixed};
+use NVFP4::tensor::AttentionShape;
 use half::bf16;
 
 use super::{bf16_values, error, on, read};
@@ -20,7 +21,7 @@ struct Attended {
     dqkv: Vec<f32>,
 }
 
-fn attend(device: &Device, options: &PackedAttention, lengths: &[usize], again: bool) -> Attended {
+fn attend(device: &Device, options: &AttentionShape, lengths: &[usize], again: bool) -> Attended {
     let rows: usize = lengths.iter().sum();
     let documents = Documents::new(device, lengths).unwrap();
     let qkv: Array<Mixed> = on(device, &bf16_values(1, rows * options.width()));
@@ -71,7 +72,7 @@ fn assert_near(found: &[f32], exact: &[f32], bar: f64, what: &str) {
 }
 
 /// The gradients of values alone.
-fn of_values(dqkv: &[f32], options: &PackedAttention) -> Vec<f32> {
+fn of_values(dqkv: &[f32], options: &AttentionShape) -> Vec<f32> {
     let value = options.kv_heads * options.dim;
     let rows = dqkv.chunks(options.width());
     rows.flat_map(|row| &row[row.len() - value..])
@@ -80,7 +81,7 @@ fn of_values(dqkv: &[f32], options: &PackedAttention) -> Vec<f32> {
 }
 
 /// Compares attention of documents, and its gradients, on the CPU and on the GPU.
-fn check_attention(cpu: &Device, gpu: &Device, options: &PackedAttention, lengths: &[usize]) {
+fn check_attention(cpu: &Device, gpu: &Device, options: &AttentionShape, lengths: &[usize]) {
     let exact = attend(cpu, options, lengths, false);
     let found = attend(gpu, options, lengths, false);
     let what = format!("{options:?} {lengths:?}");
@@ -112,7 +113,7 @@ fn attention_of_training_gives_what_the_cpu_gives() {
                 (Some(1), Some(3.0)),
                 (None, Some(3.0)),
             ] {
-                let options = PackedAttention {
+                let options = AttentionShape {
                     heads,
                     kv_heads,
                     dim,
@@ -179,7 +180,7 @@ fn operands_of_training_have_the_bits_of_the_cpu() {
 fn attention_of_training_speed() {
     let Some(gpu) = gpu() else { return };
     let device = Device::Cuda(gpu.clone());
-    let options = PackedAttention {
+    let options = AttentionShape {
         heads: 32,
         kv_heads: 8,
         dim: 128,
