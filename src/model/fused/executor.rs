@@ -44,6 +44,6 @@ impl Executor {
 impl Drop for Executor {
     fn drop(&mut self) {
         // A look-ahead step still writes to page-locked memory. If waiting fails, the device is lost and writes no more.
-        let _ = self.memory().forget();
+        let _ = self.memory().wait();
     }
 }

@@ -6,7 +6,9 @@ use crate::base::Result;
 use crate::cuda::{Graph, SplitKv};
 
 /// Numbers of rows that steps are recorded for. A step of fewer sequences has rows that nobody reads.
-const BUCKETS: [usize; 14] = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256];
+const BUCKETS: [usize; 16] = [
+    1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256,
+];
 
 /// The most bytes of recorded steps of a model.
 const MOST_BYTES: usize = 128 << 20;
@@ -102,6 +104,6 @@ mod tests {
                 "{sequences}: {rows}"
             );
         }
-        assert_eq!([1, 3, 9, 33, 200].map(bucket), [1, 4, 12, 48, 256]);
+        assert_eq!([1, 3, 9, 33, 200].map(bucket), [1, 4, 12, 48, 224]);
     }
 }

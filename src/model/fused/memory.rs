@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::graphs::Graphs;
 use super::sizes::Sizes;
-use super::state::{Begin, DeviceState, StepInput};
+use super::state::{AheadStep, Begin, DeviceState, StepInput};
 use crate::base::error::err;
 use crate::base::memory::Tag;
 use crate::base::{Error, Result};
@@ -12,7 +12,7 @@ use crate::cuda::{
     self, Best, DeviceBuffer, DeviceSlice, DrawScratch, Drawn, ExpertScratch, Gpu, Layout,
     LinearScratch, NormScratch, Pinned, SplitKvWorkspace,
 };
-use crate::model::kv::{KvTables, NULL_BLOCK};
+use crate::model::kv::{KvCache, KvTables, NULL_BLOCK};
 
 /// Number of steps that the device may run ahead of the host.
 const HISTORY: usize = 8;
@@ -60,7 +60,7 @@ pub(super) struct Memory {
     pub(super) state: DeviceState,
     /// Blocks of each row of the tables that the device has, indexed like them.
     written: Vec<Vec<usize>>,
-    /// Whether rows may have noted faults of nobody: padding, or a step ahead that was in vain.
+    /// Whether rows that only padded a step may have noted faults.
     stale_faults: bool,
 }
 
@@ -132,6 +132,7 @@ impl Memory {
     /// Grows the memory to the given sizes. If it has to grow, its contents are lost.
     pub(super) fn fit(
         &mut self,
+        cache: &KvCache,
         gpu: &Arc<Gpu>,
         sizes: &Sizes,
         rows: usize,
@@ -146,7 +147,7 @@ impl Memory {
         {
             return Ok(());
         }
-        self.forget()?;
+        self.forget(cache)?;
         self.graphs.clear();
         if pages > self.pages {
             // Pages are added one at a time; the table grows by powers of two.
@@ -272,29 +273,64 @@ impl Memory {
         Ok(())
     }
 
-    /// Begins a step: see [`DeviceState::begin`].
-    pub(super) fn begin(&mut self, input: &StepInput, continues: bool) -> Result<Begin> {
-        let was_ahead = self.state.is_ahead();
-        let begin = self.state.begin(input, continues)?;
-        self.stale_faults |= was_ahead && !matches!(begin, Begin::Enqueued(_));
-        Ok(begin)
-    }
-
-    /// Waits for a step that is enqueued, which the next one then cannot begin with.
-    pub(super) fn settle(&mut self) -> Result<()> {
-        match self.state.is_ahead() {
-            true => self.forget(),
-            false => Ok(()),
+    /// Begins a step, after which the state is unknown until it is set again: see [`DeviceState::begin`].
+    pub(super) fn begin(
+        &mut self,
+        cache: &KvCache,
+        input: &StepInput,
+        continues: bool,
+    ) -> Result<Begin> {
+        match self.state.take_ahead() {
+            Some(ahead) if continues && ahead.input == *input => Ok(Begin::Enqueued(ahead.event)),
+            Some(ahead) => {
+                self.abandon(cache, &ahead)?;
+                Ok(Begin::WriteAll)
+            }
+            None => Ok(self.state.begin(input, continues)),
         }
     }
 
-    /// Waits for a step that is enqueued, and forgets what is in working memory: something else will be.
-    pub(super) fn forget(&mut self) -> Result<()> {
-        self.stale_faults |= self.state.is_ahead();
-        self.state.forget()
+    /// Waits for a step that is enqueued in vain, and removes what its faults left.
+    fn abandon(&mut self, cache: &KvCache, ahead: &AheadStep) -> Result<()> {
+        ahead.event.wait()?;
+        let faults = self.faults(ahead.input.rows.len())?;
+        let rows: Vec<usize> = faults.iter().map(|(row, _)| *row).collect();
+        ahead.clear(cache, &rows)
     }
 
-    /// Clears faults of nobody.
+    /// The faults of the step of `rows` rows that has just run, and of the one enqueued after it, which the next call then cannot begin with.
+    pub(super) fn step_faults(
+        &mut self,
+        cache: &KvCache,
+        rows: usize,
+    ) -> Result<Vec<(usize, Error)>> {
+        let ahead = self.state.take_ahead();
+        if let Some(ahead) = &ahead {
+            ahead.event.wait()?;
+        }
+        let faults = self.faults(rows)?;
+        if let Some(ahead) = ahead {
+            let rows: Vec<usize> = faults.iter().map(|(row, _)| *row).collect();
+            ahead.clear(cache, &rows)?;
+        }
+        Ok(faults)
+    }
+
+    /// Forgets what is in working memory: something else will be.
+    pub(super) fn forget(&mut self, cache: &KvCache) -> Result<()> {
+        let ahead = self.state.take_ahead();
+        self.state = DeviceState::Unknown;
+        ahead.map_or(Ok(()), |ahead| self.abandon(cache, &ahead))
+    }
+
+    /// Waits for a step that is enqueued, at the end.
+    pub(super) fn wait(&mut self) -> Result<()> {
+        self.state
+            .take_ahead()
+            .map_or(Ok(()), |ahead| ahead.event.wait())
+    }
+
+    /// Clears the faults of rows that only pad a step.
     pub(super) fn clear_stale_faults(&mut self) -> Result<()> {
         if std::mem::take(&mut self.stale_faults) {
             let mut notes = [&self.unfit, &self.overflow, &self.unroutable].into_iter();

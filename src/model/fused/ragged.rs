@@ -11,6 +11,7 @@ use super::plan::{self, Applied, Norm, Normed};
 use crate::base::error::err;
 use crate::base::{Error, Result, call};
 use crate::cuda::{self, Drawn, Event};
+use crate::model::KvType;
 use crate::model::kv::KvTables;
 use crate::ops::sample::{self, Choice};
 
@@ -41,14 +42,23 @@ impl Executor {
         chunks: &[PromptChunk<'_>],
     ) -> Result<Ragged<'a>> {
         let mut memory = self.memory();
-        memory.forget()?;
+        let cache = source.kv.cache(KvType::F16)?;
+        memory.forget(cache)?;
         memory.clear_stale_faults()?;
         let lengths = || chunks.iter().map(|chunk| chunk.tokens.len());
         let rows = lengths().sum();
         let ends = chunks.iter().map(|chunk| chunk.first + chunk.tokens.len());
         let pages = ends.max().unwrap_or(0).div_ceil(cuda::PAGE);
         let lowered = &self.lowered;
-        memory.fit(&lowered.gpu, &lowered.sizes, rows, 0, chunks.len(), pages)?;
+        memory.fit(
+            cache,
+            &lowered.gpu,
+            &lowered.sizes,
+            rows,
+            0,
+            chunks.len(),
+            pages,
+        )?;
         let tokens = chunks.iter().flat_map(|chunk| chunk.tokens);
         memory
             .tokens
@@ -194,7 +204,8 @@ impl Ragged<'_> {
         } = &self.executor.lowered;
         let n = rows.len();
         let (held, pages) = (self.memory.rows, self.memory.pages);
-        self.memory.fit(gpu, sizes, held, n, 1, pages)?;
+        let cache = self.source.kv.cache(KvType::F16)?;
+        self.memory.fit(cache, gpu, sizes, held, n, 1, pages)?;
         let pass = Pass {
             lowered: &self.executor.lowered,
             source: self.source,

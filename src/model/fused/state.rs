@@ -1,8 +1,8 @@
 //! State of the device between decode steps, from which follows the input that the next step has to write.
 
 use crate::base::Result;
-use crate::cuda::{DrawRule, Event};
-use crate::model::kv::KvTables;
+use crate::cuda::{self, DrawRule, Event};
+use crate::model::kv::{KvCache, KvTables};
 
 /// A sequence as the device has it: its block table, and the position of its next token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,6 +18,12 @@ impl RowState {
             table: tables.version(),
             position,
         }
+    }
+
+    /// Whether these tables, of `groups` groups, have blocks for the position.
+    pub(super) fn has_blocks(&self, tables: &KvTables, groups: usize) -> bool {
+        let index = self.position / cuda::PAGE;
+        (0..groups).all(|group| index < tables.blocks(group).len())
     }
 }
 
@@ -45,6 +51,67 @@ impl StepInput {
     }
 }
 
+/// Where a row of a step stores its keys and values.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RowSlot {
+    row: usize,
+    group: usize,
+    block: u32,
+    /// How often the block had been taken: see [`KvArena::taken`](crate::model::kv::KvArena::taken).
+    taken: u32,
+    /// Position within the block.
+    position: usize,
+}
+
+/// A step that is enqueued before it is asked for.
+pub(super) struct AheadStep {
+    pub(super) input: StepInput,
+    /// Follows the step.
+    pub(super) event: Event,
+    slots: Vec<RowSlot>,
+}
+
+impl AheadStep {
+    pub(super) fn new(
+        input: StepInput,
+        event: Event,
+        tables: &[&KvTables],
+        cache: &KvCache,
+    ) -> AheadStep {
+        let mut slots = Vec::new();
+        for (row, (tables, state)) in tables.iter().zip(&input.rows).enumerate() {
+            for (group, arena) in cache.arenas().iter().enumerate() {
+                let index = state.position / arena.block_positions();
+                let block = tables.blocks(group)[index];
+                slots.push(RowSlot {
+                    row,
+                    group,
+                    block,
+                    taken: arena.taken(block),
+                    position: state.position % arena.block_positions(),
+                });
+            }
+        }
+        AheadStep {
+            input,
+            event,
+            slots,
+        }
+    }
+
+    /// Zeroes the keys and values of these rows, which lie past the ends of their sequences and are not finite. A block that was taken again
+    /// since has other contents.
+    pub(super) fn clear(&self, cache: &KvCache, rows: &[usize]) -> Result<()> {
+        let mut slots = self.slots.iter().filter(|slot| rows.contains(&slot.row));
+        slots.try_for_each(|slot| {
+            match cache.arenas()[slot.group].taken(slot.block) == slot.taken {
+                true => cache.clear(slot.group, slot.block, slot.position..slot.position + 1),
+                false => Ok(()),
+            }
+        })
+    }
+}
+
 /// The device's state between calls.
 #[derive(Default)]
 pub(super) enum DeviceState {
@@ -53,8 +120,8 @@ pub(super) enum DeviceState {
     Unknown,
     /// Working memory has the input of this step, tokens included.
     Ready(StepInput),
-    /// This step is enqueued, and the event follows it.
-    Ahead(StepInput, Event),
+    /// A step is enqueued.
+    Ahead(AheadStep),
 }
 
 /// Input to write before a step can be launched.
@@ -70,37 +137,28 @@ pub(super) enum Begin {
 }
 
 impl DeviceState {
-    /// Begins a step, after which the state is unknown until it is set again. `continues` says whether the step's tokens are those that the
-    /// device drew.
-    pub(super) fn begin(&mut self, step: &StepInput, continues: bool) -> Result<Begin> {
+    /// Takes the step that is enqueued, if one is; then the state is unknown.
+    pub(super) fn take_ahead(&mut self) -> Option<AheadStep> {
         match std::mem::take(self) {
-            DeviceState::Ahead(ahead, event) if continues && ahead == *step => {
-                Ok(Begin::Enqueued(event))
+            DeviceState::Ahead(ahead) => Some(ahead),
+            other => {
+                *self = other;
+                None
             }
-            DeviceState::Ahead(_, event) => {
-                event.wait()?;
-                Ok(Begin::WriteAll)
-            }
-            DeviceState::Ready(ready) if continues && ready.rows == step.rows => {
-                Ok(match ready.rules == step.rules {
-                    true => Begin::Launch,
-                    false => Begin::WriteRules,
-                })
-            }
-            DeviceState::Ready(_) | DeviceState::Unknown => Ok(Begin::WriteAll),
         }
     }
 
-    /// Whether a step is enqueued that the next one may begin with.
-    pub(super) fn is_ahead(&self) -> bool {
-        matches!(self, DeviceState::Ahead(..))
-    }
-
-    /// Waits for a step that is enqueued, after which nothing is known.
-    pub(super) fn forget(&mut self) -> Result<()> {
+    /// What has to be written before a step that is not enqueued; then the state is unknown. `continues` says whether the step's tokens are
+    /// those that the device drew.
+    pub(super) fn begin(&mut self, step: &StepInput, continues: bool) -> Begin {
         match std::mem::take(self) {
-            DeviceState::Ahead(_, event) => event.wait(),
-            DeviceState::Ready(_) | DeviceState::Unknown => Ok(()),
+            DeviceState::Ready(ready) if continues && ready.rows == step.rows => {
+                match ready.rules == step.rules {
+                    true => Begin::Launch,
+                    false => Begin::WriteRules,
+                }
+            }
+            _ => Begin::WriteAll,
         }
     }
 }

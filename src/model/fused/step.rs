@@ -8,13 +8,13 @@ use super::memory::Memory;
 use super::pass::{Attention, Pass};
 use super::plan;
 use super::ragged::token_of;
-use super::state::{Begin, DeviceState, RowState, StepInput};
+use super::state::{AheadStep, Begin, DeviceState, RowState, StepInput};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{self, DrawRule, Drawn, Event, Graph, SplitKv};
 use crate::model::KvType;
 use crate::model::batch::{Segment, Wanted};
-use crate::model::kv::KvTables;
+use crate::model::kv::{KvCache, KvTables};
 use crate::model::spec::AttentionSpec;
 use crate::ops::sample::{Choice, SamplingOptions};
 
@@ -67,22 +67,25 @@ impl Executor {
             rules: rules_of(&sequences.choices),
             long: steps.first().is_some_and(|step| self.is_long(step.context)),
         };
+        let cache = source.kv.cache(KvType::F16)?;
         let mut memory = self.memory();
         let done = self.begin(source, &input, &sequences, &mut memory)?;
         let next = input.next();
-        let has_blocks = |tables: &&KvTables| {
-            let index = next.last() / cuda::PAGE;
-            (0..memory.tables.len()).all(|group| index < tables.blocks(group).len())
-        };
+        let groups = memory.tables.len();
+        let mut each = next.rows.iter().zip(&sequences.tables);
+        let has_blocks = each.all(|(row, tables)| row.has_blocks(tables, groups));
         let fits = next.last() / cuda::PAGE < memory.pages;
         let mut enqueued = Ok(());
-        memory.state = match look_ahead && fits && sequences.tables.iter().all(has_blocks) {
+        memory.state = match look_ahead && fits && has_blocks {
             true => {
                 let ahead = self
                     .launch(source, &next, &sequences, &mut memory)
                     .and_then(|()| Event::record(&self.lowered.gpu));
                 match ahead {
-                    Ok(event) => DeviceState::Ahead(next, event),
+                    Ok(event) => {
+                        let tables = &sequences.tables;
+                        DeviceState::Ahead(AheadStep::new(next, event, tables, cache))
+                    }
                     Err(e) => {
                         enqueued = Err(e);
                         DeviceState::Unknown
@@ -93,12 +96,13 @@ impl Executor {
         };
         done.wait()?;
         enqueued?;
-        self.outputs(steps, sequences.rows, &mut memory, logits)
+        self.outputs(cache, steps, sequences.rows, &mut memory, logits)
     }
 
     /// The outputs of a step that ran with `rows` rows.
     fn outputs(
         &self,
+        cache: &KvCache,
         steps: &[&Segment<'_>],
         rows: usize,
         memory: &mut Memory,
@@ -134,8 +138,7 @@ impl Executor {
         // Values beyond f16 lead to logits from which no token can be chosen.
         let unusable = |row: usize| !matches!(drawn[row], Some(Drawn::Token(_)));
         if (0..batch).any(|row| !chooses(row) || unusable(row)) {
-            memory.settle()?;
-            for (row, fault) in memory.faults(batch)? {
+            for (row, fault) in memory.step_faults(cache, batch)? {
                 outputs[row] = Err(fault);
             }
         }
@@ -182,9 +185,10 @@ impl Executor {
         } = sequences;
         let (rows, pages) = (*rows, input.last() / cuda::PAGE + 1);
         let Lowered { gpu, sizes, .. } = &self.lowered;
-        memory.fit(gpu, sizes, rows, rows, rows, pages)?;
+        let cache = source.kv.cache(KvType::F16)?;
+        memory.fit(cache, gpu, sizes, rows, rows, rows, pages)?;
         let continues = memory.drew(tokens, positions, rows);
-        let begin = memory.begin(input, continues)?;
+        let begin = memory.begin(cache, input, continues)?;
         match begin {
             Begin::Enqueued(event) => return Ok(event),
             Begin::Launch | Begin::WriteRules => {}

@@ -77,6 +77,8 @@ pub struct KvArena {
     /// Positions of a block.
     positions: usize,
     block_bytes: usize,
+    /// How often each block was taken.
+    taken: Mutex<Vec<u32>>,
 }
 
 impl KvArena {
@@ -125,6 +127,7 @@ impl KvArena {
             window: group.window,
             positions,
             block_bytes: block_bytes(group, kind, positions)?,
+            taken: Mutex::default(),
         })
     }
 
@@ -166,6 +169,12 @@ impl KvArena {
     pub fn take(&self, block: u32) -> Result<()> {
         let claim = self.reserve.take(self.block_bytes)?;
         let index = block as usize;
+        {
+            let mut taken = lock(&self.taken);
+            let len = taken.len().max(index + 1);
+            taken.resize(len, 0);
+            taken[index] = taken[index].wrapping_add(1);
+        }
         match &self.store {
             Store::Host(blocks) => {
                 let buffer = Buffer::claimed(claim, self.block_bytes)?;
@@ -184,6 +193,11 @@ impl KvArena {
                 cleared.inspect_err(|_| self.free(block))
             }
         }
+    }
+
+    /// How often a block was taken: it has other contents whenever this changes.
+    pub(in crate::model) fn taken(&self, block: u32) -> u32 {
+        lock(&self.taken).get(block as usize).copied().unwrap_or(0)
     }
 
     /// Frees the memory of a block.

@@ -1,6 +1,8 @@
 //! Pages of session files: sixteen positions of one layer, in the layout of the CPU's cache. A GPU's pages are converted, so that a session
 //! can move between devices. Also the removal of what a failed pass wrote.
 
+use std::ops::Range;
+
 use super::arena::KvArena;
 use super::{HOST_PAGE, KvCache, KvTables, NULL_BLOCK};
 use crate::base::{Result, memory};
@@ -85,6 +87,16 @@ impl KvCache {
     /// Zeroes the positions from `held` on of a block on a GPU. A failed pass may have left values there that are not finite, and kernels
     /// multiply positions past a sequence's end by zero.
     pub fn clear_from(&self, group: usize, block: u32, held: usize) -> Result<()> {
+        self.clear(group, block, held..cuda::PAGE)
+    }
+
+    /// Zeroes some positions of a block on a GPU.
+    pub(in crate::model) fn clear(
+        &self,
+        group: usize,
+        block: u32,
+        positions: Range<usize>,
+    ) -> Result<()> {
         let arena = &self.arenas[group];
         if arena.gpu().is_none() {
             return Ok(());
@@ -96,10 +108,10 @@ impl KvCache {
             page.read(0, &mut bytes)?;
             let (keys, values) = bytes.split_at_mut(page.bytes() / 2);
             for head in keys.chunks_exact_mut(cuda::PAGE * dim * ELEMENT) {
-                head[held * dim * ELEMENT..].fill(0);
+                head[positions.start * dim * ELEMENT..positions.end * dim * ELEMENT].fill(0);
             }
             for element in values.chunks_exact_mut(cuda::PAGE * ELEMENT) {
-                element[held * ELEMENT..].fill(0);
+                element[positions.start * ELEMENT..positions.end * ELEMENT].fill(0);
             }
             page.write(0, &bytes)?;
         }
