@@ -148,7 +148,7 @@ impl DeviceState {
         }
     }
 
-    /// What has to be written before a step that is not enqueued; then the state is unknown. `continues` says whether the step's tokens are
+    /// Input to write before a step that is not enqueued. The state is unknown afterwards. `continues` says whether the step's tokens are
     /// those that the device drew.
     pub(super) fn begin(&mut self, step: &StepInput, continues: bool) -> Begin {
         match std::mem::take(self) {
