@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::{result, sys};
 
+use super::arena;
 use super::attached::{Attached, Attachments};
 use super::context::make_current;
 use super::error::check;
@@ -312,7 +313,9 @@ impl Gpu {
         };
         let used = attribute(CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?;
         let reserved = attribute(CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?;
-        Ok((used, reserved.saturating_sub(used)))
+        let (in_arenas, kept_in_arenas) = arena::held(self);
+        let kept = reserved.saturating_sub(used) + kept_in_arenas;
+        Ok((used + in_arenas, kept))
     }
 
     /// A kernel, compiled for this device on first use.
