@@ -880,7 +880,7 @@ fn sampling(gpu: &Arc<Gpu>) {
             draw: 0,
             history: &[1, 2, 3],
         };
-        let mut scratch = sample::Scratch::default();
+        let mut scratch = sample::SampleScratch::default();
         let us = wait(&mut || {
             sample::sample(&all, &choice, &mut scratch).unwrap();
         });

@@ -887,7 +887,7 @@ fn optimizer_steps_are_right_on_an_emulated_gpu() {
 #[test]
 fn tokens_are_chosen_on_an_emulated_gpu_as_on_the_cpu() {
     let (mut input, mut wanted) = (Vec::new(), Vec::new());
-    let mut scratch = sample::Scratch::default();
+    let mut scratch = sample::SampleScratch::default();
     for case in 0..60u64 {
         let pick = |salt: u64, of: u64| random::bits(900 + salt, case) % of;
         let rows = 1 + pick(0, 3) as usize;

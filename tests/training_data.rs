@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use NVFP4::base::call::Cancel;
-use NVFP4::model::training::{Source, Text};
+use NVFP4::model::training::{Source, SourceText};
 use NVFP4::ops::Device;
 use NVFP4::text::{ChatTemplate, Tokenizer};
 use NVFP4::train::data::{self, Data, Document, Long, Options, Window, Windows};
@@ -65,10 +65,10 @@ impl Drop for Folder {
     }
 }
 
-fn text(template: Option<&str>) -> Text {
+fn text(template: Option<&str>) -> SourceText {
     let tokenizer = Tokenizer::from_file(&golden("text/tokenizer.json")).unwrap();
     let id = |name| tokenizer.id_of(name).unwrap();
-    Text {
+    SourceText {
         eos: Some(id("<|endoftext|>")),
         stop_tokens: vec![id("<|endoftext|>"), id("<|im_end|>")],
         template: template.map(|t| ChatTemplate::from_jinja(t, None, None).unwrap()),
@@ -76,12 +76,12 @@ fn text(template: Option<&str>) -> Text {
     }
 }
 
-fn read(files: &[PathBuf], text: &Text, options: &Options) -> Result<Data, String> {
+fn read(files: &[PathBuf], text: &SourceText, options: &Options) -> Result<Data, String> {
     data::read(files, text, 620, options).map_err(|e| e.to_string())
 }
 
 /// A document as text, with the learned parts in brackets.
-fn marked(text: &Text, document: &Document) -> String {
+fn marked(text: &SourceText, document: &Document) -> String {
     let mut out = String::new();
     let mut at = 0;
     while at < document.tokens.len() {
@@ -98,7 +98,7 @@ fn marked(text: &Text, document: &Document) -> String {
     out
 }
 
-fn rows_of(folder: &Folder, name: &str, content: &str, text: &Text) -> Vec<String> {
+fn rows_of(folder: &Folder, name: &str, content: &str, text: &SourceText) -> Vec<String> {
     let file = folder.file(name, content);
     let data = read(&[file], text, &Options::default()).unwrap();
     data.documents().iter().map(|d| marked(text, d)).collect()
@@ -360,7 +360,7 @@ fn sentences(count: usize) -> String {
         .collect()
 }
 
-fn model_text(source: &Source) -> Text {
+fn model_text(source: &Source) -> SourceText {
     source.text().unwrap()
 }
 
@@ -1156,7 +1156,7 @@ fn public_templates_are_masked() {
         let vocabulary = tokenizer.vocab_size();
         let ends = ["<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>"];
         let ends = ends.iter().filter_map(|end| tokenizer.id_of(end));
-        let text = Text {
+        let text = SourceText {
             stop_tokens: ends.collect(),
             tokenizer: Arc::new(tokenizer),
             template: Some(template),

@@ -984,7 +984,7 @@ pub unsafe extern "C-unwind" fn NVFP4_session_step(
     enter("NVFP4_session_step", || {
         // SAFETY: the pointers are as the header asks.
         unsafe {
-            let step = Step::new(sessions, tokens, count, statuses)?;
+            let step = StepCall::new(sessions, tokens, count, statuses)?;
             let run = |sessions: &mut [&mut session::Session], tokens: &[u32], _: &[usize]| {
                 Cancellation::read(call)?.watch(|| session::step(sessions, tokens))
             };
@@ -1017,7 +1017,7 @@ pub unsafe extern "C-unwind" fn NVFP4_session_step_sample(
 ) -> NVFP4_Status {
     enter("NVFP4_session_step_sample", || {
         // SAFETY: the pointers are as the header asks.
-        let step = unsafe { Step::new(sessions, tokens, count, statuses) }?;
+        let step = unsafe { StepCall::new(sessions, tokens, count, statuses) }?;
         if next.is_null() && count > 0 {
             bail!(InvalidArgument, "next is NULL");
         }
@@ -1066,14 +1066,14 @@ pub unsafe extern "C-unwind" fn NVFP4_session_step_sample(
 }
 
 /// The arguments of a step of several sessions.
-struct Step<'a> {
+struct StepCall<'a> {
     handles: &'a [*mut NVFP4_Session],
     tokens: &'a [i32],
     /// The status of each session; NULL if the first one that cannot be run is to fail the call.
     statuses: *mut NVFP4_Status,
 }
 
-impl<'a> Step<'a> {
+impl<'a> StepCall<'a> {
     /// # Safety
     /// As the header says of the pointers.
     unsafe fn new(
@@ -1084,7 +1084,7 @@ impl<'a> Step<'a> {
     ) -> Result<Self> {
         // SAFETY: promised by the caller.
         unsafe {
-            Ok(Step {
+            Ok(StepCall {
                 handles: slice("sessions", sessions, count)?,
                 tokens: slice("tokens", tokens, count)?,
                 statuses,
@@ -1096,7 +1096,7 @@ impl<'a> Step<'a> {
     /// whose index `goes_on` refuses.
     ///
     /// # Safety
-    /// As for [`Step::new`].
+    /// As for [`StepCall::new`].
     unsafe fn run<T>(
         &self,
         goes_on: impl Fn(usize) -> Result<()>,

@@ -11,14 +11,14 @@ use crate::ops::{Device, Workspace};
 /// Upper limit of workspaces kept for reuse.
 const IDLE: usize = 4;
 
-pub(super) struct Shared {
+pub(super) struct SharedState {
     /// The configured number of threads; `None` leaves it to the environment and the machine.
     threads: Option<usize>,
     device: Option<Device>,
     idle: Vec<Workspace>,
 }
 
-pub(super) static SHARED: Mutex<Shared> = Mutex::new(Shared {
+pub(super) static SHARED: Mutex<SharedState> = Mutex::new(SharedState {
     threads: None,
     device: None,
     idle: Vec::new(),
@@ -27,7 +27,7 @@ pub(super) static SHARED: Mutex<Shared> = Mutex::new(Shared {
 /// The values that NVFP4_ste_weight() keeps.
 pub(super) static EVAL_WEIGHTS: EvalWeights = EvalWeights::new();
 
-fn shared() -> MutexGuard<'static, Shared> {
+fn shared() -> MutexGuard<'static, SharedState> {
     SHARED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -36,7 +36,7 @@ thread_local! {
     static WORKING: Cell<bool> = const { Cell::new(false) };
 }
 
-struct Shared {
+struct PoolState {
     regions: Regions,
     /// Number of cores that the threads may use.
     cores: AtomicUsize,
@@ -66,7 +66,7 @@ struct Crew {
     /// The parent process's crew. It is kept untouched, because threads that do not exist here may hold its locks.
     #[expect(dead_code, reason = "kept in reach")]
     parents: Option<&'static Crew>,
-    shared: Arc<Shared>,
+    shared: Arc<PoolState>,
     workers: usize,
     /// Held during a region: sessions that share a pool take turns.
     turn: Mutex<()>,
@@ -290,7 +290,7 @@ pub fn bounded<T: Send + 'static>(
 
 impl Crew {
     fn new(threads: usize, parents: Option<&'static Crew>) -> Result<Crew> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(PoolState {
             regions: Regions::new(),
             cores: AtomicUsize::new(cores()),
             stop: AtomicBool::new(false),
@@ -437,7 +437,7 @@ impl Drop for Pool {
 }
 
 /// Runs the claimed part, and further ones while there are any: no other region opens before this thread has reported.
-fn take_parts(shared: &Shared, first: Claim, before: impl Fn()) {
+fn take_parts(shared: &PoolState, first: Claim, before: impl Fn()) {
     let of = first.of();
     let mut done = 0;
     WORKING.set(true);
@@ -473,7 +473,7 @@ fn cores() -> usize {
 
 /// A worker thread of a pool.
 struct Worker {
-    shared: Arc<Shared>,
+    shared: Arc<PoolState>,
     number: usize,
     /// Time on the caller's core before it starts a successor.
     patience: Duration,
@@ -483,7 +483,7 @@ struct Worker {
 }
 
 impl Worker {
-    fn new(shared: &Arc<Shared>, number: usize, patience: Duration) -> Self {
+    fn new(shared: &Arc<PoolState>, number: usize, patience: Duration) -> Self {
         Worker {
             shared: shared.clone(),
             number,
@@ -589,7 +589,7 @@ mod tests {
         }
     }
 
-    fn shared(pool: &Pool) -> Arc<Shared> {
+    fn shared(pool: &Pool) -> Arc<PoolState> {
         pool.crew().shared.clone()
     }
 

@@ -10,7 +10,7 @@ use super::keys::{self, Convention};
 use super::method;
 use super::names;
 use super::source::Source;
-use super::tensors::{self, BlockScales, Form, Nested, Nf4, Raw, Scales, Stored};
+use super::tensors::{self, BlockScales, Nested, Nf4, Raw, Scales, Stored, StoredForm};
 use super::{Encoding, Entry};
 use crate::base::error::{bail, err};
 use crate::base::size::round_up;
@@ -111,7 +111,7 @@ impl Grouping<'_> {
                     },
                     Stored::Plain {
                         raw: i,
-                        form: Form::AsStored,
+                        form: StoredForm::AsStored,
                     },
                 ));
             }

@@ -62,7 +62,7 @@ const STAGING: usize = 64 << 10;
 
 /// Conversion of a stored tensor's values to those of its entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Form {
+pub(super) enum StoredForm {
     /// No conversion.
     AsStored,
     /// The rows of each of that many attention heads are in the interleaved order of GGUF's llama architecture.
@@ -71,11 +71,11 @@ pub(super) enum Form {
     OnePlus,
 }
 
-impl Form {
+impl StoredForm {
     pub(super) fn heads(self) -> Option<usize> {
         match self {
-            Form::Interleaved { heads } => Some(heads),
-            Form::AsStored | Form::OnePlus => None,
+            StoredForm::Interleaved { heads } => Some(heads),
+            StoredForm::AsStored | StoredForm::OnePlus => None,
         }
     }
 }
@@ -109,7 +109,7 @@ impl BlockScales {
 #[derive(Debug)]
 pub(super) enum Stored {
     /// One tensor, dense or in GGUF blocks.
-    Plain { raw: usize, form: Form },
+    Plain { raw: usize, form: StoredForm },
     /// e4m3 values with one scale, or one per row, or one per block.
     ScaledF8 {
         raw: usize,
@@ -136,7 +136,7 @@ pub(super) enum Stored {
         /// Other stored tensors that belong to it.
         also: Vec<usize>,
     },
-    /// GGUF's NVFP4 blocks. `heads` is as in [`Form::Interleaved`].
+    /// GGUF's NVFP4 blocks. `heads` is as in [`StoredForm::Interleaved`].
     GgufNvfp4 {
         raw: usize,
         heads: Option<usize>,
@@ -258,7 +258,7 @@ impl Tensors {
             .read(self.place_of(raw, all, rows).start, out)
     }
 
-    /// Calls `each` with the bytes of each row, and the number of bytes before it. `heads` is as in [`Form::Interleaved`].
+    /// Calls `each` with the bytes of each row, and the number of bytes before it. `heads` is as in [`StoredForm::Interleaved`].
     fn each_row(
         &self,
         raw: usize,
@@ -292,13 +292,13 @@ impl Tensors {
         &self,
         entry: &Entry,
         raw: usize,
-        form: Form,
+        form: StoredForm,
         rows: Range<usize>,
         out: &mut [f32],
     ) -> Result<()> {
         let encoding = self.raws[raw].encoding;
         let (all, cols) = (entry.rows(), entry.cols());
-        if let Form::Interleaved { heads } = form
+        if let StoredForm::Interleaved { heads } = form
             && entry.shape.len() == 1
         {
             let mut stored = memory::zeros(cols)?;
@@ -314,7 +314,7 @@ impl Tensors {
         self.each_row(raw, all, form.heads(), rows, |i, bytes| {
             let out = &mut out[i * cols..][..cols];
             decode(encoding, bytes, out);
-            if form == Form::OnePlus {
+            if form == StoredForm::OnePlus {
                 out.iter_mut().for_each(|v| *v -= 1.0);
             }
             Ok(())
@@ -647,7 +647,7 @@ impl Checkpoint for Tensors {
             Stored::ScaledF8 {
                 raw, block_scales, ..
             } => {
-                self.plain_f32(entry, *raw, Form::AsStored, rows.clone(), out)?;
+                self.plain_f32(entry, *raw, StoredForm::AsStored, rows.clone(), out)?;
                 for (row, out) in rows.zip(out.chunks_exact_mut(entry.cols())) {
                     block_scales.apply(row, out);
                 }
@@ -783,7 +783,7 @@ impl Checkpoint for Tensors {
         match self.stored(entry).ok()? {
             Stored::Plain {
                 raw,
-                form: Form::AsStored,
+                form: StoredForm::AsStored,
             } => Some(self.part(*raw)),
             _ => None,
         }

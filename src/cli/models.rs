@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use NVFP4::base::Result;
 use NVFP4::cuda;
 use NVFP4::model::open;
-use NVFP4::model::placement::{self, Room};
+use NVFP4::model::placement::{self, DeviceRoom};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -103,7 +103,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
 }
 
 /// Table rows of a repository: its models, and incomplete downloads.
-fn table(repository: &hub::Cached, devices: &[Room]) -> Vec<[String; 5]> {
+fn table(repository: &hub::Cached, devices: &[DeviceRoom]) -> Vec<[String; 5]> {
     let mut rows = Vec::new();
     for model in repository.revisions.iter().flat_map(|r| &r.models) {
         let described = describe(model, devices);
@@ -151,7 +151,7 @@ fn table(repository: &hub::Cached, devices: &[Room]) -> Vec<[String; 5]> {
     rows
 }
 
-fn describe(model: &hub::Model, devices: &[Room]) -> Described {
+fn describe(model: &hub::Model, devices: &[DeviceRoom]) -> Described {
     Described {
         name: model.name.clone(),
         path: model.path.display().to_string(),
@@ -162,7 +162,7 @@ fn describe(model: &hub::Model, devices: &[Room]) -> Described {
     }
 }
 
-fn content(model: &hub::Model, devices: &[Room]) -> Result<Content> {
+fn content(model: &hub::Model, devices: &[DeviceRoom]) -> Result<Content> {
     let checkpoint = open(&model.path)?;
     let needs_bytes = placement::needs_of(&*checkpoint, false)?;
     Ok(Content::Runs {

@@ -10,7 +10,7 @@ use crate::base::error::bail;
 use crate::base::{Error, Result};
 use crate::format::nvfp4::{BLOCK, dequantize};
 use crate::format::{Rounding, e2m1, e4m3};
-use crate::tensor::product::{Form, Sizes};
+use crate::tensor::product::{GemmForm, Sizes};
 
 /// Quantization blocks per group. A group propagates its errors to the blocks behind it in one GEMM.
 const TOGETHER: usize = 8;
@@ -282,7 +282,7 @@ impl Cpu {
             n: cols,
             k: cols,
         };
-        self.matmul(Form::NN, sizes, &errors, moments, &mut products, false)?;
+        self.matmul(GemmForm::NN, sizes, &errors, moments, &mut products, false)?;
         let terms = errors.iter().zip(&products);
         Ok(terms.map(|(e, p)| f64::from(*e) * f64::from(*p)).sum())
     }

@@ -6,7 +6,7 @@ use crate::base::Result;
 use crate::format::calibrated::{BlockFactor, by_energy};
 use crate::format::input_moments::BlockMoments;
 use crate::format::nvfp4::BLOCK;
-use crate::tensor::product::{Form, Sizes};
+use crate::tensor::product::{GemmForm, Sizes};
 
 /// Columns of a panel of the factorization.
 const PANEL: usize = 64;
@@ -151,7 +151,7 @@ impl Cpu {
                         k: PANEL,
                     },
                 );
-                self.matmul(Form::NT, sizes, a, &a[..width * PANEL], &mut left, true)?;
+                self.matmul(GemmForm::NT, sizes, a, &a[..width * PANEL], &mut left, true)?;
             }
             for j in 0..width {
                 let known: f64 = (0..j).map(|k| f64::from(left[j * width + k]).powi(2)).sum();

@@ -10,7 +10,7 @@ use cudarc::cublaslt::sys;
 use super::driver::{Attached, DeviceBuffer, Gpu};
 use crate::base::error::{bail, err};
 use crate::base::{ErrorKind, Result};
-use crate::tensor::product::{Form, Sizes};
+use crate::tensor::product::{GemmForm, Sizes};
 
 /// `CUBLAS_OP_N` and `CUBLAS_OP_T`.
 const AS_IT_IS: i32 = 0;
@@ -50,7 +50,7 @@ pub(super) enum Store {
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Shape {
     element: Element,
-    form: Form,
+    form: GemmForm,
     sizes: Sizes,
     strides: [usize; 3],
     store: Store,
@@ -113,7 +113,7 @@ impl Blas {
         stride: usize,
         workspace: &DeviceBuffer,
     ) -> Result<()> {
-        let (form, sizes) = (Form::NT, Sizes { m, n, k });
+        let (form, sizes) = (GemmForm::NT, Sizes { m, n, k });
         self.matmul(
             gpu,
             element,
@@ -130,12 +130,12 @@ impl Blas {
         )
     }
 
-    /// `out (+)= alpha` times the product of `a` and `b` in any [`Form`].
+    /// `out (+)= alpha` times the product of `a` and `b` in any [`GemmForm`].
     pub(super) fn matmul(
         &self,
         gpu: &Gpu,
         element: Element,
-        form: Form,
+        form: GemmForm,
         sizes: Sizes,
         alpha: f32,
         [x, w]: [Rows; 2],
@@ -170,12 +170,12 @@ impl Blas {
             Element::F32 => sys::cudaDataType_t::CUDA_R_32F,
         };
         let left = match form {
-            Form::NT => layout(from, k, n, w.stride)?,
-            Form::NN | Form::TN => layout(from, n, k, w.stride)?,
+            GemmForm::NT => layout(from, k, n, w.stride)?,
+            GemmForm::NN | GemmForm::TN => layout(from, n, k, w.stride)?,
         };
         let right = match form {
-            Form::NT | Form::NN => layout(from, k, m, x.stride)?,
-            Form::TN => layout(from, m, k, x.stride)?,
+            GemmForm::NT | GemmForm::NN => layout(from, k, m, x.stride)?,
+            GemmForm::TN => layout(from, m, k, x.stride)?,
         };
         let (a, b, c) = (left, right, layout(to, n, m, out.stride)?);
         let transposed = |it_is| if it_is { TRANSPOSED } else { AS_IT_IS };
@@ -190,8 +190,14 @@ impl Blas {
             result::destroy_matmul_desc,
         );
         for (which, value) in [
-            (CUBLASLT_MATMUL_DESC_TRANSA, transposed(form == Form::NT)),
-            (CUBLASLT_MATMUL_DESC_TRANSB, transposed(form == Form::TN)),
+            (
+                CUBLASLT_MATMUL_DESC_TRANSA,
+                transposed(form == GemmForm::NT),
+            ),
+            (
+                CUBLASLT_MATMUL_DESC_TRANSB,
+                transposed(form == GemmForm::TN),
+            ),
         ] {
             // SAFETY: the attribute is one such value.
             let set = unsafe {

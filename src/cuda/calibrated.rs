@@ -12,7 +12,7 @@ use crate::base::memory::Tag;
 use crate::base::size::product;
 use crate::format::input_moments::{BlockMoments, MOMENTS};
 use crate::format::nvfp4::{BLOCK, Nvfp4};
-use crate::tensor::product::{Form, Sizes};
+use crate::tensor::product::{GemmForm, Sizes};
 
 kernels! {
     /// The searches, which take each row through a group of blocks.
@@ -328,7 +328,7 @@ impl Moments {
                 address: all.address(),
                 stride: cols,
             };
-            products.add(Form::NT, sizes, -1.0, [rows, rows], left)?;
+            products.add(GemmForm::NT, sizes, -1.0, [rows, rows], left)?;
         }
         let mut has_failed = [0f32];
         failed.read(0, &mut has_failed)?;
@@ -387,7 +387,7 @@ impl Moments {
                 address: gradients.address(),
                 stride: cols,
             };
-            products.add(Form::NN, sizes, 1.0, [group_of(&changes), moments], out)?;
+            products.add(GemmForm::NN, sizes, 1.0, [group_of(&changes), moments], out)?;
         }
         Ok(())
     }
@@ -431,7 +431,7 @@ impl Factor {
                 address: sums.address() + (done * F32) as u64,
                 stride: cols,
             };
-            products.add(Form::NN, sizes, 1.0, [group_of(&errors), later], out)?;
+            products.add(GemmForm::NN, sizes, 1.0, [group_of(&errors), later], out)?;
         }
         Ok(codes)
     }
@@ -497,7 +497,7 @@ impl<'a> Products<'a> {
     /// `out += alpha` times a product.
     fn add(
         &self,
-        form: Form,
+        form: GemmForm,
         sizes: Sizes,
         alpha: f32,
         operands: [Rows; 2],
@@ -508,7 +508,7 @@ impl<'a> Products<'a> {
 
     fn product(
         &self,
-        form: Form,
+        form: GemmForm,
         sizes: Sizes,
         alpha: f32,
         operands: [Rows; 2],
@@ -566,7 +566,7 @@ impl<'a> Products<'a> {
             stride: cols,
         };
         let (operands, out) = ([packed(&errors), packed(moments)], packed(&products));
-        self.product(Form::NN, sizes, 1.0, operands, (Store::F32, out))?;
+        self.product(GemmForm::NN, sizes, 1.0, operands, (Store::F32, out))?;
         Ok((errors, products))
     }
 }

@@ -443,7 +443,7 @@ pub fn experts_down(
 
 /// The output of the shared expert, which serves all rows.
 #[derive(Clone, Copy)]
-pub struct Shared<'a> {
+pub struct SharedExpert<'a> {
     /// f32 `[rows, hidden]`.
     pub made: &'a DeviceBuffer,
     /// Whether it is multiplied by the sigmoid of the gate that [`route`] was given.
@@ -468,7 +468,7 @@ struct SumArguments {
 pub fn sum_experts(
     gpu: &Gpu,
     routing: &Routing,
-    shared: Option<Shared<'_>>,
+    shared: Option<SharedExpert<'_>>,
     eps: f32,
     rows: usize,
     hidden: usize,

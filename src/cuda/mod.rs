@@ -41,7 +41,8 @@ pub use driver::{
 };
 pub use elementwise::{NextNorm, glu, post_norm, rms_norm, soft_cap};
 pub use experts::{
-    ExpertScratch, ExpertTable, Routing, Shared, experts_down, experts_gate_up, route, sum_experts,
+    ExpertScratch, ExpertTable, Routing, SharedExpert, experts_down, experts_gate_up, route,
+    sum_experts,
 };
 pub use linear::{
     Activation, Biased, FusedNorm, GemmPlan, Glu, Hardware, Input, InputForm, Layout,

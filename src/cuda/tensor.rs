@@ -35,9 +35,9 @@ const THREADS: u32 = 256;
 const RESULT: u64 = 16;
 
 /// Memory of a tensor that the host program may have used on its default stream.
-struct Shared(DeviceBuffer);
+struct OrderedBuffer(DeviceBuffer);
 
-impl Drop for Shared {
+impl Drop for OrderedBuffer {
     fn drop(&mut self) {
         // The buffer is freed, and its memory reused, in the order of the device's stream. A failure means that the context is broken,
         // which every further call reports.
@@ -51,7 +51,16 @@ pub fn tensor(buffer: DeviceBuffer, sizes: &[usize], dtype: DType) -> Result<Ten
     buffer.holds("a tensor", &[shape.elements(), dtype.bytes()])?;
     let (address, place) = (buffer.address(), Place::Cuda(buffer.gpu().ordinal()));
     // SAFETY: the buffer has room for the elements and lives as long as the tensor.
-    unsafe { Tensor::on_device(address, place, shape, dtype, None, Arc::new(Shared(buffer))) }
+    unsafe {
+        Tensor::on_device(
+            address,
+            place,
+            shape,
+            dtype,
+            None,
+            Arc::new(OrderedBuffer(buffer)),
+        )
+    }
 }
 
 /// A contiguous tensor over managed memory, which must be large enough.

@@ -29,7 +29,7 @@ pub(super) struct Rows<'a> {
 
 /// Memory reused between passes, by one caller at a time. It grows to the largest pass seen.
 #[derive(Debug)]
-pub(super) struct Scratch {
+pub(super) struct BlockScratch {
     pub(super) workspace: Workspace,
     /// `[rows, hidden]`: the residual stream.
     pub(super) residual: Array,
@@ -61,10 +61,10 @@ struct ExpertScratch {
     sum: Array,
 }
 
-impl Scratch {
+impl BlockScratch {
     /// Empty scratch memory.
     pub(super) fn new() -> Self {
-        Scratch {
+        BlockScratch {
             workspace: Workspace::new(),
             residual: Array::empty(),
             normed: Array::empty(),
@@ -107,7 +107,7 @@ impl Scratch {
 }
 
 /// A pass: rows that run through the blocks together.
-pub(super) struct Pass<'a> {
+pub(super) struct ReferencePass<'a> {
     device: &'a Device,
     spec: &'a Spec,
     activations: Activations,
@@ -116,14 +116,14 @@ pub(super) struct Pass<'a> {
     angles: Vec<Angles>,
 }
 
-impl<'a> Pass<'a> {
+impl<'a> ReferencePass<'a> {
     /// A pass of the rows of these segments.
     pub(super) fn new(
         device: &'a Device,
         spec: &'a Spec,
         activations: Activations,
         segments: &[Rows<'_>],
-    ) -> Result<Pass<'a>> {
+    ) -> Result<ReferencePass<'a>> {
         let mut angles = Vec::with_capacity(spec.ropes.len());
         for set in &spec.ropes {
             let positions = segments.iter().flat_map(|segment| {
@@ -132,7 +132,7 @@ impl<'a> Pass<'a> {
             });
             angles.push(Angles::new(device, positions)?);
         }
-        Ok(Pass {
+        Ok(ReferencePass {
             device,
             spec,
             activations,
@@ -142,7 +142,12 @@ impl<'a> Pass<'a> {
     }
 
     /// Sets the residual stream to the embeddings of `tokens`.
-    pub(super) fn embed(&self, weights: &Weights, tokens: &[u32], s: &mut Scratch) -> Result<()> {
+    pub(super) fn embed(
+        &self,
+        weights: &Weights,
+        tokens: &[u32],
+        s: &mut BlockScratch,
+    ) -> Result<()> {
         let len = tokens.len() * self.spec.hidden_size;
         s.residual.grow(self.device, len)?;
         let mut rows = s.residual.first_mut(len)?;
@@ -166,7 +171,7 @@ impl<'a> Pass<'a> {
         index: usize,
         weights: &Block,
         segments: &[Rows<'_>],
-        s: &mut Scratch,
+        s: &mut BlockScratch,
     ) -> Result<()> {
         let spec = &self.spec.blocks[index];
         let mlp = || match (&weights.mlp, &spec.mlp) {
@@ -190,7 +195,7 @@ impl<'a> Pass<'a> {
                 BlockOp::Attend => self.attend(index, &spec.attention, segments, s)?,
                 BlockOp::Project(Half::Attention) => self.output(attention, s)?,
                 BlockOp::GateUp => {
-                    let Scratch {
+                    let BlockScratch {
                         workspace,
                         normed,
                         gate,
@@ -201,7 +206,7 @@ impl<'a> Pass<'a> {
                 }
                 BlockOp::Activate => self.activate(mlp()?.0, self.rows, (&mut s.gate, &s.up))?,
                 BlockOp::Project(Half::Mlp) => {
-                    let Scratch {
+                    let BlockScratch {
                         workspace,
                         normed,
                         gate,
@@ -226,7 +231,7 @@ impl<'a> Pass<'a> {
     }
 
     /// Computes the input of a half of a block in `normed`.
-    fn enter(&self, norm: Option<&Array>, s: &mut Scratch) -> Result<()> {
+    fn enter(&self, norm: Option<&Array>, s: &mut BlockScratch) -> Result<()> {
         let len = self.rows * self.spec.hidden_size;
         s.normed.grow(self.device, len)?;
         let (x, normed) = (s.residual.first(len)?, s.normed.first_mut(len)?);
@@ -237,7 +242,7 @@ impl<'a> Pass<'a> {
     }
 
     /// Adds the output of a half of a block, in `normed`, to the residual stream.
-    fn leave(&self, norm: Option<&Array>, s: &mut Scratch) -> Result<()> {
+    fn leave(&self, norm: Option<&Array>, s: &mut BlockScratch) -> Result<()> {
         let len = self.rows * self.spec.hidden_size;
         let (device, eps) = (self.device, self.spec.norm_eps);
         if let Some(weight) = norm {
@@ -246,7 +251,11 @@ impl<'a> Pass<'a> {
         activation::add(device, s.residual.first_mut(len)?, s.normed.first(len)?)
     }
 
-    fn qkv(&self, (spec, weights): (&AttentionSpec, &Attention), s: &mut Scratch) -> Result<()> {
+    fn qkv(
+        &self,
+        (spec, weights): (&AttentionSpec, &Attention),
+        s: &mut BlockScratch,
+    ) -> Result<()> {
         let (m, q_len, kv_len) = (
             self.rows,
             self.rows * spec.q_width(),
@@ -267,7 +276,11 @@ impl<'a> Pass<'a> {
         )
     }
 
-    fn heads(&self, (spec, weights): (&AttentionSpec, &Attention), s: &mut Scratch) -> Result<()> {
+    fn heads(
+        &self,
+        (spec, weights): (&AttentionSpec, &Attention),
+        s: &mut BlockScratch,
+    ) -> Result<()> {
         let angles = &self.angles[spec.rope];
         for (x, heads, weight) in [
             (&mut s.q, spec.heads, &weights.q_norm),
@@ -287,7 +300,7 @@ impl<'a> Pass<'a> {
         index: usize,
         spec: &AttentionSpec,
         segments: &[Rows<'_>],
-        s: &mut Scratch,
+        s: &mut BlockScratch,
     ) -> Result<()> {
         let (device, q_width, kv_width) = (self.device, spec.q_width(), spec.kv_width());
         s.attended.grow(device, self.rows * q_width)?;
@@ -313,7 +326,11 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    fn output(&self, (spec, weights): (&AttentionSpec, &Attention), s: &mut Scratch) -> Result<()> {
+    fn output(
+        &self,
+        (spec, weights): (&AttentionSpec, &Attention),
+        s: &mut BlockScratch,
+    ) -> Result<()> {
         let (m, hidden) = (self.rows, self.spec.hidden_size);
         self.project(
             s.attended.first(m * spec.q_width())?,
@@ -370,7 +387,11 @@ impl<'a> Pass<'a> {
 
     /// Computes the sum of a mixture's experts in `normed`. The experts run in order, each on its own rows, so that a row's sum does not
     /// depend on other rows.
-    fn experts(&self, (spec, weights): (&ExpertsSpec, &Experts), s: &mut Scratch) -> Result<()> {
+    fn experts(
+        &self,
+        (spec, weights): (&ExpertsSpec, &Experts),
+        s: &mut BlockScratch,
+    ) -> Result<()> {
         let (device, m, hidden) = (self.device, self.rows, self.spec.hidden_size);
         let Some(routes) = s.experts.routes.take() else {
             bail!(Internal, "experts of rows that were not routed");
@@ -384,7 +405,7 @@ impl<'a> Pass<'a> {
             None => Routes::none(),
         };
         let every_row = RoutedRows::new(device, every_row)?;
-        let Scratch {
+        let BlockScratch {
             workspace,
             normed,
             gate,
@@ -426,7 +447,11 @@ impl<'a> Pass<'a> {
     }
 
     /// Routes each row to its experts.
-    fn route(&self, (spec, weights): (&ExpertsSpec, &Experts), s: &mut Scratch) -> Result<Routes> {
+    fn route(
+        &self,
+        (spec, weights): (&ExpertsSpec, &Experts),
+        s: &mut BlockScratch,
+    ) -> Result<Routes> {
         let mut logits = self.products(&weights.router, spec.count, s)?;
         for (row, logits) in logits.chunks_exact_mut(spec.count).enumerate() {
             if let Err(fault) = check_logits(logits) {
@@ -439,7 +464,7 @@ impl<'a> Pass<'a> {
     }
 
     /// Multiplies `normed` with the rows of a small matrix; the result is on the host.
-    fn products(&self, weight: &Linear, rows: usize, s: &mut Scratch) -> Result<Vec<f32>> {
+    fn products(&self, weight: &Linear, rows: usize, s: &mut BlockScratch) -> Result<Vec<f32>> {
         let (device, m) = (self.device, self.rows);
         let logits = &mut s.experts.logits;
         logits.grow(device, m * rows)?;
@@ -491,7 +516,7 @@ pub(super) fn head(
     activations: Activations,
     weights: &Weights,
     rows: &[usize],
-    s: &mut Scratch,
+    s: &mut BlockScratch,
     logits: &mut Vec<f32>,
 ) -> Result<()> {
     let (m, hidden) = (rows.len(), spec.hidden_size);

@@ -341,7 +341,7 @@ fn check_nothing_left_out(
 }
 
 /// State shared by the packing threads.
-struct Shared<'a> {
+struct PackingState<'a> {
     checkpoint: &'a dyn Checkpoint,
     device: &'a Device,
     quantize: Option<&'a QuantizeOptions>,
@@ -360,7 +360,7 @@ struct Shared<'a> {
     cancelled: AtomicBool,
 }
 
-impl Shared<'_> {
+impl PackingState<'_> {
     /// Whether the result of a job is no longer needed.
     fn is_moot(&self, job: usize) -> bool {
         self.cancelled.load(Ordering::Relaxed) || job > self.failed.load(Ordering::Relaxed)
@@ -369,7 +369,7 @@ impl Shared<'_> {
 
 /// A job running on a thread.
 struct Work<'a> {
-    shared: &'a Shared<'a>,
+    shared: &'a PackingState<'a>,
     number: usize,
     /// Name of the tensor in the model.
     name: &'a str,
@@ -719,7 +719,7 @@ fn run(
     options: &LoadOptions,
     checked_by_head: bool,
 ) -> Result<(Parts, u64)> {
-    let shared = Shared {
+    let shared = PackingState {
         checkpoint,
         device: &options.device,
         quantize: options.quantize.as_ref(),

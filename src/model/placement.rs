@@ -19,7 +19,7 @@ const SHARE: f64 = 0.9;
 
 /// A device that can run models.
 #[derive(Clone, Debug)]
-pub struct Room {
+pub struct DeviceRoom {
     /// The N of `cuda:N`; `None` is the CPU.
     gpu: Option<usize>,
     /// Its name for people.
@@ -30,7 +30,7 @@ pub struct Room {
     free: u64,
 }
 
-impl Room {
+impl DeviceRoom {
     /// `cpu`, `cuda:0`.
     pub fn device(&self) -> String {
         device_name(self.gpu)
@@ -74,8 +74,8 @@ fn required_by(checkpoint: &dyn Checkpoint, requirements: &Requirements) -> Resu
 }
 
 /// The CPU, if the system reports its memory, and the usable GPUs.
-pub fn rooms(report: &Report) -> Vec<Room> {
-    let cpu = host_memory::read().map(|memory| Room {
+pub fn rooms(report: &Report) -> Vec<DeviceRoom> {
+    let cpu = host_memory::read().map(|memory| DeviceRoom {
         gpu: None,
         label: "the processor".to_owned(),
         total: memory.total,
@@ -84,11 +84,11 @@ pub fn rooms(report: &Report) -> Vec<Room> {
     cpu.into_iter().chain(gpus(report)).collect()
 }
 
-fn gpus(report: &Report) -> Vec<Room> {
+fn gpus(report: &Report) -> Vec<DeviceRoom> {
     let usable = report.devices.iter().filter(|_| report.available);
     let gpu = |d: &cuda::DeviceReport| {
         let details = d.details.as_ref()?;
-        Some(Room {
+        Some(DeviceRoom {
             gpu: Some(d.index),
             label: details.name.clone(),
             total: details.total_bytes as u64,
@@ -222,7 +222,7 @@ fn choose(paths: &[&Path], requirements: &Requirements) -> Placement {
 }
 
 /// The GPU with the most free memory if the model fits there, else the CPU.
-fn among(gpus: &[Room], needs: u64) -> Placement {
+fn among(gpus: &[DeviceRoom], needs: u64) -> Placement {
     let Some(room) = gpus.iter().max_by_key(|gpu| gpu.free) else {
         return Placement {
             gpu: None,
@@ -254,8 +254,8 @@ mod tests {
     use super::*;
     use crate::base::error::err;
 
-    fn gpu(index: usize, free: u64) -> Room {
-        Room {
+    fn gpu(index: usize, free: u64) -> DeviceRoom {
+        DeviceRoom {
             gpu: Some(index),
             label: "A GPU".to_owned(),
             total: 100_000_000_000,

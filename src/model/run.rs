@@ -21,8 +21,8 @@ const ROWS: usize = 512;
 /// Memory reused between passes, by one caller at a time. It grows to the largest pass seen.
 #[derive(Debug)]
 pub struct Scratch {
-    block: block::Scratch,
-    sample: Vec<Mutex<sample::Scratch>>,
+    block: block::BlockScratch,
+    sample: Vec<Mutex<sample::SampleScratch>>,
     /// Logits from which tokens are chosen.
     logits: Vec<f32>,
 }
@@ -31,7 +31,7 @@ impl Scratch {
     /// Empty scratch memory.
     pub fn new() -> Self {
         Scratch {
-            block: block::Scratch::new(),
+            block: block::BlockScratch::new(),
             sample: Vec::new(),
             logits: Vec::new(),
         }
@@ -237,7 +237,7 @@ impl Model {
         };
         let of_pass = starts(parts).into_iter().zip(parts).map(of_part);
         let of_pass = of_pass.collect::<Result<Vec<_>>>()?;
-        let pass = block::Pass::new(&self.device, spec, self.activations, &of_pass)?;
+        let pass = block::ReferencePass::new(&self.device, spec, self.activations, &of_pass)?;
         pass.embed(weights, tokens, &mut s.block)?;
         for (index, block) in weights.blocks.iter().enumerate() {
             call::check()?;
@@ -248,7 +248,12 @@ impl Model {
     }
 
     /// Appends the logits of `rows` of the residual stream.
-    fn head(&self, rows: &[usize], s: &mut block::Scratch, logits: &mut Vec<f32>) -> Result<()> {
+    fn head(
+        &self,
+        rows: &[usize],
+        s: &mut block::BlockScratch,
+        logits: &mut Vec<f32>,
+    ) -> Result<()> {
         let (spec, weights) = (self.spec(), self.weights());
         let device = &self.device;
         match rows.is_empty() {

@@ -160,14 +160,14 @@ pub fn all_ruled_out(vocabulary: usize) -> Error {
 
 /// Memory reused between choices; it grows to the largest vocabulary seen.
 #[derive(Clone, Debug, Default)]
-pub struct Scratch {
+pub struct SampleScratch {
     penalized: Vec<f32>,
     seen: Vec<bool>,
     ranking: Ranking,
 }
 
 /// The token chosen from `logits`, which has one logit per token. A logit of minus infinity excludes its token.
-pub fn sample(logits: &[f32], choice: &Choice<'_>, scratch: &mut Scratch) -> Result<u32> {
+pub fn sample(logits: &[f32], choice: &Choice<'_>, scratch: &mut SampleScratch) -> Result<u32> {
     let rule = choice.rule();
     let mut largest = match sample::largest(logits) {
         ControlFlow::Continue(largest) => largest,
@@ -200,7 +200,7 @@ pub fn sample_rows(
     logits: &[f32],
     choices: &[Choice<'_>],
     cpu: &Cpu,
-    scratches: &mut Vec<Mutex<Scratch>>,
+    scratches: &mut Vec<Mutex<SampleScratch>>,
 ) -> Vec<Result<u32>> {
     let threads = cpu.pool().threads().min(choices.len());
     if scratches.len() < threads {
@@ -430,7 +430,7 @@ mod tests {
 
     /// The number of times each token is chosen in `n` draws.
     fn counts(options: SamplingOptions, logits: &[f32], n: usize) -> Vec<usize> {
-        let mut scratch = Scratch::default();
+        let mut scratch = SampleScratch::default();
         let mut counts = vec![0; logits.len()];
         for draw in 0..n as u64 {
             let choice = Choice {
@@ -521,7 +521,7 @@ mod tests {
             draw: 0,
             history,
         };
-        sample(logits, &choice, &mut Scratch::default())
+        sample(logits, &choice, &mut SampleScratch::default())
     }
 
     #[test]
@@ -581,7 +581,7 @@ mod tests {
                     draw,
                     history: &[],
                 };
-                sample(&l, &choice, &mut Scratch::default()).unwrap()
+                sample(&l, &choice, &mut SampleScratch::default()).unwrap()
             });
             draws.collect::<Vec<_>>()
         };
@@ -634,7 +634,7 @@ mod tests {
 
     #[test]
     fn nothing_has_to_be_sorted() {
-        let mut scratch = Scratch::default();
+        let mut scratch = SampleScratch::default();
         let mut different = std::collections::BTreeSet::new();
         for case in 0..4000u64 {
             let pick = |salt: u64, of: u64| random::bits(77 + salt, case) % of;

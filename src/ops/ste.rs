@@ -5,7 +5,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::tensors::{self, Nvfp4Tensor, ScaleLayout, mixed};
-use super::training::matmul::{Form, Sizes, matmul};
+use super::training::matmul::{GemmForm, Sizes, matmul};
 use super::{Array, Device, Mixed, Slice};
 use crate::base::error::{Result, bail};
 use crate::format::nvfp4::{Levels, QuantizeOptions};
@@ -89,7 +89,7 @@ pub fn linear_sizes(x: &Tensor, weight: &Tensor) -> Result<Vec<usize>> {
 
 fn product(
     device: &Device,
-    form: Form,
+    form: GemmForm,
     sizes: Sizes,
     a: Slice<'_, Mixed>,
     b: Slice<'_, Mixed>,
@@ -107,7 +107,7 @@ pub fn linear_into(device: &Device, x: &Tensor, weight: &Tensor, out: &mut Tenso
     mixed::in_order(device, || {
         let x = mixed::read(device, "x", x)?;
         let w = mixed::read(device, "weight", &rounded)?;
-        let y = product(device, Form::NT, Sizes { m, n, k }, x.all(), w.all())?;
+        let y = product(device, GemmForm::NT, Sizes { m, n, k }, x.all(), w.all())?;
         mixed::write(device, "the product", y.all(), out)
     })
 }
@@ -132,13 +132,13 @@ pub fn linear_backward_into(
         if let (Some(out), Some(rounded)) = (dx, &rounded) {
             let w = mixed::read(device, "weight", rounded)?;
             let sizes = Sizes { m, n: k, k: n };
-            let dx = product(device, Form::NN, sizes, dy.all(), w.all())?;
+            let dx = product(device, GemmForm::NN, sizes, dy.all(), w.all())?;
             mixed::write(device, "dx", dx.all(), out)?;
         }
         if let Some(out) = dweight {
             let x = mixed::read(device, "x", x)?;
             let sizes = Sizes { m: n, n: k, k: m };
-            let dw = product(device, Form::TN, sizes, dy.all(), x.all())?;
+            let dw = product(device, GemmForm::TN, sizes, dy.all(), x.all())?;
             mixed::write(device, "dweight", dw.all(), out)?;
         }
         Ok(())

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use super::answer::Answer;
 use super::conversation::{Answering, ChatOptions, Conversation, Plan};
-use super::text::Text;
+use super::text::GenerationText;
 use super::{Eviction, Finish, GenerateOptions, Generation, Piece, Session, Transcript, sampler};
 use crate::base::error::bail;
 use crate::base::{Result, alloc, call, memory};
@@ -94,7 +94,7 @@ impl Session {
     fn spoken(&self, answer: &Answering, tokens: &[u32]) -> Result<Message> {
         let conversation = &self.conversation;
         let form = self.model.answer_form();
-        let mut text = Text::after(&[], &self.model, &[])?.showing(form.shown_tokens());
+        let mut text = GenerationText::after(&[], &self.model, &[])?.showing(form.shown_tokens());
         for &token in tokens {
             text.push(token);
         }

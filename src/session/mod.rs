@@ -94,7 +94,7 @@ struct Saved {
 }
 
 /// How to make room for more tokens.
-enum Room {
+enum MakeRoom {
     /// The tokens fit already.
     Free,
     /// By evicting these tokens.
@@ -368,9 +368,9 @@ impl Session {
     }
 
     /// Decides what to evict so that `count` more tokens fit, if the options allow it.
-    fn room_for(&self, count: usize) -> Result<Room> {
+    fn room_for(&self, count: usize) -> Result<MakeRoom> {
         if self.fits(count) {
-            return Ok(Room::Free);
+            return Ok(MakeRoom::Free);
         }
         let (context, len) = (self.options.context, self.tokens.len());
         if count > context {
@@ -387,7 +387,7 @@ impl Session {
         };
         if self.conversation.answer.is_some() {
             return match self.shortened_for(count)? {
-                Some(plan) => Ok(Room::Turns(plan)),
+                Some(plan) => Ok(MakeRoom::Turns(plan)),
                 None => bail!(
                     ContextFull,
                     "{count} tokens do not fit in a context of {context} beside the last turn and what is kept before it"
@@ -402,7 +402,7 @@ impl Session {
                 "{count} tokens do not fit in a context of {context} beside the {keep} that are kept"
             );
         }
-        Ok(Room::Tokens(
+        Ok(MakeRoom::Tokens(
             keep..keep + needed.max((len - keep).div_ceil(2)),
         ))
     }
@@ -411,15 +411,15 @@ impl Session {
     fn make_room(&mut self, count: usize) -> Result<()> {
         alloc::check()?;
         match self.room_for(count)? {
-            Room::Free => {}
-            Room::Tokens(dropped) => {
+            MakeRoom::Free => {}
+            MakeRoom::Tokens(dropped) => {
                 self.tokens.drain(dropped.clone());
                 self.evicted += dropped.len();
                 self.cache.truncate(dropped.start.min(self.cache.len()))?;
                 self.next.forget();
                 self.conversation = Conversation::default();
             }
-            Room::Turns(plan) => self.shorten(plan)?,
+            MakeRoom::Turns(plan) => self.shorten(plan)?,
         }
         memory::make_room(&mut self.tokens, count)
     }

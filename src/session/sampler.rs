@@ -17,7 +17,7 @@ pub(super) fn new_seed() -> u64 {
 pub struct Sampler {
     options: SamplingOptions,
     draws: u64,
-    scratch: sample::Scratch,
+    scratch: sample::SampleScratch,
 }
 
 impl Sampler {
@@ -27,7 +27,7 @@ impl Sampler {
         Ok(Sampler {
             options: options.seeded_by(new_seed()),
             draws: 0,
-            scratch: sample::Scratch::default(),
+            scratch: sample::SampleScratch::default(),
         })
     }
 

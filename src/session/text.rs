@@ -7,7 +7,7 @@ use crate::engine::Served;
 use crate::text::Detokenizer;
 
 /// The text of a generation: the part that may be shown, and the part held back.
-pub(super) struct Text {
+pub(super) struct GenerationText {
     /// `None` if the model has no tokenizer; then there is no text.
     detokenizer: Option<Detokenizer>,
     all: String,
@@ -24,7 +24,7 @@ pub(super) struct Text {
     ends: Vec<u32>,
 }
 
-impl Text {
+impl GenerationText {
     /// A text that continues that of `tokens`, which may end within a character.
     pub(super) fn after(tokens: &[u32], model: &Served, stops: &[String]) -> Result<Self> {
         if stops.iter().any(String::is_empty) {
@@ -55,7 +55,7 @@ impl Text {
         names_special: impl Fn(&str) -> bool,
     ) -> Self {
         let all = stops.iter().map(String::as_str);
-        Text {
+        GenerationText {
             detokenizer,
             all: String::new(),
             spelled: Watch::of(all.clone().filter(|stop| names_special(stop))),
@@ -177,7 +177,7 @@ mod tests {
 
     /// The text shown for `pieces`, in which `NAME` is a special token, and whether a stop string ended it.
     fn show(pieces: &[String], stops: &[String]) -> (Vec<String>, bool) {
-        let mut text = Text::new(None, stops, |stop| stop.contains(NAME));
+        let mut text = GenerationText::new(None, stops, |stop| stop.contains(NAME));
         let mut shown = Vec::new();
         for piece in pieces {
             let stopped = match &**piece {

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::text::Text;
+use super::text::GenerationText;
 use super::{Finish, GenerateOptions};
 use crate::base::Result;
 use crate::engine::Served;
@@ -11,7 +11,7 @@ use crate::engine::Served;
 /// Follows one sequence and decodes its text.
 pub struct Transcript {
     model: Arc<Served>,
-    text: Text,
+    text: GenerationText,
     stop_tokens: Vec<u32>,
     ignore_model_stops: bool,
     /// Remaining tokens.
@@ -22,7 +22,7 @@ impl Transcript {
     /// A transcript that continues `tokens`, which may end within a character, and ends where a generation with `options` would.
     pub fn new(model: &Arc<Served>, tokens: &[u32], options: &GenerateOptions) -> Result<Self> {
         Ok(Transcript {
-            text: Text::after(tokens, model, &options.stop_strings)?,
+            text: GenerationText::after(tokens, model, &options.stop_strings)?,
             model: model.clone(),
             stop_tokens: options.stop_tokens.clone(),
             ignore_model_stops: options.ignore_model_stops,

@@ -2,7 +2,7 @@
 
 /// The operands of a GEMM that are stored transposed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Form {
+pub enum GemmForm {
     /// `a[m, k] b[n, k]^T`: activations times a weight.
     NT,
     /// `a[m, k] b[k, n]`: gradients of outputs times a weight, which gives the gradients of the inputs.

@@ -246,7 +246,7 @@ impl TeacherPlacement {
             TeacherPlacement::Auto => {
                 let both = Some((teacher, Placement::Resident));
                 let estimate = Estimate::with_teacher(source, config, device, tokens, both);
-                match Room::of_device(device) {
+                match MemoryLimit::of_device(device) {
                     Some(room) if !room.has(&estimate) => Placement::Streamed,
                     _ => Placement::Resident,
                 }
@@ -282,7 +282,7 @@ pub fn explain(
     };
     let asked = of(&plan, batch * window);
     let mut advice = String::new();
-    if let Some(room) = Room::of_device(device) {
+    if let Some(room) = MemoryLimit::of_device(device) {
         advice = what_fits(&of, &plan, (batch, window), room);
     }
     let of_teacher = match asked.teacher {
@@ -311,25 +311,26 @@ struct Plan {
 
 /// The available memory.
 #[derive(Clone, Copy)]
-enum Room {
+enum MemoryLimit {
     /// A budget for all memory, wherever it is.
     Budget(u64),
     /// Memory of a GPU, from which something may be offloaded.
     Device { bytes: u64, offloads: bool },
 }
 
-impl Room {
+impl MemoryLimit {
     /// The memory for training: the budget, or the device's memory.
-    fn of_device(device: &Device) -> Option<Room> {
+    fn of_device(device: &Device) -> Option<MemoryLimit> {
         match (memory::budget(), device) {
-            (Some(budget), _) => Some(Room::Budget(budget)),
-            (None, Device::Cuda(gpu)) => gpu.memory().ok().map(|(_, total)| Room::Device {
+            (Some(budget), _) => Some(MemoryLimit::Budget(budget)),
+            (None, Device::Cuda(gpu)) => gpu.memory().ok().map(|(_, total)| MemoryLimit::Device {
                 bytes: total as u64,
                 offloads: device.check_offload().is_ok(),
             }),
             // The library's own memory counts as available: it is freed before another try.
-            (None, _) => host_memory::read()
-                .map(|host| Room::Budget(host.total.min(host.available + memory::on_host()))),
+            (None, _) => host_memory::read().map(|host| {
+                MemoryLimit::Budget(host.total.min(host.available + memory::on_host()))
+            }),
         }
     }
 
@@ -340,15 +341,15 @@ impl Room {
 
     fn bytes(self) -> u64 {
         match self {
-            Room::Budget(bytes) | Room::Device { bytes, .. } => bytes,
+            MemoryLimit::Budget(bytes) | MemoryLimit::Device { bytes, .. } => bytes,
         }
     }
 
     /// The part of an estimate that counts.
     fn of(self, estimate: &Estimate) -> u64 {
         match self {
-            Room::Budget(_) => estimate.total(),
-            Room::Device { .. } => estimate.total() - estimate.offloaded,
+            MemoryLimit::Budget(_) => estimate.total(),
+            MemoryLimit::Device { .. } => estimate.total() - estimate.offloaded,
         }
     }
 }
@@ -358,7 +359,7 @@ fn what_fits(
     of: &dyn Fn(&Plan, usize) -> Estimate,
     plan: &Plan,
     (batch, window): (usize, usize),
-    room: Room,
+    room: MemoryLimit,
 ) -> String {
     let there = room.bytes();
     let mut small = plan.clone();
@@ -380,7 +381,7 @@ fn what_fits(
         changes.push("releasing gradients (--release-gradients)".to_owned());
     }
     if !fits(&small, tokens)
-        && let Room::Device { offloads: true, .. } = room
+        && let MemoryLimit::Device { offloads: true, .. } = room
         && !small.config.offload.moments
     {
         small.config.offload.moments = true;

@@ -22,7 +22,7 @@ use crate::base::call::{Cancel, Progress, Watch};
 use crate::base::error::{bail, err};
 use crate::base::memory as account;
 use crate::base::{ErrorKind, Result};
-use crate::model::training::Text;
+use crate::model::training::SourceText;
 
 pub use super::evaluation::{EvaluationSet, losses_of_file};
 pub use super::event::{Ended, Ending, Event, Observer};
@@ -54,7 +54,7 @@ pub struct Options<'a> {
     /// Ends the run after this many evaluations in a row without a new best.
     pub patience: Option<u64>,
     /// The prompts to sample, and the tokenizer for them.
-    pub samples: Option<(Samples, &'a Text)>,
+    pub samples: Option<(Samples, &'a SourceText)>,
     /// Also writes TensorBoard event files.
     pub tensorboard: bool,
     /// Ends the run after the current step, once set.

@@ -3,7 +3,7 @@
 use super::trainer::Trainer;
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::model::training::Text;
+use crate::model::training::SourceText;
 use crate::text::{Message, Prompt};
 
 /// Prompts that are sampled from time to time, each from its beginning.
@@ -15,7 +15,7 @@ pub struct Samples {
 impl Samples {
     /// Samples of these prompts, each with up to `tokens` new tokens. If the model has a chat template, a prompt is a question in a
     /// conversation; otherwise it is a text to continue.
-    pub fn new(prompts: &[String], tokens: usize, text: &Text) -> Result<Samples> {
+    pub fn new(prompts: &[String], tokens: usize, text: &SourceText) -> Result<Samples> {
         let encoded = prompts.iter().map(|prompt| {
             let tokens = match &text.template {
                 Some(template) => {
@@ -61,7 +61,7 @@ impl Samples {
     }
 
     /// Greedy answers to all prompts, within the context, by the delivered weights. Each token takes a pass over all tokens before it.
-    pub fn answers(&self, trainer: &mut Trainer, text: &Text) -> Result<Vec<(&str, String)>> {
+    pub fn answers(&self, trainer: &mut Trainer, text: &SourceText) -> Result<Vec<(&str, String)>> {
         let mut answers = Vec::new();
         for (prompt, tokens) in &self.prompts {
             let mut tokens = tokens.clone();

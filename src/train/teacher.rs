@@ -9,7 +9,7 @@ use super::memory::TeacherPlacement;
 use super::trainer::Trainer;
 use crate::base::error::bail;
 use crate::base::{ErrorKind, Result};
-use crate::model::training::{Source, Teacher, Text};
+use crate::model::training::{Source, SourceText, Teacher};
 
 /// Identity of a model, by which a checkpoint recognizes its teacher: XXH3 of its parameters' names and shapes, of all norms and biases,
 /// and of the first and the last row of each matrix, as float32.
@@ -69,7 +69,7 @@ pub fn check_vocabulary(student: &Source, teacher: &Source) -> Result<()> {
 }
 
 /// The tokenizer of a model, if it has one.
-fn text_of(source: &Source) -> Result<Option<Text>> {
+fn text_of(source: &Source) -> Result<Option<SourceText>> {
     match source.text() {
         Ok(text) => Ok(Some(text)),
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use NVFP4::base::ErrorKind;
 use NVFP4::cuda::{
     self, Biased, DeviceBuffer, ExpertScratch, ExpertTable, Glu, Gpu, Hardware, Layout,
-    LinearScratch, NextNorm, Routing, Shared,
+    LinearScratch, NextNorm, Routing, SharedExpert,
 };
 
 use crate::common::expect_kind;
@@ -84,7 +84,7 @@ impl<'a> Mixture<'a> {
         let unfit = upload(gpu, &[0u32]);
         let scratch = ExpertScratch::new(gpu, self.routing, rows, WIDE, HIDDEN).unwrap();
         self.run_experts(&unfit, &scratch);
-        let shared = self.has_shared.then_some(Shared {
+        let shared = self.has_shared.then_some(SharedExpert {
             made: &made,
             gated: self.has_gate,
         });

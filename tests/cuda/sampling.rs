@@ -114,7 +114,7 @@ impl Batch {
 
     /// Draws three tokens for each row on the device, and demands that the processor draws the same. A token that the device has chosen
     /// counts as having occurred.
-    fn check(&self, draws: &mut DrawScratch, scratch: &mut sample::Scratch, penalties: bool) {
+    fn check(&self, draws: &mut DrawScratch, scratch: &mut sample::SampleScratch, penalties: bool) {
         let &Batch {
             ref gpu,
             rows,
@@ -172,7 +172,7 @@ impl Batch {
 #[test]
 fn tokens_drawn_on_the_device_are_those_of_the_cpu() {
     let Some(gpu) = gpu() else { return };
-    let mut scratch = sample::Scratch::default();
+    let mut scratch = sample::SampleScratch::default();
     for (case, (rows, vocabulary)) in [
         (1, 151_936),
         (5, 49_152),

@@ -14,7 +14,7 @@ fn thinking() -> String {
     format!("{before}{told}")
 }
 
-fn refused(files: &[PathBuf], text: &Text, options: &Options, words: &[&str]) {
+fn refused(files: &[PathBuf], text: &SourceText, options: &Options, words: &[&str]) {
     let error = read(files, text, options).unwrap_err();
     for words in words {
         assert!(error.contains(words), "'{words}' is not in: {error}");

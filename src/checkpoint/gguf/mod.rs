@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use super::source::Source;
-use super::tensors::{Form, Raw, Stored, Tensors};
+use super::tensors::{Raw, Stored, StoredForm, Tensors};
 use super::{Encoding, Entry, Metadata, TokenizerSource, Unreadable};
 use crate::base::Result;
 use crate::base::alloc::Budget;
@@ -148,7 +148,7 @@ fn logical(
         let (name, form) = translation.name(raw).map_err(|e| e.within(file(i)))?;
         let mut bytes = raw.span.len() as u64;
         let stored = if raw.encoding == Encoding::Nvfp4 {
-            if form == Form::OnePlus {
+            if form == StoredForm::OnePlus {
                 bail!(
                     Unsupported,
                     "{}: '{}' is a norm in NVFP4; norms are stored as dense vectors",

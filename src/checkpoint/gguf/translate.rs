@@ -7,7 +7,7 @@ use super::family::{GgufFamily, GgufKind, GgufMetadata};
 use super::header::Pairs;
 use crate::base::Result;
 use crate::base::error::{bail, err};
-use crate::checkpoint::tensors::{Form, Raw};
+use crate::checkpoint::tensors::{Raw, StoredForm};
 use crate::checkpoint::{RareEntries, Vocabulary};
 
 /// Entries of `config.json` for every architecture, as in [`GgufFamily::keys`].
@@ -105,9 +105,9 @@ impl<'a> Translation<'a> {
     }
 
     /// The logical name of a tensor, and the form of its values.
-    pub(super) fn name(&self, raw: &Raw) -> Result<(String, Form)> {
+    pub(super) fn name(&self, raw: &Raw) -> Result<(String, StoredForm)> {
         let key = raw.key.as_str();
-        let plain = Ok((key.to_owned(), Form::AsStored));
+        let plain = Ok((key.to_owned(), StoredForm::AsStored));
         let Some(family) = self.family else {
             return plain;
         };
@@ -119,13 +119,13 @@ impl<'a> Translation<'a> {
             table.iter().find(|(g, _)| *g == stem).map(|(_, h)| *h)
         };
         let norm = match suffix == "weight" {
-            true => Form::OnePlus,
-            false => Form::AsStored,
+            true => StoredForm::OnePlus,
+            false => StoredForm::AsStored,
         };
         if let Some(name) = lookup(family.globals, stem) {
             let form = match family.one_plus.contains(&stem) {
                 true => norm,
-                false => Form::AsStored,
+                false => StoredForm::AsStored,
             };
             return Ok((format!("{name}.{suffix}"), form));
         }
@@ -141,7 +141,7 @@ impl<'a> Translation<'a> {
         }
         let counted = lookup(family.interleaved, stem).filter(|_| suffix != "input_scale");
         let Some(heads) = counted.map(|key| self.heads(key)).transpose()?.flatten() else {
-            return Ok((name, Form::AsStored));
+            return Ok((name, StoredForm::AsStored));
         };
         if raw.shape.len() > 2 || !raw.shape[0].is_multiple_of(2 * heads) {
             bail!(
@@ -150,7 +150,7 @@ impl<'a> Translation<'a> {
                 raw.shape
             );
         }
-        Ok((name, Form::Interleaved { heads }))
+        Ok((name, StoredForm::Interleaved { heads }))
     }
 
     /// The metadata with the keys of `config.json`. Missing values are left out rather than guessed, unless GGUF defines a default. A size

@@ -19,7 +19,7 @@ use NVFP4::base::call::{Cancel, Progress, Watch};
 use NVFP4::base::error::bail;
 use NVFP4::base::file::stage;
 use NVFP4::base::{Error, Result, memory as account};
-use NVFP4::model::training::{Source, Text};
+use NVFP4::model::training::{Source, SourceText};
 use NVFP4::train::data::{self, Data, Long, Report, Windows};
 use NVFP4::train::run::{self, CHECKPOINTS, Ending, EvaluationSet, Event, Inputs, Observer};
 use NVFP4::train::{Curve, MemoryReport, Samples, Trainer, checkpoint, memory};
@@ -241,7 +241,7 @@ impl Args {
         &self,
         files: &[PathBuf],
         source: &Source,
-        text: &Text,
+        text: &SourceText,
         options: &data::Options,
     ) -> Result<Data> {
         let bar = output::count_bar("reading", 0);
@@ -262,7 +262,7 @@ impl Args {
     fn data(
         &self,
         source: &Source,
-        text: &Text,
+        text: &SourceText,
         window: usize,
         written: Option<PathBuf>,
     ) -> Result<(Report, Windows, Vec<EvaluationSet>)> {

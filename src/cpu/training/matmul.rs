@@ -3,7 +3,7 @@
 use super::rows::by_parts;
 use crate::base::error::{Result, bail};
 use crate::cpu::Cpu;
-use crate::tensor::product::{Form, Sizes};
+use crate::tensor::product::{GemmForm, Sizes};
 
 /// Columns of a panel, the lanes of a vector.
 const COLUMNS: usize = 16;
@@ -25,7 +25,7 @@ impl Cpu {
     /// independent of the level and the threads.
     pub fn matmul(
         &self,
-        form: Form,
+        form: GemmForm,
         Sizes { m, n, k }: Sizes,
         a: &[f32],
         b: &[f32],
@@ -64,14 +64,14 @@ impl Cpu {
                 out.len()
             );
         }
-        self.add_product(Form::TN, sizes, (x, x), out, Region::Above);
+        self.add_product(GemmForm::TN, sizes, (x, x), out, Region::Above);
         Ok(())
     }
 
     /// Adds a product of operands with checked sizes.
     fn add_product(
         &self,
-        form: Form,
+        form: GemmForm,
         Sizes { m, n, k }: Sizes,
         (a, b): (&[f32], &[f32]),
         out: &mut [f32],
@@ -88,8 +88,8 @@ impl Cpu {
             .clamp(1, ROWS)
             .next_multiple_of(height);
         let a_at = |i: usize, p: usize| match form {
-            Form::TN => a[p * m + i],
-            Form::NT | Form::NN => a[i * k + p],
+            GemmForm::TN => a[p * m + i],
+            GemmForm::NT | GemmForm::NN => a[i * k + p],
         };
         // Threads take runs of rows, and each packs what it multiplies.
         by_parts(self.pool(), out, rows * n, |part, out| {
@@ -166,7 +166,7 @@ impl Cpu {
 
 /// Packs columns `column..column + width` of the right operand, `depth` of k from `start` on, as `[depth, 16]` with zeros beyond `width`.
 fn pack_right(
-    form: Form,
+    form: GemmForm,
     b: &[f32],
     (n, k): (usize, usize),
     (start, depth): (usize, usize),
@@ -175,7 +175,7 @@ fn pack_right(
 ) {
     let rows = to.chunks_exact_mut(COLUMNS).take(depth).enumerate();
     match form {
-        Form::NT => {
+        GemmForm::NT => {
             for (p, to) in rows {
                 for (j, to) in to.iter_mut().enumerate() {
                     *to = if j < width {
@@ -186,7 +186,7 @@ fn pack_right(
                 }
             }
         }
-        Form::NN | Form::TN => {
+        GemmForm::NN | GemmForm::TN => {
             for (p, to) in rows {
                 let (values, padding) = to.split_at_mut(width);
                 values.copy_from_slice(&b[(start + p) * n + column..][..width]);
@@ -215,7 +215,7 @@ mod tests {
                 n: cols,
                 k: rows,
             };
-            host.matmul(Form::TN, sizes, &x, &x, &mut whole, true)
+            host.matmul(GemmForm::TN, sizes, &x, &x, &mut whole, true)
                 .unwrap();
             host.gram(&x, cols, &mut half).unwrap();
             for row in 0..cols {

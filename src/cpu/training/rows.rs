@@ -9,7 +9,7 @@ pub(in crate::cpu) fn by_parts<T: Send>(
     length: usize,
     each: impl Fn(usize, &mut [T]) + Sync,
 ) {
-    let whole = Shared(x.as_mut_ptr());
+    let whole = DisjointParts(x.as_mut_ptr());
     let len = x.len();
     pool.run(len.div_ceil(length.max(1)), |i| {
         let first = i * length;
@@ -27,7 +27,7 @@ pub(in crate::cpu) fn by_parts_of_two<T: Send, U: Send>(
     lengths: (usize, usize),
     each: impl Fn(usize, &mut [T], &mut [U]) + Sync,
 ) {
-    let (xs, ys) = (Shared(x.as_mut_ptr()), Shared(y.as_mut_ptr()));
+    let (xs, ys) = (DisjointParts(x.as_mut_ptr()), DisjointParts(y.as_mut_ptr()));
     let (x_len, y_len) = (x.len(), y.len());
     let parts = x_len.div_ceil(lengths.0.max(1));
     assert_eq!(
@@ -49,11 +49,11 @@ pub(in crate::cpu) fn by_parts_of_two<T: Send, U: Send>(
 }
 
 /// Memory of which threads write disjoint parts.
-struct Shared<T>(*mut T);
+struct DisjointParts<T>(*mut T);
 // SAFETY: each part is one thread's.
-unsafe impl<T: Send> Sync for Shared<T> {}
+unsafe impl<T: Send> Sync for DisjointParts<T> {}
 
-impl<T> Shared<T> {
+impl<T> DisjointParts<T> {
     /// # Safety
     /// The elements must exist, and nobody else may use them.
     #[allow(clippy::mut_from_ref, reason = "parts are disjoint")]

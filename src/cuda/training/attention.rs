@@ -9,7 +9,7 @@ use crate::tensor::AttentionShape;
 
 kernels! {
     /// Both passes, by the elements of a head.
-    enum Pass(Arguments) {
+    enum AttentionPass(Arguments) {
         AttentionTrainingForward {
             Forward16 = "attention_training_forward_16",
             Forward32 = "attention_training_forward_32",
@@ -70,36 +70,42 @@ const DELTA_ROWS: usize = 4;
 const DIMS: [usize; 6] = [16, 32, 64, 80, 96, 128];
 
 /// The kernels of [`DIMS`] and of [`WIDE_DIMS`], in their order.
-const FORWARD: [Pass; 6] = [
-    Pass::Forward16,
-    Pass::Forward32,
-    Pass::Forward64,
-    Pass::Forward80,
-    Pass::Forward96,
-    Pass::Forward128,
+const FORWARD: [AttentionPass; 6] = [
+    AttentionPass::Forward16,
+    AttentionPass::Forward32,
+    AttentionPass::Forward64,
+    AttentionPass::Forward80,
+    AttentionPass::Forward96,
+    AttentionPass::Forward128,
 ];
-const KEYS: [Pass; 6] = [
-    Pass::Keys16,
-    Pass::Keys32,
-    Pass::Keys64,
-    Pass::Keys80,
-    Pass::Keys96,
-    Pass::Keys128,
+const KEYS: [AttentionPass; 6] = [
+    AttentionPass::Keys16,
+    AttentionPass::Keys32,
+    AttentionPass::Keys64,
+    AttentionPass::Keys80,
+    AttentionPass::Keys96,
+    AttentionPass::Keys128,
 ];
-const QUERIES: [Pass; 6] = [
-    Pass::Queries16,
-    Pass::Queries32,
-    Pass::Queries64,
-    Pass::Queries80,
-    Pass::Queries96,
-    Pass::Queries128,
+const QUERIES: [AttentionPass; 6] = [
+    AttentionPass::Queries16,
+    AttentionPass::Queries32,
+    AttentionPass::Queries64,
+    AttentionPass::Queries80,
+    AttentionPass::Queries96,
+    AttentionPass::Queries128,
 ];
-const WIDE_FORWARD: [Pass; 2] = [Pass::ForwardWide64, Pass::ForwardWide128];
-const WIDE_KEYS: [Pass; 2] = [Pass::KeysWide64, Pass::KeysWide128];
-const WIDE_QUERIES: [Pass; 2] = [Pass::QueriesWide64, Pass::QueriesWide128];
+const WIDE_FORWARD: [AttentionPass; 2] =
+    [AttentionPass::ForwardWide64, AttentionPass::ForwardWide128];
+const WIDE_KEYS: [AttentionPass; 2] = [AttentionPass::KeysWide64, AttentionPass::KeysWide128];
+const WIDE_QUERIES: [AttentionPass; 2] =
+    [AttentionPass::QueriesWide64, AttentionPass::QueriesWide128];
 
 /// The kernel for heads of so many elements, of those for `dims`.
-fn of_dim<const N: usize>(dim: usize, dims: [usize; N], kernels: [Pass; N]) -> Result<Pass> {
+fn of_dim<const N: usize>(
+    dim: usize,
+    dims: [usize; N],
+    kernels: [AttentionPass; N],
+) -> Result<AttentionPass> {
     match dims.iter().position(|&d| d == dim) {
         Some(index) => Ok(kernels[index]),
         None => bail!(Internal, "no kernel for heads of {dim} elements"),

@@ -6,7 +6,7 @@ use crate::base::memory::Tag;
 use crate::base::size::product;
 use crate::cuda::blas::{Element, Rows, Store};
 use crate::cuda::driver::{DeviceBuffer, DeviceSlice};
-use crate::tensor::product::{Form, Sizes};
+use crate::tensor::product::{GemmForm, Sizes};
 
 /// Bytes of cuBLASLt's workspace.
 pub const WORKSPACE: usize = 32 << 20;
@@ -14,7 +14,7 @@ pub const WORKSPACE: usize = 32 << 20;
 /// The product of bf16 `a` and `b` in the given `form`, stored in or added to `out` `[m, n]`. `out` is bf16, or f32 if it has twice as many
 /// bytes.
 pub fn matmul(
-    form: Form,
+    form: GemmForm,
     sizes: Sizes,
     a: DeviceSlice<'_>,
     b: DeviceSlice<'_>,
@@ -35,9 +35,9 @@ pub fn matmul(
     let gpu = out.gpu();
     let workspace = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, WORKSPACE)?;
     let [of_a, of_b] = match form {
-        Form::NT => [k, k],
-        Form::NN => [k, n],
-        Form::TN => [m, n],
+        GemmForm::NT => [k, k],
+        GemmForm::NN => [k, n],
+        GemmForm::TN => [m, n],
     };
     let rows = |address, stride| Rows { address, stride };
     let operands = [rows(a.address(), of_a), rows(b.address(), of_b)];

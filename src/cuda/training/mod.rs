@@ -39,8 +39,8 @@ pub use matmul::{WORKSPACE as PRODUCT_WORKSPACE, matmul};
 pub use norm::{RmsNormBackward, rms_norm_backward, rms_norm_forward, rms_norm_partial};
 pub use operand::{OPERAND_MAXIMA, round_columns, round_int8_rows, round_rows};
 pub use optimizer::{
-    Moments, OFFLOAD_ROOM, Step, TrainedWeights, adamw, adamw_offloaded, adamw_vector, chunk_bytes,
-    decode_matrix, pack_matrix, unpack_matrix,
+    AdamWStep, Moments, OFFLOAD_ROOM, TrainedWeights, adamw, adamw_offloaded, adamw_vector,
+    chunk_bytes, decode_matrix, pack_matrix, unpack_matrix,
 };
 pub use statistics::{STATISTICS_ENTRY, STATISTICS_PARTIAL, gradient_statistics};
 

@@ -95,7 +95,7 @@ pub struct Moments<'a> {
 
 /// An AdamW step of the rows of a matrix from `first_row` on.
 #[derive(Clone, Copy, Debug)]
-pub struct Step<'a> {
+pub struct AdamWStep<'a> {
     /// How the matrix is stored.
     pub forms: Forms,
     /// Coefficients of the step.
@@ -210,7 +210,7 @@ impl MomentsArgument {
     }
 
     /// First and second moments of a matrix with this many rows.
-    fn of_step(step: &Step<'_>, rows: usize) -> Result<[MomentsArgument; 2]> {
+    fn of_step(step: &AdamWStep<'_>, rows: usize) -> Result<[MomentsArgument; 2]> {
         let (forms, cols) = (&step.forms, step.weights.cols);
         let first_form = match forms.first {
             FirstForm::Int4 => 0,
@@ -250,7 +250,7 @@ struct StepArguments {
 
 impl StepArguments {
     /// The argument of a step of its own launch; the rows have been checked.
-    fn new(step: &Step<'_>, [first, second]: [MomentsArgument; 2]) -> Result<StepArguments> {
+    fn new(step: &AdamWStep<'_>, [first, second]: [MomentsArgument; 2]) -> Result<StepArguments> {
         let rows = step.gradients.bytes() / (2 * step.weights.cols);
         Ok(StepArguments {
             w: WeightsArgument::new(&step.weights, step.first_row + rows)?,
@@ -271,7 +271,7 @@ impl StepArguments {
 }
 
 /// AdamW steps of disjoint rows, which may run at the same time. The bits are those of [`crate::format::adamw::step`].
-pub fn adamw(steps: &[Step<'_>]) -> Result<()> {
+pub fn adamw(steps: &[AdamWStep<'_>]) -> Result<()> {
     // All steps are checked before any launch: one that lets the next start must have a next.
     let mut all = Vec::with_capacity(steps.len());
     for step in steps {
@@ -289,7 +289,7 @@ pub fn adamw(steps: &[Step<'_>]) -> Result<()> {
 
 /// An AdamW step with moments in page-locked host memory. The moments of some rows at a time are copied to the device and back. A kernel
 /// that accesses them over the bus itself takes several times as long.
-pub fn adamw_offloaded<'a>(step: &Step<'a>) -> Result<()> {
+pub fn adamw_offloaded<'a>(step: &AdamWStep<'a>) -> Result<()> {
     let (rows, cols) = (rows_of(step)?, step.weights.cols);
     let whole = MomentsArgument::of_step(step, step.first_row + rows)?;
     let (blocks, row) = (cols / BLOCK, 2 * cols);
@@ -329,7 +329,7 @@ pub fn adamw_offloaded<'a>(step: &Step<'a>) -> Result<()> {
         for (from, range, to) in &copies {
             DeviceSlice::from(&room).copy_from(*to, from, range.start, range.len())?;
         }
-        let part = Step {
+        let part = AdamWStep {
             first_row,
             gradients: step.gradients.part(begin * row..(begin + count) * row)?,
             ..*step
@@ -349,7 +349,7 @@ fn group_bytes(bytes: FieldBytes, blocks: usize) -> usize {
 }
 
 /// The number of gradient rows. Checks the whole step.
-fn rows_of(step: &Step<'_>) -> Result<usize> {
+fn rows_of(step: &AdamWStep<'_>) -> Result<usize> {
     let (cols, bytes) = (step.weights.cols, step.gradients.bytes());
     if bytes == 0 || !bytes.is_multiple_of(2 * cols) || !step.first_row.is_multiple_of(GROUP_ROWS) {
         bail!(
@@ -372,7 +372,7 @@ fn rows_of(step: &Step<'_>) -> Result<usize> {
 }
 
 /// Enqueues a step.
-fn launch(step: &Step<'_>, arguments: &StepArguments) -> Result<()> {
+fn launch(step: &AdamWStep<'_>, arguments: &StepArguments) -> Result<()> {
     let (forms, cols) = (&step.forms, step.weights.cols);
     let groups = (step.gradients.bytes() / (2 * cols)).div_ceil(GROUP_ROWS);
     // The kernel for the default forms reads pairs of blocks at once, and moves weights.

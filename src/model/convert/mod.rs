@@ -13,7 +13,7 @@ use std::path::Path;
 use serde::Serialize;
 use serde_json::json;
 
-use self::plan::{Action, EMBEDDING, HEAD, Step, plan};
+use self::plan::{Action, EMBEDDING, HEAD, PlannedTensor, plan};
 use self::rows::{PART, PARTS, RowConverter};
 use super::{check_loadable, text};
 use crate::base::error::{bail, err};
@@ -93,7 +93,7 @@ pub fn convert(
         },
         largest: HashMap::new(),
         done: 0,
-        total: steps.iter().map(Step::bytes).sum(),
+        total: steps.iter().map(PlannedTensor::bytes).sum(),
         progress,
     };
     let encoding_of = |names: &[&str]| {
@@ -177,7 +177,7 @@ fn checked_plan(
     source: &dyn Checkpoint,
     options: &ConvertOptions,
     used: &HashSet<String>,
-) -> Result<Vec<Step>> {
+) -> Result<Vec<PlannedTensor>> {
     options.quantize.check()?;
     if options.container == Container::Dat && options.quantize.levels == Levels::Two {
         bail!(
@@ -193,7 +193,7 @@ fn begin(
     source: &dyn Checkpoint,
     destination: &Path,
     options: &ConvertOptions,
-    steps: &[Step],
+    steps: &[PlannedTensor],
     files: &[(String, Vec<u8>)],
 ) -> Result<Box<dyn Writer>> {
     let planned: Vec<Planned> = steps.iter().map(Planned::from).collect();
@@ -219,7 +219,7 @@ fn begin(
 }
 
 /// Copies some rows of an NVFP4 entry.
-fn copy_rows(source: &dyn Checkpoint, step: &Step, writer: &mut dyn Writer) -> Result<()> {
+fn copy_rows(source: &dyn Checkpoint, step: &PlannedTensor, writer: &mut dyn Writer) -> Result<()> {
     let (entry, rows) = (&step.entry, step.rows.clone());
     let globals = source.global_scales(entry)?;
     writer.begin(
@@ -259,8 +259,8 @@ impl Work<'_> {
     /// Writes `step` quantized. Returns the sum of squares of the weights and of their errors.
     fn quantize(
         &mut self,
-        step: &Step,
-        steps: &[Step],
+        step: &PlannedTensor,
+        steps: &[PlannedTensor],
         writer: &mut dyn Writer,
     ) -> Result<(f64, f64)> {
         let global = self.rows.global(step, steps, &mut self.largest)?;
@@ -294,7 +294,7 @@ impl Work<'_> {
     }
 
     /// Writes `step` as int8 rows.
-    fn int8(&mut self, step: &Step, writer: &mut dyn Writer) -> Result<()> {
+    fn int8(&mut self, step: &PlannedTensor, writer: &mut dyn Writer) -> Result<()> {
         writer.begin(&step.name, 1.0)?;
         let (rows, cols) = (step.rows.clone(), step.entry.cols());
         let per_part = (PART / cols).max(1);

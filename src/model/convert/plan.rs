@@ -24,7 +24,7 @@ pub(super) enum Action {
 }
 
 /// A tensor to write.
-pub(super) struct Step {
+pub(super) struct PlannedTensor {
     /// Differs from the entry's name for an expert of a stack.
     pub(super) name: String,
     pub(super) entry: Entry,
@@ -35,8 +35,8 @@ pub(super) struct Step {
     pub(super) encoding: Encoding,
 }
 
-impl From<&Step> for Planned {
-    fn from(step: &Step) -> Planned {
+impl From<&PlannedTensor> for Planned {
+    fn from(step: &PlannedTensor) -> Planned {
         Planned {
             name: step.name.clone(),
             shape: step.shape.clone(),
@@ -45,9 +45,9 @@ impl From<&Step> for Planned {
     }
 }
 
-impl Step {
-    fn whole(entry: &Entry, action: Action, encoding: Encoding) -> Step {
-        Step {
+impl PlannedTensor {
+    fn whole(entry: &Entry, action: Action, encoding: Encoding) -> PlannedTensor {
+        PlannedTensor {
             name: entry.name.clone(),
             rows: 0..entry.rows(),
             shape: entry.shape.clone(),
@@ -98,7 +98,7 @@ pub(super) fn plan(
     source: &dyn Checkpoint,
     options: &ConvertOptions,
     used: &HashSet<String>,
-) -> Result<Vec<Step>> {
+) -> Result<Vec<PlannedTensor>> {
     let mut steps = Vec::with_capacity(source.entries().len());
     let is_tied = source.find(HEAD).is_none() || repeats_the_embedding(source)?;
     for entry in source.entries() {
@@ -149,7 +149,7 @@ pub(super) fn plan(
                 entry.cols()
             );
         }
-        steps.push(Step::whole(entry, action, encoding));
+        steps.push(PlannedTensor::whole(entry, action, encoding));
     }
     if options.keep.is_empty() && steps.iter().all(|s| s.encoding != Encoding::Nvfp4) {
         bail!(
@@ -230,7 +230,7 @@ fn experts(
     source: &dyn Checkpoint,
     entry: &Entry,
     container: Container,
-) -> Result<Option<Vec<Step>>> {
+) -> Result<Option<Vec<PlannedTensor>>> {
     const STACKED: &str = ".mlp.experts.";
     let (Some((block, projection)), &[count, rows, cols]) =
         (entry.name.split_once(STACKED), &entry.shape[..])
@@ -257,7 +257,7 @@ fn experts(
         "gate_up_proj" => vec![("gate_proj", 0..rows / 2), ("up_proj", rows / 2..rows)],
         projection => vec![(projection, 0..rows)],
     };
-    let step = |(expert, (projection, rows)): (usize, (&str, Range<usize>))| Step {
+    let step = |(expert, (projection, rows)): (usize, (&str, Range<usize>))| PlannedTensor {
         name: format!("{block}{STACKED}{expert}.{projection}.weight"),
         entry: entry.clone(),
         shape: vec![rows.len(), cols],

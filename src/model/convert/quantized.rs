@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use once_cell::sync::OnceCell;
 
 use super::options::ConvertOptions;
-use super::plan::{Action, Step, plan};
+use super::plan::{Action, PlannedTensor, plan};
 use super::rows::{PART, RowConverter};
 use crate::base::error::{bail, err};
 use crate::base::{Result, memory};
@@ -23,7 +23,7 @@ pub struct Quantized {
     source: Arc<dyn Checkpoint>,
     options: ConvertOptions,
     host: Arc<Cpu>,
-    steps: Vec<Step>,
+    steps: Vec<PlannedTensor>,
     entries: Vec<Entry>,
     by_name: HashMap<String, usize>,
     globals: Vec<OnceCell<Vec<f32>>>,
@@ -76,7 +76,7 @@ impl Quantized {
         found.ok_or_else(|| err!(NotFound, "the conversion writes no '{}'", entry.name))
     }
 
-    fn step(&self, entry: &Entry) -> Result<&Step> {
+    fn step(&self, entry: &Entry) -> Result<&PlannedTensor> {
         Ok(&self.steps[self.index(entry)?])
     }
 
@@ -88,7 +88,7 @@ impl Quantized {
         }
     }
 
-    fn find_globals(&self, step: &Step) -> Result<Vec<f32>> {
+    fn find_globals(&self, step: &PlannedTensor) -> Result<Vec<f32>> {
         if step.action == Action::Quantize {
             let mut largest = self.largest.lock().unwrap_or_else(PoisonError::into_inner);
             let converter = self.converter();
@@ -104,7 +104,7 @@ impl Quantized {
 }
 
 /// Converts rows of a step to rows of its entry.
-fn within(step: &Step, rows: &Range<usize>) -> Range<usize> {
+fn within(step: &PlannedTensor, rows: &Range<usize>) -> Range<usize> {
     step.rows.start + rows.start..step.rows.start + rows.end
 }
 

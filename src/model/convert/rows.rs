@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::plan::{Action, FUSED, Step};
+use super::plan::{Action, FUSED, PlannedTensor};
 use crate::base::error::bail;
 use crate::base::threads::Pool;
 use crate::base::{Result, call, memory};
@@ -40,8 +40,8 @@ impl RowConverter<'_> {
     /// The global scale for `step`, shared with the weights fused with it. `largest` caches the largest magnitudes of tensors, by name.
     pub(super) fn global(
         &self,
-        step: &Step,
-        steps: &[Step],
+        step: &PlannedTensor,
+        steps: &[PlannedTensor],
         largest: &mut HashMap<String, f32>,
     ) -> Result<f32> {
         if self.options.levels != Levels::Two {

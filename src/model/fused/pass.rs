@@ -11,7 +11,7 @@ use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::cuda::{
     self, Biased, CachedPages, DeviceBuffer, DeviceSlice, ExpertScratch, FusedNorm, GemmPlan,
-    Heads, Input, Layout, NextNorm, Output, ResidualRow, Shared, SplitKv,
+    Heads, Input, Layout, NextNorm, Output, ResidualRow, SharedExpert, SplitKv,
 };
 use crate::model::KvType;
 use crate::model::order::Half;
@@ -38,7 +38,7 @@ pub(super) struct Attention<'a> {
 }
 
 /// A pass of rows through the blocks.
-pub(super) struct Pass<'a> {
+pub(super) struct FusedPass<'a> {
     pub(super) lowered: &'a Lowered,
     pub(super) source: Source<'a>,
     pub(super) memory: &'a Memory,
@@ -48,7 +48,7 @@ pub(super) struct Pass<'a> {
     pub(super) long: bool,
 }
 
-impl<'a> Pass<'a> {
+impl<'a> FusedPass<'a> {
     fn block(&self, index: usize) -> (&'a Block, &'a Weights) {
         (&self.source.weights.blocks[index], self.source.weights)
     }
@@ -172,10 +172,12 @@ impl<'a> Pass<'a> {
     fn sum_experts(&self, index: usize, next: Option<(Norm, Layout)>) -> Result<()> {
         let (mixture, scratch) = self.mixture(index)?;
         let spec = self.source.spec.blocks[index].mlp.mixture();
-        let shared = spec.and_then(|spec| spec.shared).map(|shared| Shared {
-            made: &self.memory.projected,
-            gated: shared.gated,
-        });
+        let shared = spec
+            .and_then(|spec| spec.shared)
+            .map(|shared| SharedExpert {
+                made: &self.memory.projected,
+                gated: shared.gated,
+            });
         cuda::sum_experts(
             &self.lowered.gpu,
             &mixture.routing,

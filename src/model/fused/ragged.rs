@@ -6,7 +6,7 @@ use std::sync::MutexGuard;
 use super::executor::Executor;
 use super::lowered::{Lowered, Source};
 use super::memory::Memory;
-use super::pass::{Attention, ChunkRows, Pass};
+use super::pass::{Attention, ChunkRows, FusedPass};
 use super::plan::{self, Applied, Norm, Normed};
 use crate::base::error::err;
 use crate::base::{Error, Result, call};
@@ -84,7 +84,7 @@ impl Executor {
                 }
             })
             .collect();
-        let pass = Pass {
+        let pass = FusedPass {
             lowered,
             source,
             memory: &memory,
@@ -110,7 +110,7 @@ impl Executor {
         })
     }
 
-    fn enqueue_blocks(&self, pass: &Pass<'_>) -> Result<()> {
+    fn enqueue_blocks(&self, pass: &FusedPass<'_>) -> Result<()> {
         let watched = call::with(|call| call.is_watched());
         let (lowered, rows) = (&self.lowered, pass.rows);
         let blocks = lowered.blocks.len();
@@ -165,7 +165,7 @@ impl Ragged<'_> {
         choices: &[Choice<'_>],
     ) -> Result<Vec<Result<u32>>> {
         let Lowered { gpu, sizes, .. } = &self.executor.lowered;
-        let (mut logits, mut scratch) = (Vec::new(), sample::Scratch::default());
+        let (mut logits, mut scratch) = (Vec::new(), sample::SampleScratch::default());
         let mut chosen = Vec::with_capacity(rows.len());
         for (rows, choices) in rows.chunks(HEAD_ROWS).zip(choices.chunks(HEAD_ROWS)) {
             self.head(rows)?;
@@ -206,7 +206,7 @@ impl Ragged<'_> {
         let (held, pages) = (self.memory.rows, self.memory.pages);
         let cache = self.source.kv.cache(KvType::F16)?;
         self.memory.fit(cache, gpu, sizes, held, n, 1, pages)?;
-        let pass = Pass {
+        let pass = FusedPass {
             lowered: &self.executor.lowered,
             source: self.source,
             memory: &self.memory,

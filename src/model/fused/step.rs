@@ -5,7 +5,7 @@ use super::executor::Executor;
 use super::graphs::{GraphKey, Selection, bucket};
 use super::lowered::{Lowered, Source, attention_units};
 use super::memory::Memory;
-use super::pass::{Attention, Pass};
+use super::pass::{Attention, FusedPass};
 use super::plan;
 use super::ragged::token_of;
 use super::state::{AheadStep, Begin, DeviceState, RowState, StepInput};
@@ -241,7 +241,7 @@ impl Executor {
     fn enqueue_step(&self, source: Source<'_>, key: &GraphKey, memory: &Memory) -> Result<()> {
         let batch = key.rows;
         self.lowered.embed(source, batch, memory)?;
-        let pass = Pass {
+        let pass = FusedPass {
             lowered: &self.lowered,
             source,
             memory,

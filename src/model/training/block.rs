@@ -7,7 +7,7 @@ use super::layout::{
 use super::linear::Linear;
 use super::precision::ProductPrecision;
 use super::recompute::RecomputedParts;
-use super::scratch::{Saved, SavedSizes, Scratch, grow};
+use super::scratch::{Saved, SavedSizes, TrainingScratch, grow};
 use super::{Batch, Store};
 use crate::base::Result;
 use crate::base::error::bail;
@@ -157,7 +157,7 @@ impl BlockPass<'_> {
         x: &Array<Mixed>,
         out: &mut Array<Mixed>,
         saved: &mut Saved,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<()> {
         out.grow(self.device, self.stream())?;
         for op in operations(self.block) {
@@ -173,7 +173,7 @@ impl BlockPass<'_> {
         x: &Array<Mixed>,
         saved: &mut Saved,
         parts: RecomputedParts,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<()> {
         for op in operations(self.block).filter(|op| parts.includes(*op, self.block)) {
             self.forward_op(op, store, (x, None), saved, s)?;
@@ -188,7 +188,7 @@ impl BlockPass<'_> {
         store: &mut dyn Store,
         (x, out): (&Array<Mixed>, Option<&mut Array<Mixed>>),
         saved: &mut Saved,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<()> {
         let (device, t, stream) = (self.device, self.rows(), self.stream());
         let (hidden, sizes) = (self.spec.hidden_size, self.sizes().saved(self.layout));
@@ -307,7 +307,7 @@ impl BlockPass<'_> {
         store: &mut dyn Store,
         x: &Array<Mixed>,
         saved: &mut Saved,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
         needs_input: bool,
     ) -> Result<()> {
         let sizes = self.sizes();
@@ -332,7 +332,7 @@ impl BlockPass<'_> {
         store: &mut dyn Store,
         x: &Array<Mixed>,
         saved: &mut Saved,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
         needs_input: bool,
     ) -> Result<()> {
         let (device, t, hidden, stream) = (
@@ -459,7 +459,12 @@ impl BlockPass<'_> {
         })
     }
 
-    fn heads_backward(&self, store: &mut dyn Store, saved: &Saved, s: &mut Scratch) -> Result<()> {
+    fn heads_backward(
+        &self,
+        store: &mut dyn Store,
+        saved: &Saved,
+        s: &mut TrainingScratch,
+    ) -> Result<()> {
         let (device, dim) = (self.device, self.block.attention.head_dim);
         let len = self.rows() * self.attention().width();
         let angles = &self.batch.angles[self.block.attention.rope];
@@ -518,7 +523,7 @@ impl BlockPass<'_> {
         store: &mut dyn Store,
         half: Half,
         x: &Array<Mixed>,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<()> {
         let len = self.stream();
         match self.norms(half)[0] {
@@ -551,7 +556,7 @@ impl BlockPass<'_> {
         (rows, width): (Slice<'_, Mixed>, usize),
         x: &Array<Mixed>,
         (branch, out): (&mut Array<Mixed>, Option<&mut Array<Mixed>>),
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<()> {
         let (device, len) = (self.device, self.stream());
         let projection = match half {
@@ -604,7 +609,7 @@ impl BlockPass<'_> {
         store: &mut dyn Store,
         half: Half,
         branch: &Array<Mixed>,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<()> {
         let len = self.stream();
         if let Some(id) = self.norms(half)[1] {

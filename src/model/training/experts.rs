@@ -4,7 +4,7 @@
 
 use super::block::{BlockPass, branch_gradients};
 use super::layout::GatedMlpLayout;
-use super::scratch::{Routing, Scratch};
+use super::scratch::{Routing, TrainingScratch};
 use super::{MatrixId, RowGradients, Store};
 use crate::base::Result;
 use crate::base::error::bail;
@@ -13,7 +13,7 @@ use crate::model::spec::{GatedMlpSpec, MlpSpec};
 use crate::ops::experts::{RoutedRows, Routes, route, route_backward};
 use crate::ops::training::activation::{glu, glu_backward};
 use crate::ops::training::array;
-use crate::ops::training::matmul::{Form, Sizes, matmul};
+use crate::ops::training::matmul::{GemmForm, Sizes, matmul};
 use crate::ops::{Array, Mixed, Slice, activation};
 
 /// Bytes of scratch for a mixture of experts with `rows` rows of `hidden` elements and width `wide` between the projections. An element of
@@ -58,7 +58,7 @@ impl BlockPass<'_> {
         &self,
         store: &mut dyn Store,
         x: Slice<'_, Mixed>,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<()> {
         let (layout, spec) = self.mixture()?;
         let logits = self.products(store, layout.router, x, s)?;
@@ -85,7 +85,7 @@ impl BlockPass<'_> {
         &self,
         store: &mut dyn Store,
         x: Slice<'_, Mixed>,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<()> {
         let (device, hidden, len) = (self.device, self.spec.hidden_size, x.len());
         let routing = take_routing(s)?;
@@ -113,7 +113,7 @@ impl BlockPass<'_> {
         &self,
         store: &mut dyn Store,
         x: Slice<'_, Mixed>,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<()> {
         let (device, hidden, len) = (self.device, self.spec.hidden_size, x.len());
         let mut routing = take_routing(s)?;
@@ -166,7 +166,7 @@ impl BlockPass<'_> {
         &self,
         store: &mut dyn Store,
         x: Slice<'_, Mixed>,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<()> {
         let (layout, spec) = self.mixture()?;
         let Routing {
@@ -216,7 +216,7 @@ impl BlockPass<'_> {
         store: &mut dyn Store,
         (layout, spec): GatedMlp<'_>,
         of: ExpertRows<'_>,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<()> {
         let (device, hidden, wide) = (self.device, self.spec.hidden_size, spec.intermediate_size);
         let (rows, n) = (of.count(), of.count() * hidden);
@@ -242,7 +242,7 @@ impl BlockPass<'_> {
 
     /// Computes in `s.experts.dmade` the gradient of an expert's output, which is in `made`, and returns the gradients of its routing
     /// weights.
-    fn sum_backward(&self, of: ExpertRows<'_>, s: &mut Scratch) -> Result<Vec<f32>> {
+    fn sum_backward(&self, of: ExpertRows<'_>, s: &mut TrainingScratch) -> Result<Vec<f32>> {
         let (device, hidden, rows) = (self.device, self.spec.hidden_size, of.count());
         let dy = branch_gradients(self.layout.mlp_norms[1], &s.dx, &s.dbranch);
         let (made, dsum) = (s.experts.made.first(rows * hidden)?, dy.first(of.x.len())?);
@@ -264,7 +264,7 @@ impl BlockPass<'_> {
         store: &mut dyn Store,
         matrix: MatrixId,
         x: Slice<'_, Mixed>,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<Vec<f32>> {
         let (device, m) = (self.device, self.rows());
         let (n, k) = store.shape(matrix);
@@ -273,7 +273,15 @@ impl BlockPass<'_> {
         let out = &mut s.experts.logits;
         out.grow(device, m * n)?;
         let (weight, to) = (s.weight.first(n * k)?, out.first_mut(m * n)?);
-        matmul(device, Form::NT, Sizes { m, n, k }, x, weight, to, false)?;
+        matmul(
+            device,
+            GemmForm::NT,
+            Sizes { m, n, k },
+            x,
+            weight,
+            to,
+            false,
+        )?;
         let mut values = vec![0.0; m * n];
         out.first(m * n)?.read(&mut values)?;
         Ok(values)
@@ -286,7 +294,7 @@ impl BlockPass<'_> {
         matrix: MatrixId,
         x: Slice<'_, Mixed>,
         dproducts: &[f32],
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<()> {
         let (device, t) = (self.device, self.rows());
         let (n, k) = store.shape(matrix);
@@ -296,13 +304,13 @@ impl BlockPass<'_> {
         store.read(matrix, 0..n, s.weight.first_mut(n * k)?)?;
         let (weight, sum) = (s.weight.first(n * k)?, s.experts.sum.first_mut(t * k)?);
         let sizes = Sizes { m: t, n: k, k: n };
-        matmul(device, Form::NN, sizes, dy.all(), weight, sum, true)?;
+        matmul(device, GemmForm::NN, sizes, dy.all(), weight, sum, true)?;
         if !store.trains(matrix) {
             return Ok(());
         }
         let sizes = Sizes { m: n, n: k, k: t };
         let to = s.weight.first_mut(n * k)?;
-        matmul(device, Form::TN, sizes, dy.all(), x, to, false)?;
+        matmul(device, GemmForm::TN, sizes, dy.all(), x, to, false)?;
         store.gradients(&[RowGradients {
             matrix,
             first_row: 0,
@@ -311,7 +319,7 @@ impl BlockPass<'_> {
     }
 }
 
-fn take_routing(s: &mut Scratch) -> Result<Routing> {
+fn take_routing(s: &mut TrainingScratch) -> Result<Routing> {
     match s.experts.routing.take() {
         Some(routing) => Ok(routing),
         None => bail!(Internal, "experts of rows that were not routed"),

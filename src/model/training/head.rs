@@ -3,13 +3,13 @@
 use std::ops::Range;
 
 use super::lesson::Lesson;
-use super::scratch::{Scratch, grow};
+use super::scratch::{TrainingScratch, grow};
 use super::{Batch, Layout, RowGradients, Store};
 use crate::base::Result;
 use crate::model::Spec;
 use crate::ops::training::divergence::{Divergence, Totals};
 use crate::ops::training::loss::{Chunk, Loss};
-use crate::ops::training::matmul::{Form, Sizes, matmul};
+use crate::ops::training::matmul::{GemmForm, Sizes, matmul};
 use crate::ops::training::{array, norm};
 use crate::ops::{Array, Device, Mixed, Slice};
 
@@ -108,7 +108,7 @@ impl HeadPass<'_> {
         store: &mut dyn Store,
         loss: &mut HeadLoss<'_>,
         x: &Array<Mixed>,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<Totals> {
         let (device, t) = (self.device, self.batch.rows());
         self.normalize(store, x.first(t * self.spec.hidden_size)?, s)?;
@@ -142,7 +142,7 @@ impl HeadPass<'_> {
         &self,
         store: &mut dyn Store,
         x: &Array<Mixed>,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<u32> {
         let (t, hidden) = (self.batch.rows(), self.spec.hidden_size);
         self.normalize(store, x.part((t - 1) * hidden..t * hidden)?, s)?;
@@ -167,7 +167,7 @@ impl HeadPass<'_> {
         store: &mut dyn Store,
         tokens: &Range<usize>,
         t: usize,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<()> {
         let (device, hidden, width) = (self.device, self.spec.hidden_size, tokens.len());
         let sizes = self.sizes(t);
@@ -189,7 +189,7 @@ impl HeadPass<'_> {
         );
         matmul(
             device,
-            Form::NT,
+            GemmForm::NT,
             sizes,
             x,
             weight,
@@ -204,7 +204,7 @@ impl HeadPass<'_> {
         store: &mut dyn Store,
         loss: &mut HeadLoss<'_>,
         tokens: &Range<usize>,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<()> {
         self.logits(store, tokens, self.batch.rows(), s)?;
         let len = self.batch.rows() * tokens.len();
@@ -226,7 +226,7 @@ impl HeadPass<'_> {
         &self,
         store: &dyn Store,
         x: Slice<'_, Mixed>,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<()> {
         let len = x.len();
         s.head_normed.grow(self.device, len)?;
@@ -244,7 +244,7 @@ impl HeadPass<'_> {
         &self,
         store: &mut dyn Store,
         x: &Array<Mixed>,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<()> {
         let len = self.batch.rows() * self.spec.hidden_size;
         let (weight, dweight) = store.vector_with_gradient(self.layout.norm)?;
@@ -259,7 +259,12 @@ impl HeadPass<'_> {
     }
 
     /// Computes a chunk's gradients of the head, in `s.gradient` or its part of `s.tied`, from the gradients of its logits.
-    fn weight_gradients(&self, tokens: &Range<usize>, kept: bool, s: &mut Scratch) -> Result<()> {
+    fn weight_gradients(
+        &self,
+        tokens: &Range<usize>,
+        kept: bool,
+        s: &mut TrainingScratch,
+    ) -> Result<()> {
         let (t, hidden, width) = (self.batch.rows(), self.spec.hidden_size, tokens.len());
         let sizes = Sizes {
             m: width,
@@ -279,7 +284,7 @@ impl HeadPass<'_> {
                 s.gradient.first_mut(width * hidden)?
             }
         };
-        matmul(self.device, Form::TN, sizes, dlogits, x, out, false)
+        matmul(self.device, GemmForm::TN, sizes, dlogits, x, out, false)
     }
 
     /// Computes in `s.dx` the gradient of the rows `x`. The gradients of an untied head go to the store at once; those of a tied head wait
@@ -289,7 +294,7 @@ impl HeadPass<'_> {
         store: &mut dyn Store,
         loss: &mut HeadLoss<'_>,
         x: &Array<Mixed>,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<()> {
         let (device, t, hidden) = (self.device, self.batch.rows(), self.spec.hidden_size);
         s.head_gradient.grow(device, t * hidden)?;
@@ -310,7 +315,7 @@ impl HeadPass<'_> {
             let to = s.head_gradient.first_mut(t * hidden)?;
             matmul(
                 device,
-                Form::NN,
+                GemmForm::NN,
                 sizes,
                 dlogits,
                 weight,
@@ -343,7 +348,7 @@ impl HeadPass<'_> {
         store: &mut dyn Store,
         loss: Option<&mut HeadLoss<'_>>,
         x: &Array<Mixed>,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<()> {
         let (device, t, hidden) = (self.device, self.batch.rows(), self.spec.hidden_size);
         if !store.trains(self.layout.embedding) {

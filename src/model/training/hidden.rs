@@ -2,7 +2,7 @@
 
 use super::Store;
 use super::head::HeadPass;
-use super::scratch::Scratch;
+use super::scratch::TrainingScratch;
 use crate::base::Result;
 use crate::ops::training::loss;
 use crate::ops::{Array, Mixed, Slice};
@@ -23,7 +23,7 @@ impl HeadPass<'_> {
         store: &dyn Store,
         targets: HiddenTargets<'_>,
         x: &Array<Mixed>,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<f64> {
         let (device, len) = (self.device, self.batch.rows() * self.spec.hidden_size);
         self.normalize(store, x.first(len)?, s)?;

@@ -4,7 +4,7 @@ use super::layout::{AdapterLayout, Layout, ProjectionLayout};
 use super::precision::Rounding;
 use super::{MatrixId, RowGradients, Store};
 use crate::base::Result;
-use crate::ops::training::matmul::{Form, Sizes, matmul};
+use crate::ops::training::matmul::{GemmForm, Sizes, matmul};
 use crate::ops::training::operand::{self, OperandRounding, ROTATED};
 use crate::ops::training::{array, norm};
 use crate::ops::{Array, Device, Mixed, Slice, SliceMut};
@@ -217,7 +217,7 @@ impl Linear<'_> {
             Some(rounding) => rounded_rows(device, x, k, rounding, &mut s.rounded)?,
         };
         let to = out.first_mut(len)?;
-        matmul(device, Form::NT, sizes, rows, weight, to, add)?;
+        matmul(device, GemmForm::NT, sizes, rows, weight, to, add)?;
         for adapted in self.adapted(store) {
             self.add_adapter(store, &adapted, n, x, out.first_mut(len)?, s)?;
         }
@@ -260,7 +260,7 @@ impl Linear<'_> {
         };
         matmul(
             self.device,
-            Form::NN,
+            GemmForm::NN,
             sizes,
             gradients,
             weight,
@@ -279,7 +279,7 @@ impl Linear<'_> {
             };
             matmul(
                 self.device,
-                Form::NN,
+                GemmForm::NN,
                 sizes,
                 s.dinner.first(self.rows * rank)?,
                 s.factor.first(rank * k)?,
@@ -327,7 +327,7 @@ impl Linear<'_> {
             k: tokens,
         };
         let to = gradient.first_mut(n * k)?;
-        matmul(device, Form::TN, sizes, dy, x, to, false)?;
+        matmul(device, GemmForm::TN, sizes, dy, x, to, false)?;
         let mut of_trained = Vec::with_capacity(self.projections.len());
         let mut at = 0;
         for &ProjectionLayout { matrix, .. } in self.projections {
@@ -426,12 +426,12 @@ impl Linear<'_> {
         let inner = s.inner.first(self.rows * adapter.rank)?;
         let b = s.factor.first(adapter.rank * outputs)?;
         if outputs == n {
-            return matmul(self.device, Form::NN, sizes, inner, b, out, true);
+            return matmul(self.device, GemmForm::NN, sizes, inner, b, out, true);
         }
         let len = self.rows * outputs;
         s.share.grow(self.device, len)?;
         let share = s.share.first_mut(len)?;
-        matmul(self.device, Form::NN, sizes, inner, b, share, false)?;
+        matmul(self.device, GemmForm::NN, sizes, inner, b, share, false)?;
         array::add_columns(self.device, out, n, adapted.first, s.share.first(len)?)
     }
 
@@ -465,7 +465,7 @@ impl Linear<'_> {
         to.grow(self.device, len.next_multiple_of(PIECE))?;
         let factor = factor.first(adapter.rank * width)?;
         let out = to.first_mut(len)?;
-        matmul(self.device, Form::NT, sizes, rows, factor, out, false)?;
+        matmul(self.device, GemmForm::NT, sizes, rows, factor, out, false)?;
         let all = to.first_mut(len.next_multiple_of(PIECE))?;
         array::scale(self.device, all, adapter.scale)
     }
@@ -537,7 +537,7 @@ impl Linear<'_> {
             let len = adapter.rank * width;
             s.factor.grow(self.device, len)?;
             let to = s.factor.first_mut(len)?;
-            matmul(self.device, Form::TN, sizes, left, right, to, false)?;
+            matmul(self.device, GemmForm::TN, sizes, left, right, to, false)?;
             store.gradients(&[RowGradients {
                 matrix,
                 first_row: 0,

@@ -8,7 +8,7 @@ use super::hidden::HiddenTargets;
 use super::lesson::Lesson;
 use super::precision::ProductPrecision;
 use super::recompute::Recompute;
-use super::scratch::{Saved, Scratch};
+use super::scratch::{Saved, TrainingScratch};
 use super::streams::Streams;
 use super::{Batch, Layout, Store};
 use crate::base::error::bail;
@@ -65,7 +65,7 @@ pub struct Pass {
     saved: Vec<Saved>,
     /// Recomputed activations, for one block at a time.
     shared: Saved,
-    scratch: Scratch,
+    scratch: TrainingScratch,
 }
 
 impl Pass {
@@ -93,7 +93,7 @@ impl Pass {
             streams: Streams::new(blocks, options.offload),
             saved: (0..blocks).map(|_| Saved::new()).collect(),
             shared: Saved::new(),
-            scratch: Scratch::new(),
+            scratch: TrainingScratch::new(),
         })
     }
 
@@ -179,7 +179,7 @@ impl Pass {
             call::check()?;
             let mut out = self.streams.take(index + 1);
             let mut saved = self.take_saved(index);
-            let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+            let mut scratch = std::mem::replace(&mut self.scratch, TrainingScratch::new());
             let x = self.streams.at(index);
             let done =
                 self.block(batch, index)
@@ -224,7 +224,7 @@ impl Pass {
         call::check()?;
         self.begin_at(self.spec.blocks.len());
         let mut saved = self.take_saved(index);
-        let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+        let mut scratch = std::mem::replace(&mut self.scratch, TrainingScratch::new());
         let block = self.block(batch, index);
         let done = block.forward(store, x, out, &mut saved, &mut scratch);
         self.put_saved(index, saved);
@@ -240,7 +240,7 @@ impl Pass {
         x: &Array<Mixed>,
         out: &mut Array<Mixed>,
     ) -> Result<()> {
-        let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+        let mut scratch = std::mem::replace(&mut self.scratch, TrainingScratch::new());
         std::mem::swap(&mut scratch.head_normed, out);
         let len = batch.rows() * self.spec.hidden_size;
         let done = x
@@ -262,7 +262,7 @@ impl Pass {
         out: &mut Array,
     ) -> Result<()> {
         call::check()?;
-        let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+        let mut scratch = std::mem::replace(&mut self.scratch, TrainingScratch::new());
         std::mem::swap(&mut scratch.head_normed, x);
         std::mem::swap(&mut scratch.logits, out);
         let done = self
@@ -280,7 +280,7 @@ impl Pass {
     }
 
     /// Frees the scratch that only blocks use and the backward pass does not need.
-    fn release_blocks(&mut self, s: &mut Scratch) {
+    fn release_blocks(&mut self, s: &mut TrainingScratch) {
         if self.options.recompute != Recompute::None {
             self.shared = Saved::new();
             s.release_blocks();
@@ -312,7 +312,7 @@ impl Pass {
     ) -> Result<Totals> {
         let blocks = self.spec.blocks.len();
         self.forward(store, batch, blocks)?;
-        let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+        let mut scratch = std::mem::replace(&mut self.scratch, TrainingScratch::new());
         let (last, head) = (self.streams.at(blocks), self.head(batch));
         let totals = HeadLoss::new(&self.device, batch.rows(), lesson)
             .and_then(|mut loss| head.forward(store, &mut loss, last, &mut scratch));
@@ -322,7 +322,7 @@ impl Pass {
 
     /// Releases the scratch of the head and the blocks before a teacher's pass.
     fn rest(&mut self) {
-        let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+        let mut scratch = std::mem::replace(&mut self.scratch, TrainingScratch::new());
         scratch.release_head();
         self.release_blocks(&mut scratch);
         self.scratch = scratch;
@@ -333,7 +333,7 @@ impl Pass {
         let blocks = self.spec.blocks.len();
         self.begin_at(blocks);
         let done = self.forward(store, batch, blocks).and_then(|()| {
-            let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+            let mut scratch = std::mem::replace(&mut self.scratch, TrainingScratch::new());
             let last = self.streams.at(blocks);
             let len = batch.rows() * self.spec.hidden_size;
             let normalized = last
@@ -357,7 +357,7 @@ impl Pass {
         batch: &Batch,
         tokens: &Range<usize>,
     ) -> Result<TeacherLogits<'_>> {
-        let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+        let mut scratch = std::mem::replace(&mut self.scratch, TrainingScratch::new());
         let done = self
             .head(batch)
             .logits(store, tokens, batch.rows(), &mut scratch);
@@ -373,7 +373,7 @@ impl Pass {
     pub fn next_token(&mut self, store: &mut dyn Store, batch: &Batch) -> Result<u32> {
         let blocks = self.spec.blocks.len();
         self.forward(store, batch, blocks)?;
-        let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+        let mut scratch = std::mem::replace(&mut self.scratch, TrainingScratch::new());
         let last = self.streams.at(blocks);
         let token = self.head(batch).next_token(store, last, &mut scratch);
         self.scratch = scratch;
@@ -429,7 +429,7 @@ impl Pass {
         let first = first_block.min(self.spec.blocks.len());
         self.begin_at(first);
         self.forward(store, batch, first)?;
-        let mut scratch = std::mem::replace(&mut self.scratch, Scratch::new());
+        let mut scratch = std::mem::replace(&mut self.scratch, TrainingScratch::new());
         let result = self.backward(store, batch, first, goal, &mut scratch);
         self.scratch = scratch;
         result
@@ -441,7 +441,7 @@ impl Pass {
         batch: &Batch,
         first_block: usize,
         goal: Goal<'_>,
-        s: &mut Scratch,
+        s: &mut TrainingScratch,
     ) -> Result<Totals> {
         let blocks = self.spec.blocks.len();
         // Blocks and the head take turns with the largest part of the memory.

@@ -175,7 +175,7 @@ impl ExpertScratch {
 
 /// Scratch that operations use one after another.
 #[derive(Debug)]
-pub(super) struct Scratch {
+pub(super) struct TrainingScratch {
     /// The weights of a GEMM of a block, and then their gradients; the weights of a chunk of the head.
     pub(super) weight: Array<Mixed>,
     /// The gradients of a chunk of the head or of the embedding.
@@ -205,9 +205,9 @@ pub(super) struct Scratch {
     pub(super) dlogits: Array<Mixed>,
 }
 
-impl Scratch {
-    pub(super) fn new() -> Scratch {
-        Scratch {
+impl TrainingScratch {
+    pub(super) fn new() -> TrainingScratch {
+        TrainingScratch {
             weight: Array::empty(),
             gradient: Array::empty(),
             tied: Array::empty(),

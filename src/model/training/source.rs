@@ -17,7 +17,7 @@ use crate::text::{ChatTemplate, TextFiles, Tokenizer};
 
 /// Tokenizer, template and special tokens of a model.
 #[derive(Debug)]
-pub struct Text {
+pub struct SourceText {
     /// The tokenizer.
     pub tokenizer: Arc<Tokenizer>,
     /// The model's own chat template, if it has one.
@@ -155,7 +155,7 @@ impl Source {
     }
 
     /// Reads the tokenizer, template and special tokens.
-    pub fn text(&self) -> Result<Text> {
+    pub fn text(&self) -> Result<SourceText> {
         let from = &self.checkpoint.metadata().tokenizer;
         let files = self.text_files()?;
         let Some(tokenizer) = files.tokenizer.clone() else {
@@ -166,7 +166,7 @@ impl Source {
         };
         let stop_tokens = generation::read(&self.spec, from, &files)?.stop_tokens;
         let named = files.eos.as_deref().and_then(|eos| tokenizer.id_of(eos));
-        Ok(Text {
+        Ok(SourceText {
             eos: named
                 .or(self.spec.eos.first().copied())
                 .or(stop_tokens.first().copied()),

@@ -4,7 +4,7 @@ use super::super::{Device, Element, Mixed, Slice, SliceMut};
 use crate::base::Result;
 use crate::cuda::training as cuda;
 
-pub use crate::tensor::product::{Form, Sizes};
+pub use crate::tensor::product::{GemmForm, Sizes};
 
 /// Bytes of workspace while a GEMM runs.
 pub fn workspace(device: &Device) -> usize {
@@ -18,7 +18,7 @@ pub fn workspace(device: &Device) -> usize {
 /// unless `out` is f32.
 pub fn matmul<E: Element<Host = f32>>(
     device: &Device,
-    form: Form,
+    form: GemmForm,
     sizes: Sizes,
     a: Slice<'_, Mixed>,
     b: Slice<'_, Mixed>,
@@ -42,7 +42,7 @@ pub fn gram(device: &Device, x: Slice<'_, Mixed>, cols: usize, out: SliceMut<'_>
                 n: cols,
                 k: x.len() / cols,
             };
-            matmul(device, Form::TN, sizes, x, x, out, true)
+            matmul(device, GemmForm::TN, sizes, x, x, out, true)
         }
     }
 }

@@ -271,7 +271,7 @@ pub struct Matrix {
     offloaded: bool,
     /// Changes of the current step, on the CPU.
     changes: Changes,
-    /// Changes of the current step, on a GPU: three 64-bit integers, see [`cuda::Step`].
+    /// Changes of the current step, on a GPU: three 64-bit integers, see [`cuda::AdamWStep`].
     counters: Array<u8>,
 }
 
@@ -762,8 +762,8 @@ impl Matrix {
         &'a self,
         weight: &'a FieldArrays,
         step: &RowsStep<'a>,
-    ) -> Result<cuda::Step<'a>> {
-        Ok(cuda::Step {
+    ) -> Result<cuda::AdamWStep<'a>> {
+        Ok(cuda::AdamWStep {
             forms: self.forms,
             coefficients: step.coefficients,
             keys: self.keys(step),

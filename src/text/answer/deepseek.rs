@@ -3,7 +3,9 @@
 
 use serde_json::Value;
 
-use super::section::{Form, Scan, Step, Written, after_call, arguments_of, is_begun, written};
+use super::section::{
+    Scan, SectionStep, ToolCallForm, Written, after_call, arguments_of, is_begun, written,
+};
 
 const BEGINS: [&str; 2] = ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"];
 const ENDS: [&str; 2] = ["<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>"];
@@ -11,7 +13,7 @@ const SEPARATOR: &str = "<｜tool▁sep｜>";
 
 pub(super) struct DeepSeek;
 
-impl Form for DeepSeek {
+impl ToolCallForm for DeepSeek {
     fn begins(&self) -> &[&'static str] {
         &BEGINS
     }
@@ -20,29 +22,29 @@ impl Form for DeepSeek {
         &[BEGINS[0], BEGINS[1], ENDS[0], ENDS[1], SEPARATOR]
     }
 
-    fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> Step {
+    fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> SectionStep {
         if scan.at == 0 && scan.has_calls {
             if let Some(step) = after_call(text, char::is_whitespace, Some(ENDS[0])) {
                 return step;
             }
             if is_begun(text, BEGINS[1]) {
-                return Step::More;
+                return SectionStep::More;
             }
             if !text.starts_with(BEGINS[1]) {
-                return Step::Over(Vec::new(), 0);
+                return SectionStep::Over(Vec::new(), 0);
             }
         }
         match scan.find(text, &ENDS) {
             Some((at, mark)) => match call(&text[..at]) {
-                Some(call) if mark == ENDS[1] => Step::Go(vec![call], at + mark.len()),
-                Some(call) => Step::Over(vec![call], at + mark.len()),
-                None => Step::Malformed(at + mark.len()),
+                Some(call) if mark == ENDS[1] => SectionStep::Go(vec![call], at + mark.len()),
+                Some(call) => SectionStep::Over(vec![call], at + mark.len()),
+                None => SectionStep::Malformed(at + mark.len()),
             },
             None if whole => match call(text) {
-                Some(call) => Step::Over(vec![call], text.len()),
-                None => Step::More,
+                Some(call) => SectionStep::Over(vec![call], text.len()),
+                None => SectionStep::More,
             },
-            None => Step::More,
+            None => SectionStep::More,
         }
     }
 }

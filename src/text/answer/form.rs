@@ -1,6 +1,6 @@
 //! Detects how a model writes reasoning and tool calls, from its chat template and its tokens.
 
-use super::section::Form;
+use super::section::ToolCallForm;
 use super::{deepseek, gemma, json, llama, mistral, python, xml};
 
 /// The marks around reasoning.
@@ -45,7 +45,7 @@ static REASONING: [Reasoning; 4] = [
 
 /// The forms, each with texts that its templates contain. The first form whose texts all occur is chosen, so a form precedes those that
 /// share some of its texts.
-static FORMS: [(&dyn Form, &[&str]); 14] = [
+static FORMS: [(&dyn ToolCallForm, &[&str]); 14] = [
     (&mistral::Mistral, &["[TOOL_CALLS]"]),
     (&deepseek::DeepSeek, &["<｜tool▁call▁begin｜>"]),
     (&xml::SEED, &["<seed:tool_call>"]),
@@ -69,7 +69,7 @@ const LLAMA: &str = "\"parameters\": dictionary of argument name";
 #[derive(Clone, Debug)]
 pub struct AnswerForm {
     pub(super) reasoning: Option<&'static Reasoning>,
-    pub(super) calls: Option<&'static dyn Form>,
+    pub(super) calls: Option<&'static dyn ToolCallForm>,
     shown: Vec<&'static str>,
 }
 

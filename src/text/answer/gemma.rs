@@ -4,7 +4,7 @@
 use serde_json::{Map, Value};
 
 use super::cursor::{Cursor, DEPTH};
-use super::section::{Form, Scan, Step, Written, between, written};
+use super::section::{Scan, SectionStep, ToolCallForm, Written, between, written};
 
 /// The marks before and after a call, and the quote of strings.
 pub(super) struct Gemma {
@@ -18,7 +18,7 @@ pub(super) static GEMMA4: Gemma = Gemma {
     marks: ["<|tool_call>", "<tool_call|>", "<|\"|>"],
 };
 
-impl Form for Gemma {
+impl ToolCallForm for Gemma {
     fn begins(&self) -> &[&'static str] {
         &self.marks[..1]
     }
@@ -27,7 +27,7 @@ impl Form for Gemma {
         &self.marks
     }
 
-    fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> Step {
+    fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> SectionStep {
         let [begin, end, quote] = self.marks;
         between(text, scan, (begin, end), whole, |body| {
             Some(vec![call(body, quote)?])

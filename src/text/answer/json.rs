@@ -3,7 +3,7 @@
 //! Phi-4-mini (`<|tool_call|>`, closed), Command R7B (`<|START_ACTION|>`, a list with `tool_name` and `parameters`) and
 //! Nemotron (`<TOOLCALL>`, a list).
 
-use super::section::{Form, Found, HEADER, Scan, Step, after_call, call_of};
+use super::section::{Found, HEADER, Scan, SectionStep, ToolCallForm, after_call, call_of};
 
 /// JSON between marks.
 pub(super) struct Json {
@@ -23,7 +23,7 @@ impl Json {
     }
 }
 
-impl Form for Json {
+impl ToolCallForm for Json {
     fn begins(&self) -> &[&'static str] {
         &self.marks[..1]
     }
@@ -32,7 +32,7 @@ impl Form for Json {
         self.marks
     }
 
-    fn read(&self, text: &str, scan: &mut Scan, _: bool) -> Step {
+    fn read(&self, text: &str, scan: &mut Scan, _: bool) -> SectionStep {
         let (begin, end) = (self.marks[0], self.marks.get(1).copied());
         if scan.at == 0 && scan.has_calls {
             // Closers of the list; some models write one too many of them.
@@ -41,7 +41,7 @@ impl Form for Json {
                 return step;
             }
             if !text.starts_with('{') {
-                return Step::Over(Vec::new(), 0);
+                return SectionStep::Over(Vec::new(), 0);
             }
             scan.begin(0);
         } else if scan.at == 0 {
@@ -49,24 +49,24 @@ impl Form for Json {
             let body = body.strip_prefix('[').unwrap_or(body).trim_start();
             let at = text.len() - body.len();
             if at > HEADER || !(body.is_empty() || body.starts_with('{')) {
-                return Step::Malformed(begin.len());
+                return SectionStep::Malformed(begin.len());
             }
             if body.is_empty() {
-                return Step::More;
+                return SectionStep::More;
             }
             scan.begin(at);
         }
         loop {
             match scan.value(text, end) {
-                Found::More => return Step::More,
-                Found::Mark(until) => return Step::Malformed(until),
+                Found::More => return SectionStep::More,
+                Found::Mark(until) => return SectionStep::Malformed(until),
                 Found::Value(until) if !scan.is_bad => {
                     let value = serde_json::from_str(&text[scan.start..until]);
                     if let Some(call) = value.ok().and_then(call_of) {
-                        return Step::Go(vec![call], until);
+                        return SectionStep::Go(vec![call], until);
                     }
                     if end.is_none() {
-                        return Step::Malformed(until);
+                        return SectionStep::Malformed(until);
                     }
                     scan.is_bad = true;
                 }

@@ -3,8 +3,8 @@
 
 use super::python;
 use super::section::{
-    Form, Found, HEADER, Scan, Step, Written, after_call, arguments_of, begins_or_begun, between,
-    call_of, is_begun, written,
+    Found, HEADER, Scan, SectionStep, ToolCallForm, Written, after_call, arguments_of,
+    begins_or_begun, between, call_of, is_begun, written,
 };
 
 const TAG: &str = "<|python_tag|>";
@@ -21,7 +21,7 @@ const KEYS: [&str; 5] = [
 
 pub(super) struct Llama;
 
-impl Form for Llama {
+impl ToolCallForm for Llama {
     fn begins(&self) -> &[&'static str] {
         &[TAG, FUNCTION[0]]
     }
@@ -34,17 +34,17 @@ impl Form for Llama {
         true
     }
 
-    fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> Step {
+    fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> SectionStep {
         if scan.at == 0 && scan.has_calls {
             let separates = |c: char| c.is_whitespace() || c == ';';
             if let Some(step) = after_call(text, separates, None) {
                 return step;
             }
             if is_begun(text, TAG) {
-                return Step::More;
+                return SectionStep::More;
             }
             if !text.starts_with('{') && !text.starts_with(TAG) {
-                return Step::Over(Vec::new(), 0);
+                return SectionStep::Over(Vec::new(), 0);
             }
         }
         if text.starts_with(FUNCTION[0]) {
@@ -54,29 +54,29 @@ impl Form for Llama {
             let body = text.strip_prefix(TAG).unwrap_or(text).trim_start();
             let at = text.len() - body.len();
             if at > HEADER {
-                return Step::Malformed(TAG.len());
+                return SectionStep::Malformed(TAG.len());
             }
             if body.is_empty() {
-                return Step::More;
+                return SectionStep::More;
             }
             if !body.starts_with('{') {
                 return python(text, body, whole);
             }
             let key = body[1..].trim_start();
             if body.len() - key.len() > HEADER || !KEYS.iter().any(|k| begins_or_begun(key, k)) {
-                return Step::Malformed(at + 1);
+                return SectionStep::Malformed(at + 1);
             }
             if KEYS.iter().any(|k| is_begun(key, k)) {
-                return Step::More;
+                return SectionStep::More;
             }
             scan.begin(at);
         }
         match scan.value(text, None) {
             Found::Value(until) => match object(&text[scan.start..until]) {
-                Some(call) => Step::Go(vec![call], until),
-                None => Step::Malformed(until),
+                Some(call) => SectionStep::Go(vec![call], until),
+                None => SectionStep::Malformed(until),
             },
-            Found::Mark(_) | Found::More => Step::More,
+            Found::Mark(_) | Found::More => SectionStep::More,
         }
     }
 }
@@ -90,19 +90,19 @@ fn object(text: &str) -> Option<Written> {
 }
 
 /// Code after the tag. No mark ends it, so it is held back until the end of the answer.
-fn python(text: &str, body: &str, whole: bool) -> Step {
+fn python(text: &str, body: &str, whole: bool) -> SectionStep {
     if !whole {
-        return Step::More;
+        return SectionStep::More;
     }
     let Some(mut calls) = python::calls(body) else {
-        return Step::Malformed(text.len());
+        return SectionStep::Malformed(text.len());
     };
     for call in &mut calls {
         if let Some(name) = call.name.strip_suffix(".call") {
             call.name = name.to_owned();
         }
     }
-    Step::Over(calls, text.len())
+    SectionStep::Over(calls, text.len())
 }
 
 fn function(body: &str) -> Option<Vec<Written>> {

@@ -2,7 +2,9 @@
 //! between them `[ARGS]` (Devstral, Magistral 2509, Ministral 3) or `[CALL_ID]`, an id and `[ARGS]` (Small 3.2).
 
 use super::json::Json;
-use super::section::{Form, Found, HEADER, Scan, Step, Written, arguments_of, written};
+use super::section::{
+    Found, HEADER, Scan, SectionStep, ToolCallForm, Written, arguments_of, written,
+};
 
 const BEGIN: &str = "[TOOL_CALLS]";
 const CALL_ID: &str = "[CALL_ID]";
@@ -12,7 +14,7 @@ static LIST: Json = Json::between(&[BEGIN]);
 
 pub(super) struct Mistral;
 
-impl Form for Mistral {
+impl ToolCallForm for Mistral {
     fn begins(&self) -> &[&'static str] {
         &[BEGIN]
     }
@@ -21,7 +23,7 @@ impl Form for Mistral {
         &[BEGIN, CALL_ID, ARGS]
     }
 
-    fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> Step {
+    fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> SectionStep {
         let body = text.get(BEGIN.len()..).unwrap_or_default().trim_start();
         // Only a list continues after its first call: another name has a mark of its own.
         if scan.has_calls || body.starts_with(['[', '{']) {
@@ -30,8 +32,8 @@ impl Form for Mistral {
         if scan.at == 0 {
             let Some(at) = text.find('{').filter(|&at| at <= HEADER) else {
                 return match text.len() > HEADER {
-                    true => Step::Malformed(BEGIN.len()),
-                    false => Step::More,
+                    true => SectionStep::Malformed(BEGIN.len()),
+                    false => SectionStep::More,
                 };
             };
             scan.begin(at);
@@ -39,11 +41,11 @@ impl Form for Mistral {
         match scan.value(text, None) {
             Found::Value(until) => {
                 match call(&text[BEGIN.len()..scan.start], &text[scan.start..until]) {
-                    Some(call) => Step::Over(vec![call], until),
-                    None => Step::Malformed(until),
+                    Some(call) => SectionStep::Over(vec![call], until),
+                    None => SectionStep::Malformed(until),
                 }
             }
-            Found::Mark(_) | Found::More => Step::More,
+            Found::Mark(_) | Found::More => SectionStep::More,
         }
     }
 }

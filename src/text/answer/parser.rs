@@ -1,7 +1,7 @@
 //! The parser: a buffer of undecided text, a cursor in it, and a stage.
 
 use super::form::{AnswerForm, Reasoning};
-use super::section::{Form, Scan, Step, Written, search};
+use super::section::{Scan, SectionStep, ToolCallForm, Written, search};
 use crate::text::ToolCall;
 
 /// A piece of an answer.
@@ -18,7 +18,7 @@ pub enum Event {
 /// Splits an answer into events while it streams.
 pub struct AnswerParser {
     reasoning: Option<&'static Reasoning>,
-    calls: Option<&'static dyn Form>,
+    calls: Option<&'static dyn ToolCallForm>,
     /// The number of the next call in the conversation.
     next_call: usize,
     stage: Stage,
@@ -102,7 +102,7 @@ impl AnswerParser {
     /// A parser at the beginning of the content.
     pub(super) fn with(
         reasoning: Option<&'static Reasoning>,
-        calls: Option<&'static dyn Form>,
+        calls: Option<&'static dyn ToolCallForm>,
         first_call: usize,
     ) -> Self {
         let mut parser = AnswerParser {
@@ -243,22 +243,22 @@ impl AnswerParser {
             return (0, false);
         };
         let step = match form.read(text, scan, whole) {
-            Step::More if whole => Step::Malformed(text.len()),
+            SectionStep::More if whole => SectionStep::Malformed(text.len()),
             step => step,
         };
         match step {
-            Step::More => (0, false),
-            Step::Go(calls, read) => {
+            SectionStep::More => (0, false),
+            SectionStep::Go(calls, read) => {
                 *scan = Scan::after(scan.has_calls || !calls.is_empty());
                 self.call(calls, events);
                 (read, true)
             }
-            Step::Over(calls, read) => {
+            SectionStep::Over(calls, read) => {
                 self.stage = Stage::Content { is_first: false };
                 self.call(calls, events);
                 (read, true)
             }
-            Step::Malformed(read) => {
+            SectionStep::Malformed(read) => {
                 self.stage = Stage::Content { is_first: false };
                 self.show(&text[..read], events);
                 (read, true)

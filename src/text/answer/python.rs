@@ -5,7 +5,7 @@
 use serde_json::{Map, Value};
 
 use super::cursor::{Cursor, DEPTH};
-use super::section::{Form, Scan, Step, Written, between, written};
+use super::section::{Scan, SectionStep, ToolCallForm, Written, between, written};
 
 /// Python between a mark and another.
 pub(super) struct Python {
@@ -19,7 +19,7 @@ pub(super) static TOOL_CODE: Python = Python {
     marks: ["```tool_code", "```"],
 };
 
-impl Form for Python {
+impl ToolCallForm for Python {
     fn begins(&self) -> &[&'static str] {
         &self.marks[..1]
     }
@@ -28,7 +28,7 @@ impl Form for Python {
         &self.marks
     }
 
-    fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> Step {
+    fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> SectionStep {
         between(text, scan, (self.marks[0], self.marks[1]), whole, calls)
     }
 }

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 pub(super) const HEADER: usize = 256;
 
 /// A family's form of tool calls.
-pub(super) trait Form: Sync {
+pub(super) trait ToolCallForm: Sync {
     /// The marks that begin a section.
     fn begins(&self) -> &[&'static str];
 
@@ -21,17 +21,17 @@ pub(super) trait Form: Sync {
 
     /// Continues parsing a section. `text` is its unparsed text so far; `whole` says that it is complete because the model
     /// has ended the answer. The result may depend on the text, but not on how it was split into pieces.
-    fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> Step;
+    fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> SectionStep;
 }
 
-impl std::fmt::Debug for dyn Form {
+impl std::fmt::Debug for dyn ToolCallForm {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_list().entries(self.marks()).finish()
     }
 }
 
 /// The next step in a section.
-pub(super) enum Step {
+pub(super) enum SectionStep {
     /// Undecided until there is more text.
     More,
     /// Calls in this many bytes; the section continues.
@@ -171,18 +171,18 @@ pub(super) fn between(
     (begin, end): (&str, &str),
     whole: bool,
     read: impl Fn(&str) -> Option<Vec<Written>>,
-) -> Step {
+) -> SectionStep {
     if scan.at == 0 {
         scan.at = begin.len();
     }
     let (body, until) = match scan.find(text, &[end]) {
         Some((at, mark)) => (&text[begin.len()..at], at + mark.len()),
         None if whole => (&text[begin.len()..], text.len()),
-        None => return Step::More,
+        None => return SectionStep::More,
     };
     match read(body) {
-        Some(calls) => Step::Over(calls, until),
-        None => Step::Malformed(until),
+        Some(calls) => SectionStep::Over(calls, until),
+        None => SectionStep::Malformed(until),
     }
 }
 
@@ -191,19 +191,19 @@ pub(super) fn after_call(
     text: &str,
     separates: impl Fn(char) -> bool,
     close: Option<&str>,
-) -> Option<Step> {
+) -> Option<SectionStep> {
     let separators = text.len() - text.trim_start_matches(separates).len();
     if separators > 0 {
-        return Some(Step::Go(Vec::new(), separators));
+        return Some(SectionStep::Go(Vec::new(), separators));
     }
     if text.is_empty() {
-        return Some(Step::More);
+        return Some(SectionStep::More);
     }
     let close = close?;
     if text.starts_with(close) {
-        return Some(Step::Over(Vec::new(), close.len()));
+        return Some(SectionStep::Over(Vec::new(), close.len()));
     }
-    is_begun(text, close).then_some(Step::More)
+    is_begun(text, close).then_some(SectionStep::More)
 }
 
 /// The call in a JSON object.

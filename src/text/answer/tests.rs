@@ -6,12 +6,12 @@ use proptest::prelude::*;
 
 use super::form::AnswerForm;
 use super::parser::{AnswerParser, Event};
-use super::section::Form;
+use super::section::ToolCallForm;
 use super::{deepseek, gemma, json, llama, mistral, python, xml};
 use crate::base::env;
 use crate::text::ToolCall;
 
-static ALL: [&dyn Form; 14] = [
+static ALL: [&dyn ToolCallForm; 14] = [
     &deepseek::DeepSeek,
     &gemma::FUNCTION_GEMMA,
     &gemma::GEMMA4,
@@ -74,7 +74,7 @@ fn characters(text: &str) -> impl Iterator<Item = &str> {
 }
 
 /// The events of a whole answer in `form`, which are the same at once and character by character.
-pub(super) fn parsed(form: &'static dyn Form, answer: &str) -> Vec<Event> {
+pub(super) fn parsed(form: &'static dyn ToolCallForm, answer: &str) -> Vec<Event> {
     let parser = || AnswerParser::with(None, Some(form), 0);
     let events = run(parser(), [answer], true);
     assert_eq!(run(parser(), characters(answer), true), events);
@@ -90,7 +90,7 @@ fn qwen3() -> AnswerForm {
 }
 
 /// Qwen3's reasoning with calls in `form`.
-fn in_form(form: &'static dyn Form) -> AnswerForm {
+fn in_form(form: &'static dyn ToolCallForm) -> AnswerForm {
     let mut answer = qwen3();
     answer.calls = Some(form);
     answer
@@ -197,7 +197,7 @@ fn tokens_that_are_shown() {
 }
 
 /// Time for an answer in `form` that arrives in pieces of `step` bytes.
-fn time(form: &'static dyn Form, prompt: &str, answer: &str, step: usize) -> Duration {
+fn time(form: &'static dyn ToolCallForm, prompt: &str, answer: &str, step: usize) -> Duration {
     let mut parser = AnswerParser::new(&in_form(form), prompt, true, 0);
     let begin = Instant::now();
     for piece in answer.as_bytes().chunks(step) {
@@ -296,7 +296,7 @@ fn fragment() -> impl Strategy<Value = String> {
 }
 
 /// Answers in one form, with its own marks more often among the fragments.
-fn answers() -> impl Strategy<Value = (&'static dyn Form, Vec<String>)> {
+fn answers() -> impl Strategy<Value = (&'static dyn ToolCallForm, Vec<String>)> {
     prop::sample::select(ALL.to_vec()).prop_flat_map(|form| {
         let own = prop::sample::select(form.marks().to_vec()).prop_map(str::to_owned);
         let pieces = prop::collection::vec(prop_oneof![own, fragment(), fragment()], 0..16);

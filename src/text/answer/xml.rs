@@ -4,7 +4,7 @@
 use serde_json::{Map, Value};
 
 use super::section::{
-    Form, HEADER, Scan, Step, Written, after_call, begins_or_begun, between, written,
+    HEADER, Scan, SectionStep, ToolCallForm, Written, after_call, begins_or_begun, between, written,
 };
 
 const FUNCTION: [&str; 2] = ["<function=", "</function>"];
@@ -25,7 +25,7 @@ pub(super) static SEED: Xml = Xml {
     marks: ["<seed:tool_call>", "</seed:tool_call>"],
 };
 
-impl Form for Xml {
+impl ToolCallForm for Xml {
     fn begins(&self) -> &[&'static str] {
         &self.begins
     }
@@ -34,18 +34,18 @@ impl Form for Xml {
         &self.marks
     }
 
-    fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> Step {
+    fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> SectionStep {
         let [begin, end] = self.marks;
         if scan.has_calls {
             // A closing mark without an opening one.
             return after_call(text, char::is_whitespace, Some(end))
-                .unwrap_or(Step::Over(Vec::new(), 0));
+                .unwrap_or(SectionStep::Over(Vec::new(), 0));
         }
         if text.starts_with(FUNCTION[0]) {
             return match between(text, scan, (FUNCTION[0], FUNCTION[1]), whole, |body| {
                 Some(vec![function(body)?])
             }) {
-                Step::Over(calls, until) => Step::Go(calls, until),
+                SectionStep::Over(calls, until) => SectionStep::Go(calls, until),
                 step => step,
             };
         }
@@ -53,10 +53,10 @@ impl Form for Xml {
             let body = text[begin.len()..].trim_start();
             let is_far = text.len() - body.len() > HEADER;
             if is_far || !begins_or_begun(body, FUNCTION[0]) {
-                return Step::Malformed(begin.len());
+                return SectionStep::Malformed(begin.len());
             }
             if body.len() < FUNCTION[0].len() {
-                return Step::More;
+                return SectionStep::More;
             }
         }
         between(text, scan, (begin, end), whole, functions)

@@ -61,12 +61,12 @@ pub(in crate::text) struct Tokens<'a>(pub(in crate::text) Vec<(Cow<'a, str>, u32
 pub(in crate::text) struct Pairs<'a>(pub(in crate::text) Vec<(Cow<'a, str>, Cow<'a, str>)>);
 
 /// A string borrowed from the file, unless it has escapes there.
-struct Text<'a>(Cow<'a, str>);
+struct FileString<'a>(Cow<'a, str>);
 
-impl<'de> Deserialize<'de> for Text<'de> {
+impl<'de> Deserialize<'de> for FileString<'de> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         match deserializer.deserialize_str(MergeVisitor)? {
-            Merge::Text(text) => Ok(Text(text)),
+            Merge::Text(text) => Ok(FileString(text)),
             Merge::Pair(..) => Err(de::Error::custom("a pair is no string")),
         }
     }
@@ -101,7 +101,7 @@ impl<'de> Visitor<'de> for MergeVisitor {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Self::Value, A::Error> {
-        let mut next = || list.next_element::<Text<'de>>();
+        let mut next = || list.next_element::<FileString<'de>>();
         match (next()?, next()?, next()?) {
             (Some(left), Some(right), None) => Ok(Merge::Pair(left.0, right.0)),
             _ => Err(de::Error::custom("a merge is of two tokens")),
@@ -137,7 +137,7 @@ impl<'de: 'a, 'a> Deserialize<'de> for Tokens<'a> {
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
                 let mut tokens = Vec::new();
-                while let Some((text, id)) = map.next_entry::<Text<'de>, u32>()? {
+                while let Some((text, id)) = map.next_entry::<FileString<'de>, u32>()? {
                     tokens.push((text.0, id));
                 }
                 Ok(Tokens(tokens))

@@ -23,7 +23,7 @@ use tokenizers::{Encoding, PaddingParams, PostProcessor, PostProcessorWrapper, T
 use self::added::Finder;
 use self::classes::Classes;
 use self::merge::{Memory, Merges, Steps};
-use self::split::{Kind, Step};
+use self::split::{Kind, WordPattern};
 use self::vocabulary::Vocabulary;
 use super::pieces::byte_of;
 use crate::base::Result;
@@ -35,7 +35,7 @@ pub(super) use self::split::patterns;
 
 /// The scratch memory of a thread that encodes.
 #[derive(Default)]
-struct Room {
+struct EncodeScratch {
     memory: Memory,
     steps: Steps,
 }
@@ -57,13 +57,13 @@ pub(super) struct Bpe {
     /// Added tokens that are searched for in the normalized text.
     normalized: Finder,
     nfc: bool,
-    steps: Vec<Step>,
+    steps: Vec<WordPattern>,
     prefix_space: bool,
     /// The tokens that the model expects around every text.
     around: (Vec<u32>, Vec<u32>),
     /// The file without tokens and merges.
     settings: File<'static>,
-    rooms: Mutex<Vec<Room>>,
+    rooms: Mutex<Vec<EncodeScratch>>,
 }
 
 impl Bpe {
@@ -245,7 +245,13 @@ impl Bpe {
         Ok(())
     }
 
-    fn append_normalized(&self, text: &str, plain: bool, room: &mut Room, out: &mut Vec<u32>) {
+    fn append_normalized(
+        &self,
+        text: &str,
+        plain: bool,
+        room: &mut EncodeScratch,
+        out: &mut Vec<u32>,
+    ) {
         let text = match self.nfc {
             true => nfc::nfc(text),
             false => Cow::Borrowed(text),
@@ -258,12 +264,12 @@ impl Bpe {
         }
     }
 
-    fn append_words(&self, text: &str, room: &mut Room, out: &mut Vec<u32>) {
+    fn append_words(&self, text: &str, room: &mut EncodeScratch, out: &mut Vec<u32>) {
         let text = match self.prefix_space && !text.starts_with(' ') {
             true => Cow::Owned(format!(" {text}")),
             false => Cow::Borrowed(text),
         };
-        let Room { memory, steps } = room;
+        let EncodeScratch { memory, steps } = room;
         split::words(&text, &self.steps, &mut |word| {
             memory.tokens(word.as_bytes(), out, |out| self.merge(word, steps, out));
         });
@@ -320,7 +326,7 @@ fn normalizer(value: &Value) -> Option<bool> {
 }
 
 /// The steps of a pre-tokenizer that ends with the byte level, and whether each text gets a leading space.
-fn pre_tokenizer(value: &Value) -> Option<(Vec<Step>, bool)> {
+fn pre_tokenizer(value: &Value) -> Option<(Vec<WordPattern>, bool)> {
     let (splits, last) = match value["pretokenizers"].as_array() {
         Some(list) if value["type"] == "Sequence" && value.as_object()?.len() == 2 => {
             let (last, splits) = list.split_last()?;
@@ -329,23 +335,23 @@ fn pre_tokenizer(value: &Value) -> Option<(Vec<Step>, bool)> {
         _ => (&[][..], value),
     };
     let last: ByteLevel = serde_json::from_value(last.clone()).ok()?;
-    let mut steps: Vec<Step> = splits.iter().map(split).collect::<Option<_>>()?;
+    let mut steps: Vec<WordPattern> = splits.iter().map(split).collect::<Option<_>>()?;
     // After other steps, each of their words would get the space.
     if last.add_prefix_space && !steps.is_empty() {
         return None;
     }
     if last.use_regex {
-        steps.push(Step::Gpt2);
+        steps.push(WordPattern::Gpt2);
     }
     Some((steps, last.add_prefix_space))
 }
 
-fn split(value: &Value) -> Option<Step> {
+fn split(value: &Value) -> Option<WordPattern> {
     if *value == json!({"type": "Digits", "individual_digits": true}) {
-        return Some(Step::Runs(Kind::Numeric, 1, 1));
+        return Some(WordPattern::Runs(Kind::Numeric, 1, 1));
     }
     let pattern = value["pattern"]["Regex"].as_str()?;
-    let step = Step::of(pattern)?;
+    let step = WordPattern::of(pattern)?;
     let written = |behavior: &str, invert: bool| {
         let pattern = json!({"Regex": pattern});
         *value

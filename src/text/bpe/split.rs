@@ -6,7 +6,7 @@ use super::classes::{Classes, LETTER, LOWER, MARK, NUMBER, PUNCTUATION, SPACE, S
 
 /// A known pattern. Its matches, and the text between them, become words.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Step {
+pub(super) enum WordPattern {
     /// The words of GPT-2.
     Gpt2,
     /// The words of cl100k_base, used by Llama 3 and Qwen, with up to `digits` digits per word; marks may count as letters.
@@ -56,70 +56,73 @@ pub(in crate::text) mod patterns {
     pub(in crate::text) const HAN: &str = "[一-龥぀-ゟ゠-ヿ]+";
 }
 
-const KNOWN: &[(&str, Step)] = &[
-    (patterns::GPT2, Step::Gpt2),
+const KNOWN: &[(&str, WordPattern)] = &[
+    (patterns::GPT2, WordPattern::Gpt2),
     (
         patterns::QWEN2,
-        Step::Cl100k {
+        WordPattern::Cl100k {
             digits: 1,
             marks: false,
         },
     ),
     (
         patterns::LLAMA3,
-        Step::Cl100k {
+        WordPattern::Cl100k {
             digits: 3,
             marks: false,
         },
     ),
     (
         patterns::QWEN35,
-        Step::Cl100k {
+        WordPattern::Cl100k {
             digits: 1,
             marks: true,
         },
     ),
     (
         patterns::GPT4O,
-        Step::O200k {
+        WordPattern::O200k {
             digits: 3,
             contractions: true,
         },
     ),
     (
         patterns::TEKKEN,
-        Step::O200k {
+        WordPattern::O200k {
             digits: 1,
             contractions: false,
         },
     ),
-    (patterns::DEEPSEEK, Step::DeepSeek),
-    (r"\p{N}", Step::Runs(Kind::Number, 1, 1)),
-    (r"\p{N}{1,3}", Step::Runs(Kind::Number, 1, 3)),
-    (r"\p{N}+", Step::Runs(Kind::Number, 1, usize::MAX)),
-    ("[0-9][0-9][0-9]", Step::Runs(Kind::Digit, 3, 3)),
+    (patterns::DEEPSEEK, WordPattern::DeepSeek),
+    (r"\p{N}", WordPattern::Runs(Kind::Number, 1, 1)),
+    (r"\p{N}{1,3}", WordPattern::Runs(Kind::Number, 1, 3)),
+    (r"\p{N}+", WordPattern::Runs(Kind::Number, 1, usize::MAX)),
+    ("[0-9][0-9][0-9]", WordPattern::Runs(Kind::Digit, 3, 3)),
     (
         patterns::PUNCTUATION,
-        Step::Runs(Kind::Punctuation, 1, usize::MAX),
+        WordPattern::Runs(Kind::Punctuation, 1, usize::MAX),
     ),
-    (patterns::HAN, Step::Runs(Kind::Han, 1, usize::MAX)),
+    (patterns::HAN, WordPattern::Runs(Kind::Han, 1, usize::MAX)),
 ];
 
-impl Step {
+impl WordPattern {
     /// The step for a pattern, if it is known.
-    pub(super) fn of(pattern: &str) -> Option<Step> {
+    pub(super) fn of(pattern: &str) -> Option<WordPattern> {
         let known = KNOWN.iter().find(|(text, _)| *text == pattern);
         known.map(|(_, step)| *step)
     }
 
     /// Whether every character of every text is part of a match.
     pub(super) fn matches_all(self) -> bool {
-        matches!(self, Step::Gpt2 | Step::Cl100k { .. } | Step::O200k { .. })
+        matches!(
+            self,
+            WordPattern::Gpt2 | WordPattern::Cl100k { .. } | WordPattern::O200k { .. }
+        )
     }
 }
 
 /// Calls `found` with each word of `text`: each step splits the pieces of the one before.
-pub(super) fn words<'t>(text: &'t str, steps: &[Step], found: &mut dyn FnMut(&'t str)) {
+pub(super) fn words<'t>(text: &'t str, steps: &[WordPattern], found: &mut dyn FnMut(&'t str)) {
     let Some((step, further)) = steps.split_first() else {
         if !text.is_empty() {
             found(text);
@@ -130,7 +133,7 @@ pub(super) fn words<'t>(text: &'t str, steps: &[Step], found: &mut dyn FnMut(&'t
         [] => found(&text[range]),
         _ => words(&text[range], further, found),
     };
-    let text = Text {
+    let text = ClassifiedText {
         text,
         classes: Classes::get(),
     };
@@ -172,12 +175,12 @@ static ASCII: [u8; 128] = {
     table
 };
 
-struct Text<'t> {
+struct ClassifiedText<'t> {
     text: &'t str,
     classes: &'static Classes,
 }
 
-impl Text<'_> {
+impl ClassifiedText<'_> {
     fn byte(&self, at: usize) -> Option<u8> {
         self.text.as_bytes().get(at).copied()
     }
@@ -216,16 +219,16 @@ impl Text<'_> {
     }
 
     /// The end of the match that begins at `at`; if none does, where the next may begin.
-    fn matched(&self, step: Step, at: usize) -> Result<usize, usize> {
+    fn matched(&self, step: WordPattern, at: usize) -> Result<usize, usize> {
         match step {
-            Step::Gpt2 => Ok(self.gpt2(at)),
-            Step::Cl100k { digits, marks } => Ok(self.cl100k(at, digits, marks)),
-            Step::O200k {
+            WordPattern::Gpt2 => Ok(self.gpt2(at)),
+            WordPattern::Cl100k { digits, marks } => Ok(self.cl100k(at, digits, marks)),
+            WordPattern::O200k {
                 digits,
                 contractions,
             } => Ok(self.o200k(at, digits, contractions)),
-            Step::DeepSeek => self.deepseek(at),
-            Step::Runs(kind, least, most) => {
+            WordPattern::DeepSeek => self.deepseek(at),
+            WordPattern::Runs(kind, least, most) => {
                 let mut chars = self.text[at..].chars();
                 let run = chars.by_ref().take(most).take_while(|&c| self.is(kind, c));
                 let (count, len) = run.fold((0, 0), |(n, len), c| (n + 1, len + c.len_utf8()));
@@ -438,7 +441,7 @@ mod tests {
 
     fn cut(pattern: &str, text: &str) -> Vec<String> {
         let mut found = Vec::new();
-        let steps = [Step::of(pattern).unwrap()];
+        let steps = [WordPattern::of(pattern).unwrap()];
         words(text, &steps, &mut |word| found.push(word.to_owned()));
         found
     }

@@ -42,12 +42,12 @@ impl NoContent {
 
 /// The form of one template, detected when first needed.
 #[derive(Debug, Default)]
-pub(super) struct Form {
+pub(super) struct MessageForm {
     takes_parts: OnceLock<bool>,
     call_form: OnceLock<CallForm>,
 }
 
-impl Form {
+impl MessageForm {
     /// `message` with the keys of transformers, in the form that this template expects.
     pub(super) fn of(&self, template: &Compiled, message: &Message) -> Value {
         let role = match message.role.as_str() {

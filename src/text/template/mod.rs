@@ -20,7 +20,7 @@ use serde_json::Map;
 
 use self::closings::Closings;
 use self::engine::Compiled;
-use self::form::{Form, check_tools};
+use self::form::{MessageForm, check_tools};
 use super::Message;
 use crate::base::alloc::{Budget, foreign};
 use crate::base::error::{bail, err};
@@ -44,7 +44,7 @@ const LONGEST_TEST: Duration = Duration::from_secs(5);
 const TEST_MEMORY: usize = 64 << 20;
 
 /// A compiled template, and the form of messages that it expects.
-type Rendered = Arc<(Compiled, Form)>;
+type Rendered = Arc<(Compiled, MessageForm)>;
 
 /// Name of the template for conversations with tools, as in transformers.
 const TOOL_USE: &str = "tool_use";
@@ -260,7 +260,7 @@ impl ChatTemplate {
 
 fn compiled(source: &str, bos: Option<&str>, eos: Option<&str>) -> Result<Rendered> {
     let compiled = Compiled::new(source, bos, eos)?;
-    Ok(Arc::new((compiled, Form::default())))
+    Ok(Arc::new((compiled, MessageForm::default())))
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use super::options::EmptyThink;
 use super::row::Row;
 use crate::base::Result;
 use crate::base::error::{bail, err};
-use crate::model::training::Text;
+use crate::model::training::SourceText;
 use crate::text::{AnswerForm, ChatTemplate, Message, Prompt};
 
 /// A sequence of tokens, and which of them are learned.
@@ -78,7 +78,7 @@ impl Document {
 
 /// Encodes rows as documents.
 pub(super) struct Encoder<'a> {
-    text: &'a Text,
+    text: &'a SourceText,
     /// Whether every token is learned.
     learn_all: bool,
     empty_think: EmptyThink,
@@ -90,7 +90,11 @@ pub(super) struct Encoder<'a> {
 }
 
 impl<'a> Encoder<'a> {
-    pub(super) fn new(text: &'a Text, learn_all: bool, empty_think: EmptyThink) -> Result<Self> {
+    pub(super) fn new(
+        text: &'a SourceText,
+        learn_all: bool,
+        empty_think: EmptyThink,
+    ) -> Result<Self> {
         if learn_all && empty_think != EmptyThink::Learn {
             bail!(
                 InvalidArgument,
@@ -369,7 +373,7 @@ impl Rendering<'_> {
     /// Number of tokens of an answer up to its end token. A template may write more after it: white space, or the beginning of another
     /// answer.
     fn to_the_end(&self, answer: &[u32]) -> Result<usize> {
-        let Text {
+        let SourceText {
             tokenizer,
             stop_tokens,
             ..

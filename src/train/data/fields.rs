@@ -14,7 +14,7 @@ use crate::text::{kind, tools_from_json};
 
 /// Forms of rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Form {
+enum RowForm {
     Messages,
     ShareGpt,
     Completion,
@@ -24,13 +24,16 @@ enum Form {
 }
 
 /// The forms by their required fields, each with its possible names.
-const FORMS: [(Form, &[&[&str]]); 6] = [
-    (Form::Messages, &[&["messages"]]),
-    (Form::ShareGpt, &[&["conversations", "conversation"]]),
-    (Form::Completion, &[&["prompt"], &["completion"]]),
-    (Form::Alpaca, &[&["instruction"], &["output", "response"]]),
-    (Form::Question, &[&["question"], &["answer"]]),
-    (Form::Text, &[&["text"]]),
+const FORMS: [(RowForm, &[&[&str]]); 6] = [
+    (RowForm::Messages, &[&["messages"]]),
+    (RowForm::ShareGpt, &[&["conversations", "conversation"]]),
+    (RowForm::Completion, &[&["prompt"], &["completion"]]),
+    (
+        RowForm::Alpaca,
+        &[&["instruction"], &["output", "response"]],
+    ),
+    (RowForm::Question, &[&["question"], &["answer"]]),
+    (RowForm::Text, &[&["text"]]),
 ];
 
 /// [`FORMS`] in words, for errors.
@@ -166,7 +169,7 @@ impl Fields {
     }
 
     /// The only form whose required fields are all present.
-    fn form(&self) -> Result<Form> {
+    fn form(&self) -> Result<RowForm> {
         let has_all = |needed: &[&[&str]]| {
             let mut needed = needed.iter();
             needed.all(|names| names.iter().any(|name| self.has(name)))
@@ -259,24 +262,26 @@ impl Fields {
     /// Converts the fields to a row.
     pub(super) fn row(mut self) -> Result<Row> {
         let turns = match self.form()? {
-            Form::Text => {
+            RowForm::Text => {
                 let text = self.text("text")?;
                 if text.trim().is_empty() {
                     bail!(InvalidArgument, "the text is empty");
                 }
                 return Ok(Row::Text(text));
             }
-            Form::Question => return pair(self.text("question")?, self.text("answer")?, "answer"),
-            Form::Alpaca => match self.alpaca()? {
+            RowForm::Question => {
+                return pair(self.text("question")?, self.text("answer")?, "answer");
+            }
+            RowForm::Alpaca => match self.alpaca()? {
                 Ok(pair) => return Ok(pair),
                 Err(turns) => turns,
             },
-            Form::Completion => match self.completion()? {
+            RowForm::Completion => match self.completion()? {
                 Ok(pair) => return Ok(pair),
                 Err(turns) => turns,
             },
-            Form::Messages => Turns::of_messages(self.array("messages")?)?,
-            Form::ShareGpt => {
+            RowForm::Messages => Turns::of_messages(self.array("messages")?)?,
+            RowForm::ShareGpt => {
                 let name = self
                     .first(&["conversations", "conversation"])?
                     .unwrap_or_default();

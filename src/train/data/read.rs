@@ -14,7 +14,7 @@ use super::window::Windows;
 use crate::base::error::bail;
 use crate::base::{Result, call};
 use crate::format::random;
-use crate::model::training::Text;
+use crate::model::training::SourceText;
 
 /// Upper limit of bad rows that a message names.
 const NAMED: usize = 6;
@@ -86,7 +86,12 @@ impl Refused {
 
 /// Reads the rows of files for a model with a vocabulary of `vocabulary` tokens. Reports the bytes read to the thread's [`call`], and is
 /// cancelled with it.
-pub fn read(files: &[PathBuf], text: &Text, vocabulary: usize, options: &Options) -> Result<Data> {
+pub fn read(
+    files: &[PathBuf],
+    text: &SourceText,
+    vocabulary: usize,
+    options: &Options,
+) -> Result<Data> {
     let mut reader = Reader::new(text, vocabulary, options)?;
     let formats = files.iter().map(|path| match options.format {
         Some(format) => Ok(format),
@@ -112,7 +117,7 @@ pub fn read(files: &[PathBuf], text: &Text, vocabulary: usize, options: &Options
 pub fn read_embedded(
     name: &str,
     content: &str,
-    text: &Text,
+    text: &SourceText,
     vocabulary: usize,
     options: &Options,
 ) -> Result<Data> {
@@ -128,7 +133,7 @@ pub fn read_embedded(
 
 /// Converts rows to documents.
 struct Reader<'a> {
-    text: &'a Text,
+    text: &'a SourceText,
     vocabulary: usize,
     encoder: Encoder<'a>,
     data: Data,
@@ -137,7 +142,7 @@ struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    fn new(text: &'a Text, vocabulary: usize, options: &Options) -> Result<Reader<'a>> {
+    fn new(text: &'a SourceText, vocabulary: usize, options: &Options) -> Result<Reader<'a>> {
         if options.window < 4 {
             bail!(
                 InvalidArgument,
@@ -257,7 +262,7 @@ impl<'a> Reader<'a> {
 }
 
 /// The message for a token without a row in the embedding.
-fn without_a_row(text: &Text, id: u32, rows: usize) -> String {
+fn without_a_row(text: &SourceText, id: u32, rows: usize) -> String {
     let named = text.tokenizer.text_of(id).unwrap_or_default();
     format!("it has '{named}', token {id}, and the embedding has {rows} rows")
 }
