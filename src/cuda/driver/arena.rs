@@ -153,32 +153,28 @@ impl Arenas {
     }
 }
 
-/// Bytes of a device's arenas that are in use, and bytes that they keep for later.
-pub(super) fn held(gpu: &Gpu) -> (u64, u64) {
-    let (mut used, mut kept) = (0, 0);
-    let Some(trimmed) = gpu.attached::<Trimmed>() else {
-        return (0, 0);
-    };
-    let known: Vec<_> = lock(&trimmed.0).iter().filter_map(Weak::upgrade).collect();
-    for arenas in known {
-        kept += lock(&arenas.idle).len();
-        let all: Vec<_> = lock(&arenas.all).iter().filter_map(Weak::upgrade).collect();
-        for arena in all {
-            let places = lock(&arena.places);
-            let mapped = || places.iter().filter(|place| place.mapped.is_some());
-            let in_use = mapped().filter(|place| place.users > 0).count();
-            used += in_use;
-            kept += mapped().count() - in_use;
-        }
-    }
-    ((used * CHUNK) as u64, (kept * CHUNK) as u64)
-}
-
 /// The arenas of a device, which give memory back when its caches are emptied.
 #[derive(Default)]
 struct Trimmed(Mutex<Vec<Weak<Arenas>>>);
 
 impl Attached for Trimmed {
+    fn held(&self) -> (usize, usize) {
+        let (mut used, mut kept) = (0, 0);
+        let known: Vec<_> = lock(&self.0).iter().filter_map(Weak::upgrade).collect();
+        for arenas in known {
+            kept += lock(&arenas.idle).len();
+            let all: Vec<_> = lock(&arenas.all).iter().filter_map(Weak::upgrade).collect();
+            for arena in all {
+                let places = lock(&arena.places);
+                let mapped = || places.iter().filter(|place| place.mapped.is_some());
+                let in_use = mapped().filter(|place| place.users > 0).count();
+                used += in_use;
+                kept += mapped().count() - in_use;
+            }
+        }
+        (used * CHUNK, kept * CHUNK)
+    }
+
     fn trim(&self) {
         let known: Vec<_> = lock(&self.0).iter().filter_map(Weak::upgrade).collect();
         for arenas in known.iter().filter(|a| !a.is_fixed) {

@@ -19,6 +19,11 @@ pub(in crate::cuda) trait Attached: Send + Sync + 'static {
     /// Called when the device has been waited for since [`Attached::enqueued`] returned `before`.
     fn has_run(&self, _before: u64) {}
 
+    /// Bytes of device memory outside the pool: in use, and kept for later.
+    fn held(&self) -> (usize, usize) {
+        (0, 0)
+    }
+
     /// Releases what it keeps only for the next call.
     fn trim(&self) {}
 

@@ -7,7 +7,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::{result, sys};
 
-use super::arena;
 use super::attached::{Attached, Attachments};
 use super::context::make_current;
 use super::error::check;
@@ -313,9 +312,13 @@ impl Gpu {
         };
         let used = attribute(CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?;
         let reserved = attribute(CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?;
-        let (in_arenas, kept_in_arenas) = arena::held(self);
-        let kept = reserved.saturating_sub(used) + kept_in_arenas;
-        Ok((used + in_arenas, kept))
+        let (mut held, mut kept) = (used, reserved.saturating_sub(used));
+        for attached in self.attached.made() {
+            let (used, unused) = attached.held();
+            held += used as u64;
+            kept += unused as u64;
+        }
+        Ok((held, kept))
     }
 
     /// A kernel, compiled for this device on first use.
