@@ -170,10 +170,12 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// Counts `bytes` under `tag`, or fails if they would exceed the budget. Call it before the allocation.
+    /// Counts `bytes` under `tag`, or fails if they would exceed the budget; zero bytes never do. Call it before the allocation.
     pub fn new(tag: Tag, bytes: usize) -> Result<Claim> {
         let bytes = bytes as u64;
-        reserve(tag, bytes)?;
+        if bytes > 0 {
+            reserve(tag, bytes)?;
+        }
         Ok(Claim { tag, bytes })
     }
 
@@ -354,7 +356,9 @@ impl<T: Plain> Buffer<T> {
     /// Allocates `len` zeros, counted under `tag`.
     pub fn zeroed(tag: Tag, len: usize) -> Result<Self> {
         let layout = Self::layout(len)?;
-        alloc::check()?;
+        if layout.size() > 0 {
+            alloc::check()?;
+        }
         Self::claimed(Claim::new(tag, layout.size())?, len)
     }
 
@@ -476,6 +480,16 @@ mod tests {
                 buffer[len - 1] = 7;
             }
         }
+        // An empty buffer needs no budget.
+        let mut claim = Claim::new(Tag::Tensor, 100).unwrap();
+        let part = claim.split(30).unwrap();
+        assert!(claim.split(71).is_none() && part.bytes() == 30);
+        set_budget(Some(1));
+        let empty = Buffer::<u8>::zeroed(Tag::Tensor, 0);
+        set_budget(None);
+        assert!(empty.unwrap().is_empty());
+        claim.join(part);
+        assert_eq!(claim.bytes(), 100);
         expect_kind(
             Buffer::<f32>::zeroed(Tag::Tensor, usize::MAX / 2),
             ErrorKind::OutOfMemory,
