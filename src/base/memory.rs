@@ -359,20 +359,22 @@ impl<T: Plain> Buffer<T> {
         if layout.size() > 0 {
             alloc::check()?;
         }
-        Self::claimed(Claim::new(tag, layout.size())?, len)
+        let claim = Claim::new(tag, layout.size())?;
+        Self::claimed(claim, len).map_err(|(e, _)| e)
     }
 
-    /// Allocates `len` zeros that `claim` counts.
-    pub fn claimed(claim: Claim, len: usize) -> Result<Self> {
-        let (layout, tag) = (Self::layout(len)?, claim.tag);
-        if claim.bytes() != layout.size() {
-            bail!(
-                Internal,
-                "a claim of {} bytes for {}",
-                claim.bytes(),
-                layout.size()
-            );
-        }
+    /// Allocates `len` zeros that `claim` counts. If that fails, the claim is returned with the error.
+    pub fn claimed(claim: Claim, len: usize) -> std::result::Result<Self, (Error, Claim)> {
+        let tag = claim.tag;
+        let layout = match Self::layout(len) {
+            Ok(layout) if layout.size() == claim.bytes() => layout,
+            Ok(layout) => {
+                let (claimed, bytes) = (claim.bytes(), layout.size());
+                let e = err!(Internal, "a claim of {claimed} bytes for {bytes}");
+                return Err((e, claim));
+            }
+            Err(e) => return Err((e, claim)),
+        };
         let data = match layout.size() {
             0 => Some(NonNull::<T>::dangling().cast()),
             HUGE.. => map(layout.size()),
@@ -381,12 +383,13 @@ impl<T: Plain> Buffer<T> {
             _ => NonNull::new(unsafe { System.alloc_zeroed(layout) }),
         };
         let Some(data) = data else {
-            bail!(
+            let e = err!(
                 OutOfMemory,
                 "the system refused {} bytes for {}",
                 layout.size(),
                 tag.name()
-            )
+            );
+            return Err((e, claim));
         };
         Ok(Buffer {
             data: data.cast(),

@@ -13,6 +13,7 @@ mod host;
 pub mod host_memory;
 pub mod lease;
 pub mod leftover;
+pub mod lock;
 pub mod memory;
 pub mod once;
 pub mod panics;

@@ -1,13 +1,10 @@
 //! Lazily created values, for slow and fallible initialization. A ready value is returned without waiting, and creating one does not block
 //! another.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use super::error::Result;
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
+use super::lock::lock;
 
 /// A value that stays once it is created.
 pub struct TryOnce<T> {

@@ -16,13 +16,14 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::alloc;
 use super::env;
 use super::error::{Result, bail, err};
 use super::fork;
+use super::lock::lock;
 use super::region::{self, Claim, MOST_PARTS, Region, Regions};
 
 /// A yield that returns sooner than this found no other thread on this core.
@@ -47,10 +48,6 @@ struct PoolState {
     /// Delays workers in tests.
     #[cfg(test)]
     hold: tests::Hold,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A fixed set of threads. The thread that calls [`Pool::run`] works too, so a pool of one starts none.

@@ -17,13 +17,6 @@ pub struct NewTokens<'a> {
     pub wanted: Wanted<'a>,
 }
 
-/// Implementation of the blocks.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Path {
-    Fastest,
-    Reference,
-}
-
 impl Served {
     /// Runs tokens of different sequences together, with the weights held, and appends the rows of logits that they ask for to `logits`.
     /// Returns for each its output, or its own fault; see [`Model::run`](crate::model::Model::run). If the call fails, no sequence changes.
@@ -36,7 +29,9 @@ impl Served {
         scratch: &mut Scratch,
         logits: &mut Vec<f32>,
     ) -> Result<Vec<Result<Output>>> {
-        self.run_by(Path::Fastest, work, look_ahead, scratch, logits)
+        self.run_by(work, look_ahead, |batch| {
+            self.model().run(batch, scratch, logits)
+        })
     }
 
     /// Like [`Served::run`], but always uses the reference block, against which fused kernels are tested. Slow on a GPU.
@@ -46,7 +41,9 @@ impl Served {
         scratch: &mut Scratch,
         logits: &mut Vec<f32>,
     ) -> Result<Vec<Result<Output>>> {
-        self.run_by(Path::Reference, work, false, scratch, logits)
+        self.run_by(work, false, |batch| {
+            self.model().run_reference(batch, scratch, logits)
+        })
     }
 
     /// Runs the tokens of one sequence and replaces `logits` with the requested rows.
@@ -79,13 +76,12 @@ impl Served {
         }
     }
 
+    /// Takes blocks for the tokens, calls `run`, and commits what it ran.
     fn run_by(
         &self,
-        path: Path,
         mut work: Vec<NewTokens<'_>>,
         look_ahead: bool,
-        scratch: &mut Scratch,
-        logits: &mut Vec<f32>,
+        run: impl FnOnce(Batch<'_>) -> Result<Vec<Result<Output>>>,
     ) -> Result<Vec<Result<Output>>> {
         for part in &work {
             self.check_tokens(part.tokens)?;
@@ -94,7 +90,7 @@ impl Served {
             }
         }
         let _held = self.hold()?;
-        let result = reserve(&mut work).and_then(|()| {
+        let mut outputs = reserve(&mut work).and_then(|()| {
             if look_ahead && self.device().is_cuda() {
                 // Without a block for it, the step after this one does not run ahead.
                 for part in work.iter_mut().filter(|part| part.sequence.room() > 1) {
@@ -112,20 +108,21 @@ impl Served {
                 segments: segments.collect(),
                 look_ahead,
             };
-            match path {
-                Path::Fastest => self.model().run(batch, scratch, logits),
-                Path::Reference => self.model().run_reference(batch, scratch, logits),
-            }
+            run(batch)
         });
-        let mut outputs = result;
-        for (i, part) in work.iter_mut().enumerate() {
-            match outputs.as_ref().is_ok_and(|outputs| outputs[i].is_ok()) {
-                true => part.sequence.advance(part.tokens.len()),
-                false => match part.sequence.give_up() {
-                    // Values left past the sequence's end may spoil its next tokens.
-                    Err(e) if outputs.is_ok() => outputs = Err(e),
-                    Ok(()) | Err(_) => {}
-                },
+        let ran: Vec<bool> = (0..work.len())
+            .map(|i| outputs.as_ref().is_ok_and(|outputs| outputs[i].is_ok()))
+            .collect();
+        for (part, _) in work.iter_mut().zip(&ran).filter(|(_, ran)| !**ran) {
+            // Values left past the sequence's end may spoil its next tokens, so the call fails if they stay.
+            let given_up = part.sequence.give_up();
+            outputs = outputs.and_then(|done| given_up.map(|()| done));
+        }
+        for (part, _) in work.iter_mut().zip(&ran).filter(|(_, ran)| **ran) {
+            match &outputs {
+                Ok(_) => part.sequence.advance(part.tokens.len()),
+                // The call has an error already.
+                Err(_) => drop(part.sequence.give_up()),
             }
         }
         outputs

@@ -3,7 +3,7 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use cudarc::driver::sys;
 
@@ -13,6 +13,7 @@ use super::gpu::Gpu;
 use super::loading::attribute;
 use super::memory::DeviceSlice;
 use crate::base::error::{bail, err};
+use crate::base::lock::lock;
 use crate::base::{ErrorKind, Result};
 
 /// Bytes of a chunk, a multiple of every device's granularity.
@@ -54,10 +55,6 @@ fn location(gpu: &Gpu) -> sys::CUmemLocation {
     location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
     location.id = gpu.ordinal() as i32;
     location
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Arenas that share their physical memory.

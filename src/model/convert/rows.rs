@@ -2,10 +2,11 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 use super::plan::{Action, FUSED, PlannedTensor};
 use crate::base::error::bail;
+use crate::base::lock::lock;
 use crate::base::threads::Pool;
 use crate::base::{Result, call, memory};
 use crate::checkpoint::{Checkpoint, Entry};
@@ -226,8 +227,4 @@ impl RowConverter<'_> {
         }
         Ok((squares, errors))
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,18 +1,15 @@
 //! The memory of a group's blocks, in host memory or on a GPU.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::group::KvGroup;
 use super::{HOST_PAGE, KvLayout, KvPages, KvShape, KvType};
 use crate::base::Result;
 use crate::base::error::{bail, err};
+use crate::base::lock::lock;
 use crate::base::memory::{Buffer, Claim, Tag};
 use crate::base::size::{product, readable};
 use crate::cuda::{self, Arena, Arenas, DeviceSlice, Gpu};
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Memory limit of a model's blocks: an amount set aside when it was loaded, or the process's budget.
 pub(super) struct Reserve {
@@ -177,7 +174,11 @@ impl KvArena {
         }
         match &self.store {
             Store::Host(blocks) => {
-                let buffer = Buffer::claimed(claim, self.block_bytes)?;
+                let buffer = Buffer::claimed(claim, self.block_bytes);
+                let buffer = buffer.map_err(|(e, claim)| {
+                    self.reserve.give_back(claim);
+                    e
+                })?;
                 put(&mut lock(blocks), index, buffer)
             }
             Store::Gpu { arena, claims, .. } => {
