@@ -605,15 +605,18 @@ fn who_is_told_may_run_another_model_but_not_this_one() {
         std::cell::RefCell::new(another),
     );
     let told = std::cell::Cell::new(0);
-    let progress = |p: Progress| {
-        // The end is reported after the pass.
-        if p.done < p.total {
-            told.set(told.get() + 1);
-            let e = same.borrow_mut().decode(1).unwrap_err();
-            assert_eq!(e.kind(), ErrorKind::Busy, "{e}");
-            another.borrow_mut().decode(1).unwrap();
-            another.borrow_mut().truncate(3).unwrap();
+    let progress = |_: Progress| {
+        let mut same = same.borrow_mut();
+        match same.decode(1) {
+            // A report may fall between two passes.
+            Ok(()) => same.truncate(3).unwrap(),
+            Err(e) => {
+                assert_eq!(e.kind(), ErrorKind::Busy, "{e}");
+                told.set(told.get() + 1);
+            }
         }
+        another.borrow_mut().decode(1).unwrap();
+        another.borrow_mut().truncate(3).unwrap();
         ControlFlow::Continue(())
     };
     let watch = Watch {
@@ -623,11 +626,12 @@ fn who_is_told_may_run_another_model_but_not_this_one() {
     let mut session = session(&model);
     let tokens: Vec<u32> = (0..240).collect();
     watch.during(|| {
-        while told.get() == 0 {
+        for _ in 0..100 {
             session.truncate(0).unwrap();
             session.prefill_token_by_token(&tokens).unwrap();
         }
     });
+    assert!(told.get() > 0, "no report fell into a pass");
     assert_eq!(same.borrow_mut().len(), 3);
 }
 

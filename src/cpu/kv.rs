@@ -131,11 +131,17 @@ pub struct KvPages<'a> {
 }
 
 impl<'a> KvPages<'a> {
-    /// `pages[i]` has the positions from 16 `i` on; it is empty where positions are no longer kept.
+    /// `pages[i]` has the positions from 16 `i` on, aligned to four bytes; it is empty where positions are no longer kept.
     pub fn new(layout: KvLayout, pages: Vec<&'a [u8]>) -> Result<Self> {
         let bytes = layout.page_bytes();
-        if let Some(page) = pages.iter().find(|p| !p.is_empty() && p.len() != bytes) {
-            bail!(Internal, "a KV page of {} bytes, not {bytes}", page.len());
+        let is_page =
+            |p: &[u8]| p.len() == bytes && p.as_ptr().addr().is_multiple_of(size_of::<f32>());
+        if let Some(page) = pages.iter().find(|p| !p.is_empty() && !is_page(p)) {
+            let (len, at) = (page.len(), page.as_ptr());
+            bail!(
+                Internal,
+                "a KV page of {len} bytes at {at:?}; it has {bytes}, aligned to four"
+            );
         }
         Ok(KvPages { layout, pages })
     }

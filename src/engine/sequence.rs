@@ -1,11 +1,12 @@
 //! Sequences: the keys and values of some tokens, in blocks that forks share until either side writes.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::pool::BlockPool;
 use crate::base::Result;
 use crate::base::error::{bail, err};
-use crate::model::kv::{KvCache, KvTables, NULL_BLOCK};
+use crate::base::lock::lock;
+use crate::model::kv::{KvArena, KvCache, KvTables, NULL_BLOCK};
 use crate::model::{KvType, Model};
 
 /// Positions past a layer's window that are kept, so that a sequence may be cut by as many tokens without being computed again.
@@ -32,16 +33,11 @@ impl Blocks {
         })
     }
 
-    fn cache(&self, kind: KvType) -> Result<&KvCache> {
-        self.model.kv().cache(kind)
-    }
-
     fn pools(&self, kind: KvType) -> MutexGuard<'_, Vec<BlockPool>> {
-        let pools = match kind {
+        lock(match kind {
             KvType::F16 => &self.f16,
             KvType::F32 => &self.f32,
-        };
-        pools.lock().unwrap_or_else(PoisonError::into_inner)
+        })
     }
 
     /// Blocks in use, in all groups and formats.
@@ -58,6 +54,7 @@ impl Blocks {
 /// Layers that see a window keep it and [`REWIND`] positions before it.
 pub struct Sequence {
     blocks: Arc<Blocks>,
+    cache: Arc<KvCache>,
     tables: KvTables,
     len: usize,
     capacity: usize,
@@ -72,10 +69,11 @@ impl Sequence {
                 "a context of {capacity} positions; the model was made for 1 to {most}"
             );
         }
-        let groups = blocks.cache(kind)?.arenas().len();
+        let cache = blocks.model.kv().cache(kind)?;
         Ok(Sequence {
             blocks: blocks.clone(),
-            tables: KvTables::new(kind, groups),
+            tables: KvTables::new(kind, cache.arenas().len()),
+            cache: cache.clone(),
             len: 0,
             capacity,
         })
@@ -116,28 +114,18 @@ impl Sequence {
         Arc::ptr_eq(&self.blocks.model, model)
     }
 
-    fn cache(&self) -> Result<&KvCache> {
-        self.blocks.cache(self.kind())
+    fn groups(&self) -> usize {
+        self.cache.arenas().len()
     }
 
-    fn groups(&self) -> usize {
-        self.blocks.model.kv().groups().len()
+    fn arena(&self, group: usize) -> &KvArena {
+        &self.cache.arenas()[group]
     }
 
     /// Bytes of its blocks, including those shared with clones.
     pub fn bytes(&self) -> usize {
-        let Ok(cache) = self.cache() else { return 0 };
-        let arenas = cache.arenas().iter().enumerate();
-        arenas
-            .map(|(group, arena)| {
-                let kept = self
-                    .tables
-                    .blocks(group)
-                    .iter()
-                    .filter(|b| **b != NULL_BLOCK);
-                kept.count() * arena.block_bytes()
-            })
-            .sum()
+        let of_group = |group| self.tables.kept(group).count() * self.arena(group).block_bytes();
+        (0..self.groups()).map(of_group).sum()
     }
 
     /// The first position that each group keeps.
@@ -150,13 +138,12 @@ impl Sequence {
     }
 
     fn block_positions(&self, group: usize) -> usize {
-        let arenas = self.cache().map(KvCache::arenas).unwrap_or_default();
-        arenas.get(group).map_or(1, |arena| arena.block_positions())
+        self.arena(group).block_positions()
     }
 
     /// The first position of group `group` that the token after `len` positions sees.
     fn sees_from(&self, group: usize, len: usize) -> usize {
-        let window = self.blocks.model.kv().groups()[group].window;
+        let window = self.arena(group).window();
         window.map_or(0, |window| (len + 1).saturating_sub(window))
     }
 
@@ -197,10 +184,8 @@ impl Sequence {
     fn release(&self, group: usize, blocks: &[u32]) {
         let mut pools = self.blocks.pools(self.kind());
         for &block in blocks.iter().filter(|b| **b != NULL_BLOCK) {
-            if pools[group].release(block)
-                && let Ok(cache) = self.cache()
-            {
-                cache.arenas()[group].free(block);
+            if pools[group].release(block) {
+                self.arena(group).free(block);
             }
         }
     }
@@ -228,14 +213,13 @@ impl Sequence {
 
     /// Makes block `index` of a group one that only this sequence uses.
     fn own(&mut self, group: usize, index: usize) -> Result<()> {
-        let kind = self.kind();
         let old = self.tables.blocks(group).get(index).copied();
-        let mut pools = self.blocks.pools(kind);
+        let mut pools = self.blocks.pools(self.kind());
         let pool = &mut pools[group];
         if old.is_some_and(|block| !pool.is_shared(block)) {
             return Ok(());
         }
-        let arena = &self.blocks.cache(kind)?.arenas()[group];
+        let arena = self.arena(group);
         let new = pool.take();
         let copied = arena.take(new).and_then(|()| match old {
             Some(old) => arena.copy(old, new).inspect_err(|_| arena.free(new)),
@@ -273,13 +257,13 @@ impl Sequence {
     /// Removes what a failed pass wrote past the positions held.
     pub(super) fn give_up(&mut self) -> Result<()> {
         self.release_unused();
-        let cache = self.blocks.cache(self.kind())?;
         for group in 0..self.groups() {
             let positions = self.block_positions(group);
             let last = self.tables.blocks(group).get(self.len / positions);
             let owned = |block: u32| !self.blocks.pools(self.kind())[group].is_shared(block);
             if let Some(&block) = last.filter(|block| owned(**block)) {
-                cache.clear_from(group, block, self.len % positions)?;
+                let held = self.len % positions;
+                self.cache.clear_from(group, block, held)?;
             }
         }
         Ok(())
@@ -287,12 +271,12 @@ impl Sequence {
 
     /// Calls `each` with its pages of sixteen positions, layer by layer, in the order that [`Sequence::fill`] expects.
     pub fn for_each_page(&self, each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
-        self.cache()?.read_pages(&self.tables, self.len, each)
+        self.cache.read_pages(&self.tables, self.len, each)
     }
 
     /// Bytes that [`Sequence::for_each_page`] gives for `len` positions, kept from `kept_from` on; `None` if the number overflows.
     pub fn page_bytes(&self, len: usize, kept_from: &[usize]) -> Option<u64> {
-        self.cache().ok()?.page_bytes(len, kept_from)
+        self.cache.page_bytes(len, kept_from)
     }
 
     /// Fails unless an empty sequence may be filled with `len` positions, of which each group keeps those from `kept_from` on.
@@ -335,7 +319,7 @@ impl Sequence {
                 self.own(group, index)?;
             }
         }
-        self.cache()?.write_pages(&self.tables, len, next)?;
+        self.cache.write_pages(&self.tables, len, next)?;
         self.len = len;
         Ok(())
     }
@@ -345,15 +329,11 @@ impl Clone for Sequence {
     fn clone(&self) -> Self {
         let mut pools = self.blocks.pools(self.kind());
         for (group, pool) in pools.iter_mut().enumerate() {
-            let kept = self
-                .tables
-                .blocks(group)
-                .iter()
-                .filter(|b| **b != NULL_BLOCK);
-            kept.for_each(|&block| pool.retain(block));
+            self.tables.kept(group).for_each(|block| pool.retain(block));
         }
         Sequence {
             blocks: self.blocks.clone(),
+            cache: self.cache.clone(),
             tables: self.tables.clone(),
             ..*self
         }

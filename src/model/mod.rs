@@ -321,7 +321,7 @@ impl Model {
                 fused::Source {
                     spec: &spec,
                     weights: &weights,
-                    kv: &kv,
+                    kv: kv.cache(KvType::F16)?,
                 },
                 table,
             )?),

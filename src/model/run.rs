@@ -3,11 +3,11 @@
 
 use std::sync::Mutex;
 
-use super::Model;
 use super::batch::{Batch, Output, Part, Segment, Wanted, passes};
 use super::block::{self, Rows};
 use super::fused::{self, Executor, Source};
 use super::kv::KvArena;
+use super::{KvType, Model};
 use crate::base::error::{bail, err};
 use crate::base::turns::Turn;
 use crate::base::{Error, Result, call};
@@ -295,7 +295,7 @@ impl Model {
                     batch.look_ahead && alike && steps.len() == segments.len() && !turn.ends();
                 let of_step: Vec<&Segment<'_>> =
                     steps.iter().map(|&slot| &segments[slot]).collect();
-                let done = executor.step(self.source(), &of_step, look_ahead, logits)?;
+                let done = executor.step(self.source()?, &of_step, look_ahead, logits)?;
                 for ((&slot, step), token) in steps.iter().zip(&of_step).zip(done) {
                     if !matches!(step.wanted, Wanted::Token(_)) {
                         slots.add_row(slot);
@@ -341,7 +341,7 @@ impl Model {
                     }
                 })
                 .collect();
-            let mut pass = executor.run(self.source(), &of_pass)?;
+            let mut pass = executor.run(self.source()?, &of_pass)?;
             pass.logits(&rows(&wanted.logits), logits)?;
             wanted
                 .logits
@@ -360,12 +360,12 @@ impl Model {
         Ok(())
     }
 
-    fn source(&self) -> Source<'_> {
-        Source {
+    fn source(&self) -> Result<Source<'_>> {
+        Ok(Source {
             spec: self.spec(),
             weights: self.weights(),
-            kv: self.kv(),
-        }
+            kv: self.kv().cache(KvType::F16)?,
+        })
     }
 
     /// Waits until no other call runs this model; fails if the call is cancelled meanwhile. A batch yields after each of its passes.

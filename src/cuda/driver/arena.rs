@@ -280,11 +280,6 @@ impl Arena {
         })
     }
 
-    /// Bytes of addresses.
-    pub fn bytes(&self) -> usize {
-        self.inner.bytes
-    }
-
     /// Address of the first byte.
     pub fn address(&self) -> u64 {
         self.inner.address

@@ -10,7 +10,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::cuda::{self, DeviceBuffer, Gpu, Hardware, Heads, HostTable, MatrixShape, Table, Unit};
-use crate::model::kv::KvMemory;
+use crate::model::kv::KvCache;
 use crate::model::spec::{AttentionSpec, Spec};
 use crate::model::weights::Weights;
 use crate::ops::Array;
@@ -61,7 +61,7 @@ pub(super) fn attention_units(spec: &Spec, attention: &AttentionSpec) -> [Unit; 
 pub(in crate::model) struct Source<'a> {
     pub(in crate::model) spec: &'a Spec,
     pub(in crate::model) weights: &'a Weights,
-    pub(in crate::model) kv: &'a KvMemory,
+    pub(in crate::model) kv: &'a KvCache,
 }
 
 /// The rotary frequencies of a set, f32 on the device.

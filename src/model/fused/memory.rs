@@ -290,29 +290,24 @@ impl Memory {
         }
     }
 
-    /// Waits for a step that is enqueued in vain, and removes what its faults left.
-    fn abandon(&mut self, cache: &KvCache, ahead: &AheadStep) -> Result<()> {
-        ahead.event.wait()?;
-        let faults = self.faults(ahead.input.rows.len())?;
-        let rows: Vec<usize> = faults.iter().map(|(row, _)| *row).collect();
-        ahead.clear(cache, &rows)
-    }
-
     /// The faults of the step of `rows` rows that has just run, and of the one enqueued after it, which the next call then cannot begin with.
     pub(super) fn step_faults(
         &mut self,
         cache: &KvCache,
         rows: usize,
     ) -> Result<Vec<(usize, Error)>> {
-        let ahead = self.state.take_ahead();
-        if let Some(ahead) = &ahead {
-            ahead.event.wait()?;
+        match self.state.take_ahead() {
+            Some(ahead) => self.abandon(cache, &ahead),
+            None => self.faults(rows),
         }
-        let faults = self.faults(rows)?;
-        if let Some(ahead) = ahead {
-            let rows: Vec<usize> = faults.iter().map(|(row, _)| *row).collect();
-            ahead.clear(cache, &rows)?;
-        }
+    }
+
+    /// Waits for a step that is enqueued in vain, and removes what its faults left. Returns them, and those of the step before it.
+    fn abandon(&mut self, cache: &KvCache, ahead: &AheadStep) -> Result<Vec<(usize, Error)>> {
+        ahead.event.wait()?;
+        let faults = self.faults(ahead.input.rows.len())?;
+        let rows: Vec<usize> = faults.iter().map(|(row, _)| *row).collect();
+        ahead.clear(cache, &rows)?;
         Ok(faults)
     }
 
@@ -320,7 +315,7 @@ impl Memory {
     pub(super) fn forget(&mut self, cache: &KvCache) -> Result<()> {
         let ahead = self.state.take_ahead();
         self.state = DeviceState::Unknown;
-        ahead.map_or(Ok(()), |ahead| self.abandon(cache, &ahead))
+        ahead.map_or(Ok(()), |ahead| self.abandon(cache, &ahead).map(drop))
     }
 
     /// Waits for a step that is enqueued, at the end.

@@ -13,7 +13,6 @@ use crate::cuda::{
     self, Biased, CachedPages, DeviceBuffer, DeviceSlice, ExpertScratch, FusedNorm, GemmPlan,
     Heads, Input, Layout, NextNorm, Output, ResidualRow, SharedExpert, SplitKv,
 };
-use crate::model::KvType;
 use crate::model::order::Half;
 use crate::model::spec::GatedMlpSpec;
 use crate::model::weights::{Block, GatedMlp, Mlp, Weights};
@@ -207,7 +206,7 @@ impl<'a> FusedPass<'a> {
     fn attend(&self, index: usize, kernel: &Kernel) -> Result<()> {
         let (gpu, memory) = (&self.lowered.gpu, self.memory);
         let heads = self.lowered.heads(self.source, index, self.long);
-        let cache = self.source.kv.cache(KvType::F16)?;
+        let cache = self.source.kv;
         let table = &memory.tables[cache.group_of(index)];
         let pages = |sequence| {
             let unfit = Some(&memory.unfit);

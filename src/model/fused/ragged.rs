@@ -11,7 +11,6 @@ use super::plan::{self, Applied, Norm, Normed};
 use crate::base::error::err;
 use crate::base::{Error, Result, call};
 use crate::cuda::{self, Drawn, Event};
-use crate::model::KvType;
 use crate::model::kv::KvTables;
 use crate::ops::sample::{self, Choice};
 
@@ -42,7 +41,7 @@ impl Executor {
         chunks: &[PromptChunk<'_>],
     ) -> Result<Ragged<'a>> {
         let mut memory = self.memory();
-        let cache = source.kv.cache(KvType::F16)?;
+        let cache = source.kv;
         memory.forget(cache)?;
         memory.clear_stale_faults()?;
         let lengths = || chunks.iter().map(|chunk| chunk.tokens.len());
@@ -204,7 +203,7 @@ impl Ragged<'_> {
         } = &self.executor.lowered;
         let n = rows.len();
         let (held, pages) = (self.memory.rows, self.memory.pages);
-        let cache = self.source.kv.cache(KvType::F16)?;
+        let cache = self.source.kv;
         self.memory.fit(cache, gpu, sizes, held, n, 1, pages)?;
         let pass = FusedPass {
             lowered: &self.executor.lowered,

@@ -12,7 +12,6 @@ use super::state::{AheadStep, Begin, DeviceState, RowState, StepInput};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{self, DrawRule, Drawn, Event, Graph, SplitKv};
-use crate::model::KvType;
 use crate::model::batch::{Segment, Wanted};
 use crate::model::kv::{KvCache, KvTables};
 use crate::model::spec::AttentionSpec;
@@ -57,7 +56,7 @@ impl Executor {
                 .iter()
                 .map(|step| choice_of(step).unwrap_or(GREEDY))
                 .collect(),
-            rows: rows_of(source, steps.len())?,
+            rows: rows_of(source, steps.len()),
         };
         let each = sequences.tables.iter().zip(&sequences.positions);
         let input = StepInput {
@@ -67,7 +66,7 @@ impl Executor {
             rules: rules_of(&sequences.choices),
             long: steps.first().is_some_and(|step| self.is_long(step.context)),
         };
-        let cache = source.kv.cache(KvType::F16)?;
+        let cache = source.kv;
         let mut memory = self.memory();
         let done = self.begin(source, &input, &sequences, &mut memory)?;
         let next = input.next();
@@ -185,7 +184,7 @@ impl Executor {
         } = sequences;
         let (rows, pages) = (*rows, input.last() / cuda::PAGE + 1);
         let Lowered { gpu, sizes, .. } = &self.lowered;
-        let cache = source.kv.cache(KvType::F16)?;
+        let cache = source.kv;
         memory.fit(cache, gpu, sizes, rows, rows, rows, pages)?;
         let continues = memory.drew(tokens, positions, rows);
         let begin = memory.begin(cache, input, continues)?;
@@ -296,10 +295,10 @@ fn choice_of<'a>(segment: &Segment<'a>) -> Option<Choice<'a>> {
 }
 
 /// Rows of a step of some sequences: those of a recorded step, if padding has a block to write to.
-fn rows_of(source: Source<'_>, sequences: usize) -> Result<usize> {
+fn rows_of(source: Source<'_>, sequences: usize) -> usize {
     let rows = bucket(sequences);
-    let pads = rows > sequences && source.kv.cache(KvType::F16)?.has_null_block();
-    Ok(if pads { rows } else { sequences })
+    let pads = rows > sequences && source.kv.has_null_block();
+    if pads { rows } else { sequences }
 }
 
 /// The rules by which tokens are drawn; empty if all are the argmax without penalties.

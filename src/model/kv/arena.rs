@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use super::group::KvGroup;
-use super::{HOST_PAGE, KvLayout, KvPages, KvShape, KvType};
+use super::{HOST_PAGE, KvLayout, KvPages, KvType};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::lock::lock;
@@ -329,24 +329,15 @@ impl KvArena {
             .part(layer * page..(layer + 1) * page)
     }
 
-    /// Calls `make` with the bytes of a block, the byte of a block at which a layer begins, the address of block 0, and the shape of pages.
-    pub(super) fn on_gpu<T>(
-        &self,
-        layer: usize,
-        make: impl FnOnce(usize, usize, u64, KvShape) -> T,
-    ) -> Result<T> {
-        let Store::Gpu { arena, .. } = &self.store else {
-            bail!(
+    /// The address of block 0 on a GPU.
+    pub(super) fn address(&self) -> Result<u64> {
+        match &self.store {
+            Store::Gpu { arena, .. } => Ok(arena.address()),
+            Store::Host(_) => bail!(
                 InvalidArgument,
                 "the cache is in host memory, and its model is on a GPU"
-            );
-        };
-        let shape = KvShape {
-            heads: self.layout.heads(),
-            dim: self.layout.dim(),
-        };
-        let offset = layer * self.page_bytes();
-        Ok(make(self.block_bytes, offset, arena.address(), shape))
+            ),
+        }
     }
 }
 

@@ -29,10 +29,8 @@ pub struct KvMemory {
     device: Device,
     groups: Vec<KvGroup>,
     reserve: Arc<Reserve>,
-    /// Physical memory of arenas on a GPU.
-    arenas: TryOnce<Arc<Arenas>>,
-    f16: TryOnce<KvCache>,
-    f32: TryOnce<KvCache>,
+    f16: TryOnce<Arc<KvCache>>,
+    f32: TryOnce<Arc<KvCache>>,
 }
 
 impl KvMemory {
@@ -47,23 +45,23 @@ impl KvMemory {
             device: device.clone(),
             groups: KvGroup::of(spec),
             reserve: Arc::new(Reserve::new(tag, bytes)?),
-            arenas: TryOnce::new(),
             f16: TryOnce::new(),
             f32: TryOnce::new(),
         };
-        if bytes.is_some() && device.is_cuda() {
+        if device.is_cuda() {
+            // Reserves memory, or only addresses; a driver that cannot do so is refused when the model is loaded.
             memory.cache(KvType::F16)?;
         }
         Ok(memory)
     }
 
     /// The cache of sequences with keys and values of this type. A GPU keeps f16.
-    pub fn cache(&self, kind: KvType) -> Result<&KvCache> {
+    pub fn cache(&self, kind: KvType) -> Result<&Arc<KvCache>> {
         let slot = match kind {
             KvType::F16 => &self.f16,
             KvType::F32 => &self.f32,
         };
-        slot.get_or_try(|| KvCache::new(self, kind))
+        slot.get_or_try(|| KvCache::new(self, kind).map(Arc::new))
     }
 
     /// Layers that are alike, in the order of their first layers.
@@ -89,13 +87,13 @@ impl KvCache {
                 .map(|group| KvArena::in_host_memory(group, kind, &memory.reserve))
                 .collect::<Result<_>>()?,
             Device::Cuda(gpu) if kind == KvType::F16 => {
-                let shared = memory.arenas.get_or_try(|| match memory.reserve.bytes() {
+                let shared = match memory.reserve.bytes() {
                     Some(bytes) => Arenas::fixed(gpu, bytes, groups.len()),
                     None => Arenas::growing(gpu),
-                })?;
+                }?;
                 groups
                     .iter()
-                    .map(|group| KvArena::in_device_memory(group, shared, &memory.reserve))
+                    .map(|group| KvArena::in_device_memory(group, &shared, &memory.reserve))
                     .collect::<Result<_>>()?
             }
             Device::Cuda(_) => bail!(
@@ -202,11 +200,14 @@ impl KvCache {
         unfit: Option<&'a DeviceBuffer>,
     ) -> Result<CachedPages<'a>> {
         let (arena, _, index) = self.of_layer(layer);
-        arena.on_gpu(index, |block_bytes, offset, address, shape| CachedPages {
-            arena: address,
-            block_bytes,
-            offset,
-            shape,
+        Ok(CachedPages {
+            arena: arena.address()?,
+            block_bytes: arena.block_bytes(),
+            offset: index * arena.page_bytes(),
+            shape: KvShape {
+                heads: arena.layout().heads(),
+                dim: arena.layout().dim(),
+            },
             table,
             stride,
             sequence,

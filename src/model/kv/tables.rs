@@ -50,6 +50,12 @@ impl KvTables {
         &self.groups[group]
     }
 
+    /// The blocks of a group that are still kept.
+    pub fn kept(&self, group: usize) -> impl Iterator<Item = u32> {
+        let blocks = self.groups[group].iter().copied();
+        blocks.filter(|&block| block != NULL_BLOCK)
+    }
+
     /// Appends a block to a group.
     pub fn push(&mut self, group: usize, block: u32) {
         self.groups[group].push(block);
