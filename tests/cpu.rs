@@ -7,12 +7,14 @@ use std::sync::Arc;
 
 use NVFP4::base::memory::{Buffer, Tag};
 use NVFP4::base::{ErrorKind, env};
-use NVFP4::cpu::{Cpu, KvLayout, KvPages, KvType, Level, PAGE, Packed, Workspace};
+use NVFP4::cpu::{
+    Cpu, DeltaGates, DeltaRows, KvLayout, KvPages, KvType, Level, PAGE, Packed, Workspace,
+};
 use NVFP4::format::int8;
 use NVFP4::format::nvfp4::{self, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
 use NVFP4::ops::{self, Device};
-use NVFP4::tensor::{AttentionShape, WeightType};
+use NVFP4::tensor::{AttentionShape, DeltaShape, WeightType};
 use common::expect_kind;
 
 /// Standard normal values from counter-based bits.
@@ -553,4 +555,144 @@ fn wrong_shapes_are_errors_that_name_them() {
         ErrorKind::Unsupported,
         "2 heads of 24",
     );
+}
+
+/// The gated delta rule in f64, row by row, from a state that it changes.
+fn delta_rule_in_f64(shape: &DeltaShape, rows: [&[f32]; 5], state: &mut [f64]) -> Vec<f64> {
+    let [q, k, v, decay, beta] = rows;
+    let (heads, dk, dv) = (shape.value_heads, shape.key_dim, shape.value_dim);
+    let shared = heads / shape.key_heads;
+    let mut out = Vec::new();
+    for (row, decay) in decay.chunks_exact(heads).enumerate() {
+        for head in 0..heads {
+            let key = (row * shape.key_heads + head / shared) * dk;
+            let value = (row * heads + head) * dv;
+            let state = &mut state[head * dk * dv..(head + 1) * dk * dv];
+            state.iter_mut().for_each(|s| *s *= f64::from(decay[head]));
+            for j in 0..dv {
+                let terms = (0..dk).map(|i| state[i * dv + j] * f64::from(k[key + i]));
+                let change = (f64::from(v[value + j]) - terms.sum::<f64>())
+                    * f64::from(beta[row * heads + head]);
+                (0..dk).for_each(|i| state[i * dv + j] += f64::from(k[key + i]) * change);
+                let terms = (0..dk).map(|i| state[i * dv + j] * f64::from(q[key + i]));
+                out.push(terms.sum::<f64>());
+            }
+        }
+    }
+    out
+}
+
+/// Every level gives the same bits, at once and divided, close to f64.
+#[test]
+fn the_delta_rule_is_right_and_the_same_everywhere() {
+    for (key_heads, value_heads, key_dim, value_dim) in [
+        (2, 4, 16, 32),
+        (3, 3, 32, 16),
+        (1, 2, 128, 128),
+        (1, 1, 48, 80),
+    ] {
+        let shape = DeltaShape {
+            key_heads,
+            value_heads,
+            key_dim,
+            value_dim,
+            taps: 4,
+        };
+        let m = 37;
+        let keys = m * shape.key_width();
+        let norm = (key_dim as f32).sqrt();
+        let [q, k] = [1, 2].map(|seed| normal(seed, keys).iter().map(|x| x / norm).collect());
+        let (q, k): (Vec<f32>, Vec<f32>) = (q, k);
+        let v = normal(3, m * shape.value_width());
+        let sigmoid = |x: &f32| 1.0 / (1.0 + (-x).exp());
+        let [decay, beta] =
+            [4, 5].map(|seed| normal(seed, m * value_heads).iter().map(sigmoid).collect());
+        let (decay, beta): (Vec<f32>, Vec<f32>) = (decay, beta);
+        let before = normal(6, shape.matrix_floats());
+        let mut exact: Vec<f64> = before.iter().map(|x| f64::from(*x)).collect();
+        let want = delta_rule_in_f64(&shape, [&q, &k, &v, &decay, &beta], &mut exact);
+        let mut same: Option<(Vec<f32>, Vec<f32>)> = None;
+        for cpu in cpus() {
+            for each in [m, 1, 10] {
+                let mut state = before.clone();
+                let mut out = vec![0.0; want.len()];
+                for first in (0..m).step_by(each) {
+                    let last = m.min(first + each);
+                    let of = |width: usize| first * width..last * width;
+                    let rows = DeltaRows {
+                        q: &q[of(shape.key_width())],
+                        k: &k[of(shape.key_width())],
+                        v: &v[of(shape.value_width())],
+                        decay: &decay[of(value_heads)],
+                        beta: &beta[of(value_heads)],
+                        out: &mut out[of(shape.value_width())],
+                    };
+                    cpu.delta_rule(&shape, rows, &mut state).unwrap();
+                }
+                for (a, b) in out.iter().zip(&want).chain(state.iter().zip(&exact)) {
+                    assert!(
+                        (f64::from(*a) - b).abs() < 1e-5 * (1.0 + b.abs()),
+                        "{a} {b}"
+                    );
+                }
+                let got = (out, state);
+                assert!(*same.get_or_insert_with(|| got.clone()) == got);
+            }
+        }
+    }
+}
+
+/// A convolution sees the inputs before it, and leaves its last ones behind; gates stay finite.
+#[test]
+fn convolutions_and_gates_of_delta_nets_are_right() {
+    let (channels, stride, first) = (32, 64, 16);
+    for (taps, m) in [(4, 9), (4, 1), (2, 5), (3, 2)] {
+        let (x, weight) = (normal(1, m * channels), normal(2, channels * taps));
+        let before = normal(3, (taps - 1) * stride);
+        let input = |position: usize, channel: usize| match position.checked_sub(taps - 1) {
+            None => before[position * stride + first + channel],
+            Some(row) => x[row * channels + channel],
+        };
+        let mut same: Option<(Vec<f32>, Vec<f32>)> = None;
+        for cpu in cpus() {
+            let (mut out, mut history) = (x.clone(), before.clone());
+            cpu.convolve(&mut out, channels, &weight, &mut history, stride, first)
+                .unwrap();
+            for (i, got) in out.iter().enumerate() {
+                let (row, channel) = (i / channels, i % channels);
+                let terms = (0..taps)
+                    .map(|tap| f64::from(weight[channel * taps + tap] * input(row + tap, channel)));
+                let sum: f64 = terms.sum();
+                let want = sum / (1.0 + (-sum).exp());
+                assert!((f64::from(*got) - want).abs() < 1e-5, "{got} {want}");
+            }
+            for (i, got) in history.iter().enumerate() {
+                let (position, channel) = (i / stride, (i % stride).wrapping_sub(first));
+                let want = match channel < channels {
+                    true => input(m + position, channel),
+                    false => before[i],
+                };
+                assert!(*got == want, "{taps} taps, {m} rows: {i}");
+            }
+            let got = (out, history);
+            assert!(*same.get_or_insert_with(|| got.clone()) == got);
+        }
+    }
+    let gates = DeltaGates {
+        a_log: &[0.5, -3.0],
+        dt_bias: &[1.0, -1.0],
+    };
+    let (mut a, mut b) = ([0.25, 800.0, -800.0, 0.0], [0.0, 90.0, -90.0, 1.0]);
+    cpus()[0].delta_gates(gates, &mut a, &mut b).unwrap();
+    let softplus = |x: f64| x.exp().ln_1p();
+    let want = [
+        (-(0.5f64.exp()) * softplus(1.25)).exp(),
+        (-(-3f64).exp() * 799.0).exp(),
+        1.0,
+        (-(-3f64).exp() * softplus(-1.0)).exp(),
+    ];
+    for (got, want) in a.iter().zip(want) {
+        assert!((f64::from(*got) - want).abs() < 1e-6, "{got} {want}");
+    }
+    assert!(b[0] == 0.5 && b[1] == 1.0 && b[2] < 1e-30 && b[3] > 0.73);
 }

@@ -12,10 +12,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use NVFP4::base::call::{Cancel, Progress, Watch};
+use NVFP4::base::threads::Pool;
 use NVFP4::base::{ErrorKind, Result};
 use NVFP4::checkpoint::{Checkpoint, Entry, Metadata, Part};
 use NVFP4::engine::{NewTokens, Sequence, Served};
-use NVFP4::format::nvfp4::QuantizeOptions;
+use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
+use NVFP4::model::convert::{Container, ConvertOptions, ConvertProgress, convert};
 use NVFP4::model::{self, Activations, Device, KvType, LoadOptions, Logits, Scratch, Wanted};
 use common::{
     Copy, DEVICE_CASES, LONG_CASES, at_long_positions, change_tensor, check_memory_comes_back, cut,
@@ -29,13 +31,18 @@ use serde_json::{Value, json};
 const TOLERANCE: f32 = 2e-4;
 
 /// More golden models, which the tests of whole models on a GPU leave out.
-const PROCESSOR_CASES: [&str; 6] = [
+const PROCESSOR_CASES: [&str; 11] = [
     "qwen3moe_normalized",
     "qwen3moe_window",
     "qwen3moe_saved",
     "qwen2moe_window",
     "smolvlm_nested",
     "mistral3_nested",
+    "qwen35_tied",
+    "qwen35_nested",
+    "qwen35moe_shared",
+    "qwen3next_shared",
+    "qwen3next_dense",
 ];
 
 fn all_cases() -> impl Iterator<Item = &'static str> {
@@ -67,8 +74,9 @@ fn run_in(mut cache: Sequence, model: &Served, tokens: &[u32], wanted: Logits) -
 fn expected(case: &str) -> Vec<(Vec<u32>, Vec<f32>)> {
     let bytes = fs::read(golden(case).join("expected.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
-    [7, 33]
-        .iter()
+    let lengths = [7, 33, 100].into_iter();
+    lengths
+        .filter(|n| file.tensor(&format!("tokens_{n}")).is_ok())
         .map(|n| {
             let tokens = file.tensor(&format!("tokens_{n}")).unwrap();
             let logits = file.tensor(&format!("logits_{n}")).unwrap();
@@ -210,13 +218,13 @@ fn the_text_model_within_another_is_run() {
     }
 }
 
-/// Every case has an odd length; together they have every family with a tied and an own head, and with grouped queries.
+/// Every case has odd lengths; together they have every family with a tied and an own head, and with grouped queries.
 #[test]
 fn the_cases_cover_families_and_heads() {
     let mut seen = BTreeSet::new();
     for case in all_cases() {
         let lengths: Vec<usize> = expected(case).iter().map(|(t, _)| t.len()).collect();
-        assert!(lengths.iter().all(|n| n % 2 == 1), "{case}: {lengths:?}");
+        assert_eq!(lengths[..2], [7, 33], "{case}");
         let model = load(case);
         let info = model.info();
         let grouped = info.heads > info.kv_heads;
@@ -689,6 +697,44 @@ fn dense_copy(case: &str) -> Copy {
         &safetensors::serialize(views, None).unwrap(),
     );
     dir
+}
+
+/// Projections of recurrent layers become int8, what a file holds in 4 bits stays so, and gates and convolutions keep their 16 bits.
+#[test]
+fn recurrent_projections_are_quantized_to_8_bits() {
+    let encoding = |dir: &Path, name: &str| {
+        let made = model::open(dir).unwrap();
+        made.find(name).unwrap().encoding.name()
+    };
+    let pool = Pool::new(2).unwrap();
+    for (case, input) in [
+        ("qwen35_tied", "in_proj_qkv"),
+        ("qwen3next_shared", "in_proj_qkvz"),
+    ] {
+        let (dense, out) = (dense_copy(case), Copy::of(case, "mixed"));
+        let mut options = ConvertOptions::new(Container::ModelOpt, Recipe::default());
+        options.replace = true;
+        let go = &mut |_: ConvertProgress<'_>| ControlFlow::Continue(());
+        let source = model::open(&dense.0).unwrap();
+        convert(&*source, &out.0, &options, &pool, go).unwrap();
+        for name in [input, "out_proj"] {
+            let name = format!("model.layers.0.linear_attn.{name}.weight");
+            assert_eq!(encoding(&out.0, &name), "INT8", "{case}: {name}");
+            assert_eq!(encoding(&golden(case), &name), "NVFP4", "{case}: {name}");
+        }
+        let convolution = "model.layers.0.linear_attn.conv1d.weight";
+        assert_eq!(encoding(&out.0, convolution), "BF16", "{case}");
+        let [exact, mixed] =
+            [&dense, &out].map(|dir| Served::load(&dir.0, &common::options()).unwrap());
+        assert!(mixed.info().formats["int8"].tensors >= 3);
+        let tokens = some_tokens(&exact, 30);
+        let [exact, mixed] = [&exact, &mixed].map(|model| run(model, &tokens, Logits::All));
+        let size: f32 = exact.iter().map(|x| x * x).sum();
+        let lost: f32 = exact.iter().zip(&mixed).map(|(a, b)| (a - b).powi(2)).sum();
+        println!("{case}: {}", (lost / size).sqrt());
+        // Its other matrices hold values of 4 bits, so only what is 8 bits now is lost.
+        assert!(lost > 0.0 && lost < 0.01 * size, "{case}: {lost} of {size}");
+    }
 }
 
 #[test]

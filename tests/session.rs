@@ -17,7 +17,9 @@ use NVFP4::session::{
     SessionOptions, Transcript, step,
 };
 use NVFP4::text::{Detokenizer, Message};
-use common::{Copy, cases, cut, expect_kind, golden, load, options, some_tokens, windows};
+use common::{
+    Copy, cases, cut, expect_kind, golden, load, options, recurrent, some_tokens, windows,
+};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use twox_hash::XxHash3_64;
@@ -557,17 +559,19 @@ fn interrupted(
 
 #[test]
 fn a_cancelled_prefill_changes_nothing() {
-    let model = load("qwen3_tied");
-    let tokens = some_tokens(&model, 200);
-    let mut session = filled(&model, 6);
-    let before = state(&mut session);
-    let mut cancelled = interrupted(&session, |s| s.prefill(&tokens));
-    assert!(state(&mut cancelled) == before);
-    let mut cancelled = interrupted(&session, |s| s.prefill_token_by_token(&tokens));
-    assert!(state(&mut cancelled) == before);
-    cancelled.prefill(&tokens).unwrap();
-    session.prefill(&tokens).unwrap();
-    assert!(state(&mut cancelled) == state(&mut session));
+    for case in ["qwen3_tied", "qwen35_tied"] {
+        let model = load(case);
+        let tokens = some_tokens(&model, 200);
+        let mut session = filled(&model, 6);
+        let before = state(&mut session);
+        let mut cancelled = interrupted(&session, |s| s.prefill(&tokens));
+        assert!(state(&mut cancelled) == before);
+        let mut cancelled = interrupted(&session, |s| s.prefill_token_by_token(&tokens));
+        assert!(state(&mut cancelled) == before);
+        cancelled.prefill(&tokens).unwrap();
+        session.prefill(&tokens).unwrap();
+        assert!(state(&mut cancelled) == state(&mut session));
+    }
 }
 
 #[test]
@@ -1333,6 +1337,49 @@ fn layers_with_a_window_keep_no_more_than_they_need() {
     }
 }
 
+/// The state of recurrent layers does not grow with a sequence, and a sequence can go back to any position.
+#[test]
+fn recurrent_layers_keep_few_states() {
+    for case in ["qwen35_tied", "qwen3next_shared"] {
+        let dir = windows::lengthened(case);
+        let model = Served::load(&dir.0, &options()).unwrap();
+        recurrent::check(&model, &file(case).0, &|got, want, what| {
+            assert!(got == want, "{case}: {what}");
+        });
+    }
+}
+
+/// A file says after which positions it holds the recurrent state. That of all positions must be the last of them.
+#[test]
+fn session_files_hold_the_last_recurrent_state() {
+    let model = load("qwen35_tied");
+    let path = file("states");
+    let mut session = filled(&model, 20);
+    session.prefill(&[1, 2, 3]).unwrap();
+    session.save(&path.0).unwrap();
+    let bytes = fs::read(&path.0).unwrap();
+    let of = |states: Value| {
+        let changed = rewritten(&bytes, |header| header["states"] = states);
+        fs::write(&path.0, changed).unwrap();
+        Session::restore(model.clone(), &path.0).map(|_| ())
+    };
+    of(json!([20, 23])).unwrap();
+    for wrong in [
+        json!([20, 22]),
+        json!([23, 23]),
+        json!([0, 23]),
+        json!([]),
+        json!([1, 2, 3, 4, 5, 23]),
+    ] {
+        expect_kind(of(wrong), ErrorKind::CorruptFile, "recurrent states of");
+    }
+    expect_kind(
+        of(json!([23])),
+        ErrorKind::CorruptFile,
+        "by its header it would have",
+    );
+}
+
 /// A file says which positions each group of layers keeps. What its windows see must be among them.
 #[test]
 fn session_files_keep_what_windows_see() {
@@ -1646,6 +1693,15 @@ proptest! {
     }
 }
 
+/// The files of a model with recurrent layers, with the tokenizer of another.
+fn recurrent_with_text() -> Copy {
+    let dir = Copy::of("qwen35_tied", "text");
+    for name in ["tokenizer.json", "generation_config.json"] {
+        dir.write(name, &fs::read(golden("qwen3_tied").join(name)).unwrap());
+    }
+    dir
+}
+
 /// Something to do to a session: which of the calls, and two numbers that it takes.
 type Step = (u8, usize, usize);
 
@@ -1689,9 +1745,14 @@ proptest! {
     #[test]
     fn whatever_is_done_a_session_is_its_tokens(
         evicts in any::<bool>(),
+        is_recurrent in any::<bool>(),
         steps in proptest::collection::vec((0u8..9, 0usize..64, 0usize..6), 1..12),
     ) {
-        let model = load("qwen3_tied");
+        let dir = recurrent_with_text();
+        let model = match is_recurrent {
+            true => Served::load(&dir.0, &options()).unwrap(),
+            false => load("qwen3_tied"),
+        };
         let mut session = with(&model, |o| {
             o.context = 48;
             if evicts {
@@ -1707,7 +1768,7 @@ proptest! {
                 prop_assert!(seen(&session) == fresh(&session, &tokens), "after {:?}", step);
             }
         }
-        let path = file(&format!("steps-{evicts}"));
+        let path = file(&format!("steps-{evicts}-{is_recurrent}"));
         session.save(&path.0).unwrap();
         let restored = Session::restore(model, &path.0).unwrap();
         prop_assert!(seen(&restored) == seen(&session));

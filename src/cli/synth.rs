@@ -54,6 +54,10 @@ enum Arch {
     Qwen3_30BA3B,
     #[value(name = "gemma3-4b")]
     Gemma3_4B,
+    #[value(name = "qwen3.5-4b")]
+    Qwen35_4B,
+    #[value(name = "qwen3.6-35b-a3b")]
+    Qwen36_35BA3B,
 }
 
 impl Arch {
@@ -74,6 +78,19 @@ impl Arch {
             }
             config
         };
+        let qwen35 = json!({
+            "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 2560,
+            "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+            "intermediate_size": 9216, "vocab_size": 248_320, "hidden_act": "silu", "attention_bias": false,
+            "attn_output_gate": true, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-6,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25,
+                "mrope_interleaved": true, "mrope_section": [11, 11, 10]
+            },
+            "torch_dtype": "bfloat16"
+        });
         match self {
             Arch::Tiny => with(
                 qwen3(64, 2, 4, 160),
@@ -91,6 +108,15 @@ impl Arch {
                     "decoder_sparse_step": 1, "mlp_only_layers": []
                 }),
             ),
+            Arch::Qwen35_4B => qwen35,
+            Arch::Qwen36_35BA3B => with(
+                qwen35,
+                json!({
+                    "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "hidden_size": 2048,
+                    "num_hidden_layers": 40, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
+                    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512
+                }),
+            ),
             Arch::Gemma3_4B => json!({
                 "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 2560,
                 "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
@@ -104,14 +130,15 @@ impl Arch {
     }
 }
 
-/// The tensors to write: linear weights in NVFP4, the rest in bf16.
+/// The tensors to write: linear weights in NVFP4, those of recurrent layers in int8, the rest in bf16.
 fn plan(spec: &Spec) -> Vec<Planned> {
-    let tensors = tensors::all(spec).into_iter().filter(|t| t.required);
-    let planned = tensors.map(|t| Planned {
-        name: t.name,
-        shape: t.shape,
-        encoding: match t.role {
+    let tensors = tensors::stored(spec).into_iter();
+    let planned = tensors.map(|(name, shape, role)| Planned {
+        name,
+        shape,
+        encoding: match role {
             TensorRole::Linear => Encoding::Nvfp4,
+            TensorRole::Recurrent => Encoding::Int8,
             _ => Encoding::Dense(DType::BF16),
         },
     });
@@ -120,6 +147,9 @@ fn plan(spec: &Spec) -> Vec<Planned> {
 
 /// Root mean square of the 16 e2m1 values, equally distributed.
 const CODE_RMS: f32 = 2.926;
+
+/// Root mean square of the bytes in two's complement, equally distributed.
+const BYTE_RMS: f32 = 73.9;
 
 /// The standard deviation of the weights: Qwen's initializer_range.
 const WEIGHT_RMS: f32 = 0.02;
@@ -146,6 +176,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let values = |p: &Planned| p.shape.iter().product::<usize>();
     let bytes = |p: &Planned| match p.encoding {
         Encoding::Nvfp4 => values(p) / 2 + values(p) / BLOCK,
+        Encoding::Int8 => values(p) + p.shape[0] * size_of::<f32>(),
         _ => values(p) * 2,
     } as u64;
     let total: u64 = plan.iter().map(bytes).sum();
@@ -175,9 +206,26 @@ pub(super) fn run(args: &Args) -> Result<()> {
             continue;
         }
         writer.begin(&tensor.name, 1.0)?;
+        if tensor.encoding == Encoding::Int8 {
+            let (rows, cols) = (tensor.shape[0], tensor.shape[1]);
+            let run = (CHUNK / cols).clamp(1, rows);
+            let mut codes = vec![0; run * cols];
+            for first in (0..rows).step_by(run) {
+                let n = run.min(rows - first);
+                let codes = &mut codes[..n * cols];
+                fill(seed, (first * cols / 8) as u64, codes);
+                let scales = vec![WEIGHT_RMS / BYTE_RMS; n];
+                writer.int8(codes, &scales)?;
+                bar.inc((codes.len() + size_of_val(&*scales)) as u64);
+            }
+            continue;
+        }
         if tensor.shape.len() == 1 {
             // Norms that only normalize.
-            let one = if spec.norm_plus_one { 0.0 } else { 1.0 };
+            let one = match tensors::is_offset_from_one(&spec, &tensor.name) {
+                true => 0.0,
+                false => 1.0,
+            };
             writer.values(&vec![one; values(tensor)])?;
             bar.inc(bytes(tensor));
             continue;

@@ -33,7 +33,7 @@ pub struct Cpu {
 
 /// An output pointer, of which threads write disjoint parts.
 #[derive(Clone, Copy)]
-struct Out<T>(*mut T);
+pub(super) struct Out<T>(pub(super) *mut T);
 // SAFETY: every use writes a part that no other thread touches; the uses say which.
 unsafe impl<T> Send for Out<T> {}
 // SAFETY: as above.
@@ -42,7 +42,7 @@ unsafe impl<T> Sync for Out<T> {}
 impl<T> Out<T> {
     /// # Safety
     /// As for pointer addition.
-    unsafe fn at(self, i: usize) -> *mut T {
+    pub(super) unsafe fn at(self, i: usize) -> *mut T {
         // SAFETY: forwarded.
         unsafe { self.0.add(i) }
     }
@@ -596,6 +596,11 @@ impl Cpu {
     /// `gate = gelu(gate) * up`, with the tanh form of GELU.
     pub fn geglu(&self, gate: &mut [f32], up: &[f32]) -> Result<()> {
         self.glu(self.table.geglu, gate, up)
+    }
+
+    /// `gate = sigmoid(gate) * up`, with `sigmoid(x) = 1 / (1 + e^-x)`.
+    pub fn sigmoid_gate(&self, gate: &mut [f32], up: &[f32]) -> Result<()> {
+        self.glu(self.table.sigmoid_gate, gate, up)
     }
 
     fn glu(&self, glu: Glu, gate: &mut [f32], up: &[f32]) -> Result<()> {

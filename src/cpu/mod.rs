@@ -5,6 +5,7 @@
 //! `generic::linear` and `simd`. Knows nothing of models, sessions or files.
 
 pub mod calibrated;
+mod delta;
 mod engine;
 mod generic;
 mod kv;
@@ -25,6 +26,7 @@ mod avx512;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 
+pub use delta::{DeltaGates, DeltaRows};
 pub use engine::Cpu;
 pub use kv::{KvLayout, KvPages, KvType, PAGE};
 pub use level::Level;

@@ -1,6 +1,6 @@
 //! Function tables of the levels, instantiated from the generic bodies: one static table per level, chosen once at run time.
 
-use super::generic::{attention, calibrated, linear, matmul, pointwise, sample};
+use super::generic::{attention, calibrated, delta, linear, matmul, pointwise, sample};
 use super::level::Level;
 use super::simd::Simd;
 use crate::format::calibrated::BlockFactor;
@@ -9,6 +9,7 @@ use crate::tensor::WeightType;
 
 pub(super) use attention::{Query, Scores};
 pub(super) use calibrated::{Blocks, LANES, Rounded};
+pub(super) use delta::{ConvolvedChannels, DeltaColumns, MOST_TAPS};
 pub(super) use linear::INT8_SCALE_BLOCKS;
 
 /// [`linear::skinny`], with the number of tokens first, from 1 to [`Table::skinny_tokens`].
@@ -57,6 +58,10 @@ pub(super) type RmsNorm = unsafe fn(*const f32, *const f32, f32, usize, *mut f32
 pub(super) type Glu = unsafe fn(*mut f32, *const f32, usize);
 /// [`pointwise::soft_cap`].
 pub(super) type SoftCap = unsafe fn(*mut f32, f32, usize);
+/// [`delta::convolve`].
+pub(super) type Convolve = unsafe fn(ConvolvedChannels);
+/// [`delta::delta_rule`].
+pub(super) type DeltaRule = unsafe fn(DeltaColumns);
 /// [`sample::weigh`].
 pub(super) type Weigh = unsafe fn(*const f32, usize, f32, f32, *mut f32, *mut f32);
 /// [`matmul::panel_product`] with [`Table::widest`] rows.
@@ -115,7 +120,10 @@ pub(super) struct Table {
     pub rms_norm: RmsNorm,
     pub swiglu: Glu,
     pub geglu: Glu,
+    pub sigmoid_gate: Glu,
     pub soft_cap: SoftCap,
+    pub convolve: Convolve,
+    pub delta_rule: DeltaRule,
     pub weigh: Weigh,
     pub panel_product: PanelProduct,
     pub round_in_turn: RoundInTurn,
@@ -317,6 +325,16 @@ macro_rules! stamp {
             }
 
             $(#[$features])?
+            unsafe fn convolve(channels: ConvolvedChannels) {
+                unsafe { delta::convolve::<Shell>(channels) }
+            }
+
+            $(#[$features])?
+            unsafe fn delta_rule(columns: DeltaColumns) {
+                unsafe { delta::delta_rule::<Shell>(columns) }
+            }
+
+            $(#[$features])?
             unsafe fn weigh(x: *const f32, n: usize, largest: f32, scale: f32, logs: *mut f32, weights: *mut f32) {
                 unsafe { sample::weigh::<Shell>(x, n, largest, scale, logs, weights) }
             }
@@ -385,7 +403,10 @@ macro_rules! stamp {
                 rms_norm,
                 swiglu: glu::<pointwise::Silu>,
                 geglu: glu::<pointwise::GeluTanh>,
+                sigmoid_gate: glu::<pointwise::Sigmoid>,
                 soft_cap,
+                convolve,
+                delta_rule,
                 weigh,
                 panel_product,
                 round_in_turn,

@@ -4,7 +4,9 @@ mod pool;
 mod run;
 mod sequence;
 mod served;
+mod snapshots;
 
 pub use run::NewTokens;
-pub use sequence::{REWIND, Sequence};
+pub use sequence::{Kept, REWIND, Sequence};
 pub use served::{Served, ServedInfo};
+pub use snapshots::{SNAPSHOT_POSITIONS, SNAPSHOTS};

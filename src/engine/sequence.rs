@@ -1,12 +1,13 @@
-//! Sequences: the keys and values of some tokens, in blocks that forks share until either side writes.
+//! Sequences: what a model holds of some tokens, in blocks that forks share until either side writes.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::pool::BlockPool;
-use crate::base::Result;
+use super::snapshots::{SNAPSHOT_POSITIONS, SNAPSHOTS, Snapshot, stops, surplus};
 use crate::base::error::{bail, err};
 use crate::base::lock::lock;
-use crate::model::kv::{KvArena, KvCache, KvTables, NULL_BLOCK};
+use crate::base::{ErrorKind, Result};
+use crate::model::kv::{KvArena, KvCache, KvTables, NULL_BLOCK, StateArena, StateTable};
 use crate::model::{KvType, Model};
 
 /// Positions past a layer's window that are kept, so that a sequence may be cut by as many tokens without being computed again.
@@ -18,14 +19,25 @@ const KEPT_MULTIPLE: usize = 64;
 /// The blocks of a model, with the reference counts of those in use.
 pub(super) struct Blocks {
     model: Arc<Model>,
-    f16: Mutex<Vec<BlockPool>>,
-    f32: Mutex<Vec<BlockPool>>,
+    f16: Mutex<Pools>,
+    f32: Mutex<Pools>,
+}
+
+/// The reference counts of the blocks of one cache.
+struct Pools {
+    groups: Vec<BlockPool>,
+    state: BlockPool,
 }
 
 impl Blocks {
     pub(super) fn new(model: &Arc<Model>) -> Arc<Blocks> {
         let groups = model.kv().groups().len();
-        let pools = || Mutex::new((0..groups).map(|_| BlockPool::default()).collect());
+        let pools = || {
+            Mutex::new(Pools {
+                groups: (0..groups).map(|_| BlockPool::default()).collect(),
+                state: BlockPool::default(),
+            })
+        };
         Arc::new(Blocks {
             model: model.clone(),
             f16: pools(),
@@ -33,29 +45,48 @@ impl Blocks {
         })
     }
 
-    fn pools(&self, kind: KvType) -> MutexGuard<'_, Vec<BlockPool>> {
+    fn pools(&self, kind: KvType) -> MutexGuard<'_, Pools> {
         lock(match kind {
             KvType::F16 => &self.f16,
             KvType::F32 => &self.f32,
         })
     }
 
-    /// Blocks in use, in all groups and formats.
+    /// Blocks in use, in all groups and formats, those of recurrent states included.
     pub(super) fn used(&self) -> usize {
-        let kinds = [KvType::F16, KvType::F32];
-        let used = |kind| self.pools(kind).iter().map(BlockPool::used).sum::<usize>();
-        kinds.into_iter().map(used).sum()
+        let used = |kind| {
+            let pools = self.pools(kind);
+            let groups = pools.groups.iter().map(BlockPool::used).sum::<usize>();
+            groups + pools.state.used()
+        };
+        [KvType::F16, KvType::F32].into_iter().map(used).sum()
     }
 }
 
-/// The keys and values of one sequence of tokens, over all layers of a model. Memory is taken in blocks as it grows; a clone shares them
-/// until either side writes.
+/// What a sequence keeps of its positions.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Kept {
+    /// The first position that each group of layers with keys and values keeps.
+    pub from: Vec<usize>,
+    /// Numbers of positions after which the recurrent state is kept, ascending; the last is that of all positions. Empty without
+    /// recurrent layers, and without positions.
+    pub states: Vec<usize>,
+}
+
+/// What a model holds of one sequence of tokens, over all its layers: keys and values, and the state of recurrent layers. Memory is taken
+/// in blocks as it grows; a clone shares them until either side writes.
 ///
-/// Layers that see a window keep it and [`REWIND`] positions before it.
+/// Layers that see a window keep it and [`REWIND`] positions before it. Recurrent layers keep the state of the end and of at most
+/// [`SNAPSHOTS`] earlier positions: those between which prompts and answers change, and multiples of
+/// [`SNAPSHOT_POSITIONS`].
 pub struct Sequence {
     blocks: Arc<Blocks>,
     cache: Arc<KvCache>,
     tables: KvTables,
+    /// The recurrent states kept, oldest first, without that of the end.
+    snapshots: Vec<Snapshot>,
+    /// Whether the state of the end is kept when the sequence goes on.
+    keeps_end: bool,
     len: usize,
     capacity: usize,
 }
@@ -74,6 +105,8 @@ impl Sequence {
             blocks: blocks.clone(),
             tables: KvTables::new(kind, cache.arenas().len()),
             cache: cache.clone(),
+            snapshots: Vec::new(),
+            keeps_end: false,
             len: 0,
             capacity,
         })
@@ -125,11 +158,30 @@ impl Sequence {
     /// Bytes of its blocks, including those shared with clones.
     pub fn bytes(&self) -> usize {
         let of_group = |group| self.tables.kept(group).count() * self.arena(group).block_bytes();
-        (0..self.groups()).map(of_group).sum()
+        let state = self.cache.state().map_or(0, StateArena::block_bytes);
+        (0..self.groups()).map(of_group).sum::<usize>() + self.states().count() * state
+    }
+
+    /// The recurrent states kept, oldest first, with that of the end.
+    fn states(&self) -> impl Iterator<Item = Snapshot> {
+        let end = Snapshot {
+            positions: self.len,
+            block: self.tables.state().current(),
+        };
+        let end = Some(end).filter(|end| end.block != NULL_BLOCK);
+        self.snapshots.iter().copied().chain(end)
+    }
+
+    /// What it keeps of its positions.
+    pub fn kept(&self) -> Kept {
+        Kept {
+            from: self.kept_from(),
+            states: self.states().map(|state| state.positions).collect(),
+        }
     }
 
     /// The first position that each group keeps.
-    pub fn kept_from(&self) -> Vec<usize> {
+    fn kept_from(&self) -> Vec<usize> {
         let first = |group| {
             let blocks = self.tables.blocks(group);
             blocks.partition_point(|b| *b == NULL_BLOCK) * self.block_positions(group)
@@ -147,8 +199,8 @@ impl Sequence {
         window.map_or(0, |window| (len + 1).saturating_sub(window))
     }
 
-    /// Drops the positions from `len` on. If a layer no longer keeps what the next token sees, all positions are dropped, and the tokens
-    /// have to run again.
+    /// Drops the positions from `len` on, and more if that is needed: recurrent layers go back to the last state that is kept, and if a
+    /// layer no longer keeps what the next token sees, all positions are dropped. The tokens then have to run again.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         if len > self.len {
             bail!(
@@ -160,6 +212,15 @@ impl Sequence {
         if len == self.len {
             return Ok(());
         }
+        let len = match self.cache.state() {
+            None => len,
+            Some(_) => {
+                let kept = self.snapshots.iter().map(|s| s.positions);
+                kept.take_while(|positions| *positions <= len)
+                    .last()
+                    .unwrap_or(0)
+            }
+        };
         let kept = self.kept_from();
         let is_kept = |group| kept[group] <= self.sees_from(group, len);
         self.len = match (0..self.groups()).all(is_kept) {
@@ -167,7 +228,108 @@ impl Sequence {
             false => 0,
         };
         self.release_unused();
+        self.go_back();
         Ok(())
+    }
+
+    /// Makes the recurrent state that of the positions held, which is among those kept, and drops later ones.
+    fn go_back(&mut self) {
+        if self.cache.state().is_none() {
+            return;
+        }
+        let end = self.tables.state().current();
+        self.release_state(end);
+        let count = self.snapshots.partition_point(|s| s.positions <= self.len);
+        let later = self.snapshots.split_off(count);
+        later.iter().for_each(|s| self.release_state(s.block));
+        let current = self.snapshots.pop().map_or(NULL_BLOCK, |s| s.block);
+        self.keeps_end = true;
+        *self.tables.state_mut() = StateTable::new(self.len, current);
+    }
+
+    fn release_state(&self, block: u32) {
+        let Some(arena) = self.cache.state().filter(|_| block != NULL_BLOCK) else {
+            return;
+        };
+        if self.blocks.pools(self.kind()).state.release(block) {
+            arena.free(block);
+        }
+    }
+
+    /// Drops the blocks of states that the next run was to write.
+    fn release_staged(&mut self) {
+        if !self.tables.state().staged().is_empty() {
+            let staged = self.tables.state_mut().unstage();
+            staged
+                .iter()
+                .for_each(|(_, block)| self.release_state(*block));
+        }
+    }
+
+    /// Takes a block for a state. Earlier states give way if there is no memory.
+    fn take_state(&mut self) -> Result<u32> {
+        let cache = self.cache.clone();
+        let Some(arena) = cache.state() else {
+            bail!(Internal, "a state of a model without recurrent layers");
+        };
+        loop {
+            let block = self.blocks.pools(self.kind()).state.take();
+            match arena.take(block) {
+                Ok(()) => return Ok(block),
+                Err(e) => {
+                    self.blocks.pools(self.kind()).state.release(block);
+                    if e.kind() != ErrorKind::OutOfMemory || self.snapshots.is_empty() {
+                        return Err(e);
+                    }
+                    let oldest = self.snapshots.remove(0);
+                    self.release_state(oldest.block);
+                }
+            }
+        }
+    }
+
+    /// Takes blocks for the states of the next `count` positions.
+    fn reserve_states(&mut self, count: usize) -> Result<()> {
+        if self.cache.state().is_none() {
+            return Ok(());
+        }
+        self.release_staged();
+        let kept: Vec<usize> = self.states().map(|s| s.positions).collect();
+        let end = self.len + count;
+        for positions in stops(&kept, self.len, end).into_iter().chain([end]) {
+            let block = self.take_state()?;
+            self.tables.state_mut().stage(positions, block);
+        }
+        Ok(())
+    }
+
+    /// Makes the state of the end that of the last position that ran, and decides which earlier ones are kept. `before` is the number of
+    /// positions before the run.
+    fn advance_states(&mut self, before: usize) {
+        let old = Snapshot {
+            positions: before,
+            block: self.tables.state().current(),
+        };
+        let mut staged = self.tables.state_mut().unstage();
+        let Some((_, current)) = staged.pop() else {
+            return;
+        };
+        *self.tables.state_mut() = StateTable::new(self.len, current);
+        // More than one token is a prompt: both its ends are places to come back to.
+        let is_prompt = self.len - before > 1;
+        match old.block != NULL_BLOCK && (self.keeps_end || is_prompt) {
+            true => self.snapshots.push(old),
+            false => self.release_state(old.block),
+        }
+        let staged = staged.into_iter();
+        self.snapshots
+            .extend(staged.map(|(positions, block)| Snapshot { positions, block }));
+        self.keeps_end = is_prompt || self.len.is_multiple_of(SNAPSHOT_POSITIONS);
+        let kept = |s: &Sequence| s.snapshots.iter().map(|s| s.positions).collect::<Vec<_>>();
+        while let Some(index) = surplus(&kept(self), self.len) {
+            let dropped = self.snapshots.remove(index);
+            self.release_state(dropped.block);
+        }
     }
 
     /// Releases blocks past the positions held, which were reserved for tokens that did not run.
@@ -184,7 +346,7 @@ impl Sequence {
     fn release(&self, group: usize, blocks: &[u32]) {
         let mut pools = self.blocks.pools(self.kind());
         for &block in blocks.iter().filter(|b| **b != NULL_BLOCK) {
-            if pools[group].release(block) {
+            if pools.groups[group].release(block) {
                 self.arena(group).free(block);
             }
         }
@@ -208,14 +370,14 @@ impl Sequence {
                 self.own(group, index)?;
             }
         }
-        Ok(())
+        self.reserve_states(count)
     }
 
     /// Makes block `index` of a group one that only this sequence uses.
     fn own(&mut self, group: usize, index: usize) -> Result<()> {
         let old = self.tables.blocks(group).get(index).copied();
         let mut pools = self.blocks.pools(self.kind());
-        let pool = &mut pools[group];
+        let pool = &mut pools.groups[group];
         if old.is_some_and(|block| !pool.is_shared(block)) {
             return Ok(());
         }
@@ -243,6 +405,9 @@ impl Sequence {
     /// Records that every layer holds `count` further positions, and frees what windows have passed.
     pub(super) fn advance(&mut self, count: usize) {
         self.len += count;
+        if self.cache.state().is_some() {
+            self.advance_states(self.len - count);
+        }
         for group in 0..self.groups() {
             let passed = self.sees_from(group, self.len).saturating_sub(REWIND);
             let passed = passed / KEPT_MULTIPLE * KEPT_MULTIPLE / self.block_positions(group);
@@ -257,10 +422,11 @@ impl Sequence {
     /// Removes what a failed pass wrote past the positions held.
     pub(super) fn give_up(&mut self) -> Result<()> {
         self.release_unused();
+        self.release_staged();
         for group in 0..self.groups() {
             let positions = self.block_positions(group);
             let last = self.tables.blocks(group).get(self.len / positions);
-            let owned = |block: u32| !self.blocks.pools(self.kind())[group].is_shared(block);
+            let owned = |block: u32| !self.blocks.pools(self.kind()).groups[group].is_shared(block);
             if let Some(&block) = last.filter(|block| owned(**block)) {
                 let held = self.len % positions;
                 self.cache.clear_from(group, block, held)?;
@@ -269,37 +435,62 @@ impl Sequence {
         Ok(())
     }
 
-    /// Calls `each` with its pages of sixteen positions, layer by layer, in the order that [`Sequence::fill`] expects.
-    pub fn for_each_page(&self, each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
-        self.cache.read_pages(&self.tables, self.len, each)
+    /// Calls `each` with its pages of sixteen positions, layer by layer, and then with its recurrent states, in the order that
+    /// [`Sequence::fill`] expects.
+    pub fn for_each_page(&self, mut each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+        self.cache.read_pages(&self.tables, self.len, &mut each)?;
+        match self.cache.state() {
+            None => Ok(()),
+            Some(arena) => self
+                .states()
+                .try_for_each(|s| arena.read(s.block, &mut each)),
+        }
     }
 
-    /// Bytes that [`Sequence::for_each_page`] gives for `len` positions, kept from `kept_from` on; `None` if the number overflows.
-    pub fn page_bytes(&self, len: usize, kept_from: &[usize]) -> Option<u64> {
-        self.cache.page_bytes(len, kept_from)
+    /// Bytes that [`Sequence::for_each_page`] gives for `len` positions of which this is kept; `None` if the number overflows.
+    pub fn page_bytes(&self, len: usize, kept: &Kept) -> Option<u64> {
+        let state = self.cache.state().map_or(0, StateArena::block_bytes) as u64;
+        let states = state.checked_mul(kept.states.len() as u64)?;
+        self.cache.page_bytes(len, &kept.from)?.checked_add(states)
     }
 
-    /// Fails unless an empty sequence may be filled with `len` positions, of which each group keeps those from `kept_from` on.
-    pub fn check_kept(&self, len: usize, kept_from: &[usize]) -> Result<()> {
+    /// Fails unless this can be kept of `len` positions of an empty sequence.
+    pub fn check_kept(&self, len: usize, kept: &Kept) -> Result<()> {
+        let Kept { from, states } = kept;
         let is_possible = |(group, &first): (usize, &usize)| {
             first == 0 || first.is_multiple_of(KEPT_MULTIPLE) && first <= self.sees_from(group, len)
         };
-        match kept_from.len() == self.groups() && kept_from.iter().enumerate().all(is_possible) {
+        if from.len() != self.groups() || !from.iter().enumerate().all(is_possible) {
+            bail!(
+                InvalidArgument,
+                "{len} positions of which groups keep those from {from:?} on; this model has {} groups, each keeps what its window sees",
+                self.groups()
+            );
+        }
+        let has_state = self.cache.state().is_some() && len > 0;
+        let ascends = states.windows(2).all(|pair| pair[0] < pair[1]);
+        let is_sound = match states[..] {
+            [] => !has_state,
+            [first, ..] => {
+                let last = states.last() == Some(&len);
+                has_state && first > 0 && ascends && last && states.len() <= SNAPSHOTS + 1
+            }
+        };
+        match is_sound {
             true => Ok(()),
             false => Err(err!(
                 InvalidArgument,
-                "{len} positions of which groups keep those from {kept_from:?} on; this model has {} groups, each keeps what its window sees",
-                self.groups()
+                "{len} positions with the recurrent states of {states:?}; a model with recurrent layers keeps that of all positions, and up to {SNAPSHOTS} before it"
             )),
         }
     }
 
-    /// Fills an empty sequence with `len` positions, of which each group keeps those from `kept_from` on; `next` gives the pages.
+    /// Fills an empty sequence with `len` positions, of which this is kept; `next` gives pages and states.
     pub fn fill(
         &mut self,
         len: usize,
-        kept_from: &[usize],
-        next: impl FnMut(&mut [u8]) -> Result<()>,
+        kept: &Kept,
+        mut next: impl FnMut(&mut [u8]) -> Result<()>,
     ) -> Result<()> {
         if self.len != 0 || len > self.capacity {
             bail!(
@@ -309,9 +500,9 @@ impl Sequence {
                 self.capacity
             );
         }
-        self.check_kept(len, kept_from)?;
+        self.check_kept(len, kept)?;
         self.release_unused();
-        for (group, &first) in kept_from.iter().enumerate() {
+        for (group, &first) in kept.from.iter().enumerate() {
             let positions = self.block_positions(group);
             let passed = first / positions;
             (0..passed).for_each(|_| self.tables.push(group, NULL_BLOCK));
@@ -319,8 +510,17 @@ impl Sequence {
                 self.own(group, index)?;
             }
         }
-        self.cache.write_pages(&self.tables, len, next)?;
+        self.cache.write_pages(&self.tables, len, &mut next)?;
+        for &positions in &kept.states {
+            let block = self.take_state()?;
+            self.snapshots.push(Snapshot { positions, block });
+            if let Some(arena) = self.cache.state() {
+                arena.with_block(block, &mut next)?;
+            }
+        }
         self.len = len;
+        // The last of them is the state of the end.
+        self.go_back();
         Ok(())
     }
 }
@@ -328,13 +528,15 @@ impl Sequence {
 impl Clone for Sequence {
     fn clone(&self) -> Self {
         let mut pools = self.blocks.pools(self.kind());
-        for (group, pool) in pools.iter_mut().enumerate() {
+        for (group, pool) in pools.groups.iter_mut().enumerate() {
             self.tables.kept(group).for_each(|block| pool.retain(block));
         }
+        self.states().for_each(|s| pools.state.retain(s.block));
         Sequence {
             blocks: self.blocks.clone(),
             cache: self.cache.clone(),
             tables: self.tables.clone(),
+            snapshots: self.snapshots.clone(),
             ..*self
         }
     }
@@ -346,6 +548,8 @@ impl Drop for Sequence {
             let blocks = self.tables.truncate(group, 0);
             self.release(group, &blocks);
         }
+        self.release_staged();
+        self.states().for_each(|s| self.release_state(s.block));
     }
 }
 

@@ -63,30 +63,48 @@ pub(super) struct Part {
     pub(super) tokens: Range<usize>,
 }
 
-/// Divides segments of these lengths into passes of at most `rows` rows and `most` segments, in order. Only the last part of a pass may
-/// continue in the next one.
+impl Segment<'_> {
+    /// The numbers of its tokens after which a part must end: all, and those at whose end a recurrent state is kept.
+    pub(super) fn stops(&self) -> Vec<usize> {
+        let staged = self.tables.state().staged().iter();
+        let mut stops: Vec<_> = staged
+            .map(|(positions, _)| positions - self.first)
+            .collect();
+        stops.retain(|stop| *stop < self.tokens.len());
+        stops.push(self.tokens.len());
+        stops
+    }
+}
+
+/// Divides segments into passes of at most `rows` rows and `most` segments, in order. Each has its slot and its [`Segment::stops`]. Only the
+/// last part of a pass may continue in the next one, and a pass has one part of a segment.
 pub(super) fn passes(
-    lengths: impl Iterator<Item = (usize, usize)>,
+    segments: impl Iterator<Item = (usize, Vec<usize>)>,
     rows: usize,
     most: usize,
 ) -> Vec<Vec<Part>> {
     let (mut passes, mut left) = (Vec::<Vec<Part>>::new(), 0);
-    for (slot, length) in lengths {
+    for (slot, stops) in segments {
         let mut first = 0;
-        while first < length {
-            if left == 0 || passes.last().is_none_or(|pass| pass.len() == most) {
-                passes.push(Vec::new());
-                left = rows;
+        for stop in stops {
+            while first < stop {
+                let is_full = |pass: &Vec<Part>| {
+                    pass.len() == most || pass.last().is_some_and(|part| part.slot == slot)
+                };
+                if left == 0 || passes.last().is_none_or(is_full) {
+                    passes.push(Vec::new());
+                    left = rows;
+                }
+                let count = left.min(stop - first);
+                if let Some(pass) = passes.last_mut() {
+                    pass.push(Part {
+                        slot,
+                        tokens: first..first + count,
+                    });
+                }
+                left -= count;
+                first += count;
             }
-            let count = left.min(length - first);
-            if let Some(pass) = passes.last_mut() {
-                pass.push(Part {
-                    slot,
-                    tokens: first..first + count,
-                });
-            }
-            left -= count;
-            first += count;
         }
     }
     passes
@@ -97,7 +115,16 @@ mod tests {
     use super::*;
 
     fn divided(lengths: &[usize], rows: usize, most: usize) -> Vec<Vec<(usize, Range<usize>)>> {
-        let passes = passes(lengths.iter().copied().enumerate(), rows, most).into_iter();
+        let whole = lengths.iter().map(|length| vec![*length]).enumerate();
+        divided_at(whole, rows, most)
+    }
+
+    fn divided_at(
+        segments: impl Iterator<Item = (usize, Vec<usize>)>,
+        rows: usize,
+        most: usize,
+    ) -> Vec<Vec<(usize, Range<usize>)>> {
+        let passes = passes(segments, rows, most).into_iter();
         let parts = |pass: Vec<Part>| pass.into_iter().map(|p| (p.slot, p.tokens)).collect();
         passes.map(parts).collect()
     }
@@ -120,6 +147,15 @@ mod tests {
         assert_eq!(
             divided(&[9], 4, 4),
             [vec![(0, 0..4)], vec![(0, 4..8)], vec![(0, 8..9)]]
+        );
+    }
+
+    #[test]
+    fn parts_end_where_states_are_kept() {
+        let segments = [(0, vec![3, 5]), (1, vec![4])].into_iter();
+        assert_eq!(
+            divided_at(segments, 8, 4),
+            [vec![(0, 0..3)], vec![(0, 3..5), (1, 0..4)]]
         );
     }
 }

@@ -1,15 +1,20 @@
-//! The reference block: attention and MLP of any [`BlockSpec`], built from operations on arrays of either device. Inference on the CPU uses
+//! The reference block: mixer and MLP of any [`BlockSpec`](super::spec::BlockSpec), built from operations on arrays of either device. Inference on the CPU uses
 //! it, and the fused kernels of a GPU are tested against it. It runs the operations of `order` on rows of the residual stream.
 
 use std::ops::Range;
 
 use super::Activations;
-use super::kv::{KvCache, KvTables};
+use super::kv::{KvCache, KvTables, StateArena, StateBlocks, StatePart};
 use super::order::{BlockOp, ExpertTurn, Half, expert_turns, operations};
-use super::spec::{AttentionSpec, ExpertsSpec, GatedMlpSpec, MlpSpec, Spec};
-use super::weights::{Attention, Block, Experts, GatedMlp, Mlp, Projection, Weights};
+use super::spec::{
+    Activation, AttentionSpec, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec, MixerSpec, MlpSpec, Spec,
+};
+use super::weights::{
+    Attention, Block, Experts, GatedDelta, GatedMlp, Mixer, Mlp, Projection, Weights,
+};
 use crate::base::error::{bail, err};
 use crate::base::{Error, Result, memory};
+use crate::ops::delta::{self, DeltaRows, DeltaWeights};
 use crate::ops::experts::{RoutedRows, Routes, check_logits, route};
 use crate::ops::linear::{Linear, linear};
 use crate::ops::rope::Angles;
@@ -19,12 +24,24 @@ use crate::ops::{Array, Device, Slice, SliceMut, Workspace, activation, norm, ro
 pub(super) struct Rows<'a> {
     pub(super) cache: &'a KvCache,
     pub(super) tables: &'a KvTables,
+    /// The blocks of its recurrent state, if the model has any.
+    pub(super) state: Option<StateBlocks>,
     /// Positions that the sequence may come to.
     pub(super) context: usize,
     /// Position of the first row.
     pub(super) first: usize,
     /// The rows of the pass.
     pub(super) rows: Range<usize>,
+}
+
+impl Rows<'_> {
+    /// The arena and the blocks of its recurrent state.
+    fn state(&self) -> Result<(&StateArena, StateBlocks)> {
+        match (self.cache.state(), self.state) {
+            (Some(arena), Some(blocks)) => Ok((arena, blocks)),
+            _ => bail!(Internal, "rows of a recurrent layer have no state"),
+        }
+    }
 }
 
 /// Memory reused between passes, by one caller at a time. It grows to the largest pass seen.
@@ -38,6 +55,11 @@ pub(super) struct BlockScratch {
     q: Array,
     k: Array,
     v: Array,
+    /// `[rows, q_width]`: the gate of attention; `[rows, value_width]`: that of a gated delta net. Then the output of the mixer.
+    head_gate: Array,
+    /// `[rows, value_heads]`: the decay and the share of a correction of a gated delta net.
+    decay: Array,
+    beta: Array,
     attended: Array,
     gate: Array,
     up: Array,
@@ -71,6 +93,9 @@ impl BlockScratch {
             q: Array::empty(),
             k: Array::empty(),
             v: Array::empty(),
+            head_gate: Array::empty(),
+            decay: Array::empty(),
+            beta: Array::empty(),
             attended: Array::empty(),
             gate: Array::empty(),
             up: Array::empty(),
@@ -94,6 +119,9 @@ impl BlockScratch {
             &self.q,
             &self.k,
             &self.v,
+            &self.head_gate,
+            &self.decay,
+            &self.beta,
             &self.attended,
             &self.gate,
             &self.up,
@@ -176,24 +204,36 @@ impl<'a> ReferencePass<'a> {
         let spec = &self.spec.blocks[index];
         let mlp = || match (&weights.mlp, &spec.mlp) {
             (Mlp::Dense(weights), MlpSpec::Dense(spec)) => Ok((spec, &**weights)),
-            _ => Err(self.mismatch(index)),
+            _ => Err(self.mismatch("MLP", index)),
         };
         let mixture = || match (&weights.mlp, &spec.mlp) {
             (Mlp::Experts(weights), MlpSpec::Experts(spec)) => Ok((spec, &**weights)),
-            _ => Err(self.mismatch(index)),
+            _ => Err(self.mismatch("MLP", index)),
+        };
+        let attention = || match (&spec.mixer, &weights.mixer) {
+            (MixerSpec::Attention(spec), Mixer::Attention(weights)) => Ok((spec, &**weights)),
+            _ => Err(self.mismatch("mixer", index)),
+        };
+        let delta = || match (&spec.mixer, &weights.mixer) {
+            (MixerSpec::GatedDelta(spec), Mixer::GatedDelta(weights)) => Ok((spec, &**weights)),
+            _ => Err(self.mismatch("mixer", index)),
         };
         let norms = |half| match half {
-            Half::Attention => &weights.attention_norms,
+            Half::Mixer => &weights.mixer_norms,
             Half::Mlp => &weights.mlp_norms,
         };
-        let attention = (&spec.attention, &weights.attention);
         for op in operations(spec) {
             match op {
                 BlockOp::Enter(half) => self.enter(norms(half).pre.as_ref(), s)?,
-                BlockOp::Qkv => self.qkv(attention, s)?,
-                BlockOp::Heads => self.heads(attention, s)?,
-                BlockOp::Attend => self.attend(index, &spec.attention, segments, s)?,
-                BlockOp::Project(Half::Attention) => self.output(attention, s)?,
+                BlockOp::Qkv => self.qkv(attention()?, s)?,
+                BlockOp::Heads => self.heads(attention()?, s)?,
+                BlockOp::Attend => self.attend(index, attention()?.0, segments, s)?,
+                BlockOp::GateHeads => self.gate_heads(attention()?.0, s)?,
+                BlockOp::DeltaInputs => self.delta_inputs(delta()?, s)?,
+                BlockOp::Convolve => self.convolve(index, delta()?, segments, s)?,
+                BlockOp::DeltaRule => self.delta_rule(index, delta()?.0, segments, s)?,
+                BlockOp::DeltaNorm => self.delta_norm(delta()?, s)?,
+                BlockOp::Project(Half::Mixer) => self.output(weights, s)?,
                 BlockOp::GateUp => {
                     let BlockScratch {
                         workspace,
@@ -223,10 +263,10 @@ impl<'a> ReferencePass<'a> {
         Ok(())
     }
 
-    fn mismatch(&self, index: usize) -> Error {
+    fn mismatch(&self, what: &str, index: usize) -> Error {
         err!(
             Internal,
-            "the MLP of block {index} is not what its spec says"
+            "the {what} of block {index} is not what its spec says"
         )
     }
 
@@ -264,16 +304,17 @@ impl<'a> ReferencePass<'a> {
         for (array, len) in [(&mut s.q, q_len), (&mut s.k, kv_len), (&mut s.v, kv_len)] {
             array.grow(self.device, len)?;
         }
-        self.project(
-            s.normed.first(m * self.spec.hidden_size)?,
-            m,
-            &mut [
-                (&weights.q, s.q.first_mut(q_len)?),
-                (&weights.k, s.k.first_mut(kv_len)?),
-                (&weights.v, s.v.first_mut(kv_len)?),
-            ],
-            &mut s.workspace,
-        )
+        let mut outputs = vec![
+            (&weights.q, s.q.first_mut(q_len)?),
+            (&weights.k, s.k.first_mut(kv_len)?),
+            (&weights.v, s.v.first_mut(kv_len)?),
+        ];
+        if let Some(gate) = &weights.gate {
+            s.head_gate.grow(self.device, q_len)?;
+            outputs.push((gate, s.head_gate.first_mut(q_len)?));
+        }
+        let x = s.normed.first(m * self.spec.hidden_size)?;
+        self.project(x, m, &mut outputs, &mut s.workspace)
     }
 
     fn heads(
@@ -326,16 +367,134 @@ impl<'a> ReferencePass<'a> {
         Ok(())
     }
 
-    fn output(
+    /// Multiplies what was attended to by the sigmoid of its gate, in the gate's memory.
+    fn gate_heads(&self, spec: &AttentionSpec, s: &mut BlockScratch) -> Result<()> {
+        let len = self.rows * spec.q_width();
+        let (gate, x) = (s.head_gate.first_mut(len)?, s.attended.first(len)?);
+        activation::sigmoid_gate(self.device, gate, x)
+    }
+
+    fn delta_inputs(
         &self,
-        (spec, weights): (&AttentionSpec, &Attention),
+        (spec, weights): (&GatedDeltaSpec, &GatedDelta),
         s: &mut BlockScratch,
     ) -> Result<()> {
-        let (m, hidden) = (self.rows, self.spec.hidden_size);
+        let (m, shape) = (self.rows, &spec.shape);
+        let [keys, values] = [m * shape.key_width(), m * shape.value_width()];
+        let heads = m * shape.value_heads;
+        for (array, len) in [
+            (&mut s.q, keys),
+            (&mut s.k, keys),
+            (&mut s.v, values),
+            (&mut s.head_gate, values),
+            (&mut s.decay, heads),
+            (&mut s.beta, heads),
+        ] {
+            array.grow(self.device, len)?;
+        }
+        let [q, k, v] = &weights.qkv;
         self.project(
-            s.attended.first(m * spec.q_width())?,
+            s.normed.first(m * self.spec.hidden_size)?,
             m,
-            &mut [(&weights.o, s.normed.first_mut(m * hidden)?)],
+            &mut [
+                (q, s.q.first_mut(keys)?),
+                (k, s.k.first_mut(keys)?),
+                (v, s.v.first_mut(values)?),
+                (&weights.z, s.head_gate.first_mut(values)?),
+                (&weights.a, s.decay.first_mut(heads)?),
+                (&weights.b, s.beta.first_mut(heads)?),
+            ],
+            &mut s.workspace,
+        )?;
+        let (a, b) = (s.decay.first_mut(heads)?, s.beta.first_mut(heads)?);
+        delta::gates(self.device, &weights.heads, a, b)
+    }
+
+    /// Convolves queries, keys and values, and normalizes queries and keys.
+    fn convolve(
+        &self,
+        index: usize,
+        (spec, weights): (&GatedDeltaSpec, &GatedDelta),
+        segments: &[Rows<'_>],
+        s: &mut BlockScratch,
+    ) -> Result<()> {
+        let shape = &spec.shape;
+        let of_rows = |rows: &Range<usize>, width: usize| rows.start * width..rows.end * width;
+        for segment in segments {
+            let keys = of_rows(&segment.rows, shape.key_width());
+            let values = of_rows(&segment.rows, shape.value_width());
+            let (arena, blocks) = segment.state()?;
+            arena.update(index, StatePart::History, blocks, |history| {
+                let x = [
+                    s.q.part_mut(keys.clone())?,
+                    s.k.part_mut(keys)?,
+                    s.v.part_mut(values)?,
+                ];
+                delta::convolve(self.device, x, &weights.heads, shape, history)
+            })?;
+        }
+        let [q_norm, k_norm] = &weights.heads.norms;
+        let (len, eps) = (self.rows * shape.key_width(), DeltaWeights::norm_eps(shape));
+        norm::rms_norm_in_place(self.device, s.q.first_mut(len)?, q_norm, eps)?;
+        norm::rms_norm_in_place(self.device, s.k.first_mut(len)?, k_norm, eps)
+    }
+
+    fn delta_rule(
+        &self,
+        index: usize,
+        spec: &GatedDeltaSpec,
+        segments: &[Rows<'_>],
+        s: &mut BlockScratch,
+    ) -> Result<()> {
+        let shape = &spec.shape;
+        s.attended
+            .grow(self.device, self.rows * shape.value_width())?;
+        let of_rows = |rows: &Range<usize>, width: usize| rows.start * width..rows.end * width;
+        for segment in segments {
+            let keys = of_rows(&segment.rows, shape.key_width());
+            let values = of_rows(&segment.rows, shape.value_width());
+            let heads = of_rows(&segment.rows, shape.value_heads);
+            let (arena, blocks) = segment.state()?;
+            arena.update(index, StatePart::Matrices, blocks, |state| {
+                let rows = DeltaRows {
+                    q: s.q.part(keys.clone())?.host()?,
+                    k: s.k.part(keys)?.host()?,
+                    v: s.v.part(values.clone())?.host()?,
+                    decay: s.decay.part(heads.clone())?.host()?,
+                    beta: s.beta.part(heads)?.host()?,
+                    out: s.attended.part_mut(values)?.host()?,
+                };
+                delta::delta_rule(self.device, shape, rows, state)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Normalizes the heads of a gated delta net and multiplies them by `silu` of their gate, in the gate's memory.
+    fn delta_norm(
+        &self,
+        (spec, weights): (&GatedDeltaSpec, &GatedDelta),
+        s: &mut BlockScratch,
+    ) -> Result<()> {
+        let (device, len) = (self.device, self.rows * spec.shape.value_width());
+        let x = s.attended.first_mut(len)?;
+        norm::rms_norm_in_place(device, x, &weights.norm, self.spec.norm_eps)?;
+        let (gate, x) = (s.head_gate.first_mut(len)?, s.attended.first(len)?);
+        activation::glu(device, Activation::Silu, gate, x)
+    }
+
+    /// The last projection of the mixer.
+    fn output(&self, weights: &Block, s: &mut BlockScratch) -> Result<()> {
+        let (m, hidden) = (self.rows, self.spec.hidden_size);
+        let (x, projection) = match &weights.mixer {
+            Mixer::Attention(attention) if attention.gate.is_none() => (&s.attended, &attention.o),
+            Mixer::Attention(attention) => (&s.head_gate, &attention.o),
+            Mixer::GatedDelta(delta) => (&s.head_gate, &delta.out),
+        };
+        self.project(
+            x.first(m * projection.linear.cols())?,
+            m,
+            &mut [(projection, s.normed.first_mut(m * hidden)?)],
             &mut s.workspace,
         )
     }

@@ -12,10 +12,15 @@ use std::time::Duration;
 use twox_hash::XxHash3_64;
 
 use super::LoadOptions;
-use super::spec::{BlockSpec, ExpertsSpec, MlpSpec, Spec};
-use super::tensors::{self, EMBEDDING, HEAD, NORM, TensorRole, TensorSpec, block_name};
+use super::spec::{BlockSpec, ExpertsSpec, GatedDeltaSpec, MixerSpec, MlpSpec, Spec};
+use super::tensors::{
+    self, DELTA_A, DELTA_A_LOG, DELTA_B, DELTA_CONVOLUTION, DELTA_DT_BIAS, DELTA_NORM, DELTA_OUT,
+    DELTA_QKV, DELTA_Z, EMBEDDING, HEAD, NORM, QUERY, QUERY_GATE, StoredRows, TensorRole,
+    TensorSpec, block_name,
+};
 use super::weights::{
-    Attention, Block, Embedding, Experts, GatedMlp, Mlp, Norms, Projection, Weights,
+    Attention, Block, Embedding, Experts, GatedDelta, GatedMlp, Mixer, Mlp, Norms, Projection,
+    Weights,
 };
 use crate::base::call::{self, Progress};
 use crate::base::checksum::RowsChecksum;
@@ -24,6 +29,7 @@ use crate::base::memory::{Buffer, Tag};
 use crate::base::{ErrorKind, Result, threads};
 use crate::checkpoint::{self, Checkpoint, Encoding, Entry, Unreadable};
 use crate::format::nvfp4::{self, BLOCK, NonFinite, QuantizeOptions};
+use crate::ops::delta::DeltaWeights;
 use crate::ops::linear::{Linear, ReadNvfp4};
 use crate::ops::{Array, Device};
 use crate::tensor::{DType, WeightType};
@@ -41,13 +47,13 @@ const NAMED: usize = 64;
 struct Found<'a> {
     spec: TensorSpec,
     entry: &'a Entry,
-    /// Its rows in the entry seen as a matrix; its elements if it is a vector.
-    rows: Range<usize>,
+    /// Its rows in the entry seen as a matrix; its elements if both are vectors.
+    rows: StoredRows,
 }
 
 impl Found<'_> {
     fn is_vector(&self) -> bool {
-        self.spec.shape.len() == 1
+        self.spec.role == TensorRole::Vector
     }
 
     /// Output features of a matrix.
@@ -62,8 +68,10 @@ impl Found<'_> {
     /// Bytes that it occupies in the checkpoint.
     fn bytes(&self) -> u64 {
         match self.is_vector() {
-            true => self.entry.bytes * self.rows.len() as u64 / self.cols() as u64,
-            false => bytes_of(self.entry, self.rows.len()),
+            true if self.entry.rows() == 1 => {
+                self.entry.bytes * self.rows.count() as u64 / self.cols() as u64
+            }
+            _ => bytes_of(self.entry, self.rows.count()),
         }
     }
 }
@@ -160,7 +168,7 @@ fn find<'a>(
             if let Some(tensor) = asides.find(&tensor) {
                 unreadable.push(tensor.to_string());
             } else if required {
-                missing.push(tensor.name);
+                missing.push(tensor.stored_name().to_owned());
             }
             continue;
         };
@@ -182,6 +190,8 @@ fn find<'a>(
             });
         }
     }
+    // Several tensors may be parts of one.
+    missing.dedup();
     let is_complete = missing.is_empty() && wrong.is_empty() && unreadable.is_empty();
     checkpoint::check_method(checkpoint, is_complete)?;
     if let [first, more @ ..] = &unreadable[..] {
@@ -220,13 +230,13 @@ pub(super) fn entries_used(checkpoint: &dyn Checkpoint, spec: &Spec) -> Result<H
 pub(super) fn locate<'a>(
     checkpoint: &'a dyn Checkpoint,
     tensor: &TensorSpec,
-) -> Option<(&'a Entry, Range<usize>, Vec<usize>)> {
+) -> Option<(&'a Entry, StoredRows, Vec<usize>)> {
     let find = |name: &str| {
         let bare = || checkpoint.find(without_head(name)?);
         checkpoint.find(name).or_else(bare)
     };
-    if let Some(entry) = find(&tensor.name) {
-        return Some((entry, 0..tensor.shape[0], tensor.shape.clone()));
+    if let Some(entry) = find(&tensor.name).filter(|_| tensor.alone) {
+        return Some((entry, (0..tensor.shape[0]).into(), tensor.shape.clone()));
     }
     tensor.within.iter().find_map(|within| {
         let entry = find(&within.name)?;
@@ -347,8 +357,7 @@ struct PackingState<'a> {
     quantize: Option<&'a QuantizeOptions>,
     /// Whether the embedding is checked only by quantizing the head that is tied to it.
     checked_by_head: bool,
-    /// Whether norms are stored as offsets from one.
-    norms_plus_one: bool,
+    spec: &'a Spec,
     /// Checksums of the model's tensors, by name.
     sums: Mutex<BTreeMap<String, RowsChecksum>>,
     /// The next job.
@@ -387,16 +396,26 @@ impl Work<'_> {
 
     fn vector(&self, found: &Found<'_>) -> Result<Array> {
         let entry = found.entry;
-        let mut values = Buffer::zeroed(Tag::Weights, entry.cols())?;
-        self.shared.checkpoint.rows_f32(entry, 0..1, &mut values)?;
-        if found.rows.len() != entry.cols() {
-            values = Buffer::from_slice(Tag::Weights, &values[found.rows.clone()])?;
+        let mut values;
+        if entry.rows() == 1 {
+            values = Buffer::zeroed(Tag::Weights, entry.cols())?;
+            self.shared.checkpoint.rows_f32(entry, 0..1, &mut values)?;
+            if found.rows.count() != entry.cols() {
+                let all = values;
+                values = Buffer::zeroed(Tag::Weights, found.rows.count())?;
+                for (at, part) in found.rows.parts(0..found.rows.count()) {
+                    values[at..at + part.len()].copy_from_slice(&all[part]);
+                }
+            }
+        } else {
+            values = Buffer::zeroed(Tag::Weights, found.rows.count() * entry.cols())?;
+            self.rows_f32(found, 0..found.rows.count(), &mut values)?;
         }
         check_finite(&values, 0, values.len())?;
         let mut sum = RowsChecksum::new();
         sum.add_f32(0, values.len(), &values);
         self.record(self.name, sum);
-        if self.shared.norms_plus_one && self.name.ends_with("norm.weight") {
+        if tensors::is_offset_from_one(self.shared.spec, self.name) {
             values.iter_mut().for_each(|v| *v += 1.0);
         }
         self.advance(found.bytes())?;
@@ -426,8 +445,11 @@ impl Work<'_> {
 
     /// Reads rows of a tensor as f32.
     fn rows_f32(&self, found: &Found<'_>, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
-        let rows = found.rows.start + rows.start..found.rows.start + rows.end;
-        self.shared.checkpoint.rows_f32(found.entry, rows, out)
+        let cols = found.cols();
+        found.rows.parts(rows).try_for_each(|(at, stored)| {
+            let out = &mut out[at * cols..(at + stored.len()) * cols];
+            self.shared.checkpoint.rows_f32(found.entry, stored, out)
+        })
     }
 
     fn each_run(
@@ -474,7 +496,7 @@ impl Work<'_> {
 
     /// A matrix in NVFP4, either stored so or quantized while loading.
     fn packed(&self, found: &Found<'_>) -> Result<Linear> {
-        let (entry, cols, at) = (found.entry, found.cols(), found.rows.start);
+        let (entry, cols) = (found.entry, found.cols());
         let Some(options) = self
             .shared
             .quantize
@@ -482,12 +504,16 @@ impl Work<'_> {
         else {
             let globals = self.shared.checkpoint.global_scales(entry)?;
             // Each expert of a stack may have its own.
-            let global = globals[at / (entry.rows() / globals.len())];
+            let global = globals[found.rows.first / (entry.rows() / globals.len())];
             return self.nvfp4(found, global, &mut |range, codes, scales| {
-                let range = at + range.start..at + range.end;
-                self.shared
-                    .checkpoint
-                    .rows_nvfp4(entry, range, codes, scales)
+                found.rows.parts(range).try_for_each(|(at, stored)| {
+                    let end = at + stored.len();
+                    let codes = &mut codes[at * cols / 2..end * cols / 2];
+                    let scales = &mut scales[at * cols / BLOCK..end * cols / BLOCK];
+                    self.shared
+                        .checkpoint
+                        .rows_nvfp4(entry, stored, codes, scales)
+                })
             });
         };
         let is_table = self.shared.checked_by_head && found.spec.name == EMBEDDING;
@@ -527,18 +553,25 @@ impl Work<'_> {
 
     /// A matrix stored in int8 rows.
     fn int8(&self, found: &Found<'_>) -> Result<Linear> {
-        let (cols, at) = (found.cols(), found.rows.start);
+        let cols = found.cols();
         let mut sums = [RowsChecksum::new(); 2];
         let linear = Linear::int8(
             self.shared.device,
             found.height(),
             cols,
             &mut |range, codes, scales| {
-                let stored = at + range.start..at + range.end;
                 let entry = found.entry;
-                self.shared
-                    .checkpoint
-                    .rows_int8(entry, stored, codes, scales)?;
+                found
+                    .rows
+                    .parts(range.clone())
+                    .try_for_each(|(at, stored)| {
+                        let end = at + stored.len();
+                        let codes = &mut codes[at * cols..end * cols];
+                        let scales = &mut scales[at..end];
+                        self.shared
+                            .checkpoint
+                            .rows_int8(entry, stored, codes, scales)
+                    })?;
                 sums[0].add(range.start, cols, codes);
                 sums[1].add_f32(range.start, 1, scales);
                 self.advance(bytes_of(entry, range.len()))
@@ -693,7 +726,7 @@ pub(super) fn load<T: Send>(
     let weights = Weights {
         embedding,
         blocks: (0..blocks)
-            .map(|i| loaded.block(spec, i))
+            .map(|i| loaded.block(&options.device, spec, i))
             .collect::<Result<_>>()?,
         norm: loaded.vector(NORM)?,
         head: loaded.projection("lm_head")?,
@@ -724,7 +757,7 @@ fn run(
         device: &options.device,
         quantize: options.quantize.as_ref(),
         checked_by_head,
-        norms_plus_one: spec.norm_plus_one,
+        spec,
         sums: Mutex::default(),
         next: AtomicUsize::new(0),
         done: AtomicU64::new(0),
@@ -871,37 +904,86 @@ impl Parts {
         })
     }
 
-    fn block(&mut self, spec: &Spec, index: usize) -> Result<Block> {
-        let BlockSpec { norms, mlp, .. } = &spec.blocks[index];
+    fn block(&mut self, device: &Device, spec: &Spec, index: usize) -> Result<Block> {
+        let BlockSpec { norms, mixer, mlp } = &spec.blocks[index];
         let name = |n: &str| block_name(index, n);
         let mut norm = |n: &str, has: bool| match has {
             true => self.vector(&name(&format!("{n}.weight"))).map(Some),
             false => Ok(None),
         };
         let names = spec.norm_names;
-        let attention_norms = Norms {
-            pre: norm(names.attention, norms.pre)?,
-            post: norm(names.attention_post, norms.post)?,
+        let mixer_norms = Norms {
+            pre: norm(names.mixer, norms.pre)?,
+            post: norm(names.mixer_post, norms.post)?,
         };
         let mlp_norms = Norms {
             pre: norm(names.mlp, norms.pre)?,
             post: norm(names.mlp_post, norms.post)?,
         };
         Ok(Block {
-            attention_norms,
-            attention: Attention {
-                q: self.projection(&name("self_attn.q_proj"))?,
-                k: self.projection(&name("self_attn.k_proj"))?,
-                v: self.projection(&name("self_attn.v_proj"))?,
-                q_norm: self.optional(&name("self_attn.q_norm.weight")),
-                k_norm: self.optional(&name("self_attn.k_norm.weight")),
-                o: self.projection(&name("self_attn.o_proj"))?,
+            mixer_norms,
+            mixer: match mixer {
+                MixerSpec::Attention(attention) => {
+                    Mixer::Attention(Box::new(self.attention(attention.gated, index)?))
+                }
+                MixerSpec::GatedDelta(delta) => {
+                    Mixer::GatedDelta(Box::new(self.gated_delta(device, delta, index)?))
+                }
             },
             mlp_norms,
             mlp: match mlp {
                 MlpSpec::Dense(_) => Mlp::Dense(Box::new(self.gated_mlp(&name("mlp"))?)),
                 MlpSpec::Experts(experts) => Mlp::Experts(Box::new(self.experts(experts, index)?)),
             },
+        })
+    }
+
+    fn attention(&mut self, gated: bool, index: usize) -> Result<Attention> {
+        let name = |n: &str| block_name(index, n);
+        let (query, gate) = match gated {
+            false => ("self_attn.q_proj", None),
+            true => (QUERY, Some(QUERY_GATE)),
+        };
+        Ok(Attention {
+            q: self.projection(&name(query))?,
+            gate: gate.map(|gate| self.projection(&name(gate))).transpose()?,
+            k: self.projection(&name("self_attn.k_proj"))?,
+            v: self.projection(&name("self_attn.v_proj"))?,
+            q_norm: self.optional(&name("self_attn.q_norm.weight")),
+            k_norm: self.optional(&name("self_attn.k_norm.weight")),
+            o: self.projection(&name("self_attn.o_proj"))?,
+        })
+    }
+
+    fn gated_delta(
+        &mut self,
+        device: &Device,
+        spec: &GatedDeltaSpec,
+        index: usize,
+    ) -> Result<GatedDelta> {
+        let name = |n: &str| block_name(index, n);
+        let [q, k, v] = DELTA_QKV.map(name);
+        let [q_norm, k_norm] = DeltaWeights::norm_factors(&spec.shape).map(|factor| {
+            let factors = vec![factor; spec.shape.key_dim];
+            Array::weight(device, Buffer::from_slice(Tag::Weights, &factors)?)
+        });
+        Ok(GatedDelta {
+            qkv: [
+                self.projection(&q)?,
+                self.projection(&k)?,
+                self.projection(&v)?,
+            ],
+            z: self.projection(&name(DELTA_Z))?,
+            a: self.projection(&name(DELTA_A))?,
+            b: self.projection(&name(DELTA_B))?,
+            heads: DeltaWeights {
+                convolution: self.vector(&name(DELTA_CONVOLUTION))?,
+                a_log: self.vector(&name(DELTA_A_LOG))?,
+                dt_bias: self.vector(&name(DELTA_DT_BIAS))?,
+                norms: [q_norm?, k_norm?],
+            },
+            norm: self.vector(&name(DELTA_NORM))?,
+            out: self.projection(&name(DELTA_OUT))?,
         })
     }
 

@@ -56,7 +56,7 @@ pub use spec::Spec;
 pub use trained::Trained;
 pub use weights::Weights;
 
-use spec::AttentionSpec;
+use spec::{AttentionSpec, BlockSpec};
 
 /// Poll interval while a model waits for kernels to compile.
 const WAIT: Duration = Duration::from_millis(2);
@@ -393,7 +393,8 @@ fn describe(spec: &Spec, weights: &Weights, options: &LoadOptions) -> ModelInfo 
     let matrices: u64 = formats.values().map(|f| f.parameters).sum();
     let own_table = if spec.tied { 0 } else { table };
     let first = spec.blocks.first();
-    let attention = |of: fn(&AttentionSpec) -> usize| first.map_or(0, |b| of(&b.attention));
+    let attended = spec.blocks.iter().find_map(BlockSpec::attention);
+    let attention = |of: fn(&AttentionSpec) -> usize| attended.map_or(0, of);
     ModelInfo {
         architecture: spec.family,
         file_format: "",

@@ -2,12 +2,12 @@
 //! and training's forward, recompute and backward (`training::block`) interpret the list; the kernels of `fused::plan` are tested against
 //! it.
 
-use super::spec::{BlockSpec, ExpertsSpec, MlpSpec};
+use super::spec::{BlockSpec, ExpertsSpec, MixerSpec, MlpSpec};
 
 /// The two halves of a block. Each adds its output to the residual stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Half {
-    Attention,
+    Mixer,
     Mlp,
 }
 
@@ -22,6 +22,16 @@ pub(super) enum BlockOp {
     Heads,
     /// Attention over the keys and values of each row's sequence.
     Attend,
+    /// Multiplies the output of attention by the sigmoid of its gate, in blocks that have one.
+    GateHeads,
+    /// Projections of a gated delta net: queries, keys, values and gates.
+    DeltaInputs,
+    /// The causal convolution of queries, keys and values, and the norms of queries and keys.
+    Convolve,
+    /// The gated delta rule, which changes the state of each row's sequence.
+    DeltaRule,
+    /// The gated norm of each head of a gated delta net.
+    DeltaNorm,
     /// Projections of gate and up.
     GateUp,
     /// The gated activation.
@@ -39,25 +49,27 @@ pub(super) enum BlockOp {
 
 /// The operations of a block.
 pub(super) fn operations(block: &BlockSpec) -> impl DoubleEndedIterator<Item = BlockOp> + use<> {
-    use BlockOp::{Activate, Attend, Enter, Experts, GateUp, Heads, Leave, Project, Qkv, Route};
+    use BlockOp::{
+        Activate, Attend, Convolve, DeltaInputs, DeltaNorm, DeltaRule, Enter, Experts, GateHeads,
+        GateUp, Heads, Leave, Project, Qkv, Route,
+    };
+    let mixer: &[BlockOp] = match &block.mixer {
+        MixerSpec::Attention(attention) if attention.gated => &[Qkv, Heads, Attend, GateHeads],
+        MixerSpec::Attention(_) => &[Qkv, Heads, Attend],
+        MixerSpec::GatedDelta(_) => &[DeltaInputs, Convolve, DeltaRule, DeltaNorm],
+    };
     let mlp: &[BlockOp] = match block.mlp {
         MlpSpec::Dense(_) => &[GateUp, Activate, Project(Half::Mlp)],
         MlpSpec::Experts(_) => &[Route, Experts],
     };
-    let attention = [
-        Enter(Half::Attention),
-        Qkv,
-        Heads,
-        Attend,
-        Project(Half::Attention),
-        Leave(Half::Attention),
-        Enter(Half::Mlp),
-    ];
-    let leave = [Leave(Half::Mlp)];
-    attention
-        .into_iter()
+    let enter = |half| [Enter(half)].into_iter();
+    let between = [Project(Half::Mixer), Leave(Half::Mixer)];
+    enter(Half::Mixer)
+        .chain(mixer.iter().copied())
+        .chain(between)
+        .chain(enter(Half::Mlp))
         .chain(mlp.iter().copied())
-        .chain(leave)
+        .chain([Leave(Half::Mlp)])
 }
 
 /// A gated MLP of a mixture, with its output added to the sum of the experts.

@@ -184,8 +184,8 @@ impl Model {
         logits: &mut Vec<f32>,
         slots: &mut Slots,
     ) -> Result<()> {
-        let lengths = batch.segments.iter().map(|s| s.tokens.len()).enumerate();
-        for parts in passes(lengths, ROWS, ROWS) {
+        let segments = batch.segments.iter().map(Segment::stops).enumerate();
+        for parts in passes(segments, ROWS, ROWS) {
             let _turn = self.turn()?;
             let tokens = tokens_of(&batch.segments, &parts);
             let wanted = rows_wanted(&batch.segments, &parts);
@@ -227,11 +227,14 @@ impl Model {
         let (spec, weights) = (self.spec(), self.weights());
         let of_part = |(row, part): (usize, &Part)| {
             let segment = &segments[part.slot];
+            let first = segment.first + part.tokens.start;
+            let end = segment.first + part.tokens.end;
             Ok(Rows {
                 cache: self.kv().cache(segment.tables.kind())?,
                 tables: segment.tables,
+                state: segment.tables.state().of_pass(first, end),
                 context: segment.context,
-                first: segment.first + part.tokens.start,
+                first,
                 rows: row..row + part.tokens.len(),
             })
         };
@@ -323,8 +326,8 @@ impl Model {
     ) -> Result<()> {
         let mut order = group.to_vec();
         order.sort_by_key(|&i| segments[i].tokens.len() > 1);
-        let lengths = order.iter().map(|&i| (i, segments[i].tokens.len()));
-        for mut parts in passes(lengths, fused::ROWS, fused::BATCH) {
+        let of_order = order.iter().map(|&i| (i, segments[i].stops()));
+        for mut parts in passes(of_order, fused::ROWS, fused::BATCH) {
             // The end of a prompt may be a single token.
             parts.sort_by_key(|part| part.tokens.len() > 1);
             let _turn = self.turn()?;

@@ -1,8 +1,10 @@
-//! A decoder architecture as data: sizes and constants of a model, and for each block its norms, attention and MLP. Loading, the forward
+//! A decoder architecture as data: sizes and constants of a model, and for each block its norms, mixer and MLP. Loading, the forward
 //! pass on every device, conversion and reports follow it; `families` creates it from a config. Knows no files and no devices.
 
 use super::rope::RopeSet;
-use crate::tensor::AttentionShape;
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::tensor::{AttentionShape, DeltaShape};
 
 pub use crate::ops::activation::Activation;
 
@@ -39,15 +41,69 @@ pub struct Spec {
     pub bos: Option<u32>,
 }
 
-/// One decoder block: attention, then an MLP, each added to the residual stream.
+/// One decoder block: a mixer, then an MLP, each added to the residual stream.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlockSpec {
-    /// Norms around attention and MLP.
+    /// Norms around mixer and MLP.
     pub norms: NormPlacement,
-    /// The attention.
-    pub attention: AttentionSpec,
+    /// The half in which a token sees those before it.
+    pub mixer: MixerSpec,
     /// The MLP.
     pub mlp: MlpSpec,
+}
+
+impl BlockSpec {
+    /// The attention, if that is its mixer.
+    pub fn attention(&self) -> Option<&AttentionSpec> {
+        match &self.mixer {
+            MixerSpec::Attention(attention) => Some(attention),
+            MixerSpec::GatedDelta(_) => None,
+        }
+    }
+
+    /// The attention; an error for another mixer.
+    pub fn required_attention(&self) -> Result<&AttentionSpec> {
+        match &self.mixer {
+            MixerSpec::Attention(attention) => Ok(attention),
+            MixerSpec::GatedDelta(_) => bail!(Internal, "attention of a gated delta net"),
+        }
+    }
+
+    /// The gated delta net, if that is its mixer.
+    pub fn gated_delta(&self) -> Option<&GatedDeltaSpec> {
+        match &self.mixer {
+            MixerSpec::Attention(_) => None,
+            MixerSpec::GatedDelta(delta) => Some(delta),
+        }
+    }
+}
+
+/// The half of a block in which a token sees those before it.
+#[derive(Clone, Debug, PartialEq)]
+pub enum MixerSpec {
+    /// Attention over the keys and values of all tokens, or of a window.
+    Attention(AttentionSpec),
+    /// A gated delta net, whose state does not grow with the sequence.
+    GatedDelta(GatedDeltaSpec),
+}
+
+/// A gated delta net: a causal convolution of queries, keys and values, a matrix a head that forgets and is corrected at each token
+/// (the gated delta rule), and a gated norm of what it answers. See [`DeltaShape`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct GatedDeltaSpec {
+    /// Its heads.
+    pub shape: DeltaShape,
+    /// How files store its projections.
+    pub projections: DeltaProjections,
+}
+
+/// How files store the projections of a gated delta net.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeltaProjections {
+    /// One matrix for queries, keys and values, and one for each gate: Qwen3.5.
+    ByRole,
+    /// Two matrices, with the rows of each key head together: Qwen3-Next.
+    ByHead,
 }
 
 /// Whether a half of a block has a norm before it, and whether it has one after it.
@@ -74,6 +130,8 @@ pub struct AttentionSpec {
     pub qkv_bias: bool,
     /// Whether the output projection must have a bias.
     pub o_bias: bool,
+    /// Whether the output of each head is multiplied by the sigmoid of a gate, which the projection of queries computes too.
+    pub gated: bool,
     /// Index in [`Spec::ropes`] of the rotation of queries and keys.
     pub rope: usize,
     /// Positions that a query attends to, its own included; `None` for all positions up to its own.
@@ -192,10 +250,10 @@ pub struct SharedExpertSpec {
 /// The names of a block's norms within `model.layers.N`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NormNames {
-    /// Before attention.
-    pub attention: &'static str,
-    /// After attention.
-    pub attention_post: &'static str,
+    /// Before the mixer.
+    pub mixer: &'static str,
+    /// After the mixer.
+    pub mixer_post: &'static str,
     /// Before the MLP.
     pub mlp: &'static str,
     /// After the MLP.
@@ -205,15 +263,15 @@ pub struct NormNames {
 impl NormNames {
     /// The usual names, for blocks with norms only before each half.
     pub const PRE: NormNames = NormNames {
-        attention: "input_layernorm",
-        attention_post: "",
+        mixer: "input_layernorm",
+        mixer_post: "",
         mlp: "post_attention_layernorm",
         mlp_post: "",
     };
     /// The names of Gemma, for blocks with norms before and after each half.
     pub const PRE_AND_POST: NormNames = NormNames {
-        attention: "input_layernorm",
-        attention_post: "post_attention_layernorm",
+        mixer: "input_layernorm",
+        mixer_post: "post_attention_layernorm",
         mlp: "pre_feedforward_layernorm",
         mlp_post: "post_feedforward_layernorm",
     };
@@ -222,7 +280,8 @@ impl NormNames {
 impl Spec {
     /// Bytes of one cached position in f16.
     pub fn kv_bytes_per_token(&self) -> u64 {
-        let widths = self.blocks.iter().map(|b| 2 * b.attention.kv_width());
+        let attentions = self.blocks.iter().filter_map(BlockSpec::attention);
+        let widths = attentions.map(|attention| 2 * attention.kv_width());
         (widths.sum::<usize>() * size_of::<half::f16>()) as u64
     }
 }

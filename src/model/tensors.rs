@@ -5,7 +5,8 @@
 use std::ops::Range;
 
 use super::spec::{
-    AttentionSpec, BlockSpec, ExpertsSpec, GatedMlpSpec, MlpSpec, SharedExpertSpec, Spec,
+    AttentionSpec, BlockSpec, DeltaProjections, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec,
+    MixerSpec, MlpSpec, SharedExpertSpec, Spec,
 };
 
 /// The table of embeddings, `[vocab, hidden]`.
@@ -19,6 +20,29 @@ pub(super) const SHARED_GATE: &str = "mlp.shared_expert_gate.weight";
 /// The last norm, `[hidden]`.
 pub(super) const NORM: &str = "model.norm.weight";
 
+/// Queries of gated attention, which files store with the gate.
+pub(super) const QUERY: &str = "self_attn.q_proj.query";
+/// The gate of attention.
+pub(super) const QUERY_GATE: &str = "self_attn.q_proj.gate";
+/// Queries, keys and values of a gated delta net.
+pub(super) const DELTA_QKV: [&str; 3] = [
+    "linear_attn.in_proj.query",
+    "linear_attn.in_proj.key",
+    "linear_attn.in_proj.value",
+];
+/// Its other projections.
+pub(super) const DELTA_Z: &str = "linear_attn.in_proj_z";
+pub(super) const DELTA_B: &str = "linear_attn.in_proj_b";
+pub(super) const DELTA_A: &str = "linear_attn.in_proj_a";
+pub(super) const DELTA_OUT: &str = "linear_attn.out_proj";
+/// The convolution of its queries, keys and values, `[channels, 1, taps]`.
+pub(super) const DELTA_CONVOLUTION: &str = "linear_attn.conv1d.weight";
+/// Constants of its value heads.
+pub(super) const DELTA_A_LOG: &str = "linear_attn.A_log";
+pub(super) const DELTA_DT_BIAS: &str = "linear_attn.dt_bias";
+/// The norm of its value heads, which is no offset from one in any family.
+pub(super) const DELTA_NORM: &str = "linear_attn.norm.weight";
+
 /// A tensor of a model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorSpec {
@@ -30,19 +54,33 @@ pub struct TensorSpec {
     pub required: bool,
     /// Its role.
     pub role: TensorRole,
+    /// Whether files store it by its own name. If not, it is always part of another tensor.
+    pub alone: bool,
     /// Alternative locations, in the order of the search.
     pub within: Vec<Within>,
+}
+
+impl TensorSpec {
+    /// The name that a file has for it, or for the tensor that it is part of.
+    pub fn stored_name(&self) -> &str {
+        match self.within.first() {
+            Some(within) if !self.alone => &within.name,
+            _ => &self.name,
+        }
+    }
 }
 
 /// The role of a tensor, which determines how it is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorRole {
-    /// A norm or a bias, in f32.
+    /// A norm, a bias, a convolution or a constant of each head, in f32.
     Vector,
     /// A table for row lookup.
     Table,
     /// A matrix of a product; may be held in 4 bits.
     Linear,
+    /// A projection of a recurrent layer, whose errors add up in its state. Quantized to 8 bits, and not while loading.
+    Recurrent,
     /// The routing projection, whose precision decides the choice of experts. Held in f32 unless it is stored in 4 bits.
     Router,
 }
@@ -55,7 +93,53 @@ pub struct Within {
     /// Shape of the stored tensor.
     pub shape: Vec<usize>,
     /// The rows, with the stored tensor seen as a matrix; the elements if it is a vector.
-    pub rows: Range<usize>,
+    pub rows: StoredRows,
+}
+
+/// Rows of a stored tensor: runs of consecutive rows, all of one length and equally far apart.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredRows {
+    /// The first row of the first run.
+    pub first: usize,
+    /// Rows of a run.
+    pub run: usize,
+    /// Rows from one run to the next.
+    pub stride: usize,
+    /// Number of runs.
+    pub runs: usize,
+}
+
+impl From<Range<usize>> for StoredRows {
+    fn from(rows: Range<usize>) -> Self {
+        StoredRows {
+            first: rows.start,
+            run: rows.len(),
+            stride: rows.len(),
+            runs: 1,
+        }
+    }
+}
+
+impl StoredRows {
+    /// Number of rows.
+    pub fn count(&self) -> usize {
+        self.run * self.runs
+    }
+
+    /// The consecutive rows that `rows` of these are, in order. Each comes with the number of rows of `rows` before it.
+    pub fn parts(&self, rows: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
+        let mut next = rows.start;
+        std::iter::from_fn(move || {
+            if next >= rows.end {
+                return None;
+            }
+            let (before, within) = (next - rows.start, next % self.run);
+            let start = self.first + next / self.run * self.stride + within;
+            let count = (self.run - within).min(rows.end - next);
+            next += count;
+            Some((before, start..start + count))
+        })
+    }
 }
 
 /// The prefix of a block's tensors.
@@ -77,6 +161,29 @@ pub fn all(spec: &Spec) -> Vec<TensorSpec> {
     tensors
 }
 
+/// The tensors that a file of a model has, by the names and shapes that it has them in, without optional ones. The role is that of the
+/// first tensor that one is part of.
+pub fn stored(spec: &Spec) -> Vec<(String, Vec<usize>, TensorRole)> {
+    let mut stored: Vec<(String, Vec<usize>, TensorRole)> = Vec::new();
+    for tensor in all(spec).into_iter().filter(|t| t.required) {
+        match tensor.within.first() {
+            Some(whole) if !tensor.alone => {
+                // The parts of one tensor are adjacent.
+                if stored.last().is_none_or(|(name, ..)| *name != whole.name) {
+                    stored.push((whole.name.clone(), whole.shape.clone(), tensor.role));
+                }
+            }
+            _ => stored.push((tensor.name, tensor.shape, tensor.role)),
+        }
+    }
+    stored
+}
+
+/// Whether a vector is stored as an offset from one.
+pub fn is_offset_from_one(spec: &Spec, name: &str) -> bool {
+    spec.norm_plus_one && name.ends_with("norm.weight") && !name.ends_with(DELTA_NORM)
+}
+
 /// Tensors outside the blocks.
 pub(super) fn outside(spec: &Spec) -> Vec<TensorSpec> {
     let table = vec![spec.vocab_size, spec.hidden_size];
@@ -85,6 +192,7 @@ pub(super) fn outside(spec: &Spec) -> Vec<TensorSpec> {
         shape,
         required,
         role,
+        alone: true,
         within: Vec::new(),
     };
     let mut embedding = whole(EMBEDDING, table.clone(), true, TensorRole::Table);
@@ -93,7 +201,7 @@ pub(super) fn outside(spec: &Spec) -> Vec<TensorSpec> {
         embedding.within.push(Within {
             name: HEAD.to_owned(),
             shape: table.clone(),
-            rows: 0..spec.vocab_size,
+            rows: (0..spec.vocab_size).into(),
         });
     }
     vec![
@@ -105,19 +213,15 @@ pub(super) fn outside(spec: &Spec) -> Vec<TensorSpec> {
 
 /// Tensors of a block.
 fn of_block(spec: &Spec, index: usize) -> Vec<TensorSpec> {
-    let BlockSpec {
-        norms,
-        attention,
-        mlp,
-    } = &spec.blocks[index];
+    let BlockSpec { norms, mixer, mlp } = &spec.blocks[index];
     let mut list = List {
         index,
         tensors: Vec::new(),
     };
     let names = spec.norm_names;
     for (name, has) in [
-        (names.attention, norms.pre),
-        (names.attention_post, norms.post),
+        (names.mixer, norms.pre),
+        (names.mixer_post, norms.post),
         (names.mlp, norms.pre),
         (names.mlp_post, norms.post),
     ] {
@@ -125,7 +229,10 @@ fn of_block(spec: &Spec, index: usize) -> Vec<TensorSpec> {
             list.vector(&format!("{name}.weight"), spec.hidden_size, true);
         }
     }
-    list.attention(attention, spec.hidden_size);
+    match mixer {
+        MixerSpec::Attention(attention) => list.attention(attention, spec.hidden_size),
+        MixerSpec::GatedDelta(delta) => list.gated_delta(delta, spec.hidden_size),
+    }
     match mlp {
         MlpSpec::Dense(mlp) => list.dense("mlp", mlp, spec.hidden_size),
         MlpSpec::Experts(experts) => list.experts(experts, spec.hidden_size),
@@ -145,6 +252,7 @@ impl List {
             shape: vec![len],
             required,
             role: TensorRole::Vector,
+            alone: true,
             within: Vec::new(),
         });
     }
@@ -163,7 +271,7 @@ impl List {
             let within = whole.map(|(name, first, all)| Within {
                 name: block_name(self.index, &format!("{name}.{suffix}")),
                 shape: shape(all),
-                rows: first..first + rows,
+                rows: (first..first + rows).into(),
             });
             self.tensors.push(TensorSpec {
                 name: block_name(self.index, &format!("{name}.{suffix}")),
@@ -173,16 +281,44 @@ impl List {
                     Some(_) => TensorRole::Linear,
                     None => TensorRole::Vector,
                 },
+                alone: true,
                 within: within.into_iter().collect(),
             });
         }
+    }
+
+    /// A tensor of this shape that is always some rows of another, `whole`.
+    fn part(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        role: TensorRole,
+        whole: (&str, &[usize]),
+        rows: StoredRows,
+    ) {
+        let (index, (whole, whole_shape)) = (self.index, whole);
+        self.tensors.push(TensorSpec {
+            name: block_name(index, name),
+            shape: shape.to_vec(),
+            required: true,
+            role,
+            alone: false,
+            within: vec![Within {
+                name: block_name(index, whole),
+                shape: whole_shape.to_vec(),
+                rows,
+            }],
+        });
     }
 
     fn attention(&mut self, attention: &AttentionSpec, hidden: usize) {
         let (q, kv) = (attention.q_width(), attention.kv_width());
         let fused = |first| Some(("self_attn.qkv_proj", first, q + 2 * kv));
         let bias = attention.qkv_bias;
-        self.projection("self_attn.q_proj", (q, hidden), bias, fused(0));
+        match attention.gated {
+            false => self.projection("self_attn.q_proj", (q, hidden), bias, fused(0)),
+            true => self.gated_queries(attention, hidden),
+        }
         self.projection("self_attn.k_proj", (kv, hidden), bias, fused(q));
         self.projection("self_attn.v_proj", (kv, hidden), bias, fused(q + kv));
         self.projection("self_attn.o_proj", (hidden, q), attention.o_bias, None);
@@ -191,6 +327,112 @@ impl List {
                 self.vector(name, attention.head_dim, true);
             }
         }
+    }
+
+    /// The projections of queries and of their heads' gates, which are stored together: the rows of a head's query, then those of its gate.
+    fn gated_queries(&mut self, attention: &AttentionSpec, hidden: usize) {
+        let (dim, width) = (attention.head_dim, attention.q_width());
+        for (name, first) in [(QUERY, 0), (QUERY_GATE, dim)] {
+            let rows = StoredRows {
+                first,
+                run: dim,
+                stride: 2 * dim,
+                runs: attention.heads,
+            };
+            let mut part = |suffix: &str, cols: Option<usize>, role| {
+                let shape = |rows| std::iter::once(rows).chain(cols).collect::<Vec<_>>();
+                let whole = format!("self_attn.q_proj.{suffix}");
+                let whole = (whole.as_str(), &shape(2 * width)[..]);
+                let name = format!("{name}.{suffix}");
+                self.part(&name, &shape(width), role, whole, rows.clone());
+            };
+            part("weight", Some(hidden), TensorRole::Linear);
+            if attention.qkv_bias {
+                part("bias", None, TensorRole::Vector);
+            }
+        }
+    }
+
+    fn gated_delta(&mut self, delta: &GatedDeltaSpec, hidden: usize) {
+        let shape = &delta.shape;
+        let (keys, values, heads) = (shape.key_width(), shape.value_width(), shape.value_heads);
+        let own = |name: &str| format!("linear_attn.{name}");
+        let [q, k, v] = DELTA_QKV;
+        match delta.projections {
+            DeltaProjections::ByRole => {
+                let whole = own("in_proj_qkv.weight");
+                let whole = (whole.as_str(), &[shape.channels(), hidden][..]);
+                for (name, first, rows) in [(q, 0, keys), (k, keys, keys), (v, 2 * keys, values)] {
+                    let stored = (first..first + rows).into();
+                    let name = format!("{name}.weight");
+                    self.part(&name, &[rows, hidden], TensorRole::Recurrent, whole, stored);
+                }
+                self.recurrent(DELTA_Z, values, hidden);
+                for name in [DELTA_B, DELTA_A] {
+                    self.recurrent(name, heads, hidden);
+                }
+            }
+            DeltaProjections::ByHead => {
+                let shared = heads / shape.key_heads;
+                let (dim, run) = (shape.key_dim, shared * shape.value_dim);
+                let tables: [(&str, usize, &[(&str, usize, usize)]); 2] = [
+                    (
+                        "in_proj_qkvz.weight",
+                        2 * dim + 2 * run,
+                        &[
+                            (q, 0, dim),
+                            (k, dim, dim),
+                            (v, 2 * dim, run),
+                            (DELTA_Z, 2 * dim + run, run),
+                        ],
+                    ),
+                    (
+                        "in_proj_ba.weight",
+                        2 * shared,
+                        &[(DELTA_B, 0, shared), (DELTA_A, shared, shared)],
+                    ),
+                ];
+                for (whole, stride, parts) in tables {
+                    let whole = own(whole);
+                    let whole = (whole.as_str(), &[shape.key_heads * stride, hidden][..]);
+                    for &(name, first, run) in parts {
+                        let stored = StoredRows {
+                            first,
+                            run,
+                            stride,
+                            runs: shape.key_heads,
+                        };
+                        let rows = stored.count();
+                        let name = format!("{name}.weight");
+                        self.part(&name, &[rows, hidden], TensorRole::Recurrent, whole, stored);
+                    }
+                }
+            }
+        }
+        self.tensors.push(TensorSpec {
+            name: block_name(self.index, DELTA_CONVOLUTION),
+            shape: vec![shape.channels(), 1, shape.taps],
+            required: true,
+            role: TensorRole::Vector,
+            alone: true,
+            within: Vec::new(),
+        });
+        self.vector(DELTA_A_LOG, heads, true);
+        self.vector(DELTA_DT_BIAS, heads, true);
+        self.vector(DELTA_NORM, shape.value_dim, true);
+        self.recurrent(DELTA_OUT, hidden, values);
+    }
+
+    /// A projection of a recurrent layer that is stored alone.
+    fn recurrent(&mut self, name: &str, rows: usize, cols: usize) {
+        self.tensors.push(TensorSpec {
+            name: block_name(self.index, &format!("{name}.weight")),
+            shape: vec![rows, cols],
+            required: true,
+            role: TensorRole::Recurrent,
+            alone: true,
+            within: Vec::new(),
+        });
     }
 
     fn dense(&mut self, name: &str, mlp: &GatedMlpSpec, hidden: usize) {
@@ -215,7 +457,7 @@ impl List {
                 let stack = |name: &str, of: usize, first: usize| Within {
                     name: block_name(self.index, &format!("mlp.experts.{name}")),
                     shape: vec![experts.count, of, cols],
-                    rows: expert * of + first..expert * of + first + rows,
+                    rows: (expert * of + first..expert * of + first + rows).into(),
                 };
                 let mut within = vec![stack(&format!("{projection}.weight"), rows, 0)];
                 within.push(match fused {
@@ -227,6 +469,7 @@ impl List {
                     shape: vec![rows, cols],
                     required: true,
                     role: TensorRole::Linear,
+                    alone: true,
                     within,
                 });
             }
@@ -245,6 +488,7 @@ impl List {
             shape: vec![rows, hidden],
             required: true,
             role: TensorRole::Router,
+            alone: true,
             within: Vec::new(),
         });
     }

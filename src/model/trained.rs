@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::training::{GatedMlpLayout, MatrixId, MlpLayout, ProjectionLayout, Source, VectorId};
 use super::weights::{
-    Attention, Block, Embedding, Experts, GatedMlp, Mlp, Norms, Projection, Weights,
+    Attention, Block, Embedding, Experts, GatedMlp, Mixer, Mlp, Norms, Projection, Weights,
 };
 use super::{Device, LoadOptions, Made, Model, fused};
 use crate::base::Result;
@@ -83,15 +83,16 @@ fn weights(source: &Source, trained: &dyn Trained) -> Result<Weights> {
             })),
         };
         Ok(Block {
-            attention_norms: norms(&b.attention_norms)?,
-            attention: Attention {
+            mixer_norms: norms(&b.mixer_norms)?,
+            mixer: Mixer::Attention(Box::new(Attention {
                 q: projection(q)?,
+                gate: None,
                 k: projection(k)?,
                 v: projection(v)?,
                 q_norm: vector(&b.qk_norms[0])?,
                 k_norm: vector(&b.qk_norms[1])?,
                 o: projection(&b.o)?,
-            },
+            })),
             mlp_norms: norms(&b.mlp_norms)?,
             mlp,
         })

@@ -8,6 +8,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::checkpoint::{Checkpoint, Entry};
 use crate::ops::Array;
+use crate::ops::delta::DeltaWeights;
 use crate::ops::linear::Linear;
 
 /// A linear map with its bias, if any.
@@ -22,10 +23,10 @@ pub struct Projection {
 /// One decoder block.
 #[derive(Debug)]
 pub struct Block {
-    /// The norms before and after attention.
-    pub attention_norms: Norms,
-    /// The attention.
-    pub attention: Attention,
+    /// The norms before and after the mixer.
+    pub mixer_norms: Norms,
+    /// The mixer.
+    pub mixer: Mixer,
     /// The norms before and after the MLP.
     pub mlp_norms: Norms,
     /// The MLP.
@@ -41,11 +42,87 @@ pub struct Norms {
     pub post: Option<Array>,
 }
 
+/// The half of a block in which a token sees those before it.
+#[derive(Debug)]
+pub enum Mixer {
+    /// Grouped-query attention.
+    Attention(Box<Attention>),
+    /// A gated delta net.
+    GatedDelta(Box<GatedDelta>),
+}
+
+impl Mixer {
+    /// The attention; an error for another mixer.
+    pub fn required_attention(&self) -> Result<&Attention> {
+        match self {
+            Mixer::Attention(attention) => Ok(attention),
+            Mixer::GatedDelta(_) => bail!(Internal, "attention of a gated delta net"),
+        }
+    }
+
+    fn projections(&self) -> Vec<&Projection> {
+        match self {
+            Mixer::Attention(attention) => {
+                let Attention {
+                    q, gate, k, v, o, ..
+                } = &**attention;
+                let gate = gate.iter();
+                [q].into_iter().chain(gate).chain([k, v, o]).collect()
+            }
+            Mixer::GatedDelta(delta) => delta.projections().collect(),
+        }
+    }
+
+    /// The vectors: norms, convolutions and constants of heads.
+    fn vectors(&self) -> Vec<&Array> {
+        match self {
+            Mixer::Attention(attention) => {
+                let norms = [&attention.q_norm, &attention.k_norm];
+                norms.into_iter().flatten().collect()
+            }
+            Mixer::GatedDelta(delta) => delta.vectors().collect(),
+        }
+    }
+}
+
+/// The weights of a gated delta net.
+#[derive(Debug)]
+pub struct GatedDelta {
+    /// Queries, keys and values before the convolution: `[key_width, hidden]` twice and `[value_width, hidden]`.
+    pub qkv: [Projection; 3],
+    /// The gate of the norm, `[value_width, hidden]`.
+    pub z: Projection,
+    /// What the decay of each value head comes of, `[value_heads, hidden]`.
+    pub a: Projection,
+    /// What the share of a correction that each value head writes comes of, `[value_heads, hidden]`.
+    pub b: Projection,
+    /// Convolutions, and constants of heads.
+    pub heads: DeltaWeights,
+    /// RMSNorm of each value head's output, `[value_dim]`.
+    pub norm: Array,
+    /// Output, `[hidden, value_width]`.
+    pub out: Projection,
+}
+
+impl GatedDelta {
+    fn projections(&self) -> impl Iterator<Item = &Projection> {
+        let gates = [&self.z, &self.b, &self.a, &self.out];
+        self.qkv.iter().chain(gates)
+    }
+
+    fn vectors(&self) -> impl Iterator<Item = &Array> {
+        let heads = &self.heads;
+        [&heads.convolution, &heads.a_log, &heads.dt_bias, &self.norm].into_iter()
+    }
+}
+
 /// The weights of grouped-query attention.
 #[derive(Debug)]
 pub struct Attention {
     /// Queries, `[heads * head_dim, hidden]`.
     pub q: Projection,
+    /// The gate of each head's output, shaped like queries, if the model has one.
+    pub gate: Option<Projection>,
     /// Keys, `[kv_heads * head_dim, hidden]`.
     pub k: Projection,
     /// Values, shaped like keys.
@@ -157,26 +234,23 @@ impl Mlp {
 
 impl Block {
     fn projections(&self) -> impl Iterator<Item = &Projection> {
-        let Attention { q, k, v, o, .. } = &self.attention;
         let mlps = self.mlp.mlps().into_iter();
-        [q, k, v, o]
-            .into_iter()
-            .chain(mlps.flat_map(GatedMlp::projections))
+        let mixer = self.mixer.projections().into_iter();
+        mixer.chain(mlps.flat_map(GatedMlp::projections))
     }
 
-    /// The vectors: norms and biases.
+    /// The vectors: norms, biases, and what else a mixer has.
     fn vectors(&self) -> impl Iterator<Item = &Array> {
         let norms = [
-            &self.attention_norms.pre,
-            &self.attention_norms.post,
-            &self.attention.q_norm,
-            &self.attention.k_norm,
+            &self.mixer_norms.pre,
+            &self.mixer_norms.post,
             &self.mlp_norms.pre,
             &self.mlp_norms.post,
         ];
         norms
             .into_iter()
             .flatten()
+            .chain(self.mixer.vectors())
             .chain(self.projections().filter_map(|p| p.bias.as_ref()))
     }
 }

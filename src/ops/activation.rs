@@ -38,6 +38,18 @@ pub fn glu(
     }
 }
 
+/// `gate = sigmoid(gate) * x`, element by element.
+pub fn sigmoid_gate(device: &Device, gate: SliceMut<'_>, x: Slice<'_>) -> Result<()> {
+    match device {
+        Device::Cpu(cpu) => cpu.sigmoid_gate(gate.host()?, x.host()?),
+        Device::Cuda(_) => bail!(
+            Unsupported,
+            "gated attention does not run on {}; load the model on the CPU",
+            device.name()
+        ),
+    }
+}
+
 /// `x += y`, element by element; `y` may be one row that is added to each row of `x` (a bias).
 pub fn add(device: &Device, x: SliceMut<'_>, y: Slice<'_>) -> Result<()> {
     if y.is_empty() || !x.len().is_multiple_of(y.len()) {

@@ -6,6 +6,7 @@ mod array;
 pub mod attention;
 pub mod backend;
 pub mod calibrated;
+pub mod delta;
 mod device;
 pub mod experts;
 pub mod linear;

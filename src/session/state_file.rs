@@ -18,7 +18,7 @@ use super::{ChatOptions, Eviction, Session, SessionOptions};
 use crate::base::error::{bail, err};
 use crate::base::file::{self, Temporary};
 use crate::base::{Error, Result, alloc, call, memory};
-use crate::engine::{Sequence, Served};
+use crate::engine::{Kept, Sequence, Served};
 use crate::model::KvType;
 use crate::text::{Message, messages_from_json, messages_to_json};
 
@@ -48,6 +48,9 @@ struct Header {
     /// The first of them that each group of layers keeps, if windows have passed any.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     kept_from: Vec<usize>,
+    /// The numbers of tokens whose recurrent state is in the file, if the model has recurrent layers.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    states: Vec<usize>,
     /// Number of logits stored: all or none.
     logits: usize,
     /// The conversation as chat servers write it, if the tokens are one.
@@ -72,6 +75,7 @@ impl Session {
     /// [`call`].
     pub fn save(&self, path: &Path) -> Result<()> {
         let conversation = &self.conversation;
+        let kept = self.cache.kept();
         let _texts = alloc::Budget::json(self.text_bytes(), 0).set_aside()?;
         let header = Header {
             model: self.model.fingerprint(),
@@ -86,10 +90,11 @@ impl Session {
             tokens: self.tokens.len(),
             evicted: self.evicted,
             cached: self.cache.len(),
-            kept_from: match self.cache.kept_from() {
-                kept if kept.iter().all(|&first| first == 0) => Vec::new(),
-                kept => kept,
+            kept_from: match kept.from {
+                from if from.iter().all(|&first| first == 0) => Vec::new(),
+                from => from,
             },
+            states: kept.states,
             logits: self.next.logits().map_or(0, <[f32]>::len),
             messages: match conversation.begun {
                 true => Some(raw(&conversation.messages)?),
@@ -194,10 +199,10 @@ fn restore(model: Arc<Served>, file: File) -> Result<Session> {
     header.check(&model)?;
     let mut session = Session::new(model, &header.options()?)
         .map_err(|e| err!(CorruptFile, "its header: {e}"))?;
-    let kept_from = header.kept_from(&session.cache);
+    let kept = header.kept(&session.cache);
     session
         .cache
-        .check_kept(header.cached, &kept_from)
+        .check_kept(header.cached, &kept)
         .map_err(|e| err!(CorruptFile, "its header: {e}"))?;
     let expected = header.file_size(length, &session.cache);
     if expected != Some(size) {
@@ -215,7 +220,7 @@ fn restore(model: Arc<Served>, file: File) -> Result<Session> {
     session.next = Next::of(logits);
     session
         .cache
-        .fill(header.cached, &kept_from, |page| input.read(page))?;
+        .fill(header.cached, &kept, |page| input.read(page))?;
     let sum = input.sum.finish();
     if u64::from_le_bytes(input.array()?) != sum {
         bail!(
@@ -325,14 +330,17 @@ impl Header {
         let numbers = (self.tokens as u64).checked_add(self.logits as u64)?;
         (FRONT + CHECKSUM + u64::from(header))
             .checked_add(numbers.checked_mul(4)?)?
-            .checked_add(cache.page_bytes(self.cached, &self.kept_from(cache))?)
+            .checked_add(cache.page_bytes(self.cached, &self.kept(cache))?)
     }
 
-    /// The first position that each group of layers keeps.
-    fn kept_from(&self, cache: &Sequence) -> Vec<usize> {
-        match self.kept_from.is_empty() {
-            true => cache.kept_from(),
-            false => self.kept_from.clone(),
+    /// What the sequence keeps of its positions.
+    fn kept(&self, cache: &Sequence) -> Kept {
+        Kept {
+            from: match self.kept_from.is_empty() {
+                true => cache.kept().from,
+                false => self.kept_from.clone(),
+            },
+            states: self.states.clone(),
         }
     }
 }

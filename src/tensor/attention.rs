@@ -2,7 +2,7 @@
 
 /// Heads of a layer, and how scores are made of them. A query's row and a row of queries, keys and values have the heads one after the
 /// other.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct AttentionShape {
     /// Query heads.
     pub heads: usize,

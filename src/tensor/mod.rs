@@ -1,9 +1,9 @@
 //! Floor 2: tensors as typed, shaped memory, and their exchange with others by DLPack. A [`Tensor`] is a view: cheap to clone, keeping its
 //! storage alive. Device memory is only an address and a place here; higher floors allocate and use it. Also the shapes of operations that
-//! every device takes. Knows nothing of kernels,
-//! checkpoints or models, and does no arithmetic except the conversion of element types.
+//! every device takes. Knows nothing of kernels, checkpoints or models, and does no arithmetic except the conversion of element types.
 
 mod attention;
+mod delta;
 mod dlpack;
 mod dtype;
 pub mod product;
@@ -12,6 +12,7 @@ mod storage;
 mod weight_type;
 
 pub use attention::AttentionShape;
+pub use delta::DeltaShape;
 pub use dlpack::{
     DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned, DLPackVersion, DLTensor,
     Managed,

@@ -2,6 +2,7 @@
 #![allow(dead_code)]
 
 pub(crate) mod ragged;
+pub(crate) mod recurrent;
 pub(crate) mod windows;
 
 use std::fs;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use NVFP4::engine::{REWIND, Served};
+use NVFP4::engine::{Kept, REWIND, Served};
 use NVFP4::session::{Session, SessionOptions};
 
 use super::{Copy, some_tokens};
@@ -25,12 +25,12 @@ pub(crate) fn lengthened(case: &str) -> Copy {
 /// Demands that logits are the expected ones; the text says whose they are.
 pub(crate) type Same<'a> = dyn Fn(&[f32], &[f32], &str) + 'a;
 
-fn session(model: &Arc<Served>) -> Session {
+pub(crate) fn session(model: &Arc<Served>) -> Session {
     Session::new(model.clone(), &SessionOptions::default()).unwrap()
 }
 
 /// The logits after `tokens` in a new session.
-fn fresh(model: &Arc<Served>, tokens: &[u32]) -> Vec<f32> {
+pub(crate) fn fresh(model: &Arc<Served>, tokens: &[u32]) -> Vec<f32> {
     let mut session = session(model);
     session.prefill(tokens).unwrap();
     session.logits().unwrap().to_vec()
@@ -38,7 +38,10 @@ fn fresh(model: &Arc<Served>, tokens: &[u32]) -> Vec<f32> {
 
 /// The bytes that a session of `len` tokens takes if every layer keeps all of them.
 fn whole_bytes(model: &Served, len: usize) -> usize {
-    let kept = vec![0; model.kv().groups().len()];
+    let kept = Kept {
+        from: vec![0; model.kv().groups().len()],
+        ..Kept::default()
+    };
     let sequence = model.sequence(POSITIONS, Default::default()).unwrap();
     sequence.page_bytes(len, &kept).unwrap() as usize
 }

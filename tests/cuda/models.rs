@@ -58,7 +58,7 @@ impl Pair {
         };
         let cpu = load(options().device).unwrap();
         let model = load(Device::Cuda(gpu.clone()));
-        if cpu.spec().blocks[0].attention.head_dim < 32 {
+        if cpu.spec().blocks[0].attention().unwrap().head_dim < 32 {
             let error = model.unwrap_err();
             let refused = "head_dim must be one of [32, 64, 80, 96, 128, 192, 256]";
             assert!(error.message().contains(refused), "{error}");

@@ -52,7 +52,7 @@ impl Exact<'_> {
     /// Turns the two halves of each head by its position.
     fn rotate(&self, x: &mut Rows, block: usize) {
         let spec = self.source.spec();
-        let attention = &spec.blocks[block].attention;
+        let attention = spec.blocks[block].attention().unwrap();
         let frequencies = &spec.ropes[attention.rope].table(x.len()).frequencies;
         let half = frequencies.len();
         assert_eq!(2 * half, attention.head_dim);
@@ -69,7 +69,7 @@ impl Exact<'_> {
 
     /// Causal attention of rotated queries and keys.
     fn attend(&self, q: &Rows, k: &Rows, v: &Rows, block: usize) -> Rows {
-        let attention = &self.source.spec().blocks[block].attention;
+        let attention = self.source.spec().blocks[block].attention().unwrap();
         let (dim, group) = (attention.head_dim, attention.heads / attention.kv_heads);
         let scale = f64::from(attention.scale);
         let head = |row: usize, head: usize| {
@@ -94,7 +94,7 @@ impl Exact<'_> {
     fn block(&self, x: &mut Rows, index: usize) {
         let layout = &self.source.layout().blocks[index];
         let rounding = |name| (self.rounding)(index, name);
-        let normed = self.norm(x, layout.attention_norms[0].unwrap());
+        let normed = self.norm(x, layout.mixer_norms[0].unwrap());
         let [q, k, v] = layout
             .qkv
             .map(|p| self.product(&normed, p.matrix, rounding("q_proj")));

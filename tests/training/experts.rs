@@ -367,3 +367,16 @@ fn conversions_keep_what_every_token_goes_through() {
     }
     Served::load(&out, &LoadOptions::new(device)).unwrap();
 }
+
+/// Blocks without a backward pass are refused before anything is read.
+#[test]
+fn recurrent_layers_are_not_trained() {
+    for case in ["qwen35_tied", "qwen3next_shared"] {
+        let error = Source::open(&golden("model").join(case)).err().unwrap();
+        expect_kind::<()>(
+            Err(error),
+            ErrorKind::Unsupported,
+            "block 0 is a gated delta net",
+        );
+    }
+}

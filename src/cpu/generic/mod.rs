@@ -3,6 +3,7 @@
 
 pub(super) mod attention;
 pub(super) mod calibrated;
+pub(super) mod delta;
 pub(super) mod linear;
 pub(super) mod matmul;
 pub(super) mod pointwise;

@@ -117,6 +117,17 @@ impl<S: Simd> Activation<S> for Silu {
     }
 }
 
+/// `1 / (1 + e^-x)`.
+pub(in crate::cpu) struct Sigmoid;
+
+impl<S: Simd> Activation<S> for Sigmoid {
+    #[inline(always)]
+    unsafe fn of(x: S::V) -> S::V {
+        // SAFETY: registers only.
+        unsafe { gated::<S>(S::splat(1.0), x) }
+    }
+}
+
 /// The tanh form of GELU, `x (1 + tanh(u)) / 2` with `u = sqrt(2/pi) (x + 0.044715 x^3)` (Hendrycks and Gimpel, 2016), which is
 /// `x sigmoid(2 u)`.
 pub(in crate::cpu) struct GeluTanh;

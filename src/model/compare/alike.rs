@@ -3,7 +3,7 @@
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::Spec;
-use crate::model::spec::BlockSpec;
+use crate::model::spec::{BlockSpec, MixerSpec};
 
 /// Fails for models of different shapes; the error names what differs, with both values.
 pub(super) fn check(examined: &Spec, reference: &Spec) -> Result<()> {
@@ -24,11 +24,15 @@ pub(super) fn check(examined: &Spec, reference: &Spec) -> Result<()> {
 }
 
 fn block_sizes(block: &BlockSpec) -> [(&'static str, usize); 5] {
-    let attention = &block.attention;
+    // Heads of a gated delta net are counted by its values.
+    let (heads, kv_heads, dim) = match &block.mixer {
+        MixerSpec::Attention(a) => (a.heads, a.kv_heads, a.head_dim),
+        MixerSpec::GatedDelta(d) => (d.shape.value_heads, d.shape.key_heads, d.shape.value_dim),
+    };
     [
-        ("query heads", attention.heads),
-        ("key/value heads", attention.kv_heads),
-        ("head size", attention.head_dim),
+        ("query heads", heads),
+        ("key/value heads", kv_heads),
+        ("head size", dim),
         ("MLP width", block.mlp.intermediate_size()),
         ("number of experts", block.mlp.experts()),
     ]

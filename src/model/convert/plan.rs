@@ -93,6 +93,23 @@ fn is_linear(entry: &Entry) -> bool {
         && (entry.name == HEAD || FUSED.concat().iter().chain(&ALONE).any(last_two))
 }
 
+/// Projections of recurrent layers, whose errors add up in a state. A file that holds them in 4 bits keeps them so.
+const RECURRENT: [&str; 4] = [
+    ".linear_attn.in_proj_qkv.weight",
+    ".linear_attn.in_proj_z.weight",
+    ".linear_attn.in_proj_qkvz.weight",
+    ".linear_attn.out_proj.weight",
+];
+
+/// Whether `entry` becomes int8 because it belongs to a recurrent layer.
+fn is_recurrent(entry: &Entry, container: Container) -> bool {
+    let is_wide = !entry.encoding.is_integer() && entry.encoding != Encoding::Nvfp4;
+    container == Container::ModelOpt
+        && entry.shape.len() == 2
+        && is_wide
+        && RECURRENT.iter().any(|suffix| entry.name.ends_with(suffix))
+}
+
 /// The steps of a conversion. Entries that are not `used` by the model keep their encoding if NVFP4 cannot hold them.
 pub(super) fn plan(
     source: &dyn Checkpoint,
@@ -116,6 +133,7 @@ pub(super) fn plan(
             _ if is_kept => kept(entry, options.container),
             true => table_encoding(entry, options, is_tied)?,
             false if options.int8_rows.contains(&entry.name) => Encoding::Int8,
+            false if is_recurrent(entry, options.container) => Encoding::Int8,
             false if entry.encoding == Encoding::Nvfp4 || is_quantized => Encoding::Nvfp4,
             false => kept(entry, options.container),
         };

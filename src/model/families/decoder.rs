@@ -6,12 +6,14 @@ use crate::format::nvfp4::BLOCK;
 use crate::model::keys::{Keys, LARGEST};
 use crate::model::rope::{self, RopeSet};
 use crate::model::spec::{
-    Activation, AttentionSpec, BlockSpec, ExpertsSpec, GatedMlpSpec, MlpSpec, NormNames,
-    NormPlacement, Spec,
+    Activation, AttentionSpec, BlockSpec, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec, MixerSpec,
+    MlpSpec, NormNames, NormPlacement, Spec,
 };
 
 /// Larger than the number of blocks of any model, and small enough that listing missing tensors stays cheap.
 const MOST_LAYERS: usize = 4096;
+/// A layer with a window, in `layer_types`.
+pub(super) const WINDOWED: &str = "sliding_attention";
 /// Larger than the number of experts of any model.
 const MOST_EXPERTS: usize = 4096;
 
@@ -20,8 +22,31 @@ pub(super) struct Decoder {
     /// Everything except the blocks.
     pub(super) spec: Spec,
     /// The default block.
-    pub(super) block: BlockSpec,
+    pub(super) block: DecoderBlock,
     pub(super) layers: usize,
+}
+
+/// A block that is not finished.
+#[derive(Clone)]
+pub(super) struct DecoderBlock {
+    pub(super) norms: NormPlacement,
+    pub(super) attention: AttentionSpec,
+    /// The mixer in the place of attention, if any.
+    pub(super) gated_delta: Option<GatedDeltaSpec>,
+    pub(super) mlp: MlpSpec,
+}
+
+impl DecoderBlock {
+    fn finish(self) -> BlockSpec {
+        BlockSpec {
+            norms: self.norms,
+            mixer: match self.gated_delta {
+                Some(delta) => MixerSpec::GatedDelta(delta),
+                None => MixerSpec::Attention(self.attention),
+            },
+            mlp: self.mlp,
+        }
+    }
 }
 
 impl Decoder {
@@ -71,12 +96,13 @@ impl Decoder {
                 eos: keys.ids("eos_token_id")?,
                 bos: keys.ids("bos_token_id")?.first().copied(),
             },
-            block: BlockSpec {
+            block: DecoderBlock {
                 norms: NormPlacement {
                     pre: true,
                     post: false,
                 },
                 attention,
+                gated_delta: None,
                 mlp: MlpSpec::Dense(mlp),
             },
         })
@@ -108,8 +134,12 @@ impl Decoder {
         window.filter(|&w| w < self.spec.max_positions)
     }
 
-    /// The layers with a window, from `layer_types`; `None` if the config has no such list.
-    pub(super) fn read_layer_types(&self, keys: &Keys<'_>) -> Result<Option<Vec<bool>>> {
+    /// The layers of the kind `marked`, from `layer_types`, in which others have full attention; `None` if the config has no such list.
+    pub(super) fn read_layer_types(
+        &self,
+        keys: &Keys<'_>,
+        marked: &str,
+    ) -> Result<Option<Vec<bool>>> {
         let Some(types) = keys.texts("layer_types")? else {
             return Ok(None);
         };
@@ -121,28 +151,24 @@ impl Decoder {
                 self.layers
             );
         }
-        let is_windowed = |kind: &&str| match *kind {
+        let is_marked = |kind: &&str| match *kind {
             "full_attention" => Ok(false),
-            "sliding_attention" => Ok(true),
+            kind if kind == marked => Ok(true),
             other => bail!(
                 Unsupported,
-                "config: 'layer_types' has '{other}'; known are full_attention, sliding_attention"
+                "config: 'layer_types' has '{other}'; known are full_attention, {marked}"
             ),
         };
-        types
-            .iter()
-            .map(is_windowed)
-            .collect::<Result<_>>()
-            .map(Some)
+        types.iter().map(is_marked).collect::<Result<_>>().map(Some)
     }
 
     /// The finished spec, after `change` has modified each block.
-    pub(super) fn finish(mut self, mut change: impl FnMut(usize, &mut BlockSpec)) -> Spec {
+    pub(super) fn finish(mut self, mut change: impl FnMut(usize, &mut DecoderBlock)) -> Spec {
         self.spec.blocks = (0..self.layers)
             .map(|layer| {
                 let mut block = self.block.clone();
                 change(layer, &mut block);
-                block
+                block.finish()
             })
             .collect();
         self.spec
@@ -212,6 +238,7 @@ fn attention(keys: &Keys<'_>, hidden_size: usize) -> Result<AttentionSpec> {
         qk_norm: false,
         qkv_bias: false,
         o_bias: false,
+        gated: false,
         rope: 0,
         window: None,
         scale: 1.0 / (head_dim as f32).sqrt(),

@@ -4,7 +4,7 @@
 use half::bf16;
 use serde_json::{Value, json};
 
-use super::decoder::Decoder;
+use super::decoder::{Decoder, WINDOWED};
 use super::family::Family;
 use crate::base::Result;
 use crate::base::error::bail;
@@ -66,7 +66,7 @@ fn read(keys: &Keys<'_>) -> Result<Spec> {
     let pattern = pattern
         .or(keys.size("_sliding_window_pattern")?)
         .unwrap_or(6);
-    let types = decoder.read_layer_types(keys)?;
+    let types = decoder.read_layer_types(keys, WINDOWED)?;
     let window = decoder.effective_window(keys.window("sliding_window")?);
     Ok(decoder.finish(|layer, block| {
         let is_windowed = match &types {

@@ -9,6 +9,7 @@ mod llama;
 mod mistral;
 mod phi3;
 mod qwen;
+mod qwen35;
 mod within;
 
 use std::path::Path;
@@ -33,6 +34,9 @@ pub const FAMILIES: &[Family] = &[
     mistral::MISTRAL,
     phi3::PHI3,
     gemma3::GEMMA3,
+    qwen35::QWEN3_5,
+    qwen35::QWEN3_5_MOE,
+    qwen35::QWEN3_NEXT,
 ];
 
 /// The families whose GGUF files are translated.
@@ -109,6 +113,7 @@ fn family(keys: &Keys<'_>) -> Result<&'static Family> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::spec::AttentionSpec;
     use serde_json::json;
 
     fn base() -> Value {
@@ -117,6 +122,10 @@ mod tests {
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 320,
             "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "eos_token_id": [3, 4]
         })
+    }
+
+    fn attention(spec: &Spec, block: usize) -> &AttentionSpec {
+        spec.blocks[block].attention().unwrap()
     }
 
     fn with(key: &str, value: Value) -> Result<Spec> {
@@ -128,18 +137,18 @@ mod tests {
     #[test]
     fn families_are_data() {
         let c = read(&base()).unwrap();
-        let attention = &c.blocks[0].attention;
+        let attention = c.blocks[0].attention().unwrap();
         assert!(attention.qk_norm && !attention.qkv_bias && !c.tied);
         assert_eq!((c.eos, c.blocks.len()), (vec![3, 4], 2));
         let c = with("model_type", json!("qwen2")).unwrap();
-        let attention = &c.blocks[0].attention;
+        let attention = c.blocks[0].attention().unwrap();
         assert!(!attention.qk_norm && attention.qkv_bias && !attention.o_bias);
         let mut config = base();
         config["model_type"] = Value::Null;
         config["architectures"] = json!(["LlamaForCausalLM"]);
         config["attention_bias"] = json!(true);
         let c = read(&config).unwrap();
-        let attention = &c.blocks[0].attention;
+        let attention = c.blocks[0].attention().unwrap();
         assert!(c.family == "llama" && attention.qkv_bias && attention.o_bias);
     }
 
@@ -159,8 +168,8 @@ mod tests {
             (spec.family, spec.vocab_size, spec.blocks.len()),
             ("gemma3", 262_208, 34)
         );
-        assert_eq!((spec.eos, spec.tied), (vec![1, 106], true));
-        let (near, far) = (&spec.blocks[4].attention, &spec.blocks[5].attention);
+        assert_eq!((&spec.eos, spec.tied), (&vec![1, 106], true));
+        let (near, far) = (attention(&spec, 4), attention(&spec, 5));
         assert_eq!((near.heads, near.kv_heads, near.head_dim), (8, 4, 256));
         assert_eq!((near.window, far.window), (Some(1024), None));
         assert_eq!((near.rope, far.rope, near.scale), (1, 0, 1.0 / 16.0));
@@ -206,7 +215,7 @@ mod tests {
             (
                 "model_type",
                 json!("mamba"),
-                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, phi3, gemma3",
+                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, phi3, gemma3, qwen3_5, qwen3_5_moe, qwen3_next",
             ),
             ("hidden_act", json!("gelu"), "'gelu'"),
             ("hidden_size", json!(72), "hidden_size is 72"),
@@ -246,7 +255,7 @@ mod tests {
             let spec = read(config).unwrap();
             spec.blocks
                 .iter()
-                .map(|b| b.attention.window)
+                .map(|b| b.attention().unwrap().window)
                 .collect::<Vec<_>>()
         };
         let mut config = base();
@@ -341,9 +350,10 @@ mod tests {
             config.insert("model_type".to_owned(), probe["family"].clone());
             let spec = read(&Value::Object(config)).unwrap_or_else(|e| panic!("{probe}: {e}"));
             let expected = &probe["resolved"];
-            let attention = &spec.blocks[0].attention;
+            let attention = spec.blocks.iter().find_map(|b| b.attention()).unwrap();
+            let rope_of = |block: usize| spec.blocks[block].attention().map_or(0, |a| a.rope);
             let base = |block: usize| {
-                let rope = &spec.ropes[spec.blocks[block].attention.rope].table;
+                let rope = &spec.ropes[rope_of(block)].table;
                 // The frequency of pair 1 is the base to the power of -2 over the size of a head.
                 let width = 2.0 * rope.frequencies.len() as f64;
                 f64::from(rope.frequencies[1]).powf(-width / 2.0)
@@ -358,7 +368,7 @@ mod tests {
             let got: Vec<Option<u64>> = spec
                 .blocks
                 .iter()
-                .map(|b| b.attention.window.map(|w| w as u64))
+                .map(|b| b.attention().and_then(|a| a.window).map(|w| w as u64))
                 .collect();
             assert_eq!(got, windows, "{probe}");
             let sizes = json!({
@@ -371,7 +381,10 @@ mod tests {
             assert_eq!(spec.norm_eps, expected["eps"].as_f64().unwrap() as f32);
             if spec.ropes.len() > 1 {
                 // The second-to-last block has full attention, and the first has a window.
-                let full = spec.blocks.iter().position(|b| b.attention.rope == 0);
+                let full = spec
+                    .blocks
+                    .iter()
+                    .position(|b| b.attention().is_some_and(|a| a.rope == 0));
                 let scaling = probe["config"]["rope_scaling"]["factor"].as_f64();
                 if let (Some(full), None) = (full, scaling) {
                     let want = expected["thetas"][0].as_f64().unwrap();

@@ -3,7 +3,7 @@
 
 use serde_json::{Value, json};
 
-use super::decoder::{Decoder, expert_layers, experts, intermediate_size};
+use super::decoder::{Decoder, WINDOWED, expert_layers, experts, intermediate_size};
 use super::family::Family;
 use crate::base::Result;
 use crate::model::keys::Keys;
@@ -157,7 +157,7 @@ fn last_layers(layer: usize, limit: usize) -> bool {
 fn finish(decoder: Decoder, keys: &Keys<'_>, windowed: fn(usize, usize) -> bool) -> Result<Spec> {
     let window = used_window(keys)?;
     let limit = keys.count("max_window_layers")?.unwrap_or(decoder.layers);
-    let types = decoder.read_layer_types(keys)?;
+    let types = decoder.read_layer_types(keys, WINDOWED)?;
     Ok(decoder.finish_windowed(window, |layer| match &types {
         Some(types) => types[layer],
         None => windowed(layer, limit),

@@ -11,7 +11,7 @@ use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::cuda::{self, DeviceBuffer, Gpu, Hardware, Heads, HostTable, MatrixShape, Table, Unit};
 use crate::model::kv::KvCache;
-use crate::model::spec::{AttentionSpec, Spec};
+use crate::model::spec::{AttentionSpec, BlockSpec, Spec};
 use crate::model::weights::Weights;
 use crate::ops::Array;
 use crate::tensor::WeightType;
@@ -40,8 +40,8 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
     if spec.blocks.iter().any(|b| b.mlp.mixture().is_some()) {
         units.extend([Unit::ExpertsRoute, Unit::LinearExperts, Unit::ExpertsSum]);
     }
-    for block in &spec.blocks {
-        for unit in attention_units(spec, &block.attention) {
+    for attention in spec.blocks.iter().filter_map(BlockSpec::attention) {
+        for unit in attention_units(spec, attention) {
             if !units.contains(&unit) {
                 units.push(unit);
             }
@@ -131,7 +131,7 @@ impl Lowered {
             sizes,
         };
         for index in 0..spec.blocks.len() {
-            lowered.heads(source, index, false).check()?;
+            lowered.heads(source, index, false)?.check()?;
         }
         Ok(lowered)
     }
@@ -148,16 +148,21 @@ impl Lowered {
     }
 
     /// Arguments of the attention kernels for a block.
-    pub(super) fn heads<'a>(&'a self, source: Source<'a>, block: usize, long: bool) -> Heads<'a> {
-        let spec = &source.spec.blocks[block].attention;
-        let weights = &source.weights.blocks[block].attention;
+    pub(super) fn heads<'a>(
+        &'a self,
+        source: Source<'a>,
+        block: usize,
+        long: bool,
+    ) -> Result<Heads<'a>> {
+        let spec = source.spec.blocks[block].required_attention()?;
+        let weights = source.weights.blocks[block].mixer.required_attention()?;
         let norm = |norm: &'a Option<Array>| norm.as_ref().and_then(|n| n.on_gpu().ok());
         let (set, frequencies) = (&source.spec.ropes[spec.rope], &self.frequencies[spec.rope]);
         let (table, frequencies) = match (&set.long, &frequencies.long) {
             (Some(set), Some((_, frequencies))) if long => (&set.table, frequencies),
             _ => (&set.table, &frequencies.short),
         };
-        Heads {
+        Ok(Heads {
             shape: spec.shape(),
             q_norm: norm(&weights.q_norm),
             k_norm: norm(&weights.k_norm),
@@ -165,7 +170,7 @@ impl Lowered {
             rotary_dim: table.rotary_dim(),
             attention_factor: table.attention_factor,
             eps: source.spec.norm_eps,
-        }
+        })
     }
 
     /// Sets the residual stream to the embeddings of the first `rows` tokens in memory.

@@ -55,7 +55,7 @@ fn gated_shape(mlp: &GatedMlp) -> Result<GatedShape> {
 
 pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape> {
     let shape = |p: &Projection| Ok(matrix(p)?.shape());
-    let attention = &weights.attention;
+    let attention = weights.mixer.required_attention()?;
     let of_all_rows = weights.mlp.of_all_rows().map(gated_shape).transpose()?;
     Ok(BlockShape {
         norms: spec.norms,

@@ -59,13 +59,14 @@ impl<'a> FusedPass<'a> {
         match &step.kernel {
             Kernel::Normalize { norm, layout } => self.normalize(*norm, *layout),
             Kernel::Qkv { input, gemm } => {
-                let attention = &self.block(index).0.attention;
+                let attention = self.block(index).0.mixer.required_attention()?;
                 let matrices = [
                     biased(&attention.q)?,
                     biased(&attention.k)?,
                     biased(&attention.v)?,
                 ];
-                let width = self.source.spec.blocks[index].attention.qkv_width();
+                let spec = self.source.spec.blocks[index].required_attention()?;
+                let width = spec.qkv_width();
                 let out = &memory.projected;
                 self.linear(gemm, self.input(input)?, &matrices, Output::F32, out, width)
             }
@@ -205,9 +206,9 @@ impl<'a> FusedPass<'a> {
 
     fn attend(&self, index: usize, kernel: &Kernel) -> Result<()> {
         let (gpu, memory) = (&self.lowered.gpu, self.memory);
-        let heads = self.lowered.heads(self.source, index, self.long);
+        let heads = self.lowered.heads(self.source, index, self.long)?;
         let cache = self.source.kv;
-        let table = &memory.tables[cache.group_of(index)];
+        let table = &memory.tables[cache.group_of(index)?];
         let pages = |sequence| {
             let unfit = Some(&memory.unfit);
             cache.on_gpu(index, table, memory.pages, sequence, unfit)
@@ -249,7 +250,8 @@ impl<'a> FusedPass<'a> {
         pages: &CachedPages<'_>,
         layout: Layout,
     ) -> Result<()> {
-        let (memory, spec) = (self.memory, &self.source.spec.blocks[index].attention);
+        let spec = self.source.spec.blocks[index].required_attention()?;
+        let memory = self.memory;
         let Attention {
             singles, splits, ..
         } = self.attention;
@@ -277,7 +279,10 @@ impl<'a> FusedPass<'a> {
     ) -> Result<()> {
         let (block, memory) = (self.block(index).0, self.memory);
         let (input, weight) = match half {
-            Half::Attention => (layout.input(&memory.input, 1.0), &block.attention.o),
+            Half::Mixer => {
+                let attention = block.mixer.required_attention()?;
+                (layout.input(&memory.input, 1.0), &attention.o)
+            }
             Half::Mlp => {
                 let divisor = self.lowered.glu_divisors[index] as f32;
                 (
@@ -302,7 +307,7 @@ impl<'a> FusedPass<'a> {
     fn post_norm(&self, index: usize, half: Half, next: Option<(Norm, Layout)>) -> Result<()> {
         let block = self.block(index).0;
         let norm = match half {
-            Half::Attention => &block.attention_norms.post,
+            Half::Mixer => &block.mixer_norms.post,
             Half::Mlp => &block.mlp_norms.post,
         };
         cuda::post_norm(
@@ -330,7 +335,7 @@ impl<'a> FusedPass<'a> {
 
     fn norm_weight(&self, norm: Norm) -> Result<&'a DeviceBuffer> {
         match norm {
-            Norm::Attention(i) => on_gpu(&self.block(i).0.attention_norms.pre),
+            Norm::Attention(i) => on_gpu(&self.block(i).0.mixer_norms.pre),
             Norm::Mlp(i) => on_gpu(&self.block(i).0.mlp_norms.pre),
             Norm::Head => self.source.weights.norm.on_gpu(),
         }
@@ -367,7 +372,7 @@ impl<'a> FusedPass<'a> {
         } = self.memory;
         let last = self.source.spec.blocks.len() - 1;
         let (post, x, sum) = match norm {
-            Norm::Mlp(i) => (&self.block(i).0.attention_norms.post, residual, between),
+            Norm::Mlp(i) => (&self.block(i).0.mixer_norms.post, residual, between),
             Norm::Attention(0) => bail!(Internal, "nothing is before the first norm"),
             Norm::Attention(i) => (&self.block(i - 1).0.mlp_norms.post, between, residual),
             Norm::Head => (&self.block(last).0.mlp_norms.post, between, residual),

@@ -255,7 +255,7 @@ impl Planner<'_> {
 
     fn layout_of(&self, norm: Norm) -> Layout {
         match norm {
-            Norm::Attention(i) => self.blocks[i].layout(Half::Attention, self.hardware, self.rows),
+            Norm::Attention(i) => self.blocks[i].layout(Half::Mixer, self.hardware, self.rows),
             Norm::Mlp(i) => self.blocks[i].layout(Half::Mlp, self.hardware, self.rows),
             Norm::Head => head_layout(self.head, self.rows, self.hardware),
         }
@@ -306,7 +306,7 @@ impl Planner<'_> {
             }
         };
         let o = self.blocks[block].o;
-        self.end(block, Half::Attention, o, attended, Norm::Mlp(block))
+        self.end(block, Half::Mixer, o, attended, Norm::Mlp(block))
     }
 
     fn mlp(&mut self, block: usize) -> Result<()> {
@@ -425,7 +425,7 @@ impl Planner<'_> {
                 MlpShape::Dense(mlp) if block.norms.post => {
                     let rows =
                         |half| block.layout(half, self.hardware, self.rows) == Layout::RowMajor;
-                    rows(Half::Attention)
+                    rows(Half::Mixer)
                         && rows(Half::Mlp)
                         && serves(&block.qkv, Output::F32)
                         && serves(&mlp.gate_up, glu)
@@ -492,7 +492,7 @@ fn write_next(f: &mut fmt::Formatter<'_>, next: &Option<(Norm, Layout)>) -> fmt:
 impl fmt::Display for Kernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let half = |half: &Half| match half {
-            Half::Attention => "o",
+            Half::Mixer => "o",
             Half::Mlp => "down",
         };
         match self {
@@ -559,7 +559,9 @@ mod tests {
     use super::*;
     use crate::cuda::WideClusters;
     use crate::model::order::{BlockOp, operations};
-    use crate::model::spec::{AttentionSpec, ExpertsSpec, GatedMlpSpec, SharedExpertSpec};
+    use crate::model::spec::{
+        AttentionSpec, ExpertsSpec, GatedMlpSpec, MixerSpec, SharedExpertSpec,
+    };
 
     const H200: Hardware = Hardware {
         arch: (9, 0),
@@ -659,7 +661,7 @@ mod tests {
         let is_mixture =
             |half: Half| half == Half::Mlp && matches!(blocks[block].mlp, MlpShape::Experts { .. });
         let enter = |norm: Norm| match norm {
-            Norm::Attention(i) => vec![(i, BlockOp::Enter(Half::Attention))],
+            Norm::Attention(i) => vec![(i, BlockOp::Enter(Half::Mixer))],
             Norm::Mlp(i) => vec![(i, BlockOp::Enter(Half::Mlp))],
             Norm::Head => Vec::new(),
         };
@@ -669,7 +671,7 @@ mod tests {
             (Applied::Before | Applied::Epilogue, _) => Vec::new(),
             (Applied::Prologue, norm) => {
                 let (before, half) = match norm {
-                    Norm::Mlp(i) => (i, Half::Attention),
+                    Norm::Mlp(i) => (i, Half::Mixer),
                     Norm::Attention(i) => (i - 1, Half::Mlp),
                     Norm::Head => (blocks.len() - 1, Half::Mlp),
                 };
@@ -723,18 +725,19 @@ mod tests {
                 pre: true,
                 post: sizes.post,
             },
-            attention: AttentionSpec {
+            mixer: MixerSpec::Attention(AttentionSpec {
                 heads: 1,
                 kv_heads: 1,
                 head_dim: sizes.q,
                 qk_norm: true,
                 qkv_bias: false,
                 o_bias: false,
+                gated: false,
                 rope: 0,
                 window: None,
                 scale: 1.0,
                 score_cap: None,
-            },
+            }),
             mlp: match sizes.experts {
                 None => MlpSpec::Dense(mlp),
                 Some(shared) => MlpSpec::Experts(ExpertsSpec {

@@ -4,7 +4,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{Routing, SplitKvWorkspace};
 use crate::model::kv::KvGroup;
-use crate::model::spec::{AttentionSpec, Spec};
+use crate::model::spec::{AttentionSpec, MixerSpec, Spec};
 
 /// Maximum sizes over all blocks.
 #[derive(Clone, Debug, PartialEq)]
@@ -58,9 +58,18 @@ impl Sizes {
             );
         }
         let mut attentions: Vec<AttentionSpec> = Vec::new();
-        for block in &spec.blocks {
-            if !attentions.contains(&block.attention) {
-                attentions.push(block.attention.clone());
+        for (index, block) in spec.blocks.iter().enumerate() {
+            match &block.mixer {
+                MixerSpec::Attention(attention) if attention.gated => bail!(
+                    Unsupported,
+                    "block {index} has gated attention, which does not run on a GPU yet; load the model on the CPU"
+                ),
+                MixerSpec::Attention(attention) if attentions.contains(attention) => {}
+                MixerSpec::Attention(attention) => attentions.push(attention.clone()),
+                MixerSpec::GatedDelta(_) => bail!(
+                    Unsupported,
+                    "block {index} is a gated delta net, which does not run on a GPU yet; load the model on the CPU"
+                ),
             }
         }
         let of_all_rows = spec.blocks.iter().filter_map(|b| b.mlp.of_all_rows());

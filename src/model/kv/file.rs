@@ -33,8 +33,7 @@ impl KvCache {
         mut each: impl FnMut(&[u8]) -> Result<()>,
     ) -> Result<()> {
         let pages = len.div_ceil(HOST_PAGE);
-        for layer in 0..self.layers.len() {
-            let (arena, group, index) = self.of_layer(layer);
+        for (arena, group, index) in self.cached_layers() {
             let mut reader = PageReader::new(arena, index)?;
             let each_block = arena.block_positions() / HOST_PAGE;
             for page in 0..pages {
@@ -55,8 +54,7 @@ impl KvCache {
         mut next: impl FnMut(&mut [u8]) -> Result<()>,
     ) -> Result<()> {
         let pages = len.div_ceil(HOST_PAGE);
-        for layer in 0..self.layers.len() {
-            let (arena, group, index) = self.of_layer(layer);
+        for (arena, group, index) in self.cached_layers() {
             let each_block = arena.block_positions() / HOST_PAGE;
             let mut page = memory::zeros(arena.layout().page_bytes())?;
             let blocks = tables.blocks(group).iter().enumerate();

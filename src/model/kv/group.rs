@@ -20,7 +20,9 @@ impl KvGroup {
     pub(in crate::model) fn of(spec: &Spec) -> Vec<KvGroup> {
         let mut groups: Vec<KvGroup> = Vec::new();
         for (layer, block) in spec.blocks.iter().enumerate() {
-            let a = &block.attention;
+            let Some(a) = block.attention() else {
+                continue;
+            };
             match groups.iter_mut().find(|group| group.is_alike(a)) {
                 Some(group) => group.layers.push(layer),
                 None => groups.push(KvGroup {
@@ -48,13 +50,12 @@ pub struct KvLayerIndex {
     pub index: usize,
 }
 
-/// The place of each layer.
-pub(super) fn layer_groups(groups: &[KvGroup]) -> Vec<KvLayerIndex> {
-    let count = groups.iter().map(|group| group.layers.len()).sum();
-    let mut layers = vec![KvLayerIndex { group: 0, index: 0 }; count];
+/// The places of `count` layers; those in no group have no keys and values.
+pub(super) fn layer_groups(groups: &[KvGroup], count: usize) -> Vec<Option<KvLayerIndex>> {
+    let mut layers = vec![None; count];
     for (group, of) in groups.iter().enumerate() {
         for (index, &layer) in of.layers.iter().enumerate() {
-            layers[layer] = KvLayerIndex { group, index };
+            layers[layer] = Some(KvLayerIndex { group, index });
         }
     }
     layers
@@ -64,6 +65,7 @@ pub(super) fn layer_groups(groups: &[KvGroup]) -> Vec<KvLayerIndex> {
 mod tests {
     use super::*;
     use crate::model::families;
+    use crate::model::spec::MixerSpec;
 
     #[test]
     fn layers_of_one_shape_and_one_window_form_a_group() {
@@ -80,14 +82,21 @@ mod tests {
         };
         let all = layers(&spec);
         assert_eq!(all, [(vec![0, 2], Some(8)), (vec![1, 3], None)]);
-        spec.blocks[3].attention.head_dim = 16;
+        let MixerSpec::Attention(attention) = &mut spec.blocks[3].mixer else {
+            panic!("{spec:?}");
+        };
+        attention.head_dim = 16;
         let all = layers(&spec);
         assert_eq!(
             all,
             [(vec![0, 2], Some(8)), (vec![1], None), (vec![3], None)]
         );
-        let places = layer_groups(&KvGroup::of(&spec));
-        let places: Vec<_> = places.iter().map(|p| (p.group, p.index)).collect();
+        let places = layer_groups(&KvGroup::of(&spec), 4);
+        let places: Vec<_> = places
+            .iter()
+            .flatten()
+            .map(|p| (p.group, p.index))
+            .collect();
         assert_eq!(places, [(0, 0), (1, 0), (0, 1), (2, 0)]);
     }
 }

@@ -1,18 +1,24 @@
-//! The memory of a model's keys and values. Layers that are alike form a group, and each group has an arena of blocks: a block holds some
-//! positions of all layers of its group, and a page is one layer's part of it. Knows which memory a block number means, and no sequence.
+//! The memory of what a model holds of a sequence. Keys and values: layers that are alike form a group, and each group has an arena of
+//! blocks; a block holds some positions of all layers of its group, and a page is one layer's part of it. Recurrent layers have an arena
+//! together, whose blocks each hold the state after one position. Knows which memory a block number means, and no sequence.
 
 mod arena;
+mod blocks;
 mod file;
 mod group;
+mod state;
 mod tables;
 
 use std::sync::Arc;
 
 pub use arena::KvArena;
-use arena::Reserve;
+use blocks::Reserve;
 use group::layer_groups;
 pub use group::{KvGroup, KvLayerIndex};
-pub use tables::{KvTables, NULL_BLOCK};
+pub(super) use state::StatePart;
+pub use state::{StateArena, StateBlocks};
+use state::{StateLayer, state_layers};
+pub use tables::{KvTables, NULL_BLOCK, StateTable};
 
 use super::spec::Spec;
 use crate::base::Result;
@@ -28,6 +34,8 @@ use crate::tensor::AttentionShape;
 pub struct KvMemory {
     device: Device,
     groups: Vec<KvGroup>,
+    layers: usize,
+    state_layers: Vec<Option<StateLayer>>,
     reserve: Arc<Reserve>,
     f16: TryOnce<Arc<KvCache>>,
     f32: TryOnce<Arc<KvCache>>,
@@ -44,6 +52,8 @@ impl KvMemory {
         let memory = KvMemory {
             device: device.clone(),
             groups: KvGroup::of(spec),
+            layers: spec.blocks.len(),
+            state_layers: state_layers(spec),
             reserve: Arc::new(Reserve::new(tag, bytes)?),
             f16: TryOnce::new(),
             f32: TryOnce::new(),
@@ -74,7 +84,8 @@ impl KvMemory {
 pub struct KvCache {
     kind: KvType,
     arenas: Vec<KvArena>,
-    layers: Vec<KvLayerIndex>,
+    layers: Vec<Option<KvLayerIndex>>,
+    state: Option<StateArena>,
     null_block: TryOnce<()>,
 }
 
@@ -106,7 +117,8 @@ impl KvCache {
         Ok(KvCache {
             kind,
             arenas,
-            layers: layer_groups(groups),
+            layers: layer_groups(groups, memory.layers),
+            state: StateArena::new(&memory.device, &memory.state_layers, &memory.reserve)?,
             null_block: TryOnce::new(),
         })
     }
@@ -121,6 +133,11 @@ impl KvCache {
         &self.arenas
     }
 
+    /// The arena of recurrent layers, if the model has any.
+    pub fn state(&self) -> Option<&StateArena> {
+        self.state.as_ref()
+    }
+
     /// Whether there is memory for the null block, which padding rows of a step write to.
     pub(super) fn has_null_block(&self) -> bool {
         let take = || {
@@ -133,15 +150,23 @@ impl KvCache {
         self.null_block.get_or_try(take).is_ok()
     }
 
-    /// The arena of a layer, and the layer's index in its group.
-    fn of_layer(&self, layer: usize) -> (&KvArena, usize, usize) {
-        let KvLayerIndex { group, index } = self.layers[layer];
-        (&self.arenas[group], group, index)
+    /// The arena of a layer, its group, and the layer's index in the group.
+    fn of_layer(&self, layer: usize) -> Result<(&KvArena, usize, usize)> {
+        match self.layers.get(layer) {
+            Some(&Some(KvLayerIndex { group, index })) => Ok((&self.arenas[group], group, index)),
+            _ => bail!(Internal, "layer {layer} has no keys and values"),
+        }
+    }
+
+    /// All layers with keys and values, like [`KvCache::of_layer`].
+    fn cached_layers(&self) -> impl Iterator<Item = (&KvArena, usize, usize)> {
+        let layers = self.layers.iter().flatten();
+        layers.map(|place| (&self.arenas[place.group], place.group, place.index))
     }
 
     /// The group of a layer.
-    pub(super) fn group_of(&self, layer: usize) -> usize {
-        self.layers[layer].group
+    pub(super) fn group_of(&self, layer: usize) -> Result<usize> {
+        Ok(self.of_layer(layer)?.1)
     }
 
     /// Writes keys and values, each `[m, kv_heads, head_dim]`, of a layer at positions `first..first + m` of the sequence with these tables.
@@ -153,7 +178,7 @@ impl KvCache {
         keys: Slice<'_>,
         values: Slice<'_>,
     ) -> Result<()> {
-        let (arena, group, index) = self.of_layer(layer);
+        let (arena, group, index) = self.of_layer(layer)?;
         let blocks = tables.blocks(group);
         let Some(gpu) = arena.gpu() else {
             return arena.store_on_host(index, blocks, first, keys.host()?, values.host()?);
@@ -177,7 +202,7 @@ impl KvCache {
         out: SliceMut<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let (arena, group, index) = self.of_layer(layer);
+        let (arena, group, index) = self.of_layer(layer)?;
         let blocks = tables.blocks(group);
         let Some(gpu) = arena.gpu() else {
             return arena.with_pages(index, blocks, |pages| {
@@ -199,7 +224,7 @@ impl KvCache {
         sequence: usize,
         unfit: Option<&'a DeviceBuffer>,
     ) -> Result<CachedPages<'a>> {
-        let (arena, _, index) = self.of_layer(layer);
+        let (arena, _, index) = self.of_layer(layer)?;
         Ok(CachedPages {
             arena: arena.address()?,
             block_bytes: arena.block_bytes(),

@@ -1,7 +1,8 @@
-//! Block tables: which blocks hold the keys and values of a sequence.
+//! Block tables: which blocks hold the keys and values of a sequence, and its recurrent state.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::StateBlocks;
 use crate::ops::attention::KvType;
 
 /// Number of the block that stands for positions that are no longer kept. It belongs to nobody.
@@ -12,7 +13,64 @@ pub const NULL_BLOCK: u32 = 0;
 pub struct KvTables {
     kind: KvType,
     groups: Vec<Vec<u32>>,
+    state: StateTable,
     version: u64,
+}
+
+/// The blocks of a sequence's recurrent state: of the positions held, and of those that the next run comes to.
+#[derive(Clone, Debug, Default)]
+pub struct StateTable {
+    /// Positions held.
+    held: usize,
+    /// The state after them; the null block if there are none.
+    current: u32,
+    /// For the next run: positions, in order, and the blocks that get the state after them.
+    staged: Vec<(usize, u32)>,
+}
+
+impl StateTable {
+    /// The state of `held` positions in block `current`, with nothing staged.
+    pub fn new(held: usize, current: u32) -> StateTable {
+        StateTable {
+            held,
+            current,
+            staged: Vec::new(),
+        }
+    }
+
+    /// The block of the state of all positions held; the null block if there are none.
+    pub fn current(&self) -> u32 {
+        self.current
+    }
+
+    /// The blocks staged for the next run, each with the number of positions that its state is of.
+    pub fn staged(&self) -> &[(usize, u32)] {
+        &self.staged
+    }
+
+    /// Gives the state of `positions` positions a block.
+    pub fn stage(&mut self, positions: usize, block: u32) {
+        self.staged.push((positions, block));
+    }
+
+    /// Removes the staged blocks, and returns them.
+    pub fn unstage(&mut self) -> Vec<(usize, u32)> {
+        std::mem::take(&mut self.staged)
+    }
+
+    /// The blocks of a pass over positions `first..end`, which must not go past a staged position. `None` without recurrent state.
+    pub fn of_pass(&self, first: usize, end: usize) -> Option<StateBlocks> {
+        let index = self.staged.iter().position(|(p, _)| *p >= end)?;
+        let write = self.staged[index].1;
+        let begins = index
+            .checked_sub(1)
+            .map_or((self.held, self.current), |i| self.staged[i]);
+        let read = match begins {
+            (position, block) if position == first => block,
+            _ => write,
+        };
+        Some(StateBlocks { read, write })
+    }
 }
 
 fn new_version() -> u64 {
@@ -23,9 +81,10 @@ fn new_version() -> u64 {
 impl Clone for KvTables {
     fn clone(&self) -> Self {
         KvTables {
+            kind: self.kind,
             groups: self.groups.clone(),
+            state: self.state.clone(),
             version: new_version(),
-            ..*self
         }
     }
 }
@@ -36,6 +95,7 @@ impl KvTables {
         KvTables {
             kind,
             groups: vec![Vec::new(); groups],
+            state: StateTable::default(),
             version: new_version(),
         }
     }
@@ -48,6 +108,17 @@ impl KvTables {
     /// The blocks of a group.
     pub fn blocks(&self, group: usize) -> &[u32] {
         &self.groups[group]
+    }
+
+    /// The blocks of the recurrent state.
+    pub fn state(&self) -> &StateTable {
+        &self.state
+    }
+
+    /// Changes the blocks of the recurrent state.
+    pub fn state_mut(&mut self) -> &mut StateTable {
+        self.version = new_version();
+        &mut self.state
     }
 
     /// The blocks of a group that are still kept.

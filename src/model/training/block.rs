@@ -34,7 +34,9 @@ pub(super) struct BlockSizes {
 
 impl BlockSizes {
     pub(super) fn new(spec: &Spec, block: &BlockSpec, rows: usize) -> BlockSizes {
-        let attention = block.attention.shape();
+        // Training refuses other mixers.
+        let attention = block.attention().map(AttentionSpec::shape);
+        let attention = attention.unwrap_or_default();
         BlockSizes {
             stream: rows * spec.hidden_size,
             qkv: rows * attention.width(),
@@ -53,7 +55,7 @@ impl BlockSizes {
             rotated: self.qkv,
             attended: self.attended,
             lse: self.lse,
-            attention_branch: branch(layout.attention_norms),
+            attention_branch: branch(layout.mixer_norms),
             middle: self.stream,
             mlp_normed: self.stream,
             // Experts are recomputed one by one.
@@ -118,8 +120,8 @@ impl BlockPass<'_> {
         }
     }
 
-    fn attention(&self) -> AttentionShape {
-        self.block.attention.shape()
+    fn attention(&self) -> Result<AttentionShape> {
+        Ok(self.block.required_attention()?.shape())
     }
 
     fn sizes(&self) -> BlockSizes {
@@ -145,7 +147,7 @@ impl BlockPass<'_> {
     /// The norms before and after a half.
     fn norms(&self, half: Half) -> [Option<VectorId>; 2] {
         match half {
-            Half::Attention => self.layout.attention_norms,
+            Half::Mixer => self.layout.mixer_norms,
             Half::Mlp => self.layout.mlp_norms,
         }
     }
@@ -192,12 +194,12 @@ impl BlockPass<'_> {
     ) -> Result<()> {
         let (device, t, stream) = (self.device, self.rows(), self.stream());
         let (hidden, sizes) = (self.spec.hidden_size, self.sizes().saved(self.layout));
-        let options = self.attention();
+        let options = self.attention()?;
         let (width, q_width) = (options.width(), options.q_width());
         match op {
-            BlockOp::Enter(Half::Attention) => {
+            BlockOp::Enter(Half::Mixer) => {
                 saved.normed.grow(device, sizes.normed)?;
-                self.enter(store, Half::Attention, x, &mut saved.normed)
+                self.enter(store, Half::Mixer, x, &mut saved.normed)
             }
             BlockOp::Qkv => {
                 saved.qkv.grow(device, sizes.qkv)?;
@@ -211,11 +213,16 @@ impl BlockPass<'_> {
             }
             BlockOp::Heads => {
                 saved.rotated.grow(device, sizes.rotated)?;
-                let angles = &self.batch.angles[self.block.attention.rope];
+                let angles = &self.batch.angles[self.block.required_attention()?.rope];
                 let qkv = saved.qkv.first(t * width)?;
                 let rotated = saved.rotated.first_mut(t * width)?;
                 heads(device, &self.heads(&*store, angles)?, qkv, rotated)
             }
+            BlockOp::GateHeads
+            | BlockOp::DeltaInputs
+            | BlockOp::Convolve
+            | BlockOp::DeltaRule
+            | BlockOp::DeltaNorm => bail!(Internal, "{op:?} is not trained"),
             BlockOp::Attend => {
                 saved.attended.grow(device, sizes.attended)?;
                 saved.lse.grow(device, sizes.lse)?;
@@ -228,13 +235,13 @@ impl BlockPass<'_> {
                     saved.lse.first_mut(t * options.heads)?,
                 )
             }
-            BlockOp::Project(Half::Attention) => {
+            BlockOp::Project(Half::Mixer) => {
                 saved.middle.grow(device, sizes.middle)?;
                 let rows = (saved.attended.first(t * q_width)?, q_width);
                 let to = (&mut saved.attention_branch, Some(&mut saved.middle));
-                self.project(store, Half::Attention, rows, x, to, s)
+                self.project(store, Half::Mixer, rows, x, to, s)
             }
-            BlockOp::Leave(Half::Attention) => match self.norms(Half::Attention) {
+            BlockOp::Leave(Half::Mixer) => match self.norms(Half::Mixer) {
                 [_, None] => Ok(()),
                 [_, post] => self.leave(store, post, x, &saved.attention_branch, &mut saved.middle),
             },
@@ -341,7 +348,7 @@ impl BlockPass<'_> {
             self.spec.hidden_size,
             self.stream(),
         );
-        let options = self.attention();
+        let options = self.attention()?;
         let (width, q_width) = (options.width(), options.q_width());
         match op {
             BlockOp::Leave(Half::Mlp) => {
@@ -389,18 +396,23 @@ impl BlockPass<'_> {
                 both.weight_gradients(store, dy, input, (&mut s.weight, &mut s.linear))
             }
             BlockOp::Enter(Half::Mlp) => self.enter_backward(store, Half::Mlp, &saved.middle, s),
-            BlockOp::Leave(Half::Attention) => {
-                self.leave_backward(store, Half::Attention, &saved.attention_branch, s)
+            BlockOp::Leave(Half::Mixer) => {
+                self.leave_backward(store, Half::Mixer, &saved.attention_branch, s)
             }
-            BlockOp::Project(Half::Attention) => {
+            BlockOp::Project(Half::Mixer) => {
                 let o = [self.layout.o];
                 let o = self.linear(&o, q_width);
-                let dy = branch_gradients(self.norms(Half::Attention)[1], &s.dx, &s.dbranch);
+                let dy = branch_gradients(self.norms(Half::Mixer)[1], &s.dx, &s.dbranch);
                 let (dy, dx) = (dy.first(stream)?, s.dattended.first_mut(t * q_width)?);
                 o.input_gradients(store, dy, dx, (&mut s.weight, &mut s.linear))?;
                 let input = saved.attended.first(t * q_width)?;
                 o.weight_gradients(store, dy, input, (&mut s.weight, &mut s.linear))
             }
+            BlockOp::GateHeads
+            | BlockOp::DeltaInputs
+            | BlockOp::Convolve
+            | BlockOp::DeltaRule
+            | BlockOp::DeltaNorm => bail!(Internal, "{op:?} is not trained"),
             BlockOp::Attend => {
                 let forward = (
                     saved.rotated.first(t * width)?,
@@ -427,9 +439,9 @@ impl BlockPass<'_> {
                 let input = saved.normed.first(stream)?;
                 qkv.weight_gradients(store, dy, input, (&mut s.weight, &mut s.linear))
             }
-            BlockOp::Enter(Half::Attention) => {
-                match needs_input || self.norms(Half::Attention)[0].is_some() {
-                    true => self.enter_backward(store, Half::Attention, x, s),
+            BlockOp::Enter(Half::Mixer) => {
+                match needs_input || self.norms(Half::Mixer)[0].is_some() {
+                    true => self.enter_backward(store, Half::Mixer, x, s),
                     false => Ok(()),
                 }
             }
@@ -448,7 +460,7 @@ impl BlockPass<'_> {
             kv_heads,
             head_dim,
             ..
-        } = self.block.attention;
+        } = *self.block.required_attention()?;
         Ok(HeadOptions {
             heads,
             kv_heads,
@@ -465,9 +477,9 @@ impl BlockPass<'_> {
         saved: &Saved,
         s: &mut TrainingScratch,
     ) -> Result<()> {
-        let (device, dim) = (self.device, self.block.attention.head_dim);
-        let len = self.rows() * self.attention().width();
-        let angles = &self.batch.angles[self.block.attention.rope];
+        let (device, dim) = (self.device, self.block.required_attention()?.head_dim);
+        let len = self.rows() * self.attention()?.width();
+        let angles = &self.batch.angles[self.block.required_attention()?.rope];
         // Computes the gradients of both norms together; the store keeps them apart.
         s.dnorms.grow(device, 2 * dim)?;
         crate::ops::activation::fill(device, s.dnorms.first_mut(2 * dim)?, 0.0)?;
@@ -560,7 +572,7 @@ impl BlockPass<'_> {
     ) -> Result<()> {
         let (device, len) = (self.device, self.stream());
         let projection = match half {
-            Half::Attention => self.layout.o,
+            Half::Mixer => self.layout.o,
             Half::Mlp => self.dense()?.0.down,
         };
         let projections = [projection];

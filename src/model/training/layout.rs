@@ -156,7 +156,7 @@ pub struct BlockLayout {
     /// The MLP.
     pub mlp: MlpLayout,
     /// The norms before and after attention.
-    pub attention_norms: [Option<VectorId>; 2],
+    pub mixer_norms: [Option<VectorId>; 2],
     /// The norms before and after the MLP.
     pub mlp_norms: [Option<VectorId>; 2],
 }
@@ -288,7 +288,7 @@ impl Layout {
                     qk_norms: ["self_attn.q_norm", "self_attn.k_norm"].map(norm),
                     o: projection("self_attn.o_proj")?,
                     mlp,
-                    attention_norms: [norm(names.attention), norm(names.attention_post)],
+                    mixer_norms: [norm(names.mixer), norm(names.mixer_post)],
                     mlp_norms: [norm(names.mlp), norm(names.mlp_post)],
                 })
             })

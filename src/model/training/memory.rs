@@ -232,7 +232,7 @@ impl PassMemory<'_> {
                 ..Blocks::default()
             });
             if index >= self.first_block {
-                let posts = [own.attention_norms[1], own.mlp_norms[1]];
+                let posts = [own.mixer_norms[1], own.mlp_norms[1]];
                 let normalizes = posts.iter().any(Option::is_some);
                 backward = backward.max(Blocks {
                     linear: self.linear_backward(index, rows),

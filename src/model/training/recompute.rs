@@ -80,7 +80,7 @@ impl RecomputedParts {
             BlockOp::Qkv => self.qkv,
             BlockOp::Heads => self.heads,
             BlockOp::Attend => self.attention,
-            BlockOp::Project(Half::Attention) | BlockOp::Leave(Half::Attention) => self.output,
+            BlockOp::Project(Half::Mixer) | BlockOp::Leave(Half::Mixer) => self.output,
             BlockOp::GateUp => self.gate_up,
             // Only a norm needs the output of an MLP again.
             BlockOp::Activate | BlockOp::Project(Half::Mlp) | BlockOp::Experts => {
@@ -88,6 +88,12 @@ impl RecomputedParts {
             }
             // Routes are not kept.
             BlockOp::Route => true,
+            // Not trained.
+            BlockOp::GateHeads
+            | BlockOp::DeltaInputs
+            | BlockOp::Convolve
+            | BlockOp::DeltaRule
+            | BlockOp::DeltaNorm => false,
             BlockOp::Leave(Half::Mlp) => false,
         }
     }

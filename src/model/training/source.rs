@@ -10,8 +10,10 @@ use super::{Layout, MatrixId, VectorId};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::checkpoint::{Checkpoint, Encoding, Entry};
+use crate::format::nvfp4::BLOCK;
 use crate::model::load::{UnreadableTensors, entries_used, has_own_head, locate};
-use crate::model::tensors::{self, TensorSpec};
+use crate::model::spec::MixerSpec;
+use crate::model::tensors::{self, StoredRows, TensorSpec};
 use crate::model::{Spec, families, generation, open, spec_with_frequencies, text};
 use crate::text::{ChatTemplate, TextFiles, Tokenizer};
 
@@ -83,6 +85,7 @@ impl Source {
             .is_some_and(families::is_tied);
         // A table that is stored twice is trained as one.
         spec.tied |= is_said_to_be_tied && !has_own_head(&*checkpoint)?;
+        check_trainable(&spec)?;
         let mut all: HashMap<String, TensorSpec> = tensors::all(&spec)
             .into_iter()
             .map(|tensor| (tensor.name.clone(), tensor))
@@ -119,7 +122,9 @@ impl Source {
         let mut place = |tensors: &[TensorSpec], of: fn(&mut Parts) -> &mut Vec<_>| {
             for (id, tensor) in tensors.iter().enumerate() {
                 let (entry, within) = source.found(tensor)?;
-                of(parts.entry(entry.name.clone()).or_default()).push((id, within));
+                // Parameters that can be trained are consecutive rows.
+                let rows = within.first..within.first + within.count();
+                of(parts.entry(entry.name.clone()).or_default()).push((id, rows));
             }
             let all = parts.values_mut();
             all.for_each(|parts| of(parts).sort_by_key(|(_, within)| within.start));
@@ -176,7 +181,7 @@ impl Source {
         })
     }
 
-    fn found(&self, tensor: &TensorSpec) -> Result<(&Entry, Range<usize>)> {
+    fn found(&self, tensor: &TensorSpec) -> Result<(&Entry, StoredRows)> {
         match locate(&*self.checkpoint, tensor) {
             None => match UnreadableTensors::of(&*self.checkpoint).find(tensor) {
                 Some(unreadable) => bail!(Unsupported, "{unreadable}"),
@@ -195,8 +200,11 @@ impl Source {
     /// Reads rows of a matrix.
     pub fn matrix(&self, id: MatrixId, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
         let (entry, within) = self.found(&self.matrices[id])?;
-        let rows = within.start + rows.start..within.start + rows.end;
-        self.checkpoint.rows_f32(entry, rows, out)
+        let cols = entry.cols();
+        within.parts(rows).try_for_each(|(at, stored)| {
+            let out = &mut out[at * cols..(at + stored.len()) * cols];
+            self.checkpoint.rows_f32(entry, stored, out)
+        })
     }
 
     /// The encoding of a matrix in the checkpoint.
@@ -224,8 +232,13 @@ impl Source {
         scales: &mut [f32],
     ) -> Result<()> {
         let (entry, within) = self.found(&self.matrices[id])?;
-        let rows = within.start + rows.start..within.start + rows.end;
-        self.checkpoint.rows_int8(entry, rows, codes, scales)
+        let cols = entry.cols();
+        within.parts(rows).try_for_each(|(at, stored)| {
+            let end = at + stored.len();
+            let codes = &mut codes[at * cols..end * cols];
+            let scales = &mut scales[at..end];
+            self.checkpoint.rows_int8(entry, stored, codes, scales)
+        })
     }
 
     /// The matrices in an entry of the checkpoint, each with its rows there, or the vectors with their elements, in order. Empty if the
@@ -237,7 +250,15 @@ impl Source {
     /// Copies the codes and block scales of a matrix stored in NVFP4, `cols / 2` and `cols / 16` bytes per row; returns the global scale.
     pub fn nvfp4(&self, id: MatrixId, codes: &mut [u8], scales: &mut [u8]) -> Result<f32> {
         let (entry, within) = self.found(&self.matrices[id])?;
-        self.checkpoint.rows_nvfp4(entry, within, codes, scales)?;
+        let cols = entry.cols();
+        within
+            .parts(0..within.count())
+            .try_for_each(|(at, stored)| {
+                let end = at + stored.len();
+                let codes = &mut codes[at * cols / 2..end * cols / 2];
+                let scales = &mut scales[at * cols / BLOCK..end * cols / BLOCK];
+                self.checkpoint.rows_nvfp4(entry, stored, codes, scales)
+            })?;
         self.checkpoint.global_scale(entry)
     }
 
@@ -246,7 +267,8 @@ impl Source {
         let (entry, within) = self.found(&self.vectors[id])?;
         let mut all = vec![0.0; entry.rows() * entry.cols()];
         self.checkpoint.rows_f32(entry, 0..entry.rows(), &mut all)?;
-        let mut values = all[within].to_vec();
+        let parts = within.parts(0..within.count());
+        let mut values: Vec<f32> = parts.flat_map(|(_, part)| all[part].to_vec()).collect();
         if self.adds_one(id) {
             values.iter_mut().for_each(|v| *v += 1.0);
         }
@@ -264,4 +286,21 @@ impl Source {
         let found = self.found(tensor);
         found.is_ok_and(|(entry, _)| entry.shape != tensor.shape)
     }
+}
+
+/// Fails for blocks whose backward pass is not built.
+fn check_trainable(spec: &Spec) -> Result<()> {
+    for (index, block) in spec.blocks.iter().enumerate() {
+        let what = match &block.mixer {
+            MixerSpec::GatedDelta(_) => "is a gated delta net",
+            MixerSpec::Attention(attention) if attention.gated => "has gated attention",
+            MixerSpec::Attention(_) => continue,
+        };
+        bail!(
+            Unsupported,
+            "block {index} {what}, which has no backward pass yet: {} models can be run and quantized, but not trained or calibrated",
+            spec.family
+        );
+    }
+    Ok(())
 }

@@ -28,6 +28,9 @@ FAMILIES = {
     "mistral": "mistral",
     "phi3": "phi3",
     "gemma3": "gemma3_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_next": "qwen3_next",
 }
 # Keys of training, of caches and of what a call returns; and token ids, which the tokenizer and generation_config.json name.
 IGNORED = {
@@ -96,6 +99,28 @@ for kind in ["qwen2", "qwen3", "qwen2_moe"]:
     PROBES[kind] = PROBES[kind] + [dict(use_sliding_window=True, sliding_window=16, layer_types=types)]
 
 
+RECURRENT = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+TYPES = ["linear_attention", "full_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"]
+for kind in RECURRENT:
+    PROBES[kind] = COMMON + [
+        dict(full_attention_interval=2),
+        dict(layer_types=TYPES, full_attention_interval=2),
+        dict(partial_rotary_factor=0.5, rope_theta=1e7),
+        dict(rope_parameters=dict(rope_theta=1e7, rope_type="default")),
+        dict(rope_parameters=dict(rope_theta=1e7, rope_type="default", partial_rotary_factor=0.125)),
+        dict(linear_num_key_heads=4, linear_num_value_heads=12, linear_key_head_dim=64, linear_value_head_dim=32, linear_conv_kernel_dim=3),
+    ]
+for kind in ["qwen3_5", "qwen3_5_moe"]:
+    mrope = dict(mrope_interleaved=True, mrope_section=[2, 1, 1], partial_rotary_factor=0.25, rope_theta=1e7, rope_type="default")
+    PROBES[kind] = PROBES[kind] + [dict(head_dim=32, rope_parameters=mrope, partial_rotary_factor=0.25, attn_output_gate=True)]
+for kind in ["qwen3_5_moe", "qwen3_next"]:
+    PROBES[kind] = PROBES[kind] + [dict(num_experts=12, num_experts_per_tok=3)]
+# A class without these keys has a mixture in each layer, of normalized weights, whatever the file says.
+sparse = dict(num_experts=12, mlp_only_layers=[1, 4], norm_topk_prob=False)
+PROBES["qwen3_5_moe"] = PROBES["qwen3_5_moe"] + [sparse]
+PROBES["qwen3_next"] = PROBES["qwen3_next"] + [sparse, dict(num_experts=12, decoder_sparse_step=2)]
+
+
 for kind in ["llama", "phi3", "qwen2", "qwen3"]:
     PROBES[kind] = PROBES[kind] + [dict(num_key_value_heads=None)]
 
@@ -112,8 +137,9 @@ def resolved(model_type, probe):
     config = CONFIG_MAPPING[model_type](**json.loads(json.dumps({**SMALL, **probe})))
     layers = config.num_hidden_layers
     heads = config.num_attention_heads
+    fields = {f.name for f in dataclasses.fields(config)}
     # A class without the field has no window, whatever the file says. 0 is none in files; as a window it would hide every position.
-    has_window = "sliding_window" in {f.name for f in dataclasses.fields(config)}
+    has_window = "sliding_window" in fields
     window = (config.sliding_window or None) if has_window else None
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
     out = {
@@ -125,7 +151,17 @@ def resolved(model_type, probe):
         "thetas": thetas(config),
         "windows": [window if kind == "sliding_attention" else None for kind in types],
     }
-    if hasattr(config, "decoder_sparse_step"):
+    if "linear_num_key_heads" in fields:
+        out["recurrent"] = [kind == "linear_attention" for kind in types]
+        # Key heads and their width, value heads and their width, and the convolution's.
+        keys = ["num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim"]
+        out["state"] = [getattr(config, "linear_" + key) for key in keys]
+        out["rotary_dim"] = int(out["head_dim"] * config.rope_parameters["partial_rotary_factor"])
+    if "num_experts" in fields and "decoder_sparse_step" not in fields:
+        out["experts"] = [config.num_experts] * layers
+        out["experts_per_token"] = config.num_experts_per_tok
+        out["normalized"] = True
+    elif hasattr(config, "decoder_sparse_step"):
         out["experts"] = [
             0 if i in config.mlp_only_layers or (i + 1) % config.decoder_sparse_step else config.num_experts
             for i in range(layers)

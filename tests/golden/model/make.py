@@ -7,6 +7,7 @@ Each case is a directory with config.json, model.safetensors and expected.safete
 `logits_L` (of the last positions). The quantizer here is written from the format's description, not from this library.
 """
 
+import copy
 import json
 import pathlib
 import shutil
@@ -151,19 +152,92 @@ CASES["qwen2moe_window"] = ("Qwen2Moe", dict(
 CASES["smolvlm_nested"] = ("Llama", dict(SMALL, tie_word_embeddings=False, **rope(rope_theta=1e4, rope_type="default")))
 CASES["mistral3_nested"] = ("Mistral", dict(
     SMALL, sliding_window=None, head_dim=32, tie_word_embeddings=True, **rope(rope_theta=1e4, rope_type="default")))
+# Three layers of four have a recurrent state, which a gated delta rule updates, and a short convolution.
+RECURRENT = dict(
+    num_hidden_layers=4,
+    head_dim=32,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=32,
+    linear_conv_kernel_dim=4,
+)
+
+
+def sections(*pairs):
+    """The RoPE of published files: pairs that turn by time, height and width, which are one position in text."""
+    return rope(mrope_interleaved=True, mrope_section=list(pairs), partial_rotary_factor=0.25, rope_theta=1e7, rope_type="default")
+
+
+RECURRENT_EXPERTS = {**EXPERTS, **RECURRENT, "shared_expert_intermediate_size": 48}
+CASES["qwen35_tied"] = ("Qwen3_5", {**MEDIUM, **RECURRENT, "tie_word_embeddings": True, **sections(2, 1, 1)})
+# As published: within a larger model, beside layers that predict further tokens. `layer_types` says otherwise than the interval.
+CASES["qwen35_nested"] = ("Qwen3_5", {
+    **SMALL, **RECURRENT,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 3,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+    "layer_types": [["linear_attention", "full_attention"][i in (1, 4)] for i in range(6)],
+    "full_attention_interval": 4,
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "mamba_ssm_dtype": "float32",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "partial_rotary_factor": 0.25,
+    "tie_word_embeddings": False,
+    **sections(3, 3, 2),
+})
+# The class has neither a width of dense layers nor a choice of normalized weights.
+CASES["qwen35moe_shared"] = ("Qwen3_5Moe", {
+    **RECURRENT_EXPERTS, "intermediate_size": None, "norm_topk_prob": None, "full_attention_interval": 4, **sections(2, 1, 1)})
+CASES["qwen3next_shared"] = ("Qwen3Next", {
+    **RECURRENT_EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [], "full_attention_interval": 4,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 16,
+    **rope(rope_theta=1e7, rope_type="default", partial_rotary_factor=0.25)})
+# Layer 3 alone is a mixture. The part of a head that RoPE turns is the default.
+CASES["qwen3next_dense"] = ("Qwen3Next", {
+    **RECURRENT_EXPERTS, "num_experts": 4, "norm_topk_prob": False, "mlp_only_layers": [1], "decoder_sparse_step": 2,
+    "full_attention_interval": 2})
+# Families whose norms multiply by one more than the weight, but for the gated norm within a recurrent layer.
+OFFSET_NORMS = {"Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next"}
 SAVED = {"qwen3moe_saved": ["rms_norm_eps", "max_position_embeddings", "transformers_version"]}
 NESTED = {
     "smolvlm_nested": ("model.text_model.", "lm_head.", dict(model_type="smolvlm", architectures=["SmolVLMForConditionalGeneration"])),
     # The text model's own flag says that it is not tied; there is no head.
     "mistral3_nested": ("language_model.model.", "language_model.lm_head.", dict(
         model_type="mistral3", architectures=["Mistral3ForConditionalGeneration"], tie_word_embeddings=True)),
+    "qwen35_nested": ("model.language_model.", "lm_head.", dict(
+        model_type="qwen3_5", architectures=["Qwen3_5ForConditionalGeneration"], image_token_id=147, video_token_id=148,
+        vision_start_token_id=145, vision_end_token_id=146, tie_word_embeddings=False)),
+}
+VISION = {
+    "qwen35_nested": dict(
+        model_type="qwen3_5", depth=1, hidden_act="gelu_pytorch_tanh", hidden_size=16, in_channels=3, intermediate_size=32, num_heads=2,
+        num_position_embeddings=4, out_hidden_size=48, patch_size=2, spatial_merge_size=2, temporal_patch_size=2,
+        deepstack_visual_indexes=[]),
 }
 # In these the config is written with the words of older files.
-OLD_WORDS = {"qwen2_untied", "llama_linear", "qwen2_yarn", "llama_llama3", "gemma3_narrow", "phi3_longrope"}
+OLD_WORDS = {"qwen2_untied", "llama_linear", "qwen2_yarn", "llama_llama3", "gemma3_narrow", "phi3_longrope", "qwen3next_shared"}
 # As families are called in classes and in `model_type`.
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}
-TYPES = {"Gemma3": "gemma3_text", "Qwen3Moe": "qwen3_moe", "Qwen2Moe": "qwen2_moe"}
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
+TYPES = {
+    "Gemma3": "gemma3_text",
+    "Qwen3Moe": "qwen3_moe",
+    "Qwen2Moe": "qwen2_moe",
+    "Qwen3_5": "qwen3_5_text",
+    "Qwen3_5Moe": "qwen3_5_moe_text",
+    "Qwen3Next": "qwen3_next",
+}
 LENGTHS = [7, 33]
+# Recurrent layers take 64 tokens at once here: this is more.
+RECURRENT_LENGTHS = [*LENGTHS, 100]
 KEPT = 3
 
 
@@ -182,9 +256,39 @@ def store_expert(stored, key, expert, w):
     return torch.cat(values)
 
 
-def nested(stored, prefix, head):
-    """The names that tensors have within a larger model, and one tensor beside them that is not the text model's."""
-    found = {"model.connector.modality_projection.proj.weight": torch.ones(4, 16)}
+def beside(name, settings, random):
+    """Tensors of a larger model that are not its text model's."""
+    if name != "qwen35_nested":
+        return {"model.connector.modality_projection.proj.weight": torch.ones(4, 16)}
+    hidden, inner, width = settings["hidden_size"], settings["intermediate_size"], settings["head_dim"]
+    heads, kv_heads = settings["num_attention_heads"], settings["num_key_value_heads"]
+    shapes = {
+        "mtp.fc.weight": (hidden, 2 * hidden),
+        "mtp.layers.0.input_layernorm.weight": (hidden,),
+        "mtp.layers.0.mlp.down_proj.weight": (hidden, inner),
+        "mtp.layers.0.mlp.gate_proj.weight": (inner, hidden),
+        "mtp.layers.0.mlp.up_proj.weight": (inner, hidden),
+        "mtp.layers.0.post_attention_layernorm.weight": (hidden,),
+        "mtp.layers.0.self_attn.k_norm.weight": (width,),
+        "mtp.layers.0.self_attn.k_proj.weight": (kv_heads * width, hidden),
+        "mtp.layers.0.self_attn.o_proj.weight": (hidden, heads * width),
+        "mtp.layers.0.self_attn.q_norm.weight": (width,),
+        "mtp.layers.0.self_attn.q_proj.weight": (2 * heads * width, hidden),
+        "mtp.layers.0.self_attn.v_proj.weight": (kv_heads * width, hidden),
+        "mtp.norm.weight": (hidden,),
+        "mtp.pre_fc_norm_embedding.weight": (hidden,),
+        "mtp.pre_fc_norm_hidden.weight": (hidden,),
+        "model.visual.blocks.0.attn.qkv.weight": (48, 16),
+        "model.visual.blocks.0.attn.qkv.bias": (48,),
+        "model.visual.merger.linear_fc2.weight": (48, 64),
+        "model.visual.patch_embed.proj.weight": (16, 3, 2, 2, 2),
+        "model.visual.pos_embed.weight": (4, 16),
+    }
+    return {key: (0.2 * random(shape)).bfloat16() for key, shape in shapes.items()}
+
+
+def nested(stored, prefix, head, found):
+    """Adds tensors to the others of a larger model, by the names that they have there."""
     for key, value in stored.items():
         rest = key.removeprefix("model.")
         found[head + key.removeprefix("lm_head.") if rest == key else prefix + rest] = value
@@ -208,6 +312,42 @@ def make_massive(key, w, embeddings):
     return w
 
 
+def recurrent(key, shape, random, uniform):
+    """
+    The values of a tensor of a recurrent layer that is not in 4 bits, and what is stored. None for other tensors.
+
+    The gated norm divides what a head reads by its size. Convolutions of this size, and steps and gates of this one, leave few heads that
+    read close to nothing, whose rounding errors the norm would raise to a thousandfold.
+    """
+    if key.endswith("A_log"):
+        w = (0.5 + 7.5 * uniform(shape)).log()
+        return w, w
+    if key.endswith("dt_bias"):
+        w = 4 * uniform(shape) - 2
+    elif key.endswith("conv1d.weight"):
+        w = random(shape)
+    elif key.endswith(("in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight")):
+        w = random(shape) / shape[1] ** 0.5
+    else:
+        return None
+    w = w.bfloat16()
+    return w.float(), w
+
+
+def check_steps(name, model, tokens, logits, kept):
+    """
+    Runs the tokens one by one. Chunks of tokens and single ones have different forms of the gated delta rule, and that of chunks has the
+    larger rounding errors.
+    """
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        rows = [model(token[None, None], cache=cache, use_cache=True).logits[0, 0] for token in tokens]
+    difference = (torch.stack(rows) - logits).abs()
+    largest = difference[-kept:].max().item()
+    print(f"{name}: {len(tokens)} tokens one by one differ by {difference.max().item():.1e}, and in what is kept by {largest:.1e}")
+    assert largest < 1e-4
+
+
 def maxima(model, tokens):
     """The largest magnitudes that a run meets."""
     found = {}
@@ -227,10 +367,13 @@ def maxima(model, tokens):
 
 def make(name, family, settings, seed):
     settings = {k: v for k, v in settings.items() if v is not None}
-    config = getattr(transformers, CONFIGS.get(family, family + "Config"))(**settings)
+    # A class adds defaults to `rope_parameters`. The config that is written has them, but not that of a model with recurrent layers.
+    given = copy.deepcopy(settings) if "linear_conv_kernel_dim" in settings else settings
+    config = getattr(transformers, CONFIGS.get(family, family + "Config"))(**given)
     config._attn_implementation = "eager"
     generator = torch.Generator().manual_seed(seed)
     random = lambda shape: torch.randn(shape, generator=generator)
+    uniform = lambda shape: torch.rand(shape, generator=generator)
     model = getattr(transformers, family + "ForCausalLM")(config).eval().float()
     if name in MASSIVE:
         model = model.double()
@@ -240,8 +383,11 @@ def make(name, family, settings, seed):
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if key.endswith("norm.weight"):
-            w = (0 if family == "Gemma3" else 1) + 0.2 * random(value.shape)
+            is_offset = family in OFFSET_NORMS and not key.endswith("linear_attn.norm.weight")
+            w = (0 if is_offset else 1) + 0.2 * random(value.shape)
             stored[key] = w
+        elif found := recurrent(key, value.shape, random, uniform):
+            w, stored[key] = found
         elif key.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
             # Logits of about 2, as trained routers give: larger ones make the sum of experts hang on the last bits of their input.
             w = (random(value.shape) * (2.0 / value.shape[1] ** 0.5)).bfloat16().float()
@@ -256,7 +402,8 @@ def make(name, family, settings, seed):
             w = (random(value.shape) * 0.3).bfloat16().float()
             stored[key] = w.bfloat16()
         else:
-            w = random(value.shape) * (2.0 / value.shape[1] ** 0.5)
+            scale = 1.0 if key.endswith("linear_attn.out_proj.weight") else 2.0
+            w = random(value.shape) * (scale / value.shape[1] ** 0.5)
             w = make_massive(key, w, state["model.embed_tokens.weight"].float()) if name in MASSIVE else w
             packed, scales, multiplier, w = quantize(w)
             stored[key] = packed
@@ -264,22 +411,25 @@ def make(name, family, settings, seed):
             stored[key + "_scale_2"] = multiplier
         value.copy_(w)
     expected = {}
-    for length in LENGTHS:
+    is_recurrent = "linear_attention" in (getattr(config, "layer_types", None) or [])
+    for length in RECURRENT_LENGTHS if is_recurrent else LENGTHS:
         tokens = torch.randint(0, config.vocab_size, (length,), generator=generator)
         if name in MASSIVE:
             tokens[0] = 1
             print(name, maxima(model, tokens))
         with torch.no_grad():
             logits = model(tokens[None]).logits[0].float()
-        expected[f"tokens_{length}"] = tokens
         kept = length if length < 10 and "tied" in name else KEPT
+        if is_recurrent:
+            check_steps(name, model, tokens, logits, kept)
+        expected[f"tokens_{length}"] = tokens
         expected[f"logits_{length}"] = logits[-kept:].contiguous()
 
     out = HERE / name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
     if name in NESTED:
-        stored = nested(stored, *NESTED[name][:2])
+        stored = nested(stored, *NESTED[name][:2], beside(name, settings, random))
     save_file(stored, out / "model.safetensors")
     save_file(expected, out / "expected.safetensors")
     written = {"architectures": [family + "ForCausalLM"], "model_type": TYPES.get(family, family.lower()), "hidden_act": "silu", **settings}
@@ -305,7 +455,7 @@ def make(name, family, settings, seed):
         if "tie_word_embeddings" in NESTED[name][2]:
             written["tie_word_embeddings"] = False
         del written["architectures"]
-        written = {**NESTED[name][2], "text_config": written, "vision_config": {"hidden_size": 32}}
+        written = {**NESTED[name][2], "text_config": written, "vision_config": VISION.get(name, {"hidden_size": 32})}
     (out / "config.json").write_text(json.dumps(written, indent=1) + "\n")
     spread = expected[f"logits_{LENGTHS[-1]}"].std().item()
     print(f"{name}: logits vary by {spread:.2f}, {(out / 'model.safetensors').stat().st_size} bytes")

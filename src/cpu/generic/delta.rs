@@ -1,0 +1,150 @@
+//! The bodies of gated delta nets. Each row is computed alone, in order, so that a sequence gives the same bits however it is divided.
+
+use super::pointwise::{Activation, Silu};
+use crate::cpu::simd::Simd;
+
+/// Upper limit of positions that a convolution sees.
+pub(in crate::cpu) const MOST_TAPS: usize = 4;
+
+/// Vectors of a state's columns that are in registers together.
+const COLUMNS: usize = 4;
+
+/// Sixteen channels of a causal convolution.
+#[derive(Clone, Copy)]
+pub(in crate::cpu) struct ConvolvedChannels {
+    /// `[rows, stride]`: inputs, which outputs replace.
+    pub x: *mut f32,
+    /// Elements from one row to the next.
+    pub stride: usize,
+    pub rows: usize,
+    /// `[16, taps]`, oldest position first.
+    pub weight: *const f32,
+    /// From 1 to [`MOST_TAPS`].
+    pub taps: usize,
+    /// `[taps - 1, history_stride]`: inputs of the positions before, oldest first, which the last inputs replace.
+    pub history: *mut f32,
+    /// Elements from one position of the history to the next.
+    pub history_stride: usize,
+}
+
+/// `x = silu(sum of weight * x at the last taps positions)` for sixteen channels.
+///
+/// # Safety
+/// As for [`Simd`], with the elements that [`ConvolvedChannels`] states.
+#[inline(always)]
+pub(in crate::cpu) unsafe fn convolve<S: Simd>(c: ConvolvedChannels) {
+    // SAFETY: forwarded.
+    unsafe {
+        // The last position is that of the output; those that the convolution does not see have weights of zero.
+        let mut weights = [S::splat(0.0); MOST_TAPS];
+        let mut inputs = [S::splat(0.0); MOST_TAPS];
+        let unseen = MOST_TAPS - c.taps;
+        for tap in 0..c.taps {
+            let mut lanes = [0.0; 16];
+            for (lane, weight) in lanes.iter_mut().enumerate() {
+                *weight = *c.weight.add(lane * c.taps + tap);
+            }
+            weights[unseen + tap] = S::load(lanes.as_ptr());
+        }
+        for position in 0..c.taps - 1 {
+            inputs[unseen + position + 1] = S::load(c.history.add(position * c.history_stride));
+        }
+        for row in 0..c.rows {
+            let x = c.x.add(row * c.stride);
+            inputs.copy_within(1.., 0);
+            inputs[MOST_TAPS - 1] = S::load(x);
+            let mut sum = S::mul(weights[0], inputs[0]);
+            for tap in 1..MOST_TAPS {
+                sum = S::fma(weights[tap], inputs[tap], sum);
+            }
+            S::store(x, <Silu as Activation<S>>::of(sum));
+        }
+        for position in 0..c.taps - 1 {
+            let to = c.history.add(position * c.history_stride);
+            S::store(to, inputs[unseen + position + 1]);
+        }
+    }
+}
+
+/// Columns of one head's state, and the rows that change it.
+#[derive(Clone, Copy)]
+pub(in crate::cpu) struct DeltaColumns {
+    /// The head's first query; the next row's is `key_stride` elements on, as for keys.
+    pub q: *const f32,
+    pub k: *const f32,
+    pub key_stride: usize,
+    /// The columns' first values; the next row's are `value_stride` elements on, as for outputs.
+    pub v: *const f32,
+    pub out: *mut f32,
+    pub value_stride: usize,
+    /// What the state is multiplied by at each row, `gate_stride` elements apart.
+    pub decay: *const f32,
+    /// How much of a correction each row writes, likewise.
+    pub beta: *const f32,
+    pub gate_stride: usize,
+    /// `[key_dim, value_dim]`, from the first of the columns on.
+    pub state: *mut f32,
+    pub key_dim: usize,
+    pub value_dim: usize,
+    /// Columns, a multiple of 16.
+    pub columns: usize,
+    pub rows: usize,
+}
+
+/// The gated delta rule: for each row, `S = decay S + k (beta (v - decay S^T k))^T`, and `out = S^T q`.
+///
+/// # Safety
+/// As for [`Simd`], with the elements that [`DeltaColumns`] states.
+#[inline(always)]
+pub(in crate::cpu) unsafe fn delta_rule<S: Simd>(d: DeltaColumns) {
+    let mut column = 0;
+    // SAFETY: forwarded; both parts cover the columns once.
+    unsafe {
+        while column + 16 * COLUMNS <= d.columns {
+            columns::<S, COLUMNS>(d, column);
+            column += 16 * COLUMNS;
+        }
+        while column < d.columns {
+            columns::<S, 1>(d, column);
+            column += 16;
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn columns<S: Simd, const N: usize>(d: DeltaColumns, first: usize) {
+    // SAFETY: forwarded.
+    unsafe {
+        for row in 0..d.rows {
+            let (q, k) = (d.q.add(row * d.key_stride), d.k.add(row * d.key_stride));
+            let at = row * d.value_stride + first;
+            let decay = S::splat(*d.decay.add(row * d.gate_stride));
+            let beta = S::splat(*d.beta.add(row * d.gate_stride));
+            let mut held = [S::splat(0.0); N];
+            for i in 0..d.key_dim {
+                let (s, key) = (d.state.add(i * d.value_dim + first), S::splat(*k.add(i)));
+                for n in 0..N {
+                    held[n] = S::fma(S::load(s.add(16 * n)), key, held[n]);
+                }
+            }
+            let mut change = [S::splat(0.0); N];
+            for n in 0..N {
+                let missing = S::sub(S::load(d.v.add(at + 16 * n)), S::mul(held[n], decay));
+                change[n] = S::mul(missing, beta);
+            }
+            let mut out = [S::splat(0.0); N];
+            for i in 0..d.key_dim {
+                let s = d.state.add(i * d.value_dim + first);
+                let (key, query) = (S::splat(*k.add(i)), S::splat(*q.add(i)));
+                for n in 0..N {
+                    let new = S::fma(key, change[n], S::mul(S::load(s.add(16 * n)), decay));
+                    S::store(s.add(16 * n), new);
+                    out[n] = S::fma(new, query, out[n]);
+                }
+            }
+            for n in 0..N {
+                S::store(d.out.add(at + 16 * n), out[n]);
+            }
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! The recurrent state of a model: what its gated delta nets hold of the tokens before. A block has the state of all of them after one
+//! position, f32, layer by layer. Unlike keys and values it has one size however long the sequence is, and cannot be cut: whoever wants
+//! to come back to a position keeps its block.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::NULL_BLOCK;
+use super::blocks::{BlockArena, Reserve};
+use crate::base::error::{bail, err};
+use crate::base::size::product;
+use crate::base::{Result, memory};
+use crate::model::spec::Spec;
+use crate::ops::Device;
+use crate::tensor::DeltaShape;
+
+/// The part of a block that is one layer's, in numbers.
+#[derive(Clone, Debug)]
+pub(super) struct StateLayer {
+    shape: DeltaShape,
+    first: usize,
+}
+
+/// The recurrent layers of a model, by layer; empty if it has none.
+pub(super) fn state_layers(spec: &Spec) -> Vec<Option<StateLayer>> {
+    let mut first = 0;
+    let layers = spec.blocks.iter().map(|block| {
+        let shape = block.gated_delta()?.shape;
+        let layer = StateLayer { shape, first };
+        first += shape.state_floats();
+        Some(layer)
+    });
+    let layers: Vec<_> = layers.collect();
+    match first {
+        0 => Vec::new(),
+        _ => layers,
+    }
+}
+
+/// The blocks that a pass reads and writes the state of a sequence in. They may be the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StateBlocks {
+    /// The state before the pass; the null block for that of no token.
+    pub read: u32,
+    /// The state after it.
+    pub write: u32,
+}
+
+/// A part of one layer's state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::model) enum StatePart {
+    /// The matrices, `[value_heads, key_dim, value_dim]`.
+    Matrices,
+    /// The inputs of the convolution at the last positions, `[taps - 1, channels]`.
+    History,
+}
+
+/// Blocks of recurrent state. All functions may be called from any thread; whoever reads or writes a block owns it.
+pub struct StateArena {
+    blocks: BlockArena,
+    layers: Vec<Option<StateLayer>>,
+}
+
+impl StateArena {
+    /// The arena of a model, if it has recurrent layers.
+    pub(super) fn new(
+        device: &Device,
+        layers: &[Option<StateLayer>],
+        reserve: &Arc<Reserve>,
+    ) -> Result<Option<StateArena>> {
+        let Some(last) = layers.iter().flatten().last() else {
+            return Ok(None);
+        };
+        let floats = last.first + last.shape.state_floats();
+        let bytes = product("a recurrent state", &[floats, size_of::<f32>()])?;
+        match device {
+            Device::Cpu(_) => Ok(Some(StateArena {
+                blocks: BlockArena::in_host_memory(bytes, reserve),
+                layers: layers.to_vec(),
+            })),
+            Device::Cuda(_) => bail!(
+                Unsupported,
+                "gated delta nets do not run on {}; load the model on the CPU",
+                device.name()
+            ),
+        }
+    }
+
+    /// Bytes of a block.
+    pub fn block_bytes(&self) -> usize {
+        self.blocks.block_bytes()
+    }
+
+    /// Memory for a block that has none.
+    pub fn take(&self, block: u32) -> Result<()> {
+        self.blocks.take(block)
+    }
+
+    /// Frees the memory of a block.
+    pub fn free(&self, block: u32) {
+        self.blocks.free(block);
+    }
+
+    /// Calls `each` with the bytes of a block.
+    pub fn read(&self, block: u32, each: impl FnOnce(&[u8]) -> Result<()>) -> Result<()> {
+        // Copied, because `each` may take long and the arena is locked.
+        let mut bytes = memory::zeros(self.block_bytes())?;
+        self.blocks.with_block(block, |held| {
+            bytes.copy_from_slice(held);
+            Ok(())
+        })?;
+        each(&bytes)
+    }
+
+    /// Calls `work` with the bytes of a block, to change them.
+    pub fn with_block(&self, block: u32, work: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
+        self.blocks.with_block(block, work)
+    }
+
+    /// Calls `work` with a part of a layer's state in the block to be written, which has what the other block holds.
+    pub(in crate::model) fn update(
+        &self,
+        layer: usize,
+        part: StatePart,
+        blocks: StateBlocks,
+        work: impl FnOnce(&mut [f32]) -> Result<()>,
+    ) -> Result<()> {
+        let range = self.range(layer, part)?;
+        let StateBlocks { read, write } = blocks;
+        let mut memory = self.blocks.host()?;
+        let free = |block| err!(Internal, "block {block} of the recurrent state is free");
+        if read != write && read != NULL_BLOCK {
+            let both = memory.get_disjoint_mut([read as usize, write as usize]);
+            let [from, to] = both.map_err(|_| free(write))?;
+            let (from, to) = (from.as_ref().zip(to.as_mut())).ok_or_else(|| free(read))?;
+            to[range.clone()].copy_from_slice(&from[range.clone()]);
+        }
+        let buffer = memory.get_mut(write as usize).and_then(Option::as_mut);
+        let bytes = &mut buffer.ok_or_else(|| free(write))?[range];
+        if read == NULL_BLOCK {
+            bytes.fill(0);
+        }
+        work(floats(bytes)?)
+    }
+
+    /// The bytes of a part of a layer's state within a block.
+    fn range(&self, layer: usize, part: StatePart) -> Result<Range<usize>> {
+        let Some(Some(StateLayer { shape, first })) = self.layers.get(layer) else {
+            bail!(Internal, "layer {layer} has no recurrent state");
+        };
+        let split = first + shape.matrix_floats();
+        let floats = match part {
+            StatePart::Matrices => *first..split,
+            StatePart::History => split..first + shape.state_floats(),
+        };
+        Ok(floats.start * size_of::<f32>()..floats.end * size_of::<f32>())
+    }
+}
+
+/// Bytes as the numbers that they hold.
+fn floats(bytes: &mut [u8]) -> Result<&mut [f32]> {
+    // SAFETY: all bits are numbers.
+    match unsafe { bytes.align_to_mut::<f32>() } {
+        ([], floats, []) => Ok(floats),
+        _ => bail!(
+            Internal,
+            "a recurrent state that is not aligned to four bytes"
+        ),
+    }
+}
+
+impl std::fmt::Debug for StateArena {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let layers = self.layers.iter().flatten().count();
+        write!(
+            f,
+            "StateArena({layers} layers, {} bytes)",
+            self.block_bytes()
+        )
+    }
+}
