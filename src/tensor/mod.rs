@@ -4,6 +4,7 @@
 //! checkpoints or models, and does no arithmetic except the conversion of element types.
 
 mod attention;
+mod delta;
 mod dlpack;
 mod dtype;
 pub mod product;
@@ -12,6 +13,7 @@ mod storage;
 mod weight_type;
 
 pub use attention::AttentionShape;
+pub use delta::DeltaShape;
 pub use dlpack::{
     DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned, DLPackVersion, DLTensor,
     Managed,
