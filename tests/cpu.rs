@@ -8,7 +8,7 @@ use std::sync::Arc;
 use NVFP4::base::memory::{Buffer, Tag};
 use NVFP4::base::{ErrorKind, env};
 use NVFP4::cpu::{
-    Cpu, DeltaGates, DeltaRows, KvLayout, KvPages, KvType, Level, PAGE, Packed, Workspace,
+    Cpu, DeltaGates, DeltaRuleRows, KvLayout, KvPages, KvType, Level, PAGE, Packed, Workspace,
 };
 use NVFP4::format::int8;
 use NVFP4::format::nvfp4::{self, Nvfp4, QuantizeOptions};
@@ -619,7 +619,7 @@ fn the_delta_rule_is_right_and_the_same_everywhere() {
                 for first in (0..m).step_by(each) {
                     let last = m.min(first + each);
                     let of = |width: usize| first * width..last * width;
-                    let rows = DeltaRows {
+                    let rows = DeltaRuleRows {
                         q: &q[of(shape.key_width())],
                         k: &k[of(shape.key_width())],
                         v: &v[of(shape.value_width())],

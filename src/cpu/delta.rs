@@ -23,7 +23,7 @@ pub struct DeltaGates<'a> {
 
 /// Rows of one sequence, for the gated delta rule.
 #[derive(Debug)]
-pub struct DeltaRows<'a> {
+pub struct DeltaRuleRows<'a> {
     /// `[rows, key_heads, key_dim]`.
     pub q: &'a [f32],
     /// `[rows, key_heads, key_dim]`.
@@ -127,10 +127,10 @@ impl Cpu {
     pub fn delta_rule(
         &self,
         shape: &DeltaShape,
-        rows: DeltaRows<'_>,
+        rows: DeltaRuleRows<'_>,
         state: &mut [f32],
     ) -> Result<()> {
-        let DeltaRows {
+        let DeltaRuleRows {
             q,
             k,
             v,

@@ -26,7 +26,7 @@ mod avx512;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 
-pub use delta::{DeltaGates, DeltaRows};
+pub use delta::{DeltaGates, DeltaRuleRows};
 pub use engine::Cpu;
 pub use kv::{KvLayout, KvPages, KvType, PAGE};
 pub use level::Level;

@@ -10,6 +10,7 @@ mod blas;
 pub mod calibrated;
 mod checks;
 mod convert;
+mod delta;
 mod driver;
 mod elementwise;
 mod experts;
@@ -35,6 +36,10 @@ pub use attention::{
     store,
 };
 pub use bandwidth::{copy_bandwidth, read_bandwidth};
+pub use delta::{
+    DeltaConstants, DeltaInputs, DeltaOutput, DeltaSegments, DeltaStates, StridedRows, delta_conv,
+    delta_norm, delta_rule,
+};
 pub use driver::{
     Arena, Arenas, DeviceBuffer, DeviceSlice, Event, Gpu, Graph, HostStream, KeepContext,
     ManagedBuffer, Pinned, TARGETS, check_managed, compiler, count, open_gpus, target, unavailable,

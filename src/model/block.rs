@@ -14,7 +14,7 @@ use super::weights::{
 };
 use crate::base::error::{bail, err};
 use crate::base::{Error, Result, memory};
-use crate::ops::delta::{self, DeltaRows, DeltaWeights};
+use crate::ops::delta::{self, DeltaRuleRows, DeltaWeights};
 use crate::ops::experts::{RoutedRows, Routes, check_logits, route};
 use crate::ops::linear::{Linear, linear};
 use crate::ops::rope::Angles;
@@ -456,7 +456,7 @@ impl<'a> ReferencePass<'a> {
             let heads = of_rows(&segment.rows, shape.value_heads);
             let (arena, blocks) = segment.state()?;
             arena.update(index, StatePart::Matrices, blocks, |state| {
-                let rows = DeltaRows {
+                let rows = DeltaRuleRows {
                     q: s.q.part(keys.clone())?.host()?,
                     k: s.k.part(keys)?.host()?,
                     v: s.v.part(values.clone())?.host()?,

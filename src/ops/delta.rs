@@ -5,7 +5,7 @@ use crate::base::error::{Result, bail, err};
 use crate::cpu::DeltaGates;
 use crate::tensor::DeltaShape;
 
-pub use crate::cpu::DeltaRows;
+pub use crate::cpu::DeltaRuleRows;
 
 /// Added to the sum of squares of a query or a key before its root.
 const NORM_EPS: f32 = 1e-6;
@@ -81,7 +81,7 @@ pub fn gates(
 pub fn delta_rule(
     device: &Device,
     shape: &DeltaShape,
-    rows: DeltaRows<'_>,
+    rows: DeltaRuleRows<'_>,
     state: &mut [f32],
 ) -> Result<()> {
     match device {

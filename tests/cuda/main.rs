@@ -8,6 +8,7 @@ mod support;
 mod attention;
 mod calibrated;
 mod compare;
+mod delta;
 mod experts;
 mod fused;
 mod int8;

@@ -1,0 +1,463 @@
+//! Gated-delta-net layers between their projections: the convolution, the recurrence and the gated norm. Batches are ragged: each segment
+//! of rows continues the state of a sequence, which is in a block of an arena.
+
+use super::driver::{DeviceSlice, Launch, Planned, int};
+use super::kernel::kernels;
+use super::linear::Layout;
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::base::size::product;
+use crate::tensor::DeltaShape;
+
+kernels! {
+    /// The convolution, norms and gates, by the size of key heads.
+    enum Convolve(ConvolveArguments) {
+        DeltaConv {
+            Narrow = "delta_conv",
+            Wide = "delta_conv_wide",
+        }
+    }
+
+    /// The recurrence, by the size of key heads.
+    enum Recur(RecurArguments) {
+        DeltaRule {
+            To64 = "delta_rule_64",
+            To128 = "delta_rule_128",
+            To256 = "delta_rule_256",
+        }
+    }
+
+    /// The gated norm, by its output.
+    enum GatedNorm(GatedNormArguments) {
+        DeltaNorm {
+            F32 = "delta_norm_f32",
+            F16 = "delta_norm_f16",
+            Fragments = "delta_norm_fragments",
+        }
+    }
+}
+
+const THREADS: u32 = 128;
+const WARPS: usize = 4;
+const WARP: usize = 32;
+/// Rows of a tile of the convolution.
+const TILE_ROWS: usize = 4;
+/// Columns of S that a CTA of the recurrence takes.
+const COLUMNS: usize = 32;
+/// Rows in the ring of such a CTA.
+const RING_ROWS: usize = 16;
+/// Upper limit of a grid in its second and third dimension.
+const MOST_BLOCKS: usize = 65_535;
+/// Upper limit of elements of a head.
+const MOST_ELEMENTS: usize = 256;
+
+/// Rows of f32 on the device, `stride` floats apart.
+#[derive(Clone, Copy, Debug)]
+pub struct StridedRows<'a> {
+    /// From the first row on, at a multiple of 16 bytes.
+    pub values: DeviceSlice<'a>,
+    /// Floats from the beginning of a row to that of the next.
+    pub stride: usize,
+}
+
+impl StridedRows<'_> {
+    /// Fails unless there are `rows` rows of `width`, which can be read in pieces of `piece` floats.
+    fn check(&self, what: &str, rows: usize, width: usize, piece: usize) -> Result<()> {
+        let bytes = 4 * piece as u64;
+        if self.stride < width
+            || !self.stride.is_multiple_of(piece)
+            || !self.values.address().is_multiple_of(bytes)
+        {
+            bail!(
+                Internal,
+                "{what}: rows of {width} every {} floats from address {:#x} on; both must be multiples of {piece} floats",
+                self.stride,
+                self.values.address()
+            );
+        }
+        let before = product(what, &[rows.saturating_sub(1), self.stride])?;
+        self.values.holds(what, &[before.saturating_add(width), 4])
+    }
+}
+
+/// The f32 weights of a layer's convolution and gates.
+#[derive(Clone, Copy, Debug)]
+pub struct DeltaConstants<'a> {
+    /// `[channels, taps]`, at a multiple of 16 bytes; the last tap is the row's own.
+    pub conv: DeviceSlice<'a>,
+    /// `[value_heads]`
+    pub a_log: DeviceSlice<'a>,
+    /// `[value_heads]`
+    pub dt_bias: DeviceSlice<'a>,
+}
+
+/// The segments of a batch. Rows `row_starts[s]` to `row_starts[s + 1]` are consecutive tokens of one sequence; a segment without rows
+/// copies its state. Block numbers are of [`DeltaStates`].
+#[derive(Clone, Copy, Debug)]
+pub struct DeltaSegments<'a> {
+    /// i32 `[count + 1]`, from 0 to the number of rows.
+    pub row_starts: DeviceSlice<'a>,
+    /// u32 `[count]`: the block with the state before a segment; 0 for a state of zeros.
+    pub read: DeviceSlice<'a>,
+    /// u32 `[count]`: the block for the state after a segment, which may be the one that the segment reads. No other segment may read or
+    /// write it.
+    pub write: DeviceSlice<'a>,
+    /// Number of segments.
+    pub count: usize,
+}
+
+/// Where the states of a layer are: in the blocks of an arena, each with [`DeltaShape::state_floats`] floats of the layer.
+#[derive(Clone, Copy, Debug)]
+pub struct DeltaStates {
+    /// Address of block 0, which is never read.
+    pub arena: u64,
+    /// Bytes of a block, over all layers of its group.
+    pub block_bytes: usize,
+    /// Bytes of a block before the layer.
+    pub offset: usize,
+}
+
+/// What the convolution makes of a batch, and the recurrence takes: f32 rows without gaps.
+#[derive(Clone, Copy, Debug)]
+pub struct DeltaInputs<'a> {
+    /// Queries, keys and values `[rows, channels]`, at a multiple of 16 bytes.
+    pub qkv: DeviceSlice<'a>,
+    /// Factors of S `[rows, value_heads]`.
+    pub decay: DeviceSlice<'a>,
+    /// Learning rates `[rows, value_heads]`.
+    pub beta: DeviceSlice<'a>,
+}
+
+/// What the gated norm writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeltaOutput {
+    /// Rows of f32.
+    F32,
+    /// Activations in f16.
+    F16(Layout),
+}
+
+/// Refuses shapes without kernels.
+fn check_shape(shape: &DeltaShape) -> Result<()> {
+    let has_kernel = |dim: usize| (16..=MOST_ELEMENTS).contains(&dim) && dim.is_multiple_of(16);
+    let &DeltaShape {
+        key_heads,
+        value_heads,
+        key_dim,
+        value_dim,
+        taps,
+    } = shape;
+    if key_heads == 0
+        || value_heads == 0
+        || value_heads > MOST_BLOCKS
+        || !value_heads.is_multiple_of(key_heads)
+        || !has_kernel(key_dim)
+        || !has_kernel(value_dim)
+        || !(2..=4).contains(&taps)
+    {
+        bail!(
+            Unsupported,
+            "a gated delta net of {key_heads} key heads of {key_dim} and {value_heads} value heads of {value_dim}, with {taps} taps, on a GPU; the value heads must be a multiple of the key heads and at most {MOST_BLOCKS}, their sizes multiples of 16 up to {MOST_ELEMENTS}, and the taps 2 to 4"
+        );
+    }
+    int("channels", shape.channels())?;
+    Ok(())
+}
+
+impl DeltaSegments<'_> {
+    fn argument(&self) -> Result<SegmentsArgument> {
+        self.row_starts
+            .holds("first rows", &[self.count.saturating_add(1), 4])?;
+        self.read.holds("blocks to read", &[self.count, 4])?;
+        self.write.holds("blocks to write", &[self.count, 4])?;
+        if self.count > MOST_BLOCKS {
+            bail!(Internal, "{} segments at once", self.count);
+        }
+        Ok(SegmentsArgument {
+            row_starts: self.row_starts.address(),
+            read: self.read.address(),
+            write: self.write.address(),
+            count: int("segments", self.count)?,
+        })
+    }
+}
+
+impl DeltaStates {
+    /// The part of the layer after `floats` floats.
+    fn argument(&self, shape: &DeltaShape, floats: usize) -> Result<StatesArgument> {
+        let end = self.offset.saturating_add(shape.state_floats() * 4);
+        if end > self.block_bytes
+            || !self.offset.is_multiple_of(16)
+            || !self.block_bytes.is_multiple_of(16)
+            || !self.arena.is_multiple_of(16)
+        {
+            bail!(
+                Internal,
+                "a state of {} floats at byte {} of {}; places must be multiples of 16",
+                shape.state_floats(),
+                self.offset,
+                self.block_bytes
+            );
+        }
+        Ok(StatesArgument {
+            base: self.arena + (self.offset + floats * 4) as u64,
+            block_bytes: self.block_bytes as u64,
+        })
+    }
+}
+
+impl DeltaInputs<'_> {
+    fn check(&self, shape: &DeltaShape, rows: usize) -> Result<()> {
+        self.qkv
+            .holds("queries, keys and values", &[rows, shape.channels(), 4])?;
+        self.decay.holds("decays", &[rows, shape.value_heads, 4])?;
+        self.beta
+            .holds("learning rates", &[rows, shape.value_heads, 4])?;
+        check_aligned("queries, keys and values", self.qkv)
+    }
+}
+
+/// Fails unless a slice begins at a multiple of 16 bytes.
+fn check_aligned(what: &str, slice: DeviceSlice<'_>) -> Result<()> {
+    match slice.address() % 16 {
+        0 => Ok(()),
+        past => bail!(Internal, "{what} begin {past} bytes past a multiple of 16"),
+    }
+}
+
+#[repr(C)]
+struct SegmentsArgument {
+    row_starts: u64,
+    read: u64,
+    write: u64,
+    count: i32,
+}
+
+#[repr(C)]
+struct StatesArgument {
+    base: u64,
+    block_bytes: u64,
+}
+
+#[repr(C)]
+struct ConvolveArguments {
+    x: u64,
+    a: u64,
+    b: u64,
+    x_stride: u64,
+    a_stride: u64,
+    b_stride: u64,
+    conv: u64,
+    a_log: u64,
+    dt_bias: u64,
+    qkv: u64,
+    decay: u64,
+    beta: u64,
+    segments: SegmentsArgument,
+    inputs: StatesArgument,
+    taps: i32,
+    key_heads: i32,
+    key_dim: i32,
+    value_heads: i32,
+    channels: i32,
+}
+
+/// The convolution of the rows of `x` `[rows, channels]` with SiLU, the L2 norms of queries and keys, the scale of queries, and the gates
+/// of `a` and `b` `[rows, value_heads]`. Writes the last inputs of each segment to its state. The kernel before may write neither the
+/// segments nor the weights.
+pub fn delta_conv(
+    shape: &DeltaShape,
+    weights: &DeltaConstants<'_>,
+    segments: &DeltaSegments<'_>,
+    states: &DeltaStates,
+    rows: usize,
+    x: StridedRows<'_>,
+    a: StridedRows<'_>,
+    b: StridedRows<'_>,
+    out: &DeltaInputs<'_>,
+) -> Result<()> {
+    check_shape(shape)?;
+    let (channels, heads) = (shape.channels(), shape.value_heads);
+    weights
+        .conv
+        .holds("a convolution", &[channels, shape.taps, 4])?;
+    check_aligned("weights of a convolution", weights.conv)?;
+    weights.a_log.holds("rates of decay", &[heads, 4])?;
+    weights.dt_bias.holds("biases of decays", &[heads, 4])?;
+    x.check("inputs of a convolution", rows, channels, 4)?;
+    a.check("gates of decays", rows, heads, 1)?;
+    b.check("gates of learning rates", rows, heads, 1)?;
+    out.check(shape, rows)?;
+    let is_wide = shape.key_dim > 128;
+    let span = if is_wide { 256 } else { 128 };
+    let units = 2 * shape.key_heads + shape.value_width().div_ceil(span) + heads.div_ceil(WARP);
+    let tiles = rows / TILE_ROWS + segments.count;
+    if tiles > MOST_BLOCKS {
+        bail!(
+            Internal,
+            "{rows} rows in {} segments at once",
+            segments.count
+        );
+    }
+    let arguments = ConvolveArguments {
+        x: x.values.address(),
+        a: a.values.address(),
+        b: b.values.address(),
+        x_stride: x.stride as u64,
+        a_stride: a.stride as u64,
+        b_stride: b.stride as u64,
+        conv: weights.conv.address(),
+        a_log: weights.a_log.address(),
+        dt_bias: weights.dt_bias.address(),
+        qkv: out.qkv.address(),
+        decay: out.decay.address(),
+        beta: out.beta.address(),
+        segments: segments.argument()?,
+        inputs: states.argument(shape, shape.matrix_floats())?,
+        taps: shape.taps as i32,
+        key_heads: shape.key_heads as i32,
+        key_dim: shape.key_dim as i32,
+        value_heads: heads as i32,
+        channels: channels as i32,
+    };
+    let grid = match segments.count {
+        0 => [0; 3],
+        _ => [units.div_ceil(WARPS) as u32, tiles as u32, 1],
+    };
+    let kernel = if is_wide {
+        Convolve::Wide
+    } else {
+        Convolve::Narrow
+    };
+    // SAFETY: sizes were checked; the caller vouches for segments and blocks.
+    unsafe {
+        Launch::new(grid, THREADS)
+            .of(kernel)
+            .run(x.values.gpu(), &arguments)
+    }
+}
+
+#[repr(C)]
+struct RecurArguments {
+    qkv: u64,
+    decay: u64,
+    beta: u64,
+    o: u64,
+    segments: SegmentsArgument,
+    states: StatesArgument,
+    key_heads: i32,
+    value_heads: i32,
+    key_dim: i32,
+    value_dim: i32,
+}
+
+/// The kernel for a shape, and its launch.
+fn recurrence(shape: &DeltaShape, segments: usize) -> Planned<Recur> {
+    let (kernel, padded) = match shape.key_dim {
+        0..=64 => (Recur::To64, 64),
+        65..=128 => (Recur::To128, 128),
+        _ => (Recur::To256, 256),
+    };
+    let grid = [
+        shape.value_dim.div_ceil(COLUMNS) as u32,
+        shape.value_heads as u32,
+        segments as u32,
+    ];
+    // A row has q, k, some columns of v, and the gates in four floats.
+    let launch = Launch {
+        shared: (RING_ROWS * (2 * padded + COLUMNS + 4) * 4) as u32,
+        ..Launch::new(grid, THREADS)
+    };
+    launch.of(kernel)
+}
+
+/// The gated delta rule over the rows of each segment, from its state on, which is written back: f32 `o` `[rows, value_heads, value_dim]`.
+/// A segment's bits do not depend on how it is divided. Follows [`delta_conv`] directly: the kernel before may write neither the segments
+/// nor the matrices of states.
+pub fn delta_rule(
+    shape: &DeltaShape,
+    segments: &DeltaSegments<'_>,
+    states: &DeltaStates,
+    rows: usize,
+    inputs: &DeltaInputs<'_>,
+    o: DeviceSlice<'_>,
+) -> Result<()> {
+    check_shape(shape)?;
+    inputs.check(shape, rows)?;
+    o.holds("results of a delta rule", &[rows, shape.value_width(), 4])?;
+    let arguments = RecurArguments {
+        qkv: inputs.qkv.address(),
+        decay: inputs.decay.address(),
+        beta: inputs.beta.address(),
+        o: o.address(),
+        segments: segments.argument()?,
+        states: states.argument(shape, 0)?,
+        key_heads: shape.key_heads as i32,
+        value_heads: shape.value_heads as i32,
+        key_dim: shape.key_dim as i32,
+        value_dim: shape.value_dim as i32,
+    };
+    let planned = recurrence(shape, segments.count);
+    // SAFETY: sizes were checked; the caller vouches for segments and blocks.
+    unsafe { planned.run(o.gpu(), &arguments) }
+}
+
+#[repr(C)]
+struct GatedNormArguments {
+    o: u64,
+    z: u64,
+    weight: u64,
+    y: u64,
+    z_stride: u64,
+    heads: i32,
+    dim: i32,
+    eps: f32,
+}
+
+/// `rms_norm(o) * weight * silu(z)` by value head: f32 `o` and `z` `[rows, value_heads, value_dim]`, f32 `weight` `[value_dim]`, to `out`
+/// of the same shape.
+pub fn delta_norm(
+    shape: &DeltaShape,
+    weight: DeviceSlice<'_>,
+    eps: f32,
+    rows: usize,
+    o: DeviceSlice<'_>,
+    z: StridedRows<'_>,
+    output: DeltaOutput,
+    out: DeviceSlice<'_>,
+) -> Result<()> {
+    check_shape(shape)?;
+    let width = shape.value_width();
+    weight.holds("a norm", &[shape.value_dim, 4])?;
+    o.holds("results of a delta rule", &[rows, width, 4])?;
+    z.check("gates of results", rows, width, 4)?;
+    let (kernel, sizes) = match output {
+        DeltaOutput::F32 => (GatedNorm::F32, [rows * width, 4]),
+        DeltaOutput::F16(layout) => {
+            let kernel = match layout {
+                Layout::RowMajor => GatedNorm::F16,
+                Layout::FragmentMajor => GatedNorm::Fragments,
+            };
+            (kernel, [layout.elements(rows, width), 2])
+        }
+    };
+    out.holds("normalised rows", &sizes)?;
+    for (what, slice) in [("weights", weight), ("results", o), ("rows", out)] {
+        check_aligned(what, slice)?;
+    }
+    let arguments = GatedNormArguments {
+        o: o.address(),
+        z: z.values.address(),
+        weight: weight.address(),
+        y: out.address(),
+        z_stride: z.stride as u64,
+        heads: shape.value_heads as i32,
+        dim: shape.value_dim as i32,
+        eps,
+    };
+    // A warp takes two heads.
+    let blocks = shape.value_heads.div_ceil(2).div_ceil(WARPS);
+    let launch = Launch::new([int("rows", rows)? as u32, blocks as u32, 1], THREADS);
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(kernel).run(o.gpu(), &arguments) }
+}

@@ -1,0 +1,249 @@
+// kernels/delta/*.cu on the CPU, as they ship, against the formulas of gated-delta-net layers in f64, for batches of several segments; and
+// parts of a segment, with the state between them, against the whole. Prints "ok" or the first error.
+#include "cuda.hpp"
+
+#include "common/ptx.cuh"
+#include "common/reduce.cuh"
+#include "delta/layer.cuh"
+#include "format/fragment_major.cuh"
+#include "norm/piece.cuh"
+
+namespace conv {
+#include "delta/conv.cu"
+}
+// The shared memory that kernels declare is the one array of cuda.hpp.
+namespace rule {
+extern char shared[] asm("shared");
+#include "delta/rule.cu"
+}
+namespace norm {
+#include "delta/norm.cu"
+}
+
+static void expect(bool held, const char* what, int row, int i, double got, double want) {
+    if (!held) printf("%s: (%d, %d) is %g, not %g\n", what, row, i, got, want), exit(1);
+}
+
+constexpr float EPS = 1e-6f;
+
+struct Shape {
+    int key_heads, value_heads, key_dim, value_dim, taps;
+    int keys() const { return key_heads * key_dim; }
+    int values() const { return value_heads * value_dim; }
+    int channels() const { return 2 * keys() + values(); }
+    int matrices() const { return value_heads * key_dim * value_dim; }
+    int floats() const { return matrices() + (taps - 1) * channels(); }
+};
+
+// A segment has `rows` rows and blocks to read and to write.
+struct Segment {
+    int rows;
+    u32 read, write;
+};
+
+// Memory that begins at a multiple of 16 bytes.
+struct Floats {
+    std::vector<float4> pieces;
+    explicit Floats(size_t count, float value = NAN) : pieces(count / 4 + 1, float4{value, value, value, value}) {}
+    float* data() { return &pieces[0].x; }
+    float& operator[](size_t i) { return data()[i]; }
+    void fill(size_t count) {
+        for (size_t i = 0; i < count; i++) data()[i] = uniform();
+    }
+};
+
+// A layer with the inputs of some rows. Rows of inputs have four more floats between them.
+struct Layer {
+    Shape s;
+    int rows;
+    Floats conv, a_log, dt_bias, weight, x, z, a, b;
+
+    Layer(Shape s, int rows)
+        : s(s), rows(rows), conv(s.channels() * s.taps), a_log(s.value_heads), dt_bias(s.value_heads), weight(s.value_dim), x(rows * (s.channels() + 4)),
+          z(rows * (s.values() + 4)), a(rows * (s.value_heads + 1)), b(rows * s.value_heads) {
+        conv.fill(s.channels() * s.taps), a_log.fill(s.value_heads), dt_bias.fill(s.value_heads), weight.fill(s.value_dim);
+        for (int r = 0; r < rows; r++) {
+            for (int i = 0; i < s.channels(); i++) x[r * (s.channels() + 4) + i] = uniform();
+            for (int i = 0; i < s.values(); i++) z[r * (s.values() + 4) + i] = 3 * uniform();
+            // Some are beyond 20, where softplus is the identity.
+            for (int i = 0; i < s.value_heads; i++) a[r * (s.value_heads + 1) + i] = noise() % 8 ? 3 * uniform() - 2 : 21 + uniform();
+            for (int i = 0; i < s.value_heads; i++) b[r * s.value_heads + i] = 3 * uniform();
+        }
+    }
+};
+
+// Blocks of an arena, whose layer stands after 16 floats. Their memory begins as random numbers, and block 0 as NaN.
+struct Blocks {
+    int floats, count;
+    Floats memory;
+    Blocks(Shape s, int count) : floats(s.floats() + 32), count(count), memory(floats * count) {
+        for (int i = floats; i < floats * count; i++) memory[i] = uniform();
+    }
+    float* at(u32 block) { return memory.data() + (size_t)block * floats + 16; }
+};
+
+struct Result {
+    Floats qkv, decay, beta, o;
+    Result(Shape s, int rows) : qkv(rows * s.channels()), decay(rows * s.value_heads), beta(rows * s.value_heads), o(rows * s.values()) {}
+};
+
+// Runs the kernels for rows of a layer from `first` on.
+static void run(Layer& l, const std::vector<Segment>& segments, int first, Blocks& blocks, Result& r) {
+    Shape s = l.s;
+    std::vector<int> starts(1);
+    std::vector<u32> read, write;
+    for (const Segment& g : segments) starts.push_back(starts.back() + g.rows), read.push_back(g.read), write.push_back(g.write);
+    int n = (int)segments.size(), rows = starts.back();
+    Segments all = {starts.data(), read.data(), write.data(), n};
+    float* layer = blocks.at(0);
+    States states = {(u8*)layer, (u64)blocks.floats * 4}, inputs = {(u8*)(layer + s.matrices()), states.block_bytes};
+    u64 x_stride = s.channels() + 4, a_stride = s.value_heads + 1, b_stride = s.value_heads;
+    float *qkv = &r.qkv[first * s.channels()], *decay = &r.decay[first * s.value_heads], *beta = &r.beta[first * s.value_heads];
+    conv::Arguments c = {&l.x[first * x_stride], &l.a[first * a_stride], &l.b[first * b_stride], x_stride, a_stride, b_stride,
+                         l.conv.data(), l.a_log.data(), l.dt_bias.data(), qkv, decay, beta, all, inputs, s.taps,
+                         s.key_heads, s.key_dim, s.value_heads, s.channels()};
+    bool wide = s.key_dim > 128;
+    int units = 2 * s.key_heads + ceil_div(s.values(), wide ? 256 : 128) + ceil_div(s.value_heads, WARP);
+    launch(ceil_div(units, conv::WARPS), rows / conv::TILE_ROWS + n, 1, conv::THREADS, [&] { wide ? conv::delta_conv_wide(c) : conv::delta_conv(c); });
+    rule::Arguments u = {qkv, decay, beta, &r.o[first * s.values()], all, states, s.key_heads, s.value_heads, s.key_dim, s.value_dim};
+    launch(ceil_div(s.value_dim, rule::COLUMNS), s.value_heads, n, rule::THREADS, [&] {
+        s.key_dim <= 64 ? rule::delta_rule_64(u) : s.key_dim <= 128 ? rule::delta_rule_128(u) : rule::delta_rule_256(u);
+    });
+}
+
+static double silu64(double x) { return x / (1 + std::exp(-x)); }
+
+// A segment in f64. `state` is that before its first row, and becomes that after its last.
+static void check_segment(Layer& l, int first, int rows, std::vector<double>& state, Result& r) {
+    Shape s = l.s;
+    int channels = s.channels(), group = s.value_heads / s.key_heads;
+    for (int row = first; row < first + rows; row++) {
+        double* kept = &state[s.matrices()];
+        std::vector<double> c(channels);
+        for (int i = 0; i < channels; i++) {
+            double x = l.x[row * (channels + 4) + i], sum = x * l.conv[i * s.taps + s.taps - 1];
+            for (int j = 0; j < s.taps - 1; j++) sum += kept[j * channels + i] * l.conv[i * s.taps + j];
+            c[i] = silu64(sum);
+        }
+        for (int i = 0; i < (s.taps - 2) * channels; i++) kept[i] = kept[i + channels];
+        for (int i = 0; i < channels; i++) kept[(s.taps - 2) * channels + i] = l.x[row * (channels + 4) + i];
+        for (int h = 0; h < 2 * s.key_heads; h++) {
+            double squares = 0;
+            for (int i = 0; i < s.key_dim; i++) squares += c[h * s.key_dim + i] * c[h * s.key_dim + i];
+            double factor = 1 / std::sqrt(squares + 1e-6) / (h < s.key_heads ? std::sqrt((double)s.key_dim) : 1);
+            for (int i = 0; i < s.key_dim; i++) c[h * s.key_dim + i] *= factor;
+        }
+        for (int i = 0; i < channels; i++) expect(std::fabs(r.qkv[row * channels + i] - c[i]) <= 2e-6, "q, k or v", row, i, r.qkv[row * channels + i], c[i]);
+        for (int h = 0; h < s.value_heads; h++) {
+            double t = (double)l.a[row * (s.value_heads + 1) + h] + l.dt_bias[h], softplus = t > 20 ? t : std::log1p(std::exp(t));
+            double decay = std::exp(-std::exp((double)l.a_log[h]) * softplus), beta = 1 / (1 + std::exp(-(double)l.b[row * s.value_heads + h]));
+            int gate = row * s.value_heads + h;
+            expect(std::fabs(r.decay[gate] - decay) <= 2e-6 && std::fabs(r.beta[gate] - beta) <= 1e-6, "gates", row, h, r.decay[gate], decay);
+            const double *q = &c[h / group * s.key_dim], *k = q + s.keys(), *v = &c[2 * s.keys() + h * s.value_dim];
+            for (int j = 0; j < s.value_dim; j++) {
+                double* column = &state[(size_t)h * s.key_dim * s.value_dim + j];
+                double product = 0, o = 0;
+                for (int i = 0; i < s.key_dim; i++) product += k[i] * (column[i * s.value_dim] *= decay);
+                double d = (v[j] - product) * beta;
+                for (int i = 0; i < s.key_dim; i++) o += q[i] * (column[i * s.value_dim] += k[i] * d);
+                float got = r.o[(row * s.value_heads + h) * s.value_dim + j];
+                expect(std::fabs(got - o) <= 2e-6, "o", row, h * s.value_dim + j, got, o);
+            }
+        }
+    }
+}
+
+static void check_norm(Layer& l, Result& r) {
+    Shape s = l.s;
+    int width = s.values(), whole = padded_k(width), groups = ceil_div(l.rows, GROUP_ROWS);
+    Floats f32(l.rows * width), f16(l.rows * width), fragments(groups * GROUP_ROWS * whole);
+    for (int output = 0; output < 3; output++) {
+        Floats& y = output == 0 ? f32 : output == 1 ? f16 : fragments;
+        norm::Arguments a = {r.o.data(), l.z.data(), l.weight.data(), y.data(), (u64)width + 4, s.value_heads, s.value_dim, EPS};
+        launch(l.rows, ceil_div(ceil_div(s.value_heads, 2), norm::WARPS), 1, norm::THREADS,
+               [&] { output == 0 ? norm::delta_norm_f32(a) : output == 1 ? norm::delta_norm_f16(a) : norm::delta_norm_fragments(a); });
+    }
+    const u16 *halves = (u16*)f16.data(), *order = (u16*)fragments.data();
+    for (int row = 0; row < l.rows; row++) {
+        for (int i = 0; i < whole; i++) {
+            u16 fragment = order[fragment_index(groups, row, i)];
+            if (i >= width) expect(fragment == 0, "the padding of a norm", row, i, f16_to_float(fragment), 0);
+            if (i >= width) continue;
+            const float* head = &r.o[row * width + i / s.value_dim * s.value_dim];
+            double squares = 0;
+            for (int j = 0; j < s.value_dim; j++) squares += (double)head[j] * head[j];
+            double want = r.o[row * width + i] / std::sqrt(squares / s.value_dim + EPS) * l.weight[i % s.value_dim] * silu64(l.z[row * (width + 4) + i]);
+            float got = f32[row * width + i];
+            u16 half = halves[row * width + i];
+            expect(std::fabs(got - want) <= 1e-6 * std::fabs(want) + 1e-9, "a gated norm", row, i, got, want);
+            expect(half == to_f16(got) && fragment == half, "a gated norm in f16", row, i, f16_to_float(half), got);
+        }
+    }
+}
+
+static void expect_same(const float* got, const float* want, int count, const char* what) {
+    for (int i = 0; i < count; i++) expect(memcmp(got + i, want + i, 4) == 0, what, 0, i, got[i], want[i]);
+}
+
+// A batch of segments. Blocks that none of them writes stay as they are.
+static void check(Shape s, const std::vector<Segment>& segments) {
+    int rows = 0;
+    u32 last = 0;
+    for (const Segment& g : segments) rows += g.rows, last = max(last, max(g.read, g.write));
+    Layer l(s, rows);
+    Blocks blocks(s, (int)last + 2);
+    Floats before = blocks.memory;
+    Result r(s, rows);
+    run(l, segments, 0, blocks, r);
+    int first = 0;
+    for (const Segment& g : segments) {
+        std::vector<double> state(s.floats());
+        float* start = before.data() + (size_t)g.read * blocks.floats + 16;
+        if (g.read != 0) state.assign(start, start + s.floats());
+        check_segment(l, first, g.rows, state, r);
+        first += g.rows;
+        float *got = blocks.at(g.write), *old = before.data() + (size_t)g.write * blocks.floats + 16;
+        for (int i = 0; i < s.matrices(); i++) expect(std::fabs(got[i] - state[i]) <= 4e-6, "S", g.write, i, got[i], state[i]);
+        for (int i = s.matrices(); i < s.floats(); i++) expect(got[i] == (float)state[i], "a kept input", g.write, i - s.matrices(), got[i], state[i]);
+        memcpy(old, got, s.floats() * 4);
+    }
+    expect_same(blocks.memory.data(), before.data(), blocks.floats * blocks.count, "memory outside of written states");
+    check_norm(l, r);
+}
+
+// One segment at once, and in parts with the state in other blocks or the same between them.
+static void check_parts(Shape s, int rows, const std::vector<int>& parts) {
+    Layer l(s, rows);
+    Blocks blocks(s, 5);
+    Result whole(s, rows), divided(s, rows);
+    run(l, {{rows, 1, 2}}, 0, blocks, whole);
+    u32 from = 1, to = 3;
+    int first = 0;
+    for (int count : parts) {
+        run(l, {{count, from, to}}, first, blocks, divided);
+        first += count;
+        from = to, to = first % 2 ? to : 7 - to;
+    }
+    expect_same(divided.o.data(), whole.o.data(), rows * s.values(), "o in parts");
+    expect_same(blocks.at(from), blocks.at(2), s.floats(), "a state in parts");
+}
+
+int main() {
+    const std::vector<Segment> ragged = {{1, 1, 1}, {2, 2, 3}, {3, 0, 4}, {70, 5, 5}, {1, 0, 6}, {2, 2, 9}, {3, 7, 8}};
+    check({2, 4, 16, 32, 4}, ragged);
+    check({3, 3, 32, 16, 3}, ragged);
+    check({1, 2, 128, 128, 4}, ragged);
+    check({1, 1, 48, 80, 4}, ragged);
+    // Without rows a state is copied.
+    check({1, 3, 48, 80, 2}, {{0, 1, 2}, {9, 0, 3}, {0, 4, 4}, {0, 0, 5}, {1, 6, 6}});
+    check({1, 1, 208, 256, 4}, {{3, 1, 2}, {6, 0, 3}});
+    // More segments than a warp has lanes, and more heads.
+    std::vector<Segment> many;
+    for (u32 i = 0; i < 40; i++) many.push_back({1 + (int)i % 3, i % 2 * (2 * i + 1), 2 * i + 2});
+    check({1, 1, 16, 16, 4}, many);
+    check({2, 34, 16, 16, 4}, {{2, 0, 1}});
+    check_parts({2, 4, 16, 32, 4}, 70, {1, 2, 3, 1, 1, 40, 22});
+    check_parts({1, 1, 48, 80, 3}, 20, {1, 1, 8, 10});
+    check_parts({1, 2, 128, 128, 4}, 19, {8, 2, 9});
+    puts("ok");
+}
