@@ -15,10 +15,10 @@ pub use arena::KvArena;
 use blocks::Reserve;
 use group::layer_groups;
 pub use group::{KvGroup, KvLayerIndex};
+pub use state::StateArena;
 pub(super) use state::StatePart;
-pub use state::{StateArena, StateBlocks};
 use state::{StateLayer, state_layers};
-pub use tables::{KvTables, NULL_BLOCK, StateTable};
+pub use tables::{KvTables, NULL_BLOCK, StateBlocks, StateTable};
 
 use super::spec::Spec;
 use crate::base::Result;

@@ -5,8 +5,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::NULL_BLOCK;
 use super::blocks::{BlockArena, Reserve};
+use super::{NULL_BLOCK, StateBlocks};
 use crate::base::error::{bail, err};
 use crate::base::size::product;
 use crate::base::{Result, memory};
@@ -35,15 +35,6 @@ pub(super) fn state_layers(spec: &Spec) -> Vec<Option<StateLayer>> {
         0 => Vec::new(),
         _ => layers,
     }
-}
-
-/// The blocks that a pass reads and writes the state of a sequence in. They may be the same.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StateBlocks {
-    /// The state before the pass; the null block for that of no token.
-    pub read: u32,
-    /// The state after it.
-    pub write: u32,
 }
 
 /// A part of one layer's state.

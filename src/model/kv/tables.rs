@@ -2,7 +2,6 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::StateBlocks;
 use crate::ops::attention::KvType;
 
 /// Number of the block that stands for positions that are no longer kept. It belongs to nobody.
@@ -15,6 +14,15 @@ pub struct KvTables {
     groups: Vec<Vec<u32>>,
     state: StateTable,
     version: u64,
+}
+
+/// The blocks that a pass reads and writes the state of a sequence in. They may be the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StateBlocks {
+    /// The state before the pass; the null block for that of no token.
+    pub read: u32,
+    /// The state after it.
+    pub write: u32,
 }
 
 /// The blocks of a sequence's recurrent state: of the positions held, and of those that the next run comes to.
