@@ -20,8 +20,9 @@ use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
 use NVFP4::model::convert::{Container, ConvertOptions, ConvertProgress, convert};
 use NVFP4::model::{self, Activations, Device, KvType, LoadOptions, Logits, Scratch, Wanted};
 use common::{
-    Copy, DEVICE_CASES, LONG_CASES, at_long_positions, change_tensor, check_memory_comes_back, cut,
-    expect_kind, golden, load, options, ragged, some_tokens, step_logits,
+    Copy, DEVICE_CASES, LONG_CASES, RECURRENT_CASES, at_long_positions, change_tensor,
+    check_memory_comes_back, cut, expect_kind, golden, load, options, ragged, some_tokens,
+    step_logits,
 };
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
@@ -31,22 +32,18 @@ use serde_json::{Value, json};
 const TOLERANCE: f32 = 2e-4;
 
 /// More golden models, which the tests of whole models on a GPU leave out.
-const PROCESSOR_CASES: [&str; 11] = [
+const PROCESSOR_CASES: [&str; 6] = [
     "qwen3moe_normalized",
     "qwen3moe_window",
     "qwen3moe_saved",
     "qwen2moe_window",
     "smolvlm_nested",
     "mistral3_nested",
-    "qwen35_tied",
-    "qwen35_nested",
-    "qwen35moe_shared",
-    "qwen3next_shared",
-    "qwen3next_dense",
 ];
 
 fn all_cases() -> impl Iterator<Item = &'static str> {
-    DEVICE_CASES.into_iter().chain(PROCESSOR_CASES)
+    let cases = DEVICE_CASES.into_iter().chain(PROCESSOR_CASES);
+    cases.chain(RECURRENT_CASES)
 }
 
 fn cache(model: &Served) -> Sequence {
@@ -717,23 +714,33 @@ fn recurrent_projections_are_quantized_to_8_bits() {
         let go = &mut |_: ConvertProgress<'_>| ControlFlow::Continue(());
         let source = model::open(&dense.0).unwrap();
         convert(&*source, &out.0, &options, &pool, go).unwrap();
+        let made = model::open(&out.0).unwrap();
         for name in [input, "out_proj"] {
             let name = format!("model.layers.0.linear_attn.{name}.weight");
             assert_eq!(encoding(&out.0, &name), "INT8", "{case}: {name}");
             assert_eq!(encoding(&golden(case), &name), "NVFP4", "{case}: {name}");
+            let rows = |checkpoint: &dyn Checkpoint| {
+                let entry = checkpoint.find(&name).unwrap();
+                let mut values = vec![0.0; entry.rows() * entry.cols()];
+                checkpoint
+                    .rows_f32(entry, 0..entry.rows(), &mut values)
+                    .unwrap();
+                let rows = values.chunks(entry.cols());
+                rows.map(<[f32]>::to_vec).collect::<Vec<_>>()
+            };
+            for (a, b) in rows(&*source).iter().zip(&rows(&*made)) {
+                let largest = a.iter().fold(0f32, |most, x| most.max(x.abs()));
+                let far = a.iter().zip(b).map(|(a, b)| (a - b).abs());
+                // Half of one of the 127 steps to the largest.
+                assert!(far.fold(0.0, f32::max) <= largest / 253.0, "{case}: {name}");
+            }
         }
         let convolution = "model.layers.0.linear_attn.conv1d.weight";
         assert_eq!(encoding(&out.0, convolution), "BF16", "{case}");
-        let [exact, mixed] =
-            [&dense, &out].map(|dir| Served::load(&dir.0, &common::options()).unwrap());
+        let mixed = Served::load(&out.0, &common::options()).unwrap();
         assert!(mixed.info().formats["int8"].tensors >= 3);
-        let tokens = some_tokens(&exact, 30);
-        let [exact, mixed] = [&exact, &mixed].map(|model| run(model, &tokens, Logits::All));
-        let size: f32 = exact.iter().map(|x| x * x).sum();
-        let lost: f32 = exact.iter().zip(&mixed).map(|(a, b)| (a - b).powi(2)).sum();
-        println!("{case}: {}", (lost / size).sqrt());
-        // Its other matrices hold values of 4 bits, so only what is 8 bits now is lost.
-        assert!(lost > 0.0 && lost < 0.01 * size, "{case}: {lost} of {size}");
+        let logits = run(&mixed, &some_tokens(&mixed, 30), Logits::All);
+        assert!(logits.iter().all(|x| x.is_finite()));
     }
 }
 
