@@ -558,24 +558,30 @@ fn wrong_shapes_are_errors_that_name_them() {
 }
 
 /// The gated delta rule in f64, row by row, from a state that it changes.
-fn delta_rule_in_f64(shape: &DeltaShape, rows: [&[f32]; 5], state: &mut [f64]) -> Vec<f64> {
-    let [q, k, v, decay, beta] = rows;
+fn delta_rule_in_f64(
+    shape: &DeltaShape,
+    [qkv, decay, beta]: [&[f32]; 3],
+    state: &mut [f64],
+) -> Vec<f64> {
     let (heads, dk, dv) = (shape.value_heads, shape.key_dim, shape.value_dim);
-    let shared = heads / shape.key_heads;
+    let (shared, keys) = (heads / shape.key_heads, shape.key_width());
     let mut out = Vec::new();
-    for (row, decay) in decay.chunks_exact(heads).enumerate() {
+    let rows = qkv.chunks_exact(shape.channels());
+    let gates = decay.chunks_exact(heads).zip(beta.chunks_exact(heads));
+    for (row, (decay, beta)) in rows.zip(gates) {
         for head in 0..heads {
-            let key = (row * shape.key_heads + head / shared) * dk;
-            let value = (row * heads + head) * dv;
+            let key = head / shared * dk;
+            let (q, k) = (&row[key..], &row[keys + key..]);
+            let v = &row[2 * keys + head * dv..];
             let state = &mut state[head * dk * dv..(head + 1) * dk * dv];
             state.iter_mut().for_each(|s| *s *= f64::from(decay[head]));
             for j in 0..dv {
-                let terms = (0..dk).map(|i| state[i * dv + j] * f64::from(k[key + i]));
-                let change = (f64::from(v[value + j]) - terms.sum::<f64>())
-                    * f64::from(beta[row * heads + head]);
-                (0..dk).for_each(|i| state[i * dv + j] += f64::from(k[key + i]) * change);
-                let terms = (0..dk).map(|i| state[i * dv + j] * f64::from(q[key + i]));
-                out.push(terms.sum::<f64>());
+                let times = |state: &[f64], x: &[f32]| -> f64 {
+                    (0..dk).map(|i| state[i * dv + j] * f64::from(x[i])).sum()
+                };
+                let change = (f64::from(v[j]) - times(state, k)) * f64::from(beta[head]);
+                (0..dk).for_each(|i| state[i * dv + j] += f64::from(k[i]) * change);
+                out.push(times(state, q));
             }
         }
     }
@@ -599,30 +605,26 @@ fn the_delta_rule_is_right_and_the_same_everywhere() {
             taps: 4,
         };
         let m = 37;
-        let keys = m * shape.key_width();
-        let norm = (key_dim as f32).sqrt();
-        let [q, k] = [1, 2].map(|seed| normal(seed, keys).iter().map(|x| x / norm).collect());
-        let (q, k): (Vec<f32>, Vec<f32>) = (q, k);
-        let v = normal(3, m * shape.value_width());
+        let mut qkv = normal(1, m * shape.channels());
+        cpus()[0].delta_norms(&shape, &mut qkv).unwrap();
         let sigmoid = |x: &f32| 1.0 / (1.0 + (-x).exp());
-        let [decay, beta] =
-            [4, 5].map(|seed| normal(seed, m * value_heads).iter().map(sigmoid).collect());
-        let (decay, beta): (Vec<f32>, Vec<f32>) = (decay, beta);
+        let gates = |seed| -> Vec<f32> {
+            let drawn = normal(seed, m * value_heads);
+            drawn.iter().map(sigmoid).collect()
+        };
+        let (decay, beta) = (gates(4), gates(5));
         let before = normal(6, shape.matrix_floats());
         let mut exact: Vec<f64> = before.iter().map(|x| f64::from(*x)).collect();
-        let want = delta_rule_in_f64(&shape, [&q, &k, &v, &decay, &beta], &mut exact);
+        let want = delta_rule_in_f64(&shape, [&qkv, &decay, &beta], &mut exact);
         let mut same: Option<(Vec<f32>, Vec<f32>)> = None;
         for cpu in cpus() {
             for each in [m, 1, 10] {
                 let mut state = before.clone();
                 let mut out = vec![0.0; want.len()];
                 for first in (0..m).step_by(each) {
-                    let last = m.min(first + each);
-                    let of = |width: usize| first * width..last * width;
+                    let of = |width: usize| first * width..m.min(first + each) * width;
                     let rows = DeltaRuleRows {
-                        q: &q[of(shape.key_width())],
-                        k: &k[of(shape.key_width())],
-                        v: &v[of(shape.value_width())],
+                        qkv: &qkv[of(shape.channels())],
                         decay: &decay[of(value_heads)],
                         beta: &beta[of(value_heads)],
                         out: &mut out[of(shape.value_width())],
@@ -642,40 +644,68 @@ fn the_delta_rule_is_right_and_the_same_everywhere() {
     }
 }
 
-/// A convolution sees the inputs before it, and leaves its last ones behind; gates stay finite.
+/// A convolution sees the inputs before it, and leaves its last ones behind.
 #[test]
-fn convolutions_and_gates_of_delta_nets_are_right() {
-    let (channels, stride, first) = (32, 64, 16);
+fn convolutions_of_delta_nets_are_right() {
+    let channels = 48;
     for (taps, m) in [(4, 9), (4, 1), (2, 5), (3, 2)] {
         let (x, weight) = (normal(1, m * channels), normal(2, channels * taps));
-        let before = normal(3, (taps - 1) * stride);
+        let before = normal(3, (taps - 1) * channels);
         let input = |position: usize, channel: usize| match position.checked_sub(taps - 1) {
-            None => before[position * stride + first + channel],
+            None => before[position * channels + channel],
             Some(row) => x[row * channels + channel],
         };
         let mut same: Option<(Vec<f32>, Vec<f32>)> = None;
         for cpu in cpus() {
             let (mut out, mut history) = (x.clone(), before.clone());
-            cpu.convolve(&mut out, channels, &weight, &mut history, stride, first)
+            cpu.convolve(&mut out, channels, &weight, &mut history)
                 .unwrap();
             for (i, got) in out.iter().enumerate() {
                 let (row, channel) = (i / channels, i % channels);
-                let terms = (0..taps)
-                    .map(|tap| f64::from(weight[channel * taps + tap] * input(row + tap, channel)));
+                let terms = (0..taps).map(|tap| {
+                    f64::from(weight[channel * taps + tap]) * f64::from(input(row + tap, channel))
+                });
                 let sum: f64 = terms.sum();
                 let want = sum / (1.0 + (-sum).exp());
                 assert!((f64::from(*got) - want).abs() < 1e-5, "{got} {want}");
             }
             for (i, got) in history.iter().enumerate() {
-                let (position, channel) = (i / stride, (i % stride).wrapping_sub(first));
-                let want = match channel < channels {
-                    true => input(m + position, channel),
-                    false => before[i],
-                };
+                let want = input(m + i / channels, i % channels);
                 assert!(*got == want, "{taps} taps, {m} rows: {i}");
             }
             let got = (out, history);
             assert!(*same.get_or_insert_with(|| got.clone()) == got);
+        }
+    }
+}
+
+/// Queries and keys have the lengths that the rule takes, and gates stay finite.
+#[test]
+fn norms_and_gates_of_delta_nets_are_right() {
+    let shape = DeltaShape {
+        key_heads: 2,
+        value_heads: 4,
+        key_dim: 48,
+        value_dim: 16,
+        taps: 4,
+    };
+    let before = normal(1, 3 * shape.channels());
+    for cpu in cpus() {
+        let mut qkv = before.clone();
+        cpu.delta_norms(&shape, &mut qkv).unwrap();
+        for (got, was) in qkv
+            .chunks(shape.channels())
+            .zip(before.chunks(shape.channels()))
+        {
+            let heads = got.chunks(48).zip(was.chunks(48)).take(4).enumerate();
+            for (head, (got, was)) in heads {
+                let squares: f64 = was.iter().map(|x| f64::from(*x).powi(2)).sum();
+                let length = (squares + 1e-6).sqrt() * if head < 2 { 48f64.sqrt() } else { 1.0 };
+                for (got, was) in got.iter().zip(was) {
+                    assert!((f64::from(*got) - f64::from(*was) / length).abs() < 1e-6);
+                }
+            }
+            assert_eq!(got[192..], was[192..]);
         }
     }
     let gates = DeltaGates {

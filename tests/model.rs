@@ -20,8 +20,9 @@ use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
 use NVFP4::model::convert::{Container, ConvertOptions, ConvertProgress, convert};
 use NVFP4::model::{self, Activations, Device, KvType, LoadOptions, Logits, Scratch, Wanted};
 use common::{
-    Copy, DEVICE_CASES, LONG_CASES, at_long_positions, change_tensor, check_memory_comes_back, cut,
-    expect_kind, golden, load, options, ragged, some_tokens, step_logits,
+    Copy, DEVICE_CASES, LONG_CASES, RECURRENT_CASES, at_long_positions, change_tensor,
+    check_memory_comes_back, cut, expect_kind, golden, load, options, ragged, some_tokens,
+    step_logits,
 };
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
@@ -31,22 +32,18 @@ use serde_json::{Value, json};
 const TOLERANCE: f32 = 2e-4;
 
 /// More golden models, which the tests of whole models on a GPU leave out.
-const PROCESSOR_CASES: [&str; 11] = [
+const PROCESSOR_CASES: [&str; 6] = [
     "qwen3moe_normalized",
     "qwen3moe_window",
     "qwen3moe_saved",
     "qwen2moe_window",
     "smolvlm_nested",
     "mistral3_nested",
-    "qwen35_tied",
-    "qwen35_nested",
-    "qwen35moe_shared",
-    "qwen3next_shared",
-    "qwen3next_dense",
 ];
 
 fn all_cases() -> impl Iterator<Item = &'static str> {
-    DEVICE_CASES.into_iter().chain(PROCESSOR_CASES)
+    let cases = DEVICE_CASES.into_iter().chain(PROCESSOR_CASES);
+    cases.chain(RECURRENT_CASES)
 }
 
 fn cache(model: &Served) -> Sequence {

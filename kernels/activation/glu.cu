@@ -1,6 +1,7 @@
 // Gated linear units, soft caps, the addition of a bias to rows, and type conversions.
 #include "activation/gate.cuh"
 #include "common/ptx.cuh"
+#include "format/fragment_major.cuh"
 
 struct GluArguments {
     const u16* gate_up;     // f16 [rows, 2 width]: gate, then up
@@ -35,6 +36,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu(const __grid_constant_
     auto glu_of = [&](u32 gate, u32 up) { return product(gate, up, a.scale, a.activation); };
     uint4 y = make_uint4(glu_of(g.x, u.x), glu_of(g.y, u.y), glu_of(g.z, u.z), glu_of(g.w, u.w));
     ((uint4*)a.y)[(size_t)blockIdx.y * pieces + i] = y;
+}
+
+struct HeadGateArguments {
+    u16* y;                 // f16 [rows, width]: the output of attention
+    const float* gate;      // [rows, width]
+    int width;
+    int fragment_major;     // whether y is; else it is row-major
+};
+
+// y *= sigmoid(gate). Grid: (ceil(width / THREADS), rows)
+extern "C" __global__ void __launch_bounds__(THREADS) gate_heads(const __grid_constant__ HeadGateArguments a) {
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
+    int row = blockIdx.y, i = blockIdx.x * THREADS + threadIdx.x;
+    if (i >= a.width) return;
+    size_t at = (size_t)row * a.width + i;
+    u16* y = a.y + (a.fragment_major ? fragment_index(ceil_div(gridDim.y, GROUP_ROWS), row, i) : at);
+    *y = to_f16(gated(f16_to_float(*y), a.gate[at]));
 }
 
 struct CapArguments {

@@ -12,6 +12,9 @@ const COLUMNS: usize = 64;
 /// Channels of a convolution per part, and of a vector.
 const CHANNELS: usize = 16;
 
+/// Added to the sum of squares of a query or a key before its root.
+const NORM_EPS: f32 = 1e-6;
+
 /// What a gated delta net learns of its two gates, one number a value head.
 #[derive(Clone, Copy, Debug)]
 pub struct DeltaGates<'a> {
@@ -24,12 +27,8 @@ pub struct DeltaGates<'a> {
 /// Rows of one sequence, for the gated delta rule.
 #[derive(Debug)]
 pub struct DeltaRuleRows<'a> {
-    /// `[rows, key_heads, key_dim]`.
-    pub q: &'a [f32],
-    /// `[rows, key_heads, key_dim]`.
-    pub k: &'a [f32],
-    /// `[rows, value_heads, value_dim]`.
-    pub v: &'a [f32],
+    /// `[rows, channels]`: the queries, keys and values of a row side by side.
+    pub qkv: &'a [f32],
     /// `[rows, value_heads]`: what the state is multiplied by.
     pub decay: &'a [f32],
     /// `[rows, value_heads]`: how much of a correction is written.
@@ -40,17 +39,14 @@ pub struct DeltaRuleRows<'a> {
 
 impl Cpu {
     /// A causal convolution of each channel with `silu` after it: `x`, `[rows, channels]`, becomes `silu(sum of weight * x)` over the last
-    /// `taps` positions. `weight` is `[channels, taps]`, oldest position first. `history` has rows of `stride` numbers, one for each of the
-    /// `taps - 1` positions before, and its channels from `first` on are those of `x`; they become the last inputs. `channels` is a
-    /// multiple of 16. Cancelled with the thread's [`call`].
+    /// `taps` positions. `weight` is `[channels, taps]`, oldest position first. `history`, `[taps - 1, channels]`, has the inputs of the
+    /// positions before, which become the last inputs. `channels` is a multiple of 16. Cancelled with the thread's [`call`].
     pub fn convolve(
         &self,
         x: &mut [f32],
         channels: usize,
         weight: &[f32],
         history: &mut [f32],
-        stride: usize,
-        first: usize,
     ) -> Result<()> {
         let taps = weight.len() / channels.max(1);
         let is_sound = channels > 0
@@ -58,21 +54,18 @@ impl Cpu {
             && x.len().is_multiple_of(channels)
             && (1..=MOST_TAPS).contains(&taps)
             && weight.len() == channels * taps
-            && history.len() == (taps - 1) * stride
-            && first + channels <= stride;
+            && history.len() == (taps - 1) * channels;
         if !is_sound {
             bail!(
                 InvalidArgument,
-                "a convolution of {} inputs in {channels} channels with {} weights and {} inputs before, {stride} a position from {first} on",
+                "a convolution of {} inputs in {channels} channels with {} weights and {} inputs before",
                 x.len(),
                 weight.len(),
                 history.len()
             );
         }
         let rows = x.len() / channels;
-        let x = Out(x.as_mut_ptr());
-        // Without positions before, nothing is there.
-        let history = Out(history.as_mut_ptr().wrapping_add(first));
+        let (x, history) = (Out(x.as_mut_ptr()), Out(history.as_mut_ptr()));
         call::with(|call| {
             self.pool().run(channels / CHANNELS, |part| {
                 if call.is_over() {
@@ -88,12 +81,39 @@ impl Cpu {
                         weight: weight.as_ptr().add(channel * taps),
                         taps,
                         history: history.at(channel),
-                        history_stride: stride,
                     });
                 }
             });
             call.check()
         })
+    }
+
+    /// Divides each query and key in rows of queries, keys and values, `[rows, channels]`, by its length, and each query by the square root
+    /// of its size too.
+    pub fn delta_norms(&self, shape: &DeltaShape, qkv: &mut [f32]) -> Result<()> {
+        let (channels, dim, heads) = (shape.channels(), shape.key_dim, 2 * shape.key_heads);
+        if !qkv.len().is_multiple_of(channels) {
+            bail!(
+                InvalidArgument,
+                "norms of {} numbers, which are not whole rows of {channels}",
+                qkv.len()
+            );
+        }
+        // RMSNorms with factors: the root of a sum of squares is that of their mean times the root of their number.
+        let eps = NORM_EPS / dim as f32;
+        let factors = [1.0 / dim as f32, 1.0 / (dim as f32).sqrt()].map(|factor| vec![factor; dim]);
+        let rows = qkv.len() / channels;
+        let out = Out(qkv.as_mut_ptr());
+        self.by_rows(rows * heads, dim, |index| {
+            let (row, head) = (index / heads, index % heads);
+            let factors = factors[usize::from(head >= shape.key_heads)].as_ptr();
+            // SAFETY: the level is present; each head is normalized by one thread, within its `dim` elements.
+            unsafe {
+                let x = out.at(row * channels + head * dim);
+                (self.table.rms_norm)(x, factors, eps, dim, x);
+            }
+        });
+        Ok(())
     }
 
     /// The gates of rows: `a`, `[rows, value_heads]`, becomes the decay `exp(-exp(a_log) softplus(a + dt_bias))`, and `b` becomes
@@ -131,29 +151,25 @@ impl Cpu {
         state: &mut [f32],
     ) -> Result<()> {
         let DeltaRuleRows {
-            q,
-            k,
-            v,
+            qkv,
             decay,
             beta,
             out,
         } = rows;
         let (keys, values, heads) = (shape.key_width(), shape.value_width(), shape.value_heads);
+        let channels = shape.channels();
         let m = decay.len() / heads.max(1);
         let is_sound = heads > 0
             && heads.is_multiple_of(shape.key_heads.max(1))
             && shape.value_dim.is_multiple_of(16)
-            && [q.len(), k.len()] == [m * keys; 2]
-            && [v.len(), out.len()] == [m * values; 2]
+            && [qkv.len(), out.len()] == [m * channels, m * values]
             && [decay.len(), beta.len()] == [m * heads; 2]
             && state.len() == shape.matrix_floats();
         if !is_sound {
             bail!(
                 InvalidArgument,
-                "the delta rule of {shape:?} with {} queries, {} keys, {} values, {} gates and a state of {}",
-                q.len(),
-                k.len(),
-                v.len(),
+                "the delta rule of {shape:?} with {} queries, keys and values, {} gates and a state of {}",
+                qkv.len(),
                 decay.len(),
                 state.len()
             );
@@ -174,12 +190,12 @@ impl Cpu {
                 // SAFETY: the level is present; lengths were checked, and each part has columns of its own.
                 unsafe {
                     (self.table.delta_rule)(DeltaColumns {
-                        q: q.as_ptr().add(key),
-                        k: k.as_ptr().add(key),
-                        key_stride: keys,
-                        v: v.as_ptr().add(value),
+                        q: qkv.as_ptr().add(key),
+                        k: qkv.as_ptr().add(keys + key),
+                        v: qkv.as_ptr().add(2 * keys + value),
+                        stride: channels,
                         out: out.at(value),
-                        value_stride: values,
+                        out_stride: values,
                         decay: decay.as_ptr().add(head),
                         beta: beta.as_ptr().add(head),
                         gate_stride: heads,

@@ -36,6 +36,11 @@ kernels! {
         Glu { Rows = "glu" }
     }
 
+    /// The gate of attention.
+    enum HeadGate(HeadGateArguments) {
+        Glu { Rows = "gate_heads" }
+    }
+
     /// The soft cap of logits.
     enum SoftCap(CapArguments) {
         Glu { Values = "soft_cap" }
@@ -291,6 +296,39 @@ pub fn glu(
     let launch = Launch::new([blocks(width / 8), rows as u32, 1], THREADS);
     // SAFETY: sizes were checked.
     unsafe { launch.of(GatedUnit::Rows).run(gpu, &arguments) }
+}
+
+#[repr(C)]
+struct HeadGateArguments {
+    y: u64,
+    gate: u64,
+    width: i32,
+    fragment_major: i32,
+}
+
+/// `y *= sigmoid(gate)`: f16 `y` `[rows, width]` in `layout`, f32 `gate` `[rows, width]`.
+pub fn gate_heads(
+    gpu: &Arc<Gpu>,
+    y: &DeviceBuffer,
+    layout: Layout,
+    gate: &DeviceBuffer,
+    rows: usize,
+    width: usize,
+) -> Result<()> {
+    y.holds(
+        "the output of attention",
+        &[layout.elements(rows, width), 2],
+    )?;
+    gate.holds("the gate of attention", &[rows, width, 4])?;
+    let arguments = HeadGateArguments {
+        y: y.address(),
+        gate: gate.address(),
+        width: int("the width of attention", width)?,
+        fragment_major: i32::from(layout == Layout::FragmentMajor),
+    };
+    let launch = Launch::new([blocks(width), rows as u32, 1], THREADS);
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(HeadGate::Rows).run(gpu, &arguments) }
 }
 
 #[repr(C)]

@@ -44,7 +44,7 @@ pub use driver::{
     Arena, Arenas, DeviceBuffer, DeviceSlice, Event, Gpu, Graph, HostStream, KeepContext,
     ManagedBuffer, Pinned, TARGETS, check_managed, compiler, count, open_gpus, target, unavailable,
 };
-pub use elementwise::{NextNorm, glu, post_norm, rms_norm, soft_cap};
+pub use elementwise::{NextNorm, gate_heads, glu, post_norm, rms_norm, soft_cap};
 pub use experts::{
     ExpertScratch, ExpertTable, Routing, SharedExpert, experts_down, experts_gate_up, route,
     sum_experts,

@@ -94,7 +94,7 @@ impl Served {
             if look_ahead && self.device().is_cuda() {
                 // Without a block for it, the step after this one does not run ahead.
                 for part in work.iter_mut().filter(|part| part.sequence.room() > 1) {
-                    let _ = part.sequence.reserve(part.tokens.len() + 1);
+                    let _ = part.sequence.reserve_ahead(part.tokens.len());
                 }
             }
             let segments = work.iter().map(|part| Segment {

@@ -87,6 +87,8 @@ pub struct Sequence {
     snapshots: Vec<Snapshot>,
     /// Whether the state of the end is kept when the sequence goes on.
     keeps_end: bool,
+    /// A block of a state that was given up, for the next.
+    spare: Option<u32>,
     len: usize,
     capacity: usize,
 }
@@ -107,6 +109,7 @@ impl Sequence {
             cache: cache.clone(),
             snapshots: Vec::new(),
             keeps_end: false,
+            spare: None,
             len: 0,
             capacity,
         })
@@ -159,7 +162,8 @@ impl Sequence {
     pub fn bytes(&self) -> usize {
         let of_group = |group| self.tables.kept(group).count() * self.arena(group).block_bytes();
         let state = self.cache.state().map_or(0, StateArena::block_bytes);
-        (0..self.groups()).map(of_group).sum::<usize>() + self.states().count() * state
+        let states = self.states().count() + usize::from(self.spare.is_some());
+        (0..self.groups()).map(of_group).sum::<usize>() + states * state
     }
 
     /// The recurrent states kept, oldest first, with that of the end.
@@ -239,12 +243,31 @@ impl Sequence {
         }
         let end = self.tables.state().current();
         self.release_state(end);
+        self.release_spares();
         let count = self.snapshots.partition_point(|s| s.positions <= self.len);
         let later = self.snapshots.split_off(count);
         later.iter().for_each(|s| self.release_state(s.block));
         let current = self.snapshots.pop().map_or(NULL_BLOCK, |s| s.block);
         self.keeps_end = true;
         *self.tables.state_mut() = StateTable::new(self.len, current);
+    }
+
+    /// Keeps a block that only this sequence uses for the next state, if it has none yet.
+    fn recycle_state(&mut self, block: u32) {
+        let is_own = block != NULL_BLOCK && !self.blocks.pools(self.kind()).state.is_shared(block);
+        match is_own && self.spare.is_none() {
+            true => self.spare = Some(block),
+            false => self.release_state(block),
+        }
+    }
+
+    /// Frees the blocks that are only held for coming states.
+    fn release_spares(&mut self) {
+        self.release_staged();
+        let ahead = self.tables.state_mut().take_ahead();
+        let spare = self.spare.take();
+        let blocks = ahead.into_iter().chain(spare);
+        blocks.for_each(|block| self.release_state(block));
     }
 
     fn release_state(&self, block: u32) {
@@ -260,9 +283,8 @@ impl Sequence {
     fn release_staged(&mut self) {
         if !self.tables.state().staged().is_empty() {
             let staged = self.tables.state_mut().unstage();
-            staged
-                .iter()
-                .for_each(|(_, block)| self.release_state(*block));
+            let blocks = staged.into_iter().map(|(_, block)| block);
+            blocks.for_each(|block| self.recycle_state(block));
         }
     }
 
@@ -272,6 +294,9 @@ impl Sequence {
         let Some(arena) = cache.state() else {
             bail!(Internal, "a state of a model without recurrent layers");
         };
+        if let Some(block) = self.spare.take() {
+            return Ok(block);
+        }
         loop {
             let block = self.blocks.pools(self.kind()).state.take();
             match arena.take(block) {
@@ -296,9 +321,24 @@ impl Sequence {
         self.release_staged();
         let kept: Vec<usize> = self.states().map(|s| s.positions).collect();
         let end = self.len + count;
+        // A GPU may have written the state after one token to it.
+        let mut ahead = self.tables.state_mut().take_ahead();
         for positions in stops(&kept, self.len, end).into_iter().chain([end]) {
-            let block = self.take_state()?;
+            let block = match ahead.take() {
+                Some(block) => block,
+                None => self.take_state()?,
+            };
             self.tables.state_mut().stage(positions, block);
+        }
+        Ok(())
+    }
+
+    /// Takes blocks for one position more than the `count` that are reserved, so that a GPU can run it ahead.
+    pub(super) fn reserve_ahead(&mut self, count: usize) -> Result<()> {
+        self.reserve_blocks(count + 1)?;
+        if self.cache.state().is_some() {
+            let block = self.take_state()?;
+            self.tables.state_mut().stage_ahead(block);
         }
         Ok(())
     }
@@ -310,16 +350,20 @@ impl Sequence {
             positions: before,
             block: self.tables.state().current(),
         };
+        let ahead = self.tables.state_mut().take_ahead();
         let mut staged = self.tables.state_mut().unstage();
         let Some((_, current)) = staged.pop() else {
             return;
         };
         *self.tables.state_mut() = StateTable::new(self.len, current);
+        if let Some(ahead) = ahead {
+            self.tables.state_mut().stage_ahead(ahead);
+        }
         // More than one token is a prompt: both its ends are places to come back to.
         let is_prompt = self.len - before > 1;
         match old.block != NULL_BLOCK && (self.keeps_end || is_prompt) {
             true => self.snapshots.push(old),
-            false => self.release_state(old.block),
+            false => self.recycle_state(old.block),
         }
         let staged = staged.into_iter();
         self.snapshots
@@ -363,6 +407,12 @@ impl Sequence {
                 self.capacity
             );
         }
+        self.reserve_blocks(count)?;
+        self.reserve_states(count)
+    }
+
+    /// Takes blocks of keys and values for `count` further positions.
+    fn reserve_blocks(&mut self, count: usize) -> Result<()> {
         for group in 0..self.groups() {
             let positions = self.block_positions(group);
             let first = self.len / positions;
@@ -370,7 +420,7 @@ impl Sequence {
                 self.own(group, index)?;
             }
         }
-        self.reserve_states(count)
+        Ok(())
     }
 
     /// Makes block `index` of a group one that only this sequence uses.
@@ -422,7 +472,10 @@ impl Sequence {
     /// Removes what a failed pass wrote past the positions held.
     pub(super) fn give_up(&mut self) -> Result<()> {
         self.release_unused();
-        self.release_staged();
+        match self.len {
+            0 => self.release_spares(),
+            _ => self.release_staged(),
+        }
         for group in 0..self.groups() {
             let positions = self.block_positions(group);
             let last = self.tables.blocks(group).get(self.len / positions);
@@ -515,7 +568,7 @@ impl Sequence {
             let block = self.take_state()?;
             self.snapshots.push(Snapshot { positions, block });
             if let Some(arena) = self.cache.state() {
-                arena.with_block(block, &mut next)?;
+                arena.write(block, &mut next)?;
             }
         }
         self.len = len;
@@ -532,11 +585,14 @@ impl Clone for Sequence {
             self.tables.kept(group).for_each(|block| pool.retain(block));
         }
         self.states().for_each(|s| pools.state.retain(s.block));
+        let mut tables = self.tables.clone();
+        *tables.state_mut() = StateTable::new(self.len, self.tables.state().current());
         Sequence {
             blocks: self.blocks.clone(),
             cache: self.cache.clone(),
-            tables: self.tables.clone(),
+            tables,
             snapshots: self.snapshots.clone(),
+            spare: None,
             ..*self
         }
     }
@@ -548,7 +604,7 @@ impl Drop for Sequence {
             let blocks = self.tables.truncate(group, 0);
             self.release(group, &blocks);
         }
-        self.release_staged();
+        self.release_spares();
         self.states().for_each(|s| self.release_state(s.block));
     }
 }

@@ -14,7 +14,7 @@ use super::weights::{
 };
 use crate::base::error::{bail, err};
 use crate::base::{Error, Result, memory};
-use crate::ops::delta::{self, DeltaRuleRows, DeltaWeights};
+use crate::ops::delta::{self, DeltaRuleRows};
 use crate::ops::experts::{RoutedRows, Routes, check_logits, route};
 use crate::ops::linear::{Linear, linear};
 use crate::ops::rope::Angles;
@@ -35,6 +35,11 @@ pub(super) struct Rows<'a> {
 }
 
 impl Rows<'_> {
+    /// Its elements of rows of `width`.
+    fn elements(&self, width: usize) -> Range<usize> {
+        self.rows.start * width..self.rows.end * width
+    }
+
     /// The arena and the blocks of its recurrent state.
     fn state(&self) -> Result<(&StateArena, StateBlocks)> {
         match (self.cache.state(), self.state) {
@@ -52,6 +57,7 @@ pub(super) struct BlockScratch {
     pub(super) residual: Array,
     /// `[rows, hidden]`: the input of a half of a block, and later its output.
     normed: Array,
+    /// `[rows, q_width]`: queries; `[rows, channels]`: queries, keys and values of a gated delta net.
     q: Array,
     k: Array,
     v: Array,
@@ -380,26 +386,21 @@ impl<'a> ReferencePass<'a> {
         s: &mut BlockScratch,
     ) -> Result<()> {
         let (m, shape) = (self.rows, &spec.shape);
-        let [keys, values] = [m * shape.key_width(), m * shape.value_width()];
+        let (channels, values) = (m * shape.channels(), m * shape.value_width());
         let heads = m * shape.value_heads;
         for (array, len) in [
-            (&mut s.q, keys),
-            (&mut s.k, keys),
-            (&mut s.v, values),
+            (&mut s.q, channels),
             (&mut s.head_gate, values),
             (&mut s.decay, heads),
             (&mut s.beta, heads),
         ] {
             array.grow(self.device, len)?;
         }
-        let [q, k, v] = &weights.qkv;
         self.project(
             s.normed.first(m * self.spec.hidden_size)?,
             m,
             &mut [
-                (q, s.q.first_mut(keys)?),
-                (k, s.k.first_mut(keys)?),
-                (v, s.v.first_mut(values)?),
+                (&weights.qkv, s.q.first_mut(channels)?),
                 (&weights.z, s.head_gate.first_mut(values)?),
                 (&weights.a, s.decay.first_mut(heads)?),
                 (&weights.b, s.beta.first_mut(heads)?),
@@ -419,24 +420,15 @@ impl<'a> ReferencePass<'a> {
         s: &mut BlockScratch,
     ) -> Result<()> {
         let shape = &spec.shape;
-        let of_rows = |rows: &Range<usize>, width: usize| rows.start * width..rows.end * width;
         for segment in segments {
-            let keys = of_rows(&segment.rows, shape.key_width());
-            let values = of_rows(&segment.rows, shape.value_width());
+            let rows = segment.elements(shape.channels());
             let (arena, blocks) = segment.state()?;
             arena.update(index, StatePart::History, blocks, |history| {
-                let x = [
-                    s.q.part_mut(keys.clone())?,
-                    s.k.part_mut(keys)?,
-                    s.v.part_mut(values)?,
-                ];
-                delta::convolve(self.device, x, &weights.heads, shape, history)
+                let qkv = s.q.part_mut(rows)?;
+                delta::convolve(self.device, shape, &weights.heads, qkv, history)
             })?;
         }
-        let [q_norm, k_norm] = &weights.heads.norms;
-        let (len, eps) = (self.rows * shape.key_width(), DeltaWeights::norm_eps(shape));
-        norm::rms_norm_in_place(self.device, s.q.first_mut(len)?, q_norm, eps)?;
-        norm::rms_norm_in_place(self.device, s.k.first_mut(len)?, k_norm, eps)
+        Ok(())
     }
 
     fn delta_rule(
@@ -449,20 +441,16 @@ impl<'a> ReferencePass<'a> {
         let shape = &spec.shape;
         s.attended
             .grow(self.device, self.rows * shape.value_width())?;
-        let of_rows = |rows: &Range<usize>, width: usize| rows.start * width..rows.end * width;
         for segment in segments {
-            let keys = of_rows(&segment.rows, shape.key_width());
-            let values = of_rows(&segment.rows, shape.value_width());
-            let heads = of_rows(&segment.rows, shape.value_heads);
+            let heads = segment.elements(shape.value_heads);
             let (arena, blocks) = segment.state()?;
             arena.update(index, StatePart::Matrices, blocks, |state| {
+                let out = segment.elements(shape.value_width());
                 let rows = DeltaRuleRows {
-                    q: s.q.part(keys.clone())?.host()?,
-                    k: s.k.part(keys)?.host()?,
-                    v: s.v.part(values.clone())?.host()?,
+                    qkv: s.q.part(segment.elements(shape.channels()))?.host()?,
                     decay: s.decay.part(heads.clone())?.host()?,
                     beta: s.beta.part(heads)?.host()?,
-                    out: s.attended.part_mut(values)?.host()?,
+                    out: s.attended.part_mut(out)?.host()?,
                 };
                 delta::delta_rule(self.device, shape, rows, state)
             })?;

@@ -12,7 +12,7 @@ use std::time::Duration;
 use twox_hash::XxHash3_64;
 
 use super::LoadOptions;
-use super::spec::{BlockSpec, ExpertsSpec, GatedDeltaSpec, MixerSpec, MlpSpec, Spec};
+use super::spec::{BlockSpec, ExpertsSpec, MixerSpec, MlpSpec, Spec};
 use super::tensors::{
     self, DELTA_A, DELTA_A_LOG, DELTA_B, DELTA_CONVOLUTION, DELTA_DT_BIAS, DELTA_NORM, DELTA_OUT,
     DELTA_QKV, DELTA_Z, EMBEDDING, HEAD, NORM, QUERY, QUERY_GATE, StoredRows, TensorRole,
@@ -504,7 +504,7 @@ impl Work<'_> {
         else {
             let globals = self.shared.checkpoint.global_scales(entry)?;
             // Each expert of a stack may have its own.
-            let global = globals[found.rows.first / (entry.rows() / globals.len())];
+            let global = globals[found.rows.first() / (entry.rows() / globals.len())];
             return self.nvfp4(found, global, &mut |range, codes, scales| {
                 found.rows.parts(range).try_for_each(|(at, stored)| {
                     let end = at + stored.len();
@@ -726,7 +726,7 @@ pub(super) fn load<T: Send>(
     let weights = Weights {
         embedding,
         blocks: (0..blocks)
-            .map(|i| loaded.block(&options.device, spec, i))
+            .map(|i| loaded.block(spec, i))
             .collect::<Result<_>>()?,
         norm: loaded.vector(NORM)?,
         head: loaded.projection("lm_head")?,
@@ -904,7 +904,7 @@ impl Parts {
         })
     }
 
-    fn block(&mut self, device: &Device, spec: &Spec, index: usize) -> Result<Block> {
+    fn block(&mut self, spec: &Spec, index: usize) -> Result<Block> {
         let BlockSpec { norms, mixer, mlp } = &spec.blocks[index];
         let name = |n: &str| block_name(index, n);
         let mut norm = |n: &str, has: bool| match has {
@@ -926,9 +926,7 @@ impl Parts {
                 MixerSpec::Attention(attention) => {
                     Mixer::Attention(Box::new(self.attention(attention.gated, index)?))
                 }
-                MixerSpec::GatedDelta(delta) => {
-                    Mixer::GatedDelta(Box::new(self.gated_delta(device, delta, index)?))
-                }
+                MixerSpec::GatedDelta(_) => Mixer::GatedDelta(Box::new(self.gated_delta(index)?)),
             },
             mlp_norms,
             mlp: match mlp {
@@ -955,24 +953,10 @@ impl Parts {
         })
     }
 
-    fn gated_delta(
-        &mut self,
-        device: &Device,
-        spec: &GatedDeltaSpec,
-        index: usize,
-    ) -> Result<GatedDelta> {
+    fn gated_delta(&mut self, index: usize) -> Result<GatedDelta> {
         let name = |n: &str| block_name(index, n);
-        let [q, k, v] = DELTA_QKV.map(name);
-        let [q_norm, k_norm] = DeltaWeights::norm_factors(&spec.shape).map(|factor| {
-            let factors = vec![factor; spec.shape.key_dim];
-            Array::weight(device, Buffer::from_slice(Tag::Weights, &factors)?)
-        });
         Ok(GatedDelta {
-            qkv: [
-                self.projection(&q)?,
-                self.projection(&k)?,
-                self.projection(&v)?,
-            ],
+            qkv: self.projection(&name(DELTA_QKV))?,
             z: self.projection(&name(DELTA_Z))?,
             a: self.projection(&name(DELTA_A))?,
             b: self.projection(&name(DELTA_B))?,
@@ -980,7 +964,6 @@ impl Parts {
                 convolution: self.vector(&name(DELTA_CONVOLUTION))?,
                 a_log: self.vector(&name(DELTA_A_LOG))?,
                 dt_bias: self.vector(&name(DELTA_DT_BIAS))?,
-                norms: [q_norm?, k_norm?],
             },
             norm: self.vector(&name(DELTA_NORM))?,
             out: self.projection(&name(DELTA_OUT))?,

@@ -341,6 +341,10 @@ impl Model {
                         tables: segment.tables,
                         context: segment.context,
                         first: segment.first + part.tokens.start,
+                        state: segment.tables.state().of_pass(
+                            segment.first + part.tokens.start,
+                            segment.first + part.tokens.end,
+                        ),
                     }
                 })
                 .collect();

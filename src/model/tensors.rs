@@ -25,11 +25,7 @@ pub(super) const QUERY: &str = "self_attn.q_proj.query";
 /// The gate of attention.
 pub(super) const QUERY_GATE: &str = "self_attn.q_proj.gate";
 /// Queries, keys and values of a gated delta net.
-pub(super) const DELTA_QKV: [&str; 3] = [
-    "linear_attn.in_proj.query",
-    "linear_attn.in_proj.key",
-    "linear_attn.in_proj.value",
-];
+pub(super) const DELTA_QKV: &str = "linear_attn.in_proj_qkv";
 /// Its other projections.
 pub(super) const DELTA_Z: &str = "linear_attn.in_proj_z";
 pub(super) const DELTA_B: &str = "linear_attn.in_proj_b";
@@ -96,9 +92,13 @@ pub struct Within {
     pub rows: StoredRows,
 }
 
-/// Rows of a stored tensor: runs of consecutive rows, all of one length and equally far apart.
+/// Rows of a stored tensor, in the order of their tensor's: one pattern after the other.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StoredRows {
+pub struct StoredRows(pub Vec<RowPattern>);
+
+/// Runs of consecutive rows, all of one length and equally far apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowPattern {
     /// The first row of the first run.
     pub first: usize,
     /// Rows of a run.
@@ -111,33 +111,56 @@ pub struct StoredRows {
 
 impl From<Range<usize>> for StoredRows {
     fn from(rows: Range<usize>) -> Self {
-        StoredRows {
+        StoredRows(vec![RowPattern {
             first: rows.start,
             run: rows.len(),
             stride: rows.len(),
             runs: 1,
-        }
+        }])
+    }
+}
+
+impl RowPattern {
+    fn count(&self) -> usize {
+        self.run * self.runs
+    }
+
+    /// The longest run from row `index` of the pattern on, up to `end`.
+    fn run_from(&self, index: usize, end: usize) -> Range<usize> {
+        let within = index % self.run;
+        let start = self.first + index / self.run * self.stride + within;
+        start..start + (self.run - within).min(end - index)
     }
 }
 
 impl StoredRows {
+    /// The first of them.
+    pub fn first(&self) -> usize {
+        self.0.first().map_or(0, |pattern| pattern.first)
+    }
+
     /// Number of rows.
     pub fn count(&self) -> usize {
-        self.run * self.runs
+        self.0.iter().map(RowPattern::count).sum()
     }
 
     /// The consecutive rows that `rows` of these are, in order. Each comes with the number of rows of `rows` before it.
     pub fn parts(&self, rows: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
-        let mut next = rows.start;
+        let (mut next, mut patterns, mut passed) = (rows.start, self.0.iter(), 0);
+        let mut pattern = patterns.next();
         std::iter::from_fn(move || {
+            while pattern.is_some_and(|p| next >= passed + p.count()) {
+                passed += pattern?.count();
+                pattern = patterns.next();
+            }
             if next >= rows.end {
                 return None;
             }
-            let (before, within) = (next - rows.start, next % self.run);
-            let start = self.first + next / self.run * self.stride + within;
-            let count = (self.run - within).min(rows.end - next);
-            next += count;
-            Some((before, start..start + count))
+            let end = rows.end.min(passed + pattern?.count());
+            let run = pattern?.run_from(next - passed, end - passed);
+            let before = next - rows.start;
+            next += run.len();
+            Some((before, run))
         })
     }
 }
@@ -333,12 +356,12 @@ impl List {
     fn gated_queries(&mut self, attention: &AttentionSpec, hidden: usize) {
         let (dim, width) = (attention.head_dim, attention.q_width());
         for (name, first) in [(QUERY, 0), (QUERY_GATE, dim)] {
-            let rows = StoredRows {
+            let rows = StoredRows(vec![RowPattern {
                 first,
                 run: dim,
                 stride: 2 * dim,
                 runs: attention.heads,
-            };
+            }]);
             let mut part = |suffix: &str, cols: Option<usize>, role| {
                 let shape = |rows| std::iter::once(rows).chain(cols).collect::<Vec<_>>();
                 let whole = format!("self_attn.q_proj.{suffix}");
@@ -355,56 +378,48 @@ impl List {
 
     fn gated_delta(&mut self, delta: &GatedDeltaSpec, hidden: usize) {
         let shape = &delta.shape;
-        let (keys, values, heads) = (shape.key_width(), shape.value_width(), shape.value_heads);
-        let own = |name: &str| format!("linear_attn.{name}");
-        let [q, k, v] = DELTA_QKV;
+        let (channels, values, heads) = (shape.channels(), shape.value_width(), shape.value_heads);
         match delta.projections {
             DeltaProjections::ByRole => {
-                let whole = own("in_proj_qkv.weight");
-                let whole = (whole.as_str(), &[shape.channels(), hidden][..]);
-                for (name, first, rows) in [(q, 0, keys), (k, keys, keys), (v, 2 * keys, values)] {
-                    let stored = (first..first + rows).into();
-                    let name = format!("{name}.weight");
-                    self.part(&name, &[rows, hidden], TensorRole::Recurrent, whole, stored);
-                }
-                self.recurrent(DELTA_Z, values, hidden);
-                for name in [DELTA_B, DELTA_A] {
-                    self.recurrent(name, heads, hidden);
+                for (name, rows) in [
+                    (DELTA_QKV, channels),
+                    (DELTA_Z, values),
+                    (DELTA_B, heads),
+                    (DELTA_A, heads),
+                ] {
+                    self.recurrent(name, rows, hidden);
                 }
             }
             DeltaProjections::ByHead => {
-                let shared = heads / shape.key_heads;
-                let (dim, run) = (shape.key_dim, shared * shape.value_dim);
-                let tables: [(&str, usize, &[(&str, usize, usize)]); 2] = [
+                let (dim, shared) = (shape.key_dim, heads / shape.key_heads);
+                let run = shared * shape.value_dim;
+                // The rows of a key head: its query and key, then the values and gates of its value heads.
+                let of_qkv = [(0, dim), (dim, dim), (2 * dim, run)];
+                let tables: [(&str, usize, &[(&str, &[(usize, usize)])]); 2] = [
                     (
-                        "in_proj_qkvz.weight",
+                        "linear_attn.in_proj_qkvz.weight",
                         2 * dim + 2 * run,
-                        &[
-                            (q, 0, dim),
-                            (k, dim, dim),
-                            (v, 2 * dim, run),
-                            (DELTA_Z, 2 * dim + run, run),
-                        ],
+                        &[(DELTA_QKV, &of_qkv), (DELTA_Z, &[(2 * dim + run, run)])],
                     ),
                     (
-                        "in_proj_ba.weight",
+                        "linear_attn.in_proj_ba.weight",
                         2 * shared,
-                        &[(DELTA_B, 0, shared), (DELTA_A, shared, shared)],
+                        &[(DELTA_B, &[(0, shared)]), (DELTA_A, &[(shared, shared)])],
                     ),
                 ];
                 for (whole, stride, parts) in tables {
-                    let whole = own(whole);
-                    let whole = (whole.as_str(), &[shape.key_heads * stride, hidden][..]);
-                    for &(name, first, run) in parts {
-                        let stored = StoredRows {
+                    let whole = (whole, &[shape.key_heads * stride, hidden][..]);
+                    for &(name, runs) in parts {
+                        let pattern = |&(first, run): &(usize, usize)| RowPattern {
                             first,
                             run,
                             stride,
                             runs: shape.key_heads,
                         };
-                        let rows = stored.count();
+                        let stored = StoredRows(runs.iter().map(pattern).collect());
+                        let sizes = [stored.count(), hidden];
                         let name = format!("{name}.weight");
-                        self.part(&name, &[rows, hidden], TensorRole::Recurrent, whole, stored);
+                        self.part(&name, &sizes, TensorRole::Recurrent, whole, stored);
                     }
                 }
             }
@@ -491,5 +506,34 @@ impl List {
             alone: true,
             within: Vec::new(),
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_found_in_the_order_of_their_tensor() {
+        let pattern = |first, run| RowPattern {
+            first,
+            run,
+            stride: 10,
+            runs: 2,
+        };
+        let rows = StoredRows(vec![pattern(0, 2), pattern(2, 3)]);
+        let stored = |range: Range<usize>| -> Vec<usize> {
+            rows.parts(range).flat_map(|(_, part)| part).collect()
+        };
+        let all = [0, 1, 10, 11, 2, 3, 4, 12, 13, 14];
+        assert_eq!((rows.count(), stored(0..10)), (10, all.to_vec()));
+        for (first, last) in [(0, 0), (1, 3), (3, 6), (5, 10), (9, 10)] {
+            assert_eq!(stored(first..last), all[first..last]);
+            let mut at = 0;
+            for (before, part) in rows.parts(first..last) {
+                assert_eq!(before, at);
+                at += part.len();
+            }
+        }
     }
 }

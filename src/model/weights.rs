@@ -60,6 +60,14 @@ impl Mixer {
         }
     }
 
+    /// The last projection.
+    pub fn last(&self) -> &Projection {
+        match self {
+            Mixer::Attention(attention) => &attention.o,
+            Mixer::GatedDelta(delta) => &delta.out,
+        }
+    }
+
     fn projections(&self) -> Vec<&Projection> {
         match self {
             Mixer::Attention(attention) => {
@@ -88,8 +96,8 @@ impl Mixer {
 /// The weights of a gated delta net.
 #[derive(Debug)]
 pub struct GatedDelta {
-    /// Queries, keys and values before the convolution: `[key_width, hidden]` twice and `[value_width, hidden]`.
-    pub qkv: [Projection; 3],
+    /// Queries, keys and values before the convolution, `[channels, hidden]`.
+    pub qkv: Projection,
     /// The gate of the norm, `[value_width, hidden]`.
     pub z: Projection,
     /// What the decay of each value head comes of, `[value_heads, hidden]`.
@@ -106,8 +114,7 @@ pub struct GatedDelta {
 
 impl GatedDelta {
     fn projections(&self) -> impl Iterator<Item = &Projection> {
-        let gates = [&self.z, &self.b, &self.a, &self.out];
-        self.qkv.iter().chain(gates)
+        [&self.qkv, &self.z, &self.b, &self.a, &self.out].into_iter()
     }
 
     fn vectors(&self) -> impl Iterator<Item = &Array> {

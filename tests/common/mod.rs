@@ -191,6 +191,15 @@ pub(crate) const DEVICE_CASES: [&str; 22] = [
     "qwen2moe_shared",
 ];
 
+/// Models with recurrent layers, whose kernels on a GPU are fused ones alone.
+pub(crate) const RECURRENT_CASES: [&str; 5] = [
+    "qwen35_tied",
+    "qwen35_nested",
+    "qwen35moe_shared",
+    "qwen3next_shared",
+    "qwen3next_dense",
+];
+
 /// The cases of `tests/golden/model/long_positions.py`: one for each RoPE scaling.
 pub(crate) const LONG_CASES: [&str; 8] = [
     "long_default",

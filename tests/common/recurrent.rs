@@ -9,6 +9,9 @@ use NVFP4::session::Session;
 use super::some_tokens;
 use super::windows::{Same, fresh, session};
 
+/// States that a session holds besides earlier ones: that of its end, and blocks for the next two.
+const HELD: usize = 3;
+
 /// Bytes of the recurrent state of a model.
 fn state_bytes(model: &Served) -> usize {
     let shapes = model.spec().blocks.iter().filter_map(|b| b.gated_delta());
@@ -36,7 +39,7 @@ pub(crate) fn check(model: &Arc<Served>, path: &Path, same: &Same<'_>) {
             .kv_bytes()
             .saturating_sub(most_kv_bytes(model, session.len()));
         assert!(
-            states <= (SNAPSHOTS + 1) * state,
+            states <= (SNAPSHOTS + HELD) * state,
             "{states} bytes at {}",
             session.len()
         );
@@ -79,7 +82,7 @@ pub(crate) fn check(model: &Arc<Served>, path: &Path, same: &Same<'_>) {
     let most = most_kv_bytes(model, 3000) + (SNAPSHOTS + 1) * state + 50_000;
     assert!(size < most, "{size} bytes");
     let mut restored = Session::restore(model.clone(), path).unwrap();
-    assert_eq!(restored.kv_bytes(), session.kv_bytes());
+    assert!(restored.kv_bytes() <= session.kv_bytes());
     restored.decode(9).unwrap();
     let after = [&tokens[..], &[9]].concat();
     same(

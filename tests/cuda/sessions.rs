@@ -3,14 +3,16 @@
 use std::cell::RefCell;
 use std::ops::ControlFlow;
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Instant;
 
 use NVFP4::base::call::{Cancel, Progress, Watch};
 use NVFP4::base::{ErrorKind, Result};
+use NVFP4::engine::Served;
 use NVFP4::model::Device;
 use NVFP4::session::{self, GenerateOptions, Sampler, SamplingOptions, Session, SessionOptions};
 
-use crate::common::{golden, ragged, some_tokens, windows};
+use crate::common::{golden, ragged, recurrent, some_tokens, windows};
 use crate::support::{as_f64, assert_close, generated, gpu, load_on, prompted, with_context};
 
 /// The tokens with the largest logits, which the host reads, one after the other.
@@ -273,11 +275,31 @@ fn layers_with_a_window_keep_no_more_than_they_need() {
     }
 }
 
+#[test]
+fn recurrent_layers_keep_few_states() {
+    let Some(gpu) = gpu() else { return };
+    for case in ["qwen35_tied", "qwen3next_dense"] {
+        let dir = windows::lengthened(case);
+        let model = load_on(Device::Cuda(gpu.clone()), &dir.0);
+        let name = format!("nvfp4-states-{}-{case}", std::process::id());
+        let path = File(std::env::temp_dir().join(name));
+        recurrent::check(&model, &path.0, &|got, want, what| {
+            assert_close(got, &as_f64(want), 1e-2, &format!("{case}, {what}"));
+        });
+    }
+}
+
 /// Steps of any number of sessions, over the ends of blocks, whether or not the device runs ahead: each session has what it has alone.
 #[test]
 fn steps_of_any_size_are_those_of_sessions_alone() {
     let Some(gpu) = gpu() else { return };
-    let model = load_on(Device::Cuda(gpu), &golden("qwen3_tied"));
+    for case in ["qwen3_tied", "qwen35_tied"] {
+        let model = load_on(Device::Cuda(gpu.clone()), &golden(case));
+        check_steps_of_any_size(&model);
+    }
+}
+
+fn check_steps_of_any_size(model: &Arc<Served>) {
     let options = with_context(256);
     for (count, ahead) in [
         (1, true),
@@ -287,9 +309,9 @@ fn steps_of_any_size_are_those_of_sessions_alone() {
         (9, false),
         (13, true),
     ] {
-        let prompt = |i: usize| some_tokens(&model, 50 + 3 * i);
+        let prompt = |i: usize| some_tokens(model, 50 + 3 * i);
         let mut sessions: Vec<Session> = (0..count)
-            .map(|i| prompted(&model, &options, &prompt(i)))
+            .map(|i| prompted(model, &options, &prompt(i)))
             .collect();
         let (greedy, mut taken) = (SamplingOptions::default(), vec![Vec::new(); count]);
         let mut tokens: Vec<u32> = (0..count as u32).collect();
@@ -304,7 +326,7 @@ fn steps_of_any_size_are_those_of_sessions_alone() {
         }
         for (i, (mut session, taken)) in sessions.into_iter().zip(taken).enumerate() {
             let alone = [prompt(i), taken].concat();
-            let mut alone = prompted(&model, &options, &alone);
+            let mut alone = prompted(model, &options, &alone);
             let want = as_f64(alone.logits().unwrap());
             let what = format!("session {i} of {count}");
             assert_close(session.logits().unwrap(), &want, 5e-3, &what);

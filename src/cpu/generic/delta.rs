@@ -21,10 +21,8 @@ pub(in crate::cpu) struct ConvolvedChannels {
     pub weight: *const f32,
     /// From 1 to [`MOST_TAPS`].
     pub taps: usize,
-    /// `[taps - 1, history_stride]`: inputs of the positions before, oldest first, which the last inputs replace.
+    /// `[taps - 1, stride]`: inputs of the positions before, oldest first, which the last inputs replace.
     pub history: *mut f32,
-    /// Elements from one position of the history to the next.
-    pub history_stride: usize,
 }
 
 /// `x = silu(sum of weight * x at the last taps positions)` for sixteen channels.
@@ -47,7 +45,7 @@ pub(in crate::cpu) unsafe fn convolve<S: Simd>(c: ConvolvedChannels) {
             weights[unseen + tap] = S::load(lanes.as_ptr());
         }
         for position in 0..c.taps - 1 {
-            inputs[unseen + position + 1] = S::load(c.history.add(position * c.history_stride));
+            inputs[unseen + position + 1] = S::load(c.history.add(position * c.stride));
         }
         for row in 0..c.rows {
             let x = c.x.add(row * c.stride);
@@ -60,7 +58,7 @@ pub(in crate::cpu) unsafe fn convolve<S: Simd>(c: ConvolvedChannels) {
             S::store(x, <Silu as Activation<S>>::of(sum));
         }
         for position in 0..c.taps - 1 {
-            let to = c.history.add(position * c.history_stride);
+            let to = c.history.add(position * c.stride);
             S::store(to, inputs[unseen + position + 1]);
         }
     }
@@ -69,14 +67,14 @@ pub(in crate::cpu) unsafe fn convolve<S: Simd>(c: ConvolvedChannels) {
 /// Columns of one head's state, and the rows that change it.
 #[derive(Clone, Copy)]
 pub(in crate::cpu) struct DeltaColumns {
-    /// The head's first query; the next row's is `key_stride` elements on, as for keys.
+    /// The head's first query and key, and the columns' first values. The next row's are `stride` elements on.
     pub q: *const f32,
     pub k: *const f32,
-    pub key_stride: usize,
-    /// The columns' first values; the next row's are `value_stride` elements on, as for outputs.
     pub v: *const f32,
+    pub stride: usize,
+    /// The columns' first outputs. The next row's are `out_stride` elements on.
     pub out: *mut f32,
-    pub value_stride: usize,
+    pub out_stride: usize,
     /// What the state is multiplied by at each row, `gate_stride` elements apart.
     pub decay: *const f32,
     /// How much of a correction each row writes, likewise.
@@ -116,8 +114,8 @@ unsafe fn columns<S: Simd, const N: usize>(d: DeltaColumns, first: usize) {
     // SAFETY: forwarded.
     unsafe {
         for row in 0..d.rows {
-            let (q, k) = (d.q.add(row * d.key_stride), d.k.add(row * d.key_stride));
-            let at = row * d.value_stride + first;
+            let (q, k) = (d.q.add(row * d.stride), d.k.add(row * d.stride));
+            let (v, to) = (row * d.stride + first, row * d.out_stride + first);
             let decay = S::splat(*d.decay.add(row * d.gate_stride));
             let beta = S::splat(*d.beta.add(row * d.gate_stride));
             let mut held = [S::splat(0.0); N];
@@ -129,7 +127,7 @@ unsafe fn columns<S: Simd, const N: usize>(d: DeltaColumns, first: usize) {
             }
             let mut change = [S::splat(0.0); N];
             for n in 0..N {
-                let missing = S::sub(S::load(d.v.add(at + 16 * n)), S::mul(held[n], decay));
+                let missing = S::sub(S::load(d.v.add(v + 16 * n)), S::mul(held[n], decay));
                 change[n] = S::mul(missing, beta);
             }
             let mut out = [S::splat(0.0); N];
@@ -143,7 +141,7 @@ unsafe fn columns<S: Simd, const N: usize>(d: DeltaColumns, first: usize) {
                 }
             }
             for n in 0..N {
-                S::store(d.out.add(at + 16 * n), out[n]);
+                S::store(d.out.add(to + 16 * n), out[n]);
             }
         }
     }

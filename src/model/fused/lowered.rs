@@ -40,6 +40,9 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
     if spec.blocks.iter().any(|b| b.mlp.mixture().is_some()) {
         units.extend([Unit::ExpertsRoute, Unit::LinearExperts, Unit::ExpertsSum]);
     }
+    if spec.blocks.iter().any(|b| b.gated_delta().is_some()) {
+        units.extend([Unit::DeltaConv, Unit::DeltaRule, Unit::DeltaNorm]);
+    }
     for attention in spec.blocks.iter().filter_map(BlockSpec::attention) {
         for unit in attention_units(spec, attention) {
             if !units.contains(&unit) {
@@ -130,7 +133,8 @@ impl Lowered {
             table,
             sizes,
         };
-        for index in 0..spec.blocks.len() {
+        let attends = |index: &usize| spec.blocks[*index].attention().is_some();
+        for index in (0..spec.blocks.len()).filter(attends) {
             lowered.heads(source, index, false)?.check()?;
         }
         Ok(lowered)

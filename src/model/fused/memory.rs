@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::delta_scratch::DeltaScratch;
 use super::graphs::Graphs;
 use super::sizes::Sizes;
 use super::state::{AheadStep, Begin, DeviceState, StepInput};
@@ -12,7 +13,7 @@ use crate::cuda::{
     self, Best, DeviceBuffer, DeviceSlice, DrawScratch, Drawn, ExpertScratch, Gpu, Layout,
     LinearScratch, NormScratch, Pinned, SplitKvWorkspace,
 };
-use crate::model::kv::{KvCache, KvTables, NULL_BLOCK};
+use crate::model::kv::{KvCache, KvTables, NULL_BLOCK, StateBlocks};
 
 /// Number of steps that the device may run ahead of the host.
 const HISTORY: usize = 8;
@@ -50,6 +51,10 @@ pub(super) struct Memory {
     pub(super) overflow: DeviceBuffer,
     /// One u32 per row: 1 + the first block with a router logit that is not finite, or 0.
     pub(super) unroutable: DeviceBuffer,
+    /// f32: the gate of attention, in models that have it.
+    pub(super) head_gate: Option<DeviceBuffer>,
+    /// Scratch of gated delta nets, in models that have them.
+    pub(super) delta: Option<DeltaScratch>,
     /// Scratch of mixtures of experts, in models that have them.
     pub(super) experts: Option<ExpertScratch>,
     pub(super) splits: SplitKvWorkspace,
@@ -78,9 +83,9 @@ impl Memory {
             DeviceBuffer::uninit(gpu, Tag::DeviceScratch, elements * bytes)
         };
         let notes = || DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, rows.max(batch).max(1) * 4);
-        let (hidden, q, wide) = (sizes.hidden, sizes.q, sizes.intermediate);
+        let (hidden, q, wide) = (sizes.hidden, sizes.mixed(), sizes.intermediate);
         // The widest weight except the head, which is computed in parts because logits of many rows are rarely requested.
-        let widest = sizes.qkv.max(wide) * hidden * 2;
+        let widest = sizes.mixer_inputs().max(wide).max(q) * hidden * 2;
         let k = wide.max(hidden).max(q);
         let converted = rows * k * 2;
         let widest = widest.max(if sizes.dense { converted } else { 0 });
@@ -101,7 +106,7 @@ impl Memory {
             between: scratch(hidden, 4)?,
             half: scratch(hidden, 4)?,
             input: scratch(activations(hidden.max(q)), 2)?,
-            projected: scratch(rows * sizes.qkv.max(wide).max(hidden), 4)?,
+            projected: scratch(rows * sizes.mixer_inputs().max(wide).max(hidden), 4)?,
             inner: scratch(activations(wide.max(q)), 2)?,
             logits: scratch(head_rows * sizes.vocab, 4)?,
             tokens: scratch(rows.max(batch), 4)?,
@@ -114,6 +119,14 @@ impl Memory {
             unfit: notes()?,
             overflow: notes()?,
             unroutable: notes()?,
+            head_gate: match sizes.head_gate {
+                0 => None,
+                width => Some(scratch(rows * width, 4)?),
+            },
+            delta: sizes
+                .delta
+                .map(|sizes| DeltaScratch::new(gpu, sizes, rows, batch))
+                .transpose()?,
             experts: sizes
                 .experts
                 .map(|e| ExpertScratch::new(gpu, e.routing, rows, e.intermediate, hidden))
@@ -350,7 +363,24 @@ impl Memory {
         places.resize(rows, 0);
         self.tokens.write(0, &ids)?;
         self.positions.write(0, &places)?;
+        if let Some(delta) = &mut self.delta {
+            let lengths = std::iter::repeat_n(1, rows);
+            let none = sequences.iter().take(0).map(|_| None);
+            delta.write_segments(lengths, none)?;
+        }
         self.write_tables(sequences, rows)
+    }
+
+    /// Writes the blocks of the recurrent state that a step of `rows` rows reads and writes.
+    pub(super) fn write_states(
+        &mut self,
+        states: &[Option<StateBlocks>],
+        rows: usize,
+    ) -> Result<()> {
+        match &mut self.delta {
+            None => Ok(()),
+            Some(delta) => delta.write_states(rows, states.iter().copied()),
+        }
     }
 
     /// The scratch of draws, with room for as many sequences as the rest.

@@ -3,13 +3,13 @@
 
 use std::sync::Arc;
 
-use super::plan::{BlockShape, GatedShape, MlpShape};
+use super::plan::{BlockShape, GatedShape, MixerShape, MlpShape};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::cuda::{self, Biased, DeviceBuffer, DeviceSlice, ExpertTable, Gpu, Matrix, Routing};
 use crate::model::spec::BlockSpec;
-use crate::model::weights::{Block, GatedMlp, Mlp, Projection};
+use crate::model::weights::{Block, GatedMlp, Mixer, Mlp, Projection};
 use crate::ops::Array;
 use crate::ops::linear::Linear;
 
@@ -55,16 +55,25 @@ fn gated_shape(mlp: &GatedMlp) -> Result<GatedShape> {
 
 pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape> {
     let shape = |p: &Projection| Ok(matrix(p)?.shape());
-    let attention = weights.mixer.required_attention()?;
     let of_all_rows = weights.mlp.of_all_rows().map(gated_shape).transpose()?;
     Ok(BlockShape {
         norms: spec.norms,
-        qkv: [
-            shape(&attention.q)?,
-            shape(&attention.k)?,
-            shape(&attention.v)?,
-        ],
-        o: shape(&attention.o)?,
+        mixer: match &weights.mixer {
+            Mixer::Attention(attention) => MixerShape::Attention {
+                qkv: [
+                    shape(&attention.q)?,
+                    shape(&attention.k)?,
+                    shape(&attention.v)?,
+                ],
+                gate: attention.gate.as_ref().map(shape).transpose()?,
+                o: shape(&attention.o)?,
+            },
+            Mixer::GatedDelta(delta) => MixerShape::GatedDelta {
+                inputs: [shape(&delta.qkv)?, shape(&delta.z)?],
+                gates: [shape(&delta.b)?, shape(&delta.a)?],
+                out: shape(&delta.out)?,
+            },
+        },
         mlp: match (&weights.mlp, of_all_rows) {
             (Mlp::Experts(_), shared) => MlpShape::Experts { shared },
             (Mlp::Dense(_), Some(mlp)) => MlpShape::Dense(mlp),

@@ -42,6 +42,8 @@ pub(super) struct FusedPass<'a> {
     pub(super) source: Source<'a>,
     pub(super) memory: &'a Memory,
     pub(super) rows: usize,
+    /// Segments of the pass: parts of different sequences.
+    pub(super) segments: usize,
     pub(super) attention: Attention<'a>,
     /// Whether the long RoPE table applies.
     pub(super) long: bool,
@@ -73,6 +75,29 @@ impl<'a> FusedPass<'a> {
             Kernel::Decode { .. } | Kernel::StoreKv | Kernel::Prefill => {
                 self.attend(index, &step.kernel)
             }
+            Kernel::HeadGate { input, gemm } => {
+                let attention = self.block(index).0.mixer.required_attention()?;
+                let (Some(gate), Some(out)) = (&attention.gate, &memory.head_gate) else {
+                    bail!(Internal, "block {index} has no gate of heads");
+                };
+                let (matrix, width) = (biased(gate)?, gate.linear.rows());
+                self.linear(gemm, self.input(input)?, &[matrix], Output::F32, out, width)
+            }
+            Kernel::GateHeads { layout } => {
+                let Some(gate) = &memory.head_gate else {
+                    bail!(Internal, "block {index} has no gate of heads");
+                };
+                let width = self.source.spec.blocks[index]
+                    .required_attention()?
+                    .q_width();
+                let (gpu, y) = (&lowered.gpu, &memory.input);
+                cuda::gate_heads(gpu, y, *layout, gate, self.rows, width)
+            }
+            Kernel::DeltaInputs { input, gemm } => self.delta_inputs(index, input, gemm),
+            Kernel::DeltaGates { input, gemm } => self.delta_gates(index, input, gemm),
+            Kernel::DeltaConv => self.delta_conv(index),
+            Kernel::DeltaRule => self.delta_rule(index),
+            Kernel::DeltaNorm { layout } => self.delta_norm(index, *layout),
             Kernel::GateUp { input, fused, gemm } => {
                 let (spec, mlp) = self.mlp(index)?;
                 let matrices = [biased(&mlp.gate)?, biased(&mlp.up)?];
@@ -191,7 +216,7 @@ impl<'a> FusedPass<'a> {
         )
     }
 
-    fn linear(
+    pub(super) fn linear(
         &self,
         gemm: &GemmPlan,
         input: Input<'_>,
@@ -279,10 +304,7 @@ impl<'a> FusedPass<'a> {
     ) -> Result<()> {
         let (block, memory) = (self.block(index).0, self.memory);
         let (input, weight) = match half {
-            Half::Mixer => {
-                let attention = block.mixer.required_attention()?;
-                (layout.input(&memory.input, 1.0), &attention.o)
-            }
+            Half::Mixer => (layout.input(&memory.input, 1.0), block.mixer.last()),
             Half::Mlp => {
                 let divisor = self.lowered.glu_divisors[index] as f32;
                 (
@@ -335,7 +357,7 @@ impl<'a> FusedPass<'a> {
 
     fn norm_weight(&self, norm: Norm) -> Result<&'a DeviceBuffer> {
         match norm {
-            Norm::Attention(i) => on_gpu(&self.block(i).0.mixer_norms.pre),
+            Norm::Mixer(i) => on_gpu(&self.block(i).0.mixer_norms.pre),
             Norm::Mlp(i) => on_gpu(&self.block(i).0.mlp_norms.pre),
             Norm::Head => self.source.weights.norm.on_gpu(),
         }
@@ -353,7 +375,7 @@ impl<'a> FusedPass<'a> {
     }
 
     /// The input of a GEMM after its norm.
-    fn input(&self, normed: &Normed) -> Result<Input<'a>> {
+    pub(super) fn input(&self, normed: &Normed) -> Result<Input<'a>> {
         Ok(match normed.applied {
             Applied::Before => normed.layout.input(&self.memory.input, 1.0),
             Applied::Epilogue => Input::FusedNorm(self.fused_norm(normed.norm)?, normed.layout),
@@ -373,8 +395,8 @@ impl<'a> FusedPass<'a> {
         let last = self.source.spec.blocks.len() - 1;
         let (post, x, sum) = match norm {
             Norm::Mlp(i) => (&self.block(i).0.mixer_norms.post, residual, between),
-            Norm::Attention(0) => bail!(Internal, "nothing is before the first norm"),
-            Norm::Attention(i) => (&self.block(i - 1).0.mlp_norms.post, between, residual),
+            Norm::Mixer(0) => bail!(Internal, "nothing is before the first norm"),
+            Norm::Mixer(i) => (&self.block(i - 1).0.mlp_norms.post, between, residual),
             Norm::Head => (&self.block(last).0.mlp_norms.post, between, residual),
         };
         Ok(ResidualRow {

@@ -12,8 +12,8 @@ use crate::tensor::WeightType;
 /// A norm of the residual stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Norm {
-    /// Before the attention of a block.
-    Attention(usize),
+    /// Before the mixer of a block.
+    Mixer(usize),
     /// Before the MLP of a block.
     Mlp(usize),
     /// Before the head.
@@ -76,6 +76,20 @@ pub(super) enum Kernel {
     StoreKv,
     /// Attention of the queries rotated by [`Kernel::StoreKv`].
     Prefill,
+    /// The gate of attention, f32.
+    HeadGate { input: Normed, gemm: GemmPlan },
+    /// Multiplies the output of attention by the sigmoid of its gate.
+    GateHeads { layout: Layout },
+    /// Queries, keys, values and the gate of the norm of a gated delta net, f32.
+    DeltaInputs { input: Normed, gemm: GemmPlan },
+    /// What the decay and the share of a correction of each value head come of, f32.
+    DeltaGates { input: Normed, gemm: GemmPlan },
+    /// The causal convolution, the norms of queries and keys, and the gates.
+    DeltaConv,
+    /// The gated delta rule, which changes the state of each sequence.
+    DeltaRule,
+    /// The gated norm of each value head.
+    DeltaNorm { layout: Layout },
     /// Gate and up projections; in a mixture those of the shared expert. `fused` applies the activation too; otherwise the output is f16.
     GateUp {
         input: Normed,
@@ -119,9 +133,46 @@ pub(super) struct PlannedKernel {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct BlockShape {
     pub(super) norms: NormPlacement,
-    pub(super) qkv: [MatrixShape; 3],
-    pub(super) o: MatrixShape,
+    pub(super) mixer: MixerShape,
     pub(super) mlp: MlpShape,
+}
+
+/// The projections of a mixer.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum MixerShape {
+    Attention {
+        qkv: [MatrixShape; 3],
+        gate: Option<MatrixShape>,
+        o: MatrixShape,
+    },
+    GatedDelta {
+        /// Queries, keys and values as one, and the gate of the norm.
+        inputs: [MatrixShape; 2],
+        /// The gates of the rule.
+        gates: [MatrixShape; 2],
+        out: MatrixShape,
+    },
+}
+
+impl MixerShape {
+    fn matrices(&self) -> Vec<&MatrixShape> {
+        match self {
+            MixerShape::Attention { qkv, gate, o } => qkv.iter().chain(gate).chain([o]).collect(),
+            MixerShape::GatedDelta { inputs, gates, out } => {
+                inputs.iter().chain(gates).chain([out]).collect()
+            }
+        }
+    }
+
+    /// Queries, keys and values of attention without a gate, whose norm earlier kernels can apply.
+    fn plain_attention(&self) -> Option<&[MatrixShape; 3]> {
+        match self {
+            MixerShape::Attention {
+                qkv, gate: None, ..
+            } => Some(qkv),
+            _ => None,
+        }
+    }
 }
 
 /// The projections of a gated MLP.
@@ -153,16 +204,24 @@ impl MlpShape {
 impl BlockShape {
     /// Its projections, except those of routed experts.
     pub(super) fn matrices(&self) -> impl Iterator<Item = &MatrixShape> {
-        let mlp = self.mlp.of_all_rows().into_iter();
-        let attention = self.qkv.iter().chain([&self.o]);
-        attention.chain(mlp.flat_map(|mlp| mlp.gate_up.iter().chain([&mlp.down])))
+        self.mixer.matrices().into_iter().chain(self.of_mlp())
     }
 
-    /// The layout of a half's activations: the layout of the NVFP4 GEMMs if all of the block's projections are NVFP4, else row-major.
-    /// Experts gather rows, so they are row-major.
+    fn of_mlp(&self) -> impl Iterator<Item = &MatrixShape> {
+        let mlp = self.mlp.of_all_rows().into_iter();
+        mlp.flat_map(|mlp| mlp.gate_up.iter().chain([&mlp.down]))
+    }
+
+    /// The layout of a half's activations: the layout of the NVFP4 GEMMs if all of the block's projections are NVFP4, else row-major. Beside
+    /// a gated delta net, whose gates never are, those of the MLP decide alone. Experts gather rows, so they are row-major.
     fn layout(&self, half: Half, hardware: &Hardware, rows: usize) -> Layout {
         let gathers = half == Half::Mlp && matches!(self.mlp, MlpShape::Experts { .. });
-        match !gathers && self.matrices().all(|w| w.storage == WeightType::Nvfp4) {
+        let is_nvfp4 = |w: &MatrixShape| w.storage == WeightType::Nvfp4;
+        let are_nvfp4 = match (half, &self.mixer) {
+            (Half::Mlp, MixerShape::GatedDelta { .. }) => self.of_mlp().all(is_nvfp4),
+            _ => self.matrices().all(is_nvfp4),
+        };
+        match !gathers && are_nvfp4 {
             true => Layout::taken(hardware, rows),
             false => Layout::RowMajor,
         }
@@ -206,7 +265,7 @@ pub(super) fn plan(
     };
     planner.in_prologue = planner.makes_rows_in_prologues();
     for index in 0..blocks.len() {
-        planner.attention(index)?;
+        planner.mixer(index)?;
         planner.mlp(index)?;
     }
     if is_step {
@@ -255,7 +314,7 @@ impl Planner<'_> {
 
     fn layout_of(&self, norm: Norm) -> Layout {
         match norm {
-            Norm::Attention(i) => self.blocks[i].layout(Half::Mixer, self.hardware, self.rows),
+            Norm::Mixer(i) => self.blocks[i].layout(Half::Mixer, self.hardware, self.rows),
             Norm::Mlp(i) => self.blocks[i].layout(Half::Mlp, self.hardware, self.rows),
             Norm::Head => head_layout(self.head, self.rows, self.hardware),
         }
@@ -289,11 +348,40 @@ impl Planner<'_> {
         GemmPlan::find(self.hardware, self.rows, matrices, output, form)
     }
 
-    fn attention(&mut self, block: usize) -> Result<()> {
-        let layout = self.layout_of(Norm::Attention(block));
-        let input = self.normed(Norm::Attention(block), block);
-        let gemm = self.gemm(&self.blocks[block].qkv, Output::F32, input.form())?;
+    fn mixer(&mut self, block: usize) -> Result<()> {
+        let layout = self.layout_of(Norm::Mixer(block));
+        let input = self.normed(Norm::Mixer(block), block);
+        match self.blocks[block].mixer.clone() {
+            MixerShape::Attention { qkv, gate, o } => {
+                self.attention(block, layout, input, (qkv, gate), o)
+            }
+            MixerShape::GatedDelta { inputs, gates, out } => {
+                let gemm = self.gemm(&inputs, Output::F32, input.form())?;
+                self.push(block, Kernel::DeltaInputs { input, gemm });
+                let gemm = self.gemm(&gates, Output::F32, input.form())?;
+                self.push(block, Kernel::DeltaGates { input, gemm });
+                self.push(block, Kernel::DeltaConv);
+                self.push(block, Kernel::DeltaRule);
+                self.push(block, Kernel::DeltaNorm { layout });
+                self.end(block, Half::Mixer, out, layout, Norm::Mlp(block))
+            }
+        }
+    }
+
+    fn attention(
+        &mut self,
+        block: usize,
+        layout: Layout,
+        input: Normed,
+        (qkv, gate): ([MatrixShape; 3], Option<MatrixShape>),
+        o: MatrixShape,
+    ) -> Result<()> {
+        let gemm = self.gemm(&qkv, Output::F32, input.form())?;
         self.push(block, Kernel::Qkv { input, gemm });
+        if let Some(gate) = gate {
+            let gemm = self.gemm(&[gate], Output::F32, input.form())?;
+            self.push(block, Kernel::HeadGate { input, gemm });
+        }
         let attended = match self.is_step {
             true => {
                 self.push(block, Kernel::Decode { layout });
@@ -305,14 +393,16 @@ impl Planner<'_> {
                 Layout::RowMajor
             }
         };
-        let o = self.blocks[block].o;
+        if gate.is_some() {
+            self.push(block, Kernel::GateHeads { layout: attended });
+        }
         self.end(block, Half::Mixer, o, attended, Norm::Mlp(block))
     }
 
     fn mlp(&mut self, block: usize) -> Result<()> {
         let input = self.normed(Norm::Mlp(block), block);
         let next = match block + 1 < self.blocks.len() {
-            true => Norm::Attention(block + 1),
+            true => Norm::Mixer(block + 1),
             false => Norm::Head,
         };
         match &self.blocks[block].mlp {
@@ -421,17 +511,20 @@ impl Planner<'_> {
         let glu = Output::Glu(Glu::default());
         self.is_step
             && serves(&[self.head], Output::F32)
-            && self.blocks.iter().all(|block| match &block.mlp {
-                MlpShape::Dense(mlp) if block.norms.post => {
-                    let rows =
-                        |half| block.layout(half, self.hardware, self.rows) == Layout::RowMajor;
-                    rows(Half::Mixer)
-                        && rows(Half::Mlp)
-                        && serves(&block.qkv, Output::F32)
-                        && serves(&mlp.gate_up, glu)
-                }
-                _ => false,
-            })
+            && self
+                .blocks
+                .iter()
+                .all(|block| match (&block.mlp, block.mixer.plain_attention()) {
+                    (MlpShape::Dense(mlp), Some(qkv)) if block.norms.post => {
+                        let rows =
+                            |half| block.layout(half, self.hardware, self.rows) == Layout::RowMajor;
+                        rows(Half::Mixer)
+                            && rows(Half::Mlp)
+                            && serves(qkv, Output::F32)
+                            && serves(&mlp.gate_up, glu)
+                    }
+                    _ => false,
+                })
     }
 
     /// Whether the GEMMs around a norm apply it: the one with `makes`, whose input has this layout, and those that take the norm.
@@ -448,7 +541,10 @@ impl Planner<'_> {
                     MlpShape::Dense(mlp) => serves(&mlp.gate_up, layout.glu(Glu::default())),
                     MlpShape::Experts { .. } => false,
                 },
-                Norm::Attention(i) => serves(&self.blocks[i].qkv, Output::F32),
+                Norm::Mixer(i) => match self.blocks[i].mixer.plain_attention() {
+                    Some(qkv) => serves(qkv, Output::F32),
+                    None => false,
+                },
                 Norm::Head => serves(&[self.head], Output::F32),
             }
     }
@@ -457,7 +553,7 @@ impl Planner<'_> {
 impl fmt::Display for Norm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Norm::Attention(_) => "attention",
+            Norm::Mixer(_) => "attention",
             Norm::Mlp(_) => "mlp",
             Norm::Head => "head",
         })
@@ -506,6 +602,17 @@ impl fmt::Display for Kernel {
                     "rope, store, split-KV attention -> {}",
                     layout_name(*layout)
                 )
+            }
+            Kernel::HeadGate { input, gemm } => write!(f, "gate of heads ({input}) -> f32: {gemm}"),
+            Kernel::GateHeads { layout } => {
+                write!(f, "times sigmoid of the gate -> {}", layout_name(*layout))
+            }
+            Kernel::DeltaInputs { input, gemm } => write!(f, "qkv, z ({input}) -> f32: {gemm}"),
+            Kernel::DeltaGates { input, gemm } => write!(f, "b, a ({input}) -> f32: {gemm}"),
+            Kernel::DeltaConv => f.write_str("convolution, norms of q and k, gates"),
+            Kernel::DeltaRule => f.write_str("gated delta rule"),
+            Kernel::DeltaNorm { layout } => {
+                write!(f, "gated norm of heads -> {}", layout_name(*layout))
             }
             Kernel::StoreKv => f.write_str("rope, store"),
             Kernel::Prefill => f.write_str("flash attention -> rows"),
@@ -560,8 +667,10 @@ mod tests {
     use crate::cuda::WideClusters;
     use crate::model::order::{BlockOp, operations};
     use crate::model::spec::{
-        AttentionSpec, ExpertsSpec, GatedMlpSpec, MixerSpec, SharedExpertSpec,
+        AttentionSpec, DeltaProjections, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec, MixerSpec,
+        SharedExpertSpec,
     };
+    use crate::tensor::DeltaShape;
 
     const H200: Hardware = Hardware {
         arch: (9, 0),
@@ -587,6 +696,8 @@ mod tests {
         post: bool,
         /// `None` without a mixture, else whether it has a shared expert.
         experts: Option<bool>,
+        /// Whether the first two blocks have gated delta nets, and the last a gate of its heads.
+        recurrent: bool,
     }
 
     const QWEN3_4B: Sizes = Sizes {
@@ -597,6 +708,7 @@ mod tests {
         vocab: 151_936,
         post: false,
         experts: None,
+        recurrent: false,
     };
     const GEMMA3_4B: Sizes = Sizes {
         hidden: 2560,
@@ -606,6 +718,7 @@ mod tests {
         vocab: 262_208,
         post: true,
         experts: None,
+        recurrent: false,
     };
     const QWEN3_30B_A3B: Sizes = Sizes {
         hidden: 2048,
@@ -615,6 +728,18 @@ mod tests {
         vocab: 151_936,
         post: false,
         experts: Some(false),
+        recurrent: false,
+    };
+    /// Two blocks with gated delta nets, and one with gated attention.
+    const QWEN3_5_4B: Sizes = Sizes {
+        hidden: 2560,
+        q: 4096,
+        kv: 1024,
+        intermediate: 9216,
+        vocab: 248_320,
+        post: false,
+        experts: None,
+        recurrent: true,
     };
     const QWEN2_57B_A14B: Sizes = Sizes {
         hidden: 3584,
@@ -624,6 +749,7 @@ mod tests {
         vocab: 151_936,
         post: false,
         experts: Some(true),
+        recurrent: false,
     };
 
     /// Three blocks and the head, with weights of this type.
@@ -642,8 +768,11 @@ mod tests {
                 pre: true,
                 post: s.post,
             },
-            qkv: [s.q, s.kv, s.kv].map(|rows| shape(rows, s.hidden)),
-            o: shape(s.hidden, s.q),
+            mixer: MixerShape::Attention {
+                qkv: [s.q, s.kv, s.kv].map(|rows| shape(rows, s.hidden)),
+                gate: None,
+                o: shape(s.hidden, s.q),
+            },
             mlp: match s.experts {
                 None => MlpShape::Dense(mlp),
                 Some(shared) => MlpShape::Experts {
@@ -651,7 +780,26 @@ mod tests {
                 },
             },
         };
-        (vec![block; 3], shape(s.vocab, s.hidden))
+        let mut blocks = vec![block; 3];
+        if s.recurrent {
+            let (values, int8) = (s.q, WeightType::Int8);
+            let of = |rows, cols, storage| MatrixShape {
+                storage,
+                rows,
+                cols,
+            };
+            for block in &mut blocks[..2] {
+                block.mixer = MixerShape::GatedDelta {
+                    inputs: [2 * values, values].map(|rows| of(rows, s.hidden, int8)),
+                    gates: [of(32, s.hidden, WeightType::BF16); 2],
+                    out: of(s.hidden, values, int8),
+                };
+            }
+            if let MixerShape::Attention { gate, .. } = &mut blocks[2].mixer {
+                *gate = Some(shape(s.q, s.hidden));
+            }
+        }
+        (blocks, shape(s.vocab, s.hidden))
     }
 
     /// The operations that a step of a plan completes, each with its block. A fused norm counts where its statistics are computed, and the
@@ -661,7 +809,7 @@ mod tests {
         let is_mixture =
             |half: Half| half == Half::Mlp && matches!(blocks[block].mlp, MlpShape::Experts { .. });
         let enter = |norm: Norm| match norm {
-            Norm::Attention(i) => vec![(i, BlockOp::Enter(Half::Mixer))],
+            Norm::Mixer(i) => vec![(i, BlockOp::Enter(Half::Mixer))],
             Norm::Mlp(i) => vec![(i, BlockOp::Enter(Half::Mlp))],
             Norm::Head => Vec::new(),
         };
@@ -672,7 +820,7 @@ mod tests {
             (Applied::Prologue, norm) => {
                 let (before, half) = match norm {
                     Norm::Mlp(i) => (i, Half::Mixer),
-                    Norm::Attention(i) => (i - 1, Half::Mlp),
+                    Norm::Mixer(i) => (i - 1, Half::Mlp),
                     Norm::Head => (blocks.len() - 1, Half::Mlp),
                 };
                 [vec![(before, BlockOp::Leave(half))], enter(norm)].concat()
@@ -683,6 +831,13 @@ mod tests {
             Kernel::Normalize { norm, .. } => enter(*norm),
             Kernel::Qkv { input, .. } => [prologue(input), own(&[BlockOp::Qkv])].concat(),
             Kernel::Decode { .. } => own(&[BlockOp::Heads, BlockOp::Attend]),
+            // Parts of operations that the next kernel completes.
+            Kernel::HeadGate { .. } | Kernel::DeltaInputs { .. } => Vec::new(),
+            Kernel::GateHeads { .. } => own(&[BlockOp::GateHeads]),
+            Kernel::DeltaGates { .. } => own(&[BlockOp::DeltaInputs]),
+            Kernel::DeltaConv => own(&[BlockOp::Convolve]),
+            Kernel::DeltaRule => own(&[BlockOp::DeltaRule]),
+            Kernel::DeltaNorm { .. } => own(&[BlockOp::DeltaNorm]),
             Kernel::StoreKv => own(&[BlockOp::Heads]),
             Kernel::Prefill => own(&[BlockOp::Attend]),
             Kernel::GateUp { .. } | Kernel::Activate if is_mixture(Half::Mlp) => Vec::new(),
@@ -732,7 +887,7 @@ mod tests {
                 qk_norm: true,
                 qkv_bias: false,
                 o_bias: false,
-                gated: false,
+                gated: sizes.recurrent,
                 rope: 0,
                 window: None,
                 scale: 1.0,
@@ -749,7 +904,24 @@ mod tests {
                 }),
             },
         };
-        let of_block = |block| operations(&spec).map(move |op| (block, op));
+        let recurrent = BlockSpec {
+            mixer: MixerSpec::GatedDelta(GatedDeltaSpec {
+                shape: DeltaShape {
+                    key_heads: 16,
+                    value_heads: 32,
+                    key_dim: 128,
+                    value_dim: 128,
+                    taps: 4,
+                },
+                projections: DeltaProjections::ByRole,
+            }),
+            ..spec.clone()
+        };
+        let of_block = |block| {
+            let is_recurrent = sizes.recurrent && block < 2;
+            let spec = if is_recurrent { &recurrent } else { &spec };
+            operations(spec).map(move |op| (block, op))
+        };
         (0..blocks).flat_map(of_block).collect()
     }
 
@@ -789,6 +961,12 @@ mod tests {
             (
                 "Qwen3-30B-A3B, NVFP4, H200",
                 &QWEN3_30B_A3B,
+                WeightType::Nvfp4,
+                &H200,
+            ),
+            (
+                "Qwen3.5-4B, NVFP4, H200",
+                &QWEN3_5_4B,
                 WeightType::Nvfp4,
                 &H200,
             ),

@@ -11,7 +11,7 @@ use super::plan::{self, Applied, Norm, Normed};
 use crate::base::error::err;
 use crate::base::{Error, Result, call};
 use crate::cuda::{self, Drawn, Event};
-use crate::model::kv::KvTables;
+use crate::model::kv::{KvTables, StateBlocks};
 use crate::ops::sample::{self, Choice};
 
 /// Maximum number of rows of a pass.
@@ -30,6 +30,8 @@ pub(in crate::model) struct PromptChunk<'a> {
     pub(in crate::model) context: usize,
     /// Position of the first token.
     pub(in crate::model) first: usize,
+    /// The blocks of the recurrent state, if the model has any.
+    pub(in crate::model) state: Option<StateBlocks>,
 }
 
 impl Executor {
@@ -64,6 +66,9 @@ impl Executor {
             .write(0, &tokens.map(|&t| t as i32).collect::<Vec<_>>())?;
         let tables: Vec<_> = chunks.iter().map(|chunk| chunk.tables).collect();
         memory.write_tables(&tables, 0)?;
+        if let Some(delta) = &mut memory.delta {
+            delta.write_segments(lengths(), chunks.iter().map(|chunk| chunk.state))?;
+        }
         let singles = lengths().take_while(|&length| length == 1).count();
         let positions: Vec<i32> = chunks[..singles].iter().map(|c| c.first as i32).collect();
         memory.positions.write(0, &positions)?;
@@ -88,6 +93,7 @@ impl Executor {
             source,
             memory: &memory,
             rows,
+            segments: chunks.len(),
             attention: Attention {
                 singles,
                 splits: &splits,
@@ -210,6 +216,7 @@ impl Ragged<'_> {
             source: self.source,
             memory: &self.memory,
             rows: n,
+            segments: 0,
             attention: Attention::default(),
             long: false,
         };

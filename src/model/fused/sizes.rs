@@ -1,10 +1,11 @@
 //! The sizes of a model that determine working memory and launches on a GPU: the maxima over its blocks.
 
+use super::delta_scratch::DeltaSizes;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{Routing, SplitKvWorkspace};
 use crate::model::kv::KvGroup;
-use crate::model::spec::{AttentionSpec, MixerSpec, Spec};
+use crate::model::spec::{AttentionSpec, BlockSpec, Spec};
 
 /// Maximum sizes over all blocks.
 #[derive(Clone, Debug, PartialEq)]
@@ -17,6 +18,9 @@ pub(super) struct Sizes {
     pub(super) qkv: usize,
     /// Width between the projections of an MLP that all rows use.
     pub(super) intermediate: usize,
+    /// Elements of a row of heads' gates; 0 without any.
+    pub(super) head_gate: usize,
+    pub(super) delta: Option<DeltaSizes>,
     pub(super) experts: Option<ExpertSizes>,
     /// The distinct attention specs of the blocks.
     pub(super) attentions: Vec<AttentionSpec>,
@@ -58,18 +62,9 @@ impl Sizes {
             );
         }
         let mut attentions: Vec<AttentionSpec> = Vec::new();
-        for (index, block) in spec.blocks.iter().enumerate() {
-            match &block.mixer {
-                MixerSpec::Attention(attention) if attention.gated => bail!(
-                    Unsupported,
-                    "block {index} has gated attention, which does not run on a GPU yet; load the model on the CPU"
-                ),
-                MixerSpec::Attention(attention) if attentions.contains(attention) => {}
-                MixerSpec::Attention(attention) => attentions.push(attention.clone()),
-                MixerSpec::GatedDelta(_) => bail!(
-                    Unsupported,
-                    "block {index} is a gated delta net, which does not run on a GPU yet; load the model on the CPU"
-                ),
+        for attention in spec.blocks.iter().filter_map(BlockSpec::attention) {
+            if !attentions.contains(attention) {
+                attentions.push(attention.clone());
             }
         }
         let of_all_rows = spec.blocks.iter().filter_map(|b| b.mlp.of_all_rows());
@@ -81,11 +76,23 @@ impl Sizes {
             q: widest(AttentionSpec::q_width).unwrap_or(0),
             qkv: widest(AttentionSpec::qkv_width).unwrap_or(0),
             intermediate: widths.max().unwrap_or(0),
+            head_gate: widest(|a| if a.gated { a.q_width() } else { 0 }).unwrap_or(0),
+            delta: DeltaSizes::of(spec),
             experts: ExpertSizes::of(spec),
             attentions,
             groups: KvGroup::of(spec).len(),
             dense,
         })
+    }
+
+    /// Elements of a row of what the mixer's last projection takes.
+    pub(super) fn mixed(&self) -> usize {
+        self.q.max(self.delta.map_or(0, |delta| delta.values))
+    }
+
+    /// Elements of a row of the widest output of the mixer's first projections.
+    pub(super) fn mixer_inputs(&self) -> usize {
+        self.qkv.max(self.delta.map_or(0, |delta| delta.inputs()))
     }
 
     /// Floats of a sequence in the split-KV workspace, and CTAs that attend to it.

@@ -2,7 +2,7 @@
 
 use crate::base::Result;
 use crate::cuda::{self, DrawRule, Event};
-use crate::model::kv::{KvCache, KvTables};
+use crate::model::kv::{KvCache, KvTables, StateBlocks};
 
 /// A sequence as the device has it: its block table, and the position of its next token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,6 +31,8 @@ impl RowState {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct StepInput {
     pub(super) rows: Vec<RowState>,
+    /// The blocks of each row's recurrent state, in models that have any.
+    pub(super) states: Vec<Option<StateBlocks>>,
     /// Settings of the draws; empty if every next token is the argmax.
     pub(super) rules: Vec<DrawRule>,
     /// Whether the long RoPE table applies.
@@ -38,8 +40,9 @@ pub(super) struct StepInput {
 }
 
 impl StepInput {
-    /// The step after this one, in which each sequence goes on with the token that was drawn for it.
-    pub(super) fn next(mut self) -> StepInput {
+    /// The step after this one, in which each sequence goes on with the token that was drawn for it, and with these recurrent states.
+    pub(super) fn next(mut self, states: Vec<Option<StateBlocks>>) -> StepInput {
+        self.states = states;
         self.rows.iter_mut().for_each(|row| row.position += 1);
         self.rules.iter_mut().for_each(|rule| rule.draw += 1);
         self

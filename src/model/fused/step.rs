@@ -13,7 +13,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{self, DrawRule, Drawn, Event, Graph, SplitKv};
 use crate::model::batch::{Segment, Wanted};
-use crate::model::kv::{KvCache, KvTables};
+use crate::model::kv::{KvCache, KvTables, StateBlocks, StateTable};
 use crate::model::spec::AttentionSpec;
 use crate::ops::sample::{Choice, SamplingOptions};
 
@@ -63,16 +63,20 @@ impl Executor {
             rows: each
                 .map(|(tables, &position)| RowState::new(tables, position))
                 .collect(),
+            states: each_state(&sequences, |state, position| {
+                state.of_pass(position, position + 1)
+            }),
             rules: rules_of(&sequences.choices),
             long: steps.first().is_some_and(|step| self.is_long(step.context)),
         };
         let cache = source.kv;
         let mut memory = self.memory();
         let done = self.begin(source, &input, &sequences, &mut memory)?;
-        let next = input.next();
+        let next = input.next(each_state(&sequences, |state, _| state.of_pass_ahead()));
         let groups = memory.tables.len();
         let mut each = next.rows.iter().zip(&sequences.tables);
-        let has_blocks = each.all(|(row, tables)| row.has_blocks(tables, groups));
+        let has_states = memory.delta.is_none() || next.states.iter().all(Option::is_some);
+        let has_blocks = has_states && each.all(|(row, tables)| row.has_blocks(tables, groups));
         let fits = next.last() / cuda::PAGE < memory.pages;
         let mut enqueued = Ok(());
         memory.state = match look_ahead && fits && has_blocks {
@@ -214,6 +218,7 @@ impl Executor {
     ) -> Result<()> {
         memory.append_blocks(&sequences.tables)?;
         let rows = sequences.rows;
+        memory.write_states(&input.states, rows)?;
         let key = GraphKey {
             rows,
             splits: self.splits(source, rows, input.last()),
@@ -245,6 +250,7 @@ impl Executor {
             source,
             memory,
             rows: batch,
+            segments: batch,
             attention: Attention {
                 singles: batch,
                 splits: &key.splits,
@@ -292,6 +298,16 @@ fn choice_of<'a>(segment: &Segment<'a>) -> Option<Choice<'a>> {
         Wanted::Token(choice) => Some(choice),
         Wanted::Nothing | Wanted::Last | Wanted::All => None,
     }
+}
+
+/// The blocks of each sequence's recurrent state, by `blocks`, which takes the position of the step too.
+fn each_state(
+    sequences: &Sequences<'_>,
+    blocks: impl Fn(&StateTable, usize) -> Option<StateBlocks>,
+) -> Vec<Option<StateBlocks>> {
+    let each = sequences.tables.iter().zip(&sequences.positions);
+    each.map(|(tables, &position)| blocks(tables.state(), position))
+        .collect()
 }
 
 /// Rows of a step of some sequences: those of a recorded step, if padding has a block to write to.

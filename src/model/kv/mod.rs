@@ -91,21 +91,15 @@ pub struct KvCache {
 
 impl KvCache {
     fn new(memory: &KvMemory, kind: KvType) -> Result<KvCache> {
-        let groups = &memory.groups;
-        let arenas = match &memory.device {
-            Device::Cpu(_) => groups
-                .iter()
-                .map(|group| KvArena::in_host_memory(group, kind, &memory.reserve))
-                .collect::<Result<_>>()?,
+        let (groups, reserve) = (&memory.groups, &memory.reserve);
+        let shared = match &memory.device {
+            Device::Cpu(_) => None,
             Device::Cuda(gpu) if kind == KvType::F16 => {
-                let shared = match memory.reserve.bytes() {
-                    Some(bytes) => Arenas::fixed(gpu, bytes, groups.len()),
-                    None => Arenas::growing(gpu),
-                }?;
-                groups
-                    .iter()
-                    .map(|group| KvArena::in_device_memory(group, &shared, &memory.reserve))
-                    .collect::<Result<_>>()?
+                let count = groups.len() + usize::from(!memory.state_layers.is_empty());
+                Some(match reserve.bytes() {
+                    Some(bytes) => Arenas::fixed(gpu, bytes, count)?,
+                    None => Arenas::growing(gpu)?,
+                })
             }
             Device::Cuda(_) => bail!(
                 Unsupported,
@@ -114,11 +108,16 @@ impl KvCache {
                 memory.device.name()
             ),
         };
+        let of_group = |group| match &shared {
+            None => KvArena::in_host_memory(group, kind, reserve),
+            Some(arenas) => KvArena::in_device_memory(group, arenas, reserve),
+        };
+        let arenas = groups.iter().map(of_group).collect::<Result<_>>()?;
         Ok(KvCache {
             kind,
             arenas,
             layers: layer_groups(groups, memory.layers),
-            state: StateArena::new(&memory.device, &memory.state_layers, &memory.reserve)?,
+            state: StateArena::new(&memory.state_layers, shared.as_ref(), reserve)?,
             null_block: TryOnce::new(),
         })
     }
@@ -138,14 +137,16 @@ impl KvCache {
         self.state.as_ref()
     }
 
-    /// Whether there is memory for the null block, which padding rows of a step write to.
+    /// Whether there is memory for the null blocks, which padding rows of a step write to.
     pub(super) fn has_null_block(&self) -> bool {
         let take = || {
             let mut arenas = self.arenas.iter().enumerate();
             arenas.try_for_each(|(i, arena)| {
                 let taken = arena.take(NULL_BLOCK);
                 taken.inspect_err(|_| self.arenas[..i].iter().for_each(|a| a.free(NULL_BLOCK)))
-            })
+            })?;
+            let state = self.state.as_ref().map_or(Ok(()), |s| s.take(NULL_BLOCK));
+            state.inspect_err(|_| self.arenas.iter().for_each(|a| a.free(NULL_BLOCK)))
         };
         self.null_block.get_or_try(take).is_ok()
     }

@@ -10,8 +10,8 @@ use super::{NULL_BLOCK, StateBlocks};
 use crate::base::error::{bail, err};
 use crate::base::size::product;
 use crate::base::{Result, memory};
+use crate::cuda::{Arenas, DeltaStates, DeviceSlice};
 use crate::model::spec::Spec;
-use crate::ops::Device;
 use crate::tensor::DeltaShape;
 
 /// The part of a block that is one layer's, in numbers.
@@ -55,8 +55,8 @@ pub struct StateArena {
 impl StateArena {
     /// The arena of a model, if it has recurrent layers.
     pub(super) fn new(
-        device: &Device,
         layers: &[Option<StateLayer>],
+        arenas: Option<&Arc<Arenas>>,
         reserve: &Arc<Reserve>,
     ) -> Result<Option<StateArena>> {
         let Some(last) = layers.iter().flatten().last() else {
@@ -64,17 +64,13 @@ impl StateArena {
         };
         let floats = last.first + last.shape.state_floats();
         let bytes = product("a recurrent state", &[floats, size_of::<f32>()])?;
-        match device {
-            Device::Cpu(_) => Ok(Some(StateArena {
-                blocks: BlockArena::in_host_memory(bytes, reserve),
-                layers: layers.to_vec(),
-            })),
-            Device::Cuda(_) => bail!(
-                Unsupported,
-                "gated delta nets do not run on {}; load the model on the CPU",
-                device.name()
-            ),
-        }
+        Ok(Some(StateArena {
+            blocks: match arenas {
+                None => BlockArena::in_host_memory(bytes, reserve),
+                Some(arenas) => BlockArena::in_device_memory(bytes, arenas, reserve)?,
+            },
+            layers: layers.to_vec(),
+        }))
     }
 
     /// Bytes of a block.
@@ -96,16 +92,40 @@ impl StateArena {
     pub fn read(&self, block: u32, each: impl FnOnce(&[u8]) -> Result<()>) -> Result<()> {
         // Copied, because `each` may take long and the arena is locked.
         let mut bytes = memory::zeros(self.block_bytes())?;
-        self.blocks.with_block(block, |held| {
-            bytes.copy_from_slice(held);
-            Ok(())
-        })?;
+        match self.blocks.gpu() {
+            None => self.blocks.with_block(block, |held| {
+                bytes.copy_from_slice(held);
+                Ok(())
+            })?,
+            Some(_) => self.on_device(block)?.read(0, &mut bytes)?,
+        }
         each(&bytes)
     }
 
-    /// Calls `work` with the bytes of a block, to change them.
-    pub fn with_block(&self, block: u32, work: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
-        self.blocks.with_block(block, work)
+    /// Fills a block with the bytes that `next` gives.
+    pub fn write(&self, block: u32, next: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
+        let mut bytes = memory::zeros(self.block_bytes())?;
+        next(&mut bytes)?;
+        match self.blocks.gpu() {
+            None => self.blocks.with_block(block, |held| {
+                held.copy_from_slice(&bytes);
+                Ok(())
+            }),
+            Some(_) => self.on_device(block)?.write(0, &bytes),
+        }
+    }
+
+    fn on_device(&self, block: u32) -> Result<DeviceSlice<'_>> {
+        self.blocks.on_gpu(block, 0..self.block_bytes())
+    }
+
+    /// A layer's states on a GPU as kernels take them.
+    pub(in crate::model) fn on_gpu(&self, layer: usize) -> Result<DeltaStates> {
+        Ok(DeltaStates {
+            arena: self.blocks.address()?,
+            block_bytes: self.block_bytes(),
+            offset: self.range(layer, StatePart::Matrices)?.start,
+        })
     }
 
     /// Calls `work` with a part of a layer's state in the block to be written, which has what the other block holds.

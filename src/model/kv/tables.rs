@@ -34,6 +34,8 @@ pub struct StateTable {
     current: u32,
     /// For the next run: positions, in order, and the blocks that get the state after them.
     staged: Vec<(usize, u32)>,
+    /// The block that gets the state after one position more, if a GPU runs it ahead.
+    ahead: Option<u32>,
 }
 
 impl StateTable {
@@ -43,6 +45,7 @@ impl StateTable {
             held,
             current,
             staged: Vec::new(),
+            ahead: None,
         }
     }
 
@@ -59,6 +62,23 @@ impl StateTable {
     /// Gives the state of `positions` positions a block.
     pub fn stage(&mut self, positions: usize, block: u32) {
         self.staged.push((positions, block));
+    }
+
+    /// Gives the state after one position more than the next run's a block.
+    pub fn stage_ahead(&mut self, block: u32) {
+        self.ahead = Some(block);
+    }
+
+    /// Removes the block of a position that may have run ahead.
+    pub fn take_ahead(&mut self) -> Option<u32> {
+        self.ahead.take()
+    }
+
+    /// The blocks of the pass over the position after the next run. `None` if none is staged.
+    pub fn of_pass_ahead(&self) -> Option<StateBlocks> {
+        let (_, read) = *self.staged.last()?;
+        let write = self.ahead?;
+        Some(StateBlocks { read, write })
     }
 
     /// Removes the staged blocks, and returns them.
@@ -125,7 +145,6 @@ impl KvTables {
 
     /// Changes the blocks of the recurrent state.
     pub fn state_mut(&mut self) -> &mut StateTable {
-        self.version = new_version();
         &mut self.state
     }
 
@@ -161,7 +180,8 @@ impl KvTables {
         forgotten
     }
 
-    /// A number that no other tables have. It changes with each block that tokens still see, unless blocks are only appended.
+    /// A number that no other tables have. It changes with each block of keys and values that tokens still see, unless blocks are only
+    /// appended.
     pub(in crate::model) fn version(&self) -> u64 {
         self.version
     }

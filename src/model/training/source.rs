@@ -123,7 +123,7 @@ impl Source {
             for (id, tensor) in tensors.iter().enumerate() {
                 let (entry, within) = source.found(tensor)?;
                 // Parameters that can be trained are consecutive rows.
-                let rows = within.first..within.first + within.count();
+                let rows = within.first()..within.first() + within.count();
                 of(parts.entry(entry.name.clone()).or_default()).push((id, rows));
             }
             let all = parts.values_mut();

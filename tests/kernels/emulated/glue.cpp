@@ -98,6 +98,27 @@ static void check_post_norm(int rows, int width, bool fragment_major, bool follo
     }
 }
 
+static void check_gate_heads(int rows, int width, bool fragment_major) {
+    int groups = ceil_div(rows, GROUP_ROWS), whole = fragment_major ? groups * GROUP_ROWS * padded_k(width) : rows * width;
+    std::vector<u16> y(whole);
+    std::vector<float> gate(rows * width);
+    for (u16& v : y) v = to_f16(8 * uniform());
+    for (float& v : gate) v = 8 * uniform();
+    gate[0] = 200, gate[width - 1] = -200;
+    std::vector<u16> before = y;
+    activation::HeadGateArguments a = {y.data(), gate.data(), width, fragment_major};
+    launch(ceil_div(width, activation::THREADS), rows, 1, activation::THREADS, [&] { activation::gate_heads(a); });
+    for (int r = 0; r < rows; r++) {
+        for (int i = 0; i < width; i++) {
+            size_t at = fragment_major ? fragment_index(groups, r, i) : (size_t)r * width + i;
+            double want = f16_to_float(before[at]) / (1 + std::exp(-(double)gate[r * width + i])), got = f16_to_float(y[at]);
+            expect(std::fabs(got - want) <= std::fabs(want) * 0x1.1p-11 + 0x1p-25, "a gate of heads", r, i, got, want);
+            before[at] = y[at];
+        }
+    }
+    expect(before == y, "the padding beside gated heads", rows, width, 0, 0);
+}
+
 static void check_glu(int rows, int width, int kind) {
     std::vector<uint4> x(rows * width / 4), y(rows * width / 8);
     u16* halves = (u16*)x.data();
@@ -243,6 +264,8 @@ int main() {
     check_norm(1, 9236, false);
     check_norm(9, 112, true);
     check_norm(2, 9232, true);
+    check_gate_heads(3, 48, false);
+    check_gate_heads(9, 272, true);
     check_glu(2, 24, SILU);
     check_glu(2, 24, GELU_TANH);
     check_post_norm(2, 48, false, true);

@@ -1,0 +1,156 @@
+//! Launches of the kernels of gated delta nets.
+
+use super::delta_scratch::DeltaScratch;
+use super::operands::biased;
+use super::pass::FusedPass;
+use super::plan::Normed;
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::cuda::{
+    self, DeltaConstants, DeltaInputs, DeltaOutput, DeltaSegments, DeltaStates, DeviceBuffer,
+    DeviceSlice, GemmPlan, Layout, Output, StridedRows,
+};
+use crate::model::spec::GatedDeltaSpec;
+use crate::model::weights::{GatedDelta, Mixer};
+
+/// What the kernels of one layer take.
+struct Layer<'a> {
+    spec: &'a GatedDeltaSpec,
+    weights: &'a GatedDelta,
+    scratch: &'a DeltaScratch,
+    states: DeltaStates,
+    segments: DeltaSegments<'a>,
+}
+
+impl<'a> Layer<'a> {
+    fn inputs(&self) -> DeltaInputs<'a> {
+        DeltaInputs {
+            qkv: (&self.scratch.qkv).into(),
+            decay: (&self.scratch.decay).into(),
+            beta: (&self.scratch.beta).into(),
+        }
+    }
+
+    /// Elements of a row of queries, keys, values and gates.
+    fn stride(&self) -> usize {
+        self.spec.shape.channels() + self.spec.shape.value_width()
+    }
+}
+
+/// The rest of a buffer of f32 from an element on.
+fn from(buffer: &DeviceBuffer, element: usize) -> Result<DeviceSlice<'_>> {
+    DeviceSlice::from(buffer).part(element * size_of::<f32>()..buffer.bytes())
+}
+
+impl<'a> FusedPass<'a> {
+    fn delta(&self, index: usize) -> Result<Layer<'a>> {
+        let spec = self.source.spec.blocks[index].gated_delta();
+        let weights = match &self.source.weights.blocks[index].mixer {
+            Mixer::GatedDelta(weights) => Some(&**weights),
+            Mixer::Attention(_) => None,
+        };
+        let (state, scratch) = (self.source.kv.state(), self.memory.delta.as_ref());
+        let (Some(spec), Some(weights), Some(state), Some(scratch)) =
+            (spec, weights, state, scratch)
+        else {
+            bail!(Internal, "block {index} has no gated delta net");
+        };
+        Ok(Layer {
+            spec,
+            weights,
+            scratch,
+            states: state.on_gpu(index)?,
+            segments: DeltaSegments {
+                row_starts: (&scratch.row_starts).into(),
+                read: (&scratch.read).into(),
+                write: (&scratch.write).into(),
+                count: self.segments,
+            },
+        })
+    }
+
+    pub(super) fn delta_inputs(&self, index: usize, input: &Normed, gemm: &GemmPlan) -> Result<()> {
+        let layer = self.delta(index)?;
+        let matrices = [biased(&layer.weights.qkv)?, biased(&layer.weights.z)?];
+        let out = &self.memory.projected;
+        self.linear(
+            gemm,
+            self.input(input)?,
+            &matrices,
+            Output::F32,
+            out,
+            layer.stride(),
+        )
+    }
+
+    pub(super) fn delta_gates(&self, index: usize, input: &Normed, gemm: &GemmPlan) -> Result<()> {
+        let layer = self.delta(index)?;
+        let matrices = [biased(&layer.weights.b)?, biased(&layer.weights.a)?];
+        let (out, stride) = (&layer.scratch.gates, 2 * layer.spec.shape.value_heads);
+        self.linear(
+            gemm,
+            self.input(input)?,
+            &matrices,
+            Output::F32,
+            out,
+            stride,
+        )
+    }
+
+    pub(super) fn delta_conv(&self, index: usize) -> Result<()> {
+        let layer = self.delta(index)?;
+        let (shape, heads) = (&layer.spec.shape, &layer.weights.heads);
+        let constants = DeltaConstants {
+            conv: heads.convolution.on_gpu()?.into(),
+            a_log: heads.a_log.on_gpu()?.into(),
+            dt_bias: heads.dt_bias.on_gpu()?.into(),
+        };
+        let x = StridedRows {
+            values: (&self.memory.projected).into(),
+            stride: layer.stride(),
+        };
+        let gate = |first| {
+            Ok(StridedRows {
+                values: from(&layer.scratch.gates, first)?,
+                stride: 2 * shape.value_heads,
+            })
+        };
+        cuda::delta_conv(
+            shape,
+            &constants,
+            &layer.segments,
+            &layer.states,
+            self.rows,
+            x,
+            gate(shape.value_heads)?,
+            gate(0)?,
+            &layer.inputs(),
+        )
+    }
+
+    pub(super) fn delta_rule(&self, index: usize) -> Result<()> {
+        let layer = self.delta(index)?;
+        let answers = (&layer.scratch.answers).into();
+        let (segments, states, inputs) = (&layer.segments, &layer.states, layer.inputs());
+        let shape = &layer.spec.shape;
+        cuda::delta_rule(shape, segments, states, self.rows, &inputs, answers)
+    }
+
+    pub(super) fn delta_norm(&self, index: usize, layout: Layout) -> Result<()> {
+        let layer = self.delta(index)?;
+        let z = StridedRows {
+            values: from(&self.memory.projected, layer.spec.shape.channels())?,
+            stride: layer.stride(),
+        };
+        cuda::delta_norm(
+            &layer.spec.shape,
+            layer.weights.norm.on_gpu()?.into(),
+            self.source.spec.norm_eps,
+            self.rows,
+            (&layer.scratch.answers).into(),
+            z,
+            DeltaOutput::F16(layout),
+            (&self.memory.input).into(),
+        )
+    }
+}
