@@ -1,4 +1,4 @@
-// What the kernels of gated-delta-net layers share: segments of a batch, and the layer's state in the blocks of an arena.
+// Common parts of the kernels of gated-delta-net layers: segments of a batch, and the layer's state in the blocks of an arena.
 //
 // The state of a layer in a block is S, f32 [value heads][key_dim][value_dim], and then the inputs of the convolution at the last taps - 1
 // positions, f32 [taps - 1][channels], the oldest first. Channels are the query heads, the key heads and the value heads, in this order.

@@ -55,7 +55,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     if (unit >= units) return;
     const float *o = a.o + (size_t)row * width, *z = a.z + row * a.z_stride;
     Piece v[LANE_PIECES], gate[LANE_PIECES];
-    // Which head of the two elements from k on belong to.
+    // Whether elements from k on belong to the second of the two heads.
     auto is_second = [&](int k) { return k >= (2 * unit + 1) * a.dim; };
     float sums[2] = {};
 #pragma unroll

@@ -17,8 +17,8 @@ const WITHIN: [(&str, &str); 12] = [
     ("llm.lm_head.", "lm_head."),
 ];
 
-/// Parts of larger models that read images or audio, or connect them to the text model.
-const BESIDE: [&str; 20] = [
+/// Parts of larger models that read images or audio, or connect them to the text model, and the layers that draft tokens.
+const BESIDE: [&str; 21] = [
     "vision_tower.",
     "vision_model.",
     "vision_embed_tokens.",
@@ -40,6 +40,8 @@ const BESIDE: [&str; 20] = [
     "apm.",
     "resampler.",
     "vision_encoder.",
+    // Multi-token prediction.
+    "mtp.",
 ];
 
 /// The name of the tensor `key` in a text model.
@@ -52,7 +54,7 @@ pub(super) fn logical(key: &str) -> String {
     key.to_owned()
 }
 
-/// Whether the entry `name` belongs to the text model rather than to the image and audio parts beside it.
+/// Whether the entry `name` belongs to the text model rather than to the parts beside it, which read images and audio, or draft.
 pub fn is_of_text_model(name: &str) -> bool {
     let name = name.strip_prefix("model.").unwrap_or(name);
     !BESIDE.iter().any(|part| name.starts_with(part))
@@ -123,6 +125,7 @@ mod tests {
             "model.embed_vision.embedding.weight",
             "model.connector.modality_projection.proj.weight",
             "mlp1.0.weight",
+            "mtp.layers.0.mlp.up_proj.weight",
         ] {
             assert!(!is_of_text_model(name), "{name}");
         }

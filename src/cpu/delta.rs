@@ -15,7 +15,7 @@ const CHANNELS: usize = 16;
 /// Added to the sum of squares of a query or a key before its root.
 const NORM_EPS: f32 = 1e-6;
 
-/// What a gated delta net learns of its two gates, one number a value head.
+/// Learned constants of a gated delta net's gates, one number a value head.
 #[derive(Clone, Copy, Debug)]
 pub struct DeltaGates<'a> {
     /// The logarithm of the rate of decay.
@@ -121,7 +121,11 @@ impl Cpu {
     pub fn delta_gates(&self, gates: DeltaGates<'_>, a: &mut [f32], b: &mut [f32]) -> Result<()> {
         let DeltaGates { a_log, dt_bias } = gates;
         let heads = a_log.len();
-        if heads == 0 || dt_bias.len() != heads || a.len() != b.len() || a.len() % heads != 0 {
+        let is_sound = heads > 0
+            && dt_bias.len() == heads
+            && a.len() == b.len()
+            && a.len().is_multiple_of(heads);
+        if !is_sound {
             bail!(
                 InvalidArgument,
                 "gates of {} and {} numbers for {heads} and {} heads",

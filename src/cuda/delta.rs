@@ -117,7 +117,7 @@ pub struct DeltaStates {
     pub offset: usize,
 }
 
-/// What the convolution makes of a batch, and the recurrence takes: f32 rows without gaps.
+/// The output of the convolution and the input of the recurrence: f32 rows without gaps.
 #[derive(Clone, Copy, Debug)]
 pub struct DeltaInputs<'a> {
     /// Queries, keys and values `[rows, channels]`, at a multiple of 16 bytes.
@@ -128,7 +128,7 @@ pub struct DeltaInputs<'a> {
     pub beta: DeviceSlice<'a>,
 }
 
-/// What the gated norm writes.
+/// The output of the gated norm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeltaOutput {
     /// Rows of f32.

@@ -1,4 +1,4 @@
-//! Sequences: what a model holds of some tokens, in blocks that forks share until either side writes.
+//! Sequences: keys, values and recurrent states of some tokens, in blocks that forks share until either side writes.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -63,7 +63,7 @@ impl Blocks {
     }
 }
 
-/// What a sequence keeps of its positions.
+/// The positions that a sequence keeps.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Kept {
     /// The first position that each group of layers with keys and values keeps.
@@ -73,8 +73,7 @@ pub struct Kept {
     pub states: Vec<usize>,
 }
 
-/// What a model holds of one sequence of tokens, over all its layers: keys and values, and the state of recurrent layers. Memory is taken
-/// in blocks as it grows; a clone shares them until either side writes.
+/// The keys and values of one sequence of tokens, and the state of recurrent layers. Memory is taken in blocks as it grows; a clone shares them until either side writes.
 ///
 /// Layers that see a window keep it and [`REWIND`] positions before it. Recurrent layers keep the state of the end and of at most
 /// [`SNAPSHOTS`] earlier positions: those between which prompts and answers change, and multiples of
@@ -176,7 +175,7 @@ impl Sequence {
         self.snapshots.iter().copied().chain(end)
     }
 
-    /// What it keeps of its positions.
+    /// The positions that it keeps.
     pub fn kept(&self) -> Kept {
         Kept {
             from: self.kept_from(),

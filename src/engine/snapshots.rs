@@ -1,5 +1,4 @@
-//! Which recurrent states of a sequence are kept, so that it can be cut without running all its tokens again. Pure bookkeeping: knows no
-//! memory.
+//! The choice of recurrent states that a sequence keeps, so that it can be cut without running all its tokens again. Knows no memory.
 
 /// States that a sequence keeps besides that of its end.
 pub const SNAPSHOTS: usize = 4;

@@ -395,33 +395,25 @@ impl List {
                 let run = shared * shape.value_dim;
                 // The rows of a key head: its query and key, then the values and gates of its value heads.
                 let of_qkv = [(0, dim), (dim, dim), (2 * dim, run)];
-                let tables: [(&str, usize, &[(&str, &[(usize, usize)])]); 2] = [
-                    (
-                        "linear_attn.in_proj_qkvz.weight",
-                        2 * dim + 2 * run,
-                        &[(DELTA_QKV, &of_qkv), (DELTA_Z, &[(2 * dim + run, run)])],
-                    ),
-                    (
-                        "linear_attn.in_proj_ba.weight",
-                        2 * shared,
-                        &[(DELTA_B, &[(0, shared)]), (DELTA_A, &[(shared, shared)])],
-                    ),
-                ];
-                for (whole, stride, parts) in tables {
-                    let whole = (whole, &[shape.key_heads * stride, hidden][..]);
-                    for &(name, runs) in parts {
-                        let pattern = |&(first, run): &(usize, usize)| RowPattern {
-                            first,
-                            run,
-                            stride,
-                            runs: shape.key_heads,
-                        };
-                        let stored = StoredRows(runs.iter().map(pattern).collect());
-                        let sizes = [stored.count(), hidden];
-                        let name = format!("{name}.weight");
-                        self.part(&name, &sizes, TensorRole::Recurrent, whole, stored);
-                    }
-                }
+                let qkvz = ("linear_attn.in_proj_qkvz.weight", 2 * dim + 2 * run);
+                let ba = ("linear_attn.in_proj_ba.weight", 2 * shared);
+                let heads = shape.key_heads;
+                let mut of_heads = |name: &str, (whole, stride): (&str, usize), runs: &[_]| {
+                    let pattern = |&(first, run): &(usize, usize)| RowPattern {
+                        first,
+                        run,
+                        stride,
+                        runs: heads,
+                    };
+                    let stored = StoredRows(runs.iter().map(pattern).collect());
+                    let whole = (whole, &[heads * stride, hidden][..]);
+                    let (name, sizes) = (format!("{name}.weight"), [stored.count(), hidden]);
+                    self.part(&name, &sizes, TensorRole::Recurrent, whole, stored);
+                };
+                of_heads(DELTA_QKV, qkvz, &of_qkv);
+                of_heads(DELTA_Z, qkvz, &[(2 * dim + run, run)]);
+                of_heads(DELTA_B, ba, &[(0, shared)]);
+                of_heads(DELTA_A, ba, &[(shared, shared)]);
             }
         }
         self.tensors.push(TensorSpec {

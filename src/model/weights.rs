@@ -100,9 +100,9 @@ pub struct GatedDelta {
     pub qkv: Projection,
     /// The gate of the norm, `[value_width, hidden]`.
     pub z: Projection,
-    /// What the decay of each value head comes of, `[value_heads, hidden]`.
+    /// The projection to the decay of each value head, `[value_heads, hidden]`.
     pub a: Projection,
-    /// What the share of a correction that each value head writes comes of, `[value_heads, hidden]`.
+    /// The projection to the share of a correction that each value head writes, `[value_heads, hidden]`.
     pub b: Projection,
     /// Convolutions, and constants of heads.
     pub heads: DeltaWeights,

@@ -333,7 +333,7 @@ impl Header {
             .checked_add(cache.page_bytes(self.cached, &self.kept(cache))?)
     }
 
-    /// What the sequence keeps of its positions.
+    /// The positions that the sequence keeps.
     fn kept(&self, cache: &Sequence) -> Kept {
         Kept {
             from: match self.kept_from.is_empty() {

@@ -75,9 +75,9 @@ pub(in crate::cpu) struct DeltaColumns {
     /// The columns' first outputs. The next row's are `out_stride` elements on.
     pub out: *mut f32,
     pub out_stride: usize,
-    /// What the state is multiplied by at each row, `gate_stride` elements apart.
+    /// The factor of the state before each row, `gate_stride` elements apart.
     pub decay: *const f32,
-    /// How much of a correction each row writes, likewise.
+    /// The share of each row's correction that is written, likewise.
     pub beta: *const f32,
     pub gate_stride: usize,
     /// `[key_dim, value_dim]`, from the first of the columns on.

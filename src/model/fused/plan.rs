@@ -82,7 +82,7 @@ pub(super) enum Kernel {
     GateHeads { layout: Layout },
     /// Queries, keys, values and the gate of the norm of a gated delta net, f32.
     DeltaInputs { input: Normed, gemm: GemmPlan },
-    /// What the decay and the share of a correction of each value head come of, f32.
+    /// The projections to both gates of each value head, f32: decay, and the share of a correction that is written.
     DeltaGates { input: Normed, gemm: GemmPlan },
     /// The causal convolution, the norms of queries and keys, and the gates.
     DeltaConv,

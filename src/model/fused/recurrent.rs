@@ -13,7 +13,7 @@ use crate::cuda::{
 use crate::model::spec::GatedDeltaSpec;
 use crate::model::weights::{GatedDelta, Mixer};
 
-/// What the kernels of one layer take.
+/// The operands of one layer's kernels.
 struct Layer<'a> {
     spec: &'a GatedDeltaSpec,
     weights: &'a GatedDelta,
