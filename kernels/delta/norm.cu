@@ -15,12 +15,21 @@ struct Arguments {
     int heads;
     int dim;                // a multiple of 16 up to 256
     float eps;
+    int layer;
+    u32* overflow;          // [rows]: if it is 0, set to 1 + layer where the row has a value that f16 cannot hold; null: not checked
 };
 
 enum Output { ROWS_F32, ROWS_F16, FRAGMENTS };
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP, MOST_DIM = 256;
 constexpr int LANE_PIECES = 2 * MOST_DIM / 8 / WARP;
+
+constexpr float F16_MAX = 65504;
+
+// Whether f16 cannot hold one of four values. NaN is none that it can.
+__device__ __forceinline__ bool overflows(float4 v) {
+    return !(fabsf(v.x) <= F16_MAX && fabsf(v.y) <= F16_MAX && fabsf(v.z) <= F16_MAX && fabsf(v.w) <= F16_MAX);
+}
 
 __device__ __forceinline__ float4 gated(float4 v, float factor, const float* weight, float4 z) {
     v = apply_norm(v, factor, *(const float4*)weight);
@@ -79,7 +88,9 @@ __device__ __forceinline__ void run(const Arguments& a) {
             bool second = is_second(k);
             return k >= width ? make_float4(0, 0, 0, 0) : gated(v, factors[second ? 1 : 0], a.weight + k - (2 * unit + second) * a.dim, z);
         };
-        store<OUTPUT>(a, row, k, result(k, v[j].first, gate[j].first), result(k + BLOCK, v[j].second, gate[j].second));
+        float4 first = result(k, v[j].first, gate[j].first), second = result(k + BLOCK, v[j].second, gate[j].second);
+        if (OUTPUT != ROWS_F32 && a.overflow && (overflows(first) || overflows(second))) atomicCAS(a.overflow + row, 0, a.layer + 1);
+        store<OUTPUT>(a, row, k, first, second);
     }
     // The rest of the padding.
     if (OUTPUT != FRAGMENTS || unit < units - 1) return;

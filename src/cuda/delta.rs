@@ -412,10 +412,13 @@ struct GatedNormArguments {
     heads: i32,
     dim: i32,
     eps: f32,
+    layer: i32,
+    overflow: u64,
 }
 
 /// `rms_norm(o) * weight * silu(z)` by value head: f32 `o` and `z` `[rows, value_heads, value_dim]`, f32 `weight` `[value_dim]`, to `out`
-/// of the same shape.
+/// of the same shape. `overflow` is a u32 a row and a layer: if a value of a row does not fit f16, its u32 becomes 1 + that layer, unless it
+/// is set already.
 pub fn delta_norm(
     shape: &DeltaShape,
     weight: DeviceSlice<'_>,
@@ -424,10 +427,14 @@ pub fn delta_norm(
     o: DeviceSlice<'_>,
     z: StridedRows<'_>,
     output: DeltaOutput,
+    overflow: Option<(DeviceSlice<'_>, usize)>,
     out: DeviceSlice<'_>,
 ) -> Result<()> {
     check_shape(shape)?;
     let width = shape.value_width();
+    if let Some((overflow, _)) = overflow {
+        overflow.holds("the layers that overflowed", &[rows, 4])?;
+    }
     weight.holds("a norm", &[shape.value_dim, 4])?;
     o.holds("results of a delta rule", &[rows, width, 4])?;
     z.check("gates of results", rows, width, 4)?;
@@ -454,6 +461,8 @@ pub fn delta_norm(
         heads: shape.value_heads as i32,
         dim: shape.value_dim as i32,
         eps,
+        layer: int("a layer", overflow.map_or(0, |(_, layer)| layer))?,
+        overflow: overflow.map_or(0, |(overflow, _)| overflow.address()),
     };
     // A warp takes two heads.
     let blocks = shape.value_heads.div_ceil(2).div_ceil(WARPS);

@@ -73,11 +73,11 @@ pub struct Kept {
     pub states: Vec<usize>,
 }
 
-/// The keys and values of one sequence of tokens, and the state of recurrent layers. Memory is taken in blocks as it grows; a clone shares them until either side writes.
+/// The keys and values of one sequence of tokens, and the state of recurrent layers. Memory is taken in blocks as it grows; a clone shares
+/// them until either side writes.
 ///
 /// Layers that see a window keep it and [`REWIND`] positions before it. Recurrent layers keep the state of the end and of at most
-/// [`SNAPSHOTS`] earlier positions: those between which prompts and answers change, and multiples of
-/// [`SNAPSHOT_POSITIONS`].
+/// [`SNAPSHOTS`] earlier positions: both ends of prompts, and multiples of [`SNAPSHOT_POSITIONS`].
 pub struct Sequence {
     blocks: Arc<Blocks>,
     cache: Arc<KvCache>,
@@ -161,7 +161,8 @@ impl Sequence {
     pub fn bytes(&self) -> usize {
         let of_group = |group| self.tables.kept(group).count() * self.arena(group).block_bytes();
         let state = self.cache.state().map_or(0, StateArena::block_bytes);
-        let states = self.states().count() + usize::from(self.spare.is_some());
+        let held = [self.spare, self.tables.state().ahead()];
+        let states = self.states().count() + held.iter().flatten().count();
         (0..self.groups()).map(of_group).sum::<usize>() + states * state
     }
 

@@ -271,7 +271,18 @@ fn check_norm(gpu: &Arc<Gpu>, layer: &Layer, o: &DeviceBuffer, what: &str) {
             stride: width,
         };
         let (weight, o) = ((&weight).into(), o.into());
-        cuda::delta_norm(&layer.shape, weight, EPS, rows, o, z, output, (&out).into()).unwrap();
+        cuda::delta_norm(
+            &layer.shape,
+            weight,
+            EPS,
+            rows,
+            o,
+            z,
+            output,
+            None,
+            (&out).into(),
+        )
+        .unwrap();
         out
     };
     let got = read_f32(&run(DeltaOutput::F32, rows * width * 4), rows * width);

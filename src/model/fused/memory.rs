@@ -47,7 +47,7 @@ pub(super) struct Memory {
     pub(super) draw: Option<DrawScratch>,
     /// One u32 per row: 1 + the first block with queries, keys or values beyond f16, or 0.
     pub(super) unfit: DeviceBuffer,
-    /// One u32 per row: 1 + the first block with a gate or up projection beyond f16, or 0.
+    /// One u32 per row: 1 + the first block with a gate or up projection, or a head of a gated delta net, beyond f16, or 0.
     pub(super) overflow: DeviceBuffer,
     /// One u32 per row: 1 + the first block with a router logit that is not finite, or 0.
     pub(super) unroutable: DeviceBuffer,
@@ -227,7 +227,7 @@ impl Memory {
             ),
             (
                 &mut self.overflow,
-                "a gate or up projection reaches beyond 65,504, the largest number of the f16 that prompts have it in on a GPU; run this model on the CPU",
+                "a gate or up projection, or a head of a gated delta net, reaches beyond 65,504, the largest number of the f16 that a GPU has it in; run this model on the CPU",
             ),
         ];
         if self.experts.is_some() {

@@ -229,7 +229,7 @@ impl BlockShape {
 }
 
 /// A property of the model that has no fused kernel, if any.
-pub(super) fn unsupported(spec: &Spec) -> Option<String> {
+pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
     let of = |(index, block): (usize, &BlockSpec)| {
         let what = match (&block.mlp, block.norms.pre, block.norms.post) {
             (MlpSpec::Experts(_), _, true) => "a norm after its experts",

@@ -150,6 +150,7 @@ impl<'a> FusedPass<'a> {
             (&layer.scratch.answers).into(),
             z,
             DeltaOutput::F16(layout),
+            Some(((&self.memory.overflow).into(), index)),
             (&self.memory.input).into(),
         )
     }

@@ -69,6 +69,11 @@ impl StateTable {
         self.ahead = Some(block);
     }
 
+    /// The block of a position that may have run ahead.
+    pub fn ahead(&self) -> Option<u32> {
+        self.ahead
+    }
+
     /// Removes the block of a position that may have run ahead.
     pub fn take_ahead(&mut self) -> Option<u32> {
         self.ahead.take()

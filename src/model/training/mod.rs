@@ -37,7 +37,7 @@ pub use pass::{Options, Pass};
 pub use precision::{ProductForm, ProductPrecision};
 pub use recompute::{Recompute, RecomputedParts};
 pub use runner::Runner;
-pub use source::{Source, SourceText};
+pub use source::{Source, SourceText, untrainable};
 pub use teacher::{Placement, Teacher, TeacherMemory};
 
 use std::ops::Range;

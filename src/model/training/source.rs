@@ -85,7 +85,9 @@ impl Source {
             .is_some_and(families::is_tied);
         // A table that is stored twice is trained as one.
         spec.tied |= is_said_to_be_tied && !has_own_head(&*checkpoint)?;
-        check_trainable(&spec)?;
+        if let Some(refusal) = untrainable(&spec) {
+            bail!(Unsupported, "{refusal}");
+        }
         let mut all: HashMap<String, TensorSpec> = tensors::all(&spec)
             .into_iter()
             .map(|tensor| (tensor.name.clone(), tensor))
@@ -288,19 +290,20 @@ impl Source {
     }
 }
 
-/// Fails for blocks whose backward pass is not built.
-fn check_trainable(spec: &Spec) -> Result<()> {
-    for (index, block) in spec.blocks.iter().enumerate() {
-        let what = match &block.mixer {
-            MixerSpec::GatedDelta(_) => "is a gated delta net",
-            MixerSpec::Attention(attention) if attention.gated => "has gated attention",
-            MixerSpec::Attention(_) => continue,
-        };
-        bail!(
-            Unsupported,
-            "block {index} {what}, which has no backward pass yet: {} models can be run and quantized, but not trained or calibrated",
-            spec.family
-        );
-    }
-    Ok(())
+/// The first block whose backward pass is not built, if any.
+pub fn untrainable(spec: &Spec) -> Option<String> {
+    let blocks = spec.blocks.iter().enumerate();
+    let (index, what) = blocks
+        .into_iter()
+        .find_map(|(index, block)| match &block.mixer {
+            MixerSpec::GatedDelta(_) => Some((index, "is a gated delta net")),
+            MixerSpec::Attention(attention) if attention.gated => {
+                Some((index, "has gated attention"))
+            }
+            MixerSpec::Attention(_) => None,
+        })?;
+    Some(format!(
+        "block {index} {what}, which has no backward pass yet: {} models can be run and quantized, but not trained or calibrated",
+        spec.family
+    ))
 }

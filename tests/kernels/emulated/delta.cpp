@@ -157,12 +157,14 @@ static void check_norm(Layer& l, Result& r) {
     Shape s = l.s;
     int width = s.values(), whole = padded_k(width), groups = ceil_div(l.rows, GROUP_ROWS);
     Floats f32(l.rows * width), f16(l.rows * width), fragments(groups * GROUP_ROWS * whole);
+    std::vector<u32> overflow(l.rows);
     for (int output = 0; output < 3; output++) {
         Floats& y = output == 0 ? f32 : output == 1 ? f16 : fragments;
-        norm::Arguments a = {r.o.data(), l.z.data(), l.weight.data(), y.data(), (u64)width + 4, s.value_heads, s.value_dim, EPS};
+        norm::Arguments a = {r.o.data(), l.z.data(), l.weight.data(), y.data(), (u64)width + 4, s.value_heads, s.value_dim, EPS, 6, overflow.data()};
         launch(l.rows, ceil_div(ceil_div(s.value_heads, 2), norm::WARPS), 1, norm::THREADS,
                [&] { output == 0 ? norm::delta_norm_f32(a) : output == 1 ? norm::delta_norm_f16(a) : norm::delta_norm_fragments(a); });
     }
+    for (int row = 0; row < l.rows; row++) expect(overflow[row] == 0, "a norm that fits f16", row, 0, overflow[row], 0);
     const u16 *halves = (u16*)f16.data(), *order = (u16*)fragments.data();
     for (int row = 0; row < l.rows; row++) {
         for (int i = 0; i < whole; i++) {
@@ -177,6 +179,26 @@ static void check_norm(Layer& l, Result& r) {
             u16 half = halves[row * width + i];
             expect(std::fabs(got - want) <= 1e-6 * std::fabs(want) + 1e-9, "a gated norm", row, i, got, want);
             expect(half == to_f16(got) && fragment == half, "a gated norm in f16", row, i, f16_to_float(half), got);
+        }
+    }
+}
+
+// A gate that takes one value of the last row beyond f16, and one that is NaN.
+static void check_overflow(Layer& l, Result& r) {
+    Shape s = l.s;
+    int width = s.values(), last = l.rows - 1, groups = ceil_div(l.rows, GROUP_ROWS);
+    Floats y(groups * GROUP_ROWS * padded_k(width));
+    std::vector<u32> overflow(l.rows);
+    for (float odd : {3e8f, NAN}) {
+        for (bool fragment_major : {false, true}) {
+            float &z = l.z[last * (width + 4) + width - 1], kept = z;
+            z = odd;
+            norm::Arguments a = {r.o.data(), l.z.data(), l.weight.data(), y.data(), (u64)width + 4, s.value_heads, s.value_dim, EPS, 6, overflow.data()};
+            launch(l.rows, ceil_div(ceil_div(s.value_heads, 2), norm::WARPS), 1, norm::THREADS,
+                   [&] { fragment_major ? norm::delta_norm_fragments(a) : norm::delta_norm_f16(a); });
+            for (int row = 0; row < l.rows; row++) expect(overflow[row] == (row == last ? 7 : 0), "a norm beyond f16", row, fragment_major, overflow[row], 0);
+            overflow[last] = 0;
+            z = kept;
         }
     }
 }
@@ -209,6 +231,7 @@ static void check(Shape s, const std::vector<Segment>& segments) {
     }
     expect_same(blocks.memory.data(), before.data(), blocks.floats * blocks.count, "memory outside of written states");
     check_norm(l, r);
+    if (rows > 0) check_overflow(l, r);
 }
 
 // One segment at once, and in parts with the state in other blocks or the same between them.

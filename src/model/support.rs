@@ -1,0 +1,117 @@
+//! The known families, with the kinds of blocks of each and the uses that are built for them: the table of `docs/models.md`.
+
+use serde_json::json;
+
+use super::families::{self, FAMILIES};
+use super::fused;
+use super::spec::{BlockSpec, MixerSpec, MlpSpec, Spec};
+use super::training;
+use crate::base::Result;
+
+/// A family, by its defaults: what models of it consist of, and what refuses them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FamilySupport {
+    /// `model_type` in `config.json`; a text model within a larger one may add `_text`.
+    pub model_type: &'static str,
+    /// The entry of `architectures` in `config.json`.
+    pub class: &'static str,
+    /// The kinds of its blocks.
+    pub blocks: Vec<String>,
+    /// Why it does not run on a GPU, if it does not. Every family runs on the CPU.
+    pub gpu: Option<String>,
+    /// Why it is neither trained nor calibrated, if it is not.
+    pub training: Option<String>,
+}
+
+/// All known families.
+pub fn known() -> Result<Vec<FamilySupport>> {
+    let of = |family: &families::Family| {
+        let spec = families::read(&json!({"model_type": family.model_type}))?;
+        Ok(FamilySupport {
+            model_type: family.model_type,
+            class: family.class,
+            blocks: kinds(&spec),
+            gpu: fused::unsupported(&spec),
+            training: training::untrainable(&spec),
+        })
+    };
+    FAMILIES.iter().map(of).collect()
+}
+
+/// The kinds of blocks of a model, in the order of their first blocks.
+fn kinds(spec: &Spec) -> Vec<String> {
+    let mixer = |block: &BlockSpec| match &block.mixer {
+        MixerSpec::GatedDelta(_) => "gated delta net",
+        MixerSpec::Attention(attention) => match (attention.gated, attention.window) {
+            (true, _) => "gated attention",
+            (false, Some(_)) => "attention with a window",
+            (false, None) => "attention",
+        },
+    };
+    let mlp = |block: &BlockSpec| match &block.mlp {
+        MlpSpec::Dense(_) => "MLP",
+        MlpSpec::Experts(experts) => match experts.shared {
+            Some(_) => "experts and a shared one",
+            None => "experts",
+        },
+    };
+    let mut kinds = Vec::new();
+    for block in &spec.blocks {
+        let kind = format!("{}, {}", mixer(block), mlp(block));
+        if !kinds.contains(&kind) {
+            kinds.push(kind);
+        }
+    }
+    kinds
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The lines of the table in `docs/models.md`.
+    fn table() -> String {
+        let yes = |refusal: &Option<String>| if refusal.is_none() { "yes" } else { "no" };
+        let mut lines = vec![
+            "| `model_type` | class | blocks | CPU | GPU | trained, calibrated |".to_owned(),
+            "|---|---|---|---|---|---|".to_owned(),
+        ];
+        lines.extend(known().unwrap().iter().map(|family| {
+            let FamilySupport {
+                model_type,
+                class,
+                blocks,
+                gpu,
+                training,
+            } = family;
+            let blocks = blocks.join("; ");
+            let (gpu, training) = (yes(gpu), yes(training));
+            format!("| `{model_type}` | `{class}` | {blocks} | yes | {gpu} | {training} |")
+        }));
+        lines.join("\n")
+    }
+
+    #[test]
+    fn the_page_of_models_has_every_family() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/models.md");
+        let page = std::fs::read_to_string(path).unwrap();
+        let table = table();
+        assert!(
+            page.contains(&table),
+            "docs/models.md lacks this table:\n{table}"
+        );
+    }
+
+    #[test]
+    fn what_is_not_trained_is_named() {
+        let known = known().unwrap();
+        let of = |name: &str| known.iter().find(|f| f.model_type == name).unwrap();
+        assert_eq!(of("qwen3").training, None);
+        let refusal = of("qwen3_next").training.as_ref().unwrap();
+        assert!(
+            refusal.contains("block 0 is a gated delta net"),
+            "{refusal}"
+        );
+        assert!(known.iter().all(|family| family.gpu.is_none()));
+    }
+}
