@@ -136,17 +136,31 @@ fn signals_end_a_run_with_a_checkpoint_and_one_run_has_a_directory() {
         let all = list(&checkpoints).unwrap();
         assert_eq!(end["step"], all.last().unwrap().0);
     }
-    // The first signal of two waits for its step, and the second for nothing: not even for a step that takes long.
+    // On a busy machine a step may end before the second signal comes; then longer ones are tried.
+    let was_at_once = [512, 1024, 2048]
+        .into_iter()
+        .any(second_signal_ends_at_once);
+    assert!(was_at_once, "a second signal waited for a step");
+}
+
+/// Sends two signals to a run whose steps have this many windows: the first waits for its step, and the second for nothing. Returns whether
+/// the run ended without the checkpoint of that step.
+fn second_signal_ends_at_once(windows: usize) -> bool {
     let folder = Folder::new("signals, twice");
     fs::write(folder.path("text.txt"), sentences(8000)).unwrap();
-    let mut child = command(
-        &folder,
-        "twice",
-        &["--steps", "5000", "--accumulate", "512", "--window", "16"],
-    )
-    .stderr(std::process::Stdio::piped())
-    .spawn()
-    .unwrap();
+    let windows = windows.to_string();
+    let options = [
+        "--steps",
+        "5000",
+        "--accumulate",
+        &windows,
+        "--window",
+        "16",
+    ];
+    let mut child = command(&folder, "twice", &options)
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
     let said = BufReader::new(child.stderr.take().unwrap());
     let mut said = said.lines().map(Result::unwrap);
     assert!(said.any(|line| line.starts_with("step 1/5000")));
@@ -154,9 +168,8 @@ fn signals_end_a_run_with_a_checkpoint_and_one_run_has_a_directory() {
     assert!(said.any(|line| line.starts_with("SIGINT: the run ends after this step")));
     send(&child, "INT");
     let status = child.wait().unwrap();
-    let ended = std::os::unix::process::ExitStatusExt::signal(&status);
-    assert_eq!(ended, Some(2), "{status:?}");
-    assert!(!folder.path("twice").join(run::CHECKPOINTS).exists());
+    let is_killed = std::os::unix::process::ExitStatusExt::signal(&status) == Some(2);
+    is_killed && !folder.path("twice").join(run::CHECKPOINTS).exists()
 }
 
 /// The best checkpoint is kept and delivered, and a run whose evaluations stop improving ends. It evaluates before the first step, and the
