@@ -8,17 +8,21 @@
 enum Kind { F32, F16, BF16, INT8 };
 enum Output { STORE_F32, STORE_F16, ADD_F32 };
 
-struct Arguments {
-    const u16* x;           // f16 [m, k]
+struct Matrix {
     const void* weight;     // [rows, k]
     const float* scales;    // [rows]: INT8
     const float* bias;      // [rows] or null
+    u64 rows;
+};
+
+struct Arguments {
+    const u16* x;           // f16 [m, k]
+    Matrix matrices[3];     // of one kind; the output features of one follow those of the one before
     void* out;              // [m, out_stride]
     float factor;           // of the product
     int kind;               // of linear_dense and linear_dense_1
     int output;
     int m;
-    int rows;
     int k;                  // a multiple of 16
     int out_stride;
 };
@@ -26,18 +30,34 @@ struct Arguments {
 constexpr int WARPS = 8;
 constexpr int TOKENS = 8;    // of a block, unless there is only one
 
+// The bits of a weight that a lane loads at once.
+template <int KIND>
+struct Bits {
+    uint4 piece[KIND == F32 ? 2 : 1];
+
+    Bits() = default;
+    __device__ __forceinline__ Bits(const void* p, size_t i) {
+        constexpr int SIZE = KIND == F32 ? 4 : KIND == INT8 ? 1 : 2;
+        const uint4* from = (const uint4*)((const u8*)p + i * SIZE);
+        piece[0] = from[0];
+        if constexpr (KIND == F32) piece[1] = from[1];
+    }
+};
+
 // The values of a weight that a lane loads at once, from element i on, which is a multiple of their number; int8 without the row's scale.
 template <int KIND>
 struct Values {
     static constexpr int COUNT = KIND == INT8 ? INT8_CODES : 8;
     float v[COUNT];
 
-    __device__ __forceinline__ Values(const void* p, size_t i) {
+    __device__ __forceinline__ Values(const void* p, size_t i) : Values(Bits<KIND>(p, i)) {}
+    __device__ __forceinline__ Values(const Bits<KIND>& bits) {
+        uint4 piece = bits.piece[0];
         if constexpr (KIND == F32) {
-            float4 low = *(const float4*)((const float*)p + i), high = *(const float4*)((const float*)p + i + 4);
-            v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w, v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
+            uint4 next = bits.piece[1];
+            v[0] = __uint_as_float(piece.x), v[1] = __uint_as_float(piece.y), v[2] = __uint_as_float(piece.z), v[3] = __uint_as_float(piece.w);
+            v[4] = __uint_as_float(next.x), v[5] = __uint_as_float(next.y), v[6] = __uint_as_float(next.z), v[7] = __uint_as_float(next.w);
         } else {
-            uint4 piece = *(const uint4*)((const u8*)p + i * (KIND == INT8 ? 1 : 2));
             u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
             for (int j = 0; j < 4; j++) {
@@ -52,16 +72,24 @@ struct Values {
     }
 };
 
+// The first UNROLL pieces of a row are loaded before the kernel waits for earlier ones, which write no weights.
 template <int KIND, int MAX_TOKENS, int UNROLL>
 __device__ __forceinline__ void multiply(const Arguments& a) {
-    int row = blockIdx.x * WARPS + threadIdx.x / WARP, first = blockIdx.y * MAX_TOKENS, lane = lane_id();
-    if (row >= a.rows) return;
+    int feature = blockIdx.x * WARPS + threadIdx.x / WARP, first = blockIdx.y * MAX_TOKENS, lane = lane_id();
+    Matrix matrix = a.matrices[0];
+    int row = feature;
+#pragma unroll
+    for (int i = 1; i < 3; i++) {
+        if (row < (int)matrix.rows) continue;
+        row -= matrix.rows;
+        matrix = a.matrices[i];
+    }
+    bool has = row < (int)matrix.rows;
     int tokens = min(MAX_TOKENS, a.m - first);
     float accumulators[MAX_TOKENS] = {};
-    constexpr int COUNT = Values<KIND>::COUNT;
-#pragma unroll UNROLL
-    for (int i = COUNT * lane; i < a.k; i += COUNT * WARP) {
-        Values<KIND> w(a.weight, (size_t)row * a.k + i);
+    constexpr int COUNT = Values<KIND>::COUNT, STEP = COUNT * WARP;
+    size_t start = (size_t)row * a.k;
+    auto multiply_by = [&](const Values<KIND>& w, int i) {
 #pragma unroll
         for (int m = 0; m < MAX_TOKENS; m++) {
             if (MAX_TOKENS > 1 && m >= tokens) continue;
@@ -72,16 +100,32 @@ __device__ __forceinline__ void multiply(const Arguments& a) {
                 for (int j = 0; j < 8; j++) accumulators[m] += w.v[part + j] * x.v[j];
             }
         }
+    };
+    Bits<KIND> ahead[UNROLL];
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+        int i = COUNT * lane + STEP * u;
+        if (has && i < a.k) ahead[u] = Bits<KIND>(matrix.weight, start + i);
     }
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
+    if (!has) return;
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+        int i = COUNT * lane + STEP * u;
+        if (i < a.k) multiply_by(Values<KIND>(ahead[u]), i);
+    }
+#pragma unroll UNROLL
+    for (int i = COUNT * lane + STEP * UNROLL; i < a.k; i += STEP) multiply_by(Values<KIND>(matrix.weight, start + i), i);
 #pragma unroll
     for (int m = 0; m < MAX_TOKENS; m++) accumulators[m] = warp_sum(accumulators[m]);
     if (lane != 0) return;
-    float scale = KIND == INT8 ? a.scales[row] : 1;
+    float scale = KIND == INT8 ? matrix.scales[row] : 1;
 #pragma unroll
     for (int m = 0; m < MAX_TOKENS; m++) {
         if (MAX_TOKENS > 1 && m >= tokens) continue;
-        float y = accumulators[m] * a.factor * scale + (a.bias ? a.bias[row] : 0);
-        size_t to = (size_t)(first + m) * a.out_stride + row;
+        float y = accumulators[m] * a.factor * scale + (matrix.bias ? matrix.bias[row] : 0);
+        size_t to = (size_t)(first + m) * a.out_stride + feature;
         if (a.output == STORE_F32) ((float*)a.out)[to] = y;
         if (a.output == ADD_F32) ((float*)a.out)[to] += y;
         if (a.output == STORE_F16) ((u16*)a.out)[to] = to_f16(y);
@@ -90,8 +134,6 @@ __device__ __forceinline__ void multiply(const Arguments& a) {
 
 template <bool IS_INT8, int MAX_TOKENS, int UNROLL>
 __device__ __forceinline__ void run(const Arguments& a) {
-    wait_for_earlier_kernels();
-    let_later_kernels_start();
     if constexpr (IS_INT8) return multiply<INT8, MAX_TOKENS, UNROLL>(a);
     switch (a.kind) {
         case F32: return multiply<F32, MAX_TOKENS, UNROLL>(a);

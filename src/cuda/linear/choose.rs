@@ -56,6 +56,8 @@ pub(super) enum GemmKernels {
     Skinny(SkinnyPlan),
     /// A tiled kernel, with all matrices.
     Tiled(Tiling),
+    /// The plain kernel, with all matrices.
+    Dense(Planned<DenseKernel>),
     /// Kernels of each matrix.
     Each([Option<MatrixKernel>; 3]),
 }
@@ -99,7 +101,10 @@ impl GemmPlan {
             Some(GemmKernels::Skinny(plan))
         };
         let tiled = || tiled(hardware, m, matrices, output, form).map(GemmKernels::Tiled);
-        let each = || each(hardware, m, matrices, output, form).map(GemmKernels::Each);
+        let each = || {
+            let each = each(hardware, m, matrices, output, form)?;
+            Some(dense(m, matrices, &each).map_or(GemmKernels::Each(each), GemmKernels::Dense))
+        };
         let kernels = || match m {
             0 => Some(GemmKernels::Each([None; 3])),
             _ => skinny().or_else(tiled).or_else(each),
@@ -252,7 +257,7 @@ fn each(
             _ if is_many => Some(MatrixKernel::CuBlas),
             WeightType::Nvfp4 => None,
             WeightType::Int8 if m > 1 => Some(MatrixKernel::Int8(Int8Product::planned(w, m))),
-            _ => Some(MatrixKernel::Dense(DenseKernel::planned(w, m))),
+            _ => Some(MatrixKernel::Dense(DenseKernel::planned(&[w], m))),
         }
     };
     let mut kernels = [None; 3];
@@ -262,11 +267,25 @@ fn each(
     Some(kernels)
 }
 
+/// The plain kernel with all matrices, if it serves each and they are of one type.
+fn dense(
+    m: usize,
+    matrices: &[MatrixShape],
+    each: &[Option<MatrixKernel>; 3],
+) -> Option<Planned<DenseKernel>> {
+    let first = matrices.first()?;
+    let is_dense = |kernel: &MatrixKernel| matches!(kernel, MatrixKernel::Dense(_));
+    let serves = each.iter().flatten().all(is_dense);
+    let are_alike = matrices.iter().all(|w| w.storage == first.storage);
+    (serves && are_alike).then(|| DenseKernel::planned(matrices, m))
+}
+
 impl fmt::Display for GemmPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.kernels {
             GemmKernels::Skinny(plan) => write!(f, "{plan}"),
             GemmKernels::Tiled(tiling) => write!(f, "{tiling}"),
+            GemmKernels::Dense(planned) => write!(f, "{planned}"),
             GemmKernels::Each(kernels) => {
                 for (i, kernel) in kernels.iter().flatten().enumerate() {
                     f.write_str(if i == 0 { "" } else { "; " })?;

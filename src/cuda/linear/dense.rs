@@ -1,6 +1,6 @@
 //! The plain kernel for GEMMs with dense weights and row-major int8 codes.
 
-use super::matrix::{Matrix, MatrixShape};
+use super::matrix::{Biased, MatrixShape};
 use super::output::Output;
 use crate::base::Result;
 use crate::base::error::bail;
@@ -20,40 +20,48 @@ kernels! {
 }
 
 #[repr(C)]
-pub(super) struct DenseArguments {
-    x: u64,
+#[derive(Clone, Copy, Default)]
+struct DenseMatrix {
     weight: u64,
     scales: u64,
     bias: u64,
+    rows: u64,
+}
+
+#[repr(C)]
+pub(super) struct DenseArguments {
+    x: u64,
+    matrices: [DenseMatrix; 3],
     out: u64,
     factor: f32,
     kind: i32,
     output: i32,
     m: i32,
-    rows: i32,
     k: i32,
     out_stride: i32,
 }
 
 impl DenseKernel {
-    /// The launch for `m` rows; for int8 a single one.
-    pub(super) fn planned(w: MatrixShape, m: usize) -> Planned<DenseKernel> {
-        let (kernel, tokens) = match (w.storage, m) {
+    /// The launch for `m` rows, for int8 a single one, with matrices of one type.
+    pub(super) fn planned(matrices: &[MatrixShape], m: usize) -> Planned<DenseKernel> {
+        let rows: usize = matrices.iter().map(|w| w.rows).sum();
+        let storage = matrices.first().map_or(WeightType::F32, |w| w.storage);
+        let (kernel, tokens) = match (storage, m) {
             (WeightType::Int8, _) => (DenseKernel::Int8Row, 1),
             (_, 1) => (DenseKernel::Row, 1),
             _ => (DenseKernel::Rows, 8),
         };
-        let grid = [w.rows.div_ceil(8) as u32, m.div_ceil(tokens) as u32, 1];
+        let grid = [rows.div_ceil(8) as u32, m.div_ceil(tokens) as u32, 1];
         Launch::new(grid, 256).of(kernel)
     }
 }
 
-/// `m` rows of f16 `x`, divided by `factor`, times `w`; [`GemmPlan`](super::GemmPlan) checks sizes.
+/// `m` rows of f16 `x`, divided by `factor`, times up to three matrices of one type, whose output features follow each other;
+/// [`GemmPlan`](super::GemmPlan) checks sizes.
 pub(super) fn dense(
     gpu: &Gpu,
     planned: Planned<DenseKernel>,
-    w: &Matrix,
-    bias: Option<&DeviceBuffer>,
+    matrices: &[Biased<'_>],
     x: &DeviceBuffer,
     factor: f32,
     m: usize,
@@ -61,11 +69,19 @@ pub(super) fn dense(
     out: u64,
     stride: usize,
 ) -> Result<()> {
+    let mut all = [DenseMatrix::default(); 3];
+    for (argument, (w, bias)) in all.iter_mut().zip(matrices) {
+        *argument = DenseMatrix {
+            weight: w.address(),
+            scales: w.scales_address(),
+            bias: bias.map_or(0, DeviceBuffer::address),
+            rows: w.rows as u64,
+        };
+    }
+    let (w, _) = matrices[0];
     let arguments = DenseArguments {
         x: x.address(),
-        weight: w.address(),
-        scales: w.scales_address(),
-        bias: bias.map_or(0, DeviceBuffer::address),
+        matrices: all,
         out,
         factor,
         kind: match w.storage {
@@ -77,7 +93,6 @@ pub(super) fn dense(
         },
         output: output.plain()?,
         m: int("rows", m)?,
-        rows: int("output features", w.rows)?,
         k: int("K", w.cols)?,
         out_stride: int("the stride of a product", stride)?,
     };

@@ -94,6 +94,13 @@ impl GemmPlan {
                 let room = scratch.room();
                 tiling.enqueue(gpu, input, m, matrices, output, out, stride, room)
             }
+            GemmKernels::Dense(planned) => {
+                let Input::Plain(x, factor) = input else {
+                    bail!(Internal, "the plain kernel takes row-major input");
+                };
+                let out = out.address();
+                dense(gpu, *planned, matrices, x, factor, m, output, out, stride)
+            }
             GemmKernels::Each(kernels) => {
                 let kernels = kernels.iter().flatten();
                 enqueue_each(
@@ -143,7 +150,8 @@ fn enqueue_each<'a>(
     for (kernel, (w, bias)) in kernels.zip(matrices) {
         match *kernel {
             MatrixKernel::Dense(planned) => {
-                dense(gpu, planned, w, *bias, x, factor, m, output, at, stride)?;
+                let one = &[(*w, *bias)];
+                dense(gpu, planned, one, x, factor, m, output, at, stride)?;
             }
             MatrixKernel::Int8(planned) => {
                 int8::product(gpu, planned, w, *bias, x, factor, m, output, at, stride)?;

@@ -204,7 +204,7 @@ static void check_mixture(int rows, int experts, int per_token, int hidden, int 
     }
 }
 
-// Dense weights, as routers are, and int8 rows, as heads are, with one row of activations.
+// Dense weights, as routers are, and int8 rows, as heads are, with one row of activations. The rows are divided among up to three matrices.
 static void check_dense(int m, int rows, int k, int kind) {
     std::vector<uint4> x(ceil_div(m * k, 8)), w(rows * k / 4);
     std::vector<double> values;
@@ -224,7 +224,12 @@ static void check_dense(int m, int rows, int k, int kind) {
         values.push_back(v);
     }
     std::vector<float> out(m * (rows + 1), NAN);
-    dense::Arguments a = {(u16*)x.data(), w.data(), kind == dense::INT8 ? scales.data() : nullptr, bias.data(), out.data(), 0.5f, kind, dense::STORE_F32, m, rows, k, rows + 1};
+    dense::Arguments a = {(u16*)x.data(), {}, out.data(), 0.5f, kind, dense::STORE_F32, m, k, rows + 1};
+    int size = kind == dense::INT8 ? 1 : kind == dense::F32 ? 4 : 2, parts = min(rows, 3);
+    for (int i = 0; i < parts; i++) {
+        int from = rows * i / parts, to = rows * (i + 1) / parts;
+        a.matrices[i] = {(u8*)w.data() + (size_t)from * k * size, kind == dense::INT8 ? &scales[from] : nullptr, &bias[from], (u64)(to - from)};
+    }
     int tokens = m == 1 ? 1 : dense::TOKENS;
     launch(ceil_div(rows, dense::WARPS), ceil_div(m, tokens), 1, dense::WARPS * WARP, [&] {
         if (kind == dense::INT8) return dense::linear_dense_int8_1(a);
@@ -253,5 +258,7 @@ int main() {
     check_dense(1, 9, 1040, dense::INT8);
     check_dense(1, 3, 528, dense::INT8);
     check_dense(1, 17, 16, dense::INT8);
+    check_dense(1, 2, 2560, dense::INT8);
+    check_dense(1, 1, 2576, dense::F32);
     puts("ok");
 }
