@@ -227,7 +227,14 @@ impl Memory {
             ),
             (
                 &mut self.overflow,
-                "a gate or up projection, or a head of a gated delta net, reaches beyond 65,504, the largest number of the f16 that a GPU has it in; run this model on the CPU",
+                match self.delta {
+                    None => {
+                        "a gate or up projection reaches beyond 65,504, the largest number of the f16 that prompts have it in on a GPU; run this model on the CPU"
+                    }
+                    Some(_) => {
+                        "a gate or up projection, or a head of a gated delta net, reaches beyond 65,504, the largest number of the f16 that a GPU has it in; run this model on the CPU"
+                    }
+                },
             ),
         ];
         if self.experts.is_some() {
