@@ -316,21 +316,22 @@ impl Model {
             fingerprint,
         } = made;
         let kv = KvMemory::new(&options.device, &spec, options.kv_bytes)?;
-        let executor = match &options.device {
-            Device::Cuda(gpu) => Some(fused::Executor::new(
-                gpu,
-                fused::Source {
+        let (executor, table_bytes) = match &options.device {
+            Device::Cuda(gpu) => {
+                let source = fused::Source {
                     spec: &spec,
                     weights: &weights,
                     kv: kv.cache(KvType::F16)?,
-                },
-                table,
-            )?),
-            _ => None,
+                };
+                let executor = fused::Executor::new(gpu, source, table)?;
+                let bytes = executor.bytes();
+                (Some(executor), bytes)
+            }
+            Device::Cpu(_) => (None, 0),
         };
         let mut info = describe(&spec, &weights, options);
         info.file_format = format;
-        info.weight_bytes += executor.as_ref().map_or(0, |e| e.bytes() as u64);
+        info.weight_bytes += table_bytes as u64;
         Ok(Arc::new(Model {
             spec,
             weights,
