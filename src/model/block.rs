@@ -1,5 +1,6 @@
-//! The reference block: mixer and MLP of any [`BlockSpec`](super::spec::BlockSpec), built from operations on arrays of either device. Inference on the CPU uses
-//! it, and the fused kernels of a GPU are tested against it. It runs the operations of `order` on rows of the residual stream.
+//! The reference block: mixer and MLP of any [`BlockSpec`](super::spec::BlockSpec), built from operations on arrays of either device.
+//! Inference on the CPU uses it, and the fused kernels of a GPU are tested against it. It runs the operations of `order` on rows of the
+//! residual stream.
 
 use std::ops::Range;
 

@@ -244,6 +244,56 @@ pub(super) fn locate<'a>(
     })
 }
 
+/// Reads rows of a tensor that is `within` an entry, as f32.
+pub(super) fn rows_f32(
+    checkpoint: &dyn Checkpoint,
+    entry: &Entry,
+    within: &StoredRows,
+    rows: Range<usize>,
+    out: &mut [f32],
+) -> Result<()> {
+    let cols = entry.cols();
+    within.parts(rows).try_for_each(|(at, stored)| {
+        let out = &mut out[at * cols..(at + stored.len()) * cols];
+        checkpoint.rows_f32(entry, stored, out)
+    })
+}
+
+/// Copies the codes and row scales of such a tensor stored in int8.
+pub(super) fn rows_int8(
+    checkpoint: &dyn Checkpoint,
+    entry: &Entry,
+    within: &StoredRows,
+    rows: Range<usize>,
+    codes: &mut [u8],
+    scales: &mut [f32],
+) -> Result<()> {
+    let cols = entry.cols();
+    within.parts(rows).try_for_each(|(at, stored)| {
+        let end = at + stored.len();
+        let codes = &mut codes[at * cols..end * cols];
+        checkpoint.rows_int8(entry, stored, codes, &mut scales[at..end])
+    })
+}
+
+/// Copies the codes and block scales of such a tensor stored in NVFP4, `cols / 2` and `cols / 16` bytes a row.
+pub(super) fn rows_nvfp4(
+    checkpoint: &dyn Checkpoint,
+    entry: &Entry,
+    within: &StoredRows,
+    rows: Range<usize>,
+    codes: &mut [u8],
+    scales: &mut [u8],
+) -> Result<()> {
+    let (coded, scaled) = (entry.cols() / 2, entry.cols() / BLOCK);
+    within.parts(rows).try_for_each(|(at, stored)| {
+        let end = at + stored.len();
+        let codes = &mut codes[at * coded..end * coded];
+        let scales = &mut scales[at * scaled..end * scaled];
+        checkpoint.rows_nvfp4(entry, stored, codes, scales)
+    })
+}
+
 /// The name of a tensor in files of a model that was saved without its head: `layers.0...`, `embed_tokens.weight`.
 fn without_head(name: &str) -> Option<&str> {
     name.strip_prefix("model.")
@@ -445,11 +495,7 @@ impl Work<'_> {
 
     /// Reads rows of a tensor as f32.
     fn rows_f32(&self, found: &Found<'_>, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
-        let cols = found.cols();
-        found.rows.parts(rows).try_for_each(|(at, stored)| {
-            let out = &mut out[at * cols..(at + stored.len()) * cols];
-            self.shared.checkpoint.rows_f32(found.entry, stored, out)
-        })
+        rows_f32(self.shared.checkpoint, found.entry, &found.rows, rows, out)
     }
 
     fn each_run(
@@ -506,14 +552,8 @@ impl Work<'_> {
             // Each expert of a stack may have its own.
             let global = globals[found.rows.first() / (entry.rows() / globals.len())];
             return self.nvfp4(found, global, &mut |range, codes, scales| {
-                found.rows.parts(range).try_for_each(|(at, stored)| {
-                    let end = at + stored.len();
-                    let codes = &mut codes[at * cols / 2..end * cols / 2];
-                    let scales = &mut scales[at * cols / BLOCK..end * cols / BLOCK];
-                    self.shared
-                        .checkpoint
-                        .rows_nvfp4(entry, stored, codes, scales)
-                })
+                let (checkpoint, rows) = (self.shared.checkpoint, &found.rows);
+                rows_nvfp4(checkpoint, entry, rows, range, codes, scales)
             });
         };
         let is_table = self.shared.checked_by_head && found.spec.name == EMBEDDING;
@@ -561,17 +601,8 @@ impl Work<'_> {
             cols,
             &mut |range, codes, scales| {
                 let entry = found.entry;
-                found
-                    .rows
-                    .parts(range.clone())
-                    .try_for_each(|(at, stored)| {
-                        let end = at + stored.len();
-                        let codes = &mut codes[at * cols..end * cols];
-                        let scales = &mut scales[at..end];
-                        self.shared
-                            .checkpoint
-                            .rows_int8(entry, stored, codes, scales)
-                    })?;
+                let (checkpoint, rows) = (self.shared.checkpoint, &found.rows);
+                rows_int8(checkpoint, entry, rows, range.clone(), codes, scales)?;
                 sums[0].add(range.start, cols, codes);
                 sums[1].add_f32(range.start, 1, scales);
                 self.advance(bytes_of(entry, range.len()))

@@ -80,21 +80,16 @@ impl DeltaScratch {
         })
     }
 
-    /// Writes the segments of a pass: the rows of each, and the blocks of its state. Rows without a sequence have null blocks.
-    pub(super) fn write_segments(
-        &mut self,
-        lengths: impl Iterator<Item = usize>,
-        states: impl Iterator<Item = Option<StateBlocks>>,
-    ) -> Result<()> {
+    /// Writes the rows of the segments of a pass, by their numbers.
+    pub(super) fn write_rows(&mut self, lengths: impl Iterator<Item = usize>) -> Result<()> {
         let mut starts = vec![0i32];
         for length in lengths {
             starts.push(starts[starts.len() - 1] + length as i32);
         }
-        self.row_starts.write(0, &starts)?;
-        self.write_states(starts.len() - 1, states)
+        self.row_starts.write(0, &starts)
     }
 
-    /// Writes the blocks of `count` segments, the last of which may be without a sequence.
+    /// Writes the blocks of the states of `count` segments. The last ones may be without a sequence, and have null blocks.
     pub(super) fn write_states(
         &mut self,
         count: usize,

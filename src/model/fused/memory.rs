@@ -354,7 +354,8 @@ impl Memory {
         Ok(())
     }
 
-    /// Writes all input of a step but its draw rules: tokens, positions and block tables. There may be fewer sequences than rows.
+    /// Writes all input of a step but its draw rules and recurrent states: tokens, positions and block tables. There may be fewer sequences
+    /// than rows.
     pub(super) fn write_step(
         &mut self,
         tokens: &[u32],
@@ -371,9 +372,7 @@ impl Memory {
         self.tokens.write(0, &ids)?;
         self.positions.write(0, &places)?;
         if let Some(delta) = &mut self.delta {
-            let lengths = std::iter::repeat_n(1, rows);
-            let none = sequences.iter().take(0).map(|_| None);
-            delta.write_segments(lengths, none)?;
+            delta.write_rows(std::iter::repeat_n(1, rows))?;
         }
         self.write_tables(sequences, rows)
     }

@@ -67,7 +67,8 @@ impl Executor {
         let tables: Vec<_> = chunks.iter().map(|chunk| chunk.tables).collect();
         memory.write_tables(&tables, 0)?;
         if let Some(delta) = &mut memory.delta {
-            delta.write_segments(lengths(), chunks.iter().map(|chunk| chunk.state))?;
+            delta.write_rows(lengths())?;
+            delta.write_states(chunks.len(), chunks.iter().map(|chunk| chunk.state))?;
         }
         let singles = lengths().take_while(|&length| length == 1).count();
         let positions: Vec<i32> = chunks[..singles].iter().map(|c| c.first as i32).collect();

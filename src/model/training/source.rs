@@ -10,8 +10,9 @@ use super::{Layout, MatrixId, VectorId};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::checkpoint::{Checkpoint, Encoding, Entry};
-use crate::format::nvfp4::BLOCK;
-use crate::model::load::{UnreadableTensors, entries_used, has_own_head, locate};
+use crate::model::load::{
+    UnreadableTensors, entries_used, has_own_head, locate, rows_f32, rows_int8, rows_nvfp4,
+};
 use crate::model::spec::MixerSpec;
 use crate::model::tensors::{self, StoredRows, TensorSpec};
 use crate::model::{Spec, families, generation, open, spec_with_frequencies, text};
@@ -202,11 +203,7 @@ impl Source {
     /// Reads rows of a matrix.
     pub fn matrix(&self, id: MatrixId, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
         let (entry, within) = self.found(&self.matrices[id])?;
-        let cols = entry.cols();
-        within.parts(rows).try_for_each(|(at, stored)| {
-            let out = &mut out[at * cols..(at + stored.len()) * cols];
-            self.checkpoint.rows_f32(entry, stored, out)
-        })
+        rows_f32(&*self.checkpoint, entry, &within, rows, out)
     }
 
     /// The encoding of a matrix in the checkpoint.
@@ -234,13 +231,7 @@ impl Source {
         scales: &mut [f32],
     ) -> Result<()> {
         let (entry, within) = self.found(&self.matrices[id])?;
-        let cols = entry.cols();
-        within.parts(rows).try_for_each(|(at, stored)| {
-            let end = at + stored.len();
-            let codes = &mut codes[at * cols..end * cols];
-            let scales = &mut scales[at..end];
-            self.checkpoint.rows_int8(entry, stored, codes, scales)
-        })
+        rows_int8(&*self.checkpoint, entry, &within, rows, codes, scales)
     }
 
     /// The matrices in an entry of the checkpoint, each with its rows there, or the vectors with their elements, in order. Empty if the
@@ -252,15 +243,8 @@ impl Source {
     /// Copies the codes and block scales of a matrix stored in NVFP4, `cols / 2` and `cols / 16` bytes per row; returns the global scale.
     pub fn nvfp4(&self, id: MatrixId, codes: &mut [u8], scales: &mut [u8]) -> Result<f32> {
         let (entry, within) = self.found(&self.matrices[id])?;
-        let cols = entry.cols();
-        within
-            .parts(0..within.count())
-            .try_for_each(|(at, stored)| {
-                let end = at + stored.len();
-                let codes = &mut codes[at * cols / 2..end * cols / 2];
-                let scales = &mut scales[at * cols / BLOCK..end * cols / BLOCK];
-                self.checkpoint.rows_nvfp4(entry, stored, codes, scales)
-            })?;
+        let rows = 0..within.count();
+        rows_nvfp4(&*self.checkpoint, entry, &within, rows, codes, scales)?;
         self.checkpoint.global_scale(entry)
     }
 
