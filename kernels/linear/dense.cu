@@ -76,15 +76,16 @@ struct Values {
 template <int KIND, int MAX_TOKENS, int UNROLL>
 __device__ __forceinline__ void multiply(const Arguments& a) {
     int feature = blockIdx.x * WARPS + threadIdx.x / WARP, first = blockIdx.y * MAX_TOKENS, lane = lane_id();
-    Matrix matrix = a.matrices[0];
-    int row = feature;
+    // Scales and bias are looked up after the product, for which sm_80 needs the registers.
+    const void* weight = a.matrices[0].weight;
+    int row = feature, rows = a.matrices[0].rows, which = 0;
 #pragma unroll
     for (int i = 1; i < 3; i++) {
-        if (row < (int)matrix.rows) continue;
-        row -= matrix.rows;
-        matrix = a.matrices[i];
+        if (row < rows) continue;
+        row -= rows;
+        weight = a.matrices[i].weight, rows = a.matrices[i].rows, which = i;
     }
-    bool has = row < (int)matrix.rows;
+    bool has = row < rows;
     int tokens = min(MAX_TOKENS, a.m - first);
     float accumulators[MAX_TOKENS] = {};
     constexpr int COUNT = Values<KIND>::COUNT, STEP = COUNT * WARP;
@@ -105,7 +106,7 @@ __device__ __forceinline__ void multiply(const Arguments& a) {
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
         int i = COUNT * lane + STEP * u;
-        if (has && i < a.k) ahead[u] = Bits<KIND>(matrix.weight, start + i);
+        if (has && i < a.k) ahead[u] = Bits<KIND>(weight, start + i);
     }
     wait_for_earlier_kernels();
     let_later_kernels_start();
@@ -116,10 +117,11 @@ __device__ __forceinline__ void multiply(const Arguments& a) {
         if (i < a.k) multiply_by(Values<KIND>(ahead[u]), i);
     }
 #pragma unroll UNROLL
-    for (int i = COUNT * lane + STEP * UNROLL; i < a.k; i += STEP) multiply_by(Values<KIND>(matrix.weight, start + i), i);
+    for (int i = COUNT * lane + STEP * UNROLL; i < a.k; i += STEP) multiply_by(Values<KIND>(weight, start + i), i);
 #pragma unroll
     for (int m = 0; m < MAX_TOKENS; m++) accumulators[m] = warp_sum(accumulators[m]);
     if (lane != 0) return;
+    const Matrix& matrix = a.matrices[which];
     float scale = KIND == INT8 ? matrix.scales[row] : 1;
 #pragma unroll
     for (int m = 0; m < MAX_TOKENS; m++) {
