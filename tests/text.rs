@@ -1,6 +1,8 @@
 //! Tokenizers, templates and the detokenizer against golden data made by the Python packages `tokenizers` and
 //! `transformers` (`tests/golden/text/make.py`).
 
+#[path = "text/answers.rs"]
+mod answers;
 mod common;
 #[path = "text/prompt.rs"]
 mod prompt;

@@ -1,7 +1,7 @@
 //! Names of tokens that end an assistant's turn in the templates of known model families.
 
 /// Names that do not occur in text by chance: such a token ends a turn whatever type its vocabulary gives it.
-pub(super) const TURN_ENDS: [&str; 19] = [
+pub(super) const TURN_ENDS: [&str; 20] = [
     "<|im_end|>",
     "<|endoftext|>",
     "<|eot_id|>",
@@ -12,6 +12,8 @@ pub(super) const TURN_ENDS: [&str; 19] = [
     "<|end_of_turn|>",
     "<end_of_turn>",
     "<turn|>",
+    // Follows a call of Gemma 4: its result comes next.
+    "<|tool_response>",
     "<|end_of_text|>",
     "<end_of_utterance>",
     "<|END_OF_TURN_TOKEN|>",

@@ -14,12 +14,15 @@ agrees() { rust_test text --exact "published_$1_agree_with_transformers"; }
 
 ends() { rust_test text --exact turn_ends::turns_of_published_templates_end; }
 
+answers() { rust_test text --exact answers::answers_of_published_templates_come_apart; }
+
 # Learned parts of conversations: the answers alone, or an error for templates that do not distinguish them.
 masked() { rust_test training_data --exact public_templates_are_masked; }
 
 if again bash tests/templates/fetch.sh "$NVFP4_TEMPLATES" >"$work/fetched" 2>&1; then
     check "templates of public models" agrees templates
     check "where turns of public models end" ends
+    check "answers of public models come apart" answers
     check "tokenizers of public models" agrees tokenizers
     check "what training learns of their answers" masked
 else

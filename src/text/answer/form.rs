@@ -1,7 +1,7 @@
 //! Detects how a model writes reasoning and tool calls, from its chat template and its tokens.
 
 use super::section::ToolCallForm;
-use super::{deepseek, gemma, json, llama, mistral, python, xml};
+use super::{deepseek, gemma, harmony, json, llama, mistral, python, xml};
 
 /// The marks around reasoning.
 #[derive(Debug, PartialEq, Eq)]
@@ -14,7 +14,7 @@ pub struct Reasoning {
     pub early_end: &'static str,
 }
 
-static REASONING: [Reasoning; 4] = [
+static REASONING: [Reasoning; 5] = [
     // Qwen3, QwQ, DeepSeek-R1 and many others. The sentence is the one with which Qwen3 was made to stop, as its technical
     // report gives it.
     Reasoning {
@@ -40,6 +40,12 @@ static REASONING: [Reasoning; 4] = [
         begin: "<|START_THINKING|>",
         end: "<|END_THINKING|>",
         early_end: "\n<|END_THINKING|>\n\n",
+    },
+    // Gemma 4.
+    Reasoning {
+        begin: "<|channel>thought",
+        end: "<channel|>",
+        early_end: "\n<channel|>",
     },
 ];
 
@@ -70,6 +76,8 @@ const LLAMA: &str = "\"parameters\": dictionary of argument name";
 pub struct AnswerForm {
     pub(super) reasoning: Option<&'static Reasoning>,
     pub(super) calls: Option<&'static dyn ToolCallForm>,
+    /// Whether the answer is a series of messages, each with a header: Harmony.
+    pub(super) has_headers: bool,
     shown: Vec<&'static str>,
 }
 
@@ -77,6 +85,15 @@ impl AnswerForm {
     /// Detects the form from the chat template's source, whether that reads the variable `tools`, and the tokenizer's tokens (`is_token`
     /// says whether a string is a single token of the vocabulary, special or added).
     pub fn of(template: &str, reads_tools: bool, is_token: impl Fn(&str) -> bool) -> AnswerForm {
+        if harmony::EVIDENCE.iter().all(|mark| template.contains(mark)) {
+            let marks = harmony::Harmony.marks().iter().copied();
+            return AnswerForm {
+                reasoning: Some(&harmony::REASONING),
+                calls: reads_tools.then_some(&harmony::Harmony),
+                has_headers: true,
+                shown: marks.filter(|mark| is_token(mark)).collect(),
+            };
+        }
         let reasoning = REASONING
             .iter()
             .find(|r| template.contains(r.end))
@@ -102,6 +119,7 @@ impl AnswerForm {
         AnswerForm {
             reasoning,
             calls,
+            has_headers: false,
             shown: marks.filter(|mark| is_token(mark)).collect(),
         }
     }
@@ -180,7 +198,13 @@ mod tests {
         assert_eq!(end("", &["<think>"]), None);
         for reasoning in &REASONING {
             let after = reasoning.early_end.split_once(reasoning.end).unwrap().1;
-            assert_eq!(after, "\n\n");
+            // Gemma's template writes nothing between reasoning and answer.
+            let expected = if reasoning.end == "<channel|>" {
+                ""
+            } else {
+                "\n\n"
+            };
+            assert_eq!(after, expected);
         }
     }
 }

@@ -7,6 +7,7 @@ mod cursor;
 mod deepseek;
 mod form;
 mod gemma;
+mod harmony;
 mod json;
 mod llama;
 mod mistral;

@@ -1,6 +1,7 @@
 //! The parser: a buffer of undecided text, a cursor in it, and a stage.
 
 use super::form::{AnswerForm, Reasoning};
+use super::harmony::{self, Header, Kind};
 use super::section::{Scan, SectionStep, ToolCallForm, Written, search};
 use crate::text::ToolCall;
 
@@ -19,6 +20,11 @@ pub enum Event {
 pub struct AnswerParser {
     reasoning: Option<&'static Reasoning>,
     calls: Option<&'static dyn ToolCallForm>,
+    /// Whether the answer is a series of messages, each with a header.
+    has_headers: bool,
+    /// Whether there was reasoning, and content.
+    has_reasoned: bool,
+    has_answered: bool,
     /// The number of the next call in the conversation.
     next_call: usize,
     stage: Stage,
@@ -37,6 +43,8 @@ enum Stage {
         is_first: bool,
     },
     Section(Scan),
+    /// The header of a message, or the space before one.
+    Header,
 }
 
 /// White space that is dropped at both ends of a stretch of text.
@@ -44,6 +52,8 @@ struct Edges {
     drops_first: fn(char) -> bool,
     drops_last: fn(char) -> bool,
     is_begun: bool,
+    /// Text between an earlier stretch of the same kind and this one.
+    gap: &'static str,
     /// Characters that are dropped if the stretch ends here.
     held: String,
 }
@@ -54,6 +64,7 @@ impl Edges {
             drops_first,
             drops_last,
             is_begun: false,
+            gap: "",
             held: String::new(),
         }
     }
@@ -67,7 +78,8 @@ impl Edges {
         let shown = text.trim_end_matches(self.drops_last);
         let mut out = String::new();
         if !shown.is_empty() {
-            out = std::mem::take(&mut self.held);
+            out.push_str(std::mem::take(&mut self.gap));
+            out.push_str(&std::mem::take(&mut self.held));
             out.push_str(shown);
         }
         self.held.push_str(&text[shown.len()..]);
@@ -83,6 +95,11 @@ fn is_none(_: char) -> bool {
     false
 }
 
+/// The text between two messages of one kind.
+fn gap(is_second: bool) -> &'static str {
+    if is_second { "\n\n" } else { "" }
+}
+
 impl AnswerParser {
     /// A parser at the beginning of an answer. `prompt` is the rendered text up to it: its end shows whether the answer begins inside
     /// reasoning, after empty reasoning, or undecided. Without `tools` nothing is parsed as a call. `first_call` is the number of calls in
@@ -90,6 +107,13 @@ impl AnswerParser {
     pub fn new(form: &AnswerForm, prompt: &str, tools: bool, first_call: usize) -> Self {
         let mut parser = Self::with(form.reasoning, form.calls.filter(|_| tools), first_call);
         let prompt = prompt.trim_end();
+        if form.has_headers {
+            parser.has_headers = true;
+            parser.stage = Stage::Header;
+            parser.text = harmony::begun_message(prompt).to_owned();
+            parser.run(false);
+            return parser;
+        }
         match parser.reasoning {
             Some(marks) if prompt.ends_with(marks.end) => parser.begin_content(is_newline),
             Some(marks) if prompt.ends_with(marks.begin) => parser.begin_reasoning(),
@@ -108,6 +132,9 @@ impl AnswerParser {
         let mut parser = AnswerParser {
             reasoning,
             calls,
+            has_headers: false,
+            has_reasoned: false,
+            has_answered: false,
             next_call: first_call,
             stage: Stage::Undecided(0),
             text: String::new(),
@@ -130,6 +157,12 @@ impl AnswerParser {
         match self.stage {
             // A call that was cut off is dropped, with the space before it.
             Stage::Section(_) => self.edges.held.clear(),
+            Stage::Header => {
+                if !harmony::has_opening(&rest) {
+                    self.begin_content(is_none);
+                    self.show(&rest, &mut events);
+                }
+            }
             _ => self.show(&rest, &mut events),
         }
         let held = std::mem::take(&mut self.edges.held);
@@ -145,6 +178,7 @@ impl AnswerParser {
     fn begin_reasoning(&mut self) {
         self.stage = Stage::Reasoning;
         self.edges = Edges::new(is_newline, is_newline);
+        self.edges.gap = gap(self.has_reasoned);
     }
 
     /// Begins content. Its first characters are dropped while they are `drops_first`.
@@ -156,6 +190,7 @@ impl AnswerParser {
         };
         self.stage = Stage::Content { is_first: true };
         self.edges = Edges::new(drops_first, drops_last);
+        self.edges.gap = gap(self.has_answered);
     }
 
     /// Parses the buffer as far as it is decided.
@@ -171,9 +206,13 @@ impl AnswerParser {
                     *blank = rest.len() - body.len();
                     self.undecided(rest, body)
                 }
+                Stage::Reasoning | Stage::Content { .. } if self.has_headers => {
+                    self.message(rest, &mut events)
+                }
                 Stage::Reasoning => self.reasoning(rest, &mut events),
                 Stage::Content { .. } => self.content(rest, &mut events),
                 Stage::Section(_) => self.section(rest, whole, &mut events),
+                Stage::Header => self.header(rest, &mut events),
             };
             at += read;
             if !goes_on {
@@ -198,6 +237,44 @@ impl AnswerParser {
                 self.begin_content(is_none);
                 (0, true)
             }
+        }
+    }
+
+    /// Reads the header of a message. Text without one is content.
+    fn header(&mut self, text: &str, events: &mut Vec<Event>) -> (usize, bool) {
+        match harmony::read_header(text) {
+            Header::More => (0, false),
+            Header::Message(Kind::Call, _) if self.calls.is_some() => {
+                self.stage = Stage::Section(Scan::default());
+                (0, true)
+            }
+            Header::Message(Kind::Reasoning, len) => {
+                self.begin_reasoning();
+                (len, true)
+            }
+            Header::Message(_, len) => {
+                self.begin_content(is_none);
+                (len, true)
+            }
+            Header::No(len) => {
+                self.begin_content(is_none);
+                self.show(&text[..len], events);
+                (len, true)
+            }
+        }
+    }
+
+    /// Reads the text of a message up to its end.
+    fn message(&mut self, text: &str, events: &mut Vec<Event>) -> (usize, bool) {
+        let (at, mark) = search(text, 0, &harmony::ENDS);
+        self.show(&text[..at], events);
+        match mark {
+            Some(mark) => {
+                self.stage = Stage::Header;
+                let is_next = harmony::ENDS[..2].contains(&mark);
+                (at + if is_next { 0 } else { mark.len() }, true)
+            }
+            None => (at, false),
         }
     }
 
@@ -254,12 +331,18 @@ impl AnswerParser {
                 (read, true)
             }
             SectionStep::Over(calls, read) => {
-                self.stage = Stage::Content { is_first: false };
+                self.stage = match self.has_headers {
+                    true => Stage::Header,
+                    false => Stage::Content { is_first: false },
+                };
                 self.call(calls, events);
                 (read, true)
             }
             SectionStep::Malformed(read) => {
-                self.stage = Stage::Content { is_first: false };
+                match self.has_headers {
+                    true => self.begin_content(is_none),
+                    false => self.stage = Stage::Content { is_first: false },
+                }
                 self.show(&text[..read], events);
                 (read, true)
             }
@@ -287,9 +370,15 @@ impl AnswerParser {
         self.add(shown, events);
     }
 
-    fn add(&self, text: String, events: &mut Vec<Event>) {
+    fn add(&mut self, text: String, events: &mut Vec<Event>) {
+        if text.is_empty() {
+            return;
+        }
+        match self.is_reasoning() {
+            true => self.has_reasoned = true,
+            false => self.has_answered = true,
+        }
         match (self.is_reasoning(), events.last_mut()) {
-            _ if text.is_empty() => {}
             (true, Some(Event::Reasoning(last))) | (false, Some(Event::Content(last))) => {
                 last.push_str(&text);
             }

@@ -32,7 +32,7 @@ pub(super) fn content(text: &str) -> Event {
     Event::Content(text.to_owned())
 }
 
-fn reasoning(text: &str) -> Event {
+pub(super) fn reasoning(text: &str) -> Event {
     Event::Reasoning(text.to_owned())
 }
 
@@ -75,9 +75,17 @@ fn characters(text: &str) -> impl Iterator<Item = &str> {
 
 /// The events of a whole answer in `form`, which are the same at once and character by character.
 pub(super) fn parsed(form: &'static dyn ToolCallForm, answer: &str) -> Vec<Event> {
-    let parser = || AnswerParser::with(None, Some(form), 0);
-    let events = run(parser(), [answer], true);
-    assert_eq!(run(parser(), characters(answer), true), events);
+    both_ways(|| AnswerParser::with(None, Some(form), 0), answer, true)
+}
+
+/// The events of an answer, which are the same at once and character by character.
+pub(super) fn both_ways(
+    parser: impl Fn() -> AnswerParser,
+    answer: &str,
+    whole: bool,
+) -> Vec<Event> {
+    let events = run(parser(), [answer], whole);
+    assert_eq!(run(parser(), characters(answer), whole), events);
     events
 }
 
@@ -98,10 +106,11 @@ fn in_form(form: &'static dyn ToolCallForm) -> AnswerForm {
 
 /// The events of an answer of Qwen3 after `prompt`.
 fn answered(prompt: &str, answer: &str, whole: bool) -> Vec<Event> {
-    let parser = || AnswerParser::new(&qwen3(), prompt, true, 0);
-    let events = run(parser(), [answer], whole);
-    assert_eq!(run(parser(), characters(answer), whole), events);
-    events
+    both_ways(
+        || AnswerParser::new(&qwen3(), prompt, true, 0),
+        answer,
+        whole,
+    )
 }
 
 #[test]

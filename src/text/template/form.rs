@@ -18,6 +18,9 @@ struct CallForm {
     no_content: NoContent,
     /// Arguments are a string of JSON, not an object.
     written_arguments: bool,
+    /// Reasoning and content before a single call are one text, in the place of reasoning. gpt-oss's template refuses both, and writes no
+    /// further call.
+    joins_texts: bool,
 }
 
 /// The value of `content` in a message without content.
@@ -58,6 +61,11 @@ impl MessageForm {
             true => found(&self.call_form, || find_call_form(template)),
             false => CallForm::default(),
         };
+        let joined = match call_form.joins_texts {
+            true => with_joined_texts(message),
+            false => None,
+        };
+        let message = joined.as_ref().unwrap_or(message);
         let content = match &message.content {
             Content::None => call_form.no_content.value(),
             Content::Parts(parts) if found(&self.takes_parts, || find_takes_parts(template)) => {
@@ -67,6 +75,19 @@ impl MessageForm {
         };
         formed(message, role, content, call_form)
     }
+}
+
+/// A message with a call whose content follows its reasoning there; `None` if it lacks one of the three.
+fn with_joined_texts(message: &Message) -> Option<Message> {
+    let (reasoning, content) = (message.reasoning_content.as_deref()?, message.text());
+    if message.tool_calls.len() != 1 || reasoning.is_empty() || content.is_empty() {
+        return None;
+    }
+    Some(Message {
+        content: Content::None,
+        reasoning_content: Some(format!("{reasoning}\n\n{content}")),
+        ..message.clone()
+    })
 }
 
 /// Whether `role` is a string literal of the template.
@@ -102,19 +123,55 @@ pub(super) fn test_tool() -> serde_json::Value {
     })
 }
 
-/// The first call form that the template renders completely, or else the first that it accepts, without any text for missing content. The
-/// very first form is that of transformers.
+/// The call form of a template.
 fn find_call_form(template: &Compiled) -> CallForm {
-    const WORD: &str = "word-of-a-call";
+    let form = find_calls(template);
+    let joined = CallForm {
+        joins_texts: true,
+        ..form
+    };
+    match takes_both_texts(template, form) || !takes_both_texts(template, joined) {
+        true => form,
+        false => joined,
+    }
+}
+
+/// Whether the template takes a call beside which there are both reasoning and content.
+fn takes_both_texts(template: &Compiled, form: CallForm) -> bool {
+    let mut call = test_call("x");
+    call.content = Content::Text("x".to_owned());
+    call.reasoning_content = Some("x".to_owned());
+    let joined = form.joins_texts.then(|| with_joined_texts(&call)).flatten();
+    let call = joined.unwrap_or(call);
+    let content = match &call.content {
+        Content::None => form.no_content.value(),
+        _ => Some(Value::from(call.text())),
+    };
+    let question = Message::new("user", "");
+    let question = formed(&question, "user", Some(Value::from("x")), form);
+    let messages = vec![question, formed(&call, "assistant", content, form)];
     let variables = Map::from_iter([("tools".to_owned(), json!([test_tool()]))]);
-    let arguments = Map::from_iter([("x".to_owned(), WORD.into())]);
+    template.print(messages, false, &variables).is_ok()
+}
+
+/// A call of [`test_tool`].
+fn test_call(argument: &str) -> Message {
     let mut call = Message::new("assistant", "");
     call.tool_calls.push(ToolCall {
         // Nine letters and digits, as Mistral's templates require.
         id: "callofone".to_owned(),
         name: "tool-of-a-call".to_owned(),
-        arguments,
+        arguments: Map::from_iter([("x".to_owned(), argument.into())]),
     });
+    call
+}
+
+/// The first call form that the template renders completely, or else the first that it accepts, without any text for missing content. The
+/// very first form is that of transformers.
+fn find_calls(template: &Compiled) -> CallForm {
+    const WORD: &str = "word-of-a-call";
+    let variables = Map::from_iter([("tools".to_owned(), json!([test_tool()]))]);
+    let call = test_call(WORD);
     let mut result = Message::new("tool", "x");
     result.tool_call_id = Some("callofone".to_owned());
     // Templates treat calls before the last question differently.
@@ -135,6 +192,7 @@ fn find_call_form(template: &Compiled) -> CallForm {
         let form = |no_content| CallForm {
             no_content,
             written_arguments,
+            joins_texts: false,
         };
         // Number of occurrences of the words without the call.
         let empty = print(form(NoContent::EmptyText));

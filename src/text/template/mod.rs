@@ -266,6 +266,7 @@ fn compiled(source: &str, bos: Option<&str>, eos: Option<&str>) -> Result<Render
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::text::ToolCall;
 
     #[test]
     fn chatml() {
@@ -302,6 +303,35 @@ mod tests {
         );
         let e = ChatTemplate::from_jinja("{% for %}", None, None).unwrap_err();
         assert!(e.message().contains("does not parse"), "{e}");
+    }
+
+    /// As gpt-oss's template does.
+    #[test]
+    fn texts_before_a_call_are_joined_for_a_template_that_refuses_both() {
+        let source = "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}\
+            [{{ m.thinking or m.content }}]{{ m.tool_calls[0].function.name }}({{ m.tool_calls[0].function.arguments | tojson }})\
+            {% else %}{{ m.thinking }}{{ m.content }}{% endif %}{% endfor %}";
+        let call = ToolCall {
+            id: "call00000".to_owned(),
+            name: "f".to_owned(),
+            arguments: Map::new(),
+        };
+        let answer = |calls: usize| Message {
+            reasoning_content: Some("Why.".to_owned()),
+            tool_calls: vec![call.clone(); calls],
+            ..Message::new("assistant", "I look.")
+        };
+        let refusing = ChatTemplate::from_jinja(source, None, None).unwrap();
+        let rendered = |calls| refusing.render(&[answer(calls)], false);
+        assert_eq!(rendered(1).unwrap(), "[Why.\n\nI look.]f({})");
+        assert_eq!(rendered(0).unwrap(), "Why.I look.");
+        // The template writes only the first of two calls.
+        let e = rendered(2).unwrap_err();
+        assert!(e.message().contains("both"), "{e}");
+        let taking = source.replace("{{ raise_exception('both') }}", "{{ m.thinking }}:");
+        let taking = ChatTemplate::from_jinja(&taking, None, None).unwrap();
+        let text = taking.render(&[answer(1)], false).unwrap();
+        assert_eq!(text, "Why.:[Why.]f({})");
     }
 
     #[test]
