@@ -19,6 +19,8 @@ pub enum Encoding {
     Nvfp4,
     /// int8 codes with a scale per row of the matrix.
     Int8,
+    /// 4-bit integers of GPTQ or AWQ, with a scale and a zero point for each group of inputs. Only read.
+    Int4,
     /// bitsandbytes NF4: 4-bit codes into a table, a scale per block of the flattened tensor.
     Nf4,
     /// A GGUF block type.
@@ -31,7 +33,11 @@ impl Encoding {
         match self {
             Encoding::Dense(DType::F4E2M1x2) => None,
             Encoding::Dense(dtype) => Some(dtype.bytes()),
-            Encoding::Nvfp4 | Encoding::Int8 | Encoding::Nf4 | Encoding::Ggml(_) => None,
+            Encoding::Nvfp4
+            | Encoding::Int8
+            | Encoding::Int4
+            | Encoding::Nf4
+            | Encoding::Ggml(_) => None,
         }
     }
 
@@ -69,6 +75,7 @@ impl Encoding {
             },
             Encoding::Nvfp4 => "NVFP4",
             Encoding::Int8 => "INT8",
+            Encoding::Int4 => "INT4",
             Encoding::Nf4 => "NF4",
             Encoding::Ggml(t) => t.name(),
         }
@@ -224,7 +231,8 @@ impl Vocabulary {
 /// An opened checkpoint. All reads take `&self` and may come from any thread. Every read fails if the file was written to after it was
 /// opened, because its values may be a mixture.
 pub trait Checkpoint: Send + Sync {
-    /// Detected layout: "dat", "safetensors", "modelopt", "compressed-tensors", "torchao", "bitsandbytes" or "gguf".
+    /// Detected layout: "dat", "safetensors", "modelopt", "compressed-tensors", "torchao", "bitsandbytes", "gptq", "awq"
+    /// or "gguf".
     fn format(&self) -> &'static str;
 
     /// Files that it reads while it is open; empty if it was opened from memory.

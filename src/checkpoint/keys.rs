@@ -14,6 +14,10 @@ pub(super) enum Convention {
     ModelOpt,
     /// NF4 of bitsandbytes: parts are named after the weight, `.weight.absmax`.
     BitsAndBytes,
+    /// 4-bit integers of GPTQ.
+    Gptq,
+    /// 4-bit integers of AWQ.
+    Awq,
     /// NF4 of TorchSharp hosts: parts are named after the module, `.absmax`.
     TorchSharp,
 }
@@ -26,6 +30,8 @@ impl Convention {
             Convention::TorchAo => "torchao",
             Convention::ModelOpt => "modelopt",
             Convention::BitsAndBytes => "bitsandbytes",
+            Convention::Gptq => "gptq",
+            Convention::Awq => "awq",
             Convention::TorchSharp => "torchsharp",
         }
     }

@@ -6,8 +6,9 @@ use std::collections::HashMap;
 
 use serde_json::Value as Json;
 
+use super::int4::{Int4, Packing, WORD};
 use super::keys::{self, Convention};
-use super::method;
+use super::method::{self, GptqForm};
 use super::names;
 use super::source::Source;
 use super::tensors::{self, BlockScales, Nested, Nf4, Raw, Scales, Stored, StoredForm};
@@ -163,6 +164,9 @@ impl Grouping<'_> {
         if self.raws[i].encoding == Encoding::Dense(DType::F8E4M3) {
             return self.float8(i);
         }
+        if let Some(module) = key.strip_suffix(".qweight") {
+            return self.int4(i, module);
+        }
         let Some(module) = key.strip_suffix(".weight") else {
             return Ok(None);
         };
@@ -245,7 +249,11 @@ impl Grouping<'_> {
             Convention::ModelOpt => {
                 has_global || scales.is_some_and(|s| s.encoding == Encoding::Dense(DType::F8E4M3))
             }
-            Convention::Dat | Convention::BitsAndBytes | Convention::TorchSharp => true,
+            Convention::Dat
+            | Convention::BitsAndBytes
+            | Convention::Gptq
+            | Convention::Awq
+            | Convention::TorchSharp => true,
         }
     }
 
@@ -608,6 +616,104 @@ impl Grouping<'_> {
             values.fill(one);
         }
         Ok(values)
+    }
+
+    /// 4-bit integers of GPTQ or AWQ, which the shapes tell apart. `None` for integers of other sizes and layouts, which are not read.
+    fn int4(&mut self, codes: usize, module: &str) -> Result<Option<(Entry, Stored)>> {
+        let part = |name: &str| self.get(&format!("{module}.{name}"));
+        let (Some(zeros), Some(scales)) = (part("qzeros"), part("scales")) else {
+            return Ok(None);
+        };
+        let described = [codes, zeros, scales].map(|i| self.raws[i].described());
+        let [
+            (Encoding::Dense(DType::I32), &[high, wide]),
+            (Encoding::Dense(DType::I32), &[groups, words]),
+            (Encoding::Dense(DType::F16), &[scale_rows, outputs]),
+        ] = described
+        else {
+            return Ok(None);
+        };
+        if groups != scale_rows || words.checked_mul(WORD) != Some(outputs) {
+            return Ok(None);
+        }
+        let (packing, inputs) = match wide {
+            _ if wide == outputs => (Packing::Gptq, high.saturating_mul(WORD)),
+            _ if wide == words => (Packing::Awq, high),
+            _ => return Ok(None),
+        };
+        let form = match packing {
+            Packing::Awq => GptqForm {
+                zero_offset: 0,
+                is_ordered: false,
+            },
+            Packing::Gptq => match method::gptq(self.config.and_then(method::declared)) {
+                Some(form) => form,
+                None => return Ok(None),
+            },
+        };
+        let order = part("g_idx").filter(|_| packing == Packing::Gptq);
+        let groups = match order {
+            Some(order) if form.is_ordered => self.group_of_each(order, inputs, groups)?,
+            _ if inputs.is_multiple_of(groups) => {
+                let share = inputs / groups;
+                (0..inputs).map(|input| (input / share) as u32).collect()
+            }
+            _ => bail!(
+                CorruptFile,
+                "{}: {groups} groups of scales for {inputs} inputs, which they do not divide",
+                self.place(scales)
+            ),
+        };
+        let also: Vec<usize> = order.into_iter().collect();
+        let mut bytes = 0;
+        for &used in [codes, zeros, scales].iter().chain(&also) {
+            self.used[used] = true;
+            bytes += self.raws[used].span.len() as u64;
+        }
+        let convention = match packing {
+            Packing::Gptq => Convention::Gptq,
+            Packing::Awq => Convention::Awq,
+        };
+        self.convention.get_or_insert(convention.name());
+        let entry = Entry {
+            name: names::logical(&keys::weight(module)),
+            shape: vec![outputs, inputs],
+            encoding: Encoding::Int4,
+            bytes,
+        };
+        let weight = Int4 {
+            packing,
+            codes,
+            zeros,
+            scales,
+            outputs,
+            groups,
+            zero_offset: form.zero_offset,
+            also,
+        };
+        Ok(Some((entry, Stored::Int4(Box::new(weight)))))
+    }
+
+    /// The group of each input, as `g_idx` names it.
+    fn group_of_each(&self, order: usize, inputs: usize, groups: usize) -> Result<Vec<u32>> {
+        self.expect(order, Encoding::Dense(DType::I32), inputs)?;
+        let bytes = self.bytes(order)?;
+        let each = bytes
+            .as_chunks::<4>()
+            .0
+            .iter()
+            .map(|b| i32::from_le_bytes(*b));
+        let checked = each
+            .enumerate()
+            .map(|(input, group)| match u32::try_from(group) {
+                Ok(group) if (group as usize) < groups => Ok(group),
+                _ => bail!(
+                    CorruptFile,
+                    "{}: input {input} is of group {group}; there are {groups} groups of scales",
+                    self.place(order)
+                ),
+            });
+        checked.collect()
     }
 
     /// NF4 with its shape and block size in JSON beside it.

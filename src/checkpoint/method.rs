@@ -61,6 +61,9 @@ const READ: [&str; 12] = [
     "gguf",
 ];
 
+/// Methods of which 4-bit integers are read.
+const INTEGERS: [&str; 4] = ["auto-round", "awq", "gptq", "gptqmodel"];
+
 /// Unsupported formats of compressed-tensors.
 const COMPRESSED: [(&str, &str); 6] = [
     ("marlin-24", "sparse 4-bit integers"),
@@ -79,6 +82,26 @@ pub(super) fn declared(config: &Json) -> Option<&Json> {
         &config["compression_config"],
     ];
     places.into_iter().find(|place| place.is_object())
+}
+
+/// How a file of GPTQ stores zero points and groups.
+pub(super) struct GptqForm {
+    /// What is to be added to a stored zero point, modulo 16: one in the first version of its files.
+    pub(super) zero_offset: u8,
+    /// Whether `g_idx` says the group of each input. Other files number inputs in order, whatever theirs says.
+    pub(super) is_ordered: bool,
+}
+
+/// The form of a file of GPTQ; `None` for AutoRound's own form, which has other zero points.
+pub(super) fn gptq(declared: Option<&Json>) -> Option<GptqForm> {
+    let text = |key: &str| declared.and_then(|d| d[key].as_str());
+    let is_own = text("quant_method") == Some("auto-round")
+        && !text("packing_format").is_some_and(|format| format.contains("gptq"));
+    let form = GptqForm {
+        zero_offset: (text("checkpoint_format") != Some("gptq_v2")).into(),
+        is_ordered: declared.is_none_or(|d| d["desc_act"] != false),
+    };
+    (!is_own).then_some(form)
 }
 
 /// The distinct float8 block sizes `[rows, columns]` of a declared quantization.
@@ -149,7 +172,8 @@ pub fn check_method(checkpoint: &dyn Checkpoint, is_complete: bool) -> Result<()
         );
     }
     if is_complete {
-        if let Some(method) = method.filter(|m| !READ.contains(&m.to_ascii_lowercase().as_str())) {
+        let is_read = |method: &str| READ.contains(&method) || INTEGERS.contains(&method);
+        if let Some(method) = method.filter(|m| !is_read(&m.to_ascii_lowercase())) {
             tracing::warn!(
                 "config.json says quant_method '{method}', but all weights are there in a form that needs none; they are read as they are"
             );
@@ -212,14 +236,8 @@ fn by_config(config: &Json) -> Option<String> {
             "8-bit integers of bitsandbytes",
             "load_in_8bit in config.json",
         )),
-        "modelopt" => {
-            let algorithm = declared["quant_algo"].as_str()?;
-            let unread = ["INT4", "INT8", "W4A8", "W4A16_AWQ", "MXFP4"];
-            unread
-                .iter()
-                .any(|a| algorithm.contains(a))
-                .then(|| refusal(algorithm, "quant_algo of ModelOpt in config.json"))
-        }
+        "modelopt" => by_algorithm(declared),
+        method if INTEGERS.contains(&method) && declared["bits"] == 4 => None,
         "bitsandbytes" | "fbgemm_fp8" | "fp8" | "modelopt_fp4" | "mxfp8" | "nvfp4" | "gguf" => None,
         _ => {
             let known = METHODS.iter().find(|(name, _)| *name == lower);
@@ -227,6 +245,28 @@ fn by_config(config: &Json) -> Option<String> {
             Some(refusal(&with_bits(what, declared), &by_method(method)))
         }
     }
+}
+
+/// The refusal of a model of ModelOpt with an unsupported algorithm: that of all layers, or of one in a mixed file.
+fn by_algorithm(declared: &Json) -> Option<String> {
+    let algorithm = declared["quant_algo"].as_str();
+    if let Some(algorithm) = algorithm
+        && ["INT4", "INT8", "W4A8", "W4A16_AWQ", "MXFP4"]
+            .iter()
+            .any(|unread| algorithm.contains(unread))
+    {
+        return Some(refusal(algorithm, "quant_algo of ModelOpt in config.json"));
+    }
+    let layers = declared["quantized_layers"].as_object()?.iter();
+    let mut algorithms = layers.map(|(layer, of)| (layer, of["quant_algo"].as_str().unwrap_or("")));
+    let (layer, algorithm) = algorithms
+        .find(|(_, algorithm)| !["FP8", "NVFP4"].iter().any(|read| algorithm.contains(read)))?;
+    let what = match algorithm {
+        "" => "in a format without a name",
+        algorithm => algorithm,
+    };
+    let why = format!("quant_algo of '{layer}', one of ModelOpt's quantized_layers in config.json");
+    Some(refusal(what, &why))
 }
 
 /// Adds the number of bits to a name of integers: "4-bit AWQ integers".
@@ -347,8 +387,8 @@ mod tests {
         let of = |quantization: Json| by_config(&json!({"quantization_config": quantization}));
         for (config, words) in [
             (
-                json!({"quant_method": "awq", "bits": 4}),
-                "4-bit AWQ integers (quant_method 'awq'",
+                json!({"quant_method": "awq", "bits": 8}),
+                "8-bit AWQ integers (quant_method 'awq'",
             ),
             (
                 json!({"quant_method": "gptq", "bits": 8}),
@@ -375,6 +415,15 @@ mod tests {
                 "W4A8_AWQ (quant_algo",
             ),
             (
+                json!({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
+                    "model.layers.0.mlp.up_proj": {"quant_algo": "W4A16_NVFP4"}, "model.layers.1.mlp.up_proj": {"quant_algo": "NOVEL"}}}),
+                "NOVEL (quant_algo of 'model.layers.1.mlp.up_proj'",
+            ),
+            (
+                json!({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"lm_head": {}}}),
+                "in a format without a name (quant_algo of 'lm_head'",
+            ),
+            (
                 json!({"quant_method": "HQQ"}),
                 "HQQ integers (quant_method 'HQQ'",
             ),
@@ -396,9 +445,12 @@ mod tests {
             json!({"quant_method": "fp8", "weight_block_size": [128, 128]}),
             json!({"quant_method": "modelopt", "quant_algo": "NVFP4"}),
             json!({"quant_method": "modelopt", "quant_algo": "FP8"}),
+            json!({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
+                "a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A16_NVFP4", "group_size": 16}, "c": {"quant_algo": "FP8_PB_WO"}}}),
             json!({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}),
             json!({"quant_method": "compressed-tensors", "format": "float-quantized"}),
             json!({"quant_method": "bitsandbytes", "load_in_4bit": true}),
+            json!({"quant_method": "gptq", "bits": 4}),
         ] {
             assert_eq!(of(config.clone()), None, "{config}");
         }

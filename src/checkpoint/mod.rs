@@ -8,6 +8,7 @@ mod entry;
 mod folder;
 mod ggml;
 mod gguf;
+mod int4;
 mod keys;
 mod layout;
 mod method;

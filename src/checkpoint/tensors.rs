@@ -9,6 +9,7 @@ use half::f16;
 use half::slice::HalfFloatSliceExt;
 
 use super::ggml;
+use super::int4::Int4;
 use super::source::{Source, Span};
 use super::{Checkpoint, Encoding, Entry, Metadata, Part, Unreadable};
 use crate::base::alloc::Budget;
@@ -144,6 +145,8 @@ pub(super) enum Stored {
         globals: Vec<f32>,
         also: Option<usize>,
     },
+    /// 4-bit integers of GPTQ or AWQ.
+    Int4(Box<Int4>),
     /// bitsandbytes NF4.
     Nf4(Box<Nf4>),
 }
@@ -524,6 +527,10 @@ impl Tensors {
             Stored::GgufNvfp4 { raw, also, .. } => {
                 [*raw].into_iter().chain(also.iter().copied()).collect()
             }
+            Stored::Int4(int4) => [int4.codes, int4.scales, int4.zeros]
+                .into_iter()
+                .chain(int4.also.iter().copied())
+                .collect(),
             Stored::Nf4(nf4) => [nf4.codes, nf4.absmax]
                 .into_iter()
                 .chain(nf4.also.iter().copied())
@@ -596,7 +603,7 @@ pub(super) fn decode(encoding: Encoding, bytes: &[u8], out: &mut [f32]) {
             DType::F4E2M1x2 => unreachable!("packed codes are bytes to a file"),
         },
         Encoding::Ggml(block_type) => ggml::decode(block_type, bytes, out),
-        Encoding::Nvfp4 | Encoding::Int8 | Encoding::Nf4 => {
+        Encoding::Nvfp4 | Encoding::Int8 | Encoding::Int4 | Encoding::Nf4 => {
             unreachable!("several tensors make up {encoding}")
         }
     }
@@ -686,6 +693,14 @@ impl Checkpoint for Tensors {
                     nvfp4::dequantize(&codes, &scales, global, &mut out[i * cols..][..cols])
                 })?;
             }
+            Stored::Int4(int4) => {
+                let read = |raw: usize, range: Range<usize>, to: &mut Vec<u8>| {
+                    to.resize(range.len(), 0);
+                    let start = self.raws[raw].span.range.start;
+                    self.source(raw).read(start + range.start, to)
+                };
+                int4.rows_f32(rows, read, out)?;
+            }
             Stored::Nf4(nf4) => self.nf4_f32(nf4, rows.start * entry.cols(), out)?,
         }
         self.check_unchanged(stored)
@@ -736,6 +751,7 @@ impl Checkpoint for Tensors {
             Stored::Plain { .. }
             | Stored::ScaledF8 { .. }
             | Stored::Int8 { .. }
+            | Stored::Int4(_)
             | Stored::Nf4(_) => {
                 return Err(err!(Internal, "'{}' is NVFP4 without codes", entry.name));
             }

@@ -6,12 +6,14 @@ use std::path::Path;
 
 use NVFP4::base::threads::Pool;
 use NVFP4::base::{ErrorKind, Result};
+use NVFP4::checkpoint::Encoding;
 use NVFP4::engine::Served;
 use NVFP4::format::nvfp4::Recipe;
 use NVFP4::format::random;
 use NVFP4::model::convert::{Container, ConvertOptions, convert};
 use NVFP4::model::training::Source;
 use NVFP4::model::{self, Device, LoadOptions};
+use half::f16;
 use serde_json::{Value, json};
 
 use super::files::{Scratch, tensors};
@@ -136,11 +138,11 @@ fn refused(all: &[Tensor], quantization: Value, words: &str) {
     assert!(!to.exists(), "{words}: something was written");
 }
 
-/// AWQ and GPTQ.
+/// 8-bit integers of GPTQ.
 fn packed_words(module: &str, [rows, cols]: [usize; 2]) -> Vec<Tensor> {
     vec![
-        zeros(&format!("{module}.qweight"), "I32", &[cols, rows / 8]),
-        zeros(&format!("{module}.qzeros"), "I32", &[1, rows / 8]),
+        zeros(&format!("{module}.qweight"), "I32", &[cols / 4, rows]),
+        zeros(&format!("{module}.qzeros"), "I32", &[1, rows / 4]),
         zeros(&format!("{module}.scales"), "F16", &[1, rows]),
     ]
 }
@@ -169,11 +171,11 @@ fn compressed(
 
 #[test]
 fn methods_that_the_config_names_are_refused_by_name() {
-    let awq = with_attention(packed_words);
+    let integers = with_attention(packed_words);
     for (method, words) in [
         (
-            json!({"quant_method": "awq", "bits": 4}),
-            "4-bit AWQ integers (quant_method 'awq' in config.json)",
+            json!({"quant_method": "awq", "bits": 8}),
+            "8-bit AWQ integers (quant_method 'awq' in config.json)",
         ),
         (
             json!({"quant_method": "gptq", "bits": 8}),
@@ -190,7 +192,7 @@ fn methods_that_the_config_names_are_refused_by_name() {
             "4-bit MLX integers (quantization in config.json)",
         ),
     ] {
-        refused(&awq, method, words);
+        refused(&integers, method, words);
     }
     let int4 = with_attention(compressed("I32", 8, "BF16"));
     let method = |format: &str| json!({"quant_method": "compressed-tensors", "format": format});
@@ -288,7 +290,7 @@ fn methods_that_only_the_tensors_tell_are_refused_by_name() {
 fn weights_that_need_no_method_are_read() {
     let all = model_tensors();
     for method in [
-        json!({"quant_method": "awq", "bits": 4}),
+        json!({"quant_method": "hqq"}),
         json!({"quant_method": "zip4"}),
         json!({"quant_method": "fp8", "weight_block_size": [128, 128]}),
         json!({"quant_method": "compressed-tensors", "format": "float-quantized", "transform_config": {}}),
@@ -307,6 +309,173 @@ fn weights_that_need_no_method_are_read() {
         &all,
         json!({"quant_method": "compressed-tensors", "transform_config": {"config_groups": transform}}),
         "changes activations while the model runs ('input')",
+    );
+}
+
+/// 4-bit integers of GPTQ, in both versions and ordered by activations, and of AWQ: loaded, estimated and quantized, with the values that codes, zero points and
+/// scales stand for. What does not fit together is named.
+#[test]
+fn four_bit_integers_are_read() {
+    let bits = |i: usize| random::bits(11, i as u64) as u32;
+    let word = |count: usize| {
+        (0..count)
+            .flat_map(|i| bits(i).to_le_bytes())
+            .collect::<Vec<u8>>()
+    };
+    let scale = |i: usize| f16::from_f32(0.01 + (bits(900 + i) % 64) as f32 / 1024.0);
+    let scales = |count: usize| {
+        (0..count)
+            .flat_map(|i| scale(i).to_le_bytes())
+            .collect::<Vec<u8>>()
+    };
+    let (groups, order) = (2, |input: usize| input % 2);
+    let gptq = |module: &str, [rows, cols]: [usize; 2]| -> Vec<Tensor> {
+        let name = |part: &str| format!("{module}.{part}");
+        vec![
+            (
+                name("qweight"),
+                "I32",
+                vec![cols / 8, rows],
+                word(cols / 8 * rows),
+            ),
+            (
+                name("qzeros"),
+                "I32",
+                vec![groups, rows / 8],
+                word(groups * rows / 8),
+            ),
+            (
+                name("scales"),
+                "F16",
+                vec![groups, rows],
+                scales(groups * rows),
+            ),
+            (
+                name("g_idx"),
+                "I32",
+                vec![cols],
+                (0..cols)
+                    .flat_map(|i| (order(i) as i32).to_le_bytes())
+                    .collect(),
+            ),
+        ]
+    };
+    let awq = |module: &str, [rows, cols]: [usize; 2]| -> Vec<Tensor> {
+        let name = |part: &str| format!("{module}.{part}");
+        vec![
+            (
+                name("qweight"),
+                "I32",
+                vec![cols, rows / 8],
+                word(cols * rows / 8),
+            ),
+            (
+                name("qzeros"),
+                "I32",
+                vec![groups, rows / 8],
+                word(groups * rows / 8),
+            ),
+            (
+                name("scales"),
+                "F16",
+                vec![groups, rows],
+                scales(groups * rows),
+            ),
+        ]
+    };
+    let nibble = |word: usize, place: usize| (bits(word) >> (4 * place) & 15) as i32;
+    let awq_place = |output: usize| [0, 4, 1, 5, 2, 6, 3, 7][output % 8];
+    let share = |input: usize, cols: usize| input * groups / cols;
+    type Values<'a> = Box<dyn Fn(usize, usize, [usize; 2]) -> f32 + 'a>;
+    let gptq_value = |offset: i32, is_ordered: bool| -> Values<'_> {
+        Box::new(move |output, input, [rows, cols]| {
+            let group = if is_ordered {
+                order(input)
+            } else {
+                share(input, cols)
+            };
+            let zero = (nibble(group * rows / 8 + output / 8, output % 8) + offset) % 16;
+            let code = nibble(input / 8 * rows + output, input % 8);
+            (code - zero) as f32 * scale(group * rows + output).to_f32()
+        })
+    };
+    let awq_value: Values<'_> = Box::new(|output, input, [rows, cols]| {
+        let group = share(input, cols);
+        let zero = nibble(group * rows / 8 + output / 8, awq_place(output));
+        let code = nibble(input * rows / 8 + output / 8, awq_place(output));
+        (code - zero) as f32 * scale(group * rows + output).to_f32()
+    });
+    for (all, config, value) in [
+        (
+            with_attention(gptq),
+            json!({"quant_method": "gptq", "bits": 4}),
+            gptq_value(1, true),
+        ),
+        (
+            with_attention(gptq),
+            json!({"quant_method": "gptq", "bits": 4, "desc_act": false}),
+            gptq_value(1, false),
+        ),
+        (
+            with_attention(gptq),
+            json!({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}),
+            gptq_value(0, true),
+        ),
+        (with_attention(gptq), Value::Null, gptq_value(1, true)),
+        (
+            with_attention(awq),
+            json!({"quant_method": "awq", "bits": 4, "version": "gemm"}),
+            awq_value,
+        ),
+    ] {
+        let scratch = Scratch::new();
+        let (from, to) = (scratch.0.join("in"), scratch.0.join("out"));
+        write(&from, &all, config.clone());
+        let opened = model::open(&from).unwrap();
+        for (name, shape) in [("q_proj", [32, 32]), ("k_proj", [16, 32])] {
+            let entry = opened.find(&format!("{ATTENTION}{name}.weight")).unwrap();
+            assert_eq!(
+                (entry.shape.as_slice(), entry.encoding),
+                (&shape[..], Encoding::Int4)
+            );
+            let mut values = vec![0.0; shape[0] * shape[1]];
+            opened.rows_f32(entry, 0..shape[0], &mut values).unwrap();
+            for (i, found) in values.iter().enumerate() {
+                let (output, input) = (i / shape[1], i % shape[1]);
+                assert_eq!(
+                    *found,
+                    value(output, input, shape),
+                    "{config} {name}[{output}, {input}]"
+                );
+            }
+        }
+        load(&from).unwrap_or_else(|e| panic!("{config}: {e}"));
+        model::estimate(&*opened, false).unwrap();
+        quantize(&from, &to).unwrap_or_else(|e| panic!("{config}: {e}"));
+        load(&to).unwrap();
+    }
+    let own = json!({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round"});
+    refused(
+        &with_attention(gptq),
+        own,
+        "GPTQ integers ('model.layers.0.self_attn.q_proj.qweight')",
+    );
+    let wrong = with_attention(|module, shape| {
+        let mut all = gptq(module, shape);
+        all[3].3[4] = 2;
+        all
+    });
+    let scratch = Scratch::new();
+    write(
+        &scratch.0,
+        &wrong,
+        json!({"quant_method": "gptq", "bits": 4}),
+    );
+    let e = load(&scratch.0).unwrap_err();
+    assert!(
+        e.message()
+            .contains("g_idx': input 1 is of group 2; there are 2 groups of scales"),
+        "{e}"
     );
 }
 

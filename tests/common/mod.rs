@@ -192,12 +192,13 @@ pub(crate) const DEVICE_CASES: [&str; 22] = [
 ];
 
 /// Models with recurrent layers, whose kernels on a GPU are fused ones alone.
-pub(crate) const RECURRENT_CASES: [&str; 5] = [
+pub(crate) const RECURRENT_CASES: [&str; 6] = [
     "qwen35_tied",
     "qwen35_nested",
     "qwen35moe_shared",
     "qwen3next_shared",
     "qwen3next_dense",
+    "qwen35moe_float8",
 ];
 
 /// The cases of `tests/golden/model/long_positions.py`: one for each RoPE scaling.

@@ -215,7 +215,9 @@ fn table_encoding(entry: &Entry, options: &ConvertOptions, is_tied: bool) -> Res
 fn bytes_of_value(encoding: Encoding) -> Option<usize> {
     match encoding {
         Encoding::Dense(_) => encoding.element_bytes(),
-        Encoding::Nvfp4 | Encoding::Int8 | Encoding::Nf4 | Encoding::Ggml(_) => Some(1),
+        Encoding::Nvfp4 | Encoding::Int8 | Encoding::Int4 | Encoding::Nf4 | Encoding::Ggml(_) => {
+            Some(1)
+        }
     }
 }
 
@@ -223,12 +225,17 @@ fn bytes_of_value(encoding: Encoding) -> Option<usize> {
 fn kept(entry: &Entry, container: Container) -> Encoding {
     match entry.encoding {
         Encoding::Int8 if container == Container::ModelOpt => Encoding::Int8,
-        Encoding::Int8 | Encoding::Nf4 | Encoding::Dense(DType::F8E4M3) | Encoding::Ggml(_)
+        Encoding::Int8
+        | Encoding::Int4
+        | Encoding::Nf4
+        | Encoding::Dense(DType::F8E4M3)
+        | Encoding::Ggml(_)
             if entry.shape.len() > 1 =>
         {
             Encoding::Dense(DType::BF16)
         }
-        Encoding::Nf4
+        Encoding::Int4
+        | Encoding::Nf4
         | Encoding::Dense(DType::F8E4M3)
         | Encoding::Ggml(_)
         | Encoding::Dense(DType::F64) => Encoding::Dense(DType::F32),

@@ -205,6 +205,11 @@ CASES["qwen3next_shared"] = ("Qwen3Next", {
 CASES["qwen3next_dense"] = ("Qwen3Next", {
     **RECURRENT_EXPERTS, "num_experts": 4, "norm_topk_prob": False, "mlp_only_layers": [1], "decoder_sparse_step": 2,
     "full_attention_interval": 2})
+# Several formats in one file, as ModelOpt publishes larger versions of Qwen3.5: recurrent layers, their convolution included, and attention in
+# float8 with a scale a tensor, experts in NVFP4 of 16-bit activations, and scales of a float8 cache.
+CASES["qwen35moe_float8"] = ("Qwen3_5Moe", {
+    **RECURRENT_EXPERTS, "intermediate_size": None, "norm_topk_prob": None, "full_attention_interval": 2, **sections(2, 1, 1)})
+FLOAT8 = {"qwen35moe_float8": (".linear_attn.", ".self_attn.")}
 # Families whose norms multiply by one more than the weight, but for the gated norm within a recurrent layer.
 OFFSET_NORMS = {"Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next"}
 SAVED = {"qwen3moe_saved": ["rms_norm_eps", "max_position_embeddings", "transformers_version"]}
@@ -213,6 +218,8 @@ NESTED = {
     # The text model's own flag says that it is not tied; there is no head.
     "mistral3_nested": ("language_model.model.", "language_model.lm_head.", dict(
         model_type="mistral3", architectures=["Mistral3ForConditionalGeneration"], tie_word_embeddings=True)),
+    "qwen35moe_float8": ("model.language_model.", "lm_head.", dict(
+        model_type="qwen3_5_moe", architectures=["Qwen3_5MoeForConditionalGeneration"], tie_word_embeddings=False)),
     "qwen35_nested": ("model.language_model.", "lm_head.", dict(
         model_type="qwen3_5", architectures=["Qwen3_5ForConditionalGeneration"], image_token_id=147, video_token_id=148,
         vision_start_token_id=145, vision_end_token_id=146, tie_word_embeddings=False)),
@@ -254,6 +261,34 @@ def store_expert(stored, key, expert, w):
         stored[name + "_scale_2"] = multiplier
         values.append(held)
     return torch.cat(values)
+
+
+def store_float8(stored, key, w):
+    """Stores a tensor in float8 with one scale, beside what only runs of 8-bit activations and caches read; gives the values it stands for."""
+    scale = w.abs().max() / 448
+    codes = (w / scale).to(torch.float8_e4m3fn)
+    stored[key] = codes
+    stored[key + "_scale"] = scale
+    stored[key.removesuffix("weight") + "input_scale"] = torch.tensor(0.01)
+    for projection in ("k", "v"):
+        if key.endswith(f".{projection}_proj.weight"):
+            stored[key.removesuffix("weight") + f"{projection}_scale"] = torch.tensor(0.02)
+    return codes.float() * scale
+
+
+def mixed_precision(stored):
+    """What ModelOpt's config says of the tensors of such a file."""
+    layers = {}
+    for key, tensor in stored.items():
+        if key.endswith(".weight") and tensor.dtype == torch.float8_e4m3fn:
+            layers[key.removesuffix(".weight")] = {"quant_algo": "FP8"}
+        elif key.endswith(".weight") and tensor.dtype == torch.uint8:
+            layers[key.removesuffix(".weight")] = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+    return {
+        "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "ignore": ["mtp*", "*.mlp.gate", "*.shared_expert_gate"], "producer": {"name": "modelopt", "version": "0.45.0"},
+        "quantized_layers": layers,
+    }
 
 
 def beside(name, settings, random):
@@ -388,6 +423,8 @@ def make(name, family, settings, seed):
             stored[key] = w
         elif found := recurrent(key, value.shape, random, uniform):
             w, stored[key] = found
+            if name in FLOAT8 and key.endswith("weight"):
+                w = store_float8(stored, key, w)
         elif key.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
             # Logits of about 2, as trained routers give: larger ones make the sum of experts hang on the last bits of their input.
             w = (random(value.shape) * (2.0 / value.shape[1] ** 0.5)).bfloat16().float()
@@ -405,10 +442,13 @@ def make(name, family, settings, seed):
             scale = 1.0 if key.endswith("linear_attn.out_proj.weight") else 2.0
             w = random(value.shape) * (scale / value.shape[1] ** 0.5)
             w = make_massive(key, w, state["model.embed_tokens.weight"].float()) if name in MASSIVE else w
-            packed, scales, multiplier, w = quantize(w)
-            stored[key] = packed
-            stored[key + "_scale"] = scales
-            stored[key + "_scale_2"] = multiplier
+            if any(part in key for part in FLOAT8.get(name, ())):
+                w = store_float8(stored, key, w)
+            else:
+                packed, scales, multiplier, w = quantize(w)
+                stored[key] = packed
+                stored[key + "_scale"] = scales
+                stored[key + "_scale_2"] = multiplier
         value.copy_(w)
     expected = {}
     is_recurrent = "linear_attention" in (getattr(config, "layer_types", None) or [])
@@ -456,6 +496,8 @@ def make(name, family, settings, seed):
             written["tie_word_embeddings"] = False
         del written["architectures"]
         written = {**NESTED[name][2], "text_config": written, "vision_config": VISION.get(name, {"hidden_size": 32})}
+    if name in FLOAT8:
+        written["quantization_config"] = mixed_precision(stored)
     (out / "config.json").write_text(json.dumps(written, indent=1) + "\n")
     spread = expected[f"logits_{LENGTHS[-1]}"].std().item()
     print(f"{name}: logits vary by {spread:.2f}, {(out / 'model.safetensors').stat().st_size} bytes")
