@@ -329,7 +329,7 @@ impl<'a> ReferencePass<'a> {
         (spec, weights): (&AttentionSpec, &Attention),
         s: &mut BlockScratch,
     ) -> Result<()> {
-        let angles = &self.angles[spec.rope];
+        let angles = spec.rope.map(|rope| &self.angles[rope]);
         for (x, heads, weight) in [
             (&mut s.q, spec.heads, &weights.q_norm),
             (&mut s.k, spec.kv_heads, &weights.k_norm),
@@ -338,7 +338,9 @@ impl<'a> ReferencePass<'a> {
             if let Some(weight) = weight {
                 norm::rms_norm_in_place(self.device, x.reborrow(), weight, self.spec.norm_eps)?;
             }
-            rope::apply(self.device, x, heads, spec.head_dim, angles)?;
+            if let Some(angles) = angles {
+                rope::apply(self.device, x, heads, spec.head_dim, angles)?;
+            }
         }
         Ok(())
     }
@@ -475,10 +477,10 @@ impl<'a> ReferencePass<'a> {
     /// The last projection of the mixer.
     fn output(&self, weights: &Block, s: &mut BlockScratch) -> Result<()> {
         let (m, hidden) = (self.rows, self.spec.hidden_size);
-        let (x, projection) = match &weights.mixer {
-            Mixer::Attention(attention) if attention.gate.is_none() => (&s.attended, &attention.o),
-            Mixer::Attention(attention) => (&s.head_gate, &attention.o),
-            Mixer::GatedDelta(delta) => (&s.head_gate, &delta.out),
+        let projection = weights.mixer.last()?;
+        let x = match &weights.mixer {
+            Mixer::Attention(attention) if attention.gate.is_none() => &s.attended,
+            _ => &s.head_gate,
         };
         self.project(
             x.first(m * projection.linear.cols())?,
@@ -488,7 +490,7 @@ impl<'a> ReferencePass<'a> {
         )
     }
 
-    /// Gate and up projections of the first `m` rows of `x`.
+    /// Gate and up projections of the first `m` rows of `x`. Without a gate, `up` has the memory of `gate`.
     fn gate_up(
         &self,
         (spec, weights): (&GatedMlpSpec, &GatedMlp),
@@ -498,19 +500,20 @@ impl<'a> ReferencePass<'a> {
     ) -> Result<()> {
         let len = m * spec.intermediate_size;
         gate.grow(self.device, len)?;
+        let x = x.first(m * self.spec.hidden_size)?;
+        let Some(weight) = &weights.gate else {
+            let outputs = &mut [(&weights.up, gate.first_mut(len)?)];
+            return self.project(x, m, outputs, workspace);
+        };
         up.grow(self.device, len)?;
-        self.project(
-            x.first(m * self.spec.hidden_size)?,
-            m,
-            &mut [
-                (&weights.gate, gate.first_mut(len)?),
-                (&weights.up, up.first_mut(len)?),
-            ],
-            workspace,
-        )
+        let outputs = &mut [
+            (weight, gate.first_mut(len)?),
+            (&weights.up, up.first_mut(len)?),
+        ];
+        self.project(x, m, outputs, workspace)
     }
 
-    /// Applies the gated activation to `m` rows of gate and up, in `gate`.
+    /// Applies the activation to `m` rows of gate and up, in `gate`.
     fn activate(
         &self,
         spec: &GatedMlpSpec,
@@ -518,8 +521,11 @@ impl<'a> ReferencePass<'a> {
         (gate, up): (&mut Array, &Array),
     ) -> Result<()> {
         let len = m * spec.intermediate_size;
-        let (gate, up) = (gate.first_mut(len)?, up.first(len)?);
-        activation::glu(self.device, spec.activation, gate, up)
+        let gate = gate.first_mut(len)?;
+        match spec.gated {
+            true => activation::glu(self.device, spec.activation, gate, up.first(len)?),
+            false => activation::activate(self.device, spec.activation, gate),
+        }
     }
 
     fn down(

@@ -12,7 +12,7 @@ use std::time::Duration;
 use twox_hash::XxHash3_64;
 
 use super::LoadOptions;
-use super::spec::{BlockSpec, ExpertsSpec, MixerSpec, MlpSpec, Spec};
+use super::spec::{BlockSpec, ExpertsSpec, GatedMlpSpec, MixerSpec, MlpSpec, Spec};
 use super::tensors::{
     self, DELTA_A, DELTA_A_LOG, DELTA_B, DELTA_CONVOLUTION, DELTA_DT_BIAS, DELTA_NORM, DELTA_OUT,
     DELTA_QKV, DELTA_Z, EMBEDDING, HEAD, NORM, QUERY, QUERY_GATE, StoredRows, TensorRole,
@@ -943,13 +943,14 @@ impl Parts {
             false => Ok(None),
         };
         let names = spec.norm_names;
+        let (mixes, has_mlp) = (*mixer != MixerSpec::None, *mlp != MlpSpec::None);
         let mixer_norms = Norms {
-            pre: norm(names.mixer, norms.pre)?,
-            post: norm(names.mixer_post, norms.post)?,
+            pre: norm(names.mixer, norms.pre && mixes)?,
+            post: norm(names.mixer_post, norms.post && mixes)?,
         };
         let mlp_norms = Norms {
-            pre: norm(names.mlp, norms.pre)?,
-            post: norm(names.mlp_post, norms.post)?,
+            pre: norm(names.mlp, norms.pre && has_mlp)?,
+            post: norm(names.mlp_post, norms.post && has_mlp)?,
         };
         Ok(Block {
             mixer_norms,
@@ -958,11 +959,13 @@ impl Parts {
                     Mixer::Attention(Box::new(self.attention(attention.gated, index)?))
                 }
                 MixerSpec::GatedDelta(_) => Mixer::GatedDelta(Box::new(self.gated_delta(index)?)),
+                MixerSpec::None => Mixer::None,
             },
             mlp_norms,
             mlp: match mlp {
-                MlpSpec::Dense(_) => Mlp::Dense(Box::new(self.gated_mlp(&name("mlp"))?)),
+                MlpSpec::Dense(mlp) => Mlp::Dense(Box::new(self.mlp(mlp, &name("mlp"))?)),
                 MlpSpec::Experts(experts) => Mlp::Experts(Box::new(self.experts(experts, index)?)),
+                MlpSpec::None => Mlp::None,
             },
         })
     }
@@ -1001,9 +1004,12 @@ impl Parts {
         })
     }
 
-    fn gated_mlp(&mut self, name: &str) -> Result<GatedMlp> {
+    fn mlp(&mut self, spec: &GatedMlpSpec, name: &str) -> Result<GatedMlp> {
         Ok(GatedMlp {
-            gate: self.projection(&format!("{name}.gate_proj"))?,
+            gate: match spec.gated {
+                true => Some(self.projection(&format!("{name}.gate_proj"))?),
+                false => None,
+            },
             up: self.projection(&format!("{name}.up_proj"))?,
             down: self.projection(&format!("{name}.down_proj"))?,
         })
@@ -1014,7 +1020,7 @@ impl Parts {
         let shared = match &spec.shared {
             None => None,
             Some(shared) => Some((
-                self.gated_mlp(&name("mlp.shared_expert"))?,
+                self.mlp(&shared.mlp, &name("mlp.shared_expert"))?,
                 match shared.gated {
                     true => Some(self.linear(&name("mlp.shared_expert_gate.weight"))?),
                     false => None,
@@ -1024,7 +1030,7 @@ impl Parts {
         Ok(Experts {
             router: self.linear(&name("mlp.gate.weight"))?,
             experts: (0..spec.count)
-                .map(|expert| self.gated_mlp(&block_name(index, &format!("mlp.experts.{expert}"))))
+                .map(|expert| self.mlp(&spec.expert, &name(&format!("mlp.experts.{expert}"))))
                 .collect::<Result<_>>()?,
             shared,
         })

@@ -32,9 +32,9 @@ pub(super) enum BlockOp {
     DeltaRule,
     /// The gated norm of each head of a gated delta net.
     DeltaNorm,
-    /// Projections of gate and up.
+    /// Projections of gate and up, or of up alone in an MLP without a gate.
     GateUp,
-    /// The gated activation.
+    /// The activation, gated or not.
     Activate,
     /// The last projection of a half.
     Project(Half),
@@ -57,19 +57,20 @@ pub(super) fn operations(block: &BlockSpec) -> impl DoubleEndedIterator<Item = B
         MixerSpec::Attention(attention) if attention.gated => &[Qkv, Heads, Attend, GateHeads],
         MixerSpec::Attention(_) => &[Qkv, Heads, Attend],
         MixerSpec::GatedDelta(_) => &[DeltaInputs, Convolve, DeltaRule, DeltaNorm],
+        MixerSpec::None => &[],
     };
     let mlp: &[BlockOp] = match block.mlp {
         MlpSpec::Dense(_) => &[GateUp, Activate, Project(Half::Mlp)],
         MlpSpec::Experts(_) => &[Route, Experts],
+        MlpSpec::None => &[],
     };
-    let enter = |half| [Enter(half)].into_iter();
-    let between = [Project(Half::Mixer), Leave(Half::Mixer)];
-    enter(Half::Mixer)
-        .chain(mixer.iter().copied())
-        .chain(between)
-        .chain(enter(Half::Mlp))
-        .chain(mlp.iter().copied())
-        .chain([Leave(Half::Mlp)])
+    // A half that is left out has no operations at all.
+    let half = |half, ops: &'static [BlockOp], last: &'static [BlockOp]| {
+        let whole = [Enter(half)].into_iter();
+        let whole = whole.chain(ops.iter().chain(last).copied());
+        whole.chain([Leave(half)]).filter(|_| !ops.is_empty())
+    };
+    half(Half::Mixer, mixer, &[Project(Half::Mixer)]).chain(half(Half::Mlp, mlp, &[]))
 }
 
 /// A gated MLP of a mixture, with its output added to the sum of the experts.

@@ -35,13 +35,16 @@ pub struct Spec {
     pub blocks: Vec<BlockSpec>,
     /// Names of the norms' tensors.
     pub norm_names: NormNames,
+    /// Other names of the family's files: the start of a usual name, within the block if it belongs to one, and what stands for it. The
+    /// first match applies.
+    pub renamed: &'static [(&'static str, &'static str)],
     /// Tokens that end a text.
     pub eos: Vec<u32>,
     /// The token that begins a text, if the config names one.
     pub bos: Option<u32>,
 }
 
-/// One decoder block: a mixer, then an MLP, each added to the residual stream.
+/// One decoder block: a mixer, then an MLP, each added to the residual stream. A family may leave out either half.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlockSpec {
     /// Norms around mixer and MLP.
@@ -57,23 +60,23 @@ impl BlockSpec {
     pub fn attention(&self) -> Option<&AttentionSpec> {
         match &self.mixer {
             MixerSpec::Attention(attention) => Some(attention),
-            MixerSpec::GatedDelta(_) => None,
+            _ => None,
         }
     }
 
     /// The attention; an error for another mixer.
     pub fn required_attention(&self) -> Result<&AttentionSpec> {
-        match &self.mixer {
-            MixerSpec::Attention(attention) => Ok(attention),
-            MixerSpec::GatedDelta(_) => bail!(Internal, "attention of a gated delta net"),
+        match self.attention() {
+            Some(attention) => Ok(attention),
+            None => bail!(Internal, "attention of a block with another mixer"),
         }
     }
 
     /// The gated delta net, if that is its mixer.
     pub fn gated_delta(&self) -> Option<&GatedDeltaSpec> {
         match &self.mixer {
-            MixerSpec::Attention(_) => None,
             MixerSpec::GatedDelta(delta) => Some(delta),
+            _ => None,
         }
     }
 }
@@ -85,6 +88,8 @@ pub enum MixerSpec {
     Attention(AttentionSpec),
     /// A gated delta net, whose state does not grow with the sequence.
     GatedDelta(GatedDeltaSpec),
+    /// The block is an MLP alone.
+    None,
 }
 
 /// A gated delta net: a causal convolution of queries, keys and values, a matrix a head that forgets and is corrected at each token
@@ -132,8 +137,8 @@ pub struct AttentionSpec {
     pub o_bias: bool,
     /// Whether the output of each head is multiplied by the sigmoid of a gate, which the projection of queries computes too.
     pub gated: bool,
-    /// Index in [`Spec::ropes`] of the rotation of queries and keys.
-    pub rope: usize,
+    /// Index in [`Spec::ropes`] of the rotation of queries and keys; `None` for attention without positions.
+    pub rope: Option<usize>,
     /// Positions that a query attends to, its own included; `None` for all positions up to its own.
     pub window: Option<usize>,
     /// Factor of the product of query and key.
@@ -174,22 +179,25 @@ impl AttentionSpec {
 /// The MLP of a block.
 #[derive(Clone, Debug, PartialEq)]
 pub enum MlpSpec {
-    /// One gated MLP for all tokens.
+    /// One MLP for all tokens.
     Dense(GatedMlpSpec),
     /// Several experts; a router chooses some of them for each token.
     Experts(ExpertsSpec),
+    /// The block is a mixer alone.
+    None,
 }
 
 impl MlpSpec {
-    /// Width between the projections; of one expert in a mixture.
+    /// Width between the projections; of one expert in a mixture, and 0 without an MLP.
     pub fn intermediate_size(&self) -> usize {
         match self {
+            MlpSpec::None => 0,
             MlpSpec::Dense(mlp) => mlp.intermediate_size,
             MlpSpec::Experts(experts) => experts.expert.intermediate_size,
         }
     }
 
-    /// Number of experts; 0 for a dense MLP.
+    /// Number of experts; 0 without a mixture.
     pub fn experts(&self) -> usize {
         self.mixture().map_or(0, |experts| experts.count)
     }
@@ -197,28 +205,37 @@ impl MlpSpec {
     /// The mixture of experts, if it is one.
     pub fn mixture(&self) -> Option<&ExpertsSpec> {
         match self {
-            MlpSpec::Dense(_) => None,
+            MlpSpec::Dense(_) | MlpSpec::None => None,
             MlpSpec::Experts(experts) => Some(experts),
         }
     }
 
-    /// The gated MLP that all tokens use, if there is one.
+    /// Its MLPs: for a mixture an expert, and the shared expert if there is one.
+    pub fn specs(&self) -> impl Iterator<Item = &GatedMlpSpec> {
+        let expert = self.mixture().map(|experts| &experts.expert);
+        expert.into_iter().chain(self.of_all_rows())
+    }
+
+    /// The MLP that all tokens use, if there is one.
     pub fn of_all_rows(&self) -> Option<&GatedMlpSpec> {
         match self {
             MlpSpec::Dense(mlp) => Some(mlp),
             MlpSpec::Experts(experts) => experts.shared.as_ref().map(|shared| &shared.mlp),
+            MlpSpec::None => None,
         }
     }
 }
 
-/// A gated MLP: `down(act(gate(x)) * up(x))`.
+/// An MLP: `down(act(gate(x)) * up(x))`, or `down(act(up(x)))` without a gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GatedMlpSpec {
     /// Width between the projections.
     pub intermediate_size: usize,
-    /// Activation function of the gate.
+    /// Whether it has a gate.
+    pub gated: bool,
+    /// Activation function of the gate, or of `up`.
     pub activation: Activation,
-    /// Whether the three projections must have a bias.
+    /// Whether its projections must have a bias.
     pub bias: bool,
 }
 
@@ -274,6 +291,13 @@ impl NormNames {
         mixer_post: "post_attention_layernorm",
         mlp: "pre_feedforward_layernorm",
         mlp_post: "post_feedforward_layernorm",
+    };
+    /// The name in files whose blocks have one half each.
+    pub const SINGLE: NormNames = NormNames {
+        mixer: "norm",
+        mixer_post: "",
+        mlp: "norm",
+        mlp_post: "",
     };
 }
 

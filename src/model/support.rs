@@ -41,23 +41,26 @@ pub fn known() -> Result<Vec<FamilySupport>> {
 /// The kinds of blocks of a model, in the order of their first blocks.
 fn kinds(spec: &Spec) -> Vec<String> {
     let mixer = |block: &BlockSpec| match &block.mixer {
-        MixerSpec::GatedDelta(_) => "gated delta net",
+        MixerSpec::GatedDelta(_) => Some("gated delta net"),
         MixerSpec::Attention(attention) => match (attention.gated, attention.window) {
-            (true, _) => "gated attention",
-            (false, Some(_)) => "attention with a window",
-            (false, None) => "attention",
+            (true, _) => Some("gated attention"),
+            (false, Some(_)) => Some("attention with a window"),
+            (false, None) => Some("attention"),
         },
+        MixerSpec::None => None,
     };
     let mlp = |block: &BlockSpec| match &block.mlp {
-        MlpSpec::Dense(_) => "MLP",
+        MlpSpec::Dense(_) => Some("MLP"),
         MlpSpec::Experts(experts) => match experts.shared {
-            Some(_) => "experts and a shared one",
-            None => "experts",
+            Some(_) => Some("experts and a shared one"),
+            None => Some("experts"),
         },
+        MlpSpec::None => None,
     };
     let mut kinds = Vec::new();
     for block in &spec.blocks {
-        let kind = format!("{}, {}", mixer(block), mlp(block));
+        let halves: Vec<_> = mixer(block).into_iter().chain(mlp(block)).collect();
+        let kind = halves.join(", ");
         if !kinds.contains(&kind) {
             kinds.push(kind);
         }

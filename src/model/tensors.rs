@@ -227,11 +227,14 @@ pub(super) fn outside(spec: &Spec) -> Vec<TensorSpec> {
             rows: (0..spec.vocab_size).into(),
         });
     }
-    vec![
+    let tensors = [
         embedding,
         whole(HEAD, table, !spec.tied, TensorRole::Linear),
         whole(NORM, vec![spec.hidden_size], true, TensorRole::Vector),
-    ]
+    ];
+    tensors
+        .map(|tensor| stored_by_name(spec, "", tensor))
+        .into()
 }
 
 /// Tensors of a block.
@@ -242,11 +245,12 @@ fn of_block(spec: &Spec, index: usize) -> Vec<TensorSpec> {
         tensors: Vec::new(),
     };
     let names = spec.norm_names;
+    let (mixes, has_mlp) = (*mixer != MixerSpec::None, *mlp != MlpSpec::None);
     for (name, has) in [
-        (names.mixer, norms.pre),
-        (names.mixer_post, norms.post),
-        (names.mlp, norms.pre),
-        (names.mlp_post, norms.post),
+        (names.mixer, norms.pre && mixes),
+        (names.mixer_post, norms.post && mixes),
+        (names.mlp, norms.pre && has_mlp),
+        (names.mlp_post, norms.post && has_mlp),
     ] {
         if has {
             list.vector(&format!("{name}.weight"), spec.hidden_size, true);
@@ -255,12 +259,45 @@ fn of_block(spec: &Spec, index: usize) -> Vec<TensorSpec> {
     match mixer {
         MixerSpec::Attention(attention) => list.attention(attention, spec.hidden_size),
         MixerSpec::GatedDelta(delta) => list.gated_delta(delta, spec.hidden_size),
+        MixerSpec::None => {}
     }
     match mlp {
         MlpSpec::Dense(mlp) => list.dense("mlp", mlp, spec.hidden_size),
         MlpSpec::Experts(experts) => list.experts(experts, spec.hidden_size),
+        MlpSpec::None => {}
     }
-    list.tensors
+    let tensors = list.tensors.into_iter();
+    let prefix = block_name(index, "");
+    tensors
+        .map(|tensor| stored_by_name(spec, &prefix, tensor))
+        .collect()
+}
+
+/// A tensor with the names that files of its family have, whose renamed parts follow `prefix`.
+fn stored_by_name(spec: &Spec, prefix: &str, mut tensor: TensorSpec) -> TensorSpec {
+    let renamed = |name: &str| {
+        let name = name.strip_prefix(prefix)?;
+        let mut starts = spec.renamed.iter();
+        starts.find_map(|(usual, stored)| {
+            let rest = name.strip_prefix(usual)?;
+            Some(format!("{prefix}{stored}{rest}"))
+        })
+    };
+    for within in &mut tensor.within {
+        if let Some(name) = renamed(&within.name) {
+            within.name = name;
+        }
+    }
+    if let Some(name) = renamed(&tensor.name).filter(|_| tensor.alone) {
+        tensor.alone = false;
+        let whole = Within {
+            name,
+            shape: tensor.shape.clone(),
+            rows: (0..tensor.shape[0]).into(),
+        };
+        tensor.within.insert(0, whole);
+    }
+    tensor
 }
 
 struct List {
@@ -445,21 +482,25 @@ impl List {
     fn dense(&mut self, name: &str, mlp: &GatedMlpSpec, hidden: usize) {
         let wide = mlp.intermediate_size;
         let fused = format!("{name}.gate_up_proj");
-        let of = |first| Some((fused.as_str(), first, 2 * wide));
+        let of = |first| mlp.gated.then_some((fused.as_str(), first, 2 * wide));
         let projection = |projection: &str| format!("{name}.{projection}");
-        self.projection(&projection("gate_proj"), (wide, hidden), mlp.bias, of(0));
+        if mlp.gated {
+            self.projection(&projection("gate_proj"), (wide, hidden), mlp.bias, of(0));
+        }
         self.projection(&projection("up_proj"), (wide, hidden), mlp.bias, of(wide));
         self.projection(&projection("down_proj"), (hidden, wide), mlp.bias, None);
     }
 
     fn experts(&mut self, experts: &ExpertsSpec, hidden: usize) {
         self.router(ROUTER, experts.count, hidden);
-        let wide = experts.expert.intermediate_size;
-        for (projection, rows, cols, fused) in [
+        let (wide, gated) = (experts.expert.intermediate_size, experts.expert.gated);
+        let projections = [
             ("gate_proj", wide, hidden, Some(0)),
-            ("up_proj", wide, hidden, Some(wide)),
+            ("up_proj", wide, hidden, gated.then_some(wide)),
             ("down_proj", hidden, wide, None),
-        ] {
+        ];
+        let first = usize::from(!gated);
+        for (projection, rows, cols, fused) in projections.into_iter().skip(first) {
             for expert in 0..experts.count {
                 let stack = |name: &str, of: usize, first: usize| Within {
                     name: block_name(self.index, &format!("mlp.experts.{name}")),
@@ -469,7 +510,7 @@ impl List {
                 let mut within = vec![stack(&format!("{projection}.weight"), rows, 0)];
                 within.push(match fused {
                     Some(first) => stack("gate_up_proj", 2 * wide, first),
-                    None => stack("down_proj", rows, 0),
+                    None => stack(projection, rows, 0),
                 });
                 self.tensors.push(TensorSpec {
                     name: expert_name(self.index, expert, projection) + ".weight",

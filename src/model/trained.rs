@@ -54,7 +54,7 @@ fn weights(source: &Source, trained: &dyn Trained) -> Result<Weights> {
     let gated = |mlp: &GatedMlpLayout| {
         let [gate, up] = &mlp.gate_up;
         Ok(GatedMlp {
-            gate: projection(gate)?,
+            gate: Some(projection(gate)?),
             up: projection(up)?,
             down: projection(&mlp.down)?,
         })

@@ -49,6 +49,8 @@ pub enum Mixer {
     Attention(Box<Attention>),
     /// A gated delta net.
     GatedDelta(Box<GatedDelta>),
+    /// The block is an MLP alone.
+    None,
 }
 
 impl Mixer {
@@ -56,15 +58,16 @@ impl Mixer {
     pub fn required_attention(&self) -> Result<&Attention> {
         match self {
             Mixer::Attention(attention) => Ok(attention),
-            Mixer::GatedDelta(_) => bail!(Internal, "attention of a gated delta net"),
+            _ => bail!(Internal, "attention of a block with another mixer"),
         }
     }
 
-    /// The last projection.
-    pub fn last(&self) -> &Projection {
+    /// The last projection; an error without a mixer.
+    pub fn last(&self) -> Result<&Projection> {
         match self {
-            Mixer::Attention(attention) => &attention.o,
-            Mixer::GatedDelta(delta) => &delta.out,
+            Mixer::Attention(attention) => Ok(&attention.o),
+            Mixer::GatedDelta(delta) => Ok(&delta.out),
+            Mixer::None => bail!(Internal, "the output of a block without a mixer"),
         }
     }
 
@@ -78,6 +81,7 @@ impl Mixer {
                 [q].into_iter().chain(gate).chain([k, v, o]).collect()
             }
             Mixer::GatedDelta(delta) => delta.projections().collect(),
+            Mixer::None => Vec::new(),
         }
     }
 
@@ -89,6 +93,7 @@ impl Mixer {
                 norms.into_iter().flatten().collect()
             }
             Mixer::GatedDelta(delta) => delta.vectors().collect(),
+            Mixer::None => Vec::new(),
         }
     }
 }
@@ -149,13 +154,15 @@ pub enum Mlp {
     Dense(Box<GatedMlp>),
     /// Several experts and their router.
     Experts(Box<Experts>),
+    /// The block is a mixer alone.
+    None,
 }
 
-/// A gated MLP.
+/// An MLP.
 #[derive(Debug)]
 pub struct GatedMlp {
-    /// `[intermediate, hidden]`.
-    pub gate: Projection,
+    /// `[intermediate, hidden]`, if it has a gate.
+    pub gate: Option<Projection>,
     /// `[intermediate, hidden]`.
     pub up: Projection,
     /// `[hidden, intermediate]`.
@@ -202,21 +209,30 @@ pub struct Weights {
 }
 
 impl GatedMlp {
-    fn projections(&self) -> [&Projection; 3] {
-        [&self.gate, &self.up, &self.down]
+    fn projections(&self) -> impl Iterator<Item = &Projection> {
+        self.gate.iter().chain([&self.up, &self.down])
+    }
+
+    /// The gate; an error for an MLP without one.
+    pub fn required_gate(&self) -> Result<&Projection> {
+        match &self.gate {
+            Some(gate) => Ok(gate),
+            None => bail!(Internal, "the gate of an MLP without one"),
+        }
     }
 }
 
 impl Mlp {
-    /// The gated MLP that all tokens use, if there is one.
+    /// The MLP that all tokens use, if there is one.
     pub fn of_all_rows(&self) -> Option<&GatedMlp> {
         match self {
             Mlp::Dense(mlp) => Some(mlp),
             Mlp::Experts(experts) => experts.shared.as_ref().map(|(mlp, _)| mlp),
+            Mlp::None => None,
         }
     }
 
-    /// All gated MLPs: for a mixture the experts, and then the shared expert.
+    /// All MLPs: for a mixture the experts, and then the shared expert.
     pub fn mlps(&self) -> Vec<&GatedMlp> {
         match self {
             Mlp::Dense(mlp) => vec![mlp],
@@ -224,13 +240,14 @@ impl Mlp {
                 let shared = experts.shared.iter().map(|(mlp, _)| mlp);
                 experts.experts.iter().chain(shared).collect()
             }
+            Mlp::None => Vec::new(),
         }
     }
 
     /// The projections that select experts.
     fn routers(&self) -> Vec<&Linear> {
         match self {
-            Mlp::Dense(_) => Vec::new(),
+            Mlp::Dense(_) | Mlp::None => Vec::new(),
             Mlp::Experts(experts) => {
                 let shared = experts.shared.iter().filter_map(|(_, gate)| gate.as_ref());
                 std::iter::once(&experts.router).chain(shared).collect()

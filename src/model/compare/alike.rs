@@ -28,6 +28,7 @@ fn block_sizes(block: &BlockSpec) -> [(&'static str, usize); 5] {
     let (heads, kv_heads, dim) = match &block.mixer {
         MixerSpec::Attention(a) => (a.heads, a.kv_heads, a.head_dim),
         MixerSpec::GatedDelta(d) => (d.shape.value_heads, d.shape.key_heads, d.shape.value_dim),
+        MixerSpec::None => (0, 0, 0),
     };
     [
         ("query heads", heads),

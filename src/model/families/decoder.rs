@@ -75,6 +75,7 @@ impl Decoder {
         let attention = attention(keys, hidden_size)?;
         let mlp = GatedMlpSpec {
             intermediate_size: intermediate_size(keys, "intermediate_size")?,
+            gated: true,
             activation: activation(keys)?,
             bias: keys.flag("mlp_bias")? == Some(true),
         };
@@ -93,6 +94,7 @@ impl Decoder {
                 ropes: ropes(attention.head_dim, max_positions)?,
                 blocks: Vec::new(),
                 norm_names: NormNames::PRE,
+                renamed: &[],
                 eos: keys.ids("eos_token_id")?,
                 bos: keys.ids("bos_token_id")?.first().copied(),
             },
@@ -239,7 +241,7 @@ fn attention(keys: &Keys<'_>, hidden_size: usize) -> Result<AttentionSpec> {
         qkv_bias: false,
         o_bias: false,
         gated: false,
-        rope: 0,
+        rope: Some(0),
         window: None,
         scale: 1.0 / (head_dim as f32).sqrt(),
         score_cap: cap(keys, "attn_logit_softcapping")?,
@@ -300,6 +302,7 @@ pub(super) fn experts(keys: &Keys<'_>) -> Result<ExpertsSpec> {
         normalized: keys.flag("norm_topk_prob")? == Some(true),
         expert: GatedMlpSpec {
             intermediate_size: intermediate_size(keys, "moe_intermediate_size")?,
+            gated: true,
             activation: activation(keys)?,
             bias: false,
         },

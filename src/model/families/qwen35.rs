@@ -229,7 +229,7 @@ mod tests {
         assert_eq!(attends(&spec), [false, false, false, true]);
         let gated = spec.blocks[3].attention().unwrap();
         assert!(gated.gated && gated.qk_norm);
-        assert_eq!(spec.ropes[gated.rope].table.rotary_dim(), 8);
+        assert_eq!(spec.ropes[gated.rope.unwrap()].table.rotary_dim(), 8);
         let spec = with("full_attention_interval", json!(2)).unwrap();
         assert_eq!(attends(&spec), [false, true, false, true]);
         let types = json!([

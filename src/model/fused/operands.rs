@@ -48,7 +48,10 @@ pub(super) fn biased(projection: &Projection) -> Result<Biased<'_>> {
 
 fn gated_shape(mlp: &GatedMlp) -> Result<GatedShape> {
     Ok(GatedShape {
-        gate_up: [matrix(&mlp.gate)?.shape(), matrix(&mlp.up)?.shape()],
+        gate_up: [
+            matrix(mlp.required_gate()?)?.shape(),
+            matrix(&mlp.up)?.shape(),
+        ],
         down: matrix(&mlp.down)?.shape(),
     })
 }
@@ -73,11 +76,13 @@ pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape>
                 gates: [shape(&delta.b)?, shape(&delta.a)?],
                 out: shape(&delta.out)?,
             },
+            Mixer::None => bail!(Internal, "a fused block without a mixer"),
         },
         mlp: match (&weights.mlp, of_all_rows) {
             (Mlp::Experts(_), shared) => MlpShape::Experts { shared },
             (Mlp::Dense(_), Some(mlp)) => MlpShape::Dense(mlp),
-            (Mlp::Dense(_), None) => bail!(Internal, "a dense MLP without projections"),
+            (Mlp::Dense(_) | Mlp::None, None) => bail!(Internal, "a fused block without an MLP"),
+            (Mlp::None, Some(_)) => bail!(Internal, "projections of no MLP"),
         },
     })
 }
@@ -96,8 +101,8 @@ pub(super) fn mixture(
     };
     routing.check()?;
     let experts = weights.experts.iter().map(|mlp| {
-        let GatedMlp { gate, up, down } = mlp;
-        Ok([biased(gate)?, biased(up)?, biased(down)?])
+        let (gate, up) = (mlp.required_gate()?, &mlp.up);
+        Ok([biased(gate)?, biased(up)?, biased(&mlp.down)?])
     });
     let experts = experts.collect::<Result<Vec<_>>>()?;
     let table = ExpertTable::new(gpu, &experts)?;
@@ -113,7 +118,7 @@ pub(super) fn glu_divisor(gpu: &Arc<Gpu>, block: &Block) -> Result<u32> {
     };
     let mut largest = 0f64;
     for mlp in block.mlp.mlps() {
-        let both = bounds(gpu, [&mlp.gate, &mlp.up], norm)?;
+        let both = bounds(gpu, [mlp.required_gate()?, &mlp.up], norm)?;
         let (gate, up) = both.split_at(both.len() / 2);
         let products = gate.iter().zip(up).map(|(g, u)| g * u);
         largest = products.fold(largest, f64::max);

@@ -6,7 +6,7 @@ use std::fmt;
 use crate::base::Result;
 use crate::cuda::{GemmPlan, Glu, Hardware, InputForm, Layout, MatrixShape, Output};
 use crate::model::order::Half;
-use crate::model::spec::{Activation, BlockSpec, MlpSpec, NormPlacement, Spec};
+use crate::model::spec::{Activation, BlockSpec, MixerSpec, MlpSpec, NormPlacement, Spec};
 use crate::tensor::WeightType;
 
 /// A norm of the residual stream.
@@ -231,9 +231,16 @@ impl BlockShape {
 /// A property of the model that has no fused kernel, if any.
 pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
     let of = |(index, block): (usize, &BlockSpec)| {
-        let what = match (&block.mlp, block.norms.pre, block.norms.post) {
-            (MlpSpec::Experts(_), _, true) => "a norm after its experts",
-            (_, false, _) => "no norm before attention and MLP",
+        let has_gates = block.mlp.specs().all(|mlp| mlp.gated);
+        let what = match (&block.mixer, &block.mlp) {
+            (MixerSpec::None, _) => "an MLP alone",
+            (_, MlpSpec::None) => "a mixer alone",
+            (MixerSpec::Attention(attention), _) if attention.rope.is_none() => {
+                "attention without rotation"
+            }
+            _ if !has_gates => "an MLP without a gate",
+            (_, MlpSpec::Experts(_)) if block.norms.post => "a norm after its experts",
+            _ if !block.norms.pre => "no norm before attention and MLP",
             _ => return None,
         };
         Some(format!(
@@ -652,11 +659,11 @@ impl fmt::Display for Kernel {
 }
 
 /// The kernels' description of a gated activation.
-pub(super) fn glu(activation: Activation, divisor: u32) -> Glu {
-    Glu {
-        activation: activation.on_gpu(),
+pub(super) fn glu(activation: Activation, divisor: u32) -> Result<Glu> {
+    Ok(Glu {
+        activation: activation.on_gpu()?,
         divisor,
-    }
+    })
 }
 
 #[cfg(test)]
@@ -872,6 +879,7 @@ mod tests {
     fn expected(sizes: &Sizes, blocks: usize) -> Vec<(usize, BlockOp)> {
         let mlp = GatedMlpSpec {
             intermediate_size: sizes.intermediate,
+            gated: true,
             activation: Activation::Silu,
             bias: false,
         };
@@ -888,7 +896,7 @@ mod tests {
                 qkv_bias: false,
                 o_bias: false,
                 gated: sizes.recurrent,
-                rope: 0,
+                rope: Some(0),
                 window: None,
                 scale: 1.0,
                 score_cap: None,

@@ -13,6 +13,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::order::{BlockOp, Half, operations};
 use crate::model::spec::{AttentionSpec, BlockSpec, ExpertsSpec, GatedMlpSpec, MlpSpec, Spec};
+use crate::ops::rope::Angles;
 use crate::ops::training::attention::{attention, attention_backward};
 use crate::ops::training::heads::{HeadOptions, heads, heads_backward};
 use crate::ops::training::{activation, array, norm};
@@ -124,6 +125,14 @@ impl BlockPass<'_> {
         Ok(self.block.required_attention()?.shape())
     }
 
+    /// The rotation of its queries and keys.
+    fn angles(&self) -> Result<&Angles> {
+        match self.block.required_attention()?.rope {
+            Some(rope) => Ok(&self.batch.angles[rope]),
+            None => bail!(Internal, "attention without rotation is not trained"),
+        }
+    }
+
     fn sizes(&self) -> BlockSizes {
         BlockSizes::new(self.spec, self.block, self.rows())
     }
@@ -213,7 +222,7 @@ impl BlockPass<'_> {
             }
             BlockOp::Heads => {
                 saved.rotated.grow(device, sizes.rotated)?;
-                let angles = &self.batch.angles[self.block.required_attention()?.rope];
+                let angles = self.angles()?;
                 let qkv = saved.qkv.first(t * width)?;
                 let rotated = saved.rotated.first_mut(t * width)?;
                 heads(device, &self.heads(&*store, angles)?, qkv, rotated)
@@ -295,7 +304,7 @@ impl BlockPass<'_> {
                     );
                 };
                 match (self.norms(Half::Mlp), &self.block.mlp) {
-                    ([_, None], MlpSpec::Dense(_)) => Ok(()),
+                    ([_, None], MlpSpec::Dense(_) | MlpSpec::None) => Ok(()),
                     ([_, None], MlpSpec::Experts(_)) => {
                         self.leave(store, None, &saved.middle, &s.experts.made, out)
                     }
@@ -479,7 +488,7 @@ impl BlockPass<'_> {
     ) -> Result<()> {
         let (device, dim) = (self.device, self.block.required_attention()?.head_dim);
         let len = self.rows() * self.attention()?.width();
-        let angles = &self.batch.angles[self.block.required_attention()?.rope];
+        let angles = self.angles()?;
         // Computes the gradients of both norms together; the store keeps them apart.
         s.dnorms.grow(device, 2 * dim)?;
         crate::ops::activation::fill(device, s.dnorms.first_mut(2 * dim)?, 0.0)?;
