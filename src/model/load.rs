@@ -15,12 +15,13 @@ use super::LoadOptions;
 use super::spec::{BlockSpec, ExpertsSpec, GatedMlpSpec, MixerSpec, MlpSpec, Spec};
 use super::tensors::{
     self, DELTA_A, DELTA_A_LOG, DELTA_B, DELTA_CONVOLUTION, DELTA_DT_BIAS, DELTA_NORM, DELTA_OUT,
-    DELTA_QKV, DELTA_Z, EMBEDDING, HEAD, NORM, QUERY, QUERY_GATE, StoredRows, TensorRole,
-    TensorSpec, block_name,
+    DELTA_QKV, DELTA_Z, EMBEDDING, HEAD, MAMBA_A_LOG, MAMBA_CONVOLUTION, MAMBA_CONVOLUTION_BIAS,
+    MAMBA_D, MAMBA_DT, MAMBA_DT_BIAS, MAMBA_NORM, MAMBA_OUT, MAMBA_XBC, MAMBA_Z, NORM, QUERY,
+    QUERY_GATE, ROUTER, ROUTER_CORRECTION, StoredRows, TensorRole, TensorSpec, block_name,
 };
 use super::weights::{
-    Attention, Block, Embedding, Experts, GatedDelta, GatedMlp, Mixer, Mlp, Norms, Projection,
-    Weights,
+    Attention, Block, Embedding, Experts, GatedDelta, GatedMlp, Mamba2, Mixer, Mlp, Norms,
+    Projection, Weights,
 };
 use crate::base::call::{self, Progress};
 use crate::base::checksum::RowsChecksum;
@@ -31,6 +32,7 @@ use crate::checkpoint::{self, Checkpoint, Encoding, Entry, Unreadable};
 use crate::format::nvfp4::{self, BLOCK, NonFinite, QuantizeOptions};
 use crate::ops::delta::DeltaWeights;
 use crate::ops::linear::{Linear, ReadNvfp4};
+use crate::ops::mamba::MambaWeights;
 use crate::ops::{Array, Device};
 use crate::tensor::{DType, WeightType};
 
@@ -959,6 +961,7 @@ impl Parts {
                     Mixer::Attention(Box::new(self.attention(attention.gated, index)?))
                 }
                 MixerSpec::GatedDelta(_) => Mixer::GatedDelta(Box::new(self.gated_delta(index)?)),
+                MixerSpec::Mamba2(_) => Mixer::Mamba2(Box::new(self.mamba2(index)?)),
                 MixerSpec::None => Mixer::None,
             },
             mlp_norms,
@@ -1004,6 +1007,24 @@ impl Parts {
         })
     }
 
+    fn mamba2(&mut self, index: usize) -> Result<Mamba2> {
+        let name = |n: &str| block_name(index, n);
+        Ok(Mamba2 {
+            z: self.projection(&name(MAMBA_Z))?,
+            xbc: self.projection(&name(MAMBA_XBC))?,
+            dt: self.projection(&name(MAMBA_DT))?,
+            heads: MambaWeights {
+                convolution: self.vector(&name(MAMBA_CONVOLUTION))?,
+                convolution_bias: self.optional(&name(MAMBA_CONVOLUTION_BIAS)),
+                a_log: self.vector(&name(MAMBA_A_LOG))?,
+                dt_bias: self.vector(&name(MAMBA_DT_BIAS))?,
+                skip: self.vector(&name(MAMBA_D))?,
+                norm: self.vector(&name(MAMBA_NORM))?,
+            },
+            out: self.projection(&name(MAMBA_OUT))?,
+        })
+    }
+
     fn mlp(&mut self, spec: &GatedMlpSpec, name: &str) -> Result<GatedMlp> {
         Ok(GatedMlp {
             gate: match spec.gated {
@@ -1028,7 +1049,8 @@ impl Parts {
             )),
         };
         Ok(Experts {
-            router: self.linear(&name("mlp.gate.weight"))?,
+            router: self.linear(&name(ROUTER))?,
+            correction: self.optional(&name(ROUTER_CORRECTION)),
             experts: (0..spec.count)
                 .map(|expert| self.mlp(&spec.expert, &name(&format!("mlp.experts.{expert}"))))
                 .collect::<Result<_>>()?,

@@ -32,6 +32,14 @@ pub(super) enum BlockOp {
     DeltaRule,
     /// The gated norm of each head of a gated delta net.
     DeltaNorm,
+    /// Projections of Mamba-2: x, B and C, the gate of the norm, and the time steps.
+    MambaInputs,
+    /// The causal convolution of x, B and C.
+    MambaConvolve,
+    /// The recurrence of Mamba-2, which changes the state of each row's sequence.
+    MambaScan,
+    /// The gate of Mamba-2's output, and then its norm.
+    MambaNorm,
     /// Projections of gate and up, or of up alone in an MLP without a gate.
     GateUp,
     /// The activation, gated or not.
@@ -51,12 +59,14 @@ pub(super) enum BlockOp {
 pub(super) fn operations(block: &BlockSpec) -> impl DoubleEndedIterator<Item = BlockOp> + use<> {
     use BlockOp::{
         Activate, Attend, Convolve, DeltaInputs, DeltaNorm, DeltaRule, Enter, Experts, GateHeads,
-        GateUp, Heads, Leave, Project, Qkv, Route,
+        GateUp, Heads, Leave, MambaConvolve, MambaInputs, MambaNorm, MambaScan, Project, Qkv,
+        Route,
     };
     let mixer: &[BlockOp] = match &block.mixer {
         MixerSpec::Attention(attention) if attention.gated => &[Qkv, Heads, Attend, GateHeads],
         MixerSpec::Attention(_) => &[Qkv, Heads, Attend],
         MixerSpec::GatedDelta(_) => &[DeltaInputs, Convolve, DeltaRule, DeltaNorm],
+        MixerSpec::Mamba2(_) => &[MambaInputs, MambaConvolve, MambaScan, MambaNorm],
         MixerSpec::None => &[],
     };
     let mlp: &[BlockOp] = match block.mlp {

@@ -4,9 +4,10 @@
 use super::rope::RopeSet;
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::tensor::{AttentionShape, DeltaShape};
+use crate::tensor::{AttentionShape, DeltaShape, MambaShape, RecurrentShape};
 
 pub use crate::ops::activation::Activation;
+pub use crate::ops::experts::{Scoring, SigmoidScoring};
 
 /// A decoder-only language model.
 #[derive(Clone, Debug, PartialEq)]
@@ -79,6 +80,15 @@ impl BlockSpec {
             _ => None,
         }
     }
+
+    /// The shape of its recurrent state, if its mixer has one.
+    pub fn recurrent(&self) -> Option<RecurrentShape> {
+        match &self.mixer {
+            MixerSpec::GatedDelta(delta) => Some(RecurrentShape::GatedDelta(delta.shape)),
+            MixerSpec::Mamba2(mamba) => Some(RecurrentShape::Mamba2(mamba.shape)),
+            MixerSpec::Attention(_) | MixerSpec::None => None,
+        }
+    }
 }
 
 /// The half of a block in which a token sees those before it.
@@ -88,6 +98,8 @@ pub enum MixerSpec {
     Attention(AttentionSpec),
     /// A gated delta net, whose state does not grow with the sequence.
     GatedDelta(GatedDeltaSpec),
+    /// Mamba-2, whose state does not grow with the sequence either.
+    Mamba2(Mamba2Spec),
     /// The block is an MLP alone.
     None,
 }
@@ -109,6 +121,20 @@ pub enum DeltaProjections {
     ByRole,
     /// Two matrices, with the rows of each key head together: Qwen3-Next.
     ByHead,
+}
+
+/// Mamba-2: a causal convolution of x, B and C, a matrix a head that decays and to which each token adds, and a norm of what is read from
+/// it, by groups and after the gate. See [`MambaShape`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct Mamba2Spec {
+    /// Its heads.
+    pub shape: MambaShape,
+    /// Whether its projections must have a bias.
+    pub bias: bool,
+    /// Whether its convolution must have a bias.
+    pub convolution_bias: bool,
+    /// The least and the largest time step.
+    pub step_limits: [f32; 2],
 }
 
 /// Whether a half of a block has a norm before it, and whether it has one after it.
@@ -239,16 +265,18 @@ pub struct GatedMlpSpec {
     pub bias: bool,
 }
 
-/// A mixture of experts: takes the softmax over the router's logits, selects the most probable experts, and sums their outputs weighted
-/// with those probabilities.
+/// A mixture of experts: scores them by the router's logits, selects those with the best scores, and sums their outputs weighted with
+/// those scores.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExpertsSpec {
     /// Number of experts.
     pub count: usize,
     /// Number of experts for each token.
     pub per_token: usize,
-    /// Whether the probabilities of the chosen experts are divided by their sum.
+    /// Whether the scores of the chosen experts are divided by their sum.
     pub normalized: bool,
+    /// What scores they have.
+    pub scoring: Scoring,
     /// The shape of each expert.
     pub expert: GatedMlpSpec,
     /// An additional MLP for all tokens.

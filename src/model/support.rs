@@ -47,6 +47,7 @@ fn kinds(spec: &Spec) -> Vec<String> {
             (false, Some(_)) => Some("attention with a window"),
             (false, None) => Some("attention"),
         },
+        MixerSpec::Mamba2(_) => Some("Mamba-2"),
         MixerSpec::None => None,
     };
     let mlp = |block: &BlockSpec| match &block.mlp {

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use super::spec::{
     AttentionSpec, BlockSpec, DeltaProjections, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec,
-    MixerSpec, MlpSpec, SharedExpertSpec, Spec,
+    Mamba2Spec, MixerSpec, MlpSpec, Scoring, SharedExpertSpec, Spec,
 };
 
 /// The table of embeddings, `[vocab, hidden]`.
@@ -15,6 +15,8 @@ pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 pub(super) const HEAD: &str = "lm_head.weight";
 /// The router of a mixture of experts, `[experts, hidden]`.
 pub(super) const ROUTER: &str = "mlp.gate.weight";
+/// What is added to the scores of a router that chooses by sigmoids, `[experts]`.
+pub(super) const ROUTER_CORRECTION: &str = "mlp.gate.e_score_correction_bias";
 /// The gate of the shared expert, `[1, hidden]`.
 pub(super) const SHARED_GATE: &str = "mlp.shared_expert_gate.weight";
 /// The last norm, `[hidden]`.
@@ -38,6 +40,21 @@ pub(super) const DELTA_A_LOG: &str = "linear_attn.A_log";
 pub(super) const DELTA_DT_BIAS: &str = "linear_attn.dt_bias";
 /// The norm of its value heads, which is no offset from one in any family.
 pub(super) const DELTA_NORM: &str = "linear_attn.norm.weight";
+
+/// The gate of Mamba-2's norm; x, B and C; and time steps: rows of one projection, in this order.
+pub(super) const MAMBA_Z: &str = "mixer.in_proj.z";
+pub(super) const MAMBA_XBC: &str = "mixer.in_proj.xbc";
+pub(super) const MAMBA_DT: &str = "mixer.in_proj.dt";
+pub(super) const MAMBA_OUT: &str = "mixer.out_proj";
+/// The convolution of x, B and C, `[channels, 1, taps]`, and its bias.
+pub(super) const MAMBA_CONVOLUTION: &str = "mixer.conv1d.weight";
+pub(super) const MAMBA_CONVOLUTION_BIAS: &str = "mixer.conv1d.bias";
+/// Constants of its heads.
+pub(super) const MAMBA_A_LOG: &str = "mixer.A_log";
+pub(super) const MAMBA_D: &str = "mixer.D";
+pub(super) const MAMBA_DT_BIAS: &str = "mixer.dt_bias";
+/// The norm of its output.
+pub(super) const MAMBA_NORM: &str = "mixer.norm.weight";
 
 /// A tensor of a model.
 #[derive(Clone, Debug, PartialEq)]
@@ -259,6 +276,7 @@ fn of_block(spec: &Spec, index: usize) -> Vec<TensorSpec> {
     match mixer {
         MixerSpec::Attention(attention) => list.attention(attention, spec.hidden_size),
         MixerSpec::GatedDelta(delta) => list.gated_delta(delta, spec.hidden_size),
+        MixerSpec::Mamba2(mamba) => list.mamba2(mamba, spec.hidden_size),
         MixerSpec::None => {}
     }
     match mlp {
@@ -453,18 +471,56 @@ impl List {
                 of_heads(DELTA_A, ba, &[(shared, shared)]);
             }
         }
+        self.convolution(DELTA_CONVOLUTION, shape.channels(), shape.taps);
+        self.vector(DELTA_A_LOG, heads, true);
+        self.vector(DELTA_DT_BIAS, heads, true);
+        self.vector(DELTA_NORM, shape.value_dim, true);
+        self.recurrent(DELTA_OUT, hidden, values);
+    }
+
+    fn mamba2(&mut self, mamba: &Mamba2Spec, hidden: usize) {
+        let shape = &mamba.shape;
+        let (width, channels, heads) = (shape.width(), shape.channels(), shape.heads);
+        let all = width + channels + heads;
+        let mut first = 0;
+        for (name, rows) in [(MAMBA_Z, width), (MAMBA_XBC, channels), (MAMBA_DT, heads)] {
+            let stored = first..first + rows;
+            first = stored.end;
+            let mut part = |suffix: &str, cols: Option<usize>, role| {
+                let shape = |rows| std::iter::once(rows).chain(cols).collect::<Vec<_>>();
+                let whole = format!("mixer.in_proj.{suffix}");
+                let whole = (whole.as_str(), &shape(all)[..]);
+                let name = format!("{name}.{suffix}");
+                self.part(&name, &shape(rows), role, whole, stored.clone().into());
+            };
+            part("weight", Some(hidden), TensorRole::Recurrent);
+            if mamba.bias {
+                part("bias", None, TensorRole::Vector);
+            }
+        }
+        self.convolution(MAMBA_CONVOLUTION, channels, shape.taps);
+        if mamba.convolution_bias {
+            self.vector(MAMBA_CONVOLUTION_BIAS, channels, true);
+        }
+        for name in [MAMBA_A_LOG, MAMBA_D, MAMBA_DT_BIAS] {
+            self.vector(name, heads, true);
+        }
+        self.vector(MAMBA_NORM, width, true);
+        self.recurrent(MAMBA_OUT, hidden, width);
+        if mamba.bias {
+            self.vector(&format!("{MAMBA_OUT}.bias"), hidden, true);
+        }
+    }
+
+    fn convolution(&mut self, name: &str, channels: usize, taps: usize) {
         self.tensors.push(TensorSpec {
-            name: block_name(self.index, DELTA_CONVOLUTION),
-            shape: vec![shape.channels(), 1, shape.taps],
+            name: block_name(self.index, name),
+            shape: vec![channels, 1, taps],
             required: true,
             role: TensorRole::Vector,
             alone: true,
             within: Vec::new(),
         });
-        self.vector(DELTA_A_LOG, heads, true);
-        self.vector(DELTA_DT_BIAS, heads, true);
-        self.vector(DELTA_NORM, shape.value_dim, true);
-        self.recurrent(DELTA_OUT, hidden, values);
     }
 
     /// A projection of a recurrent layer that is stored alone.
@@ -493,6 +549,9 @@ impl List {
 
     fn experts(&mut self, experts: &ExpertsSpec, hidden: usize) {
         self.router(ROUTER, experts.count, hidden);
+        if experts.scoring != Scoring::Softmax {
+            self.vector(ROUTER_CORRECTION, experts.count, true);
+        }
         let (wide, gated) = (experts.expert.intermediate_size, experts.expert.gated);
         let projections = [
             ("gate_proj", wide, hidden, Some(0)),

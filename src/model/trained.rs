@@ -72,6 +72,7 @@ fn weights(source: &Source, trained: &dyn Trained) -> Result<Weights> {
             MlpLayout::Dense(mlp) => Mlp::Dense(Box::new(gated(mlp)?)),
             MlpLayout::Experts(mixture) => Mlp::Experts(Box::new(Experts {
                 router: trained.matrix(mixture.router)?,
+                correction: None,
                 experts: mixture.experts.iter().map(gated).collect::<Result<_>>()?,
                 shared: match &mixture.shared {
                     Some((mlp, gate)) => {

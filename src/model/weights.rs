@@ -10,6 +10,7 @@ use crate::checkpoint::{Checkpoint, Entry};
 use crate::ops::Array;
 use crate::ops::delta::DeltaWeights;
 use crate::ops::linear::Linear;
+use crate::ops::mamba::MambaWeights;
 
 /// A linear map with its bias, if any.
 #[derive(Debug)]
@@ -49,6 +50,8 @@ pub enum Mixer {
     Attention(Box<Attention>),
     /// A gated delta net.
     GatedDelta(Box<GatedDelta>),
+    /// Mamba-2.
+    Mamba2(Box<Mamba2>),
     /// The block is an MLP alone.
     None,
 }
@@ -67,6 +70,7 @@ impl Mixer {
         match self {
             Mixer::Attention(attention) => Ok(&attention.o),
             Mixer::GatedDelta(delta) => Ok(&delta.out),
+            Mixer::Mamba2(mamba) => Ok(&mamba.out),
             Mixer::None => bail!(Internal, "the output of a block without a mixer"),
         }
     }
@@ -81,6 +85,7 @@ impl Mixer {
                 [q].into_iter().chain(gate).chain([k, v, o]).collect()
             }
             Mixer::GatedDelta(delta) => delta.projections().collect(),
+            Mixer::Mamba2(mamba) => mamba.projections().collect(),
             Mixer::None => Vec::new(),
         }
     }
@@ -93,6 +98,7 @@ impl Mixer {
                 norms.into_iter().flatten().collect()
             }
             Mixer::GatedDelta(delta) => delta.vectors().collect(),
+            Mixer::Mamba2(mamba) => mamba.vectors().collect(),
             Mixer::None => Vec::new(),
         }
     }
@@ -125,6 +131,34 @@ impl GatedDelta {
     fn vectors(&self) -> impl Iterator<Item = &Array> {
         let heads = &self.heads;
         [&heads.convolution, &heads.a_log, &heads.dt_bias, &self.norm].into_iter()
+    }
+}
+
+/// The weights of Mamba-2.
+#[derive(Debug)]
+pub struct Mamba2 {
+    /// The gate of the norm, `[width, hidden]`.
+    pub z: Projection,
+    /// x, B and C before the convolution, `[channels, hidden]`.
+    pub xbc: Projection,
+    /// The projection to the time step of each head, `[heads, hidden]`.
+    pub dt: Projection,
+    /// Convolution, constants of heads, and norm.
+    pub heads: MambaWeights,
+    /// Output, `[hidden, width]`.
+    pub out: Projection,
+}
+
+impl Mamba2 {
+    fn projections(&self) -> impl Iterator<Item = &Projection> {
+        [&self.z, &self.xbc, &self.dt, &self.out].into_iter()
+    }
+
+    fn vectors(&self) -> impl Iterator<Item = &Array> {
+        let heads = &self.heads;
+        let bias = heads.convolution_bias.iter();
+        let of_heads = [&heads.a_log, &heads.dt_bias, &heads.skip, &heads.norm];
+        [&heads.convolution].into_iter().chain(bias).chain(of_heads)
     }
 }
 
@@ -174,6 +208,8 @@ pub struct GatedMlp {
 pub struct Experts {
     /// The router, which computes the logits of the experts, `[experts, hidden]`.
     pub router: Linear,
+    /// Added to the scores by which experts are chosen, `[experts]`, if they are sigmoids.
+    pub correction: Option<Array>,
     /// The experts.
     pub experts: Vec<GatedMlp>,
     /// The shared expert, and the projection `[1, hidden]` whose sigmoid multiplies its output.
@@ -244,6 +280,14 @@ impl Mlp {
         }
     }
 
+    /// The vectors that are no biases of projections.
+    fn vectors(&self) -> Option<&Array> {
+        match self {
+            Mlp::Experts(experts) => experts.correction.as_ref(),
+            Mlp::Dense(_) | Mlp::None => None,
+        }
+    }
+
     /// The projections that select experts.
     fn routers(&self) -> Vec<&Linear> {
         match self {
@@ -275,6 +319,7 @@ impl Block {
             .into_iter()
             .flatten()
             .chain(self.mixer.vectors())
+            .chain(self.mlp.vectors())
             .chain(self.projections().filter_map(|p| p.bias.as_ref()))
     }
 }

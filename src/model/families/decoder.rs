@@ -7,7 +7,7 @@ use crate::model::keys::{Keys, LARGEST};
 use crate::model::rope::{self, RopeSet};
 use crate::model::spec::{
     Activation, AttentionSpec, BlockSpec, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec, MixerSpec,
-    MlpSpec, NormNames, NormPlacement, Spec,
+    MlpSpec, NormNames, NormPlacement, Scoring, Spec,
 };
 
 /// Larger than the number of blocks of any model, and small enough that listing missing tensors stays cheap.
@@ -300,6 +300,7 @@ pub(super) fn experts(keys: &Keys<'_>) -> Result<ExpertsSpec> {
         count,
         per_token,
         normalized: keys.flag("norm_topk_prob")? == Some(true),
+        scoring: Scoring::Softmax,
         expert: GatedMlpSpec {
             intermediate_size: intermediate_size(keys, "moe_intermediate_size")?,
             gated: true,

@@ -76,6 +76,7 @@ pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape>
                 gates: [shape(&delta.b)?, shape(&delta.a)?],
                 out: shape(&delta.out)?,
             },
+            Mixer::Mamba2(_) => bail!(Internal, "a fused block of Mamba-2"),
             Mixer::None => bail!(Internal, "a fused block without a mixer"),
         },
         mlp: match (&weights.mlp, of_all_rows) {

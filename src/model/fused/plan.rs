@@ -6,7 +6,7 @@ use std::fmt;
 use crate::base::Result;
 use crate::cuda::{GemmPlan, Glu, Hardware, InputForm, Layout, MatrixShape, Output};
 use crate::model::order::Half;
-use crate::model::spec::{Activation, BlockSpec, MixerSpec, MlpSpec, NormPlacement, Spec};
+use crate::model::spec::{Activation, BlockSpec, MixerSpec, MlpSpec, NormPlacement, Scoring, Spec};
 use crate::tensor::WeightType;
 
 /// A norm of the residual stream.
@@ -233,12 +233,16 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
     let of = |(index, block): (usize, &BlockSpec)| {
         let has_gates = block.mlp.specs().all(|mlp| mlp.gated);
         let what = match (&block.mixer, &block.mlp) {
+            (MixerSpec::Mamba2(_), _) => "Mamba-2",
             (MixerSpec::None, _) => "an MLP alone",
             (_, MlpSpec::None) => "a mixer alone",
             (MixerSpec::Attention(attention), _) if attention.rope.is_none() => {
                 "attention without rotation"
             }
             _ if !has_gates => "an MLP without a gate",
+            (_, MlpSpec::Experts(experts)) if experts.scoring != Scoring::Softmax => {
+                "experts scored by sigmoids"
+            }
             (_, MlpSpec::Experts(_)) if block.norms.post => "a norm after its experts",
             _ if !block.norms.pre => "no norm before attention and MLP",
             _ => return None,
@@ -907,6 +911,7 @@ mod tests {
                     count: 8,
                     per_token: 2,
                     normalized: true,
+                    scoring: Scoring::Softmax,
                     expert: mlp,
                     shared: shared.then_some(SharedExpertSpec { mlp, gated: true }),
                 }),

@@ -231,7 +231,11 @@ impl BlockPass<'_> {
             | BlockOp::DeltaInputs
             | BlockOp::Convolve
             | BlockOp::DeltaRule
-            | BlockOp::DeltaNorm => bail!(Internal, "{op:?} is not trained"),
+            | BlockOp::DeltaNorm
+            | BlockOp::MambaInputs
+            | BlockOp::MambaConvolve
+            | BlockOp::MambaScan
+            | BlockOp::MambaNorm => bail!(Internal, "{op:?} is not trained"),
             BlockOp::Attend => {
                 saved.attended.grow(device, sizes.attended)?;
                 saved.lse.grow(device, sizes.lse)?;
@@ -421,7 +425,11 @@ impl BlockPass<'_> {
             | BlockOp::DeltaInputs
             | BlockOp::Convolve
             | BlockOp::DeltaRule
-            | BlockOp::DeltaNorm => bail!(Internal, "{op:?} is not trained"),
+            | BlockOp::DeltaNorm
+            | BlockOp::MambaInputs
+            | BlockOp::MambaConvolve
+            | BlockOp::MambaScan
+            | BlockOp::MambaNorm => bail!(Internal, "{op:?} is not trained"),
             BlockOp::Attend => {
                 let forward = (
                     saved.rotated.first(t * width)?,

@@ -13,7 +13,7 @@ use crate::checkpoint::{Checkpoint, Encoding, Entry};
 use crate::model::load::{
     UnreadableTensors, entries_used, has_own_head, locate, rows_f32, rows_int8, rows_nvfp4,
 };
-use crate::model::spec::{MixerSpec, MlpSpec};
+use crate::model::spec::{MixerSpec, MlpSpec, Scoring};
 use crate::model::tensors::{self, StoredRows, TensorSpec};
 use crate::model::{Spec, families, generation, open, spec_with_frequencies, text};
 use crate::text::{ChatTemplate, TextFiles, Tokenizer};
@@ -284,8 +284,12 @@ pub fn untrainable(spec: &Spec) -> Option<String> {
             (MixerSpec::Attention(attention), _) if attention.rope.is_none() => {
                 "has attention without rotation"
             }
+            (MixerSpec::Mamba2(_), _) => "is Mamba-2",
             (MixerSpec::None, _) => "is an MLP alone",
             (_, MlpSpec::None) => "is a mixer alone",
+            (_, MlpSpec::Experts(experts)) if experts.scoring != Scoring::Softmax => {
+                "has experts scored by sigmoids"
+            }
             (_, mlp) if mlp.specs().any(|mlp| !mlp.gated) => "has an MLP without a gate",
             _ => return None,
         };

@@ -2,13 +2,16 @@
 //! Inference on the CPU uses it, and the fused kernels of a GPU are tested against it. It runs the operations of `order` on rows of the
 //! residual stream.
 
+mod mamba;
+
 use std::ops::Range;
 
 use super::Activations;
 use super::kv::{KvCache, KvTables, StateArena, StateBlocks, StatePart};
 use super::order::{BlockOp, ExpertTurn, Half, expert_turns, operations};
 use super::spec::{
-    Activation, AttentionSpec, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec, MixerSpec, MlpSpec, Spec,
+    Activation, AttentionSpec, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec, MixerSpec, MlpSpec,
+    Scoring, Spec,
 };
 use super::weights::{
     Attention, Block, Experts, GatedDelta, GatedMlp, Mixer, Mlp, Projection, Weights,
@@ -16,7 +19,7 @@ use super::weights::{
 use crate::base::error::{bail, err};
 use crate::base::{Error, Result, memory};
 use crate::ops::delta::{self, DeltaRuleRows};
-use crate::ops::experts::{RoutedRows, Routes, check_logits, route};
+use crate::ops::experts::{RoutedRows, Routes, check_logits, route, route_by_sigmoid};
 use crate::ops::linear::{Linear, linear};
 use crate::ops::rope::Angles;
 use crate::ops::{Array, Device, Slice, SliceMut, Workspace, activation, norm, rope};
@@ -58,13 +61,14 @@ pub(super) struct BlockScratch {
     pub(super) residual: Array,
     /// `[rows, hidden]`: the input of a half of a block, and later its output.
     normed: Array,
-    /// `[rows, q_width]`: queries; `[rows, channels]`: queries, keys and values of a gated delta net.
+    /// `[rows, q_width]`: queries; `[rows, channels]`: queries, keys and values of a gated delta net, or x, B and C of Mamba-2.
     q: Array,
     k: Array,
     v: Array,
-    /// `[rows, q_width]`: the gate of attention; `[rows, value_width]`: that of a gated delta net. Then the output of the mixer.
+    /// `[rows, q_width]`: the gate of attention; `[rows, value_width]`: that of a gated delta net or of Mamba-2. Then the output of the
+    /// mixer.
     head_gate: Array,
-    /// `[rows, value_heads]`: the decay and the share of a correction of a gated delta net.
+    /// `[rows, value_heads]`: the decay, and the share of a correction of a gated delta net or the time step of Mamba-2.
     decay: Array,
     beta: Array,
     attended: Array,
@@ -225,6 +229,10 @@ impl<'a> ReferencePass<'a> {
             (MixerSpec::GatedDelta(spec), Mixer::GatedDelta(weights)) => Ok((spec, &**weights)),
             _ => Err(self.mismatch("mixer", index)),
         };
+        let mamba = || match (&spec.mixer, &weights.mixer) {
+            (MixerSpec::Mamba2(spec), Mixer::Mamba2(weights)) => Ok((spec, &**weights)),
+            _ => Err(self.mismatch("mixer", index)),
+        };
         let norms = |half| match half {
             Half::Mixer => &weights.mixer_norms,
             Half::Mlp => &weights.mlp_norms,
@@ -240,6 +248,10 @@ impl<'a> ReferencePass<'a> {
                 BlockOp::Convolve => self.convolve(index, delta()?, segments, s)?,
                 BlockOp::DeltaRule => self.delta_rule(index, delta()?.0, segments, s)?,
                 BlockOp::DeltaNorm => self.delta_norm(delta()?, s)?,
+                BlockOp::MambaInputs => self.mamba_inputs(mamba()?, s)?,
+                BlockOp::MambaConvolve => self.mamba_convolve(index, mamba()?, segments, s)?,
+                BlockOp::MambaScan => self.mamba_scan(index, mamba()?, segments, s)?,
+                BlockOp::MambaNorm => self.mamba_norm(mamba()?, s)?,
                 BlockOp::Project(Half::Mixer) => self.output(weights, s)?,
                 BlockOp::GateUp => {
                     let BlockScratch {
@@ -614,7 +626,25 @@ impl<'a> ReferencePass<'a> {
                 s.faults.push((row, fault));
             }
         }
-        route(&logits, spec.count, spec.per_token, spec.normalized)
+        match (&spec.scoring, &weights.correction) {
+            (Scoring::Softmax, _) => route(&logits, spec.count, spec.per_token, spec.normalized),
+            (Scoring::Sigmoid(scoring), Some(correction)) => {
+                let correction = correction.all().host()?;
+                route_by_sigmoid(
+                    &logits,
+                    spec.per_token,
+                    spec.normalized,
+                    scoring,
+                    correction,
+                )
+            }
+            (Scoring::Sigmoid(_), None) => {
+                bail!(
+                    Internal,
+                    "a router by sigmoids without the correction of its scores"
+                )
+            }
+        }
     }
 
     /// Multiplies `normed` with the rows of a small matrix; the result is on the host.
