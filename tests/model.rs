@@ -20,7 +20,7 @@ use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
 use NVFP4::model::convert::{Container, ConvertOptions, ConvertProgress, convert};
 use NVFP4::model::{self, Activations, Device, KvType, LoadOptions, Logits, Scratch, Wanted};
 use common::{
-    Copy, DEVICE_CASES, LONG_CASES, RECURRENT_CASES, at_long_positions, change_tensor,
+    Copy, DEVICE_CASES, LONG_CASES, MAMBA_CASES, RECURRENT_CASES, at_long_positions, change_tensor,
     check_memory_comes_back, cut, expect_kind, golden, load, options, ragged, some_tokens,
     step_logits,
 };
@@ -43,7 +43,7 @@ const PROCESSOR_CASES: [&str; 6] = [
 
 fn all_cases() -> impl Iterator<Item = &'static str> {
     let cases = DEVICE_CASES.into_iter().chain(PROCESSOR_CASES);
-    cases.chain(RECURRENT_CASES)
+    cases.chain(RECURRENT_CASES).chain(MAMBA_CASES)
 }
 
 fn cache(model: &Served) -> Sequence {
@@ -704,9 +704,11 @@ fn recurrent_projections_are_quantized_to_8_bits() {
         made.find(name).unwrap().encoding.name()
     };
     let pool = Pool::new(2).unwrap();
-    for (case, input) in [
-        ("qwen35_tied", "in_proj_qkv"),
-        ("qwen3next_shared", "in_proj_qkvz"),
+    for (case, mixer, input) in [
+        ("qwen35_tied", "linear_attn", "in_proj_qkv"),
+        ("qwen3next_shared", "linear_attn", "in_proj_qkvz"),
+        ("nemotronh_dense", "mixer", "in_proj"),
+        ("nemotronh_experts", "mixer", "in_proj"),
     ] {
         let (dense, out) = (dense_copy(case), Copy::of(case, "mixed"));
         let mut options = ConvertOptions::new(Container::ModelOpt, Recipe::default());
@@ -716,7 +718,7 @@ fn recurrent_projections_are_quantized_to_8_bits() {
         convert(&*source, &out.0, &options, &pool, go).unwrap();
         let made = model::open(&out.0).unwrap();
         for name in [input, "out_proj"] {
-            let name = format!("model.layers.0.linear_attn.{name}.weight");
+            let name = format!("model.layers.0.{mixer}.{name}.weight");
             assert_eq!(encoding(&out.0, &name), "INT8", "{case}: {name}");
             assert_eq!(encoding(&golden(case), &name), "NVFP4", "{case}: {name}");
             let rows = |checkpoint: &dyn Checkpoint| {
@@ -735,8 +737,8 @@ fn recurrent_projections_are_quantized_to_8_bits() {
                 assert!(far.fold(0.0, f32::max) <= largest / 253.0, "{case}: {name}");
             }
         }
-        let convolution = "model.layers.0.linear_attn.conv1d.weight";
-        assert_eq!(encoding(&out.0, convolution), "BF16", "{case}");
+        let convolution = format!("model.layers.0.{mixer}.conv1d.weight");
+        assert_eq!(encoding(&out.0, &convolution), "BF16", "{case}");
         let mixed = Served::load(&out.0, &common::options()).unwrap();
         assert!(mixed.info().formats["int8"].tensors >= 3);
         let logits = run(&mixed, &some_tokens(&mixed, 30), Logits::All);

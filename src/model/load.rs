@@ -15,9 +15,10 @@ use super::LoadOptions;
 use super::spec::{BlockSpec, ExpertsSpec, GatedMlpSpec, MixerSpec, MlpSpec, Spec};
 use super::tensors::{
     self, DELTA_A, DELTA_A_LOG, DELTA_B, DELTA_CONVOLUTION, DELTA_DT_BIAS, DELTA_NORM, DELTA_OUT,
-    DELTA_QKV, DELTA_Z, EMBEDDING, HEAD, MAMBA_A_LOG, MAMBA_CONVOLUTION, MAMBA_CONVOLUTION_BIAS,
-    MAMBA_D, MAMBA_DT, MAMBA_DT_BIAS, MAMBA_NORM, MAMBA_OUT, MAMBA_XBC, MAMBA_Z, NORM, QUERY,
-    QUERY_GATE, ROUTER, ROUTER_CORRECTION, StoredRows, TensorRole, TensorSpec, block_name,
+    DELTA_QKV, DELTA_Z, EMBEDDING, EMBEDDINGS, HEAD, MAMBA_A_LOG, MAMBA_CONVOLUTION,
+    MAMBA_CONVOLUTION_BIAS, MAMBA_D, MAMBA_DT, MAMBA_DT_BIAS, MAMBA_NORM, MAMBA_OUT, MAMBA_XBC,
+    MAMBA_Z, NORM, QUERY, QUERY_GATE, ROUTER, ROUTER_CORRECTION, StoredRows, TensorRole,
+    TensorSpec, block_name,
 };
 use super::weights::{
     Attention, Block, Embedding, Experts, GatedDelta, GatedMlp, Mamba2, Mixer, Mlp, Norms,
@@ -342,7 +343,8 @@ pub(super) fn has_own_head(checkpoint: &dyn Checkpoint) -> Result<bool> {
         let bare = || checkpoint.find(without_head(name)?);
         checkpoint.find(name).or_else(bare)
     };
-    let (Some(embedding), Some(head)) = (find(EMBEDDING), find(HEAD)) else {
+    let embedding = EMBEDDINGS.iter().find_map(|name| find(name));
+    let (Some(embedding), Some(head)) = (embedding, find(HEAD)) else {
         return Ok(false);
     };
     if embedding.shape != head.shape {

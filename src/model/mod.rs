@@ -168,8 +168,8 @@ fn spec_of(checkpoint: &dyn Checkpoint) -> Result<Spec> {
         Some(config) => {
             let mut spec = families::read(config)?;
             // A head stored beside the embedding is used, whatever the flags say.
-            let [embedding, head] = [tensors::EMBEDDING, tensors::HEAD].map(|n| checkpoint.find(n));
-            spec.tied &= embedding.is_none() || head.is_none();
+            let embedding = tensors::EMBEDDINGS.iter().find_map(|n| checkpoint.find(n));
+            spec.tied &= embedding.is_none() || checkpoint.find(tensors::HEAD).is_none();
             Ok(spec)
         }
         None => bail!(
@@ -253,6 +253,9 @@ impl Model {
         options.activations.check(&options.device)?;
         let spec = spec_with_frequencies(&*checkpoint)?;
         let device = &options.device;
+        if device.is_cuda() {
+            fused::check(&spec)?;
+        }
         let load = || {
             load::load(
                 checkpoint.clone(),

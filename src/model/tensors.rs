@@ -11,6 +11,8 @@ use super::spec::{
 
 /// The table of embeddings, `[vocab, hidden]`.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
+/// The names that files have for it.
+pub(super) const EMBEDDINGS: [&str; 2] = [EMBEDDING, "model.embeddings.weight"];
 /// The output layer, `[vocab, hidden]`.
 pub(super) const HEAD: &str = "lm_head.weight";
 /// The router of a mixture of experts, `[experts, hidden]`.

@@ -7,6 +7,7 @@ mod gemma3;
 mod gguf;
 mod llama;
 mod mistral;
+mod nemotron;
 mod phi3;
 mod qwen;
 mod qwen35;
@@ -37,6 +38,7 @@ pub const FAMILIES: &[Family] = &[
     qwen35::QWEN3_5,
     qwen35::QWEN3_5_MOE,
     qwen35::QWEN3_NEXT,
+    nemotron::NEMOTRON_H,
 ];
 
 /// The families whose GGUF files are translated.
@@ -216,7 +218,7 @@ mod tests {
             (
                 "model_type",
                 json!("mamba"),
-                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, phi3, gemma3, qwen3_5, qwen3_5_moe, qwen3_next",
+                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, phi3, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h",
             ),
             ("hidden_act", json!("gelu"), "'gelu'"),
             ("hidden_size", json!(72), "hidden_size is 72"),
@@ -318,7 +320,12 @@ mod tests {
                     family.model_type
                 );
             }
-            let missing = defaults.keys().find(|key| !ours.contains_key(*key));
+            let has = |key: &str| {
+                let mut renamed = family.renamed.iter();
+                let own = renamed.find_map(|(other, own)| (*other == key).then_some(*own));
+                ours.contains_key(key) || own.is_some_and(|own| ours.contains_key(own))
+            };
+            let missing = defaults.keys().find(|key| !has(key));
             assert_eq!(missing, None, "{}", family.model_type);
             let renamed: Vec<(&str, &str)> = object(&theirs["renamed"])
                 .iter()

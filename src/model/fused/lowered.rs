@@ -100,9 +100,7 @@ impl Lowered {
         table: Option<HostTable>,
     ) -> Result<Lowered> {
         let Source { spec, weights, .. } = source;
-        if let Some(what) = plan::unsupported(spec) {
-            bail!(Unsupported, "{what}, for which there is no kernel on a GPU");
-        }
+        plan::check(spec)?;
         let pairs = weights.blocks.iter().zip(&spec.blocks);
         let mixtures = pairs.clone().map(|pair| mixture(gpu, pair));
         let mixtures = mixtures.collect::<Result<_>>()?;

@@ -4,6 +4,7 @@
 use std::fmt;
 
 use crate::base::Result;
+use crate::base::error::bail;
 use crate::cuda::{GemmPlan, Glu, Hardware, InputForm, Layout, MatrixShape, Output};
 use crate::model::order::Half;
 use crate::model::spec::{Activation, BlockSpec, MixerSpec, MlpSpec, NormPlacement, Scoring, Spec};
@@ -253,6 +254,14 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
         ))
     };
     spec.blocks.iter().enumerate().find_map(of)
+}
+
+/// Fails for a model that has such a property.
+pub(in crate::model) fn check(spec: &Spec) -> Result<()> {
+    match unsupported(spec) {
+        Some(what) => bail!(Unsupported, "{what}, for which there is no kernel on a GPU"),
+        None => Ok(()),
+    }
 }
 
 /// The kernels that take `rows` rows through all blocks: either a decode step, one token of each of `rows` sequences, with the logits at
