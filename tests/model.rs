@@ -746,6 +746,68 @@ fn recurrent_projections_are_quantized_to_8_bits() {
     }
 }
 
+/// transformers holds the experts of a block as one tensor for each projection, here without gates. They give the same bits, and conversion
+/// takes them apart.
+#[test]
+fn stacks_of_experts_without_gates_are_run_and_come_apart() {
+    let case = "nemotronh_experts";
+    let (dense, stacked, out) = (
+        dense_copy(case),
+        Copy::of(case, "stacked"),
+        Copy::of(case, "apart"),
+    );
+    let bytes = fs::read(dense.0.join("model.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let mut tensors: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = file
+        .iter()
+        .filter(|(name, _)| !name.contains(".experts."))
+        .map(|(name, view)| {
+            let (shape, data) = (view.shape().to_vec(), view.data().to_vec());
+            (name.to_owned(), view.dtype(), shape, data)
+        })
+        .collect();
+    for (layer, projection) in [1, 4]
+        .iter()
+        .flat_map(|l| [(l, "up_proj"), (l, "down_proj")])
+    {
+        let name = format!("model.layers.{layer}.mixer.experts");
+        let of = |expert| {
+            file.tensor(&format!("{name}.{expert}.{projection}.weight"))
+                .unwrap()
+        };
+        let shape = [&[8], of(0).shape()].concat();
+        let data = (0..8).flat_map(|expert| of(expert).data().to_vec());
+        let name = format!("{name}.{projection}");
+        tensors.push((name, Dtype::F32, shape, data.collect()));
+    }
+    let views = tensors
+        .iter()
+        .map(|(n, d, s, b)| (n.clone(), TensorView::new(*d, s.clone(), b).unwrap()));
+    let written = safetensors::serialize(views, None).unwrap();
+    stacked.write("model.safetensors", &written);
+    let logits = |dir: &Copy| {
+        let model = Served::load(&dir.0, &options()).unwrap();
+        run(&model, &some_tokens(&model, 30), Logits::All)
+    };
+    assert!(logits(&stacked) == logits(&dense));
+
+    let mut options = ConvertOptions::new(Container::ModelOpt, Recipe::default());
+    options.replace = true;
+    let go = &mut |_: ConvertProgress<'_>| ControlFlow::Continue(());
+    let source = model::open(&stacked.0).unwrap();
+    convert(&*source, &out.0, &options, &Pool::new(2).unwrap(), go).unwrap();
+    let made = model::open(&out.0).unwrap();
+    for expert in 0..8 {
+        let name = format!("model.layers.4.mixer.experts.{expert}.down_proj.weight");
+        let entry = made.find(&name).unwrap();
+        assert_eq!(
+            (entry.encoding.name(), &entry.shape[..]),
+            ("NVFP4", &[48, 32][..])
+        );
+    }
+    assert!(logits(&out).iter().all(|x| x.is_finite()));
+}
+
 #[test]
 fn missing_tensors_are_named_together() {
     let dir = Copy::of("qwen3_untied", "missing");

@@ -1698,7 +1698,7 @@ proptest! {
     }
 }
 
-/// The files of a model, with the tokenizer of one of as many tokens.
+/// A copy of a model, with the tokenizer of another that has as many tokens.
 fn with_text(case: &str) -> Copy {
     let dir = Copy::of(case, "text");
     for name in ["tokenizer.json", "generation_config.json"] {

@@ -275,7 +275,7 @@ pub struct ExpertsSpec {
     pub per_token: usize,
     /// Whether the scores of the chosen experts are divided by their sum.
     pub normalized: bool,
-    /// What scores they have.
+    /// Function of the logits that scores them.
     pub scoring: Scoring,
     /// The shape of each expert.
     pub expert: GatedMlpSpec,

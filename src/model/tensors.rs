@@ -17,7 +17,7 @@ pub(super) const EMBEDDINGS: [&str; 2] = [EMBEDDING, "model.embeddings.weight"];
 pub(super) const HEAD: &str = "lm_head.weight";
 /// The router of a mixture of experts, `[experts, hidden]`.
 pub(super) const ROUTER: &str = "mlp.gate.weight";
-/// What is added to the scores of a router that chooses by sigmoids, `[experts]`.
+/// The correction that a router by sigmoids adds to its scores before it chooses, `[experts]`.
 pub(super) const ROUTER_CORRECTION: &str = "mlp.gate.e_score_correction_bias";
 /// The gate of the shared expert, `[1, hidden]`.
 pub(super) const SHARED_GATE: &str = "mlp.shared_expert_gate.weight";
@@ -483,21 +483,21 @@ impl List {
     fn mamba2(&mut self, mamba: &Mamba2Spec, hidden: usize) {
         let shape = &mamba.shape;
         let (width, channels, heads) = (shape.width(), shape.channels(), shape.heads);
-        let all = width + channels + heads;
-        let mut first = 0;
-        for (name, rows) in [(MAMBA_Z, width), (MAMBA_XBC, channels), (MAMBA_DT, heads)] {
-            let stored = first..first + rows;
-            first = stored.end;
-            let mut part = |suffix: &str, cols: Option<usize>, role| {
-                let shape = |rows| std::iter::once(rows).chain(cols).collect::<Vec<_>>();
-                let whole = format!("mixer.in_proj.{suffix}");
+        let (all, first_dt) = (width + channels + heads, width + channels);
+        let parts = [
+            (MAMBA_Z, 0..width),
+            (MAMBA_XBC, width..first_dt),
+            (MAMBA_DT, first_dt..all),
+        ];
+        let weight = ("weight", Some(hidden), TensorRole::Recurrent);
+        let bias = mamba.bias.then_some(("bias", None, TensorRole::Vector));
+        for (suffix, cols, role) in [weight].into_iter().chain(bias) {
+            let shape = |rows| std::iter::once(rows).chain(cols).collect::<Vec<_>>();
+            let whole = format!("mixer.in_proj.{suffix}");
+            for (name, rows) in &parts {
+                let (name, stored) = (format!("{name}.{suffix}"), rows.clone().into());
                 let whole = (whole.as_str(), &shape(all)[..]);
-                let name = format!("{name}.{suffix}");
-                self.part(&name, &shape(rows), role, whole, stored.clone().into());
-            };
-            part("weight", Some(hidden), TensorRole::Recurrent);
-            if mamba.bias {
-                part("bias", None, TensorRole::Vector);
+                self.part(&name, &shape(rows.len()), role, whole, stored);
             }
         }
         self.convolution(MAMBA_CONVOLUTION, channels, shape.taps);

@@ -1,4 +1,4 @@
-//! What a recurrent layer holds of the tokens before.
+//! The shape of a recurrent layer, and the size of its state.
 
 use super::{DeltaShape, MambaShape};
 

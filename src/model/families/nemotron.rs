@@ -27,7 +27,7 @@ pub(super) const NEMOTRON_H: Family = Family {
     read,
 };
 
-/// The names of its files. All halves are called `mixer`.
+/// Names in its files, where every kind of block is a `mixer`.
 const NAMES: &[(&str, &str)] = &[
     ("model.embed_tokens.", "model.embeddings."),
     ("model.norm.", "model.norm_f."),
@@ -36,9 +36,9 @@ const NAMES: &[(&str, &str)] = &[
     ("mlp.", "mixer."),
 ];
 
-/// The half that a block is.
+/// The kind of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Half {
+enum LayerKind {
     Mamba,
     Attention,
     Mlp,
@@ -61,9 +61,9 @@ fn defaults() -> Value {
 
 fn read(keys: &Keys<'_>) -> Result<Spec> {
     refuse(keys)?;
-    let halves = halves(keys)?;
+    let kinds = kinds(keys)?;
     let mut config = keys.0.clone();
-    config.insert("num_hidden_layers".to_owned(), halves.len().into());
+    config.insert("num_hidden_layers".to_owned(), kinds.len().into());
     if let Some(eps) = keys.get("layer_norm_epsilon") {
         config.insert("rms_norm_eps".to_owned(), eps.clone());
     }
@@ -72,22 +72,24 @@ fn read(keys: &Keys<'_>) -> Result<Spec> {
     decoder.spec.norm_names = NormNames::SINGLE;
     decoder.spec.renamed = NAMES;
     decoder.block.attention.rope = None;
-    // Keys of halves that no block has may hold anything.
-    let has = |half| halves.contains(&half);
-    let mamba = has(Half::Mamba).then(|| mamba(keys)).transpose()?;
+    // Keys of a kind that no block has may hold anything.
+    let has = |kind| kinds.contains(&kind);
+    let mamba = has(LayerKind::Mamba).then(|| mamba(keys)).transpose()?;
     let mlp = GatedMlpSpec {
         intermediate_size: decoder.block.mlp.intermediate_size(),
         gated: false,
         activation: Activation::ReluSquared,
         bias: keys.flag("mlp_bias")? == Some(true),
     };
-    let experts = has(Half::Experts).then(|| experts(keys, mlp)).transpose()?;
+    let experts = has(LayerKind::Experts)
+        .then(|| experts(keys, mlp))
+        .transpose()?;
     Ok(decoder.finish(|layer, block| {
-        let (mixer, mlp) = match halves[layer] {
-            Half::Mamba => (mamba.clone().map(MixerSpec::Mamba2), MlpSpec::None),
-            Half::Attention => (None, MlpSpec::None),
-            Half::Mlp => (Some(MixerSpec::None), MlpSpec::Dense(mlp)),
-            Half::Experts => (
+        let (mixer, mlp) = match kinds[layer] {
+            LayerKind::Mamba => (mamba.clone().map(MixerSpec::Mamba2), MlpSpec::None),
+            LayerKind::Attention => (None, MlpSpec::None),
+            LayerKind::Mlp => (Some(MixerSpec::None), MlpSpec::Dense(mlp)),
+            LayerKind::Experts => (
                 Some(MixerSpec::None),
                 experts.map_or(MlpSpec::None, MlpSpec::Experts),
             ),
@@ -118,51 +120,56 @@ fn refuse(keys: &Keys<'_>) -> Result<()> {
 }
 
 /// The blocks, from `layers_block_type` or else from `hybrid_override_pattern`, which has a letter for each.
-fn halves(keys: &Keys<'_>) -> Result<Vec<Half>> {
-    let (key, halves) = match (
+fn kinds(keys: &Keys<'_>) -> Result<Vec<LayerKind>> {
+    let (key, kinds) = match (
         keys.texts("layer_types")?,
         keys.text("hybrid_override_pattern")?,
     ) {
         (Some(types), _) => {
-            let halves: Result<Vec<Half>> = types.iter().map(|name| of_name(name)).collect();
-            ("layers_block_type", halves?)
+            let kinds: Result<Vec<LayerKind>> = types.iter().map(|name| of_name(name)).collect();
+            ("layers_block_type", kinds?)
         }
         (None, Some(pattern)) => {
-            let halves: Result<Vec<Half>> = pattern.chars().map(of_letter).collect();
-            ("hybrid_override_pattern", halves?)
+            let kinds: Result<Vec<LayerKind>> = pattern.chars().map(of_letter).collect();
+            ("hybrid_override_pattern", kinds?)
         }
         // The default of the class of transformers.
         (None, None) => {
-            let all = [Half::Mamba, Half::Experts, Half::Attention, Half::Mlp];
+            let all = [
+                LayerKind::Mamba,
+                LayerKind::Experts,
+                LayerKind::Attention,
+                LayerKind::Mlp,
+            ];
             ("layers_block_type", all.to_vec())
         }
     };
     if let Some(layers) = keys
         .count("num_hidden_layers")?
-        .filter(|n| *n != halves.len())
+        .filter(|n| *n != kinds.len())
     {
         bail!(
             CorruptFile,
             "config: '{key}' has {} layers; num_hidden_layers is {layers}",
-            halves.len()
+            kinds.len()
         );
     }
-    if !halves.contains(&Half::Attention) {
+    if !kinds.contains(&LayerKind::Attention) {
         bail!(
             Unsupported,
             "config: '{key}' has {} layers, none of them attention; models of this family are known only with",
-            halves.len()
+            kinds.len()
         );
     }
-    Ok(halves)
+    Ok(kinds)
 }
 
-fn of_name(name: &str) -> Result<Half> {
+fn of_name(name: &str) -> Result<LayerKind> {
     match name {
-        "linear_attention" | "mamba" => Ok(Half::Mamba),
-        "full_attention" | "attention" => Ok(Half::Attention),
-        "mlp" => Ok(Half::Mlp),
-        "moe" => Ok(Half::Experts),
+        "linear_attention" | "mamba" => Ok(LayerKind::Mamba),
+        "full_attention" | "attention" => Ok(LayerKind::Attention),
+        "mlp" => Ok(LayerKind::Mlp),
+        "moe" => Ok(LayerKind::Experts),
         other => bail!(
             Unsupported,
             "config: 'layers_block_type' has '{other}'; known are linear_attention, full_attention, mlp, moe"
@@ -170,12 +177,12 @@ fn of_name(name: &str) -> Result<Half> {
     }
 }
 
-fn of_letter(letter: char) -> Result<Half> {
+fn of_letter(letter: char) -> Result<LayerKind> {
     match letter {
-        'M' => Ok(Half::Mamba),
-        '*' => Ok(Half::Attention),
-        '-' => Ok(Half::Mlp),
-        'E' => Ok(Half::Experts),
+        'M' => Ok(LayerKind::Mamba),
+        '*' => Ok(LayerKind::Attention),
+        '-' => Ok(LayerKind::Mlp),
+        'E' => Ok(LayerKind::Experts),
         other => bail!(
             Unsupported,
             "config: 'hybrid_override_pattern' has '{other}'; known are M, *, -, E"

@@ -37,7 +37,7 @@ FAMILIES = {
 IGNORED = {
     "initializer_range", "use_cache", "pretraining_tp", "attention_dropout", "resid_pdrop", "embd_pdrop",
     "output_router_logits", "router_aux_loss_coef", "pad_token_id", "bos_token_id", "eos_token_id",
-    # Of Nemotron-H: fresh weights, kernels, precisions, layers that draft, and what its class does not read.
+    # Nemotron-H's keys of fresh weights, kernels, precisions and layers that draft, and those that its class does not read.
     "num_logits_to_keep", "use_mamba_kernels", "expand", "time_step_min", "time_step_max", "time_step_floor", "chunk_size", "mamba_proj_bias",
     "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "num_nextn_predict_layers", "mtp_layers_block_type", "residual_in_fp32",
     "hidden_dropout", "rescale_prenorm_residual",
