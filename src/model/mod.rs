@@ -18,6 +18,7 @@ pub mod placement;
 mod rope;
 mod run;
 pub mod spec;
+mod stored_rows;
 pub mod support;
 pub mod tensors;
 pub(crate) mod text;

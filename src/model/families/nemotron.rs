@@ -306,7 +306,7 @@ fn experts(keys: &Keys<'_>, mlp: GatedMlpSpec) -> Result<ExpertsSpec> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::families;
+    use crate::model::{families, tensors};
 
     fn with(changes: Value) -> Result<Spec> {
         let mut config = json!({
@@ -351,6 +351,39 @@ mod tests {
         assert_eq!(letters(&with(old).unwrap()), "EM*-");
         let new = json!({"layers_block_type": ["full_attention", "linear_attention"], "num_hidden_layers": 2});
         assert_eq!(letters(&with(new).unwrap()), "*M");
+    }
+
+    /// The shape of Nemotron 3 Nano, whose maker counts 31.6 billion parameters.
+    #[test]
+    fn the_tensors_of_a_published_model_have_its_parameters() {
+        let spec = with(json!({
+            "hidden_size": 2688, "num_attention_heads": 32, "head_dim": 128, "vocab_size": 131_072,
+            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "num_hidden_layers": 52,
+            "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128,
+            "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712, "intermediate_size": 1856
+        }))
+        .unwrap();
+        let stored = tensors::stored(&spec).into_iter();
+        let sizes = stored.map(|(_, shape, _)| shape.iter().product::<usize>());
+        assert_eq!(sizes.sum::<usize>(), 31_577_940_288);
+    }
+
+    #[test]
+    fn projections_with_biases_are_stored_once() {
+        let spec = with(json!({"use_bias": true})).unwrap();
+        let stored = tensors::stored(&spec).into_iter();
+        let names: Vec<_> = stored
+            .map(|(name, ..)| name)
+            .filter(|name| name.contains("in_proj"))
+            .collect();
+        assert_eq!(
+            names,
+            [
+                "model.layers.0.mixer.in_proj.weight",
+                "model.layers.0.mixer.in_proj.bias"
+            ]
+        );
     }
 
     #[test]
