@@ -12,7 +12,7 @@ use std::time::Duration;
 use twox_hash::XxHash3_64;
 
 use super::LoadOptions;
-use super::spec::{BlockSpec, ExpertsSpec, GatedMlpSpec, MixerSpec, MlpSpec, Spec};
+use super::spec::{BlockSpec, DenseMlpSpec, ExpertsSpec, MixerSpec, MlpSpec, Spec};
 use super::tensors::{
     self, DELTA_A, DELTA_A_LOG, DELTA_B, DELTA_CONVOLUTION, DELTA_DT_BIAS, DELTA_NORM, DELTA_OUT,
     DELTA_QKV, DELTA_Z, EMBEDDING, EMBEDDINGS, HEAD, MAMBA_A_LOG, MAMBA_CONVOLUTION,
@@ -21,7 +21,7 @@ use super::tensors::{
     TensorSpec, block_name,
 };
 use super::weights::{
-    Attention, Block, Embedding, Experts, GatedDelta, GatedMlp, Mamba2, Mixer, Mlp, Norms,
+    Attention, Block, DenseMlp, Embedding, Experts, GatedDelta, Mamba2, Mixer, Mlp, Norms,
     Projection, Weights,
 };
 use crate::base::call::{self, Progress};
@@ -1027,8 +1027,8 @@ impl Parts {
         })
     }
 
-    fn mlp(&mut self, spec: &GatedMlpSpec, name: &str) -> Result<GatedMlp> {
-        Ok(GatedMlp {
+    fn mlp(&mut self, spec: &DenseMlpSpec, name: &str) -> Result<DenseMlp> {
+        Ok(DenseMlp {
             gate: match spec.gated {
                 true => Some(self.projection(&format!("{name}.gate_proj"))?),
                 false => None,

@@ -206,7 +206,7 @@ impl AttentionSpec {
 #[derive(Clone, Debug, PartialEq)]
 pub enum MlpSpec {
     /// One MLP for all tokens.
-    Dense(GatedMlpSpec),
+    Dense(DenseMlpSpec),
     /// Several experts; a router chooses some of them for each token.
     Experts(ExpertsSpec),
     /// The block is a mixer alone.
@@ -237,13 +237,13 @@ impl MlpSpec {
     }
 
     /// Its MLPs: for a mixture an expert, and the shared expert if there is one.
-    pub fn specs(&self) -> impl Iterator<Item = &GatedMlpSpec> {
+    pub fn specs(&self) -> impl Iterator<Item = &DenseMlpSpec> {
         let expert = self.mixture().map(|experts| &experts.expert);
         expert.into_iter().chain(self.of_all_rows())
     }
 
     /// The MLP that all tokens use, if there is one.
-    pub fn of_all_rows(&self) -> Option<&GatedMlpSpec> {
+    pub fn of_all_rows(&self) -> Option<&DenseMlpSpec> {
         match self {
             MlpSpec::Dense(mlp) => Some(mlp),
             MlpSpec::Experts(experts) => experts.shared.as_ref().map(|shared| &shared.mlp),
@@ -254,7 +254,7 @@ impl MlpSpec {
 
 /// An MLP: `down(act(gate(x)) * up(x))`, or `down(act(up(x)))` without a gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GatedMlpSpec {
+pub struct DenseMlpSpec {
     /// Width between the projections.
     pub intermediate_size: usize,
     /// Whether it has a gate.
@@ -278,7 +278,7 @@ pub struct ExpertsSpec {
     /// Function of the logits that scores them.
     pub scoring: Scoring,
     /// The shape of each expert.
-    pub expert: GatedMlpSpec,
+    pub expert: DenseMlpSpec,
     /// An additional MLP for all tokens.
     pub shared: Option<SharedExpertSpec>,
 }
@@ -287,7 +287,7 @@ pub struct ExpertsSpec {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SharedExpertSpec {
     /// Its MLP.
-    pub mlp: GatedMlpSpec,
+    pub mlp: DenseMlpSpec,
     /// Whether its output is multiplied by a gate: the sigmoid of a projection of the input to one number.
     pub gated: bool,
 }

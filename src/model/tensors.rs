@@ -3,7 +3,7 @@
 //! shapes, not files.
 
 use super::spec::{
-    AttentionSpec, BlockSpec, DeltaProjections, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec,
+    AttentionSpec, BlockSpec, DeltaProjections, DenseMlpSpec, ExpertsSpec, GatedDeltaSpec,
     Mamba2Spec, MixerSpec, MlpSpec, Scoring, SharedExpertSpec, Spec,
 };
 
@@ -464,7 +464,7 @@ impl List {
         });
     }
 
-    fn dense(&mut self, name: &str, mlp: &GatedMlpSpec, hidden: usize) {
+    fn dense(&mut self, name: &str, mlp: &DenseMlpSpec, hidden: usize) {
         let wide = mlp.intermediate_size;
         let fused = format!("{name}.gate_up_proj");
         let of = |first| mlp.gated.then_some((fused.as_str(), first, 2 * wide));

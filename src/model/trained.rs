@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::training::{GatedMlpLayout, MatrixId, MlpLayout, ProjectionLayout, Source, VectorId};
 use super::weights::{
-    Attention, Block, Embedding, Experts, GatedMlp, Mixer, Mlp, Norms, Projection, Weights,
+    Attention, Block, DenseMlp, Embedding, Experts, Mixer, Mlp, Norms, Projection, Weights,
 };
 use super::{Device, LoadOptions, Made, Model, fused};
 use crate::base::Result;
@@ -53,7 +53,7 @@ fn weights(source: &Source, trained: &dyn Trained) -> Result<Weights> {
     };
     let gated = |mlp: &GatedMlpLayout| {
         let [gate, up] = &mlp.gate_up;
-        Ok(GatedMlp {
+        Ok(DenseMlp {
             gate: Some(projection(gate)?),
             up: projection(up)?,
             down: projection(&mlp.down)?,

@@ -185,7 +185,7 @@ pub struct Attention {
 #[derive(Debug)]
 pub enum Mlp {
     /// A single MLP for all tokens.
-    Dense(Box<GatedMlp>),
+    Dense(Box<DenseMlp>),
     /// Several experts and their router.
     Experts(Box<Experts>),
     /// The block is a mixer alone.
@@ -194,7 +194,7 @@ pub enum Mlp {
 
 /// An MLP.
 #[derive(Debug)]
-pub struct GatedMlp {
+pub struct DenseMlp {
     /// `[intermediate, hidden]`, if it has a gate.
     pub gate: Option<Projection>,
     /// `[intermediate, hidden]`.
@@ -211,9 +211,9 @@ pub struct Experts {
     /// Added to the scores by which experts are chosen, `[experts]`, if they are sigmoids.
     pub correction: Option<Array>,
     /// The experts.
-    pub experts: Vec<GatedMlp>,
+    pub experts: Vec<DenseMlp>,
     /// The shared expert, and the projection `[1, hidden]` whose sigmoid multiplies its output.
-    pub shared: Option<(GatedMlp, Option<Linear>)>,
+    pub shared: Option<(DenseMlp, Option<Linear>)>,
 }
 
 /// Source of embedding rows.
@@ -244,7 +244,7 @@ pub struct Weights {
     pub head: Projection,
 }
 
-impl GatedMlp {
+impl DenseMlp {
     fn projections(&self) -> impl Iterator<Item = &Projection> {
         self.gate.iter().chain([&self.up, &self.down])
     }
@@ -260,7 +260,7 @@ impl GatedMlp {
 
 impl Mlp {
     /// The MLP that all tokens use, if there is one.
-    pub fn of_all_rows(&self) -> Option<&GatedMlp> {
+    pub fn of_all_rows(&self) -> Option<&DenseMlp> {
         match self {
             Mlp::Dense(mlp) => Some(mlp),
             Mlp::Experts(experts) => experts.shared.as_ref().map(|(mlp, _)| mlp),
@@ -269,7 +269,7 @@ impl Mlp {
     }
 
     /// All MLPs: for a mixture the experts, and then the shared expert.
-    pub fn mlps(&self) -> Vec<&GatedMlp> {
+    pub fn mlps(&self) -> Vec<&DenseMlp> {
         match self {
             Mlp::Dense(mlp) => vec![mlp],
             Mlp::Experts(experts) => {
@@ -304,7 +304,7 @@ impl Block {
     fn projections(&self) -> impl Iterator<Item = &Projection> {
         let mlps = self.mlp.mlps().into_iter();
         let mixer = self.mixer.projections().into_iter();
-        mixer.chain(mlps.flat_map(GatedMlp::projections))
+        mixer.chain(mlps.flat_map(DenseMlp::projections))
     }
 
     /// The vectors: norms, biases, and what else a mixer has.
@@ -367,7 +367,7 @@ impl Weights {
             let (Mlp::Experts(experts), Some(spec)) = (&block.mlp, spec.mlp.mixture()) else {
                 return 0.0;
             };
-            let projections = experts.experts.iter().flat_map(GatedMlp::projections);
+            let projections = experts.experts.iter().flat_map(DenseMlp::projections);
             let all: usize = projections.map(|p| p.linear.bytes()).sum();
             let chosen = spec.per_token as f64 / spec.count as f64;
             all as f64 * (1.0 - chosen).powi(batch.min(1 << 20) as i32)

@@ -10,11 +10,11 @@ use super::Activations;
 use super::kv::{KvCache, KvTables, StateArena, StateBlocks, StatePart};
 use super::order::{BlockOp, ExpertTurn, Half, expert_turns, operations};
 use super::spec::{
-    Activation, AttentionSpec, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec, MixerSpec, MlpSpec,
+    Activation, AttentionSpec, DenseMlpSpec, ExpertsSpec, GatedDeltaSpec, MixerSpec, MlpSpec,
     Scoring, Spec,
 };
 use super::weights::{
-    Attention, Block, Experts, GatedDelta, GatedMlp, Mixer, Mlp, Projection, Weights,
+    Attention, Block, DenseMlp, Experts, GatedDelta, Mixer, Mlp, Projection, Weights,
 };
 use crate::base::error::{bail, err};
 use crate::base::{Error, Result, memory};
@@ -505,7 +505,7 @@ impl<'a> ReferencePass<'a> {
     /// Gate and up projections of the first `m` rows of `x`. Without a gate, `up` has the memory of `gate`.
     fn gate_up(
         &self,
-        (spec, weights): (&GatedMlpSpec, &GatedMlp),
+        (spec, weights): (&DenseMlpSpec, &DenseMlp),
         (x, m): (&Array, usize),
         (gate, up): (&mut Array, &mut Array),
         workspace: &mut Workspace,
@@ -528,7 +528,7 @@ impl<'a> ReferencePass<'a> {
     /// Applies the activation to `m` rows of gate and up, in `gate`.
     fn activate(
         &self,
-        spec: &GatedMlpSpec,
+        spec: &DenseMlpSpec,
         m: usize,
         (gate, up): (&mut Array, &Array),
     ) -> Result<()> {
@@ -542,7 +542,7 @@ impl<'a> ReferencePass<'a> {
 
     fn down(
         &self,
-        (spec, weights): (&GatedMlpSpec, &GatedMlp),
+        (spec, weights): (&DenseMlpSpec, &DenseMlp),
         (inner, m): (&Array, usize),
         out: SliceMut<'_>,
         workspace: &mut Workspace,

@@ -6,7 +6,7 @@ use crate::format::nvfp4::BLOCK;
 use crate::model::keys::{Keys, LARGEST};
 use crate::model::rope::{self, RopeSet};
 use crate::model::spec::{
-    Activation, AttentionSpec, BlockSpec, ExpertsSpec, GatedMlpSpec, MixerSpec, MlpSpec, NormNames,
+    Activation, AttentionSpec, BlockSpec, DenseMlpSpec, ExpertsSpec, MixerSpec, MlpSpec, NormNames,
     NormPlacement, Scoring, Spec,
 };
 
@@ -76,7 +76,7 @@ impl Decoder {
         multiple_of_block("hidden_size", hidden_size)?;
         let max_positions = keys.size("max_position_embeddings")?.unwrap_or(2048);
         let attention = attention(keys, hidden_size)?;
-        let mlp = GatedMlpSpec {
+        let mlp = DenseMlpSpec {
             intermediate_size: intermediate_size(keys, "intermediate_size")?,
             gated: true,
             activation: activation(keys)?,
@@ -310,7 +310,7 @@ pub(super) fn experts(keys: &Keys<'_>) -> Result<ExpertsSpec> {
         per_token,
         normalized: keys.flag("norm_topk_prob")? == Some(true),
         scoring: Scoring::Softmax,
-        expert: GatedMlpSpec {
+        expert: DenseMlpSpec {
             intermediate_size: intermediate_size(keys, "moe_intermediate_size")?,
             gated: true,
             activation: activation(keys)?,

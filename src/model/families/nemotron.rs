@@ -11,7 +11,7 @@ use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::model::keys::Keys;
 use crate::model::spec::{
-    Activation, ExpertsSpec, GatedMlpSpec, Mamba2Spec, MixerSpec, MlpSpec, NormNames, Scoring,
+    Activation, DenseMlpSpec, ExpertsSpec, Mamba2Spec, MixerSpec, MlpSpec, NormNames, Scoring,
     SharedExpertSpec, SigmoidScoring, Spec,
 };
 use crate::tensor::MambaShape;
@@ -75,7 +75,7 @@ fn read(keys: &Keys<'_>) -> Result<Spec> {
     // Keys of a kind that no block has may hold anything.
     let has = |kind| kinds.contains(&kind);
     let mamba = has(LayerKind::Mamba).then(|| mamba(keys)).transpose()?;
-    let mlp = GatedMlpSpec {
+    let mlp = DenseMlpSpec {
         intermediate_size: decoder.block.mlp.intermediate_size(),
         gated: false,
         activation: Activation::ReluSquared,
@@ -256,7 +256,7 @@ fn step_limits(keys: &Keys<'_>) -> Result<[f32; 2]> {
 }
 
 /// The mixture, with a shared expert. `mlp` is what all MLPs of the model have in common.
-fn experts(keys: &Keys<'_>, mlp: GatedMlpSpec) -> Result<ExpertsSpec> {
+fn experts(keys: &Keys<'_>, mlp: DenseMlpSpec) -> Result<ExpertsSpec> {
     let (count, per_token) = expert_counts(keys, "num_local_experts")?;
     let scale = keys.number("routed_scaling_factor")?.unwrap_or(1.0);
     if !(scale > 0.0 && scale.is_finite()) {
@@ -288,13 +288,13 @@ fn experts(keys: &Keys<'_>, mlp: GatedMlpSpec) -> Result<ExpertsSpec> {
         per_token,
         normalized: keys.flag("norm_topk_prob")? == Some(true),
         scoring: Scoring::Sigmoid(scoring),
-        expert: GatedMlpSpec {
+        expert: DenseMlpSpec {
             intermediate_size: intermediate_size(keys, "moe_intermediate_size")?,
             bias: false,
             ..mlp
         },
         shared: Some(SharedExpertSpec {
-            mlp: GatedMlpSpec {
+            mlp: DenseMlpSpec {
                 intermediate_size: intermediate_size(keys, "moe_shared_expert_intermediate_size")?,
                 ..mlp
             },

@@ -11,7 +11,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::keys::Keys;
 use crate::model::spec::{
-    DeltaProjections, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec, MixerSpec, MlpSpec,
+    DeltaProjections, DenseMlpSpec, ExpertsSpec, GatedDeltaSpec, MixerSpec, MlpSpec,
     SharedExpertSpec, Spec,
 };
 use crate::tensor::DeltaShape;
@@ -125,7 +125,7 @@ fn with_rotary_part(keys: &Keys<'_>) -> Result<Map<String, Value>> {
 
 fn shared_experts(keys: &Keys<'_>) -> Result<ExpertsSpec> {
     let experts = experts(keys)?;
-    let mlp = GatedMlpSpec {
+    let mlp = DenseMlpSpec {
         intermediate_size: intermediate_size(keys, "shared_expert_intermediate_size")?,
         ..experts.expert
     };

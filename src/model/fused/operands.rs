@@ -9,7 +9,7 @@ use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::cuda::{self, Biased, DeviceBuffer, DeviceSlice, ExpertTable, Gpu, Matrix, Routing};
 use crate::model::spec::BlockSpec;
-use crate::model::weights::{Block, GatedMlp, Mixer, Mlp, Projection};
+use crate::model::weights::{Block, DenseMlp, Mixer, Mlp, Projection};
 use crate::ops::Array;
 use crate::ops::linear::Linear;
 
@@ -46,7 +46,7 @@ pub(super) fn biased(projection: &Projection) -> Result<Biased<'_>> {
     Ok((matrix(projection)?, bias))
 }
 
-fn gated_shape(mlp: &GatedMlp) -> Result<GatedShape> {
+fn gated_shape(mlp: &DenseMlp) -> Result<GatedShape> {
     Ok(GatedShape {
         gate_up: [
             matrix(mlp.required_gate()?)?.shape(),

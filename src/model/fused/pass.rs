@@ -14,8 +14,8 @@ use crate::cuda::{
     Heads, Input, Layout, NextNorm, Output, ResidualRow, SharedExpert, SplitKv,
 };
 use crate::model::order::Half;
-use crate::model::spec::GatedMlpSpec;
-use crate::model::weights::{Block, GatedMlp, Mlp, Weights};
+use crate::model::spec::DenseMlpSpec;
+use crate::model::weights::{Block, DenseMlp, Mlp, Weights};
 
 /// Rows of a prefill chunk of one sequence.
 pub(super) struct ChunkRows {
@@ -172,7 +172,7 @@ impl<'a> FusedPass<'a> {
     }
 
     /// The MLP of a block that all rows use.
-    fn mlp(&self, index: usize) -> Result<(&'a GatedMlpSpec, &'a GatedMlp)> {
+    fn mlp(&self, index: usize) -> Result<(&'a DenseMlpSpec, &'a DenseMlp)> {
         let spec = self.source.spec.blocks[index].mlp.of_all_rows();
         let weights = self.block(index).0.mlp.of_all_rows();
         spec.zip(weights).ok_or_else(|| {

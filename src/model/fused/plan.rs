@@ -687,7 +687,7 @@ mod tests {
     use crate::cuda::WideClusters;
     use crate::model::order::{BlockOp, operations};
     use crate::model::spec::{
-        AttentionSpec, DeltaProjections, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec, MixerSpec,
+        AttentionSpec, DeltaProjections, DenseMlpSpec, ExpertsSpec, GatedDeltaSpec, MixerSpec,
         SharedExpertSpec,
     };
     use crate::tensor::DeltaShape;
@@ -890,7 +890,7 @@ mod tests {
 
     /// The operations of all blocks, in the order of `order`.
     fn expected(sizes: &Sizes, blocks: usize) -> Vec<(usize, BlockOp)> {
-        let mlp = GatedMlpSpec {
+        let mlp = DenseMlpSpec {
             intermediate_size: sizes.intermediate,
             gated: true,
             activation: Activation::Silu,

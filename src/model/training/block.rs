@@ -12,7 +12,7 @@ use super::{Batch, Store};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::order::{BlockOp, Half, operations};
-use crate::model::spec::{AttentionSpec, BlockSpec, ExpertsSpec, GatedMlpSpec, MlpSpec, Spec};
+use crate::model::spec::{AttentionSpec, BlockSpec, DenseMlpSpec, ExpertsSpec, MlpSpec, Spec};
 use crate::ops::rope::Angles;
 use crate::ops::training::attention::{attention, attention_backward};
 use crate::ops::training::heads::{HeadOptions, heads, heads_backward};
@@ -138,7 +138,7 @@ impl BlockPass<'_> {
     }
 
     /// The parameters and the shape of a dense MLP.
-    fn dense(&self) -> Result<(&GatedMlpLayout, &GatedMlpSpec)> {
+    fn dense(&self) -> Result<(&GatedMlpLayout, &DenseMlpSpec)> {
         match (&self.layout.mlp, &self.block.mlp) {
             (MlpLayout::Dense(layout), MlpSpec::Dense(mlp)) => Ok((layout, mlp)),
             _ => bail!(Internal, "a mixture of experts taken for a dense MLP"),
