@@ -44,8 +44,9 @@ pub(super) fn softplus(x: f64) -> f64 {
 
 impl Cpu {
     /// A causal convolution of each channel with `silu` after it: `x`, `[rows, channels]`, becomes `silu(bias + sum of weight * x)` over the
-    /// last `taps` positions. `weight` is `[channels, taps]`, oldest position first, and `bias` is `[channels]`. `history`, `[taps - 1, channels]`, has the inputs of the
-    /// positions before, which become the last inputs. `channels` is a multiple of 16. Cancelled with the thread's [`call`].
+    /// last `taps` positions. `weight` is `[channels, taps]`, oldest position first, and `bias` is `[channels]`. `history`,
+    /// `[taps - 1, channels]`, has the inputs of the positions before, which become the last inputs. `channels` is a multiple of 16.
+    /// Cancelled with the thread's [`call`].
     pub fn convolve(
         &self,
         x: &mut [f32],
