@@ -109,7 +109,7 @@ fn refuse(keys: &Keys<'_>) -> Result<()> {
         ("moe_latent_size", "experts of a latent width"),
         ("sliding_window", "attention with a window"),
     ] {
-        if let Some(n) = keys.count(key)? {
+        if let Some(n) = keys.count(key)?.filter(|n| *n > 0) {
             bail!(
                 Unsupported,
                 "config: {key} is {n}, {what}; models of this family are known only without"
