@@ -8,13 +8,14 @@ use std::sync::Arc;
 use NVFP4::base::memory::{Buffer, Tag};
 use NVFP4::base::{ErrorKind, env};
 use NVFP4::cpu::{
-    Cpu, DeltaGates, DeltaRuleRows, KvLayout, KvPages, KvType, Level, PAGE, Packed, Workspace,
+    Cpu, DeltaGates, DeltaRuleRows, KvLayout, KvPages, KvType, Level, MambaScanRows, MambaSteps,
+    PAGE, Packed, Workspace,
 };
 use NVFP4::format::int8;
 use NVFP4::format::nvfp4::{self, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
 use NVFP4::ops::{self, Device};
-use NVFP4::tensor::{AttentionShape, DeltaShape, WeightType};
+use NVFP4::tensor::{AttentionShape, DeltaShape, MambaShape, WeightType};
 use common::expect_kind;
 
 /// Standard normal values from counter-based bits.
@@ -646,9 +647,11 @@ fn the_delta_rule_is_right_and_the_same_everywhere() {
 
 /// A convolution sees the inputs before it, and leaves its last ones behind.
 #[test]
-fn convolutions_of_delta_nets_are_right() {
+fn convolutions_of_recurrent_layers_are_right() {
     let channels = 48;
-    for (taps, m) in [(4, 9), (4, 1), (2, 5), (3, 2)] {
+    for (taps, m, has_bias) in [(4, 9, false), (4, 1, true), (2, 5, true), (3, 2, false)] {
+        let biases = normal(4, channels);
+        let bias = has_bias.then_some(&biases[..]);
         let (x, weight) = (normal(1, m * channels), normal(2, channels * taps));
         let before = normal(3, (taps - 1) * channels);
         let input = |position: usize, channel: usize| match position.checked_sub(taps - 1) {
@@ -658,14 +661,14 @@ fn convolutions_of_delta_nets_are_right() {
         let mut same: Option<(Vec<f32>, Vec<f32>)> = None;
         for cpu in cpus() {
             let (mut out, mut history) = (x.clone(), before.clone());
-            cpu.convolve(&mut out, channels, &weight, &mut history)
+            cpu.convolve(&mut out, channels, &weight, bias, &mut history)
                 .unwrap();
             for (i, got) in out.iter().enumerate() {
                 let (row, channel) = (i / channels, i % channels);
                 let terms = (0..taps).map(|tap| {
                     f64::from(weight[channel * taps + tap]) * f64::from(input(row + tap, channel))
                 });
-                let sum: f64 = terms.sum();
+                let sum = terms.sum::<f64>() + bias.map_or(0.0, |bias| f64::from(bias[channel]));
                 let want = sum / (1.0 + (-sum).exp());
                 assert!((f64::from(*got) - want).abs() < 1e-5, "{got} {want}");
             }
@@ -725,4 +728,139 @@ fn norms_and_gates_of_delta_nets_are_right() {
         assert!((f64::from(*got) - want).abs() < 1e-6, "{got} {want}");
     }
     assert!(b[0] == 0.5 && b[1] == 1.0 && b[2] < 1e-30 && b[3] > 0.73);
+}
+
+/// The recurrence of Mamba-2 in f64, row by row, from a state that it changes.
+fn mamba_scan_in_f64(
+    shape: &MambaShape,
+    [xbc, decay, dt, skip]: [&[f32]; 4],
+    state: &mut [f64],
+) -> Vec<f64> {
+    let (heads, dim, size) = (shape.heads, shape.head_dim, shape.state_size);
+    let mut out = Vec::new();
+    let rows = xbc.chunks_exact(shape.channels());
+    let steps = decay.chunks_exact(heads).zip(dt.chunks_exact(heads));
+    for (row, (decay, dt)) in rows.zip(steps) {
+        for head in 0..heads {
+            let group = head / (heads / shape.groups) * size;
+            let b = &row[shape.width() + group..];
+            let c = &row[shape.width() + shape.group_width() + group..];
+            let state = &mut state[head * size * dim..(head + 1) * size * dim];
+            for p in 0..dim {
+                let x = f64::from(row[head * dim + p]);
+                let mut y = f64::from(skip[head]) * x;
+                for n in 0..size {
+                    let h = &mut state[n * dim + p];
+                    *h = *h * f64::from(decay[head]) + f64::from(dt[head]) * x * f64::from(b[n]);
+                    y += *h * f64::from(c[n]);
+                }
+                out.push(y);
+            }
+        }
+    }
+    out
+}
+
+/// Every level gives the same bits, at once and divided, close to f64.
+#[test]
+fn the_recurrence_of_mamba_is_right_and_the_same_everywhere() {
+    for (heads, head_dim, groups, state_size) in [
+        (4, 32, 2, 16),
+        (3, 16, 3, 32),
+        (2, 64, 1, 128),
+        (1, 80, 1, 48),
+    ] {
+        let shape = MambaShape {
+            heads,
+            head_dim,
+            groups,
+            state_size,
+            taps: 4,
+        };
+        let m = 37;
+        let (xbc, skip) = (normal(1, m * shape.channels()), normal(2, heads));
+        let sigmoid = |x: &f32| 1.0 / (1.0 + (-x).exp());
+        let steps = |seed| -> Vec<f32> { normal(seed, m * heads).iter().map(sigmoid).collect() };
+        let (decay, dt) = (steps(4), steps(5));
+        let before = normal(6, shape.matrix_floats());
+        let mut exact: Vec<f64> = before.iter().map(|x| f64::from(*x)).collect();
+        let want = mamba_scan_in_f64(&shape, [&xbc, &decay, &dt, &skip], &mut exact);
+        let mut same: Option<(Vec<f32>, Vec<f32>)> = None;
+        for cpu in cpus() {
+            for each in [m, 1, 10] {
+                let mut state = before.clone();
+                let mut out = vec![0.0; want.len()];
+                for first in (0..m).step_by(each) {
+                    let of = |width: usize| first * width..m.min(first + each) * width;
+                    let rows = MambaScanRows {
+                        xbc: &xbc[of(shape.channels())],
+                        decay: &decay[of(heads)],
+                        dt: &dt[of(heads)],
+                        skip: &skip,
+                        out: &mut out[of(shape.width())],
+                    };
+                    cpu.mamba_scan(&shape, rows, &mut state).unwrap();
+                }
+                // Sums of up to 128 products of some size.
+                let size = (state_size as f64).sqrt();
+                for (a, b) in out.iter().zip(&want).chain(state.iter().zip(&exact)) {
+                    let far = (f64::from(*a) - b).abs();
+                    assert!(far < 2e-6 * size * (1.0 + b.abs()), "{a} {b}");
+                }
+                let got = (out, state);
+                assert!(*same.get_or_insert_with(|| got.clone()) == got);
+            }
+        }
+    }
+}
+
+#[test]
+fn time_steps_and_norms_of_mamba_are_right() {
+    let steps = |limits| MambaSteps {
+        a_log: &[0.5, -3.0],
+        dt_bias: &[1.0, -1.0],
+        limits,
+    };
+    let softplus = |x: f64| x.exp().ln_1p();
+    let all = [0.0, f32::INFINITY];
+    let (mut dt, mut decay) = ([0.25, 800.0, -800.0, 0.0], [0.0; 4]);
+    cpus()[0]
+        .mamba_steps(steps(all), &mut dt, &mut decay)
+        .unwrap();
+    let want = [softplus(1.25), 799.0, 0.0, softplus(-1.0)];
+    let rates = [0.5f64.exp(), (-3f64).exp()];
+    for (i, want) in want.into_iter().enumerate() {
+        assert!((f64::from(dt[i]) - want).abs() < 1e-4, "{} {want}", dt[i]);
+        let want = (-rates[i % 2] * want).exp();
+        assert!(
+            (f64::from(decay[i]) - want).abs() < 1e-6,
+            "{} {want}",
+            decay[i]
+        );
+    }
+    let mut dt = [0.25, 800.0, -800.0, 0.0];
+    cpus()[0]
+        .mamba_steps(steps([0.5, 2.0]), &mut dt, &mut decay)
+        .unwrap();
+    assert_eq!([dt[1], dt[2], dt[3]], [2.0, 0.5, 0.5]);
+    assert!((f64::from(decay[1]) - (-2.0 * rates[1]).exp()).abs() < 1e-6);
+
+    let (x, weight) = (normal(1, 3 * 96), normal(2, 96));
+    let mut same: Option<Vec<f32>> = None;
+    for cpu in cpus() {
+        let mut out = x.clone();
+        cpu.rms_norm_groups(&mut out, &weight, 3, 1e-5).unwrap();
+        for (i, got) in out.iter().enumerate() {
+            let group = &x[i / 32 * 32..][..32];
+            let squares: f64 = group.iter().map(|x| f64::from(*x).powi(2)).sum();
+            let want = f64::from(x[i]) / (squares / 32.0 + 1e-5).sqrt() * f64::from(weight[i % 96]);
+            assert!((f64::from(*got) - want).abs() < 1e-5, "{got} {want}");
+        }
+        assert!(*same.get_or_insert_with(|| out.clone()) == out);
+    }
+    expect_kind(
+        cpus()[0].rms_norm_groups(&mut [0.0; 96], &weight, 5, 1e-5),
+        ErrorKind::InvalidArgument,
+        "5 groups in 96",
+    );
 }

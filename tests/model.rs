@@ -20,7 +20,7 @@ use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
 use NVFP4::model::convert::{Container, ConvertOptions, ConvertProgress, convert};
 use NVFP4::model::{self, Activations, Device, KvType, LoadOptions, Logits, Scratch, Wanted};
 use common::{
-    Copy, DEVICE_CASES, LONG_CASES, RECURRENT_CASES, at_long_positions, change_tensor,
+    Copy, DEVICE_CASES, LONG_CASES, MAMBA_CASES, RECURRENT_CASES, at_long_positions, change_tensor,
     check_memory_comes_back, cut, expect_kind, golden, load, options, ragged, some_tokens,
     step_logits,
 };
@@ -43,7 +43,7 @@ const PROCESSOR_CASES: [&str; 6] = [
 
 fn all_cases() -> impl Iterator<Item = &'static str> {
     let cases = DEVICE_CASES.into_iter().chain(PROCESSOR_CASES);
-    cases.chain(RECURRENT_CASES)
+    cases.chain(RECURRENT_CASES).chain(MAMBA_CASES)
 }
 
 fn cache(model: &Served) -> Sequence {
@@ -704,9 +704,11 @@ fn recurrent_projections_are_quantized_to_8_bits() {
         made.find(name).unwrap().encoding.name()
     };
     let pool = Pool::new(2).unwrap();
-    for (case, input) in [
-        ("qwen35_tied", "in_proj_qkv"),
-        ("qwen3next_shared", "in_proj_qkvz"),
+    for (case, mixer, input) in [
+        ("qwen35_tied", "linear_attn", "in_proj_qkv"),
+        ("qwen3next_shared", "linear_attn", "in_proj_qkvz"),
+        ("nemotronh_dense", "mixer", "in_proj"),
+        ("nemotronh_experts", "mixer", "in_proj"),
     ] {
         let (dense, out) = (dense_copy(case), Copy::of(case, "mixed"));
         let mut options = ConvertOptions::new(Container::ModelOpt, Recipe::default());
@@ -716,7 +718,7 @@ fn recurrent_projections_are_quantized_to_8_bits() {
         convert(&*source, &out.0, &options, &pool, go).unwrap();
         let made = model::open(&out.0).unwrap();
         for name in [input, "out_proj"] {
-            let name = format!("model.layers.0.linear_attn.{name}.weight");
+            let name = format!("model.layers.0.{mixer}.{name}.weight");
             assert_eq!(encoding(&out.0, &name), "INT8", "{case}: {name}");
             assert_eq!(encoding(&golden(case), &name), "NVFP4", "{case}: {name}");
             let rows = |checkpoint: &dyn Checkpoint| {
@@ -735,13 +737,75 @@ fn recurrent_projections_are_quantized_to_8_bits() {
                 assert!(far.fold(0.0, f32::max) <= largest / 253.0, "{case}: {name}");
             }
         }
-        let convolution = "model.layers.0.linear_attn.conv1d.weight";
-        assert_eq!(encoding(&out.0, convolution), "BF16", "{case}");
+        let convolution = format!("model.layers.0.{mixer}.conv1d.weight");
+        assert_eq!(encoding(&out.0, &convolution), "BF16", "{case}");
         let mixed = Served::load(&out.0, &common::options()).unwrap();
         assert!(mixed.info().formats["int8"].tensors >= 3);
         let logits = run(&mixed, &some_tokens(&mixed, 30), Logits::All);
         assert!(logits.iter().all(|x| x.is_finite()));
     }
+}
+
+/// transformers holds the experts of a block as one tensor for each projection, here without gates. They give the same bits, and conversion
+/// takes them apart.
+#[test]
+fn stacks_of_experts_without_gates_are_run_and_come_apart() {
+    let case = "nemotronh_experts";
+    let (dense, stacked, out) = (
+        dense_copy(case),
+        Copy::of(case, "stacked"),
+        Copy::of(case, "apart"),
+    );
+    let bytes = fs::read(dense.0.join("model.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let mut tensors: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = file
+        .iter()
+        .filter(|(name, _)| !name.contains(".experts."))
+        .map(|(name, view)| {
+            let (shape, data) = (view.shape().to_vec(), view.data().to_vec());
+            (name.to_owned(), view.dtype(), shape, data)
+        })
+        .collect();
+    for (layer, projection) in [1, 4]
+        .iter()
+        .flat_map(|l| [(l, "up_proj"), (l, "down_proj")])
+    {
+        let name = format!("model.layers.{layer}.mixer.experts");
+        let of = |expert| {
+            file.tensor(&format!("{name}.{expert}.{projection}.weight"))
+                .unwrap()
+        };
+        let shape = [&[8], of(0).shape()].concat();
+        let data = (0..8).flat_map(|expert| of(expert).data().to_vec());
+        let name = format!("{name}.{projection}");
+        tensors.push((name, Dtype::F32, shape, data.collect()));
+    }
+    let views = tensors
+        .iter()
+        .map(|(n, d, s, b)| (n.clone(), TensorView::new(*d, s.clone(), b).unwrap()));
+    let written = safetensors::serialize(views, None).unwrap();
+    stacked.write("model.safetensors", &written);
+    let logits = |dir: &Copy| {
+        let model = Served::load(&dir.0, &options()).unwrap();
+        run(&model, &some_tokens(&model, 30), Logits::All)
+    };
+    assert!(logits(&stacked) == logits(&dense));
+
+    let mut options = ConvertOptions::new(Container::ModelOpt, Recipe::default());
+    options.replace = true;
+    let go = &mut |_: ConvertProgress<'_>| ControlFlow::Continue(());
+    let source = model::open(&stacked.0).unwrap();
+    convert(&*source, &out.0, &options, &Pool::new(2).unwrap(), go).unwrap();
+    let made = model::open(&out.0).unwrap();
+    for expert in 0..8 {
+        let name = format!("model.layers.4.mixer.experts.{expert}.down_proj.weight");
+        let entry = made.find(&name).unwrap();
+        assert_eq!(
+            (entry.encoding.name(), &entry.shape[..]),
+            ("NVFP4", &[48, 32][..])
+        );
+    }
+    assert!(logits(&out).iter().all(|x| x.is_finite()));
 }
 
 #[test]

@@ -1340,7 +1340,12 @@ fn layers_with_a_window_keep_no_more_than_they_need() {
 /// The state of recurrent layers does not grow with a sequence, and a sequence can go back to any position.
 #[test]
 fn recurrent_layers_keep_few_states() {
-    for case in ["qwen35_tied", "qwen3next_shared"] {
+    for case in [
+        "qwen35_tied",
+        "qwen3next_shared",
+        "nemotronh_dense",
+        "nemotronh_experts",
+    ] {
         let dir = windows::lengthened(case);
         let model = Served::load(&dir.0, &options()).unwrap();
         recurrent::check(&model, &file(case).0, &|got, want, what| {
@@ -1693,9 +1698,9 @@ proptest! {
     }
 }
 
-/// The files of a model with recurrent layers, with the tokenizer of another.
-fn recurrent_with_text() -> Copy {
-    let dir = Copy::of("qwen35_tied", "text");
+/// A copy of a model, with the tokenizer of another that has as many tokens.
+fn with_text(case: &str) -> Copy {
+    let dir = Copy::of(case, "text");
     for name in ["tokenizer.json", "generation_config.json"] {
         dir.write(name, &fs::read(golden("qwen3_tied").join(name)).unwrap());
     }
@@ -1745,14 +1750,11 @@ proptest! {
     #[test]
     fn whatever_is_done_a_session_is_its_tokens(
         evicts in any::<bool>(),
-        is_recurrent in any::<bool>(),
+        case in proptest::sample::select(&["qwen3_tied", "qwen35_tied", "nemotronh_dense"][..]),
         steps in proptest::collection::vec((0u8..9, 0usize..64, 0usize..6), 1..12),
     ) {
-        let dir = recurrent_with_text();
-        let model = match is_recurrent {
-            true => Served::load(&dir.0, &options()).unwrap(),
-            false => load("qwen3_tied"),
-        };
+        let dir = with_text(case);
+        let model = Served::load(&dir.0, &options()).unwrap();
         let mut session = with(&model, |o| {
             o.context = 48;
             if evicts {
@@ -1768,7 +1770,7 @@ proptest! {
                 prop_assert!(seen(&session) == fresh(&session, &tokens), "after {:?}", step);
             }
         }
-        let path = file(&format!("steps-{evicts}-{is_recurrent}"));
+        let path = file(&format!("steps-{evicts}-{case}"));
         session.save(&path.0).unwrap();
         let restored = Session::restore(model, &path.0).unwrap();
         prop_assert!(seen(&restored) == seen(&session));

@@ -1,5 +1,6 @@
 //! Files beside the weights: `config.json` and the tokenizer's files. Lists and reads them; knows no weights.
 
+use std::borrow::Cow;
 use std::path::Path;
 
 use super::{Metadata, TokenizerSource};
@@ -38,7 +39,7 @@ pub(super) fn read(directory: &Path) -> Result<Metadata> {
     let path = directory.join("config.json");
     let config = match file::read(&path) {
         Ok(text) => Some(
-            serde_json::from_slice(&text)
+            serde_json::from_slice(&with_tagged_floats(&text))
                 .map_err(|e| err!(CorruptFile, "{}: {e}", path.display()))?,
         ),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => None,
@@ -53,4 +54,65 @@ pub(super) fn read(directory: &Path) -> Result<Metadata> {
         TokenizerSource::None
     };
     Ok(Metadata { config, tokenizer })
+}
+
+/// Python's JSON with the numbers that JSON lacks in the form that transformers 5 gives them: `{"__float__": "Infinity"}`.
+pub(super) fn with_tagged_floats(text: &[u8]) -> Cow<'_, [u8]> {
+    const BARE: [&[u8]; 3] = [b"-Infinity", b"Infinity", b"NaN"];
+    let mut tagged = Vec::new();
+    let (mut copied, mut at, mut in_string) = (0, 0, false);
+    while at < text.len() {
+        match text[at] {
+            b'\\' if in_string => at += 1,
+            b'"' => in_string = !in_string,
+            _ if in_string => {}
+            _ => {
+                if let Some(bare) = BARE.iter().find(|bare| text[at..].starts_with(bare)) {
+                    tagged.extend_from_slice(&text[copied..at]);
+                    tagged.extend_from_slice(b"{\"__float__\": \"");
+                    tagged.extend_from_slice(bare);
+                    tagged.extend_from_slice(b"\"}");
+                    at += bare.len();
+                    copied = at;
+                    continue;
+                }
+            }
+        }
+        at += 1;
+    }
+    match copied {
+        0 => Cow::Borrowed(text),
+        _ => {
+            tagged.extend_from_slice(&text[copied..]);
+            Cow::Owned(tagged)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_of_python_are_tagged_outside_of_texts() {
+        let of = |text: &str| -> serde_json::Value {
+            serde_json::from_slice(&with_tagged_floats(text.as_bytes())).unwrap()
+        };
+        let tag = |name: &str| serde_json::json!({"__float__": name});
+        let read = of(
+            r#"{"limit": [0.0, Infinity], "text": "a \"NaN\" Infinity \\", "low": -Infinity, "none": NaN}"#,
+        );
+        assert_eq!(read["limit"], serde_json::json!([0.0, tag("Infinity")]));
+        assert_eq!(read["text"], r#"a "NaN" Infinity \"#);
+        assert_eq!(
+            [&read["low"], &read["none"]],
+            [&tag("-Infinity"), &tag("NaN")]
+        );
+    }
+
+    #[test]
+    fn json_without_such_numbers_is_not_copied() {
+        let text = br#"{"name": "Infinity", "size": 1e3}"#;
+        assert!(matches!(with_tagged_floats(text), Cow::Borrowed(same) if same == text));
+    }
 }

@@ -1,8 +1,10 @@
 //! Tensor names of a text model that is published within a multimodal model: maps them to the text model's own names, and recognizes
 //! tensors of other parts. Knows nothing of contents.
 
-/// Prefixes within larger models, and the prefix in a text model that replaces each. The first match applies.
-const WITHIN: [(&str, &str); 12] = [
+/// Prefixes within larger models and of published Nemotron-H models, and the prefix in a text model of transformers that replaces each. The
+/// first match applies.
+const WITHIN: [(&str, &str); 14] = [
+    ("language_model.backbone.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("language_model.", "model."),
@@ -15,6 +17,7 @@ const WITHIN: [(&str, &str); 12] = [
     ("text_model.", "model."),
     ("llm.model.", "model."),
     ("llm.lm_head.", "lm_head."),
+    ("backbone.", "model."),
 ];
 
 /// Parts of larger models that read images or audio, or connect them to the text model, and the layers that draft tokens.
@@ -98,6 +101,14 @@ mod tests {
             ),
             ("model.language_model.lm_head.weight", "lm_head.weight"),
             ("norm.weight", "norm.weight"),
+            (
+                "backbone.layers.3.mixer.in_proj.weight",
+                "model.layers.3.mixer.in_proj.weight",
+            ),
+            (
+                "language_model.backbone.norm_f.weight",
+                "model.norm_f.weight",
+            ),
             ("llm.model.norm.weight", "model.norm.weight"),
             (
                 "model.layers.0.input_layernorm.weight",

@@ -58,6 +58,8 @@ enum Arch {
     Qwen35_4B,
     #[value(name = "qwen3.6-35b-a3b")]
     Qwen36_35BA3B,
+    #[value(name = "nemotron-3-nano-30b-a3b")]
+    Nemotron3Nano30BA3B,
 }
 
 impl Arch {
@@ -117,6 +119,18 @@ impl Arch {
                     "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512
                 }),
             ),
+            Arch::Nemotron3Nano30BA3B => json!({
+                "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 2688,
+                "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "num_hidden_layers": 52,
+                "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 1856,
+                "vocab_size": 131_072, "attention_bias": false, "mlp_bias": false, "mlp_hidden_act": "relu2",
+                "mamba_num_heads": 64, "mamba_head_dim": 64, "mamba_hidden_act": "silu", "n_groups": 8,
+                "ssm_state_size": 128, "conv_kernel": 4, "chunk_size": 128, "use_bias": false, "use_conv_bias": true,
+                "n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 1, "moe_intermediate_size": 1856,
+                "moe_shared_expert_intermediate_size": 3712, "n_group": 1, "topk_group": 1, "norm_topk_prob": true,
+                "routed_scaling_factor": 2.5, "max_position_embeddings": 262_144, "layer_norm_epsilon": 1e-5,
+                "torch_dtype": "bfloat16"
+            }),
             Arch::Gemma3_4B => json!({
                 "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 2560,
                 "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,

@@ -1,14 +1,14 @@
-//! Gated delta nets: checks, and splitting over threads by channels, and by columns of heads.
+//! Gated delta nets, and the convolution of all recurrent layers: checks, and splitting over threads by channels, and by columns of heads.
 
 use super::Cpu;
 use super::engine::Out;
-use super::table::{ConvolvedChannels, DeltaColumns, MOST_TAPS};
+use super::table::{ConvolvedChannels, MOST_TAPS, StateColumns};
 use crate::base::call;
 use crate::base::error::{Result, bail};
 use crate::tensor::DeltaShape;
 
 /// Columns of a head's state per part, whose 128 rows stay in a core's own cache.
-const COLUMNS: usize = 64;
+pub(super) const COLUMNS: usize = 64;
 /// Channels of a convolution per part, and of a vector.
 const CHANNELS: usize = 16;
 
@@ -37,15 +37,22 @@ pub struct DeltaRuleRows<'a> {
     pub out: &'a mut [f32],
 }
 
+/// `log(1 + e^x)`, which does not overflow.
+pub(super) fn softplus(x: f64) -> f64 {
+    x.max(0.0) + (-x.abs()).exp().ln_1p()
+}
+
 impl Cpu {
-    /// A causal convolution of each channel with `silu` after it: `x`, `[rows, channels]`, becomes `silu(sum of weight * x)` over the last
-    /// `taps` positions. `weight` is `[channels, taps]`, oldest position first. `history`, `[taps - 1, channels]`, has the inputs of the
-    /// positions before, which become the last inputs. `channels` is a multiple of 16. Cancelled with the thread's [`call`].
+    /// A causal convolution of each channel with `silu` after it: `x`, `[rows, channels]`, becomes `silu(bias + sum of weight * x)` over the
+    /// last `taps` positions. `weight` is `[channels, taps]`, oldest position first, and `bias` is `[channels]`. `history`,
+    /// `[taps - 1, channels]`, has the inputs of the positions before, which become the last inputs. `channels` is a multiple of 16.
+    /// Cancelled with the thread's [`call`].
     pub fn convolve(
         &self,
         x: &mut [f32],
         channels: usize,
         weight: &[f32],
+        bias: Option<&[f32]>,
         history: &mut [f32],
     ) -> Result<()> {
         let taps = weight.len() / channels.max(1);
@@ -54,13 +61,15 @@ impl Cpu {
             && x.len().is_multiple_of(channels)
             && (1..=MOST_TAPS).contains(&taps)
             && weight.len() == channels * taps
+            && bias.is_none_or(|bias| bias.len() == channels)
             && history.len() == (taps - 1) * channels;
         if !is_sound {
             bail!(
                 InvalidArgument,
-                "a convolution of {} inputs in {channels} channels with {} weights and {} inputs before",
+                "a convolution of {} inputs in {channels} channels with {} weights, {} biases and {} inputs before",
                 x.len(),
                 weight.len(),
+                bias.map_or(0, <[f32]>::len),
                 history.len()
             );
         }
@@ -80,6 +89,7 @@ impl Cpu {
                         rows,
                         weight: weight.as_ptr().add(channel * taps),
                         taps,
+                        bias: bias.map(|bias| bias.as_ptr().add(channel)),
                         history: history.at(channel),
                     });
                 }
@@ -136,10 +146,7 @@ impl Cpu {
         }
         for (i, (a, b)) in a.iter_mut().zip(b).enumerate() {
             let (log, bias) = (f64::from(a_log[i % heads]), f64::from(dt_bias[i % heads]));
-            let x = f64::from(*a) + bias;
-            // log(1 + e^x), which does not overflow.
-            let softplus = x.max(0.0) + (-x.abs()).exp().ln_1p();
-            *a = (-log.exp() * softplus).exp() as f32;
+            *a = (-log.exp() * softplus(f64::from(*a) + bias)).exp() as f32;
             *b = (1.0 / (1.0 + (-f64::from(*b)).exp())) as f32;
         }
         Ok(())
@@ -193,7 +200,7 @@ impl Cpu {
                 );
                 // SAFETY: the level is present; lengths were checked, and each part has columns of its own.
                 unsafe {
-                    (self.table.delta_rule)(DeltaColumns {
+                    (self.table.delta_rule)(StateColumns {
                         q: qkv.as_ptr().add(key),
                         k: qkv.as_ptr().add(keys + key),
                         v: qkv.as_ptr().add(2 * keys + value),
@@ -208,6 +215,7 @@ impl Cpu {
                         value_dim: shape.value_dim,
                         columns: COLUMNS.min(shape.value_dim - first),
                         rows: m,
+                        skip: 0.0,
                     });
                 }
             });

@@ -9,7 +9,7 @@ use crate::tensor::WeightType;
 
 pub(super) use attention::{Query, Scores};
 pub(super) use calibrated::{Blocks, LANES, Rounded};
-pub(super) use delta::{ConvolvedChannels, DeltaColumns, MOST_TAPS};
+pub(super) use delta::{ConvolvedChannels, MOST_TAPS, StateColumns};
 pub(super) use linear::INT8_SCALE_BLOCKS;
 
 /// [`linear::skinny`], with the number of tokens first, from 1 to [`Table::skinny_tokens`].
@@ -60,8 +60,8 @@ pub(super) type Glu = unsafe fn(*mut f32, *const f32, usize);
 pub(super) type SoftCap = unsafe fn(*mut f32, f32, usize);
 /// [`delta::convolve`].
 pub(super) type Convolve = unsafe fn(ConvolvedChannels);
-/// [`delta::delta_rule`].
-pub(super) type DeltaRule = unsafe fn(DeltaColumns);
+/// [`delta::delta_rule`], [`delta::mamba_scan`].
+pub(super) type Recurrence = unsafe fn(StateColumns);
 /// [`sample::weigh`].
 pub(super) type Weigh = unsafe fn(*const f32, usize, f32, f32, *mut f32, *mut f32);
 /// [`matmul::panel_product`] with [`Table::widest`] rows.
@@ -123,7 +123,8 @@ pub(super) struct Table {
     pub sigmoid_gate: Glu,
     pub soft_cap: SoftCap,
     pub convolve: Convolve,
-    pub delta_rule: DeltaRule,
+    pub delta_rule: Recurrence,
+    pub mamba_scan: Recurrence,
     pub weigh: Weigh,
     pub panel_product: PanelProduct,
     pub round_in_turn: RoundInTurn,
@@ -330,8 +331,13 @@ macro_rules! stamp {
             }
 
             $(#[$features])?
-            unsafe fn delta_rule(columns: DeltaColumns) {
+            unsafe fn delta_rule(columns: StateColumns) {
                 unsafe { delta::delta_rule::<Shell>(columns) }
+            }
+
+            $(#[$features])?
+            unsafe fn mamba_scan(columns: StateColumns) {
+                unsafe { delta::mamba_scan::<Shell>(columns) }
             }
 
             $(#[$features])?
@@ -407,6 +413,7 @@ macro_rules! stamp {
                 soft_cap,
                 convolve,
                 delta_rule,
+                mamba_scan,
                 weigh,
                 panel_product,
                 round_in_turn,

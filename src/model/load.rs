@@ -12,15 +12,17 @@ use std::time::Duration;
 use twox_hash::XxHash3_64;
 
 use super::LoadOptions;
-use super::spec::{BlockSpec, ExpertsSpec, MixerSpec, MlpSpec, Spec};
+use super::spec::{BlockSpec, DenseMlpSpec, ExpertsSpec, MixerSpec, MlpSpec, Spec};
 use super::tensors::{
     self, DELTA_A, DELTA_A_LOG, DELTA_B, DELTA_CONVOLUTION, DELTA_DT_BIAS, DELTA_NORM, DELTA_OUT,
-    DELTA_QKV, DELTA_Z, EMBEDDING, HEAD, NORM, QUERY, QUERY_GATE, StoredRows, TensorRole,
+    DELTA_QKV, DELTA_Z, EMBEDDING, EMBEDDINGS, HEAD, MAMBA_A_LOG, MAMBA_CONVOLUTION,
+    MAMBA_CONVOLUTION_BIAS, MAMBA_D, MAMBA_DT, MAMBA_DT_BIAS, MAMBA_NORM, MAMBA_OUT, MAMBA_XBC,
+    MAMBA_Z, NORM, QUERY, QUERY_GATE, ROUTER, ROUTER_CORRECTION, StoredRows, TensorRole,
     TensorSpec, block_name,
 };
 use super::weights::{
-    Attention, Block, Embedding, Experts, GatedDelta, GatedMlp, Mixer, Mlp, Norms, Projection,
-    Weights,
+    Attention, Block, DenseMlp, Embedding, Experts, GatedDelta, Mamba2, Mixer, Mlp, Norms,
+    Projection, Weights,
 };
 use crate::base::call::{self, Progress};
 use crate::base::checksum::RowsChecksum;
@@ -31,6 +33,7 @@ use crate::checkpoint::{self, Checkpoint, Encoding, Entry, Unreadable};
 use crate::format::nvfp4::{self, BLOCK, NonFinite, QuantizeOptions};
 use crate::ops::delta::DeltaWeights;
 use crate::ops::linear::{Linear, ReadNvfp4};
+use crate::ops::mamba::MambaWeights;
 use crate::ops::{Array, Device};
 use crate::tensor::{DType, WeightType};
 
@@ -340,7 +343,8 @@ pub(super) fn has_own_head(checkpoint: &dyn Checkpoint) -> Result<bool> {
         let bare = || checkpoint.find(without_head(name)?);
         checkpoint.find(name).or_else(bare)
     };
-    let (Some(embedding), Some(head)) = (find(EMBEDDING), find(HEAD)) else {
+    let embedding = EMBEDDINGS.iter().find_map(|name| find(name));
+    let (Some(embedding), Some(head)) = (embedding, find(HEAD)) else {
         return Ok(false);
     };
     if embedding.shape != head.shape {
@@ -943,13 +947,14 @@ impl Parts {
             false => Ok(None),
         };
         let names = spec.norm_names;
+        let (mixes, has_mlp) = (*mixer != MixerSpec::None, *mlp != MlpSpec::None);
         let mixer_norms = Norms {
-            pre: norm(names.mixer, norms.pre)?,
-            post: norm(names.mixer_post, norms.post)?,
+            pre: norm(names.mixer, norms.pre && mixes)?,
+            post: norm(names.mixer_post, norms.post && mixes)?,
         };
         let mlp_norms = Norms {
-            pre: norm(names.mlp, norms.pre)?,
-            post: norm(names.mlp_post, norms.post)?,
+            pre: norm(names.mlp, norms.pre && has_mlp)?,
+            post: norm(names.mlp_post, norms.post && has_mlp)?,
         };
         Ok(Block {
             mixer_norms,
@@ -958,11 +963,14 @@ impl Parts {
                     Mixer::Attention(Box::new(self.attention(attention.gated, index)?))
                 }
                 MixerSpec::GatedDelta(_) => Mixer::GatedDelta(Box::new(self.gated_delta(index)?)),
+                MixerSpec::Mamba2(_) => Mixer::Mamba2(Box::new(self.mamba2(index)?)),
+                MixerSpec::None => Mixer::None,
             },
             mlp_norms,
             mlp: match mlp {
-                MlpSpec::Dense(_) => Mlp::Dense(Box::new(self.gated_mlp(&name("mlp"))?)),
+                MlpSpec::Dense(mlp) => Mlp::Dense(Box::new(self.mlp(mlp, &name("mlp"))?)),
                 MlpSpec::Experts(experts) => Mlp::Experts(Box::new(self.experts(experts, index)?)),
+                MlpSpec::None => Mlp::None,
             },
         })
     }
@@ -1001,9 +1009,30 @@ impl Parts {
         })
     }
 
-    fn gated_mlp(&mut self, name: &str) -> Result<GatedMlp> {
-        Ok(GatedMlp {
-            gate: self.projection(&format!("{name}.gate_proj"))?,
+    fn mamba2(&mut self, index: usize) -> Result<Mamba2> {
+        let name = |n: &str| block_name(index, n);
+        Ok(Mamba2 {
+            z: self.projection(&name(MAMBA_Z))?,
+            xbc: self.projection(&name(MAMBA_XBC))?,
+            dt: self.projection(&name(MAMBA_DT))?,
+            heads: MambaWeights {
+                convolution: self.vector(&name(MAMBA_CONVOLUTION))?,
+                convolution_bias: self.optional(&name(MAMBA_CONVOLUTION_BIAS)),
+                a_log: self.vector(&name(MAMBA_A_LOG))?,
+                dt_bias: self.vector(&name(MAMBA_DT_BIAS))?,
+                skip: self.vector(&name(MAMBA_D))?,
+                norm: self.vector(&name(MAMBA_NORM))?,
+            },
+            out: self.projection(&name(MAMBA_OUT))?,
+        })
+    }
+
+    fn mlp(&mut self, spec: &DenseMlpSpec, name: &str) -> Result<DenseMlp> {
+        Ok(DenseMlp {
+            gate: match spec.gated {
+                true => Some(self.projection(&format!("{name}.gate_proj"))?),
+                false => None,
+            },
             up: self.projection(&format!("{name}.up_proj"))?,
             down: self.projection(&format!("{name}.down_proj"))?,
         })
@@ -1014,7 +1043,7 @@ impl Parts {
         let shared = match &spec.shared {
             None => None,
             Some(shared) => Some((
-                self.gated_mlp(&name("mlp.shared_expert"))?,
+                self.mlp(&shared.mlp, &name("mlp.shared_expert"))?,
                 match shared.gated {
                     true => Some(self.linear(&name("mlp.shared_expert_gate.weight"))?),
                     false => None,
@@ -1022,9 +1051,10 @@ impl Parts {
             )),
         };
         Ok(Experts {
-            router: self.linear(&name("mlp.gate.weight"))?,
+            router: self.linear(&name(ROUTER))?,
+            correction: self.optional(&name(ROUTER_CORRECTION)),
             experts: (0..spec.count)
-                .map(|expert| self.gated_mlp(&block_name(index, &format!("mlp.experts.{expert}"))))
+                .map(|expert| self.mlp(&spec.expert, &name(&format!("mlp.experts.{expert}"))))
                 .collect::<Result<_>>()?,
             shared,
         })

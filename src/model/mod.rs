@@ -18,6 +18,7 @@ pub mod placement;
 mod rope;
 mod run;
 pub mod spec;
+mod stored_rows;
 pub mod support;
 pub mod tensors;
 pub(crate) mod text;
@@ -57,7 +58,7 @@ pub use spec::Spec;
 pub use trained::Trained;
 pub use weights::Weights;
 
-use spec::{AttentionSpec, BlockSpec};
+use spec::{AttentionSpec, BlockSpec, MlpSpec};
 
 /// Poll interval while a model waits for kernels to compile.
 const WAIT: Duration = Duration::from_millis(2);
@@ -168,8 +169,8 @@ fn spec_of(checkpoint: &dyn Checkpoint) -> Result<Spec> {
         Some(config) => {
             let mut spec = families::read(config)?;
             // A head stored beside the embedding is used, whatever the flags say.
-            let [embedding, head] = [tensors::EMBEDDING, tensors::HEAD].map(|n| checkpoint.find(n));
-            spec.tied &= embedding.is_none() || head.is_none();
+            let embedding = tensors::EMBEDDINGS.iter().find_map(|n| checkpoint.find(n));
+            spec.tied &= embedding.is_none() || checkpoint.find(tensors::HEAD).is_none();
             Ok(spec)
         }
         None => bail!(
@@ -253,6 +254,9 @@ impl Model {
         options.activations.check(&options.device)?;
         let spec = spec_with_frequencies(&*checkpoint)?;
         let device = &options.device;
+        if device.is_cuda() {
+            fused::check(&spec)?;
+        }
         let load = || {
             load::load(
                 checkpoint.clone(),
@@ -394,7 +398,11 @@ fn describe(spec: &Spec, weights: &Weights, options: &LoadOptions) -> ModelInfo 
     let vectors: usize = weights.vectors().map(Array::len).sum();
     let matrices: u64 = formats.values().map(|f| f.parameters).sum();
     let own_table = if spec.tied { 0 } else { table };
-    let first = spec.blocks.first();
+    let mlp = spec
+        .blocks
+        .iter()
+        .map(|b| &b.mlp)
+        .find(|mlp| **mlp != MlpSpec::None);
     let attended = spec.blocks.iter().find_map(BlockSpec::attention);
     let attention = |of: fn(&AttentionSpec) -> usize| attended.map_or(0, of);
     ModelInfo {
@@ -411,8 +419,8 @@ fn describe(spec: &Spec, weights: &Weights, options: &LoadOptions) -> ModelInfo 
         },
         layers: spec.blocks.len(),
         hidden_size: spec.hidden_size,
-        intermediate_size: first.map_or(0, |b| b.mlp.intermediate_size()),
-        experts: first.map_or(0, |b| b.mlp.experts()),
+        intermediate_size: mlp.map_or(0, MlpSpec::intermediate_size),
+        experts: mlp.map_or(0, MlpSpec::experts),
         heads: attention(|a| a.heads),
         kv_heads: attention(|a| a.kv_heads),
         head_dim: attention(|a| a.head_dim),

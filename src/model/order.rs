@@ -32,9 +32,17 @@ pub(super) enum BlockOp {
     DeltaRule,
     /// The gated norm of each head of a gated delta net.
     DeltaNorm,
-    /// Projections of gate and up.
+    /// Projections of Mamba-2: x, B and C, the gate of the norm, and the time steps.
+    MambaInputs,
+    /// The causal convolution of x, B and C.
+    MambaConvolve,
+    /// The recurrence of Mamba-2, which changes the state of each row's sequence.
+    MambaScan,
+    /// The gate of Mamba-2's output, and then its norm.
+    MambaNorm,
+    /// Projections of gate and up, or of up alone in an MLP without a gate.
     GateUp,
-    /// The gated activation.
+    /// The activation, gated or not.
     Activate,
     /// The last projection of a half.
     Project(Half),
@@ -51,25 +59,28 @@ pub(super) enum BlockOp {
 pub(super) fn operations(block: &BlockSpec) -> impl DoubleEndedIterator<Item = BlockOp> + use<> {
     use BlockOp::{
         Activate, Attend, Convolve, DeltaInputs, DeltaNorm, DeltaRule, Enter, Experts, GateHeads,
-        GateUp, Heads, Leave, Project, Qkv, Route,
+        GateUp, Heads, Leave, MambaConvolve, MambaInputs, MambaNorm, MambaScan, Project, Qkv,
+        Route,
     };
     let mixer: &[BlockOp] = match &block.mixer {
         MixerSpec::Attention(attention) if attention.gated => &[Qkv, Heads, Attend, GateHeads],
         MixerSpec::Attention(_) => &[Qkv, Heads, Attend],
         MixerSpec::GatedDelta(_) => &[DeltaInputs, Convolve, DeltaRule, DeltaNorm],
+        MixerSpec::Mamba2(_) => &[MambaInputs, MambaConvolve, MambaScan, MambaNorm],
+        MixerSpec::None => &[],
     };
     let mlp: &[BlockOp] = match block.mlp {
         MlpSpec::Dense(_) => &[GateUp, Activate, Project(Half::Mlp)],
         MlpSpec::Experts(_) => &[Route, Experts],
+        MlpSpec::None => &[],
     };
-    let enter = |half| [Enter(half)].into_iter();
-    let between = [Project(Half::Mixer), Leave(Half::Mixer)];
-    enter(Half::Mixer)
-        .chain(mixer.iter().copied())
-        .chain(between)
-        .chain(enter(Half::Mlp))
-        .chain(mlp.iter().copied())
-        .chain([Leave(Half::Mlp)])
+    // A half that is left out has no operations at all.
+    let half = |half, ops: &'static [BlockOp], last: &'static [BlockOp]| {
+        let whole = [Enter(half)].into_iter();
+        let whole = whole.chain(ops.iter().chain(last).copied());
+        whole.chain([Leave(half)]).filter(|_| !ops.is_empty())
+    };
+    half(Half::Mixer, mixer, &[Project(Half::Mixer)]).chain(half(Half::Mlp, mlp, &[]))
 }
 
 /// A gated MLP of a mixture, with its output added to the sum of the experts.

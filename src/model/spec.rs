@@ -4,9 +4,10 @@
 use super::rope::RopeSet;
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::tensor::{AttentionShape, DeltaShape};
+use crate::tensor::{AttentionShape, DeltaShape, MambaShape, RecurrentShape};
 
 pub use crate::ops::activation::Activation;
+pub use crate::ops::experts::{Scoring, SigmoidScoring};
 
 /// A decoder-only language model.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,13 +36,16 @@ pub struct Spec {
     pub blocks: Vec<BlockSpec>,
     /// Names of the norms' tensors.
     pub norm_names: NormNames,
+    /// Other names of the family's files: the start of a usual name, within the block if it belongs to one, and what stands for it. The
+    /// first match applies.
+    pub renamed: &'static [(&'static str, &'static str)],
     /// Tokens that end a text.
     pub eos: Vec<u32>,
     /// The token that begins a text, if the config names one.
     pub bos: Option<u32>,
 }
 
-/// One decoder block: a mixer, then an MLP, each added to the residual stream.
+/// One decoder block: a mixer, then an MLP, each added to the residual stream. A family may leave out either half.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlockSpec {
     /// Norms around mixer and MLP.
@@ -57,23 +61,32 @@ impl BlockSpec {
     pub fn attention(&self) -> Option<&AttentionSpec> {
         match &self.mixer {
             MixerSpec::Attention(attention) => Some(attention),
-            MixerSpec::GatedDelta(_) => None,
+            _ => None,
         }
     }
 
     /// The attention; an error for another mixer.
     pub fn required_attention(&self) -> Result<&AttentionSpec> {
-        match &self.mixer {
-            MixerSpec::Attention(attention) => Ok(attention),
-            MixerSpec::GatedDelta(_) => bail!(Internal, "attention of a gated delta net"),
+        match self.attention() {
+            Some(attention) => Ok(attention),
+            None => bail!(Internal, "attention of a block with another mixer"),
         }
     }
 
     /// The gated delta net, if that is its mixer.
     pub fn gated_delta(&self) -> Option<&GatedDeltaSpec> {
         match &self.mixer {
-            MixerSpec::Attention(_) => None,
             MixerSpec::GatedDelta(delta) => Some(delta),
+            _ => None,
+        }
+    }
+
+    /// The shape of its recurrent state, if its mixer has one.
+    pub fn recurrent(&self) -> Option<RecurrentShape> {
+        match &self.mixer {
+            MixerSpec::GatedDelta(delta) => Some(RecurrentShape::GatedDelta(delta.shape)),
+            MixerSpec::Mamba2(mamba) => Some(RecurrentShape::Mamba2(mamba.shape)),
+            MixerSpec::Attention(_) | MixerSpec::None => None,
         }
     }
 }
@@ -85,6 +98,10 @@ pub enum MixerSpec {
     Attention(AttentionSpec),
     /// A gated delta net, whose state does not grow with the sequence.
     GatedDelta(GatedDeltaSpec),
+    /// Mamba-2, whose state does not grow with the sequence either.
+    Mamba2(Mamba2Spec),
+    /// The block is an MLP alone.
+    None,
 }
 
 /// A gated delta net: a causal convolution of queries, keys and values, a matrix a head that forgets and is corrected at each token
@@ -104,6 +121,20 @@ pub enum DeltaProjections {
     ByRole,
     /// Two matrices, with the rows of each key head together: Qwen3-Next.
     ByHead,
+}
+
+/// Mamba-2: a causal convolution of x, B and C, a matrix a head that decays and to which each token adds, and a norm of what is read from
+/// it, by groups and after the gate. See [`MambaShape`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct Mamba2Spec {
+    /// Its heads.
+    pub shape: MambaShape,
+    /// Whether its projections must have a bias.
+    pub bias: bool,
+    /// Whether its convolution must have a bias.
+    pub convolution_bias: bool,
+    /// The least and the largest time step.
+    pub step_limits: [f32; 2],
 }
 
 /// Whether a half of a block has a norm before it, and whether it has one after it.
@@ -132,8 +163,8 @@ pub struct AttentionSpec {
     pub o_bias: bool,
     /// Whether the output of each head is multiplied by the sigmoid of a gate, which the projection of queries computes too.
     pub gated: bool,
-    /// Index in [`Spec::ropes`] of the rotation of queries and keys.
-    pub rope: usize,
+    /// Index in [`Spec::ropes`] of the rotation of queries and keys; `None` for attention without positions.
+    pub rope: Option<usize>,
     /// Positions that a query attends to, its own included; `None` for all positions up to its own.
     pub window: Option<usize>,
     /// Factor of the product of query and key.
@@ -174,22 +205,25 @@ impl AttentionSpec {
 /// The MLP of a block.
 #[derive(Clone, Debug, PartialEq)]
 pub enum MlpSpec {
-    /// One gated MLP for all tokens.
-    Dense(GatedMlpSpec),
+    /// One MLP for all tokens.
+    Dense(DenseMlpSpec),
     /// Several experts; a router chooses some of them for each token.
     Experts(ExpertsSpec),
+    /// The block is a mixer alone.
+    None,
 }
 
 impl MlpSpec {
-    /// Width between the projections; of one expert in a mixture.
+    /// Width between the projections; of one expert in a mixture, and 0 without an MLP.
     pub fn intermediate_size(&self) -> usize {
         match self {
+            MlpSpec::None => 0,
             MlpSpec::Dense(mlp) => mlp.intermediate_size,
             MlpSpec::Experts(experts) => experts.expert.intermediate_size,
         }
     }
 
-    /// Number of experts; 0 for a dense MLP.
+    /// Number of experts; 0 without a mixture.
     pub fn experts(&self) -> usize {
         self.mixture().map_or(0, |experts| experts.count)
     }
@@ -197,43 +231,54 @@ impl MlpSpec {
     /// The mixture of experts, if it is one.
     pub fn mixture(&self) -> Option<&ExpertsSpec> {
         match self {
-            MlpSpec::Dense(_) => None,
+            MlpSpec::Dense(_) | MlpSpec::None => None,
             MlpSpec::Experts(experts) => Some(experts),
         }
     }
 
-    /// The gated MLP that all tokens use, if there is one.
-    pub fn of_all_rows(&self) -> Option<&GatedMlpSpec> {
+    /// Its MLPs: for a mixture an expert, and the shared expert if there is one.
+    pub fn specs(&self) -> impl Iterator<Item = &DenseMlpSpec> {
+        let expert = self.mixture().map(|experts| &experts.expert);
+        expert.into_iter().chain(self.of_all_rows())
+    }
+
+    /// The MLP that all tokens use, if there is one.
+    pub fn of_all_rows(&self) -> Option<&DenseMlpSpec> {
         match self {
             MlpSpec::Dense(mlp) => Some(mlp),
             MlpSpec::Experts(experts) => experts.shared.as_ref().map(|shared| &shared.mlp),
+            MlpSpec::None => None,
         }
     }
 }
 
-/// A gated MLP: `down(act(gate(x)) * up(x))`.
+/// An MLP: `down(act(gate(x)) * up(x))`, or `down(act(up(x)))` without a gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GatedMlpSpec {
+pub struct DenseMlpSpec {
     /// Width between the projections.
     pub intermediate_size: usize,
-    /// Activation function of the gate.
+    /// Whether it has a gate.
+    pub gated: bool,
+    /// Activation function of the gate, or of `up`.
     pub activation: Activation,
-    /// Whether the three projections must have a bias.
+    /// Whether its projections must have a bias.
     pub bias: bool,
 }
 
-/// A mixture of experts: takes the softmax over the router's logits, selects the most probable experts, and sums their outputs weighted
-/// with those probabilities.
+/// A mixture of experts: scores them by the router's logits, selects those with the best scores, and sums their outputs weighted with
+/// those scores.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExpertsSpec {
     /// Number of experts.
     pub count: usize,
     /// Number of experts for each token.
     pub per_token: usize,
-    /// Whether the probabilities of the chosen experts are divided by their sum.
+    /// Whether the scores of the chosen experts are divided by their sum.
     pub normalized: bool,
+    /// Function of the logits that scores them.
+    pub scoring: Scoring,
     /// The shape of each expert.
-    pub expert: GatedMlpSpec,
+    pub expert: DenseMlpSpec,
     /// An additional MLP for all tokens.
     pub shared: Option<SharedExpertSpec>,
 }
@@ -242,7 +287,7 @@ pub struct ExpertsSpec {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SharedExpertSpec {
     /// Its MLP.
-    pub mlp: GatedMlpSpec,
+    pub mlp: DenseMlpSpec,
     /// Whether its output is multiplied by a gate: the sigmoid of a projection of the input to one number.
     pub gated: bool,
 }
@@ -274,6 +319,13 @@ impl NormNames {
         mixer_post: "post_attention_layernorm",
         mlp: "pre_feedforward_layernorm",
         mlp_post: "post_feedforward_layernorm",
+    };
+    /// The name in files whose blocks have one half each.
+    pub const SINGLE: NormNames = NormNames {
+        mixer: "norm",
+        mixer_post: "",
+        mlp: "norm",
+        mlp_post: "",
     };
 }
 

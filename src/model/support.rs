@@ -23,10 +23,20 @@ pub struct FamilySupport {
     pub training: Option<String>,
 }
 
+/// Widths of experts that stand for defaults. That of Nemotron-H's class is no multiple of the blocks of NVFP4.
+const EXPERT_WIDTHS: [(&str, usize); 2] = [
+    ("moe_intermediate_size", 512),
+    ("moe_shared_expert_intermediate_size", 512),
+];
+
 /// All known families.
 pub fn known() -> Result<Vec<FamilySupport>> {
     let of = |family: &families::Family| {
-        let spec = families::read(&json!({"model_type": family.model_type}))?;
+        let mut config = json!({"model_type": family.model_type});
+        for (key, width) in EXPERT_WIDTHS {
+            config[key] = width.into();
+        }
+        let spec = families::read(&config)?;
         Ok(FamilySupport {
             model_type: family.model_type,
             class: family.class,
@@ -41,23 +51,27 @@ pub fn known() -> Result<Vec<FamilySupport>> {
 /// The kinds of blocks of a model, in the order of their first blocks.
 fn kinds(spec: &Spec) -> Vec<String> {
     let mixer = |block: &BlockSpec| match &block.mixer {
-        MixerSpec::GatedDelta(_) => "gated delta net",
+        MixerSpec::GatedDelta(_) => Some("gated delta net"),
         MixerSpec::Attention(attention) => match (attention.gated, attention.window) {
-            (true, _) => "gated attention",
-            (false, Some(_)) => "attention with a window",
-            (false, None) => "attention",
+            (true, _) => Some("gated attention"),
+            (false, Some(_)) => Some("attention with a window"),
+            (false, None) => Some("attention"),
         },
+        MixerSpec::Mamba2(_) => Some("Mamba-2"),
+        MixerSpec::None => None,
     };
     let mlp = |block: &BlockSpec| match &block.mlp {
-        MlpSpec::Dense(_) => "MLP",
+        MlpSpec::Dense(_) => Some("MLP"),
         MlpSpec::Experts(experts) => match experts.shared {
-            Some(_) => "experts and a shared one",
-            None => "experts",
+            Some(_) => Some("experts and a shared one"),
+            None => Some("experts"),
         },
+        MlpSpec::None => None,
     };
     let mut kinds = Vec::new();
     for block in &spec.blocks {
-        let kind = format!("{}, {}", mixer(block), mlp(block));
+        let halves: Vec<_> = mixer(block).into_iter().chain(mlp(block)).collect();
+        let kind = halves.join(", ");
         if !kinds.contains(&kind) {
             kinds.push(kind);
         }
@@ -112,6 +126,17 @@ mod tests {
             refusal.contains("block 0 is a gated delta net"),
             "{refusal}"
         );
-        assert!(known.iter().all(|family| family.gpu.is_none()));
+        let refusal = of("nemotron_h").training.as_ref().unwrap();
+        assert!(refusal.contains("block 0 is Mamba-2"), "{refusal}");
+    }
+
+    #[test]
+    fn what_does_not_run_on_a_gpu_is_named() {
+        let known = known().unwrap();
+        let refused = known
+            .iter()
+            .filter_map(|f| Some((f.model_type, f.gpu.as_deref()?)));
+        let expected = ("nemotron_h", "block 0 of this nemotron_h model has Mamba-2");
+        assert_eq!(refused.collect::<Vec<_>>(), [expected]);
     }
 }

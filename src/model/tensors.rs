@@ -2,19 +2,23 @@
 //! store projections with the same input as one matrix, and experts as one stack; a tensor is then a range of its rows. Knows names and
 //! shapes, not files.
 
-use std::ops::Range;
-
 use super::spec::{
-    AttentionSpec, BlockSpec, DeltaProjections, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec,
-    MixerSpec, MlpSpec, SharedExpertSpec, Spec,
+    AttentionSpec, BlockSpec, DeltaProjections, DenseMlpSpec, ExpertsSpec, GatedDeltaSpec,
+    Mamba2Spec, MixerSpec, MlpSpec, Scoring, SharedExpertSpec, Spec,
 };
+
+pub use super::stored_rows::{RowPattern, StoredRows};
 
 /// The table of embeddings, `[vocab, hidden]`.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
+/// The names that files have for it.
+pub(super) const EMBEDDINGS: [&str; 2] = [EMBEDDING, "model.embeddings.weight"];
 /// The output layer, `[vocab, hidden]`.
 pub(super) const HEAD: &str = "lm_head.weight";
 /// The router of a mixture of experts, `[experts, hidden]`.
 pub(super) const ROUTER: &str = "mlp.gate.weight";
+/// The correction that a router by sigmoids adds to its scores before it chooses, `[experts]`.
+pub(super) const ROUTER_CORRECTION: &str = "mlp.gate.e_score_correction_bias";
 /// The gate of the shared expert, `[1, hidden]`.
 pub(super) const SHARED_GATE: &str = "mlp.shared_expert_gate.weight";
 /// The last norm, `[hidden]`.
@@ -38,6 +42,21 @@ pub(super) const DELTA_A_LOG: &str = "linear_attn.A_log";
 pub(super) const DELTA_DT_BIAS: &str = "linear_attn.dt_bias";
 /// The norm of its value heads, which is no offset from one in any family.
 pub(super) const DELTA_NORM: &str = "linear_attn.norm.weight";
+
+/// The gate of Mamba-2's norm; x, B and C; and time steps: rows of one projection, in this order.
+pub(super) const MAMBA_Z: &str = "mixer.in_proj.z";
+pub(super) const MAMBA_XBC: &str = "mixer.in_proj.xbc";
+pub(super) const MAMBA_DT: &str = "mixer.in_proj.dt";
+pub(super) const MAMBA_OUT: &str = "mixer.out_proj";
+/// The convolution of x, B and C, `[channels, 1, taps]`, and its bias.
+pub(super) const MAMBA_CONVOLUTION: &str = "mixer.conv1d.weight";
+pub(super) const MAMBA_CONVOLUTION_BIAS: &str = "mixer.conv1d.bias";
+/// Constants of its heads.
+pub(super) const MAMBA_A_LOG: &str = "mixer.A_log";
+pub(super) const MAMBA_D: &str = "mixer.D";
+pub(super) const MAMBA_DT_BIAS: &str = "mixer.dt_bias";
+/// The norm of its output.
+pub(super) const MAMBA_NORM: &str = "mixer.norm.weight";
 
 /// A tensor of a model.
 #[derive(Clone, Debug, PartialEq)]
@@ -90,79 +109,6 @@ pub struct Within {
     pub shape: Vec<usize>,
     /// The rows, with the stored tensor seen as a matrix; the elements if it is a vector.
     pub rows: StoredRows,
-}
-
-/// Rows of a stored tensor, in the order of their tensor's: one pattern after the other.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StoredRows(pub Vec<RowPattern>);
-
-/// Runs of consecutive rows, all of one length and equally far apart.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RowPattern {
-    /// The first row of the first run.
-    pub first: usize,
-    /// Rows of a run.
-    pub run: usize,
-    /// Rows from one run to the next.
-    pub stride: usize,
-    /// Number of runs.
-    pub runs: usize,
-}
-
-impl From<Range<usize>> for StoredRows {
-    fn from(rows: Range<usize>) -> Self {
-        StoredRows(vec![RowPattern {
-            first: rows.start,
-            run: rows.len(),
-            stride: rows.len(),
-            runs: 1,
-        }])
-    }
-}
-
-impl RowPattern {
-    fn count(&self) -> usize {
-        self.run * self.runs
-    }
-
-    /// The longest run from row `index` of the pattern on, up to `end`.
-    fn run_from(&self, index: usize, end: usize) -> Range<usize> {
-        let within = index % self.run;
-        let start = self.first + index / self.run * self.stride + within;
-        start..start + (self.run - within).min(end - index)
-    }
-}
-
-impl StoredRows {
-    /// The first of them.
-    pub fn first(&self) -> usize {
-        self.0.first().map_or(0, |pattern| pattern.first)
-    }
-
-    /// Number of rows.
-    pub fn count(&self) -> usize {
-        self.0.iter().map(RowPattern::count).sum()
-    }
-
-    /// The consecutive rows that `rows` of these are, in order. Each comes with the number of rows of `rows` before it.
-    pub fn parts(&self, rows: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
-        let (mut next, mut patterns, mut passed) = (rows.start, self.0.iter(), 0);
-        let mut pattern = patterns.next();
-        std::iter::from_fn(move || {
-            while pattern.is_some_and(|p| next >= passed + p.count()) {
-                passed += pattern?.count();
-                pattern = patterns.next();
-            }
-            if next >= rows.end {
-                return None;
-            }
-            let end = rows.end.min(passed + pattern?.count());
-            let run = pattern?.run_from(next - passed, end - passed);
-            let before = next - rows.start;
-            next += run.len();
-            Some((before, run))
-        })
-    }
 }
 
 /// The prefix of a block's tensors.
@@ -227,11 +173,14 @@ pub(super) fn outside(spec: &Spec) -> Vec<TensorSpec> {
             rows: (0..spec.vocab_size).into(),
         });
     }
-    vec![
+    let tensors = [
         embedding,
         whole(HEAD, table, !spec.tied, TensorRole::Linear),
         whole(NORM, vec![spec.hidden_size], true, TensorRole::Vector),
-    ]
+    ];
+    tensors
+        .map(|tensor| stored_by_name(spec, "", tensor))
+        .into()
 }
 
 /// Tensors of a block.
@@ -242,11 +191,12 @@ fn of_block(spec: &Spec, index: usize) -> Vec<TensorSpec> {
         tensors: Vec::new(),
     };
     let names = spec.norm_names;
+    let (mixes, has_mlp) = (*mixer != MixerSpec::None, *mlp != MlpSpec::None);
     for (name, has) in [
-        (names.mixer, norms.pre),
-        (names.mixer_post, norms.post),
-        (names.mlp, norms.pre),
-        (names.mlp_post, norms.post),
+        (names.mixer, norms.pre && mixes),
+        (names.mixer_post, norms.post && mixes),
+        (names.mlp, norms.pre && has_mlp),
+        (names.mlp_post, norms.post && has_mlp),
     ] {
         if has {
             list.vector(&format!("{name}.weight"), spec.hidden_size, true);
@@ -255,12 +205,46 @@ fn of_block(spec: &Spec, index: usize) -> Vec<TensorSpec> {
     match mixer {
         MixerSpec::Attention(attention) => list.attention(attention, spec.hidden_size),
         MixerSpec::GatedDelta(delta) => list.gated_delta(delta, spec.hidden_size),
+        MixerSpec::Mamba2(mamba) => list.mamba2(mamba, spec.hidden_size),
+        MixerSpec::None => {}
     }
     match mlp {
         MlpSpec::Dense(mlp) => list.dense("mlp", mlp, spec.hidden_size),
         MlpSpec::Experts(experts) => list.experts(experts, spec.hidden_size),
+        MlpSpec::None => {}
     }
-    list.tensors
+    let tensors = list.tensors.into_iter();
+    let prefix = block_name(index, "");
+    tensors
+        .map(|tensor| stored_by_name(spec, &prefix, tensor))
+        .collect()
+}
+
+/// A tensor with the names that files of its family have, whose renamed parts follow `prefix`.
+fn stored_by_name(spec: &Spec, prefix: &str, mut tensor: TensorSpec) -> TensorSpec {
+    let renamed = |name: &str| {
+        let name = name.strip_prefix(prefix)?;
+        let mut starts = spec.renamed.iter();
+        starts.find_map(|(usual, stored)| {
+            let rest = name.strip_prefix(usual)?;
+            Some(format!("{prefix}{stored}{rest}"))
+        })
+    };
+    for within in &mut tensor.within {
+        if let Some(name) = renamed(&within.name) {
+            within.name = name;
+        }
+    }
+    if let Some(name) = renamed(&tensor.name).filter(|_| tensor.alone) {
+        tensor.alone = false;
+        let whole = Within {
+            name,
+            shape: tensor.shape.clone(),
+            rows: (0..tensor.shape[0]).into(),
+        };
+        tensor.within.insert(0, whole);
+    }
+    tensor
 }
 
 struct List {
@@ -416,18 +400,56 @@ impl List {
                 of_heads(DELTA_A, ba, &[(shared, shared)]);
             }
         }
+        self.convolution(DELTA_CONVOLUTION, shape.channels(), shape.taps);
+        self.vector(DELTA_A_LOG, heads, true);
+        self.vector(DELTA_DT_BIAS, heads, true);
+        self.vector(DELTA_NORM, shape.value_dim, true);
+        self.recurrent(DELTA_OUT, hidden, values);
+    }
+
+    fn mamba2(&mut self, mamba: &Mamba2Spec, hidden: usize) {
+        let shape = &mamba.shape;
+        let (width, channels, heads) = (shape.width(), shape.channels(), shape.heads);
+        let (all, first_dt) = (width + channels + heads, width + channels);
+        let parts = [
+            (MAMBA_Z, 0..width),
+            (MAMBA_XBC, width..first_dt),
+            (MAMBA_DT, first_dt..all),
+        ];
+        let weight = ("weight", Some(hidden), TensorRole::Recurrent);
+        let bias = mamba.bias.then_some(("bias", None, TensorRole::Vector));
+        for (suffix, cols, role) in [weight].into_iter().chain(bias) {
+            let shape = |rows| std::iter::once(rows).chain(cols).collect::<Vec<_>>();
+            let whole = format!("mixer.in_proj.{suffix}");
+            for (name, rows) in &parts {
+                let (name, stored) = (format!("{name}.{suffix}"), rows.clone().into());
+                let whole = (whole.as_str(), &shape(all)[..]);
+                self.part(&name, &shape(rows.len()), role, whole, stored);
+            }
+        }
+        self.convolution(MAMBA_CONVOLUTION, channels, shape.taps);
+        if mamba.convolution_bias {
+            self.vector(MAMBA_CONVOLUTION_BIAS, channels, true);
+        }
+        for name in [MAMBA_A_LOG, MAMBA_D, MAMBA_DT_BIAS] {
+            self.vector(name, heads, true);
+        }
+        self.vector(MAMBA_NORM, width, true);
+        self.recurrent(MAMBA_OUT, hidden, width);
+        if mamba.bias {
+            self.vector(&format!("{MAMBA_OUT}.bias"), hidden, true);
+        }
+    }
+
+    fn convolution(&mut self, name: &str, channels: usize, taps: usize) {
         self.tensors.push(TensorSpec {
-            name: block_name(self.index, DELTA_CONVOLUTION),
-            shape: vec![shape.channels(), 1, shape.taps],
+            name: block_name(self.index, name),
+            shape: vec![channels, 1, taps],
             required: true,
             role: TensorRole::Vector,
             alone: true,
             within: Vec::new(),
         });
-        self.vector(DELTA_A_LOG, heads, true);
-        self.vector(DELTA_DT_BIAS, heads, true);
-        self.vector(DELTA_NORM, shape.value_dim, true);
-        self.recurrent(DELTA_OUT, hidden, values);
     }
 
     /// A projection of a recurrent layer that is stored alone.
@@ -442,24 +464,31 @@ impl List {
         });
     }
 
-    fn dense(&mut self, name: &str, mlp: &GatedMlpSpec, hidden: usize) {
+    fn dense(&mut self, name: &str, mlp: &DenseMlpSpec, hidden: usize) {
         let wide = mlp.intermediate_size;
         let fused = format!("{name}.gate_up_proj");
-        let of = |first| Some((fused.as_str(), first, 2 * wide));
+        let of = |first| mlp.gated.then_some((fused.as_str(), first, 2 * wide));
         let projection = |projection: &str| format!("{name}.{projection}");
-        self.projection(&projection("gate_proj"), (wide, hidden), mlp.bias, of(0));
+        if mlp.gated {
+            self.projection(&projection("gate_proj"), (wide, hidden), mlp.bias, of(0));
+        }
         self.projection(&projection("up_proj"), (wide, hidden), mlp.bias, of(wide));
         self.projection(&projection("down_proj"), (hidden, wide), mlp.bias, None);
     }
 
     fn experts(&mut self, experts: &ExpertsSpec, hidden: usize) {
         self.router(ROUTER, experts.count, hidden);
-        let wide = experts.expert.intermediate_size;
-        for (projection, rows, cols, fused) in [
+        if experts.scoring != Scoring::Softmax {
+            self.vector(ROUTER_CORRECTION, experts.count, true);
+        }
+        let (wide, gated) = (experts.expert.intermediate_size, experts.expert.gated);
+        let projections = [
             ("gate_proj", wide, hidden, Some(0)),
-            ("up_proj", wide, hidden, Some(wide)),
+            ("up_proj", wide, hidden, gated.then_some(wide)),
             ("down_proj", hidden, wide, None),
-        ] {
+        ];
+        let first = usize::from(!gated);
+        for (projection, rows, cols, fused) in projections.into_iter().skip(first) {
             for expert in 0..experts.count {
                 let stack = |name: &str, of: usize, first: usize| Within {
                     name: block_name(self.index, &format!("mlp.experts.{name}")),
@@ -469,7 +498,7 @@ impl List {
                 let mut within = vec![stack(&format!("{projection}.weight"), rows, 0)];
                 within.push(match fused {
                     Some(first) => stack("gate_up_proj", 2 * wide, first),
-                    None => stack("down_proj", rows, 0),
+                    None => stack(projection, rows, 0),
                 });
                 self.tensors.push(TensorSpec {
                     name: expert_name(self.index, expert, projection) + ".weight",
@@ -498,34 +527,5 @@ impl List {
             alone: true,
             within: Vec::new(),
         });
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rows_are_found_in_the_order_of_their_tensor() {
-        let pattern = |first, run| RowPattern {
-            first,
-            run,
-            stride: 10,
-            runs: 2,
-        };
-        let rows = StoredRows(vec![pattern(0, 2), pattern(2, 3)]);
-        let stored = |range: Range<usize>| -> Vec<usize> {
-            rows.parts(range).flat_map(|(_, part)| part).collect()
-        };
-        let all = [0, 1, 10, 11, 2, 3, 4, 12, 13, 14];
-        assert_eq!((rows.count(), stored(0..10)), (10, all.to_vec()));
-        for (first, last) in [(0, 0), (1, 3), (3, 6), (5, 10), (9, 10)] {
-            assert_eq!(stored(first..last), all[first..last]);
-            let mut at = 0;
-            for (before, part) in rows.parts(first..last) {
-                assert_eq!(before, at);
-                at += part.len();
-            }
-        }
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::training::{GatedMlpLayout, MatrixId, MlpLayout, ProjectionLayout, Source, VectorId};
 use super::weights::{
-    Attention, Block, Embedding, Experts, GatedMlp, Mixer, Mlp, Norms, Projection, Weights,
+    Attention, Block, DenseMlp, Embedding, Experts, Mixer, Mlp, Norms, Projection, Weights,
 };
 use super::{Device, LoadOptions, Made, Model, fused};
 use crate::base::Result;
@@ -53,8 +53,8 @@ fn weights(source: &Source, trained: &dyn Trained) -> Result<Weights> {
     };
     let gated = |mlp: &GatedMlpLayout| {
         let [gate, up] = &mlp.gate_up;
-        Ok(GatedMlp {
-            gate: projection(gate)?,
+        Ok(DenseMlp {
+            gate: Some(projection(gate)?),
             up: projection(up)?,
             down: projection(&mlp.down)?,
         })
@@ -72,6 +72,7 @@ fn weights(source: &Source, trained: &dyn Trained) -> Result<Weights> {
             MlpLayout::Dense(mlp) => Mlp::Dense(Box::new(gated(mlp)?)),
             MlpLayout::Experts(mixture) => Mlp::Experts(Box::new(Experts {
                 router: trained.matrix(mixture.router)?,
+                correction: None,
                 experts: mixture.experts.iter().map(gated).collect::<Result<_>>()?,
                 shared: match &mixture.shared {
                     Some((mlp, gate)) => {

@@ -10,6 +10,7 @@ use crate::checkpoint::{Checkpoint, Entry};
 use crate::ops::Array;
 use crate::ops::delta::DeltaWeights;
 use crate::ops::linear::Linear;
+use crate::ops::mamba::MambaWeights;
 
 /// A linear map with its bias, if any.
 #[derive(Debug)]
@@ -49,6 +50,10 @@ pub enum Mixer {
     Attention(Box<Attention>),
     /// A gated delta net.
     GatedDelta(Box<GatedDelta>),
+    /// Mamba-2.
+    Mamba2(Box<Mamba2>),
+    /// The block is an MLP alone.
+    None,
 }
 
 impl Mixer {
@@ -56,15 +61,17 @@ impl Mixer {
     pub fn required_attention(&self) -> Result<&Attention> {
         match self {
             Mixer::Attention(attention) => Ok(attention),
-            Mixer::GatedDelta(_) => bail!(Internal, "attention of a gated delta net"),
+            _ => bail!(Internal, "attention of a block with another mixer"),
         }
     }
 
-    /// The last projection.
-    pub fn last(&self) -> &Projection {
+    /// The last projection; an error without a mixer.
+    pub fn last(&self) -> Result<&Projection> {
         match self {
-            Mixer::Attention(attention) => &attention.o,
-            Mixer::GatedDelta(delta) => &delta.out,
+            Mixer::Attention(attention) => Ok(&attention.o),
+            Mixer::GatedDelta(delta) => Ok(&delta.out),
+            Mixer::Mamba2(mamba) => Ok(&mamba.out),
+            Mixer::None => bail!(Internal, "the output of a block without a mixer"),
         }
     }
 
@@ -78,6 +85,8 @@ impl Mixer {
                 [q].into_iter().chain(gate).chain([k, v, o]).collect()
             }
             Mixer::GatedDelta(delta) => delta.projections().collect(),
+            Mixer::Mamba2(mamba) => mamba.projections().collect(),
+            Mixer::None => Vec::new(),
         }
     }
 
@@ -89,6 +98,8 @@ impl Mixer {
                 norms.into_iter().flatten().collect()
             }
             Mixer::GatedDelta(delta) => delta.vectors().collect(),
+            Mixer::Mamba2(mamba) => mamba.vectors().collect(),
+            Mixer::None => Vec::new(),
         }
     }
 }
@@ -123,6 +134,34 @@ impl GatedDelta {
     }
 }
 
+/// The weights of Mamba-2.
+#[derive(Debug)]
+pub struct Mamba2 {
+    /// The gate of the norm, `[width, hidden]`.
+    pub z: Projection,
+    /// x, B and C before the convolution, `[channels, hidden]`.
+    pub xbc: Projection,
+    /// The projection to the time step of each head, `[heads, hidden]`.
+    pub dt: Projection,
+    /// Convolution, constants of heads, and norm.
+    pub heads: MambaWeights,
+    /// Output, `[hidden, width]`.
+    pub out: Projection,
+}
+
+impl Mamba2 {
+    fn projections(&self) -> impl Iterator<Item = &Projection> {
+        [&self.z, &self.xbc, &self.dt, &self.out].into_iter()
+    }
+
+    fn vectors(&self) -> impl Iterator<Item = &Array> {
+        let heads = &self.heads;
+        let bias = heads.convolution_bias.iter();
+        let of_heads = [&heads.a_log, &heads.dt_bias, &heads.skip, &heads.norm];
+        [&heads.convolution].into_iter().chain(bias).chain(of_heads)
+    }
+}
+
 /// The weights of grouped-query attention.
 #[derive(Debug)]
 pub struct Attention {
@@ -146,16 +185,18 @@ pub struct Attention {
 #[derive(Debug)]
 pub enum Mlp {
     /// A single MLP for all tokens.
-    Dense(Box<GatedMlp>),
+    Dense(Box<DenseMlp>),
     /// Several experts and their router.
     Experts(Box<Experts>),
+    /// The block is a mixer alone.
+    None,
 }
 
-/// A gated MLP.
+/// An MLP.
 #[derive(Debug)]
-pub struct GatedMlp {
-    /// `[intermediate, hidden]`.
-    pub gate: Projection,
+pub struct DenseMlp {
+    /// `[intermediate, hidden]`, if it has a gate.
+    pub gate: Option<Projection>,
     /// `[intermediate, hidden]`.
     pub up: Projection,
     /// `[hidden, intermediate]`.
@@ -167,10 +208,12 @@ pub struct GatedMlp {
 pub struct Experts {
     /// The router, which computes the logits of the experts, `[experts, hidden]`.
     pub router: Linear,
+    /// Added to the scores by which experts are chosen, `[experts]`, if they are sigmoids.
+    pub correction: Option<Array>,
     /// The experts.
-    pub experts: Vec<GatedMlp>,
+    pub experts: Vec<DenseMlp>,
     /// The shared expert, and the projection `[1, hidden]` whose sigmoid multiplies its output.
-    pub shared: Option<(GatedMlp, Option<Linear>)>,
+    pub shared: Option<(DenseMlp, Option<Linear>)>,
 }
 
 /// Source of embedding rows.
@@ -201,36 +244,54 @@ pub struct Weights {
     pub head: Projection,
 }
 
-impl GatedMlp {
-    fn projections(&self) -> [&Projection; 3] {
-        [&self.gate, &self.up, &self.down]
+impl DenseMlp {
+    fn projections(&self) -> impl Iterator<Item = &Projection> {
+        self.gate.iter().chain([&self.up, &self.down])
+    }
+
+    /// The gate; an error for an MLP without one.
+    pub fn required_gate(&self) -> Result<&Projection> {
+        match &self.gate {
+            Some(gate) => Ok(gate),
+            None => bail!(Internal, "the gate of an MLP without one"),
+        }
     }
 }
 
 impl Mlp {
-    /// The gated MLP that all tokens use, if there is one.
-    pub fn of_all_rows(&self) -> Option<&GatedMlp> {
+    /// The MLP that all tokens use, if there is one.
+    pub fn of_all_rows(&self) -> Option<&DenseMlp> {
         match self {
             Mlp::Dense(mlp) => Some(mlp),
             Mlp::Experts(experts) => experts.shared.as_ref().map(|(mlp, _)| mlp),
+            Mlp::None => None,
         }
     }
 
-    /// All gated MLPs: for a mixture the experts, and then the shared expert.
-    pub fn mlps(&self) -> Vec<&GatedMlp> {
+    /// All MLPs: for a mixture the experts, and then the shared expert.
+    pub fn mlps(&self) -> Vec<&DenseMlp> {
         match self {
             Mlp::Dense(mlp) => vec![mlp],
             Mlp::Experts(experts) => {
                 let shared = experts.shared.iter().map(|(mlp, _)| mlp);
                 experts.experts.iter().chain(shared).collect()
             }
+            Mlp::None => Vec::new(),
+        }
+    }
+
+    /// The vectors that are no biases of projections.
+    fn vectors(&self) -> Option<&Array> {
+        match self {
+            Mlp::Experts(experts) => experts.correction.as_ref(),
+            Mlp::Dense(_) | Mlp::None => None,
         }
     }
 
     /// The projections that select experts.
     fn routers(&self) -> Vec<&Linear> {
         match self {
-            Mlp::Dense(_) => Vec::new(),
+            Mlp::Dense(_) | Mlp::None => Vec::new(),
             Mlp::Experts(experts) => {
                 let shared = experts.shared.iter().filter_map(|(_, gate)| gate.as_ref());
                 std::iter::once(&experts.router).chain(shared).collect()
@@ -243,7 +304,7 @@ impl Block {
     fn projections(&self) -> impl Iterator<Item = &Projection> {
         let mlps = self.mlp.mlps().into_iter();
         let mixer = self.mixer.projections().into_iter();
-        mixer.chain(mlps.flat_map(GatedMlp::projections))
+        mixer.chain(mlps.flat_map(DenseMlp::projections))
     }
 
     /// The vectors: norms, biases, and what else a mixer has.
@@ -258,6 +319,7 @@ impl Block {
             .into_iter()
             .flatten()
             .chain(self.mixer.vectors())
+            .chain(self.mlp.vectors())
             .chain(self.projections().filter_map(|p| p.bias.as_ref()))
     }
 }
@@ -305,7 +367,7 @@ impl Weights {
             let (Mlp::Experts(experts), Some(spec)) = (&block.mlp, spec.mlp.mixture()) else {
                 return 0.0;
             };
-            let projections = experts.experts.iter().flat_map(GatedMlp::projections);
+            let projections = experts.experts.iter().flat_map(DenseMlp::projections);
             let all: usize = projections.map(|p| p.linear.bytes()).sum();
             let chosen = spec.per_token as f64 / spec.count as f64;
             all as f64 * (1.0 - chosen).powi(batch.min(1 << 20) as i32)

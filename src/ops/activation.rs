@@ -1,10 +1,10 @@
-//! Elementwise operations: gated activations, sums, scaling and soft caps.
+//! Elementwise operations: activations with and without a gate, sums, scaling and soft caps.
 
 use super::{Device, Slice, SliceMut};
 use crate::base::error::{Result, bail};
 use crate::cuda;
 
-/// Activation function of a gated linear unit.
+/// Activation function of an MLP.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Activation {
     /// `x / (1 + e^-x)`, of SwiGLU (Shazeer, 2020).
@@ -12,14 +12,17 @@ pub enum Activation {
     Silu,
     /// The tanh form of GELU, `x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2` (Hendrycks and Gimpel, 2016), of GeGLU.
     GeluTanh,
+    /// `max(x, 0)^2` (So et al., 2021, "Primer"), of MLPs without a gate.
+    ReluSquared,
 }
 
 impl Activation {
-    /// The kernels' name of this function.
-    pub(crate) const fn on_gpu(self) -> cuda::Activation {
+    /// The kernels' name of this function. Fails for one that no kernel of a GPU has.
+    pub(crate) fn on_gpu(self) -> Result<cuda::Activation> {
         match self {
-            Activation::Silu => cuda::Activation::Silu,
-            Activation::GeluTanh => cuda::Activation::GeluTanh,
+            Activation::Silu => Ok(cuda::Activation::Silu),
+            Activation::GeluTanh => Ok(cuda::Activation::GeluTanh),
+            Activation::ReluSquared => bail!(Unsupported, "no kernel of a GPU squares a ReLU"),
         }
     }
 }
@@ -34,7 +37,26 @@ pub fn glu(
     match (device, activation) {
         (Device::Cpu(cpu), Activation::Silu) => cpu.swiglu(gate.host()?, up.host()?),
         (Device::Cpu(cpu), Activation::GeluTanh) => cpu.geglu(gate.host()?, up.host()?),
-        (Device::Cuda(_), _) => cuda::glu_f32(activation.on_gpu(), gate.cuda()?, up.cuda()?),
+        (Device::Cpu(_), Activation::ReluSquared) => {
+            bail!(Unsupported, "a squared ReLU as the activation of a gate")
+        }
+        (Device::Cuda(_), _) => cuda::glu_f32(activation.on_gpu()?, gate.cuda()?, up.cuda()?),
+    }
+}
+
+/// `x = act(x)`, element by element, for MLPs without a gate.
+pub fn activate(device: &Device, activation: Activation, x: SliceMut<'_>) -> Result<()> {
+    match (device, activation) {
+        (Device::Cpu(_), Activation::ReluSquared) => {
+            let square = |x: &mut f32| *x = x.max(0.0) * x.max(0.0);
+            x.host()?.iter_mut().for_each(square);
+            Ok(())
+        }
+        _ => bail!(
+            Unsupported,
+            "{activation:?} without a gate on {}; known is a squared ReLU on the CPU",
+            device.name()
+        ),
     }
 }
 

@@ -30,7 +30,7 @@ pub fn convolve(
 ) -> Result<()> {
     let (cpu, qkv) = (host(device)?, qkv.host()?);
     let weight = weights.convolution.all().host()?;
-    cpu.convolve(qkv, shape.channels(), weight, history)?;
+    cpu.convolve(qkv, shape.channels(), weight, None, history)?;
     cpu.delta_norms(shape, qkv)
 }
 

@@ -108,6 +108,106 @@ fn softmax(logits: &[f32]) -> impl Fn(usize) -> f32 {
     move |expert| (logits[expert] - largest).exp() / sum
 }
 
+/// How the logits of a router score experts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Scoring {
+    /// By their softmax: [`route`].
+    Softmax,
+    /// Each by its own sigmoid: [`route_by_sigmoid`].
+    Sigmoid(SigmoidScoring),
+}
+
+/// Scores of experts that do not depend on each other (DeepSeek-AI, 2024, "DeepSeek-V3").
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SigmoidScoring {
+    /// Groups of equally many consecutive experts.
+    pub groups: usize,
+    /// Groups whose experts a row may choose: those with the largest sum of their two best scores.
+    pub top_groups: usize,
+    /// Factor of all weights.
+    pub scale: f32,
+}
+
+impl SigmoidScoring {
+    /// Fails unless `count` experts form the groups, and `per_token` of them can be chosen.
+    pub fn check(&self, count: usize, per_token: usize) -> Result<()> {
+        let SigmoidScoring {
+            groups, top_groups, ..
+        } = *self;
+        let is_sound = (1..=groups).contains(&top_groups)
+            && count.is_multiple_of(groups)
+            && (groups == 1 || count / groups > 1)
+            && (1..=count / groups * top_groups).contains(&per_token);
+        if !is_sound {
+            bail!(
+                InvalidArgument,
+                "{per_token} of {count} experts in {top_groups} of {groups} groups; groups must be alike, of two or more, and have enough experts"
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Routes each row by its logits, `[rows, count]`. The scores of experts are the sigmoids of their logits. A row chooses the `per_token`
+/// experts with the largest sums of score and `correction` within its best groups; the weights are the scores alone, divided by their sum
+/// if `normalized`. Of equal sums the lower index wins.
+pub fn route_by_sigmoid(
+    logits: &[f32],
+    per_token: usize,
+    normalized: bool,
+    scoring: &SigmoidScoring,
+    correction: &[f32],
+) -> Result<Routes> {
+    let count = correction.len();
+    scoring.check(count, per_token)?;
+    if !logits.len().is_multiple_of(count) {
+        bail!(
+            InvalidArgument,
+            "{} logits of {count} experts; there must be whole rows",
+            logits.len()
+        );
+    }
+    let mut by_expert = vec![Vec::new(); count];
+    for (row, logits) in logits.chunks_exact(count).enumerate() {
+        check_logits(logits)?;
+        let scores: Vec<f32> = logits.iter().map(|x| 1.0 / (1.0 + (-x).exp())).collect();
+        let corrected: Vec<f32> = scores.iter().zip(correction).map(|(s, c)| s + c).collect();
+        let chosen = best_in_groups(&corrected, per_token, scoring);
+        let total: f32 = match normalized {
+            // Keeps the quotient finite if no score is above zero, as the models were trained.
+            true => chosen.iter().map(|&expert| scores[expert]).sum::<f32>() + 1e-20,
+            false => 1.0,
+        };
+        for expert in chosen {
+            let weight = scores[expert] / total * scoring.scale;
+            by_expert[expert].push((row as u32, weight));
+        }
+    }
+    Ok(Routes::new(&by_expert))
+}
+
+/// The `per_token` experts with the largest values in the groups with the largest sum of their two largest values.
+fn best_in_groups(values: &[f32], per_token: usize, scoring: &SigmoidScoring) -> Vec<usize> {
+    let size = values.len() / scoring.groups;
+    let largest_first = |values: &[f32]| {
+        let mut order: Vec<usize> = (0..values.len()).collect();
+        order.sort_by(|&a, &b| values[b].total_cmp(&values[a]).then(a.cmp(&b)));
+        order
+    };
+    let groups: Vec<f32> = values
+        .chunks_exact(size)
+        .map(|group| {
+            let order = largest_first(group);
+            order.iter().take(2).map(|&expert| group[expert]).sum()
+        })
+        .collect();
+    let best = &largest_first(&groups)[..scoring.top_groups];
+    let mut chosen = largest_first(values);
+    chosen.retain(|expert| best.contains(&(expert / size)));
+    chosen.truncate(per_token);
+    chosen
+}
+
 /// Fails if the logits of a row are not finite.
 pub fn check_logits(logits: &[f32]) -> Result<()> {
     match logits.iter().position(|l| !l.is_finite()) {
@@ -328,6 +428,43 @@ mod tests {
         close(&routes, 3, &[(0, 0.375)]);
         let routes = route(&logits, 4, 2, true).unwrap();
         close(&routes, 0, &[(0, 0.5), (1, 0.5)]);
+    }
+
+    /// The first group has the best expert, and the second the two that are best together.
+    #[test]
+    fn a_correction_and_groups_choose_and_scores_weigh() {
+        let logit = |p: f32| (p / (1.0 - p)).ln();
+        let logits = [0.9, 0.1, 0.6, 0.7].map(logit);
+        let scoring = |top_groups, scale| SigmoidScoring {
+            groups: 2,
+            top_groups,
+            scale,
+        };
+        let close = |routes: &Routes, expected: [&[(usize, f32)]; 4]| {
+            for (expert, expected) in expected.into_iter().enumerate() {
+                let found: Vec<_> = routes.of(expert).collect();
+                assert_eq!(found.len(), expected.len(), "expert {expert}");
+                for (a, b) in found.iter().zip(expected) {
+                    assert!(a.0 == b.0 && (a.1 - b.1).abs() < 1e-6, "{a:?} {b:?}");
+                }
+            }
+        };
+        let none = [0.0; 4];
+        let routes = route_by_sigmoid(&logits, 2, false, &scoring(2, 1.0), &none).unwrap();
+        close(&routes, [&[(0, 0.9)], &[], &[], &[(0, 0.7)]]);
+        let routes = route_by_sigmoid(&logits, 2, false, &scoring(1, 1.0), &none).unwrap();
+        close(&routes, [&[], &[], &[(0, 0.6)], &[(0, 0.7)]]);
+        let routes = route_by_sigmoid(&logits, 2, true, &scoring(1, 2.5), &none).unwrap();
+        let of = |score: f32| [(0, score / 1.3 * 2.5)];
+        close(&routes, [&[], &[], &of(0.6), &of(0.7)]);
+        let correction = [0.0, 0.5, 0.0, 0.0];
+        let routes = route_by_sigmoid(&logits, 2, false, &scoring(1, 1.0), &correction).unwrap();
+        close(&routes, [&[(0, 0.9)], &[(0, 0.1)], &[], &[]]);
+        for (per_token, top_groups) in [(3, 1), (1, 3), (0, 1)] {
+            let refused =
+                route_by_sigmoid(&logits, per_token, true, &scoring(top_groups, 1.0), &none);
+            expect_kind(refused, ErrorKind::InvalidArgument, "of 4 experts in");
+        }
     }
 
     #[test]

@@ -10,6 +10,7 @@ pub mod delta;
 mod device;
 pub mod experts;
 pub mod linear;
+pub mod mamba;
 pub mod norm;
 pub mod quantize;
 pub mod rope;

@@ -6,7 +6,9 @@ mod attention;
 mod delta;
 mod dlpack;
 mod dtype;
+mod mamba;
 pub mod product;
+mod recurrent;
 mod shape;
 mod storage;
 mod weight_type;
@@ -18,6 +20,8 @@ pub use dlpack::{
     Managed,
 };
 pub use dtype::DType;
+pub use mamba::MambaShape;
+pub use recurrent::RecurrentShape;
 pub use shape::{MAX_RANK, Shape};
 pub use storage::{Owner, Place, Release, Tensor, WeakTensor};
 pub use weight_type::WeightType;

@@ -14,8 +14,8 @@ const HELD: usize = 3;
 
 /// Bytes of the recurrent state of a model.
 fn state_bytes(model: &Served) -> usize {
-    let shapes = model.spec().blocks.iter().filter_map(|b| b.gated_delta());
-    shapes.map(|delta| 4 * delta.shape.state_floats()).sum()
+    let shapes = model.spec().blocks.iter().filter_map(|b| b.recurrent());
+    shapes.map(|shape| 4 * shape.state_floats()).sum()
 }
 
 /// Bytes of keys and values of `len` positions, rounded up to whole blocks of at most 64.

@@ -53,7 +53,9 @@ impl Exact<'_> {
     fn rotate(&self, x: &mut Rows, block: usize) {
         let spec = self.source.spec();
         let attention = spec.blocks[block].attention().unwrap();
-        let frequencies = &spec.ropes[attention.rope].table(x.len()).frequencies;
+        let frequencies = &spec.ropes[attention.rope.unwrap()]
+            .table(x.len())
+            .frequencies;
         let half = frequencies.len();
         assert_eq!(2 * half, attention.head_dim);
         for (position, row) in x.iter_mut().enumerate() {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
 
-use super::companion::{TOKENIZER_FILES, TOOL_TEMPLATE};
+use super::companion::{TOKENIZER_FILES, TOOL_TEMPLATE, with_tagged_floats};
 use super::{Checkpoint, Encoding, Entry, Metadata, Part, TokenizerSource};
 use crate::base::error::{Error, bail, err};
 use crate::base::file::{self, Temporary};
@@ -559,7 +559,8 @@ const CONFIG: &str = "config.json";
 /// Whether two files agree: equal bytes, or equal JSON apart from the quantization of their source.
 fn same_content(a: &[u8], b: &[u8]) -> bool {
     let json = |bytes: &[u8]| {
-        let mut value: serde_json::Value = serde_json::from_slice(bytes).ok()?;
+        let mut value: serde_json::Value =
+            serde_json::from_slice(&with_tagged_floats(bytes)).ok()?;
         value.as_object_mut()?.shift_remove("quantization_config");
         Some(value)
     };

@@ -24,10 +24,12 @@ pub(super) fn check(examined: &Spec, reference: &Spec) -> Result<()> {
 }
 
 fn block_sizes(block: &BlockSpec) -> [(&'static str, usize); 5] {
-    // Heads of a gated delta net are counted by its values.
+    // Heads of a gated delta net are counted by its values, and those of Mamba-2 by x and by B.
     let (heads, kv_heads, dim) = match &block.mixer {
         MixerSpec::Attention(a) => (a.heads, a.kv_heads, a.head_dim),
         MixerSpec::GatedDelta(d) => (d.shape.value_heads, d.shape.key_heads, d.shape.value_dim),
+        MixerSpec::Mamba2(m) => (m.shape.heads, m.shape.groups, m.shape.head_dim),
+        MixerSpec::None => (0, 0, 0),
     };
     [
         ("query heads", heads),

@@ -13,8 +13,9 @@ use std::path::Path;
 use serde::Serialize;
 use serde_json::json;
 
-use self::plan::{Action, EMBEDDING, HEAD, PlannedTensor, plan};
+use self::plan::{Action, PlannedTensor, plan};
 use self::rows::{PART, PARTS, RowConverter};
+use super::tensors::{EMBEDDINGS, HEAD};
 use super::{check_loadable, text};
 use crate::base::error::{bail, err};
 use crate::base::file::folder_of;
@@ -105,8 +106,8 @@ pub fn convert(
     };
     let mut report = ConvertReport {
         tensors: steps.len(),
-        embedding: encoding_of(&[EMBEDDING]),
-        head: encoding_of(&[HEAD, EMBEDDING]),
+        embedding: encoding_of(&EMBEDDINGS),
+        head: encoding_of(&[&[HEAD], &EMBEDDINGS[..]].concat()),
         bytes_in: source.entries().iter().map(|e| e.bytes).sum(),
         ..ConvertReport::default()
     };

@@ -10,6 +10,7 @@ use crate::checkpoint::{Checkpoint, Encoding, Entry, Planned, is_of_text_model};
 use crate::format::nvfp4::BLOCK;
 use crate::model::families;
 use crate::model::load::has_own_head;
+use crate::model::tensors::{EMBEDDINGS, HEAD};
 use crate::tensor::DType;
 
 /// How a tensor derives from its entry.
@@ -63,9 +64,6 @@ impl PlannedTensor {
     }
 }
 
-pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
-pub(super) const HEAD: &str = "lm_head.weight";
-
 /// Weights that serving engines fuse into one matrix with one global scale.
 pub(super) const FUSED: [&[&str]; 2] = [
     &["q_proj.weight", "k_proj.weight", "v_proj.weight"],
@@ -94,11 +92,13 @@ fn is_linear(entry: &Entry) -> bool {
 }
 
 /// Projections of recurrent layers, whose errors add up in a state. A file that holds them in 4 bits keeps them so.
-const RECURRENT: [&str; 4] = [
+const RECURRENT: [&str; 6] = [
     ".linear_attn.in_proj_qkv.weight",
     ".linear_attn.in_proj_z.weight",
     ".linear_attn.in_proj_qkvz.weight",
     ".linear_attn.out_proj.weight",
+    ".mixer.in_proj.weight",
+    ".mixer.out_proj.weight",
 ];
 
 /// Whether `entry` becomes int8 because it belongs to a recurrent layer.
@@ -182,7 +182,8 @@ pub(super) fn plan(
 
 /// Whether `entry` is the embedding or the head.
 fn is_table(entry: &Entry) -> bool {
-    entry.shape.len() == 2 && [EMBEDDING, HEAD].contains(&&*entry.name)
+    let name = entry.name.as_str();
+    entry.shape.len() == 2 && (EMBEDDINGS.contains(&name) || name == HEAD)
 }
 
 /// Encoding of a written table.
@@ -246,19 +247,21 @@ fn kept(entry: &Entry, container: Container) -> Encoding {
 /// Whether a model whose config ties the head to the embedding stores both, with the same values.
 fn repeats_the_embedding(source: &dyn Checkpoint) -> Result<bool> {
     let is_said_to_be_tied = (source.metadata().config.as_ref()).is_some_and(families::is_tied);
-    Ok(is_said_to_be_tied && source.find(EMBEDDING).is_some() && !has_own_head(source)?)
+    let has_embedding = EMBEDDINGS.iter().any(|name| source.find(name).is_some());
+    Ok(is_said_to_be_tied && has_embedding && !has_own_head(source)?)
 }
 
 /// Divides a stack of experts into one tensor per expert, or two if the stack holds gate and up projections, named as serving engines and
-/// this library's loader expect: `mlp.experts.E.gate_proj.weight`. `None` for an entry that is not a stack.
+/// this library's loader expect: `mlp.experts.E.gate_proj.weight`, or with `mixer` for `mlp`. `None` for an entry that is not a stack.
 fn experts(
     source: &dyn Checkpoint,
     entry: &Entry,
     container: Container,
 ) -> Result<Option<Vec<PlannedTensor>>> {
-    const STACKED: &str = ".mlp.experts.";
-    let (Some((block, projection)), &[count, rows, cols]) =
-        (entry.name.split_once(STACKED), &entry.shape[..])
+    let stack = [".mlp.experts.", ".mixer.experts."]
+        .into_iter()
+        .find_map(|stacked| Some((entry.name.split_once(stacked)?, stacked)));
+    let (Some(((block, projection), stacked)), &[count, rows, cols]) = (stack, &entry.shape[..])
     else {
         return Ok(None);
     };
@@ -283,7 +286,7 @@ fn experts(
         projection => vec![(projection, 0..rows)],
     };
     let step = |(expert, (projection, rows)): (usize, (&str, Range<usize>))| PlannedTensor {
-        name: format!("{block}{STACKED}{expert}.{projection}.weight"),
+        name: format!("{block}{stacked}{expert}.{projection}.weight"),
         entry: entry.clone(),
         shape: vec![rows.len(), cols],
         rows: expert * all + rows.start..expert * all + rows.end,

@@ -6,8 +6,8 @@ use crate::format::nvfp4::BLOCK;
 use crate::model::keys::{Keys, LARGEST};
 use crate::model::rope::{self, RopeSet};
 use crate::model::spec::{
-    Activation, AttentionSpec, BlockSpec, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec, MixerSpec,
-    MlpSpec, NormNames, NormPlacement, Spec,
+    Activation, AttentionSpec, BlockSpec, DenseMlpSpec, ExpertsSpec, MixerSpec, MlpSpec, NormNames,
+    NormPlacement, Scoring, Spec,
 };
 
 /// Larger than the number of blocks of any model, and small enough that listing missing tensors stays cheap.
@@ -16,6 +16,12 @@ const MOST_LAYERS: usize = 4096;
 pub(super) const WINDOWED: &str = "sliding_attention";
 /// Larger than the number of experts of any model.
 const MOST_EXPERTS: usize = 4096;
+/// Positions that a convolution of the kernels sees at most.
+pub(super) const MOST_TAPS: usize = 4;
+/// Elements of a recurrent head in a vector of the kernels.
+pub(super) const HEAD_MULTIPLE: usize = 16;
+/// Larger than the width of all recurrent heads of any model.
+pub(super) const MOST_WIDTH: usize = 1 << 20;
 
 /// A decoder that is not finished: all of its blocks are still equal.
 pub(super) struct Decoder {
@@ -32,7 +38,7 @@ pub(super) struct DecoderBlock {
     pub(super) norms: NormPlacement,
     pub(super) attention: AttentionSpec,
     /// The mixer in the place of attention, if any.
-    pub(super) gated_delta: Option<GatedDeltaSpec>,
+    pub(super) mixer: Option<MixerSpec>,
     pub(super) mlp: MlpSpec,
 }
 
@@ -40,10 +46,7 @@ impl DecoderBlock {
     fn finish(self) -> BlockSpec {
         BlockSpec {
             norms: self.norms,
-            mixer: match self.gated_delta {
-                Some(delta) => MixerSpec::GatedDelta(delta),
-                None => MixerSpec::Attention(self.attention),
-            },
+            mixer: self.mixer.unwrap_or(MixerSpec::Attention(self.attention)),
             mlp: self.mlp,
         }
     }
@@ -73,8 +76,9 @@ impl Decoder {
         multiple_of_block("hidden_size", hidden_size)?;
         let max_positions = keys.size("max_position_embeddings")?.unwrap_or(2048);
         let attention = attention(keys, hidden_size)?;
-        let mlp = GatedMlpSpec {
+        let mlp = DenseMlpSpec {
             intermediate_size: intermediate_size(keys, "intermediate_size")?,
+            gated: true,
             activation: activation(keys)?,
             bias: keys.flag("mlp_bias")? == Some(true),
         };
@@ -93,6 +97,7 @@ impl Decoder {
                 ropes: ropes(attention.head_dim, max_positions)?,
                 blocks: Vec::new(),
                 norm_names: NormNames::PRE,
+                renamed: &[],
                 eos: keys.ids("eos_token_id")?,
                 bos: keys.ids("bos_token_id")?.first().copied(),
             },
@@ -102,7 +107,7 @@ impl Decoder {
                     post: false,
                 },
                 attention,
-                gated_delta: None,
+                mixer: None,
                 mlp: MlpSpec::Dense(mlp),
             },
         })
@@ -239,7 +244,7 @@ fn attention(keys: &Keys<'_>, hidden_size: usize) -> Result<AttentionSpec> {
         qkv_bias: false,
         o_bias: false,
         gated: false,
-        rope: 0,
+        rope: Some(0),
         window: None,
         scale: 1.0 / (head_dim as f32).sqrt(),
         score_cap: cap(keys, "attn_logit_softcapping")?,
@@ -282,24 +287,32 @@ fn cap(keys: &Keys<'_>, name: &str) -> Result<Option<f32>> {
     }
 }
 
-/// The experts described by Qwen's keys.
-pub(super) fn experts(keys: &Keys<'_>) -> Result<ExpertsSpec> {
+/// The number of experts, from the key `name`, and that of a token.
+pub(super) fn expert_counts(keys: &Keys<'_>, name: &str) -> Result<(usize, usize)> {
     let (count, per_token) = (
-        keys.required_size("num_experts")?,
+        keys.required_size(name)?,
         keys.required_size("num_experts_per_tok")?,
     );
     if count > MOST_EXPERTS || per_token > count {
         bail!(
             CorruptFile,
-            "config: a token goes to {per_token} experts (num_experts_per_tok) of {count} (num_experts); expected at most {MOST_EXPERTS}, and no more for a token than there are"
+            "config: a token goes to {per_token} experts (num_experts_per_tok) of {count} ({name}); expected at most {MOST_EXPERTS}, and no more for a token than there are"
         );
     }
+    Ok((count, per_token))
+}
+
+/// The experts described by Qwen's keys.
+pub(super) fn experts(keys: &Keys<'_>) -> Result<ExpertsSpec> {
+    let (count, per_token) = expert_counts(keys, "num_experts")?;
     Ok(ExpertsSpec {
         count,
         per_token,
         normalized: keys.flag("norm_topk_prob")? == Some(true),
-        expert: GatedMlpSpec {
+        scoring: Scoring::Softmax,
+        expert: DenseMlpSpec {
             intermediate_size: intermediate_size(keys, "moe_intermediate_size")?,
+            gated: true,
             activation: activation(keys)?,
             bias: false,
         },

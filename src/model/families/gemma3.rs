@@ -74,7 +74,7 @@ fn read(keys: &Keys<'_>) -> Result<Spec> {
             None => !(layer + 1).is_multiple_of(pattern),
         };
         if is_windowed {
-            block.attention.rope = 1;
+            block.attention.rope = Some(1);
             block.attention.window = window;
         }
     }))

@@ -7,6 +7,7 @@ mod gemma3;
 mod gguf;
 mod llama;
 mod mistral;
+mod nemotron;
 mod phi3;
 mod qwen;
 mod qwen35;
@@ -37,6 +38,7 @@ pub const FAMILIES: &[Family] = &[
     qwen35::QWEN3_5,
     qwen35::QWEN3_5_MOE,
     qwen35::QWEN3_NEXT,
+    nemotron::NEMOTRON_H,
 ];
 
 /// The families whose GGUF files are translated.
@@ -172,7 +174,8 @@ mod tests {
         let (near, far) = (attention(&spec, 4), attention(&spec, 5));
         assert_eq!((near.heads, near.kv_heads, near.head_dim), (8, 4, 256));
         assert_eq!((near.window, far.window), (Some(1024), None));
-        assert_eq!((near.rope, far.rope, near.scale), (1, 0, 1.0 / 16.0));
+        let ropes = (near.rope, far.rope);
+        assert_eq!((ropes, near.scale), ((Some(1), Some(0)), 1.0 / 16.0));
         assert_eq!(spec.ropes[0].table.frequencies[0], 0.125);
         assert_eq!(spec.ropes[1].table.frequencies[0], 1.0);
         assert_eq!(spec.embedding_scale, 2560f32.sqrt());
@@ -215,7 +218,7 @@ mod tests {
             (
                 "model_type",
                 json!("mamba"),
-                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, phi3, gemma3, qwen3_5, qwen3_5_moe, qwen3_next",
+                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, phi3, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h",
             ),
             ("hidden_act", json!("gelu"), "'gelu'"),
             ("hidden_size", json!(72), "hidden_size is 72"),
@@ -317,7 +320,12 @@ mod tests {
                     family.model_type
                 );
             }
-            let missing = defaults.keys().find(|key| !ours.contains_key(*key));
+            let has = |key: &str| {
+                let mut renamed = family.renamed.iter();
+                let own = renamed.find_map(|(other, own)| (*other == key).then_some(*own));
+                ours.contains_key(key) || own.is_some_and(|own| ours.contains_key(own))
+            };
+            let missing = defaults.keys().find(|key| !has(key));
             assert_eq!(missing, None, "{}", family.model_type);
             let renamed: Vec<(&str, &str)> = object(&theirs["renamed"])
                 .iter()
@@ -351,9 +359,9 @@ mod tests {
             let spec = read(&Value::Object(config)).unwrap_or_else(|e| panic!("{probe}: {e}"));
             let expected = &probe["resolved"];
             let attention = spec.blocks.iter().find_map(|b| b.attention()).unwrap();
-            let rope_of = |block: usize| spec.blocks[block].attention().map_or(0, |a| a.rope);
+            let rope_of = |block: usize| spec.blocks[block].attention().and_then(|a| a.rope);
             let base = |block: usize| {
-                let rope = &spec.ropes[rope_of(block)].table;
+                let rope = &spec.ropes[rope_of(block).unwrap_or(0)].table;
                 // The frequency of pair 1 is the base to the power of -2 over the size of a head.
                 let width = 2.0 * rope.frequencies.len() as f64;
                 f64::from(rope.frequencies[1]).powf(-width / 2.0)
@@ -384,7 +392,7 @@ mod tests {
                 let full = spec
                     .blocks
                     .iter()
-                    .position(|b| b.attention().is_some_and(|a| a.rope == 0));
+                    .position(|b| b.attention().is_some_and(|a| a.rope == Some(0)));
                 let scaling = probe["config"]["rope_scaling"]["factor"].as_f64();
                 if let (Some(full), None) = (full, scaling) {
                     let want = expected["thetas"][0].as_f64().unwrap();

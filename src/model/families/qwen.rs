@@ -7,7 +7,7 @@ use super::decoder::{Decoder, WINDOWED, expert_layers, experts, intermediate_siz
 use super::family::Family;
 use crate::base::Result;
 use crate::model::keys::Keys;
-use crate::model::spec::{ExpertsSpec, GatedMlpSpec, MlpSpec, SharedExpertSpec, Spec};
+use crate::model::spec::{DenseMlpSpec, ExpertsSpec, MlpSpec, SharedExpertSpec, Spec};
 
 pub(super) const QWEN2: Family = Family {
     model_type: "qwen2",
@@ -107,7 +107,7 @@ fn qwen2_moe(keys: &Keys<'_>) -> Result<Spec> {
     let mut decoder = Decoder::read(keys)?;
     decoder.block.attention.qkv_bias = keys.flag("qkv_bias")? == Some(true);
     let experts = experts(keys)?;
-    let shared = GatedMlpSpec {
+    let shared = DenseMlpSpec {
         intermediate_size: intermediate_size(keys, "shared_expert_intermediate_size")?,
         ..experts.expert
     };

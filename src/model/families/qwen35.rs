@@ -3,13 +3,16 @@
 
 use serde_json::{Map, Value, json};
 
-use super::decoder::{Decoder, expert_layers, experts, intermediate_size};
+use super::decoder::{
+    Decoder, HEAD_MULTIPLE, MOST_TAPS, MOST_WIDTH, expert_layers, experts, intermediate_size,
+};
 use super::family::Family;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::keys::Keys;
 use crate::model::spec::{
-    DeltaProjections, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec, MlpSpec, SharedExpertSpec, Spec,
+    DeltaProjections, DenseMlpSpec, ExpertsSpec, GatedDeltaSpec, MixerSpec, MlpSpec,
+    SharedExpertSpec, Spec,
 };
 use crate::tensor::DeltaShape;
 
@@ -43,10 +46,6 @@ const RECURRENT: &str = "linear_attention";
 const PARTIAL_ROTARY: f64 = 0.25;
 /// One layer of so many has attention, if the config does not say.
 const INTERVAL: usize = 4;
-/// Positions that a convolution of the kernels sees at most.
-const MOST_TAPS: usize = 4;
-/// Elements of a head in a vector of the kernels.
-const HEAD_MULTIPLE: usize = 16;
 
 /// Defaults common to all three, extended by those of one.
 fn defaults(own: Value) -> Value {
@@ -126,7 +125,7 @@ fn with_rotary_part(keys: &Keys<'_>) -> Result<Map<String, Value>> {
 
 fn shared_experts(keys: &Keys<'_>) -> Result<ExpertsSpec> {
     let experts = experts(keys)?;
-    let mlp = GatedMlpSpec {
+    let mlp = DenseMlpSpec {
         intermediate_size: intermediate_size(keys, "shared_expert_intermediate_size")?,
         ..experts.expert
     };
@@ -158,7 +157,7 @@ fn finish(
             Some(recurrent) => recurrent[layer],
             None => !(layer + 1).is_multiple_of(interval),
         };
-        block.gated_delta = is_recurrent.then(|| delta.clone());
+        block.mixer = is_recurrent.then(|| MixerSpec::GatedDelta(delta.clone()));
         if let Some(experts) = experts(layer) {
             block.mlp = MlpSpec::Experts(experts);
         }
@@ -181,15 +180,14 @@ fn delta_shape(keys: &Keys<'_>) -> Result<DeltaShape> {
             shape.key_heads
         );
     }
-    let most = 1 << 20;
     for (name, dim, heads) in [
         ("linear_key_head_dim", shape.key_dim, shape.key_heads),
         ("linear_value_head_dim", shape.value_dim, shape.value_heads),
     ] {
-        if !dim.is_multiple_of(HEAD_MULTIPLE) || dim.saturating_mul(heads) > most {
+        if !dim.is_multiple_of(HEAD_MULTIPLE) || dim.saturating_mul(heads) > MOST_WIDTH {
             bail!(
                 Unsupported,
-                "config: {name} is {dim}, for {heads} heads; it must be a multiple of {HEAD_MULTIPLE}, and at most {most} in all heads"
+                "config: {name} is {dim}, for {heads} heads; it must be a multiple of {HEAD_MULTIPLE}, and at most {MOST_WIDTH} in all heads"
             );
         }
     }
@@ -229,7 +227,7 @@ mod tests {
         assert_eq!(attends(&spec), [false, false, false, true]);
         let gated = spec.blocks[3].attention().unwrap();
         assert!(gated.gated && gated.qk_norm);
-        assert_eq!(spec.ropes[gated.rope].table.rotary_dim(), 8);
+        assert_eq!(spec.ropes[gated.rope.unwrap()].table.rotary_dim(), 8);
         let spec = with("full_attention_interval", json!(2)).unwrap();
         assert_eq!(attends(&spec), [false, true, false, true]);
         let types = json!([

@@ -51,6 +51,8 @@ pub(super) const OUTER: &[Outer] = &[
     outer("mistral3", "mistral", true),
     outer("moss_transcribe_diarize", "qwen3", true),
     outer("musicflamingo", "qwen2", false),
+    outer("nemo_speechlm", "nemotron_h", false),
+    outer("nemotron_h_omni", "nemotron_h", false),
     outer("omniasr", "llama", false),
     outer("ovis2", "qwen2", true),
     outer("perception_lm", "llama", false),

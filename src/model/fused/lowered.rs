@@ -54,7 +54,8 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
 }
 
 pub(super) fn attention_units(spec: &Spec, attention: &AttentionSpec) -> [Unit; 3] {
-    let rotary_dim = spec.ropes[attention.rope].table.rotary_dim();
+    let rope = attention.rope.map(|rope| &spec.ropes[rope]);
+    let rotary_dim = rope.map_or(0, |set| set.table.rotary_dim());
     let is_limited = attention.window.is_some() || attention.score_cap.is_some();
     cuda::attention_units(attention.head_dim, rotary_dim, is_limited)
 }
@@ -99,9 +100,7 @@ impl Lowered {
         table: Option<HostTable>,
     ) -> Result<Lowered> {
         let Source { spec, weights, .. } = source;
-        if let Some(what) = plan::unsupported(spec) {
-            bail!(Unsupported, "{what}, for which there is no kernel on a GPU");
-        }
+        plan::check(spec)?;
         let pairs = weights.blocks.iter().zip(&spec.blocks);
         let mixtures = pairs.clone().map(|pair| mixture(gpu, pair));
         let mixtures = mixtures.collect::<Result<_>>()?;
@@ -161,7 +160,10 @@ impl Lowered {
         let spec = source.spec.blocks[block].required_attention()?;
         let weights = source.weights.blocks[block].mixer.required_attention()?;
         let norm = |norm: &'a Option<Array>| norm.as_ref().and_then(|n| n.on_gpu().ok());
-        let (set, frequencies) = (&source.spec.ropes[spec.rope], &self.frequencies[spec.rope]);
+        let Some(rope) = spec.rope else {
+            bail!(Internal, "fused attention without rotation");
+        };
+        let (set, frequencies) = (&source.spec.ropes[rope], &self.frequencies[rope]);
         let (table, frequencies) = match (&set.long, &frequencies.long) {
             (Some(set), Some((_, frequencies))) if long => (&set.table, frequencies),
             _ => (&set.table, &frequencies.short),

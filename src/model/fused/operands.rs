@@ -9,7 +9,7 @@ use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::cuda::{self, Biased, DeviceBuffer, DeviceSlice, ExpertTable, Gpu, Matrix, Routing};
 use crate::model::spec::BlockSpec;
-use crate::model::weights::{Block, GatedMlp, Mixer, Mlp, Projection};
+use crate::model::weights::{Block, DenseMlp, Mixer, Mlp, Projection};
 use crate::ops::Array;
 use crate::ops::linear::Linear;
 
@@ -46,9 +46,12 @@ pub(super) fn biased(projection: &Projection) -> Result<Biased<'_>> {
     Ok((matrix(projection)?, bias))
 }
 
-fn gated_shape(mlp: &GatedMlp) -> Result<GatedShape> {
+fn gated_shape(mlp: &DenseMlp) -> Result<GatedShape> {
     Ok(GatedShape {
-        gate_up: [matrix(&mlp.gate)?.shape(), matrix(&mlp.up)?.shape()],
+        gate_up: [
+            matrix(mlp.required_gate()?)?.shape(),
+            matrix(&mlp.up)?.shape(),
+        ],
         down: matrix(&mlp.down)?.shape(),
     })
 }
@@ -73,11 +76,14 @@ pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape>
                 gates: [shape(&delta.b)?, shape(&delta.a)?],
                 out: shape(&delta.out)?,
             },
+            Mixer::Mamba2(_) => bail!(Internal, "a fused block of Mamba-2"),
+            Mixer::None => bail!(Internal, "a fused block without a mixer"),
         },
         mlp: match (&weights.mlp, of_all_rows) {
             (Mlp::Experts(_), shared) => MlpShape::Experts { shared },
             (Mlp::Dense(_), Some(mlp)) => MlpShape::Dense(mlp),
-            (Mlp::Dense(_), None) => bail!(Internal, "a dense MLP without projections"),
+            (Mlp::Dense(_) | Mlp::None, None) => bail!(Internal, "a fused block without an MLP"),
+            (Mlp::None, Some(_)) => bail!(Internal, "projections of no MLP"),
         },
     })
 }
@@ -96,8 +102,8 @@ pub(super) fn mixture(
     };
     routing.check()?;
     let experts = weights.experts.iter().map(|mlp| {
-        let GatedMlp { gate, up, down } = mlp;
-        Ok([biased(gate)?, biased(up)?, biased(down)?])
+        let (gate, up) = (mlp.required_gate()?, &mlp.up);
+        Ok([biased(gate)?, biased(up)?, biased(&mlp.down)?])
     });
     let experts = experts.collect::<Result<Vec<_>>>()?;
     let table = ExpertTable::new(gpu, &experts)?;
@@ -113,7 +119,7 @@ pub(super) fn glu_divisor(gpu: &Arc<Gpu>, block: &Block) -> Result<u32> {
     };
     let mut largest = 0f64;
     for mlp in block.mlp.mlps() {
-        let both = bounds(gpu, [&mlp.gate, &mlp.up], norm)?;
+        let both = bounds(gpu, [mlp.required_gate()?, &mlp.up], norm)?;
         let (gate, up) = both.split_at(both.len() / 2);
         let products = gate.iter().zip(up).map(|(g, u)| g * u);
         largest = products.fold(largest, f64::max);

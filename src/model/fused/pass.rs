@@ -14,8 +14,8 @@ use crate::cuda::{
     Heads, Input, Layout, NextNorm, Output, ResidualRow, SharedExpert, SplitKv,
 };
 use crate::model::order::Half;
-use crate::model::spec::GatedMlpSpec;
-use crate::model::weights::{Block, GatedMlp, Mlp, Weights};
+use crate::model::spec::DenseMlpSpec;
+use crate::model::weights::{Block, DenseMlp, Mlp, Weights};
 
 /// Rows of a prefill chunk of one sequence.
 pub(super) struct ChunkRows {
@@ -100,12 +100,12 @@ impl<'a> FusedPass<'a> {
             Kernel::DeltaNorm { layout } => self.delta_norm(index, *layout),
             Kernel::GateUp { input, fused, gemm } => {
                 let (spec, mlp) = self.mlp(index)?;
-                let matrices = [biased(&mlp.gate)?, biased(&mlp.up)?];
+                let matrices = [biased(mlp.required_gate()?)?, biased(&mlp.up)?];
                 let input = self.input(input)?;
                 let wide = spec.intermediate_size;
                 match fused {
                     true => {
-                        let glu = plan::glu(spec.activation, lowered.glu_divisors[index]);
+                        let glu = plan::glu(spec.activation, lowered.glu_divisors[index])?;
                         let output = input.layout().glu(glu);
                         self.linear(gemm, input, &matrices, output, &memory.inner, wide)
                     }
@@ -119,7 +119,7 @@ impl<'a> FusedPass<'a> {
                 let (spec, _) = self.mlp(index)?;
                 cuda::glu(
                     &lowered.gpu,
-                    plan::glu(spec.activation, lowered.glu_divisors[index]),
+                    plan::glu(spec.activation, lowered.glu_divisors[index])?,
                     &memory.projected,
                     self.rows,
                     spec.intermediate_size,
@@ -150,7 +150,7 @@ impl<'a> FusedPass<'a> {
                 let Some(spec) = self.source.spec.blocks[index].mlp.mixture() else {
                     bail!(Internal, "block {index} has no experts");
                 };
-                let glu = plan::glu(spec.expert.activation, lowered.glu_divisors[index]);
+                let glu = plan::glu(spec.expert.activation, lowered.glu_divisors[index])?;
                 let (gpu, x) = (&lowered.gpu, &memory.input);
                 cuda::experts_gate_up(gpu, routing, table, x, self.rows, glu, scratch)
             }
@@ -172,7 +172,7 @@ impl<'a> FusedPass<'a> {
     }
 
     /// The MLP of a block that all rows use.
-    fn mlp(&self, index: usize) -> Result<(&'a GatedMlpSpec, &'a GatedMlp)> {
+    fn mlp(&self, index: usize) -> Result<(&'a DenseMlpSpec, &'a DenseMlp)> {
         let spec = self.source.spec.blocks[index].mlp.of_all_rows();
         let weights = self.block(index).0.mlp.of_all_rows();
         spec.zip(weights).ok_or_else(|| {
@@ -304,7 +304,7 @@ impl<'a> FusedPass<'a> {
     ) -> Result<()> {
         let (block, memory) = (self.block(index).0, self.memory);
         let (input, weight) = match half {
-            Half::Mixer => (layout.input(&memory.input, 1.0), block.mixer.last()),
+            Half::Mixer => (layout.input(&memory.input, 1.0), block.mixer.last()?),
             Half::Mlp => {
                 let divisor = self.lowered.glu_divisors[index] as f32;
                 (

@@ -4,9 +4,10 @@
 use std::fmt;
 
 use crate::base::Result;
+use crate::base::error::bail;
 use crate::cuda::{GemmPlan, Glu, Hardware, InputForm, Layout, MatrixShape, Output};
 use crate::model::order::Half;
-use crate::model::spec::{Activation, BlockSpec, MlpSpec, NormPlacement, Spec};
+use crate::model::spec::{Activation, BlockSpec, MixerSpec, MlpSpec, NormPlacement, Scoring, Spec};
 use crate::tensor::WeightType;
 
 /// A norm of the residual stream.
@@ -231,9 +232,20 @@ impl BlockShape {
 /// A property of the model that has no fused kernel, if any.
 pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
     let of = |(index, block): (usize, &BlockSpec)| {
-        let what = match (&block.mlp, block.norms.pre, block.norms.post) {
-            (MlpSpec::Experts(_), _, true) => "a norm after its experts",
-            (_, false, _) => "no norm before attention and MLP",
+        let has_gates = block.mlp.specs().all(|mlp| mlp.gated);
+        let what = match (&block.mixer, &block.mlp) {
+            (MixerSpec::Mamba2(_), _) => "Mamba-2",
+            (MixerSpec::None, _) => "an MLP alone",
+            (_, MlpSpec::None) => "a mixer alone",
+            (MixerSpec::Attention(attention), _) if attention.rope.is_none() => {
+                "attention without rotation"
+            }
+            _ if !has_gates => "an MLP without a gate",
+            (_, MlpSpec::Experts(experts)) if experts.scoring != Scoring::Softmax => {
+                "experts scored by sigmoids"
+            }
+            (_, MlpSpec::Experts(_)) if block.norms.post => "a norm after its experts",
+            _ if !block.norms.pre => "no norm before attention and MLP",
             _ => return None,
         };
         Some(format!(
@@ -242,6 +254,14 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
         ))
     };
     spec.blocks.iter().enumerate().find_map(of)
+}
+
+/// Fails for a model that has such a property.
+pub(in crate::model) fn check(spec: &Spec) -> Result<()> {
+    match unsupported(spec) {
+        Some(what) => bail!(Unsupported, "{what}, for which there is no kernel on a GPU"),
+        None => Ok(()),
+    }
 }
 
 /// The kernels that take `rows` rows through all blocks: either a decode step, one token of each of `rows` sequences, with the logits at
@@ -652,11 +672,11 @@ impl fmt::Display for Kernel {
 }
 
 /// The kernels' description of a gated activation.
-pub(super) fn glu(activation: Activation, divisor: u32) -> Glu {
-    Glu {
-        activation: activation.on_gpu(),
+pub(super) fn glu(activation: Activation, divisor: u32) -> Result<Glu> {
+    Ok(Glu {
+        activation: activation.on_gpu()?,
         divisor,
-    }
+    })
 }
 
 #[cfg(test)]
@@ -667,7 +687,7 @@ mod tests {
     use crate::cuda::WideClusters;
     use crate::model::order::{BlockOp, operations};
     use crate::model::spec::{
-        AttentionSpec, DeltaProjections, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec, MixerSpec,
+        AttentionSpec, DeltaProjections, DenseMlpSpec, ExpertsSpec, GatedDeltaSpec, MixerSpec,
         SharedExpertSpec,
     };
     use crate::tensor::DeltaShape;
@@ -870,8 +890,9 @@ mod tests {
 
     /// The operations of all blocks, in the order of `order`.
     fn expected(sizes: &Sizes, blocks: usize) -> Vec<(usize, BlockOp)> {
-        let mlp = GatedMlpSpec {
+        let mlp = DenseMlpSpec {
             intermediate_size: sizes.intermediate,
+            gated: true,
             activation: Activation::Silu,
             bias: false,
         };
@@ -888,7 +909,7 @@ mod tests {
                 qkv_bias: false,
                 o_bias: false,
                 gated: sizes.recurrent,
-                rope: 0,
+                rope: Some(0),
                 window: None,
                 scale: 1.0,
                 score_cap: None,
@@ -899,6 +920,7 @@ mod tests {
                     count: 8,
                     per_token: 2,
                     normalized: true,
+                    scoring: Scoring::Softmax,
                     expert: mlp,
                     shared: shared.then_some(SharedExpertSpec { mlp, gated: true }),
                 }),

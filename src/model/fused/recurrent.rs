@@ -47,7 +47,7 @@ impl<'a> FusedPass<'a> {
         let spec = self.source.spec.blocks[index].gated_delta();
         let weights = match &self.source.weights.blocks[index].mixer {
             Mixer::GatedDelta(weights) => Some(&**weights),
-            Mixer::Attention(_) => None,
+            _ => None,
         };
         let (state, scratch) = (self.source.kv.state(), self.memory.delta.as_ref());
         let (Some(spec), Some(weights), Some(state), Some(scratch)) =

@@ -1,4 +1,4 @@
-//! The recurrent state of a model: what its gated delta nets hold of the tokens before. A block has the state of all of them after one
+//! The recurrent state of a model: what its gated delta nets or its Mamba-2 layers hold of the tokens before. A block has the state of all of them after one
 //! position, f32, layer by layer. Unlike keys and values it has one size however long the sequence is, and cannot be cut: whoever wants
 //! to come back to a position keeps its block.
 
@@ -12,12 +12,12 @@ use crate::base::size::product;
 use crate::base::{Result, memory};
 use crate::cuda::{Arenas, DeltaStates, DeviceSlice};
 use crate::model::spec::Spec;
-use crate::tensor::DeltaShape;
+use crate::tensor::RecurrentShape;
 
 /// The part of a block that is one layer's, in numbers.
 #[derive(Clone, Debug)]
 pub(super) struct StateLayer {
-    shape: DeltaShape,
+    shape: RecurrentShape,
     first: usize,
 }
 
@@ -25,7 +25,7 @@ pub(super) struct StateLayer {
 pub(super) fn state_layers(spec: &Spec) -> Vec<Option<StateLayer>> {
     let mut first = 0;
     let layers = spec.blocks.iter().map(|block| {
-        let shape = block.gated_delta()?.shape;
+        let shape = block.recurrent()?;
         let layer = StateLayer { shape, first };
         first += shape.state_floats();
         Some(layer)
@@ -40,7 +40,7 @@ pub(super) fn state_layers(spec: &Spec) -> Vec<Option<StateLayer>> {
 /// A part of one layer's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::model) enum StatePart {
-    /// The matrices, `[value_heads, key_dim, value_dim]`.
+    /// The matrices, `[value_heads, key_dim, value_dim]`, or `[heads, state_size, head_dim]` of Mamba-2.
     Matrices,
     /// The inputs of the convolution at the last positions, `[taps - 1, channels]`.
     History,

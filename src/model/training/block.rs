@@ -12,7 +12,8 @@ use super::{Batch, Store};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::order::{BlockOp, Half, operations};
-use crate::model::spec::{AttentionSpec, BlockSpec, ExpertsSpec, GatedMlpSpec, MlpSpec, Spec};
+use crate::model::spec::{AttentionSpec, BlockSpec, DenseMlpSpec, ExpertsSpec, MlpSpec, Spec};
+use crate::ops::rope::Angles;
 use crate::ops::training::attention::{attention, attention_backward};
 use crate::ops::training::heads::{HeadOptions, heads, heads_backward};
 use crate::ops::training::{activation, array, norm};
@@ -124,12 +125,20 @@ impl BlockPass<'_> {
         Ok(self.block.required_attention()?.shape())
     }
 
+    /// The rotation of its queries and keys.
+    fn angles(&self) -> Result<&Angles> {
+        match self.block.required_attention()?.rope {
+            Some(rope) => Ok(&self.batch.angles[rope]),
+            None => bail!(Internal, "attention without rotation is not trained"),
+        }
+    }
+
     fn sizes(&self) -> BlockSizes {
         BlockSizes::new(self.spec, self.block, self.rows())
     }
 
     /// The parameters and the shape of a dense MLP.
-    fn dense(&self) -> Result<(&GatedMlpLayout, &GatedMlpSpec)> {
+    fn dense(&self) -> Result<(&GatedMlpLayout, &DenseMlpSpec)> {
         match (&self.layout.mlp, &self.block.mlp) {
             (MlpLayout::Dense(layout), MlpSpec::Dense(mlp)) => Ok((layout, mlp)),
             _ => bail!(Internal, "a mixture of experts taken for a dense MLP"),
@@ -213,7 +222,7 @@ impl BlockPass<'_> {
             }
             BlockOp::Heads => {
                 saved.rotated.grow(device, sizes.rotated)?;
-                let angles = &self.batch.angles[self.block.required_attention()?.rope];
+                let angles = self.angles()?;
                 let qkv = saved.qkv.first(t * width)?;
                 let rotated = saved.rotated.first_mut(t * width)?;
                 heads(device, &self.heads(&*store, angles)?, qkv, rotated)
@@ -222,7 +231,11 @@ impl BlockPass<'_> {
             | BlockOp::DeltaInputs
             | BlockOp::Convolve
             | BlockOp::DeltaRule
-            | BlockOp::DeltaNorm => bail!(Internal, "{op:?} is not trained"),
+            | BlockOp::DeltaNorm
+            | BlockOp::MambaInputs
+            | BlockOp::MambaConvolve
+            | BlockOp::MambaScan
+            | BlockOp::MambaNorm => bail!(Internal, "{op:?} is not trained"),
             BlockOp::Attend => {
                 saved.attended.grow(device, sizes.attended)?;
                 saved.lse.grow(device, sizes.lse)?;
@@ -295,7 +308,7 @@ impl BlockPass<'_> {
                     );
                 };
                 match (self.norms(Half::Mlp), &self.block.mlp) {
-                    ([_, None], MlpSpec::Dense(_)) => Ok(()),
+                    ([_, None], MlpSpec::Dense(_) | MlpSpec::None) => Ok(()),
                     ([_, None], MlpSpec::Experts(_)) => {
                         self.leave(store, None, &saved.middle, &s.experts.made, out)
                     }
@@ -412,7 +425,11 @@ impl BlockPass<'_> {
             | BlockOp::DeltaInputs
             | BlockOp::Convolve
             | BlockOp::DeltaRule
-            | BlockOp::DeltaNorm => bail!(Internal, "{op:?} is not trained"),
+            | BlockOp::DeltaNorm
+            | BlockOp::MambaInputs
+            | BlockOp::MambaConvolve
+            | BlockOp::MambaScan
+            | BlockOp::MambaNorm => bail!(Internal, "{op:?} is not trained"),
             BlockOp::Attend => {
                 let forward = (
                     saved.rotated.first(t * width)?,
@@ -479,7 +496,7 @@ impl BlockPass<'_> {
     ) -> Result<()> {
         let (device, dim) = (self.device, self.block.required_attention()?.head_dim);
         let len = self.rows() * self.attention()?.width();
-        let angles = &self.batch.angles[self.block.required_attention()?.rope];
+        let angles = self.angles()?;
         // Computes the gradients of both norms together; the store keeps them apart.
         s.dnorms.grow(device, 2 * dim)?;
         crate::ops::activation::fill(device, s.dnorms.first_mut(2 * dim)?, 0.0)?;

@@ -9,7 +9,7 @@ use super::{MatrixId, RowGradients, Store};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::order::{ExpertTurn, expert_turns};
-use crate::model::spec::{GatedMlpSpec, MlpSpec};
+use crate::model::spec::{DenseMlpSpec, MlpSpec};
 use crate::ops::experts::{RoutedRows, Routes, route, route_backward};
 use crate::ops::training::activation::{glu, glu_backward};
 use crate::ops::training::array;
@@ -50,7 +50,7 @@ impl ExpertRows<'_> {
 }
 
 /// The parameters and the shape of a gated MLP.
-type GatedMlp<'a> = (&'a GatedMlpLayout, &'a GatedMlpSpec);
+type GatedMlp<'a> = (&'a GatedMlpLayout, &'a DenseMlpSpec);
 
 impl BlockPass<'_> {
     /// Routes the rows `x` to experts, and stores the routing in `s.experts.routing`.

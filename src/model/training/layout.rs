@@ -260,6 +260,7 @@ impl Layout {
                     })
                 };
                 let mlp = match &spec.blocks[index].mlp {
+                    MlpSpec::None => bail!(Internal, "block {index} has no MLP to train"),
                     MlpSpec::Dense(_) => MlpLayout::Dense(gated("mlp")?),
                     MlpSpec::Experts(mixture) => {
                         let expert = |i| gated(&format!("mlp.experts.{i}"));

@@ -93,7 +93,11 @@ impl RecomputedParts {
             | BlockOp::DeltaInputs
             | BlockOp::Convolve
             | BlockOp::DeltaRule
-            | BlockOp::DeltaNorm => false,
+            | BlockOp::DeltaNorm
+            | BlockOp::MambaInputs
+            | BlockOp::MambaConvolve
+            | BlockOp::MambaScan
+            | BlockOp::MambaNorm => false,
             BlockOp::Leave(Half::Mlp) => false,
         }
     }

@@ -13,7 +13,7 @@ use crate::checkpoint::{Checkpoint, Encoding, Entry};
 use crate::model::load::{
     UnreadableTensors, entries_used, has_own_head, locate, rows_f32, rows_int8, rows_nvfp4,
 };
-use crate::model::spec::MixerSpec;
+use crate::model::spec::{MixerSpec, MlpSpec, Scoring};
 use crate::model::tensors::{self, StoredRows, TensorSpec};
 use crate::model::{Spec, families, generation, open, spec_with_frequencies, text};
 use crate::text::{ChatTemplate, TextFiles, Tokenizer};
@@ -277,15 +277,24 @@ impl Source {
 /// The first block whose backward pass is not built, if any.
 pub fn untrainable(spec: &Spec) -> Option<String> {
     let blocks = spec.blocks.iter().enumerate();
-    let (index, what) = blocks
-        .into_iter()
-        .find_map(|(index, block)| match &block.mixer {
-            MixerSpec::GatedDelta(_) => Some((index, "is a gated delta net")),
-            MixerSpec::Attention(attention) if attention.gated => {
-                Some((index, "has gated attention"))
+    let (index, what) = blocks.into_iter().find_map(|(index, block)| {
+        let what = match (&block.mixer, &block.mlp) {
+            (MixerSpec::GatedDelta(_), _) => "is a gated delta net",
+            (MixerSpec::Attention(attention), _) if attention.gated => "has gated attention",
+            (MixerSpec::Attention(attention), _) if attention.rope.is_none() => {
+                "has attention without rotation"
             }
-            MixerSpec::Attention(_) => None,
-        })?;
+            (MixerSpec::Mamba2(_), _) => "is Mamba-2",
+            (MixerSpec::None, _) => "is an MLP alone",
+            (_, MlpSpec::None) => "is a mixer alone",
+            (_, MlpSpec::Experts(experts)) if experts.scoring != Scoring::Softmax => {
+                "has experts scored by sigmoids"
+            }
+            (_, mlp) if mlp.specs().any(|mlp| !mlp.gated) => "has an MLP without a gate",
+            _ => return None,
+        };
+        Some((index, what))
+    })?;
     Some(format!(
         "block {index} {what}, which has no backward pass yet: {} models can be run and quantized, but not trained or calibrated",
         spec.family

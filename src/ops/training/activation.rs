@@ -2,9 +2,12 @@
 
 use super::super::activation::Activation;
 use super::super::{Device, Mixed, Slice, SliceMut};
-use crate::base::Result;
+use crate::base::error::{Result, bail};
 use crate::cpu::Cpu;
 use crate::cuda::training as cuda;
+
+/// The refusal of an activation that no gated unit has.
+const NOT_GATED: &str = "a squared ReLU as the activation of a gate";
 
 /// `act(gate) * up` of rows `[gate, up]`, each half `width` wide, to `y` `[T, width]`.
 pub fn glu(
@@ -21,8 +24,9 @@ pub fn glu(
         (Device::Cpu(cpu), Activation::GeluTanh) => {
             cpu.glu_rows(Cpu::GELU_TANH, gate_up.host()?, width, y.host()?)
         }
+        (Device::Cpu(_), Activation::ReluSquared) => bail!(Unsupported, "{NOT_GATED}"),
         (Device::Cuda(_), _) => {
-            cuda::glu_forward(activation.on_gpu(), gate_up.cuda()?, width, y.cuda()?)
+            cuda::glu_forward(activation.on_gpu()?, gate_up.cuda()?, width, y.cuda()?)
         }
     }
 }
@@ -43,9 +47,10 @@ pub fn glu_backward(
         (Device::Cpu(cpu), Activation::GeluTanh) => {
             cpu.glu_rows_backward(Cpu::GELU_TANH, gate_up.host()?, width, dy.host()?)
         }
+        (Device::Cpu(_), Activation::ReluSquared) => bail!(Unsupported, "{NOT_GATED}"),
         (Device::Cuda(_), _) => {
             let (gate_up, dy) = (gate_up.cuda()?, dy.cuda()?);
-            cuda::glu_backward(activation.on_gpu(), gate_up, width, dy, gate_up, Some(dy))
+            cuda::glu_backward(activation.on_gpu()?, gate_up, width, dy, gate_up, Some(dy))
         }
     }
 }

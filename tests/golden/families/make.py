@@ -31,19 +31,31 @@ FAMILIES = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_next": "qwen3_next",
+    "nemotron_h": "nemotron_h",
 }
 # Keys of training, of caches and of what a call returns; and token ids, which the tokenizer and generation_config.json name.
 IGNORED = {
     "initializer_range", "use_cache", "pretraining_tp", "attention_dropout", "resid_pdrop", "embd_pdrop",
     "output_router_logits", "router_aux_loss_coef", "pad_token_id", "bos_token_id", "eos_token_id",
+    # Nemotron-H's keys of fresh weights, kernels, precisions and layers that draft, and those that its class does not read.
+    "num_logits_to_keep", "use_mamba_kernels", "expand", "time_step_min", "time_step_max", "time_step_floor", "chunk_size", "mamba_proj_bias",
+    "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "num_nextn_predict_layers", "mtp_layers_block_type", "residual_in_fp32",
+    "hidden_dropout", "rescale_prenorm_residual",
 }
 BASE = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+
+
+def tagged(value):
+    """Infinity as transformers writes it."""
+    if isinstance(value, (list, tuple)):
+        return [tagged(v) for v in value]
+    return {"__float__": "Infinity"} if value == float("inf") else value
 
 
 def family(model_type):
     config = CONFIG_MAPPING[model_type]
     fields = {f.name: f.default for f in dataclasses.fields(config)}
-    own = {k: v for k, v in fields.items() if k not in BASE - {"tie_word_embeddings"} and k not in IGNORED}
+    own = {k: tagged(v) for k, v in fields.items() if k not in BASE - {"tie_word_embeddings"} and k not in IGNORED}
     return {"defaults": own, "renamed": dict(config.attribute_map)}
 
 

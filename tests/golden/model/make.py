@@ -205,6 +205,52 @@ CASES["qwen3next_shared"] = ("Qwen3Next", {
 CASES["qwen3next_dense"] = ("Qwen3Next", {
     **RECURRENT_EXPERTS, "num_experts": 4, "norm_topk_prob": False, "mlp_only_layers": [1], "decoder_sparse_step": 2,
     "full_attention_interval": 2})
+# Blocks of one half each: Mamba-2, attention without positions, and an MLP of a squared ReLU, or several of them.
+MAMBA = dict(
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    layer_norm_epsilon=1e-6,
+    chunk_size=32,
+    tie_word_embeddings=False,
+)
+CASES["nemotronh_dense"] = ("NemotronH", {
+    **MAMBA,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "head_dim": 32,
+    "vocab_size": 320,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "conv_kernel": 3,
+    "use_bias": True,
+    "mlp_bias": True,
+})
+# By the names and with the pattern of published files.
+CASES["nemotronh_experts"] = ("NemotronH", {
+    **MAMBA,
+    "hidden_size": 48,
+    "head_dim": 16,
+    "vocab_size": 150,
+    "hybrid_override_pattern": "MEM*E",
+    "num_hidden_layers": 5,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 3,
+    "ssm_state_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 64,
+})
+PUBLISHED = {"nemotronh_experts"}
 # Several formats in one file, as ModelOpt publishes larger versions of Qwen3.5: recurrent layers, their convolution included, and attention in
 # float8 with a scale a tensor, experts in NVFP4 of 16-bit activations, and scales of a float8 cache.
 CASES["qwen35moe_float8"] = ("Qwen3_5Moe", {
@@ -241,6 +287,7 @@ TYPES = {
     "Qwen3_5": "qwen3_5_text",
     "Qwen3_5Moe": "qwen3_5_moe_text",
     "Qwen3Next": "qwen3_next",
+    "NemotronH": "nemotron_h",
 }
 LENGTHS = [7, 33]
 # Recurrent layers take 64 tokens at once here: this is more.
@@ -359,6 +406,8 @@ def recurrent(key, shape, random, uniform):
         return w, w
     if key.endswith("dt_bias"):
         w = 4 * uniform(shape) - 2
+    elif key.endswith("mixer.D"):
+        w = random(shape)
     elif key.endswith("conv1d.weight"):
         w = random(shape)
     elif key.endswith(("in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight")):
@@ -417,7 +466,7 @@ def make(name, family, settings, seed):
     for key, value in state.items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if key.endswith("norm.weight"):
+        if key.endswith(("norm.weight", "norm_f.weight")):
             is_offset = family in OFFSET_NORMS and not key.endswith("linear_attn.norm.weight")
             w = (0 if is_offset else 1) + 0.2 * random(value.shape)
             stored[key] = w
@@ -425,7 +474,10 @@ def make(name, family, settings, seed):
             w, stored[key] = found
             if name in FLOAT8 and key.endswith("weight"):
                 w = store_float8(stored, key, w)
-        elif key.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
+        elif key.endswith("e_score_correction_bias"):
+            w = 0.2 * random(value.shape)
+            stored[key] = w
+        elif key.endswith(("mlp.gate.weight", "mixer.gate.weight", "shared_expert_gate.weight")):
             # Logits of about 2, as trained routers give: larger ones make the sum of experts hang on the last bits of their input.
             w = (random(value.shape) * (2.0 / value.shape[1] ** 0.5)).bfloat16().float()
             stored[key] = w.bfloat16()
@@ -435,11 +487,11 @@ def make(name, family, settings, seed):
             w = 0.3 * random(value.shape)
             w = (make_massive(key, w, state["model.embed_tokens.weight"]) if name in MASSIVE else w).bfloat16().float()
             stored[key] = w.bfloat16()
-        elif key == "model.embed_tokens.weight":
+        elif key in ("model.embed_tokens.weight", "model.embeddings.weight"):
             w = (random(value.shape) * 0.3).bfloat16().float()
             stored[key] = w.bfloat16()
         else:
-            scale = 1.0 if key.endswith("linear_attn.out_proj.weight") else 2.0
+            scale = 1.0 if key.endswith(("linear_attn.out_proj.weight", "mixer.in_proj.weight", "mixer.out_proj.weight")) else 2.0
             w = random(value.shape) * (scale / value.shape[1] ** 0.5)
             w = make_massive(key, w, state["model.embed_tokens.weight"].float()) if name in MASSIVE else w
             if any(part in key for part in FLOAT8.get(name, ())):
@@ -470,10 +522,12 @@ def make(name, family, settings, seed):
     out.mkdir()
     if name in NESTED:
         stored = nested(stored, *NESTED[name][:2], beside(name, settings, random))
+    if name in PUBLISHED:
+        stored = {key.replace("model.", "backbone.", 1): value for key, value in stored.items()}
     save_file(stored, out / "model.safetensors")
     save_file(expected, out / "expected.safetensors")
     written = {"architectures": [family + "ForCausalLM"], "model_type": TYPES.get(family, family.lower()), "hidden_act": "silu", **settings}
-    if "hidden_activation" in written:
+    if "hidden_activation" in written or family == "NemotronH":
         del written["hidden_act"]
     if name in OLD_WORDS:
         parameters = dict(written.pop("rope_parameters"))

@@ -2,21 +2,24 @@
 //! Inference on the CPU uses it, and the fused kernels of a GPU are tested against it. It runs the operations of `order` on rows of the
 //! residual stream.
 
+mod mamba;
+
 use std::ops::Range;
 
 use super::Activations;
 use super::kv::{KvCache, KvTables, StateArena, StateBlocks, StatePart};
 use super::order::{BlockOp, ExpertTurn, Half, expert_turns, operations};
 use super::spec::{
-    Activation, AttentionSpec, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec, MixerSpec, MlpSpec, Spec,
+    Activation, AttentionSpec, DenseMlpSpec, ExpertsSpec, GatedDeltaSpec, MixerSpec, MlpSpec,
+    Scoring, Spec,
 };
 use super::weights::{
-    Attention, Block, Experts, GatedDelta, GatedMlp, Mixer, Mlp, Projection, Weights,
+    Attention, Block, DenseMlp, Experts, GatedDelta, Mixer, Mlp, Projection, Weights,
 };
 use crate::base::error::{bail, err};
 use crate::base::{Error, Result, memory};
 use crate::ops::delta::{self, DeltaRuleRows};
-use crate::ops::experts::{RoutedRows, Routes, check_logits, route};
+use crate::ops::experts::{RoutedRows, Routes, check_logits, route, route_by_sigmoid};
 use crate::ops::linear::{Linear, linear};
 use crate::ops::rope::Angles;
 use crate::ops::{Array, Device, Slice, SliceMut, Workspace, activation, norm, rope};
@@ -58,13 +61,14 @@ pub(super) struct BlockScratch {
     pub(super) residual: Array,
     /// `[rows, hidden]`: the input of a half of a block, and later its output.
     normed: Array,
-    /// `[rows, q_width]`: queries; `[rows, channels]`: queries, keys and values of a gated delta net.
+    /// `[rows, q_width]`: queries; `[rows, channels]`: queries, keys and values of a gated delta net, or x, B and C of Mamba-2.
     q: Array,
     k: Array,
     v: Array,
-    /// `[rows, q_width]`: the gate of attention; `[rows, value_width]`: that of a gated delta net. Then the output of the mixer.
+    /// `[rows, q_width]`: the gate of attention; `[rows, value_width]`: that of a gated delta net or of Mamba-2. Then the output of the
+    /// mixer.
     head_gate: Array,
-    /// `[rows, value_heads]`: the decay and the share of a correction of a gated delta net.
+    /// `[rows, value_heads]`: the decay, and the share of a correction of a gated delta net or the time step of Mamba-2.
     decay: Array,
     beta: Array,
     attended: Array,
@@ -225,6 +229,10 @@ impl<'a> ReferencePass<'a> {
             (MixerSpec::GatedDelta(spec), Mixer::GatedDelta(weights)) => Ok((spec, &**weights)),
             _ => Err(self.mismatch("mixer", index)),
         };
+        let mamba = || match (&spec.mixer, &weights.mixer) {
+            (MixerSpec::Mamba2(spec), Mixer::Mamba2(weights)) => Ok((spec, &**weights)),
+            _ => Err(self.mismatch("mixer", index)),
+        };
         let norms = |half| match half {
             Half::Mixer => &weights.mixer_norms,
             Half::Mlp => &weights.mlp_norms,
@@ -240,6 +248,10 @@ impl<'a> ReferencePass<'a> {
                 BlockOp::Convolve => self.convolve(index, delta()?, segments, s)?,
                 BlockOp::DeltaRule => self.delta_rule(index, delta()?.0, segments, s)?,
                 BlockOp::DeltaNorm => self.delta_norm(delta()?, s)?,
+                BlockOp::MambaInputs => self.mamba_inputs(mamba()?, s)?,
+                BlockOp::MambaConvolve => self.mamba_convolve(index, mamba()?, segments, s)?,
+                BlockOp::MambaScan => self.mamba_scan(index, mamba()?, segments, s)?,
+                BlockOp::MambaNorm => self.mamba_norm(mamba()?, s)?,
                 BlockOp::Project(Half::Mixer) => self.output(weights, s)?,
                 BlockOp::GateUp => {
                     let BlockScratch {
@@ -329,7 +341,7 @@ impl<'a> ReferencePass<'a> {
         (spec, weights): (&AttentionSpec, &Attention),
         s: &mut BlockScratch,
     ) -> Result<()> {
-        let angles = &self.angles[spec.rope];
+        let angles = spec.rope.map(|rope| &self.angles[rope]);
         for (x, heads, weight) in [
             (&mut s.q, spec.heads, &weights.q_norm),
             (&mut s.k, spec.kv_heads, &weights.k_norm),
@@ -338,7 +350,9 @@ impl<'a> ReferencePass<'a> {
             if let Some(weight) = weight {
                 norm::rms_norm_in_place(self.device, x.reborrow(), weight, self.spec.norm_eps)?;
             }
-            rope::apply(self.device, x, heads, spec.head_dim, angles)?;
+            if let Some(angles) = angles {
+                rope::apply(self.device, x, heads, spec.head_dim, angles)?;
+            }
         }
         Ok(())
     }
@@ -475,10 +489,10 @@ impl<'a> ReferencePass<'a> {
     /// The last projection of the mixer.
     fn output(&self, weights: &Block, s: &mut BlockScratch) -> Result<()> {
         let (m, hidden) = (self.rows, self.spec.hidden_size);
-        let (x, projection) = match &weights.mixer {
-            Mixer::Attention(attention) if attention.gate.is_none() => (&s.attended, &attention.o),
-            Mixer::Attention(attention) => (&s.head_gate, &attention.o),
-            Mixer::GatedDelta(delta) => (&s.head_gate, &delta.out),
+        let projection = weights.mixer.last()?;
+        let x = match &weights.mixer {
+            Mixer::Attention(attention) if attention.gate.is_none() => &s.attended,
+            _ => &s.head_gate,
         };
         self.project(
             x.first(m * projection.linear.cols())?,
@@ -488,43 +502,47 @@ impl<'a> ReferencePass<'a> {
         )
     }
 
-    /// Gate and up projections of the first `m` rows of `x`.
+    /// Gate and up projections of the first `m` rows of `x`. Without a gate, `up` has the memory of `gate`.
     fn gate_up(
         &self,
-        (spec, weights): (&GatedMlpSpec, &GatedMlp),
+        (spec, weights): (&DenseMlpSpec, &DenseMlp),
         (x, m): (&Array, usize),
         (gate, up): (&mut Array, &mut Array),
         workspace: &mut Workspace,
     ) -> Result<()> {
         let len = m * spec.intermediate_size;
         gate.grow(self.device, len)?;
+        let x = x.first(m * self.spec.hidden_size)?;
+        let Some(weight) = &weights.gate else {
+            let outputs = &mut [(&weights.up, gate.first_mut(len)?)];
+            return self.project(x, m, outputs, workspace);
+        };
         up.grow(self.device, len)?;
-        self.project(
-            x.first(m * self.spec.hidden_size)?,
-            m,
-            &mut [
-                (&weights.gate, gate.first_mut(len)?),
-                (&weights.up, up.first_mut(len)?),
-            ],
-            workspace,
-        )
+        let outputs = &mut [
+            (weight, gate.first_mut(len)?),
+            (&weights.up, up.first_mut(len)?),
+        ];
+        self.project(x, m, outputs, workspace)
     }
 
-    /// Applies the gated activation to `m` rows of gate and up, in `gate`.
+    /// Applies the activation to `m` rows of gate and up, in `gate`.
     fn activate(
         &self,
-        spec: &GatedMlpSpec,
+        spec: &DenseMlpSpec,
         m: usize,
         (gate, up): (&mut Array, &Array),
     ) -> Result<()> {
         let len = m * spec.intermediate_size;
-        let (gate, up) = (gate.first_mut(len)?, up.first(len)?);
-        activation::glu(self.device, spec.activation, gate, up)
+        let gate = gate.first_mut(len)?;
+        match spec.gated {
+            true => activation::glu(self.device, spec.activation, gate, up.first(len)?),
+            false => activation::activate(self.device, spec.activation, gate),
+        }
     }
 
     fn down(
         &self,
-        (spec, weights): (&GatedMlpSpec, &GatedMlp),
+        (spec, weights): (&DenseMlpSpec, &DenseMlp),
         (inner, m): (&Array, usize),
         out: SliceMut<'_>,
         workspace: &mut Workspace,
@@ -608,7 +626,25 @@ impl<'a> ReferencePass<'a> {
                 s.faults.push((row, fault));
             }
         }
-        route(&logits, spec.count, spec.per_token, spec.normalized)
+        match (&spec.scoring, &weights.correction) {
+            (Scoring::Softmax, _) => route(&logits, spec.count, spec.per_token, spec.normalized),
+            (Scoring::Sigmoid(scoring), Some(correction)) => {
+                let correction = correction.all().host()?;
+                route_by_sigmoid(
+                    &logits,
+                    spec.per_token,
+                    spec.normalized,
+                    scoring,
+                    correction,
+                )
+            }
+            (Scoring::Sigmoid(_), None) => {
+                bail!(
+                    Internal,
+                    "a router by sigmoids without the correction of its scores"
+                )
+            }
+        }
     }
 
     /// Multiplies `normed` with the rows of a small matrix; the result is on the host.
