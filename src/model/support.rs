@@ -19,8 +19,8 @@ pub struct FamilySupport {
     pub blocks: Vec<String>,
     /// Why it does not run on a GPU, if it does not. Every family runs on the CPU.
     pub gpu: Option<String>,
-    /// Why it is neither trained nor calibrated, if it is not.
-    pub training: Option<String>,
+    /// Why it is neither trained nor calibrated on a GPU, if it is not. Every family is on the CPU.
+    pub training_on_gpu: Option<String>,
 }
 
 /// All known families.
@@ -32,7 +32,7 @@ pub fn known() -> Result<Vec<FamilySupport>> {
             class: family.class,
             blocks: kinds(&spec),
             gpu: fused::unsupported(&spec),
-            training: training::untrainable(&spec),
+            training_on_gpu: training::untrainable_on_gpu(&spec),
         })
     };
     FAMILIES.iter().map(of).collect()
@@ -71,7 +71,6 @@ mod tests {
 
     /// The lines of the table in `docs/models.md`.
     fn table() -> String {
-        let yes = |refusal: &Option<String>| if refusal.is_none() { "yes" } else { "no" };
         let mut lines = vec![
             "| `model_type` | class | blocks | CPU | GPU | trained, calibrated |".to_owned(),
             "|---|---|---|---|---|---|".to_owned(),
@@ -82,10 +81,15 @@ mod tests {
                 class,
                 blocks,
                 gpu,
-                training,
+                training_on_gpu,
             } = family;
             let blocks = blocks.join("; ");
-            let (gpu, training) = (yes(gpu), yes(training));
+            let training = if training_on_gpu.is_none() {
+                "yes"
+            } else {
+                "CPU"
+            };
+            let gpu = if gpu.is_none() { "yes" } else { "no" };
             format!("| `{model_type}` | `{class}` | {blocks} | yes | {gpu} | {training} |")
         }));
         lines.join("\n")
@@ -103,11 +107,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_trained_is_named() {
+    fn what_is_not_trained_on_a_gpu_is_named() {
         let known = known().unwrap();
         let of = |name: &str| known.iter().find(|f| f.model_type == name).unwrap();
-        assert_eq!(of("qwen3").training, None);
-        let refusal = of("qwen3_next").training.as_ref().unwrap();
+        assert_eq!(of("qwen3").training_on_gpu, None);
+        let refusal = of("qwen3_next").training_on_gpu.as_ref().unwrap();
         assert!(
             refusal.contains("block 0 is a gated delta net"),
             "{refusal}"

@@ -105,7 +105,13 @@ fn estimates_are_the_peaks_of_steps() {
     // Every fifth of the combinations has each pair of values of two properties.
     let stride = if env::tests_are_long() { 1 } else { 5 };
     let (mut number, mut wrong) = (0, Vec::new());
-    for name in ["qwen3_tied", "qwen3_untied", "llama_biased", "gemma3_wide"] {
+    for name in [
+        "qwen3_tied",
+        "qwen3_untied",
+        "llama_biased",
+        "gemma3_wide",
+        "qwen35_tied",
+    ] {
         let source = Source::open(&golden("model").join(name)).unwrap();
         for (recipe_name, recipe) in &recipes {
             for recompute in [Recompute::Block, Recompute::None, Recompute::Parts(parts)] {
@@ -140,7 +146,7 @@ fn estimates_are_the_peaks_of_steps() {
 /// The estimate of a mixture has room for all rows to go to one expert.
 #[test]
 fn estimates_of_mixtures_are_bounds() {
-    for name in ["qwen3moe_mixed", "qwen2moe_shared"] {
+    for name in ["qwen3moe_mixed", "qwen2moe_shared", "qwen3next_shared"] {
         let source = Source::open(&golden("model").join(name)).unwrap();
         for recompute in [Recompute::Block, Recompute::None] {
             let config = Config {
