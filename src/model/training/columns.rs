@@ -84,56 +84,45 @@ impl Stored {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
     use crate::model::families;
-    use serde_json::json;
 
-    fn read(model_type: &str, config: serde_json::Value) -> Spec {
-        let mut all = json!({
-            "model_type": model_type, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1,
-            "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-            "linear_value_head_dim": 32, "vocab_size": 320
-        });
-        for (key, value) in config.as_object().unwrap() {
-            all[key] = value.clone();
-        }
-        families::read(&all).unwrap()
-    }
-
-    fn named(spec: &Spec, index: usize) -> (Vec<String>, Option<MixerColumns>) {
-        let (names, columns) = mixer_inputs(spec, index).unwrap();
+    /// The last parts of the names of a block's projections, and the columns of their output, for a model of the goldens.
+    fn read(model: &str, index: usize) -> (Vec<String>, Option<MixerColumns>) {
+        let place = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/model");
+        let config = std::fs::read(place.join(model).join("config.json")).unwrap();
+        let spec = families::read(&serde_json::from_slice(&config).unwrap()).unwrap();
+        let (names, columns) = mixer_inputs(&spec, index).unwrap();
         let last = |name: String| name.rsplit('.').next().unwrap().to_owned();
         (names.into_iter().map(last).collect(), columns)
     }
 
     #[test]
     fn columns_are_those_of_stored_rows() {
-        let spec = read("qwen3_next", json!({}));
-        let (names, columns) = named(&spec, 0);
+        let (names, columns) = read("qwen3next_shared", 0);
         assert_eq!(names, ["in_proj_qkvz", "in_proj_ba"]);
-        // A key head has 16 rows of its query, 16 of its key, and 64 of each of its values and their gates.
-        let qkv = vec![0..16, 160..176, 16..32, 176..192, 32..96, 192..256];
-        let gate = vec![96..160, 256..320, 320..322, 324..326, 322..324, 326..328];
+        // A key head has 32 rows of its query and of its key, 16 of each of its two values, and as many of their gates.
+        let qkv = vec![0..32, 128..160, 32..64, 160..192, 64..96, 192..224];
+        let gate = vec![96..128, 224..256, 256..258, 260..262, 258..260, 262..264];
         assert_eq!(columns, Some(MixerColumns { qkv, gate }));
 
-        let spec = read("qwen3_5", json!({"intermediate_size": 96}));
-        let (names, columns) = named(&spec, 0);
+        let (names, columns) = read("qwen35_tied", 0);
         assert_eq!(
             names,
             ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"]
         );
-        let (qkv, gate) = (vec![0..192], vec![192..320, 320..324, 324..328]);
-        assert_eq!(columns, Some(MixerColumns { qkv, gate }));
-        let (names, columns) = named(&spec, 3);
-        assert_eq!(names, ["q_proj", "k_proj", "v_proj"]);
-        let (qkv, gate) = (
-            vec![0..32, 64..96, 128..160, 160..192],
-            vec![32..64, 96..128],
-        );
+        let (qkv, gate) = (vec![0..192; 1], vec![192..320, 320..324, 324..328]);
         assert_eq!(columns, Some(MixerColumns { qkv, gate }));
 
-        let spec = read("qwen3", json!({"intermediate_size": 96}));
-        let (names, columns) = named(&spec, 0);
+        let (names, columns) = read("qwen35_tied", 3);
+        assert_eq!(names, ["q_proj", "k_proj", "v_proj"]);
+        let qkv = vec![0..32, 64..96, 128..160, 192..224, 256..320, 320..384];
+        let gate = vec![32..64, 96..128, 160..192, 224..256];
+        assert_eq!(columns, Some(MixerColumns { qkv, gate }));
+
+        let (names, columns) = read("qwen3_tied", 0);
         assert_eq!(names, ["q_proj", "k_proj", "v_proj"]);
         assert_eq!(columns, None);
     }

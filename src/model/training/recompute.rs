@@ -35,7 +35,7 @@ pub struct RecomputedParts {
     /// Queries and keys after norms and RoPE, or after the convolution of a gated delta net: the same size again, and little work.
     pub heads: bool,
     /// Attention: the size of the queries, twice that with a gate, and work that grows with the length of documents. The gated delta rule:
-    /// twice the size of the values and 1/64 of the states' size, in f32.
+    /// twice the size of the values, and in f32 one 64th of the state.
     pub attention: bool,
     /// The mixer's output projection, and the residual stream after it: the hidden size, or twice that if the output is normalized.
     pub output: bool,
