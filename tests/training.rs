@@ -16,6 +16,8 @@ mod hidden;
 mod memory;
 #[path = "training/precision.rs"]
 mod precision;
+#[path = "training/recurrent.rs"]
+mod recurrent;
 #[path = "training/scales.rs"]
 mod scales;
 #[path = "training/teacher.rs"]
@@ -218,7 +220,7 @@ fn relative_error(values: &[f64], expected: &[f32]) -> f64 {
     (error / if norm == 0.0 { 1.0 } else { norm }).sqrt()
 }
 
-const CASES: [&str; 16] = [
+const CASES: [&str; 20] = [
     "qwen3_tied",
     "qwen3_untied",
     "qwen3_yarn",
@@ -235,6 +237,10 @@ const CASES: [&str; 16] = [
     "qwen3moe_normalized",
     "qwen3moe_mixed",
     "qwen2moe_shared",
+    "qwen35_tied",
+    "qwen35moe_shared",
+    "qwen3next_shared",
+    "qwen3next_dense",
 ];
 
 /// The batch of a golden.
@@ -758,6 +764,8 @@ fn the_model_runs_on_the_weights_that_are_trained() {
         ("llama_biased", Recipe::float32()),
         ("qwen3moe_mixed", Recipe::default()),
         ("qwen2moe_shared", Recipe::default()),
+        ("qwen35_tied", Recipe::default()),
+        ("qwen3next_shared", Recipe::default()),
     ] {
         let source = Source::open(&golden("model").join(name)).unwrap();
         let mut trainer = Trainer::new(&device, &source, &config(recipe, 10)).unwrap();

@@ -42,6 +42,16 @@ pub(super) fn softplus(x: f64) -> f64 {
     x.max(0.0) + (-x.abs()).exp().ln_1p()
 }
 
+impl DeltaShape {
+    /// The norms of queries and of keys as RMSNorms: their weights, and what is added to the mean square. The root of a sum of squares is
+    /// that of their mean times the root of their number.
+    pub(super) fn norms(&self) -> ([Vec<f32>; 2], f32) {
+        let dim = self.key_dim as f32;
+        let factors = [1.0 / dim, 1.0 / dim.sqrt()].map(|factor| vec![factor; self.key_dim]);
+        (factors, NORM_EPS / dim)
+    }
+}
+
 impl Cpu {
     /// A causal convolution of each channel with `silu` after it: `x`, `[rows, channels]`, becomes `silu(bias + sum of weight * x)` over the
     /// last `taps` positions. `weight` is `[channels, taps]`, oldest position first, and `bias` is `[channels]`. `history`,
@@ -102,6 +112,7 @@ impl Cpu {
     /// of its size too.
     pub fn delta_norms(&self, shape: &DeltaShape, qkv: &mut [f32]) -> Result<()> {
         let (channels, dim, heads) = (shape.channels(), shape.key_dim, 2 * shape.key_heads);
+        let (factors, eps) = shape.norms();
         if !qkv.len().is_multiple_of(channels) {
             bail!(
                 InvalidArgument,
@@ -109,9 +120,6 @@ impl Cpu {
                 qkv.len()
             );
         }
-        // RMSNorms with factors: the root of a sum of squares is that of their mean times the root of their number.
-        let eps = NORM_EPS / dim as f32;
-        let factors = [1.0 / dim as f32, 1.0 / (dim as f32).sqrt()].map(|factor| vec![factor; dim]);
         let rows = qkv.len() / channels;
         let out = Out(qkv.as_mut_ptr());
         self.by_rows(rows * heads, dim, |index| {

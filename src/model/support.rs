@@ -21,6 +21,8 @@ pub struct FamilySupport {
     pub gpu: Option<String>,
     /// Why it is neither trained nor calibrated, if it is not.
     pub training: Option<String>,
+    /// Why it is neither on a GPU, if it is on the CPU alone.
+    pub training_on_gpu: Option<String>,
 }
 
 /// Widths of experts that stand for defaults. That of Nemotron-H's class is no multiple of the blocks of NVFP4.
@@ -43,6 +45,7 @@ pub fn known() -> Result<Vec<FamilySupport>> {
             blocks: kinds(&spec),
             gpu: fused::unsupported(&spec),
             training: training::untrainable(&spec),
+            training_on_gpu: training::untrainable_on_gpu(&spec),
         })
     };
     FAMILIES.iter().map(of).collect()
@@ -85,7 +88,6 @@ mod tests {
 
     /// The lines of the table in `docs/models.md`.
     fn table() -> String {
-        let yes = |refusal: &Option<String>| if refusal.is_none() { "yes" } else { "no" };
         let mut lines = vec![
             "| `model_type` | class | blocks | CPU | GPU | trained, calibrated |".to_owned(),
             "|---|---|---|---|---|---|".to_owned(),
@@ -97,9 +99,15 @@ mod tests {
                 blocks,
                 gpu,
                 training,
+                training_on_gpu,
             } = family;
             let blocks = blocks.join("; ");
-            let (gpu, training) = (yes(gpu), yes(training));
+            let training = match (training, training_on_gpu) {
+                (Some(_), _) => "no",
+                (None, Some(_)) => "CPU",
+                (None, None) => "yes",
+            };
+            let gpu = if gpu.is_none() { "yes" } else { "no" };
             format!("| `{model_type}` | `{class}` | {blocks} | yes | {gpu} | {training} |")
         }));
         lines.join("\n")
@@ -120,8 +128,11 @@ mod tests {
     fn what_is_not_trained_is_named() {
         let known = known().unwrap();
         let of = |name: &str| known.iter().find(|f| f.model_type == name).unwrap();
-        assert_eq!(of("qwen3").training, None);
-        let refusal = of("qwen3_next").training.as_ref().unwrap();
+        assert_eq!(of("qwen3").training_on_gpu, None);
+        assert_eq!(of("qwen3_next").training, None);
+        let refusal = of("nemotron_h").training.as_ref().unwrap();
+        assert!(refusal.contains("block 0 is Mamba-2"), "{refusal}");
+        let refusal = of("qwen3_next").training_on_gpu.as_ref().unwrap();
         assert!(
             refusal.contains("block 0 is a gated delta net"),
             "{refusal}"

@@ -2,6 +2,8 @@
 //! store projections with the same input as one matrix, and experts as one stack; a tensor is then a range of its rows. Knows names and
 //! shapes, not files.
 
+use std::collections::HashSet;
+
 use super::spec::{
     AttentionSpec, BlockSpec, DeltaProjections, DenseMlpSpec, ExpertsSpec, GatedDeltaSpec,
     Mamba2Spec, MixerSpec, MlpSpec, Scoring, SharedExpertSpec, Spec,
@@ -130,22 +132,30 @@ pub fn all(spec: &Spec) -> Vec<TensorSpec> {
     tensors
 }
 
+/// All tensors of a model as files name them: those that files always store as parts of one tensor are that tensor, in the place and with
+/// the role of its first part. Training has them so.
+pub fn whole(spec: &Spec) -> Vec<TensorSpec> {
+    let mut whole: Vec<TensorSpec> = Vec::new();
+    let mut named = HashSet::new();
+    for mut tensor in all(spec) {
+        if !tensor.alone {
+            let Some(of) = tensor.within.pop() else {
+                continue;
+            };
+            (tensor.name, tensor.shape, tensor.alone) = (of.name, of.shape, true);
+        }
+        if named.insert(tensor.name.clone()) {
+            whole.push(tensor);
+        }
+    }
+    whole
+}
+
 /// The tensors that a file of a model has, by the names and shapes that it has them in, without optional ones. The role is that of the
 /// first tensor that one is part of.
 pub fn stored(spec: &Spec) -> Vec<(String, Vec<usize>, TensorRole)> {
-    let mut stored: Vec<(String, Vec<usize>, TensorRole)> = Vec::new();
-    for tensor in all(spec).into_iter().filter(|t| t.required) {
-        match tensor.within.first() {
-            Some(whole) if !tensor.alone => {
-                // The parts of one tensor are adjacent.
-                if stored.last().is_none_or(|(name, ..)| *name != whole.name) {
-                    stored.push((whole.name.clone(), whole.shape.clone(), tensor.role));
-                }
-            }
-            _ => stored.push((tensor.name, tensor.shape, tensor.role)),
-        }
-    }
-    stored
+    let required = whole(spec).into_iter().filter(|t| t.required);
+    required.map(|t| (t.name, t.shape, t.role)).collect()
 }
 
 /// Whether a vector is stored as an offset from one.
@@ -184,7 +194,7 @@ pub(super) fn outside(spec: &Spec) -> Vec<TensorSpec> {
 }
 
 /// Tensors of a block.
-fn of_block(spec: &Spec, index: usize) -> Vec<TensorSpec> {
+pub(super) fn of_block(spec: &Spec, index: usize) -> Vec<TensorSpec> {
     let BlockSpec { norms, mixer, mlp } = &spec.blocks[index];
     let mut list = List {
         index,

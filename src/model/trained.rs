@@ -2,27 +2,41 @@
 
 use std::sync::Arc;
 
-use super::training::{GatedMlpLayout, MatrixId, MlpLayout, ProjectionLayout, Source, VectorId};
+use super::spec::MixerSpec;
+use super::tensors::{
+    self, DELTA_A, DELTA_B, DELTA_QKV, DELTA_Z, QUERY, QUERY_GATE, StoredRows, TensorSpec,
+    block_name,
+};
+use super::training::{
+    BlockLayout, GatedMlpLayout, MatrixId, MixerVectors, MlpLayout, ProjectionLayout, Source,
+    VectorId,
+};
 use super::weights::{
-    Attention, Block, DenseMlp, Embedding, Experts, Mixer, Mlp, Norms, Projection, Weights,
+    Attention, Block, DenseMlp, Embedding, Experts, GatedDelta, Mixer, Mlp, Norms, Projection,
+    Weights,
 };
 use super::{Device, LoadOptions, Made, Model, fused};
 use crate::base::Result;
-use crate::ops::Array;
+use crate::base::error::bail;
+use crate::ops::delta::DeltaWeights;
 use crate::ops::linear::Linear;
+use crate::ops::{Array, Slice};
 
 /// Access to a trainer's weights.
 pub trait Trained {
     /// A matrix, in the memory in which it is trained.
     fn matrix(&self, id: MatrixId) -> Result<Linear>;
 
-    /// A copy of a norm or bias.
+    /// A copy of some rows of a matrix, in its delivered form: a projection that files store among others.
+    fn rows(&self, id: MatrixId, rows: &StoredRows) -> Result<Linear>;
+
+    /// A copy of a norm, a bias or another vector.
     fn vector(&self, id: VectorId) -> Result<Array>;
 }
 
 impl Model {
-    /// The model at `source`, from which training started, with the current weights. It takes no memory for matrices. The caller keeps the
-    /// trainer out while it runs. `fingerprint` tells it from others.
+    /// The model at `source`, from which training started, with the current weights. It takes no memory for matrices, but for projections
+    /// that files store among others. The caller keeps the trainer out while it runs. `fingerprint` tells it from others.
     pub fn of_trained(
         device: &Device,
         source: &Source,
@@ -34,7 +48,7 @@ impl Model {
             gpu.prepare(&fused::units(&spec), &crate::base::call::is_over)?;
         }
         let made = Made {
-            weights: weights(source, trained)?,
+            weights: weights(device, source, trained)?,
             spec,
             table: None,
             fingerprint,
@@ -43,14 +57,9 @@ impl Model {
     }
 }
 
-fn weights(source: &Source, trained: &dyn Trained) -> Result<Weights> {
+fn weights(device: &Device, source: &Source, trained: &dyn Trained) -> Result<Weights> {
     let layout = source.layout();
-    let projection = |p: &ProjectionLayout| {
-        Ok(Projection {
-            linear: trained.matrix(p.matrix)?,
-            bias: p.bias.map(|id| trained.vector(id)).transpose()?,
-        })
-    };
+    let projection = |p: &ProjectionLayout| projection(trained, p);
     let gated = |mlp: &GatedMlpLayout| {
         let [gate, up] = &mlp.gate_up;
         Ok(DenseMlp {
@@ -66,8 +75,7 @@ fn weights(source: &Source, trained: &dyn Trained) -> Result<Weights> {
             post: vector(post)?,
         })
     };
-    let blocks = layout.blocks.iter().map(|b| {
-        let [q, k, v] = &b.qkv;
+    let blocks = layout.blocks.iter().enumerate().map(|(index, b)| {
         let mlp = match &b.mlp {
             MlpLayout::Dense(mlp) => Mlp::Dense(Box::new(gated(mlp)?)),
             MlpLayout::Experts(mixture) => Mlp::Experts(Box::new(Experts {
@@ -85,15 +93,7 @@ fn weights(source: &Source, trained: &dyn Trained) -> Result<Weights> {
         };
         Ok(Block {
             mixer_norms: norms(&b.mixer_norms)?,
-            mixer: Mixer::Attention(Box::new(Attention {
-                q: projection(q)?,
-                gate: None,
-                k: projection(k)?,
-                v: projection(v)?,
-                q_norm: vector(&b.qk_norms[0])?,
-                k_norm: vector(&b.qk_norms[1])?,
-                o: projection(&b.o)?,
-            })),
+            mixer: Parts::new(device, source, trained, index).mixer()?,
             mlp_norms: norms(&b.mlp_norms)?,
             mlp,
         })
@@ -110,4 +110,118 @@ fn weights(source: &Source, trained: &dyn Trained) -> Result<Weights> {
             bias: None,
         },
     })
+}
+
+fn projection(trained: &dyn Trained, p: &ProjectionLayout) -> Result<Projection> {
+    Ok(Projection {
+        linear: trained.matrix(p.matrix)?,
+        bias: p.bias.map(|id| trained.vector(id)).transpose()?,
+    })
+}
+
+/// The projections of a block's mixer by role, of which files may store several in one matrix.
+struct Parts<'a> {
+    device: &'a Device,
+    source: &'a Source,
+    trained: &'a dyn Trained,
+    block: &'a BlockLayout,
+    index: usize,
+    tensors: Vec<TensorSpec>,
+}
+
+impl<'a> Parts<'a> {
+    fn new(
+        device: &'a Device,
+        source: &'a Source,
+        trained: &'a dyn Trained,
+        index: usize,
+    ) -> Parts<'a> {
+        Parts {
+            device,
+            source,
+            trained,
+            block: &source.layout().blocks[index],
+            index,
+            tensors: tensors::of_block(source.spec(), index),
+        }
+    }
+
+    fn mixer(&self) -> Result<Mixer> {
+        let vector = |id| self.trained.vector(id);
+        match (
+            &self.block.vectors,
+            &self.source.spec().blocks[self.index].mixer,
+        ) {
+            (MixerVectors::Attention([q_norm, k_norm]), MixerSpec::Attention(spec)) => {
+                let (query, gate) = match spec.gated {
+                    false => ("self_attn.q_proj", None),
+                    true => (QUERY, Some(QUERY_GATE)),
+                };
+                Ok(Mixer::Attention(Box::new(Attention {
+                    q: self.part(query)?,
+                    gate: gate.map(|gate| self.part(gate)).transpose()?,
+                    k: self.part("self_attn.k_proj")?,
+                    v: self.part("self_attn.v_proj")?,
+                    q_norm: q_norm.map(vector).transpose()?,
+                    k_norm: k_norm.map(vector).transpose()?,
+                    o: projection(self.trained, &self.block.output)?,
+                })))
+            }
+            (MixerVectors::GatedDelta(vectors), MixerSpec::GatedDelta(_)) => {
+                Ok(Mixer::GatedDelta(Box::new(GatedDelta {
+                    qkv: self.part(DELTA_QKV)?,
+                    z: self.part(DELTA_Z)?,
+                    a: self.part(DELTA_A)?,
+                    b: self.part(DELTA_B)?,
+                    heads: DeltaWeights {
+                        convolution: vector(vectors.convolution)?,
+                        a_log: vector(vectors.a_log)?,
+                        dt_bias: vector(vectors.dt_bias)?,
+                    },
+                    norm: vector(vectors.norm)?,
+                    out: projection(self.trained, &self.block.output)?,
+                })))
+            }
+            _ => bail!(
+                Internal,
+                "the mixer of block {} is not what its spec says",
+                self.index
+            ),
+        }
+    }
+
+    /// A projection by its role.
+    fn part(&self, role: &str) -> Result<Projection> {
+        let name = block_name(self.index, &format!("{role}.weight"));
+        let Some(tensor) = self.tensors.iter().find(|tensor| tensor.name == name) else {
+            bail!(Internal, "{name} is no tensor of the model");
+        };
+        let matrices = &self.source.layout().matrices;
+        let mut inputs = self.block.inputs.iter();
+        let Some(own) = inputs.find(|p| matrices[p.matrix].name == tensor.stored_name()) else {
+            bail!(Internal, "{name} is in no matrix that is trained");
+        };
+        match tensor.within.first() {
+            Some(within) if !tensor.alone => Ok(Projection {
+                linear: self.trained.rows(own.matrix, &within.rows)?,
+                bias: own
+                    .bias
+                    .map(|id| self.elements(id, &within.rows))
+                    .transpose()?,
+            }),
+            _ => projection(self.trained, own),
+        }
+    }
+
+    /// Some elements of a vector.
+    fn elements(&self, id: VectorId, elements: &StoredRows) -> Result<Array> {
+        let all = self.trained.vector(id)?;
+        let mut values = vec![0.0; all.len()];
+        all.all().read(&mut values)?;
+        let parts = elements.parts(0..elements.count());
+        let taken: Vec<f32> = parts.flat_map(|(_, part)| values[part].to_vec()).collect();
+        let mut array = Array::zeroed(self.device, taken.len())?;
+        array.all_mut().copy_from(Slice::Host(&taken))?;
+        Ok(array)
+    }
 }

@@ -58,7 +58,7 @@ pub fn delta_rule(
     host(device)?.delta_rule(shape, rows, state)
 }
 
-fn host(device: &Device) -> Result<&Cpu> {
+pub(super) fn host(device: &Device) -> Result<&Cpu> {
     match device {
         Device::Cpu(cpu) => Ok(cpu),
         Device::Cuda(_) => bail!(

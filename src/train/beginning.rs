@@ -59,6 +59,7 @@ impl<'a> Beginning<'a> {
             _ if !self.recipe.weights.is_packed() => Encoding::Dense(DType::F32),
             Tables::Int8 if is_table => Encoding::Int8,
             Tables::Auto | Tables::Bf16 if is_table => Encoding::Dense(DType::BF16),
+            _ if layout.matrices[id].is_recurrent => Encoding::Int8,
             _ => Encoding::Nvfp4,
         })
     }

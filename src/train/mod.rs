@@ -15,6 +15,7 @@ mod fit;
 mod group;
 mod inputs;
 mod judge;
+mod live;
 mod lock;
 pub mod memory;
 mod offload;

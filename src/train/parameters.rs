@@ -16,11 +16,9 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::checkpoint::Encoding;
 use crate::format::adamw::GROUP_ROWS;
-use crate::model::Trained;
 use crate::model::training::{
     Layout, MatrixId, ProjectionLayout, RowGradients, Source, Store, VectorId,
 };
-use crate::ops::linear::Linear;
 use crate::ops::training::array;
 use crate::ops::training::operand::round_int8_rows;
 use crate::ops::training::optimizer::{
@@ -529,25 +527,6 @@ impl Parameters {
             })
             .collect();
         make_steps(&self.device, &mut steps)
-    }
-}
-
-impl Trained for Parameters {
-    fn matrix(&self, id: MatrixId) -> Result<Linear> {
-        if self.recipe.lora.is_some() {
-            bail!(
-                Unsupported,
-                "a model cannot be run on weights with adapters that are trained; export it with the adapters merged, and load that"
-            );
-        }
-        Linear::trained(&self.device, self.matrices[id].shared())
-    }
-
-    fn vector(&self, id: VectorId) -> Result<Array> {
-        let values = self.vectors[id].values();
-        let mut copy = Array::zeroed(&self.device, values.len())?;
-        copy.all_mut().copy_from(values)?;
-        Ok(copy)
     }
 }
 

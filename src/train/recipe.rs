@@ -250,7 +250,8 @@ impl Recipe {
         Ok(adapted)
     }
 
-    /// The precision of products for this layout. Products of adapters and of the head are always in bfloat16.
+    /// The precision of products for this layout. Products of adapters, of the head and of the projections of recurrent layers, whose errors
+    /// add up in a state, are always in bfloat16.
     pub(super) fn precision(&self, layout: &Layout) -> ProductPrecision {
         let high = |block: usize| {
             block < self.high_blocks.first || block + self.high_blocks.last >= layout.blocks.len()
@@ -261,7 +262,7 @@ impl Recipe {
             activation_scales: self.activation_scales,
             gradients: self.gradients,
             high: matrices
-                .map(|m| m.block.is_none_or(high) || self.keeps_high(&m.name))
+                .map(|m| m.block.is_none_or(high) || m.is_recurrent || self.keeps_high(&m.name))
                 .collect(),
         }
     }

@@ -17,7 +17,9 @@ use crate::base::{Error, Result, call};
 use crate::engine::Served;
 use crate::format::random::bits;
 use crate::model::Spec;
-use crate::model::training::{Batch, HiddenTargets, Options, Pass, Recompute, Source, Teacher};
+use crate::model::training::{
+    Batch, HiddenTargets, Options, Pass, Recompute, Source, Teacher, check_device,
+};
 use crate::ops::training::divergence::Mixture;
 use crate::ops::training::optimizer::Hyperparameters;
 use crate::ops::{Array, Device, Mixed, Slice};
@@ -283,6 +285,7 @@ impl Trainer {
     pub fn new(device: &Device, source: &Source, config: &Config) -> Result<Trainer> {
         config.check()?;
         config.check_for(source)?;
+        check_device(device, source.spec())?;
         config.offload.check(device)?;
         let parameters = Parameters::new(device, source, &config.recipe, config.offload)?;
         Self::with(device, source, config, parameters)
@@ -291,6 +294,7 @@ impl Trainer {
     /// A trainer with parameters that are yet to be restored.
     pub(super) fn empty(device: &Device, source: &Source, config: &Config) -> Result<Trainer> {
         config.check()?;
+        check_device(device, source.spec())?;
         config.offload.check(device)?;
         let parameters = Parameters::zeroed(device, source, &config.recipe, config.offload)?;
         Self::with(device, source, config, parameters)

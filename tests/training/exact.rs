@@ -2,6 +2,7 @@
 //! activations.
 
 use NVFP4::format::operand::{OperandRounding, global_of, round_block};
+use NVFP4::model::training::{MixerVectors, ProjectionLayout};
 use NVFP4::train::{HighBlocks, ScaleRule};
 
 use super::*;
@@ -96,18 +97,19 @@ impl Exact<'_> {
     fn block(&self, x: &mut Rows, index: usize) {
         let layout = &self.source.layout().blocks[index];
         let rounding = |name| (self.rounding)(index, name);
+        let MixerVectors::Attention(norms) = layout.vectors else {
+            panic!("block {index} has no attention");
+        };
         let normed = self.norm(x, layout.mixer_norms[0].unwrap());
-        let [q, k, v] = layout
-            .qkv
-            .map(|p| self.product(&normed, p.matrix, rounding("q_proj")));
-        let [mut q, mut k] =
-            [(q, 0), (k, 1)].map(|(x, i)| self.norm(&x, layout.qk_norms[i].unwrap()));
+        let product = |p: &ProjectionLayout| self.product(&normed, p.matrix, rounding("q_proj"));
+        let [q, k, v] = [0, 1, 2].map(|i| product(&layout.inputs[i]));
+        let [mut q, mut k] = [(q, 0), (k, 1)].map(|(x, i)| self.norm(&x, norms[i].unwrap()));
         self.rotate(&mut q, index);
         self.rotate(&mut k, index);
         let attended = self.attend(&q, &k, &v, index);
         add(
             x,
-            self.product(&attended, layout.o.matrix, rounding("o_proj")),
+            self.product(&attended, layout.output.matrix, rounding("o_proj")),
         );
 
         let normed = self.norm(x, layout.mlp_norms[0].unwrap());

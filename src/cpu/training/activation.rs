@@ -1,14 +1,17 @@
-//! Gated linear units on rows of gate and up side by side, forward and backward.
+//! Gated linear units on rows of gate and up side by side, and gates of attention and of gated delta nets, forward and backward.
 
 use super::rows::{by_parts, by_parts_of_two};
 use crate::base::error::{Result, bail};
 use crate::cpu::Cpu;
 
+/// Elements of a part of an operation without rows.
+const RUN: usize = 4096;
+
 /// Returns the value of an activation, and its derivative.
 pub(super) type Derivative = fn(f32) -> (f32, f32);
 
 /// `x s` with `s = sigmoid(x)`, whose derivative is `s + x s (1 - s)`.
-fn silu(x: f32) -> (f32, f32) {
+pub(super) fn silu(x: f32) -> (f32, f32) {
     let s = 1.0 / (1.0 + (-x).exp());
     (x * s, s + x * s * (1.0 - s))
 }
@@ -76,6 +79,80 @@ impl Cpu {
         );
         Ok(())
     }
+}
+
+impl Cpu {
+    /// The backward pass of `y = sigmoid(gate) x`, [`Cpu::sigmoid_gate`]: `dy` becomes the gradient of `x`, and `gate` its own gradient.
+    pub fn sigmoid_gate_backward(&self, gate: &mut [f32], x: &[f32], dy: &mut [f32]) -> Result<()> {
+        if [x.len(), dy.len()] != [gate.len(); 2] {
+            bail!(
+                Internal,
+                "gradients of {} gates, {} elements and {} results",
+                gate.len(),
+                x.len(),
+                dy.len()
+            );
+        }
+        by_parts_of_two(self.pool(), (gate, dy), (RUN, RUN), |part, gate, dy| {
+            let x = &x[part * RUN..];
+            for ((gate, dy), x) in gate.iter_mut().zip(dy).zip(x) {
+                let s = 1.0 / (1.0 + (-*gate).exp());
+                *gate = *dy * x * s * (1.0 - s);
+                *dy *= s;
+            }
+        });
+        Ok(())
+    }
+
+    /// `y *= silu(gate)` for rows of `y` `[T, width]`, where the first `width` elements of a row of `gates` are its gate.
+    pub fn silu_gate_rows(&self, gates: &[f32], width: usize, y: &mut [f32]) -> Result<()> {
+        let columns = gate_columns(gates.len(), width, y.len())?;
+        by_parts(self.pool(), y, width, |row, y| {
+            let gate = &gates[row * columns..][..width];
+            y.iter_mut().zip(gate).for_each(|(y, g)| *y *= silu(*g).0);
+        });
+        Ok(())
+    }
+
+    /// The backward pass of [`Cpu::silu_gate_rows`] on rows `x` before it: `dy` becomes the gradient of `x`, and the gates their own
+    /// gradients.
+    pub fn silu_gate_rows_backward(
+        &self,
+        gates: &mut [f32],
+        width: usize,
+        x: &[f32],
+        dy: &mut [f32],
+    ) -> Result<()> {
+        let columns = gate_columns(gates.len(), width, dy.len())?;
+        gate_columns(gates.len(), width, x.len())?;
+        by_parts_of_two(
+            self.pool(),
+            (gates, dy),
+            (columns, width),
+            |row, gates, dy| {
+                let x = &x[row * width..][..width];
+                for ((gate, dy), x) in gates.iter_mut().zip(dy).zip(x) {
+                    let (value, slope) = silu(*gate);
+                    *gate = *dy * x * slope;
+                    *dy *= value;
+                }
+            },
+        );
+        Ok(())
+    }
+}
+
+/// Elements of a row of gates.
+fn gate_columns(gates: usize, width: usize, y: usize) -> Result<usize> {
+    let rows = y / width.max(1);
+    let columns = gates / rows.max(1);
+    if rows == 0 || y != rows * width || gates != rows * columns || columns < width {
+        bail!(
+            Internal,
+            "{gates} elements of gates for {y} in rows of {width}"
+        );
+    }
+    Ok(columns)
 }
 
 fn check(gate_up: usize, y: usize, width: usize) -> Result<()> {

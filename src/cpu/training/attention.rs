@@ -63,7 +63,7 @@ impl AttentionShape {
     }
 }
 
-fn dot(a: &[f32], b: &[f32]) -> f32 {
+pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
     // Eight sums, which the compiler vectorizes.
     let (mut sums, whole) = ([0f32; 8], a.len() / 8 * 8);
     for (a, b) in a.chunks_exact(8).zip(b.chunks_exact(8)) {
@@ -75,7 +75,7 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
     sums.iter().sum::<f32>() + tail
 }
 
-fn add_scaled(to: &mut [f32], x: &[f32], factor: f32) {
+pub(super) fn add_scaled(to: &mut [f32], x: &[f32], factor: f32) {
     to.iter_mut().zip(x).for_each(|(to, x)| *to += factor * x);
 }
 

@@ -3,6 +3,8 @@
 
 mod activation;
 mod attention;
+mod convolution;
+mod delta;
 mod divergence;
 mod heads;
 mod input_moments;
@@ -17,6 +19,7 @@ mod rows;
 pub(super) use rows::{by_parts, by_parts_of_two};
 
 pub use attention::DocumentRows;
+pub use delta::{DeltaForward, DeltaGradients};
 pub use divergence::{Divergence, RowSums, TeacherColumns};
 pub use heads::Heads;
 pub use loss::{CrossEntropy, HeadColumns};

@@ -21,7 +21,9 @@ pub use self::options::{CalibrateOptions, CalibrateProgress, CalibratedMatrix, C
 pub use self::search::Choice;
 use self::search::Search;
 use self::trial::{Group, choose};
-use super::training::{BlockLayout, MatrixId, MlpLayout, Observer, ProjectionLayout, Source};
+use super::training::{
+    BlockLayout, MatrixId, MixerVectors, MlpLayout, Observer, ProjectionLayout, Source,
+};
 use crate::base::error::bail;
 use crate::base::{Result, call};
 use crate::checkpoint::Encoding;
@@ -139,20 +141,24 @@ fn runs(texts: &[CalibrationText]) -> Vec<(Vec<u32>, Vec<usize>)> {
 }
 
 /// Projections of a block, by the unit of choice: queries, keys and values; attention's output; gate and up; down. Each unit consists of
-/// groups of projections with the same input; in a mixture, each expert has its own groups. A shared expert is not quantized.
-fn units(block: &BlockLayout) -> [Vec<&[ProjectionLayout]>; 4] {
+/// groups of projections with the same input; in a mixture, each expert has its own groups. A shared expert and the projections of a gated
+/// delta net are not quantized to NVFP4.
+fn units(block: &BlockLayout) -> Vec<Vec<&[ProjectionLayout]>> {
     let mlps = match &block.mlp {
         MlpLayout::Dense(mlp) => std::slice::from_ref(mlp),
         MlpLayout::Experts(mixture) => &mixture.experts[..],
     };
-    [
-        vec![&block.qkv],
-        vec![std::slice::from_ref(&block.o)],
-        mlps.iter().map(|mlp| &mlp.gate_up[..]).collect(),
-        mlps.iter()
-            .map(|mlp| std::slice::from_ref(&mlp.down))
-            .collect(),
-    ]
+    let mut units = match block.vectors {
+        MixerVectors::Attention(_) => vec![
+            vec![&block.inputs[..]],
+            vec![std::slice::from_ref(&block.output)],
+        ],
+        MixerVectors::GatedDelta(_) => Vec::new(),
+    };
+    units.push(mlps.iter().map(|mlp| &mlp.gate_up[..]).collect());
+    let downs = mlps.iter().map(|mlp| std::slice::from_ref(&mlp.down));
+    units.push(downs.collect());
+    units
 }
 
 /// Text that runs through a model while its blocks are quantized.

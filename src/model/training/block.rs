@@ -12,38 +12,61 @@ use super::{Batch, Store};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::order::{BlockOp, Half, operations};
-use crate::model::spec::{AttentionSpec, BlockSpec, DenseMlpSpec, ExpertsSpec, MlpSpec, Spec};
-use crate::ops::rope::Angles;
-use crate::ops::training::attention::{attention, attention_backward};
-use crate::ops::training::heads::{HeadOptions, heads, heads_backward};
+use crate::model::spec::{
+    BlockSpec, DenseMlpSpec, ExpertsSpec, GatedDeltaSpec, MixerSpec, MlpSpec, Spec,
+};
+use crate::ops::training::delta::gate_width;
 use crate::ops::training::{activation, array, norm};
 use crate::ops::{Array, Device, Mixed, Slice};
-use crate::tensor::AttentionShape;
 
 /// Sizes of a batch's rows in a block, in elements.
+#[derive(Default)]
 pub(super) struct BlockSizes {
     /// The residual stream.
     pub(super) stream: usize,
     /// Queries, keys and values.
     pub(super) qkv: usize,
-    /// The output of attention, and the log-sum-exp of each row and head.
+    /// The gate of attention, or z, b and a of a gated delta net; none in other blocks.
+    pub(super) gate: usize,
+    /// The output of attention, and the log-sum-exp of each row and head; the output of the gated delta rule, and checkpoints of states.
     pub(super) attended: usize,
     pub(super) lse: usize,
+    pub(super) states: usize,
+    /// Scratch of the backward pass of the gated delta rule.
+    pub(super) delta: usize,
     /// The input of the MLP's last projection.
     pub(super) wide: usize,
 }
 
 impl BlockSizes {
     pub(super) fn new(spec: &Spec, block: &BlockSpec, rows: usize) -> BlockSizes {
-        // Training refuses other mixers.
-        let attention = block.attention().map(AttentionSpec::shape);
-        let attention = attention.unwrap_or_default();
-        BlockSizes {
+        let shared = BlockSizes {
             stream: rows * spec.hidden_size,
-            qkv: rows * attention.width(),
-            attended: rows * attention.q_width(),
-            lse: rows * attention.heads,
             wide: rows * widest(&block.mlp),
+            ..BlockSizes::default()
+        };
+        match &block.mixer {
+            MixerSpec::Attention(attention) => BlockSizes {
+                qkv: rows * attention.qkv_width(),
+                gate: if attention.gated {
+                    rows * attention.q_width()
+                } else {
+                    0
+                },
+                attended: rows * attention.q_width(),
+                lse: rows * attention.heads,
+                ..shared
+            },
+            MixerSpec::GatedDelta(GatedDeltaSpec { shape, .. }) => BlockSizes {
+                qkv: rows * shape.channels(),
+                gate: rows * gate_width(shape),
+                attended: rows * shape.value_width(),
+                states: shape.checkpoint_floats(rows),
+                delta: shape.backward_floats(),
+                ..shared
+            },
+            // Not trained.
+            MixerSpec::Mamba2(_) | MixerSpec::None => shared,
         }
     }
 
@@ -54,14 +77,25 @@ impl BlockSizes {
             normed: self.stream,
             qkv: self.qkv,
             rotated: self.qkv,
+            gate: self.gate,
             attended: self.attended,
             lse: self.lse,
-            attention_branch: branch(layout.mixer_norms),
+            states: self.states,
+            gated: if self.gate > 0 { self.attended } else { 0 },
+            mixer_branch: branch(layout.mixer_norms),
             middle: self.stream,
             mlp_normed: self.stream,
             // Experts are recomputed one by one.
             gate_up: layout.mlp.dense().map_or(0, |_| 2 * self.wide),
             mlp_branch: branch(layout.mlp_norms),
+        }
+    }
+
+    /// The output of the mixer's first projections, if its roles have columns of their own.
+    pub(super) fn columns(&self) -> usize {
+        match self.gate {
+            0 => 0,
+            gate => self.qkv + gate,
         }
     }
 
@@ -101,7 +135,11 @@ impl BlockPass<'_> {
     }
 
     /// Projections of the batch's rows, of `inputs` elements each.
-    fn linear<'b>(&'b self, projections: &'b [ProjectionLayout], inputs: usize) -> Linear<'b> {
+    pub(super) fn linear<'b>(
+        &'b self,
+        projections: &'b [ProjectionLayout],
+        inputs: usize,
+    ) -> Linear<'b> {
         self.linear_of(self.rows(), projections, inputs)
     }
 
@@ -121,19 +159,7 @@ impl BlockPass<'_> {
         }
     }
 
-    fn attention(&self) -> Result<AttentionShape> {
-        Ok(self.block.required_attention()?.shape())
-    }
-
-    /// The rotation of its queries and keys.
-    fn angles(&self) -> Result<&Angles> {
-        match self.block.required_attention()?.rope {
-            Some(rope) => Ok(&self.batch.angles[rope]),
-            None => bail!(Internal, "attention without rotation is not trained"),
-        }
-    }
-
-    fn sizes(&self) -> BlockSizes {
+    pub(super) fn sizes(&self) -> BlockSizes {
         BlockSizes::new(self.spec, self.block, self.rows())
     }
 
@@ -203,60 +229,36 @@ impl BlockPass<'_> {
     ) -> Result<()> {
         let (device, t, stream) = (self.device, self.rows(), self.stream());
         let (hidden, sizes) = (self.spec.hidden_size, self.sizes().saved(self.layout));
-        let options = self.attention()?;
-        let (width, q_width) = (options.width(), options.q_width());
         match op {
             BlockOp::Enter(Half::Mixer) => {
                 saved.normed.grow(device, sizes.normed)?;
                 self.enter(store, Half::Mixer, x, &mut saved.normed)
             }
-            BlockOp::Qkv => {
-                saved.qkv.grow(device, sizes.qkv)?;
-                self.linear(&self.layout.qkv, hidden).forward(
-                    store,
-                    saved.normed.first(stream)?,
-                    &mut saved.qkv,
-                    false,
-                    (&mut s.weight, &mut s.linear),
-                )
-            }
-            BlockOp::Heads => {
-                saved.rotated.grow(device, sizes.rotated)?;
-                let angles = self.angles()?;
-                let qkv = saved.qkv.first(t * width)?;
-                let rotated = saved.rotated.first_mut(t * width)?;
-                heads(device, &self.heads(&*store, angles)?, qkv, rotated)
-            }
-            BlockOp::GateHeads
-            | BlockOp::DeltaInputs
-            | BlockOp::Convolve
-            | BlockOp::DeltaRule
-            | BlockOp::DeltaNorm
-            | BlockOp::MambaInputs
+            BlockOp::Qkv | BlockOp::DeltaInputs => self.mixer_inputs(store, saved, s),
+            BlockOp::Heads => self.heads(&*store, saved),
+            BlockOp::Attend => self.attend(saved),
+            BlockOp::GateHeads => self.gate_heads(saved),
+            BlockOp::Convolve => self.convolve(&*store, saved),
+            BlockOp::DeltaRule => self.delta_rule(&*store, saved),
+            BlockOp::DeltaNorm => self.delta_norm(&*store, saved),
+            BlockOp::MambaInputs
             | BlockOp::MambaConvolve
             | BlockOp::MambaScan
             | BlockOp::MambaNorm => bail!(Internal, "{op:?} is not trained"),
-            BlockOp::Attend => {
-                saved.attended.grow(device, sizes.attended)?;
-                saved.lse.grow(device, sizes.lse)?;
-                attention(
-                    device,
-                    &options,
-                    &self.batch.documents,
-                    saved.rotated.first(t * width)?,
-                    saved.attended.first_mut(t * q_width)?,
-                    saved.lse.first_mut(t * options.heads)?,
-                )
-            }
             BlockOp::Project(Half::Mixer) => {
                 saved.middle.grow(device, sizes.middle)?;
-                let rows = (saved.attended.first(t * q_width)?, q_width);
-                let to = (&mut saved.attention_branch, Some(&mut saved.middle));
+                let len = self.sizes().attended;
+                let mixed = match self.layout.columns {
+                    None => &saved.attended,
+                    Some(_) => &saved.gated,
+                };
+                let rows = (mixed.first(len)?, len / t);
+                let to = (&mut saved.mixer_branch, Some(&mut saved.middle));
                 self.project(store, Half::Mixer, rows, x, to, s)
             }
             BlockOp::Leave(Half::Mixer) => match self.norms(Half::Mixer) {
                 [_, None] => Ok(()),
-                [_, post] => self.leave(store, post, x, &saved.attention_branch, &mut saved.middle),
+                [_, post] => self.leave(store, post, x, &saved.mixer_branch, &mut saved.middle),
             },
             BlockOp::Enter(Half::Mlp) => {
                 saved.mlp_normed.grow(device, sizes.mlp_normed)?;
@@ -361,8 +363,6 @@ impl BlockPass<'_> {
             self.spec.hidden_size,
             self.stream(),
         );
-        let options = self.attention()?;
-        let (width, q_width) = (options.width(), options.q_width());
         match op {
             BlockOp::Leave(Half::Mlp) => {
                 self.leave_backward(store, Half::Mlp, &saved.mlp_branch, s)
@@ -410,51 +410,41 @@ impl BlockPass<'_> {
             }
             BlockOp::Enter(Half::Mlp) => self.enter_backward(store, Half::Mlp, &saved.middle, s),
             BlockOp::Leave(Half::Mixer) => {
-                self.leave_backward(store, Half::Mixer, &saved.attention_branch, s)
+                self.leave_backward(store, Half::Mixer, &saved.mixer_branch, s)
             }
             BlockOp::Project(Half::Mixer) => {
-                let o = [self.layout.o];
-                let o = self.linear(&o, q_width);
+                let (output, len) = ([self.layout.output], self.sizes().attended);
+                let output = self.linear(&output, len / t);
                 let dy = branch_gradients(self.norms(Half::Mixer)[1], &s.dx, &s.dbranch);
-                let (dy, dx) = (dy.first(stream)?, s.dattended.first_mut(t * q_width)?);
-                o.input_gradients(store, dy, dx, (&mut s.weight, &mut s.linear))?;
-                let input = saved.attended.first(t * q_width)?;
-                o.weight_gradients(store, dy, input, (&mut s.weight, &mut s.linear))
+                let (dy, dx) = (dy.first(stream)?, s.dattended.first_mut(len)?);
+                output.input_gradients(store, dy, dx, (&mut s.weight, &mut s.linear))?;
+                let mixed = match self.layout.columns {
+                    None => &saved.attended,
+                    Some(_) => &saved.gated,
+                };
+                let input = mixed.first(len)?;
+                output.weight_gradients(store, dy, input, (&mut s.weight, &mut s.linear))
             }
-            BlockOp::GateHeads
-            | BlockOp::DeltaInputs
-            | BlockOp::Convolve
-            | BlockOp::DeltaRule
-            | BlockOp::DeltaNorm
-            | BlockOp::MambaInputs
+            BlockOp::GateHeads => self.gate_heads_backward(saved, s),
+            BlockOp::MambaInputs
             | BlockOp::MambaConvolve
             | BlockOp::MambaScan
             | BlockOp::MambaNorm => bail!(Internal, "{op:?} is not trained"),
-            BlockOp::Attend => {
-                let forward = (
-                    saved.rotated.first(t * width)?,
-                    saved.attended.first(t * q_width)?,
-                    saved.lse.first(t * options.heads)?,
-                );
-                attention_backward(
-                    device,
-                    &options,
-                    &self.batch.documents,
-                    forward,
-                    s.dattended.first(t * q_width)?,
-                    s.inner.first_mut(t * width)?,
-                )
-            }
+            BlockOp::Attend => self.attend_backward(saved, s),
             BlockOp::Heads => self.heads_backward(store, saved, s),
+            BlockOp::DeltaNorm => self.delta_norm_backward(store, saved, s),
+            BlockOp::DeltaRule => self.delta_rule_backward(store, saved, s),
+            BlockOp::Convolve => self.convolve_backward(store, saved, s),
             BlockOp::Qkv => {
-                let qkv = self.linear(&self.layout.qkv, hidden);
-                let dy = s.inner.first(t * width)?;
-                if needs_input {
-                    let dx = s.dx_before.first_mut(stream)?;
-                    qkv.input_gradients(store, dy, dx, (&mut s.weight, &mut s.linear))?;
-                }
-                let input = saved.normed.first(stream)?;
-                qkv.weight_gradients(store, dy, input, (&mut s.weight, &mut s.linear))
+                let dqkv = std::mem::replace(&mut s.inner, Array::empty());
+                let (x, gradients) = (saved.normed.first(stream)?, (&dqkv, &saved.gate));
+                let done = self.mixer_inputs_backward(store, x, gradients, s, needs_input);
+                s.inner = dqkv;
+                done
+            }
+            BlockOp::DeltaInputs => {
+                let (x, gradients) = (saved.normed.first(stream)?, (&saved.rotated, &saved.gate));
+                self.mixer_inputs_backward(store, x, gradients, s, needs_input)
             }
             BlockOp::Enter(Half::Mixer) => {
                 match needs_input || self.norms(Half::Mixer)[0].is_some() {
@@ -463,65 +453,6 @@ impl BlockPass<'_> {
                 }
             }
         }
-    }
-
-    fn heads<'b>(
-        &self,
-        store: &'b dyn Store,
-        angles: &'b crate::ops::rope::Angles,
-    ) -> Result<HeadOptions<'b>> {
-        let of = |norm: Option<VectorId>| norm.map(|id| store.vector(id)).transpose();
-        let [q, k] = self.layout.qk_norms;
-        let AttentionSpec {
-            heads,
-            kv_heads,
-            head_dim,
-            ..
-        } = *self.block.required_attention()?;
-        Ok(HeadOptions {
-            heads,
-            kv_heads,
-            dim: head_dim,
-            norms: [of(q)?, of(k)?],
-            eps: self.spec.norm_eps,
-            angles,
-        })
-    }
-
-    fn heads_backward(
-        &self,
-        store: &mut dyn Store,
-        saved: &Saved,
-        s: &mut TrainingScratch,
-    ) -> Result<()> {
-        let (device, dim) = (self.device, self.block.required_attention()?.head_dim);
-        let len = self.rows() * self.attention()?.width();
-        let angles = self.angles()?;
-        // Computes the gradients of both norms together; the store keeps them apart.
-        s.dnorms.grow(device, 2 * dim)?;
-        crate::ops::activation::fill(device, s.dnorms.first_mut(2 * dim)?, 0.0)?;
-        let mut q = Array::scratch(device, dim)?;
-        crate::ops::activation::fill(device, q.all_mut(), 0.0)?;
-        let [q_norm, k_norm] = self.layout.qk_norms;
-        {
-            let options = self.heads(&*store, angles)?;
-            let dnorms = [
-                q_norm.map(|_| q.all_mut()),
-                match k_norm {
-                    Some(_) => Some(s.dnorms.first_mut(dim)?),
-                    None => None,
-                },
-            ];
-            let dqkv = s.inner.first_mut(len)?;
-            heads_backward(device, &options, saved.qkv.first(len)?, dqkv, dnorms)?;
-        }
-        for (norm, gradient) in [(q_norm, q.all()), (k_norm, s.dnorms.first(dim)?)] {
-            if let Some(id) = norm {
-                let (_, to) = store.vector_with_gradient(id)?;
-                crate::ops::activation::add(device, to, gradient)?;
-            }
-        }
-        Ok(())
     }
 
     /// Computes the input of a half in `normed`, from the rows `x` of the residual stream.
@@ -589,7 +520,7 @@ impl BlockPass<'_> {
     ) -> Result<()> {
         let (device, len) = (self.device, self.stream());
         let projection = match half {
-            Half::Mixer => self.layout.o,
+            Half::Mixer => self.layout.output,
             Half::Mlp => self.dense()?.0.down,
         };
         let projections = [projection];

@@ -8,22 +8,25 @@ use std::path::Path;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::checkpoint::{Checkpoint, Encoding, Entry, Metadata, Part, describe};
-use crate::format::random;
-use crate::model::families;
-use crate::model::tensors::{self, TensorRole};
+use crate::format::random::{self, uniform};
+use crate::model::tensors::{self, DELTA_A_LOG};
+use crate::model::{Spec, families};
 use crate::tensor::DType;
 
 /// The standard deviation for a config without `initializer_range`.
 const DEVIATION: f64 = 0.02;
 
-/// A model of random weights, initialized as in transformers: matrices and tables are normal with the standard deviation
-/// `initializer_range` of the config, norms multiply by one, and biases are zero. A weight is a function of the seed, its tensor and its
-/// position, so that any rows can be read in any order.
+/// Bounds of the initial rates of decay of a gated delta net.
+const RATES: [f32; 2] = [0.01, 16.0];
+
+/// A model of random weights, initialized as in transformers: matrices, tables and convolutions are normal with the standard deviation
+/// `initializer_range` of the config, norms multiply by one, and biases are zero. The rates of decay of a gated delta net are uniform, and
+/// what is added before them is one. A weight is a function of the seed, its tensor and its position, so that any rows can be read in any
+/// order.
 pub struct Fresh {
     seed: u64,
     deviation: f64,
-    /// The stored value of a norm that multiplies by one.
-    one: f32,
+    spec: Spec,
     entries: Vec<Entry>,
     by_name: HashMap<String, usize>,
     metadata: Metadata,
@@ -51,16 +54,13 @@ impl Fresh {
             },
         };
         // Leaves out biases that are optional in the family.
-        let entries: Vec<Entry> = tensors::all(&spec)
+        let entries: Vec<Entry> = tensors::whole(&spec)
             .into_iter()
             .filter(|t| t.required)
             .map(|t| Entry {
                 bytes: 4 * t.shape.iter().product::<usize>() as u64,
                 encoding: Encoding::Dense(DType::F32),
-                shape: match t.role {
-                    TensorRole::Vector => vec![t.shape.iter().product()],
-                    _ => t.shape,
-                },
+                shape: t.shape,
                 name: t.name,
             })
             .collect();
@@ -68,11 +68,24 @@ impl Fresh {
         Ok(Fresh {
             seed,
             deviation,
-            one: if spec.norm_plus_one { 0.0 } else { 1.0 },
             by_name: names.map(|(i, e)| (e.name.clone(), i)).collect(),
             entries,
             metadata,
+            spec,
         })
+    }
+
+    /// Writes a vector's values.
+    fn fill(&self, name: &str, seed: u64, out: &mut [f32]) {
+        if name.ends_with(DELTA_A_LOG) {
+            let [least, most] = RATES;
+            for (i, value) in out.iter_mut().enumerate() {
+                *value = (least + (most - least) * uniform(seed, i as u64)).ln();
+            }
+            return;
+        }
+        let is_zero = name.ends_with(".bias") || tensors::is_offset_from_one(&self.spec, name);
+        out.fill(if is_zero { 0.0 } else { 1.0 });
     }
 
     /// Two independent normal values, by Box and Muller's method.
@@ -117,12 +130,11 @@ impl Checkpoint for Fresh {
                 out.len()
             );
         }
+        let seed = random::bits(self.seed, index as u64);
         if entry.shape.len() == 1 {
-            let is_bias = entry.name.ends_with(".bias");
-            out.fill(if is_bias { 0.0 } else { self.one });
+            self.fill(&entry.name, seed, out);
             return Ok(());
         }
-        let seed = random::bits(self.seed, index as u64);
         let first = rows.start * cols;
         for (i, value) in out.iter_mut().enumerate() {
             let at = (first + i) as u64;

@@ -2,11 +2,13 @@
 
 use std::collections::HashMap;
 
+use super::columns::{MixerColumns, mixer_inputs};
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::model::spec::{MlpSpec, Spec};
+use crate::model::spec::{MixerSpec, MlpSpec, Spec};
 use crate::model::tensors::{
-    self, EMBEDDING, HEAD, NORM, ROUTER, SHARED_GATE, TensorRole, block_name,
+    self, DELTA_A_LOG, DELTA_CONVOLUTION, DELTA_DT_BIAS, DELTA_NORM, DELTA_OUT, EMBEDDING, HEAD,
+    NORM, ROUTER, SHARED_GATE, TensorRole, block_name,
 };
 
 /// Index of a matrix in [`Layout::matrices`].
@@ -18,7 +20,7 @@ pub type VectorId = usize;
 const FACTOR_A: &str = "lora_A";
 const FACTOR_B: &str = "lora_B";
 
-/// A matrix of a model.
+/// A matrix of a model, as files have it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MatrixLayout {
     /// Its name in transformers.
@@ -29,6 +31,8 @@ pub struct MatrixLayout {
     pub cols: usize,
     /// The block it belongs to.
     pub block: Option<usize>,
+    /// Whether it is a projection of a recurrent layer.
+    pub is_recurrent: bool,
 }
 
 impl MatrixLayout {
@@ -38,17 +42,17 @@ impl MatrixLayout {
     }
 }
 
-/// A norm or a bias.
+/// A norm, a bias, or another vector: the convolution and the constants of heads of a gated delta net.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VectorLayout {
     /// Its name.
     pub name: String,
+    /// Its shape in files.
+    pub shape: Vec<usize>,
     /// Elements.
     pub len: usize,
     /// The block it belongs to.
     pub block: Option<usize>,
-    /// Whether it is a bias.
-    pub is_bias: bool,
 }
 
 /// A low-rank adapter of a projection `[n, k]`: adds `scale * (x A^T) B^T` to its output (Hu et al., arXiv 2106.09685).
@@ -144,18 +148,43 @@ impl MlpLayout {
     }
 }
 
+/// The vectors of a mixer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum MixerVectors {
+    /// The norms of queries and keys of attention.
+    Attention([Option<VectorId>; 2]),
+    /// The vectors of a gated delta net.
+    GatedDelta(DeltaVectors),
+}
+
+/// The vectors of a gated delta net.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DeltaVectors {
+    /// The convolution of queries, keys and values, `[channels, 1, taps]`.
+    pub convolution: VectorId,
+    /// The logarithm of each value head's rate of decay.
+    pub a_log: VectorId,
+    /// Added to the projection that the decay of each value head comes of.
+    pub dt_bias: VectorId,
+    /// The norm of each value head's output.
+    pub norm: VectorId,
+}
+
 /// The parameters of a block.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlockLayout {
-    /// Queries, keys, values.
-    pub qkv: [ProjectionLayout; 3],
-    /// The norms of queries and keys.
-    pub qk_norms: [Option<VectorId>; 2],
-    /// The output of attention.
-    pub o: ProjectionLayout,
+    /// The projections of the mixer's input: queries, keys and values of attention, where those of gated queries have the gate too; of a
+    /// gated delta net those of queries, keys and values, of z, b and a, as files divide them.
+    pub inputs: Vec<ProjectionLayout>,
+    /// The columns of their output by role; `None` for queries, keys and values in this order.
+    pub columns: Option<MixerColumns>,
+    /// The vectors of the mixer.
+    pub vectors: MixerVectors,
+    /// The last projection of the mixer.
+    pub output: ProjectionLayout,
     /// The MLP.
     pub mlp: MlpLayout,
-    /// The norms before and after attention.
+    /// The norms before and after the mixer.
     pub mixer_norms: [Option<VectorId>; 2],
     /// The norms before and after the MLP.
     pub mlp_norms: [Option<VectorId>; 2],
@@ -165,7 +194,7 @@ impl BlockLayout {
     /// Its projections.
     pub fn projections(&self) -> impl Iterator<Item = &ProjectionLayout> + Clone {
         let of_mlp = self.mlp.gated().flat_map(GatedMlpLayout::projections);
-        self.qkv.iter().chain([&self.o]).chain(of_mlp)
+        self.inputs.iter().chain([&self.output]).chain(of_mlp)
     }
 
     fn projections_mut(&mut self) -> impl Iterator<Item = &mut ProjectionLayout> {
@@ -173,7 +202,8 @@ impl BlockLayout {
             let [gate, up] = &mut mlp.gate_up;
             [gate, up, &mut mlp.down]
         });
-        self.qkv.iter_mut().chain([&mut self.o]).chain(of_mlp)
+        let inputs = self.inputs.iter_mut();
+        inputs.chain([&mut self.output]).chain(of_mlp)
     }
 }
 
@@ -199,16 +229,16 @@ impl Layout {
     pub fn first_with_inputs_of(&self, matrix: MatrixId) -> MatrixId {
         let groups = self.blocks.iter().flat_map(|block| {
             let of_mlps = block.mlp.gated().map(|mlp| &mlp.gate_up[..]);
-            std::iter::once(&block.qkv[..]).chain(of_mlps)
+            std::iter::once(&block.inputs[..]).chain(of_mlps)
         });
         let mut group = groups.filter(|group| group.iter().any(|p| p.matrix == matrix));
         group.next().map_or(matrix, |group| group[0].matrix)
     }
 
-    /// The parameters of a model of `spec`. `has` says which optional ones exist.
+    /// The parameters of a model of `spec` as files name them ([`tensors::whole`]). `has` says which optional ones exist.
     pub fn new(spec: &Spec, has: &dyn Fn(&str) -> bool) -> Result<Layout> {
         let (mut matrices, mut vectors) = (Vec::<MatrixLayout>::new(), Vec::<VectorLayout>::new());
-        for tensor in tensors::all(spec) {
+        for tensor in tensors::whole(spec) {
             if !tensor.required && !has(&tensor.name) {
                 continue;
             }
@@ -217,13 +247,14 @@ impl Layout {
                 .strip_prefix("model.layers.")
                 .and_then(|rest| rest.split('.').next()?.parse().ok());
             match (tensor.role, tensor.shape.as_slice()) {
-                (TensorRole::Vector, &[len]) => vectors.push(VectorLayout {
-                    is_bias: tensor.name.ends_with(".bias"),
+                (TensorRole::Vector, _) => vectors.push(VectorLayout {
                     name: tensor.name,
-                    len,
+                    len: tensor.shape.iter().product(),
+                    shape: tensor.shape,
                     block,
                 }),
-                (_, &[rows, cols]) => matrices.push(MatrixLayout {
+                (role, &[rows, cols]) => matrices.push(MatrixLayout {
+                    is_recurrent: role == TensorRole::Recurrent,
                     name: tensor.name,
                     rows,
                     cols,
@@ -241,15 +272,16 @@ impl Layout {
         };
         let numbers: HashMap<&str, VectorId> = numbered(vectors.iter().map(|v| &v.name));
         let vector = |name: &str| numbers.get(name).copied();
+        let of_matrix = |name: &str| -> Result<ProjectionLayout> {
+            Ok(ProjectionLayout {
+                matrix: matrix(&format!("{name}.weight"))?,
+                bias: vector(&format!("{name}.bias")),
+                adapter: None,
+            })
+        };
         let blocks = (0..spec.blocks.len())
             .map(|index| {
-                let projection = |name: &str| -> Result<ProjectionLayout> {
-                    Ok(ProjectionLayout {
-                        matrix: matrix(&block_name(index, &format!("{name}.weight")))?,
-                        bias: vector(&block_name(index, &format!("{name}.bias"))),
-                        adapter: None,
-                    })
-                };
+                let projection = |name: &str| of_matrix(&block_name(index, name));
                 let gated = |name: &str| -> Result<GatedMlpLayout> {
                     Ok(GatedMlpLayout {
                         gate_up: [
@@ -280,14 +312,35 @@ impl Layout {
                 };
                 let norm = |name: &str| vector(&block_name(index, &format!("{name}.weight")));
                 let names = &spec.norm_names;
+                let required = |name: &str| match vector(&block_name(index, name)) {
+                    Some(id) => Ok(id),
+                    None => bail!(Internal, "a block without {name}"),
+                };
+                let (inputs, columns) = mixer_inputs(spec, index)?;
+                let (vectors, output) = match &spec.blocks[index].mixer {
+                    MixerSpec::Attention(_) => (
+                        MixerVectors::Attention(["self_attn.q_norm", "self_attn.k_norm"].map(norm)),
+                        "self_attn.o_proj",
+                    ),
+                    MixerSpec::GatedDelta(_) => (
+                        MixerVectors::GatedDelta(DeltaVectors {
+                            convolution: required(DELTA_CONVOLUTION)?,
+                            a_log: required(DELTA_A_LOG)?,
+                            dt_bias: required(DELTA_DT_BIAS)?,
+                            norm: required(DELTA_NORM)?,
+                        }),
+                        DELTA_OUT,
+                    ),
+                    MixerSpec::Mamba2(_) | MixerSpec::None => {
+                        bail!(Internal, "block {index} has no mixer to train")
+                    }
+                };
+                let inputs = inputs.iter().map(|name| of_matrix(name));
                 Ok(BlockLayout {
-                    qkv: [
-                        projection("self_attn.q_proj")?,
-                        projection("self_attn.k_proj")?,
-                        projection("self_attn.v_proj")?,
-                    ],
-                    qk_norms: ["self_attn.q_norm", "self_attn.k_norm"].map(norm),
-                    o: projection("self_attn.o_proj")?,
+                    inputs: inputs.collect::<Result<_>>()?,
+                    columns,
+                    vectors,
+                    output: projection(output)?,
                     mlp,
                     mixer_norms: [norm(names.mixer), norm(names.mixer_post)],
                     mlp_norms: [norm(names.mlp), norm(names.mlp_post)],
@@ -333,6 +386,7 @@ impl Layout {
                         rows: rank,
                         cols,
                         block: Some(index),
+                        is_recurrent: false,
                     });
                     matrices.len() - 1
                 };

@@ -39,10 +39,14 @@ pub struct PassMemory<'a> {
 struct Blocks {
     linear: LinearSizes,
     inner: usize,
-    /// Gradients of the residual stream before a half, of a half's output, and of attention's output.
+    /// Gradients of the residual stream before a half, of a half's output, and of the input of the mixer's last projection.
     dx_before: usize,
     dbranch: usize,
     dattended: usize,
+    /// The output of the mixer's first projections, where its roles have columns of their own.
+    columns: usize,
+    /// Scratch of the backward pass of the gated delta rule, in f32.
+    delta: usize,
     /// Bytes of mixtures of experts.
     experts: usize,
 }
@@ -55,13 +59,18 @@ impl Blocks {
             dx_before: self.dx_before.max(other.dx_before),
             dbranch: self.dbranch.max(other.dbranch),
             dattended: self.dattended.max(other.dattended),
+            columns: self.columns.max(other.columns),
+            delta: self.delta.max(other.delta),
             experts: self.experts.max(other.experts),
         }
     }
 
     fn bytes(&self, element: usize) -> usize {
-        let elements = self.inner + self.dx_before + self.dbranch + self.dattended;
-        element * elements + self.linear.scratch_bytes(element) + self.experts
+        let gradients = self.dx_before + self.dbranch + self.dattended;
+        element * (self.inner + gradients + self.columns)
+            + size_of::<f32>() * self.delta
+            + self.linear.scratch_bytes(element)
+            + self.experts
     }
 }
 
@@ -228,6 +237,7 @@ impl PassMemory<'_> {
             forward = forward.max(Blocks {
                 linear: self.linear_forward(own, rows),
                 inner: sizes.wide,
+                columns: sizes.columns(),
                 experts: experts(false),
                 ..Blocks::default()
             });
@@ -240,6 +250,8 @@ impl PassMemory<'_> {
                     dx_before: sizes.stream,
                     dbranch: if normalizes { sizes.stream } else { 0 },
                     dattended: sizes.attended,
+                    columns: sizes.columns(),
+                    delta: sizes.delta,
                     experts: experts(true),
                 });
             }
@@ -259,10 +271,10 @@ impl PassMemory<'_> {
             inputs: false,
         };
         let of = |projections: &[ProjectionLayout]| self.linear(projections, rows, passes);
-        let attention = of(&block.qkv).max(of(&[block.o]));
+        let mixer = of(&block.inputs).max(of(&[block.output]));
         let mlps = block.mlp.gated();
         let mlps = mlps.map(|mlp| of(&mlp.gate_up).max(of(&[mlp.down])));
-        mlps.fold(attention, LinearSizes::max)
+        mlps.fold(mixer, LinearSizes::max)
     }
 
     /// Scratch of the backward pass, including recomputed operations.
@@ -278,13 +290,13 @@ impl PassMemory<'_> {
         };
         let inputs = index > self.first_block || self.embeds();
         let down = parts.down && block.mlp_norms[1].is_some();
-        let attention =
-            of(&block.qkv[..], parts.qkv, inputs).max(of(&[block.o], parts.output, true));
+        let first = of(&block.inputs[..], parts.qkv, inputs);
+        let mixer = first.max(of(&[block.output], parts.output, true));
         let mlps = block
             .mlp
             .gated()
             .map(|mlp| of(&mlp.gate_up, parts.gate_up, true).max(of(&[mlp.down], down, true)));
-        mlps.fold(attention, LinearSizes::max)
+        mlps.fold(mixer, LinearSizes::max)
     }
 
     fn linear(&self, projections: &[ProjectionLayout], rows: usize, passes: Passes) -> LinearSizes {

@@ -4,6 +4,8 @@
 
 mod batch;
 mod block;
+mod columns;
+mod delta;
 mod experts;
 mod fresh;
 mod head;
@@ -13,6 +15,7 @@ mod layout;
 mod lesson;
 mod linear;
 mod memory;
+mod mixer;
 mod observer;
 mod pass;
 mod precision;
@@ -24,11 +27,12 @@ mod streams;
 mod teacher;
 
 pub use batch::Batch;
+pub use columns::MixerColumns;
 pub use fresh::Fresh;
 pub use hidden::HiddenTargets;
 pub use layout::{
-    AdapterLayout, BlockLayout, ExpertsLayout, GatedMlpLayout, Layout, MatrixId, MatrixLayout,
-    MlpLayout, ProjectionLayout, VectorId, VectorLayout,
+    AdapterLayout, BlockLayout, DeltaVectors, ExpertsLayout, GatedMlpLayout, Layout, MatrixId,
+    MatrixLayout, MixerVectors, MlpLayout, ProjectionLayout, VectorId, VectorLayout,
 };
 pub use lesson::Lesson;
 pub use memory::PassMemory;
@@ -37,7 +41,8 @@ pub use pass::{Options, Pass};
 pub use precision::{ProductForm, ProductPrecision};
 pub use recompute::{Recompute, RecomputedParts};
 pub use runner::Runner;
-pub use source::{Source, SourceText, untrainable};
+pub(crate) use source::check_device;
+pub use source::{Source, SourceText, untrainable, untrainable_on_gpu};
 pub use teacher::{Placement, Teacher, TeacherMemory};
 
 use std::ops::Range;
@@ -62,10 +67,10 @@ pub trait Store {
     /// Writes the embedding's rows of these tokens to `out`.
     fn embed(&mut self, matrix: MatrixId, tokens: &[u32], out: SliceMut<'_, Mixed>) -> Result<()>;
 
-    /// A norm or a bias.
+    /// A norm, a bias or another vector.
     fn vector(&self, vector: VectorId) -> Result<Slice<'_>>;
 
-    /// A norm or a bias, with the sum to which its gradient is added. A frozen model has none.
+    /// A vector with the sum to which its gradient is added. A frozen model has none.
     fn vector_with_gradient(&mut self, vector: VectorId) -> Result<(Slice<'_>, SliceMut<'_>)> {
         bail!(
             Internal,

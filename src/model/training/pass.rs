@@ -10,7 +10,7 @@ use super::precision::ProductPrecision;
 use super::recompute::Recompute;
 use super::scratch::{Saved, TrainingScratch};
 use super::streams::Streams;
-use super::{Batch, Layout, Store};
+use super::{Batch, Layout, Store, check_device};
 use crate::base::error::bail;
 use crate::base::{Result, call};
 use crate::format::adamw::GROUP_ROWS;
@@ -69,7 +69,8 @@ pub struct Pass {
 }
 
 impl Pass {
-    /// A pass for a model with these parameters.
+    /// A pass for a model with these parameters. Fails on a GPU for a model that is trained on the CPU alone:
+    /// [`untrainable_on_gpu`](super::untrainable_on_gpu).
     pub fn new(device: &Device, spec: &Spec, layout: &Layout, options: Options) -> Result<Pass> {
         if options.head_chunk == 0 || !options.head_chunk.is_multiple_of(GROUP_ROWS) {
             bail!(
@@ -81,6 +82,7 @@ impl Pass {
         if options.offload {
             device.check_offload()?;
         }
+        check_device(device, spec)?;
         let blocks = spec.blocks.len();
         Ok(Pass {
             device: device.clone(),

@@ -30,13 +30,14 @@ pub enum Recompute {
 pub struct RecomputedParts {
     /// The inputs of the projections of attention and of the MLP: twice the hidden size, and next to no work.
     pub norms: bool,
-    /// The GEMM of queries, keys and values: the size of its output.
+    /// The GEMM of queries, keys and values, and of gates: the size of its output.
     pub qkv: bool,
-    /// Queries and keys after norms and RoPE: the same size again, and little work.
+    /// Queries and keys after norms and RoPE, or after the convolution of a gated delta net: the same size again, and little work.
     pub heads: bool,
-    /// Attention: the size of the queries, and work that grows with the length of documents.
+    /// Attention: the size of the queries, twice that with a gate, and work that grows with the length of documents. The gated delta rule:
+    /// twice the size of the values, and in f32 one 64th of the state.
     pub attention: bool,
-    /// Attention's output projection, and the residual stream after it: the hidden size, or twice that if the output is normalized.
+    /// The mixer's output projection, and the residual stream after it: the hidden size, or twice that if the output is normalized.
     pub output: bool,
     /// The GEMM of gate and up: twice the intermediate size, and the most work.
     pub gate_up: bool,
@@ -77,9 +78,11 @@ impl RecomputedParts {
     pub(super) fn includes(self, op: BlockOp, block: &BlockSpec) -> bool {
         match op {
             BlockOp::Enter(_) => self.norms,
-            BlockOp::Qkv => self.qkv,
-            BlockOp::Heads => self.heads,
-            BlockOp::Attend => self.attention,
+            BlockOp::Qkv | BlockOp::DeltaInputs => self.qkv,
+            BlockOp::Heads | BlockOp::Convolve => self.heads,
+            BlockOp::Attend | BlockOp::GateHeads | BlockOp::DeltaRule | BlockOp::DeltaNorm => {
+                self.attention
+            }
             BlockOp::Project(Half::Mixer) | BlockOp::Leave(Half::Mixer) => self.output,
             BlockOp::GateUp => self.gate_up,
             // Only a norm needs the output of an MLP again.
@@ -89,12 +92,7 @@ impl RecomputedParts {
             // Routes are not kept.
             BlockOp::Route => true,
             // Not trained.
-            BlockOp::GateHeads
-            | BlockOp::DeltaInputs
-            | BlockOp::Convolve
-            | BlockOp::DeltaRule
-            | BlockOp::DeltaNorm
-            | BlockOp::MambaInputs
+            BlockOp::MambaInputs
             | BlockOp::MambaConvolve
             | BlockOp::MambaScan
             | BlockOp::MambaNorm => false,

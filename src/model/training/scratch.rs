@@ -9,16 +9,21 @@ use crate::ops::{Array, Device, Mixed};
 /// Activations of a block that its backward pass needs.
 #[derive(Debug, Default)]
 pub(super) struct Saved<M = Array<Mixed>, F = Array> {
-    /// The input of attention's projections, `[T, hidden]`.
+    /// The input of the mixer's projections, `[T, hidden]`.
     pub(super) normed: M,
-    /// Queries, keys and values after projection, and after norms and RoPE.
+    /// Queries, keys and values after projection, and after norms and RoPE, or the convolution and norms of a gated delta net.
     pub(super) qkv: M,
     pub(super) rotated: M,
-    /// The output of attention, and its log-sum-exp.
+    /// The gate of attention, or z, b and a of a gated delta net, `[T, value_width + 2 value_heads]`. Becomes its gradient in place.
+    pub(super) gate: M,
+    /// The output of attention, and its log-sum-exp; the output of the gated delta rule, and checkpoints of its states.
     pub(super) attended: M,
     pub(super) lse: F,
-    /// The output of the attention half before its norm, in blocks with a norm there.
-    pub(super) attention_branch: M,
+    pub(super) states: F,
+    /// That output times its gate, in blocks that have one.
+    pub(super) gated: M,
+    /// The output of the mixer half before its norm, in blocks with a norm there.
+    pub(super) mixer_branch: M,
     /// The residual stream between the halves.
     pub(super) middle: M,
     /// The input of the MLP's projections.
@@ -38,9 +43,12 @@ impl Saved {
             normed: Array::empty(),
             qkv: Array::empty(),
             rotated: Array::empty(),
+            gate: Array::empty(),
             attended: Array::empty(),
             lse: Array::empty(),
-            attention_branch: Array::empty(),
+            states: Array::empty(),
+            gated: Array::empty(),
+            mixer_branch: Array::empty(),
             middle: Array::empty(),
             mlp_normed: Array::empty(),
             gate_up: Array::empty(),
@@ -50,14 +58,16 @@ impl Saved {
 }
 
 impl SavedSizes {
-    fn all(&self) -> [usize; 10] {
+    /// The sizes of arrays of activations.
+    fn mixed(&self) -> [usize; 11] {
         [
             self.normed,
             self.qkv,
             self.rotated,
+            self.gate,
             self.attended,
-            self.lse,
-            self.attention_branch,
+            self.gated,
+            self.mixer_branch,
             self.middle,
             self.mlp_normed,
             self.gate_up,
@@ -71,9 +81,12 @@ impl SavedSizes {
             normed: self.normed.max(other.normed),
             qkv: self.qkv.max(other.qkv),
             rotated: self.rotated.max(other.rotated),
+            gate: self.gate.max(other.gate),
             attended: self.attended.max(other.attended),
             lse: self.lse.max(other.lse),
-            attention_branch: self.attention_branch.max(other.attention_branch),
+            states: self.states.max(other.states),
+            gated: self.gated.max(other.gated),
+            mixer_branch: self.mixer_branch.max(other.mixer_branch),
             middle: self.middle.max(other.middle),
             mlp_normed: self.mlp_normed.max(other.mlp_normed),
             gate_up: self.gate_up.max(other.gate_up),
@@ -83,8 +96,8 @@ impl SavedSizes {
 
     /// Bytes. An element of activations has `element` bytes.
     pub(super) fn bytes(&self, element: usize) -> usize {
-        let elements: usize = self.all().iter().sum();
-        element * (elements - self.lse) + size_of::<f32>() * self.lse
+        let elements: usize = self.mixed().iter().sum();
+        element * elements + size_of::<f32>() * (self.lse + self.states)
     }
 }
 
@@ -104,13 +117,11 @@ impl<M, F> Saved<M, F> {
             (norms, &mut self.normed, &mut other.normed),
             (norms, &mut self.mlp_normed, &mut other.mlp_normed),
             (qkv, &mut self.qkv, &mut other.qkv),
+            (qkv, &mut self.gate, &mut other.gate),
             (heads, &mut self.rotated, &mut other.rotated),
             (attention, &mut self.attended, &mut other.attended),
-            (
-                output,
-                &mut self.attention_branch,
-                &mut other.attention_branch,
-            ),
+            (attention, &mut self.gated, &mut other.gated),
+            (output, &mut self.mixer_branch, &mut other.mixer_branch),
             (output, &mut self.middle, &mut other.middle),
             (gate_up, &mut self.gate_up, &mut other.gate_up),
             (down, &mut self.mlp_branch, &mut other.mlp_branch),
@@ -122,6 +133,7 @@ impl<M, F> Saved<M, F> {
         }
         if attention {
             std::mem::swap(&mut self.lse, &mut other.lse);
+            std::mem::swap(&mut self.states, &mut other.states);
         }
     }
 }
@@ -184,8 +196,8 @@ pub(super) struct TrainingScratch {
     pub(super) tied: Array<Mixed>,
     /// Scratch of projections.
     pub(super) linear: LinearScratch,
-    /// Gradients of the norms of queries and keys.
-    pub(super) dnorms: Array,
+    /// Gradients of the norms of queries and keys, or of the constants of a gated delta net.
+    pub(super) dvectors: Array,
     /// `[T, intermediate]`: the input of the last projection of an MLP, or its gradient; later the gradients of queries, keys and values.
     pub(super) inner: Array<Mixed>,
     /// `[T, hidden]`: gradients of the residual stream, after a half of a block and before it.
@@ -193,8 +205,13 @@ pub(super) struct TrainingScratch {
     pub(super) dx_before: Array<Mixed>,
     /// `[T, hidden]`: gradients of a half's output before its norm.
     pub(super) dbranch: Array<Mixed>,
-    /// Gradients of attention's output.
+    /// Gradients of the input of the mixer's last projection, and of the output of attention or of the gated delta rule.
     pub(super) dattended: Array<Mixed>,
+    /// `[T, columns]`: the output of the mixer's first projections in the columns of their files, or its gradient, in blocks whose roles
+    /// have columns of their own.
+    pub(super) columns: Array<Mixed>,
+    /// Scratch of the backward pass of the gated delta rule.
+    pub(super) delta: Array,
     /// Scratch of mixtures of experts.
     pub(super) experts: ExpertScratch,
     /// `[T, hidden]`: the head's input, and its gradients in f32.
@@ -212,12 +229,14 @@ impl TrainingScratch {
             gradient: Array::empty(),
             tied: Array::empty(),
             linear: LinearScratch::new(),
-            dnorms: Array::empty(),
+            dvectors: Array::empty(),
             inner: Array::empty(),
             dx: Array::empty(),
             dx_before: Array::empty(),
             dbranch: Array::empty(),
             dattended: Array::empty(),
+            columns: Array::empty(),
+            delta: Array::empty(),
             experts: ExpertScratch::new(),
             head_normed: Array::empty(),
             head_gradient: Array::empty(),
@@ -242,6 +261,8 @@ impl TrainingScratch {
         self.dx_before = Array::empty();
         self.dbranch = Array::empty();
         self.dattended = Array::empty();
+        self.columns = Array::empty();
+        self.delta = Array::empty();
         self.experts = ExpertScratch::new();
     }
 }

@@ -13,9 +13,10 @@ use crate::checkpoint::{Checkpoint, Encoding, Entry};
 use crate::model::load::{
     UnreadableTensors, entries_used, has_own_head, locate, rows_f32, rows_int8, rows_nvfp4,
 };
-use crate::model::spec::{MixerSpec, MlpSpec, Scoring};
-use crate::model::tensors::{self, StoredRows, TensorSpec};
+use crate::model::spec::{BlockSpec, MixerSpec, MlpSpec, Scoring};
+use crate::model::tensors::{self, StoredRows, TensorRole, TensorSpec};
 use crate::model::{Spec, families, generation, open, spec_with_frequencies, text};
+use crate::ops::Device;
 use crate::text::{ChatTemplate, TextFiles, Tokenizer};
 
 /// Tokenizer, template and special tokens of a model.
@@ -40,7 +41,7 @@ pub struct Parts {
     pub vectors: Vec<(VectorId, Range<usize>)>,
 }
 
-/// An opened checkpoint of a model that can be trained.
+/// An opened checkpoint of a model to be trained.
 pub struct Source {
     checkpoint: Arc<dyn Checkpoint>,
     spec: Spec,
@@ -89,7 +90,7 @@ impl Source {
         if let Some(refusal) = untrainable(&spec) {
             bail!(Unsupported, "{refusal}");
         }
-        let mut all: HashMap<String, TensorSpec> = tensors::all(&spec)
+        let mut all: HashMap<String, TensorSpec> = tensors::whole(&spec)
             .into_iter()
             .map(|tensor| (tensor.name.clone(), tensor))
             .collect();
@@ -125,8 +126,12 @@ impl Source {
         let mut place = |tensors: &[TensorSpec], of: fn(&mut Parts) -> &mut Vec<_>| {
             for (id, tensor) in tensors.iter().enumerate() {
                 let (entry, within) = source.found(tensor)?;
-                // Parameters that can be trained are consecutive rows.
-                let rows = within.first()..within.first() + within.count();
+                let each = match tensor.role {
+                    TensorRole::Vector => row_elements(entry),
+                    _ => 1,
+                };
+                // Tensors by the names of files are consecutive rows.
+                let rows = within.first() * each..(within.first() + within.count()) * each;
                 of(parts.entry(entry.name.clone()).or_default()).push((id, rows));
             }
             let all = parts.values_mut();
@@ -253,8 +258,10 @@ impl Source {
         let (entry, within) = self.found(&self.vectors[id])?;
         let mut all = vec![0.0; entry.rows() * entry.cols()];
         self.checkpoint.rows_f32(entry, 0..entry.rows(), &mut all)?;
+        let each = row_elements(entry);
         let parts = within.parts(0..within.count());
-        let mut values: Vec<f32> = parts.flat_map(|(_, part)| all[part].to_vec()).collect();
+        let parts = parts.map(|(_, part)| &all[part.start * each..part.end * each]);
+        let mut values = parts.collect::<Vec<_>>().concat();
         if self.adds_one(id) {
             values.iter_mut().for_each(|v| *v += 1.0);
         }
@@ -263,7 +270,7 @@ impl Source {
 
     /// Whether a vector is stored as what is to be added to one.
     pub fn adds_one(&self, id: VectorId) -> bool {
-        self.spec.norm_plus_one && !self.layout.vectors[id].is_bias
+        tensors::is_offset_from_one(&self.spec, &self.layout.vectors[id].name)
     }
 
     /// Whether a matrix is some rows of an entry of the checkpoint.
@@ -274,29 +281,57 @@ impl Source {
     }
 }
 
-/// The first block whose backward pass is not built, if any.
+/// Elements of an entry for each index of its first dimension: 1 for a vector.
+fn row_elements(entry: &Entry) -> usize {
+    entry.shape.iter().skip(1).product()
+}
+
+/// Why a model is neither trained nor calibrated: the first block whose backward pass is not built, if any.
 pub fn untrainable(spec: &Spec) -> Option<String> {
-    let blocks = spec.blocks.iter().enumerate();
-    let (index, what) = blocks.into_iter().find_map(|(index, block)| {
-        let what = match (&block.mixer, &block.mlp) {
-            (MixerSpec::GatedDelta(_), _) => "is a gated delta net",
-            (MixerSpec::Attention(attention), _) if attention.gated => "has gated attention",
-            (MixerSpec::Attention(attention), _) if attention.rope.is_none() => {
-                "has attention without rotation"
-            }
-            (MixerSpec::Mamba2(_), _) => "is Mamba-2",
-            (MixerSpec::None, _) => "is an MLP alone",
-            (_, MlpSpec::None) => "is a mixer alone",
-            (_, MlpSpec::Experts(experts)) if experts.scoring != Scoring::Softmax => {
-                "has experts scored by sigmoids"
-            }
-            (_, mlp) if mlp.specs().any(|mlp| !mlp.gated) => "has an MLP without a gate",
-            _ => return None,
-        };
-        Some((index, what))
+    let (index, what) = first_block(spec, |block| match (&block.mixer, &block.mlp) {
+        (MixerSpec::Attention(attention), _) if attention.rope.is_none() => {
+            Some("has attention without rotation")
+        }
+        (MixerSpec::Mamba2(_), _) => Some("is Mamba-2"),
+        (MixerSpec::None, _) => Some("is an MLP alone"),
+        (_, MlpSpec::None) => Some("is a mixer alone"),
+        (_, MlpSpec::Experts(experts)) if experts.scoring != Scoring::Softmax => {
+            Some("has experts scored by sigmoids")
+        }
+        (_, mlp) if mlp.specs().any(|mlp| !mlp.gated) => Some("has an MLP without a gate"),
+        _ => None,
     })?;
     Some(format!(
         "block {index} {what}, which has no backward pass yet: {} models can be run and quantized, but not trained or calibrated",
         spec.family
     ))
+}
+
+/// Why a model is neither trained nor calibrated on a GPU: the first block whose passes are built for the CPU alone, if any.
+pub fn untrainable_on_gpu(spec: &Spec) -> Option<String> {
+    let (index, what) = first_block(spec, |block| match &block.mixer {
+        MixerSpec::GatedDelta(_) => Some("is a gated delta net"),
+        MixerSpec::Attention(attention) if attention.gated => Some("has gated attention"),
+        _ => None,
+    })?;
+    Some(format!(
+        "block {index} {what}, which is trained and calibrated on the CPU alone: choose the CPU (--device cpu)"
+    ))
+}
+
+/// The first block of which `what` says something.
+fn first_block(
+    spec: &Spec,
+    what: impl Fn(&BlockSpec) -> Option<&'static str>,
+) -> Option<(usize, &'static str)> {
+    let mut blocks = spec.blocks.iter().enumerate();
+    blocks.find_map(|(index, block)| Some((index, what(block)?)))
+}
+
+/// Refuses a device on which a model is not trained.
+pub(crate) fn check_device(device: &Device, spec: &Spec) -> Result<()> {
+    match untrainable_on_gpu(spec).filter(|_| device.is_cuda()) {
+        Some(refusal) => bail!(Unsupported, "{}: {refusal}", device.name()),
+        None => Ok(()),
+    }
 }

@@ -1,4 +1,4 @@
-//! Gated linear units over the output of a fused gate-up GEMM, `[T, 2 width]`.
+//! Gated linear units over the output of a fused gate-up GEMM, `[T, 2 width]`, and the sigmoid gate of attention.
 
 use super::super::activation::Activation;
 use super::super::{Device, Mixed, Slice, SliceMut};
@@ -52,5 +52,34 @@ pub fn glu_backward(
             let (gate_up, dy) = (gate_up.cuda()?, dy.cuda()?);
             cuda::glu_backward(activation.on_gpu()?, gate_up, width, dy, gate_up, Some(dy))
         }
+    }
+}
+
+/// `sigmoid(gate) * x` of each element to `y`.
+pub fn sigmoid_gate(
+    device: &Device,
+    gate: Slice<'_, Mixed>,
+    x: Slice<'_, Mixed>,
+    mut y: SliceMut<'_, Mixed>,
+) -> Result<()> {
+    y.reborrow().copy_from(gate)?;
+    let (y, x) = (SliceMut::Host(y.host()?), Slice::Host(x.host()?));
+    super::super::activation::sigmoid_gate(device, y, x)
+}
+
+/// In place: `dy`, the gradient of the output of [`sigmoid_gate`], becomes the gradient of `x`, and `gate` its own gradient.
+pub fn sigmoid_gate_backward(
+    device: &Device,
+    gate: SliceMut<'_, Mixed>,
+    x: Slice<'_, Mixed>,
+    dy: SliceMut<'_, Mixed>,
+) -> Result<()> {
+    match device {
+        Device::Cpu(cpu) => cpu.sigmoid_gate_backward(gate.host()?, x.host()?, dy.host()?),
+        Device::Cuda(_) => bail!(
+            Unsupported,
+            "gated attention is not trained on {}; train on the CPU",
+            device.name()
+        ),
     }
 }

@@ -75,6 +75,75 @@ pub fn copy_columns(
     }
 }
 
+/// Copies runs of columns of `x`, rows of `width` elements, side by side to `out`, whose rows are as wide as all runs together.
+pub fn gather_columns(
+    device: &Device,
+    x: Slice<'_, Mixed>,
+    width: usize,
+    runs: &[Range<usize>],
+    out: SliceMut<'_, Mixed>,
+) -> Result<()> {
+    let taken = check_runs((x.len(), width), runs, out.len())?;
+    let (x, out) = on_host(device, x, out)?;
+    for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(taken)) {
+        let mut at = 0;
+        for run in runs {
+            out[at..at + run.len()].copy_from_slice(&x[run.clone()]);
+            at += run.len();
+        }
+    }
+    Ok(())
+}
+
+/// The reverse of [`gather_columns`]: copies rows of `x` to the runs of columns of `out`, rows of `width` elements.
+pub fn scatter_columns(
+    device: &Device,
+    x: Slice<'_, Mixed>,
+    runs: &[Range<usize>],
+    out: SliceMut<'_, Mixed>,
+    width: usize,
+) -> Result<()> {
+    let taken = check_runs((out.len(), width), runs, x.len())?;
+    let (x, out) = on_host(device, x, out)?;
+    for (x, out) in x.chunks_exact(taken).zip(out.chunks_exact_mut(width)) {
+        let mut at = 0;
+        for run in runs {
+            out[run.clone()].copy_from_slice(&x[at..at + run.len()]);
+            at += run.len();
+        }
+    }
+    Ok(())
+}
+
+/// Checks runs of columns of `len` elements in rows of `width`, with `part` elements in all. Returns the columns of all runs.
+fn check_runs((len, width): (usize, usize), runs: &[Range<usize>], part: usize) -> Result<usize> {
+    let taken = runs.iter().map(Range::len).sum::<usize>();
+    let fits = runs.iter().all(|run| run.end <= width);
+    if width == 0 || taken == 0 || !fits || len % width != 0 || len / width * taken != part {
+        bail!(
+            Internal,
+            "{part} elements in {} runs of {taken} columns, of {len} in rows of {width}",
+            runs.len()
+        );
+    }
+    Ok(taken)
+}
+
+fn on_host<'a, 'b>(
+    device: &Device,
+    x: Slice<'a, Mixed>,
+    out: SliceMut<'b, Mixed>,
+) -> Result<(&'a [f32], &'b mut [f32])> {
+    match device {
+        Device::Cpu(_) => Ok((x.host()?, out.host()?)),
+        Device::Cuda(_) => bail!(
+            Unsupported,
+            "runs of columns are not copied on {}",
+            device.name()
+        ),
+    }
+}
+
 /// Adds `x` `[rows, n]` to the columns from `first` on of `sum` `[rows, width]`.
 pub fn add_columns(
     device: &Device,

@@ -41,7 +41,8 @@ impl Documents {
         self.starts.len()
     }
 
-    fn host(&self) -> Result<DocumentRows<'_>> {
+    /// The bounds in host memory.
+    pub(super) fn host(&self) -> Result<DocumentRows<'_>> {
         Ok(DocumentRows {
             starts: self.starts.all().host()?,
             ends: self.ends.all().host()?,

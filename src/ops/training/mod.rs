@@ -1,9 +1,10 @@
-//! Training operations, forward and backward, on arrays in [`Mixed`] precision: GEMMs in three forms, norms, heads, attention over packed
-//! documents, gated units, losses, embedding, expert rows, NVFP4 operands, and the optimizer.
+//! Training operations, forward and backward, on arrays in [`Mixed`] precision: GEMMs in three forms, norms, heads, attention and gated
+//! delta nets over packed documents, gated units, losses, embedding, expert rows, NVFP4 operands, and the optimizer.
 
 pub mod activation;
 pub mod array;
 pub mod attention;
+pub mod delta;
 pub mod divergence;
 pub mod embedding;
 pub mod heads;

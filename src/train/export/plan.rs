@@ -85,7 +85,7 @@ fn of_random_weights(exporter: &Exporter<'_>, tables: Tables) -> Result<Vec<Item
     let vectors = layout.vectors.iter().enumerate().map(|(id, v)| {
         Ok(Item {
             name: v.name.clone(),
-            shape: vec![v.len],
+            shape: v.shape.clone(),
             encoding: Encoding::Dense(DType::F32),
             content: Content::Vectors(vec![(id, 0..v.len)]),
         })
