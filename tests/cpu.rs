@@ -386,7 +386,7 @@ fn attention_agrees_with_f64_and_is_the_same_everywhere() {
                         );
                         // Pages that no row sees any more are not needed.
                         kv.forget((t + 1).saturating_sub(window.unwrap_or(usize::MAX)));
-                        cpu.attention(q, &shape, &kv.pages(), t, out, &mut Workspace::new())
+                        cpu.attention(q, &shape, None, &kv.pages(), t, out, &mut Workspace::new())
                             .unwrap();
                     }
                     let error = relative_l2(&out, &reference);
@@ -471,6 +471,7 @@ fn swiglu_and_attention_survive_extreme_inputs() {
         cpu.attention(
             &[1e3; 16],
             &plain(1, kv.layout, 1.0),
+            None,
             &kv.pages(),
             1,
             &mut out,
@@ -530,6 +531,7 @@ fn wrong_shapes_are_errors_that_name_them() {
         cpu.attention(
             &[0.0; 48],
             &plain(3, layout, 1.0),
+            None,
             &kv,
             0,
             &mut [0.0; 48],
@@ -542,6 +544,7 @@ fn wrong_shapes_are_errors_that_name_them() {
         cpu.attention(
             &[0.0; 32],
             &plain(2, layout, 1.0),
+            None,
             &kv,
             0,
             &mut [0.0; 32],

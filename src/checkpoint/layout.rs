@@ -95,6 +95,10 @@ impl Grouping<'_> {
                 logical.push(weight);
             } else if !self.used[i] {
                 let raw = &self.raws[i];
+                if let Some(stack) = self.transposed(i) {
+                    logical.push(stack);
+                    continue;
+                }
                 if strict && let Some(base) = raw.key.strip_suffix(".scale") {
                     bail!(
                         CorruptFile,
@@ -143,6 +147,29 @@ impl Grouping<'_> {
         let mut staging = Vec::new();
         let bytes = self.sources[span.source].slice(span.range.clone(), &mut staging)?;
         Ok(bytes.to_vec())
+    }
+
+    /// The entry of a dense stack of experts of gpt-oss, whose matrices transformers stores transposed. It gets the name that the stack has
+    /// where its rows are in order.
+    fn transposed(&self, i: usize) -> Option<(Entry, Stored)> {
+        const STACKS: [&str; 2] = [".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"];
+        let raw = &self.raws[i];
+        let &[count, cols, rows] = &raw.shape[..] else {
+            return None;
+        };
+        let is_gpt_oss = self.config.is_some_and(|c| c["model_type"] == "gpt_oss");
+        let is_stack = STACKS.iter().any(|stack| raw.key.ends_with(stack));
+        if !is_gpt_oss || !is_stack || raw.encoding.element_bytes().is_none() {
+            return None;
+        }
+        let entry = Entry {
+            name: names::logical(&keys::weight(&raw.key)),
+            shape: vec![count, rows, cols],
+            encoding: raw.encoding,
+            bytes: raw.span.len() as u64,
+        };
+        let form = StoredForm::Transposed;
+        Some((entry, Stored::Plain { raw: i, form }))
     }
 
     /// The entry with the values of tensor `i`, if that is the values tensor of a convention.

@@ -69,13 +69,15 @@ pub(super) enum StoredForm {
     Interleaved { heads: usize },
     /// 1 has been added to each value, as in norms of GGUF's gemma architectures.
     OnePlus,
+    /// A stack of matrices, each stored by columns: `[matrices, columns, rows]`.
+    Transposed,
 }
 
 impl StoredForm {
     pub(super) fn heads(self) -> Option<usize> {
         match self {
             StoredForm::Interleaved { heads } => Some(heads),
-            StoredForm::AsStored | StoredForm::OnePlus => None,
+            StoredForm::AsStored | StoredForm::OnePlus | StoredForm::Transposed => None,
         }
     }
 }
@@ -296,6 +298,9 @@ impl Tensors {
         rows: Range<usize>,
         out: &mut [f32],
     ) -> Result<()> {
+        if form == StoredForm::Transposed {
+            return self.transposed_f32(entry, raw, rows, out);
+        }
         let encoding = self.raws[raw].encoding;
         let (all, cols) = (entry.rows(), entry.cols());
         if let StoredForm::Interleaved { heads } = form
@@ -319,6 +324,42 @@ impl Tensors {
             }
             Ok(())
         })
+    }
+
+    /// Rows of a dense stack that is [`StoredForm::Transposed`]: from each stored line, which has one value of every row of a matrix, those of
+    /// the rows.
+    fn transposed_f32(
+        &self,
+        entry: &Entry,
+        raw: usize,
+        rows: Range<usize>,
+        out: &mut [f32],
+    ) -> Result<()> {
+        let Raw { encoding, span, .. } = &self.raws[raw];
+        let (Some(width), &[_, height, cols]) = (encoding.element_bytes(), &entry.shape[..]) else {
+            bail!(Internal, "'{}' is no dense stack", entry.name);
+        };
+        let mut staging = Vec::new();
+        let mut values = memory::zeros(rows.len().min(height))?;
+        let mut first = rows.start;
+        while first < rows.end {
+            let end = rows.end.min((first / height + 1) * height);
+            let values = &mut values[..end - first];
+            for col in 0..cols {
+                let line = first / height * cols + col;
+                let start = span.range.start + (line * height + first % height) * width;
+                let place = start..start + values.len() * width;
+                decode(
+                    *encoding,
+                    self.source(raw).slice(place, &mut staging)?,
+                    values,
+                );
+                let out = out[(first - rows.start) * cols + col..].iter_mut();
+                out.step_by(cols).zip(&*values).for_each(|(o, v)| *o = *v);
+            }
+            first = end;
+        }
+        Ok(())
     }
 
     /// The row-major e4m3 scale bytes of `rows`.

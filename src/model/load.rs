@@ -15,8 +15,8 @@ use super::LoadOptions;
 use super::spec::{BlockSpec, ExpertsSpec, MixerSpec, MlpSpec, Spec};
 use super::tensors::{
     self, DELTA_A, DELTA_A_LOG, DELTA_B, DELTA_CONVOLUTION, DELTA_DT_BIAS, DELTA_NORM, DELTA_OUT,
-    DELTA_QKV, DELTA_Z, EMBEDDING, HEAD, NORM, QUERY, QUERY_GATE, StoredRows, TensorRole,
-    TensorSpec, block_name,
+    DELTA_QKV, DELTA_Z, EMBEDDING, HEAD, NORM, QUERY, QUERY_GATE, SINKS, StoredRows, TensorRole,
+    TensorSpec, block_name, router,
 };
 use super::weights::{
     Attention, Block, Embedding, Experts, GatedDelta, GatedMlp, Mixer, Mlp, Norms, Projection,
@@ -26,7 +26,7 @@ use crate::base::call::{self, Progress};
 use crate::base::checksum::RowsChecksum;
 use crate::base::error::{Error, bail, err};
 use crate::base::memory::{Buffer, Tag};
-use crate::base::{ErrorKind, Result, threads};
+use crate::base::{ErrorKind, Result, memory, threads};
 use crate::checkpoint::{self, Checkpoint, Encoding, Entry, Unreadable};
 use crate::format::nvfp4::{self, BLOCK, NonFinite, QuantizeOptions};
 use crate::ops::delta::DeltaWeights;
@@ -67,9 +67,10 @@ impl Found<'_> {
 
     /// Bytes that it occupies in the checkpoint.
     fn bytes(&self) -> u64 {
-        match self.is_vector() {
-            true if self.entry.rows() == 1 => {
-                self.entry.bytes * self.rows.count() as u64 / self.cols() as u64
+        match self.spec.shape.len() {
+            1 => {
+                let all = self.entry.rows() * self.cols();
+                self.entry.bytes * self.rows.count() as u64 / all as u64
             }
             _ => bytes_of(self.entry, self.rows.count()),
         }
@@ -253,6 +254,12 @@ pub(super) fn rows_f32(
     out: &mut [f32],
 ) -> Result<()> {
     let cols = entry.cols();
+    if let Some(span) = within.alternating(&rows) {
+        let mut all = memory::zeros(span.len() * cols)?;
+        checkpoint.rows_f32(entry, span, &mut all)?;
+        every_other(&all, cols, out);
+        return Ok(());
+    }
     within.parts(rows).try_for_each(|(at, stored)| {
         let out = &mut out[at * cols..(at + stored.len()) * cols];
         checkpoint.rows_f32(entry, stored, out)
@@ -276,7 +283,7 @@ pub(super) fn rows_int8(
     })
 }
 
-/// Copies the codes and block scales of such a tensor stored in NVFP4, `cols / 2` and `cols / 16` bytes a row.
+/// Copies the codes and block scales of such a tensor that a checkpoint gives in NVFP4, `cols / 2` and `cols / 16` bytes a row.
 pub(super) fn rows_nvfp4(
     checkpoint: &dyn Checkpoint,
     entry: &Entry,
@@ -286,12 +293,28 @@ pub(super) fn rows_nvfp4(
     scales: &mut [u8],
 ) -> Result<()> {
     let (coded, scaled) = (entry.cols() / 2, entry.cols() / BLOCK);
+    if let Some(span) = within.alternating(&rows) {
+        let mut all_codes = memory::zeros(span.len() * coded)?;
+        let mut all_scales = memory::zeros(span.len() * scaled)?;
+        checkpoint.rows_nvfp4(entry, span, &mut all_codes, &mut all_scales)?;
+        every_other(&all_codes, coded, codes);
+        every_other(&all_scales, scaled, scales);
+        return Ok(());
+    }
     within.parts(rows).try_for_each(|(at, stored)| {
         let end = at + stored.len();
         let codes = &mut codes[at * coded..end * coded];
         let scales = &mut scales[at * scaled..end * scaled];
         checkpoint.rows_nvfp4(entry, stored, codes, scales)
     })
+}
+
+/// Copies every other row of `all`, the first included.
+fn every_other<T: Copy>(all: &[T], width: usize, out: &mut [T]) {
+    let rows = all.chunks_exact(width).step_by(2);
+    for (row, out) in rows.zip(out.chunks_exact_mut(width)) {
+        out.copy_from_slice(row);
+    }
 }
 
 /// The name of a tensor in files of a model that was saved without its head: `layers.0...`, `embed_tokens.weight`.
@@ -445,20 +468,11 @@ impl Work<'_> {
     }
 
     fn vector(&self, found: &Found<'_>) -> Result<Array> {
-        let entry = found.entry;
         let mut values;
-        if entry.rows() == 1 {
-            values = Buffer::zeroed(Tag::Weights, entry.cols())?;
-            self.shared.checkpoint.rows_f32(entry, 0..1, &mut values)?;
-            if found.rows.count() != entry.cols() {
-                let all = values;
-                values = Buffer::zeroed(Tag::Weights, found.rows.count())?;
-                for (at, part) in found.rows.parts(0..found.rows.count()) {
-                    values[at..at + part.len()].copy_from_slice(&all[part]);
-                }
-            }
+        if found.spec.shape.len() == 1 {
+            values = self.elements(found)?;
         } else {
-            values = Buffer::zeroed(Tag::Weights, found.rows.count() * entry.cols())?;
+            values = Buffer::zeroed(Tag::Weights, found.rows.count() * found.cols())?;
             self.rows_f32(found, 0..found.rows.count(), &mut values)?;
         }
         check_finite(&values, 0, values.len())?;
@@ -470,6 +484,28 @@ impl Work<'_> {
         }
         self.advance(found.bytes())?;
         Array::weight(self.shared.device, values)
+    }
+
+    /// The elements of a tensor with one dimension, which may be some of a matrix.
+    fn elements(&self, found: &Found<'_>) -> Result<Buffer<f32>> {
+        let (entry, cols, count) = (found.entry, found.cols(), found.rows.count());
+        let mut values = Buffer::zeroed(Tag::Weights, count)?;
+        let checkpoint = self.shared.checkpoint;
+        if count == entry.rows() * cols {
+            checkpoint.rows_f32(entry, 0..entry.rows(), &mut values)?;
+            return Ok(values);
+        }
+        let parts = || found.rows.parts(0..count).map(|(_, part)| part);
+        let first = parts().map(|part| part.start).min().unwrap_or(0) / cols;
+        let end = parts().map(|part| part.end).max().unwrap_or(0);
+        let rows = first..end.div_ceil(cols);
+        let mut all = Buffer::<f32>::zeroed(Tag::Scratch, rows.len() * cols)?;
+        checkpoint.rows_f32(entry, rows, &mut all)?;
+        for (at, part) in found.rows.parts(0..count) {
+            let from = part.start - first * cols;
+            values[at..at + part.len()].copy_from_slice(&all[from..from + part.len()]);
+        }
+        Ok(values)
     }
 
     /// Merges a checksum into that of the tensor `name`.
@@ -980,6 +1016,7 @@ impl Parts {
             v: self.projection(&name("self_attn.v_proj"))?,
             q_norm: self.optional(&name("self_attn.q_norm.weight")),
             k_norm: self.optional(&name("self_attn.k_norm.weight")),
+            sinks: self.optional(&name(SINKS)),
             o: self.projection(&name("self_attn.o_proj"))?,
         })
     }
@@ -1022,7 +1059,7 @@ impl Parts {
             )),
         };
         Ok(Experts {
-            router: self.linear(&name("mlp.gate.weight"))?,
+            router: self.projection(&name(router(spec.names)))?,
             experts: (0..spec.count)
                 .map(|expert| self.gated_mlp(&block_name(index, &format!("mlp.experts.{expert}"))))
                 .collect::<Result<_>>()?,

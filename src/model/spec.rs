@@ -132,6 +132,8 @@ pub struct AttentionSpec {
     pub o_bias: bool,
     /// Whether the output of each head is multiplied by the sigmoid of a gate, which the projection of queries computes too.
     pub gated: bool,
+    /// Whether each head has a sink: a logit that takes part in the softmax of every row and has no value.
+    pub sinks: bool,
     /// Index in [`Spec::ropes`] of the rotation of queries and keys.
     pub rope: usize,
     /// Positions that a query attends to, its own included; `None` for all positions up to its own.
@@ -202,6 +204,15 @@ impl MlpSpec {
         }
     }
 
+    /// Whether it has [`Activation::ClampedSwiglu`].
+    pub(crate) fn is_clamped(&self) -> bool {
+        let mlp = match self {
+            MlpSpec::Dense(mlp) => mlp,
+            MlpSpec::Experts(experts) => &experts.expert,
+        };
+        matches!(mlp.activation, Activation::ClampedSwiglu { .. })
+    }
+
     /// The gated MLP that all tokens use, if there is one.
     pub fn of_all_rows(&self) -> Option<&GatedMlpSpec> {
         match self {
@@ -212,7 +223,7 @@ impl MlpSpec {
 }
 
 /// A gated MLP: `down(act(gate(x)) * up(x))`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GatedMlpSpec {
     /// Width between the projections.
     pub intermediate_size: usize,
@@ -232,10 +243,23 @@ pub struct ExpertsSpec {
     pub per_token: usize,
     /// Whether the probabilities of the chosen experts are divided by their sum.
     pub normalized: bool,
+    /// Whether the router has a bias, which is added to its logits.
+    pub router_bias: bool,
+    /// The names and the order of rows that files have.
+    pub names: ExpertNames,
     /// The shape of each expert.
     pub expert: GatedMlpSpec,
     /// An additional MLP for all tokens.
     pub shared: Option<SharedExpertSpec>,
+}
+
+/// How files name the router of a mixture, and order the rows of a stack of gate and up projections.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExpertNames {
+    /// `mlp.gate`; the gate rows of an expert, then its up rows: Qwen.
+    Qwen,
+    /// `mlp.router`; gate and up rows of an expert in turn: gpt-oss.
+    GptOss,
 }
 
 /// A shared expert, which every token uses.

@@ -43,6 +43,10 @@ fn kinds(spec: &Spec) -> Vec<String> {
     let mixer = |block: &BlockSpec| match &block.mixer {
         MixerSpec::GatedDelta(_) => "gated delta net",
         MixerSpec::Attention(attention) => match (attention.gated, attention.window) {
+            _ if attention.sinks && attention.window.is_some() => {
+                "attention with sinks and a window"
+            }
+            _ if attention.sinks => "attention with sinks",
             (true, _) => "gated attention",
             (false, Some(_)) => "attention with a window",
             (false, None) => "attention",
@@ -112,6 +116,20 @@ mod tests {
             refusal.contains("block 0 is a gated delta net"),
             "{refusal}"
         );
-        assert!(known.iter().all(|family| family.gpu.is_none()));
+        let refusal = of("gpt_oss").training.as_ref().unwrap();
+        assert!(refusal.contains("block 0 has attention sinks"), "{refusal}");
+    }
+
+    #[test]
+    fn what_does_not_run_on_a_gpu_is_named() {
+        let known = known().unwrap();
+        let refused = known
+            .iter()
+            .filter_map(|f| Some((f.model_type, f.gpu.as_ref()?)));
+        let refused: Vec<_> = refused.collect();
+        assert!(
+            matches!(refused[..], [("gpt_oss", why)] if why.contains("attention sinks")),
+            "{refused:?}"
+        );
     }
 }

@@ -5,21 +5,21 @@
 use std::ops::Range;
 
 use super::spec::{
-    AttentionSpec, BlockSpec, DeltaProjections, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec,
-    MixerSpec, MlpSpec, SharedExpertSpec, Spec,
+    AttentionSpec, BlockSpec, DeltaProjections, ExpertNames, ExpertsSpec, GatedDeltaSpec,
+    GatedMlpSpec, MixerSpec, MlpSpec, SharedExpertSpec, Spec,
 };
 
 /// The table of embeddings, `[vocab, hidden]`.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 /// The output layer, `[vocab, hidden]`.
 pub(super) const HEAD: &str = "lm_head.weight";
-/// The router of a mixture of experts, `[experts, hidden]`.
-pub(super) const ROUTER: &str = "mlp.gate.weight";
 /// The gate of the shared expert, `[1, hidden]`.
 pub(super) const SHARED_GATE: &str = "mlp.shared_expert_gate.weight";
 /// The last norm, `[hidden]`.
 pub(super) const NORM: &str = "model.norm.weight";
 
+/// The sinks of attention, `[heads]`.
+pub(super) const SINKS: &str = "self_attn.sinks";
 /// Queries of gated attention, which files store with the gate.
 pub(super) const QUERY: &str = "self_attn.q_proj.query";
 /// The gate of attention.
@@ -69,7 +69,7 @@ impl TensorSpec {
 /// The role of a tensor, which determines how it is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorRole {
-    /// A norm, a bias, a convolution or a constant of each head, in f32.
+    /// A norm, a bias, a convolution, or a constant or sink of each head, in f32.
     Vector,
     /// A table for row lookup.
     Table,
@@ -88,7 +88,7 @@ pub struct Within {
     pub name: String,
     /// Shape of the stored tensor.
     pub shape: Vec<usize>,
-    /// The rows, with the stored tensor seen as a matrix; the elements if it is a vector.
+    /// The rows, with the stored tensor seen as a matrix; for a part with one dimension the elements, with the stored tensor flattened.
     pub rows: StoredRows,
 }
 
@@ -144,6 +144,22 @@ impl StoredRows {
         self.0.iter().map(RowPattern::count).sum()
     }
 
+    /// The stored rows from the first to the last of `rows`, if every other of them is one of these. Reading all of them costs less than
+    /// reading each alone.
+    pub fn alternating(&self, rows: &Range<usize>) -> Option<Range<usize>> {
+        match self.0[..] {
+            [
+                RowPattern {
+                    first,
+                    run: 1,
+                    stride: 2,
+                    ..
+                },
+            ] if !rows.is_empty() => Some(first + 2 * rows.start..first + 2 * rows.end - 1),
+            _ => None,
+        }
+    }
+
     /// The consecutive rows that `rows` of these are, in order. Each comes with the number of rows of `rows` before it.
     pub fn parts(&self, rows: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
         let (mut next, mut patterns, mut passed) = (rows.start, self.0.iter(), 0);
@@ -168,6 +184,14 @@ impl StoredRows {
 /// The prefix of a block's tensors.
 pub(super) fn block_name(block: usize, name: &str) -> String {
     format!("model.layers.{block}.{name}")
+}
+
+/// The router of a mixture within a block, without the suffix of its weight `[experts, hidden]` or bias `[experts]`.
+pub(super) const fn router(names: ExpertNames) -> &'static str {
+    match names {
+        ExpertNames::Qwen => "mlp.gate",
+        ExpertNames::GptOss => "mlp.router",
+    }
 }
 
 /// A projection, `gate_proj`, `up_proj` or `down_proj`, of an expert of a block.
@@ -263,6 +287,40 @@ fn of_block(spec: &Spec, index: usize) -> Vec<TensorSpec> {
     list.tensors
 }
 
+/// The stack that a projection of `rows` rows of an expert may be part of, the rows of an expert in it, and those of the projection.
+fn stacked(
+    experts: &ExpertsSpec,
+    expert: usize,
+    projection: &str,
+    rows: usize,
+) -> (&'static str, usize, StoredRows) {
+    let half = match projection {
+        "gate_proj" => 0,
+        "up_proj" => 1,
+        _ => {
+            return (
+                "down_proj",
+                rows,
+                (expert * rows..(expert + 1) * rows).into(),
+            );
+        }
+    };
+    let first = expert * 2 * rows;
+    let of_stack = match experts.names {
+        ExpertNames::Qwen => {
+            let first = first + half * rows;
+            (first..first + rows).into()
+        }
+        ExpertNames::GptOss => StoredRows(vec![RowPattern {
+            first: first + half,
+            run: 1,
+            stride: 2,
+            runs: rows,
+        }]),
+    };
+    ("gate_up_proj", 2 * rows, of_stack)
+}
+
 struct List {
     index: usize,
     tensors: Vec<TensorSpec>,
@@ -349,6 +407,9 @@ impl List {
             for name in ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] {
                 self.vector(name, attention.head_dim, true);
             }
+        }
+        if attention.sinks {
+            self.vector(SINKS, attention.heads, true);
         }
     }
 
@@ -453,32 +514,19 @@ impl List {
     }
 
     fn experts(&mut self, experts: &ExpertsSpec, hidden: usize) {
-        self.router(ROUTER, experts.count, hidden);
+        let router = router(experts.names);
+        self.router(&format!("{router}.weight"), experts.count, hidden);
+        if experts.router_bias {
+            self.vector(&format!("{router}.bias"), experts.count, true);
+        }
         let wide = experts.expert.intermediate_size;
-        for (projection, rows, cols, fused) in [
-            ("gate_proj", wide, hidden, Some(0)),
-            ("up_proj", wide, hidden, Some(wide)),
-            ("down_proj", hidden, wide, None),
+        for (projection, rows, cols) in [
+            ("gate_proj", wide, hidden),
+            ("up_proj", wide, hidden),
+            ("down_proj", hidden, wide),
         ] {
             for expert in 0..experts.count {
-                let stack = |name: &str, of: usize, first: usize| Within {
-                    name: block_name(self.index, &format!("mlp.experts.{name}")),
-                    shape: vec![experts.count, of, cols],
-                    rows: (expert * of + first..expert * of + first + rows).into(),
-                };
-                let mut within = vec![stack(&format!("{projection}.weight"), rows, 0)];
-                within.push(match fused {
-                    Some(first) => stack("gate_up_proj", 2 * wide, first),
-                    None => stack("down_proj", rows, 0),
-                });
-                self.tensors.push(TensorSpec {
-                    name: expert_name(self.index, expert, projection) + ".weight",
-                    shape: vec![rows, cols],
-                    required: true,
-                    role: TensorRole::Linear,
-                    alone: true,
-                    within,
-                });
+                self.expert(experts, expert, projection, (rows, cols));
             }
         }
         if let Some(SharedExpertSpec { mlp, gated }) = &experts.shared {
@@ -486,6 +534,58 @@ impl List {
             if *gated {
                 self.router(SHARED_GATE, 1, hidden);
             }
+        }
+    }
+
+    /// A projection of an expert and its bias, alone or within a stack of all experts.
+    fn expert(
+        &mut self,
+        experts: &ExpertsSpec,
+        expert: usize,
+        projection: &str,
+        (rows, cols): (usize, usize),
+    ) {
+        let (stack, height, of_stack) = stacked(experts, expert, projection, rows);
+        let alone: StoredRows = (expert * rows..(expert + 1) * rows).into();
+        let within = |name: &str, shape: Vec<usize>, rows: &StoredRows| Within {
+            name: block_name(self.index, &format!("mlp.experts.{name}")),
+            shape,
+            rows: rows.clone(),
+        };
+        let shape = |height| vec![experts.count, height, cols];
+        let weights = match experts.names {
+            ExpertNames::Qwen => vec![
+                within(&format!("{projection}.weight"), shape(rows), &alone),
+                within(stack, shape(height), &of_stack),
+            ],
+            // A checkpoint gives the stack this name, and rows of input features, however the file stores it.
+            ExpertNames::GptOss => {
+                vec![within(&format!("{stack}.weight"), shape(height), &of_stack)]
+            }
+        };
+        let biases = vec![within(
+            &format!("{stack}_bias"),
+            vec![experts.count, height],
+            &of_stack,
+        )];
+        let name = expert_name(self.index, expert, projection);
+        self.tensors.push(TensorSpec {
+            name: format!("{name}.weight"),
+            shape: vec![rows, cols],
+            required: true,
+            role: TensorRole::Linear,
+            alone: true,
+            within: weights,
+        });
+        if experts.expert.bias {
+            self.tensors.push(TensorSpec {
+                name: format!("{name}.bias"),
+                shape: vec![rows],
+                required: true,
+                role: TensorRole::Vector,
+                alone: true,
+                within: biases,
+            });
         }
     }
 

@@ -71,7 +71,10 @@ fn weights(source: &Source, trained: &dyn Trained) -> Result<Weights> {
         let mlp = match &b.mlp {
             MlpLayout::Dense(mlp) => Mlp::Dense(Box::new(gated(mlp)?)),
             MlpLayout::Experts(mixture) => Mlp::Experts(Box::new(Experts {
-                router: trained.matrix(mixture.router)?,
+                router: Projection {
+                    linear: trained.matrix(mixture.router)?,
+                    bias: None,
+                },
                 experts: mixture.experts.iter().map(gated).collect::<Result<_>>()?,
                 shared: match &mixture.shared {
                     Some((mlp, gate)) => {
@@ -91,6 +94,7 @@ fn weights(source: &Source, trained: &dyn Trained) -> Result<Weights> {
                 v: projection(v)?,
                 q_norm: vector(&b.qk_norms[0])?,
                 k_norm: vector(&b.qk_norms[1])?,
+                sinks: None,
                 o: projection(&b.o)?,
             })),
             mlp_norms: norms(&b.mlp_norms)?,

@@ -4,27 +4,39 @@ use super::{Device, Slice, SliceMut};
 use crate::base::error::{Result, bail};
 use crate::cuda;
 
-/// Activation function of a gated linear unit.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+/// Activation of a gated linear unit.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Activation {
     /// `x / (1 + e^-x)`, of SwiGLU (Shazeer, 2020).
     #[default]
     Silu,
     /// The tanh form of GELU, `x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2` (Hendrycks and Gimpel, 2016), of GeGLU.
     GeluTanh,
+    /// SwiGLU of clamped inputs, with one added to `up`: `(up + 1) g sigmoid(alpha g)`, `g = min(gate, limit)` and `up` clamped to
+    /// `-limit..=limit` (gpt-oss).
+    ClampedSwiglu {
+        /// Factor of the sigmoid's argument.
+        alpha: f32,
+        /// Limit of `gate` above, and of the magnitude of `up`.
+        limit: f32,
+    },
 }
 
 impl Activation {
-    /// The kernels' name of this function.
-    pub(crate) const fn on_gpu(self) -> cuda::Activation {
+    /// The kernels' name of this function; an error for one without kernels.
+    pub(crate) fn on_gpu(self) -> Result<cuda::Activation> {
         match self {
-            Activation::Silu => cuda::Activation::Silu,
-            Activation::GeluTanh => cuda::Activation::GeluTanh,
+            Activation::Silu => Ok(cuda::Activation::Silu),
+            Activation::GeluTanh => Ok(cuda::Activation::GeluTanh),
+            Activation::ClampedSwiglu { .. } => bail!(
+                Unsupported,
+                "clamped SwiGLU does not run on a GPU; load the model on the CPU"
+            ),
         }
     }
 }
 
-/// `gate = act(gate) * up`, element by element.
+/// `gate = act(gate) * up`, or what else the activation makes of both, element by element.
 pub fn glu(
     device: &Device,
     activation: Activation,
@@ -34,7 +46,10 @@ pub fn glu(
     match (device, activation) {
         (Device::Cpu(cpu), Activation::Silu) => cpu.swiglu(gate.host()?, up.host()?),
         (Device::Cpu(cpu), Activation::GeluTanh) => cpu.geglu(gate.host()?, up.host()?),
-        (Device::Cuda(_), _) => cuda::glu_f32(activation.on_gpu(), gate.cuda()?, up.cuda()?),
+        (Device::Cpu(cpu), Activation::ClampedSwiglu { alpha, limit }) => {
+            cpu.clamped_swiglu(gate.host()?, up.host()?, alpha, limit)
+        }
+        (Device::Cuda(_), _) => cuda::glu_f32(activation.on_gpu()?, gate.cuda()?, up.cuda()?),
     }
 }
 

@@ -6,8 +6,8 @@ use crate::format::nvfp4::BLOCK;
 use crate::model::keys::{Keys, LARGEST};
 use crate::model::rope::{self, RopeSet};
 use crate::model::spec::{
-    Activation, AttentionSpec, BlockSpec, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec, MixerSpec,
-    MlpSpec, NormNames, NormPlacement, Spec,
+    Activation, AttentionSpec, BlockSpec, ExpertNames, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec,
+    MixerSpec, MlpSpec, NormNames, NormPlacement, Spec,
 };
 
 /// Larger than the number of blocks of any model, and small enough that listing missing tensors stays cheap.
@@ -239,6 +239,7 @@ fn attention(keys: &Keys<'_>, hidden_size: usize) -> Result<AttentionSpec> {
         qkv_bias: false,
         o_bias: false,
         gated: false,
+        sinks: false,
         rope: 0,
         window: None,
         scale: 1.0 / (head_dim as f32).sqrt(),
@@ -298,6 +299,8 @@ pub(super) fn experts(keys: &Keys<'_>) -> Result<ExpertsSpec> {
         count,
         per_token,
         normalized: keys.flag("norm_topk_prob")? == Some(true),
+        router_bias: false,
+        names: ExpertNames::Qwen,
         expert: GatedMlpSpec {
             intermediate_size: intermediate_size(keys, "moe_intermediate_size")?,
             activation: activation(keys)?,

@@ -105,7 +105,7 @@ impl<'a> FusedPass<'a> {
                 let wide = spec.intermediate_size;
                 match fused {
                     true => {
-                        let glu = plan::glu(spec.activation, lowered.glu_divisors[index]);
+                        let glu = plan::glu(spec.activation, lowered.glu_divisors[index])?;
                         let output = input.layout().glu(glu);
                         self.linear(gemm, input, &matrices, output, &memory.inner, wide)
                     }
@@ -119,7 +119,7 @@ impl<'a> FusedPass<'a> {
                 let (spec, _) = self.mlp(index)?;
                 cuda::glu(
                     &lowered.gpu,
-                    plan::glu(spec.activation, lowered.glu_divisors[index]),
+                    plan::glu(spec.activation, lowered.glu_divisors[index])?,
                     &memory.projected,
                     self.rows,
                     spec.intermediate_size,
@@ -136,7 +136,7 @@ impl<'a> FusedPass<'a> {
                 cuda::route(
                     &lowered.gpu,
                     &mixture.routing,
-                    of_linear(&experts.router)?,
+                    of_linear(&experts.router.linear)?,
                     gate.map(of_linear).transpose()?,
                     &memory.input,
                     self.rows,
@@ -150,7 +150,7 @@ impl<'a> FusedPass<'a> {
                 let Some(spec) = self.source.spec.blocks[index].mlp.mixture() else {
                     bail!(Internal, "block {index} has no experts");
                 };
-                let glu = plan::glu(spec.expert.activation, lowered.glu_divisors[index]);
+                let glu = plan::glu(spec.expert.activation, lowered.glu_divisors[index])?;
                 let (gpu, x) = (&lowered.gpu, &memory.input);
                 cuda::experts_gate_up(gpu, routing, table, x, self.rows, glu, scratch)
             }

@@ -6,7 +6,7 @@ use std::fmt;
 use crate::base::Result;
 use crate::cuda::{GemmPlan, Glu, Hardware, InputForm, Layout, MatrixShape, Output};
 use crate::model::order::Half;
-use crate::model::spec::{Activation, BlockSpec, MlpSpec, NormPlacement, Spec};
+use crate::model::spec::{Activation, BlockSpec, ExpertsSpec, MlpSpec, NormPlacement, Spec};
 use crate::tensor::WeightType;
 
 /// A norm of the residual stream.
@@ -231,7 +231,11 @@ impl BlockShape {
 /// A property of the model that has no fused kernel, if any.
 pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
     let of = |(index, block): (usize, &BlockSpec)| {
+        let has_bias = |experts: &ExpertsSpec| experts.expert.bias || experts.router_bias;
         let what = match (&block.mlp, block.norms.pre, block.norms.post) {
+            _ if block.attention().is_some_and(|a| a.sinks) => "attention sinks",
+            _ if block.mlp.is_clamped() => "a clamped SwiGLU",
+            (MlpSpec::Experts(experts), ..) if has_bias(experts) => "biases of its experts",
             (MlpSpec::Experts(_), _, true) => "a norm after its experts",
             (_, false, _) => "no norm before attention and MLP",
             _ => return None,
@@ -652,11 +656,11 @@ impl fmt::Display for Kernel {
 }
 
 /// The kernels' description of a gated activation.
-pub(super) fn glu(activation: Activation, divisor: u32) -> Glu {
-    Glu {
-        activation: activation.on_gpu(),
+pub(super) fn glu(activation: Activation, divisor: u32) -> Result<Glu> {
+    Ok(Glu {
+        activation: activation.on_gpu()?,
         divisor,
-    }
+    })
 }
 
 #[cfg(test)]
@@ -667,7 +671,7 @@ mod tests {
     use crate::cuda::WideClusters;
     use crate::model::order::{BlockOp, operations};
     use crate::model::spec::{
-        AttentionSpec, DeltaProjections, ExpertsSpec, GatedDeltaSpec, GatedMlpSpec, MixerSpec,
+        AttentionSpec, DeltaProjections, ExpertNames, GatedDeltaSpec, GatedMlpSpec, MixerSpec,
         SharedExpertSpec,
     };
     use crate::tensor::DeltaShape;
@@ -888,6 +892,7 @@ mod tests {
                 qkv_bias: false,
                 o_bias: false,
                 gated: sizes.recurrent,
+                sinks: false,
                 rope: 0,
                 window: None,
                 scale: 1.0,
@@ -899,6 +904,8 @@ mod tests {
                     count: 8,
                     per_token: 2,
                     normalized: true,
+                    router_bias: false,
+                    names: ExpertNames::Qwen,
                     expert: mlp,
                     shared: shared.then_some(SharedExpertSpec { mlp, gated: true }),
                 }),

@@ -13,7 +13,7 @@ use crate::checkpoint::{Checkpoint, Encoding, Entry};
 use crate::model::load::{
     UnreadableTensors, entries_used, has_own_head, locate, rows_f32, rows_int8, rows_nvfp4,
 };
-use crate::model::spec::MixerSpec;
+use crate::model::spec::{BlockSpec, MixerSpec};
 use crate::model::tensors::{self, StoredRows, TensorSpec};
 use crate::model::{Spec, families, generation, open, spec_with_frequencies, text};
 use crate::text::{ChatTemplate, TextFiles, Tokenizer};
@@ -276,16 +276,24 @@ impl Source {
 
 /// The first block whose backward pass is not built, if any.
 pub fn untrainable(spec: &Spec) -> Option<String> {
-    let blocks = spec.blocks.iter().enumerate();
-    let (index, what) = blocks
-        .into_iter()
-        .find_map(|(index, block)| match &block.mixer {
-            MixerSpec::GatedDelta(_) => Some((index, "is a gated delta net")),
-            MixerSpec::Attention(attention) if attention.gated => {
-                Some((index, "has gated attention"))
-            }
-            MixerSpec::Attention(_) => None,
-        })?;
+    let mut blocks = spec.blocks.iter().enumerate();
+    let of_mixer = |block: &BlockSpec| match &block.mixer {
+        MixerSpec::GatedDelta(_) => Some("is a gated delta net"),
+        MixerSpec::Attention(attention) if attention.gated => Some("has gated attention"),
+        MixerSpec::Attention(attention) if attention.sinks => Some("has attention sinks"),
+        MixerSpec::Attention(_) => None,
+    };
+    let of_mlp = |block: &BlockSpec| match block.mlp.mixture() {
+        _ if block.mlp.is_clamped() => Some("has a clamped SwiGLU"),
+        Some(experts) if experts.expert.bias || experts.router_bias => {
+            Some("has biases of experts")
+        }
+        _ => None,
+    };
+    let (index, what) = blocks.find_map(|(index, block)| {
+        let what = of_mixer(block).or_else(|| of_mlp(block))?;
+        Some((index, what))
+    })?;
     Some(format!(
         "block {index} {what}, which has no backward pass yet: {} models can be run and quantized, but not trained or calibrated",
         spec.family

@@ -2,7 +2,8 @@
 
 use super::super::activation::Activation;
 use super::super::{Device, Mixed, Slice, SliceMut};
-use crate::base::Result;
+use crate::base::error::err;
+use crate::base::{Error, Result};
 use crate::cpu::Cpu;
 use crate::cuda::training as cuda;
 
@@ -21,8 +22,9 @@ pub fn glu(
         (Device::Cpu(cpu), Activation::GeluTanh) => {
             cpu.glu_rows(Cpu::GELU_TANH, gate_up.host()?, width, y.host()?)
         }
+        (Device::Cpu(_), Activation::ClampedSwiglu { .. }) => Err(without_backward()),
         (Device::Cuda(_), _) => {
-            cuda::glu_forward(activation.on_gpu(), gate_up.cuda()?, width, y.cuda()?)
+            cuda::glu_forward(activation.on_gpu()?, gate_up.cuda()?, width, y.cuda()?)
         }
     }
 }
@@ -43,9 +45,14 @@ pub fn glu_backward(
         (Device::Cpu(cpu), Activation::GeluTanh) => {
             cpu.glu_rows_backward(Cpu::GELU_TANH, gate_up.host()?, width, dy.host()?)
         }
+        (Device::Cpu(_), Activation::ClampedSwiglu { .. }) => Err(without_backward()),
         (Device::Cuda(_), _) => {
             let (gate_up, dy) = (gate_up.cuda()?, dy.cuda()?);
-            cuda::glu_backward(activation.on_gpu(), gate_up, width, dy, gate_up, Some(dy))
+            cuda::glu_backward(activation.on_gpu()?, gate_up, width, dy, gate_up, Some(dy))
         }
     }
+}
+
+fn without_backward() -> Error {
+    err!(Unsupported, "clamped SwiGLU has no backward pass")
 }
