@@ -17,6 +17,8 @@ pub enum Encoding {
     Dense(DType),
     /// NVFP4: 4-bit codes, an e4m3 scale per 16 elements, one global scale.
     Nvfp4,
+    /// A stack of matrices in MXFP4: 4-bit codes, an E8M0 scale per 32 elements.
+    Mxfp4,
     /// int8 codes with a scale per row of the matrix.
     Int8,
     /// bitsandbytes NF4: 4-bit codes into a table, a scale per block of the flattened tensor.
@@ -31,8 +33,17 @@ impl Encoding {
         match self {
             Encoding::Dense(DType::F4E2M1x2) => None,
             Encoding::Dense(dtype) => Some(dtype.bytes()),
-            Encoding::Nvfp4 | Encoding::Int8 | Encoding::Nf4 | Encoding::Ggml(_) => None,
+            Encoding::Nvfp4
+            | Encoding::Mxfp4
+            | Encoding::Int8
+            | Encoding::Nf4
+            | Encoding::Ggml(_) => None,
         }
+    }
+
+    /// Whether [`Checkpoint::rows_nvfp4`] gives its rows: without loss, or not at all.
+    pub const fn reads_as_nvfp4(self) -> bool {
+        matches!(self, Encoding::Nvfp4 | Encoding::Mxfp4)
     }
 
     /// Bytes of a matrix `[rows, cols]` in this encoding, scales of blocks and rows included; `None` for encodings that are only read.
@@ -68,6 +79,7 @@ impl Encoding {
                 DType::F4E2M1x2 => "F4",
             },
             Encoding::Nvfp4 => "NVFP4",
+            Encoding::Mxfp4 => "MXFP4",
             Encoding::Int8 => "INT8",
             Encoding::Nf4 => "NF4",
             Encoding::Ggml(t) => t.name(),
@@ -224,7 +236,7 @@ impl Vocabulary {
 /// An opened checkpoint. All reads take `&self` and may come from any thread. Every read fails if the file was written to after it was
 /// opened, because its values may be a mixture.
 pub trait Checkpoint: Send + Sync {
-    /// Detected layout: "dat", "safetensors", "modelopt", "compressed-tensors", "torchao", "bitsandbytes" or "gguf".
+    /// Detected layout: "dat", "safetensors", "modelopt", "compressed-tensors", "torchao", "bitsandbytes", "mxfp4" or "gguf".
     fn format(&self) -> &'static str;
 
     /// Files that it reads while it is open; empty if it was opened from memory.
@@ -246,7 +258,7 @@ pub trait Checkpoint: Send + Sync {
     fn rows_f32(&self, entry: &Entry, rows: Range<usize>, out: &mut [f32]) -> Result<()>;
 
     /// Copies the codes (low nibble = even column) and row-major e4m3 block scales of `rows` of an NVFP4 entry: `cols / 2` and `cols / 16`
-    /// bytes per row.
+    /// bytes per row. Converts an MXFP4 entry, and fails if that would change a value.
     fn rows_nvfp4(
         &self,
         entry: &Entry,
@@ -285,7 +297,8 @@ pub trait Checkpoint: Send + Sync {
         }
     }
 
-    /// Global scales of an NVFP4 entry: one for all of it, or one per index of its first dimension.
+    /// Global scales of an NVFP4 entry: one for all of it, or one per index of its first dimension. For an MXFP4 entry the powers of two
+    /// with which [`Checkpoint::rows_nvfp4`] gives each matrix; fails if one has none.
     fn global_scales(&self, entry: &Entry) -> Result<&[f32]>;
 
     /// The stored tensor of `entry`, if it is a single one with its values in logical order.

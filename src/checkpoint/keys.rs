@@ -14,6 +14,8 @@ pub(super) enum Convention {
     ModelOpt,
     /// NF4 of bitsandbytes: parts are named after the weight, `.weight.absmax`.
     BitsAndBytes,
+    /// MXFP4 of gpt-oss, `_blocks` and `_scales`.
+    Mxfp4,
     /// NF4 of TorchSharp hosts: parts are named after the module, `.absmax`.
     TorchSharp,
 }
@@ -26,6 +28,7 @@ impl Convention {
             Convention::TorchAo => "torchao",
             Convention::ModelOpt => "modelopt",
             Convention::BitsAndBytes => "bitsandbytes",
+            Convention::Mxfp4 => "mxfp4",
             Convention::TorchSharp => "torchsharp",
         }
     }

@@ -80,7 +80,7 @@ impl Found<'_> {
 /// The type in which a matrix is held; `quantize` says whether dense matrices are quantized while loading.
 fn held(found: &Found<'_>, quantize: bool) -> WeightType {
     match found.entry.encoding {
-        Encoding::Nvfp4 => WeightType::Nvfp4,
+        encoding if encoding.reads_as_nvfp4() => WeightType::Nvfp4,
         // Tables are stored in 8 bits because 4 were too few.
         Encoding::Int8 if [EMBEDDING, HEAD].contains(&&*found.spec.name) => WeightType::Int8,
         _ if quantize && found.spec.role == TensorRole::Linear => WeightType::Nvfp4,
@@ -582,7 +582,7 @@ impl Work<'_> {
         let Some(options) = self
             .shared
             .quantize
-            .filter(|_| entry.encoding != Encoding::Nvfp4)
+            .filter(|_| !entry.encoding.reads_as_nvfp4())
         else {
             let globals = self.shared.checkpoint.global_scales(entry)?;
             // Each expert of a stack may have its own.

@@ -267,6 +267,7 @@ impl Model {
         let (weights, sum, table) = match device {
             // Compiling kernels takes as long as reading weights, and uses other cores of the machine.
             Device::Cuda(gpu) => {
+                fused::check_supported(&spec)?;
                 let (given_up, done) = (AtomicBool::new(false), AtomicBool::new(false));
                 let prepared = Mutex::new(Ok(()));
                 let units = fused::units(&spec);

@@ -287,38 +287,32 @@ fn of_block(spec: &Spec, index: usize) -> Vec<TensorSpec> {
     list.tensors
 }
 
-/// The stack that a projection of `rows` rows of an expert may be part of, the rows of an expert in it, and those of the projection.
-fn stacked(
-    experts: &ExpertsSpec,
+/// The rows of an expert's projection of `height` rows in the stack of all experts, which holds gate and up projections together, and down
+/// projections alone.
+pub(super) fn stacked_rows(
+    names: ExpertNames,
     expert: usize,
     projection: &str,
-    rows: usize,
-) -> (&'static str, usize, StoredRows) {
+    height: usize,
+) -> StoredRows {
     let half = match projection {
         "gate_proj" => 0,
         "up_proj" => 1,
-        _ => {
-            return (
-                "down_proj",
-                rows,
-                (expert * rows..(expert + 1) * rows).into(),
-            );
-        }
+        _ => return (expert * height..(expert + 1) * height).into(),
     };
-    let first = expert * 2 * rows;
-    let of_stack = match experts.names {
+    let first = expert * 2 * height;
+    match names {
         ExpertNames::Qwen => {
-            let first = first + half * rows;
-            (first..first + rows).into()
+            let first = first + half * height;
+            (first..first + height).into()
         }
         ExpertNames::GptOss => StoredRows(vec![RowPattern {
             first: first + half,
             run: 1,
             stride: 2,
-            runs: rows,
+            runs: height,
         }]),
-    };
-    ("gate_up_proj", 2 * rows, of_stack)
+    }
 }
 
 struct List {
@@ -545,7 +539,11 @@ impl List {
         projection: &str,
         (rows, cols): (usize, usize),
     ) {
-        let (stack, height, of_stack) = stacked(experts, expert, projection, rows);
+        let of_stack = stacked_rows(experts.names, expert, projection, rows);
+        let (stack, height) = match projection {
+            "down_proj" => ("down_proj", rows),
+            _ => ("gate_up_proj", 2 * rows),
+        };
         let alone: StoredRows = (expert * rows..(expert + 1) * rows).into();
         let within = |name: &str, shape: Vec<usize>, rows: &StoredRows| Within {
             name: block_name(self.index, &format!("mlp.experts.{name}")),

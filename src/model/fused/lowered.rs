@@ -7,7 +7,6 @@ use super::operands::{Mixture, glu_divisor, matrix, mixture, of_linear, shape};
 use super::plan::{self, BlockShape};
 use super::sizes::Sizes;
 use crate::base::Result;
-use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::cuda::{self, DeviceBuffer, Gpu, Hardware, Heads, HostTable, MatrixShape, Table, Unit};
 use crate::model::kv::KvCache;
@@ -99,9 +98,7 @@ impl Lowered {
         table: Option<HostTable>,
     ) -> Result<Lowered> {
         let Source { spec, weights, .. } = source;
-        if let Some(what) = plan::unsupported(spec) {
-            bail!(Unsupported, "{what}, for which there is no kernel on a GPU");
-        }
+        plan::check_supported(spec)?;
         let pairs = weights.blocks.iter().zip(&spec.blocks);
         let mixtures = pairs.clone().map(|pair| mixture(gpu, pair));
         let mixtures = mixtures.collect::<Result<_>>()?;

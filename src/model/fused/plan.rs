@@ -4,6 +4,7 @@
 use std::fmt;
 
 use crate::base::Result;
+use crate::base::error::bail;
 use crate::cuda::{GemmPlan, Glu, Hardware, InputForm, Layout, MatrixShape, Output};
 use crate::model::order::Half;
 use crate::model::spec::{Activation, BlockSpec, ExpertsSpec, MlpSpec, NormPlacement, Spec};
@@ -246,6 +247,14 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
         ))
     };
     spec.blocks.iter().enumerate().find_map(of)
+}
+
+/// Fails for a model that no fused kernel supports; the error names the unsupported property.
+pub(in crate::model) fn check_supported(spec: &Spec) -> Result<()> {
+    match unsupported(spec) {
+        None => Ok(()),
+        Some(what) => bail!(Unsupported, "{what}, for which there is no kernel on a GPU"),
+    }
 }
 
 /// The kernels that take `rows` rows through all blocks: either a decode step, one token of each of `rows` sequences, with the logits at

@@ -191,8 +191,8 @@ impl KvCache {
         cuda::store_kv(&pages, keys.cuda()?, values.cuda()?, rows, first)
     }
 
-    /// Attention of queries `[m, heads, head_dim]` from position `first` on over a layer of the sequence with these tables, with the layer's
-    /// sinks `[heads]`, if it has any.
+    /// Attention of queries `[m, heads, head_dim]` from position `first` on over a layer of the sequence with these tables, with the
+    /// layer's sinks `[heads]`, if it has any.
     pub(super) fn attend(
         &self,
         device: &Device,

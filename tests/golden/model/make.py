@@ -451,7 +451,8 @@ def make(name, family, settings, seed):
             w = (random(value.shape) * (2.0 / value.shape[1] ** 0.5)).bfloat16().float()
             stored[key] = w.bfloat16()
         elif family == "GptOss" and ".experts." in key and value.dim() == 3:
-            w = torch.stack([store_stack(name, stored, key, e, random(part.shape) * (2.0 / part.shape[0] ** 0.5)) for e, part in enumerate(value)])
+            made = (random(part.shape) * (2.0 / part.shape[0] ** 0.5) for part in value)
+            w = torch.stack([store_stack(name, stored, key, e, part) for e, part in enumerate(made)])
             stored.update({k: torch.stack(v) for k, v in stored.items() if isinstance(v, list)})
         elif key.endswith("self_attn.sinks"):
             w = random(value.shape).bfloat16().float()
