@@ -117,7 +117,10 @@ mod tests {
             "{refusal}"
         );
         let refusal = of("gpt_oss").training.as_ref().unwrap();
-        assert!(refusal.contains("block 0 has attention sinks"), "{refusal}");
+        assert!(
+            refusal.contains("block 0 has attention with sinks"),
+            "{refusal}"
+        );
     }
 
     #[test]

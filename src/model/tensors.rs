@@ -287,19 +287,13 @@ fn of_block(spec: &Spec, index: usize) -> Vec<TensorSpec> {
     list.tensors
 }
 
-/// The rows of an expert's projection of `height` rows in the stack of all experts, which holds gate and up projections together, and down
-/// projections alone.
-pub(super) fn stacked_rows(
+/// The rows of an expert's gate projection (`half` 0) or up projection (1), of `height` rows each, in a stack of both of all experts.
+pub(super) fn gate_up_rows(
     names: ExpertNames,
     expert: usize,
-    projection: &str,
+    half: usize,
     height: usize,
 ) -> StoredRows {
-    let half = match projection {
-        "gate_proj" => 0,
-        "up_proj" => 1,
-        _ => return (expert * height..(expert + 1) * height).into(),
-    };
     let first = expert * 2 * height;
     match names {
         ExpertNames::Qwen => {
@@ -539,12 +533,13 @@ impl List {
         projection: &str,
         (rows, cols): (usize, usize),
     ) {
-        let of_stack = stacked_rows(experts.names, expert, projection, rows);
-        let (stack, height) = match projection {
-            "down_proj" => ("down_proj", rows),
-            _ => ("gate_up_proj", 2 * rows),
-        };
         let alone: StoredRows = (expert * rows..(expert + 1) * rows).into();
+        let half = |half| gate_up_rows(experts.names, expert, half, rows);
+        let (stack, height, of_stack) = match projection {
+            "gate_proj" => ("gate_up_proj", 2 * rows, half(0)),
+            "up_proj" => ("gate_up_proj", 2 * rows, half(1)),
+            _ => ("down_proj", rows, alone.clone()),
+        };
         let within = |name: &str, shape: Vec<usize>, rows: &StoredRows| Within {
             name: block_name(self.index, &format!("mlp.experts.{name}")),
             shape,
@@ -556,7 +551,7 @@ impl List {
                 within(&format!("{projection}.weight"), shape(rows), &alone),
                 within(stack, shape(height), &of_stack),
             ],
-            // A checkpoint gives the stack this name, and rows of input features, however the file stores it.
+            // A checkpoint gives the stack this name, and its matrices row by row, however the file stores them.
             ExpertNames::GptOss => {
                 vec![within(&format!("{stack}.weight"), shape(height), &of_stack)]
             }
@@ -602,6 +597,25 @@ impl List {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn gates_and_ups_of_an_expert_follow_each_other_or_alternate() {
+        let stored = |rows: &StoredRows| -> Vec<usize> {
+            rows.parts(0..rows.count())
+                .flat_map(|(_, part)| part)
+                .collect()
+        };
+        let [gate, up] = [0, 1].map(|half| gate_up_rows(ExpertNames::GptOss, 1, half, 4));
+        assert_eq!(stored(&gate), [8, 10, 12, 14]);
+        assert_eq!(stored(&up), [9, 11, 13, 15]);
+        // Two of them, and the one between.
+        assert_eq!(up.alternating(&(1..3)), Some(11..14));
+        assert_eq!(up.alternating(&(2..2)), None);
+        let [gate, up] = [0, 1].map(|half| gate_up_rows(ExpertNames::Qwen, 1, half, 4));
+        assert_eq!(stored(&gate), [8, 9, 10, 11]);
+        assert_eq!(stored(&up), [12, 13, 14, 15]);
+        assert_eq!(up.alternating(&(0..4)), None);
+    }
 
     #[test]
     fn rows_are_found_in_the_order_of_their_tensor() {

@@ -162,9 +162,7 @@ fn shapes_and_missing_parts_are_refused_by_name() {
         (&key, "U8", "[2, 4, 2, 16]", codes()),
         (&other, "I8", "[2, 4, 2]", some_scales()),
     ]);
-    expect_kind(
-        model::open_bytes("x.safetensors", file),
-        ErrorKind::CorruptFile,
-        "gate_up_proj_scales': scales of MXFP4 are U8, not I8",
-    );
+    // Without a config that says so, tensors of another type are no MXFP4.
+    let opened = model::open_bytes("x.safetensors", file).unwrap();
+    assert!(opened.find(NAME).is_none() && opened.find(&key).is_some());
 }

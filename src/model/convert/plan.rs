@@ -11,7 +11,7 @@ use crate::model::families;
 use crate::model::load::has_own_head;
 use crate::model::spec::ExpertNames;
 use crate::model::spec_of;
-use crate::model::tensors::{StoredRows, stacked_rows};
+use crate::model::tensors::{StoredRows, gate_up_rows};
 use crate::tensor::DType;
 
 /// How a tensor derives from its entry.
@@ -289,21 +289,27 @@ fn experts(
                 .global_scales(entry)?
                 .iter()
                 .all(|&scale| scale == 1.0));
-    let each = match projection.trim_end_matches(".weight") {
-        "gate_up_proj" => vec![("gate_proj", rows / 2), ("up_proj", rows / 2)],
-        projection => vec![(projection, rows)],
+    let each: &[(&str, Option<usize>)] = match projection.trim_end_matches(".weight") {
+        "gate_up_proj" => &[("gate_proj", Some(0)), ("up_proj", Some(1))],
+        projection => &[(projection, None)],
     };
-    let step = |(expert, (projection, height)): (usize, (&str, usize))| PlannedTensor {
-        name: format!("{block}{STACKED}{expert}.{projection}.weight"),
-        entry: entry.clone(),
-        shape: vec![height, cols],
-        rows: stacked_rows(names, expert, projection, height),
-        action: match is_kept {
-            true => Action::CopyRows,
-            false => Action::Quantize,
-        },
-        encoding: Encoding::Nvfp4,
+    let step = |(expert, &(projection, half)): (usize, &(&str, Option<usize>))| {
+        let height = rows / each.len();
+        PlannedTensor {
+            name: format!("{block}{STACKED}{expert}.{projection}.weight"),
+            entry: entry.clone(),
+            shape: vec![height, cols],
+            rows: match half {
+                Some(half) => gate_up_rows(names, expert, half, height),
+                None => (expert * rows..(expert + 1) * rows).into(),
+            },
+            action: match is_kept {
+                true => Action::CopyRows,
+                false => Action::Quantize,
+            },
+            encoding: Encoding::Nvfp4,
+        }
     };
-    let experts = (0..count).flat_map(|expert| each.iter().copied().map(move |e| (expert, e)));
+    let experts = (0..count).flat_map(|expert| each.iter().map(move |e| (expert, e)));
     Ok(Some(experts.map(step).collect()))
 }

@@ -319,7 +319,13 @@ mod tests {
                     family.model_type
                 );
             }
-            let missing = defaults.keys().find(|key| !ours.contains_key(*key));
+            let own = |key: &str| {
+                let renamed = family.renamed.iter().find(|(other, _)| *other == key);
+                renamed.map_or_else(|| key.to_owned(), |(_, own)| (*own).to_owned())
+            };
+            let is_missing =
+                |key: &&String| !ours.contains_key(*key) && !ours.contains_key(&own(key));
+            let missing = defaults.keys().find(is_missing);
             assert_eq!(missing, None, "{}", family.model_type);
             let renamed: Vec<(&str, &str)> = object(&theirs["renamed"])
                 .iter()

@@ -280,13 +280,13 @@ pub fn untrainable(spec: &Spec) -> Option<String> {
     let of_mixer = |block: &BlockSpec| match &block.mixer {
         MixerSpec::GatedDelta(_) => Some("is a gated delta net"),
         MixerSpec::Attention(attention) if attention.gated => Some("has gated attention"),
-        MixerSpec::Attention(attention) if attention.sinks => Some("has attention sinks"),
+        MixerSpec::Attention(attention) if attention.sinks => Some("has attention with sinks"),
         MixerSpec::Attention(_) => None,
     };
     let of_mlp = |block: &BlockSpec| match block.mlp.mixture() {
         _ if block.mlp.is_clamped() => Some("has a clamped SwiGLU"),
         Some(experts) if experts.expert.bias || experts.router_bias => {
-            Some("has biases of experts")
+            Some("has a mixture with biases")
         }
         _ => None,
     };
