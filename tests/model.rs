@@ -766,7 +766,9 @@ fn stacks_of_gpt_oss_become_experts() {
 /// A model of gpt-oss without its sinks, or with a stack of another shape, is refused by the tensor's name.
 #[test]
 fn tensors_of_gpt_oss_are_required() {
-    let changed = |change: &dyn Fn(&str, &[usize]) -> Option<Vec<usize>>| {
+    /// The new shape of a tensor of this name and shape; `None` leaves it out.
+    type Change<'a> = &'a dyn Fn(&str, &[usize]) -> Option<Vec<usize>>;
+    let changed = |change: Change<'_>| {
         let dir = Copy::of("gptoss_dense", "changed");
         let bytes = fs::read(golden("gptoss_dense").join("model.safetensors")).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();

@@ -1,7 +1,7 @@
-//! MXFP4 (OCP Microscaling Formats 1.0): E2M1 codes in blocks of 32 along a row, and one E8M0 scale for each block, a power of two. A value is
-//! `e2m1(code) * 2^(scale - 127)`. The codes are NVFP4's, and the powers of two from 2^-9 to 2^8 are E4M3 values. So a matrix is NVFP4 without
-//! loss if one power of two, as the global scale, brings the scales of all its blocks into that range: [`ScaleExponents`] finds it, and
-//! [`to_nvfp4`] converts.
+//! MXFP4 (OCP Microscaling Formats 1.0): E2M1 codes in blocks of 32 along a row, and one E8M0 scale for each block, a power of two. A value
+//! is `e2m1(code) * 2^(scale - 127)`. The codes are NVFP4's, and the powers of two from 2^-9 to 2^8 are E4M3 values. So a matrix is NVFP4
+//! without loss if one power of two, as the global scale, brings the scales of all its blocks into that range: [`ScaleExponents`] finds it,
+//! and [`to_nvfp4`] converts.
 //!
 //! Shapes: codes `[rows, cols / 2]` with the even index in the LOW nibble, as in NVFP4; scales `[rows, cols / 32]`.
 
