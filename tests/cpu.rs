@@ -266,6 +266,7 @@ fn attend_f64(
     dim: usize,
     window: usize,
     cap: Option<f64>,
+    sinks: Option<&[f32]>,
 ) -> Vec<f64> {
     let m = q.len() / (heads * dim);
     let mut out = Vec::new();
@@ -283,9 +284,11 @@ fn attend_f64(
                     cap.map_or(score, |cap| cap * (score / cap).tanh())
                 })
                 .collect();
-            let largest = scores.iter().copied().fold(f64::MIN, f64::max);
+            let sink = sinks.map(|sinks| f64::from(sinks[h]));
+            let all = || scores.iter().copied().chain(sink);
+            let largest = all().fold(f64::MIN, f64::max);
             let weights: Vec<f64> = scores.iter().map(|s| (s - largest).exp()).collect();
-            let sum: f64 = weights.iter().sum();
+            let sum: f64 = all().map(|s| (s - largest).exp()).sum();
             out.extend((0..dim).map(|d| {
                 weights
                     .iter()
@@ -340,15 +343,20 @@ impl Layer {
 
 #[test]
 fn attention_agrees_with_f64_and_is_the_same_everywhere() {
-    // Windows that end within pages and at their ends, and that no two queries of a call share; soft caps that bite.
-    for (heads, kv_heads, dim, total, window, cap) in [
-        (4, 2, 16, 37, None, None),
-        (3, 1, 48, 20, None, Some(0.5)),
-        (2, 2, 64, 50, Some(7), None),
-        (2, 1, 80, 70, Some(32), None),
-        (4, 1, 256, 40, Some(1), None),
-        (8, 2, 32, 16, Some(3), Some(2.0)),
+    // Windows that end within pages and at their ends, and that no two queries of a call share; soft caps that bite; sinks below, among and
+    // above all scores.
+    for (heads, kv_heads, dim, total, window, cap, has_sinks) in [
+        (4, 2, 16, 37, None, None, false),
+        (3, 1, 48, 20, None, Some(0.5), false),
+        (2, 2, 64, 50, Some(7), None, false),
+        (2, 1, 80, 70, Some(32), None, false),
+        (4, 1, 256, 40, Some(1), None, false),
+        (8, 2, 32, 16, Some(3), Some(2.0), false),
+        (4, 2, 64, 37, None, None, true),
+        (8, 1, 32, 50, Some(5), None, true),
     ] {
+        let sinks = [-60.0, 0.5, 9.0, 2.0, -1.5, 1.0, 30.0, 0.0];
+        let sinks = has_sinks.then_some(&sinks[..heads]);
         let q = normal(1, total * heads * dim);
         let (k, v) = (
             normal(2, total * kv_heads * dim),
@@ -366,7 +374,7 @@ fn attention_agrees_with_f64_and_is_the_same_everywhere() {
                 (half(&k), half(&v))
             };
             let (visible, f64_cap) = (window.unwrap_or(total), cap.map(f64::from));
-            let reference = attend_f64(&q, &ks, &vs, heads, kv_heads, dim, visible, f64_cap);
+            let reference = attend_f64(&q, &ks, &vs, heads, kv_heads, dim, visible, f64_cap, sinks);
             let shape = AttentionShape {
                 window,
                 score_cap: cap,
@@ -387,7 +395,7 @@ fn attention_agrees_with_f64_and_is_the_same_everywhere() {
                         );
                         // Pages that no row sees any more are not needed.
                         kv.forget((t + 1).saturating_sub(window.unwrap_or(usize::MAX)));
-                        cpu.attention(q, &shape, &kv.pages(), t, out, &mut Workspace::new())
+                        cpu.attention(q, &shape, sinks, &kv.pages(), t, out, &mut Workspace::new())
                             .unwrap();
                     }
                     let error = relative_l2(&out, &reference);
@@ -437,19 +445,30 @@ fn norm_and_activations_agree_with_f64_and_are_the_same_everywhere() {
             let u = (2.0 / std::f64::consts::PI).sqrt() * (g + 0.044715 * g.powi(3));
             0.5 * g * (1.0 + u.tanh())
         });
+        // Gates reach 30 and ups 3: both ends of the clamp are met.
+        let both = gate.iter().zip(&up);
+        let clamped: Vec<f64> = both
+            .map(|(&g, &u)| {
+                let (g, u) = (f64::from(g).min(1.5), f64::from(u).clamp(-1.5, 1.5));
+                (u + 1.0) * g / (1.0 + (-f64::from(1.702f32) * g).exp())
+            })
+            .collect();
         let capped: Vec<f64> = x
             .iter()
             .map(|&x| 1.5 * (f64::from(x) / 1.5).tanh())
             .collect();
-        let mut first: Option<[Vec<f32>; 4]> = None;
+        let mut first: Option<[Vec<f32>; 5]> = None;
         for cpu in cpus() {
-            let mut made = [x.clone(), gate.clone(), gate.clone(), x.clone()];
-            let [y, z, t, c] = &mut made;
+            let gates = || gate.clone();
+            let mut made = [x.clone(), gates(), gates(), gates(), x.clone()];
+            let [y, z, t, k, c] = &mut made;
             cpu.rms_norm(y, &w, 1e-6).unwrap();
             cpu.swiglu(z, &up).unwrap();
             cpu.geglu(t, &up).unwrap();
+            cpu.clamped_swiglu(k, &up, 1.702, 1.5).unwrap();
             cpu.soft_cap(c, 1.5).unwrap();
-            for (made, reference) in made.iter().zip([&norm, &silu, &gelu, &capped]) {
+            let references = [&norm, &silu, &gelu, &clamped, &capped];
+            for (made, reference) in made.iter().zip(references) {
                 let error = relative_l2(made, reference);
                 assert!(error <= 1e-6, "{error:e}");
             }
@@ -466,12 +485,24 @@ fn swiglu_and_attention_survive_extreme_inputs() {
         cpu.swiglu(&mut gate, &[1.0; 8]).unwrap();
         assert!(gate.iter().all(|g| g.is_finite()), "{gate:?}");
         assert_eq!(gate[6], 1e30);
+        // At and beyond the clamps, and far below: the limit alone counts. NaN stays.
+        let (nan, most) = (f32::NAN, 7.0 / (1.0 + (-7.0 * 1.702f32).exp()));
+        let mut gate = [7.0, 8.0, 1e30, 7.0, 7.0, 0.0, -1e5, nan, 1.0];
+        let up = [0.0, 0.0, 0.0, 1e30, -1e30, 5.0, 1.0, 1.0, nan];
+        cpu.clamped_swiglu(&mut gate, &up, 1.702, 7.0).unwrap();
+        let expected = [most, most, most, 8.0 * most, -6.0 * most, 0.0, 0.0];
+        for (found, expected) in gate.iter().zip(expected) {
+            let far = (found - expected).abs();
+            assert!(far <= 1e-6 * expected.abs().max(1e-3), "{gate:?}");
+        }
+        assert!(gate[7].is_nan() && gate[8].is_nan(), "{gate:?}");
         let mut kv = Layer::new(KvLayout::new(1, 16, KvType::F32).unwrap());
         kv.write(0, &[&[1e4f32; 16][..], &[-1e4; 16]].concat(), &[1.0; 32]);
         let mut out = [0.0; 16];
         cpu.attention(
             &[1e3; 16],
             &plain(1, kv.layout, 1.0),
+            None,
             &kv.pages(),
             1,
             &mut out,
@@ -531,6 +562,7 @@ fn wrong_shapes_are_errors_that_name_them() {
         cpu.attention(
             &[0.0; 48],
             &plain(3, layout, 1.0),
+            None,
             &kv,
             0,
             &mut [0.0; 48],
@@ -543,6 +575,7 @@ fn wrong_shapes_are_errors_that_name_them() {
         cpu.attention(
             &[0.0; 32],
             &plain(2, layout, 1.0),
+            None,
             &kv,
             0,
             &mut [0.0; 32],
@@ -550,6 +583,19 @@ fn wrong_shapes_are_errors_that_name_them() {
         ),
         ErrorKind::InvalidArgument,
         "attention over positions 0..1; the cache holds 0",
+    );
+    expect_kind(
+        cpu.attention(
+            &[0.0; 32],
+            &plain(2, layout, 1.0),
+            Some(&[0.0]),
+            &kv,
+            0,
+            &mut [0.0; 32],
+            &mut Workspace::new(),
+        ),
+        ErrorKind::InvalidArgument,
+        "attention: 1 sinks for 2 heads",
     );
     expect_kind(
         KvLayout::new(2, 24, KvType::F16),

@@ -32,13 +32,16 @@ use serde_json::{Value, json};
 const TOLERANCE: f32 = 2e-4;
 
 /// More golden models, which the tests of whole models on a GPU leave out.
-const PROCESSOR_CASES: [&str; 6] = [
+const PROCESSOR_CASES: [&str; 9] = [
     "qwen3moe_normalized",
     "qwen3moe_window",
     "qwen3moe_saved",
     "qwen2moe_window",
     "smolvlm_nested",
     "mistral3_nested",
+    "gptoss_dense",
+    "gptoss_mxfp4",
+    "gptoss_nvfp4",
 ];
 
 fn all_cases() -> impl Iterator<Item = &'static str> {
@@ -98,8 +101,9 @@ fn logits_agree_with_transformers() {
         let dense = Served::load(&dense.0, &options()).unwrap();
         assert!(!dense.info().formats.contains_key("nvfp4"));
         let packed = load(case);
-        assert!(packed.info().formats["nvfp4"].tensors >= 8);
-        for (weights, model) in [("nvfp4", packed), ("dense", dense)] {
+        let coded = packed.info().formats.get("nvfp4").map_or(0, |f| f.tensors);
+        assert!(coded >= 8 || case == "gptoss_dense", "{case}: {coded}");
+        for (weights, model) in [("stored", packed), ("dense", dense)] {
             for (tokens, want) in expected(case) {
                 // The capacity of a cache decides whether longrope uses the table for long sequences.
                 let cache = cache_of(&model, tokens.len());
@@ -321,7 +325,7 @@ fn threads_and_int8_activations() {
 
 #[test]
 fn a_batch_gives_each_sequence_its_own_bits() {
-    for case in ["qwen3_tied", "qwen2_untied"] {
+    for case in ["qwen3_tied", "qwen2_untied", "gptoss_dense", "gptoss_mxfp4"] {
         let model = load(case);
         let vocab = model.spec().vocab_size;
         let prompts: Vec<Vec<u32>> = [3, 17, 1, 30]
@@ -366,6 +370,7 @@ fn ragged_batches_give_the_bits_of_segments_apart() {
         "long_default",
         "qwen3moe_mixed",
         "qwen2moe_shared",
+        "gptoss_mxfp4",
     ] {
         ragged::check(&load(case), None, &|got, expected, what| {
             assert!(got == expected, "{case}, {what}");
@@ -694,6 +699,103 @@ fn dense_copy(case: &str) -> Copy {
         &safetensors::serialize(views, None).unwrap(),
     );
     dir
+}
+
+/// MXFP4 becomes NVFP4 without loss, on loading and in a file; 16-bit stacks of gpt-oss are quantized as an expert's own matrices are.
+#[test]
+fn stacks_of_gpt_oss_become_experts() {
+    let pool = Pool::new(2).unwrap();
+    for case in ["gptoss_mxfp4", "gptoss_dense"] {
+        let out = Copy::of(case, "converted");
+        let mut options = ConvertOptions::new(Container::ModelOpt, Recipe::default());
+        options.replace = true;
+        options.keep = vec!["self_attn".to_owned(), "lm_head".to_owned()];
+        let go = &mut |_: ConvertProgress<'_>| ControlFlow::Continue(());
+        let source = model::open(&golden(case)).unwrap();
+        let report = convert(&*source, &out.0, &options, &pool, go).unwrap();
+        let made = model::open(&out.0).unwrap();
+        let (kept, quantized) = (report.kept_nvfp4, report.quantized);
+        let stacks = source.entries().iter().filter(|e| e.shape.len() == 3);
+        for stack in stacks {
+            let [count, rows, cols] = stack.shape[..] else {
+                panic!("{stack:?}")
+            };
+            let (block, projection) = stack.name.split_once(".experts.").unwrap();
+            let parts: &[&str] = match projection.starts_with("gate_up") {
+                true => &["gate_proj", "up_proj"],
+                false => &["down_proj"],
+            };
+            let mut values = vec![0.0; count * rows * cols];
+            source
+                .rows_f32(stack, 0..count * rows, &mut values)
+                .unwrap();
+            for (i, want) in values.chunks(cols).enumerate() {
+                let (expert, row) = (i / rows, i % rows);
+                let part = parts[row % parts.len()];
+                let name = format!("{block}.experts.{expert}.{part}.weight");
+                let entry = made.find(&name).unwrap();
+                assert_eq!(entry.shape, [rows / parts.len(), cols], "{name}");
+                let row = row / parts.len();
+                let mut held = vec![0.0; cols];
+                made.rows_f32(entry, row..row + 1, &mut held).unwrap();
+                let most = want.iter().fold(0f32, |most, x| most.max(x.abs()));
+                let far = held.iter().zip(want).map(|(a, b)| (a - b).abs());
+                let far = far.fold(0.0, f32::max);
+                // One of six steps to the largest magnitude of a block, halved, and what rounding its scale adds.
+                let bar = if case == "gptoss_mxfp4" {
+                    0.0
+                } else {
+                    most / 5.0
+                };
+                assert!(far <= bar, "{name}, row {row}: {far} of {most}");
+            }
+        }
+        if case == "gptoss_mxfp4" {
+            assert_eq!((kept, quantized), (2 * 4 * 3, 0));
+            let (stored, converted) = (load(case), Served::load(&out.0, &common::options()));
+            let tokens = some_tokens(&stored, 30);
+            let want = run(&stored, &tokens, Logits::All);
+            assert!(run(&converted.unwrap(), &tokens, Logits::All) == want);
+        } else {
+            assert_eq!((kept, quantized), (0, 3 * 4 * 3));
+            Served::load(&out.0, &common::options()).unwrap();
+        }
+    }
+}
+
+/// A model of gpt-oss without its sinks, or with a stack of another shape, is refused by the tensor's name.
+#[test]
+fn tensors_of_gpt_oss_are_required() {
+    /// The new shape of a tensor of this name and shape; `None` leaves it out.
+    type Change<'a> = &'a dyn Fn(&str, &[usize]) -> Option<Vec<usize>>;
+    let changed = |change: Change<'_>| {
+        let dir = Copy::of("gptoss_dense", "changed");
+        let bytes = fs::read(golden("gptoss_dense").join("model.safetensors")).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let all = file.tensors();
+        let tensors = all.iter().filter_map(|(name, view)| {
+            let shape = change(name, view.shape())?;
+            let view = TensorView::new(view.dtype(), shape, view.data()).unwrap();
+            Some((name.as_str(), view))
+        });
+        let written = safetensors::serialize(tensors, None).unwrap();
+        dir.write("model.safetensors", &written);
+        Served::load(&dir.0, &options()).map(|_| ())
+    };
+    let sinks = "model.layers.1.self_attn.sinks";
+    expect_kind(
+        changed(&|name, shape| (name != sinks).then(|| shape.to_vec())),
+        ErrorKind::NotFound,
+        "1 tensors of this gpt_oss model are missing: model.layers.1.self_attn.sinks",
+    );
+    expect_kind(
+        changed(&|_, shape| match *shape {
+            [count, a, b] => Some(vec![count, b, a]),
+            _ => Some(shape.to_vec()),
+        }),
+        ErrorKind::CorruptFile,
+        "model.layers.0.mlp.experts.gate_up_proj.weight has shape [4, 48, 64], expected [4, 64, 48]",
+    );
 }
 
 /// Projections of recurrent layers become int8, what a file holds in 4 bits stays so, and gates and convolutions keep their 16 bits.

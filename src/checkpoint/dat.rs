@@ -37,9 +37,12 @@ pub(super) fn elem_type(encoding: Encoding) -> Option<u32> {
         Encoding::Dense(DType::F8E4M3) => Some(E4M3),
         Encoding::Dense(DType::F4E2M1x2) => None,
         Encoding::Dense(dtype) => u32::try_from(dtype.code()).ok(),
-        Encoding::Int8 | Encoding::Int4 | Encoding::Nvfp4 | Encoding::Nf4 | Encoding::Ggml(_) => {
-            None
-        }
+        Encoding::Int8
+        | Encoding::Int4
+        | Encoding::Nvfp4
+        | Encoding::Mxfp4
+        | Encoding::Nf4
+        | Encoding::Ggml(_) => None,
     }
 }
 

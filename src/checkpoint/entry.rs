@@ -17,6 +17,8 @@ pub enum Encoding {
     Dense(DType),
     /// NVFP4: 4-bit codes, an e4m3 scale per 16 elements, one global scale.
     Nvfp4,
+    /// A stack of matrices in MXFP4: 4-bit codes, an E8M0 scale per 32 elements.
+    Mxfp4,
     /// int8 codes with a scale per row of the matrix.
     Int8,
     /// 4-bit integers of GPTQ or AWQ, with a scale and a zero point for each group of inputs. Only read.
@@ -34,11 +36,17 @@ impl Encoding {
             Encoding::Dense(DType::F4E2M1x2) => None,
             Encoding::Dense(dtype) => Some(dtype.bytes()),
             Encoding::Nvfp4
+            | Encoding::Mxfp4
             | Encoding::Int8
             | Encoding::Int4
             | Encoding::Nf4
             | Encoding::Ggml(_) => None,
         }
+    }
+
+    /// Whether [`Checkpoint::rows_nvfp4`] gives its rows: without loss, or not at all.
+    pub const fn reads_as_nvfp4(self) -> bool {
+        matches!(self, Encoding::Nvfp4 | Encoding::Mxfp4)
     }
 
     /// Bytes of a matrix `[rows, cols]` in this encoding, scales of blocks and rows included; `None` for encodings that are only read.
@@ -74,6 +82,7 @@ impl Encoding {
                 DType::F4E2M1x2 => "F4",
             },
             Encoding::Nvfp4 => "NVFP4",
+            Encoding::Mxfp4 => "MXFP4",
             Encoding::Int8 => "INT8",
             Encoding::Int4 => "INT4",
             Encoding::Nf4 => "NF4",
@@ -231,8 +240,8 @@ impl Vocabulary {
 /// An opened checkpoint. All reads take `&self` and may come from any thread. Every read fails if the file was written to after it was
 /// opened, because its values may be a mixture.
 pub trait Checkpoint: Send + Sync {
-    /// Detected layout: "dat", "safetensors", "modelopt", "compressed-tensors", "torchao", "bitsandbytes", "gptq", "awq"
-    /// or "gguf".
+    /// Detected layout: "dat", "safetensors", "modelopt", "compressed-tensors", "torchao", "bitsandbytes", "gptq", "awq",
+    /// "mxfp4" or "gguf".
     fn format(&self) -> &'static str;
 
     /// Files that it reads while it is open; empty if it was opened from memory.
@@ -254,7 +263,7 @@ pub trait Checkpoint: Send + Sync {
     fn rows_f32(&self, entry: &Entry, rows: Range<usize>, out: &mut [f32]) -> Result<()>;
 
     /// Copies the codes (low nibble = even column) and row-major e4m3 block scales of `rows` of an NVFP4 entry: `cols / 2` and `cols / 16`
-    /// bytes per row.
+    /// bytes per row. Converts an MXFP4 entry, and fails if that would change a value.
     fn rows_nvfp4(
         &self,
         entry: &Entry,
@@ -293,7 +302,8 @@ pub trait Checkpoint: Send + Sync {
         }
     }
 
-    /// Global scales of an NVFP4 entry: one for all of it, or one per index of its first dimension.
+    /// Global scales of an NVFP4 entry: one for all of it, or one per index of its first dimension. For an MXFP4 entry the powers of two
+    /// with which [`Checkpoint::rows_nvfp4`] gives each matrix; fails if one has none.
     fn global_scales(&self, entry: &Entry) -> Result<&[f32]>;
 
     /// The stored tensor of `entry`, if it is a single one with its values in logical order.

@@ -18,6 +18,8 @@ pub(super) enum Convention {
     Gptq,
     /// 4-bit integers of AWQ.
     Awq,
+    /// MXFP4 of gpt-oss, `_blocks` and `_scales`.
+    Mxfp4,
     /// NF4 of TorchSharp hosts: parts are named after the module, `.absmax`.
     TorchSharp,
 }
@@ -32,6 +34,7 @@ impl Convention {
             Convention::BitsAndBytes => "bitsandbytes",
             Convention::Gptq => "gptq",
             Convention::Awq => "awq",
+            Convention::Mxfp4 => "mxfp4",
             Convention::TorchSharp => "torchsharp",
         }
     }

@@ -4,6 +4,7 @@
 
 use std::collections::HashMap;
 
+use once_cell::sync::OnceCell;
 use serde_json::Value as Json;
 
 use super::int4::{Int4, Packing, WORD};
@@ -16,16 +17,16 @@ use super::{Encoding, Entry};
 use crate::base::error::{bail, err};
 use crate::base::size::round_up;
 use crate::base::{Result, memory};
-use crate::format::int8;
 use crate::format::nvfp4::{self, BLOCK};
 use crate::format::swizzle;
+use crate::format::{int8, mxfp4};
 use crate::tensor::DType;
 
 /// Default rows and columns of float8 blocks, if the config does not say.
 const F8_BLOCK: usize = 128;
 
 /// Values that share a scale in the MX formats.
-const MX_BLOCK: usize = 32;
+const MX_BLOCK: usize = mxfp4::BLOCK;
 
 /// Logical entries in file order, and the name of the detected convention (`None` if every tensor is dense).
 pub(super) struct Layout {
@@ -96,6 +97,10 @@ impl Grouping<'_> {
                 logical.push(weight);
             } else if !self.used[i] {
                 let raw = &self.raws[i];
+                if let Some(stack) = self.transposed(i) {
+                    logical.push(stack);
+                    continue;
+                }
                 if strict && let Some(base) = raw.key.strip_suffix(".scale") {
                     bail!(
                         CorruptFile,
@@ -146,6 +151,29 @@ impl Grouping<'_> {
         Ok(bytes.to_vec())
     }
 
+    /// The entry of a dense stack of experts of gpt-oss, whose matrices transformers stores transposed. It gets the name that the stack has
+    /// where its rows are in order.
+    fn transposed(&self, i: usize) -> Option<(Entry, Stored)> {
+        const STACKS: [&str; 2] = [".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"];
+        let raw = &self.raws[i];
+        let &[count, cols, rows] = &raw.shape[..] else {
+            return None;
+        };
+        let is_gpt_oss = self.config.is_some_and(|c| c["model_type"] == "gpt_oss");
+        let is_stack = STACKS.iter().any(|stack| raw.key.ends_with(stack));
+        if !is_gpt_oss || !is_stack || raw.encoding.element_bytes().is_none() {
+            return None;
+        }
+        let entry = Entry {
+            name: names::logical(&keys::weight(&raw.key)),
+            shape: vec![count, rows, cols],
+            encoding: raw.encoding,
+            bytes: raw.span.len() as u64,
+        };
+        let form = StoredForm::Transposed;
+        Some((entry, Stored::Plain { raw: i, form }))
+    }
+
     /// The entry with the values of tensor `i`, if that is the values tensor of a convention.
     fn weight(&mut self, i: usize) -> Result<Option<(Entry, Stored)>> {
         let key = self.raws[i].key.as_str();
@@ -160,6 +188,9 @@ impl Grouping<'_> {
                 true => self.nvfp4(i, &keys).map(Some),
                 false => Ok(None),
             };
+        }
+        if let Some(stack) = key.strip_suffix("_blocks") {
+            return self.mxfp4(i, stack);
         }
         if self.raws[i].encoding == Encoding::Dense(DType::F8E4M3) {
             return self.float8(i);
@@ -251,6 +282,7 @@ impl Grouping<'_> {
             }
             Convention::Dat
             | Convention::BitsAndBytes
+            | Convention::Mxfp4
             | Convention::Gptq
             | Convention::Awq
             | Convention::TorchSharp => true,
@@ -310,6 +342,67 @@ impl Grouping<'_> {
                 also,
             },
         ))
+    }
+
+    /// The entry of a stack of experts in MXFP4 of gpt-oss, with the name that the stack has where its rows are in order. `None` for a
+    /// tensor of another kind with such a name.
+    fn mxfp4(&mut self, codes: usize, stack: &str) -> Result<Option<(Entry, Stored)>> {
+        let declared = self.config.and_then(method::declared);
+        let is_declared = declared.is_some_and(|d| d["quant_method"] == "mxfp4");
+        let key = format!("{stack}_scales");
+        let scales = match self.get(&key) {
+            None if !is_declared => return Ok(None),
+            None => self.partner(codes, &key)?,
+            Some(scales) => scales,
+        };
+        for (i, what) in [(codes, "codes"), (scales, "scales")] {
+            let encoding = self.raws[i].encoding;
+            if encoding != Encoding::Dense(DType::U8) {
+                if !is_declared {
+                    return Ok(None);
+                }
+                bail!(
+                    CorruptFile,
+                    "{}: {what} of MXFP4 are U8, not {encoding}",
+                    self.place(i)
+                );
+            }
+        }
+        let (shape, of_scales) = (&self.raws[codes].shape[..], &self.raws[scales].shape[..]);
+        const BYTES: usize = MX_BLOCK / 2;
+        let &[count, rows, blocks, BYTES] = shape else {
+            bail!(
+                CorruptFile,
+                "{}: its shape is {shape:?}; MXFP4 codes of a stack are [experts, rows, K / {MX_BLOCK}, {BYTES}]",
+                self.place(codes)
+            );
+        };
+        if of_scales != [count, rows, blocks] {
+            bail!(
+                CorruptFile,
+                "{}: its shape is {of_scales:?}, but codes of shape {shape:?} take scales of shape {:?}",
+                self.place(scales),
+                [count, rows, blocks]
+            );
+        }
+        let mut bytes = 0;
+        for i in [codes, scales] {
+            self.used[i] = true;
+            bytes += self.raws[i].span.len() as u64;
+        }
+        self.convention.get_or_insert(Convention::Mxfp4.name());
+        let entry = Entry {
+            name: names::logical(&keys::weight(stack)),
+            shape: vec![count, rows, blocks * MX_BLOCK],
+            encoding: Encoding::Mxfp4,
+            bytes,
+        };
+        let stored = Stored::Mxfp4 {
+            codes,
+            scales,
+            globals: OnceCell::new(),
+        };
+        Ok(Some((entry, stored)))
     }
 
     /// The single value of a global scale tensor.

@@ -12,7 +12,7 @@ use crate::tensor::DType;
 const INSTEAD: &str = "use the original model in BF16, or an NVFP4, FP8 or GGUF version of it";
 
 /// Values of `quant_method`, and the name of such weights in messages.
-const METHODS: [(&str, &str); 30] = [
+const METHODS: [(&str, &str); 29] = [
     ("aqlm", "AQLM codebooks"),
     ("auto-round", "AutoRound integers"),
     ("awq", "AWQ integers"),
@@ -33,7 +33,6 @@ const METHODS: [(&str, &str); 30] = [
     ("metal", "integers for Metal"),
     ("mlx", "MLX integers"),
     ("moe_wna16", "integers of experts"),
-    ("mxfp4", "MXFP4"),
     ("quanto", "quanto tensors"),
     ("quark", "Quark tensors"),
     ("quip", "QuIP# codes"),
@@ -46,7 +45,7 @@ const METHODS: [(&str, &str); 30] = [
 ];
 
 /// Methods with at least one supported form. The tensors tell which form a model has.
-const READ: [&str; 12] = [
+const READ: [&str; 13] = [
     "auto-round",
     "bitsandbytes",
     "compressed-tensors",
@@ -54,6 +53,7 @@ const READ: [&str; 12] = [
     "fp8",
     "modelopt",
     "modelopt_fp4",
+    "mxfp4",
     "mxfp8",
     "nvfp4",
     "quark",
@@ -238,7 +238,8 @@ fn by_config(config: &Json) -> Option<String> {
         )),
         "modelopt" => by_algorithm(declared),
         method if INTEGERS.contains(&method) && declared["bits"] == 4 => None,
-        "bitsandbytes" | "fbgemm_fp8" | "fp8" | "modelopt_fp4" | "mxfp8" | "nvfp4" | "gguf" => None,
+        "bitsandbytes" | "fbgemm_fp8" | "fp8" | "modelopt_fp4" | "mxfp4" | "mxfp8" | "nvfp4"
+        | "gguf" => None,
         _ => {
             let known = METHODS.iter().find(|(name, _)| *name == lower);
             let what = known.map_or("in an unknown format", |(_, what)| what);
@@ -299,10 +300,6 @@ fn by_tensors(checkpoint: &dyn Checkpoint) -> Option<String> {
                 Some(1) => "MXFP4 of compressed-tensors",
                 _ => "packed integers of compressed-tensors",
             }
-        } else if let Some(stack) = name.strip_suffix("_blocks")
-            && beside(stack, "_scales")
-        {
-            "MXFP4 as gpt-oss stores its experts"
         } else if let Some(module) = name.strip_suffix(".weight")
             && encoding.is_none_or(Encoding::is_integer)
         {
@@ -395,10 +392,6 @@ mod tests {
                 "8-bit GPTQ integers",
             ),
             (
-                json!({"quant_method": "mxfp4"}),
-                "are MXFP4 (quant_method 'mxfp4'",
-            ),
-            (
                 json!({"quant_method": "bitsandbytes", "load_in_8bit": true}),
                 "8-bit integers of bitsandbytes",
             ),
@@ -451,6 +444,7 @@ mod tests {
             json!({"quant_method": "compressed-tensors", "format": "float-quantized"}),
             json!({"quant_method": "bitsandbytes", "load_in_4bit": true}),
             json!({"quant_method": "gptq", "bits": 4}),
+            json!({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),
         ] {
             assert_eq!(of(config.clone()), None, "{config}");
         }

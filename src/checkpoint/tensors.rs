@@ -7,6 +7,7 @@ use std::path::Path;
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
+use once_cell::sync::OnceCell;
 
 use super::ggml;
 use super::int4::Int4;
@@ -15,6 +16,7 @@ use super::{Checkpoint, Encoding, Entry, Metadata, Part, Unreadable};
 use crate::base::alloc::Budget;
 use crate::base::error::{bail, err};
 use crate::base::{Result, memory, size};
+use crate::format::mxfp4::{self, ScaleExponents};
 use crate::format::{e4m3, int8, nvfp4, swizzle};
 use crate::tensor::DType;
 
@@ -70,13 +72,15 @@ pub(super) enum StoredForm {
     Interleaved { heads: usize },
     /// 1 has been added to each value, as in norms of GGUF's gemma architectures.
     OnePlus,
+    /// A stack of matrices, each stored by columns: `[matrices, columns, rows]`.
+    Transposed,
 }
 
 impl StoredForm {
     pub(super) fn heads(self) -> Option<usize> {
         match self {
             StoredForm::Interleaved { heads } => Some(heads),
-            StoredForm::AsStored | StoredForm::OnePlus => None,
+            StoredForm::AsStored | StoredForm::OnePlus | StoredForm::Transposed => None,
         }
     }
 }
@@ -136,6 +140,13 @@ pub(super) enum Stored {
         global: f32,
         /// Other stored tensors that belong to it.
         also: Vec<usize>,
+    },
+    /// A stack of matrices in MXFP4.
+    Mxfp4 {
+        codes: usize,
+        scales: usize,
+        /// The exponent of each matrix's global scale as NVFP4, and that scale; found when one is first asked for.
+        globals: OnceCell<(Vec<i32>, Vec<f32>)>,
     },
     /// GGUF's NVFP4 blocks. `heads` is as in [`StoredForm::Interleaved`].
     GgufNvfp4 {
@@ -299,6 +310,9 @@ impl Tensors {
         rows: Range<usize>,
         out: &mut [f32],
     ) -> Result<()> {
+        if form == StoredForm::Transposed {
+            return self.transposed_f32(entry, raw, rows, out);
+        }
         let encoding = self.raws[raw].encoding;
         let (all, cols) = (entry.rows(), entry.cols());
         if let StoredForm::Interleaved { heads } = form
@@ -322,6 +336,41 @@ impl Tensors {
             }
             Ok(())
         })
+    }
+
+    /// Rows of a dense stack that is [`StoredForm::Transposed`]. Each stored line has one value of every row of a matrix.
+    fn transposed_f32(
+        &self,
+        entry: &Entry,
+        raw: usize,
+        rows: Range<usize>,
+        out: &mut [f32],
+    ) -> Result<()> {
+        let Raw { encoding, span, .. } = &self.raws[raw];
+        let (Some(width), &[_, height, cols]) = (encoding.element_bytes(), &entry.shape[..]) else {
+            bail!(Internal, "'{}' is no dense stack", entry.name);
+        };
+        let mut staging = Vec::new();
+        let mut values = memory::zeros(rows.len().min(height))?;
+        let mut first = rows.start;
+        while first < rows.end {
+            let end = rows.end.min((first / height + 1) * height);
+            let values = &mut values[..end - first];
+            for col in 0..cols {
+                let line = first / height * cols + col;
+                let start = span.range.start + (line * height + first % height) * width;
+                let place = start..start + values.len() * width;
+                decode(
+                    *encoding,
+                    self.source(raw).slice(place, &mut staging)?,
+                    values,
+                );
+                let out = out[(first - rows.start) * cols + col..].iter_mut();
+                out.step_by(cols).zip(&*values).for_each(|(o, v)| *o = *v);
+            }
+            first = end;
+        }
+        Ok(())
     }
 
     /// The row-major e4m3 scale bytes of `rows`.
@@ -410,6 +459,87 @@ impl Tensors {
             nvfp4::dequantize(row_codes, row_scales, global, out)?;
         }
         Ok(())
+    }
+
+    /// Fails if a scale of a row of an MXFP4 entry is NaN.
+    fn check_mxfp4(&self, entry: &Entry, scales: usize, row: usize, bytes: &[u8]) -> Result<()> {
+        match bytes.iter().position(|&scale| scale == mxfp4::NAN) {
+            None => Ok(()),
+            Some(block) => bail!(
+                CorruptFile,
+                "{}: the scale of expert {}, row {}, block {block} is {}, which is NaN",
+                self.place(scales),
+                row / entry.shape[1],
+                row % entry.shape[1],
+                mxfp4::NAN
+            ),
+        }
+    }
+
+    /// The exponents of the global scales with which the matrices of an MXFP4 entry are NVFP4 without loss, and those scales.
+    fn mxfp4_globals<'a>(
+        &self,
+        entry: &Entry,
+        stored: (usize, usize),
+        globals: &'a OnceCell<(Vec<i32>, Vec<f32>)>,
+    ) -> Result<&'a (Vec<i32>, Vec<f32>)> {
+        globals.get_or_try_init(|| {
+            let experts = 0..entry.shape[0];
+            let exponents: Vec<i32> = experts
+                .map(|expert| self.mxfp4_global(entry, stored, expert))
+                .collect::<Result<_>>()?;
+            let scales = exponents.iter().map(|&e| mxfp4::global_scale(e)).collect();
+            Ok((exponents, scales))
+        })
+    }
+
+    /// The exponent of the global scale of one matrix. Its codes are read only if they must change, because scales are too far apart.
+    fn mxfp4_global(
+        &self,
+        entry: &Entry,
+        (codes, scales): (usize, usize),
+        expert: usize,
+    ) -> Result<i32> {
+        let (all, height, cols) = (entry.rows(), entry.shape[1], entry.cols());
+        let rows = expert * height..(expert + 1) * height;
+        let (mut found, mut largest) = (ScaleExponents::default(), 0);
+        self.each_row(scales, all, None, rows.clone(), |i, bytes| {
+            self.check_mxfp4(entry, scales, rows.start + i, bytes)?;
+            found.add_scales(bytes);
+            largest = bytes.iter().copied().fold(largest, u8::max);
+            Ok(())
+        })?;
+        if let Ok(exponent) = found.of_global()
+            && mxfp4::decode(7, largest).is_finite()
+        {
+            return Ok(exponent);
+        }
+        let (mut found, mut row_codes) = (ScaleExponents::default(), memory::zeros(cols / 2)?);
+        let mut values = memory::zeros::<f32>(cols)?;
+        self.each_row(scales, all, None, rows.clone(), |i, bytes| {
+            let row = rows.start + i;
+            self.read_rows(codes, all, row..row + 1, &mut row_codes)?;
+            mxfp4::dequantize(&row_codes, bytes, &mut values);
+            if let Some(at) = values.iter().position(|v| v.is_infinite()) {
+                let block = at / mxfp4::BLOCK;
+                bail!(
+                    CorruptFile,
+                    "{}: the scale of expert {expert}, row {i}, block {block} is 2^{}, with which a value is too large for f32",
+                    self.place(scales),
+                    mxfp4::exponent(bytes[block])
+                );
+            }
+            found.add_blocks(&row_codes, bytes);
+            Ok(())
+        })?;
+        found.of_global().map_err(|(lowest, highest)| {
+            err!(
+                Unsupported,
+                "{}: expert {expert} needs scales from 2^{lowest} to 2^{highest}, {} powers of two; NVFP4 holds 18 without loss",
+                self.place(scales),
+                highest - lowest + 1
+            )
+        })
     }
 
     /// Reads the codes of `rows` of an int8 entry, and returns their scales.
@@ -509,6 +639,7 @@ impl Tensors {
         match stored {
             Stored::Plain { raw, .. } => vec![*raw],
             Stored::ScaledF8 { raw, scales, .. } => vec![*raw, *scales],
+            Stored::Mxfp4 { codes, scales, .. } => vec![*codes, *scales],
             Stored::Int8 {
                 codes,
                 scales,
@@ -603,7 +734,7 @@ pub(super) fn decode(encoding: Encoding, bytes: &[u8], out: &mut [f32]) {
             DType::F4E2M1x2 => unreachable!("packed codes are bytes to a file"),
         },
         Encoding::Ggml(block_type) => ggml::decode(block_type, bytes, out),
-        Encoding::Nvfp4 | Encoding::Int8 | Encoding::Int4 | Encoding::Nf4 => {
+        Encoding::Nvfp4 | Encoding::Mxfp4 | Encoding::Int8 | Encoding::Int4 | Encoding::Nf4 => {
             unreachable!("several tensors make up {encoding}")
         }
     }
@@ -677,6 +808,23 @@ impl Checkpoint for Tensors {
                 global,
                 ..
             } => self.nvfp4_f32(entry, (*codes, *scales, *form, *global), rows, out)?,
+            Stored::Mxfp4 { codes, scales, .. } => {
+                let cols = entry.cols();
+                let mut row_codes = memory::zeros::<u8>(cols / 2)?;
+                self.each_row(
+                    *scales,
+                    entry.rows(),
+                    None,
+                    rows.clone(),
+                    |i, row_scales| {
+                        let row = rows.start + i;
+                        self.check_mxfp4(entry, *scales, row, row_scales)?;
+                        self.read_rows(*codes, entry.rows(), row..row + 1, &mut row_codes)?;
+                        mxfp4::dequantize(&row_codes, row_scales, &mut out[i * cols..][..cols]);
+                        Ok(())
+                    },
+                )?;
+            }
             Stored::GgufNvfp4 {
                 raw,
                 heads,
@@ -714,7 +862,7 @@ impl Checkpoint for Tensors {
         scales: &mut [u8],
     ) -> Result<()> {
         let stored = self.stored(entry)?;
-        if entry.encoding != Encoding::Nvfp4 {
+        if !entry.encoding.reads_as_nvfp4() {
             bail!(
                 InvalidArgument,
                 "'{}' is {}, not NVFP4",
@@ -738,6 +886,27 @@ impl Checkpoint for Tensors {
             } => {
                 self.read_rows(*from, all, rows.clone(), codes)?;
                 self.scale_rows(entry, *from_scales, *form, rows, scales)?;
+            }
+            Stored::Mxfp4 {
+                codes: from,
+                scales: from_scales,
+                globals,
+            } => {
+                let (exponents, _) = self.mxfp4_globals(entry, (*from, *from_scales), globals)?;
+                self.read_rows(*from, all, rows.clone(), codes)?;
+                self.each_row(*from_scales, all, None, rows.clone(), |i, row_scales| {
+                    let row = rows.start + i;
+                    let codes = &mut codes[i * code_cols..][..code_cols];
+                    let scales = &mut scales[i * scale_cols..][..scale_cols];
+                    let global = exponents[row / entry.shape[1]];
+                    mxfp4::to_nvfp4(global, row_scales, codes, scales).map_err(|block| {
+                        let place = self.place(*from_scales);
+                        err!(
+                            Internal,
+                            "{place}: row {row}, block {block} has no exact form"
+                        )
+                    })
+                })?;
             }
             Stored::GgufNvfp4 { raw, heads, .. } => {
                 let first = rows.start;
@@ -786,6 +955,11 @@ impl Checkpoint for Tensors {
         match self.stored(entry)? {
             Stored::Nvfp4 { global, .. } => Ok(std::slice::from_ref(global)),
             Stored::GgufNvfp4 { globals, .. } => Ok(globals),
+            Stored::Mxfp4 {
+                codes,
+                scales,
+                globals,
+            } => Ok(&self.mxfp4_globals(entry, (*codes, *scales), globals)?.1),
             _ => bail!(
                 InvalidArgument,
                 "'{}' is {}, which has no global scale",

@@ -60,6 +60,10 @@ enum Arch {
     Qwen36_35BA3B,
     #[value(name = "nemotron-3-nano-30b-a3b")]
     Nemotron3Nano30BA3B,
+    #[value(name = "gpt-oss-20b")]
+    GptOss20B,
+    #[value(name = "gpt-oss-120b")]
+    GptOss120B,
 }
 
 impl Arch {
@@ -93,7 +97,23 @@ impl Arch {
             },
             "torch_dtype": "bfloat16"
         });
+        let gpt_oss = |layers, experts| {
+            json!({
+                "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880,
+                "num_hidden_layers": layers, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+                "intermediate_size": 2880, "vocab_size": 201_088, "hidden_act": "silu", "attention_bias": true,
+                "num_local_experts": experts, "num_experts_per_tok": 4, "swiglu_limit": 7.0, "sliding_window": 128,
+                "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0,
+                "rope_scaling": {
+                    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
+                    "original_max_position_embeddings": 4096
+                },
+                "eos_token_id": 200_002, "torch_dtype": "bfloat16"
+            })
+        };
         match self {
+            Arch::GptOss20B => gpt_oss(24, 32),
+            Arch::GptOss120B => gpt_oss(36, 128),
             Arch::Tiny => with(
                 qwen3(64, 2, 4, 160),
                 json!({"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 640}),
@@ -235,8 +255,9 @@ pub(super) fn run(args: &Args) -> Result<()> {
             continue;
         }
         if tensor.shape.len() == 1 {
-            // Norms that only normalize.
-            let one = match tensors::is_offset_from_one(&spec, &tensor.name) {
+            // Norms that only normalize, and biases that change nothing.
+            let is_offset = tensors::is_offset_from_one(&spec, &tensor.name);
+            let one = match is_offset || tensor.name.ends_with(".bias") {
                 true => 0.0,
                 false => 1.0,
             };

@@ -441,11 +441,13 @@ impl Cpu {
     }
 
     /// Causal attention of queries `[m, heads, dim]` over a layer's cache. Query row `i` is at position `first + i`, and sees the positions
-    /// up to its own: all, or the last `window`. Query heads are shared evenly among key/value heads (GQA).
+    /// up to its own: all, or the last `window`. Query heads are shared evenly among key/value heads (GQA). `sinks` has one logit for each
+    /// query head, which takes part in the softmax of each of its rows and has no value.
     pub fn attention(
         &self,
         q: &[f32],
         shape: &AttentionShape,
+        sinks: Option<&[f32]>,
         kv: &KvPages<'_>,
         first: usize,
         out: &mut [f32],
@@ -484,6 +486,13 @@ impl Cpu {
                 InvalidArgument,
                 "attention with a window of {window} and a score cap of {:?}; both must be positive",
                 shape.score_cap
+            );
+        }
+        if let Some(sinks) = sinks.filter(|sinks| sinks.len() != heads) {
+            bail!(
+                InvalidArgument,
+                "attention: {} sinks for {heads} heads; there must be one for each",
+                sinks.len()
             );
         }
         if m == 0 {
@@ -527,6 +536,7 @@ impl Cpu {
                     len: 0,
                     scores: scores.0,
                     out: out.0,
+                    sink: None,
                 }; ATTENTION_QUERIES];
                 let mut filled = 0;
                 for t in tokens {
@@ -541,6 +551,7 @@ impl Cpu {
                                 len: first + t + 1,
                                 scores: scores.at((thread * ATTENTION_QUERIES + filled) * room),
                                 out: out.at(at),
+                                sink: sinks.map(|sinks| sinks[head]),
                             };
                             filled += 1;
                             if filled == ATTENTION_QUERIES {
@@ -603,7 +614,32 @@ impl Cpu {
         self.glu(self.table.sigmoid_gate, gate, up)
     }
 
+    /// `gate = (up + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)` and `up` clamped to `-limit..=limit`.
+    pub fn clamped_swiglu(
+        &self,
+        gate: &mut [f32],
+        up: &[f32],
+        alpha: f32,
+        limit: f32,
+    ) -> Result<()> {
+        self.by_runs(gate, up, &|gate, up, len| {
+            // SAFETY: the level is present, and `by_runs` gives `len` elements.
+            unsafe { (self.table.clamped_swiglu)(gate, up, len, alpha, limit) }
+        })
+    }
+
     fn glu(&self, glu: Glu, gate: &mut [f32], up: &[f32]) -> Result<()> {
+        // SAFETY: the level is present, and `by_runs` gives `len` elements.
+        self.by_runs(gate, up, &|gate, up, len| unsafe { glu(gate, up, len) })
+    }
+
+    /// Calls `each` with runs of the elements of `gate` and `up` and their number, on several threads.
+    fn by_runs(
+        &self,
+        gate: &mut [f32],
+        up: &[f32],
+        each: &(dyn Fn(*mut f32, *const f32, usize) + Sync),
+    ) -> Result<()> {
         if gate.len() != up.len() {
             bail!(
                 InvalidArgument,
@@ -615,8 +651,8 @@ impl Cpu {
         let (n, out) = (gate.len(), Out(gate.as_mut_ptr()));
         self.by_rows(n.div_ceil(RUN), RUN, |run| {
             let len = RUN.min(n - run * RUN);
-            // SAFETY: the level is present; each run of elements is one thread's.
-            unsafe { glu(out.at(run * RUN), up.as_ptr().add(run * RUN), len) }
+            // SAFETY: both have these elements; each run of them is one thread's.
+            unsafe { each(out.at(run * RUN), up.as_ptr().add(run * RUN), len) }
         });
         Ok(())
     }

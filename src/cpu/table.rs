@@ -56,6 +56,8 @@ pub(super) type Attend = unsafe fn(&[Query], &[*const u8], usize, usize, Scores)
 pub(super) type RmsNorm = unsafe fn(*const f32, *const f32, f32, usize, *mut f32);
 /// [`pointwise::glu`].
 pub(super) type Glu = unsafe fn(*mut f32, *const f32, usize);
+/// [`pointwise::clamped_swiglu`].
+pub(super) type ClampedSwiglu = unsafe fn(*mut f32, *const f32, usize, f32, f32);
 /// [`pointwise::soft_cap`].
 pub(super) type SoftCap = unsafe fn(*mut f32, f32, usize);
 /// [`delta::convolve`].
@@ -121,6 +123,7 @@ pub(super) struct Table {
     pub swiglu: Glu,
     pub geglu: Glu,
     pub sigmoid_gate: Glu,
+    pub clamped_swiglu: ClampedSwiglu,
     pub soft_cap: SoftCap,
     pub convolve: Convolve,
     pub delta_rule: Recurrence,
@@ -321,6 +324,11 @@ macro_rules! stamp {
             }
 
             $(#[$features])?
+            unsafe fn clamped_swiglu(gate: *mut f32, up: *const f32, n: usize, alpha: f32, limit: f32) {
+                unsafe { pointwise::clamped_swiglu::<Shell>(gate, up, n, alpha, limit) }
+            }
+
+            $(#[$features])?
             unsafe fn soft_cap(x: *mut f32, cap: f32, n: usize) {
                 unsafe { pointwise::soft_cap::<Shell>(x, cap, n) }
             }
@@ -410,6 +418,7 @@ macro_rules! stamp {
                 swiglu: glu::<pointwise::Silu>,
                 geglu: glu::<pointwise::GeluTanh>,
                 sigmoid_gate: glu::<pointwise::Sigmoid>,
+                clamped_swiglu,
                 soft_cap,
                 convolve,
                 delta_rule,

@@ -8,6 +8,7 @@ pub mod e4m3;
 pub mod input_moments;
 pub mod int8;
 pub mod moment;
+pub mod mxfp4;
 pub mod nf4;
 pub mod nvfp4;
 pub mod operand;

@@ -17,8 +17,8 @@ use super::tensors::{
     self, DELTA_A, DELTA_A_LOG, DELTA_B, DELTA_CONVOLUTION, DELTA_DT_BIAS, DELTA_NORM, DELTA_OUT,
     DELTA_QKV, DELTA_Z, EMBEDDING, EMBEDDINGS, HEAD, MAMBA_A_LOG, MAMBA_CONVOLUTION,
     MAMBA_CONVOLUTION_BIAS, MAMBA_D, MAMBA_DT, MAMBA_DT_BIAS, MAMBA_NORM, MAMBA_OUT, MAMBA_XBC,
-    MAMBA_Z, NORM, QUERY, QUERY_GATE, ROUTER, ROUTER_CORRECTION, StoredRows, TensorRole,
-    TensorSpec, block_name,
+    MAMBA_Z, NORM, QUERY, QUERY_GATE, ROUTER_CORRECTION, SINKS, StoredRows, TensorRole, TensorSpec,
+    block_name, router,
 };
 use super::weights::{
     Attention, Block, DenseMlp, Embedding, Experts, GatedDelta, Mamba2, Mixer, Mlp, Norms,
@@ -28,7 +28,7 @@ use crate::base::call::{self, Progress};
 use crate::base::checksum::RowsChecksum;
 use crate::base::error::{Error, bail, err};
 use crate::base::memory::{Buffer, Tag};
-use crate::base::{ErrorKind, Result, threads};
+use crate::base::{ErrorKind, Result, memory, threads};
 use crate::checkpoint::{self, Checkpoint, Encoding, Entry, Unreadable};
 use crate::format::nvfp4::{self, BLOCK, NonFinite, QuantizeOptions};
 use crate::ops::delta::DeltaWeights;
@@ -70,9 +70,10 @@ impl Found<'_> {
 
     /// Bytes that it occupies in the checkpoint.
     fn bytes(&self) -> u64 {
-        match self.is_vector() {
-            true if self.entry.rows() == 1 => {
-                self.entry.bytes * self.rows.count() as u64 / self.cols() as u64
+        match self.spec.shape.len() {
+            1 => {
+                let all = self.entry.rows() * self.cols();
+                self.entry.bytes * self.rows.count() as u64 / all as u64
             }
             _ => bytes_of(self.entry, self.rows.count()),
         }
@@ -82,7 +83,7 @@ impl Found<'_> {
 /// The type in which a matrix is held; `quantize` says whether dense matrices are quantized while loading.
 fn held(found: &Found<'_>, quantize: bool) -> WeightType {
     match found.entry.encoding {
-        Encoding::Nvfp4 => WeightType::Nvfp4,
+        encoding if encoding.reads_as_nvfp4() => WeightType::Nvfp4,
         // Tables are stored in 8 bits because 4 were too few.
         Encoding::Int8 if [EMBEDDING, HEAD].contains(&&*found.spec.name) => WeightType::Int8,
         _ if quantize && found.spec.role == TensorRole::Linear => WeightType::Nvfp4,
@@ -256,6 +257,12 @@ pub(super) fn rows_f32(
     out: &mut [f32],
 ) -> Result<()> {
     let cols = entry.cols();
+    if let Some(span) = within.alternating(&rows) {
+        let mut all = memory::zeros(span.len() * cols)?;
+        checkpoint.rows_f32(entry, span, &mut all)?;
+        every_other(&all, cols, out);
+        return Ok(());
+    }
     within.parts(rows).try_for_each(|(at, stored)| {
         let out = &mut out[at * cols..(at + stored.len()) * cols];
         checkpoint.rows_f32(entry, stored, out)
@@ -279,7 +286,7 @@ pub(super) fn rows_int8(
     })
 }
 
-/// Copies the codes and block scales of such a tensor stored in NVFP4, `cols / 2` and `cols / 16` bytes a row.
+/// Copies the codes and block scales of such a tensor that a checkpoint gives in NVFP4, `cols / 2` and `cols / 16` bytes a row.
 pub(super) fn rows_nvfp4(
     checkpoint: &dyn Checkpoint,
     entry: &Entry,
@@ -289,12 +296,28 @@ pub(super) fn rows_nvfp4(
     scales: &mut [u8],
 ) -> Result<()> {
     let (coded, scaled) = (entry.cols() / 2, entry.cols() / BLOCK);
+    if let Some(span) = within.alternating(&rows) {
+        let mut all_codes = memory::zeros(span.len() * coded)?;
+        let mut all_scales = memory::zeros(span.len() * scaled)?;
+        checkpoint.rows_nvfp4(entry, span, &mut all_codes, &mut all_scales)?;
+        every_other(&all_codes, coded, codes);
+        every_other(&all_scales, scaled, scales);
+        return Ok(());
+    }
     within.parts(rows).try_for_each(|(at, stored)| {
         let end = at + stored.len();
         let codes = &mut codes[at * coded..end * coded];
         let scales = &mut scales[at * scaled..end * scaled];
         checkpoint.rows_nvfp4(entry, stored, codes, scales)
     })
+}
+
+/// Copies every other row of `all`, the first included.
+fn every_other<T: Copy>(all: &[T], width: usize, out: &mut [T]) {
+    let rows = all.chunks_exact(width).step_by(2);
+    for (row, out) in rows.zip(out.chunks_exact_mut(width)) {
+        out.copy_from_slice(row);
+    }
 }
 
 /// The name of a tensor in files of a model that was saved without its head: `layers.0...`, `embed_tokens.weight`.
@@ -449,20 +472,11 @@ impl Work<'_> {
     }
 
     fn vector(&self, found: &Found<'_>) -> Result<Array> {
-        let entry = found.entry;
         let mut values;
-        if entry.rows() == 1 {
-            values = Buffer::zeroed(Tag::Weights, entry.cols())?;
-            self.shared.checkpoint.rows_f32(entry, 0..1, &mut values)?;
-            if found.rows.count() != entry.cols() {
-                let all = values;
-                values = Buffer::zeroed(Tag::Weights, found.rows.count())?;
-                for (at, part) in found.rows.parts(0..found.rows.count()) {
-                    values[at..at + part.len()].copy_from_slice(&all[part]);
-                }
-            }
+        if found.spec.shape.len() == 1 {
+            values = self.elements(found)?;
         } else {
-            values = Buffer::zeroed(Tag::Weights, found.rows.count() * entry.cols())?;
+            values = Buffer::zeroed(Tag::Weights, found.rows.count() * found.cols())?;
             self.rows_f32(found, 0..found.rows.count(), &mut values)?;
         }
         check_finite(&values, 0, values.len())?;
@@ -474,6 +488,28 @@ impl Work<'_> {
         }
         self.advance(found.bytes())?;
         Array::weight(self.shared.device, values)
+    }
+
+    /// The elements of a tensor with one dimension, which may be some of a matrix.
+    fn elements(&self, found: &Found<'_>) -> Result<Buffer<f32>> {
+        let (entry, cols, count) = (found.entry, found.cols(), found.rows.count());
+        let mut values = Buffer::zeroed(Tag::Weights, count)?;
+        let checkpoint = self.shared.checkpoint;
+        if count == entry.rows() * cols {
+            checkpoint.rows_f32(entry, 0..entry.rows(), &mut values)?;
+            return Ok(values);
+        }
+        let parts = || found.rows.parts(0..count).map(|(_, part)| part);
+        let first = parts().map(|part| part.start).min().unwrap_or(0) / cols;
+        let end = parts().map(|part| part.end).max().unwrap_or(0);
+        let rows = first..end.div_ceil(cols);
+        let mut all = Buffer::<f32>::zeroed(Tag::Scratch, rows.len() * cols)?;
+        checkpoint.rows_f32(entry, rows, &mut all)?;
+        for (at, part) in found.rows.parts(0..count) {
+            let from = part.start - first * cols;
+            values[at..at + part.len()].copy_from_slice(&all[from..from + part.len()]);
+        }
+        Ok(values)
     }
 
     /// Merges a checksum into that of the tensor `name`.
@@ -550,7 +586,7 @@ impl Work<'_> {
         let Some(options) = self
             .shared
             .quantize
-            .filter(|_| entry.encoding != Encoding::Nvfp4)
+            .filter(|_| !entry.encoding.reads_as_nvfp4())
         else {
             let globals = self.shared.checkpoint.global_scales(entry)?;
             // Each expert of a stack may have its own.
@@ -988,6 +1024,7 @@ impl Parts {
             v: self.projection(&name("self_attn.v_proj"))?,
             q_norm: self.optional(&name("self_attn.q_norm.weight")),
             k_norm: self.optional(&name("self_attn.k_norm.weight")),
+            sinks: self.optional(&name(SINKS)),
             o: self.projection(&name("self_attn.o_proj"))?,
         })
     }
@@ -1051,7 +1088,7 @@ impl Parts {
             )),
         };
         Ok(Experts {
-            router: self.linear(&name(ROUTER))?,
+            router: self.projection(&name(router(spec.names)))?,
             correction: self.optional(&name(ROUTER_CORRECTION)),
             experts: (0..spec.count)
                 .map(|expert| self.mlp(&spec.expert, &name(&format!("mlp.experts.{expert}"))))

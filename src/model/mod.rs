@@ -254,9 +254,6 @@ impl Model {
         options.activations.check(&options.device)?;
         let spec = spec_with_frequencies(&*checkpoint)?;
         let device = &options.device;
-        if device.is_cuda() {
-            fused::check(&spec)?;
-        }
         let load = || {
             load::load(
                 checkpoint.clone(),
@@ -271,6 +268,7 @@ impl Model {
         let (weights, sum, table) = match device {
             // Compiling kernels takes as long as reading weights, and uses other cores of the machine.
             Device::Cuda(gpu) => {
+                fused::check_supported(&spec)?;
                 let (given_up, done) = (AtomicBool::new(false), AtomicBool::new(false));
                 let prepared = Mutex::new(Ok(()));
                 let units = fused::units(&spec);

@@ -163,6 +163,8 @@ pub struct AttentionSpec {
     pub o_bias: bool,
     /// Whether the output of each head is multiplied by the sigmoid of a gate, which the projection of queries computes too.
     pub gated: bool,
+    /// Whether each head has a sink: a logit that takes part in the softmax of every row and has no value.
+    pub sinks: bool,
     /// Index in [`Spec::ropes`] of the rotation of queries and keys; `None` for attention without positions.
     pub rope: Option<usize>,
     /// Positions that a query attends to, its own included; `None` for all positions up to its own.
@@ -236,6 +238,13 @@ impl MlpSpec {
         }
     }
 
+    /// Whether it has [`Activation::ClampedSwiglu`].
+    pub(crate) fn is_clamped(&self) -> bool {
+        let is_clamped =
+            |mlp: &DenseMlpSpec| matches!(mlp.activation, Activation::ClampedSwiglu { .. });
+        self.specs().any(is_clamped)
+    }
+
     /// Its MLPs: for a mixture an expert, and the shared expert if there is one.
     pub fn specs(&self) -> impl Iterator<Item = &DenseMlpSpec> {
         let expert = self.mixture().map(|experts| &experts.expert);
@@ -253,7 +262,7 @@ impl MlpSpec {
 }
 
 /// An MLP: `down(act(gate(x)) * up(x))`, or `down(act(up(x)))` without a gate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DenseMlpSpec {
     /// Width between the projections.
     pub intermediate_size: usize,
@@ -277,10 +286,23 @@ pub struct ExpertsSpec {
     pub normalized: bool,
     /// Function of the logits that scores them.
     pub scoring: Scoring,
+    /// Whether the router has a bias, which is added to its logits.
+    pub router_bias: bool,
+    /// The names and the order of rows that files have.
+    pub names: ExpertNames,
     /// The shape of each expert.
     pub expert: DenseMlpSpec,
     /// An additional MLP for all tokens.
     pub shared: Option<SharedExpertSpec>,
+}
+
+/// How files name the router of a mixture, and order the rows of a stack of gate and up projections.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExpertNames {
+    /// `mlp.gate`; the gate rows of an expert, then its up rows: Qwen.
+    Qwen,
+    /// `mlp.router`; gate and up rows of an expert in turn: gpt-oss.
+    GptOss,
 }
 
 /// A shared expert, which every token uses.

@@ -54,6 +54,22 @@ impl StoredRows {
         self.0.iter().map(RowPattern::count).sum()
     }
 
+    /// The stored rows from the first to the last of `rows`, if every other of them is one of these. Reading all of them costs less than
+    /// reading each alone.
+    pub fn alternating(&self, rows: &Range<usize>) -> Option<Range<usize>> {
+        match self.0[..] {
+            [
+                RowPattern {
+                    first,
+                    run: 1,
+                    stride: 2,
+                    ..
+                },
+            ] if !rows.is_empty() => Some(first + 2 * rows.start..first + 2 * rows.end - 1),
+            _ => None,
+        }
+    }
+
     /// The consecutive rows that `rows` of these are, in order. Each comes with the number of rows of `rows` before it.
     pub fn parts(&self, rows: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
         let (mut next, mut patterns, mut passed) = (rows.start, self.0.iter(), 0);

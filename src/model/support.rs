@@ -56,6 +56,10 @@ fn kinds(spec: &Spec) -> Vec<String> {
     let mixer = |block: &BlockSpec| match &block.mixer {
         MixerSpec::GatedDelta(_) => Some("gated delta net"),
         MixerSpec::Attention(attention) => match (attention.gated, attention.window) {
+            _ if attention.sinks && attention.window.is_some() => {
+                Some("attention with sinks and a window")
+            }
+            _ if attention.sinks => Some("attention with sinks"),
             (true, _) => Some("gated attention"),
             (false, Some(_)) => Some("attention with a window"),
             (false, None) => Some("attention"),
@@ -137,8 +141,13 @@ mod tests {
             refusal.contains("block 0 is a gated delta net"),
             "{refusal}"
         );
-        let refusal = of("nemotron_h").training.as_ref().unwrap();
-        assert!(refusal.contains("block 0 is Mamba-2"), "{refusal}");
+        for (family, words) in [
+            ("nemotron_h", "block 0 is Mamba-2"),
+            ("gpt_oss", "block 0 has attention with sinks"),
+        ] {
+            let refusal = of(family).training.as_ref().unwrap();
+            assert!(refusal.contains(words), "{refusal}");
+        }
     }
 
     #[test]
@@ -147,7 +156,13 @@ mod tests {
         let refused = known
             .iter()
             .filter_map(|f| Some((f.model_type, f.gpu.as_deref()?)));
-        let expected = ("nemotron_h", "block 0 of this nemotron_h model has Mamba-2");
-        assert_eq!(refused.collect::<Vec<_>>(), [expected]);
+        let expected = [
+            ("nemotron_h", "block 0 of this nemotron_h model has Mamba-2"),
+            (
+                "gpt_oss",
+                "block 0 of this gpt_oss model has attention sinks",
+            ),
+        ];
+        assert_eq!(refused.collect::<Vec<_>>(), expected);
     }
 }

@@ -5,8 +5,8 @@
 use std::collections::HashSet;
 
 use super::spec::{
-    AttentionSpec, BlockSpec, DeltaProjections, DenseMlpSpec, ExpertsSpec, GatedDeltaSpec,
-    Mamba2Spec, MixerSpec, MlpSpec, Scoring, SharedExpertSpec, Spec,
+    AttentionSpec, BlockSpec, DeltaProjections, DenseMlpSpec, ExpertNames, ExpertsSpec,
+    GatedDeltaSpec, Mamba2Spec, MixerSpec, MlpSpec, Scoring, SharedExpertSpec, Spec,
 };
 
 pub use super::stored_rows::{RowPattern, StoredRows};
@@ -17,8 +17,6 @@ pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 pub(super) const EMBEDDINGS: [&str; 2] = [EMBEDDING, "model.embeddings.weight"];
 /// The output layer, `[vocab, hidden]`.
 pub(super) const HEAD: &str = "lm_head.weight";
-/// The router of a mixture of experts, `[experts, hidden]`.
-pub(super) const ROUTER: &str = "mlp.gate.weight";
 /// The correction that a router by sigmoids adds to its scores before it chooses, `[experts]`.
 pub(super) const ROUTER_CORRECTION: &str = "mlp.gate.e_score_correction_bias";
 /// The gate of the shared expert, `[1, hidden]`.
@@ -26,6 +24,8 @@ pub(super) const SHARED_GATE: &str = "mlp.shared_expert_gate.weight";
 /// The last norm, `[hidden]`.
 pub(super) const NORM: &str = "model.norm.weight";
 
+/// The sinks of attention, `[heads]`.
+pub(super) const SINKS: &str = "self_attn.sinks";
 /// Queries of gated attention, which files store with the gate.
 pub(super) const QUERY: &str = "self_attn.q_proj.query";
 /// The gate of attention.
@@ -90,7 +90,7 @@ impl TensorSpec {
 /// The role of a tensor, which determines how it is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorRole {
-    /// A norm, a bias, a convolution or a constant of each head, in f32.
+    /// A norm, a bias, a convolution, or a constant or sink of each head, in f32.
     Vector,
     /// A table for row lookup.
     Table,
@@ -109,13 +109,21 @@ pub struct Within {
     pub name: String,
     /// Shape of the stored tensor.
     pub shape: Vec<usize>,
-    /// The rows, with the stored tensor seen as a matrix; the elements if it is a vector.
+    /// The rows, with the stored tensor seen as a matrix; for a part with one dimension the elements, with the stored tensor flattened.
     pub rows: StoredRows,
 }
 
 /// The prefix of a block's tensors.
 pub(super) fn block_name(block: usize, name: &str) -> String {
     format!("model.layers.{block}.{name}")
+}
+
+/// The router of a mixture within a block, without the suffix of its weight `[experts, hidden]` or bias `[experts]`.
+pub(super) const fn router(names: ExpertNames) -> &'static str {
+    match names {
+        ExpertNames::Qwen => "mlp.gate",
+        ExpertNames::GptOss => "mlp.router",
+    }
 }
 
 /// A projection, `gate_proj`, `up_proj` or `down_proj`, of an expert of a block.
@@ -257,6 +265,28 @@ fn stored_by_name(spec: &Spec, prefix: &str, mut tensor: TensorSpec) -> TensorSp
     tensor
 }
 
+/// The rows of an expert's gate projection (`half` 0) or up projection (1), of `height` rows each, in a stack of both of all experts.
+pub(super) fn gate_up_rows(
+    names: ExpertNames,
+    expert: usize,
+    half: usize,
+    height: usize,
+) -> StoredRows {
+    let first = expert * 2 * height;
+    match names {
+        ExpertNames::Qwen => {
+            let first = first + half * height;
+            (first..first + height).into()
+        }
+        ExpertNames::GptOss => StoredRows(vec![RowPattern {
+            first: first + half,
+            run: 1,
+            stride: 2,
+            runs: height,
+        }]),
+    }
+}
+
 struct List {
     index: usize,
     tensors: Vec<TensorSpec>,
@@ -343,6 +373,9 @@ impl List {
             for name in ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] {
                 self.vector(name, attention.head_dim, true);
             }
+        }
+        if attention.sinks {
+            self.vector(SINKS, attention.heads, true);
         }
     }
 
@@ -487,37 +520,24 @@ impl List {
     }
 
     fn experts(&mut self, experts: &ExpertsSpec, hidden: usize) {
-        self.router(ROUTER, experts.count, hidden);
+        let router = router(experts.names);
+        self.router(&format!("{router}.weight"), experts.count, hidden);
+        if experts.router_bias {
+            self.vector(&format!("{router}.bias"), experts.count, true);
+        }
         if experts.scoring != Scoring::Softmax {
             self.vector(ROUTER_CORRECTION, experts.count, true);
         }
-        let (wide, gated) = (experts.expert.intermediate_size, experts.expert.gated);
+        let wide = experts.expert.intermediate_size;
         let projections = [
-            ("gate_proj", wide, hidden, Some(0)),
-            ("up_proj", wide, hidden, gated.then_some(wide)),
-            ("down_proj", hidden, wide, None),
+            ("gate_proj", wide, hidden),
+            ("up_proj", wide, hidden),
+            ("down_proj", hidden, wide),
         ];
-        let first = usize::from(!gated);
-        for (projection, rows, cols, fused) in projections.into_iter().skip(first) {
+        let first = usize::from(!experts.expert.gated);
+        for (projection, rows, cols) in projections.into_iter().skip(first) {
             for expert in 0..experts.count {
-                let stack = |name: &str, of: usize, first: usize| Within {
-                    name: block_name(self.index, &format!("mlp.experts.{name}")),
-                    shape: vec![experts.count, of, cols],
-                    rows: (expert * of + first..expert * of + first + rows).into(),
-                };
-                let mut within = vec![stack(&format!("{projection}.weight"), rows, 0)];
-                within.push(match fused {
-                    Some(first) => stack("gate_up_proj", 2 * wide, first),
-                    None => stack(projection, rows, 0),
-                });
-                self.tensors.push(TensorSpec {
-                    name: expert_name(self.index, expert, projection) + ".weight",
-                    shape: vec![rows, cols],
-                    required: true,
-                    role: TensorRole::Linear,
-                    alone: true,
-                    within,
-                });
+                self.expert(experts, expert, projection, (rows, cols));
             }
         }
         if let Some(SharedExpertSpec { mlp, gated }) = &experts.shared {
@@ -525,6 +545,63 @@ impl List {
             if *gated {
                 self.router(SHARED_GATE, 1, hidden);
             }
+        }
+    }
+
+    /// A projection of an expert and its bias, alone or within a stack of all experts.
+    fn expert(
+        &mut self,
+        experts: &ExpertsSpec,
+        expert: usize,
+        projection: &str,
+        (rows, cols): (usize, usize),
+    ) {
+        let alone: StoredRows = (expert * rows..(expert + 1) * rows).into();
+        let half = |half| gate_up_rows(experts.names, expert, half, rows);
+        let (stack, height, of_stack) = match projection {
+            "gate_proj" => ("gate_up_proj", 2 * rows, half(0)),
+            "up_proj" => ("gate_up_proj", 2 * rows, half(1)),
+            _ => ("down_proj", rows, alone.clone()),
+        };
+        let within = |name: &str, shape: Vec<usize>, rows: &StoredRows| Within {
+            name: block_name(self.index, &format!("mlp.experts.{name}")),
+            shape,
+            rows: rows.clone(),
+        };
+        let shape = |height| vec![experts.count, height, cols];
+        let weights = match experts.names {
+            ExpertNames::Qwen => vec![
+                within(&format!("{projection}.weight"), shape(rows), &alone),
+                within(stack, shape(height), &of_stack),
+            ],
+            // A checkpoint gives the stack this name, and its matrices row by row, however the file stores them.
+            ExpertNames::GptOss => {
+                vec![within(&format!("{stack}.weight"), shape(height), &of_stack)]
+            }
+        };
+        let biases = vec![within(
+            &format!("{stack}_bias"),
+            vec![experts.count, height],
+            &of_stack,
+        )];
+        let name = expert_name(self.index, expert, projection);
+        self.tensors.push(TensorSpec {
+            name: format!("{name}.weight"),
+            shape: vec![rows, cols],
+            required: true,
+            role: TensorRole::Linear,
+            alone: true,
+            within: weights,
+        });
+        if experts.expert.bias {
+            self.tensors.push(TensorSpec {
+                name: format!("{name}.bias"),
+                shape: vec![rows],
+                required: true,
+                role: TensorRole::Vector,
+                alone: true,
+                within: biases,
+            });
         }
     }
 
@@ -537,5 +614,29 @@ impl List {
             alone: true,
             within: Vec::new(),
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gates_and_ups_of_an_expert_follow_each_other_or_alternate() {
+        let stored = |rows: &StoredRows| -> Vec<usize> {
+            rows.parts(0..rows.count())
+                .flat_map(|(_, part)| part)
+                .collect()
+        };
+        let [gate, up] = [0, 1].map(|half| gate_up_rows(ExpertNames::GptOss, 1, half, 4));
+        assert_eq!(stored(&gate), [8, 10, 12, 14]);
+        assert_eq!(stored(&up), [9, 11, 13, 15]);
+        // Two of them, and the one between.
+        assert_eq!(up.alternating(&(1..3)), Some(11..14));
+        assert_eq!(up.alternating(&(2..2)), None);
+        let [gate, up] = [0, 1].map(|half| gate_up_rows(ExpertNames::Qwen, 1, half, 4));
+        assert_eq!(stored(&gate), [8, 9, 10, 11]);
+        assert_eq!(stored(&up), [12, 13, 14, 15]);
+        assert_eq!(up.alternating(&(0..4)), None);
     }
 }

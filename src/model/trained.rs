@@ -79,7 +79,10 @@ fn weights(device: &Device, source: &Source, trained: &dyn Trained) -> Result<We
         let mlp = match &b.mlp {
             MlpLayout::Dense(mlp) => Mlp::Dense(Box::new(gated(mlp)?)),
             MlpLayout::Experts(mixture) => Mlp::Experts(Box::new(Experts {
-                router: trained.matrix(mixture.router)?,
+                router: Projection {
+                    linear: trained.matrix(mixture.router)?,
+                    bias: None,
+                },
                 correction: None,
                 experts: mixture.experts.iter().map(gated).collect::<Result<_>>()?,
                 shared: match &mixture.shared {
@@ -164,6 +167,7 @@ impl<'a> Parts<'a> {
                     v: self.part("self_attn.v_proj")?,
                     q_norm: q_norm.map(vector).transpose()?,
                     k_norm: k_norm.map(vector).transpose()?,
+                    sinks: None,
                     o: projection(self.trained, &self.block.output)?,
                 })))
             }

@@ -94,8 +94,8 @@ impl Mixer {
     fn vectors(&self) -> Vec<&Array> {
         match self {
             Mixer::Attention(attention) => {
-                let norms = [&attention.q_norm, &attention.k_norm];
-                norms.into_iter().flatten().collect()
+                let vectors = [&attention.q_norm, &attention.k_norm, &attention.sinks];
+                vectors.into_iter().flatten().collect()
             }
             Mixer::GatedDelta(delta) => delta.vectors().collect(),
             Mixer::Mamba2(mamba) => mamba.vectors().collect(),
@@ -177,6 +177,8 @@ pub struct Attention {
     pub q_norm: Option<Array>,
     /// RMSNorm of each key head.
     pub k_norm: Option<Array>,
+    /// The sink of each query head, `[heads]`, if the model has them.
+    pub sinks: Option<Array>,
     /// Output, `[hidden, heads * head_dim]`.
     pub o: Projection,
 }
@@ -207,7 +209,7 @@ pub struct DenseMlp {
 #[derive(Debug)]
 pub struct Experts {
     /// The router, which computes the logits of the experts, `[experts, hidden]`.
-    pub router: Linear,
+    pub router: Projection,
     /// Added to the scores by which experts are chosen, `[experts]`, if they are sigmoids.
     pub correction: Option<Array>,
     /// The experts.
@@ -294,7 +296,8 @@ impl Mlp {
             Mlp::Dense(_) | Mlp::None => Vec::new(),
             Mlp::Experts(experts) => {
                 let shared = experts.shared.iter().filter_map(|(_, gate)| gate.as_ref());
-                std::iter::once(&experts.router).chain(shared).collect()
+                let router = &experts.router.linear;
+                std::iter::once(router).chain(shared).collect()
             }
         }
     }
@@ -305,6 +308,14 @@ impl Block {
         let mlps = self.mlp.mlps().into_iter();
         let mixer = self.mixer.projections().into_iter();
         mixer.chain(mlps.flat_map(DenseMlp::projections))
+    }
+
+    /// The bias of the router, if there is one.
+    fn router_bias(&self) -> Option<&Array> {
+        match &self.mlp {
+            Mlp::Dense(_) | Mlp::None => None,
+            Mlp::Experts(experts) => experts.router.bias.as_ref(),
+        }
     }
 
     /// The vectors: norms, biases, and what else a mixer has.
@@ -320,6 +331,7 @@ impl Block {
             .flatten()
             .chain(self.mixer.vectors())
             .chain(self.mlp.vectors())
+            .chain(self.router_bias())
             .chain(self.projections().filter_map(|p| p.bias.as_ref()))
     }
 }

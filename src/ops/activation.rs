@@ -5,7 +5,7 @@ use crate::base::error::{Result, bail};
 use crate::cuda;
 
 /// Activation function of an MLP.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Activation {
     /// `x / (1 + e^-x)`, of SwiGLU (Shazeer, 2020).
     #[default]
@@ -14,6 +14,14 @@ pub enum Activation {
     GeluTanh,
     /// `max(x, 0)^2` (So et al., 2021, "Primer"), of MLPs without a gate.
     ReluSquared,
+    /// SwiGLU of clamped inputs, with one added to `up`: `(up + 1) g sigmoid(alpha g)`, `g = min(gate, limit)` and `up` clamped to
+    /// `-limit..=limit` (gpt-oss).
+    ClampedSwiglu {
+        /// Factor of the sigmoid's argument.
+        alpha: f32,
+        /// Limit of `gate` above, and of the magnitude of `up`.
+        limit: f32,
+    },
 }
 
 impl Activation {
@@ -23,11 +31,14 @@ impl Activation {
             Activation::Silu => Ok(cuda::Activation::Silu),
             Activation::GeluTanh => Ok(cuda::Activation::GeluTanh),
             Activation::ReluSquared => bail!(Unsupported, "no kernel of a GPU squares a ReLU"),
+            Activation::ClampedSwiglu { .. } => {
+                bail!(Unsupported, "no kernel of a GPU has a clamped SwiGLU")
+            }
         }
     }
 }
 
-/// `gate = act(gate) * up`, element by element.
+/// `gate = act(gate) * up`, or what else the activation makes of both, element by element.
 pub fn glu(
     device: &Device,
     activation: Activation,
@@ -39,6 +50,9 @@ pub fn glu(
         (Device::Cpu(cpu), Activation::GeluTanh) => cpu.geglu(gate.host()?, up.host()?),
         (Device::Cpu(_), Activation::ReluSquared) => {
             bail!(Unsupported, "a squared ReLU as the activation of a gate")
+        }
+        (Device::Cpu(cpu), Activation::ClampedSwiglu { alpha, limit }) => {
+            cpu.clamped_swiglu(gate.host()?, up.host()?, alpha, limit)
         }
         (Device::Cuda(_), _) => cuda::glu_f32(activation.on_gpu()?, gate.cuda()?, up.cuda()?),
     }

@@ -17,11 +17,13 @@ pub enum CachedLayer<'a> {
 }
 
 /// Attention of queries `[m, heads, head_dim]` over a layer's cache: softmax(q k^T * scale) v in f32, as `shape` specifies. Query row `i`
-/// is at position `first_position + i` and attends to positions up to its own, whose keys and values must already be written.
+/// is at position `first_position + i` and attends to positions up to its own, whose keys and values must already be written. `sinks`
+/// `[heads]` takes part in the softmax of each row and has no value.
 pub fn attention(
     device: &Device,
     q: Slice<'_>,
     shape: &AttentionShape,
+    sinks: Option<Slice<'_>>,
     cache: &CachedLayer<'_>,
     first_position: usize,
     out: SliceMut<'_>,
@@ -30,8 +32,14 @@ pub fn attention(
     match (device, cache) {
         (Device::Cpu(cpu), CachedLayer::Host(pages)) => {
             let (q, out) = (q.host()?, out.host()?);
-            cpu.attention(q, shape, pages, first_position, out, workspace)
+            let sinks = sinks.map(Slice::host).transpose()?;
+            cpu.attention(q, shape, sinks, pages, first_position, out, workspace)
         }
+        (Device::Cuda(_), CachedLayer::Cuda(_)) if sinks.is_some() => bail!(
+            Unsupported,
+            "attention sinks do not run on {}; load the model on the CPU",
+            device.name()
+        ),
         (Device::Cuda(_), CachedLayer::Cuda(blocks)) => {
             let rows = q.len() / shape.q_width();
             let (q, out) = (q.cuda()?, out.cuda()?);

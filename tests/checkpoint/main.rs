@@ -11,6 +11,7 @@ mod golden;
 mod int8;
 mod methods;
 mod models;
+mod mxfp4;
 mod scales;
 mod split;
 mod write;

@@ -277,12 +277,6 @@ fn methods_that_only_the_tensors_tell_are_refused_by_name() {
     ] {
         refused(&all, Value::Null, &words);
     }
-    // The expert stacks of gpt-oss, in a model that lacks its own experts.
-    let mut all = with_attention(|_, _| Vec::new());
-    let experts = "model.layers.0.mlp.experts.gate_up_proj";
-    all.push(zeros(&format!("{experts}_blocks"), "U8", &[1, 2, 1, 16]));
-    all.push(zeros(&format!("{experts}_scales"), "U8", &[1, 2, 1]));
-    refused(&all, Value::Null, "MXFP4 as gpt-oss stores its experts");
 }
 
 /// Weights in a known form load whatever the config calls them, as in transformers, unless more than weights was changed.

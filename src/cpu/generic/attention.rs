@@ -32,8 +32,8 @@ unsafe impl<S: Simd> Element<S> for u16 {
     }
 }
 
-/// One query: its vector, the positions `start..len` that it sees, the place for scores of positions `0..len` (with room for 16 more), and
-/// the place for its result.
+/// One query: its vector, the positions `start..len` that it sees, the place for scores of positions `0..len` (with room for 16 more), the
+/// place for its result, and the sink of its head: a score without a value.
 #[derive(Clone, Copy)]
 pub(in crate::cpu) struct Query {
     pub q: *const f32,
@@ -41,6 +41,7 @@ pub(in crate::cpu) struct Query {
     pub len: usize,
     pub scores: *mut f32,
     pub out: *mut f32,
+    pub sink: Option<f32>,
 }
 
 /// Transformation of query-key products before the softmax.
@@ -86,12 +87,14 @@ pub(in crate::cpu) unsafe fn attend<S: Simd, E: Element<S>, const Q: usize>(
         }
         let mut inverse = [0.0; Q];
         for i in 0..Q {
-            let Query { start, len, .. } = queries[i];
+            let Query {
+                start, len, sink, ..
+            } = queries[i];
             let visible = queries[i].scores.add(start);
             if let Some(cap) = scores.cap {
                 soft_cap::<S>(visible, cap, len - start);
             }
-            inverse[i] = 1.0 / softmax::<S>(visible, len - start);
+            inverse[i] = 1.0 / softmax::<S>(visible, len - start, sink);
         }
         let latest = queries.iter().map(|q| q.start).max().unwrap_or(0);
         let shortest = queries.iter().map(|q| q.len).min().unwrap_or(0);

@@ -173,6 +173,43 @@ pub(in crate::cpu) unsafe fn glu<S: Simd, A: Activation<S>>(
     }
 }
 
+/// `gate = (up + 1) * g * sigmoid(alpha * g)` with `g = min(gate, limit)` and `up` clamped to `-limit..=limit`, over `n` elements. NaN
+/// stays NaN.
+///
+/// # Safety
+/// As for [`Simd`], with `n` elements behind each pointer.
+#[inline(always)]
+pub(in crate::cpu) unsafe fn clamped_swiglu<S: Simd>(
+    gate: *mut f32,
+    up: *const f32,
+    n: usize,
+    alpha: f32,
+    limit: f32,
+) {
+    // SAFETY: forwarded.
+    unsafe {
+        let (alpha, most, least) = (S::splat(alpha), S::splat(limit), S::splat(-limit));
+        // The value comes second: of two operands, one of them NaN, instructions give the second.
+        let of = |g: S::V, u: S::V| {
+            let g = S::min(most, g);
+            let u = S::max(least, S::min(most, u));
+            S::mul(S::add(u, S::splat(1.0)), gated::<S>(g, S::mul(alpha, g)))
+        };
+        let whole = n / 16 * 16;
+        for i in (0..whole).step_by(16) {
+            let (g, u) = (S::load(gate.add(i)), S::load(up.add(i)));
+            S::store(gate.add(i), of(g, u));
+        }
+        if whole < n {
+            let (g, u) = (
+                load_tail::<S>(gate.add(whole), n - whole),
+                load_tail::<S>(up.add(whole), n - whole),
+            );
+            store_tail::<S>(gate.add(whole), of(g, u), n - whole);
+        }
+    }
+}
+
 /// `x = cap * tanh(x / cap)`, over `n` elements; tanh as `2 sigmoid(2 x) - 1`.
 ///
 /// # Safety
@@ -197,13 +234,17 @@ pub(in crate::cpu) unsafe fn soft_cap<S: Simd>(x: *mut f32, cap: f32, n: usize) 
     }
 }
 
-/// Replaces `n` scores by e^(score - largest) and returns their sum. Elements from `n` to the next multiple of 16 are
-/// writable and become 0.
+/// Replaces `n` scores by e^(score - largest) and returns their sum. A `sink` takes part as one more score, which is not stored. Elements
+/// from `n` to the next multiple of 16 are writable and become 0.
 ///
 /// # Safety
 /// As for [`Simd`], with `n` rounded up to 16 elements behind `scores`, and `n` > 0.
 #[inline(always)]
-pub(in crate::cpu) unsafe fn softmax<S: Simd>(scores: *mut f32, n: usize) -> f32 {
+pub(in crate::cpu) unsafe fn softmax<S: Simd>(
+    scores: *mut f32,
+    n: usize,
+    sink: Option<f32>,
+) -> f32 {
     // SAFETY: forwarded.
     unsafe {
         let padded = n.next_multiple_of(16);
@@ -214,7 +255,14 @@ pub(in crate::cpu) unsafe fn softmax<S: Simd>(scores: *mut f32, n: usize) -> f32
         for i in (0..padded).step_by(16) {
             largest = S::max(S::load(scores.add(i)), largest);
         }
-        let largest = S::splat(S::largest(largest));
+        let largest = S::largest(largest);
+        let largest = sink.map_or(largest, |sink| largest.max(sink));
+        let of_sink = sink.map_or(0.0, |sink| {
+            let mut lanes = [0.0; 16];
+            S::store(lanes.as_mut_ptr(), exp::<S>(S::splat(sink - largest)));
+            lanes[0]
+        });
+        let largest = S::splat(largest);
         let mut sum = S::splat(0.0);
         for i in (0..padded).step_by(16) {
             S::store(
@@ -228,7 +276,7 @@ pub(in crate::cpu) unsafe fn softmax<S: Simd>(scores: *mut f32, n: usize) -> f32
             }
             sum = S::add(sum, S::load(scores.add(i)));
         }
-        S::sum(sum)
+        S::sum(sum) + of_sink
     }
 }
 

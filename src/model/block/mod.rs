@@ -242,7 +242,7 @@ impl<'a> ReferencePass<'a> {
                 BlockOp::Enter(half) => self.enter(norms(half).pre.as_ref(), s)?,
                 BlockOp::Qkv => self.qkv(attention()?, s)?,
                 BlockOp::Heads => self.heads(attention()?, s)?,
-                BlockOp::Attend => self.attend(index, attention()?.0, segments, s)?,
+                BlockOp::Attend => self.attend(index, attention()?, segments, s)?,
                 BlockOp::GateHeads => self.gate_heads(attention()?.0, s)?,
                 BlockOp::DeltaInputs => self.delta_inputs(delta()?, s)?,
                 BlockOp::Convolve => self.convolve(index, delta()?, segments, s)?,
@@ -360,13 +360,14 @@ impl<'a> ReferencePass<'a> {
     fn attend(
         &self,
         index: usize,
-        spec: &AttentionSpec,
+        (spec, weights): (&AttentionSpec, &Attention),
         segments: &[Rows<'_>],
         s: &mut BlockScratch,
     ) -> Result<()> {
         let (device, q_width, kv_width) = (self.device, spec.q_width(), spec.kv_width());
         s.attended.grow(device, self.rows * q_width)?;
         let shape = spec.shape();
+        let sinks = weights.sinks.as_ref().map(Array::all);
         for segment in segments {
             let (first, rows) = (segment.first, segment.rows.clone());
             let kv_rows = rows.start * kv_width..rows.end * kv_width;
@@ -380,6 +381,7 @@ impl<'a> ReferencePass<'a> {
                 tables,
                 s.q.part(q_rows.clone())?,
                 &shape,
+                sinks,
                 first,
                 s.attended.part_mut(q_rows)?,
                 &mut s.workspace,
@@ -618,7 +620,13 @@ impl<'a> ReferencePass<'a> {
         (spec, weights): (&ExpertsSpec, &Experts),
         s: &mut BlockScratch,
     ) -> Result<Routes> {
-        let mut logits = self.products(&weights.router, spec.count, s)?;
+        let mut logits = self.products(&weights.router.linear, spec.count, s)?;
+        if let Some(bias) = &weights.router.bias {
+            let bias = bias.all().host()?;
+            for logits in logits.chunks_exact_mut(spec.count) {
+                logits.iter_mut().zip(bias).for_each(|(x, b)| *x += b);
+            }
+        }
         for (row, logits) in logits.chunks_exact_mut(spec.count).enumerate() {
             if let Err(fault) = check_logits(logits) {
                 // The row continues as if all experts were equal, so that the other rows can finish.

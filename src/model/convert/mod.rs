@@ -15,6 +15,7 @@ use serde_json::json;
 
 use self::plan::{Action, PlannedTensor, plan};
 use self::rows::{PART, PARTS, RowConverter};
+use super::load::rows_nvfp4;
 use super::tensors::{EMBEDDINGS, HEAD};
 use super::{check_loadable, text};
 use crate::base::error::{bail, err};
@@ -49,7 +50,7 @@ pub struct ConvertReport {
     pub tensors: usize,
     /// Tensors that this conversion quantized to NVFP4.
     pub quantized: usize,
-    /// Tensors that were NVFP4 already.
+    /// Tensors that were NVFP4 already, or MXFP4, which became NVFP4 without loss.
     pub kept_nvfp4: usize,
     /// Tensors written as int8 rows.
     pub int8: usize,
@@ -114,7 +115,7 @@ pub fn convert(
     let (mut squares, mut errors) = (0.0, 0.0);
     for step in &steps {
         work.tell(&step.name)?;
-        let (rows, cols) = (step.rows.len() as u64, step.entry.cols() as u64);
+        let (rows, cols) = (step.height() as u64, step.entry.cols() as u64);
         report.bytes_out += step.encoding.matrix_bytes(rows, cols).unwrap_or(0);
         report.int8 += usize::from(step.encoding == Encoding::Int8);
         match step.action {
@@ -123,7 +124,7 @@ pub fn convert(
                     && used.contains(&step.entry.name)
                 {
                     work.rows
-                        .check_finite(&step.entry, step.rows.clone())
+                        .check_finite(step)
                         .map_err(|e| e.within(&step.entry.name))?;
                 }
                 writer
@@ -133,14 +134,14 @@ pub fn convert(
                 report.kept_nvfp4 += usize::from(step.encoding == Encoding::Nvfp4);
             }
             Action::CopyRows => {
-                copy_rows(source, step, &mut *writer).map_err(|e| e.within(&step.entry.name))?;
+                copy_rows(source, step, &mut *writer).map_err(|e| e.within(&step.name))?;
                 work.done += step.bytes();
                 report.kept_nvfp4 += 1;
             }
             Action::Quantize => {
                 let sums = work
                     .quantize(step, &steps, &mut *writer)
-                    .map_err(|e| e.within(&step.entry.name))?;
+                    .map_err(|e| e.within(&step.name))?;
                 squares += sums.0;
                 errors += sums.1;
                 report.quantized += 1;
@@ -219,17 +220,18 @@ fn begin(
     })
 }
 
-/// Copies some rows of an NVFP4 entry.
+/// Copies some rows of an entry that reads as NVFP4.
 fn copy_rows(source: &dyn Checkpoint, step: &PlannedTensor, writer: &mut dyn Writer) -> Result<()> {
-    let (entry, rows) = (&step.entry, step.rows.clone());
+    let (entry, height) = (&step.entry, step.height());
     let globals = source.global_scales(entry)?;
     writer.begin(
         &step.name,
-        globals[rows.start / (entry.rows() / globals.len())],
+        globals[step.rows.first() / (entry.rows() / globals.len())],
     )?;
-    let mut codes = memory::zeros(rows.len() * entry.cols() / 2)?;
-    let mut scales = memory::zeros(rows.len() * entry.cols() / BLOCK)?;
-    source.rows_nvfp4(entry, rows, &mut codes, &mut scales)?;
+    let mut codes = memory::zeros(height * entry.cols() / 2)?;
+    let mut scales = memory::zeros(height * entry.cols() / BLOCK)?;
+    let rows = &step.rows;
+    rows_nvfp4(source, entry, rows, 0..height, &mut codes, &mut scales)?;
     writer.nvfp4(&codes, &scales)
 }
 
@@ -266,18 +268,17 @@ impl Work<'_> {
     ) -> Result<(f64, f64)> {
         let global = self.rows.global(step, steps, &mut self.largest)?;
         writer.begin(&step.name, global)?;
-        let entry = &step.entry;
-        let (rows, cols) = (step.rows.clone(), entry.cols());
+        let (rows, cols) = (step.height(), step.entry.cols());
         let per_part = (PART / cols).max(1);
         let per_region = per_part * PARTS;
         let before = self.done;
         let (mut squares, mut errors) = (0.0, 0.0);
-        for first in rows.clone().step_by(per_region) {
-            let region = first..rows.end.min(first + per_region);
+        for first in (0..rows).step_by(per_region) {
+            let region = first..rows.min(first + per_region);
             let mut codes = memory::zeros(region.len() * cols / 2)?;
             let mut scales = memory::zeros(region.len() * cols / BLOCK)?;
             let sums = self.rows.region(
-                entry,
+                step,
                 region.clone(),
                 per_part,
                 global,
@@ -287,8 +288,8 @@ impl Work<'_> {
             squares += sums.0;
             errors += sums.1;
             writer.nvfp4(&codes, &scales)?;
-            let done = (region.end - rows.start) as u128;
-            self.done = before + (step.bytes() as u128 * done / rows.len() as u128) as u64;
+            let done = region.end as u128;
+            self.done = before + (step.bytes() as u128 * done / rows as u128) as u64;
             self.tell(&step.name)?;
         }
         Ok((squares, errors))
@@ -297,23 +298,19 @@ impl Work<'_> {
     /// Writes `step` as int8 rows.
     fn int8(&mut self, step: &PlannedTensor, writer: &mut dyn Writer) -> Result<()> {
         writer.begin(&step.name, 1.0)?;
-        let (rows, cols) = (step.rows.clone(), step.entry.cols());
+        let (rows, cols) = (step.height(), step.entry.cols());
         let per_part = (PART / cols).max(1);
         let before = self.done;
-        for first in rows.clone().step_by(per_part * PARTS) {
-            let region = first..rows.end.min(first + per_part * PARTS);
+        for first in (0..rows).step_by(per_part * PARTS) {
+            let region = first..rows.min(first + per_part * PARTS);
             let mut codes = memory::zeros(region.len() * cols)?;
             let mut scales = memory::zeros(region.len())?;
-            self.rows.int8(
-                &step.entry,
-                region.clone(),
-                per_part,
-                &mut codes,
-                &mut scales,
-            )?;
+            let part = region.clone();
+            self.rows
+                .int8(step, part, per_part, &mut codes, &mut scales)?;
             writer.int8(&codes, &scales)?;
-            let done = (region.end - rows.start) as u128;
-            self.done = before + (step.bytes() as u128 * done / rows.len() as u128) as u64;
+            let done = region.end as u128;
+            self.done = before + (step.bytes() as u128 * done / rows as u128) as u64;
             self.tell(&step.name)?;
         }
         Ok(())

@@ -1,7 +1,6 @@
 //! Plan of a conversion: the tensors to write, and how each derives from an entry.
 
 use std::collections::HashSet;
-use std::ops::Range;
 
 use super::options::{Container, ConvertOptions, Tables};
 use crate::base::Result;
@@ -10,7 +9,9 @@ use crate::checkpoint::{Checkpoint, Encoding, Entry, Planned, is_of_text_model};
 use crate::format::nvfp4::BLOCK;
 use crate::model::families;
 use crate::model::load::has_own_head;
-use crate::model::tensors::{EMBEDDINGS, HEAD};
+use crate::model::spec::ExpertNames;
+use crate::model::spec_of;
+use crate::model::tensors::{EMBEDDINGS, HEAD, StoredRows, gate_up_rows};
 use crate::tensor::DType;
 
 /// How a tensor derives from its entry.
@@ -30,7 +31,7 @@ pub(super) struct PlannedTensor {
     pub(super) name: String,
     pub(super) entry: Entry,
     /// Rows of the entry, seen as a matrix, that form the tensor: all of them, except for an expert of a stack.
-    pub(super) rows: Range<usize>,
+    pub(super) rows: StoredRows,
     pub(super) shape: Vec<usize>,
     pub(super) action: Action,
     pub(super) encoding: Encoding,
@@ -50,7 +51,7 @@ impl PlannedTensor {
     fn whole(entry: &Entry, action: Action, encoding: Encoding) -> PlannedTensor {
         PlannedTensor {
             name: entry.name.clone(),
-            rows: 0..entry.rows(),
+            rows: (0..entry.rows()).into(),
             shape: entry.shape.clone(),
             entry: entry.clone(),
             action,
@@ -58,9 +59,14 @@ impl PlannedTensor {
         }
     }
 
+    /// Number of its rows.
+    pub(super) fn height(&self) -> usize {
+        self.rows.count()
+    }
+
     /// Bytes of the source.
     pub(super) fn bytes(&self) -> u64 {
-        self.entry.bytes * self.rows.len() as u64 / self.entry.rows() as u64
+        self.entry.bytes * self.height() as u64 / self.entry.rows() as u64
     }
 }
 
@@ -117,12 +123,15 @@ pub(super) fn plan(
     used: &HashSet<String>,
 ) -> Result<Vec<PlannedTensor>> {
     let mut steps = Vec::with_capacity(source.entries().len());
+    let spec = spec_of(source)?;
+    let mut mixtures = spec.blocks.iter().filter_map(|block| block.mlp.mixture());
+    let names = mixtures.next().map_or(ExpertNames::Qwen, |m| m.names);
     let is_tied = source.find(HEAD).is_none() || repeats_the_embedding(source)?;
     for entry in source.entries() {
         if is_tied && entry.name == HEAD {
             continue;
         }
-        if let Some(experts) = experts(source, entry, options.container)? {
+        if let Some(experts) = experts(source, entry, names, options.container)? {
             steps.extend(experts);
             continue;
         }
@@ -216,9 +225,12 @@ fn table_encoding(entry: &Entry, options: &ConvertOptions, is_tied: bool) -> Res
 fn bytes_of_value(encoding: Encoding) -> Option<usize> {
     match encoding {
         Encoding::Dense(_) => encoding.element_bytes(),
-        Encoding::Nvfp4 | Encoding::Int8 | Encoding::Int4 | Encoding::Nf4 | Encoding::Ggml(_) => {
-            Some(1)
-        }
+        Encoding::Nvfp4
+        | Encoding::Mxfp4
+        | Encoding::Int8
+        | Encoding::Int4
+        | Encoding::Nf4
+        | Encoding::Ggml(_) => Some(1),
     }
 }
 
@@ -226,7 +238,8 @@ fn bytes_of_value(encoding: Encoding) -> Option<usize> {
 fn kept(entry: &Entry, container: Container) -> Encoding {
     match entry.encoding {
         Encoding::Int8 if container == Container::ModelOpt => Encoding::Int8,
-        Encoding::Int8
+        Encoding::Mxfp4
+        | Encoding::Int8
         | Encoding::Int4
         | Encoding::Nf4
         | Encoding::Dense(DType::F8E4M3)
@@ -235,7 +248,8 @@ fn kept(entry: &Entry, container: Container) -> Encoding {
         {
             Encoding::Dense(DType::BF16)
         }
-        Encoding::Int4
+        Encoding::Mxfp4
+        | Encoding::Int4
         | Encoding::Nf4
         | Encoding::Dense(DType::F8E4M3)
         | Encoding::Ggml(_)
@@ -252,10 +266,12 @@ fn repeats_the_embedding(source: &dyn Checkpoint) -> Result<bool> {
 }
 
 /// Divides a stack of experts into one tensor per expert, or two if the stack holds gate and up projections, named as serving engines and
-/// this library's loader expect: `mlp.experts.E.gate_proj.weight`, or with `mixer` for `mlp`. `None` for an entry that is not a stack.
+/// this library's loader expect: `mlp.experts.E.gate_proj.weight`, or with `mixer` for `mlp`. MXFP4 becomes NVFP4 without loss. `None` for
+/// an entry that is not a stack.
 fn experts(
     source: &dyn Checkpoint,
     entry: &Entry,
+    names: ExpertNames,
     container: Container,
 ) -> Result<Option<Vec<PlannedTensor>>> {
     let stack = [".mlp.experts.", ".mixer.experts."]
@@ -274,28 +290,33 @@ fn experts(
             entry.encoding
         );
     }
-    let all = rows;
-    let is_kept = entry.encoding == Encoding::Nvfp4
+    let is_kept = entry.encoding.reads_as_nvfp4()
         && (container == Container::ModelOpt
             || source
                 .global_scales(entry)?
                 .iter()
                 .all(|&scale| scale == 1.0));
-    let each = match projection.trim_end_matches(".weight") {
-        "gate_up_proj" => vec![("gate_proj", 0..rows / 2), ("up_proj", rows / 2..rows)],
-        projection => vec![(projection, 0..rows)],
+    let each: &[(&str, Option<usize>)] = match projection.trim_end_matches(".weight") {
+        "gate_up_proj" => &[("gate_proj", Some(0)), ("up_proj", Some(1))],
+        projection => &[(projection, None)],
     };
-    let step = |(expert, (projection, rows)): (usize, (&str, Range<usize>))| PlannedTensor {
-        name: format!("{block}{stacked}{expert}.{projection}.weight"),
-        entry: entry.clone(),
-        shape: vec![rows.len(), cols],
-        rows: expert * all + rows.start..expert * all + rows.end,
-        action: match is_kept {
-            true => Action::CopyRows,
-            false => Action::Quantize,
-        },
-        encoding: Encoding::Nvfp4,
+    let step = |(expert, &(projection, half)): (usize, &(&str, Option<usize>))| {
+        let height = rows / each.len();
+        PlannedTensor {
+            name: format!("{block}{stacked}{expert}.{projection}.weight"),
+            entry: entry.clone(),
+            shape: vec![height, cols],
+            rows: match half {
+                Some(half) => gate_up_rows(names, expert, half, height),
+                None => (expert * rows..(expert + 1) * rows).into(),
+            },
+            action: match is_kept {
+                true => Action::CopyRows,
+                false => Action::Quantize,
+            },
+            encoding: Encoding::Nvfp4,
+        }
     };
-    let experts = (0..count).flat_map(|expert| each.iter().cloned().map(move |e| (expert, e)));
+    let experts = (0..count).flat_map(|expert| each.iter().map(move |e| (expert, e)));
     Ok(Some(experts.map(step).collect()))
 }

@@ -16,6 +16,7 @@ use crate::checkpoint::{Checkpoint, Encoding, Entry, Metadata, Part};
 use crate::cpu::Cpu;
 use crate::format::{int8, nvfp4};
 use crate::model::check_loadable;
+use crate::model::load::rows_nvfp4;
 
 /// The entries that [`convert`](super::convert) would write, in its order and with its bytes. Rows are quantized on every read; global
 /// scales are cached.
@@ -44,7 +45,7 @@ impl Quantized {
         let entries: Vec<Entry> = steps
             .iter()
             .map(|step| {
-                let (rows, cols) = (step.rows.len() as u64, step.entry.cols() as u64);
+                let (rows, cols) = (step.height() as u64, step.entry.cols() as u64);
                 Entry {
                     name: step.name.clone(),
                     shape: step.shape.clone(),
@@ -97,15 +98,10 @@ impl Quantized {
         let globals = self.source.global_scales(&step.entry)?;
         if step.action == Action::CopyRows {
             let each = step.entry.rows() / globals.len();
-            return Ok(vec![globals[step.rows.start / each]]);
+            return Ok(vec![globals[step.rows.first() / each]]);
         }
         Ok(globals.to_vec())
     }
-}
-
-/// Converts rows of a step to rows of its entry.
-fn within(step: &PlannedTensor, rows: &Range<usize>) -> Range<usize> {
-    step.rows.start + rows.start..step.rows.start + rows.end
 }
 
 impl Checkpoint for Quantized {
@@ -129,7 +125,7 @@ impl Checkpoint for Quantized {
         let step = self.step(entry)?;
         let cols = entry.cols();
         match (step.action, step.encoding) {
-            (Action::Copy, _) => self.source.rows_f32(&step.entry, within(step, &rows), out),
+            (Action::Copy, _) => self.source.rows_f32(&step.entry, rows, out),
             (_, Encoding::Int8) => {
                 let mut codes = memory::zeros(rows.len() * cols)?;
                 let mut scales = memory::zeros(rows.len())?;
@@ -153,14 +149,13 @@ impl Checkpoint for Quantized {
         scales: &mut [u8],
     ) -> Result<()> {
         let step = self.step(entry)?;
-        let rows = within(step, &rows);
         if step.action != Action::Quantize {
-            return self.source.rows_nvfp4(&step.entry, rows, codes, scales);
+            return rows_nvfp4(&*self.source, &step.entry, &step.rows, rows, codes, scales);
         }
         let global = self.global_scale(entry)?;
         let per_part = (PART / entry.cols()).max(1);
         self.converter()
-            .region(&step.entry, rows, per_part, global, codes, scales)
+            .region(step, rows, per_part, global, codes, scales)
             .map(|_| ())
     }
 
@@ -172,13 +167,11 @@ impl Checkpoint for Quantized {
         scales: &mut [f32],
     ) -> Result<()> {
         let step = self.step(entry)?;
-        let rows = within(step, &rows);
         if step.action != Action::Int8 {
             return self.source.rows_int8(&step.entry, rows, codes, scales);
         }
         let per_part = (PART / entry.cols()).max(1);
-        self.converter()
-            .int8(&step.entry, rows, per_part, codes, scales)
+        self.converter().int8(step, rows, per_part, codes, scales)
     }
 
     fn global_scales(&self, entry: &Entry) -> Result<&[f32]> {

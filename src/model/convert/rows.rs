@@ -9,9 +9,10 @@ use crate::base::error::bail;
 use crate::base::lock::lock;
 use crate::base::threads::Pool;
 use crate::base::{Result, call, memory};
-use crate::checkpoint::{Checkpoint, Entry};
+use crate::checkpoint::Checkpoint;
 use crate::format::int8;
 use crate::format::nvfp4::{self, BLOCK, Levels, QuantizeOptions};
+use crate::model::load::rows_f32;
 
 /// Approximate number of values in one part of a parallel region.
 pub(super) const PART: usize = 1 << 16;
@@ -58,7 +59,7 @@ impl RowConverter<'_> {
                 Some(&amax) => amax,
                 None => {
                     let amax = self
-                        .amax(&other.entry, other.rows.clone())
+                        .amax(other)
                         .map_err(|e| e.within(format_args!("'{}'", other.name)))?;
                     largest.insert(other.name.clone(), amax);
                     amax
@@ -69,16 +70,16 @@ impl RowConverter<'_> {
         Ok(nvfp4::global_scale(most, self.options))
     }
 
-    /// Rounds the rows of `region` to int8, `per_part` at a time.
+    /// Rounds the rows of `region` of a step to int8, `per_part` at a time.
     pub(super) fn int8(
         &self,
-        entry: &Entry,
+        step: &PlannedTensor,
         region: Range<usize>,
         per_part: usize,
         codes: &mut [u8],
         scales: &mut [f32],
     ) -> Result<()> {
-        let cols = entry.cols();
+        let cols = step.entry.cols();
         let parts: Vec<_> = codes
             .chunks_mut(per_part * cols)
             .zip(scales.chunks_mut(per_part))
@@ -90,7 +91,7 @@ impl RowConverter<'_> {
             let first = region.start + part * per_part;
             let mut values = memory::zeros(codes.len())?;
             let rows = first..first + scales.len();
-            self.source.rows_f32(entry, rows, &mut values)?;
+            self.read(step, rows, &mut values)?;
             int8::quantize_rows(&values, cols, first, codes, scales)
         })?;
         made.into_iter().collect()
@@ -118,18 +119,22 @@ impl RowConverter<'_> {
         Ok(found.into_iter().map(|(_, result)| result).collect())
     }
 
-    /// The largest magnitude in some rows.
-    fn amax(&self, entry: &Entry, rows: Range<usize>) -> Result<f32> {
-        self.largest(entry, rows, &|values, first| {
+    /// Reads rows of a step.
+    fn read(&self, step: &PlannedTensor, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        rows_f32(self.source, &step.entry, &step.rows, rows, out)
+    }
+
+    /// The largest magnitude of a step.
+    fn amax(&self, step: &PlannedTensor) -> Result<f32> {
+        self.largest(step, &|values, first| {
             nvfp4::amax(values, first, self.options.nonfinite)
         })
     }
 
     /// Fails on values that loading would refuse.
-    pub(super) fn check_finite(&self, entry: &Entry, rows: Range<usize>) -> Result<()> {
+    pub(super) fn check_finite(&self, step: &PlannedTensor) -> Result<()> {
         self.largest(
-            entry,
-            rows,
+            step,
             &|values, first| match values.iter().position(|v| !v.is_finite()) {
                 None => Ok(0.0),
                 Some(i) => bail!(
@@ -146,35 +151,33 @@ impl RowConverter<'_> {
     /// The largest result of `of`, called with runs of rows and the index of their first value.
     fn largest(
         &self,
-        entry: &Entry,
-        rows: Range<usize>,
+        step: &PlannedTensor,
         of: &(dyn Fn(&[f32], usize) -> Result<f32> + Sync),
     ) -> Result<f32> {
-        let cols = entry.cols();
-        let step = (PART / cols).max(1);
-        let starts: Vec<usize> = rows.clone().step_by(step).collect();
-        let found = self.by_parts(starts.len(), |part| {
-            let rows = starts[part]..rows.end.min(starts[part] + step);
+        let (height, cols) = (step.height(), step.entry.cols());
+        let run = (PART / cols).max(1);
+        let found = self.by_parts(height.div_ceil(run), |part| {
+            let rows = part * run..height.min((part + 1) * run);
             let first = rows.start * cols;
             let mut values = memory::zeros(rows.len() * cols)?;
-            self.source.rows_f32(entry, rows, &mut values)?;
+            self.read(step, rows, &mut values)?;
             of(&values, first)
         })?;
         let mut found = found.into_iter();
         found.try_fold(0f32, |largest, number| Ok(largest.max(number?)))
     }
 
-    /// Quantizes the rows of `region`, `per_part` at a time. Returns the sum of squares of the weights, and of their errors.
+    /// Quantizes the rows of `region` of a step, `per_part` at a time. Returns the sum of squares of the weights, and of their errors.
     pub(super) fn region(
         &self,
-        entry: &Entry,
+        step: &PlannedTensor,
         region: Range<usize>,
         per_part: usize,
         global: f32,
         codes: &mut [u8],
         scales: &mut [u8],
     ) -> Result<(f64, f64)> {
-        let cols = entry.cols();
+        let cols = step.entry.cols();
         let parts: Vec<_> = codes
             .chunks_mut(per_part * cols / 2)
             .zip(scales.chunks_mut(per_part * cols / BLOCK))
@@ -185,7 +188,7 @@ impl RowConverter<'_> {
             let (codes, scales) = &mut *out;
             let first = region.start + part * per_part;
             let rows = first..region.end.min(first + per_part);
-            self.part(entry, rows, global, codes, scales)
+            self.part(step, rows, global, codes, scales)
         })?;
         let (mut squares, mut errors) = (0.0, 0.0);
         for sums in sums {
@@ -198,24 +201,17 @@ impl RowConverter<'_> {
 
     fn part(
         &self,
-        entry: &Entry,
+        step: &PlannedTensor,
         rows: Range<usize>,
         global: f32,
         codes: &mut [u8],
         scales: &mut [u8],
     ) -> Result<(f64, f64)> {
-        let cols = entry.cols();
+        let cols = step.entry.cols();
         let mut values = memory::zeros(rows.len() * cols)?;
-        self.source.rows_f32(entry, rows.clone(), &mut values)?;
-        nvfp4::quantize_rows(
-            &values,
-            cols,
-            rows.start,
-            global,
-            self.options,
-            codes,
-            scales,
-        )?;
+        let first = rows.start;
+        self.read(step, rows, &mut values)?;
+        nvfp4::quantize_rows(&values, cols, first, global, self.options, codes, scales)?;
         let mut held = vec![0.0; values.len()];
         nvfp4::dequantize(codes, scales, global, &mut held)?;
         let (mut squares, mut errors) = (0.0, 0.0);

@@ -6,8 +6,8 @@ use crate::format::nvfp4::BLOCK;
 use crate::model::keys::{Keys, LARGEST};
 use crate::model::rope::{self, RopeSet};
 use crate::model::spec::{
-    Activation, AttentionSpec, BlockSpec, DenseMlpSpec, ExpertsSpec, MixerSpec, MlpSpec, NormNames,
-    NormPlacement, Scoring, Spec,
+    Activation, AttentionSpec, BlockSpec, DenseMlpSpec, ExpertNames, ExpertsSpec, MixerSpec,
+    MlpSpec, NormNames, NormPlacement, Scoring, Spec,
 };
 
 /// Larger than the number of blocks of any model, and small enough that listing missing tensors stays cheap.
@@ -244,6 +244,7 @@ fn attention(keys: &Keys<'_>, hidden_size: usize) -> Result<AttentionSpec> {
         qkv_bias: false,
         o_bias: false,
         gated: false,
+        sinks: false,
         rope: Some(0),
         window: None,
         scale: 1.0 / (head_dim as f32).sqrt(),
@@ -310,6 +311,8 @@ pub(super) fn experts(keys: &Keys<'_>) -> Result<ExpertsSpec> {
         per_token,
         normalized: keys.flag("norm_topk_prob")? == Some(true),
         scoring: Scoring::Softmax,
+        router_bias: false,
+        names: ExpertNames::Qwen,
         expert: DenseMlpSpec {
             intermediate_size: intermediate_size(keys, "moe_intermediate_size")?,
             gated: true,

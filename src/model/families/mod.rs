@@ -5,6 +5,7 @@ mod decoder;
 mod family;
 mod gemma3;
 mod gguf;
+mod gpt_oss;
 mod llama;
 mod mistral;
 mod nemotron;
@@ -39,6 +40,7 @@ pub const FAMILIES: &[Family] = &[
     qwen35::QWEN3_5_MOE,
     qwen35::QWEN3_NEXT,
     nemotron::NEMOTRON_H,
+    gpt_oss::GPT_OSS,
 ];
 
 /// The families whose GGUF files are translated.
@@ -218,7 +220,7 @@ mod tests {
             (
                 "model_type",
                 json!("mamba"),
-                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, phi3, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h",
+                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, phi3, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss",
             ),
             ("hidden_act", json!("gelu"), "'gelu'"),
             ("hidden_size", json!(72), "hidden_size is 72"),

@@ -11,8 +11,8 @@ use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::model::keys::Keys;
 use crate::model::spec::{
-    Activation, DenseMlpSpec, ExpertsSpec, Mamba2Spec, MixerSpec, MlpSpec, NormNames, Scoring,
-    SharedExpertSpec, SigmoidScoring, Spec,
+    Activation, DenseMlpSpec, ExpertNames, ExpertsSpec, Mamba2Spec, MixerSpec, MlpSpec, NormNames,
+    Scoring, SharedExpertSpec, SigmoidScoring, Spec,
 };
 use crate::tensor::MambaShape;
 
@@ -288,6 +288,8 @@ fn experts(keys: &Keys<'_>, mlp: DenseMlpSpec) -> Result<ExpertsSpec> {
         per_token,
         normalized: keys.flag("norm_topk_prob")? == Some(true),
         scoring: Scoring::Sigmoid(scoring),
+        router_bias: false,
+        names: ExpertNames::Qwen,
         expert: DenseMlpSpec {
             intermediate_size: intermediate_size(keys, "moe_intermediate_size")?,
             bias: false,

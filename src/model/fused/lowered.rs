@@ -100,7 +100,7 @@ impl Lowered {
         table: Option<HostTable>,
     ) -> Result<Lowered> {
         let Source { spec, weights, .. } = source;
-        plan::check(spec)?;
+        plan::check_supported(spec)?;
         let pairs = weights.blocks.iter().zip(&spec.blocks);
         let mixtures = pairs.clone().map(|pair| mixture(gpu, pair));
         let mixtures = mixtures.collect::<Result<_>>()?;

@@ -19,6 +19,6 @@ mod step;
 pub(super) use embedding::table;
 pub(super) use executor::Executor;
 pub(super) use lowered::{Source, units};
-pub(super) use plan::{check, unsupported};
+pub(super) use plan::{check_supported, unsupported};
 pub(super) use ragged::{PromptChunk, ROWS};
 pub(super) use step::BATCH;

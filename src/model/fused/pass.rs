@@ -136,7 +136,7 @@ impl<'a> FusedPass<'a> {
                 cuda::route(
                     &lowered.gpu,
                     &mixture.routing,
-                    of_linear(&experts.router)?,
+                    of_linear(&experts.router.linear)?,
                     gate.map(of_linear).transpose()?,
                     &memory.input,
                     self.rows,

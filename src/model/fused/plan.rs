@@ -7,7 +7,9 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{GemmPlan, Glu, Hardware, InputForm, Layout, MatrixShape, Output};
 use crate::model::order::Half;
-use crate::model::spec::{Activation, BlockSpec, MixerSpec, MlpSpec, NormPlacement, Scoring, Spec};
+use crate::model::spec::{
+    Activation, BlockSpec, ExpertsSpec, MixerSpec, MlpSpec, NormPlacement, Scoring, Spec,
+};
 use crate::tensor::WeightType;
 
 /// A norm of the residual stream.
@@ -232,6 +234,7 @@ impl BlockShape {
 /// A property of the model that has no fused kernel, if any.
 pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
     let of = |(index, block): (usize, &BlockSpec)| {
+        let has_bias = |experts: &ExpertsSpec| experts.expert.bias || experts.router_bias;
         let has_gates = block.mlp.specs().all(|mlp| mlp.gated);
         let what = match (&block.mixer, &block.mlp) {
             (MixerSpec::Mamba2(_), _) => "Mamba-2",
@@ -244,6 +247,9 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
             (_, MlpSpec::Experts(experts)) if experts.scoring != Scoring::Softmax => {
                 "experts scored by sigmoids"
             }
+            (MixerSpec::Attention(attention), _) if attention.sinks => "attention sinks",
+            _ if block.mlp.is_clamped() => "a clamped SwiGLU",
+            (_, MlpSpec::Experts(experts)) if has_bias(experts) => "biases of its experts",
             (_, MlpSpec::Experts(_)) if block.norms.post => "a norm after its experts",
             _ if !block.norms.pre => "no norm before attention and MLP",
             _ => return None,
@@ -256,11 +262,11 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
     spec.blocks.iter().enumerate().find_map(of)
 }
 
-/// Fails for a model that has such a property.
-pub(in crate::model) fn check(spec: &Spec) -> Result<()> {
+/// Fails for a model that no fused kernel supports; the error names the unsupported property.
+pub(in crate::model) fn check_supported(spec: &Spec) -> Result<()> {
     match unsupported(spec) {
-        Some(what) => bail!(Unsupported, "{what}, for which there is no kernel on a GPU"),
         None => Ok(()),
+        Some(what) => bail!(Unsupported, "{what}, for which there is no kernel on a GPU"),
     }
 }
 
@@ -687,7 +693,7 @@ mod tests {
     use crate::cuda::WideClusters;
     use crate::model::order::{BlockOp, operations};
     use crate::model::spec::{
-        AttentionSpec, DeltaProjections, DenseMlpSpec, ExpertsSpec, GatedDeltaSpec, MixerSpec,
+        AttentionSpec, DeltaProjections, DenseMlpSpec, ExpertNames, GatedDeltaSpec, MixerSpec,
         SharedExpertSpec,
     };
     use crate::tensor::DeltaShape;
@@ -909,6 +915,7 @@ mod tests {
                 qkv_bias: false,
                 o_bias: false,
                 gated: sizes.recurrent,
+                sinks: false,
                 rope: Some(0),
                 window: None,
                 scale: 1.0,
@@ -921,6 +928,8 @@ mod tests {
                     per_token: 2,
                     normalized: true,
                     scoring: Scoring::Softmax,
+                    router_bias: false,
+                    names: ExpertNames::Qwen,
                     expert: mlp,
                     shared: shared.then_some(SharedExpertSpec { mlp, gated: true }),
                 }),

@@ -191,7 +191,8 @@ impl KvCache {
         cuda::store_kv(&pages, keys.cuda()?, values.cuda()?, rows, first)
     }
 
-    /// Attention of queries `[m, heads, head_dim]` from position `first` on over a layer of the sequence with these tables.
+    /// Attention of queries `[m, heads, head_dim]` from position `first` on over a layer of the sequence with these tables, with the
+    /// layer's sinks `[heads]`, if it has any.
     pub(super) fn attend(
         &self,
         device: &Device,
@@ -199,6 +200,7 @@ impl KvCache {
         tables: &KvTables,
         q: Slice<'_>,
         shape: &AttentionShape,
+        sinks: Option<Slice<'_>>,
         first: usize,
         out: SliceMut<'_>,
         workspace: &mut Workspace,
@@ -208,12 +210,12 @@ impl KvCache {
         let Some(gpu) = arena.gpu() else {
             return arena.with_pages(index, blocks, |pages| {
                 let cache = CachedLayer::Host(pages);
-                attention::attention(device, q, shape, &cache, first, out, workspace)
+                attention::attention(device, q, shape, sinks, &cache, first, out, workspace)
             });
         };
         let table = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, blocks)?;
         let cache = CachedLayer::Cuda(self.on_gpu(layer, &table, blocks.len(), 0, None)?);
-        attention::attention(device, q, shape, &cache, first, out, workspace)
+        attention::attention(device, q, shape, sinks, &cache, first, out, workspace)
     }
 
     /// A layer on a GPU as kernels take it: `table` has `stride` block numbers for each sequence, of which `sequence` is the first.

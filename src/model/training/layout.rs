@@ -8,7 +8,7 @@ use crate::base::error::bail;
 use crate::model::spec::{MixerSpec, MlpSpec, Spec};
 use crate::model::tensors::{
     self, DELTA_A_LOG, DELTA_CONVOLUTION, DELTA_DT_BIAS, DELTA_NORM, DELTA_OUT, EMBEDDING, HEAD,
-    NORM, ROUTER, SHARED_GATE, TensorRole, block_name,
+    NORM, SHARED_GATE, TensorRole, block_name, router,
 };
 
 /// Index of a matrix in [`Layout::matrices`].
@@ -298,7 +298,10 @@ impl Layout {
                         let expert = |i| gated(&format!("mlp.experts.{i}"));
                         let gate = |_| matrix(&block_name(index, SHARED_GATE));
                         MlpLayout::Experts(ExpertsLayout {
-                            router: matrix(&block_name(index, ROUTER))?,
+                            router: matrix(&block_name(
+                                index,
+                                &format!("{}.weight", router(mixture.names)),
+                            ))?,
                             experts: (0..mixture.count).map(expert).collect::<Result<_>>()?,
                             shared: match &mixture.shared {
                                 Some(shared) => Some((

@@ -292,11 +292,16 @@ pub fn untrainable(spec: &Spec) -> Option<String> {
         (MixerSpec::Attention(attention), _) if attention.rope.is_none() => {
             Some("has attention without rotation")
         }
+        (MixerSpec::Attention(attention), _) if attention.sinks => Some("has attention with sinks"),
         (MixerSpec::Mamba2(_), _) => Some("is Mamba-2"),
         (MixerSpec::None, _) => Some("is an MLP alone"),
         (_, MlpSpec::None) => Some("is a mixer alone"),
         (_, MlpSpec::Experts(experts)) if experts.scoring != Scoring::Softmax => {
             Some("has experts scored by sigmoids")
+        }
+        (_, mlp) if mlp.is_clamped() => Some("has a clamped SwiGLU"),
+        (_, MlpSpec::Experts(experts)) if experts.expert.bias || experts.router_bias => {
+            Some("has a mixture with biases")
         }
         (_, mlp) if mlp.specs().any(|mlp| !mlp.gated) => Some("has an MLP without a gate"),
         _ => None,

@@ -2,7 +2,7 @@
 
 use super::super::activation::Activation;
 use super::super::{Device, Mixed, Slice, SliceMut};
-use crate::base::error::{Result, bail};
+use crate::base::error::{Error, Result, bail, err};
 use crate::cpu::Cpu;
 use crate::cuda::training as cuda;
 
@@ -25,6 +25,7 @@ pub fn glu(
             cpu.glu_rows(Cpu::GELU_TANH, gate_up.host()?, width, y.host()?)
         }
         (Device::Cpu(_), Activation::ReluSquared) => bail!(Unsupported, "{NOT_GATED}"),
+        (Device::Cpu(_), Activation::ClampedSwiglu { .. }) => Err(without_backward()),
         (Device::Cuda(_), _) => {
             cuda::glu_forward(activation.on_gpu()?, gate_up.cuda()?, width, y.cuda()?)
         }
@@ -48,6 +49,7 @@ pub fn glu_backward(
             cpu.glu_rows_backward(Cpu::GELU_TANH, gate_up.host()?, width, dy.host()?)
         }
         (Device::Cpu(_), Activation::ReluSquared) => bail!(Unsupported, "{NOT_GATED}"),
+        (Device::Cpu(_), Activation::ClampedSwiglu { .. }) => Err(without_backward()),
         (Device::Cuda(_), _) => {
             let (gate_up, dy) = (gate_up.cuda()?, dy.cuda()?);
             cuda::glu_backward(activation.on_gpu()?, gate_up, width, dy, gate_up, Some(dy))
@@ -82,4 +84,8 @@ pub fn sigmoid_gate_backward(
             device.name()
         ),
     }
+}
+
+fn without_backward() -> Error {
+    err!(Unsupported, "clamped SwiGLU has no backward pass")
 }

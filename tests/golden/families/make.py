@@ -32,6 +32,7 @@ FAMILIES = {
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_next": "qwen3_next",
     "nemotron_h": "nemotron_h",
+    "gpt_oss": "gpt_oss",
 }
 # Keys of training, of caches and of what a call returns; and token ids, which the tokenizer and generation_config.json name.
 IGNORED = {
@@ -133,6 +134,16 @@ PROBES["qwen3_5_moe"] = PROBES["qwen3_5_moe"] + [sparse]
 PROBES["qwen3_next"] = PROBES["qwen3_next"] + [sparse, dict(num_experts=12, decoder_sparse_step=2)]
 
 
+types = ["full_attention", "sliding_attention", "full_attention", "full_attention", "sliding_attention", "sliding_attention"]
+PROBES["gpt_oss"] = COMMON + [
+    dict(sliding_window=16, layer_types=types),
+    dict(num_local_experts=12, num_experts_per_tok=3),
+    dict(num_experts=12),
+    dict(rope_scaling=dict(rope_type="yarn", factor=8.0, truncate=False, original_max_position_embeddings=4096)),
+    dict(rope_parameters=dict(rope_type="default")),
+]
+
+
 for kind in ["llama", "phi3", "qwen2", "qwen3"]:
     PROBES[kind] = PROBES[kind] + [dict(num_key_value_heads=None)]
 
@@ -169,7 +180,11 @@ def resolved(model_type, probe):
         keys = ["num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim"]
         out["state"] = [getattr(config, "linear_" + key) for key in keys]
         out["rotary_dim"] = int(out["head_dim"] * config.rope_parameters["partial_rotary_factor"])
-    if "num_experts" in fields and "decoder_sparse_step" not in fields:
+    if "num_local_experts" in fields and "decoder_sparse_step" not in fields:
+        out["experts"] = [config.num_local_experts] * layers
+        out["experts_per_token"] = config.num_experts_per_tok
+        out["normalized"] = True
+    elif "num_experts" in fields and "decoder_sparse_step" not in fields:
         out["experts"] = [config.num_experts] * layers
         out["experts_per_token"] = config.num_experts_per_tok
         out["normalized"] = True

@@ -251,6 +251,25 @@ CASES["nemotronh_experts"] = ("NemotronH", {
     "moe_shared_expert_intermediate_size": 64,
 })
 PUBLISHED = {"nemotronh_experts"}
+# Layer types in turn, a window smaller than the longest sequence, YaRN with a range that is not truncated, and a limit that some gates
+# and ups reach.
+GPT_OSS = dict(
+    SMALL,
+    intermediate_size=32,
+    num_hidden_layers=3,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=6,
+    swiglu_limit=1.5,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+    **rope(
+        rope_theta=150000.0, rope_type="yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+        original_max_position_embeddings=32),
+)
+CASES["gptoss_dense"] = ("GptOss", GPT_OSS)
+CASES["gptoss_mxfp4"] = ("GptOss", dict(GPT_OSS, hidden_size=64, num_hidden_layers=2))
+CASES["gptoss_nvfp4"] = ("GptOss", dict(GPT_OSS, num_hidden_layers=2, num_key_value_heads=1))
 # Several formats in one file, as ModelOpt publishes larger versions of Qwen3.5: recurrent layers, their convolution included, and attention in
 # float8 with a scale a tensor, experts in NVFP4 of 16-bit activations, and scales of a float8 cache.
 CASES["qwen35moe_float8"] = ("Qwen3_5Moe", {
@@ -288,11 +307,14 @@ TYPES = {
     "Qwen3_5Moe": "qwen3_5_moe_text",
     "Qwen3Next": "qwen3_next",
     "NemotronH": "nemotron_h",
+    "GptOss": "gpt_oss",
 }
 LENGTHS = [7, 33]
 # Recurrent layers take 64 tokens at once here: this is more.
 RECURRENT_LENGTHS = [*LENGTHS, 100]
 KEPT = 3
+# Makes the exponents of neighbouring blocks differ by more than their values do.
+EXPONENTS = torch.Generator().manual_seed(1)
 
 
 def store_expert(stored, key, expert, w):
@@ -336,6 +358,42 @@ def mixed_precision(stored):
         "ignore": ["mtp*", "*.mlp.gate", "*.shared_expert_gate"], "producer": {"name": "modelopt", "version": "0.45.0"},
         "quantized_layers": layers,
     }
+
+
+def store_stack(name, stored, key, expert, w):
+    """
+    Stores an expert of gpt-oss, `[in features, out features]` as transformers has it, in the form of the case; gives the values.
+
+    In 16 bits a stack is stored as transformers has it. Else rows are output features: two rows to a line of `gate_up_proj`, gate first.
+    """
+    if name == "gptoss_dense":
+        w = w.bfloat16()
+        stored.setdefault(key, []).append(w)
+        return w.float()
+    rows = w.T.contiguous()
+    if name == "gptoss_mxfp4":
+        blocks, scales, rows = quantize_mxfp4(rows)
+        stored.setdefault(key + "_blocks", []).append(blocks)
+        stored.setdefault(key + "_scales", []).append(scales)
+    elif key.endswith("gate_up_proj"):
+        held = store_expert(stored, key, expert, torch.cat([rows[0::2], rows[1::2]]))
+        rows = torch.stack(held.chunk(2), 1).reshape(rows.shape)
+    else:
+        rows = store_expert(stored, key, expert, rows)
+    return rows.T
+
+
+def quantize_mxfp4(w):
+    """Codes (low nibble = even column), exponents plus 127 of blocks of 32, and the values they stand for, of a matrix."""
+    blocks = w.reshape(w.shape[0], -1, 32)
+    exponents = (blocks.abs().amax(-1) / 6).log2().round() - torch.randint(0, 3, blocks.shape[:2], generator=EXPONENTS)
+    power = 2.0 ** exponents[..., None]
+    x = blocks / power
+    code = (x.abs()[..., None] > MIDPOINTS).sum(-1)
+    values = MAGNITUDES[code] * x.sign() * power
+    code = (code + 8 * ((x < 0) & (code > 0))).to(torch.uint8)
+    packed = code[..., 0::2] | (code[..., 1::2] << 4)
+    return packed, (exponents + 127).to(torch.uint8), values.reshape(w.shape)
 
 
 def beside(name, settings, random):
@@ -477,18 +535,28 @@ def make(name, family, settings, seed):
         elif key.endswith("e_score_correction_bias"):
             w = 0.2 * random(value.shape)
             stored[key] = w
-        elif key.endswith(("mlp.gate.weight", "mixer.gate.weight", "shared_expert_gate.weight")):
+        elif key.endswith(("mlp.gate.weight", "mlp.router.weight", "mixer.gate.weight", "shared_expert_gate.weight")):
             # Logits of about 2, as trained routers give: larger ones make the sum of experts hang on the last bits of their input.
             w = (random(value.shape) * (2.0 / value.shape[1] ** 0.5)).bfloat16().float()
             stored[key] = w.bfloat16()
+        elif family == "GptOss" and ".experts." in key and value.dim() == 3:
+            made = (random(part.shape) * (2.0 / part.shape[0] ** 0.5) for part in value)
+            w = torch.stack([store_stack(name, stored, key, e, part) for e, part in enumerate(made)])
+            stored.update({k: torch.stack(v) for k, v in stored.items() if isinstance(v, list)})
+        elif key.endswith("self_attn.sinks"):
+            w = random(value.shape).bfloat16().float()
+            stored[key] = w.bfloat16()
         elif ".experts." in key and value.dim() == 3:
             w = torch.stack([store_expert(stored, key, e, random(part.shape) * (2.0 / part.shape[1] ** 0.5)) for e, part in enumerate(value)])
-        elif key.endswith(".bias"):
+        elif key.endswith((".bias", "_bias")):
             w = 0.3 * random(value.shape)
             w = (make_massive(key, w, state["model.embed_tokens.weight"]) if name in MASSIVE else w).bfloat16().float()
             stored[key] = w.bfloat16()
         elif key in ("model.embed_tokens.weight", "model.embeddings.weight"):
             w = (random(value.shape) * 0.3).bfloat16().float()
+            stored[key] = w.bfloat16()
+        elif name in ("gptoss_dense", "gptoss_mxfp4"):
+            w = (random(value.shape) * (2.0 / value.shape[1] ** 0.5)).bfloat16().float()
             stored[key] = w.bfloat16()
         else:
             scale = 1.0 if key.endswith(("linear_attn.out_proj.weight", "mixer.in_proj.weight", "mixer.out_proj.weight")) else 2.0
@@ -545,6 +613,9 @@ def make(name, family, settings, seed):
         config.architectures = written["architectures"]
         written = {k: v for k, v in config.to_diff_dict().items() if k not in SAVED[name]}
         written["sliding_window"] = settings["sliding_window"]
+    if name == "gptoss_mxfp4":
+        kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        written["quantization_config"] = {"modules_to_not_convert": kept, "quant_method": "mxfp4"}
     if name in NESTED:
         if "tie_word_embeddings" in NESTED[name][2]:
             written["tie_word_embeddings"] = False
