@@ -78,8 +78,9 @@ impl Blocks {
 struct BlockParts {
     /// Bytes that each block keeps for itself.
     kept: usize,
-    /// Bytes that blocks share for recomputed activations.
+    /// Bytes that blocks share for recomputed activations, and those of them that the backward pass takes.
     shared: usize,
+    shared_backward: usize,
     forward: Blocks,
     backward: Blocks,
 }
@@ -127,11 +128,9 @@ impl PassMemory<'_> {
         let most = match keeps {
             true => shared + both + head,
             false if self.embeds() || spec.tied => {
-                let blocks = parts
-                    .forward
-                    .bytes(element)
-                    .max(parts.backward.bytes(element));
-                head.max(shared + blocks)
+                let forward = shared + parts.forward.bytes(element);
+                let backward = parts.shared_backward + parts.backward.bytes(element);
+                head.max(forward).max(backward)
             }
             false => head.max(shared + both),
         };
@@ -219,6 +218,7 @@ impl PassMemory<'_> {
         let element = Array::<Mixed>::element_bytes(self.device);
         let parts = options.recompute.parts();
         let (mut kept, mut shared) = (0, SavedSizes::default());
+        let mut shared_backward = SavedSizes::default();
         // Blocks without gradients use the memory of the first block with gradients, or else of the last block.
         let (first, mut passed) = (self.first_block, SavedSizes::default());
         let (mut forward, mut backward) = (Blocks::default(), Blocks::default());
@@ -234,6 +234,9 @@ impl PassMemory<'_> {
                 kept += std::mem::take(&mut passed).bytes(element);
             }
             shared = shared.max(&again);
+            if index >= first {
+                shared_backward = shared_backward.max(&again);
+            }
             forward = forward.max(Blocks {
                 linear: self.linear_forward(own, rows),
                 inner: sizes.wide,
@@ -259,6 +262,7 @@ impl PassMemory<'_> {
         BlockParts {
             kept,
             shared: shared.bytes(element),
+            shared_backward: shared_backward.bytes(element),
             forward,
             backward,
         }
