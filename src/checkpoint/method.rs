@@ -86,7 +86,7 @@ pub(super) fn declared(config: &Json) -> Option<&Json> {
 
 /// How a file of GPTQ stores zero points and groups.
 pub(super) struct GptqForm {
-    /// What is to be added to a stored zero point, modulo 16: one in the first version of its files.
+    /// Added to a stored zero point, modulo 16: 1 in the first version of its files.
     pub(super) zero_offset: u8,
     /// Whether `g_idx` says the group of each input. Other files number inputs in order, whatever theirs says.
     pub(super) is_ordered: bool,

@@ -33,7 +33,7 @@ pub(super) static REASONING: Reasoning = Reasoning {
     early_end: "<|end|><|start|>assistant<|channel|>final<|message|>",
 };
 
-/// What a message is.
+/// The kind of a message.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Kind {
     Reasoning,
@@ -118,7 +118,7 @@ impl ToolCallForm for Harmony {
     }
 
     fn marks(&self) -> &[&'static str] {
-        // Those that end an answer are not part of it.
+        // The marks at the end of an answer are not part of it.
         &[START, CHANNEL, MESSAGE, "<|constrain|>", "<|end|>"]
     }
 
@@ -200,7 +200,11 @@ mod tests {
         ] {
             for end in ["", "<|call|>"] {
                 let answer = format!("{header}{{\"place\": \"Oslo <|x|>\"}}{end}");
-                assert_eq!(answered(&answer), [weather.clone()], "{answer}");
+                assert_eq!(
+                    answered(&answer),
+                    std::slice::from_ref(&weather),
+                    "{answer}"
+                );
             }
         }
         let thought = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>\
