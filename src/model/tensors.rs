@@ -560,8 +560,8 @@ impl List {
         let half = |half| gate_up_rows(experts.names, expert, half, rows);
         let (stack, height, of_stack) = match projection {
             "gate_proj" => ("gate_up_proj", 2 * rows, half(0)),
-            "up_proj" => ("gate_up_proj", 2 * rows, half(1)),
-            _ => ("down_proj", rows, alone.clone()),
+            "up_proj" if experts.expert.gated => ("gate_up_proj", 2 * rows, half(1)),
+            projection => (projection, rows, alone.clone()),
         };
         let within = |name: &str, shape: Vec<usize>, rows: &StoredRows| Within {
             name: block_name(self.index, &format!("mlp.experts.{name}")),

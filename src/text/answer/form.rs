@@ -49,6 +49,13 @@ static REASONING: [Reasoning; 5] = [
     },
 ];
 
+/// Reasoning in Harmony: the messages of the channel `analysis`.
+static HARMONY: Reasoning = Reasoning {
+    begin: "<|channel|>analysis<|message|>",
+    end: "<|end|>",
+    early_end: "<|end|><|start|>assistant<|channel|>final<|message|>",
+};
+
 /// The forms, each with texts that its templates contain. The first form whose texts all occur is chosen, so a form precedes those that
 /// share some of its texts.
 static FORMS: [(&dyn ToolCallForm, &[&str]); 14] = [
@@ -88,7 +95,7 @@ impl AnswerForm {
         if harmony::EVIDENCE.iter().all(|mark| template.contains(mark)) {
             let marks = harmony::Harmony.marks().iter().copied();
             return AnswerForm {
-                reasoning: Some(&harmony::REASONING),
+                reasoning: Some(&HARMONY),
                 calls: reads_tools.then_some(&harmony::Harmony),
                 has_headers: true,
                 shown: marks.filter(|mark| is_token(mark)).collect(),

@@ -4,7 +4,6 @@
 
 use serde_json::{Map, Value};
 
-use super::form::Reasoning;
 use super::section::{
     Found, HEADER, Scan, SectionStep, ToolCallForm, Written, is_begun, search, written,
 };
@@ -25,13 +24,6 @@ pub(super) const ENDS: [&str; 5] = [START, CHANNEL, "<|end|>", CALL, "<|return|>
 
 /// The marks of an answer's form, which a template contains.
 pub(super) const EVIDENCE: [&str; 3] = [START, CHANNEL, MESSAGE];
-
-/// Reasoning is the messages of the channel `analysis`.
-pub(super) static REASONING: Reasoning = Reasoning {
-    begin: "<|channel|>analysis<|message|>",
-    end: "<|end|>",
-    early_end: "<|end|><|start|>assistant<|channel|>final<|message|>",
-};
 
 /// The kind of a message.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -155,10 +147,9 @@ fn call(header: &str, arguments: Option<Map<String, Value>>) -> Option<Written> 
 
 #[cfg(test)]
 mod tests {
-    use super::super::form::AnswerForm;
     use super::super::tests::{both_ways, call, content, reasoning};
     use super::*;
-    use crate::text::answer::{AnswerParser, Event};
+    use crate::text::answer::{AnswerForm, AnswerParser, Event};
 
     fn form() -> AnswerForm {
         let template = "<|start|>assistant<|channel|>final<|message|>{{ tools }}<|end|>";
@@ -253,7 +244,7 @@ mod tests {
     fn a_prompt_may_begin_a_message() {
         let early = format!(
             "<|start|>assistant<|channel|>analysis<|message|>So{}",
-            REASONING.early_end
+            form().reasoning().unwrap().early_end
         );
         assert_eq!(after(&early, "4", true, true), [content("4")]);
         let within = "<|start|>assistant<|channel|>analysis<|message|>";
