@@ -8,7 +8,7 @@ use crate::base::error::{Result, bail};
 use crate::tensor::DeltaShape;
 
 /// Columns of a head's state per part, whose 128 rows stay in a core's own cache.
-pub(super) const COLUMNS: usize = 64;
+const COLUMNS: usize = 64;
 /// Channels of a convolution per part, and of a vector.
 const CHANNELS: usize = 16;
 
@@ -194,36 +194,58 @@ impl Cpu {
             );
         }
         let shared = heads / shape.key_heads;
-        let parts = shape.value_dim.div_ceil(COLUMNS);
         let (out, state) = (Out(out.as_mut_ptr()), Out(state.as_mut_ptr()));
+        self.by_columns(self.table.delta_rule, heads, shape.value_dim, |head| {
+            let key = head / shared * shape.key_dim;
+            let value = head * shape.value_dim;
+            // SAFETY: lengths were checked.
+            unsafe {
+                StateColumns {
+                    q: qkv.as_ptr().add(key),
+                    k: qkv.as_ptr().add(keys + key),
+                    v: qkv.as_ptr().add(2 * keys + value),
+                    stride: channels,
+                    out: out.at(value),
+                    out_stride: values,
+                    decay: decay.as_ptr().add(head),
+                    beta: beta.as_ptr().add(head),
+                    gate_stride: heads,
+                    state: state.at(value * shape.key_dim),
+                    key_dim: shape.key_dim,
+                    value_dim: shape.value_dim,
+                    columns: shape.value_dim,
+                    rows: m,
+                    skip: 0.0,
+                }
+            }
+        })
+    }
+
+    /// Runs a recurrence over parts of the columns of each of `heads` heads, which have `dim` columns. `whole` gives all columns of a head.
+    /// Cancelled with the thread's [`call`].
+    pub(super) fn by_columns(
+        &self,
+        recurrence: unsafe fn(StateColumns),
+        heads: usize,
+        dim: usize,
+        whole: impl Fn(usize) -> StateColumns + Sync,
+    ) -> Result<()> {
+        let parts = dim.div_ceil(COLUMNS);
         call::with(|call| {
             self.pool().run(heads * parts, |part| {
                 if call.is_over() {
                     return;
                 }
-                let (head, first) = (part / parts, part % parts * COLUMNS);
-                let (key, value) = (
-                    head / shared * shape.key_dim,
-                    head * shape.value_dim + first,
-                );
-                // SAFETY: the level is present; lengths were checked, and each part has columns of its own.
+                let first = part % parts * COLUMNS;
+                let all = whole(part / parts);
+                // SAFETY: the level is present; `whole` has pointers to `dim` columns, and each part has columns of its own.
                 unsafe {
-                    (self.table.delta_rule)(StateColumns {
-                        q: qkv.as_ptr().add(key),
-                        k: qkv.as_ptr().add(keys + key),
-                        v: qkv.as_ptr().add(2 * keys + value),
-                        stride: channels,
-                        out: out.at(value),
-                        out_stride: values,
-                        decay: decay.as_ptr().add(head),
-                        beta: beta.as_ptr().add(head),
-                        gate_stride: heads,
-                        state: state.at(head * shape.key_dim * shape.value_dim + first),
-                        key_dim: shape.key_dim,
-                        value_dim: shape.value_dim,
-                        columns: COLUMNS.min(shape.value_dim - first),
-                        rows: m,
-                        skip: 0.0,
+                    recurrence(StateColumns {
+                        v: all.v.add(first),
+                        out: all.out.add(first),
+                        state: all.state.add(first),
+                        columns: COLUMNS.min(dim - first),
+                        ..all
                     });
                 }
             });

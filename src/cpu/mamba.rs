@@ -1,10 +1,9 @@
 //! Mamba-2: checks, and splitting over threads by columns of heads.
 
 use super::Cpu;
-use super::delta::{COLUMNS, softplus};
+use super::delta::softplus;
 use super::engine::Out;
 use super::table::StateColumns;
-use crate::base::call;
 use crate::base::error::{Result, bail};
 use crate::tensor::MambaShape;
 
@@ -75,7 +74,7 @@ impl Cpu {
 
     /// The recurrence of Mamba-2 (Dao and Gu, 2024) over the rows of one sequence: for each head, with its state `S`
     /// `[state_size, head_dim]`, `S = decay S + B (dt x)^T`, and `out = S^T C + D x`. `state` holds the matrices of all heads. The bits do
-    /// not depend on how rows are divided among calls. Cancelled with the thread's [`call`].
+    /// not depend on how rows are divided among calls. Cancelled with the thread's [`call`](crate::base::call).
     pub fn mamba_scan(
         &self,
         shape: &MambaShape,
@@ -109,37 +108,29 @@ impl Cpu {
             );
         }
         let shared = heads / shape.groups;
-        let parts = dim.div_ceil(COLUMNS);
         let (out, state) = (Out(out.as_mut_ptr()), Out(state.as_mut_ptr()));
-        call::with(|call| {
-            self.pool().run(heads * parts, |part| {
-                if call.is_over() {
-                    return;
+        self.by_columns(self.table.mamba_scan, heads, dim, |head| {
+            let (group, value) = (head / shared * shape.state_size, head * dim);
+            // SAFETY: lengths were checked.
+            unsafe {
+                StateColumns {
+                    q: xbc.as_ptr().add(width + group_width + group),
+                    k: xbc.as_ptr().add(width + group),
+                    v: xbc.as_ptr().add(value),
+                    stride: channels,
+                    out: out.at(value),
+                    out_stride: width,
+                    decay: decay.as_ptr().add(head),
+                    beta: dt.as_ptr().add(head),
+                    gate_stride: heads,
+                    state: state.at(value * shape.state_size),
+                    key_dim: shape.state_size,
+                    value_dim: dim,
+                    columns: dim,
+                    rows: m,
+                    skip: skip[head],
                 }
-                let (head, first) = (part / parts, part % parts * COLUMNS);
-                let (group, value) = (head / shared * shape.state_size, head * dim + first);
-                // SAFETY: the level is present; lengths were checked, and each part has columns of its own.
-                unsafe {
-                    (self.table.mamba_scan)(StateColumns {
-                        q: xbc.as_ptr().add(width + group_width + group),
-                        k: xbc.as_ptr().add(width + group),
-                        v: xbc.as_ptr().add(value),
-                        stride: channels,
-                        out: out.at(value),
-                        out_stride: width,
-                        decay: decay.as_ptr().add(head),
-                        beta: dt.as_ptr().add(head),
-                        gate_stride: heads,
-                        state: state.at(head * shape.state_size * dim + first),
-                        key_dim: shape.state_size,
-                        value_dim: dim,
-                        columns: COLUMNS.min(dim - first),
-                        rows: m,
-                        skip: skip[head],
-                    });
-                }
-            });
-            call.check()
+            }
         })
     }
 

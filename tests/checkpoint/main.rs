@@ -8,6 +8,7 @@ mod families;
 mod files;
 mod folders;
 mod golden;
+mod int4;
 mod int8;
 mod methods;
 mod models;

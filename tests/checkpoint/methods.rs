@@ -6,22 +6,20 @@ use std::path::Path;
 
 use NVFP4::base::threads::Pool;
 use NVFP4::base::{ErrorKind, Result};
-use NVFP4::checkpoint::Encoding;
 use NVFP4::engine::Served;
 use NVFP4::format::nvfp4::Recipe;
 use NVFP4::format::random;
 use NVFP4::model::convert::{Container, ConvertOptions, convert};
 use NVFP4::model::training::Source;
 use NVFP4::model::{self, Device, LoadOptions};
-use half::f16;
 use serde_json::{Value, json};
 
 use super::files::{Scratch, tensors};
 
-const ATTENTION: &str = "model.layers.0.self_attn.";
+pub(super) const ATTENTION: &str = "model.layers.0.self_attn.";
 
 /// A tensor: name, dtype, shape and bytes.
-type Tensor = (String, &'static str, Vec<usize>, Vec<u8>);
+pub(super) type Tensor = (String, &'static str, Vec<usize>, Vec<u8>);
 
 fn f32s(values: impl Iterator<Item = f32>) -> Vec<u8> {
     values.flat_map(f32::to_le_bytes).collect()
@@ -67,7 +65,7 @@ fn model_tensors() -> Vec<Tensor> {
 }
 
 /// Writes the model with these tensors and this `quantization_config`.
-fn write(directory: &Path, all: &[Tensor], quantization: Value) {
+pub(super) fn write(directory: &Path, all: &[Tensor], quantization: Value) {
     std::fs::create_dir_all(directory).unwrap();
     let shapes: Vec<String> = all.iter().map(|t| format!("{:?}", t.2)).collect();
     let items: Vec<_> = all
@@ -88,7 +86,7 @@ fn write(directory: &Path, all: &[Tensor], quantization: Value) {
 }
 
 /// The model with the weights of attention in another form: `of` gives the tensors that stand for one, by module and shape.
-fn with_attention(of: impl Fn(&str, [usize; 2]) -> Vec<Tensor>) -> Vec<Tensor> {
+pub(super) fn with_attention(of: impl Fn(&str, [usize; 2]) -> Vec<Tensor>) -> Vec<Tensor> {
     let mut all = Vec::new();
     for tensor in model_tensors() {
         match tensor.0.strip_suffix(".weight") {
@@ -101,11 +99,11 @@ fn with_attention(of: impl Fn(&str, [usize; 2]) -> Vec<Tensor>) -> Vec<Tensor> {
     all
 }
 
-fn load(directory: &Path) -> Result<()> {
+pub(super) fn load(directory: &Path) -> Result<()> {
     Served::load(directory, &LoadOptions::new(Device::cpu(Some(1))?)).map(|_| ())
 }
 
-fn quantize(directory: &Path, to: &Path) -> Result<()> {
+pub(super) fn quantize(directory: &Path, to: &Path) -> Result<()> {
     let options = ConvertOptions::new(Container::ModelOpt, Recipe::Amax);
     let source = model::open(directory)?;
     convert(&*source, to, &options, &Pool::new(1)?, &mut |_| {
@@ -116,7 +114,7 @@ fn quantize(directory: &Path, to: &Path) -> Result<()> {
 
 /// Every way to use a model refuses this one in the same line, which has these words; it can still be listed.
 #[track_caller]
-fn refused(all: &[Tensor], quantization: Value, words: &str) {
+pub(super) fn refused(all: &[Tensor], quantization: Value, words: &str) {
     let scratch = Scratch::new();
     let (from, to) = (scratch.0.join("in"), scratch.0.join("out"));
     write(&from, all, quantization);
@@ -303,173 +301,6 @@ fn weights_that_need_no_method_are_read() {
         &all,
         json!({"quant_method": "compressed-tensors", "transform_config": {"config_groups": transform}}),
         "changes activations while the model runs ('input')",
-    );
-}
-
-/// 4-bit integers of GPTQ, in both versions and ordered by activations, and of AWQ: loaded, estimated and quantized, with the values that codes, zero points and
-/// scales stand for. What does not fit together is named.
-#[test]
-fn four_bit_integers_are_read() {
-    let bits = |i: usize| random::bits(11, i as u64) as u32;
-    let word = |count: usize| {
-        (0..count)
-            .flat_map(|i| bits(i).to_le_bytes())
-            .collect::<Vec<u8>>()
-    };
-    let scale = |i: usize| f16::from_f32(0.01 + (bits(900 + i) % 64) as f32 / 1024.0);
-    let scales = |count: usize| {
-        (0..count)
-            .flat_map(|i| scale(i).to_le_bytes())
-            .collect::<Vec<u8>>()
-    };
-    let (groups, order) = (2, |input: usize| input % 2);
-    let gptq = |module: &str, [rows, cols]: [usize; 2]| -> Vec<Tensor> {
-        let name = |part: &str| format!("{module}.{part}");
-        vec![
-            (
-                name("qweight"),
-                "I32",
-                vec![cols / 8, rows],
-                word(cols / 8 * rows),
-            ),
-            (
-                name("qzeros"),
-                "I32",
-                vec![groups, rows / 8],
-                word(groups * rows / 8),
-            ),
-            (
-                name("scales"),
-                "F16",
-                vec![groups, rows],
-                scales(groups * rows),
-            ),
-            (
-                name("g_idx"),
-                "I32",
-                vec![cols],
-                (0..cols)
-                    .flat_map(|i| (order(i) as i32).to_le_bytes())
-                    .collect(),
-            ),
-        ]
-    };
-    let awq = |module: &str, [rows, cols]: [usize; 2]| -> Vec<Tensor> {
-        let name = |part: &str| format!("{module}.{part}");
-        vec![
-            (
-                name("qweight"),
-                "I32",
-                vec![cols, rows / 8],
-                word(cols * rows / 8),
-            ),
-            (
-                name("qzeros"),
-                "I32",
-                vec![groups, rows / 8],
-                word(groups * rows / 8),
-            ),
-            (
-                name("scales"),
-                "F16",
-                vec![groups, rows],
-                scales(groups * rows),
-            ),
-        ]
-    };
-    let nibble = |word: usize, place: usize| (bits(word) >> (4 * place) & 15) as i32;
-    let awq_place = |output: usize| [0, 4, 1, 5, 2, 6, 3, 7][output % 8];
-    let share = |input: usize, cols: usize| input * groups / cols;
-    type Values<'a> = Box<dyn Fn(usize, usize, [usize; 2]) -> f32 + 'a>;
-    let gptq_value = |offset: i32, is_ordered: bool| -> Values<'_> {
-        Box::new(move |output, input, [rows, cols]| {
-            let group = if is_ordered {
-                order(input)
-            } else {
-                share(input, cols)
-            };
-            let zero = (nibble(group * rows / 8 + output / 8, output % 8) + offset) % 16;
-            let code = nibble(input / 8 * rows + output, input % 8);
-            (code - zero) as f32 * scale(group * rows + output).to_f32()
-        })
-    };
-    let awq_value: Values<'_> = Box::new(|output, input, [rows, cols]| {
-        let group = share(input, cols);
-        let zero = nibble(group * rows / 8 + output / 8, awq_place(output));
-        let code = nibble(input * rows / 8 + output / 8, awq_place(output));
-        (code - zero) as f32 * scale(group * rows + output).to_f32()
-    });
-    for (all, config, value) in [
-        (
-            with_attention(gptq),
-            json!({"quant_method": "gptq", "bits": 4}),
-            gptq_value(1, true),
-        ),
-        (
-            with_attention(gptq),
-            json!({"quant_method": "gptq", "bits": 4, "desc_act": false}),
-            gptq_value(1, false),
-        ),
-        (
-            with_attention(gptq),
-            json!({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}),
-            gptq_value(0, true),
-        ),
-        (with_attention(gptq), Value::Null, gptq_value(1, true)),
-        (
-            with_attention(awq),
-            json!({"quant_method": "awq", "bits": 4, "version": "gemm"}),
-            awq_value,
-        ),
-    ] {
-        let scratch = Scratch::new();
-        let (from, to) = (scratch.0.join("in"), scratch.0.join("out"));
-        write(&from, &all, config.clone());
-        let opened = model::open(&from).unwrap();
-        for (name, shape) in [("q_proj", [32, 32]), ("k_proj", [16, 32])] {
-            let entry = opened.find(&format!("{ATTENTION}{name}.weight")).unwrap();
-            assert_eq!(
-                (entry.shape.as_slice(), entry.encoding),
-                (&shape[..], Encoding::Int4)
-            );
-            let mut values = vec![0.0; shape[0] * shape[1]];
-            opened.rows_f32(entry, 0..shape[0], &mut values).unwrap();
-            for (i, found) in values.iter().enumerate() {
-                let (output, input) = (i / shape[1], i % shape[1]);
-                assert_eq!(
-                    *found,
-                    value(output, input, shape),
-                    "{config} {name}[{output}, {input}]"
-                );
-            }
-        }
-        load(&from).unwrap_or_else(|e| panic!("{config}: {e}"));
-        model::estimate(&*opened, false).unwrap();
-        quantize(&from, &to).unwrap_or_else(|e| panic!("{config}: {e}"));
-        load(&to).unwrap();
-    }
-    let own = json!({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round"});
-    refused(
-        &with_attention(gptq),
-        own,
-        "GPTQ integers ('model.layers.0.self_attn.q_proj.qweight')",
-    );
-    let wrong = with_attention(|module, shape| {
-        let mut all = gptq(module, shape);
-        all[3].3[4] = 2;
-        all
-    });
-    let scratch = Scratch::new();
-    write(
-        &scratch.0,
-        &wrong,
-        json!({"quant_method": "gptq", "bits": 4}),
-    );
-    let e = load(&scratch.0).unwrap_err();
-    assert!(
-        e.message()
-            .contains("g_idx': input 1 is of group 2; there are 2 groups of scales"),
-        "{e}"
     );
 }
 

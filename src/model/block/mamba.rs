@@ -1,6 +1,6 @@
 //! The operations of Mamba-2 in the reference block.
 
-use super::{BlockScratch, ReferencePass, Rows};
+use super::{BlockScratch, ReferencePass, Rows, update_states};
 use crate::base::Result;
 use crate::model::kv::StatePart;
 use crate::model::spec::Mamba2Spec;
@@ -18,14 +18,7 @@ impl ReferencePass<'_> {
         let (m, shape) = (self.rows, &spec.shape);
         let (channels, width) = (m * shape.channels(), m * shape.width());
         let heads = m * shape.heads;
-        for (array, len) in [
-            (&mut s.q, channels),
-            (&mut s.head_gate, width),
-            (&mut s.decay, heads),
-            (&mut s.beta, heads),
-        ] {
-            array.grow(self.device, len)?;
-        }
+        s.grow_recurrent(self.device, (channels, width, heads))?;
         self.project(
             s.normed.first(m * self.spec.hidden_size)?,
             m,
@@ -48,15 +41,10 @@ impl ReferencePass<'_> {
         s: &mut BlockScratch,
     ) -> Result<()> {
         let shape = &spec.shape;
-        for segment in segments {
-            let rows = segment.elements(shape.channels());
-            let (arena, blocks) = segment.state()?;
-            arena.update(index, StatePart::History, blocks, |history| {
-                let xbc = s.q.part_mut(rows)?;
-                mamba::convolve(self.device, shape, &weights.heads, xbc, history)
-            })?;
-        }
-        Ok(())
+        update_states(index, StatePart::History, segments, |segment, history| {
+            let xbc = s.q.part_mut(segment.elements(shape.channels()))?;
+            mamba::convolve(self.device, shape, &weights.heads, xbc, history)
+        })
     }
 
     pub(super) fn mamba_scan(
@@ -68,22 +56,18 @@ impl ReferencePass<'_> {
     ) -> Result<()> {
         let shape = &spec.shape;
         s.attended.grow(self.device, self.rows * shape.width())?;
-        for segment in segments {
+        update_states(index, StatePart::Matrices, segments, |segment, state| {
             let heads = segment.elements(shape.heads);
-            let (arena, blocks) = segment.state()?;
-            arena.update(index, StatePart::Matrices, blocks, |state| {
-                let out = segment.elements(shape.width());
-                let rows = MambaScanRows {
-                    xbc: s.q.part(segment.elements(shape.channels()))?.host()?,
-                    decay: s.decay.part(heads.clone())?.host()?,
-                    dt: s.beta.part(heads)?.host()?,
-                    skip: weights.heads.skip.all().host()?,
-                    out: s.attended.part_mut(out)?.host()?,
-                };
-                mamba::scan(self.device, shape, rows, state)
-            })?;
-        }
-        Ok(())
+            let out = segment.elements(shape.width());
+            let rows = MambaScanRows {
+                xbc: s.q.part(segment.elements(shape.channels()))?.host()?,
+                decay: s.decay.part(heads.clone())?.host()?,
+                dt: s.beta.part(heads)?.host()?,
+                skip: weights.heads.skip.all().host()?,
+                out: s.attended.part_mut(out)?.host()?,
+            };
+            mamba::scan(self.device, shape, rows, state)
+        })
     }
 
     /// Multiplies what was read from the state by `silu` of the gate, in the gate's memory, and normalizes the product by groups.

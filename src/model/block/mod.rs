@@ -121,6 +121,18 @@ impl BlockScratch {
         }
     }
 
+    /// Makes room for the inputs of a recurrent layer: of the convolution, of the gate, and of as many decays and shares as heads.
+    fn grow_recurrent(
+        &mut self,
+        device: &Device,
+        (channels, values, heads): (usize, usize, usize),
+    ) -> Result<()> {
+        self.q.grow(device, channels)?;
+        self.head_gate.grow(device, values)?;
+        self.decay.grow(device, heads)?;
+        self.beta.grow(device, heads)
+    }
+
     /// Bytes held.
     pub(super) fn bytes(&self) -> usize {
         let experts = &self.experts;
@@ -405,14 +417,7 @@ impl<'a> ReferencePass<'a> {
         let (m, shape) = (self.rows, &spec.shape);
         let (channels, values) = (m * shape.channels(), m * shape.value_width());
         let heads = m * shape.value_heads;
-        for (array, len) in [
-            (&mut s.q, channels),
-            (&mut s.head_gate, values),
-            (&mut s.decay, heads),
-            (&mut s.beta, heads),
-        ] {
-            array.grow(self.device, len)?;
-        }
+        s.grow_recurrent(self.device, (channels, values, heads))?;
         self.project(
             s.normed.first(m * self.spec.hidden_size)?,
             m,
@@ -437,15 +442,10 @@ impl<'a> ReferencePass<'a> {
         s: &mut BlockScratch,
     ) -> Result<()> {
         let shape = &spec.shape;
-        for segment in segments {
-            let rows = segment.elements(shape.channels());
-            let (arena, blocks) = segment.state()?;
-            arena.update(index, StatePart::History, blocks, |history| {
-                let qkv = s.q.part_mut(rows)?;
-                delta::convolve(self.device, shape, &weights.heads, qkv, history)
-            })?;
-        }
-        Ok(())
+        update_states(index, StatePart::History, segments, |segment, history| {
+            let qkv = s.q.part_mut(segment.elements(shape.channels()))?;
+            delta::convolve(self.device, shape, &weights.heads, qkv, history)
+        })
     }
 
     fn delta_rule(
@@ -458,21 +458,17 @@ impl<'a> ReferencePass<'a> {
         let shape = &spec.shape;
         s.attended
             .grow(self.device, self.rows * shape.value_width())?;
-        for segment in segments {
+        update_states(index, StatePart::Matrices, segments, |segment, state| {
             let heads = segment.elements(shape.value_heads);
-            let (arena, blocks) = segment.state()?;
-            arena.update(index, StatePart::Matrices, blocks, |state| {
-                let out = segment.elements(shape.value_width());
-                let rows = DeltaRuleRows {
-                    qkv: s.q.part(segment.elements(shape.channels()))?.host()?,
-                    decay: s.decay.part(heads.clone())?.host()?,
-                    beta: s.beta.part(heads)?.host()?,
-                    out: s.attended.part_mut(out)?.host()?,
-                };
-                delta::delta_rule(self.device, shape, rows, state)
-            })?;
-        }
-        Ok(())
+            let out = segment.elements(shape.value_width());
+            let rows = DeltaRuleRows {
+                qkv: s.q.part(segment.elements(shape.channels()))?.host()?,
+                decay: s.decay.part(heads.clone())?.host()?,
+                beta: s.beta.part(heads)?.host()?,
+                out: s.attended.part_mut(out)?.host()?,
+            };
+            delta::delta_rule(self.device, shape, rows, state)
+        })
     }
 
     /// Normalizes the heads of a gated delta net and multiplies them by `silu` of their gate, in the gate's memory.
@@ -678,6 +674,20 @@ impl<'a> ReferencePass<'a> {
     ) -> Result<()> {
         project(self.device, self.activations, x, m, outputs, workspace)
     }
+}
+
+/// Changes a part of the state of each segment in the recurrent layer of block `index`.
+fn update_states(
+    index: usize,
+    part: StatePart,
+    segments: &[Rows<'_>],
+    mut change: impl FnMut(&Rows<'_>, &mut [f32]) -> Result<()>,
+) -> Result<()> {
+    for segment in segments {
+        let (arena, blocks) = segment.state()?;
+        arena.update(index, part, blocks, |state| change(segment, state))?;
+    }
+    Ok(())
 }
 
 fn project(
