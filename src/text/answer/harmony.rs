@@ -121,6 +121,8 @@ impl ToolCallForm for Harmony {
         if scan.at == 0 {
             let body = text[header..].trim_start();
             match body.chars().next() {
+                // Endless space is no call, and would be read again for each piece of it.
+                None if text.len() - header > HEADER => return SectionStep::Malformed(header),
                 None => return SectionStep::More,
                 Some('{') => scan.begin(text.len() - body.len()),
                 Some(_) => return SectionStep::Malformed(header),
@@ -223,6 +225,30 @@ mod tests {
                 })
                 .collect();
             assert_eq!(text, answer.replace("<|end|>", "\n\n"), "{answer}");
+        }
+    }
+
+    #[test]
+    fn endless_answers_take_linear_time() {
+        const LONG: usize = 1 << 18;
+        let call = " to=functions.f<|message|>";
+        for (head, unit) in [
+            (call, " "),
+            (call, "{"),
+            (call, "\"a"),
+            ("<|channel|>", "a"),
+            ("", "<|start|>"),
+            ("", "<"),
+        ] {
+            let answer = format!("{head}{}", unit.repeat(LONG / unit.len()));
+            let mut parser = AnswerParser::new(&form(), "<|start|>assistant", true, 0);
+            let begin = std::time::Instant::now();
+            for piece in answer.as_bytes().chunks(1) {
+                parser.push(std::str::from_utf8(piece).unwrap());
+            }
+            parser.finish(true);
+            let taken = begin.elapsed();
+            assert!(taken.as_secs() < 2, "{taken:?}: {head}{unit}...");
         }
     }
 
