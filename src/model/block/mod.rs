@@ -121,7 +121,7 @@ impl BlockScratch {
         }
     }
 
-    /// Makes room for the inputs of a recurrent layer: of the convolution, of the gate, and of as many decays and shares as heads.
+    /// Makes room for the inputs of a recurrent layer, in elements: of its convolution, of its gate, and of decays and shares by head.
     fn grow_recurrent(
         &mut self,
         device: &Device,
