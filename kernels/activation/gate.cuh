@@ -2,7 +2,7 @@
 #pragma once
 #include "common/types.cuh"
 
-enum Activation { SILU, GELU_TANH };
+enum Activation { SILU, GELU_TANH, CLAMPED_SWIGLU };
 
 // x sigmoid(t).
 __device__ __forceinline__ float gated(float x, float t) { return x / (1 + __expf(-t)); }
@@ -10,6 +10,18 @@ __device__ __forceinline__ float gated(float x, float t) { return x / (1 + __exp
 // x sigmoid(x), or x (1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3), which is x sigmoid(2 u).
 __device__ __forceinline__ float activate(int activation, float x) {
     return gated(x, activation == SILU ? x : 1.5957691f * (x + 0.044715f * x * x * x));
+}
+
+// A gated linear unit, with the numbers of CLAMPED_SWIGLU: g sigmoid(alpha g) (u + 1) with g = min(gate, limit) and u = up within the limit.
+struct Gating {
+    int activation;
+    float alpha;
+    float limit;
+};
+__device__ __forceinline__ float gated_unit(const Gating& a, float gate, float up) {
+    if (a.activation != CLAMPED_SWIGLU) return activate(a.activation, gate) * up;
+    float g = fminf(gate, a.limit);
+    return gated(g, a.alpha * g) * (fminf(fmaxf(up, -a.limit), a.limit) + 1);
 }
 
 // An activation and its derivative by x. Because sigmoid' = sigmoid (1 - sigmoid), the derivative of x s with s = sigmoid(t) is s + x s (1

@@ -8,7 +8,7 @@ struct Arguments {
     u64 count;
     u64 period;
     float factor;
-    int activation;
+    Gating gating;
 };
 
 constexpr int THREADS = 256;
@@ -22,9 +22,9 @@ __device__ __forceinline__ void each(const Arguments& a, F change) {
     }
 }
 
-// x = act(x) * y
+// x = the gated linear unit of gate x and up y
 extern "C" __global__ void __launch_bounds__(THREADS) pointwise_glu(const __grid_constant__ Arguments a) {
-    each(a, [&](float x, float y) { return activate(a.activation, x) * y; });
+    each(a, [&](float x, float y) { return gated_unit(a.gating, x, y); });
 }
 // x += y
 extern "C" __global__ void __launch_bounds__(THREADS) pointwise_add(const __grid_constant__ Arguments a) {

@@ -23,6 +23,7 @@ struct Arguments {
     const float* qkv;           // [sequences, (heads + 2 kv_heads) D]
     const float* q_norm;        // [D] or null
     const float* k_norm;
+    const float* sinks;         // [heads]: a logit of each head that has no value; or null. LIMITED kernels alone take them
     const int* positions;       // [sequences]: of the new token
     u16* out;                   // f16 [sequences, heads D], or the same, fragment-major
     float* partial;             // the split-KV workspace: [sequences, head blocks, splits, HEADS, D + 2]
@@ -160,16 +161,18 @@ struct PartialResult {
         }
     }
 #endif
-    __device__ __forceinline__ void store_output(const OutputRow& row, int first) const {
+    // `sink` is a score without a value, minus infinity for none.
+    __device__ __forceinline__ void store_output(const OutputRow& row, int head, float sink) const {
+        float total = weight + exp2_approx(sink - max_score);
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            if (has_slot<D>(j)) row.at(first + lane_id() + WARP * j) = to_f16(y[j] / weight);
+            if (has_slot<D>(j)) row.at(head * D + lane_id() + WARP * j) = to_f16(y[j] / total);
         }
     }
 };
 
 // The ring has STAGES pages, SPAN of which are processed at a time. CLUSTER: the splits of a sequence are the blocks of a cluster. LIMITED:
-// there may be a window or a soft cap. PARTIAL: see Rotation.
+// there may be a window, a soft cap or sinks. PARTIAL: see Rotation.
 template <int D, bool LIMITED, bool PARTIAL, int STAGES, int SPAN, bool CLUSTER>
 __device__ __forceinline__ void run(const Arguments& a) {
     static_assert(STAGES % SPAN == 0, "");
@@ -361,6 +364,9 @@ __device__ __forceinline__ void run(const Arguments& a) {
     __syncthreads();
 
     OutputRow out(a, sequence, all_heads * D);
+    auto store_output = [&](const PartialResult<D>& r, int h) {
+        r.store_output(out, first_head + h, LIMITED && a.sinks ? a.sinks[first_head + h] * LOG2E : -INFINITY);
+    };
     if (a.fragment_major && split == 0 && first_head == 0) {
         // The padding is zeros.
         for (int k = out.width + threadIdx.x; k < padded_k(out.width); k += THREADS) out.at(k) = 0;
@@ -381,7 +387,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         __syncwarp();
         barrier_wait(shared_address(&exchange), 0);
         for (int h = warp; h < heads; h += WARPS) {
-            if (h % splits == split) PartialResult<D>(of_split[0][h], splits, HEADS * LINE).store_output(out, (first_head + h) * D);
+            if (h % splits == split) store_output(PartialResult<D>(of_split[0][h], splits, HEADS * LINE), h);
         }
         return;
     }
@@ -391,7 +397,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     for (int h = warp; h < heads; h += WARPS) {
         PartialResult<D> r(of_warp[0][h], WARPS + 1, HEADS * LINE);
         if (splits == 1) {
-            r.store_output(out, (first_head + h) * D);
+            store_output(r, h);
         } else {
             r.store(lines + (split * HEADS + h) * LINE);
         }
@@ -406,7 +412,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     __syncthreads();
     if (!last) return;
     __threadfence();
-    for (int h = warp; h < heads; h += WARPS) PartialResult<D>::of_splits(lines + h * LINE, splits).store_output(out, (first_head + h) * D);
+    for (int h = warp; h < heads; h += WARPS) store_output(PartialResult<D>::of_splits(lines + h * LINE, splits), h);
 }
 
 // With few blocks, each has a ring of four pages, two of which are processed at a time. With more blocks, and in clusters, a ring of two

@@ -1,4 +1,4 @@
-// Decode attention for heads that rotate completely, with windows and soft caps. See attention/decode.cuh.
+// Decode attention for heads that rotate completely, with windows, soft caps and sinks. See attention/decode.cuh.
 #include "attention/decode.cuh"
 
 constexpr int WIDE_BLOCKS = 3;  // of a multiprocessor where shared memory allows; one fits on every architecture

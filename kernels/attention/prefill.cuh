@@ -13,6 +13,7 @@ constexpr int ROWS = WARPS * 16;
 
 struct Arguments {
     const u16* q;           // f16 [rows, heads, D], scaled by the scores' scale times log2(e)
+    const float* sinks;     // [heads]: a logit of each head that has no value; or null
     u16* out;               // f16 [rows, heads, D]
     Pages pages;            // of the one sequence
     int heads;
@@ -188,13 +189,14 @@ __device__ __forceinline__ void run(const Arguments& a) {
             }
         }
     }
+    float sink = a.sinks ? a.sinks[head] * LOG2E : -INFINITY;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         weight[r] += __shfl_xor_sync(ALL_LANES, weight[r], 1);
         weight[r] += __shfl_xor_sync(ALL_LANES, weight[r], 2);
         if (rows[r] >= a.rows) continue;
         u16* out = a.out + ((size_t)rows[r] * a.heads + head) * D;
-        float factor = 1 / weight[r];
+        float factor = 1 / (weight[r] + exp2_approx(sink - max_score[r]));
 #pragma unroll
         for (int n = 0; n < D / 8; n++) *(u32*)(out + n * 8 + 2 * t) = pack_f16(y[n][2 * r] * factor, y[n][2 * r + 1] * factor);
     }

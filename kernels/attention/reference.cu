@@ -10,6 +10,7 @@ constexpr int SLOTS = MAX_DIM / WARP;
 
 struct AttendArguments {
     const float* q;     // [rows, heads, dim]
+    const float* sinks; // [heads]: a logit of each head that has no value; or null
     float* out;         // [rows, heads, dim]
     Pages pages;        // of the one sequence
     int heads;
@@ -55,9 +56,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_reference(const 
     __syncthreads();
 
     // A row sees at least its own position, so the largest score is finite; a warp without positions has minus infinity and adds nothing.
+    float sink = a.sinks ? a.sinks[head] : -INFINITY;
+    max_score = fmaxf(max_score, sink);
     for (int w = 0; w < WARPS; w++) max_score = fmaxf(max_score, max_scores[w]);
     for (int i = threadIdx.x; i < a.dim; i += THREADS) {
-        float sum = 0, total_weight = 0;
+        float sum = 0, total_weight = expf(sink - max_score);
         for (int w = 0; w < WARPS; w++) {
             float factor = expf(max_scores[w] - max_score);
             sum += warp_y[w][i] * factor;

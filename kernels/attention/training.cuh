@@ -26,7 +26,6 @@ struct Arguments {
 };
 
 constexpr int TILE = 64;
-constexpr float LOG2E = 1.4426950408889634f;
 
 // The first row that a query sees.
 __device__ __forceinline__ int first_seen(const Arguments& a, int row) {

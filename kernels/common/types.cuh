@@ -8,6 +8,8 @@ typedef unsigned long long u64;
 
 #define INFINITY __int_as_float(0x7f800000)
 
+constexpr float LOG2E = 1.4426950408889634f;
+
 constexpr int WARP = 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
 

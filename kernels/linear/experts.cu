@@ -3,7 +3,7 @@
 // none.
 //
 // A block takes a tile and 64 output features, 16 to a warp, and multiplies them along K (linear/main_loop.cuh). In the product with gate
-// and up, the 16 features of a warp are eight of gate and the same eight of up, and the result of the GLU is stored.
+// and up, the 16 features of a warp are eight of gate and the same eight of up, and the result of the GLU is stored. Biases are added.
 //
 // K must be a multiple of 16.
 #include "activation/gate.cuh"
@@ -23,7 +23,7 @@ struct Arguments {
     int k;
     float factor;               // of the product
     float out_scale;            // GLU: keeps the result, which may be large, within f16
-    int activation;
+    Gating gating;
 };
 
 // Stages in shared memory. Small tiles need more of them to keep enough loads in flight.
@@ -71,7 +71,9 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int warp = threadIdx.x / WARP, g = lane_id() / 4, t = lane_id() % 4;
     const Matrix &gate = expert[GATE], &up = expert[UP], &down = expert[DOWN];
     float low_factor = (IS_GLU ? gate : down).global * a.factor * PACKED_FACTOR, high_factor = (IS_GLU ? up : down).global * a.factor * PACKED_FACTOR;
-    int feature = first_feature + warp * (IS_GLU ? CHUNK_ROWS : 2 * CHUNK_ROWS) + g;
+    int feature = first_feature + warp * (IS_GLU ? CHUNK_ROWS : 2 * CHUNK_ROWS) + g, high_feature = feature + (IS_GLU ? 0 : CHUNK_ROWS);
+    const float *low = (IS_GLU ? gate : down).bias, *high = (IS_GLU ? up : down).bias;
+    float low_bias = low && feature < a.n ? low[feature] : 0, high_bias = high && high_feature < a.n ? high[high_feature] : 0;
 #pragma unroll
     for (int i = 0; i < Loop::TILES; i++) {
 #pragma unroll
@@ -79,9 +81,9 @@ __device__ __forceinline__ void run(const Arguments& a) {
             int m = 8 * i + 2 * t + e;
             if (m >= tile.pairs) continue;
             size_t at = (size_t)(tile.first + m) * a.n + feature;
-            float x = c[i][e] * low_factor, y = c[i][e + 2] * high_factor;
+            float x = c[i][e] * low_factor + low_bias, y = c[i][e + 2] * high_factor + high_bias;
             if (IS_GLU) {
-                if (feature < a.n) ((u16*)a.out)[at] = to_f16(activate(a.activation, x) * y * a.out_scale);
+                if (feature < a.n) ((u16*)a.out)[at] = to_f16(gated_unit(a.gating, x, y) * a.out_scale);
             } else {
                 if (feature < a.n) ((float*)a.out)[at] = x;
                 if (feature + CHUNK_ROWS < a.n) ((float*)a.out)[at + CHUNK_ROWS] = y;

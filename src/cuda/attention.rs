@@ -135,6 +135,8 @@ pub struct Heads<'a> {
     pub q_norm: Option<&'a DeviceBuffer>,
     /// RMSNorm of each key head.
     pub k_norm: Option<&'a DeviceBuffer>,
+    /// A logit of each query head that takes part in the softmax of every row and has no value, f32 `[heads]`.
+    pub sinks: Option<&'a DeviceBuffer>,
     /// Rotary frequencies, f32 `[rotary_dim / 2]`.
     pub frequencies: &'a DeviceBuffer,
     /// Elements of a head that rotate, from the first on.
@@ -159,7 +161,7 @@ fn rotates_whole(dim: usize, rotary_dim: usize) -> bool {
 }
 
 /// The decode, prefill and store units for heads of `dim` elements, the first `rotary_dim` of which rotate. `is_limited` selects kernels
-/// with a window or a soft cap.
+/// with a window, a soft cap or sinks.
 pub fn attention_units(dim: usize, rotary_dim: usize, is_limited: bool) -> [Unit; 3] {
     let whole = rotates_whole(dim, rotary_dim);
     [
@@ -236,7 +238,8 @@ impl Heads<'_> {
     }
 
     fn units(&self) -> [Unit; 3] {
-        let is_limited = self.shape.window.is_some() || self.shape.score_cap.is_some();
+        let is_limited =
+            self.shape.window.is_some() || self.shape.score_cap.is_some() || self.sinks.is_some();
         attention_units(self.shape.dim, self.rotary_dim, is_limited)
     }
 
@@ -249,6 +252,14 @@ impl Heads<'_> {
     /// The soft cap in base 2; 0 without a cap.
     fn cap_log2(&self) -> f32 {
         self.shape.score_cap.unwrap_or(0.0) * std::f32::consts::LOG2_E
+    }
+
+    /// The address of the sinks; 0 without any.
+    fn sinks(&self) -> Result<u64> {
+        if let Some(sinks) = self.sinks {
+            sinks.holds("sinks", &[self.shape.heads, 4])?;
+        }
+        Ok(self.sinks.map_or(0, DeviceBuffer::address))
     }
 
     fn norms(&self) -> (u64, u64) {
@@ -362,6 +373,7 @@ struct DecodeArguments {
     qkv: u64,
     q_norm: u64,
     k_norm: u64,
+    sinks: u64,
     positions: u64,
     out: u64,
     partial: u64,
@@ -558,6 +570,7 @@ pub fn decode(
         qkv: qkv.address(),
         q_norm,
         k_norm,
+        sinks: heads.sinks()?,
         positions: positions.address(),
         out: out.address(),
         partial: workspace.partial.address(),
@@ -675,6 +688,7 @@ pub fn store(
 #[repr(C)]
 struct PrefillArguments {
     q: u64,
+    sinks: u64,
     out: u64,
     pages: Pages,
     heads: i32,
@@ -706,6 +720,7 @@ pub fn prefill(
     }
     let arguments = PrefillArguments {
         q: q.address() + (at * row) as u64,
+        sinks: heads.sinks()?,
         out: out.address() + (at * row) as u64,
         pages: cache.argument(1, at..at + rows)?,
         heads: heads.shape.heads as i32,

@@ -7,7 +7,7 @@ use super::driver::{DeviceBuffer, Gpu, Launch, int};
 use super::elementwise::{NextArgument, NextNorm, RESIDUAL_THREADS};
 use super::kernel::kernels;
 use super::linear::{
-    Biased, CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, Glu, Input, LinearScratch, Matrix, MatrixArgument,
+    Activation, Biased, CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, GatedUnit, Gating, Input, LinearScratch, Matrix, MatrixArgument,
     MatrixShape, Output, linear,
 };
 use crate::base::Result;
@@ -99,7 +99,7 @@ impl Routing {
     }
 }
 
-/// Weights of one block's experts, as kernels find them. Keeps them in memory.
+/// Weights of one block's experts, as kernels find them. Keeps the weights in memory; biases must outlive it.
 #[derive(Debug)]
 pub struct ExpertTable {
     /// Addresses of gate, up and down of each expert.
@@ -129,12 +129,6 @@ impl ExpertTable {
                         w.storage()
                     );
                 }
-                if bias.is_some() {
-                    bail!(
-                        Unsupported,
-                        "the {what} projection of expert {expert} has a bias, for which there is no kernel on a GPU"
-                    );
-                }
                 let wanted = match i {
                     2 => (gate.cols, gate.rows),
                     _ => (gate.rows, gate.cols),
@@ -146,7 +140,7 @@ impl ExpertTable {
                         (w.rows(), w.cols())
                     );
                 }
-                table.extend(MatrixArgument::words(w)?);
+                table.extend(MatrixArgument::words((w, *bias))?);
                 weights.push(w.shared_values());
             }
         }
@@ -237,13 +231,13 @@ struct RouteArguments {
     layer: i32,
 }
 
-/// Routes f16 rows `x` `[rows, hidden]` by a router `[experts, hidden]`, and cuts their expert pairs into tiles. Also multiplies
+/// Routes f16 rows `x` `[rows, hidden]` by a router `[experts, hidden]` and its bias, and cuts their expert pairs into tiles. Also multiplies
 /// `shared_gate` `[1, hidden]`, for [`sum_experts`]. If a logit is not finite, `unfit`, a u32, becomes 1 + `layer` unless it is set
 /// already.
 pub fn route(
     gpu: &Arc<Gpu>,
     routing: &Routing,
-    router: &Matrix,
+    router: Biased<'_>,
     shared_gate: Option<&Matrix>,
     x: &DeviceBuffer,
     rows: usize,
@@ -253,16 +247,14 @@ pub fn route(
 ) -> Result<()> {
     scratch.check(routing, rows)?;
     unfit.holds("a note", &[4])?;
-    let matrices: Vec<Biased<'_>> = std::iter::once(router)
-        .chain(shared_gate)
-        .map(|w| (w, None))
-        .collect();
+    let shared_gate = shared_gate.map(|w| (w, None));
+    let matrices: Vec<Biased<'_>> = std::iter::once(router).chain(shared_gate).collect();
     let wanted = [routing.experts, 1];
     if matrices.iter().zip(wanted).any(|((w, _), n)| w.rows() != n) {
         bail!(
             Internal,
             "a router of {} for {} experts",
-            router.rows(),
+            router.0.rows(),
             routing.experts
         );
     }
@@ -317,7 +309,7 @@ struct ProductArguments {
     k: i32,
     factor: f32,
     out_scale: f32,
-    activation: i32,
+    gating: Gating,
 }
 
 /// A GEMM over the tiles of `rows` routed rows, by the kernel for their tiles; `features` is the number of output features per CTA.
@@ -369,15 +361,15 @@ fn check_table(table: &ExpertTable, routing: &Routing) -> Result<()> {
     Ok(())
 }
 
-/// Gate and up projections and the gated activation of each row's experts, from f16 rows `x` `[rows, hidden]`. The result stays in scratch
-/// for [`experts_down`].
+/// Gate and up projections and the gated linear unit of each row's experts, from f16 rows `x` `[rows, hidden]`. The result, divided by
+/// `divisor` so that f16 holds it, stays in scratch for [`experts_down`].
 pub fn experts_gate_up(
     gpu: &Gpu,
     routing: &Routing,
     table: &ExpertTable,
     x: &DeviceBuffer,
     rows: usize,
-    glu: Glu,
+    (glu, divisor): (GatedUnit, u32),
     scratch: &ExpertScratch,
 ) -> Result<()> {
     check_table(table, routing)?;
@@ -397,8 +389,8 @@ pub fn experts_gate_up(
         n: int("output features", n)?,
         k: int("K", k)?,
         factor: 1.0,
-        out_scale: glu.factor(),
-        activation: glu.activation as i32,
+        out_scale: 1.0 / divisor as f32,
+        gating: glu.argument(),
     };
     let features = CHUNK_ROWS * WARPS;
     use Products::{Glu8, Glu16, Glu32, Glu64};
@@ -433,7 +425,7 @@ pub fn experts_down(
         k: int("K", k)?,
         factor: divisor,
         out_scale: 1.0,
-        activation: 0,
+        gating: GatedUnit::Plain(Activation::Silu).argument(),
     };
     let features = 2 * CHUNK_ROWS * WARPS;
     use Products::{Plain8, Plain16, Plain32, Plain64};

@@ -50,7 +50,7 @@ pub use experts::{
     sum_experts,
 };
 pub use linear::{
-    Activation, Biased, FusedNorm, GemmPlan, Glu, Hardware, Input, InputForm, Layout,
+    Activation, Biased, FusedNorm, GatedUnit, GemmPlan, Glu, Hardware, Input, InputForm, Layout,
     LinearScratch, Matrix, MatrixShape, NormScratch, Output, ReadBytes, ReadNvfp4, ResidualRow,
     SKINNY_ROWS, SkinnyPlan, TILED, Tile, TileKernel, WideClusters, linear, linear_add_norm, tiled,
 };

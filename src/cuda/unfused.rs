@@ -4,7 +4,7 @@
 use super::attention::{CachedPages, KvShape, Pages};
 use super::driver::{DeviceSlice, Launch, int};
 use super::kernel::kernels;
-use super::linear::Activation;
+use super::linear::{Activation, GatedUnit, Gating};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::size::product;
@@ -167,8 +167,11 @@ struct PointwiseArguments {
     count: u64,
     period: u64,
     factor: f32,
-    activation: i32,
+    gating: Gating,
 }
+
+/// Of operations that are no gated linear units.
+const NO_UNIT: GatedUnit = GatedUnit::Plain(Activation::Silu);
 
 /// Runs a kernel over the elements of `x` and those of `y`, which repeats along `x`.
 fn pointwise(
@@ -176,7 +179,7 @@ fn pointwise(
     x: DeviceSlice<'_>,
     y: Option<DeviceSlice<'_>>,
     factor: f32,
-    activation: Activation,
+    unit: GatedUnit,
 ) -> Result<()> {
     let (count, period) = (elements(x), y.map_or(1, elements));
     if period == 0 || !count.is_multiple_of(period) {
@@ -191,7 +194,7 @@ fn pointwise(
         count: count as u64,
         period: period as u64,
         factor,
-        activation: activation as i32,
+        gating: unit.argument(),
     };
     let blocks = count.div_ceil(THREADS as usize).min(MOST_BLOCKS);
     let launch = Launch::new([blocks as u32, 1, 1], THREADS);
@@ -199,35 +202,36 @@ fn pointwise(
     unsafe { launch.of(kernel).run(x.gpu(), &arguments) }
 }
 
-/// `gate = act(gate) * up`, element by element.
-pub fn glu_f32(activation: Activation, gate: DeviceSlice<'_>, up: DeviceSlice<'_>) -> Result<()> {
+/// A gated linear unit in the place of `gate`, element by element.
+pub fn glu_f32(unit: GatedUnit, gate: DeviceSlice<'_>, up: DeviceSlice<'_>) -> Result<()> {
     expect("up", up, &[elements(gate)])?;
-    pointwise(Pointwise::Glu, gate, Some(up), 0.0, activation)
+    pointwise(Pointwise::Glu, gate, Some(up), 0.0, unit)
 }
 
 /// `x += y`, element by element; `y` may be a single row that is added to each row of `x` (a bias).
 pub fn add(x: DeviceSlice<'_>, y: DeviceSlice<'_>) -> Result<()> {
-    pointwise(Pointwise::Add, x, Some(y), 0.0, Activation::Silu)
+    pointwise(Pointwise::Add, x, Some(y), 0.0, NO_UNIT)
 }
 
 /// `x *= factor`.
 pub fn scale(x: DeviceSlice<'_>, factor: f32) -> Result<()> {
-    pointwise(Pointwise::Scale, x, None, factor, Activation::Silu)
+    pointwise(Pointwise::Scale, x, None, factor, NO_UNIT)
 }
 
 /// `x = value`.
 pub fn fill(x: DeviceSlice<'_>, value: f32) -> Result<()> {
-    pointwise(Pointwise::Fill, x, None, value, Activation::Silu)
+    pointwise(Pointwise::Fill, x, None, value, NO_UNIT)
 }
 
 /// `x = cap * tanh(x / cap)`.
 pub fn cap_f32(x: DeviceSlice<'_>, cap: f32) -> Result<()> {
-    pointwise(Pointwise::Cap, x, None, cap, Activation::Silu)
+    pointwise(Pointwise::Cap, x, None, cap, NO_UNIT)
 }
 
 #[repr(C)]
 struct AttendArguments {
     q: u64,
+    sinks: u64,
     out: u64,
     pages: Pages,
     heads: i32,
@@ -257,9 +261,11 @@ fn check_heads(cache: &CachedPages<'_>, positions: usize) -> Result<()> {
 }
 
 /// Attention of f32 `q` `[rows, heads, dim]`, rows of one sequence from `first_position` on, over its cached keys and values: softmax(q k^T
-/// * scale) v in f32, to f32 `out` of the same shape. A row sees positions up to its own, whose blocks must exist and hold them.
+/// * scale) v in f32, to f32 `out` of the same shape. A row sees positions up to its own, whose blocks must exist and hold them. `sinks`
+/// `[heads]` takes part in the softmax of each row and has no value.
 pub fn attention_reference(
     shape: &AttentionShape,
+    sinks: Option<DeviceSlice<'_>>,
     cache: &CachedPages<'_>,
     q: DeviceSlice<'_>,
     rows: usize,
@@ -281,8 +287,12 @@ pub fn attention_reference(
     }
     expect("queries", q, &[rows, heads, dim])?;
     expect("what attention makes", out, &[rows, heads, dim])?;
+    if let Some(sinks) = sinks {
+        expect("sinks", sinks, &[heads])?;
+    }
     let arguments = AttendArguments {
         q: q.address(),
+        sinks: sinks.map_or(0, |sinks| sinks.address()),
         out: out.address(),
         pages: cache.argument(1, 0..rows)?,
         heads: int("heads", heads)?,

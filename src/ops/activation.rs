@@ -31,9 +31,20 @@ impl Activation {
             Activation::Silu => Ok(cuda::Activation::Silu),
             Activation::GeluTanh => Ok(cuda::Activation::GeluTanh),
             Activation::ReluSquared => bail!(Unsupported, "no kernel of a GPU squares a ReLU"),
-            Activation::ClampedSwiglu { .. } => {
-                bail!(Unsupported, "no kernel of a GPU has a clamped SwiGLU")
+            Activation::ClampedSwiglu { .. } => bail!(
+                Unsupported,
+                "a clamped SwiGLU outside of experts, for which there is no kernel on a GPU"
+            ),
+        }
+    }
+
+    /// The kernels' name of a gated linear unit of this function, between the projections of experts and on the unfused path.
+    pub(crate) fn unit_on_gpu(self) -> Result<cuda::GatedUnit> {
+        match self {
+            Activation::ClampedSwiglu { alpha, limit } => {
+                Ok(cuda::GatedUnit::Clamped { alpha, limit })
             }
+            other => Ok(cuda::GatedUnit::Plain(other.on_gpu()?)),
         }
     }
 }
@@ -54,7 +65,7 @@ pub fn glu(
         (Device::Cpu(cpu), Activation::ClampedSwiglu { alpha, limit }) => {
             cpu.clamped_swiglu(gate.host()?, up.host()?, alpha, limit)
         }
-        (Device::Cuda(_), _) => cuda::glu_f32(activation.on_gpu()?, gate.cuda()?, up.cuda()?),
+        (Device::Cuda(_), _) => cuda::glu_f32(activation.unit_on_gpu()?, gate.cuda()?, up.cuda()?),
     }
 }
 

@@ -35,15 +35,11 @@ pub fn attention(
             let sinks = sinks.map(Slice::host).transpose()?;
             cpu.attention(q, shape, sinks, pages, first_position, out, workspace)
         }
-        (Device::Cuda(_), CachedLayer::Cuda(_)) if sinks.is_some() => bail!(
-            Unsupported,
-            "attention sinks do not run on {}; load the model on the CPU",
-            device.name()
-        ),
         (Device::Cuda(_), CachedLayer::Cuda(blocks)) => {
             let rows = q.len() / shape.q_width();
             let (q, out) = (q.cuda()?, out.cuda()?);
-            cuda::attention_reference(shape, blocks, q, rows, first_position, out)
+            let sinks = sinks.map(Slice::cuda).transpose()?;
+            cuda::attention_reference(shape, sinks, blocks, q, rows, first_position, out)
         }
         _ => bail!(
             InvalidArgument,

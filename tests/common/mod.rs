@@ -166,7 +166,7 @@ impl Drop for Copy {
 }
 
 /// The golden models that the processor and a GPU are tested with. A GPU refuses some of them, whose heads are small.
-pub(crate) const DEVICE_CASES: [&str; 22] = [
+pub(crate) const DEVICE_CASES: [&str; 24] = [
     "qwen3_tied",
     "qwen3_untied",
     "qwen3_yarn",
@@ -189,6 +189,8 @@ pub(crate) const DEVICE_CASES: [&str; 22] = [
     "gemma3_wide",
     "qwen3moe_mixed",
     "qwen2moe_shared",
+    "gptoss_mxfp4",
+    "gptoss_nvfp4",
 ];
 
 /// Models with recurrent layers, whose kernels on a GPU are fused ones alone.

@@ -31,6 +31,8 @@ pub(crate) struct Sequence {
     pub(crate) frequencies: Vec<f32>,
     pub(crate) window: Option<usize>,
     pub(crate) cap: Option<f32>,
+    /// A logit of each head that has no value.
+    pub(crate) sinks: Option<Vec<f32>>,
 }
 
 impl Sequence {
@@ -64,6 +66,16 @@ impl Sequence {
                 .collect(),
             window,
             cap,
+            sinks: None,
+        }
+    }
+
+    /// The sequence with sinks below, among and above its scores.
+    pub(crate) fn with_sinks(self) -> Sequence {
+        let sinks = (0..self.heads).map(|head| 1.5 * head as f32 - 2.0);
+        Sequence {
+            sinks: Some(sinks.collect()),
+            ..self
         }
     }
 
@@ -119,9 +131,11 @@ impl Sequence {
                         .map_or(score, |cap| cap * (score / cap).tanh())
                 })
                 .collect();
-            let top = scores.iter().copied().fold(f64::MIN, f64::max);
+            let sink = self.sinks.as_ref().map(|sinks| f64::from(sinks[head]));
+            let all = || scores.iter().copied().chain(sink);
+            let top = all().fold(f64::MIN, f64::max);
             let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
-            let total: f64 = weights.iter().sum();
+            let total: f64 = all().map(|s| (s - top).exp()).sum();
             let mut sum = vec![0.0; self.dim];
             for (p, w) in weights.iter().enumerate() {
                 let v = self.head(first + p, self.heads + self.kv_heads + kv, None);
@@ -180,6 +194,7 @@ struct DeviceHeads {
     q_norm: DeviceBuffer,
     k_norm: DeviceBuffer,
     frequencies: DeviceBuffer,
+    sinks: Option<DeviceBuffer>,
 }
 
 impl DeviceHeads {
@@ -188,6 +203,7 @@ impl DeviceHeads {
             q_norm: upload(gpu, &s.q_norm),
             k_norm: upload(gpu, &s.k_norm),
             frequencies: upload(gpu, &s.frequencies),
+            sinks: s.sinks.as_ref().map(|sinks| upload(gpu, sinks)),
         }
     }
 
@@ -196,6 +212,7 @@ impl DeviceHeads {
             shape: s.shape(),
             q_norm: Some(&self.q_norm),
             k_norm: Some(&self.k_norm),
+            sinks: self.sinks.as_ref(),
             frequencies: &self.frequencies,
             rotary_dim: s.rotary_dim(),
             attention_factor: ATTENTION_FACTOR as f32,
@@ -206,7 +223,8 @@ impl DeviceHeads {
 
 /// The ways in which a decode step divides the positions of a sequence among blocks.
 fn divisions(gpu: &Gpu, h: &Heads<'_>) -> impl Iterator<Item = SplitKv> {
-    let is_bounded = h.shape.window.is_some() || h.shape.score_cap.is_some();
+    let is_bounded =
+        h.shape.window.is_some() || h.shape.score_cap.is_some() || h.sinks.is_some();
     let [unit, ..] = cuda::attention_units(h.shape.dim, h.rotary_dim, is_bounded);
     let has_clusters = gpu.arch().0 >= 9 && unit == Unit::AttentionDecode;
     let cluster = has_clusters.then_some(SplitKv::Cluster);
@@ -323,17 +341,40 @@ fn attention_agrees_with_f64() {
     {
         let shape = (heads, kv_heads, dim);
         let s = Sequence::new(shape, len, (rotary_dim, window, cap), 10 * i as u64);
-        let on_device = DeviceHeads::new(&gpu, &s);
-        let h = on_device.heads(&s);
-        let pages = Pages::new(&gpu, h.kv(), len, 1);
-        let cached = Cached {
-            gpu: &gpu,
-            s: &s,
-            h,
-            pages: pages.from(0),
-        };
-        cached.check_prefill(prefix);
-        cached.check_decode();
+        check_alone(&gpu, &s, prefix);
+    }
+}
+
+/// A prompt in two parts, and a decode step.
+fn check_alone(gpu: &Arc<Gpu>, s: &Sequence, prefix: usize) {
+    let on_device = DeviceHeads::new(gpu, s);
+    let h = on_device.heads(s);
+    let pages = Pages::new(gpu, h.kv(), s.len(), 1);
+    let cached = Cached {
+        gpu,
+        s,
+        h,
+        pages: pages.from(0),
+    };
+    cached.check_prefill(prefix);
+    cached.check_decode();
+}
+
+/// Heads with sinks, with a window as in gpt-oss and without, and heads that rotate in part.
+#[test]
+fn attention_with_sinks_agrees_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    for (i, &(shape, rotary_dim, len, prefix, window)) in [
+        ((16, 2, 64), 64, 300, 130, Some(128)),
+        ((8, 1, 64), 64, 200, 63, None),
+        ((4, 2, 128), 128, 150, 1, Some(16)),
+        ((3, 3, 80), 32, 90, 65, None),
+    ]
+    .iter()
+    .enumerate()
+    {
+        let s = Sequence::new(shape, len, (rotary_dim, window, None), 700 + i as u64);
+        check_alone(&gpu, &s.with_sinks(), prefix);
     }
 }
 

@@ -4,19 +4,26 @@ use std::sync::Arc;
 
 use NVFP4::base::ErrorKind;
 use NVFP4::cuda::{
-    self, Biased, DeviceBuffer, ExpertScratch, ExpertTable, Glu, Gpu, Hardware, Layout,
-    LinearScratch, NextNorm, Routing, SharedExpert,
+    self, Activation, Biased, DeviceBuffer, ExpertScratch, ExpertTable, GatedUnit, Gpu, Hardware,
+    Layout, LinearScratch, NextNorm, Routing, SharedExpert,
 };
 
 use crate::common::expect_kind;
 use crate::support::{
     DENSE, Dense, EPS, F16, HalfRows, Weight, as_f64, assert_close, gpu, normal, poisoned, product,
-    read_f32, read_rows, rms_norm, swiglu, upload,
+    read_f32, read_rows, rms_norm, upload, with_bias,
 };
 
 const HIDDEN: usize = 272;
 /// Features between an expert's projections.
 const WIDE: usize = 144;
+/// What the activations between an expert's projections are divided by.
+const DIVISOR: u32 = 64;
+/// Of the clamped unit: many gates and ups lie beyond the limit.
+const CLAMPED: GatedUnit = GatedUnit::Clamped {
+    alpha: 1.702,
+    limit: 0.5,
+};
 
 /// Experts and a router for some rows, the expert of all rows, and the residual stream that their results are added to.
 struct Mixture<'a> {
@@ -26,6 +33,9 @@ struct Mixture<'a> {
     /// The gate, up and down projections of each expert.
     experts: Vec<[Weight; 3]>,
     router: Dense,
+    /// Whether experts and the router have biases, and units are clamped, as in gpt-oss.
+    is_gpt_oss: bool,
+    router_bias: Vec<f32>,
     /// The gate of the expert of all rows.
     gate: Dense,
     has_gate: bool,
@@ -64,6 +74,8 @@ impl<'a> Mixture<'a> {
             rows,
             experts: (0..routing.experts as u64).map(expert).collect(),
             router: dense(routing.experts, seed + 2),
+            is_gpt_oss: false,
+            router_bias: normal(seed + 7, routing.experts),
             gate: dense(1, seed + 3),
             has_gate: number.is_multiple_of(2),
             has_shared: number != 1,
@@ -118,18 +130,27 @@ impl<'a> Mixture<'a> {
         let projections: Vec<[Biased<'_>; 3]> = self
             .experts
             .iter()
-            .map(|expert| expert.each_ref().map(Weight::plain))
+            .map(|expert| {
+                expert.each_ref().map(|w| match self.is_gpt_oss {
+                    true => w.biased(),
+                    false => w.plain(),
+                })
+            })
             .collect();
         let table = ExpertTable::new(gpu, &projections).unwrap();
         let linear_scratch = LinearScratch::new(gpu, rows, HIDDEN, 0).unwrap();
-        let glu = Glu {
-            divisor: 64,
-            ..Glu::default()
+        let glu = match self.is_gpt_oss {
+            true => CLAMPED,
+            false => GatedUnit::Plain(Activation::Silu),
         };
+        let router_bias = upload(gpu, &self.router_bias);
         cuda::route(
             gpu,
             &self.routing,
-            &self.router.device,
+            (
+                &self.router.device,
+                self.is_gpt_oss.then_some(&router_bias),
+            ),
             self.has_gate.then_some(&self.gate.device),
             x,
             rows,
@@ -138,13 +159,17 @@ impl<'a> Mixture<'a> {
             (unfit, 5),
         )
         .unwrap();
+        let glu = (glu, DIVISOR);
         cuda::experts_gate_up(gpu, &self.routing, &table, x, rows, glu, scratch).unwrap();
-        cuda::experts_down(gpu, &self.routing, &table, rows, 64.0, scratch).unwrap();
+        cuda::experts_down(gpu, &self.routing, &table, rows, DIVISOR as f32, scratch).unwrap();
     }
 
     /// The experts that a row goes to, and their weights.
     fn route(&self, row: &[f64]) -> Vec<(usize, f64)> {
-        let logits = product(row, &self.router.values, HIDDEN);
+        let mut logits = product(row, &self.router.values, HIDDEN);
+        if self.is_gpt_oss {
+            logits = with_bias(&logits, &self.router_bias);
+        }
         let all: f64 = logits.iter().map(|l| l.exp()).sum();
         let mut order: Vec<usize> = (0..self.routing.experts).collect();
         order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
@@ -157,6 +182,27 @@ impl<'a> Mixture<'a> {
         weights.collect()
     }
 
+    /// The output of an expert for a row.
+    fn expert(&self, expert: usize, row: &[f64]) -> Vec<f64> {
+        let [gate, up, down] = &self.experts[expert];
+        let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+        let of = |w: &Weight, x: &[f64]| match self.is_gpt_oss {
+            true => w.biased_product(x),
+            false => w.product(x),
+        };
+        let (gate, up) = (of(gate, row), of(up, row));
+        let unit = |(&g, &u): (&f64, &f64)| match CLAMPED {
+            GatedUnit::Clamped { alpha, limit } if self.is_gpt_oss => {
+                let (alpha, limit) = (f64::from(alpha), f64::from(limit));
+                let g = g.min(limit);
+                (u.clamp(-limit, limit) + 1.0) * g * sigmoid(alpha * g)
+            }
+            _ => g * sigmoid(g) * u,
+        };
+        let inner: Vec<f64> = gate.iter().zip(&up).map(unit).collect();
+        of(down, &inner)
+    }
+
     /// The residual stream afterwards, in f64.
     fn expected(&self) -> Vec<f64> {
         let mut want = as_f64(&self.residual);
@@ -164,9 +210,7 @@ impl<'a> Mixture<'a> {
         let rows = self.x.exact.chunks_exact(HIDDEN);
         for ((row, sum), made) in rows.zip(sums).zip(self.made.chunks_exact(HIDDEN)) {
             for (expert, weight) in self.route(row) {
-                let [gate, up, down] = &self.experts[expert];
-                let out = down.product(&swiglu(row, gate, up));
-                let weight = weight * f64::from(Glu::default().divisor);
+                let out = self.expert(expert, row);
                 sum.iter_mut().zip(&out).for_each(|(s, v)| *s += weight * v);
             }
             if self.has_shared {
@@ -182,8 +226,8 @@ impl<'a> Mixture<'a> {
     }
 }
 
-/// A mixture of experts, of one row to so many that tiles are as large as they get. Routers are of every type, and some mixtures have an
-/// expert of all rows.
+/// A mixture of experts, of one row to so many that tiles are as large as they get. Routers are of every type, some mixtures have an expert
+/// of all rows, and the last two have biases and clamped units.
 #[test]
 fn mixtures_of_experts_agree_with_f64() {
     let Some(gpu) = gpu() else { return };
@@ -194,6 +238,8 @@ fn mixtures_of_experts_agree_with_f64() {
         (40, 3, false, 33),
         (6, 2, true, 60),
         (4, 2, true, 150),
+        (32, 4, true, 1),
+        (8, 4, true, 90),
     ]
     .into_iter()
     .enumerate()
@@ -203,7 +249,10 @@ fn mixtures_of_experts_agree_with_f64() {
             per_token,
             normalized,
         };
-        let mixture = Mixture::new(&gpu, i, routing, rows);
+        let mixture = Mixture {
+            is_gpt_oss: i >= 6,
+            ..Mixture::new(&gpu, i, routing, rows)
+        };
         let got = mixture.run();
         // Experts that are held otherwise are refused.
         let router = &mixture.router.device;

@@ -2,7 +2,7 @@
 
 use NVFP4::base::ErrorKind;
 use NVFP4::cuda::{
-    self, Activation, DeviceBuffer, DeviceSlice, Glu, Gpu, Hardware, Layout, Matrix, NextNorm,
+    self, Activation, DeviceBuffer, DeviceSlice, GatedUnit, Glu, Gpu, Hardware, Layout, Matrix, NextNorm,
 };
 use half::bf16;
 use std::sync::Arc;
@@ -46,21 +46,31 @@ fn unfused_operations_agree_with_f64() {
     check("cap", &|x| cuda::cap_f32(x, 0.5).unwrap(), &|i| {
         0.5 * (x[i] / 0.5).tanh()
     });
-    let glu = |activation, x: DeviceSlice<'_>| {
-        cuda::glu_f32(activation, x, (&all).into()).unwrap();
-    };
-    check("SwiGLU", &|x| glu(Activation::Silu, x), &|i| {
+    let glu = |unit, x: DeviceSlice<'_>| cuda::glu_f32(unit, x, (&all).into()).unwrap();
+    let plain = |activation, x: DeviceSlice<'_>| glu(GatedUnit::Plain(activation), x);
+    check("SwiGLU", &|x| plain(Activation::Silu, x), &|i| {
         silu(x[i]) * y[i]
     });
-    check("GeGLU", &|x| glu(Activation::GeluTanh, x), &|i| {
+    check("GeGLU", &|x| plain(Activation::GeluTanh, x), &|i| {
         gelu_tanh(x[i]) * y[i]
+    });
+    let (alpha, limit) = (1.702, 0.5);
+    let clamped = GatedUnit::Clamped { alpha, limit };
+    check("clamped SwiGLU", &|x| glu(clamped, x), &|i| {
+        let limit = f64::from(limit);
+        let g = x[i].min(limit);
+        (y[i].clamp(-limit, limit) + 1.0) * g / (1.0 + (-f64::from(alpha) * g).exp())
     });
     for wrong in [
         cuda::add(
             (&all).into(),
             DeviceSlice::from(&row).part(0..4 * 299).unwrap(),
         ),
-        cuda::glu_f32(Activation::Silu, (&all).into(), (&row).into()),
+        cuda::glu_f32(
+            GatedUnit::Plain(Activation::Silu),
+            (&all).into(),
+            (&row).into(),
+        ),
         cuda::rotate((&all).into(), 3, 64, (&row).into(), (&row).into()),
     ] {
         expect_kind(wrong, ErrorKind::Internal, "elements");

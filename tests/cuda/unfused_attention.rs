@@ -81,7 +81,9 @@ impl<'a> Unfused<'a> {
         cuda::store_kv(pages, (&k).into(), (&v).into(), rows, first).unwrap();
         let row = heads * dim * 4;
         let out = DeviceSlice::from(out).part(first * row..end * row).unwrap();
-        cuda::attention_reference(&shape, pages, (&q).into(), rows, first, out).unwrap();
+        let sinks = self.s.sinks.as_ref().map(|sinks| upload(self.gpu, sinks));
+        let sinks = sinks.as_ref().map(DeviceSlice::from);
+        cuda::attention_reference(&shape, sinks, pages, (&q).into(), rows, first, out).unwrap();
     }
 }
 
@@ -109,6 +111,7 @@ fn unfused_attention_agrees_with_f64() {
     {
         let shape = (heads, kv_heads, dim);
         let s = Sequence::new(shape, len, (rotary_dim, window, cap), 3000 + 10 * i as u64);
+        let s = if i % 2 == 1 { s.with_sinks() } else { s };
         let unfused = Unfused::new(&gpu, &s);
         let heads_of_cache = KvShape {
             heads: kv_heads,

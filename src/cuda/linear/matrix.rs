@@ -415,12 +415,15 @@ pub(in crate::cuda) struct MatrixArgument {
 }
 
 impl MatrixArgument {
-    /// A weight without a bias, as the words of an entry in a table of weights.
-    pub(in crate::cuda) fn words(w: &Matrix) -> Result<[u64; 3]> {
+    /// A weight and its bias, as the words of an entry in a table of weights.
+    pub(in crate::cuda) fn words((w, bias): Biased<'_>) -> Result<[u64; 3]> {
+        if let Some(bias) = bias {
+            bias.holds("a bias", &[w.rows, 4])?;
+        }
         let rows = int("output features", w.rows)? as u32;
         Ok([
             w.address(),
-            0,
+            bias.map_or(0, DeviceBuffer::address),
             u64::from(rows) << 32 | u64::from(w.global.to_bits()),
         ])
     }

@@ -42,6 +42,45 @@ pub enum Activation {
     GeluTanh = 1,
 }
 
+/// The gated linear unit of experts, and of the unfused path.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum GatedUnit {
+    /// `act(gate) * up`.
+    Plain(Activation),
+    /// `(up + 1) g sigmoid(alpha g)`, `g = min(gate, limit)` and `up` clamped to `-limit..=limit` (gpt-oss).
+    Clamped {
+        /// Factor of the sigmoid's argument.
+        alpha: f32,
+        /// Limit of `gate` above, and of the magnitude of `up`.
+        limit: f32,
+    },
+}
+
+/// [`GatedUnit`] as an argument of kernels.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(in crate::cuda) struct Gating {
+    activation: i32,
+    alpha: f32,
+    limit: f32,
+}
+
+impl GatedUnit {
+    pub(in crate::cuda) fn argument(self) -> Gating {
+        /// The number of the clamped unit, after those of [`Activation`].
+        const CLAMPED: i32 = 2;
+        let (activation, alpha, limit) = match self {
+            GatedUnit::Plain(activation) => (activation as i32, 0.0, 0.0),
+            GatedUnit::Clamped { alpha, limit } => (CLAMPED, alpha, limit),
+        };
+        Gating {
+            activation,
+            alpha,
+            limit,
+        }
+    }
+}
+
 /// The layout of f16 activations `[m, k]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {

@@ -56,7 +56,8 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
 pub(super) fn attention_units(spec: &Spec, attention: &AttentionSpec) -> [Unit; 3] {
     let rope = attention.rope.map(|rope| &spec.ropes[rope]);
     let rotary_dim = rope.map_or(0, |set| set.table.rotary_dim());
-    let is_limited = attention.window.is_some() || attention.score_cap.is_some();
+    let is_limited =
+        attention.window.is_some() || attention.score_cap.is_some() || attention.sinks;
     cuda::attention_units(attention.head_dim, rotary_dim, is_limited)
 }
 
@@ -120,7 +121,7 @@ impl Lowered {
                 long,
             })
         });
-        let divisors = weights.blocks.iter().map(|b| glu_divisor(gpu, b));
+        let divisors = pairs.clone().map(|pair| glu_divisor(gpu, pair));
         let lowered = Lowered {
             gpu: gpu.clone(),
             glu_divisors: divisors.collect::<Result<_>>()?,
@@ -159,7 +160,7 @@ impl Lowered {
     ) -> Result<Heads<'a>> {
         let spec = source.spec.blocks[block].required_attention()?;
         let weights = source.weights.blocks[block].mixer.required_attention()?;
-        let norm = |norm: &'a Option<Array>| norm.as_ref().and_then(|n| n.on_gpu().ok());
+        let vector = |vector: &'a Option<Array>| vector.as_ref().and_then(|v| v.on_gpu().ok());
         let Some(rope) = spec.rope else {
             bail!(Internal, "fused attention without rotation");
         };
@@ -170,8 +171,9 @@ impl Lowered {
         };
         Ok(Heads {
             shape: spec.shape(),
-            q_norm: norm(&weights.q_norm),
-            k_norm: norm(&weights.k_norm),
+            q_norm: vector(&weights.q_norm),
+            k_norm: vector(&weights.k_norm),
+            sinks: vector(&weights.sinks),
             frequencies,
             rotary_dim: table.rotary_dim(),
             attention_factor: table.attention_factor,

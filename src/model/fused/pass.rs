@@ -136,7 +136,7 @@ impl<'a> FusedPass<'a> {
                 cuda::route(
                     &lowered.gpu,
                     &mixture.routing,
-                    of_linear(&experts.router.linear)?,
+                    biased(&experts.router)?,
                     gate.map(of_linear).transpose()?,
                     &memory.input,
                     self.rows,
@@ -150,7 +150,8 @@ impl<'a> FusedPass<'a> {
                 let Some(spec) = self.source.spec.blocks[index].mlp.mixture() else {
                     bail!(Internal, "block {index} has no experts");
                 };
-                let glu = plan::glu(spec.expert.activation, lowered.glu_divisors[index])?;
+                let activation = spec.expert.activation.unit_on_gpu()?;
+                let glu = (activation, lowered.glu_divisors[index]);
                 let (gpu, x) = (&lowered.gpu, &memory.input);
                 cuda::experts_gate_up(gpu, routing, table, x, self.rows, glu, scratch)
             }

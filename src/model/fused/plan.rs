@@ -234,7 +234,9 @@ impl BlockShape {
 /// A property of the model that has no fused kernel, if any.
 pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
     let of = |(index, block): (usize, &BlockSpec)| {
-        let has_bias = |experts: &ExpertsSpec| experts.expert.bias || experts.router_bias;
+        let of_all_rows = block.mlp.of_all_rows();
+        let is_clamped =
+            of_all_rows.is_some_and(|mlp| matches!(mlp.activation, Activation::ClampedSwiglu { .. }));
         let has_gates = block.mlp.specs().all(|mlp| mlp.gated);
         let what = match (&block.mixer, &block.mlp) {
             (MixerSpec::Mamba2(_), _) => "Mamba-2",
@@ -247,9 +249,7 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
             (_, MlpSpec::Experts(experts)) if experts.scoring != Scoring::Softmax => {
                 "experts scored by sigmoids"
             }
-            (MixerSpec::Attention(attention), _) if attention.sinks => "attention sinks",
-            _ if block.mlp.is_clamped() => "a clamped SwiGLU",
-            (_, MlpSpec::Experts(experts)) if has_bias(experts) => "biases of its experts",
+            _ if is_clamped => "a clamped SwiGLU outside of experts",
             (_, MlpSpec::Experts(_)) if block.norms.post => "a norm after its experts",
             _ if !block.norms.pre => "no norm before attention and MLP",
             _ => return None,

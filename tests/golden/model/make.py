@@ -268,8 +268,8 @@ GPT_OSS = dict(
         original_max_position_embeddings=32),
 )
 CASES["gptoss_dense"] = ("GptOss", GPT_OSS)
-CASES["gptoss_mxfp4"] = ("GptOss", dict(GPT_OSS, hidden_size=64, num_hidden_layers=2))
-CASES["gptoss_nvfp4"] = ("GptOss", dict(GPT_OSS, num_hidden_layers=2, num_key_value_heads=1))
+CASES["gptoss_mxfp4"] = ("GptOss", dict(GPT_OSS, hidden_size=64, num_hidden_layers=2, head_dim=32))
+CASES["gptoss_nvfp4"] = ("GptOss", dict(GPT_OSS, num_hidden_layers=2, num_key_value_heads=1, head_dim=32))
 # Several formats in one file, as ModelOpt publishes larger versions of Qwen3.5: recurrent layers, their convolution included, and attention in
 # float8 with a scale a tensor, experts in NVFP4 of 16-bit activations, and scales of a float8 cache.
 CASES["qwen35moe_float8"] = ("Qwen3_5Moe", {

@@ -37,6 +37,7 @@ struct Sequence {
     float cap;
     bool normed;
     std::vector<float> qkv, q_norm, k_norm, frequencies;
+    std::vector<float> sinks;   // [heads], or empty
     std::vector<u16> arena;
     std::vector<u32> table;
     std::vector<u32> unfit;     // [rows]
@@ -63,6 +64,11 @@ struct Sequence {
         return {block_0 + page(), table.data(), 2 * (u64)page(), unfit.data(), (int)table.size(), kv_heads, 1};
     }
     HeadOptions options() const { return {frequencies.data(), FACTOR, EPS, rotary_dim}; }
+    const float* sink() const { return sinks.empty() ? nullptr : sinks.data(); }
+    // Sinks below, among and above the scores.
+    void add_sinks() {
+        for (int h = 0; h < heads; h++) sinks.push_back(3.0f * h - 3 + uniform());
+    }
     float scale() const { return 1 / std::sqrt((float)D); }
 
     // Head `head` of a token's queries, keys and values after norm and RoPE.
@@ -97,6 +103,7 @@ struct Sequence {
             score.push_back(cap > 0 ? cap * std::tanh(dot / cap) : dot);
             best = std::max(best, score.back());
         }
+        if (!sinks.empty()) best = std::max(best, (double)sinks[head]), sum = std::exp(sinks[head] - best);
         for (int p = start; p <= token; p++) {
             std::vector<double> v = vector(p, heads + kv_heads + kv_head);
             double weight = std::exp(score[p - start] - best);
@@ -130,7 +137,7 @@ struct Sequence {
                               arguments(), heads, rows, first, log2};
         launch(rows, ceil_div(heads + kv_heads, store::WARPS), 1, store::WARPS * WARP, [&] { store::heads<D, PARTIAL>(s); });
         launch((first + rows - 1) / 8 - first / 8 + 1, kv_heads, 1, D, [&] { store::store_values<D>(s); });
-        prefill::Arguments p = {q.data(), out.data(), arguments(), heads, rows, first, window, cap * 1.44269504f};
+        prefill::Arguments p = {q.data(), sink(), out.data(), arguments(), heads, rows, first, window, cap * 1.44269504f};
         launch(heads, ceil_div(rows, prefill::ROWS), 1, prefill::WARPS * WARP, [&] { prefill::run<D>(p); });
         if (compares) compare("rows", out, first, rows);
     }
@@ -146,7 +153,7 @@ struct Sequence {
         }
         reference::StoreArguments s = {k.data(), v.data(), arguments(), D, first};
         launch(rows, kv_heads, 1, reference::THREADS, [&] { reference::attention_store(s); });
-        reference::AttendArguments a = {q.data(), out.data(), arguments(), heads, D, first, window, scale(), cap};
+        reference::AttendArguments a = {q.data(), sink(), out.data(), arguments(), heads, D, first, window, scale(), cap};
         launch(rows, heads, 1, reference::THREADS, [&] { reference::attention_reference(a); });
         if (!compares) return;
         for (int row = 0; row < rows; row++) {
@@ -184,9 +191,9 @@ struct Sequence {
         std::vector<u16> out((size_t)whole * GROUP_ROWS, 0x7e00);
         std::vector<float> partial((size_t)blocks * splits * decode::HEADS * (D + 2), NAN);
         std::vector<u32> arrived(blocks);
-        decode::Arguments d = {&qkv[(size_t)token * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, &token, out.data(),
-                               partial.data(), arrived.data(), options(), arguments(), heads / kv_heads, scale() * 1.44269504f, cap * 1.44269504f, window,
-                               fragment_major};
+        decode::Arguments d = {&qkv[(size_t)token * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, sink(), &token,
+                               out.data(), partial.data(), arrived.data(), options(), arguments(), heads / kv_heads, scale() * 1.44269504f,
+                               cap * 1.44269504f, window, fragment_major};
         launch(blocks, 1, splits, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, PARTIAL, STAGES, SPAN, CLUSTER>(d); }, CLUSTER ? splits : 1);
         if (fragment_major) {
             std::vector<u16> row;
@@ -207,15 +214,17 @@ struct Sequence {
 
 template <int D, bool LIMITED = false, bool PARTIAL = false>
 static void check(int heads, int kv_heads, bool normed, int first, int more, int tokens, int splits, int rotary_dim = D, int window = 0,
-                  float cap = 0) {
+                  float cap = 0, bool has_sinks = false) {
     Sequence s(D, heads, kv_heads, first + more + tokens, normed, rotary_dim, window, cap);
+    if (has_sinks) s.add_sinks();
     s.run<D, PARTIAL>(0, first);
     s.run<D, PARTIAL>(first, more);
     for (int i = 0; i < tokens; i++) s.step<D, LIMITED, PARTIAL>(first + more + i, i % 2 ? splits : 1);
 }
 
-static void check_reference(int D, int heads, int kv_heads, int first, int more, int rotary_dim, int window, float cap) {
+static void check_reference(int D, int heads, int kv_heads, int first, int more, int rotary_dim, int window, float cap, bool has_sinks = false) {
     Sequence s(D, heads, kv_heads, first + more, true, rotary_dim, window, cap);
+    if (has_sinks) s.add_sinks();
     s.run_reference(0, first);
     s.run_reference(first, more);
     s.expect_unfit("the reference", 0);
@@ -254,6 +263,7 @@ int main() {
     check_reference(48, 2, 2, 66, 5, 20, 30, 0.5f);
     check_reference(128, 2, 1, 70, 3, 128, 65, 0);
     check_reference(256, 1, 1, 5, 65, 256, 1, 2);
+    check_reference(64, 4, 2, 66, 5, 64, 30, 0, true);
     check<32>(4, 2, false, 3, 70, 3, 2);
     check<64>(3, 1, true, 130, 9, 2, 3);
     check<64>(9, 1, false, 1, 1, 2, 2);
@@ -264,6 +274,10 @@ int main() {
     check<64, true>(2, 1, true, 130, 70, 2, 2, 64, 64, 0.5f);
     check<128, true>(1, 1, true, 66, 70, 2, 3, 128, 65, 0);
     check<32, true>(1, 1, false, 10, 200, 2, 2, 32, 100, 1);
+    // Sinks, with a window and without.
+    check<64, true>(8, 2, false, 130, 5, 3, 2, 64, 0, 0, true);
+    check<64, true>(16, 1, false, 60, 70, 3, 3, 64, 16, 0, true);
+    check<128, true>(3, 3, true, 3, 66, 2, 2, 128, 0, 1, true);
     // Other sizes, and heads that rotate partially.
     check<32, true, true>(2, 1, true, 3, 20, 2, 2, 20, 0, 0);
     check<80, true, true>(2, 1, true, 66, 5, 2, 2, 80, 30, 0);

@@ -128,22 +128,27 @@ struct Weight {
 };
 
 // A whole mixture: routing, gate and up, down, and the sum, each against f64.
-static void check_mixture(int rows, int experts, int per_token, int hidden, int wide, int columns, bool shared, bool fragment_major) {
+static void check_mixture(int rows, int experts, int per_token, int hidden, int wide, int columns, bool shared, bool fragment_major, bool gpt_oss = false) {
     Routed routed = check_route(rows, experts, per_token, true, columns);
     int pairs = rows * per_token;
     std::vector<std::unique_ptr<Weight>> weights;
     std::vector<Matrix> table;
+    std::vector<std::vector<float>> biases;
+    // Some gates and ups lie beyond this limit.
+    Gating gating = {gpt_oss ? CLAMPED_SWIGLU : SILU, 1.702f, 0.5f};
     for (int i = 0; i < experts * products::PROJECTIONS; i++) {
         bool down = i % products::PROJECTIONS == products::DOWN;
         weights.push_back(std::make_unique<Weight>(down ? hidden : wide, down ? wide : hidden));
-        table.push_back({(const u8*)weights.back()->chunks.data(), nullptr, weights.back()->global, down ? hidden : wide});
+        biases.emplace_back(down ? hidden : wide);
+        for (float& b : biases.back()) b = gpt_oss ? uniform() : 0;
+        table.push_back({(const u8*)weights.back()->chunks.data(), gpt_oss ? biases.back().data() : nullptr, weights.back()->global, down ? hidden : wide});
     }
     std::vector<uint4> x(rows * hidden / 8), inner(pairs * wide / 8 + 1, uint4{~0u, ~0u, ~0u, ~0u});
     u16* halves = (u16*)x.data();
     for (int i = 0; i < rows * hidden; i++) halves[i] = to_f16(uniform());
     std::vector<float> outputs(pairs * hidden, NAN);
-    products::Arguments up = {halves, routed.sources.data(), routed.tiles.data(), table.data(), inner.data(), wide, hidden, 2, 0.25f, SILU};
-    products::Arguments down = {(u16*)inner.data(), nullptr, routed.tiles.data(), table.data(), outputs.data(), hidden, wide, 4, 1, SILU};
+    products::Arguments up = {halves, routed.sources.data(), routed.tiles.data(), table.data(), inner.data(), wide, hidden, 2, 0.25f, gating};
+    products::Arguments down = {(u16*)inner.data(), nullptr, routed.tiles.data(), table.data(), outputs.data(), hidden, wide, 4, 1, gating};
     int of_block = CHUNK_ROWS * products::WARPS, count = (int)routed.tiles.size();
     launch(ceil_div(wide, of_block), count, 1, products::THREADS, [&] {
         columns == 8 ? products::linear_experts_glu_8(up) : columns == 16 ? products::linear_experts_glu_16(up) : columns == 32 ? products::linear_experts_glu_32(up) : products::linear_experts_glu_64(up);
@@ -159,14 +164,21 @@ static void check_mixture(int rows, int experts, int per_token, int hidden, int 
     for (int pair = 0; pair < pairs; pair++) {
         int place = routed.places[pair], row = pair / per_token, expert = routed.choices[pair];
         const auto* of = &weights[expert * products::PROJECTIONS];
+        const auto* bias = &biases[expert * products::PROJECTIONS];
         const u16* inner_out = (const u16*)inner.data() + (size_t)place * wide;
         for (int i = 0; i < wide; i++) {
             auto in = [&](int j) { return 2.0 * f16_to_float(halves[row * hidden + j]); };
-            double gate = product(*of[0], i, hidden, in), want = gate / (1 + std::exp(-gate)) * product(*of[1], i, hidden, in) * 0.25;
+            double gate = product(*of[0], i, hidden, in) + bias[0][i], up = product(*of[1], i, hidden, in) + bias[1][i], want;
+            if (gpt_oss) {
+                gate = std::min(gate, 0.5), up = std::min(std::max(up, -0.5), 0.5);
+                want = (up + 1) * gate / (1 + std::exp(-1.702 * gate)) * 0.25;
+            } else {
+                want = gate / (1 + std::exp(-gate)) * up * 0.25;
+            }
             expect(std::fabs(f16_to_float(inner_out[i]) - want) <= 1e-3 * std::fabs(want) + 1e-5, "gate and up", place, i, f16_to_float(inner_out[i]), want);
         }
         for (int i = 0; i < hidden; i++) {
-            double want = product(*of[2], i, wide, [&](int j) { return 4.0 * f16_to_float(inner_out[j]); }), got = outputs[(size_t)place * hidden + i];
+            double want = product(*of[2], i, wide, [&](int j) { return 4.0 * f16_to_float(inner_out[j]); }) + bias[2][i], got = outputs[(size_t)place * hidden + i];
             expect(std::fabs(got - want) <= 1e-4 * std::fabs(want) + 1e-5, "down", place, i, got, want);
         }
     }
@@ -252,6 +264,8 @@ int main() {
     check_mixture(20, 3, 2, 272, 80, 16, true, true);
     check_mixture(40, 2, 1, 128, 144, 32, true, false);
     check_mixture(90, 2, 2, 64, 32, 64, false, true);
+    check_mixture(3, 4, 2, 144, 80, 8, false, false, true);
+    check_mixture(90, 2, 2, 80, 48, 64, false, true, true);
     check_dense(1, 9, 272, dense::BF16);
     check_dense(11, 3, 528, dense::F16);
     check_dense(8, 17, 48, dense::F32);

@@ -198,7 +198,7 @@ static void check_pointwise(int rows, int width, int blocks) {
     auto gelu = [](double g) { return 0.5 * g * (1 + std::tanh(std::sqrt(2 / M_PI) * (g + 0.044715 * g * g * g))); };
     auto check = [&](const char* what, const std::vector<float>* y, float factor, int kind, auto kernel, auto want_of) {
         std::vector<float> z = x;
-        unfused::Arguments a = {z.data(), y ? y->data() : nullptr, z.size(), y ? y->size() : 1, factor, kind};
+        unfused::Arguments a = {z.data(), y ? y->data() : nullptr, z.size(), y ? y->size() : 1, factor, {kind, 1.702f, 0.5f}};
         launch(blocks, 1, 1, unfused::THREADS, [&] { kernel(a); });
         for (int i = 0; i < rows * width; i++) {
             double want = want_of((double)x[i], y ? (double)(*y)[i % y->size()] : 0);
@@ -209,6 +209,10 @@ static void check_pointwise(int rows, int width, int blocks) {
     auto add = [](auto a) { unfused::pointwise_add(a); };
     check("an unfused SwiGLU", &all, 0, SILU, glu, [](double x, double y) { return x / (1 + std::exp(-x)) * y; });
     check("an unfused GeGLU", &all, 0, GELU_TANH, glu, [&](double x, double y) { return gelu(x) * y; });
+    check("an unfused clamped SwiGLU", &all, 0, CLAMPED_SWIGLU, glu, [](double x, double y) {
+        double g = std::min(x, 0.5), u = std::min(std::max(y, -0.5), 0.5);
+        return (u + 1) * g / (1 + std::exp(-1.702f * g));
+    });
     check("a sum", &all, 0, 0, add, [](double x, double y) { return x + y; });
     check("a sum with a row", &row, 0, 0, add, [](double x, double y) { return x + y; });
     check("a factor", nullptr, -2.5f, 0, [](auto a) { unfused::pointwise_scale(a); }, [](double x, double) { return x * -2.5; });
