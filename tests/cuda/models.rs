@@ -299,7 +299,7 @@ fn ragged_batches_give_what_segments_give_apart() {
     // Rounding sends some rows of a mixture to other experts.
     for case in DEVICE_CASES
         .into_iter()
-        .filter(|case| !case.contains("moe"))
+        .filter(|case| !case.contains("moe") && !case.contains("gptoss"))
     {
         let Some(Pair { model, .. }) = Pair::load(&gpu, case, None) else {
             continue;
