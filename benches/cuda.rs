@@ -702,6 +702,7 @@ fn layer_heads<'a>(norm: &'a DeviceBuffer, frequencies: &'a DeviceBuffer) -> Hea
         },
         q_norm: Some(norm),
         k_norm: Some(norm),
+        sinks: None,
         frequencies,
         rotary_dim: DIM,
         attention_factor: 1.0,

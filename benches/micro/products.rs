@@ -171,6 +171,7 @@ pub(super) fn many_rows(gpu: &Arc<Gpu>, figures: &mut Figures) {
         },
         q_norm: Some(&ones),
         k_norm: Some(&ones),
+        sinks: None,
         frequencies: &ones,
         rotary_dim: DIM,
         attention_factor: 1.0,

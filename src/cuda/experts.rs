@@ -7,8 +7,8 @@ use super::driver::{DeviceBuffer, Gpu, Launch, int};
 use super::elementwise::{NextArgument, NextNorm, RESIDUAL_THREADS};
 use super::kernel::kernels;
 use super::linear::{
-    Activation, Biased, CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, GatedUnit, Gating, Input, LinearScratch, Matrix, MatrixArgument,
-    MatrixShape, Output, linear,
+    Activation, Biased, CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, GatedUnit, Gating, Input, LinearScratch,
+    Matrix, MatrixArgument, MatrixShape, Output, linear,
 };
 use crate::base::Result;
 use crate::base::error::bail;

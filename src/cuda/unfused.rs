@@ -260,9 +260,9 @@ fn check_heads(cache: &CachedPages<'_>, positions: usize) -> Result<()> {
     Ok(())
 }
 
-/// Attention of f32 `q` `[rows, heads, dim]`, rows of one sequence from `first_position` on, over its cached keys and values: softmax(q k^T
-/// * scale) v in f32, to f32 `out` of the same shape. A row sees positions up to its own, whose blocks must exist and hold them. `sinks`
-/// `[heads]` takes part in the softmax of each row and has no value.
+/// Attention of f32 `q` `[rows, heads, dim]`, rows of one sequence from `first_position` on, over its cached keys and values: the softmax of
+/// q and k times `scale` in f32, times v, to f32 `out` of the same shape. A row sees positions up to its own, whose blocks must exist and
+/// hold them. `sinks` `[heads]` takes part in the softmax of each row and has no value.
 pub fn attention_reference(
     shape: &AttentionShape,
     sinks: Option<DeviceSlice<'_>>,

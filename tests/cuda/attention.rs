@@ -223,8 +223,7 @@ impl DeviceHeads {
 
 /// The ways in which a decode step divides the positions of a sequence among blocks.
 fn divisions(gpu: &Gpu, h: &Heads<'_>) -> impl Iterator<Item = SplitKv> {
-    let is_bounded =
-        h.shape.window.is_some() || h.shape.score_cap.is_some() || h.sinks.is_some();
+    let is_bounded = h.shape.window.is_some() || h.shape.score_cap.is_some() || h.sinks.is_some();
     let [unit, ..] = cuda::attention_units(h.shape.dim, h.rotary_dim, is_bounded);
     let has_clusters = gpu.arch().0 >= 9 && unit == Unit::AttentionDecode;
     let cluster = has_clusters.then_some(SplitKv::Cluster);

@@ -147,10 +147,7 @@ impl<'a> Mixture<'a> {
         cuda::route(
             gpu,
             &self.routing,
-            (
-                &self.router.device,
-                self.is_gpt_oss.then_some(&router_bias),
-            ),
+            (&self.router.device, self.is_gpt_oss.then_some(&router_bias)),
             self.has_gate.then_some(&self.gate.device),
             x,
             rows,

@@ -2,7 +2,8 @@
 
 use NVFP4::base::ErrorKind;
 use NVFP4::cuda::{
-    self, Activation, DeviceBuffer, DeviceSlice, GatedUnit, Glu, Gpu, Hardware, Layout, Matrix, NextNorm,
+    self, Activation, DeviceBuffer, DeviceSlice, GatedUnit, Glu, Gpu, Hardware, Layout, Matrix,
+    NextNorm,
 };
 use half::bf16;
 use std::sync::Arc;

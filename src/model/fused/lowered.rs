@@ -56,8 +56,7 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
 pub(super) fn attention_units(spec: &Spec, attention: &AttentionSpec) -> [Unit; 3] {
     let rope = attention.rope.map(|rope| &spec.ropes[rope]);
     let rotary_dim = rope.map_or(0, |set| set.table.rotary_dim());
-    let is_limited =
-        attention.window.is_some() || attention.score_cap.is_some() || attention.sinks;
+    let is_limited = attention.window.is_some() || attention.score_cap.is_some() || attention.sinks;
     cuda::attention_units(attention.head_dim, rotary_dim, is_limited)
 }
 
@@ -105,7 +104,7 @@ impl Lowered {
         let pairs = weights.blocks.iter().zip(&spec.blocks);
         let mixtures = pairs.clone().map(|pair| mixture(gpu, pair));
         let mixtures = mixtures.collect::<Result<_>>()?;
-        let blocks: Vec<BlockShape> = pairs.map(shape).collect::<Result<_>>()?;
+        let blocks: Vec<BlockShape> = pairs.clone().map(shape).collect::<Result<_>>()?;
         let head = matrix(&weights.head)?.shape();
         let is_dense = |w: &MatrixShape| w.storage != WeightType::Nvfp4;
         let dense = is_dense(&head) || blocks.iter().flat_map(BlockShape::matrices).any(is_dense);
@@ -121,7 +120,7 @@ impl Lowered {
                 long,
             })
         });
-        let divisors = pairs.clone().map(|pair| glu_divisor(gpu, pair));
+        let divisors = pairs.map(|pair| glu_divisor(gpu, pair));
         let lowered = Lowered {
             gpu: gpu.clone(),
             glu_divisors: divisors.collect::<Result<_>>()?,

@@ -113,11 +113,13 @@ pub(super) fn mixture(
 /// The power of two that divides the gated linear unit of this block so that it fits f16 for any input. The length of a normalized row is
 /// at most the square root of its width, so gate and up are at most that times the norms of their rows, with the weight of the norm folded
 /// in (Cauchy-Schwarz). Activations are no larger than their arguments, and clamped ones are small.
-pub(super) fn glu_divisor(
-    gpu: &Arc<Gpu>,
-    (block, spec): (&Block, &BlockSpec),
-) -> Result<u32> {
-    let Some(norm) = block.mlp_norms.pre.as_ref().filter(|_| !spec.mlp.is_clamped()) else {
+pub(super) fn glu_divisor(gpu: &Arc<Gpu>, (block, spec): (&Block, &BlockSpec)) -> Result<u32> {
+    let Some(norm) = block
+        .mlp_norms
+        .pre
+        .as_ref()
+        .filter(|_| !spec.mlp.is_clamped())
+    else {
         return Ok(GLU_DIVISOR);
     };
     let mut largest = 0f64;

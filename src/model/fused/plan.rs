@@ -7,9 +7,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{GemmPlan, Glu, Hardware, InputForm, Layout, MatrixShape, Output};
 use crate::model::order::Half;
-use crate::model::spec::{
-    Activation, BlockSpec, ExpertsSpec, MixerSpec, MlpSpec, NormPlacement, Scoring, Spec,
-};
+use crate::model::spec::{Activation, BlockSpec, MixerSpec, MlpSpec, NormPlacement, Scoring, Spec};
 use crate::tensor::WeightType;
 
 /// A norm of the residual stream.
@@ -235,8 +233,8 @@ impl BlockShape {
 pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
     let of = |(index, block): (usize, &BlockSpec)| {
         let of_all_rows = block.mlp.of_all_rows();
-        let is_clamped =
-            of_all_rows.is_some_and(|mlp| matches!(mlp.activation, Activation::ClampedSwiglu { .. }));
+        let is_clamped = of_all_rows
+            .is_some_and(|mlp| matches!(mlp.activation, Activation::ClampedSwiglu { .. }));
         let has_gates = block.mlp.specs().all(|mlp| mlp.gated);
         let what = match (&block.mixer, &block.mlp) {
             (MixerSpec::Mamba2(_), _) => "Mamba-2",
@@ -693,8 +691,8 @@ mod tests {
     use crate::cuda::WideClusters;
     use crate::model::order::{BlockOp, operations};
     use crate::model::spec::{
-        AttentionSpec, DeltaProjections, DenseMlpSpec, ExpertNames, GatedDeltaSpec, MixerSpec,
-        SharedExpertSpec,
+        AttentionSpec, DeltaProjections, DenseMlpSpec, ExpertNames, ExpertsSpec, GatedDeltaSpec,
+        MixerSpec, SharedExpertSpec,
     };
     use crate::tensor::DeltaShape;
 
