@@ -1,9 +1,9 @@
 // GEMM with int8 rows on tensor cores: our own kernel for batches of decode steps, and for more rows the conversions around cuBLASLt's
 // GEMM: codes to f16, which holds them exactly, and the scales of the weight's rows onto f32 products.
-#include "common/ptx.cuh"
+#include "common/cluster.cuh"
 #include "format/int8.cuh"
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 256, WARPS = THREADS / WARP;
 
 enum Output { STORE_F32, STORE_F16, ADD_F32 };
 
@@ -19,13 +19,15 @@ struct ProductArguments {
     int rows;
     int k;                  // a multiple of 16
     int out_stride;
+    int split_k;            // blocks of a cluster, which share K; 1 before Hopper
 };
 
 constexpr int BLOCK_ROWS = 128;     // of the weight: 16 a warp
+constexpr int MAX_SPLIT_K = 8;
 constexpr int DEPTH = 64;           // of K in a step: 16 a lane
 constexpr int STAGES = 4;           // of activations in shared memory
 constexpr int X_PITCH = 2 * DEPTH + 16;  // bytes from row to row, so that a quarter of a warp reads all banks
-static_assert(BLOCK_ROWS == THREADS / WARP * 16, "a warp has the rows of one fragment");
+static_assert(BLOCK_ROWS == WARPS * 16, "a warp has the rows of one fragment");
 static_assert((STAGES & (STAGES - 1)) == 0, "stages are numbered by the low bits of a step");
 
 // 16 x TOKENS outputs per warp. The order of K within a step is free as long as both operands share it: a lane takes 16 neighbours, so that
@@ -35,23 +37,24 @@ __device__ __forceinline__ void product(const ProductArguments& a) {
     constexpr int GROUPS = TOKENS / 8, PIECES = TOKENS * DEPTH / 8;
     constexpr int AHEAD = TOKENS > 32 ? 2 : 4;  // steps of codes in registers; with more, those of 64 tokens spill
     extern __shared__ __align__(16) char shared[];
-    int lane = lane_id(), g = lane / 4, t = lane % 4;
-    int first_row = blockIdx.x * BLOCK_ROWS + threadIdx.x / WARP * 16, first_token = blockIdx.y * TOKENS;
-    int steps = (a.k + DEPTH - 1) / DEPTH;
+    int lane = lane_id(), g = lane / 4, t = lane % 4, warp = threadIdx.x / WARP, split = blockIdx.z;
+    int block_row = blockIdx.x * BLOCK_ROWS, first_token = blockIdx.y * TOKENS;
+    int all_steps = ceil_div(a.k, DEPTH), begin = all_steps * split / a.split_k, end = all_steps * (split + 1) / a.split_k;
     u32 staged = shared_address(shared);
 
     // Beyond the last row, the last one is read and nothing is stored.
     const u8* rows[2];
 #pragma unroll
-    for (int i = 0; i < 2; i++) rows[i] = a.codes + (size_t)min(first_row + g + 8 * i, a.rows - 1) * a.k + 16 * t;
+    for (int i = 0; i < 2; i++) rows[i] = a.codes + (size_t)min(block_row + warp * 16 + g + 8 * i, a.rows - 1) * a.k + 16 * t;
     uint4 codes[AHEAD][2];
     auto load = [&](int step, uint4(&to)[2]) {
+        bool is_there = step < end && step * DEPTH + 16 * t < a.k;
 #pragma unroll
-        for (int i = 0; i < 2; i++) to[i] = step * DEPTH + 16 * t < a.k ? *(const uint4*)(rows[i] + step * DEPTH) : make_uint4(0, 0, 0, 0);
+        for (int i = 0; i < 2; i++) to[i] = is_there ? *(const uint4*)(rows[i] + step * DEPTH) : make_uint4(0, 0, 0, 0);
     };
     // Weights do not depend on earlier kernels.
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) load(i, codes[i]);
+    for (int i = 0; i < AHEAD; i++) load(begin + i, codes[i]);
     wait_for_earlier_kernels();
     let_later_kernels_start();
 
@@ -65,19 +68,19 @@ __device__ __forceinline__ void product(const ProductArguments& a) {
     };
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
-        if (i < steps) stage(i);
+        if (begin + i < end) stage(begin + i);
         copy_async_commit();
     }
 
     float sums[GROUPS][4] = {};
-    for (int begin = 0; begin < steps; begin += AHEAD) {
+    for (int first = begin; first < end; first += AHEAD) {
 #pragma unroll
         for (int ahead = 0; ahead < AHEAD; ahead++) {
-            int step = begin + ahead;
-            if (step >= steps) break;
+            int step = first + ahead;
+            if (step >= end) break;
             copy_async_wait<STAGES - 2>();
             __syncthreads();
-            if (step + STAGES - 1 < steps) stage(step + STAGES - 1);
+            if (step + STAGES - 1 < end) stage(step + STAGES - 1);
             copy_async_commit();
 
             u32 words[2][4] = {{codes[ahead][0].x, codes[ahead][0].y, codes[ahead][0].z, codes[ahead][0].w},
@@ -102,25 +105,54 @@ __device__ __forceinline__ void product(const ProductArguments& a) {
         }
     }
 
+    auto store = [&](int warp, int group, const float (&c)[4]) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        int row = first_row + g + 8 * i;
-        if (row >= a.rows) continue;
-        float scale = a.scales[row], bias = a.bias ? a.bias[row] : 0;
-#pragma unroll
-        for (int group = 0; group < GROUPS; group++) {
+        for (int i = 0; i < 2; i++) {
+            int row = block_row + warp * 16 + g + 8 * i;
+            if (row >= a.rows) continue;
+            float scale = a.scales[row], bias = a.bias ? a.bias[row] : 0;
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 int token = first_token + 8 * group + 2 * t + j;
                 if (token >= a.m) continue;
-                float y = sums[group][2 * i + j] * a.factor * scale + bias;
+                float y = c[2 * i + j] * a.factor * scale + bias;
                 size_t to = (size_t)token * a.out_stride + row;
                 if (a.output == STORE_F32) ((float*)a.out)[to] = y;
                 if (a.output == ADD_F32) ((float*)a.out)[to] += y;
                 if (a.output == STORE_F16) ((u16*)a.out)[to] = to_f16(y);
             }
         }
+    };
+#if __CUDA_ARCH__ >= 900
+    if (a.split_k > 1) {
+        // Each block of the cluster adds up the sums of all for its share of them: [warp][group][lane].
+        constexpr int PARTS = WARPS * GROUPS;
+        static_assert(PARTS * WARP * 16 <= STAGES * TOKENS * X_PITCH, "sums take the place of activations");
+        copy_async_wait<0>();
+        __syncthreads();
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++) {
+            const float* c = sums[group];
+            ((float4*)shared)[(warp * GROUPS + group) * WARP + lane] = make_float4(c[0], c[1], c[2], c[3]);
+        }
+        cluster_sync();
+        for (int i = PARTS * split / a.split_k + warp; i < PARTS * (split + 1) / a.split_k; i += WARPS) {
+            float c[4] = {};
+#pragma unroll
+            for (int s = 0; s < MAX_SPLIT_K; s++) {
+                if (s >= a.split_k) break;
+                float4 v = load_cluster_16(staged + (i * WARP + lane) * 16, s);
+                c[0] += v.x, c[1] += v.y, c[2] += v.z, c[3] += v.w;
+            }
+            store(i / GROUPS, i % GROUPS, c);
+        }
+        // No block may end while another reads its memory.
+        cluster_sync();
+        return;
     }
+#endif
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++) store(warp, group, sums[group]);
 }
 
 #if __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
@@ -132,7 +164,7 @@ constexpr int BLOCKS_OF_64 = 2;
 #define KERNEL(tokens, blocks) \
     extern "C" __global__ void __launch_bounds__(THREADS, blocks) linear_int8_product_##tokens(const __grid_constant__ ProductArguments a) { product<tokens>(a); }
 
-// Grid: (ceil(rows / BLOCK_ROWS), ceil(m / tokens)). Shared memory: STAGES * tokens * X_PITCH bytes.
+// Grid: (ceil(rows / BLOCK_ROWS), ceil(m / tokens), split_k), in clusters along K. Shared memory: STAGES * tokens * X_PITCH bytes.
 KERNEL(8, 2)
 KERNEL(16, 2)
 KERNEL(32, 2)

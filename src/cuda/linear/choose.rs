@@ -256,7 +256,7 @@ fn each(
         match w.storage {
             _ if is_many => Some(MatrixKernel::CuBlas),
             WeightType::Nvfp4 => None,
-            WeightType::Int8 if m > 1 => Some(MatrixKernel::Int8(Int8Product::planned(w, m))),
+            WeightType::Int8 if m > 1 => Some(MatrixKernel::Int8(Int8Product::planned(hardware, w, m))),
             _ => Some(MatrixKernel::Dense(DenseKernel::planned(&[w], m))),
         }
     };

@@ -1,6 +1,7 @@
 //! GEMMs with int8 weights: our own kernel, and for many rows the conversions around cuBLASLt, codes to f16 before it and row scales after
 //! it.
 
+use super::hardware::Hardware;
 use super::matrix::{Matrix, MatrixShape};
 use super::output::Output;
 use crate::base::Result;
@@ -33,9 +34,16 @@ const THREADS: u32 = 256;
 /// Most rows of the own kernel, which reads the weight once for each 64 rows. From some 300 rows on, an f16 copy for cuBLASLt moves fewer
 /// bytes.
 pub(super) const PRODUCT_ROWS: usize = 256;
-/// Weight rows of a CTA, and bytes of shared memory per row of activations, as in the kernel.
+/// Weight rows of a CTA, elements of K in a step, and bytes of shared memory per row of activations, as in the kernel.
 const BLOCK_ROWS: usize = 128;
-const STAGED: usize = 4 * (2 * 64 + 16);
+const DEPTH: usize = 64;
+const STAGED: usize = 4 * (2 * DEPTH + 16);
+/// Most CTAs that share K.
+const MOST_SPLIT_K: usize = 8;
+/// CTAs of a multiprocessor, which together have enough loads under way.
+const BLOCKS: usize = 2;
+/// Least steps of a CTA: those whose codes it loads at once.
+const LEAST_STEPS: usize = 4;
 /// Codes per thread of the conversion.
 const CODES: usize = 16;
 
@@ -52,6 +60,7 @@ pub(super) struct ProductArguments {
     rows: i32,
     k: i32,
     out_stride: i32,
+    split_k: i32,
 }
 
 #[repr(C)]
@@ -70,22 +79,27 @@ struct ScaleArguments {
 }
 
 impl Int8Product {
-    /// The launch for `m` rows.
-    pub(super) fn planned(w: MatrixShape, m: usize) -> Planned<Int8Product> {
+    /// The launch for `m` rows. Its grid has CTAs along features, along rows, and along K.
+    pub(super) fn planned(hardware: &Hardware, w: MatrixShape, m: usize) -> Planned<Int8Product> {
         let (kernel, tokens) = match m {
             ..=8 => (Int8Product::Rows8, 8),
             9..=16 => (Int8Product::Rows16, 16),
             17..=32 => (Int8Product::Rows32, 32),
             _ => (Int8Product::Rows64, 64),
         };
-        let grid = [
-            w.rows.div_ceil(BLOCK_ROWS) as u32,
-            m.div_ceil(tokens) as u32,
-            1,
-        ];
+        let (features, rows) = (w.rows.div_ceil(BLOCK_ROWS), m.div_ceil(tokens));
+        let split_k = match hardware.has_clusters() {
+            true => {
+                let at_once = BLOCKS * hardware.multiprocessors;
+                let most = w.cols.div_ceil(DEPTH) / LEAST_STEPS;
+                (at_once / (features * rows)).clamp(1, most.clamp(1, MOST_SPLIT_K))
+            }
+            false => 1,
+        };
         let launch = Launch {
             shared: (tokens * STAGED) as u32,
-            ..Launch::new(grid, THREADS)
+            cluster: split_k as u32,
+            ..Launch::new([features as u32, rows as u32, split_k as u32], THREADS)
         };
         launch.of(kernel)
     }
@@ -116,6 +130,7 @@ pub(super) fn product(
         rows: int("output features", w.rows)?,
         k: int("K", w.cols)?,
         out_stride: int("the stride of a product", stride)?,
+        split_k: planned.launch.grid[2] as i32,
     };
     // SAFETY: sizes were checked with the plan.
     unsafe { planned.run(gpu, &arguments) }

@@ -618,9 +618,9 @@ impl<'a> ReferencePass<'a> {
     ) -> Result<Routes> {
         let mut logits = self.products(&weights.router.linear, spec.count, s)?;
         if let Some(bias) = &weights.router.bias {
-            let bias = bias.all().host()?;
+            let bias = read(bias)?;
             for logits in logits.chunks_exact_mut(spec.count) {
-                logits.iter_mut().zip(bias).for_each(|(x, b)| *x += b);
+                logits.iter_mut().zip(&bias).for_each(|(x, b)| *x += b);
             }
         }
         for (row, logits) in logits.chunks_exact_mut(spec.count).enumerate() {
@@ -633,13 +633,13 @@ impl<'a> ReferencePass<'a> {
         match (&spec.scoring, &weights.correction) {
             (Scoring::Softmax, _) => route(&logits, spec.count, spec.per_token, spec.normalized),
             (Scoring::Sigmoid(scoring), Some(correction)) => {
-                let correction = correction.all().host()?;
+                let correction = read(correction)?;
                 route_by_sigmoid(
                     &logits,
                     spec.per_token,
                     spec.normalized,
                     scoring,
-                    correction,
+                    &correction,
                 )
             }
             (Scoring::Sigmoid(_), None) => {
@@ -674,6 +674,13 @@ impl<'a> ReferencePass<'a> {
     ) -> Result<()> {
         project(self.device, self.activations, x, m, outputs, workspace)
     }
+}
+
+/// The numbers of an array, wherever it is.
+fn read(array: &Array<f32>) -> Result<Vec<f32>> {
+    let mut values = vec![0.0; array.len()];
+    array.all().read(&mut values)?;
+    Ok(values)
 }
 
 /// Changes a part of the state of each segment in the recurrent layer of block `index`.

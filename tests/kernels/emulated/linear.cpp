@@ -168,7 +168,7 @@ struct Weight {
 };
 
 // Products of `m` rows with int8 rows, with every output.
-static void check_int8_products(int m, int rows, int k) {
+static void check_int8_products(int m, int rows, int k, int split_k) {
     Memory codes((size_t)rows * k), x((size_t)m * k * 2);
     std::vector<float> scales, bias;
     std::vector<double> values;
@@ -185,15 +185,15 @@ static void check_int8_products(int m, int rows, int k) {
         std::vector<float> before(m * stride);
         for (float& v : before) v = uniform();
         if (output == int8::ADD_F32) memcpy(out.data(), before.data(), out.bytes);
-        int8::ProductArguments a = {(const u16*)x.data(), codes.data(), scales.data(), bias.data(), out.data(), 0.5f, output, m, rows, k, stride};
-        launch(ceil_div(rows, int8::BLOCK_ROWS), ceil_div(m, tokens), 1, int8::THREADS, [&] {
+        int8::ProductArguments a = {(const u16*)x.data(), codes.data(), scales.data(), bias.data(), out.data(), 0.5f, output, m, rows, k, stride, split_k};
+        launch(ceil_div(rows, int8::BLOCK_ROWS), ceil_div(m, tokens), split_k, int8::THREADS, [&] {
             switch (tokens) {
                 case 8: return int8::linear_int8_product_8(a);
                 case 16: return int8::linear_int8_product_16(a);
                 case 32: return int8::linear_int8_product_32(a);
                 default: return int8::linear_int8_product_64(a);
             }
-        });
+        }, split_k);
         out.check("products of int8 rows");
         for (int t = 0; t < m; t++) {
             for (int r = 0; r < rows; r++) {
@@ -559,10 +559,10 @@ static void check_residual(void (*kernel)(skinny::Arguments), int k, Output outp
 int main() {
     check_int8(9, 272);
     check_int8(300, 16);
-    check_int8_products(2, 130, 336);
-    check_int8_products(9, 20, 16);
-    check_int8_products(31, 128, 80);
-    check_int8_products(70, 17, 592);
+    check_int8_products(2, 130, 336, 1);
+    check_int8_products(9, 20, 16, 1);
+    check_int8_products(31, 128, 80, 1);
+    check_int8_products(70, 17, 592, 1);
     auto t8 = [](tile::Arguments a) { tiled::linear_tiled_8(a); };
     auto t16 = [](tile::Arguments a) { tiled::linear_tiled_16(a); };
     auto t32 = [](tile::Arguments a) { tiled::linear_tiled_32(a); };
@@ -665,6 +665,8 @@ int main() {
         check_fused_norm(add_fragments_16, f_fragments_16, 11, 400, 640, factor, F32, rows, rows);
         check_fused_norm(add_fragments_16, glu_fragments_16, 16, 272, 192, factor, GLU_FRAGMENT_MAJOR, rows, pair);
     }
+    check_int8_products(3, 20, 528, 2);
+    check_int8_products(70, 140, 592, 3);
 #endif
     puts("ok");
 }
