@@ -15,9 +15,11 @@ struct Matrix {
     u64 rows;
 };
 
+constexpr int MATRICES = 4;
+
 struct Arguments {
     const u16* x;           // f16 [m, k]
-    Matrix matrices[3];     // of one kind; the output features of one follow those of the one before
+    Matrix matrices[MATRICES];  // of one kind; the output features of one follow those of the one before
     void* out;              // [m, out_stride]
     float factor;           // of the product
     int kind;               // of linear_dense and linear_dense_1
@@ -80,7 +82,7 @@ __device__ __forceinline__ void multiply(const Arguments& a) {
     const void* weight = a.matrices[0].weight;
     int row = feature, rows = a.matrices[0].rows, which = 0;
 #pragma unroll
-    for (int i = 1; i < 3; i++) {
+    for (int i = 1; i < MATRICES; i++) {
         if (row < rows) continue;
         row -= rows;
         weight = a.matrices[i].weight, rows = a.matrices[i].rows, which = i;

@@ -7,16 +7,22 @@ constexpr int THREADS = 256, WARPS = THREADS / WARP;
 
 enum Output { STORE_F32, STORE_F16, ADD_F32 };
 
-struct ProductArguments {
-    const u16* x;           // f16 [m, k]
+struct Matrix {
     const u8* codes;        // [rows, k]
     const float* scales;    // [rows]
     const float* bias;      // [rows] or null
+    u64 rows;
+};
+
+constexpr int MATRICES = 4;
+
+struct ProductArguments {
+    const u16* x;           // f16 [m, k]
+    Matrix matrices[MATRICES];  // the output features of one follow those of the one before
     void* out;              // [m, out_stride]
     float factor;           // of the product
     int output;
     int m;
-    int rows;
     int k;                  // a multiple of 16
     int out_stride;
     int split_k;            // blocks of a cluster, which share K; 1 before Hopper
@@ -30,6 +36,27 @@ constexpr int X_PITCH = 2 * DEPTH + 16;  // bytes from row to row, so that a qua
 static_assert(BLOCK_ROWS == WARPS * 16, "a warp has the rows of one fragment");
 static_assert((STAGES & (STAGES - 1)) == 0, "stages are numbered by the low bits of a step");
 
+// The rows of a block.
+struct Place {
+    const u8* codes;    // of the matrix
+    int matrix, rows;   // the matrix, and its rows
+    int first_row;      // of the block, in the matrix
+    int first_column;   // of the matrix, in the output
+
+    __device__ __forceinline__ explicit Place(const ProductArguments& a) : codes(a.matrices[0].codes), matrix(0), rows(a.matrices[0].rows), first_column(0) {
+        int block = blockIdx.x;
+#pragma unroll
+        for (int i = 1; i < MATRICES; i++) {
+            int blocks = ceil_div(rows, BLOCK_ROWS);
+            if (block < blocks) continue;
+            block -= blocks, first_column += rows;
+            codes = a.matrices[i].codes, rows = a.matrices[i].rows, matrix = i;
+        }
+        first_row = block * BLOCK_ROWS;
+    }
+};
+static_assert(sizeof(Place) == 24, "the launcher's shared memory has room for it");
+
 // 16 x TOKENS outputs per warp. The order of K within a step is free as long as both operands share it: a lane takes 16 neighbours, so that
 // it loads codes and activations 16 bytes at a time. Its k-th word of codes is the k-th of four fragments.
 template <int TOKENS>
@@ -38,14 +65,18 @@ __device__ __forceinline__ void product(const ProductArguments& a) {
     constexpr int AHEAD = TOKENS > 32 ? 2 : 4;  // steps of codes in registers; with more, those of 64 tokens spill
     extern __shared__ __align__(16) char shared[];
     int lane = lane_id(), g = lane / 4, t = lane % 4, warp = threadIdx.x / WARP, split = blockIdx.z;
-    int block_row = blockIdx.x * BLOCK_ROWS, first_token = blockIdx.y * TOKENS;
+    Place place(a);
+    // The loop needs the registers.
+    Place& kept = *(Place*)(shared + STAGES * TOKENS * X_PITCH);
+    if (threadIdx.x == 0) kept = place;
+    int first_token = blockIdx.y * TOKENS;
     int all_steps = ceil_div(a.k, DEPTH), begin = all_steps * split / a.split_k, end = all_steps * (split + 1) / a.split_k;
     u32 staged = shared_address(shared);
 
     // Beyond the last row, the last one is read and nothing is stored.
     const u8* rows[2];
 #pragma unroll
-    for (int i = 0; i < 2; i++) rows[i] = a.codes + (size_t)min(block_row + warp * 16 + g + 8 * i, a.rows - 1) * a.k + 16 * t;
+    for (int i = 0; i < 2; i++) rows[i] = place.codes + (size_t)min(place.first_row + warp * 16 + g + 8 * i, place.rows - 1) * a.k + 16 * t;
     uint4 codes[AHEAD][2];
     auto load = [&](int step, uint4(&to)[2]) {
         bool is_there = step < end && step * DEPTH + 16 * t < a.k;
@@ -106,17 +137,18 @@ __device__ __forceinline__ void product(const ProductArguments& a) {
     }
 
     auto store = [&](int warp, int group, const float (&c)[4]) {
+        const Matrix& matrix = a.matrices[kept.matrix];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            int row = block_row + warp * 16 + g + 8 * i;
-            if (row >= a.rows) continue;
-            float scale = a.scales[row], bias = a.bias ? a.bias[row] : 0;
+            int row = kept.first_row + warp * 16 + g + 8 * i;
+            if (row >= kept.rows) continue;
+            float scale = matrix.scales[row], bias = matrix.bias ? matrix.bias[row] : 0;
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 int token = first_token + 8 * group + 2 * t + j;
                 if (token >= a.m) continue;
                 float y = c[2 * i + j] * a.factor * scale + bias;
-                size_t to = (size_t)token * a.out_stride + row;
+                size_t to = (size_t)token * a.out_stride + kept.first_column + row;
                 if (a.output == STORE_F32) ((float*)a.out)[to] = y;
                 if (a.output == ADD_F32) ((float*)a.out)[to] += y;
                 if (a.output == STORE_F16) ((u16*)a.out)[to] = to_f16(y);
@@ -164,7 +196,7 @@ constexpr int BLOCKS_OF_64 = 2;
 #define KERNEL(tokens, blocks) \
     extern "C" __global__ void __launch_bounds__(THREADS, blocks) linear_int8_product_##tokens(const __grid_constant__ ProductArguments a) { product<tokens>(a); }
 
-// Grid: (ceil(rows / BLOCK_ROWS), ceil(m / tokens), split_k), in clusters along K. Shared memory: STAGES * tokens * X_PITCH bytes.
+// Grid: (sum of ceil(rows / BLOCK_ROWS), ceil(m / tokens), split_k), in clusters along K. Shared memory: STAGES * tokens * X_PITCH bytes and a Place.
 KERNEL(8, 2)
 KERNEL(16, 2)
 KERNEL(32, 2)

@@ -40,7 +40,8 @@ pub use bandwidth::{copy_bandwidth, read_bandwidth};
 pub use delta::{DeltaConstants, DeltaInputs, delta_conv, delta_norm, delta_rule};
 pub use driver::{
     Arena, Arenas, DeviceBuffer, DeviceSlice, Event, Gpu, Graph, HostStream, KeepContext,
-    ManagedBuffer, Pinned, TARGETS, check_managed, compiler, count, open_gpus, target, unavailable,
+    ManagedBuffer, Pinned, StagedBuffer, TARGETS, check_managed, compiler, count, open_gpus,
+    target, unavailable,
 };
 pub use elementwise::{NextNorm, gate_heads, glu, post_norm, rms_norm, soft_cap};
 pub use experts::{

@@ -17,6 +17,7 @@ mod module;
 pub(super) mod nvrtc;
 mod order;
 mod recording;
+mod staged;
 mod staging;
 
 pub use arena::{Arena, Arenas};
@@ -40,4 +41,5 @@ pub(super) use nvrtc::Source;
 pub use nvrtc::{TARGETS, target};
 pub use order::HostStream;
 pub(super) use recording::recorded;
+pub use staged::StagedBuffer;
 pub(super) use staging::{STAGING, Staging, keep, take};

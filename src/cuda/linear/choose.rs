@@ -8,7 +8,7 @@ use super::fused_norm::MULTIPLE;
 use super::hardware::Hardware;
 use super::input::InputForm;
 use super::int8::{self, Int8Product};
-use super::limits::{FUSED_BYTES, HALF_SM_ROWS, SKINNY_ROWS, TILED};
+use super::limits::{FUSED_BYTES, HALF_SM_ROWS, MATRICES, NVFP4_MATRICES, SKINNY_ROWS, TILED};
 use super::matrix::{Biased, MatrixShape};
 use super::output::{Layout, Output};
 use super::residual::WIDTH;
@@ -34,15 +34,16 @@ pub(super) fn shapes(matrices: &[Biased<'_>]) -> Vec<MatrixShape> {
     matrices.iter().map(|(w, _)| w.shape()).collect()
 }
 
+/// Whether the kernels for NVFP4 take these matrices together.
 fn are_nvfp4(matrices: &[MatrixShape]) -> bool {
-    matrices.iter().all(|w| w.storage == WeightType::Nvfp4)
+    matrices.len() <= NVFP4_MATRICES && matrices.iter().all(|w| w.storage == WeightType::Nvfp4)
 }
 
-/// How a GEMM of some rows with up to three matrices runs.
+/// How a GEMM of some rows with up to [`MATRICES`] matrices runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GemmPlan {
     pub(super) m: usize,
-    pub(super) matrices: [Option<MatrixShape>; 3],
+    pub(super) matrices: [Option<MatrixShape>; MATRICES],
     /// Its epilogue, with any gated activation for that of the call.
     pub(super) output: Output,
     pub(super) form: InputForm,
@@ -56,18 +57,25 @@ pub(super) enum GemmKernels {
     Skinny(SkinnyPlan),
     /// A tiled kernel, with all matrices.
     Tiled(Tiling),
-    /// The plain kernel, with all matrices.
-    Dense(Planned<DenseKernel>),
-    /// Kernels of each matrix.
-    Each([Option<MatrixKernel>; 3]),
+    /// A launch for some of the matrices after another.
+    Parts([Option<GemmPart>; MATRICES]),
 }
 
-/// The kernel of a GEMM with one matrix.
+/// A launch of a GEMM for matrices that follow each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum MatrixKernel {
+pub(super) struct GemmPart {
+    /// Number of matrices.
+    pub(super) count: usize,
+    pub(super) kernel: PartKernel,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PartKernel {
+    /// The plain kernel, with matrices of one type.
     Dense(Planned<DenseKernel>),
+    /// The kernel of int8 rows.
     Int8(Planned<Int8Product>),
-    /// cuBLASLt, on an f16 copy of a weight that is neither f16 nor bf16.
+    /// cuBLASLt with one matrix, on an f16 copy of a weight that is neither f16 nor bf16.
     CuBlas,
 }
 
@@ -101,13 +109,10 @@ impl GemmPlan {
             Some(GemmKernels::Skinny(plan))
         };
         let tiled = || tiled(hardware, m, matrices, output, form).map(GemmKernels::Tiled);
-        let each = || {
-            let each = each(hardware, m, matrices, output, form)?;
-            Some(dense(m, matrices, &each).map_or(GemmKernels::Each(each), GemmKernels::Dense))
-        };
+        let parts = || parts(hardware, m, matrices, output, form).map(GemmKernels::Parts);
         let kernels = || match m {
-            0 => Some(GemmKernels::Each([None; 3])),
-            _ => skinny().or_else(tiled).or_else(each),
+            0 => Some(GemmKernels::Parts([None; MATRICES])),
+            _ => skinny().or_else(tiled).or_else(parts),
         };
         GemmPlan::with(m, matrices, output, form, kernels)
     }
@@ -153,12 +158,12 @@ impl GemmPlan {
         let first = matrices.first()?;
         let are_alike = matrices.iter().all(|w| w.cols == first.cols);
         let are_gated = matrices.len() == 2 && matrices[1].rows == first.rows;
-        if matrices.len() > 3 || !are_alike || (output.applied().is_some() && !are_gated) {
+        if matrices.len() > MATRICES || !are_alike || (output.applied().is_some() && !are_gated) {
             return None;
         }
         Some(GemmPlan {
             m,
-            matrices: [0, 1, 2].map(|i| matrices.get(i).copied()),
+            matrices: std::array::from_fn(|i| matrices.get(i).copied()),
             output,
             form,
             kernels: kernels()?,
@@ -233,51 +238,44 @@ fn tiled(
     Tiling::choose(hardware, kernel, m, matrices, output, layout, divides)
 }
 
-/// The kernel of each matrix.
-fn each(
+/// Launches for matrices of any types, as few as their types allow.
+fn parts(
     hardware: &Hardware,
     m: usize,
     matrices: &[MatrixShape],
     output: Output,
     form: InputForm,
-) -> Option<[Option<MatrixKernel>; 3]> {
+) -> Option<[Option<GemmPart>; MATRICES]> {
     if form != InputForm::Plain(Layout::RowMajor) || output.applied().is_some() {
         return None;
     }
-    let kernel = |&w: &MatrixShape| {
-        let is_many = hardware.cublas
+    let by_cublas = |w: &MatrixShape| {
+        hardware.cublas
             && match w.storage {
                 WeightType::Nvfp4 => true,
                 WeightType::F16 | WeightType::BF16 => m > SKINNY_ROWS,
                 // Sums of codes do not fit f16, and an addition would lack their scale.
                 WeightType::Int8 => m > int8::PRODUCT_ROWS && output == Output::F32,
                 WeightType::F32 => false,
-            };
-        match w.storage {
-            _ if is_many => Some(MatrixKernel::CuBlas),
-            WeightType::Nvfp4 => None,
-            WeightType::Int8 if m > 1 => Some(MatrixKernel::Int8(Int8Product::planned(hardware, w, m))),
-            _ => Some(MatrixKernel::Dense(DenseKernel::planned(&[w], m))),
-        }
+            }
     };
-    let mut kernels = [None; 3];
-    for (slot, w) in kernels.iter_mut().zip(matrices) {
-        *slot = Some(kernel(w)?);
+    let of_one_type = |a: &MatrixShape, b: &MatrixShape| a.storage == b.storage && !by_cublas(a);
+    let mut parts = [None; MATRICES];
+    for (slot, matrices) in parts.iter_mut().zip(matrices.chunk_by(of_one_type)) {
+        let kernel = match matrices[0].storage {
+            _ if by_cublas(&matrices[0]) => PartKernel::CuBlas,
+            WeightType::Nvfp4 => return None,
+            WeightType::Int8 if m > 1 => {
+                PartKernel::Int8(Int8Product::planned(hardware, matrices, m))
+            }
+            _ => PartKernel::Dense(DenseKernel::planned(matrices, m)),
+        };
+        *slot = Some(GemmPart {
+            count: matrices.len(),
+            kernel,
+        });
     }
-    Some(kernels)
-}
-
-/// The plain kernel with all matrices, if it serves each and they are of one type.
-fn dense(
-    m: usize,
-    matrices: &[MatrixShape],
-    each: &[Option<MatrixKernel>; 3],
-) -> Option<Planned<DenseKernel>> {
-    let first = matrices.first()?;
-    let is_dense = |kernel: &MatrixKernel| matches!(kernel, MatrixKernel::Dense(_));
-    let serves = each.iter().flatten().all(is_dense);
-    let are_alike = matrices.iter().all(|w| w.storage == first.storage);
-    (serves && are_alike).then(|| DenseKernel::planned(matrices, m))
+    Some(parts)
 }
 
 impl fmt::Display for GemmPlan {
@@ -285,14 +283,13 @@ impl fmt::Display for GemmPlan {
         match &self.kernels {
             GemmKernels::Skinny(plan) => write!(f, "{plan}"),
             GemmKernels::Tiled(tiling) => write!(f, "{tiling}"),
-            GemmKernels::Dense(planned) => write!(f, "{planned}"),
-            GemmKernels::Each(kernels) => {
-                for (i, kernel) in kernels.iter().flatten().enumerate() {
+            GemmKernels::Parts(parts) => {
+                for (i, part) in parts.iter().flatten().enumerate() {
                     f.write_str(if i == 0 { "" } else { "; " })?;
-                    match kernel {
-                        MatrixKernel::Dense(planned) => write!(f, "{planned}")?,
-                        MatrixKernel::Int8(planned) => write!(f, "{planned}")?,
-                        MatrixKernel::CuBlas => f.write_str("cuBLASLt")?,
+                    match &part.kernel {
+                        PartKernel::Dense(planned) => write!(f, "{planned}")?,
+                        PartKernel::Int8(planned) => write!(f, "{planned}")?,
+                        PartKernel::CuBlas => f.write_str("cuBLASLt")?,
                     }
                 }
                 Ok(())

@@ -1,5 +1,6 @@
 //! The plain kernel for GEMMs with dense weights and row-major int8 codes.
 
+use super::limits::MATRICES;
 use super::matrix::{Biased, MatrixShape};
 use super::output::Output;
 use crate::base::Result;
@@ -19,19 +20,35 @@ kernels! {
     }
 }
 
+/// A matrix of one launch with others.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct DenseMatrix {
+pub(super) struct DenseMatrix {
     weight: u64,
     scales: u64,
     bias: u64,
     rows: u64,
 }
 
+impl DenseMatrix {
+    /// The arguments of up to [`MATRICES`] matrices.
+    pub(super) fn all(matrices: &[Biased<'_>]) -> [DenseMatrix; MATRICES] {
+        std::array::from_fn(|i| match matrices.get(i) {
+            None => DenseMatrix::default(),
+            Some((w, bias)) => DenseMatrix {
+                weight: w.address(),
+                scales: w.scales_address(),
+                bias: bias.map_or(0, DeviceBuffer::address),
+                rows: w.rows as u64,
+            },
+        })
+    }
+}
+
 #[repr(C)]
 pub(super) struct DenseArguments {
     x: u64,
-    matrices: [DenseMatrix; 3],
+    matrices: [DenseMatrix; MATRICES],
     out: u64,
     factor: f32,
     kind: i32,
@@ -56,7 +73,7 @@ impl DenseKernel {
     }
 }
 
-/// `m` rows of f16 `x`, divided by `factor`, times up to three matrices of one type, whose output features follow each other;
+/// `m` rows of f16 `x`, divided by `factor`, times up to [`MATRICES`] matrices of one type, whose output features follow each other;
 /// [`GemmPlan`](super::GemmPlan) checks sizes.
 pub(super) fn dense(
     gpu: &Gpu,
@@ -69,19 +86,10 @@ pub(super) fn dense(
     out: u64,
     stride: usize,
 ) -> Result<()> {
-    let mut all = [DenseMatrix::default(); 3];
-    for (argument, (w, bias)) in all.iter_mut().zip(matrices) {
-        *argument = DenseMatrix {
-            weight: w.address(),
-            scales: w.scales_address(),
-            bias: bias.map_or(0, DeviceBuffer::address),
-            rows: w.rows as u64,
-        };
-    }
     let (w, _) = matrices[0];
     let arguments = DenseArguments {
         x: x.address(),
-        matrices: all,
+        matrices: DenseMatrix::all(matrices),
         out,
         factor,
         kind: match w.storage {

@@ -1,8 +1,10 @@
 //! GEMMs with int8 weights: our own kernel, and for many rows the conversions around cuBLASLt, codes to f16 before it and row scales after
 //! it.
 
+use super::dense::DenseMatrix;
 use super::hardware::Hardware;
-use super::matrix::{Matrix, MatrixShape};
+use super::limits::MATRICES;
+use super::matrix::{Biased, Matrix, MatrixShape};
 use super::output::Output;
 use crate::base::Result;
 use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, Planned, int};
@@ -34,10 +36,11 @@ const THREADS: u32 = 256;
 /// Most rows of the own kernel, which reads the weight once for each 64 rows. From some 300 rows on, an f16 copy for cuBLASLt moves fewer
 /// bytes.
 pub(super) const PRODUCT_ROWS: usize = 256;
-/// Weight rows of a CTA, elements of K in a step, and bytes of shared memory per row of activations, as in the kernel.
+/// Weight rows of a CTA, elements of K in a step, and bytes of shared memory per row of activations and besides, as in the kernel.
 const BLOCK_ROWS: usize = 128;
 const DEPTH: usize = 64;
 const STAGED: usize = 4 * (2 * DEPTH + 16);
+const PLACE: usize = 24;
 /// Most CTAs that share K.
 const MOST_SPLIT_K: usize = 8;
 /// CTAs of a multiprocessor, which together have enough loads under way.
@@ -50,14 +53,11 @@ const CODES: usize = 16;
 #[repr(C)]
 pub(super) struct ProductArguments {
     x: u64,
-    codes: u64,
-    scales: u64,
-    bias: u64,
+    matrices: [DenseMatrix; MATRICES],
     out: u64,
     factor: f32,
     output: i32,
     m: i32,
-    rows: i32,
     k: i32,
     out_stride: i32,
     split_k: i32,
@@ -80,24 +80,29 @@ struct ScaleArguments {
 
 impl Int8Product {
     /// The launch for `m` rows. Its grid has CTAs along features, along rows, and along K.
-    pub(super) fn planned(hardware: &Hardware, w: MatrixShape, m: usize) -> Planned<Int8Product> {
+    pub(super) fn planned(
+        hardware: &Hardware,
+        matrices: &[MatrixShape],
+        m: usize,
+    ) -> Planned<Int8Product> {
         let (kernel, tokens) = match m {
             ..=8 => (Int8Product::Rows8, 8),
             9..=16 => (Int8Product::Rows16, 16),
             17..=32 => (Int8Product::Rows32, 32),
             _ => (Int8Product::Rows64, 64),
         };
-        let (features, rows) = (w.rows.div_ceil(BLOCK_ROWS), m.div_ceil(tokens));
+        let features: usize = matrices.iter().map(|w| w.rows.div_ceil(BLOCK_ROWS)).sum();
+        let rows = m.div_ceil(tokens);
         let split_k = match hardware.has_clusters() {
             true => {
                 let at_once = BLOCKS * hardware.multiprocessors;
-                let most = w.cols.div_ceil(DEPTH) / LEAST_STEPS;
+                let most = matrices[0].cols.div_ceil(DEPTH) / LEAST_STEPS;
                 (at_once / (features * rows)).clamp(1, most.clamp(1, MOST_SPLIT_K))
             }
             false => 1,
         };
         let launch = Launch {
-            shared: (tokens * STAGED) as u32,
+            shared: (tokens * STAGED + PLACE) as u32,
             cluster: split_k as u32,
             ..Launch::new([features as u32, rows as u32, split_k as u32], THREADS)
         };
@@ -105,12 +110,12 @@ impl Int8Product {
     }
 }
 
-/// `m` rows of f16 `x`, divided by `factor`, times int8 rows `w`; [`GemmPlan`](super::GemmPlan) checks sizes.
+/// `m` rows of f16 `x`, divided by `factor`, times up to [`MATRICES`] matrices of int8 rows, whose output features follow each other;
+/// [`GemmPlan`](super::GemmPlan) checks sizes.
 pub(super) fn product(
     gpu: &Gpu,
     planned: Planned<Int8Product>,
-    w: &Matrix,
-    bias: Option<&DeviceBuffer>,
+    matrices: &[Biased<'_>],
     x: &DeviceBuffer,
     factor: f32,
     m: usize,
@@ -120,15 +125,12 @@ pub(super) fn product(
 ) -> Result<()> {
     let arguments = ProductArguments {
         x: x.address(),
-        codes: w.address(),
-        scales: w.scales_address(),
-        bias: bias.map_or(0, DeviceBuffer::address),
+        matrices: DenseMatrix::all(matrices),
         out,
         factor,
         output: output.plain()?,
         m: int("rows", m)?,
-        rows: int("output features", w.rows)?,
-        k: int("K", w.cols)?,
+        k: int("K", matrices[0].0.cols)?,
         out_stride: int("the stride of a product", stride)?,
         split_k: planned.launch.grid[2] as i32,
     };

@@ -11,3 +11,8 @@ pub(in crate::cuda) const HALF_SM_ROWS: usize = 4;
 pub(super) const FUSED_BYTES: usize = 128 << 10;
 /// The most rows that the tiled kernel takes even if cuBLASLt is present.
 pub const TILED: usize = 128;
+
+/// Most matrices of a GEMM.
+pub(super) const MATRICES: usize = 4;
+/// Most matrices that the kernels for NVFP4 take together.
+pub(super) const NVFP4_MATRICES: usize = 3;

@@ -1,8 +1,8 @@
-//! Launches planned GEMMs: up to three matrices at once.
+//! Launches planned GEMMs: several matrices at once.
 
 use std::sync::Arc;
 
-use super::choose::{GemmKernels, GemmPlan, MatrixKernel, shapes};
+use super::choose::{GemmKernels, GemmPart, GemmPlan, PartKernel, shapes};
 use super::dense::dense;
 use super::hardware::Hardware;
 use super::input::Input;
@@ -17,7 +17,7 @@ use crate::base::error::{bail, err};
 use crate::cuda::convert;
 use crate::cuda::driver::{DeviceBuffer, Gpu};
 
-/// GEMM of `m` rows with up to three matrices that share their input. Their output features follow each other in the rows of `out`,
+/// GEMM of `m` rows with up to four matrices that share their input. Their output features follow each other in the rows of `out`,
 /// `stride` elements apart. Where needed, scratch memory holds an f16 copy of one weight. Plans it anew: for callers without a
 /// [`GemmPlan`].
 pub fn linear(
@@ -94,18 +94,19 @@ impl GemmPlan {
                 let room = scratch.room();
                 tiling.enqueue(gpu, input, m, matrices, output, out, stride, room)
             }
-            GemmKernels::Dense(planned) => {
+            GemmKernels::Parts(parts) => {
                 let Input::Plain(x, factor) = input else {
-                    bail!(Internal, "the plain kernel takes row-major input");
+                    bail!(Internal, "kernels of any type take row-major input");
                 };
-                let out = out.address();
-                dense(gpu, *planned, matrices, x, factor, m, output, out, stride)
-            }
-            GemmKernels::Each(kernels) => {
-                let kernels = kernels.iter().flatten();
-                enqueue_each(
-                    gpu, kernels, input, m, matrices, output, out, stride, scratch,
-                )
+                let (mut at, mut matrices) = (out.address(), matrices);
+                for part in parts.iter().flatten() {
+                    let (of_part, rest) = matrices.split_at(part.count);
+                    part.enqueue(gpu, x, factor, m, of_part, output, at, stride, scratch)?;
+                    let features: usize = of_part.iter().map(|(w, _)| w.rows).sum();
+                    at += (features * output.bytes()) as u64;
+                    matrices = rest;
+                }
+                Ok(())
             }
         }
     }
@@ -131,39 +132,33 @@ impl GemmPlan {
     }
 }
 
-/// A GEMM with each matrix by itself.
-fn enqueue_each<'a>(
-    gpu: &Arc<Gpu>,
-    kernels: impl Iterator<Item = &'a MatrixKernel>,
-    input: Input<'_>,
-    m: usize,
-    matrices: &[Biased<'_>],
-    output: Output,
-    out: &DeviceBuffer,
-    stride: usize,
-    scratch: &LinearScratch,
-) -> Result<()> {
-    let Input::Plain(x, factor) = input else {
-        bail!(Internal, "kernels of each matrix take row-major input");
-    };
-    let mut at = out.address();
-    for (kernel, (w, bias)) in kernels.zip(matrices) {
-        match *kernel {
-            MatrixKernel::Dense(planned) => {
-                let one = &[(*w, *bias)];
-                dense(gpu, planned, one, x, factor, m, output, at, stride)?;
+impl GemmPart {
+    /// Enqueues the part for its matrices, to the address `out`.
+    fn enqueue(
+        &self,
+        gpu: &Arc<Gpu>,
+        x: &DeviceBuffer,
+        factor: f32,
+        m: usize,
+        matrices: &[Biased<'_>],
+        output: Output,
+        out: u64,
+        stride: usize,
+        scratch: &LinearScratch,
+    ) -> Result<()> {
+        match (self.kernel, matrices) {
+            (PartKernel::Dense(planned), _) => {
+                dense(gpu, planned, matrices, x, factor, m, output, out, stride)
             }
-            MatrixKernel::Int8(planned) => {
-                int8::product(gpu, planned, w, *bias, x, factor, m, output, at, stride)?;
+            (PartKernel::Int8(planned), _) => {
+                int8::product(gpu, planned, matrices, x, factor, m, output, out, stride)
             }
-            MatrixKernel::CuBlas => {
-                scratch.product(gpu, w, x, factor, m, output, at, stride)?;
-                if let Some(bias) = bias {
-                    convert::add_bias_at(gpu, at, output == Output::F16, m, w.rows, stride, bias)?;
-                }
+            (PartKernel::CuBlas, &[(w, bias)]) => {
+                scratch.product(gpu, w, x, factor, m, output, out, stride)?;
+                let Some(bias) = bias else { return Ok(()) };
+                convert::add_bias_at(gpu, out, output == Output::F16, m, w.rows, stride, bias)
             }
+            (PartKernel::CuBlas, _) => bail!(Internal, "cuBLASLt takes one matrix at a time"),
         }
-        at += (w.rows * output.bytes()) as u64;
     }
-    Ok(())
 }

@@ -31,8 +31,13 @@ impl<'a> Layer<'a> {
         }
     }
 
-    /// Elements of a row of queries, keys, values and gates.
+    /// Elements of a row of queries, keys and values, of the gate of the norm, and of what the gates of the rule come of.
     fn stride(&self) -> usize {
+        self.first_gate() + 2 * self.spec.shape.value_heads.next_multiple_of(2)
+    }
+
+    /// The first element of what the gates of the rule come of.
+    fn first_gate(&self) -> usize {
         self.spec.shape.channels() + self.spec.shape.value_width()
     }
 }
@@ -60,25 +65,29 @@ impl<'a> FusedPass<'a> {
             weights,
             scratch,
             states: state.on_gpu(index)?,
-            segments: RecurrentSegments {
-                row_starts: (&scratch.row_starts).into(),
-                read: (&scratch.read).into(),
-                write: (&scratch.write).into(),
-                count: self.segments,
-            },
+            segments: scratch.segments(self.segments)?,
         })
     }
 
-    pub(super) fn delta_inputs(&self, index: usize, input: &Normed, gemm: &GemmPlan) -> Result<()> {
+    /// `gates`: the projections to the gates of the rule follow.
+    pub(super) fn delta_inputs(
+        &self,
+        index: usize,
+        input: &Normed,
+        gemm: &GemmPlan,
+        gates: bool,
+    ) -> Result<()> {
         let layer = self.delta(index)?;
-        let matrices = [biased(&layer.weights.qkv)?, biased(&layer.weights.z)?];
-        let out = &self.memory.projected;
+        let mut matrices = vec![biased(&layer.weights.qkv)?, biased(&layer.weights.z)?];
+        if gates {
+            matrices.extend([biased(&layer.weights.b)?, biased(&layer.weights.a)?]);
+        }
         self.linear(
             gemm,
             self.input(input)?,
             &matrices,
             Output::F32,
-            out,
+            &self.memory.projected,
             layer.stride(),
         )
     }
@@ -97,7 +106,7 @@ impl<'a> FusedPass<'a> {
         )
     }
 
-    pub(super) fn delta_conv(&self, index: usize) -> Result<()> {
+    pub(super) fn delta_conv(&self, index: usize, apart: bool) -> Result<()> {
         let layer = self.delta(index)?;
         let (shape, heads) = (&layer.spec.shape, &layer.weights.heads);
         let constants = DeltaConstants {
@@ -110,9 +119,15 @@ impl<'a> FusedPass<'a> {
             stride: layer.stride(),
         };
         let gate = |first| {
-            Ok(StridedRows {
-                values: from(&layer.scratch.gates, first)?,
-                stride: 2 * shape.value_heads,
+            Ok(match apart {
+                true => StridedRows {
+                    values: from(&layer.scratch.gates, first)?,
+                    stride: 2 * shape.value_heads,
+                },
+                false => StridedRows {
+                    values: from(&self.memory.projected, layer.first_gate() + first)?,
+                    stride: layer.stride(),
+                },
             })
         };
         cuda::delta_conv(

@@ -377,15 +377,11 @@ impl Memory {
         self.write_tables(sequences, rows)
     }
 
-    /// Writes the blocks of the recurrent state that a step of `rows` rows reads and writes.
-    pub(super) fn write_states(
-        &mut self,
-        states: &[Option<StateBlocks>],
-        rows: usize,
-    ) -> Result<()> {
+    /// Enqueues a write of the blocks of the recurrent state that the sequences of a step read and write.
+    pub(super) fn write_states(&mut self, states: &[Option<StateBlocks>]) -> Result<()> {
         match &mut self.recurrent {
             None => Ok(()),
-            Some(recurrent) => recurrent.write_states(rows, states.iter().copied()),
+            Some(recurrent) => recurrent.write_states(states.iter().copied()),
         }
     }
 

@@ -93,9 +93,11 @@ impl<'a> FusedPass<'a> {
                 let (gpu, y) = (&lowered.gpu, &memory.input);
                 cuda::gate_heads(gpu, y, *layout, gate, self.rows, width)
             }
-            Kernel::DeltaInputs { input, gemm } => self.delta_inputs(index, input, gemm),
+            Kernel::DeltaInputs { input, gemm, gates } => {
+                self.delta_inputs(index, input, gemm, *gates)
+            }
             Kernel::DeltaGates { input, gemm } => self.delta_gates(index, input, gemm),
-            Kernel::DeltaConv => self.delta_conv(index),
+            Kernel::DeltaConv { apart } => self.delta_conv(index, *apart),
             Kernel::DeltaRule => self.delta_rule(index),
             Kernel::DeltaNorm { layout } => self.delta_norm(index, *layout),
             Kernel::GateUp { input, fused, gemm } => {

@@ -81,12 +81,17 @@ pub(super) enum Kernel {
     HeadGate { input: Normed, gemm: GemmPlan },
     /// Multiplies the output of attention by the sigmoid of its gate.
     GateHeads { layout: Layout },
-    /// Queries, keys, values and the gate of the norm of a gated delta net, f32.
-    DeltaInputs { input: Normed, gemm: GemmPlan },
+    /// Queries, keys, values and the gate of the norm of a gated delta net, f32; and where one GEMM serves all, [`Kernel::DeltaGates`] too.
+    DeltaInputs {
+        input: Normed,
+        gemm: GemmPlan,
+        gates: bool,
+    },
     /// The projections to both gates of each value head, f32: decay, and the share of a correction that is written.
     DeltaGates { input: Normed, gemm: GemmPlan },
-    /// The causal convolution, the norms of queries and keys, and the gates.
-    DeltaConv,
+    /// The causal convolution, the norms of queries and keys, and the gates. `apart` says whether [`Kernel::DeltaGates`] made their
+    /// projections.
+    DeltaConv { apart: bool },
     /// The gated delta rule, which changes the state of each sequence.
     DeltaRule,
     /// The gated norm of each value head.
@@ -380,11 +385,27 @@ impl Planner<'_> {
                 self.attention(block, layout, input, (qkv, gate), o)
             }
             MixerShape::GatedDelta { inputs, gates, out } => {
-                let gemm = self.gemm(&inputs, Output::F32, input.form())?;
-                self.push(block, Kernel::DeltaInputs { input, gemm });
-                let gemm = self.gemm(&gates, Output::F32, input.form())?;
-                self.push(block, Kernel::DeltaGates { input, gemm });
-                self.push(block, Kernel::DeltaConv);
+                let form = input.form();
+                let all = [&inputs[..], &gates[..]].concat();
+                let joint = self.served(&all, Output::F32, form);
+                let gemm = match joint {
+                    Some(gemm) => gemm,
+                    None => self.gemm(&inputs, Output::F32, form)?,
+                };
+                let apart = joint.is_none();
+                self.push(
+                    block,
+                    Kernel::DeltaInputs {
+                        input,
+                        gemm,
+                        gates: !apart,
+                    },
+                );
+                if apart {
+                    let gemm = self.gemm(&gates, Output::F32, form)?;
+                    self.push(block, Kernel::DeltaGates { input, gemm });
+                }
+                self.push(block, Kernel::DeltaConv { apart });
                 self.push(block, Kernel::DeltaRule);
                 self.push(block, Kernel::DeltaNorm { layout });
                 self.end(block, Half::Mixer, out, layout, Norm::Mlp(block))
@@ -631,9 +652,12 @@ impl fmt::Display for Kernel {
             Kernel::GateHeads { layout } => {
                 write!(f, "times sigmoid of the gate -> {}", layout_name(*layout))
             }
-            Kernel::DeltaInputs { input, gemm } => write!(f, "qkv, z ({input}) -> f32: {gemm}"),
+            Kernel::DeltaInputs { input, gemm, gates } => {
+                let gates = if *gates { ", b, a" } else { "" };
+                write!(f, "qkv, z{gates} ({input}) -> f32: {gemm}")
+            }
             Kernel::DeltaGates { input, gemm } => write!(f, "b, a ({input}) -> f32: {gemm}"),
-            Kernel::DeltaConv => f.write_str("convolution, norms of q and k, gates"),
+            Kernel::DeltaConv { .. } => f.write_str("convolution, norms of q and k, gates"),
             Kernel::DeltaRule => f.write_str("gated delta rule"),
             Kernel::DeltaNorm { layout } => {
                 write!(f, "gated norm of heads -> {}", layout_name(*layout))

@@ -68,7 +68,7 @@ impl Executor {
         memory.write_tables(&tables, 0)?;
         if let Some(recurrent) = &mut memory.recurrent {
             recurrent.write_rows(lengths())?;
-            recurrent.write_states(chunks.len(), chunks.iter().map(|chunk| chunk.state))?;
+            recurrent.write_states(chunks.iter().map(|chunk| chunk.state))?;
         }
         let singles = lengths().take_while(|&length| length == 1).count();
         let positions: Vec<i32> = chunks[..singles].iter().map(|c| c.first as i32).collect();

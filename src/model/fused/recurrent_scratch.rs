@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::base::Result;
 use crate::base::error::err;
 use crate::base::memory::Tag;
-use crate::cuda::{DeviceBuffer, Gpu};
+use crate::cuda::{DeviceBuffer, Gpu, RecurrentSegments, StagedBuffer};
 use crate::model::kv::{NULL_BLOCK, StateBlocks};
 use crate::model::spec::Spec;
 
@@ -37,7 +37,7 @@ impl RecurrentSizes {
 
     /// Elements of a row of [`Kernel::DeltaInputs`](super::plan::Kernel::DeltaInputs).
     pub(super) fn inputs(&self) -> usize {
-        self.channels + self.values
+        self.channels + self.values + 2 * self.heads.next_multiple_of(2)
     }
 }
 
@@ -45,9 +45,9 @@ impl RecurrentSizes {
 pub(super) struct RecurrentScratch {
     /// i32 `[batch + 1]`: the first row of each segment.
     pub(super) row_starts: DeviceBuffer,
-    /// u32 `[batch]`: the blocks of the recurrent state that segments read and write.
-    pub(super) read: DeviceBuffer,
-    pub(super) write: DeviceBuffer,
+    /// u32 `[2, batch]`: the blocks of the recurrent state that segments read, and those that they write.
+    blocks: StagedBuffer,
+    batch: usize,
     /// f32 `[rows, 2 heads]`: what gates come of.
     pub(super) gates: DeviceBuffer,
     /// f32: what the convolution makes of `[rows, channels]`, and the gates `[rows, heads]`.
@@ -70,8 +70,8 @@ impl RecurrentScratch {
         };
         Ok(RecurrentScratch {
             row_starts: scratch(batch + 1)?,
-            read: scratch(batch)?,
-            write: scratch(batch)?,
+            blocks: StagedBuffer::uninit(gpu, Tag::DeviceScratch, 2 * batch * size_of::<u32>())?,
+            batch,
             gates: scratch(rows * 2 * sizes.heads)?,
             qkv: scratch(rows * sizes.channels)?,
             decay: scratch(rows * sizes.heads)?,
@@ -89,22 +89,27 @@ impl RecurrentScratch {
         self.row_starts.write(0, &starts)
     }
 
-    /// Writes the blocks of the states of `count` segments. The last ones may be without a sequence, and have null blocks.
+    /// Enqueues a write of the blocks of segments' states. Segments after these are without a sequence, and have null blocks.
     pub(super) fn write_states(
         &mut self,
-        count: usize,
         states: impl Iterator<Item = Option<StateBlocks>>,
     ) -> Result<()> {
-        let (mut read, mut write) = (Vec::with_capacity(count), Vec::with_capacity(count));
-        for state in states {
-            let blocks =
-                state.ok_or_else(|| err!(Internal, "a sequence has no recurrent state"))?;
-            read.push(blocks.read);
-            write.push(blocks.write);
+        let mut blocks = vec![NULL_BLOCK; 2 * self.batch];
+        let (read, write) = blocks.split_at_mut(self.batch);
+        for ((state, read), write) in states.zip(read).zip(write) {
+            let state = state.ok_or_else(|| err!(Internal, "a sequence has no recurrent state"))?;
+            (*read, *write) = (state.read, state.write);
         }
-        read.resize(count, NULL_BLOCK);
-        write.resize(count, NULL_BLOCK);
-        self.read.write(0, &read)?;
-        self.write.write(0, &write)
+        self.blocks.write(&blocks)
+    }
+
+    /// The segments of a pass.
+    pub(super) fn segments(&self, count: usize) -> Result<RecurrentSegments<'_>> {
+        Ok(RecurrentSegments {
+            row_starts: (&self.row_starts).into(),
+            read: self.blocks.from(0)?,
+            write: self.blocks.from(self.batch * size_of::<u32>())?,
+            count,
+        })
     }
 }

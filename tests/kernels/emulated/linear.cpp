@@ -185,8 +185,15 @@ static void check_int8_products(int m, int rows, int k, int split_k) {
         std::vector<float> before(m * stride);
         for (float& v : before) v = uniform();
         if (output == int8::ADD_F32) memcpy(out.data(), before.data(), out.bytes);
-        int8::ProductArguments a = {(const u16*)x.data(), codes.data(), scales.data(), bias.data(), out.data(), 0.5f, output, m, rows, k, stride, split_k};
-        launch(ceil_div(rows, int8::BLOCK_ROWS), ceil_div(m, tokens), split_k, int8::THREADS, [&] {
+        // The rows belong to three matrices.
+        int8::ProductArguments a = {(const u16*)x.data(), {}, out.data(), 0.5f, output, m, k, stride, split_k};
+        int first = 0, blocks = 0;
+        for (int i = 0; i < 3; i++) {
+            int count = i < 2 ? rows / 4 * (2 * i + 1) / 2 : rows - first;
+            a.matrices[i] = {codes.data() + (size_t)first * k, scales.data() + first, bias.data() + first, (u64)count};
+            first += count, blocks += ceil_div(count, int8::BLOCK_ROWS);
+        }
+        launch(blocks, ceil_div(m, tokens), split_k, int8::THREADS, [&] {
             switch (tokens) {
                 case 8: return int8::linear_int8_product_8(a);
                 case 16: return int8::linear_int8_product_16(a);
