@@ -30,7 +30,7 @@ struct ProductArguments {
 
 constexpr int BLOCK_ROWS = 128;     // of the weight: 16 a warp
 constexpr int MAX_SPLIT_K = 8;
-constexpr int DEPTH = 64;           // of K in a step: 16 a lane
+constexpr int DEPTH = 64;           // of K in a step: 16 a lane. Two steps share the same 128 bytes of a row.
 constexpr int STAGES = 4;           // of activations in shared memory
 constexpr int X_PITCH = 2 * DEPTH + 16;  // bytes from row to row, so that a quarter of a warp reads all banks
 static_assert(BLOCK_ROWS == WARPS * 16, "a warp has the rows of one fragment");
@@ -57,7 +57,10 @@ struct Place {
 };
 static_assert(sizeof(Place) == 24, "the launcher's shared memory has room for it");
 
-// 16 x TOKENS outputs per warp. The order of K within a step is free as long as both operands share it: a lane takes 16 neighbours, so that
+// The first element of K of piece i of a step; a piece is half of what a lane takes.
+__device__ __forceinline__ int element_of(int step, int i) { return step / 2 * (2 * DEPTH) + i / 2 * 32 + step % 2 * 16 + i % 2 * 8; }
+
+// 16 x TOKENS outputs per warp. The order of K is free as long as both operands share it: a lane takes 16 neighbours in a step, so that
 // it loads codes and activations 16 bytes at a time. Its k-th word of codes is the k-th of four fragments.
 template <int TOKENS>
 __device__ __forceinline__ void product(const ProductArguments& a) {
@@ -70,18 +73,19 @@ __device__ __forceinline__ void product(const ProductArguments& a) {
     Place& kept = *(Place*)(shared + STAGES * TOKENS * X_PITCH);
     if (threadIdx.x == 0) kept = place;
     int first_token = blockIdx.y * TOKENS;
-    int all_steps = ceil_div(a.k, DEPTH), begin = all_steps * split / a.split_k, end = all_steps * (split + 1) / a.split_k;
+    int all_steps = ceil_div(a.k, 2 * DEPTH) * 2, begin = all_steps * split / a.split_k, end = all_steps * (split + 1) / a.split_k;
     u32 staged = shared_address(shared);
 
     // Beyond the last row, the last one is read and nothing is stored.
     const u8* rows[2];
 #pragma unroll
-    for (int i = 0; i < 2; i++) rows[i] = place.codes + (size_t)min(place.first_row + warp * 16 + g + 8 * i, place.rows - 1) * a.k + 16 * t;
+    for (int i = 0; i < 2; i++) rows[i] = place.codes + (size_t)min(place.first_row + warp * 16 + g + 8 * i, place.rows - 1) * a.k;
     uint4 codes[AHEAD][2];
     auto load = [&](int step, uint4(&to)[2]) {
-        bool is_there = step < end && step * DEPTH + 16 * t < a.k;
+        int k = element_of(step, 2 * t);
+        bool is_there = step < end && k < a.k;
 #pragma unroll
-        for (int i = 0; i < 2; i++) to[i] = is_there ? *(const uint4*)(rows[i] + step * DEPTH) : make_uint4(0, 0, 0, 0);
+        for (int i = 0; i < 2; i++) to[i] = is_there ? *(const uint4*)(rows[i] + k) : make_uint4(0, 0, 0, 0);
     };
     // Weights do not depend on earlier kernels.
 #pragma unroll
@@ -91,7 +95,7 @@ __device__ __forceinline__ void product(const ProductArguments& a) {
 
     auto stage = [&](int step) {
         for (int i = threadIdx.x; i < PIECES; i += THREADS) {
-            int token = i / (DEPTH / 8), column = step * DEPTH + i % (DEPTH / 8) * 8;
+            int token = i / (DEPTH / 8), column = element_of(step, i % (DEPTH / 8));
             bool is_there = first_token + token < a.m && column < a.k;
             const u16* from = a.x + (is_there ? (size_t)(first_token + token) * a.k + column : 0);
             copy_async_16(staged + (step % STAGES * TOKENS + token) * X_PITCH + i % (DEPTH / 8) * 16, from, is_there ? 16 : 0);
@@ -169,13 +173,15 @@ __device__ __forceinline__ void product(const ProductArguments& a) {
         }
         cluster_sync();
         for (int i = PARTS * split / a.split_k + warp; i < PARTS * (split + 1) / a.split_k; i += WARPS) {
-            float c[4] = {};
+            float4 parts[MAX_SPLIT_K];
 #pragma unroll
             for (int s = 0; s < MAX_SPLIT_K; s++) {
-                if (s >= a.split_k) break;
-                float4 v = load_cluster_16(staged + (i * WARP + lane) * 16, s);
-                c[0] += v.x, c[1] += v.y, c[2] += v.z, c[3] += v.w;
+                parts[s] = make_float4(0, 0, 0, 0);
+                if (s < a.split_k) parts[s] = load_cluster_16(staged + (i * WARP + lane) * 16, s);
             }
+            float c[4] = {};
+#pragma unroll
+            for (int s = 0; s < MAX_SPLIT_K; s++) c[0] += parts[s].x, c[1] += parts[s].y, c[2] += parts[s].z, c[3] += parts[s].w;
             store(i / GROUPS, i % GROUPS, c);
         }
         // No block may end while another reads its memory.
