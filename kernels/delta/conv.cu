@@ -2,7 +2,7 @@
 // A warp takes a head of queries or keys, or as many channels of values, or the gates of 32 heads, in a tile of rows of one segment.
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
-#include "delta/layer.cuh"
+#include "recurrent/layer.cuh"
 #include "norm/piece.cuh"
 
 struct Arguments {

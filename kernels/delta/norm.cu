@@ -2,7 +2,7 @@
 // elements are whole pairs of blocks.
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
-#include "delta/layer.cuh"
+#include "recurrent/layer.cuh"
 #include "format/fragment_major.cuh"
 #include "norm/piece.cuh"
 

@@ -7,7 +7,7 @@
 // scheduler, that is about 190 cycles: 32 multiply-adds each for o, k^T S and S, and between the last two some 90 cycles for the shuffles
 // and d, during which S is multiplied by the decay.
 #include "common/ptx.cuh"
-#include "delta/layer.cuh"
+#include "recurrent/layer.cuh"
 
 struct Arguments {
     const float* qkv;       // [rows, channels]

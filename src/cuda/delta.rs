@@ -4,10 +4,13 @@
 use super::driver::{DeviceSlice, Launch, Planned, int};
 use super::kernel::kernels;
 use super::linear::Layout;
+use super::recurrent::{
+    MOST_BLOCKS, RecurrentOutput, RecurrentSegments, RecurrentStates, SegmentsArgument,
+    StatesArgument, StridedRows, THREADS, WARPS, check_aligned,
+};
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::base::size::product;
-use crate::tensor::DeltaShape;
+use crate::tensor::{DeltaShape, RecurrentShape};
 
 kernels! {
     /// The convolution, norms and gates, by the size of key heads.
@@ -37,8 +40,6 @@ kernels! {
     }
 }
 
-const THREADS: u32 = 128;
-const WARPS: usize = 4;
 const WARP: usize = 32;
 /// Rows of a tile of the convolution.
 const TILE_ROWS: usize = 4;
@@ -46,39 +47,8 @@ const TILE_ROWS: usize = 4;
 const COLUMNS: usize = 32;
 /// Rows in the ring of such a CTA.
 const RING_ROWS: usize = 16;
-/// Upper limit of a grid in its second and third dimension.
-const MOST_BLOCKS: usize = 65_535;
 /// Upper limit of elements of a head.
 const MOST_ELEMENTS: usize = 256;
-
-/// Rows of f32 on the device, `stride` floats apart.
-#[derive(Clone, Copy, Debug)]
-pub struct StridedRows<'a> {
-    /// From the first row on, at a multiple of 16 bytes.
-    pub values: DeviceSlice<'a>,
-    /// Floats from the beginning of a row to that of the next.
-    pub stride: usize,
-}
-
-impl StridedRows<'_> {
-    /// Fails unless there are `rows` rows of `width`, which can be read in pieces of `piece` floats.
-    fn check(&self, what: &str, rows: usize, width: usize, piece: usize) -> Result<()> {
-        let bytes = 4 * piece as u64;
-        if self.stride < width
-            || !self.stride.is_multiple_of(piece)
-            || !self.values.address().is_multiple_of(bytes)
-        {
-            bail!(
-                Internal,
-                "{what}: rows of {width} every {} floats from address {:#x} on; both must be multiples of {piece} floats",
-                self.stride,
-                self.values.address()
-            );
-        }
-        let before = product(what, &[rows.saturating_sub(1), self.stride])?;
-        self.values.holds(what, &[before.saturating_add(width), 4])
-    }
-}
 
 /// The f32 weights of a layer's convolution and gates.
 #[derive(Clone, Copy, Debug)]
@@ -91,32 +61,6 @@ pub struct DeltaConstants<'a> {
     pub dt_bias: DeviceSlice<'a>,
 }
 
-/// The segments of a batch. Rows `row_starts[s]` to `row_starts[s + 1]` are consecutive tokens of one sequence; a segment without rows
-/// copies its state. Block numbers are of [`DeltaStates`].
-#[derive(Clone, Copy, Debug)]
-pub struct DeltaSegments<'a> {
-    /// i32 `[count + 1]`, from 0 to the number of rows.
-    pub row_starts: DeviceSlice<'a>,
-    /// u32 `[count]`: the block with the state before a segment; 0 for a state of zeros.
-    pub read: DeviceSlice<'a>,
-    /// u32 `[count]`: the block for the state after a segment, which may be the one that the segment reads. No other segment may read or
-    /// write it.
-    pub write: DeviceSlice<'a>,
-    /// Number of segments.
-    pub count: usize,
-}
-
-/// Where the states of a layer are: in the blocks of an arena, each with [`DeltaShape::state_floats`] floats of the layer.
-#[derive(Clone, Copy, Debug)]
-pub struct DeltaStates {
-    /// Address of block 0, which is never read.
-    pub arena: u64,
-    /// Bytes of a block, over all layers of its group.
-    pub block_bytes: usize,
-    /// Bytes of a block before the layer.
-    pub offset: usize,
-}
-
 /// The output of the convolution and the input of the recurrence: f32 rows without gaps.
 #[derive(Clone, Copy, Debug)]
 pub struct DeltaInputs<'a> {
@@ -126,15 +70,6 @@ pub struct DeltaInputs<'a> {
     pub decay: DeviceSlice<'a>,
     /// Learning rates `[rows, value_heads]`.
     pub beta: DeviceSlice<'a>,
-}
-
-/// The output of the gated norm.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DeltaOutput {
-    /// Rows of f32.
-    F32,
-    /// Activations in f16.
-    F16(Layout),
 }
 
 /// Refuses shapes without kernels.
@@ -164,48 +99,6 @@ fn check_shape(shape: &DeltaShape) -> Result<()> {
     Ok(())
 }
 
-impl DeltaSegments<'_> {
-    fn argument(&self) -> Result<SegmentsArgument> {
-        self.row_starts
-            .holds("first rows", &[self.count.saturating_add(1), 4])?;
-        self.read.holds("blocks to read", &[self.count, 4])?;
-        self.write.holds("blocks to write", &[self.count, 4])?;
-        if self.count > MOST_BLOCKS {
-            bail!(Internal, "{} segments at once", self.count);
-        }
-        Ok(SegmentsArgument {
-            row_starts: self.row_starts.address(),
-            read: self.read.address(),
-            write: self.write.address(),
-            count: int("segments", self.count)?,
-        })
-    }
-}
-
-impl DeltaStates {
-    /// The part of the layer after `floats` floats.
-    fn argument(&self, shape: &DeltaShape, floats: usize) -> Result<StatesArgument> {
-        let end = self.offset.saturating_add(shape.state_floats() * 4);
-        if end > self.block_bytes
-            || !self.offset.is_multiple_of(16)
-            || !self.block_bytes.is_multiple_of(16)
-            || !self.arena.is_multiple_of(16)
-        {
-            bail!(
-                Internal,
-                "a state of {} floats at byte {} of {}; places must be multiples of 16",
-                shape.state_floats(),
-                self.offset,
-                self.block_bytes
-            );
-        }
-        Ok(StatesArgument {
-            base: self.arena + (self.offset + floats * 4) as u64,
-            block_bytes: self.block_bytes as u64,
-        })
-    }
-}
-
 impl DeltaInputs<'_> {
     fn check(&self, shape: &DeltaShape, rows: usize) -> Result<()> {
         self.qkv
@@ -215,28 +108,6 @@ impl DeltaInputs<'_> {
             .holds("learning rates", &[rows, shape.value_heads, 4])?;
         check_aligned("queries, keys and values", self.qkv)
     }
-}
-
-/// Fails unless a slice begins at a multiple of 16 bytes.
-fn check_aligned(what: &str, slice: DeviceSlice<'_>) -> Result<()> {
-    match slice.address() % 16 {
-        0 => Ok(()),
-        past => bail!(Internal, "{what} begin {past} bytes past a multiple of 16"),
-    }
-}
-
-#[repr(C)]
-struct SegmentsArgument {
-    row_starts: u64,
-    read: u64,
-    write: u64,
-    count: i32,
-}
-
-#[repr(C)]
-struct StatesArgument {
-    base: u64,
-    block_bytes: u64,
 }
 
 #[repr(C)]
@@ -268,8 +139,8 @@ struct ConvolveArguments {
 pub fn delta_conv(
     shape: &DeltaShape,
     weights: &DeltaConstants<'_>,
-    segments: &DeltaSegments<'_>,
-    states: &DeltaStates,
+    segments: &RecurrentSegments<'_>,
+    states: &RecurrentStates,
     rows: usize,
     x: StridedRows<'_>,
     a: StridedRows<'_>,
@@ -313,7 +184,7 @@ pub fn delta_conv(
         decay: out.decay.address(),
         beta: out.beta.address(),
         segments: segments.argument()?,
-        inputs: states.argument(shape, shape.matrix_floats())?,
+        inputs: states.history(RecurrentShape::GatedDelta(*shape))?,
         taps: shape.taps as i32,
         key_heads: shape.key_heads as i32,
         key_dim: shape.key_dim as i32,
@@ -376,8 +247,8 @@ fn recurrence(shape: &DeltaShape, segments: usize) -> Planned<Recur> {
 /// nor the matrices of states.
 pub fn delta_rule(
     shape: &DeltaShape,
-    segments: &DeltaSegments<'_>,
-    states: &DeltaStates,
+    segments: &RecurrentSegments<'_>,
+    states: &RecurrentStates,
     rows: usize,
     inputs: &DeltaInputs<'_>,
     o: DeviceSlice<'_>,
@@ -391,7 +262,7 @@ pub fn delta_rule(
         beta: inputs.beta.address(),
         o: o.address(),
         segments: segments.argument()?,
-        states: states.argument(shape, 0)?,
+        states: states.matrices(RecurrentShape::GatedDelta(*shape))?,
         key_heads: shape.key_heads as i32,
         value_heads: shape.value_heads as i32,
         key_dim: shape.key_dim as i32,
@@ -426,7 +297,7 @@ pub fn delta_norm(
     rows: usize,
     o: DeviceSlice<'_>,
     z: StridedRows<'_>,
-    output: DeltaOutput,
+    output: RecurrentOutput,
     overflow: Option<(DeviceSlice<'_>, usize)>,
     out: DeviceSlice<'_>,
 ) -> Result<()> {
@@ -438,17 +309,12 @@ pub fn delta_norm(
     weight.holds("a norm", &[shape.value_dim, 4])?;
     o.holds("results of a delta rule", &[rows, width, 4])?;
     z.check("gates of results", rows, width, 4)?;
-    let (kernel, sizes) = match output {
-        DeltaOutput::F32 => (GatedNorm::F32, [rows * width, 4]),
-        DeltaOutput::F16(layout) => {
-            let kernel = match layout {
-                Layout::RowMajor => GatedNorm::F16,
-                Layout::FragmentMajor => GatedNorm::Fragments,
-            };
-            (kernel, [layout.elements(rows, width), 2])
-        }
+    let kernel = match output {
+        RecurrentOutput::F32 => GatedNorm::F32,
+        RecurrentOutput::F16(Layout::RowMajor) => GatedNorm::F16,
+        RecurrentOutput::F16(Layout::FragmentMajor) => GatedNorm::Fragments,
     };
-    out.holds("normalised rows", &sizes)?;
+    out.holds("normalised rows", &output.sizes(rows, width))?;
     for (what, slice) in [("weights", weight), ("results", o), ("rows", out)] {
         check_aligned(what, slice)?;
     }

@@ -19,6 +19,7 @@ mod linear;
 mod operand;
 mod program;
 mod quantize;
+mod recurrent;
 mod registry;
 mod report;
 mod row_norms;
@@ -36,10 +37,7 @@ pub use attention::{
     store,
 };
 pub use bandwidth::{copy_bandwidth, read_bandwidth};
-pub use delta::{
-    DeltaConstants, DeltaInputs, DeltaOutput, DeltaSegments, DeltaStates, StridedRows, delta_conv,
-    delta_norm, delta_rule,
-};
+pub use delta::{DeltaConstants, DeltaInputs, delta_conv, delta_norm, delta_rule};
 pub use driver::{
     Arena, Arenas, DeviceBuffer, DeviceSlice, Event, Gpu, Graph, HostStream, KeepContext,
     ManagedBuffer, Pinned, TARGETS, check_managed, compiler, count, open_gpus, target, unavailable,
@@ -58,6 +56,7 @@ pub use operand::{Operand, check_scales, check_scales_of, wait_for_scales};
 #[doc(hidden)]
 pub use program::{Program, Shape};
 pub use quantize::{dequantize, is_finite, quantize, swizzle, unswizzle};
+pub use recurrent::{RecurrentOutput, RecurrentSegments, RecurrentStates, StridedRows};
 #[doc(hidden)]
 pub use registry::compile_source;
 pub use registry::{argument_bytes, compile, have_kernels};

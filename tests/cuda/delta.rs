@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use NVFP4::cuda::{
-    self, DeltaConstants, DeltaInputs, DeltaOutput, DeltaSegments, DeltaStates, DeviceBuffer, Gpu,
-    Layout, StridedRows,
+    self, DeltaConstants, DeltaInputs, DeviceBuffer, Gpu, Layout, RecurrentOutput,
+    RecurrentSegments, RecurrentStates, StridedRows,
 };
 use NVFP4::tensor::DeltaShape;
 
@@ -182,8 +182,8 @@ impl Blocks {
         }
     }
 
-    fn states(&self) -> DeltaStates {
-        DeltaStates {
+    fn states(&self) -> RecurrentStates {
+        RecurrentStates {
             arena: self.device.address(),
             block_bytes: self.floats * 4,
             offset: AROUND,
@@ -222,7 +222,7 @@ fn run(
         upload(gpu, &read),
         upload(gpu, &write),
     );
-    let segments = DeltaSegments {
+    let segments = RecurrentSegments {
         row_starts: (&starts).into(),
         read: (&read).into(),
         write: (&write).into(),
@@ -264,7 +264,7 @@ fn check_norm(gpu: &Arc<Gpu>, layer: &Layer, o: &DeviceBuffer, what: &str) {
     let (rows, width) = (layer.rows, layer.shape.value_width());
     let want = layer.norm(&read_f32(o, rows * width));
     let (weight, z) = (upload(gpu, &layer.norm), upload(gpu, &layer.z));
-    let run = |output: DeltaOutput, bytes: usize| {
+    let run = |output: RecurrentOutput, bytes: usize| {
         let out = poisoned(gpu, bytes);
         let z = StridedRows {
             values: (&z).into(),
@@ -285,10 +285,13 @@ fn check_norm(gpu: &Arc<Gpu>, layer: &Layer, o: &DeviceBuffer, what: &str) {
         .unwrap();
         out
     };
-    let got = read_f32(&run(DeltaOutput::F32, rows * width * 4), rows * width);
+    let got = read_f32(&run(RecurrentOutput::F32, rows * width * 4), rows * width);
     assert_close(&got, &want, 1e-6, &format!("{what}: the norm"));
     for layout in [Layout::RowMajor, Layout::FragmentMajor] {
-        let out = run(DeltaOutput::F16(layout), layout.elements(rows, width) * 2);
+        let out = run(
+            RecurrentOutput::F16(layout),
+            layout.elements(rows, width) * 2,
+        );
         let got = read_rows(layout, &out, rows, width);
         assert_close(&got, &want, HALF, &format!("{what}: the norm, {layout:?}"));
     }

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::delta_scratch::DeltaScratch;
 use super::graphs::Graphs;
+use super::recurrent_scratch::RecurrentScratch;
 use super::sizes::Sizes;
 use super::state::{AheadStep, Begin, DeviceState, StepInput};
 use crate::base::error::err;
@@ -54,7 +54,7 @@ pub(super) struct Memory {
     /// f32: the gate of attention, in models that have it.
     pub(super) head_gate: Option<DeviceBuffer>,
     /// Scratch of gated delta nets, in models that have them.
-    pub(super) delta: Option<DeltaScratch>,
+    pub(super) recurrent: Option<RecurrentScratch>,
     /// Scratch of mixtures of experts, in models that have them.
     pub(super) experts: Option<ExpertScratch>,
     pub(super) splits: SplitKvWorkspace,
@@ -123,9 +123,9 @@ impl Memory {
                 0 => None,
                 width => Some(scratch(rows * width, 4)?),
             },
-            delta: sizes
-                .delta
-                .map(|sizes| DeltaScratch::new(gpu, sizes, rows, batch))
+            recurrent: sizes
+                .recurrent
+                .map(|sizes| RecurrentScratch::new(gpu, sizes, rows, batch))
                 .transpose()?,
             experts: sizes
                 .experts
@@ -227,7 +227,7 @@ impl Memory {
             ),
             (
                 &mut self.overflow,
-                match self.delta {
+                match self.recurrent {
                     None => {
                         "a gate or up projection reaches beyond 65,504, the largest number of the f16 that prompts have it in on a GPU; run this model on the CPU"
                     }
@@ -371,8 +371,8 @@ impl Memory {
         places.resize(rows, 0);
         self.tokens.write(0, &ids)?;
         self.positions.write(0, &places)?;
-        if let Some(delta) = &mut self.delta {
-            delta.write_rows(std::iter::repeat_n(1, rows))?;
+        if let Some(recurrent) = &mut self.recurrent {
+            recurrent.write_rows(std::iter::repeat_n(1, rows))?;
         }
         self.write_tables(sequences, rows)
     }
@@ -383,9 +383,9 @@ impl Memory {
         states: &[Option<StateBlocks>],
         rows: usize,
     ) -> Result<()> {
-        match &mut self.delta {
+        match &mut self.recurrent {
             None => Ok(()),
-            Some(delta) => delta.write_states(rows, states.iter().copied()),
+            Some(recurrent) => recurrent.write_states(rows, states.iter().copied()),
         }
     }
 

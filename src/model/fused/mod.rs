@@ -1,7 +1,7 @@
 //! Inference on a GPU by fused kernels. `plan` chooses the kernels for a model `lowered` to shapes and operands; `pass` enqueues them for a
 //! decode `step` or a `ragged` pass, in the working `memory`. An optimization of the reference block, against which it is tested.
 
-mod delta_scratch;
+mod delta;
 mod embedding;
 mod executor;
 mod graphs;
@@ -11,7 +11,7 @@ mod operands;
 mod pass;
 mod plan;
 mod ragged;
-mod recurrent;
+mod recurrent_scratch;
 mod sizes;
 mod state;
 mod step;

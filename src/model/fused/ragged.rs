@@ -66,9 +66,9 @@ impl Executor {
             .write(0, &tokens.map(|&t| t as i32).collect::<Vec<_>>())?;
         let tables: Vec<_> = chunks.iter().map(|chunk| chunk.tables).collect();
         memory.write_tables(&tables, 0)?;
-        if let Some(delta) = &mut memory.delta {
-            delta.write_rows(lengths())?;
-            delta.write_states(chunks.len(), chunks.iter().map(|chunk| chunk.state))?;
+        if let Some(recurrent) = &mut memory.recurrent {
+            recurrent.write_rows(lengths())?;
+            recurrent.write_states(chunks.len(), chunks.iter().map(|chunk| chunk.state))?;
         }
         let singles = lengths().take_while(|&length| length == 1).count();
         let positions: Vec<i32> = chunks[..singles].iter().map(|c| c.first as i32).collect();

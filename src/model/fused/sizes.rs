@@ -1,6 +1,6 @@
 //! The sizes of a model that determine working memory and launches on a GPU: the maxima over its blocks.
 
-use super::delta_scratch::DeltaSizes;
+use super::recurrent_scratch::RecurrentSizes;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{Routing, SplitKvWorkspace};
@@ -20,7 +20,7 @@ pub(super) struct Sizes {
     pub(super) intermediate: usize,
     /// Elements of a row of heads' gates; 0 without any.
     pub(super) head_gate: usize,
-    pub(super) delta: Option<DeltaSizes>,
+    pub(super) recurrent: Option<RecurrentSizes>,
     pub(super) experts: Option<ExpertSizes>,
     /// The distinct attention specs of the blocks.
     pub(super) attentions: Vec<AttentionSpec>,
@@ -77,7 +77,7 @@ impl Sizes {
             qkv: widest(AttentionSpec::qkv_width).unwrap_or(0),
             intermediate: widths.max().unwrap_or(0),
             head_gate: widest(|a| if a.gated { a.q_width() } else { 0 }).unwrap_or(0),
-            delta: DeltaSizes::of(spec),
+            recurrent: RecurrentSizes::of(spec),
             experts: ExpertSizes::of(spec),
             attentions,
             groups: KvGroup::of(spec).len(),
@@ -87,12 +87,14 @@ impl Sizes {
 
     /// Elements of a row of what the mixer's last projection takes.
     pub(super) fn mixed(&self) -> usize {
-        self.q.max(self.delta.map_or(0, |delta| delta.values))
+        self.q
+            .max(self.recurrent.map_or(0, |recurrent| recurrent.values))
     }
 
     /// Elements of a row of the widest output of the mixer's first projections.
     pub(super) fn mixer_inputs(&self) -> usize {
-        self.qkv.max(self.delta.map_or(0, |delta| delta.inputs()))
+        self.qkv
+            .max(self.recurrent.map_or(0, |recurrent| recurrent.inputs()))
     }
 
     /// Floats of a sequence in the split-KV workspace, and CTAs that attend to it.

@@ -75,7 +75,7 @@ impl Executor {
         let next = input.next(each_state(&sequences, |state, _| state.of_pass_ahead()));
         let groups = memory.tables.len();
         let mut each = next.rows.iter().zip(&sequences.tables);
-        let has_states = memory.delta.is_none() || next.states.iter().all(Option::is_some);
+        let has_states = memory.recurrent.is_none() || next.states.iter().all(Option::is_some);
         let has_blocks = has_states && each.all(|(row, tables)| row.has_blocks(tables, groups));
         let fits = next.last() / cuda::PAGE < memory.pages;
         let mut enqueued = Ok(());

@@ -10,7 +10,7 @@ use super::{NULL_BLOCK, StateBlocks};
 use crate::base::error::{bail, err};
 use crate::base::size::product;
 use crate::base::{Result, memory};
-use crate::cuda::{Arenas, DeltaStates, DeviceSlice};
+use crate::cuda::{Arenas, DeviceSlice, RecurrentStates};
 use crate::model::spec::Spec;
 use crate::tensor::RecurrentShape;
 
@@ -120,8 +120,8 @@ impl StateArena {
     }
 
     /// A layer's states on a GPU as kernels take them.
-    pub(in crate::model) fn on_gpu(&self, layer: usize) -> Result<DeltaStates> {
-        Ok(DeltaStates {
+    pub(in crate::model) fn on_gpu(&self, layer: usize) -> Result<RecurrentStates> {
+        Ok(RecurrentStates {
             arena: self.blocks.address()?,
             block_bytes: self.block_bytes(),
             offset: self.range(layer, StatePart::Matrices)?.start,

@@ -4,7 +4,7 @@
 
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
-#include "delta/layer.cuh"
+#include "recurrent/layer.cuh"
 #include "format/fragment_major.cuh"
 #include "norm/piece.cuh"
 

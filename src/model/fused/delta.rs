@@ -1,14 +1,14 @@
 //! Launches of the kernels of gated delta nets.
 
-use super::delta_scratch::DeltaScratch;
 use super::operands::biased;
 use super::pass::FusedPass;
 use super::plan::Normed;
+use super::recurrent_scratch::RecurrentScratch;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{
-    self, DeltaConstants, DeltaInputs, DeltaOutput, DeltaSegments, DeltaStates, DeviceBuffer,
-    DeviceSlice, GemmPlan, Layout, Output, StridedRows,
+    self, DeltaConstants, DeltaInputs, DeviceBuffer, DeviceSlice, GemmPlan, Layout, Output,
+    RecurrentOutput, RecurrentSegments, RecurrentStates, StridedRows,
 };
 use crate::model::spec::GatedDeltaSpec;
 use crate::model::weights::{GatedDelta, Mixer};
@@ -17,9 +17,9 @@ use crate::model::weights::{GatedDelta, Mixer};
 struct Layer<'a> {
     spec: &'a GatedDeltaSpec,
     weights: &'a GatedDelta,
-    scratch: &'a DeltaScratch,
-    states: DeltaStates,
-    segments: DeltaSegments<'a>,
+    scratch: &'a RecurrentScratch,
+    states: RecurrentStates,
+    segments: RecurrentSegments<'a>,
 }
 
 impl<'a> Layer<'a> {
@@ -49,7 +49,7 @@ impl<'a> FusedPass<'a> {
             Mixer::GatedDelta(weights) => Some(&**weights),
             _ => None,
         };
-        let (state, scratch) = (self.source.kv.state(), self.memory.delta.as_ref());
+        let (state, scratch) = (self.source.kv.state(), self.memory.recurrent.as_ref());
         let (Some(spec), Some(weights), Some(state), Some(scratch)) =
             (spec, weights, state, scratch)
         else {
@@ -60,7 +60,7 @@ impl<'a> FusedPass<'a> {
             weights,
             scratch,
             states: state.on_gpu(index)?,
-            segments: DeltaSegments {
+            segments: RecurrentSegments {
                 row_starts: (&scratch.row_starts).into(),
                 read: (&scratch.read).into(),
                 write: (&scratch.write).into(),
@@ -149,7 +149,7 @@ impl<'a> FusedPass<'a> {
             self.rows,
             (&layer.scratch.answers).into(),
             z,
-            DeltaOutput::F16(layout),
+            RecurrentOutput::F16(layout),
             Some(((&self.memory.overflow).into(), index)),
             (&self.memory.input).into(),
         )

@@ -11,7 +11,7 @@ use crate::model::spec::Spec;
 
 /// Maximum sizes over the gated delta nets of a model, in elements of a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct DeltaSizes {
+pub(super) struct RecurrentSizes {
     /// Queries, keys and values.
     pub(super) channels: usize,
     /// Values.
@@ -20,15 +20,15 @@ pub(super) struct DeltaSizes {
     pub(super) heads: usize,
 }
 
-impl DeltaSizes {
+impl RecurrentSizes {
     /// The sizes of a model, if it has gated delta nets.
-    pub(super) fn of(spec: &Spec) -> Option<DeltaSizes> {
+    pub(super) fn of(spec: &Spec) -> Option<RecurrentSizes> {
         let shapes = || {
             spec.blocks
                 .iter()
                 .filter_map(|b| Some(b.gated_delta()?.shape))
         };
-        Some(DeltaSizes {
+        Some(RecurrentSizes {
             channels: shapes().map(|shape| shape.channels()).max()?,
             values: shapes().map(|shape| shape.value_width()).max()?,
             heads: shapes().map(|shape| shape.value_heads).max()?,
@@ -42,7 +42,7 @@ impl DeltaSizes {
 }
 
 /// Working memory of gated delta nets.
-pub(super) struct DeltaScratch {
+pub(super) struct RecurrentScratch {
     /// i32 `[batch + 1]`: the first row of each segment.
     pub(super) row_starts: DeviceBuffer,
     /// u32 `[batch]`: the blocks of the recurrent state that segments read and write.
@@ -58,17 +58,17 @@ pub(super) struct DeltaScratch {
     pub(super) answers: DeviceBuffer,
 }
 
-impl DeltaScratch {
+impl RecurrentScratch {
     pub(super) fn new(
         gpu: &Arc<Gpu>,
-        sizes: DeltaSizes,
+        sizes: RecurrentSizes,
         rows: usize,
         batch: usize,
-    ) -> Result<DeltaScratch> {
+    ) -> Result<RecurrentScratch> {
         let scratch = |elements: usize| {
             DeviceBuffer::uninit(gpu, Tag::DeviceScratch, elements * size_of::<f32>())
         };
-        Ok(DeltaScratch {
+        Ok(RecurrentScratch {
             row_starts: scratch(batch + 1)?,
             read: scratch(batch)?,
             write: scratch(batch)?,
