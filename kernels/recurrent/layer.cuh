@@ -1,7 +1,8 @@
-// Common parts of the kernels of gated-delta-net layers: segments of a batch, and the layer's state in the blocks of an arena.
+// Common parts of the kernels of recurrent layers, gated delta nets and Mamba-2: segments of a batch, and the layer's state in the blocks of
+// an arena.
 //
-// The state of a layer in a block is S, f32 [value heads][key_dim][value_dim], and then the inputs of the convolution at the last taps - 1
-// positions, f32 [taps - 1][channels], the oldest first. Channels are the query heads, the key heads and the value heads, in this order.
+// The state of a layer in a block is S, f32 [heads][rows of S][columns of S], and then the inputs of the convolution at the last taps - 1
+// positions, f32 [taps - 1][channels], the oldest first.
 #pragma once
 #include "common/types.cuh"
 
@@ -23,3 +24,4 @@ struct States {
 
 __device__ __forceinline__ float sigmoid(float x) { return 1 / (1 + expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x / (1 + expf(-x)); }
+__device__ __forceinline__ float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }

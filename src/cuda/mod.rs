@@ -16,6 +16,7 @@ mod elementwise;
 mod experts;
 mod kernel;
 mod linear;
+mod mamba;
 mod operand;
 mod program;
 mod quantize;
@@ -52,11 +53,14 @@ pub use linear::{
     LinearScratch, Matrix, MatrixShape, NormScratch, Output, ReadBytes, ReadNvfp4, ResidualRow,
     SKINNY_ROWS, SkinnyPlan, TILED, Tile, TileKernel, WideClusters, linear, linear_add_norm, tiled,
 };
+pub use mamba::{MambaConstants, MambaInputs, mamba_conv, mamba_norm, mamba_scan};
 pub use operand::{Operand, check_scales, check_scales_of, wait_for_scales};
 #[doc(hidden)]
 pub use program::{Program, Shape};
 pub use quantize::{dequantize, is_finite, quantize, swizzle, unswizzle};
-pub use recurrent::{RecurrentOutput, RecurrentSegments, RecurrentStates, StridedRows};
+pub use recurrent::{
+    OverflowNotes, RecurrentOutput, RecurrentSegments, RecurrentStates, StridedRows,
+};
 #[doc(hidden)]
 pub use registry::compile_source;
 pub use registry::{argument_bytes, compile, have_kernels};
