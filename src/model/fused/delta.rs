@@ -1,14 +1,14 @@
 //! Launches of the kernels of gated delta nets.
 
-use super::operands::biased;
+use super::operands::{biased, f32_from};
 use super::pass::FusedPass;
 use super::plan::Normed;
 use super::recurrent_scratch::RecurrentScratch;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{
-    self, DeltaConstants, DeltaInputs, DeviceBuffer, DeviceSlice, GemmPlan, Layout, Output,
-    RecurrentOutput, RecurrentSegments, RecurrentStates, StridedRows,
+    self, DeltaConstants, DeltaInputs, GemmPlan, Layout, Output, RecurrentOutput,
+    RecurrentSegments, RecurrentStates, StridedRows,
 };
 use crate::model::spec::GatedDeltaSpec;
 use crate::model::weights::{GatedDelta, Mixer};
@@ -25,9 +25,9 @@ struct Layer<'a> {
 impl<'a> Layer<'a> {
     fn inputs(&self) -> DeltaInputs<'a> {
         DeltaInputs {
-            qkv: (&self.scratch.qkv).into(),
+            qkv: (&self.scratch.convolved).into(),
             decay: (&self.scratch.decay).into(),
-            beta: (&self.scratch.beta).into(),
+            beta: (&self.scratch.rates).into(),
         }
     }
 
@@ -35,11 +35,6 @@ impl<'a> Layer<'a> {
     fn stride(&self) -> usize {
         self.spec.shape.channels() + self.spec.shape.value_width()
     }
-}
-
-/// The rest of a buffer of f32 from an element on.
-fn from(buffer: &DeviceBuffer, element: usize) -> Result<DeviceSlice<'_>> {
-    DeviceSlice::from(buffer).part(element * size_of::<f32>()..buffer.bytes())
 }
 
 impl<'a> FusedPass<'a> {
@@ -60,12 +55,7 @@ impl<'a> FusedPass<'a> {
             weights,
             scratch,
             states: state.on_gpu(index)?,
-            segments: RecurrentSegments {
-                row_starts: (&scratch.row_starts).into(),
-                read: (&scratch.read).into(),
-                write: (&scratch.write).into(),
-                count: self.segments,
-            },
+            segments: scratch.segments(self.segments),
         })
     }
 
@@ -111,7 +101,7 @@ impl<'a> FusedPass<'a> {
         };
         let gate = |first| {
             Ok(StridedRows {
-                values: from(&layer.scratch.gates, first)?,
+                values: f32_from(&layer.scratch.gates, first)?,
                 stride: 2 * shape.value_heads,
             })
         };
@@ -139,7 +129,7 @@ impl<'a> FusedPass<'a> {
     pub(super) fn delta_norm(&self, index: usize, layout: Layout) -> Result<()> {
         let layer = self.delta(index)?;
         let z = StridedRows {
-            values: from(&self.memory.projected, layer.spec.shape.channels())?,
+            values: f32_from(&self.memory.projected, layer.spec.shape.channels())?,
             stride: layer.stride(),
         };
         cuda::delta_norm(

@@ -47,13 +47,13 @@ pub(super) struct Memory {
     pub(super) draw: Option<DrawScratch>,
     /// One u32 per row: 1 + the first block with queries, keys or values beyond f16, or 0.
     pub(super) unfit: DeviceBuffer,
-    /// One u32 per row: 1 + the first block with a gate or up projection, or a head of a gated delta net, beyond f16, or 0.
+    /// One u32 per row: 1 + the first block with a gate or up projection, or the output of a recurrent layer's norm, beyond f16, or 0.
     pub(super) overflow: DeviceBuffer,
     /// One u32 per row: 1 + the first block with a router logit that is not finite, or 0.
     pub(super) unroutable: DeviceBuffer,
     /// f32: the gate of attention, in models that have it.
     pub(super) head_gate: Option<DeviceBuffer>,
-    /// Scratch of gated delta nets, in models that have them.
+    /// Scratch of recurrent layers, in models that have them.
     pub(super) recurrent: Option<RecurrentScratch>,
     /// Scratch of mixtures of experts, in models that have them.
     pub(super) experts: Option<ExpertScratch>,
@@ -232,7 +232,7 @@ impl Memory {
                         "a gate or up projection reaches beyond 65,504, the largest number of the f16 that prompts have it in on a GPU; run this model on the CPU"
                     }
                     Some(_) => {
-                        "a gate or up projection, or a head of a gated delta net, reaches beyond 65,504, the largest number of the f16 that a GPU has it in; run this model on the CPU"
+                        "a gate or up projection, or the normalized output of a recurrent layer, reaches beyond 65,504, the largest number of the f16 that a GPU has it in; run this model on the CPU"
                     }
                 },
             ),

@@ -1,60 +1,81 @@
-//! Working memory of gated delta nets in fused passes, and the segments of a pass.
+//! Working memory of recurrent layers in fused passes, and the segments of a pass.
 
 use std::sync::Arc;
 
 use crate::base::Result;
 use crate::base::error::err;
 use crate::base::memory::Tag;
-use crate::cuda::{DeviceBuffer, Gpu};
+use crate::cuda::{DeviceBuffer, Gpu, RecurrentSegments};
 use crate::model::kv::{NULL_BLOCK, StateBlocks};
-use crate::model::spec::Spec;
+use crate::model::spec::{BlockSpec, Spec};
+use crate::tensor::{MambaShape, RecurrentShape};
 
-/// Maximum sizes over the gated delta nets of a model, in elements of a row.
+/// Maximum sizes over the recurrent layers of a model, in elements of a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct RecurrentSizes {
-    /// Queries, keys and values.
-    pub(super) channels: usize,
-    /// Values.
+    /// What the first GEMM makes: with the gate of the norm, and in Mamba-2 with the time steps.
+    pub(super) inputs: usize,
+    /// What the gates of gated delta nets come of; 0 without any.
+    gates: usize,
+    /// Channels of the convolution.
+    channels: usize,
+    /// What is read from the state, and normalized.
     pub(super) values: usize,
-    /// Value heads.
-    pub(super) heads: usize,
+    /// Heads.
+    heads: usize,
 }
 
 impl RecurrentSizes {
-    /// The sizes of a model, if it has gated delta nets.
+    /// The sizes of a model, if it has recurrent layers.
     pub(super) fn of(spec: &Spec) -> Option<RecurrentSizes> {
-        let shapes = || {
-            spec.blocks
-                .iter()
-                .filter_map(|b| Some(b.gated_delta()?.shape))
-        };
-        Some(RecurrentSizes {
-            channels: shapes().map(|shape| shape.channels()).max()?,
-            values: shapes().map(|shape| shape.value_width()).max()?,
-            heads: shapes().map(|shape| shape.value_heads).max()?,
+        let shapes = spec.blocks.iter().filter_map(BlockSpec::recurrent);
+        let sizes = shapes.map(|shape| match shape {
+            RecurrentShape::GatedDelta(shape) => RecurrentSizes {
+                inputs: shape.channels() + shape.value_width(),
+                gates: 2 * shape.value_heads,
+                channels: shape.channels(),
+                values: shape.value_width(),
+                heads: shape.value_heads,
+            },
+            RecurrentShape::Mamba2(shape) => RecurrentSizes {
+                inputs: mamba_inputs(&shape),
+                gates: 0,
+                channels: shape.channels(),
+                values: shape.width(),
+                heads: shape.heads,
+            },
+        });
+        sizes.reduce(|a, b| RecurrentSizes {
+            inputs: a.inputs.max(b.inputs),
+            gates: a.gates.max(b.gates),
+            channels: a.channels.max(b.channels),
+            values: a.values.max(b.values),
+            heads: a.heads.max(b.heads),
         })
-    }
-
-    /// Elements of a row of [`Kernel::DeltaInputs`](super::plan::Kernel::DeltaInputs).
-    pub(super) fn inputs(&self) -> usize {
-        self.channels + self.values
     }
 }
 
-/// Working memory of gated delta nets.
+/// Elements from a row of gate, x, B, C and time steps to the next: kernels read them in fours.
+pub(super) fn mamba_inputs(shape: &MambaShape) -> usize {
+    (shape.width() + shape.channels() + shape.heads).next_multiple_of(4)
+}
+
+/// Working memory of recurrent layers.
 pub(super) struct RecurrentScratch {
     /// i32 `[batch + 1]`: the first row of each segment.
-    pub(super) row_starts: DeviceBuffer,
+    row_starts: DeviceBuffer,
     /// u32 `[batch]`: the blocks of the recurrent state that segments read and write.
-    pub(super) read: DeviceBuffer,
-    pub(super) write: DeviceBuffer,
-    /// f32 `[rows, 2 heads]`: what gates come of.
+    read: DeviceBuffer,
+    write: DeviceBuffer,
+    /// f32 `[rows, gates]`: what the gates of gated delta nets come of.
     pub(super) gates: DeviceBuffer,
-    /// f32: what the convolution makes of `[rows, channels]`, and the gates `[rows, heads]`.
-    pub(super) qkv: DeviceBuffer,
+    /// f32 `[rows, channels]`: the output of the convolution.
+    pub(super) convolved: DeviceBuffer,
+    /// f32 `[rows, heads]`: factors of states.
     pub(super) decay: DeviceBuffer,
-    pub(super) beta: DeviceBuffer,
-    /// f32 `[rows, values]`: the answers of the rule.
+    /// f32 `[rows, heads]`: learning rates of the delta rule, or time steps of Mamba-2.
+    pub(super) rates: DeviceBuffer,
+    /// f32 `[rows, values]`: what is read from the states.
     pub(super) answers: DeviceBuffer,
 }
 
@@ -72,12 +93,22 @@ impl RecurrentScratch {
             row_starts: scratch(batch + 1)?,
             read: scratch(batch)?,
             write: scratch(batch)?,
-            gates: scratch(rows * 2 * sizes.heads)?,
-            qkv: scratch(rows * sizes.channels)?,
+            gates: scratch(rows * sizes.gates)?,
+            convolved: scratch(rows * sizes.channels)?,
             decay: scratch(rows * sizes.heads)?,
-            beta: scratch(rows * sizes.heads)?,
+            rates: scratch(rows * sizes.heads)?,
             answers: scratch(rows * sizes.values)?,
         })
+    }
+
+    /// The first `count` segments.
+    pub(super) fn segments(&self, count: usize) -> RecurrentSegments<'_> {
+        RecurrentSegments {
+            row_starts: (&self.row_starts).into(),
+            read: (&self.read).into(),
+            write: (&self.write).into(),
+            count,
+        }
     }
 
     /// Writes the rows of the segments of a pass, by their numbers.
