@@ -380,6 +380,14 @@ fn delta_layers_are_right_on_an_emulated_gpu() {
     }
 }
 
+/// Convolution, recurrence and gated norm of Mamba-2 layers, from the kernels' sources, on the processor.
+#[test]
+fn mamba_layers_are_right_on_an_emulated_gpu() {
+    if let Some(said) = emulate("mamba", 900) {
+        assert_eq!(said, "ok\n");
+    }
+}
+
 /// Values for 24 blocks of 16: random ones of many magnitudes; some on the thresholds between codes under scales that are e4m3 values,
 /// and their neighbours; zeros of both signs; with `odd`, NaN and infinities too.
 fn values_to_quantize(seed: u64, odd: bool) -> Vec<f32> {

@@ -1,4 +1,4 @@
-// The activations of gated linear units.
+// The activations of MLPs: those of gated linear units, and that of MLPs without a gate.
 #pragma once
 #include "common/types.cuh"
 
@@ -23,6 +23,9 @@ __device__ __forceinline__ float gated_unit(const Gating& a, float gate, float u
     float g = fminf(gate, a.limit);
     return gated(g, a.alpha * g) * (fminf(fmaxf(up, -a.limit), a.limit) + 1);
 }
+
+// The activation without a gate, max(x, 0)^2. NaN stays NaN.
+__device__ __forceinline__ float relu_squared(float x) { return x < 0 ? 0 : x * x; }
 
 // An activation and its derivative by x. Because sigmoid' = sigmoid (1 - sigmoid), the derivative of x s with s = sigmoid(t) is s + x s (1
 // - s) t'.

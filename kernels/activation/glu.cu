@@ -1,4 +1,4 @@
-// Gated linear units, soft caps, the addition of a bias to rows, and type conversions.
+// Gated linear units, squared ReLUs, soft caps, the addition of a bias to rows, and type conversions.
 #include "activation/gate.cuh"
 #include "common/ptx.cuh"
 #include "format/fragment_major.cuh"
@@ -36,6 +36,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu(const __grid_constant_
     auto glu_of = [&](u32 gate, u32 up) { return product(gate, up, a.scale, a.activation); };
     uint4 y = make_uint4(glu_of(g.x, u.x), glu_of(g.y, u.y), glu_of(g.z, u.z), glu_of(g.w, u.w));
     ((uint4*)a.y)[(size_t)blockIdx.y * pieces + i] = y;
+}
+
+struct SquareArguments {
+    const u16* x;           // f16 [rows, width]
+    u16* y;                 // f16 [rows, width]
+    int width;              // a multiple of 8
+    float scale;            // keeps the result, which may be large, within f16
+    int layer;
+    u32* overflow;          // [rows]: if it is 0, set to 1 + layer where x of the row is not finite
+};
+
+// y = max(x, 0)^2 * scale. Grid: (ceil(width / 8 / THREADS), rows)
+extern "C" __global__ void __launch_bounds__(THREADS) relu_squared_f16(const __grid_constant__ SquareArguments a) {
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
+    int i = blockIdx.x * THREADS + threadIdx.x, pieces = a.width / 8;
+    if (i >= pieces) return;
+    size_t at = (size_t)blockIdx.y * pieces + i;
+    uint4 x = ((const uint4*)a.x)[at];
+    if (not_finite(x)) atomicCAS(a.overflow + blockIdx.y, 0, a.layer + 1);
+    auto square = [&](u32 pair) { return pack_f16(relu_squared(f16_low(pair)) * a.scale, relu_squared(f16_high(pair)) * a.scale); };
+    ((uint4*)a.y)[at] = make_uint4(square(x.x), square(x.y), square(x.z), square(x.w));
 }
 
 struct HeadGateArguments {

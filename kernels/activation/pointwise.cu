@@ -1,4 +1,4 @@
-// Pointwise operations on f32 for the unfused path: gated linear units, sums, factors, soft caps and constants.
+// Pointwise operations on f32 for the unfused path: activations with and without a gate, sums, factors, soft caps and constants.
 #include "activation/gate.cuh"
 #include "common/ptx.cuh"
 
@@ -25,6 +25,10 @@ __device__ __forceinline__ void each(const Arguments& a, F change) {
 // x = the gated linear unit of gate x and up y
 extern "C" __global__ void __launch_bounds__(THREADS) pointwise_glu(const __grid_constant__ Arguments a) {
     each(a, [&](float x, float y) { return gated_unit(a.gating, x, y); });
+}
+// x = max(x, 0)^2
+extern "C" __global__ void __launch_bounds__(THREADS) pointwise_relu_squared(const __grid_constant__ Arguments a) {
+    each(a, [](float x, float) { return relu_squared(x); });
 }
 // x += y
 extern "C" __global__ void __launch_bounds__(THREADS) pointwise_add(const __grid_constant__ Arguments a) {

@@ -4,10 +4,10 @@
 #include "common/reduce.cuh"
 
 struct HeadOptions {
-    const float* frequencies;  // [rotary_dim / 2]
+    const float* frequencies;  // [rotary_dim / 2]; null if no element rotates
     float attention_factor;    // multiplies cosines and sines
     float eps;
-    int rotary_dim;            // elements that rotate: element i pairs with element i + rotary_dim / 2
+    int rotary_dim;            // elements that rotate, or 0: element i pairs with element i + rotary_dim / 2
 };
 
 // A lane holds the elements lane + 32 j of a head, for each slot j for which there is one.

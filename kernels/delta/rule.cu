@@ -1,6 +1,6 @@
 // The gated delta rule, the recurrence of a gated-delta-net layer. For each value head and row, with S [key_dim, value_dim]:
 //     S *= decay;  d = (v - k^T S) * beta;  S += k d^T;  o = q^T S
-// A block takes some columns of S of one head through all rows of a segment. S stays in registers: a lane has two columns of every eighth
+// A block takes some columns of S of one head through all rows of a sequence. S stays in registers: a lane has two columns of every eighth
 // piece of four rows, so that it uses each q and k that it loads twice, and that three shuffles sum a column.
 //
 // With 128 rows of S, a row of the batch takes a warp some 175 instructions. With one block on a multiprocessor, and so one warp for each
@@ -108,7 +108,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int slice = lane_id() / (WARP / SLICES), first_column = blockIdx.x * COLUMNS;
     int in_block = warp * WARP_COLUMNS + lane_id() % (WARP / SLICES) * 2, column = first_column + in_block;
     bool has = first_column + warp * WARP_COLUMNS < a.value_dim;
-    int start = a.segments.row_starts[segment], rows = a.segments.row_starts[segment + 1] - start;
+    if (a.segments.continues(segment)) return;
+    int last = a.segments.end_of(segment) - 1, start = a.segments.row_starts[segment], rows = a.segments.row_starts[last + 1] - start;
 
     // The lane's first element in a block, and the distance to an element of the next row.
     size_t place = ((size_t)head * a.key_dim + 4 * slice) * a.value_dim + column;
@@ -127,6 +128,19 @@ __device__ __forceinline__ void run(const Arguments& a) {
     wait_for_earlier_kernels();
     let_later_kernels_start();
 
+    // Writes the state after a segment.
+    auto keep = [&] {
+        float2* to = (float2*)(a.states.at(a.segments.write[segment]) + place);
+#pragma unroll
+        for (int i = 0; i < N / 4; i++) {
+            if (!has_piece(i)) continue;
+#pragma unroll
+            for (int j = 0; j < 4; j++) to[(4 * SLICES * i + j) * below / 2] = s[4 * i + j];
+        }
+    };
+    // The rows up to the end of the segment; at the end of the last one, S is kept after the loop.
+    auto rows_to_end = [&] { return segment < last ? a.segments.row_starts[segment + 1] - start : rows + 1; };
+    int end = rows_to_end();
     bool second = slice % 2;
     size_t o_stride = (size_t)a.value_heads * a.value_dim;
     float* o = a.o + start * o_stride + head * a.value_dim + column + second;
@@ -159,17 +173,12 @@ __device__ __forceinline__ void run(const Arguments& a) {
             d = make_float2((v.x - decay * d.x) * beta, (v.y - decay * d.y) * beta);
 #pragma unroll
             for (int j = 0; j < N; j++) s[j] = make_float2(fmaf(k[j], d.x, s[j].x), fmaf(k[j], d.y, s[j].y));
+            if (first + i + 1 == end) keep(), segment++, end = rows_to_end();
         }
     }
     if (!has) return;
     store(o - o_stride, q, rows > 0);
-    float2* to = (float2*)(a.states.at(a.segments.write[segment]) + place);
-#pragma unroll
-    for (int i = 0; i < N / 4; i++) {
-        if (!has_piece(i)) continue;
-#pragma unroll
-        for (int j = 0; j < 4; j++) to[(4 * SLICES * i + j) * below / 2] = s[4 * i + j];
-    }
+    keep();
 }
 
 #define KERNEL(K) \

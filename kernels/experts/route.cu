@@ -1,5 +1,8 @@
-// Routes rows to experts by softmax over the logits of a router, and sorts the (row, expert) pairs by expert, and by row within an expert,
-// into tiles for products (linear/experts.cu).
+// Routes rows to experts by the logits of a router, and sorts the (row, expert) pairs by expert, and by row within an expert, into tiles for
+// products (linear/experts.cu).
+//
+// Experts are scored by the softmax over all logits, or each by the sigmoid of its own. Sigmoids have a correction for the choice, and the
+// choice may be confined to the groups of experts with the largest sums of their two best corrected scores (DeepSeek-AI, 2024, "DeepSeek-V3").
 //
 // A warp routes a row. With up to FEW_ROWS rows, the block that has routed them also sorts their pairs, by counting the pairs before each.
 // More rows are sorted by a second kernel, with a block for each expert. Counts are integers, so the order is deterministic.
@@ -9,12 +12,16 @@
 
 struct Arguments {
     const float* logits;    // [rows, stride], of which the first `experts` count
-    int* choices;           // [rows, per_token]: experts, the most probable first, and by number where logits are equal
+    int* choices;           // [rows, per_token]: experts, the best first, and by number where they are equal
     float* weights;         // [rows, per_token]
     int* places;            // [rows, per_token]: the index of the pair after sorting
     int* sources;           // [pairs]: the row of each sorted pair
     ExpertTile* tiles;      // [max_tiles]
     u32* unfit;             // [rows]: if it is 0, set to 1 + layer where a logit of the row is not finite
+    const float* correction;    // [experts]: added to sigmoids for the choice; null for the softmax
+    float scale;            // of the weights
+    int groups;             // of consecutive experts, at most a warp's lanes
+    int top_groups;         // whose experts may be chosen
     int rows;
     int stride;
     int experts;
@@ -36,51 +43,113 @@ constexpr int GROUP_WARPS = GROUP_THREADS / WARP;
 static_assert(GROUP_THREADS >= MAX_EXPERTS, "a thread has the count of an expert");
 static_assert(FEW_THREADS >= FEW_PAIRS, "a thread has a pair");
 
+constexpr int NONE = MAX_EXPERTS;
+
+// The better of two candidates. If values do not compare (NaN), the lower number wins, so that every choice is one of the candidates.
+struct Best {
+    float value = 0;
+    int index = NONE;
+
+    __device__ __forceinline__ void take(float other, int other_index) {
+        bool wins = other_index != NONE && (index == NONE || other > value || (!(value > other) && other_index < index));
+        if (wins) value = other, index = other_index;
+    }
+};
+// The best candidate of a warp, in each lane.
+__device__ __forceinline__ Best warp_best(Best best) {
+#pragma unroll
+    for (int d = WARP / 2; d > 0; d /= 2) {
+        float value = __shfl_xor_sync(ALL_LANES, best.value, d);
+        best.take(value, __shfl_xor_sync(ALL_LANES, best.index, d));
+    }
+    return best;
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return 1 / (1 + expf(-x)); }
+
+// The groups with the largest sums of their two largest values, as bits. A lane has the values of every 32nd expert.
+__device__ __forceinline__ u32 best_groups(const Arguments& a, const float (&values)[LANE_EXPERTS]) {
+    int lane = lane_id(), size = a.experts / a.groups;
+    float own = 0;              // the sum of group `lane`
+    for (int group = 0; group < a.groups; group++) {
+        float sum = 0;
+        int first = NONE;       // the largest of the group
+        for (int turn = 0; turn < 2; turn++) {
+            Best best;
+#pragma unroll
+            for (int i = 0; i < LANE_EXPERTS; i++) {
+                int expert = i * WARP + lane;
+                if (expert / size == group && expert < a.experts && expert != first) best.take(values[i], expert);
+            }
+            best = warp_best(best);
+            sum += best.value, first = best.index;
+        }
+        if (group == lane) own = sum;
+    }
+    u32 chosen = 0;
+    for (int i = 0; i < a.top_groups; i++) {
+        Best best;
+        if (lane < a.groups && !(chosen >> lane & 1)) best.take(own, lane);
+        chosen |= 1u << warp_best(best).index;
+    }
+    return chosen;
+}
+
 // A warp routes a row and calls store(i, expert) for each choice.
 template <class Store>
 __device__ __forceinline__ void route(const Arguments& a, int row, Store store) {
     int lane = lane_id();
-    float logits[LANE_EXPERTS], largest = -INFINITY;
+    const float* logits = a.logits + (size_t)row * a.stride;
+    float values[LANE_EXPERTS], largest = -INFINITY;    // by which experts are chosen
     bool finite = true;
 #pragma unroll
     for (int i = 0; i < LANE_EXPERTS; i++) {
         int expert = i * WARP + lane;
-        logits[i] = expert < a.experts ? a.logits[(size_t)row * a.stride + expert] : -INFINITY;
-        if (expert < a.experts) finite = finite && fabsf(logits[i]) < INFINITY;
-        largest = fmaxf(largest, logits[i]);
+        values[i] = expert < a.experts ? logits[expert] : -INFINITY;
+        if (expert < a.experts) finite = finite && fabsf(values[i]) < INFINITY;
+        largest = fmaxf(largest, values[i]);
     }
     if (!__all_sync(ALL_LANES, finite) && lane == 0) atomicCAS(a.unfit + row, 0u, (u32)(1 + a.layer));
-    largest = warp_max(largest);
     float sum = 0;
-#pragma unroll
-    for (int i = 0; i < LANE_EXPERTS; i++) sum += expf(logits[i] - largest);
-    sum = warp_sum(sum);
-
-    float own = 0, total = 0;   // the probability of choice `lane`
     u32 taken = 0;              // of the lane's experts
-    for (int choice = 0; choice < a.per_token; choice++) {
-        // If logits do not compare (NaN), the lower number wins, so that every choice is an expert and none is chosen twice.
-        float best = 0;
-        int expert = MAX_EXPERTS;
+    if (a.correction) {
 #pragma unroll
         for (int i = 0; i < LANE_EXPERTS; i++) {
-            bool free = i * WARP + lane < a.experts && !(taken >> i & 1);
-            if (free && (expert == MAX_EXPERTS || logits[i] > best)) best = logits[i], expert = i * WARP + lane;
+            int expert = i * WARP + lane;
+            if (expert < a.experts) values[i] = sigmoid(values[i]) + a.correction[expert];
         }
+        if (a.groups > 1) {
+            u32 groups = best_groups(a, values);
 #pragma unroll
-        for (int d = WARP / 2; d > 0; d /= 2) {
-            float other = __shfl_xor_sync(ALL_LANES, best, d);
-            int other_expert = __shfl_xor_sync(ALL_LANES, expert, d);
-            bool wins = other_expert != MAX_EXPERTS && (expert == MAX_EXPERTS || other > best || (!(best > other) && other_expert < expert));
-            if (wins) best = other, expert = other_expert;
+            for (int i = 0; i < LANE_EXPERTS; i++) {
+                int expert = i * WARP + lane;
+                if (expert < a.experts && !(groups >> expert / (a.experts / a.groups) & 1)) taken |= 1u << i;
+            }
         }
+    } else {
+        largest = warp_max(largest);
+#pragma unroll
+        for (int i = 0; i < LANE_EXPERTS; i++) sum += expf(values[i] - largest);
+        sum = warp_sum(sum);
+    }
+
+    int own = NONE;             // choice `lane`
+    for (int choice = 0; choice < a.per_token; choice++) {
+        Best best;
+#pragma unroll
+        for (int i = 0; i < LANE_EXPERTS; i++) {
+            if (i * WARP + lane < a.experts && !(taken >> i & 1)) best.take(values[i], i * WARP + lane);
+        }
+        int expert = warp_best(best).index;
         if (expert % WARP == lane) taken |= 1u << expert / WARP;
-        float probability = expf(best - largest) / sum;
-        total += probability;
-        if (choice == lane) own = probability;
+        if (choice == lane) own = expert;
         if (lane == 0) store(choice, expert);
     }
-    if (lane < a.per_token) a.weights[row * a.per_token + lane] = a.normalized ? own / total : own;
+    float weight = 0;
+    if (own != NONE) weight = a.correction ? sigmoid(logits[own]) : expf(logits[own] - largest) / sum;
+    // Keeps the quotient finite if no sigmoid is above zero.
+    float total = a.normalized ? warp_sum(weight) + 1e-20f : 1;
+    if (own != NONE) a.weights[row * a.per_token + lane] = weight / total * a.scale;
 }
 
 // Grid: (ceil(rows / (ROUTE_THREADS / WARP)))

@@ -137,9 +137,9 @@ pub struct Heads<'a> {
     pub k_norm: Option<&'a DeviceBuffer>,
     /// A logit of each query head that takes part in the softmax of every row and has no value, f32 `[heads]`.
     pub sinks: Option<&'a DeviceBuffer>,
-    /// Rotary frequencies, f32 `[rotary_dim / 2]`.
-    pub frequencies: &'a DeviceBuffer,
-    /// Elements of a head that rotate, from the first on.
+    /// Rotary frequencies, f32 `[rotary_dim / 2]`; none if no element rotates.
+    pub frequencies: Option<&'a DeviceBuffer>,
+    /// Elements of a head that rotate, from the first on; may be 0.
     pub rotary_dim: usize,
     /// Multiplies cosines and sines.
     pub attention_factor: f32,
@@ -185,7 +185,7 @@ impl Heads<'_> {
     /// Fails for shapes without a kernel.
     pub fn check(&self) -> Result<()> {
         if !DIMS.contains(&self.shape.dim)
-            || self.rotary_dim == 0
+            || self.frequencies.is_some() != (self.rotary_dim > 0)
             || self.rotary_dim > self.shape.dim
             || !self.rotary_dim.is_multiple_of(2)
             || self.shape.window == Some(0)
@@ -227,10 +227,11 @@ impl Heads<'_> {
     }
 
     fn options(&self) -> Result<HeadOptions> {
-        self.frequencies
-            .holds("frequencies", &[self.rotary_dim / 2, 4])?;
+        if let Some(frequencies) = self.frequencies {
+            frequencies.holds("frequencies", &[self.rotary_dim / 2, 4])?;
+        }
         Ok(HeadOptions {
-            frequencies: self.frequencies.address(),
+            frequencies: self.frequencies.map_or(0, DeviceBuffer::address),
             attention_factor: self.attention_factor,
             eps: self.eps,
             rotary_dim: self.rotary_dim as i32,

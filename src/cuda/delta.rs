@@ -5,8 +5,9 @@ use super::driver::{DeviceSlice, Launch, Planned, int};
 use super::kernel::kernels;
 use super::linear::Layout;
 use super::recurrent::{
-    MOST_BLOCKS, RecurrentOutput, RecurrentSegments, RecurrentStates, SegmentsArgument,
-    StatesArgument, StridedRows, THREADS, WARPS, check_aligned,
+    Convolution, ConvolutionArgument, MOST_BLOCKS, MOST_TAPS, OverflowNotes, RecurrentOutput,
+    RecurrentSegments, RecurrentStates, SegmentsArgument, StatesArgument, StridedRows, THREADS,
+    TargetArgument, WARPS, check_aligned, tiled_grid,
 };
 use crate::base::Result;
 use crate::base::error::bail;
@@ -41,8 +42,6 @@ kernels! {
 }
 
 const WARP: usize = 32;
-/// Rows of a tile of the convolution.
-const TILE_ROWS: usize = 4;
 /// Columns of S that a CTA of the recurrence takes.
 const COLUMNS: usize = 32;
 /// Rows in the ring of such a CTA.
@@ -88,11 +87,11 @@ fn check_shape(shape: &DeltaShape) -> Result<()> {
         || !value_heads.is_multiple_of(key_heads)
         || !has_kernel(key_dim)
         || !has_kernel(value_dim)
-        || !(2..=4).contains(&taps)
+        || !(2..=MOST_TAPS).contains(&taps)
     {
         bail!(
             Unsupported,
-            "a gated delta net of {key_heads} key heads of {key_dim} and {value_heads} value heads of {value_dim}, with {taps} taps, on a GPU; the value heads must be a multiple of the key heads and at most {MOST_BLOCKS}, their sizes multiples of 16 up to {MOST_ELEMENTS}, and the taps 2 to 4"
+            "a gated delta net of {key_heads} key heads of {key_dim} and {value_heads} value heads of {value_dim}, with {taps} taps, on a GPU; the value heads must be a multiple of the key heads and at most {MOST_BLOCKS}, their sizes multiples of 16 up to {MOST_ELEMENTS}, and the taps 2 to {MOST_TAPS}"
         );
     }
     int("channels", shape.channels())?;
@@ -112,25 +111,18 @@ impl DeltaInputs<'_> {
 
 #[repr(C)]
 struct ConvolveArguments {
-    x: u64,
+    conv: ConvolutionArgument,
     a: u64,
     b: u64,
-    x_stride: u64,
     a_stride: u64,
     b_stride: u64,
-    conv: u64,
     a_log: u64,
     dt_bias: u64,
-    qkv: u64,
     decay: u64,
     beta: u64,
-    segments: SegmentsArgument,
-    inputs: StatesArgument,
-    taps: i32,
     key_heads: i32,
     key_dim: i32,
     value_heads: i32,
-    channels: i32,
 }
 
 /// The convolution of the rows of `x` `[rows, channels]` with SiLU, the L2 norms of queries and keys, the scale of queries, and the gates
@@ -148,64 +140,43 @@ pub fn delta_conv(
     out: &DeltaInputs<'_>,
 ) -> Result<()> {
     check_shape(shape)?;
-    let (channels, heads) = (shape.channels(), shape.value_heads);
-    weights
-        .conv
-        .holds("a convolution", &[channels, shape.taps, 4])?;
-    check_aligned("weights of a convolution", weights.conv)?;
+    let heads = shape.value_heads;
     weights.a_log.holds("rates of decay", &[heads, 4])?;
     weights.dt_bias.holds("biases of decays", &[heads, 4])?;
-    x.check("inputs of a convolution", rows, channels, 4)?;
     a.check("gates of decays", rows, heads, 1)?;
     b.check("gates of learning rates", rows, heads, 1)?;
     out.check(shape, rows)?;
-    let is_wide = shape.key_dim > 128;
-    let span = if is_wide { 256 } else { 128 };
-    let units = 2 * shape.key_heads + shape.value_width().div_ceil(span) + heads.div_ceil(WARP);
-    let tiles = rows / TILE_ROWS + segments.count;
-    if tiles > MOST_BLOCKS {
-        bail!(
-            Internal,
-            "{rows} rows in {} segments at once",
-            segments.count
-        );
-    }
+    let convolution = Convolution {
+        x,
+        weights: weights.conv,
+        bias: None,
+        y: out.qkv,
+        channels: shape.channels(),
+        taps: shape.taps,
+    };
+    let history = states.history(RecurrentShape::GatedDelta(*shape))?;
     let arguments = ConvolveArguments {
-        x: x.values.address(),
+        conv: convolution.argument(rows, segments, history)?,
         a: a.values.address(),
         b: b.values.address(),
-        x_stride: x.stride as u64,
         a_stride: a.stride as u64,
         b_stride: b.stride as u64,
-        conv: weights.conv.address(),
         a_log: weights.a_log.address(),
         dt_bias: weights.dt_bias.address(),
-        qkv: out.qkv.address(),
         decay: out.decay.address(),
         beta: out.beta.address(),
-        segments: segments.argument()?,
-        inputs: states.history(RecurrentShape::GatedDelta(*shape))?,
-        taps: shape.taps as i32,
         key_heads: shape.key_heads as i32,
         key_dim: shape.key_dim as i32,
         value_heads: heads as i32,
-        channels: channels as i32,
     };
-    let grid = match segments.count {
-        0 => [0; 3],
-        _ => [units.div_ceil(WARPS) as u32, tiles as u32, 1],
+    let (kernel, span) = match shape.key_dim > 128 {
+        true => (Convolve::Wide, 256),
+        false => (Convolve::Narrow, 128),
     };
-    let kernel = if is_wide {
-        Convolve::Wide
-    } else {
-        Convolve::Narrow
-    };
+    let units = 2 * shape.key_heads + shape.value_width().div_ceil(span) + heads.div_ceil(WARP);
+    let launch = Launch::new(tiled_grid(rows, segments, units)?, THREADS);
     // SAFETY: sizes were checked; the caller vouches for segments and blocks.
-    unsafe {
-        Launch::new(grid, THREADS)
-            .of(kernel)
-            .run(x.values.gpu(), &arguments)
-    }
+    unsafe { launch.of(kernel).run(x.values.gpu(), &arguments) }
 }
 
 #[repr(C)]
@@ -278,18 +249,15 @@ struct GatedNormArguments {
     o: u64,
     z: u64,
     weight: u64,
-    y: u64,
+    to: TargetArgument,
     z_stride: u64,
     heads: i32,
     dim: i32,
     eps: f32,
-    layer: i32,
-    overflow: u64,
 }
 
 /// `rms_norm(o) * weight * silu(z)` by value head: f32 `o` and `z` `[rows, value_heads, value_dim]`, f32 `weight` `[value_dim]`, to `out`
-/// of the same shape. `overflow` is a u32 a row and a layer: if a value of a row does not fit f16, its u32 becomes 1 + that layer, unless it
-/// is set already.
+/// of the same shape.
 pub fn delta_norm(
     shape: &DeltaShape,
     weight: DeviceSlice<'_>,
@@ -298,14 +266,11 @@ pub fn delta_norm(
     o: DeviceSlice<'_>,
     z: StridedRows<'_>,
     output: RecurrentOutput,
-    overflow: Option<(DeviceSlice<'_>, usize)>,
+    overflow: Option<OverflowNotes<'_>>,
     out: DeviceSlice<'_>,
 ) -> Result<()> {
     check_shape(shape)?;
     let width = shape.value_width();
-    if let Some((overflow, _)) = overflow {
-        overflow.holds("the layers that overflowed", &[rows, 4])?;
-    }
     weight.holds("a norm", &[shape.value_dim, 4])?;
     o.holds("results of a delta rule", &[rows, width, 4])?;
     z.check("gates of results", rows, width, 4)?;
@@ -314,21 +279,18 @@ pub fn delta_norm(
         RecurrentOutput::F16(Layout::RowMajor) => GatedNorm::F16,
         RecurrentOutput::F16(Layout::FragmentMajor) => GatedNorm::Fragments,
     };
-    out.holds("normalised rows", &output.sizes(rows, width))?;
-    for (what, slice) in [("weights", weight), ("results", o), ("rows", out)] {
+    for (what, slice) in [("weights", weight), ("results", o)] {
         check_aligned(what, slice)?;
     }
     let arguments = GatedNormArguments {
         o: o.address(),
         z: z.values.address(),
         weight: weight.address(),
-        y: out.address(),
+        to: TargetArgument::new(output, rows, width, overflow, out)?,
         z_stride: z.stride as u64,
         heads: shape.value_heads as i32,
         dim: shape.value_dim as i32,
         eps,
-        layer: int("a layer", overflow.map_or(0, |(_, layer)| layer))?,
-        overflow: overflow.map_or(0, |(overflow, _)| overflow.address()),
     };
     // A warp takes two heads.
     let blocks = shape.value_heads.div_ceil(2).div_ceil(WARPS);

@@ -36,6 +36,11 @@ kernels! {
         Glu { Rows = "glu" }
     }
 
+    /// The squared ReLU of MLPs without a gate.
+    enum Square(SquareArguments) {
+        Glu { Rows = "relu_squared_f16" }
+    }
+
     /// The gate of attention.
     enum HeadGate(HeadGateArguments) {
         Glu { Rows = "gate_heads" }
@@ -296,6 +301,49 @@ pub fn glu(
     let launch = Launch::new([blocks(width / 8), rows as u32, 1], THREADS);
     // SAFETY: sizes were checked.
     unsafe { launch.of(GatedUnit::Rows).run(gpu, &arguments) }
+}
+
+#[repr(C)]
+struct SquareArguments {
+    x: u64,
+    y: u64,
+    width: i32,
+    scale: f32,
+    layer: i32,
+    overflow: u64,
+}
+
+/// `max(x, 0)^2 / divisor`: f16 `[rows, width]` to f16 of the same shape. `overflow` is a u32 a row and a layer: if a value of a row of `x`
+/// is not finite, its u32 becomes 1 + that layer, unless it is set already.
+pub fn relu_squared(
+    gpu: &Arc<Gpu>,
+    divisor: u32,
+    x: &DeviceBuffer,
+    rows: usize,
+    width: usize,
+    (overflow, layer): (&DeviceBuffer, usize),
+    y: &DeviceBuffer,
+) -> Result<()> {
+    overflow.holds("the layers that overflowed", &[rows, 4])?;
+    x.holds("inputs of an activation", &[rows, width, 2])?;
+    y.holds("activations", &[rows, width, 2])?;
+    if !width.is_multiple_of(8) {
+        bail!(
+            Unsupported,
+            "rows of {width}; activations without a gate take multiples of 8"
+        );
+    }
+    let arguments = SquareArguments {
+        x: x.address(),
+        y: y.address(),
+        width: int("the intermediate size", width)?,
+        scale: 1.0 / divisor as f32,
+        layer: int("a layer", layer)?,
+        overflow: overflow.address(),
+    };
+    let launch = Launch::new([blocks(width / 8), rows as u32, 1], THREADS);
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(Square::Rows).run(gpu, &arguments) }
 }
 
 #[repr(C)]

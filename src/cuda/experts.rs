@@ -10,6 +10,7 @@ use super::linear::{
     Activation, Biased, CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, GatedUnit, Gating, Input, LinearScratch,
     Matrix, MatrixArgument, MatrixShape, Output, linear,
 };
+use super::routing::Routing;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
@@ -26,13 +27,17 @@ kernels! {
         }
     }
 
-    /// Products of rows with their experts, by the pairs of a tile; with a gated activation or without.
+    /// Products of rows with their experts, by the pairs of a tile: gate and up with their unit, up alone with its squared ReLU, and down.
     enum Products(ProductArguments) {
         LinearExperts {
             Glu8 = "linear_experts_glu_8",
             Glu16 = "linear_experts_glu_16",
             Glu32 = "linear_experts_glu_32",
             Glu64 = "linear_experts_glu_64",
+            Relu8 = "linear_experts_relu2_8",
+            Relu16 = "linear_experts_relu2_16",
+            Relu32 = "linear_experts_relu2_32",
+            Relu64 = "linear_experts_relu2_64",
             Plain8 = "linear_experts_8",
             Plain16 = "linear_experts_16",
             Plain32 = "linear_experts_32",
@@ -46,111 +51,94 @@ kernels! {
     }
 }
 
-/// Upper limit of experts in a mixture.
-const MOST_EXPERTS: usize = 512;
-/// Upper limit of experts per row.
-const MOST_PER_TOKEN: usize = 32;
 /// Most rows that a single CTA routes and sorts, with their expert pairs.
 const FEW_ROWS: usize = 16;
 const FEW_PAIRS: usize = 512;
-/// Smallest and largest tile that have kernels, in pairs of a row and an expert.
-const TILE_PAIRS: [usize; 2] = [8, 64];
 /// Warps of a CTA of the GEMM, each with two rows of chunks.
 const WARPS: usize = 4;
+/// Of products without a gated linear unit.
+const NO_UNIT: GatedUnit = GatedUnit::Plain(Activation::Silu);
 /// Bytes of a tile record: expert, first pair, number of pairs, and four unused bytes.
 const TILE_BYTES: usize = 16;
 
-/// Routing rule: softmax over the logits of all experts, then the most probable ones.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Routing {
-    /// Number of experts.
-    pub experts: usize,
-    /// Experts per row.
-    pub per_token: usize,
-    /// Whether the chosen probabilities are divided by their sum.
-    pub normalized: bool,
-}
-
-impl Routing {
-    /// Refuses rules that no kernel implements.
-    pub fn check(&self) -> Result<()> {
-        if self.experts > MOST_EXPERTS || self.per_token > MOST_PER_TOKEN.min(self.experts) {
-            bail!(
-                Unsupported,
-                "{} of {} experts for a token; a GPU takes up to {MOST_PER_TOKEN} of up to {MOST_EXPERTS}",
-                self.per_token,
-                self.experts
-            );
-        }
-        Ok(())
-    }
-
-    /// Pairs per tile: about as many as one expert gets of `rows` rows.
-    fn tile_pairs(&self, rows: usize) -> usize {
-        let of_expert = (rows * self.per_token).div_ceil(self.experts);
-        let [least, most] = TILE_PAIRS;
-        of_expert.next_power_of_two().clamp(least, most)
-    }
-
-    /// Upper limit of tiles for `rows` rows.
-    fn most_tiles(&self, rows: usize) -> usize {
-        let pairs = rows * self.per_token;
-        pairs / self.tile_pairs(rows) + pairs.min(self.experts)
-    }
+/// The projections of an expert.
+#[derive(Clone, Copy)]
+pub struct ExpertMatrices<'a> {
+    /// `[intermediate, hidden]`, if the expert has a gate.
+    pub gate: Option<Biased<'a>>,
+    /// `[intermediate, hidden]`.
+    pub up: Biased<'a>,
+    /// `[hidden, intermediate]`.
+    pub down: Biased<'a>,
 }
 
 /// Weights of one block's experts, as kernels find them. Keeps the weights in memory; biases must outlive it.
 #[derive(Debug)]
 pub struct ExpertTable {
-    /// Addresses of gate, up and down of each expert.
+    /// Addresses of gate, up and down of each expert; zeros for a gate that it lacks.
     table: DeviceBuffer,
     experts: usize,
     /// `[intermediate, hidden]`.
-    gate: MatrixShape,
+    up: MatrixShape,
+    has_gates: bool,
     _weights: Vec<Arc<DeviceBuffer>>,
 }
 
 impl ExpertTable {
-    /// Builds the table from gate, up and down of each expert.
-    pub fn new(gpu: &Arc<Gpu>, experts: &[[Biased<'_>; 3]]) -> Result<ExpertTable> {
-        let Some([(first, _), ..]) = experts.first() else {
+    /// Builds the table from the projections of each expert, which all have a gate or all have none.
+    pub fn new(gpu: &Arc<Gpu>, experts: &[ExpertMatrices<'_>]) -> Result<ExpertTable> {
+        let Some(first) = experts.first() else {
             bail!(Internal, "a mixture without experts");
         };
-        let gate = first.shape();
+        let (up, has_gates) = (first.up.0.shape(), first.gate.is_some());
+        let (inner, outer) = ((up.rows, up.cols), (up.cols, up.rows));
         let mut table: Vec<u64> = Vec::with_capacity(experts.len() * 9);
         let mut weights = Vec::with_capacity(experts.len() * 3);
-        for (expert, projections) in experts.iter().enumerate() {
-            for (i, (w, bias)) in projections.iter().enumerate() {
-                let what = ["gate", "up", "down"][i];
-                if w.storage() != WeightType::Nvfp4 {
-                    bail!(
-                        Unsupported,
-                        "the {what} projection of expert {expert} is held as {:?}; a GPU has kernels for experts in NVFP4 alone: quantize the model, or its weights while it is loaded",
-                        w.storage()
-                    );
-                }
-                let wanted = match i {
-                    2 => (gate.cols, gate.rows),
-                    _ => (gate.rows, gate.cols),
+        for (number, expert) in experts.iter().enumerate() {
+            if expert.gate.is_some() != has_gates {
+                bail!(Internal, "some experts have gates, and expert {number} not");
+            }
+            for (what, biased, wanted) in [
+                ("gate", expert.gate, inner),
+                ("up", Some(expert.up), inner),
+                ("down", Some(expert.down), outer),
+            ] {
+                let Some((w, bias)) = biased else {
+                    table.extend([0; 3]);
+                    continue;
                 };
-                if (w.rows(), w.cols()) != wanted {
-                    bail!(
-                        Internal,
-                        "the {what} projection of expert {expert} is {:?}, not {wanted:?}",
-                        (w.rows(), w.cols())
-                    );
-                }
-                table.extend(MatrixArgument::words((w, *bias))?);
+                check_projection(number, what, w, wanted)?;
+                table.extend(MatrixArgument::words((w, bias))?);
                 weights.push(w.shared_values());
             }
         }
         Ok(ExpertTable {
             table: DeviceBuffer::from_slice(gpu, Tag::DeviceWeights, &table)?,
             experts: experts.len(),
-            gate,
+            up,
+            has_gates,
             _weights: weights,
         })
     }
+}
+
+/// Refuses a projection of an expert that no kernel multiplies, or of another shape than `[rows, cols]`.
+fn check_projection(expert: usize, what: &str, w: &Matrix, wanted: (usize, usize)) -> Result<()> {
+    if w.storage() != WeightType::Nvfp4 {
+        bail!(
+            Unsupported,
+            "the {what} projection of expert {expert} is held as {:?}; a GPU has kernels for experts in NVFP4 alone: quantize the model, or its weights while it is loaded",
+            w.storage()
+        );
+    }
+    if (w.rows(), w.cols()) != wanted {
+        bail!(
+            Internal,
+            "the {what} projection of expert {expert} is {:?}, not {wanted:?}",
+            (w.rows(), w.cols())
+        );
+    }
+    Ok(())
 }
 
 /// Scratch memory of a mixture.
@@ -183,8 +171,7 @@ impl ExpertScratch {
             DeviceBuffer::uninit(gpu, Tag::DeviceScratch, product("experts", sizes)?)
         };
         let pairs = rows * routing.per_token;
-        // Fewer rows may have more tiles, because their tiles are smaller.
-        let tiles = pairs / TILE_PAIRS[0] + pairs.min(routing.experts);
+        let tiles = routing.most_tiles_up_to(rows);
         Ok(ExpertScratch {
             rows,
             logits: scratch(&[rows, routing.experts + 1, 4])?,
@@ -221,6 +208,10 @@ struct RouteArguments {
     sources: u64,
     tiles: u64,
     unfit: u64,
+    correction: u64,
+    scale: f32,
+    groups: i32,
+    top_groups: i32,
     rows: i32,
     stride: i32,
     experts: i32,
@@ -232,12 +223,14 @@ struct RouteArguments {
 }
 
 /// Routes f16 rows `x` `[rows, hidden]` by a router `[experts, hidden]` and its bias, and cuts their expert pairs into tiles. Also multiplies
-/// `shared_gate` `[1, hidden]`, for [`sum_experts`]. If a logit is not finite, `unfit`, a u32, becomes 1 + `layer` unless it is set
+/// `shared_gate` `[1, hidden]`, for [`sum_experts`]. `correction` `[experts]`, f32, is added to sigmoids for the choice; the softmax has
+/// none. If a logit is not finite, `unfit`, a u32, becomes 1 + `layer` unless it is set
 /// already.
 pub fn route(
     gpu: &Arc<Gpu>,
     routing: &Routing,
     router: Biased<'_>,
+    correction: Option<&DeviceBuffer>,
     shared_gate: Option<&Matrix>,
     x: &DeviceBuffer,
     rows: usize,
@@ -258,6 +251,12 @@ pub fn route(
             routing.experts
         );
     }
+    if let Some(correction) = correction {
+        correction.holds("corrections of scores", &[routing.experts, 4])?;
+    }
+    if correction.is_some() != routing.sigmoid.is_some() {
+        bail!(Internal, "{routing:?} with the correction {correction:?}");
+    }
     let stride = routing.experts + 1;
     linear(
         gpu,
@@ -277,6 +276,10 @@ pub fn route(
         sources: scratch.sources.address(),
         tiles: scratch.tiles.address(),
         unfit: unfit.address(),
+        correction: correction.map_or(0, DeviceBuffer::address),
+        scale: routing.sigmoid.map_or(1.0, |sigmoid| sigmoid.scale),
+        groups: routing.sigmoid.map_or(1, |sigmoid| sigmoid.groups) as i32,
+        top_groups: routing.sigmoid.map_or(1, |sigmoid| sigmoid.top_groups) as i32,
         rows: int("rows", rows)?,
         stride: stride as i32,
         experts: routing.experts as i32,
@@ -361,7 +364,16 @@ fn check_table(table: &ExpertTable, routing: &Routing) -> Result<()> {
     Ok(())
 }
 
-/// Gate and up projections and the gated linear unit of each row's experts, from f16 rows `x` `[rows, hidden]`. The result, divided by
+/// What experts do between their projections.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum ExpertUnit {
+    /// A gated linear unit.
+    Gated(GatedUnit),
+    /// `max(up, 0)^2`, without a gate.
+    ReluSquared,
+}
+
+/// Gate and up projections, or up alone, and the unit of each row's experts, from f16 rows `x` `[rows, hidden]`. The result, divided by
 /// `divisor` so that f16 holds it, stays in scratch for [`experts_down`].
 pub fn experts_gate_up(
     gpu: &Gpu,
@@ -369,12 +381,17 @@ pub fn experts_gate_up(
     table: &ExpertTable,
     x: &DeviceBuffer,
     rows: usize,
-    (glu, divisor): (GatedUnit, u32),
+    (unit, divisor): (ExpertUnit, u32),
     scratch: &ExpertScratch,
 ) -> Result<()> {
     check_table(table, routing)?;
     scratch.check(routing, rows)?;
-    let (n, k) = (table.gate.rows, table.gate.cols);
+    let gated = match (unit, table.has_gates) {
+        (ExpertUnit::Gated(gated), true) => Some(gated),
+        (ExpertUnit::ReluSquared, false) => None,
+        (unit, has_gates) => bail!(Internal, "{unit:?} for experts with gates: {has_gates}"),
+    };
+    let (n, k) = (table.up.rows, table.up.cols);
     x.holds("activations", &[rows, k, 2])?;
     let pairs = rows * routing.per_token;
     scratch
@@ -390,11 +407,14 @@ pub fn experts_gate_up(
         k: int("K", k)?,
         factor: 1.0,
         out_scale: 1.0 / divisor as f32,
-        gating: glu.argument(),
+        gating: gated.unwrap_or(NO_UNIT).argument(),
     };
-    let features = CHUNK_ROWS * WARPS;
-    use Products::{Glu8, Glu16, Glu32, Glu64};
-    let kernels = [Glu8, Glu16, Glu32, Glu64];
+    use Products::{Glu8, Glu16, Glu32, Glu64, Relu8, Relu16, Relu32, Relu64};
+    // With a gate, half of the features that a CTA multiplies are of the gate.
+    let (kernels, features) = match gated {
+        Some(_) => ([Glu8, Glu16, Glu32, Glu64], CHUNK_ROWS * WARPS),
+        None => ([Relu8, Relu16, Relu32, Relu64], 2 * CHUNK_ROWS * WARPS),
+    };
     products(gpu, routing, rows, kernels, features, &arguments)
 }
 
@@ -409,7 +429,7 @@ pub fn experts_down(
 ) -> Result<()> {
     check_table(table, routing)?;
     scratch.check(routing, rows)?;
-    let (n, k) = (table.gate.cols, table.gate.rows);
+    let (n, k) = (table.up.cols, table.up.rows);
     let pairs = rows * routing.per_token;
     scratch
         .inner
@@ -425,7 +445,7 @@ pub fn experts_down(
         k: int("K", k)?,
         factor: divisor,
         out_scale: 1.0,
-        gating: GatedUnit::Plain(Activation::Silu).argument(),
+        gating: NO_UNIT.argument(),
     };
     let features = 2 * CHUNK_ROWS * WARPS;
     use Products::{Plain8, Plain16, Plain32, Plain64};
@@ -496,49 +516,4 @@ pub fn sum_experts(
     let launch = Launch::new([rows as u32, 1, 1], RESIDUAL_THREADS);
     // SAFETY: sizes were checked.
     unsafe { launch.of(Sum::Rows).run(gpu, &arguments) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Holds for any distribution of pairs: all rows to the same experts, an even spread, and one expert with the remainder.
-    #[test]
-    fn tiles_suffice_however_rows_are_routed() {
-        for (experts, per_token) in [(128, 8), (60, 4), (8, 2), (512, 10), (3, 3)] {
-            let routing = Routing {
-                experts,
-                per_token,
-                normalized: true,
-            };
-            for rows in [1, 2, 7, 33, 256, 1000, 4096] {
-                let (pairs, tile) = (rows * per_token, routing.tile_pairs(rows));
-                assert!((8..=64).contains(&tile));
-                let same = vec![rows; per_token];
-                let even: Vec<usize> = (0..experts).map(|e| (pairs + e) / experts).collect();
-                let mut skewed = vec![1; pairs.min(experts)];
-                skewed[0] += pairs - skewed.len();
-                for counts in [same, even, skewed] {
-                    assert_eq!(counts.iter().sum::<usize>(), pairs);
-                    let tiles: usize = counts.iter().map(|n| n.div_ceil(tile)).sum();
-                    assert!(tiles <= routing.most_tiles(rows), "{routing:?} {rows}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn what_no_kernel_routes_is_refused() {
-        let of = |experts, per_token| Routing {
-            experts,
-            per_token,
-            normalized: false,
-        };
-        assert!(of(512, 32).check().is_ok());
-        for (experts, per_token) in [(513, 8), (512, 33), (4, 5)] {
-            let error = of(experts, per_token).check().unwrap_err();
-            let named = format!("{per_token} of {experts} experts");
-            assert!(error.message().contains(&named), "{error}");
-        }
-    }
 }

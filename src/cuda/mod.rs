@@ -16,12 +16,14 @@ mod elementwise;
 mod experts;
 mod kernel;
 mod linear;
+mod mamba;
 mod operand;
 mod program;
 mod quantize;
 mod recurrent;
 mod registry;
 mod report;
+mod routing;
 mod row_norms;
 mod rows;
 mod sample;
@@ -43,25 +45,29 @@ pub use driver::{
     ManagedBuffer, Pinned, StagedBuffer, TARGETS, check_managed, compiler, count, open_gpus,
     target, unavailable,
 };
-pub use elementwise::{NextNorm, gate_heads, glu, post_norm, rms_norm, soft_cap};
+pub use elementwise::{NextNorm, gate_heads, glu, post_norm, relu_squared, rms_norm, soft_cap};
 pub use experts::{
-    ExpertScratch, ExpertTable, Routing, SharedExpert, experts_down, experts_gate_up, route,
-    sum_experts,
+    ExpertMatrices, ExpertScratch, ExpertTable, ExpertUnit, SharedExpert, experts_down,
+    experts_gate_up, route, sum_experts,
 };
 pub use linear::{
     Activation, Biased, FusedNorm, GatedUnit, GemmPlan, Glu, Hardware, Input, InputForm, Layout,
     LinearScratch, Matrix, MatrixShape, NormScratch, Output, ReadBytes, ReadNvfp4, ResidualRow,
     SKINNY_ROWS, SkinnyPlan, TILED, Tile, TileKernel, WideClusters, linear, linear_add_norm, tiled,
 };
+pub use mamba::{MambaConstants, MambaInputs, mamba_conv, mamba_norm, mamba_scan};
 pub use operand::{Operand, check_scales, check_scales_of, wait_for_scales};
 #[doc(hidden)]
 pub use program::{Program, Shape};
 pub use quantize::{dequantize, is_finite, quantize, swizzle, unswizzle};
-pub use recurrent::{RecurrentOutput, RecurrentSegments, RecurrentStates, StridedRows};
+pub use recurrent::{
+    OverflowNotes, RecurrentOutput, RecurrentSegments, RecurrentStates, StridedRows,
+};
 #[doc(hidden)]
 pub use registry::compile_source;
 pub use registry::{argument_bytes, compile, have_kernels};
 pub use report::{Details, DeviceReport, Presence, Report, report};
+pub use routing::{Routing, SigmoidRouting};
 pub use row_norms::row_norms;
 pub use rows::{FloatRows, scaled_rows};
 pub use sample::{Best, DrawRule, DrawScratch, Drawn, argmax, draw};
@@ -69,6 +75,7 @@ pub use scaled_mm::{Tile as ScaledTile, Way, dense_mm, scaled_mm, scaled_mm_by};
 pub use table::{HostTable, Table, embed, table_row};
 pub use tensor::{Contiguous, contiguous, download, find, managed_tensor, tensor, upload};
 pub use unfused::{
-    add, attention_reference, cap_f32, fill, glu_f32, rms_norm_f32, rotate, scale, store_kv,
+    add, attention_reference, cap_f32, fill, glu_f32, relu_squared_f32, rms_norm_f32, rotate,
+    scale, store_kv,
 };
 pub use units::Unit;

@@ -10,6 +10,10 @@ use crate::tensor::RecurrentShape;
 
 /// Upper limit of a grid in its second and third dimension.
 pub(super) const MOST_BLOCKS: usize = 65_535;
+/// Rows of a tile of the convolution.
+const TILE_ROWS: usize = 4;
+/// Upper limit of the positions that a convolution sees, its own included.
+pub(super) const MOST_TAPS: usize = 4;
 /// Threads of a CTA.
 pub(super) const THREADS: u32 = 128;
 /// Warps of a CTA.
@@ -87,6 +91,126 @@ impl RecurrentOutput {
             RecurrentOutput::F16(layout) => [layout.elements(rows, width), 2],
         }
     }
+}
+
+/// The notes on rows that f16 cannot hold: a u32 a row, and the layer. If a value of a row does not fit, its u32 becomes 1 + that layer,
+/// unless it is set already.
+pub type OverflowNotes<'a> = (DeviceSlice<'a>, usize);
+
+/// Where the norm that ends a layer stores its rows.
+#[repr(C)]
+pub(super) struct TargetArgument {
+    y: u64,
+    overflow: u64,
+    width: i32,
+    layer: i32,
+}
+
+impl TargetArgument {
+    pub(super) fn new(
+        output: RecurrentOutput,
+        rows: usize,
+        width: usize,
+        overflow: Option<OverflowNotes<'_>>,
+        out: DeviceSlice<'_>,
+    ) -> Result<TargetArgument> {
+        if let Some((notes, _)) = overflow {
+            notes.holds("the layers that overflowed", &[rows, 4])?;
+        }
+        out.holds("normalised rows", &output.sizes(rows, width))?;
+        check_aligned("normalised rows", out)?;
+        Ok(TargetArgument {
+            y: out.address(),
+            overflow: overflow.map_or(0, |(notes, _)| notes.address()),
+            width: int("the width of a layer", width)?,
+            layer: int("a layer", overflow.map_or(0, |(_, layer)| layer))?,
+        })
+    }
+}
+
+/// The operands of a causal convolution of f32 rows `[rows, channels]`.
+pub(super) struct Convolution<'a> {
+    pub(super) x: StridedRows<'a>,
+    /// `[channels, taps]`, at a multiple of 16 bytes.
+    pub(super) weights: DeviceSlice<'a>,
+    /// `[channels]`, at a multiple of 16 bytes.
+    pub(super) bias: Option<DeviceSlice<'a>>,
+    /// `[rows, channels]`, at a multiple of 16 bytes.
+    pub(super) y: DeviceSlice<'a>,
+    pub(super) channels: usize,
+    pub(super) taps: usize,
+}
+
+#[repr(C)]
+pub(super) struct ConvolutionArgument {
+    x: u64,
+    x_stride: u64,
+    weights: u64,
+    bias: u64,
+    y: u64,
+    segments: SegmentsArgument,
+    inputs: StatesArgument,
+    taps: i32,
+    channels: i32,
+}
+
+impl Convolution<'_> {
+    /// The argument for `rows` rows in these segments, whose last inputs are kept in `history`.
+    pub(super) fn argument(
+        &self,
+        rows: usize,
+        segments: &RecurrentSegments<'_>,
+        history: StatesArgument,
+    ) -> Result<ConvolutionArgument> {
+        let &Convolution {
+            x,
+            weights,
+            bias,
+            y,
+            channels,
+            taps,
+        } = self;
+        weights.holds("a convolution", &[channels, taps, 4])?;
+        check_aligned("weights of a convolution", weights)?;
+        if let Some(bias) = bias {
+            bias.holds("biases of a convolution", &[channels, 4])?;
+            check_aligned("biases of a convolution", bias)?;
+        }
+        x.check("inputs of a convolution", rows, channels, 4)?;
+        y.holds("results of a convolution", &[rows, channels, 4])?;
+        check_aligned("results of a convolution", y)?;
+        Ok(ConvolutionArgument {
+            x: x.values.address(),
+            x_stride: x.stride as u64,
+            weights: weights.address(),
+            bias: bias.map_or(0, |bias| bias.address()),
+            y: y.address(),
+            segments: segments.argument()?,
+            inputs: history,
+            taps: int("taps", taps)?,
+            channels: int("channels", channels)?,
+        })
+    }
+}
+
+/// The grid of a convolution of `rows` rows, in which a warp takes one of `units` units in each tile of rows; empty without segments.
+pub(super) fn tiled_grid(
+    rows: usize,
+    segments: &RecurrentSegments<'_>,
+    units: usize,
+) -> Result<[u32; 3]> {
+    let tiles = rows / TILE_ROWS + segments.count;
+    if tiles > MOST_BLOCKS {
+        bail!(
+            Internal,
+            "{rows} rows in {} segments at once",
+            segments.count
+        );
+    }
+    Ok(match segments.count {
+        0 => [0; 3],
+        _ => [units.div_ceil(WARPS) as u32, tiles as u32, 1],
+    })
 }
 
 impl RecurrentSegments<'_> {

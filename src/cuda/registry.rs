@@ -7,7 +7,7 @@ use miniz_oxide::inflate::decompress_slice_iter_to_slice;
 use super::driver::{self, Attached, Gpu, KernelUnit, Source, compiler, target};
 use super::units::{Unit, fingerprint, source};
 use super::{
-    attention, bandwidth, calibrated, convert, delta, elementwise, experts, linear, operand,
+    attention, bandwidth, calibrated, convert, delta, elementwise, experts, linear, mamba, operand,
     quantize, row_norms, rows, sample, scaled_mm, tensor, training, unfused,
 };
 use crate::base::Result;
@@ -88,6 +88,7 @@ pub fn argument_bytes(kernel: &str) -> Option<usize> {
         delta::ARGUMENTS,
         elementwise::ARGUMENTS,
         experts::ARGUMENTS,
+        mamba::ARGUMENTS,
         operand::ARGUMENTS,
         quantize::ARGUMENTS,
         row_norms::ARGUMENTS,

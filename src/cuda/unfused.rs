@@ -25,6 +25,7 @@ kernels! {
     enum Pointwise(PointwiseArguments) {
         Pointwise {
             Glu = "pointwise_glu",
+            ReluSquared = "pointwise_relu_squared",
             Add = "pointwise_add",
             Scale = "pointwise_scale",
             Fill = "pointwise_fill",
@@ -206,6 +207,11 @@ fn pointwise(
 pub fn glu_f32(unit: GatedUnit, gate: DeviceSlice<'_>, up: DeviceSlice<'_>) -> Result<()> {
     expect("up", up, &[elements(gate)])?;
     pointwise(Pointwise::Glu, gate, Some(up), 0.0, unit)
+}
+
+/// `x = max(x, 0)^2`, element by element.
+pub fn relu_squared_f32(x: DeviceSlice<'_>) -> Result<()> {
+    pointwise(Pointwise::ReluSquared, x, None, 0.0, NO_UNIT)
 }
 
 /// `x += y`, element by element; `y` may be a single row that is added to each row of `x` (a bias).

@@ -76,26 +76,53 @@ impl Segment<'_> {
     }
 }
 
-/// Divides segments into passes of at most `rows` rows and `most` segments, in order. Each has its slot and its [`Segment::stops`]. Only the
-/// last part of a pass may continue in the next one, and a pass has one part of a segment.
+/// What a pass may have.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PassLimits {
+    /// Most rows; a multiple of `border`.
+    pub(super) rows: usize,
+    /// Most segments.
+    pub(super) segments: usize,
+    /// Positions where a segment is divided because of the limits are multiples of this.
+    pub(super) border: usize,
+}
+
+/// A segment to be divided.
+#[derive(Clone, Debug)]
+pub(super) struct Divided {
+    pub(super) slot: usize,
+    /// Position of its first token.
+    pub(super) first: usize,
+    /// The numbers of its tokens after which a part must end, its length at last.
+    pub(super) stops: Vec<usize>,
+}
+
+/// Divides segments into passes, in order. Only the last part of a pass may continue in the next one, and a pass has one part of a segment.
 pub(super) fn passes(
-    segments: impl Iterator<Item = (usize, Vec<usize>)>,
-    rows: usize,
-    most: usize,
+    segments: impl Iterator<Item = Divided>,
+    limits: PassLimits,
 ) -> Vec<Vec<Part>> {
     let (mut passes, mut left) = (Vec::<Vec<Part>>::new(), 0);
-    for (slot, stops) in segments {
-        let mut first = 0;
-        for stop in stops {
+    for segment in segments {
+        let (slot, mut first) = (segment.slot, 0);
+        for stop in segment.stops {
             while first < stop {
                 let is_full = |pass: &Vec<Part>| {
-                    pass.len() == most || pass.last().is_some_and(|part| part.slot == slot)
+                    pass.len() == limits.segments
+                        || pass.last().is_some_and(|part| part.slot == slot)
                 };
                 if left == 0 || passes.last().is_none_or(is_full) {
                     passes.push(Vec::new());
-                    left = rows;
+                    left = limits.rows;
                 }
-                let count = left.min(stop - first);
+                let mut count = left.min(stop - first);
+                if first + count < stop {
+                    count = count.saturating_sub((segment.first + first + count) % limits.border);
+                    if count == 0 {
+                        left = 0;
+                        continue;
+                    }
+                }
                 if let Some(pass) = passes.last_mut() {
                     pass.push(Part {
                         slot,
@@ -116,15 +143,22 @@ mod tests {
 
     fn divided(lengths: &[usize], rows: usize, most: usize) -> Vec<Vec<(usize, Range<usize>)>> {
         let whole = lengths.iter().map(|length| vec![*length]).enumerate();
-        divided_at(whole, rows, most)
+        divided_at(whole, 0, [rows, most, 1])
     }
 
+    /// Segments from position `first` on, with their stops.
     fn divided_at(
         segments: impl Iterator<Item = (usize, Vec<usize>)>,
-        rows: usize,
-        most: usize,
+        first: usize,
+        [rows, most, border]: [usize; 3],
     ) -> Vec<Vec<(usize, Range<usize>)>> {
-        let passes = passes(segments, rows, most).into_iter();
+        let segments = segments.map(|(slot, stops)| Divided { slot, first, stops });
+        let limits = PassLimits {
+            rows,
+            segments: most,
+            border,
+        };
+        let passes = passes(segments, limits).into_iter();
         let parts = |pass: Vec<Part>| pass.into_iter().map(|p| (p.slot, p.tokens)).collect();
         passes.map(parts).collect()
     }
@@ -154,8 +188,22 @@ mod tests {
     fn parts_end_where_states_are_kept() {
         let segments = [(0, vec![3, 5]), (1, vec![4])].into_iter();
         assert_eq!(
-            divided_at(segments, 8, 4),
+            divided_at(segments, 0, [8, 4, 1]),
             [vec![(0, 0..3)], vec![(0, 3..5), (1, 0..4)]]
+        );
+    }
+
+    #[test]
+    fn segments_are_divided_at_borders() {
+        let segments = || [(0, vec![6]), (1, vec![7])].into_iter();
+        assert_eq!(
+            divided_at(segments(), 3, [8, 4, 4]),
+            [vec![(0, 0..6), (1, 0..1)], vec![(1, 1..7)]]
+        );
+        // There is no border among the rows that are left.
+        assert_eq!(
+            divided_at(segments(), 1, [8, 4, 4]),
+            [vec![(0, 0..6)], vec![(1, 0..7)]]
         );
     }
 }

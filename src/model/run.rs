@@ -3,7 +3,7 @@
 
 use std::sync::Mutex;
 
-use super::batch::{Batch, Output, Part, Segment, Wanted, passes};
+use super::batch::{Batch, Divided, Output, Part, PassLimits, Segment, Wanted, passes};
 use super::block::{self, Rows};
 use super::fused::{self, Executor, Source};
 use super::kv::KvArena;
@@ -11,6 +11,7 @@ use super::{KvType, Model};
 use crate::base::error::{bail, err};
 use crate::base::turns::Turn;
 use crate::base::{Error, Result, call};
+use crate::cuda;
 use crate::ops::Slice;
 use crate::ops::sample::{self, Choice};
 
@@ -184,8 +185,18 @@ impl Model {
         logits: &mut Vec<f32>,
         slots: &mut Slots,
     ) -> Result<()> {
-        let segments = batch.segments.iter().map(Segment::stops).enumerate();
-        for parts in passes(segments, ROWS, ROWS) {
+        let segments = batch.segments.iter().enumerate();
+        let segments = segments.map(|(slot, segment)| Divided {
+            slot,
+            first: segment.first,
+            stops: segment.stops(),
+        });
+        let limits = PassLimits {
+            rows: ROWS,
+            segments: ROWS,
+            border: 1,
+        };
+        for parts in passes(segments, limits) {
             let _turn = self.turn()?;
             let tokens = tokens_of(&batch.segments, &parts);
             let wanted = rows_wanted(&batch.segments, &parts);
@@ -326,8 +337,19 @@ impl Model {
     ) -> Result<()> {
         let mut order = group.to_vec();
         order.sort_by_key(|&i| segments[i].tokens.len() > 1);
-        let of_order = order.iter().map(|&i| (i, segments[i].stops()));
-        for mut parts in passes(of_order, fused::ROWS, fused::BATCH) {
+        let of_order = order.iter().map(|&slot| Divided {
+            slot,
+            first: segments[slot].first,
+            stops: vec![segments[slot].tokens.len()],
+        });
+        let limits = PassLimits {
+            rows: fused::ROWS,
+            segments: fused::BATCH,
+            // A convolution that goes on where a pass ended needs a few rows before the next state that is kept; blocks of keys and values
+            // begin here too.
+            border: cuda::PAGE,
+        };
+        for mut parts in passes(of_order, limits) {
             // The end of a prompt may be a single token.
             parts.sort_by_key(|part| part.tokens.len() > 1);
             let _turn = self.turn()?;
@@ -341,7 +363,7 @@ impl Model {
                         tables: segment.tables,
                         context: segment.context,
                         first: segment.first + part.tokens.start,
-                        state: segment.tables.state().of_pass(
+                        states: segment.tables.state().parts_of_pass(
                             segment.first + part.tokens.start,
                             segment.first + part.tokens.end,
                         ),

@@ -81,6 +81,14 @@ impl BlockSpec {
         }
     }
 
+    /// The Mamba-2, if that is its mixer.
+    pub fn mamba2(&self) -> Option<&Mamba2Spec> {
+        match &self.mixer {
+            MixerSpec::Mamba2(mamba) => Some(mamba),
+            _ => None,
+        }
+    }
+
     /// The shape of its recurrent state, if its mixer has one.
     pub fn recurrent(&self) -> Option<RecurrentShape> {
         match &self.mixer {

@@ -30,7 +30,9 @@ impl Activation {
         match self {
             Activation::Silu => Ok(cuda::Activation::Silu),
             Activation::GeluTanh => Ok(cuda::Activation::GeluTanh),
-            Activation::ReluSquared => bail!(Unsupported, "no kernel of a GPU squares a ReLU"),
+            Activation::ReluSquared => {
+                bail!(Unsupported, "a squared ReLU as the activation of a gate")
+            }
             Activation::ClampedSwiglu { .. } => bail!(
                 Unsupported,
                 "a clamped SwiGLU outside of experts, for which there is no kernel on a GPU"
@@ -77,10 +79,10 @@ pub fn activate(device: &Device, activation: Activation, x: SliceMut<'_>) -> Res
             x.host()?.iter_mut().for_each(square);
             Ok(())
         }
+        (Device::Cuda(_), Activation::ReluSquared) => cuda::relu_squared_f32(x.cuda()?),
         _ => bail!(
             Unsupported,
-            "{activation:?} without a gate on {}; known is a squared ReLU on the CPU",
-            device.name()
+            "{activation:?} without a gate; known is a squared ReLU"
         ),
     }
 }

@@ -213,7 +213,7 @@ impl DeviceHeads {
             q_norm: Some(&self.q_norm),
             k_norm: Some(&self.k_norm),
             sinks: self.sinks.as_ref(),
-            frequencies: &self.frequencies,
+            frequencies: (s.rotary_dim() > 0).then_some(&self.frequencies),
             rotary_dim: s.rotary_dim(),
             attention_factor: ATTENTION_FACTOR as f32,
             eps: EPS,

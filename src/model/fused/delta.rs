@@ -1,14 +1,14 @@
 //! Launches of the kernels of gated delta nets.
 
-use super::operands::biased;
+use super::operands::{biased, f32_from};
 use super::pass::FusedPass;
 use super::plan::Normed;
-use super::recurrent_scratch::RecurrentScratch;
+use super::recurrent_scratch::{RecurrentScratch, delta_inputs};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{
-    self, DeltaConstants, DeltaInputs, DeviceBuffer, DeviceSlice, GemmPlan, Layout, Output,
-    RecurrentOutput, RecurrentSegments, RecurrentStates, StridedRows,
+    self, DeltaConstants, DeltaInputs, GemmPlan, Layout, Output, RecurrentOutput,
+    RecurrentSegments, RecurrentStates, StridedRows,
 };
 use crate::model::spec::GatedDeltaSpec;
 use crate::model::weights::{GatedDelta, Mixer};
@@ -25,26 +25,16 @@ struct Layer<'a> {
 impl<'a> Layer<'a> {
     fn inputs(&self) -> DeltaInputs<'a> {
         DeltaInputs {
-            qkv: (&self.scratch.qkv).into(),
+            qkv: (&self.scratch.convolved).into(),
             decay: (&self.scratch.decay).into(),
-            beta: (&self.scratch.beta).into(),
+            beta: (&self.scratch.rates).into(),
         }
     }
 
-    /// Elements of a row of queries, keys and values, of the gate of the norm, and of what the gates of the rule come of.
+    /// Elements from a row of what the first GEMM makes to the next.
     fn stride(&self) -> usize {
-        self.first_gate() + 2 * self.spec.shape.value_heads.next_multiple_of(2)
+        delta_inputs(&self.spec.shape)
     }
-
-    /// The first element of what the gates of the rule come of.
-    fn first_gate(&self) -> usize {
-        self.spec.shape.channels() + self.spec.shape.value_width()
-    }
-}
-
-/// The rest of a buffer of f32 from an element on.
-fn from(buffer: &DeviceBuffer, element: usize) -> Result<DeviceSlice<'_>> {
-    DeviceSlice::from(buffer).part(element * size_of::<f32>()..buffer.bytes())
 }
 
 impl<'a> FusedPass<'a> {
@@ -69,7 +59,7 @@ impl<'a> FusedPass<'a> {
         })
     }
 
-    /// `gates`: the projections to the gates of the rule follow.
+    /// With `gates`, the projections to the gates of the rule follow.
     pub(super) fn delta_inputs(
         &self,
         index: usize,
@@ -118,14 +108,15 @@ impl<'a> FusedPass<'a> {
             values: (&self.memory.projected).into(),
             stride: layer.stride(),
         };
+        let before = shape.channels() + shape.value_width();
         let gate = |first| {
             Ok(match apart {
                 true => StridedRows {
-                    values: from(&layer.scratch.gates, first)?,
+                    values: f32_from(&layer.scratch.gates, first)?,
                     stride: 2 * shape.value_heads,
                 },
                 false => StridedRows {
-                    values: from(&self.memory.projected, layer.first_gate() + first)?,
+                    values: f32_from(&self.memory.projected, before + first)?,
                     stride: layer.stride(),
                 },
             })
@@ -154,7 +145,7 @@ impl<'a> FusedPass<'a> {
     pub(super) fn delta_norm(&self, index: usize, layout: Layout) -> Result<()> {
         let layer = self.delta(index)?;
         let z = StridedRows {
-            values: from(&self.memory.projected, layer.spec.shape.channels())?,
+            values: f32_from(&self.memory.projected, layer.spec.shape.channels())?,
             stride: layer.stride(),
         };
         cuda::delta_norm(

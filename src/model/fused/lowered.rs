@@ -7,7 +7,6 @@ use super::operands::{Mixture, glu_divisor, matrix, mixture, of_linear, shape};
 use super::plan::{self, BlockShape};
 use super::sizes::Sizes;
 use crate::base::Result;
-use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::cuda::{self, DeviceBuffer, Gpu, Hardware, Heads, HostTable, MatrixShape, Table, Unit};
 use crate::model::kv::KvCache;
@@ -42,6 +41,9 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
     }
     if spec.blocks.iter().any(|b| b.gated_delta().is_some()) {
         units.extend([Unit::DeltaConv, Unit::DeltaRule, Unit::DeltaNorm]);
+    }
+    if spec.blocks.iter().any(|b| b.mamba2().is_some()) {
+        units.extend([Unit::MambaConv, Unit::MambaScan, Unit::MambaNorm]);
     }
     for attention in spec.blocks.iter().filter_map(BlockSpec::attention) {
         for unit in attention_units(spec, attention) {
@@ -160,22 +162,21 @@ impl Lowered {
         let spec = source.spec.blocks[block].required_attention()?;
         let weights = source.weights.blocks[block].mixer.required_attention()?;
         let vector = |vector: &'a Option<Array>| vector.as_ref().and_then(|v| v.on_gpu().ok());
-        let Some(rope) = spec.rope else {
-            bail!(Internal, "fused attention without rotation");
-        };
-        let (set, frequencies) = (&source.spec.ropes[rope], &self.frequencies[rope]);
-        let (table, frequencies) = match (&set.long, &frequencies.long) {
-            (Some(set), Some((_, frequencies))) if long => (&set.table, frequencies),
-            _ => (&set.table, &frequencies.short),
-        };
+        let rotation = spec.rope.map(|rope| {
+            let (set, frequencies) = (&source.spec.ropes[rope], &self.frequencies[rope]);
+            match (&set.long, &frequencies.long) {
+                (Some(set), Some((_, frequencies))) if long => (&set.table, frequencies),
+                _ => (&set.table, &frequencies.short),
+            }
+        });
         Ok(Heads {
             shape: spec.shape(),
             q_norm: vector(&weights.q_norm),
             k_norm: vector(&weights.k_norm),
             sinks: vector(&weights.sinks),
-            frequencies,
-            rotary_dim: table.rotary_dim(),
-            attention_factor: table.attention_factor,
+            frequencies: rotation.map(|(_, frequencies)| frequencies),
+            rotary_dim: rotation.map_or(0, |(table, _)| table.rotary_dim()),
+            attention_factor: rotation.map_or(1.0, |(table, _)| table.attention_factor),
             eps: source.spec.norm_eps,
         })
     }

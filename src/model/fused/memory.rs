@@ -47,13 +47,13 @@ pub(super) struct Memory {
     pub(super) draw: Option<DrawScratch>,
     /// One u32 per row: 1 + the first block with queries, keys or values beyond f16, or 0.
     pub(super) unfit: DeviceBuffer,
-    /// One u32 per row: 1 + the first block with a gate or up projection, or a head of a gated delta net, beyond f16, or 0.
+    /// One u32 per row: 1 + the first block with a gate or up projection, or the output of a recurrent layer's norm, beyond f16, or 0.
     pub(super) overflow: DeviceBuffer,
     /// One u32 per row: 1 + the first block with a router logit that is not finite, or 0.
     pub(super) unroutable: DeviceBuffer,
     /// f32: the gate of attention, in models that have it.
     pub(super) head_gate: Option<DeviceBuffer>,
-    /// Scratch of gated delta nets, in models that have them.
+    /// Scratch of recurrent layers, in models that have them.
     pub(super) recurrent: Option<RecurrentScratch>,
     /// Scratch of mixtures of experts, in models that have them.
     pub(super) experts: Option<ExpertScratch>,
@@ -232,7 +232,7 @@ impl Memory {
                         "a gate or up projection reaches beyond 65,504, the largest number of the f16 that prompts have it in on a GPU; run this model on the CPU"
                     }
                     Some(_) => {
-                        "a gate or up projection, or a head of a gated delta net, reaches beyond 65,504, the largest number of the f16 that a GPU has it in; run this model on the CPU"
+                        "a gate or up projection, or the normalized output of a recurrent layer, reaches beyond 65,504, the largest number of the f16 that a GPU has it in; run this model on the CPU"
                     }
                 },
             ),
@@ -371,18 +371,25 @@ impl Memory {
         places.resize(rows, 0);
         self.tokens.write(0, &ids)?;
         self.positions.write(0, &places)?;
-        if let Some(recurrent) = &mut self.recurrent {
-            recurrent.write_rows(std::iter::repeat_n(1, rows))?;
-        }
         self.write_tables(sequences, rows)
     }
 
-    /// Enqueues a write of the blocks of the recurrent state that the sequences of a step read and write.
-    pub(super) fn write_states(&mut self, states: &[Option<StateBlocks>]) -> Result<()> {
-        match &mut self.recurrent {
-            None => Ok(()),
-            Some(recurrent) => recurrent.write_states(states.iter().copied()),
-        }
+    /// Enqueues a write of the blocks of the recurrent state that a step of `rows` rows reads and writes. Rows beyond the sequences have null
+    /// blocks.
+    pub(super) fn write_states(
+        &mut self,
+        states: &[Option<StateBlocks>],
+        rows: usize,
+    ) -> Result<()> {
+        let Some(recurrent) = &mut self.recurrent else {
+            return Ok(());
+        };
+        let of_sequence = |state: &Option<StateBlocks>| {
+            state.ok_or_else(|| err!(Internal, "a sequence has no recurrent state"))
+        };
+        let mut blocks = states.iter().map(of_sequence).collect::<Result<Vec<_>>>()?;
+        blocks.resize(rows, StateBlocks::NULL);
+        recurrent.write(blocks.into_iter().map(|blocks| (1, blocks)))
     }
 
     /// The scratch of draws, with room for as many sequences as the rest.

@@ -6,6 +6,7 @@ mod embedding;
 mod executor;
 mod graphs;
 mod lowered;
+mod mamba;
 mod memory;
 mod operands;
 mod pass;

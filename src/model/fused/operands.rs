@@ -3,12 +3,15 @@
 
 use std::sync::Arc;
 
-use super::plan::{BlockShape, GatedShape, MixerShape, MlpShape};
+use super::plan::{BlockShape, DenseShape, MixerShape, MlpShape};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
-use crate::cuda::{self, Biased, DeviceBuffer, DeviceSlice, ExpertTable, Gpu, Matrix, Routing};
-use crate::model::spec::BlockSpec;
+use crate::cuda::{
+    self, Biased, DeviceBuffer, DeviceSlice, ExpertMatrices, ExpertTable, Gpu, Matrix, Routing,
+    SigmoidRouting,
+};
+use crate::model::spec::{BlockSpec, Scoring};
 use crate::model::weights::{Block, DenseMlp, Mixer, Mlp, Projection};
 use crate::ops::Array;
 use crate::ops::linear::Linear;
@@ -46,19 +49,23 @@ pub(super) fn biased(projection: &Projection) -> Result<Biased<'_>> {
     Ok((matrix(projection)?, bias))
 }
 
-fn gated_shape(mlp: &DenseMlp) -> Result<GatedShape> {
-    Ok(GatedShape {
-        gate_up: [
-            matrix(mlp.required_gate()?)?.shape(),
-            matrix(&mlp.up)?.shape(),
-        ],
-        down: matrix(&mlp.down)?.shape(),
+/// The rest of a buffer of f32 from an element on.
+pub(super) fn f32_from(buffer: &DeviceBuffer, element: usize) -> Result<DeviceSlice<'_>> {
+    DeviceSlice::from(buffer).part(element * size_of::<f32>()..buffer.bytes())
+}
+
+fn dense_shape(mlp: &DenseMlp) -> Result<DenseShape> {
+    let shape = |p: &Projection| Ok(matrix(p)?.shape());
+    Ok(DenseShape {
+        gate: mlp.gate.as_ref().map(shape).transpose()?,
+        up: shape(&mlp.up)?,
+        down: shape(&mlp.down)?,
     })
 }
 
 pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape> {
     let shape = |p: &Projection| Ok(matrix(p)?.shape());
-    let of_all_rows = weights.mlp.of_all_rows().map(gated_shape).transpose()?;
+    let of_all_rows = weights.mlp.of_all_rows().map(dense_shape).transpose()?;
     Ok(BlockShape {
         norms: spec.norms,
         mixer: match &weights.mixer {
@@ -76,14 +83,25 @@ pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape>
                 gates: [shape(&delta.b)?, shape(&delta.a)?],
                 out: shape(&delta.out)?,
             },
-            Mixer::Mamba2(_) => bail!(Internal, "a fused block of Mamba-2"),
-            Mixer::None => bail!(Internal, "a fused block without a mixer"),
+            Mixer::Mamba2(mamba) => MixerShape::Mamba2 {
+                inputs: [shape(&mamba.z)?, shape(&mamba.xbc)?, shape(&mamba.dt)?],
+                out: shape(&mamba.out)?,
+            },
+            Mixer::None => MixerShape::None,
         },
         mlp: match (&weights.mlp, of_all_rows) {
-            (Mlp::Experts(_), shared) => MlpShape::Experts { shared },
+            (Mlp::Experts(_), shared) => MlpShape::Experts {
+                gated: spec
+                    .mlp
+                    .mixture()
+                    .is_some_and(|mixture| mixture.expert.gated),
+                shared,
+            },
             (Mlp::Dense(_), Some(mlp)) => MlpShape::Dense(mlp),
-            (Mlp::Dense(_) | Mlp::None, None) => bail!(Internal, "a fused block without an MLP"),
-            (Mlp::None, Some(_)) => bail!(Internal, "projections of no MLP"),
+            (Mlp::None, None) => MlpShape::None,
+            (Mlp::Dense(_), None) | (Mlp::None, Some(_)) => {
+                bail!(Internal, "projections that are not those of the MLP")
+            }
         },
     })
 }
@@ -99,20 +117,31 @@ pub(super) fn mixture(
         experts: spec.count,
         per_token: spec.per_token,
         normalized: spec.normalized,
+        sigmoid: match spec.scoring {
+            Scoring::Softmax => None,
+            Scoring::Sigmoid(scoring) => Some(SigmoidRouting {
+                groups: scoring.groups,
+                top_groups: scoring.top_groups,
+                scale: scoring.scale,
+            }),
+        },
     };
     routing.check()?;
     let experts = weights.experts.iter().map(|mlp| {
-        let (gate, up) = (mlp.required_gate()?, &mlp.up);
-        Ok([biased(gate)?, biased(up)?, biased(&mlp.down)?])
+        Ok(ExpertMatrices {
+            gate: mlp.gate.as_ref().map(biased).transpose()?,
+            up: biased(&mlp.up)?,
+            down: biased(&mlp.down)?,
+        })
     });
     let experts = experts.collect::<Result<Vec<_>>>()?;
     let table = ExpertTable::new(gpu, &experts)?;
     Ok(Some(Mixture { routing, table }))
 }
 
-/// The power of two that divides the gated linear unit of this block so that it fits f16 for any input. The length of a normalized row is
-/// at most the square root of its width, so gate and up are at most that times the norms of their rows, with the weight of the norm folded
-/// in (Cauchy-Schwarz). Activations are no larger than their arguments, and clamped ones are small.
+/// The power of two that divides the gated linear unit of this block, or its squared ReLU, so that it fits f16 for any input. The length of
+/// a normalized row is at most the square root of its width, so gate and up are at most that times the norms of their rows, with the weight
+/// of the norm folded in (Cauchy-Schwarz). Activations are no larger than their arguments, and clamped ones are small.
 pub(super) fn glu_divisor(gpu: &Arc<Gpu>, (block, spec): (&Block, &BlockSpec)) -> Result<u32> {
     let Some(norm) = block
         .mlp_norms
@@ -124,9 +153,11 @@ pub(super) fn glu_divisor(gpu: &Arc<Gpu>, (block, spec): (&Block, &BlockSpec)) -
     };
     let mut largest = 0f64;
     for mlp in block.mlp.mlps() {
-        let both = bounds(gpu, [mlp.required_gate()?, &mlp.up], norm)?;
-        let (gate, up) = both.split_at(both.len() / 2);
-        let products = gate.iter().zip(up).map(|(g, u)| g * u);
+        let up = bounds(gpu, &mlp.up, norm)?;
+        let gate = mlp.gate.as_ref().map(|gate| bounds(gpu, gate, norm));
+        let gate = gate.transpose()?;
+        let products = gate.as_ref().unwrap_or(&up).iter().zip(&up);
+        let products = products.map(|(g, u)| g * u);
         largest = products.fold(largest, f64::max);
     }
     // Leaves a margin for the rounding of all steps before.
@@ -137,25 +168,18 @@ pub(super) fn glu_divisor(gpu: &Arc<Gpu>, (block, spec): (&Block, &BlockSpec)) -
     Ok(divisor)
 }
 
-/// Bounds of the features of projections that share a normalized input, one projection after the other.
-fn bounds(gpu: &Arc<Gpu>, projections: [&Projection; 2], norm: &Array) -> Result<Vec<f64>> {
-    let rows: usize = projections.iter().map(|p| p.linear.rows()).sum();
-    let out = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, rows * 4)?;
-    let mut bias = vec![0f32; rows];
-    let mut first = 0;
-    for projection in projections {
-        let matrix = matrix(projection)?;
-        let own = first..first + matrix.rows();
-        let slice = DeviceSlice::from(&out).part(own.start * 4..own.end * 4)?;
-        cuda::row_norms(matrix, Some(norm.all().cuda()?), slice)?;
-        if let Some(stored) = &projection.bias {
-            stored.all().read(&mut bias[own.clone()])?;
-        }
-        first = own.end;
+/// Bounds of the features of a projection of a normalized input.
+fn bounds(gpu: &Arc<Gpu>, projection: &Projection, norm: &Array) -> Result<Vec<f64>> {
+    let matrix = matrix(projection)?;
+    let rows = matrix.rows();
+    let out = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, rows * size_of::<f32>())?;
+    cuda::row_norms(matrix, Some(norm.all().cuda()?), (&out).into())?;
+    let (mut norms, mut bias) = (vec![0f32; rows], vec![0f32; rows]);
+    if let Some(stored) = &projection.bias {
+        stored.all().read(&mut bias)?;
     }
-    let mut norms = vec![0f32; rows];
     out.read(0, &mut norms)?;
-    let width = (projections[0].linear.cols() as f64).sqrt();
+    let width = (matrix.cols() as f64).sqrt();
     let both = norms.iter().zip(&bias);
     Ok(both
         .map(|(&n, &b)| width * f64::from(n) + f64::from(b.abs()))

@@ -10,12 +10,13 @@ use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::cuda::{
-    self, Biased, CachedPages, DeviceBuffer, DeviceSlice, ExpertScratch, FusedNorm, GemmPlan,
-    Heads, Input, Layout, NextNorm, Output, ResidualRow, SharedExpert, SplitKv,
+    self, Biased, CachedPages, DeviceBuffer, DeviceSlice, ExpertScratch, ExpertUnit, FusedNorm,
+    GemmPlan, Heads, Input, Layout, NextNorm, Output, ResidualRow, SharedExpert, SplitKv,
 };
 use crate::model::order::Half;
 use crate::model::spec::DenseMlpSpec;
 use crate::model::weights::{Block, DenseMlp, Mlp, Weights};
+use crate::ops::Array;
 
 /// Rows of a prefill chunk of one sequence.
 pub(super) struct ChunkRows {
@@ -100,6 +101,10 @@ impl<'a> FusedPass<'a> {
             Kernel::DeltaConv { apart } => self.delta_conv(index, *apart),
             Kernel::DeltaRule => self.delta_rule(index),
             Kernel::DeltaNorm { layout } => self.delta_norm(index, *layout),
+            Kernel::MambaInputs { input, gemm } => self.mamba_inputs(index, input, gemm),
+            Kernel::MambaConv => self.mamba_conv(index),
+            Kernel::MambaScan => self.mamba_scan(index),
+            Kernel::MambaNorm { layout } => self.mamba_norm(index, *layout),
             Kernel::GateUp { input, fused, gemm } => {
                 let (spec, mlp) = self.mlp(index)?;
                 let matrices = [biased(mlp.required_gate()?)?, biased(&mlp.up)?];
@@ -129,33 +134,34 @@ impl<'a> FusedPass<'a> {
                     &memory.inner,
                 )
             }
-            Kernel::Route => {
-                let (mixture, scratch) = self.mixture(index)?;
-                let Mlp::Experts(experts) = &self.block(index).0.mlp else {
-                    bail!(Internal, "block {index} has no router");
-                };
-                let gate = experts.shared.as_ref().and_then(|(_, gate)| gate.as_ref());
-                cuda::route(
-                    &lowered.gpu,
-                    &mixture.routing,
-                    biased(&experts.router)?,
-                    gate.map(of_linear).transpose()?,
-                    &memory.input,
-                    self.rows,
-                    scratch,
-                    &memory.linear,
-                    (&memory.unroutable, index),
-                )
+            Kernel::Up { input, gemm } => {
+                let (spec, mlp) = self.mlp(index)?;
+                let (up, out) = (biased(&mlp.up)?, &memory.projected);
+                let (input, wide) = (self.input(input)?, spec.intermediate_size);
+                self.linear(gemm, input, &[up], Output::F16, out, wide)
             }
-            Kernel::ExpertsGateUp => {
+            Kernel::Square => cuda::relu_squared(
+                &lowered.gpu,
+                lowered.glu_divisors[index],
+                &memory.projected,
+                self.rows,
+                self.mlp(index)?.0.intermediate_size,
+                (&memory.overflow, index),
+                &memory.inner,
+            ),
+            Kernel::Route => self.route(index),
+            Kernel::ExpertsGateUp { gated } => {
                 let (Mixture { routing, table }, scratch) = self.mixture(index)?;
                 let Some(spec) = self.source.spec.blocks[index].mlp.mixture() else {
                     bail!(Internal, "block {index} has no experts");
                 };
-                let activation = spec.expert.activation.unit_on_gpu()?;
-                let glu = (activation, lowered.glu_divisors[index]);
+                let unit = match gated {
+                    true => ExpertUnit::Gated(spec.expert.activation.unit_on_gpu()?),
+                    false => ExpertUnit::ReluSquared,
+                };
+                let unit = (unit, lowered.glu_divisors[index]);
                 let (gpu, x) = (&lowered.gpu, &memory.input);
-                cuda::experts_gate_up(gpu, routing, table, x, self.rows, glu, scratch)
+                cuda::experts_gate_up(gpu, routing, table, x, self.rows, unit, scratch)
             }
             Kernel::ExpertsDown => {
                 let (Mixture { routing, table }, scratch) = self.mixture(index)?;
@@ -195,6 +201,28 @@ impl<'a> FusedPass<'a> {
                 "block {index} has a dense MLP, and its plan experts"
             )
         })
+    }
+
+    fn route(&self, index: usize) -> Result<()> {
+        let memory = self.memory;
+        let (mixture, scratch) = self.mixture(index)?;
+        let Mlp::Experts(experts) = &self.block(index).0.mlp else {
+            bail!(Internal, "block {index} has no router");
+        };
+        let gate = experts.shared.as_ref().and_then(|(_, gate)| gate.as_ref());
+        let correction = experts.correction.as_ref().map(Array::on_gpu);
+        cuda::route(
+            &self.lowered.gpu,
+            &mixture.routing,
+            biased(&experts.router)?,
+            correction.transpose()?,
+            gate.map(of_linear).transpose()?,
+            &memory.input,
+            self.rows,
+            scratch,
+            &memory.linear,
+            (&memory.unroutable, index),
+        )
     }
 
     fn sum_experts(&self, index: usize, next: Option<(Norm, Layout)>) -> Result<()> {
@@ -369,12 +397,24 @@ impl<'a> FusedPass<'a> {
     fn fused_norm(&self, norm: Norm) -> Result<FusedNorm<'a>> {
         Ok(FusedNorm {
             scratch: &self.memory.norms,
-            // The two norms of each block take turns with the scratch.
-            turn: usize::from(matches!(norm, Norm::Mlp(_))),
+            // The norms of halves take turns with the scratch.
+            turn: self.halves_before(norm),
             x: &self.memory.residual,
             weight: self.norm_weight(norm)?,
             eps: self.source.spec.norm_eps,
         })
+    }
+
+    /// Halves of blocks before a norm.
+    fn halves_before(&self, norm: Norm) -> usize {
+        let blocks = &self.lowered.blocks;
+        let (block, own) = match norm {
+            Norm::Mixer(i) => (i, 0),
+            Norm::Mlp(i) => (i, blocks[i].halves().count() - 1),
+            Norm::Head => (blocks.len(), 0),
+        };
+        let before = blocks[..block].iter().map(|block| block.halves().count());
+        before.sum::<usize>() + own
     }
 
     /// The input of a GEMM after its norm.

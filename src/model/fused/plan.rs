@@ -7,7 +7,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{GemmPlan, Glu, Hardware, InputForm, Layout, MatrixShape, Output};
 use crate::model::order::Half;
-use crate::model::spec::{Activation, BlockSpec, MixerSpec, MlpSpec, NormPlacement, Scoring, Spec};
+use crate::model::spec::{Activation, BlockSpec, DenseMlpSpec, MlpSpec, NormPlacement, Spec};
 use crate::tensor::WeightType;
 
 /// A norm of the residual stream.
@@ -96,6 +96,14 @@ pub(super) enum Kernel {
     DeltaRule,
     /// The gated norm of each value head.
     DeltaNorm { layout: Layout },
+    /// The gate of the norm of Mamba-2, then x, B and C, and what time steps come of, f32.
+    MambaInputs { input: Normed, gemm: GemmPlan },
+    /// The causal convolution, and the time steps.
+    MambaConv,
+    /// The recurrence of Mamba-2, which changes the state of each sequence.
+    MambaScan,
+    /// The gate of Mamba-2's output, and the norm of each group.
+    MambaNorm { layout: Layout },
     /// Gate and up projections; in a mixture those of the shared expert. `fused` applies the activation too; otherwise the output is f16.
     GateUp {
         input: Normed,
@@ -104,10 +112,14 @@ pub(super) enum Kernel {
     },
     /// The activation of gate and up as a separate kernel.
     Activate,
+    /// The projection before the activation of an MLP without a gate, f16; in a mixture that of the shared expert.
+    Up { input: Normed, gemm: GemmPlan },
+    /// The squared ReLU of an MLP without a gate.
+    Square,
     /// Routes each row to its experts, and sorts rows by expert.
     Route,
-    /// Gate and up projections of the experts of each row, with the activation.
-    ExpertsGateUp,
+    /// Projections of the experts of each row, by gate and up or by up alone, with the activation.
+    ExpertsGateUp { gated: bool },
     /// Down projections of the experts of each row.
     ExpertsDown,
     /// Adds the experts' outputs to the residual stream, and applies the next norm if it is known.
@@ -158,6 +170,13 @@ pub(super) enum MixerShape {
         gates: [MatrixShape; 2],
         out: MatrixShape,
     },
+    Mamba2 {
+        /// The gate of the norm; x, B and C; and time steps.
+        inputs: [MatrixShape; 3],
+        out: MatrixShape,
+    },
+    /// The block is an MLP alone.
+    None,
 }
 
 impl MixerShape {
@@ -167,6 +186,8 @@ impl MixerShape {
             MixerShape::GatedDelta { inputs, gates, out } => {
                 inputs.iter().chain(gates).chain([out]).collect()
             }
+            MixerShape::Mamba2 { inputs, out } => inputs.iter().chain([out]).collect(),
+            MixerShape::None => Vec::new(),
         }
     }
 
@@ -181,28 +202,40 @@ impl MixerShape {
     }
 }
 
-/// The projections of a gated MLP.
+/// The projections of an MLP.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct GatedShape {
-    pub(super) gate_up: [MatrixShape; 2],
+pub(super) struct DenseShape {
+    pub(super) gate: Option<MatrixShape>,
+    pub(super) up: MatrixShape,
     pub(super) down: MatrixShape,
+}
+
+impl DenseShape {
+    /// Gate and up, if it has a gate.
+    fn gate_up(&self) -> Option<[MatrixShape; 2]> {
+        self.gate.map(|gate| [gate, self.up])
+    }
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum MlpShape {
-    Dense(GatedShape),
-    /// Experts in NVFP4, and optionally a shared expert.
+    Dense(DenseShape),
+    /// Experts in NVFP4, with gates or without, and optionally a shared expert.
     Experts {
-        shared: Option<GatedShape>,
+        gated: bool,
+        shared: Option<DenseShape>,
     },
+    /// The block is a mixer alone.
+    None,
 }
 
 impl MlpShape {
     /// The MLP that all rows use.
-    fn of_all_rows(&self) -> Option<&GatedShape> {
+    fn of_all_rows(&self) -> Option<&DenseShape> {
         match self {
             MlpShape::Dense(mlp) => Some(mlp),
-            MlpShape::Experts { shared } => shared.as_ref(),
+            MlpShape::Experts { shared, .. } => shared.as_ref(),
+            MlpShape::None => None,
         }
     }
 }
@@ -215,16 +248,25 @@ impl BlockShape {
 
     fn of_mlp(&self) -> impl Iterator<Item = &MatrixShape> {
         let mlp = self.mlp.of_all_rows().into_iter();
-        mlp.flat_map(|mlp| mlp.gate_up.iter().chain([&mlp.down]))
+        mlp.flat_map(|mlp| mlp.gate.iter().chain([&mlp.up, &mlp.down]))
+    }
+
+    /// The halves that it has.
+    pub(super) fn halves(&self) -> impl Iterator<Item = Half> + use<> {
+        let (mixes, has_mlp) = (self.mixer != MixerShape::None, self.mlp != MlpShape::None);
+        let halves = [(Half::Mixer, mixes), (Half::Mlp, has_mlp)].into_iter();
+        halves.filter_map(|(half, has)| has.then_some(half))
     }
 
     /// The layout of a half's activations: the layout of the NVFP4 GEMMs if all of the block's projections are NVFP4, else row-major. Beside
-    /// a gated delta net, whose gates never are, those of the MLP decide alone. Experts gather rows, so they are row-major.
+    /// a recurrent mixer, whose gates never are, those of the MLP decide alone. Experts gather rows, so they are row-major.
     fn layout(&self, half: Half, hardware: &Hardware, rows: usize) -> Layout {
         let gathers = half == Half::Mlp && matches!(self.mlp, MlpShape::Experts { .. });
         let is_nvfp4 = |w: &MatrixShape| w.storage == WeightType::Nvfp4;
         let are_nvfp4 = match (half, &self.mixer) {
-            (Half::Mlp, MixerShape::GatedDelta { .. }) => self.of_mlp().all(is_nvfp4),
+            (Half::Mlp, MixerShape::GatedDelta { .. } | MixerShape::Mamba2 { .. }) => {
+                self.of_mlp().all(is_nvfp4)
+            }
             _ => self.matrices().all(is_nvfp4),
         };
         match !gathers && are_nvfp4 {
@@ -240,20 +282,14 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
         let of_all_rows = block.mlp.of_all_rows();
         let is_clamped = of_all_rows
             .is_some_and(|mlp| matches!(mlp.activation, Activation::ClampedSwiglu { .. }));
-        let has_gates = block.mlp.specs().all(|mlp| mlp.gated);
-        let what = match (&block.mixer, &block.mlp) {
-            (MixerSpec::Mamba2(_), _) => "Mamba-2",
-            (MixerSpec::None, _) => "an MLP alone",
-            (_, MlpSpec::None) => "a mixer alone",
-            (MixerSpec::Attention(attention), _) if attention.rope.is_none() => {
-                "attention without rotation"
-            }
-            _ if !has_gates => "an MLP without a gate",
-            (_, MlpSpec::Experts(experts)) if experts.scoring != Scoring::Softmax => {
-                "experts scored by sigmoids"
+        let squares = |mlp: &DenseMlpSpec| mlp.activation == Activation::ReluSquared;
+        let what = match &block.mlp {
+            mlp if mlp.specs().any(|mlp| mlp.gated && squares(mlp)) => "a squared ReLU of a gate",
+            mlp if mlp.specs().any(|mlp| !mlp.gated && !squares(mlp)) => {
+                "an MLP without a gate whose activation is no squared ReLU"
             }
             _ if is_clamped => "a clamped SwiGLU outside of experts",
-            (_, MlpSpec::Experts(_)) if block.norms.post => "a norm after its experts",
+            MlpSpec::Experts(_) if block.norms.post => "a norm after its experts",
             _ if !block.norms.pre => "no norm before attention and MLP",
             _ => return None,
         };
@@ -290,12 +326,17 @@ pub(super) fn plan(
         hardware,
         steps: Vec::new(),
         known: None,
+        has_factors: false,
         in_prologue: false,
     };
     planner.in_prologue = planner.makes_rows_in_prologues();
     for index in 0..blocks.len() {
-        planner.mixer(index)?;
-        planner.mlp(index)?;
+        for half in blocks[index].halves() {
+            match half {
+                Half::Mixer => planner.mixer(index)?,
+                Half::Mlp => planner.mlp(index)?,
+            }
+        }
     }
     if is_step {
         let input = planner.normed(Norm::Head, blocks.len());
@@ -332,6 +373,8 @@ struct Planner<'a> {
     steps: Vec<PlannedKernel>,
     /// The norm that earlier kernels have already prepared, and where it is applied.
     known: Option<(Norm, Applied)>,
+    /// Whether the kernel of the last norm left its factors, by which the next norm scales its rows if GEMMs apply it.
+    has_factors: bool,
     /// Whether every norm after a half of a block is applied by the next GEMM.
     in_prologue: bool,
 }
@@ -356,6 +399,7 @@ impl Planner<'_> {
         if known.is_none() {
             self.push(block, Kernel::Normalize { norm, layout });
         }
+        self.has_factors = known.is_none_or(|(_, applied)| applied == Applied::Epilogue);
         Normed {
             norm,
             layout,
@@ -375,6 +419,19 @@ impl Planner<'_> {
         form: InputForm,
     ) -> Option<GemmPlan> {
         GemmPlan::find(self.hardware, self.rows, matrices, output, form)
+    }
+
+    /// The norm after a half of a block.
+    fn next_norm(&self, block: usize, half: Half) -> Norm {
+        let of = |block: usize, half: Half| match half {
+            Half::Mixer => Norm::Mixer(block),
+            Half::Mlp => Norm::Mlp(block),
+        };
+        let own = self.blocks[block].halves().skip_while(|&own| own != half);
+        let own = own.skip(1).map(|half| of(block, half));
+        let later = (block + 1..self.blocks.len())
+            .flat_map(|block| self.blocks[block].halves().map(move |half| of(block, half)));
+        own.chain(later).next().unwrap_or(Norm::Head)
     }
 
     fn mixer(&mut self, block: usize) -> Result<()> {
@@ -408,8 +465,17 @@ impl Planner<'_> {
                 self.push(block, Kernel::DeltaConv { apart });
                 self.push(block, Kernel::DeltaRule);
                 self.push(block, Kernel::DeltaNorm { layout });
-                self.end(block, Half::Mixer, out, layout, Norm::Mlp(block))
+                self.end(block, Half::Mixer, out, layout)
             }
+            MixerShape::Mamba2 { inputs, out } => {
+                let gemm = self.gemm(&inputs, Output::F32, input.form())?;
+                self.push(block, Kernel::MambaInputs { input, gemm });
+                self.push(block, Kernel::MambaConv);
+                self.push(block, Kernel::MambaScan);
+                self.push(block, Kernel::MambaNorm { layout });
+                self.end(block, Half::Mixer, out, layout)
+            }
+            MixerShape::None => bail!(Internal, "block {block} has no mixer to plan"),
         }
     }
 
@@ -441,42 +507,45 @@ impl Planner<'_> {
         if gate.is_some() {
             self.push(block, Kernel::GateHeads { layout: attended });
         }
-        self.end(block, Half::Mixer, o, attended, Norm::Mlp(block))
+        self.end(block, Half::Mixer, o, attended)
     }
 
     fn mlp(&mut self, block: usize) -> Result<()> {
         let input = self.normed(Norm::Mlp(block), block);
-        let next = match block + 1 < self.blocks.len() {
-            true => Norm::Mixer(block + 1),
-            false => Norm::Head,
-        };
         match &self.blocks[block].mlp {
             MlpShape::Dense(mlp) => {
-                let layout = self.gate_up(block, mlp, input)?;
-                self.end(block, Half::Mlp, mlp.down, layout, next)
+                let layout = self.activated(block, mlp, input)?;
+                self.end(block, Half::Mlp, mlp.down, layout)
             }
-            MlpShape::Experts { shared } => {
+            &MlpShape::Experts { gated, ref shared } => {
                 self.push(block, Kernel::Route);
                 if let Some(mlp) = shared {
-                    let layout = self.gate_up(block, mlp, input)?;
+                    let layout = self.activated(block, mlp, input)?;
                     self.project(block, Half::Mlp, mlp.down, layout, Then::Store)?;
                 }
-                self.push(block, Kernel::ExpertsGateUp);
+                self.push(block, Kernel::ExpertsGateUp { gated });
                 self.push(block, Kernel::ExpertsDown);
-                let next = self.normalized_next(next);
+                let next = self.normalized_next(self.next_norm(block, Half::Mlp));
                 self.push(block, Kernel::SumExperts { next });
                 Ok(())
             }
+            MlpShape::None => bail!(Internal, "block {block} has no MLP to plan"),
         }
     }
 
-    /// Gate, up and the activation; returns the layout of their output.
-    fn gate_up(&mut self, block: usize, mlp: &GatedShape, input: Normed) -> Result<Layout> {
+    /// The projections before the activation of an MLP, and the activation; returns the layout of their output.
+    fn activated(&mut self, block: usize, mlp: &DenseShape, input: Normed) -> Result<Layout> {
         let (layout, form) = (input.layout, input.form());
-        let glu = self.served(&mlp.gate_up, layout.glu(Glu::default()), form);
+        let Some(gate_up) = mlp.gate_up() else {
+            let gemm = self.gemm(&[mlp.up], Output::F16, form)?;
+            self.push(block, Kernel::Up { input, gemm });
+            self.push(block, Kernel::Square);
+            return Ok(Layout::RowMajor);
+        };
+        let glu = self.served(&gate_up, layout.glu(Glu::default()), form);
         let (fused, gemm) = match glu {
             Some(gemm) => (true, gemm),
-            None => (false, self.gemm(&mlp.gate_up, Output::F16, form)?),
+            None => (false, self.gemm(&gate_up, Output::F16, form)?),
         };
         self.push(block, Kernel::GateUp { input, fused, gemm });
         match fused {
@@ -521,20 +590,14 @@ impl Planner<'_> {
     }
 
     /// Ends a half with its projection. Records how far it prepares the next norm.
-    fn end(
-        &mut self,
-        block: usize,
-        half: Half,
-        matrix: MatrixShape,
-        layout: Layout,
-        next: Norm,
-    ) -> Result<()> {
+    fn end(&mut self, block: usize, half: Half, matrix: MatrixShape, layout: Layout) -> Result<()> {
+        let next = self.next_norm(block, half);
         let then = if self.in_prologue {
             self.known = Some((next, Applied::Prologue));
             Then::StoreRow
         } else if self.blocks[block].norms.post {
             Then::Store
-        } else if self.is_step && self.fuses_norm(matrix, layout, next) {
+        } else if self.is_step && self.has_factors && self.fuses_norm(matrix, layout, next) {
             self.known = Some((next, Applied::Epilogue));
             Then::AddAndNorm(next)
         } else {
@@ -556,20 +619,23 @@ impl Planner<'_> {
         let glu = Output::Glu(Glu::default());
         self.is_step
             && serves(&[self.head], Output::F32)
-            && self
-                .blocks
-                .iter()
-                .all(|block| match (&block.mlp, block.mixer.plain_attention()) {
-                    (MlpShape::Dense(mlp), Some(qkv)) if block.norms.post => {
+            && self.blocks.iter().all(|block| {
+                let gate_up = match &block.mlp {
+                    MlpShape::Dense(mlp) => mlp.gate_up(),
+                    MlpShape::Experts { .. } | MlpShape::None => None,
+                };
+                match (gate_up, block.mixer.plain_attention()) {
+                    (Some(gate_up), Some(qkv)) if block.norms.post => {
                         let rows =
                             |half| block.layout(half, self.hardware, self.rows) == Layout::RowMajor;
                         rows(Half::Mixer)
                             && rows(Half::Mlp)
                             && serves(qkv, Output::F32)
-                            && serves(&mlp.gate_up, glu)
+                            && serves(&gate_up, glu)
                     }
                     _ => false,
-                })
+                }
+            })
     }
 
     /// Whether the GEMMs around a norm apply it: the one with `makes`, whose input has this layout, and those that take the norm.
@@ -583,8 +649,10 @@ impl Planner<'_> {
         same_layout
             && match next {
                 Norm::Mlp(i) => match &self.blocks[i].mlp {
-                    MlpShape::Dense(mlp) => serves(&mlp.gate_up, layout.glu(Glu::default())),
-                    MlpShape::Experts { .. } => false,
+                    MlpShape::Dense(mlp) => mlp
+                        .gate_up()
+                        .is_some_and(|gate_up| serves(&gate_up, layout.glu(Glu::default()))),
+                    MlpShape::Experts { .. } | MlpShape::None => false,
                 },
                 Norm::Mixer(i) => match self.blocks[i].mixer.plain_attention() {
                     Some(qkv) => serves(qkv, Output::F32),
@@ -662,6 +730,12 @@ impl fmt::Display for Kernel {
             Kernel::DeltaNorm { layout } => {
                 write!(f, "gated norm of heads -> {}", layout_name(*layout))
             }
+            Kernel::MambaInputs { input, gemm } => write!(f, "z, xBC, dt ({input}) -> f32: {gemm}"),
+            Kernel::MambaConv => f.write_str("convolution, time steps"),
+            Kernel::MambaScan => f.write_str("recurrence"),
+            Kernel::MambaNorm { layout } => {
+                write!(f, "gate, norm of groups -> {}", layout_name(*layout))
+            }
             Kernel::StoreKv => f.write_str("rope, store"),
             Kernel::Prefill => f.write_str("flash attention -> rows"),
             Kernel::GateUp { input, fused, gemm } => {
@@ -669,6 +743,8 @@ impl fmt::Display for Kernel {
                 write!(f, "gate, up{glu} ({input}) -> f16: {gemm}")
             }
             Kernel::Activate => f.write_str("GLU -> f16 rows"),
+            Kernel::Up { input, gemm } => write!(f, "up ({input}) -> f16: {gemm}"),
+            Kernel::Square => f.write_str("squared ReLU -> f16 rows"),
             Kernel::Project {
                 half: which,
                 layout,
@@ -684,7 +760,12 @@ impl fmt::Display for Kernel {
                 write!(f, ": {gemm}")
             }
             Kernel::Route => f.write_str("router, top-k, rows by expert"),
-            Kernel::ExpertsGateUp => f.write_str("experts' gate, up, GLU (gathered rows) -> f16"),
+            Kernel::ExpertsGateUp { gated: true } => {
+                f.write_str("experts' gate, up, GLU (gathered rows) -> f16")
+            }
+            Kernel::ExpertsGateUp { gated: false } => {
+                f.write_str("experts' up, squared ReLU (gathered rows) -> f16")
+            }
             Kernel::ExpertsDown => f.write_str("experts' down -> f32"),
             Kernel::SumExperts { next } => {
                 f.write_str("weighted sum of experts, add")?;

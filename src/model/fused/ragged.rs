@@ -1,6 +1,7 @@
 //! Ragged passes: single tokens of several sequences, and prefill chunks, in the same pass through the blocks.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::MutexGuard;
 
 use super::executor::Executor;
@@ -30,8 +31,8 @@ pub(in crate::model) struct PromptChunk<'a> {
     pub(in crate::model) context: usize,
     /// Position of the first token.
     pub(in crate::model) first: usize,
-    /// The blocks of the recurrent state, if the model has any.
-    pub(in crate::model) state: Option<StateBlocks>,
+    /// The positions after which the recurrent state is written, in parts of the chunk, and the blocks; empty if the model has no such state.
+    pub(in crate::model) states: Vec<(Range<usize>, StateBlocks)>,
 }
 
 impl Executor {
@@ -51,13 +52,15 @@ impl Executor {
         let ends = chunks.iter().map(|chunk| chunk.first + chunk.tokens.len());
         let pages = ends.max().unwrap_or(0).div_ceil(cuda::PAGE);
         let lowered = &self.lowered;
+        let states = || chunks.iter().flat_map(|chunk| &chunk.states);
+        let segments = states().count();
         memory.fit(
             cache,
             &lowered.gpu,
             &lowered.sizes,
             rows,
             0,
-            chunks.len(),
+            chunks.len().max(segments),
             pages,
         )?;
         let tokens = chunks.iter().flat_map(|chunk| chunk.tokens);
@@ -67,8 +70,7 @@ impl Executor {
         let tables: Vec<_> = chunks.iter().map(|chunk| chunk.tables).collect();
         memory.write_tables(&tables, 0)?;
         if let Some(recurrent) = &mut memory.recurrent {
-            recurrent.write_rows(lengths())?;
-            recurrent.write_states(chunks.iter().map(|chunk| chunk.state))?;
+            recurrent.write(states().map(|(positions, blocks)| (positions.len(), *blocks)))?;
         }
         let singles = lengths().take_while(|&length| length == 1).count();
         let positions: Vec<i32> = chunks[..singles].iter().map(|c| c.first as i32).collect();
@@ -94,7 +96,7 @@ impl Executor {
             source,
             memory: &memory,
             rows,
-            segments: chunks.len(),
+            segments,
             attention: Attention {
                 singles,
                 splits: &splits,

@@ -1,60 +1,87 @@
-//! Working memory of gated delta nets in fused passes, and the segments of a pass.
+//! Working memory of recurrent layers in fused passes, and the segments of a pass.
 
 use std::sync::Arc;
 
 use crate::base::Result;
-use crate::base::error::err;
+use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::cuda::{DeviceBuffer, Gpu, RecurrentSegments, StagedBuffer};
 use crate::model::kv::{NULL_BLOCK, StateBlocks};
-use crate::model::spec::Spec;
+use crate::model::spec::{BlockSpec, Spec};
+use crate::tensor::{DeltaShape, MambaShape, RecurrentShape};
 
-/// Maximum sizes over the gated delta nets of a model, in elements of a row.
+/// Maximum sizes over the recurrent layers of a model, in elements of a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct RecurrentSizes {
-    /// Queries, keys and values.
-    pub(super) channels: usize,
-    /// Values.
+    /// What the first GEMM makes: with the gate of the norm, and in Mamba-2 with the time steps.
+    pub(super) inputs: usize,
+    /// What the gates of gated delta nets come of; 0 without any.
+    gates: usize,
+    /// Channels of the convolution.
+    channels: usize,
+    /// What is read from the state, and normalized.
     pub(super) values: usize,
-    /// Value heads.
-    pub(super) heads: usize,
+    /// Heads.
+    heads: usize,
 }
 
 impl RecurrentSizes {
-    /// The sizes of a model, if it has gated delta nets.
+    /// The sizes of a model, if it has recurrent layers.
     pub(super) fn of(spec: &Spec) -> Option<RecurrentSizes> {
-        let shapes = || {
-            spec.blocks
-                .iter()
-                .filter_map(|b| Some(b.gated_delta()?.shape))
-        };
-        Some(RecurrentSizes {
-            channels: shapes().map(|shape| shape.channels()).max()?,
-            values: shapes().map(|shape| shape.value_width()).max()?,
-            heads: shapes().map(|shape| shape.value_heads).max()?,
+        let shapes = spec.blocks.iter().filter_map(BlockSpec::recurrent);
+        let sizes = shapes.map(|shape| match shape {
+            RecurrentShape::GatedDelta(shape) => RecurrentSizes {
+                inputs: delta_inputs(&shape),
+                gates: 2 * shape.value_heads,
+                channels: shape.channels(),
+                values: shape.value_width(),
+                heads: shape.value_heads,
+            },
+            RecurrentShape::Mamba2(shape) => RecurrentSizes {
+                inputs: mamba_inputs(&shape),
+                gates: 0,
+                channels: shape.channels(),
+                values: shape.width(),
+                heads: shape.heads,
+            },
+        });
+        sizes.reduce(|a, b| RecurrentSizes {
+            inputs: a.inputs.max(b.inputs),
+            gates: a.gates.max(b.gates),
+            channels: a.channels.max(b.channels),
+            values: a.values.max(b.values),
+            heads: a.heads.max(b.heads),
         })
-    }
-
-    /// Elements of a row of [`Kernel::DeltaInputs`](super::plan::Kernel::DeltaInputs).
-    pub(super) fn inputs(&self) -> usize {
-        self.channels + self.values + 2 * self.heads.next_multiple_of(2)
     }
 }
 
-/// Working memory of gated delta nets.
+/// Elements from a row of queries, keys and values, the gate of the norm, and what the gates of the rule come of, to the next: kernels read
+/// them in fours.
+pub(super) fn delta_inputs(shape: &DeltaShape) -> usize {
+    let width = shape.channels() + shape.value_width() + 2 * shape.value_heads;
+    width.next_multiple_of(4)
+}
+
+/// Elements from a row of gate, x, B, C and time steps to the next: kernels read them in fours.
+pub(super) fn mamba_inputs(shape: &MambaShape) -> usize {
+    (shape.width() + shape.channels() + shape.heads).next_multiple_of(4)
+}
+
+/// Working memory of recurrent layers.
 pub(super) struct RecurrentScratch {
-    /// i32 `[batch + 1]`: the first row of each segment.
-    pub(super) row_starts: DeviceBuffer,
-    /// u32 `[2, batch]`: the blocks of the recurrent state that segments read, and those that they write.
-    blocks: StagedBuffer,
+    /// u32 `[3, batch + 1]`: the first row of each segment, the blocks of the recurrent state that they read, and those that they write.
+    segments: StagedBuffer,
+    /// The number of segments that there is room for.
     batch: usize,
-    /// f32 `[rows, 2 heads]`: what gates come of.
+    /// f32 `[rows, gates]`: what the gates of gated delta nets come of.
     pub(super) gates: DeviceBuffer,
-    /// f32: what the convolution makes of `[rows, channels]`, and the gates `[rows, heads]`.
-    pub(super) qkv: DeviceBuffer,
+    /// f32 `[rows, channels]`: the output of the convolution.
+    pub(super) convolved: DeviceBuffer,
+    /// f32 `[rows, heads]`: factors of states.
     pub(super) decay: DeviceBuffer,
-    pub(super) beta: DeviceBuffer,
-    /// f32 `[rows, values]`: the answers of the rule.
+    /// f32 `[rows, heads]`: learning rates of the delta rule, or time steps of Mamba-2.
+    pub(super) rates: DeviceBuffer,
+    /// f32 `[rows, values]`: what is read from the states.
     pub(super) answers: DeviceBuffer,
 }
 
@@ -69,47 +96,49 @@ impl RecurrentScratch {
             DeviceBuffer::uninit(gpu, Tag::DeviceScratch, elements * size_of::<f32>())
         };
         Ok(RecurrentScratch {
-            row_starts: scratch(batch + 1)?,
-            blocks: StagedBuffer::uninit(gpu, Tag::DeviceScratch, 2 * batch * size_of::<u32>())?,
+            segments: StagedBuffer::uninit(gpu, Tag::DeviceScratch, 3 * (batch + 1) * 4)?,
             batch,
-            gates: scratch(rows * 2 * sizes.heads)?,
-            qkv: scratch(rows * sizes.channels)?,
+            gates: scratch(rows * sizes.gates)?,
+            convolved: scratch(rows * sizes.channels)?,
             decay: scratch(rows * sizes.heads)?,
-            beta: scratch(rows * sizes.heads)?,
+            rates: scratch(rows * sizes.heads)?,
             answers: scratch(rows * sizes.values)?,
         })
     }
 
-    /// Writes the rows of the segments of a pass, by their numbers.
-    pub(super) fn write_rows(&mut self, lengths: impl Iterator<Item = usize>) -> Result<()> {
-        let mut starts = vec![0i32];
-        for length in lengths {
-            starts.push(starts[starts.len() - 1] + length as i32);
-        }
-        self.row_starts.write(0, &starts)
-    }
-
-    /// Enqueues a write of the blocks of segments' states. Segments after these are without a sequence, and have null blocks.
-    pub(super) fn write_states(
-        &mut self,
-        states: impl Iterator<Item = Option<StateBlocks>>,
-    ) -> Result<()> {
-        let mut blocks = vec![NULL_BLOCK; 2 * self.batch];
-        let (read, write) = blocks.split_at_mut(self.batch);
-        for ((state, read), write) in states.zip(read).zip(write) {
-            let state = state.ok_or_else(|| err!(Internal, "a sequence has no recurrent state"))?;
-            (*read, *write) = (state.read, state.write);
-        }
-        self.blocks.write(&blocks)
-    }
-
-    /// The segments of a pass.
+    /// The first `count` segments.
     pub(super) fn segments(&self, count: usize) -> Result<RecurrentSegments<'_>> {
+        let part = |index: usize| {
+            self.segments
+                .from(index * (self.batch + 1) * size_of::<u32>())
+        };
         Ok(RecurrentSegments {
-            row_starts: (&self.row_starts).into(),
-            read: self.blocks.from(0)?,
-            write: self.blocks.from(self.batch * size_of::<u32>())?,
+            row_starts: part(0)?,
+            read: part(1)?,
+            write: part(2)?,
             count,
         })
+    }
+
+    /// Enqueues a write of the segments of a pass, each with its rows and the blocks of its state. There must be room for them.
+    pub(super) fn write(
+        &mut self,
+        segments: impl Iterator<Item = (usize, StateBlocks)>,
+    ) -> Result<()> {
+        let mut places = vec![NULL_BLOCK; 3 * (self.batch + 1)];
+        let (starts, blocks) = places.split_at_mut(self.batch + 1);
+        let (read, write) = blocks.split_at_mut(self.batch + 1);
+        for (index, (rows, blocks)) in segments.enumerate() {
+            if index == self.batch {
+                bail!(
+                    Internal,
+                    "more than {} segments of recurrent layers",
+                    self.batch
+                );
+            }
+            starts[index + 1] = starts[index] + rows as u32;
+            (read[index], write[index]) = (blocks.read, blocks.write);
+        }
+        self.segments.write(&places)
     }
 }

@@ -31,7 +31,7 @@ pub(super) struct Sizes {
 }
 
 /// Maximum sizes over mixtures of experts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct ExpertSizes {
     pub(super) routing: Routing,
     /// Width between the projections of an expert.
@@ -46,6 +46,7 @@ impl ExpertSizes {
                 experts: mixtures().map(|e| e.count).max()?,
                 per_token: mixtures().map(|e| e.per_token).max()?,
                 normalized: false,
+                sigmoid: None,
             },
             intermediate: mixtures().map(|e| e.expert.intermediate_size).max()?,
         })
@@ -94,7 +95,7 @@ impl Sizes {
     /// Elements of a row of the widest output of the mixer's first projections.
     pub(super) fn mixer_inputs(&self) -> usize {
         self.qkv
-            .max(self.recurrent.map_or(0, |recurrent| recurrent.inputs()))
+            .max(self.recurrent.map_or(0, |recurrent| recurrent.inputs))
     }
 
     /// Floats of a sequence in the split-KV workspace, and CTAs that attend to it.

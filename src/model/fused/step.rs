@@ -218,7 +218,7 @@ impl Executor {
     ) -> Result<()> {
         memory.append_blocks(&sequences.tables)?;
         let rows = sequences.rows;
-        memory.write_states(&input.states)?;
+        memory.write_states(&input.states, rows)?;
         let key = GraphKey {
             rows,
             splits: self.splits(source, rows, input.last()),

@@ -1,5 +1,6 @@
 //! Block tables: which blocks hold the keys and values of a sequence, and its recurrent state.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::ops::attention::KvType;
@@ -23,6 +24,14 @@ pub struct StateBlocks {
     pub read: u32,
     /// The state after it.
     pub write: u32,
+}
+
+impl StateBlocks {
+    /// Those of rows without a sequence.
+    pub const NULL: StateBlocks = StateBlocks {
+        read: NULL_BLOCK,
+        write: NULL_BLOCK,
+    };
 }
 
 /// The blocks of a sequence's recurrent state: of the positions held, and of those that the next run comes to.
@@ -89,6 +98,20 @@ impl StateTable {
     /// Removes the staged blocks, and returns them.
     pub fn unstage(&mut self) -> Vec<(usize, u32)> {
         std::mem::take(&mut self.staged)
+    }
+
+    /// The parts of a pass over positions `first..end` after which the state is written, each with its blocks. Each part but the first reads
+    /// the block that the one before it writes. Empty without recurrent state.
+    pub fn parts_of_pass(&self, first: usize, end: usize) -> Vec<(Range<usize>, StateBlocks)> {
+        let staged = self.staged.iter().map(|(position, _)| *position);
+        let inner = staged.filter(|position| first < *position && *position < end);
+        let mut start = first;
+        let part = |end| {
+            let positions = std::mem::replace(&mut start, end)..end;
+            let blocks = self.of_pass(positions.start, end)?;
+            Some((positions, blocks))
+        };
+        inner.chain([end]).filter_map(part).collect()
     }
 
     /// The blocks of a pass over positions `first..end`, which must not go past a staged position. `None` without recurrent state.

@@ -278,12 +278,14 @@ int main() {
     check<64, true>(8, 2, false, 130, 5, 3, 2, 64, 0, 0, true);
     check<64, true>(16, 1, false, 60, 70, 3, 3, 64, 16, 0, true);
     check<128, true>(3, 3, true, 3, 66, 2, 2, 128, 0, 1, true);
-    // Other sizes, and heads that rotate partially.
+    // Other sizes, and heads that rotate partially or not at all.
     check<32, true, true>(2, 1, true, 3, 20, 2, 2, 20, 0, 0);
     check<80, true, true>(2, 1, true, 66, 5, 2, 2, 80, 30, 0);
     check<80, true, true>(2, 2, false, 3, 66, 2, 2, 32, 0, 0);
     check<96, true, true>(2, 1, true, 66, 5, 2, 2, 96, 0, 1);
     check<128, true, true>(2, 1, true, 3, 66, 2, 2, 96, 0, 0);
+    check<128, true, true>(4, 1, false, 3, 66, 2, 2, 0, 0, 0);
+    check<32, true, true>(2, 1, true, 66, 5, 2, 2, 0, 0, 0);
     check<192, true>(1, 1, true, 66, 5, 2, 2, 192, 20, 0);
     check<192, true, true>(1, 1, true, 3, 66, 1, 2, 64, 0, 0);
     check<256, true>(2, 1, true, 66, 5, 2, 2, 256, 0, 2);

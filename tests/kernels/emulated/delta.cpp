@@ -1,12 +1,10 @@
 // kernels/delta/*.cu on the CPU, as they ship, against the formulas of gated-delta-net layers in f64, for batches of several segments; and
 // parts of a segment, with the state between them, against the whole. Prints "ok" or the first error.
-#include "cuda.hpp"
+#include "recurrent.hpp"
 
-#include "common/ptx.cuh"
 #include "common/reduce.cuh"
-#include "recurrent/layer.cuh"
-#include "format/fragment_major.cuh"
 #include "norm/piece.cuh"
+#include "recurrent/output.cuh"
 
 namespace conv {
 #include "delta/conv.cu"
@@ -20,10 +18,6 @@ namespace norm {
 #include "delta/norm.cu"
 }
 
-static void expect(bool held, const char* what, int row, int i, double got, double want) {
-    if (!held) printf("%s: (%d, %d) is %g, not %g\n", what, row, i, got, want), exit(1);
-}
-
 constexpr float EPS = 1e-6f;
 
 struct Shape {
@@ -33,23 +27,6 @@ struct Shape {
     int channels() const { return 2 * keys() + values(); }
     int matrices() const { return value_heads * key_dim * value_dim; }
     int floats() const { return matrices() + (taps - 1) * channels(); }
-};
-
-// A segment has `rows` rows and blocks to read and to write.
-struct Segment {
-    int rows;
-    u32 read, write;
-};
-
-// Memory that begins at a multiple of 16 bytes.
-struct Floats {
-    std::vector<float4> pieces;
-    explicit Floats(size_t count, float value = NAN) : pieces(count / 4 + 1, float4{value, value, value, value}) {}
-    float* data() { return &pieces[0].x; }
-    float& operator[](size_t i) { return data()[i]; }
-    void fill(size_t count) {
-        for (size_t i = 0; i < count; i++) data()[i] = uniform();
-    }
 };
 
 // A layer with the inputs of some rows. Rows of inputs have four more floats between them.
@@ -72,16 +49,6 @@ struct Layer {
     }
 };
 
-// Blocks of an arena, whose layer stands after 16 floats. Their memory begins as random numbers, and block 0 as NaN.
-struct Blocks {
-    int floats, count;
-    Floats memory;
-    Blocks(Shape s, int count) : floats(s.floats() + 32), count(count), memory(floats * count) {
-        for (int i = floats; i < floats * count; i++) memory[i] = uniform();
-    }
-    float* at(u32 block) { return memory.data() + (size_t)block * floats + 16; }
-};
-
 struct Result {
     Floats qkv, decay, beta, o;
     Result(Shape s, int rows) : qkv(rows * s.channels()), decay(rows * s.value_heads), beta(rows * s.value_heads), o(rows * s.values()) {}
@@ -90,28 +57,22 @@ struct Result {
 // Runs the kernels for rows of a layer from `first` on.
 static void run(Layer& l, const std::vector<Segment>& segments, int first, Blocks& blocks, Result& r) {
     Shape s = l.s;
-    std::vector<int> starts(1);
-    std::vector<u32> read, write;
-    for (const Segment& g : segments) starts.push_back(starts.back() + g.rows), read.push_back(g.read), write.push_back(g.write);
-    int n = (int)segments.size(), rows = starts.back();
-    Segments all = {starts.data(), read.data(), write.data(), n};
-    float* layer = blocks.at(0);
-    States states = {(u8*)layer, (u64)blocks.floats * 4}, inputs = {(u8*)(layer + s.matrices()), states.block_bytes};
+    Batch batch(segments);
+    int n = (int)segments.size(), rows = batch.rows();
+    Segments all = batch.argument();
     u64 x_stride = s.channels() + 4, a_stride = s.value_heads + 1, b_stride = s.value_heads;
     float *qkv = &r.qkv[first * s.channels()], *decay = &r.decay[first * s.value_heads], *beta = &r.beta[first * s.value_heads];
-    conv::Arguments c = {&l.x[first * x_stride], &l.a[first * a_stride], &l.b[first * b_stride], x_stride, a_stride, b_stride,
-                         l.conv.data(), l.a_log.data(), l.dt_bias.data(), qkv, decay, beta, all, inputs, s.taps,
-                         s.key_heads, s.key_dim, s.value_heads, s.channels()};
+    Convolution convolution = {&l.x[first * x_stride], x_stride, l.conv.data(), nullptr, qkv, all, blocks.states(s.matrices()), s.taps, s.channels()};
+    conv::Arguments c = {convolution, &l.a[first * a_stride], &l.b[first * b_stride], a_stride, b_stride, l.a_log.data(), l.dt_bias.data(),
+                         decay, beta, s.key_heads, s.key_dim, s.value_heads};
     bool wide = s.key_dim > 128;
     int units = 2 * s.key_heads + ceil_div(s.values(), wide ? 256 : 128) + ceil_div(s.value_heads, WARP);
-    launch(ceil_div(units, conv::WARPS), rows / conv::TILE_ROWS + n, 1, conv::THREADS, [&] { wide ? conv::delta_conv_wide(c) : conv::delta_conv(c); });
-    rule::Arguments u = {qkv, decay, beta, &r.o[first * s.values()], all, states, s.key_heads, s.value_heads, s.key_dim, s.value_dim};
+    launch(ceil_div(units, conv::WARPS), rows / TILE_ROWS + n, 1, conv::THREADS, [&] { wide ? conv::delta_conv_wide(c) : conv::delta_conv(c); });
+    rule::Arguments u = {qkv, decay, beta, &r.o[first * s.values()], all, blocks.states(0), s.key_heads, s.value_heads, s.key_dim, s.value_dim};
     launch(ceil_div(s.value_dim, rule::COLUMNS), s.value_heads, n, rule::THREADS, [&] {
         s.key_dim <= 64 ? rule::delta_rule_64(u) : s.key_dim <= 128 ? rule::delta_rule_128(u) : rule::delta_rule_256(u);
     });
 }
-
-static double silu64(double x) { return x / (1 + std::exp(-x)); }
 
 // A segment in f64. `state` is that before its first row, and becomes that after its last.
 static void check_segment(Layer& l, int first, int rows, std::vector<double>& state, Result& r) {
@@ -120,13 +81,7 @@ static void check_segment(Layer& l, int first, int rows, std::vector<double>& st
     for (int row = first; row < first + rows; row++) {
         double* kept = &state[s.matrices()];
         std::vector<double> c(channels);
-        for (int i = 0; i < channels; i++) {
-            double x = l.x[row * (channels + 4) + i], sum = x * l.conv[i * s.taps + s.taps - 1];
-            for (int j = 0; j < s.taps - 1; j++) sum += kept[j * channels + i] * l.conv[i * s.taps + j];
-            c[i] = silu64(sum);
-        }
-        for (int i = 0; i < (s.taps - 2) * channels; i++) kept[i] = kept[i + channels];
-        for (int i = 0; i < channels; i++) kept[(s.taps - 2) * channels + i] = l.x[row * (channels + 4) + i];
+        for (int i = 0; i < channels; i++) c[i] = convolve64(&l.conv[i * s.taps], s.taps, 0, l.x[row * (channels + 4) + i], kept + i, channels);
         for (int h = 0; h < 2 * s.key_heads; h++) {
             double squares = 0;
             for (int i = 0; i < s.key_dim; i++) squares += c[h * s.key_dim + i] * c[h * s.key_dim + i];
@@ -135,8 +90,8 @@ static void check_segment(Layer& l, int first, int rows, std::vector<double>& st
         }
         for (int i = 0; i < channels; i++) expect(std::fabs(r.qkv[row * channels + i] - c[i]) <= 2e-6, "q, k or v", row, i, r.qkv[row * channels + i], c[i]);
         for (int h = 0; h < s.value_heads; h++) {
-            double t = (double)l.a[row * (s.value_heads + 1) + h] + l.dt_bias[h], softplus = t > 20 ? t : std::log1p(std::exp(t));
-            double decay = std::exp(-std::exp((double)l.a_log[h]) * softplus), beta = 1 / (1 + std::exp(-(double)l.b[row * s.value_heads + h]));
+            double t = (double)l.a[row * (s.value_heads + 1) + h] + l.dt_bias[h];
+            double decay = std::exp(-std::exp((double)l.a_log[h]) * softplus64(t)), beta = 1 / (1 + std::exp(-(double)l.b[row * s.value_heads + h]));
             int gate = row * s.value_heads + h;
             expect(std::fabs(r.decay[gate] - decay) <= 2e-6 && std::fabs(r.beta[gate] - beta) <= 1e-6, "gates", row, h, r.decay[gate], decay);
             const double *q = &c[h / group * s.key_dim], *k = q + s.keys(), *v = &c[2 * s.keys() + h * s.value_dim];
@@ -160,7 +115,8 @@ static void check_norm(Layer& l, Result& r) {
     std::vector<u32> overflow(l.rows);
     for (int output = 0; output < 3; output++) {
         Floats& y = output == 0 ? f32 : output == 1 ? f16 : fragments;
-        norm::Arguments a = {r.o.data(), l.z.data(), l.weight.data(), y.data(), (u64)width + 4, s.value_heads, s.value_dim, EPS, 6, overflow.data()};
+        norm::Arguments a = {r.o.data(), l.z.data(), l.weight.data(), {y.data(), overflow.data(), width, 6},
+                             (u64)width + 4, s.value_heads, s.value_dim, EPS};
         launch(l.rows, ceil_div(ceil_div(s.value_heads, 2), norm::WARPS), 1, norm::THREADS,
                [&] { output == 0 ? norm::delta_norm_f32(a) : output == 1 ? norm::delta_norm_f16(a) : norm::delta_norm_fragments(a); });
     }
@@ -193,7 +149,8 @@ static void check_overflow(Layer& l, Result& r) {
         for (bool fragment_major : {false, true}) {
             float &z = l.z[last * (width + 4) + width - 1], kept = z;
             z = odd;
-            norm::Arguments a = {r.o.data(), l.z.data(), l.weight.data(), y.data(), (u64)width + 4, s.value_heads, s.value_dim, EPS, 6, overflow.data()};
+            norm::Arguments a = {r.o.data(), l.z.data(), l.weight.data(), {y.data(), overflow.data(), width, 6},
+                             (u64)width + 4, s.value_heads, s.value_dim, EPS};
             launch(l.rows, ceil_div(ceil_div(s.value_heads, 2), norm::WARPS), 1, norm::THREADS,
                    [&] { fragment_major ? norm::delta_norm_fragments(a) : norm::delta_norm_f16(a); });
             for (int row = 0; row < l.rows; row++) expect(overflow[row] == (row == last ? 7 : 0), "a norm beyond f16", row, fragment_major, overflow[row], 0);
@@ -203,17 +160,13 @@ static void check_overflow(Layer& l, Result& r) {
     }
 }
 
-static void expect_same(const float* got, const float* want, int count, const char* what) {
-    for (int i = 0; i < count; i++) expect(memcmp(got + i, want + i, 4) == 0, what, 0, i, got[i], want[i]);
-}
-
 // A batch of segments. Blocks that none of them writes stay as they are.
 static void check(Shape s, const std::vector<Segment>& segments) {
     int rows = 0;
     u32 last = 0;
     for (const Segment& g : segments) rows += g.rows, last = max(last, max(g.read, g.write));
     Layer l(s, rows);
-    Blocks blocks(s, (int)last + 2);
+    Blocks blocks(s.floats(), (int)last + 2);
     Floats before = blocks.memory;
     Result r(s, rows);
     run(l, segments, 0, blocks, r);
@@ -237,7 +190,7 @@ static void check(Shape s, const std::vector<Segment>& segments) {
 // One segment at once, and in parts with the state in other blocks or the same between them.
 static void check_parts(Shape s, int rows, const std::vector<int>& parts) {
     Layer l(s, rows);
-    Blocks blocks(s, 5);
+    Blocks blocks(s.floats(), 5);
     Result whole(s, rows), divided(s, rows);
     run(l, {{rows, 1, 2}}, 0, blocks, whole);
     u32 from = 1, to = 3;
@@ -257,6 +210,10 @@ int main() {
     check({3, 3, 32, 16, 3}, ragged);
     check({1, 2, 128, 128, 4}, ragged);
     check({1, 1, 48, 80, 4}, ragged);
+    // Segments that continue the one before them, from a block, from zeros and in place.
+    const std::vector<Segment> chains = {{3, 1, 2}, {1, 2, 3}, {1, 3, 4}, {2, 4, 5}, {9, 5, 6}, {1, 7, 8}, {1, 8, 9}, {3, 0, 10}, {30, 10, 11}, {5, 12, 12}, {1, 12, 13}};
+    check({2, 4, 16, 32, 4}, chains);
+    check({1, 1, 48, 80, 2}, chains);
     // Without rows a state is copied.
     check({1, 3, 48, 80, 2}, {{0, 1, 2}, {9, 0, 3}, {0, 4, 4}, {0, 0, 5}, {1, 6, 6}});
     check({1, 1, 208, 256, 4}, {{3, 1, 2}, {6, 0, 3}});

@@ -19,6 +19,7 @@ namespace pack {
 namespace products {
 extern char shared[] asm("shared");
 #include "linear/experts.cu"
+#undef KERNEL
 }
 // Static shared memory may outlive its block, as no two blocks run at once.
 #undef __shared__
@@ -44,11 +45,56 @@ struct Routed {
     std::vector<ExpertTile> tiles;
 };
 
+// Scores of experts: the softmax, or sigmoids within the best of some groups.
+struct Scoring {
+    int groups = 0, top_groups = 0;
+    float scale = 1;
+    bool is_sigmoid() const { return groups > 0; }
+};
+
+// The experts of a row, best first, and their weights.
+static std::vector<std::pair<int, double>> best_experts(const float* logits, const std::vector<float>& correction, int per_token, bool normalized, Scoring scoring) {
+    int experts = (int)correction.size();
+    std::vector<double> scores(experts);
+    double all = 0;
+    for (int e = 0; e < experts; e++) all += std::exp((double)logits[e]);
+    for (int e = 0; e < experts; e++) scores[e] = scoring.is_sigmoid() ? 1 / (1 + std::exp(-(double)logits[e])) : std::exp((double)logits[e]) / all;
+    auto order = [](std::vector<int> which, auto value) {
+        std::stable_sort(which.begin(), which.end(), [&](int i, int j) { return value(i) > value(j); });
+        return which;
+    };
+    auto corrected = [&](int e) { return scores[e] + (scoring.is_sigmoid() ? correction[e] : 0); };
+    auto numbers = [](int first, int count) {
+        std::vector<int> all(count);
+        for (int i = 0; i < count; i++) all[i] = first + i;
+        return all;
+    };
+    std::vector<bool> may(experts, !scoring.is_sigmoid());
+    if (scoring.is_sigmoid()) {
+        int size = experts / scoring.groups;
+        auto of_group = [&](int g) {
+            auto best = order(numbers(g * size, size), corrected);
+            return corrected(best[0]) + corrected(best[1]);
+        };
+        auto groups = order(numbers(0, scoring.groups), of_group);
+        for (int i = 0; i < scoring.top_groups; i++) std::fill_n(may.begin() + groups[i] * size, size, true);
+    }
+    std::vector<std::pair<int, double>> chosen;
+    double sum = 0;
+    for (int e : order(numbers(0, experts), corrected)) {
+        if ((int)chosen.size() < per_token && may[e]) chosen.push_back({e, scores[e]}), sum += scores[e];
+    }
+    for (auto& [expert, weight] : chosen) weight = weight / (normalized ? sum : 1) * scoring.scale;
+    return chosen;
+}
+
 // Routes rows with some equal logits, and compares with sorting.
-static Routed check_route(int rows, int experts, int per_token, bool normalized, int tile_pairs) {
+static Routed check_route(int rows, int experts, int per_token, bool normalized, int tile_pairs, Scoring scoring = {}) {
     bool few = rows <= routes::FEW_ROWS && rows * per_token <= routes::FEW_PAIRS;
     int pairs = rows * per_token, most = pairs / tile_pairs + min(pairs, experts), stride = experts + 1;
-    std::vector<float> logits(rows * stride, NAN);
+    std::vector<float> logits(rows * stride, NAN), correction(experts);
+    // Far apart, so that rounding decides no choice. Without a difference, equal logits have equal sums.
+    for (float& c : correction) c = noise() % 3 ? (float)(noise() % 5) * 0.25f : 0;
     for (int r = 0; r < rows; r++) {
         for (int e = 0; e < experts; e++) logits[r * stride + e] = noise() % 3 ? 4 * uniform() : (float)(noise() % 3);
     }
@@ -56,7 +102,8 @@ static Routed check_route(int rows, int experts, int per_token, bool normalized,
                      std::vector<ExpertTile>(most, ExpertTile{-1, -1, -1, -1})};
     std::vector<u32> unfit(rows);
     routes::Arguments a = {logits.data(), routed.choices.data(), routed.weights.data(), routed.places.data(), routed.sources.data(),
-                           routed.tiles.data(), unfit.data(), rows, stride, experts, per_token, normalized, tile_pairs, most, 7};
+                           routed.tiles.data(), unfit.data(), scoring.is_sigmoid() ? correction.data() : nullptr, scoring.scale, scoring.groups, scoring.top_groups,
+                           rows, stride, experts, per_token, normalized, tile_pairs, most, 7};
     if (few) {
         launch(1, 1, 1, routes::FEW_THREADS, [&] { routes::experts_route_few(a); });
     } else {
@@ -66,18 +113,13 @@ static Routed check_route(int rows, int experts, int per_token, bool normalized,
     for (int r = 0; r < rows; r++) expect(unfit[r] == 0, "a logit that is not finite", r, 0, unfit[r], 0);
     std::vector<std::pair<int, int>> order;     // of experts and pairs
     for (int r = 0; r < rows; r++) {
-        const float* of = &logits[r * stride];
-        std::vector<int> best(experts);
-        double all = 0, chosen = 0;
-        for (int e = 0; e < experts; e++) best[e] = e, all += std::exp((double)of[e]);
-        std::stable_sort(best.begin(), best.end(), [&](int i, int j) { return of[i] > of[j]; });
-        for (int i = 0; i < per_token; i++) chosen += std::exp((double)of[best[i]]) / all;
+        auto best = best_experts(&logits[r * stride], correction, per_token, normalized, scoring);
         for (int i = 0; i < per_token; i++) {
             int at = r * per_token + i;
-            double want = std::exp((double)of[best[i]]) / all / (normalized ? chosen : 1);
-            expect(routed.choices[at] == best[i], "a choice", r, i, routed.choices[at], best[i]);
+            auto [expert, want] = best[i];
+            expect(routed.choices[at] == expert, "a choice", r, i, routed.choices[at], expert);
             expect(std::fabs(routed.weights[at] - want) <= 1e-5 * want, "the weight of an expert", r, i, routed.weights[at], want);
-            order.push_back({best[i], at});
+            order.push_back({expert, at});
         }
     }
     std::sort(order.begin(), order.end());
@@ -127,9 +169,12 @@ struct Weight {
     }
 };
 
+enum Unit { SWIGLU, CLAMPED, RELU_SQUARED };
+
 // A whole mixture: routing, gate and up, down, and the sum, each against f64.
-static void check_mixture(int rows, int experts, int per_token, int hidden, int wide, int columns, bool shared, bool fragment_major, bool gpt_oss = false) {
+static void check_mixture(int rows, int experts, int per_token, int hidden, int wide, int columns, bool shared, bool fragment_major, Unit unit = SWIGLU) {
     Routed routed = check_route(rows, experts, per_token, true, columns);
+    bool gpt_oss = unit == CLAMPED, gated = unit != RELU_SQUARED, biased = unit != SWIGLU;
     int pairs = rows * per_token;
     std::vector<std::unique_ptr<Weight>> weights;
     std::vector<Matrix> table;
@@ -137,11 +182,12 @@ static void check_mixture(int rows, int experts, int per_token, int hidden, int 
     // Some gates and ups lie beyond this limit.
     Gating gating = {gpt_oss ? CLAMPED_SWIGLU : SILU, 1.702f, 0.5f};
     for (int i = 0; i < experts * products::PROJECTIONS; i++) {
+        bool has = gated || i % products::PROJECTIONS != products::GATE;
         bool down = i % products::PROJECTIONS == products::DOWN;
         weights.push_back(std::make_unique<Weight>(down ? hidden : wide, down ? wide : hidden));
         biases.emplace_back(down ? hidden : wide);
-        for (float& b : biases.back()) b = gpt_oss ? uniform() : 0;
-        table.push_back({(const u8*)weights.back()->chunks.data(), gpt_oss ? biases.back().data() : nullptr, weights.back()->global, down ? hidden : wide});
+        for (float& b : biases.back()) b = biased ? uniform() : 0;
+        table.push_back({has ? (const u8*)weights.back()->chunks.data() : nullptr, biased ? biases.back().data() : nullptr, weights.back()->global, down ? hidden : wide});
     }
     std::vector<uint4> x(rows * hidden / 8), inner(pairs * wide / 8 + 1, uint4{~0u, ~0u, ~0u, ~0u});
     u16* halves = (u16*)x.data();
@@ -150,7 +196,8 @@ static void check_mixture(int rows, int experts, int per_token, int hidden, int 
     products::Arguments up = {halves, routed.sources.data(), routed.tiles.data(), table.data(), inner.data(), wide, hidden, 2, 0.25f, gating};
     products::Arguments down = {(u16*)inner.data(), nullptr, routed.tiles.data(), table.data(), outputs.data(), hidden, wide, 4, 1, gating};
     int of_block = CHUNK_ROWS * products::WARPS, count = (int)routed.tiles.size();
-    launch(ceil_div(wide, of_block), count, 1, products::THREADS, [&] {
+    launch(ceil_div(wide, gated ? of_block : 2 * of_block), count, 1, products::THREADS, [&] {
+        if (!gated) return columns == 8 ? products::linear_experts_relu2_8(up) : columns == 16 ? products::linear_experts_relu2_16(up) : columns == 32 ? products::linear_experts_relu2_32(up) : products::linear_experts_relu2_64(up);
         columns == 8 ? products::linear_experts_glu_8(up) : columns == 16 ? products::linear_experts_glu_16(up) : columns == 32 ? products::linear_experts_glu_32(up) : products::linear_experts_glu_64(up);
     });
     launch(ceil_div(hidden, 2 * of_block), count, 1, products::THREADS, [&] {
@@ -168,12 +215,14 @@ static void check_mixture(int rows, int experts, int per_token, int hidden, int 
         const u16* inner_out = (const u16*)inner.data() + (size_t)place * wide;
         for (int i = 0; i < wide; i++) {
             auto in = [&](int j) { return 2.0 * f16_to_float(halves[row * hidden + j]); };
-            double gate = product(*of[0], i, hidden, in) + bias[0][i], up = product(*of[1], i, hidden, in) + bias[1][i], want;
+            double gate = gated ? product(*of[0], i, hidden, in) + bias[0][i] : 0, up = product(*of[1], i, hidden, in) + bias[1][i], want;
             if (gpt_oss) {
                 gate = std::min(gate, 0.5), up = std::min(std::max(up, -0.5), 0.5);
                 want = (up + 1) * gate / (1 + std::exp(-1.702 * gate)) * 0.25;
-            } else {
+            } else if (gated) {
                 want = gate / (1 + std::exp(-gate)) * up * 0.25;
+            } else {
+                want = std::pow(std::max(up, 0.0), 2) * 0.25;
             }
             expect(std::fabs(f16_to_float(inner_out[i]) - want) <= 1e-3 * std::fabs(want) + 1e-5, "gate and up", place, i, f16_to_float(inner_out[i]), want);
         }
@@ -260,12 +309,20 @@ int main() {
     check_route(17, 16, 2, true, 16);
     check_route(300, 512, 10, false, 8);
     check_route(700, 3, 3, true, 64);
+    check_route(3, 128, 6, true, 8, {1, 1, 2.5f});
+    check_route(40, 128, 6, false, 8, {8, 3, 2.5f});
+    check_route(16, 64, 4, true, 8, {32, 2, 1});
+    check_route(20, 300, 8, true, 8, {3, 1, 1});
     check_mixture(1, 8, 2, 144, 48, 8, false, false);
     check_mixture(20, 3, 2, 272, 80, 16, true, true);
     check_mixture(40, 2, 1, 128, 144, 32, true, false);
     check_mixture(90, 2, 2, 64, 32, 64, false, true);
-    check_mixture(3, 4, 2, 144, 80, 8, false, false, true);
-    check_mixture(90, 2, 2, 80, 48, 64, false, true, true);
+    check_mixture(3, 4, 2, 144, 80, 8, false, false, CLAMPED);
+    check_mixture(90, 2, 2, 80, 48, 64, false, true, CLAMPED);
+    check_mixture(3, 4, 2, 144, 80, 8, true, false, RELU_SQUARED);
+    check_mixture(20, 3, 2, 80, 144, 16, false, true, RELU_SQUARED);
+    check_mixture(40, 2, 1, 64, 48, 32, false, false, RELU_SQUARED);
+    check_mixture(90, 2, 2, 80, 48, 64, false, true, RELU_SQUARED);
     check_dense(1, 9, 272, dense::BF16);
     check_dense(11, 3, 528, dense::F16);
     check_dense(8, 17, 48, dense::F32);

@@ -155,6 +155,31 @@ static void check_glu(int rows, int width, int kind) {
     }
 }
 
+static void check_relu_squared(int rows, int width) {
+    std::vector<uint4> x(rows * width / 8), y(x.size());
+    u16* halves = (u16*)x.data();
+    for (int i = 0; i < rows * width; i++) halves[i] = to_f16(8 * uniform());
+    std::vector<u32> overflow(rows);
+    activation::SquareArguments a = {halves, (u16*)y.data(), width, 0.25f, 6, overflow.data()};
+    auto run = [&] { launch(ceil_div(width / 8, activation::THREADS), rows, 1, activation::THREADS, [&] { activation::relu_squared_f16(a); }); };
+    run();
+    for (int i = 0; i < rows * width; i++) {
+        double want = 0.25 * std::pow(std::max((double)f16_to_float(halves[i]), 0.0), 2), got = f16_to_float(a.y[i]);
+        expect(std::fabs(got - want) <= want * 0x1.1p-11 + 0x1p-25, "a squared ReLU", i / width, i % width, got, want);
+    }
+    // The largest f16, infinities of both signs, and NaN.
+    for (u16 odd : {0x7bff, 0x7c00, 0xfc00, 0x7e01}) {
+        halves[rows * width - 1] = odd;
+        run();
+        for (int r = 0; r < rows; r++) {
+            u32 want = r == rows - 1 && odd != 0x7bff ? 7 : 0;
+            expect(overflow[r] == want, "a squared ReLU with overflow", odd, r, overflow[r], want);
+            overflow[r] = 0;
+        }
+    }
+    expect(std::isnan(f16_to_float(a.y[rows * width - 1])), "a squared ReLU of NaN", 0, 0, f16_to_float(a.y[rows * width - 1]), NAN);
+}
+
 static void check_unfused_norm(int rows, int width, bool in_place) {
     std::vector<float> x, weight, y((size_t)rows * width, NAN);
     for (int i = 0; i < rows * width; i++) x.push_back(uniform());
@@ -213,6 +238,7 @@ static void check_pointwise(int rows, int width, int blocks) {
         double g = std::min(x, 0.5), u = std::min(std::max(y, -0.5), 0.5);
         return (u + 1) * g / (1 + std::exp(-1.702f * g));
     });
+    check("an unfused squared ReLU", nullptr, 0, 0, [](auto a) { unfused::pointwise_relu_squared(a); }, [](double x, double) { return x > 0 ? x * x : 0; });
     check("a sum", &all, 0, 0, add, [](double x, double y) { return x + y; });
     check("a sum with a row", &row, 0, 0, add, [](double x, double y) { return x + y; });
     check("a factor", nullptr, -2.5f, 0, [](auto a) { unfused::pointwise_scale(a); }, [](double x, double) { return x * -2.5; });
@@ -276,6 +302,8 @@ int main() {
     check_post_norm(9, 576, true, true);
     check_post_norm(1, 64, false, false);
     check_glu(1, 4104, GELU_TANH);
+    check_relu_squared(3, 24);
+    check_relu_squared(1, 4104);
     check_unfused_norm(3, 7, false);
     check_unfused_norm(2, 2561, true);
     check_rotate(3, 5, 16, 8);

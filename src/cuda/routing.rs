@@ -1,0 +1,156 @@
+//! The rule by which a mixture's rows choose their experts, and how many tiles of pairs of a row and an expert that makes.
+
+use crate::base::Result;
+use crate::base::error::bail;
+
+/// Upper limit of experts in a mixture.
+const MOST_EXPERTS: usize = 512;
+/// Upper limit of experts per row.
+const MOST_PER_TOKEN: usize = 32;
+/// Upper limit of groups of experts, one for each lane of a warp.
+const MOST_GROUPS: usize = 32;
+/// Smallest and largest tile that have kernels, in pairs of a row and an expert.
+const TILE_PAIRS: [usize; 2] = [8, 64];
+
+/// Routing rule: the experts with the best scores. Scores are the softmax over the logits of all experts, or sigmoids.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Routing {
+    /// Number of experts.
+    pub experts: usize,
+    /// Experts per row.
+    pub per_token: usize,
+    /// Whether the scores of the chosen experts are divided by their sum.
+    pub normalized: bool,
+    /// `None` for the softmax.
+    pub sigmoid: Option<SigmoidRouting>,
+}
+
+/// Scores that are the sigmoids of logits, and the choice by their sums with a correction (DeepSeek-AI, 2024, "DeepSeek-V3").
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SigmoidRouting {
+    /// Groups of equally many consecutive experts.
+    pub groups: usize,
+    /// Groups whose experts a row may choose: those with the largest sum of their two best sums.
+    pub top_groups: usize,
+    /// Factor of all weights.
+    pub scale: f32,
+}
+
+impl Routing {
+    /// Refuses rules that no kernel implements.
+    pub fn check(&self) -> Result<()> {
+        if self.experts > MOST_EXPERTS || self.per_token > MOST_PER_TOKEN.min(self.experts) {
+            bail!(
+                Unsupported,
+                "{} of {} experts for a token; a GPU takes up to {MOST_PER_TOKEN} of up to {MOST_EXPERTS}",
+                self.per_token,
+                self.experts
+            );
+        }
+        if let Some(SigmoidRouting {
+            groups, top_groups, ..
+        }) = self.sigmoid
+        {
+            let is_sound = (1..=MOST_GROUPS).contains(&groups)
+                && (1..=groups).contains(&top_groups)
+                && self.experts.is_multiple_of(groups)
+                && (groups == 1 || self.experts / groups > 1)
+                && self.per_token <= self.experts / groups * top_groups;
+            if !is_sound {
+                bail!(
+                    Unsupported,
+                    "{} of {} experts in {top_groups} of {groups} groups; a GPU takes up to {MOST_GROUPS} groups, alike, of two or more and with enough experts",
+                    self.per_token,
+                    self.experts
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Pairs per tile: about as many as one expert gets of `rows` rows.
+    pub(super) fn tile_pairs(&self, rows: usize) -> usize {
+        let of_expert = (rows * self.per_token).div_ceil(self.experts);
+        let [least, most] = TILE_PAIRS;
+        of_expert.next_power_of_two().clamp(least, most)
+    }
+
+    /// Upper limit of tiles for `rows` rows.
+    pub(super) fn most_tiles(&self, rows: usize) -> usize {
+        let pairs = rows * self.per_token;
+        pairs / self.tile_pairs(rows) + pairs.min(self.experts)
+    }
+
+    /// Upper limit of tiles for up to `rows` rows. Fewer rows may have more tiles, because their tiles are smaller.
+    pub(super) fn most_tiles_up_to(&self, rows: usize) -> usize {
+        let pairs = rows * self.per_token;
+        pairs / TILE_PAIRS[0] + pairs.min(self.experts)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Holds for any distribution of pairs: all rows to the same experts, an even spread, and one expert with the remainder.
+    #[test]
+    fn tiles_suffice_however_rows_are_routed() {
+        for (experts, per_token) in [(128, 8), (60, 4), (8, 2), (512, 10), (3, 3)] {
+            let routing = Routing {
+                experts,
+                per_token,
+                normalized: true,
+                sigmoid: None,
+            };
+            for rows in [1, 2, 7, 33, 256, 1000, 4096] {
+                let (pairs, tile) = (rows * per_token, routing.tile_pairs(rows));
+                assert!((8..=64).contains(&tile));
+                let same = vec![rows; per_token];
+                let even: Vec<usize> = (0..experts).map(|e| (pairs + e) / experts).collect();
+                let mut skewed = vec![1; pairs.min(experts)];
+                skewed[0] += pairs - skewed.len();
+                for counts in [same, even, skewed] {
+                    assert_eq!(counts.iter().sum::<usize>(), pairs);
+                    let tiles: usize = counts.iter().map(|n| n.div_ceil(tile)).sum();
+                    assert!(tiles <= routing.most_tiles(rows), "{routing:?} {rows}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_no_kernel_routes_is_refused() {
+        let of = |experts, per_token, sigmoid| Routing {
+            experts,
+            per_token,
+            normalized: false,
+            sigmoid,
+        };
+        assert!(of(512, 32, None).check().is_ok());
+        for (experts, per_token) in [(513, 8), (512, 33), (4, 5)] {
+            let error = of(experts, per_token, None).check().unwrap_err();
+            let named = format!("{per_token} of {experts} experts");
+            assert!(error.message().contains(&named), "{error}");
+        }
+        let within = |groups, top_groups| SigmoidRouting {
+            groups,
+            top_groups,
+            scale: 1.0,
+        };
+        assert!(of(128, 6, Some(within(1, 1))).check().is_ok());
+        assert!(of(64, 2, Some(within(32, 1))).check().is_ok());
+        for (experts, per_token, groups, top_groups) in [
+            (66, 2, 33, 1),
+            (64, 2, 5, 1),
+            (32, 1, 32, 1),
+            (64, 9, 8, 1),
+            (64, 2, 4, 5),
+        ] {
+            let rule = of(experts, per_token, Some(within(groups, top_groups)));
+            let error = rule.check().unwrap_err();
+            let named =
+                format!("{per_token} of {experts} experts in {top_groups} of {groups} groups");
+            assert!(error.message().contains(&named), "{error}");
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! Launches of the kernels of Mamba-2.
+
+use super::operands::{biased, f32_from};
+use super::pass::FusedPass;
+use super::plan::Normed;
+use super::recurrent_scratch::{RecurrentScratch, mamba_inputs};
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::cuda::{
+    self, GemmPlan, Layout, MambaConstants, MambaInputs, Output, RecurrentOutput,
+    RecurrentSegments, RecurrentStates, StridedRows,
+};
+use crate::model::spec::Mamba2Spec;
+use crate::model::weights::{Mamba2, Mixer};
+use crate::ops::Array;
+
+/// The operands of one layer's kernels.
+struct Layer<'a> {
+    spec: &'a Mamba2Spec,
+    weights: &'a Mamba2,
+    scratch: &'a RecurrentScratch,
+    states: RecurrentStates,
+    segments: RecurrentSegments<'a>,
+}
+
+impl<'a> Layer<'a> {
+    fn inputs(&self) -> MambaInputs<'a> {
+        MambaInputs {
+            xbc: (&self.scratch.convolved).into(),
+            decay: (&self.scratch.decay).into(),
+            steps: (&self.scratch.rates).into(),
+        }
+    }
+}
+
+impl<'a> FusedPass<'a> {
+    fn mamba(&self, index: usize) -> Result<Layer<'a>> {
+        let spec = self.source.spec.blocks[index].mamba2();
+        let weights = match &self.source.weights.blocks[index].mixer {
+            Mixer::Mamba2(weights) => Some(&**weights),
+            _ => None,
+        };
+        let (state, scratch) = (self.source.kv.state(), self.memory.recurrent.as_ref());
+        let (Some(spec), Some(weights), Some(state), Some(scratch)) =
+            (spec, weights, state, scratch)
+        else {
+            bail!(Internal, "block {index} has no Mamba-2");
+        };
+        Ok(Layer {
+            spec,
+            weights,
+            scratch,
+            states: state.on_gpu(index)?,
+            segments: scratch.segments(self.segments)?,
+        })
+    }
+
+    /// A part of the rows of [`Kernel::MambaInputs`](super::plan::Kernel::MambaInputs): the gate is first, then x, B and C, then time steps.
+    fn mamba_rows(&self, layer: &Layer<'_>, first: usize) -> Result<StridedRows<'a>> {
+        Ok(StridedRows {
+            values: f32_from(&self.memory.projected, first)?,
+            stride: mamba_inputs(&layer.spec.shape),
+        })
+    }
+
+    pub(super) fn mamba_inputs(&self, index: usize, input: &Normed, gemm: &GemmPlan) -> Result<()> {
+        let layer = self.mamba(index)?;
+        let Mamba2 { z, xbc, dt, .. } = layer.weights;
+        let matrices = [biased(z)?, biased(xbc)?, biased(dt)?];
+        self.linear(
+            gemm,
+            self.input(input)?,
+            &matrices,
+            Output::F32,
+            &self.memory.projected,
+            mamba_inputs(&layer.spec.shape),
+        )
+    }
+
+    pub(super) fn mamba_conv(&self, index: usize) -> Result<()> {
+        let layer = self.mamba(index)?;
+        let (shape, heads) = (&layer.spec.shape, &layer.weights.heads);
+        let bias = heads.convolution_bias.as_ref().map(Array::on_gpu);
+        let constants = MambaConstants {
+            conv: heads.convolution.on_gpu()?.into(),
+            conv_bias: bias.transpose()?.map(Into::into),
+            a_log: heads.a_log.on_gpu()?.into(),
+            dt_bias: heads.dt_bias.on_gpu()?.into(),
+            step_limits: layer.spec.step_limits,
+        };
+        cuda::mamba_conv(
+            shape,
+            &constants,
+            &layer.segments,
+            &layer.states,
+            self.rows,
+            self.mamba_rows(&layer, shape.width())?,
+            self.mamba_rows(&layer, shape.width() + shape.channels())?,
+            &layer.inputs(),
+        )
+    }
+
+    pub(super) fn mamba_scan(&self, index: usize) -> Result<()> {
+        let layer = self.mamba(index)?;
+        cuda::mamba_scan(
+            &layer.spec.shape,
+            layer.weights.heads.skip.on_gpu()?.into(),
+            &layer.segments,
+            &layer.states,
+            self.rows,
+            &layer.inputs(),
+            (&layer.scratch.answers).into(),
+        )
+    }
+
+    pub(super) fn mamba_norm(&self, index: usize, layout: Layout) -> Result<()> {
+        let layer = self.mamba(index)?;
+        cuda::mamba_norm(
+            &layer.spec.shape,
+            layer.weights.heads.norm.on_gpu()?.into(),
+            self.source.spec.norm_eps,
+            self.rows,
+            (&layer.scratch.answers).into(),
+            self.mamba_rows(&layer, 0)?,
+            RecurrentOutput::F16(layout),
+            Some(((&self.memory.overflow).into(), index)),
+            (&self.memory.input).into(),
+        )
+    }
+}
