@@ -26,7 +26,7 @@ const CLAMPED: GatedUnit = GatedUnit::Clamped {
     limit: 0.5,
 };
 
-/// What experts and their router are like.
+/// Forms of experts and their router.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
     /// SwiGLU, without biases.

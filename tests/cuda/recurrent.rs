@@ -1,4 +1,4 @@
-//! What tests of recurrent layers share: segments, and the blocks of an arena.
+//! Shared by the tests of recurrent layers: segments, and the blocks of an arena.
 
 use std::sync::Arc;
 

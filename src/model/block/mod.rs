@@ -618,9 +618,9 @@ impl<'a> ReferencePass<'a> {
     ) -> Result<Routes> {
         let mut logits = self.products(&weights.router.linear, spec.count, s)?;
         if let Some(bias) = &weights.router.bias {
-            let bias = bias.all().host()?;
+            let bias = on_host(bias, spec.count)?;
             for logits in logits.chunks_exact_mut(spec.count) {
-                logits.iter_mut().zip(bias).for_each(|(x, b)| *x += b);
+                logits.iter_mut().zip(&bias).for_each(|(x, b)| *x += b);
             }
         }
         for (row, logits) in logits.chunks_exact_mut(spec.count).enumerate() {
@@ -633,13 +633,13 @@ impl<'a> ReferencePass<'a> {
         match (&spec.scoring, &weights.correction) {
             (Scoring::Softmax, _) => route(&logits, spec.count, spec.per_token, spec.normalized),
             (Scoring::Sigmoid(scoring), Some(correction)) => {
-                let correction = correction.all().host()?;
+                let correction = on_host(correction, spec.count)?;
                 route_by_sigmoid(
                     &logits,
                     spec.per_token,
                     spec.normalized,
                     scoring,
-                    correction,
+                    &correction,
                 )
             }
             (Scoring::Sigmoid(_), None) => {
@@ -674,6 +674,13 @@ impl<'a> ReferencePass<'a> {
     ) -> Result<()> {
         project(self.device, self.activations, x, m, outputs, workspace)
     }
+}
+
+/// A vector of `len` numbers, from the memory of either device.
+fn on_host(vector: &Array, len: usize) -> Result<Vec<f32>> {
+    let mut values = memory::zeros(len)?;
+    vector.all().read(&mut values)?;
+    Ok(values)
 }
 
 /// Changes a part of the state of each segment in the recurrent layer of block `index`.
