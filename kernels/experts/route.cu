@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS) experts_route(const 
 }
 
 // Routes and sorts up to FEW_ROWS rows with up to FEW_PAIRS pairs in one block.
-extern "C" __global__ void __launch_bounds__(FEW_THREADS) experts_route_few(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1) experts_route_few(const __grid_constant__ Arguments a) {
     __shared__ int choices[FEW_PAIRS], starts[FEW_PAIRS];
     wait_for_earlier_kernels();
     let_later_kernels_start();
