@@ -18,9 +18,9 @@ use crate::support::{
 const HIDDEN: usize = 272;
 /// Features between an expert's projections.
 const WIDE: usize = 144;
-/// What the activations between an expert's projections are divided by.
+/// Divisor of the activations between the projections of an expert.
 const DIVISOR: u32 = 64;
-/// Of the clamped unit: many gates and ups lie beyond the limit.
+/// The clamped unit; many gates and ups lie beyond its limit.
 const CLAMPED: GatedUnit = GatedUnit::Clamped {
     alpha: 1.702,
     limit: 0.5,
