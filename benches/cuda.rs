@@ -703,7 +703,7 @@ fn layer_heads<'a>(norm: &'a DeviceBuffer, frequencies: &'a DeviceBuffer) -> Hea
         q_norm: Some(norm),
         k_norm: Some(norm),
         sinks: None,
-        frequencies,
+        frequencies: Some(frequencies),
         rotary_dim: DIM,
         attention_factor: 1.0,
         eps: 1e-6,

@@ -172,7 +172,7 @@ pub(super) fn many_rows(gpu: &Arc<Gpu>, figures: &mut Figures) {
         q_norm: Some(&ones),
         k_norm: Some(&ones),
         sinks: None,
-        frequencies: &ones,
+        frequencies: Some(&ones),
         rotary_dim: DIM,
         attention_factor: 1.0,
         eps: 1e-6,

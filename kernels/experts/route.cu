@@ -1,8 +1,9 @@
-// Routes rows to experts by the logits of a router, and sorts the (row, expert) pairs by expert, and by row within an expert, into tiles for
-// products (linear/experts.cu).
+// Routes rows to experts by the logits of a router, and sorts the (row, expert) pairs by expert, and by row within an expert, into tiles
+// for products (linear/experts.cu).
 //
 // Experts are scored by the softmax over all logits, or each by the sigmoid of its own. Sigmoids have a correction for the choice, and the
-// choice may be confined to the groups of experts with the largest sums of their two best corrected scores (DeepSeek-AI, 2024, "DeepSeek-V3").
+// choice may be confined to the groups of experts with the largest sums of their two best corrected scores (DeepSeek-AI, 2024,
+// "DeepSeek-V3").
 //
 // A warp routes a row. With up to FEW_ROWS rows, the block that has routed them also sorts their pairs, by counting the pairs before each.
 // More rows are sorted by a second kernel, with a block for each expert. Counts are integers, so the order is deterministic.
@@ -162,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS) experts_route(const 
 }
 
 // Routes and sorts up to FEW_ROWS rows with up to FEW_PAIRS pairs in one block.
-extern "C" __global__ void __launch_bounds__(FEW_THREADS) experts_route_few(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1) experts_route_few(const __grid_constant__ Arguments a) {
     __shared__ int choices[FEW_PAIRS], starts[FEW_PAIRS];
     wait_for_earlier_kernels();
     let_later_kernels_start();

@@ -1,5 +1,5 @@
-// Common parts of the kernels of recurrent layers, gated delta nets and Mamba-2: segments of a batch, and the layer's state in the blocks of
-// an arena.
+// Common parts of the kernels of recurrent layers, gated delta nets and Mamba-2: segments of a batch, and the layer's state in the blocks
+// of an arena.
 //
 // The state of a layer in a block is S, f32 [heads][rows of S][columns of S], and then the inputs of the convolution at the last taps - 1
 // positions, f32 [taps - 1][channels], the oldest first.

@@ -56,7 +56,7 @@ const FEW_ROWS: usize = 16;
 const FEW_PAIRS: usize = 512;
 /// Warps of a CTA of the GEMM, each with two rows of chunks.
 const WARPS: usize = 4;
-/// Of products without a gated linear unit.
+/// Placeholder in products without a gated linear unit.
 const NO_UNIT: GatedUnit = GatedUnit::Plain(Activation::Silu);
 /// Bytes of a tile record: expert, first pair, number of pairs, and four unused bytes.
 const TILE_BYTES: usize = 16;
@@ -224,8 +224,7 @@ struct RouteArguments {
 
 /// Routes f16 rows `x` `[rows, hidden]` by a router `[experts, hidden]` and its bias, and cuts their expert pairs into tiles. Also multiplies
 /// `shared_gate` `[1, hidden]`, for [`sum_experts`]. `correction` `[experts]`, f32, is added to sigmoids for the choice; the softmax has
-/// none. If a logit is not finite, `unfit`, a u32, becomes 1 + `layer` unless it is set
-/// already.
+/// none. If a logit is not finite, `unfit`, a u32, becomes 1 + `layer` unless it is set already.
 pub fn route(
     gpu: &Arc<Gpu>,
     routing: &Routing,
@@ -364,7 +363,7 @@ fn check_table(table: &ExpertTable, routing: &Routing) -> Result<()> {
     Ok(())
 }
 
-/// What experts do between their projections.
+/// The activation between the projections of an expert.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ExpertUnit {
     /// A gated linear unit.

@@ -127,9 +127,9 @@ struct ConvolveArguments {
     heads: i32,
 }
 
-/// The convolution of the rows of `x` `[rows, channels]` with SiLU, the time steps `softplus(dt + dt_bias)` within their limits of `dt`
-/// `[rows, heads]`, and the decays `exp(-exp(a_log) step)`. Writes the last inputs of each segment to its state. The kernel before may write
-/// neither the segments nor the weights.
+/// The convolution of the rows of `x` `[rows, channels]` with SiLU, the time steps `softplus(dt + dt_bias)` within their limits, of `dt`
+/// `[rows, heads]`, and the decays `exp(-exp(a_log) step)`. Writes the last inputs of each segment to its state. The kernel before may
+/// write neither the segments nor the weights.
 pub fn mamba_conv(
     shape: &MambaShape,
     weights: &MambaConstants<'_>,
@@ -210,8 +210,8 @@ fn recurrence(shape: &MambaShape, segments: usize) -> Planned<Scan> {
 }
 
 /// The recurrence over the rows of each segment, from its state on, which is written back: f32 `y` `[rows, heads, head_dim]`, with `skip`
-/// `[heads]` times x added. A segment's bits do not depend on how it is divided. Follows [`mamba_conv`] directly: the kernel before may write
-/// neither the segments nor the matrices of states.
+/// `[heads]` times x added. A segment's bits do not depend on how it is divided. Follows [`mamba_conv`] directly: the kernel before may
+/// write neither the segments nor the matrices of states.
 pub fn mamba_scan(
     shape: &MambaShape,
     skip: DeviceSlice<'_>,

@@ -1,5 +1,5 @@
-//! What the kernels of recurrent layers have in common, gated delta nets and Mamba-2 alike: rows with gaps between them, the segments of a
-//! ragged batch, and the states of sequences in the blocks of an arena.
+//! Common arguments of the kernels of recurrent layers, gated delta nets and Mamba-2 alike: rows with gaps between them, the segments of a
+//! ragged batch, the convolution, the output of norms, and the states of sequences in the blocks of an arena.
 
 use super::driver::{DeviceSlice, int};
 use super::linear::Layout;

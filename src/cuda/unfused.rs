@@ -171,7 +171,7 @@ struct PointwiseArguments {
     gating: Gating,
 }
 
-/// Of operations that are no gated linear units.
+/// Placeholder in operations without a gated linear unit.
 const NO_UNIT: GatedUnit = GatedUnit::Plain(Activation::Silu);
 
 /// Runs a kernel over the elements of `x` and those of `y`, which repeats along `x`.

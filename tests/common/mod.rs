@@ -203,7 +203,7 @@ pub(crate) const RECURRENT_CASES: [&str; 6] = [
     "qwen35moe_float8",
 ];
 
-/// Models with Mamba-2, which run on the CPU alone.
+/// Models with Mamba-2, whose kernels on a GPU are fused ones alone.
 pub(crate) const MAMBA_CASES: [&str; 2] = ["nemotronh_dense", "nemotronh_experts"];
 
 /// The cases of `tests/golden/model/long_positions.py`: one for each RoPE scaling.

@@ -334,6 +334,9 @@ fn attention_agrees_with_f64() {
         (8, 4, 256, 256, 300, 150, None, None),
         (8, 4, 256, 256, 300, 65, Some(100), Some(1.5)),
         (2, 1, 256, 128, 100, 64, Some(65), None),
+        // No element rotates.
+        (8, 2, 128, 0, 200, 70, None, None),
+        (4, 2, 32, 0, 70, 3, None, None),
     ]
     .iter()
     .enumerate()

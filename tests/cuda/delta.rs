@@ -3,24 +3,18 @@
 use std::sync::Arc;
 
 use NVFP4::cuda::{
-    self, DeltaConstants, DeltaInputs, DeviceBuffer, Gpu, Layout, RecurrentOutput,
-    RecurrentSegments, RecurrentStates, StridedRows,
+    self, DeltaConstants, DeltaInputs, DeviceBuffer, Gpu, Layout, RecurrentOutput, StridedRows,
 };
 use NVFP4::tensor::DeltaShape;
 
+use crate::recurrent::{Blocks, DeviceSegments, RAGGED, Segment};
 use crate::support::{
-    EPS, HALF, assert_close, gpu, normal, poisoned, read_f32, read_rows, same_bits, upload,
+    EPS, HALF, as_f64, assert_close, gpu, normal, poisoned, read_f32, read_rows, same_bits, upload,
 };
 
 /// The bound of rows and states in f32: decay and delta rule do not let errors of earlier rows grow, each row adds some roundings, and a
 /// factor's own error of some units in the last place is repeated in as many rows as the factor lets S live.
 const RECURRENCE: f64 = 1e-5;
-/// Bytes of a block around the layer.
-const AROUND: usize = 64;
-
-/// A segment: its rows, the block with its state, and the block for its new state.
-type Segment = (usize, u32, u32);
-
 fn shape((key_heads, value_heads, key_dim, value_dim): (usize, usize, usize, usize)) -> DeltaShape {
     DeltaShape {
         key_heads,
@@ -162,44 +156,6 @@ fn silu(x: f64) -> f64 {
     x / (1.0 + (-x).exp())
 }
 
-/// The blocks of an arena. Their memory begins as random numbers, and block 0 as NaN.
-struct Blocks {
-    floats: usize,
-    before: Vec<f32>,
-    device: DeviceBuffer,
-}
-
-impl Blocks {
-    fn new(gpu: &Arc<Gpu>, shape: &DeltaShape, count: usize, seed: u64) -> Blocks {
-        let floats = shape.state_floats() + 2 * AROUND / 4;
-        let mut before = normal(seed, count * floats);
-        before[..floats].fill(f32::NAN);
-        let device = upload(gpu, &before);
-        Blocks {
-            floats,
-            before,
-            device,
-        }
-    }
-
-    fn states(&self) -> RecurrentStates {
-        RecurrentStates {
-            arena: self.device.address(),
-            block_bytes: self.floats * 4,
-            offset: AROUND,
-        }
-    }
-
-    /// The floats of a block's state among those of all blocks.
-    fn state<'a>(&self, all: &'a [f32], block: u32) -> &'a [f32] {
-        &all[block as usize * self.floats..][AROUND / 4..self.floats - AROUND / 4]
-    }
-
-    fn read(&self) -> Vec<f32> {
-        read_f32(&self.device, self.before.len())
-    }
-}
-
 /// Convolution and recurrence of rows of a layer from `first` on, on the device.
 fn run(
     gpu: &Arc<Gpu>,
@@ -209,25 +165,8 @@ fn run(
     blocks: &Blocks,
 ) -> DeviceBuffer {
     let Layer { shape, .. } = layer;
-    let mut starts = vec![0i32];
-    starts.extend(segments.iter().scan(0, |end, &(rows, ..)| {
-        *end += rows as i32;
-        Some(*end)
-    }));
-    let rows = starts[segments.len()] as usize;
-    let read: Vec<u32> = segments.iter().map(|&(_, read, _)| read).collect();
-    let write: Vec<u32> = segments.iter().map(|&(.., write)| write).collect();
-    let (starts, read, write) = (
-        upload(gpu, &starts),
-        upload(gpu, &read),
-        upload(gpu, &write),
-    );
-    let segments = RecurrentSegments {
-        row_starts: (&starts).into(),
-        read: (&read).into(),
-        write: (&write).into(),
-        count: segments.len(),
-    };
+    let segments = DeviceSegments::new(gpu, segments);
+    let (rows, segments) = (segments.rows, segments.argument());
     let [conv, a_log, dt_bias] =
         [&layer.conv, &layer.a_log, &layer.dt_bias].map(|values| upload(gpu, values));
     let weights = DeltaConstants {
@@ -302,18 +241,15 @@ fn check(gpu: &Arc<Gpu>, shape: DeltaShape, segments: &[Segment], seed: u64) {
     let what = format!("{shape:?}, {segments:?}");
     let rows = segments.iter().map(|&(rows, ..)| rows).sum();
     let layer = Layer::new(shape, rows, seed);
-    let blocks = Blocks::new(gpu, &shape, 10, seed + 100);
+    let blocks = Blocks::new(gpu, shape.state_floats(), 10, seed + 100);
     let o = run(gpu, &layer, 0, segments, &blocks);
     let width = shape.value_width();
     let got = read_f32(&o, rows * width);
     let after = blocks.read();
-    let (mut first, mut written) = (0, Vec::new());
-    for &(rows, read, write) in segments {
-        let mut state = vec![0.0; shape.state_floats()];
-        if read != 0 {
-            let before = blocks.state(&blocks.before, read);
-            state = before.iter().map(|&v| v.into()).collect();
-        }
+    let mut first = 0;
+    for &segment in segments {
+        let (rows, _, write) = segment;
+        let mut state = as_f64(&blocks.read_by(segment));
         let want = layer.expect(first, rows, &mut state);
         let of_segment = &got[first * width..][..rows * width];
         assert_close(of_segment, &want, RECURRENCE, &format!("{what}: o"));
@@ -323,27 +259,14 @@ fn check(gpu: &Arc<Gpu>, shape: DeltaShape, segments: &[Segment], seed: u64) {
         let same = kept.iter().zip(inputs).all(|(&k, &i)| f64::from(k) == i);
         assert!(same, "{what}: inputs that are kept");
         first += rows;
-        written.push(write as usize);
     }
-    for block in (1..10).filter(|block| !written.contains(block)) {
-        let floats = block * blocks.floats..(block + 1) * blocks.floats;
-        let same = same_bits(&after[floats.clone()], &blocks.before[floats]);
-        assert!(same, "{what}: block {block}");
-    }
+    blocks.assert_others_kept(&after, segments, &what);
     check_norm(gpu, &layer, &o, &what);
 }
 
 #[test]
 fn delta_layers_agree_with_f64() {
     let Some(gpu) = gpu() else { return };
-    let ragged = [
-        (1, 1, 1),
-        (2, 2, 3),
-        (3, 0, 4),
-        (70, 5, 5),
-        (1, 2, 6),
-        (3, 7, 8),
-    ];
     let shapes = [
         (2, 4, 16, 32),
         (3, 3, 32, 16),
@@ -352,14 +275,14 @@ fn delta_layers_agree_with_f64() {
         (1, 2, 208, 256),
     ];
     for (i, &sizes) in shapes.iter().enumerate() {
-        check(&gpu, shape(sizes), &ragged, 4000 + 20 * i as u64);
+        check(&gpu, shape(sizes), &RAGGED, 4000 + 20 * i as u64);
     }
     for taps in [2, 3] {
         let few = DeltaShape {
             taps,
             ..shape((2, 4, 16, 32))
         };
-        check(&gpu, few, &ragged, 4200 + 20 * taps as u64);
+        check(&gpu, few, &RAGGED, 4200 + 20 * taps as u64);
     }
 }
 
@@ -378,7 +301,7 @@ fn delta_layers_may_be_divided_anywhere() {
     let Some(gpu) = gpu() else { return };
     for sizes in [(2, 4, 16, 32), (1, 1, 48, 80), (16, 32, 128, 128)] {
         let layer = Layer::new(shape(sizes), 70, 4400);
-        let blocks = Blocks::new(&gpu, &layer.shape, 5, 4450);
+        let blocks = Blocks::new(&gpu, layer.shape.state_floats(), 5, 4450);
         let width = layer.shape.value_width();
         let whole = run(&gpu, &layer, 0, &[(70, 1, 2)], &blocks);
         let mut divided = Vec::new();

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use NVFP4::base::ErrorKind;
 use NVFP4::cuda::{
-    self, Activation, Biased, DeviceBuffer, ExpertScratch, ExpertTable, GatedUnit, Gpu, Hardware,
-    Layout, LinearScratch, NextNorm, Routing, SharedExpert,
+    self, Activation, DeviceBuffer, ExpertMatrices, ExpertScratch, ExpertTable, ExpertUnit,
+    GatedUnit, Gpu, Hardware, Layout, LinearScratch, NextNorm, Routing, SharedExpert,
+    SigmoidRouting,
 };
 
 use crate::common::expect_kind;
@@ -17,13 +18,24 @@ use crate::support::{
 const HIDDEN: usize = 272;
 /// Features between an expert's projections.
 const WIDE: usize = 144;
-/// What the activations between an expert's projections are divided by.
+/// Divisor of the activations between the projections of an expert.
 const DIVISOR: u32 = 64;
-/// Of the clamped unit: many gates and ups lie beyond the limit.
+/// The clamped unit; many gates and ups lie beyond its limit.
 const CLAMPED: GatedUnit = GatedUnit::Clamped {
     alpha: 1.702,
     limit: 0.5,
 };
+
+/// Forms of experts and their router.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    /// SwiGLU, without biases.
+    Qwen,
+    /// Clamped units, and biases of experts and router.
+    GptOss,
+    /// Squared ReLUs without gates, and a router by sigmoids.
+    Nemotron,
+}
 
 /// Experts and a router for some rows, the expert of all rows, and the residual stream that their results are added to.
 struct Mixture<'a> {
@@ -33,9 +45,10 @@ struct Mixture<'a> {
     /// The gate, up and down projections of each expert.
     experts: Vec<[Weight; 3]>,
     router: Dense,
-    /// Whether experts and the router have biases, and units are clamped, as in gpt-oss.
-    is_gpt_oss: bool,
+    kind: Kind,
     router_bias: Vec<f32>,
+    /// Added to the sigmoids for the choice.
+    correction: Vec<f32>,
     /// The gate of the expert of all rows.
     gate: Dense,
     has_gate: bool,
@@ -74,8 +87,9 @@ impl<'a> Mixture<'a> {
             rows,
             experts: (0..routing.experts as u64).map(expert).collect(),
             router: dense(routing.experts, seed + 2),
-            is_gpt_oss: false,
+            kind: Kind::Qwen,
             router_bias: normal(seed + 7, routing.experts),
+            correction: normal(seed + 8, routing.experts),
             gate: dense(1, seed + 3),
             has_gate: number.is_multiple_of(2),
             has_shared: number != 1,
@@ -127,27 +141,37 @@ impl<'a> Mixture<'a> {
     /// Routes the rows, and runs the projections of their experts.
     fn run_experts(&self, unfit: &DeviceBuffer, scratch: &ExpertScratch) {
         let (gpu, rows, x) = (self.gpu, self.rows, &self.x.device);
-        let projections: Vec<[Biased<'_>; 3]> = self
-            .experts
-            .iter()
-            .map(|expert| {
-                expert.each_ref().map(|w| match self.is_gpt_oss {
-                    true => w.biased(),
-                    false => w.plain(),
-                })
-            })
-            .collect();
+        let matrices = self.experts.iter().map(|expert| {
+            let [gate, up, down] = expert.each_ref().map(|w| match self.kind {
+                Kind::GptOss => w.biased(),
+                Kind::Qwen | Kind::Nemotron => w.plain(),
+            });
+            ExpertMatrices {
+                gate: (self.kind != Kind::Nemotron).then_some(gate),
+                up,
+                down,
+            }
+        });
+        let projections: Vec<ExpertMatrices<'_>> = matrices.collect();
         let table = ExpertTable::new(gpu, &projections).unwrap();
         let linear_scratch = LinearScratch::new(gpu, rows, HIDDEN, 0).unwrap();
-        let glu = match self.is_gpt_oss {
-            true => CLAMPED,
-            false => GatedUnit::Plain(Activation::Silu),
+        let unit = match self.kind {
+            Kind::Qwen => ExpertUnit::Gated(GatedUnit::Plain(Activation::Silu)),
+            Kind::GptOss => ExpertUnit::Gated(CLAMPED),
+            Kind::Nemotron => ExpertUnit::ReluSquared,
         };
-        let router_bias = upload(gpu, &self.router_bias);
+        let (bias, correction) = (
+            upload(gpu, &self.router_bias),
+            upload(gpu, &self.correction),
+        );
         cuda::route(
             gpu,
             &self.routing,
-            (&self.router.device, self.is_gpt_oss.then_some(&router_bias)),
+            (
+                &self.router.device,
+                (self.kind == Kind::GptOss).then_some(&bias),
+            ),
+            self.routing.sigmoid.map(|_| &correction),
             self.has_gate.then_some(&self.gate.device),
             x,
             rows,
@@ -156,26 +180,51 @@ impl<'a> Mixture<'a> {
             (unfit, 5),
         )
         .unwrap();
-        let glu = (glu, DIVISOR);
-        cuda::experts_gate_up(gpu, &self.routing, &table, x, rows, glu, scratch).unwrap();
+        let unit = (unit, DIVISOR);
+        cuda::experts_gate_up(gpu, &self.routing, &table, x, rows, unit, scratch).unwrap();
         cuda::experts_down(gpu, &self.routing, &table, rows, DIVISOR as f32, scratch).unwrap();
     }
 
     /// The experts that a row goes to, and their weights.
     fn route(&self, row: &[f64]) -> Vec<(usize, f64)> {
         let mut logits = product(row, &self.router.values, HIDDEN);
-        if self.is_gpt_oss {
+        if self.kind == Kind::GptOss {
             logits = with_bias(&logits, &self.router_bias);
         }
+        let Routing {
+            experts, per_token, ..
+        } = self.routing;
         let all: f64 = logits.iter().map(|l| l.exp()).sum();
-        let mut order: Vec<usize> = (0..self.routing.experts).collect();
-        order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
-        let chosen = &order[..self.routing.per_token];
+        let score = |e: usize| match self.routing.sigmoid {
+            Some(_) => 1.0 / (1.0 + (-logits[e]).exp()),
+            None => logits[e].exp() / all,
+        };
+        let sum = |e: usize| match self.routing.sigmoid {
+            Some(_) => score(e) + f64::from(self.correction[e]),
+            None => score(e),
+        };
+        let mut order: Vec<usize> = (0..experts).collect();
+        order.sort_by(|&a, &b| sum(b).total_cmp(&sum(a)));
+        let mut scale = 1.0;
+        if let Some(rule) = self.routing.sigmoid {
+            scale = f64::from(rule.scale);
+            let size = experts / rule.groups;
+            // Experts of a group follow each other best first.
+            let of_group = |g: usize| {
+                let best = order.iter().filter(|&&e| e / size == g).take(2);
+                best.map(|&e| sum(e)).sum::<f64>()
+            };
+            let mut groups: Vec<usize> = (0..rule.groups).collect();
+            groups.sort_by(|&a, &b| of_group(b).total_cmp(&of_group(a)));
+            groups.truncate(rule.top_groups);
+            order.retain(|e| groups.contains(&(e / size)));
+        }
+        let chosen = &order[..per_token];
         let total: f64 = match self.routing.normalized {
-            true => chosen.iter().map(|&e| logits[e].exp() / all).sum(),
+            true => chosen.iter().map(|&e| score(e)).sum(),
             false => 1.0,
         };
-        let weights = chosen.iter().map(|&e| (e, logits[e].exp() / all / total));
+        let weights = chosen.iter().map(|&e| (e, score(e) / total * scale));
         weights.collect()
     }
 
@@ -183,17 +232,18 @@ impl<'a> Mixture<'a> {
     fn expert(&self, expert: usize, row: &[f64]) -> Vec<f64> {
         let [gate, up, down] = &self.experts[expert];
         let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
-        let of = |w: &Weight, x: &[f64]| match self.is_gpt_oss {
-            true => w.biased_product(x),
-            false => w.product(x),
+        let of = |w: &Weight, x: &[f64]| match self.kind {
+            Kind::GptOss => w.biased_product(x),
+            Kind::Qwen | Kind::Nemotron => w.product(x),
         };
         let (gate, up) = (of(gate, row), of(up, row));
-        let unit = |(&g, &u): (&f64, &f64)| match CLAMPED {
-            GatedUnit::Clamped { alpha, limit } if self.is_gpt_oss => {
+        let unit = |(&g, &u): (&f64, &f64)| match (self.kind, CLAMPED) {
+            (Kind::GptOss, GatedUnit::Clamped { alpha, limit }) => {
                 let (alpha, limit) = (f64::from(alpha), f64::from(limit));
                 let g = g.min(limit);
                 (u.clamp(-limit, limit) + 1.0) * g * sigmoid(alpha * g)
             }
+            (Kind::Nemotron, _) => u.max(0.0).powi(2),
             _ => g * sigmoid(g) * u,
         };
         let inner: Vec<f64> = gate.iter().zip(&up).map(unit).collect();
@@ -224,19 +274,30 @@ impl<'a> Mixture<'a> {
 }
 
 /// A mixture of experts, of one row to so many that tiles are as large as they get. Routers are of every type, some mixtures have an expert
-/// of all rows, and the last two have biases and clamped units.
+/// of all rows, and some have biases and clamped units, or no gates and sigmoids for scores, in groups or not.
 #[test]
 fn mixtures_of_experts_agree_with_f64() {
     let Some(gpu) = gpu() else { return };
-    for (i, (experts, per_token, normalized, rows)) in [
-        (16, 4, true, 1),
-        (16, 4, false, 17),
-        (128, 8, true, 2),
-        (40, 3, false, 33),
-        (6, 2, true, 60),
-        (4, 2, true, 150),
-        (32, 4, true, 1),
-        (8, 4, true, 90),
+    let sigmoid = |groups, top_groups| {
+        Some(SigmoidRouting {
+            groups,
+            top_groups,
+            scale: 2.5,
+        })
+    };
+    for (i, (experts, per_token, normalized, rows, kind, sigmoid)) in [
+        (16, 4, true, 1, Kind::Qwen, None),
+        (16, 4, false, 17, Kind::Qwen, None),
+        (128, 8, true, 2, Kind::Qwen, None),
+        (40, 3, false, 33, Kind::Qwen, None),
+        (6, 2, true, 60, Kind::Qwen, None),
+        (4, 2, true, 150, Kind::Qwen, None),
+        (32, 4, true, 1, Kind::GptOss, None),
+        (8, 4, true, 90, Kind::GptOss, None),
+        (128, 6, true, 1, Kind::Nemotron, sigmoid(1, 1)),
+        (32, 4, false, 40, Kind::Nemotron, sigmoid(8, 3)),
+        (6, 2, true, 60, Kind::Nemotron, sigmoid(3, 2)),
+        (8, 4, true, 150, Kind::Nemotron, sigmoid(1, 1)),
     ]
     .into_iter()
     .enumerate()
@@ -245,18 +306,26 @@ fn mixtures_of_experts_agree_with_f64() {
             experts,
             per_token,
             normalized,
+            sigmoid,
         };
         let mixture = Mixture {
-            is_gpt_oss: i >= 6,
+            kind,
             ..Mixture::new(&gpu, i, routing, rows)
         };
         let got = mixture.run();
         // Experts that are held otherwise are refused.
         let router = &mixture.router.device;
         expect_kind(
-            ExpertTable::new(&gpu, &[[(router, None), (router, None), (router, None)]]),
+            ExpertTable::new(
+                &gpu,
+                &[ExpertMatrices {
+                    gate: None,
+                    up: (router, None),
+                    down: (router, None),
+                }],
+            ),
             ErrorKind::Unsupported,
-            "the gate projection of expert 0",
+            "the up projection of expert 0",
         );
 
         let what = format!("{per_token} of {experts} experts, {rows} rows");

@@ -13,8 +13,8 @@ use half::bf16;
 use safetensors::Dtype;
 
 use crate::common::{
-    Copy, DEVICE_CASES, LONG_CASES, RECURRENT_CASES, at_long_positions, change_tensor, golden,
-    options, ragged, some_tokens, step_logits, step_tokens,
+    Copy, DEVICE_CASES, LONG_CASES, MAMBA_CASES, RECURRENT_CASES, at_long_positions, change_tensor,
+    golden, options, ragged, some_tokens, step_logits, step_tokens,
 };
 use crate::support::{
     as_f64, assert_close, generated, gpu, load_on, logits, prompted, relative_l2,
@@ -75,7 +75,7 @@ impl Pair {
         match spec.blocks.iter().any(|b| b.mlp.experts() > 0) {
             true => {
                 // With four mixtures, a row may become another one altogether.
-                let is_recurrent = spec.blocks.iter().any(|b| b.gated_delta().is_some());
+                let is_recurrent = spec.blocks.iter().any(|b| b.recurrent().is_some());
                 let most = if is_recurrent { 1.0 } else { 0.3 };
                 assert_rows_close(got, want, spec.vocab_size, [2.0 * bar, most], &what);
             }
@@ -126,7 +126,7 @@ impl Pair {
 #[test]
 fn recurrent_models_agree_with_the_processor() {
     let Some(gpu) = gpu() else { return };
-    for case in RECURRENT_CASES {
+    for case in RECURRENT_CASES.into_iter().chain(MAMBA_CASES) {
         for quantize in [Some(QuantizeOptions::default()), None] {
             let pair = Pair::load(&gpu, case, quantize).unwrap();
             let tokens = some_tokens(&pair.cpu, 60);

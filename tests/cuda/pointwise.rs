@@ -47,6 +47,11 @@ fn unfused_operations_agree_with_f64() {
     check("cap", &|x| cuda::cap_f32(x, 0.5).unwrap(), &|i| {
         0.5 * (x[i] / 0.5).tanh()
     });
+    check(
+        "squared ReLU",
+        &|x| cuda::relu_squared_f32(x).unwrap(),
+        &|i| x[i].max(0.0).powi(2),
+    );
     let glu = |unit, x: DeviceSlice<'_>| cuda::glu_f32(unit, x, (&all).into()).unwrap();
     let plain = |activation, x: DeviceSlice<'_>| glu(GatedUnit::Plain(activation), x);
     check("SwiGLU", &|x| plain(Activation::Silu, x), &|i| {
@@ -174,6 +179,25 @@ fn norms_after_a_residual_sum_agree_with_f64() {
         let twice: Vec<f32> = addend.iter().zip(&added).map(|(a, b)| a + b).collect();
         assert_close(&got, &as_f64(&twice), EXACT, "what was added to twice");
     }
+}
+
+/// Rows without overflow, and one that has it, which is noted with its layer.
+#[test]
+fn squared_relus_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    let (m, width, divisor) = (5, 136, 4);
+    let mut x = rounded(&normal(78, m * width));
+    x[3 * width + 9] = f64::INFINITY;
+    let halves: Vec<f32> = x.iter().map(|&v| v as f32).collect();
+    let on_device = upload(&gpu, &as_f16(&halves));
+    let (out, notes) = (poisoned(&gpu, m * width * 2), upload(&gpu, &[0u32; 5]));
+    cuda::relu_squared(&gpu, divisor, &on_device, m, width, (&notes, 6), &out).unwrap();
+    let noted: Vec<u32> = read_f32(&notes, m).iter().map(|v| v.to_bits()).collect();
+    assert_eq!(noted, [0, 0, 0, 7, 0]);
+    let want: Vec<f64> = x.iter().map(|x| x.max(0.0).powi(2) / 4.0).collect();
+    let (got, fits) = (read_f16(&out, m * width), 3 * width);
+    assert_close(&got[..fits], &want[..fits], F16, "squared ReLU");
+    assert_eq!(got[fits + 9], f32::INFINITY);
 }
 
 #[test]

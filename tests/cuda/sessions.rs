@@ -278,7 +278,7 @@ fn layers_with_a_window_keep_no_more_than_they_need() {
 #[test]
 fn recurrent_layers_keep_few_states() {
     let Some(gpu) = gpu() else { return };
-    for case in ["qwen35_tied", "qwen3next_dense"] {
+    for case in ["qwen35_tied", "qwen3next_dense", "nemotronh_dense"] {
         let dir = windows::lengthened(case);
         let model = load_on(Device::Cuda(gpu.clone()), &dir.0);
         let name = format!("nvfp4-states-{}-{case}", std::process::id());
@@ -293,7 +293,7 @@ fn recurrent_layers_keep_few_states() {
 #[test]
 fn steps_of_any_size_are_those_of_sessions_alone() {
     let Some(gpu) = gpu() else { return };
-    for case in ["qwen3_tied", "qwen35_tied"] {
+    for case in ["qwen3_tied", "qwen35_tied", "nemotronh_dense"] {
         let model = load_on(Device::Cuda(gpu.clone()), &golden(case));
         check_steps_of_any_size(&model);
     }

@@ -618,7 +618,7 @@ impl<'a> ReferencePass<'a> {
     ) -> Result<Routes> {
         let mut logits = self.products(&weights.router.linear, spec.count, s)?;
         if let Some(bias) = &weights.router.bias {
-            let bias = read(bias)?;
+            let bias = on_host(bias, spec.count)?;
             for logits in logits.chunks_exact_mut(spec.count) {
                 logits.iter_mut().zip(&bias).for_each(|(x, b)| *x += b);
             }
@@ -633,7 +633,7 @@ impl<'a> ReferencePass<'a> {
         match (&spec.scoring, &weights.correction) {
             (Scoring::Softmax, _) => route(&logits, spec.count, spec.per_token, spec.normalized),
             (Scoring::Sigmoid(scoring), Some(correction)) => {
-                let correction = read(correction)?;
+                let correction = on_host(correction, spec.count)?;
                 route_by_sigmoid(
                     &logits,
                     spec.per_token,
@@ -676,10 +676,10 @@ impl<'a> ReferencePass<'a> {
     }
 }
 
-/// The numbers of an array, wherever it is.
-fn read(array: &Array<f32>) -> Result<Vec<f32>> {
-    let mut values = vec![0.0; array.len()];
-    array.all().read(&mut values)?;
+/// A vector of `len` numbers, from the memory of either device.
+fn on_host(vector: &Array, len: usize) -> Result<Vec<f32>> {
+    let mut values = memory::zeros(len)?;
+    vector.all().read(&mut values)?;
     Ok(values)
 }
 

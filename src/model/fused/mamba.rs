@@ -55,7 +55,7 @@ impl<'a> FusedPass<'a> {
         })
     }
 
-    /// A part of the rows of [`Kernel::MambaInputs`](super::plan::Kernel::MambaInputs): the gate is first, then x, B and C, then time steps.
+    /// Columns of [`Kernel::MambaInputs`](super::plan::Kernel::MambaInputs) from one on: the gate, then x, B and C, then time steps.
     fn mamba_rows(&self, layer: &Layer<'_>, first: usize) -> Result<StridedRows<'a>> {
         Ok(StridedRows {
             values: f32_from(&self.memory.projected, first)?,

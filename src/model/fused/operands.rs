@@ -153,11 +153,11 @@ pub(super) fn glu_divisor(gpu: &Arc<Gpu>, (block, spec): (&Block, &BlockSpec)) -
     };
     let mut largest = 0f64;
     for mlp in block.mlp.mlps() {
-        let up = bounds(gpu, &mlp.up, norm)?;
-        let gate = mlp.gate.as_ref().map(|gate| bounds(gpu, gate, norm));
-        let gate = gate.transpose()?;
-        let products = gate.as_ref().unwrap_or(&up).iter().zip(&up);
-        let products = products.map(|(g, u)| g * u);
+        let projections: Vec<&Projection> = mlp.gate.iter().chain([&mlp.up]).collect();
+        let all = bounds(gpu, &projections, norm)?;
+        // Without a gate, up is multiplied by itself.
+        let up = &all[all.len() - mlp.up.linear.rows()..];
+        let products = all.iter().zip(up).map(|(g, u)| g * u);
         largest = products.fold(largest, f64::max);
     }
     // Leaves a margin for the rounding of all steps before.
@@ -168,18 +168,25 @@ pub(super) fn glu_divisor(gpu: &Arc<Gpu>, (block, spec): (&Block, &BlockSpec)) -
     Ok(divisor)
 }
 
-/// Bounds of the features of a projection of a normalized input.
-fn bounds(gpu: &Arc<Gpu>, projection: &Projection, norm: &Array) -> Result<Vec<f64>> {
-    let matrix = matrix(projection)?;
-    let rows = matrix.rows();
-    let out = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, rows * size_of::<f32>())?;
-    cuda::row_norms(matrix, Some(norm.all().cuda()?), (&out).into())?;
-    let (mut norms, mut bias) = (vec![0f32; rows], vec![0f32; rows]);
-    if let Some(stored) = &projection.bias {
-        stored.all().read(&mut bias)?;
+/// Bounds of the features of projections that share a normalized input, one projection after the other.
+fn bounds(gpu: &Arc<Gpu>, projections: &[&Projection], norm: &Array) -> Result<Vec<f64>> {
+    let rows: usize = projections.iter().map(|p| p.linear.rows()).sum();
+    let out = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, rows * 4)?;
+    let mut bias = vec![0f32; rows];
+    let mut first = 0;
+    for projection in projections {
+        let matrix = matrix(projection)?;
+        let own = first..first + matrix.rows();
+        let slice = DeviceSlice::from(&out).part(own.start * 4..own.end * 4)?;
+        cuda::row_norms(matrix, Some(norm.all().cuda()?), slice)?;
+        if let Some(stored) = &projection.bias {
+            stored.all().read(&mut bias[own.clone()])?;
+        }
+        first = own.end;
     }
+    let mut norms = vec![0f32; rows];
     out.read(0, &mut norms)?;
-    let width = (matrix.cols() as f64).sqrt();
+    let width = (projections[0].linear.cols() as f64).sqrt();
     let both = norms.iter().zip(&bias);
     Ok(both
         .map(|(&n, &b)| width * f64::from(n) + f64::from(b.abs()))

@@ -13,13 +13,13 @@ use crate::tensor::{DeltaShape, MambaShape, RecurrentShape};
 /// Maximum sizes over the recurrent layers of a model, in elements of a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct RecurrentSizes {
-    /// What the first GEMM makes: with the gate of the norm, and in Mamba-2 with the time steps.
+    /// Output of the first GEMM: input of the convolution, gate of the norm, and time steps in Mamba-2.
     pub(super) inputs: usize,
-    /// What the gates of gated delta nets come of; 0 without any.
+    /// Inputs of the gates of gated delta nets; 0 without any.
     gates: usize,
     /// Channels of the convolution.
     channels: usize,
-    /// What is read from the state, and normalized.
+    /// Values read from the state, which are normalized.
     pub(super) values: usize,
     /// Heads.
     heads: usize,
@@ -55,7 +55,7 @@ impl RecurrentSizes {
     }
 }
 
-/// Elements from a row of queries, keys and values, the gate of the norm, and what the gates of the rule come of, to the next: kernels read
+/// Elements from a row of queries, keys and values, the gate of the norm, and the inputs of the gates of the rule, to the next: kernels read
 /// them in fours.
 pub(super) fn delta_inputs(shape: &DeltaShape) -> usize {
     let width = shape.channels() + shape.value_width() + 2 * shape.value_heads;
@@ -73,7 +73,7 @@ pub(super) struct RecurrentScratch {
     segments: StagedBuffer,
     /// The number of segments that there is room for.
     batch: usize,
-    /// f32 `[rows, gates]`: what the gates of gated delta nets come of.
+    /// f32 `[rows, gates]`: inputs of the gates of gated delta nets.
     pub(super) gates: DeviceBuffer,
     /// f32 `[rows, channels]`: the output of the convolution.
     pub(super) convolved: DeviceBuffer,
@@ -81,7 +81,7 @@ pub(super) struct RecurrentScratch {
     pub(super) decay: DeviceBuffer,
     /// f32 `[rows, heads]`: learning rates of the delta rule, or time steps of Mamba-2.
     pub(super) rates: DeviceBuffer,
-    /// f32 `[rows, values]`: what is read from the states.
+    /// f32 `[rows, values]`: values read from the states.
     pub(super) answers: DeviceBuffer,
 }
 

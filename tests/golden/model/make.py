@@ -233,7 +233,7 @@ CASES["nemotronh_dense"] = ("NemotronH", {
 CASES["nemotronh_experts"] = ("NemotronH", {
     **MAMBA,
     "hidden_size": 48,
-    "head_dim": 16,
+    "head_dim": 32,
     "vocab_size": 150,
     "hybrid_override_pattern": "MEM*E",
     "num_hidden_layers": 5,

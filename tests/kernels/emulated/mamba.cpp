@@ -1,5 +1,5 @@
-// kernels/mamba/*.cu on the CPU, as they ship, against the formulas of Mamba-2 layers in f64, for batches of several segments; and parts of a
-// segment, with the state between them, against the whole. Prints "ok" or the first error.
+// kernels/mamba/*.cu on the CPU, as they ship, against the formulas of Mamba-2 layers in f64, for batches of several segments; and parts
+// of a segment, with the state between them, against the whole. Prints "ok" or the first error.
 #include "recurrent.hpp"
 
 #include "common/reduce.cuh"

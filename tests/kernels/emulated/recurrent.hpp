@@ -1,4 +1,4 @@
-// What tests of recurrent layers share: segments, memory of floats, and the blocks of an arena.
+// Shared by the tests of recurrent layers: segments, memory of floats, and the blocks of an arena.
 #pragma once
 #include "cuda.hpp"
 

@@ -1,0 +1,124 @@
+//! Kernels of a plan as lines of text.
+
+use std::fmt;
+
+use super::{Applied, Kernel, Norm, Normed, Then};
+use crate::cuda::Layout;
+use crate::model::order::Half;
+
+impl fmt::Display for Norm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Norm::Mixer(_) => "attention",
+            Norm::Mlp(_) => "mlp",
+            Norm::Head => "head",
+        })
+    }
+}
+
+fn layout_name(layout: Layout) -> &'static str {
+    match layout {
+        Layout::RowMajor => "rows",
+        Layout::FragmentMajor => "fragment-major",
+    }
+}
+
+impl fmt::Display for Normed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let how = match self.applied {
+            Applied::Before => "normalized",
+            Applied::Epilogue => "RMSNorm in the epilogue",
+            Applied::Prologue => "post norm, add, RMSNorm in the prologue",
+        };
+        write!(f, "{how}, {}", layout_name(self.layout))
+    }
+}
+
+fn write_next(f: &mut fmt::Formatter<'_>, next: &Option<(Norm, Layout)>) -> fmt::Result {
+    match next {
+        Some((norm, layout)) => write!(f, ", {norm} norm -> f16 {}", layout_name(*layout)),
+        None => Ok(()),
+    }
+}
+
+impl fmt::Display for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let half = |half: &Half| match half {
+            Half::Mixer => "o",
+            Half::Mlp => "down",
+        };
+        match self {
+            Kernel::Normalize { norm, layout } => {
+                write!(f, "{norm} norm -> f16 {}", layout_name(*layout))
+            }
+            Kernel::Qkv { input, gemm } => write!(f, "q, k, v ({input}) -> f32: {gemm}"),
+            Kernel::Decode { layout } => {
+                write!(
+                    f,
+                    "rope, store, split-KV attention -> {}",
+                    layout_name(*layout)
+                )
+            }
+            Kernel::HeadGate { input, gemm } => write!(f, "gate of heads ({input}) -> f32: {gemm}"),
+            Kernel::GateHeads { layout } => {
+                write!(f, "times sigmoid of the gate -> {}", layout_name(*layout))
+            }
+            Kernel::DeltaInputs { input, gemm, gates } => {
+                let gates = if *gates { ", b, a" } else { "" };
+                write!(f, "qkv, z{gates} ({input}) -> f32: {gemm}")
+            }
+            Kernel::DeltaGates { input, gemm } => write!(f, "b, a ({input}) -> f32: {gemm}"),
+            Kernel::DeltaConv { .. } => f.write_str("convolution, norms of q and k, gates"),
+            Kernel::DeltaRule => f.write_str("gated delta rule"),
+            Kernel::DeltaNorm { layout } => {
+                write!(f, "gated norm of heads -> {}", layout_name(*layout))
+            }
+            Kernel::MambaInputs { input, gemm } => write!(f, "z, xBC, dt ({input}) -> f32: {gemm}"),
+            Kernel::MambaConv => f.write_str("convolution, time steps"),
+            Kernel::MambaScan => f.write_str("recurrence"),
+            Kernel::MambaNorm { layout } => {
+                write!(f, "gate, norm of groups -> {}", layout_name(*layout))
+            }
+            Kernel::StoreKv => f.write_str("rope, store"),
+            Kernel::Prefill => f.write_str("flash attention -> rows"),
+            Kernel::GateUp { input, fused, gemm } => {
+                let glu = if *fused { ", GLU" } else { "" };
+                write!(f, "gate, up{glu} ({input}) -> f16: {gemm}")
+            }
+            Kernel::Activate => f.write_str("GLU -> f16 rows"),
+            Kernel::Up { input, gemm } => write!(f, "up ({input}) -> f16: {gemm}"),
+            Kernel::Square => f.write_str("squared ReLU -> f16 rows"),
+            Kernel::Project {
+                half: which,
+                layout,
+                then,
+                gemm,
+            } => {
+                write!(f, "{} ({})", half(which), layout_name(*layout))?;
+                match then {
+                    Then::Add => f.write_str(", add")?,
+                    Then::AddAndNorm(norm) => write!(f, ", add, squares for the {norm} norm")?,
+                    Then::Store | Then::StoreRow => f.write_str(" -> f32")?,
+                }
+                write!(f, ": {gemm}")
+            }
+            Kernel::Route => f.write_str("router, top-k, rows by expert"),
+            Kernel::ExpertsGateUp { gated: true } => {
+                f.write_str("experts' gate, up, GLU (gathered rows) -> f16")
+            }
+            Kernel::ExpertsGateUp { gated: false } => {
+                f.write_str("experts' up, squared ReLU (gathered rows) -> f16")
+            }
+            Kernel::ExpertsDown => f.write_str("experts' down -> f32"),
+            Kernel::SumExperts { next } => {
+                f.write_str("weighted sum of experts, add")?;
+                write_next(f, next)
+            }
+            Kernel::PostNorm { half: which, next } => {
+                write!(f, "norm of {}, add", half(which))?;
+                write_next(f, next)
+            }
+            Kernel::Head { input, gemm } => write!(f, "head ({input}) -> f32: {gemm}"),
+        }
+    }
+}

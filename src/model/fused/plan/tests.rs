@@ -1,0 +1,478 @@
+//! The plans of several models as a table, and their operations against `order`.
+
+use std::fmt::Write as _;
+
+use super::*;
+use crate::cuda::WideClusters;
+use crate::model::order::{BlockOp, operations};
+use crate::model::spec::{
+    AttentionSpec, DeltaProjections, DenseMlpSpec, ExpertNames, ExpertsSpec, GatedDeltaSpec,
+    Mamba2Spec, MixerSpec, Scoring, SharedExpertSpec, SigmoidScoring,
+};
+use crate::tensor::{DeltaShape, MambaShape};
+
+const H200: Hardware = Hardware {
+    arch: (9, 0),
+    multiprocessors: 132,
+    shared_limit: 227 << 10,
+    cublas: true,
+    clusters: WideClusters::unconstrained(132),
+};
+const GB10: Hardware = Hardware {
+    arch: (12, 1),
+    multiprocessors: 48,
+    shared_limit: 99 << 10,
+    cublas: true,
+    clusters: WideClusters::unconstrained(0),
+};
+
+struct Sizes {
+    hidden: usize,
+    q: usize,
+    kv: usize,
+    intermediate: usize,
+    vocab: usize,
+    post: bool,
+    /// `None` without a mixture, else whether it has a shared expert.
+    experts: Option<bool>,
+    /// Whether the first two blocks have gated delta nets, and the last a gate of its heads.
+    recurrent: bool,
+}
+
+const QWEN3_4B: Sizes = Sizes {
+    hidden: 2560,
+    q: 4096,
+    kv: 1024,
+    intermediate: 9728,
+    vocab: 151_936,
+    post: false,
+    experts: None,
+    recurrent: false,
+};
+const GEMMA3_4B: Sizes = Sizes {
+    hidden: 2560,
+    q: 2048,
+    kv: 1024,
+    intermediate: 10_240,
+    vocab: 262_208,
+    post: true,
+    experts: None,
+    recurrent: false,
+};
+const QWEN3_30B_A3B: Sizes = Sizes {
+    hidden: 2048,
+    q: 4096,
+    kv: 512,
+    intermediate: 0,
+    vocab: 151_936,
+    post: false,
+    experts: Some(false),
+    recurrent: false,
+};
+/// Two blocks with gated delta nets, and one with gated attention.
+const QWEN3_5_4B: Sizes = Sizes {
+    hidden: 2560,
+    q: 4096,
+    kv: 1024,
+    intermediate: 9216,
+    vocab: 248_320,
+    post: false,
+    experts: None,
+    recurrent: true,
+};
+const QWEN2_57B_A14B: Sizes = Sizes {
+    hidden: 3584,
+    q: 3584,
+    kv: 512,
+    intermediate: 20_480,
+    vocab: 151_936,
+    post: false,
+    experts: Some(true),
+    recurrent: false,
+};
+
+/// Three blocks and the head, with weights of this type.
+fn model(s: &Sizes, storage: WeightType) -> (Vec<BlockShape>, MatrixShape) {
+    let shape = |rows, cols| MatrixShape {
+        storage,
+        rows,
+        cols,
+    };
+    let mlp = DenseShape {
+        gate: Some(shape(s.intermediate, s.hidden)),
+        up: shape(s.intermediate, s.hidden),
+        down: shape(s.hidden, s.intermediate),
+    };
+    let block = BlockShape {
+        norms: NormPlacement {
+            pre: true,
+            post: s.post,
+        },
+        mixer: MixerShape::Attention {
+            qkv: [s.q, s.kv, s.kv].map(|rows| shape(rows, s.hidden)),
+            gate: None,
+            o: shape(s.hidden, s.q),
+        },
+        mlp: match s.experts {
+            None => MlpShape::Dense(mlp),
+            Some(shared) => MlpShape::Experts {
+                gated: true,
+                shared: shared.then_some(mlp),
+            },
+        },
+    };
+    let mut blocks = vec![block; 3];
+    if s.recurrent {
+        let (values, int8) = (s.q, WeightType::Int8);
+        let of = |rows, cols, storage| MatrixShape {
+            storage,
+            rows,
+            cols,
+        };
+        for block in &mut blocks[..2] {
+            block.mixer = MixerShape::GatedDelta {
+                inputs: [2 * values, values].map(|rows| of(rows, s.hidden, int8)),
+                gates: [of(32, s.hidden, WeightType::BF16); 2],
+                out: of(s.hidden, values, int8),
+            };
+        }
+        if let MixerShape::Attention { gate, .. } = &mut blocks[2].mixer {
+            *gate = Some(shape(s.q, s.hidden));
+        }
+    }
+    (blocks, shape(s.vocab, s.hidden))
+}
+
+/// The operations that a step of a plan completes, each with its block. A fused norm counts where its statistics are computed, and the
+/// experts of a mixture where they are summed.
+fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp)> {
+    let block = step.block;
+    let is_mixture =
+        |half: Half| half == Half::Mlp && matches!(blocks[block].mlp, MlpShape::Experts { .. });
+    let enter = |norm: Norm| match norm {
+        Norm::Mixer(i) => vec![(i, BlockOp::Enter(Half::Mixer))],
+        Norm::Mlp(i) => vec![(i, BlockOp::Enter(Half::Mlp))],
+        Norm::Head => Vec::new(),
+    };
+    let next = |next: &Option<(Norm, Layout)>| next.map_or(Vec::new(), |(norm, _)| enter(norm));
+    // The prologue of a GEMM leaves the previous half, and enters its own.
+    let prologue = |input: &Normed| match (input.applied, input.norm) {
+        (Applied::Before | Applied::Epilogue, _) => Vec::new(),
+        (Applied::Prologue, norm) => {
+            let (before, half) = match norm {
+                Norm::Mlp(i) => (i, Half::Mixer),
+                Norm::Mixer(i) => (i - 1, Half::Mlp),
+                Norm::Head => (blocks.len() - 1, Half::Mlp),
+            };
+            [vec![(before, BlockOp::Leave(half))], enter(norm)].concat()
+        }
+    };
+    let own = |ops: &[BlockOp]| ops.iter().map(|&op| (block, op)).collect::<Vec<_>>();
+    match &step.kernel {
+        Kernel::Normalize { norm, .. } => enter(*norm),
+        Kernel::Qkv { input, .. } => [prologue(input), own(&[BlockOp::Qkv])].concat(),
+        Kernel::Decode { .. } => own(&[BlockOp::Heads, BlockOp::Attend]),
+        // Parts of operations that the next kernel completes.
+        Kernel::HeadGate { .. } | Kernel::DeltaInputs { .. } => Vec::new(),
+        Kernel::MambaInputs { .. } => own(&[BlockOp::MambaInputs]),
+        Kernel::MambaConv => own(&[BlockOp::MambaConvolve]),
+        Kernel::MambaScan => own(&[BlockOp::MambaScan]),
+        Kernel::MambaNorm { .. } => own(&[BlockOp::MambaNorm]),
+        Kernel::GateHeads { .. } => own(&[BlockOp::GateHeads]),
+        Kernel::DeltaGates { .. } => own(&[BlockOp::DeltaInputs]),
+        Kernel::DeltaConv => own(&[BlockOp::Convolve]),
+        Kernel::DeltaRule => own(&[BlockOp::DeltaRule]),
+        Kernel::DeltaNorm { .. } => own(&[BlockOp::DeltaNorm]),
+        Kernel::StoreKv => own(&[BlockOp::Heads]),
+        Kernel::Prefill => own(&[BlockOp::Attend]),
+        Kernel::GateUp { .. } | Kernel::Activate | Kernel::Up { .. } | Kernel::Square
+            if is_mixture(Half::Mlp) =>
+        {
+            Vec::new()
+        }
+        Kernel::GateUp { input, fused, .. } => {
+            let ops = [BlockOp::GateUp, BlockOp::Activate];
+            [prologue(input), own(&ops[..1 + usize::from(*fused)])].concat()
+        }
+        Kernel::Activate | Kernel::Square => own(&[BlockOp::Activate]),
+        Kernel::Up { .. } => own(&[BlockOp::GateUp]),
+        Kernel::Route => own(&[BlockOp::Route]),
+        Kernel::ExpertsGateUp { .. } | Kernel::ExpertsDown => Vec::new(),
+        Kernel::SumExperts { next: norm } => {
+            let ops = [BlockOp::Experts, BlockOp::Leave(Half::Mlp)];
+            [own(&ops), next(norm)].concat()
+        }
+        Kernel::Project { half, .. } if is_mixture(*half) => Vec::new(),
+        Kernel::Project { half, then, .. } => {
+            let ops = [BlockOp::Project(*half), BlockOp::Leave(*half)];
+            match then {
+                Then::Add => own(&ops),
+                Then::AddAndNorm(norm) => [own(&ops), enter(*norm)].concat(),
+                Then::Store | Then::StoreRow => own(&ops[..1]),
+            }
+        }
+        Kernel::PostNorm { half, next: norm } => {
+            [own(&[BlockOp::Leave(*half)]), next(norm)].concat()
+        }
+        Kernel::Head { input, .. } => prologue(input),
+    }
+}
+
+/// Attention by one head.
+fn attention(head_dim: usize) -> AttentionSpec {
+    AttentionSpec {
+        heads: 1,
+        kv_heads: 1,
+        head_dim,
+        qk_norm: true,
+        qkv_bias: false,
+        o_bias: false,
+        gated: false,
+        sinks: false,
+        rope: Some(0),
+        window: None,
+        scale: 1.0,
+        score_cap: None,
+    }
+}
+
+/// The specs of the three blocks.
+fn specs(sizes: &Sizes) -> Vec<BlockSpec> {
+    let mlp = DenseMlpSpec {
+        intermediate_size: sizes.intermediate,
+        gated: true,
+        activation: Activation::Silu,
+        bias: false,
+    };
+    let spec = BlockSpec {
+        norms: NormPlacement {
+            pre: true,
+            post: sizes.post,
+        },
+        mixer: MixerSpec::Attention(AttentionSpec {
+            gated: sizes.recurrent,
+            ..attention(sizes.q)
+        }),
+        mlp: match sizes.experts {
+            None => MlpSpec::Dense(mlp),
+            Some(shared) => MlpSpec::Experts(ExpertsSpec {
+                count: 8,
+                per_token: 2,
+                normalized: true,
+                scoring: Scoring::Softmax,
+                router_bias: false,
+                names: ExpertNames::Qwen,
+                expert: mlp,
+                shared: shared.then_some(SharedExpertSpec { mlp, gated: true }),
+            }),
+        },
+    };
+    let recurrent = BlockSpec {
+        mixer: MixerSpec::GatedDelta(GatedDeltaSpec {
+            shape: DeltaShape {
+                key_heads: 16,
+                value_heads: 32,
+                key_dim: 128,
+                value_dim: 128,
+                taps: 4,
+            },
+            projections: DeltaProjections::ByRole,
+        }),
+        ..spec.clone()
+    };
+    let first = if sizes.recurrent { &recurrent } else { &spec };
+    vec![first.clone(), first.clone(), spec]
+}
+
+/// A model of Nemotron-H: Mamba-2, a mixture, attention, a mixture, attention, an MLP and attention, with the sizes of Nemotron 3 Nano.
+fn nemotron() -> (Vec<BlockShape>, MatrixShape, Vec<BlockSpec>) {
+    let of = |storage, rows, cols| MatrixShape {
+        storage,
+        rows,
+        cols,
+    };
+    let (hidden, width, channels) = (2688, 4096, 6144);
+    let (nvfp4, int8) = (WeightType::Nvfp4, WeightType::Int8);
+    let mlp = |wide| DenseShape {
+        gate: None,
+        up: of(nvfp4, wide, hidden),
+        down: of(nvfp4, hidden, wide),
+    };
+    let mamba = MixerShape::Mamba2 {
+        inputs: [width, channels, 64].map(|rows| of(int8, rows, hidden)),
+        out: of(int8, hidden, width),
+    };
+    let attention = MixerShape::Attention {
+        qkv: [4096, 256, 256].map(|rows| of(nvfp4, rows, hidden)),
+        gate: None,
+        o: of(nvfp4, hidden, 4096),
+    };
+    let experts = MlpShape::Experts {
+        gated: false,
+        shared: Some(mlp(3712)),
+    };
+    let halves = [
+        (mamba, MlpShape::None),
+        (MixerShape::None, experts.clone()),
+        (attention.clone(), MlpShape::None),
+        (MixerShape::None, experts),
+        (attention.clone(), MlpShape::None),
+        (MixerShape::None, MlpShape::Dense(mlp(3712))),
+        (attention, MlpShape::None),
+    ];
+    let norms = NormPlacement {
+        pre: true,
+        post: false,
+    };
+    let shape = |(mixer, mlp)| BlockShape { norms, mixer, mlp };
+    let shapes: Vec<BlockShape> = halves.into_iter().map(shape).collect();
+    let spec = |block: &BlockShape| nemotron_spec(norms, block);
+    let specs = shapes.iter().map(spec).collect();
+    (shapes, of(nvfp4, 131_072, hidden), specs)
+}
+
+/// The spec of a block of [`nemotron`].
+fn nemotron_spec(norms: NormPlacement, block: &BlockShape) -> BlockSpec {
+    let mlp = DenseMlpSpec {
+        intermediate_size: 3712,
+        gated: false,
+        activation: Activation::ReluSquared,
+        bias: false,
+    };
+    BlockSpec {
+        norms,
+        mixer: match block.mixer {
+            MixerShape::Mamba2 { .. } => MixerSpec::Mamba2(Mamba2Spec {
+                shape: MambaShape {
+                    heads: 64,
+                    head_dim: 64,
+                    groups: 8,
+                    state_size: 128,
+                    taps: 4,
+                },
+                bias: false,
+                convolution_bias: true,
+                step_limits: [0.0, f32::INFINITY],
+            }),
+            MixerShape::None => MixerSpec::None,
+            _ => MixerSpec::Attention(AttentionSpec {
+                rope: None,
+                ..attention(4096)
+            }),
+        },
+        mlp: match block.mlp {
+            MlpShape::Dense(_) => MlpSpec::Dense(mlp),
+            MlpShape::None => MlpSpec::None,
+            MlpShape::Experts { .. } => MlpSpec::Experts(ExpertsSpec {
+                count: 128,
+                per_token: 6,
+                normalized: true,
+                scoring: Scoring::Sigmoid(SigmoidScoring {
+                    groups: 1,
+                    top_groups: 1,
+                    scale: 2.5,
+                }),
+                router_bias: false,
+                names: ExpertNames::Qwen,
+                expert: DenseMlpSpec {
+                    intermediate_size: 1856,
+                    ..mlp
+                },
+                shared: Some(SharedExpertSpec { mlp, gated: false }),
+            }),
+        },
+    }
+}
+
+/// The operations of all blocks, in the order of `order`.
+fn expected(specs: &[BlockSpec]) -> Vec<(usize, BlockOp)> {
+    let blocks = specs.iter().enumerate();
+    let of_block = |(block, spec)| operations(spec).map(move |op| (block, op));
+    blocks.flat_map(of_block).collect()
+}
+
+/// The plan as lines; a block like the previous one is named only once.
+fn printed(steps: &[PlannedKernel]) -> String {
+    let (mut text, mut last) = (String::new(), String::new());
+    for of_block in steps.chunk_by(|a, b| a.block == b.block) {
+        let lines: String = of_block
+            .iter()
+            .map(|step| format!("    {}\n", step.kernel))
+            .collect();
+        let index = of_block[0].block;
+        match lines == last {
+            true => writeln!(text, "  block {index}: as the one before").unwrap(),
+            false => write!(text, "  block {index}:\n{lines}").unwrap(),
+        }
+        last = lines;
+    }
+    text
+}
+
+/// Every kind of plan, as recorded in `plan.txt` beside this file, which shows every change of kernels or of their choice. Each plan
+/// runs the operations of blocks in the order of `order`.
+#[test]
+fn plans_are_as_written_down() {
+    let mut models = Vec::new();
+    for (name, sizes, storage, hardware) in [
+        ("Qwen3-4B, NVFP4, H200", &QWEN3_4B, WeightType::Nvfp4, &H200),
+        (
+            "Gemma3-4B, NVFP4, H200",
+            &GEMMA3_4B,
+            WeightType::Nvfp4,
+            &H200,
+        ),
+        ("Qwen3-4B, bf16, H200", &QWEN3_4B, WeightType::BF16, &H200),
+        ("Qwen3-4B, NVFP4, GB10", &QWEN3_4B, WeightType::Nvfp4, &GB10),
+        (
+            "Qwen3-30B-A3B, NVFP4, H200",
+            &QWEN3_30B_A3B,
+            WeightType::Nvfp4,
+            &H200,
+        ),
+        (
+            "Qwen3.5-4B, NVFP4, H200",
+            &QWEN3_5_4B,
+            WeightType::Nvfp4,
+            &H200,
+        ),
+        (
+            "Qwen2-57B-A14B, NVFP4, H200",
+            &QWEN2_57B_A14B,
+            WeightType::Nvfp4,
+            &H200,
+        ),
+    ] {
+        let (blocks, head) = model(sizes, storage);
+        models.push((name, (blocks, head, specs(sizes)), hardware));
+    }
+    models.push(("Nemotron 3 Nano, NVFP4 and int8, H200", nemotron(), &H200));
+    let mut table = String::new();
+    for (name, (blocks, head, specs), hardware) in models {
+        for (rows, is_step) in [
+            (1, true),
+            (8, true),
+            (16, true),
+            (64, true),
+            (200, true),
+            (1, false),
+            (40, false),
+            (4096, false),
+        ] {
+            let kind = if is_step { "a step" } else { "a prompt" };
+            writeln!(table, "{name}, {kind} of {rows}").unwrap();
+            let steps = plan(&blocks, head, rows, is_step, hardware).unwrap();
+            table.push_str(&printed(&steps));
+            let completed = steps.iter().flat_map(|step| completed(step, &blocks));
+            let completed: Vec<_> = completed.collect();
+            assert_eq!(completed, expected(&specs), "{name}, {kind} of {rows}");
+        }
+    }
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/model/fused/plan.txt");
+    let expected = std::fs::read_to_string(path).unwrap_or_default();
+    if table != expected {
+        let got = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("target/plan.txt");
+        std::fs::write(&got, &table).unwrap();
+        panic!("plans have changed: compare {} with {path}", got.display());
+    }
+}
