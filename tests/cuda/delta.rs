@@ -7,7 +7,7 @@ use NVFP4::cuda::{
 };
 use NVFP4::tensor::DeltaShape;
 
-use crate::recurrent::{Blocks, DeviceSegments, RAGGED, Segment};
+use crate::recurrent::{BLOCKS, Blocks, DeviceSegments, RAGGED, Segment, continues};
 use crate::support::{
     EPS, HALF, as_f64, assert_close, gpu, normal, poisoned, read_f32, read_rows, same_bits, upload,
 };
@@ -241,15 +241,17 @@ fn check(gpu: &Arc<Gpu>, shape: DeltaShape, segments: &[Segment], seed: u64) {
     let what = format!("{shape:?}, {segments:?}");
     let rows = segments.iter().map(|&(rows, ..)| rows).sum();
     let layer = Layer::new(shape, rows, seed);
-    let blocks = Blocks::new(gpu, shape.state_floats(), 10, seed + 100);
+    let blocks = Blocks::new(gpu, shape.state_floats(), BLOCKS, seed + 100);
     let o = run(gpu, &layer, 0, segments, &blocks);
     let width = shape.value_width();
     let got = read_f32(&o, rows * width);
     let after = blocks.read();
-    let mut first = 0;
-    for &segment in segments {
+    let (mut first, mut state) = (0, Vec::new());
+    for (index, &segment) in segments.iter().enumerate() {
         let (rows, _, write) = segment;
-        let mut state = as_f64(&blocks.read_by(segment));
+        if !continues(segments, index) {
+            state = as_f64(&blocks.read_by(segment));
+        }
         let want = layer.expect(first, rows, &mut state);
         let of_segment = &got[first * width..][..rows * width];
         assert_close(of_segment, &want, RECURRENCE, &format!("{what}: o"));

@@ -9,7 +9,7 @@ use NVFP4::cuda::{
 };
 use NVFP4::tensor::MambaShape;
 
-use crate::recurrent::{Blocks, DeviceSegments, RAGGED, Segment};
+use crate::recurrent::{BLOCKS, Blocks, DeviceSegments, RAGGED, Segment, continues};
 use crate::support::{
     EPS, HALF, as_f64, assert_close, gpu, normal, poisoned, read_f32, read_rows, same_bits, upload,
 };
@@ -212,14 +212,16 @@ fn check_norm(gpu: &Arc<Gpu>, cpu: &Cpu, layer: &Layer, y: &DeviceBuffer, what: 
 fn check(gpu: &Arc<Gpu>, layer: &Layer, segments: &[Segment], seed: u64) {
     let (shape, cpu) = (&layer.shape, Cpu::new(Some(1)).unwrap());
     let what = format!("{shape:?}, {segments:?}");
-    let blocks = Blocks::new(gpu, shape.state_floats(), 10, seed);
+    let blocks = Blocks::new(gpu, shape.state_floats(), BLOCKS, seed);
     let y = run(gpu, layer, 0, segments, &blocks);
     let width = shape.width();
     let (got, after) = (read_f32(&y, layer.rows * width), blocks.read());
-    let mut first = 0;
-    for &segment in segments {
+    let (mut first, mut state) = (0, Vec::new());
+    for (index, &segment) in segments.iter().enumerate() {
         let (rows, _, write) = segment;
-        let mut state = blocks.read_by(segment);
+        if !continues(segments, index) {
+            state = blocks.read_by(segment);
+        }
         let want = layer.expect(&cpu, first, rows, &mut state);
         let of_segment = &got[first * width..][..rows * width];
         if rows > 0 {

@@ -12,15 +12,31 @@ pub(crate) const AROUND: usize = 64;
 /// A segment: its rows, the block with its state, and the block for its new state.
 pub(crate) type Segment = (usize, u32, u32);
 
-/// Segments that start from zeros, from their own block and from another, with more rows than a ring holds.
-pub(crate) const RAGGED: [Segment; 6] = [
+/// Segments that start from zeros, from their own block and from another, with more rows than a ring holds; and some that continue the one
+/// before them.
+pub(crate) const RAGGED: [Segment; 11] = [
     (1, 1, 1),
     (2, 2, 3),
     (3, 0, 4),
     (70, 5, 5),
     (1, 2, 6),
     (3, 7, 8),
+    (2, 7, 9),
+    (1, 9, 10),
+    (40, 10, 11),
+    (5, 12, 12),
+    (1, 12, 13),
 ];
+
+/// Blocks of an arena, those of [`RAGGED`] among them.
+pub(crate) const BLOCKS: usize = 15;
+
+/// Whether segment `index` continues the one before it.
+pub(crate) fn continues(segments: &[Segment], index: usize) -> bool {
+    let (_, read, _) = segments[index];
+    let before = index.checked_sub(1).map(|index| segments[index].2);
+    read != 0 && before == Some(read)
+}
 
 /// Segments on the device.
 pub(crate) struct DeviceSegments {
