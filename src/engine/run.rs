@@ -103,6 +103,7 @@ impl Served {
                 tables: part.sequence.tables(),
                 context: part.sequence.capacity(),
                 wanted: part.wanted,
+                drafts_after: None,
             });
             let batch = Batch {
                 segments: segments.collect(),

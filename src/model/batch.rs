@@ -17,7 +17,40 @@ pub enum Wanted<'a> {
     All,
     /// The next token. On a GPU the logits stay on the device.
     Token(Choice<'a>),
+    /// The tokens after as many of the segment's tokens as are right, on the CPU only.
+    Verified(Verification<'a>),
 }
+
+/// How a segment of one token and drafted ones is verified: each row chooses the token after it, until the next drafted token is another one.
+/// The choices are those of runs of one token each, with the same logits, draw numbers and histories.
+#[derive(Clone, Copy, Debug)]
+pub struct Verification<'a> {
+    /// The choice after the first row, and its draw; each later row has the next number. The history ends with all tokens of the segment, of
+    /// which each row takes those up to its own.
+    pub choice: Choice<'a>,
+    /// Tokens after which no drafted token is right, because they end the text.
+    pub stops: &'a [u32],
+}
+
+impl<'a> Verification<'a> {
+    /// The choice after row `row` of a segment of `rows`.
+    pub(super) fn choice(&self, row: usize, rows: usize) -> Choice<'a> {
+        let Choice {
+            options,
+            draw,
+            history,
+        } = self.choice;
+        Choice {
+            options,
+            draw: draw + row as u64,
+            history: &history[..history.len() - (rows - 1 - row)],
+        }
+    }
+}
+
+/// The hidden row of the position before a segment: the output of the final norm, `[hidden]`, or `None` if it is not known.
+#[derive(Clone, Copy, Debug)]
+pub struct HiddenBefore<'a>(pub Option<&'a [f32]>);
 
 /// Consecutive tokens of one sequence.
 #[derive(Clone, Copy, Debug)]
@@ -32,6 +65,9 @@ pub struct Segment<'a> {
     pub context: usize,
     /// The requested output.
     pub wanted: Wanted<'a>,
+    /// For a sequence that drafts: the drafter runs its rows of the positions before the segment's tokens, which need the hidden row of the
+    /// position before the first. An unknown one is zeros, which makes drafts worse, and changes no other result.
+    pub drafts_after: Option<HiddenBefore<'a>>,
 }
 
 /// Segments of different sequences, of any lengths, that run in the same passes. A segment's slot is its index.
@@ -53,6 +89,8 @@ pub enum Output {
     Logits(Range<usize>),
     /// The next token.
     Token(u32),
+    /// The tokens after the first rows of the segment, as many as stay: the first row, and those of drafted tokens that are right.
+    Verified(Vec<u32>),
 }
 
 /// The tokens of a segment that run in one pass.
@@ -64,8 +102,12 @@ pub(super) struct Part {
 }
 
 impl Segment<'_> {
-    /// The numbers of its tokens after which a part must end: all, and those at whose end a recurrent state is kept.
+    /// The numbers of its tokens after which a part must end: all, and those at whose end a recurrent state is kept, unless the pass writes
+    /// the state after each row.
     pub(super) fn stops(&self) -> Vec<usize> {
+        if self.tables.state().keeps_each_row() {
+            return vec![self.tokens.len()];
+        }
         let staged = self.tables.state().staged().iter();
         let mut stops: Vec<_> = staged
             .map(|(positions, _)| positions - self.first)

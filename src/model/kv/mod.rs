@@ -52,7 +52,7 @@ impl KvMemory {
         let memory = KvMemory {
             device: device.clone(),
             groups: KvGroup::of(spec),
-            layers: spec.blocks.len(),
+            layers: spec.all_blocks().count(),
             state_layers: state_layers(spec),
             reserve: Arc::new(Reserve::new(tag, bytes)?),
             f16: TryOnce::new(),

@@ -1,5 +1,6 @@
 //! Block tables: which blocks hold the keys and values of a sequence, and its recurrent state.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::ops::attention::KvType;
@@ -34,6 +35,8 @@ pub struct StateTable {
     current: u32,
     /// For the next run: positions, in order, and the blocks that get the state after them.
     staged: Vec<(usize, u32)>,
+    /// Whether the next run is one pass over all staged positions, which are its rows.
+    each_row: bool,
     /// The block that gets the state after one position more, if a GPU runs it ahead.
     ahead: Option<u32>,
 }
@@ -45,6 +48,7 @@ impl StateTable {
             held,
             current,
             staged: Vec::new(),
+            each_row: false,
             ahead: None,
         }
     }
@@ -62,6 +66,16 @@ impl StateTable {
     /// Gives the state of `positions` positions a block.
     pub fn stage(&mut self, positions: usize, block: u32) {
         self.staged.push((positions, block));
+    }
+
+    /// Lets the next run keep the state after each of its rows, for which it is not divided. Each position must have a block.
+    pub fn stage_each_row(&mut self) {
+        self.each_row = true;
+    }
+
+    /// Whether the next run keeps the state after each of its rows.
+    pub fn keeps_each_row(&self) -> bool {
+        self.each_row
     }
 
     /// Gives the state after one position more than the next run's a block.
@@ -88,7 +102,18 @@ impl StateTable {
 
     /// Removes the staged blocks, and returns them.
     pub fn unstage(&mut self) -> Vec<(usize, u32)> {
+        self.each_row = false;
         std::mem::take(&mut self.staged)
+    }
+
+    /// The parts of a pass over positions `first..end` after which the state is written, each with its blocks: each position if the run
+    /// keeps them all, else the whole pass. Empty without recurrent state.
+    pub fn parts_of_pass(&self, first: usize, end: usize) -> Vec<(Range<usize>, StateBlocks)> {
+        let part = |(first, end)| Some((first..end, self.of_pass(first, end)?));
+        match self.each_row {
+            true => (first..end).filter_map(|p| part((p, p + 1))).collect(),
+            false => part((first, end)).into_iter().collect(),
+        }
     }
 
     /// The blocks of a pass over positions `first..end`, which must not go past a staged position. `None` without recurrent state.
