@@ -289,6 +289,7 @@ impl NVFP4_GenerateOptions {
             ignore_model_stops: flag("ignore_model_stops", self.ignore_model_stops)?,
             replay: flag("replay", self.replay)?,
             log_probabilities: flag("log_probabilities", self.log_probabilities)?,
+            drafts: None,
         })
     }
 
