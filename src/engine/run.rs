@@ -87,8 +87,39 @@ impl Served {
         count: usize,
         scratch: &mut Scratch,
     ) -> Result<Vec<u32>> {
-        let (Some(position), Some(next)) = (sequence.len().checked_sub(1), choice.history.last())
-        else {
+        let Some(next) = choice.history.last() else {
+            bail!(InvalidArgument, "drafts after an empty history");
+        };
+        let count = count.min(sequence.room());
+        self.with_drafter(sequence, next, count, |rows| {
+            self.model().draft(rows, choice, count, scratch)
+        })
+    }
+
+    /// The logits of the token after `next` as the drafter sees them, `vocab_size` numbers, where `next` follows a sequence that drafts. The
+    /// sequence stays as it is.
+    pub fn drafter_logits(
+        &self,
+        sequence: &mut Sequence,
+        next: u32,
+        scratch: &mut Scratch,
+    ) -> Result<Vec<f32>> {
+        let mut logits = Vec::new();
+        self.with_drafter(sequence, &next, 1, |rows| {
+            self.model().drafter_logits(rows, scratch, &mut logits)
+        })?;
+        Ok(logits)
+    }
+
+    /// Calls `run` with the drafter's row of the last position of a sequence, which `next` follows, and with blocks for `count` rows.
+    fn with_drafter<T>(
+        &self,
+        sequence: &mut Sequence,
+        next: &u32,
+        count: usize,
+        run: impl FnOnce(DrafterRows<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let Some(first) = sequence.len().checked_sub(1) else {
             bail!(InvalidArgument, "drafts after a sequence without tokens");
         };
         if !sequence.drafts() || !sequence.is_of(self.model()) {
@@ -97,20 +128,18 @@ impl Served {
                 "drafts after a sequence that the drafter of this model does not follow"
             );
         }
-        let count = count.min(sequence.room());
         let _held = self.hold()?;
         let unknown = vec![0.0; self.spec().hidden_size];
-        let drafted = sequence.reserve_blocks(count).and_then(|()| {
-            let rows = DrafterRows {
+        let done = sequence.reserve_blocks(count).and_then(|()| {
+            run(DrafterRows {
                 tokens: std::slice::from_ref(next),
                 hidden: sequence.hidden().unwrap_or(&unknown),
-                first: position,
+                first,
                 tables: sequence.tables(),
                 context: sequence.capacity(),
-            };
-            self.model().draft(rows, choice, count, scratch)
+            })
         });
-        drafted.or_else(|e| sequence.give_up().and(Err(e)))
+        done.or_else(|e| sequence.give_up().and(Err(e)))
     }
 
     /// Takes blocks for the tokens, calls `run`, and commits what it ran.
