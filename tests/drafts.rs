@@ -8,6 +8,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use NVFP4::base::ErrorKind;
+use NVFP4::base::memory;
 use NVFP4::engine::{NewTokens, Sequence, Served};
 use NVFP4::format::random::bits;
 use NVFP4::model::{KvType, Scratch, Wanted};
@@ -15,9 +16,11 @@ use NVFP4::session::{
     Eviction, GenerateOptions, Generation, MOST_DRAFTS, Piece, SamplingOptions, Session,
     SessionOptions, step,
 };
-use common::{Copy, cases, change_tensor, expect_kind, golden, load, options, some_tokens};
+use common::{
+    Copy, cases, change_tensor, expect_kind, golden, load, options, some_tokens, windows,
+};
 use safetensors::SafeTensors;
-use safetensors::tensor::TensorView;
+use serde_json::{Value, json};
 
 /// The bar of the parity tests.
 const TOLERANCE: f32 = 2e-4;
@@ -154,6 +157,10 @@ fn served(dir: &Copy) -> Arc<Served> {
 fn greedy(max_tokens: usize) -> GenerateOptions {
     GenerateOptions {
         max_tokens,
+        sampling: SamplingOptions {
+            seed: Some(1),
+            ..SamplingOptions::default()
+        },
         ignore_model_stops: true,
         ..GenerateOptions::default()
     }
@@ -179,10 +186,6 @@ fn with(options: &GenerateOptions, drafts: Option<usize>) -> GenerateOptions {
     }
 }
 
-fn go(_: Piece<'_>) -> ControlFlow<()> {
-    ControlFlow::Continue(())
-}
-
 fn session(model: &Arc<Served>, context: usize) -> Session {
     let options = SessionOptions {
         context,
@@ -206,7 +209,7 @@ fn same(
     drafts: Option<usize>,
     stop_after: usize,
 ) -> Generation {
-    let mut generate = |session: &mut Session, drafts| {
+    let generate = |session: &mut Session, drafts| {
         let mut pieces = 0;
         let mut on_piece = |_: Piece<'_>| {
             pieces += 1;
@@ -268,4 +271,266 @@ fn drafts_change_no_token_and_no_logit() {
             drop(model);
         }
     }
+}
+
+/// Stop tokens, callbacks that break, limits, a full context and eviction end a text or change it among drafted tokens.
+#[test]
+fn texts_end_among_drafts_as_they_do_without() {
+    let model = served(&made("qwen35_drafter", Guess::Right));
+    let random = load("qwen35_drafter");
+    let prompt = some_tokens(&model, 19);
+    for model in [&model, &random] {
+        let pair = |context, eviction| {
+            let options = SessionOptions {
+                context,
+                eviction,
+                ..SessionOptions::default()
+            };
+            [(); 2].map(|()| {
+                let mut session = Session::new(model.clone(), &options).unwrap();
+                session.prefill(&prompt).unwrap();
+                session
+            })
+        };
+        let [mut all, _] = pair(128, Eviction::Error);
+        let text = all.generate(&drawn(30), &mut |_| ControlFlow::Continue(()));
+        let text = text.unwrap().tokens;
+        for drafts in DRAFTS {
+            for n in [1, 2, 3, 5, 6, 7, 12] {
+                for options in [drawn(30), drawn(n)] {
+                    let stop = GenerateOptions {
+                        stop_tokens: vec![text[n]],
+                        ..options.clone()
+                    };
+                    for (options, stop_after) in [(stop, usize::MAX), (options, n)] {
+                        let [mut without, mut drafting] = pair(128, Eviction::Error);
+                        same(&mut without, &mut drafting, &options, drafts, stop_after);
+                        assert_eq!(logits(&mut without), logits(&mut drafting), "{n}");
+                        same(&mut without, &mut drafting, &options, drafts, stop_after);
+                        assert_eq!(logits(&mut without), logits(&mut drafting), "{n}");
+                    }
+                }
+                for eviction in [Eviction::Error, Eviction::DropOldest { keep: 3 }] {
+                    let [mut without, mut drafting] = pair(19 + n, eviction);
+                    same(&mut without, &mut drafting, &drawn(40), drafts, usize::MAX);
+                    assert_eq!(logits(&mut without), logits(&mut drafting), "{n}");
+                }
+            }
+        }
+    }
+}
+
+/// Tokens that are drafted past the end leave nothing behind: the same blocks and states, and the same memory once all is dropped.
+#[test]
+fn drafts_leave_the_states_and_blocks_of_a_sequence_without_them() {
+    let model = served(&made("qwen35_drafter", Guess::Near));
+    let [mut without, mut drafting] = [(); 2].map(|()| session(&model, 256));
+    for session in [&mut without, &mut drafting] {
+        session.prefill(&some_tokens(&model, 40)).unwrap();
+    }
+    for _ in 0..4 {
+        same(&mut without, &mut drafting, &drawn(33), Some(3), usize::MAX);
+        let fork = drafting.fork().unwrap();
+        // A fork holds what is kept alone: no blocks for coming states.
+        assert_eq!(fork.kv_bytes(), without.fork().unwrap().kv_bytes());
+    }
+    drop((without, drafting));
+    assert_eq!(model.blocks_used(), 0);
+}
+
+/// Random programs of a session with drafts, against a fresh session that is given its tokens at once.
+#[test]
+fn programs_with_drafts_equal_fresh_sessions() {
+    let dir = std::env::temp_dir();
+    for case in CASES {
+        let model = served(&made(case, Guess::Near));
+        for program in 0..u64::from(cases(6)) {
+            let file = dir.join(format!(
+                "nvfp4-drafts-{}-{case}-{program}",
+                std::process::id()
+            ));
+            let mut draws = 0;
+            let mut draw = |below: usize| {
+                draws += 1;
+                bits(program, draws) as usize % below
+            };
+            let mut drafting = session(&model, 256);
+            drafting
+                .prefill(&some_tokens(&model, 1 + draw(40)))
+                .unwrap();
+            for _ in 0..12 {
+                match draw(7) {
+                    0 => drafting = drafting.fork().unwrap(),
+                    1 => {
+                        let len = drafting.len();
+                        drafting.truncate(len - draw(len)).unwrap();
+                    }
+                    2 => {
+                        drafting.save(&file).unwrap();
+                        drafting = Session::restore(model.clone(), &file).unwrap();
+                    }
+                    3 => step(&mut [&mut drafting], &[7]).unwrap(),
+                    _ => {
+                        let count = 1 + draw(12);
+                        let options = [greedy(count), drawn(count)][draw(2)].clone();
+                        let drafts = DRAFTS[draw(4)];
+                        let mut without = session(&model, 256);
+                        without.prefill(drafting.tokens()).unwrap();
+                        let stop_after = 1 + draw(14);
+                        same(&mut without, &mut drafting, &options, drafts, stop_after);
+                    }
+                }
+                if draw(3) == 0 {
+                    let mut fresh = session(&model, 256);
+                    fresh.prefill(drafting.tokens()).unwrap();
+                    assert_eq!(
+                        logits(&mut drafting),
+                        logits(&mut fresh),
+                        "{case}, {program}"
+                    );
+                }
+            }
+            let _ = fs::remove_file(&file);
+        }
+        assert_eq!(model.blocks_used(), 0);
+    }
+}
+
+/// The states of verified positions are staged beside those that are kept, and none stays.
+#[test]
+fn long_sequences_keep_the_states_that_they_keep_without_drafts() {
+    let model = served(&windows::lengthened("qwen35_drafter"));
+    let [mut without, mut drafting] = [(); 2].map(|()| session(&model, 4096));
+    let files = ["without", "with"].map(|name| {
+        std::env::temp_dir().join(format!("nvfp4-states-{}-{name}", std::process::id()))
+    });
+    for session in [&mut without, &mut drafting] {
+        session.prefill(&some_tokens(&model, 1000)).unwrap();
+    }
+    for _ in 0..2 {
+        same(
+            &mut without,
+            &mut drafting,
+            &drawn(1100),
+            Some(3),
+            usize::MAX,
+        );
+        let sizes = [(&without, &files[0]), (&drafting, &files[1])].map(|(session, file)| {
+            session.save(file).unwrap();
+            states_in(file)
+        });
+        assert!(sizes[0].contains("1024"), "{sizes:?}");
+        assert_eq!(sizes[0], sizes[1]);
+        without.prefill(&[5, 6, 7]).unwrap();
+        drafting.prefill(&[5, 6, 7]).unwrap();
+        without.truncate(1500).unwrap();
+        drafting.truncate(1500).unwrap();
+        assert_eq!(logits(&mut without), logits(&mut drafting));
+    }
+    files.iter().for_each(|file| fs::remove_file(file).unwrap());
+}
+
+/// The list of states in the header of a session file.
+fn states_in(file: &std::path::Path) -> String {
+    let bytes = fs::read(file).unwrap();
+    let length = u32::from_le_bytes(bytes[12..16].try_into().unwrap()) as usize;
+    let header: Value = serde_json::from_slice(&bytes[16..16 + length]).unwrap();
+    header["states"].to_string()
+}
+
+#[test]
+fn refusals_name_what_is_wrong() {
+    let with_drafter = load("qwen35_drafter");
+    let without = load("qwen35_tied");
+    assert!(!without.has_drafter());
+    let generate = |model: &Arc<Served>, drafts| {
+        let mut session = session(model, 64);
+        session.prefill(&some_tokens(model, 5)).unwrap();
+        session.generate(
+            &with(&greedy(3), drafts),
+            &mut |_| ControlFlow::Continue(()),
+        )
+    };
+    expect_kind(
+        generate(&without, Some(2)),
+        ErrorKind::Unsupported,
+        "drafts of a qwen3_5 model without a drafter (tensors mtp.*)",
+    );
+    assert!(generate(&without, None).is_ok() && generate(&without, Some(0)).is_ok());
+    expect_kind(
+        generate(&with_drafter, Some(MOST_DRAFTS + 1)),
+        ErrorKind::InvalidArgument,
+        "17 drafted tokens in a step; expected at most 16",
+    );
+    for (key, value, words) in [
+        (
+            "mtp_use_dedicated_embeddings",
+            json!(true),
+            "mtp_use_dedicated_embeddings is true",
+        ),
+        (
+            "mtp_num_hidden_layers",
+            json!(2),
+            "mtp_num_hidden_layers is 2",
+        ),
+    ] {
+        let dir = Copy::of("qwen35_drafter", "refused");
+        let config = fs::read(dir.0.join("config.json")).unwrap();
+        let mut config: Value = serde_json::from_slice(&config).unwrap();
+        config[key] = value;
+        dir.write("config.json", config.to_string().as_bytes());
+        expect_kind(
+            Served::load(&dir.0, &options()),
+            ErrorKind::Unsupported,
+            words,
+        );
+    }
+    let dir = Copy::of("qwen35_drafter", "missing");
+    rewrite(&dir, |name| {
+        name != "mtp.norm.weight" && !name.contains("q_proj")
+    });
+    expect_kind(
+        Served::load(&dir.0, &options()),
+        ErrorKind::NotFound,
+        "mtp.layers.0.self_attn.q_proj.weight, mtp.norm.weight",
+    );
+    // Without any of its tensors there is no drafter, whatever the config says.
+    let dir = Copy::of("qwen35_drafter", "none");
+    rewrite(&dir, |name| !name.starts_with("mtp."));
+    assert!(!served(&dir).has_drafter());
+    // It changes no result, so that the model is the same.
+    assert_eq!(served(&dir).fingerprint(), with_drafter.fingerprint());
+}
+
+/// Keeps some tensors of a copy.
+fn rewrite(dir: &Copy, keeps: impl Fn(&str) -> bool) {
+    let bytes = fs::read(dir.0.join("model.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let kept = file.tensors().into_iter().filter(|(name, _)| keeps(name));
+    let written = safetensors::serialize(kept, None).unwrap();
+    dir.write("model.safetensors", &written);
+}
+
+/// Without memory for the states of drafted positions, a generation goes on without drafts. The budget belongs to the process.
+#[test]
+fn a_lack_of_memory_ends_drafts_and_not_the_text() {
+    let model = served(&made("qwen35_drafter", Guess::Right));
+    let [mut without, mut drafting] = [(); 2].map(|()| session(&model, 64));
+    for session in [&mut without, &mut drafting] {
+        session.prefill(&some_tokens(&model, 9)).unwrap();
+        session.logits().unwrap();
+    }
+    let want = without.generate(&with(&greedy(9), Some(0)), &mut |_| {
+        ControlFlow::Continue(())
+    });
+    // Room for some states of the seven.
+    let shapes = model.spec().blocks.iter().filter_map(|b| b.recurrent());
+    let state: usize = shapes.map(|shape| 4 * shape.state_floats()).sum();
+    memory::set_budget(Some(memory::total().current + 3 * state as u64 + (4 << 10)));
+    let got = drafting.generate(&with(&greedy(9), Some(7)), &mut |_| {
+        ControlFlow::Continue(())
+    });
+    memory::set_budget(None);
+    let (want, got) = (want.unwrap(), got.unwrap());
+    assert_eq!((got.tokens, got.drafts.drafted), (want.tokens, 0));
 }
