@@ -5,15 +5,19 @@ mod common;
 
 use std::fs;
 use std::ops::ControlFlow;
+use std::path::Path;
 use std::sync::Arc;
 
 use NVFP4::base::ErrorKind;
 use NVFP4::base::memory;
+use NVFP4::base::threads::Pool;
 use NVFP4::engine::{NewTokens, Sequence, Served};
+use NVFP4::format::nvfp4::Recipe;
 use NVFP4::format::random::bits;
-use NVFP4::model::{KvType, Scratch, Wanted};
+use NVFP4::model::convert::{Container, ConvertOptions, ConvertProgress, convert};
+use NVFP4::model::{self, Choice, KvType, Logits, Output, Scratch, Verification, Wanted};
 use NVFP4::session::{
-    Eviction, GenerateOptions, Generation, MOST_DRAFTS, Piece, SamplingOptions, Session,
+    Eviction, Finish, GenerateOptions, Generation, MOST_DRAFTS, Piece, SamplingOptions, Session,
     SessionOptions, step,
 };
 use common::{
@@ -91,14 +95,14 @@ fn drafters_agree_with_transformers() {
     }
 }
 
-/// What the drafter of a model made by hand guesses.
+/// The guesses of a drafter that is made by hand.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Guess {
     /// As stored, with random weights.
     Random,
-    /// What the model chooses.
+    /// The tokens that the model chooses.
     Right,
-    /// What the model chooses, with an error that makes some wrong.
+    /// The tokens that the model chooses, some of them wrong by an error.
     Near,
     /// The least probable token.
     Wrong,
@@ -417,7 +421,7 @@ fn long_sequences_keep_the_states_that_they_keep_without_drafts() {
         );
         let sizes = [(&without, &files[0]), (&drafting, &files[1])].map(|(session, file)| {
             session.save(file).unwrap();
-            states_in(file)
+            header(file)["states"].to_string()
         });
         assert!(sizes[0].contains("1024"), "{sizes:?}");
         assert_eq!(sizes[0], sizes[1]);
@@ -430,12 +434,11 @@ fn long_sequences_keep_the_states_that_they_keep_without_drafts() {
     files.iter().for_each(|file| fs::remove_file(file).unwrap());
 }
 
-/// The list of states in the header of a session file.
-fn states_in(file: &std::path::Path) -> String {
+/// The header of a session file.
+fn header(file: &Path) -> Value {
     let bytes = fs::read(file).unwrap();
     let length = u32::from_le_bytes(bytes[12..16].try_into().unwrap()) as usize;
-    let header: Value = serde_json::from_slice(&bytes[16..16 + length]).unwrap();
-    header["states"].to_string()
+    serde_json::from_slice(&bytes[16..16 + length]).unwrap()
 }
 
 #[test]
@@ -523,14 +526,220 @@ fn a_lack_of_memory_ends_drafts_and_not_the_text() {
     let want = without.generate(&with(&greedy(9), Some(0)), &mut |_| {
         ControlFlow::Continue(())
     });
-    // Room for some states of the seven.
+    // Room for blocks of keys and values, and for some states of the eight.
     let shapes = model.spec().blocks.iter().filter_map(|b| b.recurrent());
     let state: usize = shapes.map(|shape| 4 * shape.state_floats()).sum();
-    memory::set_budget(Some(memory::total().current + 3 * state as u64 + (4 << 10)));
+    memory::set_budget(Some(
+        memory::total().current + 3 * state as u64 + (24 << 10),
+    ));
     let got = drafting.generate(&with(&greedy(9), Some(7)), &mut |_| {
         ControlFlow::Continue(())
     });
     memory::set_budget(None);
     let (want, got) = (want.unwrap(), got.unwrap());
     assert_eq!((got.tokens, got.drafts.drafted), (want.tokens, 0));
+}
+
+/// Segments that are verified beside others in a batch: right drafts stay up to the first wrong one, or to a token that ends the text.
+#[test]
+fn segments_of_a_batch_are_verified_apart() {
+    for case in CASES {
+        let model = load(case);
+        let greedy = SamplingOptions::default();
+        let prompt = some_tokens(&model, 30);
+        let mut text = prompt.clone();
+        let mut whole = session(&model, 128);
+        whole.prefill(&prompt).unwrap();
+        for _ in 0..6 {
+            let next = whole.argmax().unwrap();
+            text.push(next);
+            whole.decode(next).unwrap();
+        }
+        let chosen = &text[30..];
+        let wrong = |token: u32| (token + 1) % model.spec().vocab_size as u32;
+        let drafts = [
+            vec![chosen[1], chosen[2], chosen[3]],
+            vec![chosen[1], wrong(chosen[2]), chosen[3], chosen[4]],
+            vec![wrong(chosen[1])],
+            vec![chosen[1], chosen[2], chosen[3]],
+        ];
+        // All but the last hold the prompt; a token of the last ends its text.
+        let expected = [&chosen[1..5], &chosen[1..3], &chosen[1..2], &chosen[1..3]];
+        let mut sequences: Vec<Sequence> = drafts
+            .iter()
+            .map(|_| {
+                let mut sequence = model.sequence(64, KvType::F32).unwrap();
+                sequence.set_drafts(true).unwrap();
+                run(&model, &mut sequence, &prompt);
+                sequence
+            })
+            .collect();
+        let tokens: Vec<Vec<u32>> = drafts
+            .iter()
+            .map(|drafts| [&[chosen[0]], &drafts[..]].concat())
+            .collect();
+        let histories: Vec<Vec<u32>> = tokens.iter().map(|t| [&prompt[..], t].concat()).collect();
+        let mut plain = model.sequence(64, KvType::F32).unwrap();
+        run(&model, &mut plain, &prompt);
+        let work = tokens
+            .iter()
+            .zip(&histories)
+            .zip(&mut sequences)
+            .enumerate();
+        let mut work: Vec<NewTokens<'_>> = work
+            .map(|(i, ((tokens, history), sequence))| NewTokens {
+                tokens,
+                sequence,
+                wanted: Wanted::Verified(Verification {
+                    choice: Choice {
+                        options: &greedy,
+                        draw: 0,
+                        history,
+                    },
+                    stops: if i == 3 { &chosen[2..3] } else { &[] },
+                }),
+            })
+            .collect();
+        work.push(NewTokens {
+            tokens: &chosen[..1],
+            sequence: &mut plain,
+            wanted: Wanted::Nothing,
+        });
+        let outputs = model.run(work, false, &mut Scratch::new(), &mut Vec::new());
+        let outputs: Vec<Output> = outputs.unwrap().into_iter().map(|o| o.unwrap()).collect();
+        for ((output, want), sequence) in outputs.iter().zip(expected).zip(&mut sequences) {
+            assert_eq!(output, &Output::Verified(want.to_vec()), "{case}");
+            assert_eq!(sequence.len(), 30 + want.len());
+            // It goes on as the text does.
+            let rest = &chosen[want.len()..want.len() + 1];
+            let mut got = Vec::new();
+            let scratch = &mut Scratch::new();
+            model
+                .forward(rest, sequence, scratch, Logits::Last, &mut got)
+                .unwrap();
+            let mut fresh = model.sequence(64, KvType::F32).unwrap();
+            let mut expected = Vec::new();
+            let all = &text[..31 + want.len()];
+            model
+                .forward(all, &mut fresh, scratch, Logits::Last, &mut expected)
+                .unwrap();
+            assert_eq!(got, expected, "{case}");
+        }
+        assert_eq!(outputs[4], Output::Cached);
+    }
+}
+
+#[test]
+fn stop_strings_end_a_text_among_drafts() {
+    let dir = made("qwen35_drafter", Guess::Right);
+    let tokenizer = fs::read(golden("qwen3_tied").join("tokenizer.json")).unwrap();
+    dir.write("tokenizer.json", &tokenizer);
+    let model = served(&dir);
+    let pair = || {
+        [(); 2].map(|()| {
+            let mut session = session(&model, 128);
+            session.prefill(&some_tokens(&model, 9)).unwrap();
+            session
+        })
+    };
+    let [mut all, _] = pair();
+    let text = all.generate(&drawn(40), &mut |_| ControlFlow::Continue(()));
+    let text: Vec<char> = text.unwrap().text.chars().collect();
+    for at in [3, 8, 11, 20] {
+        let options = GenerateOptions {
+            stop_strings: vec![text[at..at + 2].iter().collect()],
+            ..drawn(40)
+        };
+        for drafts in DRAFTS {
+            let [mut without, mut drafting] = pair();
+            let got = same(&mut without, &mut drafting, &options, drafts, usize::MAX);
+            assert_eq!(got.finish, Finish::StopString);
+            assert_eq!(logits(&mut without), logits(&mut drafting), "{at}");
+        }
+    }
+}
+
+/// A session file has the drafter's keys and values if there are any, and a model without a drafter does without them.
+#[test]
+fn session_files_hold_what_the_drafter_knows() {
+    let model = load("qwen35_drafter");
+    let none = Copy::of("qwen35_drafter", "none");
+    rewrite(&none, |name| !name.starts_with("mtp."));
+    let none = served(&none);
+    let file = std::env::temp_dir().join(format!("nvfp4-drafter-file-{}", std::process::id()));
+    let page = {
+        let attention = model.spec().drafter.as_ref().unwrap().block.attention();
+        4 * 16 * attention.unwrap().kv_width() as u64
+    };
+    for (drafts, pages) in [(true, 3), (false, 0)] {
+        let mut session = session(&model, 128);
+        session.set_drafts(drafts).unwrap();
+        session.prefill(&some_tokens(&model, 40)).unwrap();
+        session.save(&file).unwrap();
+        let written = header(&file)["drafter"].as_u64().unwrap_or(0);
+        assert_eq!(written, pages * page);
+        let restored = [&model, &none].map(|m| Session::restore(m.clone(), &file).unwrap());
+        for mut restored in restored {
+            assert_eq!(logits(&mut restored), logits(&mut session));
+            let [mut a, mut b] = [session.fork().unwrap(), restored];
+            let drafts = b.model().has_drafter().then_some(3).or(Some(0));
+            same(&mut a, &mut b, &drawn(20), drafts, usize::MAX);
+        }
+    }
+    // A restored drafter guesses what it would have guessed.
+    let mut before = session(&model, 128);
+    before.prefill(&some_tokens(&model, 40)).unwrap();
+    before.decode(3).unwrap();
+    before.save(&file).unwrap();
+    let mut after = Session::restore(model.clone(), &file).unwrap();
+    assert_eq!(after.kv_bytes(), before.kv_bytes());
+    after.save(&file).unwrap();
+    let again = Session::restore(model.clone(), &file).unwrap();
+    assert_eq!(again.tokens(), before.tokens());
+    // A page less than the positions take.
+    let mut bytes = fs::read(&file).unwrap();
+    let length = u32::from_le_bytes(bytes[12..16].try_into().unwrap()) as usize;
+    let json = String::from_utf8(bytes[16..16 + length].to_vec()).unwrap();
+    let sizes = [3, 2].map(|pages| (pages * page).to_string());
+    // Of the same length, so that nothing else moves.
+    let padded = format!("\"drafter\":{:>1$}", sizes[1], sizes[0].len());
+    let shorter = json.replace(&format!("\"drafter\":{}", sizes[0]), &padded);
+    assert_ne!(json, shorter);
+    bytes.splice(16..16 + length, shorter.into_bytes());
+    let end = bytes.len() - page as usize;
+    fs::write(&file, &bytes[..end]).unwrap();
+    expect_kind(
+        Session::restore(model.clone(), &file),
+        ErrorKind::CorruptFile,
+        "bytes of the drafter's keys and values; 41 positions take",
+    );
+    fs::remove_file(&file).unwrap();
+}
+
+/// Conversion quantizes the drafter's block like the others, and keeps the projection of its inputs.
+#[test]
+fn conversion_quantizes_the_drafter() {
+    let out = Copy::of("qwen35_nested", "converted");
+    let mut options = ConvertOptions::new(Container::ModelOpt, Recipe::default());
+    options.replace = true;
+    let source = model::open(&golden("qwen35_nested")).unwrap();
+    let (pool, go) = (Pool::new(2).unwrap(), &mut |_: ConvertProgress<'_>| {
+        ControlFlow::Continue(())
+    });
+    convert(&*source, &out.0, &options, &pool, go).unwrap();
+    let made = model::open(&out.0).unwrap();
+    for (name, encoding) in [
+        ("mtp.layers.0.self_attn.q_proj.weight", "NVFP4"),
+        ("mtp.layers.0.mlp.down_proj.weight", "NVFP4"),
+        ("mtp.fc.weight", "BF16"),
+        ("mtp.norm.weight", "BF16"),
+    ] {
+        assert_eq!(source.find(name).unwrap().encoding.name(), "BF16");
+        assert_eq!(made.find(name).unwrap().encoding.name(), encoding, "{name}");
+    }
+    let (stored, converted) = (load("qwen35_nested"), served(&out));
+    assert!(converted.has_drafter());
+    let coded = |model: &Served| model.info().formats["nvfp4"].tensors;
+    // Query and gate are apart in memory.
+    assert_eq!(coded(&converted), coded(&stored) + 8);
 }

@@ -7,7 +7,7 @@ use super::snapshots::{SNAPSHOT_POSITIONS, SNAPSHOTS, Snapshot, stops, surplus};
 use crate::base::error::{bail, err};
 use crate::base::lock::lock;
 use crate::base::{ErrorKind, Result};
-use crate::model::kv::{KvArena, KvCache, KvTables, NULL_BLOCK, StateArena, StateTable};
+use crate::model::kv::{KvArena, KvCache, KvTables, NULL_BLOCK, PagesOf, StateArena, StateTable};
 use crate::model::{KvType, Model};
 
 /// Positions past a layer's window that are kept, so that a sequence may be cut by as many tokens without being computed again.
@@ -310,6 +310,13 @@ impl Sequence {
         }
     }
 
+    /// Frees blocks that are held for coming states, if they are too many.
+    fn release_surplus_spares(&mut self) {
+        let most = self.most_spares.min(self.spares.len());
+        let surplus = self.spares.split_off(most);
+        surplus.iter().for_each(|block| self.release_state(*block));
+    }
+
     /// Frees the blocks that are only held for coming states.
     fn release_spares(&mut self) {
         self.release_staged();
@@ -373,10 +380,7 @@ impl Sequence {
         for recent in std::mem::take(&mut self.recent) {
             self.recycle_state(recent.block);
         }
-        while self.spares.len() > self.most_spares {
-            let surplus = self.spares.pop().unwrap_or(NULL_BLOCK);
-            self.release_state(surplus);
-        }
+        self.release_surplus_spares();
         if verified {
             for positions in self.len + 1..=self.len + count {
                 // Without room for the first, the sequence could not go on at all.
@@ -583,6 +587,9 @@ impl Sequence {
             0 => self.release_spares(),
             _ => self.release_staged(),
         }
+        // The memory may be lacking for less.
+        self.most_spares = 1;
+        self.release_surplus_spares();
         for group in 0..self.groups() {
             let positions = self.block_positions(group);
             let last = self.tables.blocks(group).get(self.len / positions);
@@ -598,7 +605,8 @@ impl Sequence {
     /// Calls `each` with its pages of sixteen positions, layer by layer, and then with its recurrent states, in the order that
     /// [`Sequence::fill`] expects.
     pub fn for_each_page(&self, mut each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
-        self.cache.read_pages(&self.tables, self.len, &mut each)?;
+        let cache = &self.cache;
+        cache.read_pages(PagesOf::Blocks, &self.tables, self.len, &mut each)?;
         match self.cache.state() {
             None => Ok(()),
             Some(arena) => self
@@ -611,7 +619,54 @@ impl Sequence {
     pub fn page_bytes(&self, len: usize, kept: &Kept) -> Option<u64> {
         let state = self.cache.state().map_or(0, StateArena::block_bytes) as u64;
         let states = state.checked_mul(kept.states.len() as u64)?;
-        self.cache.page_bytes(len, &kept.from)?.checked_add(states)
+        let pages = self.cache.page_bytes(PagesOf::Blocks, len, &kept.from)?;
+        pages.checked_add(states)
+    }
+
+    /// Bytes of the drafter's keys and values, as [`Sequence::for_each_drafter_page`] gives them; 0 if it has followed no position.
+    pub fn drafter_bytes(&self) -> u64 {
+        let from = self.kept_from();
+        let bytes = self.cache.page_bytes(PagesOf::Drafter, self.len, &from);
+        bytes.filter(|_| self.has_drafter_rows).unwrap_or(0)
+    }
+
+    /// Calls `each` with the drafter's pages of sixteen positions.
+    pub fn for_each_drafter_page(&self, each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+        match self.has_drafter_rows {
+            true => (self.cache).read_pages(PagesOf::Drafter, &self.tables, self.len, each),
+            false => Ok(()),
+        }
+    }
+
+    /// Fills the drafter's keys and values of the positions held from `bytes` bytes of pages, which `next` gives. A model without a drafter
+    /// needs none of them.
+    pub fn fill_drafter(
+        &mut self,
+        bytes: u64,
+        mut next: impl FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        if !self.blocks.model.has_drafter() {
+            let mut left = bytes;
+            let mut part = [0; 4096];
+            while left > 0 {
+                let count = left.min(part.len() as u64);
+                next(&mut part[..count as usize])?;
+                left -= count;
+            }
+            return Ok(());
+        }
+        let from = self.kept_from();
+        let expected = self.cache.page_bytes(PagesOf::Drafter, self.len, &from);
+        if expected != Some(bytes) {
+            bail!(
+                InvalidArgument,
+                "{bytes} bytes of the drafter's keys and values; {} positions take {}",
+                self.len,
+                expected.unwrap_or(0)
+            );
+        }
+        self.has_drafter_rows = true;
+        (self.cache).write_pages(PagesOf::Drafter, &self.tables, self.len, next)
     }
 
     /// Fails unless this can be kept of `len` positions of an empty sequence.
@@ -670,7 +725,8 @@ impl Sequence {
                 self.own(group, index)?;
             }
         }
-        self.cache.write_pages(&self.tables, len, &mut next)?;
+        let cache = &self.cache;
+        cache.write_pages(PagesOf::Blocks, &self.tables, len, &mut next)?;
         for &positions in &kept.states {
             let block = self.take_state(true)?;
             self.snapshots.push(Snapshot { positions, block });

@@ -1,9 +1,10 @@
 //! Runs the drafter of a model: after each pass, for sequences that draft, its block over the positions whose next token the pass ran; and
 //! before a verification, one row a drafted token. Its keys and values are a layer of the cache after those of the blocks.
 
+use super::batch::{Part, Segment};
 use super::block::{self, ReferencePass, Rows};
 use super::kv::KvTables;
-use super::run::Scratch;
+use super::run::{Scratch, Slots, starts};
 use super::weights::Drafter;
 use super::{Choice, Model};
 use crate::base::error::bail;
@@ -79,6 +80,54 @@ impl Model {
         // Rows whose experts cannot be chosen make bad drafts, and no fault of the sequence.
         s.block.faults.clear();
         Ok(())
+    }
+
+    /// Runs the drafter over the positions whose next token is in a pass, for segments that draft, and keeps the hidden row of the last
+    /// position of each.
+    pub(super) fn follow(
+        &self,
+        segments: &[Segment<'_>],
+        parts: &[Part],
+        slots: &Slots,
+        scratch: &mut Scratch,
+    ) -> Result<()> {
+        if segments.iter().all(|s| s.drafts_after.is_none()) {
+            return Ok(());
+        }
+        let (spec, width) = (self.spec(), self.spec().hidden_size);
+        let count = parts.iter().map(|part| part.tokens.len()).sum();
+        let device = self.device();
+        let hidden = block::hidden_rows(device, spec, self.weights(), count, &mut scratch.block)?;
+        let mut of_parts = Vec::new();
+        for (start, part) in starts(parts).into_iter().zip(parts) {
+            let (segment, kept) = (&segments[part.slot], slots.kept(part));
+            if segment.drafts_after.is_none() || kept == 0 {
+                continue;
+            }
+            let first = segment.first + part.tokens.start;
+            let rows = &hidden[start * width..(start + kept) * width];
+            let (earlier, last) = rows.split_at((kept - 1) * width);
+            let mut before = std::mem::replace(&mut scratch.hidden[part.slot], last.to_vec());
+            before.resize(if first == 0 { 0 } else { width }, 0.0);
+            before.extend_from_slice(earlier);
+            // No position is before the first token.
+            let tokens = part.tokens.start + usize::from(first == 0)..part.tokens.start + kept;
+            of_parts.push((segment, first.saturating_sub(1), tokens, before));
+        }
+        let rows = of_parts
+            .iter()
+            .map(|(segment, first, tokens, hidden)| DrafterRows {
+                tokens: &segment.tokens[tokens.clone()],
+                hidden,
+                first: *first,
+                tables: segment.tables,
+                context: segment.context,
+            });
+        let rows: Vec<_> = rows.filter(|rows| !rows.tokens.is_empty()).collect();
+        match rows.is_empty() {
+            true => Ok(()),
+            false => self.run_drafter(&rows, scratch),
+        }
     }
 
     /// Appends the logits of the token after the last of `rows`, `vocab_size` numbers, as the drafter sees it, and returns the drafter's

@@ -5,7 +5,6 @@ use std::sync::Mutex;
 
 use super::batch::{Batch, Output, Part, Segment, Wanted, passes};
 use super::block::{self, Rows};
-use super::drafter::DrafterRows;
 use super::fused::{self, Executor, Source};
 use super::kv::KvArena;
 use super::{KvType, Model};
@@ -27,7 +26,7 @@ pub struct Scratch {
     /// Logits from which tokens are chosen.
     logits: Vec<f32>,
     /// The hidden row of the last position of each segment that drafts; empty if it is not known.
-    hidden: Vec<Vec<f32>>,
+    pub(super) hidden: Vec<Vec<f32>>,
 }
 
 impl Scratch {
@@ -79,7 +78,7 @@ struct ChosenRow {
 }
 
 /// Outputs of a batch's slots so far.
-struct Slots {
+pub(super) struct Slots {
     outputs: Vec<Result<Output>>,
     /// Rows of logits so far, including those present before.
     rows: usize,
@@ -139,7 +138,7 @@ impl Slots {
     }
 
     /// The number of rows of a part that stay.
-    fn kept(&self, part: &Part) -> usize {
+    pub(super) fn kept(&self, part: &Part) -> usize {
         match &self.outputs[part.slot] {
             Err(_) => 0,
             Ok(Output::Verified(chosen)) => {
@@ -160,7 +159,8 @@ impl Slots {
 
 impl Model {
     /// Runs a batch, and appends the rows of logits that its segments ask for to `logits`, `vocab_size` numbers each. Returns for each
-    /// segment its output, or its own fault: values beyond f16, or no token that could be chosen.
+    /// segment its output, or its own fault: values beyond f16, or no token that could be chosen. For segments that draft, `scratch` has the
+    /// hidden row of the last position that stays: [`Scratch::take_hidden`].
     ///
     /// Afterwards the blocks of segments without a fault hold the keys and values of their tokens. Those of the others, and of all if the
     /// call fails or the thread's [`call`] is cancelled, may hold anything at these positions. Segments must be of different sequences.
@@ -289,54 +289,6 @@ impl Model {
             call::add(tokens.len() as u64);
         }
         Ok(())
-    }
-
-    /// Runs the drafter over the positions whose next token is in a pass, for segments that draft, and keeps the hidden row of the last
-    /// position of each.
-    fn follow(
-        &self,
-        segments: &[Segment<'_>],
-        parts: &[Part],
-        slots: &Slots,
-        scratch: &mut Scratch,
-    ) -> Result<()> {
-        if segments.iter().all(|s| s.drafts_after.is_none()) {
-            return Ok(());
-        }
-        let (spec, width) = (self.spec(), self.spec().hidden_size);
-        let count = parts.iter().map(|part| part.tokens.len()).sum();
-        let device = &self.device;
-        let hidden = block::hidden_rows(device, spec, self.weights(), count, &mut scratch.block)?;
-        let mut of_parts = Vec::new();
-        for (start, part) in starts(parts).into_iter().zip(parts) {
-            let (segment, kept) = (&segments[part.slot], slots.kept(part));
-            if segment.drafts_after.is_none() || kept == 0 {
-                continue;
-            }
-            let first = segment.first + part.tokens.start;
-            let rows = &hidden[start * width..(start + kept) * width];
-            let (earlier, last) = rows.split_at((kept - 1) * width);
-            let mut before = std::mem::replace(&mut scratch.hidden[part.slot], last.to_vec());
-            before.resize(if first == 0 { 0 } else { width }, 0.0);
-            before.extend_from_slice(earlier);
-            // No position is before the first token.
-            let tokens = part.tokens.start + usize::from(first == 0)..part.tokens.start + kept;
-            of_parts.push((segment, first.saturating_sub(1), tokens, before));
-        }
-        let rows = of_parts
-            .iter()
-            .map(|(segment, first, tokens, hidden)| DrafterRows {
-                tokens: &segment.tokens[tokens.clone()],
-                hidden,
-                first: *first,
-                tables: segment.tables,
-                context: segment.context,
-            });
-        let rows: Vec<_> = rows.filter(|rows| !rows.tokens.is_empty()).collect();
-        match rows.is_empty() {
-            true => Ok(()),
-            false => self.run_drafter(&rows, scratch),
-        }
     }
 
     /// Runs the rows of a pass through all blocks and stores their keys and values; the output of the last block is left in the residual
@@ -587,7 +539,7 @@ impl Model {
 }
 
 /// The first row of each part of a pass.
-fn starts(parts: &[Part]) -> Vec<usize> {
+pub(super) fn starts(parts: &[Part]) -> Vec<usize> {
     let mut row = 0;
     parts
         .iter()

@@ -21,7 +21,7 @@ const MOST_ADAPTED: usize = 3;
 pub struct DraftCounts {
     /// Tokens that the drafter guessed.
     pub drafted: usize,
-    /// Those of them that were the model's own choice.
+    /// Guessed tokens that the model itself chose.
     pub accepted: usize,
 }
 

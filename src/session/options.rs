@@ -24,12 +24,12 @@ pub struct GenerateOptions {
     pub replay: bool,
     /// Reports each token's log-probability, which copies its logits to the host.
     pub log_probabilities: bool,
-    /// Tokens that the model's drafter guesses at most in a step, up to [`MOST_DRAFTS`], for one pass of the model to verify; 0 drafts none. With
-    /// the default, `None`, a model with a drafter drafts on the CPU as long as that is faster, and others do not. A number is refused if
-    /// the model has no drafter, or is on a GPU. A generation with [`replay`](Self::replay) or [`log_probabilities`](Self::log_probabilities) drafts nothing.
+    /// Most tokens that the model's drafter guesses in a step, up to [`MOST_DRAFTS`]; one pass of the model verifies them. 0 drafts none. The
+    /// default, `None`, drafts on the CPU if the model has a drafter, while that is faster. A number is refused for a model without a
+    /// drafter, and on a GPU. A generation with [`replay`](Self::replay) or [`log_probabilities`](Self::log_probabilities) drafts nothing.
     ///
-    /// Draws are numbered by position, so each token is a function of its logits and its number. The logits of verified tokens have the bits
-    /// of steps of one token: a generation has the same tokens with drafts and without, greedy or sampled. That is more than the same
+    /// A generation has the same tokens with drafts and without, greedy or sampled: each is a function of its logits and of the number of its
+    /// draw, which counts positions, and the logits of verified tokens have the bits of steps of one token. This is stronger than the same
     /// distribution.
     pub drafts: Option<usize>,
 }

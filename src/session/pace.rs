@@ -6,7 +6,7 @@ use super::options::MOST_DRAFTS;
 const RETRY: usize = 64;
 /// Weight of a new time in the running mean of its number.
 const NEW: f64 = 0.25;
-/// What remains of the counts of verified tokens with each further step.
+/// Factor of the counts of verified tokens with each further step.
 const KEPT: f64 = 0.98;
 
 /// The number of drafted tokens by which a session has been fastest. Each number is tried once. Then the one is taken with the most tokens
