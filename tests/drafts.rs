@@ -701,7 +701,7 @@ fn session_files_hold_what_the_drafter_knows() {
     let length = u32::from_le_bytes(bytes[12..16].try_into().unwrap()) as usize;
     let json = String::from_utf8(bytes[16..16 + length].to_vec()).unwrap();
     let sizes = [3, 2].map(|pages| (pages * page).to_string());
-    // Of the same length, so that nothing else moves.
+    // Padded to the same length: nothing else moves.
     let padded = format!("\"drafter\":{:>1$}", sizes[1], sizes[0].len());
     let shorter = json.replace(&format!("\"drafter\":{}", sizes[0]), &padded);
     assert_ne!(json, shorter);

@@ -26,8 +26,8 @@ use crate::base::{Error, call};
 use crate::engine::Served;
 use crate::model::KvType;
 use crate::session::{
-    self, Eviction, Finish, GenerateOptions, Generation, Part, Piece, Sampler, SamplingOptions,
-    SessionOptions,
+    self, Eviction, Finish, GenerateOptions, Generation, MOST_DRAFTS, Part, Piece, Sampler,
+    SamplingOptions, SessionOptions,
 };
 use crate::text::{Message, ToolCall, messages_to_json};
 use serde_json::Value;
@@ -293,7 +293,11 @@ impl NVFP4_GenerateOptions {
             drafts: match self.drafts {
                 0 => None,
                 -1 => Some(0),
-                most => Some(count("drafts", most.into())?),
+                most if most > 0 => Some(most as usize),
+                other => bail!(
+                    InvalidArgument,
+                    "drafts is {other}; expected -1 for none, 0 for as many as are fastest, or 1 to {MOST_DRAFTS}"
+                ),
             },
         })
     }

@@ -79,7 +79,8 @@ impl Served {
     }
 
     /// Up to `count` tokens that the drafter expects after the next token of a sequence that drafts, which is the last of the history of
-    /// `choice`. See [`Model::draft`](crate::model::Model::draft). The sequence stays as it is.
+    /// `choice`. See [`Model::draft`](crate::model::Model::draft). The sequence keeps its positions, and has blocks for those of a
+    /// verification.
     pub fn draft(
         &self,
         sequence: &mut Sequence,
@@ -91,13 +92,18 @@ impl Served {
             bail!(InvalidArgument, "drafts after an empty history");
         };
         let count = count.min(sequence.room());
-        self.with_drafter(sequence, next, count, |rows| {
+        let drafted = self.with_drafter(sequence, next, count, |rows| {
             self.model().draft(rows, choice, count, scratch)
-        })
+        })?;
+        if drafted.is_empty() {
+            // No verification follows that needs the blocks.
+            sequence.give_up()?;
+        }
+        Ok(drafted)
     }
 
-    /// The logits of the token after `next` as the drafter sees them, `vocab_size` numbers, where `next` follows a sequence that drafts. The
-    /// sequence stays as it is.
+    /// The logits of the token after `next` as the drafter sees them, `vocab_size` numbers, where `next` follows a sequence that drafts.
+    /// The sequence stays as it is.
     pub fn drafter_logits(
         &self,
         sequence: &mut Sequence,

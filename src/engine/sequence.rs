@@ -159,8 +159,8 @@ impl Sequence {
         self.drafts
     }
 
-    /// Lets the model's drafter follow the positions that run from now on, or no longer. Positions that it has not followed make drafts worse.
-    /// Fails for a model without a drafter.
+    /// Lets the model's drafter follow the positions that run from now on, or no longer. Positions that it has not followed make drafts
+    /// worse. Fails for a model without a drafter.
     pub fn set_drafts(&mut self, drafts: bool) -> Result<()> {
         if drafts {
             self.blocks.model.check_drafter()?;

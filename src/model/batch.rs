@@ -21,12 +21,12 @@ pub enum Wanted<'a> {
     Verified(Verification<'a>),
 }
 
-/// How a segment of one token and drafted ones is verified: each row chooses the token after it, until the next drafted token is another one.
-/// The choices are those of runs of one token each, with the same logits, draw numbers and histories.
+/// How a segment of one token and drafted ones is verified: each row chooses the token after it, until the next drafted token is another
+/// one. The choices are those of runs of one token each, with the same logits, draw numbers and histories.
 #[derive(Clone, Copy, Debug)]
 pub struct Verification<'a> {
-    /// The choice after the first row, and its draw; each later row has the next number. The history ends with all tokens of the segment, of
-    /// which each row takes those up to its own.
+    /// The choice after the first row, and its draw; each later row has the next number. The history ends with all tokens of the segment,
+    /// of which each row takes those up to its own.
     pub choice: Choice<'a>,
     /// Tokens after which no drafted token is right, because they end the text.
     pub stops: &'a [u32],

@@ -164,9 +164,9 @@ impl Model {
         s.normed_row(width)
     }
 
-    /// Up to `count` tokens that may follow the first of `rows`, which is the only one: the token after a position and its hidden row. Each is
-    /// chosen from the drafter's logits as `choice` says, with a draw of the next number and the tokens before it as history, so that it is
-    /// the model's own choice where both have the same logits. Ends early at a token that cannot be chosen.
+    /// Up to `count` tokens that may follow the first of `rows`, which is the only one: the token after a position and its hidden row. Each
+    /// is chosen from the drafter's logits as `choice` says, with a draw of the next number and the tokens before it as history, so that it
+    /// is the model's own choice where both have the same logits. Ends early at a token that cannot be chosen.
     pub fn draft(
         &self,
         rows: DrafterRows<'_>,

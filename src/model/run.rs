@@ -159,8 +159,8 @@ impl Slots {
 
 impl Model {
     /// Runs a batch, and appends the rows of logits that its segments ask for to `logits`, `vocab_size` numbers each. Returns for each
-    /// segment its output, or its own fault: values beyond f16, or no token that could be chosen. For segments that draft, `scratch` has the
-    /// hidden row of the last position that stays: [`Scratch::take_hidden`].
+    /// segment its output, or its own fault: values beyond f16, or no token that could be chosen. For segments that draft, `scratch` has
+    /// the hidden row of the last position that stays: [`Scratch::take_hidden`].
     ///
     /// Afterwards the blocks of segments without a fault hold the keys and values of their tokens. Those of the others, and of all if the
     /// call fails or the thread's [`call`] is cancelled, may hold anything at these positions. Segments must be of different sequences.

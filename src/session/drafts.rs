@@ -46,8 +46,8 @@ impl Drafts {
 }
 
 impl Session {
-    /// Decides whether the drafter follows tokens that run from now on. A session of a model with a drafter begins with that; without it the
-    /// drafter takes no time, and later drafts are worse. Fails for a model without a drafter.
+    /// Decides whether the drafter follows tokens that run from now on. A session of a model with a drafter begins with that; without it
+    /// the drafter takes no time, and later drafts are worse. Fails for a model without a drafter.
     pub fn set_drafts(&mut self, drafts: bool) -> Result<()> {
         self.cache.set_drafts(drafts)
     }
@@ -83,8 +83,8 @@ impl Session {
         }
     }
 
-    /// The next token, if drafts give it: one that was verified already, or the first of those that a step with drafts chooses. `left` is the
-    /// number of tokens that the generation may still have.
+    /// The next token, if drafts give it: one that was verified already, or the first of those that a step with drafts chooses. `left` is
+    /// the number of tokens that the generation may still have.
     pub(super) fn next_by_drafts(
         &mut self,
         sampler: &mut Sampler,
@@ -160,8 +160,8 @@ impl Session {
         Ok(())
     }
 
-    /// The tokens that the model chooses after the pending token and as many of the drafted ones as are right, which the sequence then holds.
-    /// The drafted tokens are left at the end of the session's.
+    /// The tokens that the model chooses after the pending token and as many of the drafted ones as are right, which the sequence then
+    /// holds. The drafted tokens are left at the end of the session's.
     fn chosen_with_drafts(
         &mut self,
         sampler: &Sampler,

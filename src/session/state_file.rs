@@ -1,6 +1,6 @@
 //! Session files: the complete state of a session, from which it continues as if never interrupted. A file holds a magic number, a JSON
-//! header, the tokens, the logits, the cache's pages, the drafter's pages if there are any, and a checksum of all that; numbers are little-endian. Everything is checked against
-//! the file size, the model and the checksum before it is used.
+//! header, the tokens, the logits, the cache's pages, the drafter's pages if there are any, and a checksum of all that; numbers are
+//! little-endian. Everything is checked against the file size, the model and the checksum before it is used.
 
 use std::fs::File;
 use std::hash::Hasher;

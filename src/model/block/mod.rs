@@ -31,7 +31,8 @@ use crate::ops::{Array, Device, Slice, SliceMut, Workspace, activation, norm, ro
 pub(super) struct Rows<'a> {
     pub(super) cache: &'a KvCache,
     pub(super) tables: &'a KvTables,
-    /// The positions after which its recurrent state is written, in parts of the rows, and the blocks; empty if the model has no such state.
+    /// The positions after which its recurrent state is written, in parts of the rows, and the blocks; empty if the model has no such
+    /// state.
     pub(super) states: Vec<(Range<usize>, StateBlocks)>,
     /// Positions that the sequence may come to.
     pub(super) context: usize,
