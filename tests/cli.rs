@@ -256,6 +256,20 @@ fn diagnose_names_a_compiler_that_is_not_there() {
 const MODEL: &str = "tests/golden/model/qwen3_tied";
 
 #[test]
+fn bench_counts_drafts() {
+    let model = "tests/golden/model/qwen35_drafter";
+    let bench = ["bench", "--model", model, "--json", "--runs", "1"];
+    let few = ["--prompt-tokens", "8", "--gen-tokens", "12"];
+    let with = |more: &[&str]| json(&[&bench[..], &few, more].concat())["drafts"].clone();
+    assert!(with(&[]).is_null());
+    assert_eq!(with(&["--drafts", "0"])["drafted"], 0);
+    assert!(with(&["--drafts", "2"])["drafted"].as_u64().unwrap() >= 8);
+    let together = [&bench[..], &["--drafts", "2", "--batch", "2"]].concat();
+    let e = failure(&together);
+    assert!(e.contains("--drafts with --batch 2"), "{e}");
+}
+
+#[test]
 fn run_gives_the_same_tokens_with_and_without_the_cache() {
     let prompt = ["run", "--model", MODEL, "--prompt", "Hello there"];
     let seeded = |seed: &str, more: &[&str]| {
@@ -277,7 +291,14 @@ fn run_gives_the_same_tokens_with_and_without_the_cache() {
     assert_ne!(raw, cached);
     assert_eq!(tokens(&["--raw", "--token-by-token"]), raw);
     assert_eq!(tokens(&["--raw", "--replay"]), raw);
+    assert_eq!(tokens(&["--drafts", "0"]), cached);
 
+    let drafts = [&prompt[..], &["--drafts", "2"]].concat();
+    let e = failure(&drafts);
+    assert!(
+        e.contains("drafts of a qwen3 model without a drafter"),
+        "{e}"
+    );
     let e = failure(&["run", "--model", MODEL, "--prompt", "x", "--context", "4"]);
     assert!(e.contains("the context holds 4"), "{e}");
     let e = failure(&["run", "--model", MODEL, "--prompt", "x", "--top-p", "2"]);

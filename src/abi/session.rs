@@ -26,8 +26,8 @@ use crate::base::{Error, call};
 use crate::engine::Served;
 use crate::model::KvType;
 use crate::session::{
-    self, Eviction, Finish, GenerateOptions, Generation, Part, Piece, Sampler, SamplingOptions,
-    SessionOptions,
+    self, Eviction, Finish, GenerateOptions, Generation, MOST_DRAFTS, Part, Piece, Sampler,
+    SamplingOptions, SessionOptions,
 };
 use crate::text::{Message, ToolCall, messages_to_json};
 use serde_json::Value;
@@ -207,8 +207,10 @@ pub struct NVFP4_GenerateOptions {
     /// 1 passes each token's log-probability to the callback, which copies the logits of each token to the host. Default:
     /// 0.
     pub log_probabilities: i32,
-    /// Must be 0.
-    pub reserved: i32,
+    /// The most tokens that the model's drafter guesses in a step, for one pass of the model to verify, up to 16; -1 drafts none. A
+    /// number is refused for a model without a drafter, and on a GPU. The generated tokens are the same. Default: 0, which
+    /// drafts on the CPU if the model has a drafter, while that is faster.
+    pub drafts: i32,
     /// The most tokens to generate. Default: SIZE_MAX, as many as fit in the context. With 0 a prompt is run and nothing is
     /// generated.
     pub max_tokens: usize,
@@ -245,7 +247,7 @@ unsafe impl Growing for NVFP4_GenerateOptions {
             ignore_model_stops: 0,
             replay: 0,
             log_probabilities: 0,
-            reserved: 0,
+            drafts: 0,
             max_tokens: defaults.max_tokens,
             seed: NVFP4_SEED_NEW,
             stop_tokens: std::ptr::null(),
@@ -262,7 +264,6 @@ impl NVFP4_GenerateOptions {
     /// # Safety
     /// The arrays and texts must be readable.
     pub(super) unsafe fn read(&self) -> Result<GenerateOptions> {
-        reserved(self, self.reserved)?;
         // SAFETY: promised by the caller.
         let (stop_tokens, strings, lengths) = unsafe {
             (
@@ -289,6 +290,15 @@ impl NVFP4_GenerateOptions {
             ignore_model_stops: flag("ignore_model_stops", self.ignore_model_stops)?,
             replay: flag("replay", self.replay)?,
             log_probabilities: flag("log_probabilities", self.log_probabilities)?,
+            drafts: match self.drafts {
+                0 => None,
+                -1 => Some(0),
+                most if most > 0 => Some(most as usize),
+                other => bail!(
+                    InvalidArgument,
+                    "drafts is {other}; expected -1 for none, 0 for as many as are fastest, or 1 to {MOST_DRAFTS}"
+                ),
+            },
         })
     }
 

@@ -1,6 +1,7 @@
 //! `nvfp4 bench`: prefill and decode speed, memory, and decode speed relative to the memory bandwidth. Medians of repeated runs after a
 //! warm-up.
 
+use std::ops::ControlFlow;
 use std::time::Instant;
 
 use NVFP4::base::Result;
@@ -8,7 +9,9 @@ use NVFP4::base::error::bail;
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::format::random;
 use NVFP4::model::{Activations, Device, KvType};
-use NVFP4::session::{self, SamplingOptions, Session, SessionOptions};
+use NVFP4::session::{
+    self, DraftCounts, GenerateOptions, SamplingOptions, Session, SessionOptions,
+};
 use serde::Serialize;
 
 use super::{bandwidth, model, output};
@@ -35,6 +38,9 @@ pub(super) struct Args {
     /// Decode after one token instead of after the prompt
     #[arg(long)]
     decode_from_empty: bool,
+    /// Draft this many tokens a step at most, for one sequence of a model with a drafter; without this, decoding drafts none
+    #[arg(long)]
+    drafts: Option<usize>,
     /// Print the result as JSON
     #[arg(long)]
     json: bool,
@@ -71,12 +77,15 @@ struct Report {
     /// Decode speed as a fraction of the limit by bandwidth.
     roofline: f64,
     load_seconds: f64,
+    /// Drafted tokens of all measured runs, and those that were right, if drafts were asked for.
+    drafts: Option<DraftCounts>,
 }
 
 struct Sample {
     prefill: f64,
     first_token: f64,
     decode: f64,
+    drafts: DraftCounts,
 }
 
 pub(super) fn run(args: &Args) -> Result<()> {
@@ -89,6 +98,13 @@ pub(super) fn run(args: &Args) -> Result<()> {
         if value == 0 {
             bail!(InvalidArgument, "{name} must be at least 1");
         }
+    }
+    if args.drafts.is_some() && args.batch > 1 {
+        bail!(
+            InvalidArgument,
+            "--drafts with --batch {}; drafts are measured with one sequence",
+            args.batch
+        );
     }
     let start = Instant::now();
     let model = args.model.load()?;
@@ -103,7 +119,11 @@ pub(super) fn run(args: &Args) -> Result<()> {
         ..SessionOptions::default()
     };
     let mut sessions = (0..args.batch)
-        .map(|_| Session::new(model.clone(), &options))
+        .map(|_| {
+            let mut session = Session::new(model.clone(), &options)?;
+            session.set_drafts(args.drafts.is_some_and(|most| most > 0))?;
+            Ok(session)
+        })
         .collect::<Result<Vec<_>>>()?;
 
     let vocabulary = model.spec().vocab_size as u64;
@@ -186,6 +206,10 @@ pub(super) fn run(args: &Args) -> Result<()> {
         bandwidth,
         roofline: steps * read / bandwidth,
         load_seconds,
+        drafts: args.drafts.map(|_| DraftCounts {
+            drafted: samples.iter().map(|s| s.drafts.drafted).sum(),
+            accepted: samples.iter().map(|s| s.drafts.accepted).sum(),
+        }),
     };
     if args.json {
         return output::json(&report);
@@ -199,6 +223,12 @@ pub(super) fn run(args: &Args) -> Result<()> {
         report.batch,
         report.ttft_ms
     ))?;
+    if let Some(drafts) = report.drafts {
+        output::line(format_args!(
+            "drafts: {} of {} tokens accepted",
+            drafts.accepted, drafts.drafted
+        ))?;
+    }
     output::line(format_args!(
         "{} of weights, {} of keys and values, peak {}; {:.1} GB/s of memory, of which decoding uses {:.0} %",
         output::size(report.weight_bytes),
@@ -225,18 +255,38 @@ fn measure(sessions: &mut [Session], prompts: &[Vec<u32>], args: &Args) -> Resul
         }
     }
     let n = sessions.len() as f64;
-    let argmax = SamplingOptions::default();
-    let greedy = vec![&argmax; sessions.len()];
+    let mut drafts = DraftCounts::default();
     let start = Instant::now();
-    for i in 0..args.gen_tokens {
-        let mut all: Vec<&mut Session> = sessions.iter_mut().collect();
-        next = session::step_choose(&mut all, &next, &greedy, i + 1 < args.gen_tokens)?;
+    match (args.drafts, &mut *sessions) {
+        (Some(_), [session]) => {
+            let options = GenerateOptions {
+                max_tokens: args.gen_tokens,
+                ignore_model_stops: true,
+                drafts: args.drafts,
+                ..GenerateOptions::default()
+            };
+            let answer = session.generate(&options, &mut |_| ControlFlow::Continue(()))?;
+            drafts = answer.drafts;
+        }
+        _ => step_all(sessions, next, args.gen_tokens)?,
     }
     Ok(Sample {
         prefill: prefill / n,
         first_token: first_token / n,
         decode: start.elapsed().as_secs_f64(),
+        drafts,
     })
+}
+
+/// Appends `count` tokens to each session, greedily, beginning with `next`.
+fn step_all(sessions: &mut [Session], mut next: Vec<u32>, count: usize) -> Result<()> {
+    let argmax = SamplingOptions::default();
+    let greedy = vec![&argmax; sessions.len()];
+    for i in 0..count {
+        let mut all: Vec<&mut Session> = sessions.iter_mut().collect();
+        next = session::step_choose(&mut all, &next, &greedy, i + 1 < count)?;
+    }
+    Ok(())
 }
 
 fn median(values: impl Iterator<Item = f64>) -> f64 {

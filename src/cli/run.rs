@@ -100,6 +100,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         "seed": answer.seed,
         "prompt_tokens": answer.prompt_tokens,
         "timings": answer.timings,
+        "drafts": answer.drafts,
         "memory": {"peak_bytes": memory::total().peak, "kv_bytes": session.kv_bytes()},
         "model": model.describe(),
     }))
@@ -140,6 +141,9 @@ impl Args {
         };
         let start = Instant::now();
         let tokens = model.tokenizer()?.encode(prompt, true)?;
+        if options.drafts == Some(0) {
+            session.set_drafts(false)?;
+        }
         if self.token_by_token {
             session.prefill_token_by_token(&tokens)?;
         } else {

@@ -35,6 +35,10 @@ pub(super) struct SamplingArgs {
     /// Go on past the model's stop tokens
     #[arg(long)]
     ignore_stops: bool,
+    /// Draft at most this many tokens a step, which one pass of the model verifies; 0 drafts none. By default a model with a drafter
+    /// drafts while that is faster. The answer is the same
+    #[arg(long)]
+    drafts: Option<usize>,
     /// Compute every token from the whole sequence, without the KV cache, for comparison
     #[arg(long)]
     replay: bool,
@@ -57,6 +61,7 @@ impl SamplingArgs {
             stop_strings: self.stop.clone(),
             ignore_model_stops: self.ignore_stops,
             replay: self.replay,
+            drafts: self.drafts,
             ..GenerateOptions::default()
         }
     }

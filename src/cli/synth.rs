@@ -201,7 +201,9 @@ fn fill(seed: u64, first: u64, out: &mut [u8]) {
 pub(super) fn run(args: &Args) -> Result<()> {
     let mut config = args.arch.config();
     config["tie_word_embeddings"] = args.tied.into();
-    let spec = families::read(&config)?;
+    let mut spec = families::read(&config)?;
+    // The drafts of random weights are never right.
+    spec.drafter = None;
     let plan = plan(&spec);
     let metadata = Metadata {
         config: Some(config),

@@ -4,7 +4,9 @@ use super::sequence::Sequence;
 use super::served::Served;
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::model::{Batch, Logits, Output, Scratch, Segment, Wanted};
+use crate::model::{
+    Batch, Choice, DrafterRows, HiddenBefore, Logits, Output, Scratch, Segment, Wanted,
+};
 
 /// Tokens that continue a sequence.
 #[derive(Debug)]
@@ -29,7 +31,7 @@ impl Served {
         scratch: &mut Scratch,
         logits: &mut Vec<f32>,
     ) -> Result<Vec<Result<Output>>> {
-        self.run_by(work, look_ahead, |batch| {
+        self.run_by(work, look_ahead, scratch, |batch, scratch| {
             self.model().run(batch, scratch, logits)
         })
     }
@@ -41,7 +43,7 @@ impl Served {
         scratch: &mut Scratch,
         logits: &mut Vec<f32>,
     ) -> Result<Vec<Result<Output>>> {
-        self.run_by(work, false, |batch| {
+        self.run_by(work, false, scratch, |batch, scratch| {
             self.model().run_reference(batch, scratch, logits)
         })
     }
@@ -76,12 +78,83 @@ impl Served {
         }
     }
 
+    /// Up to `count` tokens that the drafter expects after the next token of a sequence that drafts, which is the last of the history of
+    /// `choice`. See [`Model::draft`](crate::model::Model::draft). The sequence keeps its positions, and has blocks for those of a
+    /// verification.
+    pub fn draft(
+        &self,
+        sequence: &mut Sequence,
+        choice: Choice<'_>,
+        count: usize,
+        scratch: &mut Scratch,
+    ) -> Result<Vec<u32>> {
+        let Some(next) = choice.history.last() else {
+            bail!(InvalidArgument, "drafts after an empty history");
+        };
+        let count = count.min(sequence.room());
+        let drafted = self.with_drafter(sequence, next, count, |rows| {
+            self.model().draft(rows, choice, count, scratch)
+        })?;
+        if drafted.is_empty() {
+            // No verification follows that needs the blocks.
+            sequence.give_up()?;
+        }
+        Ok(drafted)
+    }
+
+    /// The logits of the token after `next` as the drafter sees them, `vocab_size` numbers, where `next` follows a sequence that drafts.
+    /// The sequence stays as it is.
+    pub fn drafter_logits(
+        &self,
+        sequence: &mut Sequence,
+        next: u32,
+        scratch: &mut Scratch,
+    ) -> Result<Vec<f32>> {
+        let mut logits = Vec::new();
+        self.with_drafter(sequence, &next, 1, |rows| {
+            self.model().drafter_logits(rows, scratch, &mut logits)
+        })?;
+        Ok(logits)
+    }
+
+    /// Calls `run` with the drafter's row of the last position of a sequence, which `next` follows, and with blocks for `count` rows.
+    fn with_drafter<T>(
+        &self,
+        sequence: &mut Sequence,
+        next: &u32,
+        count: usize,
+        run: impl FnOnce(DrafterRows<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let Some(first) = sequence.len().checked_sub(1) else {
+            bail!(InvalidArgument, "drafts after a sequence without tokens");
+        };
+        if !sequence.drafts() || !sequence.is_of(self.model()) {
+            bail!(
+                InvalidArgument,
+                "drafts after a sequence that the drafter of this model does not follow"
+            );
+        }
+        let _held = self.hold()?;
+        let unknown = vec![0.0; self.spec().hidden_size];
+        let done = sequence.reserve_blocks(count).and_then(|()| {
+            run(DrafterRows {
+                tokens: std::slice::from_ref(next),
+                hidden: sequence.hidden().unwrap_or(&unknown),
+                first,
+                tables: sequence.tables(),
+                context: sequence.capacity(),
+            })
+        });
+        done.or_else(|e| sequence.give_up().and(Err(e)))
+    }
+
     /// Takes blocks for the tokens, calls `run`, and commits what it ran.
     fn run_by(
         &self,
         mut work: Vec<NewTokens<'_>>,
         look_ahead: bool,
-        run: impl FnOnce(Batch<'_>) -> Result<Vec<Result<Output>>>,
+        scratch: &mut Scratch,
+        run: impl FnOnce(Batch<'_>, &mut Scratch) -> Result<Vec<Result<Output>>>,
     ) -> Result<Vec<Result<Output>>> {
         for part in &work {
             self.check_tokens(part.tokens)?;
@@ -103,12 +176,14 @@ impl Served {
                 tables: part.sequence.tables(),
                 context: part.sequence.capacity(),
                 wanted: part.wanted,
+                drafts_after: (part.sequence.drafts())
+                    .then(|| HiddenBefore(part.sequence.hidden())),
             });
             let batch = Batch {
                 segments: segments.collect(),
                 look_ahead,
             };
-            run(batch)
+            run(batch, scratch)
         });
         let ran: Vec<bool> = (0..work.len())
             .map(|i| outputs.as_ref().is_ok_and(|outputs| outputs[i].is_ok()))
@@ -118,12 +193,17 @@ impl Served {
             let given_up = part.sequence.give_up();
             outputs = outputs.and_then(|done| given_up.map(|()| done));
         }
-        for (part, _) in work.iter_mut().zip(&ran).filter(|(_, ran)| **ran) {
-            match &outputs {
+        for (i, part) in work.iter_mut().enumerate().filter(|(i, _)| ran[*i]) {
+            match outputs.as_ref().map(|outputs| &outputs[i]) {
+                Ok(Ok(Output::Verified(chosen))) => part.sequence.advance_verified(chosen.len()),
                 Ok(_) => part.sequence.advance(part.tokens.len()),
                 // The call has an error already.
-                Err(_) => drop(part.sequence.give_up()),
+                Err(_) => {
+                    drop(part.sequence.give_up());
+                    continue;
+                }
             }
+            part.sequence.set_hidden(scratch.take_hidden(i));
         }
         outputs
     }
@@ -133,7 +213,8 @@ impl Served {
 fn reserve(work: &mut [NewTokens<'_>]) -> Result<()> {
     let alone = work.len() == 1;
     for (i, part) in work.iter_mut().enumerate() {
-        let reserved = part.sequence.reserve(part.tokens.len());
+        let verified = matches!(part.wanted, Wanted::Verified(_));
+        let reserved = part.sequence.reserve(part.tokens.len(), verified);
         reserved.map_err(|e| match alone {
             true => e,
             false => e.within(format_args!("sequence {i}")),

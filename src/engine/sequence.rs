@@ -7,7 +7,7 @@ use super::snapshots::{SNAPSHOT_POSITIONS, SNAPSHOTS, Snapshot, stops, surplus};
 use crate::base::error::{bail, err};
 use crate::base::lock::lock;
 use crate::base::{ErrorKind, Result};
-use crate::model::kv::{KvArena, KvCache, KvTables, NULL_BLOCK, StateArena, StateTable};
+use crate::model::kv::{KvArena, KvCache, KvTables, NULL_BLOCK, PagesOf, StateArena, StateTable};
 use crate::model::{KvType, Model};
 
 /// Positions past a layer's window that are kept, so that a sequence may be cut by as many tokens without being computed again.
@@ -86,8 +86,20 @@ pub struct Sequence {
     snapshots: Vec<Snapshot>,
     /// Whether the state of the end is kept when the sequence goes on.
     keeps_end: bool,
-    /// A block of a state that was given up, for the next.
-    spare: Option<u32>,
+    /// States since the last verification began that are not kept: the sequence can go back to them until it goes on.
+    recent: Vec<Snapshot>,
+    /// Blocks of states that were given up, for the next ones.
+    spares: Vec<u32>,
+    /// The number of blocks that are held for coming states: those of one run.
+    most_spares: usize,
+    /// Whether the tokens that run are verified, so that the state after each has a block.
+    verifies: bool,
+    /// Whether the drafter follows the sequence.
+    drafts: bool,
+    /// Whether the drafter has followed some of its positions.
+    has_drafter_rows: bool,
+    /// The hidden row of the last position, if the sequence drafts and that is known.
+    hidden: Option<Vec<f32>>,
     len: usize,
     capacity: usize,
 }
@@ -108,7 +120,13 @@ impl Sequence {
             cache: cache.clone(),
             snapshots: Vec::new(),
             keeps_end: false,
-            spare: None,
+            recent: Vec::new(),
+            spares: Vec::new(),
+            most_spares: 1,
+            verifies: false,
+            drafts: false,
+            has_drafter_rows: false,
+            hidden: None,
             len: 0,
             capacity,
         })
@@ -139,6 +157,35 @@ impl Sequence {
         self.tables.kind()
     }
 
+    /// Whether the model's drafter follows it, so that tokens can be drafted.
+    pub fn drafts(&self) -> bool {
+        self.drafts
+    }
+
+    /// Lets the model's drafter follow the positions that run from now on, or no longer. Positions that it has not followed make drafts
+    /// worse. Fails for a model without a drafter.
+    pub fn set_drafts(&mut self, drafts: bool) -> Result<()> {
+        if drafts {
+            self.blocks.model.check_drafter()?;
+        }
+        if self.drafts != drafts {
+            self.drafts = drafts;
+            self.hidden = None;
+        }
+        Ok(())
+    }
+
+    /// The hidden row of the last position, if it is known.
+    pub(super) fn hidden(&self) -> Option<&[f32]> {
+        self.hidden.as_deref()
+    }
+
+    /// Records the hidden row of the last position of a run that the drafter followed.
+    pub(super) fn set_hidden(&mut self, hidden: Option<Vec<f32>>) {
+        self.hidden = hidden;
+        self.has_drafter_rows |= self.hidden.is_some();
+    }
+
     /// Its block tables.
     pub(super) fn tables(&self) -> &KvTables {
         &self.tables
@@ -161,8 +208,8 @@ impl Sequence {
     pub fn bytes(&self) -> usize {
         let of_group = |group| self.tables.kept(group).count() * self.arena(group).block_bytes();
         let state = self.cache.state().map_or(0, StateArena::block_bytes);
-        let held = [self.spare, self.tables.state().ahead()];
-        let states = self.states().count() + held.iter().flatten().count();
+        let ahead = usize::from(self.tables.state().ahead().is_some());
+        let states = self.states().count() + self.recent.len() + self.spares.len() + ahead;
         (0..self.groups()).map(of_group).sum::<usize>() + states * state
     }
 
@@ -219,10 +266,9 @@ impl Sequence {
         let len = match self.cache.state() {
             None => len,
             Some(_) => {
-                let kept = self.snapshots.iter().map(|s| s.positions);
-                kept.take_while(|positions| *positions <= len)
-                    .last()
-                    .unwrap_or(0)
+                let kept = self.snapshots.iter().chain(&self.recent);
+                let earlier = kept.map(|s| s.positions).filter(|p| *p <= len);
+                earlier.max().unwrap_or(0)
             }
         };
         let kept = self.kept_from();
@@ -231,6 +277,7 @@ impl Sequence {
             true => len,
             false => 0,
         };
+        self.hidden = None;
         self.release_unused();
         self.go_back();
         Ok(())
@@ -244,29 +291,41 @@ impl Sequence {
         let end = self.tables.state().current();
         self.release_state(end);
         self.release_spares();
+        let mut recent = std::mem::take(&mut self.recent);
+        let at = recent.iter().position(|s| s.positions == self.len);
+        let at = at.map(|index| recent.remove(index).block);
+        recent.iter().for_each(|s| self.release_state(s.block));
         let count = self.snapshots.partition_point(|s| s.positions <= self.len);
         let later = self.snapshots.split_off(count);
         later.iter().for_each(|s| self.release_state(s.block));
-        let current = self.snapshots.pop().map_or(NULL_BLOCK, |s| s.block);
-        self.keeps_end = true;
+        self.keeps_end = at.is_none() || self.len.is_multiple_of(SNAPSHOT_POSITIONS);
+        let current = at.or_else(|| self.snapshots.pop().map(|s| s.block));
+        let current = current.unwrap_or(NULL_BLOCK);
         *self.tables.state_mut() = StateTable::new(self.len, current);
     }
 
-    /// Keeps a block that only this sequence uses for the next state, if it has none yet.
+    /// Keeps a block that only this sequence uses for the next state, unless it has enough.
     fn recycle_state(&mut self, block: u32) {
         let is_own = block != NULL_BLOCK && !self.blocks.pools(self.kind()).state.is_shared(block);
-        match is_own && self.spare.is_none() {
-            true => self.spare = Some(block),
+        match is_own && self.spares.len() < self.most_spares {
+            true => self.spares.push(block),
             false => self.release_state(block),
         }
+    }
+
+    /// Frees blocks that are held for coming states, if they are too many.
+    fn release_surplus_spares(&mut self) {
+        let most = self.most_spares.min(self.spares.len());
+        let surplus = self.spares.split_off(most);
+        surplus.iter().for_each(|block| self.release_state(*block));
     }
 
     /// Frees the blocks that are only held for coming states.
     fn release_spares(&mut self) {
         self.release_staged();
         let ahead = self.tables.state_mut().take_ahead();
-        let spare = self.spare.take();
-        let blocks = ahead.into_iter().chain(spare);
+        let spares = std::mem::take(&mut self.spares);
+        let blocks = ahead.into_iter().chain(spares);
         blocks.for_each(|block| self.release_state(block));
     }
 
@@ -288,13 +347,13 @@ impl Sequence {
         }
     }
 
-    /// Takes a block for a state. Earlier states give way if there is no memory.
-    fn take_state(&mut self) -> Result<u32> {
+    /// Takes a block for a state. If there is no memory, earlier states give way to it if `pressing`.
+    fn take_state(&mut self, pressing: bool) -> Result<u32> {
         let cache = self.cache.clone();
         let Some(arena) = cache.state() else {
             bail!(Internal, "a state of a model without recurrent layers");
         };
-        if let Some(block) = self.spare.take() {
+        if let Some(block) = self.spares.pop() {
             return Ok(block);
         }
         loop {
@@ -303,7 +362,8 @@ impl Sequence {
                 Ok(()) => return Ok(block),
                 Err(e) => {
                     self.blocks.pools(self.kind()).state.release(block);
-                    if e.kind() != ErrorKind::OutOfMemory || self.snapshots.is_empty() {
+                    let gives_way = pressing && !self.snapshots.is_empty();
+                    if e.kind() != ErrorKind::OutOfMemory || !gives_way {
                         return Err(e);
                     }
                     let oldest = self.snapshots.remove(0);
@@ -313,12 +373,26 @@ impl Sequence {
         }
     }
 
-    /// Takes blocks for the states of the next `count` positions.
-    fn reserve_states(&mut self, count: usize) -> Result<()> {
+    /// Takes blocks for the states of the next `count` positions: of those that are kept, or of each if they are `verified`.
+    fn reserve_states(&mut self, count: usize, verified: bool) -> Result<()> {
         if self.cache.state().is_none() {
             return Ok(());
         }
+        self.verifies = verified;
+        self.most_spares = if verified { count } else { 1 };
         self.release_staged();
+        for recent in std::mem::take(&mut self.recent) {
+            self.recycle_state(recent.block);
+        }
+        self.release_surplus_spares();
+        if verified {
+            for positions in self.len + 1..=self.len + count {
+                // Without room for the first, the sequence could not go on at all.
+                let block = self.take_state(positions == self.len + 1)?;
+                self.tables.state_mut().stage(positions, block);
+            }
+            return Ok(());
+        }
         let kept: Vec<usize> = self.states().map(|s| s.positions).collect();
         let end = self.len + count;
         // A GPU may have written the state after one token to it.
@@ -326,7 +400,7 @@ impl Sequence {
         for positions in stops(&kept, self.len, end).into_iter().chain([end]) {
             let block = match ahead.take() {
                 Some(block) => block,
-                None => self.take_state()?,
+                None => self.take_state(true)?,
             };
             self.tables.state_mut().stage(positions, block);
         }
@@ -337,15 +411,51 @@ impl Sequence {
     pub(super) fn reserve_ahead(&mut self, count: usize) -> Result<()> {
         self.reserve_blocks(count + 1)?;
         if self.cache.state().is_some() {
-            let block = self.take_state()?;
+            let block = self.take_state(true)?;
             self.tables.state_mut().stage_ahead(block);
         }
         Ok(())
     }
 
+    /// Makes the state of the end that of the last position that stays of a verification, as if each had run alone, and gives up those of
+    /// later ones. The states between are not kept, but the sequence can go back to them until it goes on.
+    fn advance_verified_states(&mut self) {
+        for (positions, block) in self.tables.state_mut().unstage() {
+            if positions > self.len {
+                self.recycle_state(block);
+                continue;
+            }
+            let old = Snapshot {
+                positions: positions - 1,
+                block: self.tables.state().current(),
+            };
+            *self.tables.state_mut() = StateTable::new(positions, block);
+            match old.block != NULL_BLOCK && self.keeps_end {
+                true => self.snapshots.push(old),
+                false if old.block == NULL_BLOCK => {}
+                false => self.recent.push(old),
+            }
+            self.keeps_end = positions.is_multiple_of(SNAPSHOT_POSITIONS);
+            self.drop_surplus(positions);
+        }
+    }
+
+    /// Drops states of which more are kept than a sequence of `len` positions may keep.
+    fn drop_surplus(&mut self, len: usize) {
+        let kept = |s: &Sequence| s.snapshots.iter().map(|s| s.positions).collect::<Vec<_>>();
+        while let Some(index) = surplus(&kept(self), len) {
+            let dropped = self.snapshots.remove(index);
+            self.release_state(dropped.block);
+        }
+    }
+
     /// Makes the state of the end that of the last position that ran, and decides which earlier ones are kept. `before` is the number of
     /// positions before the run.
     fn advance_states(&mut self, before: usize) {
+        if self.verifies {
+            self.advance_verified_states();
+            return;
+        }
         let old = Snapshot {
             positions: before,
             block: self.tables.state().current(),
@@ -369,11 +479,7 @@ impl Sequence {
         self.snapshots
             .extend(staged.map(|(positions, block)| Snapshot { positions, block }));
         self.keeps_end = is_prompt || self.len.is_multiple_of(SNAPSHOT_POSITIONS);
-        let kept = |s: &Sequence| s.snapshots.iter().map(|s| s.positions).collect::<Vec<_>>();
-        while let Some(index) = surplus(&kept(self), self.len) {
-            let dropped = self.snapshots.remove(index);
-            self.release_state(dropped.block);
-        }
+        self.drop_surplus(self.len);
     }
 
     /// Releases blocks past the positions held, which were reserved for tokens that did not run.
@@ -397,8 +503,8 @@ impl Sequence {
     }
 
     /// Takes blocks for `count` further positions in every group, and copies shared ones that these positions are in, so that a lack of
-    /// memory shows before any work is done.
-    pub(super) fn reserve(&mut self, count: usize) -> Result<()> {
+    /// memory shows before any work is done. For positions that are `verified`, the states after each get a block.
+    pub(super) fn reserve(&mut self, count: usize, verified: bool) -> Result<()> {
         if count > self.room() {
             bail!(
                 ContextFull,
@@ -408,14 +514,16 @@ impl Sequence {
             );
         }
         self.reserve_blocks(count)?;
-        self.reserve_states(count)
+        self.reserve_states(count, verified)
     }
 
     /// Takes blocks of keys and values for `count` further positions.
-    fn reserve_blocks(&mut self, count: usize) -> Result<()> {
+    pub(super) fn reserve_blocks(&mut self, count: usize) -> Result<()> {
+        // The drafter writes the position before the first token.
+        let len = self.len.saturating_sub(usize::from(self.drafts));
         for group in 0..self.groups() {
             let positions = self.block_positions(group);
-            let first = self.len / positions;
+            let first = len / positions;
             for index in first..(self.len + count).div_ceil(positions) {
                 self.own(group, index)?;
             }
@@ -452,6 +560,12 @@ impl Sequence {
         Ok(())
     }
 
+    /// Like [`Sequence::advance`] for the first `count` of the positions that were verified. The blocks of the others are free again.
+    pub(super) fn advance_verified(&mut self, count: usize) {
+        self.advance(count);
+        self.release_unused();
+    }
+
     /// Records that every layer holds `count` further positions, and frees what windows have passed.
     pub(super) fn advance(&mut self, count: usize) {
         self.len += count;
@@ -476,6 +590,9 @@ impl Sequence {
             0 => self.release_spares(),
             _ => self.release_staged(),
         }
+        // The memory may be lacking for less.
+        self.most_spares = 1;
+        self.release_surplus_spares();
         for group in 0..self.groups() {
             let positions = self.block_positions(group);
             let last = self.tables.blocks(group).get(self.len / positions);
@@ -491,7 +608,8 @@ impl Sequence {
     /// Calls `each` with its pages of sixteen positions, layer by layer, and then with its recurrent states, in the order that
     /// [`Sequence::fill`] expects.
     pub fn for_each_page(&self, mut each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
-        self.cache.read_pages(&self.tables, self.len, &mut each)?;
+        let cache = &self.cache;
+        cache.read_pages(PagesOf::Blocks, &self.tables, self.len, &mut each)?;
         match self.cache.state() {
             None => Ok(()),
             Some(arena) => self
@@ -504,7 +622,54 @@ impl Sequence {
     pub fn page_bytes(&self, len: usize, kept: &Kept) -> Option<u64> {
         let state = self.cache.state().map_or(0, StateArena::block_bytes) as u64;
         let states = state.checked_mul(kept.states.len() as u64)?;
-        self.cache.page_bytes(len, &kept.from)?.checked_add(states)
+        let pages = self.cache.page_bytes(PagesOf::Blocks, len, &kept.from)?;
+        pages.checked_add(states)
+    }
+
+    /// Bytes of the drafter's keys and values, as [`Sequence::for_each_drafter_page`] gives them; 0 if it has followed no position.
+    pub fn drafter_bytes(&self) -> u64 {
+        let from = self.kept_from();
+        let bytes = self.cache.page_bytes(PagesOf::Drafter, self.len, &from);
+        bytes.filter(|_| self.has_drafter_rows).unwrap_or(0)
+    }
+
+    /// Calls `each` with the drafter's pages of sixteen positions.
+    pub fn for_each_drafter_page(&self, each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+        match self.has_drafter_rows {
+            true => (self.cache).read_pages(PagesOf::Drafter, &self.tables, self.len, each),
+            false => Ok(()),
+        }
+    }
+
+    /// Fills the drafter's keys and values of the positions held from `bytes` bytes of pages, which `next` gives. A model without a drafter
+    /// needs none of them.
+    pub fn fill_drafter(
+        &mut self,
+        bytes: u64,
+        mut next: impl FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        if !self.blocks.model.has_drafter() {
+            let mut left = bytes;
+            let mut part = [0; 4096];
+            while left > 0 {
+                let count = left.min(part.len() as u64);
+                next(&mut part[..count as usize])?;
+                left -= count;
+            }
+            return Ok(());
+        }
+        let from = self.kept_from();
+        let expected = self.cache.page_bytes(PagesOf::Drafter, self.len, &from);
+        if expected != Some(bytes) {
+            bail!(
+                InvalidArgument,
+                "{bytes} bytes of the drafter's keys and values; {} positions take {}",
+                self.len,
+                expected.unwrap_or(0)
+            );
+        }
+        self.has_drafter_rows = true;
+        (self.cache).write_pages(PagesOf::Drafter, &self.tables, self.len, next)
     }
 
     /// Fails unless this can be kept of `len` positions of an empty sequence.
@@ -563,9 +728,10 @@ impl Sequence {
                 self.own(group, index)?;
             }
         }
-        self.cache.write_pages(&self.tables, len, &mut next)?;
+        let cache = &self.cache;
+        cache.write_pages(PagesOf::Blocks, &self.tables, len, &mut next)?;
         for &positions in &kept.states {
-            let block = self.take_state()?;
+            let block = self.take_state(true)?;
             self.snapshots.push(Snapshot { positions, block });
             if let Some(arena) = self.cache.state() {
                 arena.write(block, &mut next)?;
@@ -592,7 +758,10 @@ impl Clone for Sequence {
             cache: self.cache.clone(),
             tables,
             snapshots: self.snapshots.clone(),
-            spare: None,
+            recent: Vec::new(),
+            spares: Vec::new(),
+            most_spares: 1,
+            hidden: self.hidden.clone(),
             ..*self
         }
     }
@@ -605,7 +774,8 @@ impl Drop for Sequence {
             self.release(group, &blocks);
         }
         self.release_spares();
-        self.states().for_each(|s| self.release_state(s.block));
+        let states = self.states().chain(self.recent.iter().copied());
+        states.for_each(|s| self.release_state(s.block));
     }
 }
 

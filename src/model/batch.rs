@@ -17,7 +17,40 @@ pub enum Wanted<'a> {
     All,
     /// The next token. On a GPU the logits stay on the device.
     Token(Choice<'a>),
+    /// The tokens after as many of the segment's tokens as are right, on the CPU only.
+    Verified(Verification<'a>),
 }
+
+/// How a segment of one token and drafted ones is verified: each row chooses the token after it, until the next drafted token is another
+/// one. The choices are those of runs of one token each, with the same logits, draw numbers and histories.
+#[derive(Clone, Copy, Debug)]
+pub struct Verification<'a> {
+    /// The choice after the first row, and its draw; each later row has the next number. The history ends with all tokens of the segment,
+    /// of which each row takes those up to its own.
+    pub choice: Choice<'a>,
+    /// Tokens after which no drafted token is right, because they end the text.
+    pub stops: &'a [u32],
+}
+
+impl<'a> Verification<'a> {
+    /// The choice after row `row` of a segment of `rows`.
+    pub(super) fn choice(&self, row: usize, rows: usize) -> Choice<'a> {
+        let Choice {
+            options,
+            draw,
+            history,
+        } = self.choice;
+        Choice {
+            options,
+            draw: draw + row as u64,
+            history: &history[..history.len() - (rows - 1 - row)],
+        }
+    }
+}
+
+/// The hidden row of the position before a segment: the output of the final norm, `[hidden]`, or `None` if it is not known.
+#[derive(Clone, Copy, Debug)]
+pub struct HiddenBefore<'a>(pub Option<&'a [f32]>);
 
 /// Consecutive tokens of one sequence.
 #[derive(Clone, Copy, Debug)]
@@ -32,6 +65,9 @@ pub struct Segment<'a> {
     pub context: usize,
     /// The requested output.
     pub wanted: Wanted<'a>,
+    /// For a sequence that drafts: the drafter runs its rows of the positions before the segment's tokens, which need the hidden row of the
+    /// position before the first. An unknown one is zeros, which makes drafts worse, and changes no other result.
+    pub drafts_after: Option<HiddenBefore<'a>>,
 }
 
 /// Segments of different sequences, of any lengths, that run in the same passes. A segment's slot is its index.
@@ -53,6 +89,8 @@ pub enum Output {
     Logits(Range<usize>),
     /// The next token.
     Token(u32),
+    /// The tokens after the first rows of the segment, as many as stay: the first row, and those of drafted tokens that are right.
+    Verified(Vec<u32>),
 }
 
 /// The tokens of a segment that run in one pass.
@@ -61,19 +99,6 @@ pub(super) struct Part {
     pub(super) slot: usize,
     /// The range of the segment's tokens.
     pub(super) tokens: Range<usize>,
-}
-
-impl Segment<'_> {
-    /// The numbers of its tokens after which a part must end: all, and those at whose end a recurrent state is kept.
-    pub(super) fn stops(&self) -> Vec<usize> {
-        let staged = self.tables.state().staged().iter();
-        let mut stops: Vec<_> = staged
-            .map(|(positions, _)| positions - self.first)
-            .collect();
-        stops.retain(|stop| *stop < self.tokens.len());
-        stops.push(self.tokens.len());
-        stops
-    }
 }
 
 /// What a pass may have.
@@ -93,8 +118,8 @@ pub(super) struct Divided {
     pub(super) slot: usize,
     /// Position of its first token.
     pub(super) first: usize,
-    /// The numbers of its tokens after which a part must end, its length at last.
-    pub(super) stops: Vec<usize>,
+    /// Number of its tokens.
+    pub(super) len: usize,
 }
 
 /// Divides segments into passes, in order. Only the last part of a pass may continue in the next one, and a pass has one part of a segment.
@@ -103,35 +128,37 @@ pub(super) fn passes(
     limits: PassLimits,
 ) -> Vec<Vec<Part>> {
     let (mut passes, mut left) = (Vec::<Vec<Part>>::new(), 0);
-    for segment in segments {
-        let (slot, mut first) = (segment.slot, 0);
-        for stop in segment.stops {
-            while first < stop {
-                let is_full = |pass: &Vec<Part>| {
-                    pass.len() == limits.segments
-                        || pass.last().is_some_and(|part| part.slot == slot)
-                };
-                if left == 0 || passes.last().is_none_or(is_full) {
-                    passes.push(Vec::new());
-                    left = limits.rows;
-                }
-                let mut count = left.min(stop - first);
-                if first + count < stop {
-                    count = count.saturating_sub((segment.first + first + count) % limits.border);
-                    if count == 0 {
-                        left = 0;
-                        continue;
-                    }
-                }
-                if let Some(pass) = passes.last_mut() {
-                    pass.push(Part {
-                        slot,
-                        tokens: first..first + count,
-                    });
-                }
-                left -= count;
-                first += count;
+    for Divided {
+        slot,
+        first: position,
+        len,
+    } in segments
+    {
+        let mut first = 0;
+        while first < len {
+            let is_full = |pass: &Vec<Part>| {
+                pass.len() == limits.segments || pass.last().is_some_and(|part| part.slot == slot)
+            };
+            if left == 0 || passes.last().is_none_or(is_full) {
+                passes.push(Vec::new());
+                left = limits.rows;
             }
+            let mut count = left.min(len - first);
+            if first + count < len {
+                count = count.saturating_sub((position + first + count) % limits.border);
+                if count == 0 {
+                    left = 0;
+                    continue;
+                }
+            }
+            if let Some(pass) = passes.last_mut() {
+                pass.push(Part {
+                    slot,
+                    tokens: first..first + count,
+                });
+            }
+            left -= count;
+            first += count;
         }
     }
     passes
@@ -142,17 +169,17 @@ mod tests {
     use super::*;
 
     fn divided(lengths: &[usize], rows: usize, most: usize) -> Vec<Vec<(usize, Range<usize>)>> {
-        let whole = lengths.iter().map(|length| vec![*length]).enumerate();
-        divided_at(whole, 0, [rows, most, 1])
+        divided_at(lengths, 0, [rows, most, 1])
     }
 
-    /// Segments from position `first` on, with their stops.
+    /// Segments from position `first` on.
     fn divided_at(
-        segments: impl Iterator<Item = (usize, Vec<usize>)>,
+        lengths: &[usize],
         first: usize,
         [rows, most, border]: [usize; 3],
     ) -> Vec<Vec<(usize, Range<usize>)>> {
-        let segments = segments.map(|(slot, stops)| Divided { slot, first, stops });
+        let segments = lengths.iter().enumerate();
+        let segments = segments.map(|(slot, &len)| Divided { slot, first, len });
         let limits = PassLimits {
             rows,
             segments: most,
@@ -185,24 +212,14 @@ mod tests {
     }
 
     #[test]
-    fn parts_end_where_states_are_kept() {
-        let segments = [(0, vec![3, 5]), (1, vec![4])].into_iter();
-        assert_eq!(
-            divided_at(segments, 0, [8, 4, 1]),
-            [vec![(0, 0..3)], vec![(0, 3..5), (1, 0..4)]]
-        );
-    }
-
-    #[test]
     fn segments_are_divided_at_borders() {
-        let segments = || [(0, vec![6]), (1, vec![7])].into_iter();
         assert_eq!(
-            divided_at(segments(), 3, [8, 4, 4]),
+            divided_at(&[6, 7], 3, [8, 4, 4]),
             [vec![(0, 0..6), (1, 0..1)], vec![(1, 1..7)]]
         );
         // There is no border among the rows that are left.
         assert_eq!(
-            divided_at(segments(), 1, [8, 4, 4]),
+            divided_at(&[6, 7], 1, [8, 4, 4]),
             [vec![(0, 0..6)], vec![(1, 0..7)]]
         );
     }

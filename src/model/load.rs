@@ -15,13 +15,14 @@ use super::LoadOptions;
 use super::spec::{BlockSpec, DenseMlpSpec, ExpertsSpec, MixerSpec, MlpSpec, Spec};
 use super::tensors::{
     self, DELTA_A, DELTA_A_LOG, DELTA_B, DELTA_CONVOLUTION, DELTA_DT_BIAS, DELTA_NORM, DELTA_OUT,
-    DELTA_QKV, DELTA_Z, EMBEDDING, EMBEDDINGS, HEAD, MAMBA_A_LOG, MAMBA_CONVOLUTION,
+    DELTA_QKV, DELTA_Z, DRAFTER, DRAFTER_EMBEDDING_NORM, DRAFTER_FC, DRAFTER_HIDDEN_NORM,
+    DRAFTER_NORM, EMBEDDING, EMBEDDINGS, HEAD, MAMBA_A_LOG, MAMBA_CONVOLUTION,
     MAMBA_CONVOLUTION_BIAS, MAMBA_D, MAMBA_DT, MAMBA_DT_BIAS, MAMBA_NORM, MAMBA_OUT, MAMBA_XBC,
     MAMBA_Z, NORM, QUERY, QUERY_GATE, ROUTER_CORRECTION, SINKS, StoredRows, TensorRole, TensorSpec,
-    block_name, router,
+    block_prefix, router,
 };
 use super::weights::{
-    Attention, Block, DenseMlp, Embedding, Experts, GatedDelta, Mamba2, Mixer, Mlp, Norms,
+    Attention, Block, DenseMlp, Drafter, Embedding, Experts, GatedDelta, Mamba2, Mixer, Mlp, Norms,
     Projection, Weights,
 };
 use crate::base::call::{self, Progress};
@@ -704,8 +705,8 @@ fn check_finite(values: &[f32], first_row: usize, cols: usize) -> Result<()> {
     }
 }
 
-/// Loads all weights of `spec` from `checkpoint`. Also returns a checksum of them, and the result of `meanwhile`, which runs on the
-/// embedding in its own thread while the weights are read.
+/// Loads all weights of `spec` from `checkpoint`. Also returns a checksum of them without the drafter, which changes no result, and the
+/// result of `meanwhile`, which runs on the embedding in its own thread while the weights are read.
 pub(super) fn load<T: Send>(
     checkpoint: Arc<dyn Checkpoint>,
     spec: &Spec,
@@ -799,6 +800,10 @@ pub(super) fn load<T: Send>(
         blocks: (0..blocks)
             .map(|i| loaded.block(spec, i))
             .collect::<Result<_>>()?,
+        drafter: match options.sampling_only {
+            true => None,
+            false => loaded.drafter(spec)?,
+        },
         norm: loaded.vector(NORM)?,
         head: loaded.projection("lm_head")?,
     };
@@ -937,7 +942,8 @@ fn run(
     }
     let mut sum = XxHash3_64::new();
     let sums = shared.sums.into_inner();
-    for (name, rows) in sums.unwrap_or_else(PoisonError::into_inner) {
+    let sums = sums.unwrap_or_else(PoisonError::into_inner).into_iter();
+    for (name, rows) in sums.filter(|(name, _)| !name.starts_with(DRAFTER)) {
         sum.write(name.as_bytes());
         sum.write(&rows.finish().to_le_bytes());
     }
@@ -976,8 +982,9 @@ impl Parts {
     }
 
     fn block(&mut self, spec: &Spec, index: usize) -> Result<Block> {
-        let BlockSpec { norms, mixer, mlp } = &spec.blocks[index];
-        let name = |n: &str| block_name(index, n);
+        let BlockSpec { norms, mixer, mlp } = spec.block(index)?;
+        let prefix = &block_prefix(spec, index);
+        let name = |n: &str| format!("{prefix}{n}");
         let mut norm = |n: &str, has: bool| match has {
             true => self.vector(&name(&format!("{n}.weight"))).map(Some),
             false => Ok(None),
@@ -996,23 +1003,37 @@ impl Parts {
             mixer_norms,
             mixer: match mixer {
                 MixerSpec::Attention(attention) => {
-                    Mixer::Attention(Box::new(self.attention(attention.gated, index)?))
+                    Mixer::Attention(Box::new(self.attention(attention.gated, prefix)?))
                 }
-                MixerSpec::GatedDelta(_) => Mixer::GatedDelta(Box::new(self.gated_delta(index)?)),
-                MixerSpec::Mamba2(_) => Mixer::Mamba2(Box::new(self.mamba2(index)?)),
+                MixerSpec::GatedDelta(_) => Mixer::GatedDelta(Box::new(self.gated_delta(prefix)?)),
+                MixerSpec::Mamba2(_) => Mixer::Mamba2(Box::new(self.mamba2(prefix)?)),
                 MixerSpec::None => Mixer::None,
             },
             mlp_norms,
             mlp: match mlp {
                 MlpSpec::Dense(mlp) => Mlp::Dense(Box::new(self.mlp(mlp, &name("mlp"))?)),
-                MlpSpec::Experts(experts) => Mlp::Experts(Box::new(self.experts(experts, index)?)),
+                MlpSpec::Experts(experts) => Mlp::Experts(Box::new(self.experts(experts, prefix)?)),
                 MlpSpec::None => Mlp::None,
             },
         })
     }
 
-    fn attention(&mut self, gated: bool, index: usize) -> Result<Attention> {
-        let name = |n: &str| block_name(index, n);
+    /// The drafter, if the model has one.
+    fn drafter(&mut self, spec: &Spec) -> Result<Option<Drafter>> {
+        if spec.drafter.is_none() {
+            return Ok(None);
+        }
+        Ok(Some(Drafter {
+            embedding_norm: self.vector(DRAFTER_EMBEDDING_NORM)?,
+            hidden_norm: self.vector(DRAFTER_HIDDEN_NORM)?,
+            fc: self.linear(DRAFTER_FC)?,
+            block: self.block(spec, spec.blocks.len())?,
+            norm: self.vector(DRAFTER_NORM)?,
+        }))
+    }
+
+    fn attention(&mut self, gated: bool, prefix: &str) -> Result<Attention> {
+        let name = |n: &str| format!("{prefix}{n}");
         let (query, gate) = match gated {
             false => ("self_attn.q_proj", None),
             true => (QUERY, Some(QUERY_GATE)),
@@ -1029,8 +1050,8 @@ impl Parts {
         })
     }
 
-    fn gated_delta(&mut self, index: usize) -> Result<GatedDelta> {
-        let name = |n: &str| block_name(index, n);
+    fn gated_delta(&mut self, prefix: &str) -> Result<GatedDelta> {
+        let name = |n: &str| format!("{prefix}{n}");
         Ok(GatedDelta {
             qkv: self.projection(&name(DELTA_QKV))?,
             z: self.projection(&name(DELTA_Z))?,
@@ -1046,8 +1067,8 @@ impl Parts {
         })
     }
 
-    fn mamba2(&mut self, index: usize) -> Result<Mamba2> {
-        let name = |n: &str| block_name(index, n);
+    fn mamba2(&mut self, prefix: &str) -> Result<Mamba2> {
+        let name = |n: &str| format!("{prefix}{n}");
         Ok(Mamba2 {
             z: self.projection(&name(MAMBA_Z))?,
             xbc: self.projection(&name(MAMBA_XBC))?,
@@ -1075,8 +1096,8 @@ impl Parts {
         })
     }
 
-    fn experts(&mut self, spec: &ExpertsSpec, index: usize) -> Result<Experts> {
-        let name = |n: &str| block_name(index, n);
+    fn experts(&mut self, spec: &ExpertsSpec, prefix: &str) -> Result<Experts> {
+        let name = |n: &str| format!("{prefix}{n}");
         let shared = match &spec.shared {
             None => None,
             Some(shared) => Some((

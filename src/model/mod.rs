@@ -6,6 +6,7 @@ mod block;
 pub mod calibrate;
 pub mod compare;
 pub mod convert;
+mod drafter;
 pub mod families;
 mod fused;
 pub(crate) mod generation;
@@ -49,7 +50,8 @@ pub use crate::ops::Device;
 pub use crate::ops::attention::KvType;
 pub use crate::ops::linear::Activations;
 pub use crate::ops::sample::{Choice, SamplingOptions};
-pub use batch::{Batch, Output, Segment, Wanted};
+pub use batch::{Batch, HiddenBefore, Output, Segment, Verification, Wanted};
+pub use drafter::DrafterRows;
 pub use families::{open, open_bytes};
 pub use options::LoadOptions;
 pub use rope::{LongRope, RopeSet};
@@ -58,7 +60,7 @@ pub use spec::Spec;
 pub use trained::Trained;
 pub use weights::Weights;
 
-use spec::{AttentionSpec, BlockSpec, MlpSpec};
+use spec::{AttentionSpec, BlockSpec, DrafterSpec, MlpSpec};
 
 /// Poll interval while a model waits for kernels to compile.
 const WAIT: Duration = Duration::from_millis(2);
@@ -171,6 +173,12 @@ fn spec_of(checkpoint: &dyn Checkpoint) -> Result<Spec> {
             // A head stored beside the embedding is used, whatever the flags say.
             let embedding = tensors::EMBEDDINGS.iter().find_map(|n| checkpoint.find(n));
             spec.tied &= embedding.is_none() || checkpoint.find(tensors::HEAD).is_none();
+            let mut names = checkpoint.entries().iter().map(|entry| &entry.name);
+            // Many files leave the drafter out that their config names.
+            match names.any(|name| name.starts_with(tensors::DRAFTER)) {
+                true => spec.drafter.iter().try_for_each(DrafterSpec::check)?,
+                false => spec.drafter = None,
+            }
             Ok(spec)
         }
         None => bail!(
@@ -252,8 +260,12 @@ impl Model {
             quantize.check()?;
         }
         options.activations.check(&options.device)?;
-        let spec = spec_with_frequencies(&*checkpoint)?;
+        let mut spec = spec_with_frequencies(&*checkpoint)?;
         let device = &options.device;
+        if device.is_cuda() {
+            // The kernels of a GPU draft no tokens.
+            spec.drafter = None;
+        }
         let load = || {
             load::load(
                 checkpoint.clone(),
@@ -299,7 +311,9 @@ impl Model {
             _ => load()?,
         };
         let mut fingerprint = XxHash3_64::new();
+        let drafter = spec.drafter.take();
         fingerprint.write(format!("{spec:?}").as_bytes());
+        spec.drafter = drafter;
         fingerprint.write(&sum.to_le_bytes());
         let made = Made {
             spec,
@@ -377,8 +391,8 @@ impl Model {
         &self.info
     }
 
-    /// A number that identifies this model as loaded, computed from its config and the stored bits of every weight. Independent of device
-    /// and file format, but not of quantization. A model shared by a trainer has a fingerprint of its own.
+    /// A number that identifies this model as loaded, computed from its config and the stored bits of every weight except the drafter's.
+    /// Independent of device and file format, but not of quantization. A model shared by a trainer has a fingerprint of its own.
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
     }

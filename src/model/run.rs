@@ -22,10 +22,12 @@ const ROWS: usize = 512;
 /// Memory reused between passes, by one caller at a time. It grows to the largest pass seen.
 #[derive(Debug)]
 pub struct Scratch {
-    block: block::BlockScratch,
+    pub(super) block: block::BlockScratch,
     sample: Vec<Mutex<sample::SampleScratch>>,
     /// Logits from which tokens are chosen.
     logits: Vec<f32>,
+    /// The hidden row of the last position of each segment that drafts; empty if it is not known.
+    pub(super) hidden: Vec<Vec<f32>>,
 }
 
 impl Scratch {
@@ -35,12 +37,20 @@ impl Scratch {
             block: block::BlockScratch::new(),
             sample: Vec::new(),
             logits: Vec::new(),
+            hidden: Vec::new(),
         }
+    }
+
+    /// Removes the hidden row, `[hidden]`, of the last position that stays of a segment of the last run, if the segment drafts.
+    pub fn take_hidden(&mut self, slot: usize) -> Option<Vec<f32>> {
+        let hidden = self.hidden.get_mut(slot).map(std::mem::take);
+        hidden.filter(|row| !row.is_empty())
     }
 
     /// Bytes held.
     pub fn bytes(&self) -> usize {
-        self.block.bytes() + size_of_val(&*self.logits)
+        let hidden = self.hidden.iter().map(|row| size_of_val(&**row));
+        self.block.bytes() + size_of_val(&*self.logits) + hidden.sum::<usize>()
     }
 }
 
@@ -55,12 +65,21 @@ impl Default for Scratch {
 struct RowsWanted {
     /// Rows whose logits are returned, each with its slot.
     logits: Vec<(usize, usize)>,
-    /// Rows from which tokens are chosen, each with its slot.
-    tokens: Vec<(usize, usize)>,
+    /// Rows from which tokens are chosen.
+    tokens: Vec<ChosenRow>,
+}
+
+/// A row from which a token is chosen.
+#[derive(Clone, Copy)]
+struct ChosenRow {
+    row: usize,
+    slot: usize,
+    /// The number of the row in its segment.
+    index: usize,
 }
 
 /// Outputs of a batch's slots so far.
-struct Slots {
+pub(super) struct Slots {
     outputs: Vec<Result<Output>>,
     /// Rows of logits so far, including those present before.
     rows: usize,
@@ -73,6 +92,7 @@ impl Slots {
             Ok(match segment.wanted {
                 Wanted::Last | Wanted::All => Output::Logits(rows..rows),
                 Wanted::Nothing | Wanted::Token(_) => Output::Cached,
+                Wanted::Verified(_) => Output::Verified(Vec::new()),
             })
         });
         Slots {
@@ -98,6 +118,38 @@ impl Slots {
         }
     }
 
+    /// Adds the token after row `index` of a verified segment, if all of its tokens up to that row are right. Only the first row can fail:
+    /// later ones run again, with tokens that were chosen.
+    fn verify(&mut self, slot: usize, segment: &Segment<'_>, index: usize, token: Result<u32>) {
+        let Ok(Output::Verified(chosen)) = &mut self.outputs[slot] else {
+            return;
+        };
+        let is_right = chosen.len() == index
+            && chosen.last().is_none_or(|last| {
+                let Wanted::Verified(how) = segment.wanted else {
+                    return false;
+                };
+                *last == segment.tokens[index] && !how.stops.contains(last)
+            });
+        match token {
+            Ok(token) if is_right => chosen.push(token),
+            Err(fault) if index == 0 => self.fail(slot, fault),
+            _ => {}
+        }
+    }
+
+    /// The number of rows of a part that stay.
+    pub(super) fn kept(&self, part: &Part) -> usize {
+        match &self.outputs[part.slot] {
+            Err(_) => 0,
+            Ok(Output::Verified(chosen)) => {
+                let of_part = chosen.len().saturating_sub(part.tokens.start);
+                of_part.min(part.tokens.len())
+            }
+            Ok(_) => part.tokens.len(),
+        }
+    }
+
     /// Records a fault, unless the slot already has one.
     fn fail(&mut self, slot: usize, fault: Error) {
         if self.outputs[slot].is_ok() {
@@ -108,7 +160,8 @@ impl Slots {
 
 impl Model {
     /// Runs a batch, and appends the rows of logits that its segments ask for to `logits`, `vocab_size` numbers each. Returns for each
-    /// segment its output, or its own fault: values beyond f16, or no token that could be chosen.
+    /// segment its output, or its own fault: values beyond f16, or no token that could be chosen. For segments that draft, `scratch` has
+    /// the hidden row of the last position that stays: [`Scratch::take_hidden`].
     ///
     /// Afterwards the blocks of segments without a fault hold the keys and values of their tokens. Those of the others, and of all if the
     /// call fails or the thread's [`call`] is cancelled, may hold anything at these positions. Segments must be of different sequences.
@@ -145,6 +198,17 @@ impl Model {
         for segment in &batch.segments {
             self.check_tokens(segment.tokens)?;
             self.check_blocks(segment)?;
+            let verifies = matches!(segment.wanted, Wanted::Verified(_));
+            if segment.drafts_after.is_some() || verifies && executor.is_some() {
+                self.check_drafter()?;
+            }
+        }
+        scratch.hidden.clear();
+        for segment in &batch.segments {
+            let before = segment.drafts_after.and_then(|hidden| hidden.0);
+            scratch
+                .hidden
+                .push(before.map_or(Vec::new(), <[f32]>::to_vec));
         }
         let before = logits.len();
         let mut slots = Slots::of(&batch, self.spec().vocab_size, logits);
@@ -189,7 +253,7 @@ impl Model {
         let segments = segments.map(|(slot, segment)| Divided {
             slot,
             first: segment.first,
-            stops: segment.stops(),
+            len: segment.tokens.len(),
         });
         let limits = PassLimits {
             rows: ROWS,
@@ -201,9 +265,12 @@ impl Model {
             let tokens = tokens_of(&batch.segments, &parts);
             let wanted = rows_wanted(&batch.segments, &parts);
             self.blocks(&tokens, &batch.segments, &parts, scratch)?;
-            for (row, fault) in std::mem::take(&mut scratch.block.faults) {
-                let slot = slot_of(&parts, row);
-                slots.fail(slot, fault);
+            let mut unusable: Vec<(usize, Error)> = std::mem::take(&mut scratch.block.faults);
+            for (row, fault) in &unusable {
+                let slot = slot_of(&parts, *row);
+                if !matches!(batch.segments[slot].wanted, Wanted::Verified(_)) {
+                    slots.fail(slot, fault.clone());
+                }
             }
             self.head(&rows(&wanted.logits), &mut scratch.block, logits)?;
             wanted
@@ -211,16 +278,25 @@ impl Model {
                 .iter()
                 .for_each(|&(_, slot)| slots.add_row(slot));
             if !wanted.tokens.is_empty() {
-                let of_tokens = rows(&wanted.tokens);
+                let of_tokens = chosen_rows(&wanted.tokens);
                 scratch.logits.clear();
                 self.head(&of_tokens, &mut scratch.block, &mut scratch.logits)?;
                 let choices = choices(&batch.segments, &wanted.tokens);
                 let (logits, cpu) = (&scratch.logits, self.device.host()?);
                 let chosen = sample::sample_rows(logits, &choices, cpu, &mut scratch.sample);
-                for (&(_, slot), token) in wanted.tokens.iter().zip(chosen) {
-                    slots.choose(slot, token);
+                for (at, mut token) in wanted.tokens.iter().zip(chosen) {
+                    let fault = unusable.iter().position(|(row, _)| *row == at.row);
+                    if let Some(fault) = fault {
+                        token = Err(unusable.swap_remove(fault).1);
+                    }
+                    let segment = &batch.segments[at.slot];
+                    match segment.wanted {
+                        Wanted::Verified(_) => slots.verify(at.slot, segment, at.index, token),
+                        _ => slots.choose(at.slot, token),
+                    }
                 }
             }
+            self.follow(&batch.segments, &parts, slots, scratch)?;
             call::add(tokens.len() as u64);
         }
         Ok(())
@@ -243,7 +319,7 @@ impl Model {
             Ok(Rows {
                 cache: self.kv().cache(segment.tables.kind())?,
                 tables: segment.tables,
-                state: segment.tables.state().of_pass(first, end),
+                states: segment.tables.state().parts_of_pass(first, end),
                 context: segment.context,
                 first,
                 rows: row..row + part.tokens.len(),
@@ -272,7 +348,10 @@ impl Model {
         let device = &self.device;
         match rows.is_empty() {
             true => Ok(()),
-            false => block::head(device, spec, self.activations, weights, rows, s, logits),
+            false => {
+                let last = (&weights.norm, &weights.head);
+                block::head(device, spec, self.activations, last, rows, s, logits)
+            }
         }
     }
 
@@ -340,7 +419,7 @@ impl Model {
         let of_order = order.iter().map(|&slot| Divided {
             slot,
             first: segments[slot].first,
-            stops: vec![segments[slot].tokens.len()],
+            len: segments[slot].tokens.len(),
         });
         let limits = PassLimits {
             rows: fused::ROWS,
@@ -377,12 +456,12 @@ impl Model {
                 .iter()
                 .for_each(|&(_, slot)| slots.add_row(slot));
             let choices = choices(segments, &wanted.tokens);
-            let chosen = pass.choose(&rows(&wanted.tokens), &choices)?;
+            let chosen = pass.choose(&chosen_rows(&wanted.tokens), &choices)?;
             for (row, fault) in pass.faults()? {
                 slots.fail(slot_of(&parts, row), fault);
             }
-            for (&(_, slot), token) in wanted.tokens.iter().zip(chosen) {
-                slots.choose(slot, token);
+            for (at, token) in wanted.tokens.iter().zip(chosen) {
+                slots.choose(at.slot, token);
             }
             call::add(of_pass.iter().map(|chunk| chunk.tokens.len() as u64).sum());
         }
@@ -398,7 +477,7 @@ impl Model {
     }
 
     /// Waits until no other call runs this model; fails if the call is cancelled meanwhile. A batch yields after each of its passes.
-    fn turn(&self) -> Result<Turn<'_>> {
+    pub(super) fn turn(&self) -> Result<Turn<'_>> {
         let turn = self.turns.take(call::is_over)?;
         call::check()?;
         Ok(turn)
@@ -482,7 +561,7 @@ impl Model {
 }
 
 /// The first row of each part of a pass.
-fn starts(parts: &[Part]) -> Vec<usize> {
+pub(super) fn starts(parts: &[Part]) -> Vec<usize> {
     let mut row = 0;
     parts
         .iter()
@@ -518,7 +597,19 @@ fn rows_wanted(segments: &[Segment<'_>], parts: &[Part]) -> RowsWanted {
                 .logits
                 .extend((start..end).map(|row| (row, part.slot))),
             Wanted::Last if is_last => wanted.logits.push((end - 1, part.slot)),
-            Wanted::Token(_) if is_last => wanted.tokens.push((end - 1, part.slot)),
+            Wanted::Token(_) if is_last => wanted.tokens.push(ChosenRow {
+                row: end - 1,
+                slot: part.slot,
+                index: part.tokens.end - 1,
+            }),
+            Wanted::Verified(_) => {
+                let rows = (start..end).zip(part.tokens.clone());
+                wanted.tokens.extend(rows.map(|(row, index)| ChosenRow {
+                    row,
+                    slot: part.slot,
+                    index,
+                }));
+            }
             Wanted::Nothing | Wanted::Last | Wanted::Token(_) => {}
         }
     }
@@ -529,10 +620,15 @@ fn rows(wanted: &[(usize, usize)]) -> Vec<usize> {
     wanted.iter().map(|&(row, _)| row).collect()
 }
 
+fn chosen_rows(wanted: &[ChosenRow]) -> Vec<usize> {
+    wanted.iter().map(|at| at.row).collect()
+}
+
 /// The choice settings of these rows.
-fn choices<'a>(segments: &[Segment<'a>], wanted: &[(usize, usize)]) -> Vec<Choice<'a>> {
-    let choice = |&(_, slot): &(usize, usize)| match segments[slot].wanted {
+fn choices<'a>(segments: &[Segment<'a>], wanted: &[ChosenRow]) -> Vec<Choice<'a>> {
+    let choice = |at: &ChosenRow| match segments[at.slot].wanted {
         Wanted::Token(choice) => Some(choice),
+        Wanted::Verified(how) => Some(how.choice(at.index, segments[at.slot].tokens.len())),
         _ => None,
     };
     wanted.iter().filter_map(choice).collect()
@@ -586,6 +682,7 @@ mod tests {
                             tables: &tables,
                             context: 64,
                             wanted,
+                            drafts_after: None,
                         };
                         let batch = Batch {
                             segments: vec![segment],

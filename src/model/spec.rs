@@ -34,6 +34,8 @@ pub struct Spec {
     pub ropes: Vec<RopeSet>,
     /// The decoder blocks, first to last.
     pub blocks: Vec<BlockSpec>,
+    /// The drafter, if the model has one.
+    pub drafter: Option<DrafterSpec>,
     /// Names of the norms' tensors.
     pub norm_names: NormNames,
     /// Other names of the family's files: the start of a usual name, within the block if it belongs to one, and what stands for it. The
@@ -43,6 +45,39 @@ pub struct Spec {
     pub eos: Vec<u32>,
     /// The token that begins a text, if the config names one.
     pub bos: Option<u32>,
+}
+
+/// A drafter by multi-token prediction. It predicts the token after the next one from the embedding of the next token and the output of the
+/// model's final norm: each normalized, side by side in this order, through one projection; then one decoder block at the position of the
+/// hidden row, a norm, and the model's own head. vLLM's `qwen3_next_mtp.py` and `qwen3_5_mtp.py` compute it so.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DrafterSpec {
+    /// Its block, whose mixer is attention.
+    pub block: BlockSpec,
+    /// Number of blocks that the config names.
+    pub layers: usize,
+    /// Whether the config names embeddings of its own.
+    pub own_embeddings: bool,
+}
+
+impl DrafterSpec {
+    /// Fails for a drafter that cannot be run.
+    pub fn check(&self) -> Result<()> {
+        if self.own_embeddings {
+            bail!(
+                Unsupported,
+                "config: mtp_use_dedicated_embeddings is true; drafters are known only with the embeddings of their model"
+            );
+        }
+        if self.layers > 1 {
+            bail!(
+                Unsupported,
+                "config: mtp_num_hidden_layers is {}; drafters are known only with one layer",
+                self.layers
+            );
+        }
+        Ok(())
+    }
 }
 
 /// One decoder block: a mixer, then an MLP, each added to the residual stream. A family may leave out either half.
@@ -360,9 +395,24 @@ impl NormNames {
 }
 
 impl Spec {
-    /// Bytes of one cached position in f16.
+    /// The blocks, and the block of the drafter after them.
+    pub fn all_blocks(&self) -> impl Iterator<Item = &BlockSpec> {
+        self.blocks
+            .iter()
+            .chain(self.drafter.iter().map(|d| &d.block))
+    }
+
+    /// A block by its index in [`Spec::all_blocks`].
+    pub fn block(&self, index: usize) -> Result<&BlockSpec> {
+        match self.all_blocks().nth(index) {
+            Some(block) => Ok(block),
+            None => bail!(Internal, "block {index} of {}", self.blocks.len()),
+        }
+    }
+
+    /// Bytes of one cached position in f16, the drafter's included.
     pub fn kv_bytes_per_token(&self) -> u64 {
-        let attentions = self.blocks.iter().filter_map(BlockSpec::attention);
+        let attentions = self.all_blocks().filter_map(BlockSpec::attention);
         let widths = attentions.map(|attention| 2 * attention.kv_width());
         (widths.sum::<usize>() * size_of::<half::f16>()) as u64
     }

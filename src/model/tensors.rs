@@ -24,6 +24,15 @@ pub(super) const SHARED_GATE: &str = "mlp.shared_expert_gate.weight";
 /// The last norm, `[hidden]`.
 pub(super) const NORM: &str = "model.norm.weight";
 
+/// The prefix of the drafter's tensors.
+pub const DRAFTER: &str = "mtp.";
+/// The projection of the drafter's inputs, `[hidden, 2 * hidden]`.
+pub(super) const DRAFTER_FC: &str = "mtp.fc.weight";
+/// The norms of its inputs, and of its output, `[hidden]`.
+pub(super) const DRAFTER_EMBEDDING_NORM: &str = "mtp.pre_fc_norm_embedding.weight";
+pub(super) const DRAFTER_HIDDEN_NORM: &str = "mtp.pre_fc_norm_hidden.weight";
+pub(super) const DRAFTER_NORM: &str = "mtp.norm.weight";
+
 /// The sinks of attention, `[heads]`.
 pub(super) const SINKS: &str = "self_attn.sinks";
 /// Queries of gated attention, which files store with the gate.
@@ -98,6 +107,8 @@ pub enum TensorRole {
     Linear,
     /// A projection of a recurrent layer, whose errors add up in its state. Quantized to 8 bits, and not while loading.
     Recurrent,
+    /// The projection of a drafter's inputs. Held as it is stored, as other engines expect.
+    DrafterInput,
     /// The routing projection, whose precision decides the choice of experts. Held in f32 unless it is stored in 4 bits.
     Router,
 }
@@ -113,9 +124,17 @@ pub struct Within {
     pub rows: StoredRows,
 }
 
-/// The prefix of a block's tensors.
+/// The name of a tensor of a block.
 pub(super) fn block_name(block: usize, name: &str) -> String {
     format!("model.layers.{block}.{name}")
+}
+
+/// The prefix of the tensors of a block, by its index in [`Spec::all_blocks`].
+pub(super) fn block_prefix(spec: &Spec, index: usize) -> String {
+    match index < spec.blocks.len() {
+        true => block_name(index, ""),
+        false => format!("{DRAFTER}layers.{}.", index - spec.blocks.len()),
+    }
 }
 
 /// The router of a mixture within a block, without the suffix of its weight `[experts, hidden]` or bias `[experts]`.
@@ -126,18 +145,37 @@ pub(super) const fn router(names: ExpertNames) -> &'static str {
     }
 }
 
-/// A projection, `gate_proj`, `up_proj` or `down_proj`, of an expert of a block.
-fn expert_name(block: usize, expert: usize, projection: &str) -> String {
-    block_name(block, &format!("mlp.experts.{expert}.{projection}"))
-}
-
-/// All tensors of a model, the embedding first, then the head and the last norm, then the blocks in order.
+/// All tensors of a model, the embedding first, then the head and the last norm, then the blocks in order, then the drafter.
 pub fn all(spec: &Spec) -> Vec<TensorSpec> {
     let mut tensors = outside(spec);
-    for index in 0..spec.blocks.len() {
-        tensors.extend(of_block(spec, index));
+    for (index, block) in spec.all_blocks().enumerate() {
+        tensors.extend(of_any_block(spec, &block_prefix(spec, index), block));
+    }
+    if spec.drafter.is_some() {
+        tensors.extend(beside_drafter_block(spec));
     }
     tensors
+}
+
+/// The tensors of the drafter outside its block.
+fn beside_drafter_block(spec: &Spec) -> impl Iterator<Item = TensorSpec> {
+    let hidden = spec.hidden_size;
+    let norm = |name| (name, vec![hidden], TensorRole::Vector);
+    let fc = vec![hidden, 2 * hidden];
+    let tensors = [
+        (DRAFTER_FC, fc, TensorRole::DrafterInput),
+        norm(DRAFTER_EMBEDDING_NORM),
+        norm(DRAFTER_HIDDEN_NORM),
+        norm(DRAFTER_NORM),
+    ];
+    tensors.into_iter().map(|(name, shape, role)| TensorSpec {
+        name: name.to_owned(),
+        shape,
+        required: true,
+        role,
+        alone: true,
+        within: Vec::new(),
+    })
 }
 
 /// All tensors of a model as files name them: those that files always store as parts of one tensor are that tensor, in the place and with
@@ -168,7 +206,9 @@ pub fn stored(spec: &Spec) -> Vec<(String, Vec<usize>, TensorRole)> {
 
 /// Whether a vector is stored as an offset from one.
 pub fn is_offset_from_one(spec: &Spec, name: &str) -> bool {
-    spec.norm_plus_one && name.ends_with("norm.weight") && !name.ends_with(DELTA_NORM)
+    let is_norm = name.ends_with("norm.weight")
+        || [DRAFTER_EMBEDDING_NORM, DRAFTER_HIDDEN_NORM].contains(&name);
+    spec.norm_plus_one && is_norm && !name.ends_with(DELTA_NORM)
 }
 
 /// Tensors outside the blocks.
@@ -203,9 +243,14 @@ pub(super) fn outside(spec: &Spec) -> Vec<TensorSpec> {
 
 /// Tensors of a block.
 pub(super) fn of_block(spec: &Spec, index: usize) -> Vec<TensorSpec> {
-    let BlockSpec { norms, mixer, mlp } = &spec.blocks[index];
+    of_any_block(spec, &block_prefix(spec, index), &spec.blocks[index])
+}
+
+/// Tensors of a block with this prefix.
+fn of_any_block(spec: &Spec, prefix: &str, block: &BlockSpec) -> Vec<TensorSpec> {
+    let BlockSpec { norms, mixer, mlp } = block;
     let mut list = List {
-        index,
+        prefix,
         tensors: Vec::new(),
     };
     let names = spec.norm_names;
@@ -232,9 +277,8 @@ pub(super) fn of_block(spec: &Spec, index: usize) -> Vec<TensorSpec> {
         MlpSpec::None => {}
     }
     let tensors = list.tensors.into_iter();
-    let prefix = block_name(index, "");
     tensors
-        .map(|tensor| stored_by_name(spec, &prefix, tensor))
+        .map(|tensor| stored_by_name(spec, prefix, tensor))
         .collect()
 }
 
@@ -287,15 +331,20 @@ pub(super) fn gate_up_rows(
     }
 }
 
-struct List {
-    index: usize,
+struct List<'a> {
+    prefix: &'a str,
     tensors: Vec<TensorSpec>,
 }
 
-impl List {
+impl List<'_> {
+    /// The name of a tensor of the block.
+    fn name(&self, name: &str) -> String {
+        format!("{}{name}", self.prefix)
+    }
+
     fn vector(&mut self, name: &str, len: usize, required: bool) {
         self.tensors.push(TensorSpec {
-            name: block_name(self.index, name),
+            name: self.name(name),
             shape: vec![len],
             required,
             role: TensorRole::Vector,
@@ -316,12 +365,12 @@ impl List {
         for (suffix, required, cols) in [("weight", true, Some(cols)), ("bias", bias, None)] {
             let shape = |rows| std::iter::once(rows).chain(cols).collect::<Vec<_>>();
             let within = whole.map(|(name, first, all)| Within {
-                name: block_name(self.index, &format!("{name}.{suffix}")),
+                name: self.name(&format!("{name}.{suffix}")),
                 shape: shape(all),
                 rows: (first..first + rows).into(),
             });
             self.tensors.push(TensorSpec {
-                name: block_name(self.index, &format!("{name}.{suffix}")),
+                name: self.name(&format!("{name}.{suffix}")),
                 shape: shape(rows),
                 required,
                 role: match cols {
@@ -343,15 +392,15 @@ impl List {
         whole: (&str, &[usize]),
         rows: StoredRows,
     ) {
-        let (index, (whole, whole_shape)) = (self.index, whole);
+        let (whole, whole_shape) = whole;
         self.tensors.push(TensorSpec {
-            name: block_name(index, name),
+            name: self.name(name),
             shape: shape.to_vec(),
             required: true,
             role,
             alone: false,
             within: vec![Within {
-                name: block_name(index, whole),
+                name: self.name(whole),
                 shape: whole_shape.to_vec(),
                 rows,
             }],
@@ -486,7 +535,7 @@ impl List {
 
     fn convolution(&mut self, name: &str, channels: usize, taps: usize) {
         self.tensors.push(TensorSpec {
-            name: block_name(self.index, name),
+            name: self.name(name),
             shape: vec![channels, 1, taps],
             required: true,
             role: TensorRole::Vector,
@@ -498,7 +547,7 @@ impl List {
     /// A projection of a recurrent layer that is stored alone.
     fn recurrent(&mut self, name: &str, rows: usize, cols: usize) {
         self.tensors.push(TensorSpec {
-            name: block_name(self.index, &format!("{name}.weight")),
+            name: self.name(&format!("{name}.weight")),
             shape: vec![rows, cols],
             required: true,
             role: TensorRole::Recurrent,
@@ -564,7 +613,7 @@ impl List {
             projection => (projection, rows, alone.clone()),
         };
         let within = |name: &str, shape: Vec<usize>, rows: &StoredRows| Within {
-            name: block_name(self.index, &format!("mlp.experts.{name}")),
+            name: self.name(&format!("mlp.experts.{name}")),
             shape,
             rows: rows.clone(),
         };
@@ -584,7 +633,7 @@ impl List {
             vec![experts.count, height],
             &of_stack,
         )];
-        let name = expert_name(self.index, expert, projection);
+        let name = self.name(&format!("mlp.experts.{expert}.{projection}"));
         self.tensors.push(TensorSpec {
             name: format!("{name}.weight"),
             shape: vec![rows, cols],
@@ -607,7 +656,7 @@ impl List {
 
     fn router(&mut self, name: &str, rows: usize, hidden: usize) {
         self.tensors.push(TensorSpec {
-            name: block_name(self.index, name),
+            name: self.name(name),
             shape: vec![rows, hidden],
             required: true,
             role: TensorRole::Router,

@@ -103,6 +103,7 @@ fn weights(device: &Device, source: &Source, trained: &dyn Trained) -> Result<We
     });
     Ok(Weights {
         blocks: blocks.collect::<Result<_>>()?,
+        drafter: None,
         embedding: match layout.head == layout.embedding {
             true => Embedding::Head,
             false => Embedding::Matrix(trained.matrix(layout.embedding)?),

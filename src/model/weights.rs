@@ -218,6 +218,38 @@ pub struct Experts {
     pub shared: Option<(DenseMlp, Option<Linear>)>,
 }
 
+/// A drafter by multi-token prediction; see [`DrafterSpec`](super::spec::DrafterSpec).
+#[derive(Debug)]
+pub struct Drafter {
+    /// The norm of the next token's embedding, `[hidden]`.
+    pub embedding_norm: Array,
+    /// The norm of the hidden row, `[hidden]`.
+    pub hidden_norm: Array,
+    /// The projection of both, `[hidden, 2 * hidden]`.
+    pub fc: Linear,
+    /// The block.
+    pub block: Block,
+    /// The norm of its output, `[hidden]`.
+    pub norm: Array,
+}
+
+impl Drafter {
+    fn linears(&self) -> impl Iterator<Item = &Linear> {
+        [&self.fc].into_iter().chain(self.block.linears())
+    }
+
+    fn vectors(&self) -> impl Iterator<Item = &Array> {
+        let norms = [&self.embedding_norm, &self.hidden_norm, &self.norm];
+        norms.into_iter().chain(self.block.vectors())
+    }
+
+    /// Bytes held in memory.
+    fn bytes(&self) -> usize {
+        let linears = self.linears().map(Linear::bytes).sum::<usize>();
+        linears + self.vectors().map(Array::bytes).sum::<usize>()
+    }
+}
+
 /// Source of embedding rows.
 pub enum Embedding {
     /// The file, which stays open: the row of each token is read on lookup, usually from the system's file cache. Fails if the file is
@@ -240,6 +272,8 @@ pub struct Weights {
     pub embedding: Embedding,
     /// The blocks, first to last; empty when loaded for sampling only.
     pub blocks: Vec<Block>,
+    /// The drafter, if the model has one and was not loaded for sampling only.
+    pub drafter: Option<Drafter>,
     /// The last RMSNorm.
     pub norm: Array,
     /// The output layer, `[vocab, hidden]`.
@@ -310,6 +344,12 @@ impl Block {
         mixer.chain(mlps.flat_map(DenseMlp::projections))
     }
 
+    /// Its linear maps.
+    fn linears(&self) -> impl Iterator<Item = &Linear> {
+        let projections = self.projections().map(|p| &p.linear);
+        projections.chain(self.mlp.routers())
+    }
+
     /// The bias of the router, if there is one.
     fn router_bias(&self) -> Option<&Array> {
         match &self.mlp {
@@ -345,21 +385,21 @@ impl Weights {
         }
     }
 
-    /// Every linear map, blocks first, then the head.
+    /// Every linear map, blocks first, then the drafter and the head.
     pub fn linears(&self) -> impl Iterator<Item = &Linear> {
-        self.blocks
-            .iter()
-            .flat_map(|b| {
-                let projections = b.projections().map(|p| &p.linear);
-                projections.chain(b.mlp.routers())
-            })
-            .chain([&self.head.linear])
+        let blocks = self.blocks.iter().flat_map(Block::linears);
+        let drafter = self.drafter.iter().flat_map(Drafter::linears);
+        blocks.chain(drafter).chain([&self.head.linear])
     }
 
     /// The norms and biases.
     pub fn vectors(&self) -> impl Iterator<Item = &Array> {
         let blocks = self.blocks.iter().flat_map(Block::vectors);
-        blocks.chain([&self.norm]).chain(&self.head.bias)
+        let drafter = self.drafter.iter().flat_map(Drafter::vectors);
+        blocks
+            .chain(drafter)
+            .chain([&self.norm])
+            .chain(&self.head.bias)
     }
 
     /// Bytes held in memory in the kernels' layout. An embedding that stays in its file does not count.
@@ -373,7 +413,7 @@ impl Weights {
             + self.vectors().map(Array::bytes).sum::<usize>()
     }
 
-    /// Average bytes that a decode step of `batch` sequences reads, if all experts are equally likely.
+    /// Average bytes that a decode step of `batch` sequences without drafts reads, if all experts are equally likely.
     pub fn bytes_per_step(&self, spec: &Spec, batch: usize) -> f64 {
         let idle = self.blocks.iter().zip(&spec.blocks).map(|(block, spec)| {
             let (Mlp::Experts(experts), Some(spec)) = (&block.mlp, spec.mlp.mixture()) else {
@@ -384,7 +424,8 @@ impl Weights {
             let chosen = spec.per_token as f64 / spec.count as f64;
             all as f64 * (1.0 - chosen).powi(batch.min(1 << 20) as i32)
         });
-        self.bytes() as f64 - idle.sum::<f64>()
+        let drafter = self.drafter.as_ref().map_or(0, Drafter::bytes);
+        (self.bytes() - drafter) as f64 - idle.sum::<f64>()
     }
 
     /// Writes the stored embeddings of `tokens` to `out`, one row of `hidden` numbers each.

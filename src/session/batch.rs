@@ -121,6 +121,8 @@ fn run(
         // The previous token may be pending too.
         let cached = session.cache.len().min(session.len() - 1);
         session.cache.truncate(cached)?;
+        // Steps draft nothing.
+        session.cache.set_drafts(false)?;
     }
     let mut scratch = std::mem::take(&mut sessions[0].scratch);
     let mut logits = Vec::new();

@@ -116,6 +116,7 @@ impl Session {
         let chat = chat.unwrap_or(&self.conversation.options).clone();
         self.or_cancelled(options, |session| {
             let _held = session.model.hold()?;
+            session.follow_drafts(options)?;
             for name in session.model.chat_template().unread(&chat.variables) {
                 tracing::warn!(
                     "the model's chat template never reads '{name}', so that it changes nothing"

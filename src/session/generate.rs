@@ -7,6 +7,7 @@ use std::time::Instant;
 use serde::Serialize;
 
 use super::answer::Answer;
+use super::drafts::{DraftCounts, Drafts};
 use super::options::{Finish, GenerateOptions};
 use super::{Eviction, Part, Sampler, Session, Transcript};
 use crate::base::{ErrorKind, Result, call, memory};
@@ -44,6 +45,8 @@ pub struct Generation {
     pub prompt_tokens: usize,
     /// How long it took.
     pub timings: Timings,
+    /// How many tokens were drafted, and how many of them were right.
+    pub drafts: DraftCounts,
 }
 
 impl Generation {
@@ -58,6 +61,7 @@ impl Generation {
             finish: Finish::Length,
             prompt_tokens: 0,
             timings: Timings::default(),
+            drafts: DraftCounts::default(),
         }
     }
 }
@@ -88,6 +92,7 @@ impl Session {
     ) -> Result<Generation> {
         self.or_cancelled(options, |session| {
             let _held = session.model.hold()?;
+            session.follow_drafts(options)?;
             let text = Transcript::new(&session.model, &session.tokens, options)?;
             session.undone_on_error(|session| session.generate_text(text, None, options, on_piece))
         })
@@ -132,6 +137,7 @@ impl Session {
             out.finish = Finish::Context;
         }
         let mut replayed = Vec::new();
+        let mut drafts = self.drafts_of(options);
         let mut broke = false;
         let mut first = None;
         // Tokens that end the reasoning early; they are appended instead of sampled ones.
@@ -140,13 +146,14 @@ impl Session {
             if let Some(end) = answer.as_mut().and_then(Answer::early_end) {
                 given.extend(end);
             }
-            let look_ahead = out.tokens.len() + 1 < room;
+            let left = room - out.tokens.len();
             let chosen = match given.pop_front() {
                 Some(token) => {
+                    self.discard_drafts(&mut drafts)?;
                     sampler.moves_on();
                     Ok((token, None))
                 }
-                None => self.chosen(&mut sampler, options, look_ahead, &mut replayed),
+                None => self.chosen(&mut sampler, options, left, &mut drafts, &mut replayed),
             };
             let (token, log_probability) = match chosen {
                 Ok(token) if !call::is_over() => token,
@@ -211,6 +218,8 @@ impl Session {
                 break;
             }
         }
+        self.discard_drafts(&mut drafts)?;
+        out.drafts = drafts.counts();
         self.finish(&mut out, text, answer, broke, on_piece);
         if let Some(first) = first {
             out.timings.decode_seconds = first.elapsed().as_secs_f64();
@@ -218,16 +227,25 @@ impl Session {
         Ok(out)
     }
 
-    /// The next token, with its log-probability if requested.
+    /// The next token of at most `left`, with its log-probability if requested.
     fn chosen(
         &mut self,
         sampler: &mut Sampler,
         options: &GenerateOptions,
-        look_ahead: bool,
+        left: usize,
+        drafts: &mut Drafts,
         replayed: &mut Vec<f32>,
     ) -> Result<(u32, Option<f32>)> {
         if !options.replay && !options.log_probabilities {
-            return Ok((self.flush_and_choose(sampler, look_ahead)?, None));
+            if let Some(token) = self.next_by_drafts(sampler, drafts, left)? {
+                return Ok((token, None));
+            }
+            let (start, is_step) = (Instant::now(), self.is_between_steps());
+            let token = self.flush_and_choose(sampler, left > 1)?;
+            if is_step {
+                self.pace.record(0, start.elapsed().as_secs_f64());
+            }
+            return Ok((token, None));
         }
         let logits = match options.replay {
             true => {

@@ -8,9 +8,11 @@ mod answer;
 mod batch;
 mod chat;
 mod conversation;
+mod drafts;
 mod generate;
 mod next;
 mod options;
+mod pace;
 mod sampler;
 mod state_file;
 mod text;
@@ -29,13 +31,15 @@ pub use answer::Part;
 pub use batch::{step, step_choose};
 pub use chat::{render, tokenize};
 pub use conversation::ChatOptions;
+pub use drafts::DraftCounts;
 pub use generate::{Generation, Piece, Timings};
-pub use options::{Finish, GenerateOptions};
+pub use options::{Finish, GenerateOptions, MOST_DRAFTS};
 pub use sampler::Sampler;
 pub use transcript::Transcript;
 
 use conversation::{Conversation, Plan};
 use next::Next;
+use pace::Pace;
 
 /// Policy for tokens that no longer fit in the context.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -83,6 +87,8 @@ pub struct Session {
     conversation: Conversation,
     /// Seed of draws in steps whose options have none. All steps share it, so that a device can look ahead.
     seed: u64,
+    /// How many tokens it drafts at a time.
+    pace: Pace,
 }
 
 /// A snapshot of a session, to roll back to.
@@ -122,7 +128,8 @@ impl Session {
                 options.context
             );
         }
-        let cache = model.sequence(options.context, options.kv)?;
+        let mut cache = model.sequence(options.context, options.kv)?;
+        cache.set_drafts(model.has_drafter())?;
         Ok(Session {
             model,
             options,
@@ -133,6 +140,7 @@ impl Session {
             next: Next::default(),
             conversation: Conversation::default(),
             seed: sampler::new_seed(),
+            pace: Pace::default(),
         })
     }
 
@@ -245,6 +253,7 @@ impl Session {
         fork.cache = self.cache.clone();
         fork.next.clone_from(&self.next);
         fork.conversation = self.conversation.clone();
+        fork.pace = self.pace.clone();
         Ok(fork)
     }
 

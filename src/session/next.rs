@@ -60,6 +60,11 @@ impl Next {
         }
     }
 
+    /// Whether neither is known.
+    pub(super) fn is_unknown(&self) -> bool {
+        self.known == Known::Nothing
+    }
+
     /// Records the argmax.
     pub(super) fn set_argmax(&mut self, token: u32) {
         self.known = match self.known {

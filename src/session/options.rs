@@ -24,7 +24,18 @@ pub struct GenerateOptions {
     pub replay: bool,
     /// Reports each token's log-probability, which copies its logits to the host.
     pub log_probabilities: bool,
+    /// Most tokens that the model's drafter guesses in a step, up to [`MOST_DRAFTS`]; one pass of the model verifies them. 0 drafts none.
+    /// The default, `None`, drafts on the CPU if the model has a drafter, while that is faster. A number is refused for a model without a
+    /// drafter, and on a GPU. A generation with [`replay`](Self::replay) or [`log_probabilities`](Self::log_probabilities) drafts nothing.
+    ///
+    /// A generation has the same tokens with drafts and without, greedy or sampled: each is a function of its logits and of the number of
+    /// its draw, which counts positions, and the logits of verified tokens have the bits of steps of one token. This is stronger than the
+    /// same distribution.
+    pub drafts: Option<usize>,
 }
+
+/// Largest number of tokens drafted in a step.
+pub const MOST_DRAFTS: usize = 16;
 
 impl Default for GenerateOptions {
     fn default() -> Self {
@@ -36,6 +47,7 @@ impl Default for GenerateOptions {
             ignore_model_stops: false,
             replay: false,
             log_probabilities: false,
+            drafts: None,
         }
     }
 }

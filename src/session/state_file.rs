@@ -1,6 +1,6 @@
 //! Session files: the complete state of a session, from which it continues as if never interrupted. A file holds a magic number, a JSON
-//! header, the tokens, the logits, the cache's pages, and a checksum of all that; numbers are little-endian. Everything is checked against
-//! the file size, the model and the checksum before it is used.
+//! header, the tokens, the logits, the cache's pages, the drafter's pages if there are any, and a checksum of all that; numbers are
+//! little-endian. Everything is checked against the file size, the model and the checksum before it is used.
 
 use std::fs::File;
 use std::hash::Hasher;
@@ -17,7 +17,7 @@ use super::next::Next;
 use super::{ChatOptions, Eviction, Session, SessionOptions};
 use crate::base::error::{bail, err};
 use crate::base::file::{self, Temporary};
-use crate::base::{Error, Result, alloc, call, memory};
+use crate::base::{Error, ErrorKind, Result, alloc, call, memory};
 use crate::engine::{Kept, Sequence, Served};
 use crate::model::KvType;
 use crate::text::{Message, messages_from_json, messages_to_json};
@@ -51,6 +51,9 @@ struct Header {
     /// The numbers of tokens whose recurrent state is in the file, if the model has recurrent layers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     states: Vec<usize>,
+    /// Bytes of the drafter's keys and values, after everything else, if it has followed the tokens.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    drafter: u64,
     /// Number of logits stored: all or none.
     logits: usize,
     /// The conversation as chat servers write it, if the tokens are one.
@@ -95,6 +98,7 @@ impl Session {
                 from => from,
             },
             states: kept.states,
+            drafter: self.cache.drafter_bytes(),
             logits: self.next.logits().map_or(0, <[f32]>::len),
             messages: match conversation.begun {
                 true => Some(raw(&conversation.messages)?),
@@ -144,6 +148,7 @@ impl Session {
         let logits = self.next.logits().unwrap_or_default();
         out.words(logits.iter().map(|x| x.to_bits()))?;
         self.cache.for_each_page(|page| out.write(page))?;
+        self.cache.for_each_drafter_page(|page| out.write(page))?;
         let sum = out.sum.finish();
         out.write(&sum.to_le_bytes())?;
         file.sync()?;
@@ -221,6 +226,15 @@ fn restore(model: Arc<Served>, file: File) -> Result<Session> {
     session
         .cache
         .fill(header.cached, &kept, |page| input.read(page))?;
+    if header.drafter > 0 {
+        session
+            .cache
+            .fill_drafter(header.drafter, |page| input.read(page))
+            .map_err(|e| match e.kind() {
+                ErrorKind::InvalidArgument => err!(CorruptFile, "its header: {e}"),
+                _ => e,
+            })?;
+    }
     let sum = input.sum.finish();
     if u64::from_le_bytes(input.array()?) != sum {
         bail!(
@@ -330,7 +344,8 @@ impl Header {
         let numbers = (self.tokens as u64).checked_add(self.logits as u64)?;
         (FRONT + CHECKSUM + u64::from(header))
             .checked_add(numbers.checked_mul(4)?)?
-            .checked_add(cache.page_bytes(self.cached, &self.kept(cache))?)
+            .checked_add(cache.page_bytes(self.cached, &self.kept(cache))?)?
+            .checked_add(self.drafter)
     }
 
     /// The positions that the sequence keeps.
@@ -343,6 +358,10 @@ impl Header {
             states: self.states.clone(),
         }
     }
+}
+
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 /// Messages as JSON.

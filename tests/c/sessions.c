@@ -262,9 +262,21 @@ static void prefill_and_decode(void)
     OK(NVFP4_session_generate(grown, &options, NULL, NULL, NULL));
     CHECK(same(whole, grown));
 
+    /* The model has no drafter. */
+    options.replay = 0;
+    OK(NVFP4_session_truncate(grown, PROMPT));
+    options.drafts = -1;
+    OK(NVFP4_session_generate(grown, &options, NULL, NULL, NULL));
+    CHECK(same(whole, grown));
+    options.drafts = 2;
+    FAILS(NVFP4_UNSUPPORTED, NVFP4_session_generate(grown, &options, NULL, NULL, NULL));
+    options.drafts = -2;
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_session_generate(grown, &options, NULL, NULL, NULL));
+    SAYS("drafts is -2");
+    options.drafts = 0;
+
     /* Another seed, another text. */
     OK(NVFP4_session_truncate(grown, PROMPT));
-    options.replay = 0;
     options.seed = 8;
     OK(NVFP4_session_generate(grown, &options, NULL, NULL, NULL));
     CHECK(length_of(grown) == PROMPT + NEW && !same(whole, grown));

@@ -289,7 +289,8 @@ class Session(Handle):
 
     Options of a generation: temperature, top_k, top_p (0 takes the argmax), min_p, repetition_penalty, seed (a new one
     unless told), max_tokens (unless told, as many as there is room for), stop (tokens and strings, or one of them; a string may
-    name a special token), ignore_model_stops, replay, log_probabilities (of each token, in the pieces).
+    name a special token), ignore_model_stops, replay, log_probabilities (of each token, in the pieces), drafts (tokens that the
+    model's drafter guesses in a step at most; -1 for none, and as many as are fastest unless told).
 
     Whatever may take long takes `cancel`, a Cancel, and ends at an interrupt. Prompts and files take `progress` too, which is
     called with what is done and what there is to do, in tokens or bytes, and ends the call by returning False; it may not use

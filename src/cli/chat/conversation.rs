@@ -150,6 +150,13 @@ impl Conversation {
                 rate(last.tokens.len().saturating_sub(1), t.decode_seconds),
                 last.seed
             ))?;
+            let drafts = last.drafts;
+            if drafts.drafted > 0 {
+                output::line(format_args!(
+                    "drafts: {} of {} tokens accepted",
+                    drafts.accepted, drafts.drafted
+                ))?;
+            }
         }
         let sampling = sampling::described(&self.generation.sampling, &self.model);
         output::line(format_args!("sampling: {sampling}"))

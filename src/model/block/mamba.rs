@@ -41,8 +41,8 @@ impl ReferencePass<'_> {
         s: &mut BlockScratch,
     ) -> Result<()> {
         let shape = &spec.shape;
-        update_states(index, StatePart::History, segments, |segment, history| {
-            let xbc = s.q.part_mut(segment.elements(shape.channels()))?;
+        update_states(index, StatePart::History, segments, |rows, history| {
+            let xbc = s.q.part_mut(rows.elements(shape.channels()))?;
             mamba::convolve(self.device, shape, &weights.heads, xbc, history)
         })
     }
@@ -56,11 +56,11 @@ impl ReferencePass<'_> {
     ) -> Result<()> {
         let shape = &spec.shape;
         s.attended.grow(self.device, self.rows * shape.width())?;
-        update_states(index, StatePart::Matrices, segments, |segment, state| {
-            let heads = segment.elements(shape.heads);
-            let out = segment.elements(shape.width());
+        update_states(index, StatePart::Matrices, segments, |rows, state| {
+            let heads = rows.elements(shape.heads);
+            let out = rows.elements(shape.width());
             let rows = MambaScanRows {
-                xbc: s.q.part(segment.elements(shape.channels()))?.host()?,
+                xbc: s.q.part(rows.elements(shape.channels()))?.host()?,
                 decay: s.decay.part(heads.clone())?.host()?,
                 dt: s.beta.part(heads)?.host()?,
                 skip: weights.heads.skip.all().host()?,

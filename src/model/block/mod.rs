@@ -2,7 +2,10 @@
 //! Inference on the CPU uses it, and the fused kernels of a GPU are tested against it. It runs the operations of `order` on rows of the
 //! residual stream.
 
+mod drafter;
 mod mamba;
+
+pub(super) use drafter::hidden_rows;
 
 use std::ops::Range;
 
@@ -28,8 +31,9 @@ use crate::ops::{Array, Device, Slice, SliceMut, Workspace, activation, norm, ro
 pub(super) struct Rows<'a> {
     pub(super) cache: &'a KvCache,
     pub(super) tables: &'a KvTables,
-    /// The blocks of its recurrent state, if the model has any.
-    pub(super) state: Option<StateBlocks>,
+    /// The positions after which its recurrent state is written, in parts of the rows, and the blocks; empty if the model has no such
+    /// state.
+    pub(super) states: Vec<(Range<usize>, StateBlocks)>,
     /// Positions that the sequence may come to.
     pub(super) context: usize,
     /// Position of the first row.
@@ -39,17 +43,27 @@ pub(super) struct Rows<'a> {
 }
 
 impl Rows<'_> {
+    /// The arena of its recurrent state, and the parts of its rows after which the state is written.
+    fn states(&self) -> Result<(&StateArena, impl Iterator<Item = (PartRows, StateBlocks)>)> {
+        let Some(arena) = self.cache.state().filter(|_| !self.states.is_empty()) else {
+            bail!(Internal, "rows of a recurrent layer have no state");
+        };
+        let before = self.rows.start;
+        let parts = self.states.iter().map(move |(positions, blocks)| {
+            let start = before + positions.start - self.first;
+            (PartRows(start..start + positions.len()), *blocks)
+        });
+        Ok((arena, parts))
+    }
+}
+
+/// Rows of one sequence that change its recurrent state together.
+struct PartRows(Range<usize>);
+
+impl PartRows {
     /// Its elements of rows of `width`.
     fn elements(&self, width: usize) -> Range<usize> {
-        self.rows.start * width..self.rows.end * width
-    }
-
-    /// The arena and the blocks of its recurrent state.
-    fn state(&self) -> Result<(&StateArena, StateBlocks)> {
-        match (self.cache.state(), self.state) {
-            (Some(arena), Some(blocks)) => Ok((arena, blocks)),
-            _ => bail!(Internal, "rows of a recurrent layer have no state"),
-        }
+        self.0.start * width..self.0.end * width
     }
 }
 
@@ -74,6 +88,8 @@ pub(super) struct BlockScratch {
     attended: Array,
     gate: Array,
     up: Array,
+    /// `[rows, 2 * hidden]`: the inputs of the drafter's projection.
+    joined: Array,
     experts: ExpertScratch,
     /// Rows with router logits that are not finite, since the caller last took this list.
     pub(super) faults: Vec<(usize, Error)>,
@@ -110,6 +126,7 @@ impl BlockScratch {
             attended: Array::empty(),
             gate: Array::empty(),
             up: Array::empty(),
+            joined: Array::empty(),
             experts: ExpertScratch {
                 logits: Array::empty(),
                 routes: None,
@@ -133,6 +150,11 @@ impl BlockScratch {
         self.beta.grow(device, heads)
     }
 
+    /// The first row that [`head`] normalized last, `[hidden]`, of a model on the CPU.
+    pub(super) fn normed_row(&self, width: usize) -> Result<Vec<f32>> {
+        Ok(self.normed.first(width)?.host()?.to_vec())
+    }
+
     /// Bytes held.
     pub(super) fn bytes(&self) -> usize {
         let experts = &self.experts;
@@ -148,6 +170,7 @@ impl BlockScratch {
             &self.attended,
             &self.gate,
             &self.up,
+            &self.joined,
             &experts.logits,
             &experts.taken,
             &experts.made,
@@ -216,7 +239,7 @@ impl<'a> ReferencePass<'a> {
         }
     }
 
-    /// Runs the rows of the residual stream through block `index`, and stores their keys and values.
+    /// Runs the rows of the residual stream through block `index` of [`Spec::all_blocks`], and stores their keys and values.
     pub(super) fn block(
         &self,
         index: usize,
@@ -224,7 +247,7 @@ impl<'a> ReferencePass<'a> {
         segments: &[Rows<'_>],
         s: &mut BlockScratch,
     ) -> Result<()> {
-        let spec = &self.spec.blocks[index];
+        let spec = self.spec.block(index)?;
         let mlp = || match (&weights.mlp, &spec.mlp) {
             (Mlp::Dense(weights), MlpSpec::Dense(spec)) => Ok((spec, &**weights)),
             _ => Err(self.mismatch("MLP", index)),
@@ -442,8 +465,8 @@ impl<'a> ReferencePass<'a> {
         s: &mut BlockScratch,
     ) -> Result<()> {
         let shape = &spec.shape;
-        update_states(index, StatePart::History, segments, |segment, history| {
-            let qkv = s.q.part_mut(segment.elements(shape.channels()))?;
+        update_states(index, StatePart::History, segments, |rows, history| {
+            let qkv = s.q.part_mut(rows.elements(shape.channels()))?;
             delta::convolve(self.device, shape, &weights.heads, qkv, history)
         })
     }
@@ -458,11 +481,11 @@ impl<'a> ReferencePass<'a> {
         let shape = &spec.shape;
         s.attended
             .grow(self.device, self.rows * shape.value_width())?;
-        update_states(index, StatePart::Matrices, segments, |segment, state| {
-            let heads = segment.elements(shape.value_heads);
-            let out = segment.elements(shape.value_width());
+        update_states(index, StatePart::Matrices, segments, |rows, state| {
+            let heads = rows.elements(shape.value_heads);
+            let out = rows.elements(shape.value_width());
             let rows = DeltaRuleRows {
-                qkv: s.q.part(segment.elements(shape.channels()))?.host()?,
+                qkv: s.q.part(rows.elements(shape.channels()))?.host()?,
                 decay: s.decay.part(heads.clone())?.host()?,
                 beta: s.beta.part(heads)?.host()?,
                 out: s.attended.part_mut(out)?.host()?,
@@ -683,16 +706,18 @@ fn on_host(vector: &Array, len: usize) -> Result<Vec<f32>> {
     Ok(values)
 }
 
-/// Changes a part of the state of each segment in the recurrent layer of block `index`.
+/// Changes a part of the state of each segment in the recurrent layer of block `index`, for all rows after which it is written.
 fn update_states(
     index: usize,
     part: StatePart,
     segments: &[Rows<'_>],
-    mut change: impl FnMut(&Rows<'_>, &mut [f32]) -> Result<()>,
+    mut change: impl FnMut(&PartRows, &mut [f32]) -> Result<()>,
 ) -> Result<()> {
     for segment in segments {
-        let (arena, blocks) = segment.state()?;
-        arena.update(index, part, blocks, |state| change(segment, state))?;
+        let (arena, parts) = segment.states()?;
+        for (rows, blocks) in parts {
+            arena.update(index, part, blocks, |state| change(&rows, state))?;
+        }
     }
     Ok(())
 }
@@ -718,12 +743,12 @@ fn project(
     Ok(())
 }
 
-/// Appends the logits of some rows of the residual stream: last norm and head.
+/// Appends the logits of some rows of the residual stream: `norm` and the head.
 pub(super) fn head(
     device: &Device,
     spec: &Spec,
     activations: Activations,
-    weights: &Weights,
+    (norm, head): (&Array, &Projection),
     rows: &[usize],
     s: &mut BlockScratch,
     logits: &mut Vec<f32>,
@@ -736,7 +761,7 @@ pub(super) fn head(
         to.copy_from(x)?;
     }
     let normed = s.normed.first_mut(m * hidden)?;
-    norm::rms_norm_in_place(device, normed, &weights.norm, spec.norm_eps)?;
+    norm::rms_norm_in_place(device, normed, norm, spec.norm_eps)?;
     let (before, len) = (logits.len(), m * spec.vocab_size);
     logits
         .try_reserve(len)
@@ -749,7 +774,7 @@ pub(super) fn head(
         on_device.grow(device, len)?;
         out = on_device.first_mut(len)?;
     }
-    let outputs = &mut [(&weights.head, out.reborrow())];
+    let outputs = &mut [(head, out.reborrow())];
     project(device, activations, x, m, outputs, &mut s.workspace)?;
     if let Some(cap) = spec.logit_cap {
         activation::soft_cap(device, out, cap)?;

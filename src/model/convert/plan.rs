@@ -84,8 +84,8 @@ const ALONE: [&str; 4] = [
     "gate_up_proj.weight",
 ];
 
-/// Whether `entry` is a weight of a linear layer of the text model, by name and shape.
-fn is_linear(entry: &Entry) -> bool {
+/// Whether `entry` is a weight of a linear layer of the text model or of the drafter that it uses, by name and shape.
+fn is_linear(entry: &Entry, used: &HashSet<String>) -> bool {
     let last_two = |suffix: &&str| {
         entry
             .name
@@ -93,7 +93,7 @@ fn is_linear(entry: &Entry) -> bool {
             .is_some_and(|rest| rest.ends_with('.'))
     };
     entry.shape.len() == 2
-        && is_of_text_model(&entry.name)
+        && (is_of_text_model(&entry.name) || used.contains(&entry.name))
         && (entry.name == HEAD || FUSED.concat().iter().chain(&ALONE).any(last_two))
 }
 
@@ -136,7 +136,7 @@ pub(super) fn plan(
             continue;
         }
         let fits = !entry.encoding.is_integer() && entry.cols().is_multiple_of(BLOCK);
-        let is_quantized = is_linear(entry) && (fits || used.contains(&entry.name));
+        let is_quantized = is_linear(entry, used) && (fits || used.contains(&entry.name));
         let is_kept = options.keeps(&entry.name);
         let encoding = match is_table(entry) {
             _ if is_kept => kept(entry, options.container),

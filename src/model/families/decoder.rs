@@ -43,7 +43,7 @@ pub(super) struct DecoderBlock {
 }
 
 impl DecoderBlock {
-    fn finish(self) -> BlockSpec {
+    pub(super) fn finish(self) -> BlockSpec {
         BlockSpec {
             norms: self.norms,
             mixer: self.mixer.unwrap_or(MixerSpec::Attention(self.attention)),
@@ -96,6 +96,7 @@ impl Decoder {
                 logit_cap: cap(keys, "final_logit_softcapping")?,
                 ropes: ropes(attention.head_dim, max_positions)?,
                 blocks: Vec::new(),
+                drafter: None,
                 norm_names: NormNames::PRE,
                 renamed: &[],
                 eos: keys.ids("eos_token_id")?,

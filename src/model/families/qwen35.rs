@@ -11,7 +11,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::keys::Keys;
 use crate::model::spec::{
-    DeltaProjections, DenseMlpSpec, ExpertsSpec, GatedDeltaSpec, MixerSpec, MlpSpec,
+    DeltaProjections, DenseMlpSpec, DrafterSpec, ExpertsSpec, GatedDeltaSpec, MixerSpec, MlpSpec,
     SharedExpertSpec, Spec,
 };
 use crate::tensor::DeltaShape;
@@ -44,6 +44,8 @@ pub(super) const QWEN3_NEXT: Family = Family {
 const RECURRENT: &str = "linear_attention";
 /// The part of a head that rotates, if the config does not say.
 const PARTIAL_ROTARY: f64 = 0.25;
+/// Layers of the drafter, if the config does not say: published files of Qwen3-Next have it, and no key for it.
+const DRAFTER_LAYERS: usize = 1;
 /// One layer of so many has attention, if the config does not say.
 const INTERVAL: usize = 4;
 
@@ -152,6 +154,7 @@ fn finish(
     };
     let types = decoder.read_layer_types(keys, RECURRENT)?;
     let interval = keys.size("full_attention_interval")?.unwrap_or(INTERVAL);
+    decoder.spec.drafter = drafter(&decoder, keys, experts(decoder.layers - 1))?;
     Ok(decoder.finish(|layer, block| {
         let is_recurrent = match &types {
             Some(recurrent) => recurrent[layer],
@@ -161,6 +164,26 @@ fn finish(
         if let Some(experts) = experts(layer) {
             block.mlp = MlpSpec::Experts(experts);
         }
+    }))
+}
+
+/// The drafter, if the config has one: a block with attention, and the MLP or the mixture of the last block.
+fn drafter(
+    decoder: &Decoder,
+    keys: &Keys<'_>,
+    experts: Option<ExpertsSpec>,
+) -> Result<Option<DrafterSpec>> {
+    let layers = keys.count("mtp_num_hidden_layers")?;
+    let layers = layers.unwrap_or(DRAFTER_LAYERS);
+    let own_embeddings = keys.flag("mtp_use_dedicated_embeddings")? == Some(true);
+    let mut block = decoder.block.clone();
+    if let Some(experts) = experts {
+        block.mlp = MlpSpec::Experts(experts);
+    }
+    Ok((layers > 0).then(|| DrafterSpec {
+        block: block.finish(),
+        layers,
+        own_embeddings,
     }))
 }
 

@@ -296,7 +296,7 @@ impl Executor {
 fn choice_of<'a>(segment: &Segment<'a>) -> Option<Choice<'a>> {
     match segment.wanted {
         Wanted::Token(choice) => Some(choice),
-        Wanted::Nothing | Wanted::Last | Wanted::All => None,
+        Wanted::Nothing | Wanted::Last | Wanted::All | Wanted::Verified(_) => None,
     }
 }
 

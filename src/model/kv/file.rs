@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::arena::KvArena;
-use super::{HOST_PAGE, KvCache, KvTables, NULL_BLOCK};
+use super::{HOST_PAGE, KvCache, KvTables, NULL_BLOCK, PagesOf};
 use crate::base::{Result, memory};
 use crate::cuda;
 
@@ -14,26 +14,26 @@ const ELEMENT: usize = 2;
 impl KvCache {
     /// Bytes that [`KvCache::read_pages`] gives for `len` positions, of which group `i` keeps those from `kept_from[i]` on; `None` if the
     /// number overflows.
-    pub fn page_bytes(&self, len: usize, kept_from: &[usize]) -> Option<u64> {
-        self.arenas
-            .iter()
-            .zip(kept_from)
-            .try_fold(0u64, |sum, (arena, &first)| {
-                let pages = len.div_ceil(HOST_PAGE).saturating_sub(first / HOST_PAGE) as u64;
+    pub fn page_bytes(&self, of: PagesOf, len: usize, kept_from: &[usize]) -> Option<u64> {
+        self.cached_layers(of)
+            .try_fold(0u64, |sum, (arena, group, _)| {
+                let first = kept_from.get(group)? / HOST_PAGE;
+                let pages = len.div_ceil(HOST_PAGE).saturating_sub(first) as u64;
                 let of_layer = pages.checked_mul(arena.layout().page_bytes() as u64)?;
-                sum.checked_add(of_layer.checked_mul(arena.layers() as u64)?)
+                sum.checked_add(of_layer)
             })
     }
 
     /// Calls `each` with the pages of a sequence of `len` positions, layer by layer.
     pub fn read_pages(
         &self,
+        of: PagesOf,
         tables: &KvTables,
         len: usize,
         mut each: impl FnMut(&[u8]) -> Result<()>,
     ) -> Result<()> {
         let pages = len.div_ceil(HOST_PAGE);
-        for (arena, group, index) in self.cached_layers() {
+        for (arena, group, index) in self.cached_layers(of) {
             let mut reader = PageReader::new(arena, index)?;
             let each_block = arena.block_positions() / HOST_PAGE;
             for page in 0..pages {
@@ -49,12 +49,13 @@ impl KvCache {
     /// Fills the blocks of a sequence of `len` positions; `next` gives the pages in the order of [`KvCache::read_pages`].
     pub fn write_pages(
         &self,
+        of: PagesOf,
         tables: &KvTables,
         len: usize,
         mut next: impl FnMut(&mut [u8]) -> Result<()>,
     ) -> Result<()> {
         let pages = len.div_ceil(HOST_PAGE);
-        for (arena, group, index) in self.cached_layers() {
+        for (arena, group, index) in self.cached_layers(of) {
             let each_block = arena.block_positions() / HOST_PAGE;
             let mut page = memory::zeros(arena.layout().page_bytes())?;
             let blocks = tables.blocks(group).iter().enumerate();

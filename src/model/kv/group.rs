@@ -16,10 +16,10 @@ pub struct KvGroup {
 }
 
 impl KvGroup {
-    /// The groups of a model, in the order of their first layers.
+    /// The groups of a model, in the order of their first layers. The drafter's block counts as a layer after the others.
     pub(in crate::model) fn of(spec: &Spec) -> Vec<KvGroup> {
         let mut groups: Vec<KvGroup> = Vec::new();
-        for (layer, block) in spec.blocks.iter().enumerate() {
+        for (layer, block) in spec.all_blocks().enumerate() {
             let Some(a) = block.attention() else {
                 continue;
             };

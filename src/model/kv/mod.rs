@@ -34,7 +34,10 @@ use crate::tensor::AttentionShape;
 pub struct KvMemory {
     device: Device,
     groups: Vec<KvGroup>,
+    /// Layers, the drafter's included.
     layers: usize,
+    /// The layer of the drafter, if there is one.
+    drafter: Option<usize>,
     state_layers: Vec<Option<StateLayer>>,
     reserve: Arc<Reserve>,
     f16: TryOnce<Arc<KvCache>>,
@@ -52,7 +55,8 @@ impl KvMemory {
         let memory = KvMemory {
             device: device.clone(),
             groups: KvGroup::of(spec),
-            layers: spec.blocks.len(),
+            layers: spec.all_blocks().count(),
+            drafter: spec.drafter.as_ref().map(|_| spec.blocks.len()),
             state_layers: state_layers(spec),
             reserve: Arc::new(Reserve::new(tag, bytes)?),
             f16: TryOnce::new(),
@@ -80,11 +84,21 @@ impl KvMemory {
     }
 }
 
+/// Layers whose pages a session file has together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PagesOf {
+    /// The layers of the blocks.
+    Blocks,
+    /// The layer of the drafter.
+    Drafter,
+}
+
 /// The cached keys and values of a model, in one format.
 pub struct KvCache {
     kind: KvType,
     arenas: Vec<KvArena>,
     layers: Vec<Option<KvLayerIndex>>,
+    drafter: Option<usize>,
     state: Option<StateArena>,
     null_block: TryOnce<()>,
 }
@@ -117,6 +131,7 @@ impl KvCache {
             kind,
             arenas,
             layers: layer_groups(groups, memory.layers),
+            drafter: memory.drafter,
             state: StateArena::new(&memory.state_layers, shared.as_ref(), reserve)?,
             null_block: TryOnce::new(),
         })
@@ -159,10 +174,14 @@ impl KvCache {
         }
     }
 
-    /// All layers with keys and values, like [`KvCache::of_layer`].
-    fn cached_layers(&self) -> impl Iterator<Item = (&KvArena, usize, usize)> {
-        let layers = self.layers.iter().flatten();
-        layers.map(|place| (&self.arenas[place.group], place.group, place.index))
+    /// Layers with keys and values, like [`KvCache::of_layer`]: those of the blocks, or that of the drafter.
+    fn cached_layers(&self, of: PagesOf) -> impl Iterator<Item = (&KvArena, usize, usize)> {
+        let layers = self.layers.iter().enumerate().filter(move |(layer, _)| {
+            let is_drafter = Some(*layer) == self.drafter;
+            is_drafter == (of == PagesOf::Drafter)
+        });
+        let places = layers.filter_map(|(_, place)| place.as_ref());
+        places.map(|place| (&self.arenas[place.group], place.group, place.index))
     }
 
     /// The group of a layer.

@@ -24,7 +24,7 @@ pub(super) struct StateLayer {
 /// The recurrent layers of a model, by layer; empty if it has none.
 pub(super) fn state_layers(spec: &Spec) -> Vec<Option<StateLayer>> {
     let mut first = 0;
-    let layers = spec.blocks.iter().map(|block| {
+    let layers = spec.all_blocks().map(|block| {
         let shape = block.recurrent()?;
         let layer = StateLayer { shape, first };
         first += shape.state_floats();

@@ -42,7 +42,8 @@ impl Fresh {
                 "there is no config.json to say what model to begin with"
             );
         };
-        let spec = families::read(config)?;
+        let mut spec = families::read(config)?;
+        spec.drafter = None;
         let deviation = match config.get("initializer_range") {
             None => DEVIATION,
             Some(value) => match value.as_f64().filter(|d| *d > 0.0) {

@@ -80,6 +80,8 @@ impl Source {
     pub fn new(checkpoint: Arc<dyn Checkpoint>) -> Result<Source> {
         let mut spec = spec_with_frequencies(&*checkpoint)?;
         entries_used(&*checkpoint, &spec)?;
+        // Exports keep the drafter's tensors as they are.
+        spec.drafter = None;
         let is_said_to_be_tied = checkpoint
             .metadata()
             .config

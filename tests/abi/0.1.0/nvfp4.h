@@ -899,8 +899,12 @@ typedef struct NVFP4_GenerateOptions {
      * 0.
      */
     int32_t log_probabilities;
-    /** Must be 0. */
-    int32_t reserved;
+    /**
+     * The most tokens that the model's drafter guesses in a step, for one pass of the model to verify, up to 16; -1 drafts none. A
+     * number is refused for a model without a drafter, and on a GPU. The generated tokens are the same. Default: 0, which
+     * drafts on the CPU if the model has a drafter, while that is faster.
+     */
+    int32_t drafts;
     /**
      * The most tokens to generate. Default: SIZE_MAX, as many as fit in the context. With 0 a prompt is run and nothing is
      * generated.

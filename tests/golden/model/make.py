@@ -508,6 +508,7 @@ def maxima(model, tokens):
 
 
 def make(name, family, settings, seed):
+    """Makes a case, and returns the model of transformers with its weights."""
     settings = {k: v for k, v in settings.items() if v is not None}
     # A class adds defaults to `rope_parameters`. The config that is written has them, but not that of a model with recurrent layers.
     given = copy.deepcopy(settings) if "linear_conv_kernel_dim" in settings else settings
@@ -626,6 +627,7 @@ def make(name, family, settings, seed):
     (out / "config.json").write_text(json.dumps(written, indent=1) + "\n")
     spread = expected[f"logits_{LENGTHS[-1]}"].std().item()
     print(f"{name}: logits vary by {spread:.2f}, {(out / 'model.safetensors').stat().st_size} bytes")
+    return model
 
 
 TEXT = """The quick brown fox jumps over the lazy dog. Hello, world! How are you today? I am fine, thank you.

@@ -1,0 +1,205 @@
+//! Runs the drafter of a model: after each pass, for sequences that draft, its block over the positions whose next token the pass ran; and
+//! before a verification, one row a drafted token. Its keys and values are a layer of the cache after those of the blocks.
+
+use super::batch::{Part, Segment};
+use super::block::{self, ReferencePass, Rows};
+use super::kv::KvTables;
+use super::run::{Scratch, Slots, starts};
+use super::weights::Drafter;
+use super::{Choice, Model};
+use crate::base::error::bail;
+use crate::base::{Result, call};
+use crate::ops::sample;
+
+/// Rows of the drafter: positions of one sequence.
+#[derive(Clone, Copy, Debug)]
+pub struct DrafterRows<'a> {
+    /// The token after each position.
+    pub tokens: &'a [u32],
+    /// The hidden row of each position: the output of the final norm, `[positions, hidden]`.
+    pub hidden: &'a [f32],
+    /// The first position. The drafter's keys and values before it are in the cache.
+    pub first: usize,
+    /// Blocks of the sequence.
+    pub tables: &'a KvTables,
+    /// Positions that the sequence may come to, which decides between the short and the long RoPE table.
+    pub context: usize,
+}
+
+impl Model {
+    /// Whether it has a drafter that runs on its device.
+    pub fn has_drafter(&self) -> bool {
+        self.weights().drafter.is_some()
+    }
+
+    fn drafter(&self) -> Result<&Drafter> {
+        match &self.weights().drafter {
+            Some(drafter) => Ok(drafter),
+            None if self.device().is_cuda() => bail!(
+                Unsupported,
+                "drafts on {}: a drafter runs on the CPU alone",
+                self.device().name()
+            ),
+            None => bail!(
+                Unsupported,
+                "drafts of a {} model without a drafter (tensors mtp.*)",
+                self.spec().family
+            ),
+        }
+    }
+
+    /// Fails unless [`Model::has_drafter`].
+    pub fn check_drafter(&self) -> Result<()> {
+        self.drafter().map(|_| ())
+    }
+
+    /// Runs rows of several sequences through the drafter's block, and stores their keys and values; the output of the block is left in the
+    /// residual stream.
+    pub(super) fn run_drafter(&self, segments: &[DrafterRows<'_>], s: &mut Scratch) -> Result<()> {
+        let drafter = self.drafter()?;
+        let (mut tokens, mut hidden) = (Vec::new(), Vec::new());
+        let mut of_pass = Vec::with_capacity(segments.len());
+        for segment in segments {
+            let start = tokens.len();
+            tokens.extend_from_slice(segment.tokens);
+            hidden.extend_from_slice(segment.hidden);
+            of_pass.push(Rows {
+                cache: self.kv().cache(segment.tables.kind())?,
+                tables: segment.tables,
+                states: Vec::new(),
+                context: segment.context,
+                first: segment.first,
+                rows: start..tokens.len(),
+            });
+        }
+        let (spec, weights) = (self.spec(), self.weights());
+        let pass = ReferencePass::new(self.device(), spec, self.activations(), &of_pass)?;
+        pass.enter_drafter((weights, drafter), &tokens, &hidden, &mut s.block)?;
+        let index = spec.blocks.len();
+        pass.block(index, &drafter.block, &of_pass, &mut s.block)?;
+        // Rows whose experts cannot be chosen make bad drafts, and no fault of the sequence.
+        s.block.faults.clear();
+        Ok(())
+    }
+
+    /// Runs the drafter over the positions whose next token is in a pass, for segments that draft, and keeps the hidden row of the last
+    /// position of each.
+    pub(super) fn follow(
+        &self,
+        segments: &[Segment<'_>],
+        parts: &[Part],
+        slots: &Slots,
+        scratch: &mut Scratch,
+    ) -> Result<()> {
+        if segments.iter().all(|s| s.drafts_after.is_none()) {
+            return Ok(());
+        }
+        let (spec, width) = (self.spec(), self.spec().hidden_size);
+        let count = parts.iter().map(|part| part.tokens.len()).sum();
+        let device = self.device();
+        let hidden = block::hidden_rows(device, spec, self.weights(), count, &mut scratch.block)?;
+        let mut of_parts = Vec::new();
+        for (start, part) in starts(parts).into_iter().zip(parts) {
+            let (segment, kept) = (&segments[part.slot], slots.kept(part));
+            if segment.drafts_after.is_none() || kept == 0 {
+                continue;
+            }
+            let first = segment.first + part.tokens.start;
+            let rows = &hidden[start * width..(start + kept) * width];
+            let (earlier, last) = rows.split_at((kept - 1) * width);
+            let mut before = std::mem::replace(&mut scratch.hidden[part.slot], last.to_vec());
+            before.resize(if first == 0 { 0 } else { width }, 0.0);
+            before.extend_from_slice(earlier);
+            // No position is before the first token.
+            let tokens = part.tokens.start + usize::from(first == 0)..part.tokens.start + kept;
+            of_parts.push((segment, first.saturating_sub(1), tokens, before));
+        }
+        let rows = of_parts
+            .iter()
+            .map(|(segment, first, tokens, hidden)| DrafterRows {
+                tokens: &segment.tokens[tokens.clone()],
+                hidden,
+                first: *first,
+                tables: segment.tables,
+                context: segment.context,
+            });
+        let rows: Vec<_> = rows.filter(|rows| !rows.tokens.is_empty()).collect();
+        match rows.is_empty() {
+            true => Ok(()),
+            false => self.run_drafter(&rows, scratch),
+        }
+    }
+
+    /// Appends the logits of the token after the last of `rows`, `vocab_size` numbers, as the drafter sees it, and returns the drafter's
+    /// hidden row of that token, `[hidden]`. Fails for a model without a drafter, and for hidden rows of another size.
+    pub fn drafter_logits(
+        &self,
+        rows: DrafterRows<'_>,
+        scratch: &mut Scratch,
+        logits: &mut Vec<f32>,
+    ) -> Result<Vec<f32>> {
+        let (drafter, width) = (self.drafter()?, self.spec().hidden_size);
+        let count = rows.tokens.len();
+        if count == 0 || rows.hidden.len() != count * width {
+            bail!(
+                InvalidArgument,
+                "{} numbers for the hidden rows of {count} tokens; each takes {width}, and there must be one",
+                rows.hidden.len()
+            );
+        }
+        self.check_tokens(rows.tokens)?;
+        let _turn = self.turn()?;
+        self.run_drafter(&[rows], scratch)?;
+        let (spec, last) = (self.spec(), (&drafter.norm, &self.weights().head));
+        let s = &mut scratch.block;
+        block::head(
+            self.device(),
+            spec,
+            self.activations(),
+            last,
+            &[count - 1],
+            s,
+            logits,
+        )?;
+        s.normed_row(width)
+    }
+
+    /// Up to `count` tokens that may follow the first of `rows`, which is the only one: the token after a position and its hidden row. Each
+    /// is chosen from the drafter's logits as `choice` says, with a draw of the next number and the tokens before it as history, so that it
+    /// is the model's own choice where both have the same logits. Ends early at a token that cannot be chosen.
+    pub fn draft(
+        &self,
+        rows: DrafterRows<'_>,
+        choice: Choice<'_>,
+        count: usize,
+        scratch: &mut Scratch,
+    ) -> Result<Vec<u32>> {
+        let mut history = choice.history.to_vec();
+        let (mut drafted, mut hidden) = (Vec::new(), rows.hidden.to_vec());
+        let (mut logits, mut token) = (Vec::new(), rows.tokens.to_vec());
+        let mut sampling = sample::SampleScratch::default();
+        for i in 0..count {
+            call::check()?;
+            let row = DrafterRows {
+                tokens: &token,
+                hidden: &hidden,
+                first: rows.first + i,
+                ..rows
+            };
+            logits.clear();
+            hidden = self.drafter_logits(row, scratch, &mut logits)?;
+            let choice = Choice {
+                options: choice.options,
+                draw: choice.draw + i as u64,
+                history: &history,
+            };
+            let Ok(next) = sample::sample(&logits, &choice, &mut sampling) else {
+                break;
+            };
+            drafted.push(next);
+            history.push(next);
+            token = vec![next];
+        }
+        Ok(drafted)
+    }
+}

@@ -1,0 +1,196 @@
+//! Drafted tokens of a generation: the model's drafter guesses the next tokens, and one pass of the model verifies them. The tokens of a
+//! generation are those of one without drafts. [`Pace`] decides how many are drafted at a time.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use serde::Serialize;
+
+use super::options::{GenerateOptions, MOST_DRAFTS};
+use super::{Sampler, Session};
+use crate::base::error::bail;
+use crate::base::{ErrorKind, Result, call, memory};
+use crate::engine::NewTokens;
+use crate::model::{Output, Verification, Wanted};
+
+/// Tokens that a step drafts at most where options do not say.
+const MOST_ADAPTED: usize = 3;
+
+/// Counts of a generation's drafted tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct DraftCounts {
+    /// Tokens that the drafter guessed.
+    pub drafted: usize,
+    /// Guessed tokens that the model itself chose.
+    pub accepted: usize,
+}
+
+/// The drafts of one generation.
+#[derive(Debug, Default)]
+pub(super) struct Drafts {
+    /// Tokens drafted at a time at most; 0 for a generation without drafts.
+    most: usize,
+    /// Whether the session's pace decides how many, rather than the caller.
+    adapts: bool,
+    /// Tokens that were chosen and are not appended yet.
+    ahead: VecDeque<u32>,
+    /// Tokens that end the text.
+    stops: Vec<u32>,
+    counts: DraftCounts,
+}
+
+impl Drafts {
+    pub(super) fn counts(&self) -> DraftCounts {
+        self.counts
+    }
+}
+
+impl Session {
+    /// Decides whether the drafter follows tokens that run from now on. A session of a model with a drafter begins with that; without it
+    /// the drafter takes no time, and later drafts are worse. Fails for a model without a drafter.
+    pub fn set_drafts(&mut self, drafts: bool) -> Result<()> {
+        self.cache.set_drafts(drafts)
+    }
+
+    /// Lets the drafter follow the session if the generation to come drafts.
+    pub(super) fn follow_drafts(&mut self, options: &GenerateOptions) -> Result<()> {
+        match options.drafts {
+            None => self.set_drafts(self.model.has_drafter()),
+            Some(0) => self.set_drafts(false),
+            Some(most) if most > MOST_DRAFTS => bail!(
+                InvalidArgument,
+                "{most} drafted tokens in a step; expected at most {MOST_DRAFTS}"
+            ),
+            Some(_) => self.set_drafts(true),
+        }
+    }
+
+    /// The drafts of a generation with these options.
+    pub(super) fn drafts_of(&self, options: &GenerateOptions) -> Drafts {
+        let needs_logits = options.replay || options.log_probabilities;
+        if !self.cache.drafts() || needs_logits {
+            return Drafts::default();
+        }
+        let own = match options.ignore_model_stops {
+            true => &[],
+            false => self.model.stop_tokens(),
+        };
+        Drafts {
+            most: options.drafts.unwrap_or(MOST_ADAPTED),
+            adapts: options.drafts.is_none(),
+            stops: [own, &options.stop_tokens].concat(),
+            ..Drafts::default()
+        }
+    }
+
+    /// The next token, if drafts give it: one that was verified already, or the first of those that a step with drafts chooses. `left` is
+    /// the number of tokens that the generation may still have.
+    pub(super) fn next_by_drafts(
+        &mut self,
+        sampler: &mut Sampler,
+        drafts: &mut Drafts,
+        left: usize,
+    ) -> Result<Option<u32>> {
+        if drafts.ahead.is_empty() && self.is_between_steps() && drafts.most > 0 {
+            let most = drafts.most.min(left - 1);
+            // No token may be evicted before all that are chosen have been appended.
+            let most = most.min(self.options.context - self.tokens.len());
+            let count = match drafts.adapts {
+                true => self.pace.count(most),
+                false => most,
+            };
+            if count > 0 {
+                self.verify_drafts(sampler, drafts, count)?;
+            }
+        }
+        let token = drafts.ahead.pop_front();
+        if token.is_some() {
+            sampler.moves_on();
+        }
+        Ok(token)
+    }
+
+    /// Whether exactly the last token is pending, and nothing is known of the next.
+    pub(super) fn is_between_steps(&self) -> bool {
+        let is_pending = self.cache.len() + 1 == self.tokens.len();
+        is_pending && !self.cache.is_empty() && self.next.is_unknown()
+    }
+
+    /// Takes back the tokens that were chosen ahead: the sequence ends, or goes on with other tokens.
+    pub(super) fn discard_drafts(&mut self, drafts: &mut Drafts) -> Result<()> {
+        if drafts.ahead.is_empty() {
+            return Ok(());
+        }
+        drafts.ahead.clear();
+        self.cache
+            .truncate(self.cache.len().min(self.tokens.len() - 1))
+    }
+
+    /// Drafts up to `count` tokens after the pending one, and verifies them in one pass. The chosen tokens are then ahead: none if nothing
+    /// was drafted. Without memory for it, the generation goes on without drafts.
+    fn verify_drafts(
+        &mut self,
+        sampler: &Sampler,
+        drafts: &mut Drafts,
+        count: usize,
+    ) -> Result<()> {
+        let start = Instant::now();
+        let len = self.tokens.len();
+        let chosen = self.chosen_with_drafts(sampler, &drafts.stops, count);
+        let drafted = self.tokens.len() - len;
+        self.tokens.truncate(len);
+        let chosen = match chosen {
+            Err(e) if [ErrorKind::OutOfMemory, ErrorKind::OverBudget].contains(&e.kind()) => {
+                tracing::warn!("the generation goes on without drafts: {e}");
+                drafts.most = 0;
+                return Ok(());
+            }
+            chosen => chosen?,
+        };
+        if chosen.is_empty() {
+            return Ok(());
+        }
+        drafts.counts.drafted += drafted;
+        drafts.counts.accepted += chosen.len() - 1;
+        let is_stopped = chosen.last().is_some_and(|t| drafts.stops.contains(t));
+        let is_wrong = chosen.len() <= drafted && !is_stopped;
+        self.pace.record_drafts(chosen.len() - 1, is_wrong);
+        self.pace.record(count, start.elapsed().as_secs_f64());
+        drafts.ahead.extend(chosen);
+        Ok(())
+    }
+
+    /// The tokens that the model chooses after the pending token and as many of the drafted ones as are right, which the sequence then
+    /// holds. The drafted tokens are left at the end of the session's.
+    fn chosen_with_drafts(
+        &mut self,
+        sampler: &Sampler,
+        stops: &[u32],
+        count: usize,
+    ) -> Result<Vec<u32>> {
+        let (cache, scratch) = (&mut self.cache, &mut self.scratch);
+        let choice = sampler.choice(&self.tokens);
+        let drafted = self.model.draft(cache, choice, count, scratch)?;
+        if drafted.is_empty() {
+            return Ok(drafted);
+        }
+        call::expect(drafted.len() as u64 + 1);
+        let pending = self.tokens.len() - 1;
+        memory::make_room(&mut self.tokens, drafted.len())?;
+        self.tokens.extend(drafted);
+        let work = NewTokens {
+            tokens: &self.tokens[pending..],
+            sequence: &mut self.cache,
+            wanted: Wanted::Verified(Verification {
+                choice: sampler.choice(&self.tokens),
+                stops,
+            }),
+        };
+        let mut logits = Vec::new();
+        let mut outputs = self.model.run(vec![work], false, scratch, &mut logits)?;
+        match outputs.pop().transpose()? {
+            Some(Output::Verified(chosen)) => Ok(chosen),
+            other => bail!(Internal, "{other:?} in the place of verified tokens"),
+        }
+    }
+}

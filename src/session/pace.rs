@@ -1,0 +1,121 @@
+//! How many tokens a session drafts at a time. Pure: knows times and counts.
+
+use super::options::MOST_DRAFTS;
+
+/// After so many steps, one of the numbers that are not the fastest is tried again.
+const RETRY: usize = 64;
+/// Weight of a new time in the running mean of its number.
+const NEW: f64 = 0.25;
+/// Factor of the counts of verified tokens with each further step.
+const KEPT: f64 = 0.98;
+
+/// The number of drafted tokens by which a session has been fastest. Each number is tried once. Then the one is taken with the most tokens
+/// a second: the tokens that a step with it gives on average by the share of drafted tokens that were right, over the running mean of the
+/// measured times of its steps. Every [`RETRY`] steps the next number is tried again, so that drafts that do not pay cost little, and begin
+/// again when they do.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Pace {
+    /// The running mean of the seconds of a step, by the number of drafted tokens.
+    seconds: [Option<f64>; MOST_DRAFTS + 1],
+    /// Drafted tokens that were right.
+    right: f64,
+    /// Drafted tokens that were compared with the model's choice: those that were right, and the first wrong one of a step.
+    compared: f64,
+    steps: usize,
+}
+
+impl Pace {
+    /// The number of tokens to draft in the next step, at most `most`.
+    pub(super) fn count(&mut self, most: usize) -> usize {
+        self.steps += 1;
+        let untried = (0..=most).find(|count| self.seconds[*count].is_none());
+        if let Some(count) = untried {
+            return count;
+        }
+        if self.steps.is_multiple_of(RETRY) {
+            return self.steps / RETRY % (most + 1);
+        }
+        let speed = |count: usize| {
+            self.tokens(count) / self.seconds[count].unwrap_or(f64::INFINITY).max(1e-9)
+        };
+        let all = 0..=most;
+        // The first of equal ones: fewer drafts.
+        all.rev()
+            .max_by(|a, b| speed(*a).total_cmp(&speed(*b)))
+            .unwrap_or(0)
+    }
+
+    /// The tokens that a step with `count` drafted ones gives on average.
+    fn tokens(&self, count: usize) -> f64 {
+        let right = (self.right + 1.0) / (self.compared + 2.0);
+        (0..=count).map(|n| right.powi(n as i32)).sum()
+    }
+
+    /// Records the time of a step that drafted `count` tokens.
+    pub(super) fn record(&mut self, count: usize, seconds: f64) {
+        let mean = &mut self.seconds[count];
+        *mean = Some(mean.map_or(seconds, |mean| mean + NEW * (seconds - mean)));
+    }
+
+    /// Records how many drafted tokens of a step were right, and whether one was wrong.
+    pub(super) fn record_drafts(&mut self, right: usize, is_wrong: bool) {
+        self.right = self.right * KEPT + right as f64;
+        self.compared = self.compared * KEPT + (right + usize::from(is_wrong)) as f64;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Takes steps in which `share` of 100 drafted tokens are right, and that take `seconds`. Returns the numbers drafted.
+    fn drafted(
+        pace: &mut Pace,
+        steps: usize,
+        share: u64,
+        seconds: impl Fn(usize) -> f64,
+    ) -> Vec<usize> {
+        let mut draws = 0;
+        let mut is_right = || {
+            draws += 1;
+            crate::format::random::bits(3, draws) % 100 < share
+        };
+        (0..steps)
+            .map(|_| {
+                let count = pace.count(3);
+                let right = (0..count).take_while(|_| is_right()).count();
+                pace.record_drafts(right, right < count);
+                pace.record(count, seconds(count));
+                count
+            })
+            .collect()
+    }
+
+    fn share(counts: &[usize], count: usize) -> f64 {
+        counts.iter().filter(|c| **c == count).count() as f64 / counts.len() as f64
+    }
+
+    #[test]
+    fn cheap_verification_of_good_drafts_takes_all_and_bad_drafts_take_none() {
+        let cheap = |count: usize| 1.0 + 0.1 * count as f64;
+        let good = drafted(&mut Pace::default(), 640, 90, cheap);
+        assert_eq!(good[..4], [0, 1, 2, 3]);
+        assert!(share(&good[64..], 3) > 0.95, "{good:?}");
+        let bad = drafted(&mut Pace::default(), 640, 2, cheap);
+        assert!(share(&bad[64..], 0) > 0.95, "{bad:?}");
+    }
+
+    #[test]
+    fn verification_that_takes_as_long_as_steps_turns_itself_off() {
+        let counts = drafted(&mut Pace::default(), 640, 90, |count| 1.0 + count as f64);
+        assert!(share(&counts[64..], 0) > 0.95, "{counts:?}");
+    }
+
+    #[test]
+    fn drafts_begin_again_when_they_pay() {
+        let mut pace = Pace::default();
+        drafted(&mut pace, 640, 90, |count| 1.0 + count as f64);
+        let counts = drafted(&mut pace, 1280, 90, |count| 1.0 + 0.1 * count as f64);
+        assert!(share(&counts[1024..], 0) < 0.05, "{counts:?}");
+    }
+}

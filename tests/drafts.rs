@@ -1,0 +1,745 @@
+//! Drafters: their logits against transformers, and generations with drafts against those without: the same tokens, logits and states.
+//! Goldens and the script that made them (`drafter.py`) are in `tests/golden/model`.
+
+mod common;
+
+use std::fs;
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::Arc;
+
+use NVFP4::base::ErrorKind;
+use NVFP4::base::memory;
+use NVFP4::base::threads::Pool;
+use NVFP4::engine::{NewTokens, Sequence, Served};
+use NVFP4::format::nvfp4::Recipe;
+use NVFP4::format::random::bits;
+use NVFP4::model::convert::{Container, ConvertOptions, ConvertProgress, convert};
+use NVFP4::model::{self, Choice, KvType, Logits, Output, Scratch, Verification, Wanted};
+use NVFP4::session::{
+    Eviction, Finish, GenerateOptions, Generation, MOST_DRAFTS, Piece, SamplingOptions, Session,
+    SessionOptions, step,
+};
+use common::{
+    Copy, cases, change_tensor, expect_kind, golden, load, options, some_tokens, windows,
+};
+use safetensors::SafeTensors;
+use serde_json::{Value, json};
+
+/// The bar of the parity tests.
+const TOLERANCE: f32 = 2e-4;
+
+const CASES: [&str; 3] = ["qwen35_drafter", "qwen35moe_drafter", "qwen3next_drafter"];
+
+/// The numbers of drafts that generations have here; `None` adapts.
+const DRAFTS: [Option<usize>; 4] = [Some(1), Some(3), Some(7), None];
+
+fn run(model: &Served, sequence: &mut Sequence, tokens: &[u32]) {
+    let work = NewTokens {
+        tokens,
+        sequence,
+        wanted: Wanted::Nothing,
+    };
+    let done = model.run(vec![work], false, &mut Scratch::new(), &mut Vec::new());
+    done.unwrap().pop().unwrap().unwrap();
+}
+
+/// The drafter's logits at the last positions whose next token is known, after runs of `step` tokens.
+fn drafted(model: &Served, tokens: &[u32], step: usize, kept: usize) -> Vec<f32> {
+    let mut sequence = model.sequence(tokens.len(), KvType::F32).unwrap();
+    sequence.set_drafts(true).unwrap();
+    let mut scratch = Scratch::new();
+    let (before, after) = tokens.split_at(tokens.len() - kept);
+    for part in before.chunks(step) {
+        run(model, &mut sequence, part);
+    }
+    let logits = after.iter().map(|&next| {
+        let logits = model.drafter_logits(&mut sequence, next, &mut scratch);
+        run(model, &mut sequence, &[next]);
+        logits.unwrap()
+    });
+    logits.collect::<Vec<_>>().concat()
+}
+
+#[test]
+fn drafters_agree_with_transformers() {
+    for case in CASES {
+        let model = load(case);
+        assert!(model.has_drafter());
+        let bytes = fs::read(golden(case).join("expected.safetensors")).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        for length in [7, 33, 100] {
+            let tokens = file.tensor(&format!("tokens_{length}")).unwrap();
+            let (tokens, _) = tokens.data().as_chunks::<8>();
+            let tokens: Vec<u32> = tokens
+                .iter()
+                .map(|b| i64::from_le_bytes(*b) as u32)
+                .collect();
+            let want = file.tensor(&format!("drafted_{length}")).unwrap();
+            let (want, _) = want.data().as_chunks::<4>();
+            let kept = want.len() / model.spec().vocab_size;
+            let mut same = Vec::new();
+            for step in [1, 5, 100] {
+                let got = drafted(&model, &tokens, step, kept);
+                let differences = got.iter().zip(want);
+                let worst = differences
+                    .map(|(a, b)| (a - f32::from_le_bytes(*b)).abs())
+                    .fold(0.0, f32::max);
+                println!("{case}, {length} tokens by {step}: {worst:e}");
+                assert_eq!(got.len(), want.len());
+                assert!(worst <= TOLERANCE, "{case}, {length} tokens: {worst}");
+                same.push(got);
+            }
+            assert!(same.windows(2).all(|pair| pair[0] == pair[1]), "{case}");
+        }
+    }
+}
+
+/// The guesses of a drafter that is made by hand.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Guess {
+    /// As stored, with random weights.
+    Random,
+    /// The tokens that the model chooses.
+    Right,
+    /// The tokens that the model chooses, some of them wrong by an error.
+    Near,
+    /// The least probable token.
+    Wrong,
+}
+
+/// A copy of a case with such a drafter. But for random ones, the next token depends on the last token alone: mixers and MLPs add nothing.
+fn made(case: &str, guess: Guess) -> Copy {
+    let dir = Copy::of(case, "drafter");
+    if guess == Guess::Random {
+        return dir;
+    }
+    let bytes = fs::read(dir.0.join("model.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let hidden = file.tensor("model.norm.weight").unwrap().shape()[0];
+    let last_norm = file.tensor("model.norm.weight").unwrap().data().to_vec();
+    let (last_norm, _) = last_norm.as_chunks::<4>();
+    let ends = ["o_proj.weight", "out_proj.weight", "down_proj.weight"];
+    for name in file.names() {
+        let is_of_drafter = name.starts_with("mtp.");
+        let is_near = guess == Guess::Near && name.contains("self_attn");
+        if ends.iter().any(|end| name.ends_with(end)) && !(is_of_drafter && is_near) {
+            change_tensor(&dir, name, |_, _, bytes| bytes.fill(0));
+        }
+    }
+    // The embedding passes through.
+    change_tensor(&dir, "mtp.fc.weight", |_, _, bytes| {
+        bytes.fill(0);
+        let one = half::bf16::ONE.to_le_bytes();
+        for row in 0..hidden {
+            let at = 2 * (row * 2 * hidden + row);
+            bytes[at..at + 2].copy_from_slice(&one);
+        }
+    });
+    change_tensor(&dir, "mtp.pre_fc_norm_embedding.weight", |_, _, bytes| {
+        bytes.fill(0)
+    });
+    change_tensor(&dir, "mtp.norm.weight", |_, _, bytes| {
+        for (to, from) in bytes.chunks_exact_mut(4).zip(last_norm) {
+            // Norms are offsets from one.
+            let factor = 1.0 + f32::from_le_bytes(*from);
+            let factor = if guess == Guess::Wrong {
+                -factor
+            } else {
+                factor
+            };
+            to.copy_from_slice(&(factor - 1.0).to_le_bytes());
+        }
+    });
+    dir
+}
+
+fn served(dir: &Copy) -> Arc<Served> {
+    Served::load(&dir.0, &options()).unwrap()
+}
+
+fn greedy(max_tokens: usize) -> GenerateOptions {
+    GenerateOptions {
+        max_tokens,
+        sampling: SamplingOptions {
+            seed: Some(1),
+            ..SamplingOptions::default()
+        },
+        ignore_model_stops: true,
+        ..GenerateOptions::default()
+    }
+}
+
+fn drawn(max_tokens: usize) -> GenerateOptions {
+    GenerateOptions {
+        sampling: SamplingOptions {
+            temperature: 1.2,
+            top_k: 40,
+            repetition_penalty: 1.1,
+            seed: Some(5),
+            ..SamplingOptions::default()
+        },
+        ..greedy(max_tokens)
+    }
+}
+
+fn with(options: &GenerateOptions, drafts: Option<usize>) -> GenerateOptions {
+    GenerateOptions {
+        drafts,
+        ..options.clone()
+    }
+}
+
+fn session(model: &Arc<Served>, context: usize) -> Session {
+    let options = SessionOptions {
+        context,
+        ..SessionOptions::default()
+    };
+    Session::new(model.clone(), &options).unwrap()
+}
+
+/// Bit by bit.
+fn logits(session: &mut Session) -> Vec<u32> {
+    let logits = session.logits().unwrap();
+    logits.iter().map(|x| x.to_bits()).collect()
+}
+
+/// Generates in both sessions, without drafts in the first, and compares what comes of it. Returns the generation with drafts.
+#[track_caller]
+fn same(
+    without: &mut Session,
+    drafting: &mut Session,
+    options: &GenerateOptions,
+    drafts: Option<usize>,
+    stop_after: usize,
+) -> Generation {
+    let generate = |session: &mut Session, drafts| {
+        let mut pieces = 0;
+        let mut on_piece = |_: Piece<'_>| {
+            pieces += 1;
+            match pieces < stop_after {
+                true => ControlFlow::Continue(()),
+                false => ControlFlow::Break(()),
+            }
+        };
+        let done = session.generate(&with(options, drafts), &mut on_piece);
+        done.unwrap()
+    };
+    let want = generate(without, Some(0));
+    let got = generate(drafting, drafts);
+    assert_eq!((&got.tokens, got.finish), (&want.tokens, want.finish));
+    assert_eq!((&got.text, got.seed), (&want.text, want.seed));
+    assert_eq!(without.tokens(), drafting.tokens());
+    assert_eq!(want.drafts.drafted, 0);
+    assert!(got.drafts.accepted <= got.drafts.drafted);
+    got
+}
+
+#[test]
+fn drafts_change_no_token_and_no_logit() {
+    for case in CASES {
+        for guess in [Guess::Random, Guess::Right, Guess::Near, Guess::Wrong] {
+            let model = served(&made(case, guess));
+            for (drafts, options) in DRAFTS
+                .into_iter()
+                .zip([greedy(41), drawn(41)].iter().cycle())
+            {
+                let (mut without, mut drafting) = (session(&model, 128), session(&model, 128));
+                for session in [&mut without, &mut drafting] {
+                    session.prefill(&some_tokens(&model, 21)).unwrap();
+                }
+                let got = same(&mut without, &mut drafting, options, drafts, usize::MAX);
+                let what = format!("{case}, {guess:?}, {drafts:?}: {:?}", got.drafts);
+                println!("{what}");
+                match (guess, drafts) {
+                    (Guess::Right, Some(most)) => {
+                        assert_eq!(got.drafts.accepted, got.drafts.drafted, "{what}");
+                        // The first token is chosen before any draft.
+                        assert!(
+                            got.drafts.accepted >= 40 * most / (most + 1) - most,
+                            "{what}"
+                        );
+                    }
+                    (Guess::Wrong, Some(_)) => assert_eq!(got.drafts.accepted, 0, "{what}"),
+                    (Guess::Near, Some(_)) => {
+                        assert!(got.drafts.accepted < got.drafts.drafted, "{what}");
+                    }
+                    _ => {}
+                }
+                assert!(got.drafts.drafted > 0, "{what}");
+                assert_eq!(logits(&mut without), logits(&mut drafting), "{what}");
+                // Both go on alike.
+                same(&mut without, &mut drafting, options, drafts, usize::MAX);
+                assert_eq!(logits(&mut without), logits(&mut drafting), "{what}");
+            }
+            drop(model);
+        }
+    }
+}
+
+/// Stop tokens, callbacks that break, limits, a full context and eviction end a text or change it among drafted tokens.
+#[test]
+fn texts_end_among_drafts_as_they_do_without() {
+    let model = served(&made("qwen35_drafter", Guess::Right));
+    let random = load("qwen35_drafter");
+    let prompt = some_tokens(&model, 19);
+    for model in [&model, &random] {
+        let pair = |context, eviction| {
+            let options = SessionOptions {
+                context,
+                eviction,
+                ..SessionOptions::default()
+            };
+            [(); 2].map(|()| {
+                let mut session = Session::new(model.clone(), &options).unwrap();
+                session.prefill(&prompt).unwrap();
+                session
+            })
+        };
+        let [mut all, _] = pair(128, Eviction::Error);
+        let text = all.generate(&drawn(30), &mut |_| ControlFlow::Continue(()));
+        let text = text.unwrap().tokens;
+        for drafts in DRAFTS {
+            for n in [1, 2, 3, 5, 6, 7, 12] {
+                for options in [drawn(30), drawn(n)] {
+                    let stop = GenerateOptions {
+                        stop_tokens: vec![text[n]],
+                        ..options.clone()
+                    };
+                    for (options, stop_after) in [(stop, usize::MAX), (options, n)] {
+                        let [mut without, mut drafting] = pair(128, Eviction::Error);
+                        same(&mut without, &mut drafting, &options, drafts, stop_after);
+                        assert_eq!(logits(&mut without), logits(&mut drafting), "{n}");
+                        same(&mut without, &mut drafting, &options, drafts, stop_after);
+                        assert_eq!(logits(&mut without), logits(&mut drafting), "{n}");
+                    }
+                }
+                for eviction in [Eviction::Error, Eviction::DropOldest { keep: 3 }] {
+                    let [mut without, mut drafting] = pair(19 + n, eviction);
+                    same(&mut without, &mut drafting, &drawn(40), drafts, usize::MAX);
+                    assert_eq!(logits(&mut without), logits(&mut drafting), "{n}");
+                }
+            }
+        }
+    }
+}
+
+/// Tokens that are drafted past the end leave nothing behind: the same blocks and states, and the same memory once all is dropped.
+#[test]
+fn drafts_leave_the_states_and_blocks_of_a_sequence_without_them() {
+    let model = served(&made("qwen35_drafter", Guess::Near));
+    let [mut without, mut drafting] = [(); 2].map(|()| session(&model, 256));
+    for session in [&mut without, &mut drafting] {
+        session.prefill(&some_tokens(&model, 40)).unwrap();
+    }
+    for _ in 0..4 {
+        same(&mut without, &mut drafting, &drawn(33), Some(3), usize::MAX);
+        let fork = drafting.fork().unwrap();
+        // A fork holds what is kept alone: no blocks for coming states.
+        assert_eq!(fork.kv_bytes(), without.fork().unwrap().kv_bytes());
+    }
+    drop((without, drafting));
+    assert_eq!(model.blocks_used(), 0);
+}
+
+/// Random programs of a session with drafts, against a fresh session that is given its tokens at once.
+#[test]
+fn programs_with_drafts_equal_fresh_sessions() {
+    let dir = std::env::temp_dir();
+    for case in CASES {
+        let model = served(&made(case, Guess::Near));
+        for program in 0..u64::from(cases(6)) {
+            let file = dir.join(format!(
+                "nvfp4-drafts-{}-{case}-{program}",
+                std::process::id()
+            ));
+            let mut draws = 0;
+            let mut draw = |below: usize| {
+                draws += 1;
+                bits(program, draws) as usize % below
+            };
+            let mut drafting = session(&model, 256);
+            drafting
+                .prefill(&some_tokens(&model, 1 + draw(40)))
+                .unwrap();
+            for _ in 0..12 {
+                match draw(7) {
+                    0 => drafting = drafting.fork().unwrap(),
+                    1 => {
+                        let len = drafting.len();
+                        drafting.truncate(len - draw(len)).unwrap();
+                    }
+                    2 => {
+                        drafting.save(&file).unwrap();
+                        drafting = Session::restore(model.clone(), &file).unwrap();
+                    }
+                    3 => step(&mut [&mut drafting], &[7]).unwrap(),
+                    _ => {
+                        let count = 1 + draw(12);
+                        let options = [greedy(count), drawn(count)][draw(2)].clone();
+                        let drafts = DRAFTS[draw(4)];
+                        let mut without = session(&model, 256);
+                        without.prefill(drafting.tokens()).unwrap();
+                        let stop_after = 1 + draw(14);
+                        same(&mut without, &mut drafting, &options, drafts, stop_after);
+                    }
+                }
+                if draw(3) == 0 {
+                    let mut fresh = session(&model, 256);
+                    fresh.prefill(drafting.tokens()).unwrap();
+                    assert_eq!(
+                        logits(&mut drafting),
+                        logits(&mut fresh),
+                        "{case}, {program}"
+                    );
+                }
+            }
+            let _ = fs::remove_file(&file);
+        }
+        assert_eq!(model.blocks_used(), 0);
+    }
+}
+
+/// The states of verified positions are staged beside those that are kept, and none stays.
+#[test]
+fn long_sequences_keep_the_states_that_they_keep_without_drafts() {
+    let model = served(&windows::lengthened("qwen35_drafter"));
+    let [mut without, mut drafting] = [(); 2].map(|()| session(&model, 4096));
+    let files = ["without", "with"].map(|name| {
+        std::env::temp_dir().join(format!("nvfp4-states-{}-{name}", std::process::id()))
+    });
+    for session in [&mut without, &mut drafting] {
+        session.prefill(&some_tokens(&model, 1000)).unwrap();
+    }
+    for _ in 0..2 {
+        same(
+            &mut without,
+            &mut drafting,
+            &drawn(1100),
+            Some(3),
+            usize::MAX,
+        );
+        let sizes = [(&without, &files[0]), (&drafting, &files[1])].map(|(session, file)| {
+            session.save(file).unwrap();
+            header(file)["states"].to_string()
+        });
+        assert!(sizes[0].contains("1024"), "{sizes:?}");
+        assert_eq!(sizes[0], sizes[1]);
+        without.prefill(&[5, 6, 7]).unwrap();
+        drafting.prefill(&[5, 6, 7]).unwrap();
+        without.truncate(1500).unwrap();
+        drafting.truncate(1500).unwrap();
+        assert_eq!(logits(&mut without), logits(&mut drafting));
+    }
+    files.iter().for_each(|file| fs::remove_file(file).unwrap());
+}
+
+/// The header of a session file.
+fn header(file: &Path) -> Value {
+    let bytes = fs::read(file).unwrap();
+    let length = u32::from_le_bytes(bytes[12..16].try_into().unwrap()) as usize;
+    serde_json::from_slice(&bytes[16..16 + length]).unwrap()
+}
+
+#[test]
+fn refusals_name_what_is_wrong() {
+    let with_drafter = load("qwen35_drafter");
+    let without = load("qwen35_tied");
+    assert!(!without.has_drafter());
+    let generate = |model: &Arc<Served>, drafts| {
+        let mut session = session(model, 64);
+        session.prefill(&some_tokens(model, 5)).unwrap();
+        session.generate(
+            &with(&greedy(3), drafts),
+            &mut |_| ControlFlow::Continue(()),
+        )
+    };
+    expect_kind(
+        generate(&without, Some(2)),
+        ErrorKind::Unsupported,
+        "drafts of a qwen3_5 model without a drafter (tensors mtp.*)",
+    );
+    assert!(generate(&without, None).is_ok() && generate(&without, Some(0)).is_ok());
+    expect_kind(
+        generate(&with_drafter, Some(MOST_DRAFTS + 1)),
+        ErrorKind::InvalidArgument,
+        "17 drafted tokens in a step; expected at most 16",
+    );
+    for (key, value, words) in [
+        (
+            "mtp_use_dedicated_embeddings",
+            json!(true),
+            "mtp_use_dedicated_embeddings is true",
+        ),
+        (
+            "mtp_num_hidden_layers",
+            json!(2),
+            "mtp_num_hidden_layers is 2",
+        ),
+    ] {
+        let dir = Copy::of("qwen35_drafter", "refused");
+        let config = fs::read(dir.0.join("config.json")).unwrap();
+        let mut config: Value = serde_json::from_slice(&config).unwrap();
+        config[key] = value;
+        dir.write("config.json", config.to_string().as_bytes());
+        expect_kind(
+            Served::load(&dir.0, &options()),
+            ErrorKind::Unsupported,
+            words,
+        );
+    }
+    let dir = Copy::of("qwen35_drafter", "missing");
+    rewrite(&dir, |name| {
+        name != "mtp.norm.weight" && !name.contains("q_proj")
+    });
+    expect_kind(
+        Served::load(&dir.0, &options()),
+        ErrorKind::NotFound,
+        "mtp.layers.0.self_attn.q_proj.weight, mtp.norm.weight",
+    );
+    // Without any of its tensors there is no drafter, whatever the config says.
+    let dir = Copy::of("qwen35_drafter", "none");
+    rewrite(&dir, |name| !name.starts_with("mtp."));
+    assert!(!served(&dir).has_drafter());
+    // It changes no result, so that the model is the same.
+    assert_eq!(served(&dir).fingerprint(), with_drafter.fingerprint());
+}
+
+/// Keeps some tensors of a copy.
+fn rewrite(dir: &Copy, keeps: impl Fn(&str) -> bool) {
+    let bytes = fs::read(dir.0.join("model.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let kept = file.tensors().into_iter().filter(|(name, _)| keeps(name));
+    let written = safetensors::serialize(kept, None).unwrap();
+    dir.write("model.safetensors", &written);
+}
+
+/// Without memory for the states of drafted positions, a generation goes on without drafts. The budget belongs to the process.
+#[test]
+fn a_lack_of_memory_ends_drafts_and_not_the_text() {
+    let model = served(&made("qwen35_drafter", Guess::Right));
+    let [mut without, mut drafting] = [(); 2].map(|()| session(&model, 64));
+    for session in [&mut without, &mut drafting] {
+        session.prefill(&some_tokens(&model, 9)).unwrap();
+        session.logits().unwrap();
+    }
+    let want = without.generate(&with(&greedy(9), Some(0)), &mut |_| {
+        ControlFlow::Continue(())
+    });
+    // Room for blocks of keys and values, and for some states of the eight.
+    let shapes = model.spec().blocks.iter().filter_map(|b| b.recurrent());
+    let state: usize = shapes.map(|shape| 4 * shape.state_floats()).sum();
+    memory::set_budget(Some(
+        memory::total().current + 3 * state as u64 + (24 << 10),
+    ));
+    let got = drafting.generate(&with(&greedy(9), Some(7)), &mut |_| {
+        ControlFlow::Continue(())
+    });
+    memory::set_budget(None);
+    let (want, got) = (want.unwrap(), got.unwrap());
+    assert_eq!((got.tokens, got.drafts.drafted), (want.tokens, 0));
+}
+
+/// Segments that are verified beside others in a batch: right drafts stay up to the first wrong one, or to a token that ends the text.
+#[test]
+fn segments_of_a_batch_are_verified_apart() {
+    for case in CASES {
+        let model = load(case);
+        let greedy = SamplingOptions::default();
+        let prompt = some_tokens(&model, 30);
+        let mut text = prompt.clone();
+        let mut whole = session(&model, 128);
+        whole.prefill(&prompt).unwrap();
+        for _ in 0..6 {
+            let next = whole.argmax().unwrap();
+            text.push(next);
+            whole.decode(next).unwrap();
+        }
+        let chosen = &text[30..];
+        let wrong = |token: u32| (token + 1) % model.spec().vocab_size as u32;
+        let drafts = [
+            vec![chosen[1], chosen[2], chosen[3]],
+            vec![chosen[1], wrong(chosen[2]), chosen[3], chosen[4]],
+            vec![wrong(chosen[1])],
+            vec![chosen[1], chosen[2], chosen[3]],
+        ];
+        // All but the last hold the prompt; a token of the last ends its text.
+        let expected = [&chosen[1..5], &chosen[1..3], &chosen[1..2], &chosen[1..3]];
+        let mut sequences: Vec<Sequence> = drafts
+            .iter()
+            .map(|_| {
+                let mut sequence = model.sequence(64, KvType::F32).unwrap();
+                sequence.set_drafts(true).unwrap();
+                run(&model, &mut sequence, &prompt);
+                sequence
+            })
+            .collect();
+        let tokens: Vec<Vec<u32>> = drafts
+            .iter()
+            .map(|drafts| [&[chosen[0]], &drafts[..]].concat())
+            .collect();
+        let histories: Vec<Vec<u32>> = tokens.iter().map(|t| [&prompt[..], t].concat()).collect();
+        let mut plain = model.sequence(64, KvType::F32).unwrap();
+        run(&model, &mut plain, &prompt);
+        let work = tokens
+            .iter()
+            .zip(&histories)
+            .zip(&mut sequences)
+            .enumerate();
+        let mut work: Vec<NewTokens<'_>> = work
+            .map(|(i, ((tokens, history), sequence))| NewTokens {
+                tokens,
+                sequence,
+                wanted: Wanted::Verified(Verification {
+                    choice: Choice {
+                        options: &greedy,
+                        draw: 0,
+                        history,
+                    },
+                    stops: if i == 3 { &chosen[2..3] } else { &[] },
+                }),
+            })
+            .collect();
+        work.push(NewTokens {
+            tokens: &chosen[..1],
+            sequence: &mut plain,
+            wanted: Wanted::Nothing,
+        });
+        let outputs = model.run(work, false, &mut Scratch::new(), &mut Vec::new());
+        let outputs: Vec<Output> = outputs.unwrap().into_iter().map(|o| o.unwrap()).collect();
+        for ((output, want), sequence) in outputs.iter().zip(expected).zip(&mut sequences) {
+            assert_eq!(output, &Output::Verified(want.to_vec()), "{case}");
+            assert_eq!(sequence.len(), 30 + want.len());
+            // It goes on as the text does.
+            let rest = &chosen[want.len()..want.len() + 1];
+            let mut got = Vec::new();
+            let scratch = &mut Scratch::new();
+            model
+                .forward(rest, sequence, scratch, Logits::Last, &mut got)
+                .unwrap();
+            let mut fresh = model.sequence(64, KvType::F32).unwrap();
+            let mut expected = Vec::new();
+            let all = &text[..31 + want.len()];
+            model
+                .forward(all, &mut fresh, scratch, Logits::Last, &mut expected)
+                .unwrap();
+            assert_eq!(got, expected, "{case}");
+        }
+        assert_eq!(outputs[4], Output::Cached);
+    }
+}
+
+#[test]
+fn stop_strings_end_a_text_among_drafts() {
+    let dir = made("qwen35_drafter", Guess::Right);
+    let tokenizer = fs::read(golden("qwen3_tied").join("tokenizer.json")).unwrap();
+    dir.write("tokenizer.json", &tokenizer);
+    let model = served(&dir);
+    let pair = || {
+        [(); 2].map(|()| {
+            let mut session = session(&model, 128);
+            session.prefill(&some_tokens(&model, 9)).unwrap();
+            session
+        })
+    };
+    let [mut all, _] = pair();
+    let text = all.generate(&drawn(40), &mut |_| ControlFlow::Continue(()));
+    let text: Vec<char> = text.unwrap().text.chars().collect();
+    for at in [3, 8, 11, 20] {
+        let options = GenerateOptions {
+            stop_strings: vec![text[at..at + 2].iter().collect()],
+            ..drawn(40)
+        };
+        for drafts in DRAFTS {
+            let [mut without, mut drafting] = pair();
+            let got = same(&mut without, &mut drafting, &options, drafts, usize::MAX);
+            assert_eq!(got.finish, Finish::StopString);
+            assert_eq!(logits(&mut without), logits(&mut drafting), "{at}");
+        }
+    }
+}
+
+/// A session file has the drafter's keys and values if there are any, and a model without a drafter does without them.
+#[test]
+fn session_files_hold_what_the_drafter_knows() {
+    let model = load("qwen35_drafter");
+    let none = Copy::of("qwen35_drafter", "none");
+    rewrite(&none, |name| !name.starts_with("mtp."));
+    let none = served(&none);
+    let file = std::env::temp_dir().join(format!("nvfp4-drafter-file-{}", std::process::id()));
+    let page = {
+        let attention = model.spec().drafter.as_ref().unwrap().block.attention();
+        4 * 16 * attention.unwrap().kv_width() as u64
+    };
+    for (drafts, pages) in [(true, 3), (false, 0)] {
+        let mut session = session(&model, 128);
+        session.set_drafts(drafts).unwrap();
+        session.prefill(&some_tokens(&model, 40)).unwrap();
+        session.save(&file).unwrap();
+        let written = header(&file)["drafter"].as_u64().unwrap_or(0);
+        assert_eq!(written, pages * page);
+        let restored = [&model, &none].map(|m| Session::restore(m.clone(), &file).unwrap());
+        for mut restored in restored {
+            assert_eq!(logits(&mut restored), logits(&mut session));
+            let [mut a, mut b] = [session.fork().unwrap(), restored];
+            let drafts = b.model().has_drafter().then_some(3).or(Some(0));
+            same(&mut a, &mut b, &drawn(20), drafts, usize::MAX);
+        }
+    }
+    // A restored drafter guesses what it would have guessed.
+    let mut before = session(&model, 128);
+    before.prefill(&some_tokens(&model, 40)).unwrap();
+    before.decode(3).unwrap();
+    before.save(&file).unwrap();
+    let mut after = Session::restore(model.clone(), &file).unwrap();
+    assert_eq!(after.kv_bytes(), before.kv_bytes());
+    after.save(&file).unwrap();
+    let again = Session::restore(model.clone(), &file).unwrap();
+    assert_eq!(again.tokens(), before.tokens());
+    // A page less than the positions take.
+    let mut bytes = fs::read(&file).unwrap();
+    let length = u32::from_le_bytes(bytes[12..16].try_into().unwrap()) as usize;
+    let json = String::from_utf8(bytes[16..16 + length].to_vec()).unwrap();
+    let sizes = [3, 2].map(|pages| (pages * page).to_string());
+    // Padded to the same length: nothing else moves.
+    let padded = format!("\"drafter\":{:>1$}", sizes[1], sizes[0].len());
+    let shorter = json.replace(&format!("\"drafter\":{}", sizes[0]), &padded);
+    assert_ne!(json, shorter);
+    bytes.splice(16..16 + length, shorter.into_bytes());
+    let end = bytes.len() - page as usize;
+    fs::write(&file, &bytes[..end]).unwrap();
+    expect_kind(
+        Session::restore(model.clone(), &file),
+        ErrorKind::CorruptFile,
+        "bytes of the drafter's keys and values; 41 positions take",
+    );
+    fs::remove_file(&file).unwrap();
+}
+
+/// Conversion quantizes the drafter's block like the others, and keeps the projection of its inputs.
+#[test]
+fn conversion_quantizes_the_drafter() {
+    let out = Copy::of("qwen35_nested", "converted");
+    let mut options = ConvertOptions::new(Container::ModelOpt, Recipe::default());
+    options.replace = true;
+    let source = model::open(&golden("qwen35_nested")).unwrap();
+    let (pool, go) = (Pool::new(2).unwrap(), &mut |_: ConvertProgress<'_>| {
+        ControlFlow::Continue(())
+    });
+    convert(&*source, &out.0, &options, &pool, go).unwrap();
+    let made = model::open(&out.0).unwrap();
+    for (name, encoding) in [
+        ("mtp.layers.0.self_attn.q_proj.weight", "NVFP4"),
+        ("mtp.layers.0.mlp.down_proj.weight", "NVFP4"),
+        ("mtp.fc.weight", "BF16"),
+        ("mtp.norm.weight", "BF16"),
+    ] {
+        assert_eq!(source.find(name).unwrap().encoding.name(), "BF16");
+        assert_eq!(made.find(name).unwrap().encoding.name(), encoding, "{name}");
+    }
+    let (stored, converted) = (load("qwen35_nested"), served(&out));
+    assert!(converted.has_drafter());
+    let coded = |model: &Served| model.info().formats["nvfp4"].tensors;
+    // Query and gate are apart in memory.
+    assert_eq!(coded(&converted), coded(&stored) + 8);
+}
