@@ -20,9 +20,9 @@ use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
 use NVFP4::model::convert::{Container, ConvertOptions, ConvertProgress, convert};
 use NVFP4::model::{self, Activations, Device, KvType, LoadOptions, Logits, Scratch, Wanted};
 use common::{
-    Copy, DEVICE_CASES, LONG_CASES, MAMBA_CASES, RECURRENT_CASES, at_long_positions, change_tensor,
-    check_memory_comes_back, cut, expect_kind, golden, load, options, ragged, some_tokens,
-    step_logits,
+    Copy, DEVICE_CASES, GEMMA4_CASES, LONG_CASES, MAMBA_CASES, RECURRENT_CASES, at_long_positions,
+    change_tensor, check_memory_comes_back, cut, expect_kind, golden, load, options, ragged,
+    some_tokens, step_logits,
 };
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
@@ -46,7 +46,8 @@ const PROCESSOR_CASES: [&str; 9] = [
 
 fn all_cases() -> impl Iterator<Item = &'static str> {
     let cases = DEVICE_CASES.into_iter().chain(PROCESSOR_CASES);
-    cases.chain(RECURRENT_CASES).chain(MAMBA_CASES)
+    let cases = cases.chain(RECURRENT_CASES).chain(MAMBA_CASES);
+    cases.chain(GEMMA4_CASES)
 }
 
 fn cache(model: &Served) -> Sequence {
@@ -325,7 +326,15 @@ fn threads_and_int8_activations() {
 
 #[test]
 fn a_batch_gives_each_sequence_its_own_bits() {
-    for case in ["qwen3_tied", "qwen2_untied", "gptoss_dense", "gptoss_mxfp4"] {
+    for case in [
+        "qwen3_tied",
+        "qwen2_untied",
+        "gptoss_dense",
+        "gptoss_mxfp4",
+        "gemma4_dense",
+        "gemma4_perlayer",
+        "gemma4_experts",
+    ] {
         let model = load(case);
         let vocab = model.spec().vocab_size;
         let prompts: Vec<Vec<u32>> = [3, 17, 1, 30]
@@ -371,6 +380,8 @@ fn ragged_batches_give_the_bits_of_segments_apart() {
         "qwen3moe_mixed",
         "qwen2moe_shared",
         "gptoss_mxfp4",
+        "gemma4_perlayer",
+        "gemma4_experts",
     ] {
         ragged::check(&load(case), None, &|got, expected, what| {
             assert!(got == expected, "{case}, {what}");

@@ -204,6 +204,10 @@ pub(crate) const RECURRENT_CASES: [&str; 6] = [
 /// Models with Mamba-2, which run on the CPU alone.
 pub(crate) const MAMBA_CASES: [&str; 2] = ["nemotronh_dense", "nemotronh_experts"];
 
+/// Models of Gemma 4, which run on the CPU alone: layers with heads of two sizes, shared keys and values, per-layer embeddings, experts
+/// beside an MLP.
+pub(crate) const GEMMA4_CASES: [&str; 3] = ["gemma4_dense", "gemma4_perlayer", "gemma4_experts"];
+
 /// The cases of `tests/golden/model/long_positions.py`: one for each RoPE scaling.
 pub(crate) const LONG_CASES: [&str; 8] = [
     "long_default",

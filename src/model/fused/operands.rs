@@ -63,11 +63,10 @@ pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape>
         norms: spec.norms,
         mixer: match &weights.mixer {
             Mixer::Attention(attention) => MixerShape::Attention {
-                qkv: [
-                    shape(&attention.q)?,
-                    shape(&attention.k)?,
-                    shape(&attention.v)?,
-                ],
+                qkv: {
+                    let [q, k, v] = attention.required_qkv()?;
+                    [shape(q)?, shape(k)?, shape(v)?]
+                },
                 gate: attention.gate.as_ref().map(shape).transpose()?,
                 o: shape(&attention.o)?,
             },
@@ -84,6 +83,9 @@ pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape>
             (Mlp::Dense(_), Some(mlp)) => MlpShape::Dense(mlp),
             (Mlp::Dense(_) | Mlp::None, None) => bail!(Internal, "a fused block without an MLP"),
             (Mlp::None, Some(_)) => bail!(Internal, "projections of no MLP"),
+            (Mlp::DenseAndExperts(_), _) => {
+                bail!(Internal, "a fused block with experts beside an MLP")
+            }
         },
     })
 }

@@ -8,7 +8,7 @@ use crate::base::error::bail;
 use crate::cuda::{GemmPlan, Glu, Hardware, InputForm, Layout, MatrixShape, Output};
 use crate::model::order::Half;
 use crate::model::spec::{
-    Activation, BlockSpec, ExpertsSpec, MixerSpec, MlpSpec, NormPlacement, Scoring, Spec,
+    Activation, BlockSpec, ExpertsSpec, KeyValues, MixerSpec, MlpSpec, NormPlacement, Scoring, Spec,
 };
 use crate::tensor::WeightType;
 
@@ -248,6 +248,15 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
                 "experts scored by sigmoids"
             }
             (MixerSpec::Attention(attention), _) if attention.sinks => "attention sinks",
+            (MixerSpec::Attention(attention), _)
+                if attention.key_values != KeyValues::Projected =>
+            {
+                "attention without projections of keys and values"
+            }
+            (MixerSpec::Attention(attention), _) if attention.value_norm => "a norm of its values",
+            (_, MlpSpec::DenseAndExperts(..)) => "experts beside an MLP",
+            _ if block.per_layer.is_some() => "an input of its own",
+            _ if block.scaled => "a factor of its residual stream",
             _ if block.mlp.is_clamped() => "a clamped SwiGLU",
             (_, MlpSpec::Experts(experts)) if has_bias(experts) => "biases of its experts",
             (_, MlpSpec::Experts(_)) if block.norms.post => "a norm after its experts",
@@ -911,7 +920,9 @@ mod tests {
                 heads: 1,
                 kv_heads: 1,
                 head_dim: sizes.q,
+                key_values: KeyValues::Projected,
                 qk_norm: true,
+                value_norm: false,
                 qkv_bias: false,
                 o_bias: false,
                 gated: sizes.recurrent,
@@ -929,11 +940,14 @@ mod tests {
                     normalized: true,
                     scoring: Scoring::Softmax,
                     router_bias: false,
+                    router_scaled: false,
                     names: ExpertNames::Qwen,
                     expert: mlp,
                     shared: shared.then_some(SharedExpertSpec { mlp, gated: true }),
                 }),
             },
+            per_layer: None,
+            scaled: false,
         };
         let recurrent = BlockSpec {
             mixer: MixerSpec::GatedDelta(GatedDeltaSpec {
