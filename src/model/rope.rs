@@ -79,8 +79,8 @@ pub(super) fn read(config: &Keys<'_>, head_dim: usize, max_positions: usize) -> 
 }
 
 /// The rotations of layers with full attention and of layers with a window. `rope_parameters` has a set for each type; with the old keys,
-/// scaling applies to full attention, and `rope_local_base_freq` is the base for a window. `head_dims` are the sizes of a head, and `thetas`
-/// the default bases, of full attention and of a window.
+/// scaling applies to full attention, and `rope_local_base_freq` is the base for a window. `head_dims` are the sizes of a head of both types,
+/// and `thetas` the default bases.
 pub(super) fn read_by_layer_type(
     config: &Keys<'_>,
     head_dims: (usize, usize),

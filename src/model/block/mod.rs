@@ -8,7 +8,6 @@ mod per_layer;
 
 use std::ops::Range;
 
-use self::per_layer::PerLayerScratch;
 use super::Activations;
 use super::kv::{KvCache, KvTables, StateArena, StateBlocks, StatePart};
 use super::order::{BlockOp, ExpertTurn, Half, expert_turns, operations};
@@ -78,7 +77,10 @@ pub(super) struct BlockScratch {
     gate: Array,
     up: Array,
     experts: ExpertScratch,
-    per_layer: PerLayerScratch,
+    /// `[rows, blocks * width]`: the projections of embeddings in models with per-layer embeddings.
+    layer_projections: Array,
+    /// `[blocks, rows, width]`: the blocks' own inputs in such models.
+    layer_inputs: Array,
     /// Rows with router logits that are not finite, since the caller last took this list.
     pub(super) faults: Vec<(usize, Error)>,
 }
@@ -124,7 +126,8 @@ impl BlockScratch {
                 sum: Array::empty(),
                 beside: Array::empty(),
             },
-            per_layer: PerLayerScratch::new(),
+            layer_projections: Array::empty(),
+            layer_inputs: Array::empty(),
             faults: Vec::new(),
         }
     }
@@ -156,14 +159,15 @@ impl BlockScratch {
             &self.attended,
             &self.gate,
             &self.up,
+            &self.layer_projections,
+            &self.layer_inputs,
             &experts.logits,
             &experts.taken,
             &experts.made,
             &experts.sum,
             &experts.beside,
         ];
-        let arrays = arrays.iter().map(|a| a.bytes()).sum::<usize>();
-        self.workspace.bytes() + self.per_layer.bytes() + arrays
+        self.workspace.bytes() + arrays.iter().map(|a| a.bytes()).sum::<usize>()
     }
 }
 

@@ -8,29 +8,7 @@ use crate::base::error::bail;
 use crate::base::{Result, memory};
 use crate::model::spec::PerLayerSpec;
 use crate::model::weights::{PerLayer, PerLayerTable, Weights};
-use crate::ops::{Array, activation, norm};
-
-/// Scratch for per-layer embeddings.
-#[derive(Debug)]
-pub(super) struct PerLayerScratch {
-    /// `[rows, blocks * width]`: the projection of the embeddings.
-    projected: Array,
-    /// `[blocks, rows, width]`: the inputs of the blocks.
-    inputs: Array,
-}
-
-impl PerLayerScratch {
-    pub(super) fn new() -> Self {
-        PerLayerScratch {
-            projected: Array::empty(),
-            inputs: Array::empty(),
-        }
-    }
-
-    pub(super) fn bytes(&self) -> usize {
-        self.projected.bytes() + self.inputs.bytes()
-    }
-}
+use crate::ops::{activation, norm};
 
 impl ReferencePass<'_> {
     /// Computes the inputs of all blocks, if the model has them, from the tokens and from their embeddings in the residual stream.
@@ -59,7 +37,7 @@ impl ReferencePass<'_> {
     ) -> Result<()> {
         let (device, m, hidden) = (self.device, self.rows, self.spec.hidden_size);
         let len = m * self.spec.blocks.len() * width;
-        let projected = &mut s.per_layer.projected;
+        let projected = &mut s.layer_projections;
         projected.grow(device, len)?;
         self.project(
             s.residual.first(m * hidden)?,
@@ -83,9 +61,9 @@ impl ReferencePass<'_> {
     ) -> Result<()> {
         let (m, blocks) = (self.rows, self.spec.blocks.len());
         let len = m * blocks * width;
-        s.per_layer.inputs.grow(self.device, len)?;
-        let projected = s.per_layer.projected.first(len)?.host()?;
-        let inputs = s.per_layer.inputs.first_mut(len)?.host()?;
+        s.layer_inputs.grow(self.device, len)?;
+        let projected = s.layer_projections.first(len)?.host()?;
+        let inputs = s.layer_inputs.first_mut(len)?.host()?;
         let mut stored = memory::zeros(blocks * width)?;
         let rows = projected.chunks_exact(blocks * width).zip(tokens);
         for (row, (projected, &token)) in rows.enumerate() {
@@ -116,7 +94,7 @@ impl ReferencePass<'_> {
             &mut [(&weights.gate, s.gate.first_mut(len)?)],
             &mut s.workspace,
         )?;
-        let input = s.per_layer.inputs.part(index * len..(index + 1) * len)?;
+        let input = s.layer_inputs.part(index * len..(index + 1) * len)?;
         activation::glu(self.device, spec.activation, s.gate.first_mut(len)?, input)
     }
 

@@ -269,8 +269,8 @@ fn repeats_the_embedding(source: &dyn Checkpoint) -> Result<bool> {
 }
 
 /// Divides a stack of experts into one tensor per expert, or two if the stack holds gate and up projections, named as serving engines and
-/// this library's loader expect: `mlp.experts.E.gate_proj.weight`, or with `mixer` for `mlp`, or without either. MXFP4 becomes NVFP4 without loss. `None` for
-/// an entry that is not a stack.
+/// this library's loader expect: `mlp.experts.E.gate_proj.weight`, or with `mixer` for `mlp`, or without either. MXFP4 becomes NVFP4 without
+/// loss. `None` for an entry that is not a stack.
 fn experts(
     source: &dyn Checkpoint,
     entry: &Entry,
