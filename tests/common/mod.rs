@@ -209,7 +209,7 @@ pub(crate) const MAMBA_CASES: [&str; 2] = ["nemotronh_dense", "nemotronh_experts
 pub(crate) const GEMMA4_CASES: [&str; 3] = ["gemma4_dense", "gemma4_perlayer", "gemma4_experts"];
 
 /// The cases of `tests/golden/model/long_positions.py`: one for each RoPE scaling.
-pub(crate) const LONG_CASES: [&str; 8] = [
+pub(crate) const LONG_CASES: [&str; 9] = [
     "long_default",
     "long_linear",
     "long_dynamic",
@@ -218,6 +218,7 @@ pub(crate) const LONG_CASES: [&str; 8] = [
     "long_longrope",
     "long_partial",
     "long_local",
+    "long_proportional",
 ];
 
 /// The token at a position of a long case; the script has the same formula.
