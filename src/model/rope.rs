@@ -257,7 +257,7 @@ impl Rope<'_> {
             Some(PROPORTIONAL) => {
                 let factor = self.optional("factor")?.unwrap_or(1.0) as f32;
                 let turning = plain.iter().map(|f| f / factor).take(self.pairs);
-                let still = std::iter::repeat(0.0).take(plain.len() - self.pairs);
+                let still = std::iter::repeat_n(0.0, plain.len() - self.pairs);
                 Ok(one(turning.chain(still).collect(), 1.0))
             }
             Some(kind) => bail!(

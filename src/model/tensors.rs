@@ -169,9 +169,11 @@ pub fn whole(spec: &Spec) -> Vec<TensorSpec> {
     let mut named = HashSet::new();
     for mut tensor in all(spec) {
         if !tensor.alone {
-            let Some(of) = tensor.within.pop() else {
+            // A tensor by its name in the family's files comes before the stack that it may be in.
+            if tensor.within.is_empty() {
                 continue;
-            };
+            }
+            let of = tensor.within.remove(0);
             (tensor.name, tensor.shape, tensor.alone) = (of.name, of.shape, true);
         }
         if named.insert(tensor.name.clone()) {

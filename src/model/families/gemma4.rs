@@ -11,7 +11,7 @@ use super::gemma3::embedding_scale;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::model::keys::Keys;
-use crate::model::rope;
+use crate::model::rope::{self, RopeSet};
 use crate::model::spec::{
     AttentionSpec, DenseMlpSpec, ExpertNames, ExpertsSpec, KeyValues, MlpSpec, NormNames,
     NormPlacement, PerLayerSpec, PerLayerTableSpec, Scoring, Spec,
@@ -54,19 +54,7 @@ fn read(keys: &Keys<'_>) -> Result<Spec> {
     let mut decoder = Decoder::read_with(&Keys(&config), |_, _| Ok(Vec::new()))?;
     let windowed = windowed_layers(keys, &decoder)?;
     let heads = heads_by_layer(keys, &decoder, &windowed)?;
-    let (full, sliding) = (
-        heads_of(&heads, &windowed, false)?,
-        heads_of(&heads, &windowed, true)?,
-    );
-    let (full_dim, sliding_dim) = (full.head_dim, sliding.head_dim);
-    let max_positions = decoder.spec.max_positions;
-    let ropes = rope::read_by_layer_type(
-        &Keys(&config),
-        (full_dim, sliding_dim),
-        max_positions,
-        THETA,
-    )?;
-    decoder.spec.ropes = vec![ropes.0, ropes.1];
+    decoder.spec.ropes = rotations(&Keys(&config), &decoder, &heads, &windowed)?;
     decoder.read_attention_bias(keys)?;
     decoder.spec.norm_names = NormNames::PRE_AND_POST;
     decoder.spec.embedding_scale = embedding_scale(keys, decoder.spec.hidden_size)?;
@@ -136,6 +124,31 @@ fn with_rotations(keys: &Keys<'_>) -> Result<Map<String, Value>> {
     Ok(config)
 }
 
+/// The rotations of layers with full attention and of layers with a window. Each type that the model has must have parameters.
+fn rotations(
+    config: &Keys<'_>,
+    decoder: &Decoder,
+    heads: &[Heads],
+    windowed: &[bool],
+) -> Result<Vec<RopeSet>> {
+    let parameters = config.object("rope_parameters")?;
+    for (name, kind) in [("full_attention", false), (WINDOWED, true)] {
+        let given = parameters.map(|all| all.object(name)).transpose()?;
+        if windowed.contains(&kind) && given.flatten().is_none() {
+            bail!(
+                CorruptFile,
+                "config: 'rope_parameters' has none for {name}, which is in 'layer_types'"
+            );
+        }
+    }
+    let of_full = heads_of(heads, windowed, false)?.head_dim;
+    let of_windowed = heads_of(heads, windowed, true)?.head_dim;
+    let max_positions = decoder.spec.max_positions;
+    let (full, windowed) =
+        rope::read_by_layer_type(config, (of_full, of_windowed), max_positions, THETA)?;
+    Ok(vec![full, windowed])
+}
+
 /// Reads the experts beside the MLP of each block, if there are any.
 fn read_experts(keys: &Keys<'_>, decoder: &mut Decoder) -> Result<()> {
     let (true, MlpSpec::Dense(dense)) = (
@@ -193,7 +206,7 @@ fn read_per_layer(keys: &Keys<'_>, decoder: &mut Decoder) -> Result<()> {
     Ok(())
 }
 
-/// Which layers have a window: by `layer_types`, or else all but every sixth and the last.
+/// Whether each layer has a window: by `layer_types`, or else all but every sixth and the last.
 fn windowed_layers(keys: &Keys<'_>, decoder: &Decoder) -> Result<Vec<bool>> {
     let layers = decoder.layers;
     match decoder.read_layer_types(keys, WINDOWED)? {
@@ -339,7 +352,7 @@ mod tests {
     use super::*;
     use crate::model::families;
     use crate::model::kv::KvGroup;
-    use crate::model::tensors;
+    use crate::model::tensors::{self, TensorRole};
 
     fn small() -> Value {
         json!({
@@ -379,8 +392,13 @@ mod tests {
         families::read(&outer).unwrap()
     }
 
+    /// The number of parameters. Matrices are stored one by one, as NVFP4 holds them.
     fn parameters(spec: &Spec) -> usize {
         let stored = tensors::stored(spec);
+        for (name, shape, role) in &stored {
+            let is_matrix = shape.len() == 2 && name.ends_with(".weight");
+            assert!(is_matrix || *role == TensorRole::Vector, "{name}");
+        }
         let sizes = stored
             .iter()
             .map(|(_, shape, _)| shape.iter().product::<usize>());
@@ -482,6 +500,10 @@ mod tests {
             (
                 json!({"attention_k_eq_v": true, "num_global_key_value_heads": 3}),
                 "num_attention_heads 4 is not a multiple of num_global_key_value_heads 3",
+            ),
+            (
+                json!({"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}),
+                "'rope_parameters' has none for full_attention",
             ),
             (
                 json!({"num_kv_shared_layers": 5}),
