@@ -691,7 +691,7 @@ fn session_files_hold_what_the_drafter_knows() {
     before.prefill(&some_tokens(&model, 40)).unwrap();
     before.decode(3).unwrap();
     before.save(&file).unwrap();
-    let mut after = Session::restore(model.clone(), &file).unwrap();
+    let after = Session::restore(model.clone(), &file).unwrap();
     assert_eq!(after.kv_bytes(), before.kv_bytes());
     after.save(&file).unwrap();
     let again = Session::restore(model.clone(), &file).unwrap();

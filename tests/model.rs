@@ -17,12 +17,14 @@ use NVFP4::base::{ErrorKind, Result};
 use NVFP4::checkpoint::{Checkpoint, Entry, Metadata, Part};
 use NVFP4::engine::{NewTokens, Sequence, Served};
 use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
-use NVFP4::model::convert::{Container, ConvertOptions, ConvertProgress, convert};
-use NVFP4::model::{self, Activations, Device, KvType, LoadOptions, Logits, Scratch, Wanted};
+use NVFP4::model::convert::{Container, ConvertOptions, ConvertProgress, Tables, convert};
+use NVFP4::model::{
+    self, Activations, Device, KvType, LoadOptions, Logits, Scratch, Wanted, tensors,
+};
 use common::{
-    Copy, DEVICE_CASES, LONG_CASES, MAMBA_CASES, RECURRENT_CASES, at_long_positions, change_tensor,
-    check_memory_comes_back, cut, expect_kind, golden, load, options, ragged, some_tokens,
-    step_logits,
+    Copy, DEVICE_CASES, GEMMA4_CASES, LONG_CASES, MAMBA_CASES, RECURRENT_CASES, at_long_positions,
+    change_tensor, check_memory_comes_back, cut, expect_kind, golden, load, options, ragged,
+    some_tokens, step_logits,
 };
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
@@ -44,7 +46,8 @@ const PROCESSOR_CASES: [&str; 7] = [
 
 fn all_cases() -> impl Iterator<Item = &'static str> {
     let cases = DEVICE_CASES.into_iter().chain(PROCESSOR_CASES);
-    cases.chain(RECURRENT_CASES).chain(MAMBA_CASES)
+    let cases = cases.chain(RECURRENT_CASES).chain(MAMBA_CASES);
+    cases.chain(GEMMA4_CASES)
 }
 
 fn cache(model: &Served) -> Sequence {
@@ -323,7 +326,15 @@ fn threads_and_int8_activations() {
 
 #[test]
 fn a_batch_gives_each_sequence_its_own_bits() {
-    for case in ["qwen3_tied", "qwen2_untied", "gptoss_dense", "gptoss_mxfp4"] {
+    for case in [
+        "qwen3_tied",
+        "qwen2_untied",
+        "gptoss_dense",
+        "gptoss_mxfp4",
+        "gemma4_dense",
+        "gemma4_perlayer",
+        "gemma4_experts",
+    ] {
         let model = load(case);
         let vocab = model.spec().vocab_size;
         let prompts: Vec<Vec<u32>> = [3, 17, 1, 30]
@@ -369,6 +380,8 @@ fn ragged_batches_give_the_bits_of_segments_apart() {
         "qwen3moe_mixed",
         "qwen2moe_shared",
         "gptoss_mxfp4",
+        "gemma4_perlayer",
+        "gemma4_experts",
     ] {
         ragged::check(&load(case), None, &|got, expected, what| {
             assert!(got == expected, "{case}, {what}");
@@ -906,6 +919,217 @@ fn stacks_of_experts_without_gates_are_run_and_come_apart() {
         );
     }
     assert!(logits(&out).iter().all(|x| x.is_finite()));
+}
+
+/// Quantizing the goldens of Gemma 4, from f32, gives models that run: tables as they are asked for, the small projections of per-layer
+/// embeddings and the router as they were, and no keys of layers that share those of others.
+#[test]
+fn gemma_4_is_quantized_and_runs() {
+    let pool = Pool::new(2).unwrap();
+    for (case, tables, table, bar) in [
+        ("gemma4_dense", Tables::Auto, "BF16", 0.25),
+        ("gemma4_perlayer", Tables::Auto, "BF16", 0.25),
+        ("gemma4_perlayer", Tables::Int8, "INT8", 0.25),
+        // The head is in 4 bits too.
+        ("gemma4_perlayer", Tables::Nvfp4, "NVFP4", 0.7),
+        ("gemma4_experts", Tables::Auto, "BF16", 0.25),
+    ] {
+        let (dense, out) = (dense_copy(case), Copy::of(case, "quantized"));
+        let mut settings = ConvertOptions::new(Container::ModelOpt, Recipe::default());
+        (settings.replace, settings.tables) = (true, tables);
+        let go = &mut |_: ConvertProgress<'_>| ControlFlow::Continue(());
+        let source = model::open(&dense.0).unwrap();
+        convert(&*source, &out.0, &settings, &pool, go).unwrap();
+        let made = model::open(&out.0).unwrap();
+        for entry in made.entries() {
+            let name = entry.name.as_str();
+            let parts = [
+                "per_layer_input_gate",
+                "per_layer_projection.",
+                "router.proj",
+            ];
+            let is_small = parts.iter().any(|part| name.contains(part));
+            let is_expert = name.contains(".experts.");
+            let expected = match name {
+                _ if name.contains("embed_tokens") => table,
+                _ if is_small || name.contains("per_layer_model_projection") => "BF16",
+                _ if is_expert || name.contains("proj.weight") => "NVFP4",
+                _ => continue,
+            };
+            let is_of_text = !name.contains("tower") && !name.contains("embed_audio");
+            if is_of_text && !name.contains("embed_vision") {
+                assert_eq!(entry.encoding.name(), expected, "{case}: {name}");
+            }
+        }
+        let unread = "model.layers.5.self_attn.k_proj.weight";
+        assert!(made.find(unread).is_none(), "{case}");
+        assert_eq!(
+            source.find(unread).is_some(),
+            case == "gemma4_perlayer",
+            "the test shows nothing"
+        );
+        let (dense, quantized) = (
+            Served::load(&dense.0, &options()).unwrap(),
+            Served::load(&out.0, &options()).unwrap(),
+        );
+        let tokens = some_tokens(&dense, 30);
+        let want = run(&dense, &tokens, Logits::All);
+        let got = run(&quantized, &tokens, Logits::All);
+        let square = |x: f32| f64::from(x * x);
+        let error: f64 = got.iter().zip(&want).map(|(a, b)| square(a - b)).sum();
+        let size: f64 = want.iter().copied().map(square).sum();
+        let relative = (error / size).sqrt();
+        println!("{case}, {table}: {relative}");
+        // A model of other weights is off by 1.4.
+        assert!(relative < bar, "{case}, {table}: {relative}");
+    }
+}
+
+/// transformers holds the experts of a block as one tensor for gates and ups and one for downs, beside the MLP. They give the same bits.
+#[test]
+fn stacks_of_gemma_4_are_run() {
+    let case = "gemma4_experts";
+    let (dense, stacked) = (dense_copy(case), Copy::of(case, "stacked"));
+    let bytes = fs::read(dense.0.join("model.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let mut tensors: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = file
+        .iter()
+        .filter(|(name, _)| !name.contains(".experts."))
+        .map(|(name, view)| {
+            let (shape, data) = (view.shape().to_vec(), view.data().to_vec());
+            (name.to_owned(), view.dtype(), shape, data)
+        })
+        .collect();
+    for layer in 0..3 {
+        let prefix = format!("model.layers.{layer}.experts");
+        let stacks: [(&str, &[&str], [usize; 2]); 2] = [
+            ("gate_up_proj", &["gate_proj", "up_proj"], [64, 48]),
+            ("down_proj", &["down_proj"], [48, 32]),
+        ];
+        for (stack, projections, [rows, cols]) in stacks {
+            let parts = (0..6).flat_map(|e| projections.iter().map(move |p| (e, p)));
+            let data = parts.flat_map(|(expert, projection)| {
+                let name = format!("{prefix}.{expert}.{projection}.weight");
+                file.tensor(&name).unwrap().data().to_vec()
+            });
+            let name = format!("{prefix}.{stack}");
+            tensors.push((name, Dtype::F32, vec![6, rows, cols], data.collect()));
+        }
+    }
+    let views = tensors
+        .iter()
+        .map(|(n, d, s, b)| (n.clone(), TensorView::new(*d, s.clone(), b).unwrap()));
+    let written = safetensors::serialize(views, None).unwrap();
+    stacked.write("model.safetensors", &written);
+    let logits = |dir: &Copy| {
+        let model = Served::load(&dir.0, &options()).unwrap();
+        run(&model, &some_tokens(&model, 30), Logits::All)
+    };
+    assert!(logits(&stacked) == logits(&dense));
+
+    let out = Copy::of(case, "apart");
+    let mut settings = ConvertOptions::new(Container::ModelOpt, Recipe::default());
+    settings.replace = true;
+    let go = &mut |_: ConvertProgress<'_>| ControlFlow::Continue(());
+    let source = model::open(&stacked.0).unwrap();
+    convert(&*source, &out.0, &settings, &Pool::new(2).unwrap(), go).unwrap();
+    let made = model::open(&out.0).unwrap();
+    let gate = made
+        .find("model.layers.2.experts.5.gate_proj.weight")
+        .unwrap();
+    assert_eq!(
+        (gate.encoding.name(), &gate.shape[..]),
+        ("NVFP4", &[32, 48][..])
+    );
+    assert!(logits(&out).iter().all(|x| x.is_finite()));
+}
+
+/// Tensors of Gemma 4 that are missing, of another shape or not finite are refused by name; keys that no layer reads may hold anything.
+#[test]
+fn tensors_of_gemma_4_are_required() {
+    let case = "gemma4_perlayer";
+    let text = "model.language_model.";
+    let dir = Copy::of(case, "missing");
+    dir.weights(|name, d, s, b| {
+        let gone = [
+            "layers.1.layer_scalar",
+            "layers.3.per_layer_input_gate.weight",
+        ];
+        (!gone.iter().any(|n| name.ends_with(n))).then_some((d, s, b))
+    });
+    dir.refused(
+        ErrorKind::NotFound,
+        &[
+            "2 tensors of this gemma4 model are missing",
+            "model.layers.1.layer_scalar, model.layers.3.per_layer_input_gate.weight",
+        ],
+    );
+    let dir = Copy::of(case, "table");
+    let path = dir.0.join("config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    config["text_config"]["vocab_size_per_layer_input"] = json!(150);
+    dir.write("config.json", config.to_string().as_bytes());
+    dir.refused(
+        ErrorKind::CorruptFile,
+        &["model.embed_tokens_per_layer.weight has shape [160, 192], expected [150, 192]"],
+    );
+    let spoiled = |tensor: &str| {
+        let dir = Copy::of(case, "spoiled");
+        let tensor = format!("{text}{tensor}");
+        change_tensor(&dir, &tensor, |dtype, _, bytes| {
+            assert_eq!(dtype, Dtype::BF16);
+            bytes[..2].copy_from_slice(&[0xc0, 0x7f]);
+        });
+        dir
+    };
+    spoiled("embed_tokens_per_layer.weight").refused(
+        ErrorKind::CorruptFile,
+        &["model.embed_tokens_per_layer.weight", "[0, 0] is NaN"],
+    );
+    let unread = spoiled("layers.5.self_attn.k_proj.weight");
+    let model = Served::load(&unread.0, &options()).unwrap();
+    let tokens = some_tokens(&model, 20);
+    assert!(run(&model, &tokens, Logits::All) == run(&load(case), &tokens, Logits::All));
+}
+
+/// Without its layers, a model needs neither the table of per-layer embeddings nor what takes it.
+#[test]
+fn gemma_4_for_sampling_only_has_no_inputs_of_layers() {
+    let case = "gemma4_perlayer";
+    let only = LoadOptions {
+        sampling_only: true,
+        ..options()
+    };
+    let (only, whole) = (Served::load(&golden(case), &only).unwrap(), load(case));
+    assert!(only.weights().per_layer.is_none() && whole.weights().per_layer.is_some());
+    // The table of embeddings and the last norm, in f32 and bf16.
+    assert_eq!(only.info().parameters, 150 * 48 + 48);
+    let stored = tensors::stored(whole.spec());
+    let all = stored
+        .iter()
+        .map(|(_, shape, _)| shape.iter().product::<usize>());
+    assert_eq!(whole.info().parameters, all.sum::<usize>() as u64);
+    // The table stays in its file, in two bytes a number; kernels pad other matrices a little.
+    let source = model::open(&golden(case)).unwrap();
+    let estimate = model::estimate(&*source, false).unwrap().weight_bytes;
+    let held = whole.info().weight_bytes;
+    println!("{held} bytes, estimated {estimate}");
+    assert!((estimate..estimate + 160 * 6 * 32 * 2).contains(&held));
+}
+
+/// Matrices that are small or decide much keep their type when a model is quantized while it is loaded.
+#[test]
+fn projections_of_per_layer_embeddings_are_not_quantized_on_loading() {
+    let quantize = LoadOptions {
+        quantize: Some(QuantizeOptions::default()),
+        ..options()
+    };
+    let model = Served::load(&dense_copy("gemma4_perlayer").0, &quantize).unwrap();
+    let formats = &model.info().formats;
+    // The projection of embeddings, and a gate and a projection of each of six blocks.
+    assert_eq!(formats["bf16"].tensors, 13);
+    // Four projections of attention in three blocks and two in the others, three of each MLP, and the head.
+    assert_eq!(formats["nvfp4"].tensors, 3 * 4 + 3 * 2 + 6 * 3 + 1);
 }
 
 #[test]

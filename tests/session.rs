@@ -1325,10 +1325,15 @@ fn a_restored_session_goes_on_as_if_nothing_happened() {
     }
 }
 
-/// Gemma's windows of most layers, and Mistral's of all.
+/// Gemma's windows of most layers, Mistral's of all, and those of layers whose keys and values later ones share.
 #[test]
 fn layers_with_a_window_keep_no_more_than_they_need() {
-    for case in ["gemma3_narrow", "mistral_window"] {
+    for case in [
+        "gemma3_narrow",
+        "mistral_window",
+        "gemma4_dense",
+        "gemma4_perlayer",
+    ] {
         let dir = windows::lengthened(case);
         let model = Served::load(&dir.0, &options()).unwrap();
         windows::check(&model, &file(case).0, &|got, want, what| {
@@ -1750,7 +1755,7 @@ proptest! {
     #[test]
     fn whatever_is_done_a_session_is_its_tokens(
         evicts in any::<bool>(),
-        case in proptest::sample::select(&["qwen3_tied", "qwen35_tied", "nemotronh_dense"][..]),
+        case in proptest::sample::select(&["qwen3_tied", "qwen35_tied", "nemotronh_dense", "gemma4_perlayer"][..]),
         steps in proptest::collection::vec((0u8..9, 0usize..64, 0usize..6), 1..12),
     ) {
         let dir = with_text(case);

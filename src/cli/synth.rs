@@ -64,6 +64,12 @@ enum Arch {
     GptOss20B,
     #[value(name = "gpt-oss-120b")]
     GptOss120B,
+    #[value(name = "gemma-4-e2b")]
+    Gemma4E2B,
+    #[value(name = "gemma-4-26b-a4b")]
+    Gemma4_26BA4B,
+    #[value(name = "gemma-4-31b")]
+    Gemma4_31B,
 }
 
 impl Arch {
@@ -111,7 +117,55 @@ impl Arch {
                 "eos_token_id": 200_002, "torch_dtype": "bfloat16"
             })
         };
+        // One layer of `pattern` has full attention.
+        let gemma4 = |pattern, sizes: Value| {
+            let common = json!({
+                "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "head_dim": 256, "global_head_dim": 512,
+                "vocab_size": 262_144, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 1024,
+                "hidden_size_per_layer_input": 0, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-6,
+                "final_logit_softcapping": 30.0, "attention_bias": false,
+                "rope_parameters": {
+                    "full_attention": {
+                        "rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25
+                    },
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}
+                },
+                "eos_token_id": [1, 106], "torch_dtype": "bfloat16"
+            });
+            let mut config = with(common, sizes);
+            let layers = config["num_hidden_layers"].as_u64().unwrap_or(0);
+            let kind = |layer: u64| match layer.is_multiple_of(pattern) {
+                true => "full_attention",
+                false => "sliding_attention",
+            };
+            config["layer_types"] = (1..=layers).map(kind).collect();
+            config
+        };
         match self {
+            Arch::Gemma4E2B => gemma4(
+                5,
+                json!({
+                    "hidden_size": 1536, "num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 1,
+                    "intermediate_size": 6144, "num_kv_shared_layers": 20, "use_double_wide_mlp": true,
+                    "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144, "sliding_window": 512,
+                    "max_position_embeddings": 131_072
+                }),
+            ),
+            Arch::Gemma4_26BA4B => gemma4(
+                6,
+                json!({
+                    "hidden_size": 2816, "num_hidden_layers": 30, "num_attention_heads": 16, "num_key_value_heads": 8,
+                    "num_global_key_value_heads": 2, "attention_k_eq_v": true, "intermediate_size": 2112,
+                    "enable_moe_block": true, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704
+                }),
+            ),
+            Arch::Gemma4_31B => gemma4(
+                6,
+                json!({
+                    "hidden_size": 5376, "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 16,
+                    "num_global_key_value_heads": 4, "attention_k_eq_v": true, "intermediate_size": 21_504
+                }),
+            ),
             Arch::GptOss20B => gpt_oss(24, 32),
             Arch::GptOss120B => gpt_oss(36, 128),
             Arch::Tiny => with(

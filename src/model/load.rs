@@ -12,18 +12,22 @@ use std::time::Duration;
 use twox_hash::XxHash3_64;
 
 use super::LoadOptions;
-use super::spec::{BlockSpec, DenseMlpSpec, ExpertsSpec, MixerSpec, MlpSpec, Spec};
+use super::spec::{
+    AttentionSpec, BlockSpec, DenseMlpSpec, ExpertsSpec, KeyValues, MixerSpec, MlpSpec, Spec,
+};
 use super::tensors::{
-    self, DELTA_A, DELTA_A_LOG, DELTA_B, DELTA_CONVOLUTION, DELTA_DT_BIAS, DELTA_NORM, DELTA_OUT,
-    DELTA_QKV, DELTA_Z, DRAFTER, DRAFTER_EMBEDDING_NORM, DRAFTER_FC, DRAFTER_HIDDEN_NORM,
-    DRAFTER_NORM, EMBEDDING, EMBEDDINGS, HEAD, MAMBA_A_LOG, MAMBA_CONVOLUTION,
-    MAMBA_CONVOLUTION_BIAS, MAMBA_D, MAMBA_DT, MAMBA_DT_BIAS, MAMBA_NORM, MAMBA_OUT, MAMBA_XBC,
-    MAMBA_Z, NORM, QUERY, QUERY_GATE, ROUTER_CORRECTION, SINKS, StoredRows, TensorRole, TensorSpec,
-    block_prefix, router,
+    self, BLOCK_SCALE, DELTA_A, DELTA_A_LOG, DELTA_B, DELTA_CONVOLUTION, DELTA_DT_BIAS, DELTA_NORM,
+    DELTA_OUT, DELTA_QKV, DELTA_Z, DENSE_POST, DRAFTER, DRAFTER_EMBEDDING_NORM, DRAFTER_FC,
+    DRAFTER_HIDDEN_NORM, DRAFTER_NORM, EMBEDDING, EMBEDDINGS, EXPERT_SCALES, EXPERTS_POST,
+    EXPERTS_PRE, HEAD, MAMBA_A_LOG, MAMBA_CONVOLUTION, MAMBA_CONVOLUTION_BIAS, MAMBA_D, MAMBA_DT,
+    MAMBA_DT_BIAS, MAMBA_NORM, MAMBA_OUT, MAMBA_XBC, MAMBA_Z, NORM, PER_LAYER_GATE,
+    PER_LAYER_MODEL, PER_LAYER_NORM, PER_LAYER_OUT, PER_LAYER_POST, QUERY, QUERY_GATE,
+    ROUTER_CORRECTION, ROUTER_SCALE, SINKS, StoredRows, TensorRole, TensorSpec, block_prefix,
+    router,
 };
 use super::weights::{
-    Attention, Block, DenseMlp, Drafter, Embedding, Experts, GatedDelta, Mamba2, Mixer, Mlp, Norms,
-    Projection, Weights,
+    Attention, Block, DenseAndExperts, DenseMlp, Drafter, Embedding, Experts, FileTable,
+    GatedDelta, Mamba2, Mixer, Mlp, Norms, PerLayer, PerLayerTable, Projection, Weights,
 };
 use crate::base::call::{self, Progress};
 use crate::base::checksum::RowsChecksum;
@@ -46,6 +50,14 @@ const CHECKED: u64 = 16 << 20;
 const REPORT: Duration = Duration::from_millis(20);
 /// Limit on the missing names that a message lists.
 const NAMED: usize = 64;
+
+/// Tensors of attention that a block with the keys and values of another does not use.
+const UNSHARED: [&str; 4] = [
+    "self_attn.k_proj.",
+    "self_attn.v_proj.",
+    "self_attn.k_norm.",
+    "self_attn.v_norm.",
+];
 
 /// A tensor of the model with its entry in the checkpoint.
 struct Found<'a> {
@@ -109,6 +121,8 @@ pub(super) fn weight_bytes(
     } else {
         found.remove(0);
     }
+    // Tables of which only rows are read stay in the file.
+    found.retain(|f| f.spec.role != TensorRole::Table);
     let bytes = |found: &Found<'_>| {
         let elements = found.spec.shape.iter().product::<usize>() as u64;
         match found.is_vector() {
@@ -413,6 +427,7 @@ fn check_nothing_left_out(
         .filter(|n| n.starts_with("model.layers.") || n.starts_with("layers."))
         .filter(|n| !used.contains(n))
         .filter(|n| n.ends_with(".weight") || n.ends_with(".bias"))
+        .filter(|n| !is_of_shared_keys(spec, n))
         .map(str::to_owned)
         .collect();
     if !extra.is_empty() {
@@ -426,6 +441,21 @@ fn check_nothing_left_out(
         );
     }
     Ok(())
+}
+
+/// Whether a tensor would give keys or values of a block that takes those of another. Files hold such tensors, unused.
+pub(super) fn is_of_shared_keys(spec: &Spec, name: &str) -> bool {
+    let name = name.strip_prefix("model.").unwrap_or(name);
+    let Some((index, rest)) = name
+        .strip_prefix("layers.")
+        .and_then(|name| name.split_once('.'))
+    else {
+        return false;
+    };
+    let block = index.parse().ok().and_then(|i: usize| spec.blocks.get(i));
+    let attention = block.and_then(BlockSpec::attention);
+    attention.is_some_and(|a| !a.has_own_keys())
+        && UNSHARED.iter().any(|part| rest.starts_with(part))
 }
 
 /// State shared by the packing threads.
@@ -484,6 +514,11 @@ impl Work<'_> {
         let mut sum = RowsChecksum::new();
         sum.add_f32(0, values.len(), &values);
         self.record(self.name, sum);
+        if self.name.ends_with(ROUTER_SCALE) {
+            // The norm of the router's input includes the factor that makes the length of its rows 1.
+            let factor = (self.shared.spec.hidden_size as f64).powf(-0.5) as f32;
+            values.iter_mut().for_each(|v| *v *= factor);
+        }
         if tensors::is_offset_from_one(self.shared.spec, self.name) {
             values.iter_mut().for_each(|v| *v += 1.0);
         }
@@ -727,12 +762,18 @@ pub(super) fn load<T: Send>(
             .is_none_or(|q| q.nonfinite == NonFinite::Error);
 
     let mut jobs: Vec<Job<'_>> = Vec::new();
+    let mut per_layer_table = None;
     for found in found {
         let name = found.spec.name.clone();
         let action = match found.is_vector() {
             true => Action::Vector,
             false => Action::Matrix,
         };
+        if found.spec.role == TensorRole::Table && name != EMBEDDING {
+            per_layer_table = Some(found.entry);
+            jobs.extend(checks(&found));
+            continue;
+        }
         if name != EMBEDDING {
             jobs.push(Job {
                 name,
@@ -757,26 +798,17 @@ pub(super) fn load<T: Send>(
             });
         }
         if !checked_by_head {
-            let row_bytes = found.entry.bytes.div_ceil(found.entry.rows() as u64);
-            let step = (CHECKED / row_bytes.max(1)).max(1) as usize;
-            for first in (0..found.entry.rows()).step_by(step) {
-                let rows = first..(first + step).min(found.entry.rows());
-                jobs.push(Job {
-                    name: name.clone(),
-                    found: table(TensorRole::Table),
-                    action: Action::Check(rows),
-                });
-            }
+            jobs.extend(checks(&found));
         }
     }
+    let in_file = |entry: &Entry| FileTable {
+        checkpoint: checkpoint.clone(),
+        entry: entry.clone(),
+    };
     let embedding = if shared {
         Embedding::Head
     } else {
-        let entry = table.clone();
-        Embedding::File {
-            checkpoint: checkpoint.clone(),
-            entry,
-        }
+        Embedding::File(in_file(table))
     };
     let made = Mutex::new(None);
     let (mut loaded, sum) = threads::scope(|scope| {
@@ -795,19 +827,45 @@ pub(super) fn load<T: Send>(
         true => 0,
         false => spec.blocks.len(),
     };
+    let per_layer = match per_layer_table {
+        Some(entry) => Some(PerLayerTable {
+            table: in_file(entry),
+            projection: loaded.projection(PER_LAYER_MODEL)?,
+            norm: loaded.vector(PER_LAYER_NORM)?,
+        }),
+        None => None,
+    };
     let weights = Weights {
         embedding,
+        per_layer,
         blocks: (0..blocks)
-            .map(|i| loaded.block(spec, i))
+            .map(|i| loaded.block(&options.device, spec, i))
             .collect::<Result<_>>()?,
         drafter: match options.sampling_only {
             true => None,
-            false => loaded.drafter(spec)?,
+            false => loaded.drafter(&options.device, spec)?,
         },
         norm: loaded.vector(NORM)?,
         head: loaded.projection("lm_head")?,
     };
     Ok((weights, sum, made))
+}
+
+/// Jobs that check the values of a table that stays in its file.
+fn checks<'a>(found: &Found<'a>) -> Vec<Job<'a>> {
+    let (entry, rows) = (found.entry, found.entry.rows());
+    let row_bytes = entry.bytes.div_ceil(rows as u64);
+    let step = (CHECKED / row_bytes.max(1)).max(1) as usize;
+    let of_rows = |first: usize| Job {
+        name: found.spec.name.clone(),
+        found: Found {
+            spec: found.spec.clone(),
+            entry,
+            rows: found.rows.clone(),
+        },
+        action: Action::Check(first..(first + step).min(rows)),
+    };
+    (0..rows).step_by(step).map(of_rows).collect()
 }
 
 /// Signals that a thread has ended, even by a panic.
@@ -951,6 +1009,13 @@ fn run(
     Ok((Parts(parts), sum.finish()))
 }
 
+/// The weight of a norm that files store none for.
+fn ones(device: &Device, len: usize) -> Result<Array> {
+    let mut values = Buffer::zeroed(Tag::Weights, len)?;
+    values.fill(1.0);
+    Array::weight(device, values)
+}
+
 /// Loaded tensors, removed by name as the model is assembled.
 struct Parts(HashMap<String, Loaded>);
 
@@ -981,8 +1046,14 @@ impl Parts {
         })
     }
 
-    fn block(&mut self, spec: &Spec, index: usize) -> Result<Block> {
-        let BlockSpec { norms, mixer, mlp } = spec.block(index)?;
+    fn block(&mut self, device: &Device, spec: &Spec, index: usize) -> Result<Block> {
+        let BlockSpec {
+            norms,
+            mixer,
+            mlp,
+            per_layer,
+            scaled,
+        } = spec.block(index)?;
         let prefix = &block_prefix(spec, index);
         let name = |n: &str| format!("{prefix}{n}");
         let mut norm = |n: &str, has: bool| match has {
@@ -1003,7 +1074,7 @@ impl Parts {
             mixer_norms,
             mixer: match mixer {
                 MixerSpec::Attention(attention) => {
-                    Mixer::Attention(Box::new(self.attention(attention.gated, prefix)?))
+                    Mixer::Attention(Box::new(self.attention(device, attention, prefix)?))
                 }
                 MixerSpec::GatedDelta(_) => Mixer::GatedDelta(Box::new(self.gated_delta(prefix)?)),
                 MixerSpec::Mamba2(_) => Mixer::Mamba2(Box::new(self.mamba2(prefix)?)),
@@ -1013,13 +1084,34 @@ impl Parts {
             mlp: match mlp {
                 MlpSpec::Dense(mlp) => Mlp::Dense(Box::new(self.mlp(mlp, &name("mlp"))?)),
                 MlpSpec::Experts(experts) => Mlp::Experts(Box::new(self.experts(experts, prefix)?)),
+                MlpSpec::DenseAndExperts(dense, experts) => {
+                    Mlp::DenseAndExperts(Box::new(DenseAndExperts {
+                        dense: self.mlp(dense, &name("mlp"))?,
+                        dense_norm: self.vector(&name(DENSE_POST))?,
+                        experts: self.experts(experts, prefix)?,
+                        experts_input_norm: self.vector(&name(EXPERTS_PRE))?,
+                        experts_norm: self.vector(&name(EXPERTS_POST))?,
+                    }))
+                }
                 MlpSpec::None => Mlp::None,
+            },
+            per_layer: match per_layer {
+                Some(_) => Some(PerLayer {
+                    gate: self.projection(&name(PER_LAYER_GATE))?,
+                    projection: self.projection(&name(PER_LAYER_OUT))?,
+                    norm: self.vector(&name(PER_LAYER_POST))?,
+                }),
+                None => None,
+            },
+            scale: match scaled {
+                true => Some(self.vector(&name(BLOCK_SCALE))?),
+                false => None,
             },
         })
     }
 
     /// The drafter, if the model has one.
-    fn drafter(&mut self, spec: &Spec) -> Result<Option<Drafter>> {
+    fn drafter(&mut self, device: &Device, spec: &Spec) -> Result<Option<Drafter>> {
         if spec.drafter.is_none() {
             return Ok(None);
         }
@@ -1027,24 +1119,39 @@ impl Parts {
             embedding_norm: self.vector(DRAFTER_EMBEDDING_NORM)?,
             hidden_norm: self.vector(DRAFTER_HIDDEN_NORM)?,
             fc: self.linear(DRAFTER_FC)?,
-            block: self.block(spec, spec.blocks.len())?,
+            block: self.block(device, spec, spec.blocks.len())?,
             norm: self.vector(DRAFTER_NORM)?,
         }))
     }
 
-    fn attention(&mut self, gated: bool, prefix: &str) -> Result<Attention> {
+    fn attention(
+        &mut self,
+        device: &Device,
+        spec: &AttentionSpec,
+        prefix: &str,
+    ) -> Result<Attention> {
         let name = |n: &str| format!("{prefix}{n}");
-        let (query, gate) = match gated {
+        let (query, gate) = match spec.gated {
             false => ("self_attn.q_proj", None),
             true => (QUERY, Some(QUERY_GATE)),
         };
         Ok(Attention {
             q: self.projection(&name(query))?,
             gate: gate.map(|gate| self.projection(&name(gate))).transpose()?,
-            k: self.projection(&name("self_attn.k_proj"))?,
-            v: self.projection(&name("self_attn.v_proj"))?,
+            k: match spec.has_own_keys() {
+                true => Some(self.projection(&name("self_attn.k_proj"))?),
+                false => None,
+            },
+            v: match spec.key_values {
+                KeyValues::Projected => Some(self.projection(&name("self_attn.v_proj"))?),
+                KeyValues::KeysAsValues | KeyValues::OfBlock(_) => None,
+            },
             q_norm: self.optional(&name("self_attn.q_norm.weight")),
             k_norm: self.optional(&name("self_attn.k_norm.weight")),
+            v_norm: match spec.value_norm && spec.has_own_keys() {
+                true => Some(ones(device, spec.head_dim)?),
+                false => None,
+            },
             sinks: self.optional(&name(SINKS)),
             o: self.projection(&name("self_attn.o_proj"))?,
         })
@@ -1111,6 +1218,13 @@ impl Parts {
         Ok(Experts {
             router: self.projection(&name(router(spec.names)))?,
             correction: self.optional(&name(ROUTER_CORRECTION)),
+            router_scales: match spec.router_scaled {
+                true => Some([
+                    self.vector(&name(ROUTER_SCALE))?,
+                    self.vector(&name(EXPERT_SCALES))?,
+                ]),
+                false => None,
+            },
             experts: (0..spec.count)
                 .map(|expert| self.mlp(&spec.expert, &name(&format!("mlp.experts.{expert}"))))
                 .collect::<Result<_>>()?,

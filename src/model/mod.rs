@@ -410,6 +410,8 @@ fn describe(spec: &Spec, weights: &Weights, options: &LoadOptions) -> ModelInfo 
     let vectors: usize = weights.vectors().map(Array::len).sum();
     let matrices: u64 = formats.values().map(|f| f.parameters).sum();
     let own_table = if spec.tied { 0 } else { table };
+    let per_layer = weights.per_layer.as_ref();
+    let per_layer = per_layer.map_or(0, |all| all.table.entry.shape.iter().product::<usize>());
     let mlp = spec
         .blocks
         .iter()
@@ -422,7 +424,7 @@ fn describe(spec: &Spec, weights: &Weights, options: &LoadOptions) -> ModelInfo 
         file_format: "",
         device: options.device.name(),
         device_choice: options.device_choice.clone(),
-        parameters: matrices + own_table + vectors as u64,
+        parameters: matrices + own_table + (per_layer + vectors) as u64,
         weight_bytes: weights.bytes() as u64,
         formats,
         activations: match options.activations {
@@ -439,7 +441,7 @@ fn describe(spec: &Spec, weights: &Weights, options: &LoadOptions) -> ModelInfo 
         vocab_size: spec.vocab_size,
         max_positions: spec.max_positions,
         tied: spec.tied,
-        embedding_in_file: matches!(weights.embedding, weights::Embedding::File { .. })
+        embedding_in_file: matches!(weights.embedding, weights::Embedding::File(_))
             && matches!(options.device, Device::Cpu(_)),
         sampling_only: options.sampling_only,
         kv_bytes_per_token: spec.kv_bytes_per_token(),

@@ -16,9 +16,9 @@ pub(super) enum Half {
 pub(super) enum BlockOp {
     /// Computes the input of a half from the residual stream, normalized in blocks with a norm before it.
     Enter(Half),
-    /// Projections of queries, keys and values.
+    /// Projections of queries, keys and values, in blocks that do not take the keys and values of another.
     Qkv,
-    /// Norms of the heads of queries and keys, in blocks that have them, and RoPE.
+    /// Norms of the heads of queries, keys and values, in blocks that have them, and RoPE of queries and keys.
     Heads,
     /// Attention over the keys and values of each row's sequence.
     Attend,
@@ -51,16 +51,29 @@ pub(super) enum BlockOp {
     /// The experts in the order of [`expert_turns`]. Each runs [`BlockOp::GateUp`], [`BlockOp::Activate`] and [`BlockOp::Project`] on its
     /// rows.
     Experts,
+    /// Normalizes the output of the dense MLP beside experts, and computes the experts' input from the residual stream.
+    EnterExperts,
+    /// Normalizes the sum of the experts and adds it to the output of the dense MLP.
+    LeaveExperts,
     /// Adds the output of a half to the residual stream, normalized in blocks with a norm after it.
     Leave(Half),
+    /// The gate of the block's own input, from the residual stream, and their product.
+    PerLayerGate,
+    /// The projection of that product.
+    PerLayerProject,
+    /// Normalizes the projection and adds it to the residual stream.
+    PerLayerLeave,
+    /// Multiplies the residual stream by the block's factor.
+    ScaleStream,
 }
 
 /// The operations of a block.
 pub(super) fn operations(block: &BlockSpec) -> impl DoubleEndedIterator<Item = BlockOp> + use<> {
     use BlockOp::{
-        Activate, Attend, Convolve, DeltaInputs, DeltaNorm, DeltaRule, Enter, Experts, GateHeads,
-        GateUp, Heads, Leave, MambaConvolve, MambaInputs, MambaNorm, MambaScan, Project, Qkv,
-        Route,
+        Activate, Attend, Convolve, DeltaInputs, DeltaNorm, DeltaRule, Enter, EnterExperts,
+        Experts, GateHeads, GateUp, Heads, Leave, LeaveExperts, MambaConvolve, MambaInputs,
+        MambaNorm, MambaScan, PerLayerGate, PerLayerLeave, PerLayerProject, Project, Qkv, Route,
+        ScaleStream,
     };
     let mixer: &[BlockOp] = match &block.mixer {
         MixerSpec::Attention(attention) if attention.gated => &[Qkv, Heads, Attend, GateHeads],
@@ -72,6 +85,15 @@ pub(super) fn operations(block: &BlockSpec) -> impl DoubleEndedIterator<Item = B
     let mlp: &[BlockOp] = match block.mlp {
         MlpSpec::Dense(_) => &[GateUp, Activate, Project(Half::Mlp)],
         MlpSpec::Experts(_) => &[Route, Experts],
+        MlpSpec::DenseAndExperts(..) => &[
+            GateUp,
+            Activate,
+            Project(Half::Mlp),
+            Route,
+            EnterExperts,
+            Experts,
+            LeaveExperts,
+        ],
         MlpSpec::None => &[],
     };
     // A half that is left out has no operations at all.
@@ -80,7 +102,14 @@ pub(super) fn operations(block: &BlockSpec) -> impl DoubleEndedIterator<Item = B
         let whole = whole.chain(ops.iter().chain(last).copied());
         whole.chain([Leave(half)]).filter(|_| !ops.is_empty())
     };
-    half(Half::Mixer, mixer, &[Project(Half::Mixer)]).chain(half(Half::Mlp, mlp, &[]))
+    let halves = half(Half::Mixer, mixer, &[Project(Half::Mixer)]).chain(half(Half::Mlp, mlp, &[]));
+    let per_layer: &[BlockOp] = match block.per_layer {
+        Some(_) => &[PerLayerGate, PerLayerProject, PerLayerLeave],
+        None => &[],
+    };
+    halves
+        .chain(per_layer.iter().copied())
+        .chain(block.scaled.then_some(ScaleStream))
 }
 
 /// A gated MLP of a mixture, with its output added to the sum of the experts.

@@ -1,4 +1,5 @@
-//! Rotary frequencies from a config: plain, linear, dynamic, llama3, yarn and longrope scaling, of whole heads or of their first elements.
+//! Rotary frequencies from a config: plain, linear, dynamic, llama3, yarn, longrope and proportional scaling, of whole heads or of their
+//! first elements.
 //! Follows the single-precision steps of transformers, so that both take cosines of the same angles. Knows nothing of how the rotation is
 //! applied.
 
@@ -10,7 +11,9 @@ use crate::base::error::{bail, err};
 use crate::ops::rope::RopeTable;
 
 /// The known scalings, as error messages list them.
-const KNOWN: &str = "default, linear, dynamic, llama3, yarn, longrope";
+const KNOWN: &str = "default, linear, dynamic, llama3, yarn, longrope, proportional";
+/// The scaling whose frequencies are powers by the whole head, of which only the first are not zero.
+const PROPORTIONAL: &str = "proportional";
 
 /// The base for a config without one.
 const THETA: f64 = 1e4;
@@ -76,27 +79,34 @@ pub(super) fn read(config: &Keys<'_>, head_dim: usize, max_positions: usize) -> 
 }
 
 /// The rotations of layers with full attention and of layers with a window. `rope_parameters` has a set for each type; with the old keys,
-/// scaling applies to full attention, and `rope_local_base_freq` is the base for a window. `thetas` are the default bases.
+/// scaling applies to full attention, and `rope_local_base_freq` is the base for a window. `head_dims` are the sizes of a head of both types,
+/// and `thetas` the default bases.
 pub(super) fn read_by_layer_type(
     config: &Keys<'_>,
-    head_dim: usize,
+    head_dims: (usize, usize),
     max_positions: usize,
     thetas: (f64, f64),
 ) -> Result<(RopeSet, RopeSet)> {
     let empty = Default::default();
     let scaling = parameters(config)?.unwrap_or(Keys(&empty));
-    let of = |scaling: &Keys<'_>, base| set(config, scaling, base, head_dim, max_positions);
-    let (full, sliding) = (("rope_theta", thetas.0), ("rope_local_base_freq", thetas.1));
+    let full = |scaling: &Keys<'_>| {
+        let base = ("rope_theta", thetas.0);
+        set(config, scaling, base, head_dims.0, max_positions)
+    };
+    let sliding = |scaling: &Keys<'_>| {
+        let base = ("rope_local_base_freq", thetas.1);
+        set(config, scaling, base, head_dims.1, max_positions)
+    };
     if by_layer_type(&scaling).is_none() {
-        return Ok((of(&scaling, full)?, of(&Keys(&empty), sliding)?));
+        return Ok((full(&scaling)?, sliding(&Keys(&empty))?));
     }
     // A type without parameters is rotated without scaling.
     let own = |layer_type: &str| -> Result<Keys<'_>> {
         Ok(scaling.object(layer_type)?.unwrap_or(Keys(&empty)))
     };
     Ok((
-        of(&own("full_attention")?, full)?,
-        of(&own("sliding_attention")?, sliding)?,
+        full(&own("full_attention")?)?,
+        sliding(&own("sliding_attention")?)?,
     ))
 }
 
@@ -129,7 +139,12 @@ fn set(
         Some(part) => Some(part),
         None => config.number("partial_rotary_factor")?,
     };
-    let rotary_dim = (head_dim as f64 * part.unwrap_or(1.0)) as usize;
+    let rotated = (head_dim as f64 * part.unwrap_or(1.0)) as usize;
+    // The pairs of proportional scaling that do not turn are pairs still, with the frequency 0.
+    let rotary_dim = match kind(scaling)? {
+        Some(PROPORTIONAL) => head_dim,
+        _ => rotated,
+    };
     if part.is_some_and(|p| !(p > 0.0 && p <= 1.0))
         || rotary_dim == 0
         || !rotary_dim.is_multiple_of(2)
@@ -145,6 +160,7 @@ fn set(
         scaling,
         theta,
         rotary_dim,
+        pairs: rotated / 2,
         max_positions,
     };
     let set = rope.scaled()?;
@@ -153,6 +169,14 @@ fn set(
         check(&long.table)?;
     }
     Ok(set)
+}
+
+/// The scaling that parameters name, with the new key or the old.
+fn kind<'a>(scaling: &Keys<'a>) -> Result<Option<&'a str>> {
+    match scaling.text("rope_type")? {
+        Some(kind) => Ok(Some(kind)),
+        None => scaling.text("type"),
+    }
 }
 
 /// Fails on frequencies that would turn every logit into NaN.
@@ -182,7 +206,10 @@ struct Rope<'a> {
     config: &'a Keys<'a>,
     scaling: &'a Keys<'a>,
     theta: f64,
+    /// Elements of a head that form pairs.
     rotary_dim: usize,
+    /// Pairs that turn: fewer than there are in proportional scaling alone.
+    pairs: usize,
     max_positions: usize,
 }
 
@@ -227,6 +254,12 @@ impl Rope<'_> {
                 Ok(one(frequencies, attention_factor))
             }
             Some("longrope" | "su") => self.longrope(),
+            Some(PROPORTIONAL) => {
+                let factor = self.optional("factor")?.unwrap_or(1.0) as f32;
+                let turning = plain.iter().map(|f| f / factor).take(self.pairs);
+                let still = std::iter::repeat_n(0.0, plain.len() - self.pairs);
+                Ok(one(turning.chain(still).collect(), 1.0))
+            }
             Some(kind) => bail!(
                 Unsupported,
                 "config: rope scaling '{kind}' is not known; known are {KNOWN}"
@@ -235,10 +268,7 @@ impl Rope<'_> {
     }
 
     fn kind(&self) -> Result<Option<&str>> {
-        match self.scaling.text("rope_type")? {
-            Some(kind) => Ok(Some(kind)),
-            None => self.scaling.text("type"),
-        }
+        kind(self.scaling)
     }
 
     fn required(&self, name: &str) -> Result<f64> {
@@ -416,6 +446,22 @@ mod tests {
         let plain = of(json!({"rope_scaling": null})).unwrap();
         assert_eq!(plain.frequencies[0], 1.0);
         assert!((plain.frequencies[8] - 0.01).abs() < 1e-8);
+    }
+
+    /// The exponents are those of the whole head: 2 i / 32, and 8 of its 32 elements turn.
+    #[test]
+    fn proportional_scaling_turns_the_first_pairs_of_a_head() {
+        let table = of(json!({"rope_parameters": {
+            "rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "factor": 2.0
+        }}));
+        let table = table.unwrap();
+        assert_eq!((table.rotary_dim(), table.attention_factor), (32, 1.0));
+        let expected = [0.5, 0.5 * 1e4f32.powf(-1.0 / 16.0)];
+        for (got, want) in table.frequencies.iter().zip(expected) {
+            assert!((got - want).abs() < 1e-7, "{got} and {want}");
+        }
+        assert!(table.frequencies[3] > 0.0);
+        assert_eq!(table.frequencies[4..], [0.0; 12]);
     }
 
     #[test]

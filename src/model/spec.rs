@@ -26,6 +26,8 @@ pub struct Spec {
     pub norm_plus_one: bool,
     /// Factor of a token's embedding.
     pub embedding_scale: f32,
+    /// The per-layer embeddings, if the model has them.
+    pub per_layer_table: Option<PerLayerTableSpec>,
     /// Whether the head shares the embedding's table.
     pub tied: bool,
     /// Soft cap of the logits: `cap * tanh(logit / cap)`.
@@ -89,6 +91,31 @@ pub struct BlockSpec {
     pub mixer: MixerSpec,
     /// The MLP.
     pub mlp: MlpSpec,
+    /// The block's own input of each token, which a third half adds to the residual stream, if the model has such inputs.
+    pub per_layer: Option<PerLayerSpec>,
+    /// Whether the residual stream is multiplied by a stored number at the end of the block.
+    pub scaled: bool,
+}
+
+/// How a block takes its own input `e` of each token: the residual stream `x` becomes `x + norm(P (act(G x) * e))`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PerLayerSpec {
+    /// Elements of `e`.
+    pub width: usize,
+    /// Activation function of the gate.
+    pub activation: Activation,
+}
+
+/// The per-layer embeddings of a model, of which each block takes its own part: `(norm(M x / sqrt(hidden)) + scale * table[token]) /
+/// sqrt(2)`, with the scaled embedding `x`, and the norm over each part.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PerLayerTableSpec {
+    /// Elements of one block's part of a row.
+    pub width: usize,
+    /// Rows of the table, at least one for each token.
+    pub vocab_size: usize,
+    /// Factor of the table's values.
+    pub scale: f32,
 }
 
 impl BlockSpec {
@@ -198,8 +225,12 @@ pub struct AttentionSpec {
     pub kv_heads: usize,
     /// Elements of one head.
     pub head_dim: usize,
+    /// Where its keys and values come from.
+    pub key_values: KeyValues,
     /// Whether each head of queries and keys is normalized before RoPE.
     pub qk_norm: bool,
+    /// Whether each head of values is normalized, by a norm without a weight.
+    pub value_norm: bool,
     /// Whether the projections of queries, keys and values must have a bias.
     pub qkv_bias: bool,
     /// Whether the output projection must have a bias.
@@ -218,7 +249,31 @@ pub struct AttentionSpec {
     pub score_cap: Option<f32>,
 }
 
+/// Where the keys and values of an attention layer come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KeyValues {
+    /// One projection for keys and one for values.
+    Projected,
+    /// The projection of keys gives both: values are keys before norm and rotation.
+    KeysAsValues,
+    /// An earlier block has them, in its cache. The layer has neither projections of them nor a cache of its own.
+    OfBlock(usize),
+}
+
 impl AttentionSpec {
+    /// Whether it computes keys and values and caches them.
+    pub fn has_own_keys(&self) -> bool {
+        !matches!(self.key_values, KeyValues::OfBlock(_))
+    }
+
+    /// The block whose cache holds its keys and values, for attention in block `index`.
+    pub fn cached_in(&self, index: usize) -> usize {
+        match self.key_values {
+            KeyValues::OfBlock(block) => block,
+            KeyValues::Projected | KeyValues::KeysAsValues => index,
+        }
+    }
+
     /// Elements of a row of queries.
     pub fn q_width(&self) -> usize {
         self.heads * self.head_dim
@@ -254,6 +309,8 @@ pub enum MlpSpec {
     Dense(DenseMlpSpec),
     /// Several experts; a router chooses some of them for each token.
     Experts(ExpertsSpec),
+    /// A dense MLP and experts beside it, both of the residual stream, each with norms of its own; their outputs are added.
+    DenseAndExperts(DenseMlpSpec, ExpertsSpec),
     /// The block is a mixer alone.
     None,
 }
@@ -264,7 +321,9 @@ impl MlpSpec {
         match self {
             MlpSpec::None => 0,
             MlpSpec::Dense(mlp) => mlp.intermediate_size,
-            MlpSpec::Experts(experts) => experts.expert.intermediate_size,
+            MlpSpec::Experts(experts) | MlpSpec::DenseAndExperts(_, experts) => {
+                experts.expert.intermediate_size
+            }
         }
     }
 
@@ -277,7 +336,7 @@ impl MlpSpec {
     pub fn mixture(&self) -> Option<&ExpertsSpec> {
         match self {
             MlpSpec::Dense(_) | MlpSpec::None => None,
-            MlpSpec::Experts(experts) => Some(experts),
+            MlpSpec::Experts(experts) | MlpSpec::DenseAndExperts(_, experts) => Some(experts),
         }
     }
 
@@ -288,7 +347,7 @@ impl MlpSpec {
         self.specs().any(is_clamped)
     }
 
-    /// Its MLPs: for a mixture an expert, and the shared expert if there is one.
+    /// Its MLPs: for a mixture an expert, and the shared expert or the dense MLP if there is one.
     pub fn specs(&self) -> impl Iterator<Item = &DenseMlpSpec> {
         let expert = self.mixture().map(|experts| &experts.expert);
         expert.into_iter().chain(self.of_all_rows())
@@ -297,7 +356,7 @@ impl MlpSpec {
     /// The MLP that all tokens use, if there is one.
     pub fn of_all_rows(&self) -> Option<&DenseMlpSpec> {
         match self {
-            MlpSpec::Dense(mlp) => Some(mlp),
+            MlpSpec::Dense(mlp) | MlpSpec::DenseAndExperts(mlp, _) => Some(mlp),
             MlpSpec::Experts(experts) => experts.shared.as_ref().map(|shared| &shared.mlp),
             MlpSpec::None => None,
         }
@@ -331,6 +390,8 @@ pub struct ExpertsSpec {
     pub scoring: Scoring,
     /// Whether the router has a bias, which is added to its logits.
     pub router_bias: bool,
+    /// Whether the router takes the residual stream by a norm of its own, and the weight of each expert is multiplied by a stored number.
+    pub router_scaled: bool,
     /// The names and the order of rows that files have.
     pub names: ExpertNames,
     /// The shape of each expert.
@@ -346,6 +407,8 @@ pub enum ExpertNames {
     Qwen,
     /// `mlp.router`; gate and up rows of an expert in turn: gpt-oss.
     GptOss,
+    /// `router.proj`; the gate rows of an expert, then its up rows: Gemma 4.
+    Gemma4,
 }
 
 /// A shared expert, which every token uses.
@@ -413,7 +476,8 @@ impl Spec {
     /// Bytes of one cached position in f16, the drafter's included.
     pub fn kv_bytes_per_token(&self) -> u64 {
         let attentions = self.all_blocks().filter_map(BlockSpec::attention);
-        let widths = attentions.map(|attention| 2 * attention.kv_width());
+        let cached = attentions.filter(|attention| attention.has_own_keys());
+        let widths = cached.map(|attention| 2 * attention.kv_width());
         (widths.sum::<usize>() * size_of::<half::f16>()) as u64
     }
 }

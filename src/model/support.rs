@@ -73,11 +73,14 @@ fn kinds(spec: &Spec) -> Vec<String> {
             Some(_) => Some("experts and a shared one"),
             None => Some("experts"),
         },
+        MlpSpec::DenseAndExperts(..) => Some("MLP and experts"),
         MlpSpec::None => None,
     };
+    let own = |block: &BlockSpec| block.per_layer.map(|_| "per-layer embedding");
     let mut kinds = Vec::new();
     for block in &spec.blocks {
-        let halves: Vec<_> = mixer(block).into_iter().chain(mlp(block)).collect();
+        let halves = mixer(block).into_iter().chain(mlp(block)).chain(own(block));
+        let halves: Vec<_> = halves.collect();
         let kind = halves.join(", ");
         if !kinds.contains(&kind) {
             kinds.push(kind);
@@ -145,6 +148,7 @@ mod tests {
         for (family, words) in [
             ("nemotron_h", "block 0 is Mamba-2"),
             ("gpt_oss", "block 0 has attention with sinks"),
+            ("gemma4", "block 0 has attention with a norm of values"),
         ] {
             let refusal = of(family).training.as_ref().unwrap();
             assert!(refusal.contains(words), "{refusal}");

@@ -6,7 +6,7 @@ use std::collections::HashSet;
 
 use super::spec::{
     AttentionSpec, BlockSpec, DeltaProjections, DenseMlpSpec, ExpertNames, ExpertsSpec,
-    GatedDeltaSpec, Mamba2Spec, MixerSpec, MlpSpec, Scoring, SharedExpertSpec, Spec,
+    GatedDeltaSpec, KeyValues, Mamba2Spec, MixerSpec, MlpSpec, Scoring, SharedExpertSpec, Spec,
 };
 
 pub use super::stored_rows::{RowPattern, StoredRows};
@@ -19,6 +19,13 @@ pub(super) const EMBEDDINGS: [&str; 2] = [EMBEDDING, "model.embeddings.weight"];
 pub(super) const HEAD: &str = "lm_head.weight";
 /// The correction that a router by sigmoids adds to its scores before it chooses, `[experts]`.
 pub(super) const ROUTER_CORRECTION: &str = "mlp.gate.e_score_correction_bias";
+/// The factors of the router's input, `[hidden]`, and of the experts' weights, `[experts]`.
+pub(super) const ROUTER_SCALE: &str = "router.scale";
+pub(super) const EXPERT_SCALES: &str = "router.per_expert_scale";
+/// The norms of a dense MLP's output, and of the input and the sum of the experts beside it.
+pub(super) const DENSE_POST: &str = "post_feedforward_layernorm_1.weight";
+pub(super) const EXPERTS_PRE: &str = "pre_feedforward_layernorm_2.weight";
+pub(super) const EXPERTS_POST: &str = "post_feedforward_layernorm_2.weight";
 /// The gate of the shared expert, `[1, hidden]`.
 pub(super) const SHARED_GATE: &str = "mlp.shared_expert_gate.weight";
 /// The last norm, `[hidden]`.
@@ -33,6 +40,17 @@ pub(super) const DRAFTER_EMBEDDING_NORM: &str = "mtp.pre_fc_norm_embedding.weigh
 pub(super) const DRAFTER_HIDDEN_NORM: &str = "mtp.pre_fc_norm_hidden.weight";
 pub(super) const DRAFTER_NORM: &str = "mtp.norm.weight";
 
+/// The table of per-layer embeddings, `[vocab, blocks * width]`.
+pub(super) const PER_LAYER_TABLE: &str = "model.embed_tokens_per_layer.weight";
+/// The projection of embeddings that is added to its rows, and the norm of each block's part.
+pub(super) const PER_LAYER_MODEL: &str = "model.per_layer_model_projection";
+pub(super) const PER_LAYER_NORM: &str = "model.per_layer_projection_norm.weight";
+/// The gate of a block's own input, its projection, and the norm after that.
+pub(super) const PER_LAYER_GATE: &str = "per_layer_input_gate";
+pub(super) const PER_LAYER_OUT: &str = "per_layer_projection";
+pub(super) const PER_LAYER_POST: &str = "post_per_layer_input_norm.weight";
+/// The factor of the residual stream at the end of a block, `[1]`.
+pub(super) const BLOCK_SCALE: &str = "layer_scalar";
 /// The sinks of attention, `[heads]`.
 pub(super) const SINKS: &str = "self_attn.sinks";
 /// Queries of gated attention, which files store with the gate.
@@ -109,6 +127,8 @@ pub enum TensorRole {
     Recurrent,
     /// The projection of a drafter's inputs. Held as it is stored, as other engines expect.
     DrafterInput,
+    /// A projection of per-layer embeddings, small and read by every block; keeps the precision of its file.
+    PerLayer,
     /// The routing projection, whose precision decides the choice of experts. Held in f32 unless it is stored in 4 bits.
     Router,
 }
@@ -142,12 +162,15 @@ pub(super) const fn router(names: ExpertNames) -> &'static str {
     match names {
         ExpertNames::Qwen => "mlp.gate",
         ExpertNames::GptOss => "mlp.router",
+        ExpertNames::Gemma4 => "router.proj",
     }
 }
 
-/// All tensors of a model, the embedding first, then the head and the last norm, then the blocks in order, then the drafter.
+/// All tensors of a model, the embedding first, then the head and the last norm, then per-layer embeddings, then the blocks in order, then
+/// the drafter.
 pub fn all(spec: &Spec) -> Vec<TensorSpec> {
     let mut tensors = outside(spec);
+    tensors.extend(per_layer_table(spec));
     for (index, block) in spec.all_blocks().enumerate() {
         tensors.extend(of_any_block(spec, &block_prefix(spec, index), block));
     }
@@ -185,9 +208,11 @@ pub fn whole(spec: &Spec) -> Vec<TensorSpec> {
     let mut named = HashSet::new();
     for mut tensor in all(spec) {
         if !tensor.alone {
-            let Some(of) = tensor.within.pop() else {
+            // A tensor by its name in the family's files comes before the stack that it may be in.
+            if tensor.within.is_empty() {
                 continue;
-            };
+            }
+            let of = tensor.within.remove(0);
             (tensor.name, tensor.shape, tensor.alone) = (of.name, of.shape, true);
         }
         if named.insert(tensor.name.clone()) {
@@ -241,6 +266,28 @@ pub(super) fn outside(spec: &Spec) -> Vec<TensorSpec> {
         .into()
 }
 
+/// Tensors of per-layer embeddings outside the blocks, if the model has them.
+fn per_layer_table(spec: &Spec) -> Vec<TensorSpec> {
+    let Some(table) = &spec.per_layer_table else {
+        return Vec::new();
+    };
+    let all = spec.blocks.len() * table.width;
+    let tensor = |name: &str, shape: &[usize], role| TensorSpec {
+        name: name.to_owned(),
+        shape: shape.to_vec(),
+        required: true,
+        role,
+        alone: true,
+        within: Vec::new(),
+    };
+    let projection = format!("{PER_LAYER_MODEL}.weight");
+    vec![
+        tensor(PER_LAYER_TABLE, &[table.vocab_size, all], TensorRole::Table),
+        tensor(&projection, &[all, spec.hidden_size], TensorRole::PerLayer),
+        tensor(PER_LAYER_NORM, &[table.width], TensorRole::Vector),
+    ]
+}
+
 /// Tensors of a block.
 pub(super) fn of_block(spec: &Spec, index: usize) -> Vec<TensorSpec> {
     of_any_block(spec, &block_prefix(spec, index), &spec.blocks[index])
@@ -248,7 +295,13 @@ pub(super) fn of_block(spec: &Spec, index: usize) -> Vec<TensorSpec> {
 
 /// Tensors of a block with this prefix.
 fn of_any_block(spec: &Spec, prefix: &str, block: &BlockSpec) -> Vec<TensorSpec> {
-    let BlockSpec { norms, mixer, mlp } = block;
+    let BlockSpec {
+        norms,
+        mixer,
+        mlp,
+        per_layer,
+        scaled,
+    } = block;
     let mut list = List {
         prefix,
         tensors: Vec::new(),
@@ -274,7 +327,30 @@ fn of_any_block(spec: &Spec, prefix: &str, block: &BlockSpec) -> Vec<TensorSpec>
     match mlp {
         MlpSpec::Dense(mlp) => list.dense("mlp", mlp, spec.hidden_size),
         MlpSpec::Experts(experts) => list.experts(experts, spec.hidden_size),
+        MlpSpec::DenseAndExperts(dense, experts) => {
+            list.dense("mlp", dense, spec.hidden_size);
+            list.experts(experts, spec.hidden_size);
+            for name in [DENSE_POST, EXPERTS_PRE, EXPERTS_POST] {
+                list.vector(name, spec.hidden_size, true);
+            }
+        }
         MlpSpec::None => {}
+    }
+    if let Some(own) = per_layer {
+        list.matrix(
+            PER_LAYER_GATE,
+            (own.width, spec.hidden_size),
+            TensorRole::PerLayer,
+        );
+        list.matrix(
+            PER_LAYER_OUT,
+            (spec.hidden_size, own.width),
+            TensorRole::PerLayer,
+        );
+        list.vector(PER_LAYER_POST, spec.hidden_size, true);
+    }
+    if *scaled {
+        list.vector(BLOCK_SCALE, 1, true);
     }
     let tensors = list.tensors.into_iter();
     tensors
@@ -318,7 +394,7 @@ pub(super) fn gate_up_rows(
 ) -> StoredRows {
     let first = expert * 2 * height;
     match names {
-        ExpertNames::Qwen => {
+        ExpertNames::Qwen | ExpertNames::Gemma4 => {
             let first = first + half * height;
             (first..first + height).into()
         }
@@ -409,18 +485,25 @@ impl List<'_> {
 
     fn attention(&mut self, attention: &AttentionSpec, hidden: usize) {
         let (q, kv) = (attention.q_width(), attention.kv_width());
-        let fused = |first| Some(("self_attn.qkv_proj", first, q + 2 * kv));
+        // Files store one matrix for all three only where there are three.
+        let has_values = attention.key_values == KeyValues::Projected;
+        let fused = |first| has_values.then_some(("self_attn.qkv_proj", first, q + 2 * kv));
         let bias = attention.qkv_bias;
         match attention.gated {
             false => self.projection("self_attn.q_proj", (q, hidden), bias, fused(0)),
             true => self.gated_queries(attention, hidden),
         }
-        self.projection("self_attn.k_proj", (kv, hidden), bias, fused(q));
-        self.projection("self_attn.v_proj", (kv, hidden), bias, fused(q + kv));
+        if attention.has_own_keys() {
+            self.projection("self_attn.k_proj", (kv, hidden), bias, fused(q));
+        }
+        if has_values {
+            self.projection("self_attn.v_proj", (kv, hidden), bias, fused(q + kv));
+        }
         self.projection("self_attn.o_proj", (hidden, q), attention.o_bias, None);
         if attention.qk_norm {
-            for name in ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] {
-                self.vector(name, attention.head_dim, true);
+            self.vector("self_attn.q_norm.weight", attention.head_dim, true);
+            if attention.has_own_keys() {
+                self.vector("self_attn.k_norm.weight", attention.head_dim, true);
             }
         }
         if attention.sinks {
@@ -546,11 +629,16 @@ impl List<'_> {
 
     /// A projection of a recurrent layer that is stored alone.
     fn recurrent(&mut self, name: &str, rows: usize, cols: usize) {
+        self.matrix(name, (rows, cols), TensorRole::Recurrent);
+    }
+
+    /// A projection without a bias that is stored alone.
+    fn matrix(&mut self, name: &str, (rows, cols): (usize, usize), role: TensorRole) {
         self.tensors.push(TensorSpec {
             name: self.name(&format!("{name}.weight")),
             shape: vec![rows, cols],
             required: true,
-            role: TensorRole::Recurrent,
+            role,
             alone: true,
             within: Vec::new(),
         });
@@ -573,6 +661,10 @@ impl List<'_> {
         self.router(&format!("{router}.weight"), experts.count, hidden);
         if experts.router_bias {
             self.vector(&format!("{router}.bias"), experts.count, true);
+        }
+        if experts.router_scaled {
+            self.vector(ROUTER_SCALE, hidden, true);
+            self.vector(EXPERT_SCALES, experts.count, true);
         }
         if experts.scoring != Scoring::Softmax {
             self.vector(ROUTER_CORRECTION, experts.count, true);
@@ -619,7 +711,7 @@ impl List<'_> {
         };
         let shape = |height| vec![experts.count, height, cols];
         let weights = match experts.names {
-            ExpertNames::Qwen => vec![
+            ExpertNames::Qwen | ExpertNames::Gemma4 => vec![
                 within(&format!("{projection}.weight"), shape(rows), &alone),
                 within(stack, shape(height), &of_stack),
             ],

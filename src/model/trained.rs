@@ -84,6 +84,7 @@ fn weights(device: &Device, source: &Source, trained: &dyn Trained) -> Result<We
                     bias: None,
                 },
                 correction: None,
+                router_scales: None,
                 experts: mixture.experts.iter().map(gated).collect::<Result<_>>()?,
                 shared: match &mixture.shared {
                     Some((mlp, gate)) => {
@@ -99,9 +100,12 @@ fn weights(device: &Device, source: &Source, trained: &dyn Trained) -> Result<We
             mixer: Parts::new(device, source, trained, index).mixer()?,
             mlp_norms: norms(&b.mlp_norms)?,
             mlp,
+            per_layer: None,
+            scale: None,
         })
     });
     Ok(Weights {
+        per_layer: None,
         blocks: blocks.collect::<Result<_>>()?,
         drafter: None,
         embedding: match layout.head == layout.embedding {
@@ -164,10 +168,11 @@ impl<'a> Parts<'a> {
                 Ok(Mixer::Attention(Box::new(Attention {
                     q: self.part(query)?,
                     gate: gate.map(|gate| self.part(gate)).transpose()?,
-                    k: self.part("self_attn.k_proj")?,
-                    v: self.part("self_attn.v_proj")?,
+                    k: Some(self.part("self_attn.k_proj")?),
+                    v: Some(self.part("self_attn.v_proj")?),
                     q_norm: q_norm.map(vector).transpose()?,
                     k_norm: k_norm.map(vector).transpose()?,
+                    v_norm: None,
                     sinks: None,
                     o: projection(self.trained, &self.block.output)?,
                 })))

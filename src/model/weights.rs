@@ -32,6 +32,10 @@ pub struct Block {
     pub mlp_norms: Norms,
     /// The MLP.
     pub mlp: Mlp,
+    /// The weights by which the block takes its own input, if the model has such inputs.
+    pub per_layer: Option<PerLayer>,
+    /// The factor of the residual stream at the end of the block, `[1]`, if the model has it.
+    pub scale: Option<Array>,
 }
 
 /// The RMSNorms around a half of a block, `[hidden]`, if the model has them.
@@ -81,8 +85,8 @@ impl Mixer {
                 let Attention {
                     q, gate, k, v, o, ..
                 } = &**attention;
-                let gate = gate.iter();
-                [q].into_iter().chain(gate).chain([k, v, o]).collect()
+                let inputs = [Some(q), gate.as_ref(), k.as_ref(), v.as_ref()];
+                inputs.into_iter().flatten().chain([o]).collect()
             }
             Mixer::GatedDelta(delta) => delta.projections().collect(),
             Mixer::Mamba2(mamba) => mamba.projections().collect(),
@@ -169,18 +173,33 @@ pub struct Attention {
     pub q: Projection,
     /// The gate of each head's output, shaped like queries, if the model has one.
     pub gate: Option<Projection>,
-    /// Keys, `[kv_heads * head_dim, hidden]`.
-    pub k: Projection,
-    /// Values, shaped like keys.
-    pub v: Projection,
+    /// Keys, `[kv_heads * head_dim, hidden]`; `None` in a layer that takes the keys and values of another.
+    pub k: Option<Projection>,
+    /// Values, shaped like keys; `None` where keys are the values too.
+    pub v: Option<Projection>,
     /// RMSNorm of each query head, `[head_dim]`, if the model has it.
     pub q_norm: Option<Array>,
     /// RMSNorm of each key head.
     pub k_norm: Option<Array>,
+    /// RMSNorm of each value head, if the model has it: ones, since files store no weight for it.
+    pub v_norm: Option<Array>,
     /// The sink of each query head, `[heads]`, if the model has them.
     pub sinks: Option<Array>,
     /// Output, `[hidden, heads * head_dim]`.
     pub o: Projection,
+}
+
+impl Attention {
+    /// Queries, keys and values; an error for a layer that has no projections of its own for all three.
+    pub fn required_qkv(&self) -> Result<[&Projection; 3]> {
+        match (&self.k, &self.v) {
+            (Some(k), Some(v)) => Ok([&self.q, k, v]),
+            _ => bail!(
+                Internal,
+                "keys and values of attention without projections of both"
+            ),
+        }
+    }
 }
 
 /// The MLP of a block.
@@ -190,6 +209,8 @@ pub enum Mlp {
     Dense(Box<DenseMlp>),
     /// Several experts and their router.
     Experts(Box<Experts>),
+    /// A dense MLP, and experts beside it.
+    DenseAndExperts(Box<DenseAndExperts>),
     /// The block is a mixer alone.
     None,
 }
@@ -205,11 +226,29 @@ pub struct DenseMlp {
     pub down: Projection,
 }
 
+/// A dense MLP and experts beside it. The norm of the half's input is that of the dense MLP's input.
+#[derive(Debug)]
+pub struct DenseAndExperts {
+    /// The dense MLP.
+    pub dense: DenseMlp,
+    /// RMSNorm of its output, `[hidden]`.
+    pub dense_norm: Array,
+    /// The experts.
+    pub experts: Experts,
+    /// RMSNorm of their input, `[hidden]`.
+    pub experts_input_norm: Array,
+    /// RMSNorm of their sum, `[hidden]`.
+    pub experts_norm: Array,
+}
+
 /// A mixture of experts.
 #[derive(Debug)]
 pub struct Experts {
     /// The router, which computes the logits of the experts, `[experts, hidden]`.
     pub router: Projection,
+    /// RMSNorm of the router's input, `[hidden]`, and the factors of the experts' weights, `[experts]`, if the router has them. The norm
+    /// includes the factor of the input, `hidden^-0.5`.
+    pub router_scales: Option<[Array; 2]>,
     /// Added to the scores by which experts are chosen, `[experts]`, if they are sigmoids.
     pub correction: Option<Array>,
     /// The experts.
@@ -250,16 +289,47 @@ impl Drafter {
     }
 }
 
+/// The weights by which a block takes its own input of each token.
+#[derive(Debug)]
+pub struct PerLayer {
+    /// The gate, `[width, hidden]`.
+    pub gate: Projection,
+    /// The projection to the residual stream, `[hidden, width]`.
+    pub projection: Projection,
+    /// RMSNorm of the projection's output, `[hidden]`.
+    pub norm: Array,
+}
+
+/// The per-layer embeddings, from which the inputs of all blocks come.
+pub struct PerLayerTable {
+    /// The table, `[vocab, blocks * width]`.
+    pub table: FileTable,
+    /// The projection of a token's embedding, `[blocks * width, hidden]`.
+    pub projection: Projection,
+    /// RMSNorm of each block's part of the projection's output, `[width]`.
+    pub norm: Array,
+}
+
+/// A table in a file that stays open: a row is read on lookup, usually from the system's file cache. Fails if the file is truncated or
+/// written to meanwhile.
+pub struct FileTable {
+    /// The opened checkpoint.
+    pub checkpoint: Arc<dyn Checkpoint>,
+    /// The table's entry.
+    pub entry: Entry,
+}
+
+impl FileTable {
+    /// Writes row `index` to `out`.
+    pub fn row(&self, index: usize, out: &mut [f32]) -> Result<()> {
+        self.checkpoint.rows_f32(&self.entry, index..index + 1, out)
+    }
+}
+
 /// Source of embedding rows.
 pub enum Embedding {
-    /// The file, which stays open: the row of each token is read on lookup, usually from the system's file cache. Fails if the file is
-    /// truncated or written to meanwhile.
-    File {
-        /// The opened checkpoint.
-        checkpoint: Arc<dyn Checkpoint>,
-        /// The table's entry.
-        entry: Entry,
-    },
+    /// The file.
+    File(FileTable),
     /// The head, which holds the same values.
     Head,
     /// A matrix in memory, for a model that is being trained.
@@ -270,6 +340,8 @@ pub enum Embedding {
 pub struct Weights {
     /// The embedding table.
     pub embedding: Embedding,
+    /// The per-layer embeddings, if the model has them; `None` when loaded for sampling only.
+    pub per_layer: Option<PerLayerTable>,
     /// The blocks, first to last; empty when loaded for sampling only.
     pub blocks: Vec<Block>,
     /// The drafter, if the model has one and was not loaded for sampling only.
@@ -299,41 +371,53 @@ impl Mlp {
     pub fn of_all_rows(&self) -> Option<&DenseMlp> {
         match self {
             Mlp::Dense(mlp) => Some(mlp),
+            Mlp::DenseAndExperts(both) => Some(&both.dense),
             Mlp::Experts(experts) => experts.shared.as_ref().map(|(mlp, _)| mlp),
             Mlp::None => None,
         }
     }
 
-    /// All MLPs: for a mixture the experts, and then the shared expert.
-    pub fn mlps(&self) -> Vec<&DenseMlp> {
+    /// The mixture of experts, if it has one.
+    pub fn mixture(&self) -> Option<&Experts> {
         match self {
-            Mlp::Dense(mlp) => vec![mlp],
-            Mlp::Experts(experts) => {
-                let shared = experts.shared.iter().map(|(mlp, _)| mlp);
-                experts.experts.iter().chain(shared).collect()
-            }
-            Mlp::None => Vec::new(),
+            Mlp::Dense(_) | Mlp::None => None,
+            Mlp::Experts(experts) => Some(experts),
+            Mlp::DenseAndExperts(both) => Some(&both.experts),
         }
     }
 
+    /// All MLPs: for a mixture the experts, and then the shared expert or the dense MLP.
+    pub fn mlps(&self) -> Vec<&DenseMlp> {
+        let experts = self.mixture().map(|mixture| &mixture.experts);
+        let experts = experts.into_iter().flatten();
+        experts.chain(self.of_all_rows()).collect()
+    }
+
     /// The vectors that are no biases of projections.
-    fn vectors(&self) -> Option<&Array> {
-        match self {
-            Mlp::Experts(experts) => experts.correction.as_ref(),
-            Mlp::Dense(_) | Mlp::None => None,
-        }
+    fn vectors(&self) -> Vec<&Array> {
+        let mixture = self.mixture();
+        let correction = mixture.and_then(|experts| experts.correction.as_ref());
+        let scales = mixture.and_then(|experts| experts.router_scales.as_ref());
+        let norms = match self {
+            Mlp::DenseAndExperts(both) => vec![
+                &both.dense_norm,
+                &both.experts_input_norm,
+                &both.experts_norm,
+            ],
+            Mlp::Dense(_) | Mlp::Experts(_) | Mlp::None => Vec::new(),
+        };
+        let vectors = correction.into_iter().chain(scales.into_iter().flatten());
+        vectors.chain(norms).collect()
     }
 
     /// The projections that select experts.
     fn routers(&self) -> Vec<&Linear> {
-        match self {
-            Mlp::Dense(_) | Mlp::None => Vec::new(),
-            Mlp::Experts(experts) => {
-                let shared = experts.shared.iter().filter_map(|(_, gate)| gate.as_ref());
-                let router = &experts.router.linear;
-                std::iter::once(router).chain(shared).collect()
-            }
-        }
+        let Some(experts) = self.mixture() else {
+            return Vec::new();
+        };
+        let shared = experts.shared.iter().filter_map(|(_, gate)| gate.as_ref());
+        let router = &experts.router.linear;
+        std::iter::once(router).chain(shared).collect()
     }
 }
 
@@ -341,7 +425,11 @@ impl Block {
     fn projections(&self) -> impl Iterator<Item = &Projection> {
         let mlps = self.mlp.mlps().into_iter();
         let mixer = self.mixer.projections().into_iter();
-        mixer.chain(mlps.flat_map(DenseMlp::projections))
+        let per_layer = self.per_layer.iter();
+        let per_layer = per_layer.flat_map(|own| [&own.gate, &own.projection]);
+        mixer
+            .chain(mlps.flat_map(DenseMlp::projections))
+            .chain(per_layer)
     }
 
     /// Its linear maps.
@@ -352,10 +440,7 @@ impl Block {
 
     /// The bias of the router, if there is one.
     fn router_bias(&self) -> Option<&Array> {
-        match &self.mlp {
-            Mlp::Dense(_) | Mlp::None => None,
-            Mlp::Experts(experts) => experts.router.bias.as_ref(),
-        }
+        self.mlp.mixture()?.router.bias.as_ref()
     }
 
     /// The vectors: norms, biases, and what else a mixer has.
@@ -371,6 +456,8 @@ impl Block {
             .flatten()
             .chain(self.mixer.vectors())
             .chain(self.mlp.vectors())
+            .chain(self.per_layer.iter().map(|own| &own.norm))
+            .chain(&self.scale)
             .chain(self.router_bias())
             .chain(self.projections().filter_map(|p| p.bias.as_ref()))
     }
@@ -381,32 +468,38 @@ impl Weights {
     pub fn table(&self) -> &Linear {
         match &self.embedding {
             Embedding::Matrix(table) => table,
-            Embedding::Head | Embedding::File { .. } => &self.head.linear,
+            Embedding::Head | Embedding::File(_) => &self.head.linear,
         }
     }
 
-    /// Every linear map, blocks first, then the drafter and the head.
+    /// Every linear map, blocks first, then the drafter, that of per-layer embeddings, and the head.
     pub fn linears(&self) -> impl Iterator<Item = &Linear> {
         let blocks = self.blocks.iter().flat_map(Block::linears);
         let drafter = self.drafter.iter().flat_map(Drafter::linears);
-        blocks.chain(drafter).chain([&self.head.linear])
+        let per_layer = self.per_layer.iter().map(|all| &all.projection.linear);
+        blocks
+            .chain(drafter)
+            .chain(per_layer)
+            .chain([&self.head.linear])
     }
 
     /// The norms and biases.
     pub fn vectors(&self) -> impl Iterator<Item = &Array> {
         let blocks = self.blocks.iter().flat_map(Block::vectors);
         let drafter = self.drafter.iter().flat_map(Drafter::vectors);
+        let per_layer = self.per_layer.iter().map(|all| &all.norm);
         blocks
             .chain(drafter)
+            .chain(per_layer)
             .chain([&self.norm])
             .chain(&self.head.bias)
     }
 
-    /// Bytes held in memory in the kernels' layout. An embedding that stays in its file does not count.
+    /// Bytes held in memory in the kernels' layout. Tables that stay in their file do not count.
     pub fn bytes(&self) -> usize {
         let table = match &self.embedding {
             Embedding::Matrix(table) => table.bytes(),
-            Embedding::Head | Embedding::File { .. } => 0,
+            Embedding::Head | Embedding::File(_) => 0,
         };
         table
             + self.linears().map(Linear::bytes).sum::<usize>()
@@ -416,7 +509,7 @@ impl Weights {
     /// Average bytes that a decode step of `batch` sequences without drafts reads, if all experts are equally likely.
     pub fn bytes_per_step(&self, spec: &Spec, batch: usize) -> f64 {
         let idle = self.blocks.iter().zip(&spec.blocks).map(|(block, spec)| {
-            let (Mlp::Experts(experts), Some(spec)) = (&block.mlp, spec.mlp.mixture()) else {
+            let (Some(experts), Some(spec)) = (block.mlp.mixture(), spec.mlp.mixture()) else {
                 return 0.0;
             };
             let projections = experts.experts.iter().flat_map(DenseMlp::projections);
@@ -450,9 +543,7 @@ impl Weights {
             match &self.embedding {
                 Embedding::Head => self.head.linear.row(token, row)?,
                 Embedding::Matrix(table) => table.row(token, row)?,
-                Embedding::File { checkpoint, entry } => {
-                    checkpoint.rows_f32(entry, token..token + 1, row)?;
-                }
+                Embedding::File(table) => table.row(token, row)?,
             }
         }
         Ok(())

@@ -54,6 +54,23 @@ impl Routes {
         }
     }
 
+    /// Multiplies the weights of each expert by its factor.
+    pub fn scaled(mut self, factors: &[f32]) -> Result<Routes> {
+        if factors.len() + 1 != self.offsets.len() {
+            bail!(
+                InvalidArgument,
+                "{} factors of {} experts; expected one for each",
+                factors.len(),
+                self.offsets.len() - 1
+            );
+        }
+        for (expert, factor) in factors.iter().enumerate() {
+            let range = self.range(expert);
+            self.weights[range].iter_mut().for_each(|w| *w *= factor);
+        }
+        Ok(self)
+    }
+
     /// Number of rows of an expert.
     pub fn count(&self, expert: usize) -> usize {
         self.range(expert).len()

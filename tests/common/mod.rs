@@ -206,8 +206,12 @@ pub(crate) const RECURRENT_CASES: [&str; 6] = [
 /// Models with Mamba-2, whose kernels on a GPU are fused ones alone.
 pub(crate) const MAMBA_CASES: [&str; 2] = ["nemotronh_dense", "nemotronh_experts"];
 
+/// Models of Gemma 4, which run on the CPU alone: layers with heads of two sizes, shared keys and values, per-layer embeddings, experts
+/// beside an MLP.
+pub(crate) const GEMMA4_CASES: [&str; 3] = ["gemma4_dense", "gemma4_perlayer", "gemma4_experts"];
+
 /// The cases of `tests/golden/model/long_positions.py`: one for each RoPE scaling.
-pub(crate) const LONG_CASES: [&str; 8] = [
+pub(crate) const LONG_CASES: [&str; 9] = [
     "long_default",
     "long_linear",
     "long_dynamic",
@@ -216,6 +220,7 @@ pub(crate) const LONG_CASES: [&str; 8] = [
     "long_longrope",
     "long_partial",
     "long_local",
+    "long_proportional",
 ];
 
 /// The token at a position of a long case; the script has the same formula.

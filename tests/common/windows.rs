@@ -17,7 +17,11 @@ pub(crate) fn lengthened(case: &str) -> Copy {
     let dir = Copy::of(case, "long");
     let config = std::fs::read(dir.0.join("config.json")).unwrap();
     let mut config: serde_json::Value = serde_json::from_slice(&config).unwrap();
-    config["max_position_embeddings"] = POSITIONS.into();
+    let text = match config.get_mut("text_config") {
+        Some(text) => text,
+        None => &mut config,
+    };
+    text["max_position_embeddings"] = POSITIONS.into();
     dir.write("config.json", config.to_string().as_bytes());
     dir
 }

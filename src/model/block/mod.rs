@@ -2,8 +2,10 @@
 //! Inference on the CPU uses it, and the fused kernels of a GPU are tested against it. It runs the operations of `order` on rows of the
 //! residual stream.
 
+mod beside;
 mod drafter;
 mod mamba;
+mod per_layer;
 
 pub(super) use drafter::hidden_rows;
 
@@ -13,8 +15,8 @@ use super::Activations;
 use super::kv::{KvCache, KvTables, StateArena, StateBlocks, StatePart};
 use super::order::{BlockOp, ExpertTurn, Half, expert_turns, operations};
 use super::spec::{
-    Activation, AttentionSpec, DenseMlpSpec, ExpertsSpec, GatedDeltaSpec, MixerSpec, MlpSpec,
-    Scoring, Spec,
+    Activation, AttentionSpec, DenseMlpSpec, ExpertsSpec, GatedDeltaSpec, KeyValues, MixerSpec,
+    MlpSpec, Scoring, Spec,
 };
 use super::weights::{
     Attention, Block, DenseMlp, Experts, GatedDelta, Mixer, Mlp, Projection, Weights,
@@ -91,6 +93,10 @@ pub(super) struct BlockScratch {
     /// `[rows, 2 * hidden]`: the inputs of the drafter's projection.
     joined: Array,
     experts: ExpertScratch,
+    /// `[rows, blocks * width]`: the projections of embeddings in models with per-layer embeddings.
+    layer_projections: Array,
+    /// `[blocks, rows, width]`: the blocks' own inputs in such models.
+    layer_inputs: Array,
     /// Rows with router logits that are not finite, since the caller last took this list.
     pub(super) faults: Vec<(usize, Error)>,
 }
@@ -108,6 +114,8 @@ struct ExpertScratch {
     made: Array,
     /// The sum over experts, `[rows, hidden]`.
     sum: Array,
+    /// The output of the dense MLP beside experts, `[rows, hidden]`, from [`BlockOp::EnterExperts`] to [`BlockOp::LeaveExperts`].
+    beside: Array,
 }
 
 impl BlockScratch {
@@ -133,7 +141,10 @@ impl BlockScratch {
                 taken: Array::empty(),
                 made: Array::empty(),
                 sum: Array::empty(),
+                beside: Array::empty(),
             },
+            layer_projections: Array::empty(),
+            layer_inputs: Array::empty(),
             faults: Vec::new(),
         }
     }
@@ -171,10 +182,13 @@ impl BlockScratch {
             &self.gate,
             &self.up,
             &self.joined,
+            &self.layer_projections,
+            &self.layer_inputs,
             &experts.logits,
             &experts.taken,
             &experts.made,
             &experts.sum,
+            &experts.beside,
         ];
         self.workspace.bytes() + arrays.iter().map(|a| a.bytes()).sum::<usize>()
     }
@@ -215,7 +229,7 @@ impl<'a> ReferencePass<'a> {
         })
     }
 
-    /// Sets the residual stream to the embeddings of `tokens`.
+    /// Sets the residual stream to the embeddings of `tokens`, and computes the inputs of blocks that have their own.
     pub(super) fn embed(
         &self,
         weights: &Weights,
@@ -234,9 +248,10 @@ impl<'a> ReferencePass<'a> {
             }
         }
         match self.spec.embedding_scale {
-            1.0 => Ok(()),
-            factor => activation::scale(self.device, rows, factor),
+            1.0 => {}
+            factor => activation::scale(self.device, rows, factor)?,
         }
+        self.per_layer_inputs(weights, tokens, s)
     }
 
     /// Runs the rows of the residual stream through block `index` of [`Spec::all_blocks`], and stores their keys and values.
@@ -250,10 +265,16 @@ impl<'a> ReferencePass<'a> {
         let spec = self.spec.block(index)?;
         let mlp = || match (&weights.mlp, &spec.mlp) {
             (Mlp::Dense(weights), MlpSpec::Dense(spec)) => Ok((spec, &**weights)),
+            (Mlp::DenseAndExperts(weights), MlpSpec::DenseAndExperts(spec, _)) => {
+                Ok((spec, &weights.dense))
+            }
             _ => Err(self.mismatch("MLP", index)),
         };
         let mixture = || match (&weights.mlp, &spec.mlp) {
             (Mlp::Experts(weights), MlpSpec::Experts(spec)) => Ok((spec, &**weights)),
+            (Mlp::DenseAndExperts(weights), MlpSpec::DenseAndExperts(_, spec)) => {
+                Ok((spec, &weights.experts))
+            }
             _ => Err(self.mismatch("MLP", index)),
         };
         let attention = || match (&spec.mixer, &weights.mixer) {
@@ -267,6 +288,14 @@ impl<'a> ReferencePass<'a> {
         let mamba = || match (&spec.mixer, &weights.mixer) {
             (MixerSpec::Mamba2(spec), Mixer::Mamba2(weights)) => Ok((spec, &**weights)),
             _ => Err(self.mismatch("mixer", index)),
+        };
+        let beside = || match &weights.mlp {
+            Mlp::DenseAndExperts(weights) => Ok(&**weights),
+            _ => Err(self.mismatch("MLP", index)),
+        };
+        let own = || match (&spec.per_layer, &weights.per_layer) {
+            (Some(spec), Some(weights)) => Ok((spec, weights)),
+            _ => Err(self.mismatch("input", index)),
         };
         let norms = |half| match half {
             Half::Mixer => &weights.mixer_norms,
@@ -311,7 +340,13 @@ impl<'a> ReferencePass<'a> {
                 }
                 BlockOp::Route => s.experts.routes = Some(self.route(mixture()?, s)?),
                 BlockOp::Experts => self.experts(mixture()?, s)?,
+                BlockOp::EnterExperts => self.enter_experts(beside()?, s)?,
+                BlockOp::LeaveExperts => self.leave_experts(beside()?, s)?,
                 BlockOp::Leave(half) => self.leave(norms(half).post.as_ref(), s)?,
+                BlockOp::PerLayerGate => self.per_layer_gate(index, own()?, s)?,
+                BlockOp::PerLayerProject => self.per_layer_project(own()?, s)?,
+                BlockOp::PerLayerLeave => self.leave(Some(&own()?.1.norm), s)?,
+                BlockOp::ScaleStream => self.scale_stream(weights, s)?,
             }
         }
         Ok(())
@@ -345,6 +380,17 @@ impl<'a> ReferencePass<'a> {
         activation::add(device, s.residual.first_mut(len)?, s.normed.first(len)?)
     }
 
+    /// Multiplies the residual stream by the block's factor.
+    fn scale_stream(&self, weights: &Block, s: &mut BlockScratch) -> Result<()> {
+        let Some(scale) = &weights.scale else {
+            bail!(Internal, "a block without the factor that its spec has");
+        };
+        let mut factor = [0.0];
+        scale.all().read(&mut factor)?;
+        let stream = s.residual.first_mut(self.rows * self.spec.hidden_size)?;
+        activation::scale(self.device, stream, factor[0])
+    }
+
     fn qkv(
         &self,
         (spec, weights): (&AttentionSpec, &Attention),
@@ -358,17 +404,23 @@ impl<'a> ReferencePass<'a> {
         for (array, len) in [(&mut s.q, q_len), (&mut s.k, kv_len), (&mut s.v, kv_len)] {
             array.grow(self.device, len)?;
         }
-        let mut outputs = vec![
-            (&weights.q, s.q.first_mut(q_len)?),
-            (&weights.k, s.k.first_mut(kv_len)?),
-            (&weights.v, s.v.first_mut(kv_len)?),
-        ];
+        let mut outputs = vec![(&weights.q, s.q.first_mut(q_len)?)];
+        if let Some(k) = &weights.k {
+            outputs.push((k, s.k.first_mut(kv_len)?));
+        }
+        if let Some(v) = &weights.v {
+            outputs.push((v, s.v.first_mut(kv_len)?));
+        }
         if let Some(gate) = &weights.gate {
             s.head_gate.grow(self.device, q_len)?;
             outputs.push((gate, s.head_gate.first_mut(q_len)?));
         }
         let x = s.normed.first(m * self.spec.hidden_size)?;
-        self.project(x, m, &mut outputs, &mut s.workspace)
+        self.project(x, m, &mut outputs, &mut s.workspace)?;
+        match spec.key_values {
+            KeyValues::KeysAsValues => s.v.first_mut(kv_len)?.copy_from(s.k.first(kv_len)?),
+            KeyValues::Projected | KeyValues::OfBlock(_) => Ok(()),
+        }
     }
 
     fn heads(
@@ -377,10 +429,12 @@ impl<'a> ReferencePass<'a> {
         s: &mut BlockScratch,
     ) -> Result<()> {
         let angles = spec.rope.map(|rope| &self.angles[rope]);
-        for (x, heads, weight) in [
-            (&mut s.q, spec.heads, &weights.q_norm),
-            (&mut s.k, spec.kv_heads, &weights.k_norm),
-        ] {
+        let keys = (&mut s.k, spec.kv_heads, &weights.k_norm);
+        let keys = Some(keys).filter(|_| spec.has_own_keys());
+        for (x, heads, weight) in [(&mut s.q, spec.heads, &weights.q_norm)]
+            .into_iter()
+            .chain(keys)
+        {
             let mut x = x.first_mut(self.rows * heads * spec.head_dim)?;
             if let Some(weight) = weight {
                 norm::rms_norm_in_place(self.device, x.reborrow(), weight, self.spec.norm_eps)?;
@@ -389,7 +443,13 @@ impl<'a> ReferencePass<'a> {
                 rope::apply(self.device, x, heads, spec.head_dim, angles)?;
             }
         }
-        Ok(())
+        match &weights.v_norm {
+            Some(ones) => {
+                let values = s.v.first_mut(self.rows * spec.kv_width())?;
+                norm::rms_norm_in_place(self.device, values, ones, self.spec.norm_eps)
+            }
+            None => Ok(()),
+        }
     }
 
     fn attend(
@@ -407,12 +467,14 @@ impl<'a> ReferencePass<'a> {
             let (first, rows) = (segment.first, segment.rows.clone());
             let kv_rows = rows.start * kv_width..rows.end * kv_width;
             let q_rows = rows.start * q_width..rows.end * q_width;
-            let (k, v) = (s.k.part(kv_rows.clone())?, s.v.part(kv_rows)?);
             let Rows { cache, tables, .. } = *segment;
-            cache.store(index, tables, first, k, v)?;
+            if spec.has_own_keys() {
+                let (k, v) = (s.k.part(kv_rows.clone())?, s.v.part(kv_rows)?);
+                cache.store(index, tables, first, k, v)?;
+            }
             cache.attend(
                 device,
-                index,
+                spec.cached_in(index),
                 tables,
                 s.q.part(q_rows.clone())?,
                 &shape,
@@ -639,7 +701,7 @@ impl<'a> ReferencePass<'a> {
         (spec, weights): (&ExpertsSpec, &Experts),
         s: &mut BlockScratch,
     ) -> Result<Routes> {
-        let mut logits = self.products(&weights.router.linear, spec.count, s)?;
+        let mut logits = self.router_logits((spec, weights), s)?;
         if let Some(bias) = &weights.router.bias {
             let bias = on_host(bias, spec.count)?;
             for logits in logits.chunks_exact_mut(spec.count) {
@@ -654,7 +716,13 @@ impl<'a> ReferencePass<'a> {
             }
         }
         match (&spec.scoring, &weights.correction) {
-            (Scoring::Softmax, _) => route(&logits, spec.count, spec.per_token, spec.normalized),
+            (Scoring::Softmax, _) => {
+                let routes = route(&logits, spec.count, spec.per_token, spec.normalized)?;
+                match &weights.router_scales {
+                    Some([_, factors]) => routes.scaled(factors.all().host()?),
+                    None => Ok(routes),
+                }
+            }
             (Scoring::Sigmoid(scoring), Some(correction)) => {
                 let correction = on_host(correction, spec.count)?;
                 route_by_sigmoid(

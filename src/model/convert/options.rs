@@ -15,7 +15,7 @@ pub enum Container {
     Dat,
 }
 
-/// Format in which a conversion writes the tables: the embedding and the head.
+/// Format in which a conversion writes the tables: the embedding, the head, and the table of per-layer embeddings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Tables {
@@ -38,7 +38,7 @@ pub struct ConvertOptions {
     pub container: Container,
     /// How weights are quantized.
     pub quantize: QuantizeOptions,
-    /// Format of the embedding and the head. A tied head stays tied: one table is written for both.
+    /// Format of the embedding, the head and the table of per-layer embeddings. A tied head stays tied: one table is written for both.
     pub tables: Tables,
     /// With [`Tables::Auto`], int8 rows for tables of more than 8 bits too, if the container supports them.
     pub narrow_tables: bool,

@@ -8,10 +8,10 @@ use crate::base::error::bail;
 use crate::checkpoint::{Checkpoint, Encoding, Entry, Planned, is_of_text_model};
 use crate::format::nvfp4::BLOCK;
 use crate::model::families;
-use crate::model::load::has_own_head;
+use crate::model::load::{has_own_head, is_of_shared_keys};
 use crate::model::spec::ExpertNames;
 use crate::model::spec_of;
-use crate::model::tensors::{EMBEDDINGS, HEAD, StoredRows, gate_up_rows};
+use crate::model::tensors::{EMBEDDINGS, HEAD, PER_LAYER_TABLE, StoredRows, gate_up_rows};
 use crate::tensor::DType;
 
 /// How a tensor derives from its entry.
@@ -116,7 +116,8 @@ fn is_recurrent(entry: &Entry, container: Container) -> bool {
         && RECURRENT.iter().any(|suffix| entry.name.ends_with(suffix))
 }
 
-/// The steps of a conversion. Entries that are not `used` by the model keep their encoding if NVFP4 cannot hold them.
+/// The steps of a conversion. Entries that are not `used` by the model keep their encoding if NVFP4 cannot hold them; keys and values of
+/// blocks that take those of others are left out.
 pub(super) fn plan(
     source: &dyn Checkpoint,
     options: &ConvertOptions,
@@ -128,7 +129,7 @@ pub(super) fn plan(
     let names = mixtures.next().map_or(ExpertNames::Qwen, |m| m.names);
     let is_tied = source.find(HEAD).is_none() || repeats_the_embedding(source)?;
     for entry in source.entries() {
-        if is_tied && entry.name == HEAD {
+        if is_tied && entry.name == HEAD || is_of_shared_keys(&spec, &entry.name) {
             continue;
         }
         if let Some(experts) = experts(source, entry, names, options.container)? {
@@ -189,17 +190,19 @@ pub(super) fn plan(
     Ok(steps)
 }
 
-/// Whether `entry` is the embedding or the head.
+/// Whether `entry` is the embedding, the head, or the table of per-layer embeddings.
 fn is_table(entry: &Entry) -> bool {
     let name = entry.name.as_str();
-    entry.shape.len() == 2 && (EMBEDDINGS.contains(&name) || name == HEAD)
+    entry.shape.len() == 2
+        && (EMBEDDINGS.contains(&name) || [HEAD, PER_LAYER_TABLE].contains(&name))
 }
 
 /// Encoding of a written table.
 fn table_encoding(entry: &Entry, options: &ConvertOptions, is_tied: bool) -> Result<Encoding> {
     let bf16 = Encoding::Dense(DType::BF16);
     let holds_int8 = options.container == Container::ModelOpt;
-    if options.keep_head && (is_tied || entry.name == HEAD) {
+    let is_head = entry.name == HEAD || is_tied && entry.name != PER_LAYER_TABLE;
+    if options.keep_head && is_head {
         return Ok(kept(entry, options.container));
     }
     Ok(match (options.tables, entry.encoding) {
@@ -266,15 +269,15 @@ fn repeats_the_embedding(source: &dyn Checkpoint) -> Result<bool> {
 }
 
 /// Divides a stack of experts into one tensor per expert, or two if the stack holds gate and up projections, named as serving engines and
-/// this library's loader expect: `mlp.experts.E.gate_proj.weight`, or with `mixer` for `mlp`. MXFP4 becomes NVFP4 without loss. `None` for
-/// an entry that is not a stack.
+/// this library's loader expect: `mlp.experts.E.gate_proj.weight`, or with `mixer` for `mlp`, or without either. MXFP4 becomes NVFP4 without
+/// loss. `None` for an entry that is not a stack.
 fn experts(
     source: &dyn Checkpoint,
     entry: &Entry,
     names: ExpertNames,
     container: Container,
 ) -> Result<Option<Vec<PlannedTensor>>> {
-    let stack = [".mlp.experts.", ".mixer.experts."]
+    let stack = [".mlp.experts.", ".mixer.experts.", ".experts."]
         .into_iter()
         .find_map(|stacked| Some((entry.name.split_once(stacked)?, stacked)));
     let (Some(((block, projection), stacked)), &[count, rows, cols]) = (stack, &entry.shape[..])

@@ -6,8 +6,8 @@ use crate::format::nvfp4::BLOCK;
 use crate::model::keys::{Keys, LARGEST};
 use crate::model::rope::{self, RopeSet};
 use crate::model::spec::{
-    Activation, AttentionSpec, BlockSpec, DenseMlpSpec, ExpertNames, ExpertsSpec, MixerSpec,
-    MlpSpec, NormNames, NormPlacement, Scoring, Spec,
+    Activation, AttentionSpec, BlockSpec, DenseMlpSpec, ExpertNames, ExpertsSpec, KeyValues,
+    MixerSpec, MlpSpec, NormNames, NormPlacement, PerLayerSpec, Scoring, Spec,
 };
 
 /// Larger than the number of blocks of any model, and small enough that listing missing tensors stays cheap.
@@ -40,6 +40,10 @@ pub(super) struct DecoderBlock {
     /// The mixer in the place of attention, if any.
     pub(super) mixer: Option<MixerSpec>,
     pub(super) mlp: MlpSpec,
+    /// See [`BlockSpec::per_layer`].
+    pub(super) per_layer: Option<PerLayerSpec>,
+    /// See [`BlockSpec::scaled`].
+    pub(super) scaled: bool,
 }
 
 impl DecoderBlock {
@@ -48,6 +52,8 @@ impl DecoderBlock {
             norms: self.norms,
             mixer: self.mixer.unwrap_or(MixerSpec::Attention(self.attention)),
             mlp: self.mlp,
+            per_layer: self.per_layer,
+            scaled: self.scaled,
         }
     }
 }
@@ -92,6 +98,7 @@ impl Decoder {
                 norm_eps: norm_eps(keys)?,
                 norm_plus_one: false,
                 embedding_scale: 1.0,
+                per_layer_table: None,
                 tied: keys.flag("tie_word_embeddings")?.unwrap_or(false),
                 logit_cap: cap(keys, "final_logit_softcapping")?,
                 ropes: ropes(attention.head_dim, max_positions)?,
@@ -110,6 +117,8 @@ impl Decoder {
                 attention,
                 mixer: None,
                 mlp: MlpSpec::Dense(mlp),
+                per_layer: None,
+                scaled: false,
             },
         })
     }
@@ -193,7 +202,8 @@ impl Decoder {
     }
 }
 
-fn multiple_of_block(name: &str, k: usize) -> Result<()> {
+/// Fails unless a number that the key `name` gives is a multiple of NVFP4's blocks.
+pub(super) fn multiple_of_block(name: &str, k: usize) -> Result<()> {
     if !k.is_multiple_of(BLOCK) {
         bail!(
             Unsupported,
@@ -221,27 +231,18 @@ fn attention(keys: &Keys<'_>, hidden_size: usize) -> Result<AttentionSpec> {
             "config: hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}, and there is no head_dim"
         ),
     };
-    if !heads.is_multiple_of(kv_heads) {
-        bail!(
-            CorruptFile,
-            "config: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-        );
-    }
-    match heads.checked_mul(head_dim) {
-        Some(width) if width as u64 <= LARGEST => {
-            multiple_of_block("num_attention_heads * head_dim", width)?;
-        }
-        _ => bail!(
-            CorruptFile,
-            "config: {heads} heads of {head_dim} are too wide"
-        ),
-    }
-    multiple_of_block("head_dim", head_dim)?;
+    check_heads(
+        heads,
+        ("num_key_value_heads", kv_heads),
+        ("head_dim", head_dim),
+    )?;
     Ok(AttentionSpec {
         heads,
         kv_heads,
         head_dim,
+        key_values: KeyValues::Projected,
         qk_norm: false,
+        value_norm: false,
         qkv_bias: false,
         o_bias: false,
         gated: false,
@@ -251,6 +252,30 @@ fn attention(keys: &Keys<'_>, hidden_size: usize) -> Result<AttentionSpec> {
         scale: 1.0 / (head_dim as f32).sqrt(),
         score_cap: cap(keys, "attn_logit_softcapping")?,
     })
+}
+
+/// Fails unless key/value heads divide query heads, and heads have a size that kernels take. Errors name both by their keys.
+pub(super) fn check_heads(
+    heads: usize,
+    (kv_key, kv_heads): (&str, usize),
+    (dim_key, head_dim): (&str, usize),
+) -> Result<()> {
+    if !heads.is_multiple_of(kv_heads) {
+        bail!(
+            CorruptFile,
+            "config: num_attention_heads {heads} is not a multiple of {kv_key} {kv_heads}"
+        );
+    }
+    match heads.checked_mul(head_dim) {
+        Some(width) if width as u64 <= LARGEST => {
+            multiple_of_block(&format!("num_attention_heads * {dim_key}"), width)?;
+        }
+        _ => bail!(
+            CorruptFile,
+            "config: {heads} heads of {head_dim} are too wide"
+        ),
+    }
+    multiple_of_block(dim_key, head_dim)
 }
 
 fn norm_eps(keys: &Keys<'_>) -> Result<f32> {
@@ -264,7 +289,8 @@ fn norm_eps(keys: &Keys<'_>) -> Result<f32> {
     }
 }
 
-fn activation(keys: &Keys<'_>) -> Result<Activation> {
+/// The activation function of the MLP.
+pub(super) fn activation(keys: &Keys<'_>) -> Result<Activation> {
     let (key, name) = match keys.text("hidden_activation")? {
         Some(name) => ("hidden_activation", Some(name)),
         None => ("hidden_act", keys.text("hidden_act")?),
@@ -289,16 +315,20 @@ fn cap(keys: &Keys<'_>, name: &str) -> Result<Option<f32>> {
     }
 }
 
-/// The number of experts, from the key `name`, and that of a token.
-pub(super) fn expert_counts(keys: &Keys<'_>, name: &str) -> Result<(usize, usize)> {
+/// The number of experts, from the key `count_key`, and that of a token, from `chosen_key`.
+pub(super) fn expert_counts(
+    keys: &Keys<'_>,
+    count_key: &str,
+    chosen_key: &str,
+) -> Result<(usize, usize)> {
     let (count, per_token) = (
-        keys.required_size(name)?,
-        keys.required_size("num_experts_per_tok")?,
+        keys.required_size(count_key)?,
+        keys.required_size(chosen_key)?,
     );
     if count > MOST_EXPERTS || per_token > count {
         bail!(
             CorruptFile,
-            "config: a token goes to {per_token} experts (num_experts_per_tok) of {count} ({name}); expected at most {MOST_EXPERTS}, and no more for a token than there are"
+            "config: a token goes to {per_token} experts ({chosen_key}) of {count} ({count_key}); expected at most {MOST_EXPERTS}, and no more for a token than there are"
         );
     }
     Ok((count, per_token))
@@ -306,13 +336,14 @@ pub(super) fn expert_counts(keys: &Keys<'_>, name: &str) -> Result<(usize, usize
 
 /// The experts described by Qwen's keys.
 pub(super) fn experts(keys: &Keys<'_>) -> Result<ExpertsSpec> {
-    let (count, per_token) = expert_counts(keys, "num_experts")?;
+    let (count, per_token) = expert_counts(keys, "num_experts", "num_experts_per_tok")?;
     Ok(ExpertsSpec {
         count,
         per_token,
         normalized: keys.flag("norm_topk_prob")? == Some(true),
         scoring: Scoring::Softmax,
         router_bias: false,
+        router_scaled: false,
         names: ExpertNames::Qwen,
         expert: DenseMlpSpec {
             intermediate_size: intermediate_size(keys, "moe_intermediate_size")?,

@@ -41,7 +41,8 @@ fn read(keys: &Keys<'_>) -> Result<Spec> {
         );
     }
     let mut decoder = Decoder::read_with(keys, |head_dim, max_positions| {
-        let (full, windowed) = rope::read_by_layer_type(keys, head_dim, max_positions, THETA)?;
+        let head_dims = (head_dim, head_dim);
+        let (full, windowed) = rope::read_by_layer_type(keys, head_dims, max_positions, THETA)?;
         Ok(vec![full, windowed])
     })?;
     decoder.refuse_experts(keys)?;
@@ -80,9 +81,9 @@ fn read(keys: &Keys<'_>) -> Result<Spec> {
     }))
 }
 
-/// The square root of the width, in the type in which the model was trained.
-fn embedding_scale(keys: &Keys<'_>, hidden_size: usize) -> Result<f32> {
-    let scale = (hidden_size as f64).sqrt() as f32;
+/// The square root of an embedding's width, in the type in which the model was trained.
+pub(super) fn embedding_scale(keys: &Keys<'_>, width: usize) -> Result<f32> {
+    let scale = (width as f64).sqrt() as f32;
     let dtype = keys.text("dtype")?.or(keys.text("torch_dtype")?);
     Ok(match dtype {
         Some("bfloat16") => bf16::from_f32(scale).to_f32(),

@@ -4,6 +4,7 @@
 mod decoder;
 mod family;
 mod gemma3;
+mod gemma4;
 mod gguf;
 mod gpt_oss;
 mod llama;
@@ -41,6 +42,7 @@ pub const FAMILIES: &[Family] = &[
     qwen35::QWEN3_NEXT,
     nemotron::NEMOTRON_H,
     gpt_oss::GPT_OSS,
+    gemma4::GEMMA4,
 ];
 
 /// The families whose GGUF files are translated.
@@ -117,7 +119,7 @@ fn family(keys: &Keys<'_>) -> Result<&'static Family> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::spec::AttentionSpec;
+    use crate::model::spec::{AttentionSpec, BlockSpec};
     use serde_json::json;
 
     fn base() -> Value {
@@ -220,7 +222,7 @@ mod tests {
             (
                 "model_type",
                 json!("mamba"),
-                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, phi3, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss",
+                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, phi3, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss, gemma4",
             ),
             ("hidden_act", json!("gelu"), "'gelu'"),
             ("hidden_size", json!(72), "hidden_size is 72"),
@@ -404,6 +406,16 @@ mod tests {
             let want = expected["thetas"][spec.ropes.len() - 1].as_f64().unwrap();
             if probe["config"]["partial_rotary_factor"].is_null() {
                 assert!((base(0) / want - 1.0).abs() < 1e-3, "{probe}");
+            }
+            if let Some(heads) = expected["heads"].as_array() {
+                let of_block = |block: &BlockSpec| {
+                    let a = block.attention().unwrap();
+                    (json!([a.kv_heads, a.head_dim]), json!(!a.has_own_keys()))
+                };
+                let (got, shared): (Vec<Value>, Vec<Value>) =
+                    spec.blocks.iter().map(of_block).unzip();
+                assert_eq!(&got, heads, "{probe}");
+                assert_eq!(json!(shared), expected["shared"], "{probe}");
             }
             if let Some(experts) = expected["experts"].as_array() {
                 let got: Vec<Value> = spec.blocks.iter().map(|b| json!(b.mlp.experts())).collect();

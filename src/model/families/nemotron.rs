@@ -257,7 +257,7 @@ fn step_limits(keys: &Keys<'_>) -> Result<[f32; 2]> {
 
 /// The mixture, with a shared expert. `mlp` is what all MLPs of the model have in common.
 fn experts(keys: &Keys<'_>, mlp: DenseMlpSpec) -> Result<ExpertsSpec> {
-    let (count, per_token) = expert_counts(keys, "num_local_experts")?;
+    let (count, per_token) = expert_counts(keys, "num_local_experts", "num_experts_per_tok")?;
     let scale = keys.number("routed_scaling_factor")?.unwrap_or(1.0);
     if !(scale > 0.0 && scale.is_finite()) {
         bail!(
@@ -289,6 +289,7 @@ fn experts(keys: &Keys<'_>, mlp: DenseMlpSpec) -> Result<ExpertsSpec> {
         normalized: keys.flag("norm_topk_prob")? == Some(true),
         scoring: Scoring::Sigmoid(scoring),
         router_bias: false,
+        router_scaled: false,
         names: ExpertNames::Qwen,
         expert: DenseMlpSpec {
             intermediate_size: intermediate_size(keys, "moe_intermediate_size")?,

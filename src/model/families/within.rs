@@ -33,6 +33,8 @@ pub(super) const OUTER: &[Outer] = &[
     outer("fast_vlm", "qwen2", false),
     outer("fun_asr_nano", "qwen3", true),
     outer("gemma3", "gemma3_text", true),
+    outer("gemma4", "gemma4_text", true),
+    outer("gemma4_assistant", "gemma4_text", true),
     outer("glmasr", "llama", true),
     outer("got_ocr2", "qwen2", true),
     outer("idefics2", "mistral", false),

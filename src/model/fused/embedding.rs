@@ -9,7 +9,7 @@ use crate::base::error::bail;
 use crate::base::threads::Pool;
 use crate::checkpoint::{Checkpoint, Encoding, Entry};
 use crate::cuda::{Gpu, HostTable};
-use crate::model::weights::Embedding;
+use crate::model::weights::{Embedding, FileTable};
 use crate::tensor::{DType, WeightType};
 
 /// Rows copied to memory at a time.
@@ -21,7 +21,7 @@ pub(in crate::model) fn table(
     width: usize,
     embedding: &Embedding,
 ) -> Result<Option<HostTable>> {
-    let Embedding::File { checkpoint, entry } = embedding else {
+    let Embedding::File(FileTable { checkpoint, entry }) = embedding else {
         return Ok(None);
     };
     if entry.encoding == Encoding::Int8 {

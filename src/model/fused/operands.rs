@@ -70,11 +70,10 @@ pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape>
         norms: spec.norms,
         mixer: match &weights.mixer {
             Mixer::Attention(attention) => MixerShape::Attention {
-                qkv: [
-                    shape(&attention.q)?,
-                    shape(&attention.k)?,
-                    shape(&attention.v)?,
-                ],
+                qkv: {
+                    let [q, k, v] = attention.required_qkv()?;
+                    [shape(q)?, shape(k)?, shape(v)?]
+                },
                 gate: attention.gate.as_ref().map(shape).transpose()?,
                 o: shape(&attention.o)?,
             },
@@ -101,6 +100,9 @@ pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape>
             (Mlp::None, None) => MlpShape::None,
             (Mlp::Dense(_), None) | (Mlp::None, Some(_)) => {
                 bail!(Internal, "projections that are not those of the MLP")
+            }
+            (Mlp::DenseAndExperts(_), _) => {
+                bail!(Internal, "a fused block with experts beside an MLP")
             }
         },
     })

@@ -63,11 +63,8 @@ impl<'a> FusedPass<'a> {
             Kernel::Normalize { norm, layout } => self.normalize(*norm, *layout),
             Kernel::Qkv { input, gemm } => {
                 let attention = self.block(index).0.mixer.required_attention()?;
-                let matrices = [
-                    biased(&attention.q)?,
-                    biased(&attention.k)?,
-                    biased(&attention.v)?,
-                ];
+                let [q, k, v] = attention.required_qkv()?;
+                let matrices = [biased(q)?, biased(k)?, biased(v)?];
                 let spec = self.source.spec.blocks[index].required_attention()?;
                 let width = spec.qkv_width();
                 let out = &memory.projected;

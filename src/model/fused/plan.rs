@@ -7,7 +7,9 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{GemmPlan, Glu, Hardware, InputForm, Layout, MatrixShape, Output};
 use crate::model::order::Half;
-use crate::model::spec::{Activation, BlockSpec, DenseMlpSpec, MlpSpec, NormPlacement, Spec};
+use crate::model::spec::{
+    Activation, BlockSpec, DenseMlpSpec, KeyValues, MlpSpec, NormPlacement, Spec,
+};
 use crate::tensor::WeightType;
 
 /// A norm of the residual stream.
@@ -288,6 +290,16 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
             mlp if mlp.specs().any(|mlp| !mlp.gated && !squares(mlp)) => {
                 "an MLP without a gate whose activation is no squared ReLU"
             }
+            _ if block
+                .attention()
+                .is_some_and(|a| a.key_values != KeyValues::Projected) =>
+            {
+                "attention without projections of keys and values"
+            }
+            _ if block.attention().is_some_and(|a| a.value_norm) => "a norm of its values",
+            MlpSpec::DenseAndExperts(..) => "experts beside an MLP",
+            _ if block.per_layer.is_some() => "an input of its own",
+            _ if block.scaled => "a factor of its residual stream",
             _ if is_clamped => "a clamped SwiGLU outside of experts",
             MlpSpec::Experts(_) if block.norms.post => "a norm after its experts",
             _ if !block.norms.pre => "no norm before attention and MLP",

@@ -16,11 +16,12 @@ pub struct KvGroup {
 }
 
 impl KvGroup {
-    /// The groups of a model, in the order of their first layers. The drafter's block counts as a layer after the others.
+    /// The groups of a model, in the order of their first layers. The drafter's block counts as a layer after the others. A layer with the keys
+    /// and values of another is in none.
     pub(in crate::model) fn of(spec: &Spec) -> Vec<KvGroup> {
         let mut groups: Vec<KvGroup> = Vec::new();
         for (layer, block) in spec.all_blocks().enumerate() {
-            let Some(a) = block.attention() else {
+            let Some(a) = block.attention().filter(|a| a.has_own_keys()) else {
                 continue;
             };
             match groups.iter_mut().find(|group| group.is_alike(a)) {

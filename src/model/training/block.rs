@@ -244,7 +244,13 @@ impl BlockPass<'_> {
             BlockOp::MambaInputs
             | BlockOp::MambaConvolve
             | BlockOp::MambaScan
-            | BlockOp::MambaNorm => bail!(Internal, "{op:?} is not trained"),
+            | BlockOp::MambaNorm
+            | BlockOp::EnterExperts
+            | BlockOp::LeaveExperts
+            | BlockOp::PerLayerGate
+            | BlockOp::PerLayerProject
+            | BlockOp::PerLayerLeave
+            | BlockOp::ScaleStream => bail!(Internal, "{op:?} is not trained"),
             BlockOp::Project(Half::Mixer) => {
                 saved.middle.grow(device, sizes.middle)?;
                 let len = self.sizes().attended;
@@ -311,7 +317,7 @@ impl BlockPass<'_> {
                 };
                 match (self.norms(Half::Mlp), &self.block.mlp) {
                     ([_, None], MlpSpec::Dense(_) | MlpSpec::None) => Ok(()),
-                    ([_, None], MlpSpec::Experts(_)) => {
+                    ([_, None], MlpSpec::Experts(_) | MlpSpec::DenseAndExperts(..)) => {
                         self.leave(store, None, &saved.middle, &s.experts.made, out)
                     }
                     ([_, post], _) => {
@@ -429,7 +435,13 @@ impl BlockPass<'_> {
             BlockOp::MambaInputs
             | BlockOp::MambaConvolve
             | BlockOp::MambaScan
-            | BlockOp::MambaNorm => bail!(Internal, "{op:?} is not trained"),
+            | BlockOp::MambaNorm
+            | BlockOp::EnterExperts
+            | BlockOp::LeaveExperts
+            | BlockOp::PerLayerGate
+            | BlockOp::PerLayerProject
+            | BlockOp::PerLayerLeave
+            | BlockOp::ScaleStream => bail!(Internal, "{op:?} is not trained"),
             BlockOp::Attend => self.attend_backward(saved, s),
             BlockOp::Heads => self.heads_backward(store, saved, s),
             BlockOp::DeltaNorm => self.delta_norm_backward(store, saved, s),

@@ -293,6 +293,9 @@ impl Layout {
                 };
                 let mlp = match &spec.blocks[index].mlp {
                     MlpSpec::None => bail!(Internal, "block {index} has no MLP to train"),
+                    MlpSpec::DenseAndExperts(..) => {
+                        bail!(Internal, "block {index} has experts beside its MLP")
+                    }
                     MlpSpec::Dense(_) => MlpLayout::Dense(gated("mlp")?),
                     MlpSpec::Experts(mixture) => {
                         let expert = |i| gated(&format!("mlp.experts.{i}"));

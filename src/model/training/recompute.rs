@@ -95,7 +95,13 @@ impl RecomputedParts {
             BlockOp::MambaInputs
             | BlockOp::MambaConvolve
             | BlockOp::MambaScan
-            | BlockOp::MambaNorm => false,
+            | BlockOp::MambaNorm
+            | BlockOp::EnterExperts
+            | BlockOp::LeaveExperts
+            | BlockOp::PerLayerGate
+            | BlockOp::PerLayerProject
+            | BlockOp::PerLayerLeave
+            | BlockOp::ScaleStream => false,
             BlockOp::Leave(Half::Mlp) => false,
         }
     }

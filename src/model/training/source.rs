@@ -13,7 +13,7 @@ use crate::checkpoint::{Checkpoint, Encoding, Entry};
 use crate::model::load::{
     UnreadableTensors, entries_used, has_own_head, locate, rows_f32, rows_int8, rows_nvfp4,
 };
-use crate::model::spec::{BlockSpec, MixerSpec, MlpSpec, Scoring};
+use crate::model::spec::{BlockSpec, KeyValues, MixerSpec, MlpSpec, Scoring};
 use crate::model::tensors::{self, StoredRows, TensorRole, TensorSpec};
 use crate::model::{Spec, families, generation, open, spec_with_frequencies, text};
 use crate::ops::Device;
@@ -295,6 +295,15 @@ pub fn untrainable(spec: &Spec) -> Option<String> {
             Some("has attention without rotation")
         }
         (MixerSpec::Attention(attention), _) if attention.sinks => Some("has attention with sinks"),
+        (MixerSpec::Attention(attention), _) if attention.key_values != KeyValues::Projected => {
+            Some("has attention without projections of keys and values")
+        }
+        (MixerSpec::Attention(attention), _) if attention.value_norm => {
+            Some("has attention with a norm of values")
+        }
+        (_, MlpSpec::DenseAndExperts(..)) => Some("has experts beside an MLP"),
+        _ if block.per_layer.is_some() => Some("has an input of its own"),
+        _ if block.scaled => Some("scales its residual stream"),
         (MixerSpec::Mamba2(_), _) => Some("is Mamba-2"),
         (MixerSpec::None, _) => Some("is an MLP alone"),
         (_, MlpSpec::None) => Some("is a mixer alone"),

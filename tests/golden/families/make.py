@@ -33,6 +33,7 @@ FAMILIES = {
     "qwen3_next": "qwen3_next",
     "nemotron_h": "nemotron_h",
     "gpt_oss": "gpt_oss",
+    "gemma4": "gemma4_text",
 }
 # Keys of training, of caches and of what a call returns; and token ids, which the tokenizer and generation_config.json name.
 IGNORED = {
@@ -144,6 +145,20 @@ PROBES["gpt_oss"] = COMMON + [
 ]
 
 
+types = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+PROBES["gemma4"] = COMMON + [
+    dict(sliding_window=16, layer_types=types),
+    dict(num_key_value_heads=2, head_dim=32, global_head_dim=64, num_global_key_value_heads=1, attention_k_eq_v=True),
+    dict(num_global_key_value_heads=1),
+    dict(layer_types=types, num_kv_shared_layers=2, hidden_size_per_layer_input=0),
+    dict(per_layer_config={"5": dict(head_dim=64, num_key_value_heads=2)}),
+    dict(enable_moe_block=True, num_experts=12, top_k_experts=3, moe_intermediate_size=32),
+    dict(rope_parameters=dict(
+        full_attention=dict(rope_type="proportional", rope_theta=3e5, partial_rotary_factor=0.5),
+        sliding_attention=dict(rope_type="default", rope_theta=2e4))),
+]
+
+
 for kind in ["llama", "phi3", "qwen2", "qwen3"]:
     PROBES[kind] = PROBES[kind] + [dict(num_key_value_heads=None)]
 
@@ -165,15 +180,21 @@ def resolved(model_type, probe):
     has_window = "sliding_window" in fields
     window = (config.sliding_window or None) if has_window else None
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    by_layer = list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config] * layers
     out = {
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "kv_heads": config.num_key_value_heads,
+        "head_dim": getattr(by_layer[0], "head_dim", None) or config.hidden_size // heads,
+        "kv_heads": by_layer[0].num_key_value_heads,
         "eps": config.rms_norm_eps,
         "max_positions": config.max_position_embeddings,
         "tied": config.tie_word_embeddings,
         "thetas": thetas(config),
         "windows": [window if kind == "sliding_attention" else None for kind in types],
     }
+    if "num_kv_shared_layers" in fields:
+        # Key/value heads and their size; and whether a layer takes those of an earlier one.
+        out["heads"] = [[c.num_key_value_heads, c.head_dim] for c in by_layer]
+        out["shared"] = [mode == "reuse" for mode in config.kv_sharing_modes]
+        out["width_per_layer"] = config.hidden_size_per_layer_input
     if "linear_num_key_heads" in fields:
         out["recurrent"] = [kind == "linear_attention" for kind in types]
         # Key heads and their width, value heads and their width, and the convolution's.
@@ -184,6 +205,11 @@ def resolved(model_type, probe):
         out["experts"] = [config.num_local_experts] * layers
         out["experts_per_token"] = config.num_experts_per_tok
         out["normalized"] = True
+    elif "enable_moe_block" in fields:
+        if config.enable_moe_block:
+            out["experts"] = [config.num_experts] * layers
+            out["experts_per_token"] = config.top_k_experts
+            out["normalized"] = True
     elif "num_experts" in fields and "decoder_sparse_step" not in fields:
         out["experts"] = [config.num_experts] * layers
         out["experts_per_token"] = config.num_experts_per_tok

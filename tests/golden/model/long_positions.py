@@ -67,6 +67,8 @@ CASES = {
             "full_attention": dict(rope_theta=1e6, rope_type="linear", factor=8.0),
             "sliding_attention": dict(rope_theta=1e4, rope_type="default"),
         })),
+    # The first 8 of the 32 pairs of a head turn.
+    "long_proportional": ("Mistral", dict(BASE, **rope(rope_theta=1e4, rope_type="proportional", partial_rotary_factor=0.25))),
 }
 
 

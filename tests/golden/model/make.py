@@ -275,6 +275,33 @@ CASES["gptoss_nvfp4"] = ("GptOss", dict(GPT_OSS, num_hidden_layers=2, num_key_va
 CASES["qwen35moe_float8"] = ("Qwen3_5Moe", {
     **RECURRENT_EXPERTS, "intermediate_size": None, "norm_topk_prob": None, "full_attention_interval": 2, **sections(2, 1, 1)})
 FLOAT8 = {"qwen35moe_float8": (".linear_attn.", ".self_attn.")}
+# Layers with full attention have heads of their own size and number, whose keys are the values too, and turn an eighth of their pairs.
+GEMMA4 = dict(
+    SMALL,
+    num_hidden_layers=4,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    sliding_window=8,
+    hidden_activation="gelu_pytorch_tanh",
+    hidden_size_per_layer_input=0,
+    tie_word_embeddings=True,
+    rope_parameters={
+        "full_attention": dict(rope_theta=1e6, rope_type="proportional", partial_rotary_factor=0.125),
+        "sliding_attention": dict(rope_theta=1e4, rope_type="default"),
+    },
+)
+CASES["gemma4_dense"] = ("Gemma4", dict(
+    GEMMA4, global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True, final_logit_softcapping=4.0))
+# The last three layers take the keys and values of the last ones of their types before them, and have MLPs of twice the width. The config
+# is as transformers 5 saves it, and the file holds keys that no layer reads, as published ones do.
+CASES["gemma4_perlayer"] = ("Gemma4", dict(
+    GEMMA4, num_hidden_layers=6, hidden_size_per_layer_input=32, vocab_size_per_layer_input=160, num_kv_shared_layers=3,
+    use_double_wide_mlp=True,
+    layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    per_layer_config={"2": dict(head_dim=32), "5": dict(head_dim=32)}))
+# A dense MLP and experts beside it, each with norms of their own.
+CASES["gemma4_experts"] = ("Gemma4", dict(
+    GEMMA4, num_hidden_layers=3, layer_types=["sliding_attention", "sliding_attention", "full_attention"], global_head_dim=32,
+    num_global_key_value_heads=1, attention_k_eq_v=True, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=32))
 # Families whose norms multiply by one more than the weight, but for the gated norm within a recurrent layer.
 OFFSET_NORMS = {"Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next"}
 SAVED = {"qwen3moe_saved": ["rms_norm_eps", "max_position_embeddings", "transformers_version"]}
@@ -285,6 +312,8 @@ NESTED = {
         model_type="mistral3", architectures=["Mistral3ForConditionalGeneration"], tie_word_embeddings=True)),
     "qwen35moe_float8": ("model.language_model.", "lm_head.", dict(
         model_type="qwen3_5_moe", architectures=["Qwen3_5MoeForConditionalGeneration"], tie_word_embeddings=False)),
+    "gemma4_perlayer": ("model.language_model.", "lm_head.", dict(
+        model_type="gemma4", architectures=["Gemma4ForConditionalGeneration"])),
     "qwen35_nested": ("model.language_model.", "lm_head.", dict(
         model_type="qwen3_5", architectures=["Qwen3_5ForConditionalGeneration"], image_token_id=147, video_token_id=148,
         vision_start_token_id=145, vision_end_token_id=146, tie_word_embeddings=False)),
@@ -298,9 +327,10 @@ VISION = {
 # In these the config is written with the words of older files.
 OLD_WORDS = {"qwen2_untied", "llama_linear", "qwen2_yarn", "llama_llama3", "gemma3_narrow", "phi3_longrope", "qwen3next_shared"}
 # As families are called in classes and in `model_type`.
-CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 TYPES = {
     "Gemma3": "gemma3_text",
+    "Gemma4": "gemma4_text",
     "Qwen3Moe": "qwen3_moe",
     "Qwen2Moe": "qwen2_moe",
     "Qwen3_5": "qwen3_5_text",
@@ -396,8 +426,23 @@ def quantize_mxfp4(w):
     return packed, (exponents + 127).to(torch.uint8), values.reshape(w.shape)
 
 
+def unread(settings, config):
+    """Keys and values of layers that take those of others: published files of Gemma 4 hold them."""
+    found = {}
+    for layer, mode in enumerate(config.kv_sharing_modes):
+        if mode == "reuse":
+            of_layer = config.per_layer_config[layer]
+            shape = (of_layer.num_key_value_heads * of_layer.head_dim, settings["hidden_size"])
+            for part, value in {"k_proj": torch.ones(shape), "v_proj": torch.ones(shape), "k_norm": torch.ones(of_layer.head_dim)}.items():
+                found[f"model.layers.{layer}.self_attn.{part}.weight"] = value.bfloat16()
+    return found
+
+
 def beside(name, settings, random):
     """Tensors of a larger model that are not its text model's."""
+    if name == "gemma4_perlayer":
+        parts = ["vision_tower.encoder.layers.0.mlp.up_proj.linear", "audio_tower.output_proj", "embed_vision.embedding_projection", "embed_audio.embedding_projection"]
+        return {f"model.{part}.weight": torch.ones(16, 16).bfloat16() for part in parts}
     if name != "qwen35_nested":
         return {"model.connector.modality_projection.proj.weight": torch.ones(4, 16)}
     hidden, inner, width = settings["hidden_size"], settings["intermediate_size"], settings["head_dim"]
@@ -525,10 +570,21 @@ def make(name, family, settings, seed):
     for key, value in state.items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if key.endswith(("norm.weight", "norm_f.weight")):
+        if key.endswith(("norm.weight", "norm_f.weight", "norm_1.weight", "norm_2.weight", "router.scale", "per_expert_scale")):
             is_offset = family in OFFSET_NORMS and not key.endswith("linear_attn.norm.weight")
             w = (0 if is_offset else 1) + 0.2 * random(value.shape)
             stored[key] = w
+        elif key.endswith("router.proj.weight"):
+            # Its rows of input have the length 1.
+            w = (2.0 * random(value.shape)).bfloat16().float()
+            stored[key] = w.bfloat16()
+        elif "per_layer" in key:
+            scale = 0.3 if "embed_tokens" in key else 2.0 / value.shape[1] ** 0.5
+            w = (scale * random(value.shape)).bfloat16().float()
+            stored[key] = w.bfloat16()
+        elif key.endswith("layer_scalar"):
+            w = (0.6 + 0.6 * uniform(value.shape)).bfloat16().float()
+            stored[key] = w.bfloat16()
         elif found := recurrent(key, value.shape, random, uniform):
             w, stored[key] = found
             if name in FLOAT8 and key.endswith("weight"):
@@ -589,6 +645,8 @@ def make(name, family, settings, seed):
     out = HERE / name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
+    if name == "gemma4_perlayer":
+        stored.update(unread(settings, config))
     if name in NESTED:
         stored = nested(stored, *NESTED[name][:2], beside(name, settings, random))
     if name in PUBLISHED:

@@ -7,7 +7,7 @@ use crate::cuda::WideClusters;
 use crate::model::order::{BlockOp, operations};
 use crate::model::spec::{
     AttentionSpec, DeltaProjections, DenseMlpSpec, ExpertNames, ExpertsSpec, GatedDeltaSpec,
-    Mamba2Spec, MixerSpec, Scoring, SharedExpertSpec, SigmoidScoring,
+    KeyValues, Mamba2Spec, MixerSpec, Scoring, SharedExpertSpec, SigmoidScoring,
 };
 use crate::tensor::{DeltaShape, MambaShape};
 
@@ -180,7 +180,7 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
         Kernel::MambaNorm { .. } => own(&[BlockOp::MambaNorm]),
         Kernel::GateHeads { .. } => own(&[BlockOp::GateHeads]),
         Kernel::DeltaGates { .. } => own(&[BlockOp::DeltaInputs]),
-        Kernel::DeltaConv => own(&[BlockOp::Convolve]),
+        Kernel::DeltaConv { .. } => own(&[BlockOp::Convolve]),
         Kernel::DeltaRule => own(&[BlockOp::DeltaRule]),
         Kernel::DeltaNorm { .. } => own(&[BlockOp::DeltaNorm]),
         Kernel::StoreKv => own(&[BlockOp::Heads]),
@@ -224,6 +224,8 @@ fn attention(head_dim: usize) -> AttentionSpec {
         heads: 1,
         kv_heads: 1,
         head_dim,
+        key_values: KeyValues::Projected,
+        value_norm: false,
         qk_norm: true,
         qkv_bias: false,
         o_bias: false,
@@ -261,11 +263,14 @@ fn specs(sizes: &Sizes) -> Vec<BlockSpec> {
                 normalized: true,
                 scoring: Scoring::Softmax,
                 router_bias: false,
+                router_scaled: false,
                 names: ExpertNames::Qwen,
                 expert: mlp,
                 shared: shared.then_some(SharedExpertSpec { mlp, gated: true }),
             }),
         },
+        per_layer: None,
+        scaled: false,
     };
     let recurrent = BlockSpec {
         mixer: MixerSpec::GatedDelta(GatedDeltaSpec {
@@ -373,6 +378,7 @@ fn nemotron_spec(norms: NormPlacement, block: &BlockShape) -> BlockSpec {
                     scale: 2.5,
                 }),
                 router_bias: false,
+                router_scaled: false,
                 names: ExpertNames::Qwen,
                 expert: DenseMlpSpec {
                     intermediate_size: 1856,
@@ -381,6 +387,8 @@ fn nemotron_spec(norms: NormPlacement, block: &BlockShape) -> BlockSpec {
                 shared: Some(SharedExpertSpec { mlp, gated: false }),
             }),
         },
+        per_layer: None,
+        scaled: false,
     }
 }
 
