@@ -134,15 +134,26 @@ __device__ __forceinline__ void route(const Arguments& a, int row, Store store) 
         sum = warp_sum(sum);
     }
 
+    // The order of values as that of integers. 0 stands for no candidate.
+    u32 keys[LANE_EXPERTS];
+#pragma unroll
+    for (int i = 0; i < LANE_EXPERTS; i++) {
+        u32 bits = __float_as_uint(values[i]);
+        bool free = i * WARP + lane < a.experts && !(taken >> i & 1);
+        keys[i] = free ? max(bits ^ ((u32)((int)bits >> 31) | 1u << 31), 1u) : 0;
+    }
     int own = NONE;             // choice `lane`
     for (int choice = 0; choice < a.per_token; choice++) {
-        Best best;
+        u32 best = 0;
 #pragma unroll
-        for (int i = 0; i < LANE_EXPERTS; i++) {
-            if (i * WARP + lane < a.experts && !(taken >> i & 1)) best.take(values[i], i * WARP + lane);
-        }
-        int expert = warp_best(best).index;
-        if (expert % WARP == lane) taken |= 1u << expert / WARP;
+        for (int i = 0; i < LANE_EXPERTS; i++) best = max(best, keys[i]);
+        best = __reduce_max_sync(ALL_LANES, best);
+        int expert = NONE;
+#pragma unroll
+        for (int i = LANE_EXPERTS - 1; i >= 0; i--) expert = keys[i] == best ? i * WARP + lane : expert;
+        expert = (int)__reduce_min_sync(ALL_LANES, (u32)expert);
+#pragma unroll
+        for (int i = 0; i < LANE_EXPERTS; i++) keys[i] = i * WARP + lane == expert ? 0 : keys[i];
         if (choice == lane) own = expert;
         if (lane == 0) store(choice, expert);
     }

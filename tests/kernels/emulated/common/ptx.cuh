@@ -183,6 +183,17 @@ inline u32 __ballot_sync(u32, bool x) {
                for (Lane& l : lanes) l.r = bits;
            }).r;
 }
+inline u32 __reduce_max_sync(u32, u32 x) {
+    struct Lane {
+        u32 x;
+    };
+    return together<Lane>({x}, [](Lane(&lanes)[WARP]) {
+               u32 largest = 0;
+               for (Lane& l : lanes) largest = max(largest, l.x);
+               for (Lane& l : lanes) l.x = largest;
+           }).x;
+}
+inline u32 __reduce_min_sync(u32 mask, u32 x) { return ~__reduce_max_sync(mask, ~x); }
 // The lanes in `mask` with the same value; all of these take part.
 inline u32 __match_any_sync(u32 mask, u32 x) {
     struct Warp {
