@@ -101,7 +101,7 @@ pub(super) struct Part {
     pub(super) tokens: Range<usize>,
 }
 
-/// What a pass may have.
+/// Limits of a pass.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PassLimits {
     /// Most rows; a multiple of `border`.

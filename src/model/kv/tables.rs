@@ -27,7 +27,7 @@ pub struct StateBlocks {
 }
 
 impl StateBlocks {
-    /// Those of rows without a sequence.
+    /// The null block twice, for rows that belong to no sequence.
     pub const NULL: StateBlocks = StateBlocks {
         read: NULL_BLOCK,
         write: NULL_BLOCK,
