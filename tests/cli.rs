@@ -258,7 +258,7 @@ const MODEL: &str = "tests/golden/model/qwen3_tied";
 #[test]
 fn bench_counts_drafts() {
     let model = "tests/golden/model/qwen35_drafter";
-    let bench = ["bench", "--model", model, "--json", "--runs", "1"];
+    let bench = ["bench", "--model", model, "--runs", "1"];
     let few = ["--prompt-tokens", "8", "--gen-tokens", "12"];
     let with = |more: &[&str]| json(&[&bench[..], &few, more].concat())["drafts"].clone();
     assert!(with(&[]).is_null());

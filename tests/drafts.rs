@@ -17,8 +17,8 @@ use NVFP4::format::random::bits;
 use NVFP4::model::convert::{Container, ConvertOptions, ConvertProgress, convert};
 use NVFP4::model::{self, Choice, KvType, Logits, Output, Scratch, Verification, Wanted};
 use NVFP4::session::{
-    Eviction, Finish, GenerateOptions, Generation, MOST_DRAFTS, Piece, SamplingOptions, Session,
-    SessionOptions, step,
+    ChatOptions, Eviction, Finish, GenerateOptions, Generation, MOST_DRAFTS, Piece,
+    SamplingOptions, Session, SessionOptions, step,
 };
 use common::{
     Copy, cases, change_tensor, expect_kind, golden, load, options, some_tokens, windows,
@@ -334,6 +334,10 @@ fn drafts_leave_the_states_and_blocks_of_a_sequence_without_them() {
     }
     for _ in 0..4 {
         same(&mut without, &mut drafting, &drawn(33), Some(3), usize::MAX);
+        // The state before the last token is left, and a block for the next.
+        let states = model.spec().blocks.iter().filter_map(|b| b.recurrent());
+        let state: usize = states.map(|shape| 4 * shape.state_floats()).sum();
+        assert!(drafting.kv_bytes() <= without.kv_bytes() + state);
         let fork = drafting.fork().unwrap();
         // A fork holds what is kept alone: no blocks for coming states.
         assert_eq!(fork.kv_bytes(), without.fork().unwrap().kv_bytes());
@@ -655,6 +659,44 @@ fn stop_strings_end_a_text_among_drafts() {
             let got = same(&mut without, &mut drafting, &options, drafts, usize::MAX);
             assert_eq!(got.finish, Finish::StopString);
             assert_eq!(logits(&mut without), logits(&mut drafting), "{at}");
+        }
+    }
+}
+
+/// A chat whose reasoning is ended early, which puts given tokens in the place of verified ones, and the turn after it.
+#[test]
+fn reasoning_ends_early_among_drafts() {
+    let dir = made("qwen35_drafter", Guess::Right);
+    let tokenizer = fs::read(golden("qwen3_tied").join("tokenizer.json")).unwrap();
+    dir.write("tokenizer.json", &tokenizer);
+    let template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}\
+        {% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}";
+    dir.write("chat_template.jinja", template.as_bytes());
+    let model = served(&dir);
+    for (drafts, budget) in DRAFTS.into_iter().zip([5, 6, 7, 8]) {
+        let chat = ChatOptions {
+            reasoning_budget: Some(budget),
+            ..ChatOptions::default()
+        };
+        let [mut without, mut drafting] = [(); 2].map(|()| session(&model, 256));
+        for question in ["How?", "Why?"] {
+            let turn = |session: &mut Session, drafts| {
+                let mut options = with(&drawn(100), drafts);
+                // The model would say one token again and again.
+                options.sampling.repetition_penalty = 10.0;
+                let go = &mut |_: Piece<'_>| ControlFlow::Continue(());
+                session.chat(question, Some(&chat), &options, go).unwrap()
+            };
+            let want = turn(&mut without, Some(0));
+            let got = turn(&mut drafting, drafts);
+            assert!(
+                !want.reasoning.is_empty() && !want.text.is_empty(),
+                "{want:?}"
+            );
+            assert_eq!((&got.tokens, got.finish), (&want.tokens, want.finish));
+            assert_eq!((&got.reasoning, &got.text), (&want.reasoning, &want.text));
+            assert_eq!(without.tokens(), drafting.tokens());
+            assert_eq!(logits(&mut without), logits(&mut drafting));
         }
     }
 }

@@ -440,6 +440,17 @@ impl Sequence {
         }
     }
 
+    /// Frees the blocks of states that only a next verification needs, and the states that the sequence could go back to, except that before
+    /// its last position.
+    pub fn end_drafts(&mut self) {
+        let recent = std::mem::take(&mut self.recent).into_iter();
+        let (last, others): (Vec<_>, Vec<_>) = recent.partition(|s| s.positions + 1 == self.len);
+        self.recent = last;
+        others.iter().for_each(|s| self.release_state(s.block));
+        self.most_spares = 1;
+        self.release_surplus_spares();
+    }
+
     /// Drops states of which more are kept than a sequence of `len` positions may keep.
     fn drop_surplus(&mut self, len: usize) {
         let kept = |s: &Sequence| s.snapshots.iter().map(|s| s.positions).collect::<Vec<_>>();

@@ -219,6 +219,7 @@ impl Session {
             }
         }
         self.discard_drafts(&mut drafts)?;
+        self.cache.end_drafts();
         out.drafts = drafts.counts();
         self.finish(&mut out, text, answer, broke, on_piece);
         if let Some(first) = first {

@@ -6,7 +6,7 @@ use super::options::MOST_DRAFTS;
 const RETRY: usize = 64;
 /// Weight of a new time in the running mean of its number.
 const NEW: f64 = 0.25;
-/// Factor of the counts of verified tokens with each further step.
+/// Factor of the counts of compared tokens with each further step that compares some.
 const KEPT: f64 = 0.98;
 
 /// The number of drafted tokens by which a session has been fastest. Each number is tried once. Then the one is taken with the most tokens
@@ -59,6 +59,9 @@ impl Pace {
 
     /// Records how many drafted tokens of a step were right, and whether one was wrong.
     pub(super) fn record_drafts(&mut self, right: usize, is_wrong: bool) {
+        if right == 0 && !is_wrong {
+            return;
+        }
         self.right = self.right * KEPT + right as f64;
         self.compared = self.compared * KEPT + (right + usize::from(is_wrong)) as f64;
     }
