@@ -156,10 +156,13 @@ mod tests {
     }
 
     #[test]
-    fn every_family_runs_on_a_gpu() {
-        for family in known().unwrap() {
-            assert_eq!(family.gpu, None, "{}", family.model_type);
-        }
+    fn one_family_does_not_run_on_a_gpu_yet() {
+        let refused = known()
+            .unwrap()
+            .into_iter()
+            .filter_map(|family| Some((family.model_type, family.gpu?)));
+        let expected = "block 0 of this gemma4 model has a norm of its values";
+        assert_eq!(refused.collect::<Vec<_>>(), [("gemma4", expected.into())]);
     }
 
     #[test]

@@ -173,7 +173,8 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
         Kernel::Qkv { input, .. } => [prologue(input), own(&[BlockOp::Qkv])].concat(),
         Kernel::Decode { .. } => own(&[BlockOp::Heads, BlockOp::Attend]),
         // Parts of operations that the next kernel completes.
-        Kernel::HeadGate { .. } | Kernel::DeltaInputs { .. } => Vec::new(),
+        Kernel::HeadGate { .. } | Kernel::DeltaInputs { gates: false, .. } => Vec::new(),
+        Kernel::DeltaInputs { gates: true, .. } => own(&[BlockOp::DeltaInputs]),
         Kernel::MambaInputs { .. } => own(&[BlockOp::MambaInputs]),
         Kernel::MambaConv => own(&[BlockOp::MambaConvolve]),
         Kernel::MambaScan => own(&[BlockOp::MambaScan]),
