@@ -6,9 +6,11 @@ use std::sync::Arc;
 use NVFP4::cuda::Gpu;
 use NVFP4::engine::{NewTokens, Sequence, Served};
 use NVFP4::format::nvfp4::QuantizeOptions;
+use NVFP4::model::weights::Mixer;
 use NVFP4::model::{Device, KvType, LoadOptions, Logits, Scratch, Wanted};
 use NVFP4::ops::sample::Choice;
 use NVFP4::session::{SamplingOptions, SessionOptions};
+use NVFP4::tensor::WeightType;
 use half::bf16;
 use safetensors::Dtype;
 
@@ -69,8 +71,17 @@ impl Pair {
         Some(Pair { case, cpu, model })
     }
 
+    /// How much coarser than f16 the inputs of its products are: cuBLASLt takes bf16 inputs for bf16 weights, which lack three bits.
+    fn coarseness(&self) -> f64 {
+        match &self.model.model().weights().blocks[0].mixer {
+            Mixer::Attention(attention) if attention.q.linear.kind() == WeightType::BF16 => 8.0,
+            _ => 1.0,
+        }
+    }
+
     fn assert_close(&self, got: &[f32], want: &[f64], bar: f64, what: &str) {
         let what = format!("{}, {what}", self.case);
+        let bar = bar * self.coarseness();
         let spec = self.cpu.spec();
         match spec.blocks.iter().any(|b| b.mlp.experts() > 0) {
             true => {
@@ -150,7 +161,7 @@ fn models_agree_with_the_processor() {
             tested += 1;
         }
     }
-    assert_eq!(tested, 2 * 10, "models with heads that the GPU takes");
+    assert_eq!(tested, 2 * 12, "models with heads that the GPU takes");
 }
 
 /// Far positions under every RoPE scaling, by the kernels of prompts and by those of a decode step.
