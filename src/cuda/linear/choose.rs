@@ -39,7 +39,7 @@ fn are_nvfp4(matrices: &[MatrixShape]) -> bool {
     matrices.len() <= NVFP4_MATRICES && matrices.iter().all(|w| w.storage == WeightType::Nvfp4)
 }
 
-/// How a GEMM of some rows with up to [`MATRICES`] matrices runs.
+/// How a GEMM of some rows with up to four matrices runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GemmPlan {
     pub(super) m: usize,
