@@ -57,7 +57,7 @@ pub(super) enum GemmKernels {
     Skinny(SkinnyPlan),
     /// A tiled kernel, with all matrices.
     Tiled(Tiling),
-    /// A launch for some of the matrices after another.
+    /// One launch after another, each for neighbouring matrices of one type.
     Parts([Option<GemmPart>; MATRICES]),
 }
 
