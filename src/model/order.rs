@@ -75,14 +75,14 @@ pub(super) fn operations(block: &BlockSpec) -> impl DoubleEndedIterator<Item = B
         MambaNorm, MambaScan, PerLayerGate, PerLayerLeave, PerLayerProject, Project, Qkv, Route,
         ScaleStream,
     };
-    let mixer: &[BlockOp] = match &block.mixer {
+    let mixer: &'static [BlockOp] = match &block.mixer {
         MixerSpec::Attention(attention) if attention.gated => &[Qkv, Heads, Attend, GateHeads],
         MixerSpec::Attention(_) => &[Qkv, Heads, Attend],
         MixerSpec::GatedDelta(_) => &[DeltaInputs, Convolve, DeltaRule, DeltaNorm],
         MixerSpec::Mamba2(_) => &[MambaInputs, MambaConvolve, MambaScan, MambaNorm],
         MixerSpec::None => &[],
     };
-    let mlp: &[BlockOp] = match block.mlp {
+    let mlp: &'static [BlockOp] = match block.mlp {
         MlpSpec::Dense(_) => &[GateUp, Activate, Project(Half::Mlp)],
         MlpSpec::Experts(_) => &[Route, Experts],
         MlpSpec::DenseAndExperts(..) => &[
@@ -97,19 +97,28 @@ pub(super) fn operations(block: &BlockSpec) -> impl DoubleEndedIterator<Item = B
         MlpSpec::None => &[],
     };
     // A half that is left out has no operations at all.
-    let half = |half, ops: &'static [BlockOp], last: &'static [BlockOp]| {
-        let whole = [Enter(half)].into_iter();
-        let whole = whole.chain(ops.iter().chain(last).copied());
-        whole.chain([Leave(half)]).filter(|_| !ops.is_empty())
+    let half = |ops: &'static [BlockOp], [first, last]: [&'static [BlockOp]; 2]| match ops {
+        [] => [ops; 3],
+        _ => [first, ops, last],
     };
-    let halves = half(Half::Mixer, mixer, &[Project(Half::Mixer)]).chain(half(Half::Mlp, mlp, &[]));
-    let per_layer: &[BlockOp] = match block.per_layer {
+    let mixer = half(
+        mixer,
+        [
+            &[Enter(Half::Mixer)],
+            &[Project(Half::Mixer), Leave(Half::Mixer)],
+        ],
+    );
+    let mlp = half(mlp, [&[Enter(Half::Mlp)], &[Leave(Half::Mlp)]]);
+    let per_layer: &'static [BlockOp] = match block.per_layer {
         Some(_) => &[PerLayerGate, PerLayerProject, PerLayerLeave],
         None => &[],
     };
-    halves
-        .chain(per_layer.iter().copied())
-        .chain(block.scaled.then_some(ScaleStream))
+    let scale: &'static [BlockOp] = match block.scaled {
+        true => &[ScaleStream],
+        false => &[],
+    };
+    let parts = [mixer, mlp, [per_layer, scale, &[]]];
+    parts.into_iter().flatten().flatten().copied()
 }
 
 /// A gated MLP of a mixture, with its output added to the sum of the experts.

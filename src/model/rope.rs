@@ -27,7 +27,7 @@ pub struct RopeSet {
     /// Frequencies of short contexts, or of all contexts without `long`.
     pub table: RopeTable,
     /// Frequencies of long contexts, if they differ (longrope).
-    pub long: Option<LongRope>,
+    pub long: Option<Box<LongRope>>,
 }
 
 /// Frequencies of sequences with room for more positions than the model was first trained for.
@@ -372,10 +372,10 @@ impl Rope<'_> {
         };
         Ok(RopeSet {
             table: divided("short_factor")?,
-            long: Some(LongRope {
+            long: Some(Box::new(LongRope {
                 original_positions: original as usize,
                 table: divided("long_factor")?,
-            }),
+            })),
         })
     }
 }
