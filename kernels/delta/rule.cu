@@ -6,8 +6,7 @@
 // With 128 rows of S, a row of the batch takes a warp some 175 instructions. With one block on a multiprocessor, and so one warp for each
 // scheduler, that is about 190 cycles: 32 multiply-adds each for o, k^T S and S, and between the last two some 90 cycles for the shuffles
 // and d, during which S is multiplied by the decay.
-#include "common/ptx.cuh"
-#include "recurrent/layer.cuh"
+#include "recurrent/recurrence.cuh"
 
 struct Arguments {
     const float* qkv;       // [rows, channels]
@@ -58,16 +57,6 @@ __device__ __forceinline__ void fill(const Arguments& a, Row<K>* rows, size_t fi
     copy_async_commit();
 }
 
-// A lane's elements of a row of q or k.
-template <int N>
-__device__ __forceinline__ void load_slice(const float* row, int slice, float (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N / 4; i++) {
-        float4 v = *(const float4*)(row + 4 * (slice + SLICES * i));
-        x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
-    }
-}
-
 // The lane's part of x^T S.
 template <int N>
 __device__ __forceinline__ float2 multiply(const float (&x)[N], const float2 (&s)[N]) {
@@ -109,7 +98,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int in_block = warp * WARP_COLUMNS + lane_id() % (WARP / SLICES) * 2, column = first_column + in_block;
     bool has = first_column + warp * WARP_COLUMNS < a.value_dim;
     if (a.segments.continues(segment)) return;
-    int last = a.segments.end_of(segment) - 1, start = a.segments.row_starts[segment], rows = a.segments.row_starts[last + 1] - start;
+    SequenceRows sequence(a.segments, segment);
+    int start = sequence.start, rows = sequence.rows;
 
     // The lane's first element in a block, and the distance to an element of the next row.
     size_t place = ((size_t)head * a.key_dim + 4 * slice) * a.value_dim + column;
@@ -130,7 +120,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
 
     // Writes the state after a segment.
     auto keep = [&] {
-        float2* to = (float2*)(a.states.at(a.segments.write[segment]) + place);
+        float2* to = (float2*)(a.states.at(a.segments.write[sequence.segment]) + place);
 #pragma unroll
         for (int i = 0; i < N / 4; i++) {
             if (!has_piece(i)) continue;
@@ -138,9 +128,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
             for (int j = 0; j < 4; j++) to[(4 * SLICES * i + j) * below / 2] = s[4 * i + j];
         }
     };
-    // The rows up to the end of the segment; at the end of the last one, S is kept after the loop.
-    auto rows_to_end = [&] { return segment < last ? a.segments.row_starts[segment + 1] - start : rows + 1; };
-    int end = rows_to_end();
+    sequence.find_end(a.segments);
     bool second = slice % 2;
     size_t o_stride = (size_t)a.value_heads * a.value_dim;
     float* o = a.o + start * o_stride + head * a.value_dim + column + second;
@@ -163,17 +151,17 @@ __device__ __forceinline__ void run(const Arguments& a) {
         for (int i = 0; i < count; i++) {
             const Row<K>& row = chunk[i];
             float k[N], decay = row.decay, beta = row.beta;
-            load_slice(row.k, slice, k);
+            load_slice<SLICES>(row.k, slice, k);
             float2 v = *(const float2*)(row.v + in_block), d = sum_slices(multiply(k, s));
             store(o - o_stride, q, first + i > 0);
             o += o_stride;
-            load_slice(row.q, slice, q);
+            load_slice<SLICES>(row.q, slice, q);
 #pragma unroll
             for (int j = 0; j < N; j++) s[j] = make_float2(decay * s[j].x, decay * s[j].y);
             d = make_float2((v.x - decay * d.x) * beta, (v.y - decay * d.y) * beta);
 #pragma unroll
             for (int j = 0; j < N; j++) s[j] = make_float2(fmaf(k[j], d.x, s[j].x), fmaf(k[j], d.y, s[j].y));
-            if (first + i + 1 == end) keep(), segment++, end = rows_to_end();
+            if (first + i + 1 == sequence.end) keep(), sequence.next(a.segments);
         }
     }
     if (!has) return;

@@ -7,8 +7,7 @@
 // way in 128 blocks, with all loads of a block in flight at once: 1.3 us a layer at 3.35 TB/s, 0.9 us at 4.8 TB/s. With more rows, a row
 // takes a warp some 130 instructions: 32 products and 64 multiply-adds for S and y, the loads of B and C, and the shuffles of the row
 // before.
-#include "common/ptx.cuh"
-#include "recurrent/layer.cuh"
+#include "recurrent/recurrence.cuh"
 
 struct Arguments {
     const float* xbc;       // [rows, channels]: x of all heads, then B and C of all groups
@@ -65,16 +64,6 @@ __device__ __forceinline__ void fill(const Arguments& a, Row<K>* rows, size_t fi
     copy_async_commit();
 }
 
-// A lane's elements of a row of B or C.
-template <int N>
-__device__ __forceinline__ void load_slice(const float* row, int slice, float (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N / 4; i++) {
-        float4 v = *(const float4*)(row + 4 * (slice + SLICES * i));
-        x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
-    }
-}
-
 // Sums over slices: in each lane the sum of one of the four columns, 2 (slice % 2) + slice / 2 % 2.
 __device__ __forceinline__ float sum_slices(float4 y, int slice) {
     bool odd = slice % 2, second = slice / 2 % 2;
@@ -98,7 +87,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int in_block = warp * WARP_COLUMNS + lane_id() % (WARP / SLICES) * 4, column = first_column + in_block;
     bool has = first_column + warp * WARP_COLUMNS < a.head_dim;
     if (a.segments.continues(segment)) return;
-    int last = a.segments.end_of(segment) - 1, start = a.segments.row_starts[segment], rows = a.segments.row_starts[last + 1] - start;
+    SequenceRows sequence(a.segments, segment);
+    int start = sequence.start, rows = sequence.rows;
 
     // The lane's first element in a block, and the distance to an element of the next row.
     size_t place = ((size_t)head * a.state_size + 4 * slice) * a.head_dim + column;
@@ -121,7 +111,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
 
     // Writes the state after a segment.
     auto keep = [&] {
-        float* to = a.states.at(a.segments.write[segment]) + place;
+        float* to = a.states.at(a.segments.write[sequence.segment]) + place;
 #pragma unroll
         for (int i = 0; i < N / 4; i++) {
             if (!has_piece(i)) continue;
@@ -129,9 +119,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
             for (int j = 0; j < 4; j++) *(float4*)(to + (4 * SLICES * i + j) * below) = s[4 * i + j];
         }
     };
-    // The rows up to the end of the segment; at the end of the last one, S is kept after the loop.
-    auto rows_to_end = [&] { return segment < last ? a.segments.row_starts[segment + 1] - start : rows + 1; };
-    int end = rows_to_end();
+    sequence.find_end(a.segments);
     size_t y_stride = (size_t)a.heads * a.head_dim;
     float* y = a.y + start * y_stride + head * a.head_dim + column + 2 * (slice % 2) + slice / 2 % 2;
     auto store = [&](float* to, float4 sums, bool is_row) {
@@ -153,8 +141,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
         for (int i = 0; i < count; i++) {
             const Row<K>& row = chunk[i];
             float b[N], c[N], decay = row.decay;
-            load_slice(row.b, slice, b);
-            load_slice(row.c, slice, c);
+            load_slice<SLICES>(row.b, slice, b);
+            load_slice<SLICES>(row.c, slice, c);
             float4 x = *(const float4*)(row.x + in_block), added = scaled(row.step, x);
             store(y - y_stride, sums, first + i > 0);
             y += y_stride;
@@ -164,7 +152,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
                 s[j] = multiply_add(b[j], added, scaled(decay, s[j]));
                 sums = multiply_add(c[j], s[j], sums);
             }
-            if (first + i + 1 == end) keep(), segment++, end = rows_to_end();
+            if (first + i + 1 == sequence.end) keep(), sequence.next(a.segments);
         }
     }
     if (!has) return;
@@ -172,8 +160,14 @@ __device__ __forceinline__ void run(const Arguments& a) {
     keep();
 }
 
+#if __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+constexpr int BLOCKS = 1;   // of a multiprocessor at least; without a number, registers of mamba_scan_64 spill
+#else
+constexpr int BLOCKS = 0;
+#endif
+
 #define KERNEL(K) \
-    extern "C" __global__ void __launch_bounds__(THREADS) mamba_scan_##K(const __grid_constant__ Arguments a) { run<K>(a); }
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) mamba_scan_##K(const __grid_constant__ Arguments a) { run<K>(a); }
 KERNEL(64)
 KERNEL(128)
 KERNEL(256)
