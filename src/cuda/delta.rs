@@ -3,11 +3,10 @@
 
 use super::driver::{DeviceSlice, Launch, Planned, int};
 use super::kernel::kernels;
-use super::linear::Layout;
 use super::recurrent::{
     Convolution, ConvolutionArgument, MOST_BLOCKS, MOST_TAPS, OverflowNotes, RecurrentOutput,
     RecurrentSegments, RecurrentStates, SegmentsArgument, StatesArgument, StridedRows, THREADS,
-    TargetArgument, WARPS, check_aligned, tiled_grid,
+    TargetArgument, WARP, WARPS, check_aligned, recurrence, tiled_grid,
 };
 use crate::base::Result;
 use crate::base::error::bail;
@@ -41,11 +40,6 @@ kernels! {
     }
 }
 
-const WARP: usize = 32;
-/// Columns of S that a CTA of the recurrence takes.
-const COLUMNS: usize = 32;
-/// Rows in the ring of such a CTA.
-const RING_ROWS: usize = 16;
 /// Upper limit of elements of a head.
 const MOST_ELEMENTS: usize = 256;
 
@@ -194,23 +188,13 @@ struct RecurArguments {
 }
 
 /// The kernel for a shape, and its launch.
-fn recurrence(shape: &DeltaShape, segments: usize) -> Planned<Recur> {
-    let (kernel, padded) = match shape.key_dim {
+fn planned(shape: &DeltaShape, segments: &RecurrentSegments<'_>) -> Planned<Recur> {
+    let (kernel, height) = match shape.key_dim {
         0..=64 => (Recur::To64, 64),
         65..=128 => (Recur::To128, 128),
         _ => (Recur::To256, 256),
     };
-    let grid = [
-        shape.value_dim.div_ceil(COLUMNS) as u32,
-        shape.value_heads as u32,
-        segments as u32,
-    ];
-    // A row has q, k, some columns of v, and the gates in four floats.
-    let launch = Launch {
-        shared: (RING_ROWS * (2 * padded + COLUMNS + 4) * 4) as u32,
-        ..Launch::new(grid, THREADS)
-    };
-    launch.of(kernel)
+    recurrence([shape.value_dim, shape.value_heads], height, segments).of(kernel)
 }
 
 /// The gated delta rule over the rows of each segment, from its state on, which is written back: f32 `o` `[rows, value_heads, value_dim]`.
@@ -239,7 +223,7 @@ pub fn delta_rule(
         key_dim: shape.key_dim as i32,
         value_dim: shape.value_dim as i32,
     };
-    let planned = recurrence(shape, segments.count);
+    let planned = planned(shape, segments);
     // SAFETY: sizes were checked; the caller vouches for segments and blocks.
     unsafe { planned.run(o.gpu(), &arguments) }
 }
@@ -274,11 +258,7 @@ pub fn delta_norm(
     weight.holds("a norm", &[shape.value_dim, 4])?;
     o.holds("results of a delta rule", &[rows, width, 4])?;
     z.check("gates of results", rows, width, 4)?;
-    let kernel = match output {
-        RecurrentOutput::F32 => GatedNorm::F32,
-        RecurrentOutput::F16(Layout::RowMajor) => GatedNorm::F16,
-        RecurrentOutput::F16(Layout::FragmentMajor) => GatedNorm::Fragments,
-    };
+    let kernel = output.kernel([GatedNorm::F32, GatedNorm::F16, GatedNorm::Fragments]);
     for (what, slice) in [("weights", weight), ("results", o)] {
         check_aligned(what, slice)?;
     }

@@ -3,11 +3,10 @@
 
 use super::driver::{DeviceSlice, Launch, Planned, int};
 use super::kernel::kernels;
-use super::linear::Layout;
 use super::recurrent::{
     Convolution, ConvolutionArgument, MOST_BLOCKS, MOST_TAPS, OverflowNotes, RecurrentOutput,
     RecurrentSegments, RecurrentStates, SegmentsArgument, StatesArgument, StridedRows, THREADS,
-    TargetArgument, check_aligned, tiled_grid,
+    TargetArgument, WARP, check_aligned, recurrence, tiled_grid,
 };
 use crate::base::Result;
 use crate::base::error::bail;
@@ -38,13 +37,8 @@ kernels! {
     }
 }
 
-const WARP: usize = 32;
 /// Channels of the convolution that a warp takes.
 const SPAN: usize = 128;
-/// Columns of S that a CTA of the recurrence takes.
-const COLUMNS: usize = 32;
-/// Rows in the ring of such a CTA.
-const RING_ROWS: usize = 16;
 /// Upper limit of elements of B, and of C, of a group.
 const MOST_STATE: usize = 256;
 /// Elements of a block of NVFP4, of which a head and a state have whole ones.
@@ -190,23 +184,13 @@ struct ScanArguments {
 }
 
 /// The kernel for a shape, and its launch.
-fn recurrence(shape: &MambaShape, segments: usize) -> Planned<Scan> {
-    let (kernel, padded) = match shape.state_size {
+fn planned(shape: &MambaShape, segments: &RecurrentSegments<'_>) -> Planned<Scan> {
+    let (kernel, height) = match shape.state_size {
         0..=64 => (Scan::To64, 64),
         65..=128 => (Scan::To128, 128),
         _ => (Scan::To256, 256),
     };
-    let grid = [
-        shape.head_dim.div_ceil(COLUMNS) as u32,
-        shape.heads as u32,
-        segments as u32,
-    ];
-    // A row has B, C, some columns of x, and decay and time step in four floats.
-    let launch = Launch {
-        shared: (RING_ROWS * (2 * padded + COLUMNS + 4) * 4) as u32,
-        ..Launch::new(grid, THREADS)
-    };
-    launch.of(kernel)
+    recurrence([shape.head_dim, shape.heads], height, segments).of(kernel)
 }
 
 /// The recurrence over the rows of each segment, from its state on, which is written back: f32 `y` `[rows, heads, head_dim]`, with `skip`
@@ -238,7 +222,7 @@ pub fn mamba_scan(
         groups: shape.groups as i32,
         state_size: shape.state_size as i32,
     };
-    let planned = recurrence(shape, segments.count);
+    let planned = planned(shape, segments);
     // SAFETY: sizes were checked; the caller vouches for segments and blocks.
     unsafe { planned.run(y.gpu(), &arguments) }
 }
@@ -275,11 +259,7 @@ pub fn mamba_norm(
     for (what, slice) in [("weights", weight), ("results", y)] {
         check_aligned(what, slice)?;
     }
-    let kernel = match output {
-        RecurrentOutput::F32 => GroupNorm::F32,
-        RecurrentOutput::F16(Layout::RowMajor) => GroupNorm::F16,
-        RecurrentOutput::F16(Layout::FragmentMajor) => GroupNorm::Fragments,
-    };
+    let kernel = output.kernel([GroupNorm::F32, GroupNorm::F16, GroupNorm::Fragments]);
     let size = width / shape.groups;
     let arguments = GroupNormArguments {
         y: y.address(),

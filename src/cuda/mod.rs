@@ -67,7 +67,7 @@ pub use recurrent::{
 pub use registry::compile_source;
 pub use registry::{argument_bytes, compile, have_kernels};
 pub use report::{Details, DeviceReport, Presence, Report, report};
-pub use routing::{Routing, SigmoidRouting};
+pub use routing::Routing;
 pub use row_norms::row_norms;
 pub use rows::{FloatRows, scaled_rows};
 pub use sample::{Best, DrawRule, DrawScratch, Drawn, argmax, draw};

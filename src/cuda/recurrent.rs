@@ -1,7 +1,7 @@
 //! Common arguments of the kernels of recurrent layers, gated delta nets and Mamba-2 alike: rows with gaps between them, the segments of a
 //! ragged batch, the convolution, the output of norms, and the states of sequences in the blocks of an arena.
 
-use super::driver::{DeviceSlice, int};
+use super::driver::{DeviceSlice, Launch, int};
 use super::linear::Layout;
 use crate::base::Result;
 use crate::base::error::bail;
@@ -18,6 +18,12 @@ pub(super) const MOST_TAPS: usize = 4;
 pub(super) const THREADS: u32 = 128;
 /// Warps of a CTA.
 pub(super) const WARPS: usize = 4;
+/// Threads of a warp.
+pub(super) const WARP: usize = 32;
+/// Columns of S that a CTA of a recurrence takes.
+const COLUMNS: usize = 32;
+/// Rows in the ring of such a CTA.
+const RING_ROWS: usize = 16;
 
 /// Rows of f32 on the device, `stride` floats apart.
 #[derive(Clone, Copy, Debug)]
@@ -84,6 +90,15 @@ pub enum RecurrentOutput {
 }
 
 impl RecurrentOutput {
+    /// The kernel of this output, of those for f32, f16 and fragment-major rows.
+    pub(super) fn kernel<K>(self, [f32, f16, fragments]: [K; 3]) -> K {
+        match self {
+            RecurrentOutput::F32 => f32,
+            RecurrentOutput::F16(Layout::RowMajor) => f16,
+            RecurrentOutput::F16(Layout::FragmentMajor) => fragments,
+        }
+    }
+
     /// Elements, and bytes of each, of `rows` rows of `width`.
     pub(super) fn sizes(self, rows: usize, width: usize) -> [usize; 2] {
         match self {
@@ -211,6 +226,20 @@ pub(super) fn tiled_grid(
         0 => [0; 3],
         _ => [units.div_ceil(WARPS) as u32, tiles as u32, 1],
     })
+}
+
+/// The launch of a recurrence over `heads` matrices with `columns` columns, by a kernel for up to `height` rows of them.
+pub(super) fn recurrence(
+    [columns, heads]: [usize; 2],
+    height: usize,
+    segments: &RecurrentSegments<'_>,
+) -> Launch {
+    let grid = [columns.div_ceil(COLUMNS), heads, segments.count].map(|n| n as u32);
+    // A row has two vectors that the matrix is multiplied by, some columns of a third, and the gates in four floats.
+    Launch {
+        shared: (RING_ROWS * (2 * height + COLUMNS + 4) * 4) as u32,
+        ..Launch::new(grid, THREADS)
+    }
 }
 
 impl RecurrentSegments<'_> {

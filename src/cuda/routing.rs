@@ -2,6 +2,7 @@
 
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::tensor::SigmoidScoring;
 
 /// Upper limit of experts in a mixture.
 const MOST_EXPERTS: usize = 512;
@@ -22,18 +23,7 @@ pub struct Routing {
     /// Whether the scores of the chosen experts are divided by their sum.
     pub normalized: bool,
     /// `None` for the softmax.
-    pub sigmoid: Option<SigmoidRouting>,
-}
-
-/// Scores that are the sigmoids of logits, and the choice by their sums with a correction (DeepSeek-AI, 2024, "DeepSeek-V3").
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct SigmoidRouting {
-    /// Groups of equally many consecutive experts.
-    pub groups: usize,
-    /// Groups whose experts a row may choose: those with the largest sum of their two best sums.
-    pub top_groups: usize,
-    /// Factor of all weights.
-    pub scale: f32,
+    pub sigmoid: Option<SigmoidScoring>,
 }
 
 impl Routing {
@@ -47,16 +37,12 @@ impl Routing {
                 self.experts
             );
         }
-        if let Some(SigmoidRouting {
-            groups, top_groups, ..
-        }) = self.sigmoid
-        {
-            let is_sound = (1..=MOST_GROUPS).contains(&groups)
-                && (1..=groups).contains(&top_groups)
-                && self.experts.is_multiple_of(groups)
-                && (groups == 1 || self.experts / groups > 1)
-                && self.per_token <= self.experts / groups * top_groups;
-            if !is_sound {
+        if let Some(scoring) = self.sigmoid {
+            let SigmoidScoring {
+                groups, top_groups, ..
+            } = scoring;
+            let fits = scoring.check(self.experts, self.per_token).is_ok();
+            if groups > MOST_GROUPS || !fits {
                 bail!(
                     Unsupported,
                     "{} of {} experts in {top_groups} of {groups} groups; a GPU takes up to {MOST_GROUPS} groups, alike, of two or more and with enough experts",
@@ -132,7 +118,7 @@ mod tests {
             let named = format!("{per_token} of {experts} experts");
             assert!(error.message().contains(&named), "{error}");
         }
-        let within = |groups, top_groups| SigmoidRouting {
+        let within = |groups, top_groups| SigmoidScoring {
             groups,
             top_groups,
             scale: 1.0,

@@ -122,6 +122,16 @@ pub(super) struct Divided {
     pub(super) len: usize,
 }
 
+impl Divided {
+    pub(super) fn of(slot: usize, segment: &Segment<'_>) -> Divided {
+        Divided {
+            slot,
+            first: segment.first,
+            len: segment.tokens.len(),
+        }
+    }
+}
+
 /// Divides segments into passes, in order. Only the last part of a pass may continue in the next one, and a pass has one part of a segment.
 pub(super) fn passes(
     segments: impl Iterator<Item = Divided>,

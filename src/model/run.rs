@@ -250,11 +250,7 @@ impl Model {
         slots: &mut Slots,
     ) -> Result<()> {
         let segments = batch.segments.iter().enumerate();
-        let segments = segments.map(|(slot, segment)| Divided {
-            slot,
-            first: segment.first,
-            len: segment.tokens.len(),
-        });
+        let segments = segments.map(|(slot, segment)| Divided::of(slot, segment));
         let limits = PassLimits {
             rows: ROWS,
             segments: ROWS,
@@ -416,11 +412,7 @@ impl Model {
     ) -> Result<()> {
         let mut order = group.to_vec();
         order.sort_by_key(|&i| segments[i].tokens.len() > 1);
-        let of_order = order.iter().map(|&slot| Divided {
-            slot,
-            first: segments[slot].first,
-            len: segments[slot].tokens.len(),
-        });
+        let of_order = order.iter().map(|&slot| Divided::of(slot, &segments[slot]));
         let limits = PassLimits {
             rows: fused::ROWS,
             segments: fused::BATCH,

@@ -7,7 +7,8 @@ use crate::base::error::bail;
 use crate::tensor::{AttentionShape, DeltaShape, MambaShape, RecurrentShape};
 
 pub use crate::ops::activation::Activation;
-pub use crate::ops::experts::{Scoring, SigmoidScoring};
+pub use crate::ops::experts::Scoring;
+pub use crate::tensor::SigmoidScoring;
 
 /// A decoder-only language model.
 #[derive(Clone, Debug, PartialEq)]

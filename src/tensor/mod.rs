@@ -9,6 +9,7 @@ mod dtype;
 mod mamba;
 pub mod product;
 mod recurrent;
+mod scoring;
 mod shape;
 mod storage;
 mod weight_type;
@@ -22,6 +23,7 @@ pub use dlpack::{
 pub use dtype::DType;
 pub use mamba::MambaShape;
 pub use recurrent::RecurrentShape;
+pub use scoring::SigmoidScoring;
 pub use shape::{MAX_RANK, Shape};
 pub use storage::{Owner, Place, Release, Tensor, WeakTensor};
 pub use weight_type::WeightType;

@@ -2,15 +2,13 @@
 
 use std::sync::Arc;
 
-use NVFP4::cuda::{
-    self, DeltaConstants, DeltaInputs, DeviceBuffer, Gpu, Layout, RecurrentOutput, StridedRows,
-};
+use NVFP4::cuda::{self, DeltaConstants, DeltaInputs, DeviceBuffer, Gpu, StridedRows};
 use NVFP4::tensor::DeltaShape;
 
-use crate::recurrent::{BLOCKS, Blocks, DeviceSegments, RAGGED, Segment, continues};
-use crate::support::{
-    EPS, HALF, as_f64, assert_close, gpu, normal, poisoned, read_f32, read_rows, same_bits, upload,
+use crate::recurrent::{
+    BLOCKS, Blocks, DeviceSegments, RAGGED, Segment, check_division, check_norm_outputs, continues,
 };
+use crate::support::{EPS, as_f64, assert_close, gpu, normal, poisoned, read_f32, upload};
 
 /// The bound of rows and states in f32: decay and delta rule do not let errors of earlier rows grow, each row adds some roundings, and a
 /// factor's own error of some units in the last place is repeated in as many rows as the factor lets S live.
@@ -203,8 +201,7 @@ fn check_norm(gpu: &Arc<Gpu>, layer: &Layer, o: &DeviceBuffer, what: &str) {
     let (rows, width) = (layer.rows, layer.shape.value_width());
     let want = layer.norm(&read_f32(o, rows * width));
     let (weight, z) = (upload(gpu, &layer.norm), upload(gpu, &layer.z));
-    let run = |output: RecurrentOutput, bytes: usize| {
-        let out = poisoned(gpu, bytes);
+    check_norm_outputs(gpu, [rows, width], &want, what, |output, out| {
         let z = StridedRows {
             values: (&z).into(),
             stride: width,
@@ -219,21 +216,10 @@ fn check_norm(gpu: &Arc<Gpu>, layer: &Layer, o: &DeviceBuffer, what: &str) {
             z,
             output,
             None,
-            (&out).into(),
+            out.into(),
         )
         .unwrap();
-        out
-    };
-    let got = read_f32(&run(RecurrentOutput::F32, rows * width * 4), rows * width);
-    assert_close(&got, &want, 1e-6, &format!("{what}: the norm"));
-    for layout in [Layout::RowMajor, Layout::FragmentMajor] {
-        let out = run(
-            RecurrentOutput::F16(layout),
-            layout.elements(rows, width) * 2,
-        );
-        let got = read_rows(layout, &out, rows, width);
-        assert_close(&got, &want, HALF, &format!("{what}: the norm, {layout:?}"));
-    }
+    });
 }
 
 /// A batch of segments against f64. Blocks that none of them writes stay as they are.
@@ -305,20 +291,8 @@ fn delta_layers_may_be_divided_anywhere() {
         let layer = Layer::new(shape(sizes), 70, 4400);
         let blocks = Blocks::new(&gpu, layer.shape.state_floats(), 5, 4450);
         let width = layer.shape.value_width();
-        let whole = run(&gpu, &layer, 0, &[(70, 1, 2)], &blocks);
-        let mut divided = Vec::new();
-        let mut first = 0;
-        for segment in [(1, 1, 3), (2, 3, 3), (5, 3, 4), (9, 4, 4), (53, 4, 3)] {
-            let o = run(&gpu, &layer, first, &[segment], &blocks);
-            divided.extend(read_f32(&o, segment.0 * width));
-            first += segment.0;
-        }
-        assert!(
-            same_bits(&divided, &read_f32(&whole, 70 * width)),
-            "{sizes:?}: o"
-        );
-        let after = blocks.read();
-        let same = same_bits(blocks.state(&after, 3), blocks.state(&after, 2));
-        assert!(same, "{sizes:?}: the state");
+        check_division(&blocks, width, &format!("{sizes:?}"), |first, segment| {
+            run(&gpu, &layer, first, &[segment], &blocks)
+        });
     }
 }

@@ -6,8 +6,8 @@ use NVFP4::base::ErrorKind;
 use NVFP4::cuda::{
     self, Activation, DeviceBuffer, ExpertMatrices, ExpertScratch, ExpertTable, ExpertUnit,
     GatedUnit, Gpu, Hardware, Layout, LinearScratch, NextNorm, Routing, SharedExpert,
-    SigmoidRouting,
 };
+use NVFP4::tensor::SigmoidScoring;
 
 use crate::common::expect_kind;
 use crate::support::{
@@ -279,7 +279,7 @@ impl<'a> Mixture<'a> {
 fn mixtures_of_experts_agree_with_f64() {
     let Some(gpu) = gpu() else { return };
     let sigmoid = |groups, top_groups| {
-        Some(SigmoidRouting {
+        Some(SigmoidScoring {
             groups,
             top_groups,
             scale: 2.5,

@@ -9,9 +9,11 @@ use NVFP4::cuda::{
 };
 use NVFP4::tensor::MambaShape;
 
-use crate::recurrent::{BLOCKS, Blocks, DeviceSegments, RAGGED, Segment, continues};
+use crate::recurrent::{
+    BLOCKS, Blocks, DeviceSegments, RAGGED, Segment, check_division, check_norm_outputs, continues,
+};
 use crate::support::{
-    EPS, HALF, as_f64, assert_close, gpu, normal, poisoned, read_f32, read_rows, same_bits, upload,
+    EPS, as_f64, assert_close, gpu, normal, poisoned, read_f32, same_bits, upload,
 };
 
 /// The bound of rows and states in f32. Both sides round: decays do not let errors of earlier rows grow, each row adds some roundings, and
@@ -180,8 +182,7 @@ fn check_norm(gpu: &Arc<Gpu>, cpu: &Cpu, layer: &Layer, y: &DeviceBuffer, what: 
     let (rows, width) = (layer.rows, layer.shape.width());
     let want = layer.norm(cpu, &read_f32(y, rows * width));
     let (weight, inputs) = (upload(gpu, &layer.norm), upload(gpu, &layer.inputs));
-    let run = |output: RecurrentOutput, bytes: usize| {
-        let out = poisoned(gpu, bytes);
+    check_norm_outputs(gpu, [rows, width], &want, what, |output, out| {
         cuda::mamba_norm(
             &layer.shape,
             (&weight).into(),
@@ -191,21 +192,10 @@ fn check_norm(gpu: &Arc<Gpu>, cpu: &Cpu, layer: &Layer, y: &DeviceBuffer, what: 
             columns(&inputs, layer, 0),
             output,
             None,
-            (&out).into(),
+            out.into(),
         )
         .unwrap();
-        out
-    };
-    let got = read_f32(&run(RecurrentOutput::F32, rows * width * 4), rows * width);
-    assert_close(&got, &want, 1e-6, &format!("{what}: the norm"));
-    for layout in [Layout::RowMajor, Layout::FragmentMajor] {
-        let out = run(
-            RecurrentOutput::F16(layout),
-            layout.elements(rows, width) * 2,
-        );
-        let got = read_rows(layout, &out, rows, width);
-        assert_close(&got, &want, HALF, &format!("{what}: the norm, {layout:?}"));
-    }
+    });
 }
 
 /// A batch of segments against the processor. Blocks that none of them writes stay as they are.
@@ -285,19 +275,9 @@ fn mamba_layers_may_be_divided_anywhere() {
         let layer = Layer::new(shape(sizes, 4), 70, 5600);
         let blocks = Blocks::new(&gpu, layer.shape.state_floats(), 5, 5650);
         let width = layer.shape.width();
-        let whole = run(&gpu, &layer, 0, &[(70, 1, 2)], &blocks);
-        let mut divided = Vec::new();
-        let mut first = 0;
-        for segment in [(1, 1, 3), (2, 3, 3), (5, 3, 4), (9, 4, 4), (53, 4, 3)] {
-            let y = run(&gpu, &layer, first, &[segment], &blocks);
-            divided.extend(read_f32(&y, segment.0 * width));
-            first += segment.0;
-        }
-        let whole = read_f32(&whole, 70 * width);
-        assert!(same_bits(&divided, &whole), "{sizes:?}: y");
-        let after = blocks.read();
-        let same = same_bits(blocks.state(&after, 3), blocks.state(&after, 2));
-        assert!(same, "{sizes:?}: the state");
+        check_division(&blocks, width, &format!("{sizes:?}"), |first, segment| {
+            run(&gpu, &layer, first, &[segment], &blocks)
+        });
     }
 }
 

@@ -2,9 +2,11 @@
 
 use std::sync::Arc;
 
-use NVFP4::cuda::{DeviceBuffer, Gpu, RecurrentSegments, RecurrentStates};
+use NVFP4::cuda::{DeviceBuffer, Gpu, Layout, RecurrentOutput, RecurrentSegments, RecurrentStates};
 
-use crate::support::{normal, read_f32, same_bits, upload};
+use crate::support::{
+    HALF, assert_close, normal, poisoned, read_f32, read_rows, same_bits, upload,
+};
 
 /// Bytes of a block around the layer.
 pub(crate) const AROUND: usize = 64;
@@ -133,4 +135,52 @@ impl Blocks {
             assert!(same, "{what}: block {block}");
         }
     }
+}
+
+/// The norm that ends a layer, with every output. `norm` writes an output to memory.
+pub(crate) fn check_norm_outputs(
+    gpu: &Arc<Gpu>,
+    [rows, width]: [usize; 2],
+    want: &[f64],
+    what: &str,
+    norm: impl Fn(RecurrentOutput, &DeviceBuffer),
+) {
+    let run = |output: RecurrentOutput, bytes: usize| {
+        let out = poisoned(gpu, bytes);
+        norm(output, &out);
+        out
+    };
+    let got = read_f32(&run(RecurrentOutput::F32, rows * width * 4), rows * width);
+    assert_close(&got, want, 1e-6, &format!("{what}: the norm"));
+    for layout in [Layout::RowMajor, Layout::FragmentMajor] {
+        let out = run(
+            RecurrentOutput::F16(layout),
+            layout.elements(rows, width) * 2,
+        );
+        let got = read_rows(layout, &out, rows, width);
+        assert_close(&got, want, HALF, &format!("{what}: the norm, {layout:?}"));
+    }
+}
+
+/// 70 rows of a layer as one segment and in parts, with the state in other blocks or the same between them: the bits are the same. `run`
+/// gives the results, rows of `width`, of a segment from a row on.
+pub(crate) fn check_division(
+    blocks: &Blocks,
+    width: usize,
+    what: &str,
+    run: impl Fn(usize, Segment) -> DeviceBuffer,
+) {
+    let whole = run(0, (70, 1, 2));
+    let mut divided = Vec::new();
+    let mut first = 0;
+    for segment in [(1, 1, 3), (2, 3, 3), (5, 3, 4), (9, 4, 4), (53, 4, 3)] {
+        let results = run(first, segment);
+        divided.extend(read_f32(&results, segment.0 * width));
+        first += segment.0;
+    }
+    let whole = read_f32(&whole, 70 * width);
+    assert!(same_bits(&divided, &whole), "{what}: results");
+    let after = blocks.read();
+    let same = same_bits(blocks.state(&after, 3), blocks.state(&after, 2));
+    assert!(same, "{what}: the state");
 }

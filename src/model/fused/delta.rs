@@ -3,24 +3,15 @@
 use super::operands::{biased, f32_from};
 use super::pass::FusedPass;
 use super::plan::Normed;
-use super::recurrent_scratch::{RecurrentScratch, delta_inputs};
+use super::recurrent_scratch::{RecurrentLayer, delta_inputs};
 use crate::base::Result;
-use crate::base::error::bail;
 use crate::cuda::{
-    self, DeltaConstants, DeltaInputs, GemmPlan, Layout, Output, RecurrentOutput,
-    RecurrentSegments, RecurrentStates, StridedRows,
+    self, DeltaConstants, DeltaInputs, GemmPlan, Layout, Output, RecurrentOutput, StridedRows,
 };
-use crate::model::spec::GatedDeltaSpec;
+use crate::model::spec::{GatedDeltaSpec, MixerSpec};
 use crate::model::weights::{GatedDelta, Mixer};
 
-/// The operands of one layer's kernels.
-struct Layer<'a> {
-    spec: &'a GatedDeltaSpec,
-    weights: &'a GatedDelta,
-    scratch: &'a RecurrentScratch,
-    states: RecurrentStates,
-    segments: RecurrentSegments<'a>,
-}
+type Layer<'a> = RecurrentLayer<'a, GatedDeltaSpec, GatedDelta>;
 
 impl<'a> Layer<'a> {
     fn inputs(&self) -> DeltaInputs<'a> {
@@ -39,24 +30,12 @@ impl<'a> Layer<'a> {
 
 impl<'a> FusedPass<'a> {
     fn delta(&self, index: usize) -> Result<Layer<'a>> {
-        let spec = self.source.spec.blocks[index].gated_delta();
-        let weights = match &self.source.weights.blocks[index].mixer {
-            Mixer::GatedDelta(weights) => Some(&**weights),
+        let spec = &self.source.spec.blocks[index].mixer;
+        let parts = match (spec, &self.source.weights.blocks[index].mixer) {
+            (MixerSpec::GatedDelta(spec), Mixer::GatedDelta(weights)) => Some((spec, &**weights)),
             _ => None,
         };
-        let (state, scratch) = (self.source.kv.state(), self.memory.recurrent.as_ref());
-        let (Some(spec), Some(weights), Some(state), Some(scratch)) =
-            (spec, weights, state, scratch)
-        else {
-            bail!(Internal, "block {index} has no gated delta net");
-        };
-        Ok(Layer {
-            spec,
-            weights,
-            scratch,
-            states: state.on_gpu(index)?,
-            segments: scratch.segments(self.segments)?,
-        })
+        RecurrentLayer::new(self, index, parts)
     }
 
     /// With `gates`, the projections to the gates of the rule follow.

@@ -3,25 +3,16 @@
 use super::operands::{biased, f32_from};
 use super::pass::FusedPass;
 use super::plan::Normed;
-use super::recurrent_scratch::{RecurrentScratch, mamba_inputs};
+use super::recurrent_scratch::{RecurrentLayer, mamba_inputs};
 use crate::base::Result;
-use crate::base::error::bail;
 use crate::cuda::{
-    self, GemmPlan, Layout, MambaConstants, MambaInputs, Output, RecurrentOutput,
-    RecurrentSegments, RecurrentStates, StridedRows,
+    self, GemmPlan, Layout, MambaConstants, MambaInputs, Output, RecurrentOutput, StridedRows,
 };
-use crate::model::spec::Mamba2Spec;
+use crate::model::spec::{Mamba2Spec, MixerSpec};
 use crate::model::weights::{Mamba2, Mixer};
 use crate::ops::Array;
 
-/// The operands of one layer's kernels.
-struct Layer<'a> {
-    spec: &'a Mamba2Spec,
-    weights: &'a Mamba2,
-    scratch: &'a RecurrentScratch,
-    states: RecurrentStates,
-    segments: RecurrentSegments<'a>,
-}
+type Layer<'a> = RecurrentLayer<'a, Mamba2Spec, Mamba2>;
 
 impl<'a> Layer<'a> {
     fn inputs(&self) -> MambaInputs<'a> {
@@ -35,24 +26,12 @@ impl<'a> Layer<'a> {
 
 impl<'a> FusedPass<'a> {
     fn mamba(&self, index: usize) -> Result<Layer<'a>> {
-        let spec = self.source.spec.blocks[index].mamba2();
-        let weights = match &self.source.weights.blocks[index].mixer {
-            Mixer::Mamba2(weights) => Some(&**weights),
+        let spec = &self.source.spec.blocks[index].mixer;
+        let parts = match (spec, &self.source.weights.blocks[index].mixer) {
+            (MixerSpec::Mamba2(spec), Mixer::Mamba2(weights)) => Some((spec, &**weights)),
             _ => None,
         };
-        let (state, scratch) = (self.source.kv.state(), self.memory.recurrent.as_ref());
-        let (Some(spec), Some(weights), Some(state), Some(scratch)) =
-            (spec, weights, state, scratch)
-        else {
-            bail!(Internal, "block {index} has no Mamba-2");
-        };
-        Ok(Layer {
-            spec,
-            weights,
-            scratch,
-            states: state.on_gpu(index)?,
-            segments: scratch.segments(self.segments)?,
-        })
+        RecurrentLayer::new(self, index, parts)
     }
 
     /// Columns of [`Kernel::MambaInputs`](super::plan::Kernel::MambaInputs) from one on: the gate, then x, B and C, then time steps.

@@ -9,7 +9,6 @@ use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::cuda::{
     self, Biased, DeviceBuffer, DeviceSlice, ExpertMatrices, ExpertTable, Gpu, Matrix, Routing,
-    SigmoidRouting,
 };
 use crate::model::spec::{BlockSpec, Scoring};
 use crate::model::weights::{Block, DenseMlp, Mixer, Mlp, Projection};
@@ -121,11 +120,7 @@ pub(super) fn mixture(
         normalized: spec.normalized,
         sigmoid: match spec.scoring {
             Scoring::Softmax => None,
-            Scoring::Sigmoid(scoring) => Some(SigmoidRouting {
-                groups: scoring.groups,
-                top_groups: scoring.top_groups,
-                scale: scoring.scale,
-            }),
+            Scoring::Sigmoid(scoring) => Some(scoring),
         },
     };
     routing.check()?;

@@ -43,7 +43,7 @@ pub(super) struct FusedPass<'a> {
     pub(super) source: Source<'a>,
     pub(super) memory: &'a Memory,
     pub(super) rows: usize,
-    /// Segments of the pass: parts of different sequences.
+    /// Segments of recurrent layers: the rows of a sequence after which its state is written.
     pub(super) segments: usize,
     pub(super) attention: Attention<'a>,
     /// Whether the long RoPE table applies.
