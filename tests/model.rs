@@ -654,13 +654,7 @@ impl Copy {
                 Some((name, changed))
             })
             .collect();
-        let views = tensors
-            .iter()
-            .map(|(n, (d, s, b))| (n.clone(), TensorView::new(*d, s.clone(), b).unwrap()));
-        self.write(
-            "model.safetensors",
-            &safetensors::serialize(views, None).unwrap(),
-        );
+        self.write("model.safetensors", &serialized(&tensors));
     }
 
     fn config(&self, key: &str, value: Value) {
@@ -683,7 +677,7 @@ impl Copy {
 fn dense_copy(case: &str) -> Copy {
     let dir = Copy::of(case, "dense");
     let checkpoint = model::open(&golden(case)).unwrap();
-    let tensors: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = checkpoint
+    let tensors: Vec<(String, Stored)> = checkpoint
         .entries()
         .iter()
         .map(|e| {
@@ -694,21 +688,15 @@ fn dense_copy(case: &str) -> Copy {
                     "BF16" => Dtype::BF16,
                     _ => Dtype::F32,
                 };
-                return (e.name.clone(), dtype, e.shape.clone(), bytes);
+                return (e.name.clone(), (dtype, e.shape.clone(), bytes));
             }
             let mut values = vec![0.0f32; e.rows() * e.cols()];
             checkpoint.rows_f32(e, 0..e.rows(), &mut values).unwrap();
             let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-            (e.name.clone(), Dtype::F32, e.shape.clone(), bytes)
+            (e.name.clone(), (Dtype::F32, e.shape.clone(), bytes))
         })
         .collect();
-    let views = tensors
-        .iter()
-        .map(|(n, d, s, b)| (n.clone(), TensorView::new(*d, s.clone(), b).unwrap()));
-    dir.write(
-        "model.safetensors",
-        &safetensors::serialize(views, None).unwrap(),
-    );
+    dir.write("model.safetensors", &serialized(&tensors));
     dir
 }
 
@@ -859,6 +847,30 @@ fn recurrent_projections_are_quantized_to_8_bits() {
     }
 }
 
+/// The logits of a model in a directory, after some tokens.
+fn logits_of(dir: &Copy) -> Vec<f32> {
+    let model = Served::load(&dir.0, &options()).unwrap();
+    run(&model, &some_tokens(&model, 30), Logits::All)
+}
+
+/// The tensors of a file that do not belong to experts.
+fn without_experts(file: &SafeTensors<'_>) -> Vec<(String, Stored)> {
+    let others = file.iter().filter(|(name, _)| !name.contains(".experts."));
+    let stored = others.map(|(name, view)| {
+        let (shape, data) = (view.shape().to_vec(), view.data().to_vec());
+        (name.to_owned(), (view.dtype(), shape, data))
+    });
+    stored.collect()
+}
+
+/// A file with these tensors.
+fn serialized(tensors: &[(String, Stored)]) -> Vec<u8> {
+    let views = tensors
+        .iter()
+        .map(|(n, (d, s, b))| (n.clone(), TensorView::new(*d, s.clone(), b).unwrap()));
+    safetensors::serialize(views, None).unwrap()
+}
+
 /// transformers holds the experts of a block as one tensor for each projection, here without gates. They give the same bits, and conversion
 /// takes them apart.
 #[test]
@@ -871,14 +883,7 @@ fn stacks_of_experts_without_gates_are_run_and_come_apart() {
     );
     let bytes = fs::read(dense.0.join("model.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
-    let mut tensors: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = file
-        .iter()
-        .filter(|(name, _)| !name.contains(".experts."))
-        .map(|(name, view)| {
-            let (shape, data) = (view.shape().to_vec(), view.data().to_vec());
-            (name.to_owned(), view.dtype(), shape, data)
-        })
-        .collect();
+    let mut tensors = without_experts(&file);
     for (layer, projection) in [1, 4]
         .iter()
         .flat_map(|l| [(l, "up_proj"), (l, "down_proj")])
@@ -891,18 +896,10 @@ fn stacks_of_experts_without_gates_are_run_and_come_apart() {
         let shape = [&[8], of(0).shape()].concat();
         let data = (0..8).flat_map(|expert| of(expert).data().to_vec());
         let name = format!("{name}.{projection}");
-        tensors.push((name, Dtype::F32, shape, data.collect()));
+        tensors.push((name, (Dtype::F32, shape, data.collect())));
     }
-    let views = tensors
-        .iter()
-        .map(|(n, d, s, b)| (n.clone(), TensorView::new(*d, s.clone(), b).unwrap()));
-    let written = safetensors::serialize(views, None).unwrap();
-    stacked.write("model.safetensors", &written);
-    let logits = |dir: &Copy| {
-        let model = Served::load(&dir.0, &options()).unwrap();
-        run(&model, &some_tokens(&model, 30), Logits::All)
-    };
-    assert!(logits(&stacked) == logits(&dense));
+    stacked.write("model.safetensors", &serialized(&tensors));
+    assert!(logits_of(&stacked) == logits_of(&dense));
 
     let mut options = ConvertOptions::new(Container::ModelOpt, Recipe::default());
     options.replace = true;
@@ -918,7 +915,7 @@ fn stacks_of_experts_without_gates_are_run_and_come_apart() {
             ("NVFP4", &[48, 32][..])
         );
     }
-    assert!(logits(&out).iter().all(|x| x.is_finite()));
+    assert!(logits_of(&out).iter().all(|x| x.is_finite()));
 }
 
 /// Quantizing the goldens of Gemma 4, from f32, gives models that run: tables as they are asked for, the small projections of per-layer
@@ -992,14 +989,7 @@ fn stacks_of_gemma_4_are_run() {
     let (dense, stacked) = (dense_copy(case), Copy::of(case, "stacked"));
     let bytes = fs::read(dense.0.join("model.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
-    let mut tensors: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = file
-        .iter()
-        .filter(|(name, _)| !name.contains(".experts."))
-        .map(|(name, view)| {
-            let (shape, data) = (view.shape().to_vec(), view.data().to_vec());
-            (name.to_owned(), view.dtype(), shape, data)
-        })
-        .collect();
+    let mut tensors = without_experts(&file);
     for layer in 0..3 {
         let prefix = format!("model.layers.{layer}.experts");
         let stacks: [(&str, &[&str], [usize; 2]); 2] = [
@@ -1013,19 +1003,11 @@ fn stacks_of_gemma_4_are_run() {
                 file.tensor(&name).unwrap().data().to_vec()
             });
             let name = format!("{prefix}.{stack}");
-            tensors.push((name, Dtype::F32, vec![6, rows, cols], data.collect()));
+            tensors.push((name, (Dtype::F32, vec![6, rows, cols], data.collect())));
         }
     }
-    let views = tensors
-        .iter()
-        .map(|(n, d, s, b)| (n.clone(), TensorView::new(*d, s.clone(), b).unwrap()));
-    let written = safetensors::serialize(views, None).unwrap();
-    stacked.write("model.safetensors", &written);
-    let logits = |dir: &Copy| {
-        let model = Served::load(&dir.0, &options()).unwrap();
-        run(&model, &some_tokens(&model, 30), Logits::All)
-    };
-    assert!(logits(&stacked) == logits(&dense));
+    stacked.write("model.safetensors", &serialized(&tensors));
+    assert!(logits_of(&stacked) == logits_of(&dense));
 
     let out = Copy::of(case, "apart");
     let mut settings = ConvertOptions::new(Container::ModelOpt, Recipe::default());
@@ -1041,7 +1023,7 @@ fn stacks_of_gemma_4_are_run() {
         (gate.encoding.name(), &gate.shape[..]),
         ("NVFP4", &[32, 48][..])
     );
-    assert!(logits(&out).iter().all(|x| x.is_finite()));
+    assert!(logits_of(&out).iter().all(|x| x.is_finite()));
 }
 
 /// Tensors of Gemma 4 that are missing, of another shape or not finite are refused by name; keys that no layer reads may hold anything.

@@ -1,5 +1,5 @@
-// What recurrences over the rows of sequences have in common: a block takes some columns of the state S of a head through all rows of a
-// sequence, and S stays in registers. A lane has columns of every SLICES-th piece of four rows of S.
+// Parts of the kernels of recurrences. A block takes some columns of the state S of a head through all rows of a sequence, and keeps S in
+// registers. A lane has columns of every SLICES-th piece of four rows of S.
 #pragma once
 #include "common/ptx.cuh"
 #include "recurrent/layer.cuh"

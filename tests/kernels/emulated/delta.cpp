@@ -24,6 +24,7 @@ struct Shape {
     int key_heads, value_heads, key_dim, value_dim, taps;
     int keys() const { return key_heads * key_dim; }
     int values() const { return value_heads * value_dim; }
+    int width() const { return values(); }
     int channels() const { return 2 * keys() + values(); }
     int matrices() const { return value_heads * key_dim * value_dim; }
     int floats() const { return matrices() + (taps - 1) * channels(); }
@@ -52,6 +53,7 @@ struct Layer {
 struct Result {
     Floats qkv, decay, beta, o;
     Result(Shape s, int rows) : qkv(rows * s.channels()), decay(rows * s.value_heads), beta(rows * s.value_heads), o(rows * s.values()) {}
+    Floats& answers() { return o; }
 };
 
 // Runs the kernels for rows of a layer from `first` on.
@@ -160,67 +162,21 @@ static void check_overflow(Layer& l, Result& r) {
     }
 }
 
-// A batch of segments. Blocks that none of them writes stay as they are.
-static void check(Shape s, const std::vector<Segment>& segments) {
-    int rows = 0;
-    u32 last = 0;
-    for (const Segment& g : segments) rows += g.rows, last = max(last, max(g.read, g.write));
-    Layer l(s, rows);
-    Blocks blocks(s.floats(), (int)last + 2);
-    Floats before = blocks.memory;
-    Result r(s, rows);
-    run(l, segments, 0, blocks, r);
-    int first = 0;
-    for (const Segment& g : segments) {
-        std::vector<double> state(s.floats());
-        float* start = before.data() + (size_t)g.read * blocks.floats + 16;
-        if (g.read != 0) state.assign(start, start + s.floats());
-        check_segment(l, first, g.rows, state, r);
-        first += g.rows;
-        float *got = blocks.at(g.write), *old = before.data() + (size_t)g.write * blocks.floats + 16;
-        for (int i = 0; i < s.matrices(); i++) expect(std::fabs(got[i] - state[i]) <= 4e-6, "S", g.write, i, got[i], state[i]);
-        for (int i = s.matrices(); i < s.floats(); i++) expect(got[i] == (float)state[i], "a kept input", g.write, i - s.matrices(), got[i], state[i]);
-        memcpy(old, got, s.floats() * 4);
-    }
-    expect_same(blocks.memory.data(), before.data(), blocks.floats * blocks.count, "memory outside of written states");
-    check_norm(l, r);
-    if (rows > 0) check_overflow(l, r);
-}
-
-// One segment at once, and in parts with the state in other blocks or the same between them.
-static void check_parts(Shape s, int rows, const std::vector<int>& parts) {
-    Layer l(s, rows);
-    Blocks blocks(s.floats(), 5);
-    Result whole(s, rows), divided(s, rows);
-    run(l, {{rows, 1, 2}}, 0, blocks, whole);
-    u32 from = 1, to = 3;
-    int first = 0;
-    for (int count : parts) {
-        run(l, {{count, from, to}}, first, blocks, divided);
-        first += count;
-        from = to, to = first % 2 ? to : 7 - to;
-    }
-    expect_same(divided.o.data(), whole.o.data(), rows * s.values(), "o in parts");
-    expect_same(blocks.at(from), blocks.at(2), s.floats(), "a state in parts");
-}
+static void check(Shape s, const std::vector<Segment>& segments) { check_batch<Layer, Result>(s, segments, 0); }
+static void check_parts(Shape s, int rows, const std::vector<int>& parts) { check_division<Layer, Result>(s, rows, parts); }
 
 int main() {
-    const std::vector<Segment> ragged = {{1, 1, 1}, {2, 2, 3}, {3, 0, 4}, {70, 5, 5}, {1, 0, 6}, {2, 2, 9}, {3, 7, 8}};
-    check({2, 4, 16, 32, 4}, ragged);
-    check({3, 3, 32, 16, 3}, ragged);
-    check({1, 2, 128, 128, 4}, ragged);
-    check({1, 1, 48, 80, 4}, ragged);
-    // Segments that continue the one before them, from a block, from zeros and in place.
-    const std::vector<Segment> chains = {{3, 1, 2}, {1, 2, 3}, {1, 3, 4}, {2, 4, 5}, {9, 5, 6}, {1, 7, 8}, {1, 8, 9}, {3, 0, 10}, {30, 10, 11}, {5, 12, 12}, {1, 12, 13}};
-    check({2, 4, 16, 32, 4}, chains);
-    check({1, 1, 48, 80, 2}, chains);
+    check({2, 4, 16, 32, 4}, RAGGED);
+    check({3, 3, 32, 16, 3}, RAGGED);
+    check({1, 2, 128, 128, 4}, RAGGED);
+    check({1, 1, 48, 80, 4}, RAGGED);
+    check({2, 4, 16, 32, 4}, CHAINED);
+    check({1, 1, 48, 80, 2}, CHAINED);
     // Without rows a state is copied.
     check({1, 3, 48, 80, 2}, {{0, 1, 2}, {9, 0, 3}, {0, 4, 4}, {0, 0, 5}, {1, 6, 6}});
     check({1, 1, 208, 256, 4}, {{3, 1, 2}, {6, 0, 3}});
     // More segments than a warp has lanes, and more heads.
-    std::vector<Segment> many;
-    for (u32 i = 0; i < 40; i++) many.push_back({1 + (int)i % 3, i % 2 * (2 * i + 1), 2 * i + 2});
-    check({1, 1, 16, 16, 4}, many);
+    check({1, 1, 16, 16, 4}, many_segments());
     check({2, 34, 16, 16, 4}, {{2, 0, 1}});
     check_parts({2, 4, 16, 32, 4}, 70, {1, 2, 3, 1, 1, 40, 22});
     check_parts({1, 1, 48, 80, 3}, 20, {1, 1, 8, 10});

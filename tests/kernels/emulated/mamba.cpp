@@ -60,6 +60,7 @@ struct Layer {
 struct Result {
     Floats xbc, steps, decay, y;
     Result(Shape s, int rows) : xbc(rows * s.channels()), steps(rows * s.heads), decay(rows * s.heads), y(rows * s.width()) {}
+    Floats& answers() { return y; }
 };
 
 // Runs the kernels for rows of a layer from `first` on.
@@ -168,68 +169,22 @@ static void check_overflow(Layer& l, Result& r) {
     }
 }
 
-// A batch of segments. Blocks that none of them writes stay as they are.
-static void check(Shape s, const std::vector<Segment>& segments) {
-    u32 last = 0;
-    for (const Segment& g : segments) last = max(last, max(g.read, g.write));
-    int rows = Batch(segments).rows();
-    Layer l(s, rows);
-    Blocks blocks(s.floats(), (int)last + 2);
-    Floats before = blocks.memory;
-    Result r(s, rows);
-    run(l, segments, 0, blocks, r);
-    int first = 0;
-    for (const Segment& g : segments) {
-        std::vector<double> state(s.floats());
-        float* start = before.data() + (size_t)g.read * blocks.floats + 16;
-        if (g.read != 0) state.assign(start, start + s.floats());
-        check_segment(l, first, g.rows, state, r);
-        first += g.rows;
-        float *got = blocks.at(g.write), *old = before.data() + (size_t)g.write * blocks.floats + 16;
-        for (int i = 0; i < s.matrices(); i++) expect(std::fabs(got[i] - state[i]) <= 4e-6 * (1 + std::fabs(state[i])), "S", g.write, i, got[i], state[i]);
-        for (int i = s.matrices(); i < s.floats(); i++) expect(got[i] == (float)state[i], "a kept input", g.write, i - s.matrices(), got[i], state[i]);
-        memcpy(old, got, s.floats() * 4);
-    }
-    expect_same(blocks.memory.data(), before.data(), blocks.floats * blocks.count, "memory outside of written states");
-    check_norm(l, r);
-    if (rows > 0) check_overflow(l, r);
-}
-
-// One segment at once, and in parts with the state in other blocks or the same between them.
-static void check_parts(Shape s, int rows, const std::vector<int>& parts) {
-    Layer l(s, rows);
-    Blocks blocks(s.floats(), 5);
-    Result whole(s, rows), divided(s, rows);
-    run(l, {{rows, 1, 2}}, 0, blocks, whole);
-    u32 from = 1, to = 3;
-    int first = 0;
-    for (int count : parts) {
-        run(l, {{count, from, to}}, first, blocks, divided);
-        first += count;
-        from = to, to = first % 2 ? to : 7 - to;
-    }
-    expect_same(divided.y.data(), whole.y.data(), rows * s.width(), "y in parts");
-    expect_same(blocks.at(from), blocks.at(2), s.floats(), "a state in parts");
-}
+static void check(Shape s, const std::vector<Segment>& segments) { check_batch<Layer, Result>(s, segments, 1); }
+static void check_parts(Shape s, int rows, const std::vector<int>& parts) { check_division<Layer, Result>(s, rows, parts); }
 
 int main() {
-    const std::vector<Segment> ragged = {{1, 1, 1}, {2, 2, 3}, {3, 0, 4}, {70, 5, 5}, {1, 0, 6}, {2, 2, 9}, {3, 7, 8}};
-    check({4, 32, 2, 16, 4}, ragged);
+    check({4, 32, 2, 16, 4}, RAGGED);
     // Groups whose size is no multiple of 32, an odd number of them; limits of the time steps, and no bias.
-    check({3, 16, 3, 32, 3, false, 0.1f, 2}, ragged);
-    check({2, 64, 1, 128, 4}, ragged);
-    check({6, 48, 2, 80, 4, true, 0.01f}, ragged);
-    // Segments that continue the one before them, from a block, from zeros and in place.
-    const std::vector<Segment> chains = {{3, 1, 2}, {1, 2, 3}, {1, 3, 4}, {2, 4, 5}, {9, 5, 6}, {1, 7, 8}, {1, 8, 9}, {3, 0, 10}, {30, 10, 11}, {5, 12, 12}, {1, 12, 13}};
-    check({4, 32, 2, 16, 4}, chains);
-    check({3, 80, 1, 48, 3}, chains);
+    check({3, 16, 3, 32, 3, false, 0.1f, 2}, RAGGED);
+    check({2, 64, 1, 128, 4}, RAGGED);
+    check({6, 48, 2, 80, 4, true, 0.01f}, RAGGED);
+    check({4, 32, 2, 16, 4}, CHAINED);
+    check({3, 80, 1, 48, 3}, CHAINED);
     // Without rows a state is copied.
     check({3, 80, 1, 48, 2}, {{0, 1, 2}, {9, 0, 3}, {0, 4, 4}, {0, 0, 5}, {1, 6, 6}});
     check({1, 256, 1, 208, 4}, {{3, 1, 2}, {6, 0, 3}});
     // More segments than a warp has lanes, and more heads; a group with more pieces than a block has threads.
-    std::vector<Segment> many;
-    for (u32 i = 0; i < 40; i++) many.push_back({1 + (int)i % 3, i % 2 * (2 * i + 1), 2 * i + 2});
-    check({1, 16, 1, 16, 4}, many);
+    check({1, 16, 1, 16, 4}, many_segments());
     check({72, 16, 1, 16, 4}, {{2, 0, 1}});
     check_parts({4, 32, 2, 16, 4}, 70, {1, 2, 3, 1, 1, 40, 22});
     check_parts({3, 80, 1, 48, 3}, 20, {1, 1, 8, 10});
