@@ -3,7 +3,8 @@
 use super::operands::{biased, f32_from};
 use super::pass::FusedPass;
 use super::plan::Normed;
-use super::recurrent_scratch::{RecurrentLayer, delta_inputs};
+use super::recurrent_layer::RecurrentLayer;
+use super::recurrent_scratch::delta_inputs;
 use crate::base::Result;
 use crate::cuda::{
     self, DeltaConstants, DeltaInputs, GemmPlan, Layout, Output, RecurrentOutput, StridedRows,

@@ -12,6 +12,7 @@ mod operands;
 mod pass;
 mod plan;
 mod ragged;
+mod recurrent_layer;
 mod recurrent_scratch;
 mod sizes;
 mod state;

@@ -1,12 +1,11 @@
-//! Working memory of recurrent layers in fused passes, the segments of a pass, and the operands of a layer.
+//! Working memory of recurrent layers in fused passes, and the segments of a pass.
 
 use std::sync::Arc;
 
-use super::pass::FusedPass;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
-use crate::cuda::{DeviceBuffer, Gpu, RecurrentSegments, RecurrentStates, StagedBuffer};
+use crate::cuda::{DeviceBuffer, Gpu, RecurrentSegments, StagedBuffer};
 use crate::model::kv::{NULL_BLOCK, StateBlocks};
 use crate::model::spec::{BlockSpec, Spec};
 use crate::tensor::{DeltaShape, MambaShape, RecurrentShape};
@@ -141,38 +140,5 @@ impl RecurrentScratch {
             (read[index], write[index]) = (blocks.read, blocks.write);
         }
         self.segments.write(&places)
-    }
-}
-
-/// The operands of the kernels of a recurrent layer, with the spec and the weights of its kind.
-pub(super) struct RecurrentLayer<'a, S, W> {
-    pub(super) spec: &'a S,
-    pub(super) weights: &'a W,
-    pub(super) scratch: &'a RecurrentScratch,
-    pub(super) states: RecurrentStates,
-    pub(super) segments: RecurrentSegments<'a>,
-}
-
-impl<'a, S, W> RecurrentLayer<'a, S, W> {
-    /// The operands of block `index`; an error without `parts`, its spec and weights, where the block is of another kind.
-    pub(super) fn new(
-        pass: &FusedPass<'a>,
-        index: usize,
-        parts: Option<(&'a S, &'a W)>,
-    ) -> Result<RecurrentLayer<'a, S, W>> {
-        let (state, scratch) = (pass.source.kv.state(), pass.memory.recurrent.as_ref());
-        let (Some((spec, weights)), Some(state), Some(scratch)) = (parts, state, scratch) else {
-            bail!(
-                Internal,
-                "block {index} has no recurrent layer of the planned kind"
-            );
-        };
-        Ok(RecurrentLayer {
-            spec,
-            weights,
-            scratch,
-            states: state.on_gpu(index)?,
-            segments: scratch.segments(pass.segments)?,
-        })
     }
 }
