@@ -21,7 +21,7 @@ use NVFP4::session::{
     SamplingOptions, Session, SessionOptions, step,
 };
 use common::{
-    Copy, cases, change_tensor, expect_kind, golden, load, options, some_tokens, windows,
+    Copy, cases, change_tensor, expect_kind, golden, load, load_gguf, options, some_tokens, windows,
 };
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
@@ -63,8 +63,9 @@ fn drafted(model: &Served, tokens: &[u32], step: usize, kept: usize) -> Vec<f32>
 
 #[test]
 fn drafters_agree_with_transformers() {
-    for case in CASES {
-        let model = load(case);
+    let stored = CASES.map(|case| (case, load(case)));
+    let gguf = ["qwen35_drafter", "qwen35moe_drafter"].map(|case| (case, load_gguf(case)));
+    for (case, model) in stored.into_iter().chain(gguf) {
         assert!(model.has_drafter());
         let bytes = fs::read(golden(case).join("expected.safetensors")).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();

@@ -14,17 +14,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use NVFP4::base::call::{Cancel, Progress, Watch};
 use NVFP4::base::threads::Pool;
 use NVFP4::base::{ErrorKind, Result};
-use NVFP4::checkpoint::{Checkpoint, Entry, Metadata, Part};
+use NVFP4::checkpoint::{Checkpoint, Encoding, Entry, Metadata, Part};
 use NVFP4::engine::{NewTokens, Sequence, Served};
-use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
+use NVFP4::format::nvfp4::{self, QuantizeOptions, Recipe};
 use NVFP4::model::convert::{Container, ConvertOptions, ConvertProgress, Tables, convert};
 use NVFP4::model::{
     self, Activations, Device, KvType, LoadOptions, Logits, Scratch, Wanted, tensors,
 };
 use common::{
     Copy, DEVICE_CASES, GEMMA4_CASES, LONG_CASES, MAMBA_CASES, RECURRENT_CASES, at_long_positions,
-    change_tensor, check_memory_comes_back, cut, expect_kind, golden, load, options, ragged,
-    some_tokens, step_logits,
+    change_tensor, check_memory_comes_back, cut, expect_kind, gguf, golden, load, load_gguf,
+    options, ragged, some_tokens, step_logits,
 };
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
@@ -170,9 +170,11 @@ fn gguf_files_of_every_family_agree_with_transformers() {
         "qwen3moe_normalized",
         "phi3_longrope",
         "mistral_window",
+        "qwen35_drafter",
+        "qwen35moe_drafter",
+        "qwen3next_shared",
     ] {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/gguf");
-        let model = Served::load(&folder.join(format!("{case}.gguf")), &options()).unwrap();
+        let model = load_gguf(case);
         assert_eq!(model.info().architecture, load(case).info().architecture);
         for (tokens, want) in expected(case) {
             let got = run_in(cache_of(&model, tokens.len()), &model, &tokens, Logits::All);
@@ -181,6 +183,48 @@ fn gguf_files_of_every_family_agree_with_transformers() {
                 assert!((a - b).abs() <= TOLERANCE, "{case}: {a} and {b}");
             }
         }
+    }
+}
+
+/// GGUF has no key for the limit of gpt-oss, which is that of the published models.
+#[test]
+fn a_gguf_file_of_gpt_oss_is_the_published_form() {
+    let dir = Copy::of("gptoss_mxfp4", "limit");
+    let config = fs::read_to_string(dir.0.join("config.json")).unwrap();
+    let published = config.replace("\"swiglu_limit\": 1.5", "\"swiglu_limit\": 7.0");
+    assert_ne!(config, published);
+    dir.write("config.json", published.as_bytes());
+    let (want, got) = (
+        Served::load(&dir.0, &options()).unwrap(),
+        load_gguf("gptoss_mxfp4"),
+    );
+    // The file's MXFP4, as NVFP4, has its values.
+    let file = model::open(&gguf("gptoss_mxfp4")).unwrap();
+    let stack = file.find("model.layers.1.mlp.experts.up_proj.weight");
+    let stack = stack.unwrap();
+    let [count, height, cols] = stack.shape[..] else {
+        panic!("{stack:?}")
+    };
+    assert_eq!(stack.encoding, Encoding::Mxfp4);
+    let rows = 1..count * height;
+    let mut values = vec![0.0; rows.len() * cols];
+    file.rows_f32(stack, rows.clone(), &mut values).unwrap();
+    let (mut codes, mut scales) = (vec![0; values.len() / 2], vec![0; values.len() / 16]);
+    file.rows_nvfp4(stack, rows.clone(), &mut codes, &mut scales)
+        .unwrap();
+    let globals = file.global_scales(stack).unwrap();
+    let (of_codes, of_scales) = (codes.chunks(cols / 2), scales.chunks(cols / 16));
+    for ((row, codes), (scales, want)) in rows.zip(of_codes).zip(of_scales.zip(values.chunks(cols)))
+    {
+        let mut held = vec![0.0; cols];
+        nvfp4::dequantize(codes, scales, globals[row / height], &mut held).unwrap();
+        assert_eq!(held, want, "row {row}");
+    }
+    let (tokens, _) = expected("gptoss_mxfp4").remove(0);
+    let [want, got] = [&want, &*got]
+        .map(|model| run_in(cache_of(model, tokens.len()), model, &tokens, Logits::All));
+    for (a, b) in got.iter().zip(&want) {
+        assert!((a - b).abs() <= TOLERANCE, "{a} and {b}");
     }
 }
 

@@ -290,6 +290,20 @@ fn mxfp4(b: &[u8; 17], out: &mut [f32; 32]) {
     }
 }
 
+/// Repacks MXFP4 blocks to codes with the even element in the low nibble, and separate scales. In a GGML block low nibbles hold the first
+/// half of the elements.
+pub(in crate::checkpoint) fn repack_mxfp4(bytes: &[u8], codes: &mut [u8], scales: &mut [u8]) {
+    let blocks = bytes.as_chunks::<17>().0.iter();
+    for ((b, codes), scale) in blocks.zip(codes.as_chunks_mut::<16>().0).zip(scales) {
+        *scale = b[0];
+        for i in 0..8 {
+            let [even, odd] = [b[1 + 2 * i], b[2 + 2 * i]];
+            codes[i] = (even & 15) | odd << 4;
+            codes[8 + i] = even >> 4 | (odd & 0xf0);
+        }
+    }
+}
+
 /// Elements and bytes of an NVFP4 super-block: four scales, then the codes of four runs of 16.
 const NVFP4_BLOCK: (usize, usize) = (64, 36);
 

@@ -12,7 +12,7 @@ use super::keys::{self, Convention};
 use super::method::{self, GptqForm};
 use super::names;
 use super::source::Source;
-use super::tensors::{self, BlockScales, Nested, Nf4, Raw, Scales, Stored, StoredForm};
+use super::tensors::{self, BlockScales, Mxfp4At, Nested, Nf4, Raw, Scales, Stored, StoredForm};
 use super::{Encoding, Entry};
 use crate::base::error::{bail, err};
 use crate::base::size::round_up;
@@ -117,7 +117,7 @@ impl Grouping<'_> {
                     },
                     Stored::Plain {
                         raw: i,
-                        form: StoredForm::AsStored,
+                        form: StoredForm::AS_STORED,
                     },
                 ));
             }
@@ -170,8 +170,7 @@ impl Grouping<'_> {
             encoding: raw.encoding,
             bytes: raw.span.len() as u64,
         };
-        let form = StoredForm::Transposed;
-        Some((entry, Stored::Plain { raw: i, form }))
+        Some((entry, Stored::Transposed { raw: i }))
     }
 
     /// The entry with the values of tensor `i`, if that is the values tensor of a convention.
@@ -398,8 +397,7 @@ impl Grouping<'_> {
             bytes,
         };
         let stored = Stored::Mxfp4 {
-            codes,
-            scales,
+            at: Mxfp4At::Apart { codes, scales },
             globals: OnceCell::new(),
         };
         Ok(Some((entry, stored)))

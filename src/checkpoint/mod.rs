@@ -13,6 +13,7 @@ mod keys;
 mod layout;
 mod method;
 mod names;
+mod order;
 mod safetensors;
 pub mod schema;
 mod source;
@@ -32,7 +33,7 @@ pub use entry::{
 };
 pub use folder::{Weights, gguf_parts, weights};
 pub use ggml::GgmlType;
-pub use gguf::{GgufFamily, GgufKind, GgufMetadata};
+pub use gguf::{GgufFamily, GgufForm, GgufKind, GgufMetadata, GgufValueHeads};
 pub use method::check_method;
 pub use names::is_of_text_model;
 pub use write::{

@@ -11,6 +11,7 @@ use once_cell::sync::OnceCell;
 
 use super::ggml;
 use super::int4::Int4;
+use super::order::Order;
 use super::source::{Source, Span};
 use super::{Checkpoint, Encoding, Entry, Metadata, Part, Unreadable};
 use crate::base::alloc::Budget;
@@ -63,26 +64,35 @@ pub(super) enum Scales {
 /// decoded.
 const STAGING: usize = 64 << 10;
 
-/// Conversion of a stored tensor's values to those of its entry.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum StoredForm {
-    /// No conversion.
-    AsStored,
-    /// The rows of each of that many attention heads are in the interleaved order of GGUF's llama architecture.
-    Interleaved { heads: usize },
-    /// 1 has been added to each value, as in norms of GGUF's gemma architectures.
+/// How the values of a stored tensor become those of its entry.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct StoredForm {
+    /// The order of the rows of a matrix, and of the elements of a vector.
+    pub(super) rows: Order,
+    /// The order of the columns of a matrix.
+    pub(super) columns: Order,
+    pub(super) function: Function,
+}
+
+/// The function of an entry's values that is stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Function {
+    /// The values.
+    #[default]
+    Values,
+    /// `x + 1`, as for norms of GGUF's gemma architectures.
     OnePlus,
-    /// A stack of matrices, each stored by columns: `[matrices, columns, rows]`.
-    Transposed,
+    /// `-e^x`, as for the decay of recurrent heads in GGUF.
+    NegatedExp,
 }
 
 impl StoredForm {
-    pub(super) fn heads(self) -> Option<usize> {
-        match self {
-            StoredForm::Interleaved { heads } => Some(heads),
-            StoredForm::AsStored | StoredForm::OnePlus | StoredForm::Transposed => None,
-        }
-    }
+    /// The values, in order.
+    pub(super) const AS_STORED: StoredForm = StoredForm {
+        rows: Order::Same,
+        columns: Order::Same,
+        function: Function::Values,
+    };
 }
 
 /// Scales of a float8 tensor. Each applies to a block of a matrix; blocks at the ends of rows and columns may be partial.
@@ -115,6 +125,8 @@ impl BlockScales {
 pub(super) enum Stored {
     /// One tensor, dense or in GGUF blocks.
     Plain { raw: usize, form: StoredForm },
+    /// A dense stack of matrices, each stored by columns: `[matrices, columns, rows]`.
+    Transposed { raw: usize },
     /// e4m3 values with one scale, or one per row, or one per block.
     ScaledF8 {
         raw: usize,
@@ -143,15 +155,16 @@ pub(super) enum Stored {
     },
     /// A stack of matrices in MXFP4.
     Mxfp4 {
-        codes: usize,
-        scales: usize,
+        at: Mxfp4At,
         /// The exponent of each matrix's global scale as NVFP4, and that scale; found when one is first asked for.
         globals: OnceCell<(Vec<i32>, Vec<f32>)>,
     },
-    /// GGUF's NVFP4 blocks. `heads` is as in [`StoredForm::Interleaved`].
+    /// GGUF's NVFP4 blocks.
     GgufNvfp4 {
         raw: usize,
-        heads: Option<usize>,
+        rows: Order,
+        /// [Keeps blocks](Order::keeps_blocks) of NVFP4.
+        columns: Order,
         /// One for the whole tensor, or one per expert.
         globals: Vec<f32>,
         also: Option<usize>,
@@ -160,6 +173,25 @@ pub(super) enum Stored {
     Int4(Box<Int4>),
     /// bitsandbytes NF4.
     Nf4(Box<Nf4>),
+}
+
+/// Where MXFP4 codes and scales are.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Mxfp4At {
+    /// In two tensors.
+    Apart { codes: usize, scales: usize },
+    /// In GGUF's blocks of both.
+    Blocks { raw: usize },
+}
+
+impl Mxfp4At {
+    /// The tensor with the scales.
+    fn scales(self) -> usize {
+        match self {
+            Mxfp4At::Apart { scales, .. } => scales,
+            Mxfp4At::Blocks { raw } => raw,
+        }
+    }
 }
 
 /// A bitsandbytes NF4 tensor. Blocks run over the flattened tensor.
@@ -272,30 +304,28 @@ impl Tensors {
             .read(self.place_of(raw, all, rows).start, out)
     }
 
-    /// Calls `each` with the bytes of each row, and the number of bytes before it. `heads` is as in [`StoredForm::Interleaved`].
+    /// Calls `each` with the bytes of each row, and the number of rows before it.
     fn each_row(
         &self,
         raw: usize,
         all: usize,
-        heads: Option<usize>,
+        order: Order,
         rows: Range<usize>,
         mut each: impl FnMut(usize, &[u8]) -> Result<()>,
     ) -> Result<()> {
         let stride = self.raws[raw].span.len() / all;
-        // The rows of a head are adjacent, in some order.
-        let run = heads.map_or((STAGING / stride.max(1)).max(1), |heads| all / heads);
-        let lies = |row: usize| heads.map_or(row, |_| interleaved(row, run));
+        let most = (STAGING / stride.max(1)).max(1);
         let mut staging = Vec::new();
         let mut first = rows.start;
         while first < rows.end {
-            let some = first..rows.end.min((first / run + 1) * run);
-            let low = some.clone().map(lies).min().unwrap_or(first);
-            let high = some.clone().map(lies).max().unwrap_or(first);
+            let some = first..rows.end.min(order.run_end(first, all, most));
+            let places = some.clone().map(|row| order.place(row, all));
+            let low = places.clone().min().unwrap_or(first);
+            let high = places.clone().max().unwrap_or(first);
             let place = self.place_of(raw, all, low..high + 1);
             let bytes = self.source(raw).slice(place, &mut staging)?;
-            for row in some.clone() {
-                let bytes = &bytes[(lies(row) - low) * stride..][..stride];
-                each(row - rows.start, bytes)?;
+            for (row, place) in some.clone().zip(places) {
+                each(row - rows.start, &bytes[(place - low) * stride..][..stride])?;
             }
             first = some.end;
         }
@@ -310,35 +340,42 @@ impl Tensors {
         rows: Range<usize>,
         out: &mut [f32],
     ) -> Result<()> {
-        if form == StoredForm::Transposed {
-            return self.transposed_f32(entry, raw, rows, out);
-        }
         let encoding = self.raws[raw].encoding;
         let (all, cols) = (entry.rows(), entry.cols());
-        if let StoredForm::Interleaved { heads } = form
-            && entry.shape.len() == 1
-        {
-            let mut stored = memory::zeros(cols)?;
-            self.each_row(raw, 1, None, 0..1, |_, bytes| {
-                decode(encoding, bytes, &mut stored);
-                Ok(())
-            })?;
-            for (i, value) in out.iter_mut().enumerate() {
-                *value = stored[interleaved(i, cols / heads)];
-            }
-            return Ok(());
-        }
-        self.each_row(raw, all, form.heads(), rows, |i, bytes| {
+        // The elements of a vector are one row to the file.
+        let (of_rows, within) = match entry.shape.len() {
+            1 => (Order::Same, form.rows),
+            _ => (form.rows, form.columns),
+        };
+        let mut stored = memory::zeros(if within == Order::Same { 0 } else { cols })?;
+        self.each_row(raw, all, of_rows, rows.clone(), |i, bytes| {
             let out = &mut out[i * cols..][..cols];
-            decode(encoding, bytes, out);
-            if form == StoredForm::OnePlus {
-                out.iter_mut().for_each(|v| *v -= 1.0);
+            match within {
+                Order::Same => decode(encoding, bytes, out),
+                order => {
+                    decode(encoding, bytes, &mut stored);
+                    order.restore(&stored, out);
+                }
+            }
+            match form.function {
+                Function::Values => {}
+                Function::OnePlus => out.iter_mut().for_each(|v| *v -= 1.0),
+                Function::NegatedExp => {
+                    if let Some(v) = out.iter().find(|v| !(v.is_finite() && **v < 0.0)) {
+                        bail!(
+                            CorruptFile,
+                            "{}: it has {v}; expected finite numbers below 0, as -e^x is",
+                            self.place(raw)
+                        );
+                    }
+                    out.iter_mut().for_each(|v| *v = (-*v).ln());
+                }
             }
             Ok(())
         })
     }
 
-    /// Rows of a dense stack that is [`StoredForm::Transposed`]. Each stored line has one value of every row of a matrix.
+    /// Rows of a stack that is [`Stored::Transposed`]. Each stored line has one value of every row of a matrix.
     fn transposed_f32(
         &self,
         entry: &Entry,
@@ -404,7 +441,7 @@ impl Tensors {
             }
             Scales::F16 | Scales::F32 => {
                 let mut values = memory::zeros(blocks)?;
-                self.each_row(scales, all, None, rows.clone(), |i, bytes| {
+                self.each_row(scales, all, Order::Same, rows.clone(), |i, bytes| {
                     decode(self.raws[scales].encoding, bytes, &mut values);
                     let out = &mut out[i * blocks..][..blocks];
                     for (block, (scale, &value)) in out.iter_mut().zip(&values).enumerate() {
@@ -461,6 +498,35 @@ impl Tensors {
         Ok(())
     }
 
+    /// Calls `each` with the codes and the checked scales of each row of [`Stored::GgufNvfp4`], and the number of rows before it.
+    fn each_gguf_nvfp4_row(
+        &self,
+        entry: &Entry,
+        stored: &Stored,
+        of: Range<usize>,
+        mut each: impl FnMut(usize, &[u8], &[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let &Stored::GgufNvfp4 {
+            raw, rows, columns, ..
+        } = stored
+        else {
+            bail!(Internal, "'{}' has no blocks of GGUF's NVFP4", entry.name);
+        };
+        let (all, blocks) = (entry.rows(), entry.cols() / nvfp4::BLOCK);
+        let (mut codes, mut scales) = (vec![[0; nvfp4::BLOCK / 2]; blocks], vec![0; blocks]);
+        let (mut stored_codes, mut stored_scales) = (codes.clone(), scales.clone());
+        let first = of.start;
+        self.each_row(raw, all, rows, of, |i, bytes| {
+            ggml::repack_nvfp4(bytes, stored_codes.as_flattened_mut(), &mut stored_scales);
+            self.check_scales(raw, entry, first + i, &stored_scales)?;
+            for block in 0..blocks {
+                let at = columns.place(block * nvfp4::BLOCK, entry.cols()) / nvfp4::BLOCK;
+                (codes[block], scales[block]) = (stored_codes[at], stored_scales[at]);
+            }
+            each(i, codes.as_flattened(), &scales)
+        })
+    }
+
     /// Fails if a scale of a row of an MXFP4 entry is NaN.
     fn check_mxfp4(&self, entry: &Entry, scales: usize, row: usize, bytes: &[u8]) -> Result<()> {
         match bytes.iter().position(|&scale| scale == mxfp4::NAN) {
@@ -476,67 +542,101 @@ impl Tensors {
         }
     }
 
+    /// Calls `each` with the codes and the scales of each row of an MXFP4 entry, and the number of rows before it.
+    fn each_mxfp4_row(
+        &self,
+        entry: &Entry,
+        at: Mxfp4At,
+        rows: Range<usize>,
+        mut each: impl FnMut(usize, &[u8], &[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let (all, cols) = (entry.rows(), entry.cols());
+        let mut row_codes = memory::zeros::<u8>(cols / 2)?;
+        let mut row_scales = memory::zeros::<u8>(cols / mxfp4::BLOCK)?;
+        self.each_row(at.scales(), all, Order::Same, rows.clone(), |i, bytes| {
+            let row = rows.start + i;
+            let scales = match at {
+                Mxfp4At::Apart { codes, .. } => {
+                    self.read_rows(codes, all, row..row + 1, &mut row_codes)?;
+                    bytes
+                }
+                Mxfp4At::Blocks { .. } => {
+                    ggml::repack_mxfp4(bytes, &mut row_codes, &mut row_scales);
+                    &row_scales
+                }
+            };
+            self.check_mxfp4(entry, at.scales(), row, scales)?;
+            each(i, &row_codes, scales)
+        })
+    }
+
     /// The exponents of the global scales with which the matrices of an MXFP4 entry are NVFP4 without loss, and those scales.
     fn mxfp4_globals<'a>(
         &self,
         entry: &Entry,
-        stored: (usize, usize),
+        at: Mxfp4At,
         globals: &'a OnceCell<(Vec<i32>, Vec<f32>)>,
     ) -> Result<&'a (Vec<i32>, Vec<f32>)> {
         globals.get_or_try_init(|| {
             let experts = 0..entry.shape[0];
             let exponents: Vec<i32> = experts
-                .map(|expert| self.mxfp4_global(entry, stored, expert))
+                .map(|expert| self.mxfp4_global(entry, at, expert))
                 .collect::<Result<_>>()?;
             let scales = exponents.iter().map(|&e| mxfp4::global_scale(e)).collect();
             Ok((exponents, scales))
         })
     }
 
-    /// The exponent of the global scale of one matrix. Its codes are read only if they must change, because scales are too far apart.
-    fn mxfp4_global(
-        &self,
-        entry: &Entry,
-        (codes, scales): (usize, usize),
-        expert: usize,
-    ) -> Result<i32> {
+    /// The exponent of the global scale of one matrix. Codes in a tensor of their own are read only if they must change, because scales are
+    /// too far apart.
+    fn mxfp4_global(&self, entry: &Entry, at: Mxfp4At, expert: usize) -> Result<i32> {
         let (all, height, cols) = (entry.rows(), entry.shape[1], entry.cols());
         let rows = expert * height..(expert + 1) * height;
         let (mut found, mut largest) = (ScaleExponents::default(), 0);
-        self.each_row(scales, all, None, rows.clone(), |i, bytes| {
-            self.check_mxfp4(entry, scales, rows.start + i, bytes)?;
+        let mut add = |bytes: &[u8]| {
             found.add_scales(bytes);
             largest = bytes.iter().copied().fold(largest, u8::max);
-            Ok(())
-        })?;
+        };
+        match at {
+            Mxfp4At::Apart { scales, .. } => {
+                self.each_row(scales, all, Order::Same, rows.clone(), |i, bytes| {
+                    self.check_mxfp4(entry, scales, rows.start + i, bytes)?;
+                    add(bytes);
+                    Ok(())
+                })?;
+            }
+            Mxfp4At::Blocks { .. } => {
+                self.each_mxfp4_row(entry, at, rows.clone(), |_, _, bytes| {
+                    add(bytes);
+                    Ok(())
+                })?;
+            }
+        }
         if let Ok(exponent) = found.of_global()
             && mxfp4::decode(7, largest).is_finite()
         {
             return Ok(exponent);
         }
-        let (mut found, mut row_codes) = (ScaleExponents::default(), memory::zeros(cols / 2)?);
-        let mut values = memory::zeros::<f32>(cols)?;
-        self.each_row(scales, all, None, rows.clone(), |i, bytes| {
-            let row = rows.start + i;
-            self.read_rows(codes, all, row..row + 1, &mut row_codes)?;
-            mxfp4::dequantize(&row_codes, bytes, &mut values);
-            if let Some(at) = values.iter().position(|v| v.is_infinite()) {
-                let block = at / mxfp4::BLOCK;
+        let (mut found, mut values) = (ScaleExponents::default(), memory::zeros::<f32>(cols)?);
+        self.each_mxfp4_row(entry, at, rows, |i, row_codes, bytes| {
+            mxfp4::dequantize(row_codes, bytes, &mut values);
+            if let Some(at_value) = values.iter().position(|v| v.is_infinite()) {
+                let block = at_value / mxfp4::BLOCK;
                 bail!(
                     CorruptFile,
                     "{}: the scale of expert {expert}, row {i}, block {block} is 2^{}, with which a value is too large for f32",
-                    self.place(scales),
+                    self.place(at.scales()),
                     mxfp4::exponent(bytes[block])
                 );
             }
-            found.add_blocks(&row_codes, bytes);
+            found.add_blocks(row_codes, bytes);
             Ok(())
         })?;
         found.of_global().map_err(|(lowest, highest)| {
             err!(
                 Unsupported,
                 "{}: expert {expert} needs scales from 2^{lowest} to 2^{highest}, {} powers of two; NVFP4 holds 18 without loss",
-                self.place(scales),
+                self.place(at.scales()),
                 highest - lowest + 1
             )
         })
@@ -637,9 +737,12 @@ impl Tensors {
     /// The tensors that form an entry; the one with the values comes first.
     fn raws_of(stored: &Stored) -> Vec<usize> {
         match stored {
-            Stored::Plain { raw, .. } => vec![*raw],
+            Stored::Plain { raw, .. } | Stored::Transposed { raw } => vec![*raw],
             Stored::ScaledF8 { raw, scales, .. } => vec![*raw, *scales],
-            Stored::Mxfp4 { codes, scales, .. } => vec![*codes, *scales],
+            Stored::Mxfp4 { at, .. } => match at {
+                Mxfp4At::Apart { codes, scales } => vec![*codes, *scales],
+                Mxfp4At::Blocks { raw } => vec![*raw],
+            },
             Stored::Int8 {
                 codes,
                 scales,
@@ -699,14 +802,6 @@ fn check_rows(
         );
     }
     Ok(())
-}
-
-/// Position of row `row` of a Hugging Face projection in the order of GGUF's llama architecture: within each head of `width` rows, the two
-/// halves that rotate together are interleaved.
-fn interleaved(row: usize, width: usize) -> usize {
-    let within = row % width;
-    let half = width / 2;
-    row - within + 2 * (within % half) + within / half
 }
 
 /// Decodes a run of dense values or whole GGUF blocks.
@@ -782,10 +877,11 @@ impl Checkpoint for Tensors {
         }
         match stored {
             Stored::Plain { raw, form } => self.plain_f32(entry, *raw, *form, rows, out)?,
+            Stored::Transposed { raw } => self.transposed_f32(entry, *raw, rows, out)?,
             Stored::ScaledF8 {
                 raw, block_scales, ..
             } => {
-                self.plain_f32(entry, *raw, StoredForm::AsStored, rows.clone(), out)?;
+                self.plain_f32(entry, *raw, StoredForm::AS_STORED, rows.clone(), out)?;
                 for (row, out) in rows.zip(out.chunks_exact_mut(entry.cols())) {
                     block_scales.apply(row, out);
                 }
@@ -808,37 +904,19 @@ impl Checkpoint for Tensors {
                 global,
                 ..
             } => self.nvfp4_f32(entry, (*codes, *scales, *form, *global), rows, out)?,
-            Stored::Mxfp4 { codes, scales, .. } => {
+            Stored::Mxfp4 { at, .. } => {
                 let cols = entry.cols();
-                let mut row_codes = memory::zeros::<u8>(cols / 2)?;
-                self.each_row(
-                    *scales,
-                    entry.rows(),
-                    None,
-                    rows.clone(),
-                    |i, row_scales| {
-                        let row = rows.start + i;
-                        self.check_mxfp4(entry, *scales, row, row_scales)?;
-                        self.read_rows(*codes, entry.rows(), row..row + 1, &mut row_codes)?;
-                        mxfp4::dequantize(&row_codes, row_scales, &mut out[i * cols..][..cols]);
-                        Ok(())
-                    },
-                )?;
+                self.each_mxfp4_row(entry, *at, rows, |i, row_codes, row_scales| {
+                    mxfp4::dequantize(row_codes, row_scales, &mut out[i * cols..][..cols]);
+                    Ok(())
+                })?;
             }
-            Stored::GgufNvfp4 {
-                raw,
-                heads,
-                globals,
-                ..
-            } => {
+            Stored::GgufNvfp4 { globals, .. } => {
                 let (cols, share) = (entry.cols(), entry.rows() / globals.len());
-                let (mut codes, mut scales) = (vec![0; cols / 2], vec![0; cols / nvfp4::BLOCK]);
                 let first = rows.start;
-                self.each_row(*raw, entry.rows(), *heads, rows, |i, bytes| {
-                    ggml::repack_nvfp4(bytes, &mut codes, &mut scales);
-                    self.check_scales(*raw, entry, first + i, &scales)?;
+                self.each_gguf_nvfp4_row(entry, stored, rows, |i, codes, scales| {
                     let global = globals[(first + i) / share];
-                    nvfp4::dequantize(&codes, &scales, global, &mut out[i * cols..][..cols])
+                    nvfp4::dequantize(codes, scales, global, &mut out[i * cols..][..cols])
                 })?;
             }
             Stored::Int4(int4) => {
@@ -887,20 +965,17 @@ impl Checkpoint for Tensors {
                 self.read_rows(*from, all, rows.clone(), codes)?;
                 self.scale_rows(entry, *from_scales, *form, rows, scales)?;
             }
-            Stored::Mxfp4 {
-                codes: from,
-                scales: from_scales,
-                globals,
-            } => {
-                let (exponents, _) = self.mxfp4_globals(entry, (*from, *from_scales), globals)?;
-                self.read_rows(*from, all, rows.clone(), codes)?;
-                self.each_row(*from_scales, all, None, rows.clone(), |i, row_scales| {
-                    let row = rows.start + i;
+            Stored::Mxfp4 { at, globals } => {
+                let (exponents, _) = self.mxfp4_globals(entry, *at, globals)?;
+                let first = rows.start;
+                self.each_mxfp4_row(entry, *at, rows, |i, row_codes, row_scales| {
+                    let row = first + i;
                     let codes = &mut codes[i * code_cols..][..code_cols];
                     let scales = &mut scales[i * scale_cols..][..scale_cols];
+                    codes.copy_from_slice(row_codes);
                     let global = exponents[row / entry.shape[1]];
                     mxfp4::to_nvfp4(global, row_scales, codes, scales).map_err(|block| {
-                        let place = self.place(*from_scales);
+                        let place = self.place(at.scales());
                         err!(
                             Internal,
                             "{place}: row {row}, block {block} has no exact form"
@@ -908,16 +983,15 @@ impl Checkpoint for Tensors {
                     })
                 })?;
             }
-            Stored::GgufNvfp4 { raw, heads, .. } => {
-                let first = rows.start;
-                self.each_row(*raw, all, *heads, rows, |i, bytes| {
-                    let codes = &mut codes[i * code_cols..][..code_cols];
-                    let scales = &mut scales[i * scale_cols..][..scale_cols];
-                    ggml::repack_nvfp4(bytes, codes, scales);
-                    self.check_scales(*raw, entry, first + i, scales)
+            Stored::GgufNvfp4 { .. } => {
+                self.each_gguf_nvfp4_row(entry, stored, rows, |i, row_codes, row_scales| {
+                    codes[i * code_cols..][..code_cols].copy_from_slice(row_codes);
+                    scales[i * scale_cols..][..scale_cols].copy_from_slice(row_scales);
+                    Ok(())
                 })?;
             }
             Stored::Plain { .. }
+            | Stored::Transposed { .. }
             | Stored::ScaledF8 { .. }
             | Stored::Int8 { .. }
             | Stored::Int4(_)
@@ -955,11 +1029,7 @@ impl Checkpoint for Tensors {
         match self.stored(entry)? {
             Stored::Nvfp4 { global, .. } => Ok(std::slice::from_ref(global)),
             Stored::GgufNvfp4 { globals, .. } => Ok(globals),
-            Stored::Mxfp4 {
-                codes,
-                scales,
-                globals,
-            } => Ok(&self.mxfp4_globals(entry, (*codes, *scales), globals)?.1),
+            Stored::Mxfp4 { at, globals } => Ok(&self.mxfp4_globals(entry, *at, globals)?.1),
             _ => bail!(
                 InvalidArgument,
                 "'{}' is {}, which has no global scale",
@@ -973,7 +1043,7 @@ impl Checkpoint for Tensors {
         match self.stored(entry).ok()? {
             Stored::Plain {
                 raw,
-                form: StoredForm::AsStored,
+                form: StoredForm::AS_STORED,
             } => Some(self.part(*raw)),
             _ => None,
         }
@@ -1009,16 +1079,6 @@ impl Checkpoint for Tensors {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_interleaved_order_is_a_permutation_within_each_head() {
-        // Two heads of four rows: rotation pairs (0, 2) and (1, 3) are adjacent in the file.
-        let order: Vec<usize> = (0..8).map(|r| interleaved(r, 4)).collect();
-        assert_eq!(order, [0, 2, 1, 3, 4, 6, 5, 7]);
-        let mut seen: Vec<usize> = (0..3 * 64).map(|r| interleaved(r, 64)).collect();
-        seen.sort_unstable();
-        assert!(seen.into_iter().eq(0..3 * 64));
-    }
 
     #[test]
     fn f16_runs_convert_whole() {

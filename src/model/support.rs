@@ -133,6 +133,16 @@ mod tests {
     }
 
     #[test]
+    fn the_page_of_models_has_every_architecture_of_gguf() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/models.md");
+        let page = std::fs::read_to_string(path).unwrap();
+        let names = families::gguf().iter().map(|family| family.architecture);
+        let names: Vec<_> = names.map(|name| format!("`{name}`")).collect();
+        let list = format!("Architectures of GGUF: {}.", names.join(", "));
+        assert!(page.contains(&list), "docs/models.md lacks this: {list}");
+    }
+
+    #[test]
     fn what_is_not_trained_is_named() {
         let known = known().unwrap();
         let of = |name: &str| known.iter().find(|f| f.model_type == name).unwrap();

@@ -483,6 +483,17 @@ impl List<'_> {
         });
     }
 
+    /// Lets the last tensor, a part of another, be stored alone too.
+    fn or_alone(&mut self) {
+        if let Some(tensor) = self.tensors.last_mut() {
+            tensor.within.push(Within {
+                name: tensor.name.clone(),
+                shape: tensor.shape.clone(),
+                rows: (0..tensor.shape[0]).into(),
+            });
+        }
+    }
+
     fn attention(&mut self, attention: &AttentionSpec, hidden: usize) {
         let (q, kv) = (attention.q_width(), attention.kv_width());
         // Files store one matrix for all three only where there are three.
@@ -568,6 +579,7 @@ impl List<'_> {
                     let whole = (whole, &[heads * stride, hidden][..]);
                     let (name, sizes) = (format!("{name}.weight"), [stored.count(), hidden]);
                     self.part(&name, &sizes, TensorRole::Recurrent, whole, stored);
+                    self.or_alone();
                 };
                 of_heads(DELTA_QKV, qkvz, &of_qkv);
                 of_heads(DELTA_Z, qkvz, &[(2 * dim + run, run)]);
@@ -715,16 +727,24 @@ impl List<'_> {
                 within(&format!("{projection}.weight"), shape(rows), &alone),
                 within(stack, shape(height), &of_stack),
             ],
-            // A checkpoint gives the stack this name, and its matrices row by row, however the file stores them.
-            ExpertNames::GptOss => {
-                vec![within(&format!("{stack}.weight"), shape(height), &of_stack)]
-            }
+            // A checkpoint gives the stack this name, and its matrices row by row, however the file stores them. GGUF has gates and ups apart.
+            ExpertNames::GptOss => vec![
+                within(&format!("{stack}.weight"), shape(height), &of_stack),
+                within(&format!("{projection}.weight"), shape(rows), &alone),
+            ],
         };
-        let biases = vec![within(
-            &format!("{stack}_bias"),
-            vec![experts.count, height],
-            &of_stack,
-        )];
+        let biases = vec![
+            within(
+                &format!("{stack}_bias"),
+                vec![experts.count, height],
+                &of_stack,
+            ),
+            within(
+                &format!("{projection}.bias"),
+                vec![experts.count, rows],
+                &alone,
+            ),
+        ];
         let name = self.name(&format!("mlp.experts.{expert}.{projection}"));
         self.tensors.push(TensorSpec {
             name: format!("{name}.weight"),

@@ -1559,3 +1559,75 @@ mod split_gguf_files {
         );
     }
 }
+
+/// Parts of a gated delta net that cannot be put in the order of their value heads, or have no logarithm.
+#[test]
+fn value_heads_of_gguf_files_must_divide() {
+    let number =
+        |key: &str, value: u32| Gguf::pair(&format!("qwen35.{key}"), 4, &value.to_le_bytes());
+    // Two key heads, and value heads of `width` together.
+    let open = |(heads, width): (u32, u32), name: &str, dims: &[u64], kind: u32, data: Vec<u8>| {
+        let gguf = [
+            ("attention.head_count", 2),
+            ("ssm.state_size", 16),
+            ("ssm.group_count", 2),
+            ("ssm.time_step_rank", heads),
+            ("ssm.inner_size", width),
+        ]
+        .into_iter()
+        .fold(Gguf::new("qwen35"), |gguf, (key, value)| {
+            gguf.with_pair(number(key, value))
+        });
+        let gguf = gguf.tensor(name, dims, kind, 0).with_data(data);
+        model::open_bytes("x.gguf", gguf.build())
+    };
+    let (f32s, nvfp4) = (0, 40);
+    let zeros = |count: usize| vec![0; count];
+    expect_kind(
+        open(
+            (4, 32),
+            "blk.0.attn_gate.weight",
+            &[4, 33],
+            f32s,
+            zeros(33 * 16),
+        ),
+        ErrorKind::CorruptFile,
+        "'blk.0.attn_gate.weight' of shape [33, 4] does not have 4 value heads of 8 for 2 key heads",
+    );
+    expect_kind(
+        open(
+            (4, 32),
+            "blk.0.attn_qkv.weight",
+            &[4, 95],
+            f32s,
+            zeros(95 * 16),
+        ),
+        ErrorKind::CorruptFile,
+        "of shape [95, 4] does not have 4 value heads of 8 for 2 key heads after 64 rows of queries and keys",
+    );
+    expect_kind(
+        open(
+            (4, 30),
+            "blk.0.ssm_out.weight",
+            &[30, 4],
+            f32s,
+            zeros(30 * 16),
+        ),
+        ErrorKind::CorruptFile,
+        "'qwen35.ssm.inner_size' is 30, which 4 value heads",
+    );
+    // Heads of 8 columns part the blocks of 16.
+    expect_kind(
+        open((8, 64), "blk.0.ssm_out.weight", &[64, 1], nvfp4, zeros(36)).map(drop),
+        ErrorKind::Unsupported,
+        "'blk.0.ssm_out.weight' is in NVFP4, whose blocks its heads divide",
+    );
+    let data = [-1f32, -2.0, 0.5, -1.0].map(f32::to_le_bytes).concat();
+    let opened = open((4, 32), "blk.0.ssm_a", &[4], f32s, data).unwrap();
+    let entry = opened.find("model.layers.0.linear_attn.A_log").unwrap();
+    expect_kind(
+        opened.rows_f32(entry, 0..1, &mut [0.0; 4]),
+        ErrorKind::CorruptFile,
+        "'blk.0.ssm_a': it has 0.5; expected finite numbers below 0, as -e^x is",
+    );
+}

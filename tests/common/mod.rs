@@ -45,6 +45,18 @@ pub(crate) fn options() -> LoadOptions {
     LoadOptions::new(Device::cpu(Some(2)).unwrap())
 }
 
+/// The file of a GGUF golden.
+pub(crate) fn gguf(case: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/golden/gguf")
+        .join(format!("{case}.gguf"))
+}
+
+/// The model of a GGUF golden.
+pub(crate) fn load_gguf(case: &str) -> Arc<Served> {
+    Served::load(&gguf(case), &options()).unwrap()
+}
+
 /// A golden model.
 pub(crate) fn load(case: &str) -> Arc<Served> {
     Served::load(&golden(case), &options()).unwrap()

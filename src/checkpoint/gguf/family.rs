@@ -21,21 +21,50 @@ pub struct GgufFamily {
     pub class: &'static str,
     /// Key and value of the activation in `config.json`: ("hidden_act", "silu").
     pub activation: (&'static str, &'static str),
-    /// Tensors outside the blocks, as pairs of GGUF name and logical name: ("token_embd", "model.embed_tokens").
+    /// Tensors outside the blocks, as pairs of GGUF name and logical name: ("token_embd", "model.embed_tokens"). Here and below a GGUF
+    /// name is without the suffix, which the logical name then gets too, or whole.
     pub globals: &'static [(&'static str, &'static str)],
-    /// Tensors within `blk.N` and `model.layers.N`: ("attn_qkv", "self_attn.qkv_proj").
-    pub per_layer: &'static [(&'static str, &'static str)],
-    /// GGUF names within `blk.N` whose rows are interleaved within each head, so that rows that rotate together are neighbours, with the
-    /// key of the number of heads: ("attn_q", "attention.head_count").
-    pub interleaved: &'static [(&'static str, &'static str)],
-    /// GGUF names, within `blk.N` and outside, of norms stored with 1 added to each weight.
-    pub one_plus: &'static [&'static str],
-    /// GGUF names within `blk.N` of one-row matrices, which are stored as vectors.
-    pub one_row: &'static [&'static str],
+    /// Tensors within `blk.N` and `model.layers.N`, in lists: ("attn_qkv", "self_attn.qkv_proj"), ("ssm_a", "linear_attn.A_log").
+    pub per_layer: &'static [&'static [(&'static str, &'static str)]],
+    /// Tensors of the drafter outside its block, which `blk.N` after the last block has in GGUF: ("nextn.eh_proj", "mtp.fc").
+    pub drafter: &'static [(&'static str, &'static str)],
+    /// Tensors that GGUF stores in another form: (GGUF name within `blk.N` or outside, form).
+    pub forms: &'static [(&'static str, GgufForm)],
+    /// Tensors within `blk.N` with value heads of a gated delta net, and what of the tensor those are. The value heads of a key head follow
+    /// each other in Hugging Face's files. GGUF has the first of every key head, then the second of every key head, and so on.
+    pub value_heads: &'static [(&'static str, GgufValueHeads)],
     /// Metadata copied to `config.json` in addition to that of all architectures: (key of `config.json`, GGUF key, kind).
     pub keys: &'static [(&'static str, &'static str, GgufKind)],
     /// Adds to `config.json` what the tables cannot express.
     pub config: fn(&GgufMetadata<'_>, &mut Map<String, Json>) -> Result<()>,
+}
+
+/// How GGUF stores a tensor otherwise than Hugging Face's files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GgufForm {
+    /// The rows of each head are interleaved, so that rows that rotate together are neighbours. With the key of the number of heads.
+    Interleaved(&'static str),
+    /// 1 is added to each value.
+    OnePlus,
+    /// A value x is stored as `-e^x`.
+    NegatedExp,
+    /// A matrix of one row is stored as a vector.
+    OneRow,
+    /// Filters `[channels, 1, taps]` are stored as `[channels, taps]`.
+    Filters,
+}
+
+/// The part of a tensor that belongs to value heads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GgufValueHeads {
+    /// All rows.
+    Rows,
+    /// The rows after those of queries and keys.
+    RowsAfterKeys,
+    /// A row or an element for each head.
+    Each,
+    /// All columns.
+    Columns,
 }
 
 /// Kind of a metadata value.

@@ -10,8 +10,11 @@ mod types;
 use std::collections::HashMap;
 use std::path::Path;
 
+use once_cell::sync::OnceCell;
+
+use super::ggml::GgmlType;
 use super::source::Source;
-use super::tensors::{Raw, Stored, StoredForm, Tensors};
+use super::tensors::{Function, Mxfp4At, Raw, Stored, Tensors};
 use super::{Encoding, Entry, Metadata, TokenizerSource, Unreadable};
 use crate::base::Result;
 use crate::base::alloc::Budget;
@@ -21,7 +24,7 @@ use crate::tensor::DType;
 
 use header::{Header, MAGIC, read_header};
 
-pub use family::{GgufFamily, GgufKind, GgufMetadata};
+pub use family::{GgufFamily, GgufForm, GgufKind, GgufMetadata, GgufValueHeads};
 
 pub(super) fn recognises(bytes: &[u8]) -> bool {
     bytes.starts_with(MAGIC)
@@ -68,18 +71,22 @@ pub(super) fn open(
         let translation =
             translate::Translation::new(metadata, families).map_err(|e| e.within(name))?;
         let logical = logical(&sources, &raws, &translation)?;
-        let unreadable = unreadable.iter().map(|u| Unreadable {
-            name: translation.plain_name(&u.key),
-            dtype: u.dtype.clone(),
-            shape: u.shape.clone(),
-            bytes: u.bytes as u64,
-            reason: match u.shape.contains(&0) {
-                true => format!("has shape {:?}, which holds no values", u.shape),
-                false => format!("is stored as {}, which is not supported", u.dtype),
-            },
+        let unreadable = unreadable.iter().map(|u| {
+            Ok(Unreadable {
+                name: translation.plain_name(&u.key)?,
+                dtype: u.dtype.clone(),
+                shape: u.shape.clone(),
+                bytes: u.bytes as u64,
+                reason: match u.shape.contains(&0) {
+                    true => format!("has shape {:?}, which holds no values", u.shape),
+                    false => format!("is stored as {}, which is not supported", u.dtype),
+                },
+            })
         });
+        let unreadable = unreadable.collect::<Result<Vec<_>>>();
+        let unreadable = unreadable.map_err(|e| e.within(name))?;
         let config = translation.config().map_err(|e| e.within(name))?;
-        (logical, unreadable.collect(), config)
+        (logical, unreadable, config)
     };
     let tokenizer = match translate::vocabulary(&mut pairs).map_err(|e| e.within(name))? {
         Some(vocabulary) => TokenizerSource::Vocabulary(vocabulary),
@@ -147,37 +154,51 @@ fn logical(
         }
         let (name, form) = translation.name(raw).map_err(|e| e.within(file(i)))?;
         let mut bytes = raw.span.len() as u64;
-        let stored = if raw.encoding == Encoding::Nvfp4 {
-            if form == StoredForm::OnePlus {
-                bail!(
-                    Unsupported,
-                    "{}: '{}' is a norm in NVFP4; norms are stored as dense vectors",
-                    file(i),
-                    raw.key
-                );
-            }
-            let also = global_scale_of[i];
-            let globals = match also {
-                None => vec![1.0],
-                Some(m) => {
-                    bytes += raws[m].span.len() as u64;
-                    global_scales(sources, &raws[m], raw).map_err(|e| e.within(file(m)))?
+        let (encoding, stored) = match raw.encoding {
+            Encoding::Nvfp4 => {
+                let why = match form.function {
+                    Function::OnePlus => "a norm in NVFP4; norms are stored as dense vectors",
+                    Function::NegatedExp => "in NVFP4; expected a dense vector",
+                    Function::Values if !form.columns.keeps_blocks(nvfp4::BLOCK) => {
+                        "in NVFP4, whose blocks its heads divide; expected another type"
+                    }
+                    Function::Values => "",
+                };
+                if !why.is_empty() {
+                    bail!(Unsupported, "{}: '{}' is {why}", file(i), raw.key);
                 }
-            };
-            Stored::GgufNvfp4 {
-                raw: i,
-                heads: form.heads(),
-                globals,
-                also,
+                let also = global_scale_of[i];
+                let globals = match also {
+                    None => vec![1.0],
+                    Some(m) => {
+                        bytes += raws[m].span.len() as u64;
+                        global_scales(sources, &raws[m], raw).map_err(|e| e.within(file(m)))?
+                    }
+                };
+                let stored = Stored::GgufNvfp4 {
+                    raw: i,
+                    rows: form.rows,
+                    columns: form.columns,
+                    globals,
+                    also,
+                };
+                (raw.encoding, stored)
             }
-        } else {
-            Stored::Plain { raw: i, form }
+            // A stack of experts is NVFP4 without loss.
+            Encoding::Ggml(GgmlType::MXFP4) if raw.shape.len() == 3 => {
+                let stored = Stored::Mxfp4 {
+                    at: Mxfp4At::Blocks { raw: i },
+                    globals: OnceCell::new(),
+                };
+                (Encoding::Mxfp4, stored)
+            }
+            encoding => (encoding, Stored::Plain { raw: i, form }),
         };
         logical.push((
             Entry {
-                shape: translation.shape(raw),
+                shape: translation.shape(raw).map_err(|e| e.within(file(i)))?,
                 name,
-                encoding: raw.encoding,
+                encoding,
                 bytes,
             },
             stored,

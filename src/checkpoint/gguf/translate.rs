@@ -3,11 +3,12 @@
 
 use serde_json::{Map, Value as Json, json};
 
-use super::family::{GgufFamily, GgufKind, GgufMetadata};
+use super::family::{GgufFamily, GgufForm, GgufKind, GgufMetadata, GgufValueHeads};
 use super::header::Pairs;
 use crate::base::Result;
 use crate::base::error::{bail, err};
-use crate::checkpoint::tensors::{Raw, StoredForm};
+use crate::checkpoint::order::Order;
+use crate::checkpoint::tensors::{Function, Raw, StoredForm};
 use crate::checkpoint::{RareEntries, Vocabulary};
 
 /// Entries of `config.json` for every architecture, as in [`GgufFamily::keys`].
@@ -34,6 +35,40 @@ const COMMON: [(&str, &str, GgufKind); 6] = [
 
 const HEADS: &str = "attention.head_count";
 const KV_HEADS: &str = "attention.head_count_kv";
+
+/// Blocks of the drafter, which follow the others.
+const DRAFTER_BLOCKS: &str = "nextn_predict_layers";
+
+/// A tensor of a family.
+struct Found<'k> {
+    /// Its GGUF name in the table that has it.
+    stem: &'static str,
+    /// The suffix of that name in the file, as in "weight"; `None` if the table has the whole name.
+    suffix: Option<&'k str>,
+    /// The logical name.
+    name: String,
+}
+
+/// Finds a GGUF name, whole or without its suffix.
+fn lookup<'k>(table: &'static [(&'static str, &'static str)], key: &'k str) -> Option<Found<'k>> {
+    let find = |key: &str| table.iter().find(|(stem, _)| *stem == key);
+    if let Some(&(stem, name)) = find(key) {
+        return Some(Found {
+            stem,
+            suffix: None,
+            name: name.to_owned(),
+        });
+    }
+    let (before, suffix @ ("weight" | "bias" | "input_scale" | "scale")) = key.rsplit_once('.')?
+    else {
+        return None;
+    };
+    find(before).map(|&(stem, name)| Found {
+        stem,
+        suffix: Some(suffix),
+        name: format!("{name}.{suffix}"),
+    })
+}
 
 /// A file's metadata, and the family of its architecture.
 pub(super) struct Translation<'a> {
@@ -70,87 +105,164 @@ impl<'a> Translation<'a> {
         }
     }
 
-    /// Splits the GGUF name of a tensor into its block, `blk.N`, and the name within it.
-    fn within_block(key: &str) -> Option<(&str, &str)> {
-        let (layer, name) = key.strip_prefix("blk.")?.split_once('.')?;
-        layer.parse::<u32>().ok().map(|_| (layer, name))
+    /// Blocks of the file, without those of a drafter.
+    fn blocks(&self) -> Result<Option<u64>> {
+        let drafter = self.metadata.integer(DRAFTER_BLOCKS)?.unwrap_or(0);
+        let all = self.metadata.integer("block_count")?;
+        Ok(all.map(|all| all.saturating_sub(drafter)))
     }
 
-    /// The shape of an entry: that of the tensor, except for matrices stored as vectors.
-    pub(super) fn shape(&self, raw: &Raw) -> Vec<usize> {
-        let name = Self::within_block(&raw.key).and_then(|(_, name)| name.strip_suffix(".weight"));
-        let one_row = self.family.map_or(&[][..], |family| family.one_row);
-        match (name, &raw.shape[..]) {
-            (Some(name), &[cols]) if one_row.contains(&name) => vec![1, cols],
+    /// A tensor that the family knows; `None` for others.
+    fn find<'k>(&self, key: &'k str) -> Result<Option<Found<'k>>> {
+        let Some(family) = self.family else {
+            return Ok(None);
+        };
+        if let Some(found) = lookup(family.globals, key) {
+            return Ok(Some(found));
+        }
+        let block = key.strip_prefix("blk.").and_then(|key| key.split_once('.'));
+        let Some((number, within)) =
+            block.and_then(|(number, within)| Some((number.parse::<u32>().ok()?, within)))
+        else {
+            return Ok(None);
+        };
+        let number = u64::from(number);
+        let of_drafter = match self.blocks()? {
+            Some(blocks) if number >= blocks => Some(number - blocks),
+            _ => None,
+        };
+        if of_drafter.is_some()
+            && let Some(found) = lookup(family.drafter, within)
+        {
+            return Ok(Some(found));
+        }
+        let found = family
+            .per_layer
+            .iter()
+            .find_map(|table| lookup(table, within));
+        Ok(found.map(|found| Found {
+            name: match of_drafter {
+                Some(block) => format!("mtp.layers.{block}.{}", found.name),
+                None => format!("model.layers.{number}.{}", found.name),
+            },
+            ..found
+        }))
+    }
+
+    /// The shape of an entry: that of the tensor, unless it is stored with other dimensions.
+    pub(super) fn shape(&self, raw: &Raw) -> Result<Vec<usize>> {
+        let found = self.find(&raw.key)?;
+        let form = found.and_then(|found| self.form_of(&found));
+        Ok(match (form, &raw.shape[..]) {
+            (Some(GgufForm::OneRow), &[cols]) => vec![1, cols],
+            (Some(GgufForm::Filters), &[channels, taps]) => vec![channels, 1, taps],
             _ => raw.shape.clone(),
+        })
+    }
+
+    /// The form of a tensor's values; that of a matrix is not that of its bias or its scale.
+    fn form_of(&self, found: &Found<'_>) -> Option<GgufForm> {
+        let forms = self.family?.forms;
+        let (_, form) = forms.iter().find(|(stem, _)| *stem == found.stem)?;
+        match (form, found.suffix) {
+            (GgufForm::Interleaved(_), Some("input_scale")) => None,
+            (GgufForm::Interleaved(_), _) | (_, None | Some("weight")) => Some(*form),
+            _ => None,
         }
     }
 
     /// The logical name of a tensor, without regard to its form.
-    pub(super) fn plain_name(&self, key: &str) -> String {
-        let name = || {
-            let family = self.family?;
-            let (stem, suffix) = key.rsplit_once('.')?;
-            let lookup = |table: &'static [(&str, &str)], stem: &str| {
-                table.iter().find(|(g, _)| *g == stem).map(|(_, h)| *h)
-            };
-            if let Some(name) = lookup(family.globals, stem) {
-                return Some(format!("{name}.{suffix}"));
-            }
-            let (layer, stem) = Self::within_block(stem)?;
-            let name = lookup(family.per_layer, stem)?;
-            Some(format!("model.layers.{layer}.{name}.{suffix}"))
-        };
-        name().unwrap_or_else(|| key.to_owned())
+    pub(super) fn plain_name(&self, key: &str) -> Result<String> {
+        Ok(match self.find(key)? {
+            Some(found) => found.name,
+            None => key.to_owned(),
+        })
     }
 
     /// The logical name of a tensor, and the form of its values.
     pub(super) fn name(&self, raw: &Raw) -> Result<(String, StoredForm)> {
-        let key = raw.key.as_str();
-        let plain = Ok((key.to_owned(), StoredForm::AsStored));
-        let Some(family) = self.family else {
-            return plain;
+        let Some(found) = self.find(&raw.key)? else {
+            return Ok((raw.key.clone(), StoredForm::AS_STORED));
         };
-        let Some((stem, suffix @ ("weight" | "bias" | "input_scale"))) = key.rsplit_once('.')
-        else {
-            return plain;
-        };
-        let lookup = |table: &'static [(&str, &'static str)], stem: &str| {
-            table.iter().find(|(g, _)| *g == stem).map(|(_, h)| *h)
-        };
-        let norm = match suffix == "weight" {
-            true => StoredForm::OnePlus,
-            false => StoredForm::AsStored,
-        };
-        if let Some(name) = lookup(family.globals, stem) {
-            let form = match family.one_plus.contains(&stem) {
-                true => norm,
-                false => StoredForm::AsStored,
-            };
-            return Ok((format!("{name}.{suffix}"), form));
+        let mut form = StoredForm::AS_STORED;
+        match self.form_of(&found) {
+            Some(GgufForm::OnePlus) => form.function = Function::OnePlus,
+            Some(GgufForm::NegatedExp) => form.function = Function::NegatedExp,
+            Some(GgufForm::Interleaved(key)) => {
+                if let Some(heads) = self.heads(key)? {
+                    if raw.shape.len() > 2 || !raw.shape[0].is_multiple_of(2 * heads) {
+                        bail!(
+                            CorruptFile,
+                            "'{}' of shape {:?} does not divide into {heads} heads of even width",
+                            raw.key,
+                            raw.shape
+                        );
+                    }
+                    form.rows = Order::Interleaved { heads };
+                }
+            }
+            Some(GgufForm::OneRow | GgufForm::Filters) | None => {}
         }
-        let Some((layer, stem)) = Self::within_block(stem) else {
-            return plain;
-        };
-        let Some(name) = lookup(family.per_layer, stem) else {
-            return plain;
-        };
-        let name = format!("model.layers.{layer}.{name}.{suffix}");
-        if family.one_plus.contains(&stem) {
-            return Ok((name, norm));
+        let value_heads = self.family.map_or(&[][..], |family| family.value_heads);
+        if let Some((_, part)) = value_heads.iter().find(|(stem, _)| *stem == found.stem)
+            && found.suffix != Some("input_scale")
+        {
+            let order = self.value_heads(raw, *part)?;
+            match part {
+                GgufValueHeads::Columns => form.columns = order,
+                _ => form.rows = order,
+            }
         }
-        let counted = lookup(family.interleaved, stem).filter(|_| suffix != "input_scale");
-        let Some(heads) = counted.map(|key| self.heads(key)).transpose()?.flatten() else {
-            return Ok((name, StoredForm::AsStored));
+        Ok((found.name, form))
+    }
+
+    /// The order of the value heads of a tensor.
+    fn value_heads(&self, raw: &Raw, part: GgufValueHeads) -> Result<Order> {
+        let size = |key: &str| match self.metadata.integer(key)? {
+            Some(n @ 1..=65536) => Ok(n as usize),
+            n => bail!(
+                CorruptFile,
+                "'{}' is {}; expected 1 to 65536",
+                self.metadata.key(key),
+                n.map_or("missing".to_owned(), |n| n.to_string())
+            ),
         };
-        if raw.shape.len() > 2 || !raw.shape[0].is_multiple_of(2 * heads) {
+        let (groups, heads) = (size("ssm.group_count")?, size("ssm.time_step_rank")?);
+        let width = size("ssm.inner_size")?;
+        if !width.is_multiple_of(heads) {
             bail!(
                 CorruptFile,
-                "'{key}' of shape {:?} does not divide into {heads} heads of even width",
-                raw.shape
+                "'{}' is {width}, which {heads} value heads ('{}') do not divide",
+                self.metadata.key("ssm.inner_size"),
+                self.metadata.key("ssm.time_step_rank")
             );
         }
-        Ok((name, StoredForm::Interleaved { heads }))
+        let (first, width) = match part {
+            GgufValueHeads::Each => (0, 1),
+            GgufValueHeads::Rows | GgufValueHeads::Columns => (0, width / heads),
+            GgufValueHeads::RowsAfterKeys => (2 * groups * size("ssm.state_size")?, width / heads),
+        };
+        let all = match part {
+            GgufValueHeads::Columns => raw.shape[raw.shape.len() - 1],
+            _ => raw.shape[0],
+        };
+        if !heads.is_multiple_of(groups) || all != first + heads * width {
+            bail!(
+                CorruptFile,
+                "'{}' of shape {:?} does not have {heads} value heads of {width} for {groups} key heads{}",
+                raw.key,
+                raw.shape,
+                match first {
+                    0 => String::new(),
+                    first => format!(" after {first} rows of queries and keys"),
+                }
+            );
+        }
+        Ok(Order::Tiled {
+            first,
+            width,
+            groups,
+        })
     }
 
     /// The metadata with the keys of `config.json`. Missing values are left out rather than guessed, unless GGUF defines a default. A size
@@ -173,6 +285,9 @@ impl<'a> Translation<'a> {
             if let Some(value) = metadata.json(gguf, kind)? {
                 config.insert(key.into(), value);
             }
+        }
+        if let Some(blocks) = self.blocks()? {
+            config.insert("num_hidden_layers".into(), json!(blocks));
         }
         if self.family.is_some() {
             for key in COMMON.map(|(key, ..)| key).iter().chain(&["vocab_size"]) {

@@ -1,0 +1,26 @@
+//! The families in GGUF: architectures, tensor names, metadata keys and storage of values, as written by llama.cpp's converter.
+
+mod common;
+mod gemma3;
+mod gpt_oss;
+mod llama;
+mod phi3;
+mod qwen;
+mod qwen35;
+
+use crate::checkpoint::GgufFamily;
+
+/// All architectures that are translated.
+pub(super) const FAMILIES: &[GgufFamily] = &[
+    llama::LLAMA,
+    qwen::QWEN2,
+    qwen::QWEN3,
+    qwen::QWEN3_MOE,
+    qwen::QWEN2_MOE,
+    gemma3::GEMMA3,
+    phi3::PHI3,
+    gpt_oss::GPT_OSS,
+    qwen35::QWEN35,
+    qwen35::QWEN35_MOE,
+    qwen35::QWEN3_NEXT,
+];
