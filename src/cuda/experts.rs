@@ -3,18 +3,19 @@
 
 use std::sync::Arc;
 
-use super::driver::{DeviceBuffer, Gpu, Launch, int};
-use super::elementwise::{NextArgument, NextNorm, RESIDUAL_THREADS};
+use super::driver::{DeviceBuffer, Gpu, Launch, Planned, int};
+use super::elementwise::{NextArgument, NextNorm};
 use super::kernel::kernels;
 use super::linear::{
-    Activation, Biased, CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, GatedUnit, Gating, Input, LinearScratch,
-    Matrix, MatrixArgument, MatrixShape, Output, linear,
+    Activation, Biased, CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, GatedUnit, Gating, Input, Layout,
+    LinearScratch, Matrix, MatrixArgument, MatrixShape, Output, linear,
 };
 use super::routing::Routing;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::base::size::product;
+use crate::format::nvfp4::BLOCK;
 use crate::tensor::WeightType;
 
 kernels! {
@@ -45,9 +46,12 @@ kernels! {
         }
     }
 
-    /// Sums the experts of a row.
+    /// Sums the experts of a row, by one CTA or by a cluster.
     enum Sum(SumArguments) {
-        ExpertsSum { Rows = "experts_sum" }
+        ExpertsSum {
+            Row = "experts_sum",
+            Cluster = "experts_sum_cluster",
+        }
     }
 }
 
@@ -56,6 +60,8 @@ const FEW_ROWS: usize = 16;
 const FEW_PAIRS: usize = 512;
 /// Warps of a CTA of the GEMM, each with two rows of chunks.
 const WARPS: usize = 4;
+/// Threads of a warp.
+const WARP: usize = 32;
 /// Placeholder in products without a gated linear unit.
 const NO_UNIT: GatedUnit = GatedUnit::Plain(Activation::Silu);
 /// Bytes of a tile record: expert, first pair, number of pairs, and four unused bytes.
@@ -474,6 +480,36 @@ struct SumArguments {
     gate_stride: i32,
 }
 
+/// Elements of a piece of a row, which a thread takes.
+const PIECE: usize = 8;
+/// Most threads of a CTA that sums part of a row, and most such CTAs in a cluster.
+const PART_THREADS: usize = 128;
+const MOST_PARTS: usize = 8;
+/// CTAs for each multiprocessor up to which a row is divided into more parts.
+const PARTS_TOGETHER: usize = 2;
+/// Shared memory of a CTA that sums experts: a sum of squares for each of its warps, at most 32.
+const SUMS_BYTES: u32 = 32 * 4;
+
+/// The launch that sums the experts of `rows` rows of `pieces` pieces each.
+fn summing(gpu: &Gpu, rows: usize, pieces: usize) -> Planned<Sum> {
+    let divided = |parts: usize| pieces.div_ceil(parts).next_multiple_of(WARP);
+    let (kernel, threads, parts) = match gpu.arch().0 >= 9 {
+        true => {
+            let busy = PARTS_TOGETHER * gpu.multiprocessors() / rows.max(1);
+            let parts = busy.clamp(pieces.div_ceil(PART_THREADS), MOST_PARTS);
+            let threads = divided(parts);
+            (Sum::Cluster, threads, pieces.div_ceil(threads))
+        }
+        false => (Sum::Row, divided(1), 1),
+    };
+    let launch = Launch {
+        shared: SUMS_BYTES,
+        cluster: parts as u32,
+        ..Launch::new([rows as u32, 1, parts as u32], threads as u32)
+    };
+    launch.of(kernel)
+}
+
 /// Adds the weighted outputs of the experts, and the output of the shared expert, to f32 rows `x` `[rows, hidden]`. Then normalizes the
 /// rows if a norm follows.
 pub fn sum_experts(
@@ -512,7 +548,11 @@ pub fn sum_experts(
         per_token: routing.per_token as i32,
         gate_stride: (routing.experts + 1) as i32,
     };
-    let launch = Launch::new([rows as u32, 1, 1], RESIDUAL_THREADS);
+    // The padding of normalized rows is stored too.
+    let padded = match next.map(|next| next.layout) {
+        Some(Layout::FragmentMajor) => hidden.next_multiple_of(CHUNK_K),
+        Some(Layout::RowMajor) | None => hidden.next_multiple_of(2 * BLOCK),
+    };
     // SAFETY: sizes were checked.
-    unsafe { launch.of(Sum::Rows).run(gpu, &arguments) }
+    unsafe { summing(gpu, rows, padded / PIECE).run(gpu, &arguments) }
 }

@@ -4,6 +4,7 @@
 #include "cuda.hpp"
 
 #include "activation/gate.cuh"
+#include "common/cluster.cuh"
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 #include "common/tiles.cuh"
@@ -22,13 +23,14 @@ extern char shared[] asm("shared");
 #undef KERNEL
 }
 // Static shared memory may outlive its block, as no two blocks run at once.
+namespace sum {
+extern char shared[] asm("shared");
+#include "norm/sum_experts.cu"
+}
 #undef __shared__
 #define __shared__ static
 namespace routes {
 #include "experts/route.cu"
-}
-namespace sum {
-#include "norm/sum_experts.cu"
 }
 namespace dense {
 #include "linear/dense.cu"
@@ -211,6 +213,49 @@ static void check_mixture(int rows, int experts, int per_token, int hidden, int 
     for (int pair = 0; pair < pairs; pair++) {
         int place = routed.places[pair], row = pair / per_token, expert = routed.choices[pair];
         const auto* of = &weights[expert * products::PROJECTIONS];
+// The sum of experts by one block a row, or in parts of so many threads, against f64, without a norm after it and with one.
+static void check_sum(sum::Arguments a, int rows, int threads) {
+    int width = a.next.width, per_token = a.per_token, groups = ceil_div(rows, GROUP_ROWS);
+    int pieces = a.next.fragment_major ? padded_k(width) / 8 : ceil_div(width, 2 * BLOCK) * 4;
+    std::vector<float4> before(rows * width / 4), x(before.size());
+    memcpy(before.data(), a.x, rows * width * 4);
+    std::vector<uint4> normed(groups * GROUP_ROWS * padded_k(width) / 8, uint4{~0u, ~0u, ~0u, ~0u});
+    const float* weight = a.next.weight;
+    for (bool has_next : {false, true}) {
+        x = before;
+        a.x = &x[0].x, a.next.weight = has_next ? weight : nullptr, a.next.normed = (u16*)normed.data();
+        int parts = threads > 0 ? ceil_div(pieces, threads) : 1;
+        if (parts > sum::MAX_PARTS) return;
+#if __CUDA_ARCH__ >= 900
+        if (threads > 0) launch(rows, 1, parts, threads, [&] { sum::experts_sum_cluster(a); }, parts);
+#endif
+        if (threads == 0) launch(rows, 1, 1, ceil_div(pieces, WARP) * WARP, [&] { sum::experts_sum(a); });
+        for (int r = 0; r < rows; r++) {
+            double squares = 0;
+            std::vector<double> want(width);
+            for (int i = 0; i < width; i++) {
+                want[i] = (&before[0].x)[r * width + i];
+                for (int j = 0; j < per_token; j++) {
+                    int pair = r * per_token + j;
+                    want[i] += a.weights[pair] * (double)a.outputs[(size_t)a.places[pair] * width + i];
+                }
+                double factor = a.gate ? 1 / (1 + std::exp(-(double)a.gate[r * a.gate_stride])) : 1;
+                if (a.shared) want[i] += a.shared[r * width + i] * factor;
+                squares += want[i] * want[i];
+                double got = a.x[r * width + i];
+                expect(std::fabs(got - want[i]) <= 1e-5 * std::fabs(want[i]) + 1e-5, "the sum of experts", r, i, got, want[i]);
+            }
+            double factor = 1 / std::sqrt(squares / width + 1e-6);
+            for (int i = 0; i < pieces * 8 && has_next; i++) {
+                if (i >= width && !a.next.fragment_major) break;
+                double of = i < width ? want[i] * factor * weight[i] : 0;
+                double got = f16_to_float(a.next.normed[a.next.fragment_major ? fragment_index(groups, r, i) : (size_t)r * width + i]);
+                expect(std::fabs(got - of) <= std::fabs(of) * 0x1.2p-11 + 1e-5, "the norm after experts", r, i, got, of);
+            }
+        }
+    }
+}
+
         const auto* bias = &biases[expert * products::PROJECTIONS];
         const u16* inner_out = (const u16*)inner.data() + (size_t)place * wide;
         for (int i = 0; i < wide; i++) {
@@ -237,31 +282,13 @@ static void check_mixture(int rows, int experts, int per_token, int hidden, int 
         for (float4& f : v) f = {uniform(), uniform(), uniform(), uniform()};
         return v;
     };
-    auto residual = random_vector(rows * hidden), before = residual, shared_out = random_vector(rows * hidden), norm = random_vector(hidden), gates = random_vector(rows * 4);
-    int groups = ceil_div(rows, GROUP_ROWS), whole = padded_k(hidden);
-    std::vector<uint4> normed(groups * GROUP_ROWS * whole / 8, uint4{~0u, ~0u, ~0u, ~0u});
+    auto residual = random_vector(rows * hidden), shared_out = random_vector(rows * hidden), norm = random_vector(hidden), gates = random_vector(rows * 4);
     sum::Arguments s = {outputs.data(), routed.places.data(), routed.weights.data(), shared ? &shared_out[0].x : nullptr, shared ? &gates[0].x : nullptr,
-                        &residual[0].x, {&norm[0].x, (u16*)normed.data(), hidden, 1e-6f, fragment_major}, per_token, 3};
-    launch(rows, 1, 1, sum::THREADS, [&] { sum::experts_sum(s); });
-    for (int r = 0; r < rows; r++) {
-        double squares = 0;
-        std::vector<double> want(hidden);
-        for (int i = 0; i < hidden; i++) {
-            want[i] = (&before[0].x)[r * hidden + i];
-            for (int j = 0; j < per_token; j++) {
-                int pair = r * per_token + j;
-                want[i] += routed.weights[pair] * (double)outputs[(size_t)routed.places[pair] * hidden + i];
-            }
-            if (shared) want[i] += (&shared_out[0].x)[r * hidden + i] / (1 + std::exp(-(double)s.gate[r * 3]));
-            squares += want[i] * want[i];
-            double got = s.x[r * hidden + i];
-            expect(std::fabs(got - want[i]) <= 1e-5 * std::fabs(want[i]) + 1e-5, "the sum of experts", r, i, got, want[i]);
-        }
-        double factor = 1 / std::sqrt(squares / hidden + 1e-6);
-        for (int i = 0; i < hidden; i++) {
-            double of = want[i] * factor * s.next.weight[i], got = f16_to_float(s.next.normed[fragment_major ? fragment_index(groups, r, i) : (size_t)r * hidden + i]);
-            expect(std::fabs(got - of) <= std::fabs(of) * 0x1.2p-11 + 1e-5, "the norm after experts", r, i, got, of);
-        }
+                        &residual[0].x, {&norm[0].x, nullptr, hidden, 1e-6f, fragment_major}, per_token, 3};
+    check_sum(s, rows, 0);
+    // In parts of one warp and of more, in the last of which some threads have no piece.
+    for (int threads : {32, 64}) {
+        if (__CUDA_ARCH__ >= 900) check_sum(s, rows, threads);
     }
 }
 
