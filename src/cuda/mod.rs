@@ -23,6 +23,7 @@ mod quantize;
 mod recurrent;
 mod registry;
 mod report;
+mod router;
 mod routing;
 mod row_norms;
 mod rows;
@@ -48,7 +49,7 @@ pub use driver::{
 pub use elementwise::{NextNorm, gate_heads, glu, post_norm, relu_squared, rms_norm, soft_cap};
 pub use experts::{
     ExpertMatrices, ExpertScratch, ExpertTable, ExpertUnit, SharedExpert, experts_down,
-    experts_gate_up, route, sum_experts,
+    experts_gate_up, sum_experts,
 };
 pub use linear::{
     Activation, Biased, FusedNorm, GatedUnit, GemmPlan, Glu, Hardware, Input, InputForm, Layout,
@@ -70,6 +71,7 @@ pub use report::{Details, DeviceReport, Presence, Report, report};
 pub use routing::Routing;
 pub use row_norms::row_norms;
 pub use rows::{FloatRows, scaled_rows};
+pub use router::route;
 pub use sample::{Best, DrawRule, DrawScratch, Drawn, argmax, draw};
 pub use scaled_mm::{Tile as ScaledTile, Way, dense_mm, scaled_mm, scaled_mm_by};
 pub use table::{HostTable, Table, embed, table_row};

@@ -69,6 +69,7 @@ units! {
     EmbedTraining = "embed/training.cu",
     ExpertsRoute = "experts/route.cu",
     ExpertsSum = "norm/sum_experts.cu",
+    ExpertsRouter = "experts/router.cu",
     ExpertRows = "experts/rows.cu",
     LinearDense = "linear/dense.cu",
     LinearExperts = "linear/experts.cu",

@@ -37,7 +37,8 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
         Unit::Draw,
     ];
     if spec.blocks.iter().any(|b| b.mlp.mixture().is_some()) {
-        units.extend([Unit::ExpertsRoute, Unit::LinearExperts, Unit::ExpertsSum]);
+        units.extend([Unit::ExpertsRouter, Unit::ExpertsRoute]);
+        units.extend([Unit::LinearExperts, Unit::ExpertsSum]);
     }
     if spec.blocks.iter().any(|b| b.gated_delta().is_some()) {
         units.extend([Unit::DeltaConv, Unit::DeltaRule, Unit::DeltaNorm]);

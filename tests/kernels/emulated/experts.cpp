@@ -1,4 +1,4 @@
-// A mixture of experts on the CPU, against f64 and against sorting: kernels/experts/route.cu, kernels/linear/experts.cu,
+// A mixture of experts on the CPU, against f64 and against sorting: kernels/experts/*.cu of routing, kernels/linear/experts.cu,
 // kernels/norm/sum_experts.cu and kernels/linear/dense.cu as they ship, with their instructions emulated as the PTX ISA describes them.
 // Weights go through the packing kernel first. Prints "ok" or the first error.
 #include "cuda.hpp"
@@ -8,6 +8,7 @@
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 #include "common/tiles.cuh"
+#include "experts/choice.cuh"
 #include "format/fragment_major.cuh"
 #include "format/int8.cuh"
 #include "format/packed.cuh"
@@ -22,15 +23,18 @@ extern char shared[] asm("shared");
 #include "linear/experts.cu"
 #undef KERNEL
 }
-// Static shared memory may outlive its block, as no two blocks run at once.
 namespace sum {
 extern char shared[] asm("shared");
 #include "norm/sum_experts.cu"
 }
+// Static shared memory may outlive its block, as no two blocks run at once.
 #undef __shared__
 #define __shared__ static
 namespace routes {
 #include "experts/route.cu"
+}
+namespace routers {
+#include "experts/router.cu"
 }
 namespace dense {
 #include "linear/dense.cu"
@@ -92,7 +96,7 @@ static std::vector<std::pair<int, double>> best_experts(const float* logits, con
 
 // Routes rows with some equal logits, and compares with sorting.
 static Routed check_route(int rows, int experts, int per_token, bool normalized, int tile_pairs, Scoring scoring = {}) {
-    bool few = rows <= routes::FEW_ROWS && rows * per_token <= routes::FEW_PAIRS;
+    bool few = rows <= FEW_ROWS && rows * per_token <= FEW_PAIRS;
     int pairs = rows * per_token, most = pairs / tile_pairs + min(pairs, experts), stride = experts + 1;
     std::vector<float> logits(rows * stride, NAN), correction(experts);
     // Far apart, so that rounding decides no choice. Without a difference, equal logits have equal sums.
@@ -103,7 +107,7 @@ static Routed check_route(int rows, int experts, int per_token, bool normalized,
     Routed routed = {std::vector<int>(pairs, -1), std::vector<int>(pairs, -1), std::vector<int>(pairs, -1), std::vector<float>(pairs, NAN),
                      std::vector<ExpertTile>(most, ExpertTile{-1, -1, -1, -1})};
     std::vector<u32> unfit(rows);
-    routes::Arguments a = {logits.data(), routed.choices.data(), routed.weights.data(), routed.places.data(), routed.sources.data(),
+    Routing a = {logits.data(), routed.choices.data(), routed.weights.data(), routed.places.data(), routed.sources.data(),
                            routed.tiles.data(), unfit.data(), scoring.is_sigmoid() ? correction.data() : nullptr, scoring.scale, scoring.groups, scoring.top_groups,
                            rows, stride, experts, per_token, normalized, tile_pairs, most, 7};
     if (few) {
@@ -143,7 +147,7 @@ static Routed check_route(int rows, int experts, int per_token, bool normalized,
     logits[(rows - 1) * stride + experts / 2] = NAN;
     std::vector<int> choices(pairs, -1);
     std::vector<float> weights(pairs);
-    routes::Arguments odd = a;
+    Routing odd = a;
     odd.choices = choices.data(), odd.weights = weights.data();
     launch(ceil_div(rows, routes::ROUTE_THREADS / WARP), 1, 1, routes::ROUTE_THREADS, [&] { routes::experts_route(odd); });
     for (int i = 0; i < pairs; i++) expect(choices[i] >= 0 && choices[i] < experts, "a choice among logits that are not finite", i, 0, choices[i], 0);
@@ -152,6 +156,47 @@ static Routed check_route(int rows, int experts, int per_token, bool normalized,
         expect(unfit[r] == want, "a logit that is not finite", r, 0, unfit[r], want);
     }
     return routed;
+}
+
+// The router and the choice of few rows in one launch: logits against f64, and all else against the choice by these logits.
+static void check_router(int rows, int experts, int per_token, int k, bool has_gate, bool has_bias) {
+    int stride = experts + 1, pairs = rows * per_token, tile_pairs = 8, most = pairs / tile_pairs + min(pairs, experts);
+    std::vector<uint4> x(rows * k / 8);
+    std::vector<float4> router(experts * k / 4), gate(k / 4);
+    std::vector<float> bias(experts), logits(rows * stride, NAN);
+    u16* halves = (u16*)x.data();
+    for (int i = 0; i < rows * k; i++) halves[i] = to_f16(uniform());
+    for (float4& v : router) v = {uniform(), uniform(), uniform(), uniform()};
+    for (float4& v : gate) v = {uniform(), uniform(), uniform(), uniform()};
+    for (float& b : bias) b = uniform();
+    auto run = [&](Routed& r, auto kernel) {
+        r = {std::vector<int>(pairs, -1), std::vector<int>(pairs, -1), std::vector<int>(pairs, -1), std::vector<float>(pairs, NAN),
+             std::vector<ExpertTile>(most, ExpertTile{-1, -1, -1, -1})};
+        std::vector<u32> unfit(rows);
+        kernel(Routing{logits.data(), r.choices.data(), r.weights.data(), r.places.data(), r.sources.data(), r.tiles.data(), unfit.data(), nullptr,
+                       1, 1, 1, rows, stride, experts, per_token, true, tile_pairs, most, 7});
+        for (int row = 0; row < rows; row++) expect(unfit[row] == 0, "a logit that is not finite", row, 0, unfit[row], 0);
+    };
+    Routed together, apart;
+    u32 arrived = 0;
+    run(together, [&](const Routing& r) {
+        routers::Arguments a = {halves, &router[0].x, has_bias ? bias.data() : nullptr, has_gate ? &gate[0].x : nullptr, &arrived, r, k};
+        launch(ceil_div(experts + has_gate, routers::WARPS), rows == 1 ? 1 : ceil_div(rows, 8), 1, routers::THREADS,
+               [&] { rows == 1 ? routers::experts_router_1(a) : routers::experts_router(a); });
+    });
+    expect(arrived == 0, "blocks that have arrived", rows, experts, arrived, 0);
+    for (int row = 0; row < rows; row++) {
+        for (int e = 0; e < experts + has_gate; e++) {
+            const float* w = e < experts ? &router[0].x + e * k : &gate[0].x;
+            double want = has_bias && e < experts ? bias[e] : 0, got = logits[row * stride + e];
+            for (int i = 0; i < k; i++) want += (double)w[i] * f16_to_float(halves[row * k + i]);
+            expect(std::fabs(got - want) <= 1e-5 * (1 + std::fabs(want)), "a logit", row, e, got, want);
+        }
+    }
+    run(apart, [&](const Routing& r) { launch(1, 1, 1, routes::FEW_THREADS, [&] { routes::experts_route_few(r); }); });
+    bool same = together.choices == apart.choices && together.weights == apart.weights && together.places == apart.places && together.sources == apart.sources;
+    same = same && memcmp(together.tiles.data(), apart.tiles.data(), most * sizeof(ExpertTile)) == 0;
+    expect(same, "a router and its choice", rows, experts, 0, 1);
 }
 
 // An NVFP4 weight that has been packed.
@@ -171,48 +216,6 @@ struct Weight {
     }
 };
 
-enum Unit { SWIGLU, CLAMPED, RELU_SQUARED };
-
-// A whole mixture: routing, gate and up, down, and the sum, each against f64.
-static void check_mixture(int rows, int experts, int per_token, int hidden, int wide, int columns, bool shared, bool fragment_major, Unit unit = SWIGLU) {
-    Routed routed = check_route(rows, experts, per_token, true, columns);
-    bool gpt_oss = unit == CLAMPED, gated = unit != RELU_SQUARED, biased = unit != SWIGLU;
-    int pairs = rows * per_token;
-    std::vector<std::unique_ptr<Weight>> weights;
-    std::vector<Matrix> table;
-    std::vector<std::vector<float>> biases;
-    // Some gates and ups lie beyond this limit.
-    Gating gating = {gpt_oss ? CLAMPED_SWIGLU : SILU, 1.702f, 0.5f};
-    for (int i = 0; i < experts * products::PROJECTIONS; i++) {
-        bool has = gated || i % products::PROJECTIONS != products::GATE;
-        bool down = i % products::PROJECTIONS == products::DOWN;
-        weights.push_back(std::make_unique<Weight>(down ? hidden : wide, down ? wide : hidden));
-        biases.emplace_back(down ? hidden : wide);
-        for (float& b : biases.back()) b = biased ? uniform() : 0;
-        table.push_back({has ? (const u8*)weights.back()->chunks.data() : nullptr, biased ? biases.back().data() : nullptr, weights.back()->global, down ? hidden : wide});
-    }
-    std::vector<uint4> x(rows * hidden / 8), inner(pairs * wide / 8 + 1, uint4{~0u, ~0u, ~0u, ~0u});
-    u16* halves = (u16*)x.data();
-    for (int i = 0; i < rows * hidden; i++) halves[i] = to_f16(uniform());
-    std::vector<float> outputs(pairs * hidden, NAN);
-    products::Arguments up = {halves, routed.sources.data(), routed.tiles.data(), table.data(), inner.data(), wide, hidden, 2, 0.25f, gating};
-    products::Arguments down = {(u16*)inner.data(), nullptr, routed.tiles.data(), table.data(), outputs.data(), hidden, wide, 4, 1, gating};
-    int of_block = CHUNK_ROWS * products::WARPS, count = (int)routed.tiles.size();
-    launch(ceil_div(wide, gated ? of_block : 2 * of_block), count, 1, products::THREADS, [&] {
-        if (!gated) return columns == 8 ? products::linear_experts_relu2_8(up) : columns == 16 ? products::linear_experts_relu2_16(up) : columns == 32 ? products::linear_experts_relu2_32(up) : products::linear_experts_relu2_64(up);
-        columns == 8 ? products::linear_experts_glu_8(up) : columns == 16 ? products::linear_experts_glu_16(up) : columns == 32 ? products::linear_experts_glu_32(up) : products::linear_experts_glu_64(up);
-    });
-    launch(ceil_div(hidden, 2 * of_block), count, 1, products::THREADS, [&] {
-        columns == 8 ? products::linear_experts_8(down) : columns == 16 ? products::linear_experts_16(down) : columns == 32 ? products::linear_experts_32(down) : products::linear_experts_64(down);
-    });
-    auto product = [](const Weight& w, int feature, int k, auto x) {
-        double sum = 0;
-        for (int i = 0; i < k; i++) sum += w.values[(size_t)feature * k + i] * x(i);
-        return sum;
-    };
-    for (int pair = 0; pair < pairs; pair++) {
-        int place = routed.places[pair], row = pair / per_token, expert = routed.choices[pair];
-        const auto* of = &weights[expert * products::PROJECTIONS];
 // The sum of experts by one block a row, or in parts of so many threads, against f64, without a norm after it and with one.
 static void check_sum(sum::Arguments a, int rows, int threads) {
     int width = a.next.width, per_token = a.per_token, groups = ceil_div(rows, GROUP_ROWS);
@@ -256,6 +259,48 @@ static void check_sum(sum::Arguments a, int rows, int threads) {
     }
 }
 
+enum Unit { SWIGLU, CLAMPED, RELU_SQUARED };
+
+// A whole mixture: routing, gate and up, down, and the sum, each against f64.
+static void check_mixture(int rows, int experts, int per_token, int hidden, int wide, int columns, bool shared, bool fragment_major, Unit unit = SWIGLU) {
+    Routed routed = check_route(rows, experts, per_token, true, columns);
+    bool gpt_oss = unit == CLAMPED, gated = unit != RELU_SQUARED, biased = unit != SWIGLU;
+    int pairs = rows * per_token;
+    std::vector<std::unique_ptr<Weight>> weights;
+    std::vector<Matrix> table;
+    std::vector<std::vector<float>> biases;
+    // Some gates and ups lie beyond this limit.
+    Gating gating = {gpt_oss ? CLAMPED_SWIGLU : SILU, 1.702f, 0.5f};
+    for (int i = 0; i < experts * products::PROJECTIONS; i++) {
+        bool has = gated || i % products::PROJECTIONS != products::GATE;
+        bool down = i % products::PROJECTIONS == products::DOWN;
+        weights.push_back(std::make_unique<Weight>(down ? hidden : wide, down ? wide : hidden));
+        biases.emplace_back(down ? hidden : wide);
+        for (float& b : biases.back()) b = biased ? uniform() : 0;
+        table.push_back({has ? (const u8*)weights.back()->chunks.data() : nullptr, biased ? biases.back().data() : nullptr, weights.back()->global, down ? hidden : wide});
+    }
+    std::vector<uint4> x(rows * hidden / 8), inner(pairs * wide / 8 + 1, uint4{~0u, ~0u, ~0u, ~0u});
+    u16* halves = (u16*)x.data();
+    for (int i = 0; i < rows * hidden; i++) halves[i] = to_f16(uniform());
+    std::vector<float> outputs(pairs * hidden, NAN);
+    products::Arguments up = {halves, routed.sources.data(), routed.tiles.data(), table.data(), inner.data(), wide, hidden, 2, 0.25f, gating};
+    products::Arguments down = {(u16*)inner.data(), nullptr, routed.tiles.data(), table.data(), outputs.data(), hidden, wide, 4, 1, gating};
+    int of_block = CHUNK_ROWS * products::WARPS, count = (int)routed.tiles.size();
+    launch(ceil_div(wide, gated ? of_block : 2 * of_block), count, 1, products::THREADS, [&] {
+        if (!gated) return columns == 8 ? products::linear_experts_relu2_8(up) : columns == 16 ? products::linear_experts_relu2_16(up) : columns == 32 ? products::linear_experts_relu2_32(up) : products::linear_experts_relu2_64(up);
+        columns == 8 ? products::linear_experts_glu_8(up) : columns == 16 ? products::linear_experts_glu_16(up) : columns == 32 ? products::linear_experts_glu_32(up) : products::linear_experts_glu_64(up);
+    });
+    launch(ceil_div(hidden, 2 * of_block), count, 1, products::THREADS, [&] {
+        columns == 8 ? products::linear_experts_8(down) : columns == 16 ? products::linear_experts_16(down) : columns == 32 ? products::linear_experts_32(down) : products::linear_experts_64(down);
+    });
+    auto product = [](const Weight& w, int feature, int k, auto x) {
+        double sum = 0;
+        for (int i = 0; i < k; i++) sum += w.values[(size_t)feature * k + i] * x(i);
+        return sum;
+    };
+    for (int pair = 0; pair < pairs; pair++) {
+        int place = routed.places[pair], row = pair / per_token, expert = routed.choices[pair];
+        const auto* of = &weights[expert * products::PROJECTIONS];
         const auto* bias = &biases[expert * products::PROJECTIONS];
         const u16* inner_out = (const u16*)inner.data() + (size_t)place * wide;
         for (int i = 0; i < wide; i++) {
@@ -340,6 +385,10 @@ int main() {
     check_route(40, 128, 6, false, 8, {8, 3, 2.5f});
     check_route(16, 64, 4, true, 8, {32, 2, 1});
     check_route(20, 300, 8, true, 8, {3, 1, 1});
+    check_router(1, 40, 4, 2320, true, false);
+    check_router(1, 300, 8, 48, false, true);
+    check_router(5, 16, 2, 272, true, true);
+    check_router(16, 130, 32, 528, false, false);
     check_mixture(1, 8, 2, 144, 48, 8, false, false);
     check_mixture(20, 3, 2, 272, 80, 16, true, true);
     check_mixture(40, 2, 1, 128, 144, 32, true, false);
