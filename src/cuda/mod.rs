@@ -40,7 +40,10 @@ pub use attention::{
     store,
 };
 pub use bandwidth::{copy_bandwidth, read_bandwidth};
-pub use delta::{DeltaConstants, DeltaInputs, delta_conv, delta_norm, delta_rule};
+pub use delta::{
+    DeltaConstants, DeltaInputs, DeltaProjected, delta_conv, delta_norm, delta_rule, delta_step,
+    has_delta_step,
+};
 pub use driver::{
     Arena, Arenas, DeviceBuffer, DeviceSlice, Event, Gpu, Graph, HostStream, KeepContext,
     ManagedBuffer, Pinned, StagedBuffer, TARGETS, check_managed, compiler, count, open_gpus,
@@ -68,10 +71,10 @@ pub use recurrent::{
 pub use registry::compile_source;
 pub use registry::{argument_bytes, compile, have_kernels};
 pub use report::{Details, DeviceReport, Presence, Report, report};
+pub use router::route;
 pub use routing::Routing;
 pub use row_norms::row_norms;
 pub use rows::{FloatRows, scaled_rows};
-pub use router::route;
 pub use sample::{Best, DrawRule, DrawScratch, Drawn, argmax, draw};
 pub use scaled_mm::{Tile as ScaledTile, Way, dense_mm, scaled_mm, scaled_mm_by};
 pub use table::{HostTable, Table, embed, table_row};

@@ -42,6 +42,7 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
     }
     if spec.blocks.iter().any(|b| b.gated_delta().is_some()) {
         units.extend([Unit::DeltaConv, Unit::DeltaRule, Unit::DeltaNorm]);
+        units.push(Unit::DeltaStep);
     }
     if spec.blocks.iter().any(|b| b.mamba2().is_some()) {
         units.extend([Unit::MambaConv, Unit::MambaScan, Unit::MambaNorm]);
