@@ -35,6 +35,7 @@ fn multiply(unit: Unit, target: &str) -> Option<&'static str> {
         Unit::LinearWide
         | Unit::AttentionTrainingForwardWide
         | Unit::AttentionTrainingBackwardWide => Some(WARPGROUP),
+        Unit::LinearTf32 => Some("HMMA.1688.F32.TF32"),
         Unit::ScaledMmProduct if target.starts_with("sm_12") => Some(NVFP4),
         Unit::ScaledMmProduct => Some(F16),
         _ => None,

@@ -79,6 +79,7 @@ units! {
     LinearRowNorms = "linear/row_norms.cu",
     LinearRows = "linear/rows.cu",
     LinearSkinny = "linear/skinny.cu",
+    LinearTf32 = "linear/tf32.cu",
     LinearTiled = "linear/tiled.cu",
     LinearWide = "linear/wide.cu",
     MambaConv = "mamba/conv.cu",

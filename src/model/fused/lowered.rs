@@ -22,6 +22,7 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
         Unit::LinearTiled,
         Unit::LinearWide,
         Unit::LinearDense,
+        Unit::LinearTf32,
         Unit::LinearInt8,
         Unit::LinearRows,
         Unit::LinearRowNorms,
