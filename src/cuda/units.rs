@@ -55,6 +55,7 @@ units! {
     AttentionDecode = "attention/decode.cu",
     AttentionDecodeGeneral = "attention/decode_general.cu",
     AttentionDecodeLimited = "attention/decode_limited.cu",
+    AttentionDecodeWide = "attention/decode_wide.cu",
     AttentionPrefill = "attention/prefill.cu",
     AttentionPrefillWide = "attention/prefill_wide.cu",
     AttentionReference = "attention/reference.cu",
