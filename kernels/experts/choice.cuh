@@ -58,20 +58,21 @@ __device__ __forceinline__ Best warp_best(Best best) {
 
 __device__ __forceinline__ float sigmoid(float x) { return 1 / (1 + expf(-x)); }
 
-// The groups with the largest sums of their two largest values, as bits. A lane has the values of every 32nd expert.
+// The groups with the largest sums of their two largest values, as bits. A lane has the values of every 32nd expert, and their groups.
 template <int LANE_EXPERTS>
-__device__ __forceinline__ u32 best_groups(const Routing& a, const float (&values)[LANE_EXPERTS]) {
-    int lane = lane_id(), size = a.experts / a.groups;
+__device__ __forceinline__ u32 best_groups(const Routing& a, const float (&values)[LANE_EXPERTS], const int (&groups)[LANE_EXPERTS]) {
+    int lane = lane_id();
     float own = 0;              // the sum of group `lane`
     for (int group = 0; group < a.groups; group++) {
         float sum = 0;
         int first = NONE;       // the largest of the group
+#pragma unroll 1
         for (int turn = 0; turn < 2; turn++) {
             Best best;
 #pragma unroll
             for (int i = 0; i < LANE_EXPERTS; i++) {
                 int expert = i * WARP + lane;
-                if (expert / size == group && expert < a.experts && expert != first) best.take(values[i], expert);
+                if (groups[i] == group && expert < a.experts && expert != first) best.take(values[i], expert);
             }
             best = warp_best(best);
             sum += best.value, first = best.index;
@@ -111,11 +112,13 @@ __device__ __forceinline__ void route_among(const Routing& a, int row, Store sto
             if (expert < a.experts) values[i] = sigmoid(values[i]) + a.correction[expert];
         }
         if (a.groups > 1) {
-            u32 groups = best_groups(a, values);
+            int groups[LANE_EXPERTS], size = a.experts / a.groups;
+#pragma unroll
+            for (int i = 0; i < LANE_EXPERTS; i++) groups[i] = (i * WARP + lane) / size;
+            u32 best = best_groups(a, values, groups);
 #pragma unroll
             for (int i = 0; i < LANE_EXPERTS; i++) {
-                int expert = i * WARP + lane;
-                if (expert < a.experts && !(groups >> expert / (a.experts / a.groups) & 1)) taken |= 1u << i;
+                if (i * WARP + lane < a.experts && !(best >> groups[i] & 1)) taken |= 1u << i;
             }
         }
     } else {
@@ -155,10 +158,9 @@ __device__ __forceinline__ void route_among(const Routing& a, int row, Store sto
     if (own != NONE) a.weights[row * a.per_token + lane] = weight / total * a.scale;
 }
 
-// Of as few experts as there are, since one warp issues everything.
+// Routes a row by the least code that serves its experts: one warp issues everything.
 template <class Store>
 __device__ __forceinline__ void route(const Routing& a, int row, Store store) {
-    if (a.experts <= MAX_EXPERTS / 4) return route_among<MAX_EXPERTS / WARP / 4>(a, row, store);
     if (a.experts <= MAX_EXPERTS / 2) return route_among<MAX_EXPERTS / WARP / 2>(a, row, store);
     route_among<MAX_EXPERTS / WARP>(a, row, store);
 }
