@@ -3,7 +3,7 @@
 //
 // A block takes some columns of S of one value head. The blocks of a key head are a cluster. Each of them computes q and k for itself, and
 // they exchange sums of squares for the gated norm. The barrier of that exchange also separates the last read of the kept inputs of q and k
-// from their write, which may be to the same block of the arena.
+// from their write, which may be to the same block of the arena. For Hopper and later.
 #include "common/cluster.cuh"
 #include "common/reduce.cuh"
 #include "delta/columns.cuh"
@@ -195,7 +195,6 @@ __device__ __forceinline__ void run(const Arguments& a) {
     cluster_sync();
 }
 
-#if __CUDA_ARCH__ >= 900
 #define KERNEL(COLUMNS, NAME, OUTPUT)                                                                                                    \
     extern "C" __global__ void __launch_bounds__(COLUMNS / WARP_COLUMNS * WARP) delta_step_##COLUMNS##_##NAME(const __grid_constant__ Arguments a) { \
         run<COLUMNS / WARP_COLUMNS, OUTPUT>(a);                                                                                          \
@@ -206,4 +205,3 @@ KERNEL(128, f16, ROWS_F16)
 KERNEL(32, fragments, FRAGMENTS)
 KERNEL(64, fragments, FRAGMENTS)
 KERNEL(128, fragments, FRAGMENTS)
-#endif

@@ -128,7 +128,9 @@ impl Unit {
                 | Unit::AttentionTrainingForwardWide
                 | Unit::AttentionTrainingBackwardWide
         );
-        target == "sm_90a" || !multiplies_by_warpgroups
+        let needs_clusters = self == Unit::DeltaStep;
+        (target == "sm_90a" || !multiplies_by_warpgroups)
+            && (!target.starts_with("sm_8") || !needs_clusters)
     }
 
     /// The units with kernels for an architecture, as the compiler names it.
