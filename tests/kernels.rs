@@ -29,12 +29,15 @@ fn multiply(unit: Unit, target: &str) -> Option<&'static str> {
     const NVFP4: &str = "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X";
     const WARPGROUP: &str = "HGMMA.";
     match unit {
-        Unit::LinearSkinny | Unit::LinearTiled | Unit::AttentionDecode | Unit::AttentionPrefill => {
-            Some(F16)
-        }
+        Unit::LinearSkinny
+        | Unit::LinearTiled
+        | Unit::AttentionDecode
+        | Unit::AttentionDecodeWide
+        | Unit::AttentionPrefill => Some(F16),
         Unit::LinearWide
         | Unit::AttentionTrainingForwardWide
         | Unit::AttentionTrainingBackwardWide => Some(WARPGROUP),
+        Unit::LinearTf32 => Some("HMMA.1688.F32.TF32"),
         Unit::ScaledMmProduct if target.starts_with("sm_12") => Some(NVFP4),
         Unit::ScaledMmProduct => Some(F16),
         _ => None,

@@ -172,8 +172,8 @@ struct PartialResult {
 };
 
 // The ring has STAGES pages, SPAN of which are processed at a time. CLUSTER: the splits of a sequence are the blocks of a cluster. LIMITED:
-// there may be a window, a soft cap or sinks. PARTIAL: see Rotation.
-template <int D, bool LIMITED, bool PARTIAL, int STAGES, int SPAN, bool CLUSTER>
+// there may be a window, a soft cap or sinks. ROTARY: see Rotation.
+template <int D, bool LIMITED, int ROTARY, int STAGES, int SPAN, bool CLUSTER>
 __device__ __forceinline__ void run(const Arguments& a) {
     static_assert(STAGES % SPAN == 0, "");
     constexpr int WARPS = SPAN * PAGE_WARPS, THREADS = WARPS * WARP;
@@ -221,7 +221,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         cluster_arrive();
     }
 #endif
-    Rotation<D, PARTIAL> rotation(a.head, position);
+    Rotation<D, ROTARY> rotation(a.head, position);
     float q_weight[N], k_weight[N];
     load_norm<D>(a.q_norm, q_weight);
     load_norm<D>(a.k_norm, k_weight);
@@ -417,14 +417,14 @@ __device__ __forceinline__ void run(const Arguments& a) {
 
 // With few blocks, each has a ring of four pages, two of which are processed at a time. With more blocks, and in clusters, a ring of two
 // pages leaves shared memory to a block of the kernels before and after. With the most blocks, several share a multiprocessor, each with
-// one page. Minimum numbers of blocks per multiprocessor:
+// one page. Of wide heads, whose ring has two pages, both are processed at a time where a block has few positions (attention/decode_wide.cu). Minimum numbers of blocks per multiprocessor:
 constexpr int LONG_RING_BLOCKS = 2, ONE_PAGE_BLOCKS = 4;
 
-#define KERNEL(D, LIMITED, PARTIAL, NAME, STAGES, SPAN, BLOCKS, CLUSTER)                                                     \
+#define KERNEL(D, LIMITED, ROTARY, NAME, STAGES, SPAN, BLOCKS, CLUSTER)                                                      \
     extern "C" __global__ void __launch_bounds__(SPAN* PAGE_WARPS* WARP, BLOCKS) NAME(const __grid_constant__ Arguments a) { \
-        run<D, LIMITED, PARTIAL, STAGES, SPAN, CLUSTER>(a);                                                                  \
+        run<D, LIMITED, ROTARY, STAGES, SPAN, CLUSTER>(a);                                                                   \
     }
-#define KERNELS(D, LIMITED, PARTIAL, NAME, RING_BLOCKS, PAGE_BLOCKS)        \
-    KERNEL(D, LIMITED, PARTIAL, NAME##_ring4, 4, 2, RING_BLOCKS, false)     \
-    KERNEL(D, LIMITED, PARTIAL, NAME##_ring2, 2, 1, RING_BLOCKS, false)     \
-    KERNEL(D, LIMITED, PARTIAL, NAME##_ring1, 1, 1, PAGE_BLOCKS, false)
+#define KERNELS(D, LIMITED, ROTARY, NAME, RING_BLOCKS, PAGE_BLOCKS)         \
+    KERNEL(D, LIMITED, ROTARY, NAME##_ring4, 4, 2, RING_BLOCKS, false)      \
+    KERNEL(D, LIMITED, ROTARY, NAME##_ring2, 2, 1, RING_BLOCKS, false)      \
+    KERNEL(D, LIMITED, ROTARY, NAME##_ring1, 1, 1, PAGE_BLOCKS, false)

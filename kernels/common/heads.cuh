@@ -19,43 +19,48 @@ __device__ __forceinline__ bool has_slot(int j) {
     return D % WARP == 0 || lane_id() + WARP * j < D;
 }
 
-// If all elements rotate: whether a lane holds the partners of its elements, or each lane holds exactly one element.
-template <int D>
-constexpr bool IN_LANE = D == WARP || D % (2 * WARP) == 0;
+// Stands for any number of elements that rotate.
+constexpr int ANY_ROTARY = 0;
+
+// If ROTARY elements of a head rotate: whether a lane holds the partners of its elements, or each lane holds exactly one element.
+template <int D, int ROTARY>
+constexpr bool IN_LANE = (D == WARP && ROTARY == WARP) || ROTARY % (2 * WARP) == 0;
 
 // The angles of a lane's elements at a position. They depend only on the position, so they may be computed before the kernel waits for its
-// predecessor. PARTIAL: rotary_dim may be less than D.
-template <int D, bool PARTIAL>
+// predecessor. ROTARY: rotary_dim, or ANY_ROTARY.
+template <int D, int ROTARY>
 struct Rotation {
-    static_assert(IN_LANE<D>, "");
-    static constexpr int N = SLOTS<D>, ANGLES = D / 2 <= WARP ? 1 : D / 2 / WARP;
+    static_assert(ROTARY <= D && IN_LANE<D, ROTARY>, "");
+    static constexpr int N = SLOTS<D>, HALF = ROTARY / 2, ANGLES = HALF <= WARP ? 1 : HALF / WARP;
     float sine[ANGLES], cosine[ANGLES];
 
     __device__ __forceinline__ Rotation(const HeadOptions& o, int position) {
 #pragma unroll
         for (int j = 0; j < ANGLES; j++) {
-            sincosf(position * o.frequencies[lane_id() % (D / 2) + WARP * j], &sine[j], &cosine[j]);
+            sincosf(position * o.frequencies[lane_id() % HALF + WARP * j], &sine[j], &cosine[j]);
             sine[j] *= o.attention_factor;
             cosine[j] *= o.attention_factor;
         }
     }
     __device__ __forceinline__ void apply(float (&y)[N], float scale) const {
         if (N == 1) {
-            float partner = __shfl_xor_sync(ALL_LANES, y[0], D / 2);
-            y[0] = (y[0] * cosine[0] + (lane_id() < D / 2 ? -partner : partner) * sine[0]) * scale;
+            float partner = __shfl_xor_sync(ALL_LANES, y[0], HALF);
+            y[0] = (y[0] * cosine[0] + (lane_id() < HALF ? -partner : partner) * sine[0]) * scale;
         } else {
 #pragma unroll
-            for (int j = 0; j < N / 2; j++) {
-                float low = y[j], high = y[(j + N / 2) % N];
+            for (int j = 0; j < ANGLES; j++) {
+                float low = y[j], high = y[(j + ANGLES) % N];
                 y[j] = (low * cosine[j] - high * sine[j]) * scale;
-                y[(j + N / 2) % N] = (high * cosine[j] + low * sine[j]) * scale;
+                y[(j + ANGLES) % N] = (high * cosine[j] + low * sine[j]) * scale;
             }
+#pragma unroll
+            for (int j = 2 * ANGLES; j < N; j++) y[j] *= scale;
         }
     }
 };
 
 template <int D>
-struct Rotation<D, true> {
+struct Rotation<D, ANY_ROTARY> {
     static constexpr int N = SLOTS<D>;
     float sine[N], cosine[N];  // the sine has the sign of the partner's term
     int partner[N];
@@ -103,9 +108,9 @@ __device__ __forceinline__ void load_head(const float* x, float (&y)[SLOTS<D>]) 
     for (int j = 0; j < SLOTS<D>; j++) y[j] = has_slot<D>(j) ? x[lane_id() + WARP * j] : 0;
 }
 
-template <int D, bool PARTIAL>
+template <int D, int ROTARY>
 __device__ __forceinline__ void norm_and_rotate(float (&y)[SLOTS<D>], bool normed, const float (&weight)[SLOTS<D>], float eps,
-                                                const Rotation<D, PARTIAL>& r, float scale) {
+                                                const Rotation<D, ROTARY>& r, float scale) {
     if (normed) {
         float sum = 0;
 #pragma unroll

@@ -153,6 +153,22 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The nearest tf32, which has the exponent of f32 and 10 bits of mantissa; ties go away from zero.
+__device__ __forceinline__ u32 to_tf32(float x) {
+    u32 r;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
+    return r;
+}
+// m16n8k8 of tf32. Lane l holds, with g and t as above:
+//   A: rows g, g + 8, g, g + 8; columns t, t, t + 4, t + 4
+//   B: column g; rows t and t + 4
+// and C as above.
+__device__ __forceinline__ void mma_tf32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // Whether tensor cores multiply e2m1 codes together with e4m3 scales by a warp-wide instruction.
 #define HAS_FP4_MMA (__CUDA_ARCH__ >= 1200 && __CUDA_ARCH__ < 1300)
 

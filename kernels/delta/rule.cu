@@ -1,12 +1,11 @@
 // The gated delta rule, the recurrence of a gated-delta-net layer. For each value head and row, with S [key_dim, value_dim]:
 //     S *= decay;  d = (v - k^T S) * beta;  S += k d^T;  o = q^T S
-// A block takes some columns of S of one head through all rows of a sequence. S stays in registers: a lane has two columns of every eighth
-// piece of four rows, so that it uses each q and k that it loads twice, and that three shuffles sum a column.
+// A block takes some columns of S of one head through all rows of a sequence. S stays in registers.
 //
 // With 128 rows of S, a row of the batch takes a warp some 175 instructions. With one block on a multiprocessor, and so one warp for each
 // scheduler, that is about 190 cycles: 32 multiply-adds each for o, k^T S and S, and between the last two some 90 cycles for the shuffles
 // and d, during which S is multiplied by the decay.
-#include "recurrent/recurrence.cuh"
+#include "delta/columns.cuh"
 
 struct Arguments {
     const float* qkv;       // [rows, channels]
@@ -22,7 +21,7 @@ struct Arguments {
 };
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP;
-constexpr int SLICES = 8, WARP_COLUMNS = WARP / SLICES * 2, COLUMNS = WARPS * WARP_COLUMNS;
+constexpr int COLUMNS = WARPS * WARP_COLUMNS;
 static_assert(COLUMNS == 32, "the launcher divides by it");
 // Rows of q, k and v that are loaded together, while the rows before them are processed.
 constexpr int CHUNK = 8;
@@ -55,35 +54,6 @@ __device__ __forceinline__ void fill(const Arguments& a, Row<K>* rows, size_t fi
         if (int j = WARP - 1 - lane; j < 2) copy_async_4(shared_address(&row.decay + j), (j == 0 ? a.decay : a.beta) + gate, 4);
     }
     copy_async_commit();
-}
-
-// The lane's part of x^T S.
-template <int N>
-__device__ __forceinline__ float2 multiply(const float (&x)[N], const float2 (&s)[N]) {
-    float2 even = make_float2(0, 0), odd = make_float2(0, 0);
-#pragma unroll
-    for (int i = 0; i < N; i += 2) {
-        even.x += x[i] * s[i].x, even.y += x[i] * s[i].y;
-        odd.x += x[i + 1] * s[i + 1].x, odd.y += x[i + 1] * s[i + 1].y;
-    }
-    return make_float2(even.x + odd.x, even.y + odd.y);
-}
-
-// Sums over slices: in each lane both columns, or one of the two, by the parity of the slice.
-__device__ __forceinline__ float2 sum_slices(float2 x) {
-#pragma unroll
-    for (int d = WARP / SLICES; d < WARP; d *= 2) {
-        x.x += __shfl_xor_sync(ALL_LANES, x.x, d);
-        x.y += __shfl_xor_sync(ALL_LANES, x.y, d);
-    }
-    return x;
-}
-__device__ __forceinline__ float sum_slices_of_one(float2 x, bool second) {
-    float sum = second ? x.y : x.x;
-    sum += __shfl_xor_sync(ALL_LANES, second ? x.x : x.y, WARP / SLICES);
-#pragma unroll
-    for (int d = 2 * WARP / SLICES; d < WARP; d *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, d);
-    return sum;
 }
 
 // K: key_dim, padded. Grid: (ceil(value_dim / COLUMNS), value_heads, segments).

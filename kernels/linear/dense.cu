@@ -4,18 +4,9 @@
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 #include "format/int8.cuh"
+#include "linear/matrices.cuh"
 
 enum Kind { F32, F16, BF16, INT8 };
-enum Output { STORE_F32, STORE_F16, ADD_F32 };
-
-struct Matrix {
-    const void* weight;     // [rows, k]
-    const float* scales;    // [rows]: INT8
-    const float* bias;      // [rows] or null
-    u64 rows;
-};
-
-constexpr int MATRICES = 4;
 
 struct Arguments {
     const u16* x;           // f16 [m, k]

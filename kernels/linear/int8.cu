@@ -1,24 +1,13 @@
 // GEMM with int8 rows on tensor cores: our own kernel for batches of decode steps, and for more rows the conversions around cuBLASLt's
 // GEMM: codes to f16, which holds them exactly, and the scales of the weight's rows onto f32 products.
-#include "common/cluster.cuh"
 #include "format/int8.cuh"
+#include "linear/matrices.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / WARP;
 
-enum Output { STORE_F32, STORE_F16, ADD_F32 };
-
-struct Matrix {
-    const u8* codes;        // [rows, k]
-    const float* scales;    // [rows]
-    const float* bias;      // [rows] or null
-    u64 rows;
-};
-
-constexpr int MATRICES = 4;
-
 struct ProductArguments {
     const u16* x;           // f16 [m, k]
-    Matrix matrices[MATRICES];  // the output features of one follow those of the one before
+    Matrix matrices[MATRICES];  // of codes; the output features of one follow those of the one before
     void* out;              // [m, out_stride]
     float factor;           // of the product
     int output;
@@ -29,33 +18,14 @@ struct ProductArguments {
 };
 
 constexpr int BLOCK_ROWS = 128;     // of the weight: 16 a warp
-constexpr int MAX_SPLIT_K = 8;
 constexpr int DEPTH = 64;           // of K in a step: 16 a lane. Two steps share the same 128 bytes of a row.
 constexpr int STAGES = 4;           // of activations in shared memory
 constexpr int X_PITCH = 2 * DEPTH + 16;  // bytes from row to row, so that a quarter of a warp reads all banks
 static_assert(BLOCK_ROWS == WARPS * 16, "a warp has the rows of one fragment");
 static_assert((STAGES & (STAGES - 1)) == 0, "stages are numbered by the low bits of a step");
 
-// The rows of a block.
-struct Place {
-    const u8* codes;    // of the matrix
-    int matrix, rows;   // the matrix, and its rows
-    int first_row;      // of the block, in the matrix
-    int first_column;   // of the matrix, in the output
-
-    __device__ __forceinline__ explicit Place(const ProductArguments& a) : codes(a.matrices[0].codes), matrix(0), rows(a.matrices[0].rows), first_column(0) {
-        int block = blockIdx.x;
-#pragma unroll
-        for (int i = 1; i < MATRICES; i++) {
-            int blocks = ceil_div(rows, BLOCK_ROWS);
-            if (block < blocks) continue;
-            block -= blocks, first_column += rows;
-            codes = a.matrices[i].codes, rows = a.matrices[i].rows, matrix = i;
-        }
-        first_row = block * BLOCK_ROWS;
-    }
-};
-static_assert(sizeof(Place) == 24, "the launcher's shared memory has room for it");
+using BlockPlace = Place<BLOCK_ROWS>;
+static_assert(sizeof(BlockPlace) == 24, "the launcher's shared memory has room for it");
 
 // The first element of K of piece i of a step; a piece is half of what a lane takes.
 __device__ __forceinline__ int element_of(int step, int i) { return step / 2 * (2 * DEPTH) + i / 2 * 32 + step % 2 * 16 + i % 2 * 8; }
@@ -68,9 +38,9 @@ __device__ __forceinline__ void product(const ProductArguments& a) {
     constexpr int AHEAD = TOKENS > 32 ? 2 : 4;  // steps of codes in registers; with more, those of 64 tokens spill
     extern __shared__ __align__(16) char shared[];
     int lane = lane_id(), g = lane / 4, t = lane % 4, warp = threadIdx.x / WARP, split = blockIdx.z;
-    Place place(a);
+    BlockPlace place(a.matrices);
     // The loop needs the registers.
-    Place& kept = *(Place*)(shared + STAGES * TOKENS * X_PITCH);
+    BlockPlace& kept = *(BlockPlace*)(shared + STAGES * TOKENS * X_PITCH);
     if (threadIdx.x == 0) kept = place;
     int first_token = blockIdx.y * TOKENS;
     int all_steps = ceil_div(a.k, 2 * DEPTH) * 2, begin = all_steps * split / a.split_k, end = all_steps * (split + 1) / a.split_k;
@@ -79,7 +49,7 @@ __device__ __forceinline__ void product(const ProductArguments& a) {
     // Beyond the last row, the last one is read and nothing is stored.
     const u8* rows[2];
 #pragma unroll
-    for (int i = 0; i < 2; i++) rows[i] = place.codes + (size_t)min(place.first_row + warp * 16 + g + 8 * i, place.rows - 1) * a.k;
+    for (int i = 0; i < 2; i++) rows[i] = (const u8*)place.weight + (size_t)min(place.first_row + warp * 16 + g + 8 * i, place.rows - 1) * a.k;
     uint4 codes[AHEAD][2];
     auto load = [&](int step, uint4(&to)[2]) {
         int k = element_of(step, 2 * t);
@@ -161,31 +131,8 @@ __device__ __forceinline__ void product(const ProductArguments& a) {
     };
 #if __CUDA_ARCH__ >= 900
     if (a.split_k > 1) {
-        // Each block of the cluster adds up the sums of all for its share of them: [warp][group][lane].
-        constexpr int PARTS = WARPS * GROUPS;
-        static_assert(PARTS * WARP * 16 <= STAGES * TOKENS * X_PITCH, "sums take the place of activations");
-        copy_async_wait<0>();
-        __syncthreads();
-#pragma unroll
-        for (int group = 0; group < GROUPS; group++) {
-            const float* c = sums[group];
-            ((float4*)shared)[(warp * GROUPS + group) * WARP + lane] = make_float4(c[0], c[1], c[2], c[3]);
-        }
-        cluster_sync();
-        for (int i = PARTS * split / a.split_k + warp; i < PARTS * (split + 1) / a.split_k; i += WARPS) {
-            float4 parts[MAX_SPLIT_K];
-#pragma unroll
-            for (int s = 0; s < MAX_SPLIT_K; s++) {
-                parts[s] = make_float4(0, 0, 0, 0);
-                if (s < a.split_k) parts[s] = load_cluster_16(staged + (i * WARP + lane) * 16, s);
-            }
-            float c[4] = {};
-#pragma unroll
-            for (int s = 0; s < MAX_SPLIT_K; s++) c[0] += parts[s].x, c[1] += parts[s].y, c[2] += parts[s].z, c[3] += parts[s].w;
-            store(i / GROUPS, i % GROUPS, c);
-        }
-        // No block may end while another reads its memory.
-        cluster_sync();
+        static_assert(WARPS * GROUPS * WARP * 16 <= STAGES * TOKENS * X_PITCH, "sums take the place of activations");
+        sum_over_cluster<WARPS>(sums, shared, split, a.split_k, store);
         return;
     }
 #endif

@@ -38,33 +38,42 @@ struct NextNorm {
         }
     }
 
+    // Pieces of a normalized row, with its padding.
+    __device__ __forceinline__ int pieces() const { return fragment_major ? padded_k(width) / 8 : ceil_div(width, 2 * BLOCK) * 4; }
+
+    // Stores piece i of a row to the residual stream.
+    __device__ __forceinline__ void store_residual(float* x, int i, const Piece& r) const {
+        int k = first_element(i);
+        if (k < width) *(float4*)(x + k) = r.first;
+        if (k + BLOCK < width) *(float4*)(x + k + BLOCK) = r.second;
+    }
+    // Stores the norm of piece i of row `row`. The first dimension of the grid is the rows.
+    __device__ __forceinline__ void store_norm(int row, int i, const Piece& r, float factor, const Piece& w) const {
+        int k = first_element(i);
+        if (i >= pieces()) return;
+        float4 first = apply_norm(r.first, factor, w.first), second = apply_norm(r.second, factor, w.second);
+        if (fragment_major) {
+            store_fragments(normed, ceil_div(gridDim.x, GROUP_ROWS), row, k, first, second);
+        } else {
+            u16* to = normed + (size_t)row * width + k;
+            if (k < width) *(uint2*)to = make_uint2(pack_f16(first.x, first.y), pack_f16(first.z, first.w));
+            if (k + BLOCK < width) *(uint2*)(to + BLOCK) = make_uint2(pack_f16(second.x, second.y), pack_f16(second.z, second.w));
+        }
+    }
+
     // Stores a thread's pieces `r` of a row to `x`, and their norm to `normed`. All threads of the block call this. `warp_sums` is shared
     // memory for WARPS floats.
     __device__ __forceinline__ void store(int row, float* x, const Piece (&r)[THREAD_PIECES], const Piece (&w)[THREAD_PIECES],
                                           float* warp_sums) const {
-        int groups = ceil_div(gridDim.x, GROUP_ROWS), count = fragment_major ? padded_k(width) / 8 : ceil_div(width, 2 * BLOCK) * 4;
         float sum = 0;
 #pragma unroll
         for (int j = 0; j < THREAD_PIECES; j++) {
-            int k = first_element(threadIdx.x + j * THREADS);
-            if (k < width) *(float4*)(x + k) = r[j].first;
-            if (k + BLOCK < width) *(float4*)(x + k + BLOCK) = r[j].second;
+            store_residual(x, threadIdx.x + j * THREADS, r[j]);
             sum += r[j].squares();
         }
         if (!weight) return;
         float factor = rsqrtf(block_sum(sum, warp_sums) / width + eps);
 #pragma unroll
-        for (int j = 0; j < THREAD_PIECES; j++) {
-            int i = threadIdx.x + j * THREADS, k = first_element(i);
-            if (i >= count) continue;
-            float4 first = apply_norm(r[j].first, factor, w[j].first), second = apply_norm(r[j].second, factor, w[j].second);
-            if (fragment_major) {
-                store_fragments(normed, groups, row, k, first, second);
-            } else {
-                u16* to = normed + (size_t)row * width + k;
-                if (k < width) *(uint2*)to = make_uint2(pack_f16(first.x, first.y), pack_f16(first.z, first.w));
-                if (k + BLOCK < width) *(uint2*)(to + BLOCK) = make_uint2(pack_f16(second.x, second.y), pack_f16(second.z, second.w));
-            }
-        }
+        for (int j = 0; j < THREAD_PIECES; j++) store_norm(row, threadIdx.x + j * THREADS, r[j], factor, w[j]);
     }
 };

@@ -1,9 +1,9 @@
 // Stores keys and values for heads of 32, 64 or 128 elements that all rotate. See rope/store.cuh.
 #include "rope/store.cuh"
 
-HEADS(32, false, rope_store_heads_32)
-HEADS(64, false, rope_store_heads_64)
-HEADS(128, false, rope_store_heads_128)
+HEADS(32, 32, rope_store_heads_32)
+HEADS(64, 64, rope_store_heads_64)
+HEADS(128, 128, rope_store_heads_128)
 VALUES(32)
 VALUES(64)
 VALUES(128)

@@ -20,7 +20,7 @@ struct Arguments {
 constexpr int WARPS = 4;
 
 // Grid: (rows, ceil((heads + kv_heads) / WARPS)); a warp takes a head.
-template <int D, bool PARTIAL>
+template <int D, int ROTARY>
 __device__ __forceinline__ void heads(const Arguments& a) {
     wait_for_earlier_kernels();
     int row = blockIdx.x, head = blockIdx.y * WARPS + threadIdx.x / WARP, lane = lane_id();
@@ -32,7 +32,7 @@ __device__ __forceinline__ void heads(const Arguments& a) {
     float weight[SLOTS<D>], y[SLOTS<D>];
     load_norm<D>(norm, weight);
     load_head<D>(x, y);
-    norm_and_rotate<D>(y, norm != nullptr, weight, a.head.eps, Rotation<D, PARTIAL>(a.head, position), is_key ? 1 : a.scale);
+    norm_and_rotate<D>(y, norm != nullptr, weight, a.head.eps, Rotation<D, ROTARY>(a.head, position), is_key ? 1 : a.scale);
     u16* to = is_key ? keys<D>(a.pages, 0, position, head - a.heads) : a.q + ((size_t)row * a.heads + head) * D;
     bool is_unfit = false;
 #pragma unroll
@@ -66,7 +66,7 @@ __device__ __forceinline__ void store_values(const Arguments& a) {
     if (whole) *(uint4*)to = make_uint4(packed[0], packed[1], packed[2], packed[3]);
 }
 
-#define HEADS(D, PARTIAL, NAME) \
-    extern "C" __global__ void __launch_bounds__(WARPS* WARP) NAME(const __grid_constant__ Arguments a) { heads<D, PARTIAL>(a); }
+#define HEADS(D, ROTARY, NAME) \
+    extern "C" __global__ void __launch_bounds__(WARPS* WARP) NAME(const __grid_constant__ Arguments a) { heads<D, ROTARY>(a); }
 #define VALUES(D) \
     extern "C" __global__ void __launch_bounds__(D) rope_store_values_##D(const __grid_constant__ Arguments a) { store_values<D>(a); }

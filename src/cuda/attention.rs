@@ -81,6 +81,9 @@ head_kernels! { DECODE(DecodeArguments):
     AttentionDecodeLimited, Some(Ring::Four), "attention_decode_" [32 64 128 192 256] "_limited_ring4";
     AttentionDecodeLimited, Some(Ring::Two), "attention_decode_" [32 64 128 192 256] "_limited_ring2";
     AttentionDecodeLimited, Some(Ring::One), "attention_decode_" [32 64 128 192 256] "_limited_ring1";
+    AttentionDecodeWide, Some(Ring::Pair), "attention_decode_" [256] "_rotary64_pair";
+    AttentionDecodeWide, Some(Ring::Two), "attention_decode_" [256] "_rotary64_ring2";
+    AttentionDecodeWide, Some(Ring::One), "attention_decode_" [256] "_rotary64_ring1";
     AttentionDecodeGeneral, Some(Ring::Four), "attention_decode_" [32 64 80 96 128 192 256] "_general_ring4";
     AttentionDecodeGeneral, Some(Ring::Two), "attention_decode_" [32 64 80 96 128 192 256] "_general_ring2";
     AttentionDecodeGeneral, Some(Ring::One), "attention_decode_" [32 64 80 96 128 192 256] "_general_ring1";
@@ -168,6 +171,7 @@ pub fn attention_units(dim: usize, rotary_dim: usize, is_limited: bool) -> [Unit
         match whole {
             true if is_common(dim) && !is_limited => Unit::AttentionDecode,
             true => Unit::AttentionDecodeLimited,
+            false if (dim, rotary_dim, is_limited) == (256, 64, false) => Unit::AttentionDecodeWide,
             false => Unit::AttentionDecodeGeneral,
         },
         match is_common(dim) {
@@ -410,6 +414,9 @@ enum Ring {
     One,
     /// `Two` with the two CTAs of a sequence in a cluster.
     Cluster,
+    /// For few CTAs with few positions each, of heads for which a ring of four does not fit: a ring of two pages, both of which are
+    /// processed at a time.
+    Pair,
 }
 
 impl Ring {
@@ -430,10 +437,20 @@ impl Ring {
         fitting.unwrap_or(Ring::One)
     }
 
+    /// The variant of a unit for `blocks` CTAs in each of so many splits.
+    fn of_unit(gpu: &Gpu, unit: Unit, blocks: usize, dim: usize, splits: usize) -> Ring {
+        let is_few = 2 * blocks <= gpu.multiprocessors();
+        match Ring::of(gpu, blocks, dim) {
+            // A single split of so few CTAs is short: see [`SplitKv::of`].
+            Ring::Two if unit == Unit::AttentionDecodeWide && is_few && splits == 1 => Ring::Pair,
+            ring => ring,
+        }
+    }
+
     /// CTAs that share a multiprocessor.
     const fn together(self) -> usize {
         match self {
-            Ring::Four | Ring::Two | Ring::Cluster => 1,
+            Ring::Four | Ring::Two | Ring::Cluster | Ring::Pair => 1,
             Ring::One => 4,
         }
     }
@@ -442,14 +459,14 @@ impl Ring {
     const fn pages(self) -> usize {
         match self {
             Ring::Four => 4,
-            Ring::Two | Ring::Cluster => 2,
+            Ring::Two | Ring::Cluster | Ring::Pair => 2,
             Ring::One => 1,
         }
     }
 
     const fn threads(self) -> u32 {
         match self {
-            Ring::Four => 256,
+            Ring::Four | Ring::Pair => 256,
             Ring::Two | Ring::One | Ring::Cluster => 128,
         }
     }
@@ -584,8 +601,12 @@ pub fn decode(
         window: heads.window()?,
         fragment_major: i32::from(layout == Layout::FragmentMajor),
     };
+    let [unit, ..] = heads.units();
     let (ring, cluster, received) = match division {
-        SplitKv::Splits(_) => (Ring::of(gpu, blocks * sequences, heads.shape.dim), 1, 0),
+        SplitKv::Splits(_) => {
+            let (all, dim) = (blocks * sequences, heads.shape.dim);
+            (Ring::of_unit(gpu, unit, all, dim, splits), 1, 0)
+        }
         SplitKv::Cluster if gpu.arch().0 < 9 => {
             bail!(Internal, "two-CTA clusters are for Hopper and later")
         }
@@ -603,7 +624,6 @@ pub fn decode(
             ring.threads(),
         )
     };
-    let [unit, ..] = heads.units();
     let kernel = one(DECODE, heads.shape.dim, |k| {
         k.unit == unit && k.ring == Some(ring)
     })?;

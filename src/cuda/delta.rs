@@ -1,8 +1,9 @@
-//! Gated-delta-net layers between their projections: the convolution, the recurrence and the gated norm. Batches are ragged: each segment
-//! of rows continues the state of a sequence, which is in a block of an arena.
+//! Gated-delta-net layers between their projections: the convolution, the recurrence and the gated norm, or all of them in one launch for a
+//! step of decoding. Batches are ragged: each segment of rows continues the state of a sequence, which is in a block of an arena.
 
 use super::driver::{DeviceSlice, Launch, Planned, int};
 use super::kernel::kernels;
+use super::linear::{Hardware, Layout};
 use super::recurrent::{
     Convolution, ConvolutionArgument, MOST_BLOCKS, MOST_TAPS, OverflowNotes, RecurrentOutput,
     RecurrentSegments, RecurrentStates, SegmentsArgument, StatesArgument, StridedRows, THREADS,
@@ -27,6 +28,18 @@ kernels! {
             To64 = "delta_rule_64",
             To128 = "delta_rule_128",
             To256 = "delta_rule_256",
+        }
+    }
+
+    /// A layer of single rows, by the columns of S of a CTA and the layout of the output.
+    enum Step(StepArguments) {
+        DeltaStep {
+            RowMajor32 = "delta_step_32_f16",
+            RowMajor64 = "delta_step_64_f16",
+            RowMajor128 = "delta_step_128_f16",
+            Fragments32 = "delta_step_32_fragments",
+            Fragments64 = "delta_step_64_fragments",
+            Fragments128 = "delta_step_128_fragments",
         }
     }
 
@@ -277,4 +290,159 @@ pub fn delta_norm(
     let launch = Launch::new([int("rows", rows)? as u32, blocks as u32, 1], THREADS);
     // SAFETY: sizes were checked.
     unsafe { launch.of(kernel).run(o.gpu(), &arguments) }
+}
+
+/// Columns of S of a CTA of [`delta_step`].
+const STEP_COLUMNS: [usize; 3] = [32, 64, 128];
+/// Most elements of its keys.
+const STEP_KEY_DIM: usize = 128;
+/// Columns of a warp.
+const WARP_COLUMNS: usize = 8;
+/// Most CTAs of a cluster.
+const MOST_CLUSTER: usize = 8;
+
+/// The columns of a CTA of [`delta_step`] and the CTAs of a key head: the most CTAs that form a cluster. `None` for shapes that it does not
+/// serve.
+fn step_division(shape: &DeltaShape) -> Option<(usize, usize)> {
+    let group = shape.value_heads.checked_div(shape.key_heads)?;
+    let divided = STEP_COLUMNS.map(|columns| (columns, group * shape.value_dim / columns));
+    let fits = |&(columns, ctas): &(usize, usize)| {
+        shape.value_dim.is_multiple_of(columns) && ctas <= MOST_CLUSTER
+    };
+    let division = divided.into_iter().find(fits)?;
+    (shape.key_dim <= STEP_KEY_DIM && check_shape(shape).is_ok()).then_some(division)
+}
+
+/// Whether [`delta_step`] serves layers of this shape.
+pub fn has_delta_step(hardware: &Hardware, shape: &DeltaShape) -> bool {
+    hardware.has_clusters() && step_division(shape).is_some()
+}
+
+/// The projections of rows that [`delta_step`] takes, all f32.
+#[derive(Clone, Copy, Debug)]
+pub struct DeltaProjected<'a> {
+    /// Inputs of the convolution `[rows, channels]`.
+    pub x: StridedRows<'a>,
+    /// Gates of results `[rows, value_heads, value_dim]`.
+    pub z: StridedRows<'a>,
+    /// Gates of decays `[rows, value_heads]`.
+    pub a: StridedRows<'a>,
+    /// Gates of learning rates `[rows, value_heads]`.
+    pub b: StridedRows<'a>,
+}
+
+#[repr(C)]
+struct StepArguments {
+    x: u64,
+    z: u64,
+    a: u64,
+    b: u64,
+    x_stride: u64,
+    z_stride: u64,
+    a_stride: u64,
+    b_stride: u64,
+    conv: u64,
+    a_log: u64,
+    dt_bias: u64,
+    weight: u64,
+    segments: SegmentsArgument,
+    matrices: StatesArgument,
+    inputs: StatesArgument,
+    to: TargetArgument,
+    key_heads: i32,
+    value_heads: i32,
+    key_dim: i32,
+    value_dim: i32,
+    taps: i32,
+    norm_eps: f32,
+}
+
+/// [`delta_conv`], [`delta_rule`] and [`delta_norm`] of a step of decoding in one launch, for shapes with [`has_delta_step`]. Segment `s` is
+/// row `s` alone and continues no other. `norm` is the weight of the gated norm, f32 `[value_dim]`, and its epsilon; the rows go to `out` as
+/// f16 `[rows, value_heads, value_dim]` in a layout. The kernel before may write neither the segments nor the states nor the weights.
+pub fn delta_step(
+    shape: &DeltaShape,
+    weights: &DeltaConstants<'_>,
+    (norm, eps): (DeviceSlice<'_>, f32),
+    segments: &RecurrentSegments<'_>,
+    states: &RecurrentStates,
+    inputs: &DeltaProjected<'_>,
+    layout: Layout,
+    overflow: Option<OverflowNotes<'_>>,
+    out: DeviceSlice<'_>,
+) -> Result<()> {
+    check_shape(shape)?;
+    let Some((columns, ctas)) = step_division(shape) else {
+        bail!(
+            Internal,
+            "a step of {shape:?}, which needs several launches"
+        );
+    };
+    let (rows, output) = (segments.count, RecurrentOutput::F16(layout));
+    let (heads, width) = (shape.value_heads, shape.value_width());
+    let DeltaProjected { x, z, a, b } = inputs;
+    x.check("inputs of a convolution", rows, shape.channels(), 4)?;
+    z.check("gates of results", rows, width, 4)?;
+    a.check("gates of decays", rows, heads, 1)?;
+    b.check("gates of learning rates", rows, heads, 1)?;
+    for (what, slice, floats) in [
+        ("a convolution", weights.conv, shape.channels() * shape.taps),
+        ("a norm", norm, shape.value_dim),
+    ] {
+        slice.holds(what, &[floats, 4])?;
+        check_aligned(what, slice)?;
+    }
+    weights.a_log.holds("rates of decay", &[heads, 4])?;
+    weights.dt_bias.holds("biases of decays", &[heads, 4])?;
+    let recurrent = RecurrentShape::GatedDelta(*shape);
+    let arguments = StepArguments {
+        x: x.values.address(),
+        z: z.values.address(),
+        a: a.values.address(),
+        b: b.values.address(),
+        x_stride: x.stride as u64,
+        z_stride: z.stride as u64,
+        a_stride: a.stride as u64,
+        b_stride: b.stride as u64,
+        conv: weights.conv.address(),
+        a_log: weights.a_log.address(),
+        dt_bias: weights.dt_bias.address(),
+        weight: norm.address(),
+        segments: segments.argument()?,
+        matrices: states.matrices(recurrent)?,
+        inputs: states.history(recurrent)?,
+        to: TargetArgument::new(output, rows, width, overflow, out)?,
+        key_heads: shape.key_heads as i32,
+        value_heads: heads as i32,
+        key_dim: shape.key_dim as i32,
+        value_dim: shape.value_dim as i32,
+        taps: shape.taps as i32,
+        norm_eps: eps,
+    };
+    // SAFETY: sizes were checked; the caller vouches for segments and blocks.
+    unsafe {
+        step_launch([rows, shape.key_heads, ctas], columns, layout).run(out.gpu(), &arguments)
+    }
+}
+
+/// The launch of a step over rows, key heads and the CTAs of a key head.
+fn step_launch(grid: [usize; 3], columns: usize, layout: Layout) -> Planned<Step> {
+    let of = |[row_major, fragments]: [Step; 2]| match layout {
+        Layout::RowMajor => row_major,
+        Layout::FragmentMajor => fragments,
+    };
+    let kernel = match columns {
+        32 => of([Step::RowMajor32, Step::Fragments32]),
+        64 => of([Step::RowMajor64, Step::Fragments64]),
+        _ => of([Step::RowMajor128, Step::Fragments128]),
+    };
+    let warps = columns / WARP_COLUMNS;
+    // A sum of squares for each warp, q and k, the columns of v and of o, and two gates.
+    let floats = warps + 2 * STEP_KEY_DIM + 2 * columns + 2;
+    let launch = Launch {
+        shared: (floats * 4).next_multiple_of(16) as u32,
+        cluster: grid[2] as u32,
+        ..Launch::new(grid.map(|n| n as u32), (warps * WARP) as u32)
+    };
+    launch.of(kernel)
 }

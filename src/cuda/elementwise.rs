@@ -178,7 +178,7 @@ struct PostNormArguments {
 /// The longest row of a residual stream that a CTA keeps in registers.
 const RESIDUAL_WIDTH: usize = 8192;
 /// Threads of such a CTA.
-pub(super) const RESIDUAL_THREADS: u32 = 512;
+const RESIDUAL_THREADS: u32 = 512;
 
 /// The RMSNorm after an addition to the residual stream: its weight, f32 `[width]`, and where the normalized rows go, as f16 in a layout.
 #[derive(Clone, Copy)]

@@ -1,32 +1,24 @@
-//! A mixture of NVFP4 experts on the device. Rows are routed, sorted by expert, multiplied tile by tile, and the results summed, all
-//! without the host.
+//! A mixture of NVFP4 experts on the device. Rows that [`route`](super::router::route) has sorted by expert are multiplied tile by tile, and
+//! the results summed, all without the host.
 
 use std::sync::Arc;
 
-use super::driver::{DeviceBuffer, Gpu, Launch, int};
-use super::elementwise::{NextArgument, NextNorm, RESIDUAL_THREADS};
+use super::driver::{DeviceBuffer, Gpu, Launch, Planned, int};
+use super::elementwise::{NextArgument, NextNorm};
 use super::kernel::kernels;
 use super::linear::{
-    Activation, Biased, CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, GatedUnit, Gating, Input, LinearScratch,
-    Matrix, MatrixArgument, MatrixShape, Output, linear,
+    Activation, Biased, CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, GatedUnit, Gating, Layout, Matrix,
+    MatrixArgument, MatrixShape,
 };
 use super::routing::Routing;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::base::size::product;
+use crate::format::nvfp4::BLOCK;
 use crate::tensor::WeightType;
 
 kernels! {
-    /// Routes rows and sorts them by expert: few rows at once, or many in two steps.
-    enum Route(RouteArguments) {
-        ExpertsRoute {
-            Few = "experts_route_few",
-            Rows = "experts_route",
-            Group = "experts_group",
-        }
-    }
-
     /// Products of rows with their experts, by the pairs of a tile: gate and up with their unit, up alone with its squared ReLU, and down.
     enum Products(ProductArguments) {
         LinearExperts {
@@ -45,17 +37,19 @@ kernels! {
         }
     }
 
-    /// Sums the experts of a row.
+    /// Sums the experts of a row, by one CTA or by a cluster.
     enum Sum(SumArguments) {
-        ExpertsSum { Rows = "experts_sum" }
+        ExpertsSum {
+            Row = "experts_sum",
+            Cluster = "experts_sum_cluster",
+        }
     }
 }
 
-/// Most rows that a single CTA routes and sorts, with their expert pairs.
-const FEW_ROWS: usize = 16;
-const FEW_PAIRS: usize = 512;
 /// Warps of a CTA of the GEMM, each with two rows of chunks.
 const WARPS: usize = 4;
+/// Threads of a warp.
+const WARP: usize = 32;
 /// Placeholder in products without a gated linear unit.
 const NO_UNIT: GatedUnit = GatedUnit::Plain(Activation::Silu);
 /// Bytes of a tile record: expert, first pair, number of pairs, and four unused bytes.
@@ -146,12 +140,14 @@ fn check_projection(expert: usize, what: &str, w: &Matrix, wanted: (usize, usize
 pub struct ExpertScratch {
     rows: usize,
     /// f32 `[rows, experts + 1]`: logits of the router, and of the gate of the shared expert.
-    logits: DeviceBuffer,
-    choices: DeviceBuffer,
-    weights: DeviceBuffer,
-    places: DeviceBuffer,
-    sources: DeviceBuffer,
-    tiles: DeviceBuffer,
+    pub(super) logits: DeviceBuffer,
+    pub(super) choices: DeviceBuffer,
+    pub(super) weights: DeviceBuffer,
+    pub(super) places: DeviceBuffer,
+    pub(super) sources: DeviceBuffer,
+    pub(super) tiles: DeviceBuffer,
+    /// A u32, zero between kernels: CTAs that have arrived.
+    pub(super) arrived: DeviceBuffer,
     /// f16 `[pairs, intermediate]`.
     inner: DeviceBuffer,
     /// f32 `[pairs, hidden]`.
@@ -180,12 +176,13 @@ impl ExpertScratch {
             places: scratch(&[pairs, 4])?,
             sources: scratch(&[pairs, 4])?,
             tiles: scratch(&[tiles, TILE_BYTES])?,
+            arrived: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4)?,
             inner: scratch(&[pairs, intermediate, 2])?,
             made: scratch(&[pairs, hidden, 4])?,
         })
     }
 
-    fn check(&self, routing: &Routing, rows: usize) -> Result<()> {
+    pub(super) fn check(&self, routing: &Routing, rows: usize) -> Result<()> {
         routing.check()?;
         if rows > self.rows {
             bail!(Internal, "{rows} rows, and room for {}", self.rows);
@@ -197,107 +194,6 @@ impl ExpertScratch {
         self.tiles
             .holds("tiles of experts", &[routing.most_tiles(rows), TILE_BYTES])
     }
-}
-
-#[repr(C)]
-struct RouteArguments {
-    logits: u64,
-    choices: u64,
-    weights: u64,
-    places: u64,
-    sources: u64,
-    tiles: u64,
-    unfit: u64,
-    correction: u64,
-    scale: f32,
-    groups: i32,
-    top_groups: i32,
-    rows: i32,
-    stride: i32,
-    experts: i32,
-    per_token: i32,
-    normalized: i32,
-    tile_pairs: i32,
-    max_tiles: i32,
-    layer: i32,
-}
-
-/// Routes f16 rows `x` `[rows, hidden]` by a router `[experts, hidden]` and its bias, and cuts their expert pairs into tiles. Also multiplies
-/// `shared_gate` `[1, hidden]`, for [`sum_experts`]. `correction` `[experts]`, f32, is added to sigmoids for the choice; the softmax has
-/// none. If a logit is not finite, `unfit`, a u32, becomes 1 + `layer` unless it is set already.
-pub fn route(
-    gpu: &Arc<Gpu>,
-    routing: &Routing,
-    router: Biased<'_>,
-    correction: Option<&DeviceBuffer>,
-    shared_gate: Option<&Matrix>,
-    x: &DeviceBuffer,
-    rows: usize,
-    scratch: &ExpertScratch,
-    linear_scratch: &LinearScratch,
-    (unfit, layer): (&DeviceBuffer, usize),
-) -> Result<()> {
-    scratch.check(routing, rows)?;
-    unfit.holds("a note", &[4])?;
-    let shared_gate = shared_gate.map(|w| (w, None));
-    let matrices: Vec<Biased<'_>> = std::iter::once(router).chain(shared_gate).collect();
-    let wanted = [routing.experts, 1];
-    if matrices.iter().zip(wanted).any(|((w, _), n)| w.rows() != n) {
-        bail!(
-            Internal,
-            "a router of {} for {} experts",
-            router.0.rows(),
-            routing.experts
-        );
-    }
-    if let Some(correction) = correction {
-        correction.holds("corrections of scores", &[routing.experts, 4])?;
-    }
-    if correction.is_some() != routing.sigmoid.is_some() {
-        bail!(Internal, "{routing:?} with the correction {correction:?}");
-    }
-    let stride = routing.experts + 1;
-    linear(
-        gpu,
-        Input::Plain(x, 1.0),
-        rows,
-        &matrices,
-        Output::F32,
-        &scratch.logits,
-        stride,
-        linear_scratch,
-    )?;
-    let arguments = RouteArguments {
-        logits: scratch.logits.address(),
-        choices: scratch.choices.address(),
-        weights: scratch.weights.address(),
-        places: scratch.places.address(),
-        sources: scratch.sources.address(),
-        tiles: scratch.tiles.address(),
-        unfit: unfit.address(),
-        correction: correction.map_or(0, DeviceBuffer::address),
-        scale: routing.sigmoid.map_or(1.0, |sigmoid| sigmoid.scale),
-        groups: routing.sigmoid.map_or(1, |sigmoid| sigmoid.groups) as i32,
-        top_groups: routing.sigmoid.map_or(1, |sigmoid| sigmoid.top_groups) as i32,
-        rows: int("rows", rows)?,
-        stride: stride as i32,
-        experts: routing.experts as i32,
-        per_token: routing.per_token as i32,
-        normalized: routing.normalized.into(),
-        tile_pairs: routing.tile_pairs(rows) as i32,
-        max_tiles: int("tiles", routing.most_tiles(rows))?,
-        layer: int("the layer", layer)?,
-    };
-    let launch = |blocks: usize, threads: u32, kernel: Route| {
-        let launch = Launch::new([blocks as u32, 1, 1], threads);
-        // SAFETY: sizes were checked.
-        unsafe { launch.of(kernel).run(gpu, &arguments) }
-    };
-    if rows <= FEW_ROWS && rows * routing.per_token <= FEW_PAIRS {
-        return launch(1, 32 * FEW_ROWS as u32, Route::Few);
-    }
-    launch(rows.div_ceil(4), 128, Route::Rows)?;
-    launch(routing.experts, 512, Route::Group)
 }
 
 #[repr(C)]
@@ -457,7 +353,7 @@ pub fn experts_down(
 pub struct SharedExpert<'a> {
     /// f32 `[rows, hidden]`.
     pub made: &'a DeviceBuffer,
-    /// Whether it is multiplied by the sigmoid of the gate that [`route`] was given.
+    /// Whether it is multiplied by the sigmoid of the gate that [`route`](super::router::route) was given.
     pub gated: bool,
 }
 
@@ -472,6 +368,36 @@ struct SumArguments {
     next: NextArgument,
     per_token: i32,
     gate_stride: i32,
+}
+
+/// Elements of a piece of a row, which a thread takes.
+const PIECE: usize = 8;
+/// Most threads of a CTA that sums part of a row, and most such CTAs in a cluster.
+const PART_THREADS: usize = 128;
+const MOST_PARTS: usize = 8;
+/// CTAs for each multiprocessor up to which a row is divided into more parts.
+const PARTS_TOGETHER: usize = 2;
+/// Shared memory of a CTA that sums experts: a sum of squares for each of its warps, at most 32.
+const SUMS_BYTES: u32 = 32 * 4;
+
+/// The launch that sums the experts of `rows` rows of `pieces` pieces each.
+fn summing(gpu: &Gpu, rows: usize, pieces: usize) -> Planned<Sum> {
+    let divided = |parts: usize| pieces.div_ceil(parts).next_multiple_of(WARP);
+    let (kernel, threads, parts) = match gpu.arch().0 >= 9 {
+        true => {
+            let busy = PARTS_TOGETHER * gpu.multiprocessors() / rows.max(1);
+            let parts = busy.clamp(pieces.div_ceil(PART_THREADS), MOST_PARTS);
+            let threads = divided(parts);
+            (Sum::Cluster, threads, pieces.div_ceil(threads))
+        }
+        false => (Sum::Row, divided(1), 1),
+    };
+    let launch = Launch {
+        shared: SUMS_BYTES,
+        cluster: parts as u32,
+        ..Launch::new([rows as u32, 1, parts as u32], threads as u32)
+    };
+    launch.of(kernel)
 }
 
 /// Adds the weighted outputs of the experts, and the output of the shared expert, to f32 rows `x` `[rows, hidden]`. Then normalizes the
@@ -512,7 +438,11 @@ pub fn sum_experts(
         per_token: routing.per_token as i32,
         gate_stride: (routing.experts + 1) as i32,
     };
-    let launch = Launch::new([rows as u32, 1, 1], RESIDUAL_THREADS);
+    // The padding of normalized rows is stored too.
+    let padded = match next.map(|next| next.layout) {
+        Some(Layout::FragmentMajor) => hidden.next_multiple_of(CHUNK_K),
+        Some(Layout::RowMajor) | None => hidden.next_multiple_of(2 * BLOCK),
+    };
     // SAFETY: sizes were checked.
-    unsafe { launch.of(Sum::Rows).run(gpu, &arguments) }
+    unsafe { summing(gpu, rows, padded / PIECE).run(gpu, &arguments) }
 }

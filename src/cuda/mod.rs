@@ -23,6 +23,7 @@ mod quantize;
 mod recurrent;
 mod registry;
 mod report;
+mod router;
 mod routing;
 mod row_norms;
 mod rows;
@@ -39,7 +40,10 @@ pub use attention::{
     store,
 };
 pub use bandwidth::{copy_bandwidth, read_bandwidth};
-pub use delta::{DeltaConstants, DeltaInputs, delta_conv, delta_norm, delta_rule};
+pub use delta::{
+    DeltaConstants, DeltaInputs, DeltaProjected, delta_conv, delta_norm, delta_rule, delta_step,
+    has_delta_step,
+};
 pub use driver::{
     Arena, Arenas, DeviceBuffer, DeviceSlice, Event, Gpu, Graph, HostStream, KeepContext,
     ManagedBuffer, Pinned, StagedBuffer, TARGETS, check_managed, compiler, count, open_gpus,
@@ -48,7 +52,7 @@ pub use driver::{
 pub use elementwise::{NextNorm, gate_heads, glu, post_norm, relu_squared, rms_norm, soft_cap};
 pub use experts::{
     ExpertMatrices, ExpertScratch, ExpertTable, ExpertUnit, SharedExpert, experts_down,
-    experts_gate_up, route, sum_experts,
+    experts_gate_up, sum_experts,
 };
 pub use linear::{
     Activation, Biased, FusedNorm, GatedUnit, GemmPlan, Glu, Hardware, Input, InputForm, Layout,
@@ -67,6 +71,7 @@ pub use recurrent::{
 pub use registry::compile_source;
 pub use registry::{argument_bytes, compile, have_kernels};
 pub use report::{Details, DeviceReport, Presence, Report, report};
+pub use router::route;
 pub use routing::Routing;
 pub use row_norms::row_norms;
 pub use rows::{FloatRows, scaled_rows};

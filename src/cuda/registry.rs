@@ -8,7 +8,7 @@ use super::driver::{self, Attached, Gpu, KernelUnit, Source, compiler, target};
 use super::units::{Unit, fingerprint, source};
 use super::{
     attention, bandwidth, calibrated, convert, delta, elementwise, experts, linear, mamba, operand,
-    quantize, row_norms, rows, sample, scaled_mm, tensor, training, unfused,
+    quantize, router, row_norms, rows, sample, scaled_mm, tensor, training, unfused,
 };
 use crate::base::Result;
 use crate::base::error::err;
@@ -91,6 +91,7 @@ pub fn argument_bytes(kernel: &str) -> Option<usize> {
         mamba::ARGUMENTS,
         operand::ARGUMENTS,
         quantize::ARGUMENTS,
+        router::ARGUMENTS,
         row_norms::ARGUMENTS,
         rows::ARGUMENTS,
         sample::ARGUMENTS,

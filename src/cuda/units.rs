@@ -55,6 +55,7 @@ units! {
     AttentionDecode = "attention/decode.cu",
     AttentionDecodeGeneral = "attention/decode_general.cu",
     AttentionDecodeLimited = "attention/decode_limited.cu",
+    AttentionDecodeWide = "attention/decode_wide.cu",
     AttentionPrefill = "attention/prefill.cu",
     AttentionPrefillWide = "attention/prefill_wide.cu",
     AttentionReference = "attention/reference.cu",
@@ -65,9 +66,11 @@ units! {
     DeltaConv = "delta/conv.cu",
     DeltaNorm = "delta/norm.cu",
     DeltaRule = "delta/rule.cu",
+    DeltaStep = "delta/step.cu",
     Embed = "embed/embed.cu",
     EmbedTraining = "embed/training.cu",
     ExpertsRoute = "experts/route.cu",
+    ExpertsRouter = "experts/router.cu",
     ExpertsSum = "norm/sum_experts.cu",
     ExpertRows = "experts/rows.cu",
     LinearDense = "linear/dense.cu",
@@ -77,6 +80,7 @@ units! {
     LinearRowNorms = "linear/row_norms.cu",
     LinearRows = "linear/rows.cu",
     LinearSkinny = "linear/skinny.cu",
+    LinearTf32 = "linear/tf32.cu",
     LinearTiled = "linear/tiled.cu",
     LinearWide = "linear/wide.cu",
     MambaConv = "mamba/conv.cu",
@@ -124,7 +128,9 @@ impl Unit {
                 | Unit::AttentionTrainingForwardWide
                 | Unit::AttentionTrainingBackwardWide
         );
-        target == "sm_90a" || !multiplies_by_warpgroups
+        let needs_clusters = self == Unit::DeltaStep;
+        (target == "sm_90a" || !multiplies_by_warpgroups)
+            && (!target.starts_with("sm_8") || !needs_clusters)
     }
 
     /// The units with kernels for an architecture, as the compiler names it.

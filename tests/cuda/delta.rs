@@ -2,13 +2,18 @@
 
 use std::sync::Arc;
 
-use NVFP4::cuda::{self, DeltaConstants, DeltaInputs, DeviceBuffer, Gpu, StridedRows};
+use NVFP4::cuda::{
+    self, DeltaConstants, DeltaInputs, DeltaProjected, DeviceBuffer, Gpu, Hardware, Layout,
+    StridedRows,
+};
 use NVFP4::tensor::DeltaShape;
 
 use crate::recurrent::{
     BLOCKS, Blocks, DeviceSegments, RAGGED, Segment, check_division, check_norm_outputs, continues,
 };
-use crate::support::{EPS, as_f64, assert_close, gpu, normal, poisoned, read_f32, upload};
+use crate::support::{
+    EPS, HALF, as_f64, assert_close, gpu, normal, poisoned, read_f32, read_rows, upload,
+};
 
 /// The bound of rows and states in f32: decay and delta rule do not let errors of earlier rows grow, each row adds some roundings, and a
 /// factor's own error of some units in the last place is repeated in as many rows as the factor lets S live.
@@ -294,5 +299,110 @@ fn delta_layers_may_be_divided_anywhere() {
         check_division(&blocks, width, &format!("{sizes:?}"), |first, segment| {
             run(&gpu, &layer, first, &[segment], &blocks)
         });
+    }
+}
+
+/// Single rows of sequences, in place, from other blocks and from zeros: nine, so that their fragments are two groups.
+const SINGLE: [Segment; 9] = [
+    (1, 1, 1),
+    (1, 2, 3),
+    (1, 0, 4),
+    (1, 5, 5),
+    (1, 6, 6),
+    (1, 7, 7),
+    (1, 8, 9),
+    (1, 10, 10),
+    (1, 0, 11),
+];
+
+/// A layer of single rows in one launch; the rows go to `out`.
+fn step(gpu: &Arc<Gpu>, layer: &Layer, blocks: &Blocks, layout: Layout, out: &DeviceBuffer) {
+    let shape = &layer.shape;
+    let segments = DeviceSegments::new(gpu, &SINGLE[..layer.rows]);
+    let constants = [&layer.conv, &layer.a_log, &layer.dt_bias, &layer.norm];
+    let [conv, a_log, dt_bias, norm] = constants.map(|values| upload(gpu, values));
+    let heads = shape.value_heads;
+    let inputs = [
+        (&layer.x, shape.channels()),
+        (&layer.z, shape.value_width()),
+        (&layer.a, heads),
+        (&layer.b, heads),
+    ]
+    .map(|(values, stride)| (upload(gpu, values), stride));
+    let [x, z, a, b] = inputs.each_ref().map(|(buffer, stride)| StridedRows {
+        values: buffer.into(),
+        stride: *stride,
+    });
+    cuda::delta_step(
+        shape,
+        &DeltaConstants {
+            conv: (&conv).into(),
+            a_log: (&a_log).into(),
+            dt_bias: (&dt_bias).into(),
+        },
+        ((&norm).into(), EPS),
+        &segments.argument(),
+        &blocks.states(),
+        &DeltaProjected { x, z, a, b },
+        layout,
+        None,
+        out.into(),
+    )
+    .unwrap();
+}
+
+/// Single rows of a shape in one launch, against f64.
+fn check_step(gpu: &Arc<Gpu>, shape: DeltaShape, rows: usize, layout: Layout, seed: u64) {
+    let what = format!("{shape:?}, {rows} single rows, {layout:?}");
+    let (layer, width) = (Layer::new(shape, rows, seed), shape.value_width());
+    let blocks = Blocks::new(gpu, shape.state_floats(), BLOCKS, seed + 100);
+    let out = poisoned(gpu, layout.elements(rows, width) * 2);
+    step(gpu, &layer, &blocks, layout, &out);
+    let (after, mut o) = (blocks.read(), Vec::new());
+    for (row, &segment) in SINGLE[..rows].iter().enumerate() {
+        let mut state = as_f64(&blocks.read_by(segment));
+        o.extend(layer.expect(row, 1, &mut state));
+        let (got, kept) = blocks
+            .state(&after, segment.2)
+            .split_at(shape.matrix_floats());
+        let (want, inputs) = state.split_at(shape.matrix_floats());
+        assert_close(got, want, RECURRENCE, &format!("{what}: S of {row}"));
+        let same = kept.iter().zip(inputs).all(|(&k, &i)| f64::from(k) == i);
+        assert!(same, "{what}: inputs that are kept of {row}");
+    }
+    blocks.assert_others_kept(&after, &SINGLE[..rows], &what);
+    let o: Vec<f32> = o.into_iter().map(|o| o as f32).collect();
+    let got = read_rows(layout, &out, rows, width);
+    assert_close(&got, &layer.norm(&o), HALF, &what);
+}
+
+/// Layers of single rows in one launch, whose blocks have 32, 64 and 128 columns and whose clusters have two to eight.
+#[test]
+fn delta_steps_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    let hardware = Hardware::of(&gpu).unwrap();
+    let shapes = [
+        (16, 32, 128, 128),
+        (2, 4, 16, 32),
+        (1, 1, 48, 256),
+        (1, 3, 64, 128),
+        (2, 16, 16, 128),
+    ];
+    for (i, &sizes) in shapes.iter().enumerate() {
+        for taps in [2, 3, 4] {
+            let shape = DeltaShape {
+                taps,
+                ..shape(sizes)
+            };
+            if !hardware.has_clusters() {
+                assert!(!cuda::has_delta_step(&hardware, &shape));
+                continue;
+            }
+            assert!(cuda::has_delta_step(&hardware, &shape), "{shape:?}");
+            let seed = 4500 + 100 * i as u64 + 10 * taps as u64;
+            check_step(&gpu, shape, 1, Layout::RowMajor, seed);
+            check_step(&gpu, shape, SINGLE.len(), Layout::RowMajor, seed + 1);
+            check_step(&gpu, shape, SINGLE.len(), Layout::FragmentMajor, seed + 2);
+        }
     }
 }

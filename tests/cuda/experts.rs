@@ -61,11 +61,11 @@ struct Mixture<'a> {
     next: Vec<f32>,
 }
 
-/// Rows of the residual stream and of its norm on the device, and the note of a layer whose values do not fit.
+/// Rows of the residual stream and of its norm on the device, and the bits of each row's note of a layer whose logits are not finite.
 struct Results {
     residual: Vec<f32>,
     normed: Vec<f32>,
-    unfit: u32,
+    unfit: Vec<f32>,
 }
 
 impl<'a> Mixture<'a> {
@@ -107,7 +107,7 @@ impl<'a> Mixture<'a> {
         let normed = poisoned(gpu, layout.elements(rows, HIDDEN) * 2);
         let made = upload(gpu, &self.made);
         let (residual, next) = (upload(gpu, &self.residual), upload(gpu, &self.next));
-        let unfit = upload(gpu, &[0u32]);
+        let unfit = upload(gpu, &vec![0u32; rows]);
         let scratch = ExpertScratch::new(gpu, self.routing, rows, WIDE, HIDDEN).unwrap();
         self.run_experts(&unfit, &scratch);
         let shared = self.has_shared.then_some(SharedExpert {
@@ -134,7 +134,7 @@ impl<'a> Mixture<'a> {
         Results {
             residual: read_f32(&residual, rows * HIDDEN),
             normed: read_rows(layout, &normed, rows, HIDDEN),
-            unfit: read_f32(&unfit, 1)[0].to_bits(),
+            unfit: read_f32(&unfit, rows),
         }
     }
 
@@ -298,6 +298,10 @@ fn mixtures_of_experts_agree_with_f64() {
         (32, 4, false, 40, Kind::Nemotron, sigmoid(8, 3)),
         (6, 2, true, 60, Kind::Nemotron, sigmoid(3, 2)),
         (8, 4, true, 150, Kind::Nemotron, sigmoid(1, 1)),
+        (256, 8, true, 1, Kind::Qwen, None),
+        (24, 4, false, 16, Kind::Qwen, None),
+        (40, 3, true, 16, Kind::Qwen, None),
+        (64, 6, true, 11, Kind::Nemotron, sigmoid(4, 2)),
     ]
     .into_iter()
     .enumerate()
@@ -335,6 +339,6 @@ fn mixtures_of_experts_agree_with_f64() {
         let normalized = as_f64(&rms_norm(&added, &mixture.next));
         let of_norm = format!("{what}, the norm after");
         assert_close(&got.normed, &normalized, 2.0 * F16, &of_norm);
-        assert_eq!(got.unfit, 0, "{what}");
+        assert!(got.unfit.iter().all(|v| v.to_bits() == 0), "{what}");
     }
 }

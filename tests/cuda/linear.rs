@@ -1,5 +1,6 @@
 //! Products of activations with weights against f64: of few rows, by tiles, of many rows, of dense weights, and of host memory.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use NVFP4::cuda::{self, Biased, Gpu, LinearScratch, Output, SKINNY_ROWS, TileKernel};
@@ -329,7 +330,7 @@ fn dense_products_of_many_rows_give_what_is_asked_for() {
     let values: Vec<f32> = normal(1, n * k).iter().map(exact).collect();
     for (m, storage) in [20, 70]
         .into_iter()
-        .flat_map(|m| [(m, WeightType::F16), (m, WeightType::BF16)])
+        .flat_map(|m| DENSE.map(|storage| (m, storage)))
     {
         let x = HalfRows::new(
             &gpu,
@@ -358,6 +359,42 @@ fn dense_products_of_many_rows_give_what_is_asked_for() {
                 let what = format!("{storage:?} as {output:?}, row {r} of {m}");
                 assert_close(&got[..n], want, bound, &what);
             }
+        }
+    }
+}
+
+/// Logits of many rows by an f32 router and a gate of one row differ from those in f64 by less than 1e-6 of the norms of their rows.
+#[test]
+fn routers_of_many_rows_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    let (experts, k) = (256, 2048);
+    let values = normal(1, (experts + 1) * k);
+    let dense = |rows: Range<usize>| {
+        let shape = [rows.len(), k];
+        Dense::new(
+            &gpu,
+            shape,
+            WeightType::F32,
+            &values[rows.start * k..rows.end * k],
+        )
+    };
+    let (router, gate) = (dense(0..experts), dense(experts..experts + 1));
+    let norm = |v: &[f64]| v.iter().map(|v| v * v).sum::<f64>().sqrt();
+    let norms: Vec<f64> = as_f64(&values).chunks_exact(k).map(norm).collect();
+    for m in [17, 64, 300] {
+        let x = HalfRows::new(&gpu, &normal(2, m * k));
+        let scratch = LinearScratch::for_product(&gpu, &router.device, m).unwrap();
+        let matrices = [(&router.device, None), (&gate.device, None)];
+        let got = Product::of(&gpu, &scratch, x.input(), m, &matrices).f32s();
+        let want = product(&x.exact, &values, k);
+        for (i, (&got, want)) in got.iter().zip(want).enumerate() {
+            let (row, feature) = (i / (experts + 1), i % (experts + 1));
+            let bound = 1e-6 * norm(&x.exact[row * k..][..k]) * norms[feature];
+            let error = (f64::from(got) - want).abs();
+            assert!(
+                error <= bound,
+                "{m} rows: ({row}, {feature}) is {got}, not {want}"
+            );
         }
     }
 }

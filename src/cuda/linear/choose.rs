@@ -13,6 +13,7 @@ use super::matrix::{Biased, MatrixShape};
 use super::output::{Layout, Output};
 use super::residual::WIDTH;
 use super::skinny::SkinnyPlan;
+use super::tf32::Tf32Product;
 use super::tiled::Tiling;
 use super::tiles::TileKernel;
 use crate::base::Result;
@@ -75,6 +76,8 @@ pub(super) enum PartKernel {
     Dense(Planned<DenseKernel>),
     /// The kernel of int8 rows.
     Int8(Planned<Int8Product>),
+    /// The kernel of f32 weights for many rows.
+    Tf32(Planned<Tf32Product>),
     /// cuBLASLt with one matrix, on an f16 copy of a weight that is neither f16 nor bf16.
     CuBlas,
 }
@@ -268,6 +271,9 @@ fn parts(
             WeightType::Int8 if m > 1 => {
                 PartKernel::Int8(Int8Product::planned(hardware, matrices, m))
             }
+            WeightType::F32 if m > SKINNY_ROWS => {
+                PartKernel::Tf32(Tf32Product::planned(hardware, matrices, m))
+            }
             _ => PartKernel::Dense(DenseKernel::planned(matrices, m)),
         };
         *slot = Some(GemmPart {
@@ -289,6 +295,7 @@ impl fmt::Display for GemmPlan {
                     match &part.kernel {
                         PartKernel::Dense(planned) => write!(f, "{planned}")?,
                         PartKernel::Int8(planned) => write!(f, "{planned}")?,
+                        PartKernel::Tf32(planned) => write!(f, "{planned}")?,
                         PartKernel::CuBlas => f.write_str("cuBLASLt")?,
                     }
                 }

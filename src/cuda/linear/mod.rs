@@ -16,6 +16,7 @@ mod output;
 mod product;
 mod residual;
 mod skinny;
+mod tf32;
 mod tile;
 mod tiled;
 mod tiles;
@@ -46,6 +47,7 @@ pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
     many::ARGUMENTS,
     matrix::ARGUMENTS,
     skinny::ARGUMENTS,
+    tf32::ARGUMENTS,
     tiled::ARGUMENTS,
     tiles::ARGUMENTS,
 ];

@@ -11,6 +11,7 @@ use super::many::LinearScratch;
 use super::matrix::Biased;
 use super::output::{Layout, Output};
 use super::skinny::skinny_gemm;
+use super::tf32;
 use super::tiles::TileKernel;
 use crate::base::Result;
 use crate::base::error::{bail, err};
@@ -152,6 +153,9 @@ impl GemmPart {
             }
             (PartKernel::Int8(planned), _) => {
                 int8::product(gpu, planned, matrices, x, factor, m, output, out, stride)
+            }
+            (PartKernel::Tf32(planned), _) => {
+                tf32::product(gpu, planned, matrices, x, factor, m, output, out, stride)
             }
             (PartKernel::CuBlas, &[(w, bias)]) => {
                 scratch.product(gpu, w, x, factor, m, output, out, stride)?;

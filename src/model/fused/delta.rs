@@ -7,7 +7,8 @@ use super::recurrent_layer::RecurrentLayer;
 use super::recurrent_scratch::delta_inputs;
 use crate::base::Result;
 use crate::cuda::{
-    self, DeltaConstants, DeltaInputs, GemmPlan, Layout, Output, RecurrentOutput, StridedRows,
+    self, DeltaConstants, DeltaInputs, DeltaProjected, GemmPlan, Layout, Output, RecurrentOutput,
+    StridedRows,
 };
 use crate::model::spec::{GatedDeltaSpec, MixerSpec};
 use crate::model::weights::{GatedDelta, Mixer};
@@ -21,6 +22,15 @@ impl<'a> Layer<'a> {
             decay: (&self.scratch.decay).into(),
             beta: (&self.scratch.rates).into(),
         }
+    }
+
+    fn constants(&self) -> Result<DeltaConstants<'a>> {
+        let heads = &self.weights.heads;
+        Ok(DeltaConstants {
+            conv: heads.convolution.on_gpu()?.into(),
+            a_log: heads.a_log.on_gpu()?.into(),
+            dt_bias: heads.dt_bias.on_gpu()?.into(),
+        })
     }
 
     /// Elements from a row of what the first GEMM makes to the next.
@@ -78,39 +88,57 @@ impl<'a> FusedPass<'a> {
 
     pub(super) fn delta_conv(&self, index: usize, apart: bool) -> Result<()> {
         let layer = self.delta(index)?;
-        let (shape, heads) = (&layer.spec.shape, &layer.weights.heads);
-        let constants = DeltaConstants {
-            conv: heads.convolution.on_gpu()?.into(),
-            a_log: heads.a_log.on_gpu()?.into(),
-            dt_bias: heads.dt_bias.on_gpu()?.into(),
-        };
-        let x = StridedRows {
-            values: (&self.memory.projected).into(),
-            stride: layer.stride(),
-        };
-        let before = shape.channels() + shape.value_width();
-        let gate = |first| {
-            Ok(match apart {
-                true => StridedRows {
-                    values: f32_from(&layer.scratch.gates, first)?,
-                    stride: 2 * shape.value_heads,
-                },
-                false => StridedRows {
-                    values: f32_from(&self.memory.projected, before + first)?,
-                    stride: layer.stride(),
-                },
-            })
-        };
+        let DeltaProjected { x, a, b, .. } = self.delta_projected(&layer, apart)?;
         cuda::delta_conv(
-            shape,
-            &constants,
+            &layer.spec.shape,
+            &layer.constants()?,
             &layer.segments,
             &layer.states,
             self.rows,
             x,
-            gate(shape.value_heads)?,
-            gate(0)?,
+            a,
+            b,
             &layer.inputs(),
+        )
+    }
+
+    /// The projections of all rows. `apart` says whether [`Kernel::DeltaGates`](super::plan::Kernel::DeltaGates) made those to the gates.
+    fn delta_projected(&self, layer: &Layer<'a>, apart: bool) -> Result<DeltaProjected<'a>> {
+        let (shape, stride) = (&layer.spec.shape, layer.stride());
+        let of_first = |first| -> Result<StridedRows<'a>> {
+            let values = f32_from(&self.memory.projected, first)?;
+            Ok(StridedRows { values, stride })
+        };
+        let before = shape.channels() + shape.value_width();
+        let gate = |first| match apart {
+            true => Ok(StridedRows {
+                values: f32_from(&layer.scratch.gates, first)?,
+                stride: 2 * shape.value_heads,
+            }),
+            false => of_first(before + first),
+        };
+        Ok(DeltaProjected {
+            x: of_first(0)?,
+            z: of_first(shape.channels())?,
+            a: gate(shape.value_heads)?,
+            b: gate(0)?,
+        })
+    }
+
+    /// The layer between its projections, for single rows.
+    pub(super) fn delta_step(&self, index: usize, layout: Layout, apart: bool) -> Result<()> {
+        let layer = self.delta(index)?;
+        let norm = layer.weights.norm.on_gpu()?;
+        cuda::delta_step(
+            &layer.spec.shape,
+            &layer.constants()?,
+            (norm.into(), self.source.spec.norm_eps),
+            &layer.segments,
+            &layer.states,
+            &self.delta_projected(&layer, apart)?,
+            layout,
+            Some(((&self.memory.overflow).into(), index)),
+            (&self.memory.input).into(),
         )
     }
 

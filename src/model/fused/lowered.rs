@@ -22,6 +22,7 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
         Unit::LinearTiled,
         Unit::LinearWide,
         Unit::LinearDense,
+        Unit::LinearTf32,
         Unit::LinearInt8,
         Unit::LinearRows,
         Unit::LinearRowNorms,
@@ -37,10 +38,12 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
         Unit::Draw,
     ];
     if spec.blocks.iter().any(|b| b.mlp.mixture().is_some()) {
-        units.extend([Unit::ExpertsRoute, Unit::LinearExperts, Unit::ExpertsSum]);
+        units.extend([Unit::ExpertsRouter, Unit::ExpertsRoute]);
+        units.extend([Unit::LinearExperts, Unit::ExpertsSum]);
     }
     if spec.blocks.iter().any(|b| b.gated_delta().is_some()) {
         units.extend([Unit::DeltaConv, Unit::DeltaRule, Unit::DeltaNorm]);
+        units.push(Unit::DeltaStep);
     }
     if spec.blocks.iter().any(|b| b.mamba2().is_some()) {
         units.extend([Unit::MambaConv, Unit::MambaScan, Unit::MambaNorm]);

@@ -65,6 +65,7 @@ fn dense_shape(mlp: &DenseMlp) -> Result<DenseShape> {
 pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape> {
     let shape = |p: &Projection| Ok(matrix(p)?.shape());
     let of_all_rows = weights.mlp.of_all_rows().map(dense_shape).transpose()?;
+    let mismatched = || err!(Internal, "a gated delta net in a block whose spec has none");
     Ok(BlockShape {
         norms: spec.norms,
         mixer: match &weights.mixer {
@@ -77,6 +78,7 @@ pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape>
                 o: shape(&attention.o)?,
             },
             Mixer::GatedDelta(delta) => MixerShape::GatedDelta {
+                heads: spec.gated_delta().ok_or_else(mismatched)?.shape,
                 inputs: [shape(&delta.qkv)?, shape(&delta.z)?],
                 gates: [shape(&delta.b)?, shape(&delta.a)?],
                 out: shape(&delta.out)?,

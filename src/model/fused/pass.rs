@@ -98,6 +98,7 @@ impl<'a> FusedPass<'a> {
             Kernel::DeltaConv { apart } => self.delta_conv(index, *apart),
             Kernel::DeltaRule => self.delta_rule(index),
             Kernel::DeltaNorm { layout } => self.delta_norm(index, *layout),
+            Kernel::DeltaStep { layout, apart } => self.delta_step(index, *layout, *apart),
             Kernel::MambaInputs { input, gemm } => self.mamba_inputs(index, input, gemm),
             Kernel::MambaConv => self.mamba_conv(index),
             Kernel::MambaScan => self.mamba_scan(index),

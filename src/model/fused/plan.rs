@@ -5,12 +5,12 @@ mod display;
 
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::cuda::{GemmPlan, Glu, Hardware, InputForm, Layout, MatrixShape, Output};
+use crate::cuda::{self, GemmPlan, Glu, Hardware, InputForm, Layout, MatrixShape, Output};
 use crate::model::order::Half;
 use crate::model::spec::{
     Activation, BlockSpec, DenseMlpSpec, KeyValues, MlpSpec, NormPlacement, Spec,
 };
-use crate::tensor::WeightType;
+use crate::tensor::{DeltaShape, WeightType};
 
 /// A norm of the residual stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,6 +98,8 @@ pub(super) enum Kernel {
     DeltaRule,
     /// The gated norm of each value head.
     DeltaNorm { layout: Layout },
+    /// [`Kernel::DeltaConv`], [`Kernel::DeltaRule`] and [`Kernel::DeltaNorm`] of a step in one.
+    DeltaStep { layout: Layout, apart: bool },
     /// The gate of the norm of Mamba-2, then x, B and C, and what time steps come of, f32.
     MambaInputs { input: Normed, gemm: GemmPlan },
     /// The causal convolution, and the time steps.
@@ -166,6 +168,8 @@ pub(super) enum MixerShape {
         o: MatrixShape,
     },
     GatedDelta {
+        /// Heads.
+        heads: DeltaShape,
         /// Queries, keys and values as one, and the gate of the norm.
         inputs: [MatrixShape; 2],
         /// The gates of the rule.
@@ -185,9 +189,9 @@ impl MixerShape {
     fn matrices(&self) -> Vec<&MatrixShape> {
         match self {
             MixerShape::Attention { qkv, gate, o } => qkv.iter().chain(gate).chain([o]).collect(),
-            MixerShape::GatedDelta { inputs, gates, out } => {
-                inputs.iter().chain(gates).chain([out]).collect()
-            }
+            MixerShape::GatedDelta {
+                inputs, gates, out, ..
+            } => inputs.iter().chain(gates).chain([out]).collect(),
             MixerShape::Mamba2 { inputs, out } => inputs.iter().chain([out]).collect(),
             MixerShape::None => Vec::new(),
         }
@@ -453,30 +457,13 @@ impl Planner<'_> {
             MixerShape::Attention { qkv, gate, o } => {
                 self.attention(block, layout, input, (qkv, gate), o)
             }
-            MixerShape::GatedDelta { inputs, gates, out } => {
-                let form = input.form();
-                let all = [&inputs[..], &gates[..]].concat();
-                let joint = self.served(&all, Output::F32, form);
-                let gemm = match joint {
-                    Some(gemm) => gemm,
-                    None => self.gemm(&inputs, Output::F32, form)?,
-                };
-                let apart = joint.is_none();
-                self.push(
-                    block,
-                    Kernel::DeltaInputs {
-                        input,
-                        gemm,
-                        gates: !apart,
-                    },
-                );
-                if apart {
-                    let gemm = self.gemm(&gates, Output::F32, form)?;
-                    self.push(block, Kernel::DeltaGates { input, gemm });
-                }
-                self.push(block, Kernel::DeltaConv { apart });
-                self.push(block, Kernel::DeltaRule);
-                self.push(block, Kernel::DeltaNorm { layout });
+            MixerShape::GatedDelta {
+                heads,
+                inputs,
+                gates,
+                out,
+            } => {
+                self.delta(block, layout, input, &heads, (inputs, gates))?;
                 self.end(block, Half::Mixer, out, layout)
             }
             MixerShape::Mamba2 { inputs, out } => {
@@ -489,6 +476,45 @@ impl Planner<'_> {
             }
             MixerShape::None => bail!(Internal, "block {block} has no mixer to plan"),
         }
+    }
+
+    /// A gated delta net without its last projection.
+    fn delta(
+        &mut self,
+        block: usize,
+        layout: Layout,
+        input: Normed,
+        heads: &DeltaShape,
+        (inputs, gates): ([MatrixShape; 2], [MatrixShape; 2]),
+    ) -> Result<()> {
+        let form = input.form();
+        let all = [&inputs[..], &gates[..]].concat();
+        let joint = self.served(&all, Output::F32, form);
+        let gemm = match joint {
+            Some(gemm) => gemm,
+            None => self.gemm(&inputs, Output::F32, form)?,
+        };
+        let apart = joint.is_none();
+        self.push(
+            block,
+            Kernel::DeltaInputs {
+                input,
+                gemm,
+                gates: !apart,
+            },
+        );
+        if apart {
+            let gemm = self.gemm(&gates, Output::F32, form)?;
+            self.push(block, Kernel::DeltaGates { input, gemm });
+        }
+        if self.is_step && cuda::has_delta_step(self.hardware, heads) {
+            self.push(block, Kernel::DeltaStep { layout, apart });
+            return Ok(());
+        }
+        self.push(block, Kernel::DeltaConv { apart });
+        self.push(block, Kernel::DeltaRule);
+        self.push(block, Kernel::DeltaNorm { layout });
+        Ok(())
     }
 
     fn attention(

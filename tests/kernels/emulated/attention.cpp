@@ -129,13 +129,13 @@ struct Sequence {
         }
     }
 
-    template <int D, bool PARTIAL>
+    template <int D, int ROTARY>
     void run(int first, int rows) {
         float log2 = scale() * 1.44269504f;
         std::vector<u16> q((size_t)rows * heads * D, 0x7e00), out(q);
         store::Arguments s = {&qkv[(size_t)first * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, q.data(), options(),
                               arguments(), heads, rows, first, log2};
-        launch(rows, ceil_div(heads + kv_heads, store::WARPS), 1, store::WARPS * WARP, [&] { store::heads<D, PARTIAL>(s); });
+        launch(rows, ceil_div(heads + kv_heads, store::WARPS), 1, store::WARPS * WARP, [&] { store::heads<D, ROTARY>(s); });
         launch((first + rows - 1) / 8 - first / 8 + 1, kv_heads, 1, D, [&] { store::store_values<D>(s); });
         prefill::Arguments p = {q.data(), sink(), out.data(), arguments(), heads, rows, first, window, cap * 1.44269504f};
         launch(heads, ceil_div(rows, prefill::ROWS), 1, prefill::WARPS * WARP, [&] { prefill::run<D>(p); });
@@ -175,16 +175,17 @@ struct Sequence {
             unfit[r] = 0;
         }
     }
-    template <int D, bool LIMITED, bool PARTIAL>
+    template <int D, bool LIMITED, int ROTARY>
     void step(int token, int splits) {
-        step_with<D, LIMITED, PARTIAL, 4, 2, false>(token, splits, token % 2);
-        step_with<D, LIMITED, PARTIAL, 2, 1, false>(token, splits, splits % 2);
-        step_with<D, LIMITED, PARTIAL, 1, 1, false>(token, splits, splits % 2);
+        step_with<D, LIMITED, ROTARY, 4, 2, false>(token, splits, token % 2);
+        step_with<D, LIMITED, ROTARY, 2, 1, false>(token, splits, splits % 2);
+        step_with<D, LIMITED, ROTARY, 1, 1, false>(token, splits, splits % 2);
+        if constexpr (D == 256) step_with<D, LIMITED, ROTARY, 2, 2, false>(token, splits, token % 2);
 #if __CUDA_ARCH__ >= 900
-        if constexpr (!LIMITED && D <= 128) step_with<D, LIMITED, PARTIAL, 2, 1, true>(token, 2, splits % 2);
+        if constexpr (!LIMITED && D <= 128) step_with<D, LIMITED, ROTARY, 2, 1, true>(token, 2, splits % 2);
 #endif
     }
-    template <int D, bool LIMITED, bool PARTIAL, int STAGES, int SPAN, bool CLUSTER>
+    template <int D, bool LIMITED, int ROTARY, int STAGES, int SPAN, bool CLUSTER>
     void step_with(int token, int splits, int fragment_major) {
         int blocks = kv_heads * ceil_div(heads / kv_heads, decode::HEADS);
         int width = heads * D, whole = padded_k(width);
@@ -194,7 +195,7 @@ struct Sequence {
         decode::Arguments d = {&qkv[(size_t)token * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, sink(), &token,
                                out.data(), partial.data(), arrived.data(), options(), arguments(), heads / kv_heads, scale() * 1.44269504f,
                                cap * 1.44269504f, window, fragment_major};
-        launch(blocks, 1, splits, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, PARTIAL, STAGES, SPAN, CLUSTER>(d); }, CLUSTER ? splits : 1);
+        launch(blocks, 1, splits, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, ROTARY, STAGES, SPAN, CLUSTER>(d); }, CLUSTER ? splits : 1);
         if (fragment_major) {
             std::vector<u16> row;
             for (int k = 0; k < whole; k++) row.push_back(out[fragment_index(1, 0, k)]);
@@ -212,14 +213,14 @@ struct Sequence {
     }
 };
 
-template <int D, bool LIMITED = false, bool PARTIAL = false>
+template <int D, bool LIMITED = false, int ROTARY = D>
 static void check(int heads, int kv_heads, bool normed, int first, int more, int tokens, int splits, int rotary_dim = D, int window = 0,
                   float cap = 0, bool has_sinks = false) {
     Sequence s(D, heads, kv_heads, first + more + tokens, normed, rotary_dim, window, cap);
     if (has_sinks) s.add_sinks();
-    s.run<D, PARTIAL>(0, first);
-    s.run<D, PARTIAL>(first, more);
-    for (int i = 0; i < tokens; i++) s.step<D, LIMITED, PARTIAL>(first + more + i, i % 2 ? splits : 1);
+    s.run<D, ROTARY>(0, first);
+    s.run<D, ROTARY>(first, more);
+    for (int i = 0; i < tokens; i++) s.step<D, LIMITED, ROTARY>(first + more + i, i % 2 ? splits : 1);
 }
 
 static void check_reference(int D, int heads, int kv_heads, int first, int more, int rotary_dim, int window, float cap, bool has_sinks = false) {
@@ -237,22 +238,22 @@ static void check_unfit() {
     for (auto& c : cases) {
         Sequence s(D, HEADS, 1, LENGTH, false, D, 0, 0);
         float& x = s.qkv[((size_t)LAST * s.all + c.head) * D + 5];
-        s.run<D, false>(0, LAST);
+        s.run<D, D>(0, LAST);
         s.expect_unfit("before", 0);
         x = c.value;
         // Beside numbers so large the results have no correct digits.
         s.compares = false;
-        s.run<D, false>(LAST, 1);
+        s.run<D, D>(LAST, 1);
         s.expect_unfit("a row", c.want);
-        s.run<D, false>(0, LENGTH);
+        s.run<D, D>(0, LENGTH);
         s.expect_unfit("rows", c.want, LAST);
-        s.step_with<D, false, false, 1, 1, false>(LAST, 1, 0);
+        s.step_with<D, false, D, 1, 1, false>(LAST, 1, 0);
         s.expect_unfit("a token", c.want);
         s.run_reference(LAST, 1);
         s.expect_unfit("the reference", c.head == 0 ? 0 : c.want);
         // An earlier layer has reported one already.
         s.unfit[0] = 1;
-        s.run<D, false>(LAST, 1);
+        s.run<D, D>(LAST, 1);
         s.expect_unfit("a row", 1);
     }
 }
@@ -279,16 +280,20 @@ int main() {
     check<64, true>(16, 1, false, 60, 70, 3, 3, 64, 16, 0, true);
     check<128, true>(3, 3, true, 3, 66, 2, 2, 128, 0, 1, true);
     // Other sizes, and heads that rotate partially or not at all.
-    check<32, true, true>(2, 1, true, 3, 20, 2, 2, 20, 0, 0);
-    check<80, true, true>(2, 1, true, 66, 5, 2, 2, 80, 30, 0);
-    check<80, true, true>(2, 2, false, 3, 66, 2, 2, 32, 0, 0);
-    check<96, true, true>(2, 1, true, 66, 5, 2, 2, 96, 0, 1);
-    check<128, true, true>(2, 1, true, 3, 66, 2, 2, 96, 0, 0);
-    check<128, true, true>(4, 1, false, 3, 66, 2, 2, 0, 0, 0);
-    check<32, true, true>(2, 1, true, 66, 5, 2, 2, 0, 0, 0);
+    check<32, true, ANY_ROTARY>(2, 1, true, 3, 20, 2, 2, 20, 0, 0);
+    check<80, true, ANY_ROTARY>(2, 1, true, 66, 5, 2, 2, 80, 30, 0);
+    check<80, true, ANY_ROTARY>(2, 2, false, 3, 66, 2, 2, 32, 0, 0);
+    check<96, true, ANY_ROTARY>(2, 1, true, 66, 5, 2, 2, 96, 0, 1);
+    check<128, true, ANY_ROTARY>(2, 1, true, 3, 66, 2, 2, 96, 0, 0);
+    check<128, true, ANY_ROTARY>(4, 1, false, 3, 66, 2, 2, 0, 0, 0);
+    check<32, true, ANY_ROTARY>(2, 1, true, 66, 5, 2, 2, 0, 0, 0);
     check<192, true>(1, 1, true, 66, 5, 2, 2, 192, 20, 0);
-    check<192, true, true>(1, 1, true, 3, 66, 1, 2, 64, 0, 0);
+    check<192, true, ANY_ROTARY>(1, 1, true, 3, 66, 1, 2, 64, 0, 0);
     check<256, true>(2, 1, true, 66, 5, 2, 2, 256, 0, 2);
-    check<256, true, true>(1, 1, false, 66, 5, 1, 2, 128, 9, 0);
+    check<256, true, ANY_ROTARY>(1, 1, false, 66, 5, 1, 2, 128, 9, 0);
+    // The first elements rotate, each with its partner in the same lane.
+    check<256, false, 64>(4, 1, true, 130, 5, 3, 2, 64);
+    check<256, false, 64>(2, 2, false, 3, 60, 2, 2, 64);
+    check<128, true, 64>(2, 1, true, 3, 66, 2, 2, 64, 30, 0);
     puts("ok");
 }

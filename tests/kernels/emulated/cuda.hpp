@@ -79,7 +79,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     return r;
 }
 
-inline Index threadIdx, blockIdx, gridDim;
+inline Index threadIdx, blockIdx, gridDim, blockDim;
 // The shared memory of the running block, as large as any block may have.
 alignas(128) inline char shared[228 << 10];
 
@@ -219,6 +219,7 @@ inline void __syncthreads() { Cluster::wait(Cluster::current->barriers[Cluster::
 // of a cluster, along z.
 inline void launch(unsigned x, unsigned y, unsigned z, int threads, const std::function<void()>& kernel, unsigned cluster = 1) {
     gridDim = {x, y, z};
+    blockDim = {(unsigned)threads, 1, 1};
     std::vector<unsigned> order(x * y * z / cluster);
     for (unsigned i = 0; i < order.size(); i++) order[i] = i;
     std::shuffle(order.begin(), order.end(), noise);

@@ -1,8 +1,11 @@
-// kernels/delta/*.cu on the CPU, as they ship, against the formulas of gated-delta-net layers in f64, for batches of several segments; and
-// parts of a segment, with the state between them, against the whole. Prints "ok" or the first error.
+// kernels/delta/*.cu on the CPU, as they ship, against the formulas of gated-delta-net layers in f64, for batches of several segments; parts
+// of a segment, with the state between them, against the whole; and single rows in one launch against several. Prints "ok" or the first
+// error.
 #include "recurrent.hpp"
 
+#include "common/cluster.cuh"
 #include "common/reduce.cuh"
+#include "delta/columns.cuh"
 #include "norm/piece.cuh"
 #include "recurrent/output.cuh"
 
@@ -13,9 +16,15 @@ namespace conv {
 namespace rule {
 extern char shared[] asm("shared");
 #include "delta/rule.cu"
+#undef KERNEL
 }
 namespace norm {
 #include "delta/norm.cu"
+}
+namespace step {
+extern char shared[] asm("shared");
+#include "delta/step.cu"
+#undef KERNEL
 }
 
 constexpr float EPS = 1e-6f;
@@ -110,6 +119,15 @@ static void check_segment(Layer& l, int first, int rows, std::vector<double>& st
     }
 }
 
+// Element i of a row after the gated norm, from the results of the rule.
+static double gated64(Layer& l, Result& r, int row, int i) {
+    int width = l.s.values(), dim = l.s.value_dim;
+    const float* head = &r.o[row * width + i / dim * dim];
+    double squares = 0;
+    for (int j = 0; j < dim; j++) squares += (double)head[j] * head[j];
+    return r.o[row * width + i] / std::sqrt(squares / dim + EPS) * l.weight[i % dim] * silu64(l.z[row * (width + 4) + i]);
+}
+
 static void check_norm(Layer& l, Result& r) {
     Shape s = l.s;
     int width = s.values(), whole = padded_k(width), groups = ceil_div(l.rows, GROUP_ROWS);
@@ -129,10 +147,7 @@ static void check_norm(Layer& l, Result& r) {
             u16 fragment = order[fragment_index(groups, row, i)];
             if (i >= width) expect(fragment == 0, "the padding of a norm", row, i, f16_to_float(fragment), 0);
             if (i >= width) continue;
-            const float* head = &r.o[row * width + i / s.value_dim * s.value_dim];
-            double squares = 0;
-            for (int j = 0; j < s.value_dim; j++) squares += (double)head[j] * head[j];
-            double want = r.o[row * width + i] / std::sqrt(squares / s.value_dim + EPS) * l.weight[i % s.value_dim] * silu64(l.z[row * (width + 4) + i]);
+            double want = gated64(l, r, row, i);
             float got = f32[row * width + i];
             u16 half = halves[row * width + i];
             expect(std::fabs(got - want) <= 1e-6 * std::fabs(want) + 1e-9, "a gated norm", row, i, got, want);
@@ -162,6 +177,54 @@ static void check_overflow(Layer& l, Result& r) {
     }
 }
 
+// Runs single rows by one launch, with so many columns of S in a block.
+static void run_step(Layer& l, const Batch& batch, int columns, bool fragment_major, Blocks& blocks, void* y, u32* overflow) {
+    Shape s = l.s;
+    u64 x_stride = s.channels() + 4, z_stride = s.values() + 4, a_stride = s.value_heads + 1, b_stride = s.value_heads;
+    step::Arguments a = {l.x.data(), l.z.data(), l.a.data(), l.b.data(), x_stride, z_stride, a_stride, b_stride, l.conv.data(), l.a_log.data(),
+                         l.dt_bias.data(), l.weight.data(), batch.argument(), blocks.states(0), blocks.states(s.matrices()),
+                         {y, overflow, s.values(), 6}, s.key_heads, s.value_heads, s.key_dim, s.value_dim, s.taps, EPS};
+    int blocks_of_head = s.value_heads / s.key_heads * s.value_dim / columns;
+    auto kernel = [&] {
+        if (columns == 32) return fragment_major ? step::delta_step_32_fragments(a) : step::delta_step_32_f16(a);
+        if (columns == 64) return fragment_major ? step::delta_step_64_fragments(a) : step::delta_step_64_f16(a);
+        fragment_major ? step::delta_step_128_fragments(a) : step::delta_step_128_f16(a);
+    };
+    launch(l.rows, s.key_heads, blocks_of_head, columns / WARP_COLUMNS * WARP, kernel, blocks_of_head);
+}
+
+// Single rows of sequences by one launch: the states of several launches, bit by bit, and their rows. Also notes on rows beyond f16.
+static void check_step(Shape s, int columns) {
+    Batch batch({{1, 1, 1}, {1, 2, 3}, {1, 0, 4}, {1, 5, 5}, {1, 6, 6}, {1, 7, 7}, {1, 8, 8}, {1, 0, 9}, {1, 10, 11}});
+    std::vector<Segment> segments;
+    for (int i = 0; i < batch.rows(); i++) segments.push_back({1, batch.read[i], batch.write[i]});
+    int rows = batch.rows(), width = s.values(), whole = padded_k(width), groups = ceil_div(rows, GROUP_ROWS), last = rows - 1;
+    Layer l(s, rows);
+    Blocks before(s.floats(), 12), want = before;
+    Result r(s, rows);
+    run(l, segments, 0, want, r);
+    for (bool fragment_major : {false, true}) {
+        Floats y(fragment_major ? groups * GROUP_ROWS * whole : rows * width);
+        std::vector<u32> overflow(rows);
+        Blocks got = before;
+        run_step(l, batch, columns, fragment_major, got, y.data(), overflow.data());
+        expect_same(got.memory.data(), want.memory.data(), got.floats * got.count, "states after single rows");
+        for (int row = 0; row < rows; row++) {
+            expect(overflow[row] == 0, "a step that fits f16", row, 0, overflow[row], 0);
+            for (int i = 0; i < (fragment_major ? whole : width); i++) {
+                double of = i < width ? gated64(l, r, row, i) : 0;
+                double is = f16_to_float(((u16*)y.data())[fragment_major ? fragment_index(groups, row, i) : (size_t)row * width + i]);
+                expect(std::fabs(is - of) <= std::fabs(of) * 0x1.2p-11 + 1e-7, "the gated norm of single rows", row, i, is, of);
+            }
+        }
+        float &z = l.z[last * (width + 4) + width - 1], kept = z;
+        z = NAN;
+        run_step(l, batch, columns, fragment_major, got, y.data(), overflow.data());
+        for (int row = 0; row < rows; row++) expect(overflow[row] == (row == last ? 7 : 0), "a step beyond f16", row, 0, overflow[row], 7);
+        z = kept;
+    }
+}
+
 static void check(Shape s, const std::vector<Segment>& segments) { check_batch<Layer, Result>(s, segments, 0); }
 static void check_parts(Shape s, int rows, const std::vector<int>& parts) { check_division<Layer, Result>(s, rows, parts); }
 
@@ -181,5 +244,10 @@ int main() {
     check_parts({2, 4, 16, 32, 4}, 70, {1, 2, 3, 1, 1, 40, 22});
     check_parts({1, 1, 48, 80, 3}, 20, {1, 1, 8, 10});
     check_parts({1, 2, 128, 128, 4}, 19, {8, 2, 9});
+    check_step({2, 4, 16, 32, 4}, 32);
+    check_step({1, 2, 128, 128, 4}, 32);
+    check_step({1, 1, 48, 256, 3}, 32);
+    check_step({1, 3, 64, 128, 4}, 64);
+    check_step({2, 16, 16, 128, 2}, 128);
     puts("ok");
 }

@@ -1,12 +1,14 @@
-// A mixture of experts on the CPU, against f64 and against sorting: kernels/experts/route.cu, kernels/linear/experts.cu,
+// A mixture of experts on the CPU, against f64 and against sorting: kernels/experts/*.cu of routing, kernels/linear/experts.cu,
 // kernels/norm/sum_experts.cu and kernels/linear/dense.cu as they ship, with their instructions emulated as the PTX ISA describes them.
 // Weights go through the packing kernel first. Prints "ok" or the first error.
 #include "cuda.hpp"
 
 #include "activation/gate.cuh"
+#include "common/cluster.cuh"
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 #include "common/tiles.cuh"
+#include "experts/choice.cuh"
 #include "format/fragment_major.cuh"
 #include "format/int8.cuh"
 #include "format/packed.cuh"
@@ -21,14 +23,18 @@ extern char shared[] asm("shared");
 #include "linear/experts.cu"
 #undef KERNEL
 }
+namespace sum {
+extern char shared[] asm("shared");
+#include "norm/sum_experts.cu"
+}
 // Static shared memory may outlive its block, as no two blocks run at once.
 #undef __shared__
 #define __shared__ static
 namespace routes {
 #include "experts/route.cu"
 }
-namespace sum {
-#include "norm/sum_experts.cu"
+namespace routers {
+#include "experts/router.cu"
 }
 namespace dense {
 #include "linear/dense.cu"
@@ -90,7 +96,7 @@ static std::vector<std::pair<int, double>> best_experts(const float* logits, con
 
 // Routes rows with some equal logits, and compares with sorting.
 static Routed check_route(int rows, int experts, int per_token, bool normalized, int tile_pairs, Scoring scoring = {}) {
-    bool few = rows <= routes::FEW_ROWS && rows * per_token <= routes::FEW_PAIRS;
+    bool few = rows <= FEW_ROWS && rows * per_token <= FEW_PAIRS;
     int pairs = rows * per_token, most = pairs / tile_pairs + min(pairs, experts), stride = experts + 1;
     std::vector<float> logits(rows * stride, NAN), correction(experts);
     // Far apart, so that rounding decides no choice. Without a difference, equal logits have equal sums.
@@ -101,7 +107,7 @@ static Routed check_route(int rows, int experts, int per_token, bool normalized,
     Routed routed = {std::vector<int>(pairs, -1), std::vector<int>(pairs, -1), std::vector<int>(pairs, -1), std::vector<float>(pairs, NAN),
                      std::vector<ExpertTile>(most, ExpertTile{-1, -1, -1, -1})};
     std::vector<u32> unfit(rows);
-    routes::Arguments a = {logits.data(), routed.choices.data(), routed.weights.data(), routed.places.data(), routed.sources.data(),
+    Routing a = {logits.data(), routed.choices.data(), routed.weights.data(), routed.places.data(), routed.sources.data(),
                            routed.tiles.data(), unfit.data(), scoring.is_sigmoid() ? correction.data() : nullptr, scoring.scale, scoring.groups, scoring.top_groups,
                            rows, stride, experts, per_token, normalized, tile_pairs, most, 7};
     if (few) {
@@ -141,7 +147,7 @@ static Routed check_route(int rows, int experts, int per_token, bool normalized,
     logits[(rows - 1) * stride + experts / 2] = NAN;
     std::vector<int> choices(pairs, -1);
     std::vector<float> weights(pairs);
-    routes::Arguments odd = a;
+    Routing odd = a;
     odd.choices = choices.data(), odd.weights = weights.data();
     launch(ceil_div(rows, routes::ROUTE_THREADS / WARP), 1, 1, routes::ROUTE_THREADS, [&] { routes::experts_route(odd); });
     for (int i = 0; i < pairs; i++) expect(choices[i] >= 0 && choices[i] < experts, "a choice among logits that are not finite", i, 0, choices[i], 0);
@@ -150,6 +156,47 @@ static Routed check_route(int rows, int experts, int per_token, bool normalized,
         expect(unfit[r] == want, "a logit that is not finite", r, 0, unfit[r], want);
     }
     return routed;
+}
+
+// The router and the choice of few rows in one launch: logits against f64, and all else against the choice by these logits.
+static void check_router(int rows, int experts, int per_token, int k, bool has_gate, bool has_bias) {
+    int stride = experts + 1, pairs = rows * per_token, tile_pairs = 8, most = pairs / tile_pairs + min(pairs, experts);
+    std::vector<uint4> x(rows * k / 8);
+    std::vector<float4> router(experts * k / 4), gate(k / 4);
+    std::vector<float> bias(experts), logits(rows * stride, NAN);
+    u16* halves = (u16*)x.data();
+    for (int i = 0; i < rows * k; i++) halves[i] = to_f16(uniform());
+    for (float4& v : router) v = {uniform(), uniform(), uniform(), uniform()};
+    for (float4& v : gate) v = {uniform(), uniform(), uniform(), uniform()};
+    for (float& b : bias) b = uniform();
+    auto run = [&](Routed& r, auto kernel) {
+        r = {std::vector<int>(pairs, -1), std::vector<int>(pairs, -1), std::vector<int>(pairs, -1), std::vector<float>(pairs, NAN),
+             std::vector<ExpertTile>(most, ExpertTile{-1, -1, -1, -1})};
+        std::vector<u32> unfit(rows);
+        kernel(Routing{logits.data(), r.choices.data(), r.weights.data(), r.places.data(), r.sources.data(), r.tiles.data(), unfit.data(), nullptr,
+                       1, 1, 1, rows, stride, experts, per_token, true, tile_pairs, most, 7});
+        for (int row = 0; row < rows; row++) expect(unfit[row] == 0, "a logit that is not finite", row, 0, unfit[row], 0);
+    };
+    Routed together, apart;
+    u32 arrived = 0;
+    run(together, [&](const Routing& r) {
+        routers::Arguments a = {halves, &router[0].x, has_bias ? bias.data() : nullptr, has_gate ? &gate[0].x : nullptr, &arrived, r, k};
+        launch(ceil_div(experts + has_gate, routers::WARPS), rows == 1 ? 1 : ceil_div(rows, 8), 1, routers::THREADS,
+               [&] { rows == 1 ? routers::experts_router_1(a) : routers::experts_router(a); });
+    });
+    expect(arrived == 0, "blocks that have arrived", rows, experts, arrived, 0);
+    for (int row = 0; row < rows; row++) {
+        for (int e = 0; e < experts + has_gate; e++) {
+            const float* w = e < experts ? &router[0].x + e * k : &gate[0].x;
+            double want = has_bias && e < experts ? bias[e] : 0, got = logits[row * stride + e];
+            for (int i = 0; i < k; i++) want += (double)w[i] * f16_to_float(halves[row * k + i]);
+            expect(std::fabs(got - want) <= 1e-5 * (1 + std::fabs(want)), "a logit", row, e, got, want);
+        }
+    }
+    run(apart, [&](const Routing& r) { launch(1, 1, 1, routes::FEW_THREADS, [&] { routes::experts_route_few(r); }); });
+    bool same = together.choices == apart.choices && together.weights == apart.weights && together.places == apart.places && together.sources == apart.sources;
+    same = same && memcmp(together.tiles.data(), apart.tiles.data(), most * sizeof(ExpertTile)) == 0;
+    expect(same, "a router and its choice", rows, experts, 0, 1);
 }
 
 // An NVFP4 weight that has been packed.
@@ -168,6 +215,49 @@ struct Weight {
         launch(ceil_div(ceil_div(k, CHUNK_K) * pack::WORDS, pack::THREADS), ceil_div(rows, CHUNK_ROWS), 1, pack::THREADS, [&] { pack::linear_pack(a); });
     }
 };
+
+// The sum of experts by one block a row, or in parts of so many threads, against f64, without a norm after it and with one.
+static void check_sum(sum::Arguments a, int rows, int threads) {
+    int width = a.next.width, per_token = a.per_token, groups = ceil_div(rows, GROUP_ROWS);
+    int pieces = a.next.fragment_major ? padded_k(width) / 8 : ceil_div(width, 2 * BLOCK) * 4;
+    std::vector<float4> before(rows * width / 4), x(before.size());
+    memcpy(before.data(), a.x, rows * width * 4);
+    std::vector<uint4> normed(groups * GROUP_ROWS * padded_k(width) / 8, uint4{~0u, ~0u, ~0u, ~0u});
+    const float* weight = a.next.weight;
+    for (bool has_next : {false, true}) {
+        x = before;
+        a.x = &x[0].x, a.next.weight = has_next ? weight : nullptr, a.next.normed = (u16*)normed.data();
+        int parts = threads > 0 ? ceil_div(pieces, threads) : 1;
+        if (parts > sum::MAX_PARTS) return;
+#if __CUDA_ARCH__ >= 900
+        if (threads > 0) launch(rows, 1, parts, threads, [&] { sum::experts_sum_cluster(a); }, parts);
+#endif
+        if (threads == 0) launch(rows, 1, 1, ceil_div(pieces, WARP) * WARP, [&] { sum::experts_sum(a); });
+        for (int r = 0; r < rows; r++) {
+            double squares = 0;
+            std::vector<double> want(width);
+            for (int i = 0; i < width; i++) {
+                want[i] = (&before[0].x)[r * width + i];
+                for (int j = 0; j < per_token; j++) {
+                    int pair = r * per_token + j;
+                    want[i] += a.weights[pair] * (double)a.outputs[(size_t)a.places[pair] * width + i];
+                }
+                double factor = a.gate ? 1 / (1 + std::exp(-(double)a.gate[r * a.gate_stride])) : 1;
+                if (a.shared) want[i] += a.shared[r * width + i] * factor;
+                squares += want[i] * want[i];
+                double got = a.x[r * width + i];
+                expect(std::fabs(got - want[i]) <= 1e-5 * std::fabs(want[i]) + 1e-5, "the sum of experts", r, i, got, want[i]);
+            }
+            double factor = 1 / std::sqrt(squares / width + 1e-6);
+            for (int i = 0; i < pieces * 8 && has_next; i++) {
+                if (i >= width && !a.next.fragment_major) break;
+                double of = i < width ? want[i] * factor * weight[i] : 0;
+                double got = f16_to_float(a.next.normed[a.next.fragment_major ? fragment_index(groups, r, i) : (size_t)r * width + i]);
+                expect(std::fabs(got - of) <= std::fabs(of) * 0x1.2p-11 + 1e-5, "the norm after experts", r, i, got, of);
+            }
+        }
+    }
+}
 
 enum Unit { SWIGLU, CLAMPED, RELU_SQUARED };
 
@@ -237,31 +327,13 @@ static void check_mixture(int rows, int experts, int per_token, int hidden, int 
         for (float4& f : v) f = {uniform(), uniform(), uniform(), uniform()};
         return v;
     };
-    auto residual = random_vector(rows * hidden), before = residual, shared_out = random_vector(rows * hidden), norm = random_vector(hidden), gates = random_vector(rows * 4);
-    int groups = ceil_div(rows, GROUP_ROWS), whole = padded_k(hidden);
-    std::vector<uint4> normed(groups * GROUP_ROWS * whole / 8, uint4{~0u, ~0u, ~0u, ~0u});
+    auto residual = random_vector(rows * hidden), shared_out = random_vector(rows * hidden), norm = random_vector(hidden), gates = random_vector(rows * 4);
     sum::Arguments s = {outputs.data(), routed.places.data(), routed.weights.data(), shared ? &shared_out[0].x : nullptr, shared ? &gates[0].x : nullptr,
-                        &residual[0].x, {&norm[0].x, (u16*)normed.data(), hidden, 1e-6f, fragment_major}, per_token, 3};
-    launch(rows, 1, 1, sum::THREADS, [&] { sum::experts_sum(s); });
-    for (int r = 0; r < rows; r++) {
-        double squares = 0;
-        std::vector<double> want(hidden);
-        for (int i = 0; i < hidden; i++) {
-            want[i] = (&before[0].x)[r * hidden + i];
-            for (int j = 0; j < per_token; j++) {
-                int pair = r * per_token + j;
-                want[i] += routed.weights[pair] * (double)outputs[(size_t)routed.places[pair] * hidden + i];
-            }
-            if (shared) want[i] += (&shared_out[0].x)[r * hidden + i] / (1 + std::exp(-(double)s.gate[r * 3]));
-            squares += want[i] * want[i];
-            double got = s.x[r * hidden + i];
-            expect(std::fabs(got - want[i]) <= 1e-5 * std::fabs(want[i]) + 1e-5, "the sum of experts", r, i, got, want[i]);
-        }
-        double factor = 1 / std::sqrt(squares / hidden + 1e-6);
-        for (int i = 0; i < hidden; i++) {
-            double of = want[i] * factor * s.next.weight[i], got = f16_to_float(s.next.normed[fragment_major ? fragment_index(groups, r, i) : (size_t)r * hidden + i]);
-            expect(std::fabs(got - of) <= std::fabs(of) * 0x1.2p-11 + 1e-5, "the norm after experts", r, i, got, of);
-        }
+                        &residual[0].x, {&norm[0].x, nullptr, hidden, 1e-6f, fragment_major}, per_token, 3};
+    check_sum(s, rows, 0);
+    // In parts of one warp and of more, in the last of which some threads have no piece.
+    for (int threads : {32, 64}) {
+        if (__CUDA_ARCH__ >= 900) check_sum(s, rows, threads);
     }
 }
 
@@ -313,6 +385,10 @@ int main() {
     check_route(40, 128, 6, false, 8, {8, 3, 2.5f});
     check_route(16, 64, 4, true, 8, {32, 2, 1});
     check_route(20, 300, 8, true, 8, {3, 1, 1});
+    check_router(1, 40, 4, 2320, true, false);
+    check_router(1, 300, 8, 48, false, true);
+    check_router(5, 16, 2, 272, true, true);
+    check_router(16, 130, 32, 528, false, false);
     check_mixture(1, 8, 2, 144, 48, 8, false, false);
     check_mixture(20, 3, 2, 272, 80, 16, true, true);
     check_mixture(40, 2, 1, 128, 144, 32, true, false);

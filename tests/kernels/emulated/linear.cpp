@@ -1,4 +1,4 @@
-// kernels/linear/{pack,rows,skinny,tiled,wide,int8}.cu, kernels/quantize/dequantize.cu and kernels/embed/embed.cu on the CPU, against sums in
+// kernels/linear/{pack,rows,skinny,tiled,wide,int8,tf32}.cu, kernels/quantize/dequantize.cu and kernels/embed/embed.cu on the CPU, against sums in
 // f64: the sources as they ship, with their instructions emulated as the PTX ISA describes them. Weights go through the packing kernel
 // first. tests/kernels.rs builds this twice, for architectures with and without a conversion of e4m3. Prints "ok" or the first error.
 #include "cuda.hpp"
@@ -49,10 +49,19 @@ extern char shared[] asm("shared");
 namespace dequantize {
 #include "quantize/dequantize.cu"
 }
+namespace matrices {
+#include "linear/matrices.cuh"
+}
 namespace int8 {
+using namespace matrices;
 extern char shared[] asm("shared");
 #include "linear/int8.cu"
 #undef KERNEL
+}
+namespace tf32 {
+using namespace matrices;
+extern char shared[] asm("shared");
+#include "linear/tf32.cu"
 }
 namespace embed {
 #include "embed/embed.cu"
@@ -215,6 +224,50 @@ static void check_int8_products(int m, int rows, int k, int split_k) {
                 // Roundings of sums in f32, and of the result.
                 double bound = 1e-5 * magnitude + (output == int8::STORE_F16 ? 1e-3 : 1e-6) * std::fabs(want) + 1e-7;
                 if (!(std::fabs(got - want) <= bound)) wrong("products of int8 rows", t, r, got, want);
+            }
+        }
+    }
+}
+
+// Products of `m` rows with f32 weights, with every output. Magnitudes of weights are anywhere within f32, unless the output is f16.
+static void check_f32_products(int m, int rows, int k, int split_k) {
+    for (int output : {tf32::STORE_F32, tf32::STORE_F16, tf32::ADD_F32}) {
+        Memory weights((size_t)rows * k * 4), x((size_t)m * k * 2), out((size_t)m * (rows + 3) * 4);
+        std::vector<float> bias, before(m * (rows + 3));
+        for (float& v : before) v = uniform();
+        if (output == tf32::ADD_F32) memcpy(out.data(), before.data(), out.bytes);
+        float* w = (float*)weights.data();
+        for (int r = 0; r < rows; r++) {
+            float size = output == tf32::STORE_F16 ? 1 : std::ldexp(1.0f, (r % 7 - 3) * 30);
+            for (int i = 0; i < k; i++) w[(size_t)r * k + i] = (uniform() + 1e-4f * uniform()) * size;
+            bias.push_back(uniform() * size);
+        }
+        u16* halves = (u16*)x.data();
+        for (int i = 0; i < m * k; i++) halves[i] = to_f16(uniform());
+        // The rows belong to three matrices, the last of which has no bias.
+        tf32::Arguments a = {halves, {}, out.data(), 0.5f, output, m, k, rows + 3, split_k};
+        int first = 0, blocks = 0;
+        for (int i = 0; i < 3; i++) {
+            int count = i < 2 ? rows / 4 * (2 * i + 1) / 2 : rows - first;
+            a.matrices[i] = {w + (size_t)first * k, nullptr, i < 2 ? bias.data() + first : nullptr, (u64)count};
+            first += count, blocks += ceil_div(count, tf32::BLOCK_ROWS);
+            if (i == 2) std::fill(bias.begin() + first - count, bias.end(), 0.0f);
+        }
+        launch(blocks, ceil_div(m, tf32::BLOCK_TOKENS), split_k, tf32::THREADS, [&] { tf32::linear_tf32_product(a); }, split_k);
+        out.check("products of f32 weights");
+        for (int token = 0; token < m; token++) {
+            for (int r = 0; r < rows; r++) {
+                double sum = bias[r], magnitude = 0;
+                for (int c = 0; c < k; c++) {
+                    double part = (double)w[(size_t)r * k + c] * f16_to_float(halves[(size_t)token * k + c]) * 0.5;
+                    sum += part, magnitude += std::fabs(part);
+                }
+                size_t at = (size_t)token * (rows + 3) + r;
+                double want = sum + (output == tf32::ADD_F32 ? before[at] : 0);
+                double got = output == tf32::STORE_F16 ? f16_to_float(((u16*)out.data())[at]) : ((float*)out.data())[at];
+                // The parts of a weight lack 2^-22 of it; sums are rounded to f32, and so is the result.
+                double bound = 0x1p-22 * magnitude + (output == tf32::STORE_F16 ? 1e-3 : 1e-6) * std::fabs(want) + 1e-30;
+                if (!(std::fabs(got - want) <= bound)) wrong("products of f32 weights", token, r, got, want);
             }
         }
     }
@@ -570,6 +623,9 @@ int main() {
     check_int8_products(9, 20, 16, 1);
     check_int8_products(31, 128, 80, 1);
     check_int8_products(70, 17, 592, 1);
+    check_f32_products(17, 66, 336, 1);
+    check_f32_products(70, 20, 16, 1);
+    check_f32_products(65, 130, 80, 1);
     auto t8 = [](tile::Arguments a) { tiled::linear_tiled_8(a); };
     auto t16 = [](tile::Arguments a) { tiled::linear_tiled_16(a); };
     auto t32 = [](tile::Arguments a) { tiled::linear_tiled_32(a); };
@@ -674,6 +730,8 @@ int main() {
     }
     check_int8_products(3, 20, 528, 2);
     check_int8_products(70, 140, 592, 3);
+    check_f32_products(64, 130, 592, 3);
+    check_f32_products(70, 20, 2064, 8);
 #endif
     puts("ok");
 }

@@ -73,6 +73,11 @@ impl fmt::Display for Kernel {
             Kernel::DeltaNorm { layout } => {
                 write!(f, "gated norm of heads -> {}", layout_name(*layout))
             }
+            Kernel::DeltaStep { layout, .. } => write!(
+                f,
+                "convolution, gated delta rule, gated norm of single rows -> {}",
+                layout_name(*layout)
+            ),
             Kernel::MambaInputs { input, gemm } => write!(f, "z, xBC, dt ({input}) -> f32: {gemm}"),
             Kernel::MambaConv => f.write_str("convolution, time steps"),
             Kernel::MambaScan => f.write_str("recurrence"),

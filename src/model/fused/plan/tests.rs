@@ -26,6 +26,15 @@ const GB10: Hardware = Hardware {
     clusters: WideClusters::unconstrained(0),
 };
 
+/// The gated delta nets of Qwen3.5-4B.
+const DELTA: DeltaShape = DeltaShape {
+    key_heads: 16,
+    value_heads: 32,
+    key_dim: 128,
+    value_dim: 128,
+    taps: 4,
+};
+
 struct Sizes {
     hidden: usize,
     q: usize,
@@ -131,6 +140,7 @@ fn model(s: &Sizes, storage: WeightType) -> (Vec<BlockShape>, MatrixShape) {
         };
         for block in &mut blocks[..2] {
             block.mixer = MixerShape::GatedDelta {
+                heads: DELTA,
                 inputs: [2 * values, values].map(|rows| of(rows, s.hidden, int8)),
                 gates: [of(32, s.hidden, WeightType::BF16); 2],
                 out: of(s.hidden, values, int8),
@@ -184,6 +194,9 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
         Kernel::DeltaConv { .. } => own(&[BlockOp::Convolve]),
         Kernel::DeltaRule => own(&[BlockOp::DeltaRule]),
         Kernel::DeltaNorm { .. } => own(&[BlockOp::DeltaNorm]),
+        Kernel::DeltaStep { .. } => {
+            own(&[BlockOp::Convolve, BlockOp::DeltaRule, BlockOp::DeltaNorm])
+        }
         Kernel::StoreKv => own(&[BlockOp::Heads]),
         Kernel::Prefill => own(&[BlockOp::Attend]),
         Kernel::GateUp { .. } | Kernel::Activate | Kernel::Up { .. } | Kernel::Square
@@ -275,13 +288,7 @@ fn specs(sizes: &Sizes) -> Vec<BlockSpec> {
     };
     let recurrent = BlockSpec {
         mixer: MixerSpec::GatedDelta(GatedDeltaSpec {
-            shape: DeltaShape {
-                key_heads: 16,
-                value_heads: 32,
-                key_dim: 128,
-                value_dim: 128,
-                taps: 4,
-            },
+            shape: DELTA,
             projections: DeltaProjections::ByRole,
         }),
         ..spec.clone()

@@ -335,6 +335,17 @@ inline void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
     memcpy(c, mine.c, sizeof c);
 }
 
+inline u32 to_tf32(float x) { return (__float_as_uint(x) + 0x1000u) & ~0x1fffu; }
+inline void mma_tf32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    Multiply mine = together<Multiply>({{c[0], c[1], c[2], c[3]}, {a[0], a[1], a[2], a[3]}, {b0, b1}, 0, 0}, [](Multiply(&lanes)[WARP]) {
+        // The low bits of an operand are not read.
+        auto element = [](u32 word) { return __uint_as_float(word & ~0x1fffu); };
+        multiply<8>(lanes, [&](int lane, int word, int) { return element(lanes[lane].a[word]); },
+                    [&](int lane, int word, int) { return element(lanes[lane].b[word]); });
+    });
+    memcpy(c, mine.c, sizeof c);
+}
+
 inline double e2m1(u32 code) {
     static const double VALUES[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
     return code & 8 ? -VALUES[code & 7] : VALUES[code & 7];

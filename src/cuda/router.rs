@@ -1,0 +1,224 @@
+//! Routes the rows of a mixture to their experts: the logits of the router, the choice, and the order of pairs of a row and an expert.
+
+use std::sync::Arc;
+
+use super::driver::{DeviceBuffer, Gpu, Launch, int};
+use super::experts::ExpertScratch;
+use super::kernel::kernels;
+use super::linear::{Biased, Input, LinearScratch, Matrix, Output, linear};
+use super::routing::Routing;
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::tensor::WeightType;
+
+kernels! {
+    /// Routes rows and sorts them by expert: few rows at once, or many in two steps.
+    enum Route(RouteArguments) {
+        ExpertsRoute {
+            Few = "experts_route_few",
+            Rows = "experts_route",
+            Group = "experts_group",
+        }
+    }
+
+    /// The logits of a router, the choice and the order of pairs, for one row or few.
+    enum Router(RouterArguments) {
+        ExpertsRouter {
+            One = "experts_router_1",
+            Few = "experts_router",
+        }
+    }
+}
+
+/// Most rows that a single CTA routes and sorts, with their expert pairs.
+const FEW_ROWS: usize = 16;
+const FEW_PAIRS: usize = 512;
+/// Warps of a CTA that multiplies rows with a router, each with an expert, and the rows that it multiplies at once.
+const ROUTER_WARPS: usize = 8;
+const ROUTER_ROWS: usize = 8;
+/// Elements that such a warp reads at once.
+const ROUTER_PIECE: usize = 8;
+
+#[repr(C)]
+struct RouteArguments {
+    logits: u64,
+    choices: u64,
+    weights: u64,
+    places: u64,
+    sources: u64,
+    tiles: u64,
+    unfit: u64,
+    correction: u64,
+    scale: f32,
+    groups: i32,
+    top_groups: i32,
+    rows: i32,
+    stride: i32,
+    experts: i32,
+    per_token: i32,
+    normalized: i32,
+    tile_pairs: i32,
+    max_tiles: i32,
+    layer: i32,
+}
+
+#[repr(C)]
+struct RouterArguments {
+    x: u64,
+    router: u64,
+    bias: u64,
+    gate: u64,
+    arrived: u64,
+    routing: RouteArguments,
+    k: i32,
+}
+
+/// Routes f16 rows `x` `[rows, hidden]` by a router `[experts, hidden]` and its bias, and cuts their expert pairs into tiles. Also multiplies
+/// `shared_gate` `[1, hidden]`, for [`sum_experts`](super::experts::sum_experts). `correction` `[experts]`, f32, is added to sigmoids for the
+/// choice; the softmax has none. If a logit is not finite, `unfit`, a u32 a row, becomes 1 + `layer` unless it is set already.
+pub fn route(
+    gpu: &Arc<Gpu>,
+    routing: &Routing,
+    router: Biased<'_>,
+    correction: Option<&DeviceBuffer>,
+    shared_gate: Option<&Matrix>,
+    x: &DeviceBuffer,
+    rows: usize,
+    scratch: &ExpertScratch,
+    linear_scratch: &LinearScratch,
+    (unfit, layer): (&DeviceBuffer, usize),
+) -> Result<()> {
+    scratch.check(routing, rows)?;
+    unfit.holds("rows that cannot be routed", &[rows, 4])?;
+    check_router(routing, router, correction, shared_gate)?;
+    let arguments = arguments(routing, correction, rows, scratch, (unfit, layer))?;
+    let is_few = rows <= FEW_ROWS && rows * routing.per_token <= FEW_PAIRS;
+    let is_f32 = |w: &Matrix| w.storage() == WeightType::F32;
+    if is_few && is_f32(router.0) && shared_gate.is_none_or(is_f32) {
+        return route_few(gpu, router, shared_gate, x, rows, scratch, arguments);
+    }
+    let shared_gate = shared_gate.map(|w| (w, None));
+    let matrices: Vec<Biased<'_>> = std::iter::once(router).chain(shared_gate).collect();
+    linear(
+        gpu,
+        Input::Plain(x, 1.0),
+        rows,
+        &matrices,
+        Output::F32,
+        &scratch.logits,
+        routing.experts + 1,
+        linear_scratch,
+    )?;
+    let launch = |blocks: usize, threads: u32, kernel: Route| {
+        let launch = Launch::new([blocks as u32, 1, 1], threads);
+        // SAFETY: sizes were checked.
+        unsafe { launch.of(kernel).run(gpu, &arguments) }
+    };
+    if is_few {
+        return launch(1, 32 * FEW_ROWS as u32, Route::Few);
+    }
+    launch(rows.div_ceil(4), 128, Route::Rows)?;
+    launch(routing.experts, 512, Route::Group)
+}
+
+/// Refuses a router and a gate that are not of the rule's experts, and a correction without sigmoids or sigmoids without one.
+fn check_router(
+    routing: &Routing,
+    router: Biased<'_>,
+    correction: Option<&DeviceBuffer>,
+    shared_gate: Option<&Matrix>,
+) -> Result<()> {
+    let ((w, bias), experts) = (router, routing.experts);
+    if w.rows() != experts || shared_gate.is_some_and(|g| (g.rows(), g.cols()) != (1, w.cols())) {
+        bail!(
+            Internal,
+            "a router of {:?} and a gate of {:?} for {experts} experts",
+            (w.rows(), w.cols()),
+            shared_gate.map(|gate| (gate.rows(), gate.cols()))
+        );
+    }
+    if let Some(bias) = bias {
+        bias.holds("biases of a router", &[experts, 4])?;
+    }
+    if let Some(correction) = correction {
+        correction.holds("corrections of scores", &[experts, 4])?;
+    }
+    if correction.is_some() != routing.sigmoid.is_some() {
+        bail!(Internal, "{routing:?} with the correction {correction:?}");
+    }
+    Ok(())
+}
+
+/// The kernels' description of the rule, and where results go.
+fn arguments(
+    routing: &Routing,
+    correction: Option<&DeviceBuffer>,
+    rows: usize,
+    scratch: &ExpertScratch,
+    (unfit, layer): (&DeviceBuffer, usize),
+) -> Result<RouteArguments> {
+    Ok(RouteArguments {
+        logits: scratch.logits.address(),
+        choices: scratch.choices.address(),
+        weights: scratch.weights.address(),
+        places: scratch.places.address(),
+        sources: scratch.sources.address(),
+        tiles: scratch.tiles.address(),
+        unfit: unfit.address(),
+        correction: correction.map_or(0, DeviceBuffer::address),
+        scale: routing.sigmoid.map_or(1.0, |sigmoid| sigmoid.scale),
+        groups: routing.sigmoid.map_or(1, |sigmoid| sigmoid.groups) as i32,
+        top_groups: routing.sigmoid.map_or(1, |sigmoid| sigmoid.top_groups) as i32,
+        rows: int("rows", rows)?,
+        stride: (routing.experts + 1) as i32,
+        experts: routing.experts as i32,
+        per_token: routing.per_token as i32,
+        normalized: routing.normalized.into(),
+        tile_pairs: routing.tile_pairs(rows) as i32,
+        max_tiles: int("tiles", routing.most_tiles(rows))?,
+        layer: int("the layer", layer)?,
+    })
+}
+
+/// Logits of an f32 router and an f32 gate, the choice and the order of pairs of few rows, in one launch.
+fn route_few(
+    gpu: &Gpu,
+    (router, bias): Biased<'_>,
+    gate: Option<&Matrix>,
+    x: &DeviceBuffer,
+    rows: usize,
+    scratch: &ExpertScratch,
+    routing: RouteArguments,
+) -> Result<()> {
+    let k = router.cols();
+    x.holds("activations", &[rows, k, 2])?;
+    if !k.is_multiple_of(ROUTER_PIECE) || !x.address().is_multiple_of(16) {
+        bail!(
+            Internal,
+            "rows of {k} at address {:#x} for a router; it takes multiples of {ROUTER_PIECE} at multiples of 16",
+            x.address()
+        );
+    }
+    let arguments = RouterArguments {
+        x: x.address(),
+        router: router.address(),
+        bias: bias.map_or(0, DeviceBuffer::address),
+        gate: gate.map_or(0, Matrix::address),
+        arrived: scratch.arrived.address(),
+        routing,
+        k: int("K", k)?,
+    };
+    let (kernel, rows_at_once) = match rows {
+        1 => (Router::One, 1),
+        _ => (Router::Few, ROUTER_ROWS),
+    };
+    let features = router.rows() + usize::from(gate.is_some());
+    let grid = [
+        features.div_ceil(ROUTER_WARPS) as u32,
+        rows.div_ceil(rows_at_once) as u32,
+        1,
+    ];
+    let launch = Launch::new(grid, 32 * ROUTER_WARPS as u32);
+    // SAFETY: sizes were checked; a weight begins at a multiple of 16 bytes.
+    unsafe { launch.of(kernel).run(gpu, &arguments) }
+}
