@@ -48,7 +48,7 @@ const THREADS: u32 = 256;
 /// Upper limit of CTAs that iterate over an array.
 const MOST_BLOCKS: usize = 65_535;
 /// Upper limit of elements of a head.
-const MOST_ELEMENTS: usize = 256;
+const MOST_ELEMENTS: usize = 512;
 
 /// Elements of an array of f32.
 fn elements(x: DeviceSlice<'_>) -> usize {
