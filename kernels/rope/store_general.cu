@@ -3,6 +3,7 @@
 
 HEADS(192, false, rope_store_heads_192)
 HEADS(256, false, rope_store_heads_256)
+HEADS(512, false, rope_store_heads_512)
 HEADS(32, true, rope_store_heads_32_general)
 HEADS(64, true, rope_store_heads_64_general)
 HEADS(80, true, rope_store_heads_80_general)
@@ -14,3 +15,4 @@ VALUES(80)
 VALUES(96)
 VALUES(192)
 VALUES(256)
+VALUES(512)

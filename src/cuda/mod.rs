@@ -14,6 +14,7 @@ mod delta;
 mod driver;
 mod elementwise;
 mod experts;
+mod heads;
 mod kernel;
 mod linear;
 mod mamba;
@@ -34,10 +35,7 @@ pub mod training;
 mod unfused;
 mod units;
 
-pub use attention::{
-    CachedPages, Heads, KvShape, PAGE, SplitKv, SplitKvWorkspace, attention_units, decode, prefill,
-    store,
-};
+pub use attention::{SplitKv, SplitKvWorkspace, decode, prefill, store};
 pub use bandwidth::{copy_bandwidth, read_bandwidth};
 pub use delta::{DeltaConstants, DeltaInputs, delta_conv, delta_norm, delta_rule};
 pub use driver::{
@@ -49,6 +47,9 @@ pub use elementwise::{NextNorm, gate_heads, glu, post_norm, relu_squared, rms_no
 pub use experts::{
     ExpertMatrices, ExpertScratch, ExpertTable, ExpertUnit, SharedExpert, experts_down,
     experts_gate_up, route, sum_experts,
+};
+pub use heads::{
+    CachedPages, Heads, KvShape, PAGE, RowHeads, attention_units, is_limited,
 };
 pub use linear::{
     Activation, Biased, FusedNorm, GatedUnit, GemmPlan, Glu, Hardware, Input, InputForm, Layout,

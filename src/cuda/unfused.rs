@@ -1,8 +1,8 @@
 //! The unfused reference: one operation per kernel, from f32 to f32, with f16 only in the cache. Fused kernels are compared with it.
 //! Everything is enqueued.
 
-use super::attention::{CachedPages, KvShape, Pages};
 use super::driver::{DeviceSlice, Launch, int};
+use super::heads::{CachedPages, KvShape, PAGE, Pages};
 use super::kernel::kernels;
 use super::linear::{Activation, GatedUnit, Gating};
 use crate::base::Result;
@@ -260,7 +260,7 @@ fn check_heads(cache: &CachedPages<'_>, positions: usize) -> Result<()> {
             "attention of {kv_heads} key/value heads of {dim} on a GPU; head_dim must be a multiple of 16 up to {MOST_ELEMENTS}"
         );
     }
-    if positions > cache.stride * super::attention::PAGE {
+    if positions > cache.stride * PAGE {
         bail!(Internal, "{positions} positions in {} blocks", cache.stride);
     }
     Ok(())

@@ -63,7 +63,7 @@ impl Pair {
         let attention = cpu.spec().blocks.iter().find_map(|b| b.attention());
         if attention.unwrap().head_dim < 32 {
             let error = model.unwrap_err();
-            let refused = "head_dim must be one of [32, 64, 80, 96, 128, 192, 256]";
+            let refused = "head_dim must be one of [32, 64, 80, 96, 128, 192, 256, 512]";
             assert!(error.message().contains(refused), "{error}");
             return None;
         }
