@@ -26,6 +26,7 @@ __device__ __forceinline__ float4 add(float4 a, float4 b) { return make_float4(a
 struct NextNorm {
     const float* weight;    // [width]; null if no norm follows
     u16* normed;            // f16 [rows, width], row-major or fragment-major
+    float* factors;         // [rows]: 1 / sqrt(mean(x^2) + eps); or null
     int width;              // a multiple of 4, and of 16 if fragment-major
     float eps;
     int fragment_major;
@@ -66,5 +67,6 @@ struct NextNorm {
                 if (k + BLOCK < width) *(uint2*)(to + BLOCK) = make_uint2(pack_f16(second.x, second.y), pack_f16(second.z, second.w));
             }
         }
+        if (factors && threadIdx.x == 0) factors[row] = factor;
     }
 };

@@ -434,18 +434,11 @@ pub fn store(
     };
     let own = heads.own_kv_heads();
     let by_head = Launch::new(
-        [
-            rows as u32,
-            (heads.shape.heads + own).div_ceil(4) as u32,
-            1,
-        ],
+        [rows as u32, (heads.shape.heads + own).div_ceil(4) as u32, 1],
         128,
     );
     let groups = (first_position + rows).div_ceil(8) - first_position / 8;
-    let by_value = Launch::new(
-        [groups as u32, own as u32, 1],
-        heads.shape.dim as u32,
-    );
+    let by_value = Launch::new([groups as u32, own as u32, 1], heads.shape.dim as u32);
     let is_whole = rotates_whole(heads.shape.dim, heads.rotary_dim);
     let rotate = one(STORE_HEADS, heads.shape.dim, |k| {
         k.unit == store && k.name.ends_with("_general") != is_whole

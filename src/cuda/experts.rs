@@ -4,7 +4,6 @@
 use std::sync::Arc;
 
 use super::driver::{DeviceBuffer, Gpu, Launch, int};
-use super::elementwise::{NextArgument, NextNorm, RESIDUAL_THREADS};
 use super::kernel::kernels;
 use super::linear::{
     Activation, Biased, CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, GatedUnit, Gating, Input, LinearScratch,
@@ -43,11 +42,6 @@ kernels! {
             Plain32 = "linear_experts_32",
             Plain64 = "linear_experts_64",
         }
-    }
-
-    /// Sums the experts of a row.
-    enum Sum(SumArguments) {
-        ExpertsSum { Rows = "experts_sum" }
     }
 }
 
@@ -146,16 +140,16 @@ fn check_projection(expert: usize, what: &str, w: &Matrix, wanted: (usize, usize
 pub struct ExpertScratch {
     rows: usize,
     /// f32 `[rows, experts + 1]`: logits of the router, and of the gate of the shared expert.
-    logits: DeviceBuffer,
+    pub(super) logits: DeviceBuffer,
     choices: DeviceBuffer,
-    weights: DeviceBuffer,
-    places: DeviceBuffer,
+    pub(super) weights: DeviceBuffer,
+    pub(super) places: DeviceBuffer,
     sources: DeviceBuffer,
     tiles: DeviceBuffer,
     /// f16 `[pairs, intermediate]`.
     inner: DeviceBuffer,
     /// f32 `[pairs, hidden]`.
-    made: DeviceBuffer,
+    pub(super) made: DeviceBuffer,
 }
 
 impl ExpertScratch {
@@ -185,7 +179,7 @@ impl ExpertScratch {
         })
     }
 
-    fn check(&self, routing: &Routing, rows: usize) -> Result<()> {
+    pub(super) fn check(&self, routing: &Routing, rows: usize) -> Result<()> {
         routing.check()?;
         if rows > self.rows {
             bail!(Internal, "{rows} rows, and room for {}", self.rows);
@@ -209,6 +203,7 @@ struct RouteArguments {
     tiles: u64,
     unfit: u64,
     correction: u64,
+    factors: u64,
     scale: f32,
     groups: i32,
     top_groups: i32,
@@ -222,14 +217,22 @@ struct RouteArguments {
     layer: i32,
 }
 
+/// Numbers of a router for each expert, f32 `[experts]`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RouterVectors<'a> {
+    /// Added to sigmoids for the choice; the softmax has none.
+    pub correction: Option<&'a DeviceBuffer>,
+    /// Factors of the experts' weights.
+    pub factors: Option<&'a DeviceBuffer>,
+}
+
 /// Routes f16 rows `x` `[rows, hidden]` by a router `[experts, hidden]` and its bias, and cuts their expert pairs into tiles. Also multiplies
-/// `shared_gate` `[1, hidden]`, for [`sum_experts`]. `correction` `[experts]`, f32, is added to sigmoids for the choice; the softmax has
-/// none. If a logit is not finite, `unfit`, a u32, becomes 1 + `layer` unless it is set already.
+/// `shared_gate` `[1, hidden]`, for [`sum_experts`](super::sum_experts). If a logit is not finite, `unfit`, a u32, becomes 1 + `layer` unless it is set already.
 pub fn route(
     gpu: &Arc<Gpu>,
     routing: &Routing,
     router: Biased<'_>,
-    correction: Option<&DeviceBuffer>,
+    vectors: RouterVectors<'_>,
     shared_gate: Option<&Matrix>,
     x: &DeviceBuffer,
     rows: usize,
@@ -250,8 +253,12 @@ pub fn route(
             routing.experts
         );
     }
-    if let Some(correction) = correction {
-        correction.holds("corrections of scores", &[routing.experts, 4])?;
+    let RouterVectors {
+        correction,
+        factors,
+    } = vectors;
+    for vector in correction.iter().chain(&factors) {
+        vector.holds("numbers of experts", &[routing.experts, 4])?;
     }
     if correction.is_some() != routing.sigmoid.is_some() {
         bail!(Internal, "{routing:?} with the correction {correction:?}");
@@ -276,6 +283,7 @@ pub fn route(
         tiles: scratch.tiles.address(),
         unfit: unfit.address(),
         correction: correction.map_or(0, DeviceBuffer::address),
+        factors: factors.map_or(0, DeviceBuffer::address),
         scale: routing.sigmoid.map_or(1.0, |sigmoid| sigmoid.scale),
         groups: routing.sigmoid.map_or(1, |sigmoid| sigmoid.groups) as i32,
         top_groups: routing.sigmoid.map_or(1, |sigmoid| sigmoid.top_groups) as i32,
@@ -450,69 +458,4 @@ pub fn experts_down(
     use Products::{Plain8, Plain16, Plain32, Plain64};
     let kernels = [Plain8, Plain16, Plain32, Plain64];
     products(gpu, routing, rows, kernels, features, &arguments)
-}
-
-/// The output of the shared expert, which serves all rows.
-#[derive(Clone, Copy)]
-pub struct SharedExpert<'a> {
-    /// f32 `[rows, hidden]`.
-    pub made: &'a DeviceBuffer,
-    /// Whether it is multiplied by the sigmoid of the gate that [`route`] was given.
-    pub gated: bool,
-}
-
-#[repr(C)]
-struct SumArguments {
-    outputs: u64,
-    places: u64,
-    weights: u64,
-    shared: u64,
-    gate: u64,
-    x: u64,
-    next: NextArgument,
-    per_token: i32,
-    gate_stride: i32,
-}
-
-/// Adds the weighted outputs of the experts, and the output of the shared expert, to f32 rows `x` `[rows, hidden]`. Then normalizes the
-/// rows if a norm follows.
-pub fn sum_experts(
-    gpu: &Gpu,
-    routing: &Routing,
-    shared: Option<SharedExpert<'_>>,
-    eps: f32,
-    rows: usize,
-    hidden: usize,
-    x: &DeviceBuffer,
-    next: Option<NextNorm<'_>>,
-    scratch: &ExpertScratch,
-) -> Result<()> {
-    scratch.check(routing, rows)?;
-    x.holds("rows", &[rows, hidden, 4])?;
-    let pairs = rows * routing.per_token;
-    scratch
-        .made
-        .holds("products of experts", &[pairs, hidden, 4])?;
-    if let Some(shared) = shared {
-        shared.made.holds("rows", &[rows, hidden, 4])?;
-    }
-    let gate = scratch.logits.address() + (routing.experts * 4) as u64;
-    let arguments = SumArguments {
-        outputs: scratch.made.address(),
-        places: scratch.places.address(),
-        weights: scratch.weights.address(),
-        shared: shared.map_or(0, |s| s.made.address()),
-        gate: if shared.is_some_and(|s| s.gated) {
-            gate
-        } else {
-            0
-        },
-        x: x.address(),
-        next: NextArgument::new(next, rows, hidden, eps)?,
-        per_token: routing.per_token as i32,
-        gate_stride: (routing.experts + 1) as i32,
-    };
-    let launch = Launch::new([rows as u32, 1, 1], RESIDUAL_THREADS);
-    // SAFETY: sizes were checked.
-    unsafe { launch.of(Sum::Rows).run(gpu, &arguments) }
 }

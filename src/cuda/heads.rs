@@ -64,7 +64,12 @@ pub(super) fn rotates_whole(dim: usize, rotary_dim: usize) -> bool {
 }
 
 /// Whether heads need kernels with limits: a window, a soft cap or sinks, a norm of values, or rows without keys or values of their own.
-pub fn is_limited(shape: &AttentionShape, has_sinks: bool, value_norm: bool, row: RowHeads) -> bool {
+pub fn is_limited(
+    shape: &AttentionShape,
+    has_sinks: bool,
+    value_norm: bool,
+    row: RowHeads,
+) -> bool {
     shape.window.is_some()
         || shape.score_cap.is_some()
         || has_sinks
@@ -199,12 +204,7 @@ impl Heads<'_> {
     }
 
     pub(super) fn units(&self) -> [Unit; 3] {
-        let is_limited = is_limited(
-            &self.shape,
-            self.sinks.is_some(),
-            self.value_norm,
-            self.row,
-        );
+        let is_limited = is_limited(&self.shape, self.sinks.is_some(), self.value_norm, self.row);
         attention_units(self.shape.dim, self.rotary_dim, is_limited)
     }
 

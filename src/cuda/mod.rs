@@ -13,12 +13,14 @@ mod convert;
 mod delta;
 mod driver;
 mod elementwise;
+mod expert_sums;
 mod experts;
 mod heads;
 mod kernel;
 mod linear;
 mod mamba;
 mod operand;
+mod per_layer;
 mod program;
 mod quantize;
 mod recurrent;
@@ -43,14 +45,15 @@ pub use driver::{
     ManagedBuffer, Pinned, StagedBuffer, TARGETS, check_managed, compiler, count, open_gpus,
     target, unavailable,
 };
-pub use elementwise::{NextNorm, gate_heads, glu, post_norm, relu_squared, rms_norm, soft_cap};
+pub use elementwise::{
+    NextNorm, NormedAddend, gate_heads, glu, post_norm, relu_squared, rms_norm, soft_cap,
+};
+pub use expert_sums::{BesideExperts, SharedExpert, sum_experts, sum_experts_beside};
 pub use experts::{
-    ExpertMatrices, ExpertScratch, ExpertTable, ExpertUnit, SharedExpert, experts_down,
-    experts_gate_up, route, sum_experts,
+    ExpertMatrices, ExpertScratch, ExpertTable, ExpertUnit, RouterVectors, experts_down,
+    experts_gate_up, route,
 };
-pub use heads::{
-    CachedPages, Heads, KvShape, PAGE, RowHeads, attention_units, is_limited,
-};
+pub use heads::{CachedPages, Heads, KvShape, PAGE, RowHeads, attention_units, is_limited};
 pub use linear::{
     Activation, Biased, FusedNorm, GatedUnit, GemmPlan, Glu, Hardware, Input, InputForm, Layout,
     LinearScratch, Matrix, MatrixShape, NormScratch, Output, ReadBytes, ReadNvfp4, ResidualRow,
@@ -58,6 +61,7 @@ pub use linear::{
 };
 pub use mamba::{MambaConstants, MambaInputs, mamba_conv, mamba_norm, mamba_scan};
 pub use operand::{Operand, check_scales, check_scales_of, wait_for_scales};
+pub use per_layer::{BlockInputs, ProjectedInputs, per_layer_gate, per_layer_inputs};
 #[doc(hidden)]
 pub use program::{Program, Shape};
 pub use quantize::{dequantize, is_finite, quantize, swizzle, unswizzle};
