@@ -29,9 +29,12 @@ fn multiply(unit: Unit, target: &str) -> Option<&'static str> {
     const NVFP4: &str = "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X";
     const WARPGROUP: &str = "HGMMA.";
     match unit {
-        Unit::LinearSkinny | Unit::LinearTiled | Unit::AttentionDecode | Unit::AttentionPrefill => {
-            Some(F16)
-        }
+        Unit::LinearSkinny
+        | Unit::LinearTiled
+        | Unit::AttentionDecode
+        | Unit::AttentionDecodeWidest
+        | Unit::AttentionPrefill
+        | Unit::AttentionPrefillWidest => Some(F16),
         Unit::LinearWide
         | Unit::AttentionTrainingForwardWide
         | Unit::AttentionTrainingBackwardWide => Some(WARPGROUP),

@@ -1,5 +1,5 @@
-// The gate of a block's own input, which takes the residual stream without a norm: its values may be beyond f16, so the product is normalized
-// rows', and each row of the result is divided by a power of two.
+// The gate of a block's own input. It takes the residual stream without a norm, whose values may be beyond f16: the product is that of
+// normalized rows, whose factors are undone here, and each row of the result is divided by a power of two.
 #include "activation/gate.cuh"
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"

@@ -59,8 +59,8 @@ struct OutputRow {
     }
 };
 
-// The keys [POSITIONS][D] and transposed values [D][POSITIONS] of a page, or of a half of one, of a head in shared memory. 16-byte pieces are
-// swizzled by row, so that the same pieces of 8 neighbouring rows have no bank conflicts, or in half pages few.
+// The keys [POSITIONS][D] and transposed values [D][POSITIONS] of a page of a head, or of a half of one, in shared memory. 16-byte pieces
+// are swizzled by row, so that the same pieces of 8 neighbouring rows have no bank conflicts; those of values of half pages have some.
 template <int D, int THREADS>
 struct PageStage {
     static constexpr int KEY_PIECES = D / 8, VALUE_PIECES = POSITIONS<D> / 8, KEY_BYTES = POSITIONS<D> * D * 2, BYTES = 2 * KEY_BYTES;

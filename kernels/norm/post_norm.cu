@@ -1,5 +1,5 @@
-// The norm after a part of a block, and its addition to the residual stream: x = (x + rms_norm(y) * weight) * scale, followed by the norm of
-// the new x if that can be fused. A block takes a row, which passes through registers once.
+// The norm after a part of a block, and its addition to the residual stream: x = (x + rms_norm(y) * weight) * scale, followed by the norm
+// of the new x if that can be fused. A block takes a row, which passes through registers once.
 #include "norm/residual.cuh"
 
 struct Arguments {

@@ -1,5 +1,5 @@
-// The end of a mixture of experts beside a dense MLP: x = (x + norm(norm(sum of experts) + norm(output of the MLP))) * scale, followed by the
-// norm of the new x if that can be fused. A block takes a row. Experts are added in the order of their probabilities.
+// The end of a mixture of experts beside a dense MLP: x = (x + norm(norm(sum of experts) + norm(output of the MLP))) * scale, followed by
+// the norm of the new x if that can be fused. A block takes a row. Experts are added in the order of their probabilities.
 #include "norm/residual.cuh"
 
 struct Arguments {

@@ -303,8 +303,8 @@ impl SplitKvWorkspace {
     }
 }
 
-/// Decode attention: one new token for each of `sequences` sequences, whose keys and values it also stores, if the layer has any. Reads f32
-/// `qkv` `[sequences, row dim]`, with the heads that [`Heads::row`] says, and writes f16 `out` `[sequences, heads dim]` in the given layout.
+/// Decode attention: one new token for each of `sequences` sequences, whose keys and values it also stores, if the layer has any. Reads
+/// f32 `qkv` `[sequences, row dim]`, with the heads of [`Heads::row`], and writes f16 `out` `[sequences, heads dim]` in the given layout.
 /// `positions` (i32) holds the position of each token; blocks must exist up to there. The split changes the result by rounding only.
 pub fn decode(
     gpu: &Gpu,

@@ -258,7 +258,7 @@ impl NextArgument {
     }
 }
 
-/// What is added to a residual stream after a norm.
+/// An addend of a residual stream, before its norm.
 #[derive(Clone, Copy)]
 pub struct NormedAddend<'a> {
     /// f32 `[rows, width]`.
@@ -269,8 +269,8 @@ pub struct NormedAddend<'a> {
     pub weight: &'a DeviceBuffer,
 }
 
-/// `x = (x + rms_norm(y) * weight) * scale` for f32 rows of `width`, then the norm of the new `x` if `next` is given. `scale` is one f32, or
-/// 1 if it is `None`.
+/// `x = (x + rms_norm(y) * weight) * scale` for f32 rows of `width`, then the norm of the new `x` if `next` is given. `scale` is one f32;
+/// `None` stands for 1.
 pub fn post_norm(
     gpu: &Gpu,
     addend: NormedAddend<'_>,

@@ -114,8 +114,8 @@ struct SumBesideArguments {
     per_token: i32,
 }
 
-/// `x = (x + norm(norm(weighted sum of experts) + norm(dense))) * scale` for f32 rows `x` `[rows, hidden]`. Then normalizes the rows if a norm
-/// follows.
+/// `x = (x + norm(norm(weighted sum of experts) + norm(dense))) * scale` for f32 rows `x` `[rows, hidden]`. Then normalizes the rows if a
+/// norm follows.
 pub fn sum_experts_beside(
     gpu: &Gpu,
     routing: &Routing,

@@ -226,8 +226,9 @@ pub struct RouterVectors<'a> {
     pub factors: Option<&'a DeviceBuffer>,
 }
 
-/// Routes f16 rows `x` `[rows, hidden]` by a router `[experts, hidden]` and its bias, and cuts their expert pairs into tiles. Also multiplies
-/// `shared_gate` `[1, hidden]`, for [`sum_experts`](super::sum_experts). If a logit is not finite, `unfit`, a u32, becomes 1 + `layer` unless it is set already.
+/// Routes f16 rows `x` `[rows, hidden]` by a router `[experts, hidden]` and its bias, and cuts their expert pairs into tiles. Also
+/// multiplies `shared_gate` `[1, hidden]`, for [`sum_experts`](super::sum_experts). If a logit is not finite, `unfit`, a u32, becomes 1 +
+/// `layer` unless it is set already.
 pub fn route(
     gpu: &Arc<Gpu>,
     routing: &Routing,

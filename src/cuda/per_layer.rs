@@ -107,8 +107,8 @@ pub struct BlockInputs<'a> {
     pub first: usize,
 }
 
-/// `y = act(gate / factor) * input / divisor`: f32 `gate` `[rows, width]`, the product of rows that were multiplied by `factors` `[rows]`, to
-/// f16 `y` `[rows, width]`. The divisors, f32 `[rows]`, are powers of two that bring the largest magnitude of a row between 1 and 2.
+/// `y = act(gate / factor) * input / divisor`: f32 `gate` `[rows, width]`, the product of rows that were multiplied by `factors` `[rows]`,
+/// to f16 `y` `[rows, width]`. The divisors, f32 `[rows]`, are powers of two that bring the largest magnitude of a row between 1 and 2.
 pub fn per_layer_gate(
     gpu: &Gpu,
     activation: Activation,

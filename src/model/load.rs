@@ -741,8 +741,8 @@ fn check_finite(values: &[f32], first_row: usize, cols: usize) -> Result<()> {
 }
 
 /// Loads all weights of `spec` from `checkpoint`. Also returns a checksum of them without the drafter, which changes no result, and the
-/// result of `meanwhile`, which runs on the embedding, and on the table of per-layer embeddings if there is one, in its own thread while the
-/// weights are read.
+/// result of `meanwhile`, which runs on the embedding, and on the table of per-layer embeddings if there is one, in its own thread while
+/// the weights are read.
 pub(super) fn load<T: Send>(
     checkpoint: Arc<dyn Checkpoint>,
     spec: &Spec,

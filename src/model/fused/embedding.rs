@@ -1,5 +1,5 @@
-//! Tables of which a token reads one row, in page-locked host memory of a model on a GPU: the embedding if the head cannot serve as one, and
-//! that of per-layer embeddings.
+//! Tables of which a token reads one row, in page-locked host memory of a model on a GPU: the embedding if the head cannot serve as one,
+//! and that of per-layer embeddings.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -21,7 +21,7 @@ const TABLE_ROWS: usize = 1024;
 pub(in crate::model) struct HostTables {
     /// The embedding, unless the head serves as one.
     pub(super) embedding: Option<HostTable>,
-    /// That of per-layer embeddings, if the model has them.
+    /// The table of per-layer embeddings, if the model has them.
     pub(super) per_layer: Option<HostTable>,
 }
 

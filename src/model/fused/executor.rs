@@ -15,8 +15,8 @@ pub(in crate::model) struct Executor {
 }
 
 impl Executor {
-    /// An executor of a model; `tables` is the result of [`super::tables`]. Fails for a model that no fused kernel supports; the error names
-    /// the unsupported property.
+    /// An executor of a model; `tables` is the result of [`super::tables`]. Fails for a model that no fused kernel supports; the error
+    /// names the unsupported property.
     pub(in crate::model) fn new(
         gpu: &Arc<Gpu>,
         source: Source<'_>,

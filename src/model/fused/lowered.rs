@@ -122,7 +122,8 @@ pub(in crate::model) struct Lowered {
 }
 
 impl Lowered {
-    /// `tables` is the result of [`super::tables`]. Fails for a model that no fused kernel supports; the error names the unsupported property.
+    /// `tables` is the result of [`super::tables`]. Fails for a model that no fused kernel supports; the error names the unsupported
+    /// property.
     pub(super) fn new(gpu: &Arc<Gpu>, source: Source<'_>, tables: HostTables) -> Result<Lowered> {
         let Source { spec, weights, .. } = source;
         check_supported(spec)?;

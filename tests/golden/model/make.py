@@ -302,7 +302,7 @@ CASES["gemma4_perlayer"] = ("Gemma4", dict(
 CASES["gemma4_experts"] = ("Gemma4", dict(
     GEMMA4, num_hidden_layers=3, layer_types=["sliding_attention", "sliding_attention", "full_attention"], global_head_dim=32,
     num_global_key_value_heads=1, attention_k_eq_v=True, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=32))
-# The same with heads that kernels of a GPU take: those of published models, and smaller ones.
+# Heads that kernels of a GPU take: the sizes of published models, and smaller ones.
 CASES["gemma4_wide"] = ("Gemma4", dict(
     GEMMA4, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], head_dim=256, global_head_dim=512,
     num_global_key_value_heads=1, attention_k_eq_v=True, final_logit_softcapping=4.0))

@@ -1,9 +1,8 @@
 //! Models of Gemma 4 for plans.
 
 use super::super::{
-    Activation, DenseShape, MatrixShape, MixerShape, MlpShape, ModelShape, WeightType,
+    Activation, BlockShape, DenseShape, MatrixShape, MixerShape, MlpShape, ModelShape, WeightType,
 };
-use super::{BlockShape, attention};
 use crate::model::spec::{
     AttentionSpec, BlockSpec, DenseMlpSpec, ExpertNames, ExpertsSpec, KeyValues, MixerSpec,
     MlpSpec, NormPlacement, PerLayerSpec, Scoring,
@@ -97,10 +96,18 @@ impl Gemma4 {
             mixer: MixerSpec::Attention(AttentionSpec {
                 heads: self.heads,
                 kv_heads: self.kv_heads[kind],
+                head_dim: [256, 512][kind],
                 key_values,
+                qk_norm: true,
                 value_norm: true,
+                qkv_bias: false,
+                o_bias: false,
+                gated: false,
+                sinks: false,
+                rope: Some(kind),
                 window: (kind == 0).then_some(1024),
-                ..attention([256, 512][kind])
+                scale: 1.0,
+                score_cap: None,
             }),
             mlp: match self.experts {
                 false => MlpSpec::Dense(mlp),
