@@ -33,7 +33,9 @@ fn multiply(unit: Unit, target: &str) -> Option<&'static str> {
         | Unit::LinearTiled
         | Unit::AttentionDecode
         | Unit::AttentionDecodeWide
-        | Unit::AttentionPrefill => Some(F16),
+        | Unit::AttentionDecodeWidest
+        | Unit::AttentionPrefill
+        | Unit::AttentionPrefillWidest => Some(F16),
         Unit::LinearWide
         | Unit::AttentionTrainingForwardWide
         | Unit::AttentionTrainingBackwardWide => Some(WARPGROUP),

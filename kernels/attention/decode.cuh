@@ -3,7 +3,7 @@
 //
 // A block takes up to 8 query heads that share a key/value head, and one of several splits of the sequence (split-KV), one or two pages at
 // a time, of which each warp takes 16 positions. Scores are computed transposed (keys as A, the heads as B), so that 8 heads fill the
-// instruction.
+// instruction. The widest heads are taken by half pages: two warps have the same positions, and each has half of the values' elements.
 //
 // Pages pass through a ring in shared memory, which is filled before the kernel waits for its predecessor: the new token is handled
 // separately, and nothing else in the cache depends on that kernel. The last block of a sequence to finish combines the splits in a fixed
@@ -18,9 +18,18 @@
 constexpr int HEADS = 8;        // the N of the matrix instruction
 constexpr int STEP = 16;        // positions of a warp at a time
 constexpr int PAGE_WARPS = PAGE / STEP;
+// Whether a page of such heads is too large for the shared memory of some architectures, and its values for the registers of a warp.
+template <int D>
+constexpr bool IS_WIDEST = D > 256;
+// Positions of a stage of the ring.
+template <int D>
+constexpr int POSITIONS = IS_WIDEST<D> ? PAGE / 2 : PAGE;
+// Warps that take the same positions.
+template <int D>
+constexpr int SHARERS = PAGE / POSITIONS<D>;
 
 struct Arguments {
-    const float* qkv;           // [sequences, (heads + 2 kv_heads) D]
+    const float* qkv;           // [sequences, (heads + 2 kv_heads) D]; for LIMITED kernels [sequences, row.all D]
     const float* q_norm;        // [D] or null
     const float* k_norm;
     const float* sinks;         // [heads]: a logit of each head that has no value; or null. LIMITED kernels alone take them
@@ -29,6 +38,7 @@ struct Arguments {
     float* partial;             // the split-KV workspace: [sequences, head blocks, splits, HEADS, D + 2]
     u32* arrived;               // [sequences, head blocks]: zero before and after
     HeadOptions head;
+    RowHeads row;               // for LIMITED kernels
     Pages pages;
     int group;                  // query heads for each key/value head
     float scale;                // of the scores, times log2(e)
@@ -49,23 +59,24 @@ struct OutputRow {
     }
 };
 
-// A page's keys [PAGE][D] and transposed values [D][PAGE] of a head in shared memory. 16-byte pieces are swizzled by row, so that the same
-// pieces of 8 neighbouring rows have no bank conflicts.
+// The keys [POSITIONS][D] and transposed values [D][POSITIONS] of a page of a head, or of a half of one, in shared memory. 16-byte pieces
+// are swizzled by row, so that the same pieces of 8 neighbouring rows have no bank conflicts; those of values of half pages have some.
 template <int D, int THREADS>
 struct PageStage {
-    static constexpr int KEY_PIECES = D / 8, VALUE_PIECES = PAGE / 8, KEY_BYTES = PAGE * D * 2, BYTES = 2 * KEY_BYTES;
+    static constexpr int KEY_PIECES = D / 8, VALUE_PIECES = POSITIONS<D> / 8, KEY_BYTES = POSITIONS<D> * D * 2, BYTES = 2 * KEY_BYTES;
     u32 base;
 
     template <int PIECES>
     static __device__ __forceinline__ int place(int row, int piece) {
         return (row * PIECES + swizzled_piece<PIECES>(row, piece)) * 16;
     }
-    // Requests a page; all threads call this.
+    // Requests the positions from these on; all threads call this.
     __device__ __forceinline__ void fill(const u16* keys, const u16* values) const {
 #pragma unroll 4
-        for (int i = threadIdx.x; i < PAGE * KEY_PIECES; i += THREADS) {
+        for (int i = threadIdx.x; i < POSITIONS<D> * KEY_PIECES; i += THREADS) {
+            int value = IS_WIDEST<D> ? i / VALUE_PIECES * PAGE + i % VALUE_PIECES * 8 : i * 8;
             copy_async_16(base + place<KEY_PIECES>(i / KEY_PIECES, i % KEY_PIECES), keys + i * 8, 16);
-            copy_async_16(base + KEY_BYTES + place<VALUE_PIECES>(i / VALUE_PIECES, i % VALUE_PIECES), values + i * 8, 16);
+            copy_async_16(base + KEY_BYTES + place<VALUE_PIECES>(i / VALUE_PIECES, i % VALUE_PIECES), values + value, 16);
         }
     }
     // Keys: elements 16 j to 16 j + 15 of 16 positions from `first` on, as A.
@@ -113,7 +124,7 @@ struct PartialResult {
     // Combines the splits of a head in global memory, at most as many as lanes. Each lane loads the score of one split, and the elements of
     // BATCH splits are in flight before the first is used.
     static __device__ __forceinline__ PartialResult of_splits(const float* lines, int splits) {
-        constexpr int STRIDE = HEADS * LINE, BATCH = 8;
+        constexpr int STRIDE = HEADS * LINE, BATCH = IS_WIDEST<D> ? 4 : 8;
         PartialResult r;
         bool has_split = lane_id() < splits;
         const float* own = lines + lane_id() * STRIDE + D;
@@ -171,13 +182,16 @@ struct PartialResult {
     }
 };
 
-// The ring has STAGES pages, SPAN of which are processed at a time. CLUSTER: the splits of a sequence are the blocks of a cluster. LIMITED:
-// there may be a window, a soft cap or sinks. ROTARY: see Rotation.
+// The ring has STAGES pages, or half pages, SPAN of which are processed at a time. CLUSTER: the splits of a sequence are the blocks of a
+// cluster. LIMITED: there may be a window, a soft cap or sinks, and rows of projections may lack keys or values. ROTARY: see Rotation.
 template <int D, bool LIMITED, int ROTARY, int STAGES, int SPAN, bool CLUSTER>
 __device__ __forceinline__ void run(const Arguments& a) {
     static_assert(STAGES % SPAN == 0, "");
     constexpr int WARPS = SPAN * PAGE_WARPS, THREADS = WARPS * WARP;
-    constexpr int TILES = D / 16, LINE = PartialResult<D>::LINE, N = SLOTS<D>;
+    static_assert(SHARERS<D> == 1 || (SPAN == 1 && !CLUSTER), "");
+    constexpr int TILES = D / 16, OWN_TILES = TILES / SHARERS<D>, LINE = PartialResult<D>::LINE, N = SLOTS<D>;
+    // Warps with positions of their own.
+    constexpr int LINES = WARPS / SHARERS<D>;
     using Stage = PageStage<D, THREADS>;
     extern __shared__ __align__(128) char shared[];
     auto& [q, new_key, new_value, exchange, last] = *(NewToken<D>*)shared;
@@ -196,13 +210,16 @@ __device__ __forceinline__ void run(const Arguments& a) {
     // Splits are as equal as possible: blocks of the next kernels would crowd on multiprocessors that finish early.
     int start = LIMITED && a.window > 0 ? max(position + 1 - a.window, 0) : 0, first_page = start / PAGE, all = position / PAGE + 1 - first_page;
     int begin = (first_page + all * split / splits) * PAGE, next = (first_page + all * (split + 1) / splits) * PAGE;
-    int end = min(position, next), pages = LIMITED && start >= end ? 0 : ceil_div(max(end - begin, 0), PAGE);
-    bool has_new = position >= begin && position < next;
+    // If an earlier layer has stored the new token, it is one of the cached positions.
+    bool has_keys = !LIMITED || a.row.has_keys;
+    int end = min(has_keys ? position : position + 1, next);
+    int stages = LIMITED && start >= end ? 0 : ceil_div(max(end - begin, 0), POSITIONS<D>);
+    bool has_new = has_keys && position >= begin && position < next;
 
     auto stage = [&](int i) { return Stage{shared_address(ring) + i % STAGES * Stage::BYTES}; };
     auto load = [&](int i) {
-        if (i < pages) {
-            int p = begin + i * PAGE;
+        if (i < stages) {
+            int p = begin + i * POSITIONS<D>;
             stage(i).fill(keys<D>(a.pages, sequence, p, kv_head), values<D>(a.pages, sequence, p, kv_head));
         }
         copy_async_commit();
@@ -231,14 +248,20 @@ __device__ __forceinline__ void run(const Arguments& a) {
     // The heads of the row that the block needs: queries, then the key and the value. A warp takes one per turn; all are in flight before
     // the first is used.
     constexpr int TURNS = ceil_div(HEADS + 2, WARPS);
-    const float* row = a.qkv + (size_t)sequence * (all_heads + 2 * a.pages.kv_heads) * D;
+    const float* row = a.qkv + (size_t)sequence * (LIMITED ? a.row.all : all_heads + 2 * a.pages.kv_heads) * D;
     float y[TURNS][N];
     bool is_unfit = false;
 #pragma unroll
     for (int turn = 0; turn < TURNS; turn++) {
         int i = warp + turn * WARPS;
-        int head = i < heads ? first_head + i : all_heads + kv_head + (i == heads ? 0 : a.pages.kv_heads);
-        if (i < heads + 2) load_head<D>(row + head * D, y[turn]);
+        int value = LIMITED ? a.row.value : all_heads + a.pages.kv_heads;
+        int head = i < heads ? first_head + i : kv_head + (i == heads ? all_heads : value);
+        if (i < heads + (has_keys ? 2 : 0)) {
+            load_head<D>(row + head * D, y[turn]);
+        } else if (LIMITED) {
+#pragma unroll
+            for (int j = 0; j < N; j++) y[turn][j] = 0;
+        }
     }
 #pragma unroll
     for (int turn = 0; turn < TURNS; turn++) {
@@ -247,6 +270,10 @@ __device__ __forceinline__ void run(const Arguments& a) {
             norm_and_rotate<D>(y[turn], a.q_norm != nullptr, q_weight, a.head.eps, rotation, a.scale);
         } else if (i == heads) {
             norm_and_rotate<D>(y[turn], a.k_norm != nullptr, k_weight, a.head.eps, rotation, 1);
+        } else if (LIMITED && a.row.value_norm && i == heads + 1) {
+            float factor = norm_factor<D>(y[turn], a.head.eps);
+#pragma unroll
+            for (int j = 0; j < N; j++) y[turn][j] *= factor;
         }
         u16* to = i < heads ? q[i] : i == heads ? new_key : new_value;
         if (i < heads + 2) {
@@ -274,18 +301,20 @@ __device__ __forceinline__ void run(const Arguments& a) {
         query[j][0] = *(const u32*)&q[g][16 * j + 2 * t];
         query[j][1] = *(const u32*)&q[g][16 * j + 2 * t + 8];
     }
-    float y_tiles[TILES][4] = {}, max_score[2] = {-INFINITY, -INFINITY}, weight[2] = {0, 0};
+    float y_tiles[OWN_TILES][4] = {}, max_score[2] = {-INFINITY, -INFINITY}, weight[2] = {0, 0};
 
-    for (int i = 0; i < pages; i += SPAN) {
+    // The positions of a warp in a stage, and its tiles of values.
+    int first = warp % (PAGE_WARPS / SHARERS<D>) * STEP, first_tile = warp % PAGE_WARPS / (PAGE_WARPS / SHARERS<D>) * OWN_TILES;
+    for (int i = 0; i < stages; i += SPAN) {
         copy_async_wait<STAGES - SPAN>();
         __syncthreads();
-        int page = i + warp / PAGE_WARPS, first = warp % PAGE_WARPS * STEP, p = begin + page * PAGE + first;
+        int at = i + warp / PAGE_WARPS, p = begin + at * POSITIONS<D> + first;
         if (p < end && (!LIMITED || p + STEP > start)) {
             float score[4] = {};
 #pragma unroll
             for (int j = 0; j < TILES; j++) {
                 u32 k[4];
-                stage(page).keys(first, j, k);
+                stage(at).keys(first, j, k);
                 mma_f16(score, k[0], k[1], k[2], k[3], query[j][0], query[j][1]);
             }
             if (LIMITED && a.cap > 0) {
@@ -314,9 +343,9 @@ __device__ __forceinline__ void run(const Arguments& a) {
                 probability[b] = transpose_matrix(pack_f16(x, z));
             }
 #pragma unroll
-            for (int j = 0; j < TILES; j++) {
+            for (int j = 0; j < OWN_TILES; j++) {
                 u32 v[4];
-                stage(page).values(first, j, v);
+                stage(at).values(first, first_tile + j, v);
 #pragma unroll
                 for (int e = 0; e < 4; e++) y_tiles[j][e] *= factor[e % 2];
                 mma_f16(y_tiles[j], v[0], v[1], v[2], v[3], probability[0], probability[1]);
@@ -328,10 +357,10 @@ __device__ __forceinline__ void run(const Arguments& a) {
     }
 
     // The ring is no longer in use.
-    static_assert((WARPS + 1) * HEADS * LINE * 4 <= STAGES * Stage::BYTES, "partial results take the place of the ring");
-    float(*of_warp)[HEADS][LINE] = (float(*)[HEADS][LINE])ring;  // [WARPS + 1]: partial results of the warps and of the new token
+    static_assert((LINES + 1) * HEADS * LINE * 4 <= STAGES * Stage::BYTES, "partial results take the place of the ring");
+    float(*of_warp)[HEADS][LINE] = (float(*)[HEADS][LINE])ring;  // [LINES + 1]: partial results of the warps and of the new token
     for (int h = warp; h < heads; h += WARPS) {
-        float score = 0, *line = of_warp[WARPS][h];
+        float score = 0, *line = of_warp[LINES][h];
 #pragma unroll
         for (int j = 0; j < N; j++) {
             int i = lane + WARP * j;
@@ -350,13 +379,13 @@ __device__ __forceinline__ void run(const Arguments& a) {
     for (int h = 0; h < 2; h++) {
 #pragma unroll
         for (int d = 4; d < WARP; d *= 2) weight[h] += __shfl_xor_sync(ALL_LANES, weight[h], d);
-        float* line = of_warp[warp][2 * t + h];
+        float* line = of_warp[SHARERS<D> == 1 ? warp : first / STEP][2 * t + h];
 #pragma unroll
-        for (int i = 0; i < TILES; i++) {
-            line[16 * i + g] = y_tiles[i][h];
-            line[16 * i + g + 8] = y_tiles[i][h + 2];
+        for (int i = 0; i < OWN_TILES; i++) {
+            line[16 * (first_tile + i) + g] = y_tiles[i][h];
+            line[16 * (first_tile + i) + g + 8] = y_tiles[i][h + 2];
         }
-        if (g == 0) {
+        if (g == 0 && first_tile == 0) {
             line[D] = max_score[h];
             line[D + 1] = weight[h];
         }
@@ -377,7 +406,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         __syncwarp();
         cluster_wait();
         for (int h = warp; h < heads; h += WARPS) {
-            PartialResult<D> r(of_warp[0][h], WARPS + 1, HEADS * LINE);
+            PartialResult<D> r(of_warp[0][h], LINES + 1, HEADS * LINE);
             if (h % splits == split) {
                 r.store(of_split[split][h]);
             } else {
@@ -395,7 +424,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int block = sequence * gridDim.x + blockIdx.x;
     float* lines = a.partial + (size_t)block * splits * HEADS * LINE;
     for (int h = warp; h < heads; h += WARPS) {
-        PartialResult<D> r(of_warp[0][h], WARPS + 1, HEADS * LINE);
+        PartialResult<D> r(of_warp[0][h], LINES + 1, HEADS * LINE);
         if (splits == 1) {
             store_output(r, h);
         } else {

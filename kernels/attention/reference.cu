@@ -5,7 +5,7 @@
 
 constexpr int WARPS = 8;
 constexpr int THREADS = WARPS * WARP;
-constexpr int MAX_DIM = 256;    // elements of a head
+constexpr int MAX_DIM = 512;    // elements of a head
 constexpr int SLOTS = MAX_DIM / WARP;
 
 struct AttendArguments {
@@ -78,14 +78,15 @@ struct StoreArguments {
     int first_position; // of row 0
 };
 
-// Grid: (rows, kv_heads); a thread takes an element.
-extern "C" __global__ void __launch_bounds__(MAX_DIM) attention_store(const __grid_constant__ StoreArguments a) {
+// Grid: (rows, kv_heads)
+extern "C" __global__ void __launch_bounds__(THREADS) attention_store(const __grid_constant__ StoreArguments a) {
     wait_for_earlier_kernels();
-    int i = threadIdx.x, head = blockIdx.y, position = a.first_position + blockIdx.x;
-    if (i >= a.dim) return;
-    size_t at = ((size_t)blockIdx.x * a.pages.kv_heads + head) * a.dim + i;
-    float k = a.k[at], v = a.v[at];
-    keys_of(a.pages, a.dim, 0, position, head)[i] = to_f16(k);
-    values_of(a.pages, a.dim, 0, position, head)[i * PAGE] = to_f16(v);
-    note_unfit(a.pages, blockIdx.x, !fits_f16(k) || !fits_f16(v));
+    int head = blockIdx.y, position = a.first_position + blockIdx.x;
+    for (int i = threadIdx.x; i < a.dim; i += THREADS) {
+        size_t at = ((size_t)blockIdx.x * a.pages.kv_heads + head) * a.dim + i;
+        float k = a.k[at], v = a.v[at];
+        keys_of(a.pages, a.dim, 0, position, head)[i] = to_f16(k);
+        values_of(a.pages, a.dim, 0, position, head)[i * PAGE] = to_f16(v);
+        note_unfit(a.pages, blockIdx.x, !fits_f16(k) || !fits_f16(v));
+    }
 }

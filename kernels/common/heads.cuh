@@ -10,6 +10,14 @@ struct HeadOptions {
     int rotary_dim;            // elements that rotate, or 0: element i pairs with element i + rotary_dim / 2
 };
 
+// The heads of a row of projections: queries, then the keys and values that the layer has itself.
+struct RowHeads {
+    int all;         // heads of a row
+    int value;       // index of the first value: that of the first key where keys are the values too, before norm and rotation
+    int has_keys;    // 0: an earlier layer has stored the keys and values
+    int value_norm;  // whether values are normalized, without a weight
+};
+
 // A lane holds the elements lane + 32 j of a head, for each slot j for which there is one.
 template <int D>
 constexpr int SLOTS = ceil_div(D, WARP);
@@ -108,14 +116,20 @@ __device__ __forceinline__ void load_head(const float* x, float (&y)[SLOTS<D>]) 
     for (int j = 0; j < SLOTS<D>; j++) y[j] = has_slot<D>(j) ? x[lane_id() + WARP * j] : 0;
 }
 
+// The factor of a head's RMSNorm.
+template <int D>
+__device__ __forceinline__ float norm_factor(const float (&y)[SLOTS<D>], float eps) {
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < SLOTS<D>; j++) sum += y[j] * y[j];
+    return rsqrtf(warp_sum(sum) / D + eps);
+}
+
 template <int D, int ROTARY>
 __device__ __forceinline__ void norm_and_rotate(float (&y)[SLOTS<D>], bool normed, const float (&weight)[SLOTS<D>], float eps,
                                                 const Rotation<D, ROTARY>& r, float scale) {
     if (normed) {
-        float sum = 0;
-#pragma unroll
-        for (int j = 0; j < SLOTS<D>; j++) sum += y[j] * y[j];
-        float factor = rsqrtf(warp_sum(sum) / D + eps);
+        float factor = norm_factor<D>(y, eps);
 #pragma unroll
         for (int j = 0; j < SLOTS<D>; j++) y[j] *= factor * weight[j];
     }

@@ -18,6 +18,7 @@ struct Routing {
     ExpertTile* tiles;      // [max_tiles]
     u32* unfit;             // [rows]: if it is 0, set to 1 + layer where a logit of the row is not finite
     const float* correction;    // [experts]: added to sigmoids for the choice; null for the softmax
+    const float* factors;   // [experts]: of their weights; or null
     float scale;            // of the weights
     int groups;             // of consecutive experts, at most a warp's lanes
     int top_groups;         // whose experts may be chosen
@@ -155,7 +156,7 @@ __device__ __forceinline__ void route_among(const Routing& a, int row, Store sto
     if (own != NONE) weight = a.correction ? sigmoid(logits[own]) : expf(logits[own] - largest) / sum;
     // Keeps the quotient finite if no sigmoid is above zero.
     float total = a.normalized ? warp_sum(weight) + 1e-20f : 1;
-    if (own != NONE) a.weights[row * a.per_token + lane] = weight / total * a.scale;
+    if (own != NONE) a.weights[row * a.per_token + lane] = weight / total * (a.factors ? a.factors[own] * a.scale : a.scale);
 }
 
 // Routes a row by the least code that serves its experts: one warp issues everything.

@@ -1,10 +1,12 @@
-// The post-norm of attention or of an MLP, and its addition to the residual stream: x += rms_norm(y) * weight, followed by the norm of the
-// new x if that can be fused. A block takes a row, which passes through registers once.
+// The norm after a part of a block, and its addition to the residual stream: x = (x + rms_norm(y) * weight) * scale, followed by the norm
+// of the new x if that can be fused. A block takes a row, which passes through registers once.
 #include "norm/residual.cuh"
 
 struct Arguments {
     const float* y;         // [rows, width]
+    const float* divisors;  // [rows]: by which the rows of y were divided; or null
     const float* weight;    // [width]
+    const float* scale;     // one number; null for 1
     float* x;               // [rows, width]: the residual stream
     NextNorm next;
 };
@@ -20,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) post_norm(const __grid_con
 #pragma unroll
     for (int j = 0; j < THREAD_PIECES; j++) w[j] = Piece(a.weight, threadIdx.x + j * THREADS, width);
     a.next.load(next_weight);
+    float scale = a.scale ? *a.scale : 1;
     wait_for_earlier_kernels();
     let_later_kernels_start();
     float sum = 0;
@@ -30,11 +33,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) post_norm(const __grid_con
         r[j] = Piece(x, i, width);
         sum += v[j].squares();
     }
-    float factor = rsqrtf(block_sum(sum, warp_sums[0]) / width + a.next.eps);
+    float divisor = a.divisors ? a.divisors[row] : 1;
+    float factor = rsqrtf(block_sum(sum, warp_sums[0]) / width * (divisor * divisor) + a.next.eps) * divisor;
 #pragma unroll
     for (int j = 0; j < THREAD_PIECES; j++) {
-        r[j].first = add(r[j].first, apply_norm(v[j].first, factor, w[j].first));
-        r[j].second = add(r[j].second, apply_norm(v[j].second, factor, w[j].second));
+        r[j].first = scaled(add(r[j].first, apply_norm(v[j].first, factor, w[j].first)), scale);
+        r[j].second = scaled(add(r[j].second, apply_norm(v[j].second, factor, w[j].second)), scale);
     }
     a.next.store(row, x, r, next_weight, warp_sums[1]);
 }

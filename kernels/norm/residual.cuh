@@ -26,6 +26,7 @@ __device__ __forceinline__ float4 add(float4 a, float4 b) { return make_float4(a
 struct NextNorm {
     const float* weight;    // [width]; null if no norm follows
     u16* normed;            // f16 [rows, width], row-major or fragment-major
+    float* factors;         // [rows]: 1 / sqrt(mean(x^2) + eps); or null
     int width;              // a multiple of 4, and of 16 if fragment-major
     float eps;
     int fragment_major;
@@ -47,9 +48,10 @@ struct NextNorm {
         if (k < width) *(float4*)(x + k) = r.first;
         if (k + BLOCK < width) *(float4*)(x + k + BLOCK) = r.second;
     }
-    // Stores the norm of piece i of row `row`. The first dimension of the grid is the rows.
+    // Stores the norm of piece i of row `row`, and with the first piece the factor. The first dimension of the grid is the rows.
     __device__ __forceinline__ void store_norm(int row, int i, const Piece& r, float factor, const Piece& w) const {
         int k = first_element(i);
+        if (factors && i == 0) factors[row] = factor;
         if (i >= pieces()) return;
         float4 first = apply_norm(r.first, factor, w.first), second = apply_norm(r.second, factor, w.second);
         if (fragment_major) {

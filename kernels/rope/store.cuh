@@ -5,11 +5,12 @@
 #include "common/pages.cuh"
 
 struct Arguments {
-    const float* qkv;       // [rows, (heads + 2 kv_heads) D]
+    const float* qkv;       // [rows, row.all D]
     const float* q_norm;    // [D] or null
     const float* k_norm;
     u16* q;                 // f16 [rows, heads, D], scaled
     HeadOptions head;
+    RowHeads row;
     Pages pages;            // of the one sequence
     int heads;
     int rows;
@@ -19,15 +20,15 @@ struct Arguments {
 
 constexpr int WARPS = 4;
 
-// Grid: (rows, ceil((heads + kv_heads) / WARPS)); a warp takes a head.
+// Grid: (rows, ceil(heads / WARPS)), of queries and of keys that the layer has; a warp takes a head.
 template <int D, int ROTARY>
 __device__ __forceinline__ void heads(const Arguments& a) {
     wait_for_earlier_kernels();
     int row = blockIdx.x, head = blockIdx.y * WARPS + threadIdx.x / WARP, lane = lane_id();
-    if (head >= a.heads + a.pages.kv_heads) return;
+    if (head >= a.heads + (a.row.has_keys ? a.pages.kv_heads : 0)) return;
     int position = a.first_position + row;
     bool is_key = head >= a.heads;
-    const float* x = a.qkv + ((size_t)row * (a.heads + 2 * a.pages.kv_heads) + head) * D;
+    const float* x = a.qkv + ((size_t)row * a.row.all + head) * D;
     const float* norm = is_key ? a.k_norm : a.q_norm;
     float weight[SLOTS<D>], y[SLOTS<D>];
     load_norm<D>(norm, weight);
@@ -46,10 +47,25 @@ __device__ __forceinline__ void heads(const Arguments& a) {
 // Grid: (groups of 8 positions with rows, kv_heads); a thread takes one element of 8 positions.
 template <int D>
 __device__ __forceinline__ void store_values(const Arguments& a) {
+    constexpr int WHOLE_WARPS = D / WARP;
+    __shared__ float factors[8];
     wait_for_earlier_kernels();
     int d = threadIdx.x, head = blockIdx.y, start = (a.first_position / 8 + blockIdx.x) * 8;
-    size_t stride = (size_t)(a.heads + 2 * a.pages.kv_heads) * D;
-    const float* x = a.qkv + (size_t)(a.heads + a.pages.kv_heads + head) * D + d;
+    size_t stride = (size_t)a.row.all * D;
+    const float* x = a.qkv + (size_t)(a.row.value + head) * D;
+    if (a.row.value_norm) {
+        int warp = d / WARP;
+        for (int i = warp; warp < WHOLE_WARPS && i < 8; i += WHOLE_WARPS) {
+            int row = start + i - a.first_position;
+            if (row < 0 || row >= a.rows) continue;
+            float y[SLOTS<D>];
+            load_head<D>(x + row * stride, y);
+            float factor = norm_factor<D>(y, a.head.eps);
+            if (lane_id() == 0) factors[i] = factor;
+        }
+        __syncthreads();
+    }
+    x += d;
     u16* to = values<D>(a.pages, 0, start, head) + d * PAGE;
     u32 packed[4];
     bool whole = start >= a.first_position && start + 8 <= a.first_position + a.rows;
@@ -57,7 +73,7 @@ __device__ __forceinline__ void store_values(const Arguments& a) {
     for (int i = 0; i < 8; i++) {
         int row = start + i - a.first_position;
         bool inside = row >= 0 && row < a.rows;
-        float value = inside ? x[row * stride] : 0;
+        float value = inside ? x[row * stride] * (a.row.value_norm ? factors[i] : 1) : 0;
         u16 v = to_f16(value);
         note_unfit(a.pages, row, !fits_f16(value));
         if (!whole && inside) to[i] = v;

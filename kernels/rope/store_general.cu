@@ -3,6 +3,7 @@
 
 HEADS(192, 192, rope_store_heads_192)
 HEADS(256, 256, rope_store_heads_256)
+HEADS(512, 512, rope_store_heads_512)
 HEADS(32, ANY_ROTARY, rope_store_heads_32_general)
 HEADS(64, ANY_ROTARY, rope_store_heads_64_general)
 HEADS(80, ANY_ROTARY, rope_store_heads_80_general)
@@ -14,3 +15,4 @@ VALUES(80)
 VALUES(96)
 VALUES(192)
 VALUES(256)
+VALUES(512)

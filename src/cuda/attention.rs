@@ -1,23 +1,20 @@
 //! Attention over cached keys and values in blocks: one new token for each of several sequences, or many rows of one.
 
 use std::marker::PhantomData;
-use std::ops::Range;
 use std::sync::Arc;
 
 use super::driver::{DeviceBuffer, Gpu, Kernel, Launch, int};
+use super::heads::{CachedPages, HeadOptions, Heads, PAGE, Pages, RowArgument, rotates_whole};
 use super::linear::{HALF_SM_ROWS, Layout};
 use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
-use crate::tensor::AttentionShape;
 
-/// Positions of a page.
-pub const PAGE: usize = 64;
 /// Query heads that one CTA of the decode kernel serves.
 const BLOCK_HEADS: usize = 8;
-/// Rows that one CTA of the prefill kernel serves.
-const BLOCK_ROWS: usize = 128;
+/// The widest heads that kernels take by whole pages; wider ones are taken by half pages.
+const WHOLE_PAGE_DIM: usize = 256;
 /// Positions for which another split pays off, while there are few splits.
 const SPLIT: usize = 128;
 /// The most splits that count as few.
@@ -84,22 +81,25 @@ head_kernels! { DECODE(DecodeArguments):
     AttentionDecodeWide, Some(Ring::Pair), "attention_decode_" [256] "_rotary64_pair";
     AttentionDecodeWide, Some(Ring::Two), "attention_decode_" [256] "_rotary64_ring2";
     AttentionDecodeWide, Some(Ring::One), "attention_decode_" [256] "_rotary64_ring1";
+    AttentionDecodeWidest, Some(Ring::Two), "attention_decode_" [512] "_limited_ring2";
+    AttentionDecodeWidest, Some(Ring::One), "attention_decode_" [512] "_limited_ring1";
     AttentionDecodeGeneral, Some(Ring::Four), "attention_decode_" [32 64 80 96 128 192 256] "_general_ring4";
     AttentionDecodeGeneral, Some(Ring::Two), "attention_decode_" [32 64 80 96 128 192 256] "_general_ring2";
     AttentionDecodeGeneral, Some(Ring::One), "attention_decode_" [32 64 80 96 128 192 256] "_general_ring1";
 }
 head_kernels! { STORE_HEADS(StoreArguments):
     RopeStore, None, "rope_store_heads_" [32 64 128] "";
-    RopeStoreGeneral, None, "rope_store_heads_" [192 256] "";
+    RopeStoreGeneral, None, "rope_store_heads_" [192 256 512] "";
     RopeStoreGeneral, None, "rope_store_heads_" [32 64 80 96 128 192 256] "_general";
 }
 head_kernels! { STORE_VALUES(StoreArguments):
     RopeStore, None, "rope_store_values_" [32 64 128] "";
-    RopeStoreGeneral, None, "rope_store_values_" [80 96 192 256] "";
+    RopeStoreGeneral, None, "rope_store_values_" [80 96 192 256 512] "";
 }
 head_kernels! { PREFILL(PrefillArguments):
     AttentionPrefill, None, "attention_prefill_" [32 64 128] "";
     AttentionPrefillWide, None, "attention_prefill_" [80 96 192 256] "";
+    AttentionPrefillWidest, None, "attention_prefill_" [512] "";
 }
 
 /// The kernels of this file, and the bytes of their arguments.
@@ -129,250 +129,6 @@ fn one<A>(
         .ok_or_else(|| err!(Internal, "no attention kernel for heads of {dim} elements"))
 }
 
-/// Head shape of a layer, and what happens to queries and keys before attention.
-#[derive(Clone, Copy)]
-pub struct Heads<'a> {
-    /// Heads of 32, 64, 80, 96, 128, 192 or 256 elements, and their scores.
-    pub shape: AttentionShape,
-    /// RMSNorm of each query head, f32 `[dim]`.
-    pub q_norm: Option<&'a DeviceBuffer>,
-    /// RMSNorm of each key head.
-    pub k_norm: Option<&'a DeviceBuffer>,
-    /// A logit of each query head that takes part in the softmax of every row and has no value, f32 `[heads]`.
-    pub sinks: Option<&'a DeviceBuffer>,
-    /// Rotary frequencies, f32 `[rotary_dim / 2]`; none if no element rotates.
-    pub frequencies: Option<&'a DeviceBuffer>,
-    /// Elements of a head that rotate, from the first on; may be 0.
-    pub rotary_dim: usize,
-    /// Multiplies cosines and sines.
-    pub attention_factor: f32,
-    /// Added to the mean square in both norms.
-    pub eps: f32,
-}
-
-/// Head dimensions that have kernels.
-const DIMS: [usize; 7] = [32, 64, 80, 96, 128, 192, 256];
-
-/// Whether `dim` is one of the head dimensions that most models have.
-fn is_common(dim: usize) -> bool {
-    matches!(dim, 32 | 64 | 128)
-}
-
-/// Whether there are kernels for heads whose elements all rotate, each with its partner in the same lane.
-fn rotates_whole(dim: usize, rotary_dim: usize) -> bool {
-    rotary_dim == dim && (is_common(dim) || matches!(dim, 192 | 256))
-}
-
-/// The decode, prefill and store units for heads of `dim` elements, the first `rotary_dim` of which rotate. `is_limited` selects kernels
-/// with a window, a soft cap or sinks.
-pub fn attention_units(dim: usize, rotary_dim: usize, is_limited: bool) -> [Unit; 3] {
-    let whole = rotates_whole(dim, rotary_dim);
-    [
-        match whole {
-            true if is_common(dim) && !is_limited => Unit::AttentionDecode,
-            true => Unit::AttentionDecodeLimited,
-            false if (dim, rotary_dim, is_limited) == (256, 64, false) => Unit::AttentionDecodeWide,
-            false => Unit::AttentionDecodeGeneral,
-        },
-        match is_common(dim) {
-            true => Unit::AttentionPrefill,
-            false => Unit::AttentionPrefillWide,
-        },
-        match whole && is_common(dim) {
-            true => Unit::RopeStore,
-            false => Unit::RopeStoreGeneral,
-        },
-    ]
-}
-
-impl Heads<'_> {
-    /// Fails for shapes without a kernel.
-    pub fn check(&self) -> Result<()> {
-        if !DIMS.contains(&self.shape.dim)
-            || self.frequencies.is_some() != (self.rotary_dim > 0)
-            || self.rotary_dim > self.shape.dim
-            || !self.rotary_dim.is_multiple_of(2)
-            || self.shape.window == Some(0)
-            || self.shape.kv_heads == 0
-            || !self.shape.heads.is_multiple_of(self.shape.kv_heads)
-        {
-            bail!(
-                Unsupported,
-                "attention of {} query and {} key/value heads of {}, of which {} elements rotate, on a GPU; head_dim must be one of {DIMS:?}, and the query heads a multiple of the others",
-                self.shape.heads,
-                self.shape.kv_heads,
-                self.shape.dim,
-                self.rotary_dim
-            );
-        }
-        Ok(())
-    }
-
-    /// Shape of the layer's pages.
-    pub fn kv(&self) -> KvShape {
-        KvShape {
-            heads: self.shape.kv_heads,
-            dim: self.shape.dim,
-        }
-    }
-
-    /// Fails for a cache of other heads.
-    fn check_cache(&self, cache: &CachedPages<'_>) -> Result<()> {
-        self.check()?;
-        match cache.shape == self.kv() {
-            true => Ok(()),
-            false => bail!(
-                Internal,
-                "attention of {:?} over a cache of {:?}",
-                self.kv(),
-                cache.shape
-            ),
-        }
-    }
-
-    fn options(&self) -> Result<HeadOptions> {
-        if let Some(frequencies) = self.frequencies {
-            frequencies.holds("frequencies", &[self.rotary_dim / 2, 4])?;
-        }
-        Ok(HeadOptions {
-            frequencies: self.frequencies.map_or(0, DeviceBuffer::address),
-            attention_factor: self.attention_factor,
-            eps: self.eps,
-            rotary_dim: self.rotary_dim as i32,
-        })
-    }
-
-    fn units(&self) -> [Unit; 3] {
-        let is_limited =
-            self.shape.window.is_some() || self.shape.score_cap.is_some() || self.sinks.is_some();
-        attention_units(self.shape.dim, self.rotary_dim, is_limited)
-    }
-
-    fn window(&self) -> Result<i32> {
-        self.shape
-            .window
-            .map_or(Ok(0), |window| int("the window", window))
-    }
-
-    /// The soft cap in base 2; 0 without a cap.
-    fn cap_log2(&self) -> f32 {
-        self.shape.score_cap.unwrap_or(0.0) * std::f32::consts::LOG2_E
-    }
-
-    /// The address of the sinks; 0 without any.
-    fn sinks(&self) -> Result<u64> {
-        if let Some(sinks) = self.sinks {
-            sinks.holds("sinks", &[self.shape.heads, 4])?;
-        }
-        Ok(self.sinks.map_or(0, DeviceBuffer::address))
-    }
-
-    fn norms(&self) -> (u64, u64) {
-        let address = |b: Option<&DeviceBuffer>| b.map_or(0, DeviceBuffer::address);
-        (address(self.q_norm), address(self.k_norm))
-    }
-
-    /// The score scale in base 2, as the kernels take it.
-    fn scale_log2(&self) -> f32 {
-        self.shape.scale * std::f32::consts::LOG2_E
-    }
-}
-
-/// A page, one layer's part of a block of the cache: keys `[heads][PAGE][dim]`, then values `[heads][dim][PAGE]`, f16.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KvShape {
-    /// Key/value heads.
-    pub heads: usize,
-    /// Elements of one head.
-    pub dim: usize,
-}
-
-impl KvShape {
-    /// Bytes of a page.
-    pub const fn bytes(self) -> usize {
-        2 * self.heads * PAGE * self.dim * 2
-    }
-}
-
-/// The cached keys and values of one layer: pages in the blocks of an arena, which a block table lists for each sequence.
-#[derive(Clone, Copy)]
-pub struct CachedPages<'a> {
-    /// Address of block 0.
-    pub arena: u64,
-    /// Bytes of a block, over all layers of its group.
-    pub block_bytes: usize,
-    /// Bytes of a block before the layer.
-    pub offset: usize,
-    /// The layer's pages.
-    pub shape: KvShape,
-    /// The block table on the device: u32 block numbers `[sequences, stride]`.
-    pub table: &'a DeviceBuffer,
-    /// Blocks per sequence that the table has room for.
-    pub stride: usize,
-    /// The first sequence of the table that is meant.
-    pub sequence: usize,
-    /// Index of the layer in the model, for faults.
-    pub layer: usize,
-    /// A u32 for each row of the pass, zero at first: 1 + the first layer in which a query, key or value of the row does not fit in f16.
-    pub unfit: Option<&'a DeviceBuffer>,
-}
-
-impl CachedPages<'_> {
-    /// The argument of a kernel that takes `sequences` sequences, and `rows` of the rows of the pass.
-    pub(super) fn argument(&self, sequences: usize, rows: Range<usize>) -> Result<Pages> {
-        if let Some(unfit) = self.unfit {
-            unfit.holds("rows that do not fit", &[rows.end, 4])?;
-        }
-        let KvShape { heads, dim } = self.shape;
-        let first = self.sequence * self.stride * 4;
-        if self.table.bytes() < first + sequences * self.stride * 4
-            || self.offset + self.shape.bytes() > self.block_bytes
-        {
-            bail!(
-                Internal,
-                "a block table of {} bytes for {sequences} sequences of {} from {} on, with {heads} heads of {dim} at byte {} of {}",
-                self.table.bytes(),
-                self.stride,
-                self.sequence,
-                self.offset,
-                self.block_bytes
-            );
-        }
-        let unfit = |unfit: &DeviceBuffer| unfit.address() + 4 * rows.start as u64;
-        Ok(Pages {
-            base: self.arena + self.offset as u64,
-            table: self.table.address() + first as u64,
-            block_bytes: self.block_bytes as u64,
-            unfit: self.unfit.map_or(0, unfit),
-            stride: int("blocks", self.stride)?,
-            kv_heads: int("key/value heads", heads)?,
-            layer: int("the layer", self.layer)? as u32,
-        })
-    }
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct HeadOptions {
-    frequencies: u64,
-    attention_factor: f32,
-    eps: f32,
-    rotary_dim: i32,
-}
-
-/// [`CachedPages`] as an argument of kernels.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct Pages {
-    base: u64,
-    table: u64,
-    block_bytes: u64,
-    unfit: u64,
-    stride: i32,
-    kv_heads: i32,
-    layer: u32,
-}
-
 #[repr(C)]
 struct DecodeArguments {
     qkv: u64,
@@ -384,6 +140,7 @@ struct DecodeArguments {
     partial: u64,
     arrived: u64,
     head: HeadOptions,
+    row: RowArgument,
     pages: Pages,
     group: i32,
     scale: f32,
@@ -397,9 +154,19 @@ fn blocks(heads: usize, kv_heads: usize) -> usize {
     kv_heads * (heads / kv_heads).div_ceil(BLOCK_HEADS)
 }
 
-/// Shared memory of a CTA: pages of one head's keys and values, and the state of the new token.
+/// Positions of a page that the kernels take at a time, for heads of `dim` elements.
+const fn stage_positions(dim: usize) -> usize {
+    if dim > WHOLE_PAGE_DIM { PAGE / 2 } else { PAGE }
+}
+
+/// Shared memory of a CTA: stages of one head's keys and values, and the state of the new token.
 const fn decode_shared(stages: usize, dim: usize) -> usize {
-    (stages * 2 * PAGE + BLOCK_HEADS + 2) * dim * 2 + 128
+    (stages * 2 * stage_positions(dim) + BLOCK_HEADS + 2) * dim * 2 + 128
+}
+
+/// Rows that one CTA of the prefill kernel serves, for heads of `dim` elements.
+const fn block_rows(dim: usize) -> usize {
+    if dim > WHOLE_PAGE_DIM { 64 } else { 128 }
 }
 
 /// A variant of the decode kernel, chosen by the number of CTAs without split-KV.
@@ -407,10 +174,10 @@ const fn decode_shared(stages: usize, dim: usize) -> usize {
 enum Ring {
     /// For few CTAs: a ring of four pages, two of which are processed at a time.
     Four,
-    /// For more CTAs: a ring of two pages, which leaves shared memory to CTAs of other kernels.
+    /// For more CTAs: a ring of two pages, which leaves shared memory to CTAs of other kernels. Half pages of the widest heads.
     Two,
-    /// For so many CTAs that several share a multiprocessor: a single page. Also for the widest heads, for which a longer ring does not
-    /// fit.
+    /// For so many CTAs that several share a multiprocessor: a single page, or half page. Also for wide heads, for which a longer ring
+    /// does not fit.
     One,
     /// `Two` with the two CTAs of a sequence in a cluster.
     Cluster,
@@ -552,9 +319,9 @@ impl SplitKvWorkspace {
     }
 }
 
-/// Decode attention: one new token for each of `sequences` sequences, whose keys and values it also stores. Reads f32 `qkv` `[sequences,
-/// (heads + 2 kv_heads) dim]` and writes f16 `out` `[sequences, heads dim]` in the given layout. `positions` (i32) holds the position of
-/// each token; blocks must exist up to there. The split changes the result by rounding only.
+/// Decode attention: one new token for each of `sequences` sequences, whose keys and values it also stores, if the layer has any. Reads
+/// f32 `qkv` `[sequences, row dim]`, with the heads of [`Heads::row`], and writes f16 `out` `[sequences, heads dim]` in the given layout.
+/// `positions` (i32) holds the position of each token; blocks must exist up to there. The split changes the result by rounding only.
 pub fn decode(
     gpu: &Gpu,
     heads: &Heads<'_>,
@@ -568,7 +335,7 @@ pub fn decode(
     layout: Layout,
 ) -> Result<()> {
     heads.check_cache(cache)?;
-    let width = (heads.shape.heads + 2 * heads.shape.kv_heads) * heads.shape.dim;
+    let width = heads.row_width();
     let group = heads.shape.heads / heads.shape.kv_heads;
     let blocks = blocks(heads.shape.heads, heads.shape.kv_heads);
     let splits = division.splits();
@@ -594,6 +361,7 @@ pub fn decode(
         partial: workspace.partial.address(),
         arrived: workspace.arrived.address(),
         head: heads.options()?,
+        row: heads.row_argument(),
         pages: cache.argument(sequences, 0..sequences)?,
         group: group as i32,
         scale: heads.scale_log2(),
@@ -638,6 +406,7 @@ struct StoreArguments {
     k_norm: u64,
     q: u64,
     head: HeadOptions,
+    row: RowArgument,
     pages: Pages,
     heads: i32,
     rows: i32,
@@ -645,8 +414,8 @@ struct StoreArguments {
     scale: f32,
 }
 
-/// Normalizes and rotates `rows` rows of one sequence from `first_position` on. Queries of f32 `qkv` go to f16 `q` `[rows, heads, dim]`,
-/// keys and values to the cache.
+/// Normalizes and rotates `rows` rows of one sequence from `first_position` on. Queries of f32 `qkv`, whose rows [`Heads::row`] describes,
+/// go to f16 `q` `[rows, heads, dim]`, keys and values to the cache.
 pub fn store(
     gpu: &Gpu,
     heads: &Heads<'_>,
@@ -658,7 +427,7 @@ pub fn store(
     q: &DeviceBuffer,
 ) -> Result<()> {
     heads.check_cache(cache)?;
-    let width = (heads.shape.heads + 2 * heads.shape.kv_heads) * heads.shape.dim;
+    let width = heads.row_width();
     if qkv.bytes() < (at + rows) * width * 4
         || q.bytes() < (at + rows) * heads.shape.heads * heads.shape.dim * 2
     {
@@ -675,25 +444,20 @@ pub fn store(
         k_norm,
         q: q.address() + (at * heads.shape.heads * heads.shape.dim * 2) as u64,
         head: heads.options()?,
+        row: heads.row_argument(),
         pages: cache.argument(1, at..at + rows)?,
         heads: heads.shape.heads as i32,
         rows: int("rows", rows)?,
         first_position: int("the position", first_position)?,
         scale: heads.scale_log2(),
     };
+    let own = heads.own_kv_heads();
     let by_head = Launch::new(
-        [
-            rows as u32,
-            (heads.shape.heads + heads.shape.kv_heads).div_ceil(4) as u32,
-            1,
-        ],
+        [rows as u32, (heads.shape.heads + own).div_ceil(4) as u32, 1],
         128,
     );
     let groups = (first_position + rows).div_ceil(8) - first_position / 8;
-    let by_value = Launch::new(
-        [groups as u32, heads.shape.kv_heads as u32, 1],
-        heads.shape.dim as u32,
-    );
+    let by_value = Launch::new([groups as u32, own as u32, 1], heads.shape.dim as u32);
     let is_whole = rotates_whole(heads.shape.dim, heads.rotary_dim);
     let rotate = one(STORE_HEADS, heads.shape.dim, |k| {
         k.unit == store && k.name.ends_with("_general") != is_whole
@@ -702,7 +466,10 @@ pub fn store(
     // SAFETY: sizes were checked; the caller vouches for blocks.
     unsafe {
         by_head.of(rotate).run(gpu, &arguments)?;
-        by_value.of(values).run(gpu, &arguments)
+        match own {
+            0 => Ok(()),
+            _ => by_value.of(values).run(gpu, &arguments),
+        }
     }
 }
 
@@ -752,13 +519,13 @@ pub fn prefill(
     };
     let grid = [
         heads.shape.heads as u32,
-        rows.div_ceil(BLOCK_ROWS) as u32,
+        rows.div_ceil(block_rows(heads.shape.dim)) as u32,
         1,
     ];
-    // Wide heads leave shared memory for one page at a time.
+    // Wide heads leave shared memory for one page, or half page, at a time.
     let stages = if heads.shape.dim > 128 { 1 } else { 2 };
     let launch = Launch {
-        shared: (stages * 2 * PAGE * heads.shape.dim * 2) as u32,
+        shared: (stages * 2 * stage_positions(heads.shape.dim) * heads.shape.dim * 2) as u32,
         ..Launch::new(grid, 256)
     };
     let kernel = one(PREFILL, heads.shape.dim, |_| true)?;

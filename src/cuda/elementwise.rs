@@ -59,52 +59,69 @@ fn blocks(elements: usize) -> u32 {
 #[repr(C)]
 struct EmbedArguments {
     tokens: u64,
-    table: u64,
-    scales: u64,
     out: u64,
+    table: TableArgument,
+}
+
+/// A table of rows as an argument of kernels.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct TableArgument {
+    values: u64,
+    scales: u64,
     global: f32,
     scale: f32,
     kind: i32,
     width: i32,
 }
 
-/// A table of rows of `width` values.
-pub(super) struct TableArgument {
-    pub(super) address: u64,
-    /// Address of the scales of int8 rows.
-    pub(super) scales: u64,
-    pub(super) global: f32,
-    pub(super) storage: WeightType,
-    pub(super) width: usize,
+impl TableArgument {
+    /// A table at address `values`, of rows of `width` values that are multiplied by `scale`; int8 rows have their own `scales`, and NVFP4
+    /// rows a `global` scale.
+    pub(super) fn new(
+        storage: WeightType,
+        (values, scales): (u64, u64),
+        global: f32,
+        scale: f32,
+        width: usize,
+    ) -> Result<TableArgument> {
+        Ok(TableArgument {
+            values,
+            scales,
+            global,
+            scale,
+            kind: match storage {
+                WeightType::F32 => 0,
+                WeightType::F16 => 1,
+                WeightType::BF16 => 2,
+                WeightType::Nvfp4 => 3,
+                WeightType::Int8 => 4,
+            },
+            width: int("the width of a table", width)?,
+        })
+    }
+
+    /// Values of a row.
+    pub(super) fn width(&self) -> usize {
+        self.width as usize
+    }
 }
 
 /// Launches the kernel of `table::embed`.
 pub(super) fn embed(
     gpu: &Gpu,
-    table: &TableArgument,
+    table: TableArgument,
     tokens: &DeviceBuffer,
     rows: usize,
-    scale: f32,
     out: &DeviceBuffer,
 ) -> Result<()> {
-    let width = table.width;
+    let width = table.width();
     tokens.holds("tokens", &[rows * 4])?;
     out.holds("embeddings", &[rows * width * 4])?;
     let arguments = EmbedArguments {
         tokens: tokens.address(),
-        table: table.address,
-        scales: table.scales,
         out: out.address(),
-        global: table.global,
-        scale,
-        kind: match table.storage {
-            WeightType::F32 => 0,
-            WeightType::F16 => 1,
-            WeightType::BF16 => 2,
-            WeightType::Nvfp4 => 3,
-            WeightType::Int8 => 4,
-        },
-        width: int("the hidden size", width)?,
+        table,
     };
     let launch = Launch::new([blocks(width), rows as u32, 1], THREADS);
     // SAFETY: sizes were checked; the caller vouches for tokens, which are checked before they are written.
@@ -170,7 +187,9 @@ pub fn rms_norm(
 #[repr(C)]
 struct PostNormArguments {
     y: u64,
+    divisors: u64,
     weight: u64,
+    scale: u64,
     x: u64,
     next: NextArgument,
 }
@@ -178,7 +197,7 @@ struct PostNormArguments {
 /// The longest row of a residual stream that a CTA keeps in registers.
 const RESIDUAL_WIDTH: usize = 8192;
 /// Threads of such a CTA.
-const RESIDUAL_THREADS: u32 = 512;
+pub(super) const RESIDUAL_THREADS: u32 = 512;
 
 /// The RMSNorm after an addition to the residual stream: its weight, f32 `[width]`, and where the normalized rows go, as f16 in a layout.
 #[derive(Clone, Copy)]
@@ -189,12 +208,15 @@ pub struct NextNorm<'a> {
     pub layout: Layout,
     /// The normalized rows.
     pub rows: &'a DeviceBuffer,
+    /// Where the factor of each row goes, f32 `[rows]`.
+    pub factors: Option<&'a DeviceBuffer>,
 }
 
 #[repr(C)]
 pub(super) struct NextArgument {
     weight: u64,
     normed: u64,
+    factors: u64,
     width: i32,
     eps: f32,
     fragment_major: i32,
@@ -212,7 +234,11 @@ impl NextArgument {
             next.weight.holds("a norm", &[width, 4])?;
             next.rows
                 .holds("normalised rows", &[next.layout.elements(rows, width), 2])?;
+            if let Some(factors) = next.factors {
+                factors.holds("factors", &[rows, 4])?;
+            }
         }
+        let factors = next.and_then(|next| next.factors);
         if !width.is_multiple_of(BLOCK) || width > RESIDUAL_WIDTH {
             bail!(
                 Unsupported,
@@ -222,6 +248,7 @@ impl NextArgument {
         Ok(NextArgument {
             weight: next.map_or(0, |next| next.weight.address()),
             normed: next.map_or(0, |next| next.rows.address()),
+            factors: factors.map_or(0, DeviceBuffer::address),
             width: int("the hidden size", width)?,
             eps,
             fragment_major: next
@@ -231,23 +258,48 @@ impl NextArgument {
     }
 }
 
-/// `x += rms_norm(y) * weight` for f32 rows of `width`, then the norm of the new `x` if `next` is given.
+/// An addend of a residual stream, before its norm.
+#[derive(Clone, Copy)]
+pub struct NormedAddend<'a> {
+    /// f32 `[rows, width]`.
+    pub y: &'a DeviceBuffer,
+    /// The numbers by which the rows of `y` were divided, f32 `[rows]`.
+    pub divisors: Option<&'a DeviceBuffer>,
+    /// Weight of the norm, f32 `[width]`.
+    pub weight: &'a DeviceBuffer,
+}
+
+/// `x = (x + rms_norm(y) * weight) * scale` for f32 rows of `width`, then the norm of the new `x` if `next` is given. `scale` is one f32;
+/// `None` stands for 1.
 pub fn post_norm(
     gpu: &Gpu,
-    y: &DeviceBuffer,
-    weight: &DeviceBuffer,
+    addend: NormedAddend<'_>,
+    scale: Option<&DeviceBuffer>,
     eps: f32,
     rows: usize,
     width: usize,
     x: &DeviceBuffer,
     next: Option<NextNorm<'_>>,
 ) -> Result<()> {
+    let NormedAddend {
+        y,
+        divisors,
+        weight,
+    } = addend;
     y.holds("rows", &[rows, width, 4])?;
     x.holds("rows", &[rows, width, 4])?;
     weight.holds("a norm", &[width, 4])?;
+    if let Some(divisors) = divisors {
+        divisors.holds("divisors", &[rows, 4])?;
+    }
+    if let Some(scale) = scale {
+        scale.holds("the factor of a residual stream", &[4])?;
+    }
     let arguments = PostNormArguments {
         y: y.address(),
+        divisors: divisors.map_or(0, DeviceBuffer::address),
         weight: weight.address(),
+        scale: scale.map_or(0, DeviceBuffer::address),
         x: x.address(),
         next: NextArgument::new(next, rows, width, eps)?,
     };

@@ -3,11 +3,10 @@
 
 use std::sync::Arc;
 
-use super::driver::{DeviceBuffer, Gpu, Launch, Planned, int};
-use super::elementwise::{NextArgument, NextNorm};
+use super::driver::{DeviceBuffer, Gpu, Launch, int};
 use super::kernel::kernels;
 use super::linear::{
-    Activation, Biased, CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, GatedUnit, Gating, Layout, Matrix,
+    Activation, Biased, CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, GatedUnit, Gating, Matrix,
     MatrixArgument, MatrixShape,
 };
 use super::routing::Routing;
@@ -15,7 +14,6 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
 use crate::base::size::product;
-use crate::format::nvfp4::BLOCK;
 use crate::tensor::WeightType;
 
 kernels! {
@@ -36,20 +34,10 @@ kernels! {
             Plain64 = "linear_experts_64",
         }
     }
-
-    /// Sums the experts of a row, by one CTA or by a cluster.
-    enum Sum(SumArguments) {
-        ExpertsSum {
-            Row = "experts_sum",
-            Cluster = "experts_sum_cluster",
-        }
-    }
 }
 
 /// Warps of a CTA of the GEMM, each with two rows of chunks.
 const WARPS: usize = 4;
-/// Threads of a warp.
-const WARP: usize = 32;
 /// Placeholder in products without a gated linear unit.
 const NO_UNIT: GatedUnit = GatedUnit::Plain(Activation::Silu);
 /// Bytes of a tile record: expert, first pair, number of pairs, and four unused bytes.
@@ -151,7 +139,7 @@ pub struct ExpertScratch {
     /// f16 `[pairs, intermediate]`.
     inner: DeviceBuffer,
     /// f32 `[pairs, hidden]`.
-    made: DeviceBuffer,
+    pub(super) made: DeviceBuffer,
 }
 
 impl ExpertScratch {
@@ -346,103 +334,4 @@ pub fn experts_down(
     use Products::{Plain8, Plain16, Plain32, Plain64};
     let kernels = [Plain8, Plain16, Plain32, Plain64];
     products(gpu, routing, rows, kernels, features, &arguments)
-}
-
-/// The output of the shared expert, which serves all rows.
-#[derive(Clone, Copy)]
-pub struct SharedExpert<'a> {
-    /// f32 `[rows, hidden]`.
-    pub made: &'a DeviceBuffer,
-    /// Whether it is multiplied by the sigmoid of the gate that [`route`](super::router::route) was given.
-    pub gated: bool,
-}
-
-#[repr(C)]
-struct SumArguments {
-    outputs: u64,
-    places: u64,
-    weights: u64,
-    shared: u64,
-    gate: u64,
-    x: u64,
-    next: NextArgument,
-    per_token: i32,
-    gate_stride: i32,
-}
-
-/// Elements of a piece of a row, which a thread takes.
-const PIECE: usize = 8;
-/// Most threads of a CTA that sums part of a row, and most such CTAs in a cluster.
-const PART_THREADS: usize = 128;
-const MOST_PARTS: usize = 8;
-/// CTAs for each multiprocessor up to which a row is divided into more parts.
-const PARTS_TOGETHER: usize = 2;
-/// Shared memory of a CTA that sums experts: a sum of squares for each of its warps, at most 32.
-const SUMS_BYTES: u32 = 32 * 4;
-
-/// The launch that sums the experts of `rows` rows of `pieces` pieces each.
-fn summing(gpu: &Gpu, rows: usize, pieces: usize) -> Planned<Sum> {
-    let divided = |parts: usize| pieces.div_ceil(parts).next_multiple_of(WARP);
-    let (kernel, threads, parts) = match gpu.arch().0 >= 9 {
-        true => {
-            let busy = PARTS_TOGETHER * gpu.multiprocessors() / rows.max(1);
-            let parts = busy.clamp(pieces.div_ceil(PART_THREADS), MOST_PARTS);
-            let threads = divided(parts);
-            (Sum::Cluster, threads, pieces.div_ceil(threads))
-        }
-        false => (Sum::Row, divided(1), 1),
-    };
-    let launch = Launch {
-        shared: SUMS_BYTES,
-        cluster: parts as u32,
-        ..Launch::new([rows as u32, 1, parts as u32], threads as u32)
-    };
-    launch.of(kernel)
-}
-
-/// Adds the weighted outputs of the experts, and the output of the shared expert, to f32 rows `x` `[rows, hidden]`. Then normalizes the
-/// rows if a norm follows.
-pub fn sum_experts(
-    gpu: &Gpu,
-    routing: &Routing,
-    shared: Option<SharedExpert<'_>>,
-    eps: f32,
-    rows: usize,
-    hidden: usize,
-    x: &DeviceBuffer,
-    next: Option<NextNorm<'_>>,
-    scratch: &ExpertScratch,
-) -> Result<()> {
-    scratch.check(routing, rows)?;
-    x.holds("rows", &[rows, hidden, 4])?;
-    let pairs = rows * routing.per_token;
-    scratch
-        .made
-        .holds("products of experts", &[pairs, hidden, 4])?;
-    if let Some(shared) = shared {
-        shared.made.holds("rows", &[rows, hidden, 4])?;
-    }
-    let gate = scratch.logits.address() + (routing.experts * 4) as u64;
-    let arguments = SumArguments {
-        outputs: scratch.made.address(),
-        places: scratch.places.address(),
-        weights: scratch.weights.address(),
-        shared: shared.map_or(0, |s| s.made.address()),
-        gate: if shared.is_some_and(|s| s.gated) {
-            gate
-        } else {
-            0
-        },
-        x: x.address(),
-        next: NextArgument::new(next, rows, hidden, eps)?,
-        per_token: routing.per_token as i32,
-        gate_stride: (routing.experts + 1) as i32,
-    };
-    // The padding of normalized rows is stored too.
-    let padded = match next.map(|next| next.layout) {
-        Some(Layout::FragmentMajor) => hidden.next_multiple_of(CHUNK_K),
-        Some(Layout::RowMajor) | None => hidden.next_multiple_of(2 * BLOCK),
-    };
-    // SAFETY: sizes were checked.
-    unsafe { summing(gpu, rows, padded / PIECE).run(gpu, &arguments) }
 }

@@ -13,11 +13,14 @@ mod convert;
 mod delta;
 mod driver;
 mod elementwise;
+mod expert_sums;
 mod experts;
+mod heads;
 mod kernel;
 mod linear;
 mod mamba;
 mod operand;
+mod per_layer;
 mod program;
 mod quantize;
 mod recurrent;
@@ -35,10 +38,7 @@ pub mod training;
 mod unfused;
 mod units;
 
-pub use attention::{
-    CachedPages, Heads, KvShape, PAGE, SplitKv, SplitKvWorkspace, attention_units, decode, prefill,
-    store,
-};
+pub use attention::{SplitKv, SplitKvWorkspace, decode, prefill, store};
 pub use bandwidth::{copy_bandwidth, read_bandwidth};
 pub use delta::{
     DeltaConstants, DeltaInputs, DeltaProjected, delta_conv, delta_norm, delta_rule, delta_step,
@@ -49,11 +49,14 @@ pub use driver::{
     ManagedBuffer, Pinned, StagedBuffer, TARGETS, check_managed, compiler, count, open_gpus,
     target, unavailable,
 };
-pub use elementwise::{NextNorm, gate_heads, glu, post_norm, relu_squared, rms_norm, soft_cap};
-pub use experts::{
-    ExpertMatrices, ExpertScratch, ExpertTable, ExpertUnit, SharedExpert, experts_down,
-    experts_gate_up, sum_experts,
+pub use elementwise::{
+    NextNorm, NormedAddend, gate_heads, glu, post_norm, relu_squared, rms_norm, soft_cap,
 };
+pub use expert_sums::{BesideExperts, SharedExpert, sum_experts, sum_experts_beside};
+pub use experts::{
+    ExpertMatrices, ExpertScratch, ExpertTable, ExpertUnit, experts_down, experts_gate_up,
+};
+pub use heads::{CachedPages, Heads, KvShape, PAGE, RowHeads, attention_units, is_limited};
 pub use linear::{
     Activation, Biased, FusedNorm, GatedUnit, GemmPlan, Glu, Hardware, Input, InputForm, Layout,
     LinearScratch, Matrix, MatrixShape, NormScratch, Output, ReadBytes, ReadNvfp4, ResidualRow,
@@ -61,6 +64,7 @@ pub use linear::{
 };
 pub use mamba::{MambaConstants, MambaInputs, mamba_conv, mamba_norm, mamba_scan};
 pub use operand::{Operand, check_scales, check_scales_of, wait_for_scales};
+pub use per_layer::{BlockInputs, ProjectedInputs, per_layer_gate, per_layer_inputs};
 #[doc(hidden)]
 pub use program::{Program, Shape};
 pub use quantize::{dequantize, is_finite, quantize, swizzle, unswizzle};
@@ -71,7 +75,7 @@ pub use recurrent::{
 pub use registry::compile_source;
 pub use registry::{argument_bytes, compile, have_kernels};
 pub use report::{Details, DeviceReport, Presence, Report, report};
-pub use router::route;
+pub use router::{RouterVectors, route};
 pub use routing::Routing;
 pub use row_norms::row_norms;
 pub use rows::{FloatRows, scaled_rows};

@@ -7,8 +7,9 @@ use miniz_oxide::inflate::decompress_slice_iter_to_slice;
 use super::driver::{self, Attached, Gpu, KernelUnit, Source, compiler, target};
 use super::units::{Unit, fingerprint, source};
 use super::{
-    attention, bandwidth, calibrated, convert, delta, elementwise, experts, linear, mamba, operand,
-    quantize, router, row_norms, rows, sample, scaled_mm, tensor, training, unfused,
+    attention, bandwidth, calibrated, convert, delta, elementwise, expert_sums, experts, linear,
+    mamba, operand, per_layer, quantize, router, row_norms, rows, sample, scaled_mm, tensor,
+    training, unfused,
 };
 use crate::base::Result;
 use crate::base::error::err;
@@ -87,9 +88,11 @@ pub fn argument_bytes(kernel: &str) -> Option<usize> {
         convert::ARGUMENTS,
         delta::ARGUMENTS,
         elementwise::ARGUMENTS,
+        expert_sums::ARGUMENTS,
         experts::ARGUMENTS,
         mamba::ARGUMENTS,
         operand::ARGUMENTS,
+        per_layer::ARGUMENTS,
         quantize::ARGUMENTS,
         router::ARGUMENTS,
         row_norms::ARGUMENTS,

@@ -49,6 +49,7 @@ struct RouteArguments {
     tiles: u64,
     unfit: u64,
     correction: u64,
+    factors: u64,
     scale: f32,
     groups: i32,
     top_groups: i32,
@@ -73,14 +74,22 @@ struct RouterArguments {
     k: i32,
 }
 
+/// Numbers of a router for each expert, f32 `[experts]`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RouterVectors<'a> {
+    /// Added to sigmoids for the choice; the softmax has none.
+    pub correction: Option<&'a DeviceBuffer>,
+    /// Factors of the experts' weights.
+    pub factors: Option<&'a DeviceBuffer>,
+}
+
 /// Routes f16 rows `x` `[rows, hidden]` by a router `[experts, hidden]` and its bias, and cuts their expert pairs into tiles. Also multiplies
-/// `shared_gate` `[1, hidden]`, for [`sum_experts`](super::experts::sum_experts). `correction` `[experts]`, f32, is added to sigmoids for the
-/// choice; the softmax has none. If a logit is not finite, `unfit`, a u32 a row, becomes 1 + `layer` unless it is set already.
+/// `shared_gate` `[1, hidden]`, for [`sum_experts`](super::expert_sums::sum_experts). If a logit is not finite, `unfit`, a u32 a row, becomes 1 + `layer` unless it is set already.
 pub fn route(
     gpu: &Arc<Gpu>,
     routing: &Routing,
     router: Biased<'_>,
-    correction: Option<&DeviceBuffer>,
+    vectors: RouterVectors<'_>,
     shared_gate: Option<&Matrix>,
     x: &DeviceBuffer,
     rows: usize,
@@ -90,8 +99,8 @@ pub fn route(
 ) -> Result<()> {
     scratch.check(routing, rows)?;
     unfit.holds("rows that cannot be routed", &[rows, 4])?;
-    check_router(routing, router, correction, shared_gate)?;
-    let arguments = arguments(routing, correction, rows, scratch, (unfit, layer))?;
+    check_router(routing, router, vectors, shared_gate)?;
+    let arguments = arguments(routing, vectors, rows, scratch, (unfit, layer))?;
     let is_few = rows <= FEW_ROWS && rows * routing.per_token <= FEW_PAIRS;
     let is_f32 = |w: &Matrix| w.storage() == WeightType::F32;
     if is_few && is_f32(router.0) && shared_gate.is_none_or(is_f32) {
@@ -121,11 +130,11 @@ pub fn route(
     launch(routing.experts, 512, Route::Group)
 }
 
-/// Refuses a router and a gate that are not of the rule's experts, and a correction without sigmoids or sigmoids without one.
+/// Refuses a router and a gate that are not of the rule's experts, vectors of other sizes, and a correction without sigmoids or sigmoids without one.
 fn check_router(
     routing: &Routing,
     router: Biased<'_>,
-    correction: Option<&DeviceBuffer>,
+    vectors: RouterVectors<'_>,
     shared_gate: Option<&Matrix>,
 ) -> Result<()> {
     let ((w, bias), experts) = (router, routing.experts);
@@ -140,8 +149,12 @@ fn check_router(
     if let Some(bias) = bias {
         bias.holds("biases of a router", &[experts, 4])?;
     }
-    if let Some(correction) = correction {
-        correction.holds("corrections of scores", &[experts, 4])?;
+    let RouterVectors {
+        correction,
+        factors,
+    } = vectors;
+    for vector in correction.iter().chain(&factors) {
+        vector.holds("numbers of experts", &[experts, 4])?;
     }
     if correction.is_some() != routing.sigmoid.is_some() {
         bail!(Internal, "{routing:?} with the correction {correction:?}");
@@ -152,7 +165,7 @@ fn check_router(
 /// The kernels' description of the rule, and where results go.
 fn arguments(
     routing: &Routing,
-    correction: Option<&DeviceBuffer>,
+    vectors: RouterVectors<'_>,
     rows: usize,
     scratch: &ExpertScratch,
     (unfit, layer): (&DeviceBuffer, usize),
@@ -165,7 +178,8 @@ fn arguments(
         sources: scratch.sources.address(),
         tiles: scratch.tiles.address(),
         unfit: unfit.address(),
-        correction: correction.map_or(0, DeviceBuffer::address),
+        correction: vectors.correction.map_or(0, DeviceBuffer::address),
+        factors: vectors.factors.map_or(0, DeviceBuffer::address),
         scale: routing.sigmoid.map_or(1.0, |sigmoid| sigmoid.scale),
         groups: routing.sigmoid.map_or(1, |sigmoid| sigmoid.groups) as i32,
         top_groups: routing.sigmoid.map_or(1, |sigmoid| sigmoid.top_groups) as i32,

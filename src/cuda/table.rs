@@ -58,6 +58,23 @@ pub enum Table<'a> {
     Host(&'a HostTable),
 }
 
+impl Table<'_> {
+    /// The argument of a kernel that multiplies the values by `scale`.
+    pub(super) fn argument(self, scale: f32) -> Result<TableArgument> {
+        match self {
+            Table::Device(w) => {
+                let values = (w.address(), w.scales_address());
+                TableArgument::new(w.storage(), values, w.global(), scale, w.cols())
+            }
+            Table::Host(t) => {
+                let values = t.values.address();
+                let values = (values, values + (t.rows * t.width) as u64);
+                TableArgument::new(t.storage, values, 1.0, scale, t.width)
+            }
+        }
+    }
+}
+
 /// Looks up `rows` tokens (i32, each less than the table's rows), multiplies their rows by `scale`, and writes them to f32 `out` `[rows,
 /// width]`.
 pub fn embed(
@@ -68,23 +85,7 @@ pub fn embed(
     scale: f32,
     out: &DeviceBuffer,
 ) -> Result<()> {
-    let argument = match table {
-        Table::Device(w) => TableArgument {
-            address: w.address(),
-            scales: w.scales_address(),
-            global: w.global(),
-            storage: w.storage(),
-            width: w.cols(),
-        },
-        Table::Host(t) => TableArgument {
-            address: t.values.address(),
-            scales: t.values.address() + (t.rows * t.width) as u64,
-            global: 1.0,
-            storage: t.storage,
-            width: t.width,
-        },
-    };
-    elementwise::embed(gpu, &argument, tokens, rows, scale, out)
+    elementwise::embed(gpu, table.argument(scale)?, tokens, rows, out)
 }
 
 /// Copies the exact values of one row of a weight to `out` on the host; `out` has the length of a row.

@@ -1,8 +1,8 @@
 //! The unfused reference: one operation per kernel, from f32 to f32, with f16 only in the cache. Fused kernels are compared with it.
 //! Everything is enqueued.
 
-use super::attention::{CachedPages, KvShape, Pages};
 use super::driver::{DeviceSlice, Launch, int};
+use super::heads::{CachedPages, KvShape, PAGE, Pages};
 use super::kernel::kernels;
 use super::linear::{Activation, GatedUnit, Gating};
 use crate::base::Result;
@@ -48,7 +48,7 @@ const THREADS: u32 = 256;
 /// Upper limit of CTAs that iterate over an array.
 const MOST_BLOCKS: usize = 65_535;
 /// Upper limit of elements of a head.
-const MOST_ELEMENTS: usize = 256;
+const MOST_ELEMENTS: usize = 512;
 
 /// Elements of an array of f32.
 fn elements(x: DeviceSlice<'_>) -> usize {
@@ -260,7 +260,7 @@ fn check_heads(cache: &CachedPages<'_>, positions: usize) -> Result<()> {
             "attention of {kv_heads} key/value heads of {dim} on a GPU; head_dim must be a multiple of 16 up to {MOST_ELEMENTS}"
         );
     }
-    if positions > cache.stride * super::attention::PAGE {
+    if positions > cache.stride * PAGE {
         bail!(Internal, "{positions} positions in {} blocks", cache.stride);
     }
     Ok(())

@@ -741,12 +741,13 @@ fn check_finite(values: &[f32], first_row: usize, cols: usize) -> Result<()> {
 }
 
 /// Loads all weights of `spec` from `checkpoint`. Also returns a checksum of them without the drafter, which changes no result, and the
-/// result of `meanwhile`, which runs on the embedding in its own thread while the weights are read.
+/// result of `meanwhile`, which runs on the embedding, and on the table of per-layer embeddings if there is one, in its own thread while
+/// the weights are read.
 pub(super) fn load<T: Send>(
     checkpoint: Arc<dyn Checkpoint>,
     spec: &Spec,
     options: &LoadOptions,
-    meanwhile: impl FnOnce(&Embedding) -> Result<T> + Send,
+    meanwhile: impl FnOnce(&Embedding, Option<&FileTable>) -> Result<T> + Send,
 ) -> Result<(Weights, u64, T)> {
     let found = find(&*checkpoint, spec, options.sampling_only)?;
     warn_of_unreadable(&*checkpoint);
@@ -810,10 +811,11 @@ pub(super) fn load<T: Send>(
     } else {
         Embedding::File(in_file(table))
     };
+    let per_layer_table = per_layer_table.map(in_file);
     let made = Mutex::new(None);
     let (mut loaded, sum) = threads::scope(|scope| {
         let make = || {
-            let result = meanwhile(&embedding);
+            let result = meanwhile(&embedding, per_layer_table.as_ref());
             *made.lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
         };
         scope
@@ -828,8 +830,8 @@ pub(super) fn load<T: Send>(
         false => spec.blocks.len(),
     };
     let per_layer = match per_layer_table {
-        Some(entry) => Some(PerLayerTable {
-            table: in_file(entry),
+        Some(table) => Some(PerLayerTable {
+            table,
             projection: loaded.projection(PER_LAYER_MODEL)?,
             norm: loaded.vector(PER_LAYER_NORM)?,
         }),

@@ -42,8 +42,8 @@ use crate::base::turns::Turns;
 use crate::base::{Result, call, threads};
 use crate::checkpoint::Checkpoint;
 
-use crate::cuda::HostTable;
 use crate::ops::Array;
+use fused::HostTables;
 use kv::KvMemory;
 
 pub use crate::ops::Device;
@@ -213,8 +213,8 @@ fn spec_with_frequencies(checkpoint: &dyn Checkpoint) -> Result<Spec> {
 struct Made {
     spec: Spec,
     weights: Weights,
-    /// The embedding of a model on a GPU, if it is in host memory.
-    table: Option<HostTable>,
+    /// The tables of a model on a GPU that are in host memory.
+    tables: HostTables,
     fingerprint: u64,
 }
 
@@ -271,13 +271,13 @@ impl Model {
                 checkpoint.clone(),
                 &spec,
                 options,
-                |embedding| match device {
-                    Device::Cuda(gpu) => fused::table(gpu, spec.hidden_size, embedding),
-                    _ => Ok(None),
+                |embedding, per_layer| match device {
+                    Device::Cuda(gpu) => fused::tables(gpu, embedding, per_layer),
+                    _ => Ok(HostTables::default()),
                 },
             )
         };
-        let (weights, sum, table) = match device {
+        let (weights, sum, tables) = match device {
             // Compiling kernels takes as long as reading weights, and uses other cores of the machine.
             Device::Cuda(gpu) => {
                 fused::check_supported(&spec)?;
@@ -318,7 +318,7 @@ impl Model {
         let made = Made {
             spec,
             weights,
-            table,
+            tables,
             fingerprint: fingerprint.finish(),
         };
         Self::of(made, checkpoint.format(), options)
@@ -328,7 +328,7 @@ impl Model {
         let Made {
             spec,
             weights,
-            table,
+            tables,
             fingerprint,
         } = made;
         let kv = KvMemory::new(&options.device, &spec, options.kv_bytes)?;
@@ -339,7 +339,7 @@ impl Model {
                     weights: &weights,
                     kv: kv.cache(KvType::F16)?,
                 };
-                let executor = fused::Executor::new(gpu, source, table)?;
+                let executor = fused::Executor::new(gpu, source, tables)?;
                 let bytes = executor.bytes();
                 (Some(executor), bytes)
             }

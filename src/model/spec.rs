@@ -301,6 +301,16 @@ impl AttentionSpec {
     pub fn qkv_width(&self) -> usize {
         self.q_width() + 2 * self.kv_width()
     }
+
+    /// Elements of a row of its first projections: queries, and the keys and values that it projects itself.
+    pub fn projected_width(&self) -> usize {
+        let of_keys = match self.key_values {
+            KeyValues::Projected => 2,
+            KeyValues::KeysAsValues => 1,
+            KeyValues::OfBlock(_) => 0,
+        };
+        self.q_width() + of_keys * self.kv_width()
+    }
 }
 
 /// The MLP of a block.

@@ -50,7 +50,7 @@ impl Model {
         let made = Made {
             weights: weights(device, source, trained)?,
             spec,
-            table: None,
+            tables: fused::HostTables::default(),
             fingerprint,
         };
         Model::of(made, "training", &LoadOptions::new(device.clone()))

@@ -190,6 +190,12 @@ pub struct Attention {
 }
 
 impl Attention {
+    /// The projections of queries, and of the keys and values that the layer has itself.
+    pub fn inputs(&self) -> impl Iterator<Item = &Projection> {
+        let keys = [&self.k, &self.v].into_iter().flatten();
+        std::iter::once(&self.q).chain(keys)
+    }
+
     /// Queries, keys and values; an error for a layer that has no projections of its own for all three.
     pub fn required_qkv(&self) -> Result<[&Projection; 3]> {
         match (&self.k, &self.v) {

@@ -178,7 +178,7 @@ impl Drop for Copy {
 }
 
 /// The golden models that the processor and a GPU are tested with. A GPU refuses some of them, whose heads are small.
-pub(crate) const DEVICE_CASES: [&str; 24] = [
+pub(crate) const DEVICE_CASES: [&str; 27] = [
     "qwen3_tied",
     "qwen3_untied",
     "qwen3_yarn",
@@ -203,6 +203,9 @@ pub(crate) const DEVICE_CASES: [&str; 24] = [
     "qwen2moe_shared",
     "gptoss_mxfp4",
     "gptoss_nvfp4",
+    "gemma4_wide",
+    "gemma4_shared",
+    "gemma4_beside",
 ];
 
 /// Models with recurrent layers, whose kernels on a GPU are fused ones alone.
@@ -218,8 +221,8 @@ pub(crate) const RECURRENT_CASES: [&str; 6] = [
 /// Models with Mamba-2, whose kernels on a GPU are fused ones alone.
 pub(crate) const MAMBA_CASES: [&str; 2] = ["nemotronh_dense", "nemotronh_experts"];
 
-/// Models of Gemma 4, which run on the CPU alone: layers with heads of two sizes, shared keys and values, per-layer embeddings, experts
-/// beside an MLP.
+/// Models of Gemma 4 whose heads are too small for a GPU: layers with heads of two sizes, shared keys and values, per-layer embeddings,
+/// experts beside an MLP.
 pub(crate) const GEMMA4_CASES: [&str; 3] = ["gemma4_dense", "gemma4_perlayer", "gemma4_experts"];
 
 /// The cases of `tests/golden/model/long_positions.py`: one for each RoPE scaling.

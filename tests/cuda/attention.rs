@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
-    self, CachedPages, DeviceBuffer, Gpu, Heads, KvShape, Layout, PAGE, SplitKv, SplitKvWorkspace,
-    Unit,
+    self, CachedPages, DeviceBuffer, Gpu, Heads, KvShape, Layout, PAGE, RowHeads, SplitKv,
+    SplitKvWorkspace, Unit,
 };
 
 use NVFP4::tensor::AttentionShape;
@@ -33,6 +33,10 @@ pub(crate) struct Sequence {
     pub(crate) cap: Option<f32>,
     /// A logit of each head that has no value.
     pub(crate) sinks: Option<Vec<f32>>,
+    /// Whether keys before norm and rotation are the values too, which rows of `qkv` then lack.
+    keys_as_values: bool,
+    /// Whether values are normalized.
+    value_norm: bool,
 }
 
 impl Sequence {
@@ -67,7 +71,25 @@ impl Sequence {
             window,
             cap,
             sinks: None,
+            keys_as_values: false,
+            value_norm: false,
         }
+    }
+
+    /// A sequence with the heads of Gemma 4: normalized values, which may be the keys.
+    fn with_normalized_values(
+        (heads, kv_heads, dim): (usize, usize, usize),
+        len: usize,
+        (window, keys_as_values): (Option<usize>, bool),
+        seed: u64,
+    ) -> Sequence {
+        let mut s = Sequence {
+            keys_as_values,
+            value_norm: true,
+            ..Sequence::new((heads, kv_heads, dim), len, (dim, window, None), seed)
+        };
+        s.qkv = normal(seed, len * s.row());
+        s
     }
 
     /// The sequence with sinks below, among and above its scores.
@@ -81,7 +103,22 @@ impl Sequence {
 
     /// Elements of a row of projections.
     pub(crate) fn row(&self) -> usize {
-        (self.heads + 2 * self.kv_heads) * self.dim
+        let of_keys = if self.keys_as_values { 1 } else { 2 };
+        (self.heads + of_keys * self.kv_heads) * self.dim
+    }
+
+    /// The heads of a row of projections of the layer that stores keys and values.
+    fn row_heads(&self) -> RowHeads {
+        match self.keys_as_values {
+            true => RowHeads::KeysAsValues,
+            false => RowHeads::QueriesKeysValues,
+        }
+    }
+
+    /// The queries of all rows.
+    fn queries(&self) -> Vec<f32> {
+        let rows = self.qkv.chunks_exact(self.row());
+        rows.flat_map(|row| &row[..self.width()]).copied().collect()
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -97,11 +134,9 @@ impl Sequence {
         2 * self.frequencies.len()
     }
 
-    fn head(&self, position: usize, head: usize, norm: Option<&[f32]>) -> Vec<f64> {
+    /// A head of queries or keys after norm and rotation.
+    fn head(&self, position: usize, head: usize, norm: &[f32]) -> Vec<f64> {
         let x = &self.qkv[position * self.row() + head * self.dim..][..self.dim];
-        let Some(norm) = norm else {
-            return as_f64(x);
-        };
         let normed = as_f64(&rms_norm(x, norm));
         let half = self.frequencies.len();
         let mut y = normed.clone();
@@ -114,16 +149,29 @@ impl Sequence {
         y
     }
 
+    /// A head of values.
+    fn value(&self, position: usize, kv: usize) -> Vec<f64> {
+        let before = match self.keys_as_values {
+            true => self.heads,
+            false => self.heads + self.kv_heads,
+        };
+        let x = &self.qkv[position * self.row() + (before + kv) * self.dim..][..self.dim];
+        match self.value_norm {
+            true => as_f64(&rms_norm(x, &vec![1.0; self.dim])),
+            false => as_f64(x),
+        }
+    }
+
     /// The answer for the row at `position`.
     pub(crate) fn attend(&self, position: usize) -> Vec<f64> {
         let mut out = Vec::new();
         for head in 0..self.heads {
             let kv = head / (self.heads / self.kv_heads);
-            let q = self.head(position, head, Some(&self.q_norm));
+            let q = self.head(position, head, &self.q_norm);
             let first = (position + 1).saturating_sub(self.window.unwrap_or(usize::MAX));
             let scores: Vec<f64> = (first..=position)
                 .map(|p| {
-                    let k = self.head(p, self.heads + kv, Some(&self.k_norm));
+                    let k = self.head(p, self.heads + kv, &self.k_norm);
                     let product: f64 = q.iter().zip(&k).map(|(a, b)| a * b).sum();
                     let score = product / (self.dim as f64).sqrt();
                     self.cap
@@ -138,7 +186,7 @@ impl Sequence {
             let total: f64 = all().map(|s| (s - top).exp()).sum();
             let mut sum = vec![0.0; self.dim];
             for (p, w) in weights.iter().enumerate() {
-                let v = self.head(first + p, self.heads + self.kv_heads + kv, None);
+                let v = self.value(first + p, kv);
                 sum.iter_mut()
                     .zip(&v)
                     .for_each(|(s, v)| *s += w / total * v);
@@ -210,6 +258,8 @@ impl DeviceHeads {
     fn heads(&self, s: &Sequence) -> Heads<'_> {
         Heads {
             shape: s.shape(),
+            row: s.row_heads(),
+            value_norm: s.value_norm,
             q_norm: Some(&self.q_norm),
             k_norm: Some(&self.k_norm),
             sinks: self.sinks.as_ref(),
@@ -223,8 +273,8 @@ impl DeviceHeads {
 
 /// The ways in which a decode step divides the positions of a sequence among blocks.
 fn divisions(gpu: &Gpu, h: &Heads<'_>) -> impl Iterator<Item = SplitKv> {
-    let is_bounded = h.shape.window.is_some() || h.shape.score_cap.is_some() || h.sinks.is_some();
-    let [unit, ..] = cuda::attention_units(h.shape.dim, h.rotary_dim, is_bounded);
+    let is_limited = cuda::is_limited(&h.shape, h.sinks.is_some(), h.value_norm, h.row);
+    let [unit, ..] = cuda::attention_units(h.shape.dim, h.rotary_dim, is_limited);
     let has_clusters = gpu.arch().0 >= 9 && unit == Unit::AttentionDecode;
     let cluster = has_clusters.then_some(SplitKv::Cluster);
     let splits = [1, 2, 3, 8].map(SplitKv::Splits);
@@ -280,12 +330,39 @@ impl Cached<'_> {
         assert!(got.iter().all(|v| v.is_finite()), "a row was not written");
     }
 
+    /// Runs the last rows again as a layer does that has queries alone.
+    fn check_queries_alone(&self, rows: usize) {
+        let Cached { gpu, s, pages, .. } = self;
+        let h = Heads {
+            row: RowHeads::Queries,
+            ..self.h
+        };
+        let (first, width) = (s.len() - rows, s.width());
+        let q = poisoned(gpu, rows * width * 2);
+        let out = poisoned(gpu, rows * width * 2);
+        let queries = upload(gpu, &s.queries()[first * width..]);
+        cuda::store(gpu, &h, pages, &queries, 0, rows, first, &q).unwrap();
+        cuda::prefill(gpu, &h, pages, &q, 0, rows, first, &out).unwrap();
+        let got = read_f16(&out, rows * width);
+        for (i, got) in got.chunks_exact(width).enumerate() {
+            let what = format!("{}, row {i}", self.what("prefill of queries"));
+            assert_close(got, &s.attend(first + i), ATTENTION, &what);
+        }
+        let alone = Cached { h, ..*self };
+        alone.check_decode_of(&s.queries()[(s.len() - 1) * width..]);
+    }
+
     /// Runs the last row by the decode kernel, with every division of the positions.
     fn check_decode(&self) {
+        let s = self.s;
+        self.check_decode_of(&s.qkv[(s.len() - 1) * s.row()..]);
+    }
+
+    fn check_decode_of(&self, new: &[f32]) {
         let Cached { gpu, s, h, pages } = self;
         let (last, width) = (s.len() - 1, s.width());
         let want = s.attend(last);
-        let new = upload(gpu, &s.qkv[last * s.row()..]);
+        let new = upload(gpu, new);
         let positions = upload(gpu, &[last as u32]);
         let rows = SplitKvWorkspace::new(
             gpu,
@@ -337,6 +414,8 @@ fn attention_agrees_with_f64() {
         (8, 4, 256, 256, 300, 150, None, None),
         (8, 4, 256, 256, 300, 65, Some(100), Some(1.5)),
         (2, 1, 256, 128, 100, 64, Some(65), None),
+        (8, 1, 512, 512, 300, 150, None, None),
+        (3, 3, 512, 512, 130, 64, Some(40), Some(1.5)),
         // No element rotates.
         (8, 2, 128, 0, 200, 70, None, None),
         (4, 2, 32, 0, 70, 3, None, None),
@@ -383,6 +462,38 @@ fn attention_with_sinks_agrees_with_f64() {
     }
 }
 
+/// Normalized values, which may be the keys before norm and rotation, and layers that take the keys and values of such a one: heads of 256
+/// and of 512 elements as in Gemma 4, and smaller ones.
+#[test]
+fn attention_with_normalized_values_agrees_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    for (i, &(shape, len, prefix, window, keys_as_values)) in [
+        ((8, 4, 256), 300, 130, Some(100), false),
+        ((16, 2, 512), 200, 63, None, true),
+        ((8, 1, 512), 700, 650, None, false),
+        ((4, 2, 32), 90, 20, Some(8), false),
+        ((4, 1, 64), 130, 64, None, true),
+    ]
+    .iter()
+    .enumerate()
+    {
+        let seed = 800 + 10 * i as u64;
+        let s = Sequence::with_normalized_values(shape, len, (window, keys_as_values), seed);
+        let on_device = DeviceHeads::new(&gpu, &s);
+        let h = on_device.heads(&s);
+        let pages = Pages::new(&gpu, h.kv(), s.len(), 1);
+        let cached = Cached {
+            gpu: &gpu,
+            s: &s,
+            h,
+            pages: pages.from(0),
+        };
+        cached.check_prefill(prefix);
+        cached.check_decode();
+        cached.check_queries_alone(70);
+    }
+}
+
 /// The caches of several sequences with room for as many pages each, which hold all rows but the last.
 struct Batch {
     pages: Pages,
@@ -424,6 +535,7 @@ fn attention_of_several_sequences_agrees_with_f64() {
         (8, (9, 3, 64), None),
         (17, (4, 2, 128), None),
         (17, (8, 4, 256), Some(65)),
+        (9, (16, 2, 512), None),
     ] {
         let (heads, kv_heads, dim) = shape;
         let sequence = |i: usize| {

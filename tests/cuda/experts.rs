@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use NVFP4::base::ErrorKind;
 use NVFP4::cuda::{
-    self, Activation, DeviceBuffer, ExpertMatrices, ExpertScratch, ExpertTable, ExpertUnit,
-    GatedUnit, Gpu, Hardware, Layout, LinearScratch, NextNorm, Routing, SharedExpert,
+    self, Activation, BesideExperts, DeviceBuffer, ExpertMatrices, ExpertScratch, ExpertTable,
+    ExpertUnit, GatedUnit, Gpu, Hardware, Layout, LinearScratch, NextNorm, RouterVectors, Routing,
+    SharedExpert,
 };
 use NVFP4::tensor::SigmoidScoring;
 
@@ -35,6 +36,8 @@ enum Kind {
     GptOss,
     /// Squared ReLUs without gates, and a router by sigmoids.
     Nemotron,
+    /// Beside an MLP of all rows, with norms of both, and factors of the experts' weights.
+    Gemma4,
 }
 
 /// Experts and a router for some rows, the expert of all rows, and the residual stream that their results are added to.
@@ -59,7 +62,14 @@ struct Mixture<'a> {
     residual: Vec<f32>,
     /// The weight of the norm of the sum.
     next: Vec<f32>,
+    /// Factors of the experts' weights.
+    factors: Vec<f32>,
+    /// The norms of the experts' sum, of the MLP beside them, and of both.
+    norms: [Vec<f32>; 3],
 }
+
+/// The factor of the residual stream after a mixture beside an MLP.
+const STREAM_FACTOR: f32 = 0.625;
 
 /// Rows of the residual stream and of its norm on the device, and the bits of each row's note of a layer whose logits are not finite.
 struct Results {
@@ -97,6 +107,8 @@ impl<'a> Mixture<'a> {
             made: normal(seed + 4, rows * HIDDEN),
             residual: normal(seed + 5, rows * HIDDEN),
             next: normal(seed + 6, HIDDEN),
+            factors: normal(seed + 9, routing.experts),
+            norms: [10, 11, 12].map(|i| normal(seed + i, HIDDEN)),
         }
     }
 
@@ -118,19 +130,38 @@ impl<'a> Mixture<'a> {
             weight: &next,
             layout,
             rows: &normed,
+            factors: None,
         };
-        cuda::sum_experts(
-            gpu,
-            &self.routing,
-            shared,
-            EPS,
-            rows,
-            HIDDEN,
-            &residual,
-            Some(follows),
-            &scratch,
-        )
-        .unwrap();
+        if self.kind == Kind::Gemma4 {
+            let [experts_norm, dense_norm, post_norm] =
+                self.norms.each_ref().map(|n| upload(gpu, n));
+            let factor = upload(gpu, &[STREAM_FACTOR]);
+            let beside = BesideExperts {
+                dense: &made,
+                experts_norm: &experts_norm,
+                dense_norm: &dense_norm,
+                post_norm: &post_norm,
+                scale: Some(&factor),
+            };
+            let (routing, next) = (&self.routing, Some(follows));
+            cuda::sum_experts_beside(
+                gpu, routing, beside, EPS, rows, HIDDEN, &residual, next, &scratch,
+            )
+            .unwrap();
+        } else {
+            cuda::sum_experts(
+                gpu,
+                &self.routing,
+                shared,
+                EPS,
+                rows,
+                HIDDEN,
+                &residual,
+                Some(follows),
+                &scratch,
+            )
+            .unwrap();
+        }
         Results {
             residual: read_f32(&residual, rows * HIDDEN),
             normed: read_rows(layout, &normed, rows, HIDDEN),
@@ -144,7 +175,7 @@ impl<'a> Mixture<'a> {
         let matrices = self.experts.iter().map(|expert| {
             let [gate, up, down] = expert.each_ref().map(|w| match self.kind {
                 Kind::GptOss => w.biased(),
-                Kind::Qwen | Kind::Nemotron => w.plain(),
+                Kind::Qwen | Kind::Nemotron | Kind::Gemma4 => w.plain(),
             });
             ExpertMatrices {
                 gate: (self.kind != Kind::Nemotron).then_some(gate),
@@ -156,14 +187,12 @@ impl<'a> Mixture<'a> {
         let table = ExpertTable::new(gpu, &projections).unwrap();
         let linear_scratch = LinearScratch::new(gpu, rows, HIDDEN, 0).unwrap();
         let unit = match self.kind {
-            Kind::Qwen => ExpertUnit::Gated(GatedUnit::Plain(Activation::Silu)),
+            Kind::Qwen | Kind::Gemma4 => ExpertUnit::Gated(GatedUnit::Plain(Activation::Silu)),
             Kind::GptOss => ExpertUnit::Gated(CLAMPED),
             Kind::Nemotron => ExpertUnit::ReluSquared,
         };
-        let (bias, correction) = (
-            upload(gpu, &self.router_bias),
-            upload(gpu, &self.correction),
-        );
+        let [bias, correction, factors] =
+            [&self.router_bias, &self.correction, &self.factors].map(|v| upload(gpu, v));
         cuda::route(
             gpu,
             &self.routing,
@@ -171,7 +200,10 @@ impl<'a> Mixture<'a> {
                 &self.router.device,
                 (self.kind == Kind::GptOss).then_some(&bias),
             ),
-            self.routing.sigmoid.map(|_| &correction),
+            RouterVectors {
+                correction: self.routing.sigmoid.map(|_| &correction),
+                factors: (self.kind == Kind::Gemma4).then_some(&factors),
+            },
             self.has_gate.then_some(&self.gate.device),
             x,
             rows,
@@ -224,7 +256,13 @@ impl<'a> Mixture<'a> {
             true => chosen.iter().map(|&e| score(e)).sum(),
             false => 1.0,
         };
-        let weights = chosen.iter().map(|&e| (e, score(e) / total * scale));
+        let factor = |e: usize| match self.kind {
+            Kind::Gemma4 => f64::from(self.factors[e]),
+            _ => 1.0,
+        };
+        let weights = chosen
+            .iter()
+            .map(|&e| (e, score(e) / total * scale * factor(e)));
         weights.collect()
     }
 
@@ -234,7 +272,7 @@ impl<'a> Mixture<'a> {
         let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
         let of = |w: &Weight, x: &[f64]| match self.kind {
             Kind::GptOss => w.biased_product(x),
-            Kind::Qwen | Kind::Nemotron => w.product(x),
+            Kind::Qwen | Kind::Nemotron | Kind::Gemma4 => w.product(x),
         };
         let (gate, up) = (of(gate, row), of(up, row));
         let unit = |(&g, &u): (&f64, &f64)| match (self.kind, CLAMPED) {
@@ -250,12 +288,39 @@ impl<'a> Mixture<'a> {
         of(down, &inner)
     }
 
+    /// Adds the experts of a row and the MLP beside them to its residual stream.
+    fn add_beside(&self, row: &[f64], stream: &mut [f64], made: &[f32]) {
+        let mut experts = vec![0.0; HIDDEN];
+        for (expert, weight) in self.route(row) {
+            let out = self.expert(expert, row);
+            let elements = experts.iter_mut().zip(&out);
+            elements.for_each(|(s, v)| *s += weight * v);
+        }
+        let normed = |x: &[f64], norm: &[f32]| -> Vec<f64> {
+            let mean = x.iter().map(|v| v * v).sum::<f64>() / x.len() as f64;
+            let factor = 1.0 / (mean + f64::from(EPS)).sqrt();
+            let elements = x.iter().zip(norm);
+            elements.map(|(v, &w)| v * factor * f64::from(w)).collect()
+        };
+        let [experts_norm, dense_norm, post_norm] = &self.norms;
+        let experts = normed(&experts, experts_norm);
+        let dense = normed(&as_f64(made), dense_norm);
+        let both: Vec<f64> = experts.iter().zip(&dense).map(|(a, b)| a + b).collect();
+        for (x, v) in stream.iter_mut().zip(normed(&both, post_norm)) {
+            *x = (*x + v) * f64::from(STREAM_FACTOR);
+        }
+    }
+
     /// The residual stream afterwards, in f64.
     fn expected(&self) -> Vec<f64> {
         let mut want = as_f64(&self.residual);
         let sums = want.chunks_exact_mut(HIDDEN);
         let rows = self.x.exact.chunks_exact(HIDDEN);
         for ((row, sum), made) in rows.zip(sums).zip(self.made.chunks_exact(HIDDEN)) {
+            if self.kind == Kind::Gemma4 {
+                self.add_beside(row, sum, made);
+                continue;
+            }
             for (expert, weight) in self.route(row) {
                 let out = self.expert(expert, row);
                 sum.iter_mut().zip(&out).for_each(|(s, v)| *s += weight * v);
@@ -302,6 +367,8 @@ fn mixtures_of_experts_agree_with_f64() {
         (24, 4, false, 16, Kind::Qwen, None),
         (40, 3, true, 16, Kind::Qwen, None),
         (64, 6, true, 11, Kind::Nemotron, sigmoid(4, 2)),
+        (128, 8, true, 1, Kind::Gemma4, None),
+        (16, 4, true, 40, Kind::Gemma4, None),
     ]
     .into_iter()
     .enumerate()

@@ -2,16 +2,17 @@
 
 use NVFP4::base::ErrorKind;
 use NVFP4::cuda::{
-    self, Activation, DeviceBuffer, DeviceSlice, GatedUnit, Glu, Gpu, Hardware, Layout, Matrix,
-    NextNorm,
+    self, Activation, BlockInputs, DeviceBuffer, DeviceSlice, GatedUnit, Glu, Gpu, Hardware,
+    HostTable, Layout, Matrix, NextNorm, NormedAddend, ProjectedInputs,
 };
-use half::bf16;
+use NVFP4::tensor::WeightType;
+use half::{bf16, f16};
 use std::sync::Arc;
 
 use crate::common::expect_kind;
 use crate::support::{
-    DENSE, Dense, EPS, EXACT, F16, Weight, as_f16, as_f64, assert_close, gpu, normal, poisoned,
-    read_f16, read_f32, read_rows, rms_norm, rounded, upload,
+    DENSE, Dense, EPS, EXACT, F16, Weight, as_f16, as_f64, assert_close, gpu, norm_factor, normal,
+    poisoned, read_f16, read_f32, read_rows, rms_norm, rounded, upload,
 };
 
 fn silu(g: f64) -> f64 {
@@ -128,14 +129,22 @@ struct Residual<'a> {
     y: DeviceBuffer,
     post: DeviceBuffer,
     stream: DeviceBuffer,
+    /// The numbers by which the rows of `y` were divided, and the factor of the sum.
+    divisors: Option<DeviceBuffer>,
+    scale: Option<DeviceBuffer>,
 }
 
 impl Residual<'_> {
     /// Adds the norm of `y` to the stream, and returns the stream.
     fn add(&self, next: Option<NextNorm<'_>>) -> Vec<f32> {
         let (m, width) = (self.m, self.width);
-        let (y, post, stream) = (&self.y, &self.post, &self.stream);
-        cuda::post_norm(self.gpu, y, post, EPS, m, width, stream, next).unwrap();
+        let (scale, stream) = (self.scale.as_ref(), &self.stream);
+        let addend = NormedAddend {
+            y: &self.y,
+            divisors: self.divisors.as_ref(),
+            weight: &self.post,
+        };
+        cuda::post_norm(self.gpu, addend, scale, EPS, m, width, stream, next).unwrap();
         read_f32(stream, m * width)
     }
 }
@@ -158,6 +167,8 @@ fn norms_after_a_residual_sum_agree_with_f64() {
             y: upload(&gpu, &y),
             post: upload(&gpu, &post),
             stream: upload(&gpu, &x),
+            divisors: None,
+            scale: None,
         };
         let layout = Layout::taken(&Hardware::of(&gpu).unwrap(), m);
         let normed = poisoned(&gpu, layout.elements(m, width) * 2);
@@ -166,6 +177,7 @@ fn norms_after_a_residual_sum_agree_with_f64() {
             weight: &weight,
             layout,
             rows: &normed,
+            factors: None,
         };
         let addend = rms_norm(&y, &post);
         let added: Vec<f32> = addend.iter().zip(&x).map(|(a, b)| a + b).collect();
@@ -178,6 +190,143 @@ fn norms_after_a_residual_sum_agree_with_f64() {
         let got = residual.add(None);
         let twice: Vec<f32> = addend.iter().zip(&added).map(|(a, b)| a + b).collect();
         assert_close(&got, &as_f64(&twice), EXACT, "what was added to twice");
+    }
+}
+
+/// Rows of an addend that were divided, a factor of the sum, and the factors of the norm that follows.
+#[test]
+fn divided_addends_and_factors_of_a_residual_sum_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    let (m, width) = (5, 1536);
+    let (y, x) = (normal(701, m * width), normal(702, m * width));
+    let (post, next) = (normal(703, width), normal(704, width));
+    // Numbers by which the epsilon of the norm counts, and ones by which it does not.
+    let divisors = [1.0, 2.0, 0.000_976_562_5, 65_536.0, 0.25];
+    let scale = 0.8125f32;
+    let rows = y.chunks_exact(width).zip(divisors);
+    let divided: Vec<f32> = rows
+        .flat_map(|(row, d)| row.iter().map(move |v| v / d))
+        .collect();
+    let residual = Residual {
+        gpu: &gpu,
+        m,
+        width,
+        y: upload(&gpu, &divided),
+        post: upload(&gpu, &post),
+        stream: upload(&gpu, &x),
+        divisors: Some(upload(&gpu, &divisors)),
+        scale: Some(upload(&gpu, &[scale])),
+    };
+    let (normed, weight) = (poisoned(&gpu, m * width * 2), upload(&gpu, &next));
+    let factors = poisoned(&gpu, m * 4);
+    let got = residual.add(Some(NextNorm {
+        weight: &weight,
+        layout: Layout::RowMajor,
+        rows: &normed,
+        factors: Some(&factors),
+    }));
+    let addend = rms_norm(&y, &post);
+    let sums = addend.iter().zip(&x).map(|(a, b)| (a + b) * scale);
+    let sums: Vec<f32> = sums.collect();
+    assert_close(&got, &as_f64(&sums), EXACT, "the scaled sum");
+    let want = as_f64(&rms_norm(&sums, &next));
+    assert_close(&read_f16(&normed, m * width), &want, F16, "the norm after");
+    let want: Vec<f64> = sums.chunks_exact(width).map(norm_factor).collect();
+    assert_close(&read_f32(&factors, m), &want, EXACT, "factors of the norm");
+}
+
+/// The inputs of blocks from projections and tables of every type, and their gates, whose rows are divided to fit f16.
+#[test]
+fn per_layer_inputs_and_gates_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    let (m, blocks, width, vocabulary) = (3, 4, 48, 20);
+    let all = blocks * width;
+    let tokens = [7u32, 0, 19];
+    let factors = [0.5f32, 3.0, 0.01];
+    let (x, norm) = (normal(711, m * all), normal(712, width));
+    // Eight bits of mantissa, which every type holds.
+    let bf16s: Vec<bf16> = normal(713, vocabulary * all)
+        .iter()
+        .map(|&v| bf16::from_f32(v))
+        .collect();
+    let values: Vec<f32> = bf16s.iter().map(|v| v.to_f32()).collect();
+    let (scale, table_scale) = (0.125f32, 4.0f32);
+    let mut want = Vec::new();
+    for (row, (&token, factor)) in tokens.iter().zip(factors).enumerate() {
+        for block in 0..blocks {
+            let at = block * width..(block + 1) * width;
+            let projected = x[row * all..][at.clone()].iter();
+            let projected: Vec<f32> = projected.map(|v| v * scale / factor).collect();
+            let stored = &values[token as usize * all..][at];
+            let normed = rms_norm(&projected, &norm);
+            let sums = normed.iter().zip(stored);
+            want.extend(sums.map(|(p, t)| {
+                (f64::from(*p) + f64::from(t * table_scale)) * std::f64::consts::FRAC_1_SQRT_2
+            }));
+        }
+    }
+    let on_device = [upload(&gpu, &factors), upload(&gpu, &norm)];
+    let tokens = upload(&gpu, &tokens);
+    let mut inputs = Vec::new();
+    for storage in [WeightType::F32, WeightType::F16, WeightType::BF16] {
+        let table = HostTable::new(&gpu, vocabulary, all, storage, |bytes| {
+            let element = bytes.len() / values.len();
+            for (to, v) in bytes.chunks_exact_mut(element).zip(&values) {
+                match storage {
+                    WeightType::F32 => to.copy_from_slice(&v.to_le_bytes()),
+                    WeightType::F16 => to.copy_from_slice(&f16::from_f32(*v).to_le_bytes()),
+                    _ => to.copy_from_slice(&bf16::from_f32(*v).to_le_bytes()),
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+        let projected = ProjectedInputs {
+            scale,
+            factors: &on_device[0],
+            norm: &on_device[1],
+            eps: EPS,
+        };
+        let out = upload(&gpu, &x);
+        let sizes = (m, width);
+        cuda::per_layer_inputs(&gpu, projected, (&table, table_scale), &tokens, sizes, &out)
+            .unwrap();
+        inputs = read_f32(&out, m * all);
+        assert_close(&inputs, &want, EXACT, &format!("inputs by {storage:?}"));
+    }
+
+    // A row of values beyond f16 after its factor, one of ordinary values, and one of zeros.
+    let mut gate = normal(714, m * width);
+    gate[2 * width..].fill(0.0);
+    let factors = [1e-6f32, 1.0, 5.0];
+    let (y, divisors) = (poisoned(&gpu, m * width * 2), poisoned(&gpu, m * 4));
+    let first = 2 * width;
+    cuda::per_layer_gate(
+        &gpu,
+        Activation::GeluTanh,
+        &upload(&gpu, &gate),
+        &upload(&gpu, &factors),
+        BlockInputs {
+            all: &upload(&gpu, &inputs),
+            stride: all,
+            first,
+        },
+        (m, width),
+        &y,
+        &divisors,
+    )
+    .unwrap();
+    let (got, divisors) = (read_f16(&y, m * width), read_f32(&divisors, m));
+    for (row, (got, divisor)) in got.chunks_exact(width).zip(divisors).enumerate() {
+        let gate = &gate[row * width..][..width];
+        let input = &inputs[row * all + first..][..width];
+        let gated = gate.iter().zip(input).map(|(&g, &i)| {
+            gelu_tanh(f64::from(g) / f64::from(factors[row])) * f64::from(i) / f64::from(divisor)
+        });
+        let gated: Vec<f64> = gated.collect();
+        assert_close(got, &gated, F16, &format!("row {row} of a gated input"));
+        let largest = gated.iter().fold(0f64, |a, b| a.max(b.abs()));
+        assert!(row == 2 || (0.99..2.01).contains(&largest), "{largest}");
     }
 }
 

@@ -264,7 +264,7 @@ impl Drop for File {
 #[test]
 fn layers_with_a_window_keep_no_more_than_they_need() {
     let Some(gpu) = gpu() else { return };
-    for case in ["gemma3_wide", "mistral_window"] {
+    for case in ["gemma3_wide", "mistral_window", "gemma4_shared"] {
         let dir = windows::lengthened(case);
         let model = load_on(Device::Cuda(gpu.clone()), &dir.0);
         let name = format!("nvfp4-windows-{}-{case}", std::process::id());
@@ -293,7 +293,13 @@ fn recurrent_layers_keep_few_states() {
 #[test]
 fn steps_of_any_size_are_those_of_sessions_alone() {
     let Some(gpu) = gpu() else { return };
-    for case in ["qwen3_tied", "qwen35_tied", "nemotronh_dense"] {
+    for case in [
+        "qwen3_tied",
+        "qwen35_tied",
+        "nemotronh_dense",
+        "gemma4_wide",
+        "gemma4_shared",
+    ] {
         let model = load_on(Device::Cuda(gpu.clone()), &golden(case));
         check_steps_of_any_size(&model);
     }

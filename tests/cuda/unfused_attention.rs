@@ -105,6 +105,7 @@ fn unfused_attention_agrees_with_f64() {
         (4, 1, 80, 80, 300, 130, Some(65), Some(2.0)),
         (8, 4, 256, 256, 300, 65, Some(100), None),
         (2, 1, 256, 128, 100, 64, Some(1), Some(1.5)),
+        (4, 1, 512, 512, 130, 65, None, None),
     ]
     .iter()
     .enumerate()

@@ -719,7 +719,7 @@ impl<'a> ReferencePass<'a> {
             (Scoring::Softmax, _) => {
                 let routes = route(&logits, spec.count, spec.per_token, spec.normalized)?;
                 match &weights.router_scales {
-                    Some([_, factors]) => routes.scaled(factors.all().host()?),
+                    Some([_, factors]) => routes.scaled(&on_host(factors, spec.count)?),
                     None => Ok(routes),
                 }
             }

@@ -8,7 +8,7 @@ use crate::base::error::bail;
 use crate::base::{Result, memory};
 use crate::model::spec::PerLayerSpec;
 use crate::model::weights::{PerLayer, PerLayerTable, Weights};
-use crate::ops::{activation, norm};
+use crate::ops::{Slice, SliceMut, activation, norm};
 
 impl ReferencePass<'_> {
     /// Computes the inputs of all blocks, if the model has them, from the tokens and from their embeddings in the residual stream.
@@ -54,16 +54,39 @@ impl ReferencePass<'_> {
     /// Adds the table's rows of the tokens to the projections, and sorts the sums by block.
     fn add_table_rows(
         &self,
-        (width, scale): (usize, f32),
+        parts: (usize, f32),
         weights: &PerLayerTable,
         tokens: &[u32],
         s: &mut BlockScratch,
     ) -> Result<()> {
-        let (m, blocks) = (self.rows, self.spec.blocks.len());
-        let len = m * blocks * width;
+        let len = self.rows * self.spec.blocks.len() * parts.0;
         s.layer_inputs.grow(self.device, len)?;
-        let projected = s.layer_projections.first(len)?.host()?;
-        let inputs = s.layer_inputs.first_mut(len)?.host()?;
+        let projected = s.layer_projections.first(len)?;
+        let inputs = s.layer_inputs.first_mut(len)?;
+        match (projected, inputs) {
+            (Slice::Host(projected), SliceMut::Host(inputs)) => {
+                self.sum_by_block(parts, weights, tokens, projected, inputs)
+            }
+            // The table is on the host.
+            (projected, inputs) => {
+                let (mut before, mut after) = (memory::zeros(len)?, memory::zeros(len)?);
+                projected.read(&mut before)?;
+                self.sum_by_block(parts, weights, tokens, &before, &mut after)?;
+                inputs.copy_from(Slice::Host(&after))
+            }
+        }
+    }
+
+    /// Adds the table's rows of the tokens to `projected` `[rows, blocks, width]`, into `inputs` `[blocks, rows, width]`.
+    fn sum_by_block(
+        &self,
+        (width, scale): (usize, f32),
+        weights: &PerLayerTable,
+        tokens: &[u32],
+        projected: &[f32],
+        inputs: &mut [f32],
+    ) -> Result<()> {
+        let (m, blocks) = (self.rows, self.spec.blocks.len());
         let mut stored = memory::zeros(blocks * width)?;
         let rows = projected.chunks_exact(blocks * width).zip(tokens);
         for (row, (projected, &token)) in rows.enumerate() {

@@ -1,4 +1,5 @@
-//! The embedding of a model on a GPU if the head cannot serve as one: in page-locked host memory, of which a token reads one row.
+//! Tables of which a token reads one row, in page-locked host memory of a model on a GPU: the embedding if the head cannot serve as one,
+//! and that of per-layer embeddings.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -15,17 +16,44 @@ use crate::tensor::{DType, WeightType};
 /// Rows copied to memory at a time.
 const TABLE_ROWS: usize = 1024;
 
-/// The embedding in host memory, in the type of the file if that has 16 or 32 bits or is int8 rows, else as f32.
-pub(in crate::model) fn table(
+/// The tables of a model on a GPU that are in host memory.
+#[derive(Default)]
+pub(in crate::model) struct HostTables {
+    /// The embedding, unless the head serves as one.
+    pub(super) embedding: Option<HostTable>,
+    /// The table of per-layer embeddings, if the model has them.
+    pub(super) per_layer: Option<HostTable>,
+}
+
+impl HostTables {
+    /// Bytes of all of them.
+    pub(super) fn bytes(&self) -> usize {
+        let tables = self.embedding.iter().chain(&self.per_layer);
+        tables.map(HostTable::bytes).sum()
+    }
+}
+
+/// Copies the tables to host memory, in the type of the file if that has 16 or 32 bits or is int8 rows, else as f32.
+pub(in crate::model) fn tables(
     gpu: &Arc<Gpu>,
-    width: usize,
     embedding: &Embedding,
-) -> Result<Option<HostTable>> {
-    let Embedding::File(FileTable { checkpoint, entry }) = embedding else {
-        return Ok(None);
+    per_layer: Option<&FileTable>,
+) -> Result<HostTables> {
+    let of_embedding = match embedding {
+        Embedding::File(file) => Some(file),
+        Embedding::Head | Embedding::Matrix(_) => None,
     };
+    let copied = |file: Option<&FileTable>| file.map(|file| table(gpu, file)).transpose();
+    Ok(HostTables {
+        embedding: copied(of_embedding)?,
+        per_layer: copied(per_layer)?,
+    })
+}
+
+fn table(gpu: &Arc<Gpu>, file: &FileTable) -> Result<HostTable> {
+    let FileTable { checkpoint, entry } = file;
     if entry.encoding == Encoding::Int8 {
-        return int8_table(gpu, &**checkpoint, entry).map(Some);
+        return int8_table(gpu, &**checkpoint, entry);
     }
     let (storage, plain) = match entry.encoding {
         Encoding::Dense(DType::BF16) => (WeightType::BF16, true),
@@ -33,7 +61,7 @@ pub(in crate::model) fn table(
         Encoding::Dense(DType::F32) => (WeightType::F32, true),
         _ => (WeightType::F32, false),
     };
-    let rows = entry.rows();
+    let (rows, width) = (entry.rows(), entry.cols());
     let stored = checkpoint.plain(entry).filter(|_| plain);
     // Copies rows from `first` on until `out` is full.
     let bring = |first: usize, out: &mut [u8], row_bytes: usize| {
@@ -51,12 +79,11 @@ pub(in crate::model) fn table(
         }
         Ok(())
     };
-    let table = HostTable::new(gpu, rows, width, storage, |bytes| {
+    HostTable::new(gpu, rows, width, storage, |bytes| {
         let row_bytes = bytes.len() / rows;
         let pieces = bytes.chunks_mut(TABLE_ROWS * row_bytes);
         in_pieces(pieces, |i, out| bring(i * TABLE_ROWS, out, row_bytes))
-    })?;
-    Ok(Some(table))
+    })
 }
 
 /// A table of int8 rows in host memory: the codes, followed by the scales.

@@ -2,10 +2,11 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::embedding::HostTables;
 use super::lowered::{Lowered, Source};
 use super::memory::Memory;
 use crate::base::Result;
-use crate::cuda::{Gpu, HostTable};
+use crate::cuda::Gpu;
 
 /// Runs prompts and decode steps of one model.
 pub(in crate::model) struct Executor {
@@ -14,14 +15,14 @@ pub(in crate::model) struct Executor {
 }
 
 impl Executor {
-    /// An executor of a model; `table` is the result of [`super::table`] for its embedding. Fails for a model that no fused kernel
-    /// supports; the error names the unsupported property.
+    /// An executor of a model; `tables` is the result of [`super::tables`]. Fails for a model that no fused kernel supports; the error
+    /// names the unsupported property.
     pub(in crate::model) fn new(
         gpu: &Arc<Gpu>,
         source: Source<'_>,
-        table: Option<HostTable>,
+        tables: HostTables,
     ) -> Result<Executor> {
-        let lowered = Lowered::new(gpu, source, table)?;
+        let lowered = Lowered::new(gpu, source, tables)?;
         let memory = Memory::new(gpu, &lowered.sizes, 0, 0, 1, 1)?;
         // Frees the memory through which weights were loaded.
         gpu.empty_cache()?;
@@ -31,7 +32,7 @@ impl Executor {
         })
     }
 
-    /// Bytes held here rather than with the weights: an embedding in host memory.
+    /// Bytes held here rather than with the weights: tables in host memory.
     pub(in crate::model) fn bytes(&self) -> usize {
         self.lowered.bytes()
     }

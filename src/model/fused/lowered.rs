@@ -2,15 +2,18 @@
 
 use std::sync::Arc;
 
+use super::embedding::HostTables;
 use super::memory::Memory;
 use super::operands::{Mixture, glu_divisor, matrix, mixture, of_linear, shape};
-use super::plan::{self, BlockShape};
+use super::shapes::{BlockShape, ModelShape};
 use super::sizes::Sizes;
+use super::supported::check_supported;
 use crate::base::Result;
+use crate::base::error::err;
 use crate::base::memory::Tag;
-use crate::cuda::{self, DeviceBuffer, Gpu, Hardware, Heads, HostTable, MatrixShape, Table, Unit};
+use crate::cuda::{self, DeviceBuffer, Gpu, Hardware, Heads, MatrixShape, RowHeads, Table, Unit};
 use crate::model::kv::KvCache;
-use crate::model::spec::{AttentionSpec, BlockSpec, Spec};
+use crate::model::spec::{AttentionSpec, BlockSpec, KeyValues, MlpSpec, Spec};
 use crate::model::weights::Weights;
 use crate::ops::Array;
 use crate::tensor::WeightType;
@@ -38,8 +41,17 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
         Unit::Draw,
     ];
     if spec.blocks.iter().any(|b| b.mlp.mixture().is_some()) {
-        units.extend([Unit::ExpertsRouter, Unit::ExpertsRoute]);
-        units.extend([Unit::LinearExperts, Unit::ExpertsSum]);
+        units.extend([Unit::ExpertsRouter, Unit::ExpertsRoute, Unit::LinearExperts]);
+    }
+    let has_mlp = |is: fn(&MlpSpec) -> bool| spec.blocks.iter().any(|b| is(&b.mlp));
+    if has_mlp(|mlp| matches!(mlp, MlpSpec::Experts(_))) {
+        units.push(Unit::ExpertsSum);
+    }
+    if has_mlp(|mlp| matches!(mlp, MlpSpec::DenseAndExperts(..))) {
+        units.push(Unit::ExpertsSumBeside);
+    }
+    if spec.per_layer_table.is_some() {
+        units.extend([Unit::PerLayerInputs, Unit::PerLayerGate]);
     }
     if spec.blocks.iter().any(|b| b.gated_delta().is_some()) {
         units.extend([Unit::DeltaConv, Unit::DeltaRule, Unit::DeltaNorm]);
@@ -61,8 +73,22 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
 pub(super) fn attention_units(spec: &Spec, attention: &AttentionSpec) -> [Unit; 3] {
     let rope = attention.rope.map(|rope| &spec.ropes[rope]);
     let rotary_dim = rope.map_or(0, |set| set.table.rotary_dim());
-    let is_limited = attention.window.is_some() || attention.score_cap.is_some() || attention.sinks;
+    let is_limited = cuda::is_limited(
+        &attention.shape(),
+        attention.sinks,
+        attention.value_norm,
+        row_heads(attention),
+    );
     cuda::attention_units(attention.head_dim, rotary_dim, is_limited)
+}
+
+/// The heads of a row of an attention layer's first projections.
+fn row_heads(attention: &AttentionSpec) -> RowHeads {
+    match attention.key_values {
+        KeyValues::Projected => RowHeads::QueriesKeysValues,
+        KeyValues::KeysAsValues => RowHeads::KeysAsValues,
+        KeyValues::OfBlock(_) => RowHeads::Queries,
+    }
 }
 
 /// References to a model, passed to every call.
@@ -85,35 +111,39 @@ pub(in crate::model) struct Lowered {
     pub(super) gpu: Arc<Gpu>,
     pub(super) hardware: Hardware,
     pub(super) sizes: Sizes,
-    pub(super) blocks: Vec<BlockShape>,
-    pub(super) head: MatrixShape,
+    pub(super) model: ModelShape,
     /// The mixture of experts of each block that has one.
     pub(super) mixtures: Vec<Option<Mixture>>,
     /// Divisor of the activations between gate and down, for each block.
     pub(super) glu_divisors: Vec<u32>,
     frequencies: Vec<Frequencies>,
-    /// The embedding, unless the head serves as one.
-    table: Option<HostTable>,
+    /// The tables in host memory.
+    pub(super) tables: HostTables,
+    /// f32 `[hidden]`: ones, the weight of norms without one, in models with per-layer embeddings.
+    ones: Option<DeviceBuffer>,
 }
 
 impl Lowered {
-    /// `table` is the result of [`super::table`] for the embedding. Fails for a model that no fused kernel supports; the error names the
-    /// unsupported property.
-    pub(super) fn new(
-        gpu: &Arc<Gpu>,
-        source: Source<'_>,
-        table: Option<HostTable>,
-    ) -> Result<Lowered> {
+    /// `tables` is the result of [`super::tables`]. Fails for a model that no fused kernel supports; the error names the unsupported
+    /// property.
+    pub(super) fn new(gpu: &Arc<Gpu>, source: Source<'_>, tables: HostTables) -> Result<Lowered> {
         let Source { spec, weights, .. } = source;
-        plan::check_supported(spec)?;
+        check_supported(spec)?;
         let pairs = weights.blocks.iter().zip(&spec.blocks);
         let mixtures = pairs.clone().map(|pair| mixture(gpu, pair));
         let mixtures = mixtures.collect::<Result<_>>()?;
         let blocks: Vec<BlockShape> = pairs.clone().map(shape).collect::<Result<_>>()?;
-        let head = matrix(&weights.head)?.shape();
+        let layer_inputs = weights
+            .per_layer
+            .as_ref()
+            .map(|all| matrix(&all.projection));
+        let model = ModelShape {
+            blocks,
+            layer_inputs: layer_inputs.transpose()?.map(cuda::Matrix::shape),
+            head: matrix(&weights.head)?.shape(),
+        };
         let is_dense = |w: &MatrixShape| w.storage != WeightType::Nvfp4;
-        let dense = is_dense(&head) || blocks.iter().flat_map(BlockShape::matrices).any(is_dense);
-        let sizes = Sizes::of(spec, dense)?;
+        let sizes = Sizes::of(spec, model.matrices().any(is_dense))?;
         let upload = |values: &[f32]| DeviceBuffer::from_slice(gpu, Tag::DeviceWeights, values);
         let frequencies = spec.ropes.iter().map(|set| {
             let long = match &set.long {
@@ -131,10 +161,13 @@ impl Lowered {
             glu_divisors: divisors.collect::<Result<_>>()?,
             hardware: Hardware::of(gpu)?,
             frequencies: frequencies.collect::<Result<_>>()?,
-            blocks,
-            head,
+            ones: match sizes.per_layer {
+                Some(_) => Some(upload(&vec![1.0; sizes.hidden])?),
+                None => None,
+            },
+            model,
             mixtures,
-            table,
+            tables,
             sizes,
         };
         let attends = |index: &usize| spec.blocks[*index].attention().is_some();
@@ -144,9 +177,16 @@ impl Lowered {
         Ok(lowered)
     }
 
-    /// Bytes held here rather than with the weights: an embedding in host memory.
+    /// Bytes held here rather than with the weights: tables in host memory.
     pub(super) fn bytes(&self) -> usize {
-        self.table.as_ref().map_or(0, HostTable::bytes)
+        self.tables.bytes()
+    }
+
+    /// f32 `[hidden]`: ones.
+    pub(super) fn ones(&self) -> Result<&DeviceBuffer> {
+        self.ones
+            .as_ref()
+            .ok_or_else(|| err!(Internal, "a norm without a weight in a model that has none"))
     }
 
     /// Whether a sequence with room for `capacity` positions uses the long RoPE table.
@@ -174,6 +214,8 @@ impl Lowered {
         });
         Ok(Heads {
             shape: spec.shape(),
+            row: row_heads(spec),
+            value_norm: spec.value_norm,
             q_norm: vector(&weights.q_norm),
             k_norm: vector(&weights.k_norm),
             sinks: vector(&weights.sinks),
@@ -186,7 +228,7 @@ impl Lowered {
 
     /// Sets the residual stream to the embeddings of the first `rows` tokens in memory.
     pub(super) fn embed(&self, source: Source<'_>, rows: usize, memory: &Memory) -> Result<()> {
-        let table = match &self.table {
+        let table = match &self.tables.embedding {
             Some(table) => Table::Host(table),
             None => Table::Device(of_linear(source.weights.table())?),
         };

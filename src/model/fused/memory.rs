@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::graphs::Graphs;
+use super::per_layer_scratch::PerLayerScratch;
 use super::recurrent_scratch::RecurrentScratch;
 use super::sizes::Sizes;
 use super::state::{AheadStep, Begin, DeviceState, StepInput};
@@ -57,6 +58,8 @@ pub(super) struct Memory {
     pub(super) recurrent: Option<RecurrentScratch>,
     /// Scratch of mixtures of experts, in models that have them.
     pub(super) experts: Option<ExpertScratch>,
+    /// Working memory of per-layer embeddings, in models that have them.
+    pub(super) per_layer: Option<PerLayerScratch>,
     pub(super) splits: SplitKvWorkspace,
     pub(super) norms: NormScratch,
     pub(super) linear: LinearScratch,
@@ -83,9 +86,11 @@ impl Memory {
             DeviceBuffer::uninit(gpu, Tag::DeviceScratch, elements * bytes)
         };
         let notes = || DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, rows.max(batch).max(1) * 4);
-        let (hidden, q, wide) = (sizes.hidden, sizes.mixed(), sizes.intermediate);
+        let (hidden, q) = (sizes.hidden, sizes.mixed());
+        let wide = sizes.intermediate.max(sizes.own_input());
+        let all_inputs = sizes.per_layer.map_or(0, |per_layer| per_layer.all);
         // The widest weight except the head, which is computed in parts because logits of many rows are rarely requested.
-        let widest = sizes.mixer_inputs().max(wide).max(q) * hidden * 2;
+        let widest = sizes.mixer_inputs().max(wide).max(q).max(all_inputs) * hidden * 2;
         let k = wide.max(hidden).max(q);
         let converted = rows * k * 2;
         let widest = widest.max(if sizes.dense { converted } else { 0 });
@@ -130,6 +135,10 @@ impl Memory {
             experts: sizes
                 .experts
                 .map(|e| ExpertScratch::new(gpu, e.routing, rows, e.intermediate, hidden))
+                .transpose()?,
+            per_layer: sizes
+                .per_layer
+                .map(|sizes| PerLayerScratch::new(gpu, sizes, rows))
                 .transpose()?,
             splits: SplitKvWorkspace::new(gpu, sizes.split_kv(), batch)?,
             norms: NormScratch::new(gpu, hidden)?,

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::plan::{BlockShape, DenseShape, MixerShape, MlpShape};
+use super::shapes::{BlockShape, DenseShape, MixerShape, MlpShape};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
@@ -66,14 +66,13 @@ pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape>
     let shape = |p: &Projection| Ok(matrix(p)?.shape());
     let of_all_rows = weights.mlp.of_all_rows().map(dense_shape).transpose()?;
     let mismatched = || err!(Internal, "a gated delta net in a block whose spec has none");
+    let mixture = spec.mlp.mixture();
+    let gated = mixture.is_some_and(|mixture| mixture.expert.gated);
     Ok(BlockShape {
         norms: spec.norms,
         mixer: match &weights.mixer {
             Mixer::Attention(attention) => MixerShape::Attention {
-                qkv: {
-                    let [q, k, v] = attention.required_qkv()?;
-                    [shape(q)?, shape(k)?, shape(v)?]
-                },
+                qkv: attention.inputs().map(shape).collect::<Result<_>>()?,
                 gate: attention.gate.as_ref().map(shape).transpose()?,
                 o: shape(&attention.o)?,
             },
@@ -90,22 +89,19 @@ pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape>
             Mixer::None => MixerShape::None,
         },
         mlp: match (&weights.mlp, of_all_rows) {
-            (Mlp::Experts(_), shared) => MlpShape::Experts {
-                gated: spec
-                    .mlp
-                    .mixture()
-                    .is_some_and(|mixture| mixture.expert.gated),
-                shared,
-            },
+            (Mlp::Experts(_), shared) => MlpShape::Experts { gated, shared },
+            (Mlp::DenseAndExperts(_), Some(dense)) => MlpShape::DenseAndExperts { dense, gated },
             (Mlp::Dense(_), Some(mlp)) => MlpShape::Dense(mlp),
             (Mlp::None, None) => MlpShape::None,
-            (Mlp::Dense(_), None) | (Mlp::None, Some(_)) => {
+            (Mlp::Dense(_) | Mlp::DenseAndExperts(_), None) | (Mlp::None, Some(_)) => {
                 bail!(Internal, "projections that are not those of the MLP")
             }
-            (Mlp::DenseAndExperts(_), _) => {
-                bail!(Internal, "a fused block with experts beside an MLP")
-            }
         },
+        per_layer: match &weights.per_layer {
+            Some(own) => Some([shape(&own.gate)?, shape(&own.projection)?]),
+            None => None,
+        },
+        scaled: spec.scaled,
     })
 }
 
@@ -113,7 +109,7 @@ pub(super) fn mixture(
     gpu: &Arc<Gpu>,
     (weights, spec): (&Block, &BlockSpec),
 ) -> Result<Option<Mixture>> {
-    let (Mlp::Experts(weights), Some(spec)) = (&weights.mlp, spec.mlp.mixture()) else {
+    let (Some(weights), Some(spec)) = (weights.mlp.mixture(), spec.mlp.mixture()) else {
         return Ok(None);
     };
     let routing = Routing {
@@ -150,8 +146,17 @@ pub(super) fn glu_divisor(gpu: &Arc<Gpu>, (block, spec): (&Block, &BlockSpec)) -
     else {
         return Ok(GLU_DIVISOR);
     };
+    // Experts beside an MLP have a norm of their own.
+    let inputs: Vec<(&DenseMlp, &Array)> = match &block.mlp {
+        Mlp::DenseAndExperts(both) => {
+            let experts = both.experts.experts.iter();
+            let experts = experts.map(|mlp| (mlp, &both.experts_input_norm));
+            experts.chain([(&both.dense, norm)]).collect()
+        }
+        mlp => mlp.mlps().into_iter().map(|mlp| (mlp, norm)).collect(),
+    };
     let mut largest = 0f64;
-    for mlp in block.mlp.mlps() {
+    for (mlp, norm) in inputs {
         let projections: Vec<&Projection> = mlp.gate.iter().chain([&mlp.up]).collect();
         let all = bounds(gpu, &projections, norm)?;
         // Without a gate, up is multiplied by itself.

@@ -5,17 +5,18 @@ use std::ops::Range;
 use super::lowered::{Lowered, Source};
 use super::memory::Memory;
 use super::operands::{Mixture, biased, of_linear, on_gpu};
-use super::plan::{self, Applied, Kernel, Norm, Normed, PlannedKernel, Then};
-use crate::base::Result;
+use super::plan::{self, Applied, Kernel, Norm, Normed, Part, PlannedKernel, Then};
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
+use crate::base::{Error, Result};
 use crate::cuda::{
-    self, Biased, CachedPages, DeviceBuffer, DeviceSlice, ExpertScratch, ExpertUnit, FusedNorm,
-    GemmPlan, Heads, Input, Layout, NextNorm, Output, ResidualRow, SharedExpert, SplitKv,
+    self, BesideExperts, Biased, CachedPages, DeviceBuffer, DeviceSlice, ExpertScratch, ExpertUnit,
+    FusedNorm, GemmPlan, Heads, Input, Layout, NextNorm, NormedAddend, Output, ResidualRow,
+    RouterVectors, SharedExpert, SplitKv,
 };
 use crate::model::order::Half;
 use crate::model::spec::DenseMlpSpec;
-use crate::model::weights::{Block, DenseMlp, Mlp, Weights};
+use crate::model::weights::{Block, DenseAndExperts, DenseMlp, Mlp, Weights};
 use crate::ops::Array;
 
 /// Rows of a prefill chunk of one sequence.
@@ -60,13 +61,14 @@ impl<'a> FusedPass<'a> {
         let (lowered, memory) = (self.lowered, self.memory);
         let index = step.block;
         match &step.kernel {
+            Kernel::LayerInputs { gemm } => self.layer_inputs(gemm),
             Kernel::Normalize { norm, layout } => self.normalize(*norm, *layout),
             Kernel::Qkv { input, gemm } => {
                 let attention = self.block(index).0.mixer.required_attention()?;
-                let [q, k, v] = attention.required_qkv()?;
-                let matrices = [biased(q)?, biased(k)?, biased(v)?];
+                let matrices = attention.inputs().map(biased);
+                let matrices = matrices.collect::<Result<Vec<_>>>()?;
                 let spec = self.source.spec.blocks[index].required_attention()?;
-                let width = spec.qkv_width();
+                let width = spec.projected_width();
                 let out = &memory.projected;
                 self.linear(gemm, self.input(input)?, &matrices, Output::F32, out, width)
             }
@@ -167,13 +169,17 @@ impl<'a> FusedPass<'a> {
                 cuda::experts_down(&lowered.gpu, routing, table, self.rows, divisor, scratch)
             }
             Kernel::SumExperts { next } => self.sum_experts(index, *next),
+            Kernel::SumBeside { scales, next } => self.sum_beside(index, *scales, *next),
             Kernel::Project {
                 half,
                 layout,
                 then,
                 gemm,
             } => self.project(index, *half, *layout, *then, gemm),
-            Kernel::PostNorm { half, next } => self.post_norm(index, *half, *next),
+            Kernel::PerLayerGate { input, gemm } => self.per_layer_gate(index, input, gemm),
+            Kernel::PerLayerActivate => self.per_layer_activate(index),
+            Kernel::PerLayerProject { gemm } => self.per_layer_project(index, gemm),
+            Kernel::PostNorm { part, scales, next } => self.post_norm(index, *part, *scales, *next),
             Kernel::Head { input, gemm } => self.head(input, gemm),
         }
     }
@@ -204,16 +210,21 @@ impl<'a> FusedPass<'a> {
     fn route(&self, index: usize) -> Result<()> {
         let memory = self.memory;
         let (mixture, scratch) = self.mixture(index)?;
-        let Mlp::Experts(experts) = &self.block(index).0.mlp else {
+        let Some(experts) = self.block(index).0.mlp.mixture() else {
             bail!(Internal, "block {index} has no router");
         };
         let gate = experts.shared.as_ref().and_then(|(_, gate)| gate.as_ref());
-        let correction = experts.correction.as_ref().map(Array::on_gpu);
+        let on_gpu = |vector: Option<&'a Array>| vector.map(Array::on_gpu).transpose();
+        let factors = experts.router_scales.as_ref().map(|[_, factors]| factors);
+        let vectors = RouterVectors {
+            correction: on_gpu(experts.correction.as_ref())?,
+            factors: on_gpu(factors)?,
+        };
         cuda::route(
             &self.lowered.gpu,
             &mixture.routing,
             biased(&experts.router)?,
-            correction.transpose()?,
+            vectors,
             gate.map(of_linear).transpose()?,
             &memory.input,
             self.rows,
@@ -245,6 +256,46 @@ impl<'a> FusedPass<'a> {
         )
     }
 
+    /// The dense MLP and the experts beside it.
+    fn beside(&self, index: usize) -> Result<&'a DenseAndExperts> {
+        match &self.block(index).0.mlp {
+            Mlp::DenseAndExperts(both) => Ok(both),
+            _ => bail!(Internal, "block {index} has no experts beside an MLP"),
+        }
+    }
+
+    fn sum_beside(&self, index: usize, scales: bool, next: Option<(Norm, Layout)>) -> Result<()> {
+        let (mixture, scratch) = self.mixture(index)?;
+        let both = self.beside(index)?;
+        let beside = BesideExperts {
+            dense: &self.memory.projected,
+            experts_norm: both.experts_norm.on_gpu()?,
+            dense_norm: both.dense_norm.on_gpu()?,
+            post_norm: on_gpu(&self.block(index).0.mlp_norms.post)?,
+            scale: self.stream_factor(index, scales)?,
+        };
+        cuda::sum_experts_beside(
+            &self.lowered.gpu,
+            &mixture.routing,
+            beside,
+            self.source.spec.norm_eps,
+            self.rows,
+            self.lowered.sizes.hidden,
+            &self.memory.residual,
+            self.next_norm(next)?,
+            scratch,
+        )
+    }
+
+    /// The factor of the residual stream at the end of a block, if the kernel applies it.
+    fn stream_factor(&self, index: usize, scales: bool) -> Result<Option<&'a DeviceBuffer>> {
+        match (scales, &self.block(index).0.scale) {
+            (false, _) => Ok(None),
+            (true, Some(scale)) => scale.on_gpu().map(Some),
+            (true, None) => bail!(Internal, "block {index} lacks the factor that its spec has"),
+        }
+    }
+
     pub(super) fn linear(
         &self,
         gemm: &GemmPlan,
@@ -262,10 +313,18 @@ impl<'a> FusedPass<'a> {
         let (gpu, memory) = (&self.lowered.gpu, self.memory);
         let heads = self.lowered.heads(self.source, index, self.long)?;
         let cache = self.source.kv;
-        let table = &memory.tables[cache.group_of(index)?];
+        let cached_in = self.source.spec.blocks[index]
+            .required_attention()?
+            .cached_in(index);
+        let table = &memory.tables[cache.group_of(cached_in)?];
         let pages = |sequence| {
             let unfit = Some(&memory.unfit);
-            cache.on_gpu(index, table, memory.pages, sequence, unfit)
+            let pages = cache.on_gpu(cached_in, table, memory.pages, sequence, unfit)?;
+            // Faults are those of this layer.
+            Ok::<_, Error>(CachedPages {
+                layer: index,
+                ..pages
+            })
         };
         let Attention {
             singles, chunks, ..
@@ -355,16 +414,31 @@ impl<'a> FusedPass<'a> {
         self.linear(gemm, input, &[matrix], output, out, hidden)
     }
 
-    fn post_norm(&self, index: usize, half: Half, next: Option<(Norm, Layout)>) -> Result<()> {
+    fn post_norm(
+        &self,
+        index: usize,
+        part: Part,
+        scales: bool,
+        next: Option<(Norm, Layout)>,
+    ) -> Result<()> {
         let block = self.block(index).0;
-        let norm = match half {
-            Half::Mixer => &block.mixer_norms.post,
-            Half::Mlp => &block.mlp_norms.post,
+        let (weight, divisors) = match part {
+            Part::Half(Half::Mixer) => (on_gpu(&block.mixer_norms.post)?, None),
+            Part::Half(Half::Mlp) => (on_gpu(&block.mlp_norms.post)?, None),
+            Part::PerLayer => {
+                let (weight, divisors) = self.per_layer_norm(index)?;
+                (weight, Some(divisors))
+            }
+        };
+        let addend = NormedAddend {
+            y: &self.memory.projected,
+            divisors,
+            weight,
         };
         cuda::post_norm(
             &self.lowered.gpu,
-            &self.memory.projected,
-            on_gpu(norm)?,
+            addend,
+            self.stream_factor(index, scales)?,
             self.source.spec.norm_eps,
             self.rows,
             self.lowered.sizes.hidden,
@@ -381,6 +455,10 @@ impl<'a> FusedPass<'a> {
             weight: self.norm_weight(norm)?,
             layout,
             rows: &self.memory.input,
+            factors: match norm {
+                Norm::PerLayer(_) => Some(&self.per_layer_scratch()?.1.factors),
+                _ => None,
+            },
         }))
     }
 
@@ -388,6 +466,12 @@ impl<'a> FusedPass<'a> {
         match norm {
             Norm::Mixer(i) => on_gpu(&self.block(i).0.mixer_norms.pre),
             Norm::Mlp(i) => on_gpu(&self.block(i).0.mlp_norms.pre),
+            Norm::Router(i) => match &self.beside(i)?.experts.router_scales {
+                Some([norm, _]) => norm.on_gpu(),
+                None => bail!(Internal, "the router of block {i} has no norm"),
+            },
+            Norm::Experts(i) => self.beside(i)?.experts_input_norm.on_gpu(),
+            Norm::PerLayer(_) => self.lowered.ones(),
             Norm::Head => self.source.weights.norm.on_gpu(),
         }
     }
@@ -405,10 +489,13 @@ impl<'a> FusedPass<'a> {
 
     /// Halves of blocks before a norm.
     fn halves_before(&self, norm: Norm) -> usize {
-        let blocks = &self.lowered.blocks;
+        let blocks = &self.lowered.model.blocks;
         let (block, own) = match norm {
             Norm::Mixer(i) => (i, 0),
-            Norm::Mlp(i) => (i, blocks[i].halves().count() - 1),
+            Norm::Mlp(i) | Norm::Router(i) | Norm::Experts(i) => {
+                (i, blocks[i].halves().count() - 1)
+            }
+            Norm::PerLayer(i) => (i + 1, 0),
             Norm::Head => (blocks.len(), 0),
         };
         let before = blocks[..block].iter().map(|block| block.halves().count());
@@ -439,6 +526,9 @@ impl<'a> FusedPass<'a> {
             Norm::Mixer(0) => bail!(Internal, "nothing is before the first norm"),
             Norm::Mixer(i) => (&self.block(i - 1).0.mlp_norms.post, between, residual),
             Norm::Head => (&self.block(last).0.mlp_norms.post, between, residual),
+            Norm::Router(i) | Norm::Experts(i) | Norm::PerLayer(i) => {
+                bail!(Internal, "block {i} has a norm that no product applies")
+            }
         };
         Ok(ResidualRow {
             y: half,
@@ -452,6 +542,9 @@ impl<'a> FusedPass<'a> {
 
     /// Normalizes the first rows of the residual stream.
     fn normalize(&self, norm: Norm, layout: Layout) -> Result<()> {
+        if let Norm::PerLayer(_) = norm {
+            return self.normalize_for_input(self.per_layer_scratch()?.1);
+        }
         self.normalize_from(&self.memory.residual, 0, norm, layout)
     }
 

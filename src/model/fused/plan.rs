@@ -3,13 +3,12 @@
 
 mod display;
 
+use super::shapes::{BlockShape, DenseShape, MixerShape, MlpShape, ModelShape};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{self, GemmPlan, Glu, Hardware, InputForm, Layout, MatrixShape, Output};
 use crate::model::order::Half;
-use crate::model::spec::{
-    Activation, BlockSpec, DenseMlpSpec, KeyValues, MlpSpec, NormPlacement, Spec,
-};
+use crate::model::spec::Activation;
 use crate::tensor::{DeltaShape, WeightType};
 
 /// A norm of the residual stream.
@@ -19,8 +18,23 @@ pub(super) enum Norm {
     Mixer(usize),
     /// Before the MLP of a block.
     Mlp(usize),
+    /// Before the router of the experts beside an MLP.
+    Router(usize),
+    /// Before the experts beside an MLP.
+    Experts(usize),
+    /// Before the gate of a block's own input: without a weight, and undone after the product, whose input has to fit f16.
+    PerLayer(usize),
     /// Before the head.
     Head,
+}
+
+/// A part of a block, whose output is added to the residual stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Part {
+    /// Its mixer or MLP.
+    Half(Half),
+    /// Its own input.
+    PerLayer,
 }
 
 /// Input of a GEMM after its norm.
@@ -69,9 +83,11 @@ pub(super) enum Then {
 /// A launch of one fused kernel, or of a few that belong together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kernel {
+    /// The blocks' own inputs, f32: normalizes and projects the embeddings, and adds the rows of a table.
+    LayerInputs { gemm: GemmPlan },
     /// Normalizes the residual stream.
     Normalize { norm: Norm, layout: Layout },
-    /// Queries, keys and values, f32.
+    /// Queries, and the keys and values that the layer has itself, f32.
     Qkv { input: Normed, gemm: GemmPlan },
     /// Normalizes and rotates heads, stores keys and values, and computes attention, for one token of each of several sequences.
     Decode { layout: Layout },
@@ -128,6 +144,12 @@ pub(super) enum Kernel {
     ExpertsDown,
     /// Adds the experts' outputs to the residual stream, and applies the next norm if it is known.
     SumExperts { next: Option<(Norm, Layout)> },
+    /// Normalizes the sum of the experts' outputs and the output of the MLP beside them, and their sum, and adds it to the residual stream;
+    /// multiplies that by the block's factor if `scales`, and applies the next norm if it is known.
+    SumBeside {
+        scales: bool,
+        next: Option<(Norm, Layout)>,
+    },
     /// The projection that ends a half, with its input in `layout`.
     Project {
         half: Half,
@@ -135,9 +157,17 @@ pub(super) enum Kernel {
         then: Then,
         gemm: GemmPlan,
     },
-    /// Normalizes the output of a half, adds it to the residual stream, and applies the next norm if it is known.
+    /// The gate of a block's own input, f32.
+    PerLayerGate { input: Normed, gemm: GemmPlan },
+    /// The activation of that gate, times the input, f16.
+    PerLayerActivate,
+    /// The projection of that product, f32.
+    PerLayerProject { gemm: GemmPlan },
+    /// Normalizes the output of a part, adds it to the residual stream, multiplies that by the block's factor if `scales`, and applies the
+    /// next norm if it is known.
     PostNorm {
-        half: Half,
+        part: Part,
+        scales: bool,
         next: Option<(Norm, Layout)>,
     },
     /// Logits.
@@ -151,189 +181,15 @@ pub(super) struct PlannedKernel {
     pub(super) kernel: Kernel,
 }
 
-/// The properties of a block that the plan depends on.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) struct BlockShape {
-    pub(super) norms: NormPlacement,
-    pub(super) mixer: MixerShape,
-    pub(super) mlp: MlpShape,
-}
-
-/// The projections of a mixer.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) enum MixerShape {
-    Attention {
-        qkv: [MatrixShape; 3],
-        gate: Option<MatrixShape>,
-        o: MatrixShape,
-    },
-    GatedDelta {
-        /// Heads.
-        heads: DeltaShape,
-        /// Queries, keys and values as one, and the gate of the norm.
-        inputs: [MatrixShape; 2],
-        /// The gates of the rule.
-        gates: [MatrixShape; 2],
-        out: MatrixShape,
-    },
-    Mamba2 {
-        /// The gate of the norm; x, B and C; and time steps.
-        inputs: [MatrixShape; 3],
-        out: MatrixShape,
-    },
-    /// The block is an MLP alone.
-    None,
-}
-
-impl MixerShape {
-    fn matrices(&self) -> Vec<&MatrixShape> {
-        match self {
-            MixerShape::Attention { qkv, gate, o } => qkv.iter().chain(gate).chain([o]).collect(),
-            MixerShape::GatedDelta {
-                inputs, gates, out, ..
-            } => inputs.iter().chain(gates).chain([out]).collect(),
-            MixerShape::Mamba2 { inputs, out } => inputs.iter().chain([out]).collect(),
-            MixerShape::None => Vec::new(),
-        }
-    }
-
-    /// Queries, keys and values of attention without a gate, whose norm earlier kernels can apply.
-    fn plain_attention(&self) -> Option<&[MatrixShape; 3]> {
-        match self {
-            MixerShape::Attention {
-                qkv, gate: None, ..
-            } => Some(qkv),
-            _ => None,
-        }
-    }
-}
-
-/// The projections of an MLP.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) struct DenseShape {
-    pub(super) gate: Option<MatrixShape>,
-    pub(super) up: MatrixShape,
-    pub(super) down: MatrixShape,
-}
-
-impl DenseShape {
-    /// Gate and up, if it has a gate.
-    fn gate_up(&self) -> Option<[MatrixShape; 2]> {
-        self.gate.map(|gate| [gate, self.up])
-    }
-}
-
-#[derive(Clone, Debug, PartialEq)]
-pub(super) enum MlpShape {
-    Dense(DenseShape),
-    /// Experts in NVFP4, with gates or without, and optionally a shared expert.
-    Experts {
-        gated: bool,
-        shared: Option<DenseShape>,
-    },
-    /// The block is a mixer alone.
-    None,
-}
-
-impl MlpShape {
-    /// The MLP that all rows use.
-    fn of_all_rows(&self) -> Option<&DenseShape> {
-        match self {
-            MlpShape::Dense(mlp) => Some(mlp),
-            MlpShape::Experts { shared, .. } => shared.as_ref(),
-            MlpShape::None => None,
-        }
-    }
-}
-
-impl BlockShape {
-    /// Its projections, except those of routed experts.
-    pub(super) fn matrices(&self) -> impl Iterator<Item = &MatrixShape> {
-        self.mixer.matrices().into_iter().chain(self.of_mlp())
-    }
-
-    fn of_mlp(&self) -> impl Iterator<Item = &MatrixShape> {
-        let mlp = self.mlp.of_all_rows().into_iter();
-        mlp.flat_map(|mlp| mlp.gate.iter().chain([&mlp.up, &mlp.down]))
-    }
-
-    /// The halves that it has.
-    pub(super) fn halves(&self) -> impl Iterator<Item = Half> + use<> {
-        let (mixes, has_mlp) = (self.mixer != MixerShape::None, self.mlp != MlpShape::None);
-        let halves = [(Half::Mixer, mixes), (Half::Mlp, has_mlp)].into_iter();
-        halves.filter_map(|(half, has)| has.then_some(half))
-    }
-
-    /// The layout of a half's activations: the layout of the NVFP4 GEMMs if all of the block's projections are NVFP4, else row-major. Beside
-    /// a recurrent mixer, whose gates never are, those of the MLP decide alone. Experts gather rows, so they are row-major.
-    fn layout(&self, half: Half, hardware: &Hardware, rows: usize) -> Layout {
-        let gathers = half == Half::Mlp && matches!(self.mlp, MlpShape::Experts { .. });
-        let is_nvfp4 = |w: &MatrixShape| w.storage == WeightType::Nvfp4;
-        let are_nvfp4 = match (half, &self.mixer) {
-            (Half::Mlp, MixerShape::GatedDelta { .. } | MixerShape::Mamba2 { .. }) => {
-                self.of_mlp().all(is_nvfp4)
-            }
-            _ => self.matrices().all(is_nvfp4),
-        };
-        match !gathers && are_nvfp4 {
-            true => Layout::taken(hardware, rows),
-            false => Layout::RowMajor,
-        }
-    }
-}
-
-/// A property of the model that has no fused kernel, if any.
-pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
-    let of = |(index, block): (usize, &BlockSpec)| {
-        let of_all_rows = block.mlp.of_all_rows();
-        let is_clamped = of_all_rows
-            .is_some_and(|mlp| matches!(mlp.activation, Activation::ClampedSwiglu { .. }));
-        let squares = |mlp: &DenseMlpSpec| mlp.activation == Activation::ReluSquared;
-        let what = match &block.mlp {
-            mlp if mlp.specs().any(|mlp| mlp.gated && squares(mlp)) => "a squared ReLU of a gate",
-            mlp if mlp.specs().any(|mlp| !mlp.gated && !squares(mlp)) => {
-                "an MLP without a gate whose activation is no squared ReLU"
-            }
-            _ if block
-                .attention()
-                .is_some_and(|a| a.key_values != KeyValues::Projected) =>
-            {
-                "attention without projections of keys and values"
-            }
-            _ if block.attention().is_some_and(|a| a.value_norm) => "a norm of its values",
-            MlpSpec::DenseAndExperts(..) => "experts beside an MLP",
-            _ if block.per_layer.is_some() => "an input of its own",
-            _ if block.scaled => "a factor of its residual stream",
-            _ if is_clamped => "a clamped SwiGLU outside of experts",
-            MlpSpec::Experts(_) if block.norms.post => "a norm after its experts",
-            _ if !block.norms.pre => "no norm before attention and MLP",
-            _ => return None,
-        };
-        Some(format!(
-            "block {index} of this {} model has {what}",
-            spec.family
-        ))
-    };
-    spec.blocks.iter().enumerate().find_map(of)
-}
-
-/// Fails for a model that no fused kernel supports; the error names the unsupported property.
-pub(in crate::model) fn check_supported(spec: &Spec) -> Result<()> {
-    match unsupported(spec) {
-        None => Ok(()),
-        Some(what) => bail!(Unsupported, "{what}, for which there is no kernel on a GPU"),
-    }
-}
-
 /// The kernels that take `rows` rows through all blocks: either a decode step, one token of each of `rows` sequences, with the logits at
 /// the end; or consecutive rows of one sequence.
 pub(super) fn plan(
-    blocks: &[BlockShape],
-    head: MatrixShape,
+    model: &ModelShape,
     rows: usize,
     is_step: bool,
     hardware: &Hardware,
 ) -> Result<Vec<PlannedKernel>> {
+    let (blocks, head) = (&model.blocks[..], model.head);
     let mut planner = Planner {
         blocks,
         head,
@@ -346,12 +202,19 @@ pub(super) fn plan(
         in_prologue: false,
     };
     planner.in_prologue = planner.makes_rows_in_prologues();
+    if let Some(matrix) = model.layer_inputs {
+        let gemm = planner.gemm(&[matrix], Output::F32, InputForm::Plain(Layout::RowMajor))?;
+        planner.push(0, Kernel::LayerInputs { gemm });
+    }
     for index in 0..blocks.len() {
         for half in blocks[index].halves() {
             match half {
                 Half::Mixer => planner.mixer(index)?,
                 Half::Mlp => planner.mlp(index)?,
             }
+        }
+        if let Some([gate, projection]) = blocks[index].per_layer {
+            planner.per_layer(index, gate, projection)?;
         }
     }
     if is_step {
@@ -404,6 +267,8 @@ impl Planner<'_> {
         match norm {
             Norm::Mixer(i) => self.blocks[i].layout(Half::Mixer, self.hardware, self.rows),
             Norm::Mlp(i) => self.blocks[i].layout(Half::Mlp, self.hardware, self.rows),
+            // Routers and the projections of inputs may have any type, and experts gather rows.
+            Norm::Router(_) | Norm::Experts(_) | Norm::PerLayer(_) => Layout::RowMajor,
             Norm::Head => head_layout(self.head, self.rows, self.hardware),
         }
     }
@@ -437,17 +302,23 @@ impl Planner<'_> {
         GemmPlan::find(self.hardware, self.rows, matrices, output, form)
     }
 
-    /// The norm after a half of a block.
-    fn next_norm(&self, block: usize, half: Half) -> Norm {
-        let of = |block: usize, half: Half| match half {
-            Half::Mixer => Norm::Mixer(block),
-            Half::Mlp => Norm::Mlp(block),
+    /// The norm of the residual stream after a part of a block.
+    fn next_norm(&self, block: usize, part: Part) -> Norm {
+        let of = |block: usize, part: Part| match part {
+            Part::Half(Half::Mixer) => Norm::Mixer(block),
+            Part::Half(Half::Mlp) => Norm::Mlp(block),
+            Part::PerLayer => Norm::PerLayer(block),
         };
-        let own = self.blocks[block].halves().skip_while(|&own| own != half);
-        let own = own.skip(1).map(|half| of(block, half));
+        let own = parts(&self.blocks[block]).skip_while(|&own| own != part);
+        let own = own.skip(1).map(|part| of(block, part));
         let later = (block + 1..self.blocks.len())
-            .flat_map(|block| self.blocks[block].halves().map(move |half| of(block, half)));
+            .flat_map(|block| parts(&self.blocks[block]).map(move |part| of(block, part)));
         own.chain(later).next().unwrap_or(Norm::Head)
+    }
+
+    /// Whether the block's factor applies after this part: it is the last one.
+    fn scales(&self, block: usize, part: Part) -> bool {
+        self.blocks[block].scaled && parts(&self.blocks[block]).last() == Some(part)
     }
 
     fn mixer(&mut self, block: usize) -> Result<()> {
@@ -522,7 +393,7 @@ impl Planner<'_> {
         block: usize,
         layout: Layout,
         input: Normed,
-        (qkv, gate): ([MatrixShape; 3], Option<MatrixShape>),
+        (qkv, gate): (Vec<MatrixShape>, Option<MatrixShape>),
         o: MatrixShape,
     ) -> Result<()> {
         let gemm = self.gemm(&qkv, Output::F32, input.form())?;
@@ -563,12 +434,56 @@ impl Planner<'_> {
                 }
                 self.push(block, Kernel::ExpertsGateUp { gated });
                 self.push(block, Kernel::ExpertsDown);
-                let next = self.normalized_next(self.next_norm(block, Half::Mlp));
+                let part = Part::Half(Half::Mlp);
+                let next = self.normalized_next(self.next_norm(block, part));
                 self.push(block, Kernel::SumExperts { next });
+                Ok(())
+            }
+            &MlpShape::DenseAndExperts { ref dense, gated } => {
+                let layout = self.activated(block, dense, input)?;
+                self.project(block, Half::Mlp, dense.down, layout, Then::Store)?;
+                let layout = Layout::RowMajor;
+                for (norm, kernel) in [
+                    (Norm::Router(block), Kernel::Route),
+                    (Norm::Experts(block), Kernel::ExpertsGateUp { gated }),
+                ] {
+                    self.push(block, Kernel::Normalize { norm, layout });
+                    self.push(block, kernel);
+                }
+                self.push(block, Kernel::ExpertsDown);
+                let part = Part::Half(Half::Mlp);
+                let next = self.normalized_next(self.next_norm(block, part));
+                let scales = self.scales(block, part);
+                self.push(block, Kernel::SumBeside { scales, next });
                 Ok(())
             }
             MlpShape::None => bail!(Internal, "block {block} has no MLP to plan"),
         }
+    }
+
+    /// The part of a block that takes its own input.
+    fn per_layer(
+        &mut self,
+        block: usize,
+        gate: MatrixShape,
+        projection: MatrixShape,
+    ) -> Result<()> {
+        let input = self.normed(Norm::PerLayer(block), block);
+        let gemm = self.gemm(&[gate], Output::F32, input.form())?;
+        self.push(block, Kernel::PerLayerGate { input, gemm });
+        self.push(block, Kernel::PerLayerActivate);
+        let form = InputForm::Plain(Layout::RowMajor);
+        let gemm = self.gemm(&[projection], Output::F32, form)?;
+        self.push(block, Kernel::PerLayerProject { gemm });
+        self.post_norm(block, Part::PerLayer);
+        Ok(())
+    }
+
+    /// The norm of the output of a part of a block, and its addition.
+    fn post_norm(&mut self, block: usize, part: Part) {
+        let next = self.normalized_next(self.next_norm(block, part));
+        let scales = self.scales(block, part);
+        self.push(block, Kernel::PostNorm { part, scales, next });
     }
 
     /// The projections before the activation of an MLP, and the activation; returns the layout of their output.
@@ -629,7 +544,7 @@ impl Planner<'_> {
 
     /// Ends a half with its projection. Records how far it prepares the next norm.
     fn end(&mut self, block: usize, half: Half, matrix: MatrixShape, layout: Layout) -> Result<()> {
-        let next = self.next_norm(block, half);
+        let next = self.next_norm(block, Part::Half(half));
         let then = if self.in_prologue {
             self.known = Some((next, Applied::Prologue));
             Then::StoreRow
@@ -643,8 +558,7 @@ impl Planner<'_> {
         };
         self.project(block, half, matrix, layout, then)?;
         if then == Then::Store {
-            let next = self.normalized_next(next);
-            self.push(block, Kernel::PostNorm { half, next });
+            self.post_norm(block, Part::Half(half));
         }
         Ok(())
     }
@@ -660,10 +574,11 @@ impl Planner<'_> {
             && self.blocks.iter().all(|block| {
                 let gate_up = match &block.mlp {
                     MlpShape::Dense(mlp) => mlp.gate_up(),
-                    MlpShape::Experts { .. } | MlpShape::None => None,
+                    _ => None,
                 };
+                let is_plain = block.norms.post && block.per_layer.is_none() && !block.scaled;
                 match (gate_up, block.mixer.plain_attention()) {
-                    (Some(gate_up), Some(qkv)) if block.norms.post => {
+                    (Some(gate_up), Some(qkv)) if is_plain => {
                         let rows =
                             |half| block.layout(half, self.hardware, self.rows) == Layout::RowMajor;
                         rows(Half::Mixer)
@@ -690,15 +605,22 @@ impl Planner<'_> {
                     MlpShape::Dense(mlp) => mlp
                         .gate_up()
                         .is_some_and(|gate_up| serves(&gate_up, layout.glu(Glu::default()))),
-                    MlpShape::Experts { .. } | MlpShape::None => false,
+                    _ => false,
                 },
                 Norm::Mixer(i) => match self.blocks[i].mixer.plain_attention() {
                     Some(qkv) => serves(qkv, Output::F32),
                     None => false,
                 },
                 Norm::Head => serves(&[self.head], Output::F32),
+                Norm::Router(_) | Norm::Experts(_) | Norm::PerLayer(_) => false,
             }
     }
+}
+
+/// The parts of a block, in order.
+fn parts(block: &BlockShape) -> impl Iterator<Item = Part> + use<> {
+    let own = block.per_layer.map(|_| Part::PerLayer);
+    block.halves().map(Part::Half).chain(own)
 }
 
 /// The kernels' description of a gated activation.

@@ -121,14 +121,8 @@ impl Executor {
     fn enqueue_blocks(&self, pass: &FusedPass<'_>) -> Result<()> {
         let watched = call::with(|call| call.is_watched());
         let (lowered, rows) = (&self.lowered, pass.rows);
-        let blocks = lowered.blocks.len();
-        let steps = plan::plan(
-            &lowered.blocks,
-            lowered.head,
-            rows,
-            false,
-            &lowered.hardware,
-        )?;
+        let blocks = lowered.model.blocks.len();
+        let steps = plan::plan(&lowered.model, rows, false, &lowered.hardware)?;
         let mut enqueued = VecDeque::new();
         for of_block in steps.chunk_by(|a, b| a.block == b.block) {
             let index = of_block[0].block;
@@ -207,9 +201,10 @@ impl Ragged<'_> {
             gpu,
             sizes,
             hardware,
-            head,
+            model,
             ..
         } = &self.executor.lowered;
+        let head = model.head;
         let n = rows.len();
         let (held, pages) = (self.memory.rows, self.memory.pages);
         let cache = self.source.kv;
@@ -225,11 +220,11 @@ impl Ragged<'_> {
         };
         let input = Normed {
             norm: Norm::Head,
-            layout: plan::head_layout(*head, n, hardware),
+            layout: plan::head_layout(head, n, hardware),
             applied: Applied::Before,
         };
         pass.normalize_rows(input.norm, rows, input.layout)?;
-        pass.head(&input, &plan::head(*head, &input, n, hardware)?)
+        pass.head(&input, &plan::head(head, &input, n, hardware)?)
     }
 }
 

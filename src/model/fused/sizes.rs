@@ -14,7 +14,7 @@ pub(super) struct Sizes {
     pub(super) vocab: usize,
     /// Elements of a row of queries.
     pub(super) q: usize,
-    /// Elements of a row of queries, keys and values.
+    /// Elements of a row of queries, and of the keys and values that a layer has itself.
     pub(super) qkv: usize,
     /// Width between the projections of an MLP that all rows use.
     pub(super) intermediate: usize,
@@ -22,12 +22,22 @@ pub(super) struct Sizes {
     pub(super) head_gate: usize,
     pub(super) recurrent: Option<RecurrentSizes>,
     pub(super) experts: Option<ExpertSizes>,
+    pub(super) per_layer: Option<PerLayerSizes>,
     /// The distinct attention specs of the blocks.
     pub(super) attentions: Vec<AttentionSpec>,
     /// Groups of layers with block tables of their own.
     pub(super) groups: usize,
     /// Whether any weight is dense, which requires room for activations of its type.
     pub(super) dense: bool,
+}
+
+/// Sizes of per-layer embeddings.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct PerLayerSizes {
+    /// Elements of the own input of one block.
+    pub(super) width: usize,
+    /// Elements of a row of those of all blocks.
+    pub(super) all: usize,
 }
 
 /// Maximum sizes over mixtures of experts.
@@ -75,11 +85,15 @@ impl Sizes {
             hidden: spec.hidden_size,
             vocab: spec.vocab_size,
             q: widest(AttentionSpec::q_width).unwrap_or(0),
-            qkv: widest(AttentionSpec::qkv_width).unwrap_or(0),
+            qkv: widest(AttentionSpec::projected_width).unwrap_or(0),
             intermediate: widths.max().unwrap_or(0),
             head_gate: widest(|a| if a.gated { a.q_width() } else { 0 }).unwrap_or(0),
             recurrent: RecurrentSizes::of(spec),
             experts: ExpertSizes::of(spec),
+            per_layer: spec.per_layer_table.map(|table| PerLayerSizes {
+                width: table.width,
+                all: table.width * spec.blocks.len(),
+            }),
             attentions,
             groups: KvGroup::of(spec).len(),
             dense,
@@ -96,6 +110,11 @@ impl Sizes {
     pub(super) fn mixer_inputs(&self) -> usize {
         self.qkv
             .max(self.recurrent.map_or(0, |recurrent| recurrent.inputs))
+    }
+
+    /// Elements of a row of one block's own input; 0 without any.
+    pub(super) fn own_input(&self) -> usize {
+        self.per_layer.map_or(0, |per_layer| per_layer.width)
     }
 
     /// Floats of a sequence in the split-KV workspace, and CTAs that attend to it.

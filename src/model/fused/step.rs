@@ -258,13 +258,8 @@ impl Executor {
             },
             long: key.long,
         };
-        let steps = plan::plan(
-            &self.lowered.blocks,
-            self.lowered.head,
-            batch,
-            true,
-            &self.lowered.hardware,
-        )?;
+        let lowered = &self.lowered;
+        let steps = plan::plan(&lowered.model, batch, true, &lowered.hardware)?;
         steps.iter().try_for_each(|step| pass.enqueue(step))?;
         match (key.selection, &memory.draw) {
             (Selection::Argmax, _) => cuda::argmax(

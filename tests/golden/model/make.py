@@ -302,6 +302,17 @@ CASES["gemma4_perlayer"] = ("Gemma4", dict(
 CASES["gemma4_experts"] = ("Gemma4", dict(
     GEMMA4, num_hidden_layers=3, layer_types=["sliding_attention", "sliding_attention", "full_attention"], global_head_dim=32,
     num_global_key_value_heads=1, attention_k_eq_v=True, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=32))
+# Heads that kernels of a GPU take: the sizes of published models, and smaller ones.
+CASES["gemma4_wide"] = ("Gemma4", dict(
+    GEMMA4, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], head_dim=256, global_head_dim=512,
+    num_global_key_value_heads=1, attention_k_eq_v=True, final_logit_softcapping=4.0))
+CASES["gemma4_shared"] = ("Gemma4", dict(
+    GEMMA4, num_hidden_layers=6, hidden_size_per_layer_input=32, vocab_size_per_layer_input=160, num_kv_shared_layers=3,
+    use_double_wide_mlp=True, layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2, head_dim=32,
+    per_layer_config={"2": dict(head_dim=64), "5": dict(head_dim=64)}))
+CASES["gemma4_beside"] = ("Gemma4", dict(
+    GEMMA4, num_hidden_layers=3, layer_types=["sliding_attention", "sliding_attention", "full_attention"], head_dim=32, global_head_dim=64,
+    num_global_key_value_heads=1, attention_k_eq_v=True, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=32))
 # Families whose norms multiply by one more than the weight, but for the gated norm within a recurrent layer.
 OFFSET_NORMS = {"Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next"}
 SAVED = {"qwen3moe_saved": ["rms_norm_eps", "max_position_embeddings", "transformers_version"]}

@@ -9,9 +9,6 @@
 #include "common/ptx.cuh"
 #include "format/fragment_major.cuh"
 
-namespace store {
-#include "rope/store.cuh"
-}
 // The shared memory that kernels declare is the one array of cuda.hpp.
 namespace prefill {
 extern u16 shared[] asm("shared");
@@ -25,6 +22,9 @@ extern char shared[] asm("shared");
 // Static shared memory may outlive its block, as no two blocks run at once.
 #undef __shared__
 #define __shared__ static
+namespace store {
+#include "rope/store.cuh"
+}
 namespace reference {
 #include "attention/reference.cu"
 }
@@ -36,6 +36,8 @@ struct Sequence {
     int D, heads, kv_heads, length, all, rotary_dim, window;
     float cap;
     bool normed;
+    // Whether keys before norm and rotation are the values too, and whether values are normalized.
+    bool keys_as_values = false, value_norm = false;
     std::vector<float> qkv, q_norm, k_norm, frequencies;
     std::vector<float> sinks;   // [heads], or empty
     std::vector<u16> arena;
@@ -64,6 +66,24 @@ struct Sequence {
         return {block_0 + page(), table.data(), 2 * (u64)page(), unfit.data(), (int)table.size(), kv_heads, 1};
     }
     HeadOptions options() const { return {frequencies.data(), FACTOR, EPS, rotary_dim}; }
+    // Rows have the heads of all projections, or of queries alone for a layer whose keys and values are those of this one.
+    RowHeads row(bool has_keys = true) const { return {has_keys ? all : heads, heads + (keys_as_values ? 0 : kv_heads), has_keys, value_norm}; }
+    // Leaves values out of the rows of projections.
+    void drop_values() {
+        std::vector<float> kept;
+        for (int token = 0; token < length; token++) {
+            for (int i = 0; i < (heads + kv_heads) * D; i++) kept.push_back(qkv[(size_t)token * all * D + i]);
+        }
+        qkv = kept, all = heads + kv_heads, keys_as_values = true;
+    }
+    // The queries of some rows.
+    std::vector<float> queries(int first, int rows) const {
+        std::vector<float> q;
+        for (int token = first; token < first + rows; token++) {
+            q.insert(q.end(), &qkv[(size_t)token * all * D], &qkv[(size_t)token * all * D] + heads * D);
+        }
+        return q;
+    }
     const float* sink() const { return sinks.empty() ? nullptr : sinks.data(); }
     // Sinks below, among and above the scores.
     void add_sinks() {
@@ -73,9 +93,15 @@ struct Sequence {
 
     // Head `head` of a token's queries, keys and values after norm and RoPE.
     std::vector<double> vector(int token, int head) const {
-        const float* x = &qkv[((size_t)token * all + head) * D];
+        bool is_value = head >= heads + kv_heads;
+        const float* x = &qkv[((size_t)token * all + head - (is_value && keys_as_values ? kv_heads : 0)) * D];
         std::vector<double> y(x, x + D);
-        if (head >= heads + kv_heads) return y;
+        if (is_value && value_norm) {
+            double squares = 0;
+            for (double v : y) squares += v * v;
+            for (double& v : y) v /= std::sqrt(squares / D + EPS);
+        }
+        if (is_value) return y;
         if (normed) {
             double squares = 0;
             for (double v : y) squares += v * v;
@@ -132,20 +158,36 @@ struct Sequence {
     template <int D, int ROTARY>
     void run(int first, int rows) {
         float log2 = scale() * 1.44269504f;
-        std::vector<u16> q((size_t)rows * heads * D, 0x7e00), out(q);
-        store::Arguments s = {&qkv[(size_t)first * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, q.data(), options(),
+        std::vector<u16> q((size_t)rows * heads * D, 0x7e00);
+        store::Arguments s = {&qkv[(size_t)first * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, q.data(), options(), row(),
                               arguments(), heads, rows, first, log2};
         launch(rows, ceil_div(heads + kv_heads, store::WARPS), 1, store::WARPS * WARP, [&] { store::heads<D, ROTARY>(s); });
         launch((first + rows - 1) / 8 - first / 8 + 1, kv_heads, 1, D, [&] { store::store_values<D>(s); });
+        attend<D>("rows", q, first, rows);
+    }
+    // Rows of a layer that has queries alone, over the keys and values that this one has stored.
+    template <int D, int ROTARY>
+    void run_queries(int first, int rows) {
+        std::vector<float> own = queries(first, rows);
+        std::vector<u16> q((size_t)rows * heads * D, 0x7e00), before = arena;
+        store::Arguments s = {own.data(), normed ? q_norm.data() : nullptr, nullptr, q.data(), options(), row(false), arguments(), heads, rows, first,
+                              scale() * 1.44269504f};
+        launch(rows, ceil_div(heads, store::WARPS), 1, store::WARPS * WARP, [&] { store::heads<D, ROTARY>(s); });
+        attend<D>("rows of queries", q, first, rows);
+        if (before != arena) puts("rows of queries changed the cache"), exit(1);
+    }
+    template <int D>
+    void attend(const char* what, const std::vector<u16>& q, int first, int rows) {
+        std::vector<u16> out(q.size(), 0x7e00);
         prefill::Arguments p = {q.data(), sink(), out.data(), arguments(), heads, rows, first, window, cap * 1.44269504f};
-        launch(heads, ceil_div(rows, prefill::ROWS), 1, prefill::WARPS * WARP, [&] { prefill::run<D>(p); });
-        if (compares) compare("rows", out, first, rows);
+        launch(heads, ceil_div(rows, prefill::ROWS<D>), 1, prefill::WARPS * WARP, [&] { prefill::run<D>(p); });
+        if (compares) compare(what, out, first, rows);
     }
     // Keys, values and queries in f32; the cache rounds to f16.
     void run_reference(int first, int rows) {
         std::vector<float> q, k, v, out((size_t)rows * heads * D, NAN);
         for (int token = first; token < first + rows; token++) {
-            for (int head = 0; head < all; head++) {
+            for (int head = 0; head < heads + 2 * kv_heads; head++) {
                 std::vector<double> y = vector(token, head);
                 std::vector<float>& to = head < heads ? q : head < heads + kv_heads ? k : v;
                 to.insert(to.end(), y.begin(), y.end());
@@ -177,23 +219,30 @@ struct Sequence {
     }
     template <int D, bool LIMITED, int ROTARY>
     void step(int token, int splits) {
-        step_with<D, LIMITED, ROTARY, 4, 2, false>(token, splits, token % 2);
+        if constexpr (D <= 256) step_with<D, LIMITED, ROTARY, 4, 2, false>(token, splits, token % 2);
         step_with<D, LIMITED, ROTARY, 2, 1, false>(token, splits, splits % 2);
         step_with<D, LIMITED, ROTARY, 1, 1, false>(token, splits, splits % 2);
         if constexpr (D == 256) step_with<D, LIMITED, ROTARY, 2, 2, false>(token, splits, token % 2);
+        if constexpr (LIMITED) {
+            std::vector<u16> before = arena;
+            step_with<D, LIMITED, ROTARY, 1, 1, false>(token, splits, token % 2, false);
+            if (before != arena) puts("queries of a token changed the cache"), exit(1);
+        }
 #if __CUDA_ARCH__ >= 900
         if constexpr (!LIMITED && D <= 128) step_with<D, LIMITED, ROTARY, 2, 1, true>(token, 2, splits % 2);
 #endif
     }
+    // Without keys the row has queries alone, and the token's key and value are in the cache.
     template <int D, bool LIMITED, int ROTARY, int STAGES, int SPAN, bool CLUSTER>
-    void step_with(int token, int splits, int fragment_major) {
+    void step_with(int token, int splits, int fragment_major, bool has_keys = true) {
+        std::vector<float> own = queries(token, 1);
         int blocks = kv_heads * ceil_div(heads / kv_heads, decode::HEADS);
         int width = heads * D, whole = padded_k(width);
         std::vector<u16> out((size_t)whole * GROUP_ROWS, 0x7e00);
         std::vector<float> partial((size_t)blocks * splits * decode::HEADS * (D + 2), NAN);
         std::vector<u32> arrived(blocks);
-        decode::Arguments d = {&qkv[(size_t)token * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, sink(), &token,
-                               out.data(), partial.data(), arrived.data(), options(), arguments(), heads / kv_heads, scale() * 1.44269504f,
+        decode::Arguments d = {has_keys ? &qkv[(size_t)token * all * D] : own.data(), normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, sink(), &token,
+                               out.data(), partial.data(), arrived.data(), options(), row(has_keys), arguments(), heads / kv_heads, scale() * 1.44269504f,
                                cap * 1.44269504f, window, fragment_major};
         launch(blocks, 1, splits, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, ROTARY, STAGES, SPAN, CLUSTER>(d); }, CLUSTER ? splits : 1);
         if (fragment_major) {
@@ -204,8 +253,8 @@ struct Sequence {
             }
             out = row;
         }
-        char what[32];
-        snprintf(what, sizeof what, "a token, %s %d", CLUSTER ? "cluster, ring" : "ring", STAGES);
+        char what[48];
+        snprintf(what, sizeof what, "a token%s, %s %d", has_keys ? "" : "'s queries", CLUSTER ? "cluster, ring" : "ring", STAGES);
         if (compares) compare(what, out, token, 1);
         for (u32 n : arrived) {
             if (n != 0) printf("%u blocks are still counted\n", n), exit(1);
@@ -221,6 +270,18 @@ static void check(int heads, int kv_heads, bool normed, int first, int more, int
     s.run<D, ROTARY>(0, first);
     s.run<D, ROTARY>(first, more);
     for (int i = 0; i < tokens; i++) s.step<D, LIMITED, ROTARY>(first + more + i, i % 2 ? splits : 1);
+}
+
+// Heads of Gemma 4: normalized values, which may be the keys, and layers that have queries alone.
+template <int D>
+static void check_values(int heads, int kv_heads, bool keys_as_values, int first, int more, int tokens, int splits, int window = 0) {
+    Sequence s(D, heads, kv_heads, first + more + tokens, true, D, window, 0);
+    s.value_norm = true;
+    if (keys_as_values) s.drop_values();
+    s.run<D, D>(0, first);
+    s.run<D, D>(first, more);
+    s.run_queries<D, D>(first, more);
+    for (int i = 0; i < tokens; i++) s.step<D, true, D>(first + more + i, i % 2 ? splits : 1);
 }
 
 static void check_reference(int D, int heads, int kv_heads, int first, int more, int rotary_dim, int window, float cap, bool has_sinks = false) {
@@ -295,5 +356,13 @@ int main() {
     check<256, false, 64>(4, 1, true, 130, 5, 3, 2, 64);
     check<256, false, 64>(2, 2, false, 3, 60, 2, 2, 64);
     check<128, true, 64>(2, 1, true, 3, 66, 2, 2, 64, 30, 0);
+    check_reference(512, 2, 1, 5, 65, 512, 0, 0);
+    check_values<32>(4, 2, false, 3, 70, 2, 2, 8);
+    check_values<64>(4, 1, true, 66, 5, 2, 2);
+    check_values<256>(2, 2, false, 60, 9, 2, 2, 20);
+    check_values<512>(8, 1, true, 61, 70, 3, 2);
+    check_values<512>(3, 1, false, 30, 3, 2, 3);
+    check<512, true>(2, 1, true, 66, 5, 2, 2, 512, 40, 2);
+    check<512, true>(9, 1, false, 3, 30, 2, 2, 512, 0, 0, true);
     puts("ok");
 }

@@ -1,5 +1,6 @@
 // A mixture of experts on the CPU, against f64 and against sorting: kernels/experts/*.cu of routing, kernels/linear/experts.cu,
-// kernels/norm/sum_experts.cu and kernels/linear/dense.cu as they ship, with their instructions emulated as the PTX ISA describes them.
+// kernels/norm/{sum_experts,sum_experts_beside}.cu and kernels/linear/dense.cu as they ship, with their instructions emulated as the PTX ISA
+// describes them.
 // Weights go through the packing kernel first. Prints "ok" or the first error.
 #include "cuda.hpp"
 
@@ -36,6 +37,10 @@ namespace routes {
 namespace routers {
 #include "experts/router.cu"
 }
+namespace beside {
+using namespace sum;
+#include "norm/sum_experts_beside.cu"
+}
 namespace dense {
 #include "linear/dense.cu"
 #undef KERNEL
@@ -55,6 +60,8 @@ struct Routed {
 struct Scoring {
     int groups = 0, top_groups = 0;
     float scale = 1;
+    // Of the experts' weights; or empty.
+    std::vector<float> factors = {};
     bool is_sigmoid() const { return groups > 0; }
 };
 
@@ -90,7 +97,9 @@ static std::vector<std::pair<int, double>> best_experts(const float* logits, con
     for (int e : order(numbers(0, experts), corrected)) {
         if ((int)chosen.size() < per_token && may[e]) chosen.push_back({e, scores[e]}), sum += scores[e];
     }
-    for (auto& [expert, weight] : chosen) weight = weight / (normalized ? sum : 1) * scoring.scale;
+    for (auto& [expert, weight] : chosen) {
+        weight = weight / (normalized ? sum : 1) * scoring.scale * (scoring.factors.empty() ? 1 : scoring.factors[expert]);
+    }
     return chosen;
 }
 
@@ -108,7 +117,7 @@ static Routed check_route(int rows, int experts, int per_token, bool normalized,
                      std::vector<ExpertTile>(most, ExpertTile{-1, -1, -1, -1})};
     std::vector<u32> unfit(rows);
     Routing a = {logits.data(), routed.choices.data(), routed.weights.data(), routed.places.data(), routed.sources.data(),
-                           routed.tiles.data(), unfit.data(), scoring.is_sigmoid() ? correction.data() : nullptr, scoring.scale, scoring.groups, scoring.top_groups,
+                           routed.tiles.data(), unfit.data(), scoring.is_sigmoid() ? correction.data() : nullptr, scoring.factors.empty() ? nullptr : scoring.factors.data(), scoring.scale, scoring.groups, scoring.top_groups,
                            rows, stride, experts, per_token, normalized, tile_pairs, most, 7};
     if (few) {
         launch(1, 1, 1, routes::FEW_THREADS, [&] { routes::experts_route_few(a); });
@@ -124,7 +133,7 @@ static Routed check_route(int rows, int experts, int per_token, bool normalized,
             int at = r * per_token + i;
             auto [expert, want] = best[i];
             expect(routed.choices[at] == expert, "a choice", r, i, routed.choices[at], expert);
-            expect(std::fabs(routed.weights[at] - want) <= 1e-5 * want, "the weight of an expert", r, i, routed.weights[at], want);
+            expect(std::fabs(routed.weights[at] - want) <= 1e-5 * std::fabs(want), "the weight of an expert", r, i, routed.weights[at], want);
             order.push_back({expert, at});
         }
     }
@@ -174,7 +183,7 @@ static void check_router(int rows, int experts, int per_token, int k, bool has_g
              std::vector<ExpertTile>(most, ExpertTile{-1, -1, -1, -1})};
         std::vector<u32> unfit(rows);
         kernel(Routing{logits.data(), r.choices.data(), r.weights.data(), r.places.data(), r.sources.data(), r.tiles.data(), unfit.data(), nullptr,
-                       1, 1, 1, rows, stride, experts, per_token, true, tile_pairs, most, 7});
+                       nullptr, 1, 1, 1, rows, stride, experts, per_token, true, tile_pairs, most, 7});
         for (int row = 0; row < rows; row++) expect(unfit[row] == 0, "a logit that is not finite", row, 0, unfit[row], 0);
     };
     Routed together, apart;
@@ -329,11 +338,58 @@ static void check_mixture(int rows, int experts, int per_token, int hidden, int 
     };
     auto residual = random_vector(rows * hidden), shared_out = random_vector(rows * hidden), norm = random_vector(hidden), gates = random_vector(rows * 4);
     sum::Arguments s = {outputs.data(), routed.places.data(), routed.weights.data(), shared ? &shared_out[0].x : nullptr, shared ? &gates[0].x : nullptr,
-                        &residual[0].x, {&norm[0].x, nullptr, hidden, 1e-6f, fragment_major}, per_token, 3};
+                        &residual[0].x, {&norm[0].x, nullptr, nullptr, hidden, 1e-6f, fragment_major}, per_token, 3};
     check_sum(s, rows, 0);
     // In parts of one warp and of more, in the last of which some threads have no piece.
     for (int threads : {32, 64}) {
         if (__CUDA_ARCH__ >= 900) check_sum(s, rows, threads);
+    }
+}
+
+// The end of a mixture beside a dense MLP.
+static void check_beside(int rows, int per_token, int hidden, bool fragment_major, bool is_scaled, bool followed) {
+    auto random_vector = [](int n) {
+        std::vector<float4> v(n / 4);
+        for (float4& f : v) f = {uniform(), uniform(), uniform(), uniform()};
+        return v;
+    };
+    int pairs = rows * per_token, groups = ceil_div(rows, GROUP_ROWS), whole = padded_k(hidden);
+    auto outputs = random_vector(pairs * hidden), out_of_dense = random_vector(rows * hidden), x = random_vector(rows * hidden), before = x;
+    auto experts_norm = random_vector(hidden), dense_norm = random_vector(hidden), post_norm = random_vector(hidden), next = random_vector(hidden);
+    std::vector<int> places(pairs);
+    std::vector<float> weights(pairs);
+    for (int i = 0; i < pairs; i++) places[i] = pairs - 1 - i, weights[i] = uniform();
+    float scale = 0.375f;
+    std::vector<uint4> normed(groups * GROUP_ROWS * whole / 8, uint4{~0u, ~0u, ~0u, ~0u});
+    beside::Arguments a = {&outputs[0].x, places.data(), weights.data(), &out_of_dense[0].x, &experts_norm[0].x, &dense_norm[0].x, &post_norm[0].x,
+                           is_scaled ? &scale : nullptr, &x[0].x, {followed ? &next[0].x : nullptr, (u16*)normed.data(), nullptr, hidden, 1e-6f, fragment_major}, per_token};
+    launch(rows, 1, 1, beside::THREADS, [&] { beside::experts_sum_beside(a); });
+    auto norm = [&](std::vector<double> v, const float* weight) {
+        double squares = 0;
+        for (double e : v) squares += e * e;
+        for (int i = 0; i < hidden; i++) v[i] *= weight[i] / std::sqrt(squares / hidden + 1e-6);
+        return v;
+    };
+    for (int r = 0; r < rows; r++) {
+        std::vector<double> sum(hidden), mlp(hidden);
+        for (int i = 0; i < hidden; i++) {
+            for (int j = 0; j < per_token; j++) sum[i] += (double)weights[r * per_token + j] * a.outputs[(size_t)places[r * per_token + j] * hidden + i];
+            mlp[i] = a.dense[r * hidden + i];
+        }
+        sum = norm(sum, a.experts_norm), mlp = norm(mlp, a.dense_norm);
+        for (int i = 0; i < hidden; i++) sum[i] += mlp[i];
+        sum = norm(sum, a.post_norm);
+        for (int i = 0; i < hidden; i++) {
+            sum[i] = (sum[i] + (&before[0].x)[r * hidden + i]) * (is_scaled ? scale : 1);
+            double got = a.x[r * hidden + i];
+            expect(std::fabs(got - sum[i]) <= 1e-5 * std::fabs(sum[i]) + 1e-5, "experts beside an MLP", r, i, got, sum[i]);
+        }
+        if (!followed) continue;
+        sum = norm(sum, a.next.weight);
+        for (int i = 0; i < hidden; i++) {
+            double got = f16_to_float(a.next.normed[fragment_major ? fragment_index(groups, r, i) : (size_t)r * hidden + i]);
+            expect(std::fabs(got - sum[i]) <= std::fabs(sum[i]) * 0x1.2p-11 + 1e-5, "the norm after experts beside an MLP", r, i, got, sum[i]);
+        }
     }
 }
 
@@ -389,6 +445,11 @@ int main() {
     check_router(1, 300, 8, 48, false, true);
     check_router(5, 16, 2, 272, true, true);
     check_router(16, 130, 32, 528, false, false);
+    check_route(3, 8, 2, true, 8, {0, 0, 1, {0.5f, -1, 2, 0.25f, 1, 3, 0, 1.5f}});
+    check_route(20, 4, 3, false, 16, {0, 0, 1, {0.5f, -1, 2, 0.25f}});
+    check_beside(3, 2, 144, false, true, true);
+    check_beside(9, 8, 2816, true, true, true);
+    check_beside(1, 4, 64, false, false, false);
     check_mixture(1, 8, 2, 144, 48, 8, false, false);
     check_mixture(20, 3, 2, 272, 80, 16, true, true);
     check_mixture(40, 2, 1, 128, 144, 32, true, false);

@@ -1,12 +1,13 @@
 // The kernels between products and attention on the CPU, against f64 and against sorting: kernels/norm/rms_norm.cu,
-// kernels/norm/post_norm.cu, kernels/activation/glu.cu, kernels/sample/argmax.cu and the unfused kernels as they ship, with their
-// instructions emulated as the PTX ISA describes them. Prints "ok" or the first error.
+// kernels/norm/post_norm.cu, kernels/activation/{glu,per_layer}.cu, kernels/embed/per_layer.cu, kernels/sample/argmax.cu and the unfused
+// kernels as they ship, with their instructions emulated as the PTX ISA describes them. Prints "ok" or the first error.
 #include "cuda.hpp"
 
 #include "activation/gate.cuh"
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 #include "format/fragment_major.cuh"
+#include "format/int8.cuh"
 #include "norm/piece.cuh"
 #include "sample/choice.cuh"
 
@@ -21,6 +22,12 @@ namespace post {
 }
 namespace activation {
 #include "activation/glu.cu"
+}
+namespace inputs {
+#include "embed/per_layer.cu"
+}
+namespace own_gate {
+#include "activation/per_layer.cu"
 }
 namespace unfused_norm {
 #include "norm/rms_norm_f32.cu"
@@ -65,8 +72,9 @@ static void check_norm(int rows, int width, bool fragment_major) {
     }
 }
 
-// The norm of an addend, its addition, and the norm of the sum, if one follows.
-static void check_post_norm(int rows, int width, bool fragment_major, bool followed) {
+// The norm of an addend, its addition, and the norm of the sum, if one follows. `factored`: rows of the addend were divided, the sum is
+// multiplied by a number, and the factors of the norm that follows are kept.
+static void check_post_norm(int rows, int width, bool fragment_major, bool followed, bool factored = false) {
     std::vector<float4> y(rows * width / 4), x(y), weight(width / 4), next(weight);
     for (auto* all : {&y, &x, &weight, &next}) {
         for (float4& v : *all) v = {uniform(), uniform(), uniform(), uniform()};
@@ -74,19 +82,25 @@ static void check_post_norm(int rows, int width, bool fragment_major, bool follo
     std::vector<float4> before = x;
     int groups = ceil_div(rows, GROUP_ROWS), whole = padded_k(width);
     std::vector<uint4> normed(groups * GROUP_ROWS * whole / 8, uint4{~0u, ~0u, ~0u, ~0u});
-    post::Arguments a = {&y[0].x, &weight[0].x, &x[0].x, {followed ? &next[0].x : nullptr, (u16*)normed.data(), width, 1e-6f, fragment_major}};
+    // Numbers so large and so small that the epsilon counts, and does not.
+    std::vector<float> divisors(rows), factors(rows, NAN);
+    for (int r = 0; r < rows; r++) divisors[r] = factored ? std::pow(2.0f, (float)(8 - 5 * r)) : 1;
+    float scale = factored ? 0.75f : 1;
+    post::Arguments a = {&y[0].x, factored ? divisors.data() : nullptr, &weight[0].x, factored ? &scale : nullptr, &x[0].x,
+                         {followed ? &next[0].x : nullptr, (u16*)normed.data(), factored ? factors.data() : nullptr, width, 1e-6f, fragment_major}};
     launch(rows, 1, 1, post::THREADS, [&] { post::post_norm(a); });
     for (int r = 0; r < rows; r++) {
-        double squares = 0, after = 0;
-        for (int i = 0; i < width; i++) squares += std::pow(a.y[r * width + i], 2.0);
+        double squares = 0, after = 0, divisor = divisors[r];
+        for (int i = 0; i < width; i++) squares += std::pow(a.y[r * width + i] * divisor, 2.0);
         double factor = 1 / std::sqrt(squares / width + 1e-6);
         std::vector<double> sum(width);
         for (int i = 0; i < width; i++) {
-            sum[i] = (&before[0].x)[r * width + i] + a.y[r * width + i] * factor * a.weight[i];
+            sum[i] = ((&before[0].x)[r * width + i] + a.y[r * width + i] * divisor * factor * a.weight[i]) * scale;
             after += sum[i] * sum[i];
             expect(std::fabs(a.x[r * width + i] - sum[i]) <= 1e-5, "the residual stream after a norm", r, i, a.x[r * width + i], sum[i]);
         }
         factor = 1 / std::sqrt(after / width + 1e-6);
+        if (factored && followed) expect(std::fabs(factors[r] - factor) <= 1e-5 * factor, "the factor of the norm after a norm", r, 0, factors[r], factor);
         for (int i = 0; followed && i < width; i++) {
             double want = sum[i] * factor * a.next.weight[i], got = f16_to_float(a.next.normed[fragment_major ? fragment_index(groups, r, i) : (size_t)r * width + i]);
             expect(std::fabs(got - want) <= std::fabs(want) * 0x1.2p-11 + 0x1p-20, "the norm after a norm", r, i, got, want);
@@ -95,6 +109,65 @@ static void check_post_norm(int rows, int width, bool fragment_major, bool follo
             u16 got = a.next.normed[fragment_index(groups, r, i)];
             expect(got == 0, "the padding of a norm", r, i, f16_to_float(got), 0);
         }
+    }
+}
+
+// Inputs of blocks from projections and a table.
+static void check_inputs(int rows, int blocks, int width, int kind) {
+    const int VOCABULARY = 30;
+    int all = blocks * width;
+    std::vector<float> x, norm, factors, values, scales;
+    std::vector<int> tokens;
+    std::vector<u16> halves;
+    std::vector<signed char> codes;
+    for (int i = 0; i < rows * all; i++) x.push_back(uniform());
+    for (int i = 0; i < width; i++) norm.push_back(uniform());
+    for (int i = 0; i < rows; i++) tokens.push_back(noise() % VOCABULARY), factors.push_back(std::pow(10.0f, (float)(2 - i)));
+    for (int i = 0; i < VOCABULARY; i++) scales.push_back(uniform());
+    for (int i = 0; i < VOCABULARY * all; i++) {
+        codes.push_back((signed char)(noise() % 255 - 127));
+        halves.push_back(kind == inputs::F16 ? to_f16(uniform()) : (u16)(__float_as_uint(uniform()) >> 16));
+        values.push_back(kind == inputs::INT8 ? codes[i] * scales[i / all] : kind == inputs::F32 ? uniform() : kind == inputs::F16 ? f16_to_float(halves[i]) : bf16_to_float(halves[i]));
+    }
+    const void* table = kind == inputs::INT8 ? (const void*)codes.data() : kind == inputs::F32 ? (const void*)values.data() : (const void*)halves.data();
+    std::vector<float> got = x;
+    inputs::Arguments a = {tokens.data(), factors.data(), norm.data(), got.data(), {table, scales.data(), 1, 4, kind, all}, 0.25f, 1e-6f, width};
+    launch(blocks, rows, 1, inputs::THREADS, [&] { inputs::per_layer_inputs(a); });
+    for (int r = 0; r < rows; r++) {
+        for (int i = 0; i < all; i++) {
+            double squares = 0, scale = 0.25 / factors[r];
+            for (int j = 0; j < width; j++) squares += std::pow(x[r * all + i / width * width + j] * scale, 2.0);
+            double normed = x[r * all + i] * scale / std::sqrt(squares / width + 1e-6) * norm[i % width];
+            double want = (normed + 4.0 * values[(size_t)tokens[r] * all + i]) / std::sqrt(2.0);
+            expect(std::fabs(got[r * all + i] - want) <= 4e-6 * std::max(1.0, std::fabs(want)), "an input of a block", r, i, got[r * all + i], want);
+        }
+    }
+}
+
+// The gate of an input: rows beyond f16, ordinary ones, tiny ones and zeros.
+static void check_own_gate(int width, int kind) {
+    const int ROWS = 5;
+    int stride = 3 * width;
+    std::vector<float> gate, input, factors, divisors(ROWS, NAN);
+    for (int r = 0; r < ROWS; r++) {
+        for (int i = 0; i < width; i++) gate.push_back(r == 4 ? 0 : uniform());
+        for (int i = 0; i < stride; i++) input.push_back(4 * uniform());
+        factors.push_back(r == 0 ? 1e-7f : r == 1 ? 1 : r == 2 ? 1e3f : 0.03f);
+    }
+    std::vector<u16> y(ROWS * width, 0x7e00);
+    own_gate::Arguments a = {gate.data(), factors.data(), input.data() + width, y.data(), divisors.data(), width, stride, kind};
+    launch(ROWS, 1, 1, own_gate::THREADS, [&] { own_gate::per_layer_gate(a); });
+    for (int r = 0; r < ROWS; r++) {
+        double largest = 0;
+        for (int i = 0; i < width; i++) {
+            double g = (double)gate[r * width + i] / factors[r], u = std::sqrt(2 / M_PI) * (g + 0.044715 * g * g * g);
+            double act = kind == SILU ? g / (1 + std::exp(-g)) : 0.5 * g * (1 + std::tanh(u));
+            double want = act * input[r * stride + width + i] / divisors[r], got = f16_to_float(y[r * width + i]);
+            largest = std::max(largest, std::fabs(want));
+            // Where tanh is near -1, 1 + tanh loses digits.
+            expect(std::fabs(got - want) <= std::fabs(want) * 0x1.1p-11 + 0x1p-19, "a gated input", r, i, got, want);
+        }
+        expect(r == 4 ? divisors[r] == 1 : largest > 0.999 && largest < 2.001, "the largest of a gated input", r, kind, largest, 1);
     }
 }
 
@@ -301,6 +374,13 @@ int main() {
     check_post_norm(2, 48, false, true);
     check_post_norm(9, 576, true, true);
     check_post_norm(1, 64, false, false);
+    check_post_norm(4, 576, false, true, true);
+    check_post_norm(9, 48, true, true, true);
+    check_post_norm(2, 64, false, false, true);
+    for (int kind : {inputs::F32, inputs::F16, inputs::BF16, inputs::INT8}) check_inputs(3, 4, 48, kind);
+    check_inputs(2, 2, 256, inputs::BF16);
+    check_own_gate(256, GELU_TANH);
+    check_own_gate(48, SILU);
     check_glu(1, 4104, GELU_TANH);
     check_relu_squared(3, 24);
     check_relu_squared(1, 4104);

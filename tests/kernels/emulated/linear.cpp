@@ -142,7 +142,7 @@ struct Weight {
 
         std::vector<int> tokens = {rows - 1, 0, rows / 2};
         Memory embedded(tokens.size() * k * 4);
-        embed::Arguments e = {tokens.data(), chunks.data(), nullptr, (float*)embedded.data(), GLOBAL, 2.5f, embed::NVFP4, k};
+        embed::Arguments e = {tokens.data(), (float*)embedded.data(), {chunks.data(), nullptr, GLOBAL, 2.5f, embed::NVFP4, k}};
         launch(ceil_div(k, embed::THREADS), (unsigned)tokens.size(), 1, embed::THREADS, [&] { embed::embed(e); });
         embedded.check("embedding");
         for (size_t i = 0; i < tokens.size() * k; i++) {
@@ -302,7 +302,7 @@ static void check_int8(int rows, int k) {
 
     std::vector<int> tokens = {rows - 1, 0, rows / 2};
     Memory embedded(tokens.size() * k * 4);
-    embed::Arguments e = {tokens.data(), codes.data(), scales.data(), (float*)embedded.data(), 1, 2.5f, embed::INT8, k};
+    embed::Arguments e = {tokens.data(), (float*)embedded.data(), {codes.data(), scales.data(), 1, 2.5f, embed::INT8, k}};
     launch(ceil_div(k, embed::THREADS), (unsigned)tokens.size(), 1, embed::THREADS, [&] { embed::embed(e); });
     embedded.check("embedding of int8 rows");
     for (size_t i = 0; i < tokens.size() * k; i++) {

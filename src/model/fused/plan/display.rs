@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Applied, Kernel, Norm, Normed, Then};
+use super::{Applied, Kernel, Norm, Normed, Part, Then};
 use crate::cuda::Layout;
 use crate::model::order::Half;
 
@@ -11,6 +11,9 @@ impl fmt::Display for Norm {
         f.write_str(match self {
             Norm::Mixer(_) => "attention",
             Norm::Mlp(_) => "mlp",
+            Norm::Router(_) => "router",
+            Norm::Experts(_) => "experts",
+            Norm::PerLayer(_) => "own input's",
             Norm::Head => "head",
         })
     }
@@ -47,7 +50,14 @@ impl fmt::Display for Kernel {
             Half::Mixer => "o",
             Half::Mlp => "down",
         };
+        let factor = |scales: bool| if scales { ", times the factor" } else { "" };
         match self {
+            Kernel::LayerInputs { gemm } => {
+                write!(
+                    f,
+                    "norm, inputs of blocks (rows) -> f32: {gemm}; norm, add rows of the table"
+                )
+            }
             Kernel::Normalize { norm, layout } => {
                 write!(f, "{norm} norm -> f16 {}", layout_name(*layout))
             }
@@ -119,8 +129,27 @@ impl fmt::Display for Kernel {
                 f.write_str("weighted sum of experts, add")?;
                 write_next(f, next)
             }
-            Kernel::PostNorm { half: which, next } => {
-                write!(f, "norm of {}, add", half(which))?;
+            Kernel::SumBeside { scales, next } => {
+                let factor = factor(*scales);
+                write!(
+                    f,
+                    "norms of the sum of experts, of down and of both, add{factor}"
+                )?;
+                write_next(f, next)
+            }
+            Kernel::PerLayerGate { input, gemm } => {
+                write!(f, "gate of the own input ({input}) -> f32: {gemm}")
+            }
+            Kernel::PerLayerActivate => f.write_str("activation, times the own input -> f16 rows"),
+            Kernel::PerLayerProject { gemm } => {
+                write!(f, "projection of the own input (rows) -> f32: {gemm}")
+            }
+            Kernel::PostNorm { part, scales, next } => {
+                let output = match part {
+                    Part::Half(which) => half(which),
+                    Part::PerLayer => "the own input",
+                };
+                write!(f, "norm of {output}, add{}", factor(*scales))?;
                 write_next(f, next)
             }
             Kernel::Head { input, gemm } => write!(f, "head ({input}) -> f32: {gemm}"),

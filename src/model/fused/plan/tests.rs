@@ -1,13 +1,18 @@
 //! The plans of several models as a table, and their operations against `order`.
 
+mod gemma4;
+
 use std::fmt::Write as _;
+
+use gemma4::{GEMMA4_26B_A4B, GEMMA4_31B, GEMMA4_E2B};
 
 use super::*;
 use crate::cuda::WideClusters;
 use crate::model::order::{BlockOp, operations};
 use crate::model::spec::{
-    AttentionSpec, DeltaProjections, DenseMlpSpec, ExpertNames, ExpertsSpec, GatedDeltaSpec,
-    KeyValues, Mamba2Spec, MixerSpec, Scoring, SharedExpertSpec, SigmoidScoring,
+    AttentionSpec, BlockSpec, DeltaProjections, DenseMlpSpec, ExpertNames, ExpertsSpec,
+    GatedDeltaSpec, KeyValues, Mamba2Spec, MixerSpec, MlpSpec, NormPlacement, Scoring,
+    SharedExpertSpec, SigmoidScoring,
 };
 use crate::tensor::{DeltaShape, MambaShape};
 
@@ -101,7 +106,7 @@ const QWEN2_57B_A14B: Sizes = Sizes {
 };
 
 /// Three blocks and the head, with weights of this type.
-fn model(s: &Sizes, storage: WeightType) -> (Vec<BlockShape>, MatrixShape) {
+fn model(s: &Sizes, storage: WeightType) -> ModelShape {
     let shape = |rows, cols| MatrixShape {
         storage,
         rows,
@@ -118,7 +123,7 @@ fn model(s: &Sizes, storage: WeightType) -> (Vec<BlockShape>, MatrixShape) {
             post: s.post,
         },
         mixer: MixerShape::Attention {
-            qkv: [s.q, s.kv, s.kv].map(|rows| shape(rows, s.hidden)),
+            qkv: [s.q, s.kv, s.kv].map(|rows| shape(rows, s.hidden)).into(),
             gate: None,
             o: shape(s.hidden, s.q),
         },
@@ -129,6 +134,8 @@ fn model(s: &Sizes, storage: WeightType) -> (Vec<BlockShape>, MatrixShape) {
                 shared: shared.then_some(mlp),
             },
         },
+        per_layer: None,
+        scaled: false,
     };
     let mut blocks = vec![block; 3];
     if s.recurrent {
@@ -150,7 +157,11 @@ fn model(s: &Sizes, storage: WeightType) -> (Vec<BlockShape>, MatrixShape) {
             *gate = Some(shape(s.q, s.hidden));
         }
     }
-    (blocks, shape(s.vocab, s.hidden))
+    ModelShape {
+        blocks,
+        layer_inputs: None,
+        head: shape(s.vocab, s.hidden),
+    }
 }
 
 /// The operations that a step of a plan completes, each with its block. A fused norm counts where its statistics are computed, and the
@@ -162,7 +173,9 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
     let enter = |norm: Norm| match norm {
         Norm::Mixer(i) => vec![(i, BlockOp::Enter(Half::Mixer))],
         Norm::Mlp(i) => vec![(i, BlockOp::Enter(Half::Mlp))],
-        Norm::Head => Vec::new(),
+        Norm::Experts(i) => vec![(i, BlockOp::EnterExperts)],
+        // Parts of operations that a later kernel completes.
+        Norm::Router(_) | Norm::PerLayer(_) | Norm::Head => Vec::new(),
     };
     let next = |next: &Option<(Norm, Layout)>| next.map_or(Vec::new(), |(norm, _)| enter(norm));
     // The prologue of a GEMM leaves the previous half, and enters its own.
@@ -173,12 +186,16 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
                 Norm::Mlp(i) => (i, Half::Mixer),
                 Norm::Mixer(i) => (i - 1, Half::Mlp),
                 Norm::Head => (blocks.len() - 1, Half::Mlp),
+                other => panic!("{other:?} in a prologue"),
             };
             [vec![(before, BlockOp::Leave(half))], enter(norm)].concat()
         }
     };
     let own = |ops: &[BlockOp]| ops.iter().map(|&op| (block, op)).collect::<Vec<_>>();
+    let factor = |scales: bool| own(&[BlockOp::ScaleStream][..usize::from(scales)]);
     match &step.kernel {
+        // Not an operation of a block.
+        Kernel::LayerInputs { .. } => Vec::new(),
         Kernel::Normalize { norm, .. } => enter(*norm),
         Kernel::Qkv { input, .. } => [prologue(input), own(&[BlockOp::Qkv])].concat(),
         Kernel::Decode { .. } => own(&[BlockOp::Heads, BlockOp::Attend]),
@@ -225,8 +242,27 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
                 Then::Store | Then::StoreRow => own(&ops[..1]),
             }
         }
-        Kernel::PostNorm { half, next: norm } => {
-            [own(&[BlockOp::Leave(*half)]), next(norm)].concat()
+        Kernel::SumBeside { scales, next: norm } => {
+            let ops = [
+                BlockOp::Experts,
+                BlockOp::LeaveExperts,
+                BlockOp::Leave(Half::Mlp),
+            ];
+            [own(&ops), factor(*scales), next(norm)].concat()
+        }
+        Kernel::PerLayerGate { .. } => Vec::new(),
+        Kernel::PerLayerActivate => own(&[BlockOp::PerLayerGate]),
+        Kernel::PerLayerProject { .. } => own(&[BlockOp::PerLayerProject]),
+        Kernel::PostNorm {
+            part,
+            scales,
+            next: norm,
+        } => {
+            let leave = match part {
+                Part::Half(half) => BlockOp::Leave(*half),
+                Part::PerLayer => BlockOp::PerLayerLeave,
+            };
+            [own(&[leave]), factor(*scales), next(norm)].concat()
         }
         Kernel::Head { input, .. } => prologue(input),
     }
@@ -298,7 +334,7 @@ fn specs(sizes: &Sizes) -> Vec<BlockSpec> {
 }
 
 /// A model of Nemotron-H: Mamba-2, a mixture, attention, a mixture, attention, an MLP and attention, with the sizes of Nemotron 3 Nano.
-fn nemotron() -> (Vec<BlockShape>, MatrixShape, Vec<BlockSpec>) {
+fn nemotron() -> (ModelShape, Vec<BlockSpec>) {
     let of = |storage, rows, cols| MatrixShape {
         storage,
         rows,
@@ -316,7 +352,7 @@ fn nemotron() -> (Vec<BlockShape>, MatrixShape, Vec<BlockSpec>) {
         out: of(int8, hidden, width),
     };
     let attention = MixerShape::Attention {
-        qkv: [4096, 256, 256].map(|rows| of(nvfp4, rows, hidden)),
+        qkv: [4096, 256, 256].map(|rows| of(nvfp4, rows, hidden)).into(),
         gate: None,
         o: of(nvfp4, hidden, 4096),
     };
@@ -337,11 +373,22 @@ fn nemotron() -> (Vec<BlockShape>, MatrixShape, Vec<BlockSpec>) {
         pre: true,
         post: false,
     };
-    let shape = |(mixer, mlp)| BlockShape { norms, mixer, mlp };
-    let shapes: Vec<BlockShape> = halves.into_iter().map(shape).collect();
+    let shape = |(mixer, mlp)| BlockShape {
+        norms,
+        mixer,
+        mlp,
+        per_layer: None,
+        scaled: false,
+    };
+    let blocks: Vec<BlockShape> = halves.into_iter().map(shape).collect();
     let spec = |block: &BlockShape| nemotron_spec(norms, block);
-    let specs = shapes.iter().map(spec).collect();
-    (shapes, of(nvfp4, 131_072, hidden), specs)
+    let specs = blocks.iter().map(spec).collect();
+    let model = ModelShape {
+        blocks,
+        layer_inputs: None,
+        head: of(nvfp4, 131_072, hidden),
+    };
+    (model, specs)
 }
 
 /// The spec of a block of [`nemotron`].
@@ -376,6 +423,7 @@ fn nemotron_spec(norms: NormPlacement, block: &BlockShape) -> BlockSpec {
         mlp: match block.mlp {
             MlpShape::Dense(_) => MlpSpec::Dense(mlp),
             MlpShape::None => MlpSpec::None,
+            MlpShape::DenseAndExperts { .. } => panic!("{block:?}"),
             MlpShape::Experts { .. } => MlpSpec::Experts(ExpertsSpec {
                 count: 128,
                 per_token: 6,
@@ -459,12 +507,19 @@ fn plans_are_as_written_down() {
             &H200,
         ),
     ] {
-        let (blocks, head) = model(sizes, storage);
-        models.push((name, (blocks, head, specs(sizes)), hardware));
+        models.push((name, (model(sizes, storage), specs(sizes)), hardware));
     }
     models.push(("Nemotron 3 Nano, NVFP4 and int8, H200", nemotron(), &H200));
+    models.push(("Gemma 4 31B, NVFP4, H200", GEMMA4_31B.model(), &H200));
+    models.push((
+        "Gemma 4 26B-A4B, NVFP4, H200",
+        GEMMA4_26B_A4B.model(),
+        &H200,
+    ));
+    models.push(("Gemma 4 E2B, NVFP4, H200", GEMMA4_E2B.model(), &H200));
+    models.push(("Gemma 4 E2B, NVFP4, GB10", GEMMA4_E2B.model(), &GB10));
     let mut table = String::new();
-    for (name, (blocks, head, specs), hardware) in models {
+    for (name, (model, specs), hardware) in models {
         for (rows, is_step) in [
             (1, true),
             (8, true),
@@ -477,9 +532,9 @@ fn plans_are_as_written_down() {
         ] {
             let kind = if is_step { "a step" } else { "a prompt" };
             writeln!(table, "{name}, {kind} of {rows}").unwrap();
-            let steps = plan(&blocks, head, rows, is_step, hardware).unwrap();
+            let steps = plan(&model, rows, is_step, hardware).unwrap();
             table.push_str(&printed(&steps));
-            let completed = steps.iter().flat_map(|step| completed(step, &blocks));
+            let completed = steps.iter().flat_map(|step| completed(step, &model.blocks));
             let completed: Vec<_> = completed.collect();
             assert_eq!(completed, expected(&specs), "{name}, {kind} of {rows}");
         }

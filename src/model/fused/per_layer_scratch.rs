@@ -1,0 +1,34 @@
+//! Working memory of per-layer embeddings.
+
+use std::sync::Arc;
+
+use super::sizes::PerLayerSizes;
+use crate::base::Result;
+use crate::base::memory::Tag;
+use crate::cuda::{DeviceBuffer, Gpu};
+
+/// Working memory of the blocks' own inputs.
+pub(super) struct PerLayerScratch {
+    /// f32 `[rows, blocks, width]`: the inputs of all blocks, from the first kernels of a pass on.
+    pub(super) inputs: DeviceBuffer,
+    /// f32 `[rows]`: the factors of the norm before the projection of embeddings, and later before a gate.
+    pub(super) factors: DeviceBuffer,
+    /// f32 `[rows]`: the numbers by which the gated input of a block is divided.
+    pub(super) divisors: DeviceBuffer,
+}
+
+impl PerLayerScratch {
+    /// Memory for `rows` rows.
+    pub(super) fn new(
+        gpu: &Arc<Gpu>,
+        sizes: PerLayerSizes,
+        rows: usize,
+    ) -> Result<PerLayerScratch> {
+        let scratch = |elements: usize| DeviceBuffer::uninit(gpu, Tag::DeviceScratch, elements * 4);
+        Ok(PerLayerScratch {
+            inputs: scratch(rows * sizes.all)?,
+            factors: scratch(rows)?,
+            divisors: scratch(rows)?,
+        })
+    }
+}

@@ -1,0 +1,56 @@
+//! Names what no fused kernel supports.
+
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::model::spec::{Activation, BlockSpec, DenseMlpSpec, MlpSpec, Spec};
+
+/// A property of the model that has no fused kernel, if any.
+pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
+    let of = |(index, block): (usize, &BlockSpec)| {
+        let of_all_rows = block.mlp.of_all_rows();
+        let is_clamped = of_all_rows
+            .is_some_and(|mlp| matches!(mlp.activation, Activation::ClampedSwiglu { .. }));
+        let squares = |mlp: &DenseMlpSpec| mlp.activation == Activation::ReluSquared;
+        // Kernels after both halves of a block apply norms, factors and inputs of its own.
+        let is_whole = block.attention().is_some() && block.mlp != MlpSpec::None;
+        let ends_with_norms = block.norms.post && is_whole;
+        let what = match &block.mlp {
+            mlp if mlp.specs().any(|mlp| mlp.gated && squares(mlp)) => "a squared ReLU of a gate",
+            mlp if mlp.specs().any(|mlp| !mlp.gated && !squares(mlp)) => {
+                "an MLP without a gate whose activation is no squared ReLU"
+            }
+            MlpSpec::DenseAndExperts(..) if !ends_with_norms => {
+                "experts beside an MLP, and no norms after attention and MLP"
+            }
+            _ if block.per_layer.is_some() && !ends_with_norms => {
+                "an input of its own, and no norms after attention and MLP"
+            }
+            _ if block
+                .per_layer
+                .is_some_and(|own| own.activation.on_gpu().is_err()) =>
+            {
+                "an input of its own whose gate is neither SiLU nor GELU"
+            }
+            _ if block.scaled && !ends_with_norms => {
+                "a factor of its residual stream, and no norms after attention and MLP"
+            }
+            _ if is_clamped => "a clamped SwiGLU outside of experts",
+            MlpSpec::Experts(_) if block.norms.post => "a norm after its experts",
+            _ if !block.norms.pre => "no norm before attention and MLP",
+            _ => return None,
+        };
+        Some(format!(
+            "block {index} of this {} model has {what}",
+            spec.family
+        ))
+    };
+    spec.blocks.iter().enumerate().find_map(of)
+}
+
+/// Fails for a model that no fused kernel supports; the error names the unsupported property.
+pub(in crate::model) fn check_supported(spec: &Spec) -> Result<()> {
+    match unsupported(spec) {
+        None => Ok(()),
+        Some(what) => bail!(Unsupported, "{what}, for which there is no kernel on a GPU"),
+    }
+}
