@@ -94,6 +94,11 @@ head_kernels! { STORE_VALUES(StoreArguments):
     RopeStore, None, "rope_store_values_" [32 64 128] "";
     RopeStoreGeneral, None, "rope_store_values_" [80 96 192 256] "";
 }
+head_kernels! { STORE_ROWS(StoreRowsArguments):
+    RopeStore, None, "rope_store_rows_" [32 64 128] "";
+    RopeStoreGeneral, None, "rope_store_rows_" [192 256] "";
+    RopeStoreGeneral, None, "rope_store_rows_" [32 64 80 96 128 192 256] "_general";
+}
 head_kernels! { PREFILL(PrefillArguments):
     AttentionPrefill, None, "attention_prefill_" [32 64 128] "";
     AttentionPrefillWide, None, "attention_prefill_" [80 96 192 256] "";
@@ -109,6 +114,7 @@ pub(super) fn arguments() -> impl Iterator<Item = (&'static str, usize)> {
     sizes(DECODE)
         .chain(sizes(STORE_HEADS))
         .chain(sizes(STORE_VALUES))
+        .chain(sizes(STORE_ROWS))
         .chain(sizes(PREFILL))
 }
 
@@ -386,6 +392,7 @@ struct DecodeArguments {
     cap: f32,
     window: i32,
     fragment_major: i32,
+    stored: i32,
 }
 
 /// CTAs of the decode kernel per sequence without split-KV.
@@ -550,6 +557,64 @@ pub fn decode(
     out: &DeviceBuffer,
     layout: Layout,
 ) -> Result<()> {
+    let rows = DecodedRows {
+        qkv,
+        positions,
+        count: sequences,
+        stored: false,
+    };
+    decode_by(gpu, heads, cache, rows, division, workspace, out, layout)
+}
+
+/// Like [`decode`], with a row in the place of each sequence: several rows may be consecutive tokens of one sequence, whose blocks the table
+/// then lists for each of them. [`store_rows`] must have stored the keys and values of all rows.
+pub fn decode_stored(
+    gpu: &Gpu,
+    heads: &Heads<'_>,
+    cache: &CachedPages<'_>,
+    qkv: &DeviceBuffer,
+    positions: &DeviceBuffer,
+    rows: usize,
+    division: SplitKv,
+    workspace: &SplitKvWorkspace,
+    out: &DeviceBuffer,
+    layout: Layout,
+) -> Result<()> {
+    let rows = DecodedRows {
+        qkv,
+        positions,
+        count: rows,
+        stored: true,
+    };
+    decode_by(gpu, heads, cache, rows, division, workspace, out, layout)
+}
+
+/// The rows of [`decode`].
+#[derive(Clone, Copy)]
+struct DecodedRows<'a> {
+    qkv: &'a DeviceBuffer,
+    positions: &'a DeviceBuffer,
+    count: usize,
+    /// Whether their keys and values are stored already.
+    stored: bool,
+}
+
+fn decode_by(
+    gpu: &Gpu,
+    heads: &Heads<'_>,
+    cache: &CachedPages<'_>,
+    rows: DecodedRows<'_>,
+    division: SplitKv,
+    workspace: &SplitKvWorkspace,
+    out: &DeviceBuffer,
+    layout: Layout,
+) -> Result<()> {
+    let DecodedRows {
+        qkv,
+        positions,
+        count: sequences,
+        stored,
+    } = rows;
     heads.check_cache(cache)?;
     let width = (heads.shape.heads + 2 * heads.shape.kv_heads) * heads.shape.dim;
     let group = heads.shape.heads / heads.shape.kv_heads;
@@ -583,6 +648,7 @@ pub fn decode(
         cap: heads.cap_log2(),
         window: heads.window()?,
         fragment_major: i32::from(layout == Layout::FragmentMajor),
+        stored: i32::from(stored),
     };
     let (ring, cluster, received) = match division {
         SplitKv::Splits(_) => (Ring::of(gpu, blocks * sequences, heads.shape.dim), 1, 0),
@@ -684,6 +750,58 @@ pub fn store(
         by_head.of(rotate).run(gpu, &arguments)?;
         by_value.of(values).run(gpu, &arguments)
     }
+}
+
+#[repr(C)]
+struct StoreRowsArguments {
+    qkv: u64,
+    k_norm: u64,
+    positions: u64,
+    head: HeadOptions,
+    pages: Pages,
+    heads: i32,
+    before: i32,
+}
+
+/// Normalizes and rotates the keys of `rows` rows of f32 `qkv` `[rows, (heads + 2 kv_heads) dim]`, and stores keys and values in the cache.
+/// The block table has a row for each. `positions` (i32) holds their positions; with `before`, the rows lie one position before these, and
+/// at the first at least. Blocks must exist at these positions.
+pub fn store_rows(
+    gpu: &Gpu,
+    heads: &Heads<'_>,
+    cache: &CachedPages<'_>,
+    qkv: &DeviceBuffer,
+    positions: &DeviceBuffer,
+    rows: usize,
+    before: bool,
+) -> Result<()> {
+    heads.check_cache(cache)?;
+    let AttentionShape {
+        heads: q_heads,
+        kv_heads,
+        dim,
+        ..
+    } = heads.shape;
+    let width = (q_heads + 2 * kv_heads) * dim;
+    qkv.holds("rows of queries, keys and values", &[rows, width, 4])?;
+    positions.holds("positions", &[rows, 4])?;
+    let [.., store] = heads.units();
+    let arguments = StoreRowsArguments {
+        qkv: qkv.address(),
+        k_norm: heads.norms().1,
+        positions: positions.address(),
+        head: heads.options()?,
+        pages: cache.argument(rows, 0..rows)?,
+        heads: int("query heads", q_heads)?,
+        before: i32::from(before),
+    };
+    let grid = [rows as u32, (2 * kv_heads).div_ceil(4) as u32, 1];
+    let is_whole = rotates_whole(dim, heads.rotary_dim);
+    let kernel = one(STORE_ROWS, dim, |k| {
+        k.unit == store && k.name.ends_with("_general") != is_whole
+    })?;
+    // SAFETY: sizes were checked; the caller vouches for blocks and positions.
+    unsafe { Launch::new(grid, 128).of(kernel).run(gpu, &arguments) }
 }
 
 #[repr(C)]

@@ -11,6 +11,7 @@ pub mod calibrated;
 mod checks;
 mod convert;
 mod delta;
+mod drafter;
 mod driver;
 mod elementwise;
 mod experts;
@@ -35,11 +36,12 @@ mod unfused;
 mod units;
 
 pub use attention::{
-    CachedPages, Heads, KvShape, PAGE, SplitKv, SplitKvWorkspace, attention_units, decode, prefill,
-    store,
+    CachedPages, Heads, KvShape, PAGE, SplitKv, SplitKvWorkspace, attention_units, decode,
+    decode_stored, prefill, store, store_rows,
 };
 pub use bandwidth::{copy_bandwidth, read_bandwidth};
 pub use delta::{DeltaConstants, DeltaInputs, delta_conv, delta_norm, delta_rule};
+pub use drafter::{HiddenCopies, drafter_hidden, drafter_inputs};
 pub use driver::{
     Arena, Arenas, DeviceBuffer, DeviceSlice, Event, Gpu, Graph, HostStream, KeepContext,
     ManagedBuffer, Pinned, StagedBuffer, TARGETS, check_managed, compiler, count, open_gpus,

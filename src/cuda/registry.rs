@@ -7,8 +7,8 @@ use miniz_oxide::inflate::decompress_slice_iter_to_slice;
 use super::driver::{self, Attached, Gpu, KernelUnit, Source, compiler, target};
 use super::units::{Unit, fingerprint, source};
 use super::{
-    attention, bandwidth, calibrated, convert, delta, elementwise, experts, linear, mamba, operand,
-    quantize, row_norms, rows, sample, scaled_mm, tensor, training, unfused,
+    attention, bandwidth, calibrated, convert, delta, drafter, elementwise, experts, linear, mamba,
+    operand, quantize, row_norms, rows, sample, scaled_mm, tensor, training, unfused,
 };
 use crate::base::Result;
 use crate::base::error::err;
@@ -86,6 +86,7 @@ pub fn argument_bytes(kernel: &str) -> Option<usize> {
         calibrated::ARGUMENTS,
         convert::ARGUMENTS,
         delta::ARGUMENTS,
+        drafter::ARGUMENTS,
         elementwise::ARGUMENTS,
         experts::ARGUMENTS,
         mamba::ARGUMENTS,
