@@ -1,5 +1,6 @@
 //! A model lowered to fused kernels: the shapes for the planner, and the operands that the kernels need beside weights.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::memory::Memory;
@@ -7,11 +8,12 @@ use super::operands::{Mixture, glu_divisor, matrix, mixture, of_linear, shape};
 use super::plan::{self, BlockShape};
 use super::sizes::Sizes;
 use crate::base::Result;
+use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::cuda::{self, DeviceBuffer, Gpu, Hardware, Heads, HostTable, MatrixShape, Table, Unit};
 use crate::model::kv::KvCache;
 use crate::model::spec::{AttentionSpec, BlockSpec, Spec};
-use crate::model::weights::Weights;
+use crate::model::weights::{Block, Drafter, Weights};
 use crate::ops::Array;
 use crate::tensor::WeightType;
 
@@ -36,16 +38,19 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
         Unit::Argmax,
         Unit::Draw,
     ];
-    if spec.blocks.iter().any(|b| b.mlp.mixture().is_some()) {
+    if spec.drafter.is_some() {
+        units.push(Unit::DrafterRows);
+    }
+    if spec.all_blocks().any(|b| b.mlp.mixture().is_some()) {
         units.extend([Unit::ExpertsRoute, Unit::LinearExperts, Unit::ExpertsSum]);
     }
-    if spec.blocks.iter().any(|b| b.gated_delta().is_some()) {
+    if spec.all_blocks().any(|b| b.gated_delta().is_some()) {
         units.extend([Unit::DeltaConv, Unit::DeltaRule, Unit::DeltaNorm]);
     }
-    if spec.blocks.iter().any(|b| b.mamba2().is_some()) {
+    if spec.all_blocks().any(|b| b.mamba2().is_some()) {
         units.extend([Unit::MambaConv, Unit::MambaScan, Unit::MambaNorm]);
     }
-    for attention in spec.blocks.iter().filter_map(BlockSpec::attention) {
+    for attention in spec.all_blocks().filter_map(BlockSpec::attention) {
         for unit in attention_units(spec, attention) {
             if !units.contains(&unit) {
                 units.push(unit);
@@ -70,6 +75,34 @@ pub(in crate::model) struct Source<'a> {
     pub(in crate::model) kv: &'a KvCache,
 }
 
+impl<'a> Source<'a> {
+    /// The drafter's weights.
+    pub(super) fn drafter(self) -> Result<&'a Drafter> {
+        let drafter = self.weights.drafter.as_ref();
+        drafter.ok_or_else(|| err!(Internal, "the model has no drafter"))
+    }
+
+    /// The blocks, and that of the drafter after them.
+    fn blocks(self) -> impl Iterator<Item = (&'a Block, &'a BlockSpec)> + Clone {
+        let drafter = self.weights.drafter.iter().map(|drafter| &drafter.block);
+        let specs = self.spec.drafter.iter().map(|drafter| &drafter.block);
+        let weights = self.weights.blocks.iter().chain(drafter);
+        weights.zip(self.spec.blocks.iter().chain(specs))
+    }
+
+    /// A block by its number; that of the drafter comes after the others.
+    pub(super) fn block(self, index: usize) -> Result<(&'a Block, &'a BlockSpec)> {
+        match self.blocks().nth(index) {
+            Some(block) => Ok(block),
+            None => bail!(
+                Internal,
+                "block {index} of a model with {}",
+                self.blocks().count()
+            ),
+        }
+    }
+}
+
 /// The rotary frequencies of a set, f32 on the device.
 struct Frequencies {
     short: DeviceBuffer,
@@ -82,7 +115,10 @@ pub(in crate::model) struct Lowered {
     pub(super) gpu: Arc<Gpu>,
     pub(super) hardware: Hardware,
     pub(super) sizes: Sizes,
+    /// The blocks, that of the drafter last.
     pub(super) blocks: Vec<BlockShape>,
+    /// The projection of the drafter's inputs, if there is a drafter.
+    pub(super) drafter_fc: Option<MatrixShape>,
     pub(super) head: MatrixShape,
     /// The mixture of experts of each block that has one.
     pub(super) mixtures: Vec<Option<Mixture>>,
@@ -103,13 +139,18 @@ impl Lowered {
     ) -> Result<Lowered> {
         let Source { spec, weights, .. } = source;
         plan::check_supported(spec)?;
-        let pairs = weights.blocks.iter().zip(&spec.blocks);
+        let pairs = source.blocks();
         let mixtures = pairs.clone().map(|pair| mixture(gpu, pair));
         let mixtures = mixtures.collect::<Result<_>>()?;
         let blocks: Vec<BlockShape> = pairs.clone().map(shape).collect::<Result<_>>()?;
         let head = matrix(&weights.head)?.shape();
+        let drafter_fc = match &weights.drafter {
+            Some(drafter) => Some(of_linear(&drafter.fc)?.shape()),
+            None => None,
+        };
         let is_dense = |w: &MatrixShape| w.storage != WeightType::Nvfp4;
-        let dense = is_dense(&head) || blocks.iter().flat_map(BlockShape::matrices).any(is_dense);
+        let of_blocks = blocks.iter().flat_map(BlockShape::matrices);
+        let dense = of_blocks.chain([&head]).chain(&drafter_fc).any(is_dense);
         let sizes = Sizes::of(spec, dense)?;
         let upload = |values: &[f32]| DeviceBuffer::from_slice(gpu, Tag::DeviceWeights, values);
         let frequencies = spec.ropes.iter().map(|set| {
@@ -129,14 +170,16 @@ impl Lowered {
             hardware: Hardware::of(gpu)?,
             frequencies: frequencies.collect::<Result<_>>()?,
             blocks,
+            drafter_fc,
             head,
             mixtures,
             table,
             sizes,
         };
-        let attends = |index: &usize| spec.blocks[*index].attention().is_some();
-        for index in (0..spec.blocks.len()).filter(attends) {
-            lowered.heads(source, index, false)?.check()?;
+        for (index, (_, block)) in source.blocks().enumerate() {
+            if block.attention().is_some() {
+                lowered.heads(source, index, false)?.check()?;
+            }
         }
         Ok(lowered)
     }
@@ -144,6 +187,17 @@ impl Lowered {
     /// Bytes held here rather than with the weights: an embedding in host memory.
     pub(super) fn bytes(&self) -> usize {
         self.table.as_ref().map_or(0, HostTable::bytes)
+    }
+
+    /// The numbers of the model's own blocks.
+    pub(super) fn own_blocks(&self) -> Range<usize> {
+        0..self.blocks.len() - usize::from(self.drafter_fc.is_some())
+    }
+
+    /// The projection of the drafter's inputs.
+    pub(super) fn fc(&self) -> Result<MatrixShape> {
+        let fc = self.drafter_fc;
+        fc.ok_or_else(|| err!(Internal, "the model has no drafter"))
     }
 
     /// Whether a sequence with room for `capacity` positions uses the long RoPE table.
@@ -159,8 +213,9 @@ impl Lowered {
         block: usize,
         long: bool,
     ) -> Result<Heads<'a>> {
-        let spec = source.spec.blocks[block].required_attention()?;
-        let weights = source.weights.blocks[block].mixer.required_attention()?;
+        let (weights, spec) = source.block(block)?;
+        let spec = spec.required_attention()?;
+        let weights = weights.mixer.required_attention()?;
         let vector = |vector: &'a Option<Array>| vector.as_ref().and_then(|v| v.on_gpu().ok());
         let rotation = spec.rope.map(|rope| {
             let (set, frequencies) = (&source.spec.ropes[rope], &self.frequencies[rope]);
@@ -183,12 +238,22 @@ impl Lowered {
 
     /// Sets the residual stream to the embeddings of the first `rows` tokens in memory.
     pub(super) fn embed(&self, source: Source<'_>, rows: usize, memory: &Memory) -> Result<()> {
+        self.embed_to(source, rows, memory, &memory.residual)
+    }
+
+    /// Writes the embeddings of the first `rows` tokens in memory to `out`, f32 `[rows, hidden]`.
+    pub(super) fn embed_to(
+        &self,
+        source: Source<'_>,
+        rows: usize,
+        memory: &Memory,
+        out: &DeviceBuffer,
+    ) -> Result<()> {
         let table = match &self.table {
             Some(table) => Table::Host(table),
             None => Table::Device(of_linear(source.weights.table())?),
         };
         let scale = source.spec.embedding_scale;
-        let (tokens, residual) = (&memory.tokens, &memory.residual);
-        cuda::embed(&self.gpu, table, tokens, rows, scale, residual)
+        cuda::embed(&self.gpu, table, &memory.tokens, rows, scale, out)
     }
 }

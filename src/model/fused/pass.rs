@@ -11,11 +11,12 @@ use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::cuda::{
     self, Biased, CachedPages, DeviceBuffer, DeviceSlice, ExpertScratch, ExpertUnit, FusedNorm,
-    GemmPlan, Heads, Input, Layout, NextNorm, Output, ResidualRow, SharedExpert, SplitKv,
+    GemmPlan, Gpu, Heads, Input, Layout, NextNorm, Output, ResidualRow, SharedExpert, SplitKv,
+    SplitKvWorkspace,
 };
 use crate::model::order::Half;
-use crate::model::spec::DenseMlpSpec;
-use crate::model::weights::{Block, DenseMlp, Mlp, Weights};
+use crate::model::spec::{BlockSpec, DenseMlpSpec};
+use crate::model::weights::{Block, DenseMlp, Mlp};
 use crate::ops::Array;
 
 /// Rows of a prefill chunk of one sequence.
@@ -37,22 +38,63 @@ pub(super) struct Attention<'a> {
     pub(super) chunks: &'a [ChunkRows],
 }
 
+/// The type of [`cuda::decode`] and [`cuda::decode_stored`].
+type DecodeLauncher = fn(
+    &Gpu,
+    &Heads<'_>,
+    &CachedPages<'_>,
+    &DeviceBuffer,
+    &DeviceBuffer,
+    usize,
+    SplitKv,
+    &SplitKvWorkspace,
+    &DeviceBuffer,
+    Layout,
+) -> Result<()>;
+
+/// The blocks that a pass goes through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Through {
+    /// Those of the model.
+    Model,
+    /// That of the drafter.
+    Drafter,
+}
+
 /// A pass of rows through the blocks.
+#[derive(Clone, Copy)]
 pub(super) struct FusedPass<'a> {
     pub(super) lowered: &'a Lowered,
     pub(super) source: Source<'a>,
     pub(super) memory: &'a Memory,
+    pub(super) through: Through,
     pub(super) rows: usize,
     /// Segments of recurrent layers: the rows of a sequence after which its state is written.
     pub(super) segments: usize,
     pub(super) attention: Attention<'a>,
     /// Whether the long RoPE table applies.
     pub(super) long: bool,
+    /// Whether hidden rows take the place of those that the rows began with, for the pass after this one.
+    pub(super) hands_on: bool,
+    /// Whether the host gets copies of hidden rows. The positions of all rows are in memory then.
+    pub(super) copies: bool,
 }
 
 impl<'a> FusedPass<'a> {
-    fn block(&self, index: usize) -> (&'a Block, &'a Weights) {
-        (&self.source.weights.blocks[index], self.source.weights)
+    fn block(&self, index: usize) -> Result<&'a Block> {
+        Ok(self.source.block(index)?.0)
+    }
+
+    fn spec(&self, index: usize) -> Result<&'a BlockSpec> {
+        Ok(self.source.block(index)?.1)
+    }
+
+    /// Where rows with values that f16 cannot hold are noted.
+    pub(super) fn overflow(&self) -> Result<&'a DeviceBuffer> {
+        match self.through {
+            Through::Model => Ok(&self.memory.overflow),
+            Through::Drafter => Ok(&self.memory.drafter()?.faults),
+        }
     }
 
     /// Launches a step of the plan.
@@ -62,19 +104,21 @@ impl<'a> FusedPass<'a> {
         match &step.kernel {
             Kernel::Normalize { norm, layout } => self.normalize(*norm, *layout),
             Kernel::Qkv { input, gemm } => {
-                let attention = self.block(index).0.mixer.required_attention()?;
+                let attention = self.block(index)?.mixer.required_attention()?;
                 let [q, k, v] = attention.required_qkv()?;
                 let matrices = [biased(q)?, biased(k)?, biased(v)?];
-                let spec = self.source.spec.blocks[index].required_attention()?;
+                let spec = self.spec(index)?.required_attention()?;
                 let width = spec.qkv_width();
                 let out = &memory.projected;
                 self.linear(gemm, self.input(input)?, &matrices, Output::F32, out, width)
             }
-            Kernel::Decode { .. } | Kernel::StoreKv | Kernel::Prefill => {
-                self.attend(index, &step.kernel)
-            }
+            Kernel::Decode { .. }
+            | Kernel::StoreRows { .. }
+            | Kernel::DecodeStored { .. }
+            | Kernel::StoreKv
+            | Kernel::Prefill => self.attend(index, &step.kernel),
             Kernel::HeadGate { input, gemm } => {
-                let attention = self.block(index).0.mixer.required_attention()?;
+                let attention = self.block(index)?.mixer.required_attention()?;
                 let (Some(gate), Some(out)) = (&attention.gate, &memory.head_gate) else {
                     bail!(Internal, "block {index} has no gate of heads");
                 };
@@ -85,9 +129,7 @@ impl<'a> FusedPass<'a> {
                 let Some(gate) = &memory.head_gate else {
                     bail!(Internal, "block {index} has no gate of heads");
                 };
-                let width = self.source.spec.blocks[index]
-                    .required_attention()?
-                    .q_width();
+                let width = self.spec(index)?.required_attention()?.q_width();
                 let (gpu, y) = (&lowered.gpu, &memory.input);
                 cuda::gate_heads(gpu, y, *layout, gate, self.rows, width)
             }
@@ -127,7 +169,7 @@ impl<'a> FusedPass<'a> {
                     &memory.projected,
                     self.rows,
                     spec.intermediate_size,
-                    Some((&memory.overflow, index)),
+                    Some((self.overflow()?, index)),
                     &memory.inner,
                 )
             }
@@ -143,13 +185,13 @@ impl<'a> FusedPass<'a> {
                 &memory.projected,
                 self.rows,
                 self.mlp(index)?.0.intermediate_size,
-                (&memory.overflow, index),
+                (self.overflow()?, index),
                 &memory.inner,
             ),
             Kernel::Route => self.route(index),
             Kernel::ExpertsGateUp { gated } => {
                 let (Mixture { routing, table }, scratch) = self.mixture(index)?;
-                let Some(spec) = self.source.spec.blocks[index].mlp.mixture() else {
+                let Some(spec) = self.spec(index)?.mlp.mixture() else {
                     bail!(Internal, "block {index} has no experts");
                 };
                 let unit = match gated {
@@ -174,13 +216,16 @@ impl<'a> FusedPass<'a> {
             } => self.project(index, *half, *layout, *then, gemm),
             Kernel::PostNorm { half, next } => self.post_norm(index, *half, *next),
             Kernel::Head { input, gemm } => self.head(input, gemm),
+            Kernel::Hidden => self.hidden(),
+            Kernel::DrafterInputs => self.drafter_inputs(),
+            Kernel::ProjectDrafterInputs { gemm } => self.project_drafter_inputs(gemm),
         }
     }
 
     /// The MLP of a block that all rows use.
     fn mlp(&self, index: usize) -> Result<(&'a DenseMlpSpec, &'a DenseMlp)> {
-        let spec = self.source.spec.blocks[index].mlp.of_all_rows();
-        let weights = self.block(index).0.mlp.of_all_rows();
+        let spec = self.spec(index)?.mlp.of_all_rows();
+        let weights = self.block(index)?.mlp.of_all_rows();
         spec.zip(weights).ok_or_else(|| {
             err!(
                 Internal,
@@ -202,8 +247,12 @@ impl<'a> FusedPass<'a> {
 
     fn route(&self, index: usize) -> Result<()> {
         let memory = self.memory;
+        let unroutable = match self.through {
+            Through::Model => &memory.unroutable,
+            Through::Drafter => &memory.drafter()?.faults,
+        };
         let (mixture, scratch) = self.mixture(index)?;
-        let Mlp::Experts(experts) = &self.block(index).0.mlp else {
+        let Mlp::Experts(experts) = &self.block(index)?.mlp else {
             bail!(Internal, "block {index} has no router");
         };
         let gate = experts.shared.as_ref().and_then(|(_, gate)| gate.as_ref());
@@ -218,13 +267,13 @@ impl<'a> FusedPass<'a> {
             self.rows,
             scratch,
             &memory.linear,
-            (&memory.unroutable, index),
+            (unroutable, index),
         )
     }
 
     fn sum_experts(&self, index: usize, next: Option<(Norm, Layout)>) -> Result<()> {
         let (mixture, scratch) = self.mixture(index)?;
-        let spec = self.source.spec.blocks[index].mlp.mixture();
+        let spec = self.spec(index)?.mlp.mixture();
         let shared = spec
             .and_then(|spec| spec.shared)
             .map(|shared| SharedExpert {
@@ -263,14 +312,23 @@ impl<'a> FusedPass<'a> {
         let cache = self.source.kv;
         let table = &memory.tables[cache.group_of(index)?];
         let pages = |sequence| {
-            let unfit = Some(&memory.unfit);
+            let unfit = (self.through == Through::Model).then_some(&memory.unfit);
             cache.on_gpu(index, table, memory.pages, sequence, unfit)
         };
         let Attention {
             singles, chunks, ..
         } = self.attention;
         match kernel {
-            Kernel::Decode { layout } => self.decode(index, &heads, &pages(0)?, *layout),
+            Kernel::Decode { layout } => {
+                self.decode(index, &heads, &pages(0)?, *layout, cuda::decode)
+            }
+            Kernel::DecodeStored { layout } => {
+                self.decode(index, &heads, &pages(0)?, *layout, cuda::decode_stored)
+            }
+            Kernel::StoreRows { before } => {
+                let (qkv, positions) = (&memory.projected, &memory.positions);
+                cuda::store_rows(gpu, &heads, &pages(0)?, qkv, positions, self.rows, *before)
+            }
             Kernel::StoreKv => chunks.iter().try_for_each(|chunk| {
                 let (at, rows) = (chunk.rows.start, chunk.rows.len());
                 let (qkv, q) = (&memory.projected, &memory.inner);
@@ -279,7 +337,7 @@ impl<'a> FusedPass<'a> {
             }),
             Kernel::Prefill => {
                 if singles > 0 {
-                    self.decode(index, &heads, &pages(0)?, Layout::RowMajor)?;
+                    self.decode(index, &heads, &pages(0)?, Layout::RowMajor, cuda::decode)?;
                 }
                 chunks.iter().try_for_each(|chunk| {
                     let (at, rows) = (chunk.rows.start, chunk.rows.len());
@@ -295,20 +353,21 @@ impl<'a> FusedPass<'a> {
         }
     }
 
-    /// Stores keys and values of single tokens, and computes attention.
+    /// Computes attention of single tokens by `launch`, which is [`cuda::decode`] or [`cuda::decode_stored`].
     fn decode(
         &self,
         index: usize,
         heads: &Heads<'_>,
         pages: &CachedPages<'_>,
         layout: Layout,
+        launch: DecodeLauncher,
     ) -> Result<()> {
-        let spec = self.source.spec.blocks[index].required_attention()?;
+        let spec = self.spec(index)?.required_attention()?;
         let memory = self.memory;
         let Attention {
             singles, splits, ..
         } = self.attention;
-        cuda::decode(
+        launch(
             &self.lowered.gpu,
             heads,
             pages,
@@ -330,7 +389,7 @@ impl<'a> FusedPass<'a> {
         then: Then,
         gemm: &GemmPlan,
     ) -> Result<()> {
-        let (block, memory) = (self.block(index).0, self.memory);
+        let (block, memory) = (self.block(index)?, self.memory);
         let (input, weight) = match half {
             Half::Mixer => (layout.input(&memory.input, 1.0), block.mixer.last()?),
             Half::Mlp => {
@@ -355,7 +414,7 @@ impl<'a> FusedPass<'a> {
     }
 
     fn post_norm(&self, index: usize, half: Half, next: Option<(Norm, Layout)>) -> Result<()> {
-        let block = self.block(index).0;
+        let block = self.block(index)?;
         let norm = match half {
             Half::Mixer => &block.mixer_norms.post,
             Half::Mlp => &block.mlp_norms.post,
@@ -383,11 +442,14 @@ impl<'a> FusedPass<'a> {
         }))
     }
 
-    fn norm_weight(&self, norm: Norm) -> Result<&'a DeviceBuffer> {
+    pub(super) fn norm_weight(&self, norm: Norm) -> Result<&'a DeviceBuffer> {
         match norm {
-            Norm::Mixer(i) => on_gpu(&self.block(i).0.mixer_norms.pre),
-            Norm::Mlp(i) => on_gpu(&self.block(i).0.mlp_norms.pre),
-            Norm::Head => self.source.weights.norm.on_gpu(),
+            Norm::Mixer(i) => on_gpu(&self.block(i)?.mixer_norms.pre),
+            Norm::Mlp(i) => on_gpu(&self.block(i)?.mlp_norms.pre),
+            Norm::Head => match self.through {
+                Through::Model => self.source.weights.norm.on_gpu(),
+                Through::Drafter => self.source.drafter()?.norm.on_gpu(),
+            },
         }
     }
 
@@ -402,13 +464,21 @@ impl<'a> FusedPass<'a> {
         })
     }
 
+    /// The number of the block after those of the pass.
+    fn end(&self) -> usize {
+        match self.through {
+            Through::Model => self.lowered.own_blocks().end,
+            Through::Drafter => self.lowered.blocks.len(),
+        }
+    }
+
     /// Halves of blocks before a norm.
     fn halves_before(&self, norm: Norm) -> usize {
         let blocks = &self.lowered.blocks;
         let (block, own) = match norm {
             Norm::Mixer(i) => (i, 0),
             Norm::Mlp(i) => (i, blocks[i].halves().count() - 1),
-            Norm::Head => (blocks.len(), 0),
+            Norm::Head => (self.end(), 0),
         };
         let before = blocks[..block].iter().map(|block| block.halves().count());
         before.sum::<usize>() + own
@@ -432,12 +502,12 @@ impl<'a> FusedPass<'a> {
             half,
             ..
         } = self.memory;
-        let last = self.source.spec.blocks.len() - 1;
+        let last = self.end() - 1;
         let (post, x, sum) = match norm {
-            Norm::Mlp(i) => (&self.block(i).0.mixer_norms.post, residual, between),
+            Norm::Mlp(i) => (&self.block(i)?.mixer_norms.post, residual, between),
             Norm::Mixer(0) => bail!(Internal, "nothing is before the first norm"),
-            Norm::Mixer(i) => (&self.block(i - 1).0.mlp_norms.post, between, residual),
-            Norm::Head => (&self.block(last).0.mlp_norms.post, between, residual),
+            Norm::Mixer(i) => (&self.block(i - 1)?.mlp_norms.post, between, residual),
+            Norm::Head => (&self.block(last)?.mlp_norms.post, between, residual),
         };
         Ok(ResidualRow {
             y: half,

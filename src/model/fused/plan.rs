@@ -2,6 +2,9 @@
 //! device and the weights' types. Prints as a table, which a golden test compares.
 
 mod display;
+pub(super) mod drafter;
+
+use std::ops::Range;
 
 use crate::base::Result;
 use crate::base::error::bail;
@@ -75,6 +78,11 @@ pub(super) enum Kernel {
     Qkv { input: Normed, gemm: GemmPlan },
     /// Normalizes and rotates heads, stores keys and values, and computes attention, for one token of each of several sequences.
     Decode { layout: Layout },
+    /// Normalizes and rotates keys, and stores keys and values, for a row of each of several sequences, or for several rows of each whose
+    /// blocks are listed for each row. With `before`, at the position before each row's.
+    StoreRows { before: bool },
+    /// Normalizes and rotates heads, and computes attention, for rows whose keys and values [`Kernel::StoreRows`] has stored.
+    DecodeStored { layout: Layout },
     /// Normalizes and rotates heads, and stores keys and values, for rows of one sequence.
     StoreKv,
     /// Attention of the queries rotated by [`Kernel::StoreKv`].
@@ -140,6 +148,23 @@ pub(super) enum Kernel {
     },
     /// Logits.
     Head { input: Normed, gemm: GemmPlan },
+    /// The residual stream after the final norm, f32: hidden rows, from which the drafter guesses.
+    Hidden,
+    /// Embeddings of tokens, and their norms beside those of hidden rows: the input of the drafter's projection.
+    DrafterInputs,
+    /// The drafter's projection of both, which begins its residual stream.
+    ProjectDrafterInputs { gemm: GemmPlan },
+}
+
+/// The rows that go through blocks together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Rows {
+    /// Single tokens of sequences, and consecutive tokens of others. Logits of some rows are computed apart.
+    Ragged,
+    /// A decode step: one token of each sequence, with its logits.
+    Step,
+    /// Several tokens of each sequence, with the logits of all. Keys and values of all rows are stored before any is read.
+    Verification,
 }
 
 /// A kernel and its block; for the head, the number of blocks.
@@ -310,7 +335,7 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
             spec.family
         ))
     };
-    spec.blocks.iter().enumerate().find_map(of)
+    spec.all_blocks().enumerate().find_map(of)
 }
 
 /// Fails for a model that no fused kernel supports; the error names the unsupported property.
@@ -321,20 +346,22 @@ pub(in crate::model) fn check_supported(spec: &Spec) -> Result<()> {
     }
 }
 
-/// The kernels that take `rows` rows through all blocks: either a decode step, one token of each of `rows` sequences, with the logits at
-/// the end; or consecutive rows of one sequence.
+/// The kernels that take `rows` rows through the blocks `own` of `blocks`, with the logits of all rows at the end unless they are
+/// [`Rows::Ragged`].
 pub(super) fn plan(
     blocks: &[BlockShape],
+    own: Range<usize>,
     head: MatrixShape,
     rows: usize,
-    is_step: bool,
+    kind: Rows,
     hardware: &Hardware,
 ) -> Result<Vec<PlannedKernel>> {
     let mut planner = Planner {
         blocks,
+        own: own.clone(),
         head,
         rows,
-        is_step,
+        kind,
         hardware,
         steps: Vec::new(),
         known: None,
@@ -342,7 +369,7 @@ pub(super) fn plan(
         in_prologue: false,
     };
     planner.in_prologue = planner.makes_rows_in_prologues();
-    for index in 0..blocks.len() {
+    for index in own.clone() {
         for half in blocks[index].halves() {
             match half {
                 Half::Mixer => planner.mixer(index)?,
@@ -350,10 +377,10 @@ pub(super) fn plan(
             }
         }
     }
-    if is_step {
-        let input = planner.normed(Norm::Head, blocks.len());
+    if planner.has_logits() {
+        let input = planner.normed(Norm::Head, own.end);
         let gemm = self::head(head, &input, rows, hardware)?;
-        planner.push(blocks.len(), Kernel::Head { input, gemm });
+        planner.push(own.end, Kernel::Head { input, gemm });
     }
     Ok(planner.steps)
 }
@@ -378,9 +405,11 @@ pub(super) fn head_layout(head: MatrixShape, rows: usize, hardware: &Hardware) -
 
 struct Planner<'a> {
     blocks: &'a [BlockShape],
+    /// The blocks that are planned.
+    own: Range<usize>,
     head: MatrixShape,
     rows: usize,
-    is_step: bool,
+    kind: Rows,
     hardware: &'a Hardware,
     steps: Vec<PlannedKernel>,
     /// The norm that earlier kernels have already prepared, and where it is applied.
@@ -392,6 +421,11 @@ struct Planner<'a> {
 }
 
 impl Planner<'_> {
+    /// Whether the logits of all rows follow the last block.
+    fn has_logits(&self) -> bool {
+        self.kind != Rows::Ragged
+    }
+
     fn push(&mut self, block: usize, kernel: Kernel) {
         self.steps.push(PlannedKernel { block, kernel });
     }
@@ -441,7 +475,7 @@ impl Planner<'_> {
         };
         let own = self.blocks[block].halves().skip_while(|&own| own != half);
         let own = own.skip(1).map(|half| of(block, half));
-        let later = (block + 1..self.blocks.len())
+        let later = (block + 1..self.own.end)
             .flat_map(|block| self.blocks[block].halves().map(move |half| of(block, half)));
         own.chain(later).next().unwrap_or(Norm::Head)
     }
@@ -505,12 +539,17 @@ impl Planner<'_> {
             let gemm = self.gemm(&[gate], Output::F32, input.form())?;
             self.push(block, Kernel::HeadGate { input, gemm });
         }
-        let attended = match self.is_step {
-            true => {
+        let attended = match self.kind {
+            Rows::Step => {
                 self.push(block, Kernel::Decode { layout });
                 layout
             }
-            false => {
+            Rows::Verification => {
+                self.push(block, Kernel::StoreRows { before: false });
+                self.push(block, Kernel::DecodeStored { layout });
+                layout
+            }
+            Rows::Ragged => {
                 self.push(block, Kernel::StoreKv);
                 self.push(block, Kernel::Prefill);
                 Layout::RowMajor
@@ -572,7 +611,7 @@ impl Planner<'_> {
     /// The next norm, if the preceding kernel can apply it.
     fn normalized_next(&mut self, next: Norm) -> Option<(Norm, Layout)> {
         // The head takes only some rows of a prompt.
-        let is_known = self.is_step || next != Norm::Head;
+        let is_known = self.has_logits() || next != Norm::Head;
         let next = is_known.then(|| (next, self.layout_of(next)));
         self.known = next.map(|(norm, _)| (norm, Applied::Before));
         next
@@ -609,7 +648,7 @@ impl Planner<'_> {
             Then::StoreRow
         } else if self.blocks[block].norms.post {
             Then::Store
-        } else if self.is_step && self.has_factors && self.fuses_norm(matrix, layout, next) {
+        } else if self.has_logits() && self.has_factors && self.fuses_norm(matrix, layout, next) {
             self.known = Some((next, Applied::Epilogue));
             Then::AddAndNorm(next)
         } else {
@@ -629,9 +668,9 @@ impl Planner<'_> {
             self.served(takes, output, InputForm::Residual).is_some()
         };
         let glu = Output::Glu(Glu::default());
-        self.is_step
+        self.has_logits()
             && serves(&[self.head], Output::F32)
-            && self.blocks.iter().all(|block| {
+            && self.blocks[self.own.clone()].iter().all(|block| {
                 let gate_up = match &block.mlp {
                     MlpShape::Dense(mlp) => mlp.gate_up(),
                     MlpShape::Experts { .. } | MlpShape::None => None,
