@@ -38,7 +38,7 @@ pub(super) enum Selection {
     Drawn { penalties: bool },
 }
 
-/// What a recorded pass runs.
+/// The work of a recorded pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum GraphKind {
     /// A decode step, which the drafter follows with `follows`.

@@ -55,9 +55,9 @@ type DecodeLauncher = fn(
 /// The blocks that a pass goes through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Through {
-    /// Those of the model.
+    /// The blocks of the model.
     Model,
-    /// That of the drafter.
+    /// The one block of the drafter.
     Drafter,
 }
 
