@@ -20,9 +20,8 @@ use NVFP4::session::{
     ChatOptions, Eviction, Finish, GenerateOptions, Generation, MOST_DRAFTS, Piece,
     SamplingOptions, Session, SessionOptions, step,
 };
-use common::{
-    Copy, cases, change_tensor, expect_kind, golden, load, load_gguf, options, some_tokens, windows,
-};
+use common::drafters::{Guess, made};
+use common::{Copy, cases, expect_kind, golden, load, load_gguf, options, some_tokens, windows};
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
 
@@ -94,65 +93,6 @@ fn drafters_agree_with_transformers() {
             assert!(same.windows(2).all(|pair| pair[0] == pair[1]), "{case}");
         }
     }
-}
-
-/// The guesses of a drafter that is made by hand.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Guess {
-    /// As stored, with random weights.
-    Random,
-    /// The tokens that the model chooses.
-    Right,
-    /// The tokens that the model chooses, some of them wrong by an error.
-    Near,
-    /// The least probable token.
-    Wrong,
-}
-
-/// A copy of a case with such a drafter. But for random ones, the next token depends on the last token alone: mixers and MLPs add nothing.
-fn made(case: &str, guess: Guess) -> Copy {
-    let dir = Copy::of(case, "drafter");
-    if guess == Guess::Random {
-        return dir;
-    }
-    let bytes = fs::read(dir.0.join("model.safetensors")).unwrap();
-    let file = SafeTensors::deserialize(&bytes).unwrap();
-    let hidden = file.tensor("model.norm.weight").unwrap().shape()[0];
-    let last_norm = file.tensor("model.norm.weight").unwrap().data().to_vec();
-    let (last_norm, _) = last_norm.as_chunks::<4>();
-    let ends = ["o_proj.weight", "out_proj.weight", "down_proj.weight"];
-    for name in file.names() {
-        let is_of_drafter = name.starts_with("mtp.");
-        let is_near = guess == Guess::Near && name.contains("self_attn");
-        if ends.iter().any(|end| name.ends_with(end)) && !(is_of_drafter && is_near) {
-            change_tensor(&dir, name, |_, _, bytes| bytes.fill(0));
-        }
-    }
-    // The embedding passes through.
-    change_tensor(&dir, "mtp.fc.weight", |_, _, bytes| {
-        bytes.fill(0);
-        let one = half::bf16::ONE.to_le_bytes();
-        for row in 0..hidden {
-            let at = 2 * (row * 2 * hidden + row);
-            bytes[at..at + 2].copy_from_slice(&one);
-        }
-    });
-    change_tensor(&dir, "mtp.pre_fc_norm_embedding.weight", |_, _, bytes| {
-        bytes.fill(0)
-    });
-    change_tensor(&dir, "mtp.norm.weight", |_, _, bytes| {
-        for (to, from) in bytes.chunks_exact_mut(4).zip(last_norm) {
-            // Norms are offsets from one.
-            let factor = 1.0 + f32::from_le_bytes(*from);
-            let factor = if guess == Guess::Wrong {
-                -factor
-            } else {
-                factor
-            };
-            to.copy_from_slice(&(factor - 1.0).to_le_bytes());
-        }
-    });
-    dir
 }
 
 fn served(dir: &Copy) -> Arc<Served> {
@@ -462,7 +402,7 @@ fn refusals_name_what_is_wrong() {
     expect_kind(
         generate(&without, Some(2)),
         ErrorKind::Unsupported,
-        "drafts of a qwen3_5 model without a drafter (tensors mtp.*)",
+        "drafts of a qwen3_5 model without a drafter (tensors mtp.*); leave the number of drafted tokens out",
     );
     assert!(generate(&without, None).is_ok() && generate(&without, Some(0)).is_ok());
     expect_kind(

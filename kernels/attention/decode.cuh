@@ -6,7 +6,8 @@
 // instruction. The widest heads are taken by half pages: two warps have the same positions, and each has half of the values' elements.
 //
 // Pages pass through a ring in shared memory, which is filled before the kernel waits for its predecessor: the new token is handled
-// separately, and nothing else in the cache depends on that kernel. The last block of a sequence to finish combines the splits in a fixed
+// separately, and nothing else in the cache depends on that kernel. Where rows are consecutive tokens of one sequence, they depend on each
+// other: an earlier kernel stores their keys and values, for which the ring then waits. The last block of a sequence to finish combines the splits in a fixed
 // order. Alternatively the splits are a cluster, whose blocks send each other their partial results, and each block combines some of the
 // heads.
 #pragma once
@@ -45,6 +46,7 @@ struct Arguments {
     float cap;                  // of the scores, times log2(e); 0: none
     int window;                 // positions that a token sees, its own included; 0: all
     int fragment_major;
+    int stored;                 // whether an earlier kernel has stored all keys and values: rows may be consecutive tokens of one sequence
 };
 
 // The output of a sequence.
@@ -224,6 +226,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         }
         copy_async_commit();
     };
+    if (a.stored) wait_for_earlier_kernels();
 #pragma unroll 1
     for (int i = 0; i < STAGES; i++) load(i);
 #if __CUDA_ARCH__ >= 900
@@ -288,7 +291,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     for (int i = threadIdx.x; i < (HEADS - heads) * D; i += THREADS) q[heads + i / D][i % D] = 0;
     __syncthreads();
 
-    if (has_new) {
+    if (has_new && !a.stored) {
         u16 *to_key = keys<D>(a.pages, sequence, position, kv_head), *to_value = values<D>(a.pages, sequence, position, kv_head);
         for (int i = threadIdx.x; i < D; i += THREADS) {
             to_key[i] = new_key[i];

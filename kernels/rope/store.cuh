@@ -1,5 +1,5 @@
 // Between the projections and prefill attention, for rows of one sequence: applies norm and RoPE to queries and keys, and stores the new
-// keys and values in the cache.
+// keys and values in the cache. Also stores keys and values alone, of a row of each of several sequences.
 #pragma once
 #include "common/heads.cuh"
 #include "common/pages.cuh"
@@ -16,6 +16,16 @@ struct Arguments {
     int rows;
     int first_position;
     float scale;            // of the scores, times log2(e); applied to queries
+};
+
+struct RowsArguments {
+    const float* qkv;       // [rows, (heads + 2 kv_heads) D]
+    const float* k_norm;    // [D] or null
+    const int* positions;   // [rows]
+    HeadOptions head;
+    Pages pages;            // a row of the block table for each row
+    int heads;
+    int before;             // positions by which each row lies before its position in `positions`, but not before the first
 };
 
 constexpr int WARPS = 4;
@@ -82,7 +92,34 @@ __device__ __forceinline__ void store_values(const Arguments& a) {
     if (whole) *(uint4*)to = make_uint4(packed[0], packed[1], packed[2], packed[3]);
 }
 
+// Keys and values of single rows. Grid: (rows, ceil(2 kv_heads / WARPS)); a warp takes a key or a value.
+template <int D, int ROTARY>
+__device__ __forceinline__ void store_rows(const RowsArguments& a) {
+    wait_for_earlier_kernels();
+    int row = blockIdx.x, head = blockIdx.y * WARPS + threadIdx.x / WARP, kv_heads = a.pages.kv_heads;
+    if (head >= 2 * kv_heads) return;
+    int position = max(a.positions[row] - a.before, 0);
+    bool is_key = head < kv_heads, is_unfit = false;
+    float y[SLOTS<D>];
+    load_head<D>(a.qkv + ((size_t)row * (a.heads + 2 * kv_heads) + a.heads + head) * D, y);
+    if (is_key) {
+        float weight[SLOTS<D>];
+        load_norm<D>(a.k_norm, weight);
+        norm_and_rotate<D>(y, a.k_norm != nullptr, weight, a.head.eps, Rotation<D, ROTARY>(a.head, position), 1);
+    }
+    u16* to = is_key ? keys<D>(a.pages, row, position, head) : values<D>(a.pages, row, position, head - kv_heads);
+    int step = is_key ? 1 : PAGE;
+#pragma unroll
+    for (int j = 0; j < SLOTS<D>; j++) {
+        if (has_slot<D>(j)) to[(lane_id() + WARP * j) * step] = to_f16(y[j]);
+        is_unfit |= !fits_f16(y[j]);
+    }
+    note_unfit(a.pages, row, is_unfit);
+}
+
 #define HEADS(D, ROTARY, NAME) \
     extern "C" __global__ void __launch_bounds__(WARPS* WARP) NAME(const __grid_constant__ Arguments a) { heads<D, ROTARY>(a); }
 #define VALUES(D) \
     extern "C" __global__ void __launch_bounds__(D) rope_store_values_##D(const __grid_constant__ Arguments a) { store_values<D>(a); }
+#define ROWS(D, ROTARY, NAME) \
+    extern "C" __global__ void __launch_bounds__(WARPS* WARP) NAME(const __grid_constant__ RowsArguments a) { store_rows<D, ROTARY>(a); }

@@ -36,7 +36,7 @@ pub(super) struct SamplingArgs {
     #[arg(long)]
     ignore_stops: bool,
     /// Draft at most this many tokens a step, which one pass of the model verifies; 0 drafts none. By default a model with a drafter
-    /// drafts while that is faster. The answer is the same
+    /// drafts while that is faster. The answer is the same, on a GPU but for rounding
     #[arg(long)]
     drafts: Option<usize>,
     /// Compute every token from the whole sequence, without the KV cache, for comparison

@@ -4,12 +4,15 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use super::driver::{DeviceBuffer, Gpu, Kernel, Launch, int};
-use super::heads::{CachedPages, HeadOptions, Heads, PAGE, Pages, RowArgument, rotates_whole};
+use super::heads::{
+    CachedPages, HeadOptions, Heads, PAGE, Pages, RowArgument, RowHeads, rotates_whole,
+};
 use super::linear::{HALF_SM_ROWS, Layout};
 use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
+use crate::tensor::AttentionShape;
 
 /// Query heads that one CTA of the decode kernel serves.
 const BLOCK_HEADS: usize = 8;
@@ -96,6 +99,11 @@ head_kernels! { STORE_VALUES(StoreArguments):
     RopeStore, None, "rope_store_values_" [32 64 128] "";
     RopeStoreGeneral, None, "rope_store_values_" [80 96 192 256 512] "";
 }
+head_kernels! { STORE_ROWS(StoreRowsArguments):
+    RopeStore, None, "rope_store_rows_" [32 64 128] "";
+    RopeStoreGeneral, None, "rope_store_rows_" [192 256] "";
+    RopeStoreGeneral, None, "rope_store_rows_" [32 64 80 96 128 192 256] "_general";
+}
 head_kernels! { PREFILL(PrefillArguments):
     AttentionPrefill, None, "attention_prefill_" [32 64 128] "";
     AttentionPrefillWide, None, "attention_prefill_" [80 96 192 256] "";
@@ -112,6 +120,7 @@ pub(super) fn arguments() -> impl Iterator<Item = (&'static str, usize)> {
     sizes(DECODE)
         .chain(sizes(STORE_HEADS))
         .chain(sizes(STORE_VALUES))
+        .chain(sizes(STORE_ROWS))
         .chain(sizes(PREFILL))
 }
 
@@ -147,6 +156,7 @@ struct DecodeArguments {
     cap: f32,
     window: i32,
     fragment_major: i32,
+    stored: i32,
 }
 
 /// CTAs of the decode kernel per sequence without split-KV.
@@ -334,6 +344,64 @@ pub fn decode(
     out: &DeviceBuffer,
     layout: Layout,
 ) -> Result<()> {
+    let rows = DecodedRows {
+        qkv,
+        positions,
+        count: sequences,
+        stored: false,
+    };
+    decode_by(gpu, heads, cache, rows, division, workspace, out, layout)
+}
+
+/// Like [`decode`], with a row in the place of each sequence: several rows may be consecutive tokens of one sequence, whose blocks the table
+/// then lists for each of them. [`store_rows`] must have stored the keys and values of all rows.
+pub fn decode_stored(
+    gpu: &Gpu,
+    heads: &Heads<'_>,
+    cache: &CachedPages<'_>,
+    qkv: &DeviceBuffer,
+    positions: &DeviceBuffer,
+    rows: usize,
+    division: SplitKv,
+    workspace: &SplitKvWorkspace,
+    out: &DeviceBuffer,
+    layout: Layout,
+) -> Result<()> {
+    let rows = DecodedRows {
+        qkv,
+        positions,
+        count: rows,
+        stored: true,
+    };
+    decode_by(gpu, heads, cache, rows, division, workspace, out, layout)
+}
+
+/// The rows of [`decode`].
+#[derive(Clone, Copy)]
+struct DecodedRows<'a> {
+    qkv: &'a DeviceBuffer,
+    positions: &'a DeviceBuffer,
+    count: usize,
+    /// Whether their keys and values are stored already.
+    stored: bool,
+}
+
+fn decode_by(
+    gpu: &Gpu,
+    heads: &Heads<'_>,
+    cache: &CachedPages<'_>,
+    rows: DecodedRows<'_>,
+    division: SplitKv,
+    workspace: &SplitKvWorkspace,
+    out: &DeviceBuffer,
+    layout: Layout,
+) -> Result<()> {
+    let DecodedRows {
+        qkv,
+        positions,
+        count: sequences,
+        stored,
+    } = rows;
     heads.check_cache(cache)?;
     let width = heads.row_width();
     let group = heads.shape.heads / heads.shape.kv_heads;
@@ -368,6 +436,7 @@ pub fn decode(
         cap: heads.cap_log2(),
         window: heads.window()?,
         fragment_major: i32::from(layout == Layout::FragmentMajor),
+        stored: i32::from(stored),
     };
     let [unit, ..] = heads.units();
     let (ring, cluster, received) = match division {
@@ -471,6 +540,66 @@ pub fn store(
             _ => by_value.of(values).run(gpu, &arguments),
         }
     }
+}
+
+#[repr(C)]
+struct StoreRowsArguments {
+    qkv: u64,
+    k_norm: u64,
+    positions: u64,
+    head: HeadOptions,
+    pages: Pages,
+    heads: i32,
+    before: i32,
+}
+
+/// Normalizes and rotates the keys of `rows` rows of f32 `qkv` `[rows, (heads + 2 kv_heads) dim]`, and stores keys and values in the cache.
+/// The block table has a row for each. `positions` (i32) holds their positions; with `before`, the rows lie one position before these, and
+/// at the first at least. Blocks must exist at these positions.
+pub fn store_rows(
+    gpu: &Gpu,
+    heads: &Heads<'_>,
+    cache: &CachedPages<'_>,
+    qkv: &DeviceBuffer,
+    positions: &DeviceBuffer,
+    rows: usize,
+    before: bool,
+) -> Result<()> {
+    heads.check_cache(cache)?;
+    if heads.row != RowHeads::QueriesKeysValues || heads.value_norm {
+        bail!(
+            Unsupported,
+            "several rows of a sequence at once in attention with {:?}, values normalized: {}; only rows of queries, keys and values as they are can be stored so",
+            heads.row,
+            heads.value_norm
+        );
+    }
+    let AttentionShape {
+        heads: q_heads,
+        kv_heads,
+        dim,
+        ..
+    } = heads.shape;
+    let width = (q_heads + 2 * kv_heads) * dim;
+    qkv.holds("rows of queries, keys and values", &[rows, width, 4])?;
+    positions.holds("positions", &[rows, 4])?;
+    let [.., store] = heads.units();
+    let arguments = StoreRowsArguments {
+        qkv: qkv.address(),
+        k_norm: heads.norms().1,
+        positions: positions.address(),
+        head: heads.options()?,
+        pages: cache.argument(rows, 0..rows)?,
+        heads: int("query heads", q_heads)?,
+        before: i32::from(before),
+    };
+    let grid = [rows as u32, (2 * kv_heads).div_ceil(4) as u32, 1];
+    let is_whole = rotates_whole(dim, heads.rotary_dim);
+    let kernel = one(STORE_ROWS, dim, |k| {
+        k.unit == store && k.name.ends_with("_general") != is_whole
+    })?;
+    // SAFETY: sizes were checked; the caller vouches for blocks and positions.
+    unsafe { Launch::new(grid, 128).of(kernel).run(gpu, &arguments) }
 }
 
 #[repr(C)]

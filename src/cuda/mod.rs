@@ -11,6 +11,7 @@ pub mod calibrated;
 mod checks;
 mod convert;
 mod delta;
+mod drafter;
 mod driver;
 mod elementwise;
 mod expert_sums;
@@ -38,12 +39,13 @@ pub mod training;
 mod unfused;
 mod units;
 
-pub use attention::{SplitKv, SplitKvWorkspace, decode, prefill, store};
+pub use attention::{SplitKv, SplitKvWorkspace, decode, decode_stored, prefill, store, store_rows};
 pub use bandwidth::{copy_bandwidth, read_bandwidth};
 pub use delta::{
     DeltaConstants, DeltaInputs, DeltaProjected, delta_conv, delta_norm, delta_rule, delta_step,
     has_delta_step,
 };
+pub use drafter::{HiddenCopies, drafter_hidden, drafter_inputs};
 pub use driver::{
     Arena, Arenas, DeviceBuffer, DeviceSlice, Event, Gpu, Graph, HostStream, KeepContext,
     ManagedBuffer, Pinned, StagedBuffer, TARGETS, check_managed, compiler, count, open_gpus,

@@ -7,9 +7,9 @@ use miniz_oxide::inflate::decompress_slice_iter_to_slice;
 use super::driver::{self, Attached, Gpu, KernelUnit, Source, compiler, target};
 use super::units::{Unit, fingerprint, source};
 use super::{
-    attention, bandwidth, calibrated, convert, delta, elementwise, expert_sums, experts, linear,
-    mamba, operand, per_layer, quantize, router, row_norms, rows, sample, scaled_mm, tensor,
-    training, unfused,
+    attention, bandwidth, calibrated, convert, delta, drafter, elementwise, expert_sums, experts,
+    linear, mamba, operand, per_layer, quantize, router, row_norms, rows, sample, scaled_mm,
+    tensor, training, unfused,
 };
 use crate::base::Result;
 use crate::base::error::err;
@@ -87,6 +87,7 @@ pub fn argument_bytes(kernel: &str) -> Option<usize> {
         calibrated::ARGUMENTS,
         convert::ARGUMENTS,
         delta::ARGUMENTS,
+        drafter::ARGUMENTS,
         elementwise::ARGUMENTS,
         expert_sums::ARGUMENTS,
         experts::ARGUMENTS,

@@ -96,6 +96,7 @@ units! {
     CrossEntropy = "loss/cross_entropy.cu",
     Divergence = "loss/divergence.cu",
     L1 = "loss/l1.cu",
+    DrafterRows = "norm/drafter.cu",
     PostNorm = "norm/post_norm.cu",
     RmsNorm = "norm/rms_norm.cu",
     RmsNormF32 = "norm/rms_norm_f32.cu",

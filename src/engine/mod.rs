@@ -6,7 +6,7 @@ mod sequence;
 mod served;
 mod snapshots;
 
-pub use run::NewTokens;
+pub use run::{NewTokens, NextDrafts};
 pub use sequence::{Kept, REWIND, Sequence};
 pub use served::{Served, ServedInfo};
 pub use snapshots::{SNAPSHOT_POSITIONS, SNAPSHOTS};

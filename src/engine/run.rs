@@ -5,7 +5,7 @@ use super::served::Served;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::{
-    Batch, Choice, DrafterRows, HiddenBefore, Logits, Output, Scratch, Segment, Wanted,
+    Batch, Choice, DrafterRows, Drafting, HiddenBefore, Logits, Output, Scratch, Segment, Wanted,
 };
 
 /// Tokens that continue a sequence.
@@ -17,6 +17,15 @@ pub struct NewTokens<'a> {
     pub sequence: &'a mut Sequence,
     /// The requested output.
     pub wanted: Wanted<'a>,
+}
+
+/// A sequence to draft for.
+#[derive(Debug)]
+pub struct NextDrafts<'a> {
+    /// The sequence, which drafts.
+    pub sequence: &'a mut Sequence,
+    /// The choice of the first drafted token. Its history ends with the token after the sequence.
+    pub choice: Choice<'a>,
 }
 
 impl Served {
@@ -78,26 +87,39 @@ impl Served {
         }
     }
 
-    /// Up to `count` tokens that the drafter expects after the next token of a sequence that drafts, which is the last of the history of
-    /// `choice`. See [`Model::draft`](crate::model::Model::draft). The sequence keeps its positions, and has blocks for those of a
-    /// verification.
+    /// For each of `work`, up to `count` tokens that the drafter expects after the next token of a sequence that drafts. See
+    /// [`Model::draft`](crate::model::Model::draft). The sequences keep their positions, and have blocks for those of a verification. No more
+    /// tokens are drafted than the sequence with the least room has room for.
     pub fn draft(
         &self,
-        sequence: &mut Sequence,
-        choice: Choice<'_>,
+        work: &mut [NextDrafts<'_>],
         count: usize,
         scratch: &mut Scratch,
-    ) -> Result<Vec<u32>> {
-        let Some(next) = choice.history.last() else {
-            bail!(InvalidArgument, "drafts after an empty history");
-        };
-        let count = count.min(sequence.room());
-        let drafted = self.with_drafter(sequence, next, count, |rows| {
-            self.model().draft(rows, choice, count, scratch)
+    ) -> Result<Vec<Vec<u32>>> {
+        let mut next = Vec::with_capacity(work.len());
+        for own in work.iter() {
+            match own.choice.history.last() {
+                Some(&token) => next.push(token),
+                None => bail!(InvalidArgument, "drafts after an empty history"),
+            }
+        }
+        let choices: Vec<Choice<'_>> = work.iter().map(|own| own.choice).collect();
+        let mut sequences: Vec<&mut Sequence> =
+            work.iter_mut().map(|own| &mut *own.sequence).collect();
+        let room = sequences.iter().map(|sequence| sequence.room()).min();
+        let count = count.min(room.unwrap_or(0));
+        let drafted = self.with_drafter(&mut sequences, &next, count, |rows| {
+            let work = rows.iter().zip(&choices);
+            let work: Vec<Drafting<'_>> = work
+                .map(|(&row, &choice)| Drafting { row, choice })
+                .collect();
+            self.model().draft(&work, count, scratch)
         })?;
-        if drafted.is_empty() {
-            // No verification follows that needs the blocks.
-            sequence.give_up()?;
+        for (sequence, drafted) in sequences.into_iter().zip(&drafted) {
+            if drafted.is_empty() {
+                // No verification follows that needs the blocks.
+                sequence.give_up()?;
+            }
         }
         Ok(drafted)
     }
@@ -111,41 +133,53 @@ impl Served {
         scratch: &mut Scratch,
     ) -> Result<Vec<f32>> {
         let mut logits = Vec::new();
-        self.with_drafter(sequence, &next, 1, |rows| {
-            self.model().drafter_logits(rows, scratch, &mut logits)
+        self.with_drafter(&mut [sequence], &[next], 1, |rows| {
+            self.model().drafter_logits(rows[0], scratch, &mut logits)
         })?;
         Ok(logits)
     }
 
-    /// Calls `run` with the drafter's row of the last position of a sequence, which `next` follows, and with blocks for `count` rows.
+    /// Calls `run` with the drafter's rows of the last positions of sequences, which the tokens of `next` follow, and with blocks for `count`
+    /// rows of each.
     fn with_drafter<T>(
         &self,
-        sequence: &mut Sequence,
-        next: &u32,
+        sequences: &mut [&mut Sequence],
+        next: &[u32],
         count: usize,
-        run: impl FnOnce(DrafterRows<'_>) -> Result<T>,
+        run: impl FnOnce(&[DrafterRows<'_>]) -> Result<T>,
     ) -> Result<T> {
-        let Some(first) = sequence.len().checked_sub(1) else {
-            bail!(InvalidArgument, "drafts after a sequence without tokens");
-        };
-        if !sequence.drafts() || !sequence.is_of(self.model()) {
-            bail!(
-                InvalidArgument,
-                "drafts after a sequence that the drafter of this model does not follow"
-            );
+        for sequence in sequences.iter() {
+            if sequence.is_empty() {
+                bail!(InvalidArgument, "drafts after a sequence without tokens");
+            }
+            if !sequence.drafts() || !sequence.is_of(self.model()) {
+                bail!(
+                    InvalidArgument,
+                    "drafts after a sequence that the drafter of this model does not follow"
+                );
+            }
         }
         let _held = self.hold()?;
         let unknown = vec![0.0; self.spec().hidden_size];
-        let done = sequence.reserve_blocks(count).and_then(|()| {
-            run(DrafterRows {
-                tokens: std::slice::from_ref(next),
-                hidden: sequence.hidden().unwrap_or(&unknown),
-                first,
-                tables: sequence.tables(),
-                context: sequence.capacity(),
-            })
+        let mut all = sequences.iter_mut();
+        let reserved = all.try_for_each(|sequence| sequence.reserve_blocks(count));
+        let done = reserved.and_then(|()| {
+            let rows = sequences
+                .iter()
+                .zip(next)
+                .map(|(sequence, next)| DrafterRows {
+                    tokens: std::slice::from_ref(next),
+                    hidden: sequence.hidden().unwrap_or(&unknown),
+                    first: sequence.len() - 1,
+                    tables: sequence.tables(),
+                    context: sequence.capacity(),
+                });
+            run(&rows.collect::<Vec<_>>())
         });
-        done.or_else(|e| sequence.give_up().and(Err(e)))
+        done.or_else(|e| {
+            let mut all = sequences.iter_mut();
+            all.try_for_each(|sequence| sequence.give_up()).and(Err(e))
+        })
     }
 
     /// Takes blocks for the tokens, calls `run`, and commits what it ran.

@@ -17,7 +17,7 @@ pub enum Wanted<'a> {
     All,
     /// The next token. On a GPU the logits stay on the device.
     Token(Choice<'a>),
-    /// The tokens after as many of the segment's tokens as are right, on the CPU only.
+    /// The tokens after as many of the segment's tokens as are right.
     Verified(Verification<'a>),
 }
 

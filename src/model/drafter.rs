@@ -1,8 +1,10 @@
 //! Runs the drafter of a model: after each pass, for sequences that draft, its block over the positions whose next token the pass ran; and
-//! before a verification, one row a drafted token. Its keys and values are a layer of the cache after those of the blocks.
+//! before a verification, one row a drafted token. Its keys and values are a layer of the cache after those of the blocks. On a GPU fused
+//! passes do both.
 
 use super::batch::{Part, Segment};
 use super::block::{self, ReferencePass, Rows};
+use super::fused::{self, Executor, Guess};
 use super::kv::KvTables;
 use super::run::{Scratch, Slots, starts};
 use super::weights::Drafter;
@@ -26,8 +28,17 @@ pub struct DrafterRows<'a> {
     pub context: usize,
 }
 
+/// A sequence to draft for.
+#[derive(Clone, Copy, Debug)]
+pub struct Drafting<'a> {
+    /// The last position, and the token after it.
+    pub row: DrafterRows<'a>,
+    /// The choice of the first drafted token.
+    pub choice: Choice<'a>,
+}
+
 impl Model {
-    /// Whether it has a drafter that runs on its device.
+    /// Whether it has a drafter.
     pub fn has_drafter(&self) -> bool {
         self.weights().drafter.is_some()
     }
@@ -35,14 +46,9 @@ impl Model {
     fn drafter(&self) -> Result<&Drafter> {
         match &self.weights().drafter {
             Some(drafter) => Ok(drafter),
-            None if self.device().is_cuda() => bail!(
-                Unsupported,
-                "drafts on {}: a drafter runs on the CPU alone",
-                self.device().name()
-            ),
             None => bail!(
                 Unsupported,
-                "drafts of a {} model without a drafter (tensors mtp.*)",
+                "drafts of a {} model without a drafter (tensors mtp.*); leave the number of drafted tokens out",
                 self.spec().family
             ),
         }
@@ -138,17 +144,12 @@ impl Model {
         scratch: &mut Scratch,
         logits: &mut Vec<f32>,
     ) -> Result<Vec<f32>> {
-        let (drafter, width) = (self.drafter()?, self.spec().hidden_size);
-        let count = rows.tokens.len();
-        if count == 0 || rows.hidden.len() != count * width {
-            bail!(
-                InvalidArgument,
-                "{} numbers for the hidden rows of {count} tokens; each takes {width}, and there must be one",
-                rows.hidden.len()
-            );
-        }
-        self.check_tokens(rows.tokens)?;
+        let count = self.check_rows(&rows)?;
         let _turn = self.turn()?;
+        if let Some(executor) = &self.executor {
+            return self.drafter_logits_on_gpu(executor, rows, logits);
+        }
+        let (drafter, width) = (self.drafter()?, self.spec().hidden_size);
         self.run_drafter(&[rows], scratch)?;
         let (spec, last) = (self.spec(), (&drafter.norm, &self.weights().head));
         let s = &mut scratch.block;
@@ -164,27 +165,122 @@ impl Model {
         s.normed_row(width)
     }
 
-    /// Up to `count` tokens that may follow the first of `rows`, which is the only one: the token after a position and its hidden row. Each
-    /// is chosen from the drafter's logits as `choice` says, with a draw of the next number and the tokens before it as history, so that it
-    /// is the model's own choice where both have the same logits. Ends early at a token that cannot be chosen.
+    /// The number of rows of the drafter. Fails unless there are some, with a hidden row for each.
+    fn check_rows(&self, rows: &DrafterRows<'_>) -> Result<usize> {
+        self.check_drafter()?;
+        let (count, width) = (rows.tokens.len(), self.spec().hidden_size);
+        if count == 0 || rows.hidden.len() != count * width {
+            bail!(
+                InvalidArgument,
+                "{} numbers for the hidden rows of {count} tokens; each takes {width}, and there must be one",
+                rows.hidden.len()
+            );
+        }
+        self.check_tokens(rows.tokens)?;
+        Ok(count)
+    }
+
+    /// One row after another, as guesses run.
+    fn drafter_logits_on_gpu(
+        &self,
+        executor: &Executor,
+        rows: DrafterRows<'_>,
+        logits: &mut Vec<f32>,
+    ) -> Result<Vec<f32>> {
+        let (before, mut last) = (logits.len(), Vec::new());
+        let each = rows.hidden.chunks_exact(self.spec().hidden_size);
+        for (i, (&token, hidden)) in rows.tokens.iter().zip(each).enumerate() {
+            logits.truncate(before);
+            let guess = Guess {
+                token,
+                hidden,
+                position: rows.first + i,
+                tables: rows.tables,
+                context: rows.context,
+                choice: fused::GREEDY,
+            };
+            last = executor.drafter_logits(self.source()?, guess, logits)?;
+        }
+        Ok(last)
+    }
+
+    /// For each of `work`, which are of different sequences, up to `count` tokens that may follow the token of its row, which is the only
+    /// one. Each is chosen from the drafter's logits as its choice says, with a draw of the next number and the tokens before it as history,
+    /// so that it is the model's own choice where both have the same logits. Ends early at a token that cannot be chosen.
     pub fn draft(
         &self,
-        rows: DrafterRows<'_>,
-        choice: Choice<'_>,
+        work: &[Drafting<'_>],
+        count: usize,
+        scratch: &mut Scratch,
+    ) -> Result<Vec<Vec<u32>>> {
+        for Drafting { row, .. } in work {
+            match self.check_rows(row)? {
+                1 => {}
+                rows => bail!(
+                    InvalidArgument,
+                    "{rows} rows to draft from; expected one, of the last token"
+                ),
+            }
+        }
+        match &self.executor {
+            Some(executor) => self.draft_on_gpu(executor, work, count),
+            None => {
+                let each = work.iter().map(|own| self.draft_one(own, count, scratch));
+                each.collect()
+            }
+        }
+    }
+
+    fn draft_on_gpu(
+        &self,
+        executor: &Executor,
+        work: &[Drafting<'_>],
+        count: usize,
+    ) -> Result<Vec<Vec<u32>>> {
+        let mut drafted = vec![Vec::new(); work.len()];
+        // A pass has one table of rotary frequencies.
+        for long in [false, true] {
+            let of_table =
+                (0..work.len()).filter(|&i| executor.is_long(work[i].row.context) == long);
+            let of_table: Vec<usize> = of_table.collect();
+            for part in of_table.chunks(fused::BATCH) {
+                let guesses = part.iter().map(|&i| Guess {
+                    token: work[i].row.tokens[0],
+                    hidden: work[i].row.hidden,
+                    position: work[i].row.first,
+                    tables: work[i].row.tables,
+                    context: work[i].row.context,
+                    choice: work[i].choice,
+                });
+                let guesses: Vec<Guess<'_>> = guesses.collect();
+                let _turn = self.turn()?;
+                let tokens = executor.draft(self.source()?, &guesses, count)?;
+                part.iter()
+                    .zip(tokens)
+                    .for_each(|(&i, tokens)| drafted[i] = tokens);
+            }
+        }
+        Ok(drafted)
+    }
+
+    fn draft_one(
+        &self,
+        work: &Drafting<'_>,
         count: usize,
         scratch: &mut Scratch,
     ) -> Result<Vec<u32>> {
+        let Drafting { row, choice } = *work;
         let mut history = choice.history.to_vec();
-        let (mut drafted, mut hidden) = (Vec::new(), rows.hidden.to_vec());
-        let (mut logits, mut token) = (Vec::new(), rows.tokens.to_vec());
+        let (mut drafted, mut hidden) = (Vec::new(), row.hidden.to_vec());
+        let (mut logits, mut token) = (Vec::new(), row.tokens.to_vec());
         let mut sampling = sample::SampleScratch::default();
         for i in 0..count {
             call::check()?;
             let row = DrafterRows {
                 tokens: &token,
                 hidden: &hidden,
-                first: rows.first + i,
-                ..rows
+                first: row.first + i,
+                ..row
             };
             logits.clear();
             hidden = self.drafter_logits(row, scratch, &mut logits)?;

@@ -18,6 +18,7 @@ mod order;
 pub mod placement;
 mod rope;
 mod run;
+mod run_on_gpu;
 pub mod spec;
 mod stored_rows;
 pub mod support;
@@ -51,7 +52,7 @@ pub use crate::ops::attention::KvType;
 pub use crate::ops::linear::Activations;
 pub use crate::ops::sample::{Choice, SamplingOptions};
 pub use batch::{Batch, HiddenBefore, Output, Segment, Verification, Wanted};
-pub use drafter::DrafterRows;
+pub use drafter::{DrafterRows, Drafting};
 pub use families::{open, open_bytes};
 pub use options::LoadOptions;
 pub use rope::{LongRope, RopeSet};
@@ -262,10 +263,6 @@ impl Model {
         options.activations.check(&options.device)?;
         let mut spec = spec_with_frequencies(&*checkpoint)?;
         let device = &options.device;
-        if device.is_cuda() {
-            // The kernels of a GPU draft no tokens.
-            spec.drafter = None;
-        }
         let load = || {
             load::load(
                 checkpoint.clone(),

@@ -1,17 +1,16 @@
 //! Runs a model. [`Model::run`] is the only way through the weights: it divides a batch into passes, run by the reference block on the CPU
-//! and by fused kernels on a GPU, runs one call at a time, and gives each slot an output or its fault.
+//! and by fused kernels on a GPU (`run_on_gpu`), runs one call at a time, and gives each slot an output or its fault.
 
 use std::sync::Mutex;
 
 use super::batch::{Batch, Divided, Output, Part, PassLimits, Segment, Wanted, passes};
 use super::block::{self, Rows};
-use super::fused::{self, Executor, Source};
+use super::fused::{Executor, Source};
 use super::kv::KvArena;
 use super::{KvType, Model};
 use crate::base::error::{bail, err};
 use crate::base::turns::Turn;
 use crate::base::{Error, Result, call};
-use crate::cuda;
 use crate::ops::Slice;
 use crate::ops::sample::{self, Choice};
 
@@ -62,20 +61,20 @@ impl Default for Scratch {
 
 /// The rows of a pass with requested logits, in the order of slots.
 #[derive(Default)]
-struct RowsWanted {
+pub(super) struct RowsWanted {
     /// Rows whose logits are returned, each with its slot.
-    logits: Vec<(usize, usize)>,
+    pub(super) logits: Vec<(usize, usize)>,
     /// Rows from which tokens are chosen.
-    tokens: Vec<ChosenRow>,
+    pub(super) tokens: Vec<ChosenRow>,
 }
 
 /// A row from which a token is chosen.
 #[derive(Clone, Copy)]
-struct ChosenRow {
-    row: usize,
-    slot: usize,
+pub(super) struct ChosenRow {
+    pub(super) row: usize,
+    pub(super) slot: usize,
     /// The number of the row in its segment.
-    index: usize,
+    pub(super) index: usize,
 }
 
 /// Outputs of a batch's slots so far.
@@ -102,7 +101,7 @@ impl Slots {
     }
 
     /// Assigns the next row of logits to a slot. The rows of a slot are consecutive.
-    fn add_row(&mut self, slot: usize) {
+    pub(super) fn add_row(&mut self, slot: usize) {
         if let Ok(Output::Logits(rows)) = &mut self.outputs[slot] {
             if rows.start == rows.end {
                 *rows = self.rows..self.rows;
@@ -112,7 +111,7 @@ impl Slots {
         self.rows += 1;
     }
 
-    fn choose(&mut self, slot: usize, token: Result<u32>) {
+    pub(super) fn choose(&mut self, slot: usize, token: Result<u32>) {
         if self.outputs[slot].is_ok() {
             self.outputs[slot] = token.map(Output::Token);
         }
@@ -120,7 +119,13 @@ impl Slots {
 
     /// Adds the token after row `index` of a verified segment, if all of its tokens up to that row are right. Only the first row can fail:
     /// later ones run again, with tokens that were chosen.
-    fn verify(&mut self, slot: usize, segment: &Segment<'_>, index: usize, token: Result<u32>) {
+    pub(super) fn verify(
+        &mut self,
+        slot: usize,
+        segment: &Segment<'_>,
+        index: usize,
+        token: Result<u32>,
+    ) {
         let Ok(Output::Verified(chosen)) = &mut self.outputs[slot] else {
             return;
         };
@@ -151,7 +156,7 @@ impl Slots {
     }
 
     /// Records a fault, unless the slot already has one.
-    fn fail(&mut self, slot: usize, fault: Error) {
+    pub(super) fn fail(&mut self, slot: usize, fault: Error) {
         if self.outputs[slot].is_ok() {
             self.outputs[slot] = Err(fault);
         }
@@ -198,8 +203,7 @@ impl Model {
         for segment in &batch.segments {
             self.check_tokens(segment.tokens)?;
             self.check_blocks(segment)?;
-            let verifies = matches!(segment.wanted, Wanted::Verified(_));
-            if segment.drafts_after.is_some() || verifies && executor.is_some() {
+            if segment.drafts_after.is_some() {
                 self.check_drafter()?;
             }
         }
@@ -214,7 +218,7 @@ impl Model {
         let mut slots = Slots::of(&batch, self.spec().vocab_size, logits);
         let result = match executor {
             None => self.run_on_host(&batch, scratch, logits, &mut slots),
-            Some(executor) => self.run_on_gpu(executor, &batch, logits, &mut slots),
+            Some(executor) => self.run_on_gpu(executor, &batch, scratch, logits, &mut slots),
         };
         match result {
             Ok(()) => Ok(slots.outputs),
@@ -351,116 +355,7 @@ impl Model {
         }
     }
 
-    fn run_on_gpu(
-        &self,
-        executor: &Executor,
-        batch: &Batch<'_>,
-        logits: &mut Vec<f32>,
-        slots: &mut Slots,
-    ) -> Result<()> {
-        let segments = &batch.segments;
-        let is_long: Vec<bool> = segments
-            .iter()
-            .map(|segment| executor.is_long(segment.context))
-            .collect();
-        let alike = is_long.iter().all(|long| *long == is_long[0]);
-        // A pass has one table of rotary frequencies.
-        for long in [false, true] {
-            let group: Vec<usize> = (0..segments.len())
-                .filter(|i| is_long[*i] == long)
-                .collect();
-            let is_step = group.iter().all(|&i| is_step(&segments[i]));
-            if group.is_empty() {
-                continue;
-            }
-            if !is_step {
-                self.run_ragged(executor, segments, &group, logits, slots)?;
-                continue;
-            }
-            for steps in group.chunks(fused::BATCH) {
-                let turn = self.turn()?;
-                // If another call waits, it will run other sequences next.
-                let look_ahead =
-                    batch.look_ahead && alike && steps.len() == segments.len() && !turn.ends();
-                let of_step: Vec<&Segment<'_>> =
-                    steps.iter().map(|&slot| &segments[slot]).collect();
-                let done = executor.step(self.source()?, &of_step, look_ahead, logits)?;
-                for ((&slot, step), token) in steps.iter().zip(&of_step).zip(done) {
-                    if !matches!(step.wanted, Wanted::Token(_)) {
-                        slots.add_row(slot);
-                    }
-                    match token {
-                        Ok(Some(token)) => slots.choose(slot, Ok(token)),
-                        Ok(None) => {}
-                        Err(fault) => slots.fail(slot, fault),
-                    }
-                }
-                call::add(steps.len() as u64);
-            }
-        }
-        Ok(())
-    }
-
-    /// Runs segments of a group, of any lengths. Each pass has single tokens first, then prefill chunks.
-    fn run_ragged(
-        &self,
-        executor: &Executor,
-        segments: &[Segment<'_>],
-        group: &[usize],
-        logits: &mut Vec<f32>,
-        slots: &mut Slots,
-    ) -> Result<()> {
-        let mut order = group.to_vec();
-        order.sort_by_key(|&i| segments[i].tokens.len() > 1);
-        let of_order = order.iter().map(|&slot| Divided::of(slot, &segments[slot]));
-        let limits = PassLimits {
-            rows: fused::ROWS,
-            segments: fused::BATCH,
-            // A convolution that goes on where a pass ended needs a few rows before the next state that is kept; blocks of keys and values
-            // begin here too.
-            border: cuda::PAGE,
-        };
-        for mut parts in passes(of_order, limits) {
-            // The end of a prompt may be a single token.
-            parts.sort_by_key(|part| part.tokens.len() > 1);
-            let _turn = self.turn()?;
-            let wanted = rows_wanted(segments, &parts);
-            let of_pass: Vec<fused::PromptChunk<'_>> = parts
-                .iter()
-                .map(|part| {
-                    let segment = &segments[part.slot];
-                    fused::PromptChunk {
-                        tokens: &segment.tokens[part.tokens.clone()],
-                        tables: segment.tables,
-                        context: segment.context,
-                        first: segment.first + part.tokens.start,
-                        states: segment.tables.state().parts_of_pass(
-                            segment.first + part.tokens.start,
-                            segment.first + part.tokens.end,
-                        ),
-                    }
-                })
-                .collect();
-            let mut pass = executor.run(self.source()?, &of_pass)?;
-            pass.logits(&rows(&wanted.logits), logits)?;
-            wanted
-                .logits
-                .iter()
-                .for_each(|&(_, slot)| slots.add_row(slot));
-            let choices = choices(segments, &wanted.tokens);
-            let chosen = pass.choose(&chosen_rows(&wanted.tokens), &choices)?;
-            for (row, fault) in pass.faults()? {
-                slots.fail(slot_of(&parts, row), fault);
-            }
-            for (at, token) in wanted.tokens.iter().zip(chosen) {
-                slots.choose(at.slot, token);
-            }
-            call::add(of_pass.iter().map(|chunk| chunk.tokens.len() as u64).sum());
-        }
-        Ok(())
-    }
-
-    fn source(&self) -> Result<Source<'_>> {
+    pub(super) fn source(&self) -> Result<Source<'_>> {
         Ok(Source {
             spec: self.spec(),
             weights: self.weights(),
@@ -565,7 +460,7 @@ pub(super) fn starts(parts: &[Part]) -> Vec<usize> {
 }
 
 /// The slot that a row of a pass belongs to.
-fn slot_of(parts: &[Part], row: usize) -> usize {
+pub(super) fn slot_of(parts: &[Part], row: usize) -> usize {
     let mut starts = starts(parts).into_iter().zip(parts).rev();
     starts
         .find(|(start, _)| *start <= row)
@@ -578,7 +473,7 @@ fn tokens_of(segments: &[Segment<'_>], parts: &[Part]) -> Vec<u32> {
 }
 
 /// The rows of a pass with requested logits.
-fn rows_wanted(segments: &[Segment<'_>], parts: &[Part]) -> RowsWanted {
+pub(super) fn rows_wanted(segments: &[Segment<'_>], parts: &[Part]) -> RowsWanted {
     let mut wanted = RowsWanted::default();
     for (start, part) in starts(parts).into_iter().zip(parts) {
         let segment = &segments[part.slot];
@@ -608,27 +503,22 @@ fn rows_wanted(segments: &[Segment<'_>], parts: &[Part]) -> RowsWanted {
     wanted
 }
 
-fn rows(wanted: &[(usize, usize)]) -> Vec<usize> {
+pub(super) fn rows(wanted: &[(usize, usize)]) -> Vec<usize> {
     wanted.iter().map(|&(row, _)| row).collect()
 }
 
-fn chosen_rows(wanted: &[ChosenRow]) -> Vec<usize> {
+pub(super) fn chosen_rows(wanted: &[ChosenRow]) -> Vec<usize> {
     wanted.iter().map(|at| at.row).collect()
 }
 
 /// The choice settings of these rows.
-fn choices<'a>(segments: &[Segment<'a>], wanted: &[ChosenRow]) -> Vec<Choice<'a>> {
+pub(super) fn choices<'a>(segments: &[Segment<'a>], wanted: &[ChosenRow]) -> Vec<Choice<'a>> {
     let choice = |at: &ChosenRow| match segments[at.slot].wanted {
         Wanted::Token(choice) => Some(choice),
         Wanted::Verified(how) => Some(how.choice(at.index, segments[at.slot].tokens.len())),
         _ => None,
     };
     wanted.iter().filter_map(choice).collect()
-}
-
-/// Whether a decode step can run the segment.
-fn is_step(segment: &Segment<'_>) -> bool {
-    segment.tokens.len() == 1 && !matches!(segment.wanted, Wanted::Nothing)
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use super::options::{GenerateOptions, MOST_DRAFTS};
 use super::{Sampler, Session};
 use crate::base::error::bail;
 use crate::base::{ErrorKind, Result, call, memory};
-use crate::engine::NewTokens;
+use crate::engine::{NewTokens, NextDrafts};
 use crate::model::{Output, Verification, Wanted};
 
 /// Tokens that a step drafts at most where options do not say.
@@ -169,8 +169,11 @@ impl Session {
         count: usize,
     ) -> Result<Vec<u32>> {
         let (cache, scratch) = (&mut self.cache, &mut self.scratch);
-        let choice = sampler.choice(&self.tokens);
-        let drafted = self.model.draft(cache, choice, count, scratch)?;
+        let work = &mut [NextDrafts {
+            sequence: cache,
+            choice: sampler.choice(&self.tokens),
+        }];
+        let drafted = self.model.draft(work, count, scratch)?.concat();
         if drafted.is_empty() {
             return Ok(drafted);
         }

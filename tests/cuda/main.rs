@@ -9,6 +9,7 @@ mod attention;
 mod calibrated;
 mod compare;
 mod delta;
+mod drafts;
 mod experts;
 mod fused;
 mod int8;

@@ -285,8 +285,8 @@ namespace LibNVFP4
         // 1 passes each token's log-probability to the callback, which copies the logits of each token to the host. Default: 0.
         internal int LogProbabilities;
         // The most tokens that the model's drafter guesses in a step, for one pass of the model to verify, up to 16; -1 drafts none. A
-        // number is refused for a model without a drafter, and on a GPU. The generated tokens are the same. Default: 0, which drafts on the
-        // CPU if the model has a drafter, while that is faster.
+        // number is refused for a model without a drafter. The generated tokens are the same, on a GPU but for rounding. Default: 0, which
+        // drafts if the model has a drafter, while that is faster.
         internal int Drafts;
         // The most tokens to generate. Default: SIZE_MAX, as many as fit in the context. With 0 a prompt is run and nothing is generated.
         internal UIntPtr MaxTokens;

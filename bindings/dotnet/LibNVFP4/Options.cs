@@ -311,7 +311,7 @@ namespace LibNVFP4
         /// <summary>Whether handlers get each token's log-probability, which copies the logits of each token to the host. Default: no.</summary>
         public bool LogProbabilities { get => Raw.LogProbabilities != 0; set => Raw.LogProbabilities = Interop.Flag(value); }
 
-        /// <summary>The most tokens that the model's drafter guesses in a step, for one pass of the model to verify, up to 16; -1 drafts none. The generated tokens are the same. Default: 0, which drafts on the CPU if the model has a drafter, while that is faster.</summary>
+        /// <summary>The most tokens that the model's drafter guesses in a step, for one pass of the model to verify, up to 16; -1 drafts none. The generated tokens are the same, on a GPU but for rounding. Default: 0, which drafts if the model has a drafter, while that is faster.</summary>
         public int Drafts { get => Raw.Drafts; set => Raw.Drafts = value; }
 
         /// <summary>The most tokens to generate. With 0 a prompt is run and nothing is generated. Default: as many as fit in the context.</summary>

@@ -302,6 +302,23 @@ impl Pinned {
         Some(unsafe { self.data.cast::<i32>().add(index).read_volatile() })
     }
 
+    /// Copies f32 from number `first` on to `out`, which a kernel has written and whose work is known to have run. Fails past the end.
+    pub fn read_f32(&self, first: usize, out: &mut [f32]) -> Result<()> {
+        if self.bytes / 4 < first.saturating_add(out.len()) {
+            bail!(
+                Internal,
+                "{} floats from {first} on of {} bytes of page-locked memory",
+                out.len(),
+                self.bytes
+            );
+        }
+        for (i, value) in out.iter_mut().enumerate() {
+            // SAFETY: within the allocation, which is aligned to more; volatile, since the device wrote it.
+            *value = unsafe { self.data.cast::<f32>().add(first + i).read_volatile() };
+        }
+        Ok(())
+    }
+
     /// The first word, which device and host may change at any time; `None` if it has none.
     pub(in crate::cuda) fn word(&self) -> Option<&AtomicU32> {
         // SAFETY: within the allocation, which is aligned to more, and used as an atomic while it is borrowed.

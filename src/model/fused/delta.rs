@@ -41,8 +41,8 @@ impl<'a> Layer<'a> {
 
 impl<'a> FusedPass<'a> {
     fn delta(&self, index: usize) -> Result<Layer<'a>> {
-        let spec = &self.source.spec.blocks[index].mixer;
-        let parts = match (spec, &self.source.weights.blocks[index].mixer) {
+        let (weights, spec) = self.source.block(index)?;
+        let parts = match (&spec.mixer, &weights.mixer) {
             (MixerSpec::GatedDelta(spec), Mixer::GatedDelta(weights)) => Some((spec, &**weights)),
             _ => None,
         };
@@ -164,7 +164,7 @@ impl<'a> FusedPass<'a> {
             (&layer.scratch.answers).into(),
             z,
             RecurrentOutput::F16(layout),
-            Some(((&self.memory.overflow).into(), index)),
+            Some((self.overflow()?.into(), index)),
             (&self.memory.input).into(),
         )
     }

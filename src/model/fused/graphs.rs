@@ -1,4 +1,4 @@
-//! Recorded decode steps. They are kept while they fit in a stated number of bytes; beyond it those go that were used least recently.
+//! Recorded passes: decode steps, verifications and guesses of a drafter. They are kept while they fit in a stated number of bytes; beyond it those go that were used least recently.
 
 use std::collections::HashMap;
 
@@ -15,6 +15,14 @@ const MOST_BYTES: usize = 128 << 20;
 /// Bytes of a recorded kernel, in host and device memory together: `benches/NOTES.md` has the measurement.
 const KERNEL_BYTES: usize = 10 << 10;
 
+/// Rows of a sequence that verifications are recorded for. One of fewer rows has rows that nobody reads.
+const VERIFIED: [usize; 3] = [2, 4, 8];
+
+/// The number of rows of a sequence with which a verification of `rows` of them is recorded; `None` for more than are recorded.
+pub(super) fn verified_bucket(rows: usize) -> Option<usize> {
+    VERIFIED.into_iter().find(|&bucket| bucket >= rows)
+}
+
 /// The number of rows with which a step of `sequences` sequences is recorded.
 pub(super) fn bucket(sequences: usize) -> usize {
     let larger = BUCKETS.into_iter().find(|&rows| rows >= sequences);
@@ -30,7 +38,18 @@ pub(super) enum Selection {
     Drawn { penalties: bool },
 }
 
-/// The properties of a step that its recording depends on.
+/// The work of a recorded pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum GraphKind {
+    /// A decode step, which the drafter follows with `follows`.
+    Step { follows: bool },
+    /// A verification of several rows of each sequence, which the drafter follows with `follows`.
+    Verification { follows: bool },
+    /// A guess of the drafter.
+    Guess,
+}
+
+/// The properties of a pass that its recording depends on.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct GraphKey {
     pub(super) rows: usize,
@@ -39,6 +58,7 @@ pub(super) struct GraphKey {
     pub(super) selection: Selection,
     /// Whether the long RoPE table applies.
     pub(super) long: bool,
+    pub(super) kind: GraphKind,
 }
 
 /// A recording, the bytes that it takes, and the number of the launch that used it last.
@@ -105,5 +125,10 @@ mod tests {
             );
         }
         assert_eq!([1, 3, 9, 33, 200].map(bucket), [1, 4, 12, 48, 224]);
+        let verified = [1, 2, 3, 5, 8, 9].map(verified_bucket);
+        assert_eq!(
+            verified,
+            [Some(2), Some(2), Some(4), Some(8), Some(8), None]
+        );
     }
 }

@@ -9,12 +9,12 @@ use super::shapes::{BlockShape, ModelShape};
 use super::sizes::Sizes;
 use super::supported::check_supported;
 use crate::base::Result;
-use crate::base::error::err;
+use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::cuda::{self, DeviceBuffer, Gpu, Hardware, Heads, MatrixShape, RowHeads, Table, Unit};
 use crate::model::kv::KvCache;
 use crate::model::spec::{AttentionSpec, BlockSpec, KeyValues, MlpSpec, Spec};
-use crate::model::weights::Weights;
+use crate::model::weights::{Block, Drafter, Weights};
 use crate::ops::Array;
 use crate::tensor::WeightType;
 
@@ -40,10 +40,13 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
         Unit::Argmax,
         Unit::Draw,
     ];
-    if spec.blocks.iter().any(|b| b.mlp.mixture().is_some()) {
+    if spec.drafter.is_some() {
+        units.push(Unit::DrafterRows);
+    }
+    if spec.all_blocks().any(|b| b.mlp.mixture().is_some()) {
         units.extend([Unit::ExpertsRouter, Unit::ExpertsRoute, Unit::LinearExperts]);
     }
-    let has_mlp = |is: fn(&MlpSpec) -> bool| spec.blocks.iter().any(|b| is(&b.mlp));
+    let has_mlp = |is: fn(&MlpSpec) -> bool| spec.all_blocks().any(|b| is(&b.mlp));
     if has_mlp(|mlp| matches!(mlp, MlpSpec::Experts(_))) {
         units.push(Unit::ExpertsSum);
     }
@@ -53,14 +56,14 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
     if spec.per_layer_table.is_some() {
         units.extend([Unit::PerLayerInputs, Unit::PerLayerGate]);
     }
-    if spec.blocks.iter().any(|b| b.gated_delta().is_some()) {
+    if spec.all_blocks().any(|b| b.gated_delta().is_some()) {
         units.extend([Unit::DeltaConv, Unit::DeltaRule, Unit::DeltaNorm]);
         units.push(Unit::DeltaStep);
     }
-    if spec.blocks.iter().any(|b| b.mamba2().is_some()) {
+    if spec.all_blocks().any(|b| b.mamba2().is_some()) {
         units.extend([Unit::MambaConv, Unit::MambaScan, Unit::MambaNorm]);
     }
-    for attention in spec.blocks.iter().filter_map(BlockSpec::attention) {
+    for attention in spec.all_blocks().filter_map(BlockSpec::attention) {
         for unit in attention_units(spec, attention) {
             if !units.contains(&unit) {
                 units.push(unit);
@@ -99,6 +102,34 @@ pub(in crate::model) struct Source<'a> {
     pub(in crate::model) kv: &'a KvCache,
 }
 
+impl<'a> Source<'a> {
+    /// The drafter's weights.
+    pub(super) fn drafter(self) -> Result<&'a Drafter> {
+        let drafter = self.weights.drafter.as_ref();
+        drafter.ok_or_else(|| err!(Internal, "the model has no drafter"))
+    }
+
+    /// The blocks, and that of the drafter after them.
+    fn blocks(self) -> impl Iterator<Item = (&'a Block, &'a BlockSpec)> + Clone {
+        let drafter = self.weights.drafter.iter().map(|drafter| &drafter.block);
+        let specs = self.spec.drafter.iter().map(|drafter| &drafter.block);
+        let weights = self.weights.blocks.iter().chain(drafter);
+        weights.zip(self.spec.blocks.iter().chain(specs))
+    }
+
+    /// A block by its number; that of the drafter comes after the others.
+    pub(super) fn block(self, index: usize) -> Result<(&'a Block, &'a BlockSpec)> {
+        match self.blocks().nth(index) {
+            Some(block) => Ok(block),
+            None => bail!(
+                Internal,
+                "block {index} of a model with {}",
+                self.blocks().count()
+            ),
+        }
+    }
+}
+
 /// The rotary frequencies of a set, f32 on the device.
 struct Frequencies {
     short: DeviceBuffer,
@@ -129,7 +160,7 @@ impl Lowered {
     pub(super) fn new(gpu: &Arc<Gpu>, source: Source<'_>, tables: HostTables) -> Result<Lowered> {
         let Source { spec, weights, .. } = source;
         check_supported(spec)?;
-        let pairs = weights.blocks.iter().zip(&spec.blocks);
+        let pairs = source.blocks();
         let mixtures = pairs.clone().map(|pair| mixture(gpu, pair));
         let mixtures = mixtures.collect::<Result<_>>()?;
         let blocks: Vec<BlockShape> = pairs.clone().map(shape).collect::<Result<_>>()?;
@@ -137,9 +168,14 @@ impl Lowered {
             .per_layer
             .as_ref()
             .map(|all| matrix(&all.projection));
+        let drafter_fc = weights
+            .drafter
+            .as_ref()
+            .map(|drafter| of_linear(&drafter.fc));
         let model = ModelShape {
             blocks,
             layer_inputs: layer_inputs.transpose()?.map(cuda::Matrix::shape),
+            drafter_fc: drafter_fc.transpose()?.map(cuda::Matrix::shape),
             head: matrix(&weights.head)?.shape(),
         };
         let is_dense = |w: &MatrixShape| w.storage != WeightType::Nvfp4;
@@ -170,9 +206,10 @@ impl Lowered {
             tables,
             sizes,
         };
-        let attends = |index: &usize| spec.blocks[*index].attention().is_some();
-        for index in (0..spec.blocks.len()).filter(attends) {
-            lowered.heads(source, index, false)?.check()?;
+        for (index, (_, block)) in source.blocks().enumerate() {
+            if block.attention().is_some() {
+                lowered.heads(source, index, false)?.check()?;
+            }
         }
         Ok(lowered)
     }
@@ -202,8 +239,9 @@ impl Lowered {
         block: usize,
         long: bool,
     ) -> Result<Heads<'a>> {
-        let spec = source.spec.blocks[block].required_attention()?;
-        let weights = source.weights.blocks[block].mixer.required_attention()?;
+        let (weights, spec) = source.block(block)?;
+        let spec = spec.required_attention()?;
+        let weights = weights.mixer.required_attention()?;
         let vector = |vector: &'a Option<Array>| vector.as_ref().and_then(|v| v.on_gpu().ok());
         let rotation = spec.rope.map(|rope| {
             let (set, frequencies) = (&source.spec.ropes[rope], &self.frequencies[rope]);
@@ -228,12 +266,22 @@ impl Lowered {
 
     /// Sets the residual stream to the embeddings of the first `rows` tokens in memory.
     pub(super) fn embed(&self, source: Source<'_>, rows: usize, memory: &Memory) -> Result<()> {
+        self.embed_to(source, rows, memory, &memory.residual)
+    }
+
+    /// Writes the embeddings of the first `rows` tokens in memory to `out`, f32 `[rows, hidden]`.
+    pub(super) fn embed_to(
+        &self,
+        source: Source<'_>,
+        rows: usize,
+        memory: &Memory,
+        out: &DeviceBuffer,
+    ) -> Result<()> {
         let table = match &self.tables.embedding {
             Some(table) => Table::Host(table),
             None => Table::Device(of_linear(source.weights.table())?),
         };
         let scale = source.spec.embedding_scale;
-        let (tokens, residual) = (&memory.tokens, &memory.residual);
-        cuda::embed(&self.gpu, table, tokens, rows, scale, residual)
+        cuda::embed(&self.gpu, table, &memory.tokens, rows, scale, out)
     }
 }

@@ -27,8 +27,8 @@ impl<'a> Layer<'a> {
 
 impl<'a> FusedPass<'a> {
     fn mamba(&self, index: usize) -> Result<Layer<'a>> {
-        let spec = &self.source.spec.blocks[index].mixer;
-        let parts = match (spec, &self.source.weights.blocks[index].mixer) {
+        let (weights, spec) = self.source.block(index)?;
+        let parts = match (&spec.mixer, &weights.mixer) {
             (MixerSpec::Mamba2(spec), Mixer::Mamba2(weights)) => Some((spec, &**weights)),
             _ => None,
         };
@@ -103,7 +103,7 @@ impl<'a> FusedPass<'a> {
             (&layer.scratch.answers).into(),
             self.mamba_rows(&layer, 0)?,
             RecurrentOutput::F16(layout),
-            Some(((&self.memory.overflow).into(), index)),
+            Some((self.overflow()?.into(), index)),
             (&self.memory.input).into(),
         )
     }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::drafter_scratch::DrafterScratch;
 use super::graphs::Graphs;
 use super::per_layer_scratch::PerLayerScratch;
 use super::recurrent_scratch::RecurrentScratch;
@@ -11,10 +12,11 @@ use crate::base::error::err;
 use crate::base::memory::Tag;
 use crate::base::{Error, Result};
 use crate::cuda::{
-    self, Best, DeviceBuffer, DeviceSlice, DrawScratch, Drawn, ExpertScratch, Gpu, Layout,
-    LinearScratch, NormScratch, Pinned, SplitKvWorkspace,
+    self, Best, DeviceBuffer, DeviceSlice, DrawRule, DrawScratch, Drawn, ExpertScratch, Gpu,
+    Layout, LinearScratch, NormScratch, Pinned, SplitKvWorkspace,
 };
 use crate::model::kv::{KvCache, KvTables, NULL_BLOCK, StateBlocks};
+use crate::ops::sample::Choice;
 
 /// Number of steps that the device may run ahead of the host.
 const HISTORY: usize = 8;
@@ -36,7 +38,7 @@ pub(super) struct Memory {
     /// The output of the first GEMM of a half of a block: qkv in f32, gate and up in f16. Also, in f32, the output of the last GEMM of a
     /// half with a norm after it.
     pub(super) projected: DeviceBuffer,
-    /// f16: rotated queries, and later the input of the MLP's last GEMM.
+    /// f16: rotated queries, and later the input of the MLP's last GEMM; before the drafter's block the input of its projection.
     pub(super) inner: DeviceBuffer,
     pub(super) logits: DeviceBuffer,
     pub(super) tokens: DeviceBuffer,
@@ -60,6 +62,8 @@ pub(super) struct Memory {
     pub(super) experts: Option<ExpertScratch>,
     /// Working memory of per-layer embeddings, in models that have them.
     pub(super) per_layer: Option<PerLayerScratch>,
+    /// Scratch of the drafter, in models that have one.
+    pub(super) drafter: Option<DrafterScratch>,
     pub(super) splits: SplitKvWorkspace,
     pub(super) norms: NormScratch,
     pub(super) linear: LinearScratch,
@@ -90,8 +94,9 @@ impl Memory {
         let wide = sizes.intermediate.max(sizes.own_input());
         let all_inputs = sizes.per_layer.map_or(0, |per_layer| per_layer.all);
         // The widest weight except the head, which is computed in parts because logits of many rows are rarely requested.
-        let widest = sizes.mixer_inputs().max(wide).max(q).max(all_inputs) * hidden * 2;
-        let k = wide.max(hidden).max(q);
+        let inner = sizes.inner();
+        let widest = sizes.mixer_inputs().max(inner).max(all_inputs) * hidden * 2;
+        let k = inner.max(hidden);
         let converted = rows * k * 2;
         let widest = widest.max(if sizes.dense { converted } else { 0 });
         let activations = |k| Layout::FragmentMajor.elements(rows, k);
@@ -112,7 +117,7 @@ impl Memory {
             half: scratch(hidden, 4)?,
             input: scratch(activations(hidden.max(q)), 2)?,
             projected: scratch(rows * sizes.mixer_inputs().max(wide).max(hidden), 4)?,
-            inner: scratch(activations(wide.max(q)), 2)?,
+            inner: scratch(activations(inner), 2)?,
             logits: scratch(head_rows * sizes.vocab, 4)?,
             tokens: scratch(rows.max(batch), 4)?,
             positions: scratch(batch, 4)?,
@@ -140,6 +145,10 @@ impl Memory {
                 .per_layer
                 .map(|sizes| PerLayerScratch::new(gpu, sizes, rows))
                 .transpose()?,
+            drafter: match sizes.drafts {
+                true => Some(DrafterScratch::new(gpu, sizes, rows, batch)?),
+                false => None,
+            },
             splits: SplitKvWorkspace::new(gpu, sizes.split_kv(), batch)?,
             norms: NormScratch::new(gpu, hidden)?,
             linear: LinearScratch::new(gpu, rows.max(head_rows), k, copy)?,
@@ -399,6 +408,63 @@ impl Memory {
         let mut blocks = states.iter().map(of_sequence).collect::<Result<Vec<_>>>()?;
         blocks.resize(rows, StateBlocks::NULL);
         recurrent.write(blocks.into_iter().map(|blocks| (1, blocks)))
+    }
+
+    /// The drafter's scratch.
+    pub(super) fn drafter(&self) -> Result<&DrafterScratch> {
+        let scratch = self.drafter.as_ref();
+        scratch.ok_or_else(|| err!(Internal, "a model without a drafter has no memory for it"))
+    }
+
+    /// The drafter's scratch, to write its input.
+    pub(super) fn drafter_mut(&mut self) -> Result<&mut DrafterScratch> {
+        let scratch = self.drafter.as_mut();
+        scratch.ok_or_else(|| err!(Internal, "a model without a drafter has no memory for it"))
+    }
+
+    /// Writes the hidden rows of the positions before those of a pass, zeros for those that are not known, and the number of the one that
+    /// each row takes.
+    pub(super) fn write_hidden(
+        &mut self,
+        before: &[Option<&[f32]>],
+        sources: impl Iterator<Item = usize>,
+    ) -> Result<()> {
+        let scratch = self.drafter_mut()?;
+        scratch.write_before(before)?;
+        scratch.write_sources(sources)
+    }
+
+    /// Writes the rules of all rows of a pass, and the tokens that occurred in each; there are no rules if all choices are the argmax.
+    pub(super) fn write_rules(
+        &mut self,
+        gpu: &Arc<Gpu>,
+        sizes: &Sizes,
+        rules: &[DrawRule],
+        choices: &[Choice<'_>],
+    ) -> Result<()> {
+        if rules.is_empty() {
+            return Ok(());
+        }
+        let history: Vec<&[u32]> = choices.iter().map(|choice| choice.history).collect();
+        self.drawing(gpu, sizes)?.set(gpu, rules, &history)
+    }
+
+    /// The token that the drafter guessed for a position of a sequence, in a pass of `rows` rows.
+    pub(super) fn guessed(
+        &self,
+        row: usize,
+        rows: usize,
+        position: usize,
+    ) -> Result<Option<Drawn>> {
+        let scratch = self.drafter()?;
+        let steps = scratch.guesses(rows);
+        let encoded = scratch.guesses.read_i32(position % steps * rows + row);
+        Ok(encoded.map(Drawn::read))
+    }
+
+    /// Says that rows which only pad a pass may note faults.
+    pub(super) fn expect_stale_faults(&mut self) {
+        self.stale_faults = true;
     }
 
     /// The scratch of draws, with room for as many sequences as the rest.

@@ -1,7 +1,9 @@
 //! Inference on a GPU by fused kernels. `plan` chooses the kernels for a model `lowered` to shapes and operands; `pass` enqueues them for a
-//! decode `step` or a `ragged` pass, in the working `memory`. An optimization of the reference block, against which it is tested.
+//! decode `step`, a `verification`, a guess of the `drafter` or a `ragged` pass, in the working `memory`. An optimization of the reference block, against which it is tested.
 
 mod delta;
+mod drafter;
+mod drafter_scratch;
 mod embedding;
 mod executor;
 mod graphs;
@@ -21,10 +23,13 @@ mod sizes;
 mod state;
 mod step;
 mod supported;
+mod verification;
 
+pub(super) use drafter::Guess;
 pub(super) use embedding::{HostTables, tables};
 pub(super) use executor::Executor;
 pub(super) use lowered::{Source, units};
-pub(super) use ragged::{PromptChunk, ROWS};
-pub(super) use step::BATCH;
+pub(super) use ragged::{FollowedRows, PromptChunk, ROWS};
+pub(super) use step::{BATCH, GREEDY};
 pub(super) use supported::{check_supported, unsupported};
+pub(super) use verification::{is_recorded, most_verified};

@@ -11,12 +11,12 @@ use crate::base::memory::Tag;
 use crate::base::{Error, Result};
 use crate::cuda::{
     self, BesideExperts, Biased, CachedPages, DeviceBuffer, DeviceSlice, ExpertScratch, ExpertUnit,
-    FusedNorm, GemmPlan, Heads, Input, Layout, NextNorm, NormedAddend, Output, ResidualRow,
-    RouterVectors, SharedExpert, SplitKv,
+    FusedNorm, GemmPlan, Gpu, Heads, Input, Layout, NextNorm, NormedAddend, Output, ResidualRow,
+    RouterVectors, SharedExpert, SplitKv, SplitKvWorkspace,
 };
 use crate::model::order::Half;
-use crate::model::spec::DenseMlpSpec;
-use crate::model::weights::{Block, DenseAndExperts, DenseMlp, Mlp, Weights};
+use crate::model::spec::{BlockSpec, DenseMlpSpec};
+use crate::model::weights::{Block, DenseAndExperts, DenseMlp, Mlp};
 use crate::ops::Array;
 
 /// Rows of a prefill chunk of one sequence.
@@ -38,22 +38,63 @@ pub(super) struct Attention<'a> {
     pub(super) chunks: &'a [ChunkRows],
 }
 
+/// The type of [`cuda::decode`] and [`cuda::decode_stored`].
+type DecodeLauncher = fn(
+    &Gpu,
+    &Heads<'_>,
+    &CachedPages<'_>,
+    &DeviceBuffer,
+    &DeviceBuffer,
+    usize,
+    SplitKv,
+    &SplitKvWorkspace,
+    &DeviceBuffer,
+    Layout,
+) -> Result<()>;
+
+/// The blocks that a pass goes through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Through {
+    /// The blocks of the model.
+    Model,
+    /// The one block of the drafter.
+    Drafter,
+}
+
 /// A pass of rows through the blocks.
+#[derive(Clone, Copy)]
 pub(super) struct FusedPass<'a> {
     pub(super) lowered: &'a Lowered,
     pub(super) source: Source<'a>,
     pub(super) memory: &'a Memory,
+    pub(super) through: Through,
     pub(super) rows: usize,
     /// Segments of recurrent layers: the rows of a sequence after which its state is written.
     pub(super) segments: usize,
     pub(super) attention: Attention<'a>,
     /// Whether the long RoPE table applies.
     pub(super) long: bool,
+    /// Whether hidden rows take the place of those that the rows began with, for the pass after this one.
+    pub(super) hands_on: bool,
+    /// Whether the host gets copies of hidden rows. The positions of all rows are in memory then.
+    pub(super) copies: bool,
 }
 
 impl<'a> FusedPass<'a> {
-    fn block(&self, index: usize) -> (&'a Block, &'a Weights) {
-        (&self.source.weights.blocks[index], self.source.weights)
+    fn block(&self, index: usize) -> Result<&'a Block> {
+        Ok(self.source.block(index)?.0)
+    }
+
+    fn spec(&self, index: usize) -> Result<&'a BlockSpec> {
+        Ok(self.source.block(index)?.1)
+    }
+
+    /// Where rows with values that f16 cannot hold are noted.
+    pub(super) fn overflow(&self) -> Result<&'a DeviceBuffer> {
+        match self.through {
+            Through::Model => Ok(&self.memory.overflow),
+            Through::Drafter => Ok(&self.memory.drafter()?.faults),
+        }
     }
 
     /// Launches a step of the plan.
@@ -64,19 +105,21 @@ impl<'a> FusedPass<'a> {
             Kernel::LayerInputs { gemm } => self.layer_inputs(gemm),
             Kernel::Normalize { norm, layout } => self.normalize(*norm, *layout),
             Kernel::Qkv { input, gemm } => {
-                let attention = self.block(index).0.mixer.required_attention()?;
+                let attention = self.block(index)?.mixer.required_attention()?;
                 let matrices = attention.inputs().map(biased);
                 let matrices = matrices.collect::<Result<Vec<_>>>()?;
-                let spec = self.source.spec.blocks[index].required_attention()?;
+                let spec = self.spec(index)?.required_attention()?;
                 let width = spec.projected_width();
                 let out = &memory.projected;
                 self.linear(gemm, self.input(input)?, &matrices, Output::F32, out, width)
             }
-            Kernel::Decode { .. } | Kernel::StoreKv | Kernel::Prefill => {
-                self.attend(index, &step.kernel)
-            }
+            Kernel::Decode { .. }
+            | Kernel::StoreRows { .. }
+            | Kernel::DecodeStored { .. }
+            | Kernel::StoreKv
+            | Kernel::Prefill => self.attend(index, &step.kernel),
             Kernel::HeadGate { input, gemm } => {
-                let attention = self.block(index).0.mixer.required_attention()?;
+                let attention = self.block(index)?.mixer.required_attention()?;
                 let (Some(gate), Some(out)) = (&attention.gate, &memory.head_gate) else {
                     bail!(Internal, "block {index} has no gate of heads");
                 };
@@ -87,9 +130,7 @@ impl<'a> FusedPass<'a> {
                 let Some(gate) = &memory.head_gate else {
                     bail!(Internal, "block {index} has no gate of heads");
                 };
-                let width = self.source.spec.blocks[index]
-                    .required_attention()?
-                    .q_width();
+                let width = self.spec(index)?.required_attention()?.q_width();
                 let (gpu, y) = (&lowered.gpu, &memory.input);
                 cuda::gate_heads(gpu, y, *layout, gate, self.rows, width)
             }
@@ -130,7 +171,7 @@ impl<'a> FusedPass<'a> {
                     &memory.projected,
                     self.rows,
                     spec.intermediate_size,
-                    Some((&memory.overflow, index)),
+                    Some((self.overflow()?, index)),
                     &memory.inner,
                 )
             }
@@ -146,13 +187,13 @@ impl<'a> FusedPass<'a> {
                 &memory.projected,
                 self.rows,
                 self.mlp(index)?.0.intermediate_size,
-                (&memory.overflow, index),
+                (self.overflow()?, index),
                 &memory.inner,
             ),
             Kernel::Route => self.route(index),
             Kernel::ExpertsGateUp { gated } => {
                 let (Mixture { routing, table }, scratch) = self.mixture(index)?;
-                let Some(spec) = self.source.spec.blocks[index].mlp.mixture() else {
+                let Some(spec) = self.spec(index)?.mlp.mixture() else {
                     bail!(Internal, "block {index} has no experts");
                 };
                 let unit = match gated {
@@ -181,13 +222,16 @@ impl<'a> FusedPass<'a> {
             Kernel::PerLayerProject { gemm } => self.per_layer_project(index, gemm),
             Kernel::PostNorm { part, scales, next } => self.post_norm(index, *part, *scales, *next),
             Kernel::Head { input, gemm } => self.head(input, gemm),
+            Kernel::Hidden => self.hidden(),
+            Kernel::DrafterInputs => self.drafter_inputs(),
+            Kernel::ProjectDrafterInputs { gemm } => self.project_drafter_inputs(gemm),
         }
     }
 
     /// The MLP of a block that all rows use.
     fn mlp(&self, index: usize) -> Result<(&'a DenseMlpSpec, &'a DenseMlp)> {
-        let spec = self.source.spec.blocks[index].mlp.of_all_rows();
-        let weights = self.block(index).0.mlp.of_all_rows();
+        let spec = self.spec(index)?.mlp.of_all_rows();
+        let weights = self.block(index)?.mlp.of_all_rows();
         spec.zip(weights).ok_or_else(|| {
             err!(
                 Internal,
@@ -209,8 +253,12 @@ impl<'a> FusedPass<'a> {
 
     fn route(&self, index: usize) -> Result<()> {
         let memory = self.memory;
+        let unroutable = match self.through {
+            Through::Model => &memory.unroutable,
+            Through::Drafter => &memory.drafter()?.faults,
+        };
         let (mixture, scratch) = self.mixture(index)?;
-        let Some(experts) = self.block(index).0.mlp.mixture() else {
+        let Some(experts) = self.block(index)?.mlp.mixture() else {
             bail!(Internal, "block {index} has no router");
         };
         let gate = experts.shared.as_ref().and_then(|(_, gate)| gate.as_ref());
@@ -230,13 +278,13 @@ impl<'a> FusedPass<'a> {
             self.rows,
             scratch,
             &memory.linear,
-            (&memory.unroutable, index),
+            (unroutable, index),
         )
     }
 
     fn sum_experts(&self, index: usize, next: Option<(Norm, Layout)>) -> Result<()> {
         let (mixture, scratch) = self.mixture(index)?;
-        let spec = self.source.spec.blocks[index].mlp.mixture();
+        let spec = self.spec(index)?.mlp.mixture();
         let shared = spec
             .and_then(|spec| spec.shared)
             .map(|shared| SharedExpert {
@@ -258,7 +306,7 @@ impl<'a> FusedPass<'a> {
 
     /// The dense MLP and the experts beside it.
     fn beside(&self, index: usize) -> Result<&'a DenseAndExperts> {
-        match &self.block(index).0.mlp {
+        match &self.block(index)?.mlp {
             Mlp::DenseAndExperts(both) => Ok(both),
             _ => bail!(Internal, "block {index} has no experts beside an MLP"),
         }
@@ -271,7 +319,7 @@ impl<'a> FusedPass<'a> {
             dense: &self.memory.projected,
             experts_norm: both.experts_norm.on_gpu()?,
             dense_norm: both.dense_norm.on_gpu()?,
-            post_norm: on_gpu(&self.block(index).0.mlp_norms.post)?,
+            post_norm: on_gpu(&self.block(index)?.mlp_norms.post)?,
             scale: self.stream_factor(index, scales)?,
         };
         cuda::sum_experts_beside(
@@ -289,7 +337,7 @@ impl<'a> FusedPass<'a> {
 
     /// The factor of the residual stream at the end of a block, if the kernel applies it.
     fn stream_factor(&self, index: usize, scales: bool) -> Result<Option<&'a DeviceBuffer>> {
-        match (scales, &self.block(index).0.scale) {
+        match (scales, &self.block(index)?.scale) {
             (false, _) => Ok(None),
             (true, Some(scale)) => scale.on_gpu().map(Some),
             (true, None) => bail!(Internal, "block {index} lacks the factor that its spec has"),
@@ -318,7 +366,7 @@ impl<'a> FusedPass<'a> {
             .cached_in(index);
         let table = &memory.tables[cache.group_of(cached_in)?];
         let pages = |sequence| {
-            let unfit = Some(&memory.unfit);
+            let unfit = (self.through == Through::Model).then_some(&memory.unfit);
             let pages = cache.on_gpu(cached_in, table, memory.pages, sequence, unfit)?;
             // Faults are those of this layer.
             Ok::<_, Error>(CachedPages {
@@ -330,7 +378,16 @@ impl<'a> FusedPass<'a> {
             singles, chunks, ..
         } = self.attention;
         match kernel {
-            Kernel::Decode { layout } => self.decode(index, &heads, &pages(0)?, *layout),
+            Kernel::Decode { layout } => {
+                self.decode(index, &heads, &pages(0)?, *layout, cuda::decode)
+            }
+            Kernel::DecodeStored { layout } => {
+                self.decode(index, &heads, &pages(0)?, *layout, cuda::decode_stored)
+            }
+            Kernel::StoreRows { before } => {
+                let (qkv, positions) = (&memory.projected, &memory.positions);
+                cuda::store_rows(gpu, &heads, &pages(0)?, qkv, positions, self.rows, *before)
+            }
             Kernel::StoreKv => chunks.iter().try_for_each(|chunk| {
                 let (at, rows) = (chunk.rows.start, chunk.rows.len());
                 let (qkv, q) = (&memory.projected, &memory.inner);
@@ -339,7 +396,7 @@ impl<'a> FusedPass<'a> {
             }),
             Kernel::Prefill => {
                 if singles > 0 {
-                    self.decode(index, &heads, &pages(0)?, Layout::RowMajor)?;
+                    self.decode(index, &heads, &pages(0)?, Layout::RowMajor, cuda::decode)?;
                 }
                 chunks.iter().try_for_each(|chunk| {
                     let (at, rows) = (chunk.rows.start, chunk.rows.len());
@@ -355,20 +412,21 @@ impl<'a> FusedPass<'a> {
         }
     }
 
-    /// Stores keys and values of single tokens, and computes attention.
+    /// Computes attention of single tokens by `launch`, which is [`cuda::decode`] or [`cuda::decode_stored`].
     fn decode(
         &self,
         index: usize,
         heads: &Heads<'_>,
         pages: &CachedPages<'_>,
         layout: Layout,
+        launch: DecodeLauncher,
     ) -> Result<()> {
-        let spec = self.source.spec.blocks[index].required_attention()?;
+        let spec = self.spec(index)?.required_attention()?;
         let memory = self.memory;
         let Attention {
             singles, splits, ..
         } = self.attention;
-        cuda::decode(
+        launch(
             &self.lowered.gpu,
             heads,
             pages,
@@ -390,7 +448,7 @@ impl<'a> FusedPass<'a> {
         then: Then,
         gemm: &GemmPlan,
     ) -> Result<()> {
-        let (block, memory) = (self.block(index).0, self.memory);
+        let (block, memory) = (self.block(index)?, self.memory);
         let (input, weight) = match half {
             Half::Mixer => (layout.input(&memory.input, 1.0), block.mixer.last()?),
             Half::Mlp => {
@@ -421,7 +479,7 @@ impl<'a> FusedPass<'a> {
         scales: bool,
         next: Option<(Norm, Layout)>,
     ) -> Result<()> {
-        let block = self.block(index).0;
+        let block = self.block(index)?;
         let (weight, divisors) = match part {
             Part::Half(Half::Mixer) => (on_gpu(&block.mixer_norms.post)?, None),
             Part::Half(Half::Mlp) => (on_gpu(&block.mlp_norms.post)?, None),
@@ -462,17 +520,20 @@ impl<'a> FusedPass<'a> {
         }))
     }
 
-    fn norm_weight(&self, norm: Norm) -> Result<&'a DeviceBuffer> {
+    pub(super) fn norm_weight(&self, norm: Norm) -> Result<&'a DeviceBuffer> {
         match norm {
-            Norm::Mixer(i) => on_gpu(&self.block(i).0.mixer_norms.pre),
-            Norm::Mlp(i) => on_gpu(&self.block(i).0.mlp_norms.pre),
+            Norm::Mixer(i) => on_gpu(&self.block(i)?.mixer_norms.pre),
+            Norm::Mlp(i) => on_gpu(&self.block(i)?.mlp_norms.pre),
             Norm::Router(i) => match &self.beside(i)?.experts.router_scales {
                 Some([norm, _]) => norm.on_gpu(),
                 None => bail!(Internal, "the router of block {i} has no norm"),
             },
             Norm::Experts(i) => self.beside(i)?.experts_input_norm.on_gpu(),
             Norm::PerLayer(_) => self.lowered.ones(),
-            Norm::Head => self.source.weights.norm.on_gpu(),
+            Norm::Head => match self.through {
+                Through::Model => self.source.weights.norm.on_gpu(),
+                Through::Drafter => self.source.drafter()?.norm.on_gpu(),
+            },
         }
     }
 
@@ -487,6 +548,14 @@ impl<'a> FusedPass<'a> {
         })
     }
 
+    /// The number of the block after those of the pass.
+    fn end(&self) -> usize {
+        match self.through {
+            Through::Model => self.lowered.model.own_blocks().end,
+            Through::Drafter => self.lowered.model.blocks.len(),
+        }
+    }
+
     /// Halves of blocks before a norm.
     fn halves_before(&self, norm: Norm) -> usize {
         let blocks = &self.lowered.model.blocks;
@@ -496,7 +565,7 @@ impl<'a> FusedPass<'a> {
                 (i, blocks[i].halves().count() - 1)
             }
             Norm::PerLayer(i) => (i + 1, 0),
-            Norm::Head => (blocks.len(), 0),
+            Norm::Head => (self.end(), 0),
         };
         let before = blocks[..block].iter().map(|block| block.halves().count());
         before.sum::<usize>() + own
@@ -520,12 +589,12 @@ impl<'a> FusedPass<'a> {
             half,
             ..
         } = self.memory;
-        let last = self.source.spec.blocks.len() - 1;
+        let last = self.end() - 1;
         let (post, x, sum) = match norm {
-            Norm::Mlp(i) => (&self.block(i).0.mixer_norms.post, residual, between),
+            Norm::Mlp(i) => (&self.block(i)?.mixer_norms.post, residual, between),
             Norm::Mixer(0) => bail!(Internal, "nothing is before the first norm"),
-            Norm::Mixer(i) => (&self.block(i - 1).0.mlp_norms.post, between, residual),
-            Norm::Head => (&self.block(last).0.mlp_norms.post, between, residual),
+            Norm::Mixer(i) => (&self.block(i - 1)?.mlp_norms.post, between, residual),
+            Norm::Head => (&self.block(last)?.mlp_norms.post, between, residual),
             Norm::Router(i) | Norm::Experts(i) | Norm::PerLayer(i) => {
                 bail!(Internal, "block {i} has a norm that no product applies")
             }

@@ -2,6 +2,9 @@
 //! device and the weights' types. Prints as a table, which a golden test compares.
 
 mod display;
+pub(super) mod drafter;
+
+use std::ops::Range;
 
 use super::shapes::{BlockShape, DenseShape, MixerShape, MlpShape, ModelShape};
 use crate::base::Result;
@@ -91,6 +94,11 @@ pub(super) enum Kernel {
     Qkv { input: Normed, gemm: GemmPlan },
     /// Normalizes and rotates heads, stores keys and values, and computes attention, for one token of each of several sequences.
     Decode { layout: Layout },
+    /// Normalizes and rotates keys, and stores keys and values, for a row of each of several sequences, or for several rows of each whose
+    /// blocks are listed for each row. With `before`, at the position before each row's.
+    StoreRows { before: bool },
+    /// Normalizes and rotates heads, and computes attention, for rows whose keys and values [`Kernel::StoreRows`] has stored.
+    DecodeStored { layout: Layout },
     /// Normalizes and rotates heads, and stores keys and values, for rows of one sequence.
     StoreKv,
     /// Attention of the queries rotated by [`Kernel::StoreKv`].
@@ -172,6 +180,23 @@ pub(super) enum Kernel {
     },
     /// Logits.
     Head { input: Normed, gemm: GemmPlan },
+    /// The residual stream after the final norm, f32: hidden rows, from which the drafter guesses.
+    Hidden,
+    /// Embeddings of tokens, and their norms beside those of hidden rows: the input of the drafter's projection.
+    DrafterInputs,
+    /// The drafter's projection of both, which begins its residual stream.
+    ProjectDrafterInputs { gemm: GemmPlan },
+}
+
+/// The rows that go through blocks together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Rows {
+    /// Single tokens of sequences, and consecutive tokens of others. Logits of some rows are computed apart.
+    Ragged,
+    /// A decode step: one token of each sequence, with its logits.
+    Step,
+    /// Several tokens of each sequence, with the logits of all. Keys and values of all rows are stored before any is read.
+    Verification,
 }
 
 /// A kernel and its block; for the head, the number of blocks.
@@ -181,20 +206,22 @@ pub(super) struct PlannedKernel {
     pub(super) kernel: Kernel,
 }
 
-/// The kernels that take `rows` rows through all blocks: either a decode step, one token of each of `rows` sequences, with the logits at
-/// the end; or consecutive rows of one sequence.
+/// The kernels that take `rows` rows through the blocks `own` of a model, with the logits of all rows at the end unless they are
+/// [`Rows::Ragged`].
 pub(super) fn plan(
     model: &ModelShape,
+    own: Range<usize>,
     rows: usize,
-    is_step: bool,
+    kind: Rows,
     hardware: &Hardware,
 ) -> Result<Vec<PlannedKernel>> {
     let (blocks, head) = (&model.blocks[..], model.head);
     let mut planner = Planner {
         blocks,
+        own: own.clone(),
         head,
         rows,
-        is_step,
+        kind,
         hardware,
         steps: Vec::new(),
         known: None,
@@ -202,11 +229,11 @@ pub(super) fn plan(
         in_prologue: false,
     };
     planner.in_prologue = planner.makes_rows_in_prologues();
-    if let Some(matrix) = model.layer_inputs {
+    if let Some(matrix) = model.layer_inputs.filter(|_| own.start == 0) {
         let gemm = planner.gemm(&[matrix], Output::F32, InputForm::Plain(Layout::RowMajor))?;
         planner.push(0, Kernel::LayerInputs { gemm });
     }
-    for index in 0..blocks.len() {
+    for index in own.clone() {
         for half in blocks[index].halves() {
             match half {
                 Half::Mixer => planner.mixer(index)?,
@@ -217,10 +244,10 @@ pub(super) fn plan(
             planner.per_layer(index, gate, projection)?;
         }
     }
-    if is_step {
-        let input = planner.normed(Norm::Head, blocks.len());
+    if planner.has_logits() {
+        let input = planner.normed(Norm::Head, own.end);
         let gemm = self::head(head, &input, rows, hardware)?;
-        planner.push(blocks.len(), Kernel::Head { input, gemm });
+        planner.push(own.end, Kernel::Head { input, gemm });
     }
     Ok(planner.steps)
 }
@@ -245,9 +272,11 @@ pub(super) fn head_layout(head: MatrixShape, rows: usize, hardware: &Hardware) -
 
 struct Planner<'a> {
     blocks: &'a [BlockShape],
+    /// The blocks that are planned.
+    own: Range<usize>,
     head: MatrixShape,
     rows: usize,
-    is_step: bool,
+    kind: Rows,
     hardware: &'a Hardware,
     steps: Vec<PlannedKernel>,
     /// The norm that earlier kernels have already prepared, and where it is applied.
@@ -259,6 +288,11 @@ struct Planner<'a> {
 }
 
 impl Planner<'_> {
+    /// Whether the logits of all rows follow the last block.
+    fn has_logits(&self) -> bool {
+        self.kind != Rows::Ragged
+    }
+
     fn push(&mut self, block: usize, kernel: Kernel) {
         self.steps.push(PlannedKernel { block, kernel });
     }
@@ -311,7 +345,7 @@ impl Planner<'_> {
         };
         let own = parts(&self.blocks[block]).skip_while(|&own| own != part);
         let own = own.skip(1).map(|part| of(block, part));
-        let later = (block + 1..self.blocks.len())
+        let later = (block + 1..self.own.end)
             .flat_map(|block| parts(&self.blocks[block]).map(move |part| of(block, part)));
         own.chain(later).next().unwrap_or(Norm::Head)
     }
@@ -378,7 +412,7 @@ impl Planner<'_> {
             let gemm = self.gemm(&gates, Output::F32, form)?;
             self.push(block, Kernel::DeltaGates { input, gemm });
         }
-        if self.is_step && cuda::has_delta_step(self.hardware, heads) {
+        if self.kind == Rows::Step && cuda::has_delta_step(self.hardware, heads) {
             self.push(block, Kernel::DeltaStep { layout, apart });
             return Ok(());
         }
@@ -402,12 +436,17 @@ impl Planner<'_> {
             let gemm = self.gemm(&[gate], Output::F32, input.form())?;
             self.push(block, Kernel::HeadGate { input, gemm });
         }
-        let attended = match self.is_step {
-            true => {
+        let attended = match self.kind {
+            Rows::Step => {
                 self.push(block, Kernel::Decode { layout });
                 layout
             }
-            false => {
+            Rows::Verification => {
+                self.push(block, Kernel::StoreRows { before: false });
+                self.push(block, Kernel::DecodeStored { layout });
+                layout
+            }
+            Rows::Ragged => {
                 self.push(block, Kernel::StoreKv);
                 self.push(block, Kernel::Prefill);
                 Layout::RowMajor
@@ -513,7 +552,7 @@ impl Planner<'_> {
     /// The next norm, if the preceding kernel can apply it.
     fn normalized_next(&mut self, next: Norm) -> Option<(Norm, Layout)> {
         // The head takes only some rows of a prompt.
-        let is_known = self.is_step || next != Norm::Head;
+        let is_known = self.has_logits() || next != Norm::Head;
         let next = is_known.then(|| (next, self.layout_of(next)));
         self.known = next.map(|(norm, _)| (norm, Applied::Before));
         next
@@ -550,7 +589,7 @@ impl Planner<'_> {
             Then::StoreRow
         } else if self.blocks[block].norms.post {
             Then::Store
-        } else if self.is_step && self.has_factors && self.fuses_norm(matrix, layout, next) {
+        } else if self.has_logits() && self.has_factors && self.fuses_norm(matrix, layout, next) {
             self.known = Some((next, Applied::Epilogue));
             Then::AddAndNorm(next)
         } else {
@@ -569,9 +608,9 @@ impl Planner<'_> {
             self.served(takes, output, InputForm::Residual).is_some()
         };
         let glu = Output::Glu(Glu::default());
-        self.is_step
+        self.has_logits()
             && serves(&[self.head], Output::F32)
-            && self.blocks.iter().all(|block| {
+            && self.blocks[self.own.clone()].iter().all(|block| {
                 let gate_up = match &block.mlp {
                     MlpShape::Dense(mlp) => mlp.gate_up(),
                     _ => None,

@@ -7,8 +7,9 @@ use std::sync::MutexGuard;
 use super::executor::Executor;
 use super::lowered::{Lowered, Source};
 use super::memory::Memory;
-use super::pass::{Attention, ChunkRows, FusedPass};
-use super::plan::{self, Applied, Norm, Normed};
+use super::pass::{Attention, ChunkRows, FusedPass, Through};
+use super::plan::drafter::Followed;
+use super::plan::{self, Applied, Norm, Normed, Rows};
 use crate::base::error::err;
 use crate::base::{Error, Result, call};
 use crate::cuda::{self, Drawn, Event};
@@ -33,6 +34,16 @@ pub(in crate::model) struct PromptChunk<'a> {
     pub(in crate::model) first: usize,
     /// The positions after which the recurrent state is written, in parts of the chunk, and the blocks; empty if the model has no such state.
     pub(in crate::model) states: Vec<(Range<usize>, StateBlocks)>,
+}
+
+/// The first rows of a chunk that the drafter follows.
+pub(in crate::model) struct FollowedRows<'a> {
+    /// The index of the chunk in its pass.
+    pub(in crate::model) chunk: usize,
+    /// The number of rows, at least one.
+    pub(in crate::model) count: usize,
+    /// The hidden row of the position before the chunk, if it is known.
+    pub(in crate::model) before: Option<&'a [f32]>,
 }
 
 impl Executor {
@@ -64,9 +75,8 @@ impl Executor {
             pages,
         )?;
         let tokens = chunks.iter().flat_map(|chunk| chunk.tokens);
-        memory
-            .tokens
-            .write(0, &tokens.map(|&t| t as i32).collect::<Vec<_>>())?;
+        let tokens: Vec<i32> = tokens.map(|&t| t as i32).collect();
+        memory.tokens.write(0, &tokens)?;
         let tables: Vec<_> = chunks.iter().map(|chunk| chunk.tables).collect();
         memory.write_tables(&tables, 0)?;
         if let Some(recurrent) = &mut memory.recurrent {
@@ -91,10 +101,12 @@ impl Executor {
                 }
             })
             .collect();
+        let long = chunks.iter().any(|chunk| self.is_long(chunk.context));
         let pass = FusedPass {
             lowered,
             source,
             memory: &memory,
+            through: Through::Model,
             rows,
             segments,
             attention: Attention {
@@ -102,7 +114,9 @@ impl Executor {
                 splits: &splits,
                 chunks: &prompts,
             },
-            long: chunks.iter().any(|chunk| self.is_long(chunk.context)),
+            long,
+            hands_on: false,
+            copies: false,
         };
         lowered.embed(source, rows, &memory)?;
         if let Err(e) = self.enqueue_blocks(&pass) {
@@ -114,15 +128,26 @@ impl Executor {
             executor: self,
             source,
             memory,
-            rows,
+            tokens,
+            chunks: chunks
+                .iter()
+                .map(|chunk| (chunk.tokens.len(), chunk.first))
+                .collect(),
+            long,
         })
     }
 
     fn enqueue_blocks(&self, pass: &FusedPass<'_>) -> Result<()> {
         let watched = call::with(|call| call.is_watched());
         let (lowered, rows) = (&self.lowered, pass.rows);
-        let blocks = lowered.model.blocks.len();
-        let steps = plan::plan(&lowered.model, rows, false, &lowered.hardware)?;
+        let blocks = lowered.model.own_blocks().len();
+        let steps = plan::plan(
+            &lowered.model,
+            0..blocks,
+            rows,
+            Rows::Ragged,
+            &lowered.hardware,
+        )?;
         let mut enqueued = VecDeque::new();
         for of_block in steps.chunk_by(|a, b| a.block == b.block) {
             let index = of_block[0].block;
@@ -146,7 +171,11 @@ pub(in crate::model) struct Ragged<'a> {
     executor: &'a Executor,
     source: Source<'a>,
     memory: MutexGuard<'a, Memory>,
-    rows: usize,
+    tokens: Vec<i32>,
+    /// The number of rows of each chunk, and the position of its first.
+    chunks: Vec<(usize, usize)>,
+    /// Whether the long RoPE table applies.
+    long: bool,
 }
 
 impl Ragged<'_> {
@@ -192,7 +221,73 @@ impl Ragged<'_> {
 
     /// Waits for the device. Returns the rows with unusable values, each with its first error.
     pub(in crate::model) fn faults(&mut self) -> Result<Vec<(usize, Error)>> {
-        self.memory.faults(self.rows)
+        self.memory.faults(self.tokens.len())
+    }
+
+    /// Runs the drafter's keys and values over the first rows of some chunks, from the position before each on, and returns the hidden row of
+    /// the last of them. The output of the pass is lost.
+    pub(in crate::model) fn follow(
+        &mut self,
+        followed: &[FollowedRows<'_>],
+    ) -> Result<Vec<Vec<f32>>> {
+        let (starts, rows) = (self.starts(), self.tokens.len());
+        let memory = &mut *self.memory;
+        // Choices of tokens are written in the place of those that ran.
+        memory.tokens.write(0, &self.tokens)?;
+        let mut before = vec![None; self.chunks.len()];
+        followed.iter().for_each(|f| before[f.chunk] = f.before);
+        let first = memory.drafter()?.of_row(0);
+        let of_chunk = |(chunk, (len, _)): (usize, &(usize, usize))| {
+            let start = first + starts[chunk];
+            std::iter::once(chunk).chain(start..start + len - 1)
+        };
+        memory.write_hidden(&before, self.chunks.iter().enumerate().flat_map(of_chunk))?;
+        let stored = followed.iter().filter_map(|f| {
+            // No position is before the first token.
+            let (start, position) = (starts[f.chunk], self.chunks[f.chunk].1);
+            let skipped = usize::from(position == 0);
+            (f.count > skipped).then(|| ChunkRows {
+                sequence: f.chunk,
+                rows: start + skipped..start + f.count,
+                first: position.saturating_sub(1),
+            })
+        });
+        let stored: Vec<ChunkRows> = stored.collect();
+        let pass = FusedPass {
+            lowered: &self.executor.lowered,
+            source: self.source,
+            memory,
+            through: Through::Model,
+            rows,
+            segments: 0,
+            attention: Attention {
+                chunks: &stored,
+                ..Attention::default()
+            },
+            long: self.long,
+            hands_on: false,
+            copies: false,
+        };
+        pass.hidden()?;
+        pass.follow(Followed::Consecutive)?;
+        let width = self.executor.lowered.sizes.hidden;
+        let last = followed.iter().map(|f| {
+            let mut hidden = vec![0.0; width];
+            let at = first + starts[f.chunk] + f.count - 1;
+            memory.drafter()?.from(at)?.read(0, &mut hidden)?;
+            Ok(hidden)
+        });
+        last.collect()
+    }
+
+    /// The first row of each chunk.
+    fn starts(&self) -> Vec<usize> {
+        let mut row = 0;
+        let each = self.chunks.iter().map(|(len, _)| {
+            row += len;
+            row - len
+        });
+        each.collect()
     }
 
     /// Computes the logits of at most [`HEAD_ROWS`] rows.
@@ -213,10 +308,13 @@ impl Ragged<'_> {
             lowered: &self.executor.lowered,
             source: self.source,
             memory: &self.memory,
+            through: Through::Model,
             rows: n,
             segments: 0,
             attention: Attention::default(),
             long: false,
+            hands_on: false,
+            copies: false,
         };
         let input = Normed {
             norm: Norm::Head,

@@ -1,5 +1,7 @@
 //! The shapes of a model's blocks, which the planner takes.
 
+use std::ops::Range;
+
 use crate::cuda::{Hardware, Layout, MatrixShape};
 use crate::model::order::Half;
 use crate::model::spec::NormPlacement;
@@ -8,9 +10,12 @@ use crate::tensor::{DeltaShape, WeightType};
 /// The properties of a model that the plan depends on.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct ModelShape {
+    /// The blocks, that of the drafter last.
     pub(super) blocks: Vec<BlockShape>,
     /// The projection of embeddings to the blocks' own inputs, in models with per-layer embeddings.
     pub(super) layer_inputs: Option<MatrixShape>,
+    /// The projection of the drafter's inputs, if there is a drafter.
+    pub(super) drafter_fc: Option<MatrixShape>,
     pub(super) head: MatrixShape,
 }
 
@@ -19,7 +24,13 @@ impl ModelShape {
     pub(super) fn matrices(&self) -> impl Iterator<Item = &MatrixShape> {
         let blocks = self.blocks.iter();
         let blocks = blocks.flat_map(|b| b.matrices().chain(b.per_layer.iter().flatten()));
-        blocks.chain(&self.layer_inputs).chain([&self.head])
+        let beside = self.layer_inputs.iter().chain(&self.drafter_fc);
+        blocks.chain(beside).chain([&self.head])
+    }
+
+    /// The numbers of the model's own blocks.
+    pub(super) fn own_blocks(&self) -> Range<usize> {
+        0..self.blocks.len() - usize::from(self.drafter_fc.is_some())
     }
 }
 

@@ -1,4 +1,4 @@
-//! The sizes of a model that determine working memory and launches on a GPU: the maxima over its blocks.
+//! The sizes of a model that determine working memory and launches on a GPU: the maxima over its blocks, the drafter's included.
 
 use super::recurrent_scratch::RecurrentSizes;
 use crate::base::Result;
@@ -27,6 +27,8 @@ pub(super) struct Sizes {
     pub(super) attentions: Vec<AttentionSpec>,
     /// Groups of layers with block tables of their own.
     pub(super) groups: usize,
+    /// Whether there is a drafter.
+    pub(super) drafts: bool,
     /// Whether any weight is dense, which requires room for activations of its type.
     pub(super) dense: bool,
 }
@@ -50,7 +52,7 @@ pub(super) struct ExpertSizes {
 
 impl ExpertSizes {
     fn of(spec: &Spec) -> Option<ExpertSizes> {
-        let mixtures = || spec.blocks.iter().filter_map(|b| b.mlp.mixture());
+        let mixtures = || spec.all_blocks().filter_map(|b| b.mlp.mixture());
         Some(ExpertSizes {
             routing: Routing {
                 experts: mixtures().map(|e| e.count).max()?,
@@ -73,12 +75,12 @@ impl Sizes {
             );
         }
         let mut attentions: Vec<AttentionSpec> = Vec::new();
-        for attention in spec.blocks.iter().filter_map(BlockSpec::attention) {
+        for attention in spec.all_blocks().filter_map(BlockSpec::attention) {
             if !attentions.contains(attention) {
                 attentions.push(attention.clone());
             }
         }
-        let of_all_rows = spec.blocks.iter().filter_map(|b| b.mlp.of_all_rows());
+        let of_all_rows = spec.all_blocks().filter_map(|b| b.mlp.of_all_rows());
         let widths = of_all_rows.map(|mlp| mlp.intermediate_size);
         let widest = |width: fn(&AttentionSpec) -> usize| attentions.iter().map(width).max();
         Ok(Sizes {
@@ -96,6 +98,7 @@ impl Sizes {
             }),
             attentions,
             groups: KvGroup::of(spec).len(),
+            drafts: spec.drafter.is_some(),
             dense,
         })
     }
@@ -104,6 +107,13 @@ impl Sizes {
     pub(super) fn mixed(&self) -> usize {
         self.q
             .max(self.recurrent.map_or(0, |recurrent| recurrent.values))
+    }
+
+    /// Elements of a row of the widest input of the last projection of a part of a block, or of the drafter's projection.
+    pub(super) fn inner(&self) -> usize {
+        let joined = if self.drafts { 2 * self.hidden } else { 0 };
+        let wide = self.intermediate.max(self.own_input());
+        wide.max(self.mixed()).max(joined)
     }
 
     /// Elements of a row of the widest output of the mixer's first projections.

@@ -37,6 +37,8 @@ pub(super) struct StepInput {
     pub(super) rules: Vec<DrawRule>,
     /// Whether the long RoPE table applies.
     pub(super) long: bool,
+    /// Whether the drafter follows the sequences, from the hidden rows that the step before left.
+    pub(super) follows: bool,
 }
 
 impl StepInput {
@@ -155,7 +157,9 @@ impl DeviceState {
     /// those that the device drew.
     pub(super) fn begin(&mut self, step: &StepInput, continues: bool) -> Begin {
         match std::mem::take(self) {
-            DeviceState::Ready(ready) if continues && ready.rows == step.rows => {
+            DeviceState::Ready(ready)
+                if continues && ready.rows == step.rows && ready.follows == step.follows =>
+            {
                 match ready.rules == step.rules {
                     true => Begin::Launch,
                     false => Begin::WriteRules,

@@ -2,16 +2,17 @@
 //! token and leaves the device ready for the next step.
 
 use super::executor::Executor;
-use super::graphs::{GraphKey, Selection, bucket};
+use super::graphs::{GraphKey, GraphKind, Selection, bucket};
 use super::lowered::{Lowered, Source, attention_units};
 use super::memory::Memory;
-use super::pass::{Attention, FusedPass};
-use super::plan;
+use super::pass::{Attention, FusedPass, Through};
+use super::plan::drafter::Followed;
+use super::plan::{self, Rows};
 use super::ragged::token_of;
 use super::state::{AheadStep, Begin, DeviceState, RowState, StepInput};
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::cuda::{self, DrawRule, Drawn, Event, Graph, SplitKv};
+use crate::cuda::{self, DrawRule, Drawn, Event, Graph, Pinned, SplitKv};
 use crate::model::batch::{Segment, Wanted};
 use crate::model::kv::{KvCache, KvTables, StateBlocks, StateTable};
 use crate::model::spec::AttentionSpec;
@@ -21,11 +22,14 @@ use crate::ops::sample::{Choice, SamplingOptions};
 pub(in crate::model) const BATCH: usize = 256;
 
 /// The argmax, which the device computes in any case.
-const GREEDY: Choice<'static> = Choice {
+pub(in crate::model) const GREEDY: Choice<'static> = Choice {
     options: &SamplingOptions::GREEDY,
     draw: 0,
     history: &[],
 };
+
+/// The token that a step chose for a sequence, if it asks for one; and the hidden row of its token, if the drafter follows the sequence.
+pub(in crate::model) type StepOutput = (Option<u32>, Option<Vec<f32>>);
 
 /// The sequences of a step.
 struct Sequences<'a> {
@@ -33,13 +37,15 @@ struct Sequences<'a> {
     positions: Vec<usize>,
     tables: Vec<&'a KvTables>,
     choices: Vec<Choice<'a>>,
+    /// The hidden rows of the positions before, if the drafter follows the sequences.
+    before: Vec<Option<&'a [f32]>>,
     /// Rows that the step runs: those of the sequences, then padding.
     rows: usize,
 }
 
 impl Executor {
-    /// Runs one token of each of several sequences, at most [`BATCH`], which must use the same RoPE table. Returns the next token of each
-    /// sequence that asks for one, and appends the logits of the others to `logits`, one row each. With `look_ahead`, enqueues the
+    /// Runs one token of each of several sequences, at most [`BATCH`], which must use the same RoPE table. The drafter follows all of them or
+    /// none, and no first token. Returns the next token of each sequence that asks for one, and appends the logits of the others to `logits`, one row each. With `look_ahead`, enqueues the
     /// following step at once, for the likely case that these sequences continue with those tokens, if they have blocks for it.
     pub(in crate::model) fn step(
         &self,
@@ -47,7 +53,7 @@ impl Executor {
         steps: &[&Segment<'_>],
         look_ahead: bool,
         logits: &mut Vec<f32>,
-    ) -> Result<Vec<Result<Option<u32>>>> {
+    ) -> Result<Vec<Result<StepOutput>>> {
         let sequences = Sequences {
             tokens: steps.iter().map(|step| step.tokens[0]).collect(),
             positions: steps.iter().map(|step| step.first).collect(),
@@ -56,6 +62,7 @@ impl Executor {
                 .iter()
                 .map(|step| choice_of(step).unwrap_or(GREEDY))
                 .collect(),
+            before: before_of(steps),
             rows: rows_of(source, steps.len()),
         };
         let each = sequences.tables.iter().zip(&sequences.positions);
@@ -66,8 +73,9 @@ impl Executor {
             states: each_state(&sequences, |state, position| {
                 state.of_pass(position, position + 1)
             }),
-            rules: rules_of(&sequences.choices),
+            rules: each_rule(&sequences.choices),
             long: steps.first().is_some_and(|step| self.is_long(step.context)),
+            follows: !sequences.before.is_empty(),
         };
         let cache = source.kv;
         let mut memory = self.memory();
@@ -99,7 +107,28 @@ impl Executor {
         };
         done.wait()?;
         enqueued?;
-        self.outputs(cache, steps, sequences.rows, &mut memory, logits)
+        let hidden = self.hidden_rows(&sequences, &memory);
+        let outputs = self.outputs(cache, steps, sequences.rows, &mut memory, logits)?;
+        let each = outputs.into_iter().zip(hidden?);
+        Ok(each
+            .map(|(token, hidden)| token.map(|token| (token, hidden)))
+            .collect())
+    }
+
+    /// The hidden rows of the tokens of a step that has run, for sequences that the drafter follows.
+    fn hidden_rows(
+        &self,
+        sequences: &Sequences<'_>,
+        memory: &Memory,
+    ) -> Result<Vec<Option<Vec<f32>>>> {
+        if sequences.before.is_empty() {
+            return Ok(vec![None; sequences.tokens.len()]);
+        }
+        let (scratch, rows) = (memory.drafter()?, sequences.rows);
+        let positions = sequences.positions.iter().enumerate();
+        positions
+            .map(|(row, &position)| scratch.read(row, rows, position).map(Some))
+            .collect()
     }
 
     /// The outputs of a step that ran with `rows` rows.
@@ -184,6 +213,7 @@ impl Executor {
             positions,
             tables,
             choices,
+            before,
             rows,
         } = sequences;
         let (rows, pages) = (*rows, input.last() / cuda::PAGE + 1);
@@ -195,14 +225,18 @@ impl Executor {
         match begin {
             Begin::Enqueued(event) => return Ok(event),
             Begin::Launch | Begin::WriteRules => {}
-            Begin::WriteAll => memory.write_step(tokens, positions, tables, rows)?,
+            Begin::WriteAll => {
+                memory.write_step(tokens, positions, tables, rows)?;
+                if input.follows {
+                    memory.write_hidden(before, 0..rows)?;
+                }
+            }
         }
         if matches!(begin, Begin::WriteRules | Begin::WriteAll) && !input.rules.is_empty() {
-            let mut rules = input.rules.clone();
-            let mut history: Vec<&[u32]> = choices.iter().map(|choice| choice.history).collect();
+            let (mut rules, mut choices) = (input.rules.clone(), choices.clone());
             rules.resize(rows, GREEDY.rule());
-            history.resize(rows, &[]);
-            memory.drawing(gpu, sizes)?.set(gpu, &rules, &history)?;
+            choices.resize(rows, GREEDY);
+            memory.write_rules(gpu, sizes, &rules, &choices)?;
         }
         self.launch(source, input, sequences, memory)?;
         Event::record(gpu)
@@ -222,45 +256,99 @@ impl Executor {
         let key = GraphKey {
             rows,
             splits: self.splits(source, rows, input.last()),
-            selection: match input.rules.is_empty() {
-                true => Selection::Argmax,
-                false => Selection::Drawn {
-                    penalties: input.rules.iter().any(|rule| rule.penalty != 1.0),
-                },
-            },
+            selection: selection(&input.rules),
             long: input.long,
+            kind: GraphKind::Step {
+                follows: input.follows,
+            },
         };
+        self.launch_recorded(source, key, memory)
+    }
+
+    /// Enqueues a pass whose input is in memory, and records it if that has not been done.
+    pub(super) fn launch_recorded(
+        &self,
+        source: Source<'_>,
+        key: GraphKey,
+        memory: &mut Memory,
+    ) -> Result<()> {
         if memory.graphs.launch(&key)? {
             return Ok(());
         }
-        // The first step of its kind runs directly, which also loads its kernels; graph capture cannot load any.
-        self.enqueue_step(source, &key, memory)?;
-        let graph = Graph::record(&self.lowered.gpu, || {
-            self.enqueue_step(source, &key, memory)
-        })?;
+        let enqueue = |memory: &Memory| match key.kind {
+            GraphKind::Step { follows } => self.enqueue_step(source, &key, follows, memory),
+            GraphKind::Verification { follows } => {
+                self.enqueue_verification(source, &key, follows, memory)
+            }
+            GraphKind::Guess => self.enqueue_guess(source, &key, memory),
+        };
+        // The first pass of its kind runs directly, which also loads its kernels; graph capture cannot load any.
+        enqueue(memory)?;
+        let graph = Graph::record(&self.lowered.gpu, || enqueue(memory))?;
         memory.graphs.keep(key, graph);
         Ok(())
     }
 
-    fn enqueue_step(&self, source: Source<'_>, key: &GraphKey, memory: &Memory) -> Result<()> {
-        let batch = key.rows;
-        self.lowered.embed(source, batch, memory)?;
+    fn enqueue_step(
+        &self,
+        source: Source<'_>,
+        key: &GraphKey,
+        follows: bool,
+        memory: &Memory,
+    ) -> Result<()> {
         let pass = FusedPass {
+            hands_on: true,
+            ..self.pass_of(source, key, memory)
+        };
+        if follows {
+            // The drafter needs the hidden rows of the positions before, which are there.
+            pass.follow(Followed::Single)?;
+        }
+        self.lowered.embed(source, key.rows, memory)?;
+        self.enqueue_blocks_of(&pass, Rows::Step)?;
+        if follows {
+            pass.hidden()?;
+        }
+        self.select(key, memory, &memory.history)
+    }
+
+    /// The recorded pass of a key through the model.
+    pub(super) fn pass_of<'a>(
+        &'a self,
+        source: Source<'a>,
+        key: &'a GraphKey,
+        memory: &'a Memory,
+    ) -> FusedPass<'a> {
+        FusedPass {
             lowered: &self.lowered,
             source,
             memory,
-            rows: batch,
-            segments: batch,
+            through: Through::Model,
+            rows: key.rows,
+            segments: key.rows,
             attention: Attention {
-                singles: batch,
+                singles: key.rows,
                 splits: &key.splits,
                 chunks: &[],
             },
             long: key.long,
-        };
-        let lowered = &self.lowered;
-        let steps = plan::plan(&lowered.model, batch, true, &lowered.hardware)?;
-        steps.iter().try_for_each(|step| pass.enqueue(step))?;
+            hands_on: false,
+            copies: true,
+        }
+    }
+
+    /// Enqueues the model's blocks and the logits of all rows.
+    pub(super) fn enqueue_blocks_of(&self, pass: &FusedPass<'_>, rows: Rows) -> Result<()> {
+        let Lowered {
+            model, hardware, ..
+        } = &self.lowered;
+        let steps = plan::plan(model, model.own_blocks(), pass.rows, rows, hardware)?;
+        steps.iter().try_for_each(|step| pass.enqueue(step))
+    }
+
+    /// Enqueues the choice of a token for each row, from logits in memory. Tokens go to `chosen` by position, and to the next pass.
+    pub(super) fn select(&self, key: &GraphKey, memory: &Memory, chosen: &Pinned) -> Result<()> {
+        let batch = key.rows;
         match (key.selection, &memory.draw) {
             (Selection::Argmax, _) => cuda::argmax(
                 &self.lowered.gpu,
@@ -269,7 +357,7 @@ impl Executor {
                 self.lowered.sizes.vocab,
                 &memory.best,
                 &memory.tokens,
-                Some((&memory.positions, &memory.history)),
+                Some((&memory.positions, chosen)),
             ),
             (Selection::Drawn { penalties }, Some(scratch)) => cuda::draw(
                 &self.lowered.gpu,
@@ -280,7 +368,7 @@ impl Executor {
                 scratch,
                 &memory.tokens,
                 &memory.positions,
-                &memory.history,
+                chosen,
             ),
             (Selection::Drawn { .. }, None) => bail!(Internal, "there are no rules to draw by"),
         }
@@ -295,6 +383,12 @@ fn choice_of<'a>(segment: &Segment<'a>) -> Option<Choice<'a>> {
     }
 }
 
+/// The hidden rows before the tokens of a step; empty if the drafter does not follow its sequences.
+pub(super) fn before_of<'a>(segments: &[&Segment<'a>]) -> Vec<Option<&'a [f32]>> {
+    let each = segments.iter().filter_map(|segment| segment.drafts_after);
+    each.map(|before| before.0).collect()
+}
+
 /// The blocks of each sequence's recurrent state, by `blocks`, which takes the position of the step too.
 fn each_state(
     sequences: &Sequences<'_>,
@@ -306,16 +400,26 @@ fn each_state(
 }
 
 /// Rows of a step of some sequences: those of a recorded step, if padding has a block to write to.
-fn rows_of(source: Source<'_>, sequences: usize) -> usize {
+pub(super) fn rows_of(source: Source<'_>, sequences: usize) -> usize {
     let rows = bucket(sequences);
     let pads = rows > sequences && source.kv.has_null_block();
     if pads { rows } else { sequences }
 }
 
 /// The rules by which tokens are drawn; empty if all are the argmax without penalties.
-fn rules_of(choices: &[Choice<'_>]) -> Vec<DrawRule> {
+pub(super) fn each_rule(choices: &[Choice<'_>]) -> Vec<DrawRule> {
     match choices.iter().all(|choice| choice.options.is_greedy()) {
         true => Vec::new(),
         false => choices.iter().map(Choice::rule).collect(),
+    }
+}
+
+/// How tokens are chosen by these rules.
+pub(super) fn selection(rules: &[DrawRule]) -> Selection {
+    match rules.is_empty() {
+        true => Selection::Argmax,
+        false => Selection::Drawn {
+            penalties: rules.iter().any(|rule| rule.penalty != 1.0),
+        },
     }
 }

@@ -901,8 +901,8 @@ typedef struct NVFP4_GenerateOptions {
     int32_t log_probabilities;
     /**
      * The most tokens that the model's drafter guesses in a step, for one pass of the model to verify, up to 16; -1 drafts none. A
-     * number is refused for a model without a drafter, and on a GPU. The generated tokens are the same. Default: 0, which
-     * drafts on the CPU if the model has a drafter, while that is faster.
+     * number is refused for a model without a drafter. The generated tokens are the same, on a GPU but for rounding. Default: 0,
+     * which drafts if the model has a drafter, while that is faster.
      */
     int32_t drafts;
     /**

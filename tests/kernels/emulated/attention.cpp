@@ -1,6 +1,6 @@
 // kernels/rope/store.cuh, kernels/attention/{prefill,decode}.cuh and kernels/attention/reference.cu on the CPU, against attention in f64: the
 // sources as they ship, with their instructions emulated as the PTX ISA describes them. A sequence is filled by two prefills and continued
-// by one token at a time. Prints "ok" or the first error.
+// by several tokens at once, and by one token at a time. Prints "ok" or the first error.
 #include "cuda.hpp"
 
 #include "common/cluster.cuh"
@@ -217,6 +217,42 @@ struct Sequence {
             unfit[r] = 0;
         }
     }
+    // Consecutive tokens as rows of a decode step, whose keys and values are stored before.
+    template <int D, bool LIMITED, int ROTARY, int STAGES, int SPAN, bool CLUSTER>
+    void verify(int first, int rows, int splits) {
+        int blocks = kv_heads * ceil_div(heads / kv_heads, decode::HEADS);
+        std::vector<int> positions;
+        std::vector<u32> tables;
+        for (int i = 0; i < rows; i++) positions.push_back(first + i), tables.insert(tables.end(), table.begin(), table.end());
+        Pages pages = arguments();
+        pages.table = tables.data();
+        const float* k_weight = normed ? k_norm.data() : nullptr;
+        const float* x = &qkv[(size_t)first * all * D];
+        // Each row one position before its own, and then where it is.
+        for (int before = 0; before < 2; before++) {
+            std::vector<int> shifted = positions;
+            for (int& p : shifted) p += before;
+            store::RowsArguments s = {x, k_weight, shifted.data(), options(), pages, heads, before};
+            launch(rows, ceil_div(2 * kv_heads, store::WARPS), 1, store::WARPS * WARP, [&] { store::store_rows<D, ROTARY>(s); });
+            std::vector<u16> out((size_t)rows * heads * D, 0x7e00);
+            std::vector<float> partial((size_t)rows * blocks * splits * decode::HEADS * (D + 2), NAN);
+            std::vector<u32> arrived(rows * blocks);
+            decode::Arguments d = {x, normed ? q_norm.data() : nullptr, k_weight, sink(), positions.data(), out.data(), partial.data(), arrived.data(),
+                                   options(), row(), pages, heads / kv_heads, scale() * 1.44269504f, cap * 1.44269504f, window, 0, 1};
+            launch(blocks, rows, splits, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, ROTARY, STAGES, SPAN, CLUSTER>(d); },
+                   CLUSTER ? splits : 1);
+            compare("tokens at once", out, first, rows);
+            // What is stored a second time was spoiled before.
+            for (int i = 0; i < rows; i++) {
+                for (int h = 0; h < kv_heads; h++) {
+                    for (int j = 0; j < D; j++) {
+                        keys_of(pages, D, i, positions[i], h)[j] = 0x3c00;
+                        values_of(pages, D, i, positions[i], h)[j * PAGE] = 0x3c00;
+                    }
+                }
+            }
+        }
+    }
     template <int D, bool LIMITED, int ROTARY>
     void step(int token, int splits) {
         if constexpr (D <= 256) step_with<D, LIMITED, ROTARY, 4, 2, false>(token, splits, token % 2);
@@ -243,7 +279,7 @@ struct Sequence {
         std::vector<u32> arrived(blocks);
         decode::Arguments d = {has_keys ? &qkv[(size_t)token * all * D] : own.data(), normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, sink(), &token,
                                out.data(), partial.data(), arrived.data(), options(), row(has_keys), arguments(), heads / kv_heads, scale() * 1.44269504f,
-                               cap * 1.44269504f, window, fragment_major};
+                               cap * 1.44269504f, window, fragment_major, 0};
         launch(blocks, 1, splits, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, ROTARY, STAGES, SPAN, CLUSTER>(d); }, CLUSTER ? splits : 1);
         if (fragment_major) {
             std::vector<u16> row;
@@ -269,6 +305,13 @@ static void check(int heads, int kv_heads, bool normed, int first, int more, int
     if (has_sinks) s.add_sinks();
     s.run<D, ROTARY>(0, first);
     s.run<D, ROTARY>(first, more);
+    if constexpr (D <= 256) {
+        s.verify<D, LIMITED, ROTARY, 2, 1, false>(first + more, tokens, splits);
+        s.verify<D, LIMITED, ROTARY, 4, 2, false>(first + more, tokens, 1);
+    }
+#if __CUDA_ARCH__ >= 900
+    if constexpr (!LIMITED && D <= 128) s.verify<D, LIMITED, ROTARY, 2, 1, true>(first + more, tokens, 2);
+#endif
     for (int i = 0; i < tokens; i++) s.step<D, LIMITED, ROTARY>(first + more + i, i % 2 ? splits : 1);
 }
 

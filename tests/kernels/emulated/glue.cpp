@@ -1,6 +1,7 @@
 // The kernels between products and attention on the CPU, against f64 and against sorting: kernels/norm/rms_norm.cu,
-// kernels/norm/post_norm.cu, kernels/activation/{glu,per_layer}.cu, kernels/embed/per_layer.cu, kernels/sample/argmax.cu and the unfused
-// kernels as they ship, with their instructions emulated as the PTX ISA describes them. Prints "ok" or the first error.
+// kernels/norm/post_norm.cu, kernels/norm/drafter.cu, kernels/activation/{glu,per_layer}.cu, kernels/embed/per_layer.cu,
+// kernels/sample/argmax.cu and the unfused kernels as they ship, with their instructions emulated as the PTX ISA describes them. Prints "ok"
+// or the first error.
 #include "cuda.hpp"
 
 #include "activation/gate.cuh"
@@ -19,6 +20,9 @@ namespace norm {
 }
 namespace post {
 #include "norm/post_norm.cu"
+}
+namespace drafter {
+#include "norm/drafter.cu"
 }
 namespace activation {
 #include "activation/glu.cu"
@@ -44,6 +48,57 @@ namespace best {
 
 static void expect(bool held, const char* what, int row, int i, double got, double want) {
     if (!held) printf("%s: (%d, %d) is %g, not %g\n", what, row, i, got, want), exit(1);
+}
+
+static double norm_factor(const float* x, int width) {
+    double squares = 0;
+    for (int i = 0; i < width; i++) squares += std::pow(x[i], 2.0);
+    return 1 / std::sqrt(squares / width + 1e-6);
+}
+
+// Hidden rows, with their copies for the host by position, and the inputs of a drafter that are made of them.
+static void check_drafter(int rows, int width) {
+    const int STEPS = 2;
+    auto random = [](int count) {
+        std::vector<float> v(count);
+        for (float& x : v) x = uniform();
+        return v;
+    };
+    std::vector<float> x = random(rows * width), weight = random(width), before = random(rows * width);
+    std::vector<float> hidden(2 * rows * width, NAN), copies(STEPS * rows * width, NAN);
+    std::vector<int> positions, sources;
+    // The first rows are those before sequences. Odd rows of the pass take the one that the row before them made.
+    for (int r = 0; r < rows; r++) positions.push_back(7 + 3 * r), sources.push_back(r % 2 ? rows + r - 1 : r);
+    std::copy(before.begin(), before.end(), hidden.begin());
+    drafter::HiddenArguments h = {x.data(), weight.data(), &hidden[rows * width], copies.data(), positions.data(), width, STEPS, 1e-6f};
+    launch(rows, 1, 1, drafter::THREADS, [&] { drafter::drafter_hidden(h); });
+    for (int r = 0; r < rows; r++) {
+        double factor = norm_factor(&x[r * width], width);
+        for (int i = 0; i < width; i++) {
+            double want = x[r * width + i] * factor * weight[i], got = hidden[(rows + r) * width + i];
+            expect(std::fabs(got - want) <= 1e-6 * std::fabs(want), "a hidden row", r, i, got, want);
+            float copy = copies[(positions[r] % STEPS * rows + r) * width + i];
+            expect(copy == hidden[(rows + r) * width + i], "a copy of a hidden row", r, i, copy, got);
+        }
+    }
+    std::vector<float> of_embedding = random(width), of_hidden = random(width), embeddings = random(rows * width);
+    std::vector<u16> y(2 * rows * width, 0x7e00);
+    drafter::InputArguments a = {embeddings.data(), hidden.data(), sources.data(), of_embedding.data(), of_hidden.data(), y.data(), width, 1e-6f};
+    launch(rows, 2, 1, drafter::THREADS, [&] { drafter::drafter_inputs(a); });
+    for (int r = 0; r < rows; r++) {
+        for (int half = 0; half < 2; half++) {
+            const float* from = half ? &hidden[sources[r] * width] : &embeddings[r * width];
+            double factor = norm_factor(from, width);
+            for (int i = 0; i < width; i++) {
+                double want = from[i] * factor * (half ? of_hidden : of_embedding)[i], got = f16_to_float(y[(2 * r + half) * width + i]);
+                expect(std::fabs(got - want) <= std::fabs(want) * 0x1.1p-11 + 0x1p-25, "an input of a drafter", r, half * width + i, got, want);
+            }
+        }
+    }
+    // Without copies no position is read.
+    drafter::HiddenArguments alone = {x.data(), weight.data(), hidden.data(), nullptr, nullptr, width, 0, 1e-6f};
+    launch(rows, 1, 1, drafter::THREADS, [&] { drafter::drafter_hidden(alone); });
+    for (int i = 0; i < rows * width; i++) expect(hidden[i] == hidden[rows * width + i], "a hidden row", i / width, i % width, hidden[i], hidden[rows * width + i]);
 }
 
 static void check_norm(int rows, int width, bool fragment_major) {
@@ -362,6 +417,8 @@ static void check_argmax(int kind, int rows, int vocabulary, int blocks) {
 }
 
 int main() {
+    check_drafter(3, 48);
+    check_drafter(5, 2560);
     check_norm(3, 100, false);
     check_norm(2, 2560, false);
     check_norm(1, 9236, false);

@@ -69,6 +69,17 @@ impl fmt::Display for Kernel {
                     layout_name(*layout)
                 )
             }
+            Kernel::StoreRows { before: false } => f.write_str("rope of keys, store"),
+            Kernel::StoreRows { before: true } => {
+                f.write_str("rope of keys, store at the positions before")
+            }
+            Kernel::DecodeStored { layout } => {
+                write!(
+                    f,
+                    "rope, split-KV attention over what is stored -> {}",
+                    layout_name(*layout)
+                )
+            }
             Kernel::HeadGate { input, gemm } => write!(f, "gate of heads ({input}) -> f32: {gemm}"),
             Kernel::GateHeads { layout } => {
                 write!(f, "times sigmoid of the gate -> {}", layout_name(*layout))
@@ -153,6 +164,11 @@ impl fmt::Display for Kernel {
                 write_next(f, next)
             }
             Kernel::Head { input, gemm } => write!(f, "head ({input}) -> f32: {gemm}"),
+            Kernel::Hidden => f.write_str("final norm -> f32, and a copy for the host"),
+            Kernel::DrafterInputs => {
+                f.write_str("embeddings; their norm, norm of hidden rows -> f16 rows")
+            }
+            Kernel::ProjectDrafterInputs { gemm } => write!(f, "fc (rows) -> f32: {gemm}"),
         }
     }
 }

@@ -160,6 +160,7 @@ fn model(s: &Sizes, storage: WeightType) -> ModelShape {
     ModelShape {
         blocks,
         layer_inputs: None,
+        drafter_fc: None,
         head: shape(s.vocab, s.hidden),
     }
 }
@@ -198,7 +199,11 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
         Kernel::LayerInputs { .. } => Vec::new(),
         Kernel::Normalize { norm, .. } => enter(*norm),
         Kernel::Qkv { input, .. } => [prologue(input), own(&[BlockOp::Qkv])].concat(),
-        Kernel::Decode { .. } => own(&[BlockOp::Heads, BlockOp::Attend]),
+        Kernel::Decode { .. } | Kernel::DecodeStored { .. } => {
+            own(&[BlockOp::Heads, BlockOp::Attend])
+        }
+        // Keys and values of heads that the next kernel completes.
+        Kernel::StoreRows { .. } => Vec::new(),
         // Parts of operations that the next kernel completes.
         Kernel::HeadGate { .. } | Kernel::DeltaInputs { gates: false, .. } => Vec::new(),
         Kernel::DeltaInputs { gates: true, .. } => own(&[BlockOp::DeltaInputs]),
@@ -265,6 +270,8 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
             [own(&[leave]), factor(*scales), next(norm)].concat()
         }
         Kernel::Head { input, .. } => prologue(input),
+        // Beside the blocks.
+        Kernel::Hidden | Kernel::DrafterInputs | Kernel::ProjectDrafterInputs { .. } => Vec::new(),
     }
 }
 
@@ -386,6 +393,7 @@ fn nemotron() -> (ModelShape, Vec<BlockSpec>) {
     let model = ModelShape {
         blocks,
         layer_inputs: None,
+        drafter_fc: None,
         head: of(nvfp4, 131_072, hidden),
     };
     (model, specs)
@@ -473,6 +481,46 @@ fn printed(steps: &[PlannedKernel]) -> String {
     text
 }
 
+/// Plans of drafters, whose block is that of the last layer. A guess runs the operations of the block.
+fn of_drafters() -> String {
+    let mut table = String::new();
+    for (name, sizes) in [
+        ("Qwen3.5-4B", &QWEN3_5_4B),
+        ("Qwen2-57B-A14B", &QWEN2_57B_A14B),
+    ] {
+        let (mut model, mut specs) = (model(sizes, WeightType::Nvfp4), specs(sizes));
+        let (block, spec) = (model.blocks[2].clone(), specs.remove(2));
+        model.blocks.push(block);
+        model.drafter_fc = Some(MatrixShape {
+            storage: WeightType::BF16,
+            rows: sizes.hidden,
+            cols: 2 * sizes.hidden,
+        });
+        for rows in [1, 4, 64] {
+            writeln!(table, "{name}, NVFP4, H200, guesses of {rows}").unwrap();
+            let steps = drafter::draft(&model, rows, &H200).unwrap();
+            table.push_str(&printed(&steps));
+            let done = steps.iter().flat_map(|step| completed(step, &model.blocks));
+            let done: Vec<_> = done.map(|(block, op)| (block - 3, op)).collect();
+            assert_eq!(
+                done,
+                expected(std::slice::from_ref(&spec)),
+                "{name}, {rows}"
+            );
+        }
+        for (rows, followed) in [
+            (1, drafter::Followed::Single),
+            (8, drafter::Followed::Single),
+            (4096, drafter::Followed::Consecutive),
+        ] {
+            writeln!(table, "{name}, NVFP4, H200, {rows} rows followed").unwrap();
+            let steps = drafter::follow(&model, rows, followed, &H200).unwrap();
+            table.push_str(&printed(&steps));
+        }
+    }
+    table
+}
+
 /// Every kind of plan, as recorded in `plan.txt` beside this file, which shows every change of kernels or of their choice. Each plan
 /// runs the operations of blocks in the order of `order`.
 #[test]
@@ -520,25 +568,35 @@ fn plans_are_as_written_down() {
     models.push(("Gemma 4 E2B, NVFP4, GB10", GEMMA4_E2B.model(), &GB10));
     let mut table = String::new();
     for (name, (model, specs), hardware) in models {
-        for (rows, is_step) in [
-            (1, true),
-            (8, true),
-            (16, true),
-            (64, true),
-            (200, true),
-            (1, false),
-            (40, false),
-            (4096, false),
+        for (rows, kind) in [
+            (1, Rows::Step),
+            (8, Rows::Step),
+            (16, Rows::Step),
+            (64, Rows::Step),
+            (200, Rows::Step),
+            (4, Rows::Verification),
+            (1, Rows::Ragged),
+            (40, Rows::Ragged),
+            (4096, Rows::Ragged),
         ] {
-            let kind = if is_step { "a step" } else { "a prompt" };
+            // Rows of Gemma 4 cannot be stored before they attend.
+            if kind == Rows::Verification && name.starts_with("Gemma 4") {
+                continue;
+            }
+            let steps = plan(&model, model.own_blocks(), rows, kind, hardware).unwrap();
+            let kind = match kind {
+                Rows::Step => "a step",
+                Rows::Verification => "a verification",
+                Rows::Ragged => "a prompt",
+            };
             writeln!(table, "{name}, {kind} of {rows}").unwrap();
-            let steps = plan(&model, rows, is_step, hardware).unwrap();
             table.push_str(&printed(&steps));
             let completed = steps.iter().flat_map(|step| completed(step, &model.blocks));
             let completed: Vec<_> = completed.collect();
             assert_eq!(completed, expected(&specs), "{name}, {kind} of {rows}");
         }
     }
+    table.push_str(&of_drafters());
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/model/fused/plan.txt");
     let expected = std::fs::read_to_string(path).unwrap_or_default();
     if table != expected {

@@ -63,6 +63,7 @@ impl Gemma4 {
         }
         let model = ModelShape {
             blocks: specs.iter().map(|spec| self.shape(spec)).collect(),
+            drafter_fc: None,
             layer_inputs: self.per_layer.map(|[width, blocks]| MatrixShape {
                 storage: WeightType::BF16,
                 rows: width * blocks,
