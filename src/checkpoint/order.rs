@@ -1,10 +1,9 @@
 //! The order of rows, columns and elements in GGUF files, where it is not that of Hugging Face's.
 
 /// Where a file has the rows or the columns of a matrix, or the elements of a vector.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Order {
     /// As the entry has them.
-    #[default]
     Same,
     /// That many attention heads are interleaved: in each, the two halves that rotate together take turns.
     Interleaved { heads: usize },

@@ -65,7 +65,7 @@ pub(super) enum Scales {
 const STAGING: usize = 64 << 10;
 
 /// How the values of a stored tensor become those of its entry.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct StoredForm {
     /// The order of the rows of a matrix, and of the elements of a vector.
     pub(super) rows: Order,
@@ -75,10 +75,9 @@ pub(super) struct StoredForm {
 }
 
 /// The function of an entry's values that is stored.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Function {
     /// The values.
-    #[default]
     Values,
     /// `x + 1`, as for norms of GGUF's gemma architectures.
     OnePlus,
@@ -519,6 +518,9 @@ impl Tensors {
         self.each_row(raw, all, rows, of, |i, bytes| {
             ggml::repack_nvfp4(bytes, stored_codes.as_flattened_mut(), &mut stored_scales);
             self.check_scales(raw, entry, first + i, &stored_scales)?;
+            if columns == Order::Same {
+                return each(i, stored_codes.as_flattened(), &stored_scales);
+            }
             for block in 0..blocks {
                 let at = columns.place(block * nvfp4::BLOCK, entry.cols()) / nvfp4::BLOCK;
                 (codes[block], scales[block]) = (stored_codes[at], stored_scales[at]);

@@ -152,7 +152,7 @@ fn logical(
         if is_global_scale[i] {
             continue;
         }
-        let (name, form) = translation.name(raw).map_err(|e| e.within(file(i)))?;
+        let (name, shape, form) = translation.entry(raw).map_err(|e| e.within(file(i)))?;
         let mut bytes = raw.span.len() as u64;
         let (encoding, stored) = match raw.encoding {
             Encoding::Nvfp4 => {
@@ -196,7 +196,7 @@ fn logical(
         };
         logical.push((
             Entry {
-                shape: translation.shape(raw).map_err(|e| e.within(file(i)))?,
+                shape,
                 name,
                 encoding,
                 bytes,

@@ -149,17 +149,6 @@ impl<'a> Translation<'a> {
         }))
     }
 
-    /// The shape of an entry: that of the tensor, unless it is stored with other dimensions.
-    pub(super) fn shape(&self, raw: &Raw) -> Result<Vec<usize>> {
-        let found = self.find(&raw.key)?;
-        let form = found.and_then(|found| self.form_of(&found));
-        Ok(match (form, &raw.shape[..]) {
-            (Some(GgufForm::OneRow), &[cols]) => vec![1, cols],
-            (Some(GgufForm::Filters), &[channels, taps]) => vec![channels, 1, taps],
-            _ => raw.shape.clone(),
-        })
-    }
-
     /// The form of a tensor's values; that of a matrix is not that of its bias or its scale.
     fn form_of(&self, found: &Found<'_>) -> Option<GgufForm> {
         let forms = self.family?.forms;
@@ -179,12 +168,12 @@ impl<'a> Translation<'a> {
         })
     }
 
-    /// The logical name of a tensor, and the form of its values.
-    pub(super) fn name(&self, raw: &Raw) -> Result<(String, StoredForm)> {
+    /// The logical name of a tensor, its logical shape, and the form of its values.
+    pub(super) fn entry(&self, raw: &Raw) -> Result<(String, Vec<usize>, StoredForm)> {
+        let (mut shape, mut form) = (raw.shape.clone(), StoredForm::AS_STORED);
         let Some(found) = self.find(&raw.key)? else {
-            return Ok((raw.key.clone(), StoredForm::AS_STORED));
+            return Ok((raw.key.clone(), shape, form));
         };
-        let mut form = StoredForm::AS_STORED;
         match self.form_of(&found) {
             Some(GgufForm::OnePlus) => form.function = Function::OnePlus,
             Some(GgufForm::NegatedExp) => form.function = Function::NegatedExp,
@@ -201,6 +190,8 @@ impl<'a> Translation<'a> {
                     form.rows = Order::Interleaved { heads };
                 }
             }
+            Some(GgufForm::OneRow) if shape.len() == 1 => shape.insert(0, 1),
+            Some(GgufForm::Filters) if shape.len() == 2 => shape.insert(1, 1),
             Some(GgufForm::OneRow | GgufForm::Filters) | None => {}
         }
         let value_heads = self.family.map_or(&[][..], |family| family.value_heads);
@@ -213,7 +204,7 @@ impl<'a> Translation<'a> {
                 _ => form.rows = order,
             }
         }
-        Ok((found.name, form))
+        Ok((found.name, shape, form))
     }
 
     /// The order of the value heads of a tensor.

@@ -1,4 +1,4 @@
-//! What the kernels of a recurrent layer read and write in a fused pass.
+//! The operands of a recurrent layer's kernels in a fused pass.
 
 use super::pass::FusedPass;
 use super::recurrent_scratch::RecurrentScratch;

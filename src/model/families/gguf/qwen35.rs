@@ -103,10 +103,8 @@ pub(super) const QWEN3_NEXT: GgufFamily = GgufFamily {
     architecture: "qwen3next",
     model_type: "qwen3_next",
     class: "Qwen3NextForCausalLM",
-    per_layer: &[BLOCK_NORMS, ATTENTION, DELTA, EXPERTS, SHARED_EXPERT],
     value_heads: &[],
-    config: mixture,
-    ..QWEN35
+    ..QWEN35_MOE
 };
 
 fn dense(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
