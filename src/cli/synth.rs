@@ -4,6 +4,7 @@
 use std::path::PathBuf;
 
 use NVFP4::base::Result;
+use NVFP4::base::error::bail;
 use NVFP4::checkpoint::{Encoding, Metadata, ModelOptWriter, Planned, TokenizerSource, Writer};
 use NVFP4::format::nvfp4::BLOCK;
 use NVFP4::format::random;
@@ -30,6 +31,9 @@ pub(super) struct Args {
     /// Let the output head be the embedding, as in the smaller ones of the published models; without it, it is a tensor of its own
     #[arg(long)]
     tied: bool,
+    /// Write a drafter too, for the shapes of Qwen3.5 and 3.6; its drafts are never right
+    #[arg(long)]
+    drafter: bool,
     /// The seed of the weights
     #[arg(long, default_value_t = 0)]
     seed: u64,
@@ -256,8 +260,11 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let mut config = args.arch.config();
     config["tie_word_embeddings"] = args.tied.into();
     let mut spec = families::read(&config)?;
-    // The drafts of random weights are never right.
-    spec.drafter = None;
+    if !args.drafter {
+        spec.drafter = None;
+    } else if spec.drafter.is_none() {
+        bail!(InvalidArgument, "--drafter: models of this shape have none");
+    }
     let plan = plan(&spec);
     let metadata = Metadata {
         config: Some(config),

@@ -3,6 +3,7 @@
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Instant;
 
 use NVFP4::engine::{NewTokens, NextDrafts, Sequence, Served};
 use NVFP4::model::{Choice, Device, KvType, Logits, Output, Scratch, Verification, Wanted};
@@ -406,4 +407,44 @@ fn sessions_that_draft_move_between_devices() {
         assert_eq!(got.tokens[0], want.tokens[0]);
     }
     std::fs::remove_file(&path).unwrap();
+}
+
+/// Passes of the model in the folder that NVFP4_DRAFTS_MODEL names, `--ignored --nocapture`: tokens of one sequence that are verified in one
+/// pass, all of them wrong but the first, beside a step of one token.
+#[test]
+#[ignore = "measures"]
+fn verification_speed() {
+    let (Some(gpu), Ok(path)) = (gpu(), std::env::var("NVFP4_DRAFTS_MODEL")) else {
+        return;
+    };
+    let model = load_on(Device::Cuda(gpu), Path::new(&path));
+    let tokens = some_tokens(&model, 128);
+    let greedy = SamplingOptions::default();
+    let scratch = &mut Scratch::new();
+    let mut medians = Vec::new();
+    for rows in [1, 2, 4, 8] {
+        let mut sequence = drafting(&model, &tokens, 128);
+        let mut times: Vec<f64> = (0..40)
+            .map(|_| {
+                let history = vec![1; sequence.len() + rows];
+                let work = NewTokens {
+                    tokens: &history[..rows],
+                    sequence: &mut sequence,
+                    wanted: Wanted::Verified(Verification {
+                        choice: choice(&greedy, 0, &history),
+                        stops: &[],
+                    }),
+                };
+                let start = Instant::now();
+                let done = model.run(vec![work], false, scratch, &mut Vec::new());
+                done.unwrap().pop().unwrap().unwrap();
+                start.elapsed().as_secs_f64()
+            })
+            .collect();
+        times.sort_by(f64::total_cmp);
+        medians.push(times[times.len() / 2]);
+        let ms = medians[medians.len() - 1] * 1e3;
+        let ratio = medians[medians.len() - 1] / medians[0];
+        println!("{rows} rows: {ms:.3} ms, {ratio:.3} times one row");
+    }
 }
