@@ -82,6 +82,7 @@ units! {
     LinearExperts = "linear/experts.cu",
     LinearInt8 = "linear/int8.cu",
     LinearPack = "linear/pack.cu",
+    LinearRow = "linear/row.cu",
     LinearRowNorms = "linear/row_norms.cu",
     LinearRows = "linear/rows.cu",
     LinearSkinny = "linear/skinny.cu",

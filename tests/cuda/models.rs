@@ -6,11 +6,9 @@ use std::sync::Arc;
 use NVFP4::cuda::Gpu;
 use NVFP4::engine::{NewTokens, Sequence, Served};
 use NVFP4::format::nvfp4::QuantizeOptions;
-use NVFP4::model::weights::Mixer;
 use NVFP4::model::{Device, KvType, LoadOptions, Logits, Scratch, Wanted};
 use NVFP4::ops::sample::Choice;
 use NVFP4::session::{SamplingOptions, SessionOptions};
-use NVFP4::tensor::WeightType;
 use half::bf16;
 use safetensors::Dtype;
 
@@ -19,7 +17,7 @@ use crate::common::{
     golden, options, ragged, some_tokens, step_logits, step_tokens,
 };
 use crate::support::{
-    as_f64, assert_close, generated, gpu, load_on, logits, prompted, relative_l2,
+    as_f64, assert_close, coarseness, generated, gpu, load_on, logits, prompted, relative_l2,
 };
 
 /// Compares row by row, for models with experts: where two experts are about as probable, rounding decides which of them a row goes to,
@@ -71,17 +69,9 @@ impl Pair {
         Some(Pair { case, cpu, model })
     }
 
-    /// How much coarser than f16 the inputs of its products are: cuBLASLt takes bf16 inputs for bf16 weights, which lack three bits.
-    fn coarseness(&self) -> f64 {
-        match &self.model.model().weights().blocks[0].mixer {
-            Mixer::Attention(attention) if attention.q.linear.kind() == WeightType::BF16 => 8.0,
-            _ => 1.0,
-        }
-    }
-
     fn assert_close(&self, got: &[f32], want: &[f64], bar: f64, what: &str) {
         let what = format!("{}, {what}", self.case);
-        let bar = bar * self.coarseness();
+        let bar = bar * coarseness(&self.model);
         let spec = self.cpu.spec();
         match spec.blocks.iter().any(|b| b.mlp.experts() > 0) {
             true => {
@@ -319,7 +309,10 @@ fn ragged_batches_give_what_segments_give_apart() {
         tested += 1;
         let same = |got: &[f32], expected: &[f32], what: &str| match expected.is_empty() {
             true => {}
-            false => assert_close(got, &as_f64(expected), 3e-3, &format!("{case}, {what}")),
+            false => {
+                let bar = 3e-3 * coarseness(&model);
+                assert_close(got, &as_f64(expected), bar, &format!("{case}, {what}"));
+            }
         };
         ragged::check(&model, Some(1e-2), &same);
     }

@@ -324,9 +324,13 @@ fn per_layer_inputs_and_gates_agree_with_f64() {
             gelu_tanh(f64::from(g) / f64::from(factors[row])) * f64::from(i) / f64::from(divisor)
         });
         let gated: Vec<f64> = gated.collect();
+        if row == 2 {
+            assert!(got.iter().all(|v| *v == 0.0), "{got:?}");
+            continue;
+        }
         assert_close(got, &gated, F16, &format!("row {row} of a gated input"));
         let largest = gated.iter().fold(0f64, |a, b| a.max(b.abs()));
-        assert!(row == 2 || (0.99..2.01).contains(&largest), "{largest}");
+        assert!((0.99..2.01).contains(&largest), "{largest}");
     }
 }
 

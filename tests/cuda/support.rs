@@ -12,6 +12,7 @@ use NVFP4::cuda::{
 use NVFP4::engine::Served;
 use NVFP4::format::nvfp4::{self, BLOCK, Nvfp4, QuantizeOptions};
 use NVFP4::format::random;
+use NVFP4::model::weights::Mixer;
 use NVFP4::model::{Device, KvType, LoadOptions, Logits, Scratch};
 use NVFP4::session::{GenerateOptions, SamplingOptions, Session, SessionOptions};
 use NVFP4::tensor::{DType, WeightType};
@@ -151,6 +152,21 @@ pub(crate) fn relative_l2(got: &[f32], want: &[f64]) -> f64 {
         norm += w * w;
     }
     (difference / norm).sqrt()
+}
+
+/// How much coarser than f16 the inputs of a model's products are: cuBLASLt takes bf16 inputs for bf16 weights, which lack three bits.
+pub(crate) fn coarseness(model: &Served) -> f64 {
+    let block = &model.model().weights().blocks[0];
+    let q = match &block.mixer {
+        Mixer::Attention(attention) => Some(&attention.q),
+        _ => None,
+    };
+    let per_layer = block.per_layer.as_ref().map(|own| &own.gate);
+    let mut products = q.into_iter().chain(per_layer);
+    match products.any(|product| product.linear.kind() == WeightType::BF16) {
+        true => 8.0,
+        false => 1.0,
+    }
 }
 
 #[track_caller]

@@ -252,10 +252,12 @@ fn parts(
     if form != InputForm::Plain(Layout::RowMajor) || output.applied().is_some() {
         return None;
     }
+    // Kernels for NVFP4 take few rows without a copy of the weights, but take no others with them.
+    let copies_nvfp4 = m > TILED || are_nvfp4(matrices);
     let by_cublas = |w: &MatrixShape| {
         hardware.cublas
             && match w.storage {
-                WeightType::Nvfp4 => true,
+                WeightType::Nvfp4 => copies_nvfp4,
                 WeightType::F16 | WeightType::BF16 => m > SKINNY_ROWS,
                 // Sums of codes do not fit f16, and an addition would lack their scale.
                 WeightType::Int8 => m > int8::PRODUCT_ROWS && output == Output::F32,
@@ -268,13 +270,16 @@ fn parts(
         let kernel = match matrices[0].storage {
             _ if by_cublas(&matrices[0]) => PartKernel::CuBlas,
             WeightType::Nvfp4 => return None,
-            WeightType::Int8 if m > 1 => {
-                PartKernel::Int8(Int8Product::planned(hardware, matrices, m))
-            }
             WeightType::F32 if m > SKINNY_ROWS => {
                 PartKernel::Tf32(Tf32Product::planned(hardware, matrices, m))
             }
-            _ => PartKernel::Dense(DenseKernel::planned(matrices, m)),
+            storage => match DenseKernel::planned(hardware, matrices, m) {
+                Some(planned) => PartKernel::Dense(planned),
+                None if storage == WeightType::Int8 => {
+                    PartKernel::Int8(Int8Product::planned(hardware, matrices, m))
+                }
+                None => return None,
+            },
         };
         *slot = Some(GemmPart {
             count: matrices.len(),

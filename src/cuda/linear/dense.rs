@@ -1,5 +1,6 @@
-//! The plain kernel for GEMMs with dense weights and row-major int8 codes.
+//! The plain kernels for GEMMs with dense weights, and for one row with int8 rows.
 
+use super::hardware::Hardware;
 use super::limits::MATRICES;
 use super::matrix::{Biased, MatrixShape};
 use super::output::Output;
@@ -10,15 +11,25 @@ use crate::cuda::kernel::kernels;
 use crate::tensor::WeightType;
 
 kernels! {
-    /// The plain kernel.
+    /// The plain kernel, and those of a single row, for output features one by one or in pairs.
     pub(super) enum DenseKernel(DenseArguments) {
-        LinearDense {
-            Rows = "linear_dense",
-            Row = "linear_dense_1",
-            Int8Row = "linear_dense_int8_1",
+        LinearDense { Rows = "linear_dense" }
+        LinearRow {
+            F32Row = "linear_row_f32",
+            F32RowPair = "linear_row_f32_pair",
+            F16Row = "linear_row_f16",
+            F16RowPair = "linear_row_f16_pair",
+            Bf16Row = "linear_row_bf16",
+            Bf16RowPair = "linear_row_bf16_pair",
+            Int8Row = "linear_row_int8",
+            Int8RowPair = "linear_row_int8_pair",
         }
     }
 }
+
+const WARPS: usize = 8;
+/// CTAs of a multiprocessor, for a single row.
+const ROW_CTAS: usize = 2;
 
 /// A matrix of one launch with others.
 #[repr(C)]
@@ -59,17 +70,45 @@ pub(super) struct DenseArguments {
 }
 
 impl DenseKernel {
-    /// The launch for `m` rows, for int8 a single one, with matrices of one type.
-    pub(super) fn planned(matrices: &[MatrixShape], m: usize) -> Planned<DenseKernel> {
-        let rows: usize = matrices.iter().map(|w| w.rows).sum();
-        let storage = matrices.first().map_or(WeightType::F32, |w| w.storage);
-        let (kernel, tokens) = match (storage, m) {
-            (WeightType::Int8, _) => (DenseKernel::Int8Row, 1),
-            (_, 1) => (DenseKernel::Row, 1),
-            _ => (DenseKernel::Rows, 8),
+    /// The launch for `m` rows with matrices of one type; `None` if no kernel takes them.
+    pub(super) fn planned(
+        hardware: &Hardware,
+        matrices: &[MatrixShape],
+        m: usize,
+    ) -> Option<Planned<DenseKernel>> {
+        let features: usize = matrices.iter().map(|w| w.rows).sum();
+        let first = matrices.first()?;
+        let row = (m == 1).then(|| Self::row(hardware, first, features));
+        row.flatten().or_else(|| {
+            let grid = [features.div_ceil(WARPS) as u32, m.div_ceil(8) as u32, 1];
+            let launch = Launch::new(grid, 256).of(DenseKernel::Rows);
+            (first.storage != WeightType::Int8).then_some(launch)
+        })
+    }
+
+    /// The launch for one row, which has to fit shared memory.
+    fn row(
+        hardware: &Hardware,
+        matrix: &MatrixShape,
+        features: usize,
+    ) -> Option<Planned<DenseKernel>> {
+        let most = ROW_CTAS * hardware.multiprocessors;
+        // Pairs share what is read of the row. With fewer features they would leave warps without work.
+        let in_pairs = features > most * WARPS;
+        let (kernels, step) = match matrix.storage {
+            WeightType::F32 => ([DenseKernel::F32Row, DenseKernel::F32RowPair], 256),
+            WeightType::F16 => ([DenseKernel::F16Row, DenseKernel::F16RowPair], 256),
+            WeightType::BF16 => ([DenseKernel::Bf16Row, DenseKernel::Bf16RowPair], 256),
+            WeightType::Int8 => ([DenseKernel::Int8Row, DenseKernel::Int8RowPair], 512),
+            WeightType::Nvfp4 => return None,
         };
-        let grid = [rows.div_ceil(8) as u32, m.div_ceil(tokens) as u32, 1];
-        Launch::new(grid, 256).of(kernel)
+        let shared = matrix.cols.next_multiple_of(step) * 4;
+        let of_cta = WARPS * (1 + usize::from(in_pairs));
+        let launch = Launch {
+            shared: u32::try_from(shared).ok()?,
+            ..Launch::new([features.div_ceil(of_cta).min(most) as u32, 1, 1], 256)
+        };
+        (shared <= hardware.shared_limit).then(|| launch.of(kernels[usize::from(in_pairs)]))
     }
 }
 

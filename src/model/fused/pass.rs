@@ -361,9 +361,7 @@ impl<'a> FusedPass<'a> {
         let (gpu, memory) = (&self.lowered.gpu, self.memory);
         let heads = self.lowered.heads(self.source, index, self.long)?;
         let cache = self.source.kv;
-        let cached_in = self.source.spec.blocks[index]
-            .required_attention()?
-            .cached_in(index);
+        let cached_in = self.spec(index)?.required_attention()?.cached_in(index);
         let table = &memory.tables[cache.group_of(cached_in)?];
         let pages = |sequence| {
             let unfit = (self.through == Through::Model).then_some(&memory.unfit);

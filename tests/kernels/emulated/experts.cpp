@@ -23,6 +23,13 @@ namespace products {
 extern char shared[] asm("shared");
 #include "linear/experts.cu"
 #undef KERNEL
+#undef KERNELS
+}
+namespace dense {
+extern char shared[] asm("shared");
+#include "linear/row.cu"
+#undef KERNEL
+#undef KERNELS
 }
 namespace sum {
 extern char shared[] asm("shared");
@@ -43,7 +50,6 @@ using namespace sum;
 }
 namespace dense {
 #include "linear/dense.cu"
-#undef KERNEL
 }
 
 static void expect(bool held, const char* what, int row, int i, double got, double want) {
@@ -394,7 +400,7 @@ static void check_beside(int rows, int per_token, int hidden, bool fragment_majo
 }
 
 // Dense weights, as routers are, and int8 rows, as heads are, with one row of activations. The rows are divided among up to three matrices.
-static void check_dense(int m, int rows, int k, int kind) {
+static void check_dense(int m, int rows, int k, int kind, unsigned blocks = 1, bool pairs = false) {
     std::vector<uint4> x(ceil_div(m * k, 8)), w(rows * k / 4);
     std::vector<double> values;
     std::vector<float> scales(rows), bias(rows);
@@ -419,11 +425,17 @@ static void check_dense(int m, int rows, int k, int kind) {
         int from = rows * i / parts, to = rows * (i + 1) / parts;
         a.matrices[i] = {(u8*)w.data() + (size_t)from * k * size, kind == dense::INT8 ? &scales[from] : nullptr, &bias[from], (u64)(to - from)};
     }
-    int tokens = m == 1 ? 1 : dense::TOKENS;
-    launch(ceil_div(rows, dense::WARPS), ceil_div(m, tokens), 1, dense::WARPS * WARP, [&] {
-        if (kind == dense::INT8) return dense::linear_dense_int8_1(a);
-        m == 1 ? dense::linear_dense_1(a) : dense::linear_dense(a);
-    });
+    using Kernel = void (*)(dense::Arguments);
+    const Kernel of_row[4][2] = {{dense::linear_row_f32, dense::linear_row_f32_pair},
+                                 {dense::linear_row_f16, dense::linear_row_f16_pair},
+                                 {dense::linear_row_bf16, dense::linear_row_bf16_pair},
+                                 {dense::linear_row_int8, dense::linear_row_int8_pair}};
+    if (m > 1) {
+        launch(ceil_div(rows, dense::WARPS), ceil_div(m, dense::TOKENS), 1, dense::THREADS, [&] { dense::linear_dense(a); });
+    } else {
+        // Some warps have several units, and some none.
+        launch(blocks, 1, 1, dense::THREADS, [&] { of_row[kind][pairs](a); });
+    }
     for (int i = 0; i < m * rows; i++) {
         double want = bias[i % rows], got = out[i / rows * (rows + 1) + i % rows];
         for (int j = 0; j < k; j++) want += values[i % rows * k + j] * f16_to_float(a.x[i / rows * k + j]) * 0.5;
@@ -460,13 +472,16 @@ int main() {
     check_mixture(20, 3, 2, 80, 144, 16, false, true, RELU_SQUARED);
     check_mixture(40, 2, 1, 64, 48, 32, false, false, RELU_SQUARED);
     check_mixture(90, 2, 2, 80, 48, 64, false, true, RELU_SQUARED);
-    check_dense(1, 9, 272, dense::BF16);
     check_dense(11, 3, 528, dense::F16);
     check_dense(8, 17, 48, dense::F32);
-    check_dense(1, 9, 1040, dense::INT8);
-    check_dense(1, 3, 528, dense::INT8);
-    check_dense(1, 17, 16, dense::INT8);
-    check_dense(1, 2, 2560, dense::INT8);
-    check_dense(1, 1, 2576, dense::F32);
-    puts("ok");
+    for (bool pairs : {false, true}) {
+        check_dense(1, 9, 272, dense::BF16, 1, pairs);
+        check_dense(1, 53, 272, dense::F16, 2, pairs);
+        check_dense(1, 9, 1040, dense::INT8, 1, pairs);
+        check_dense(1, 40, 528, dense::INT8, 2, pairs);
+        check_dense(1, 17, 16, dense::INT8, 3, pairs);
+        check_dense(1, 2, 2560, dense::INT8, 1, pairs);
+        check_dense(1, 37, 4624, dense::INT8, 1, pairs);
+        check_dense(1, 1, 2576, dense::F32, 1, pairs);
+    }
 }
