@@ -313,9 +313,12 @@ fn step_division(shape: &DeltaShape) -> Option<(usize, usize)> {
     (shape.key_dim <= STEP_KEY_DIM && check_shape(shape).is_ok()).then_some(division)
 }
 
-/// Whether [`delta_step`] serves layers of this shape.
-pub fn has_delta_step(hardware: &Hardware, shape: &DeltaShape) -> bool {
-    hardware.has_clusters() && step_division(shape).is_some()
+/// Most rows for which one launch is faster: the CTAs of three have more of the states' loads in flight.
+const STEP_ROWS: usize = 8;
+
+/// Whether [`delta_step`] serves `rows` rows of layers of this shape, and is faster than three launches.
+pub fn has_delta_step(hardware: &Hardware, shape: &DeltaShape, rows: usize) -> bool {
+    rows <= STEP_ROWS && hardware.has_clusters() && step_division(shape).is_some()
 }
 
 /// The projections of rows that [`delta_step`] takes, all f32.

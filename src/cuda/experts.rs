@@ -134,8 +134,6 @@ pub struct ExpertScratch {
     pub(super) places: DeviceBuffer,
     pub(super) sources: DeviceBuffer,
     pub(super) tiles: DeviceBuffer,
-    /// A u32, zero between kernels: CTAs that have arrived.
-    pub(super) arrived: DeviceBuffer,
     /// f16 `[pairs, intermediate]`.
     inner: DeviceBuffer,
     /// f32 `[pairs, hidden]`.
@@ -164,7 +162,6 @@ impl ExpertScratch {
             places: scratch(&[pairs, 4])?,
             sources: scratch(&[pairs, 4])?,
             tiles: scratch(&[tiles, TILE_BYTES])?,
-            arrived: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4)?,
             inner: scratch(&[pairs, intermediate, 2])?,
             made: scratch(&[pairs, hidden, 4])?,
         })

@@ -9,7 +9,6 @@ use super::linear::{Biased, Input, LinearScratch, Matrix, Output, linear};
 use super::routing::Routing;
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::tensor::WeightType;
 
 kernels! {
     /// Routes rows and sorts them by expert: few rows at once, or many in two steps.
@@ -20,24 +19,11 @@ kernels! {
             Group = "experts_group",
         }
     }
-
-    /// The logits of a router, the choice and the order of pairs, for one row or few.
-    enum Router(RouterArguments) {
-        ExpertsRouter {
-            One = "experts_router_1",
-            Few = "experts_router",
-        }
-    }
 }
 
 /// Most rows that a single CTA routes and sorts, with their expert pairs.
 const FEW_ROWS: usize = 16;
 const FEW_PAIRS: usize = 512;
-/// Warps of a CTA that multiplies rows with a router, each with an expert, and the rows that it multiplies at once.
-const ROUTER_WARPS: usize = 8;
-const ROUTER_ROWS: usize = 8;
-/// Elements that such a warp reads at once.
-const ROUTER_PIECE: usize = 8;
 
 #[repr(C)]
 struct RouteArguments {
@@ -61,17 +47,6 @@ struct RouteArguments {
     tile_pairs: i32,
     max_tiles: i32,
     layer: i32,
-}
-
-#[repr(C)]
-struct RouterArguments {
-    x: u64,
-    router: u64,
-    bias: u64,
-    gate: u64,
-    arrived: u64,
-    routing: RouteArguments,
-    k: i32,
 }
 
 /// Numbers of a router for each expert, f32 `[experts]`.
@@ -102,10 +77,6 @@ pub fn route(
     check_router(routing, router, vectors, shared_gate)?;
     let arguments = arguments(routing, vectors, rows, scratch, (unfit, layer))?;
     let is_few = rows <= FEW_ROWS && rows * routing.per_token <= FEW_PAIRS;
-    let is_f32 = |w: &Matrix| w.storage() == WeightType::F32;
-    if is_few && is_f32(router.0) && shared_gate.is_none_or(is_f32) {
-        return route_few(gpu, router, shared_gate, x, rows, scratch, arguments);
-    }
     let shared_gate = shared_gate.map(|w| (w, None));
     let matrices: Vec<Biased<'_>> = std::iter::once(router).chain(shared_gate).collect();
     linear(
@@ -192,47 +163,4 @@ fn arguments(
         max_tiles: int("tiles", routing.most_tiles(rows))?,
         layer: int("the layer", layer)?,
     })
-}
-
-/// Logits of an f32 router and an f32 gate, the choice and the order of pairs of few rows, in one launch.
-fn route_few(
-    gpu: &Gpu,
-    (router, bias): Biased<'_>,
-    gate: Option<&Matrix>,
-    x: &DeviceBuffer,
-    rows: usize,
-    scratch: &ExpertScratch,
-    routing: RouteArguments,
-) -> Result<()> {
-    let k = router.cols();
-    x.holds("activations", &[rows, k, 2])?;
-    if !k.is_multiple_of(ROUTER_PIECE) || !x.address().is_multiple_of(16) {
-        bail!(
-            Internal,
-            "rows of {k} at address {:#x} for a router; it takes multiples of {ROUTER_PIECE} at multiples of 16",
-            x.address()
-        );
-    }
-    let arguments = RouterArguments {
-        x: x.address(),
-        router: router.address(),
-        bias: bias.map_or(0, DeviceBuffer::address),
-        gate: gate.map_or(0, Matrix::address),
-        arrived: scratch.arrived.address(),
-        routing,
-        k: int("K", k)?,
-    };
-    let (kernel, rows_at_once) = match rows {
-        1 => (Router::One, 1),
-        _ => (Router::Few, ROUTER_ROWS),
-    };
-    let features = router.rows() + usize::from(gate.is_some());
-    let grid = [
-        features.div_ceil(ROUTER_WARPS) as u32,
-        rows.div_ceil(rows_at_once) as u32,
-        1,
-    ];
-    let launch = Launch::new(grid, 32 * ROUTER_WARPS as u32);
-    // SAFETY: sizes were checked; a weight begins at a multiple of 16 bytes.
-    unsafe { launch.of(kernel).run(gpu, &arguments) }
 }

@@ -74,7 +74,6 @@ units! {
     PerLayerInputs = "embed/per_layer.cu",
     EmbedTraining = "embed/training.cu",
     ExpertsRoute = "experts/route.cu",
-    ExpertsRouter = "experts/router.cu",
     ExpertsSum = "norm/sum_experts.cu",
     ExpertsSumBeside = "norm/sum_experts_beside.cu",
     ExpertRows = "experts/rows.cu",

@@ -395,10 +395,10 @@ fn delta_steps_agree_with_f64() {
                 ..shape(sizes)
             };
             if !hardware.has_clusters() {
-                assert!(!cuda::has_delta_step(&hardware, &shape));
+                assert!(!cuda::has_delta_step(&hardware, &shape, 1));
                 continue;
             }
-            assert!(cuda::has_delta_step(&hardware, &shape), "{shape:?}");
+            assert!(cuda::has_delta_step(&hardware, &shape, 1), "{shape:?}");
             let seed = 4500 + 100 * i as u64 + 10 * taps as u64;
             check_step(&gpu, shape, 1, Layout::RowMajor, seed);
             check_step(&gpu, shape, SINGLE.len(), Layout::RowMajor, seed + 1);

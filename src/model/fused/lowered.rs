@@ -25,6 +25,7 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
         Unit::LinearTiled,
         Unit::LinearWide,
         Unit::LinearDense,
+        Unit::LinearRow,
         Unit::LinearTf32,
         Unit::LinearInt8,
         Unit::LinearRows,
@@ -44,7 +45,7 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
         units.push(Unit::DrafterRows);
     }
     if spec.all_blocks().any(|b| b.mlp.mixture().is_some()) {
-        units.extend([Unit::ExpertsRouter, Unit::ExpertsRoute, Unit::LinearExperts]);
+        units.extend([Unit::ExpertsRoute, Unit::LinearExperts]);
     }
     let has_mlp = |is: fn(&MlpSpec) -> bool| spec.all_blocks().any(|b| is(&b.mlp));
     if has_mlp(|mlp| matches!(mlp, MlpSpec::Experts(_))) {

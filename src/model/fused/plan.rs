@@ -412,7 +412,7 @@ impl Planner<'_> {
             let gemm = self.gemm(&gates, Output::F32, form)?;
             self.push(block, Kernel::DeltaGates { input, gemm });
         }
-        if self.kind == Rows::Step && cuda::has_delta_step(self.hardware, heads) {
+        if self.kind == Rows::Step && cuda::has_delta_step(self.hardware, heads, self.rows) {
             self.push(block, Kernel::DeltaStep { layout, apart });
             return Ok(());
         }

@@ -41,9 +41,6 @@ extern char shared[] asm("shared");
 namespace routes {
 #include "experts/route.cu"
 }
-namespace routers {
-#include "experts/router.cu"
-}
 namespace beside {
 using namespace sum;
 #include "norm/sum_experts_beside.cu"
@@ -171,47 +168,6 @@ static Routed check_route(int rows, int experts, int per_token, bool normalized,
         expect(unfit[r] == want, "a logit that is not finite", r, 0, unfit[r], want);
     }
     return routed;
-}
-
-// The router and the choice of few rows in one launch: logits against f64, and all else against the choice by these logits.
-static void check_router(int rows, int experts, int per_token, int k, bool has_gate, bool has_bias) {
-    int stride = experts + 1, pairs = rows * per_token, tile_pairs = 8, most = pairs / tile_pairs + min(pairs, experts);
-    std::vector<uint4> x(rows * k / 8);
-    std::vector<float4> router(experts * k / 4), gate(k / 4);
-    std::vector<float> bias(experts), logits(rows * stride, NAN);
-    u16* halves = (u16*)x.data();
-    for (int i = 0; i < rows * k; i++) halves[i] = to_f16(uniform());
-    for (float4& v : router) v = {uniform(), uniform(), uniform(), uniform()};
-    for (float4& v : gate) v = {uniform(), uniform(), uniform(), uniform()};
-    for (float& b : bias) b = uniform();
-    auto run = [&](Routed& r, auto kernel) {
-        r = {std::vector<int>(pairs, -1), std::vector<int>(pairs, -1), std::vector<int>(pairs, -1), std::vector<float>(pairs, NAN),
-             std::vector<ExpertTile>(most, ExpertTile{-1, -1, -1, -1})};
-        std::vector<u32> unfit(rows);
-        kernel(Routing{logits.data(), r.choices.data(), r.weights.data(), r.places.data(), r.sources.data(), r.tiles.data(), unfit.data(), nullptr,
-                       nullptr, 1, 1, 1, rows, stride, experts, per_token, true, tile_pairs, most, 7});
-        for (int row = 0; row < rows; row++) expect(unfit[row] == 0, "a logit that is not finite", row, 0, unfit[row], 0);
-    };
-    Routed together, apart;
-    u32 arrived = 0;
-    run(together, [&](const Routing& r) {
-        routers::Arguments a = {halves, &router[0].x, has_bias ? bias.data() : nullptr, has_gate ? &gate[0].x : nullptr, &arrived, r, k};
-        launch(ceil_div(experts + has_gate, routers::WARPS), rows == 1 ? 1 : ceil_div(rows, 8), 1, routers::THREADS,
-               [&] { rows == 1 ? routers::experts_router_1(a) : routers::experts_router(a); });
-    });
-    expect(arrived == 0, "blocks that have arrived", rows, experts, arrived, 0);
-    for (int row = 0; row < rows; row++) {
-        for (int e = 0; e < experts + has_gate; e++) {
-            const float* w = e < experts ? &router[0].x + e * k : &gate[0].x;
-            double want = has_bias && e < experts ? bias[e] : 0, got = logits[row * stride + e];
-            for (int i = 0; i < k; i++) want += (double)w[i] * f16_to_float(halves[row * k + i]);
-            expect(std::fabs(got - want) <= 1e-5 * (1 + std::fabs(want)), "a logit", row, e, got, want);
-        }
-    }
-    run(apart, [&](const Routing& r) { launch(1, 1, 1, routes::FEW_THREADS, [&] { routes::experts_route_few(r); }); });
-    bool same = together.choices == apart.choices && together.weights == apart.weights && together.places == apart.places && together.sources == apart.sources;
-    same = same && memcmp(together.tiles.data(), apart.tiles.data(), most * sizeof(ExpertTile)) == 0;
-    expect(same, "a router and its choice", rows, experts, 0, 1);
 }
 
 // An NVFP4 weight that has been packed.
@@ -453,10 +409,6 @@ int main() {
     check_route(40, 128, 6, false, 8, {8, 3, 2.5f});
     check_route(16, 64, 4, true, 8, {32, 2, 1});
     check_route(20, 300, 8, true, 8, {3, 1, 1});
-    check_router(1, 40, 4, 2320, true, false);
-    check_router(1, 300, 8, 48, false, true);
-    check_router(5, 16, 2, 272, true, true);
-    check_router(16, 130, 32, 528, false, false);
     check_route(3, 8, 2, true, 8, {0, 0, 1, {0.5f, -1, 2, 0.25f, 1, 3, 0, 1.5f}});
     check_route(20, 4, 3, false, 16, {0, 0, 1, {0.5f, -1, 2, 0.25f}});
     check_beside(3, 2, 144, false, true, true);
