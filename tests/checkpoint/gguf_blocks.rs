@@ -403,7 +403,10 @@ fn numbers_of_gemma4_that_make_no_model_are_refused() {
         "'rope_freqs.weight' has 2.5 after 1 ones; expected at least 1e20",
     );
     let scaled = gemma4().float("rope.scaling.factor", 8.0);
-    unsupported(scaled, "it scales its rotation");
+    unsupported(
+        scaled,
+        "it has rope scaling, {\"rope_type\":\"linear\",\"factor\":8.0}; Gemma 4 is known only without",
+    );
     let one_of_two = gemma4().with("attention.shared_kv_layers", None).tensor(
         "blk.3.attn_v.weight",
         &[1, 1],

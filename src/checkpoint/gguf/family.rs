@@ -1,6 +1,8 @@
 //! The translation of a GGUF architecture to Hugging Face terms, as plain data: tensor names, metadata keys, and the storage of rows and
 //! norms. Higher floors define the families and pass them to the reader.
 
+use std::collections::BTreeSet;
+
 use serde_json::{Map, Value as Json};
 
 use super::header::{Pairs, Unread, shortest};
@@ -100,11 +102,6 @@ pub struct GgufMetadata<'a> {
 const MOST_VALUES: usize = 1 << 16;
 
 impl GgufMetadata<'_> {
-    /// `general.architecture`.
-    pub fn architecture(&self) -> &str {
-        self.architecture
-    }
-
     /// The full key in the file.
     pub fn key(&self, key: &str) -> String {
         format!("{}.{key}", self.architecture)
@@ -143,6 +140,15 @@ impl GgufMetadata<'_> {
     /// Whether the name of any tensor ends with `suffix`, such as ".attn_q.bias".
     pub fn any_ends_with(&self, suffix: &str) -> bool {
         self.shapes().any(|(key, _)| key.ends_with(suffix))
+    }
+
+    /// The blocks with the tensor `name`, such as "attn_v.weight".
+    pub fn blocks_with(&self, name: &str) -> BTreeSet<usize> {
+        let number = |(key, _): (&str, _)| {
+            let (number, within) = str::strip_prefix(key, "blk.")?.split_once('.')?;
+            number.parse().ok().filter(|_| within == name)
+        };
+        self.shapes().filter_map(number).collect()
     }
 
     /// Names and shapes of all tensors.

@@ -158,8 +158,7 @@ fn rotations(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Re
     if let Some(scaling) = config.remove("rope_scaling") {
         bail!(
             Unsupported,
-            "it scales its rotation ({scaling}); files of {} are known only without",
-            metadata.architecture()
+            "it has rope scaling, {scaling}; Gemma 4 is known only without"
         );
     }
     let theta = |key: &str| {
@@ -207,7 +206,7 @@ fn turning_part(metadata: &GgufMetadata<'_>) -> Result<f64> {
     let turning = divisors.iter().take_while(|&&divisor| divisor == 1.0);
     let turning = turning.count();
     let mut still = divisors[turning..].iter();
-    if let Some(bad) = still.find(|divisor| !(**divisor >= NO_ROTATION)) {
+    if let Some(bad) = still.find(|d| d.is_nan() || **d < NO_ROTATION) {
         bail!(
             Unsupported,
             "'{FREQUENCIES}' has {bad} after {turning} ones; expected at least {NO_ROTATION:e}, for pairs that do not turn"
@@ -218,10 +217,8 @@ fn turning_part(metadata: &GgufMetadata<'_>) -> Result<f64> {
 
 /// Whether layers with full attention, of those with keys of their own, take keys for values: they have no projection of values then.
 fn keys_are_values(metadata: &GgufMetadata<'_>, windowed: &[bool]) -> Result<bool> {
-    let has_values = |block: usize| {
-        let name = format!("blk.{block}.attn_v.weight");
-        metadata.shape(&name).is_some()
-    };
+    let with_values = metadata.blocks_with("attn_v.weight");
+    let has_values = |block: usize| with_values.contains(&block);
     let mut full = (0..windowed.len()).filter(|&block| !windowed[block]);
     let Some(first) = full.next() else {
         return Ok(false);

@@ -117,14 +117,13 @@ fn config(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Resul
 
 /// A letter for each block: Mamba-2 (M), attention (*), an MLP (-) or experts (E).
 fn pattern(metadata: &GgufMetadata<'_>, kv_heads: &[u64], widths: &[u64]) -> Result<String> {
+    let routed = metadata.blocks_with("ffn_gate_inp.weight");
     let kinds = kv_heads.iter().zip(widths).enumerate();
     let letter = |(block, heads_and_width): (usize, (&u64, &u64))| match heads_and_width {
         (0, 0) => Ok('M'),
         (_, 0) => Ok('*'),
-        (0, _) => {
-            let router = format!("blk.{block}.ffn_gate_inp.weight");
-            Ok(metadata.shape(&router).map_or('-', |_| 'E'))
-        }
+        (0, _) if routed.contains(&block) => Ok('E'),
+        (0, _) => Ok('-'),
         (heads, width) => bail!(
             CorruptFile,
             "block {block} has {heads} key heads ('{}') and an MLP of width {width} ('{}'); expected one of them, or none for Mamba-2",
