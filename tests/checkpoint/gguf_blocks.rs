@@ -5,11 +5,13 @@ use super::families::{bytes, float, integer};
 use super::files::Gguf;
 use NVFP4::base::{ErrorKind, Result};
 use NVFP4::checkpoint::{Checkpoint, Encoding};
-use NVFP4::model;
+use NVFP4::model::{self, families, tensors};
 use serde_json::{Value, json};
 
 const F32: u32 = 0;
 const NVFP4: u32 = 40;
+/// IQ2_XXS, which is not read. Of such a tensor the name and the shape are known.
+const UNREAD: u32 = 16;
 
 /// A list of 32-bit integers.
 fn integers(key: &str, values: &[i32]) -> Vec<u8> {
@@ -21,7 +23,7 @@ fn truths(key: &str, values: &[u8]) -> Vec<u8> {
     Gguf::array_pair(key, 7, values.len() as u64, values)
 }
 
-/// A file's metadata and its tensors in F32: names, dimensions innermost first, and values.
+/// A file's metadata and its tensors in F32: names, dimensions innermost first, and values. A tensor without values is not read.
 #[derive(Clone)]
 struct File {
     architecture: &'static str,
@@ -75,7 +77,8 @@ impl File {
         gguf.pairs.extend(self.pairs.iter().map(|(_, p)| p.clone()));
         let mut data = Vec::new();
         for (name, dims, values) in &self.tensors {
-            gguf = gguf.tensor(name, dims, F32, data.len() as u64);
+            let kind = if values.is_empty() { UNREAD } else { F32 };
+            gguf = gguf.tensor(name, dims, kind, data.len() as u64);
             data.extend(bytes(values));
             data.resize(data.len().next_multiple_of(32), 0);
         }
@@ -312,6 +315,87 @@ fn gemma4_files_say_what_its_layers_have() {
     let cap = |cap| gemma4().float("final_logit_softcapping", cap).config();
     assert_eq!(cap(30.0)["final_logit_softcapping"], 30.0);
     assert!(cap(0.0).get("final_logit_softcapping").is_none());
+}
+
+/// The number of parameters of the model in a file, by its metadata.
+fn parameters(file: &File) -> usize {
+    let spec = families::read(&file.config()).unwrap();
+    let stored = tensors::stored(&spec).into_iter();
+    stored
+        .map(|(_, shape, _)| shape.iter().product::<usize>())
+        .sum()
+}
+
+/// Sizes as the metadata of published files has them, and the parameters that their makers or transformers count.
+#[test]
+fn published_files_have_the_parameters_of_their_models() {
+    let kinds = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME";
+    let each = |letter: char, value: i32| -> Vec<i32> {
+        let letters = kinds.chars();
+        letters
+            .map(|l| if l == letter { value } else { 0 })
+            .collect()
+    };
+    let mut nemotron = nemotron()
+        .without_tensor("blk.3.ffn_gate_inp.weight")
+        .integer("block_count", 52)
+        .integer("context_length", 1 << 20)
+        .integer("embedding_length", 2688)
+        .integer("attention.head_count", 32)
+        .integer("attention.key_length", 128)
+        .float("attention.layer_norm_rms_epsilon", 1e-5)
+        .integers("attention.head_count_kv", &each('*', 2))
+        .integers("feed_forward_length", &each('E', 1856))
+        .integer("ssm.conv_kernel", 4)
+        .integer("ssm.state_size", 128)
+        .integer("ssm.group_count", 8)
+        .integer("ssm.time_step_rank", 64)
+        .integer("ssm.inner_size", 4096)
+        .integer("expert_count", 128)
+        .integer("expert_used_count", 6)
+        .integer("expert_feed_forward_length", 1856)
+        .integer("expert_shared_feed_forward_length", 3712)
+        .integer("expert_shared_count", 1)
+        .float("expert_weights_scale", 2.5)
+        .tensor("token_embd.weight", &[2688, 131_072], &[])
+        .tensor("output.weight", &[2688, 131_072], &[])
+        .tensor("blk.0.ssm_conv1d.bias", &[6144], &[]);
+    for (block, _) in kinds.match_indices('E') {
+        nemotron = nemotron.tensor(
+            &format!("blk.{block}.ffn_gate_inp.weight"),
+            &[2688, 128],
+            &[],
+        );
+    }
+    assert_eq!(parameters(&nemotron), 31_577_940_288);
+
+    let windowed: Vec<u8> = (1..=30).map(|n| u8::from(n % 6 != 0)).collect();
+    let kv_heads: Vec<i32> = windowed
+        .iter()
+        .map(|&w| if w == 1 { 8 } else { 2 })
+        .collect();
+    let divisors: Vec<f32> = (0..256).map(|i| if i < 64 { 1.0 } else { 1e30 }).collect();
+    let gemma = gemma4()
+        .integer("block_count", 30)
+        .integer("context_length", 1 << 18)
+        .integer("embedding_length", 2816)
+        .integer("attention.head_count", 16)
+        .integers("attention.head_count_kv", &kv_heads)
+        .integer("attention.key_length", 512)
+        .integer("attention.key_length_swa", 256)
+        .float("attention.layer_norm_rms_epsilon", 1e-6)
+        .integer("attention.sliding_window", 1024)
+        .truths("attention.sliding_window_pattern", &windowed)
+        .integer("attention.shared_kv_layers", 0)
+        .integer("feed_forward_length", 2112)
+        .integer("rope.dimension_count", 512)
+        .integer("expert_count", 128)
+        .integer("expert_used_count", 8)
+        .integer("expert_feed_forward_length", 704)
+        .float("final_logit_softcapping", 30.0)
+        .tensor("token_embd.weight", &[2816, 262_144], &[])
+        .tensor("rope_freqs.weight", &[256], &divisors);
+    assert_eq!(parameters(&gemma), 25_233_141_790);
 }
 
 /// Down projections in NVFP4 have the product of their global scales and the experts' factors in one tensor.
