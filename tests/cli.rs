@@ -486,6 +486,28 @@ fn synth_is_seeded_and_quantize_keeps_it() {
     assert!(text(&["inspect", &dat]).contains("lm_head.weight"));
 }
 
+#[test]
+fn gguf_files_are_listed_by_the_names_of_their_families() {
+    for (case, (key, value), tensor) in [
+        (
+            "nemotronh_experts",
+            ("hybrid_override_pattern", Value::from("MEM*E")),
+            "model.layers.1.mixer.gate.e_score_correction_bias",
+        ),
+        (
+            "gemma4_perlayer",
+            ("num_kv_shared_layers", Value::from(3)),
+            "model.layers.5.per_layer_input_gate.weight",
+        ),
+    ] {
+        let listed = json(&["inspect", &format!("tests/golden/gguf/{case}.gguf")]);
+        assert_eq!(listed["format"], "gguf");
+        assert_eq!(listed["config"][key], value, "{case}");
+        let mut tensors = listed["tensors"].as_array().unwrap().iter();
+        assert!(tensors.any(|t| t["name"] == tensor), "{case}: {listed}");
+    }
+}
+
 /// `nvfp4 run` with a prompt, on `model`; it must fail.
 fn run_failure(model: &str) -> String {
     let args = ["run", "--model", model, "--prompt", "Hi"];

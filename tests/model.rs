@@ -2,6 +2,8 @@
 //! and errors that name what is wrong. Goldens and the script that made them are in `tests/golden/model`.
 
 mod common;
+#[path = "model/gguf_blocks.rs"]
+mod gguf_blocks;
 
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -173,6 +175,10 @@ fn gguf_files_of_every_family_agree_with_transformers() {
         "qwen35_drafter",
         "qwen35moe_drafter",
         "qwen3next_shared",
+        "nemotronh_dense",
+        "nemotronh_experts",
+        "gemma4_experts",
+        "gemma4_perlayer",
     ] {
         let model = load_gguf(case);
         assert_eq!(model.info().architecture, load(case).info().architecture);

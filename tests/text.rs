@@ -178,6 +178,52 @@ fn sentencepiece_vocabulary_agrees_with_python() {
     assert_eq!(with_bos[1..], tokenizer.encode("hello", false).unwrap());
 }
 
+/// The vocabulary of `sentencepiece` with merges in place of scores, as GGUF files of Gemma 4 have it.
+fn gemma4() -> VocabularySpec {
+    let file = json("spm.json");
+    let saved: Value = serde_json::from_str(file["json"].as_str().unwrap()).unwrap();
+    let merges = saved["model"]["merges"].as_array().unwrap();
+    let merge = |m: &Value| format!("{} {}", m[0].as_str().unwrap(), m[1].as_str().unwrap());
+    VocabularySpec {
+        model: "gemma4".into(),
+        merges: merges.iter().map(merge).collect(),
+        scores: Vec::new(),
+        ..sentencepiece()
+    }
+}
+
+#[test]
+fn a_vocabulary_of_gemma4_joins_by_its_merges() {
+    let mut spec = gemma4();
+    // No space is prepended unless the file says so.
+    let bare = Tokenizer::from_vocabulary(&spec).unwrap();
+    let tokens = bare.encode("hello", true).unwrap();
+    assert_eq!(
+        (tokens[0], &*bare.decode(&tokens, true).unwrap()),
+        (1, "hello")
+    );
+    spec.add_space_prefix = Some(true);
+    let encodings = json("encodings.json");
+    check_encodings(
+        &Tokenizer::from_vocabulary(&spec).unwrap(),
+        &encodings,
+        "spm",
+    );
+    // In another order, merges make other tokens.
+    spec.merges.reverse();
+    let reversed = Tokenizer::from_vocabulary(&spec).unwrap();
+    let mut samples = samples(&encodings).into_iter().enumerate();
+    assert!(samples.any(|(i, sample)| {
+        reversed.encode(&sample, false).unwrap() != ids(&encodings["spm"][i])
+    }));
+    spec.merges.clear();
+    let e = Tokenizer::from_vocabulary(&spec).unwrap_err();
+    assert!(
+        e.message().contains("a gemma4 vocabulary needs merges"),
+        "{e}"
+    );
+}
+
 #[test]
 fn a_vocabulary_survives_as_tokenizer_json() {
     let encodings = json("encodings.json");
@@ -193,7 +239,7 @@ fn a_vocabulary_survives_as_tokenizer_json() {
         .position(|t| t == "<|im_end|>")
         .map(|i| i as u32);
     llama.add_eos = Some(true);
-    for spec in [llama, vocabulary("qwen2"), sentencepiece()] {
+    for spec in [llama, vocabulary("qwen2"), sentencepiece(), gemma4()] {
         let first = Tokenizer::from_vocabulary(&spec).unwrap();
         let again = Tokenizer::from_json(first.to_json().unwrap().as_bytes()).unwrap();
         assert_eq!(first.vocab_size(), again.vocab_size());

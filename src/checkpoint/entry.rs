@@ -187,7 +187,7 @@ pub enum TokenizerSource {
 /// A tokenizer as stored in a GGUF file: plain data; lists have one element per token.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Vocabulary {
-    /// `tokenizer.ggml.model`: "gpt2" for byte-level BPE, "llama" for SentencePiece.
+    /// `tokenizer.ggml.model`: "gpt2" for byte-level BPE, "llama" for SentencePiece, "gemma4" for SentencePiece with merges.
     pub model: String,
     /// `tokenizer.ggml.pre`: the name of the pre-tokenizer, if present.
     pub pre: Option<String>,

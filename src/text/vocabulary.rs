@@ -27,9 +27,9 @@ use crate::base::error::{bail, err};
 /// The vocabulary of a GGUF file, as plain data.
 #[derive(Clone, Debug, Default)]
 pub struct VocabularySpec {
-    /// `tokenizer.ggml.model`: `gpt2` (byte-level BPE) or `llama` (sentencepiece BPE with byte tokens).
+    /// `tokenizer.ggml.model`: `gpt2` (byte-level BPE), `llama` (sentencepiece BPE with byte tokens) or `gemma4` (the same with merges).
     pub model: String,
-    /// `tokenizer.ggml.pre`: the name of the pre-tokenizer; empty means `default`. Unused by `llama`.
+    /// `tokenizer.ggml.pre`: the name of the pre-tokenizer; empty means `default`. Used by `gpt2` only.
     pub pre: String,
     /// The tokens, by id.
     pub tokens: Vec<String>,
@@ -43,13 +43,13 @@ pub struct VocabularySpec {
     pub bos: Option<u32>,
     /// End-of-text token.
     pub eos: Option<u32>,
-    /// Token for text that the vocabulary cannot spell. Used by `llama` only.
+    /// Token for text that the vocabulary cannot spell. Unused by `gpt2`.
     pub unknown: Option<u32>,
     /// Whether each text starts with `bos`; `None` for the default of the model and pre-tokenizer.
     pub add_bos: Option<bool>,
     /// Whether each text ends with `eos`; `None` for no.
     pub add_eos: Option<bool>,
-    /// Whether a space is prepended to each text; `None` for yes. Used by `llama` only.
+    /// Whether a space is prepended to each text; `None` for the default, which is yes for `llama` alone. Unused by `gpt2`.
     pub add_space_prefix: Option<bool>,
 }
 
@@ -232,10 +232,10 @@ pub(super) fn build(spec: &VocabularySpec) -> Result<Built> {
     }
     match spec.model.as_str() {
         "gpt2" => byte_level(spec),
-        "llama" => sentencepiece(spec),
+        "llama" | "gemma4" => sentencepiece(spec),
         other => bail!(
             Unsupported,
-            "the vocabulary is of model '{other}'; gpt2 (byte-level BPE) and llama (sentencepiece BPE) work"
+            "the vocabulary is of model '{other}'; gpt2 (byte-level BPE), llama and gemma4 (sentencepiece BPE) work"
         ),
     }
 }
@@ -272,12 +272,6 @@ fn ids(spec: &VocabularySpec) -> HashMap<String, u32> {
 
 fn byte_level(spec: &VocabularySpec) -> Result<Built> {
     let rule = pre_tokenizer(&spec.pre)?;
-    if spec.merges.is_empty() {
-        bail!(
-            CorruptFile,
-            "a gpt2 vocabulary needs merges, and this one has none"
-        );
-    }
     let mut file = byte_level_file(spec, rule)?;
     let engine = match Bpe::new(&file) {
         Some(own) => Engine::Own(Box::new(own)),
@@ -311,18 +305,32 @@ fn byte_level(spec: &VocabularySpec) -> Result<Built> {
     })
 }
 
-/// The `tokenizer.json` of a byte-level vocabulary.
-fn byte_level_file<'a>(spec: &'a VocabularySpec, rule: &PreTokenizer) -> Result<bpe::File<'a>> {
-    let mut merges = Vec::with_capacity(spec.merges.len());
+/// The tokens that merges join, best first.
+fn merges(spec: &VocabularySpec) -> Result<Vec<(&str, &str)>> {
+    if spec.merges.is_empty() {
+        bail!(
+            CorruptFile,
+            "a {} vocabulary needs merges, and this one has none",
+            spec.model
+        );
+    }
+    let mut pairs = Vec::with_capacity(spec.merges.len());
     for (i, merge) in spec.merges.iter().enumerate() {
-        let Some((left, right)) = merge.split_once(' ') else {
+        let Some(pair) = merge.split_once(' ') else {
             bail!(
                 CorruptFile,
                 "merge {i} is '{merge}'; a merge is two tokens with a space between"
             );
         };
-        merges.push((Cow::Borrowed(left), Cow::Borrowed(right)));
+        pairs.push(pair);
     }
+    Ok(pairs)
+}
+
+/// The `tokenizer.json` of a byte-level vocabulary.
+fn byte_level_file<'a>(spec: &'a VocabularySpec, rule: &PreTokenizer) -> Result<bpe::File<'a>> {
+    let borrowed = |(left, right)| (Cow::Borrowed(left), Cow::Borrowed(right));
+    let merges = merges(spec)?.into_iter().map(borrowed).collect();
     let tokens = spec.tokens.iter().enumerate();
     let tokens = tokens.map(|(id, text)| (Cow::Borrowed(&**text), id as u32));
     let split = |pattern: &&str| {
@@ -416,15 +424,6 @@ fn ends(spec: &VocabularySpec, usual_bos: bool) -> Result<Option<TemplateProcess
 const SPACE: char = '\u{2581}';
 
 fn sentencepiece(spec: &VocabularySpec) -> Result<Built> {
-    if spec.scores.is_empty() {
-        bail!(
-            CorruptFile,
-            "a llama vocabulary needs scores, and this one has none"
-        );
-    }
-    if let Some(i) = spec.scores.iter().position(|s| s.is_nan()) {
-        bail!(CorruptFile, "the score of token {i} is NaN");
-    }
     let ids = ids(spec);
     let byte_tokens = (0..=255u8)
         .filter(|b| ids.contains_key(&format!("<0x{b:02X}>")))
@@ -432,10 +431,18 @@ fn sentencepiece(spec: &VocabularySpec) -> Result<Built> {
     if byte_tokens != 256 {
         bail!(
             Unsupported,
-            "a llama vocabulary needs a token for each of the 256 bytes; this one has {byte_tokens}"
+            "a {} vocabulary needs a token for each of the 256 bytes; this one has {byte_tokens}",
+            spec.model
         );
     }
-    let merges = merges_by_score(spec, &ids);
+    let is_scored = spec.model == "llama";
+    let merges = match is_scored {
+        true => merges_by_score(spec, &ids)?,
+        false => {
+            let owned = |(left, right): (&str, &str)| (left.to_owned(), right.to_owned());
+            merges(spec)?.into_iter().map(owned).collect()
+        }
+    };
     let mut model = BPE::builder()
         .vocab_and_merges::<Vocab>(ids.into_iter().collect(), merges)
         .byte_fallback(true)
@@ -457,7 +464,7 @@ fn sentencepiece(spec: &VocabularySpec) -> Result<Built> {
     let space = Replace::new(" ", SPACE.to_string())
         .map_err(|e| err!(Internal, "replacing spaces: {e}"))?;
     let mut steps: Vec<NormalizerWrapper> = Vec::new();
-    let prefix = spec.add_space_prefix.unwrap_or(true);
+    let prefix = spec.add_space_prefix.unwrap_or(is_scored);
     if prefix {
         steps.push(Prepend::new(SPACE.to_string()).into());
     }
@@ -488,7 +495,19 @@ fn sentencepiece(spec: &VocabularySpec) -> Result<Built> {
 
 /// Sentencepiece joins the two neighbours whose joined token has the best score. As merges, these are all ways to split a token into two
 /// tokens, best score first; for equal scores, the lower id first.
-fn merges_by_score(spec: &VocabularySpec, ids: &HashMap<String, u32>) -> Vec<(String, String)> {
+fn merges_by_score(
+    spec: &VocabularySpec,
+    ids: &HashMap<String, u32>,
+) -> Result<Vec<(String, String)>> {
+    if spec.scores.is_empty() {
+        bail!(
+            CorruptFile,
+            "a llama vocabulary needs scores, and this one has none"
+        );
+    }
+    if let Some(i) = spec.scores.iter().position(|s| s.is_nan()) {
+        bail!(CorruptFile, "the score of token {i} is NaN");
+    }
     let mut order: Vec<usize> = (0..spec.tokens.len())
         .filter(|&i| matches!(spec.kind(i), TokenKind::Normal))
         .collect();
@@ -506,7 +525,7 @@ fn merges_by_score(spec: &VocabularySpec, ids: &HashMap<String, u32>) -> Vec<(St
             }
         }
     }
-    merges
+    Ok(merges)
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 /// The bar of the parity tests in f32.
 const TOLERANCE: f32 = 2e-4;
 
-fn bytes(values: &[f32]) -> Vec<u8> {
+pub(crate) fn bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|v| v.to_le_bytes()).collect()
 }
 
@@ -34,11 +34,11 @@ fn values(checkpoint: &dyn Checkpoint, name: &str) -> Vec<f32> {
     out
 }
 
-fn integer(key: &str, value: u32) -> Vec<u8> {
+pub(crate) fn integer(key: &str, value: u32) -> Vec<u8> {
     Gguf::pair(key, 4, &value.to_le_bytes())
 }
 
-fn float(key: &str, value: f32) -> Vec<u8> {
+pub(crate) fn float(key: &str, value: f32) -> Vec<u8> {
     Gguf::pair(key, 6, &value.to_le_bytes())
 }
 

@@ -7,6 +7,7 @@ mod experts;
 mod families;
 mod files;
 mod folders;
+mod gguf_blocks;
 mod golden;
 mod int4;
 mod int8;

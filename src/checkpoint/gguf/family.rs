@@ -1,6 +1,8 @@
 //! The translation of a GGUF architecture to Hugging Face terms, as plain data: tensor names, metadata keys, and the storage of rows and
 //! norms. Higher floors define the families and pass them to the reader.
 
+use std::collections::BTreeSet;
+
 use serde_json::{Map, Value as Json};
 
 use super::header::{Pairs, Unread, shortest};
@@ -28,13 +30,17 @@ pub struct GgufFamily {
     pub per_layer: &'static [&'static [(&'static str, &'static str)]],
     /// Tensors of the drafter outside its block, which `blk.N` after the last block has in GGUF: ("nextn.eh_proj", "mtp.fc").
     pub drafter: &'static [(&'static str, &'static str)],
-    /// Tensors that GGUF stores in another form: (GGUF name within `blk.N` or outside, form).
+    /// Tensors outside the blocks whose values `config` translates. The checkpoint has no entries for them.
+    pub in_config: &'static [&'static str],
+    /// Tensors that GGUF stores in another form: (GGUF name within `blk.N` or outside, form). A tensor may have several.
     pub forms: &'static [(&'static str, GgufForm)],
     /// Tensors within `blk.N` with value heads of a gated delta net, and what of the tensor those are. The value heads of a key head follow
     /// each other in Hugging Face's files. GGUF has the first of every key head, then the second of every key head, and so on.
     pub value_heads: &'static [(&'static str, GgufValueHeads)],
     /// Metadata copied to `config.json` in addition to that of all architectures: (key of `config.json`, GGUF key, kind).
     pub keys: &'static [(&'static str, &'static str, GgufKind)],
+    /// Keys that may have a number for each block, which `config` translates: "feed_forward_length".
+    pub by_block: &'static [&'static str],
     /// Adds to `config.json` what the tables cannot express.
     pub config: fn(&GgufMetadata<'_>, &mut Map<String, Json>) -> Result<()>,
 }
@@ -52,6 +58,8 @@ pub enum GgufForm {
     OneRow,
     /// Filters `[channels, 1, taps]` are stored as `[channels, taps]`.
     Filters,
+    /// A vector is stored as a matrix with the same elements in the same order.
+    Vector,
 }
 
 /// The part of a tensor that belongs to value heads.
@@ -122,6 +130,32 @@ impl GgufMetadata<'_> {
     /// A list of integers or booleans, the latter as 0 and 1; `None` also for a single value.
     pub fn integers(&self, key: &str) -> Option<&[i64]> {
         self.pairs.integers(&self.key(key))
+    }
+
+    /// The shape of the tensor `name`, such as "token_embd.weight".
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.shapes().find(|(key, _)| *key == name).map(|(_, s)| s)
+    }
+
+    /// Whether the name of any tensor ends with `suffix`, such as ".attn_q.bias".
+    pub fn any_ends_with(&self, suffix: &str) -> bool {
+        self.shapes().any(|(key, _)| key.ends_with(suffix))
+    }
+
+    /// The blocks with the tensor `name`, such as "attn_v.weight".
+    pub fn blocks_with(&self, name: &str) -> BTreeSet<usize> {
+        let number = |(key, _): (&str, _)| {
+            let (number, within) = str::strip_prefix(key, "blk.")?.split_once('.')?;
+            number.parse().ok().filter(|_| within == name)
+        };
+        self.shapes().filter_map(number).collect()
+    }
+
+    /// Names and shapes of all tensors.
+    fn shapes(&self) -> impl Iterator<Item = (&str, &[usize])> {
+        let raws = self.raws.iter().map(|r| (&*r.key, &*r.shape));
+        let unreadable = self.unreadable.iter().map(|u| (&*u.key, &*u.shape));
+        raws.chain(unreadable)
     }
 
     /// The values of the vector `name`, a tensor such as "rope_factors_long.weight".

@@ -117,6 +117,12 @@ fn logical(
         let Some(base) = raw.key.strip_suffix(".scale") else {
             continue;
         };
+        if translation
+            .is_named_whole(&raw.key)
+            .map_err(|e| e.within(file(i)))?
+        {
+            continue;
+        }
         let weight = by_key
             .get(base)
             .filter(|_| base.ends_with(".weight"))
@@ -149,7 +155,7 @@ fn logical(
     }
     let mut logical = Vec::with_capacity(raws.len());
     for (i, raw) in raws.iter().enumerate() {
-        if is_global_scale[i] {
+        if is_global_scale[i] || translation.is_in_config(&raw.key) {
             continue;
         }
         let (name, shape, form) = translation.entry(raw).map_err(|e| e.within(file(i)))?;

@@ -93,8 +93,16 @@ impl<'a> Translation<'a> {
         Ok(translation)
     }
 
-    /// Number of attention heads by `key`, or else the number of query heads.
+    /// Whether `key` may have a number for each block, which the family translates.
+    fn is_by_block(&self, key: &str) -> bool {
+        self.family.is_some_and(|f| f.by_block.contains(&key))
+    }
+
+    /// Number of attention heads by `key`, or else the number of query heads. `None` if each block may have its own.
     fn heads(&self, key: &str) -> Result<Option<usize>> {
+        if self.is_by_block(key) {
+            return Ok(None);
+        }
         match self.metadata.integer(key)? {
             Some(n) if !(1..=65536).contains(&n) => {
                 bail!(CorruptFile, "'{}' is {n}", self.metadata.key(key))
@@ -149,15 +157,27 @@ impl<'a> Translation<'a> {
         }))
     }
 
-    /// The form of a tensor's values; that of a matrix is not that of its bias or its scale.
-    fn form_of(&self, found: &Found<'_>) -> Option<GgufForm> {
-        let forms = self.family?.forms;
-        let (_, form) = forms.iter().find(|(stem, _)| *stem == found.stem)?;
-        match (form, found.suffix) {
-            (GgufForm::Interleaved(_), Some("input_scale")) => None,
-            (GgufForm::Interleaved(_), _) | (_, None | Some("weight")) => Some(*form),
-            _ => None,
-        }
+    /// The forms of a tensor's values; those of a matrix are not those of its bias or its scale.
+    fn forms_of(&self, found: &Found<'_>) -> impl Iterator<Item = GgufForm> {
+        let forms = self.family.map_or(&[][..], |family| family.forms);
+        let (stem, suffix) = (found.stem, found.suffix);
+        let forms = forms.iter().filter(move |(name, _)| *name == stem);
+        forms
+            .map(|(_, form)| *form)
+            .filter(move |form| match (form, suffix) {
+                (GgufForm::Interleaved(_), suffix) => suffix != Some("input_scale"),
+                (_, suffix) => matches!(suffix, None | Some("weight")),
+            })
+    }
+
+    /// Whether a tensor has a name of its own, which does not follow from that of another with another suffix.
+    pub(super) fn is_named_whole(&self, key: &str) -> Result<bool> {
+        Ok(self.find(key)?.is_some_and(|found| found.suffix.is_none()))
+    }
+
+    /// Whether the config has the values of a tensor, which is then no entry.
+    pub(super) fn is_in_config(&self, key: &str) -> bool {
+        self.family.is_some_and(|f| f.in_config.contains(&key))
     }
 
     /// The logical name of a tensor, without regard to its form.
@@ -174,25 +194,16 @@ impl<'a> Translation<'a> {
         let Some(found) = self.find(&raw.key)? else {
             return Ok((raw.key.clone(), shape, form));
         };
-        match self.form_of(&found) {
-            Some(GgufForm::OnePlus) => form.function = Function::OnePlus,
-            Some(GgufForm::NegatedExp) => form.function = Function::NegatedExp,
-            Some(GgufForm::Interleaved(key)) => {
-                if let Some(heads) = self.heads(key)? {
-                    if raw.shape.len() > 2 || !raw.shape[0].is_multiple_of(2 * heads) {
-                        bail!(
-                            CorruptFile,
-                            "'{}' of shape {:?} does not divide into {heads} heads of even width",
-                            raw.key,
-                            raw.shape
-                        );
-                    }
-                    form.rows = Order::Interleaved { heads };
-                }
+        for stored in self.forms_of(&found) {
+            match stored {
+                GgufForm::OnePlus => form.function = Function::OnePlus,
+                GgufForm::NegatedExp => form.function = Function::NegatedExp,
+                GgufForm::Interleaved(key) => form.rows = self.interleaved(raw, key)?,
+                GgufForm::OneRow if shape.len() == 1 => shape.insert(0, 1),
+                GgufForm::Filters if shape.len() == 2 => shape.insert(1, 1),
+                GgufForm::Vector => shape = vec![raw.elements()],
+                GgufForm::OneRow | GgufForm::Filters => {}
             }
-            Some(GgufForm::OneRow) if shape.len() == 1 => shape.insert(0, 1),
-            Some(GgufForm::Filters) if shape.len() == 2 => shape.insert(1, 1),
-            Some(GgufForm::OneRow | GgufForm::Filters) | None => {}
         }
         let value_heads = self.family.map_or(&[][..], |family| family.value_heads);
         if let Some((_, part)) = value_heads.iter().find(|(stem, _)| *stem == found.stem)
@@ -205,6 +216,22 @@ impl<'a> Translation<'a> {
             }
         }
         Ok((found.name, shape, form))
+    }
+
+    /// The order of the rows of a tensor with as many attention heads as `key` says.
+    fn interleaved(&self, raw: &Raw, key: &str) -> Result<Order> {
+        let Some(heads) = self.heads(key)? else {
+            return Ok(Order::Same);
+        };
+        if raw.shape.len() > 2 || !raw.shape[0].is_multiple_of(2 * heads) {
+            bail!(
+                CorruptFile,
+                "'{}' of shape {:?} does not divide into {heads} heads of even width",
+                raw.key,
+                raw.shape
+            );
+        }
+        Ok(Order::Interleaved { heads })
     }
 
     /// The order of the value heads of a tensor.
@@ -272,7 +299,8 @@ impl<'a> Translation<'a> {
         };
         config.insert("model_type".into(), json!(model_type));
         let own = self.family.map_or(&[][..], |f| f.keys);
-        for &(key, gguf, kind) in COMMON.iter().chain(own) {
+        let keys = COMMON.iter().chain(own);
+        for &(key, gguf, kind) in keys.filter(|(_, gguf, _)| !self.is_by_block(gguf)) {
             if let Some(value) = metadata.json(gguf, kind)? {
                 config.insert(key.into(), value);
             }
@@ -306,19 +334,13 @@ impl<'a> Translation<'a> {
         if let Some(scaling) = self.rope_scaling()? {
             config.insert("rope_scaling".into(), scaling);
         }
-        let find = |key: &str| {
-            let raws = metadata.raws.iter().map(|r| (&r.key, &r.shape));
-            let unreadable = metadata.unreadable.iter().map(|u| (&u.key, &u.shape));
-            raws.chain(unreadable).find(|(k, _)| *k == key)
-        };
-        if let Some((_, shape)) = find("token_embd.weight") {
+        if let Some(shape) = metadata.shape("token_embd.weight") {
             config.insert("vocab_size".into(), json!(shape[0]));
         }
-        let tied = find("output.weight").is_none();
+        let tied = metadata.shape("output.weight").is_none();
         config.insert("tie_word_embeddings".into(), json!(tied));
         let biases = [".attn_q.bias", ".attn_qkv.bias"];
-        let biased = |raw: &Raw| biases.iter().any(|bias| raw.key.ends_with(bias));
-        let attention_bias = metadata.raws.iter().any(biased);
+        let attention_bias = biases.iter().any(|bias| metadata.any_ends_with(bias));
         config.insert("attention_bias".into(), json!(attention_bias));
         for name in ["bos", "eos"] {
             let key = format!("tokenizer.ggml.{name}_token_id");

@@ -1,7 +1,8 @@
 """Makes GGUF files of some model goldens, as llama.cpp's converter writes them: tensor names from the `gguf` package's own tables, norms of
 Gemma and Qwen3.5 with one added, rotated rows of llama's queries and keys interleaved, value heads of Qwen3.5 tile by tile, experts stacked.
-Values are those that the NVFP4 weights stand for, in F32, so that the logits are the goldens'. NVFP4 matrices of `qwen35_drafter` whose
-rows divide into blocks of 64 stay NVFP4, and so do the MXFP4 stacks of gpt-oss. Run with gguf, numpy, torch and safetensors installed:
+Values are those that the NVFP4 weights stand for, in F32, so that the logits are the goldens'. NVFP4 matrices of `qwen35_drafter` and
+`nemotronh_dense` whose rows divide into blocks of 64 stay NVFP4, and so do the MXFP4 stacks of gpt-oss. Matrices of Nemotron-H and Gemma 4
+in bf16 stay so. Run with gguf, numpy, torch and safetensors installed:
 
     python tests/golden/gguf/make.py [CASE ...]
 """
@@ -27,8 +28,15 @@ ARCHS = {
     "qwen3_5_text": "QWEN35",
     "qwen3_5_moe_text": "QWEN35MOE",
     "qwen3_next": "QWEN3NEXT",
+    "nemotron_h": "NEMOTRON_H",
+    "gemma4_text": "GEMMA4",
 }
 DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+# Families whose matrices in bf16 stay so, and goldens whose matrices in NVFP4 do.
+BFLOAT16 = ("nemotron_h", "gemma4_text")
+NVFP4 = ("qwen35_drafter", "nemotronh_dense")
+# Tensors that the converter writes as matrices in F32.
+VECTORS = (".A_log", ".D", "conv1d.weight", "mixer.norm.weight")
 # Tensors of the drafter outside its block. GGUF has them in that block, after the model's last.
 DRAFTER = {
     "mtp.fc": "nextn.eh_proj",
@@ -42,7 +50,9 @@ def values(stored):
     """The tensors of a golden by name, as f32."""
     out = {}
     for name, tensor in stored.items():
-        if name.endswith(("_scale", "_scale_2", "_blocks", "_scales")):
+        # Gemma 4 has factors of experts by such a name.
+        is_scale = name.endswith("_scale") and name.removesuffix("_scale") in stored
+        if is_scale or name.endswith(("_scale_2", "_blocks", "_scales")):
             continue
         if tensor.dtype == torch.uint8:
             codes = torch.stack([tensor & 15, tensor >> 4], -1).reshape(tensor.shape[0], -1).long()
@@ -110,10 +120,11 @@ def of_delta(tensors, config):
 
 def nvfp4_blocks(stored, name, config):
     """GGUF's NVFP4 blocks of a stored matrix: four scales, then the codes of four runs of 16, each with its halves in low and high nibbles."""
+    reorder = of_delta if config["model_type"] in DELTA else lambda tensors, _: tensors
     packed, scales = stored[name], stored[name + "_scale"].view(torch.uint8)
     codes = torch.stack([packed & 15, packed >> 4], -1).reshape(packed.shape[0], -1)
     both = {"codes": codes, "scales": scales.repeat_interleave(16, 1)}
-    both = {key: of_delta({name: w}, config)[name] for key, w in both.items()}
+    both = {key: reorder({name: w}, config)[name] for key, w in both.items()}
     codes = both["codes"].reshape(codes.shape[0], -1, 4, 2, 8)
     scales = both["scales"].reshape(codes.shape[0], -1, 4, 16)[..., 0]
     packed = (codes[:, :, :, 0] | codes[:, :, :, 1] << 4).reshape(*scales.shape[:2], 32)
@@ -142,13 +153,120 @@ def write_gpt_oss(writer, stored, tensors, layers):
             del tensors[f"{prefix}.{name}_bias"]
 
 
+def of_nemotron(tensors, config):
+    """The tensors of Nemotron-H in GGUF's shapes and functions, by the names that the converter looks up, with stacks of experts."""
+    tensors = {name.replace("model.", "backbone.", 1): w for name, w in tensors.items()}
+    out = {}
+    for name in sorted(name for name in tensors if ".experts.0." in name):
+        experts = range(config["n_routed_experts"])
+        parts = [tensors.pop(name.replace(".experts.0.", f".experts.{expert}.")) for expert in experts]
+        name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.").replace(".experts.0.", ".experts.")
+        out[name] = torch.stack(parts)
+    for name, w in tensors.items():
+        if name.endswith(".A_log"):
+            w = -torch.exp(w).unsqueeze(1)
+        elif name.endswith(".D"):
+            w = w.unsqueeze(1)
+        elif name.endswith(".dt_bias"):
+            name = name.replace(".dt_bias", ".dt_proj.bias")
+        elif name.endswith("conv1d.weight"):
+            w = w.squeeze(1)
+        elif name.endswith("mixer.norm.weight"):
+            w = w.reshape(config["n_groups"], -1)
+        elif name.endswith("e_score_correction_bias"):
+            name = name.replace("correction_bias", "correction.bias")
+        out[name] = w
+    return out
+
+
+def write_nemotron(writer, config):
+    """Writes the metadata of Nemotron-H that other families lack. Arrays say which blocks have which kind."""
+    letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+    pattern = config.get("hybrid_override_pattern") or [letters[kind] for kind in config["layers_block_type"]]
+    heads = config["mamba_num_heads"]
+    width = config.get("intermediate_size") or config["moe_intermediate_size"]
+    writer.add_block_count(len(pattern))
+    writer.add_context_length(1 << 20)
+    writer.add_feed_forward_length([width if kind in "-E" else 0 for kind in pattern])
+    writer.add_head_count_kv([config["num_key_value_heads"] if kind == "*" else 0 for kind in pattern])
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_ssm_conv_kernel(config.get("conv_kernel", 4))
+    writer.add_ssm_state_size(config["ssm_state_size"])
+    writer.add_ssm_group_count(config["n_groups"])
+    writer.add_ssm_inner_size(config["mamba_head_dim"] * heads)
+    writer.add_ssm_time_step_rank(heads)
+    if "E" in pattern:
+        writer.add_expert_count(config["n_routed_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        writer.add_expert_shared_count(1)
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+
+
+def of_gemma4(tensors, config):
+    """The text model's tensors of Gemma 4, by the names that the converter looks up; gates and ups of experts are one stack."""
+    tensors = {name.replace("model.language_model.", "model."): w for name, w in tensors.items()}
+    for layer in range(config["num_hidden_layers"] if config.get("num_experts") else 0):
+        prefix = f"model.layers.{layer}.experts"
+        experts = range(config["num_experts"])
+        parts = {part: [tensors.pop(f"{prefix}.{e}.{part}_proj.weight") for e in experts] for part in ("gate", "up", "down")}
+        halves = zip(parts["gate"], parts["up"])
+        tensors[f"{prefix}.gate_up_proj.weight"] = torch.stack([torch.cat(both) for both in halves])
+        tensors[f"{prefix}.down_proj.weight"] = torch.stack(parts["down"])
+    beside = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
+    tensors = {name: w for name, w in tensors.items() if not name.startswith(beside)}
+    return {name + ".weight" if name.endswith("layer_scalar") else name: w for name, w in tensors.items()}
+
+
+def write_gemma4(writer, config):
+    """Writes the metadata of Gemma 4 that other families lack, and the divisors of frequencies: 1e30 for pairs that do not turn."""
+    windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
+    full = config.get("per_layer_config", {}).get(str(windowed.index(False)), {})
+    dim = config.get("global_head_dim") or full["head_dim"]
+    shared = config.get("num_kv_shared_layers", 0)
+    double = shared if config.get("use_double_wide_mlp") else 0
+    usual = len(windowed) - double
+    parameters = config["rope_parameters"]
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(windowed)
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    if double:
+        writer.add_feed_forward_length([config["intermediate_size"] * (1 + (layer >= usual)) for layer in range(len(windowed))])
+    if "num_global_key_value_heads" in config:
+        both = config["num_global_key_value_heads"], config["num_key_value_heads"]
+        writer.add_head_count_kv([both[near] for near in windowed])
+    writer.add_rope_freq_base_swa(parameters["sliding_attention"]["rope_theta"])
+    writer.add_rope_dimension_count(dim)
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    if config.get("num_experts"):
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["top_k_experts"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "final_logit_softcapping" in config:
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    turning = int(dim * parameters["full_attention"]["partial_rotary_factor"] / 2)
+    divisors = [1.0] * turning + [1e30] * (dim // 2 - turning)
+    writer.add_tensor("rope_freqs.weight", np.array(divisors, dtype=np.float32))
+
+
 def make(case):
     config = json.loads((GOLDENS / case / "config.json").read_text())
+    config = config.get("text_config", config)
     stored = load_file(GOLDENS / case / "model.safetensors")
     tensors = values(stored)
-    kind, layers = config["model_type"], config["num_hidden_layers"]
+    kind, layers = config["model_type"], config.get("num_hidden_layers") or len(config["layers_block_type"])
     drafter = config.get("mtp_num_hidden_layers", 0)
-    arch = getattr(gguf.MODEL_ARCH, ARCHS[kind])
+    arch = getattr(gguf.MODEL_ARCH, ARCHS[kind] + ("_MOE" if kind == "nemotron_h" and "n_routed_experts" in config else ""))
     names = gguf.get_tensor_name_map(arch, layers + drafter)
     writer = gguf.GGUFWriter(HERE / f"{case}.gguf", gguf.MODEL_ARCH_NAMES[arch])
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -162,11 +280,11 @@ def make(case):
     writer.add_head_count_kv(kv_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["layer_norm_epsilon"])
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention") or rope
     scaling = config.get("rope_scaling") or rope
-    writer.add_rope_freq_base(config.get("rope_theta") or rope["rope_theta"])
+    writer.add_rope_freq_base(config.get("rope_theta") or rope.get("rope_theta", 10000.0))
     partial = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1
     writer.add_rope_dimension_count(int(head_dim * partial))
     if kind == "gemma3_text":
@@ -210,7 +328,13 @@ def make(case):
         for which in ["short", "long"]:
             factors = np.array(scaling[f"{which}_factor"], dtype=np.float32)
             writer.add_tensor(f"rope_factors_{which}.weight", factors)
-    if config.get("num_experts"):
+    if kind == "nemotron_h":
+        write_nemotron(writer, config)
+        tensors = of_nemotron(tensors, config)
+    elif kind == "gemma4_text":
+        write_gemma4(writer, config)
+        tensors = of_gemma4(tensors, config)
+    elif config.get("num_experts"):
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
@@ -225,13 +349,17 @@ def make(case):
         if (key := name.removesuffix(".weight")) in DRAFTER:
             writer.add_tensor(f"blk.{layers}.{DRAFTER[key]}.weight", tensor.contiguous().numpy())
             continue
-        own = name.replace(f"model.layers.{layers}", "mtp.layers.0")
-        if case == "qwen35_drafter" and stored.get(own, tensor).dtype == torch.uint8 and tensor.shape[1] % 64 == 0:
+        own = name.replace("backbone.", "model.").replace(f"model.layers.{layers}", "mtp.layers.0")
+        if case in NVFP4 and stored.get(own, tensor).dtype == torch.uint8 and tensor.shape[1] % 64 == 0:
             new = names.get_name(name, try_suffixes=(".weight",))
             packed = nvfp4_blocks(stored, own, config).contiguous().numpy()
             writer.add_tensor(new, packed, raw_dtype=gguf.GGMLQuantizationType.NVFP4)
             scale = stored[own + "_scale_2"].reshape(1).numpy()
             writer.add_tensor(new.replace(".weight", ".scale"), scale)
+            continue
+        if own.endswith((".router.scale", ".router.per_expert_scale")):
+            part = "ffn_gate_inp" if own.endswith(".router.scale") else "ffn_down_exps"
+            writer.add_tensor(f"blk.{name.split('.')[2]}.{part}.scale", tensor.contiguous().numpy())
             continue
         if kind == "gpt_oss" and name.endswith("sinks"):
             name += ".weight"
@@ -241,6 +369,10 @@ def make(case):
             tensor = interleave(tensor, heads if "q_proj" in name else kv_heads)
         new = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert new, name
+        if kind in BFLOAT16 and tensor.dim() == 2 and torch.equal(tensor.bfloat16().float(), tensor) and not own.endswith(VECTORS):
+            packed = tensor.bfloat16().contiguous().view(torch.uint8).numpy()
+            writer.add_tensor(new, packed, raw_dtype=gguf.GGMLQuantizationType.BF16)
+            continue
         writer.add_tensor(new, tensor.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -250,6 +382,6 @@ def make(case):
 
 
 CASES = ["gemma3_wide", "qwen3moe_normalized", "phi3_longrope", "mistral_window", "gptoss_mxfp4", "qwen35_drafter", "qwen35moe_drafter",
-         "qwen3next_shared"]
+         "qwen3next_shared", "nemotronh_dense", "nemotronh_experts", "gemma4_experts", "gemma4_perlayer"]
 for case in sys.argv[1:] or CASES:
     make(case)

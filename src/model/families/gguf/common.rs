@@ -12,6 +12,9 @@ pub(super) const GLOBALS: &[(&str, &str)] = &[
     ("output", "lm_head"),
 ];
 
+/// Larger than the number of blocks of any model, and small enough to list them.
+const MOST_BLOCKS: u64 = 4096;
+
 /// Tensor names, as in [`GgufFamily::per_layer`].
 pub(super) type Names = &'static [(&'static str, &'static str)];
 
@@ -57,6 +60,12 @@ pub(super) const SLIDING_WINDOW: (&str, &str, GgufKind) = (
     GgufKind::Integer,
 );
 
+pub(super) const LOGIT_CAP: (&str, &str, GgufKind) = (
+    "final_logit_softcapping",
+    "final_logit_softcapping",
+    GgufKind::Float,
+);
+
 pub(super) const EXPERTS_PER_TOKEN: (&str, &str, GgufKind) = (
     "num_experts_per_tok",
     "expert_used_count",
@@ -72,9 +81,11 @@ pub(super) const PLAIN: GgufFamily = GgufFamily {
     globals: GLOBALS,
     per_layer: &[NORMS, ATTENTION, MLP],
     drafter: &[],
+    in_config: &[],
     forms: &[],
     value_heads: &[],
     keys: &[SLIDING_WINDOW],
+    by_block: &[],
     config: |_, _| Ok(()),
 };
 
@@ -88,6 +99,88 @@ pub(super) fn required(metadata: &GgufMetadata<'_>, key: &str) -> Result<u64> {
             metadata.key(key)
         ),
         None => Err(err!(CorruptFile, "it has no {}", metadata.key(key))),
+    }
+}
+
+/// The number of blocks in the file, with those of a drafter.
+pub(super) fn blocks(metadata: &GgufMetadata<'_>) -> Result<usize> {
+    let blocks = required(metadata, "block_count")?;
+    if blocks > MOST_BLOCKS {
+        bail!(
+            CorruptFile,
+            "'{}' is {blocks}; expected at most {MOST_BLOCKS}",
+            metadata.key("block_count")
+        );
+    }
+    Ok(blocks as usize)
+}
+
+/// The number that `key` has for each block, without those of a drafter. A single number applies to all blocks.
+pub(super) fn by_block(metadata: &GgufMetadata<'_>, key: &str) -> Result<Vec<u64>> {
+    let blocks = blocks(metadata)?;
+    let drafter = metadata.integer("nextn_predict_layers")?.unwrap_or(0);
+    let own = blocks.saturating_sub(drafter.min(MOST_BLOCKS) as usize);
+    let Some(list) = metadata.integers(key) else {
+        return Ok(vec![required(metadata, key)?; own]);
+    };
+    if list.len() != blocks {
+        bail!(
+            CorruptFile,
+            "'{}' has {} elements for {blocks} layers",
+            metadata.key(key),
+            list.len()
+        );
+    }
+    let numbers = list.iter().take(own).enumerate();
+    let number = |(block, &n): (usize, &i64)| {
+        u64::try_from(n).map_err(|_| {
+            err!(
+                CorruptFile,
+                "'{}' is {n} for block {block}; expected at least 0",
+                metadata.key(key)
+            )
+        })
+    };
+    numbers.map(number).collect()
+}
+
+/// The one number that `key` has for all blocks that `chosen` names. `None` if it names none.
+pub(super) fn same_in(
+    metadata: &GgufMetadata<'_>,
+    key: &str,
+    numbers: &[u64],
+    chosen: impl Fn(usize) -> bool,
+) -> Result<Option<u64>> {
+    let mut all = (0..numbers.len()).filter(|&block| chosen(block));
+    let Some(first) = all.next() else {
+        return Ok(None);
+    };
+    match all.find(|&block| numbers[block] != numbers[first]) {
+        None => Ok(Some(numbers[first])),
+        Some(block) => bail!(
+            Unsupported,
+            "'{}' is {} for block {first} and {} for block {block}; blocks of one kind must be alike",
+            metadata.key(key),
+            numbers[first],
+            numbers[block]
+        ),
+    }
+}
+
+/// `layer_types` of a config, by whether each layer has a window.
+pub(super) fn layer_types(windowed: &[bool]) -> Value {
+    let kind = |&windowed: &bool| match windowed {
+        true => "sliding_attention",
+        false => "full_attention",
+    };
+    windowed.iter().map(kind).collect()
+}
+
+/// Removes a cap of logits of 0, with which llama.cpp means none.
+pub(super) fn remove_zero_cap(config: &mut Map<String, Value>) {
+    const CAP: &str = "final_logit_softcapping";
+    if config.get(CAP).and_then(Value::as_f64) == Some(0.0) {
+        config.remove(CAP);
     }
 }
 

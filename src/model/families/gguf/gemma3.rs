@@ -2,13 +2,12 @@
 
 use serde_json::{Map, Value, json};
 
-use super::common::{ATTENTION, MLP, PLAIN, required, window};
+use super::common::{
+    ATTENTION, LOGIT_CAP, MLP, PLAIN, blocks, by_block, layer_types, remove_zero_cap, required,
+    window,
+};
 use crate::base::Result;
-use crate::base::error::bail;
-use crate::checkpoint::{GgufFamily, GgufForm, GgufKind, GgufMetadata};
-
-/// Larger than the number of blocks of any model, and small enough to list them.
-const MOST_LAYERS: u64 = 4096;
+use crate::checkpoint::{GgufFamily, GgufForm, GgufMetadata};
 
 pub(super) const GEMMA3: GgufFamily = GgufFamily {
     architecture: "gemma3",
@@ -34,63 +33,33 @@ pub(super) const GEMMA3: GgufFamily = GgufFamily {
         ("ffn_norm", GgufForm::OnePlus),
         ("post_ffw_norm", GgufForm::OnePlus),
     ],
-    keys: &[(
-        "final_logit_softcapping",
-        "final_logit_softcapping",
-        GgufKind::Float,
-    )],
+    keys: &[LOGIT_CAP],
     config: gemma3,
     ..PLAIN
 };
 
 fn gemma3(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
-    let layers = required(metadata, "block_count")?;
-    if layers > MOST_LAYERS {
-        bail!(
-            CorruptFile,
-            "'{}' is {layers}; expected at most {MOST_LAYERS}",
-            metadata.key("block_count")
-        );
-    }
+    let layers = blocks(metadata)?;
     const PATTERN: &str = "attention.sliding_window_pattern";
     let window = window(metadata)?;
-    // For llama.cpp a cap of 0 means no cap.
-    if config
-        .get("final_logit_softcapping")
-        .and_then(Value::as_f64)
-        == Some(0.0)
-    {
-        config.remove("final_logit_softcapping");
-    }
+    remove_zero_cap(config);
     let sliding: Vec<bool> = match (window, metadata.integers(PATTERN)) {
         // The converter omits the window if no layer has one.
-        (None, _) => vec![false; layers as usize],
-        (Some(_), Some(pattern)) if pattern.len() as u64 == layers => {
-            pattern.iter().map(|&layer| layer != 0).collect()
-        }
-        (Some(_), Some(pattern)) => bail!(
-            CorruptFile,
-            "'{}' has {} elements for {layers} layers",
-            metadata.key(PATTERN),
-            pattern.len()
-        ),
+        (None, _) => vec![false; layers],
+        (Some(_), Some(_)) => by_block(metadata, PATTERN)?
+            .iter()
+            .map(|&layer| layer != 0)
+            .collect(),
         (Some(_), None) => {
             // The last layer of each period has full attention.
             let period = match metadata.integer(PATTERN)? {
                 None => 6,
                 Some(_) => required(metadata, PATTERN)?,
             };
-            (1..=layers).map(|n| n % period != 0).collect()
+            (1..=layers as u64).map(|n| n % period != 0).collect()
         }
     };
-    let layer_types: Vec<&str> = sliding
-        .iter()
-        .map(|&sliding| match sliding {
-            true => "sliding_attention",
-            false => "full_attention",
-        })
-        .collect();
-    config.insert("layer_types".into(), json!(layer_types));
+    config.insert("layer_types".into(), layer_types(&sliding));
     if let Some(window) = window {
         config.insert("sliding_window".into(), json!(window));
         // Scaling applies only to the layers with full attention, which use `rope_theta`.

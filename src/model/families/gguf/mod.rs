@@ -2,8 +2,10 @@
 
 mod common;
 mod gemma3;
+mod gemma4;
 mod gpt_oss;
 mod llama;
+mod nemotron;
 mod phi3;
 mod qwen;
 mod qwen35;
@@ -23,4 +25,7 @@ pub(super) const FAMILIES: &[GgufFamily] = &[
     qwen35::QWEN35,
     qwen35::QWEN35_MOE,
     qwen35::QWEN3_NEXT,
+    nemotron::NEMOTRON_H,
+    nemotron::NEMOTRON_H_MOE,
+    gemma4::GEMMA4,
 ];
