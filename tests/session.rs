@@ -1,6 +1,8 @@
 //! Sessions: the same tokens in any way they are appended, generations and their ends, conversations, eviction, batches, and session files.
 
 mod common;
+#[path = "session/threads.rs"]
+mod threads;
 
 use std::fs;
 use std::ops::ControlFlow;

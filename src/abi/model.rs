@@ -1,6 +1,7 @@
 //! Models: weights on disk, and weights, tokenizer and chat template in memory.
 //!
-//! A model is immutable. Any number of sessions, on any threads, may run it at once.
+//! A model is immutable. Any number of sessions, on any threads, may run it at once: their tokens go through the weights together, so that
+//! threads that generate get the speed of NVFP4_session_step_sample().
 
 use std::ffi::c_char;
 

@@ -22,7 +22,7 @@ thread_local! {
 
 /// Identifies the calling thread among all living threads. `std::thread::current()` would register a destructor for the thread's end, for
 /// which the C library takes the loader's lock.
-fn this_thread() -> usize {
+pub fn this_thread() -> usize {
     HERE.with(|here| (&raw const *here).addr())
 }
 

@@ -1,12 +1,18 @@
-//! Floor 6: what is served, and its sequences. Sessions and training both stand on it; the runner of many sequences comes here.
+//! Floor 6: what is served, its sequences, and the runner that takes the tokens of many of them through the weights together. Sessions and
+//! training both stand on it.
 
+mod pace;
+mod pass;
 mod pool;
 mod run;
+mod runner;
+mod schedule;
 mod sequence;
 mod served;
 mod snapshots;
 
 pub use run::{NewTokens, NextDrafts};
+pub use runner::{Generating, PassCounts};
 pub use sequence::{Kept, REWIND, Sequence};
 pub use served::{Served, ServedInfo};
 pub use snapshots::{SNAPSHOT_POSITIONS, SNAPSHOTS};

@@ -1,12 +1,11 @@
-//! Runs tokens of sequences: takes blocks for them, runs the model, and commits what ran.
+//! Runs tokens of sequences, and drafts what may follow them.
 
+use super::pass::{Request, pass};
 use super::sequence::Sequence;
 use super::served::Served;
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::model::{
-    Batch, Choice, DrafterRows, Drafting, HiddenBefore, Logits, Output, Scratch, Segment, Wanted,
-};
+use crate::model::{Batch, Choice, DrafterRows, Drafting, Logits, Output, Scratch, Wanted};
 
 /// Tokens that continue a sequence.
 #[derive(Debug)]
@@ -30,7 +29,10 @@ pub struct NextDrafts<'a> {
 
 impl Served {
     /// Runs tokens of different sequences together, with the weights held, and appends the rows of logits that they ask for to `logits`.
-    /// Returns for each its output, or its own fault; see [`Model::run`](crate::model::Model::run). If the call fails, no sequence changes.
+    /// Returns for each its output, or its own fault; see [`Model::run`](crate::model::Model::run). If the call fails, no sequence changes,
+    /// except that recurrent layers and windows may keep fewer positions.
+    ///
+    /// Calls of several threads run in the same passes: see [`Served::generates`].
     ///
     /// With `look_ahead` a GPU runs the step after this one at once, with the tokens that it chose.
     pub fn run(
@@ -40,9 +42,10 @@ impl Served {
         scratch: &mut Scratch,
         logits: &mut Vec<f32>,
     ) -> Result<Vec<Result<Output>>> {
-        self.run_by(work, look_ahead, scratch, |batch, scratch| {
-            self.model().run(batch, scratch, logits)
-        })
+        self.check(&work)?;
+        let _held = self.hold()?;
+        self.runner()
+            .run(self.model(), work, look_ahead, scratch, logits)
     }
 
     /// Like [`Served::run`], but always uses the reference block, against which fused kernels are tested. Slow on a GPU.
@@ -52,9 +55,27 @@ impl Served {
         scratch: &mut Scratch,
         logits: &mut Vec<f32>,
     ) -> Result<Vec<Result<Output>>> {
-        self.run_by(work, false, scratch, |batch, scratch| {
+        self.check(&work)?;
+        let _held = self.hold()?;
+        let mut request = Request::new(work);
+        let whole = request.waiting().left;
+        let run = |batch: Batch<'_>, scratch: &mut Scratch, logits: &mut Vec<f32>| {
             self.model().run_reference(batch, scratch, logits)
-        })
+        };
+        let vocabulary = self.spec().vocab_size;
+        pass(vec![request.part(whole)], false, vocabulary, scratch, run);
+        request.finish(logits, vocabulary)
+    }
+
+    /// Refuses tokens that cannot be run, and sequences of other models.
+    fn check(&self, work: &[NewTokens<'_>]) -> Result<()> {
+        for part in work {
+            self.check_tokens(part.tokens)?;
+            if !part.sequence.is_of(self.model()) {
+                bail!(InvalidArgument, "the sequence is of another model");
+            }
+        }
+        Ok(())
     }
 
     /// Runs the tokens of one sequence and replaces `logits` with the requested rows.
@@ -181,78 +202,4 @@ impl Served {
             all.try_for_each(|sequence| sequence.give_up()).and(Err(e))
         })
     }
-
-    /// Takes blocks for the tokens, calls `run`, and commits what it ran.
-    fn run_by(
-        &self,
-        mut work: Vec<NewTokens<'_>>,
-        look_ahead: bool,
-        scratch: &mut Scratch,
-        run: impl FnOnce(Batch<'_>, &mut Scratch) -> Result<Vec<Result<Output>>>,
-    ) -> Result<Vec<Result<Output>>> {
-        for part in &work {
-            self.check_tokens(part.tokens)?;
-            if !part.sequence.is_of(self.model()) {
-                bail!(InvalidArgument, "the sequence is of another model");
-            }
-        }
-        let _held = self.hold()?;
-        let mut outputs = reserve(&mut work).and_then(|()| {
-            if look_ahead && self.device().is_cuda() {
-                // Without a block for it, the step after this one does not run ahead.
-                for part in work.iter_mut().filter(|part| part.sequence.room() > 1) {
-                    let _ = part.sequence.reserve_ahead(part.tokens.len());
-                }
-            }
-            let segments = work.iter().map(|part| Segment {
-                tokens: part.tokens,
-                first: part.sequence.len(),
-                tables: part.sequence.tables(),
-                context: part.sequence.capacity(),
-                wanted: part.wanted,
-                drafts_after: (part.sequence.drafts())
-                    .then(|| HiddenBefore(part.sequence.hidden())),
-            });
-            let batch = Batch {
-                segments: segments.collect(),
-                look_ahead,
-            };
-            run(batch, scratch)
-        });
-        let ran: Vec<bool> = (0..work.len())
-            .map(|i| outputs.as_ref().is_ok_and(|outputs| outputs[i].is_ok()))
-            .collect();
-        for (part, _) in work.iter_mut().zip(&ran).filter(|(_, ran)| !**ran) {
-            // Values left past the sequence's end may spoil its next tokens, so the call fails if they stay.
-            let given_up = part.sequence.give_up();
-            outputs = outputs.and_then(|done| given_up.map(|()| done));
-        }
-        for (i, part) in work.iter_mut().enumerate().filter(|(i, _)| ran[*i]) {
-            match outputs.as_ref().map(|outputs| &outputs[i]) {
-                Ok(Ok(Output::Verified(chosen))) => part.sequence.advance_verified(chosen.len()),
-                Ok(_) => part.sequence.advance(part.tokens.len()),
-                // The call has an error already.
-                Err(_) => {
-                    drop(part.sequence.give_up());
-                    continue;
-                }
-            }
-            part.sequence.set_hidden(scratch.take_hidden(i));
-        }
-        outputs
-    }
-}
-
-/// Takes blocks for the tokens of each sequence.
-fn reserve(work: &mut [NewTokens<'_>]) -> Result<()> {
-    let alone = work.len() == 1;
-    for (i, part) in work.iter_mut().enumerate() {
-        let verified = matches!(part.wanted, Wanted::Verified(_));
-        let reserved = part.sequence.reserve(part.tokens.len(), verified);
-        reserved.map_err(|e| match alone {
-            true => e,
-            false => e.within(format_args!("sequence {i}")),
-        })?;
-    }
-    Ok(())
 }

@@ -1,5 +1,6 @@
 //! Sequences: keys, values and recurrent states of some tokens, in blocks that forks share until either side writes.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::pool::BlockPool;
@@ -21,6 +22,8 @@ pub(super) struct Blocks {
     model: Arc<Model>,
     f16: Mutex<Pools>,
     f32: Mutex<Pools>,
+    /// Sequences so far.
+    sequences: AtomicU64,
 }
 
 /// The reference counts of the blocks of one cache.
@@ -42,7 +45,12 @@ impl Blocks {
             model: model.clone(),
             f16: pools(),
             f32: pools(),
+            sequences: AtomicU64::new(0),
         })
+    }
+
+    fn new_id(&self) -> u64 {
+        self.sequences.fetch_add(1, Ordering::Relaxed)
     }
 
     fn pools(&self, kind: KvType) -> MutexGuard<'_, Pools> {
@@ -73,12 +81,35 @@ pub struct Kept {
     pub states: Vec<usize>,
 }
 
+/// A part of a run of tokens, as which a pass takes them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct PartOf {
+    /// Tokens of the run.
+    pub(super) all: usize,
+    /// Those that ran before.
+    pub(super) done: usize,
+}
+
+impl PartOf {
+    /// A run of `all` tokens in one pass.
+    pub(super) fn whole(all: usize) -> PartOf {
+        PartOf { all, done: 0 }
+    }
+
+    /// Tokens that have not run.
+    pub(super) fn left(self) -> usize {
+        self.all - self.done
+    }
+}
+
 /// The keys and values of one sequence of tokens, and the state of recurrent layers. Memory is taken in blocks as it grows; a clone shares
 /// them until either side writes.
 ///
 /// Layers that see a window keep it and [`REWIND`] positions before it. Recurrent layers keep the state of the end and of at most
 /// [`SNAPSHOTS`] earlier positions: both ends of prompts, and multiples of [`SNAPSHOT_POSITIONS`].
 pub struct Sequence {
+    /// Tells it from all other sequences of the model.
+    id: u64,
     blocks: Arc<Blocks>,
     cache: Arc<KvCache>,
     tables: KvTables,
@@ -115,6 +146,7 @@ impl Sequence {
         }
         let cache = blocks.model.kv().cache(kind)?;
         Ok(Sequence {
+            id: blocks.new_id(),
             blocks: blocks.clone(),
             tables: KvTables::new(kind, cache.arenas().len()),
             cache: cache.clone(),
@@ -130,6 +162,10 @@ impl Sequence {
             len: 0,
             capacity,
         })
+    }
+
+    pub(super) fn id(&self) -> u64 {
+        self.id
     }
 
     /// Positions held.
@@ -373,8 +409,8 @@ impl Sequence {
         }
     }
 
-    /// Takes blocks for the states of the next `count` positions: of those that are kept, or of each if they are `verified`.
-    fn reserve_states(&mut self, count: usize, verified: bool) -> Result<()> {
+    /// Takes blocks for the states of the next `count` positions of a run: of those that are kept, or of each if they are `verified`.
+    fn reserve_states(&mut self, count: usize, of: PartOf, verified: bool) -> Result<()> {
         if self.cache.state().is_none() {
             return Ok(());
         }
@@ -397,7 +433,9 @@ impl Sequence {
         let end = self.len + count;
         // A GPU may have written the state after one token to it.
         let mut ahead = self.tables.state_mut().take_ahead();
-        for positions in stops(&kept, self.len, end).into_iter().chain([end]) {
+        let stops = stops(&kept, self.len, self.len + of.left());
+        let of_part = stops.into_iter().filter(|stop| *stop < end);
+        for positions in of_part.chain([end]) {
             let block = match ahead.take() {
                 Some(block) => block,
                 None => self.take_state(true)?,
@@ -462,7 +500,7 @@ impl Sequence {
 
     /// Makes the state of the end that of the last position that ran, and decides which earlier ones are kept. `before` is the number of
     /// positions before the run.
-    fn advance_states(&mut self, before: usize) {
+    fn advance_states(&mut self, before: usize, of: PartOf) {
         if self.verifies {
             self.advance_verified_states();
             return;
@@ -481,15 +519,16 @@ impl Sequence {
             self.tables.state_mut().stage_ahead(ahead);
         }
         // More than one token is a prompt: both its ends are places to come back to.
-        let is_prompt = self.len - before > 1;
-        match old.block != NULL_BLOCK && (self.keeps_end || is_prompt) {
+        let is_prompt = of.all > 1;
+        match old.block != NULL_BLOCK && (self.keeps_end || is_prompt && of.done == 0) {
             true => self.snapshots.push(old),
             false => self.recycle_state(old.block),
         }
         let staged = staged.into_iter();
         self.snapshots
             .extend(staged.map(|(positions, block)| Snapshot { positions, block }));
-        self.keeps_end = is_prompt || self.len.is_multiple_of(SNAPSHOT_POSITIONS);
+        let is_last = of.left() == self.len - before;
+        self.keeps_end = is_prompt && is_last || self.len.is_multiple_of(SNAPSHOT_POSITIONS);
         self.drop_surplus(self.len);
     }
 
@@ -515,7 +554,7 @@ impl Sequence {
 
     /// Takes blocks for `count` further positions in every group, and copies shared ones that these positions are in, so that a lack of
     /// memory shows before any work is done. For positions that are `verified`, the states after each get a block.
-    pub(super) fn reserve(&mut self, count: usize, verified: bool) -> Result<()> {
+    pub(super) fn reserve(&mut self, count: usize, of: PartOf, verified: bool) -> Result<()> {
         if count > self.room() {
             bail!(
                 ContextFull,
@@ -525,7 +564,7 @@ impl Sequence {
             );
         }
         self.reserve_blocks(count)?;
-        self.reserve_states(count, verified)
+        self.reserve_states(count, of, verified)
     }
 
     /// Takes blocks of keys and values for `count` further positions.
@@ -573,15 +612,15 @@ impl Sequence {
 
     /// Like [`Sequence::advance`] for the first `count` of the positions that were verified. The blocks of the others are free again.
     pub(super) fn advance_verified(&mut self, count: usize) {
-        self.advance(count);
+        self.advance(count, PartOf::whole(count));
         self.release_unused();
     }
 
-    /// Records that every layer holds `count` further positions, and frees what windows have passed.
-    pub(super) fn advance(&mut self, count: usize) {
+    /// Records that every layer holds `count` further positions of a run, and frees what windows have passed.
+    pub(super) fn advance(&mut self, count: usize, of: PartOf) {
         self.len += count;
         if self.cache.state().is_some() {
-            self.advance_states(self.len - count);
+            self.advance_states(self.len - count, of);
         }
         for group in 0..self.groups() {
             let passed = self.sees_from(group, self.len).saturating_sub(REWIND);
@@ -765,6 +804,7 @@ impl Clone for Sequence {
         let mut tables = self.tables.clone();
         *tables.state_mut() = StateTable::new(self.len, self.tables.state().current());
         Sequence {
+            id: self.blocks.new_id(),
             blocks: self.blocks.clone(),
             cache: self.cache.clone(),
             tables,

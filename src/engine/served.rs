@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
+use super::runner::{Generating, PassCounts, Runner};
 use super::sequence::{Blocks, Sequence};
 use crate::base::Result;
 use crate::base::error::{Error, bail};
@@ -36,6 +37,7 @@ pub struct ServedInfo {
 pub struct Served {
     model: Arc<Model>,
     blocks: Arc<Blocks>,
+    runner: Runner,
     tokenizer: Option<Arc<Tokenizer>>,
     template: ChatTemplate,
     own_template: bool,
@@ -118,6 +120,7 @@ impl Served {
         Ok(Arc::new(Served {
             answer_form: AnswerForm::of(&template.sources(), template.reads("tools"), is_token),
             blocks: Blocks::new(&model),
+            runner: Runner::default(),
             model,
             tokenizer: text.tokenizer,
             template,
@@ -152,6 +155,24 @@ impl Served {
     /// An empty sequence with room for `capacity` positions, at most those that the model was made for. Takes no memory yet.
     pub fn sequence(&self, capacity: usize, kind: KvType) -> Result<Sequence> {
         Sequence::new(&self.blocks, capacity, kind)
+    }
+
+    pub(super) fn runner(&self) -> &Runner {
+        &self.runner
+    }
+
+    /// Says that the tokens of `sequence` come one after the other until the result is dropped. Calls of [`Served::run`] by several threads
+    /// run in the same passes: what arrives during a pass is in the next one, which waits for the sequences of the last that generate, for
+    /// half the time of a step at most. One that comes too late is not waited for during the next passes.
+    ///
+    /// On the CPU tokens have the same bits in any pass. On a GPU they may differ by rounding.
+    pub fn generates(&self, sequence: &Sequence) -> Generating<'_> {
+        self.runner.generates(sequence.id())
+    }
+
+    /// Numbers of passes so far.
+    pub fn pass_counts(&self) -> PassCounts {
+        self.runner.counts()
     }
 
     /// Blocks of keys and values that sequences hold, in all groups of layers.

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use super::batch::{Batch, Divided, Output, Part, PassLimits, Segment, Wanted, passes};
 use super::block::{self, Rows};
-use super::fused::{Executor, Source};
+use super::fused::{self, Executor, Source};
 use super::kv::KvArena;
 use super::{KvType, Model};
 use crate::base::error::{bail, err};
@@ -226,6 +226,14 @@ impl Model {
                 logits.truncate(before);
                 Err(e)
             }
+        }
+    }
+
+    /// Most rows that go through the weights together: longer batches are divided into passes.
+    pub fn pass_rows(&self) -> usize {
+        match &self.executor {
+            None => ROWS,
+            Some(_) => fused::ROWS,
         }
     }
 

@@ -123,6 +123,8 @@ impl Session {
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
         let start = Instant::now();
+        let model = self.model.clone();
+        let _generating = model.generates(&self.cache);
         let mut sampler = Sampler::new(&options.sampling)?.after(self.appended());
         let mut out = Generation::new(sampler.seed());
         out.prompt_tokens = self.tokens.len();

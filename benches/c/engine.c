@@ -1,0 +1,177 @@
+/*
+ * What threads get that generate on one model, each with a session of its own, beside sessions that are stepped together; and how long
+ * they are held up by a prompt that another thread brings.
+ *
+ *     cargo build --release && cc -O2 -pthread -Iinclude benches/c/engine.c -Ltarget/release -lNVFP4 -Wl,-rpath,$PWD/target/release -o target/engine
+ *     target/engine MODEL DEVICE PROMPT TOKENS JOINING COUNT...
+ *
+ * DEVICE is cpu or cuda:N. For each COUNT, as many sessions have PROMPT tokens and get TOKENS more by their argmax, once by
+ * NVFP4_session_step_sample() and once by NVFP4_session_generate() in a thread each; the prompts are not measured. If JOINING is not 0, the
+ * threads then generate again while another session prefills so many tokens: printed are the time of that prompt, beside alone, and the
+ * longest time between two tokens of a thread in steps, which are the median before the prompt came.
+ */
+#define _POSIX_C_SOURCE 200809L
+#include "measure.h"
+
+#include <pthread.h>
+#include <string.h>
+
+enum { MOST_SESSIONS = 1024, MOST_TOKENS = 1 << 16 };
+
+struct client {
+    NVFP4_Session *session;
+    size_t tokens;
+    pthread_barrier_t *start;
+    double *times; /* of its tokens, or NULL */
+    size_t count;
+};
+
+static uint64_t state = 1;
+static NVFP4_Model *model;
+static size_t prompt_length;
+
+static int32_t draw(int32_t below)
+{
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (int32_t)((state >> 33) % (uint64_t)below);
+}
+
+static NVFP4_Session *prompted(size_t length)
+{
+    static int32_t tokens[MOST_TOKENS];
+    NVFP4_Session *session;
+    for (size_t i = 0; i < length; i++)
+        tokens[i] = draw(500);
+    OK(NVFP4_session_create(model, NULL, &session));
+    OK(NVFP4_session_prefill(session, tokens, length, NULL));
+    return session;
+}
+
+static int32_t on_token(void *user, const NVFP4_TokenEvent *event)
+{
+    struct client *client = user;
+    if (event->token >= 0 && client->count < client->tokens)
+        client->times[client->count++] = now();
+    return 0;
+}
+
+static void *generate(void *argument)
+{
+    struct client *client = argument;
+    NVFP4_GenerateOptions options;
+    NVFP4_GenerationResult result = {.struct_size = sizeof result};
+    OK(NVFP4_generate_options_init(&options, sizeof options));
+    options.max_tokens = client->tokens;
+    options.ignore_model_stops = 1;
+    pthread_barrier_wait(client->start);
+    OK(NVFP4_session_generate(client->session, &options, client->times ? on_token : NULL, client, &result));
+    return NULL;
+}
+
+/* Starts a thread for each session, and returns the time when all begin. */
+static double start(struct client *clients, pthread_t *threads, size_t count, size_t tokens, pthread_barrier_t *barrier, int timed)
+{
+    pthread_barrier_init(barrier, NULL, (unsigned)count + 1);
+    for (size_t i = 0; i < count; i++) {
+        clients[i] = (struct client){prompted(prompt_length), tokens, barrier, timed ? malloc(tokens * sizeof(double)) : NULL, 0};
+        pthread_create(&threads[i], NULL, generate, &clients[i]);
+    }
+    double begun = now();
+    pthread_barrier_wait(barrier);
+    return begun;
+}
+
+static double end(struct client *clients, pthread_t *threads, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        pthread_join(threads[i], NULL);
+    double ended = now();
+    for (size_t i = 0; i < count; i++)
+        OK(NVFP4_session_release(clients[i].session));
+    return ended;
+}
+
+static double stepped(size_t count, size_t tokens)
+{
+    NVFP4_Session *sessions[MOST_SESSIONS];
+    int32_t next[MOST_SESSIONS];
+    for (size_t i = 0; i < count; i++) {
+        sessions[i] = prompted(prompt_length);
+        OK(NVFP4_session_sample(sessions[i], NULL, &next[i]));
+    }
+    double begun = now();
+    for (size_t i = 0; i < tokens; i++)
+        OK(NVFP4_session_step_sample(sessions, next, count, NULL, NULL, next, NULL));
+    double ended = now();
+    for (size_t i = 0; i < count; i++)
+        OK(NVFP4_session_release(sessions[i]));
+    return ended - begun;
+}
+
+static void joined(size_t count, size_t tokens, size_t joining)
+{
+    static struct client clients[MOST_SESSIONS];
+    static pthread_t threads[MOST_SESSIONS];
+    pthread_barrier_t barrier;
+    double alone = now();
+    OK(NVFP4_session_release(prompted(joining)));
+    alone = now() - alone;
+    start(clients, threads, count, tokens, &barrier, 1);
+    /* A quarter of the tokens come before. */
+    while (((volatile struct client *)clients)[0].count < tokens / 4)
+        nanosleep(&(struct timespec){0, 100000}, NULL);
+    double joins = now();
+    OK(NVFP4_session_release(prompted(joining)));
+    double took = now() - joins;
+    end(clients, threads, count);
+    double longest = 0;
+    static double gaps[MOST_TOKENS];
+    size_t before = 0;
+    for (size_t i = 0; i < count; i++) {
+        for (size_t t = 1; t < clients[i].count; t++) {
+            double gap = clients[i].times[t] - clients[i].times[t - 1];
+            if (clients[i].times[t] < joins && before < MOST_TOKENS)
+                gaps[before++] = gap;
+            if (clients[i].times[t] >= joins && clients[i].times[t - 1] < joins + took && gap > longest)
+                longest = gap;
+        }
+        free(clients[i].times);
+    }
+    qsort(gaps, before, sizeof *gaps, ascending);
+    double step = before ? gaps[before / 2] : 0;
+    printf("  a prompt of %zu that joins takes %.1f ms, alone %.1f (%.2f); the longest gap is %.1f ms, a step %.2f (%.1f)\n", joining, 1e3 * took,
+           1e3 * alone, took / alone, 1e3 * longest, 1e3 * step, longest / step);
+}
+
+int main(int argc, char **argv)
+{
+    if (argc < 7) {
+        fprintf(stderr, "usage: %s MODEL DEVICE PROMPT TOKENS JOINING COUNT...\n", argv[0]);
+        return 2;
+    }
+    size_t tokens = strtoul(argv[4], NULL, 10), joining = strtoul(argv[5], NULL, 10);
+    prompt_length = strtoul(argv[3], NULL, 10);
+    NVFP4_LoadOptions load;
+    OK(NVFP4_load_options_init(&load, sizeof load));
+    load.device_type = strncmp(argv[2], "cuda", 4) == 0 ? NVFP4_DEVICE_CUDA : NVFP4_DEVICE_CPU;
+    load.device_index = argv[2][4] == ':' ? atoi(argv[2] + 5) : 0;
+    OK(NVFP4_model_load(argv[1], strlen(argv[1]), &load, NULL, &model));
+    for (int i = 6; i < argc; i++) {
+        static struct client clients[MOST_SESSIONS];
+        static pthread_t threads[MOST_SESSIONS];
+        pthread_barrier_t barrier;
+        size_t count = strtoul(argv[i], NULL, 10);
+        if (count < 1 || count > MOST_SESSIONS)
+            return 2;
+        stepped(count, 2);
+        double together = (double)(count * tokens) / stepped(count, tokens);
+        double begun = start(clients, threads, count, tokens, &barrier, 0);
+        double apart = (double)(count * tokens) / (end(clients, threads, count) - begun);
+        printf("%zu sessions: stepped %.1f tok/s, by threads %.1f (%.3f)\n", count, together, apart, apart / together);
+        fflush(stdout);
+        if (joining > 0)
+            joined(count, tokens, joining);
+    }
+    OK(NVFP4_model_release(model));
+    return 0;
+}

@@ -1,0 +1,75 @@
+//! How long passes take, and from that how many tokens of prompts run beside steps. Pure: knows times and counts.
+
+use std::time::Duration;
+
+/// Weight of a new time in a running mean.
+const NEW: f64 = 0.25;
+/// Tokens of prompts prolong a pass by this, or by [`STEPS`] steps, whichever is longer.
+const LONGEST: Duration = Duration::from_millis(20);
+const STEPS: f64 = 3.0;
+/// Tokens of prompts that are measured; fewer take as long as a step.
+const MEASURED: usize = 32;
+
+/// Running means of the times of passes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Pace {
+    /// Seconds of a pass of steps alone.
+    step: Option<f64>,
+    /// Seconds of a token of a prompt.
+    token: Option<f64>,
+}
+
+impl Pace {
+    /// The time of a pass of steps alone, once there was one.
+    pub(super) fn step(&self) -> Option<Duration> {
+        self.step.map(Duration::from_secs_f64)
+    }
+
+    /// Records the time of a pass of `rows` tokens, all of steps or some of prompts.
+    pub(super) fn record(&mut self, rows: usize, steps: bool, time: Duration) {
+        let seconds = time.as_secs_f64();
+        let (mean, new) = match steps {
+            true => (&mut self.step, seconds),
+            false if rows >= MEASURED => (&mut self.token, seconds / rows as f64),
+            false => return,
+        };
+        *mean = Some(mean.map_or(new, |mean| mean + NEW * (new - mean)));
+    }
+
+    /// Tokens of prompts that run in a pass beside steps, at most `most`.
+    pub(super) fn budget(&self, most: usize) -> usize {
+        let Some(token) = self.token else {
+            return MEASURED.min(most);
+        };
+        let longest = LONGEST.as_secs_f64().max(STEPS * self.step.unwrap_or(0.0));
+        ((longest / token.max(1e-9)) as usize).min(most)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn budgets_follow_the_times_of_passes() {
+        let mut pace = Pace::default();
+        assert_eq!(pace.budget(4096), MEASURED);
+        let after = |seconds| Duration::from_secs_f64(seconds);
+        // A GPU: 20 us a token, of which 20 ms hold 1,000.
+        (0..50).for_each(|_| pace.record(2000, false, after(0.04)));
+        assert_eq!(pace.budget(4096), 1000);
+        assert_eq!(pace.budget(512), 512);
+        // Few tokens say nothing of the time of one.
+        pace.record(8, false, after(1.0));
+        assert_eq!(pace.budget(4096), 1000);
+        // A processor: steps of 50 ms, three of which hold 75 tokens of 2 ms.
+        (0..50).for_each(|_| pace.record(512, false, after(1.024)));
+        (0..50).for_each(|_| pace.record(4, true, after(0.05)));
+        assert_eq!(pace.step(), Some(after(0.05)));
+        assert!(
+            (74..=76).contains(&pace.budget(512)),
+            "{}",
+            pace.budget(512)
+        );
+    }
+}

@@ -1,0 +1,289 @@
+//! A pass over the weights for the requests of several callers: takes blocks, runs the model, and commits what ran. Nothing of a sequence
+//! changes before its tokens have run, and a request that fails leaves the others as they are.
+
+use super::run::NewTokens;
+use super::schedule::Waiting;
+use super::sequence::PartOf;
+use crate::base::{Error, Result};
+use crate::model::{Batch, HiddenBefore, Output, Scratch, Segment, Wanted};
+
+/// The tokens of different sequences that a caller waits for.
+pub(super) struct Request<'a> {
+    items: Vec<Item<'a>>,
+    /// The error of the whole request.
+    error: Option<Error>,
+    /// Rows of logits so far.
+    logits: Vec<f32>,
+}
+
+/// Tokens of one sequence.
+struct Item<'a> {
+    work: NewTokens<'a>,
+    /// Positions of the sequence before them.
+    before: usize,
+    /// Tokens that have run.
+    done: usize,
+    output: Option<Result<Output>>,
+}
+
+/// The part of a request that a pass runs: all of it, or the next `count` tokens of its only sequence.
+pub(super) struct Part<'r, 'a> {
+    request: &'r mut Request<'a>,
+    count: usize,
+}
+
+impl<'a> Request<'a> {
+    pub(super) fn new(work: Vec<NewTokens<'a>>) -> Request<'a> {
+        let items = work.into_iter().map(|work| Item {
+            before: work.sequence.len(),
+            done: 0,
+            output: None,
+            work,
+        });
+        Request {
+            items: items.collect(),
+            error: None,
+            logits: Vec::new(),
+        }
+    }
+
+    /// What it waits for.
+    pub(super) fn waiting(&self) -> Waiting {
+        let is_divisible = |item: &Item<'_>| match item.work.wanted {
+            Wanted::Nothing | Wanted::Last | Wanted::Token(_) => true,
+            Wanted::All | Wanted::Verified(_) => false,
+        };
+        Waiting {
+            left: self.items.iter().map(Item::left).sum(),
+            from: match &self.items[..] {
+                [item] if is_divisible(item) => Some(item.work.sequence.len()),
+                _ => None,
+            },
+        }
+    }
+
+    /// Whether nothing of it is left to run.
+    pub(super) fn is_over(&self) -> bool {
+        self.error.is_some() || self.items.iter().all(|item| item.output.is_some())
+    }
+
+    /// Its sequences.
+    pub(super) fn sequences(&self) -> impl Iterator<Item = u64> {
+        self.items.iter().map(|item| item.work.sequence.id())
+    }
+
+    /// The part with its next `count` tokens.
+    pub(super) fn part(&mut self, count: usize) -> Part<'_, 'a> {
+        Part {
+            request: self,
+            count,
+        }
+    }
+
+    /// Ends it with an error. No sequence has more positions than before.
+    pub(super) fn fail(&mut self, error: Error) {
+        let undone = self.items.iter_mut().map(Item::undo);
+        let failed = undone.fold(Ok(()), Result::and);
+        self.error = Some(failed.err().unwrap_or(error));
+    }
+
+    /// Its outputs, and their rows of logits after those of `logits`, which have `vocabulary` numbers each.
+    pub(super) fn finish(
+        self,
+        logits: &mut Vec<f32>,
+        vocabulary: usize,
+    ) -> Result<Vec<Result<Output>>> {
+        if let Some(error) = self.error {
+            return Err(error);
+        }
+        let rows = logits.len() / vocabulary;
+        match logits.is_empty() {
+            true => *logits = self.logits,
+            false => logits.extend_from_slice(&self.logits),
+        }
+        let outputs = self.items.into_iter().map(|item| match item.output {
+            Some(Ok(Output::Logits(own))) => Ok(Output::Logits(own.start + rows..own.end + rows)),
+            Some(output) => output,
+            None => Ok(Output::Cached),
+        });
+        Ok(outputs.collect())
+    }
+
+    /// Takes blocks for the next tokens of all sequences.
+    fn reserve(&mut self, count: usize) -> Result<()> {
+        let alone = self.items.len() == 1;
+        for (i, item) in self.items.iter_mut().enumerate() {
+            let reserved = item.reserve(if alone { count } else { item.left() });
+            reserved.map_err(|e| match alone {
+                true => e,
+                false => e.within(format_args!("sequence {i}")),
+            })?;
+        }
+        Ok(())
+    }
+}
+
+impl<'a> Item<'a> {
+    fn left(&self) -> usize {
+        self.work.tokens.len() - self.done
+    }
+
+    fn part_of(&self) -> PartOf {
+        PartOf {
+            all: self.work.tokens.len(),
+            done: self.done,
+        }
+    }
+
+    fn reserve(&mut self, count: usize) -> Result<()> {
+        let verified = matches!(self.work.wanted, Wanted::Verified(_));
+        let of = self.part_of();
+        self.work.sequence.reserve(count, of, verified)
+    }
+
+    fn segment(&self, count: usize) -> Segment<'_> {
+        let sequence = &*self.work.sequence;
+        Segment {
+            tokens: &self.work.tokens[self.done..self.done + count],
+            first: sequence.len(),
+            tables: sequence.tables(),
+            context: sequence.capacity(),
+            wanted: match count == self.left() {
+                true => self.work.wanted,
+                false => Wanted::Nothing,
+            },
+            drafts_after: sequence.drafts().then(|| HiddenBefore(sequence.hidden())),
+        }
+    }
+
+    /// Records that the next `count` tokens ran.
+    fn commit(&mut self, count: usize, output: Output, hidden: Option<Vec<f32>>) {
+        let (of, sequence) = (self.part_of(), &mut *self.work.sequence);
+        match &output {
+            Output::Verified(chosen) => sequence.advance_verified(chosen.len()),
+            _ => sequence.advance(count, of),
+        }
+        sequence.set_hidden(hidden);
+        self.done += count;
+        if self.left() == 0 {
+            self.output = Some(Ok(output));
+        }
+    }
+
+    /// Removes what a pass that failed wrote, and drops the positions of earlier passes.
+    fn undo(&mut self) -> Result<()> {
+        let given_up = self.work.sequence.give_up();
+        let kept = self.before.min(self.work.sequence.len());
+        given_up.and(self.work.sequence.truncate(kept))
+    }
+}
+
+impl<'a> Part<'_, 'a> {
+    /// The number of tokens of an item that run.
+    fn count(&self, item: &Item<'a>) -> usize {
+        match self.request.items.len() {
+            1 => self.count,
+            _ => item.left(),
+        }
+    }
+
+    fn segments(&self) -> impl Iterator<Item = Segment<'_>> {
+        let items = self.request.items.iter();
+        items.map(|item| item.segment(self.count(item)))
+    }
+
+    /// Records the outputs of a pass, whose rows of logits are in `logits` or, if that is `None`, those of the request already.
+    fn commit(
+        &mut self,
+        outputs: Vec<Result<Output>>,
+        hidden: impl Fn(&mut Scratch, usize) -> Option<Vec<f32>>,
+        scratch: &mut Scratch,
+        logits: Option<(&[f32], usize)>,
+    ) {
+        let counts: Vec<usize> = self.request.items.iter().map(|i| self.count(i)).collect();
+        let request = &mut *self.request;
+        let faulty = request.items.iter_mut().zip(&outputs);
+        let faulty = faulty.filter(|(_, output)| output.is_err());
+        // Values left past the end of a sequence may spoil its next tokens, so the request fails if they stay.
+        let undone = faulty.map(|(item, _)| item.undo());
+        if let Err(e) = undone.fold(Ok(()), Result::and) {
+            return request.fail(e);
+        }
+        let items = request.items.iter_mut().zip(outputs).zip(counts);
+        for (i, ((item, output), count)) in items.enumerate() {
+            match (output, logits) {
+                (Err(fault), _) => item.output = Some(Err(fault)),
+                (Ok(Output::Logits(rows)), Some((logits, vocabulary))) => {
+                    let first = request.logits.len() / vocabulary;
+                    let own = &logits[rows.start * vocabulary..rows.end * vocabulary];
+                    request.logits.extend_from_slice(own);
+                    let rows = first..first + rows.len();
+                    item.commit(count, Output::Logits(rows), hidden(scratch, i));
+                }
+                (Ok(output), _) => item.commit(count, output, hidden(scratch, i)),
+            }
+        }
+    }
+}
+
+/// Runs parts of different requests in one call of `run`, whose rows of logits have `vocabulary` numbers. With `look_ahead` a GPU runs the
+/// step after this one at once, with the tokens that it chose.
+pub(super) fn pass(
+    mut parts: Vec<Part<'_, '_>>,
+    look_ahead: bool,
+    vocabulary: usize,
+    scratch: &mut Scratch,
+    run: impl FnOnce(Batch<'_>, &mut Scratch, &mut Vec<f32>) -> Result<Vec<Result<Output>>>,
+) {
+    for part in &mut parts {
+        if let Err(e) = part.request.reserve(part.count) {
+            part.request.fail(e);
+        }
+    }
+    parts.retain(|part| part.request.error.is_none());
+    if parts.is_empty() {
+        return;
+    }
+    if look_ahead {
+        // Without a block for it, the step after this one does not run ahead.
+        for item in parts.iter_mut().flat_map(|part| &mut part.request.items) {
+            let sequence = &mut *item.work.sequence;
+            if sequence.room() > 1 {
+                let _ = sequence.reserve_ahead(item.work.tokens.len());
+            }
+        }
+    }
+    let mut logits = match &mut parts[..] {
+        [part] => std::mem::take(&mut part.request.logits),
+        _ => Vec::new(),
+    };
+    let segments = parts.iter().flat_map(Part::segments).collect();
+    let batch = Batch {
+        segments,
+        look_ahead,
+    };
+    let outputs = match run(batch, scratch, &mut logits) {
+        Ok(outputs) => outputs,
+        Err(e) => {
+            parts
+                .iter_mut()
+                .for_each(|part| part.request.fail(e.clone()));
+            return;
+        }
+    };
+    let (mut outputs, mut slot) = (outputs.into_iter(), 0);
+    let rows = match &mut parts[..] {
+        [part] => {
+            part.request.logits = logits;
+            None
+        }
+        _ => Some((&*logits, vocabulary)),
+    };
+    for part in &mut parts {
+        let count = part.request.items.len();
+        let own = outputs.by_ref().take(count).collect();
+        let hidden = |scratch: &mut Scratch, i: usize| scratch.take_hidden(slot + i);
+        part.commit(own, hidden, scratch, rows);
+        slot += count;
+    }
+}

@@ -1,0 +1,452 @@
+//! Runs the requests of all threads that use a model together. One of the threads that wait leads: it takes what the others wait for too, runs
+//! a pass for all of them, and hands the lead on once its own request is over. There is no thread beside those of the callers.
+//!
+//! Sequences that generate come back with their next tokens soon after a pass, so a leader waits for them for a moment: see
+//! [`Served::generates`](super::Served::generates).
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::pace::Pace;
+use super::pass::{Request, pass};
+use super::run::NewTokens;
+use super::schedule::{Waiting, plan};
+use crate::base::error::{bail, err};
+use crate::base::turns::this_thread;
+use crate::base::{Result, call, fork};
+use crate::model::{Batch, Model, Output, Scratch};
+
+/// The longest time for which a leader waits for sequences that generate.
+const LONGEST_WAIT: Duration = Duration::from_millis(5);
+/// Passes for which a leader no longer waits for a sequence that came too late.
+const FORGETS: u64 = 8;
+/// Interval at which a waiting caller looks whether it is cancelled, and reports its progress.
+const PATIENCE: Duration = Duration::from_millis(10);
+
+/// The requests of a model, and who leads.
+#[derive(Debug, Default)]
+pub(super) struct Runner {
+    state: Mutex<State>,
+    /// The leader need not wait any longer.
+    complete: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Requests, in the order of arrival.
+    posted: Vec<Posted>,
+    /// The thread that leads.
+    leader: Option<usize>,
+    /// Sequences that generate, each with the first pass that waits for it again.
+    generating: BTreeMap<u64, u64>,
+    /// Those whose tokens were in the last pass, and that have not come back.
+    expected: Vec<u64>,
+    pace: Pace,
+    counts: PassCounts,
+    /// The fork generation of these threads; the child of a fork has others.
+    generation: u32,
+}
+
+/// Numbers of passes so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PassCounts {
+    /// Passes over the weights.
+    pub passes: u64,
+    /// Requests for tokens in them: `requests / passes` callers shared a pass on average.
+    pub requests: u64,
+}
+
+/// A request that waits in its caller's stack frame.
+#[derive(Debug)]
+struct Posted {
+    request: Lent,
+    caller: Arc<Caller>,
+    look_ahead: bool,
+    /// Whether a pass runs with it.
+    taken: bool,
+}
+
+/// The address of a request, whose caller does not return before the request has left the list.
+#[derive(Clone, Copy, Debug)]
+struct Lent(*mut Request<'static>);
+
+// SAFETY: requests consist of data that threads may hand on, as `is_send` asserts. A request is used by the leader alone, and after it has
+// left the list by its caller.
+unsafe impl Send for Lent {}
+
+const fn is_send<T: Send>() {}
+const _: () = is_send::<Request<'static>>();
+
+/// What a caller and a leader tell each other.
+#[derive(Debug, Default)]
+struct Caller {
+    woken: Mutex<bool>,
+    wake: Condvar,
+    /// Whether its call was cancelled.
+    is_cancelled: AtomicBool,
+    /// Tokens that ran in passes of other callers.
+    done: AtomicU64,
+}
+
+impl Caller {
+    fn wake(&self) {
+        *self.woken.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.wake.notify_one();
+    }
+
+    /// Sleeps until it is woken, or for [`PATIENCE`].
+    fn sleep(&self) {
+        let woken = self.woken.lock().unwrap_or_else(PoisonError::into_inner);
+        let (mut woken, _) = self
+            .wake
+            .wait_timeout_while(woken, PATIENCE, |woken| !*woken)
+            .unwrap_or_else(PoisonError::into_inner);
+        *woken = false;
+    }
+
+    /// Reports progress in passes of other callers, and notes whether the call is cancelled. On the caller's thread.
+    fn look(&self) {
+        let done = self.done.swap(0, Ordering::Relaxed);
+        if done > 0 {
+            call::add(done);
+        }
+        if call::is_over() {
+            self.is_cancelled.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Keeps a request in the list no longer than its caller's stack frame lives, even if the caller unwinds.
+struct Lending<'a> {
+    runner: &'a Runner,
+    caller: &'a Arc<Caller>,
+}
+
+impl Drop for Lending<'_> {
+    fn drop(&mut self) {
+        loop {
+            let mut state = self.runner.state();
+            let own = |posted: &Posted| Arc::ptr_eq(&posted.caller, self.caller);
+            match state.posted.iter().position(own) {
+                None => return,
+                Some(index) if !state.posted[index].taken => {
+                    state.posted.remove(index);
+                    return;
+                }
+                Some(_) => {}
+            }
+            drop(state);
+            self.caller.sleep();
+        }
+    }
+}
+
+/// The lead, which ends when this is dropped.
+struct Lead<'a>(&'a Runner);
+
+impl Drop for Lead<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.state();
+        state.leader = None;
+        // Only a pass that unwound leaves requests taken.
+        for posted in state.posted.extract_if(.., |posted| posted.taken) {
+            // SAFETY: the caller waits.
+            unsafe { &mut *posted.request.0 }
+                .fail(err!(Internal, "the pass of this request failed"));
+            posted.caller.wake();
+        }
+        if let Some(next) = state.posted.first() {
+            next.caller.wake();
+        }
+    }
+}
+
+/// Says that a sequence generates, until this is dropped: see [`Served::generates`](super::Served::generates).
+#[derive(Debug)]
+#[must_use = "the sequence generates until this is dropped"]
+pub struct Generating<'a> {
+    runner: &'a Runner,
+    sequence: u64,
+}
+
+impl Drop for Generating<'_> {
+    fn drop(&mut self) {
+        let mut state = self.runner.state();
+        state.generating.remove(&self.sequence);
+        if state.comes(self.sequence) {
+            self.runner.complete.notify_all();
+        }
+    }
+}
+
+impl State {
+    /// Whether a caller's request is in the list.
+    fn has(&self, caller: &Arc<Caller>) -> bool {
+        let own = |posted: &Posted| Arc::ptr_eq(&posted.caller, caller);
+        self.posted.iter().any(own)
+    }
+
+    /// Notes that a sequence need not be waited for. Returns whether none is left.
+    fn comes(&mut self, sequence: u64) -> bool {
+        let before = self.expected.len();
+        self.expected.retain(|expected| *expected != sequence);
+        before > 0 && self.expected.is_empty()
+    }
+
+    /// Ends the requests whose calls were cancelled.
+    fn end_cancelled(&mut self) {
+        let is_cancelled = |posted: &mut Posted| posted.caller.is_cancelled.load(Ordering::Relaxed);
+        for posted in self.posted.extract_if(.., is_cancelled) {
+            // SAFETY: the caller waits.
+            let request = unsafe { &mut *posted.request.0 };
+            request.fail(err!(Cancelled, "cancelled"));
+            posted.caller.wake();
+        }
+    }
+
+    /// The tokens of a pass that each request takes, as far as it is in it.
+    fn plan(&self, most: usize) -> Vec<Option<usize>> {
+        // SAFETY: no leader uses the requests meanwhile.
+        let waiting = self
+            .posted
+            .iter()
+            .map(|p| unsafe { &*p.request.0 }.waiting());
+        let waiting: Vec<Waiting> = waiting.collect();
+        let is_step = |waiting: &Waiting| waiting.from.is_none() || waiting.left <= 1;
+        // Sequences that generate and are not here yet wait for the end of the pass too.
+        let others = self.generating.len() > self.posted.len();
+        let budget = match others || waiting.iter().any(is_step) {
+            true => self.pace.budget(most),
+            false => most,
+        };
+        let counts = plan(&waiting, budget).into_iter().zip(&waiting);
+        counts
+            .map(|(count, waiting)| (count > 0 || waiting.left == 0).then_some(count))
+            .collect()
+    }
+}
+
+impl Runner {
+    fn state(&self) -> MutexGuard<'_, State> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let generation = fork::generation();
+        if state.generation != generation {
+            // Threads that waited before the fork do not exist in the child.
+            *state = State {
+                generation,
+                ..State::default()
+            };
+        }
+        state
+    }
+
+    /// Says that the tokens of a sequence come one after the other from now on.
+    pub(super) fn generates(&self, sequence: u64) -> Generating<'_> {
+        self.state().generating.insert(sequence, 0);
+        Generating {
+            runner: self,
+            sequence,
+        }
+    }
+
+    /// Numbers of passes so far.
+    pub(super) fn counts(&self) -> PassCounts {
+        self.state().counts
+    }
+
+    /// Runs a request in passes with those of other threads.
+    pub(super) fn run(
+        &self,
+        model: &Model,
+        work: Vec<NewTokens<'_>>,
+        look_ahead: bool,
+        scratch: &mut Scratch,
+        logits: &mut Vec<f32>,
+    ) -> Result<Vec<Result<Output>>> {
+        call::check()?;
+        let mut request = Request::new(work);
+        if !request.is_over() {
+            let caller = Arc::default();
+            let lending = Lending {
+                runner: self,
+                caller: &caller,
+            };
+            self.post(&mut request, &caller, look_ahead)?;
+            self.wait(model, &caller, scratch);
+            drop(lending);
+            caller.look();
+        }
+        request.finish(logits, model.spec().vocab_size)
+    }
+
+    fn post(
+        &self,
+        request: &mut Request<'_>,
+        caller: &Arc<Caller>,
+        look_ahead: bool,
+    ) -> Result<()> {
+        let mut state = self.state();
+        if state.leader == Some(this_thread()) {
+            bail!(
+                Busy,
+                "the model is in use further up this thread's stack, by the call that called back; use it when that call has returned"
+            );
+        }
+        let come: Vec<bool> = request.sequences().map(|id| state.comes(id)).collect();
+        if come.contains(&true) {
+            self.complete.notify_all();
+        }
+        state.posted.push(Posted {
+            request: Lent((&raw mut *request).cast()),
+            caller: caller.clone(),
+            look_ahead,
+            taken: false,
+        });
+        Ok(())
+    }
+
+    /// Waits until the caller's request has left the list, and leads while nobody else does.
+    fn wait(&self, model: &Model, caller: &Arc<Caller>, scratch: &mut Scratch) {
+        loop {
+            let mut state = self.state();
+            if !state.has(caller) {
+                return;
+            }
+            if state.leader.is_none() {
+                state.leader = Some(this_thread());
+                drop(state);
+                let _lead = Lead(self);
+                self.lead(model, caller, scratch);
+                return;
+            }
+            drop(state);
+            caller.sleep();
+            caller.look();
+        }
+    }
+
+    /// Runs passes until the caller's own request is over.
+    fn lead(&self, model: &Model, caller: &Arc<Caller>, scratch: &mut Scratch) {
+        let vocabulary = model.spec().vocab_size;
+        loop {
+            caller.look();
+            let mut state = self.gather();
+            state.end_cancelled();
+            if !state.has(caller) {
+                return;
+            }
+            let plan = state.plan(model.pass_rows());
+            let mut taken: Vec<(Lent, usize)> = Vec::new();
+            let mut is_own = true;
+            let (mut look_ahead, mut steps) = (model.device().is_cuda(), true);
+            for (posted, count) in state.posted.iter_mut().zip(plan) {
+                let Some(count) = count else { continue };
+                posted.taken = true;
+                look_ahead &= posted.look_ahead;
+                steps &= count <= 1;
+                is_own &= Arc::ptr_eq(&posted.caller, caller);
+                taken.push((posted.request, count));
+            }
+            state.counts.passes += 1;
+            state.counts.requests += taken.len() as u64;
+            drop(state);
+
+            // SAFETY: the callers wait, and use their requests no more before they have left the list; each is in the list once.
+            let requests = taken
+                .iter()
+                .map(|(lent, count)| (unsafe { &mut *lent.0 }, *count));
+            let mut parts: Vec<_> = requests.collect();
+            // A device that ran ahead expects the sequences in the same order.
+            parts.sort_by_key(|(request, _)| request.sequences().min());
+            let rows = parts.iter().map(|(_, count)| count).sum();
+            let parts = parts
+                .into_iter()
+                .map(|(request, count)| request.part(count));
+            let parts = parts.collect();
+            let start = Instant::now();
+            let run = |batch: Batch<'_>, scratch: &mut Scratch, logits: &mut Vec<f32>| {
+                model.run(batch, scratch, logits)
+            };
+            match is_own {
+                true => pass(parts, look_ahead, vocabulary, scratch, run),
+                // The call of one thread does not end those of others.
+                false => call::outside(|| pass(parts, look_ahead, vocabulary, scratch, run)),
+            }
+            let mut state = self.state();
+            state.pace.record(rows, steps, start.elapsed());
+            if self.end_pass(&mut state, caller, is_own, &taken) {
+                return;
+            }
+        }
+    }
+
+    /// Waits for a moment for sequences that generate.
+    fn gather(&self) -> MutexGuard<'_, State> {
+        let mut state = self.state();
+        let until = Instant::now()
+            + state
+                .pace
+                .step()
+                .map_or(LONGEST_WAIT, |step| step / 2)
+                .min(LONGEST_WAIT);
+        while !state.expected.is_empty() {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            let waited = self.complete.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        let again = state.counts.passes + FORGETS;
+        for late in std::mem::take(&mut state.expected) {
+            if let Some(from) = state.generating.get_mut(&late) {
+                *from = again;
+            }
+        }
+        state
+    }
+
+    /// Notes what a pass has run, and wakes the callers whose requests are over. Returns whether the leader's own is.
+    fn end_pass(
+        &self,
+        state: &mut State,
+        leader: &Arc<Caller>,
+        is_own: bool,
+        taken: &[(Lent, usize)],
+    ) -> bool {
+        let mut is_over = false;
+        let mut expected = Vec::new();
+        let passes = state.counts.passes;
+        let ended = state.posted.extract_if(.., |posted| {
+            if !std::mem::take(&mut posted.taken) {
+                return false;
+            }
+            // SAFETY: the caller waits, and the pass has ended.
+            let request = unsafe { &*posted.request.0 };
+            let count = taken
+                .iter()
+                .find(|(lent, _)| std::ptr::eq(lent.0, posted.request.0));
+            if !is_own {
+                let count = count.map_or(0, |(_, count)| *count as u64);
+                posted.caller.done.fetch_add(count, Ordering::Relaxed);
+            }
+            let ends = request.is_over();
+            if ends {
+                expected.extend(request.sequences());
+            }
+            ends
+        });
+        for posted in ended {
+            match Arc::ptr_eq(&posted.caller, leader) {
+                true => is_over = true,
+                false => posted.caller.wake(),
+            }
+        }
+        let generating = &state.generating;
+        expected.retain(|id| generating.get(id).is_some_and(|from| *from <= passes));
+        state.expected = expected;
+        is_over
+    }
+}

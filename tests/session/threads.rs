@@ -1,0 +1,280 @@
+//! Threads that use one model, each with sessions of its own: their tokens run in the same passes, and each gets what it gets alone.
+
+use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use NVFP4::base::ErrorKind;
+use NVFP4::base::call::{Cancel, Progress, Watch};
+use NVFP4::engine::Served;
+use NVFP4::session::{GenerateOptions, Piece, SamplingOptions, Session};
+
+use super::{drawn, filled, go, session, with};
+use crate::common::{load, options, some_tokens, windows};
+
+/// What a thread does with a session: prefills so many tokens, and generates so many by these options, twice.
+fn work(session: &mut Session, tokens: &[u32], options: &GenerateOptions) -> Vec<u32> {
+    for part in [&tokens[..tokens.len() / 2], &tokens[tokens.len() / 2..]] {
+        session.prefill(part).unwrap();
+        session.generate(options, &mut go).unwrap();
+    }
+    session.tokens().to_vec()
+}
+
+fn options_of(thread: usize) -> GenerateOptions {
+    let mut options = drawn(24 + thread);
+    match thread % 4 {
+        0 => options.sampling = SamplingOptions::default(),
+        1 => options.log_probabilities = true,
+        2 => options.sampling.repetition_penalty = 1.3,
+        _ => {}
+    }
+    options
+}
+
+/// Prompts of several passes beside steps, argmax and draws, all kinds of layers: on the CPU the same tokens.
+#[test]
+fn threads_get_what_each_gets_alone() {
+    for case in [
+        "qwen3_tied",
+        "gemma3_wide",
+        "qwen3moe_saved",
+        "qwen35_tied",
+        "qwen35_drafter",
+        "nemotronh_dense",
+    ] {
+        let dir = windows::lengthened(case);
+        let model = Served::load(&dir.0, &options()).unwrap();
+        let room = 1600;
+        let tokens = some_tokens(&model, room);
+        let part = |thread: usize| &tokens[thread..room * (thread + 3) / 12];
+        let alone: Vec<Vec<u32>> = (0..6)
+            .map(|thread| work(&mut session(&model), part(thread), &options_of(thread)))
+            .collect();
+        let before = model.pass_counts();
+        let barrier = Barrier::new(6);
+        let together: Vec<Vec<u32>> = thread::scope(|scope| {
+            let threads: Vec<_> = (0..6)
+                .map(|thread| {
+                    let (model, barrier, part) = (&model, &barrier, &part);
+                    scope.spawn(move || {
+                        let mut session = session(model);
+                        barrier.wait();
+                        work(&mut session, part(thread), &options_of(thread))
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        assert_eq!(together, alone, "{case}");
+        let after = model.pass_counts();
+        let (passes, requests) = (
+            after.passes - before.passes,
+            after.requests - before.requests,
+        );
+        println!("{case}: {requests} requests in {passes} passes");
+        assert!(requests > passes, "{case}: no pass served two threads");
+        assert_eq!(model.blocks_used(), 0, "{case}");
+    }
+}
+
+/// One that falls asleep between two tokens, as a slow reader does, holds nobody up for long.
+#[test]
+fn a_callback_that_blocks_leaves_the_others_their_tokens() {
+    let model = load("qwen3_tied");
+    let barrier = Barrier::new(4);
+    let (done, others) = mpsc::channel();
+    thread::scope(|scope| {
+        let (blocking, barrier) = (&model, &barrier);
+        scope.spawn(move || {
+            let mut session = filled(blocking, 5);
+            barrier.wait();
+            let mut count = 0;
+            let on_piece = &mut |_: Piece<'_>| {
+                count += 1;
+                if count == 10 {
+                    for _ in 0..3 {
+                        others.recv_timeout(Duration::from_secs(60)).unwrap();
+                    }
+                }
+                ControlFlow::Continue(())
+            };
+            let got = session.generate(&drawn(40), on_piece).unwrap();
+            assert_eq!(got.tokens.len(), 40);
+        });
+        for _ in 0..3 {
+            let (done, model) = (done.clone(), &model);
+            scope.spawn(move || {
+                let mut session = filled(model, 5);
+                barrier.wait();
+                session.generate(&drawn(100), &mut go).unwrap();
+                done.send(()).unwrap();
+            });
+        }
+    });
+}
+
+/// While a long prompt runs, those that generate get tokens, and the prompt is what it is alone.
+#[test]
+fn a_prompt_that_joins_lets_others_generate() {
+    let dir = windows::lengthened("qwen35_tied");
+    let model = Served::load(&dir.0, &options()).unwrap();
+    let room = model.spec().max_positions;
+    let prompt = some_tokens(&model, room);
+    let mut alone = session(&model);
+    alone.prefill(&prompt).unwrap();
+    let tokens = AtomicUsize::new(0);
+    let (begin, begun) = mpsc::channel();
+    let stop = Cancel::new();
+    let during = thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut session = filled(&model, 5);
+            let endless = drawn(room - 10);
+            while !stop.is_set() {
+                session.truncate(5).unwrap();
+                let on_piece = &mut |_: Piece<'_>| {
+                    if tokens.fetch_add(1, Ordering::Relaxed) == 20 {
+                        begin.send(()).unwrap();
+                    }
+                    match stop.is_set() {
+                        true => ControlFlow::Break(()),
+                        false => ControlFlow::Continue(()),
+                    }
+                };
+                session.generate(&endless, on_piece).unwrap();
+            }
+        });
+        begun.recv().unwrap();
+        let before = tokens.load(Ordering::Relaxed);
+        let mut session = session(&model);
+        session.prefill(&prompt).unwrap();
+        let during = tokens.load(Ordering::Relaxed) - before;
+        stop.cancel();
+        assert_eq!(session.logits().unwrap(), alone.logits().unwrap());
+        during
+    });
+    println!("{during} tokens while a prompt of {room} ran");
+    assert!(during >= 3, "{during} tokens while a prompt of {room} ran");
+}
+
+/// A full context and a cancelled call end the requests that they concern.
+#[test]
+fn failures_are_those_of_one_thread() {
+    let model = load("qwen3_tied");
+    let want = filled(&model, 5).generate(&drawn(120), &mut go).unwrap();
+    let barrier = Barrier::new(6);
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let mut session = filled(&model, 5);
+                barrier.wait();
+                let got = session.generate(&drawn(120), &mut go).unwrap();
+                assert_eq!(got.tokens, want.tokens);
+            });
+        }
+        scope.spawn(|| {
+            let mut small = with(&model, |options| options.context = 8);
+            barrier.wait();
+            for _ in 0..40 {
+                small.prefill(&some_tokens(&model, 8)).unwrap();
+                let error = small.decode(3).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::ContextFull);
+                assert_eq!(small.len(), 8);
+                small.reset().unwrap();
+            }
+        });
+        scope.spawn(|| {
+            let mut session = filled(&model, 7);
+            let before = session.logits().unwrap().to_vec();
+            barrier.wait();
+            for i in 0..40 {
+                let looks = AtomicUsize::new(0);
+                let flag = || looks.fetch_add(1, Ordering::Relaxed) >= i % 5;
+                let watch = Watch {
+                    flags: &[&flag],
+                    progress: None,
+                };
+                let tokens = some_tokens(&model, 200);
+                match watch.during(|| session.prefill(&tokens)) {
+                    Ok(()) => session.truncate(7).unwrap(),
+                    Err(e) => assert_eq!(e.kind(), ErrorKind::Cancelled),
+                }
+                assert_eq!(session.len(), 7);
+            }
+            assert_eq!(session.logits().unwrap(), before);
+        });
+    });
+    assert_eq!(model.blocks_used(), 0);
+}
+
+/// Whoever waits is told of the tokens that ran in the passes of others.
+#[test]
+fn progress_is_that_of_the_own_prompt() {
+    let model = load("qwen3_tied");
+    let tokens = some_tokens(&model, model.spec().max_positions);
+    let barrier = Barrier::new(4);
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let last = std::cell::Cell::new(Progress::default());
+                let progress = |at: Progress| {
+                    assert!(at.done >= last.get().done && at.done <= at.total);
+                    last.set(at);
+                    ControlFlow::Continue(())
+                };
+                let watch = Watch {
+                    flags: &[],
+                    progress: Some(&progress),
+                };
+                let mut session = session(&model);
+                barrier.wait();
+                watch.during(|| session.prefill(&tokens)).unwrap();
+                let all = tokens.len() as u64;
+                assert_eq!((last.get().done, last.get().total), (all, all));
+            });
+        }
+    });
+}
+
+/// Random cancels among threads that prefill, generate and fork: no block is lost.
+#[test]
+fn no_block_is_lost_by_cancelled_calls() {
+    let model: Arc<Served> = load("gemma3_wide");
+    thread::scope(|scope| {
+        for thread in 0..4u64 {
+            let model = &model;
+            scope.spawn(move || {
+                let tokens = some_tokens(model, 150);
+                for round in 0..60 {
+                    let drawn_bits = NVFP4::format::random::bits(thread, round);
+                    let cancel = Cancel::new();
+                    let most = drawn_bits % 12;
+                    let mut session = session(model);
+                    let mut count = 0;
+                    let on_piece = &mut |_: Piece<'_>| {
+                        count += 1;
+                        if count >= most {
+                            cancel.cancel();
+                        }
+                        ControlFlow::Continue(())
+                    };
+                    if most == 0 {
+                        cancel.cancel();
+                    }
+                    let prefilled = cancel
+                        .watching(|| session.prefill(&tokens[..50 + drawn_bits as usize % 100]));
+                    if prefilled.is_ok() {
+                        let mut fork = session.fork().unwrap();
+                        cancel
+                            .watching(|| fork.generate(&drawn(30), on_piece))
+                            .unwrap();
+                        session.generate(&drawn(3), &mut go).unwrap();
+                    }
+                }
+            });
+        }
+    });
+    assert_eq!(model.blocks_used(), 0);
+}
