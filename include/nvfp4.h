@@ -88,8 +88,8 @@
  * REPRODUCIBILITY. On the CPU, a token's logits have the same bits whether it is run alone, in a batch with others, or in a prompt
  * divided in any way, on any number of threads and with any instruction set. On a GPU the same calls in the same order on the same
  * kind of GPU give the same bits. A prompt, a decode step, and a step with another number of sessions sum in different orders
- * there, so their logits differ by rounding; where two tokens are nearly equally probable, so may the choice. From the same
- * logits every device chooses the same token.
+ * there, so their logits differ by rounding; where two tokens are nearly equally probable, so may the choice. Calls of several
+ * threads on one model run in the same passes, which are such steps. From the same logits every device chooses the same token.
  */
 
 #ifndef NVFP4_H
@@ -2019,7 +2019,8 @@ NVFP4_Status NVFP4_schema_validate(const NVFP4_NamedTensor *tensors,
 /**
  * @defgroup model Models: weights on disk, and weights, tokenizer and chat template in memory
  *
- * A model is immutable. Any number of sessions, on any threads, may run it at once.
+ * A model is immutable. Any number of sessions, on any threads, may run it at once: their tokens go through the weights together, so that
+ * threads that generate get the speed of NVFP4_session_step_sample().
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_LoadOptions). */

@@ -1,6 +1,6 @@
 /*
- * What threads get that generate on one model, each with a session of its own, beside sessions that are stepped together; and how long
- * they are held up by a prompt that another thread brings.
+ * The rate of threads that generate on one model, each with a session of its own, beside sessions that are stepped together; and the time
+ * for which a prompt of another thread holds them up.
  *
  *     cargo build --release && cc -O2 -pthread -Iinclude benches/c/engine.c -Ltarget/release -lNVFP4 -Wl,-rpath,$PWD/target/release -o target/engine
  *     target/engine MODEL DEVICE PROMPT TOKENS JOINING COUNT...

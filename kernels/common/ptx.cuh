@@ -116,12 +116,6 @@ __device__ __forceinline__ u32 differing_f16(u32 a, u32 b) {
 
 // Prefetches a line of global memory to the L2 cache.
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-// Prefetches memory to the L2 cache: a multiple of 16 bytes at a multiple of 16. Does nothing before Hopper.
-__device__ __forceinline__ void prefetch_bulk(const void* p, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes));
-#endif
-}
 // Keeps the compiler from holding memory contents in registers.
 __device__ __forceinline__ void forget_memory() { asm volatile("" ::: "memory"); }
 

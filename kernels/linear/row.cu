@@ -2,13 +2,11 @@
 // once.
 //
 // Warps take units of one or two neighbouring output features, each as many units further as the grid has warps. A warp streams its weights
-// through registers, 16 bytes a lane, with several pieces of a row in flight across the ends of units. The first are loaded before the kernel
-// waits for its predecessor, because weights depend on no kernel, and those after them are fetched to the L2 cache. The row is in shared memory as f32, [step][quarter][lane], so that the
+// through registers, 16 bytes a lane, with several pieces of a row in flight across the ends of units; the first are loaded before the kernel
+// waits for its predecessor, because weights depend on no kernel. The row is in shared memory as f32, [step][quarter][lane], so that the
 // values that a lane multiplies with a piece are read without bank conflicts.
 #include "common/reduce.cuh"
 #include "linear/dense.cuh"
-
-constexpr int FETCHED = 16 << 10;   // bytes of weights that a warp fetches to the L2 cache
 
 // The weights of an output feature; null if there is none.
 template <int KIND>
@@ -46,14 +44,6 @@ struct Stream {
         find();
     }
 
-    // Fetches the rows of the next units.
-    __device__ __forceinline__ void fetch() const {
-        int later = 1 + lane / ROWS, bytes = a.k * Bits<KIND>::SIZE;
-        if ((later + 1) * ROWS * bytes > FETCHED) return;
-        const void* row = weights_of<KIND>(a, (unit + later * stride) * ROWS + lane % ROWS);
-        if (row) prefetch_bulk(row, bytes);
-    }
-
 private:
     __device__ __forceinline__ void find() {
 #pragma unroll
@@ -61,7 +51,7 @@ private:
     }
 };
 
-// What turns the sum of a feature into its output.
+// The factor and the bias of a feature's output.
 struct Ending {
     float scale, bias;
 
@@ -90,7 +80,6 @@ __device__ __forceinline__ void run(const Arguments& a) {
     for (int i = 0; i < MATRICES; i++) features += a.matrices[i].rows;
     Stream<KIND, ROWS> stream(a, features, first, stride);
     typename Stream<KIND, ROWS>::Piece pieces[AHEAD];
-    stream.fetch();
 #pragma unroll
     for (int u = 0; u < AHEAD; u++) stream.next(pieces[u]);
     wait_for_earlier_kernels();

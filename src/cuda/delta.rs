@@ -313,8 +313,8 @@ fn step_division(shape: &DeltaShape) -> Option<(usize, usize)> {
     (shape.key_dim <= STEP_KEY_DIM && check_shape(shape).is_ok()).then_some(division)
 }
 
-/// Most rows for which one launch is faster: the CTAs of three have more of the states' loads in flight.
-const STEP_ROWS: usize = 8;
+/// Most rows for which one launch is faster: with more, the CTAs of three have more of the states' loads in flight.
+const STEP_ROWS: usize = 1;
 
 /// Whether [`delta_step`] serves `rows` rows of layers of this shape, and is faster than three launches.
 pub fn has_delta_step(hardware: &Hardware, shape: &DeltaShape, rows: usize) -> bool {

@@ -47,7 +47,7 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// What it waits for.
+    /// Its tokens that have not run, as the schedule sees them.
     pub(super) fn waiting(&self) -> Waiting {
         let is_divisible = |item: &Item<'_>| match item.work.wanted {
             Wanted::Nothing | Wanted::Last | Wanted::Token(_) => true,

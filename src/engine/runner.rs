@@ -1,10 +1,10 @@
 //! Runs the requests of all threads that use a model together. One of the threads that wait leads: it takes what the others wait for too, runs
 //! a pass for all of them, and hands the lead on once its own request is over. There is no thread beside those of the callers.
 //!
-//! Sequences that generate come back with their next tokens soon after a pass, so a leader waits for them for a moment: see
+//! Sequences that generate come with their next tokens soon after a pass, so a leader waits for them for a moment: see
 //! [`Served::generates`](super::Served::generates).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -41,7 +41,7 @@ struct State {
     leader: Option<usize>,
     /// Sequences that generate, each with the first pass that waits for it again.
     generating: BTreeMap<u64, u64>,
-    /// Those whose tokens were in the last pass, and that have not come back.
+    /// Generating sequences that the next pass waits for, without those that have arrived.
     expected: Vec<u64>,
     pace: Pace,
     counts: PassCounts,
@@ -79,7 +79,7 @@ unsafe impl Send for Lent {}
 const fn is_send<T: Send>() {}
 const _: () = is_send::<Request<'static>>();
 
-/// What a caller and a leader tell each other.
+/// Signals between a waiting caller and the leader.
 #[derive(Debug, Default)]
 struct Caller {
     woken: Mutex<bool>,
@@ -96,12 +96,14 @@ impl Caller {
         self.wake.notify_one();
     }
 
-    /// Sleeps until it is woken, or for [`PATIENCE`].
+    /// Sleeps until it is woken; for no longer than [`PATIENCE`] if the call is watched.
     fn sleep(&self) {
+        let is_watched = call::with(|call| call.is_watched());
+        let patience = if is_watched { PATIENCE } else { Duration::MAX };
         let woken = self.woken.lock().unwrap_or_else(PoisonError::into_inner);
         let (mut woken, _) = self
             .wake
-            .wait_timeout_while(woken, PATIENCE, |woken| !*woken)
+            .wait_timeout_while(woken, patience, |woken| !*woken)
             .unwrap_or_else(PoisonError::into_inner);
         *woken = false;
     }
@@ -188,6 +190,17 @@ impl State {
         self.posted.iter().any(own)
     }
 
+    /// Expects the sequences that generate, that are not here, and that were not late.
+    fn expect(&mut self) {
+        let passes = self.counts.passes;
+        let is_due = |(id, from): (&u64, &u64)| (*from <= passes).then_some(*id);
+        // SAFETY: no leader uses the requests meanwhile.
+        let posted = self.posted.iter().map(|p| unsafe { &*p.request.0 });
+        let here: BTreeSet<u64> = posted.flat_map(Request::sequences).collect();
+        let expected = self.generating.iter().filter_map(is_due);
+        self.expected = expected.filter(|id| !here.contains(id)).collect();
+    }
+
     /// Notes that a sequence need not be waited for. Returns whether none is left.
     fn comes(&mut self, sequence: u64) -> bool {
         let before = self.expected.len();
@@ -206,8 +219,8 @@ impl State {
         }
     }
 
-    /// The tokens of a pass that each request takes, as far as it is in it.
-    fn plan(&self, most: usize) -> Vec<Option<usize>> {
+    /// The tokens of a pass that each request takes, as far as it is in it, and whether those are of prompts too.
+    fn plan(&self, most: usize) -> (Vec<Option<usize>>, bool) {
         // SAFETY: no leader uses the requests meanwhile.
         let waiting = self
             .posted
@@ -215,6 +228,7 @@ impl State {
             .map(|p| unsafe { &*p.request.0 }.waiting());
         let waiting: Vec<Waiting> = waiting.collect();
         let is_step = |waiting: &Waiting| waiting.from.is_none() || waiting.left <= 1;
+        let has_prompts = !waiting.iter().all(is_step);
         // Sequences that generate and are not here yet wait for the end of the pass too.
         let others = self.generating.len() > self.posted.len();
         let budget = match others || waiting.iter().any(is_step) {
@@ -222,9 +236,9 @@ impl State {
             false => most,
         };
         let counts = plan(&waiting, budget).into_iter().zip(&waiting);
-        counts
-            .map(|(count, waiting)| (count > 0 || waiting.left == 0).then_some(count))
-            .collect()
+        let counts =
+            counts.map(|(count, waiting)| (count > 0 || waiting.left == 0).then_some(count));
+        (counts.collect(), has_prompts)
     }
 }
 
@@ -317,8 +331,7 @@ impl Runner {
             if state.leader.is_none() {
                 state.leader = Some(this_thread());
                 drop(state);
-                let _lead = Lead(self);
-                self.lead(model, caller, scratch);
+                self.lead(Lead(self), model, caller, scratch);
                 return;
             }
             drop(state);
@@ -328,7 +341,7 @@ impl Runner {
     }
 
     /// Runs passes until the caller's own request is over.
-    fn lead(&self, model: &Model, caller: &Arc<Caller>, scratch: &mut Scratch) {
+    fn lead(&self, lead: Lead<'_>, model: &Model, caller: &Arc<Caller>, scratch: &mut Scratch) {
         let vocabulary = model.spec().vocab_size;
         loop {
             caller.look();
@@ -337,15 +350,14 @@ impl Runner {
             if !state.has(caller) {
                 return;
             }
-            let plan = state.plan(model.pass_rows());
+            let (plan, has_prompts) = state.plan(model.pass_rows());
             let mut taken: Vec<(Lent, usize)> = Vec::new();
             let mut is_own = true;
-            let (mut look_ahead, mut steps) = (model.device().is_cuda(), true);
+            let mut look_ahead = model.device().is_cuda();
             for (posted, count) in state.posted.iter_mut().zip(plan) {
                 let Some(count) = count else { continue };
                 posted.taken = true;
                 look_ahead &= posted.look_ahead;
-                steps &= count <= 1;
                 is_own &= Arc::ptr_eq(&posted.caller, caller);
                 taken.push((posted.request, count));
             }
@@ -374,23 +386,27 @@ impl Runner {
                 // The call of one thread does not end those of others.
                 false => call::outside(|| pass(parts, look_ahead, vocabulary, scratch, run)),
             }
-            let mut state = self.state();
-            state.pace.record(rows, steps, start.elapsed());
-            if self.end_pass(&mut state, caller, is_own, &taken) {
-                return;
+            self.state().pace.record(rows, has_prompts, start.elapsed());
+            let ended = self.end_pass(is_own, &taken);
+            let wake = || {
+                let others = ended.iter().filter(|ended| !Arc::ptr_eq(ended, caller));
+                others.for_each(|other| other.wake());
+            };
+            if ended.iter().any(|ended| Arc::ptr_eq(ended, caller)) {
+                // Callers that wake up may lead at once.
+                drop(lead);
+                return wake();
             }
+            wake();
         }
     }
 
     /// Waits for a moment for sequences that generate.
     fn gather(&self) -> MutexGuard<'_, State> {
         let mut state = self.state();
-        let until = Instant::now()
-            + state
-                .pace
-                .step()
-                .map_or(LONGEST_WAIT, |step| step / 2)
-                .min(LONGEST_WAIT);
+        state.expect();
+        let step = state.pace.step().unwrap_or(LONGEST_WAIT);
+        let until = Instant::now() + (step / 2).min(LONGEST_WAIT);
         while !state.expected.is_empty() {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -408,45 +424,25 @@ impl Runner {
         state
     }
 
-    /// Notes what a pass has run, and wakes the callers whose requests are over. Returns whether the leader's own is.
-    fn end_pass(
-        &self,
-        state: &mut State,
-        leader: &Arc<Caller>,
-        is_own: bool,
-        taken: &[(Lent, usize)],
-    ) -> bool {
-        let mut is_over = false;
-        let mut expected = Vec::new();
-        let passes = state.counts.passes;
+    /// Notes what a pass has run. Returns the callers whose requests are over.
+    fn end_pass(&self, is_own: bool, taken: &[(Lent, usize)]) -> Vec<Arc<Caller>> {
+        let mut state = self.state();
         let ended = state.posted.extract_if(.., |posted| {
             if !std::mem::take(&mut posted.taken) {
                 return false;
             }
-            // SAFETY: the caller waits, and the pass has ended.
-            let request = unsafe { &*posted.request.0 };
             let count = taken
                 .iter()
                 .find(|(lent, _)| std::ptr::eq(lent.0, posted.request.0));
-            if !is_own {
-                let count = count.map_or(0, |(_, count)| *count as u64);
-                posted.caller.done.fetch_add(count, Ordering::Relaxed);
+            if let Some((_, count)) = count.filter(|_| !is_own) {
+                posted
+                    .caller
+                    .done
+                    .fetch_add(*count as u64, Ordering::Relaxed);
             }
-            let ends = request.is_over();
-            if ends {
-                expected.extend(request.sequences());
-            }
-            ends
+            // SAFETY: the caller waits, and the pass has ended.
+            unsafe { &*posted.request.0 }.is_over()
         });
-        for posted in ended {
-            match Arc::ptr_eq(&posted.caller, leader) {
-                true => is_over = true,
-                false => posted.caller.wake(),
-            }
-        }
-        let generating = &state.generating;
-        expected.retain(|id| generating.get(id).is_some_and(|from| *from <= passes));
-        state.expected = expected;
-        is_over
+        ended.map(|posted| posted.caller).collect()
     }
 }

@@ -84,12 +84,12 @@ mod tests {
         assert_eq!(plan(&[], 256), [0; 0]);
         assert_eq!(plan(&[STEPS, prompt(1, 77)], 0), [8, 1]);
         assert_eq!(plan(&[prompt(1000, 0), STEPS], 256), [256, 8]);
-        assert_eq!(plan(&[prompt(100, 0), prompt(900, 0)], 256), [100, 128]);
+        assert_eq!(plan(&[prompt(100, 0), prompt(900, 0)], 256), [100, 144]);
     }
 
     #[test]
     fn prompts_are_divided_at_borders() {
-        assert_eq!(plan(&[prompt(1000, 30)], 256), [226]);
+        assert_eq!(plan(&[prompt(1000, 30)], 256), [242]);
         assert_eq!(plan(&[prompt(200, 30)], 256), [200]);
         // Rather than nothing, the tokens up to a border run.
         assert_eq!(plan(&[prompt(1000, 30)], 1), [2]);
@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn short_prompts_overtake_long_ones_but_leave_them_half() {
-        assert_eq!(plan(&[prompt(4096, 0), prompt(20, 0)], 256), [192, 20]);
+        assert_eq!(plan(&[prompt(4096, 0), prompt(20, 0)], 256), [224, 20]);
         let many: Vec<Waiting> = std::iter::once(prompt(4096, 0))
             .chain((0..10).map(|_| prompt(60, 0)))
             .collect();

@@ -86,7 +86,7 @@ pub struct Kept {
 pub(super) struct PartOf {
     /// Tokens of the run.
     pub(super) all: usize,
-    /// Those that ran before.
+    /// Tokens of the run in earlier passes.
     pub(super) done: usize,
 }
 

@@ -162,8 +162,8 @@ impl Served {
     }
 
     /// Says that the tokens of `sequence` come one after the other until the result is dropped. Calls of [`Served::run`] by several threads
-    /// run in the same passes: what arrives during a pass is in the next one, which waits for the sequences of the last that generate, for
-    /// half the time of a step at most. One that comes too late is not waited for during the next passes.
+    /// run in the same passes: what arrives during a pass is in the next one, which waits for all sequences that generate, for half the time
+    /// of a step at most. One that comes too late is not waited for during the next passes.
     ///
     /// On the CPU tokens have the same bits in any pass. On a GPU they may differ by rounding.
     pub fn generates(&self, sequence: &Sequence) -> Generating<'_> {

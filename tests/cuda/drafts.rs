@@ -344,9 +344,9 @@ fn drafts_change_no_token() {
                     match (guess, drafts) {
                         (Guess::Right, Some(_)) => {
                             // A draw may fall between two tokens whose probabilities the drafter rounds otherwise.
-                            let wrong = usize::from(!sampling.is_greedy());
-                            let right = got.drafts.accepted + wrong;
-                            assert!(right >= got.drafts.drafted, "{what}");
+                            let share = if sampling.is_greedy() { 1.0 } else { 0.9 };
+                            let least = share * got.drafts.drafted as f64;
+                            assert!(got.drafts.accepted as f64 >= least, "{what}");
                         }
                         (Guess::Wrong, Some(_)) => assert_eq!(got.drafts.accepted, 0, "{what}"),
                         _ => {}

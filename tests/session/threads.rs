@@ -14,7 +14,7 @@ use NVFP4::session::{GenerateOptions, Piece, SamplingOptions, Session};
 use super::{drawn, filled, go, session, with};
 use crate::common::{load, options, some_tokens, windows};
 
-/// What a thread does with a session: prefills so many tokens, and generates so many by these options, twice.
+/// The tokens of a session that twice prefills half of `tokens` and generates by `options`.
 fn work(session: &mut Session, tokens: &[u32], options: &GenerateOptions) -> Vec<u32> {
     for part in [&tokens[..tokens.len() / 2], &tokens[tokens.len() / 2..]] {
         session.prefill(part).unwrap();
@@ -209,7 +209,7 @@ fn failures_are_those_of_one_thread() {
     assert_eq!(model.blocks_used(), 0);
 }
 
-/// Whoever waits is told of the tokens that ran in the passes of others.
+/// Progress counts the tokens that ran in passes of other callers too.
 #[test]
 fn progress_is_that_of_the_own_prompt() {
     let model = load("qwen3_tied");

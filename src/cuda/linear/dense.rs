@@ -28,8 +28,8 @@ kernels! {
 }
 
 const WARPS: usize = 8;
-/// CTAs of a multiprocessor, for a single row, with output features one by one and in pairs.
-const ROW_CTAS: [usize; 2] = [3, 2];
+/// CTAs of a multiprocessor, for a single row.
+const ROW_CTAS: usize = 2;
 
 /// A matrix of one launch with others.
 #[repr(C)]
@@ -92,9 +92,9 @@ impl DenseKernel {
         matrix: &MatrixShape,
         features: usize,
     ) -> Option<Planned<DenseKernel>> {
+        let most = ROW_CTAS * hardware.multiprocessors;
         // Pairs share what is read of the row. With fewer features they would leave warps without work.
-        let in_pairs = features > ROW_CTAS[0] * hardware.multiprocessors * WARPS;
-        let most = ROW_CTAS[usize::from(in_pairs)] * hardware.multiprocessors;
+        let in_pairs = features > most * WARPS;
         let (kernels, step) = match matrix.storage {
             WeightType::F32 => ([DenseKernel::F32Row, DenseKernel::F32RowPair], 256),
             WeightType::F16 => ([DenseKernel::F16Row, DenseKernel::F16RowPair], 256),

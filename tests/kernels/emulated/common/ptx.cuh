@@ -414,10 +414,6 @@ inline uint4 load_global_16(const void* global) {
     return v;
 }
 inline void prefetch(const void* p) { (void)*(const volatile char*)p; }
-inline void prefetch_bulk(const void* p, u32 bytes) {
-    if ((size_t)p % 16 != 0 || bytes % 16 != 0) printf("a bulk prefetch of %u bytes at %p\n", bytes, p), exit(1);
-    for (u32 i = 0; i < bytes; i++) (void)((const volatile char*)p)[i];
-}
 inline void forget_memory() {}
 inline void wait_for_earlier_kernels() {}
 inline void let_later_kernels_start() {}
