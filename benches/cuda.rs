@@ -14,8 +14,8 @@ use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
     self, Activation, Biased, CachedPages, DeviceBuffer, FusedNorm, GemmPlan, Glu, Gpu, Graph,
     Hardware, Heads, Input, InputForm, KvShape, Layout, LinearScratch, Matrix, MatrixShape,
-    NormScratch, Output, PAGE, Pinned, ScaledTile, SplitKv, SplitKvWorkspace, TileKernel, Unit,
-    Way,
+    NormScratch, Output, PAGE, Pinned, RowHeads, ScaledTile, SplitKv, SplitKvWorkspace, TileKernel,
+    Unit, Way,
 };
 use NVFP4::format::nvfp4::{BLOCK, Levels, NonFinite, QuantizeOptions};
 use NVFP4::format::random;
@@ -700,6 +700,8 @@ fn layer_heads<'a>(norm: &'a DeviceBuffer, frequencies: &'a DeviceBuffer) -> Hea
             window: None,
             score_cap: None,
         },
+        row: RowHeads::QueriesKeysValues,
+        value_norm: false,
         q_norm: Some(norm),
         k_norm: Some(norm),
         sinks: None,

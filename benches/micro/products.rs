@@ -6,6 +6,7 @@ use std::sync::Arc;
 use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
     self, CachedPages, DeviceBuffer, Gpu, Graph, Heads, Input, LinearScratch, Matrix, Output, PAGE,
+    RowHeads,
 };
 use NVFP4::format::random;
 
@@ -169,6 +170,8 @@ pub(super) fn many_rows(gpu: &Arc<Gpu>, figures: &mut Figures) {
             window: None,
             score_cap: None,
         },
+        row: RowHeads::QueriesKeysValues,
+        value_norm: false,
         q_norm: Some(&ones),
         k_norm: Some(&ones),
         sinks: None,

@@ -11,7 +11,8 @@ mod sequence;
 mod served;
 mod snapshots;
 
-pub use run::{NewTokens, NextDrafts};
+pub use pass::NewTokens;
+pub use run::NextDrafts;
 pub use runner::{Generating, PassCounts};
 pub use sequence::{Kept, REWIND, Sequence};
 pub use served::{Served, ServedInfo};

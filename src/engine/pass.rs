@@ -1,11 +1,21 @@
 //! A pass over the weights for the requests of several callers: takes blocks, runs the model, and commits what ran. Nothing of a sequence
 //! changes before its tokens have run, and a request that fails leaves the others as they are.
 
-use super::run::NewTokens;
 use super::schedule::Waiting;
-use super::sequence::PartOf;
+use super::sequence::{PartOf, Sequence};
 use crate::base::{Error, Result};
 use crate::model::{Batch, HiddenBefore, Output, Scratch, Segment, Wanted};
+
+/// Tokens that continue a sequence.
+#[derive(Debug)]
+pub struct NewTokens<'a> {
+    /// The tokens.
+    pub tokens: &'a [u32],
+    /// Holds `tokens` afterwards, if they run without a fault; otherwise it is as it was.
+    pub sequence: &'a mut Sequence,
+    /// The requested output.
+    pub wanted: Wanted<'a>,
+}
 
 /// The tokens of different sequences that a caller waits for.
 pub(super) struct Request<'a> {

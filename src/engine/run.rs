@@ -1,22 +1,11 @@
 //! Runs tokens of sequences, and drafts what may follow them.
 
-use super::pass::{Request, pass};
+use super::pass::{NewTokens, Request, pass};
 use super::sequence::Sequence;
 use super::served::Served;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::{Batch, Choice, DrafterRows, Drafting, Logits, Output, Scratch, Wanted};
-
-/// Tokens that continue a sequence.
-#[derive(Debug)]
-pub struct NewTokens<'a> {
-    /// The tokens.
-    pub tokens: &'a [u32],
-    /// Holds `tokens` afterwards, if they run without a fault; otherwise it is as it was.
-    pub sequence: &'a mut Sequence,
-    /// The requested output.
-    pub wanted: Wanted<'a>,
-}
 
 /// A sequence to draft for.
 #[derive(Debug)]

@@ -10,8 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::pace::Pace;
-use super::pass::{Request, pass};
-use super::run::NewTokens;
+use super::pass::{NewTokens, Request, pass};
 use super::schedule::{Waiting, plan};
 use crate::base::error::{bail, err};
 use crate::base::turns::this_thread;
