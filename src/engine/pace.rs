@@ -1,5 +1,6 @@
 //! How long passes take, and from that how many tokens of prompts run beside steps. Pure: knows times and counts.
 
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 /// Weight of a new time in a running mean.
@@ -39,13 +40,14 @@ impl Pace {
         *mean = Some(mean.map_or(new, |mean| mean + NEW * (new - mean)));
     }
 
-    /// Tokens of prompts that run in a pass beside steps, at most `most`.
-    pub(super) fn budget(&self, most: usize) -> usize {
+    /// Tokens of prompts that run in a pass beside steps, within these limits.
+    pub(super) fn budget(&self, limits: RangeInclusive<usize>) -> usize {
+        let (least, most) = limits.into_inner();
         let Some(token) = self.token else {
-            return MEASURED.min(most);
+            return MEASURED.clamp(least, most);
         };
         let longest = LONGEST.as_secs_f64().max(STEPS * self.step.unwrap_or(0.0));
-        ((longest / token.max(1e-9)) as usize).min(most)
+        ((longest / token.max(1e-9)) as usize).clamp(least, most)
     }
 }
 
@@ -56,20 +58,21 @@ mod tests {
     #[test]
     fn budgets_follow_the_times_of_passes() {
         let mut pace = Pace::default();
-        assert_eq!(pace.budget(4096), MEASURED);
+        assert_eq!(pace.budget(1..=4096), MEASURED);
         let after = |seconds| Duration::from_secs_f64(seconds);
         // A GPU: 20 us a token, of which 20 ms hold 1,000.
         (0..50).for_each(|_| pace.record(2000, true, after(0.04)));
-        let about = |pace: &Pace, count: usize| pace.budget(4096).abs_diff(count) <= 1;
-        assert!(about(&pace, 1000), "{}", pace.budget(4096));
-        assert_eq!(pace.budget(512), 512);
+        let about = |pace: &Pace, count: usize| pace.budget(1..=4096).abs_diff(count) <= 1;
+        assert!(about(&pace, 1000), "{}", pace.budget(1..=4096));
+        assert_eq!(pace.budget(1..=512), 512);
+        assert_eq!(pace.budget(2048..=4096), 2048);
         // Few tokens say nothing of the time of one.
         pace.record(8, true, after(1.0));
-        assert!(about(&pace, 1000), "{}", pace.budget(4096));
+        assert!(about(&pace, 1000), "{}", pace.budget(1..=4096));
         // A processor: steps of 50 ms, three of which hold 75 tokens of 2 ms. A prompt beside steps is what is beyond a step.
         (0..50).for_each(|_| pace.record(4, false, after(0.05)));
         assert_eq!(pace.step(), Some(after(0.05)));
         (0..50).for_each(|_| pace.record(100, true, after(0.25)));
-        assert!(about(&pace, 75), "{}", pace.budget(4096));
+        assert!(about(&pace, 75), "{}", pace.budget(1..=4096));
     }
 }

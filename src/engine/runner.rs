@@ -21,6 +21,8 @@ use crate::model::{Batch, Model, Output, Scratch};
 const LONGEST_WAIT: Duration = Duration::from_millis(5);
 /// Passes for which a leader no longer waits for a sequence that came too late.
 const FORGETS: u64 = 8;
+/// A GPU takes at least this share of its longest pass of a prompt: fewer rows take about as long, because each reads all keys before it.
+const GPU_SHARE: usize = 8;
 /// Interval at which a waiting caller looks whether it is cancelled, and reports its progress.
 const PATIENCE: Duration = Duration::from_millis(10);
 
@@ -219,7 +221,7 @@ impl State {
     }
 
     /// The tokens of a pass that each request takes, as far as it is in it, and whether those are of prompts too.
-    fn plan(&self, most: usize) -> (Vec<Option<usize>>, bool) {
+    fn plan(&self, model: &Model) -> (Vec<Option<usize>>, bool) {
         // SAFETY: no leader uses the requests meanwhile.
         let waiting = self
             .posted
@@ -228,10 +230,15 @@ impl State {
         let waiting: Vec<Waiting> = waiting.collect();
         let is_step = |waiting: &Waiting| waiting.from.is_none() || waiting.left <= 1;
         let has_prompts = !waiting.iter().all(is_step);
+        let most = model.pass_rows();
+        let least = match model.device().is_cuda() {
+            true => most / GPU_SHARE,
+            false => 1,
+        };
         // Sequences that generate and are not here yet wait for the end of the pass too.
         let others = self.generating.len() > self.posted.len();
         let budget = match others || waiting.iter().any(is_step) {
-            true => self.pace.budget(most),
+            true => self.pace.budget(least..=most),
             false => most,
         };
         let counts = plan(&waiting, budget).into_iter().zip(&waiting);
@@ -349,7 +356,7 @@ impl Runner {
             if !state.has(caller) {
                 return;
             }
-            let (plan, has_prompts) = state.plan(model.pass_rows());
+            let (plan, has_prompts) = state.plan(model);
             let mut taken: Vec<(Lent, usize)> = Vec::new();
             let mut is_own = true;
             let mut look_ahead = model.device().is_cuda();
