@@ -70,6 +70,8 @@ enum Arch {
     GptOss120B,
     #[value(name = "gemma-4-e2b")]
     Gemma4E2B,
+    #[value(name = "gemma-4-e4b")]
+    Gemma4E4B,
     #[value(name = "gemma-4-26b-a4b")]
     Gemma4_26BA4B,
     #[value(name = "gemma-4-31b")]
@@ -153,6 +155,14 @@ impl Arch {
                     "intermediate_size": 6144, "num_kv_shared_layers": 20, "use_double_wide_mlp": true,
                     "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144, "sliding_window": 512,
                     "max_position_embeddings": 131_072
+                }),
+            ),
+            Arch::Gemma4E4B => gemma4(
+                6,
+                json!({
+                    "hidden_size": 2560, "num_hidden_layers": 42, "num_attention_heads": 8, "num_key_value_heads": 2,
+                    "intermediate_size": 10_240, "num_kv_shared_layers": 18, "hidden_size_per_layer_input": 256,
+                    "vocab_size_per_layer_input": 262_144, "sliding_window": 512, "max_position_embeddings": 131_072
                 }),
             ),
             Arch::Gemma4_26BA4B => gemma4(

@@ -1,4 +1,5 @@
 /* Models and sessions: sessions MODEL_DIR SCRATCH_DIR, with a small random model, whose texts mean nothing. */
+#define _POSIX_C_SOURCE 200809L
 #include "check.h"
 #include <math.h>
 #include <pthread.h>
@@ -871,6 +872,71 @@ static int32_t stop_loading(void *user, uint64_t done, uint64_t total)
     return ++*(int *)user == 1;
 }
 
+enum { THREADS = 5 };
+
+typedef struct {
+    NVFP4_Session *session;
+    NVFP4_Cancel *cancel;   /* set after a few tokens, or NULL */
+    pthread_barrier_t *start;
+    int tokens;
+    NVFP4_GenerationResult result;
+} Writer;
+
+static int32_t on_written(void *user, const NVFP4_TokenEvent *event)
+{
+    Writer *writer = user;
+    if (event->token >= 0 && ++writer->tokens == 7 && writer->cancel)
+        OK(NVFP4_cancel_trigger(writer->cancel));
+    return 0;
+}
+
+static void *write_on(void *user)
+{
+    Writer *writer = user;
+    NVFP4_GenerateOptions generate = generate_options(NEW);
+    NVFP4_CallOptions call;
+    OK(NVFP4_call_options_init(&call, sizeof call));
+    call.cancel = writer->cancel;
+    generate.call = &call;
+    if (writer->start)
+        pthread_barrier_wait(writer->start);
+    OK(NVFP4_session_generate(writer->session, &generate, on_written, writer, &writer->result));
+    return NULL;
+}
+
+/* Threads that generate on one model get what each gets alone, and a call that is cancelled ends by itself. */
+static void threads(void)
+{
+    static Writer alone[THREADS], together[THREADS];
+    pthread_t running[THREADS];
+    pthread_barrier_t start;
+    pthread_barrier_init(&start, NULL, THREADS);
+    for (int i = 0; i < THREADS; i++) {
+        alone[i] = together[i] = (Writer){.result = {.struct_size = sizeof(NVFP4_GenerationResult)}};
+        alone[i].session = create(NULL), together[i].session = create(NULL);
+        together[i].start = &start;
+        if (i == 2) {
+            OK(NVFP4_cancel_create(&alone[i].cancel));
+            OK(NVFP4_cancel_create(&together[i].cancel));
+        }
+        OK(NVFP4_session_prefill(alone[i].session, prompt, (size_t)(4 + i), NULL));
+        OK(NVFP4_session_prefill(together[i].session, prompt, (size_t)(4 + i), NULL));
+        write_on(&alone[i]);
+    }
+    for (int i = 0; i < THREADS; i++)
+        CHECK(pthread_create(&running[i], NULL, write_on, &together[i]) == 0);
+    for (int i = 0; i < THREADS; i++) {
+        CHECK(pthread_join(running[i], NULL) == 0);
+        CHECK(together[i].result.finish == (i == 2 ? NVFP4_FINISH_CANCELLED : NVFP4_FINISH_LENGTH));
+        CHECK(together[i].tokens == alone[i].tokens && same(together[i].session, alone[i].session));
+        OK(NVFP4_cancel_release(together[i].cancel));
+        OK(NVFP4_cancel_release(alone[i].cancel));
+        OK(NVFP4_session_release(together[i].session));
+        OK(NVFP4_session_release(alone[i].session));
+    }
+    pthread_barrier_destroy(&start);
+}
+
 int main(int argc, char **argv)
 {
     if (argc != 3) {
@@ -891,6 +957,7 @@ int main(int argc, char **argv)
 
     statuses();
     detokenizers();
+    threads();
 
     int calls = 0;
     NVFP4_Model *none = NULL;

@@ -436,4 +436,5 @@ int main() {
         check_dense(1, 37, 4624, dense::INT8, 1, pairs);
         check_dense(1, 1, 2576, dense::F32, 1, pairs);
     }
+    puts("ok");
 }
