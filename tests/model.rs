@@ -145,6 +145,28 @@ fn long_positions_agree_with_transformers() {
     }
 }
 
+/// The states of recurrent layers after 131,072 tokens: in one call, and with the last token alone.
+#[test]
+fn recurrent_layers_agree_with_transformers_at_long_positions() {
+    let case = "long_recurrent";
+    let model = load(case);
+    for last_alone in [false, true] {
+        at_long_positions(
+            case,
+            &model,
+            KvType::F32,
+            last_alone,
+            |position, got, want| {
+                let pairs = got.iter().zip(want);
+                let worst = pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                println!("position {position}, last alone: {last_alone}: {worst:e}");
+                assert_eq!(got.len(), want.len(), "position {position}");
+                assert!(worst <= TOLERANCE, "position {position}: {worst}");
+            },
+        );
+    }
+}
+
 /// Properties of published models that random ones lack: a residual stream of 2e5, 3e6 between gate and down, keys of 500 and scores of a
 /// thousand. Reference logits are computed in f64. An f16 cache stores keys of 500 to a quarter, which is half a unit of such scores: its
 /// logits, most of which lie within 5, are off by some tenths.

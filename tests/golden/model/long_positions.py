@@ -6,9 +6,11 @@ tokenizers and safetensors installed:
 
 Each case is a directory with config.json, model.safetensors and expected.safetensors, which has `logits_P` for each position P.
 
-Every layer has a window, so the logits of a position depend on the tokens of a few windows before it alone. Only those are run, at
+Every layer but those of long_recurrent has a window, so the logits of a position depend on the tokens of a few windows before it alone. Only those are run, at
 their true positions, which gives what one pass over the whole sequence does: what depends on its length (longrope, dynamic)
 transformers takes from the last position.
+
+long_recurrent runs all tokens: gated delta nets, whose states come from all of them. Their rule is in f32, as transformers has it.
 
 transformers computes an angle as the f32 product of an f32 frequency and the position. At position 131,072 that is off by up to 0.004
 radians, by other amounts for each position, and attention sees the difference. A model is trained and served with these angles, so
@@ -24,7 +26,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from make import CONFIGS, TYPES, quantize, rope
+from make import CONFIGS, MEDIUM, RECURRENT, TYPES, quantize, recurrent, rope, sections
 
 HERE = pathlib.Path(__file__).parent
 POSITIONS = [4096, 32768, 131072]
@@ -69,6 +71,9 @@ CASES = {
         })),
     # The first 8 of the 32 pairs of a head turn.
     "long_proportional": ("Mistral", dict(BASE, **rope(rope_theta=1e4, rope_type="proportional", partial_rotary_factor=0.25))),
+    "long_recurrent": ("Qwen3_5", {
+        **MEDIUM, **RECURRENT, "num_hidden_layers": 2, "layer_types": ["linear_attention", "linear_attention"], "vocab_size": 97,
+        "max_position_embeddings": 262144, "tie_word_embeddings": True, **sections(2, 1, 1)}),
 }
 
 
@@ -77,10 +82,15 @@ def token(position):
     return (position * 2654435761 % 2**32 >> 16) % BASE["vocab_size"]
 
 
+transformers.AttentionInterface.register("no_attention", None)
+
+
 def make(name, family, settings, seed):
     settings = {k: v for k, v in settings.items() if v is not None}
+    is_recurrent = "linear_attention" in settings.get("layer_types", [])
     config = getattr(transformers, CONFIGS.get(family, family + "Config"))(**settings)
-    config._attn_implementation = "eager"
+    # Without attention there is no mask to make, which would have an element for each pair of positions.
+    config._attn_implementation = "no_attention" if is_recurrent else "eager"
     generator = torch.Generator().manual_seed(seed)
     model = getattr(transformers, family + "ForCausalLM")(config).eval().double()
     stored = {}
@@ -88,9 +98,14 @@ def make(name, family, settings, seed):
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
         w = torch.randn(value.shape, generator=generator)
+        random = lambda shape: torch.randn(shape, generator=generator)
+        uniform = lambda shape: torch.rand(shape, generator=generator)
         if key.endswith("norm.weight"):
-            w = (0 if family == "Gemma3" else 1) + 0.2 * w
+            is_offset = family == "Gemma3" or (is_recurrent and not key.endswith("linear_attn.norm.weight"))
+            w = (0 if is_offset else 1) + 0.2 * w
             stored[key] = w
+        elif found := recurrent(key, value.shape, random, uniform):
+            w, stored[key] = found
         elif key == "model.embed_tokens.weight":
             stored[key] = (0.3 * w).bfloat16()
             w = stored[key].float()
@@ -102,10 +117,10 @@ def make(name, family, settings, seed):
         value.copy_(w)
     expected = {}
     for position in POSITIONS:
-        run = torch.arange(position + 1 - RUN, position + 1)
+        run = torch.arange(0 if is_recurrent else position + 1 - RUN, position + 1)
         tokens = torch.tensor([token(p) for p in run.tolist()])
         with torch.no_grad():
-            logits = model(tokens[None], position_ids=run[None], use_cache=False).logits[0, -1]
+            logits = model(tokens[None], position_ids=run[None], use_cache=False, logits_to_keep=1).logits[0, -1]
         expected[f"logits_{position}"] = logits.float().contiguous()
 
     out = HERE / name
