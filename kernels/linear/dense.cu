@@ -11,7 +11,7 @@ constexpr int UNROLL = 2;
 template <int KIND>
 __device__ __forceinline__ void run(const Arguments& a) {
     int feature = blockIdx.x * WARPS + threadIdx.x / WARP, first = blockIdx.y * TOKENS, lane = lane_id();
-    // The bias is looked up after the product: sm_80 has no registers to hold it meanwhile.
+    // The bias is loaded last: sm_80 has too few registers to keep it during the product.
     const void* weight = a.matrices[0].weight;
     int row = feature, rows = a.matrices[0].rows, which = 0;
 #pragma unroll
