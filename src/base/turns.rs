@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::error::{Result, bail};
+use super::error::{Error, Result, bail, err};
 use super::fork;
 
 /// Time that a thread may keep coming back before it queues behind waiting ones. Changing threads costs more than continuing.
@@ -26,21 +26,30 @@ pub fn this_thread() -> usize {
     HERE.with(|here| (&raw const *here).addr())
 }
 
+/// The error of a callback that uses the model of the call that called back.
+pub fn reentered() -> Error {
+    err!(
+        Busy,
+        "the model is in use further up this thread's stack, by the call that called back; use it when that call has returned"
+    )
+}
+
 /// A waiting caller, which sleeps until it is woken.
 #[derive(Debug, Default)]
-struct Waiter {
+pub struct Waiter {
     woken: Mutex<bool>,
     wake: Condvar,
 }
 
 impl Waiter {
-    fn wake(&self) {
+    /// Ends the current or the next sleep.
+    pub fn wake(&self) {
         *self.woken.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.wake.notify_one();
     }
 
     /// Sleeps for at most `time`.
-    fn sleep(&self, time: Duration) {
+    pub fn sleep(&self, time: Duration) {
         let woken = self.woken.lock().unwrap_or_else(PoisonError::into_inner);
         let (mut woken, _) = self
             .wake
@@ -108,10 +117,7 @@ impl Turns {
             let kept = queue.kept_until.is_some_and(|until| now < until);
             match queue.slice {
                 Some((thread, _)) if queue.taken && thread == me => {
-                    bail!(
-                        Busy,
-                        "the model is in use further up this thread's stack, by the call that called back; use it when that call has returned"
-                    );
+                    return Err(reentered());
                 }
                 Some(slice) if kept && slice.0 == me => {
                     queue.take(slice);

@@ -1,7 +1,6 @@
 //! Floor 6: what is served, its sequences, and the runner that takes the tokens of many of them through the weights together. Sessions and
 //! training both stand on it.
 
-mod pace;
 mod pass;
 mod pool;
 mod run;
@@ -10,6 +9,7 @@ mod schedule;
 mod sequence;
 mod served;
 mod snapshots;
+mod times;
 
 pub use pass::NewTokens;
 pub use run::NextDrafts;

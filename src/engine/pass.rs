@@ -118,19 +118,6 @@ impl<'a> Request<'a> {
         });
         Ok(outputs.collect())
     }
-
-    /// Takes blocks for the next tokens of all sequences.
-    fn reserve(&mut self, count: usize) -> Result<()> {
-        let alone = self.items.len() == 1;
-        for (i, item) in self.items.iter_mut().enumerate() {
-            let reserved = item.reserve(if alone { count } else { item.left() });
-            reserved.map_err(|e| match alone {
-                true => e,
-                false => e.within(format_args!("sequence {i}")),
-            })?;
-        }
-        Ok(())
-    }
 }
 
 impl<'a> Item<'a> {
@@ -189,12 +176,32 @@ impl<'a> Item<'a> {
 }
 
 impl<'a> Part<'_, 'a> {
+    /// The number of tokens of each item that run.
+    fn counts(&self) -> Vec<usize> {
+        let items = self.request.items.iter();
+        items.map(|item| self.count(item)).collect()
+    }
+
     /// The number of tokens of an item that run.
     fn count(&self, item: &Item<'a>) -> usize {
         match self.request.items.len() {
             1 => self.count,
             _ => item.left(),
         }
+    }
+
+    /// Takes blocks for its tokens.
+    fn reserve(&mut self) -> Result<()> {
+        let counts = self.counts();
+        let alone = counts.len() == 1;
+        let items = self.request.items.iter_mut().zip(counts);
+        for (i, (item, count)) in items.enumerate() {
+            item.reserve(count).map_err(|e| match alone {
+                true => e,
+                false => e.within(format_args!("sequence {i}")),
+            })?;
+        }
+        Ok(())
     }
 
     fn segments(&self) -> impl Iterator<Item = Segment<'_>> {
@@ -210,7 +217,7 @@ impl<'a> Part<'_, 'a> {
         scratch: &mut Scratch,
         logits: Option<(&[f32], usize)>,
     ) {
-        let counts: Vec<usize> = self.request.items.iter().map(|i| self.count(i)).collect();
+        let counts = self.counts();
         let request = &mut *self.request;
         let faulty = request.items.iter_mut().zip(&outputs);
         let faulty = faulty.filter(|(_, output)| output.is_err());
@@ -246,7 +253,7 @@ pub(super) fn pass(
     run: impl FnOnce(Batch<'_>, &mut Scratch, &mut Vec<f32>) -> Result<Vec<Result<Output>>>,
 ) {
     for part in &mut parts {
-        if let Err(e) = part.request.reserve(part.count) {
+        if let Err(e) = part.reserve() {
             part.request.fail(e);
         }
     }

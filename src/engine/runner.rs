@@ -9,11 +9,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::pace::Pace;
 use super::pass::{NewTokens, Request, pass};
 use super::schedule::{Waiting, plan};
-use crate::base::error::{bail, err};
-use crate::base::turns::this_thread;
+use super::times::PassTimes;
+use crate::base::error::err;
+use crate::base::turns::{Waiter, reentered, this_thread};
 use crate::base::{Result, call, fork};
 use crate::model::{Batch, Model, Output, Scratch};
 
@@ -44,7 +44,7 @@ struct State {
     generating: BTreeMap<u64, u64>,
     /// Generating sequences that the next pass waits for, without those that have arrived.
     expected: Vec<u64>,
-    pace: Pace,
+    times: PassTimes,
     counts: PassCounts,
     /// The fork generation of these threads; the child of a fork has others.
     generation: u32,
@@ -65,8 +65,8 @@ struct Posted {
     request: Lent,
     caller: Arc<Caller>,
     look_ahead: bool,
-    /// Whether a pass runs with it.
-    taken: bool,
+    /// The number of its tokens in the pass that runs.
+    taken: Option<usize>,
 }
 
 /// The address of a request, whose caller does not return before the request has left the list.
@@ -83,8 +83,7 @@ const _: () = is_send::<Request<'static>>();
 /// Signals between a waiting caller and the leader.
 #[derive(Debug, Default)]
 struct Caller {
-    woken: Mutex<bool>,
-    wake: Condvar,
+    waiter: Waiter,
     /// Whether its call was cancelled.
     is_cancelled: AtomicBool,
     /// Tokens that ran in passes of other callers.
@@ -93,20 +92,14 @@ struct Caller {
 
 impl Caller {
     fn wake(&self) {
-        *self.woken.lock().unwrap_or_else(PoisonError::into_inner) = true;
-        self.wake.notify_one();
+        self.waiter.wake();
     }
 
     /// Sleeps until it is woken; for no longer than [`PATIENCE`] if the call is watched.
     fn sleep(&self) {
         let is_watched = call::with(|call| call.is_watched());
         let patience = if is_watched { PATIENCE } else { Duration::MAX };
-        let woken = self.woken.lock().unwrap_or_else(PoisonError::into_inner);
-        let (mut woken, _) = self
-            .wake
-            .wait_timeout_while(woken, patience, |woken| !*woken)
-            .unwrap_or_else(PoisonError::into_inner);
-        *woken = false;
+        self.waiter.sleep(patience);
     }
 
     /// Reports progress in passes of other callers, and notes whether the call is cancelled. On the caller's thread.
@@ -134,7 +127,7 @@ impl Drop for Lending<'_> {
             let own = |posted: &Posted| Arc::ptr_eq(&posted.caller, self.caller);
             match state.posted.iter().position(own) {
                 None => return,
-                Some(index) if !state.posted[index].taken => {
+                Some(index) if state.posted[index].taken.is_none() => {
                     state.posted.remove(index);
                     return;
                 }
@@ -154,7 +147,7 @@ impl Drop for Lead<'_> {
         let mut state = self.0.state();
         state.leader = None;
         // Only a pass that unwound leaves requests taken.
-        for posted in state.posted.extract_if(.., |posted| posted.taken) {
+        for posted in state.posted.extract_if(.., |posted| posted.taken.is_some()) {
             // SAFETY: the caller waits.
             unsafe { &mut *posted.request.0 }
                 .fail(err!(Internal, "the pass of this request failed"));
@@ -220,6 +213,24 @@ impl State {
         }
     }
 
+    /// Notes what a pass has run. Returns the callers whose requests are over.
+    fn end_pass(&mut self, is_own: bool) -> Vec<Arc<Caller>> {
+        let ended = self.posted.extract_if(.., |posted| {
+            let Some(count) = posted.taken.take() else {
+                return false;
+            };
+            if !is_own {
+                posted
+                    .caller
+                    .done
+                    .fetch_add(count as u64, Ordering::Relaxed);
+            }
+            // SAFETY: the caller waits, and the pass has ended.
+            unsafe { &*posted.request.0 }.is_over()
+        });
+        ended.map(|posted| posted.caller).collect()
+    }
+
     /// The tokens of a pass that each request takes, as far as it is in it, and whether those are of prompts too.
     fn plan(&self, model: &Model) -> (Vec<Option<usize>>, bool) {
         // SAFETY: no leader uses the requests meanwhile.
@@ -238,7 +249,7 @@ impl State {
         // Sequences that generate and are not here yet wait for the end of the pass too.
         let others = self.generating.len() > self.posted.len();
         let budget = match others || waiting.iter().any(is_step) {
-            true => self.pace.budget(least..=most),
+            true => self.times.budget(least..=most),
             false => most,
         };
         let counts = plan(&waiting, budget).into_iter().zip(&waiting);
@@ -309,10 +320,7 @@ impl Runner {
     ) -> Result<()> {
         let mut state = self.state();
         if state.leader == Some(this_thread()) {
-            bail!(
-                Busy,
-                "the model is in use further up this thread's stack, by the call that called back; use it when that call has returned"
-            );
+            return Err(reentered());
         }
         let come: Vec<bool> = request.sequences().map(|id| state.comes(id)).collect();
         if come.contains(&true) {
@@ -322,7 +330,7 @@ impl Runner {
             request: Lent((&raw mut *request).cast()),
             caller: caller.clone(),
             look_ahead,
-            taken: false,
+            taken: None,
         });
         Ok(())
     }
@@ -361,8 +369,8 @@ impl Runner {
             let mut is_own = true;
             let mut look_ahead = model.device().is_cuda();
             for (posted, count) in state.posted.iter_mut().zip(plan) {
+                posted.taken = count;
                 let Some(count) = count else { continue };
-                posted.taken = true;
                 look_ahead &= posted.look_ahead;
                 is_own &= Arc::ptr_eq(&posted.caller, caller);
                 taken.push((posted.request, count));
@@ -392,8 +400,10 @@ impl Runner {
                 // The call of one thread does not end those of others.
                 false => call::outside(|| pass(parts, look_ahead, vocabulary, scratch, run)),
             }
-            self.state().pace.record(rows, has_prompts, start.elapsed());
-            let ended = self.end_pass(is_own, &taken);
+            let mut state = self.state();
+            state.times.record(rows, has_prompts, start.elapsed());
+            let ended = state.end_pass(is_own);
+            drop(state);
             let wake = || {
                 let others = ended.iter().filter(|ended| !Arc::ptr_eq(ended, caller));
                 others.for_each(|other| other.wake());
@@ -411,7 +421,7 @@ impl Runner {
     fn gather(&self) -> MutexGuard<'_, State> {
         let mut state = self.state();
         state.expect();
-        let step = state.pace.step().unwrap_or(LONGEST_WAIT);
+        let step = state.times.step().unwrap_or(LONGEST_WAIT);
         let until = Instant::now() + (step / 2).min(LONGEST_WAIT);
         while !state.expected.is_empty() {
             let left = until.saturating_duration_since(Instant::now());
@@ -428,27 +438,5 @@ impl Runner {
             }
         }
         state
-    }
-
-    /// Notes what a pass has run. Returns the callers whose requests are over.
-    fn end_pass(&self, is_own: bool, taken: &[(Lent, usize)]) -> Vec<Arc<Caller>> {
-        let mut state = self.state();
-        let ended = state.posted.extract_if(.., |posted| {
-            if !std::mem::take(&mut posted.taken) {
-                return false;
-            }
-            let count = taken
-                .iter()
-                .find(|(lent, _)| std::ptr::eq(lent.0, posted.request.0));
-            if let Some((_, count)) = count.filter(|_| !is_own) {
-                posted
-                    .caller
-                    .done
-                    .fetch_add(*count as u64, Ordering::Relaxed);
-            }
-            // SAFETY: the caller waits, and the pass has ended.
-            unsafe { &*posted.request.0 }.is_over()
-        });
-        ended.map(|posted| posted.caller).collect()
     }
 }

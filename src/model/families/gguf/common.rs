@@ -38,6 +38,14 @@ pub(super) const MLP: Names = &[
     ("ffn_down", "mlp.down_proj"),
 ];
 
+/// Norms before and after each half of a block.
+pub(super) const NORMS_AROUND_HALVES: Names = &[
+    ("attn_norm", "input_layernorm"),
+    ("post_attention_norm", "post_attention_layernorm"),
+    ("ffn_norm", "pre_feedforward_layernorm"),
+    ("post_ffw_norm", "post_feedforward_layernorm"),
+];
+
 pub(super) const EXPERTS: Names = &[
     ("ffn_gate_inp", "mlp.gate"),
     ("ffn_gate_exps", "mlp.experts.gate_proj"),

@@ -3,8 +3,8 @@
 use serde_json::{Map, Value, json};
 
 use super::common::{
-    ATTENTION, LOGIT_CAP, MLP, PLAIN, blocks, by_block, layer_types, remove_zero_cap, required,
-    window,
+    ATTENTION, LOGIT_CAP, MLP, NORMS_AROUND_HALVES, PLAIN, blocks, by_block, layer_types,
+    remove_zero_cap, required, window,
 };
 use crate::base::Result;
 use crate::checkpoint::{GgufFamily, GgufForm, GgufMetadata};
@@ -14,16 +14,7 @@ pub(super) const GEMMA3: GgufFamily = GgufFamily {
     model_type: "gemma3_text",
     class: "Gemma3ForCausalLM",
     activation: ("hidden_activation", "gelu_pytorch_tanh"),
-    per_layer: &[
-        ATTENTION,
-        MLP,
-        &[
-            ("attn_norm", "input_layernorm"),
-            ("post_attention_norm", "post_attention_layernorm"),
-            ("ffn_norm", "pre_feedforward_layernorm"),
-            ("post_ffw_norm", "post_feedforward_layernorm"),
-        ],
-    ],
+    per_layer: &[ATTENTION, MLP, NORMS_AROUND_HALVES],
     forms: &[
         ("output_norm", GgufForm::OnePlus),
         ("attn_norm", GgufForm::OnePlus),

@@ -3,8 +3,8 @@
 use serde_json::{Map, Value, json};
 
 use super::common::{
-    ATTENTION, LOGIT_CAP, MLP, PLAIN, by_block, layer_types, remove_zero_cap, required, same_in,
-    window,
+    ATTENTION, LOGIT_CAP, MLP, NORMS_AROUND_HALVES, PLAIN, by_block, layer_types, remove_zero_cap,
+    required, same_in, window,
 };
 use crate::base::Result;
 use crate::base::error::{bail, err};
@@ -35,11 +35,8 @@ pub(super) const GEMMA4: GgufFamily = GgufFamily {
     per_layer: &[
         ATTENTION,
         MLP,
+        NORMS_AROUND_HALVES,
         &[
-            ("attn_norm", "input_layernorm"),
-            ("post_attention_norm", "post_attention_layernorm"),
-            ("ffn_norm", "pre_feedforward_layernorm"),
-            ("post_ffw_norm", "post_feedforward_layernorm"),
             ("layer_output_scale.weight", "layer_scalar"),
             ("inp_gate", "per_layer_input_gate"),
             ("proj", "per_layer_projection"),

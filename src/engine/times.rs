@@ -13,14 +13,14 @@ const MEASURED: usize = 32;
 
 /// Running means of the times of passes.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Pace {
+pub(super) struct PassTimes {
     /// Seconds of a pass of steps alone.
     step: Option<f64>,
     /// Seconds of a token of a prompt.
     token: Option<f64>,
 }
 
-impl Pace {
+impl PassTimes {
     /// The time of a pass of steps alone, once there was one.
     pub(super) fn step(&self) -> Option<Duration> {
         self.step.map(Duration::from_secs_f64)
@@ -57,22 +57,22 @@ mod tests {
 
     #[test]
     fn budgets_follow_the_times_of_passes() {
-        let mut pace = Pace::default();
-        assert_eq!(pace.budget(1..=4096), MEASURED);
+        let mut times = PassTimes::default();
+        assert_eq!(times.budget(1..=4096), MEASURED);
         let after = |seconds| Duration::from_secs_f64(seconds);
         // A GPU: 20 us a token, of which 20 ms hold 1,000.
-        (0..50).for_each(|_| pace.record(2000, true, after(0.04)));
-        let about = |pace: &Pace, count: usize| pace.budget(1..=4096).abs_diff(count) <= 1;
-        assert!(about(&pace, 1000), "{}", pace.budget(1..=4096));
-        assert_eq!(pace.budget(1..=512), 512);
-        assert_eq!(pace.budget(2048..=4096), 2048);
+        (0..50).for_each(|_| times.record(2000, true, after(0.04)));
+        let about = |times: &PassTimes, count: usize| times.budget(1..=4096).abs_diff(count) <= 1;
+        assert!(about(&times, 1000), "{}", times.budget(1..=4096));
+        assert_eq!(times.budget(1..=512), 512);
+        assert_eq!(times.budget(2048..=4096), 2048);
         // Few tokens say nothing of the time of one.
-        pace.record(8, true, after(1.0));
-        assert!(about(&pace, 1000), "{}", pace.budget(1..=4096));
+        times.record(8, true, after(1.0));
+        assert!(about(&times, 1000), "{}", times.budget(1..=4096));
         // A processor: steps of 50 ms, three of which hold 75 tokens of 2 ms. A prompt beside steps is what is beyond a step.
-        (0..50).for_each(|_| pace.record(4, false, after(0.05)));
-        assert_eq!(pace.step(), Some(after(0.05)));
-        (0..50).for_each(|_| pace.record(100, true, after(0.25)));
-        assert!(about(&pace, 75), "{}", pace.budget(1..=4096));
+        (0..50).for_each(|_| times.record(4, false, after(0.05)));
+        assert_eq!(times.step(), Some(after(0.05)));
+        (0..50).for_each(|_| times.record(100, true, after(0.25)));
+        assert!(about(&times, 75), "{}", times.budget(1..=4096));
     }
 }
