@@ -1686,6 +1686,17 @@ public:
             return NVFP4_session_messages(get(), buffer, capacity, length);
         });
     }
+    /** The result of the last generation. */
+    Result<Generation> last() const
+    {
+        Generation out;
+        NVFP4_Status status = NVFP4_session_result(get(), &out);
+        if (status == NVFP4_OK)
+            status = detail::copy(out.text, [&](char *buffer, std::size_t capacity, std::size_t *length) {
+                return NVFP4_session_text(get(), buffer, capacity, length);
+            });
+        return detail::result(status, std::move(out));
+    }
     /** Number of tokens in the session. */
     Result<std::size_t> length() const
     {
@@ -1756,6 +1767,124 @@ private:
             return piece.part == NVFP4_PART_CONTENT ? carried.call(piece.text) : 0;
     }
 };
+
+/** Limits of a queue. */
+struct QueueOptions : NVFP4_QueueOptions {
+    QueueOptions() : NVFP4_QueueOptions()
+    {
+        detail::filled(NVFP4_queue_options_init(this, sizeof(NVFP4_QueueOptions)));
+    }
+};
+
+/** How to run a generation in a queue. */
+struct SubmitOptions : NVFP4_SubmitOptions {
+    SubmitOptions() : NVFP4_SubmitOptions()
+    {
+        detail::filled(NVFP4_submit_options_init(this, sizeof(NVFP4_SubmitOptions)));
+    }
+};
+
+/** An event of a generation in a queue; see NVFP4_QueueEvent. */
+struct QueueEvent : NVFP4_QueueEvent {
+    /** The text, or the message of a generation that failed. Valid until the next wait. */
+    std::string_view words() const { return {text, text_length}; }
+    /** Whether it is the last event of its generation. */
+    bool is_end() const { return kind == NVFP4_EVENT_END; }
+};
+
+/** Runs many generations for a program that has no thread for each. See the chapter on queues in nvfp4.h. */
+class Queue : public detail::Handle<NVFP4_Queue, NVFP4_queue_retain, NVFP4_queue_release> {
+public:
+    using Handle::Handle;
+
+    /** Numbers of submissions and events. */
+    struct Counts {
+        std::size_t waiting, running, events;
+    };
+
+    static Result<Queue> create(const Model &model, const NVFP4_QueueOptions &options = QueueOptions())
+    {
+        Queue out;
+        return detail::result(NVFP4_queue_create(model.get(), &options, out.put()), std::move(out));
+    }
+#ifndef NVFP4_NO_EXCEPTIONS
+    explicit Queue(const Model &model, const NVFP4_QueueOptions &options = QueueOptions()) : Queue(create(model, options)) {}
+#endif
+
+    /** A second owner of the same queue. */
+    Result<Queue> clone() const { return again<Queue>(); }
+
+    /** Submits a generation after `tokens`; returns its number. */
+    Result<std::uint64_t> generate(const Session &session, Span<std::int32_t> tokens, const GenerateOptions &options = {},
+                                   const NVFP4_SubmitOptions &submit = SubmitOptions()) const
+    {
+        const detail::PlainOptions given(options);
+        return detail::value<std::uint64_t>([&](std::uint64_t *out) {
+            return NVFP4_queue_generate(get(), session.get(), tokens.data(), tokens.size(), &given.plain, &submit, out);
+        });
+    }
+    /** Submits a chat turn, with the chat options of the previous one. */
+    Result<std::uint64_t> chat(const Session &session, std::string_view text, const GenerateOptions &options = {},
+                               const NVFP4_SubmitOptions &submit = SubmitOptions()) const
+    {
+        return turn(NVFP4_queue_chat, session, text, nullptr, options, submit);
+    }
+    Result<std::uint64_t> chat(const Session &session, std::string_view text, const ChatOptions &chat,
+                               const GenerateOptions &options = {}, const NVFP4_SubmitOptions &submit = SubmitOptions()) const
+    {
+        return turn(NVFP4_queue_chat, session, text, &chat, options, submit);
+    }
+    /** Submits the turn of a whole conversation, as JSON. */
+    Result<std::uint64_t> chat_messages(const Session &session, std::string_view messages, const GenerateOptions &options = {},
+                                        const NVFP4_SubmitOptions &submit = SubmitOptions()) const
+    {
+        return turn(NVFP4_queue_chat_messages, session, messages, nullptr, options, submit);
+    }
+    Result<std::uint64_t> chat_messages(const Session &session, std::string_view messages, const ChatOptions &chat,
+                                        const GenerateOptions &options = {},
+                                        const NVFP4_SubmitOptions &submit = SubmitOptions()) const
+    {
+        return turn(NVFP4_queue_chat_messages, session, messages, &chat, options, submit);
+    }
+
+    /** Takes up to `most` events; without any, waits up to `timeout_ms` milliseconds for one, or for ever if that is -1. */
+    Result<std::vector<QueueEvent>> wait(std::size_t most = 64, std::int64_t timeout_ms = -1)
+    {
+        std::vector<QueueEvent> out(most);
+        std::size_t count = 0;
+        const NVFP4_Status status = NVFP4_queue_wait(get(), out.data(), sizeof(QueueEvent), most, timeout_ms, &count);
+        out.resize(status == NVFP4_OK ? count : 0);
+        return detail::result(status, std::move(out));
+    }
+    /** Lets a wait() return without events. */
+    Result<void> wake() const { return check(NVFP4_queue_wake(get())); }
+    /** Ends a generation, which keeps its tokens. */
+    Result<void> cancel(std::uint64_t generation) const { return check(NVFP4_queue_cancel(get(), generation)); }
+    /** A file descriptor to poll, which is readable while there are events. */
+    Result<int> fd() const
+    {
+        return detail::value<int>([&](std::int32_t *out) { return NVFP4_queue_fd(get(), out); });
+    }
+    Result<Counts> counts() const
+    {
+        return detail::value<Counts>(
+            [&](Counts *out) { return NVFP4_queue_counts(get(), &out->waiting, &out->running, &out->events); });
+    }
+
+private:
+    template <class Function>
+    Result<std::uint64_t> turn(Function function, const Session &session, std::string_view words, const ChatOptions *chat,
+                               const GenerateOptions &options, const NVFP4_SubmitOptions &submit) const
+    {
+        const detail::PlainOptions given(options);
+        const NVFP4_ChatOptions how = chat != nullptr ? detail::plain(*chat) : NVFP4_ChatOptions();
+        return detail::value<std::uint64_t>([&](std::uint64_t *out) {
+            return function(get(), session.get(), words.data(), words.size(), chat != nullptr ? &how : nullptr, &given.plain,
+                            &submit, out);
+        });
+    }
+};
+static_assert(sizeof(QueueEvent) == sizeof(NVFP4_QueueEvent), "events are an array of the C interface");
 
 /**
  * The pieces of a generation while it runs: a single-pass range. Its thread waits while a piece is used, so no token is

@@ -1,12 +1,13 @@
 /*
- * The rate of threads that generate on one model, each with a session of its own, beside sessions that are stepped together; and the time
- * for which a prompt of another thread holds them up.
+ * The rate of threads that generate on one model, each with a session of its own, and of a queue that one thread waits on, beside sessions
+ * that are stepped together; and the time for which a prompt of another thread holds them up.
  *
  *     cargo build --release && cc -O2 -pthread -Iinclude benches/c/engine.c -Ltarget/release -lNVFP4 -Wl,-rpath,$PWD/target/release -o target/engine
  *     target/engine MODEL DEVICE PROMPT TOKENS JOINING COUNT...
  *
  * DEVICE is cpu or cuda:N. For each COUNT, as many sessions have PROMPT tokens and get TOKENS more by their argmax, once by
- * NVFP4_session_step_sample() and once by NVFP4_session_generate() in a thread each; the prompts are not measured. If JOINING is not 0, the
+ * NVFP4_session_step_sample(), once by NVFP4_session_generate() in a thread each, and once by NVFP4_queue_generate(); the prompts are not
+ * measured. If JOINING is not 0, the
  * threads then generate again while another session prefills so many tokens: printed are the time of that prompt, beside alone, and the
  * longest time between two tokens of a thread in steps, which are the median before the prompt came.
  */
@@ -108,6 +109,38 @@ static double stepped(size_t count, size_t tokens)
     return ended - begun;
 }
 
+static double queued(size_t count, size_t tokens)
+{
+    NVFP4_Session *sessions[MOST_SESSIONS];
+    NVFP4_Queue *queue;
+    NVFP4_QueueOptions limits;
+    NVFP4_GenerateOptions options;
+    uint64_t generation;
+    OK(NVFP4_queue_options_init(&limits, sizeof limits));
+    limits.running = (int32_t)count;
+    OK(NVFP4_queue_create(model, &limits, &queue));
+    OK(NVFP4_generate_options_init(&options, sizeof options));
+    options.max_tokens = tokens;
+    options.ignore_model_stops = 1;
+    for (size_t i = 0; i < count; i++)
+        sessions[i] = prompted(prompt_length);
+    double begun = now();
+    for (size_t i = 0; i < count; i++)
+        OK(NVFP4_queue_generate(queue, sessions[i], NULL, 0, &options, NULL, &generation));
+    for (size_t ended = 0; ended < count;) {
+        static NVFP4_QueueEvent events[1024];
+        size_t taken;
+        OK(NVFP4_queue_wait(queue, events, sizeof events[0], 1024, -1, &taken));
+        for (size_t i = 0; i < taken; i++)
+            ended += events[i].kind == NVFP4_EVENT_END;
+    }
+    double ended = now();
+    for (size_t i = 0; i < count; i++)
+        OK(NVFP4_session_release(sessions[i]));
+    OK(NVFP4_queue_release(queue));
+    return ended - begun;
+}
+
 static void joined(size_t count, size_t tokens, size_t joining)
 {
     static struct client clients[MOST_SESSIONS];
@@ -167,7 +200,9 @@ int main(int argc, char **argv)
         double together = (double)(count * tokens) / stepped(count, tokens);
         double begun = start(clients, threads, count, tokens, &barrier, 0);
         double apart = (double)(count * tokens) / (end(clients, threads, count) - begun);
-        printf("%zu sessions: stepped %.1f tok/s, by threads %.1f (%.3f)\n", count, together, apart, apart / together);
+        double by_queue = (double)(count * tokens) / queued(count, tokens);
+        printf("%zu sessions: stepped %.1f tok/s, by threads %.1f (%.3f), by a queue %.1f (%.3f)\n", count, together, apart, apart / together,
+               by_queue, by_queue / together);
         fflush(stdout);
         if (joining > 0)
             joined(count, tokens, joining);

@@ -351,6 +351,36 @@ pub(super) unsafe fn elements<T: Element>(
     Ok(out)
 }
 
+/// Returns a function that writes element `i` of an array in C, whose elements have `size` bytes. Fields that this version does not know become
+/// zero.
+///
+/// # Safety
+/// `data`, unless NULL, must be writable for `len` elements of that size.
+pub(super) unsafe fn elements_out<T: Element>(
+    name: &str,
+    data: *mut T,
+    len: usize,
+    size: usize,
+) -> Result<impl FnMut(usize, T)> {
+    check_size::<T>(
+        T::NAME,
+        format_args!("the size of an element of {name}"),
+        size,
+        T::EARLIER,
+    )?;
+    check_array(name, data, len)?;
+    Ok(move |i: usize, value: T| {
+        assert!(i < len);
+        // SAFETY: promised by the caller; element `i` is one of `len`.
+        unsafe {
+            let place = data.cast::<u8>().add(i * size);
+            let known = size.min(size_of::<T>());
+            std::ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), place, known);
+            std::ptr::write_bytes(place.add(known), 0, size - known);
+        }
+    })
+}
+
 /// Options from C. NULL means the defaults, fields beyond the caller's size have their defaults, and fields beyond ours must be zero.
 ///
 /// # Safety

@@ -83,6 +83,8 @@ unsafe impl Growing for NVFP4_CallOptions {
 struct HostFlag(*const AtomicI32);
 // SAFETY: an atomic may be read from any thread; the host keeps it while the call runs.
 unsafe impl Sync for HostFlag {}
+// SAFETY: as above.
+unsafe impl Send for HostFlag {}
 
 /// Cancellation of a call, by a cancel handle, a flag of the host, or both.
 pub(super) struct Cancellation {

@@ -80,7 +80,7 @@ impl NVFP4_ChatOptions {
     ///
     /// # Safety
     /// It and its texts must be readable.
-    unsafe fn read(chat: *const Self) -> Result<Option<ChatOptions>> {
+    pub(super) unsafe fn read(chat: *const Self) -> Result<Option<ChatOptions>> {
         if chat.is_null() {
             return Ok(None);
         }

@@ -209,15 +209,9 @@ fn caught<T>(
             &listeners::LISTENERS,
         ]);
     });
-    // Unwind safe: state that a panic leaves inconsistent is only reachable through an exclusive handle, which stays unusable.
-    let error = match catch_unwind(AssertUnwindSafe(|| {
-        let _context = KeepContext::new();
-        let _entered = entry::enter(function);
-        body()
-    })) {
-        Ok(Ok(value)) => return Ok(value),
-        Ok(Err(error)) => error,
-        Err(panic) => Error::new(ErrorKind::Internal, panics::text(&*panic)),
+    let error = match attempted(function, body) {
+        Ok(value) => return Ok(value),
+        Err(error) => error,
     };
     let status = error.kind().status();
     // A subscriber is foreign code: it may panic, or call the library and fail. The caller must get its message in any case.
@@ -226,6 +220,17 @@ fn caught<T>(
     }));
     remember(status, error.message());
     Err(status)
+}
+
+/// Runs the part of the exported function `function` that a thread of the library does after it has returned. A panic becomes an error.
+pub(super) fn attempted<T>(function: &'static str, body: impl FnOnce() -> Result<T>) -> Result<T> {
+    // Unwind safe: state that a panic leaves inconsistent is only reachable through an exclusive handle, which stays unusable.
+    let done = catch_unwind(AssertUnwindSafe(|| {
+        let _context = KeepContext::new();
+        let _entered = entry::enter(function);
+        body()
+    }));
+    done.unwrap_or_else(|panic| Err(Error::new(ErrorKind::Internal, panics::text(&*panic))))
 }
 
 /// Makes `error` this thread's last error, although the call itself succeeds.

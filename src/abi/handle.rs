@@ -205,6 +205,15 @@ impl<T: Snapshots> Exclusive<T> {
         self.take_as(argument, |value| User::Long(value.snapshot()))
     }
 
+    /// Takes the object for longer than this call. `Busy` if another call uses it.
+    pub(super) fn reserve(self: &Arc<Self>, argument: &str) -> Result<Reservation<T>> {
+        let taken = self.take_long(argument)?;
+        let ExclusiveGuard { value, _gate } = taken;
+        drop(value);
+        std::mem::forget(_gate);
+        Ok(Reservation(self.clone()))
+    }
+
     fn take_as(
         &self,
         argument: &str,
@@ -284,6 +293,22 @@ impl<T: Snapshots> Exclusive<T> {
                 "{argument} was left unusable by an earlier internal error; release it"
             )
         })
+    }
+}
+
+/// Exclusive use of an object from one call to another, on any thread. Readers get the snapshot of its beginning.
+pub(super) struct Reservation<T: Snapshots>(Arc<Exclusive<T>>);
+
+impl<T: Snapshots> Reservation<T> {
+    /// The object. `argument` is the name of the parameter that it was given as.
+    pub(super) fn value(&self, argument: &str) -> Result<MutexGuard<'_, T>> {
+        self.0.value(argument)
+    }
+}
+
+impl<T: Snapshots> Drop for Reservation<T> {
+    fn drop(&mut self) {
+        drop(OpenGate(&self.0));
     }
 }
 
@@ -425,6 +450,22 @@ mod tests {
         assert_eq!(look(&x).unwrap(), (1, "snapshot"));
         drop(taken);
         assert_eq!(look(&x).unwrap(), (2, "live"));
+    }
+
+    #[test]
+    fn a_reservation_lasts_until_it_is_dropped_wherever_that_is() {
+        let x = watched(1);
+        let reserved = x.reserve("x").unwrap();
+        assert_eq!(x.reserve("x").err().unwrap().kind(), ErrorKind::Busy);
+        let other = std::thread::spawn(move || {
+            reserved.value("x").unwrap().number = 2;
+            reserved
+        });
+        let reserved = other.join().unwrap();
+        assert_eq!(x.take("x").err().unwrap().kind(), ErrorKind::Busy);
+        assert_eq!(look(&x).unwrap(), (1, "snapshot"));
+        drop(reserved);
+        assert_eq!(x.take("x").unwrap().number, 2);
     }
 
     #[test]

@@ -12,6 +12,7 @@ use super::linear::NVFP4_WeightOptions;
 use super::model::{NVFP4_LoadOptions, NVFP4_Message};
 use super::optimizer::{NVFP4_OptimizerOptions, NVFP4_StepOptions};
 use super::quantize::NVFP4_QuantizeOptions;
+use super::queue::{NVFP4_QueueEvent, NVFP4_QueueOptions, NVFP4_SubmitOptions};
 use super::schema::{NVFP4_NamedTensor, NVFP4_SchemaResult};
 use super::session::{
     NVFP4_GenerateOptions, NVFP4_GenerationResult, NVFP4_SessionOptions, NVFP4_TokenEvent,
@@ -46,6 +47,10 @@ layout!(NVFP4_GenerateOptions, 104, struct_size: 0, temperature: 4, top_k: 8, to
 layout!(NVFP4_TokenEvent, 40, struct_size: 0, kind: 4, token: 8, index: 12, text: 16, text_length: 24, log_probability: 32, part: 36);
 layout!(NVFP4_GenerationResult, 64, struct_size: 0, finish: 4, prompt_tokens: 8, generated_tokens: 16, prefill_seconds: 24,
     first_token_seconds: 32, decode_seconds: 40, seed: 48, tool_calls: 56);
+layout!(NVFP4_QueueOptions, 24, struct_size: 0, running: 4, submissions: 8, events: 16);
+layout!(NVFP4_SubmitOptions, 24, struct_size: 0, priority: 4, deadline: 8, user: 16);
+layout!(NVFP4_QueueEvent, 56, generation: 0, user: 8, text: 16, text_length: 24, kind: 32, token: 36, part: 40, log_probability: 44,
+    finish: 48, status: 52);
 layout!(NVFP4_TrainerOptions, 208, struct_size: 0, device_type: 4, device_index: 8, threads: 12, schedule: 16, clip: 20, weights: 24,
     first_moments: 28, second_moments: 32, release: 36, recompute: 40, last_blocks: 44, steps: 48, warmup: 56, seed: 64, rate: 72,
     floor: 80, decay_share: 88, weight_decay: 96, beta1: 104, beta2: 112, eps: 120, clip_norm: 128, delivered_share: 136,

@@ -45,6 +45,8 @@ pub mod session;
 
 pub mod chat;
 
+pub mod queue;
+
 pub mod detokenizer;
 
 pub mod trainer;

@@ -8,7 +8,7 @@
 use std::cell::OnceCell;
 use std::ffi::{c_char, c_void};
 use std::ops::ControlFlow;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use super::arguments::{
     self, Growing, Out, User, choice, copy_items, copy_text, count, fill, flag, options, reserved,
@@ -16,18 +16,19 @@ use super::arguments::{
 };
 use super::call::{Cancellation, NVFP4_CallOptions, watched, watched_throughout};
 use super::guard::{answer, calling, enter, enter_to_free, note};
-use super::handle::{self, Exclusive, Object, Snapshots};
+use super::handle::{self, Exclusive, Object, Reservation, Snapshots};
 use super::model::{NVFP4_Model, token_out, tokens_in, tokens_out};
 use super::status::{NVFP4_OK, NVFP4_Status};
 use crate::base::alloc::{Budget, foreign};
 use crate::base::error::{Result, bail};
+use crate::base::lock::lock;
 use crate::base::memory::copied;
 use crate::base::{Error, call};
 use crate::engine::Served;
 use crate::model::KvType;
 use crate::session::{
     self, Eviction, Finish, GenerateOptions, Generation, MOST_DRAFTS, Part, Piece, Sampler,
-    SamplingOptions, SessionOptions,
+    SamplingOptions, SessionOptions, Submitted,
 };
 use crate::text::{Message, ToolCall, messages_to_json};
 use serde_json::Value;
@@ -38,9 +39,11 @@ pub struct NVFP4_Session {
 }
 
 /// A session, with the state that may be read while a call uses it.
-struct Session {
-    state: Exclusive<State>,
+pub(super) struct Session {
+    state: Arc<Exclusive<State>>,
     context: usize,
+    /// The last generation of it that was submitted to a queue, which ends with its handle.
+    submitted: Mutex<Option<Submitted>>,
 }
 
 pub(super) struct State {
@@ -49,6 +52,8 @@ pub(super) struct State {
     pub(super) text: String,
     pub(super) reasoning: String,
     pub(super) tool_calls: String,
+    /// The result of the last generation.
+    result: NVFP4_GenerationResult,
     /// The conversation as JSON: created on first use, and cleared when a call may change it.
     messages: OnceCell<String>,
 }
@@ -61,6 +66,20 @@ pub(super) struct Snapshot {
 }
 
 impl State {
+    /// Runs a generation, and keeps what it leaves.
+    pub(super) fn generate(
+        &mut self,
+        run: impl FnOnce(&mut session::Session) -> Result<Generation>,
+    ) -> Result<Finish> {
+        let generation = run(&mut self.session)?;
+        self.text.clone_from(&generation.text);
+        self.reasoning.clone_from(&generation.reasoning);
+        let calls = generation.tool_calls.iter().map(ToolCall::to_json);
+        self.tool_calls = Value::from_iter(calls).to_string();
+        self.result = NVFP4_GenerationResult::of(&generation);
+        Ok(generation.finish)
+    }
+
     pub(super) fn messages(&self) -> Result<String> {
         if let Some(json) = self.messages.get() {
             return copied(json);
@@ -327,6 +346,8 @@ pub const NVFP4_FINISH_CONTEXT: i32 = 3;
 /// A callback, a cancel handle or a cancel flag ended it. The tokens generated until then are kept. If there are none, the
 /// session is as it was before the call.
 pub const NVFP4_FINISH_CANCELLED: i32 = 4;
+/// The deadline of a generation in a queue has passed. Tokens are kept as for #NVFP4_FINISH_CANCELLED.
+pub const NVFP4_FINISH_DEADLINE: i32 = 5;
 
 /// The result of a generation. Set `struct_size` before the call.
 #[repr(C)]
@@ -377,6 +398,7 @@ pub(super) fn finish_number(finish: Finish) -> i32 {
         Finish::Length => NVFP4_FINISH_LENGTH,
         Finish::Context => NVFP4_FINISH_CONTEXT,
         Finish::Cancelled => NVFP4_FINISH_CANCELLED,
+        Finish::Deadline => NVFP4_FINISH_DEADLINE,
     }
 }
 
@@ -441,6 +463,14 @@ pub struct NVFP4_TokenEvent {
 pub type NVFP4_TokenCallback =
     Option<unsafe extern "C" fn(user: *mut c_void, event: *const NVFP4_TokenEvent) -> i32>;
 
+pub(super) fn part_number(part: Part) -> i32 {
+    match part {
+        Part::Content => NVFP4_PART_CONTENT,
+        Part::Reasoning => NVFP4_PART_REASONING,
+        Part::ToolCall => NVFP4_PART_TOOL_CALL,
+    }
+}
+
 fn event_of(piece: Piece<'_>) -> Result<NVFP4_TokenEvent> {
     Ok(NVFP4_TokenEvent {
         struct_size: size_of::<NVFP4_TokenEvent>() as u32,
@@ -453,25 +483,38 @@ fn event_of(piece: Piece<'_>) -> Result<NVFP4_TokenEvent> {
         text: piece.text.as_ptr().cast(),
         text_length: piece.text.len(),
         log_probability: piece.log_probability.unwrap_or(f32::NAN),
-        part: match piece.part {
-            Part::Content => NVFP4_PART_CONTENT,
-            Part::Reasoning => NVFP4_PART_REASONING,
-            Part::ToolCall => NVFP4_PART_TOOL_CALL,
-        },
+        part: part_number(piece.part),
     })
 }
 
 fn insert(session: session::Session) -> *mut NVFP4_Session {
     handle::insert(Arc::new(Session {
         context: session.context(),
-        state: Exclusive::new(State {
+        state: Arc::new(Exclusive::new(State {
             session,
             text: String::new(),
             reasoning: String::new(),
             tool_calls: "[]".to_owned(),
+            result: NVFP4_GenerationResult {
+                finish: NVFP4_FINISH_NONE,
+                ..NVFP4_GenerationResult::defaults()
+            },
             messages: OnceCell::new(),
-        }),
+        })),
+        submitted: Mutex::new(None),
     }))
+}
+
+impl Session {
+    /// Reserves it for a generation in a queue.
+    pub(super) fn reserve(&self) -> Result<Reservation<State>> {
+        self.state.reserve("session")
+    }
+
+    /// Ends `submitted` with the session's handle.
+    pub(super) fn set_submitted(&self, submitted: Submitted) {
+        *lock(&self.submitted) = Some(submitted);
+    }
 }
 
 /// Runs `body`, which is short and makes no callbacks, with exclusive use of a session.
@@ -571,11 +614,18 @@ pub unsafe extern "C-unwind" fn NVFP4_session_retain(session: *mut NVFP4_Session
 }
 
 /// Gives up a reference to a session. After the last one the handle is stale; a call that is using the session is not
-/// disturbed.
+/// disturbed, and a generation that was submitted to a queue ends as #NVFP4_FINISH_CANCELLED.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_session_release(session: *mut NVFP4_Session) -> NVFP4_Status {
     enter_to_free("NVFP4_session_release", || {
-        handle::release::<Session>("session", session)
+        let object = handle::get::<Session>("session", session);
+        if handle::give_up::<Session>("session", session)?
+            && let Ok(object) = object
+            && let Some(submitted) = &*lock(&object.submitted)
+        {
+            submitted.cancel();
+        }
+        Ok(())
     })
 }
 
@@ -740,21 +790,14 @@ pub(super) unsafe fn generate(
             ControlFlow::Break(())
         }
     };
-    let generate = |state: &mut State| {
-        let generation = run(&mut state.session, &options, &mut on_piece)?;
-        state.text.clone_from(&generation.text);
-        state.reasoning.clone_from(&generation.reasoning);
-        let calls = generation.tool_calls.iter().map(ToolCall::to_json);
-        state.tool_calls = Value::from_iter(calls).to_string();
-        Ok(generation)
-    };
     let object = handle::get::<Session>("session", session)?;
     let mut state = object.state.take_long("session")?;
+    let generate = || state.generate(|session| run(session, &options, &mut on_piece));
     // SAFETY: as above.
-    let generation = unsafe { watched_throughout(call, || generate(&mut state)) }?;
+    unsafe { watched_throughout(call, generate) }?;
     failed?;
     if let Some(result) = result {
-        result(NVFP4_GenerationResult::of(&generation));
+        result(state.result);
     }
     Ok(())
 }
@@ -818,6 +861,25 @@ pub unsafe extern "C-unwind" fn NVFP4_session_text(
     enter("NVFP4_session_text", || {
         // SAFETY: the pointers are as the header asks.
         unsafe { copy_last(session, |state| &state.text, buffer, capacity, length) }
+    })
+}
+
+/// Copies the result of the last generation; its `finish` is #NVFP4_FINISH_NONE before the first. Set `struct_size` before the call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn NVFP4_session_result(
+    session: *mut NVFP4_Session,
+    result: *mut NVFP4_GenerationResult,
+) -> NVFP4_Status {
+    enter("NVFP4_session_result", || {
+        // SAFETY: the pointer is as the header asks.
+        let Some(out) = (unsafe { results(result) })? else {
+            bail!(
+                InvalidArgument,
+                "result is NULL; pass where the result goes"
+            );
+        };
+        out(with(session, |state| Ok(state.result))?);
+        Ok(())
     })
 }
 

@@ -17,6 +17,8 @@ pub mod lock;
 pub mod memory;
 pub mod once;
 pub mod panics;
+pub mod process;
+pub mod ready_fd;
 mod region;
 pub mod size;
 pub mod threads;

@@ -237,6 +237,15 @@ pub fn scope<'env, T>(body: impl FnOnce(&Scope<'env>) -> T) -> T {
     }
 }
 
+/// Starts a thread that nobody waits for. `body` handles its own panics: one that leaves it ends the thread in silence.
+pub fn detached(name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
+    // SAFETY: it borrows nothing.
+    let thread = unsafe { Thread::start(name, body) }
+        .map_err(|e| err!(OutOfMemory, "starting a thread: {e}"))?;
+    thread.detach();
+    Ok(())
+}
+
 /// Calls `body` on a new thread: for recursion whose depth a file determines, and which may need more stack than a host's thread has.
 pub fn with_stack<T: Send>(body: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     let made = Mutex::new(None);

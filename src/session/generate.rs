@@ -10,6 +10,7 @@ use super::answer::Answer;
 use super::drafts::{DraftCounts, Drafts};
 use super::options::{Finish, GenerateOptions};
 use super::{Eviction, Part, Sampler, Session, Transcript};
+use crate::base::error::bail;
 use crate::base::{ErrorKind, Result, call, memory};
 use crate::model::Logits;
 use crate::text::ToolCall;
@@ -90,11 +91,37 @@ impl Session {
         options: &GenerateOptions,
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
+        self.generate_after(&[], options, on_piece)
+    }
+
+    /// Appends `prompt` and generates from there, like [`prefill`](Session::prefill) and [`generate`](Session::generate) in one. With
+    /// `max_tokens` 0 it only runs the prompt. If it fails, or is cancelled before its first token, the session is as it was before.
+    pub fn generate_after(
+        &mut self,
+        prompt: &[u32],
+        options: &GenerateOptions,
+        on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
+    ) -> Result<Generation> {
         self.or_cancelled(options, |session| {
+            session.model.check_tokens(prompt)?;
             let _held = session.model.hold()?;
             session.follow_drafts(options)?;
-            let text = Transcript::new(&session.model, &session.tokens, options)?;
-            session.undone_on_error(|session| session.generate_text(text, None, options, on_piece))
+            session.undone_on_error(|session| {
+                if !prompt.is_empty() {
+                    session.make_room(prompt.len())?;
+                    session.push(prompt);
+                    if options.max_tokens == 0 {
+                        session.flush()?;
+                    }
+                }
+                let text = Transcript::new(&session.model, &session.tokens, options)?;
+                let generation = session.generate_text(text, None, options, on_piece)?;
+                let is_cancelled = generation.finish == Finish::Cancelled;
+                if is_cancelled && generation.tokens.is_empty() && !prompt.is_empty() {
+                    bail!(Cancelled, "cancelled before the first token");
+                }
+                Ok(generation)
+            })
         })
     }
 

@@ -13,6 +13,7 @@ mod generate;
 mod next;
 mod options;
 mod pace;
+mod queue;
 mod sampler;
 mod state_file;
 mod text;
@@ -34,6 +35,9 @@ pub use conversation::ChatOptions;
 pub use drafts::DraftCounts;
 pub use generate::{Generation, Piece, Timings};
 pub use options::{Finish, GenerateOptions, MOST_DRAFTS};
+pub use queue::{
+    Happened, Queue, QueueCounts, QueueEvent, QueueOptions, Submission, Submitted, Work,
+};
 pub use sampler::Sampler;
 pub use transcript::Transcript;
 

@@ -76,4 +76,6 @@ pub enum Finish {
     Context,
     /// The callback, or cancellation of the [call](crate::base::call) that generated it.
     Cancelled,
+    /// The deadline of its submission to a [queue](super::Queue) has passed.
+    Deadline,
 }

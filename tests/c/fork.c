@@ -18,6 +18,9 @@ static int32_t prompt[PROMPT];
 static float expected[MOST];
 static size_t vocabulary;
 static atomic_int tokens_made, stop, hold, held;
+static NVFP4_Queue *queue;
+static NVFP4_Session *queued;
+static uint64_t generation;
 
 static NVFP4_Model *load(void)
 {
@@ -69,6 +72,36 @@ static void beside_what_was_in_use(void)
     with_its_own_model();
 }
 
+/* The threads of a queue are not here. */
+static void beside_a_queue(void)
+{
+    NVFP4_QueueEvent event;
+    size_t count = 0;
+    uint64_t number = 0;
+    FAILS(NVFP4_BUSY, NVFP4_queue_wait(queue, &event, sizeof event, 1, -1, &count));
+    SAYS("forked");
+    FAILS(NVFP4_BUSY, NVFP4_queue_cancel(queue, generation));
+    FAILS(NVFP4_BUSY, NVFP4_queue_generate(queue, queued, prompt, 1, NULL, NULL, &number));
+    FAILS(NVFP4_BUSY, NVFP4_session_truncate(queued, 0));
+    OK(NVFP4_session_release(queued));
+    OK(NVFP4_queue_release(queue));
+    NVFP4_Model *own = load();
+    NVFP4_Session *session = NULL;
+    NVFP4_GenerateOptions options;
+    OK(NVFP4_generate_options_init(&options, sizeof options));
+    options.max_tokens = 3;
+    OK(NVFP4_queue_create(own, NULL, &queue));
+    OK(NVFP4_session_create(own, NULL, &session));
+    OK(NVFP4_queue_generate(queue, session, prompt, PROMPT, &options, NULL, &number));
+    do
+        OK(NVFP4_queue_wait(queue, &event, sizeof event, 1, -1, &count));
+    while (event.kind != NVFP4_EVENT_END);
+    CHECK(event.status == NVFP4_OK && event.generation == number);
+    OK(NVFP4_session_release(session));
+    OK(NVFP4_queue_release(queue));
+    OK(NVFP4_model_release(own));
+}
+
 static void nothing_but_errors(void)
 {
     FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_set_threads(-3));
@@ -90,6 +123,32 @@ static void forked(void (*child)(void))
     int status = -1;
     CHECK(waitpid(pid, &status, 0) == pid);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+/* Forks while a queue generates, which goes on in the parent. */
+static void queues(void)
+{
+    NVFP4_SessionOptions endless;
+    NVFP4_GenerateOptions options;
+    NVFP4_QueueEvent event;
+    size_t count = 0;
+    OK(NVFP4_session_options_init(&endless, sizeof endless));
+    endless.eviction = NVFP4_EVICTION_DROP_OLDEST;
+    OK(NVFP4_generate_options_init(&options, sizeof options));
+    options.ignore_model_stops = 1;
+    options.max_tokens = 100000000;
+    OK(NVFP4_queue_create(model, NULL, &queue));
+    OK(NVFP4_session_create(model, &endless, &queued));
+    OK(NVFP4_queue_generate(queue, queued, prompt, 2, &options, NULL, &generation));
+    OK(NVFP4_queue_wait(queue, &event, sizeof event, 1, -1, &count));
+    forked(beside_a_queue);
+    OK(NVFP4_queue_cancel(queue, generation));
+    do
+        OK(NVFP4_queue_wait(queue, &event, sizeof event, 1, -1, &count));
+    while (event.kind != NVFP4_EVENT_END);
+    CHECK(event.finish == NVFP4_FINISH_CANCELLED);
+    OK(NVFP4_session_release(queued));
+    OK(NVFP4_queue_release(queue));
 }
 
 static int32_t on_token(void *user, const NVFP4_TokenEvent *event)
@@ -204,6 +263,7 @@ int main(int argc, char **argv)
     CHECK(ended != NULL);
     prefill(model);
 
+    queues();
     signals();
 
     OK(NVFP4_session_release(generating));

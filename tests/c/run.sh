@@ -239,6 +239,13 @@ serve() {
         seq 20 | "$@" "$model" 0 >"$work/served" && [ "$(LC_ALL=C grep -acE '^[0-9]+: .*\[CANCELLED\]$' "$work/served")" -eq 20 ]
 }
 
+# converses COMMAND...: 63 conversations, in which more is said before the first answers, and one that is interrupted.
+converses() {
+    { for turn in 1 2 3; do seq -f "client%g says $turn" 63; done; echo "late waits"; echo late; } | "$@" "$model" >"$work/served" &&
+        [ "$(LC_ALL=C grep -ac '^client' "$work/served")" -eq 126 ] && [ "$(LC_ALL=C grep -ac '^late ' "$work/served")" -eq 1 ] &&
+        [ "$(LC_ALL=C grep -ao '^client[0-9]* ' "$work/served" | sort -u | wc -l)" -eq 63 ]
+}
+
 # A client of the example's server that writes names of special tokens writes text.
 forged() {
     gcc -std=c99 "${warnings[@]}" -Iinclude examples/c/server.c tests/c/injection.c -o "$work/forged" \
@@ -319,7 +326,7 @@ steps=25
 # The programs to run, each as NAME and then its command. The tests in C are compiled as two languages, and run as one.
 programs=()
 for std in c99 c11; do
-    for name in logging tensors linear schema drop_in sessions conversation training errors calls cancel; do
+    for name in logging tensors linear schema drop_in sessions queue conversation training errors calls cancel; do
         check "$name compiles as $std" compile $std $name $name.c
     done
     check "two units as $std" compile $std two_units two_units_a.c two_units_b.c
@@ -351,6 +358,7 @@ check "benches/c/train.c with a configuration" "$work/measure_train" "${model%/*
 programs+=("logging $work/logging-c11" "tensors $work/tensors-c11" "linear $work/linear-c11"
     "schema $work/schema-c11" "drop_in $work/drop_in-c11" "two_units $work/two_units-c11"
     "errors $work/errors-c11 $work/declared $model" "sessions $work/sessions-c11 $model $work/scratch"
+    "queue $work/queue-c11 $model"
     "conversation $work/conversation-c11 $thinker $model $work/scratch"
     "training $work/training-c11 $model ${model%/*}/qwen3_untied $work/scratch"
     "calls $work/calls-c11 $model" "fork $work/fork-c11 $model" "cancel $work/cancel-c11 $long $work/scratch"
@@ -370,6 +378,7 @@ if command -v cmake >/dev/null; then
         programs+=("example-$name $examples/$name")
     done
     programs+=("example-dlopen $examples/dlopen $library" "example-server serve $examples/server"
+        "example-conversations converses $examples/conversations"
         "example-train trains $examples/train" "example-plugin plugged $examples/plugin_host" "example-interrupt interrupted $examples/interrupt")
     for name in chat chat_cpp; do
         programs+=("example-$name converse $examples/$name" "example-$name-without-model fails $examples/$name /nowhere"
@@ -428,7 +437,7 @@ if command -v valgrind >/dev/null; then
         */cancel-*) check "$name under valgrind" "${under[@]}" "$@" 100 ;;
         # An interrupt would end valgrind, and the wrapper allocates the same under both standards.
         interrupted | */wrapper-c++20) ;;
-        converse | thinks | calls | shows_sampling | fails | serve | plugged | trains) helper=$1 && shift && check "$name under valgrind" "$helper" "${under[@]}" "$@" ;;
+        converse | converses | thinks | calls | shows_sampling | fails | serve | plugged | trains) helper=$1 && shift && check "$name under valgrind" "$helper" "${under[@]}" "$@" ;;
         *) check "$name under valgrind" "${under[@]}" "$@" ;;
         esac
     done

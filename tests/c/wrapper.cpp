@@ -49,7 +49,7 @@ void tensors()
 {
     static_assert(is_single<nvfp4::Tensor> && is_single<nvfp4::Weight> && is_single<nvfp4::Model> && is_single<nvfp4::Session> &&
                   is_single<nvfp4::Detokenizer> && is_single<nvfp4::Cancel> && is_single<nvfp4::Trainer> && is_single<nvfp4::Optimizer> &&
-                  is_single<nvfp4::TakenError> && is_single<nvfp4::Log> && is_single<nvfp4::Stream>);
+                  is_single<nvfp4::TakenError> && is_single<nvfp4::Log> && is_single<nvfp4::Stream> && is_single<nvfp4::Queue>);
     static_assert(std::is_nothrow_move_constructible_v<nvfp4::Model> && std::is_nothrow_move_assignable_v<nvfp4::Weight>);
 
     float data[] = {1, 2, 3, 4, 5, 6};
@@ -778,6 +778,52 @@ void training(const char *model, const std::string &scratch)
 
 } // namespace
 
+/* Generations in a queue say what the session's own calls say. */
+void queues(const std::string &path)
+{
+    nvfp4::Model model(path);
+    nvfp4::QueueOptions limits;
+    CHECK(limits.running == 256);
+    limits.running = 2;
+    nvfp4::Queue queue(model, limits), other = queue.clone();
+    nvfp4::Session session(model), alone(model);
+    nvfp4::GenerateOptions options;
+    options.max_tokens = 7;
+    options.ignore_model_stops = 1;
+    const std::vector<std::int32_t> prompt{17, 201, 33, 90};
+    std::string text;
+    const auto taken = [&]() -> std::vector<nvfp4::QueueEvent> { return queue.wait(3); };
+    const auto run = [&](std::uint64_t generation) {
+        text.clear();
+        for (bool ended = false; !ended;)
+            for (const nvfp4::QueueEvent &event : taken()) {
+                CHECK(event.generation == generation && event.status == NVFP4_OK);
+                ended = event.is_end();
+                text += event.words();
+            }
+        CHECK(session.last().generated_tokens == 7 && session.last().text == text);
+    };
+    run(queue.generate(session, prompt, options));
+    alone.prefill(prompt);
+    CHECK(alone.generate(options).text == text && alone.tokens() == session.tokens());
+    session.clear();
+    alone.clear();
+    run(queue.chat(session, "Hello", options));
+    CHECK(alone.chat("Hello", options).text == text);
+    run(queue.chat(session, "Hello", nvfp4::ChatOptions(), options));
+    nvfp4::SubmitOptions submit;
+    submit.deadline = 60;
+    const std::string messages = "[{\"role\": \"user\", \"content\": \"Hi\"}]";
+    run(queue.chat_messages(session, messages, options, submit));
+    run(queue.chat_messages(session, messages, nvfp4::ChatOptions(), options, submit));
+    queue.cancel(1);
+    CHECK(status_of([&] { queue.cancel(99); }) == NVFP4_INVALID_ARGUMENT && queue.fd() >= 0);
+    const nvfp4::Queue::Counts counts = queue.counts();
+    CHECK(counts.waiting == 0 && counts.running == 0 && counts.events == 0);
+    queue.wake();
+    CHECK(queue.wait().size() == 0 && other.wait(1, 0).size() == 0);
+}
+
 int main(int argc, char **argv)
 {
     if (argc != 4) {
@@ -799,6 +845,7 @@ int main(int argc, char **argv)
     sessions(argv[1], argv[2]);
     conversations(argv[3]);
     streams(argv[1]);
+    queues(argv[1]);
     data(argv[1], argv[2]);
     training(argv[1], argv[2]);
     CHECK(without_exceptions(argv[1]) == 0);

@@ -279,6 +279,10 @@ namespace LibNVFP4
         Context = 3,
         /// <summary>A callback, a token or <see cref="Session.Cancel"/> ended it. The tokens generated until then are kept.</summary>
         Cancelled = 4,
+        /// <summary>
+        /// The deadline of a generation in a queue has passed. Tokens are kept as for <see cref="FinishReason.Cancelled"/>.
+        /// </summary>
+        Deadline = 5,
     }
 
     /// <summary>Kinds of events in a generation.</summary>
@@ -291,6 +295,8 @@ namespace LibNVFP4
         /// marker.
         /// </summary>
         Text = 1,
+        /// <summary>The end of a generation in a queue, whose last event this is.</summary>
+        End = 2,
     }
 
     /// <summary>Kinds of text in an answer.</summary>

@@ -382,6 +382,62 @@ namespace LibNVFP4
         internal UIntPtr ToolsLength;
     }
 
+    // Limits of a queue. Fill with NVFP4_queue_options_init(), then change what is to differ.
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeQueueOptions
+    {
+        // sizeof(NVFP4_QueueOptions) as the caller knows it.
+        internal uint StructSize;
+        // The most generations that run at a time; others wait for one of them to end. Default: 256.
+        internal int Running;
+        // The most submissions that have not ended, running ones included. A further one is refused with #NVFP4_BUSY. Default: 4,096.
+        internal UIntPtr Submissions;
+        // The most events that wait to be taken. Default: 65,536.
+        internal UIntPtr Events;
+    }
+
+    // How to run a generation in a queue. Fill with NVFP4_submit_options_init(), then change what is to differ.
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeSubmitOptions
+    {
+        // sizeof(NVFP4_SubmitOptions) as the caller knows it.
+        internal uint StructSize;
+        // A waiting generation of a higher priority starts first; of equal ones, the one that was submitted first. Running generations are
+        // not interrupted. Default: 0.
+        internal int Priority;
+        // Seconds after which the generation ends as #NVFP4_FINISH_DEADLINE, counted from its submission. Default: 0, never.
+        internal double Deadline;
+        // Given back in each event of the generation. Default: NULL.
+        internal IntPtr User;
+    }
+
+    // An event of a generation in a queue.
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeQueueEvent
+    {
+        // The number of the generation, which its submission gave.
+        internal ulong Generation;
+        // `user` of its submission.
+        internal IntPtr User;
+        // The new text, as in an #NVFP4_TokenEvent; at the end of a generation that failed, the message of its error. Valid until the next
+        // wait on this queue, or the queue's release.
+        internal byte* Text;
+        // Bytes of `text`.
+        internal UIntPtr TextLength;
+        // One of NVFP4_EVENT_*.
+        internal int Kind;
+        // The token, or -1 if the event has none.
+        internal int Token;
+        // The kind of the text: one of NVFP4_PART_*.
+        internal int Part;
+        // The natural logarithm of the token's probability, as in an #NVFP4_TokenEvent; NaN if it was not requested.
+        internal float LogProbability;
+        // At the end, one of NVFP4_FINISH_*; otherwise, and if the generation failed, #NVFP4_FINISH_NONE.
+        internal int Finish;
+        // At the end, #NVFP4_OK or the error of a generation that failed, which leaves its session as it was before; otherwise #NVFP4_OK.
+        internal int Status;
+    }
+
     // How to train. Fill with NVFP4_trainer_options_init(), then change what is to differ. The text is read during the call only.
     [StructLayout(LayoutKind.Sequential)]
     internal unsafe struct NativeTrainerOptions
@@ -604,6 +660,12 @@ namespace LibNVFP4
     internal sealed partial class OptimizerStateHandle : NativeHandle
     {
         internal override int Release() => Native.NVFP4_optimizer_release(handle);
+    }
+
+    // A queue of a model. See the chapter on queues.
+    internal sealed partial class QueueHandle : NativeHandle
+    {
+        internal override int Release() => Native.NVFP4_queue_release(handle);
     }
 
     // A session. See the session chapter.
@@ -1258,7 +1320,8 @@ namespace LibNVFP4
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_session_retain(IntPtr session);
 
-        // Gives up a reference to a session. After the last one the handle is stale; a call that is using the session is not disturbed.
+        // Gives up a reference to a session. After the last one the handle is stale; a call that is using the session is not disturbed, and
+        // a generation that was submitted to a queue ends as #NVFP4_FINISH_CANCELLED.
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_session_release(IntPtr session);
 
@@ -1313,6 +1376,10 @@ namespace LibNVFP4
         // character at its end is left out: if the next generation completes it, that text begins with it. For the buffer see TEXT above.
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_session_text(SessionHandle session, byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        // Copies the result of the last generation; its `finish` is #NVFP4_FINISH_NONE before the first. Set `struct_size` before the call.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_result(SessionHandle session, NativeGenerationResult* result);
 
         // Writes the number of tokens in the session; during a call, the number from before it.
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
@@ -1451,6 +1518,85 @@ namespace LibNVFP4
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_model_tokenize_messages(ModelHandle model, byte* messages, UIntPtr messagesLength,
             NativeChatOptions* chat, int addGenerationPrompt, int* tokens, UIntPtr capacity, UIntPtr* count);
+
+        // Queues: many generations, and no thread of the host for each.
+
+        // Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_QueueOptions).
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_queue_options_init(NativeQueueOptions* options, uint structSize);
+
+        // Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_SubmitOptions).
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_submit_options_init(NativeSubmitOptions* options, uint structSize);
+
+        // Creates a queue of a model, which it keeps alive. It has no thread before its first submission. `options`: NULL for the defaults.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_queue_create(ModelHandle model, NativeQueueOptions* options, out QueueHandle result);
+
+        // Adds a reference to a queue.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_queue_retain(IntPtr queue);
+
+        // Gives up a reference to a queue. The last one ends its generations, which keep the tokens they have, without waiting for them:
+        // each session can be used again within a pass. No event of them follows. A wait on the queue fails with #NVFP4_CANCELLED.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_queue_release(IntPtr queue);
+
+        // Submits a generation: appends tokens to a session and generates from there, as NVFP4_session_prefill() and
+        // NVFP4_session_generate() do. Returns at once. A generation that fails, or ends before its first token, leaves the session as it
+        // was before.
+        //
+        // - `tokens`, `count`: the prompt; none to generate from what the session holds. Copied.
+        // - `options`: NULL for the defaults. Copied, except a cancel flag, which must stay valid until the generation's end. A cancel
+        //   handle may be released before. There must be no progress callback.
+        // - `submit`: NULL for the defaults. Copied.
+        // - `generation`: receives its number, which is not 0 and which the queue does not use again.
+        //
+        // #NVFP4_BUSY if the session is in use, or if the queue is full.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_queue_generate(QueueHandle queue, SessionHandle session, int* tokens, UIntPtr count,
+            NativeGenerateOptions* options, NativeSubmitOptions* submit, ulong* generation);
+
+        // Submits a chat turn like NVFP4_session_chat(), whose texts are copied. The rest is as for NVFP4_queue_generate().
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_queue_chat(QueueHandle queue, SessionHandle session, byte* text, UIntPtr textLength,
+            NativeChatOptions* chat, NativeGenerateOptions* options, NativeSubmitOptions* submit, ulong* generation);
+
+        // Submits a chat turn like NVFP4_session_chat_messages(), whose texts are copied. The rest is as for NVFP4_queue_generate().
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_queue_chat_messages(QueueHandle queue, SessionHandle session, byte* messages,
+            UIntPtr messagesLength, NativeChatOptions* chat, NativeGenerateOptions* options, NativeSubmitOptions* submit,
+            ulong* generation);
+
+        // Takes events, oldest first. Those of one generation are in order, and its #NVFP4_EVENT_END is the last. Without any it waits for
+        // one. Only one call at a time may wait on a queue: another one meanwhile fails with #NVFP4_BUSY.
+        //
+        // - `events`: room for `capacity` events, at least 1, of `event_size` bytes: sizeof(NVFP4_QueueEvent).
+        // - `timeout_ms`: the longest time to wait, in milliseconds; 0 to return at once, -1 to wait for ever.
+        // - `count`: receives the number of events. It is 0 after the timeout, or after NVFP4_queue_wake().
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_queue_wait(QueueHandle queue, NativeQueueEvent* events, UIntPtr eventSize, UIntPtr capacity,
+            long timeoutMs, UIntPtr* count);
+
+        // Lets one NVFP4_queue_wait() return without events: the one that waits, or the next one that finds none. For a thread that is to
+        // do something else, or to end.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_queue_wake(QueueHandle queue);
+
+        // Ends a generation, which keeps the tokens that it has; its #NVFP4_EVENT_END follows. One that has ended is left alone. May be
+        // called from any thread.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_queue_cancel(QueueHandle queue, ulong generation);
+
+        // Writes a file descriptor that is readable while there are events to take, or NVFP4_queue_wake() was called. The host polls it and
+        // does not read, write or close it: the queue does. Linux only.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_queue_fd(QueueHandle queue, int* fd);
+
+        // Writes the numbers of submissions that wait to begin, of generations that run, and of events that wait to be taken. Each place
+        // may be NULL.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_queue_counts(QueueHandle queue, UIntPtr* waiting, UIntPtr* running, UIntPtr* events);
 
         // Detokenizers: text from tokens one by one, for hosts that step many sessions.
 

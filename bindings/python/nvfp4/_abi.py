@@ -9,9 +9,9 @@ from typing import Any, Dict, NamedTuple, Tuple
 __all__ = [
     "ABI_VERSION", "CHOICES", "CHOSEN", "CalibrateOptions", "CallOptions", "ChatOptions", "ConvertOptions", "DataOptions", "Deleter",
     "FUNCTIONS", "Function", "GenerateOptions", "GenerationResult", "LoadOptions", "LogCallback", "LogRelease", "Message", "MicroBatch",
-    "NamedTensor", "OptimizerOptions", "ProgressCallback", "QuantizeOptions", "SEED_NEW", "STATUSES", "SchemaResult", "SessionOptions",
-    "Status", "StepOptions", "StepReport", "TokenCallback", "TokenEvent", "TrainerOptions", "VERSION_MAJOR", "VERSION_MINOR",
-    "VERSION_NUMBER", "VERSION_PATCH", "WeightOptions",
+    "NamedTensor", "OptimizerOptions", "ProgressCallback", "QuantizeOptions", "QueueEvent", "QueueOptions", "SEED_NEW", "STATUSES",
+    "SchemaResult", "SessionOptions", "Status", "StepOptions", "StepReport", "SubmitOptions", "TokenCallback", "TokenEvent",
+    "TrainerOptions", "VERSION_MAJOR", "VERSION_MINOR", "VERSION_NUMBER", "VERSION_PATCH", "WeightOptions",
 ]
 
 # Version of the library this header belongs to.
@@ -257,6 +257,8 @@ CHOICES: Dict[str, Dict[str, int]] = {
         # A callback, a cancel handle or a cancel flag ended it. The tokens generated until then are kept. If there are none, the session is
         # as it was before the call.
         "cancelled": 4,
+        # The deadline of a generation in a queue has passed. Tokens are kept as for #NVFP4_FINISH_CANCELLED.
+        "deadline": 5,
     },
     # Kinds of events in a generation.
     "event": {
@@ -265,6 +267,8 @@ CHOICES: Dict[str, Dict[str, int]] = {
         # Text without a token: more text of the token before, or text that was held back because it might have begun a stop string or a
         # marker.
         "text": 1,
+        # The end of a generation in a queue, whose last event this is.
+        "end": 2,
     },
     # Kinds of text in an answer.
     "part": {
@@ -408,6 +412,8 @@ CHOSEN: Dict[str, Dict[str, str]] = {
     "SessionOptions": {"kv_type": "kv", "eviction": "eviction"},
     "GenerateOptions": {},
     "ChatOptions": {},
+    "QueueOptions": {},
+    "SubmitOptions": {},
     "TrainerOptions": {"schedule": "schedule", "clip": "clip", "weights": "weight_form", "first_moments": "first_moment",
         "second_moments": "second_moment", "tables": "tables", "weight_scales": "recipe", "teacher_memory": "teacher"},
     "DataOptions": {"format": "data", "long_rows": "long", "empty_think": "empty_think"},
@@ -834,6 +840,76 @@ class ChatOptions(Structure):
         ("variables_length", c_size_t),
         ("tools", c_void_p),
         ("tools_length", c_size_t),
+    ]
+
+
+class QueueOptions(Structure):
+    """
+    Limits of a queue. Fill with NVFP4_queue_options_init(), then change what is to differ.
+
+    - `struct_size`: sizeof(NVFP4_QueueOptions) as the caller knows it.
+    - `running`: The most generations that run at a time; others wait for one of them to end. Default: 256.
+    - `submissions`: The most submissions that have not ended, running ones included. A further one is refused with #NVFP4_BUSY. Default:
+      4,096.
+    - `events`: The most events that wait to be taken. Default: 65,536.
+    """
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("running", c_int32),
+        ("submissions", c_size_t),
+        ("events", c_size_t),
+    ]
+
+
+class SubmitOptions(Structure):
+    """
+    How to run a generation in a queue. Fill with NVFP4_submit_options_init(), then change what is to differ.
+
+    - `struct_size`: sizeof(NVFP4_SubmitOptions) as the caller knows it.
+    - `priority`: A waiting generation of a higher priority starts first; of equal ones, the one that was submitted first. Running
+      generations are not interrupted. Default: 0.
+    - `deadline`: Seconds after which the generation ends as #NVFP4_FINISH_DEADLINE, counted from its submission. Default: 0, never.
+    - `user`: Given back in each event of the generation. Default: NULL.
+    """
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("priority", c_int32),
+        ("deadline", c_double),
+        ("user", c_void_p),
+    ]
+
+
+class QueueEvent(Structure):
+    """
+    An event of a generation in a queue.
+
+    - `generation`: The number of the generation, which its submission gave.
+    - `user`: `user` of its submission.
+    - `text`: The new text, as in an #NVFP4_TokenEvent; at the end of a generation that failed, the message of its error. Valid until the
+      next wait on this queue, or the queue's release.
+    - `text_length`: Bytes of `text`.
+    - `kind`: One of NVFP4_EVENT_*.
+    - `token`: The token, or -1 if the event has none.
+    - `part`: The kind of the text: one of NVFP4_PART_*.
+    - `log_probability`: The natural logarithm of the token's probability, as in an #NVFP4_TokenEvent; NaN if it was not requested.
+    - `finish`: At the end, one of NVFP4_FINISH_*; otherwise, and if the generation failed, #NVFP4_FINISH_NONE.
+    - `status`: At the end, #NVFP4_OK or the error of a generation that failed, which leaves its session as it was before; otherwise
+      #NVFP4_OK.
+    """
+
+    _fields_ = [
+        ("generation", c_uint64),
+        ("user", c_void_p),
+        ("text", c_void_p),
+        ("text_length", c_size_t),
+        ("kind", c_int32),
+        ("token", c_int32),
+        ("part", c_int32),
+        ("log_probability", c_float),
+        ("finish", c_int32),
+        ("status", c_int32),
     ]
 
 
@@ -1750,7 +1826,8 @@ FUNCTIONS: Tuple[Function, ...] = (
     Function("session_release", (c_void_p,), Status, """
         NVFP4_session_release(NVFP4_Session *session)
 
-        Gives up a reference to a session. After the last one the handle is stale; a call that is using the session is not disturbed.
+        Gives up a reference to a session. After the last one the handle is stale; a call that is using the session is not disturbed, and a
+        generation that was submitted to a queue ends as #NVFP4_FINISH_CANCELLED.
         """),
     Function("session_prefill", (c_void_p, c_void_p, c_size_t, c_void_p), Status, """
         NVFP4_session_prefill(NVFP4_Session *session, const int32_t *tokens, size_t count, const NVFP4_CallOptions *call)
@@ -1808,6 +1885,11 @@ FUNCTIONS: Tuple[Function, ...] = (
 
         Copies the text of the last generation, or in a chat the content of the last answer; empty before the first. An incomplete character
         at its end is left out: if the next generation completes it, that text begins with it. For the buffer see TEXT above.
+        """),
+    Function("session_result", (c_void_p, c_void_p), Status, """
+        NVFP4_session_result(NVFP4_Session *session, NVFP4_GenerationResult *result)
+
+        Copies the result of the last generation; its `finish` is #NVFP4_FINISH_NONE before the first. Set `struct_size` before the call.
         """),
     Function("session_length", (c_void_p, c_void_p), Status, """
         NVFP4_session_length(const NVFP4_Session *session, size_t *length)
@@ -1958,6 +2040,92 @@ FUNCTIONS: Tuple[Function, ...] = (
         tokens to `count`; see ARRAYS OUT above. Asking for the number first does not double the work, as for NVFP4_model_tokenize().
 
         - The rest is as for NVFP4_model_render_messages().
+        """),
+
+    # Queues: many generations, and no thread of the host for each.
+    Function("queue_options_init", (c_void_p, c_uint32), Status, """
+        NVFP4_queue_options_init(NVFP4_QueueOptions *options, uint32_t struct_size)
+
+        Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_QueueOptions).
+        """),
+    Function("submit_options_init", (c_void_p, c_uint32), Status, """
+        NVFP4_submit_options_init(NVFP4_SubmitOptions *options, uint32_t struct_size)
+
+        Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_SubmitOptions).
+        """),
+    Function("queue_create", (c_void_p, c_void_p, c_void_p), Status, """
+        NVFP4_queue_create(const NVFP4_Model *model, const NVFP4_QueueOptions *options, NVFP4_Queue **out)
+
+        Creates a queue of a model, which it keeps alive. It has no thread before its first submission. `options`: NULL for the defaults.
+        """),
+    Function("queue_retain", (c_void_p,), Status, """
+        NVFP4_queue_retain(NVFP4_Queue *queue)
+
+        Adds a reference to a queue.
+        """),
+    Function("queue_release", (c_void_p,), Status, """
+        NVFP4_queue_release(NVFP4_Queue *queue)
+
+        Gives up a reference to a queue. The last one ends its generations, which keep the tokens they have, without waiting for them: each
+        session can be used again within a pass. No event of them follows. A wait on the queue fails with #NVFP4_CANCELLED.
+        """),
+    Function("queue_generate", (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_void_p), Status, """
+        NVFP4_queue_generate(const NVFP4_Queue *queue, NVFP4_Session *session, const int32_t *tokens, size_t count, const NVFP4_GenerateOptions *options, const NVFP4_SubmitOptions *submit, uint64_t *generation)
+
+        Submits a generation: appends tokens to a session and generates from there, as NVFP4_session_prefill() and NVFP4_session_generate()
+        do. Returns at once. A generation that fails, or ends before its first token, leaves the session as it was before.
+
+        - `tokens`, `count`: the prompt; none to generate from what the session holds. Copied.
+        - `options`: NULL for the defaults. Copied, except a cancel flag, which must stay valid until the generation's end. A cancel handle
+          may be released before. There must be no progress callback.
+        - `submit`: NULL for the defaults. Copied.
+        - `generation`: receives its number, which is not 0 and which the queue does not use again.
+
+        #NVFP4_BUSY if the session is in use, or if the queue is full.
+        """),
+    Function("queue_chat", (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_void_p, c_void_p), Status, """
+        NVFP4_queue_chat(const NVFP4_Queue *queue, NVFP4_Session *session, const char *text, size_t text_length, const NVFP4_ChatOptions *chat, const NVFP4_GenerateOptions *options, const NVFP4_SubmitOptions *submit, uint64_t *generation)
+
+        Submits a chat turn like NVFP4_session_chat(), whose texts are copied. The rest is as for NVFP4_queue_generate().
+        """),
+    Function("queue_chat_messages", (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_void_p, c_void_p), Status, """
+        NVFP4_queue_chat_messages(const NVFP4_Queue *queue, NVFP4_Session *session, const char *messages, size_t messages_length, const NVFP4_ChatOptions *chat, const NVFP4_GenerateOptions *options, const NVFP4_SubmitOptions *submit, uint64_t *generation)
+
+        Submits a chat turn like NVFP4_session_chat_messages(), whose texts are copied. The rest is as for NVFP4_queue_generate().
+        """),
+    Function("queue_wait", (c_void_p, c_void_p, c_size_t, c_size_t, c_int64, c_void_p), Status, """
+        NVFP4_queue_wait(NVFP4_Queue *queue, NVFP4_QueueEvent *events, size_t event_size, size_t capacity, int64_t timeout_ms, size_t *count)
+
+        Takes events, oldest first. Those of one generation are in order, and its #NVFP4_EVENT_END is the last. Without any it waits for
+        one. Only one call at a time may wait on a queue: another one meanwhile fails with #NVFP4_BUSY.
+
+        - `events`: room for `capacity` events, at least 1, of `event_size` bytes: sizeof(NVFP4_QueueEvent).
+        - `timeout_ms`: the longest time to wait, in milliseconds; 0 to return at once, -1 to wait for ever.
+        - `count`: receives the number of events. It is 0 after the timeout, or after NVFP4_queue_wake().
+        """),
+    Function("queue_wake", (c_void_p,), Status, """
+        NVFP4_queue_wake(const NVFP4_Queue *queue)
+
+        Lets one NVFP4_queue_wait() return without events: the one that waits, or the next one that finds none. For a thread that is to do
+        something else, or to end.
+        """),
+    Function("queue_cancel", (c_void_p, c_uint64), Status, """
+        NVFP4_queue_cancel(const NVFP4_Queue *queue, uint64_t generation)
+
+        Ends a generation, which keeps the tokens that it has; its #NVFP4_EVENT_END follows. One that has ended is left alone. May be called
+        from any thread.
+        """),
+    Function("queue_fd", (c_void_p, c_void_p), Status, """
+        NVFP4_queue_fd(const NVFP4_Queue *queue, int32_t *fd)
+
+        Writes a file descriptor that is readable while there are events to take, or NVFP4_queue_wake() was called. The host polls it and
+        does not read, write or close it: the queue does. Linux only.
+        """),
+    Function("queue_counts", (c_void_p, c_void_p, c_void_p, c_void_p), Status, """
+        NVFP4_queue_counts(const NVFP4_Queue *queue, size_t *waiting, size_t *running, size_t *events)
+
+        Writes the numbers of submissions that wait to begin, of generations that run, and of events that wait to be taken. Each place may
+        be NULL.
         """),
 
     # Detokenizers: text from tokens one by one, for hosts that step many sessions.

@@ -36,7 +36,7 @@ KvType = Literal["float16", "float32"]
 # Treatment of tokens that do not fit in a session.
 Eviction = Literal["error", "drop_oldest"]
 # Why a generation ended.
-Finish = Literal["stop", "stop_string", "length", "context", "cancelled"]
+Finish = Literal["stop", "stop_string", "length", "context", "cancelled", "deadline"]
 # Kinds of text in an answer.
 Part = Literal["content", "reasoning", "tool_call"]
 # Learning rate after the warm-up.
@@ -183,6 +183,27 @@ class ChatOptions(TypedDict, total=False):
     # The most tokens of reasoning, or -1 for any number. After that many the library closes the reasoning with the text that the model's
     # maker provides for this, and the answer follows. No effect on models without reasoning. Default: -1.
     reasoning_budget: int
+
+
+class QueueOptions(TypedDict, total=False):
+    """Limits of a queue."""
+
+    # The most generations that run at a time; others wait for one of them to end. Default: 256.
+    running: int
+    # The most submissions that have not ended, running ones included. A further one is refused with #NVFP4_BUSY. Default: 4,096.
+    submissions: int
+    # The most events that wait to be taken. Default: 65,536.
+    events: int
+
+
+class SubmitOptions(TypedDict, total=False):
+    """How to run a generation in a queue."""
+
+    # A waiting generation of a higher priority starts first; of equal ones, the one that was submitted first. Running generations are not
+    # interrupted. Default: 0.
+    priority: int
+    # Seconds after which the generation ends as "deadline", counted from its submission. Default: 0, never.
+    deadline: float
 
 
 class TrainerOptions(TypedDict, total=False):

@@ -40,8 +40,8 @@
  * may call NVFP4_cancel_trigger() and NVFP4_cancel_reset(), and nothing else.
  *
  * FORK. A child process has its parent's models, sessions and tensors in host memory, and can use them. A session that was in use
- * by a thread of the parent at the fork gives NVFP4_BUSY in the child for ever, but can be released. CUDA does not work in the
- * child of a process that has used it: everything on a GPU gives NVFP4_DEVICE_UNAVAILABLE there.
+ * by a thread of the parent at the fork gives NVFP4_BUSY in the child for ever, but can be released, and so does a queue. CUDA does
+ * not work in the child of a process that has used it: everything on a GPU gives NVFP4_DEVICE_UNAVAILABLE there.
  *
  * UNLOADING. There is no init and no shutdown. Once loaded, the library stays in the process, even after dlclose(). A plugin that
  * is unloaded itself must first remove its log callbacks, and release the tensors over its own memory. A process may end at any
@@ -419,6 +419,9 @@ extern "C" {
  */
 #define NVFP4_FINISH_CANCELLED 4
 
+/** The deadline of a generation in a queue has passed. Tokens are kept as for #NVFP4_FINISH_CANCELLED. */
+#define NVFP4_FINISH_DEADLINE 5
+
 /** A token, with the text that it completes. */
 #define NVFP4_EVENT_TOKEN 0
 
@@ -439,6 +442,9 @@ extern "C" {
  * JSON.
  */
 #define NVFP4_PART_TOOL_CALL 2
+
+/** The end of a generation in a queue, whose last event this is. */
+#define NVFP4_EVENT_END 2
 
 /** The rate stays constant after the warm-up. */
 #define NVFP4_SCHEDULE_CONSTANT 0
@@ -577,6 +583,9 @@ typedef struct NVFP4_Model NVFP4_Model;
 
 /** A weight with the moments of its AdamW. See the chapter on training with the host's own passes. */
 typedef struct NVFP4_OptimizerState NVFP4_OptimizerState;
+
+/** A queue of a model. See the chapter on queues. */
+typedef struct NVFP4_Queue NVFP4_Queue;
 
 /** A session. See the session chapter. */
 typedef struct NVFP4_Session NVFP4_Session;
@@ -1025,6 +1034,60 @@ typedef struct NVFP4_ChatOptions {
     /** Bytes of `tools`. */
     size_t tools_length;
 } NVFP4_ChatOptions;
+
+/** Limits of a queue. Fill with NVFP4_queue_options_init(), then change what is to differ. */
+typedef struct NVFP4_QueueOptions {
+    /** sizeof(NVFP4_QueueOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** The most generations that run at a time; others wait for one of them to end. Default: 256. */
+    int32_t running;
+    /** The most submissions that have not ended, running ones included. A further one is refused with #NVFP4_BUSY. Default: 4,096. */
+    size_t submissions;
+    /** The most events that wait to be taken. Default: 65,536. */
+    size_t events;
+} NVFP4_QueueOptions;
+
+/** How to run a generation in a queue. Fill with NVFP4_submit_options_init(), then change what is to differ. */
+typedef struct NVFP4_SubmitOptions {
+    /** sizeof(NVFP4_SubmitOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /**
+     * A waiting generation of a higher priority starts first; of equal ones, the one that was submitted first. Running generations are not
+     * interrupted. Default: 0.
+     */
+    int32_t priority;
+    /** Seconds after which the generation ends as #NVFP4_FINISH_DEADLINE, counted from its submission. Default: 0, never. */
+    double deadline;
+    /** Given back in each event of the generation. Default: NULL. */
+    void *user;
+} NVFP4_SubmitOptions;
+
+/** An event of a generation in a queue. */
+typedef struct NVFP4_QueueEvent {
+    /** The number of the generation, which its submission gave. */
+    uint64_t generation;
+    /** `user` of its submission. */
+    void *user;
+    /**
+     * The new text, as in an #NVFP4_TokenEvent; at the end of a generation that failed, the message of its error. Valid until the next
+     * wait on this queue, or the queue's release.
+     */
+    const char *text;
+    /** Bytes of `text`. */
+    size_t text_length;
+    /** One of NVFP4_EVENT_*. */
+    int32_t kind;
+    /** The token, or -1 if the event has none. */
+    int32_t token;
+    /** The kind of the text: one of NVFP4_PART_*. */
+    int32_t part;
+    /** The natural logarithm of the token's probability, as in an #NVFP4_TokenEvent; NaN if it was not requested. */
+    float log_probability;
+    /** At the end, one of NVFP4_FINISH_*; otherwise, and if the generation failed, #NVFP4_FINISH_NONE. */
+    int32_t finish;
+    /** At the end, #NVFP4_OK or the error of a generation that failed, which leaves its session as it was before; otherwise #NVFP4_OK. */
+    NVFP4_Status status;
+} NVFP4_QueueEvent;
 
 /**
  * How to train. Fill with NVFP4_trainer_options_init(), then change what is to differ. The text is read during the call
@@ -2184,7 +2247,7 @@ NVFP4_API NVFP4_Status NVFP4_session_retain(NVFP4_Session *session);
 
 /**
  * Gives up a reference to a session. After the last one the handle is stale; a call that is using the session is not
- * disturbed.
+ * disturbed, and a generation that was submitted to a queue ends as #NVFP4_FINISH_CANCELLED.
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_release(NVFP4_Session *session);
@@ -2275,6 +2338,11 @@ NVFP4_Status NVFP4_session_text(NVFP4_Session *session,
                                 char *buffer,
                                 size_t capacity,
                                 size_t *length);
+
+/** Copies the result of the last generation; its `finish` is #NVFP4_FINISH_NONE before the first. Set `struct_size` before the call. */
+NVFP4_API
+NVFP4_Status NVFP4_session_result(NVFP4_Session *session,
+                                  NVFP4_GenerationResult *result);
 
 /** Writes the number of tokens in the session; during a call, the number from before it. */
 NVFP4_API NVFP4_Status NVFP4_session_length(const NVFP4_Session *session, size_t *length);
@@ -2504,6 +2572,135 @@ NVFP4_Status NVFP4_model_tokenize_messages(const NVFP4_Model *model,
                                            int32_t *tokens,
                                            size_t capacity,
                                            size_t *count);
+
+/**
+ * @defgroup queue Queues: many generations, and no thread of the host for each
+ *
+ * A queue of a model runs generations that are submitted to it, and lists their events: tokens, text, and the end of each generation. A program of one thread submits as many as it likes and takes the events when it likes; a file descriptor
+ * that is readable while there are any makes a queue part of a loop on epoll, libuv or asyncio. Generations of all queues, and
+ * of calls of other threads, are run in the same passes over the weights.
+ *
+ * From its submission until the #NVFP4_EVENT_END of its generation, a session is in use: calls on it fail with #NVFP4_BUSY, except those
+ * that may read it during a call. It can be used again as soon as that event can be taken. NVFP4_session_text(),
+ * NVFP4_session_result() and the like then say what the generation left.
+ *
+ * Each running generation has a thread of the library, which blocks all signals. Events wait in memory until they are taken; with as
+ * many as `events` of the options, generations pause until some are.
+ */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_QueueOptions). */
+NVFP4_API NVFP4_Status NVFP4_queue_options_init(NVFP4_QueueOptions *options, uint32_t struct_size);
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_SubmitOptions). */
+NVFP4_API NVFP4_Status NVFP4_submit_options_init(NVFP4_SubmitOptions *options, uint32_t struct_size);
+
+/** Creates a queue of a model, which it keeps alive. It has no thread before its first submission. `options`: NULL for the defaults. */
+NVFP4_API
+NVFP4_Status NVFP4_queue_create(const NVFP4_Model *model,
+                                const NVFP4_QueueOptions *options,
+                                NVFP4_Queue **out);
+
+/** Adds a reference to a queue. */
+NVFP4_API NVFP4_Status NVFP4_queue_retain(NVFP4_Queue *queue);
+
+/**
+ * Gives up a reference to a queue. The last one ends its generations, which keep the tokens they have, without waiting for them: each
+ * session can be used again within a pass. No event of them follows. A wait on the queue fails with #NVFP4_CANCELLED.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_queue_release(NVFP4_Queue *queue);
+
+/**
+ * Submits a generation: appends tokens to a session and generates from there, as NVFP4_session_prefill() and NVFP4_session_generate() do.
+ * Returns at once. A generation that fails, or ends before its first token, leaves the session as it was before.
+ *
+ * - `tokens`, `count`: the prompt; none to generate from what the session holds. Copied.
+ * - `options`: NULL for the defaults. Copied, except a cancel flag, which must stay valid until the generation's end. A cancel handle may
+ *   be released before. There must be no progress callback.
+ * - `submit`: NULL for the defaults. Copied.
+ * - `generation`: receives its number, which is not 0 and which the queue does not use again.
+ *
+ * #NVFP4_BUSY if the session is in use, or if the queue is full.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_queue_generate(const NVFP4_Queue *queue,
+                                  NVFP4_Session *session,
+                                  const int32_t *tokens,
+                                  size_t count,
+                                  const NVFP4_GenerateOptions *options,
+                                  const NVFP4_SubmitOptions *submit,
+                                  uint64_t *generation);
+
+/** Submits a chat turn like NVFP4_session_chat(), whose texts are copied. The rest is as for NVFP4_queue_generate(). */
+NVFP4_API
+NVFP4_Status NVFP4_queue_chat(const NVFP4_Queue *queue,
+                              NVFP4_Session *session,
+                              const char *text,
+                              size_t text_length,
+                              const NVFP4_ChatOptions *chat,
+                              const NVFP4_GenerateOptions *options,
+                              const NVFP4_SubmitOptions *submit,
+                              uint64_t *generation);
+
+/** Submits a chat turn like NVFP4_session_chat_messages(), whose texts are copied. The rest is as for NVFP4_queue_generate(). */
+NVFP4_API
+NVFP4_Status NVFP4_queue_chat_messages(const NVFP4_Queue *queue,
+                                       NVFP4_Session *session,
+                                       const char *messages,
+                                       size_t messages_length,
+                                       const NVFP4_ChatOptions *chat,
+                                       const NVFP4_GenerateOptions *options,
+                                       const NVFP4_SubmitOptions *submit,
+                                       uint64_t *generation);
+
+/**
+ * Takes events, oldest first. Those of one generation are in order, and its #NVFP4_EVENT_END is the last. Without any it waits for one.
+ * Only one call at a time may wait on a queue: another one meanwhile fails with #NVFP4_BUSY.
+ *
+ * - `events`: room for `capacity` events, at least 1, of `event_size` bytes: sizeof(NVFP4_QueueEvent).
+ * - `timeout_ms`: the longest time to wait, in milliseconds; 0 to return at once, -1 to wait for ever.
+ * - `count`: receives the number of events. It is 0 after the timeout, or after NVFP4_queue_wake().
+ */
+NVFP4_API
+NVFP4_Status NVFP4_queue_wait(NVFP4_Queue *queue,
+                              NVFP4_QueueEvent *events,
+                              size_t event_size,
+                              size_t capacity,
+                              int64_t timeout_ms,
+                              size_t *count);
+
+/**
+ * Lets one NVFP4_queue_wait() return without events: the one that waits, or the next one that finds none. For a thread that is to do
+ * something else, or to end.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_queue_wake(const NVFP4_Queue *queue);
+
+/**
+ * Ends a generation, which keeps the tokens that it has; its #NVFP4_EVENT_END follows. One that has ended is left alone. May be called
+ * from any thread.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_queue_cancel(const NVFP4_Queue *queue,
+                                uint64_t generation);
+
+/**
+ * Writes a file descriptor that is readable while there are events to take, or NVFP4_queue_wake() was called. The host polls it and does
+ * not read, write or close it: the queue does. Linux only.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_queue_fd(const NVFP4_Queue *queue,
+                            int32_t *fd);
+
+/**
+ * Writes the numbers of submissions that wait to begin, of generations that run, and of events that wait to be taken. Each place may be
+ * NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_queue_counts(const NVFP4_Queue *queue,
+                                size_t *waiting,
+                                size_t *running,
+                                size_t *events);
 
 /**
  * @defgroup detokenizer Detokenizers: text from tokens one by one, for hosts that step many sessions
