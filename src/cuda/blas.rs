@@ -2,13 +2,14 @@
 
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys;
 
 use super::driver::{Attached, DeviceBuffer, Gpu};
 use crate::base::error::{bail, err};
+use crate::base::lock::lock;
 use crate::base::{ErrorKind, Result};
 use crate::tensor::product::{GemmForm, Sizes};
 
@@ -44,6 +45,15 @@ pub(super) enum Store {
     Bf16,
     /// Added to a bf16 result, from bf16 operands.
     AddBf16,
+}
+
+/// Rows for which the algorithm of a product of `m` rows is chosen: few numbers, because each first choice takes milliseconds, and prompts
+/// have any length.
+fn rows_of_choice(m: usize) -> usize {
+    match m {
+        ..=1024 => m.next_multiple_of(64),
+        _ => m.next_multiple_of(256),
+    }
 }
 
 /// Key of the algorithm cache: the shape and types of a product.
@@ -113,12 +123,12 @@ impl Blas {
         stride: usize,
         workspace: &DeviceBuffer,
     ) -> Result<()> {
-        let (form, sizes) = (GemmForm::NT, Sizes { m, n, k });
-        self.matmul(
+        self.matmul_as(
+            rows_of_choice(m),
             gpu,
             element,
-            form,
-            sizes,
+            GemmForm::NT,
+            Sizes { m, n, k },
             alpha,
             [(x, k), (w, k)].map(|(address, stride)| Rows { address, stride }),
             store,
@@ -133,6 +143,25 @@ impl Blas {
     /// `out (+)= alpha` times the product of `a` and `b` in any [`GemmForm`].
     pub(super) fn matmul(
         &self,
+        gpu: &Gpu,
+        element: Element,
+        form: GemmForm,
+        sizes: Sizes,
+        alpha: f32,
+        operands: [Rows; 2],
+        store: Store,
+        out: Rows,
+        workspace: &DeviceBuffer,
+    ) -> Result<()> {
+        self.matmul_as(
+            sizes.m, gpu, element, form, sizes, alpha, operands, store, out, workspace,
+        )
+    }
+
+    /// [`Blas::matmul`] by the algorithm for `chosen_rows` rows in the place of `m`, if that can do it.
+    fn matmul_as(
+        &self,
+        chosen_rows: usize,
         gpu: &Gpu,
         element: Element,
         form: GemmForm,
@@ -173,11 +202,12 @@ impl Blas {
             GemmForm::NT => layout(from, k, n, w.stride)?,
             GemmForm::NN | GemmForm::TN => layout(from, n, k, w.stride)?,
         };
-        let right = match form {
-            GemmForm::NT | GemmForm::NN => layout(from, k, m, x.stride)?,
-            GemmForm::TN => layout(from, m, k, x.stride)?,
+        let right = |m| match form {
+            GemmForm::NT | GemmForm::NN => layout(from, k, m, x.stride),
+            GemmForm::TN => layout(from, m, k, x.stride),
         };
-        let (a, b, c) = (left, right, layout(to, n, m, out.stride)?);
+        let stored = |m| layout(to, n, m, out.stride);
+        let (a, b, c) = (left, right(m)?, stored(m)?);
         let transposed = |it_is| if it_is { TRANSPOSED } else { AS_IT_IS };
         let operation = Owned(
             check(
@@ -210,83 +240,80 @@ impl Blas {
             };
             check(set, "describing a product")?;
         }
-        let shape = Shape {
-            element,
-            form,
-            sizes,
-            strides: [x.stride, w.stride, out.stride],
-            store,
+        let find = |m: usize| -> Result<sys::cublasLtMatmulAlgo_t> {
+            let shape = Shape {
+                element,
+                form,
+                sizes: Sizes { m, n, k },
+                strides: [x.stride, w.stride, out.stride],
+                store,
+            };
+            let known = lock(&self.chosen).get(&shape).copied();
+            if let Some(algorithm) = known {
+                return Ok(algorithm);
+            }
+            let preference = Owned(
+                check(result::create_matmul_pref(), "choosing an algorithm")?,
+                result::destroy_matmul_pref,
+            );
+            let most = workspace.bytes();
+            let (b, c) = (right(m)?, stored(m)?);
+            // SAFETY: the attribute is a size; the descriptors are alive.
+            let found = unsafe {
+                check(
+                    result::set_matmul_pref_attribute(
+                        preference.0,
+                        sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                        (&raw const most).cast::<c_void>(),
+                        size_of_val(&most),
+                    ),
+                    "choosing an algorithm",
+                )?;
+                check(
+                    result::get_matmul_algo_heuristic(
+                        self.handle,
+                        operation.0,
+                        a.0,
+                        b.0,
+                        c.0,
+                        c.0,
+                        preference.0,
+                    ),
+                    "choosing an algorithm",
+                )
+                .map_err(|e| e.within(format_args!("a product {form:?} of [{m}, {n}] over {k}")))?
+            };
+            lock(&self.chosen).insert(shape, found.algo);
+            Ok(found.algo)
         };
-        let known = self
-            .chosen
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .get(&shape)
-            .copied();
-        let algorithm = match known {
-            Some(algorithm) => algorithm,
-            None => {
-                let preference = Owned(
-                    check(result::create_matmul_pref(), "choosing an algorithm")?,
-                    result::destroy_matmul_pref,
-                );
-                let most = workspace.bytes();
-                // SAFETY: the attribute is a size; the descriptors are alive.
-                let found = unsafe {
-                    check(
-                        result::set_matmul_pref_attribute(
-                            preference.0,
-                            sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                            (&raw const most).cast::<c_void>(),
-                            size_of_val(&most),
-                        ),
-                        "choosing an algorithm",
-                    )?;
-                    check(
-                        result::get_matmul_algo_heuristic(
-                            self.handle,
-                            operation.0,
-                            a.0,
-                            b.0,
-                            c.0,
-                            c.0,
-                            preference.0,
-                        ),
-                        "choosing an algorithm",
-                    )
-                    .map_err(|e| {
-                        e.within(format_args!("a product {form:?} of [{m}, {n}] over {k}"))
-                    })?
-                };
-                self.chosen
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .insert(shape, found.algo);
-                found.algo
+        let multiply = |algorithm: sys::cublasLtMatmulAlgo_t| {
+            // SAFETY: the operands are device memory of the sizes described, by the caller's checks; alpha and beta are read before the
+            // call returns.
+            unsafe {
+                result::matmul(
+                    self.handle,
+                    operation.0,
+                    (&raw const alpha).cast(),
+                    (&raw const beta).cast(),
+                    w.address as *const c_void,
+                    a.0,
+                    x.address as *const c_void,
+                    b.0,
+                    out.address as *const c_void,
+                    c.0,
+                    out.address as *mut c_void,
+                    c.0,
+                    &raw const algorithm,
+                    workspace.address() as *mut c_void,
+                    workspace.bytes(),
+                    gpu.stream().cast(),
+                )
             }
         };
-        // SAFETY: the operands are device memory of the sizes described, by the caller's checks; alpha and beta are read
-        // before the call returns.
-        let done = unsafe {
-            result::matmul(
-                self.handle,
-                operation.0,
-                (&raw const alpha).cast(),
-                (&raw const beta).cast(),
-                w.address as *const c_void,
-                a.0,
-                x.address as *const c_void,
-                b.0,
-                out.address as *const c_void,
-                c.0,
-                out.address as *mut c_void,
-                c.0,
-                &raw const algorithm,
-                workspace.address() as *mut c_void,
-                workspace.bytes(),
-                gpu.stream().cast(),
-            )
-        };
+        let mut done = multiply(find(chosen_rows)?);
+        if done.is_err() && chosen_rows != m {
+            done = multiply(find(m)?);
+        }
         // cuBLASLt does not report a device fault as such; the driver does.
         check(done, "multiplying").map_err(|e| gpu.synchronize().err().unwrap_or(e))
     }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::pass::{NewTokens, Request, pass};
-use super::schedule::{Waiting, plan};
+use super::schedule::{Turn, Waiting, plan};
 use super::times::PassTimes;
 use crate::base::error::err;
 use crate::base::turns::{Waiter, reentered, this_thread};
@@ -46,6 +46,8 @@ struct State {
     expected: Vec<u64>,
     times: PassTimes,
     counts: PassCounts,
+    /// Whether the last pass ran prompts.
+    ran_prompts: bool,
     /// The fork generation of these threads; the child of a fork has others.
     generation: u32,
 }
@@ -231,16 +233,25 @@ impl State {
         ended.map(|posted| posted.caller).collect()
     }
 
-    /// The tokens of a pass that each request takes, as far as it is in it, and whether those are of prompts too.
-    fn plan(&self, model: &Model) -> (Vec<Option<usize>>, bool) {
+    /// The tokens of each request that wait.
+    fn waiting(&self) -> Vec<Waiting> {
         // SAFETY: no leader uses the requests meanwhile.
-        let waiting = self
-            .posted
-            .iter()
-            .map(|p| unsafe { &*p.request.0 }.waiting());
-        let waiting: Vec<Waiting> = waiting.collect();
-        let is_step = |waiting: &Waiting| waiting.from.is_none() || waiting.left <= 1;
-        let has_prompts = !waiting.iter().all(is_step);
+        let posted = self.posted.iter().map(|p| unsafe { &*p.request.0 });
+        posted.map(Request::waiting).collect()
+    }
+
+    /// The turn of the next pass. On a GPU prompts and steps take turns: steps are then recorded, and their callers come back while a prompt
+    /// runs. The CPU reads its weights once for both.
+    fn turn(&self, model: &Model) -> Turn {
+        Turn::next(&self.waiting(), model.device().is_cuda(), self.ran_prompts)
+    }
+
+    /// The tokens of a pass that each request takes, as far as it is in it.
+    fn plan(&self, model: &Model) -> Planned {
+        let waiting = self.waiting();
+        let turn = self.turn(model);
+        let has_prompts = waiting.iter().any(Waiting::is_prompt);
+        let has_steps = !waiting.iter().all(Waiting::is_prompt);
         let most = model.pass_rows();
         let least = match model.device().is_cuda() {
             true => most / GPU_SHARE,
@@ -248,15 +259,30 @@ impl State {
         };
         // Sequences that generate and are not here yet wait for the end of the pass too.
         let others = self.generating.len() > self.posted.len();
-        let budget = match others || waiting.iter().any(is_step) {
+        let budget = match others || has_steps {
             true => self.times.budget(least..=most),
             false => most,
         };
-        let counts = plan(&waiting, budget).into_iter().zip(&waiting);
+        let counts = plan(&waiting, turn, budget).into_iter().zip(&waiting);
         let counts =
             counts.map(|(count, waiting)| (count > 0 || waiting.left == 0).then_some(count));
-        (counts.collect(), has_prompts)
+        Planned {
+            counts: counts.collect(),
+            prompts: has_prompts && turn != Turn::Steps,
+            steps: has_steps && turn != Turn::Prompts,
+            looks_ahead: model.device().is_cuda() && !has_prompts,
+        }
     }
+}
+
+/// A planned pass.
+struct Planned {
+    /// The number of tokens of each request, as far as it is in the pass.
+    counts: Vec<Option<usize>>,
+    prompts: bool,
+    steps: bool,
+    /// Whether the next pass is known to be the next step.
+    looks_ahead: bool,
 }
 
 impl Runner {
@@ -359,16 +385,16 @@ impl Runner {
         let vocabulary = model.spec().vocab_size;
         loop {
             caller.look();
-            let mut state = self.gather();
+            let mut state = self.gather(model);
             state.end_cancelled();
             if !state.has(caller) {
                 return;
             }
-            let (plan, has_prompts) = state.plan(model);
+            let planned = state.plan(model);
             let mut taken: Vec<(Lent, usize)> = Vec::new();
             let mut is_own = true;
-            let mut look_ahead = model.device().is_cuda();
-            for (posted, count) in state.posted.iter_mut().zip(plan) {
+            let mut look_ahead = planned.looks_ahead;
+            for (posted, count) in state.posted.iter_mut().zip(planned.counts) {
                 posted.taken = count;
                 let Some(count) = count else { continue };
                 look_ahead &= posted.look_ahead;
@@ -377,6 +403,7 @@ impl Runner {
             }
             state.counts.passes += 1;
             state.counts.requests += taken.len() as u64;
+            state.ran_prompts = planned.prompts;
             drop(state);
 
             // SAFETY: the callers wait, and use their requests no more before they have left the list; each is in the list once.
@@ -386,7 +413,7 @@ impl Runner {
             let mut parts: Vec<_> = requests.collect();
             // A device that ran ahead expects the sequences in the same order.
             parts.sort_by_key(|(request, _)| request.sequences().min());
-            let rows = parts.iter().map(|(_, count)| count).sum();
+            let (count, rows) = (parts.len(), parts.iter().map(|(_, count)| count).sum());
             let parts = parts
                 .into_iter()
                 .map(|(request, count)| request.part(count));
@@ -400,8 +427,11 @@ impl Runner {
                 // The call of one thread does not end those of others.
                 false => call::outside(|| pass(parts, look_ahead, vocabulary, scratch, run)),
             }
+            let time = start.elapsed();
+            let Planned { prompts, steps, .. } = planned;
+            tracing::trace!(rows, requests = count, prompts, steps, ?time, "pass");
             let mut state = self.state();
-            state.times.record(rows, has_prompts, start.elapsed());
+            state.times.record(rows, prompts, steps, time);
             let ended = state.end_pass(is_own);
             drop(state);
             let wake = || {
@@ -418,8 +448,11 @@ impl Runner {
     }
 
     /// Waits for a moment for sequences that generate.
-    fn gather(&self) -> MutexGuard<'_, State> {
+    fn gather(&self, model: &Model) -> MutexGuard<'_, State> {
         let mut state = self.state();
+        if state.turn(model) == Turn::Prompts {
+            return state;
+        }
         state.expect();
         let step = state.times.step().unwrap_or(LONGEST_WAIT);
         let until = Instant::now() + (step / 2).min(LONGEST_WAIT);

@@ -15,13 +15,45 @@ pub(super) struct Waiting {
     pub(super) from: Option<usize>,
 }
 
-/// The number of tokens of each caller that run in the next pass, with up to `budget` tokens of prompts beside steps. Callers without a
-/// prompt all run. Of prompts, short ones come first, and then those that came first; the one that has waited longest always goes on.
-pub(super) fn plan(waiting: &[Waiting], budget: usize) -> Vec<usize> {
+impl Waiting {
+    /// Whether its tokens are those of a prompt, and not a step.
+    pub(super) fn is_prompt(&self) -> bool {
+        self.from.is_some() && self.left > 1
+    }
+}
+
+/// The kinds of tokens that a pass runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Turn {
+    Both,
+    Prompts,
+    Steps,
+}
+
+impl Turn {
+    /// The next turn. Where prompts and steps run `apart`, they take turns.
+    pub(super) fn next(waiting: &[Waiting], apart: bool, ran_prompts: bool) -> Turn {
+        let has_prompts = waiting.iter().any(Waiting::is_prompt);
+        let has_steps = !waiting.iter().all(Waiting::is_prompt);
+        match (apart && has_prompts && has_steps, ran_prompts) {
+            (false, _) => Turn::Both,
+            (true, false) => Turn::Prompts,
+            (true, true) => Turn::Steps,
+        }
+    }
+}
+
+/// The number of tokens of each caller that run in the next pass, with up to `budget` tokens of prompts. Callers without a prompt all run
+/// when it is their turn. Of prompts, short ones come first, and then those that came first; the one that has waited longest always goes on.
+pub(super) fn plan(waiting: &[Waiting], turn: Turn, budget: usize) -> Vec<usize> {
     let mut counts = vec![0; waiting.len()];
-    let is_prompt = |caller: &Waiting| caller.from.is_some() && caller.left > 1;
-    let (prompts, others): (Vec<_>, Vec<_>) =
-        (0..waiting.len()).partition(|&i| is_prompt(&waiting[i]));
+    let (mut prompts, mut others): (Vec<_>, Vec<_>) =
+        (0..waiting.len()).partition(|&i| waiting[i].is_prompt());
+    match turn {
+        Turn::Both => {}
+        Turn::Prompts => others.clear(),
+        Turn::Steps => prompts.clear(),
+    }
     for i in others {
         counts[i] = waiting[i].left;
     }
@@ -81,28 +113,49 @@ mod tests {
 
     #[test]
     fn steps_run_beside_as_much_of_prompts_as_the_budget_allows() {
-        assert_eq!(plan(&[], 256), [0; 0]);
-        assert_eq!(plan(&[STEPS, prompt(1, 77)], 0), [8, 1]);
-        assert_eq!(plan(&[prompt(1000, 0), STEPS], 256), [256, 8]);
-        assert_eq!(plan(&[prompt(100, 0), prompt(900, 0)], 256), [100, 144]);
+        assert_eq!(plan(&[], Turn::Both, 256), [0; 0]);
+        assert_eq!(plan(&[STEPS, prompt(1, 77)], Turn::Both, 0), [8, 1]);
+        assert_eq!(plan(&[prompt(1000, 0), STEPS], Turn::Both, 256), [256, 8]);
+        assert_eq!(
+            plan(&[prompt(100, 0), prompt(900, 0)], Turn::Both, 256),
+            [100, 144]
+        );
+    }
+
+    #[test]
+    fn prompts_and_steps_take_turns_where_they_run_apart() {
+        let waiting = [STEPS, prompt(1000, 0), prompt(1, 7)];
+        let counts = |turn| plan(&waiting, turn, 256);
+        assert_eq!(counts(Turn::Both), [8, 256, 1]);
+        assert_eq!(counts(Turn::Prompts), [0, 256, 0]);
+        assert_eq!(counts(Turn::Steps), [8, 0, 1]);
+        assert_eq!(Turn::next(&waiting, false, false), Turn::Both);
+        assert_eq!(Turn::next(&waiting, true, false), Turn::Prompts);
+        assert_eq!(Turn::next(&waiting, true, true), Turn::Steps);
+        // One kind alone does not wait for the other.
+        assert_eq!(Turn::next(&[STEPS], true, false), Turn::Both);
+        assert_eq!(Turn::next(&waiting[1..2], true, true), Turn::Both);
     }
 
     #[test]
     fn prompts_are_divided_at_borders() {
-        assert_eq!(plan(&[prompt(1000, 30)], 256), [242]);
-        assert_eq!(plan(&[prompt(200, 30)], 256), [200]);
+        assert_eq!(plan(&[prompt(1000, 30)], Turn::Both, 256), [242]);
+        assert_eq!(plan(&[prompt(200, 30)], Turn::Both, 256), [200]);
         // Rather than nothing, the tokens up to a border run.
-        assert_eq!(plan(&[prompt(1000, 30)], 1), [2]);
-        assert_eq!(plan(&[prompt(1000, 0)], 0), [16]);
+        assert_eq!(plan(&[prompt(1000, 30)], Turn::Both, 1), [2]);
+        assert_eq!(plan(&[prompt(1000, 0)], Turn::Both, 0), [16]);
     }
 
     #[test]
     fn short_prompts_overtake_long_ones_but_leave_them_half() {
-        assert_eq!(plan(&[prompt(4096, 0), prompt(20, 0)], 256), [224, 20]);
+        assert_eq!(
+            plan(&[prompt(4096, 0), prompt(20, 0)], Turn::Both, 256),
+            [224, 20]
+        );
         let many: Vec<Waiting> = std::iter::once(prompt(4096, 0))
             .chain((0..10).map(|_| prompt(60, 0)))
             .collect();
-        assert_eq!(plan(&many, 256)[..4], [128, 60, 60, 0]);
+        assert_eq!(plan(&many, Turn::Both, 256)[..4], [128, 60, 60, 0]);
     }
 
     /// In virtual time: arrivals of random prompts. Each prompt ends, and the one that waits longest goes on in every pass.
@@ -123,7 +176,7 @@ mod tests {
                     arrived += 1;
                 }
             }
-            let counts = plan(&waiting, 256);
+            let counts = plan(&waiting, Turn::Both, 256);
             assert!(waiting.is_empty() || counts.iter().any(|&count| count > 0));
             let oldest = waiting.iter().position(|w| w.left > 1);
             assert!(oldest.is_none_or(|i| counts[i] > 0), "{waiting:?}");

@@ -26,15 +26,16 @@ impl PassTimes {
         self.step.map(Duration::from_secs_f64)
     }
 
-    /// Records the time of a pass of `rows` tokens. Where it has prompts, they take what is beyond a step.
-    pub(super) fn record(&mut self, rows: usize, has_prompts: bool, time: Duration) {
+    /// Records the time of a pass of `rows` tokens. Prompts beside steps take what is beyond a step.
+    pub(super) fn record(&mut self, rows: usize, prompts: bool, steps: bool, time: Duration) {
         let seconds = time.as_secs_f64();
-        let (mean, new) = match has_prompts {
+        let of_steps = match steps {
+            true => self.step.unwrap_or(0.0).min(seconds / 2.0),
+            false => 0.0,
+        };
+        let (mean, new) = match prompts {
             false => (&mut self.step, seconds),
-            true if rows >= MEASURED => {
-                let beyond = (seconds - self.step.unwrap_or(0.0)).max(seconds / 2.0);
-                (&mut self.token, beyond / rows as f64)
-            }
+            true if rows >= MEASURED => (&mut self.token, (seconds - of_steps) / rows as f64),
             true => return,
         };
         *mean = Some(mean.map_or(new, |mean| mean + NEW * (new - mean)));
@@ -61,18 +62,18 @@ mod tests {
         assert_eq!(times.budget(1..=4096), MEASURED);
         let after = |seconds| Duration::from_secs_f64(seconds);
         // A GPU: 20 us a token, of which 20 ms hold 1,000.
-        (0..50).for_each(|_| times.record(2000, true, after(0.04)));
+        (0..50).for_each(|_| times.record(2000, true, false, after(0.04)));
         let about = |times: &PassTimes, count: usize| times.budget(1..=4096).abs_diff(count) <= 1;
         assert!(about(&times, 1000), "{}", times.budget(1..=4096));
         assert_eq!(times.budget(1..=512), 512);
         assert_eq!(times.budget(2048..=4096), 2048);
         // Few tokens say nothing of the time of one.
-        times.record(8, true, after(1.0));
+        times.record(8, true, false, after(1.0));
         assert!(about(&times, 1000), "{}", times.budget(1..=4096));
         // A processor: steps of 50 ms, three of which hold 75 tokens of 2 ms. A prompt beside steps is what is beyond a step.
-        (0..50).for_each(|_| times.record(4, false, after(0.05)));
+        (0..50).for_each(|_| times.record(4, false, true, after(0.05)));
         assert_eq!(times.step(), Some(after(0.05)));
-        (0..50).for_each(|_| times.record(100, true, after(0.25)));
+        (0..50).for_each(|_| times.record(100, true, true, after(0.25)));
         assert!(about(&times, 75), "{}", times.budget(1..=4096));
     }
 }
