@@ -4,6 +4,8 @@
 mod calibrated;
 #[path = "cli/compare.rs"]
 mod compare;
+#[path = "cli/guard.rs"]
+mod guard;
 #[path = "cli/tasks.rs"]
 mod tasks;
 
@@ -398,6 +400,39 @@ fn bench_measures() {
     assert!(said.contains("tok/s"), "{said}");
     let e = failure(&["bench", "--model", MODEL, "--batch", "0"]);
     assert!(e.contains("--batch must be at least 1"), "{e}");
+}
+
+#[test]
+fn bench_serves_requests_that_arrive() {
+    let bench = ["bench", "--model", MODEL, "--requests", "7"];
+    let sizes = ["--prompt-tokens", "20", "--gen-tokens", "6"];
+    for (arrivals, spread) in [("all", "0"), ("500", "0.5")] {
+        let serve = ["--serve", arrivals, "--spread", spread];
+        let report = json(&[&bench[..], &sizes, &serve].concat());
+        let number = |name: &str| report[name].as_f64().unwrap();
+        let (prompts, made) = (number("prompt_tokens"), number("gen_tokens"));
+        match spread {
+            "0" => assert_eq!((prompts, made), (140.0, 42.0)),
+            _ => assert!((70.0..=210.0).contains(&prompts) && (21.0..=63.0).contains(&made)),
+        }
+        assert_eq!(report["rate"].as_f64(), arrivals.parse().ok());
+        let rate = number("gen_tok_s") * number("seconds");
+        assert!((rate - made).abs() < 1e-6 * made, "{report}");
+        assert!(number("requests_in_a_pass") >= 1.0);
+        for times in ["ttft_ms", "between_tokens_ms"] {
+            let of = |name: &str| report[times][name].as_f64().unwrap();
+            let all = ["median", "p95", "p99", "longest"].map(of);
+            assert!(all[0] > 0.0 && all.is_sorted(), "{report}");
+        }
+    }
+    let said = text(&[&bench[..], &sizes, &["--serve", "all"]].concat());
+    assert!(said.contains("7 requests in "), "{said}");
+    for wrong in [&["--serve", "0"][..], &["--serve", "all", "--batch", "2"]] {
+        let output = nvfp4(&[&bench[..], wrong].concat());
+        assert_eq!(output.status.code(), Some(2), "{wrong:?}");
+    }
+    let alone = nvfp4(&["bench", "--model", MODEL, "--spread", "0.5"]);
+    assert_eq!(alone.status.code(), Some(2), "--spread without --serve");
 }
 
 /// A single file is the model, and an index beside it a warning on standard error, each once, unless it says the same.

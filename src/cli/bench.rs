@@ -1,5 +1,7 @@
 //! `nvfp4 bench`: prefill and decode speed, memory, and decode speed relative to the memory bandwidth. Medians of repeated runs after a
-//! warm-up.
+//! warm-up. With `--serve`, rates and times of requests that arrive one after the other.
+
+mod serve;
 
 use std::ops::ControlFlow;
 use std::time::Instant;
@@ -41,9 +43,26 @@ pub(super) struct Args {
     /// Draft this many tokens a step at most, for one sequence of a model with a drafter; without this, decoding drafts none
     #[arg(long)]
     drafts: Option<usize>,
+    /// Serve requests that arrive at this rate a second, by a Poisson process, or `all` at once: measures the time to the first token and
+    /// between tokens. `--prompt-tokens` and `--gen-tokens` are then the lengths of each request
+    #[arg(long, value_name = "RATE|all", value_parser = serve::arrivals, conflicts_with_all = ["batch", "runs", "warmup", "decode_from_empty"])]
+    serve: Option<serve::Arrivals>,
+    /// Requests of `--serve`
+    #[arg(long, default_value_t = 64, requires = "serve")]
+    requests: usize,
+    /// Lengths of `--serve` vary evenly by this share of them
+    #[arg(long, default_value_t = 0.0, requires = "serve", value_parser = spread)]
+    spread: f64,
     /// Print the result as JSON
     #[arg(long)]
     json: bool,
+}
+
+fn spread(text: &str) -> std::result::Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(x) if (0.0..=1.0).contains(&x) => Ok(x),
+        _ => Err("takes a share from 0 to 1".to_owned()),
+    }
 }
 
 #[derive(Serialize)]
@@ -94,10 +113,14 @@ pub(super) fn run(args: &Args) -> Result<()> {
         ("--gen-tokens", args.gen_tokens),
         ("--batch", args.batch),
         ("--runs", args.runs),
+        ("--requests", args.requests),
     ] {
         if value == 0 {
             bail!(InvalidArgument, "{name} must be at least 1");
         }
+    }
+    if let Some(arrivals) = args.serve {
+        return serve::run(args, arrivals);
     }
     if args.drafts.is_some() && args.batch > 1 {
         bail!(

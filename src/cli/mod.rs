@@ -1,5 +1,5 @@
 //! The command line: parses arguments, calls the library, prints text or JSON. Exit codes are 0 on success, 1 on failure and 2 on wrong
-//! usage; `train` has its own if a signal stopped it. No model arithmetic here.
+//! usage; `train` has its own if a signal stopped it, and `guard` those of its command. No model arithmetic here.
 
 mod bandwidth;
 mod bench;
@@ -7,6 +7,7 @@ mod chart;
 mod chat;
 mod compare;
 mod diagnose;
+mod guard;
 mod hub;
 mod inspect;
 mod model;
@@ -73,6 +74,8 @@ enum Command {
     Compare(compare::Args),
     /// Say what this machine and build support
     Diagnose(diagnose::Args),
+    /// Run a command, and kill it when GPU memory passes a limit
+    Guard(guard::Args),
     /// Write manual pages and shell completions into a folder, for packages
     #[command(hide = true)]
     Pages(pages::Args),
@@ -109,6 +112,7 @@ fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Perplexity(args) => perplexity::run(&args),
         Command::Compare(args) => compare::run(&args),
         Command::Diagnose(args) => diagnose::run(&args),
+        Command::Guard(args) => return guard::run(&args),
         Command::Pages(args) => pages::run(&args, &Cli::command()),
     };
     done.map(|()| ExitCode::SUCCESS)
