@@ -14,6 +14,7 @@ mod models;
 mod output;
 mod pages;
 mod perplexity;
+mod plan;
 mod prompting;
 mod pull;
 mod quantize;
