@@ -50,9 +50,9 @@ mod tests {
             (Some(512), 9000, 16),
             (Some(512), 9001, 64),
         ] {
-            for run in [1, 2, 100, 512, 4096] {
+            for run in [1usize, 2, 100, 512, 4096] {
                 let mut most = 0;
-                let mut len = 0;
+                let mut len = 0usize;
                 while len < context {
                     let end = (len + run).min(context);
                     let blocks = end.div_ceil(positions);
