@@ -258,10 +258,10 @@ const MODEL: &str = "tests/golden/model/qwen3_tied";
 /// The memory of a model is planned without loading it; sizes have the units that people read.
 #[test]
 fn inspect_plans_memory() {
-    let plan = |more: &[&str]| {
+    fn plan<'a>(more: &[&'a str]) -> Vec<&'a str> {
         let common = ["inspect", MODEL, "--device", "cpu", "--threads", "1"];
         [&common[..], more].concat()
-    };
+    }
     let wanted = ["--context", "64", "--conversations", "3", "--memory", "1"];
     let planned = json(&plan(&wanted));
     assert_eq!(
