@@ -1238,6 +1238,14 @@ struct LoadOptions : NVFP4_LoadOptions {
     }
 };
 
+/** Options of Model::plan(); the fields of the C struct, with their defaults. */
+struct PlanOptions : NVFP4_PlanOptions {
+    PlanOptions() : NVFP4_PlanOptions()
+    {
+        detail::filled(NVFP4_plan_options_init(this, sizeof(NVFP4_PlanOptions)));
+    }
+};
+
 /** A message of a conversation. */
 struct Message {
     std::string role, content;
@@ -1304,6 +1312,17 @@ public:
         Model out;
         return detail::result(carried.after(NVFP4_model_load(path.data(), path.size(), &with, quantize, out.put())),
                               std::move(out));
+    }
+
+    /** The memory that a model and its sessions would take, from the headers of its files; see NVFP4_model_plan(). */
+    static Result<NVFP4_Plan> plan(std::string_view path, const NVFP4_LoadOptions &load = LoadOptions(),
+                                   const NVFP4_PlanOptions &options = PlanOptions(),
+                                   const NVFP4_QuantizeOptions *quantize = nullptr)
+    {
+        NVFP4_Plan out = {};
+        out.struct_size = sizeof out;
+        const NVFP4_Status status = NVFP4_model_plan(path.data(), path.size(), &load, quantize, &options, &out);
+        return detail::result(status, out);
     }
 
 #ifndef NVFP4_NO_EXCEPTIONS

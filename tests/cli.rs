@@ -257,6 +257,41 @@ fn diagnose_names_a_compiler_that_is_not_there() {
 
 const MODEL: &str = "tests/golden/model/qwen3_tied";
 
+/// The memory of a model is planned without loading it; sizes have the units that people read.
+#[test]
+fn inspect_plans_memory() {
+    fn plan<'a>(more: &[&'a str]) -> Vec<&'a str> {
+        let common = ["inspect", MODEL, "--device", "cpu", "--threads", "1"];
+        [&common[..], more].concat()
+    }
+    let wanted = ["--context", "64", "--conversations", "3", "--memory", "1"];
+    let planned = json(&plan(&wanted));
+    assert_eq!(
+        (&planned["context"], &planned["sequences"]),
+        (&64.into(), &3.into())
+    );
+    let of_token = planned["kv_bytes_per_token"].as_u64().unwrap();
+    assert_eq!(planned["kv_bytes"], 3 * 64 * of_token);
+    assert_eq!(planned["free_bytes"], 1_000_000_000);
+    assert_eq!(planned["weights"]["device"], 0);
+    let quantized = json(&plan(&["--quantize", "amax"]));
+    let weights = |plan: &Value| plan["weights"]["host"].as_u64().unwrap();
+    assert!(weights(&quantized) < weights(&planned));
+    let table = text(&plan(&wanted));
+    let fit = planned["sequences_that_fit"].as_u64().unwrap();
+    assert!(
+        fit > 3 && table.contains(&format!("for {fit} conversations in 1.0 GB")),
+        "{table}"
+    );
+    assert!(table.contains("3 conversations of 64 tokens"), "{table}");
+    let e = failure(&plan(&["--context", "9999"]));
+    assert!(e.contains("a context of 9999 positions"), "{e}");
+    assert_eq!(
+        nvfp4(&["inspect", MODEL, "--context", "64"]).status.code(),
+        Some(2)
+    );
+}
+
 #[test]
 fn bench_counts_drafts() {
     let model = "tests/golden/model/qwen35_drafter";

@@ -4,11 +4,13 @@
 //! threads that generate get the speed of NVFP4_session_step_sample().
 
 use std::ffi::c_char;
+use std::path::Path;
 
 use serde_json::json;
 
 use super::arguments::{
-    self, Element, Growing, Out, copy_items, copy_text, elements, fill, flag, options, slice, text,
+    self, Element, Growing, Out, choice, copy_items, copy_text, elements, fill, flag, options,
+    results, slice, text,
 };
 use super::call::{NVFP4_CallOptions, watched};
 use super::guard::{self, enter, enter_to_free};
@@ -18,13 +20,17 @@ use super::linear::{NVFP4_ACTIVATIONS_EXACT, activations};
 use super::quantize::NVFP4_QuantizeOptions;
 use super::shared;
 use super::status::NVFP4_Status;
-use super::tensor::{NVFP4_DEVICE_AUTO, NVFP4_DEVICE_CPU, check_only, device_of};
+use super::tensor::{
+    NVFP4_DEVICE_AUTO, NVFP4_DEVICE_CPU, NVFP4_DEVICE_CUDA, check_only, device_of,
+};
 use crate::base::alloc::Budget;
-use crate::base::error::{Result, err};
-use crate::base::memory::with_room;
+use crate::base::error::{Result, bail, err};
+use crate::base::memory::{Bytes, with_room};
 use crate::engine::Served;
+use crate::engine::capacity::{self, Plan, PlanOptions};
+use crate::format::nvfp4::QuantizeOptions;
 use crate::model::placement::{self, Requirements};
-use crate::model::{Device, KvType, LoadOptions};
+use crate::model::{Activations, Device, KvType, LoadOptions};
 use crate::text::Message;
 
 /// A loaded model. See the model chapter.
@@ -35,6 +41,20 @@ pub struct NVFP4_Model {
 impl Object for Served {
     type Handle = NVFP4_Model;
     const NAME: &'static str = "NVFP4_Model";
+}
+
+/// Cached keys and values in IEEE half precision.
+pub const NVFP4_KV_FLOAT16: i32 = 0;
+/// Cached keys and values in IEEE single precision: unrounded, in twice the memory.
+pub const NVFP4_KV_FLOAT32: i32 = 1;
+
+/// The element type of keys and values with this number.
+pub(super) fn kv_type(value: i32) -> Result<KvType> {
+    let types = [
+        (NVFP4_KV_FLOAT16, "float16", KvType::F16),
+        (NVFP4_KV_FLOAT32, "float32", KvType::F32),
+    ];
+    choice("kv_type", value, &types)
 }
 
 /// How to load a model. Fill with NVFP4_load_options_init(), then change what is to differ.
@@ -139,51 +159,11 @@ pub unsafe extern "C-unwind" fn NVFP4_model_load(
                 Out::new("out", out)?,
                 arguments::path("path", path, path_length)?,
                 self::options(options)?,
-                match quantize.is_null() {
-                    true => None,
-                    false => Some(self::options(quantize)?.read_for_model()?),
-                },
+                quantizing(quantize)?,
             )
         };
-        let threads = thread_count(options.threads)?;
-        let activations = activations(options.activations)?;
-        let sampling_only = flag("sampling_only", options.sampling_only)?;
-        let kv_bytes = reserved(options.kv_bytes)?;
-        let load = |device: Device, device_choice: Option<String>| {
-            Served::load(
-                path,
-                &LoadOptions {
-                    device,
-                    device_choice,
-                    quantize: quantize.clone(),
-                    activations,
-                    kv_bytes,
-                    sampling_only,
-                },
-            )
-        };
-        let load = || {
-            if options.device_type != NVFP4_DEVICE_AUTO {
-                let device = device_of(options.device_type, options.device_index, threads)?;
-                return load(device, None);
-            }
-            check_only("the library's choice", options.device_index)?;
-            let requirements = Requirements {
-                quantize: quantize.is_some(),
-                sampling_only,
-                activations,
-                // The default of sessions.
-                kv: KvType::F16,
-                kv_bytes,
-            };
-            placement::load(
-                &[path],
-                &requirements,
-                || shared::cpu(threads),
-                |placement| tracing::info!("{placement}"),
-                |device, placement| load(device.clone(), Some(placement.to_string())),
-            )
-        };
+        let wanted = Wanted::read(&options, quantize)?;
+        let load = || wanted.on_device(path, KvType::F16, |options| Served::load(path, options));
         // SAFETY: as above.
         let model = unsafe { watched(options.call, load) }?;
         tracing::debug!(?path, "loaded {model:?}");
@@ -192,11 +172,309 @@ pub unsafe extern "C-unwind" fn NVFP4_model_load(
     })
 }
 
+/// How to quantize while loading; NULL does not.
+///
+/// # Safety
+/// As for [`options`].
+unsafe fn quantizing(quantize: *const NVFP4_QuantizeOptions) -> Result<Option<QuantizeOptions>> {
+    if quantize.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: promised by the caller.
+    let quantize = unsafe { options(quantize) }?;
+    quantize.read_for_model().map(Some)
+}
+
+/// Checked options of loading a model.
+struct Wanted {
+    device_type: i32,
+    device_index: i32,
+    threads: Option<usize>,
+    activations: Activations,
+    sampling_only: bool,
+    kv_bytes: Option<usize>,
+    quantize: Option<QuantizeOptions>,
+}
+
+impl Wanted {
+    fn read(options: &NVFP4_LoadOptions, quantize: Option<QuantizeOptions>) -> Result<Wanted> {
+        Ok(Wanted {
+            device_type: options.device_type,
+            device_index: options.device_index,
+            threads: thread_count(options.threads)?,
+            activations: activations(options.activations)?,
+            sampling_only: flag("sampling_only", options.sampling_only)?,
+            kv_bytes: reserved(options.kv_bytes)?,
+            quantize,
+        })
+    }
+
+    /// Calls `use_on` with the device that is named or chosen for the model at `path`, whose sessions have keys and values of type `kv`.
+    fn on_device<T>(
+        &self,
+        path: &Path,
+        kv: KvType,
+        use_on: impl Fn(&LoadOptions) -> Result<T>,
+    ) -> Result<T> {
+        let on = |device: Device, device_choice: Option<String>| {
+            use_on(&LoadOptions {
+                device,
+                device_choice,
+                quantize: self.quantize.clone(),
+                activations: self.activations,
+                kv_bytes: self.kv_bytes,
+                sampling_only: self.sampling_only,
+            })
+        };
+        if self.device_type != NVFP4_DEVICE_AUTO {
+            let device = device_of(self.device_type, self.device_index, self.threads)?;
+            return on(device, None);
+        }
+        check_only("the library's choice", self.device_index)?;
+        let requirements = Requirements {
+            quantize: self.quantize.is_some(),
+            sampling_only: self.sampling_only,
+            activations: self.activations,
+            kv,
+            kv_bytes: self.kv_bytes,
+        };
+        placement::load(
+            &[path],
+            &requirements,
+            || shared::cpu(self.threads),
+            |placement| tracing::info!("{placement}"),
+            |device, placement| on(device.clone(), Some(placement.to_string())),
+        )
+    }
+}
+
 /// Bytes to reserve; 0 reserves none.
 fn reserved(bytes: u64) -> Result<Option<usize>> {
     let bytes = usize::try_from(bytes)
         .map_err(|_| err!(InvalidArgument, "kv_bytes is {bytes}, more than addresses"))?;
     Ok((bytes > 0).then_some(bytes))
+}
+
+/// Options of NVFP4_model_plan(). Fill with NVFP4_plan_options_init(), then change what is to differ.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NVFP4_PlanOptions {
+    /// sizeof(NVFP4_PlanOptions) as the caller knows it.
+    pub struct_size: u32,
+    /// One of NVFP4_KV_*: the type of the sessions' keys and values. Default: half precision.
+    pub kv_type: i32,
+    /// Sessions that take steps together, at least 1. Default: 1.
+    pub sequences: usize,
+    /// Tokens that each session comes to, at most those that the model was made for; 0 for these. Default: 0.
+    pub context: usize,
+    /// Bytes of the device's memory in which model and sessions are to fit; 0 for what is free on the device. Default: 0.
+    pub budget_bytes: u64,
+}
+
+// SAFETY: integers without padding, the first a u32 size.
+unsafe impl Growing for NVFP4_PlanOptions {
+    const NAME: &'static str = "NVFP4_PlanOptions";
+    fn defaults() -> Self {
+        NVFP4_PlanOptions {
+            struct_size: size_of::<Self>() as u32,
+            kv_type: NVFP4_KV_FLOAT16,
+            sequences: 1,
+            context: 0,
+            budget_bytes: 0,
+        }
+    }
+}
+
+impl NVFP4_PlanOptions {
+    fn read(&self) -> Result<PlanOptions> {
+        Ok(PlanOptions {
+            sequences: self.sequences,
+            context: (self.context > 0).then_some(self.context),
+            kv: kv_type(self.kv_type)?,
+            budget: (self.budget_bytes > 0).then_some(self.budget_bytes),
+        })
+    }
+}
+
+/// The memory of a model and its sessions, in bytes. Numbers named `host` count host memory that a model on a GPU takes beside that of the
+/// GPU, and are 0 on the CPU; the others count the memory of the device, which is host memory for the CPU. The driver, its libraries,
+/// compiled kernels, tokenizers, texts and logits are not counted, as in NVFP4_memory_stats().
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NVFP4_Plan {
+    /// sizeof(NVFP4_Plan) as the caller knows it. Set it before the call.
+    pub struct_size: u32,
+    /// The device of the plan: #NVFP4_DEVICE_CPU or #NVFP4_DEVICE_CUDA.
+    pub device_type: i32,
+    /// Its number.
+    pub device_index: i32,
+    /// 0.
+    pub reserved: i32,
+    /// Tokens of a session, as asked for.
+    pub context: u64,
+    /// Weights as they are held: what NVFP4_memory_stats() says of #NVFP4_MEMORY_WEIGHTS on the CPU and of
+    /// #NVFP4_MEMORY_DEVICE_WEIGHTS on a GPU once the model is loaded.
+    pub weight_bytes: u64,
+    /// Tables in page-locked memory, of which a token reads one row.
+    pub weight_host_bytes: u64,
+    /// Weights and working memory while the model is loaded, at most.
+    pub peak_load_bytes: u64,
+    /// As above, in host memory.
+    pub peak_load_host_bytes: u64,
+    /// Working memory of steps alone, without prompts.
+    pub step_workspace_bytes: u64,
+    /// Working memory of steps and of the longest passes of prompts. On the CPU each session that runs a prompt itself keeps its own.
+    pub workspace_bytes: u64,
+    /// Page-locked working memory, without the buffers through which the library copies.
+    pub workspace_host_bytes: u64,
+    /// Most bytes of recorded steps, on the GPU and on the host together; 0 on the CPU. Only the driver knows the exact number.
+    pub graph_bytes_bound: u64,
+    /// Keys and values of a token.
+    pub kv_bytes_per_token: u64,
+    /// A block of keys and values, of all groups of layers together.
+    pub kv_block_bytes: u64,
+    /// Tokens of a block.
+    pub kv_block_positions: u64,
+    /// A recurrent state; 0 without recurrent layers.
+    pub state_bytes: u64,
+    /// Blocks of a session of `context` tokens, its recurrent states included. Layers with a window free what it has passed.
+    pub kv_bytes_per_sequence: u64,
+    /// The recurrent states among these blocks: that of the end, and those of earlier positions that a session keeps.
+    pub state_bytes_per_sequence: u64,
+    /// Blocks of all sessions: as `kv_bytes` of NVFP4_LoadOptions, room for each to come to `context` tokens.
+    pub kv_bytes: u64,
+    /// Bytes that are free on the device, or `budget_bytes`; UINT64_MAX if the system does not say.
+    pub free_bytes: u64,
+    /// Sessions of `context` tokens that fit there beside the model, and in `kv_bytes` of NVFP4_LoadOptions and the budget of
+    /// NVFP4_memory_set_budget() where these are set; UINT64_MAX if nothing limits them.
+    pub sequences_that_fit: u64,
+}
+
+// SAFETY: integers without padding, the first a u32 size.
+unsafe impl Growing for NVFP4_Plan {
+    const NAME: &'static str = "NVFP4_Plan";
+    fn defaults() -> Self {
+        NVFP4_Plan {
+            struct_size: size_of::<Self>() as u32,
+            device_type: NVFP4_DEVICE_CPU,
+            device_index: 0,
+            reserved: 0,
+            context: 0,
+            weight_bytes: 0,
+            weight_host_bytes: 0,
+            peak_load_bytes: 0,
+            peak_load_host_bytes: 0,
+            step_workspace_bytes: 0,
+            workspace_bytes: 0,
+            workspace_host_bytes: 0,
+            graph_bytes_bound: 0,
+            kv_bytes_per_token: 0,
+            kv_block_bytes: 0,
+            kv_block_positions: 0,
+            state_bytes: 0,
+            kv_bytes_per_sequence: 0,
+            state_bytes_per_sequence: 0,
+            kv_bytes: 0,
+            free_bytes: 0,
+            sequences_that_fit: 0,
+        }
+    }
+}
+
+impl NVFP4_Plan {
+    fn of(plan: &Plan, device: &Device) -> NVFP4_Plan {
+        let (device_type, device_index) = match device {
+            Device::Cuda(gpu) => (NVFP4_DEVICE_CUDA, gpu.ordinal() as i32),
+            _ => (NVFP4_DEVICE_CPU, 0),
+        };
+        // Memory of the device, and of the host beside it.
+        let places = |bytes: Bytes| match device.is_cuda() {
+            true => (bytes.device, bytes.host),
+            false => (bytes.host, 0),
+        };
+        let (weight_bytes, weight_host_bytes) = places(plan.weights);
+        let (peak_load_bytes, peak_load_host_bytes) = places(plan.load_peak);
+        let (workspace_bytes, workspace_host_bytes) = places(plan.workspace);
+        let (step_workspace_bytes, _) = places(plan.step_workspace);
+        NVFP4_Plan {
+            device_type,
+            device_index,
+            context: plan.context as u64,
+            weight_bytes,
+            weight_host_bytes,
+            peak_load_bytes,
+            peak_load_host_bytes,
+            step_workspace_bytes,
+            workspace_bytes,
+            workspace_host_bytes,
+            graph_bytes_bound: plan.graph_bytes_bound,
+            kv_bytes_per_token: plan.kv_bytes_per_token,
+            kv_block_bytes: plan.blocks.block_bytes(),
+            kv_block_positions: plan.blocks.block_positions() as u64,
+            state_bytes: plan.blocks.state_bytes,
+            kv_bytes_per_sequence: plan.sequence_bytes,
+            state_bytes_per_sequence: plan.sequence_state_bytes,
+            kv_bytes: plan.kv_bytes,
+            free_bytes: plan.free_bytes.unwrap_or(u64::MAX),
+            sequences_that_fit: plan.sequences_that_fit.unwrap_or(u64::MAX),
+            ..NVFP4_Plan::defaults()
+        }
+    }
+}
+
+/// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_PlanOptions).
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn NVFP4_plan_options_init(
+    options: *mut NVFP4_PlanOptions,
+    struct_size: u32,
+) -> NVFP4_Status {
+    enter("NVFP4_plan_options_init", || {
+        // SAFETY: the pointer is as the header asks.
+        unsafe { fill(options, struct_size, NVFP4_PlanOptions::defaults()) }
+    })
+}
+
+/// Says what a model and its sessions take of memory, without loading it: reads the headers of its files, and takes milliseconds
+/// however large it is. Weights and blocks are exact; working memory is that of the largest passes, to which it grows as they come.
+/// Any number of threads may call it at once. Errors are those of NVFP4_model_load() for what no device can run, for options that do
+/// not go together, and for a device that is not there; tensors and tokenizer are not read, so their faults are not found.
+///
+/// - `path`, `path_length`: see TEXT above.
+/// - `load`, `quantize`: as NVFP4_model_load() will have them; NULL for the defaults, and for weights as they are stored. With
+///   #NVFP4_DEVICE_AUTO the plan is that of the device that it would choose now. `call` is ignored.
+/// - `options`: NULL for the defaults.
+/// - `out`: the plan; its `struct_size` says how much of it the caller knows.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn NVFP4_model_plan(
+    path: *const c_char,
+    path_length: usize,
+    load: *const NVFP4_LoadOptions,
+    quantize: *const NVFP4_QuantizeOptions,
+    options: *const NVFP4_PlanOptions,
+    out: *mut NVFP4_Plan,
+) -> NVFP4_Status {
+    enter("NVFP4_model_plan", || {
+        // SAFETY: the pointers are as the header asks.
+        let (out, path, load, quantize, options) = unsafe {
+            (
+                results(out)?,
+                arguments::path("path", path, path_length)?,
+                self::options(load)?,
+                quantizing(quantize)?,
+                self::options(options)?.read()?,
+            )
+        };
+        let Some(out) = out else {
+            bail!(InvalidArgument, "out is NULL; pass where the plan goes");
+        };
+        let wanted = Wanted::read(&load, quantize)?;
+        let plan = wanted.on_device(path, options.kv, |load| {
+            let plan = capacity::plan(path, load, &options)?;
+            Ok(NVFP4_Plan::of(&plan, &load.device))
+        })?;
+        out(plan);
+        Ok(())
+    })
 }
 
 /// Adds a reference to a model.

@@ -17,7 +17,7 @@ use super::arguments::{
 use super::call::{Cancellation, NVFP4_CallOptions, watched, watched_throughout};
 use super::guard::{answer, calling, enter, enter_to_free, note};
 use super::handle::{self, Exclusive, Object, Reservation, Snapshots};
-use super::model::{NVFP4_Model, token_out, tokens_in, tokens_out};
+use super::model::{NVFP4_KV_FLOAT16, NVFP4_Model, kv_type, token_out, tokens_in, tokens_out};
 use super::status::{NVFP4_OK, NVFP4_Status};
 use crate::base::alloc::{Budget, foreign};
 use crate::base::error::{Result, bail};
@@ -25,7 +25,6 @@ use crate::base::lock::lock;
 use crate::base::memory::copied;
 use crate::base::{Error, call};
 use crate::engine::Served;
-use crate::model::KvType;
 use crate::session::{
     self, Eviction, Finish, GenerateOptions, Generation, MOST_DRAFTS, Part, Piece, Sampler,
     SamplingOptions, SessionOptions, Submitted,
@@ -112,11 +111,6 @@ impl Object for Session {
     const NAME: &'static str = "NVFP4_Session";
 }
 
-/// Cached keys and values in IEEE half precision.
-pub const NVFP4_KV_FLOAT16: i32 = 0;
-/// Cached keys and values in IEEE single precision: unrounded, in twice the memory.
-pub const NVFP4_KV_FLOAT32: i32 = 1;
-
 /// Refuse tokens that do not fit: #NVFP4_CONTEXT_FULL, or #NVFP4_FINISH_CONTEXT within a generation.
 pub const NVFP4_EVICTION_ERROR: i32 = 0;
 /// Drop old tokens: the older half of those after the first `keep`, or more if that is not enough. The remaining tokens are run again. A
@@ -173,14 +167,7 @@ impl NVFP4_SessionOptions {
         let drop_oldest = Eviction::DropOldest { keep: self.keep };
         Ok(SessionOptions {
             context: self.context,
-            kv: choice(
-                "kv_type",
-                self.kv_type,
-                &[
-                    (NVFP4_KV_FLOAT16, "float16", KvType::F16),
-                    (NVFP4_KV_FLOAT32, "float32", KvType::F32),
-                ],
-            )?,
+            kv: kv_type(self.kv_type)?,
             system: (!self.system.is_null())
                 .then(|| copied(system))
                 .transpose()?,

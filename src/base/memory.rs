@@ -6,9 +6,12 @@
 
 use std::alloc::{GlobalAlloc, Layout, System, alloc_zeroed};
 use std::ffi::c_void;
-use std::ops::{Deref, DerefMut};
+use std::iter::Sum;
+use std::ops::{Add, Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use serde::Serialize;
 
 use super::alloc;
 use super::error::{Error, Result, bail, err};
@@ -116,6 +119,55 @@ pub fn total() -> Usage {
 pub fn on_host() -> u64 {
     let tags = [Tag::Weights, Tag::KvCache, Tag::Scratch, Tag::Tensor];
     tags.iter().map(|&tag| usage(tag).current).sum()
+}
+
+/// Numbers of bytes in host memory and in the memory of a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Bytes {
+    /// In host memory.
+    pub host: u64,
+    /// In the memory of the GPU.
+    pub device: u64,
+}
+
+impl Bytes {
+    /// In both together.
+    pub fn total(self) -> u64 {
+        self.host.saturating_add(self.device)
+    }
+
+    /// Both numbers multiplied by `count`.
+    pub fn times(self, count: u64) -> Bytes {
+        Bytes {
+            host: self.host.saturating_mul(count),
+            device: self.device.saturating_mul(count),
+        }
+    }
+
+    /// The larger number of each.
+    pub fn max(self, other: Bytes) -> Bytes {
+        Bytes {
+            host: self.host.max(other.host),
+            device: self.device.max(other.device),
+        }
+    }
+}
+
+impl Add for Bytes {
+    type Output = Bytes;
+
+    fn add(self, other: Bytes) -> Bytes {
+        Bytes {
+            host: self.host.saturating_add(other.host),
+            device: self.device.saturating_add(other.device),
+        }
+    }
+}
+
+impl Sum for Bytes {
+    fn sum<I: Iterator<Item = Bytes>>(all: I) -> Bytes {
+        all.fold(Bytes::default(), Bytes::add)
+    }
 }
 
 /// Resets the peaks to current use.

@@ -1,4 +1,4 @@
-//! `nvfp4 inspect`: lists the contents of a model file.
+//! `nvfp4 inspect`: lists the contents of a model file, or what the model would take of memory.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -8,7 +8,7 @@ use NVFP4::checkpoint::TokenizerSource;
 use NVFP4::model::open;
 use serde_json::json;
 
-use super::{model, output};
+use super::{model, output, plan};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
@@ -17,10 +17,16 @@ pub(super) struct Args {
     /// Print everything as JSON
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    plan: plan::PlanArgs,
 }
 
 pub(super) fn run(args: &Args) -> Result<()> {
-    let checkpoint = open(&model::resolve(&args.file)?)?;
+    let path = model::resolve(&args.file)?;
+    if let Some(device) = &args.plan.device {
+        return plan::run(&path, device, &args.plan, args.json);
+    }
+    let checkpoint = open(&path)?;
     let (entries, unreadable) = (checkpoint.entries(), checkpoint.unreadable());
     let mut encodings: BTreeMap<&str, (usize, u64)> = BTreeMap::new();
     let (mut bytes, mut values) = (0, 0);

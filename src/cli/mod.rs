@@ -15,6 +15,7 @@ mod models;
 mod output;
 mod pages;
 mod perplexity;
+mod plan;
 mod prompting;
 mod pull;
 mod quantize;

@@ -116,7 +116,7 @@ pub(super) struct ModelArgs {
 }
 
 /// Bytes of a number of gigabytes.
-fn gigabytes(text: &str) -> std::result::Result<usize, String> {
+pub(super) fn gigabytes(text: &str) -> std::result::Result<usize, String> {
     match text.parse::<f64>() {
         Ok(gb) if gb > 0.0 && gb < 1e6 => Ok((gb * 1e9) as usize),
         _ => Err("it takes a positive number of gigabytes, such as 1.5".to_owned()),

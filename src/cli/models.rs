@@ -6,6 +6,7 @@ use NVFP4::base::Result;
 use NVFP4::cuda;
 use NVFP4::model::open;
 use NVFP4::model::placement::{self, DeviceRoom};
+use NVFP4::ops::DeviceKind;
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -164,7 +165,7 @@ fn describe(model: &hub::Model, devices: &[DeviceRoom]) -> Described {
 
 fn content(model: &hub::Model, devices: &[DeviceRoom]) -> Result<Content> {
     let checkpoint = open(&model.path)?;
-    let needs_bytes = placement::needs_of(&*checkpoint, false)?;
+    let needs_on = |kind| placement::needs_of(&*checkpoint, kind, false);
     Ok(Content::Runs {
         format: checkpoint.format(),
         // Norms are small and mostly of another type, so only matrices determine the model's type.
@@ -174,13 +175,15 @@ fn content(model: &hub::Model, devices: &[DeviceRoom]) -> Result<Content> {
             .filter(|e| e.shape.len() > 1)
             .map(|e| e.encoding.name())
             .collect(),
-        needs_bytes,
+        needs_bytes: needs_on(DeviceKind::Cpu)?,
         fits: devices
             .iter()
-            .map(|d| Fits {
-                device: d.device(),
-                fits: d.fits(needs_bytes),
+            .map(|d| {
+                Ok(Fits {
+                    device: d.device(),
+                    fits: d.fits(needs_on(d.kind())?),
+                })
             })
-            .collect(),
+            .collect::<Result<_>>()?,
     })
 }

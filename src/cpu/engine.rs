@@ -10,7 +10,7 @@ use super::packed::{GROUP, Packed};
 use super::table::{
     ATTENTION_QUERIES, Glu, INT8_SCALE_BLOCKS, MOST_INT8_TILE, MOST_SKINNY, Query, Scores, Table,
 };
-use super::workspace::{Workspace, grow};
+use super::workspace::{Workspace, WorkspaceSizes};
 use crate::base::call::{self, Call};
 use crate::base::error::{Result, bail};
 use crate::base::threads::Pool;
@@ -46,6 +46,29 @@ impl<T> Out<T> {
         // SAFETY: forwarded.
         unsafe { self.0.add(i) }
     }
+}
+
+/// The workspace of a skinny product of `m` tokens with `k` input features, at least two.
+fn skinny_sizes(m: usize, k: usize) -> WorkspaceSizes {
+    WorkspaceSizes {
+        tiles: m * k,
+        ..WorkspaceSizes::default()
+    }
+}
+
+/// Floats of a row group that is unpacked for a thread: values, then block scales.
+fn panel_floats(k: usize) -> usize {
+    (k + k / BLOCK) * GROUP
+}
+
+/// Floats of a row group that is unpacked to bytes: block scales, then the bytes, counted in floats.
+fn int8_panel_floats(blocks: usize) -> usize {
+    blocks * (BLOCK * GROUP / 4 + GROUP)
+}
+
+/// Scores of a query that sees positions up to `end`. A softmax may begin anywhere in a page, and works on whole vectors.
+fn scores_of_query(end: usize) -> usize {
+    end.next_multiple_of(PAGE) + PAGE
 }
 
 impl Cpu {
@@ -124,6 +147,47 @@ impl Cpu {
         })
     }
 
+    /// The workspace of [`Cpu::linear`] of `m` tokens with a weight of this kind and `k` input features.
+    pub fn linear_sizes(&self, m: usize, k: usize, kind: WeightType, int8: bool) -> WorkspaceSizes {
+        match int8 && kind == WeightType::Nvfp4 {
+            true => self.int8_sizes(m, k),
+            false if m >= self.table.panel_tokens[0] => self.gemm_sizes(m, k),
+            false if m > 1 => skinny_sizes(m, k),
+            false => WorkspaceSizes::default(),
+        }
+    }
+
+    fn gemm_sizes(&self, m: usize, k: usize) -> WorkspaceSizes {
+        WorkspaceSizes {
+            tiles: m.next_multiple_of(self.table.widest) * k,
+            panels: self.pool.threads() * panel_floats(k),
+            ..WorkspaceSizes::default()
+        }
+    }
+
+    fn int8_sizes(&self, m: usize, k: usize) -> WorkspaceSizes {
+        let blocks = k / BLOCK;
+        let panels = match m < self.table.panel_tokens[1] {
+            true => 0,
+            false => self.pool.threads() * int8_panel_floats(blocks),
+        };
+        WorkspaceSizes {
+            panels,
+            codes: m * k,
+            scales: m * blocks.div_ceil(INT8_SCALE_BLOCKS),
+            offsets: m * blocks,
+            ..WorkspaceSizes::default()
+        }
+    }
+
+    /// The workspace of [`Cpu::attention`] of tokens before position `end`.
+    pub fn attention_sizes(&self, end: usize) -> WorkspaceSizes {
+        WorkspaceSizes {
+            scores: self.pool.threads() * ATTENTION_QUERIES * scores_of_query(end),
+            ..WorkspaceSizes::default()
+        }
+    }
+
     fn linear_exact(
         &self,
         x: &[f32],
@@ -156,7 +220,7 @@ impl Cpu {
         let x = if m == 1 {
             x
         } else {
-            grow(&mut workspace.tiles, m * k)?;
+            workspace.fit(&skinny_sizes(m, k))?;
             for pass in passes(m, most) {
                 let width = pass.len();
                 let packed = &mut workspace.tiles[pass.start * k..pass.end * k];
@@ -257,9 +321,8 @@ impl Cpu {
             }
         };
         let threads = self.pool.threads();
-        let panel_len = (k + blocks) * GROUP;
-        grow(&mut workspace.tiles, tiles * widest * k)?;
-        grow(&mut workspace.panels, threads * panel_len)?;
+        let panel_len = panel_floats(k);
+        workspace.fit(&self.gemm_sizes(m, k))?;
 
         let packed = Out(workspace.tiles.as_mut_ptr());
         self.pool.run(tiles, |tile| {
@@ -346,9 +409,7 @@ impl Cpu {
         let blocks = k / BLOCK;
         let scale_row = blocks.div_ceil(INT8_SCALE_BLOCKS);
         let threads = self.pool.threads();
-        grow(&mut workspace.codes, m * k)?;
-        grow(&mut workspace.scales, m * scale_row)?;
-        grow(&mut workspace.offsets, m * blocks)?;
+        workspace.fit(&self.int8_sizes(m, k))?;
 
         let codes = Out(workspace.codes.as_mut_ptr());
         let scales = Out(workspace.scales.as_mut_ptr());
@@ -388,9 +449,7 @@ impl Cpu {
             return Ok(());
         }
 
-        // Bytes of a panel, counted in floats, then its scales.
-        let panel_len = blocks * (BLOCK * GROUP / 4 + GROUP);
-        grow(&mut workspace.panels, threads * panel_len)?;
+        let panel_len = int8_panel_floats(blocks);
         let work = Work::new(outputs);
         let panels = Out(workspace.panels.as_mut_ptr());
         let next = AtomicUsize::new(0);
@@ -503,10 +562,8 @@ impl Cpu {
             scale: shape.scale,
             cap: shape.score_cap,
         };
-        // A softmax may begin anywhere in a page, and works on whole vectors.
-        let room = (first + m).next_multiple_of(PAGE) + PAGE;
-        let threads = self.pool.threads();
-        grow(&mut workspace.scores, threads * ATTENTION_QUERIES * room)?;
+        let room = scores_of_query(first + m);
+        workspace.fit(&self.attention_sizes(first + m))?;
         let scores = Out(workspace.scores.as_mut_ptr());
         let out = Out(out.as_mut_ptr());
         let pages: Vec<Out<u8>> = pages
@@ -574,7 +631,8 @@ impl Cpu {
             }
         };
         call::with(|call| {
-            self.pool.run(threads, |thread| attend_parts(call, thread));
+            self.pool
+                .run(self.pool.threads(), |thread| attend_parts(call, thread));
             call.check()
         })
     }

@@ -33,4 +33,4 @@ pub use kv::{KvLayout, KvPages, KvType, PAGE};
 pub use level::Level;
 pub use mamba::{MambaScanRows, MambaSteps};
 pub use packed::{Packed, ReadDense, ReadInt8, ReadNvfp4};
-pub use workspace::Workspace;
+pub use workspace::{Workspace, WorkspaceSizes};

@@ -100,12 +100,27 @@ impl Packed {
         }
     }
 
-    fn zeroed(rows: usize, cols: usize, kind: WeightType, global: f32) -> Result<Packed> {
+    /// Bytes of a weight of this shape, once packed.
+    pub fn bytes_of(rows: usize, cols: usize, kind: WeightType) -> Result<usize> {
         Self::check(rows, cols)?;
-        let bytes = product(
+        product(
             "packed weight",
             &[rows.div_ceil(GROUP), Self::group_bytes(kind, cols)?],
-        )?;
+        )
+    }
+
+    /// Bytes of the rows that packing a weight of this shape reads at a time.
+    pub fn read_bytes_of(rows: usize, cols: usize, kind: WeightType) -> usize {
+        let row = match kind {
+            WeightType::Nvfp4 => cols / 2 + cols / BLOCK,
+            WeightType::Int8 => cols + size_of::<f32>(),
+            WeightType::F32 | WeightType::F16 | WeightType::BF16 => cols * size_of::<f32>(),
+        };
+        READ_ROWS.min(rows) * row
+    }
+
+    fn zeroed(rows: usize, cols: usize, kind: WeightType, global: f32) -> Result<Packed> {
+        let bytes = Self::bytes_of(rows, cols, kind)?;
         Ok(Packed {
             rows,
             cols,

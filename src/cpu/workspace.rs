@@ -27,6 +27,16 @@ impl Workspace {
         }
     }
 
+    /// Grows each part to at least its size, without keeping its content.
+    pub(super) fn fit(&mut self, sizes: &WorkspaceSizes) -> Result<()> {
+        grow(&mut self.tiles, sizes.tiles)?;
+        grow(&mut self.panels, sizes.panels)?;
+        grow(&mut self.codes, sizes.codes)?;
+        grow(&mut self.scales, sizes.scales)?;
+        grow(&mut self.offsets, sizes.offsets)?;
+        grow(&mut self.scores, sizes.scores)
+    }
+
     /// Bytes held.
     pub fn bytes(&self) -> usize {
         self.tiles.bytes()
@@ -35,6 +45,37 @@ impl Workspace {
             + self.scales.bytes()
             + self.offsets.bytes()
             + self.scores.bytes()
+    }
+}
+
+/// Elements of the parts of a workspace.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WorkspaceSizes {
+    pub(super) tiles: usize,
+    pub(super) panels: usize,
+    pub(super) codes: usize,
+    pub(super) scales: usize,
+    pub(super) offsets: usize,
+    pub(super) scores: usize,
+}
+
+impl WorkspaceSizes {
+    /// The sizes of a workspace that serves both.
+    pub fn max(self, other: WorkspaceSizes) -> WorkspaceSizes {
+        WorkspaceSizes {
+            tiles: self.tiles.max(other.tiles),
+            panels: self.panels.max(other.panels),
+            codes: self.codes.max(other.codes),
+            scales: self.scales.max(other.scales),
+            offsets: self.offsets.max(other.offsets),
+            scores: self.scores.max(other.scores),
+        }
+    }
+
+    /// Bytes of all parts.
+    pub fn bytes(&self) -> usize {
+        let words = self.tiles + self.panels + self.scales + self.offsets + self.scores;
+        words * size_of::<f32>() + self.codes
     }
 }
 
@@ -49,7 +90,7 @@ fn empty<T: Plain>() -> Buffer<T> {
 }
 
 /// Grows `buffer` to at least `len`, without keeping its content.
-pub(super) fn grow<T: Plain>(buffer: &mut Buffer<T>, len: usize) -> Result<()> {
+fn grow<T: Plain>(buffer: &mut Buffer<T>, len: usize) -> Result<()> {
     if buffer.len() < len {
         *buffer = empty();
         *buffer = Buffer::zeroed(Tag::Scratch, len)?;

@@ -316,15 +316,26 @@ impl SplitKvWorkspace {
         (blocks * MOST_SPLITS * BLOCK_HEADS * (dim + 2), blocks)
     }
 
+    /// Bytes of partial results, and of counters, of `sequences` sequences with [`SplitKvWorkspace::sizes`].
+    const fn bytes((floats, blocks): (usize, usize), sequences: usize) -> [usize; 2] {
+        [sequences * floats * 4, sequences * blocks * 4]
+    }
+
+    /// Bytes of a workspace for `sequences` sequences with [`SplitKvWorkspace::sizes`].
+    pub fn bytes_of(sizes: (usize, usize), sequences: usize) -> usize {
+        Self::bytes(sizes, sequences).iter().sum()
+    }
+
     /// Allocates a workspace for `sequences` sequences with [`SplitKvWorkspace::sizes`].
     pub fn new(
         gpu: &Arc<Gpu>,
-        (floats, blocks): (usize, usize),
+        sizes: (usize, usize),
         sequences: usize,
     ) -> Result<SplitKvWorkspace> {
+        let [partial, arrived] = Self::bytes(sizes, sequences);
         Ok(SplitKvWorkspace {
-            partial: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, sequences * floats * 4)?,
-            arrived: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, sequences * blocks * 4)?,
+            partial: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, partial)?,
+            arrived: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, arrived)?,
         })
     }
 }

@@ -66,7 +66,26 @@ pub struct ExpertTable {
     _weights: Vec<Arc<DeviceBuffer>>,
 }
 
+/// Words of an expert in a table: of gate, up and down.
+const EXPERT_WORDS: usize = 9;
+
 impl ExpertTable {
+    /// Bytes of the table of `experts` experts.
+    pub const fn bytes_of(experts: usize) -> usize {
+        experts * EXPERT_WORDS * size_of::<u64>()
+    }
+
+    /// Refuses the type of an expert's projection that no kernel multiplies.
+    pub fn check_storage(expert: usize, what: &str, storage: WeightType) -> Result<()> {
+        match storage {
+            WeightType::Nvfp4 => Ok(()),
+            _ => bail!(
+                Unsupported,
+                "the {what} projection of expert {expert} is held as {storage:?}; a GPU has kernels for experts in NVFP4 alone: quantize the model, or its weights while it is loaded"
+            ),
+        }
+    }
+
     /// Builds the table from the projections of each expert, which all have a gate or all have none.
     pub fn new(gpu: &Arc<Gpu>, experts: &[ExpertMatrices<'_>]) -> Result<ExpertTable> {
         let Some(first) = experts.first() else {
@@ -74,7 +93,7 @@ impl ExpertTable {
         };
         let (up, has_gates) = (first.up.0.shape(), first.gate.is_some());
         let (inner, outer) = ((up.rows, up.cols), (up.cols, up.rows));
-        let mut table: Vec<u64> = Vec::with_capacity(experts.len() * 9);
+        let mut table: Vec<u64> = Vec::with_capacity(experts.len() * EXPERT_WORDS);
         let mut weights = Vec::with_capacity(experts.len() * 3);
         for (number, expert) in experts.iter().enumerate() {
             if expert.gate.is_some() != has_gates {
@@ -106,13 +125,7 @@ impl ExpertTable {
 
 /// Refuses a projection of an expert that no kernel multiplies, or of another shape than `[rows, cols]`.
 fn check_projection(expert: usize, what: &str, w: &Matrix, wanted: (usize, usize)) -> Result<()> {
-    if w.storage() != WeightType::Nvfp4 {
-        bail!(
-            Unsupported,
-            "the {what} projection of expert {expert} is held as {:?}; a GPU has kernels for experts in NVFP4 alone: quantize the model, or its weights while it is loaded",
-            w.storage()
-        );
-    }
+    ExpertTable::check_storage(expert, what, w.storage())?;
     if (w.rows(), w.cols()) != wanted {
         bail!(
             Internal,
@@ -141,6 +154,40 @@ pub struct ExpertScratch {
 }
 
 impl ExpertScratch {
+    /// Bytes of the buffers, in their order, for `rows` rows of `hidden` elements.
+    fn sizes(
+        routing: Routing,
+        rows: usize,
+        intermediate: usize,
+        hidden: usize,
+    ) -> Result<[usize; 8]> {
+        let bytes = |sizes: &[usize]| product("experts", sizes);
+        let pairs = rows * routing.per_token;
+        let tiles = routing.most_tiles_up_to(rows);
+        let of_pair = bytes(&[pairs, 4])?;
+        Ok([
+            bytes(&[rows, routing.experts + 1, 4])?,
+            of_pair,
+            of_pair,
+            of_pair,
+            of_pair,
+            bytes(&[tiles, TILE_BYTES])?,
+            bytes(&[pairs, intermediate, 2])?,
+            bytes(&[pairs, hidden, 4])?,
+        ])
+    }
+
+    /// Bytes of scratch for `rows` rows of `hidden` elements.
+    pub fn bytes_of(
+        routing: Routing,
+        rows: usize,
+        intermediate: usize,
+        hidden: usize,
+    ) -> Result<usize> {
+        let sizes = Self::sizes(routing, rows, intermediate, hidden)?;
+        Ok(sizes.iter().sum())
+    }
+
     /// Allocates scratch for `rows` rows of `hidden` elements.
     pub fn new(
         gpu: &Arc<Gpu>,
@@ -149,21 +196,27 @@ impl ExpertScratch {
         intermediate: usize,
         hidden: usize,
     ) -> Result<ExpertScratch> {
-        let scratch = |sizes: &[usize]| {
-            DeviceBuffer::uninit(gpu, Tag::DeviceScratch, product("experts", sizes)?)
-        };
-        let pairs = rows * routing.per_token;
-        let tiles = routing.most_tiles_up_to(rows);
+        let scratch = |bytes| DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes);
+        let [
+            logits,
+            choices,
+            weights,
+            places,
+            sources,
+            tiles,
+            inner,
+            made,
+        ] = Self::sizes(routing, rows, intermediate, hidden)?;
         Ok(ExpertScratch {
             rows,
-            logits: scratch(&[rows, routing.experts + 1, 4])?,
-            choices: scratch(&[pairs, 4])?,
-            weights: scratch(&[pairs, 4])?,
-            places: scratch(&[pairs, 4])?,
-            sources: scratch(&[pairs, 4])?,
-            tiles: scratch(&[tiles, TILE_BYTES])?,
-            inner: scratch(&[pairs, intermediate, 2])?,
-            made: scratch(&[pairs, hidden, 4])?,
+            logits: scratch(logits)?,
+            choices: scratch(choices)?,
+            weights: scratch(weights)?,
+            places: scratch(places)?,
+            sources: scratch(sources)?,
+            tiles: scratch(tiles)?,
+            inner: scratch(inner)?,
+            made: scratch(made)?,
         })
     }
 

@@ -50,12 +50,23 @@ pub struct Best {
 }
 
 impl Best {
+    /// Bytes of values, tokens and counters of `rows` rows.
+    const fn sizes(rows: usize) -> [usize; 3] {
+        [rows * BLOCKS * 4, rows * BLOCKS * 4, rows * 4]
+    }
+
+    /// Bytes of the workspace of `rows` rows.
+    pub fn bytes_of(rows: usize) -> usize {
+        Self::sizes(rows).iter().sum()
+    }
+
     /// Room for `rows` rows.
     pub fn new(gpu: &Arc<Gpu>, rows: usize) -> Result<Best> {
+        let [values, tokens, arrived] = Self::sizes(rows);
         Ok(Best {
-            values: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, rows * BLOCKS * 4)?,
-            tokens: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, rows * BLOCKS * 4)?,
-            arrived: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, rows * 4)?,
+            values: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, values)?,
+            tokens: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, tokens)?,
+            arrived: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, arrived)?,
             rows,
         })
     }
@@ -202,18 +213,42 @@ const BUCKETS: usize = 2048;
 const BUCKET_GROUP: usize = 8;
 
 impl DrawScratch {
+    /// Bytes of a row: rules, best values and tokens, buckets, and their sums and counts.
+    const fn sizes(vocabulary: usize) -> [usize; 6] {
+        [
+            size_of::<DrawRule>(),
+            DRAW_BLOCKS * 4,
+            DRAW_BLOCKS * 4,
+            vocabulary.next_multiple_of(BUCKET_GROUP) * 2,
+            BUCKETS * 8,
+            BUCKETS * 4,
+        ]
+    }
+
+    /// Bytes of the marks of a row's tokens that have occurred.
+    const fn mark_bytes(vocabulary: usize) -> usize {
+        vocabulary.div_ceil(32) * 4
+    }
+
+    /// Bytes of the scratch of `rows` rows, with the marks that repetition penalties need.
+    pub fn bytes_of(rows: usize, vocabulary: usize) -> usize {
+        let row = Self::sizes(vocabulary).iter().sum::<usize>() + Self::mark_bytes(vocabulary);
+        rows * row
+    }
+
     /// Room for `rows` rows of `vocabulary` logits.
     pub fn new(gpu: &Arc<Gpu>, rows: usize, vocabulary: usize) -> Result<DrawScratch> {
         let scratch = |bytes| DeviceBuffer::uninit(gpu, Tag::DeviceScratch, rows * bytes);
         let zeroed = |bytes| DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, rows * bytes);
+        let [rules, best_value, best_token, buckets, sums, counts] = Self::sizes(vocabulary);
         Ok(DrawScratch {
-            rules: scratch(size_of::<DrawRule>())?,
+            rules: scratch(rules)?,
             occurred: None,
-            best_value: scratch(DRAW_BLOCKS * 4)?,
-            best_token: scratch(DRAW_BLOCKS * 4)?,
-            buckets: scratch(vocabulary.next_multiple_of(BUCKET_GROUP) * 2)?,
-            sums: zeroed(BUCKETS * 8)?,
-            counts: zeroed(BUCKETS * 4)?,
+            best_value: scratch(best_value)?,
+            best_token: scratch(best_token)?,
+            buckets: scratch(buckets)?,
+            sums: zeroed(sums)?,
+            counts: zeroed(counts)?,
             rows,
             vocabulary,
         })
@@ -245,14 +280,11 @@ impl DrawScratch {
         if rules.iter().all(|rule| rule.penalty == 1.0) {
             return Ok(());
         }
-        let words = self.vocabulary.div_ceil(32);
+        let bytes = self.rows * Self::mark_bytes(self.vocabulary);
+        let words = Self::mark_bytes(self.vocabulary) / 4;
         let occurred = match &mut self.occurred {
             Some(occurred) => occurred,
-            none => none.insert(DeviceBuffer::uninit(
-                gpu,
-                Tag::DeviceScratch,
-                self.rows * words * 4,
-            )?),
+            none => none.insert(DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes)?),
         };
         let mut bits = vec![0u32; rules.len() * words];
         for (row, history) in bits.chunks_exact_mut(words).zip(history) {

@@ -20,6 +20,15 @@ pub struct HostTable {
 }
 
 impl HostTable {
+    /// Bytes of `rows` rows of `width` values.
+    pub fn bytes_of(rows: usize, width: usize, storage: WeightType) -> Result<usize> {
+        match (storage, storage.element_bytes()) {
+            (_, Some(element)) => product("a table", &[rows, width, element]),
+            (WeightType::Int8, None) => product("a table", &[rows, width + 4]),
+            _ => bail!(Internal, "a table of {storage:?} values in host memory"),
+        }
+    }
+
     /// `rows` rows of `width` values; `fill` writes the bytes of all of them.
     pub fn new(
         gpu: &Gpu,
@@ -28,11 +37,7 @@ impl HostTable {
         storage: WeightType,
         fill: impl FnOnce(&mut [u8]) -> Result<()>,
     ) -> Result<HostTable> {
-        let bytes = match (storage, storage.element_bytes()) {
-            (_, Some(element)) => product("a table", &[rows, width, element])?,
-            (WeightType::Int8, None) => product("a table", &[rows, width + 4])?,
-            _ => bail!(Internal, "a table of {storage:?} values in host memory"),
-        };
+        let bytes = Self::bytes_of(rows, width, storage)?;
         let mut values = Pinned::new(gpu, Tag::Weights, bytes)?;
         fill(values.bytes_mut())?;
         Ok(HostTable {

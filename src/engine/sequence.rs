@@ -5,17 +5,12 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::pool::BlockPool;
 use super::snapshots::{SNAPSHOT_POSITIONS, SNAPSHOTS, Snapshot, stops, surplus};
+use super::window::{KEPT_MULTIPLE, passed_blocks, sees_from};
 use crate::base::error::{bail, err};
 use crate::base::lock::lock;
 use crate::base::{ErrorKind, Result};
 use crate::model::kv::{KvArena, KvCache, KvTables, NULL_BLOCK, PagesOf, StateArena, StateTable};
 use crate::model::{KvType, Model};
-
-/// Positions past a layer's window that are kept, so that a sequence may be cut by as many tokens without being computed again.
-pub const REWIND: usize = 1024;
-
-/// A multiple of every cache's block: what is no longer kept ends at a multiple of this, on every device.
-const KEPT_MULTIPLE: usize = 64;
 
 /// The blocks of a model, with the reference counts of those in use.
 pub(super) struct Blocks {
@@ -105,7 +100,7 @@ impl PartOf {
 /// The keys and values of one sequence of tokens, and the state of recurrent layers. Memory is taken in blocks as it grows; a clone shares
 /// them until either side writes.
 ///
-/// Layers that see a window keep it and [`REWIND`] positions before it. Recurrent layers keep the state of the end and of at most
+/// Layers that see a window keep it and [`REWIND`](super::REWIND) positions before it. Recurrent layers keep the state of the end and of at most
 /// [`SNAPSHOTS`] earlier positions: both ends of prompts, and multiples of [`SNAPSHOT_POSITIONS`].
 pub struct Sequence {
     /// Tells it from all other sequences of the model.
@@ -282,8 +277,7 @@ impl Sequence {
 
     /// The first position of group `group` that the token after `len` positions sees.
     fn sees_from(&self, group: usize, len: usize) -> usize {
-        let window = self.arena(group).window();
-        window.map_or(0, |window| (len + 1).saturating_sub(window))
+        sees_from(self.arena(group).window(), len)
     }
 
     /// Drops the positions from `len` on, and more if that is needed: recurrent layers go back to the last state that is kept, and if a
@@ -623,8 +617,8 @@ impl Sequence {
             self.advance_states(self.len - count, of);
         }
         for group in 0..self.groups() {
-            let passed = self.sees_from(group, self.len).saturating_sub(REWIND);
-            let passed = passed / KEPT_MULTIPLE * KEPT_MULTIPLE / self.block_positions(group);
+            let (window, positions) = (self.arena(group).window(), self.block_positions(group));
+            let passed = passed_blocks(window, self.len, positions);
             let last = passed.checked_sub(1).map(|i| self.tables.blocks(group)[i]);
             if last.is_some_and(|block| block != NULL_BLOCK) {
                 let forgotten = self.tables.forget(group, passed);

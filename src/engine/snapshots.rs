@@ -6,6 +6,12 @@ pub const SNAPSHOTS: usize = 4;
 /// A state is kept at each multiple of this many positions, as long as there are no more than [`SNAPSHOTS`].
 pub const SNAPSHOT_POSITIONS: usize = 1024;
 
+/// The most blocks of states that a sequence holds while single tokens run: those kept, that of its end, the next one, and the one after it
+/// that a GPU may run `ahead`.
+pub(super) fn most_states(ahead: bool) -> usize {
+    SNAPSHOTS + 2 + usize::from(ahead)
+}
+
 /// The state after some positions, and its block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Snapshot {

@@ -60,6 +60,7 @@ const UNSHARED: [&str; 4] = [
 ];
 
 /// A tensor of the model with its entry in the checkpoint.
+#[derive(Clone)]
 struct Found<'a> {
     spec: TensorSpec,
     entry: &'a Entry,
@@ -79,6 +80,14 @@ impl Found<'_> {
 
     fn cols(&self) -> usize {
         self.entry.cols()
+    }
+
+    /// Number of values.
+    fn elements(&self) -> usize {
+        match self.spec.shape.len() {
+            1 => self.rows.count(),
+            _ => self.rows.count() * self.cols(),
+        }
     }
 
     /// Bytes that it occupies in the checkpoint.
@@ -108,32 +117,113 @@ fn held(found: &Found<'_>, quantize: bool) -> WeightType {
     }
 }
 
-/// Bytes of a checkpoint's weights once loaded, without the padding that kernels need.
-pub(super) fn weight_bytes(
-    checkpoint: &dyn Checkpoint,
+/// The tensors of a model, sorted by how they are loaded.
+struct Sorted<'a> {
+    /// Matrices and vectors, in the order of the model. A head that is tied to the embedding is the first.
+    held: Vec<Found<'a>>,
+    embedding: Found<'a>,
+    /// The table of per-layer embeddings, which stays in its file.
+    per_layer_table: Option<Found<'a>>,
+    /// Whether the embedding is the head too.
+    tied: bool,
+}
+
+impl<'a> Sorted<'a> {
+    /// Sorts the result of [`find`].
+    fn of(mut found: Vec<Found<'a>>) -> Sorted<'a> {
+        let tied = !found.iter().any(|f| f.spec.name == HEAD);
+        let embedding = found.remove(0);
+        let is_table = |f: &Found<'_>| f.spec.role == TensorRole::Table;
+        let table = found.iter().position(is_table);
+        let per_layer_table = table.map(|index| found.remove(index));
+        if tied {
+            let head = TensorSpec {
+                name: HEAD.to_owned(),
+                role: TensorRole::Linear,
+                ..embedding.spec.clone()
+            };
+            let head = Found {
+                spec: head,
+                ..embedding.clone()
+            };
+            found.insert(0, head);
+        }
+        Sorted {
+            held: found,
+            embedding,
+            per_layer_table,
+            tied,
+        }
+    }
+
+    /// Whether the head serves as the embedding. It holds the embedding's exact values unless it is quantized while loading.
+    fn head_embeds(&self, quantize: bool) -> bool {
+        let encoding = self.embedding.entry.encoding;
+        let is_coded = matches!(encoding, Encoding::Nvfp4 | Encoding::Int8);
+        self.tied && (is_coded || !quantize)
+    }
+}
+
+/// A matrix or a vector as a loaded model holds it.
+pub(super) struct HeldTensor {
+    /// Its name in the model.
+    pub(super) name: String,
+    pub(super) role: TensorRole,
+    pub(super) form: HeldForm,
+    /// Bytes of host memory for values that are converted while it is loaded.
+    pub(super) converted_bytes: usize,
+}
+
+pub(super) enum HeldForm {
+    Matrix {
+        kind: WeightType,
+        rows: usize,
+        cols: usize,
+    },
+    /// f32.
+    Vector { len: usize },
+}
+
+/// The tensors and tables of a loaded model.
+pub(super) struct HeldTensors<'a> {
+    pub(super) tensors: Vec<HeldTensor>,
+    /// Tables of which a token reads one row, which stay in the file or, on a GPU, in host memory.
+    pub(super) tables: Vec<&'a Entry>,
+}
+
+/// The tensors and tables that loading makes of a checkpoint. Reads no values.
+pub(super) fn held_tensors<'a>(
+    checkpoint: &'a dyn Checkpoint,
     spec: &Spec,
     quantize: bool,
-) -> Result<u64> {
-    let mut found = find(checkpoint, spec, false)?;
-    if !found.iter().any(|f| f.spec.name == HEAD) {
-        // The table is also the head. A table with a separate head stays in the file.
-        found[0].spec.role = TensorRole::Linear;
-    } else {
-        found.remove(0);
-    }
-    // Tables of which only rows are read stay in the file.
-    found.retain(|f| f.spec.role != TensorRole::Table);
-    let bytes = |found: &Found<'_>| {
-        let elements = found.spec.shape.iter().product::<usize>() as u64;
-        match found.is_vector() {
-            true => elements * 4,
-            false => {
-                let rows = found.height() as u64;
-                held(found, quantize).weight_bytes(rows, elements / rows)
-            }
-        }
+    sampling_only: bool,
+) -> Result<HeldTensors<'a>> {
+    let sorted = Sorted::of(find(checkpoint, spec, sampling_only)?);
+    let embedding = (!sorted.head_embeds(quantize)).then_some(sorted.embedding.entry);
+    let per_layer = sorted.per_layer_table.as_ref().map(|table| table.entry);
+    let tensor = |found: &Found<'_>| HeldTensor {
+        name: found.spec.name.clone(),
+        role: found.spec.role,
+        form: match found.is_vector() {
+            true => HeldForm::Vector {
+                len: found.elements(),
+            },
+            false => HeldForm::Matrix {
+                kind: held(found, quantize),
+                rows: found.height(),
+                cols: found.cols(),
+            },
+        },
+        converted_bytes: size_of::<f32>()
+            * match found.is_vector() {
+                true => found.entry.rows() * found.cols() + found.elements(),
+                false => run_of(found.entry) * found.cols(),
+            },
     };
-    Ok(found.iter().map(bytes).sum())
+    Ok(HeldTensors {
+        tensors: sorted.held.iter().map(tensor).collect(),
+        tables: embedding.into_iter().chain(per_layer).collect(),
+    })
 }
 
 /// The work of a job on its tensor.
@@ -507,7 +597,7 @@ impl Work<'_> {
         if found.spec.shape.len() == 1 {
             values = self.elements(found)?;
         } else {
-            values = Buffer::zeroed(Tag::Weights, found.rows.count() * found.cols())?;
+            values = Buffer::zeroed(Tag::Weights, found.elements())?;
             self.rows_f32(found, 0..found.rows.count(), &mut values)?;
         }
         check_finite(&values, 0, values.len())?;
@@ -632,7 +722,7 @@ impl Work<'_> {
                 rows_nvfp4(checkpoint, entry, rows, range, codes, scales)
             });
         };
-        let is_table = self.shared.checked_by_head && found.spec.name == EMBEDDING;
+        let is_table = self.shared.checked_by_head && found.spec.name == HEAD;
         let (mut amax, mut sum) = (0f32, RowsChecksum::new());
         self.each_run(found, 0..found.height(), |first, values| {
             amax = amax.max(nvfp4::amax(values, first * cols, options.nonfinite)?);
@@ -749,69 +839,34 @@ pub(super) fn load<T: Send>(
     options: &LoadOptions,
     meanwhile: impl FnOnce(&Embedding, Option<&FileTable>) -> Result<T> + Send,
 ) -> Result<(Weights, u64, T)> {
-    let found = find(&*checkpoint, spec, options.sampling_only)?;
+    let sorted = Sorted::of(find(&*checkpoint, spec, options.sampling_only)?);
     warn_of_unreadable(&*checkpoint);
-    let table = found[0].entry;
-    let tied = !found.iter().any(|f| f.spec.name == HEAD);
-    // The head holds the embedding's exact values unless it was quantized on the way.
-    let is_coded = matches!(table.encoding, Encoding::Nvfp4 | Encoding::Int8);
-    let shared = tied && (is_coded || options.quantize.is_none());
-    let checked_by_head = tied
+    let checked_by_head = sorted.tied
         && options
             .quantize
             .as_ref()
             .is_none_or(|q| q.nonfinite == NonFinite::Error);
 
-    let mut jobs: Vec<Job<'_>> = Vec::new();
-    let mut per_layer_table = None;
-    for found in found {
-        let name = found.spec.name.clone();
-        let action = match found.is_vector() {
+    let in_file = |found: &Found<'_>| FileTable {
+        checkpoint: checkpoint.clone(),
+        entry: found.entry.clone(),
+    };
+    let embedding = match sorted.head_embeds(options.quantize.is_some()) {
+        true => Embedding::Head,
+        false => Embedding::File(in_file(&sorted.embedding)),
+    };
+    let per_layer_table = sorted.per_layer_table.as_ref().map(in_file);
+    let checked = Some(&sorted.embedding).filter(|_| !checked_by_head);
+    let checked = checked.into_iter().chain(&sorted.per_layer_table);
+    let mut jobs: Vec<Job<'_>> = checked.flat_map(checks).collect();
+    jobs.extend(sorted.held.into_iter().map(|found| Job {
+        name: found.spec.name.clone(),
+        action: match found.is_vector() {
             true => Action::Vector,
             false => Action::Matrix,
-        };
-        if found.spec.role == TensorRole::Table && name != EMBEDDING {
-            per_layer_table = Some(found.entry);
-            jobs.extend(checks(&found));
-            continue;
-        }
-        if name != EMBEDDING {
-            jobs.push(Job {
-                name,
-                found,
-                action,
-            });
-            continue;
-        }
-        let table = |role| Found {
-            spec: TensorSpec {
-                role,
-                ..found.spec.clone()
-            },
-            entry: found.entry,
-            rows: found.rows.clone(),
-        };
-        if tied {
-            jobs.push(Job {
-                name: HEAD.to_owned(),
-                found: table(TensorRole::Linear),
-                action,
-            });
-        }
-        if !checked_by_head {
-            jobs.extend(checks(&found));
-        }
-    }
-    let in_file = |entry: &Entry| FileTable {
-        checkpoint: checkpoint.clone(),
-        entry: entry.clone(),
-    };
-    let embedding = if shared {
-        Embedding::Head
-    } else {
-        Embedding::File(in_file(table))
-    };
-    let per_layer_table = per_layer_table.map(in_file);
+        },
+        found,
+    }));
     let made = Mutex::new(None);
     let (mut loaded, sum) = threads::scope(|scope| {
         let make = || {
@@ -1011,6 +1066,14 @@ fn run(
     Ok((Parts(parts), sum.finish()))
 }
 
+/// Elements of the norm of a layer's values, which files store no weight for; 0 without one.
+pub(super) fn value_norm(attention: &AttentionSpec) -> usize {
+    match attention.value_norm && attention.has_own_keys() {
+        true => attention.head_dim,
+        false => 0,
+    }
+}
+
 /// The weight of a norm that files store none for.
 fn ones(device: &Device, len: usize) -> Result<Array> {
     let mut values = Buffer::zeroed(Tag::Weights, len)?;
@@ -1150,9 +1213,9 @@ impl Parts {
             },
             q_norm: self.optional(&name("self_attn.q_norm.weight")),
             k_norm: self.optional(&name("self_attn.k_norm.weight")),
-            v_norm: match spec.value_norm && spec.has_own_keys() {
-                true => Some(ones(device, spec.head_dim)?),
-                false => None,
+            v_norm: match value_norm(spec) {
+                0 => None,
+                len => Some(ones(device, len)?),
             },
             sinks: self.optional(&name(SINKS)),
             o: self.projection(&name("self_attn.o_proj"))?,

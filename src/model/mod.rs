@@ -8,6 +8,7 @@ pub mod compare;
 pub mod convert;
 mod drafter;
 pub mod families;
+pub mod footprint;
 mod fused;
 pub(crate) mod generation;
 mod keys;
@@ -133,28 +134,6 @@ pub struct ModelInfo {
     pub sampling_only: bool,
     /// Bytes of one cached position in f16; f32 takes twice as many.
     pub kv_bytes_per_token: u64,
-}
-
-/// Memory requirements of a model, known before it is loaded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct Estimate {
-    /// Bytes of weights, without the padding that kernels need.
-    pub weight_bytes: u64,
-    /// Bytes of one cached position in f16; f32 takes twice as many.
-    pub kv_bytes_per_token: u64,
-    /// Maximum number of positions of the model.
-    pub max_positions: usize,
-}
-
-/// Estimates the memory of the model in `checkpoint`; `quantize` says whether dense weights are quantized while loading. Fails, with the
-/// error of loading, for a checkpoint that cannot be run. Reads no weights.
-pub fn estimate(checkpoint: &dyn Checkpoint, quantize: bool) -> Result<Estimate> {
-    let spec = spec_of(checkpoint)?;
-    Ok(Estimate {
-        weight_bytes: load::weight_bytes(checkpoint, &spec, quantize)?,
-        kv_bytes_per_token: spec.kv_bytes_per_token(),
-        max_positions: spec.max_positions,
-    })
 }
 
 /// Fails for a checkpoint that loading would refuse before it reads values: checks the config, the tensors and the tokenizer files. Returns

@@ -4,12 +4,13 @@
 use std::fmt;
 use std::path::Path;
 
-use super::{Activations, Device, KvType, families};
+use super::{Activations, Device, KvType, families, footprint, spec_of};
 use crate::base::ErrorKind::{DeviceUnavailable, OutOfMemory, Unsupported};
 use crate::base::size::readable;
 use crate::base::{Error, Result, host_memory};
 use crate::checkpoint::Checkpoint;
 use crate::cuda::{self, Report};
+use crate::ops::DeviceKind;
 
 /// Positions of a conversation for which memory is counted.
 const CONTEXT: usize = 4096;
@@ -36,6 +37,14 @@ impl DeviceRoom {
         device_name(self.gpu)
     }
 
+    /// The kind of the device.
+    pub fn kind(&self) -> DeviceKind {
+        match self.gpu {
+            None => DeviceKind::Cpu,
+            Some(_) => DeviceKind::Cuda,
+        }
+    }
+
     /// Whether a model that needs `needs` bytes fits if nothing else runs.
     pub fn fits(&self, needs: u64) -> bool {
         needs as f64 <= self.total as f64 * SHARE
@@ -54,22 +63,30 @@ fn device_name(gpu: Option<usize>) -> String {
     }
 }
 
-/// The bytes that an opened model takes with a conversation of usual length; `quantize` says whether its dense weights are quantized while
-/// loading.
-pub fn needs_of(checkpoint: &dyn Checkpoint, quantize: bool) -> Result<u64> {
-    let estimate = super::estimate(checkpoint, quantize)?;
-    let positions = estimate.max_positions.min(CONTEXT) as u64;
-    Ok(estimate.weight_bytes + estimate.kv_bytes_per_token * positions)
+/// The bytes that an opened model takes of the memory of a device, with a conversation of usual length; `quantize` says whether its dense
+/// weights are quantized while loading.
+pub fn needs_of(checkpoint: &dyn Checkpoint, device: DeviceKind, quantize: bool) -> Result<u64> {
+    let spec = spec_of(checkpoint)?;
+    let positions = spec.max_positions.min(CONTEXT) as u64;
+    let weights = weights_of(checkpoint, device, quantize)?;
+    Ok(weights + spec.kv_bytes_per_token() * positions)
 }
 
-/// The bytes that an opened model takes with what is reserved for keys and values, or else with a conversation of usual length.
+/// The bytes of an opened model's weights in the memory of a device.
+fn weights_of(checkpoint: &dyn Checkpoint, device: DeviceKind, quantize: bool) -> Result<u64> {
+    let weights = footprint::weight_bytes(checkpoint, device, quantize)?;
+    Ok(match device {
+        DeviceKind::Cpu => weights.host,
+        DeviceKind::Cuda => weights.device,
+    })
+}
+
+/// The bytes that an opened model takes of a GPU with what is reserved for keys and values, or else with a conversation of usual length.
 fn required_by(checkpoint: &dyn Checkpoint, requirements: &Requirements) -> Result<u64> {
+    let quantize = requirements.quantize;
     match requirements.kv_bytes {
-        Some(bytes) => {
-            let estimate = super::estimate(checkpoint, requirements.quantize)?;
-            Ok(estimate.weight_bytes + bytes as u64)
-        }
-        None => needs_of(checkpoint, requirements.quantize),
+        Some(bytes) => Ok(weights_of(checkpoint, DeviceKind::Cuda, quantize)? + bytes as u64),
+        None => needs_of(checkpoint, DeviceKind::Cuda, quantize),
     }
 }
 

@@ -16,7 +16,7 @@ use crate::ops::sample::{self, Choice};
 
 /// Rows that go through the blocks together on the CPU: enough to make full use of each weight that is read, few enough that
 /// scratch memory does not grow with the prompt.
-const ROWS: usize = 512;
+pub(super) const ROWS: usize = 512;
 
 /// Memory reused between passes, by one caller at a time. It grows to the largest pass seen.
 #[derive(Debug)]

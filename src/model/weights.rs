@@ -507,9 +507,18 @@ impl Weights {
             Embedding::Matrix(table) => table.bytes(),
             Embedding::Head | Embedding::File(_) => 0,
         };
+        let vectors = self.vectors().chain(self.value_norms());
         table
             + self.linears().map(Linear::bytes).sum::<usize>()
-            + self.vectors().map(Array::bytes).sum::<usize>()
+            + vectors.map(Array::bytes).sum::<usize>()
+    }
+
+    /// The norms of values, which are ones and no parameters of the model.
+    fn value_norms(&self) -> impl Iterator<Item = &Array> {
+        self.blocks.iter().filter_map(|block| match &block.mixer {
+            Mixer::Attention(attention) => attention.v_norm.as_ref(),
+            _ => None,
+        })
     }
 
     /// Average bytes that a decode step of `batch` sequences without drafts reads, if all experts are equally likely.

@@ -18,7 +18,24 @@ pub enum Device {
     Cuda(Arc<Gpu>),
 }
 
+/// A kind of device, on which weights have one layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceKind {
+    /// The processor.
+    Cpu,
+    /// A CUDA device.
+    Cuda,
+}
+
 impl Device {
+    /// Its kind.
+    pub fn kind(&self) -> DeviceKind {
+        match self {
+            Device::Cpu(_) => DeviceKind::Cpu,
+            Device::Cuda(_) => DeviceKind::Cuda,
+        }
+    }
+
     /// The CPU with `threads` threads; `None` takes `NVFP4_THREADS`, or else one thread for each available core.
     pub fn cpu(threads: Option<usize>) -> Result<Device> {
         Ok(Device::Cpu(Cpu::new(threads)?))

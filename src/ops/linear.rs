@@ -8,9 +8,9 @@ use half::f16;
 
 use super::training::optimizer::SharedWeight;
 use super::transfer::in_stream_order;
-use super::{Device, Slice, SliceMut, Workspace};
+use super::{Device, DeviceKind, Slice, SliceMut, Workspace};
 use crate::base::error::{Result, bail, err};
-use crate::base::memory::Tag;
+use crate::base::memory::{Bytes, Tag};
 use crate::base::size::product;
 use crate::cpu::{Cpu, Packed, ReadDense};
 pub use crate::cpu::{ReadInt8, ReadNvfp4};
@@ -105,6 +105,41 @@ impl Linear {
             Device::Cuda(gpu) => Weight::Cuda(Matrix::int8(gpu, rows, cols, read)?),
         };
         Ok(Linear { weight })
+    }
+
+    /// Bytes that a weight of this shape takes on a device.
+    pub fn bytes_of(
+        device: DeviceKind,
+        rows: usize,
+        cols: usize,
+        kind: WeightType,
+    ) -> Result<Bytes> {
+        Ok(match device {
+            DeviceKind::Cpu => Bytes {
+                host: Packed::bytes_of(rows, cols, kind)? as u64,
+                device: 0,
+            },
+            DeviceKind::Cuda => Bytes {
+                host: 0,
+                device: Matrix::bytes_of(rows, cols, kind)? as u64,
+            },
+        })
+    }
+
+    /// Bytes of working memory that preparing a weight of this shape takes.
+    pub fn preparing_bytes_of(
+        device: DeviceKind,
+        rows: usize,
+        cols: usize,
+        kind: WeightType,
+    ) -> Bytes {
+        match device {
+            DeviceKind::Cpu => Bytes {
+                host: Packed::read_bytes_of(rows, cols, kind) as u64,
+                device: 0,
+            },
+            DeviceKind::Cuda => Matrix::upload_bytes_of(rows, cols, kind),
+        }
     }
 
     /// A weight in the memory in which it is trained, without a copy. On the CPU its products are slower, because a part at a time is

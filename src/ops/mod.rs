@@ -20,6 +20,6 @@ pub mod tensors;
 pub mod training;
 pub mod transfer;
 
-pub use crate::cpu::Workspace;
+pub use crate::cpu::{Workspace, WorkspaceSizes};
 pub use array::{Array, Element, Mixed, Slice, SliceMut};
-pub use device::Device;
+pub use device::{Device, DeviceKind};

@@ -52,15 +52,6 @@ impl WeightType {
         }
     }
 
-    /// Bytes of a weight `[rows, cols]` and its scales, without the padding of kernels.
-    pub const fn weight_bytes(self, rows: u64, cols: u64) -> u64 {
-        match (self, self.element_bytes()) {
-            (_, Some(element)) => rows * cols * element as u64,
-            (WeightType::Int8, None) => rows * cols + rows * 4,
-            (_, None) => rows * cols / 2 + rows * cols / 16,
-        }
-    }
-
     /// Lower-case name used in reports.
     pub const fn name(self) -> &'static str {
         match self {

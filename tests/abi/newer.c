@@ -96,6 +96,11 @@ static void sessions(const char *path, const char *scratch)
     OPTIONS(NVFP4_LoadOptions, load, NVFP4_load_options_init);
     load.known.device_type = NVFP4_DEVICE_CPU;
     KNOWN_ALONE("NVFP4_LoadOptions", load.unknown, NVFP4_model_load(path, count, &load.known, NULL, &model));
+    OPTIONS(NVFP4_PlanOptions, wanted, NVFP4_plan_options_init);
+    RESULTS(NVFP4_Plan, plan);
+    KNOWN_ALONE("NVFP4_PlanOptions", wanted.unknown,
+                NVFP4_model_plan(path, count, NULL, NULL, &wanted.known, &plan.known));
+    CHECK(plan.known.struct_size == sizeof plan && plan.known.weight_bytes > 0 && plan.unknown == 0);
     snprintf(place, sizeof place, "%s/newer", scratch);
     OPTIONS(NVFP4_ConvertOptions, convert, NVFP4_convert_options_init);
     convert.known.replace = 1;

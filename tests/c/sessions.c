@@ -221,6 +221,72 @@ static void reserved(const char *path)
     CHECK(current == before);
 }
 
+/* A model takes the bytes that are planned before it is loaded, and its sessions those that are planned for them. */
+static void planned(const char *path)
+{
+    NVFP4_LoadOptions load;
+    NVFP4_QuantizeOptions quantize;
+    NVFP4_PlanOptions options;
+    NVFP4_Plan plan, one;
+    OK(NVFP4_load_options_init(&load, sizeof load));
+    OK(NVFP4_quantize_options_init(&quantize, sizeof quantize));
+    OK(NVFP4_plan_options_init(&options, sizeof options));
+    load.threads = 1;
+    options.sequences = 3;
+    options.context = 64;
+    options.budget_bytes = 1 << 30;
+    plan.struct_size = sizeof plan;
+    OK(NVFP4_model_plan(path, strlen(path), &load, &quantize, &options, &plan));
+    CHECK(plan.device_type == NVFP4_DEVICE_CPU && plan.device_index == 0 && plan.reserved == 0 && plan.context == 64);
+    CHECK(plan.weight_host_bytes == 0 && plan.workspace_host_bytes == 0 && plan.graph_bytes_bound == 0);
+    CHECK(plan.kv_block_positions == 16 && plan.kv_block_bytes == 16 * plan.kv_bytes_per_token && plan.state_bytes == 0);
+    CHECK(plan.kv_bytes == 3 * plan.kv_bytes_per_sequence && plan.kv_bytes_per_sequence == 64 * plan.kv_bytes_per_token);
+    CHECK(plan.free_bytes == options.budget_bytes && plan.sequences_that_fit > 3);
+    CHECK(plan.step_workspace_bytes > 0 && plan.step_workspace_bytes < plan.workspace_bytes);
+
+    /* No version had a struct of this size. */
+    memset(&one, 0x5a, sizeof one);
+    one.struct_size = offsetof(NVFP4_Plan, kv_bytes);
+    FAILS(NVFP4_ABI_MISMATCH, NVFP4_model_plan(path, strlen(path), NULL, NULL, NULL, &one));
+    CHECK(one.device_type == 0x5a5a5a5a);
+    one.struct_size = sizeof one;
+
+    uint64_t before, current, peak, scratch;
+    OK(NVFP4_memory_stats(NVFP4_MEMORY_WEIGHTS, &before, &peak));
+    load.kv_bytes = plan.kv_bytes;
+    NVFP4_Model *own = NULL;
+    OK(NVFP4_model_load(path, strlen(path), &load, &quantize, &own));
+    OK(NVFP4_memory_stats(NVFP4_MEMORY_WEIGHTS, &current, &peak));
+    CHECK(current - before == plan.weight_bytes);
+
+    options.sequences = 1;
+    OK(NVFP4_model_plan(path, strlen(path), &load, &quantize, &options, &one));
+    CHECK(one.sequences_that_fit == 3);
+    NVFP4_Session *all[4];
+    int32_t tokens[64];
+    for (int i = 0; i < 64; i++)
+        tokens[i] = i;
+    NVFP4_SessionOptions of_session;
+    OK(NVFP4_session_options_init(&of_session, sizeof of_session));
+    of_session.context = options.context;
+    OK(NVFP4_memory_stats(NVFP4_MEMORY_SCRATCH, &before, &peak));
+    OK(NVFP4_memory_reset_peak());
+    for (int i = 0; i < 4; i++) {
+        OK(NVFP4_session_create(own, &of_session, &all[i]));
+        if (i == 3)
+            FAILS(NVFP4_OUT_OF_MEMORY, NVFP4_session_prefill(all[i], tokens, 64, NULL));
+        else
+            OK(NVFP4_session_prefill(all[i], tokens, 64, NULL));
+        OK(NVFP4_memory_stats(NVFP4_MEMORY_SCRATCH, &scratch, &peak));
+        if (i == 0)
+            CHECK(peak - before <= one.workspace_bytes && (peak - before) * 10 >= one.workspace_bytes * 9);
+    }
+    CHECK(peak - before <= 4 * one.workspace_bytes);
+    for (int i = 0; i < 4; i++)
+        OK(NVFP4_session_release(all[i]));
+    OK(NVFP4_model_release(own));
+}
+
 static void prefill_and_decode(void)
 {
     NVFP4_Session *whole = create(NULL), *single = create(NULL), *grown = create(NULL);
@@ -946,6 +1012,7 @@ int main(int argc, char **argv)
     models(argv[1]);
     devices(argv[1]);
     reserved(argv[1]);
+    planned(argv[1]);
     prefill_and_decode();
     streaming();
     chat();

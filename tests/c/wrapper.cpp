@@ -342,6 +342,11 @@ void sessions(const std::string &path, const std::string &scratch)
     });
     CHECK(calls > 0 && model.vocab_size() == 320 && model.info().find("nvfp4") != std::string::npos);
     CHECK(status_of([] { nvfp4::Model("/nowhere"); }) == NVFP4_NOT_FOUND);
+    nvfp4::PlanOptions wanted;
+    wanted.context = 64;
+    const NVFP4_Plan plan = nvfp4::Model::plan(path, load, wanted, &quantize);
+    CHECK(plan.context == 64 && plan.weight_bytes > 0 && plan.kv_bytes_per_sequence == 64 * plan.kv_bytes_per_token);
+    CHECK(status_of([] { nvfp4::Model::plan("/nowhere"); }) == NVFP4_NOT_FOUND);
     CHECK(status_of([&] {
               nvfp4::Model(path, load, nullptr, [](std::uint64_t, std::uint64_t) { return false; });
           }) == NVFP4_CANCELLED);

@@ -3,6 +3,8 @@
 use NVFP4::checkpoint::Encoding;
 use NVFP4::format::random;
 use NVFP4::model;
+use NVFP4::model::footprint::weight_bytes;
+use NVFP4::ops::DeviceKind;
 use half::f16;
 use serde_json::{Value, json};
 
@@ -141,7 +143,7 @@ fn check(all: &[Tensor], config: &Value, form: Form) {
         }
     }
     load(&from).unwrap_or_else(|e| panic!("{config}: {e}"));
-    model::estimate(&*opened, false).unwrap();
+    weight_bytes(&*opened, DeviceKind::Cpu, false).unwrap();
     quantize(&from, &to).unwrap_or_else(|e| panic!("{config}: {e}"));
     load(&to).unwrap();
 }

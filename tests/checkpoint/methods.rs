@@ -10,8 +10,10 @@ use NVFP4::engine::Served;
 use NVFP4::format::nvfp4::Recipe;
 use NVFP4::format::random;
 use NVFP4::model::convert::{Container, ConvertOptions, convert};
+use NVFP4::model::footprint::weight_bytes;
 use NVFP4::model::training::Source;
 use NVFP4::model::{self, Device, LoadOptions};
+use NVFP4::ops::DeviceKind;
 use serde_json::{Value, json};
 
 use super::files::{Scratch, tensors};
@@ -122,7 +124,7 @@ pub(super) fn refused(all: &[Tensor], quantization: Value, words: &str) {
     assert!(!opened.entries().is_empty());
     for result in [
         load(&from),
-        model::estimate(&*opened, false).map(|_| ()),
+        weight_bytes(&*opened, DeviceKind::Cpu, false).map(|_| ()),
         Source::open(&from).map(|_| ()),
         quantize(&from, &to),
     ] {

@@ -11,6 +11,7 @@ mod compare;
 mod delta;
 mod drafts;
 mod experts;
+mod footprint;
 mod fused;
 mod int8;
 mod linear;

@@ -167,6 +167,76 @@ namespace LibNVFP4
         internal ulong KvBytes;
     }
 
+    // Options of NVFP4_model_plan(). Fill with NVFP4_plan_options_init(), then change what is to differ.
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativePlanOptions
+    {
+        // sizeof(NVFP4_PlanOptions) as the caller knows it.
+        internal uint StructSize;
+        // One of NVFP4_KV_*: the type of the sessions' keys and values. Default: half precision.
+        internal int KvType;
+        // Sessions that take steps together, at least 1. Default: 1.
+        internal UIntPtr Sequences;
+        // Tokens that each session comes to, at most those that the model was made for; 0 for these. Default: 0.
+        internal UIntPtr Context;
+        // Bytes of the device's memory in which model and sessions are to fit; 0 for what is free on the device. Default: 0.
+        internal ulong BudgetBytes;
+    }
+
+    // The memory of a model and its sessions, in bytes. Numbers named `host` count host memory that a model on a GPU takes beside that of
+    // the GPU, and are 0 on the CPU; the others count the memory of the device, which is host memory for the CPU. The driver, its
+    // libraries, compiled kernels, tokenizers, texts and logits are not counted, as in NVFP4_memory_stats().
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativePlan
+    {
+        // sizeof(NVFP4_Plan) as the caller knows it. Set it before the call.
+        internal uint StructSize;
+        // The device of the plan: #NVFP4_DEVICE_CPU or #NVFP4_DEVICE_CUDA.
+        internal int DeviceType;
+        // Its number.
+        internal int DeviceIndex;
+        // 0.
+        internal int Reserved;
+        // Tokens of a session, as asked for.
+        internal ulong Context;
+        // Weights as they are held: what NVFP4_memory_stats() says of #NVFP4_MEMORY_WEIGHTS on the CPU and of #NVFP4_MEMORY_DEVICE_WEIGHTS
+        // on a GPU once the model is loaded.
+        internal ulong WeightBytes;
+        // Tables in page-locked memory, of which a token reads one row.
+        internal ulong WeightHostBytes;
+        // Weights and working memory while the model is loaded, at most.
+        internal ulong PeakLoadBytes;
+        // As above, in host memory.
+        internal ulong PeakLoadHostBytes;
+        // Working memory of steps alone, without prompts.
+        internal ulong StepWorkspaceBytes;
+        // Working memory of steps and of the longest passes of prompts. On the CPU each session that runs a prompt itself keeps its own.
+        internal ulong WorkspaceBytes;
+        // Page-locked working memory, without the buffers through which the library copies.
+        internal ulong WorkspaceHostBytes;
+        // Most bytes of recorded steps, on the GPU and on the host together; 0 on the CPU. Only the driver knows the exact number.
+        internal ulong GraphBytesBound;
+        // Keys and values of a token.
+        internal ulong KvBytesPerToken;
+        // A block of keys and values, of all groups of layers together.
+        internal ulong KvBlockBytes;
+        // Tokens of a block.
+        internal ulong KvBlockPositions;
+        // A recurrent state; 0 without recurrent layers.
+        internal ulong StateBytes;
+        // Blocks of a session of `context` tokens, its recurrent states included. Layers with a window free what it has passed.
+        internal ulong KvBytesPerSequence;
+        // The recurrent states among these blocks: that of the end, and those of earlier positions that a session keeps.
+        internal ulong StateBytesPerSequence;
+        // Blocks of all sessions: as `kv_bytes` of NVFP4_LoadOptions, room for each to come to `context` tokens.
+        internal ulong KvBytes;
+        // Bytes that are free on the device, or `budget_bytes`; UINT64_MAX if the system does not say.
+        internal ulong FreeBytes;
+        // Sessions of `context` tokens that fit there beside the model, and in `kv_bytes` of NVFP4_LoadOptions and the budget of
+        // NVFP4_memory_set_budget() where these are set; UINT64_MAX if nothing limits them.
+        internal ulong SequencesThatFit;
+    }
+
     // A message of a conversation. Later versions may add fields at the end: functions that take an array of these also take the size of an
     // element.
     [StructLayout(LayoutKind.Sequential)]
@@ -1225,6 +1295,24 @@ namespace LibNVFP4
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_model_load(byte* path, UIntPtr pathLength, NativeLoadOptions* options,
             NativeQuantizeOptions* quantize, out ModelHandle result);
+
+        // Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_PlanOptions).
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_plan_options_init(NativePlanOptions* options, uint structSize);
+
+        // Says what a model and its sessions take of memory, without loading it: reads the headers of its files, and takes milliseconds
+        // however large it is. Weights and blocks are exact; working memory is that of the largest passes, to which it grows as they come.
+        // Any number of threads may call it at once. Errors are those of NVFP4_model_load() for what no device can run, for options that do
+        // not go together, and for a device that is not there; tensors and tokenizer are not read, so their faults are not found.
+        //
+        // - `path`, `path_length`: see TEXT above.
+        // - `load`, `quantize`: as NVFP4_model_load() will have them; NULL for the defaults, and for weights as they are stored. With
+        //   #NVFP4_DEVICE_AUTO the plan is that of the device that it would choose now. `call` is ignored.
+        // - `options`: NULL for the defaults.
+        // - `out`: the plan; its `struct_size` says how much of it the caller knows.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_plan(byte* path, UIntPtr pathLength, NativeLoadOptions* load,
+            NativeQuantizeOptions* quantize, NativePlanOptions* options, NativePlan* result);
 
         // Adds a reference to a model.
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]

@@ -9,9 +9,9 @@ from typing import Any, Dict, NamedTuple, Tuple
 __all__ = [
     "ABI_VERSION", "CHOICES", "CHOSEN", "CalibrateOptions", "CallOptions", "ChatOptions", "ConvertOptions", "DataOptions", "Deleter",
     "FUNCTIONS", "Function", "GenerateOptions", "GenerationResult", "LoadOptions", "LogCallback", "LogRelease", "Message", "MicroBatch",
-    "NamedTensor", "OptimizerOptions", "ProgressCallback", "QuantizeOptions", "QueueEvent", "QueueOptions", "SEED_NEW", "STATUSES",
-    "SchemaResult", "SessionOptions", "Status", "StepOptions", "StepReport", "SubmitOptions", "TokenCallback", "TokenEvent",
-    "TrainerOptions", "VERSION_MAJOR", "VERSION_MINOR", "VERSION_NUMBER", "VERSION_PATCH", "WeightOptions",
+    "NamedTensor", "OptimizerOptions", "Plan", "PlanOptions", "ProgressCallback", "QuantizeOptions", "QueueEvent", "QueueOptions",
+    "SEED_NEW", "STATUSES", "SchemaResult", "SessionOptions", "Status", "StepOptions", "StepReport", "SubmitOptions", "TokenCallback",
+    "TokenEvent", "TrainerOptions", "VERSION_MAJOR", "VERSION_MINOR", "VERSION_NUMBER", "VERSION_PATCH", "WeightOptions",
 ]
 
 # Version of the library this header belongs to.
@@ -407,6 +407,7 @@ CHOSEN: Dict[str, Dict[str, str]] = {
     "QuantizeOptions": {"levels": "levels", "recipe": "recipe", "rounding": "rounding", "nonfinite": "nonfinite", "scale_layout": "scales"},
     "WeightOptions": {"compute_path": "compute_path", "scale_layout": "scales", "dense_dtype": "dtype"},
     "LoadOptions": {"activations": "activations"},
+    "PlanOptions": {"kv_type": "kv"},
     "CalibrateOptions": {},
     "ConvertOptions": {"container": "container", "tables": "tables"},
     "SessionOptions": {"kv_type": "kv", "eviction": "eviction"},
@@ -590,6 +591,88 @@ class LoadOptions(Structure):
         ("sampling_only", c_int32),
         ("call", c_void_p),
         ("kv_bytes", c_uint64),
+    ]
+
+
+class PlanOptions(Structure):
+    """
+    Options of NVFP4_model_plan(). Fill with NVFP4_plan_options_init(), then change what is to differ.
+
+    - `struct_size`: sizeof(NVFP4_PlanOptions) as the caller knows it.
+    - `kv_type`: One of NVFP4_KV_*: the type of the sessions' keys and values. Default: half precision.
+    - `sequences`: Sessions that take steps together, at least 1. Default: 1.
+    - `context`: Tokens that each session comes to, at most those that the model was made for; 0 for these. Default: 0.
+    - `budget_bytes`: Bytes of the device's memory in which model and sessions are to fit; 0 for what is free on the device. Default: 0.
+    """
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("kv_type", c_int32),
+        ("sequences", c_size_t),
+        ("context", c_size_t),
+        ("budget_bytes", c_uint64),
+    ]
+
+
+class Plan(Structure):
+    """
+    The memory of a model and its sessions, in bytes. Numbers named `host` count host memory that a model on a GPU takes beside that of the
+    GPU, and are 0 on the CPU; the others count the memory of the device, which is host memory for the CPU. The driver, its libraries,
+    compiled kernels, tokenizers, texts and logits are not counted, as in NVFP4_memory_stats().
+
+    - `struct_size`: sizeof(NVFP4_Plan) as the caller knows it. Set it before the call.
+    - `device_type`: The device of the plan: #NVFP4_DEVICE_CPU or #NVFP4_DEVICE_CUDA.
+    - `device_index`: Its number.
+    - `reserved`: 0.
+    - `context`: Tokens of a session, as asked for.
+    - `weight_bytes`: Weights as they are held: what NVFP4_memory_stats() says of #NVFP4_MEMORY_WEIGHTS on the CPU and of
+      #NVFP4_MEMORY_DEVICE_WEIGHTS on a GPU once the model is loaded.
+    - `weight_host_bytes`: Tables in page-locked memory, of which a token reads one row.
+    - `peak_load_bytes`: Weights and working memory while the model is loaded, at most.
+    - `peak_load_host_bytes`: As above, in host memory.
+    - `step_workspace_bytes`: Working memory of steps alone, without prompts.
+    - `workspace_bytes`: Working memory of steps and of the longest passes of prompts. On the CPU each session that runs a prompt itself
+      keeps its own.
+    - `workspace_host_bytes`: Page-locked working memory, without the buffers through which the library copies.
+    - `graph_bytes_bound`: Most bytes of recorded steps, on the GPU and on the host together; 0 on the CPU. Only the driver knows the exact
+      number.
+    - `kv_bytes_per_token`: Keys and values of a token.
+    - `kv_block_bytes`: A block of keys and values, of all groups of layers together.
+    - `kv_block_positions`: Tokens of a block.
+    - `state_bytes`: A recurrent state; 0 without recurrent layers.
+    - `kv_bytes_per_sequence`: Blocks of a session of `context` tokens, its recurrent states included. Layers with a window free what it has
+      passed.
+    - `state_bytes_per_sequence`: The recurrent states among these blocks: that of the end, and those of earlier positions that a session
+      keeps.
+    - `kv_bytes`: Blocks of all sessions: as `kv_bytes` of NVFP4_LoadOptions, room for each to come to `context` tokens.
+    - `free_bytes`: Bytes that are free on the device, or `budget_bytes`; UINT64_MAX if the system does not say.
+    - `sequences_that_fit`: Sessions of `context` tokens that fit there beside the model, and in `kv_bytes` of NVFP4_LoadOptions and the
+      budget of NVFP4_memory_set_budget() where these are set; UINT64_MAX if nothing limits them.
+    """
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("device_type", c_int32),
+        ("device_index", c_int32),
+        ("reserved", c_int32),
+        ("context", c_uint64),
+        ("weight_bytes", c_uint64),
+        ("weight_host_bytes", c_uint64),
+        ("peak_load_bytes", c_uint64),
+        ("peak_load_host_bytes", c_uint64),
+        ("step_workspace_bytes", c_uint64),
+        ("workspace_bytes", c_uint64),
+        ("workspace_host_bytes", c_uint64),
+        ("graph_bytes_bound", c_uint64),
+        ("kv_bytes_per_token", c_uint64),
+        ("kv_block_bytes", c_uint64),
+        ("kv_block_positions", c_uint64),
+        ("state_bytes", c_uint64),
+        ("kv_bytes_per_sequence", c_uint64),
+        ("state_bytes_per_sequence", c_uint64),
+        ("kv_bytes", c_uint64),
+        ("free_bytes", c_uint64),
+        ("sequences_that_fit", c_uint64),
     ]
 
 
@@ -1719,6 +1802,25 @@ FUNCTIONS: Tuple[Function, ...] = (
         - `path`, `path_length`: see TEXT above.
         - `options`: NULL for the defaults.
         - `quantize`: how to quantize dense weights to NVFP4 while loading; NULL keeps weights as they are stored.
+        """),
+    Function("plan_options_init", (c_void_p, c_uint32), Status, """
+        NVFP4_plan_options_init(NVFP4_PlanOptions *options, uint32_t struct_size)
+
+        Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_PlanOptions).
+        """),
+    Function("model_plan", (c_void_p, c_size_t, c_void_p, c_void_p, c_void_p, c_void_p), Status, """
+        NVFP4_model_plan(const char *path, size_t path_length, const NVFP4_LoadOptions *load, const NVFP4_QuantizeOptions *quantize, const NVFP4_PlanOptions *options, NVFP4_Plan *out)
+
+        Says what a model and its sessions take of memory, without loading it: reads the headers of its files, and takes milliseconds
+        however large it is. Weights and blocks are exact; working memory is that of the largest passes, to which it grows as they come. Any
+        number of threads may call it at once. Errors are those of NVFP4_model_load() for what no device can run, for options that do not go
+        together, and for a device that is not there; tensors and tokenizer are not read, so their faults are not found.
+
+        - `path`, `path_length`: see TEXT above.
+        - `load`, `quantize`: as NVFP4_model_load() will have them; NULL for the defaults, and for weights as they are stored. With
+          #NVFP4_DEVICE_AUTO the plan is that of the device that it would choose now. `call` is ignored.
+        - `options`: NULL for the defaults.
+        - `out`: the plan; its `struct_size` says how much of it the caller knows.
         """),
     Function("model_retain", (c_void_p,), Status, """
         NVFP4_model_retain(NVFP4_Model *model)

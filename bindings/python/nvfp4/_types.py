@@ -104,6 +104,19 @@ class LoadOptions(TypedDict, total=False):
     kv_bytes: int
 
 
+class PlanOptions(TypedDict, total=False):
+    """Options of NVFP4_model_plan()."""
+
+    # One of KvType: the type of the sessions' keys and values. Default: half precision.
+    kv_type: KvType
+    # Sessions that take steps together, at least 1. Default: 1.
+    sequences: int
+    # Tokens that each session comes to, at most those that the model was made for; 0 for these. Default: 0.
+    context: int
+    # Bytes of the device's memory in which model and sessions are to fit; 0 for what is free on the device. Default: 0.
+    budget_bytes: int
+
+
 class CalibrateOptions(TypedDict, total=False):
     """How to calibrate a model."""
 

@@ -78,9 +78,15 @@ impl Arenas {
         Self::with(gpu, Vec::new(), false)
     }
 
-    /// Arenas with `bytes` of memory in all, allocated now; a chunk more for each of `count` arenas, since no two share a chunk.
+    /// Bytes of the device that `count` arenas with `bytes` of memory in all take: no two share a chunk.
+    pub fn physical_bytes(bytes: u64, count: usize) -> u64 {
+        let chunks = bytes.div_ceil(CHUNK as u64) + count as u64;
+        chunks.saturating_mul(CHUNK as u64)
+    }
+
+    /// Arenas with `bytes` of memory in all, allocated now.
     pub fn fixed(gpu: &Arc<Gpu>, bytes: usize, count: usize) -> Result<Arc<Arenas>> {
-        let chunks = bytes.div_ceil(CHUNK) + count;
+        let chunks = Self::physical_bytes(bytes as u64, count) as usize / CHUNK;
         let idle = (0..chunks).map(|_| Chunk::new(gpu));
         let idle = idle.collect::<Result<_>>().map_err(|e| {
             let (free, total) = gpu.memory().unwrap_or_default();

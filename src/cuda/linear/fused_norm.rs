@@ -24,17 +24,31 @@ pub struct NormScratch {
 }
 
 impl NormScratch {
+    /// Bytes of rows, squares and a set of factors, for rows of `width`.
+    const fn sizes(width: usize) -> [usize; 3] {
+        let squares = SKINNY_ROWS * width.div_ceil(Tile::Deep.features());
+        [
+            Layout::FragmentMajor.elements(SKINNY_ROWS, width) * 2,
+            squares * 4,
+            SKINNY_ROWS * 4,
+        ]
+    }
+
+    /// Bytes for rows of `width`.
+    pub fn bytes_of(width: usize) -> usize {
+        let [rows, squares, factors] = Self::sizes(width);
+        rows + squares + 2 * factors
+    }
+
     /// For rows of `width`.
     pub fn new(gpu: &Arc<Gpu>, width: usize) -> Result<NormScratch> {
-        let scratch = |elements: usize, bytes: usize| {
-            DeviceBuffer::uninit(gpu, Tag::DeviceScratch, elements * bytes)
-        };
-        let squares = SKINNY_ROWS * width.div_ceil(Tile::Deep.features());
+        let scratch = |bytes| DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes);
+        let [rows, squares, factors] = Self::sizes(width);
         Ok(NormScratch {
             width,
-            rows: scratch(Layout::FragmentMajor.elements(SKINNY_ROWS, width), 2)?,
-            squares: scratch(squares, 4)?,
-            factors: [scratch(SKINNY_ROWS, 4)?, scratch(SKINNY_ROWS, 4)?],
+            rows: scratch(rows)?,
+            squares: scratch(squares)?,
+            factors: [scratch(factors)?, scratch(factors)?],
         })
     }
 

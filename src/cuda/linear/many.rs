@@ -47,23 +47,55 @@ struct DequantizeArguments {
     k: i32,
 }
 
+/// Device properties that the size of scratch memory depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ScratchDevice {
+    /// Compute capability, major and minor.
+    pub arch: (i32, i32),
+    /// Number of multiprocessors.
+    pub multiprocessors: usize,
+    /// Whether cuBLASLt was found.
+    pub cublas: bool,
+}
+
+impl ScratchDevice {
+    /// The properties of an open device.
+    pub fn of(gpu: &Gpu) -> ScratchDevice {
+        ScratchDevice {
+            arch: gpu.arch(),
+            multiprocessors: gpu.multiprocessors(),
+            cublas: gpu.blas().is_some(),
+        }
+    }
+}
+
 impl LinearScratch {
-    /// Allocates scratch for products of up to `rows` rows of up to `k` elements, with `bytes` for the f16 copy, which cuBLASLt needs.
-    pub fn new(gpu: &Arc<Gpu>, rows: usize, k: usize, bytes: usize) -> Result<LinearScratch> {
-        let workspace = if bytes > 0 && gpu.blas().is_some() {
+    /// Bytes of the room of kernels, and of the workspace of cuBLASLt.
+    fn sizes(device: ScratchDevice, rows: usize, k: usize, bytes: usize) -> [usize; 2] {
+        let workspace = if bytes > 0 && device.cublas {
             WORKSPACE
         } else {
             0
         };
-        let tiled = match gpu.blas() {
-            Some(_) => rows.min(TILED),
-            None => rows,
+        let tiled = match device.cublas {
+            true => rows.min(TILED),
+            false => rows,
         };
-        let kernels = TileKernel::all(gpu.arch())
+        let kernels = TileKernel::all(device.arch)
             .iter()
             .filter(|_| rows > HALF_SM_ROWS)
-            .map(|kernel| kernel.scratch(tiled, k, gpu.multiprocessors()));
-        let room = kernels.max().unwrap_or(0).max(bytes);
+            .map(|kernel| kernel.scratch(tiled, k, device.multiprocessors));
+        [kernels.max().unwrap_or(0).max(bytes), workspace]
+    }
+
+    /// Bytes of the scratch that [`LinearScratch::new`] allocates.
+    pub fn bytes_of(device: ScratchDevice, rows: usize, k: usize, bytes: usize) -> usize {
+        Self::sizes(device, rows, k, bytes).iter().sum()
+    }
+
+    /// Allocates scratch for products of up to `rows` rows of up to `k` elements, with `bytes` for the f16 copy, which cuBLASLt needs.
+    pub fn new(gpu: &Arc<Gpu>, rows: usize, k: usize, bytes: usize) -> Result<LinearScratch> {
+        let [room, workspace] = Self::sizes(ScratchDevice::of(gpu), rows, k, bytes);
         Ok(LinearScratch {
             room: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, room)?,
             workspace: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, workspace)?,

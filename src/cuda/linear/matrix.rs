@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::base::memory::Tag;
+use crate::base::memory::{Bytes, Tag};
 use crate::base::size::product;
 use crate::cuda::driver::{DeviceBuffer, DeviceSlice, Gpu, Launch, STAGING, Staging, int};
 use crate::cuda::kernel::kernels;
@@ -95,13 +95,9 @@ pub(super) fn chunk_offset(first: usize, cols: usize) -> u64 {
     (first / CHUNK_ROWS * chunk_row(cols)) as u64
 }
 
-/// Memory for the chunks of an NVFP4 weight.
-fn chunks(gpu: &Arc<Gpu>, rows: usize, cols: usize) -> Result<DeviceBuffer> {
-    check_size(rows, cols)?;
-    let bytes = product(
-        "an NVFP4 weight",
-        &[rows.div_ceil(CHUNK_ROWS), chunk_row(cols)],
-    )?;
+/// Memory for a weight.
+fn room(gpu: &Arc<Gpu>, rows: usize, cols: usize, storage: WeightType) -> Result<DeviceBuffer> {
+    let bytes = Matrix::bytes_of(rows, cols, storage)?;
     DeviceBuffer::uninit(gpu, Tag::DeviceWeights, bytes)
 }
 
@@ -159,11 +155,41 @@ pub(in crate::cuda) unsafe fn pack_rows(
 }
 
 impl Matrix {
+    /// Bytes on the device of a weight of this shape.
+    pub fn bytes_of(rows: usize, cols: usize, storage: WeightType) -> Result<usize> {
+        check_size(rows, cols)?;
+        match (storage, storage.element_bytes()) {
+            (_, Some(element)) => product("a weight", &[rows, cols, element]),
+            (WeightType::Int8, None) => product("an int8 weight", &[rows, cols + 4]),
+            (_, None) => product(
+                "an NVFP4 weight",
+                &[rows.div_ceil(CHUNK_ROWS), chunk_row(cols)],
+            ),
+        }
+    }
+
+    /// Bytes of working memory of the upload of a weight of this shape: two staging buffers and, for NVFP4, the rows that are packed.
+    pub fn upload_bytes_of(rows: usize, cols: usize, storage: WeightType) -> Bytes {
+        let row = match (storage, storage.element_bytes()) {
+            (_, Some(element)) => cols * element,
+            (WeightType::Int8, None) => cols + 4,
+            (_, None) => cols / 2 + cols / BLOCK,
+        };
+        let piece = rows_at_a_time(row).min(rows) * row;
+        Bytes {
+            host: 2 * piece.max(STAGING) as u64,
+            device: match storage {
+                WeightType::Nvfp4 => piece as u64,
+                _ => 0,
+            },
+        }
+    }
+
     /// Packs a matrix on the device into an NVFP4 weight. The caller has checked its scales, see [`crate::cuda::wait_for_scales`]. Enqueues
     /// a copy.
     pub fn from_operand(w: &Operand<'_>) -> Result<Matrix> {
         let (gpu, rows, cols) = (w.gpu(), w.rows, w.k);
-        let values = chunks(gpu, rows, cols)?;
+        let values = room(gpu, rows, cols, WeightType::Nvfp4)?;
         for first in (0..rows).step_by(PACKED_ROWS) {
             let n = PACKED_ROWS.min(rows - first);
             let chunks = values.address() + chunk_offset(first, cols);
@@ -200,15 +226,7 @@ impl Matrix {
         global: f32,
         values: Arc<DeviceBuffer>,
     ) -> Result<Matrix> {
-        check_size(rows, cols)?;
-        match storage.element_bytes() {
-            Some(element) => values.holds("a weight", &[rows, cols, element])?,
-            None if storage == WeightType::Int8 => values.holds("a weight", &[rows, cols + 4])?,
-            None => {
-                let chunks = [rows.div_ceil(CHUNK_ROWS), chunk_row(cols)];
-                values.holds("an NVFP4 weight", &chunks)?;
-            }
-        }
+        values.holds("a weight", &[Self::bytes_of(rows, cols, storage)?])?;
         Ok(Matrix {
             storage,
             rows,
@@ -226,10 +244,9 @@ impl Matrix {
         global: f32,
         read: &mut ReadNvfp4,
     ) -> Result<Matrix> {
-        check_size(rows, cols)?;
         nvfp4::check_global_scale(global)?;
         let (code_row, scale_row) = (cols / 2, cols / BLOCK);
-        let values = chunks(gpu, rows, cols)?;
+        let values = room(gpu, rows, cols, WeightType::Nvfp4)?;
         let step = rows_at_a_time(code_row + scale_row).min(rows);
         let codes = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, step * code_row)?;
         let scales = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, step * scale_row)?;
@@ -272,10 +289,8 @@ impl Matrix {
         let Some(element) = storage.element_bytes() else {
             bail!(Internal, "a matrix in {} has scales", storage.name());
         };
-        check_size(rows, cols)?;
         let row = cols * element;
-        let values =
-            DeviceBuffer::uninit(gpu, Tag::DeviceWeights, product("weight", &[rows, row])?)?;
+        let values = room(gpu, rows, cols, storage)?;
         let step = rows_at_a_time(row).min(rows);
         let mut staging = Staging::of(gpu, step * row);
         for first in (0..rows).step_by(step) {
@@ -297,9 +312,7 @@ impl Matrix {
 
     /// Uploads a weight of int8 rows; `read` gives codes and scales of ranges of rows.
     pub fn int8(gpu: &Arc<Gpu>, rows: usize, cols: usize, read: &mut ReadInt8) -> Result<Matrix> {
-        check_size(rows, cols)?;
-        let bytes = product("an int8 weight", &[rows, cols + 4])?;
-        let values = DeviceBuffer::uninit(gpu, Tag::DeviceWeights, bytes)?;
+        let values = room(gpu, rows, cols, WeightType::Int8)?;
         let scales_at = values.address() + (rows * cols) as u64;
         let step = rows_at_a_time(cols + 4).min(rows);
         let mut scales = vec![0f32; step];

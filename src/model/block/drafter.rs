@@ -20,8 +20,6 @@ impl ReferencePass<'_> {
         let (device, eps, width) = (self.device, self.spec.norm_eps, self.spec.hidden_size);
         let (m, len) = (self.rows, self.rows * width);
         self.embed(weights, tokens, s)?;
-        s.normed.grow(device, len)?;
-        s.joined.grow(device, 2 * len)?;
         s.normed.first_mut(len)?.copy_from(Slice::Host(hidden))?;
         for (half, (x, weight)) in [
             (&mut s.residual, &drafter.embedding_norm),

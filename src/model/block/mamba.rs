@@ -18,7 +18,6 @@ impl ReferencePass<'_> {
         let (m, shape) = (self.rows, &spec.shape);
         let (channels, width) = (m * shape.channels(), m * shape.width());
         let heads = m * shape.heads;
-        s.grow_recurrent(self.device, (channels, width, heads))?;
         self.project(
             s.normed.first(m * self.spec.hidden_size)?,
             m,
@@ -55,7 +54,6 @@ impl ReferencePass<'_> {
         s: &mut BlockScratch,
     ) -> Result<()> {
         let shape = &spec.shape;
-        s.attended.grow(self.device, self.rows * shape.width())?;
         update_states(index, StatePart::Matrices, segments, |rows, state| {
             let heads = rows.elements(shape.heads);
             let out = rows.elements(shape.width());

@@ -6,8 +6,11 @@ mod beside;
 mod drafter;
 mod mamba;
 mod per_layer;
+mod widths;
 
 pub(super) use drafter::hidden_rows;
+use widths::ARRAYS;
+pub(super) use widths::RowWidths;
 
 use std::ops::Range;
 
@@ -149,16 +152,38 @@ impl BlockScratch {
         }
     }
 
-    /// Makes room for the inputs of a recurrent layer, in elements: of its convolution, of its gate, and of decays and shares by head.
-    fn grow_recurrent(
-        &mut self,
-        device: &Device,
-        (channels, values, heads): (usize, usize, usize),
-    ) -> Result<()> {
-        self.q.grow(device, channels)?;
-        self.head_gate.grow(device, values)?;
-        self.decay.grow(device, heads)?;
-        self.beta.grow(device, heads)
+    /// Makes room for `rows` rows of a model with these widths. Arrays that were shorter lose their contents.
+    fn fit(&mut self, device: &Device, widths: &RowWidths, rows: usize) -> Result<()> {
+        let arrays = self.arrays_mut().into_iter().zip(widths.of_arrays());
+        for (array, width) in arrays {
+            array.grow(device, rows * width)?;
+        }
+        Ok(())
+    }
+
+    fn arrays_mut(&mut self) -> [&mut Array; ARRAYS] {
+        let experts = &mut self.experts;
+        [
+            &mut self.residual,
+            &mut self.normed,
+            &mut self.q,
+            &mut self.k,
+            &mut self.v,
+            &mut self.head_gate,
+            &mut self.decay,
+            &mut self.beta,
+            &mut self.attended,
+            &mut self.gate,
+            &mut self.up,
+            &mut self.joined,
+            &mut self.layer_projections,
+            &mut self.layer_inputs,
+            &mut experts.logits,
+            &mut experts.taken,
+            &mut experts.made,
+            &mut experts.sum,
+            &mut experts.beside,
+        ]
     }
 
     /// The first row that [`head`] normalized last, `[hidden]`, of a model on the CPU.
@@ -169,7 +194,7 @@ impl BlockScratch {
     /// Bytes held.
     pub(super) fn bytes(&self) -> usize {
         let experts = &self.experts;
-        let arrays = [
+        let arrays: [&Array; ARRAYS] = [
             &self.residual,
             &self.normed,
             &self.q,
@@ -237,7 +262,7 @@ impl<'a> ReferencePass<'a> {
         s: &mut BlockScratch,
     ) -> Result<()> {
         let len = tokens.len() * self.spec.hidden_size;
-        s.residual.grow(self.device, len)?;
+        s.fit(self.device, &RowWidths::of(self.spec), self.rows)?;
         let mut rows = s.residual.first_mut(len)?;
         match rows.reborrow() {
             SliceMut::Host(rows) => weights.embed(tokens, rows)?,
@@ -362,7 +387,6 @@ impl<'a> ReferencePass<'a> {
     /// Computes the input of a half of a block in `normed`.
     fn enter(&self, norm: Option<&Array>, s: &mut BlockScratch) -> Result<()> {
         let len = self.rows * self.spec.hidden_size;
-        s.normed.grow(self.device, len)?;
         let (x, normed) = (s.residual.first(len)?, s.normed.first_mut(len)?);
         match norm {
             Some(weight) => norm::rms_norm(self.device, x, weight, self.spec.norm_eps, normed),
@@ -401,9 +425,6 @@ impl<'a> ReferencePass<'a> {
             self.rows * spec.q_width(),
             self.rows * spec.kv_width(),
         );
-        for (array, len) in [(&mut s.q, q_len), (&mut s.k, kv_len), (&mut s.v, kv_len)] {
-            array.grow(self.device, len)?;
-        }
         let mut outputs = vec![(&weights.q, s.q.first_mut(q_len)?)];
         if let Some(k) = &weights.k {
             outputs.push((k, s.k.first_mut(kv_len)?));
@@ -412,7 +433,6 @@ impl<'a> ReferencePass<'a> {
             outputs.push((v, s.v.first_mut(kv_len)?));
         }
         if let Some(gate) = &weights.gate {
-            s.head_gate.grow(self.device, q_len)?;
             outputs.push((gate, s.head_gate.first_mut(q_len)?));
         }
         let x = s.normed.first(m * self.spec.hidden_size)?;
@@ -460,7 +480,6 @@ impl<'a> ReferencePass<'a> {
         s: &mut BlockScratch,
     ) -> Result<()> {
         let (device, q_width, kv_width) = (self.device, spec.q_width(), spec.kv_width());
-        s.attended.grow(device, self.rows * q_width)?;
         let shape = spec.shape();
         let sinks = weights.sinks.as_ref().map(Array::all);
         for segment in segments {
@@ -502,7 +521,6 @@ impl<'a> ReferencePass<'a> {
         let (m, shape) = (self.rows, &spec.shape);
         let (channels, values) = (m * shape.channels(), m * shape.value_width());
         let heads = m * shape.value_heads;
-        s.grow_recurrent(self.device, (channels, values, heads))?;
         self.project(
             s.normed.first(m * self.spec.hidden_size)?,
             m,
@@ -541,8 +559,6 @@ impl<'a> ReferencePass<'a> {
         s: &mut BlockScratch,
     ) -> Result<()> {
         let shape = &spec.shape;
-        s.attended
-            .grow(self.device, self.rows * shape.value_width())?;
         update_states(index, StatePart::Matrices, segments, |rows, state| {
             let heads = rows.elements(shape.value_heads);
             let out = rows.elements(shape.value_width());
@@ -594,13 +610,11 @@ impl<'a> ReferencePass<'a> {
         workspace: &mut Workspace,
     ) -> Result<()> {
         let len = m * spec.intermediate_size;
-        gate.grow(self.device, len)?;
         let x = x.first(m * self.spec.hidden_size)?;
         let Some(weight) = &weights.gate else {
             let outputs = &mut [(&weights.up, gate.first_mut(len)?)];
             return self.project(x, m, outputs, workspace);
         };
-        up.grow(self.device, len)?;
         let outputs = &mut [
             (weight, gate.first_mut(len)?),
             (&weights.up, up.first_mut(len)?),
@@ -665,9 +679,6 @@ impl<'a> ReferencePass<'a> {
         let ExpertScratch {
             taken, made, sum, ..
         } = experts;
-        for array in [&mut *taken, made, sum] {
-            array.grow(device, m * hidden)?;
-        }
         activation::fill(device, sum.first_mut(m * hidden)?, 0.0)?;
         for turn in expert_turns(spec) {
             let x = normed.first(m * hidden)?;
@@ -746,7 +757,6 @@ impl<'a> ReferencePass<'a> {
     fn products(&self, weight: &Linear, rows: usize, s: &mut BlockScratch) -> Result<Vec<f32>> {
         let (device, m) = (self.device, self.rows);
         let logits = &mut s.experts.logits;
-        logits.grow(device, m * rows)?;
         let x = s.normed.first(m * self.spec.hidden_size)?;
         let outputs = &mut [(weight, logits.first_mut(m * rows)?)];
         linear(device, x, m, outputs, self.activations, &mut s.workspace)?;

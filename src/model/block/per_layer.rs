@@ -38,7 +38,6 @@ impl ReferencePass<'_> {
         let (device, m, hidden) = (self.device, self.rows, self.spec.hidden_size);
         let len = m * self.spec.blocks.len() * width;
         let projected = &mut s.layer_projections;
-        projected.grow(device, len)?;
         self.project(
             s.residual.first(m * hidden)?,
             m,
@@ -60,7 +59,6 @@ impl ReferencePass<'_> {
         s: &mut BlockScratch,
     ) -> Result<()> {
         let len = self.rows * self.spec.blocks.len() * parts.0;
-        s.layer_inputs.grow(self.device, len)?;
         let projected = s.layer_projections.first(len)?;
         let inputs = s.layer_inputs.first_mut(len)?;
         match (projected, inputs) {
@@ -110,7 +108,6 @@ impl ReferencePass<'_> {
         s: &mut BlockScratch,
     ) -> Result<()> {
         let (m, hidden, len) = (self.rows, self.spec.hidden_size, self.rows * spec.width);
-        s.gate.grow(self.device, len)?;
         self.project(
             s.residual.first(m * hidden)?,
             m,

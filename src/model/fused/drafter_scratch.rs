@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::sizes::Sizes;
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::base::memory::{Tag, zeros};
+use crate::base::memory::{Bytes, Tag, zeros};
 use crate::cuda::{DeviceBuffer, DeviceSlice, Gpu, HiddenCopies, Pinned, StagedBuffer};
 
 /// Positions whose hidden rows the host can read while the device runs ahead.
@@ -33,6 +33,24 @@ pub(super) struct DrafterScratch {
 }
 
 impl DrafterScratch {
+    /// Bytes of hidden rows, sources and faults on the device, and of copies and guesses in page-locked memory.
+    fn sizes(sizes: &Sizes, rows: usize, batch: usize) -> ([usize; 3], [usize; 2]) {
+        let (row, most) = (sizes.hidden * 4, rows.max(batch).max(1));
+        (
+            [(batch + most) * row, most * 4, most * 4],
+            [COPIES * batch * row, GUESSES * batch * 4],
+        )
+    }
+
+    /// Bytes for passes of `rows` rows, and for steps of `batch` rows.
+    pub(super) fn bytes_of(sizes: &Sizes, rows: usize, batch: usize) -> Bytes {
+        let (device, host) = Self::sizes(sizes, rows, batch);
+        Bytes {
+            host: host.iter().sum::<usize>() as u64,
+            device: device.iter().sum::<usize>() as u64,
+        }
+    }
+
     /// Memory for passes of `rows` rows, and for steps of `batch` rows.
     pub(super) fn new(
         gpu: &Arc<Gpu>,
@@ -40,15 +58,15 @@ impl DrafterScratch {
         rows: usize,
         batch: usize,
     ) -> Result<DrafterScratch> {
-        let (width, most) = (sizes.hidden, rows.max(batch).max(1));
+        let ([hidden, sources, faults], [copies, guesses]) = Self::sizes(sizes, rows, batch);
         Ok(DrafterScratch {
-            hidden: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, (batch + most) * width * 4)?,
-            sources: StagedBuffer::uninit(gpu, Tag::DeviceScratch, most * 4)?,
-            copies: Pinned::new(gpu, Tag::Scratch, COPIES * batch * width * 4)?,
-            guesses: Pinned::new(gpu, Tag::Scratch, GUESSES * batch * 4)?,
-            faults: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, most * 4)?,
+            hidden: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, hidden)?,
+            sources: StagedBuffer::uninit(gpu, Tag::DeviceScratch, sources)?,
+            copies: Pinned::new(gpu, Tag::Scratch, copies)?,
+            guesses: Pinned::new(gpu, Tag::Scratch, guesses)?,
+            faults: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, faults)?,
             batch,
-            width,
+            width: sizes.hidden,
         })
     }
 

@@ -50,17 +50,28 @@ pub(in crate::model) fn tables(
     })
 }
 
-fn table(gpu: &Arc<Gpu>, file: &FileTable) -> Result<HostTable> {
-    let FileTable { checkpoint, entry } = file;
-    if entry.encoding == Encoding::Int8 {
-        return int8_table(gpu, &**checkpoint, entry);
-    }
-    let (storage, plain) = match entry.encoding {
+/// The type in which a table of a file is held, and whether that is the type of the file.
+fn held(entry: &Entry) -> (WeightType, bool) {
+    match entry.encoding {
+        Encoding::Int8 => (WeightType::Int8, true),
         Encoding::Dense(DType::BF16) => (WeightType::BF16, true),
         Encoding::Dense(DType::F16) => (WeightType::F16, true),
         Encoding::Dense(DType::F32) => (WeightType::F32, true),
         _ => (WeightType::F32, false),
-    };
+    }
+}
+
+/// Bytes of a table of a file in host memory.
+pub(in crate::model) fn table_bytes(entry: &Entry) -> Result<usize> {
+    HostTable::bytes_of(entry.rows(), entry.cols(), held(entry).0)
+}
+
+fn table(gpu: &Arc<Gpu>, file: &FileTable) -> Result<HostTable> {
+    let FileTable { checkpoint, entry } = file;
+    let (storage, plain) = held(entry);
+    if storage == WeightType::Int8 {
+        return int8_table(gpu, &**checkpoint, entry);
+    }
     let (rows, width) = (entry.rows(), entry.cols());
     let stored = checkpoint.plain(entry).filter(|_| plain);
     // Copies rows from `first` on until `out` is full.

@@ -11,7 +11,7 @@ const BUCKETS: [usize; 16] = [
 ];
 
 /// The most bytes of recorded steps of a model.
-const MOST_BYTES: usize = 128 << 20;
+pub(in crate::model) const MOST_BYTES: usize = 128 << 20;
 /// Bytes of a recorded kernel, in host and device memory together: `benches/NOTES.md` has the measurement.
 const KERNEL_BYTES: usize = 10 << 10;
 
@@ -24,7 +24,7 @@ pub(super) fn verified_bucket(rows: usize) -> Option<usize> {
 }
 
 /// The number of rows with which a step of `sequences` sequences is recorded.
-pub(super) fn bucket(sequences: usize) -> usize {
+pub(in crate::model) fn bucket(sequences: usize) -> usize {
     let larger = BUCKETS.into_iter().find(|&rows| rows >= sequences);
     larger.unwrap_or(sequences)
 }

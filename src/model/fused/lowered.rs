@@ -11,7 +11,9 @@ use super::supported::check_supported;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
-use crate::cuda::{self, DeviceBuffer, Gpu, Hardware, Heads, MatrixShape, RowHeads, Table, Unit};
+use crate::cuda::{
+    self, DeviceBuffer, ExpertTable, Gpu, Hardware, Heads, MatrixShape, RowHeads, Table, Unit,
+};
 use crate::model::kv::KvCache;
 use crate::model::spec::{AttentionSpec, BlockSpec, KeyValues, MlpSpec, Spec};
 use crate::model::weights::{Block, Drafter, Weights};
@@ -213,6 +215,23 @@ impl Lowered {
             }
         }
         Ok(lowered)
+    }
+
+    /// Bytes that a model takes on the device beside its weights: tables of experts, rotary frequencies, and ones. A model without its layers
+    /// has no tables of experts.
+    pub(in crate::model) fn device_bytes_of(spec: &Spec, sampling_only: bool) -> usize {
+        let blocks = spec.all_blocks().filter(|_| !sampling_only);
+        let mixtures = blocks.filter_map(|block| block.mlp.mixture());
+        let tables = mixtures.map(|mixture| ExpertTable::bytes_of(mixture.count));
+        let frequencies = spec.ropes.iter().map(|set| {
+            let long = set
+                .long
+                .as_ref()
+                .map_or(0, |long| long.table.frequencies.len());
+            set.table.frequencies.len() + long
+        });
+        let ones = spec.per_layer_table.map_or(0, |_| spec.hidden_size);
+        tables.sum::<usize>() + (frequencies.sum::<usize>() + ones) * size_of::<f32>()
     }
 
     /// Bytes held here rather than with the weights: tables in host memory.

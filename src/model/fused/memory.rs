@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::drafter_scratch::DrafterScratch;
 use super::graphs::Graphs;
+use super::memory_sizes::{BufferBytes, LinearRoom, Room, table_pages};
 use super::per_layer_scratch::PerLayerScratch;
 use super::recurrent_scratch::RecurrentScratch;
 use super::sizes::Sizes;
@@ -13,13 +14,10 @@ use crate::base::memory::Tag;
 use crate::base::{Error, Result};
 use crate::cuda::{
     self, Best, DeviceBuffer, DeviceSlice, DrawRule, DrawScratch, Drawn, ExpertScratch, Gpu,
-    Layout, LinearScratch, NormScratch, Pinned, SplitKvWorkspace,
+    LinearScratch, NormScratch, Pinned, SplitKvWorkspace,
 };
 use crate::model::kv::{KvCache, KvTables, NULL_BLOCK, StateBlocks};
 use crate::ops::sample::Choice;
-
-/// Number of steps that the device may run ahead of the host.
-const HISTORY: usize = 8;
 
 /// Working memory, and what the last step left in it.
 pub(super) struct Memory {
@@ -86,43 +84,36 @@ impl Memory {
         batch: usize,
         pages: usize,
     ) -> Result<Memory> {
-        let scratch = |elements: usize, bytes: usize| {
-            DeviceBuffer::uninit(gpu, Tag::DeviceScratch, elements * bytes)
+        let scratch = |bytes| DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes);
+        let room = Room {
+            rows,
+            head_rows,
+            batch,
+            pages,
         };
-        let notes = || DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, rows.max(batch).max(1) * 4);
-        let (hidden, q) = (sizes.hidden, sizes.mixed());
-        let wide = sizes.intermediate.max(sizes.own_input());
-        let all_inputs = sizes.per_layer.map_or(0, |per_layer| per_layer.all);
-        // The widest weight except the head, which is computed in parts because logits of many rows are rarely requested.
-        let inner = sizes.inner();
-        let widest = sizes.mixer_inputs().max(inner).max(all_inputs) * hidden * 2;
-        let k = inner.max(hidden);
-        let converted = rows * k * 2;
-        let widest = widest.max(if sizes.dense { converted } else { 0 });
-        let activations = |k| Layout::FragmentMajor.elements(rows, k);
-        let fused = if sizes.dense {
-            cuda::SKINNY_ROWS
-        } else {
-            cuda::TILED
-        };
-        let large = rows.max(head_rows) > fused;
-        let copy = if large { widest } else { 0 };
+        let bytes = BufferBytes::of(sizes, room);
+        let notes = || DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, bytes.notes);
+        let LinearRoom {
+            rows: linear_rows,
+            k,
+            copy,
+        } = bytes.linear;
         Ok(Memory {
             rows,
             head_rows,
             batch,
             pages,
-            residual: scratch(rows * hidden, 4)?,
-            between: scratch(hidden, 4)?,
-            half: scratch(hidden, 4)?,
-            input: scratch(activations(hidden.max(q)), 2)?,
-            projected: scratch(rows * sizes.mixer_inputs().max(wide).max(hidden), 4)?,
-            inner: scratch(activations(inner), 2)?,
-            logits: scratch(head_rows * sizes.vocab, 4)?,
-            tokens: scratch(rows.max(batch), 4)?,
-            positions: scratch(batch, 4)?,
+            residual: scratch(bytes.residual)?,
+            between: scratch(bytes.between)?,
+            half: scratch(bytes.between)?,
+            input: scratch(bytes.input)?,
+            projected: scratch(bytes.projected)?,
+            inner: scratch(bytes.inner)?,
+            logits: scratch(bytes.logits)?,
+            tokens: scratch(bytes.tokens)?,
+            positions: scratch(bytes.positions)?,
             tables: (0..sizes.groups)
-                .map(|_| scratch(batch * pages, 4))
+                .map(|_| scratch(bytes.table))
                 .collect::<Result<_>>()?,
             best: Best::new(gpu, batch)?,
             draw: None,
@@ -131,7 +122,7 @@ impl Memory {
             unroutable: notes()?,
             head_gate: match sizes.head_gate {
                 0 => None,
-                width => Some(scratch(rows * width, 4)?),
+                _ => Some(scratch(bytes.head_gate)?),
             },
             recurrent: sizes
                 .recurrent
@@ -139,7 +130,7 @@ impl Memory {
                 .transpose()?,
             experts: sizes
                 .experts
-                .map(|e| ExpertScratch::new(gpu, e.routing, rows, e.intermediate, hidden))
+                .map(|e| ExpertScratch::new(gpu, e.routing, rows, e.intermediate, sizes.hidden))
                 .transpose()?,
             per_layer: sizes
                 .per_layer
@@ -150,9 +141,9 @@ impl Memory {
                 false => None,
             },
             splits: SplitKvWorkspace::new(gpu, sizes.split_kv(), batch)?,
-            norms: NormScratch::new(gpu, hidden)?,
-            linear: LinearScratch::new(gpu, rows.max(head_rows), k, copy)?,
-            history: Pinned::new(gpu, Tag::Scratch, HISTORY * batch * 4)?,
+            norms: NormScratch::new(gpu, sizes.hidden)?,
+            linear: LinearScratch::new(gpu, linear_rows, k, copy)?,
+            history: Pinned::new(gpu, Tag::Scratch, bytes.history)?,
             graphs: Graphs::default(),
             state: DeviceState::Unknown,
             written: Vec::new(),
@@ -181,8 +172,7 @@ impl Memory {
         self.forget(cache)?;
         self.graphs.clear();
         if pages > self.pages {
-            // Pages are added one at a time; the table grows by powers of two.
-            let pages = pages.next_power_of_two().max(64);
+            let pages = table_pages(pages);
             for table in &mut self.tables {
                 let mut grown =
                     DeviceBuffer::uninit(gpu, Tag::DeviceScratch, self.batch * pages * 4)?;

@@ -18,17 +18,28 @@ pub(super) struct PerLayerScratch {
 }
 
 impl PerLayerScratch {
+    /// Bytes of inputs, factors and divisors of `rows` rows.
+    const fn sizes(sizes: PerLayerSizes, rows: usize) -> [usize; 3] {
+        [rows * sizes.all * 4, rows * 4, rows * 4]
+    }
+
+    /// Bytes for `rows` rows.
+    pub(super) fn bytes_of(sizes: PerLayerSizes, rows: usize) -> usize {
+        Self::sizes(sizes, rows).iter().sum()
+    }
+
     /// Memory for `rows` rows.
     pub(super) fn new(
         gpu: &Arc<Gpu>,
         sizes: PerLayerSizes,
         rows: usize,
     ) -> Result<PerLayerScratch> {
-        let scratch = |elements: usize| DeviceBuffer::uninit(gpu, Tag::DeviceScratch, elements * 4);
+        let scratch = |bytes| DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes);
+        let [inputs, factors, divisors] = Self::sizes(sizes, rows);
         Ok(PerLayerScratch {
-            inputs: scratch(rows * sizes.all)?,
-            factors: scratch(rows)?,
-            divisors: scratch(rows)?,
+            inputs: scratch(inputs)?,
+            factors: scratch(factors)?,
+            divisors: scratch(divisors)?,
         })
     }
 }

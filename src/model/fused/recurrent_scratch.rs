@@ -86,23 +86,40 @@ pub(super) struct RecurrentScratch {
 }
 
 impl RecurrentScratch {
+    /// Bytes of segments, gates, outputs of convolutions, decays, rates and answers.
+    const fn sizes(sizes: RecurrentSizes, rows: usize, batch: usize) -> [usize; 6] {
+        let of_rows = rows * size_of::<f32>();
+        [
+            3 * (batch + 1) * size_of::<u32>(),
+            of_rows * sizes.gates,
+            of_rows * sizes.channels,
+            of_rows * sizes.heads,
+            of_rows * sizes.heads,
+            of_rows * sizes.values,
+        ]
+    }
+
+    /// Bytes for `rows` rows in up to `batch` segments.
+    pub(super) fn bytes_of(sizes: RecurrentSizes, rows: usize, batch: usize) -> usize {
+        Self::sizes(sizes, rows, batch).iter().sum()
+    }
+
     pub(super) fn new(
         gpu: &Arc<Gpu>,
         sizes: RecurrentSizes,
         rows: usize,
         batch: usize,
     ) -> Result<RecurrentScratch> {
-        let scratch = |elements: usize| {
-            DeviceBuffer::uninit(gpu, Tag::DeviceScratch, elements * size_of::<f32>())
-        };
+        let scratch = |bytes| DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes);
+        let [segments, gates, convolved, decay, rates, answers] = Self::sizes(sizes, rows, batch);
         Ok(RecurrentScratch {
-            segments: StagedBuffer::uninit(gpu, Tag::DeviceScratch, 3 * (batch + 1) * 4)?,
+            segments: StagedBuffer::uninit(gpu, Tag::DeviceScratch, segments)?,
             batch,
-            gates: scratch(rows * sizes.gates)?,
-            convolved: scratch(rows * sizes.channels)?,
-            decay: scratch(rows * sizes.heads)?,
-            rates: scratch(rows * sizes.heads)?,
-            answers: scratch(rows * sizes.values)?,
+            gates: scratch(gates)?,
+            convolved: scratch(convolved)?,
+            decay: scratch(decay)?,
+            rates: scratch(rates)?,
+            answers: scratch(answers)?,
         })
     }
 

@@ -9,7 +9,7 @@ use crate::model::spec::{AttentionSpec, BlockSpec, Spec};
 
 /// Maximum sizes over all blocks.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Sizes {
+pub(in crate::model) struct Sizes {
     pub(super) hidden: usize,
     pub(super) vocab: usize,
     /// Elements of a row of queries.
@@ -67,7 +67,7 @@ impl ExpertSizes {
 
 impl Sizes {
     /// Sizes of a model.
-    pub(super) fn of(spec: &Spec, dense: bool) -> Result<Sizes> {
+    pub(in crate::model) fn of(spec: &Spec, dense: bool) -> Result<Sizes> {
         if spec.blocks.is_empty() {
             bail!(
                 Unsupported,

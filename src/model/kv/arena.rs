@@ -174,7 +174,7 @@ impl KvArena {
 }
 
 /// Bytes of a block of `positions` positions.
-fn block_bytes(group: &KvGroup, kind: KvType, positions: usize) -> Result<usize> {
+pub(super) fn block_bytes(group: &KvGroup, kind: KvType, positions: usize) -> Result<usize> {
     let layout = KvLayout::new(group.kv_heads, group.head_dim, kind)?;
     let page = layout.page_bytes() / HOST_PAGE * positions;
     product("a block of the KV cache", &[group.layers.len(), page])

@@ -6,6 +6,7 @@ mod arena;
 mod blocks;
 mod file;
 mod group;
+mod sizes;
 mod state;
 mod tables;
 
@@ -15,6 +16,8 @@ pub use arena::KvArena;
 use blocks::Reserve;
 use group::layer_groups;
 pub use group::{KvGroup, KvLayerIndex};
+use sizes::check_kind;
+pub use sizes::{BlockSizes, GroupBlocks};
 pub use state::StateArena;
 pub(super) use state::StatePart;
 use state::{StateLayer, state_layers};
@@ -106,21 +109,16 @@ pub struct KvCache {
 impl KvCache {
     fn new(memory: &KvMemory, kind: KvType) -> Result<KvCache> {
         let (groups, reserve) = (&memory.groups, &memory.reserve);
+        check_kind(memory.device.kind(), kind, &memory.device.name())?;
         let shared = match &memory.device {
             Device::Cpu(_) => None,
-            Device::Cuda(gpu) if kind == KvType::F16 => {
+            Device::Cuda(gpu) => {
                 let count = groups.len() + usize::from(!memory.state_layers.is_empty());
                 Some(match reserve.bytes() {
                     Some(bytes) => Arenas::fixed(gpu, bytes, count)?,
                     None => Arenas::growing(gpu)?,
                 })
             }
-            Device::Cuda(_) => bail!(
-                Unsupported,
-                "keys and values as {} on {}; a GPU keeps them as f16",
-                kind.name(),
-                memory.device.name()
-            ),
         };
         let of_group = |group| match &shared {
             None => KvArena::in_host_memory(group, kind, reserve),

@@ -37,6 +37,13 @@ pub(super) fn state_layers(spec: &Spec) -> Vec<Option<StateLayer>> {
     }
 }
 
+/// Bytes of a block of these layers' state; 0 without any.
+pub(super) fn state_bytes(layers: &[Option<StateLayer>]) -> Result<usize> {
+    let last = layers.iter().flatten().last();
+    let floats = last.map_or(0, |last| last.first + last.shape.state_floats());
+    product("a recurrent state", &[floats, size_of::<f32>()])
+}
+
 /// A part of one layer's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::model) enum StatePart {
@@ -59,16 +66,14 @@ impl StateArena {
         arenas: Option<&Arc<Arenas>>,
         reserve: &Arc<Reserve>,
     ) -> Result<Option<StateArena>> {
-        let Some(last) = layers.iter().flatten().last() else {
-            return Ok(None);
+        let bytes = state_bytes(layers)?;
+        let blocks = match arenas {
+            _ if bytes == 0 => return Ok(None),
+            None => BlockArena::in_host_memory(bytes, reserve),
+            Some(arenas) => BlockArena::in_device_memory(bytes, arenas, reserve)?,
         };
-        let floats = last.first + last.shape.state_floats();
-        let bytes = product("a recurrent state", &[floats, size_of::<f32>()])?;
         Ok(Some(StateArena {
-            blocks: match arenas {
-                None => BlockArena::in_host_memory(bytes, reserve),
-                Some(arenas) => BlockArena::in_device_memory(bytes, arenas, reserve)?,
-            },
+            blocks,
             layers: layers.to_vec(),
         }))
     }

@@ -356,6 +356,12 @@ extern "C" {
 /** Weights of several formats. */
 #define NVFP4_FORMAT_MIXED 3
 
+/** Cached keys and values in IEEE half precision. */
+#define NVFP4_KV_FLOAT16 0
+
+/** Cached keys and values in IEEE single precision: unrounded, in twice the memory. */
+#define NVFP4_KV_FLOAT32 1
+
 /** A directory with safetensors in ModelOpt's layout, config and tokenizer. */
 #define NVFP4_CONTAINER_MODELOPT 0
 
@@ -376,12 +382,6 @@ extern "C" {
 
 /** Embedding and head in int8 with one float32 scale per row, half of the bytes; not for `.dat`. Only for conversions. */
 #define NVFP4_TABLES_INT8 2
-
-/** Cached keys and values in IEEE half precision. */
-#define NVFP4_KV_FLOAT16 0
-
-/** Cached keys and values in IEEE single precision: unrounded, in twice the memory. */
-#define NVFP4_KV_FLOAT32 1
 
 /** Refuse tokens that do not fit: #NVFP4_CONTEXT_FULL, or #NVFP4_FINISH_CONTEXT within a generation. */
 #define NVFP4_EVICTION_ERROR 0
@@ -769,6 +769,78 @@ typedef struct NVFP4_LoadOptions {
      */
     uint64_t kv_bytes;
 } NVFP4_LoadOptions;
+
+/** Options of NVFP4_model_plan(). Fill with NVFP4_plan_options_init(), then change what is to differ. */
+typedef struct NVFP4_PlanOptions {
+    /** sizeof(NVFP4_PlanOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_KV_*: the type of the sessions' keys and values. Default: half precision. */
+    int32_t kv_type;
+    /** Sessions that take steps together, at least 1. Default: 1. */
+    size_t sequences;
+    /** Tokens that each session comes to, at most those that the model was made for; 0 for these. Default: 0. */
+    size_t context;
+    /** Bytes of the device's memory in which model and sessions are to fit; 0 for what is free on the device. Default: 0. */
+    uint64_t budget_bytes;
+} NVFP4_PlanOptions;
+
+/**
+ * The memory of a model and its sessions, in bytes. Numbers named `host` count host memory that a model on a GPU takes beside that of the
+ * GPU, and are 0 on the CPU; the others count the memory of the device, which is host memory for the CPU. The driver, its libraries,
+ * compiled kernels, tokenizers, texts and logits are not counted, as in NVFP4_memory_stats().
+ */
+typedef struct NVFP4_Plan {
+    /** sizeof(NVFP4_Plan) as the caller knows it. Set it before the call. */
+    uint32_t struct_size;
+    /** The device of the plan: #NVFP4_DEVICE_CPU or #NVFP4_DEVICE_CUDA. */
+    int32_t device_type;
+    /** Its number. */
+    int32_t device_index;
+    /** 0. */
+    int32_t reserved;
+    /** Tokens of a session, as asked for. */
+    uint64_t context;
+    /**
+     * Weights as they are held: what NVFP4_memory_stats() says of #NVFP4_MEMORY_WEIGHTS on the CPU and of
+     * #NVFP4_MEMORY_DEVICE_WEIGHTS on a GPU once the model is loaded.
+     */
+    uint64_t weight_bytes;
+    /** Tables in page-locked memory, of which a token reads one row. */
+    uint64_t weight_host_bytes;
+    /** Weights and working memory while the model is loaded, at most. */
+    uint64_t peak_load_bytes;
+    /** As above, in host memory. */
+    uint64_t peak_load_host_bytes;
+    /** Working memory of steps alone, without prompts. */
+    uint64_t step_workspace_bytes;
+    /** Working memory of steps and of the longest passes of prompts. On the CPU each session that runs a prompt itself keeps its own. */
+    uint64_t workspace_bytes;
+    /** Page-locked working memory, without the buffers through which the library copies. */
+    uint64_t workspace_host_bytes;
+    /** Most bytes of recorded steps, on the GPU and on the host together; 0 on the CPU. Only the driver knows the exact number. */
+    uint64_t graph_bytes_bound;
+    /** Keys and values of a token. */
+    uint64_t kv_bytes_per_token;
+    /** A block of keys and values, of all groups of layers together. */
+    uint64_t kv_block_bytes;
+    /** Tokens of a block. */
+    uint64_t kv_block_positions;
+    /** A recurrent state; 0 without recurrent layers. */
+    uint64_t state_bytes;
+    /** Blocks of a session of `context` tokens, its recurrent states included. Layers with a window free what it has passed. */
+    uint64_t kv_bytes_per_sequence;
+    /** The recurrent states among these blocks: that of the end, and those of earlier positions that a session keeps. */
+    uint64_t state_bytes_per_sequence;
+    /** Blocks of all sessions: as `kv_bytes` of NVFP4_LoadOptions, room for each to come to `context` tokens. */
+    uint64_t kv_bytes;
+    /** Bytes that are free on the device, or `budget_bytes`; UINT64_MAX if the system does not say. */
+    uint64_t free_bytes;
+    /**
+     * Sessions of `context` tokens that fit there beside the model, and in `kv_bytes` of NVFP4_LoadOptions and the budget of
+     * NVFP4_memory_set_budget() where these are set; UINT64_MAX if nothing limits them.
+     */
+    uint64_t sequences_that_fit;
+} NVFP4_Plan;
 
 /**
  * A message of a conversation. Later versions may add fields at the end: functions that take an array of these also take
@@ -2102,6 +2174,29 @@ NVFP4_Status NVFP4_model_load(const char *path,
                               const NVFP4_LoadOptions *options,
                               const NVFP4_QuantizeOptions *quantize,
                               NVFP4_Model **out);
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_PlanOptions). */
+NVFP4_API NVFP4_Status NVFP4_plan_options_init(NVFP4_PlanOptions *options, uint32_t struct_size);
+
+/**
+ * Says what a model and its sessions take of memory, without loading it: reads the headers of its files, and takes milliseconds
+ * however large it is. Weights and blocks are exact; working memory is that of the largest passes, to which it grows as they come.
+ * Any number of threads may call it at once. Errors are those of NVFP4_model_load() for what no device can run, for options that do
+ * not go together, and for a device that is not there; tensors and tokenizer are not read, so their faults are not found.
+ *
+ * - `path`, `path_length`: see TEXT above.
+ * - `load`, `quantize`: as NVFP4_model_load() will have them; NULL for the defaults, and for weights as they are stored. With
+ *   #NVFP4_DEVICE_AUTO the plan is that of the device that it would choose now. `call` is ignored.
+ * - `options`: NULL for the defaults.
+ * - `out`: the plan; its `struct_size` says how much of it the caller knows.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_plan(const char *path,
+                              size_t path_length,
+                              const NVFP4_LoadOptions *load,
+                              const NVFP4_QuantizeOptions *quantize,
+                              const NVFP4_PlanOptions *options,
+                              NVFP4_Plan *out);
 
 /** Adds a reference to a model. */
 NVFP4_API NVFP4_Status NVFP4_model_retain(NVFP4_Model *model);
