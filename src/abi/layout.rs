@@ -9,7 +9,7 @@ use super::chat::NVFP4_ChatOptions;
 use super::convert::{NVFP4_CalibrateOptions, NVFP4_ConvertOptions};
 use super::data::NVFP4_DataOptions;
 use super::linear::NVFP4_WeightOptions;
-use super::model::{NVFP4_LoadOptions, NVFP4_Message};
+use super::model::{NVFP4_LoadOptions, NVFP4_Message, NVFP4_ModelStatistics};
 use super::optimizer::{NVFP4_OptimizerOptions, NVFP4_StepOptions};
 use super::quantize::NVFP4_QuantizeOptions;
 use super::schema::{NVFP4_NamedTensor, NVFP4_SchemaResult};
@@ -32,8 +32,11 @@ layout!(NVFP4_NamedTensor, 32, name: 0, name_length: 8, dtype: 16, rank: 20, siz
 layout!(NVFP4_SchemaResult, 56, struct_size: 0, format: 4, tensors: 8, weights: 16, problems: 24, out_features: 32, in_features: 40,
     block: 48);
 layout!(NVFP4_CallOptions, 40, struct_size: 0, reserved: 4, cancel: 8, cancel_flag: 16, progress: 24, user: 32);
-layout!(NVFP4_LoadOptions, 40, struct_size: 0, device_type: 4, device_index: 8, threads: 12, activations: 16, sampling_only: 20, call: 24,
-    kv_bytes: 32);
+layout!(NVFP4_LoadOptions, 56, struct_size: 0, device_type: 4, device_index: 8, threads: 12, activations: 16, sampling_only: 20, call: 24,
+    kv_bytes: 32, prefix_cache: 40, reserved: 44, prefix_bytes: 48);
+layout!(NVFP4_ModelStatistics, 120, struct_size: 0, reserved: 4, passes: 8, requests: 16, prompt_tokens: 24, prompt_tokens_found: 32,
+    step_tokens: 40, generating: 48, waiting: 56, blocks_used: 64, used_bytes: 72, blocks_cached: 80, cached_bytes: 88,
+    blocks_evicted: 96, reserved_bytes: 104, free_bytes: 112);
 layout!(NVFP4_ConvertOptions, 40, struct_size: 0, container: 4, replace: 8, keep_head: 12, call: 16, tables: 24, reserved: 28,
     calibrate: 32);
 layout!(NVFP4_CalibrateOptions, 64, struct_size: 0, device_type: 4, device_index: 8, windows: 12, window: 16, files: 24,
@@ -164,6 +167,7 @@ mod tests {
         grows::<NVFP4_GenerateOptions>();
         grows::<NVFP4_GenerationResult>();
         grows::<NVFP4_LoadOptions>();
+        grows::<NVFP4_ModelStatistics>();
         grows::<NVFP4_OptimizerOptions>();
         grows::<NVFP4_QuantizeOptions>();
         grows::<NVFP4_SchemaResult>();

@@ -8,7 +8,8 @@ use std::ffi::c_char;
 use serde_json::json;
 
 use super::arguments::{
-    self, Element, Growing, Out, copy_items, copy_text, elements, fill, flag, options, slice, text,
+    self, Element, Growing, Out, copy_items, copy_text, elements, fill, flag, options, results,
+    slice, text,
 };
 use super::call::{NVFP4_CallOptions, watched};
 use super::guard::{self, enter, enter_to_free};
@@ -20,7 +21,7 @@ use super::shared;
 use super::status::NVFP4_Status;
 use super::tensor::{NVFP4_DEVICE_AUTO, NVFP4_DEVICE_CPU, check_only, device_of};
 use crate::base::alloc::Budget;
-use crate::base::error::{Result, err};
+use crate::base::error::{Result, bail, err};
 use crate::base::memory::with_room;
 use crate::engine::Served;
 use crate::model::placement::{self, Requirements};
@@ -60,11 +61,23 @@ pub struct NVFP4_LoadOptions {
     /// gets #NVFP4_OUT_OF_MEMORY. 0 reserves nothing: memory is allocated as sessions grow, and is left to others until
     /// then. Default: 0.
     pub kv_bytes: u64,
+    /// 1 if sessions that begin with the same tokens share the keys, values and recurrent states of these, whichever of them
+    /// ran them first; 0 if only forks share. On the CPU this changes no result; on a GPU it changes logits by rounding, as
+    /// any other division of a prompt does. Default: 1.
+    pub prefix_cache: i32,
+    /// Reserved; must be 0.
+    pub reserved: i32,
+    /// Bytes of keys, values and states that are kept after the last session that used them, for later sessions that begin
+    /// with the same tokens: those used least recently give way first, and all of them as soon as a session needs memory.
+    /// With 0 sessions share only while they live, which takes no memory. Not read with `kv_bytes`: then all that is reserved
+    /// and that no session uses keeps such blocks. Default: 0.
+    pub prefix_bytes: u64,
 }
 
 // SAFETY: integers and a pointer without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_LoadOptions {
     const NAME: &'static str = "NVFP4_LoadOptions";
+    const EARLIER: &'static [usize] = &[40];
     fn defaults() -> Self {
         NVFP4_LoadOptions {
             struct_size: size_of::<Self>() as u32,
@@ -75,6 +88,73 @@ unsafe impl Growing for NVFP4_LoadOptions {
             sampling_only: 0,
             call: std::ptr::null(),
             kv_bytes: 0,
+            prefix_cache: 1,
+            reserved: 0,
+            prefix_bytes: 0,
+        }
+    }
+}
+
+/// The work of a model since it was loaded, and what it holds now. Set `struct_size` before NVFP4_model_statistics().
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NVFP4_ModelStatistics {
+    /// sizeof(NVFP4_ModelStatistics) as the caller knows it.
+    pub struct_size: u32,
+    /// Reserved; 0.
+    pub reserved: i32,
+    /// Passes over the weights.
+    pub passes: u64,
+    /// Requests in them, counted once for each pass: requests / passes callers shared a pass on average.
+    pub requests: u64,
+    /// Tokens of prompts, run or found: those of requests for more than one token of a session, other than verifications of
+    /// drafted tokens.
+    pub prompt_tokens: u64,
+    /// Those of them that did not run, because the prefix cache had their keys and values.
+    pub prompt_tokens_found: u64,
+    /// Tokens that ran one at a time, and drafted tokens that were right.
+    pub step_tokens: u64,
+    /// Sessions that generate now.
+    pub generating: u64,
+    /// Calls that wait now for a pass to begin.
+    pub waiting: u64,
+    /// Blocks of keys, values and recurrent states that sessions hold now, each counted once however many share it.
+    pub blocks_used: u64,
+    /// Their bytes.
+    pub used_bytes: u64,
+    /// Blocks that the prefix cache alone holds now.
+    pub blocks_cached: u64,
+    /// Their bytes.
+    pub cached_bytes: u64,
+    /// Blocks that the prefix cache alone held, and gave up because memory was needed or its limit was reached.
+    pub blocks_evicted: u64,
+    /// Bytes reserved by `kv_bytes` of NVFP4_LoadOptions.
+    pub reserved_bytes: u64,
+    /// Those of them that neither sessions nor the prefix cache take.
+    pub free_bytes: u64,
+}
+
+// SAFETY: integers without padding, the first a u32 size.
+unsafe impl Growing for NVFP4_ModelStatistics {
+    const NAME: &'static str = "NVFP4_ModelStatistics";
+    fn defaults() -> Self {
+        NVFP4_ModelStatistics {
+            struct_size: size_of::<Self>() as u32,
+            reserved: 0,
+            passes: 0,
+            requests: 0,
+            prompt_tokens: 0,
+            prompt_tokens_found: 0,
+            step_tokens: 0,
+            generating: 0,
+            waiting: 0,
+            blocks_used: 0,
+            used_bytes: 0,
+            blocks_cached: 0,
+            cached_bytes: 0,
+            blocks_evicted: 0,
+            reserved_bytes: 0,
+            free_bytes: 0,
         }
     }
 }
@@ -148,7 +228,11 @@ pub unsafe extern "C-unwind" fn NVFP4_model_load(
         let threads = thread_count(options.threads)?;
         let activations = activations(options.activations)?;
         let sampling_only = flag("sampling_only", options.sampling_only)?;
-        let kv_bytes = reserved(options.kv_bytes)?;
+        let kv_bytes = bytes("kv_bytes", options.kv_bytes)?;
+        let kv_bytes = (kv_bytes > 0).then_some(kv_bytes);
+        let prefix_cache = flag("prefix_cache", options.prefix_cache)?;
+        let prefix_bytes = bytes("prefix_bytes", options.prefix_bytes)?;
+        arguments::reserved(&options, options.reserved)?;
         let load = |device: Device, device_choice: Option<String>| {
             Served::load(
                 path,
@@ -158,6 +242,8 @@ pub unsafe extern "C-unwind" fn NVFP4_model_load(
                     quantize: quantize.clone(),
                     activations,
                     kv_bytes,
+                    prefix_cache,
+                    prefix_bytes,
                     sampling_only,
                 },
             )
@@ -192,11 +278,10 @@ pub unsafe extern "C-unwind" fn NVFP4_model_load(
     })
 }
 
-/// Bytes to reserve; 0 reserves none.
-fn reserved(bytes: u64) -> Result<Option<usize>> {
-    let bytes = usize::try_from(bytes)
-        .map_err(|_| err!(InvalidArgument, "kv_bytes is {bytes}, more than addresses"))?;
-    Ok((bytes > 0).then_some(bytes))
+/// A number of bytes from C.
+fn bytes(name: &str, bytes: u64) -> Result<usize> {
+    usize::try_from(bytes)
+        .map_err(|_| err!(InvalidArgument, "{name} is {bytes}, more than addresses"))
 }
 
 /// Adds a reference to a model.
@@ -232,6 +317,42 @@ pub unsafe extern "C-unwind" fn NVFP4_model_info(
         info["stop_tokens"] = json!(model.stop_tokens());
         // SAFETY: the pointers are as the header asks.
         unsafe { copy_text(&info.to_string(), buffer, capacity, length) }
+    })
+}
+
+/// Writes what a model has run since it was loaded, and what it holds now. From any thread at any time, in callbacks too, and without waiting
+/// for a pass.
+///
+/// - `out`: `struct_size` must be set; the caller owns it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn NVFP4_model_statistics(
+    model: *const NVFP4_Model,
+    out: *mut NVFP4_ModelStatistics,
+) -> NVFP4_Status {
+    enter("NVFP4_model_statistics", || {
+        // SAFETY: the pointer is as the header asks.
+        let Some(fill) = (unsafe { results(out) })? else {
+            bail!(InvalidArgument, "out is NULL; pass where the statistics go");
+        };
+        let now = handle::get::<Served>("model", model)?.statistics();
+        fill(NVFP4_ModelStatistics {
+            passes: now.passes,
+            requests: now.requests,
+            prompt_tokens: now.prompt_tokens,
+            prompt_tokens_found: now.prompt_tokens_found,
+            step_tokens: now.step_tokens,
+            generating: now.generating as u64,
+            waiting: now.waiting as u64,
+            blocks_used: now.blocks.blocks_used as u64,
+            used_bytes: now.blocks.used_bytes as u64,
+            blocks_cached: now.blocks.blocks_cached as u64,
+            cached_bytes: now.blocks.cached_bytes as u64,
+            blocks_evicted: now.blocks.blocks_evicted,
+            reserved_bytes: now.reserved_bytes as u64,
+            free_bytes: now.free_bytes as u64,
+            ..NVFP4_ModelStatistics::defaults()
+        });
+        Ok(())
     })
 }
 
