@@ -110,7 +110,7 @@ pub struct NVFP4_ModelStatistics {
     /// Tokens of prompts, run or found: those of requests for more than one token of a session, other than verifications of
     /// drafted tokens.
     pub prompt_tokens: u64,
-    /// Those of them that did not run, because the prefix cache had their keys and values.
+    /// Prompt tokens that did not run, because the prefix cache had their keys and values.
     pub prompt_tokens_found: u64,
     /// Tokens that ran one at a time, and drafted tokens that were right.
     pub step_tokens: u64,
@@ -130,7 +130,7 @@ pub struct NVFP4_ModelStatistics {
     pub blocks_evicted: u64,
     /// Bytes reserved by `kv_bytes` of NVFP4_LoadOptions.
     pub reserved_bytes: u64,
-    /// Those of them that neither sessions nor the prefix cache take.
+    /// Reserved bytes that neither sessions nor the prefix cache take.
     pub free_bytes: u64,
 }
 

@@ -234,7 +234,7 @@ pub(super) struct Adopted {
     pub(super) path: Vec<NodeId>,
     /// Units that the drafter has followed, from the first on.
     pub(super) followed: usize,
-    /// Of each group of layers; null blocks for units that it no longer sees.
+    /// Blocks of each group of layers, with null blocks for units that the next token no longer sees.
     pub(super) blocks: Vec<Vec<u32>>,
     /// The recurrent state of the end; the null block if the model has none.
     pub(super) state: u32,

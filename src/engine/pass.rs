@@ -44,7 +44,7 @@ struct Item<'a> {
 pub(super) struct Tally {
     /// Tokens of requests for more than one of a sequence, without drafted ones.
     pub(super) prompt: u64,
-    /// Those of them that did not run, because blocks of other sequences held them.
+    /// Prompt tokens that did not run, because blocks of other sequences held them.
     pub(super) found: u64,
     /// Tokens that came one by one, and drafted ones that were right.
     pub(super) steps: u64,

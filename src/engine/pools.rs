@@ -261,7 +261,7 @@ mod tests {
         (0..UNIT as u32).map(|i| i + u32::from(symbol)).collect()
     }
 
-    /// What a block holds: the unit after these symbols and its own, and whether the drafter has followed.
+    /// The tree of a block, the symbols up to its own unit, and whether the drafter has followed.
     type Content = (Tree, Vec<u8>, bool);
 
     #[derive(Clone)]
@@ -505,7 +505,7 @@ mod tests {
                     2 | 3 if !program.held.is_empty() => {
                         let mut held = program.held.swap_remove(index);
                         program.extend(&mut pools, &mut held, &more, drawn >> 43);
-                        // What a window has passed may go.
+                        // A window may give up the blocks that it has passed.
                         let passed = needed_from(WINDOWS[1], held.symbols.len() * UNIT) / UNIT;
                         for block in &mut held.groups[1][..passed] {
                             let block = std::mem::replace(block, NULL_BLOCK);

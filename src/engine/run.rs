@@ -23,8 +23,8 @@ impl Served {
     ///
     /// Calls of several threads run in the same passes: see [`Served::generates`].
     ///
-    /// A sequence with several tokens, of which only the last one's output is wanted, begins with full blocks of other sequences as far as
-    /// those hold the same tokens, and runs the rest. On the CPU these have the same bits as if all had run.
+    /// A sequence that shares prefixes, with several tokens to run, of which only the last one's output is wanted, begins with full blocks of
+    /// others as far as those hold the same tokens, and runs the rest. On the CPU it has the same bits as if all had run.
     ///
     /// With `look_ahead` a GPU runs the step after this one at once, with the tokens that it chose.
     pub fn run(
@@ -51,7 +51,7 @@ impl Served {
         self.check(&work)?;
         let _held = self.hold()?;
         for part in &mut work {
-            part.sequence.make_private();
+            part.sequence.set_sharing(false);
         }
         let mut request = Request::new(work);
         let whole = request.waiting().left;

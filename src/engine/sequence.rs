@@ -50,7 +50,7 @@ impl PartOf {
 /// Layers that see a window keep it and [`REWIND`] positions before it. Recurrent layers keep the state of the end and of at most
 /// [`SNAPSHOTS`] earlier positions: both ends of prompts, the last end of a block in them, and multiples of [`SNAPSHOT_POSITIONS`].
 ///
-/// Full blocks are shared with other sequences that begin with the same tokens; see [`Served::run`](super::Served::run).
+/// With [`Sequence::set_sharing`] it also shares full blocks with other sequences that begin with the same tokens.
 pub struct Sequence {
     /// Tells it from all other sequences of the model.
     id: u64,
@@ -86,8 +86,8 @@ pub struct Sequence {
     followed: usize,
     /// Positions, from the first on, that were filled rather than run by this model.
     filled: usize,
-    /// Whether it neither uses nor feeds the prefix index.
-    is_private: bool,
+    /// Whether it uses and feeds the prefix index.
+    shares: bool,
 }
 
 impl Sequence {
@@ -124,7 +124,7 @@ impl Sequence {
             path: Vec::new(),
             followed: 0,
             filled: 0,
-            is_private: false,
+            shares: false,
         })
     }
 

@@ -43,7 +43,7 @@ pub struct Statistics {
     pub requests: u64,
     /// Tokens of prompts, run or found: those of requests for more than one token of a sequence, other than verifications of drafts.
     pub prompt_tokens: u64,
-    /// Those of them that did not run, because the prefix cache had their blocks.
+    /// Prompt tokens that did not run, because the prefix cache had their blocks.
     pub prompt_tokens_found: u64,
     /// Tokens that ran one at a time, and drafted tokens that were right.
     pub step_tokens: u64,
@@ -56,7 +56,7 @@ pub struct Statistics {
     pub blocks: BlockCounts,
     /// Bytes reserved for blocks when the model was loaded.
     pub reserved_bytes: usize,
-    /// Those of them that neither sequences nor the prefix cache take.
+    /// Reserved bytes that neither sequences nor the prefix cache take.
     pub free_bytes: usize,
 }
 
@@ -208,7 +208,7 @@ impl Served {
         self.blocks.counts().blocks_used
     }
 
-    /// What has run since the model was loaded, and what runs and waits now. From any thread at any time; the numbers of passes and those of
+    /// Counts of the work since the model was loaded, and of the blocks that it holds now. From any thread at any time; the numbers of passes and those of
     /// blocks may be of slightly different moments.
     pub fn statistics(&self) -> Statistics {
         let Work {

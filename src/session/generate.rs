@@ -321,7 +321,6 @@ impl Session {
             return self.flush();
         }
         let mut cache = self.model.sequence(self.options.context, self.options.kv)?;
-        cache.make_private();
         self.model.forward(
             &self.tokens,
             &mut cache,

@@ -133,9 +133,7 @@ impl Session {
         }
         let mut cache = model.sequence(options.context, options.kv)?;
         cache.set_drafts(model.has_drafter())?;
-        if options.private {
-            cache.make_private();
-        }
+        cache.set_sharing(!options.private);
         Ok(Session {
             model,
             options,

@@ -96,6 +96,9 @@ static void sessions(const char *path, const char *scratch)
     OPTIONS(NVFP4_LoadOptions, load, NVFP4_load_options_init);
     load.known.device_type = NVFP4_DEVICE_CPU;
     KNOWN_ALONE("NVFP4_LoadOptions", load.unknown, NVFP4_model_load(path, count, &load.known, NULL, &model));
+    RESULTS(NVFP4_ModelStatistics, statistics);
+    OK(NVFP4_model_statistics(model, &statistics.known));
+    CHECK(statistics.known.struct_size == sizeof statistics && statistics.known.passes == 0 && statistics.unknown == 0);
     snprintf(place, sizeof place, "%s/newer", scratch);
     OPTIONS(NVFP4_ConvertOptions, convert, NVFP4_convert_options_init);
     convert.known.replace = 1;

@@ -30,10 +30,8 @@ pub(super) struct Reader {
 impl Reader {
     /// A reader of sequences of at most `capacity` tokens.
     pub(super) fn new(model: &Arc<Served>, capacity: usize, kv: KvType) -> Result<Self> {
-        let mut cache = model.sequence(capacity, kv)?;
-        cache.make_private();
         Ok(Reader {
-            cache,
+            cache: model.sequence(capacity, kv)?,
             scratch: Scratch::default(),
             logits: Vec::new(),
             model: model.clone(),

@@ -8,14 +8,10 @@ use crate::engine::pools::Units;
 use crate::model::kv::{NULL_BLOCK, StateTable};
 
 impl Sequence {
-    /// From now on the sequence neither begins with blocks of others nor lets others begin with its own. For measurements, and for tokens that
-    /// do not run as those of other sequences do.
-    pub fn make_private(&mut self) {
-        self.is_private = true;
-    }
-
-    fn shares(&self) -> bool {
-        !self.is_private && self.blocks.shares()
+    /// Whether the sequence begins with full blocks of others that hold the same tokens, as [`Served::run`](crate::engine::Served::run) says, and
+    /// lets others begin with its own. A new one does not, and none does if the model was loaded without a prefix cache.
+    pub fn set_sharing(&mut self, shares: bool) {
+        self.shares = shares && self.blocks.shares();
     }
 
     /// Positions of a full block.
@@ -37,7 +33,7 @@ impl Sequence {
         let unit = self.unit();
         let border = (first + of.left()).saturating_sub(1) / unit * unit;
         let is_prompt = of.all >= unit && border > 0;
-        (is_prompt && self.shares() && self.filled == 0).then_some(border)
+        (is_prompt && self.shares && self.filled == 0).then_some(border)
     }
 
     /// Enters full blocks into the index, so that other sequences can begin with them. They are written no more.
@@ -45,7 +41,7 @@ impl Sequence {
         // The drafter has not run the last position.
         let written = self.len().saturating_sub(usize::from(self.drafts));
         let count = written / self.unit();
-        if !self.shares() || self.filled > 0 || count <= self.path.len() {
+        if !self.shares || self.filled > 0 || count <= self.path.len() {
             return;
         }
         let states = self.snapshots.iter();
@@ -72,7 +68,7 @@ impl Sequence {
         let (held, unit) = (self.len(), self.unit());
         let most = (held + coming.len()).saturating_sub(1) / unit;
         let least = held.div_ceil(unit);
-        if !self.shares()
+        if !self.shares
             || most <= least
             || memory::make_room(&mut self.tokens, coming.len()).is_err()
         {

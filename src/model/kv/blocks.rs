@@ -41,7 +41,7 @@ impl Reserve {
         self.bytes
     }
 
-    /// What was set aside, and what of it is free, if anything was.
+    /// The bytes set aside, all and free, if any were.
     pub(super) fn now(&self) -> Option<Reserved> {
         let left = lock(&self.left);
         Some(Reserved {
