@@ -48,7 +48,7 @@ impl PartOf {
 /// them until either side writes.
 ///
 /// Layers that see a window keep it and [`REWIND`] positions before it. Recurrent layers keep the state of the end and of at most
-/// [`SNAPSHOTS`] earlier positions: both ends of prompts, the last end of a block in them, and multiples of [`SNAPSHOT_POSITIONS`].
+/// [`SNAPSHOTS`] earlier positions: both ends of prompts, the last end of a block in long ones, and multiples of [`SNAPSHOT_POSITIONS`].
 ///
 /// With [`Sequence::set_sharing`] it also shares full blocks with other sequences that begin with the same tokens.
 pub struct Sequence {

@@ -6,6 +6,10 @@ pub const SNAPSHOTS: usize = 4;
 /// A state is kept at each multiple of this many positions, as long as there are no more than [`SNAPSHOTS`].
 pub const SNAPSHOT_POSITIONS: usize = 1024;
 
+/// The fewest tokens of a prompt for which the state at the last end of a block is kept, so that another sequence can begin there. A state takes
+/// as much memory as keys and values of hundreds of positions, and fewer tokens run again in less time.
+pub(super) const SHARED_PROMPT: usize = 256;
+
 /// The state after some positions, and its block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Snapshot {

@@ -67,15 +67,15 @@ fn check(session: &mut Session, options: &GenerateOptions, what: &str) {
 fn the_second_session_runs_only_the_rest_of_its_prompt() {
     for case in CASES {
         let (_dir, model) = long(case, |_| ());
-        let tokens = some_tokens(&model, 207);
-        let first = prefilled(&model, &tokens[..200]);
+        let tokens = some_tokens(&model, 307);
+        let first = prefilled(&model, &tokens[..300]);
         let before = model.statistics();
         let mut second = prefilled(&model, &tokens);
         let after = model.statistics();
         let of_prompt = after.prompt_tokens - before.prompt_tokens;
         let of_cache = after.prompt_tokens_found - before.prompt_tokens_found;
         // The last full block before the last token of the first prompt.
-        assert_eq!((of_prompt, of_cache), (207, 192), "{case}");
+        assert_eq!((of_prompt, of_cache), (307, 288), "{case}");
         check(&mut second, &drawn(40), case);
         // The first one goes on beside the blocks that it shares.
         let mut first = first;
@@ -92,13 +92,13 @@ fn the_second_session_runs_only_the_rest_of_its_prompt() {
 fn prefixes_outlive_their_sessions_as_far_as_memory_was_set_aside() {
     for case in CASES {
         let (_dir, model) = long(case, |o| o.prefix_bytes = 64 << 20);
-        let tokens = some_tokens(&model, 207);
-        drop(prefilled(&model, &tokens[..200]));
+        let tokens = some_tokens(&model, 307);
+        drop(prefilled(&model, &tokens[..300]));
         let blocks = model.statistics().blocks;
         assert_eq!((model.blocks_used(), blocks.blocks_used), (0, 0), "{case}");
         assert!(blocks.cached_bytes > 0 && blocks.cached_bytes <= 64 << 20);
         let (count, mut second) = found(&model, || prefilled(&model, &tokens));
-        assert_eq!(count, 192, "{case}");
+        assert_eq!(count, 288, "{case}");
         check(&mut second, &drawn(20), case);
 
         // A limit of a few blocks is kept, and what is kept is right.
@@ -198,7 +198,7 @@ fn other_formats_and_rotations_are_other_prefixes() {
 #[test]
 fn the_drafter_has_followed_what_drafting_sessions_begin_with() {
     let (_dir, model) = long("qwen35_drafter", |_| ());
-    let tokens = some_tokens(&model, 107);
+    let tokens = some_tokens(&model, 407);
     let of = |drafts: bool| {
         let mut session = session(&model);
         session.set_drafts(drafts).unwrap();
@@ -206,19 +206,19 @@ fn the_drafter_has_followed_what_drafting_sessions_begin_with() {
         session
     };
     let _plain = of(false);
-    assert_eq!(found(&model, || of(false)).0, 96);
+    assert_eq!(found(&model, || of(false)).0, 400);
     let (count, mut drafting) = found(&model, || of(true));
     assert_eq!(count, 0);
     // Its blocks serve those that do not draft as well.
     let (count, mut second) = found(&model, || of(true));
-    assert_eq!(count, 96);
+    assert_eq!(count, 400);
     let options = GenerateOptions {
         drafts: Some(3),
         ..drawn(40)
     };
     check(&mut second, &options, "drafts after a prefix");
     check(&mut drafting, &options, "drafts of the first");
-    assert_eq!(found(&model, || of(false)).0, 96);
+    assert_eq!(found(&model, || of(false)).0, 400);
 }
 
 /// Cut into a shared block, a session goes on with other tokens in blocks of its own.
@@ -226,10 +226,10 @@ fn the_drafter_has_followed_what_drafting_sessions_begin_with() {
 fn shared_blocks_are_not_written() {
     for case in CASES {
         let (_dir, model) = long(case, |_| ());
-        let tokens = some_tokens(&model, 180);
-        let mut first = prefilled(&model, &tokens[..170]);
+        let tokens = some_tokens(&model, 310);
+        let mut first = prefilled(&model, &tokens[..300]);
         let mut second = prefilled(&model, &tokens);
-        for len in [165, 100, 90, 17, 3] {
+        for len in [295, 289, 100, 17, 3] {
             second.truncate(len).unwrap();
             second.prefill(&[5, 9, 5]).unwrap();
             check(&mut second, &drawn(3), &format!("{case}, cut to {len}"));
@@ -249,14 +249,14 @@ fn shared_blocks_are_not_written() {
 fn cached_blocks_give_way_to_sessions() {
     for case in ["qwen3_tied", "gemma3_wide", "qwen35_tied"] {
         let (_dir, model) = long(case, |_| ());
-        let tokens = some_tokens(&model, 400);
-        let mut largest = prefilled(&model, &tokens[..100]);
+        let tokens = some_tokens(&model, 600);
+        let mut largest = prefilled(&model, &tokens[..300]);
         generate(&mut largest, &drawn(30));
         let bytes = largest.kv_bytes() * 3 / 2;
         let before = memory::usage(Tag::KvCache).current;
         let (_dir, model) = long(case, |o| o.kv_bytes = Some(bytes));
         for round in 0..6 {
-            let mut session = prefilled(&model, &tokens[40 * round..40 * round + 100]);
+            let mut session = prefilled(&model, &tokens[40 * round..40 * round + 300]);
             let want = fresh(&largest, session.tokens());
             assert!(state(&mut session) == want, "{case}");
             generate(&mut session, &drawn(30));
@@ -270,7 +270,7 @@ fn cached_blocks_give_way_to_sessions() {
         }
         assert!(model.statistics().blocks.blocks_evicted > 0, "{case}");
         // The last prompt is still there.
-        let (count, last) = found(&model, || prefilled(&model, &tokens[200..300]));
+        let (count, last) = found(&model, || prefilled(&model, &tokens[200..500]));
         assert!(count > 0, "{case}");
         drop((last, model));
         assert_eq!(memory::usage(Tag::KvCache).current, before, "{case}");
@@ -365,18 +365,18 @@ fn threads_share_what_they_run_at_once() {
 #[test]
 fn positions_of_a_file_are_shared_with_nobody() {
     let (_dir, model) = long("qwen35_tied", |_| ());
-    let tokens = some_tokens(&model, 120);
+    let tokens = some_tokens(&model, 400);
     let path = file("prefixes");
-    prefilled(&model, &tokens[..90]).save(&path.0).unwrap();
+    prefilled(&model, &tokens[..300]).save(&path.0).unwrap();
     let mut restored = Session::restore(model.clone(), &path.0).unwrap();
-    restored.prefill(&tokens[90..110]).unwrap();
+    restored.prefill(&tokens[300..390]).unwrap();
     let (count, first) = found(&model, || prefilled(&model, &tokens));
     assert_eq!(count, 0);
-    let (count, ()) = found(&model, || restored.prefill(&tokens[110..]).unwrap());
+    let (count, ()) = found(&model, || restored.prefill(&tokens[390..]).unwrap());
     assert_eq!(count, 0);
     restored.truncate(10).unwrap();
     let rest = [&tokens[restored.len()..], &[1]].concat();
-    assert_eq!(found(&model, || restored.prefill(&rest).unwrap()).0, 112);
+    assert_eq!(found(&model, || restored.prefill(&rest).unwrap()).0, 384);
     check(&mut restored, &drawn(9), "a restored session");
     drop(first);
 }
@@ -421,7 +421,7 @@ fn statistics_count_what_ran() {
 
 /// One random program of sessions whose tokens begin alike. After each step, a session has the logits of one that runs all its tokens.
 fn run_program(model: &Arc<Served>, path: &Path, seed: u64) {
-    let prompts = [some_tokens(model, 300), vec![9; 300]];
+    let prompts = [some_tokens(model, 700), vec![9; 700]];
     let mut sessions: Vec<Session> = Vec::new();
     for number in 0..14 {
         let drawn_bits = bits(seed, number);
@@ -430,12 +430,12 @@ fn run_program(model: &Arc<Served>, path: &Path, seed: u64) {
         match drawn_bits % 9 {
             0 | 1 => {
                 let prompt = &prompts[(drawn_bits >> 40) as usize % 4 / 3];
-                sessions.push(prefilled(model, &prompt[..30 + amount]));
+                sessions.push(prefilled(model, &prompt[..30 + 4 * amount]));
             }
             _ if sessions.is_empty() => {}
             2 | 3 => {
                 let len = sessions[index].len();
-                let rest = &prompts[0][len.min(200)..len.min(200) + amount];
+                let rest = &prompts[0][len.min(600)..len.min(600) + amount];
                 sessions[index].prefill(rest).unwrap();
             }
             4 => {

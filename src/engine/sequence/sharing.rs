@@ -5,6 +5,7 @@ use super::{PartOf, Sequence, Snapshot};
 use crate::base::memory;
 use crate::engine::blocks::Adopted;
 use crate::engine::pools::Units;
+use crate::engine::snapshots::SHARED_PROMPT;
 use crate::model::kv::{NULL_BLOCK, StateTable};
 
 impl Sequence {
@@ -27,12 +28,12 @@ impl Sequence {
             + blocks.sum::<usize>() * size_of::<u32>()
     }
 
-    /// The last end of a block before the end of a run of `of` that goes on from `first` positions, for a prompt: recurrent layers keep its
-    /// state, so that a sequence with the same prompt can begin there.
+    /// The last end of a block before the end of a run of `of` that goes on from `first` positions, for a long prompt: recurrent layers keep
+    /// its state, so that a sequence with the same prompt can begin there.
     pub(super) fn border(&self, first: usize, of: PartOf) -> Option<usize> {
         let unit = self.unit();
         let border = (first + of.left()).saturating_sub(1) / unit * unit;
-        let is_prompt = of.all >= unit && border > 0;
+        let is_prompt = of.all >= SHARED_PROMPT && border > 0;
         (is_prompt && self.shares && self.filled == 0).then_some(border)
     }
 
@@ -44,8 +45,9 @@ impl Sequence {
         if !self.shares || self.filled > 0 || count <= self.path.len() {
             return;
         }
-        let states = self.snapshots.iter();
-        let states = states.filter(|state| state.positions.is_multiple_of(self.unit()));
+        let is_kept = |state: &Snapshot| self.keeps_end || state.positions < self.len();
+        let at_border = |state: &Snapshot| state.positions.is_multiple_of(self.unit());
+        let states = self.states().filter(is_kept).filter(at_border);
         let units = Units {
             tree: self.tree,
             tokens: &self.tokens[..count * self.unit()],
