@@ -791,7 +791,7 @@ typedef struct NVFP4_ModelStatistics {
      * drafted tokens.
      */
     uint64_t prompt_tokens;
-    /** Those of them that did not run, because the prefix cache had their keys and values. */
+    /** Prompt tokens that did not run, because the prefix cache had their keys and values. */
     uint64_t prompt_tokens_found;
     /** Tokens that ran one at a time, and drafted tokens that were right. */
     uint64_t step_tokens;
@@ -811,7 +811,7 @@ typedef struct NVFP4_ModelStatistics {
     uint64_t blocks_evicted;
     /** Bytes reserved by `kv_bytes` of NVFP4_LoadOptions. */
     uint64_t reserved_bytes;
-    /** Those of them that neither sessions nor the prefix cache take. */
+    /** Reserved bytes that neither sessions nor the prefix cache take. */
     uint64_t free_bytes;
 } NVFP4_ModelStatistics;
 

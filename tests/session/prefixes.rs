@@ -141,7 +141,7 @@ fn without_the_option_only_forks_share() {
     assert_eq!(found(&model, private).0, 0);
 }
 
-/// What decides keys beside the tokens keeps prefixes apart.
+/// Formats and rotations decide keys beside the tokens.
 #[test]
 fn other_formats_and_rotations_are_other_prefixes() {
     let (_dir, model) = long("qwen3_tied", |_| ());
@@ -275,7 +275,7 @@ fn cached_blocks_give_way_to_sessions() {
         drop((last, model));
         assert_eq!(memory::usage(Tag::KvCache).current, before, "{case}");
     }
-    // What sessions hold is not given up.
+    // Blocks that sessions hold are not given up.
     let (_dir, unlimited) = long("qwen3_tied", |_| ());
     let block = prefilled(&unlimited, &[1]).kv_bytes();
     let (_dir, model) = long("qwen3_tied", |o| o.kv_bytes = Some(6 * block));
@@ -289,7 +289,7 @@ fn cached_blocks_give_way_to_sessions() {
     );
     assert_eq!((other.len(), other.kv_bytes()), (0, 0));
     check_tokens(&mut first, &unlimited);
-    // The same beginning takes no memory.
+    // A shared beginning takes no memory.
     let mut same = prefilled(&model, &tokens[..4 * BLOCK + 9]);
     check_tokens(&mut same, &unlimited);
 }

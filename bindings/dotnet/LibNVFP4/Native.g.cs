@@ -193,7 +193,7 @@ namespace LibNVFP4
         // Tokens of prompts, run or found: those of requests for more than one token of a session, other than verifications of drafted
         // tokens.
         internal ulong PromptTokens;
-        // Those of them that did not run, because the prefix cache had their keys and values.
+        // Prompt tokens that did not run, because the prefix cache had their keys and values.
         internal ulong PromptTokensFound;
         // Tokens that ran one at a time, and drafted tokens that were right.
         internal ulong StepTokens;
@@ -213,7 +213,7 @@ namespace LibNVFP4
         internal ulong BlocksEvicted;
         // Bytes reserved by `kv_bytes` of NVFP4_LoadOptions.
         internal ulong ReservedBytes;
-        // Those of them that neither sessions nor the prefix cache take.
+        // Reserved bytes that neither sessions nor the prefix cache take.
         internal ulong FreeBytes;
     }
 

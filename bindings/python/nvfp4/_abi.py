@@ -608,7 +608,7 @@ class ModelStatistics(Structure):
     - `requests`: Requests in them, counted once for each pass: requests / passes callers shared a pass on average.
     - `prompt_tokens`: Tokens of prompts, run or found: those of requests for more than one token of a session, other than verifications of
       drafted tokens.
-    - `prompt_tokens_found`: Those of them that did not run, because the prefix cache had their keys and values.
+    - `prompt_tokens_found`: Prompt tokens that did not run, because the prefix cache had their keys and values.
     - `step_tokens`: Tokens that ran one at a time, and drafted tokens that were right.
     - `generating`: Sessions that generate now.
     - `waiting`: Calls that wait now for a pass to begin.
@@ -618,7 +618,7 @@ class ModelStatistics(Structure):
     - `cached_bytes`: Their bytes.
     - `blocks_evicted`: Blocks that the prefix cache alone held, and gave up because memory was needed or its limit was reached.
     - `reserved_bytes`: Bytes reserved by `kv_bytes` of NVFP4_LoadOptions.
-    - `free_bytes`: Those of them that neither sessions nor the prefix cache take.
+    - `free_bytes`: Reserved bytes that neither sessions nor the prefix cache take.
     """
 
     _fields_ = [
