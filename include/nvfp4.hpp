@@ -1353,6 +1353,14 @@ public:
     {
         return detail::value<std::size_t>([&](std::size_t *out) { return NVFP4_model_vocab_size(get(), out); });
     }
+    /** Counts of the work since the model was loaded, and of the blocks that it holds now. From any thread at any time. */
+    Result<NVFP4_ModelStatistics> statistics() const
+    {
+        NVFP4_ModelStatistics now{};
+        now.struct_size = sizeof now;
+        const NVFP4_Status status = NVFP4_model_statistics(get(), &now);
+        return detail::result(status, now);
+    }
     /** Names of special tokens in the text become those tokens. `add_special` adds those that the model expects around a text. */
     Result<std::vector<std::int32_t>> tokenize(std::string_view text, bool add_special = true) const
     {

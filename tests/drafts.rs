@@ -134,6 +134,8 @@ fn with(options: &GenerateOptions, drafts: Option<usize>) -> GenerateOptions {
 fn session(model: &Arc<Served>, context: usize) -> Session {
     let options = SessionOptions {
         context,
+        // Sessions that are compared share nothing.
+        private: true,
         ..SessionOptions::default()
     };
     Session::new(model.clone(), &options).unwrap()
@@ -229,6 +231,7 @@ fn texts_end_among_drafts_as_they_do_without() {
             let options = SessionOptions {
                 context,
                 eviction,
+                private: true,
                 ..SessionOptions::default()
             };
             [(); 2].map(|()| {

@@ -1,6 +1,8 @@
 //! Sessions: the same tokens in any way they are appended, generations and their ends, conversations, eviction, batches, and session files.
 
 mod common;
+#[path = "session/prefixes.rs"]
+mod prefixes;
 #[path = "session/threads.rs"]
 mod threads;
 
@@ -78,9 +80,9 @@ fn seen(session: &Session) -> (Vec<u32>, Vec<f32>) {
     state(&mut session.fork().unwrap())
 }
 
-/// The state of a new session that was given `tokens`.
+/// The state of a new session that was given `tokens`, and ran all of them.
 fn fresh(like: &Session, tokens: &[u32]) -> (Vec<u32>, Vec<f32>) {
-    let mut session = session(like.model());
+    let mut session = with(like.model(), |o| o.private = true);
     session.prefill(tokens).unwrap();
     state(&mut session)
 }
@@ -112,7 +114,12 @@ fn prompts_give_the_same_bits_however_they_come() {
     for case in ["qwen3_tied", "qwen2_untied", "llama_llama3"] {
         for kv in [KvType::F16, KvType::F32] {
             let model = load(case);
-            let new = || with(&model, |o| o.kv = kv);
+            let new = || {
+                with(&model, |o| {
+                    o.kv = kv;
+                    o.private = true;
+                })
+            };
             let tokens = some_tokens(&model, 37);
             let mut whole = new();
             whole.prefill(&tokens).unwrap();
@@ -1436,6 +1443,7 @@ fn sessions_share_the_memory_that_was_reserved() {
     let sixteen = filled(&unlimited, 16).kv_bytes();
     let limited = LoadOptions {
         kv_bytes: Some(5 * sixteen),
+        prefix_cache: false,
         ..options()
     };
     let before = memory::usage(Tag::KvCache).current;

@@ -186,6 +186,8 @@ int main(int argc, char **argv)
     prompt_length = strtoul(argv[3], NULL, 10);
     NVFP4_LoadOptions load;
     OK(NVFP4_load_options_init(&load, sizeof load));
+    /* Every prompt is run as a whole. */
+    load.prefix_cache = 0;
     load.device_type = strncmp(argv[2], "cuda", 4) == 0 ? NVFP4_DEVICE_CUDA : NVFP4_DEVICE_CPU;
     load.device_index = argv[2][4] == ':' ? atoi(argv[2] + 5) : 0;
     OK(NVFP4_model_load(argv[1], strlen(argv[1]), &load, NULL, &model));

@@ -29,6 +29,8 @@ int main(int argc, char **argv)
     int32_t token;
     NVFP4_LoadOptions load;
     OK(NVFP4_load_options_init(&load, sizeof load));
+    /* Every prompt is run as a whole. */
+    load.prefix_cache = 0;
     load.device_type = NVFP4_DEVICE_AUTO;
     const double start = now();
     OK(NVFP4_model_load(argv[1], strlen(argv[1]), &load, NULL, &model));

@@ -146,6 +146,8 @@ int main(int argc, char **argv)
         OK(NVFP4_set_threads(threads));
     NVFP4_LoadOptions load;
     OK(NVFP4_load_options_init(&load, sizeof load));
+    /* Every prompt is run as a whole. */
+    load.prefix_cache = 0;
     if (!strncmp(device, "cuda", 4)) {
         load.device_type = NVFP4_DEVICE_CUDA;
         load.device_index = device[4] == ':' ? atoi(device + 5) : 0;

@@ -35,6 +35,8 @@ int main(int argc, char **argv)
     NVFP4_Model *model;
     NVFP4_Session *session;
     OK(NVFP4_load_options_init(&load, sizeof load));
+    /* Every prompt is run as a whole. */
+    load.prefix_cache = 0;
     if (strncmp(device, "cuda", 4) == 0) {
         load.device_type = NVFP4_DEVICE_CUDA;
         load.device_index = device[4] == ':' ? atoi(device + 5) : 0;

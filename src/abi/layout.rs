@@ -9,7 +9,9 @@ use super::chat::NVFP4_ChatOptions;
 use super::convert::{NVFP4_CalibrateOptions, NVFP4_ConvertOptions};
 use super::data::NVFP4_DataOptions;
 use super::linear::NVFP4_WeightOptions;
-use super::model::{NVFP4_LoadOptions, NVFP4_Message, NVFP4_Plan, NVFP4_PlanOptions};
+use super::model::{
+    NVFP4_LoadOptions, NVFP4_Message, NVFP4_ModelStatistics, NVFP4_Plan, NVFP4_PlanOptions,
+};
 use super::optimizer::{NVFP4_OptimizerOptions, NVFP4_StepOptions};
 use super::quantize::NVFP4_QuantizeOptions;
 use super::queue::{NVFP4_QueueEvent, NVFP4_QueueOptions, NVFP4_SubmitOptions};
@@ -33,14 +35,17 @@ layout!(NVFP4_NamedTensor, 32, name: 0, name_length: 8, dtype: 16, rank: 20, siz
 layout!(NVFP4_SchemaResult, 56, struct_size: 0, format: 4, tensors: 8, weights: 16, problems: 24, out_features: 32, in_features: 40,
     block: 48);
 layout!(NVFP4_CallOptions, 40, struct_size: 0, reserved: 4, cancel: 8, cancel_flag: 16, progress: 24, user: 32);
-layout!(NVFP4_LoadOptions, 40, struct_size: 0, device_type: 4, device_index: 8, threads: 12, activations: 16, sampling_only: 20, call: 24,
-    kv_bytes: 32);
+layout!(NVFP4_LoadOptions, 56, struct_size: 0, device_type: 4, device_index: 8, threads: 12, activations: 16, sampling_only: 20, call: 24,
+    kv_bytes: 32, prefix_cache: 40, reserved: 44, prefix_bytes: 48);
 layout!(NVFP4_PlanOptions, 32, struct_size: 0, kv_type: 4, sequences: 8, context: 16, budget_bytes: 24);
 layout!(NVFP4_Plan, 160, struct_size: 0, device_type: 4, device_index: 8, reserved: 12, context: 16, weight_bytes: 24,
     weight_host_bytes: 32, peak_load_bytes: 40, peak_load_host_bytes: 48, step_workspace_bytes: 56, workspace_bytes: 64,
     workspace_host_bytes: 72, graph_bytes_bound: 80, kv_bytes_per_token: 88, kv_block_bytes: 96, kv_block_positions: 104,
     state_bytes: 112, kv_bytes_per_sequence: 120, state_bytes_per_sequence: 128, kv_bytes: 136, free_bytes: 144,
     sequences_that_fit: 152);
+layout!(NVFP4_ModelStatistics, 120, struct_size: 0, reserved: 4, passes: 8, requests: 16, prompt_tokens: 24, prompt_tokens_found: 32,
+    step_tokens: 40, generating: 48, waiting: 56, blocks_used: 64, used_bytes: 72, blocks_cached: 80, cached_bytes: 88,
+    blocks_evicted: 96, reserved_bytes: 104, free_bytes: 112);
 layout!(NVFP4_ConvertOptions, 40, struct_size: 0, container: 4, replace: 8, keep_head: 12, call: 16, tables: 24, reserved: 28,
     calibrate: 32);
 layout!(NVFP4_CalibrateOptions, 64, struct_size: 0, device_type: 4, device_index: 8, windows: 12, window: 16, files: 24,
@@ -175,6 +180,7 @@ mod tests {
         grows::<NVFP4_GenerateOptions>();
         grows::<NVFP4_GenerationResult>();
         grows::<NVFP4_LoadOptions>();
+        grows::<NVFP4_ModelStatistics>();
         grows::<NVFP4_OptimizerOptions>();
         grows::<NVFP4_Plan>();
         grows::<NVFP4_PlanOptions>();

@@ -80,11 +80,23 @@ pub struct NVFP4_LoadOptions {
     /// gets #NVFP4_OUT_OF_MEMORY. 0 reserves nothing: memory is allocated as sessions grow, and is left to others until
     /// then. Default: 0.
     pub kv_bytes: u64,
+    /// 1 if sessions that begin with the same tokens share the keys, values and recurrent states of these, whichever of them
+    /// ran them first; 0 if only forks share. On the CPU this changes no result; on a GPU it changes logits by rounding, as
+    /// any other division of a prompt does. Default: 1.
+    pub prefix_cache: i32,
+    /// Reserved; must be 0.
+    pub reserved: i32,
+    /// Bytes of keys, values and states that are kept after the last session that used them, for later sessions that begin
+    /// with the same tokens: those used least recently give way first, and all of them as soon as a session needs memory.
+    /// With 0 sessions share only while they live, which takes no memory. Not read with `kv_bytes`: then all that is reserved
+    /// and that no session uses keeps such blocks. Default: 0.
+    pub prefix_bytes: u64,
 }
 
 // SAFETY: integers and a pointer without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_LoadOptions {
     const NAME: &'static str = "NVFP4_LoadOptions";
+    const EARLIER: &'static [usize] = &[40];
     fn defaults() -> Self {
         NVFP4_LoadOptions {
             struct_size: size_of::<Self>() as u32,
@@ -95,6 +107,73 @@ unsafe impl Growing for NVFP4_LoadOptions {
             sampling_only: 0,
             call: std::ptr::null(),
             kv_bytes: 0,
+            prefix_cache: 1,
+            reserved: 0,
+            prefix_bytes: 0,
+        }
+    }
+}
+
+/// The work of a model since it was loaded, and what it holds now. Set `struct_size` before NVFP4_model_statistics().
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NVFP4_ModelStatistics {
+    /// sizeof(NVFP4_ModelStatistics) as the caller knows it.
+    pub struct_size: u32,
+    /// Reserved; 0.
+    pub reserved: i32,
+    /// Passes over the weights.
+    pub passes: u64,
+    /// Requests in them, counted once for each pass: requests / passes callers shared a pass on average.
+    pub requests: u64,
+    /// Tokens of prompts, run or found: those of requests for more than one token of a session, other than verifications of
+    /// drafted tokens.
+    pub prompt_tokens: u64,
+    /// Prompt tokens that did not run, because the prefix cache had their keys and values.
+    pub prompt_tokens_found: u64,
+    /// Tokens that ran one at a time, and drafted tokens that were right.
+    pub step_tokens: u64,
+    /// Sessions that generate now.
+    pub generating: u64,
+    /// Calls that wait now for a pass to begin.
+    pub waiting: u64,
+    /// Blocks of keys, values and recurrent states that sessions hold now, each counted once however many share it.
+    pub blocks_used: u64,
+    /// Their bytes.
+    pub used_bytes: u64,
+    /// Blocks that the prefix cache alone holds now.
+    pub blocks_cached: u64,
+    /// Their bytes.
+    pub cached_bytes: u64,
+    /// Blocks that the prefix cache alone held, and gave up because memory was needed or its limit was reached.
+    pub blocks_evicted: u64,
+    /// Bytes reserved by `kv_bytes` of NVFP4_LoadOptions.
+    pub reserved_bytes: u64,
+    /// Reserved bytes that neither sessions nor the prefix cache take.
+    pub free_bytes: u64,
+}
+
+// SAFETY: integers without padding, the first a u32 size.
+unsafe impl Growing for NVFP4_ModelStatistics {
+    const NAME: &'static str = "NVFP4_ModelStatistics";
+    fn defaults() -> Self {
+        NVFP4_ModelStatistics {
+            struct_size: size_of::<Self>() as u32,
+            reserved: 0,
+            passes: 0,
+            requests: 0,
+            prompt_tokens: 0,
+            prompt_tokens_found: 0,
+            step_tokens: 0,
+            generating: 0,
+            waiting: 0,
+            blocks_used: 0,
+            used_bytes: 0,
+            blocks_cached: 0,
+            cached_bytes: 0,
+            blocks_evicted: 0,
+            reserved_bytes: 0,
+            free_bytes: 0,
         }
     }
 }
@@ -193,18 +272,24 @@ struct Wanted {
     activations: Activations,
     sampling_only: bool,
     kv_bytes: Option<usize>,
+    prefix_cache: bool,
+    prefix_bytes: usize,
     quantize: Option<QuantizeOptions>,
 }
 
 impl Wanted {
     fn read(options: &NVFP4_LoadOptions, quantize: Option<QuantizeOptions>) -> Result<Wanted> {
+        arguments::reserved(options, options.reserved)?;
+        let kv_bytes = bytes("kv_bytes", options.kv_bytes)?;
         Ok(Wanted {
             device_type: options.device_type,
             device_index: options.device_index,
             threads: thread_count(options.threads)?,
             activations: activations(options.activations)?,
             sampling_only: flag("sampling_only", options.sampling_only)?,
-            kv_bytes: reserved(options.kv_bytes)?,
+            kv_bytes: (kv_bytes > 0).then_some(kv_bytes),
+            prefix_cache: flag("prefix_cache", options.prefix_cache)?,
+            prefix_bytes: bytes("prefix_bytes", options.prefix_bytes)?,
             quantize,
         })
     }
@@ -223,6 +308,8 @@ impl Wanted {
                 quantize: self.quantize.clone(),
                 activations: self.activations,
                 kv_bytes: self.kv_bytes,
+                prefix_cache: self.prefix_cache,
+                prefix_bytes: self.prefix_bytes,
                 sampling_only: self.sampling_only,
             })
         };
@@ -248,11 +335,10 @@ impl Wanted {
     }
 }
 
-/// Bytes to reserve; 0 reserves none.
-fn reserved(bytes: u64) -> Result<Option<usize>> {
-    let bytes = usize::try_from(bytes)
-        .map_err(|_| err!(InvalidArgument, "kv_bytes is {bytes}, more than addresses"))?;
-    Ok((bytes > 0).then_some(bytes))
+/// A number of bytes from C.
+fn bytes(name: &str, bytes: u64) -> Result<usize> {
+    usize::try_from(bytes)
+        .map_err(|_| err!(InvalidArgument, "{name} is {bytes}, more than addresses"))
 }
 
 /// Options of NVFP4_model_plan(). Fill with NVFP4_plan_options_init(), then change what is to differ.
@@ -510,6 +596,42 @@ pub unsafe extern "C-unwind" fn NVFP4_model_info(
         info["stop_tokens"] = json!(model.stop_tokens());
         // SAFETY: the pointers are as the header asks.
         unsafe { copy_text(&info.to_string(), buffer, capacity, length) }
+    })
+}
+
+/// Writes what a model has run since it was loaded, and what it holds now. From any thread at any time, in callbacks too, and without waiting
+/// for a pass.
+///
+/// - `out`: `struct_size` must be set; the caller owns it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn NVFP4_model_statistics(
+    model: *const NVFP4_Model,
+    out: *mut NVFP4_ModelStatistics,
+) -> NVFP4_Status {
+    enter("NVFP4_model_statistics", || {
+        // SAFETY: the pointer is as the header asks.
+        let Some(fill) = (unsafe { results(out) })? else {
+            bail!(InvalidArgument, "out is NULL; pass where the statistics go");
+        };
+        let now = handle::get::<Served>("model", model)?.statistics();
+        fill(NVFP4_ModelStatistics {
+            passes: now.passes,
+            requests: now.requests,
+            prompt_tokens: now.prompt_tokens,
+            prompt_tokens_found: now.prompt_tokens_found,
+            step_tokens: now.step_tokens,
+            generating: now.generating as u64,
+            waiting: now.waiting as u64,
+            blocks_used: now.blocks.blocks_used as u64,
+            used_bytes: now.blocks.used_bytes as u64,
+            blocks_cached: now.blocks.blocks_cached as u64,
+            cached_bytes: now.blocks.cached_bytes as u64,
+            blocks_evicted: now.blocks.blocks_evicted,
+            reserved_bytes: now.reserved_bytes as u64,
+            free_bytes: now.free_bytes as u64,
+            ..NVFP4_ModelStatistics::defaults()
+        });
+        Ok(())
     })
 }
 

@@ -179,6 +179,7 @@ impl NVFP4_SessionOptions {
                     (NVFP4_EVICTION_DROP_OLDEST, "drop oldest", drop_oldest),
                 ],
             )?,
+            private: false,
         })
     }
 }

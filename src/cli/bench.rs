@@ -139,6 +139,8 @@ pub(super) fn run(args: &Args) -> Result<()> {
             .saturating_add(args.gen_tokens)
             .saturating_add(1),
         kv: args.model.kv.into(),
+        // Every run is to compute all of its prompt.
+        private: true,
         ..SessionOptions::default()
     };
     let mut sessions = (0..args.batch)

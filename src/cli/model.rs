@@ -205,6 +205,8 @@ impl ModelArgs {
             }),
             activations: self.activations(),
             kv_bytes: self.kv_memory,
+            prefix_cache: true,
+            prefix_bytes: 0,
             sampling_only: false,
         };
         let watch = Watch {

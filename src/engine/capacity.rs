@@ -5,7 +5,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::snapshots::{SNAPSHOTS, most_states};
-use super::window::most_blocks;
+use super::windows::most_blocks;
 use crate::base::error::bail;
 use crate::base::memory::{self, Bytes};
 use crate::base::{Error, Result};

@@ -1,9 +1,12 @@
 //! Floor 6: what is served, its sequences, and the runner that takes the tokens of many of them through the weights together. Sessions and
 //! training both stand on it.
 
+mod blocks;
 pub mod capacity;
 mod pass;
 mod pool;
+mod pools;
+mod prefix;
 mod run;
 mod runner;
 mod schedule;
@@ -11,12 +14,13 @@ mod sequence;
 mod served;
 mod snapshots;
 mod times;
-mod window;
+mod windows;
 
+pub use blocks::BlockCounts;
 pub use pass::NewTokens;
 pub use run::NextDrafts;
 pub use runner::{Generating, PassCounts};
 pub use sequence::{Kept, Sequence};
-pub use served::{Served, ServedInfo};
+pub use served::{Served, ServedInfo, Statistics};
 pub use snapshots::{SNAPSHOT_POSITIONS, SNAPSHOTS};
-pub use window::REWIND;
+pub use windows::REWIND;

@@ -1,6 +1,8 @@
 //! A pass over the weights for the requests of several callers: takes blocks, runs the model, and commits what ran. Nothing of a sequence
 //! changes before its tokens have run, and a request that fails leaves the others as they are.
 
+use std::ops::AddAssign;
+
 use super::schedule::Waiting;
 use super::sequence::{PartOf, Sequence};
 use crate::base::{Error, Result};
@@ -31,9 +33,29 @@ struct Item<'a> {
     work: NewTokens<'a>,
     /// Positions of the sequence before them.
     before: usize,
-    /// Tokens that have run.
+    /// Tokens that have run, or that blocks of other sequences held.
     done: usize,
     output: Option<Result<Output>>,
+    tally: Tally,
+}
+
+/// Numbers of tokens that were appended to sequences.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Tally {
+    /// Tokens of requests for more than one of a sequence, without drafted ones.
+    pub(super) prompt: u64,
+    /// Prompt tokens that did not run, because blocks of other sequences held them.
+    pub(super) found: u64,
+    /// Tokens that came one by one, and drafted ones that were right.
+    pub(super) steps: u64,
+}
+
+impl AddAssign for Tally {
+    fn add_assign(&mut self, other: Tally) {
+        self.prompt += other.prompt;
+        self.found += other.found;
+        self.steps += other.steps;
+    }
 }
 
 /// The part of a request that a pass runs: all of it, or the next `count` tokens of its only sequence.
@@ -48,6 +70,7 @@ impl<'a> Request<'a> {
             before: work.sequence.len(),
             done: 0,
             output: None,
+            tally: Tally::default(),
             work,
         });
         Request {
@@ -59,17 +82,29 @@ impl<'a> Request<'a> {
 
     /// Its tokens that have not run, as the schedule sees them.
     pub(super) fn waiting(&self) -> Waiting {
-        let is_divisible = |item: &Item<'_>| match item.work.wanted {
-            Wanted::Nothing | Wanted::Last | Wanted::Token(_) => true,
-            Wanted::All | Wanted::Verified(_) => false,
-        };
         Waiting {
             left: self.items.iter().map(Item::left).sum(),
             from: match &self.items[..] {
-                [item] if is_divisible(item) => Some(item.work.sequence.len()),
+                [item] if item.is_divisible() => Some(item.work.sequence.len()),
                 _ => None,
             },
         }
+    }
+
+    /// Lets its sequences begin with blocks of others that hold the same tokens. Returns the number of tokens that need not run.
+    pub(super) fn adopt(&mut self) -> usize {
+        self.items.iter_mut().map(Item::adopt).sum()
+    }
+
+    /// Removes the numbers of tokens appended since the last call.
+    pub(super) fn take_tally(&mut self) -> Tally {
+        let mut all = Tally::default();
+        let tallies = self
+            .items
+            .iter_mut()
+            .map(|item| std::mem::take(&mut item.tally));
+        tallies.for_each(|tally| all += tally);
+        all
     }
 
     /// Whether nothing of it is left to run.
@@ -121,6 +156,14 @@ impl<'a> Request<'a> {
 }
 
 impl<'a> Item<'a> {
+    /// Whether its tokens may run in several passes: no output of any but the last is wanted.
+    fn is_divisible(&self) -> bool {
+        match self.work.wanted {
+            Wanted::Nothing | Wanted::Last | Wanted::Token(_) => true,
+            Wanted::All | Wanted::Verified(_) => false,
+        }
+    }
+
     fn left(&self) -> usize {
         self.work.tokens.len() - self.done
     }
@@ -153,14 +196,38 @@ impl<'a> Item<'a> {
         }
     }
 
+    /// Begins with blocks of other sequences that hold the same tokens, instead of running these. Returns the number of tokens.
+    fn adopt(&mut self) -> usize {
+        let found = match self.is_divisible() && self.output.is_none() {
+            true => (self.work.sequence).adopt(&self.work.tokens[self.done..]),
+            false => 0,
+        };
+        self.done += found;
+        self.tally.prompt += found as u64;
+        self.tally.found += found as u64;
+        found
+    }
+
     /// Records that the next `count` tokens ran.
     fn commit(&mut self, count: usize, output: Output, hidden: Option<Vec<f32>>) {
         let (of, sequence) = (self.part_of(), &mut *self.work.sequence);
+        let ran = &self.work.tokens[self.done..self.done + count];
         match &output {
-            Output::Verified(chosen) => sequence.advance_verified(chosen.len()),
-            _ => sequence.advance(count, of),
+            Output::Verified(chosen) => {
+                sequence.advance_verified(&ran[..chosen.len()]);
+                self.tally.steps += chosen.len() as u64;
+            }
+            _ if of.all > 1 => {
+                sequence.advance(ran, of);
+                self.tally.prompt += count as u64;
+            }
+            _ => {
+                sequence.advance(ran, of);
+                self.tally.steps += count as u64;
+            }
         }
         sequence.set_hidden(hidden);
+        sequence.publish();
         self.done += count;
         if self.left() == 0 {
             self.output = Some(Ok(output));

@@ -23,6 +23,9 @@ impl Served {
     ///
     /// Calls of several threads run in the same passes: see [`Served::generates`].
     ///
+    /// A sequence that shares prefixes, with several tokens to run, of which only the last one's output is wanted, begins with full blocks of
+    /// others as far as those hold the same tokens, and runs the rest. On the CPU it has the same bits as if all had run.
+    ///
     /// With `look_ahead` a GPU runs the step after this one at once, with the tokens that it chose.
     pub fn run(
         &self,
@@ -37,15 +40,19 @@ impl Served {
             .run(self.model(), work, look_ahead, scratch, logits)
     }
 
-    /// Like [`Served::run`], but always uses the reference block, against which fused kernels are tested. Slow on a GPU.
+    /// Like [`Served::run`], but always uses the reference block, against which fused kernels are tested. Slow on a GPU. The sequences
+    /// share no blocks with others from then on.
     pub fn run_reference(
         &self,
-        work: Vec<NewTokens<'_>>,
+        mut work: Vec<NewTokens<'_>>,
         scratch: &mut Scratch,
         logits: &mut Vec<f32>,
     ) -> Result<Vec<Result<Output>>> {
         self.check(&work)?;
         let _held = self.hold()?;
+        for part in &mut work {
+            part.sequence.set_sharing(false);
+        }
         let mut request = Request::new(work);
         let whole = request.waiting().left;
         let run = |batch: Batch<'_>, scratch: &mut Scratch, logits: &mut Vec<f32>| {

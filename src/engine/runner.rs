@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::pass::{NewTokens, Request, pass};
+use super::pass::{NewTokens, Request, Tally, pass};
 use super::schedule::{Turn, Waiting, plan};
 use super::times::PassTimes;
 use crate::base::error::err;
@@ -46,6 +46,7 @@ struct State {
     expected: Vec<u64>,
     times: PassTimes,
     counts: PassCounts,
+    tally: Tally,
     /// Whether the last pass ran prompts.
     ran_prompts: bool,
     /// The fork generation of these threads; the child of a fork has others.
@@ -59,6 +60,17 @@ pub struct PassCounts {
     pub passes: u64,
     /// Requests for tokens in them: `requests / passes` callers shared a pass on average.
     pub requests: u64,
+}
+
+/// The work of a runner since it began, and now.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Work {
+    pub(super) counts: PassCounts,
+    pub(super) tally: Tally,
+    /// Sequences that generate now.
+    pub(super) generating: usize,
+    /// Requests that are in no pass now.
+    pub(super) waiting: usize,
 }
 
 /// A request that waits in its caller's stack frame.
@@ -215,8 +227,22 @@ impl State {
         }
     }
 
+    /// Lets sequences begin with blocks that others have filled meanwhile.
+    fn adopt(&mut self) {
+        for posted in &mut self.posted {
+            // SAFETY: the caller waits, and no pass runs.
+            let request = unsafe { &mut *posted.request.0 };
+            let found = request.adopt();
+            posted
+                .caller
+                .done
+                .fetch_add(found as u64, Ordering::Relaxed);
+        }
+    }
+
     /// Notes what a pass has run. Returns the callers whose requests are over.
     fn end_pass(&mut self, is_own: bool) -> Vec<Arc<Caller>> {
+        let tally = &mut self.tally;
         let ended = self.posted.extract_if(.., |posted| {
             let Some(count) = posted.taken.take() else {
                 return false;
@@ -228,7 +254,9 @@ impl State {
                     .fetch_add(count as u64, Ordering::Relaxed);
             }
             // SAFETY: the caller waits, and the pass has ended.
-            unsafe { &*posted.request.0 }.is_over()
+            let request = unsafe { &mut *posted.request.0 };
+            *tally += request.take_tally();
+            request.is_over()
         });
         ended.map(|posted| posted.caller).collect()
     }
@@ -313,6 +341,17 @@ impl Runner {
         self.state().counts
     }
 
+    /// Its work so far, and now.
+    pub(super) fn work(&self) -> Work {
+        let state = self.state();
+        Work {
+            counts: state.counts,
+            tally: state.tally,
+            generating: state.generating.len(),
+            waiting: state.posted.iter().filter(|p| p.taken.is_none()).count(),
+        }
+    }
+
     /// Runs a request in passes with those of other threads.
     pub(super) fn run(
         &self,
@@ -390,6 +429,7 @@ impl Runner {
             if !state.has(caller) {
                 return;
             }
+            state.adopt();
             let planned = state.plan(model);
             let mut taken: Vec<(Lent, usize)> = Vec::new();
             let mut is_own = true;

@@ -1,70 +1,17 @@
 //! Sequences: keys, values and recurrent states of some tokens, in blocks that forks share until either side writes.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+mod sharing;
 
-use super::pool::BlockPool;
+use std::sync::Arc;
+
+use super::blocks::Blocks;
+use super::prefix::{NodeId, Place, Tree};
 use super::snapshots::{SNAPSHOT_POSITIONS, SNAPSHOTS, Snapshot, stops, surplus};
-use super::window::{KEPT_MULTIPLE, passed_blocks, sees_from};
+use super::windows::{KEPT_MULTIPLE, kept_from, sees_from};
 use crate::base::error::{bail, err};
-use crate::base::lock::lock;
-use crate::base::{ErrorKind, Result};
+use crate::base::{ErrorKind, Result, memory};
 use crate::model::kv::{KvArena, KvCache, KvTables, NULL_BLOCK, PagesOf, StateArena, StateTable};
 use crate::model::{KvType, Model};
-
-/// The blocks of a model, with the reference counts of those in use.
-pub(super) struct Blocks {
-    model: Arc<Model>,
-    f16: Mutex<Pools>,
-    f32: Mutex<Pools>,
-    /// Sequences so far.
-    sequences: AtomicU64,
-}
-
-/// The reference counts of the blocks of one cache.
-struct Pools {
-    groups: Vec<BlockPool>,
-    state: BlockPool,
-}
-
-impl Blocks {
-    pub(super) fn new(model: &Arc<Model>) -> Arc<Blocks> {
-        let groups = model.kv().groups().len();
-        let pools = || {
-            Mutex::new(Pools {
-                groups: (0..groups).map(|_| BlockPool::default()).collect(),
-                state: BlockPool::default(),
-            })
-        };
-        Arc::new(Blocks {
-            model: model.clone(),
-            f16: pools(),
-            f32: pools(),
-            sequences: AtomicU64::new(0),
-        })
-    }
-
-    fn new_id(&self) -> u64 {
-        self.sequences.fetch_add(1, Ordering::Relaxed)
-    }
-
-    fn pools(&self, kind: KvType) -> MutexGuard<'_, Pools> {
-        lock(match kind {
-            KvType::F16 => &self.f16,
-            KvType::F32 => &self.f32,
-        })
-    }
-
-    /// Blocks in use, in all groups and formats, those of recurrent states included.
-    pub(super) fn used(&self) -> usize {
-        let used = |kind| {
-            let pools = self.pools(kind);
-            let groups = pools.groups.iter().map(BlockPool::used).sum::<usize>();
-            groups + pools.state.used()
-        };
-        [KvType::F16, KvType::F32].into_iter().map(used).sum()
-    }
-}
 
 /// The positions that a sequence keeps.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -100,8 +47,10 @@ impl PartOf {
 /// The keys and values of one sequence of tokens, and the state of recurrent layers. Memory is taken in blocks as it grows; a clone shares
 /// them until either side writes.
 ///
-/// Layers that see a window keep it and [`REWIND`](super::REWIND) positions before it. Recurrent layers keep the state of the end and of at most
-/// [`SNAPSHOTS`] earlier positions: both ends of prompts, and multiples of [`SNAPSHOT_POSITIONS`].
+/// Layers that see a window keep it and [`REWIND`] positions before it. Recurrent layers keep the state of the end and of at most
+/// [`SNAPSHOTS`] earlier positions: both ends of prompts, the last end of a block in long ones, and multiples of [`SNAPSHOT_POSITIONS`].
+///
+/// With [`Sequence::set_sharing`] it also shares full blocks with other sequences that begin with the same tokens.
 pub struct Sequence {
     /// Tells it from all other sequences of the model.
     id: u64,
@@ -126,20 +75,32 @@ pub struct Sequence {
     has_drafter_rows: bool,
     /// The hidden row of the last position, if the sequence drafts and that is known.
     hidden: Option<Vec<f32>>,
-    len: usize,
+    /// The tokens of the positions held.
+    tokens: Vec<u32>,
     capacity: usize,
+    /// The tree of the prefix index that the sequence belongs to.
+    tree: Tree,
+    /// The nodes of its first full blocks in the prefix index. They may have been removed from it.
+    path: Vec<NodeId>,
+    /// Positions, from the first on, that the drafter has followed.
+    followed: usize,
+    /// Positions, from the first on, that were filled rather than run by this model.
+    filled: usize,
+    /// Whether it uses and feeds the prefix index.
+    shares: bool,
 }
 
 impl Sequence {
     pub(super) fn new(blocks: &Arc<Blocks>, capacity: usize, kind: KvType) -> Result<Sequence> {
-        let most = blocks.model.spec().max_positions;
+        let spec = blocks.model().spec();
+        let most = spec.max_positions;
         if capacity == 0 || capacity > most {
             bail!(
                 InvalidArgument,
                 "a context of {capacity} positions; the model was made for 1 to {most}"
             );
         }
-        let cache = blocks.model.kv().cache(kind)?;
+        let cache = blocks.model().kv().cache(kind)?;
         Ok(Sequence {
             id: blocks.new_id(),
             blocks: blocks.clone(),
@@ -154,8 +115,16 @@ impl Sequence {
             drafts: false,
             has_drafter_rows: false,
             hidden: None,
-            len: 0,
+            tokens: Vec::new(),
             capacity,
+            tree: Tree {
+                kind,
+                long_ropes: spec.long_ropes(capacity),
+            },
+            path: Vec::new(),
+            followed: 0,
+            filled: 0,
+            shares: false,
         })
     }
 
@@ -165,12 +134,12 @@ impl Sequence {
 
     /// Positions held.
     pub fn len(&self) -> usize {
-        self.len
+        self.tokens.len()
     }
 
     /// Whether it holds no position.
     pub fn is_empty(&self) -> bool {
-        self.len == 0
+        self.tokens.is_empty()
     }
 
     /// Number of positions for which there is room in total.
@@ -180,7 +149,7 @@ impl Sequence {
 
     /// Further positions for which there is room.
     pub fn room(&self) -> usize {
-        self.capacity - self.len
+        self.capacity - self.len()
     }
 
     /// Element type of keys and values.
@@ -197,7 +166,7 @@ impl Sequence {
     /// worse. Fails for a model without a drafter.
     pub fn set_drafts(&mut self, drafts: bool) -> Result<()> {
         if drafts {
-            self.blocks.model.check_drafter()?;
+            self.blocks.model().check_drafter()?;
         }
         if self.drafts != drafts {
             self.drafts = drafts;
@@ -224,7 +193,7 @@ impl Sequence {
 
     /// Whether it is a sequence of this model.
     pub(super) fn is_of(&self, model: &Arc<Model>) -> bool {
-        Arc::ptr_eq(&self.blocks.model, model)
+        Arc::ptr_eq(self.blocks.model(), model)
     }
 
     fn groups(&self) -> usize {
@@ -247,7 +216,7 @@ impl Sequence {
     /// The recurrent states kept, oldest first, with that of the end.
     fn states(&self) -> impl Iterator<Item = Snapshot> {
         let end = Snapshot {
-            positions: self.len,
+            positions: self.len(),
             block: self.tables.state().current(),
         };
         let end = Some(end).filter(|end| end.block != NULL_BLOCK);
@@ -280,17 +249,31 @@ impl Sequence {
         sees_from(self.arena(group).window(), len)
     }
 
+    /// A block of a group.
+    fn place(&self, group: usize, block: u32) -> Place {
+        Place {
+            kind: self.kind(),
+            slot: group,
+            block,
+        }
+    }
+
+    /// A block of a recurrent state.
+    fn state_place(&self, block: u32) -> Place {
+        self.place(self.groups(), block)
+    }
+
     /// Drops the positions from `len` on, and more if that is needed: recurrent layers go back to the last state that is kept, and if a
     /// layer no longer keeps what the next token sees, all positions are dropped. The tokens then have to run again.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
-        if len > self.len {
+        if len > self.len() {
             bail!(
                 InvalidArgument,
                 "cannot cut {} positions to {len}, which is more",
-                self.len
+                self.len()
             );
         }
-        if len == self.len {
+        if len == self.len() {
             return Ok(());
         }
         let len = match self.cache.state() {
@@ -303,10 +286,15 @@ impl Sequence {
         };
         let kept = self.kept_from();
         let is_kept = |group| kept[group] <= self.sees_from(group, len);
-        self.len = match (0..self.groups()).all(is_kept) {
+        let len = match (0..self.groups()).all(is_kept) {
             true => len,
             false => 0,
         };
+        self.tokens.truncate(len);
+        self.path.truncate(len / self.unit());
+        // The drafter's last position depends on the token after it.
+        self.followed = self.followed.min(len.saturating_sub(1));
+        self.filled = self.filled.min(len);
         self.hidden = None;
         self.release_unused();
         self.go_back();
@@ -322,21 +310,23 @@ impl Sequence {
         self.release_state(end);
         self.release_spares();
         let mut recent = std::mem::take(&mut self.recent);
-        let at = recent.iter().position(|s| s.positions == self.len);
+        let at = recent.iter().position(|s| s.positions == self.len());
         let at = at.map(|index| recent.remove(index).block);
         recent.iter().for_each(|s| self.release_state(s.block));
-        let count = self.snapshots.partition_point(|s| s.positions <= self.len);
+        let count = self
+            .snapshots
+            .partition_point(|s| s.positions <= self.len());
         let later = self.snapshots.split_off(count);
         later.iter().for_each(|s| self.release_state(s.block));
-        self.keeps_end = at.is_none() || self.len.is_multiple_of(SNAPSHOT_POSITIONS);
+        self.keeps_end = at.is_none() || self.len().is_multiple_of(SNAPSHOT_POSITIONS);
         let current = at.or_else(|| self.snapshots.pop().map(|s| s.block));
         let current = current.unwrap_or(NULL_BLOCK);
-        *self.tables.state_mut() = StateTable::new(self.len, current);
+        *self.tables.state_mut() = StateTable::new(self.len(), current);
     }
 
     /// Keeps a block that only this sequence uses for the next state, unless it has enough.
     fn recycle_state(&mut self, block: u32) {
-        let is_own = block != NULL_BLOCK && !self.blocks.pools(self.kind()).state.is_shared(block);
+        let is_own = block != NULL_BLOCK && !self.blocks.is_shared(self.state_place(block));
         match is_own && self.spares.len() < self.most_spares {
             true => self.spares.push(block),
             false => self.release_state(block),
@@ -360,11 +350,8 @@ impl Sequence {
     }
 
     fn release_state(&self, block: u32) {
-        let Some(arena) = self.cache.state().filter(|_| block != NULL_BLOCK) else {
-            return;
-        };
-        if self.blocks.pools(self.kind()).state.release(block) {
-            arena.free(block);
+        if block != NULL_BLOCK {
+            self.blocks.release([self.state_place(block)]);
         }
     }
 
@@ -379,27 +366,20 @@ impl Sequence {
 
     /// Takes a block for a state. If there is no memory, earlier states give way to it if `pressing`.
     fn take_state(&mut self, pressing: bool) -> Result<u32> {
-        let cache = self.cache.clone();
-        let Some(arena) = cache.state() else {
-            bail!(Internal, "a state of a model without recurrent layers");
-        };
         if let Some(block) = self.spares.pop() {
             return Ok(block);
         }
         loop {
-            let block = self.blocks.pools(self.kind()).state.take();
-            match arena.take(block) {
-                Ok(()) => return Ok(block),
-                Err(e) => {
-                    self.blocks.pools(self.kind()).state.release(block);
-                    let gives_way = pressing && !self.snapshots.is_empty();
-                    if e.kind() != ErrorKind::OutOfMemory || !gives_way {
-                        return Err(e);
-                    }
-                    let oldest = self.snapshots.remove(0);
-                    self.release_state(oldest.block);
-                }
+            let error = match self.blocks.take(&self.cache, self.groups()) {
+                Ok(block) => return Ok(block),
+                Err(error) => error,
+            };
+            let gives_way = pressing && !self.snapshots.is_empty();
+            if error.kind() != ErrorKind::OutOfMemory || !gives_way {
+                return Err(error);
             }
+            let oldest = self.snapshots.remove(0);
+            self.release_state(oldest.block);
         }
     }
 
@@ -416,18 +396,18 @@ impl Sequence {
         }
         self.release_surplus_spares();
         if verified {
-            for positions in self.len + 1..=self.len + count {
+            for positions in self.len() + 1..=self.len() + count {
                 // Without room for the first, the sequence could not go on at all.
-                let block = self.take_state(positions == self.len + 1)?;
+                let block = self.take_state(positions == self.len() + 1)?;
                 self.tables.state_mut().stage(positions, block);
             }
             return Ok(());
         }
         let kept: Vec<usize> = self.states().map(|s| s.positions).collect();
-        let end = self.len + count;
+        let end = self.len() + count;
         // A GPU may have written the state after one token to it.
         let mut ahead = self.tables.state_mut().take_ahead();
-        let stops = stops(&kept, self.len, self.len + of.left());
+        let stops = stops(&kept, self.len(), self.len() + of.left());
         let of_part = stops.into_iter().filter(|stop| *stop < end);
         for positions in of_part.chain([end]) {
             let block = match ahead.take() {
@@ -435,6 +415,18 @@ impl Sequence {
                 None => self.take_state(true)?,
             };
             self.tables.state_mut().stage(positions, block);
+        }
+        let border = self.border(self.len(), of);
+        let is_staged = |border: &usize| {
+            let mut staged = self.tables.state().staged().iter();
+            staged.any(|(positions, _)| positions == border)
+        };
+        let border = border.filter(|border| self.len() < *border && *border < end);
+        // The run itself can do without this one.
+        if let Some(border) = border.filter(|border| !is_staged(border))
+            && let Ok(block) = self.take_state(false)
+        {
+            self.tables.state_mut().stage(border, block);
         }
         Ok(())
     }
@@ -453,7 +445,7 @@ impl Sequence {
     /// later ones. The states between are not kept, but the sequence can go back to them until it goes on.
     fn advance_verified_states(&mut self) {
         for (positions, block) in self.tables.state_mut().unstage() {
-            if positions > self.len {
+            if positions > self.len() {
                 self.recycle_state(block);
                 continue;
             }
@@ -476,7 +468,7 @@ impl Sequence {
     /// its last position.
     pub fn end_drafts(&mut self) {
         let recent = std::mem::take(&mut self.recent).into_iter();
-        let (last, others): (Vec<_>, Vec<_>) = recent.partition(|s| s.positions + 1 == self.len);
+        let (last, others): (Vec<_>, Vec<_>) = recent.partition(|s| s.positions + 1 == self.len());
         self.recent = last;
         others.iter().for_each(|s| self.release_state(s.block));
         self.most_spares = 1;
@@ -508,7 +500,7 @@ impl Sequence {
         let Some((_, current)) = staged.pop() else {
             return;
         };
-        *self.tables.state_mut() = StateTable::new(self.len, current);
+        *self.tables.state_mut() = StateTable::new(self.len(), current);
         if let Some(ahead) = ahead {
             self.tables.state_mut().stage_ahead(ahead);
         }
@@ -521,15 +513,17 @@ impl Sequence {
         let staged = staged.into_iter();
         self.snapshots
             .extend(staged.map(|(positions, block)| Snapshot { positions, block }));
-        let is_last = of.left() == self.len - before;
-        self.keeps_end = is_prompt && is_last || self.len.is_multiple_of(SNAPSHOT_POSITIONS);
-        self.drop_surplus(self.len);
+        let is_last = of.left() == self.len() - before;
+        self.keeps_end = is_prompt && is_last
+            || self.len().is_multiple_of(SNAPSHOT_POSITIONS)
+            || self.border(before, of) == Some(self.len());
+        self.drop_surplus(self.len());
     }
 
     /// Releases blocks past the positions held, which were reserved for tokens that did not run.
     fn release_unused(&mut self) {
         for group in 0..self.groups() {
-            let kept = self.len.div_ceil(self.block_positions(group));
+            let kept = self.len().div_ceil(self.block_positions(group));
             if kept < self.tables.blocks(group).len() {
                 let unused = self.tables.truncate(group, kept);
                 self.release(group, &unused);
@@ -538,12 +532,10 @@ impl Sequence {
     }
 
     fn release(&self, group: usize, blocks: &[u32]) {
-        let mut pools = self.blocks.pools(self.kind());
-        for &block in blocks.iter().filter(|b| **b != NULL_BLOCK) {
-            if pools.groups[group].release(block) {
-                self.arena(group).free(block);
-            }
-        }
+        let kept = blocks.iter().filter(|block| **block != NULL_BLOCK);
+        // The index gives up the last ones first.
+        let places = kept.rev().map(|block| self.place(group, *block));
+        self.blocks.release(places);
     }
 
     /// Takes blocks for `count` further positions in every group, and copies shared ones that these positions are in, so that a lack of
@@ -553,10 +545,11 @@ impl Sequence {
             bail!(
                 ContextFull,
                 "{count} tokens do not fit: {} of {} positions are in use",
-                self.len,
+                self.len(),
                 self.capacity
             );
         }
+        memory::make_room(&mut self.tokens, count)?;
         self.reserve_blocks(count)?;
         self.reserve_states(count, of, verified)
     }
@@ -564,11 +557,11 @@ impl Sequence {
     /// Takes blocks of keys and values for `count` further positions.
     pub(super) fn reserve_blocks(&mut self, count: usize) -> Result<()> {
         // The drafter writes the position before the first token.
-        let len = self.len.saturating_sub(usize::from(self.drafts));
+        let len = self.len().saturating_sub(usize::from(self.drafts));
         for group in 0..self.groups() {
             let positions = self.block_positions(group);
             let first = len / positions;
-            for index in first..(self.len + count).div_ceil(positions) {
+            for index in first..(self.len() + count).div_ceil(positions) {
                 self.own(group, index)?;
             }
         }
@@ -578,47 +571,43 @@ impl Sequence {
     /// Makes block `index` of a group one that only this sequence uses.
     fn own(&mut self, group: usize, index: usize) -> Result<()> {
         let old = self.tables.blocks(group).get(index).copied();
-        let mut pools = self.blocks.pools(self.kind());
-        let pool = &mut pools.groups[group];
-        if old.is_some_and(|block| !pool.is_shared(block)) {
+        if old.is_some_and(|block| !self.blocks.is_shared(self.place(group, block))) {
             return Ok(());
         }
-        let arena = self.arena(group);
-        let new = pool.take();
-        let copied = arena.take(new).and_then(|()| match old {
-            Some(old) => arena.copy(old, new).inspect_err(|_| arena.free(new)),
-            None => Ok(()),
-        });
-        if let Err(e) = copied {
-            pool.release(new);
-            return Err(e);
+        let new = self.blocks.take(&self.cache, group)?;
+        let Some(old) = old else {
+            self.tables.push(group, new);
+            return Ok(());
+        };
+        if let Err(error) = self.arena(group).copy(old, new) {
+            self.release(group, &[new]);
+            return Err(error);
         }
-        if let Some(old) = old {
-            pool.release(old);
-        }
-        drop(pools);
-        match old {
-            Some(_) => self.tables.replace(group, index, new),
-            None => self.tables.push(group, new),
-        }
+        self.tables.replace(group, index, new);
+        self.release(group, &[old]);
         Ok(())
     }
 
-    /// Like [`Sequence::advance`] for the first `count` of the positions that were verified. The blocks of the others are free again.
-    pub(super) fn advance_verified(&mut self, count: usize) {
-        self.advance(count, PartOf::whole(count));
+    /// Like [`Sequence::advance`] for the first positions that were verified. The blocks of the others are free again.
+    pub(super) fn advance_verified(&mut self, tokens: &[u32]) {
+        self.advance(tokens, PartOf::whole(tokens.len()));
         self.release_unused();
     }
 
-    /// Records that every layer holds `count` further positions of a run, and frees what windows have passed.
-    pub(super) fn advance(&mut self, count: usize, of: PartOf) {
-        self.len += count;
+    /// Records that every layer holds the positions of further tokens of a run, and frees what windows have passed.
+    pub(super) fn advance(&mut self, tokens: &[u32], of: PartOf) {
+        let before = self.len();
+        self.tokens.extend_from_slice(tokens);
+        // The drafter has run the positions up to the last, which needs the token after it.
+        if self.drafts && self.followed + 1 >= before {
+            self.followed = self.len().saturating_sub(1);
+        }
         if self.cache.state().is_some() {
-            self.advance_states(self.len - count, of);
+            self.advance_states(before, of);
         }
         for group in 0..self.groups() {
-            let (window, positions) = (self.arena(group).window(), self.block_positions(group));
-            let passed = passed_blocks(window, self.len, positions);
+            let window = self.arena(group).window();
+            let passed = kept_from(window, self.len()) / self.block_positions(group);
             let last = passed.checked_sub(1).map(|i| self.tables.blocks(group)[i]);
             if last.is_some_and(|block| block != NULL_BLOCK) {
                 let forgotten = self.tables.forget(group, passed);
@@ -630,7 +619,7 @@ impl Sequence {
     /// Removes what a failed pass wrote past the positions held.
     pub(super) fn give_up(&mut self) -> Result<()> {
         self.release_unused();
-        match self.len {
+        match self.len() {
             0 => self.release_spares(),
             _ => self.release_staged(),
         }
@@ -639,10 +628,10 @@ impl Sequence {
         self.release_surplus_spares();
         for group in 0..self.groups() {
             let positions = self.block_positions(group);
-            let last = self.tables.blocks(group).get(self.len / positions);
-            let owned = |block: u32| !self.blocks.pools(self.kind()).groups[group].is_shared(block);
+            let last = self.tables.blocks(group).get(self.len() / positions);
+            let owned = |block: u32| !self.blocks.is_shared(self.place(group, block));
             if let Some(&block) = last.filter(|block| owned(**block)) {
-                let held = self.len % positions;
+                let held = self.len() % positions;
                 self.cache.clear_from(group, block, held)?;
             }
         }
@@ -653,7 +642,7 @@ impl Sequence {
     /// [`Sequence::fill`] expects.
     pub fn for_each_page(&self, mut each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let cache = &self.cache;
-        cache.read_pages(PagesOf::Blocks, &self.tables, self.len, &mut each)?;
+        cache.read_pages(PagesOf::Blocks, &self.tables, self.len(), &mut each)?;
         match self.cache.state() {
             None => Ok(()),
             Some(arena) => self
@@ -673,14 +662,14 @@ impl Sequence {
     /// Bytes of the drafter's keys and values, as [`Sequence::for_each_drafter_page`] gives them; 0 if it has followed no position.
     pub fn drafter_bytes(&self) -> u64 {
         let from = self.kept_from();
-        let bytes = self.cache.page_bytes(PagesOf::Drafter, self.len, &from);
+        let bytes = self.cache.page_bytes(PagesOf::Drafter, self.len(), &from);
         bytes.filter(|_| self.has_drafter_rows).unwrap_or(0)
     }
 
     /// Calls `each` with the drafter's pages of sixteen positions.
     pub fn for_each_drafter_page(&self, each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
         match self.has_drafter_rows {
-            true => (self.cache).read_pages(PagesOf::Drafter, &self.tables, self.len, each),
+            true => (self.cache).read_pages(PagesOf::Drafter, &self.tables, self.len(), each),
             false => Ok(()),
         }
     }
@@ -692,7 +681,7 @@ impl Sequence {
         bytes: u64,
         mut next: impl FnMut(&mut [u8]) -> Result<()>,
     ) -> Result<()> {
-        if !self.blocks.model.has_drafter() {
+        if !self.blocks.model().has_drafter() {
             let mut left = bytes;
             let mut part = [0; 4096];
             while left > 0 {
@@ -703,17 +692,17 @@ impl Sequence {
             return Ok(());
         }
         let from = self.kept_from();
-        let expected = self.cache.page_bytes(PagesOf::Drafter, self.len, &from);
+        let expected = self.cache.page_bytes(PagesOf::Drafter, self.len(), &from);
         if expected != Some(bytes) {
             bail!(
                 InvalidArgument,
                 "{bytes} bytes of the drafter's keys and values; {} positions take {}",
-                self.len,
+                self.len(),
                 expected.unwrap_or(0)
             );
         }
         self.has_drafter_rows = true;
-        (self.cache).write_pages(PagesOf::Drafter, &self.tables, self.len, next)
+        (self.cache).write_pages(PagesOf::Drafter, &self.tables, self.len(), next)
     }
 
     /// Fails unless this can be kept of `len` positions of an empty sequence.
@@ -747,22 +736,25 @@ impl Sequence {
         }
     }
 
-    /// Fills an empty sequence with `len` positions, of which this is kept; `next` gives pages and states.
+    /// Fills an empty sequence with the positions of `tokens`, of which this is kept; `next` gives pages and states. Other sequences do not
+    /// share them: nothing shows that they are what this model computes.
     pub fn fill(
         &mut self,
-        len: usize,
+        tokens: &[u32],
         kept: &Kept,
         mut next: impl FnMut(&mut [u8]) -> Result<()>,
     ) -> Result<()> {
-        if self.len != 0 || len > self.capacity {
+        let len = tokens.len();
+        if self.len() != 0 || len > self.capacity {
             bail!(
                 InvalidArgument,
                 "{len} positions into a cache that holds {} of {}; it must be empty and large enough",
-                self.len,
+                self.len(),
                 self.capacity
             );
         }
         self.check_kept(len, kept)?;
+        memory::make_room(&mut self.tokens, len)?;
         self.release_unused();
         for (group, &first) in kept.from.iter().enumerate() {
             let positions = self.block_positions(group);
@@ -781,7 +773,8 @@ impl Sequence {
                 arena.write(block, &mut next)?;
             }
         }
-        self.len = len;
+        self.tokens.extend_from_slice(tokens);
+        self.filled = len;
         // The last of them is the state of the end.
         self.go_back();
         Ok(())
@@ -790,13 +783,15 @@ impl Sequence {
 
 impl Clone for Sequence {
     fn clone(&self) -> Self {
-        let mut pools = self.blocks.pools(self.kind());
-        for (group, pool) in pools.groups.iter_mut().enumerate() {
-            self.tables.kept(group).for_each(|block| pool.retain(block));
-        }
-        self.states().for_each(|s| pools.state.retain(s.block));
+        let of_group = |group| {
+            let kept = self.tables.kept(group);
+            kept.map(move |block| self.place(group, block))
+        };
+        let states = self.states().map(|s| self.state_place(s.block));
+        self.blocks
+            .retain((0..self.groups()).flat_map(of_group).chain(states));
         let mut tables = self.tables.clone();
-        *tables.state_mut() = StateTable::new(self.len, self.tables.state().current());
+        *tables.state_mut() = StateTable::new(self.len(), self.tables.state().current());
         Sequence {
             id: self.blocks.new_id(),
             blocks: self.blocks.clone(),
@@ -807,6 +802,8 @@ impl Clone for Sequence {
             spares: Vec::new(),
             most_spares: 1,
             hidden: self.hidden.clone(),
+            tokens: self.tokens.clone(),
+            path: self.path.clone(),
             ..*self
         }
     }
@@ -814,10 +811,7 @@ impl Clone for Sequence {
 
 impl Drop for Sequence {
     fn drop(&mut self) {
-        for group in 0..self.groups() {
-            let blocks = self.tables.truncate(group, 0);
-            self.release(group, &blocks);
-        }
+        self.release_all_groups();
         self.release_spares();
         let states = self.states().chain(self.recent.iter().copied());
         states.for_each(|s| self.release_state(s.block));
@@ -829,7 +823,7 @@ impl std::fmt::Debug for Sequence {
         write!(
             f,
             "Sequence({} of {} positions, {})",
-            self.len,
+            self.len(),
             self.capacity,
             self.kind().name()
         )

@@ -8,8 +8,9 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
-use super::runner::{Generating, PassCounts, Runner};
-use super::sequence::{Blocks, Sequence};
+use super::blocks::{BlockCounts, Blocks};
+use super::runner::{Generating, PassCounts, Runner, Work};
+use super::sequence::Sequence;
 use crate::base::Result;
 use crate::base::error::{Error, bail};
 use crate::base::lease::{Held, Lease};
@@ -31,6 +32,32 @@ pub struct ServedInfo {
     pub tokenizer: bool,
     /// Whether the model brought its own chat template, if a broken one; ChatML is used where it did not.
     pub chat_template: bool,
+}
+
+/// The work of a served model since it was loaded, and what it holds now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Statistics {
+    /// Passes over the weights.
+    pub passes: u64,
+    /// Requests in them, counted once for each pass: `requests / passes` callers shared a pass on average.
+    pub requests: u64,
+    /// Tokens of prompts, run or found: those of requests for more than one token of a sequence, other than verifications of drafts.
+    pub prompt_tokens: u64,
+    /// Prompt tokens that did not run, because the prefix cache had their blocks.
+    pub prompt_tokens_found: u64,
+    /// Tokens that ran one at a time, and drafted tokens that were right.
+    pub step_tokens: u64,
+    /// Sequences that generate now.
+    pub generating: usize,
+    /// Requests that are in no pass now, of those whose callers wait.
+    pub waiting: usize,
+    /// Blocks of keys, values and recurrent states.
+    #[serde(flatten)]
+    pub blocks: BlockCounts,
+    /// Bytes reserved for blocks when the model was loaded.
+    pub reserved_bytes: usize,
+    /// Reserved bytes that neither sequences nor the prefix cache take.
+    pub free_bytes: usize,
 }
 
 /// A model that sessions run. Immutable, and shared by all of them.
@@ -79,7 +106,7 @@ impl Served {
         let source = &checkpoint.metadata().tokenizer;
         let load = || Model::from_checkpoint(checkpoint.clone(), options);
         let (text, model) = text::beside(source, load)?;
-        Self::new(model?, source, text?, None)
+        Self::new(model?, Some(options), source, text?, None)
     }
 
     /// The model that training began with at `source`, with the weights as they are now. It takes no memory for matrices. Whoever runs it
@@ -95,11 +122,12 @@ impl Served {
         let text = source.text_files()?;
         let model = Model::of_trained(device, source, trained, fingerprint)?;
         let tokenizer = &source.checkpoint().metadata().tokenizer;
-        Self::new(model, tokenizer, text, Some((lease.clone(), epoch)))
+        Self::new(model, None, tokenizer, text, Some((lease.clone(), epoch)))
     }
 
     fn new(
         model: Arc<Model>,
+        options: Option<&LoadOptions>,
         source: &TokenizerSource,
         text: TextFiles,
         lease: Option<(Arc<Lease>, u64)>,
@@ -119,7 +147,7 @@ impl Served {
         };
         Ok(Arc::new(Served {
             answer_form: AnswerForm::of(&template.sources(), template.reads("tools"), is_token),
-            blocks: Blocks::new(&model),
+            blocks: Blocks::new(&model, options),
             runner: Runner::default(),
             model,
             tokenizer: text.tokenizer,
@@ -177,7 +205,32 @@ impl Served {
 
     /// Blocks of keys and values that sequences hold, in all groups of layers.
     pub fn blocks_used(&self) -> usize {
-        self.blocks.used()
+        self.blocks.counts().blocks_used
+    }
+
+    /// Counts of the work since the model was loaded, and of the blocks that it holds now. From any thread at any time; the numbers of passes and those of
+    /// blocks may be of slightly different moments.
+    pub fn statistics(&self) -> Statistics {
+        let Work {
+            counts,
+            tally,
+            generating,
+            waiting,
+        } = self.runner.work();
+        let blocks = self.blocks.counts();
+        let reserved = self.kv().reserved();
+        Statistics {
+            passes: counts.passes,
+            requests: counts.requests,
+            prompt_tokens: tally.prompt,
+            prompt_tokens_found: tally.found,
+            step_tokens: tally.steps,
+            generating,
+            waiting,
+            blocks,
+            reserved_bytes: reserved.map_or(0, |reserved| reserved.bytes),
+            free_bytes: reserved.map_or(0, |reserved| reserved.free),
+        }
     }
 
     /// Refuses tokens that cannot be run, by their texts.

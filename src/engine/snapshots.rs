@@ -11,6 +11,9 @@ pub const SNAPSHOT_POSITIONS: usize = 1024;
 pub(super) fn most_states(ahead: bool) -> usize {
     SNAPSHOTS + 2 + usize::from(ahead)
 }
+/// The fewest tokens of a prompt for which the state at the last end of a block is kept, so that another sequence can begin there. A state takes
+/// as much memory as keys and values of hundreds of positions, and fewer tokens run again in less time.
+pub(super) const SHARED_PROMPT: usize = 256;
 
 /// The state after some positions, and its block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -19,6 +19,11 @@ pub struct LoadOptions {
     /// Bytes of keys and values of all sequences together, reserved when the model is loaded. `None` reserves nothing: memory is allocated
     /// as sequences grow, and left to others until then.
     pub kv_bytes: Option<usize>,
+    /// Whether sequences that begin with the same tokens share the blocks of keys and values of these, and recurrent states.
+    pub prefix_cache: bool,
+    /// Bytes of blocks that are kept after the last sequence that used them, for later ones that begin with the same tokens. With `kv_bytes`
+    /// these blocks take what is reserved and free, and this is not read.
+    pub prefix_bytes: usize,
     /// Skips the layers: loads only tokenizer, embedding, final norm and head.
     pub sampling_only: bool,
 }
@@ -32,6 +37,8 @@ impl LoadOptions {
             quantize: None,
             activations: Activations::Exact,
             kv_bytes: None,
+            prefix_cache: true,
+            prefix_bytes: 0,
             sampling_only: false,
         }
     }

@@ -44,9 +44,15 @@ impl RopeSet {
     /// their rotation.
     pub fn table(&self, capacity: usize) -> &RopeTable {
         match &self.long {
-            Some(long) if capacity > long.original_positions => &long.table,
+            Some(long) if self.is_long(capacity) => &long.table,
             _ => &self.table,
         }
+    }
+
+    /// Whether a sequence with room for `capacity` positions uses the frequencies of long contexts.
+    pub fn is_long(&self, capacity: usize) -> bool {
+        let long = self.long.as_ref();
+        long.is_some_and(|long| capacity > long.original_positions)
     }
 
     /// Divides each frequency by the factor that a GGUF file stores for it instead of a scaling's parameters.

@@ -484,6 +484,13 @@ impl Spec {
         }
     }
 
+    /// The number of rotations whose long table applies to a sequence with room for `capacity` positions: keys of sequences of which this
+    /// differs are rotated differently.
+    pub fn long_ropes(&self, capacity: usize) -> usize {
+        let long = self.ropes.iter().filter(|set| set.is_long(capacity));
+        long.count()
+    }
+
     /// Bytes of one cached position in f16, the drafter's included.
     pub fn kv_bytes_per_token(&self) -> u64 {
         let attentions = self.all_blocks().filter_map(BlockSpec::attention);

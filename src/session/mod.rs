@@ -71,6 +71,9 @@ pub struct SessionOptions {
     pub system: Option<String>,
     /// Policy for a full context.
     pub eviction: Eviction,
+    /// Keeps the session from sharing the beginning of its tokens with others: it runs all of them, and no other session begins with its
+    /// blocks. For measurements, and where the time of a first token must not tell what others have asked.
+    pub private: bool,
 }
 
 /// A sequence of tokens and the state needed to continue it.
@@ -134,6 +137,7 @@ impl Session {
         }
         let mut cache = model.sequence(options.context, options.kv)?;
         cache.set_drafts(model.has_drafter())?;
+        cache.set_sharing(!options.private);
         Ok(Session {
             model,
             options,
@@ -249,6 +253,7 @@ impl Session {
     pub fn fork(&self) -> Result<Session> {
         let bytes = size_of_val(&*self.tokens)
             + self.next.logits().map_or(0, size_of_val)
+            + self.cache.table_bytes()
             + self.text_bytes();
         let _copies = alloc::Budget::copies(bytes).set_aside()?;
         let mut fork = Session::new(self.model.clone(), &self.options)?;
@@ -443,8 +448,7 @@ impl Session {
     }
 
     fn saved(&self) -> Result<Saved> {
-        let tables = self.cache.len() / 16 * size_of::<u32>() * self.model.kv().groups().len();
-        let bytes = size_of_val(&*self.tokens) + self.text_bytes() + tables;
+        let bytes = size_of_val(&*self.tokens) + self.text_bytes() + self.cache.table_bytes();
         let _copies = alloc::Budget::copies(bytes).set_aside()?;
         Ok(Saved {
             tokens: self.tokens.clone(),

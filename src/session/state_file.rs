@@ -225,7 +225,9 @@ fn restore(model: Arc<Served>, file: File) -> Result<Session> {
     session.next = Next::of(logits);
     session
         .cache
-        .fill(header.cached, &kept, |page| input.read(page))?;
+        .fill(&session.tokens[..header.cached], &kept, |page| {
+            input.read(page)
+        })?;
     if header.drafter > 0 {
         session
             .cache
@@ -309,6 +311,7 @@ impl Header {
                 None => Eviction::Error,
                 Some(keep) => Eviction::DropOldest { keep },
             },
+            private: false,
         })
     }
 

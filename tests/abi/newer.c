@@ -101,6 +101,9 @@ static void sessions(const char *path, const char *scratch)
     KNOWN_ALONE("NVFP4_PlanOptions", wanted.unknown,
                 NVFP4_model_plan(path, count, NULL, NULL, &wanted.known, &plan.known));
     CHECK(plan.known.struct_size == sizeof plan && plan.known.weight_bytes > 0 && plan.unknown == 0);
+    RESULTS(NVFP4_ModelStatistics, statistics);
+    OK(NVFP4_model_statistics(model, &statistics.known));
+    CHECK(statistics.known.struct_size == sizeof statistics && statistics.known.passes == 0 && statistics.unknown == 0);
     snprintf(place, sizeof place, "%s/newer", scratch);
     OPTIONS(NVFP4_ConvertOptions, convert, NVFP4_convert_options_init);
     convert.known.replace = 1;

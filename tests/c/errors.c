@@ -547,6 +547,11 @@ static void models(NVFP4_Model *model, const char *path)
     BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_model_info, model, text, 1, &length);
     HANDLE(NVFP4_model_vocab_size, h, &length);
     BAD(invalid, NVFP4_model_vocab_size, model, NULL);
+    NVFP4_ModelStatistics statistics = {.struct_size = sizeof statistics};
+    HANDLE(NVFP4_model_statistics, h, &statistics);
+    BAD(invalid, NVFP4_model_statistics, model, NULL);
+    statistics.struct_size = 4;
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_model_statistics, model, &statistics);
     HANDLE(NVFP4_model_tokenize, h, "a", 1, 0, &token, 1, &length);
     BAD(invalid, NVFP4_model_tokenize, model, NULL, 1, 0, &token, 1, &length);
     BAD(invalid, NVFP4_model_tokenize, model, "a", 1, 2, &token, 1, &length);

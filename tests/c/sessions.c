@@ -254,6 +254,8 @@ static void planned(const char *path)
     uint64_t before, current, peak, scratch;
     OK(NVFP4_memory_stats(NVFP4_MEMORY_WEIGHTS, &before, &peak));
     load.kv_bytes = plan.kv_bytes;
+    /* Sessions with the same tokens would share blocks. */
+    load.prefix_cache = 0;
     NVFP4_Model *own = NULL;
     OK(NVFP4_model_load(path, strlen(path), &load, &quantize, &own));
     OK(NVFP4_memory_stats(NVFP4_MEMORY_WEIGHTS, &current, &peak));
@@ -285,6 +287,67 @@ static void planned(const char *path)
     for (int i = 0; i < 4; i++)
         OK(NVFP4_session_release(all[i]));
     OK(NVFP4_model_release(own));
+}
+
+static NVFP4_ModelStatistics statistics_of(const NVFP4_Model *of)
+{
+    NVFP4_ModelStatistics statistics = {.struct_size = sizeof statistics};
+    OK(NVFP4_model_statistics(of, &statistics));
+    return statistics;
+}
+
+/* Sessions that begin with the same tokens share them, within the options of the model, and statistics count what ran. */
+static void prefixes(const char *path)
+{
+    enum { LONG = 40, FOUND = 32 };
+    int32_t tokens[LONG];
+    for (int i = 0; i < LONG; i++)
+        tokens[i] = (i * 37 + 11) % 320;
+    NVFP4_LoadOptions options;
+    NVFP4_Model *other = NULL;
+    OK(NVFP4_load_options_init(&options, sizeof options));
+    CHECK(options.prefix_cache == 1 && options.reserved == 0 && options.prefix_bytes == 0);
+    options.prefix_cache = 2;
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_model_load(path, strlen(path), &options, NULL, &other));
+    SAYS("prefix_cache");
+    options.prefix_cache = 1, options.reserved = 1;
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_model_load(path, strlen(path), &options, NULL, &other));
+    SAYS("reserved is 1");
+    options.reserved = 0;
+    /* Blocks that outlive their sessions, blocks that are shared only while these live, and none shared. */
+    for (int how = 0; how < 3; how++) {
+        options.prefix_cache = how < 2;
+        options.prefix_bytes = how == 0 ? 1 << 20 : 0;
+        OK(NVFP4_model_load(path, strlen(path), &options, NULL, &other));
+        NVFP4_Session *first = NULL, *second = NULL, *third = NULL;
+        OK(NVFP4_session_create(other, NULL, &first));
+        OK(NVFP4_session_create(other, NULL, &second));
+        OK(NVFP4_session_create(other, NULL, &third));
+        OK(NVFP4_session_prefill(first, tokens, LONG, NULL));
+        OK(NVFP4_session_prefill(second, tokens, LONG, NULL));
+        CHECK(same(first, second));
+        OK(NVFP4_session_decode(second, 5, NULL));
+        NVFP4_ModelStatistics now = statistics_of(other);
+        CHECK(now.prompt_tokens == 2 * LONG && now.step_tokens == 1 && now.passes == 3 && now.requests == 3);
+        CHECK(now.prompt_tokens_found == (how < 2 ? FOUND : 0));
+        CHECK(now.generating == 0 && now.waiting == 0 && now.blocks_used > 0 && now.used_bytes > 0);
+        CHECK(now.reserved_bytes == 0 && now.free_bytes == 0 && now.blocks_cached == 0);
+        OK(NVFP4_session_release(first));
+        OK(NVFP4_session_release(second));
+        now = statistics_of(other);
+        CHECK(now.blocks_used == 0 && now.used_bytes == 0 && now.blocks_evicted == 0);
+        CHECK((now.blocks_cached > 0) == (how == 0) && (now.cached_bytes > 0) == (how == 0));
+        OK(NVFP4_session_prefill(third, tokens, LONG, NULL));
+        uint64_t found = statistics_of(other).prompt_tokens_found - now.prompt_tokens_found;
+        CHECK(found == (how == 0 ? FOUND : 0));
+        OK(NVFP4_session_release(third));
+        OK(NVFP4_model_release(other));
+    }
+    NVFP4_ModelStatistics none = {.struct_size = 3};
+    FAILS(NVFP4_ABI_MISMATCH, NVFP4_model_statistics(model, &none));
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_model_statistics(model, NULL));
+    none.struct_size = sizeof none;
+    FAILS(NVFP4_INVALID_HANDLE, NVFP4_model_statistics(NULL, &none));
 }
 
 static void prefill_and_decode(void)
@@ -1013,6 +1076,7 @@ int main(int argc, char **argv)
     devices(argv[1]);
     reserved(argv[1]);
     planned(argv[1]);
+    prefixes(argv[1]);
     prefill_and_decode();
     streaming();
     chat();

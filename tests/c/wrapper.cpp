@@ -340,6 +340,7 @@ void sessions(const std::string &path, const std::string &scratch)
         CHECK(done <= total);
         calls++;
     });
+    CHECK(model.statistics().passes == 0);
     CHECK(calls > 0 && model.vocab_size() == 320 && model.info().find("nvfp4") != std::string::npos);
     CHECK(status_of([] { nvfp4::Model("/nowhere"); }) == NVFP4_NOT_FOUND);
     nvfp4::PlanOptions wanted;

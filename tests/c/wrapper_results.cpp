@@ -66,6 +66,7 @@ void sessions(const char *path)
     const nvfp4::LoadOptions load;
     CHECK(failed(nvfp4::Model::load(path, load, nullptr, [](std::uint64_t, std::uint64_t) { return false; }), NVFP4_CANCELLED));
     nvfp4::Result<nvfp4::Model> model = nvfp4::Model::load(path);
+    CHECK(model && model->statistics()->passes == 0);
     CHECK(model && *model->vocab_size() == 320 && model->info() && model->tokenize("Hello")->size() > 0);
     CHECK(failed(model->tokenize("\xff"), NVFP4_INVALID_ARGUMENT));
     nvfp4::Result<nvfp4::Session> session = nvfp4::Session::create(*model);

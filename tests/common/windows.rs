@@ -33,9 +33,13 @@ pub(crate) fn session(model: &Arc<Served>) -> Session {
     Session::new(model.clone(), &SessionOptions::default()).unwrap()
 }
 
-/// The logits after `tokens` in a new session.
+/// The logits after `tokens` in a new session, which runs all of them.
 pub(crate) fn fresh(model: &Arc<Served>, tokens: &[u32]) -> Vec<f32> {
-    let mut session = session(model);
+    let private = SessionOptions {
+        private: true,
+        ..SessionOptions::default()
+    };
+    let mut session = Session::new(model.clone(), &private).unwrap();
     session.prefill(tokens).unwrap();
     session.logits().unwrap().to_vec()
 }

@@ -20,6 +20,7 @@ mod memory;
 mod mixtures;
 mod models;
 mod pointwise;
+mod prefixes;
 mod recurrent;
 mod sampling;
 mod scaled;

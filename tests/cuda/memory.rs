@@ -97,6 +97,7 @@ fn sessions_share_the_memory_that_was_reserved() {
     let on_gpu = |kv_bytes| LoadOptions {
         device: Device::Cuda(gpu.clone()),
         kv_bytes,
+        prefix_cache: false,
         ..options()
     };
     for case in ["qwen3_tied", "gemma3_wide"] {

@@ -52,6 +52,7 @@ impl Pair {
             let options = LoadOptions {
                 device,
                 quantize: quantize.clone(),
+                prefix_cache: false,
                 ..options()
             };
             Served::load(&golden(case), &options)
@@ -432,6 +433,7 @@ fn greedy_tokens_of_a_named_model_agree_or_part_at_a_tie() {
             let options = LoadOptions {
                 device,
                 quantize: quantize.clone(),
+                prefix_cache: false,
                 ..options()
             };
             Served::load(Path::new(&path), &options).unwrap()

@@ -48,10 +48,11 @@ pub(crate) fn gpu() -> Option<Arc<Gpu>> {
     }
 }
 
-/// The model of a directory on a device, as stored.
+/// The model of a directory on a device, as stored. Its sessions run all of their tokens: prompts with the same bits are divided alike.
 pub(crate) fn load_on(device: Device, directory: &Path) -> Arc<Served> {
     let options = LoadOptions {
         device,
+        prefix_cache: false,
         ..options()
     };
     Served::load(directory, &options).unwrap()

@@ -774,7 +774,10 @@ class Models(unittest.TestCase):
         self.assertIn("nvfp4", model.info["formats"])
         self.assertNotIn("nvfp4", self.reciter.info["formats"])
         self.assertEqual(model.vocab_size % 32, 0)
+        self.assertEqual(model.statistics["passes"], 0)
         self.assertEqual(model.chat().say("Ones and zeros are the same in 4 bits.").text, TEXT)
+        statistics = model.statistics
+        self.assertTrue(statistics["prompt_tokens"] > 0 and statistics["passes"] > statistics["blocks_cached"] == 0)
         self.assertRaises(nvfp4.Cancelled, nvfp4.Model, GOLDEN, progress=lambda done, total: False)
 
         def fail(_done, _total):

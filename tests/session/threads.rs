@@ -123,7 +123,7 @@ fn a_prompt_that_joins_lets_others_generate() {
     let model = Served::load(&dir.0, &options()).unwrap();
     let room = model.spec().max_positions;
     let prompt = some_tokens(&model, room);
-    let mut alone = session(&model);
+    let mut alone = with(&model, |options| options.private = true);
     alone.prefill(&prompt).unwrap();
     let tokens = AtomicUsize::new(0);
     let (begin, begun) = mpsc::channel();

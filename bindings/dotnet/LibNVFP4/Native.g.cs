@@ -165,6 +165,17 @@ namespace LibNVFP4
         // Bytes for the keys and values of all sessions together, reserved when the model is loaded; a session that needs more gets
         // #NVFP4_OUT_OF_MEMORY. 0 reserves nothing: memory is allocated as sessions grow, and is left to others until then. Default: 0.
         internal ulong KvBytes;
+        // 1 if sessions that begin with the same tokens share the keys, values and recurrent states of these, whichever of them ran them
+        // first; 0 if only forks share. On the CPU this changes no result; on a GPU it changes logits by rounding, as any other division of
+        // a prompt does. Default: 1.
+        internal int PrefixCache;
+        // Reserved; must be 0.
+        internal int Reserved;
+        // Bytes of keys, values and states that are kept after the last session that used them, for later sessions that begin with the same
+        // tokens: those used least recently give way first, and all of them as soon as a session needs memory. With 0 sessions share only
+        // while they live, which takes no memory. Not read with `kv_bytes`: then all that is reserved and that no session uses keeps such
+        // blocks. Default: 0.
+        internal ulong PrefixBytes;
     }
 
     // Options of NVFP4_model_plan(). Fill with NVFP4_plan_options_init(), then change what is to differ.
@@ -235,6 +246,45 @@ namespace LibNVFP4
         // Sessions of `context` tokens that fit there beside the model, and in `kv_bytes` of NVFP4_LoadOptions and the budget of
         // NVFP4_memory_set_budget() where these are set; UINT64_MAX if nothing limits them.
         internal ulong SequencesThatFit;
+    }
+
+    // The work of a model since it was loaded, and what it holds now. Set `struct_size` before NVFP4_model_statistics().
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeModelStatistics
+    {
+        // sizeof(NVFP4_ModelStatistics) as the caller knows it.
+        internal uint StructSize;
+        // Reserved; 0.
+        internal int Reserved;
+        // Passes over the weights.
+        internal ulong Passes;
+        // Requests in them, counted once for each pass: requests / passes callers shared a pass on average.
+        internal ulong Requests;
+        // Tokens of prompts, run or found: those of requests for more than one token of a session, other than verifications of drafted
+        // tokens.
+        internal ulong PromptTokens;
+        // Prompt tokens that did not run, because the prefix cache had their keys and values.
+        internal ulong PromptTokensFound;
+        // Tokens that ran one at a time, and drafted tokens that were right.
+        internal ulong StepTokens;
+        // Sessions that generate now.
+        internal ulong Generating;
+        // Calls that wait now for a pass to begin.
+        internal ulong Waiting;
+        // Blocks of keys, values and recurrent states that sessions hold now, each counted once however many share it.
+        internal ulong BlocksUsed;
+        // Their bytes.
+        internal ulong UsedBytes;
+        // Blocks that the prefix cache alone holds now.
+        internal ulong BlocksCached;
+        // Their bytes.
+        internal ulong CachedBytes;
+        // Blocks that the prefix cache alone held, and gave up because memory was needed or its limit was reached.
+        internal ulong BlocksEvicted;
+        // Bytes reserved by `kv_bytes` of NVFP4_LoadOptions.
+        internal ulong ReservedBytes;
+        // Reserved bytes that neither sessions nor the prefix cache take.
+        internal ulong FreeBytes;
     }
 
     // A message of a conversation. Later versions may add fields at the end: functions that take an array of these also take the size of an
@@ -1326,6 +1376,13 @@ namespace LibNVFP4
         // null), parameters (their number), weight_bytes, formats, sizes, kv_bytes_per_token, stop_tokens. Later versions may add keys.
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_model_info(ModelHandle model, byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        // Writes what a model has run since it was loaded, and what it holds now. From any thread at any time, in callbacks too, and
+        // without waiting for a pass.
+        //
+        // - `out`: `struct_size` must be set; the caller owns it.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_statistics(ModelHandle model, NativeModelStatistics* result);
 
         // Writes the size of the vocabulary, which is the number of logits for a token.
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]

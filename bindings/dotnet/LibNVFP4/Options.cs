@@ -158,6 +158,12 @@ namespace LibNVFP4
 
         /// <summary>Bytes for the keys and values of all sessions together, reserved when the model is loaded. 0 reserves nothing: memory is allocated as sessions grow. Default: 0.</summary>
         public ulong KvBytes { get => Raw.KvBytes; set => Raw.KvBytes = value; }
+
+        /// <summary>Whether sessions that begin with the same tokens share the keys and values of these. Default: yes.</summary>
+        public bool PrefixCache { get => Raw.PrefixCache != 0; set => Raw.PrefixCache = Interop.Flag(value); }
+
+        /// <summary>Bytes of keys and values that are kept after the last session that used them, for later ones that begin with the same tokens. Default: 0.</summary>
+        public ulong PrefixBytes { get => Raw.PrefixBytes; set => Raw.PrefixBytes = value; }
     }
 
     /// <summary>How to make a session.</summary>

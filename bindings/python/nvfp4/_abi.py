@@ -9,9 +9,9 @@ from typing import Any, Dict, NamedTuple, Tuple
 __all__ = [
     "ABI_VERSION", "CHOICES", "CHOSEN", "CalibrateOptions", "CallOptions", "ChatOptions", "ConvertOptions", "DataOptions", "Deleter",
     "FUNCTIONS", "Function", "GenerateOptions", "GenerationResult", "LoadOptions", "LogCallback", "LogRelease", "Message", "MicroBatch",
-    "NamedTensor", "OptimizerOptions", "Plan", "PlanOptions", "ProgressCallback", "QuantizeOptions", "QueueEvent", "QueueOptions",
-    "SEED_NEW", "STATUSES", "SchemaResult", "SessionOptions", "Status", "StepOptions", "StepReport", "SubmitOptions", "TokenCallback",
-    "TokenEvent", "TrainerOptions", "VERSION_MAJOR", "VERSION_MINOR", "VERSION_NUMBER", "VERSION_PATCH", "WeightOptions",
+    "ModelStatistics", "NamedTensor", "OptimizerOptions", "Plan", "PlanOptions", "ProgressCallback", "QuantizeOptions", "QueueEvent",
+    "QueueOptions", "SEED_NEW", "STATUSES", "SchemaResult", "SessionOptions", "Status", "StepOptions", "StepReport", "SubmitOptions",
+    "TokenCallback", "TokenEvent", "TrainerOptions", "VERSION_MAJOR", "VERSION_MINOR", "VERSION_NUMBER", "VERSION_PATCH", "WeightOptions",
 ]
 
 # Version of the library this header belongs to.
@@ -580,6 +580,14 @@ class LoadOptions(Structure):
     - `call`: Cancels the call and reports the bytes read; NULL for neither. Default: NULL.
     - `kv_bytes`: Bytes for the keys and values of all sessions together, reserved when the model is loaded; a session that needs more gets
       #NVFP4_OUT_OF_MEMORY. 0 reserves nothing: memory is allocated as sessions grow, and is left to others until then. Default: 0.
+    - `prefix_cache`: 1 if sessions that begin with the same tokens share the keys, values and recurrent states of these, whichever of them
+      ran them first; 0 if only forks share. On the CPU this changes no result; on a GPU it changes logits by rounding, as any other
+      division of a prompt does. Default: 1.
+    - `reserved`: Reserved; must be 0.
+    - `prefix_bytes`: Bytes of keys, values and states that are kept after the last session that used them, for later sessions that begin
+      with the same tokens: those used least recently give way first, and all of them as soon as a session needs memory. With 0 sessions
+      share only while they live, which takes no memory. Not read with `kv_bytes`: then all that is reserved and that no session uses keeps
+      such blocks. Default: 0.
     """
 
     _fields_ = [
@@ -591,6 +599,9 @@ class LoadOptions(Structure):
         ("sampling_only", c_int32),
         ("call", c_void_p),
         ("kv_bytes", c_uint64),
+        ("prefix_cache", c_int32),
+        ("reserved", c_int32),
+        ("prefix_bytes", c_uint64),
     ]
 
 
@@ -673,6 +684,49 @@ class Plan(Structure):
         ("kv_bytes", c_uint64),
         ("free_bytes", c_uint64),
         ("sequences_that_fit", c_uint64),
+    ]
+
+
+class ModelStatistics(Structure):
+    """
+    The work of a model since it was loaded, and what it holds now. Set `struct_size` before NVFP4_model_statistics().
+
+    - `struct_size`: sizeof(NVFP4_ModelStatistics) as the caller knows it.
+    - `reserved`: Reserved; 0.
+    - `passes`: Passes over the weights.
+    - `requests`: Requests in them, counted once for each pass: requests / passes callers shared a pass on average.
+    - `prompt_tokens`: Tokens of prompts, run or found: those of requests for more than one token of a session, other than verifications of
+      drafted tokens.
+    - `prompt_tokens_found`: Prompt tokens that did not run, because the prefix cache had their keys and values.
+    - `step_tokens`: Tokens that ran one at a time, and drafted tokens that were right.
+    - `generating`: Sessions that generate now.
+    - `waiting`: Calls that wait now for a pass to begin.
+    - `blocks_used`: Blocks of keys, values and recurrent states that sessions hold now, each counted once however many share it.
+    - `used_bytes`: Their bytes.
+    - `blocks_cached`: Blocks that the prefix cache alone holds now.
+    - `cached_bytes`: Their bytes.
+    - `blocks_evicted`: Blocks that the prefix cache alone held, and gave up because memory was needed or its limit was reached.
+    - `reserved_bytes`: Bytes reserved by `kv_bytes` of NVFP4_LoadOptions.
+    - `free_bytes`: Reserved bytes that neither sessions nor the prefix cache take.
+    """
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_int32),
+        ("passes", c_uint64),
+        ("requests", c_uint64),
+        ("prompt_tokens", c_uint64),
+        ("prompt_tokens_found", c_uint64),
+        ("step_tokens", c_uint64),
+        ("generating", c_uint64),
+        ("waiting", c_uint64),
+        ("blocks_used", c_uint64),
+        ("used_bytes", c_uint64),
+        ("blocks_cached", c_uint64),
+        ("cached_bytes", c_uint64),
+        ("blocks_evicted", c_uint64),
+        ("reserved_bytes", c_uint64),
+        ("free_bytes", c_uint64),
     ]
 
 
@@ -1837,6 +1891,14 @@ FUNCTIONS: Tuple[Function, ...] = (
 
         Describes a model, as JSON: architecture, device, device_choice (one line that says why this device, for #NVFP4_DEVICE_AUTO; else
         null), parameters (their number), weight_bytes, formats, sizes, kv_bytes_per_token, stop_tokens. Later versions may add keys.
+        """),
+    Function("model_statistics", (c_void_p, c_void_p), Status, """
+        NVFP4_model_statistics(const NVFP4_Model *model, NVFP4_ModelStatistics *out)
+
+        Writes what a model has run since it was loaded, and what it holds now. From any thread at any time, in callbacks too, and without
+        waiting for a pass.
+
+        - `out`: `struct_size` must be set; the caller owns it.
         """),
     Function("model_vocab_size", (c_void_p, c_void_p), Status, """
         NVFP4_model_vocab_size(const NVFP4_Model *model, size_t *size)

@@ -102,6 +102,15 @@ class LoadOptions(TypedDict, total=False):
     # Bytes for the keys and values of all sessions together, reserved when the model is loaded; a session that needs more gets
     # #NVFP4_OUT_OF_MEMORY. 0 reserves nothing: memory is allocated as sessions grow, and is left to others until then. Default: 0.
     kv_bytes: int
+    # 1 if sessions that begin with the same tokens share the keys, values and recurrent states of these, whichever of them ran them first;
+    # 0 if only forks share. On the CPU this changes no result; on a GPU it changes logits by rounding, as any other division of a prompt
+    # does. Default: 1.
+    prefix_cache: bool
+    # Bytes of keys, values and states that are kept after the last session that used them, for later sessions that begin with the same
+    # tokens: those used least recently give way first, and all of them as soon as a session needs memory. With 0 sessions share only while
+    # they live, which takes no memory. Not read with `kv_bytes`: then all that is reserved and that no session uses keeps such blocks.
+    # Default: 0.
+    prefix_bytes: int
 
 
 class PlanOptions(TypedDict, total=False):

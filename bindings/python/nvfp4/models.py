@@ -209,7 +209,9 @@ class Model(Handle):
     """
     A model from a directory or file, on the GPU with room for it, or else on the CPU: info["device"] says where, and
     info["device_choice"] why. Options: device (auto, the default, cpu, cuda, cuda:1), threads, activations (exact, int8),
-    sampling_only, kv_bytes (reserved for the keys and values of all sessions together; 0, the default, allocates as they grow). `quantize` is True, or the options of quantize(), to make dense weights NVFP4; `progress` takes bytes done
+    sampling_only, kv_bytes (reserved for the keys and values of all sessions together; 0, the default, allocates as they grow),
+    prefix_cache (whether sessions that begin with the same tokens share these; True), prefix_bytes (kept of them after the last session; 0).
+    `quantize` is True, or the options of quantize(), to make dense weights NVFP4; `progress` takes bytes done
     and in all, and cancels if it returns False; `cancel` is a Cancel.
     """
 
@@ -235,6 +237,14 @@ class Model(Handle):
     @property
     def vocab_size(self):
         return self._value(ctypes.c_size_t, "vocab_size")
+
+    @property
+    def statistics(self):
+        """Counts of the work since the model was loaded, and of the blocks that it holds now, as a dictionary. From any thread at any time."""
+        now = native.ModelStatistics(struct_size=ctypes.sizeof(native.ModelStatistics))
+        lib.model_statistics(self, ctypes.byref(now))
+        names = (name for name, _ in now._fields_ if name not in ("struct_size", "reserved"))
+        return {name: getattr(now, name) for name in names}
 
     @property
     def tokenizer(self):

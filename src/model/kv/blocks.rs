@@ -17,6 +17,15 @@ pub(super) struct Reserve {
     left: Mutex<Option<Claim>>,
 }
 
+/// Memory set aside for the blocks of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reserved {
+    /// Bytes in all.
+    pub bytes: usize,
+    /// Bytes that no block takes.
+    pub free: usize,
+}
+
 impl Reserve {
     pub(super) fn new(tag: Tag, bytes: Option<usize>) -> Result<Reserve> {
         let claim = bytes.map(|bytes| Claim::new(tag, bytes)).transpose()?;
@@ -30,6 +39,15 @@ impl Reserve {
     /// Bytes set aside, if any were.
     pub(super) fn bytes(&self) -> Option<usize> {
         self.bytes
+    }
+
+    /// The bytes set aside, all and free, if any were.
+    pub(super) fn now(&self) -> Option<Reserved> {
+        let left = lock(&self.left);
+        Some(Reserved {
+            bytes: self.bytes?,
+            free: left.as_ref()?.bytes(),
+        })
     }
 
     fn take(&self, bytes: usize) -> Result<Claim> {

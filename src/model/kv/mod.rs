@@ -14,6 +14,7 @@ use std::sync::Arc;
 
 pub use arena::KvArena;
 use blocks::Reserve;
+pub use blocks::Reserved;
 use group::layer_groups;
 pub use group::{KvGroup, KvLayerIndex};
 use sizes::check_kind;
@@ -85,6 +86,24 @@ impl KvMemory {
     pub fn groups(&self) -> &[KvGroup] {
         &self.groups
     }
+
+    /// Positions of a block, in every group and format.
+    pub fn block_positions(&self) -> usize {
+        match self.device {
+            Device::Cpu(_) => HOST_PAGE,
+            Device::Cuda(_) => cuda::PAGE,
+        }
+    }
+
+    /// Whether the model has recurrent layers.
+    pub fn has_states(&self) -> bool {
+        !self.state_layers.is_empty()
+    }
+
+    /// Bytes that were reserved when the model was loaded, if any were, and those of them that no block takes.
+    pub fn reserved(&self) -> Option<Reserved> {
+        self.reserve.now()
+    }
 }
 
 /// Layers whose pages a session file has together.
@@ -148,6 +167,31 @@ impl KvCache {
     /// The arena of recurrent layers, if the model has any.
     pub fn state(&self) -> Option<&StateArena> {
         self.state.as_ref()
+    }
+
+    /// Memory for a block that has none, filled with zeros. Slots are the groups in order, and one after them for the recurrent state.
+    pub fn take(&self, slot: usize, block: u32) -> Result<()> {
+        match (self.arenas.get(slot), &self.state) {
+            (Some(arena), _) => arena.take(block),
+            (None, Some(state)) => state.take(block),
+            (None, None) => bail!(Internal, "a state of a model without recurrent layers"),
+        }
+    }
+
+    /// Frees the memory of a block.
+    pub fn free(&self, slot: usize, block: u32) {
+        match (self.arenas.get(slot), &self.state) {
+            (Some(arena), _) => arena.free(block),
+            (None, Some(state)) => state.free(block),
+            (None, None) => {}
+        }
+    }
+
+    /// Bytes of a block in a slot.
+    pub fn block_bytes(&self, slot: usize) -> usize {
+        let state = || self.state.as_ref().map_or(0, StateArena::block_bytes);
+        let arena = self.arenas.get(slot);
+        arena.map_or_else(state, KvArena::block_bytes)
     }
 
     /// Whether there is memory for the null blocks, which padding rows of a step write to.

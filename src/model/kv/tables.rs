@@ -58,19 +58,25 @@ impl StateTable {
         }
     }
 
+    /// Positions held.
+    pub fn held(&self) -> usize {
+        self.held
+    }
+
     /// The block of the state of all positions held; the null block if there are none.
     pub fn current(&self) -> u32 {
         self.current
     }
 
-    /// The blocks staged for the next run, each with the number of positions that its state is of.
+    /// The blocks staged for the next run, each with the number of positions that its state is of, in their order.
     pub fn staged(&self) -> &[(usize, u32)] {
         &self.staged
     }
 
     /// Gives the state of `positions` positions a block.
     pub fn stage(&mut self, positions: usize, block: u32) {
-        self.staged.push((positions, block));
+        let index = self.staged.partition_point(|(p, _)| *p < positions);
+        self.staged.insert(index, (positions, block));
     }
 
     /// Gives the state after one position more than the next run's a block.

@@ -768,6 +768,21 @@ typedef struct NVFP4_LoadOptions {
      * then. Default: 0.
      */
     uint64_t kv_bytes;
+    /**
+     * 1 if sessions that begin with the same tokens share the keys, values and recurrent states of these, whichever of them
+     * ran them first; 0 if only forks share. On the CPU this changes no result; on a GPU it changes logits by rounding, as
+     * any other division of a prompt does. Default: 1.
+     */
+    int32_t prefix_cache;
+    /** Reserved; must be 0. */
+    int32_t reserved;
+    /**
+     * Bytes of keys, values and states that are kept after the last session that used them, for later sessions that begin
+     * with the same tokens: those used least recently give way first, and all of them as soon as a session needs memory.
+     * With 0 sessions share only while they live, which takes no memory. Not read with `kv_bytes`: then all that is reserved
+     * and that no session uses keeps such blocks. Default: 0.
+     */
+    uint64_t prefix_bytes;
 } NVFP4_LoadOptions;
 
 /** Options of NVFP4_model_plan(). Fill with NVFP4_plan_options_init(), then change what is to differ. */
@@ -841,6 +856,45 @@ typedef struct NVFP4_Plan {
      */
     uint64_t sequences_that_fit;
 } NVFP4_Plan;
+
+/** The work of a model since it was loaded, and what it holds now. Set `struct_size` before NVFP4_model_statistics(). */
+typedef struct NVFP4_ModelStatistics {
+    /** sizeof(NVFP4_ModelStatistics) as the caller knows it. */
+    uint32_t struct_size;
+    /** Reserved; 0. */
+    int32_t reserved;
+    /** Passes over the weights. */
+    uint64_t passes;
+    /** Requests in them, counted once for each pass: requests / passes callers shared a pass on average. */
+    uint64_t requests;
+    /**
+     * Tokens of prompts, run or found: those of requests for more than one token of a session, other than verifications of
+     * drafted tokens.
+     */
+    uint64_t prompt_tokens;
+    /** Prompt tokens that did not run, because the prefix cache had their keys and values. */
+    uint64_t prompt_tokens_found;
+    /** Tokens that ran one at a time, and drafted tokens that were right. */
+    uint64_t step_tokens;
+    /** Sessions that generate now. */
+    uint64_t generating;
+    /** Calls that wait now for a pass to begin. */
+    uint64_t waiting;
+    /** Blocks of keys, values and recurrent states that sessions hold now, each counted once however many share it. */
+    uint64_t blocks_used;
+    /** Their bytes. */
+    uint64_t used_bytes;
+    /** Blocks that the prefix cache alone holds now. */
+    uint64_t blocks_cached;
+    /** Their bytes. */
+    uint64_t cached_bytes;
+    /** Blocks that the prefix cache alone held, and gave up because memory was needed or its limit was reached. */
+    uint64_t blocks_evicted;
+    /** Bytes reserved by `kv_bytes` of NVFP4_LoadOptions. */
+    uint64_t reserved_bytes;
+    /** Reserved bytes that neither sessions nor the prefix cache take. */
+    uint64_t free_bytes;
+} NVFP4_ModelStatistics;
 
 /**
  * A message of a conversation. Later versions may add fields at the end: functions that take an array of these also take
@@ -2214,6 +2268,16 @@ NVFP4_Status NVFP4_model_info(const NVFP4_Model *model,
                               char *buffer,
                               size_t capacity,
                               size_t *length);
+
+/**
+ * Writes what a model has run since it was loaded, and what it holds now. From any thread at any time, in callbacks too, and without waiting
+ * for a pass.
+ *
+ * - `out`: `struct_size` must be set; the caller owns it.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_statistics(const NVFP4_Model *model,
+                                    NVFP4_ModelStatistics *out);
 
 /** Writes the size of the vocabulary, which is the number of logits for a token. */
 NVFP4_API NVFP4_Status NVFP4_model_vocab_size(const NVFP4_Model *model, size_t *size);
