@@ -151,6 +151,8 @@ pub struct NVFP4_ModelStatistics {
     pub reserved_bytes: u64,
     /// Reserved bytes that neither sessions nor the prefix cache take.
     pub free_bytes: u64,
+    /// Generations that found no block in what is reserved, gave theirs up to the others, waited and ran their tokens again.
+    pub preemptions: u64,
 }
 
 // SAFETY: integers without padding, the first a u32 size.
@@ -174,6 +176,7 @@ unsafe impl Growing for NVFP4_ModelStatistics {
             blocks_evicted: 0,
             reserved_bytes: 0,
             free_bytes: 0,
+            preemptions: 0,
         }
     }
 }
@@ -629,6 +632,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_statistics(
             blocks_evicted: now.blocks.blocks_evicted,
             reserved_bytes: now.reserved_bytes as u64,
             free_bytes: now.free_bytes as u64,
+            preemptions: now.preemptions,
             ..NVFP4_ModelStatistics::defaults()
         });
         Ok(())

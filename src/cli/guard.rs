@@ -51,7 +51,7 @@ fn not_negative(text: &str) -> std::result::Result<f64, String> {
 
 /// Runs the command. Its exit code is that of the command, 128 and the signal that ended it, or 124 if the limit was passed.
 pub(super) fn run(args: &Args) -> Result<ExitCode> {
-    // What cannot be watched does not begin.
+    // The command does not begin unless its memory can be read.
     read_memory(&[])?;
     let (name, arguments) = (&args.command[0], &args.command[1..]);
     let mut child = Command::new(name)
@@ -167,10 +167,9 @@ impl WaitTimeout for Child {
 /// GPU memory in use, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Memory {
-    /// Of the command's processes.
+    /// Bytes that the command's processes use.
     command: u64,
-    /// Of all processes on all GPUs: what the driver says of the GPUs, or the sum of the processes where it says nothing of a GPU, as of one
-    /// that shares the system's memory.
+    /// Bytes in use on all GPUs. Where the driver does not know them, as for a GPU that shares the system's memory, the sum of all processes.
     total: u64,
 }
 

@@ -32,6 +32,8 @@ pub(super) struct Runner {
     state: Mutex<State>,
     /// The leader need not wait any longer.
     complete: Condvar,
+    /// A generation has ended or made way.
+    ended: Condvar,
 }
 
 #[derive(Debug, Default)]
@@ -40,8 +42,12 @@ struct State {
     posted: Vec<Posted>,
     /// The thread that leads.
     leader: Option<usize>,
-    /// Sequences that generate, each with the first pass that waits for it again.
-    generating: BTreeMap<u64, u64>,
+    /// Sequences that generate.
+    generating: BTreeMap<u64, Generator>,
+    /// How often a generation has ended, or made way for others.
+    ends: u64,
+    /// Generations that made way.
+    preemptions: u64,
     /// Generating sequences that the next pass waits for, without those that have arrived.
     expected: Vec<u64>,
     times: PassTimes,
@@ -51,6 +57,16 @@ struct State {
     ran_prompts: bool,
     /// The fork generation of these threads; the child of a fork has others.
     generation: u32,
+}
+
+/// A sequence that generates.
+#[derive(Clone, Copy, Debug)]
+struct Generator {
+    /// The first pass that waits for it again.
+    from: u64,
+    thread: usize,
+    /// Whether it waits for memory.
+    made_way: bool,
 }
 
 /// Numbers of passes so far.
@@ -71,6 +87,7 @@ pub(super) struct Work {
     pub(super) generating: usize,
     /// Requests that are in no pass now.
     pub(super) waiting: usize,
+    pub(super) preemptions: u64,
 }
 
 /// A request that waits in its caller's stack frame.
@@ -185,13 +202,21 @@ impl Drop for Generating<'_> {
     fn drop(&mut self) {
         let mut state = self.runner.state();
         state.generating.remove(&self.sequence);
+        state.ends += 1;
         if state.comes(self.sequence) {
             self.runner.complete.notify_all();
         }
+        self.runner.ended.notify_all();
     }
 }
 
 impl State {
+    /// Whether sequences of other threads generate, and do not wait for memory.
+    fn others_generate(&self) -> bool {
+        let is_other = |g: &Generator| g.thread != this_thread() && !g.made_way;
+        self.generating.values().any(is_other)
+    }
+
     /// Whether a caller's request is in the list.
     fn has(&self, caller: &Arc<Caller>) -> bool {
         let own = |posted: &Posted| Arc::ptr_eq(&posted.caller, caller);
@@ -201,7 +226,10 @@ impl State {
     /// Expects the sequences that generate, that are not here, and that were not late.
     fn expect(&mut self) {
         let passes = self.counts.passes;
-        let is_due = |(id, from): (&u64, &u64)| (*from <= passes).then_some(*id);
+        let is_due = |(id, g): (&u64, &Generator)| {
+            let is_due = g.from <= passes && !g.made_way;
+            is_due.then_some(*id)
+        };
         // SAFETY: no leader uses the requests meanwhile.
         let posted = self.posted.iter().map(|p| unsafe { &*p.request.0 });
         let here: BTreeSet<u64> = posted.flat_map(Request::sequences).collect();
@@ -329,11 +357,57 @@ impl Runner {
 
     /// Says that the tokens of a sequence come one after the other from now on.
     pub(super) fn generates(&self, sequence: u64) -> Generating<'_> {
-        self.state().generating.insert(sequence, 0);
+        let generator = Generator {
+            from: 0,
+            thread: this_thread(),
+            made_way: false,
+        };
+        self.state().generating.insert(sequence, generator);
         Generating {
             runner: self,
             sequence,
         }
+    }
+
+    /// Whether sequences of other threads generate, which will free memory.
+    pub(super) fn others_generate(&self) -> bool {
+        self.state().others_generate()
+    }
+
+    /// Waits, after a sequence has freed what it could, until another generation has ended or made way and `fits` says that there is memory.
+    /// Returns false if no other thread generates and there is none. Fails if the call is cancelled.
+    pub(super) fn wait_for_room(&self, sequence: u64, fits: impl Fn() -> bool) -> Result<bool> {
+        let mut state = self.state();
+        state.preemptions += 1;
+        state.ends += 1;
+        let before = state.ends;
+        if let Some(own) = state.generating.get_mut(&sequence) {
+            own.made_way = true;
+        }
+        if state.comes(sequence) {
+            self.complete.notify_all();
+        }
+        self.ended.notify_all();
+        let done = loop {
+            let is_alone = !state.others_generate();
+            if (is_alone || state.ends != before) && fits() {
+                break Ok(true);
+            }
+            if is_alone {
+                break Ok(false);
+            }
+            let waited = self.ended.wait_timeout(state, PATIENCE);
+            drop(waited.unwrap_or_else(PoisonError::into_inner).0);
+            if let Err(e) = call::check() {
+                state = self.state();
+                break Err(e);
+            }
+            state = self.state();
+        };
+        if let Some(own) = state.generating.get_mut(&sequence) {
+            own.made_way = false;
+        }
+        done
     }
 
     /// Numbers of passes so far.
@@ -349,6 +423,7 @@ impl Runner {
             tally: state.tally,
             generating: state.generating.len(),
             waiting: state.posted.iter().filter(|p| p.taken.is_none()).count(),
+            preemptions: state.preemptions,
         }
     }
 
@@ -506,8 +581,8 @@ impl Runner {
         }
         let again = state.counts.passes + FORGETS;
         for late in std::mem::take(&mut state.expected) {
-            if let Some(from) = state.generating.get_mut(&late) {
-                *from = again;
+            if let Some(generator) = state.generating.get_mut(&late) {
+                generator.from = again;
             }
         }
         state

@@ -213,6 +213,20 @@ impl Sequence {
         (0..self.groups()).map(of_group).sum::<usize>() + states * state
     }
 
+    /// Bytes of the blocks that it needs beside its own to come to so many positions.
+    pub(super) fn bytes_for(&self, positions: usize) -> usize {
+        let of_group = |group| {
+            let of_block = self.block_positions(group);
+            let passed = kept_from(self.arena(group).window(), positions) / of_block;
+            let needed = positions.div_ceil(of_block) - passed;
+            let own = self.tables.kept(group).count();
+            needed.saturating_sub(own) * self.arena(group).block_bytes()
+        };
+        // The state of the end, and the next one.
+        let states = 2 * self.cache.state().map_or(0, StateArena::block_bytes);
+        (0..self.groups()).map(of_group).sum::<usize>() + states
+    }
+
     /// The recurrent states kept, oldest first, with that of the end.
     fn states(&self) -> impl Iterator<Item = Snapshot> {
         let end = Snapshot {

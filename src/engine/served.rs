@@ -51,6 +51,8 @@ pub struct Statistics {
     pub generating: usize,
     /// Requests that are in no pass now, of those whose callers wait.
     pub waiting: usize,
+    /// Generations that gave up their blocks to others, waited, and ran their tokens again.
+    pub preemptions: u64,
     /// Blocks of keys, values and recurrent states.
     #[serde(flatten)]
     pub blocks: BlockCounts,
@@ -198,6 +200,24 @@ impl Served {
         self.runner.generates(sequence.id())
     }
 
+    /// After a refusal of memory that was reserved for all sequences: drops the positions of `sequence` from `kept` on, and waits until
+    /// other generations have ended or made way and `positions` fit. The tokens then have to run again. Returns false, and leaves the sequence
+    /// as it is, if no other thread generates: then nothing becomes free. Fails if the call is cancelled.
+    ///
+    /// The generation that is refused makes way, so that the others come to their ends.
+    pub fn make_way(&self, sequence: &mut Sequence, kept: usize, positions: usize) -> Result<bool> {
+        if self.kv().reserved().is_none() || !self.runner.others_generate() {
+            return Ok(false);
+        }
+        sequence.truncate(kept.min(sequence.len()))?;
+        let needed = sequence.bytes_for(positions);
+        let fits = || {
+            let free = self.kv().reserved().map_or(0, |reserved| reserved.free);
+            free + self.blocks.counts().cached_bytes >= needed
+        };
+        self.runner.wait_for_room(sequence.id(), fits)
+    }
+
     /// Numbers of passes so far.
     pub fn pass_counts(&self) -> PassCounts {
         self.runner.counts()
@@ -216,6 +236,7 @@ impl Served {
             tally,
             generating,
             waiting,
+            preemptions,
         } = self.runner.work();
         let blocks = self.blocks.counts();
         let reserved = self.kv().reserved();
@@ -227,6 +248,7 @@ impl Served {
             step_tokens: tally.steps,
             generating,
             waiting,
+            preemptions,
             blocks,
             reserved_bytes: reserved.map_or(0, |reserved| reserved.bytes),
             free_bytes: reserved.map_or(0, |reserved| reserved.free),

@@ -155,7 +155,8 @@ impl Session {
         memory::make_room(&mut self.tokens, tokens.added.len())?;
         self.push(&tokens.added);
         self.evicted += dropped;
-        self.flush()?;
+        let _generating = model.generates(&self.cache);
+        self.flush_or_make_way()?;
         call::check()?;
         let prefill_seconds = started.elapsed().as_secs_f64();
         let calls = calls_in(&messages);

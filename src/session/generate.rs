@@ -107,11 +107,13 @@ impl Session {
             let _held = session.model.hold()?;
             session.follow_drafts(options)?;
             session.undone_on_error(|session| {
+                let model = session.model.clone();
+                let _generating = model.generates(&session.cache);
                 if !prompt.is_empty() {
                     session.make_room(prompt.len())?;
                     session.push(prompt);
                     if options.max_tokens == 0 {
-                        session.flush()?;
+                        session.flush_or_make_way()?;
                     }
                 }
                 let text = Transcript::new(&session.model, &session.tokens, options)?;
@@ -141,7 +143,8 @@ impl Session {
         }
     }
 
-    /// The generation loop. Its tokens continue `text`, and also `answer` in a chat.
+    /// The generation loop, of a session that [generates](crate::engine::Served::generates). Its tokens continue `text`, and also `answer` in a
+    /// chat.
     pub(super) fn generate_text(
         &mut self,
         mut text: Transcript,
@@ -150,8 +153,6 @@ impl Session {
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
         let start = Instant::now();
-        let model = self.model.clone();
-        let _generating = model.generates(&self.cache);
         let mut sampler = Sampler::new(&options.sampling)?.after(self.appended());
         let mut out = Generation::new(sampler.seed());
         out.prompt_tokens = self.tokens.len();
@@ -182,7 +183,19 @@ impl Session {
                     sampler.moves_on();
                     Ok((token, None))
                 }
-                None => self.chosen(&mut sampler, options, left, &mut drafts, &mut replayed),
+                None => loop {
+                    match self.chosen(&mut sampler, options, left, &mut drafts, &mut replayed) {
+                        Err(e) if e.kind() == ErrorKind::OutOfMemory => {
+                            self.discard_drafts(&mut drafts)?;
+                            match self.makes_way() {
+                                Ok(true) => {}
+                                Ok(false) => break Err(e),
+                                Err(e) => break Err(e),
+                            }
+                        }
+                        chosen => break chosen,
+                    }
+                },
             };
             let (token, log_probability) = match chosen {
                 Ok(token) if !call::is_over() => token,

@@ -23,7 +23,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::error::bail;
-use crate::base::{Result, alloc, call, memory};
+use crate::base::{ErrorKind, Result, alloc, call, memory};
 use crate::engine::{NewTokens, Sequence, Served};
 use crate::model::{KvType, Logits, Output, Scratch, Wanted};
 
@@ -96,6 +96,8 @@ pub struct Session {
     seed: u64,
     /// How many tokens it drafts at a time.
     pace: Pace,
+    /// Positions that the snapshot holds to which the session goes back if the current call fails: dropping them frees nothing.
+    held: usize,
 }
 
 /// A snapshot of a session, to roll back to.
@@ -149,6 +151,7 @@ impl Session {
             conversation: Conversation::default(),
             seed: sampler::new_seed(),
             pace: Pace::default(),
+            held: 0,
         })
     }
 
@@ -367,6 +370,23 @@ impl Session {
         })
     }
 
+    /// [`flush`](Session::flush), within a generation: without memory the session makes way for others that generate, and then goes on.
+    fn flush_or_make_way(&mut self) -> Result<()> {
+        loop {
+            match self.flush() {
+                Err(e) if e.kind() == ErrorKind::OutOfMemory && self.makes_way()? => {}
+                done => return done,
+            }
+        }
+    }
+
+    /// After a refusal of memory: gives blocks up to other generations and waits until they fit again. Returns false if none will.
+    fn makes_way(&mut self) -> Result<bool> {
+        let (kept, positions) = (self.held, self.tokens.len() + 1);
+        self.next.forget();
+        self.model.make_way(&mut self.cache, kept, positions)
+    }
+
     /// The logits, once pending tokens have run.
     fn flushed(&self) -> Result<&[f32]> {
         match self.next.logits() {
@@ -469,6 +489,7 @@ impl Session {
     /// Calls `change`; if it fails, restores the session.
     fn undone_on_error<T>(&mut self, change: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let saved = self.saved()?;
+        self.held = saved.cache.len();
         let result = change(self);
         if result.is_err() {
             self.go_back(saved);

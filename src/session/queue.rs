@@ -51,7 +51,7 @@ pub type Work =
 pub struct Submission {
     /// The work itself.
     pub work: Work,
-    /// Of those that wait, one with a higher priority starts first, and then the one that came first.
+    /// A waiting submission of a higher priority starts first; of equal ones, the one that came first.
     pub priority: i32,
     /// Time at which it ends, even if it has not begun.
     pub deadline: Option<Instant>,

@@ -117,7 +117,7 @@ static uint64_t submit(NVFP4_Queue *queue, Client *client, size_t length, const 
     return client->generation;
 }
 
-/* What a blocking call makes of the same prompt. */
+/* The tokens and text of a blocking call with the same prompt. */
 static size_t alone(size_t length, const NVFP4_GenerateOptions *options, int32_t *tokens, char *text, size_t *text_length)
 {
     NVFP4_Session *session = create();

@@ -6,13 +6,14 @@ use std::sync::{Arc, Barrier, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use NVFP4::base::ErrorKind;
 use NVFP4::base::call::{Cancel, Progress, Watch};
+use NVFP4::base::{Error, ErrorKind};
 use NVFP4::engine::Served;
-use NVFP4::session::{GenerateOptions, Piece, SamplingOptions, Session};
+use NVFP4::model::LoadOptions;
+use NVFP4::session::{Finish, GenerateOptions, Piece, SamplingOptions, Session};
 
 use super::{drawn, filled, go, session, with};
-use crate::common::{load, options, some_tokens, windows};
+use crate::common::{golden, load, options, some_tokens, windows};
 
 /// The tokens of a session that twice prefills half of `tokens` and generates by `options`.
 fn work(session: &mut Session, tokens: &[u32], options: &GenerateOptions) -> Vec<u32> {
@@ -275,6 +276,105 @@ fn no_block_is_lost_by_cancelled_calls() {
                 }
             });
         }
+    });
+    assert_eq!(model.blocks_used(), 0);
+}
+
+/// With memory for two of six conversations, those that find none give theirs up, wait, and go on: all come to their ends, with the tokens
+/// that each has alone.
+#[test]
+fn generations_that_find_no_memory_make_way() {
+    for (case, prefix_cache) in [
+        ("qwen3_tied", false),
+        ("qwen3_tied", true),
+        ("gemma3_wide", false),
+        ("qwen35_tied", false),
+    ] {
+        let unlimited = load(case);
+        let prompts = some_tokens(&unlimited, 130);
+        let generate = |model: &Arc<Served>, thread: usize| {
+            let mut session = session(model);
+            let prompt = &prompts[thread..thread + 50 + 10 * thread];
+            let made = session.generate_after(prompt, &drawn(60), &mut go)?;
+            Ok::<_, Error>((made.tokens, session.kv_bytes()))
+        };
+        let alone = |thread| generate(&unlimited, thread).unwrap();
+        let alone: Vec<(Vec<u32>, usize)> = (0..6).map(alone).collect();
+        let most = alone.iter().map(|(_, bytes)| *bytes).max().unwrap();
+        let limited = |bytes| LoadOptions {
+            kv_bytes: Some(bytes),
+            prefix_cache,
+            ..options()
+        };
+        let model = Served::load(&golden(case), &limited(5 * most / 2)).unwrap();
+        let barrier = Barrier::new(6);
+        let together: Vec<Vec<u32>> = thread::scope(|scope| {
+            let threads = (0..6).map(|thread| {
+                let (model, barrier, generate) = (&model, &barrier, &generate);
+                scope.spawn(move || {
+                    barrier.wait();
+                    generate(model, thread).unwrap().0
+                })
+            });
+            let threads: Vec<_> = threads.collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        let alone: Vec<Vec<u32>> = alone.into_iter().map(|(tokens, _)| tokens).collect();
+        assert_eq!(together, alone, "{case}");
+        let statistics = model.statistics();
+        assert!(statistics.preemptions > 0, "{case}: {statistics:?}");
+        assert_eq!(model.blocks_used(), 0, "{case}");
+        // Where nobody else will free memory, it is refused as ever.
+        drop(model);
+        let model = Served::load(&golden(case), &limited(most / 3)).unwrap();
+        let refused = generate(&model, 5).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::OutOfMemory, "{case}");
+        assert_eq!(model.statistics().preemptions, 0);
+    }
+}
+
+/// A generation that waits for memory ends when it is cancelled, and its session is as before.
+#[test]
+fn a_generation_that_waits_for_memory_can_be_cancelled() {
+    let unlimited = load("qwen3_tied");
+    let one = filled(&unlimited, 100).kv_bytes();
+    let limited = LoadOptions {
+        kv_bytes: Some(one),
+        prefix_cache: false,
+        ..options()
+    };
+    let model = Served::load(&golden("qwen3_tied"), &limited).unwrap();
+    let tokens = some_tokens(&model, 60);
+    let (begins, begun) = mpsc::channel();
+    let (ends, ended) = mpsc::channel::<()>();
+    thread::scope(|scope| {
+        let (model, tokens) = (&model, &tokens);
+        let holds = scope.spawn(move || {
+            let mut session = session(model);
+            let made = session.generate_after(tokens, &drawn(2), &mut |_| {
+                begins.send(()).unwrap();
+                ended.recv().unwrap();
+                ControlFlow::Break(())
+            });
+            made.unwrap().tokens.len()
+        });
+        begun.recv().unwrap();
+        let cancel = Cancel::new();
+        let waits = scope.spawn({
+            let cancel = cancel.clone();
+            move || {
+                let mut session = session(model);
+                let made = cancel.watching(|| session.generate_after(tokens, &drawn(2), &mut go));
+                (made.unwrap().finish, session.len())
+            }
+        });
+        while model.statistics().preemptions == 0 {
+            thread::sleep(Duration::from_millis(1));
+        }
+        cancel.cancel();
+        assert_eq!(waits.join().unwrap(), (Finish::Cancelled, 0));
+        ends.send(()).unwrap();
+        assert_eq!(holds.join().unwrap(), 1);
     });
     assert_eq!(model.blocks_used(), 0);
 }

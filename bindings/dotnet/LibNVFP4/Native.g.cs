@@ -285,6 +285,8 @@ namespace LibNVFP4
         internal ulong ReservedBytes;
         // Reserved bytes that neither sessions nor the prefix cache take.
         internal ulong FreeBytes;
+        // Generations that found no block in what is reserved, gave theirs up to the others, waited and ran their tokens again.
+        internal ulong Preemptions;
     }
 
     // A message of a conversation. Later versions may add fields at the end: functions that take an array of these also take the size of an

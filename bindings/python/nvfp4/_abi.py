@@ -708,6 +708,7 @@ class ModelStatistics(Structure):
     - `blocks_evicted`: Blocks that the prefix cache alone held, and gave up because memory was needed or its limit was reached.
     - `reserved_bytes`: Bytes reserved by `kv_bytes` of NVFP4_LoadOptions.
     - `free_bytes`: Reserved bytes that neither sessions nor the prefix cache take.
+    - `preemptions`: Generations that found no block in what is reserved, gave theirs up to the others, waited and ran their tokens again.
     """
 
     _fields_ = [
@@ -727,6 +728,7 @@ class ModelStatistics(Structure):
         ("blocks_evicted", c_uint64),
         ("reserved_bytes", c_uint64),
         ("free_bytes", c_uint64),
+        ("preemptions", c_uint64),
     ]
 
 

@@ -894,6 +894,8 @@ typedef struct NVFP4_ModelStatistics {
     uint64_t reserved_bytes;
     /** Reserved bytes that neither sessions nor the prefix cache take. */
     uint64_t free_bytes;
+    /** Generations that found no block in what is reserved, gave theirs up to the others, waited and ran their tokens again. */
+    uint64_t preemptions;
 } NVFP4_ModelStatistics;
 
 /**
