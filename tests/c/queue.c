@@ -1,4 +1,5 @@
-/* Queues: queue MODEL_DIR, with a small random model, whose texts mean nothing. */
+/* Queues: queue MODEL_DIR [STORM], with a small random model, whose texts mean nothing. STORM is the number of generations that are cancelled
+ * or released at random. */
 #define _POSIX_C_SOURCE 200809L
 #include "check.h"
 #include <math.h>
@@ -415,9 +416,62 @@ static void chats(void)
     OK(NVFP4_queue_release(queue));
 }
 
+static uint32_t drawn;
+
+static uint32_t draw(uint32_t below)
+{
+    drawn = drawn * 1664525u + 1013904223u;
+    return (drawn >> 8) % below;
+}
+
+/* Generations that are cancelled, whose sessions are released and whose deadlines pass, at random: each ends once, and no block is lost. */
+static void storm(unsigned all)
+{
+    enum { OPEN = 24 };
+    static Client clients[OPEN];
+    NVFP4_Queue *queue = queue_of(8, OPEN, 50);
+    NVFP4_ModelStatistics statistics = {.struct_size = sizeof statistics};
+    unsigned submitted = 0, open = 0, released = 0;
+    for (int i = 0; i < OPEN; i++)
+        clients[i].ended = 1;
+    while (submitted < all || open > 0) {
+        Client *client = &clients[draw(OPEN)];
+        if (client->ended && submitted < all) {
+            NVFP4_GenerateOptions options = generate_options(1 + draw(30));
+            if (client->session == NULL)
+                client->session = create();
+            else if (draw(2))
+                OK(NVFP4_session_reset(client->session));
+            submit(queue, client, 1 + draw(PROMPT), &options, draw(10) == 0 ? 1e-3 * draw(20) + 1e-6 : 0);
+            submitted++, open++;
+        } else if (!client->ended && draw(3) == 0) {
+            OK(NVFP4_queue_cancel(queue, client->generation));
+        } else if (!client->ended && client->session != NULL && draw(6) == 0) {
+            OK(NVFP4_session_release(client->session));
+            client->session = NULL;
+            released++;
+        }
+        NVFP4_QueueEvent events[16];
+        size_t count = 0;
+        OK(NVFP4_queue_wait(queue, events, sizeof events[0], 16, submitted < all ? 0 : 10, &count));
+        for (size_t i = 0; i < count; i++) {
+            take(&events[i]);
+            open -= events[i].kind == NVFP4_EVENT_END;
+        }
+    }
+    CHECK(released > 0);
+    for (int i = 0; i < OPEN; i++) {
+        CHECK(clients[i].ended && (clients[i].status == NVFP4_OK || clients[i].status == NVFP4_CONTEXT_FULL));
+        OK(NVFP4_session_release(clients[i].session));
+    }
+    OK(NVFP4_queue_release(queue));
+    OK(NVFP4_model_statistics(model, &statistics));
+    CHECK(statistics.blocks_used == 0 && statistics.used_bytes == 0 && statistics.generating == 0 && statistics.waiting == 0);
+}
+
 int main(int argc, char **argv)
 {
-    if (argc != 2)
+    if (argc != 2 && argc != 3)
         return 2;
     NVFP4_LoadOptions load;
     OK(NVFP4_load_options_init(&load, sizeof load));
@@ -429,6 +483,7 @@ int main(int argc, char **argv)
     waiting();
     bad(argv[1]);
     chats();
+    storm(argc == 3 ? (unsigned)atoi(argv[2]) : 300);
     OK(NVFP4_model_release(model));
     return report("queue");
 }

@@ -322,6 +322,9 @@ check "layout" layout
 # Steps of a limit of memory, which are a process each.
 steps=25
 [ -z "${NVFP4_LONG-}" ] || steps=100
+# Generations of a queue that are cancelled or released at random.
+storms=2000
+[ -z "${NVFP4_LONG-}" ] || storms=10000
 
 # The programs to run, each as NAME and then its command. The tests in C are compiled as two languages, and run as one.
 programs=()
@@ -358,7 +361,7 @@ check "benches/c/train.c with a configuration" "$work/measure_train" "${model%/*
 programs+=("logging $work/logging-c11" "tensors $work/tensors-c11" "linear $work/linear-c11"
     "schema $work/schema-c11" "drop_in $work/drop_in-c11" "two_units $work/two_units-c11"
     "errors $work/errors-c11 $work/declared $model" "sessions $work/sessions-c11 $model $work/scratch"
-    "queue $work/queue-c11 $model"
+    "queue $work/queue-c11 $model $storms"
     "conversation $work/conversation-c11 $thinker $model $work/scratch"
     "training $work/training-c11 $model ${model%/*}/qwen3_untied $work/scratch"
     "calls $work/calls-c11 $model" "fork $work/fork-c11 $model" "cancel $work/cancel-c11 $long $work/scratch"
@@ -433,7 +436,9 @@ if command -v valgrind >/dev/null; then
         */limits-* | */leave-* | */hosts-*) check "$name under valgrind" "${under[@]}" --leak-check=no "$@" ;;
         # Likewise for a child. Threads take turns, because one waits in a callback.
         */fork-*) check "$name under valgrind" "${under[@]}" --leak-check=no --fair-sched=try "$@" ;;
-        # Fewer races, because valgrind makes each a hundred times as long.
+        # Fewer generations, because valgrind makes each a hundred times as long.
+        */queue-*) check "$name under valgrind" "${under[@]}" "$1" "$2" 100 ;;
+        # Fewer races, likewise.
         */cancel-*) check "$name under valgrind" "${under[@]}" "$@" 100 ;;
         # An interrupt would end valgrind, and the wrapper allocates the same under both standards.
         interrupted | */wrapper-c++20) ;;
