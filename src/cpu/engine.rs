@@ -513,10 +513,11 @@ impl Cpu {
             .iter()
             .map(|page| Out(page.as_ptr().cast_mut()))
             .collect();
-        let head_bytes = 2 * PAGE * dim * layout.kind().size();
+        let head_bytes = layout.head_bytes();
         let attend = match layout.kind() {
             KvType::F16 => self.table.attend_f16,
             KvType::F32 => self.table.attend_f32,
+            KvType::F8 => self.table.attend_f8,
         };
         let spans = m.div_ceil(ATTENTION_TOKENS);
         let next = AtomicUsize::new(0);

@@ -20,8 +20,8 @@ const KEPT_MULTIPLE: usize = 64;
 /// The blocks of a model, with the reference counts of those in use.
 pub(super) struct Blocks {
     model: Arc<Model>,
-    f16: Mutex<Pools>,
-    f32: Mutex<Pools>,
+    /// Indexed by the type of keys and values.
+    pools: [Mutex<Pools>; KvType::ALL.len()],
     /// Sequences so far.
     sequences: AtomicU64,
 }
@@ -35,7 +35,7 @@ struct Pools {
 impl Blocks {
     pub(super) fn new(model: &Arc<Model>) -> Arc<Blocks> {
         let groups = model.kv().groups().len();
-        let pools = || {
+        let pools = |_| {
             Mutex::new(Pools {
                 groups: (0..groups).map(|_| BlockPool::default()).collect(),
                 state: BlockPool::default(),
@@ -43,8 +43,7 @@ impl Blocks {
         };
         Arc::new(Blocks {
             model: model.clone(),
-            f16: pools(),
-            f32: pools(),
+            pools: KvType::ALL.map(pools),
             sequences: AtomicU64::new(0),
         })
     }
@@ -54,10 +53,7 @@ impl Blocks {
     }
 
     fn pools(&self, kind: KvType) -> MutexGuard<'_, Pools> {
-        lock(match kind {
-            KvType::F16 => &self.f16,
-            KvType::F32 => &self.f32,
-        })
+        lock(&self.pools[kind as usize])
     }
 
     /// Blocks in use, in all groups and formats, those of recurrent states included.
@@ -67,7 +63,7 @@ impl Blocks {
             let groups = pools.groups.iter().map(BlockPool::used).sum::<usize>();
             groups + pools.state.used()
         };
-        [KvType::F16, KvType::F32].into_iter().map(used).sum()
+        KvType::ALL.into_iter().map(used).sum()
     }
 }
 

@@ -131,7 +131,7 @@ pub struct ModelInfo {
     pub embedding_in_file: bool,
     /// Whether the layers were skipped.
     pub sampling_only: bool,
-    /// Bytes of one cached position in f16; f32 takes twice as many.
+    /// Bytes of one cached position in f16. See [`Spec::kv_bytes_per_token`] for other types.
     pub kv_bytes_per_token: u64,
 }
 
@@ -140,7 +140,7 @@ pub struct ModelInfo {
 pub struct Estimate {
     /// Bytes of weights, without the padding that kernels need.
     pub weight_bytes: u64,
-    /// Bytes of one cached position in f16; f32 takes twice as many.
+    /// Bytes of one cached position in f16. See [`Spec::kv_bytes_per_token`] for other types.
     pub kv_bytes_per_token: u64,
     /// Maximum number of positions of the model.
     pub max_positions: usize,
@@ -152,7 +152,7 @@ pub fn estimate(checkpoint: &dyn Checkpoint, quantize: bool) -> Result<Estimate>
     let spec = spec_of(checkpoint)?;
     Ok(Estimate {
         weight_bytes: load::weight_bytes(checkpoint, &spec, quantize)?,
-        kv_bytes_per_token: spec.kv_bytes_per_token(),
+        kv_bytes_per_token: spec.kv_bytes_per_token(KvType::F16),
         max_positions: spec.max_positions,
     })
 }
@@ -441,6 +441,6 @@ fn describe(spec: &Spec, weights: &Weights, options: &LoadOptions) -> ModelInfo 
         embedding_in_file: matches!(weights.embedding, weights::Embedding::File(_))
             && matches!(options.device, Device::Cpu(_)),
         sampling_only: options.sampling_only,
-        kv_bytes_per_token: spec.kv_bytes_per_token(),
+        kv_bytes_per_token: spec.kv_bytes_per_token(KvType::F16),
     }
 }

@@ -314,7 +314,7 @@ fn ragged_batches_give_what_segments_give_apart() {
                 assert_close(got, &as_f64(expected), bar, &format!("{case}, {what}"));
             }
         };
-        ragged::check(&model, Some(1e-2), &same);
+        ragged::check(&model, &[KvType::F16], Some(1e-2), &same);
     }
     assert!(tested >= 6, "{tested} models with heads that the GPU takes");
 }

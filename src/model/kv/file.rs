@@ -64,6 +64,8 @@ impl KvCache {
                 let count = each_block.min(pages.saturating_sub(first));
                 if arena.gpu().is_none() {
                     next(&mut page)?;
+                    let held = HOST_PAGE.min(len.saturating_sub(i * HOST_PAGE));
+                    arena.layout().check_read(&mut page, held)?;
                     arena.with_page_mut(index, block, |to| {
                         to.copy_from_slice(&page);
                         Ok(())

@@ -40,8 +40,7 @@ pub struct KvMemory {
     drafter: Option<usize>,
     state_layers: Vec<Option<StateLayer>>,
     reserve: Arc<Reserve>,
-    f16: TryOnce<Arc<KvCache>>,
-    f32: TryOnce<Arc<KvCache>>,
+    caches: [TryOnce<Arc<KvCache>>; KvType::ALL.len()],
 }
 
 impl KvMemory {
@@ -59,8 +58,7 @@ impl KvMemory {
             drafter: spec.drafter.as_ref().map(|_| spec.blocks.len()),
             state_layers: state_layers(spec),
             reserve: Arc::new(Reserve::new(tag, bytes)?),
-            f16: TryOnce::new(),
-            f32: TryOnce::new(),
+            caches: KvType::ALL.map(|_| TryOnce::new()),
         };
         if device.is_cuda() {
             // Reserves memory, or only addresses; a driver that cannot do so is refused when the model is loaded.
@@ -71,10 +69,7 @@ impl KvMemory {
 
     /// The cache of sequences with keys and values of this type. A GPU keeps f16.
     pub fn cache(&self, kind: KvType) -> Result<&Arc<KvCache>> {
-        let slot = match kind {
-            KvType::F16 => &self.f16,
-            KvType::F32 => &self.f32,
-        };
+        let slot = &self.caches[kind as usize];
         slot.get_or_try(|| KvCache::new(self, kind).map(Arc::new))
     }
 
