@@ -8,13 +8,13 @@ use std::sync::Arc;
 use NVFP4::base::memory::{Buffer, Tag};
 use NVFP4::base::{ErrorKind, env};
 use NVFP4::cpu::{
-    Cpu, DeltaGates, DeltaRuleRows, KvLayout, KvPages, KvType, Level, MambaScanRows, MambaSteps,
-    PAGE, Packed, Workspace,
+    Cpu, DeltaGates, DeltaRuleRows, KvLayout, KvPages, Level, MambaScanRows, MambaSteps, PAGE,
+    Packed, Workspace,
 };
 use NVFP4::format::nvfp4::{self, Nvfp4, QuantizeOptions};
 use NVFP4::format::{f8, int8, random};
 use NVFP4::ops::{self, Device};
-use NVFP4::tensor::{AttentionShape, DeltaShape, MambaShape, WeightType};
+use NVFP4::tensor::{AttentionShape, DeltaShape, KvType, MambaShape, WeightType};
 use common::expect_kind;
 
 /// Standard normal values from counter-based bits.

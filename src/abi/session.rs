@@ -95,8 +95,13 @@ impl Object for Session {
 
 /// Cached keys and values in IEEE half precision.
 pub const NVFP4_KV_FLOAT16: i32 = 0;
-/// Cached keys and values in IEEE single precision: unrounded, in twice the memory.
+/// Cached keys and values in IEEE single precision: unrounded, in twice the memory. On the CPU alone.
 pub const NVFP4_KV_FLOAT32: i32 = 1;
+/// Cached keys and values as e4m3 codes of one byte, with a scale in single precision for each token and head: about half of the memory of
+/// half precision. The largest magnitude of a key or value becomes 448, and an element is off by at most a sixteenth of itself, or by a
+/// 1024th of the scale where that is more. On a GPU for models without sliding windows, soft caps and sinks whose heads have 32, 64 or 128
+/// elements that all rotate; creating a session of another model there returns #NVFP4_UNSUPPORTED.
+pub const NVFP4_KV_FLOAT8: i32 = 2;
 
 /// Refuse tokens that do not fit: #NVFP4_CONTEXT_FULL, or #NVFP4_FINISH_CONTEXT within a generation.
 pub const NVFP4_EVICTION_ERROR: i32 = 0;
@@ -160,6 +165,7 @@ impl NVFP4_SessionOptions {
                 &[
                     (NVFP4_KV_FLOAT16, "float16", KvType::F16),
                     (NVFP4_KV_FLOAT32, "float32", KvType::F32),
+                    (NVFP4_KV_FLOAT8, "float8", KvType::F8),
                 ],
             )?,
             system: (!self.system.is_null())

@@ -216,7 +216,10 @@ impl ModelArgs {
         };
         let model = watch.during(|| Served::load(path, &options));
         bar.finish_and_clear();
-        model
+        let model = model?;
+        // A GPU does not have all types for all models: another device may be chosen now.
+        model.sequence(1, self.kv.into())?;
+        Ok(model)
     }
 }
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use super::kv::{KvPages, KvType, PAGE};
+use super::kv::{KvPages, PAGE};
 use super::level::Level;
 use super::packed::{GROUP, Packed};
 use super::table::{
@@ -16,7 +16,7 @@ use crate::base::error::{Result, bail};
 use crate::base::threads::Pool;
 use crate::format::nvfp4::BLOCK;
 use crate::tensor::AttentionShape;
-use crate::tensor::WeightType;
+use crate::tensor::{KvType, WeightType};
 
 /// Elements below which a second thread does not pay off for a pointwise operation.
 const POINTWISE_GRAIN: usize = 16 * 1024;

@@ -34,7 +34,7 @@ pub fn decode(code: u8, scale: f32) -> f32 {
 
 /// Whether a vector of finite values may have this scale.
 pub fn is_scale(scale: f32) -> bool {
-    scale >= 0.0 && scale <= f32::MAX / e4m3::MAX
+    (0.0..=f32::MAX / e4m3::MAX).contains(&scale)
 }
 
 /// Whether a code is not a number.

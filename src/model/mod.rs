@@ -328,7 +328,8 @@ impl Model {
             tables,
             fingerprint,
         } = made;
-        let kv = KvMemory::new(&options.device, &spec, options.kv_bytes)?;
+        let without_f8 = fused::unsupported_f8(&spec);
+        let kv = KvMemory::new(&options.device, &spec, options.kv_bytes, without_f8)?;
         let (executor, table_bytes) = match &options.device {
             Device::Cuda(gpu) => {
                 let source = fused::Source {

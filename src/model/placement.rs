@@ -119,7 +119,6 @@ impl Requirements {
         match (self.activations, self.kv) {
             (Activations::Int8, _) => Some("8-bit activations were asked for"),
             (_, KvType::F32) => Some("keys and values in f32 were asked for"),
-            (_, KvType::F8) => Some("keys and values in 8 bits were asked for"),
             _ if self.sampling_only => Some("a model without its layers has nothing for a GPU"),
             _ => None,
         }

@@ -15,7 +15,7 @@ use crate::cuda::{
     self, Best, DeviceBuffer, DeviceSlice, DrawRule, DrawScratch, Drawn, ExpertScratch, Gpu,
     Layout, LinearScratch, NormScratch, Pinned, SplitKvWorkspace,
 };
-use crate::model::kv::{KvCache, KvTables, NULL_BLOCK, StateBlocks};
+use crate::model::kv::{KvTables, NULL_BLOCK, StateBlocks};
 use crate::ops::sample::Choice;
 
 /// Number of steps that the device may run ahead of the host.
@@ -163,7 +163,6 @@ impl Memory {
     /// Grows the memory to the given sizes. If it has to grow, its contents are lost.
     pub(super) fn fit(
         &mut self,
-        cache: &KvCache,
         gpu: &Arc<Gpu>,
         sizes: &Sizes,
         rows: usize,
@@ -178,7 +177,7 @@ impl Memory {
         {
             return Ok(());
         }
-        self.forget(cache)?;
+        self.forget()?;
         self.graphs.clear();
         if pages > self.pages {
             // Pages are added one at a time; the table grows by powers of two.
@@ -241,7 +240,7 @@ impl Memory {
         let mut notes = vec![
             (
                 &mut self.unfit,
-                "a query, key or value reaches beyond 65,504, the largest number of the cache's f16; a GPU has no other cache, run this model on the CPU with keys and values in f32",
+                "a query, key or value reaches beyond 65,504, the largest number of the f16 in which a GPU multiplies them; run this model on the CPU with keys and values in f32",
             ),
             (
                 &mut self.overflow,
@@ -312,16 +311,11 @@ impl Memory {
     }
 
     /// Begins a step, after which the state is unknown until it is set again: see [`DeviceState::begin`].
-    pub(super) fn begin(
-        &mut self,
-        cache: &KvCache,
-        input: &StepInput,
-        continues: bool,
-    ) -> Result<Begin> {
+    pub(super) fn begin(&mut self, input: &StepInput, continues: bool) -> Result<Begin> {
         match self.state.take_ahead() {
             Some(ahead) if continues && ahead.input == *input => Ok(Begin::Enqueued(ahead.event)),
             Some(ahead) => {
-                self.abandon(cache, &ahead)?;
+                self.abandon(&ahead)?;
                 Ok(Begin::WriteAll)
             }
             None => Ok(self.state.begin(input, continues)),
@@ -329,31 +323,27 @@ impl Memory {
     }
 
     /// The faults of the step of `rows` rows that has just run, and of the one enqueued after it, which the next call then cannot begin with.
-    pub(super) fn step_faults(
-        &mut self,
-        cache: &KvCache,
-        rows: usize,
-    ) -> Result<Vec<(usize, Error)>> {
+    pub(super) fn step_faults(&mut self, rows: usize) -> Result<Vec<(usize, Error)>> {
         match self.state.take_ahead() {
-            Some(ahead) => self.abandon(cache, &ahead),
+            Some(ahead) => self.abandon(&ahead),
             None => self.faults(rows),
         }
     }
 
     /// Waits for a step that is enqueued in vain, and removes what its faults left. Returns them, and those of the step before it.
-    fn abandon(&mut self, cache: &KvCache, ahead: &AheadStep) -> Result<Vec<(usize, Error)>> {
+    fn abandon(&mut self, ahead: &AheadStep) -> Result<Vec<(usize, Error)>> {
         ahead.event.wait()?;
         let faults = self.faults(ahead.input.rows.len())?;
         let rows: Vec<usize> = faults.iter().map(|(row, _)| *row).collect();
-        ahead.clear(cache, &rows)?;
+        ahead.clear(&rows)?;
         Ok(faults)
     }
 
     /// Forgets what is in working memory: something else will be.
-    pub(super) fn forget(&mut self, cache: &KvCache) -> Result<()> {
+    pub(super) fn forget(&mut self) -> Result<()> {
         let ahead = self.state.take_ahead();
         self.state = DeviceState::Unknown;
-        ahead.map_or(Ok(()), |ahead| self.abandon(cache, &ahead).map(drop))
+        ahead.map_or(Ok(()), |ahead| self.abandon(&ahead).map(drop))
     }
 
     /// Waits for a step that is enqueued, at the end.

@@ -28,7 +28,7 @@ mod verification;
 pub(super) use drafter::Guess;
 pub(super) use embedding::{HostTables, tables};
 pub(super) use executor::Executor;
-pub(super) use lowered::{Source, units};
+pub(super) use lowered::{Source, units, unsupported_f8};
 pub(super) use ragged::{FollowedRows, PromptChunk, ROWS};
 pub(super) use step::{BATCH, GREEDY};
 pub(super) use supported::{check_supported, unsupported};

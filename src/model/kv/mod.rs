@@ -40,24 +40,48 @@ pub struct KvMemory {
     drafter: Option<usize>,
     state_layers: Vec<Option<StateLayer>>,
     reserve: Arc<Reserve>,
+    /// The memory of all types on a GPU.
+    arenas: Option<Arc<Arenas>>,
+    /// Why a GPU cannot keep keys and values in 8 bits, if so.
+    without_f8: Option<String>,
     caches: [TryOnce<Arc<KvCache>>; KvType::ALL.len()],
 }
 
 impl KvMemory {
     /// Memory for a model of this spec. `bytes`, if given, is reserved now, and is all that there will be; without it, memory is allocated
-    /// as sequences grow.
-    pub(super) fn new(device: &Device, spec: &Spec, bytes: Option<usize>) -> Result<KvMemory> {
+    /// as sequences grow. `without_f8` says why a GPU cannot keep the model's keys and values in 8 bits, if so.
+    pub(super) fn new(
+        device: &Device,
+        spec: &Spec,
+        bytes: Option<usize>,
+        without_f8: Option<String>,
+    ) -> Result<KvMemory> {
         let tag = match device {
             Device::Cpu(_) => Tag::KvCache,
             Device::Cuda(_) => Tag::DeviceKvCache,
         };
+        let (groups, state_layers) = (KvGroup::of(spec), state_layers(spec));
+        let reserve = Arc::new(Reserve::new(tag, bytes)?);
+        let arenas = match device {
+            Device::Cpu(_) => None,
+            Device::Cuda(gpu) => {
+                let of_type = groups.len() + usize::from(!state_layers.is_empty());
+                let types = if without_f8.is_some() { 1 } else { 2 };
+                Some(match bytes {
+                    Some(bytes) => Arenas::fixed(gpu, bytes, of_type * types)?,
+                    None => Arenas::growing(gpu)?,
+                })
+            }
+        };
         let memory = KvMemory {
             device: device.clone(),
-            groups: KvGroup::of(spec),
+            groups,
             layers: spec.all_blocks().count(),
             drafter: spec.drafter.as_ref().map(|_| spec.blocks.len()),
-            state_layers: state_layers(spec),
-            reserve: Arc::new(Reserve::new(tag, bytes)?),
+            state_layers,
+            reserve,
+            arenas,
+            without_f8,
             caches: KvType::ALL.map(|_| TryOnce::new()),
         };
         if device.is_cuda() {
@@ -67,7 +91,7 @@ impl KvMemory {
         Ok(memory)
     }
 
-    /// The cache of sequences with keys and values of this type. A GPU keeps f16.
+    /// The cache of sequences with keys and values of this type. A GPU keeps f16, and f8 where its kernels serve the model's heads.
     pub fn cache(&self, kind: KvType) -> Result<&Arc<KvCache>> {
         let slot = &self.caches[kind as usize];
         slot.get_or_try(|| KvCache::new(self, kind).map(Arc::new))
@@ -101,25 +125,22 @@ pub struct KvCache {
 impl KvCache {
     fn new(memory: &KvMemory, kind: KvType) -> Result<KvCache> {
         let (groups, reserve) = (&memory.groups, &memory.reserve);
-        let shared = match &memory.device {
-            Device::Cpu(_) => None,
-            Device::Cuda(gpu) if kind == KvType::F16 => {
-                let count = groups.len() + usize::from(!memory.state_layers.is_empty());
-                Some(match reserve.bytes() {
-                    Some(bytes) => Arenas::fixed(gpu, bytes, count)?,
-                    None => Arenas::growing(gpu)?,
-                })
-            }
-            Device::Cuda(_) => bail!(
+        let refused = match kind {
+            KvType::F32 => Some("a GPU keeps them as f16 or f8"),
+            KvType::F8 => memory.without_f8.as_deref(),
+            KvType::F16 => None,
+        };
+        if let Some(reason) = refused.filter(|_| memory.device.is_cuda()) {
+            bail!(
                 Unsupported,
-                "keys and values as {} on {}; a GPU keeps them as f16",
+                "keys and values as {} on {}; {reason}",
                 kind.name(),
                 memory.device.name()
-            ),
-        };
-        let of_group = |group| match &shared {
+            );
+        }
+        let of_group = |group| match &memory.arenas {
             None => KvArena::in_host_memory(group, kind, reserve),
-            Some(arenas) => KvArena::in_device_memory(group, arenas, reserve),
+            Some(arenas) => KvArena::in_device_memory(group, kind, arenas, reserve),
         };
         let arenas = groups.iter().map(of_group).collect::<Result<_>>()?;
         Ok(KvCache {
@@ -127,7 +148,7 @@ impl KvCache {
             arenas,
             layers: layer_groups(groups, memory.layers),
             drafter: memory.drafter,
-            state: StateArena::new(&memory.state_layers, shared.as_ref(), reserve)?,
+            state: StateArena::new(&memory.state_layers, memory.arenas.as_ref(), reserve)?,
             null_block: TryOnce::new(),
         })
     }
@@ -200,7 +221,7 @@ impl KvCache {
         };
         let table = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, blocks)?;
         let pages = self.on_gpu(layer, &table, blocks.len(), 0, None)?;
-        let KvShape { heads, dim } = pages.shape;
+        let KvShape { heads, dim, .. } = pages.shape;
         let rows = keys.len() / (heads * dim);
         cuda::store_kv(&pages, keys.cuda()?, values.cuda()?, rows, first)
     }
@@ -246,10 +267,7 @@ impl KvCache {
             arena: arena.address()?,
             block_bytes: arena.block_bytes(),
             offset: index * arena.page_bytes(),
-            shape: KvShape {
-                heads: arena.layout().heads(),
-                dim: arena.layout().dim(),
-            },
+            shape: arena.shape(),
             table,
             stride,
             sequence,
