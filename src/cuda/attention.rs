@@ -185,7 +185,7 @@ const fn stage_bytes(dim: usize, kv: KvType) -> usize {
 /// Shared memory of a CTA: the stages of its ring, and the state of the new token.
 const fn decode_shared(ring: Ring, dim: usize, kv: KvType) -> usize {
     let stages = match kv {
-        // As many bytes.
+        // Twice as many pages take about as many bytes.
         KvType::F8 => 2 * ring.pages(),
         KvType::F16 | KvType::F32 => ring.pages(),
     };
