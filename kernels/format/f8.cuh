@@ -10,7 +10,7 @@ __device__ __forceinline__ float f8_scale(float amax) {
     if (!is_finite(amax)) return __uint_as_float(NOT_A_NUMBER);
     return scale < __uint_as_float(SMALLEST_NORMAL) ? 0 : scale;
 }
-// What counts towards the largest magnitude of a vector.
+// The magnitude of an element, infinity if it is not finite: f8_scale() takes the largest of a vector.
 __device__ __forceinline__ float f8_magnitude(float x) { return is_finite(x) ? fabsf(x) : INFINITY; }
 
 // The code of an element, to nearest even; 0 under a scale of 0 or NaN.

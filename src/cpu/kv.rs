@@ -226,10 +226,16 @@ fn cast<T: Bits>(bytes: &mut [u8]) -> &mut [T] {
 }
 
 /// Types that are valid for any bytes.
-trait Bits {}
-impl Bits for u16 {}
-impl Bits for u32 {}
-impl Bits for f32 {}
+///
+/// # Safety
+/// Implementations have no invalid values and no padding.
+unsafe trait Bits {}
+// SAFETY: an integer.
+unsafe impl Bits for u16 {}
+// SAFETY: an integer.
+unsafe impl Bits for u32 {}
+// SAFETY: any bits are a number or NaN.
+unsafe impl Bits for f32 {}
 
 /// Writes a key and a value at position `slot` of a head's elements, each with its conversion.
 fn put<T>(
