@@ -23,7 +23,7 @@ use NVFP4::format::swizzle::ScaleLayout;
 use NVFP4::ops::Device;
 use NVFP4::ops::sample::{self, Choice, SamplingOptions};
 use NVFP4::ops::tensors;
-use NVFP4::tensor::{AttentionShape, DType, Tensor};
+use NVFP4::tensor::{AttentionShape, DType, KvType, Tensor};
 
 /// The gated activation after gate and up.
 const GLU: Glu = Glu {
@@ -487,7 +487,7 @@ fn chain(gpu: &Arc<Gpu>) {
     let h = layer_heads(&norm, &frequencies);
     let head = matrix(gpu, SHAPES[4].rows[0], SHAPES[4].k, 9999);
     for batch in [1, 8, 64] {
-        let cache = Cache::new(gpu, h.kv(), LAYERS, 2, batch);
+        let cache = Cache::new(gpu, h.kv(KvType::F16), LAYERS, 2, batch);
         let positions =
             DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &vec![length as u32; batch]).unwrap();
         let rows = SplitKvWorkspace::new(gpu, SplitKvWorkspace::sizes(HEADS, KV_HEADS, DIM), batch)
@@ -739,7 +739,7 @@ fn attention(gpu: &Arc<Gpu>) {
     ] {
         let layers = (ROTATION / (batch * length * KV_HEADS * DIM * 4)).clamp(1, 36);
         let count = length.div_ceil(PAGE) + 1;
-        let cache = Cache::new(gpu, h.kv(), layers, count, batch);
+        let cache = Cache::new(gpu, h.kv(KvType::F16), layers, count, batch);
         let positions =
             DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &vec![length as u32; batch]).unwrap();
         let qkv = floats(gpu, batch * (HEADS + 2 * KV_HEADS) * DIM, 6);

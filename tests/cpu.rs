@@ -8,14 +8,13 @@ use std::sync::Arc;
 use NVFP4::base::memory::{Buffer, Tag};
 use NVFP4::base::{ErrorKind, env};
 use NVFP4::cpu::{
-    Cpu, DeltaGates, DeltaRuleRows, KvLayout, KvPages, KvType, Level, MambaScanRows, MambaSteps,
-    PAGE, Packed, Workspace,
+    Cpu, DeltaGates, DeltaRuleRows, KvLayout, KvPages, Level, MambaScanRows, MambaSteps, PAGE,
+    Packed, Workspace,
 };
-use NVFP4::format::int8;
 use NVFP4::format::nvfp4::{self, Nvfp4, QuantizeOptions};
-use NVFP4::format::random;
+use NVFP4::format::{f8, int8, random};
 use NVFP4::ops::{self, Device};
-use NVFP4::tensor::{AttentionShape, DeltaShape, MambaShape, WeightType};
+use NVFP4::tensor::{AttentionShape, DeltaShape, KvType, MambaShape, WeightType};
 use common::expect_kind;
 
 /// Standard normal values from counter-based bits.
@@ -367,11 +366,20 @@ fn attention_agrees_with_f64_and_is_the_same_everywhere() {
                 .map(|&x| half::f16::from_f32(x).to_f32())
                 .collect::<Vec<_>>()
         };
-        for kind in [KvType::F32, KvType::F16] {
-            let (ks, vs) = if kind == KvType::F32 {
-                (k.clone(), v.clone())
-            } else {
-                (half(&k), half(&v))
+        let in_8_bits = |x: &[f32]| {
+            let decoded = x.chunks_exact(dim).flat_map(|vector| {
+                let scale = f8::scale_of(vector);
+                vector
+                    .iter()
+                    .map(move |&x| f8::decode(f8::encode(x, scale), scale))
+            });
+            decoded.collect::<Vec<_>>()
+        };
+        for kind in KvType::ALL {
+            let (ks, vs) = match kind {
+                KvType::F32 => (k.clone(), v.clone()),
+                KvType::F16 => (half(&k), half(&v)),
+                KvType::F8 => (in_8_bits(&k), in_8_bits(&v)),
             };
             let (visible, f64_cap) = (window.unwrap_or(total), cap.map(f64::from));
             let reference = attend_f64(&q, &ks, &vs, heads, kv_heads, dim, visible, f64_cap, sinks);

@@ -112,7 +112,7 @@ fn sessions_move_between_threads() {
 #[test]
 fn prompts_give_the_same_bits_however_they_come() {
     for case in ["qwen3_tied", "qwen2_untied", "llama_llama3"] {
-        for kv in [KvType::F16, KvType::F32] {
+        for kv in KvType::ALL {
             let model = load(case);
             let new = || {
                 with(&model, |o| {
@@ -1302,7 +1302,7 @@ fn file(name: &str) -> Place {
 #[test]
 fn a_restored_session_goes_on_as_if_nothing_happened() {
     let model = load("qwen3_tied");
-    for kv in [KvType::F16, KvType::F32] {
+    for kv in KvType::ALL {
         let path = file(&format!("whole-{}", kv.name()));
         let mut session = with(&model, |o| {
             o.kv = kv;
@@ -1332,6 +1332,106 @@ fn a_restored_session_goes_on_as_if_nothing_happened() {
             assert!(state(&mut restored) == state(&mut fork));
         }
     }
+}
+
+/// A fork, a cut, a batch and a restored file see the same codes and scales as a session that was given the same tokens.
+#[test]
+fn sessions_in_8_bits_are_the_same_however_they_came_about() {
+    let model = load("qwen3_tied");
+    let new = || {
+        with(&model, |o| {
+            o.kv = KvType::F8;
+            o.context = 200;
+        })
+    };
+    let tokens = some_tokens(&model, 45);
+    let reference = |tokens: &[u32]| {
+        let mut session = new();
+        session.prefill(tokens).unwrap();
+        state(&mut session)
+    };
+    let mut session = new();
+    session.prefill(&tokens).unwrap();
+    let exact = session.logits().unwrap().to_vec();
+    let mut f16 = filled(&model, 45);
+    assert!(f16.logits().unwrap() != exact);
+    assert!(session.kv_bytes() < f16.kv_bytes() * 3 / 5);
+
+    let mut fork = session.fork().unwrap();
+    let mut cut = session.fork().unwrap();
+    cut.truncate(21).unwrap();
+    let path = file("codes");
+    session.save(&path.0).unwrap();
+    let mut restored = Session::restore(model.clone(), &path.0).unwrap();
+    let mut sessions = [&mut session, &mut fork, &mut cut, &mut restored];
+    NVFP4::session::step(&mut sessions, &[1, 2, 3, 4]).unwrap();
+    for (session, last) in sessions.into_iter().zip([1, 2, 3, 4]) {
+        let before = session.len() - 1;
+        let expected = reference(&[&tokens[..before], &[last]].concat());
+        assert!(state(session) == expected, "{before} tokens, then {last}");
+    }
+}
+
+/// A scale and a code that no quantizer writes are named, with a checksum that is right.
+#[test]
+fn session_files_with_codes_or_scales_of_nan_are_errors() {
+    let model = load("qwen3_tied");
+    let mut session = with(&model, |o| o.kv = KvType::F8);
+    session.prefill(&some_tokens(&model, 18)).unwrap();
+    session.logits().unwrap();
+    let path = file("nan");
+    session.save(&path.0).unwrap();
+    let bytes = fs::read(&path.0).unwrap();
+    let spec = model.spec();
+    let attention = spec.blocks[0].attention().unwrap();
+    let (heads, dim, layers) = (attention.kv_heads, attention.head_dim, spec.blocks.len());
+    let head = 32 * dim + 32 * size_of::<f32>();
+    // Each layer has a page of 16 positions, and one of which 2 are in use.
+    let pages = bytes.len() - 8 - layers * 2 * heads * head;
+    let restore = |changes: &[(usize, &[u8])]| {
+        let mut bytes = bytes.clone();
+        for (at, value) in changes {
+            bytes[pages + at..][..value.len()].copy_from_slice(value);
+        }
+        fs::write(&path.0, rewritten(&bytes, |_| ())).unwrap();
+        Session::restore(model.clone(), &path.0)
+    };
+    let corrupt = |at: usize, value: &[u8], part: &str| {
+        expect_kind(restore(&[(at, value)]), ErrorKind::CorruptFile, part);
+    };
+    let (scales, second) = (32 * dim, heads * head);
+    let nan = f32::NAN.to_le_bytes();
+    corrupt(
+        scales + 3 * 4,
+        &nan,
+        "position 3 of a page of keys and values has the scale NaN",
+    );
+    corrupt(
+        scales + 17 * 4,
+        &(-1f32).to_le_bytes(),
+        "position 1 of a page",
+    );
+    corrupt(
+        second + scales + 4,
+        &f32::INFINITY.to_le_bytes(),
+        "position 1",
+    );
+    corrupt(5, &[0x7f], "the code of NaN in head 0");
+    corrupt(
+        head * (heads - 1) + 31 * dim,
+        &[0xff],
+        "the code of NaN in head",
+    );
+    // Positions that are not in use may hold anything, as after a pass that failed.
+    let unused = [
+        (second + scales + 2 * 4, &nan[..]),
+        (second + 2, &[0x7f][..]),
+    ];
+    let mut restored = restore(&unused).unwrap();
+    assert!(state(&mut restored) == state(&mut session));
+    restored.decode(1).unwrap();
+    session.decode(1).unwrap();
+    assert!(state(&mut restored) == state(&mut session));
 }
 
 /// Gemma's windows of most layers, Mistral's of all, and those of layers whose keys and values later ones share.
@@ -1656,7 +1756,8 @@ fn damaged_session_files_are_errors() {
     lie("logits", json!(0), "cut off");
     lie("context", json!(1), "contradicts itself");
     lie("context", json!(1u64 << 40), "context of 1099511627776");
-    lie("kv", json!("f8"), "f8");
+    lie("kv", json!("f4"), "f4");
+    lie("kv", json!("f8"), "cut off");
     lie("kv", json!("f32"), "cut off");
     lie("keep", json!(256), "leaves nothing to drop");
     let answer = |start: usize| json!({"start": start, "opening": "", "whole": true, "said": null});

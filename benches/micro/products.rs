@@ -11,7 +11,7 @@ use NVFP4::cuda::{
 use NVFP4::format::random;
 
 use super::{Figures, Mark, time, zeros};
-use NVFP4::tensor::{AttentionShape, WeightType};
+use NVFP4::tensor::{AttentionShape, KvType, WeightType};
 
 /// Output features and K of the products of a Qwen3-4B layer.
 const SHAPES: [(&str, usize, usize); 4] = [
@@ -182,7 +182,7 @@ pub(super) fn many_rows(gpu: &Arc<Gpu>, figures: &mut Figures) {
     };
     for m in [512, 2048, 4096, 8192] {
         let count = m / PAGE;
-        let shape = heads.kv();
+        let shape = heads.kv(KvType::F16);
         let arena = zeros(gpu, count * shape.bytes());
         let numbers: Vec<u32> = (0..count as u32).collect();
         let table = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &numbers).unwrap();

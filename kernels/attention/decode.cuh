@@ -10,10 +10,15 @@
 // other: an earlier kernel stores their keys and values, for which the ring then waits. The last block of a sequence to finish combines the splits in a fixed
 // order. Alternatively the splits are a cluster, whose blocks send each other their partial results, and each block combines some of the
 // heads.
+//
+// Codes in 8 bits are widened to f16, which is exact. The scales of keys apply to scores, and those of values to probabilities. A word of
+// load_matrices() has four neighbouring codes of a row, of which the matrix instruction takes the first two in the place of neighbours 2t
+// and the others in that of neighbours 2t + 8: along K both operands have this order.
 #pragma once
 #include "common/cluster.cuh"
 #include "common/heads.cuh"
 #include "common/pages.cuh"
+#include "format/f8.cuh"
 #include "format/fragment_major.cuh"
 
 constexpr int HEADS = 8;        // the N of the matrix instruction
@@ -61,42 +66,73 @@ struct OutputRow {
     }
 };
 
-// The keys [POSITIONS][D] and transposed values [D][POSITIONS] of a page of a head, or of a half of one, in shared memory. 16-byte pieces
-// are swizzled by row, so that the same pieces of 8 neighbouring rows have no bank conflicts; those of values of half pages have some.
-template <int D, int THREADS>
+// The keys [POSITIONS][D] and transposed values [D][POSITIONS] of a page of a head, or of a half of one, in shared memory, and then their
+// scales. 16-byte pieces are swizzled by row, so that the same pieces of 8 neighbouring rows have no bank conflicts.
+template <int D, int THREADS, typename E>
 struct PageStage {
-    static constexpr int KEY_PIECES = D / 8, VALUE_PIECES = POSITIONS<D> / 8, KEY_BYTES = POSITIONS<D> * D * 2, BYTES = 2 * KEY_BYTES;
+    static constexpr int PIECE = 16 / sizeof(E), KEY_PIECES = D / PIECE, VALUE_PIECES = POSITIONS<D> / PIECE;
+    static constexpr int KEY_BYTES = POSITIONS<D> * D * sizeof(E), SCALE_BYTES = HAS_SCALES<E> ? POSITIONS<D> * 4 : 0;
+    static constexpr int BYTES = 2 * (KEY_BYTES + SCALE_BYTES);
+    // Tiles of 16 elements that are loaded at once.
+    static constexpr int AT_ONCE = HAS_SCALES<E> ? 2 : 1;
     u32 base;
 
     template <int PIECES>
     static __device__ __forceinline__ int place(int row, int piece) {
         return (row * PIECES + swizzled_piece<PIECES>(row, piece)) * 16;
     }
-    // Requests the positions from these on; all threads call this.
-    __device__ __forceinline__ void fill(const u16* keys, const u16* values) const {
+    // Requests the positions from these on; all threads call this. The scales of values are `apart` floats after those of keys.
+    __device__ __forceinline__ void fill(const E* keys, const E* values, const float* scales, int apart) const {
 #pragma unroll 4
         for (int i = threadIdx.x; i < POSITIONS<D> * KEY_PIECES; i += THREADS) {
-            int value = IS_WIDEST<D> ? i / VALUE_PIECES * PAGE + i % VALUE_PIECES * 8 : i * 8;
-            copy_async_16(base + place<KEY_PIECES>(i / KEY_PIECES, i % KEY_PIECES), keys + i * 8, 16);
+            int value = IS_WIDEST<D> ? i / VALUE_PIECES * PAGE + i % VALUE_PIECES * PIECE : i * PIECE;
+            copy_async_16(base + place<KEY_PIECES>(row_of_position<E>(i / KEY_PIECES), i % KEY_PIECES), keys + i * PIECE, 16);
             copy_async_16(base + KEY_BYTES + place<VALUE_PIECES>(i / VALUE_PIECES, i % VALUE_PIECES), values + value, 16);
         }
+        constexpr int PIECES = SCALE_BYTES / 16;
+        int i = threadIdx.x;
+        if (HAS_SCALES<E> && i < 2 * PIECES) copy_async_16(base + 2 * KEY_BYTES + i * 16, scales + (i < PIECES ? i * 4 : apart + (i - PIECES) * 4), 16);
     }
-    // Keys: elements 16 j to 16 j + 15 of 16 positions from `first` on, as A.
-    __device__ __forceinline__ void keys(int first, int j, u32 (&a)[4]) const {
+    // Tiles from the words of load_matrices(), as A.
+    static __device__ __forceinline__ void widen(const u32 (&words)[4], u32 (&a)[AT_ONCE][4]) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                if (HAS_SCALES<E>) {
+                    f8_pairs(words[2 * i + e], a[i][e], a[i][e + 2]);
+                } else {
+                    a[i][e] = words[e], a[i][e + 2] = words[e + 2];
+                }
+            }
+        }
+    }
+    // Keys: tiles of elements from AT_ONCE * j on, of 16 positions from `first` on, as A.
+    __device__ __forceinline__ void keys(int first, int j, u32 (&a)[AT_ONCE][4]) const {
         int lane = lane_id();
-        load_matrices(a, base + place<KEY_PIECES>(first + lane % 16, 2 * j + lane / 16));
+        u32 words[4];
+        load_matrices(words, base + place<KEY_PIECES>(first + lane % 16, 2 * j + lane / 16));
+        widen(words, a);
     }
     // As keys(), for transposed values.
-    __device__ __forceinline__ void values(int first, int j, u32 (&a)[4]) const {
+    __device__ __forceinline__ void values(int first, int j, u32 (&a)[AT_ONCE][4]) const {
         int lane = lane_id();
-        load_matrices(a, base + KEY_BYTES + place<VALUE_PIECES>(16 * j + lane % 16, first / 8 + lane / 16));
+        int row = HAS_SCALES<E> ? lane : lane % 16, piece = HAS_SCALES<E> ? 0 : lane / 16;
+        u32 words[4];
+        load_matrices(words, base + KEY_BYTES + place<VALUE_PIECES>(16 * AT_ONCE * j + row, first / PIECE + piece));
+        widen(words, a);
     }
+    // The scale of the key of a position of the stage, and that of its value.
+    __device__ __forceinline__ float key_scale(int position) const { return load_shared_float(base + 2 * KEY_BYTES + position * 4); }
+    __device__ __forceinline__ float value_scale(int position) const { return load_shared_float(base + 2 * KEY_BYTES + SCALE_BYTES + position * 4); }
 };
 
 // The new token in shared memory, and two words by which a block coordinates with others.
-template <int D>
+template <int D, typename E>
 struct __align__(128) NewToken {
-    u16 q[HEADS][D], key[D], value[D];
+    u16 q[HEADS][D];
+    E key[D], value[D];
+    float scales[2];  // of key and value
     u64 exchange;   // barrier for the partial results that other blocks of the cluster send
     int last;       // whether the block is the last of its sequence to finish
 };
@@ -185,8 +221,9 @@ struct PartialResult {
 };
 
 // The ring has STAGES pages, or half pages, SPAN of which are processed at a time. CLUSTER: the splits of a sequence are the blocks of a
-// cluster. LIMITED: there may be a window, a soft cap or sinks, and rows of projections may lack keys or values. ROTARY: see Rotation.
-template <int D, bool LIMITED, int ROTARY, int STAGES, int SPAN, bool CLUSTER>
+// cluster. LIMITED: there may be a window, a soft cap or sinks, and rows of projections may lack keys or values. ROTARY: see Rotation. E: an
+// element of the cache.
+template <int D, bool LIMITED, int ROTARY, int STAGES, int SPAN, bool CLUSTER, typename E = u16>
 __device__ __forceinline__ void run(const Arguments& a) {
     static_assert(STAGES % SPAN == 0, "");
     constexpr int WARPS = SPAN * PAGE_WARPS, THREADS = WARPS * WARP;
@@ -194,10 +231,12 @@ __device__ __forceinline__ void run(const Arguments& a) {
     constexpr int TILES = D / 16, OWN_TILES = TILES / SHARERS<D>, LINE = PartialResult<D>::LINE, N = SLOTS<D>;
     // Warps with positions of their own.
     constexpr int LINES = WARPS / SHARERS<D>;
-    using Stage = PageStage<D, THREADS>;
+    using Stage = PageStage<D, THREADS, E>;
+    constexpr int AT_ONCE = Stage::AT_ONCE;
+    static_assert(!HAS_SCALES<E> || !IS_WIDEST<D>, "");
     extern __shared__ __align__(128) char shared[];
-    auto& [q, new_key, new_value, exchange, last] = *(NewToken<D>*)shared;
-    char* ring = shared + sizeof(NewToken<D>);
+    auto& [q, new_key, new_value, new_scales, exchange, last] = *(NewToken<D, E>*)shared;
+    char* ring = shared + sizeof(NewToken<D, E>);
 
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
     int head_blocks = ceil_div(a.group, HEADS);
@@ -222,7 +261,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
     auto load = [&](int i) {
         if (i < stages) {
             int p = begin + i * POSITIONS<D>;
-            stage(i).fill(keys<D>(a.pages, sequence, p, kv_head), values<D>(a.pages, sequence, p, kv_head));
+            const float* scales = HAS_SCALES<E> ? scales_of(a.pages, D, sequence, p, kv_head) : nullptr;
+            stage(i).fill(keys<D, E>(a.pages, sequence, p, kv_head), values<D, E>(a.pages, sequence, p, kv_head), scales, a.pages.kv_heads * PAGE);
         }
         copy_async_commit();
     };
@@ -278,13 +318,20 @@ __device__ __forceinline__ void run(const Arguments& a) {
 #pragma unroll
             for (int j = 0; j < N; j++) y[turn][j] *= factor;
         }
-        u16* to = i < heads ? q[i] : i == heads ? new_key : new_value;
         if (i < heads + 2) {
+            E* to = i == heads ? new_key : new_value;
+            float scale = i < heads ? 1 : vector_scale<E>(y[turn]);
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                if (has_slot<D>(j)) to[lane + WARP * j] = to_f16(y[turn][j]);
                 is_unfit |= !fits_f16(y[turn][j]);
+                if (!has_slot<D>(j)) continue;
+                if (i < heads) {
+                    q[i][lane + WARP * j] = to_f16(y[turn][j]);
+                } else {
+                    to[lane + WARP * j] = to_element<E>(y[turn][j], scale);
+                }
             }
+            if (HAS_SCALES<E> && i >= heads && lane == 0) new_scales[i - heads] = scale;
         }
     }
     note_unfit(a.pages, sequence, is_unfit);
@@ -292,18 +339,25 @@ __device__ __forceinline__ void run(const Arguments& a) {
     __syncthreads();
 
     if (has_new && !a.stored) {
-        u16 *to_key = keys<D>(a.pages, sequence, position, kv_head), *to_value = values<D>(a.pages, sequence, position, kv_head);
+        E *to_key = keys<D, E>(a.pages, sequence, position, kv_head), *to_value = values<D, E>(a.pages, sequence, position, kv_head);
         for (int i = threadIdx.x; i < D; i += THREADS) {
             to_key[i] = new_key[i];
             to_value[i * PAGE] = new_value[i];
         }
+        if (HAS_SCALES<E> && threadIdx.x < 2) {
+            scales_of(a.pages, D, sequence, position, kv_head)[threadIdx.x * a.pages.kv_heads * PAGE] = new_scales[threadIdx.x];
+        }
     }
+    // Along K of a product a lane has two neighbours from NEIGHBOURS * t on, and two that are APART from those.
+    constexpr int NEIGHBOURS = HAS_SCALES<E> ? 4 : 2, APART = HAS_SCALES<E> ? 2 : 8;
     u32 query[TILES][2];
 #pragma unroll
     for (int j = 0; j < TILES; j++) {
-        query[j][0] = *(const u32*)&q[g][16 * j + 2 * t];
-        query[j][1] = *(const u32*)&q[g][16 * j + 2 * t + 8];
+        query[j][0] = *(const u32*)&q[g][16 * j + NEIGHBOURS * t];
+        query[j][1] = *(const u32*)&q[g][16 * j + NEIGHBOURS * t + APART];
     }
+    // The lane's positions of 16: rows g and g + 8 of the scores.
+    int low = position_of_row<E>(g), high = low + APART;
     float y_tiles[OWN_TILES][4] = {}, max_score[2] = {-INFINITY, -INFINITY}, weight[2] = {0, 0};
 
     // The positions of a warp in a stage, and its tiles of values.
@@ -315,17 +369,25 @@ __device__ __forceinline__ void run(const Arguments& a) {
         if (p < end && (!LIMITED || p + STEP > start)) {
             float score[4] = {};
 #pragma unroll
-            for (int j = 0; j < TILES; j++) {
-                u32 k[4];
+            for (int j = 0; j < TILES / AT_ONCE; j++) {
+                u32 k[AT_ONCE][4];
                 stage(at).keys(first, j, k);
-                mma_f16(score, k[0], k[1], k[2], k[3], query[j][0], query[j][1]);
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; i++) {
+                    const u32(&of_tile)[2] = query[AT_ONCE * j + i];
+                    mma_f16(score, k[i][0], k[i][1], k[i][2], k[i][3], of_tile[0], of_tile[1]);
+                }
+            }
+            if (HAS_SCALES<E>) {
+                float of_low = stage(at).key_scale(first + low), of_high = stage(at).key_scale(first + high);
+                score[0] *= of_low, score[1] *= of_low, score[2] *= of_high, score[3] *= of_high;
             }
             if (LIMITED && a.cap > 0) {
 #pragma unroll
                 for (int e = 0; e < 4; e++) score[e] = capped(score[e], a.cap);
             }
-            if (p + g >= end || (LIMITED && p + g < start)) score[0] = score[1] = -INFINITY;
-            if (p + g + 8 >= end || (LIMITED && p + g + 8 < start)) score[2] = score[3] = -INFINITY;
+            if (p + low >= end || (LIMITED && p + low < start)) score[0] = score[1] = -INFINITY;
+            if (p + high >= end || (LIMITED && p + high < start)) score[2] = score[3] = -INFINITY;
             float factor[2];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
@@ -343,15 +405,20 @@ __device__ __forceinline__ void run(const Arguments& a) {
                 float x = exp2_approx(score[2 * b] - max_score[0]), z = exp2_approx(score[2 * b + 1] - max_score[1]);
                 weight[0] += x;
                 weight[1] += z;
-                probability[b] = transpose_matrix(pack_f16(x, z));
+                float scale = HAS_SCALES<E> ? stage(at).value_scale(first + (b == 0 ? low : high)) * PROBABILITY_FACTOR<E> : 1;
+                probability[b] = transpose_matrix(pack_f16(x * scale, z * scale));
             }
 #pragma unroll
-            for (int j = 0; j < OWN_TILES; j++) {
-                u32 v[4];
-                stage(at).values(first, first_tile + j, v);
+            for (int j = 0; j < OWN_TILES / AT_ONCE; j++) {
+                u32 v[AT_ONCE][4];
+                stage(at).values(first, first_tile / AT_ONCE + j, v);
 #pragma unroll
-                for (int e = 0; e < 4; e++) y_tiles[j][e] *= factor[e % 2];
-                mma_f16(y_tiles[j], v[0], v[1], v[2], v[3], probability[0], probability[1]);
+                for (int i = 0; i < AT_ONCE; i++) {
+                    float(&y)[4] = y_tiles[AT_ONCE * j + i];
+#pragma unroll
+                    for (int e = 0; e < 4; e++) y[e] *= factor[e % 2];
+                    mma_f16(y, v[i][0], v[i][1], v[i][2], v[i][3], probability[0], probability[1]);
+                }
             }
         }
         __syncthreads();
@@ -368,10 +435,10 @@ __device__ __forceinline__ void run(const Arguments& a) {
         for (int j = 0; j < N; j++) {
             int i = lane + WARP * j;
             if (!has_slot<D>(j)) continue;
-            score += f16_to_float(q[h][i]) * f16_to_float(new_key[i]);
-            line[i] = f16_to_float(new_value[i]);
+            score += f16_to_float(q[h][i]) * element_to_float(new_key[i]);
+            line[i] = element_to_float(new_value[i]) * (HAS_SCALES<E> ? new_scales[1] : 1);
         }
-        score = warp_sum(score);
+        score = warp_sum(score) * (HAS_SCALES<E> ? new_scales[0] : 1);
         if (LIMITED && a.cap > 0) score = capped(score, a.cap);
         if (lane == 0) {
             line[D] = has_new ? score : -INFINITY;
@@ -385,8 +452,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
         float* line = of_warp[SHARERS<D> == 1 ? warp : first / STEP][2 * t + h];
 #pragma unroll
         for (int i = 0; i < OWN_TILES; i++) {
-            line[16 * (first_tile + i) + g] = y_tiles[i][h];
-            line[16 * (first_tile + i) + g + 8] = y_tiles[i][h + 2];
+            line[16 * (first_tile + i) + g] = y_tiles[i][h] * (1 / PROBABILITY_FACTOR<E>);
+            line[16 * (first_tile + i) + g + 8] = y_tiles[i][h + 2] * (1 / PROBABILITY_FACTOR<E>);
         }
         if (g == 0 && first_tile == 0) {
             line[D] = max_score[h];
@@ -452,10 +519,11 @@ __device__ __forceinline__ void run(const Arguments& a) {
 // one page. Of wide heads, whose ring has two pages, both are processed at a time where a block has few positions (attention/decode_wide.cu). Minimum numbers of blocks per multiprocessor:
 constexpr int LONG_RING_BLOCKS = 2, ONE_PAGE_BLOCKS = 4;
 
-#define KERNEL(D, LIMITED, ROTARY, NAME, STAGES, SPAN, BLOCKS, CLUSTER)                                                      \
+#define KERNEL_OF(E, D, LIMITED, ROTARY, NAME, STAGES, SPAN, BLOCKS, CLUSTER)                                                \
     extern "C" __global__ void __launch_bounds__(SPAN* PAGE_WARPS* WARP, BLOCKS) NAME(const __grid_constant__ Arguments a) { \
-        run<D, LIMITED, ROTARY, STAGES, SPAN, CLUSTER>(a);                                                                   \
+        run<D, LIMITED, ROTARY, STAGES, SPAN, CLUSTER, E>(a);                                                                \
     }
+#define KERNEL(D, LIMITED, ROTARY, NAME, STAGES, SPAN, BLOCKS, CLUSTER) KERNEL_OF(u16, D, LIMITED, ROTARY, NAME, STAGES, SPAN, BLOCKS, CLUSTER)
 #define KERNELS(D, LIMITED, ROTARY, NAME, RING_BLOCKS, PAGE_BLOCKS)         \
     KERNEL(D, LIMITED, ROTARY, NAME##_ring4, 4, 2, RING_BLOCKS, false)      \
     KERNEL(D, LIMITED, ROTARY, NAME##_ring2, 2, 1, RING_BLOCKS, false)      \

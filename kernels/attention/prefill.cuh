@@ -7,9 +7,12 @@
 //
 // The widest heads are taken by half pages, and two warps have the same rows: each computes their scores, and has half of the values'
 // elements.
+//
+// Codes in 8 bits are widened as in decode attention: see attention/decode.cuh.
 #pragma once
 #include "common/pages.cuh"
 #include "common/ptx.cuh"
+#include "format/f8.cuh"
 
 constexpr int WARPS = 8;
 // Whether a page of such heads is too large for the shared memory of some architectures, and its values for the registers of a warp.
@@ -34,15 +37,40 @@ struct Arguments {
     float cap;              // of the scores, times log2(e); 0: none
 };
 
-template <int D>
+// Steps along K, of 16 elements or positions, for which load_matrices() loads two B.
+template <typename E>
+constexpr int STEPS = HAS_SCALES<E> ? 2 : 1;
+
+// Adds the products of A with the matrices at an address, which have 8 columns for each accumulator.
+template <typename E>
+__device__ __forceinline__ void multiply(float (&left)[4], float (&right)[4], const u32 (&a)[STEPS<E>][4], u32 matrices) {
+    u32 b[4];
+    load_matrices(b, matrices);
+#pragma unroll
+    for (int i = 0; i < STEPS<E>; i++) {
+        u32 of_left[2] = {b[0], b[1]}, of_right[2] = {b[2], b[3]};
+        if (HAS_SCALES<E>) {
+            f8_pairs(b[i], of_left[0], of_left[1]);
+            f8_pairs(b[i + 2], of_right[0], of_right[1]);
+        }
+        mma_f16(left, a[i][0], a[i][1], a[i][2], a[i][3], of_left[0], of_left[1]);
+        mma_f16(right, a[i][0], a[i][1], a[i][2], a[i][3], of_right[0], of_right[1]);
+    }
+}
+
+// E: an element of the cache.
+template <int D, typename E = u16>
 __device__ __forceinline__ void run(const Arguments& a) {
     // A page is taken in parts of so many positions.
-    constexpr int POSITIONS = IS_WIDEST<D> ? PAGE / 2 : PAGE, KEY_PIECES = D / 8, VALUE_PIECES = POSITIONS / 8, TILE = POSITIONS * D;
+    constexpr int PIECE = 16 / sizeof(E), K_STEPS = STEPS<E>;
+    constexpr int POSITIONS = IS_WIDEST<D> ? PAGE / 2 : PAGE, KEY_PIECES = D / PIECE, VALUE_PIECES = POSITIONS / PIECE;
+    constexpr int TILE_BYTES = POSITIONS * D * sizeof(E), TILE_PIECES = TILE_BYTES / 16, SCALE_BYTES = HAS_SCALES<E> ? POSITIONS * 4 : 0;
     constexpr int OWN_TILES = D / 8 / SHARERS<D>;
     // Wide heads leave shared memory for only one page, and no registers for queries.
     constexpr bool WIDE = D > 128;
     constexpr int STAGES = WIDE ? 1 : 2;
-    extern __shared__ __align__(128) u16 shared[];  // [STAGES][keys, values][TILE]
+    static_assert(!HAS_SCALES<E> || !WIDE, "");
+    extern __shared__ __align__(128) u16 shared[];  // [STAGES]: keys, values, their scales
     int lane = lane_id(), warp = threadIdx.x / WARP % (WARPS / SHARERS<D>), g = lane / 4, t = lane % 4;
     int first_tile = threadIdx.x / WARP / (WARPS / SHARERS<D>) * OWN_TILES;
     // The blocks that see the most positions start first.
@@ -50,29 +78,39 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int head = blockIdx.x, kv_head = head / (a.heads / a.pages.kv_heads);
 
     // Bytes from the start of a tile to a piece of a row. Rows that are a multiple of 8 apart have a fixed distance.
-    auto key_at = [&](int row, int piece) { return row * (D * 2) + swizzled_piece<KEY_PIECES>(row, piece) * 16; };
-    auto value_at = [&](int row, int piece) { return row * (POSITIONS * 2) + swizzled_piece<VALUE_PIECES>(row, piece) * 16; };
+    constexpr int KEY_ROW = D * sizeof(E), VALUE_ROW = POSITIONS * sizeof(E);
+    auto key_at = [&](int row, int piece) { return row * KEY_ROW + swizzled_piece<KEY_PIECES>(row, piece) * 16; };
+    auto value_at = [&](int row, int piece) { return row * VALUE_ROW + swizzled_piece<VALUE_PIECES>(row, piece) * 16; };
     u32 base = shared_address(shared);
-    auto key_tile = [&](int part) { return base + part % STAGES * (4 * TILE); };
-    auto value_tile = [&](int part) { return key_tile(part) + 2 * TILE; };
+    auto key_tile = [&](int part) { return base + part % STAGES * (2 * (TILE_BYTES + SCALE_BYTES)); };
+    auto value_tile = [&](int part) { return key_tile(part) + TILE_BYTES; };
+    auto key_scales = [&](int part) { return key_tile(part) + 2 * TILE_BYTES; };
     auto load = [&](int part) {
         constexpr int AT_ONCE = WARPS * WARP;
-        const u16* k = keys<D>(a.pages, 0, part * POSITIONS, kv_head) + threadIdx.x * 8;
-        const u16* v = values<D>(a.pages, 0, part * POSITIONS, kv_head);
-        v += IS_WIDEST<D> ? threadIdx.x / VALUE_PIECES * PAGE + threadIdx.x % VALUE_PIECES * 8 : threadIdx.x * 8;
+        const E* k = keys<D, E>(a.pages, 0, part * POSITIONS, kv_head) + threadIdx.x * PIECE;
+        const E* v = values<D, E>(a.pages, 0, part * POSITIONS, kv_head);
+        v += IS_WIDEST<D> ? threadIdx.x / VALUE_PIECES * PAGE + threadIdx.x % VALUE_PIECES * PIECE : threadIdx.x * PIECE;
         u32 to = value_tile(part) + value_at(threadIdx.x / VALUE_PIECES, threadIdx.x % VALUE_PIECES);
 #pragma unroll
-        for (int i = 0; i < TILE / 8; i += AT_ONCE) {
-            if (TILE / 8 % AT_ONCE == 0 || i + (int)threadIdx.x < TILE / 8) copy_async_16(to + i * 16, v + i / VALUE_PIECES * PAGE, 16);
+        for (int i = 0; i < TILE_PIECES; i += AT_ONCE) {
+            if (TILE_PIECES % AT_ONCE == 0 || i + (int)threadIdx.x < TILE_PIECES) copy_async_16(to + i * 16, v + i / VALUE_PIECES * PAGE, 16);
         }
-        // Whether all threads together copy a multiple of 8 rows, so that each thread's copies are at fixed distances.
-        constexpr bool SAME = AT_ONCE % (8 * KEY_PIECES) == 0;
+        // Whether all threads together copy a multiple of 8 rows, or of 16 in their own order, so that each thread's copies are at fixed
+        // distances.
+        constexpr bool SAME = AT_ONCE % (8 * K_STEPS * KEY_PIECES) == 0;
+        auto key_piece = [&](int piece) { return key_at(row_of_position<E>(piece / KEY_PIECES), piece % KEY_PIECES); };
         to = key_tile(part);
-        if (SAME) to += key_at(threadIdx.x / KEY_PIECES, threadIdx.x % KEY_PIECES);
+        if (SAME) to += key_piece(threadIdx.x);
 #pragma unroll
-        for (int i = 0; i < TILE / 8; i += AT_ONCE) {
-            int piece = i + threadIdx.x, at = SAME ? i * 16 : key_at(piece / KEY_PIECES, piece % KEY_PIECES);
-            if (TILE / 8 % AT_ONCE == 0 || piece < TILE / 8) copy_async_16(to + at, k + i * 8, 16);
+        for (int i = 0; i < TILE_PIECES; i += AT_ONCE) {
+            int piece = i + threadIdx.x, at = SAME ? i * 16 : key_piece(piece);
+            if (TILE_PIECES % AT_ONCE == 0 || piece < TILE_PIECES) copy_async_16(to + at, k + i * PIECE, 16);
+        }
+        if (HAS_SCALES<E> && threadIdx.x < 2 * SCALE_BYTES / 16) {
+            constexpr int PIECES = SCALE_BYTES / 16;
+            int i = threadIdx.x;
+            const float* scales = scales_of(a.pages, D, 0, part * POSITIONS, kv_head) + (i < PIECES ? i * 4 : a.pages.kv_heads * PAGE + (i - PIECES) * 4);
+            copy_async_16(key_scales(part) + i * 16, scales, 16);
         }
         copy_async_commit();
     };
@@ -85,29 +123,38 @@ __device__ __forceinline__ void run(const Arguments& a) {
 
     int rows[2] = {first_row + warp * 16 + g, first_row + warp * 16 + g + 8};
     const u16* from[2];
-    u32 queries[WIDE ? 1 : D / 16][4];
+    // Along K of a product a lane has two neighbours from NEIGHBOURS * t on, and two that are APART from those.
+    constexpr int NEIGHBOURS = HAS_SCALES<E> ? 4 : 2, APART = HAS_SCALES<E> ? 2 : 8;
+    u32 queries[WIDE ? 1 : D / 16 / K_STEPS][K_STEPS][4];
     auto load_query = [&](int k, u32 (&q)[4]) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            q[i] = *(const u32*)(from[i] + 16 * k + 2 * t);
-            q[i + 2] = *(const u32*)(from[i] + 16 * k + 2 * t + 8);
+            q[i] = *(const u32*)(from[i] + 16 * k + NEIGHBOURS * t);
+            q[i + 2] = *(const u32*)(from[i] + 16 * k + NEIGHBOURS * t + APART);
         }
+    };
+    // The position in a part of a lane's score i of column tile n.
+    auto score_position = [&](int n, int i) { return HAS_SCALES<E> ? n / 2 * 16 + 4 * t + n % 2 * 2 + i % 2 : n * 8 + 2 * t + i % 2; };
+    // The scales of the lane's four positions of column tiles n and n + 1.
+    auto four_scales = [&](u32 scales, int n, float (&four)[4]) {
+        float4 v = as_floats(load_shared_16(scales + score_position(n, 0) * 4));
+        four[0] = v.x, four[1] = v.y, four[2] = v.z, four[3] = v.w;
     };
 #pragma unroll
     for (int i = 0; i < 2; i++) from[i] = a.q + ((size_t)min(rows[i], a.rows - 1) * a.heads + head) * D;
     if (!WIDE) {
 #pragma unroll
-        for (int k = 0; k < D / 16; k++) load_query(k, queries[WIDE ? 0 : k]);
+        for (int k = 0; k < D / 16; k++) load_query(k, queries[WIDE ? 0 : k / K_STEPS][k % K_STEPS]);
     }
     float y[OWN_TILES][4] = {}, max_score[2] = {-INFINITY, -INFINITY}, weight[2] = {0, 0};
     // ldmatrix: lanes 8 i to 8 i + 7 address matrix i of four; the first two are the B operand of a product, 16 by 8 columns.
     int matrix_row = lane % 8 + lane / 16 * 8, matrix_half = lane / 8 % 2;
     // Computed once: eight rows further, a matrix is at a fixed distance.
-    u32 key_matrices[WIDE ? 1 : D / 16], value_matrices[POSITIONS / 16];
+    u32 key_matrices[WIDE ? 1 : D / 16 / K_STEPS], value_matrices[POSITIONS / 16 / K_STEPS];
 #pragma unroll
-    for (int k = 0; !WIDE && k < D / 16; k++) key_matrices[k] = key_at(matrix_row, 2 * k + matrix_half);
+    for (int k = 0; !WIDE && k < D / 16 / K_STEPS; k++) key_matrices[k] = key_at(matrix_row, 2 * k + matrix_half);
 #pragma unroll
-    for (int k = 0; k < POSITIONS / 16; k++) value_matrices[k] = value_at(matrix_row, 2 * k + matrix_half);
+    for (int k = 0; k < POSITIONS / 16 / K_STEPS; k++) value_matrices[k] = value_at(matrix_row, 2 * k + matrix_half);
 
     for (int part = first_part; part < parts; part++) {
         if (WIDE) {
@@ -118,25 +165,32 @@ __device__ __forceinline__ void run(const Arguments& a) {
         __syncthreads();
         if (!WIDE && part + 1 < parts) load(part + 1);
         float score[POSITIONS / 8][4] = {};
-        auto multiply = [&](int n, int k, const u32(&q)[4]) {
-            u32 b[4];
-            load_matrices(b, key_tile(part) + (WIDE ? key_at(matrix_row, 2 * k + matrix_half) : key_matrices[WIDE ? 0 : k]) + n * 8 * (D * 2));
-            mma_f16(score[n], q[0], q[1], q[2], q[3], b[0], b[1]);
-            mma_f16(score[n + 1], q[0], q[1], q[2], q[3], b[2], b[3]);
+        auto multiply_keys = [&](int n, int k, const u32(&q)[K_STEPS][4]) {
+            u32 matrices = WIDE ? key_at(matrix_row, 2 * k + matrix_half) : key_matrices[WIDE ? 0 : k];
+            multiply<E>(score[n], score[n + 1], q, key_tile(part) + matrices + n * 8 * KEY_ROW);
         };
         if (WIDE) {
 #pragma unroll 2
             for (int k = 0; k < D / 16; k++) {
-                u32 q[4];
-                load_query(k, q);
+                u32 q[K_STEPS][4];
+                load_query(k, q[0]);
 #pragma unroll
-                for (int n = 0; n < POSITIONS / 8; n += 2) multiply(n, k, q);
+                for (int n = 0; n < POSITIONS / 8; n += 2) multiply_keys(n, k, q);
             }
         } else {
 #pragma unroll
             for (int n = 0; n < POSITIONS / 8; n += 2) {
 #pragma unroll
-                for (int k = 0; k < D / 16; k++) multiply(n, k, queries[WIDE ? 0 : k]);
+                for (int k = 0; k < D / 16 / K_STEPS; k++) multiply_keys(n, k, queries[WIDE ? 0 : k]);
+            }
+        }
+        if (HAS_SCALES<E>) {
+#pragma unroll
+            for (int n = 0; n < POSITIONS / 8; n += 2) {
+                float scales[4];
+                four_scales(key_scales(part), n, scales);
+#pragma unroll
+                for (int i = 0; i < 4; i++) score[n][i] *= scales[i % 2], score[n + 1][i] *= scales[2 + i % 2];
             }
         }
         if (a.cap > 0) {
@@ -151,7 +205,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
             for (int n = 0; n < POSITIONS / 8; n++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    if (part * POSITIONS + n * 8 + 2 * t + i % 2 > a.first_position + rows[i / 2]) score[n][i] = -INFINITY;
+                    if (part * POSITIONS + score_position(n, i) > a.first_position + rows[i / 2]) score[n][i] = -INFINITY;
                 }
             }
         }
@@ -160,7 +214,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
             for (int n = 0; n < POSITIONS / 8; n++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    if (part * POSITIONS + n * 8 + 2 * t + i % 2 <= a.first_position + rows[i / 2] - a.window) score[n][i] = -INFINITY;
+                    if (part * POSITIONS + score_position(n, i) <= a.first_position + rows[i / 2] - a.window) score[n][i] = -INFINITY;
                 }
             }
         }
@@ -178,14 +232,17 @@ __device__ __forceinline__ void run(const Arguments& a) {
             max_score[r] = best;
             weight[r] *= factor[r];
         }
-        u32 p[POSITIONS / 8][2];
+        u32 p[POSITIONS / 16 / K_STEPS][K_STEPS][4];
 #pragma unroll
         for (int n = 0; n < POSITIONS / 8; n++) {
+            float scales[4] = {1, 1, 1, 1};
+            if (HAS_SCALES<E>) four_scales(key_scales(part) + SCALE_BYTES, n & ~1, scales);
+            float of_low = scales[n % 2 * 2] * PROBABILITY_FACTOR<E>, of_high = scales[n % 2 * 2 + 1] * PROBABILITY_FACTOR<E>;
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 float low = exp2_approx(score[n][2 * r] - subtracted[r]), high = exp2_approx(score[n][2 * r + 1] - subtracted[r]);
                 weight[r] += low + high;
-                p[n][r] = pack_f16(low, high);
+                p[n / 2 / K_STEPS][n / 2 % K_STEPS][n % 2 * 2 + r] = pack_f16(low * of_low, high * of_high);
             }
         }
 #pragma unroll
@@ -196,11 +253,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
                 y[n + 1][i] *= factor[i / 2];
             }
 #pragma unroll
-            for (int k = 0; k < POSITIONS / 16; k++) {
-                u32 b[4];
-                load_matrices(b, value_tile(part) + value_matrices[k] + (first_tile + n) * 8 * (POSITIONS * 2));
-                mma_f16(y[n], p[2 * k][0], p[2 * k][1], p[2 * k + 1][0], p[2 * k + 1][1], b[0], b[1]);
-                mma_f16(y[n + 1], p[2 * k][0], p[2 * k][1], p[2 * k + 1][0], p[2 * k + 1][1], b[2], b[3]);
+            for (int k = 0; k < POSITIONS / 16 / K_STEPS; k++) {
+                multiply<E>(y[n], y[n + 1], p[k], value_tile(part) + value_matrices[k] + (first_tile + n) * 8 * VALUE_ROW);
             }
         }
     }
@@ -211,11 +265,12 @@ __device__ __forceinline__ void run(const Arguments& a) {
         weight[r] += __shfl_xor_sync(ALL_LANES, weight[r], 2);
         if (rows[r] >= a.rows) continue;
         u16* out = a.out + ((size_t)rows[r] * a.heads + head) * D;
-        float factor = 1 / (weight[r] + exp2_approx(sink - max_score[r]));
+        float factor = 1 / PROBABILITY_FACTOR<E> / (weight[r] + exp2_approx(sink - max_score[r]));
 #pragma unroll
         for (int n = 0; n < OWN_TILES; n++) *(u32*)(out + (first_tile + n) * 8 + 2 * t) = pack_f16(y[n][2 * r] * factor, y[n][2 * r + 1] * factor);
     }
 }
 
-#define KERNEL(D)                                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) attention_prefill_##D(const __grid_constant__ Arguments a) { run<D>(a); }
+#define KERNEL_OF(E, D, NAME) \
+    extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) NAME(const __grid_constant__ Arguments a) { run<D, E>(a); }
+#define KERNEL(D) KERNEL_OF(u16, D, attention_prefill_##D)

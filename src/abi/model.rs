@@ -45,14 +45,20 @@ impl Object for Served {
 
 /// Cached keys and values in IEEE half precision.
 pub const NVFP4_KV_FLOAT16: i32 = 0;
-/// Cached keys and values in IEEE single precision: unrounded, in twice the memory.
+/// Cached keys and values in IEEE single precision: unrounded, in twice the memory. On the CPU alone.
 pub const NVFP4_KV_FLOAT32: i32 = 1;
+/// Cached keys and values as e4m3 codes of one byte, with a scale in single precision for each token and head: about half of the memory of
+/// half precision. The largest magnitude of a key or value becomes 448, and an element is off by at most a sixteenth of itself, or by a
+/// 1024th of the scale where that is more. On a GPU for models without sliding windows, soft caps and sinks whose heads have 32, 64 or 128
+/// elements that all rotate; creating a session of another model there returns #NVFP4_UNSUPPORTED.
+pub const NVFP4_KV_FLOAT8: i32 = 2;
 
 /// The element type of keys and values with this number.
 pub(super) fn kv_type(value: i32) -> Result<KvType> {
     let types = [
         (NVFP4_KV_FLOAT16, "float16", KvType::F16),
         (NVFP4_KV_FLOAT32, "float32", KvType::F32),
+        (NVFP4_KV_FLOAT8, "float8", KvType::F8),
     ];
     choice("kv_type", value, &types)
 }

@@ -201,8 +201,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     };
     let positions = before as f64 + args.gen_tokens as f64 / 2.0;
     let kv: KvType = args.model.kv.into();
-    let kv_bytes_per_token =
-        (info.kv_bytes_per_token as usize * kv.size() / KvType::F16.size()) as f64;
+    let kv_bytes_per_token = model.spec().kv_bytes_per_token(kv) as f64;
     // A GPU's weights include the embedding, of which a step reads one row.
     let weights = model.weights().bytes_per_step(model.spec(), args.batch);
     let read = weights + args.batch as f64 * kv_bytes_per_token * positions;

@@ -78,6 +78,8 @@ enum ActivationsName {
 pub(super) enum KvName {
     F16,
     F32,
+    /// e4m3 with a scale for each token and head
+    F8,
 }
 
 impl From<KvName> for KvType {
@@ -85,6 +87,7 @@ impl From<KvName> for KvType {
         match name {
             KvName::F16 => KvType::F16,
             KvName::F32 => KvType::F32,
+            KvName::F8 => KvType::F8,
         }
     }
 }
@@ -215,7 +218,10 @@ impl ModelArgs {
         };
         let model = watch.during(|| Served::load(path, &options));
         bar.finish_and_clear();
-        model
+        let model = model?;
+        // A GPU does not have all types for all models: another device may be chosen now.
+        model.sequence(1, self.kv.into())?;
+        Ok(model)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::simd::{Simd, doubled_codes, value_bytes};
+use super::simd::{SIGNED_E4M3, Simd, doubled_codes, value_bytes};
 
 pub(super) struct Avx2;
 
@@ -44,6 +44,17 @@ unsafe fn widen_e4m3(p: *const u8) -> __m256 {
         let rebias = _mm256_set1_ps(f32::from_bits((127 + 120) << 23));
         let bits = _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()));
         _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32::<20>(bits)), rebias)
+    }
+}
+
+#[inline(always)]
+unsafe fn widen_signed_e4m3(p: *const u8) -> __m256 {
+    // SAFETY: AVX2 by the trait's contract, as are the 8 bytes at `p`.
+    unsafe {
+        let rebias = _mm256_set1_ps(f32::from_bits((127 + 120) << 23));
+        let bits = _mm256_slli_epi32::<20>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast())));
+        let bits = _mm256_and_si256(bits, _mm256_set1_epi32(SIGNED_E4M3 as i32));
+        _mm256_mul_ps(_mm256_castsi256_ps(bits), rebias)
     }
 }
 
@@ -288,6 +299,10 @@ unsafe impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn load_e4m3(p: *const u8) -> V {
         unsafe { [widen_e4m3(p), widen_e4m3(p.add(8))] }
+    }
+    #[inline(always)]
+    unsafe fn load_signed_e4m3(p: *const u8) -> V {
+        unsafe { [widen_signed_e4m3(p), widen_signed_e4m3(p.add(8))] }
     }
     #[inline(always)]
     unsafe fn store_i8(p: *mut i8, v: V) {

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use super::kv::{KvPages, KvType, PAGE};
+use super::kv::{KvPages, PAGE};
 use super::level::Level;
 use super::packed::{GROUP, Packed};
 use super::table::{
@@ -16,7 +16,7 @@ use crate::base::error::{Result, bail};
 use crate::base::threads::Pool;
 use crate::format::nvfp4::BLOCK;
 use crate::tensor::AttentionShape;
-use crate::tensor::WeightType;
+use crate::tensor::{KvType, WeightType};
 
 /// Elements below which a second thread does not pay off for a pointwise operation.
 const POINTWISE_GRAIN: usize = 16 * 1024;
@@ -570,10 +570,11 @@ impl Cpu {
             .iter()
             .map(|page| Out(page.as_ptr().cast_mut()))
             .collect();
-        let head_bytes = 2 * PAGE * dim * layout.kind().size();
+        let head_bytes = layout.head_bytes();
         let attend = match layout.kind() {
             KvType::F16 => self.table.attend_f16,
             KvType::F32 => self.table.attend_f32,
+            KvType::F8 => self.table.attend_f8,
         };
         let spans = m.div_ceil(ATTENTION_TOKENS);
         let next = AtomicUsize::new(0);

@@ -1,5 +1,6 @@
 //! Cached keys and values of one layer, in pages of sixteen positions: for each key/value head, keys `[dim][16]` (so that a vector lane is
-//! a position), then values `[16][dim]`. The memory is the caller's.
+//! a position), then values `[16][dim]`. In 8 bits their f32 scales follow: those of the keys `[16]`, then those of the values `[16]`. The
+//! memory is the caller's.
 
 use std::ops::Range;
 
@@ -7,39 +8,13 @@ use half::f16;
 
 use crate::base::error::{Result, bail};
 use crate::base::size::product;
+use crate::format::f8;
+use crate::tensor::KvType;
 
 /// Positions in a page.
 pub const PAGE: usize = 16;
 
-/// Element type of cached keys and values.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum KvType {
-    /// IEEE half precision, rounded to nearest even.
-    #[default]
-    F16,
-    /// IEEE single precision, unrounded.
-    F32,
-}
-
-impl KvType {
-    /// Bytes of one element.
-    pub const fn size(self) -> usize {
-        match self {
-            KvType::F16 => 2,
-            KvType::F32 => 4,
-        }
-    }
-
-    /// Lower-case name used in reports.
-    pub const fn name(self) -> &'static str {
-        match self {
-            KvType::F16 => "f16",
-            KvType::F32 => "f32",
-        }
-    }
-}
-
-/// The pages of one layer: for each key/value head, keys `[dim][16]`, then values `[16][dim]`.
+/// The pages of one layer: for each key/value head, keys `[dim][16]`, then values `[16][dim]`, then scales, if the type has any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvLayout {
     heads: usize,
@@ -56,13 +31,27 @@ impl KvLayout {
                 "a KV cache of {heads} heads of {dim}: heads must be positive and head_dim a positive multiple of 16"
             );
         }
-        product("KV page", &[heads, 2, PAGE, dim, kind.size()])?;
+        let elements = product("KV page", &[heads, 2, PAGE, dim, kind.element_bytes()])?;
+        if elements
+            .checked_add(heads * 2 * PAGE * kind.scale_bytes())
+            .is_none()
+        {
+            bail!(
+                InvalidArgument,
+                "a page of {heads} heads of {dim} has more bytes than addresses"
+            );
+        }
         Ok(KvLayout { heads, dim, kind })
+    }
+
+    /// Bytes of a head's part of a page.
+    pub(super) fn head_bytes(&self) -> usize {
+        2 * PAGE * self.kind.vector_bytes(self.dim)
     }
 
     /// Bytes of one page over all heads.
     pub fn page_bytes(&self) -> usize {
-        self.heads * 2 * PAGE * self.dim * self.kind.size()
+        self.heads * self.head_bytes()
     }
 
     /// Key/value heads.
@@ -113,11 +102,73 @@ impl KvLayout {
                 self.page_bytes()
             );
         }
-        match self.kind {
-            KvType::F16 => put(cast(page), slot, self.dim, keys, values, |x| {
-                f16::from_f32(x).to_bits()
-            }),
-            KvType::F32 => put(cast(page), slot, self.dim, keys, values, f32::to_bits),
+        let heads = page.chunks_exact_mut(self.head_bytes());
+        let vectors = keys
+            .chunks_exact(self.dim)
+            .zip(values.chunks_exact(self.dim));
+        for (head, (key, value)) in heads.zip(vectors) {
+            let (elements, scales) =
+                head.split_at_mut(2 * PAGE * self.dim * self.kind.element_bytes());
+            match self.kind {
+                KvType::F16 => {
+                    let to_f16 = |x| f16::from_f32(x).to_bits();
+                    put(cast(elements), slot, (key, to_f16), (value, to_f16));
+                }
+                KvType::F32 => put(
+                    cast(elements),
+                    slot,
+                    (key, f32::to_bits),
+                    (value, f32::to_bits),
+                ),
+                KvType::F8 => {
+                    let of_both = [f8::scale_of(key), f8::scale_of(value)];
+                    let to_f8 = |scale| move |x| f8::encode(x, scale);
+                    let [key_scale, value_scale] = of_both;
+                    put(
+                        elements,
+                        slot,
+                        (key, to_f8(key_scale)),
+                        (value, to_f8(value_scale)),
+                    );
+                    for (to, scale) in cast::<f32>(scales).chunks_exact_mut(PAGE).zip(of_both) {
+                        to[slot] = scale;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks a page of a file, of which the first `held` positions are in use: fails if a scale or a code there has no finite value. Zeroes
+    /// the codes and scales of the positions after them.
+    pub fn check_read(&self, page: &mut [u8], held: usize) -> Result<()> {
+        if self.kind != KvType::F8 {
+            return Ok(());
+        }
+        for (head, page) in page.chunks_exact_mut(self.head_bytes()).enumerate() {
+            let (codes, scales) = page.split_at_mut(2 * PAGE * self.dim);
+            let (keys, values) = codes.split_at_mut(PAGE * self.dim);
+            // A position is a column of the keys and a row of the values.
+            for row in keys.chunks_exact_mut(PAGE) {
+                row[held..].fill(0);
+            }
+            values[held * self.dim..].fill(0);
+            for scales in cast::<f32>(scales).chunks_exact_mut(PAGE) {
+                scales[held..].fill(0.0);
+                if let Some(i) = scales.iter().position(|&scale| !f8::is_scale(scale)) {
+                    bail!(
+                        CorruptFile,
+                        "position {i} of a page of keys and values has the scale {:?} in head {head}; scales are 0 or positive and finite",
+                        scales[i]
+                    );
+                }
+            }
+            if keys.iter().chain(&*values).any(|&code| f8::is_nan(code)) {
+                bail!(
+                    CorruptFile,
+                    "a page of keys and values has the code of NaN in head {head}"
+                );
+            }
         }
         Ok(())
     }
@@ -166,30 +217,39 @@ impl<'a> KvPages<'a> {
     }
 }
 
-fn cast<T>(page: &mut [u8]) -> &mut [T] {
-    let len = page.len() / size_of::<T>();
-    // SAFETY: the page is aligned to four bytes, holds `len` whole elements, and T is u16 or u32, valid for any bytes.
-    unsafe { std::slice::from_raw_parts_mut(page.as_mut_ptr().cast(), len) }
+/// Bytes of a page as elements.
+fn cast<T: Bits>(bytes: &mut [u8]) -> &mut [T] {
+    let len = bytes.len() / size_of::<T>();
+    assert!(bytes.as_ptr().addr().is_multiple_of(align_of::<T>()));
+    // SAFETY: aligned, as was just checked; the bytes hold `len` whole elements, whose type is valid for any bytes.
+    unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr().cast(), len) }
 }
 
+/// Types that are valid for any bytes.
+///
+/// # Safety
+/// Implementations have no invalid values and no padding.
+unsafe trait Bits {}
+// SAFETY: an integer.
+unsafe impl Bits for u16 {}
+// SAFETY: an integer.
+unsafe impl Bits for u32 {}
+// SAFETY: any bits are a number or NaN.
+unsafe impl Bits for f32 {}
+
+/// Writes a key and a value at position `slot` of a head's elements, each with its conversion.
 fn put<T>(
-    page: &mut [T],
+    elements: &mut [T],
     slot: usize,
-    dim: usize,
-    keys: &[f32],
-    values: &[f32],
-    encode: impl Fn(f32) -> T,
+    (key, of_key): (&[f32], impl Fn(f32) -> T),
+    (value, of_value): (&[f32], impl Fn(f32) -> T),
 ) {
-    for (head, page) in page.chunks_exact_mut(2 * PAGE * dim).enumerate() {
-        let (page_keys, page_values) = page.split_at_mut(PAGE * dim);
-        for (d, &x) in keys[head * dim..][..dim].iter().enumerate() {
-            page_keys[d * PAGE + slot] = encode(x);
-        }
-        for (out, &x) in page_values[slot * dim..]
-            .iter_mut()
-            .zip(&values[head * dim..][..dim])
-        {
-            *out = encode(x);
-        }
+    let dim = key.len();
+    let (keys, values) = elements.split_at_mut(PAGE * dim);
+    for (row, &x) in keys.chunks_exact_mut(PAGE).zip(key) {
+        row[slot] = of_key(x);
+    }
+    for (to, &x) in values[slot * dim..].iter_mut().zip(value) {
+        *to = of_value(x);
     }
 }

@@ -29,7 +29,7 @@ mod neon;
 
 pub use delta::{DeltaGates, DeltaRuleRows};
 pub use engine::Cpu;
-pub use kv::{KvLayout, KvPages, KvType, PAGE};
+pub use kv::{KvLayout, KvPages, PAGE};
 pub use level::Level;
 pub use mamba::{MambaScanRows, MambaSteps};
 pub use packed::{Packed, ReadDense, ReadInt8, ReadNvfp4};

@@ -131,6 +131,11 @@ unsafe impl Simd for Scalar {
         unsafe { p.cast::<[u8; 16]>().read_unaligned() }.map(e4m3::decode)
     }
     #[inline(always)]
+    unsafe fn load_signed_e4m3(p: *const u8) -> [f32; 16] {
+        // SAFETY: forwarded.
+        unsafe { Self::load_e4m3(p) }
+    }
+    #[inline(always)]
     unsafe fn store_i8(p: *mut i8, v: [f32; 16]) {
         // SAFETY: the caller gives 16 writable bytes.
         unsafe { p.cast::<[i8; 16]>().write_unaligned(v.map(|x| x as i8)) }

@@ -64,6 +64,8 @@ pub(super) unsafe trait Simd {
     unsafe fn load_i8(p: *const i8) -> Self::V;
     /// Reads 16 e4m3 bytes; their sign bits must be clear and none may be NaN.
     unsafe fn load_e4m3(p: *const u8) -> Self::V;
+    /// Reads 16 e4m3 bytes with signs; none may be NaN.
+    unsafe fn load_signed_e4m3(p: *const u8) -> Self::V;
     /// Writes 16 lanes that hold integers in -127..=127 as `i8`.
     unsafe fn store_i8(p: *mut i8, v: Self::V);
 
@@ -103,6 +105,10 @@ pub(super) unsafe trait Simd {
     #[inline(always)]
     unsafe fn prefetch(_p: *const u8) {}
 }
+
+/// The bits that count of an e4m3 byte whose sign was extended to 32 bits, after a shift by 20 to the left: its sign, and its exponent and
+/// mantissa in the places of those of f32.
+pub(super) const SIGNED_E4M3: u32 = 0x87f0_0000;
 
 /// One byte of each e2m1 value's `f32` bit pattern, for table look-ups that assemble values by bytes. The two low bytes of every value are
 /// zero, so `shift` is 16 or 24.

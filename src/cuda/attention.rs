@@ -12,7 +12,7 @@ use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
-use crate::tensor::AttentionShape;
+use crate::tensor::{AttentionShape, KvType};
 
 /// Query heads that one CTA of the decode kernel serves.
 const BLOCK_HEADS: usize = 8;
@@ -78,6 +78,10 @@ head_kernels! { DECODE(DecodeArguments):
     AttentionDecode, Some(Ring::Two), "attention_decode_" [32 64 128] "_ring2";
     AttentionDecode, Some(Ring::One), "attention_decode_" [32 64 128] "_ring1";
     AttentionDecode, Some(Ring::Cluster), "attention_decode_" [32 64 128] "_cluster";
+    AttentionDecodeF8, Some(Ring::Four), "attention_decode_" [32 64 128] "_f8_ring8";
+    AttentionDecodeF8, Some(Ring::Two), "attention_decode_" [32 64 128] "_f8_ring4";
+    AttentionDecodeF8, Some(Ring::One), "attention_decode_" [32 64 128] "_f8_ring2";
+    AttentionDecodeF8, Some(Ring::Cluster), "attention_decode_" [32 64 128] "_f8_cluster";
     AttentionDecodeLimited, Some(Ring::Four), "attention_decode_" [32 64 128 192 256] "_limited_ring4";
     AttentionDecodeLimited, Some(Ring::Two), "attention_decode_" [32 64 128 192 256] "_limited_ring2";
     AttentionDecodeLimited, Some(Ring::One), "attention_decode_" [32 64 128 192 256] "_limited_ring1";
@@ -92,20 +96,24 @@ head_kernels! { DECODE(DecodeArguments):
 }
 head_kernels! { STORE_HEADS(StoreArguments):
     RopeStore, None, "rope_store_heads_" [32 64 128] "";
+    RopeStoreF8, None, "rope_store_heads_" [32 64 128] "_f8";
     RopeStoreGeneral, None, "rope_store_heads_" [192 256 512] "";
     RopeStoreGeneral, None, "rope_store_heads_" [32 64 80 96 128 192 256] "_general";
 }
 head_kernels! { STORE_VALUES(StoreArguments):
     RopeStore, None, "rope_store_values_" [32 64 128] "";
+    RopeStoreF8, None, "rope_store_values_" [32 64 128] "_f8";
     RopeStoreGeneral, None, "rope_store_values_" [80 96 192 256 512] "";
 }
 head_kernels! { STORE_ROWS(StoreRowsArguments):
     RopeStore, None, "rope_store_rows_" [32 64 128] "";
+    RopeStoreF8, None, "rope_store_rows_" [32 64 128] "_f8";
     RopeStoreGeneral, None, "rope_store_rows_" [192 256] "";
     RopeStoreGeneral, None, "rope_store_rows_" [32 64 80 96 128 192 256] "_general";
 }
 head_kernels! { PREFILL(PrefillArguments):
     AttentionPrefill, None, "attention_prefill_" [32 64 128] "";
+    AttentionPrefillF8, None, "attention_prefill_" [32 64 128] "_f8";
     AttentionPrefillWide, None, "attention_prefill_" [80 96 192 256] "";
     AttentionPrefillWidest, None, "attention_prefill_" [512] "";
 }
@@ -169,9 +177,19 @@ const fn stage_positions(dim: usize) -> usize {
     if dim > WHOLE_PAGE_DIM { PAGE / 2 } else { PAGE }
 }
 
-/// Shared memory of a CTA: stages of one head's keys and values, and the state of the new token.
-const fn decode_shared(stages: usize, dim: usize) -> usize {
-    (stages * 2 * stage_positions(dim) + BLOCK_HEADS + 2) * dim * 2 + 128
+/// Bytes of a stage: one head's keys and values, and their scales.
+const fn stage_bytes(dim: usize, kv: KvType) -> usize {
+    2 * stage_positions(dim) * kv.vector_bytes(dim)
+}
+
+/// Shared memory of a CTA: the stages of its ring, and the state of the new token.
+const fn decode_shared(ring: Ring, dim: usize, kv: KvType) -> usize {
+    let stages = match kv {
+        // Twice as many pages take about as many bytes.
+        KvType::F8 => 2 * ring.pages(),
+        KvType::F16 | KvType::F32 => ring.pages(),
+    };
+    stages * stage_bytes(dim, kv) + (BLOCK_HEADS + 2) * dim * 2 + 128
 }
 
 /// Rows that one CTA of the prefill kernel serves, for heads of `dim` elements.
@@ -179,7 +197,8 @@ const fn block_rows(dim: usize) -> usize {
     if dim > WHOLE_PAGE_DIM { 64 } else { 128 }
 }
 
-/// A variant of the decode kernel, chosen by the number of CTAs without split-KV.
+/// A variant of the decode kernel, chosen by the number of CTAs without split-KV. Pages are those of f16; of keys and values in 8 bits a ring
+/// has twice as many.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ring {
     /// For few CTAs: a ring of four pages, two of which are processed at a time.
@@ -198,7 +217,7 @@ enum Ring {
 
 impl Ring {
     fn of(gpu: &Gpu, blocks: usize, dim: usize) -> Ring {
-        let fits = |ring: Ring, dim| decode_shared(ring.pages(), dim) <= gpu.shared_limit();
+        let fits = |ring: Ring, dim| decode_shared(ring, dim, KvType::F16) <= gpu.shared_limit();
         let ring = if blocks > gpu.multiprocessors() || !fits(Ring::Four, 128) {
             Ring::One
         } else if 2 * blocks > gpu.multiprocessors() {
@@ -277,7 +296,7 @@ impl SplitKv {
         if ring == Ring::Four
             && gpu.arch() == (9, 0)
             && sequences > HALF_SM_ROWS
-            && unit == Unit::AttentionDecode
+            && matches!(unit, Unit::AttentionDecode | Unit::AttentionDecodeF8)
             && positions <= CLUSTER_POSITIONS
         {
             return SplitKv::Cluster;
@@ -449,7 +468,8 @@ fn decode_by(
         fragment_major: i32::from(layout == Layout::FragmentMajor),
         stored: i32::from(stored),
     };
-    let [unit, ..] = heads.units();
+    let kv = cache.shape.kind;
+    let [unit, ..] = heads.units(kv);
     let (ring, cluster, received) = match division {
         SplitKv::Splits(_) => {
             let (all, dim) = (blocks * sequences, heads.shape.dim);
@@ -465,7 +485,7 @@ fn decode_by(
         ),
     };
     let launch = Launch {
-        shared: (decode_shared(ring.pages(), heads.shape.dim) + received) as u32,
+        shared: (decode_shared(ring, heads.shape.dim, kv) + received) as u32,
         cluster: cluster as u32,
         ..Launch::new(
             [blocks as u32, sequences as u32, splits as u32],
@@ -517,7 +537,8 @@ pub fn store(
         );
     }
     let (q_norm, k_norm) = heads.norms();
-    let [.., store] = heads.units();
+    let kv = cache.shape.kind;
+    let [.., store] = heads.units(kv);
     let arguments = StoreArguments {
         qkv: qkv.address() + (at * width * 4) as u64,
         q_norm,
@@ -542,7 +563,10 @@ pub fn store(
     let rotate = one(STORE_HEADS, heads.shape.dim, |k| {
         k.unit == store && k.name.ends_with("_general") != is_whole
     })?;
-    let values = one(STORE_VALUES, heads.shape.dim, |_| true)?;
+    // Values do not rotate: partial rotations have no kernel of their own.
+    let values = one(STORE_VALUES, heads.shape.dim, |k| {
+        (k.unit == Unit::RopeStoreF8) == (kv == KvType::F8)
+    })?;
     // SAFETY: sizes were checked; the caller vouches for blocks.
     unsafe {
         by_head.of(rotate).run(gpu, &arguments)?;
@@ -594,7 +618,8 @@ pub fn store_rows(
     let width = (q_heads + 2 * kv_heads) * dim;
     qkv.holds("rows of queries, keys and values", &[rows, width, 4])?;
     positions.holds("positions", &[rows, 4])?;
-    let [.., store] = heads.units();
+    let kv = cache.shape.kind;
+    let [.., store] = heads.units(kv);
     let arguments = StoreRowsArguments {
         qkv: qkv.address(),
         k_norm: heads.norms().1,
@@ -662,13 +687,15 @@ pub fn prefill(
         rows.div_ceil(block_rows(heads.shape.dim)) as u32,
         1,
     ];
+    let kv = cache.shape.kind;
     // Wide heads leave shared memory for one page, or half page, at a time.
     let stages = if heads.shape.dim > 128 { 1 } else { 2 };
     let launch = Launch {
-        shared: (stages * 2 * stage_positions(heads.shape.dim) * heads.shape.dim * 2) as u32,
+        shared: (stages * stage_bytes(heads.shape.dim, kv)) as u32,
         ..Launch::new(grid, 256)
     };
-    let kernel = one(PREFILL, heads.shape.dim, |_| true)?;
+    let [_, prefill, _] = heads.units(kv);
+    let kernel = one(PREFILL, heads.shape.dim, |k| k.unit == prefill)?;
     // SAFETY: sizes were checked; the caller vouches for blocks.
     unsafe { launch.of(kernel).run(gpu, &arguments) }
 }

@@ -7,7 +7,7 @@ use super::driver::{DeviceBuffer, int};
 use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::tensor::AttentionShape;
+use crate::tensor::{AttentionShape, KvType};
 
 /// Positions of a page.
 pub const PAGE: usize = 64;
@@ -77,9 +77,28 @@ pub fn is_limited(
         || row != RowHeads::QueriesKeysValues
 }
 
+/// Whether there are kernels for such heads whose keys and values are cached in a type.
+pub fn has_kernels(dim: usize, rotary_dim: usize, is_limited: bool, kv: KvType) -> bool {
+    match kv {
+        KvType::F16 => true,
+        KvType::F32 => false,
+        KvType::F8 => is_common(dim) && rotates_whole(dim, rotary_dim) && !is_limited,
+    }
+}
+
+/// The heads that [`has_kernels`] in 8 bits, in words.
+pub const F8_HEADS: &str = "32, 64 or 128 elements that all rotate, without a window, a soft cap, sinks or a norm of values";
+
 /// The decode, prefill and store units for heads of `dim` elements, the first `rotary_dim` of which rotate; `is_limited` is that of
-/// [`is_limited`].
-pub fn attention_units(dim: usize, rotary_dim: usize, is_limited: bool) -> [Unit; 3] {
+/// [`is_limited`]. There must be kernels for the type of the cache: see [`has_kernels`].
+pub fn attention_units(dim: usize, rotary_dim: usize, is_limited: bool, kv: KvType) -> [Unit; 3] {
+    if kv == KvType::F8 {
+        return [
+            Unit::AttentionDecodeF8,
+            Unit::AttentionPrefillF8,
+            Unit::RopeStoreF8,
+        ];
+    }
     let whole = rotates_whole(dim, rotary_dim);
     [
         match whole {
@@ -171,25 +190,37 @@ impl Heads<'_> {
     }
 
     /// Shape of the layer's pages.
-    pub fn kv(&self) -> KvShape {
+    pub fn kv(&self, kind: KvType) -> KvShape {
         KvShape {
             heads: self.shape.kv_heads,
             dim: self.shape.dim,
+            kind,
         }
     }
 
     /// Fails for a cache of other heads.
     pub(super) fn check_cache(&self, cache: &CachedPages<'_>) -> Result<()> {
         self.check()?;
-        match cache.shape == self.kv() {
-            true => Ok(()),
-            false => bail!(
+        let kind = cache.shape.kind;
+        if cache.shape != self.kv(kind) {
+            bail!(
                 Internal,
-                "attention of {:?} over a cache of {:?}",
-                self.kv(),
+                "attention of {} heads of {} over a cache of {:?}",
+                self.shape.kv_heads,
+                self.shape.dim,
                 cache.shape
-            ),
+            );
         }
+        if !has_kernels(self.shape.dim, self.rotary_dim, self.is_limited(), kind) {
+            bail!(
+                Unsupported,
+                "attention of heads of {} elements, of which {} rotate, over keys and values as {} on a GPU; its kernels take f16, and f8 for heads of {F8_HEADS}",
+                self.shape.dim,
+                self.rotary_dim,
+                kind.name()
+            );
+        }
+        Ok(())
     }
 
     pub(super) fn options(&self) -> Result<HeadOptions> {
@@ -204,9 +235,13 @@ impl Heads<'_> {
         })
     }
 
-    pub(super) fn units(&self) -> [Unit; 3] {
-        let is_limited = is_limited(&self.shape, self.sinks.is_some(), self.value_norm, self.row);
-        attention_units(self.shape.dim, self.rotary_dim, is_limited)
+    fn is_limited(&self) -> bool {
+        is_limited(&self.shape, self.sinks.is_some(), self.value_norm, self.row)
+    }
+
+    /// The decode, prefill and store units for a cache of this type.
+    pub(super) fn units(&self, kv: KvType) -> [Unit; 3] {
+        attention_units(self.shape.dim, self.rotary_dim, self.is_limited(), kv)
     }
 
     pub(super) fn window(&self) -> Result<i32> {
@@ -239,19 +274,22 @@ impl Heads<'_> {
     }
 }
 
-/// A page, one layer's part of a block of the cache: keys `[heads][PAGE][dim]`, then values `[heads][dim][PAGE]`, f16.
+/// A page, one layer's part of a block of the cache: keys `[heads][PAGE][dim]`, then values `[heads][dim][PAGE]`, then, if the type has
+/// scales, those of the keys `[heads][PAGE]` and of the values `[heads][PAGE]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvShape {
     /// Key/value heads.
     pub heads: usize,
     /// Elements of one head.
     pub dim: usize,
+    /// Element type.
+    pub kind: KvType,
 }
 
 impl KvShape {
     /// Bytes of a page.
     pub const fn bytes(self) -> usize {
-        2 * self.heads * PAGE * self.dim * 2
+        2 * self.heads * PAGE * self.kind.vector_bytes(self.dim)
     }
 }
 
@@ -284,7 +322,7 @@ impl CachedPages<'_> {
         if let Some(unfit) = self.unfit {
             unfit.holds("rows that do not fit", &[rows.end, 4])?;
         }
-        let KvShape { heads, dim } = self.shape;
+        let KvShape { heads, dim, .. } = self.shape;
         let first = self.sequence * self.stride * 4;
         if self.table.bytes() < first + sequences * self.stride * 4
             || self.offset + self.shape.bytes() > self.block_bytes

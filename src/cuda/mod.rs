@@ -58,7 +58,9 @@ pub use expert_sums::{BesideExperts, SharedExpert, sum_experts, sum_experts_besi
 pub use experts::{
     ExpertMatrices, ExpertScratch, ExpertTable, ExpertUnit, experts_down, experts_gate_up,
 };
-pub use heads::{CachedPages, Heads, KvShape, PAGE, RowHeads, attention_units, is_limited};
+pub use heads::{
+    CachedPages, F8_HEADS, Heads, KvShape, PAGE, RowHeads, attention_units, has_kernels, is_limited,
+};
 pub use linear::{
     Activation, Biased, FusedNorm, GatedUnit, GemmPlan, Glu, Hardware, Input, InputForm, Layout,
     LinearScratch, Matrix, MatrixShape, NormScratch, Output, ReadBytes, ReadNvfp4, ResidualRow,

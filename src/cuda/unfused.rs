@@ -1,4 +1,4 @@
-//! The unfused reference: one operation per kernel, from f32 to f32, with f16 only in the cache. Fused kernels are compared with it.
+//! The unfused reference: one operation per kernel, from f32 to f32, with fewer bits only in the cache. Fused kernels are compared with it.
 //! Everything is enqueued.
 
 use super::driver::{DeviceSlice, Launch, int};
@@ -8,7 +8,7 @@ use super::linear::{Activation, GatedUnit, Gating};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::size::product;
-use crate::tensor::AttentionShape;
+use crate::tensor::{AttentionShape, KvType};
 
 kernels! {
     /// The norm.
@@ -35,12 +35,12 @@ kernels! {
 
     /// Attention.
     enum Attend(AttendArguments) {
-        AttentionReference { Rows = "attention_reference" }
+        AttentionReference { F16 = "attention_reference", F8 = "attention_reference_f8" }
     }
 
     /// Stores keys and values.
     enum StoreKv(StoreArguments) {
-        AttentionReference { Rows = "attention_store" }
+        AttentionReference { F16 = "attention_store", F8 = "attention_store_f8" }
     }
 }
 
@@ -253,7 +253,11 @@ fn check_heads(cache: &CachedPages<'_>, positions: usize) -> Result<()> {
     let KvShape {
         heads: kv_heads,
         dim,
+        kind,
     } = cache.shape;
+    if kind == KvType::F32 {
+        bail!(Internal, "keys and values as f32 on a GPU");
+    }
     if kv_heads == 0 || dim == 0 || dim > MOST_ELEMENTS || !dim.is_multiple_of(16) {
         bail!(
             Unsupported,
@@ -282,6 +286,7 @@ pub fn attention_reference(
     let KvShape {
         heads: kv_heads,
         dim,
+        kind,
     } = cache.shape;
     check_heads(cache, first_position + rows)?;
     if heads == 0 || !heads.is_multiple_of(kv_heads) || shape.window == Some(0) {
@@ -309,8 +314,12 @@ pub fn attention_reference(
         cap: shape.score_cap.unwrap_or(0.0),
     };
     let launch = Launch::new([int("rows", rows)? as u32, heads as u32, 1], THREADS);
+    let kernel = match kind {
+        KvType::F8 => Attend::F8,
+        KvType::F16 | KvType::F32 => Attend::F16,
+    };
     // SAFETY: sizes were checked; the caller vouches for blocks.
-    unsafe { launch.of(Attend::Rows).run(q.gpu(), &arguments) }
+    unsafe { launch.of(kernel).run(q.gpu(), &arguments) }
 }
 
 #[repr(C)]
@@ -322,7 +331,7 @@ struct StoreArguments {
     first_position: i32,
 }
 
-/// Rounds f32 keys and values `[rows, kv_heads, dim]` of one sequence to f16, ties to even, and stores them in the cache from
+/// Rounds f32 keys and values `[rows, kv_heads, dim]` of one sequence to the type of the cache, ties to even, and stores them in the cache from
 /// `first_position` on, where blocks must exist. Values outside f16's range set `unfit` of `cache`.
 pub fn store_kv(
     cache: &CachedPages<'_>,
@@ -334,6 +343,7 @@ pub fn store_kv(
     let KvShape {
         heads: kv_heads,
         dim,
+        kind,
     } = cache.shape;
     check_heads(cache, first_position + rows)?;
     expect("keys", k, &[rows, kv_heads, dim])?;
@@ -346,6 +356,10 @@ pub fn store_kv(
         first_position: int("the position", first_position)?,
     };
     let launch = Launch::new([int("rows", rows)? as u32, kv_heads as u32, 1], THREADS);
+    let kernel = match kind {
+        KvType::F8 => StoreKv::F8,
+        KvType::F16 | KvType::F32 => StoreKv::F16,
+    };
     // SAFETY: sizes were checked; the caller vouches for blocks.
-    unsafe { launch.of(StoreKv::Rows).run(k.gpu(), &arguments) }
+    unsafe { launch.of(kernel).run(k.gpu(), &arguments) }
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use serde::Serialize;
 
-use super::pools::{KINDS, Pools, Units};
+use super::pools::{Pools, Units};
 use super::prefix::{Layers, NodeId, Place, Prefix, Tree};
 use crate::base::lock::lock;
 use crate::base::{ErrorKind, Result};
@@ -212,7 +212,7 @@ impl Blocks {
             blocks_evicted: state.evicted,
             ..BlockCounts::default()
         };
-        for kind in KINDS {
+        for kind in KvType::ALL {
             for (slot, pool) in state.pools.of(kind).iter().enumerate() {
                 let (used, cached) = (pool.used(), pool.cached());
                 if used + cached == 0 {

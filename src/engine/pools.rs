@@ -8,14 +8,11 @@ use super::prefix::{Layers, NodeId, Place, Prefix, PrefixIndex, Tree};
 use crate::model::KvType;
 use crate::model::kv::NULL_BLOCK;
 
-/// The formats of a model's caches.
-pub(super) const KINDS: [KvType; 2] = [KvType::F16, KvType::F32];
-
 /// The pools of each format, by slot, and the prefix index on them.
 #[derive(Debug)]
 pub(super) struct Pools<S = RandomState> {
-    f16: Vec<BlockPool>,
-    f32: Vec<BlockPool>,
+    /// Indexed by the type of keys and values.
+    kinds: [Vec<BlockPool>; KvType::ALL.len()],
     index: PrefixIndex<S>,
 }
 
@@ -34,27 +31,20 @@ pub(super) struct Units<'a> {
 
 impl<S: BuildHasher + Clone> Pools<S> {
     pub(super) fn new(layers: Layers, hasher: S) -> Pools<S> {
-        let pools = || (0..layers.slots()).map(|_| BlockPool::default()).collect();
+        let pools = |_| (0..layers.slots()).map(|_| BlockPool::default()).collect();
         Pools {
-            f16: pools(),
-            f32: pools(),
+            kinds: KvType::ALL.map(pools),
             index: PrefixIndex::new(layers, hasher),
         }
     }
 
     /// The pools of one format, by slot.
     pub(super) fn of(&self, kind: KvType) -> &[BlockPool] {
-        match kind {
-            KvType::F16 => &self.f16,
-            KvType::F32 => &self.f32,
-        }
+        &self.kinds[kind as usize]
     }
 
     fn of_mut(&mut self, kind: KvType) -> &mut [BlockPool] {
-        match kind {
-            KvType::F16 => &mut self.f16,
-            KvType::F32 => &mut self.f32,
-        }
+        &mut self.kinds[kind as usize]
     }
 
     /// Takes a block for a sequence.
@@ -466,7 +456,7 @@ mod tests {
                     used.insert((place.kind == KvType::F32, place.slot, place.block));
                 }
             }
-            let pools = KINDS.iter().flat_map(|kind| pools.of(*kind));
+            let pools = KvType::ALL.iter().flat_map(|kind| pools.of(*kind));
             assert_eq!(pools.map(BlockPool::used).sum::<usize>(), used.len());
         }
     }
@@ -488,7 +478,7 @@ mod tests {
                     0 | 1 if program.held.len() < 8 => {
                         let mut new = Held {
                             tree: Tree {
-                                kind: KINDS[(drawn >> 40) as usize & 1],
+                                kind: KvType::ALL[(drawn >> 40) as usize & 1],
                                 long_ropes: (drawn >> 41) as usize & 1,
                             },
                             drafts: drawn >> 42 & 1 == 0,
@@ -531,7 +521,7 @@ mod tests {
                     }
                     _ => {
                         let used: Vec<Place> = program.held.iter().flat_map(Held::places).collect();
-                        let cached = KINDS.iter().flat_map(|kind| pools.of(*kind));
+                        let cached = KvType::ALL.iter().flat_map(|kind| pools.of(*kind));
                         let cached = cached.map(BlockPool::cached).sum::<usize>();
                         let freed = pools.evict();
                         assert_eq!(freed.is_empty(), cached == 0);
@@ -546,7 +536,7 @@ mod tests {
                 });
             }
             while !pools.evict().is_empty() {}
-            let all = KINDS.iter().flat_map(|kind| pools.of(*kind));
+            let all = KvType::ALL.iter().flat_map(|kind| pools.of(*kind));
             assert!(
                 all.into_iter()
                     .all(|pool| (pool.used(), pool.cached()) == (0, 0))

@@ -1,4 +1,4 @@
-//! E4M3 ("fn"), the 8-bit block scale of NVFP4: one sign bit, four exponent bits (bias 7), three mantissa bits. No infinity;
+//! E4M3 ("fn"), the 8-bit block scale of NVFP4 and the code of keys and values in 8 bits: one sign bit, four exponent bits (bias 7), three mantissa bits. No infinity;
 //! 0x7f and 0xff are NaN, so the largest finite value is 448. The smallest normal is 2^-6, subnormals step by 2^-9.
 
 /// The largest finite value.

@@ -5,6 +5,7 @@ pub mod adamw;
 pub mod calibrated;
 pub mod e2m1;
 pub mod e4m3;
+pub mod f8;
 pub mod input_moments;
 pub mod int8;
 pub mod moment;

@@ -8,7 +8,7 @@ use super::fused::{self, Executor, Guess};
 use super::kv::KvTables;
 use super::run::{Scratch, Slots, starts};
 use super::weights::Drafter;
-use super::{Choice, Model};
+use super::{Choice, KvType, Model};
 use crate::base::error::bail;
 use crate::base::{Result, call};
 use crate::ops::sample;
@@ -187,6 +187,7 @@ impl Model {
         rows: DrafterRows<'_>,
         logits: &mut Vec<f32>,
     ) -> Result<Vec<f32>> {
+        let source = self.source(rows.tables.kind())?;
         let (before, mut last) = (logits.len(), Vec::new());
         let each = rows.hidden.chunks_exact(self.spec().hidden_size);
         for (i, (&token, hidden)) in rows.tokens.iter().zip(each).enumerate() {
@@ -199,7 +200,7 @@ impl Model {
                 context: rows.context,
                 choice: fused::GREEDY,
             };
-            last = executor.drafter_logits(self.source()?, guess, logits)?;
+            last = executor.drafter_logits(source, guess, logits)?;
         }
         Ok(last)
     }
@@ -238,10 +239,11 @@ impl Model {
         count: usize,
     ) -> Result<Vec<Vec<u32>>> {
         let mut drafted = vec![Vec::new(); work.len()];
-        // A pass has one table of rotary frequencies.
-        for long in [false, true] {
-            let of_table =
-                (0..work.len()).filter(|&i| executor.is_long(work[i].row.context) == long);
+        // A pass has one table of rotary frequencies, and one type of keys and values.
+        let of_pass = [false, true].into_iter();
+        for of_pass in of_pass.flat_map(|long| KvType::ALL.map(|kv| (long, kv))) {
+            let kind = |row: &DrafterRows<'_>| (executor.is_long(row.context), row.tables.kind());
+            let of_table = (0..work.len()).filter(|&i| kind(&work[i].row) == of_pass);
             let of_table: Vec<usize> = of_table.collect();
             for part in of_table.chunks(fused::BATCH) {
                 let guesses = part.iter().map(|&i| Guess {
@@ -254,7 +256,7 @@ impl Model {
                 });
                 let guesses: Vec<Guess<'_>> = guesses.collect();
                 let _turn = self.turn()?;
-                let tokens = executor.draft(self.source()?, &guesses, count)?;
+                let tokens = executor.draft(self.source(of_pass.1)?, &guesses, count)?;
                 part.iter()
                     .zip(tokens)
                     .for_each(|(&i, tokens)| drafted[i] = tokens);

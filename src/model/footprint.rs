@@ -173,7 +173,8 @@ impl Footprint {
 
     /// Sizes of the blocks of sequences with keys and values of this type.
     pub fn blocks(&self, kind: KvType) -> Result<BlockSizes> {
-        BlockSizes::of(&self.spec, self.device.kind(), kind)
+        let without_f8 = fused::unsupported_f8(&self.spec);
+        BlockSizes::of(&self.spec, self.device.kind(), kind, without_f8.as_deref())
     }
 
     /// Bytes that the device has free: of host memory for the CPU. `None` if the system does not say.

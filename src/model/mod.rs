@@ -132,7 +132,7 @@ pub struct ModelInfo {
     pub embedding_in_file: bool,
     /// Whether the layers were skipped.
     pub sampling_only: bool,
-    /// Bytes of one cached position in f16; f32 takes twice as many.
+    /// Bytes of one cached position in f16. See [`Spec::kv_bytes_per_token`] for other types.
     pub kv_bytes_per_token: u64,
 }
 
@@ -307,7 +307,8 @@ impl Model {
             tables,
             fingerprint,
         } = made;
-        let kv = KvMemory::new(&options.device, &spec, options.kv_bytes)?;
+        let without_f8 = fused::unsupported_f8(&spec);
+        let kv = KvMemory::new(&options.device, &spec, options.kv_bytes, without_f8)?;
         let (executor, table_bytes) = match &options.device {
             Device::Cuda(gpu) => {
                 let source = fused::Source {
@@ -420,6 +421,6 @@ fn describe(spec: &Spec, weights: &Weights, options: &LoadOptions) -> ModelInfo 
         embedding_in_file: matches!(weights.embedding, weights::Embedding::File(_))
             && matches!(options.device, Device::Cpu(_)),
         sampling_only: options.sampling_only,
-        kv_bytes_per_token: spec.kv_bytes_per_token(),
+        kv_bytes_per_token: spec.kv_bytes_per_token(KvType::F16),
     }
 }

@@ -69,7 +69,7 @@ pub fn needs_of(checkpoint: &dyn Checkpoint, device: DeviceKind, quantize: bool)
     let spec = spec_of(checkpoint)?;
     let positions = spec.max_positions.min(CONTEXT) as u64;
     let weights = weights_of(checkpoint, device, quantize)?;
-    Ok(weights + spec.kv_bytes_per_token() * positions)
+    Ok(weights + spec.kv_bytes_per_token(KvType::F16) * positions)
 }
 
 /// The bytes of an opened model's weights in the memory of a device.

@@ -363,11 +363,12 @@ impl Model {
         }
     }
 
-    pub(super) fn source(&self) -> Result<Source<'_>> {
+    /// The model with the cache of a type, for fused kernels.
+    pub(super) fn source(&self, kv: KvType) -> Result<Source<'_>> {
         Ok(Source {
             spec: self.spec(),
             weights: self.weights(),
-            kv: self.kv().cache(KvType::F16)?,
+            kv: self.kv().cache(kv)?,
         })
     }
 

@@ -1,7 +1,7 @@
 //! The passes of a batch on a GPU: decode steps, verifications of drafted tokens, and ragged passes.
 
 use super::batch::{Batch, Divided, Part, PassLimits, Segment, Wanted, passes};
-use super::fused::{self, Executor};
+use super::fused::{self, Executor, Source};
 use super::kv::NULL_BLOCK;
 use super::run::{ChosenRow, Scratch, Slots, choices, chosen_rows, rows, rows_wanted, slot_of};
 use super::{KvType, Model};
@@ -9,7 +9,8 @@ use crate::base::{Error, Result, call};
 use crate::cuda;
 
 impl Model {
-    /// Runs a batch by fused kernels. A pass has one table of rotary frequencies, and the drafter follows all sequences of a step or none.
+    /// Runs a batch by fused kernels. A pass has one table of rotary frequencies and one type of keys and values, and the drafter follows all
+    /// sequences of a step or none.
     pub(super) fn run_on_gpu(
         &self,
         executor: &Executor,
@@ -21,23 +22,29 @@ impl Model {
         let segments = &batch.segments;
         let kind = |segment: &Segment<'_>| {
             (
-                executor.is_long(segment.context),
+                (executor.is_long(segment.context), segment.tables.kind()),
                 segment.drafts_after.is_some(),
             )
         };
         let alike = segments.iter().all(|s| kind(s) == kind(&segments[0]));
-        let source = self.source()?;
-        for long in [false, true] {
+        let of_pass = [false, true].into_iter();
+        for of_pass in of_pass.flat_map(|long| KvType::ALL.map(|kv| (long, kv))) {
             let of_table: Vec<usize> = (0..segments.len())
-                .filter(|&i| kind(&segments[i]).0 == long)
+                .filter(|&i| kind(&segments[i]).0 == of_pass)
                 .collect();
+            if of_table.is_empty() {
+                continue;
+            }
+            let source = self.source(of_pass.1)?;
             let is_ragged = |i: &usize| {
                 let segment = &segments[*i];
                 !is_step(segment) && !fused::is_recorded(source, segment)
             };
             // Prompts take single tokens with them.
             if of_table.iter().any(is_ragged) {
-                self.run_ragged(executor, segments, &of_table, scratch, logits, slots)?;
+                self.run_ragged(
+                    executor, source, segments, &of_table, scratch, logits, slots,
+                )?;
                 continue;
             }
             for follows in [false, true] {
@@ -47,9 +54,9 @@ impl Model {
                     group.partition(|&i| is_step(&segments[i]));
                 let look_ahead = batch.look_ahead && alike && steps.len() == segments.len();
                 self.run_steps(
-                    executor, segments, &steps, look_ahead, scratch, logits, slots,
+                    executor, source, segments, &steps, look_ahead, scratch, logits, slots,
                 )?;
-                self.run_verifications(executor, segments, &verified, scratch, slots)?;
+                self.run_verifications(executor, source, segments, &verified, scratch, slots)?;
             }
         }
         Ok(())
@@ -59,6 +66,7 @@ impl Model {
     fn run_steps(
         &self,
         executor: &Executor,
+        source: Source<'_>,
         segments: &[Segment<'_>],
         group: &[usize],
         look_ahead: bool,
@@ -71,7 +79,7 @@ impl Model {
             // If another call waits, it will run other sequences next.
             let look_ahead = look_ahead && steps.len() == group.len() && !turn.ends();
             let of_step: Vec<&Segment<'_>> = steps.iter().map(|&slot| &segments[slot]).collect();
-            let done = executor.step(self.source()?, &of_step, look_ahead, logits)?;
+            let done = executor.step(source, &of_step, look_ahead, logits)?;
             for ((&slot, step), output) in steps.iter().zip(&of_step).zip(done) {
                 if !matches!(step.wanted, Wanted::Token(_)) {
                     slots.add_row(slot);
@@ -93,6 +101,7 @@ impl Model {
     fn run_verifications(
         &self,
         executor: &Executor,
+        source: Source<'_>,
         segments: &[Segment<'_>],
         group: &[usize],
         scratch: &mut Scratch,
@@ -105,7 +114,7 @@ impl Model {
         for part in group.chunks(fused::most_verified(longest)) {
             let _turn = self.turn()?;
             let of_pass: Vec<&Segment<'_>> = part.iter().map(|&slot| &segments[slot]).collect();
-            let verified = executor.verify(self.source()?, &of_pass)?;
+            let verified = executor.verify(source, &of_pass)?;
             for (&slot, mut rows) in part.iter().zip(verified) {
                 let segment = &segments[slot];
                 for (index, token) in rows.tokens.into_iter().enumerate() {
@@ -132,6 +141,7 @@ impl Model {
     fn run_ragged(
         &self,
         executor: &Executor,
+        source: Source<'_>,
         segments: &[Segment<'_>],
         group: &[usize],
         scratch: &mut Scratch,
@@ -155,7 +165,7 @@ impl Model {
             let wanted = rows_wanted(segments, &parts);
             let of_pass: Vec<fused::PromptChunk<'_>> =
                 parts.iter().map(|part| chunk(segments, part)).collect();
-            let mut pass = executor.run(self.source()?, &of_pass)?;
+            let mut pass = executor.run(source, &of_pass)?;
             pass.logits(&rows(&wanted.logits), logits)?;
             let with_logits = wanted.logits.iter();
             with_logits.for_each(|&(_, slot)| slots.add_row(slot));
@@ -199,7 +209,7 @@ impl Model {
     /// Zeroes the keys and values of rows of a part after the first `kept`, which are not finite: kernels multiply positions past the end of
     /// a sequence by zero.
     fn clear_rejected(&self, segment: &Segment<'_>, part: &Part, kept: usize) -> Result<()> {
-        let cache = self.kv().cache(KvType::F16)?;
+        let cache = self.kv().cache(segment.tables.kind())?;
         let positions = segment.first + part.tokens.start + kept..segment.first + part.tokens.end;
         for (group, arena) in cache.arenas().iter().enumerate() {
             for (index, &block) in segment.tables.blocks(group).iter().enumerate() {

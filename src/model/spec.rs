@@ -4,6 +4,7 @@
 use super::rope::RopeSet;
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::ops::attention::KvType;
 use crate::tensor::{AttentionShape, DeltaShape, MambaShape, RecurrentShape};
 
 pub use crate::ops::activation::Activation;
@@ -491,11 +492,11 @@ impl Spec {
         long.count()
     }
 
-    /// Bytes of one cached position in f16, the drafter's included.
-    pub fn kv_bytes_per_token(&self) -> u64 {
+    /// Bytes of one cached position in this type, the drafter's included.
+    pub fn kv_bytes_per_token(&self, kind: KvType) -> u64 {
         let attentions = self.all_blocks().filter_map(BlockSpec::attention);
         let cached = attentions.filter(|attention| attention.has_own_keys());
-        let widths = cached.map(|attention| 2 * attention.kv_width());
-        (widths.sum::<usize>() * size_of::<half::f16>()) as u64
+        let bytes = cached.map(|a| 2 * a.kv_heads * kind.vector_bytes(a.head_dim));
+        bytes.sum::<usize>() as u64
     }
 }

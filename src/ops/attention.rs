@@ -6,13 +6,14 @@ use crate::base::error::bail;
 use crate::cuda::{self, CachedPages};
 use crate::tensor::AttentionShape;
 
-pub use crate::cpu::{KvLayout, KvPages, KvType, PAGE};
+pub use crate::cpu::{KvLayout, KvPages, PAGE};
+pub use crate::tensor::KvType;
 
 /// The cached keys and values of one layer of one sequence, to read.
 pub enum CachedLayer<'a> {
     /// In host memory.
     Host(KvPages<'a>),
-    /// On a GPU, in f16.
+    /// On a GPU.
     Cuda(CachedPages<'a>),
 }
 

@@ -299,7 +299,7 @@ impl Header {
     }
 
     fn options(&self) -> Result<SessionOptions> {
-        let kv = [KvType::F16, KvType::F32]
+        let kv = KvType::ALL
             .into_iter()
             .find(|k| k.name() == self.kv)
             .ok_or_else(|| err!(CorruptFile, "its header names '{}' for keys", self.kv))?;

@@ -6,6 +6,7 @@ mod attention;
 mod delta;
 mod dlpack;
 mod dtype;
+mod kv_type;
 mod mamba;
 pub mod product;
 mod recurrent;
@@ -21,6 +22,7 @@ pub use dlpack::{
     Managed,
 };
 pub use dtype::DType;
+pub use kv_type::KvType;
 pub use mamba::MambaShape;
 pub use recurrent::RecurrentShape;
 pub use scoring::SigmoidScoring;

@@ -588,6 +588,32 @@ static void streaming(void)
     OK(NVFP4_session_release(session));
 }
 
+/* A cache in 8 bits takes less memory than one in 16, and a restored session goes on like the saved one. */
+static void in_8_bits(const char *scratch)
+{
+    char file[1100];
+    snprintf(file, sizeof file, "%s/session-float8", scratch);
+    NVFP4_SessionOptions options;
+    OK(NVFP4_session_options_init(&options, sizeof options));
+    NVFP4_Session *half = create(&options), *restored = NULL;
+    options.kv_type = NVFP4_KV_FLOAT8;
+    NVFP4_Session *session = create(&options);
+    uint64_t bytes_of_half = 0, bytes = 0;
+    OK(NVFP4_session_prefill(half, prompt, PROMPT, NULL));
+    OK(NVFP4_session_prefill(session, prompt, PROMPT, NULL));
+    OK(NVFP4_session_memory(half, &bytes_of_half));
+    OK(NVFP4_session_memory(session, &bytes));
+    CHECK(bytes < bytes_of_half && 2 * bytes > bytes_of_half);
+    OK(NVFP4_session_save(session, file, strlen(file), NULL));
+    OK(NVFP4_session_restore(model, file, strlen(file), NULL, &restored));
+    OK(NVFP4_session_decode(session, prompt[0], NULL));
+    OK(NVFP4_session_decode(restored, prompt[0], NULL));
+    CHECK(same(session, restored) && remove(file) == 0);
+    OK(NVFP4_session_release(half));
+    OK(NVFP4_session_release(session));
+    OK(NVFP4_session_release(restored));
+}
+
 static void chat(void)
 {
     static Seen seen;
@@ -1080,6 +1106,7 @@ int main(int argc, char **argv)
     prefill_and_decode();
     streaming();
     chat();
+    in_8_bits(argv[2]);
     looking();
     full_contexts();
     paths(argv[1], argv[2]);

@@ -48,11 +48,16 @@ struct Member {
     ask: Ask,
 }
 
-fn sequences(model: &Served) -> Vec<Member> {
-    let kv = match model.device().is_cuda() {
+/// The type of keys and values with the least rounding on the model's device.
+pub(crate) fn finest_kv(model: &Served) -> KvType {
+    match model.device().is_cuda() {
         true => KvType::F16,
         false => KvType::F32,
-    };
+    }
+}
+
+/// The sequences of the batch, with these types of keys and values in turn.
+fn sequences(model: &Served, kv: &[KvType]) -> Vec<Member> {
     let (vocabulary, room) = (model.spec().vocab_size, model.spec().max_positions.min(640));
     let each = SEGMENTS
         .iter()
@@ -61,7 +66,7 @@ fn sequences(model: &Served) -> Vec<Member> {
             let count = count.min(room - 8);
             let token = |n: usize| ((n * 37 + i * 11 + n / 7) % vocabulary) as u32;
             let all: Vec<u32> = (0..before + count).map(token).collect();
-            let mut cache = model.sequence(room, kv).unwrap();
+            let mut cache = model.sequence(room, kv[i % kv.len()]).unwrap();
             let (mut scratch, mut logits) = (Scratch::new(), Vec::new());
             model
                 .forward(
@@ -152,10 +157,10 @@ fn after(model: &Served, sequences: &mut [Member]) -> Vec<Vec<f32>> {
     each.collect()
 }
 
-/// Compares a batch with its segments alone: logits by `same`, which is told the slot, and tokens by their logits where `near` allows a
-/// difference.
-pub(crate) fn check(model: &Served, near: Option<f32>, same: &Same<'_>) {
-    let (mut alone, mut all) = (sequences(model), sequences(model));
+/// Compares a batch, whose sequences have these types of keys and values in turn, with its segments alone: logits by `same`, which is told
+/// the slot, and tokens by their logits where `near` allows a difference.
+pub(crate) fn check(model: &Served, kv: &[KvType], near: Option<f32>, same: &Same<'_>) {
+    let (mut alone, mut all) = (sequences(model, kv), sequences(model, kv));
     let expected = apart(model, &mut alone);
     let got = together(model, &mut all);
     for (slot, (got, expected)) in got.iter().zip(&expected).enumerate() {
@@ -185,13 +190,14 @@ pub(crate) fn check(model: &Served, near: Option<f32>, same: &Same<'_>) {
 /// goes on with another token.
 pub(crate) fn check_faults(model: &Served, words: &str, same: &Same<'_>) {
     for others in [[1, 1], [1, 20]] {
-        let mut good = sequences(model);
+        let kv = [finest_kv(model)];
+        let mut good = sequences(model, &kv);
         good.truncate(3);
         for (sequence, count) in good.iter_mut().zip([others[0], 1, others[1]]) {
             sequence.tokens = (0..count).map(|n| 20 + n as u32).collect();
             sequence.ask = Ask::Last;
         }
-        let mut bad = sequences(model);
+        let mut bad = sequences(model, &kv);
         bad.truncate(3);
         for (sequence, good) in bad.iter_mut().zip(&good) {
             sequence.tokens.clone_from(&good.tokens);

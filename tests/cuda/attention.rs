@@ -8,7 +8,9 @@ use NVFP4::cuda::{
     SplitKvWorkspace, Unit,
 };
 
-use NVFP4::tensor::AttentionShape;
+use NVFP4::base::ErrorKind;
+use NVFP4::format::f8;
+use NVFP4::tensor::{AttentionShape, KvType};
 
 use crate::support::{
     EPS, as_f64, assert_close, gpu, normal, poisoned, read_f16, rms_norm, upload,
@@ -37,6 +39,8 @@ pub(crate) struct Sequence {
     keys_as_values: bool,
     /// Whether values are normalized.
     value_norm: bool,
+    /// Element type of the cache. In 8 bits keys and values are rounded before attention, which f16 leaves to the bound.
+    pub(crate) kv: KvType,
 }
 
 impl Sequence {
@@ -73,7 +77,28 @@ impl Sequence {
             sinks: None,
             keys_as_values: false,
             value_norm: false,
+            kv: KvType::F16,
         }
+    }
+
+    pub(crate) fn in_8_bits(self) -> Sequence {
+        Sequence {
+            kv: KvType::F8,
+            ..self
+        }
+    }
+
+    /// A key or value as the cache has it.
+    fn cached(&self, vector: Vec<f64>) -> Vec<f64> {
+        if self.kv != KvType::F8 {
+            return vector;
+        }
+        let vector: Vec<f32> = vector.into_iter().map(|x| x as f32).collect();
+        let scale = f8::scale_of(&vector);
+        let codes = vector.iter().map(|&x| f8::encode(x, scale));
+        codes
+            .map(|code| f64::from(f8::decode(code, scale)))
+            .collect()
     }
 
     /// A sequence with the heads of Gemma 4: normalized values, which may be the keys.
@@ -171,7 +196,7 @@ impl Sequence {
             let first = (position + 1).saturating_sub(self.window.unwrap_or(usize::MAX));
             let scores: Vec<f64> = (first..=position)
                 .map(|p| {
-                    let k = self.head(p, self.heads + kv, &self.k_norm);
+                    let k = self.cached(self.head(p, self.heads + kv, &self.k_norm));
                     let product: f64 = q.iter().zip(&k).map(|(a, b)| a * b).sum();
                     let score = product / (self.dim as f64).sqrt();
                     self.cap
@@ -186,7 +211,7 @@ impl Sequence {
             let total: f64 = all().map(|s| (s - top).exp()).sum();
             let mut sum = vec![0.0; self.dim];
             for (p, w) in weights.iter().enumerate() {
-                let v = self.value(first + p, kv);
+                let v = self.cached(self.value(first + p, kv));
                 sum.iter_mut()
                     .zip(&v)
                     .for_each(|(s, v)| *s += w / total * v);
@@ -272,10 +297,11 @@ impl DeviceHeads {
 }
 
 /// The ways in which a decode step divides the positions of a sequence among blocks.
-fn divisions(gpu: &Gpu, h: &Heads<'_>) -> impl Iterator<Item = SplitKv> {
+fn divisions(gpu: &Gpu, h: &Heads<'_>, kv: KvType) -> impl Iterator<Item = SplitKv> {
     let is_limited = cuda::is_limited(&h.shape, h.sinks.is_some(), h.value_norm, h.row);
-    let [unit, ..] = cuda::attention_units(h.shape.dim, h.rotary_dim, is_limited);
-    let has_clusters = gpu.arch().0 >= 9 && unit == Unit::AttentionDecode;
+    let [unit, ..] = cuda::attention_units(h.shape.dim, h.rotary_dim, is_limited, kv);
+    let has_clusters =
+        gpu.arch().0 >= 9 && matches!(unit, Unit::AttentionDecode | Unit::AttentionDecodeF8);
     let cluster = has_clusters.then_some(SplitKv::Cluster);
     let splits = [1, 2, 3, 8].map(SplitKv::Splits);
     splits.into_iter().chain(cluster)
@@ -370,7 +396,7 @@ impl Cached<'_> {
             1,
         )
         .unwrap();
-        for division in divisions(gpu, h) {
+        for division in divisions(gpu, h, s.kv) {
             let out = poisoned(gpu, width * 2);
             let layout = Layout::RowMajor;
             cuda::decode(
@@ -429,11 +455,58 @@ fn attention_agrees_with_f64() {
     }
 }
 
+/// Keys and values in 8 bits, against f64 of the decoded codes.
+#[test]
+fn attention_in_8_bits_agrees_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    for (i, &(heads, kv_heads, dim, len, prefix)) in [
+        (4, 2, 32, 70, 1),
+        (9, 3, 64, 200, 63),
+        (8, 2, 128, 150, 64),
+        (2, 2, 64, 33, 0),
+        (20, 2, 128, 40, 5),
+        (4, 1, 128, 700, 690),
+        (8, 8, 32, 300, 130),
+    ]
+    .iter()
+    .enumerate()
+    {
+        let shape = (heads, kv_heads, dim);
+        let s = Sequence::new(shape, len, (dim, None, None), 1500 + 10 * i as u64);
+        check_alone(&gpu, &s.in_8_bits(), prefix);
+    }
+}
+
+/// Heads that the kernels for 8 bits do not serve are refused by the first of them.
+#[test]
+fn heads_without_kernels_in_8_bits_are_refused() {
+    let Some(gpu) = gpu() else { return };
+    for (shape, rotary_dim, window, cap) in [
+        ((4, 2, 64), 64, Some(17), None),
+        ((4, 2, 64), 64, None, Some(1.0)),
+        ((4, 2, 128), 64, None, None),
+        ((4, 2, 80), 80, None, None),
+        ((4, 2, 256), 256, None, None),
+    ] {
+        let s = Sequence::new(shape, 3, (rotary_dim, window, cap), 1600).in_8_bits();
+        let on_device = DeviceHeads::new(&gpu, &s);
+        let h = on_device.heads(&s);
+        let pages = Pages::new(&gpu, h.kv(s.kv), s.len(), 1);
+        let (qkv, q) = (upload(&gpu, &s.qkv), poisoned(&gpu, 3 * s.width() * 2));
+        let refused = cuda::store(&gpu, &h, &pages.from(0), &qkv, 0, 3, 0, &q).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Unsupported, "{refused}");
+        assert!(
+            refused.message().contains("over keys and values as f8"),
+            "{refused}"
+        );
+    }
+}
+
 /// A prompt in two parts, and a decode step.
 fn check_alone(gpu: &Arc<Gpu>, s: &Sequence, prefix: usize) {
     let on_device = DeviceHeads::new(gpu, s);
     let h = on_device.heads(s);
-    let pages = Pages::new(gpu, h.kv(), s.len(), 1);
+    let pages = Pages::new(gpu, h.kv(s.kv), s.len(), 1);
     let cached = Cached {
         gpu,
         s,
@@ -481,7 +554,7 @@ fn attention_with_normalized_values_agrees_with_f64() {
         let s = Sequence::with_normalized_values(shape, len, (window, keys_as_values), seed);
         let on_device = DeviceHeads::new(&gpu, &s);
         let h = on_device.heads(&s);
-        let pages = Pages::new(&gpu, h.kv(), s.len(), 1);
+        let pages = Pages::new(&gpu, h.kv(s.kv), s.len(), 1);
         let cached = Cached {
             gpu: &gpu,
             s: &s,
@@ -505,7 +578,7 @@ struct Batch {
 impl Batch {
     /// Stores the rows of sequences of at most `most` positions.
     fn new(gpu: &Arc<Gpu>, h: &Heads<'_>, sequences: &[Sequence], most: usize) -> Batch {
-        let pages = Pages::new(gpu, h.kv(), most, sequences.len());
+        let pages = Pages::new(gpu, h.kv(sequences[0].kv), most, sequences.len());
         let (mut new, mut last) = (vec![], vec![]);
         for (i, s) in sequences.iter().enumerate() {
             let len = s.len();
@@ -528,19 +601,28 @@ impl Batch {
 #[test]
 fn attention_of_several_sequences_agrees_with_f64() {
     let Some(gpu) = gpu() else { return };
-    for (count, shape, window) in [
-        (1, (8, 2, 128), None),
-        (2, (8, 2, 128), None),
-        (8, (4, 1, 128), Some(90)),
-        (8, (9, 3, 64), None),
-        (17, (4, 2, 128), None),
-        (17, (8, 4, 256), Some(65)),
-        (9, (16, 2, 512), None),
+    for (count, shape, window, kv) in [
+        (1, (8, 2, 128), None, KvType::F16),
+        (2, (8, 2, 128), None, KvType::F16),
+        (8, (4, 1, 128), Some(90), KvType::F16),
+        (8, (9, 3, 64), None, KvType::F16),
+        (17, (4, 2, 128), None, KvType::F16),
+        (17, (8, 4, 256), Some(65), KvType::F16),
+        (9, (16, 2, 512), None, KvType::F16),
+        (2, (8, 2, 128), None, KvType::F8),
+        (8, (9, 3, 64), None, KvType::F8),
+        // So many that each has a ring of its own size.
+        (40, (16, 2, 128), None, KvType::F8),
+        (80, (16, 2, 128), None, KvType::F8),
+        (17, (4, 2, 32), None, KvType::F8),
     ] {
         let (heads, kv_heads, dim) = shape;
         let sequence = |i: usize| {
             let len = 1 + 131 * i % 400;
-            Sequence::new(shape, len, (dim, window, None), 100 + i as u64)
+            Sequence {
+                kv,
+                ..Sequence::new(shape, len, (dim, window, None), 100 + i as u64)
+            }
         };
         let mut sequences: Vec<Sequence> = (0..count).map(sequence).collect();
         // Norms are the model's, and the first sequence's are taken for all.
@@ -557,7 +639,7 @@ fn attention_of_several_sequences_agrees_with_f64() {
         let workspace =
             SplitKvWorkspace::new(&gpu, SplitKvWorkspace::sizes(heads, kv_heads, dim), count)
                 .unwrap();
-        for division in divisions(&gpu, &h) {
+        for division in divisions(&gpu, &h, kv) {
             let out = poisoned(&gpu, count * width * 2);
             let layout = Layout::RowMajor;
             cuda::decode(
@@ -566,7 +648,7 @@ fn attention_of_several_sequences_agrees_with_f64() {
             .unwrap();
             let got = read_f16(&out, count * width);
             for (i, (got, want)) in got.chunks_exact(width).zip(&wanted).enumerate() {
-                let what = format!("sequence {i} of {count}, {shape:?}, {division:?}");
+                let what = format!("sequence {i} of {count}, {shape:?} in {kv:?}, {division:?}");
                 assert_close(got, want, ATTENTION, &what);
             }
         }

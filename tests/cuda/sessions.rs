@@ -9,7 +9,7 @@ use std::time::Instant;
 use NVFP4::base::call::{Cancel, Progress, Watch};
 use NVFP4::base::{ErrorKind, Result};
 use NVFP4::engine::Served;
-use NVFP4::model::Device;
+use NVFP4::model::{Device, KvType};
 use NVFP4::session::{self, GenerateOptions, Sampler, SamplingOptions, Session, SessionOptions};
 
 use crate::common::{golden, ragged, recurrent, some_tokens, windows};
@@ -100,15 +100,21 @@ fn sessions_are_saved_on_one_device_and_restored_on_the_other() {
     let model = load_on(Device::Cuda(gpu), &golden("qwen3_tied"));
     let tokens = some_tokens(&cpu, 90);
     let path = std::env::temp_dir().join(format!("nvfp4-cuda-{}.session", std::process::id()));
-    for (from, to) in [(&model, &cpu), (&cpu, &model), (&model, &model)] {
-        let mut session = prompted(from, &with_context(128), &tokens);
-        session.save(&path).unwrap();
-        let mut restored = Session::restore(to.clone(), &path).unwrap();
-        session.decode(3).unwrap();
-        restored.decode(3).unwrap();
-        let want = as_f64(session.logits().unwrap());
-        let got = restored.logits().unwrap();
-        assert_close(got, &want, 5e-3, "a restored session");
+    for kv in [KvType::F16, KvType::F8] {
+        let options = SessionOptions {
+            kv,
+            ..with_context(128)
+        };
+        for (from, to) in [(&model, &cpu), (&cpu, &model), (&model, &model)] {
+            let mut session = prompted(from, &options, &tokens);
+            session.save(&path).unwrap();
+            let mut restored = Session::restore(to.clone(), &path).unwrap();
+            session.decode(3).unwrap();
+            restored.decode(3).unwrap();
+            let want = as_f64(session.logits().unwrap());
+            let got = restored.logits().unwrap();
+            assert_close(got, &want, 5e-3, "a restored session");
+        }
     }
     std::fs::remove_file(&path).unwrap();
 }

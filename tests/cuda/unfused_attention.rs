@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use NVFP4::cuda::{self, CachedPages, DeviceBuffer, DeviceSlice, Gpu, KvShape};
+use NVFP4::tensor::KvType;
 
 use crate::attention::{ATTENTION_FACTOR, Pages, Sequence};
 use crate::support::{EPS, assert_close, gpu, normal, poisoned, read_f32, upload};
@@ -98,14 +99,16 @@ fn noted(unfit: &DeviceBuffer) -> u32 {
 #[test]
 fn unfused_attention_agrees_with_f64() {
     let Some(gpu) = gpu() else { return };
-    for (i, &(heads, kv_heads, dim, rotary_dim, len, prefix, window, cap)) in [
-        (4, 2, 16, 16, 70, 1, None, None),
-        (6, 2, 48, 32, 200, 63, Some(30), None),
-        (8, 2, 128, 128, 150, 64, None, Some(0.7)),
-        (4, 1, 80, 80, 300, 130, Some(65), Some(2.0)),
-        (8, 4, 256, 256, 300, 65, Some(100), None),
-        (2, 1, 256, 128, 100, 64, Some(1), Some(1.5)),
-        (4, 1, 512, 512, 130, 65, None, None),
+    for (i, &(heads, kv_heads, dim, rotary_dim, len, prefix, window, cap, kv)) in [
+        (4, 2, 16, 16, 70, 1, None, None, KvType::F16),
+        (6, 2, 48, 32, 200, 63, Some(30), None, KvType::F16),
+        (8, 2, 128, 128, 150, 64, None, Some(0.7), KvType::F16),
+        (4, 1, 80, 80, 300, 130, Some(65), Some(2.0), KvType::F16),
+        (8, 4, 256, 256, 300, 65, Some(100), None, KvType::F16),
+        (2, 1, 256, 128, 100, 64, Some(1), Some(1.5), KvType::F16),
+        (4, 1, 512, 512, 130, 65, None, None, KvType::F16),
+        (6, 2, 48, 32, 200, 63, Some(30), None, KvType::F8),
+        (8, 2, 128, 128, 150, 64, None, None, KvType::F8),
     ]
     .iter()
     .enumerate()
@@ -113,10 +116,12 @@ fn unfused_attention_agrees_with_f64() {
         let shape = (heads, kv_heads, dim);
         let s = Sequence::new(shape, len, (rotary_dim, window, cap), 3000 + 10 * i as u64);
         let s = if i % 2 == 1 { s.with_sinks() } else { s };
+        let s = if kv == KvType::F8 { s.in_8_bits() } else { s };
         let unfused = Unfused::new(&gpu, &s);
         let heads_of_cache = KvShape {
             heads: kv_heads,
             dim,
+            kind: kv,
         };
         let pages = Pages::new(&gpu, heads_of_cache, len, 1);
         let unfit = upload(&gpu, &vec![0u32; len]);
@@ -147,6 +152,7 @@ fn keys_and_values_that_do_not_fit_are_noted() {
     let shape = KvShape {
         heads: kv_heads,
         dim,
+        kind: KvType::F16,
     };
     let pages = Pages::new(&gpu, shape, 1, 1);
     let unfit = upload(&gpu, &[0u32]);

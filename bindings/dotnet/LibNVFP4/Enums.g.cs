@@ -246,8 +246,16 @@ namespace LibNVFP4
     {
         /// <summary>Cached keys and values in IEEE half precision.</summary>
         Float16 = 0,
-        /// <summary>Cached keys and values in IEEE single precision: unrounded, in twice the memory.</summary>
+        /// <summary>Cached keys and values in IEEE single precision: unrounded, in twice the memory. On the CPU alone.</summary>
         Float32 = 1,
+        /// <summary>
+        /// Cached keys and values as e4m3 codes of one byte, with a scale in single precision for each token and head: about half of the
+        /// memory of half precision. The largest magnitude of a key or value becomes 448, and an element is off by at most a sixteenth of
+        /// itself, or by a 1024th of the scale where that is more. On a GPU for models without sliding windows, soft caps and sinks whose
+        /// heads have 32, 64 or 128 elements that all rotate; creating a session of another model there returns
+        /// <see cref="Status.Unsupported"/>.
+        /// </summary>
+        Float8 = 2,
     }
 
     /// <summary>Treatment of tokens that do not fit in a session.</summary>

@@ -231,8 +231,13 @@ CHOICES: Dict[str, Dict[str, int]] = {
     "kv": {
         # Cached keys and values in IEEE half precision.
         "float16": 0,
-        # Cached keys and values in IEEE single precision: unrounded, in twice the memory.
+        # Cached keys and values in IEEE single precision: unrounded, in twice the memory. On the CPU alone.
         "float32": 1,
+        # Cached keys and values as e4m3 codes of one byte, with a scale in single precision for each token and head: about half of the
+        # memory of half precision. The largest magnitude of a key or value becomes 448, and an element is off by at most a sixteenth of
+        # itself, or by a 1024th of the scale where that is more. On a GPU for models without sliding windows, soft caps and sinks whose
+        # heads have 32, 64 or 128 elements that all rotate; creating a session of another model there returns #NVFP4_UNSUPPORTED.
+        "float8": 2,
     },
     # Treatment of tokens that do not fit in a session.
     "eviction": {

@@ -32,7 +32,7 @@ Format = Literal["nvfp4", "nf4"]
 # Output format of a conversion.
 Container = Literal["modelopt", "dat"]
 # Precision of cached keys and values.
-KvType = Literal["float16", "float32"]
+KvType = Literal["float16", "float32", "float8"]
 # Treatment of tokens that do not fit in a session.
 Eviction = Literal["error", "drop_oldest"]
 # Why a generation ended.

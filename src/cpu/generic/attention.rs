@@ -12,8 +12,14 @@ use crate::cpu::simd::Simd;
 /// # Safety
 /// As for [`Simd`]: implementations read exactly 16 elements with instructions of its level.
 pub(in crate::cpu) unsafe trait Element<S: Simd>: Copy {
-    /// Reads 16 elements as `f32`.
+    /// Reads 16 elements as `f32`, without their scales.
     unsafe fn load(p: *const Self) -> S::V;
+
+    /// The scales of the sixteen keys of a page of a head, and those of its values; `None` for types without scales.
+    #[inline(always)]
+    unsafe fn scales(_page: *const Self, _dim: usize) -> Option<[S::V; 2]> {
+        None
+    }
 }
 // SAFETY: reads exactly 16 elements.
 unsafe impl<S: Simd> Element<S> for f32 {
@@ -29,6 +35,22 @@ unsafe impl<S: Simd> Element<S> for u16 {
     unsafe fn load(p: *const u16) -> S::V {
         // SAFETY: forwarded.
         unsafe { S::load_f16(p) }
+    }
+}
+// SAFETY: reads exactly 16 e4m3 codes, and the scales that follow those of a page.
+unsafe impl<S: Simd> Element<S> for u8 {
+    #[inline(always)]
+    unsafe fn load(p: *const u8) -> S::V {
+        // SAFETY: forwarded.
+        unsafe { S::load_signed_e4m3(p) }
+    }
+    #[inline(always)]
+    unsafe fn scales(page: *const u8, dim: usize) -> Option<[S::V; 2]> {
+        // SAFETY: forwarded; the codes are followed by 32 scales.
+        unsafe {
+            let scales = page.add(32 * dim).cast::<f32>();
+            Some([S::load(scales), S::load(scales.add(16))])
+        }
     }
 }
 
@@ -52,7 +74,7 @@ pub(in crate::cpu) struct Scores {
     pub cap: Option<f32>,
 }
 
-/// `Q` queries over the pages of one head. `page(i)` is page `i`: keys `[dim][16]`, then values `[16][dim]`.
+/// `Q` queries over the pages of one head. `page(i)` is page `i`: keys `[dim][16]`, then values `[16][dim]`, then scales, if there are any.
 ///
 /// # Safety
 /// As for [`Simd`]; every query sees at least one position, `dim` is a multiple of 16, and pages cover the longest query.
@@ -78,10 +100,15 @@ pub(in crate::cpu) unsafe fn attend<S: Simd, E: Element<S>, const Q: usize>(
                     sum[i] = S::fma(S::splat(*queries[i].q.add(d)), k, sum[i]);
                 }
             }
+            let key_scales = E::scales(keys, dim).map(|[of_keys, _]| of_keys);
             for i in 0..Q {
+                let mut score = S::mul(sum[i], scale);
+                if let Some(scales) = key_scales {
+                    score = S::mul(score, scales);
+                }
                 // A query that sees fewer positions needs no scores of later pages, and has no room for them.
                 if p * 16 < queries[i].len {
-                    S::store(queries[i].scores.add(p * 16), S::mul(sum[i], scale));
+                    S::store(queries[i].scores.add(p * 16), score);
                 }
             }
         }
@@ -95,6 +122,15 @@ pub(in crate::cpu) unsafe fn attend<S: Simd, E: Element<S>, const Q: usize>(
                 soft_cap::<S>(visible, cap, len - start);
             }
             inverse[i] = 1.0 / softmax::<S>(visible, len - start, sink);
+        }
+        // A probability times the scale of its value weighs the codes.
+        for p in earliest / 16..longest.div_ceil(16) {
+            if let Some([_, of_values]) = E::scales(page(p), dim) {
+                for query in queries.iter().filter(|query| p * 16 < query.len) {
+                    let weights = query.scores.add(p * 16);
+                    S::store(weights, S::mul(S::load(weights), of_values));
+                }
+            }
         }
         let latest = queries.iter().map(|q| q.start).max().unwrap_or(0);
         let shortest = queries.iter().map(|q| q.len).min().unwrap_or(0);

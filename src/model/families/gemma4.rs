@@ -350,6 +350,7 @@ fn sources(keys: &Keys<'_>, windowed: &[bool]) -> Result<Vec<Option<usize>>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::KvType;
     use crate::model::families;
     use crate::model::kv::KvGroup;
     use crate::model::tensors::{self, TensorRole};
@@ -422,7 +423,10 @@ mod tests {
         assert_eq!(e2b.embedding_scale, 39.25);
         assert_eq!(e2b.per_layer_table.unwrap().scale, 16.0);
         // Keys and values of 12 layers with a window and of three others.
-        assert_eq!(e2b.kv_bytes_per_token(), 2 * 2 * (12 * 256 + 3 * 512));
+        assert_eq!(
+            e2b.kv_bytes_per_token(KvType::F16),
+            2 * 2 * (12 * 256 + 3 * 512)
+        );
         let attention = |layer: usize| e2b.blocks[layer].attention().unwrap();
         assert_eq!(attention(15).key_values, KeyValues::OfBlock(13));
         assert_eq!(attention(34).key_values, KeyValues::OfBlock(14));

@@ -160,9 +160,9 @@ impl Executor {
         let Some(last) = rows.iter().map(|row| row.position).max() else {
             bail!(Internal, "guesses for no sequence");
         };
-        memory.forget(source.kv)?;
+        memory.forget()?;
         let pages = (last + count.max(1) - 1) / cuda::PAGE + 1;
-        memory.fit(source.kv, gpu, sizes, all, all, all, pages)?;
+        memory.fit(gpu, sizes, all, all, all, pages)?;
         let tokens: Vec<u32> = rows.iter().map(|row| row.token).collect();
         let positions: Vec<usize> = rows.iter().map(|row| row.position).collect();
         let tables: Vec<&KvTables> = rows.iter().map(|row| row.tables).collect();
@@ -186,6 +186,7 @@ impl Executor {
     fn guess(&self, source: Source<'_>, pass: &mut Guesses, memory: &mut Memory) -> Result<()> {
         let key = GraphKey {
             rows: pass.rows,
+            kv: source.kv.kind(),
             splits: self.splits(source, pass.rows, pass.last + pass.done),
             selection: pass.selection,
             long: pass.long,

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use crate::base::Result;
 use crate::cuda::{Graph, SplitKv};
+use crate::tensor::KvType;
 
 /// Numbers of rows that steps are recorded for. A step of fewer sequences has rows that nobody reads.
 const BUCKETS: [usize; 16] = [
@@ -53,6 +54,8 @@ pub(super) enum GraphKind {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct GraphKey {
     pub(super) rows: usize,
+    /// Element type of the cache, whose address is recorded too.
+    pub(super) kv: KvType,
     /// Indexed like [`Sizes::attentions`](super::sizes::Sizes::attentions).
     pub(super) splits: Vec<SplitKv>,
     pub(super) selection: Selection,

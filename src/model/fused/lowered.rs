@@ -18,7 +18,7 @@ use crate::model::kv::KvCache;
 use crate::model::spec::{AttentionSpec, BlockSpec, KeyValues, MlpSpec, Spec};
 use crate::model::weights::{Block, Drafter, Weights};
 use crate::ops::Array;
-use crate::tensor::WeightType;
+use crate::tensor::{KvType, WeightType};
 
 /// The kernels that the steps and prompts of a model may need.
 pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
@@ -67,7 +67,7 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
         units.extend([Unit::MambaConv, Unit::MambaScan, Unit::MambaNorm]);
     }
     for attention in spec.all_blocks().filter_map(BlockSpec::attention) {
-        for unit in attention_units(spec, attention) {
+        for unit in attention_units(spec, attention, KvType::F16) {
             if !units.contains(&unit) {
                 units.push(unit);
             }
@@ -76,16 +76,44 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
     units
 }
 
-pub(super) fn attention_units(spec: &Spec, attention: &AttentionSpec) -> [Unit; 3] {
+/// The decode, prefill and store units of an attention layer, for which there must be kernels: see [`unsupported_f8`].
+pub(super) fn attention_units(spec: &Spec, attention: &AttentionSpec, kv: KvType) -> [Unit; 3] {
+    let (rotary_dim, is_limited) = (rotary_dim(spec, attention), is_limited(attention));
+    cuda::attention_units(attention.head_dim, rotary_dim, is_limited, kv)
+}
+
+/// Elements of a head that rotate.
+fn rotary_dim(spec: &Spec, attention: &AttentionSpec) -> usize {
     let rope = attention.rope.map(|rope| &spec.ropes[rope]);
-    let rotary_dim = rope.map_or(0, |set| set.table.rotary_dim());
-    let is_limited = cuda::is_limited(
+    rope.map_or(0, |set| set.table.rotary_dim())
+}
+
+fn is_limited(attention: &AttentionSpec) -> bool {
+    cuda::is_limited(
         &attention.shape(),
         attention.sinks,
         attention.value_norm,
         row_heads(attention),
-    );
-    cuda::attention_units(attention.head_dim, rotary_dim, is_limited)
+    )
+}
+
+/// Why a GPU cannot keep the keys and values of a model in 8 bits, if so.
+pub(in crate::model) fn unsupported_f8(spec: &Spec) -> Option<String> {
+    let lacks = |(index, block): (usize, &BlockSpec)| {
+        let attention = block.attention()?;
+        let (dim, rotary_dim) = (attention.head_dim, rotary_dim(spec, attention));
+        let is_limited = is_limited(attention);
+        let lacks = !cuda::has_kernels(dim, rotary_dim, is_limited, KvType::F8);
+        let of_others = if is_limited { ", with such limits" } else { "" };
+        lacks.then(|| {
+            format!(
+                "its kernels are for heads of {}, and block {index} of this {} model has heads of {dim} elements of which {rotary_dim} rotate{of_others}; keep them as f16",
+                cuda::F8_HEADS,
+                spec.family
+            )
+        })
+    };
+    spec.all_blocks().enumerate().find_map(lacks)
 }
 
 /// The heads of a row of an attention layer's first projections.
@@ -102,7 +130,7 @@ fn row_heads(attention: &AttentionSpec) -> RowHeads {
 pub(in crate::model) struct Source<'a> {
     pub(in crate::model) spec: &'a Spec,
     pub(in crate::model) weights: &'a Weights,
-    pub(in crate::model) kv: &'a KvCache,
+    pub(in crate::model) kv: &'a Arc<KvCache>,
 }
 
 impl<'a> Source<'a> {

@@ -16,7 +16,7 @@ use crate::cuda::{
     self, Best, DeviceBuffer, DeviceSlice, DrawRule, DrawScratch, Drawn, ExpertScratch, Gpu,
     LinearScratch, NormScratch, Pinned, SplitKvWorkspace,
 };
-use crate::model::kv::{KvCache, KvTables, NULL_BLOCK, StateBlocks};
+use crate::model::kv::{KvTables, NULL_BLOCK, StateBlocks};
 use crate::ops::sample::Choice;
 
 /// Working memory, and what the last step left in it.
@@ -154,7 +154,6 @@ impl Memory {
     /// Grows the memory to the given sizes. If it has to grow, its contents are lost.
     pub(super) fn fit(
         &mut self,
-        cache: &KvCache,
         gpu: &Arc<Gpu>,
         sizes: &Sizes,
         rows: usize,
@@ -169,7 +168,7 @@ impl Memory {
         {
             return Ok(());
         }
-        self.forget(cache)?;
+        self.forget()?;
         self.graphs.clear();
         if pages > self.pages {
             let pages = table_pages(pages);
@@ -231,7 +230,7 @@ impl Memory {
         let mut notes = vec![
             (
                 &mut self.unfit,
-                "a query, key or value reaches beyond 65,504, the largest number of the cache's f16; a GPU has no other cache, run this model on the CPU with keys and values in f32",
+                "a query, key or value reaches beyond 65,504, the largest number of the f16 in which a GPU multiplies them; run this model on the CPU with keys and values in f32",
             ),
             (
                 &mut self.overflow,
@@ -302,16 +301,11 @@ impl Memory {
     }
 
     /// Begins a step, after which the state is unknown until it is set again: see [`DeviceState::begin`].
-    pub(super) fn begin(
-        &mut self,
-        cache: &KvCache,
-        input: &StepInput,
-        continues: bool,
-    ) -> Result<Begin> {
+    pub(super) fn begin(&mut self, input: &StepInput, continues: bool) -> Result<Begin> {
         match self.state.take_ahead() {
             Some(ahead) if continues && ahead.input == *input => Ok(Begin::Enqueued(ahead.event)),
             Some(ahead) => {
-                self.abandon(cache, &ahead)?;
+                self.abandon(&ahead)?;
                 Ok(Begin::WriteAll)
             }
             None => Ok(self.state.begin(input, continues)),
@@ -319,31 +313,27 @@ impl Memory {
     }
 
     /// The faults of the step of `rows` rows that has just run, and of the one enqueued after it, which the next call then cannot begin with.
-    pub(super) fn step_faults(
-        &mut self,
-        cache: &KvCache,
-        rows: usize,
-    ) -> Result<Vec<(usize, Error)>> {
+    pub(super) fn step_faults(&mut self, rows: usize) -> Result<Vec<(usize, Error)>> {
         match self.state.take_ahead() {
-            Some(ahead) => self.abandon(cache, &ahead),
+            Some(ahead) => self.abandon(&ahead),
             None => self.faults(rows),
         }
     }
 
     /// Waits for a step that is enqueued in vain, and removes what its faults left. Returns them, and those of the step before it.
-    fn abandon(&mut self, cache: &KvCache, ahead: &AheadStep) -> Result<Vec<(usize, Error)>> {
+    fn abandon(&mut self, ahead: &AheadStep) -> Result<Vec<(usize, Error)>> {
         ahead.event.wait()?;
         let faults = self.faults(ahead.input.rows.len())?;
         let rows: Vec<usize> = faults.iter().map(|(row, _)| *row).collect();
-        ahead.clear(cache, &rows)?;
+        ahead.clear(&rows)?;
         Ok(faults)
     }
 
     /// Forgets what is in working memory: something else will be.
-    pub(super) fn forget(&mut self, cache: &KvCache) -> Result<()> {
+    pub(super) fn forget(&mut self) -> Result<()> {
         let ahead = self.state.take_ahead();
         self.state = DeviceState::Unknown;
-        ahead.map_or(Ok(()), |ahead| self.abandon(cache, &ahead).map(drop))
+        ahead.map_or(Ok(()), |ahead| self.abandon(&ahead).map(drop))
     }
 
     /// Waits for a step that is enqueued, at the end.

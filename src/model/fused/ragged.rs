@@ -55,8 +55,7 @@ impl Executor {
         chunks: &[PromptChunk<'_>],
     ) -> Result<Ragged<'a>> {
         let mut memory = self.memory();
-        let cache = source.kv;
-        memory.forget(cache)?;
+        memory.forget()?;
         memory.clear_stale_faults()?;
         let lengths = || chunks.iter().map(|chunk| chunk.tokens.len());
         let rows = lengths().sum();
@@ -66,7 +65,6 @@ impl Executor {
         let states = || chunks.iter().flat_map(|chunk| &chunk.states);
         let segments = states().count();
         memory.fit(
-            cache,
             &lowered.gpu,
             &lowered.sizes,
             rows,
@@ -302,8 +300,7 @@ impl Ragged<'_> {
         let head = model.head;
         let n = rows.len();
         let (held, pages) = (self.memory.rows, self.memory.pages);
-        let cache = self.source.kv;
-        self.memory.fit(cache, gpu, sizes, held, n, 1, pages)?;
+        self.memory.fit(gpu, sizes, held, n, 1, pages)?;
         let pass = FusedPass {
             lowered: &self.executor.lowered,
             source: self.source,

@@ -1,5 +1,7 @@
 //! State of the device between decode steps, from which follows the input that the next step has to write.
 
+use std::sync::Arc;
+
 use crate::base::Result;
 use crate::cuda::{self, DrawRule, Event};
 use crate::model::kv::{KvCache, KvTables, StateBlocks};
@@ -73,6 +75,8 @@ pub(super) struct AheadStep {
     pub(super) input: StepInput,
     /// Follows the step.
     pub(super) event: Event,
+    /// Where it stores keys and values.
+    cache: Arc<KvCache>,
     slots: Vec<RowSlot>,
 }
 
@@ -81,7 +85,7 @@ impl AheadStep {
         input: StepInput,
         event: Event,
         tables: &[&KvTables],
-        cache: &KvCache,
+        cache: &Arc<KvCache>,
     ) -> AheadStep {
         let mut slots = Vec::new();
         for (row, (tables, state)) in tables.iter().zip(&input.rows).enumerate() {
@@ -100,17 +104,20 @@ impl AheadStep {
         AheadStep {
             input,
             event,
+            cache: cache.clone(),
             slots,
         }
     }
 
     /// Zeroes the keys and values of these rows, which lie past the ends of their sequences and are not finite. A block that was taken again
     /// since has other contents.
-    pub(super) fn clear(&self, cache: &KvCache, rows: &[usize]) -> Result<()> {
+    pub(super) fn clear(&self, rows: &[usize]) -> Result<()> {
         let mut slots = self.slots.iter().filter(|slot| rows.contains(&slot.row));
         slots.try_for_each(|slot| {
-            match cache.arenas()[slot.group].taken(slot.block) == slot.taken {
-                true => cache.clear(slot.group, slot.block, slot.position..slot.position + 1),
+            match self.cache.arenas()[slot.group].taken(slot.block) == slot.taken {
+                true => self
+                    .cache
+                    .clear(slot.group, slot.block, slot.position..slot.position + 1),
                 false => Ok(()),
             }
         })

@@ -14,7 +14,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{self, DrawRule, Drawn, Event, Graph, Pinned, SplitKv};
 use crate::model::batch::{Segment, Wanted};
-use crate::model::kv::{KvCache, KvTables, StateBlocks, StateTable};
+use crate::model::kv::{KvTables, StateBlocks, StateTable};
 use crate::model::spec::AttentionSpec;
 use crate::ops::sample::{Choice, SamplingOptions};
 
@@ -77,7 +77,6 @@ impl Executor {
             long: steps.first().is_some_and(|step| self.is_long(step.context)),
             follows: !sequences.before.is_empty(),
         };
-        let cache = source.kv;
         let mut memory = self.memory();
         let done = self.begin(source, &input, &sequences, &mut memory)?;
         let next = input.next(each_state(&sequences, |state, _| state.of_pass_ahead()));
@@ -95,7 +94,7 @@ impl Executor {
                 match ahead {
                     Ok(event) => {
                         let tables = &sequences.tables;
-                        DeviceState::Ahead(AheadStep::new(next, event, tables, cache))
+                        DeviceState::Ahead(AheadStep::new(next, event, tables, source.kv))
                     }
                     Err(e) => {
                         enqueued = Err(e);
@@ -108,7 +107,7 @@ impl Executor {
         done.wait()?;
         enqueued?;
         let hidden = self.hidden_rows(&sequences, &memory);
-        let outputs = self.outputs(cache, steps, sequences.rows, &mut memory, logits)?;
+        let outputs = self.outputs(steps, sequences.rows, &mut memory, logits)?;
         let each = outputs.into_iter().zip(hidden?);
         Ok(each
             .map(|(token, hidden)| token.map(|token| (token, hidden)))
@@ -134,7 +133,6 @@ impl Executor {
     /// The outputs of a step that ran with `rows` rows.
     fn outputs(
         &self,
-        cache: &KvCache,
         steps: &[&Segment<'_>],
         rows: usize,
         memory: &mut Memory,
@@ -170,7 +168,7 @@ impl Executor {
         // Values beyond f16 lead to logits from which no token can be chosen.
         let unusable = |row: usize| !matches!(drawn[row], Some(Drawn::Token(_)));
         if (0..batch).any(|row| !chooses(row) || unusable(row)) {
-            for (row, fault) in memory.step_faults(cache, batch)? {
+            for (row, fault) in memory.step_faults(batch)? {
                 outputs[row] = Err(fault);
             }
         }
@@ -193,7 +191,7 @@ impl Executor {
                 ..
             } = *attention;
             let visible = (position + 1).min(window.unwrap_or(usize::MAX));
-            let [unit, ..] = attention_units(source.spec, attention);
+            let [unit, ..] = attention_units(source.spec, attention, source.kv.kind());
             let gpu = &self.lowered.gpu;
             SplitKv::of(gpu, heads, kv_heads, head_dim, unit, batch.max(1), visible)
         };
@@ -218,10 +216,9 @@ impl Executor {
         } = sequences;
         let (rows, pages) = (*rows, input.last() / cuda::PAGE + 1);
         let Lowered { gpu, sizes, .. } = &self.lowered;
-        let cache = source.kv;
-        memory.fit(cache, gpu, sizes, rows, rows, rows, pages)?;
+        memory.fit(gpu, sizes, rows, rows, rows, pages)?;
         let continues = memory.drew(tokens, positions, rows);
-        let begin = memory.begin(cache, input, continues)?;
+        let begin = memory.begin(input, continues)?;
         match begin {
             Begin::Enqueued(event) => return Ok(event),
             Begin::Launch | Begin::WriteRules => {}
@@ -255,6 +252,7 @@ impl Executor {
         memory.write_states(&input.states, rows)?;
         let key = GraphKey {
             rows,
+            kv: source.kv.kind(),
             splits: self.splits(source, rows, input.last()),
             selection: selection(&input.rules),
             long: input.long,

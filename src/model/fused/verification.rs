@@ -120,7 +120,7 @@ impl Executor {
         let rows = VerifiedPass::new(source, segments, &padding)?;
         let before = before_of(segments);
         let mut memory = self.memory();
-        memory.forget(source.kv)?;
+        memory.forget()?;
         let key = self.write_verification(source, &rows, &before, &mut memory)?;
         let key = GraphKey {
             long: segments.iter().any(|s| self.is_long(s.context)),
@@ -144,7 +144,7 @@ impl Executor {
         let (rows, each) = (pass.rows(), pass.each);
         let last = pass.positions.iter().copied().max().unwrap_or(0);
         let pages = last / cuda::PAGE + 1;
-        memory.fit(source.kv, gpu, sizes, rows, rows, rows, pages)?;
+        memory.fit(gpu, sizes, rows, rows, rows, pages)?;
         memory.write_step(&pass.tokens, &pass.positions, &pass.tables, rows)?;
         // Padding is among the rows.
         memory.expect_stale_faults();
@@ -162,6 +162,7 @@ impl Executor {
         }
         Ok(GraphKey {
             rows,
+            kv: source.kv.kind(),
             splits: self.splits(source, rows, last),
             selection: selection(&rules),
             long: false,

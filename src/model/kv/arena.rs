@@ -8,7 +8,7 @@ use super::{HOST_PAGE, KvLayout, KvPages, KvType};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::size::product;
-use crate::cuda::{self, Arenas, DeviceSlice, Gpu};
+use crate::cuda::{self, Arenas, DeviceSlice, Gpu, KvShape};
 
 /// The blocks of one group. All functions may be called from any thread; whoever reads or writes a block owns it.
 pub struct KvArena {
@@ -33,12 +33,13 @@ impl KvArena {
 
     pub(super) fn in_device_memory(
         group: &KvGroup,
+        kind: KvType,
         arenas: &Arc<Arenas>,
         reserve: &Arc<Reserve>,
     ) -> Result<KvArena> {
-        let bytes = block_bytes(group, KvType::F16, cuda::PAGE)?;
+        let bytes = block_bytes(group, kind, cuda::PAGE)?;
         let blocks = BlockArena::in_device_memory(bytes, arenas, reserve)?;
-        Self::new(group, KvType::F16, cuda::PAGE, blocks)
+        Self::new(group, kind, cuda::PAGE, blocks)
     }
 
     fn new(group: &KvGroup, kind: KvType, positions: usize, blocks: BlockArena) -> Result<KvArena> {
@@ -74,6 +75,15 @@ impl KvArena {
     /// Shape of a page of a session file, and of host memory.
     pub(super) fn layout(&self) -> KvLayout {
         self.layout
+    }
+
+    /// Shape of a page on a GPU.
+    pub(super) fn shape(&self) -> KvShape {
+        KvShape {
+            heads: self.layout.heads(),
+            dim: self.layout.dim(),
+            kind: self.layout.kind(),
+        }
     }
 
     /// The GPU that it is on.

@@ -4,12 +4,9 @@
 use std::ops::Range;
 
 use super::arena::KvArena;
-use super::{HOST_PAGE, KvCache, KvTables, NULL_BLOCK, PagesOf};
+use super::{HOST_PAGE, KvCache, KvLayout, KvTables, NULL_BLOCK, PagesOf};
 use crate::base::{Result, memory};
 use crate::cuda;
-
-/// Bytes of an element on a GPU: f16.
-const ELEMENT: usize = 2;
 
 impl KvCache {
     /// Bytes that [`KvCache::read_pages`] gives for `len` positions, of which group `i` keeps those from `kept_from[i]` on; `None` if the
@@ -64,6 +61,8 @@ impl KvCache {
                 let count = each_block.min(pages.saturating_sub(first));
                 if arena.gpu().is_none() {
                     next(&mut page)?;
+                    let held = HOST_PAGE.min(len.saturating_sub(i * HOST_PAGE));
+                    arena.layout().check_read(&mut page, held)?;
                     arena.with_page_mut(index, block, |to| {
                         to.copy_from_slice(&page);
                         Ok(())
@@ -73,8 +72,10 @@ impl KvCache {
                 let mut whole = memory::zeros(arena.page_bytes())?;
                 for part in 0..count {
                     next(&mut page)?;
-                    exchange(arena, part, |device, file| {
-                        whole[device..device + ELEMENT].copy_from_slice(&page[file..file + ELEMENT])
+                    let held = HOST_PAGE.min(len - (first + part) * HOST_PAGE);
+                    arena.layout().check_read(&mut page, held)?;
+                    exchange(arena.layout(), part, |device, file| {
+                        whole[device].copy_from_slice(&page[file]);
                     });
                 }
                 arena.page_on_gpu(index, block)?.write(0, &whole)?;
@@ -100,17 +101,15 @@ impl KvCache {
         if arena.gpu().is_none() {
             return Ok(());
         }
-        let dim = arena.layout().dim();
         let mut bytes = memory::zeros::<u8>(arena.page_bytes())?;
         for layer in 0..arena.layers() {
             let page = arena.page_on_gpu(layer, block)?;
             page.read(0, &mut bytes)?;
-            let (keys, values) = bytes.split_at_mut(page.bytes() / 2);
-            for head in keys.chunks_exact_mut(cuda::PAGE * dim * ELEMENT) {
-                head[positions.start * dim * ELEMENT..positions.end * dim * ELEMENT].fill(0);
-            }
-            for element in values.chunks_exact_mut(cuda::PAGE * ELEMENT) {
-                element[positions.start * ELEMENT..positions.end * ELEMENT].fill(0);
+            for head in 0..arena.layout().heads() {
+                for position in positions.clone() {
+                    let ranges = PositionBytes::on_gpu(arena.layout(), head, position).ranges();
+                    ranges.for_each(|range| bytes[range].fill(0));
+                }
             }
             page.write(0, &bytes)?;
         }
@@ -167,27 +166,165 @@ impl<'a> PageReader<'a> {
             arena.page_on_gpu(*layer, block)?.read(0, page)?;
             self.block = block;
         }
-        exchange(arena, part, |device, file| {
-            file_page[file..file + ELEMENT].copy_from_slice(&page[device..device + ELEMENT])
+        exchange(arena.layout(), part, |device, file| {
+            file_page[file].copy_from_slice(&page[device]);
         });
         each(file_page)
     }
 }
 
-/// Calls `each` with the byte offsets, in a GPU's page and in a file's page, of every element of sixteen positions. The GPU's layout is
-/// `[head][64][dim]` for keys and `[head][dim][64]` for values; the file's is `[dim][16]` and `[16][dim]` for each head.
-fn exchange(arena: &KvArena, part: usize, mut each: impl FnMut(usize, usize)) {
-    let (heads, dim, page) = (arena.layout().heads(), arena.layout().dim(), cuda::PAGE);
-    let first = part * HOST_PAGE;
-    for head in 0..heads {
-        for p in 0..HOST_PAGE {
-            for d in 0..dim {
-                let key = (head * page + first + p) * dim + d;
-                let value = ((heads + head) * dim + d) * page + first + p;
-                let file = head * 2 * dim * HOST_PAGE;
-                each(key * ELEMENT, (file + d * HOST_PAGE + p) * ELEMENT);
-                let file_value = file + (HOST_PAGE + p) * dim + d;
-                each(value * ELEMENT, file_value * ELEMENT);
+/// The bytes of a position of a head in a page, in the order of the elements of its key, those of its value, and their scales, if the type
+/// has any.
+#[derive(Clone, Copy)]
+struct PositionBytes {
+    /// Bytes of an element, and of a scale.
+    element: usize,
+    scale: usize,
+    dim: usize,
+    /// Where the key, the value and their scales begin, and from one element of key and value to the next.
+    starts: [usize; 4],
+    steps: [usize; 2],
+}
+
+impl PositionBytes {
+    /// On a GPU: keys `[heads][64][dim]`, values `[heads][dim][64]`, and the scales of both `[2][heads][64]`.
+    fn on_gpu(layout: KvLayout, head: usize, position: usize) -> PositionBytes {
+        let page = cuda::PAGE;
+        let (heads, dim) = (layout.heads(), layout.dim());
+        let (element, scale) = (layout.kind().element_bytes(), layout.kind().scale_bytes());
+        let all = heads * page * dim * element;
+        let of_head = head * page;
+        PositionBytes {
+            element,
+            scale,
+            dim,
+            starts: [
+                (of_head + position) * dim * element,
+                all + (of_head * dim + position) * element,
+                2 * all + (of_head + position) * scale,
+                2 * all + ((heads + head) * page + position) * scale,
+            ],
+            steps: [element, page * element],
+        }
+    }
+
+    /// In a file, and in host memory: for each head keys `[dim][16]`, values `[16][dim]`, and the scales of both `[2][16]`.
+    fn in_file(layout: KvLayout, head: usize, position: usize) -> PositionBytes {
+        let page = HOST_PAGE;
+        let (heads, dim) = (layout.heads(), layout.dim());
+        let (element, scale) = (layout.kind().element_bytes(), layout.kind().scale_bytes());
+        let of_head = head * layout.page_bytes() / heads;
+        let scales = of_head + 2 * page * dim * element;
+        PositionBytes {
+            element,
+            scale,
+            dim,
+            starts: [
+                of_head + position * element,
+                of_head + (page + position) * dim * element,
+                scales + position * scale,
+                scales + (page + position) * scale,
+            ],
+            steps: [page * element, element],
+        }
+    }
+
+    fn ranges(self) -> impl Iterator<Item = Range<usize>> {
+        let [key, value, key_scale, value_scale] = self.starts;
+        let elements = [key, value].into_iter().zip(self.steps);
+        let elements = elements.flat_map(move |(start, step)| {
+            let at = (0..self.dim).map(move |i| start + i * step);
+            at.map(move |at| at..at + self.element)
+        });
+        let scales = [key_scale, value_scale].map(|at| at..at + self.scale);
+        elements.chain(scales)
+    }
+}
+
+/// Calls `each` with the bytes, in a GPU's page and in a file's page, of every element and scale of sixteen positions.
+fn exchange(layout: KvLayout, part: usize, mut each: impl FnMut(Range<usize>, Range<usize>)) {
+    for head in 0..layout.heads() {
+        for position in 0..HOST_PAGE {
+            let on_gpu = PositionBytes::on_gpu(layout, head, part * HOST_PAGE + position);
+            let in_file = PositionBytes::in_file(layout, head, position);
+            for (on_gpu, in_file) in on_gpu.ranges().zip(in_file.ranges()) {
+                each(on_gpu, in_file);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::KvType;
+
+    /// How often the ranges of all positions contain each byte of a page.
+    fn counts(bytes: usize, positions: impl Iterator<Item = PositionBytes>) -> Vec<u8> {
+        let mut counts = vec![0; bytes];
+        for range in positions.flat_map(PositionBytes::ranges) {
+            counts[range].iter_mut().for_each(|count| *count += 1);
+        }
+        counts
+    }
+
+    #[test]
+    fn each_byte_of_a_page_belongs_to_one_position() {
+        for kind in KvType::ALL {
+            let layout = KvLayout::new(3, 48, kind).unwrap();
+            let all = |positions: usize| {
+                (0..3).flat_map(move |head| (0..positions).map(move |p| (head, p)))
+            };
+            let in_file = all(HOST_PAGE).map(|(h, p)| PositionBytes::in_file(layout, h, p));
+            let page = layout.page_bytes();
+            assert_eq!(counts(page, in_file), vec![1; page], "{kind:?}");
+            let on_gpu = all(cuda::PAGE).map(|(h, p)| PositionBytes::on_gpu(layout, h, p));
+            let page = page / HOST_PAGE * cuda::PAGE;
+            assert_eq!(counts(page, on_gpu), vec![1; page], "{kind:?}");
+        }
+    }
+
+    /// The ranges of a file's page against the CPU's own cache.
+    #[test]
+    fn a_position_of_a_file_has_the_elements_that_were_written() {
+        for kind in KvType::ALL {
+            let layout = KvLayout::new(2, 32, kind).unwrap();
+            let row = |sign: f32| {
+                (0..64)
+                    .map(move |i| sign * (i + 1) as f32)
+                    .collect::<Vec<_>>()
+            };
+            let mut page = memory::zeros::<u8>(layout.page_bytes()).unwrap();
+            layout.write(&mut page, 5, &row(1.0), &row(-1.0)).unwrap();
+            let held = |head, position| {
+                let ranges = PositionBytes::in_file(layout, head, position).ranges();
+                ranges
+                    .flat_map(|range| page[range].to_vec())
+                    .collect::<Vec<u8>>()
+            };
+            for head in 0..2 {
+                let zero = vec![0; 2 * kind.vector_bytes(32)];
+                assert_eq!(held(head, 4), zero, "{kind:?}");
+                let written = held(head, 5);
+                let (elements, scales) = written.split_at(64 * kind.element_bytes());
+                let (key, value) = elements.split_at(elements.len() / 2);
+                // The sign is the last bit of each element.
+                let negated: Vec<u8> = key
+                    .chunks_exact(kind.element_bytes())
+                    .flat_map(|element| {
+                        let mut element = element.to_vec();
+                        *element.last_mut().unwrap() ^= 0x80;
+                        element
+                    })
+                    .collect();
+                assert!(key.iter().any(|&byte| byte != 0));
+                assert_eq!(value, negated, "{kind:?}");
+                let (of_key, of_value) = scales.split_at(scales.len() / 2);
+                assert_eq!(of_key, of_value);
+                if kind == KvType::F8 {
+                    let largest = 32.0 * (head as f32 + 1.0);
+                    assert_eq!(of_key, (largest / 448.0).to_ne_bytes());
+                }
             }
         }
     }

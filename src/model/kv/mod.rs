@@ -17,8 +17,8 @@ use blocks::Reserve;
 pub use blocks::Reserved;
 use group::layer_groups;
 pub use group::{KvGroup, KvLayerIndex};
-use sizes::check_kind;
 pub use sizes::{BlockSizes, GroupBlocks};
+use sizes::{check_kind, types_on_gpu};
 pub use state::StateArena;
 pub(super) use state::StatePart;
 use state::{StateLayer, state_layers};
@@ -44,27 +44,49 @@ pub struct KvMemory {
     drafter: Option<usize>,
     state_layers: Vec<Option<StateLayer>>,
     reserve: Arc<Reserve>,
-    f16: TryOnce<Arc<KvCache>>,
-    f32: TryOnce<Arc<KvCache>>,
+    /// The memory of all types on a GPU.
+    arenas: Option<Arc<Arenas>>,
+    /// Why a GPU cannot keep keys and values in 8 bits, if so.
+    without_f8: Option<String>,
+    caches: [TryOnce<Arc<KvCache>>; KvType::ALL.len()],
 }
 
 impl KvMemory {
     /// Memory for a model of this spec. `bytes`, if given, is reserved now, and is all that there will be; without it, memory is allocated
-    /// as sequences grow.
-    pub(super) fn new(device: &Device, spec: &Spec, bytes: Option<usize>) -> Result<KvMemory> {
+    /// as sequences grow. `without_f8` says why a GPU cannot keep the model's keys and values in 8 bits, if so.
+    pub(super) fn new(
+        device: &Device,
+        spec: &Spec,
+        bytes: Option<usize>,
+        without_f8: Option<String>,
+    ) -> Result<KvMemory> {
         let tag = match device {
             Device::Cpu(_) => Tag::KvCache,
             Device::Cuda(_) => Tag::DeviceKvCache,
         };
+        let (groups, state_layers) = (KvGroup::of(spec), state_layers(spec));
+        let reserve = Arc::new(Reserve::new(tag, bytes)?);
+        let arenas = match device {
+            Device::Cpu(_) => None,
+            Device::Cuda(gpu) => {
+                let of_type = groups.len() + usize::from(!state_layers.is_empty());
+                let types = types_on_gpu(without_f8.as_deref());
+                Some(match bytes {
+                    Some(bytes) => Arenas::fixed(gpu, bytes, of_type * types)?,
+                    None => Arenas::growing(gpu)?,
+                })
+            }
+        };
         let memory = KvMemory {
             device: device.clone(),
-            groups: KvGroup::of(spec),
+            groups,
             layers: spec.all_blocks().count(),
             drafter: spec.drafter.as_ref().map(|_| spec.blocks.len()),
-            state_layers: state_layers(spec),
-            reserve: Arc::new(Reserve::new(tag, bytes)?),
-            f16: TryOnce::new(),
-            f32: TryOnce::new(),
+            state_layers,
+            reserve,
+            arenas,
+            without_f8,
+            caches: KvType::ALL.map(|_| TryOnce::new()),
         };
         if device.is_cuda() {
             // Reserves memory, or only addresses; a driver that cannot do so is refused when the model is loaded.
@@ -73,12 +95,9 @@ impl KvMemory {
         Ok(memory)
     }
 
-    /// The cache of sequences with keys and values of this type. A GPU keeps f16.
+    /// The cache of sequences with keys and values of this type. A GPU keeps f16, and f8 where its kernels serve the model's heads.
     pub fn cache(&self, kind: KvType) -> Result<&Arc<KvCache>> {
-        let slot = match kind {
-            KvType::F16 => &self.f16,
-            KvType::F32 => &self.f32,
-        };
+        let slot = &self.caches[kind as usize];
         slot.get_or_try(|| KvCache::new(self, kind).map(Arc::new))
     }
 
@@ -128,20 +147,11 @@ pub struct KvCache {
 impl KvCache {
     fn new(memory: &KvMemory, kind: KvType) -> Result<KvCache> {
         let (groups, reserve) = (&memory.groups, &memory.reserve);
-        check_kind(memory.device.kind(), kind, &memory.device.name())?;
-        let shared = match &memory.device {
-            Device::Cpu(_) => None,
-            Device::Cuda(gpu) => {
-                let count = groups.len() + usize::from(!memory.state_layers.is_empty());
-                Some(match reserve.bytes() {
-                    Some(bytes) => Arenas::fixed(gpu, bytes, count)?,
-                    None => Arenas::growing(gpu)?,
-                })
-            }
-        };
-        let of_group = |group| match &shared {
+        let (device, without_f8) = (&memory.device, memory.without_f8.as_deref());
+        check_kind(device.kind(), kind, &device.name(), without_f8)?;
+        let of_group = |group| match &memory.arenas {
             None => KvArena::in_host_memory(group, kind, reserve),
-            Some(arenas) => KvArena::in_device_memory(group, arenas, reserve),
+            Some(arenas) => KvArena::in_device_memory(group, kind, arenas, reserve),
         };
         let arenas = groups.iter().map(of_group).collect::<Result<_>>()?;
         Ok(KvCache {
@@ -149,7 +159,7 @@ impl KvCache {
             arenas,
             layers: layer_groups(groups, memory.layers),
             drafter: memory.drafter,
-            state: StateArena::new(&memory.state_layers, shared.as_ref(), reserve)?,
+            state: StateArena::new(&memory.state_layers, memory.arenas.as_ref(), reserve)?,
             null_block: TryOnce::new(),
         })
     }
@@ -247,7 +257,7 @@ impl KvCache {
         };
         let table = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, blocks)?;
         let pages = self.on_gpu(layer, &table, blocks.len(), 0, None)?;
-        let KvShape { heads, dim } = pages.shape;
+        let KvShape { heads, dim, .. } = pages.shape;
         let rows = keys.len() / (heads * dim);
         cuda::store_kv(&pages, keys.cuda()?, values.cuda()?, rows, first)
     }
@@ -293,10 +303,7 @@ impl KvCache {
             arena: arena.address()?,
             block_bytes: arena.block_bytes(),
             offset: index * arena.page_bytes(),
-            shape: KvShape {
-                heads: arena.layout().heads(),
-                dim: arena.layout().dim(),
-            },
+            shape: arena.shape(),
             table,
             stride,
             sequence,

@@ -42,13 +42,15 @@ pub struct BlockSizes {
 }
 
 impl BlockSizes {
-    /// The sizes of a model on a device, with keys and values of this type. Fails for a type that the device does not keep.
+    /// The sizes of a model on a device, with keys and values of this type. Fails for a type that the device does not keep. `without_f8` says
+    /// why a GPU cannot keep the model's keys and values in 8 bits, if so.
     pub(in crate::model) fn of(
         spec: &Spec,
         device: DeviceKind,
         kind: KvType,
+        without_f8: Option<&str>,
     ) -> Result<BlockSizes> {
-        check_kind(device, kind, &format_args!("a GPU"))?;
+        check_kind(device, kind, &format_args!("a GPU"), without_f8)?;
         let positions = match device {
             DeviceKind::Cpu => HOST_PAGE,
             DeviceKind::Cuda => cuda::PAGE,
@@ -67,7 +69,10 @@ impl BlockSizes {
         let mut sizes = BlockSizes {
             state_bytes,
             null_bytes: 0,
-            arenas: is_cuda.then(|| groups.len() + usize::from(state_bytes > 0)),
+            arenas: is_cuda.then(|| {
+                let of_type = groups.len() + usize::from(state_bytes > 0);
+                of_type * types_on_gpu(without_f8)
+            }),
             groups,
         };
         if is_cuda {
@@ -101,14 +106,29 @@ impl BlockSizes {
     }
 }
 
+/// Types of keys and values that a GPU keeps.
+pub(super) fn types_on_gpu(without_f8: Option<&str>) -> usize {
+    if without_f8.is_some() { 1 } else { 2 }
+}
+
 /// Fails for a type of keys and values that a device does not keep.
-pub(super) fn check_kind(device: DeviceKind, kind: KvType, name: &dyn fmt::Display) -> Result<()> {
-    match (device, kind) {
-        (DeviceKind::Cuda, KvType::F32) => bail!(
+pub(super) fn check_kind(
+    device: DeviceKind,
+    kind: KvType,
+    name: &dyn fmt::Display,
+    without_f8: Option<&str>,
+) -> Result<()> {
+    let refused = match kind {
+        KvType::F32 => Some("a GPU keeps them as f16 or f8"),
+        KvType::F8 => without_f8,
+        KvType::F16 => None,
+    };
+    match refused.filter(|_| device == DeviceKind::Cuda) {
+        None => Ok(()),
+        Some(reason) => bail!(
             Unsupported,
-            "keys and values as {} on {name}; a GPU keeps them as f16",
+            "keys and values as {} on {name}; {reason}",
             kind.name()
         ),
-        _ => Ok(()),
     }
 }

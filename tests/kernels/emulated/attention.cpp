@@ -1,12 +1,14 @@
 // kernels/rope/store.cuh, kernels/attention/{prefill,decode}.cuh and kernels/attention/reference.cu on the CPU, against attention in f64: the
 // sources as they ship, with their instructions emulated as the PTX ISA describes them. A sequence is filled by two prefills and continued
-// by several tokens at once, and by one token at a time. Prints "ok" or the first error.
+// by several tokens at once, and by one token at a time. In 8 bits the codes in the cache are taken as they are, and each is compared
+// with the element that it stands for. Prints "ok" or the first error.
 #include "cuda.hpp"
 
 #include "common/cluster.cuh"
 #include "common/heads.cuh"
 #include "common/pages.cuh"
 #include "common/ptx.cuh"
+#include "format/f8.cuh"
 #include "format/fragment_major.cuh"
 
 // The shared memory that kernels declare is the one array of cuda.hpp.
@@ -14,6 +16,7 @@ namespace prefill {
 extern u16 shared[] asm("shared");
 #include "attention/prefill.cuh"
 #undef KERNEL
+#undef KERNEL_OF
 }
 namespace decode {
 extern char shared[] asm("shared");
@@ -31,7 +34,8 @@ namespace reference {
 
 static double half(double x) { return f16_to_float(to_f16((float)x)); }
 
-// A sequence of one layer; all its tokens are known in advance.
+// A sequence of one layer; all its tokens are known in advance. E: an element of the cache.
+template <typename E>
 struct Sequence {
     int D, heads, kv_heads, length, all, rotary_dim, window;
     float cap;
@@ -40,7 +44,7 @@ struct Sequence {
     bool keys_as_values = false, value_norm = false;
     std::vector<float> qkv, q_norm, k_norm, frequencies;
     std::vector<float> sinks;   // [heads], or empty
-    std::vector<u16> arena;
+    std::vector<u8> arena;
     std::vector<u32> table;
     std::vector<u32> unfit;     // [rows]
     bool compares = true;
@@ -55,15 +59,21 @@ struct Sequence {
         // Blocks of two layers, the second of which is used, last to first; and 16 bytes for alignment. Memory that is not written yet holds
         // random numbers.
         int blocks = ceil_div(length, PAGE);
-        arena.resize((size_t)blocks * 2 * page() / sizeof(u16) + 8);
-        for (u16& x : arena) x = to_f16(uniform());
+        arena.resize((size_t)blocks * 2 * page() + 16);
+        for (int i = 0; i < 2 * blocks; i++) {
+            char* of_page = block_0() + (size_t)i * page();
+            E* elements = (E*)of_page;
+            for (int j = 0; j < 2 * kv_heads * PAGE * D; j++) elements[j] = to_element<E>(uniform(), 1 / 64.0f);
+            float* scales = (float*)(elements + 2 * kv_heads * PAGE * D);
+            for (int j = 0; HAS_SCALES<E> && j < 2 * kv_heads * PAGE; j++) scales[j] = std::fabs(uniform());
+        }
         for (int i = 0; i < blocks; i++) table.push_back(blocks - 1 - i);
     }
     // Bytes of a page.
-    int page() const { return 2 * kv_heads * PAGE * D * 2; }
+    int page() const { return 2 * kv_heads * PAGE * (D * (int)sizeof(E) + (HAS_SCALES<E> ? 4 : 0)); }
+    char* block_0() { return (char*)(((uintptr_t)arena.data() + 15) & ~(uintptr_t)15); }
     Pages arguments() {
-        char* block_0 = (char*)(((uintptr_t)arena.data() + 15) & ~(uintptr_t)15);
-        return {block_0 + page(), table.data(), 2 * (u64)page(), unfit.data(), (int)table.size(), kv_heads, 1};
+        return {block_0() + page(), table.data(), 2 * (u64)page(), unfit.data(), (int)table.size(), kv_heads, 1};
     }
     HeadOptions options() const { return {frequencies.data(), FACTOR, EPS, rotary_dim}; }
     // Rows have the heads of all projections, or of queries alone for a layer whose keys and values are those of this one.
@@ -116,31 +126,50 @@ struct Sequence {
         }
         return r;
     }
-    std::vector<double> attention(int token, int head) const {
+    // A token's key or value as the cache has it, rounded from its exact elements.
+    std::vector<double> cached(int token, int head, bool is_value) {
+        std::vector<double> exact = vector(token, heads + head + (is_value ? kv_heads : 0)), y(D);
+        Pages pages = arguments();
+        const E *key = keys_of<E>(pages, D, 0, token, head), *value = values_of<E>(pages, D, 0, token, head);
+        float scale = HAS_SCALES<E> ? scales_of(pages, D, 0, token, head)[is_value ? kv_heads * PAGE : 0] : 1;
+        double amax = 0;
+        for (int i = 0; i < D; i++) {
+            y[i] = HAS_SCALES<E> ? (double)element_to_float(is_value ? value[i * PAGE] : key[i]) * scale : half(exact[i]);
+            amax = std::max(amax, std::fabs(exact[i]));
+            double bound = HAS_SCALES<E> ? std::max(std::fabs(exact[i]) / 16, (double)scale / 1024) * 1.001 + 1e-6 * amax : INFINITY;
+            if (std::fabs(y[i] - exact[i]) <= bound) continue;
+            printf("D = %d, token %d, head %d, %s %d: %g in 8 bits, not %g\n", D, token, head, is_value ? "value" : "key", i, y[i], exact[i]), exit(1);
+        }
+        if (HAS_SCALES<E> && !(std::fabs(scale * 448 - amax) <= 1e-5 * amax)) {
+            printf("D = %d, token %d, head %d: the scale %g of %g\n", D, token, head, scale, amax), exit(1);
+        }
+        return y;
+    }
+    std::vector<double> attention(int token, int head) {
         std::vector<double> q = vector(token, head), out(D), score;
         int kv_head = head / (heads / kv_heads);
         double sum = 0, best = -1e300;
         int start = window > 0 ? std::max(token + 1 - window, 0) : 0;
         for (int p = start; p <= token; p++) {
-            std::vector<double> k = vector(p, heads + kv_head);
+            std::vector<double> k = cached(p, kv_head, false);
             double dot = 0;
-            for (int i = 0; i < D; i++) dot += q[i] * half(k[i]);
+            for (int i = 0; i < D; i++) dot += q[i] * k[i];
             dot *= scale();
             score.push_back(cap > 0 ? cap * std::tanh(dot / cap) : dot);
             best = std::max(best, score.back());
         }
         if (!sinks.empty()) best = std::max(best, (double)sinks[head]), sum = std::exp(sinks[head] - best);
         for (int p = start; p <= token; p++) {
-            std::vector<double> v = vector(p, heads + kv_heads + kv_head);
+            std::vector<double> v = cached(p, kv_head, true);
             double weight = std::exp(score[p - start] - best);
             sum += weight;
-            for (int i = 0; i < D; i++) out[i] += weight * half(v[i]);
+            for (int i = 0; i < D; i++) out[i] += weight * v[i];
         }
         for (double& x : out) x /= sum;
         return out;
     }
     // Queries and probabilities are rounded to f16.
-    void compare(const char* what, const std::vector<u16>& got, int first, int rows) const {
+    void compare(const char* what, const std::vector<u16>& got, int first, int rows) {
         for (int row = 0; row < rows; row++) {
             for (int head = 0; head < heads; head++) {
                 std::vector<double> want = attention(first + row, head);
@@ -161,18 +190,19 @@ struct Sequence {
         std::vector<u16> q((size_t)rows * heads * D, 0x7e00);
         store::Arguments s = {&qkv[(size_t)first * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, q.data(), options(), row(),
                               arguments(), heads, rows, first, log2};
-        launch(rows, ceil_div(heads + kv_heads, store::WARPS), 1, store::WARPS * WARP, [&] { store::heads<D, ROTARY>(s); });
-        launch((first + rows - 1) / 8 - first / 8 + 1, kv_heads, 1, D, [&] { store::store_values<D>(s); });
+        launch(rows, ceil_div(heads + kv_heads, store::WARPS), 1, store::WARPS * WARP, [&] { store::heads<D, ROTARY, E>(s); });
+        launch((first + rows - 1) / 8 - first / 8 + 1, kv_heads, 1, D, [&] { store::store_values<D, E>(s); });
         attend<D>("rows", q, first, rows);
     }
     // Rows of a layer that has queries alone, over the keys and values that this one has stored.
     template <int D, int ROTARY>
     void run_queries(int first, int rows) {
         std::vector<float> own = queries(first, rows);
-        std::vector<u16> q((size_t)rows * heads * D, 0x7e00), before = arena;
+        std::vector<u16> q((size_t)rows * heads * D, 0x7e00);
+        std::vector<u8> before = arena;
         store::Arguments s = {own.data(), normed ? q_norm.data() : nullptr, nullptr, q.data(), options(), row(false), arguments(), heads, rows, first,
                               scale() * 1.44269504f};
-        launch(rows, ceil_div(heads, store::WARPS), 1, store::WARPS * WARP, [&] { store::heads<D, ROTARY>(s); });
+        launch(rows, ceil_div(heads, store::WARPS), 1, store::WARPS * WARP, [&] { store::heads<D, ROTARY, E>(s); });
         attend<D>("rows of queries", q, first, rows);
         if (before != arena) puts("rows of queries changed the cache"), exit(1);
     }
@@ -180,7 +210,7 @@ struct Sequence {
     void attend(const char* what, const std::vector<u16>& q, int first, int rows) {
         std::vector<u16> out(q.size(), 0x7e00);
         prefill::Arguments p = {q.data(), sink(), out.data(), arguments(), heads, rows, first, window, cap * 1.44269504f};
-        launch(heads, ceil_div(rows, prefill::ROWS<D>), 1, prefill::WARPS * WARP, [&] { prefill::run<D>(p); });
+        launch(heads, ceil_div(rows, prefill::ROWS<D>), 1, prefill::WARPS * WARP, [&] { prefill::run<D, E>(p); });
         if (compares) compare(what, out, first, rows);
     }
     // Keys, values and queries in f32; the cache rounds to f16.
@@ -194,9 +224,9 @@ struct Sequence {
             }
         }
         reference::StoreArguments s = {k.data(), v.data(), arguments(), D, first};
-        launch(rows, kv_heads, 1, reference::THREADS, [&] { reference::attention_store(s); });
+        launch(rows, kv_heads, 1, reference::THREADS, [&] { reference::store<E>(s); });
         reference::AttendArguments a = {q.data(), sink(), out.data(), arguments(), heads, D, first, window, scale(), cap};
-        launch(rows, heads, 1, reference::THREADS, [&] { reference::attention_reference(a); });
+        launch(rows, heads, 1, reference::THREADS, [&] { reference::attend<E>(a); });
         if (!compares) return;
         for (int row = 0; row < rows; row++) {
             for (int head = 0; head < heads; head++) {
@@ -233,34 +263,37 @@ struct Sequence {
             std::vector<int> shifted = positions;
             for (int& p : shifted) p += before;
             store::RowsArguments s = {x, k_weight, shifted.data(), options(), pages, heads, before};
-            launch(rows, ceil_div(2 * kv_heads, store::WARPS), 1, store::WARPS * WARP, [&] { store::store_rows<D, ROTARY>(s); });
+            launch(rows, ceil_div(2 * kv_heads, store::WARPS), 1, store::WARPS * WARP, [&] { store::store_rows<D, ROTARY, E>(s); });
             std::vector<u16> out((size_t)rows * heads * D, 0x7e00);
             std::vector<float> partial((size_t)rows * blocks * splits * decode::HEADS * (D + 2), NAN);
             std::vector<u32> arrived(rows * blocks);
             decode::Arguments d = {x, normed ? q_norm.data() : nullptr, k_weight, sink(), positions.data(), out.data(), partial.data(), arrived.data(),
                                    options(), row(), pages, heads / kv_heads, scale() * 1.44269504f, cap * 1.44269504f, window, 0, 1};
-            launch(blocks, rows, splits, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, ROTARY, STAGES, SPAN, CLUSTER>(d); },
+            launch(blocks, rows, splits, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, ROTARY, STAGES, SPAN, CLUSTER, E>(d); },
                    CLUSTER ? splits : 1);
             compare("tokens at once", out, first, rows);
             // What is stored a second time was spoiled before.
             for (int i = 0; i < rows; i++) {
                 for (int h = 0; h < kv_heads; h++) {
                     for (int j = 0; j < D; j++) {
-                        keys_of(pages, D, i, positions[i], h)[j] = 0x3c00;
-                        values_of(pages, D, i, positions[i], h)[j * PAGE] = 0x3c00;
+                        keys_of<E>(pages, D, i, positions[i], h)[j] = to_element<E>(1, 1);
+                        values_of<E>(pages, D, i, positions[i], h)[j * PAGE] = to_element<E>(1, 1);
                     }
+                    for (int v = 0; HAS_SCALES<E> && v < 2; v++) scales_of(pages, D, i, positions[i], h)[v * kv_heads * PAGE] = 3;
                 }
             }
         }
     }
     template <int D, bool LIMITED, int ROTARY>
     void step(int token, int splits) {
-        if constexpr (D <= 256) step_with<D, LIMITED, ROTARY, 4, 2, false>(token, splits, token % 2);
-        step_with<D, LIMITED, ROTARY, 2, 1, false>(token, splits, splits % 2);
-        step_with<D, LIMITED, ROTARY, 1, 1, false>(token, splits, splits % 2);
+        // Rings of codes have twice as many pages.
+        constexpr int RING = HAS_SCALES<E> ? 2 : 1;
+        if constexpr (D <= 256) step_with<D, LIMITED, ROTARY, 4 * RING, 2, false>(token, splits, token % 2);
+        step_with<D, LIMITED, ROTARY, 2 * RING, 1, false>(token, splits, splits % 2);
+        step_with<D, LIMITED, ROTARY, RING, 1, false>(token, splits, splits % 2);
         if constexpr (D == 256) step_with<D, LIMITED, ROTARY, 2, 2, false>(token, splits, token % 2);
         if constexpr (LIMITED) {
-            std::vector<u16> before = arena;
+            std::vector<u8> before = arena;
             step_with<D, LIMITED, ROTARY, 1, 1, false>(token, splits, token % 2, false);
             if (before != arena) puts("queries of a token changed the cache"), exit(1);
         }
@@ -280,7 +313,7 @@ struct Sequence {
         decode::Arguments d = {has_keys ? &qkv[(size_t)token * all * D] : own.data(), normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, sink(), &token,
                                out.data(), partial.data(), arrived.data(), options(), row(has_keys), arguments(), heads / kv_heads, scale() * 1.44269504f,
                                cap * 1.44269504f, window, fragment_major, 0};
-        launch(blocks, 1, splits, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, ROTARY, STAGES, SPAN, CLUSTER>(d); }, CLUSTER ? splits : 1);
+        launch(blocks, 1, splits, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, ROTARY, STAGES, SPAN, CLUSTER, E>(d); }, CLUSTER ? splits : 1);
         if (fragment_major) {
             std::vector<u16> row;
             for (int k = 0; k < whole; k++) row.push_back(out[fragment_index(1, 0, k)]);
@@ -298,27 +331,33 @@ struct Sequence {
     }
 };
 
-template <int D, bool LIMITED = false, int ROTARY = D>
+template <int D, bool LIMITED = false, int ROTARY = D, typename E = u16>
 static void check(int heads, int kv_heads, bool normed, int first, int more, int tokens, int splits, int rotary_dim = D, int window = 0,
                   float cap = 0, bool has_sinks = false) {
-    Sequence s(D, heads, kv_heads, first + more + tokens, normed, rotary_dim, window, cap);
+    Sequence<E> s(D, heads, kv_heads, first + more + tokens, normed, rotary_dim, window, cap);
     if (has_sinks) s.add_sinks();
-    s.run<D, ROTARY>(0, first);
-    s.run<D, ROTARY>(first, more);
+    s.template run<D, ROTARY>(0, first);
+    s.template run<D, ROTARY>(first, more);
     if constexpr (D <= 256) {
-        s.verify<D, LIMITED, ROTARY, 2, 1, false>(first + more, tokens, splits);
-        s.verify<D, LIMITED, ROTARY, 4, 2, false>(first + more, tokens, 1);
+        s.template verify<D, LIMITED, ROTARY, 2, 1, false>(first + more, tokens, splits);
+        s.template verify<D, LIMITED, ROTARY, 4, 2, false>(first + more, tokens, 1);
     }
 #if __CUDA_ARCH__ >= 900
-    if constexpr (!LIMITED && D <= 128) s.verify<D, LIMITED, ROTARY, 2, 1, true>(first + more, tokens, 2);
+    if constexpr (!LIMITED && D <= 128) s.template verify<D, LIMITED, ROTARY, 2, 1, true>(first + more, tokens, 2);
 #endif
-    for (int i = 0; i < tokens; i++) s.step<D, LIMITED, ROTARY>(first + more + i, i % 2 ? splits : 1);
+    for (int i = 0; i < tokens; i++) s.template step<D, LIMITED, ROTARY>(first + more + i, i % 2 ? splits : 1);
+    if constexpr (HAS_SCALES<E>) {
+        // The codes and scales are the same, whichever kernel stored them.
+        std::vector<u8> before = s.arena;
+        s.template run<D, ROTARY>(0, first + more + tokens);
+        if (before != s.arena) printf("D = %d: prefill stores other codes than steps\n", D), exit(1);
+    }
 }
 
 // Heads of Gemma 4: normalized values, which may be the keys, and layers that have queries alone.
 template <int D>
 static void check_values(int heads, int kv_heads, bool keys_as_values, int first, int more, int tokens, int splits, int window = 0) {
-    Sequence s(D, heads, kv_heads, first + more + tokens, true, D, window, 0);
+    Sequence<u16> s(D, heads, kv_heads, first + more + tokens, true, D, window, 0);
     s.value_norm = true;
     if (keys_as_values) s.drop_values();
     s.run<D, D>(0, first);
@@ -327,8 +366,9 @@ static void check_values(int heads, int kv_heads, bool keys_as_values, int first
     for (int i = 0; i < tokens; i++) s.step<D, true, D>(first + more + i, i % 2 ? splits : 1);
 }
 
+template <typename E = u16>
 static void check_reference(int D, int heads, int kv_heads, int first, int more, int rotary_dim, int window, float cap, bool has_sinks = false) {
-    Sequence s(D, heads, kv_heads, first + more, true, rotary_dim, window, cap);
+    Sequence<E> s(D, heads, kv_heads, first + more, true, rotary_dim, window, cap);
     if (has_sinks) s.add_sinks();
     s.run_reference(0, first);
     s.run_reference(first, more);
@@ -336,35 +376,39 @@ static void check_reference(int D, int heads, int kv_heads, int first, int more,
 }
 
 // Values, keys and queries of the last token: one that f16 holds after rounding, and others that it does not.
+template <typename E>
 static void check_unfit() {
     const int D = 64, HEADS = 2, LENGTH = 3, LAST = LENGTH - 1;
     struct { int head; float value; u32 want; } cases[] = {{3, 65519, 0}, {3, -65520, 2}, {3, NAN, 2}, {2, 1e6f, 2}, {0, 1e7f, 2}};
     for (auto& c : cases) {
-        Sequence s(D, HEADS, 1, LENGTH, false, D, 0, 0);
+        Sequence<E> s(D, HEADS, 1, LENGTH, false, D, 0, 0);
         float& x = s.qkv[((size_t)LAST * s.all + c.head) * D + 5];
-        s.run<D, D>(0, LAST);
+        s.template run<D, D>(0, LAST);
         s.expect_unfit("before", 0);
         x = c.value;
         // Beside numbers so large the results have no correct digits.
         s.compares = false;
-        s.run<D, D>(LAST, 1);
+        s.template run<D, D>(LAST, 1);
         s.expect_unfit("a row", c.want);
-        s.run<D, D>(0, LENGTH);
+        s.template run<D, D>(0, LENGTH);
         s.expect_unfit("rows", c.want, LAST);
-        s.step_with<D, false, D, 1, 1, false>(LAST, 1, 0);
+        s.template step_with<D, false, D, HAS_SCALES<E> ? 2 : 1, 1, false>(LAST, 1, 0);
         s.expect_unfit("a token", c.want);
         s.run_reference(LAST, 1);
         s.expect_unfit("the reference", c.head == 0 ? 0 : c.want);
         // An earlier layer has reported one already.
         s.unfit[0] = 1;
-        s.run<D, D>(LAST, 1);
+        s.template run<D, D>(LAST, 1);
         s.expect_unfit("a row", 1);
     }
 }
 
 int main() {
-    check_unfit();
+    check_unfit<u16>();
+    check_unfit<u8>();
     check_reference(16, 2, 1, 3, 70, 16, 0, 0);
+    check_reference<u8>(48, 2, 2, 66, 5, 20, 30, 0.5f);
+    check_reference<u8>(128, 2, 1, 70, 3, 128, 0, 0);
     check_reference(48, 2, 2, 66, 5, 20, 30, 0.5f);
     check_reference(128, 2, 1, 70, 3, 128, 65, 0);
     check_reference(256, 1, 1, 5, 65, 256, 1, 2);
@@ -374,6 +418,12 @@ int main() {
     check<64>(9, 1, false, 1, 1, 2, 2);
     check<128>(4, 1, true, 60, 5, 2, 4);
     check<128>(2, 2, false, 61, 66, 2, 3);
+    // In 8 bits.
+    check<32, false, 32, u8>(4, 2, false, 3, 70, 3, 2);
+    check<64, false, 64, u8>(3, 1, true, 130, 9, 2, 3);
+    check<64, false, 64, u8>(9, 1, false, 1, 1, 2, 2);
+    check<128, false, 128, u8>(4, 1, true, 60, 5, 2, 4);
+    check<128, false, 128, u8>(2, 2, false, 61, 66, 2, 3);
     // Windows within a page, at its end and over several; soft caps that bite.
     check<32, true>(2, 1, true, 70, 65, 2, 2, 32, 1, 0);
     check<64, true>(2, 1, true, 130, 70, 2, 2, 64, 64, 0.5f);

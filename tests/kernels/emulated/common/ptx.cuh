@@ -356,7 +356,9 @@ inline double ue4m3(u8 byte) {
     return exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
 }
 
-inline u32 e4m3_to_f16(u16 pair) { return to_f16(ue4m3((u8)pair)) | (u32)to_f16(ue4m3((u8)(pair >> 8))) << 16; }
+inline double e4m3(u8 byte) { return byte & 0x80 ? -ue4m3(byte) : ue4m3(byte); }
+
+inline u32 e4m3_to_f16(u16 pair) { return to_f16(e4m3((u8)pair)) | (u32)to_f16(e4m3((u8)(pair >> 8))) << 16; }
 
 // Selectors 0: scales of A come from lanes 0 (its row g) and 1 (row g + 8) of each four, those of B from lane 0; byte i belongs
 // to elements 16 i to 16 i + 15 along K.
