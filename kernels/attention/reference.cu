@@ -84,7 +84,7 @@ struct StoreArguments {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_reference(const __grid_constant__ AttendArguments a) { attend<u16>(a); }
-extern "C" __global__ void __launch_bounds__(THREADS) attention_reference_f8(const __grid_constant__ AttendArguments a) { attend<u8>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_reference_f8(const __grid_constant__ AttendArguments a) { attend<u8>(a); }
 
 // Grid: (rows, kv_heads)
 template <typename E>

@@ -47,12 +47,13 @@ pub(super) enum Store {
     AddBf16,
 }
 
-/// Rows for which the algorithm of a product of `m` rows is chosen: few numbers, because each first choice takes milliseconds, and prompts
-/// have any length.
+/// Rows for which the algorithm of a product of `m` rows is chosen: few numbers, because the choice and the first run of its kernel take
+/// milliseconds, and prompts have any length.
 fn rows_of_choice(m: usize) -> usize {
     match m {
-        ..=1024 => m.next_multiple_of(64),
-        _ => m.next_multiple_of(256),
+        ..=256 => m.next_multiple_of(128),
+        ..=1024 => m.next_multiple_of(256),
+        _ => m.next_multiple_of(512),
     }
 }
 

@@ -23,6 +23,8 @@ const LONGEST_WAIT: Duration = Duration::from_millis(5);
 const FORGETS: u64 = 8;
 /// A GPU takes at least this share of its longest pass of a prompt: fewer rows take about as long, because each reads all keys before it.
 const GPU_SHARE: usize = 8;
+/// Prompts on a GPU are divided into multiples of this many rows, because it has not run passes of other numbers before.
+const GPU_ROWS: usize = 256;
 /// Interval at which a waiting caller looks whether it is cancelled, and reports its progress.
 const PATIENCE: Duration = Duration::from_millis(10);
 
@@ -309,14 +311,14 @@ impl State {
         let has_prompts = waiting.iter().any(Waiting::is_prompt);
         let has_steps = !waiting.iter().all(Waiting::is_prompt);
         let most = model.pass_rows();
-        let least = match model.device().is_cuda() {
-            true => most / GPU_SHARE,
-            false => 1,
+        let (least, multiple) = match model.device().is_cuda() {
+            true => (most / GPU_SHARE, GPU_ROWS),
+            false => (1, 1),
         };
         // Sequences that generate and are not here yet wait for the end of the pass too.
         let others = self.generating.len() > self.posted.len();
         let budget = match others || has_steps {
-            true => self.times.budget(least..=most),
+            true => (self.times.budget(least..=most) / multiple * multiple).max(least),
             false => most,
         };
         let counts = plan(&waiting, turn, budget).into_iter().zip(&waiting);
