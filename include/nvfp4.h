@@ -40,8 +40,8 @@
  * may call NVFP4_cancel_trigger() and NVFP4_cancel_reset(), and nothing else.
  *
  * FORK. A child process has its parent's models, sessions and tensors in host memory, and can use them. A session that was in use
- * by a thread of the parent at the fork gives NVFP4_BUSY in the child for ever, but can be released. CUDA does not work in the
- * child of a process that has used it: everything on a GPU gives NVFP4_DEVICE_UNAVAILABLE there.
+ * by a thread of the parent at the fork gives NVFP4_BUSY in the child for ever, but can be released, and so does a queue. CUDA does
+ * not work in the child of a process that has used it: everything on a GPU gives NVFP4_DEVICE_UNAVAILABLE there.
  *
  * UNLOADING. There is no init and no shutdown. Once loaded, the library stays in the process, even after dlclose(). A plugin that
  * is unloaded itself must first remove its log callbacks, and release the tensors over its own memory. A process may end at any
@@ -356,6 +356,20 @@ extern "C" {
 /** Weights of several formats. */
 #define NVFP4_FORMAT_MIXED 3
 
+/** Cached keys and values in IEEE half precision. */
+#define NVFP4_KV_FLOAT16 0
+
+/** Cached keys and values in IEEE single precision: unrounded, in twice the memory. On the CPU alone. */
+#define NVFP4_KV_FLOAT32 1
+
+/**
+ * Cached keys and values as e4m3 codes of one byte, with a scale in single precision for each token and head: about half of the memory of
+ * half precision. The largest magnitude of a key or value becomes 448, and an element is off by at most a sixteenth of itself, or by a
+ * 1024th of the scale where that is more. On a GPU for models without sliding windows, soft caps and sinks whose heads have 32, 64 or 128
+ * elements that all rotate; creating a session of another model there returns #NVFP4_UNSUPPORTED.
+ */
+#define NVFP4_KV_FLOAT8 2
+
 /** A directory with safetensors in ModelOpt's layout, config and tokenizer. */
 #define NVFP4_CONTAINER_MODELOPT 0
 
@@ -376,20 +390,6 @@ extern "C" {
 
 /** Embedding and head in int8 with one float32 scale per row, half of the bytes; not for `.dat`. Only for conversions. */
 #define NVFP4_TABLES_INT8 2
-
-/** Cached keys and values in IEEE half precision. */
-#define NVFP4_KV_FLOAT16 0
-
-/** Cached keys and values in IEEE single precision: unrounded, in twice the memory. On the CPU alone. */
-#define NVFP4_KV_FLOAT32 1
-
-/**
- * Cached keys and values as e4m3 codes of one byte, with a scale in single precision for each token and head: about half of the memory of
- * half precision. The largest magnitude of a key or value becomes 448, and an element is off by at most a sixteenth of itself, or by a
- * 1024th of the scale where that is more. On a GPU for models without sliding windows, soft caps and sinks whose heads have 32, 64 or 128
- * elements that all rotate; creating a session of another model there returns #NVFP4_UNSUPPORTED.
- */
-#define NVFP4_KV_FLOAT8 2
 
 /** Refuse tokens that do not fit: #NVFP4_CONTEXT_FULL, or #NVFP4_FINISH_CONTEXT within a generation. */
 #define NVFP4_EVICTION_ERROR 0
@@ -427,6 +427,9 @@ extern "C" {
  */
 #define NVFP4_FINISH_CANCELLED 4
 
+/** The deadline of a generation in a queue has passed. Tokens are kept as for #NVFP4_FINISH_CANCELLED. */
+#define NVFP4_FINISH_DEADLINE 5
+
 /** A token, with the text that it completes. */
 #define NVFP4_EVENT_TOKEN 0
 
@@ -447,6 +450,9 @@ extern "C" {
  * JSON.
  */
 #define NVFP4_PART_TOOL_CALL 2
+
+/** The end of a generation in a queue, whose last event this is. */
+#define NVFP4_EVENT_END 2
 
 /** The rate stays constant after the warm-up. */
 #define NVFP4_SCHEDULE_CONSTANT 0
@@ -585,6 +591,9 @@ typedef struct NVFP4_Model NVFP4_Model;
 
 /** A weight with the moments of its AdamW. See the chapter on training with the host's own passes. */
 typedef struct NVFP4_OptimizerState NVFP4_OptimizerState;
+
+/** A queue of a model. See the chapter on queues. */
+typedef struct NVFP4_Queue NVFP4_Queue;
 
 /** A session. See the session chapter. */
 typedef struct NVFP4_Session NVFP4_Session;
@@ -767,7 +776,135 @@ typedef struct NVFP4_LoadOptions {
      * then. Default: 0.
      */
     uint64_t kv_bytes;
+    /**
+     * 1 if sessions that begin with the same tokens share the keys, values and recurrent states of these, whichever of them
+     * ran them first; 0 if only forks share. On the CPU this changes no result; on a GPU it changes logits by rounding, as
+     * any other division of a prompt does. Default: 1.
+     */
+    int32_t prefix_cache;
+    /** Reserved; must be 0. */
+    int32_t reserved;
+    /**
+     * Bytes of keys, values and states that are kept after the last session that used them, for later sessions that begin
+     * with the same tokens: those used least recently give way first, and all of them as soon as a session needs memory.
+     * With 0 sessions share only while they live, which takes no memory. Not read with `kv_bytes`: then all that is reserved
+     * and that no session uses keeps such blocks. Default: 0.
+     */
+    uint64_t prefix_bytes;
 } NVFP4_LoadOptions;
+
+/** Options of NVFP4_model_plan(). Fill with NVFP4_plan_options_init(), then change what is to differ. */
+typedef struct NVFP4_PlanOptions {
+    /** sizeof(NVFP4_PlanOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_KV_*: the type of the sessions' keys and values. Default: half precision. */
+    int32_t kv_type;
+    /** Sessions that take steps together, at least 1. Default: 1. */
+    size_t sequences;
+    /** Tokens that each session comes to, at most those that the model was made for; 0 for these. Default: 0. */
+    size_t context;
+    /** Bytes of the device's memory in which model and sessions are to fit; 0 for what is free on the device. Default: 0. */
+    uint64_t budget_bytes;
+} NVFP4_PlanOptions;
+
+/**
+ * The memory of a model and its sessions, in bytes. Numbers named `host` count host memory that a model on a GPU takes beside that of the
+ * GPU, and are 0 on the CPU; the others count the memory of the device, which is host memory for the CPU. The driver, its libraries,
+ * compiled kernels, tokenizers, texts and logits are not counted, as in NVFP4_memory_stats().
+ */
+typedef struct NVFP4_Plan {
+    /** sizeof(NVFP4_Plan) as the caller knows it. Set it before the call. */
+    uint32_t struct_size;
+    /** The device of the plan: #NVFP4_DEVICE_CPU or #NVFP4_DEVICE_CUDA. */
+    int32_t device_type;
+    /** Its number. */
+    int32_t device_index;
+    /** 0. */
+    int32_t reserved;
+    /** Tokens of a session, as asked for. */
+    uint64_t context;
+    /**
+     * Weights as they are held: what NVFP4_memory_stats() says of #NVFP4_MEMORY_WEIGHTS on the CPU and of
+     * #NVFP4_MEMORY_DEVICE_WEIGHTS on a GPU once the model is loaded.
+     */
+    uint64_t weight_bytes;
+    /** Tables in page-locked memory, of which a token reads one row. */
+    uint64_t weight_host_bytes;
+    /** Weights and working memory while the model is loaded, at most. */
+    uint64_t peak_load_bytes;
+    /** As above, in host memory. */
+    uint64_t peak_load_host_bytes;
+    /** Working memory of steps alone, without prompts. */
+    uint64_t step_workspace_bytes;
+    /** Working memory of steps and of the longest passes of prompts. On the CPU each session that runs a prompt itself keeps its own. */
+    uint64_t workspace_bytes;
+    /** Page-locked working memory, without the buffers through which the library copies. */
+    uint64_t workspace_host_bytes;
+    /** Most bytes of recorded steps, on the GPU and on the host together; 0 on the CPU. Only the driver knows the exact number. */
+    uint64_t graph_bytes_bound;
+    /** Keys and values of a token. */
+    uint64_t kv_bytes_per_token;
+    /** A block of keys and values, of all groups of layers together. */
+    uint64_t kv_block_bytes;
+    /** Tokens of a block. */
+    uint64_t kv_block_positions;
+    /** A recurrent state; 0 without recurrent layers. */
+    uint64_t state_bytes;
+    /** Blocks of a session of `context` tokens, its recurrent states included. Layers with a window free what it has passed. */
+    uint64_t kv_bytes_per_sequence;
+    /** The recurrent states among these blocks: that of the end, and those of earlier positions that a session keeps. */
+    uint64_t state_bytes_per_sequence;
+    /** Blocks of all sessions: as `kv_bytes` of NVFP4_LoadOptions, room for each to come to `context` tokens. */
+    uint64_t kv_bytes;
+    /** Bytes that are free on the device, or `budget_bytes`; UINT64_MAX if the system does not say. */
+    uint64_t free_bytes;
+    /**
+     * Sessions of `context` tokens that fit there beside the model, and in `kv_bytes` of NVFP4_LoadOptions and the budget of
+     * NVFP4_memory_set_budget() where these are set; UINT64_MAX if nothing limits them.
+     */
+    uint64_t sequences_that_fit;
+} NVFP4_Plan;
+
+/** The work of a model since it was loaded, and what it holds now. Set `struct_size` before NVFP4_model_statistics(). */
+typedef struct NVFP4_ModelStatistics {
+    /** sizeof(NVFP4_ModelStatistics) as the caller knows it. */
+    uint32_t struct_size;
+    /** Reserved; 0. */
+    int32_t reserved;
+    /** Passes over the weights. */
+    uint64_t passes;
+    /** Requests in them, counted once for each pass: requests / passes callers shared a pass on average. */
+    uint64_t requests;
+    /**
+     * Tokens of prompts, run or found: those of requests for more than one token of a session, other than verifications of
+     * drafted tokens.
+     */
+    uint64_t prompt_tokens;
+    /** Prompt tokens that did not run, because the prefix cache had their keys and values. */
+    uint64_t prompt_tokens_found;
+    /** Tokens that ran one at a time, and drafted tokens that were right. */
+    uint64_t step_tokens;
+    /** Sessions that generate now. */
+    uint64_t generating;
+    /** Calls that wait now for a pass to begin. */
+    uint64_t waiting;
+    /** Blocks of keys, values and recurrent states that sessions hold now, each counted once however many share it. */
+    uint64_t blocks_used;
+    /** Their bytes. */
+    uint64_t used_bytes;
+    /** Blocks that the prefix cache alone holds now. */
+    uint64_t blocks_cached;
+    /** Their bytes. */
+    uint64_t cached_bytes;
+    /** Blocks that the prefix cache alone held, and gave up because memory was needed or its limit was reached. */
+    uint64_t blocks_evicted;
+    /** Bytes reserved by `kv_bytes` of NVFP4_LoadOptions. */
+    uint64_t reserved_bytes;
+    /** Reserved bytes that neither sessions nor the prefix cache take. */
+    uint64_t free_bytes;
+    /** Generations that found no block in what is reserved, gave theirs up to the others, waited and ran their tokens again. */
+    uint64_t preemptions;
+} NVFP4_ModelStatistics;
 
 /**
  * A message of a conversation. Later versions may add fields at the end: functions that take an array of these also take
@@ -1033,6 +1170,60 @@ typedef struct NVFP4_ChatOptions {
     /** Bytes of `tools`. */
     size_t tools_length;
 } NVFP4_ChatOptions;
+
+/** Limits of a queue. Fill with NVFP4_queue_options_init(), then change what is to differ. */
+typedef struct NVFP4_QueueOptions {
+    /** sizeof(NVFP4_QueueOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** The most generations that run at a time; others wait for one of them to end. Default: 256. */
+    int32_t running;
+    /** The most submissions that have not ended, running ones included. A further one is refused with #NVFP4_BUSY. Default: 4,096. */
+    size_t submissions;
+    /** The most events that wait to be taken. Default: 65,536. */
+    size_t events;
+} NVFP4_QueueOptions;
+
+/** How to run a generation in a queue. Fill with NVFP4_submit_options_init(), then change what is to differ. */
+typedef struct NVFP4_SubmitOptions {
+    /** sizeof(NVFP4_SubmitOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /**
+     * A waiting generation of a higher priority starts first; of equal ones, the one that was submitted first. Running generations are not
+     * interrupted. Default: 0.
+     */
+    int32_t priority;
+    /** Seconds after which the generation ends as #NVFP4_FINISH_DEADLINE, counted from its submission. Default: 0, never. */
+    double deadline;
+    /** Given back in each event of the generation. Default: NULL. */
+    void *user;
+} NVFP4_SubmitOptions;
+
+/** An event of a generation in a queue. */
+typedef struct NVFP4_QueueEvent {
+    /** The number of the generation, which its submission gave. */
+    uint64_t generation;
+    /** `user` of its submission. */
+    void *user;
+    /**
+     * The new text, as in an #NVFP4_TokenEvent; at the end of a generation that failed, the message of its error. Valid until the next
+     * wait on this queue, or the queue's release.
+     */
+    const char *text;
+    /** Bytes of `text`. */
+    size_t text_length;
+    /** One of NVFP4_EVENT_*. */
+    int32_t kind;
+    /** The token, or -1 if the event has none. */
+    int32_t token;
+    /** The kind of the text: one of NVFP4_PART_*. */
+    int32_t part;
+    /** The natural logarithm of the token's probability, as in an #NVFP4_TokenEvent; NaN if it was not requested. */
+    float log_probability;
+    /** At the end, one of NVFP4_FINISH_*; otherwise, and if the generation failed, #NVFP4_FINISH_NONE. */
+    int32_t finish;
+    /** At the end, #NVFP4_OK or the error of a generation that failed, which leaves its session as it was before; otherwise #NVFP4_OK. */
+    NVFP4_Status status;
+} NVFP4_QueueEvent;
 
 /**
  * How to train. Fill with NVFP4_trainer_options_init(), then change what is to differ. The text is read during the call
@@ -2048,6 +2239,29 @@ NVFP4_Status NVFP4_model_load(const char *path,
                               const NVFP4_QuantizeOptions *quantize,
                               NVFP4_Model **out);
 
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_PlanOptions). */
+NVFP4_API NVFP4_Status NVFP4_plan_options_init(NVFP4_PlanOptions *options, uint32_t struct_size);
+
+/**
+ * Says what a model and its sessions take of memory, without loading it: reads the headers of its files, and takes milliseconds
+ * however large it is. Weights and blocks are exact; working memory is that of the largest passes, to which it grows as they come.
+ * Any number of threads may call it at once. Errors are those of NVFP4_model_load() for what no device can run, for options that do
+ * not go together, and for a device that is not there; tensors and tokenizer are not read, so their faults are not found.
+ *
+ * - `path`, `path_length`: see TEXT above.
+ * - `load`, `quantize`: as NVFP4_model_load() will have them; NULL for the defaults, and for weights as they are stored. With
+ *   #NVFP4_DEVICE_AUTO the plan is that of the device that it would choose now. `call` is ignored.
+ * - `options`: NULL for the defaults.
+ * - `out`: the plan; its `struct_size` says how much of it the caller knows.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_plan(const char *path,
+                              size_t path_length,
+                              const NVFP4_LoadOptions *load,
+                              const NVFP4_QuantizeOptions *quantize,
+                              const NVFP4_PlanOptions *options,
+                              NVFP4_Plan *out);
+
 /** Adds a reference to a model. */
 NVFP4_API NVFP4_Status NVFP4_model_retain(NVFP4_Model *model);
 
@@ -2064,6 +2278,16 @@ NVFP4_Status NVFP4_model_info(const NVFP4_Model *model,
                               char *buffer,
                               size_t capacity,
                               size_t *length);
+
+/**
+ * Writes what a model has run since it was loaded, and what it holds now. From any thread at any time, in callbacks too, and without waiting
+ * for a pass.
+ *
+ * - `out`: `struct_size` must be set; the caller owns it.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_statistics(const NVFP4_Model *model,
+                                    NVFP4_ModelStatistics *out);
 
 /** Writes the size of the vocabulary, which is the number of logits for a token. */
 NVFP4_API NVFP4_Status NVFP4_model_vocab_size(const NVFP4_Model *model, size_t *size);
@@ -2192,7 +2416,7 @@ NVFP4_API NVFP4_Status NVFP4_session_retain(NVFP4_Session *session);
 
 /**
  * Gives up a reference to a session. After the last one the handle is stale; a call that is using the session is not
- * disturbed.
+ * disturbed, and a generation that was submitted to a queue ends as #NVFP4_FINISH_CANCELLED.
  */
 NVFP4_API
 NVFP4_Status NVFP4_session_release(NVFP4_Session *session);
@@ -2283,6 +2507,11 @@ NVFP4_Status NVFP4_session_text(NVFP4_Session *session,
                                 char *buffer,
                                 size_t capacity,
                                 size_t *length);
+
+/** Copies the result of the last generation; its `finish` is #NVFP4_FINISH_NONE before the first. Set `struct_size` before the call. */
+NVFP4_API
+NVFP4_Status NVFP4_session_result(NVFP4_Session *session,
+                                  NVFP4_GenerationResult *result);
 
 /** Writes the number of tokens in the session; during a call, the number from before it. */
 NVFP4_API NVFP4_Status NVFP4_session_length(const NVFP4_Session *session, size_t *length);
@@ -2512,6 +2741,135 @@ NVFP4_Status NVFP4_model_tokenize_messages(const NVFP4_Model *model,
                                            int32_t *tokens,
                                            size_t capacity,
                                            size_t *count);
+
+/**
+ * @defgroup queue Queues: many generations, and no thread of the host for each
+ *
+ * A queue of a model runs generations that are submitted to it, and lists their events: tokens, text, and the end of each generation. A program of one thread submits as many as it likes and takes the events when it likes; a file descriptor
+ * that is readable while there are any makes a queue part of a loop on epoll, libuv or asyncio. Generations of all queues, and
+ * of calls of other threads, are run in the same passes over the weights.
+ *
+ * From its submission until the #NVFP4_EVENT_END of its generation, a session is in use: calls on it fail with #NVFP4_BUSY, except those
+ * that may read it during a call. It can be used again as soon as that event can be taken. NVFP4_session_text(),
+ * NVFP4_session_result() and the like then say what the generation left.
+ *
+ * Each running generation has a thread of the library, which blocks all signals. Events wait in memory until they are taken; with as
+ * many as `events` of the options, generations pause until some are.
+ */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_QueueOptions). */
+NVFP4_API NVFP4_Status NVFP4_queue_options_init(NVFP4_QueueOptions *options, uint32_t struct_size);
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_SubmitOptions). */
+NVFP4_API NVFP4_Status NVFP4_submit_options_init(NVFP4_SubmitOptions *options, uint32_t struct_size);
+
+/** Creates a queue of a model, which it keeps alive. It has no thread before its first submission. `options`: NULL for the defaults. */
+NVFP4_API
+NVFP4_Status NVFP4_queue_create(const NVFP4_Model *model,
+                                const NVFP4_QueueOptions *options,
+                                NVFP4_Queue **out);
+
+/** Adds a reference to a queue. */
+NVFP4_API NVFP4_Status NVFP4_queue_retain(NVFP4_Queue *queue);
+
+/**
+ * Gives up a reference to a queue. The last one ends its generations, which keep the tokens they have, without waiting for them: each
+ * session can be used again within a pass. No event of them follows. A wait on the queue fails with #NVFP4_CANCELLED.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_queue_release(NVFP4_Queue *queue);
+
+/**
+ * Submits a generation: appends tokens to a session and generates from there, as NVFP4_session_prefill() and NVFP4_session_generate() do.
+ * Returns at once. A generation that fails, or ends before its first token, leaves the session as it was before.
+ *
+ * - `tokens`, `count`: the prompt; none to generate from what the session holds. Copied.
+ * - `options`: NULL for the defaults. Copied, except a cancel flag, which must stay valid until the generation's end. A cancel handle may
+ *   be released before. There must be no progress callback.
+ * - `submit`: NULL for the defaults. Copied.
+ * - `generation`: receives its number, which is not 0 and which the queue does not use again.
+ *
+ * #NVFP4_BUSY if the session is in use, or if the queue is full.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_queue_generate(const NVFP4_Queue *queue,
+                                  NVFP4_Session *session,
+                                  const int32_t *tokens,
+                                  size_t count,
+                                  const NVFP4_GenerateOptions *options,
+                                  const NVFP4_SubmitOptions *submit,
+                                  uint64_t *generation);
+
+/** Submits a chat turn like NVFP4_session_chat(), whose texts are copied. The rest is as for NVFP4_queue_generate(). */
+NVFP4_API
+NVFP4_Status NVFP4_queue_chat(const NVFP4_Queue *queue,
+                              NVFP4_Session *session,
+                              const char *text,
+                              size_t text_length,
+                              const NVFP4_ChatOptions *chat,
+                              const NVFP4_GenerateOptions *options,
+                              const NVFP4_SubmitOptions *submit,
+                              uint64_t *generation);
+
+/** Submits a chat turn like NVFP4_session_chat_messages(), whose texts are copied. The rest is as for NVFP4_queue_generate(). */
+NVFP4_API
+NVFP4_Status NVFP4_queue_chat_messages(const NVFP4_Queue *queue,
+                                       NVFP4_Session *session,
+                                       const char *messages,
+                                       size_t messages_length,
+                                       const NVFP4_ChatOptions *chat,
+                                       const NVFP4_GenerateOptions *options,
+                                       const NVFP4_SubmitOptions *submit,
+                                       uint64_t *generation);
+
+/**
+ * Takes events, oldest first. Those of one generation are in order, and its #NVFP4_EVENT_END is the last. Without any it waits for one.
+ * Only one call at a time may wait on a queue: another one meanwhile fails with #NVFP4_BUSY.
+ *
+ * - `events`: room for `capacity` events, at least 1, of `event_size` bytes: sizeof(NVFP4_QueueEvent).
+ * - `timeout_ms`: the longest time to wait, in milliseconds; 0 to return at once, -1 to wait for ever.
+ * - `count`: receives the number of events. It is 0 after the timeout, or after NVFP4_queue_wake().
+ */
+NVFP4_API
+NVFP4_Status NVFP4_queue_wait(NVFP4_Queue *queue,
+                              NVFP4_QueueEvent *events,
+                              size_t event_size,
+                              size_t capacity,
+                              int64_t timeout_ms,
+                              size_t *count);
+
+/**
+ * Lets one NVFP4_queue_wait() return without events: the one that waits, or the next one that finds none. For a thread that is to do
+ * something else, or to end.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_queue_wake(const NVFP4_Queue *queue);
+
+/**
+ * Ends a generation, which keeps the tokens that it has; its #NVFP4_EVENT_END follows. One that has ended is left alone. May be called
+ * from any thread.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_queue_cancel(const NVFP4_Queue *queue,
+                                uint64_t generation);
+
+/**
+ * Writes a file descriptor that is readable while there are events to take, or NVFP4_queue_wake() was called. The host polls it and does
+ * not read, write or close it: the queue does. Linux only.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_queue_fd(const NVFP4_Queue *queue,
+                            int32_t *fd);
+
+/**
+ * Writes the numbers of submissions that wait to begin, of generations that run, and of events that wait to be taken. Each place may be
+ * NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_queue_counts(const NVFP4_Queue *queue,
+                                size_t *waiting,
+                                size_t *running,
+                                size_t *events);
 
 /**
  * @defgroup detokenizer Detokenizers: text from tokens one by one, for hosts that step many sessions
