@@ -51,8 +51,8 @@ pub(super) enum Store {
 /// milliseconds, and prompts have any length.
 fn rows_of_choice(m: usize) -> usize {
     match m {
-        ..=256 => m.next_multiple_of(128),
-        ..=1024 => m.next_multiple_of(256),
+        0..=256 => m.next_multiple_of(128),
+        257..=1024 => m.next_multiple_of(256),
         _ => m.next_multiple_of(512),
     }
 }

@@ -195,7 +195,7 @@ mod tests {
                     assert_eq!(pool.release(block), left);
                 }
                 3 if !held.is_empty() && !published.contains_key(&held[index]) => {
-                    let node = NodeId::of(u64::from(step));
+                    let node = NodeId::of(step);
                     published.insert(held[index], node);
                     pool.publish(held[index], node);
                 }

@@ -469,9 +469,9 @@ mod tests {
             let mut pools = TestPools::new(layers(), BuildHasherDefault::default());
             let mut program = Program::default();
             for step in 0..250 {
-                let drawn = u64::from(bits(seed, step)) | u64::from(bits(seed + 1000, step)) << 32;
+                let drawn = bits(seed, step) | bits(seed + 1000, step) << 32;
                 let index = (drawn >> 8) as usize % program.held.len().max(1);
-                let more: Vec<u8> = (0..1 + drawn >> 20 & 3)
+                let more: Vec<u8> = (0..((1 + drawn) >> 20) & 3)
                     .map(|i| (drawn >> (24 + i)) as u8 & 1)
                     .collect();
                 match drawn % 7 {

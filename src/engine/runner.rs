@@ -23,8 +23,8 @@ const LONGEST_WAIT: Duration = Duration::from_millis(5);
 const FORGETS: u64 = 8;
 /// A GPU takes at least this share of its longest pass of a prompt: fewer rows take about as long, because each reads all keys before it.
 const GPU_SHARE: usize = 8;
-/// Prompts on a GPU are divided into multiples of this many rows, because it has not run passes of other numbers before.
-const GPU_ROWS: usize = 256;
+/// Prompts on a GPU are divided into multiples of this many rows, because the first pass of another number takes longer.
+const GPU_ROWS: usize = 512;
 /// Interval at which a waiting caller looks whether it is cancelled, and reports its progress.
 const PATIENCE: Duration = Duration::from_millis(10);
 
@@ -318,7 +318,10 @@ impl State {
         // Sequences that generate and are not here yet wait for the end of the pass too.
         let others = self.generating.len() > self.posted.len();
         let budget = match others || has_steps {
-            true => (self.times.budget(least..=most) / multiple * multiple).max(least),
+            true => {
+                let budget = self.times.budget(least..=most) + multiple / 2;
+                (budget / multiple * multiple).clamp(least, most)
+            }
             false => most,
         };
         let counts = plan(&waiting, turn, budget).into_iter().zip(&waiting);

@@ -408,6 +408,9 @@ impl Sequence {
         for recent in std::mem::take(&mut self.recent) {
             self.recycle_state(recent.block);
         }
+        if verified && let Some(ahead) = self.tables.state_mut().take_ahead() {
+            self.recycle_state(ahead);
+        }
         self.release_surplus_spares();
         if verified {
             for positions in self.len() + 1..=self.len() + count {
@@ -759,7 +762,7 @@ impl Sequence {
         mut next: impl FnMut(&mut [u8]) -> Result<()>,
     ) -> Result<()> {
         let len = tokens.len();
-        if self.len() != 0 || len > self.capacity {
+        if !self.is_empty() || len > self.capacity {
             bail!(
                 InvalidArgument,
                 "{len} positions into a cache that holds {} of {}; it must be empty and large enough",
