@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 
 /// The process `root` and those that it has started, directly or not, as far as they run. Empty where there is no `/proc`.
 pub fn tree(root: u32) -> Vec<u32> {
@@ -34,6 +36,21 @@ fn parent(pid: u32) -> Option<u32> {
     fields.next()?.parse().ok().filter(|_| state != "Z")
 }
 
+/// Lets a command start with no signal blocked, whatever this process blocks.
+pub fn unblock_signals(command: &mut Command) -> &mut Command {
+    let unblock = || {
+        // SAFETY: fills and uses a set of this frame.
+        unsafe {
+            let mut none = std::mem::zeroed();
+            libc::sigemptyset(&mut none);
+            libc::pthread_sigmask(libc::SIG_SETMASK, &none, std::ptr::null_mut());
+        }
+        Ok(())
+    };
+    // SAFETY: the closure makes only calls that are allowed between fork and exec, and takes no memory.
+    unsafe { command.pre_exec(unblock) }
+}
+
 /// Sends a signal to a process, which may have ended.
 pub fn signal(pid: u32, signal: i32) {
     if let Ok(pid @ 2..) = libc::pid_t::try_from(pid) {
@@ -46,7 +63,7 @@ pub fn signal(pid: u32, signal: i32) {
 mod tests {
     use super::*;
     use std::io::{BufRead, BufReader};
-    use std::process::{Command, Stdio};
+    use std::process::Stdio;
 
     #[test]
     fn a_tree_has_grandchildren_and_ends_with_its_signals() {

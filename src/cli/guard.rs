@@ -54,7 +54,8 @@ pub(super) fn run(args: &Args) -> Result<ExitCode> {
     // The command does not begin unless its memory can be read.
     read_memory(&[])?;
     let (name, arguments) = (&args.command[0], &args.command[1..]);
-    let mut child = Command::new(name)
+    let mut command = Command::new(name);
+    let mut child = process::unblock_signals(&mut command)
         .args(arguments)
         .spawn()
         .map_err(|e| err!(NotFound, "{}: {e}", name.display()))?;
