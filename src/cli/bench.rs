@@ -120,7 +120,16 @@ pub(super) fn run(args: &Args) -> Result<()> {
         }
     }
     if let Some(arrivals) = args.serve {
-        return serve::run(args, arrivals);
+        return serve::run(&serve::Load {
+            model: &args.model,
+            arrivals,
+            requests: args.requests,
+            prompt_tokens: args.prompt_tokens,
+            gen_tokens: args.gen_tokens,
+            spread: args.spread,
+            drafts: args.drafts,
+            json: args.json,
+        });
     }
     if args.drafts.is_some() && args.batch > 1 {
         bail!(

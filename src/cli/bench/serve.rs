@@ -10,7 +10,7 @@ use NVFP4::session::{
 };
 use serde::Serialize;
 
-use super::{Args, model, output};
+use super::super::{model, output};
 
 /// The seed of arrivals, lengths and tokens.
 const SEED: u64 = 0x5e7e;
@@ -33,6 +33,19 @@ pub(super) fn arrivals(text: &str) -> std::result::Result<Arrivals, String> {
         (_, Ok(rate)) if rate > 0.0 && rate <= 1e6 => Ok(Arrivals::Rate(rate)),
         _ => Err("takes requests a second, above 0, or the word all".to_owned()),
     }
+}
+
+/// Requests to serve.
+pub(super) struct Load<'a> {
+    pub(super) model: &'a model::ModelArgs,
+    pub(super) arrivals: Arrivals,
+    pub(super) requests: usize,
+    pub(super) prompt_tokens: usize,
+    pub(super) gen_tokens: usize,
+    /// Share of the lengths by which they vary.
+    pub(super) spread: f64,
+    pub(super) drafts: Option<usize>,
+    pub(super) json: bool,
 }
 
 /// A median and two high percentiles.
@@ -91,7 +104,7 @@ struct Request {
 }
 
 /// The requests, in the order of their arrival. Lengths are even within `spread` of the given ones.
-fn requests(args: &Args, arrivals: Arrivals, vocabulary: u64) -> Vec<Request> {
+fn requests(args: &Load<'_>, vocabulary: u64) -> Vec<Request> {
     let unit = |stream: u64, i: usize| {
         let bits = random::bits(SEED + stream, i as u64) >> 11;
         (bits as f64 + 0.5) / (1u64 << 53) as f64
@@ -102,7 +115,7 @@ fn requests(args: &Args, arrivals: Arrivals, vocabulary: u64) -> Vec<Request> {
     };
     let mut now = 0.0;
     let made = (0..args.requests).map(|i| {
-        if let (Arrivals::Rate(rate), true) = (arrivals, i > 0) {
+        if let (Arrivals::Rate(rate), true) = (args.arrivals, i > 0) {
             now -= unit(0, i).ln() / rate;
         }
         let count = length(1, i, args.prompt_tokens) as u64;
@@ -118,10 +131,10 @@ fn requests(args: &Args, arrivals: Arrivals, vocabulary: u64) -> Vec<Request> {
     made.collect()
 }
 
-pub(super) fn run(args: &Args, arrivals: Arrivals) -> Result<()> {
+pub(super) fn run(args: &Load<'_>) -> Result<()> {
     let model = args.model.load()?;
     model::warn_of_template(&model);
-    let mut all = requests(args, arrivals, model.spec().vocab_size as u64);
+    let mut all = requests(args, model.spec().vocab_size as u64);
     let queue = Queue::new(QueueOptions {
         running: args.requests,
         submissions: args.requests,
@@ -196,7 +209,7 @@ pub(super) fn run(args: &Args, arrivals: Arrivals) -> Result<()> {
         model: model::shown(&args.model.model),
         device: model.device().name(),
         requests: args.requests,
-        rate: match arrivals {
+        rate: match args.arrivals {
             Arrivals::All => None,
             Arrivals::Rate(rate) => Some(rate),
         },
@@ -214,7 +227,7 @@ pub(super) fn run(args: &Args, arrivals: Arrivals) -> Result<()> {
     show(args, &report)
 }
 
-fn show(args: &Args, report: &Report) -> Result<()> {
+fn show(args: &Load<'_>, report: &Report) -> Result<()> {
     if args.json {
         return output::json(report);
     }
