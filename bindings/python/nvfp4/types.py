@@ -16,7 +16,7 @@ from typing import Any, Callable, Literal, Mapping, Protocol, Sequence, Tuple, T
 from . import _types
 from ._types import *
 from ._types import ConvertOptions as ConvertOptions, OptimizerOptions as OptimizerOptions, QuantizeOptions as QuantizeOptions
-from ._types import PlanOptions as PlanOptions, SessionOptions as SessionOptions
+from ._types import PlanOptions as PlanOptions, QueueOptions as QueueOptions, SessionOptions as SessionOptions, SubmitOptions as SubmitOptions
 
 FloatDtype = Literal["float16", "float32", "bfloat16"]
 
