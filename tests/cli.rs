@@ -457,7 +457,8 @@ fn bench_serves_requests_that_arrive() {
         for times in ["ttft_ms", "between_tokens_ms"] {
             let of = |name: &str| report[times][name].as_f64().unwrap();
             let all = ["median", "p95", "p99", "longest"].map(of);
-            assert!(all[0] > 0.0 && all.is_sorted(), "{report}");
+            // Two tokens of so small a model are often there at once.
+            assert!(all[0] >= 0.0 && all[3] > 0.0 && all.is_sorted(), "{report}");
         }
     }
     let said = text(&[&bench[..], &sizes, &["--serve", "all"]].concat());

@@ -298,6 +298,19 @@ unsafe fn copy_known<T>(name: &str, from: *const u8, size: usize, to: &mut T) ->
     Ok(())
 }
 
+/// Writes as much of `value` as fits to a struct of `size` bytes. Fields that this version does not know become zero.
+///
+/// # Safety
+/// `to` must be writable for `size` bytes, and T have no padding.
+unsafe fn write_known<T>(value: &T, to: *mut u8, size: usize) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        let known = size.min(size_of::<T>());
+        std::ptr::copy_nonoverlapping((&raw const *value).cast::<u8>(), to, known);
+        std::ptr::write_bytes(to.add(known), 0, size - known);
+    }
+}
+
 /// An element of an array from C, to which later versions may append fields. The caller passes its size.
 ///
 /// # Safety
@@ -309,6 +322,13 @@ pub(super) unsafe trait Element: Copy {
     const EARLIER: &'static [usize] = &[];
     /// The values of fields that an older caller does not know.
     fn defaults() -> Self;
+}
+
+/// Refuses an array of structs whose elements have a size that no version has, and one that cannot be there.
+fn check_elements<T: Element>(name: &str, data: *const T, len: usize, size: usize) -> Result<()> {
+    let what = format_args!("the size of an element of {name}");
+    check_size::<T>(T::NAME, what, size, T::EARLIER)?;
+    check_array(name, data, len)
 }
 
 /// An array of structs from C, each of `size` bytes.
@@ -324,13 +344,7 @@ pub(super) unsafe fn elements<T: Element>(
     if len == 0 {
         return Ok(Vec::new());
     }
-    check_size::<T>(
-        T::NAME,
-        format_args!("the size of an element of {name}"),
-        size,
-        T::EARLIER,
-    )?;
-    check_array(name, data, len)?;
+    check_elements(name, data, len, size)?;
     if len
         .checked_mul(size)
         .is_none_or(|n| n > isize::MAX as usize)
@@ -362,21 +376,13 @@ pub(super) unsafe fn elements_out<T: Element>(
     len: usize,
     size: usize,
 ) -> Result<impl FnMut(usize, T)> {
-    check_size::<T>(
-        T::NAME,
-        format_args!("the size of an element of {name}"),
-        size,
-        T::EARLIER,
-    )?;
-    check_array(name, data, len)?;
+    check_elements(name, data, len, size)?;
     Ok(move |i: usize, value: T| {
         assert!(i < len);
         // SAFETY: promised by the caller; element `i` is one of `len`.
         unsafe {
             let place = data.cast::<u8>().add(i * size);
-            let known = size.min(size_of::<T>());
-            std::ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), place, known);
-            std::ptr::write_bytes(place.add(known), 0, size - known);
+            write_known(&value, place, size);
         }
     })
 }
@@ -412,9 +418,7 @@ pub(super) unsafe fn fill<T: Growing>(place: *mut T, struct_size: u32, value: T)
     let bytes = place.cast::<u8>();
     // SAFETY: writable for `size` bytes.
     unsafe {
-        let known = size.min(size_of::<T>());
-        std::ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), bytes, known);
-        std::ptr::write_bytes(bytes.add(known), 0, size - known);
+        write_known(&value, bytes, size);
         bytes.cast::<u32>().write_unaligned(struct_size);
     }
     Ok(())

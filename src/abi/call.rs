@@ -262,8 +262,7 @@ pub unsafe extern "C-unwind" fn NVFP4_cancel_retain(cancel: *mut NVFP4_Cancel) -
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_cancel_release(cancel: *mut NVFP4_Cancel) -> NVFP4_Status {
     enter_to_free("NVFP4_cancel_release", || {
-        let last = handle::give_up::<Cancel>("cancel", cancel)?;
-        if last {
+        if handle::give_up::<Cancel>("cancel", cancel)?.is_some() {
             CANCELS.retire(cancel.addr());
         }
         Ok(())

@@ -225,12 +225,11 @@ fn caught<T>(
 /// Runs the part of the exported function `function` that a thread of the library does after it has returned. A panic becomes an error.
 pub(super) fn attempted<T>(function: &'static str, body: impl FnOnce() -> Result<T>) -> Result<T> {
     // Unwind safe: state that a panic leaves inconsistent is only reachable through an exclusive handle, which stays unusable.
-    let done = catch_unwind(AssertUnwindSafe(|| {
+    panics::attempt(|| {
         let _context = KeepContext::new();
         let _entered = entry::enter(function);
         body()
-    }));
-    done.unwrap_or_else(|panic| Err(Error::new(ErrorKind::Internal, panics::text(&*panic))))
+    })
 }
 
 /// Makes `error` this thread's last error, although the call itself succeeds.

@@ -127,10 +127,13 @@ pub(super) fn release<T: Object>(argument: &str, handle: *const T::Handle) -> Re
     give_up::<T>(argument, handle).map(|_| ())
 }
 
-/// As [`release`]; returns whether that was the last reference.
-pub(super) fn give_up<T: Object>(argument: &str, handle: *const T::Handle) -> Result<bool> {
+/// As [`release`]; returns the object if that was the last reference.
+pub(super) fn give_up<T: Object>(
+    argument: &str,
+    handle: *const T::Handle,
+) -> Result<Option<Arc<T>>> {
     if handle.is_null() {
-        return Ok(false);
+        return Ok(None);
     }
     let mut all = LIVE.write().unwrap_or_else(PoisonError::into_inner);
     let Some(live) = all.get_mut(&handle.addr()) else {
@@ -138,14 +141,18 @@ pub(super) fn give_up<T: Object>(argument: &str, handle: *const T::Handle) -> Re
     };
     of_kind::<T>(argument, live)?;
     live.references -= 1;
-    let last = live.references == 0;
-    if last {
-        let ended = all.remove(&handle.addr());
-        // Dropping may run a host's deleter, which may call in here.
-        drop(all);
-        drop(ended);
+    if live.references > 0 {
+        return Ok(None);
     }
-    Ok(last)
+    let ended = all.remove(&handle.addr());
+    // Dropping may run a host's deleter, which may call in here.
+    drop(all);
+    ended.map(downcast).transpose()
+}
+
+fn downcast<T: Object>(live: Live) -> Result<Arc<T>> {
+    let object = live.object.downcast();
+    object.map_err(|_| err!(Internal, "two kinds of handle are called {}", T::NAME))
 }
 
 /// State in an [`Exclusive`], with snapshots for readers.

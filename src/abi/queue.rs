@@ -1,8 +1,9 @@
 //! Queues: many generations, and no thread of the host for each
 //!
-//! A queue of a model runs generations that are submitted to it, and lists their events: tokens, text, and the end of each generation. A program of one thread submits as many as it likes and takes the events when it likes; a file descriptor
-//! that is readable while there are any makes a queue part of a loop on epoll, libuv or asyncio. Generations of all queues, and
-//! of calls of other threads, are run in the same passes over the weights.
+//! A queue of a model runs generations that are submitted to it, and lists their events: tokens, text, and the end of each generation. A
+//! program of one thread submits as many as it likes and takes the events when it likes; a file descriptor that is readable while there
+//! are any makes a queue part of a loop on epoll, libuv or asyncio. Generations of all queues, and of calls of other threads, are run in
+//! the same passes over the weights.
 //!
 //! From its submission until the #NVFP4_EVENT_END of its generation, a session is in use: calls on it fail with #NVFP4_BUSY, except those
 //! that may read it during a call. It can be used again as soon as that event can be taken. NVFP4_session_text(),
@@ -282,10 +283,7 @@ pub unsafe extern "C-unwind" fn NVFP4_queue_retain(queue: *mut NVFP4_Queue) -> N
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_queue_release(queue: *mut NVFP4_Queue) -> NVFP4_Status {
     enter_to_free("NVFP4_queue_release", || {
-        let object = get(queue);
-        if handle::give_up::<Queue>("queue", queue)?
-            && let Ok(object) = object
-        {
+        if let Some(object) = handle::give_up::<Queue>("queue", queue)? {
             object.queue.close();
         }
         Ok(())

@@ -606,9 +606,7 @@ pub unsafe extern "C-unwind" fn NVFP4_session_retain(session: *mut NVFP4_Session
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_session_release(session: *mut NVFP4_Session) -> NVFP4_Status {
     enter_to_free("NVFP4_session_release", || {
-        let object = handle::get::<Session>("session", session);
-        if handle::give_up::<Session>("session", session)?
-            && let Ok(object) = object
+        if let Some(object) = handle::give_up::<Session>("session", session)?
             && let Some(submitted) = &*lock(&object.submitted)
         {
             submitted.cancel();

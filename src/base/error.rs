@@ -21,6 +21,11 @@ macro_rules! kinds {
             /// The `NVFP4_Status` value that C sees; never 0.
             pub const fn status(self) -> i32 { match self { $(ErrorKind::$name => $status,)+ } }
 
+            /// Whether memory was lacking: refused by the system, or over the budget.
+            pub const fn is_lack_of_memory(self) -> bool {
+                matches!(self, ErrorKind::OutOfMemory | ErrorKind::OverBudget)
+            }
+
             /// The name of the status constant in `nvfp4.h`, without the `NVFP4_` prefix.
             pub const fn c_name(self) -> &'static str { match self { $(ErrorKind::$name => $c_name,)+ } }
         }

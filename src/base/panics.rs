@@ -6,6 +6,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use super::error::{Result, err};
+
 thread_local! {
     /// Whether this thread expects a panic, which is then not printed.
     static EXPECTED: Cell<bool> = const { Cell::new(false) };
@@ -47,6 +49,12 @@ pub fn caught<T>(body: impl FnOnce() -> T) -> std::result::Result<T, String> {
     result.map_err(|panic| text(&*panic).to_owned())
 }
 
+/// Runs `body`; a panic is a defect, which is logged, and becomes an error. State that `body` changes must not be used after a panic.
+pub fn attempt<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
+    let done = catch_unwind(AssertUnwindSafe(body));
+    done.unwrap_or_else(|panic| Err(err!(Internal, "{}", text(&*panic))))
+}
+
 /// The message of a panic.
 pub fn text(panic: &(dyn Any + Send)) -> &str {
     if let Some(text) = panic.downcast_ref::<&str>() {
@@ -61,6 +69,18 @@ pub fn text(panic: &(dyn Any + Send)) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::ErrorKind;
+
+    #[test]
+    fn attempts_give_results_and_errors() {
+        assert_eq!(attempt(|| Ok(3)).unwrap(), 3);
+        let failed = attempt::<()>(|| Err(err!(Io, "plain"))).unwrap_err();
+        assert_eq!((failed.kind(), failed.message()), (ErrorKind::Io, "plain"));
+        let panicked = caught(|| attempt::<()>(|| panic!("number {}", 7)));
+        let panicked = panicked.unwrap().unwrap_err();
+        assert_eq!(panicked.kind(), ErrorKind::Internal);
+        assert_eq!(panicked.message(), "number 7");
+    }
 
     #[test]
     fn panics_become_their_messages() {

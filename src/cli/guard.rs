@@ -81,7 +81,7 @@ fn watch(args: &Args, child: &mut Child) -> Result<Option<ExitStatus>> {
     let mut handler = forwarding(&signalled);
     let (mut looked, mut over, mut is_blind) = (None::<Instant>, None::<Instant>, false);
     loop {
-        if let Some(status) = child.wait_timeout()? {
+        if let Some(status) = ended(child)? {
             return Ok(Some(status));
         }
         let signal = signalled.swap(0, Ordering::Relaxed);
@@ -149,20 +149,14 @@ fn kill(child: &mut Child) -> Result<()> {
     Ok(())
 }
 
-/// Waits for a child for a moment.
-trait WaitTimeout {
-    fn wait_timeout(&mut self) -> Result<Option<ExitStatus>>;
-}
-
-impl WaitTimeout for Child {
-    fn wait_timeout(&mut self) -> Result<Option<ExitStatus>> {
-        let status = self.try_wait();
-        let status = status.map_err(|e| err!(Io, "waiting for the command: {e}"))?;
-        if status.is_none() {
-            std::thread::sleep(LOOK);
-        }
-        Ok(status)
+/// Waits for a moment for the end of a child.
+fn ended(child: &mut Child) -> Result<Option<ExitStatus>> {
+    let status = child.try_wait();
+    let status = status.map_err(|e| err!(Io, "waiting for the command: {e}"))?;
+    if status.is_none() {
+        std::thread::sleep(LOOK);
     }
+    Ok(status)
 }
 
 /// GPU memory in use, in bytes.

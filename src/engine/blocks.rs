@@ -9,8 +9,8 @@ use serde::Serialize;
 
 use super::pools::{Pools, Units};
 use super::prefix::{Layers, NodeId, Place, Prefix, Tree};
+use crate::base::Result;
 use crate::base::lock::lock;
-use crate::base::{ErrorKind, Result};
 use crate::model::kv::KvCache;
 use crate::model::{KvType, LoadOptions, Model};
 
@@ -104,12 +104,9 @@ impl Blocks {
                 Ok(()) => return Ok(place.block),
                 Err(error) => error,
             };
-            let is_for_memory =
-                matches!(error.kind(), ErrorKind::OutOfMemory | ErrorKind::OverBudget);
-            let evicted = if is_for_memory {
-                self.evict(&mut state)
-            } else {
-                0
+            let evicted = match error.kind().is_lack_of_memory() {
+                true => self.evict(&mut state),
+                false => 0,
             };
             if evicted == 0 {
                 state.pools.release(place);

@@ -104,14 +104,9 @@ pub fn plan_of(
     options: &PlanOptions,
 ) -> Result<Plan> {
     let footprint = Footprint::of(checkpoint, load)?;
-    let most = footprint.spec().max_positions;
-    let context = options.context.unwrap_or(most);
-    if context == 0 || context > most {
-        bail!(
-            InvalidArgument,
-            "a context of {context} positions; the model was made for 1 to {most}"
-        );
-    }
+    let spec = footprint.spec();
+    let context = options.context.unwrap_or(spec.max_positions);
+    spec.check_context(context)?;
     if options.sequences == 0 {
         bail!(
             InvalidArgument,

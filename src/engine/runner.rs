@@ -21,10 +21,9 @@ use crate::model::{Batch, Model, Output, Scratch};
 const LONGEST_WAIT: Duration = Duration::from_millis(5);
 /// Passes for which a leader no longer waits for a sequence that came too late.
 const FORGETS: u64 = 8;
-/// A GPU takes at least this share of its longest pass of a prompt: fewer rows take about as long, because each reads all keys before it.
+/// A GPU takes multiples of this share of its longest pass of a prompt: fewer rows take about as long, because each reads all keys before it,
+/// and the first pass of another number of rows takes longer.
 const GPU_SHARE: usize = 8;
-/// Prompts on a GPU are divided into multiples of this many rows, because the first pass of another number takes longer.
-const GPU_ROWS: usize = 512;
 /// Interval at which a waiting caller looks whether it is cancelled, and reports its progress.
 const PATIENCE: Duration = Duration::from_millis(10);
 
@@ -300,27 +299,27 @@ impl State {
 
     /// The turn of the next pass. On a GPU prompts and steps take turns: steps are then recorded, and their callers come back while a prompt
     /// runs. The CPU reads its weights once for both.
-    fn turn(&self, model: &Model) -> Turn {
-        Turn::next(&self.waiting(), model.device().is_cuda(), self.ran_prompts)
+    fn turn(&self, waiting: &[Waiting], model: &Model) -> Turn {
+        Turn::next(waiting, model.device().is_cuda(), self.ran_prompts)
     }
 
     /// The tokens of a pass that each request takes, as far as it is in it.
     fn plan(&self, model: &Model) -> Planned {
         let waiting = self.waiting();
-        let turn = self.turn(model);
+        let turn = self.turn(&waiting, model);
         let has_prompts = waiting.iter().any(Waiting::is_prompt);
         let has_steps = !waiting.iter().all(Waiting::is_prompt);
         let most = model.pass_rows();
-        let (least, multiple) = match model.device().is_cuda() {
-            true => (most / GPU_SHARE, GPU_ROWS),
-            false => (1, 1),
+        let least = match model.device().is_cuda() {
+            true => most / GPU_SHARE,
+            false => 1,
         };
         // Sequences that generate and are not here yet wait for the end of the pass too.
         let others = self.generating.len() > self.posted.len();
         let budget = match others || has_steps {
             true => {
-                let budget = self.times.budget(least..=most) + multiple / 2;
-                (budget / multiple * multiple).clamp(least, most)
+                let budget = self.times.budget(least..=most) + least / 2;
+                (budget / least * least).clamp(least, most)
             }
             false => most,
         };
@@ -570,7 +569,7 @@ impl Runner {
     /// Waits for a moment for sequences that generate.
     fn gather(&self, model: &Model) -> MutexGuard<'_, State> {
         let mut state = self.state();
-        if state.turn(model) == Turn::Prompts {
+        if state.turn(&state.waiting(), model) == Turn::Prompts {
             return state;
         }
         state.expect();

@@ -93,13 +93,7 @@ pub struct Sequence {
 impl Sequence {
     pub(super) fn new(blocks: &Arc<Blocks>, capacity: usize, kind: KvType) -> Result<Sequence> {
         let spec = blocks.model().spec();
-        let most = spec.max_positions;
-        if capacity == 0 || capacity > most {
-            bail!(
-                InvalidArgument,
-                "a context of {capacity} positions; the model was made for 1 to {most}"
-            );
-        }
+        spec.check_context(capacity)?;
         let cache = blocks.model().kv().cache(kind)?;
         Ok(Sequence {
             id: blocks.new_id(),

@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use super::block::RowWidths;
 use super::kv::BlockSizes;
 use super::load::{self, HeldForm, HeldTensor, HeldTensors};
-use super::run::ROWS;
+use super::run::{ROWS, pass_rows};
 use super::spec::{BlockSpec, Spec};
 use super::tensors::{HEAD, TensorRole};
 use super::{Activations, Device, KvType, LoadOptions, fused, spec_of};
@@ -117,10 +117,7 @@ impl Footprint {
 
     /// Most rows that go through the weights together.
     pub fn pass_rows(&self) -> usize {
-        match self.sizes {
-            None => ROWS,
-            Some(_) => fused::ROWS,
-        }
+        pass_rows(self.sizes.is_some())
     }
 
     /// Working memory of passes, at most: on a GPU of the model, and on the CPU of each caller that runs them. Drafts and verifications of

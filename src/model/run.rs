@@ -18,6 +18,11 @@ use crate::ops::sample::{self, Choice};
 /// scratch memory does not grow with the prompt.
 pub(super) const ROWS: usize = 512;
 
+/// Most rows of a pass, by fused kernels or by the reference block.
+pub(super) fn pass_rows(is_fused: bool) -> usize {
+    if is_fused { fused::ROWS } else { ROWS }
+}
+
 /// Memory reused between passes, by one caller at a time. It grows to the largest pass seen.
 #[derive(Debug)]
 pub struct Scratch {
@@ -231,10 +236,7 @@ impl Model {
 
     /// Most rows that go through the weights together: longer batches are divided into passes.
     pub fn pass_rows(&self) -> usize {
-        match &self.executor {
-            None => ROWS,
-            Some(_) => fused::ROWS,
-        }
+        pass_rows(self.executor.is_some())
     }
 
     /// Fails unless a segment's positions have blocks.

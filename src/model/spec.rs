@@ -485,6 +485,18 @@ impl Spec {
         }
     }
 
+    /// Fails for a number of positions that a sequence of the model cannot have room for.
+    pub fn check_context(&self, positions: usize) -> Result<()> {
+        let most = self.max_positions;
+        if positions == 0 || positions > most {
+            bail!(
+                InvalidArgument,
+                "a context of {positions} positions; the model was made for 1 to {most}"
+            );
+        }
+        Ok(())
+    }
+
     /// The number of rotations whose long table applies to a sequence with room for `capacity` positions: keys of sequences of which this
     /// differs are rotated differently.
     pub fn long_ropes(&self, capacity: usize) -> usize {

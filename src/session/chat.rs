@@ -7,7 +7,7 @@ use std::time::Instant;
 use super::answer::Answer;
 use super::conversation::{Answering, ChatOptions, Conversation, Plan};
 use super::text::GenerationText;
-use super::{Eviction, Finish, GenerateOptions, Generation, Piece, Session, Transcript, sampler};
+use super::{Eviction, GenerateOptions, Generation, Piece, Session, Transcript, sampler};
 use crate::base::error::bail;
 use crate::base::{Result, alloc, call, memory};
 use crate::engine::Served;
@@ -156,7 +156,7 @@ impl Session {
         self.push(&tokens.added);
         self.evicted += dropped;
         let _generating = model.generates(&self.cache);
-        self.flush_or_make_way()?;
+        self.making_way(Session::flush)?;
         call::check()?;
         let prefill_seconds = started.elapsed().as_secs_f64();
         let calls = calls_in(&messages);
@@ -173,10 +173,8 @@ impl Session {
             }),
             options: chat,
         };
-        let mut generation = self.generate_text(text, Some(answer), options, on_piece)?;
-        if generation.finish == Finish::Cancelled && generation.tokens.is_empty() {
-            bail!(Cancelled, "cancelled before the first token");
-        }
+        let generation = self.generate_text(text, Some(answer), options, on_piece)?;
+        let mut generation = generation.begun()?;
         generation.prompt_tokens = tokens.added.len();
         generation.timings.prefill_seconds = prefill_seconds;
         generation.timings.first_token_seconds += prefill_seconds;

@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::options::{GenerateOptions, MOST_DRAFTS};
 use super::{Sampler, Session};
 use crate::base::error::bail;
-use crate::base::{ErrorKind, Result, call, memory};
+use crate::base::{Result, call, memory};
 use crate::engine::{NewTokens, NextDrafts};
 use crate::model::{Output, Verification, Wanted};
 
@@ -140,7 +140,7 @@ impl Session {
         let drafted = self.tokens.len() - len;
         self.tokens.truncate(len);
         let chosen = match chosen {
-            Err(e) if [ErrorKind::OutOfMemory, ErrorKind::OverBudget].contains(&e.kind()) => {
+            Err(e) if e.kind().is_lack_of_memory() => {
                 tracing::warn!("the generation goes on without drafts: {e}");
                 drafts.most = 0;
                 return Ok(());

@@ -65,6 +65,14 @@ impl Generation {
             drafts: DraftCounts::default(),
         }
     }
+
+    /// Fails if it was cancelled before its first token, so that what came before it is undone.
+    pub(super) fn begun(self) -> Result<Self> {
+        if self.finish == Finish::Cancelled && self.tokens.is_empty() {
+            bail!(Cancelled, "cancelled before the first token");
+        }
+        Ok(self)
+    }
 }
 
 /// A generated token, or text without a token: text that was held back until the end, or more text that the previous token completes. The
@@ -113,16 +121,15 @@ impl Session {
                     session.make_room(prompt.len())?;
                     session.push(prompt);
                     if options.max_tokens == 0 {
-                        session.flush_or_make_way()?;
+                        session.making_way(Session::flush)?;
                     }
                 }
                 let text = Transcript::new(&session.model, &session.tokens, options)?;
                 let generation = session.generate_text(text, None, options, on_piece)?;
-                let is_cancelled = generation.finish == Finish::Cancelled;
-                if is_cancelled && generation.tokens.is_empty() && !prompt.is_empty() {
-                    bail!(Cancelled, "cancelled before the first token");
+                match prompt.is_empty() {
+                    true => Ok(generation),
+                    false => generation.begun(),
                 }
-                Ok(generation)
             })
         })
     }
@@ -183,19 +190,9 @@ impl Session {
                     sampler.moves_on();
                     Ok((token, None))
                 }
-                None => loop {
-                    match self.chosen(&mut sampler, options, left, &mut drafts, &mut replayed) {
-                        Err(e) if e.kind() == ErrorKind::OutOfMemory => {
-                            self.discard_drafts(&mut drafts)?;
-                            match self.makes_way() {
-                                Ok(true) => {}
-                                Ok(false) => break Err(e),
-                                Err(e) => break Err(e),
-                            }
-                        }
-                        chosen => break chosen,
-                    }
-                },
+                None => self.making_way(|session| {
+                    session.chosen(&mut sampler, options, left, &mut drafts, &mut replayed)
+                }),
             };
             let (token, log_probability) = match chosen {
                 Ok(token) if !call::is_over() => token,

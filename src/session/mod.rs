@@ -370,10 +370,10 @@ impl Session {
         })
     }
 
-    /// [`flush`](Session::flush), within a generation: without memory the session makes way for others that generate, and then goes on.
-    fn flush_or_make_way(&mut self) -> Result<()> {
+    /// Calls `run` within a generation. If it finds no memory, the session makes way for others that generate, and then calls it again.
+    fn making_way<T>(&mut self, mut run: impl FnMut(&mut Self) -> Result<T>) -> Result<T> {
         loop {
-            match self.flush() {
+            match run(self) {
                 Err(e) if e.kind() == ErrorKind::OutOfMemory && self.makes_way()? => {}
                 done => return done,
             }

@@ -7,13 +7,12 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 use std::ops::ControlFlow;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use super::{Finish, Part, Piece};
 use crate::base::call::{Cancel, Watch};
-use crate::base::error::{bail, err};
+use crate::base::error::bail;
 use crate::base::ready_fd::ReadyFd;
 use crate::base::{ErrorKind, Result, fork, memory, panics, threads};
 
@@ -183,6 +182,11 @@ fn is_past(deadline: Option<Instant>) -> bool {
 }
 
 impl State {
+    /// Whether a wait would return at once.
+    fn is_ready(&self) -> bool {
+        !self.events.is_empty() || self.wakes > 0
+    }
+
     fn push(&mut self, event: QueueEvent) {
         if self.is_over {
             return;
@@ -300,9 +304,7 @@ impl Shared {
                 ControlFlow::Break(())
             }
         };
-        let done = catch_unwind(AssertUnwindSafe(|| watch.during(|| work(&mut on_piece))));
-        let done = done.unwrap_or_else(|panic| Err(err!(Internal, "{}", panics::text(&*panic))));
-        let done = match done {
+        let done = match panics::attempt(|| watch.during(|| work(&mut on_piece))) {
             Err(e) if e.kind() == ErrorKind::Cancelled => Ok(Finish::Cancelled),
             done => done,
         };
@@ -485,7 +487,7 @@ impl Queue {
                 bail!(Cancelled, "the queue was released");
             }
             ended.append(&mut state.look());
-            if !state.events.is_empty() || state.wakes > 0 {
+            if state.is_ready() {
                 break;
             }
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));
@@ -500,14 +502,13 @@ impl Queue {
             let waited = shared.events.wait_timeout(state, sleep);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
-        let was_ready = !state.events.is_empty() || state.wakes > 0;
+        let was_ready = state.is_ready();
         let count = most.min(state.events.len());
         taken.extend(state.events.drain(..count));
         if count == 0 {
             state.wakes = state.wakes.saturating_sub(1);
         }
-        let is_ready = !state.events.is_empty() || state.wakes > 0;
-        if let (true, false, Some(ready)) = (was_ready, is_ready, &state.ready) {
+        if let (true, false, Some(ready)) = (was_ready, state.is_ready(), &state.ready) {
             ready.clear();
         }
         let is_more = !state.events.is_empty();
@@ -539,7 +540,7 @@ impl Queue {
         let mut state = self.0.state();
         if state.ready.is_none() {
             let ready = ReadyFd::new()?;
-            if !state.events.is_empty() || state.wakes > 0 {
+            if state.is_ready() {
                 ready.set();
             }
             state.ready = Some(ready);
@@ -611,6 +612,7 @@ impl Submitted {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::error::err;
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::mpsc;
 

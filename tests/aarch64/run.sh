@@ -149,13 +149,13 @@ unset NVFP4_CPU RUSTFLAGS
 rust_tests --test cpu --test format_golden
 # Some of these count all memory of their process, which no other test may use meanwhile. 131,072 positions take ten minutes here, and what
 # is particular to them, the angles, is the same code everywhere.
-rust_tests --test model -- --test-threads=1 --skip long_positions_agree_with_transformers
+rust_tests --test model -- --test-threads=1 --skip long_positions
 # Gradients against autograd, and steps of every kind. What is left out takes a minute or more each, and is arithmetic of the kernels above,
 # or counts all memory of a process of its own.
 rust_tests --test training -- --skip adapters_learn_beside --skip four_bits_learn --skip memory:: --skip models_learn \
     --skip mixtures_learn --skip conversions_keep --skip stacks_of_experts --skip scales_are_chosen --skip a_streamed_teacher \
     --skip stochastic_gradients --skip what_resumes --skip what_learns_nothing --skip lessons_bring --skip calibration_is_never_worse \
-    --skip recurrent_layers_learn
+    --skip recurrent_layers_learn --skip recurrent_models_are_calibrated --skip adapters_have_the_names
 # Nothing is left to compile: this puts libNVFP4.so beside the command.
 if cross build --quiet --lib; then
     build=$(cd "$target/$triple/release" && pwd)

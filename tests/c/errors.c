@@ -525,7 +525,7 @@ static void models(NVFP4_Model *model, const char *path)
     BAD(NVFP4_NOT_FOUND, NVFP4_model_plan, "/nowhere", 8, NULL, NULL, NULL, &plan);
     BAD(NVFP4_ABI_MISMATCH, NVFP4_model_plan, path, strlen(path), &options, NULL, NULL, &plan);
     BAD(NVFP4_ABI_MISMATCH, NVFP4_model_plan, path, strlen(path), NULL, &quantize, NULL, &plan);
-    wanted.kv_type = 2;
+    wanted.kv_type = 7;
     BAD(invalid, NVFP4_model_plan, path, strlen(path), NULL, NULL, &wanted, &plan);
     wanted.kv_type = NVFP4_KV_FLOAT32;
     wanted.sequences = 0;
@@ -747,6 +747,10 @@ static void sessions(NVFP4_Model *model)
     BAD(invalid, NVFP4_session_generate, session, &generate, NULL, NULL, NULL);
     generate.struct_size = 4;
     BAD(NVFP4_ABI_MISMATCH, NVFP4_session_generate, session, &generate, NULL, NULL, NULL);
+    NVFP4_GenerationResult last = {.struct_size = sizeof last};
+    HANDLE(NVFP4_session_result, h, &last);
+    BAD(invalid, NVFP4_session_result, session, NULL);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_session_result, session, &result);
     HANDLE(NVFP4_session_text, h, text, sizeof text, &length);
     BAD(invalid, NVFP4_session_text, session, text, sizeof text, NULL);
     HANDLE(NVFP4_session_messages, h, text, sizeof text, &length);
@@ -786,6 +790,76 @@ static void sessions(NVFP4_Model *model)
     OK(NVFP4_session_length(session, &length));
     CHECK(length == 1 && none == NULL);
     OK(NVFP4_session_release(session));
+}
+
+static void queues(NVFP4_Model *model)
+{
+    const int32_t invalid = NVFP4_INVALID_ARGUMENT;
+    const char json[] = "[{\"role\": \"user\", \"content\": \"a\"}]";
+    const size_t size = sizeof json - 1;
+    NVFP4_Queue *queue = NULL, *none = NULL;
+    NVFP4_Session *session = NULL;
+    NVFP4_QueueOptions limits;
+    NVFP4_SubmitOptions submit;
+    NVFP4_QueueEvent event;
+    int32_t token = 3, fd = 7;
+    uint64_t number = 7;
+    size_t count = 7;
+    BAD(invalid, NVFP4_queue_options_init, NULL, sizeof limits);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_queue_options_init, &limits, 0);
+    OK(NVFP4_queue_options_init(&limits, sizeof limits));
+    BAD(invalid, NVFP4_submit_options_init, NULL, sizeof submit);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_submit_options_init, &submit, 0);
+    OK(NVFP4_submit_options_init(&submit, sizeof submit));
+    HANDLE(NVFP4_queue_create, h, NULL, &none);
+    BAD(invalid, NVFP4_queue_create, model, NULL, NULL);
+    limits.running = 0;
+    BAD(invalid, NVFP4_queue_create, model, &limits, &none);
+    limits.struct_size = 4;
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_queue_create, model, &limits, &none);
+    HANDLE(NVFP4_queue_retain, h);
+    RELEASE(NVFP4_queue_release);
+    OK(NVFP4_queue_create(model, NULL, &queue));
+    OK(NVFP4_session_create(model, NULL, &session));
+
+    HANDLE(NVFP4_queue_generate, h, session, &token, 1, NULL, NULL, &number);
+    HANDLE(NVFP4_queue_generate, queue, h, &token, 1, NULL, NULL, &number);
+    BAD(invalid, NVFP4_queue_generate, queue, session, NULL, 1, NULL, NULL, &number);
+    BAD(invalid, NVFP4_queue_generate, queue, session, &token, 1, NULL, NULL, NULL);
+    HANDLE(NVFP4_queue_chat, h, session, "a", 1, NULL, NULL, NULL, &number);
+    HANDLE(NVFP4_queue_chat, queue, h, "a", 1, NULL, NULL, NULL, &number);
+    BAD(invalid, NVFP4_queue_chat, queue, session, NULL, 1, NULL, NULL, NULL, &number);
+    BAD(invalid, NVFP4_queue_chat, queue, session, "\xff", 1, NULL, NULL, NULL, &number);
+    HANDLE(NVFP4_queue_chat_messages, h, session, json, size, NULL, NULL, NULL, &number);
+    HANDLE(NVFP4_queue_chat_messages, queue, h, json, size, NULL, NULL, NULL, &number);
+    BAD(invalid, NVFP4_queue_chat_messages, queue, session, json, size - 1, NULL, NULL, NULL, &number);
+    submit.deadline = -1;
+    BAD(invalid, NVFP4_queue_generate, queue, session, &token, 1, NULL, &submit, &number);
+    SAYS("deadline is -1 seconds");
+    submit.struct_size = 4;
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_queue_generate, queue, session, &token, 1, NULL, &submit, &number);
+
+    HANDLE(NVFP4_queue_wait, h, &event, sizeof event, 1, 0, &count);
+    BAD(invalid, NVFP4_queue_wait, queue, NULL, sizeof event, 1, 0, &count);
+    BAD(invalid, NVFP4_queue_wait, queue, &event, sizeof event, 0, 0, &count);
+    BAD(invalid, NVFP4_queue_wait, queue, &event, sizeof event, 1, -2, &count);
+    BAD(invalid, NVFP4_queue_wait, queue, &event, sizeof event, 1, 0, NULL);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_queue_wait, queue, &event, 4, 1, 0, &count);
+    HANDLE(NVFP4_queue_wake, h);
+    HANDLE(NVFP4_queue_cancel, h, 1);
+    BAD(invalid, NVFP4_queue_cancel, queue, 1);
+    HANDLE(NVFP4_queue_fd, h, &fd);
+    BAD(invalid, NVFP4_queue_fd, queue, NULL);
+    HANDLE(NVFP4_queue_counts, h, &count, NULL, NULL);
+
+    /* A failed call has changed nothing. */
+    CHECK(none == NULL && number == 7 && fd == 7 && count == 7);
+    OK(NVFP4_queue_counts(queue, &count, NULL, NULL));
+    CHECK(count == 0);
+    OK(NVFP4_session_length(session, &length));
+    CHECK(length == 0);
+    OK(NVFP4_session_release(session));
+    OK(NVFP4_queue_release(queue));
 }
 
 static void calls(NVFP4_Model *model)
@@ -1205,6 +1279,7 @@ int main(int argc, char **argv)
     formats(t, codes, scales);
     models(model, argv[2]);
     sessions(model);
+    queues(model);
     calls(model);
     detokenizers(model);
     data(argv[2]);
