@@ -423,6 +423,7 @@ done
 if command -v valgrind >/dev/null; then
     under=(valgrind --quiet --leak-check=full --errors-for-leak-kinds=definite,indirect,possible
         --suppressions=tests/c/valgrind.supp --error-exitcode=9)
+    gcc -std=c11 -O1 "${warnings[@]}" -shared -fPIC tests/c/stacks.c -o "$work/libstacks.so" -ldl || exit 1
     # Valgrind does not know AVX-512.
     grep -q avx512f /proc/cpuinfo && export NVFP4_CPU=avx2
     rm -rf "${work:?}/scratch"/*
@@ -431,6 +432,11 @@ if command -v valgrind >/dev/null; then
         set -- $program
         name=$1
         shift
+        case $1 in
+        # The one that is about deep stacks.
+        */stack-*) ;;
+        *) export LD_PRELOAD=$work/libstacks.so ;;
+        esac
         case $1 in
         # Memory in use by threads of its parent is lost to a child, and memory in use is lost when a process ends at any point.
         */limits-* | */leave-* | */hosts-*) check "$name under valgrind" "${under[@]}" --leak-check=no "$@" ;;
@@ -445,6 +451,7 @@ if command -v valgrind >/dev/null; then
         converse | converses | thinks | calls | shows_sampling | fails | serve | plugged | trains) helper=$1 && shift && check "$name under valgrind" "$helper" "${under[@]}" "$@" ;;
         *) check "$name under valgrind" "${under[@]}" "$@" ;;
         esac
+        unset LD_PRELOAD
     done
 else
     skip "everything under valgrind" "valgrind is missing"

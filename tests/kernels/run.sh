@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GPU kernels on a machine without a GPU: bash tests/kernels/run.sh
 #
-# Fetches NVIDIA's compiler library and disassembler from PyPI into the target folder, runs tests/kernels.rs (for every architecture with NVFP4_LONG), and builds
+# Fetches NVIDIA's compiler library and disassembler from PyPI into the target folder, runs tests/kernels.rs, and builds
 # with the kernels of one architecture embedded, as release/build.sh embeds all, for the tests of what is embedded.
 # Installs pip with apt-get where it is missing and that is allowed. What cannot be fetched is SKIPPED, or fails if NVFP4_REQUIRE
 # names nvrtc. The last line is "N passed, N failed, N skipped".
