@@ -716,8 +716,8 @@ fn progress_and_cancel() {
     };
     let load = |progress| {
         let watch = Watch {
-            flags: &[],
             progress: Some(progress),
+            ..Watch::default()
         };
         watch.during(|| Served::load(&golden("qwen3_tied"), &options()))
     };

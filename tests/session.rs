@@ -592,8 +592,8 @@ fn a_prompt_says_how_far_it_is() {
         ControlFlow::Continue(())
     };
     let watch = Watch {
-        flags: &[],
         progress: Some(&progress),
+        ..Watch::default()
     };
     let mut session = session(&model);
     let tokens: Vec<u32> = (0..240).collect();
@@ -633,8 +633,8 @@ fn who_is_told_may_run_another_model_but_not_this_one() {
         ControlFlow::Continue(())
     };
     let watch = Watch {
-        flags: &[],
         progress: Some(&progress),
+        ..Watch::default()
     };
     let mut session = session(&model);
     let tokens: Vec<u32> = (0..240).collect();

@@ -845,7 +845,7 @@ fn a_step_that_does_not_happen_changes_nothing() {
             let flag = || count.fetch_add(1, Ordering::Relaxed) >= asked;
             let watch = Watch {
                 flags: &[&flag],
-                progress: None,
+                ..Watch::default()
             };
             match watch.during(|| trainer.step(&[batch.batch()])) {
                 Ok(step) => {

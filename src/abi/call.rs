@@ -121,7 +121,7 @@ impl Cancellation {
         let flag = || self.is_set();
         let watch = Watch {
             flags: &[&flag],
-            progress: None,
+            ..Watch::default()
         };
         watch.during(body)
     }
@@ -183,6 +183,7 @@ pub(super) unsafe fn watched_throughout<T>(
     let watch = Watch {
         flags: &flags,
         progress: progress.as_ref().map(|p| p as _),
+        ..Watch::default()
     };
     watch.during(body)
 }

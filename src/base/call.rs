@@ -46,7 +46,7 @@ impl Cancel {
         let flag = || self.is_set();
         let watch = Watch {
             flags: &[&flag],
-            progress: None,
+            ..Watch::default()
         };
         watch.during(body)
     }
@@ -61,6 +61,8 @@ pub struct Watch<'a> {
     /// Each of these ends the call when it returns true, with [`ErrorKind::Cancelled`](super::ErrorKind::Cancelled) unless the call can
     /// return a partial result.
     pub flags: &'a [Flag<'a>],
+    /// Time at which the call ends as a flag ends it.
+    pub deadline: Option<Instant>,
     /// Called with the progress from time to time, on the call's thread; [`ControlFlow::Break`] ends the call as a flag does.
     pub progress: Option<&'a dyn Fn(Progress) -> ControlFlow<()>>,
 }
@@ -68,6 +70,8 @@ pub struct Watch<'a> {
 struct Active<'a> {
     watch: Watch<'a>,
     over: AtomicBool,
+    /// Whether the deadline has ended it.
+    late: AtomicBool,
     done: Cell<u64>,
     /// Amount done of the next piece, on top of `done`.
     begun: Cell<u64>,
@@ -97,12 +101,13 @@ impl Drop for Within {
 impl Watch<'_> {
     /// Runs `body` as a long call of this thread, watched only by these watchers.
     pub fn during<T>(&self, body: impl FnOnce() -> T) -> T {
-        if self.flags.is_empty() && self.progress.is_none() {
+        if self.flags.is_empty() && self.deadline.is_none() && self.progress.is_none() {
             return outside(body);
         }
         let active = Active {
             watch: *self,
             over: AtomicBool::new(false),
+            late: AtomicBool::new(false),
             done: Cell::new(0),
             begun: Cell::new(0),
             total: Cell::new(0),
@@ -117,6 +122,21 @@ impl Watch<'_> {
 pub fn outside<T>(body: impl FnOnce() -> T) -> T {
     let _within = Within::enter(std::ptr::null());
     body()
+}
+
+/// Runs `body`, a part of this thread's call that tells no progress: it ends with the call, and what it tells is not passed on.
+pub fn in_silence<T>(body: impl FnOnce() -> T) -> T {
+    with(|call| {
+        let flag = || call.is_over();
+        let watch = Watch {
+            flags: &[&flag],
+            ..Watch::default()
+        };
+        match call.is_watched() {
+            true => watch.during(body),
+            false => body(),
+        }
+    })
 }
 
 /// The current call of a thread. Threads that work for the call may also look at it.
@@ -146,12 +166,23 @@ impl Call<'_> {
         if active.over.load(Ordering::Relaxed) {
             return true;
         }
-        let over = active.watch.flags.iter().any(|flag| flag())
+        let cancelled = active.watch.flags.iter().any(|flag| flag())
             || Self::is_own(active) && active.is_due() && active.tell();
-        if over {
+        let deadline = active.watch.deadline;
+        let late = !cancelled && deadline.is_some_and(|deadline| Instant::now() >= deadline);
+        if late {
+            active.late.store(true, Ordering::Relaxed);
+        }
+        if cancelled || late {
             active.over.store(true, Ordering::Relaxed);
         }
-        over
+        cancelled || late
+    }
+
+    /// Whether the deadline has ended the call.
+    pub fn is_late(&self) -> bool {
+        let has_late = |active: &Active<'_>| active.late.load(Ordering::Relaxed);
+        self.0.is_some_and(has_late)
     }
 
     /// Fails if the call should end.
@@ -191,6 +222,11 @@ pub fn with<T>(body: impl FnOnce(Call<'_>) -> T) -> T {
 /// Whether this thread's call should end.
 pub fn is_over() -> bool {
     with(|call| call.is_over())
+}
+
+/// Whether this thread's call should end because of its deadline, as [`is_over`] has found.
+pub fn is_late() -> bool {
+    with(|call| call.is_late())
 }
 
 /// Fails if this thread's call should end.
@@ -258,7 +294,7 @@ mod tests {
         let flag = || set.load(Ordering::Relaxed);
         let watch = Watch {
             flags: &[&|| false, &flag],
-            progress: None,
+            ..Watch::default()
         };
         watch.during(|| {
             assert!(check().is_ok());
@@ -273,12 +309,35 @@ mod tests {
             set.store(false, Ordering::Relaxed);
             assert_eq!(check().unwrap_err().kind(), ErrorKind::Cancelled);
             assert!(!outside(is_over));
-            assert!(is_over());
+            assert!(is_over() && !is_late());
         });
         assert!(!is_over());
         let cancel = Cancel::new();
         cancel.cancel();
         assert!(cancel.watching(is_over));
+    }
+
+    #[test]
+    fn a_deadline_ends_a_call_unless_a_flag_has() {
+        let deadline = Some(Instant::now() + Duration::from_millis(20));
+        let late = Watch {
+            deadline,
+            ..Watch::default()
+        };
+        late.during(|| {
+            assert!(!is_over() && !is_late());
+            while !is_over() {
+                std::thread::yield_now();
+            }
+            assert!(Instant::now() >= deadline.unwrap() && is_late());
+            assert_eq!(check().unwrap_err().kind(), ErrorKind::Cancelled);
+            assert!(!outside(is_late));
+        });
+        let cancelled = Watch {
+            flags: &[&|| true],
+            ..late
+        };
+        cancelled.during(|| assert!(is_over() && !is_late()));
     }
 
     #[test]
@@ -293,8 +352,8 @@ mod tests {
             }
         };
         let watch = Watch {
-            flags: &[],
             progress: Some(&progress),
+            ..Watch::default()
         };
         watch.during(|| {
             std::thread::sleep(TELL_EVERY);
@@ -316,9 +375,14 @@ mod tests {
             assert_eq!(*heard.borrow(), [(5, 7)]);
             add(4);
             assert_eq!(*heard.borrow(), [(5, 7), (7, 7)]);
+            in_silence(|| {
+                expect(1);
+                add(1);
+                assert!(!is_over());
+            });
             expect(2);
             add(2);
-            assert!(is_over());
+            assert!(is_over() && in_silence(is_over));
             assert_eq!(heard.borrow()[2..], [(9, 9)]);
         });
     }

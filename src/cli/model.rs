@@ -213,8 +213,8 @@ impl ModelArgs {
             sampling_only: false,
         };
         let watch = Watch {
-            flags: &[],
             progress: Some(&progress),
+            ..Watch::default()
         };
         let model = watch.during(|| Served::load(path, &options));
         bar.finish_and_clear();

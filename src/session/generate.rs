@@ -68,7 +68,7 @@ impl Generation {
 
     /// Fails if it was cancelled before its first token, so that what came before it is undone.
     pub(super) fn begun(self) -> Result<Self> {
-        if self.finish == Finish::Cancelled && self.tokens.is_empty() {
+        if self.finish.is_from_outside() && self.tokens.is_empty() {
             bail!(Cancelled, "cancelled before the first token");
         }
         Ok(self)
@@ -143,7 +143,7 @@ impl Session {
         match call::check().and_then(|()| run(self)) {
             Err(e) if e.kind() == ErrorKind::Cancelled => {
                 let mut none = Generation::new(Sampler::new(&options.sampling)?.seed());
-                none.finish = Finish::Cancelled;
+                none.finish = Finish::of_ended_call();
                 Ok(none)
             }
             done => done,
@@ -198,7 +198,7 @@ impl Session {
                 Ok(token) if !call::is_over() => token,
                 Err(e) if e.kind() != ErrorKind::Cancelled => return Err(e),
                 _ => {
-                    out.finish = Finish::Cancelled;
+                    out.finish = Finish::of_ended_call();
                     break;
                 }
             };
@@ -219,7 +219,7 @@ impl Session {
                     break;
                 }
                 Err(e) if e.kind() == ErrorKind::Cancelled => {
-                    out.finish = Finish::Cancelled;
+                    out.finish = Finish::of_ended_call();
                     break;
                 }
                 room => room?,

@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 
+use crate::base::call;
 use crate::engine::Served;
 use crate::model::SamplingOptions;
 
@@ -78,4 +79,19 @@ pub enum Finish {
     Cancelled,
     /// The deadline of its submission to a [queue](super::Queue) has passed.
     Deadline,
+}
+
+impl Finish {
+    /// How a generation ends whose call is over.
+    pub(super) fn of_ended_call() -> Finish {
+        match call::is_late() {
+            true => Finish::Deadline,
+            false => Finish::Cancelled,
+        }
+    }
+
+    /// Whether something outside the generation has ended it.
+    pub(super) fn is_from_outside(self) -> bool {
+        matches!(self, Finish::Cancelled | Finish::Deadline)
+    }
 }

@@ -11,7 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use super::{Finish, Part, Piece};
-use crate::base::call::{Cancel, Watch};
+use crate::base::call::{self, Cancel, Watch};
 use crate::base::error::bail;
 use crate::base::ready_fd::ReadyFd;
 use crate::base::{ErrorKind, Result, fork, memory, panics, threads};
@@ -42,7 +42,8 @@ impl Default for QueueOptions {
     }
 }
 
-/// Generates, and gives each piece to the callback. Whatever it holds is dropped before the event of its end.
+/// Generates, and gives each piece to the callback. Whatever it holds is dropped before the event of its end. A submission that ends before it
+/// has begun is run too, in a [`call`] that is over, so that its session says how it has ended.
 pub type Work =
     Box<dyn FnOnce(&mut dyn FnMut(Piece<'_>) -> ControlFlow<()>) -> Result<Finish> + Send>;
 
@@ -148,12 +149,12 @@ impl Waiting {
         (self.submission.priority, Reverse(self.id))
     }
 
-    /// How it ends before it has begun, if it does.
-    fn ends(&self) -> Option<Finish> {
-        if self.cancel.is_set() || (self.submission.is_cancelled)() {
-            return Some(Finish::Cancelled);
-        }
-        is_past(self.submission.deadline).then_some(Finish::Deadline)
+    /// Whether it ends before it has begun.
+    fn is_over(&self) -> bool {
+        let deadline = self.submission.deadline;
+        self.cancel.is_set()
+            || (self.submission.is_cancelled)()
+            || deadline.is_some_and(|deadline| Instant::now() >= deadline)
     }
 }
 
@@ -176,10 +177,6 @@ impl PartialEq for Waiting {
 }
 
 impl Eq for Waiting {}
-
-fn is_past(deadline: Option<Instant>) -> bool {
-    deadline.is_some_and(|deadline| Instant::now() >= deadline)
-}
 
 impl State {
     /// Whether a wait would return at once.
@@ -207,32 +204,25 @@ impl State {
         });
     }
 
-    /// Ends the submissions that end before they have begun, unless that was looked for a moment ago. Returns those, to be dropped
-    /// without the lock.
-    fn look(&mut self) -> Vec<Waiting> {
+    /// Takes out the submissions that end before they have begun, unless that was looked for a moment ago. Whoever gets them runs them, as
+    /// calls that are over.
+    fn take_ended(&mut self) -> Vec<Waiting> {
         let is_due = |looked: Instant| looked.elapsed() >= LOOK_EVERY;
         if self.waiting.is_empty() || !self.looked.is_none_or(is_due) {
             return Vec::new();
         }
         self.looked = Some(Instant::now());
-        self.end_waiting(Waiting::ends)
+        self.take_waiting(Waiting::is_over)
     }
 
-    fn end_waiting(&mut self, ends: impl Fn(&Waiting) -> Option<Finish>) -> Vec<Waiting> {
-        let (mut over, mut kept) = (Vec::new(), Vec::new());
-        for waiting in std::mem::take(&mut self.waiting) {
-            match ends(&waiting) {
-                None => kept.push(waiting),
-                Some(finish) => over.push((waiting, finish)),
-            }
-        }
+    /// Takes out submissions that have not begun, which run from now on.
+    fn take_waiting(&mut self, is_wanted: impl Fn(&Waiting) -> bool) -> Vec<Waiting> {
+        let all = std::mem::take(&mut self.waiting).into_iter();
+        let (mut taken, kept): (Vec<_>, Vec<_>) = all.partition(is_wanted);
         self.waiting = kept.into();
-        over.sort_by_key(|(waiting, _)| waiting.id);
-        let ended = over.into_iter().map(|(waiting, finish)| {
-            self.end(waiting.id, waiting.submission.user_data, Ok(finish));
-            waiting
-        });
-        ended.collect()
+        self.running += taken.len();
+        taken.sort_by_key(|waiting| waiting.id);
+        taken
     }
 }
 
@@ -291,27 +281,26 @@ impl Shared {
             ..
         } = submission;
         let was_cancelled = || cancel.is_set() || is_cancelled();
-        let flag = || was_cancelled() || is_past(deadline);
         let watch = Watch {
-            flags: &[&flag],
+            flags: &[&was_cancelled],
+            deadline,
             progress: None,
         };
         let mut lost = Ok(());
-        let mut on_piece = |piece: Piece<'_>| match self.tell(id, user_data, piece, &flag) {
+        let mut on_piece = |piece: Piece<'_>| match self.tell(id, user_data, piece) {
             Ok(()) => ControlFlow::Continue(()),
             Err(e) => {
                 lost = Err(e);
                 ControlFlow::Break(())
             }
         };
-        let done = match panics::attempt(|| watch.during(|| work(&mut on_piece))) {
-            Err(e) if e.kind() == ErrorKind::Cancelled => Ok(Finish::Cancelled),
+        let work = || match work(&mut on_piece) {
+            Err(e) if e.kind() == ErrorKind::Cancelled => Ok(Finish::of_ended_call()),
             done => done,
         };
-        let done = match done {
-            Ok(Finish::Cancelled) if lost.is_err() => lost.map(|()| Finish::Cancelled),
-            Ok(Finish::Cancelled) if !was_cancelled() && is_past(deadline) => Ok(Finish::Deadline),
-            done => done,
+        let done = match panics::attempt(|| watch.during(work)) {
+            Ok(finish) => lost.map(|()| finish),
+            failed => failed,
         };
         let mut state = self.state();
         state.running -= 1;
@@ -336,24 +325,15 @@ impl Shared {
             return Ok(());
         };
         cancel.cancel();
-        let is_it = |waiting: &Waiting| (waiting.id == generation).then_some(Finish::Cancelled);
-        let ended = state.end_waiting(is_it);
+        let ended = state.take_waiting(|waiting| waiting.id == generation);
         drop(state);
         self.room.notify_all();
-        if !ended.is_empty() {
-            self.events.notify_one();
-        }
+        ended.into_iter().for_each(|waiting| self.run(waiting));
         Ok(())
     }
 
-    /// Adds the event of a piece, once there is room for it. `is_over` says that the generation ends and its events are few.
-    fn tell(
-        &self,
-        id: u64,
-        user_data: usize,
-        piece: Piece<'_>,
-        is_over: &dyn Fn() -> bool,
-    ) -> Result<()> {
+    /// Adds the event of a piece, once there is room for it, or at once if the call is over: then few follow.
+    fn tell(&self, id: u64, user_data: usize, piece: Piece<'_>) -> Result<()> {
         let event = QueueEvent {
             generation: id,
             user_data,
@@ -365,15 +345,15 @@ impl Shared {
             },
         };
         let mut state = self.state();
-        while state.events.len() >= self.options.events && !state.is_over && !is_over() {
+        while state.events.len() >= self.options.events && !state.is_over && !call::is_over() {
             let waited = self.room.wait_timeout(state, LOOK_EVERY);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         state.push(event);
-        let ended = state.look();
+        let ended = state.take_ended();
         drop(state);
         self.events.notify_one();
-        drop(ended);
+        ended.into_iter().for_each(|waiting| self.run(waiting));
         Ok(())
     }
 }
@@ -481,12 +461,17 @@ impl Queue {
         // Too far away to be reached is as good as never.
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut state = shared.state();
-        let mut ended = Vec::new();
         loop {
             if state.is_over {
                 bail!(Cancelled, "the queue was released");
             }
-            ended.append(&mut state.look());
+            let ended = state.take_ended();
+            if !ended.is_empty() {
+                drop(state);
+                ended.into_iter().for_each(|waiting| shared.run(waiting));
+                state = shared.state();
+                continue;
+            }
             if state.is_ready() {
                 break;
             }
@@ -517,7 +502,6 @@ impl Queue {
         if is_more {
             shared.events.notify_one();
         }
-        drop(ended);
         Ok(taken)
     }
 
@@ -630,13 +614,16 @@ mod tests {
     fn says(count: u32) -> Work {
         Box::new(move |on_piece| {
             for token in 0..count {
+                if call::is_over() {
+                    return Ok(Finish::of_ended_call());
+                }
                 let piece = Piece {
                     token: Some(token),
                     part: Part::Content,
                     text: "x",
                     log_probability: None,
                 };
-                if on_piece(piece).is_break() || crate::base::call::is_over() {
+                if on_piece(piece).is_break() {
                     return Ok(Finish::Cancelled);
                 }
             }
@@ -649,10 +636,10 @@ mod tests {
         let begun = begun.clone();
         Box::new(move |_| {
             begun.send(()).unwrap();
-            while !crate::base::call::is_over() {
+            while !call::is_over() {
                 std::thread::yield_now();
             }
-            Ok(Finish::Cancelled)
+            Ok(Finish::of_ended_call())
         })
     }
 

@@ -351,8 +351,8 @@ impl Run<'_, '_> {
             ControlFlow::Continue(())
         };
         let watch = Watch {
-            flags: &[],
             progress: Some(&progress),
+            ..Watch::default()
         };
         let taken = watch.during(|| {
             trainer.step_watched(&micro, &mut |phase| {

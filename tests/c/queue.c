@@ -202,6 +202,8 @@ static void busy(void)
     submit(queue, &client, PROMPT, &options, 0.05);
     run(queue, 1);
     CHECK(client.finish == NVFP4_FINISH_DEADLINE);
+    OK(NVFP4_session_result(client.session, &result));
+    CHECK(result.finish == NVFP4_FINISH_DEADLINE && result.generated_tokens == client.count);
     NVFP4_CallOptions call;
     NVFP4_Cancel *cancel = NULL;
     OK(NVFP4_cancel_create(&cancel));
@@ -364,6 +366,37 @@ static void bad(const char *path)
     SAYS("full");
     OK(NVFP4_queue_cancel(queue, client.generation));
     run(queue, 1);
+    /* One that ends before it has begun leaves its session as it was, with a result of its own. */
+    static Client waits;
+    NVFP4_GenerationResult ended = {.struct_size = sizeof ended};
+    NVFP4_Queue *narrow = queue_of(1, 3, 100);
+    NVFP4_GenerateOptions few = generate_options(3);
+    char words[64];
+    size_t held, said, length;
+    waits.session = create();
+    submit(narrow, &waits, PROMPT, &few, 0);
+    run(narrow, 1);
+    OK(NVFP4_session_length(waits.session, &held));
+    CHECK(waits.finish == NVFP4_FINISH_LENGTH && held > PROMPT);
+    submit(narrow, &client, PROMPT, &options, 0);
+    for (int by_deadline = 0; by_deadline < 2; by_deadline++) {
+        submit(narrow, &waits, PROMPT, &few, by_deadline ? 0.02 : 0);
+        if (!by_deadline)
+            OK(NVFP4_queue_cancel(narrow, waits.generation));
+        while (!waits.ended)
+            run(narrow, 1);
+        CHECK(waits.finish == (by_deadline ? NVFP4_FINISH_DEADLINE : NVFP4_FINISH_CANCELLED) && waits.count == 0 && !client.ended);
+        OK(NVFP4_session_result(waits.session, &ended));
+        CHECK(ended.finish == waits.finish && ended.generated_tokens == 0);
+        OK(NVFP4_session_text(waits.session, words, sizeof words, &said));
+        CHECK(said == 0);
+        OK(NVFP4_session_length(waits.session, &length));
+        CHECK(length == held);
+    }
+    OK(NVFP4_queue_cancel(narrow, client.generation));
+    run(narrow, 1);
+    OK(NVFP4_session_release(waits.session));
+    OK(NVFP4_queue_release(narrow));
     /* A session of another model. */
     NVFP4_Model *second = NULL;
     NVFP4_Session *foreign = NULL;

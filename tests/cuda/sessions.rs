@@ -251,8 +251,8 @@ fn a_cancelled_prompt_on_a_gpu_changes_nothing() {
         ControlFlow::Continue(())
     };
     let watch = Watch {
-        flags: &[],
         progress: Some(&progress),
+        ..Watch::default()
     };
     let mut again = new();
     watch.during(|| again.prefill(&tokens).unwrap());

@@ -76,6 +76,12 @@ trains() {
         [ -f "$work/trained/model.safetensors" ]
 }
 
+# 40 questions at once, each answered.
+converses_at_once() {
+    seq 40 | "$python" examples/python/conversations.py "$work/reciter" >"$work/answer" && [ "$(wc -l <"$work/answer")" -eq 40 ] &&
+        [ "$(sed 's/^[0-9]*: //' "$work/answer" | sort -u)" = "漢字とかな 🦀👩‍👩‍👧. [stop]" ]
+}
+
 # Answers alone go to stdout, and the reasoning to stderr.
 thinks() {
     "$python" examples/python/thinking.py "$work/thinker" "What?" >"$work/answer" 2>"$work/said" &&
@@ -90,12 +96,13 @@ calls() {
 check "example chat.py" recites
 check "example chat.py, a conversation" converses
 check "example chat.py without a model" fails
+check "example conversations.py" converses_at_once
 check "a model that thinks" "$python" tests/common/thinker.py "$work/thinker"
 check "example thinking.py" thinks
 check "example tools.py" calls
 check "example train.py" trains
 # mypy's view of a module must match Python's.
-stubs_are_right() { PYTHONPATH=$1 "$typed" -m mypy.stubtest nvfp4.models nvfp4.tensors nvfp4.training; }
+stubs_are_right() { PYTHONPATH=$1 "$typed" -m mypy.stubtest nvfp4.models nvfp4.streams nvfp4.tensors nvfp4.training; }
 
 a_wrong_stub_is_seen() {
     mkdir "$work/drifted" && cp -r bindings/python/nvfp4 "$work/drifted" &&

@@ -6,6 +6,7 @@ skipped where they are missing.
 """
 
 import array
+import asyncio
 import copy
 import ctypes
 import fcntl
@@ -16,6 +17,7 @@ import json
 import os
 import pickle
 import pty
+import random
 import re
 import select
 import shutil
@@ -234,7 +236,7 @@ class Types(unittest.TestCase):
     def test_nothing_is_left_out(self):
         """What the package has is in __all__, and the other way round."""
         public = {name for name, value in vars(nvfp4).items() if not name.startswith("_") and getattr(value, "__module__", "nvfp4").startswith("nvfp4")}
-        public -= {"models", "tensors", "training", "ctypes", "itertools", "json", "annotations"}
+        public -= {"models", "streams", "tensors", "training", "ctypes", "itertools", "json", "annotations"}
         self.assertEqual(public, set(nvfp4.__all__))
 
 
@@ -1539,6 +1541,196 @@ class Conversations(unittest.TestCase):
             drawn.append((result.seed, session.tokens))
         self.assertNotEqual(drawn[0], drawn[1])
         self.assertEqual(drawn[1], drawn[2])
+
+
+class EventLoops(unittest.TestCase):
+    """Streams that asyncio reads, against those that threads read."""
+
+    HOW = {"max_tokens": 40, "ignore_model_stops": True}
+    ENDLESS = {"max_tokens": 10 ** 8, "ignore_model_stops": True}
+
+    @classmethod
+    def setUpClass(cls):
+        cls.scratch = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.scratch.cleanup)
+        thinker.write(os.path.join(cls.scratch.name, "thinker"))
+        cls.thinker = nvfp4.Model(os.path.join(cls.scratch.name, "thinker"), device="cpu", threads=1)
+        cls.golden = nvfp4.Model(GOLDEN, device="cpu", threads=1)
+
+    def session(self, number, **options):
+        session = self.golden.session(**options)
+        session.prefill([number % 300, 7, number // 300])
+        return session
+
+    def test_as_threads(self):
+        """The pieces, the result and the session are the same."""
+        async def read(session, **options):
+            stream = session.stream(**options)
+            return [(str(piece), piece.part, piece.token, piece.log_probability) async for piece in stream], stream.result
+
+        for options in (self.HOW, {**self.HOW, "log_probabilities": True}, {**self.HOW, "temperature": 1.5, "seed": 3}):
+            one, two = self.session(5), self.session(5)
+            stream = one.stream(**options)
+            pieces = [(str(piece), piece.part, piece.token, piece.log_probability) for piece in stream]
+            given, result = asyncio.run(read(two, **options))
+            self.assertEqual(given, pieces)
+            self.assertEqual((result.text, result.finish, result.generated_tokens, one.tokens),
+                             (stream.result.text, "length", 40, two.tokens))
+
+    def test_conversations(self):
+        async def converse():
+            chat = self.thinker.chat(system="Be brief.")
+            answers = [(await chat.ask(f"Question {turn}")) for turn in range(3)]
+            async for piece in chat.ask("Again", parts=True):
+                parts.add(piece.part)
+            answers.append(await chat.stream(chat.messages[:-1]))
+            return chat.messages, answers
+
+        parts = set()
+        messages, answers = asyncio.run(converse())
+        self.assertEqual([(answer.text, answer.finish) for answer in answers], [(thinker.ANSWER, "stop")] * 4)
+        self.assertEqual([answer.reasoning.strip() for answer in answers], [Conversations.THOUGHT] * 4)
+        self.assertEqual(parts, {"content", "reasoning"})
+        chat = self.thinker.chat(system="Be brief.")
+        for turn in range(3):
+            chat.say(f"Question {turn}")
+        chat.say("Again")
+        self.assertEqual(messages, chat.messages)
+
+    def test_many(self):
+        """200 on one thread, of which some are left, some cancelled and some stopped: each has what it would have alone, as far as it came."""
+        drawn = random.Random(7)
+        fates = [drawn.choice(("whole", "whole", "left", "cancelled", "stopped")) for _ in range(200)]
+        sessions = [self.session(number) for number in range(200)]
+
+        async def one(number):
+            session, pieces, after = sessions[number], [], drawn.randrange(30)
+            stream = session.stream(**self.HOW)
+            async for piece in stream:
+                pieces.append(str(piece))
+                if len(pieces) > after and fates[number] == "stopped":
+                    stream.stop()
+                if len(pieces) > after and fates[number] == "left":
+                    break
+                if len(pieces) > after and fates[number] == "cancelled":
+                    tasks[number].cancel()
+                    fates[number] = "cancelled once"
+            return "".join(pieces), stream.result
+
+        async def all_of_them():
+            tasks.extend(asyncio.ensure_future(one(number)) for number in range(200))
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            # Each session can be used again, also where its stream was left.
+            again = await asyncio.gather(*(session.stream(max_tokens=1, ignore_model_stops=True) for session in sessions))
+            return outcomes, again, threading.active_count()
+
+        tasks = []
+        outcomes, again, threads = asyncio.run(all_of_them())
+        self.assertEqual(threads, 1)
+        self.assertTrue(all(result.generated_tokens == 1 for result in again))
+        for number, (fate, outcome) in enumerate(zip(fates, outcomes)):
+            with self.subTest(number=number, fate=fate):
+                alone = self.session(number)
+                whole = alone.generate(max_tokens=41, ignore_model_stops=True).text
+                made = sessions[number].tokens
+                self.assertEqual(made, alone.tokens[:len(made)])
+                if fate == "cancelled once":
+                    self.assertIsInstance(outcome, asyncio.CancelledError)
+                    continue
+                text, result = outcome
+                self.assertTrue(whole.startswith(text), (text, whole))
+                if fate == "whole":
+                    self.assertEqual((result.text, result.generated_tokens, result.finish), (text, 40, "length"))
+                if fate == "stopped":
+                    self.assertIn(result.finish, ("cancelled", "length"))
+        self.assertTrue(all(queue._as_parameter_ is None for queue in nvfp4.streams._LoopQueue._known.values()))
+
+    def test_faults(self):
+        async def faults():
+            session = self.session(9)
+            with self.assertRaisesRegex(nvfp4.InvalidArgument, "empty"):
+                await self.golden.session().stream(**self.HOW)
+            with self.assertRaises(nvfp4.InvalidArgument):
+                await session.stream(temperature=-1.0)
+            with self.assertRaisesRegex(nvfp4.InvalidArgument, "deadline"):
+                await session.stream(deadline=-1.0)
+            with self.assertRaisesRegex(TypeError, "no progress"):
+                await session.stream(progress=print)
+            session = self.session(9, eviction="drop_oldest")
+            first = session.stream(**self.ENDLESS)
+            await first.__anext__()
+            with self.assertRaises(nvfp4.Busy):
+                await session.stream()
+            with self.assertRaises(nvfp4.Busy):
+                session.truncate(1)
+            with self.assertRaisesRegex(TypeError, "async for"):
+                next(first)
+            await first.aclose()
+            session.truncate(1)
+            self.assertEqual(first.result.finish, "cancelled")
+            with self.assertRaisesRegex(TypeError, "async for"):
+                session.generate(priority=1)
+            cancel = nvfp4.Cancel()
+            cancel.trigger()
+            self.assertEqual((await session.stream(cancel=cancel, **self.HOW)).finish, "cancelled")
+            self.assertEqual((await self.session(9).stream(deadline=1e-9, max_tokens=200)).finish, "deadline")
+            begun = self.session(9).stream(**self.HOW)
+            next(begun)
+            with self.assertRaisesRegex(TypeError, "without an event loop"):
+                await begun
+            return "whole"
+
+        self.assertEqual(asyncio.run(faults()), "whole")
+
+    def test_timeouts(self):
+        """What asyncio cancels ends, and the session has what came until then."""
+        async def late():
+            session = self.session(3, eviction="drop_oldest")
+            stream = session.stream(**self.ENDLESS)
+            with self.assertRaises(asyncio.TimeoutError):
+                await asyncio.wait_for(stream, 0.01)
+            made = (await session.stream(max_tokens=1, ignore_model_stops=True)).generated_tokens
+            return stream.result.finish, made
+
+        self.assertEqual(asyncio.run(late()), ("cancelled", 1))
+
+    def test_loops_that_end(self):
+        """A loop that is closed while generations run leaves sessions to the next one, and nothing behind."""
+        async def begin(session):
+            await session.stream(**self.ENDLESS).__anext__()
+
+        async def go_on(session):
+            return await session.stream(max_tokens=1, ignore_model_stops=True)
+
+        session = self.session(4, eviction="drop_oldest")
+        for _ in range(5):
+            loop = asyncio.new_event_loop()
+            loop.run_until_complete(begin(session))
+            loop.close()
+            gone = weakref.ref(loop)
+            del loop
+            self.assertEqual(asyncio.run(go_on(session)).generated_tokens, 1)
+            gc.collect()
+            self.assertIsNone(gone())
+        self.assertEqual(len(nvfp4.streams._LoopQueue._known), 0)
+
+    def test_a_model_that_is_closed(self):
+        """Its sessions keep it until they are closed."""
+        model = nvfp4.Model(GOLDEN, device="cpu", threads=1)
+        before = nvfp4.memory()["weights"][0]
+        session = model.session()
+        session.prefill([1, 2])
+        model.close()
+        fork = session.fork()
+
+        async def whole(session):
+            return await session.stream(**self.HOW)
+
+        self.assertEqual(asyncio.run(whole(session)).text, asyncio.run(whole(fork)).text)
+        session.close()
+        self.assertEqual(nvfp4.memory()["weights"][0], before)
+        fork.close()
+        self.assertLess(nvfp4.memory()["weights"][0], before)
 
 
 class Copies(unittest.TestCase):

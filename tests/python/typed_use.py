@@ -79,6 +79,18 @@ def sessions() -> None:
         pass
 
 
+async def event_loops() -> None:
+    chat = nvfp4.Model("model").chat()
+    assert_type(await chat.ask("Why?", priority=1, deadline=0.5, temperature=0.3), nvfp4.Generation)
+    async for piece in chat.stream([{"role": "user", "content": "Why?"}], parts=True):
+        assert_type(piece, nvfp4.Piece)
+    await nvfp4.Model("model").session().stream(max_tokens=3).aclose()
+
+    await chat.say("Why?")  # type: ignore[misc]
+    chat.say("Why?", priority=1)  # type: ignore[call-arg]
+    await chat.ask("Why?", deadline="soon")  # type: ignore[arg-type]
+
+
 def chats() -> None:
     chat = nvfp4.Model("model").chat("Be brief.", think=False, context=100)
     stream = chat.ask("Why?", parts=True, reasoning_budget=10, temperature=0.3)

@@ -41,6 +41,13 @@ python_example() {
         ! (cd "$work" && python3 example.python 2>said) && grep -q '^NotFound: .*qwen3-nvfp4' "$work/said"
 }
 
+# The second Python program of the page, whose streams are those of an event loop.
+asyncio_example() {
+    export PYTHONPATH=$PWD/bindings/python NVFP4_LIB_PATH=$build PYTHONDONTWRITEBYTECODE=1
+    awk '/^```python/ { on = ++k == 2; next } /^```/ { on = 0 } on' docs/hosts.md >"$work/event-loop.py" && grep -q asyncio "$work/event-loop.py" &&
+        answers "Because. Because. " python3 "$work/event-loop.py"
+}
+
 # Every variable that the library reads, and no other of its own.
 environment() {
     diff --label docs/environment.md --label src/base/env.rs -u \
@@ -141,6 +148,7 @@ commands() {
 check "the C program compiles and answers" c_example
 check "the C++ program compiles and answers" cpp_example
 check "the Python program answers" python_example
+check "the asyncio program answers" asyncio_example
 check "the environment variables" environment
 check "the links" links
 check "every block of code" every_block

@@ -195,7 +195,7 @@ fn failures_are_those_of_one_thread() {
                 let flag = || looks.fetch_add(1, Ordering::Relaxed) >= i % 5;
                 let watch = Watch {
                     flags: &[&flag],
-                    progress: None,
+                    ..Watch::default()
                 };
                 let tokens = some_tokens(&model, 200);
                 match watch.during(|| session.prefill(&tokens)) {
@@ -226,8 +226,8 @@ fn progress_is_that_of_the_own_prompt() {
                     ControlFlow::Continue(())
                 };
                 let watch = Watch {
-                    flags: &[],
                     progress: Some(&progress),
+                    ..Watch::default()
                 };
                 let mut session = session(&model);
                 barrier.wait();

@@ -11,10 +11,13 @@ in the pieces if parts=True asks for it. For tools, reasoning and whole conversa
 
 A model runs on the GPU with room for it, or else on the CPU, unless device= names a device; model.info says which and why.
 
-tensors.py has Tensor, quantize() and products; models.py has Model, Tokenizer, Session and ChatSession; training.py has Trainer, and
-Optimizer for passes that are computed elsewhere; types.py has the names of options and choices, for annotations. native.py has the C
-interface itself: what has no wrapper is called as nvfp4.native.lib.NAME. The stubs beside models.py, tensors.py and training.py have their
-types. `python -m nvfp4` is a conversation in the terminal.
+In a coroutine of asyncio, `async for piece in chat.ask(...)` does the same, and `await chat.ask(...)` gives the whole answer: any number of
+conversations run on one thread, and are decoded together. See Stream.
+
+tensors.py has Tensor, quantize() and products; models.py has Model, Tokenizer, Session and ChatSession; streams.py has what generations give;
+training.py has Trainer, and Optimizer for passes that are computed elsewhere; types.py has the names of options and choices, for
+annotations. native.py has the C interface itself: what has no wrapper is called as nvfp4.native.lib.NAME. The stubs beside models.py,
+streams.py, tensors.py and training.py have their types. `python -m nvfp4` is a conversation in the terminal.
 
 The library is the one that NVFP4_LIB_PATH names (the file or its folder), or else libNVFP4.so beside these files, as in a wheel, or else
 the one that the system's loader finds. Errors are nvfp4.Error, one class for each status, and the message is the library's. Objects are
@@ -29,10 +32,10 @@ import json
 from typing import Any, Callable, Dict, Optional, Tuple
 
 from . import native, types
-from .models import (Cancel, ChatSession, Detokenizer, Generation, Model, Piece, Session, Stream, Tokenizer, ToolCall,
-                     convert, step, step_sample)
+from .models import Cancel, ChatSession, Detokenizer, Model, Session, Tokenizer, convert, step, step_sample
 from .native import (AbiMismatch, BufferTooSmall, Busy, Cancelled, ContextFull, CorruptFile, DeviceUnavailable, Error,
                      InputOutput, Internal, InvalidArgument, InvalidHandle, NotFound, OutOfMemory, OverBudget, Unsupported)
+from .streams import Generation, Piece, Stream, ToolCall
 from .tensors import (Nf4, Quantized, Tensor, Weight, dequantize, dequantize_packed, linear, quantize, quantize_nf4,
                       quantize_packed, scaled_mm, schema, select_backend, ste_clear, ste_weight, swizzle, unswizzle)
 from .training import (NO_LABEL, Batch, Comparison, Data, Optimizer, Row, Step, Trainer, rounding_seed, ste_linear,

@@ -1,50 +1,13 @@
-"""Models, their tokenizers, and sessions: sequences of tokens and conversations, with streaming."""
+"""Models, their tokenizers, and sessions: sequences of tokens and conversations."""
 
 import array
-import atexit
 import ctypes
 import json
 import threading
-import typing
-import weakref
 
 from . import native
-from .native import Handle, InvalidArgument, Single, chosen, choice, lib
-
-
-class ToolCall(typing.NamedTuple):
-    """A tool call of the model. Its result is passed as a message of the role tool, whose tool_call_id is `id`."""
-
-    id: str
-    name: str
-    arguments: dict
-
-    @classmethod
-    def from_json(cls, text):
-        """The call in a piece of the part tool_call."""
-        return cls._of(json.loads(text))
-
-    @classmethod
-    def _of(cls, call):
-        return cls(call["id"], call["function"]["name"], json.loads(call["function"]["arguments"]))
-
-
-class Generation(typing.NamedTuple):
-    """
-    The result of a generation. `finish` is stop, stop_string, length, context or cancelled; `seed` repeats its draws. In a chat,
-    `text` is the answer alone, `reasoning` the reasoning before it, and `tool_calls` a list of ToolCall.
-    """
-
-    text: str
-    finish: str
-    reasoning: str
-    tool_calls: list
-    prompt_tokens: int
-    generated_tokens: int
-    prefill_seconds: float
-    first_token_seconds: float
-    decode_seconds: float
-    seed: int
+from .native import Handle, InvalidArgument, Single, chosen, lib
+from .streams import Stream
 
 
 # Options of a chat's turn. All others are those of a generation or of a session.
@@ -313,10 +276,18 @@ class Session(Handle):
     _kind = "session"
     _copies = "session.fork() is a second session in the same state"
     _pickles = "session.save(path) and Session.restore(model, path) take it to another process"
+    _model = None  # A reference of its own to the model, for streams of event loops.
+    _left = None  # The generation that the last of these streams has left before its end.
 
     def __init__(self, model, **options):
         how = native.options(native.SessionOptions, options)
         self._as_parameter_ = native.value_out(ctypes.c_void_p, lib.session_create, model, ctypes.byref(how))
+        self._model = model._second()
+
+    def close(self):
+        super().close()
+        if self._model is not None:
+            self._model.close()
 
     @classmethod
     def restore(cls, model, path, cancel=None, progress=None):
@@ -324,14 +295,18 @@ class Session(Handle):
         def restore(call):
             return native.value_out(ctypes.c_void_p, lib.session_restore, model, *native.path_in(path), call)
 
-        return cls._own(_watched(restore, cancel, progress))
+        out = cls._own(_watched(restore, cancel, progress))
+        out._model = model._second()
+        return out
 
     def save(self, path, cancel=None, progress=None):
         _watched(lambda call: lib.session_save(self, *native.path_in(path), call), cancel, progress)
 
     def fork(self):
         """A second session in the same state."""
-        return self._own(self._value(ctypes.c_void_p, "fork"))
+        out = self._own(self._value(ctypes.c_void_p, "fork"))
+        out._model = self._model._second()
+        return out
 
     def prefill(self, tokens, one_by_one=False, cancel=None, progress=None):
         """Appends tokens and runs them, all at once or, on the CPU to the same bits, one after the other."""
@@ -363,11 +338,14 @@ class Session(Handle):
         Generates from where the session stands, and returns a Generation. `on_text` is called with pieces of text as they
         come; if it returns False or raises, that ends the generation.
         """
-        return Stream(self, lib.session_generate, (), options, on_text)._run()
+        return Stream(self, "generate", (), options, on_text)._run()
 
     def stream(self, **options):
-        """The same as an iterator of pieces of text. The generation begins when the first one is asked for."""
-        return Stream(self, lib.session_generate, (), options)
+        """
+        The same as a Stream, an iterator of pieces of text. The generation begins when the first one is asked for. Options for event
+        loops are priority and deadline, in seconds: see Stream.
+        """
+        return Stream(self, "generate", (), options)
 
     def truncate(self, length):
         """Drops the tokens from position `length` on."""
@@ -428,14 +406,14 @@ class ChatSession(Session):
 
     def ask(self, text, **options):
         """
-        Says something to the model: an iterator of the pieces of its answer, which begins when the first one is asked for.
-        Options are those of a turn and of a generation.
+        Says something to the model: a Stream of the pieces of its answer, which begins when the first one is asked for. Options are
+        those of a turn, of a generation and of stream().
         """
-        return self._turn(lib.session_chat, text, options)
+        return self._turn("chat", text, options)
 
     def say(self, text, on_text=None, **options):
         """The same, as the whole answer: a Generation. `on_text` is as for generate()."""
-        return self._turn(lib.session_chat, text, options, on_text)._run()
+        return self._turn("chat", text, options, on_text)._run()
 
     def complete(self, messages, on_text=None, **options):
         """
@@ -443,13 +421,13 @@ class ChatSession(Session):
         user, assistant, tool) and content, and where they belong reasoning_content, tool_calls and tool_call_id. Only what the
         session does not hold yet is run. The rest is as for say().
         """
-        return self._turn(lib.session_chat_messages, json.dumps(messages), options, on_text)._run()
+        return self._turn("chat_messages", json.dumps(messages), options, on_text)._run()
 
     def stream(self, messages=None, **options):
         """The same as an iterator of pieces; without messages it generates after the tokens in the session."""
         if messages is None:
             return super().stream(**options)
-        return self._turn(lib.session_chat_messages, json.dumps(messages), options)
+        return self._turn("chat_messages", json.dumps(messages), options)
 
     def _turn(self, call, text, options, on_text=True):
         options = {**self._drawn, **options}
@@ -542,170 +520,3 @@ class Detokenizer(Handle):
         text, length = ctypes.c_void_p(), ctypes.c_size_t()
         function(self, *arguments, ctypes.byref(text), ctypes.byref(length), *([] if finish is None else [ctypes.byref(finish)]))
         return ctypes.string_at(text, length.value).decode()
-
-
-class Piece(str):
-    """
-    A piece of text. `part` is content, reasoning, or tool_call: the JSON of a whole call, which ToolCall.from_json() reads. `token`
-    is the one that completed it, or None for text that was held back; `log_probability` is None unless that was asked for.
-    Where it was, pieces come for tokens that complete no text too.
-    """
-
-    token = log_probability = None
-    part = "content"
-
-
-class _Relay:
-    """
-    Hands pieces from the thread that generates to the one that wants them. The first waits while the second has a piece, so
-    what is generated is what was asked for, and not a token more.
-    """
-
-    NEW, ASKED, GIVEN, TAKEN, DONE = range(5)
-
-    def __init__(self, wanted, parts):
-        self.changed = threading.Condition()
-        self.phase, self.piece = self.NEW, None
-        self.wanted, self.parts, self.stopped, self.all = wanted, parts, False, False
-        self.flag = ctypes.c_int32()  # Ends the call, also one that has yet to begin.
-        self.result = self.error = None
-
-    def run(self, session, call, prompt, options, cancel, progress):
-        """Runs in the thread that generates."""
-        try:
-            options = native.options(native.GenerateOptions, options)
-            with native.call_options(cancel, self.flag, progress) as watched:
-                options.call = watched
-                self.result = self.generate(session, call, prompt, options)
-        except BaseException as error:
-            self.error = error.with_traceback(None)
-        with self.changed:
-            session.close()
-            self.phase = self.DONE
-            self.changed.notify_all()
-
-    def generate(self, session, call, prompt, options):
-        result = native.GenerationResult(struct_size=ctypes.sizeof(native.GenerationResult))
-        self.all = bool(options.log_probabilities)
-        with native.callback(native.TokenCallback, self.give) as callback:
-            call(session, *prompt, ctypes.byref(options), callback, None, ctypes.byref(result))
-        calls = json.loads(session._text("tool_calls")) if result.tool_calls else []
-        numbers = {name: getattr(result, name) for name in Generation._fields[4:]}
-        return Generation(session._text("text"), chosen("finish", result.finish), session._text("reasoning"),
-                          [ToolCall._of(call) for call in calls], **numbers)
-
-    def give(self, event):
-        event = event.contents
-        with self.changed:
-            part = chosen("part", event.part)
-            if (event.text_length or self.all) and self.wanted and (self.parts or part == "content") and not self.stopped:
-                piece = Piece(ctypes.string_at(event.text, event.text_length).decode())
-                piece.part = part
-                piece.token = None if event.token < 0 else event.token
-                piece.log_probability = event.log_probability if self.all and event.token >= 0 else None
-                self.phase, self.piece = self.GIVEN, piece
-                self.changed.notify_all()
-                self.changed.wait_for(lambda: self.phase == self.ASKED)
-            return not self.stopped
-
-    def take(self, thread):
-        """The next piece, or None after the last. The first time, `thread` is started."""
-        with self.changed:
-            if self.phase == self.NEW:
-                self.phase = self.ASKED
-                thread.start()
-            self.go_on()
-            self.changed.wait_for(lambda: self.phase != self.ASKED)
-            if self.phase == self.DONE:
-                return None
-            self.phase = self.TAKEN
-            return self.piece
-
-    def go_on(self, phases=(TAKEN,)):
-        if self.phase in phases:
-            self.phase = self.ASKED
-            self.changed.notify_all()
-
-    def stop(self, session, thread):
-        with self.changed:
-            self.stopped = True
-            if not thread.is_alive():  # It has ended, or was not started.
-                self.phase = self.DONE
-                session.close()
-            self.flag.value = 1
-            self.go_on((self.GIVEN, self.TAKEN))
-
-
-class Stream(Single):
-    """
-    The pieces of a generation as they come: an iterator of text. It begins when the first piece is asked for, and has the
-    session until it ends, is stopped, or is dropped, as at the end of a loop that was left: the session then has the tokens
-    of the pieces that were taken.
-    """
-
-    _copies = _pickles = "take its pieces here, and pass those on"
-
-    def __init__(self, session, call, prompt, options, on_text=True):
-        cancel, progress, parts = options.pop("cancel", None), options.pop("progress", None), options.pop("parts", False)
-        self._session = session._second()
-        self._on_text, self._relay = on_text, _Relay(on_text is not None, parts)
-        # Not this thread: an interrupt would be lost in a callback, but not while this one waits for a piece.
-        self._thread = threading.Thread(target=self._relay.run, args=(self._session, call, prompt, options, cancel, progress),
-                                        daemon=True)
-        _running.add(self)
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        try:
-            piece = self._relay.take(self._thread)
-        except BaseException:
-            self.stop()
-            raise
-        if piece is not None:
-            return piece
-        self._join()
-        if self._relay.error is not None:
-            raise self._relay.error
-        raise StopIteration
-
-    def stop(self):
-        """Ends the generation, from any thread, even while its prompt is run. There are no further pieces."""
-        self._relay.stop(self._session, self._thread)
-        self._join()
-
-    def _join(self):
-        # The garbage collector may have run in that thread.
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def __del__(self):
-        if hasattr(self, "_thread"):
-            self.stop()
-
-    @property
-    def result(self):
-        """The Generation; waits for the remaining pieces. None if it was stopped before it began."""
-        for _ in self:
-            pass
-        return self._relay.result
-
-    def _run(self):
-        try:
-            for piece in self:
-                if self._on_text(piece) is False:
-                    break
-        finally:
-            self.stop()
-        return self.result
-
-
-_running = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_all():
-    """A thread that is in the library must not be there when the interpreter ends."""
-    for stream in list(_running):
-        stream.stop()

@@ -73,6 +73,14 @@ class AskOptions(GenerationOptions, TurnOptions, total=False):
     """Options of one turn of a chat."""
 
 
+class StreamOptions(GenerationOptions, SubmitOptions, total=False):
+    """Options of a generation that is given in pieces. Those of SubmitOptions are for event loops."""
+
+
+class AskStreamOptions(AskOptions, SubmitOptions, total=False):
+    """Options of one turn of a chat that is given in pieces."""
+
+
 class RecommendedOptions(TypedDict):
     """The sampling settings that a model recommends."""
 

@@ -251,8 +251,8 @@ impl Args {
             std::ops::ControlFlow::Continue(())
         };
         let watch = Watch {
-            flags: &[],
             progress: Some(&progress),
+            ..Watch::default()
         };
         let read = watch.during(|| data::read(files, text, source.spec().vocab_size, options));
         bar.finish_and_clear();

@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use crate::base::Result;
 use crate::base::error::bail;
+use crate::base::{Result, call};
 use crate::model::calibrate::CalibrationText;
 use crate::model::training::Source;
 use crate::ops::Device;
@@ -78,7 +78,8 @@ pub(super) fn windows(
 fn default_windows(source: &Source, device: &Device, options: &TextOptions) -> Result<Vec<Window>> {
     let (text, vocabulary) = (source.text()?, source.spec().vocab_size);
     let how = options.reading(source, device)?;
-    let data = data::read_embedded("the default text", DEFAULT, &text, vocabulary, &how)?;
+    let read = || data::read_embedded("the default text", DEFAULT, &text, vocabulary, &how);
+    let data = call::in_silence(read)?;
     Ok(data.windows()?.all().to_vec())
 }
 
@@ -124,7 +125,8 @@ impl TextOptions {
             return Ok(Vec::new());
         }
         let (text, vocabulary) = (source.text()?, source.spec().vocab_size);
-        let data = data::read(&self.files, &text, vocabulary, &how)?;
+        // The progress is that of the calibration.
+        let data = call::in_silence(|| data::read(&self.files, &text, vocabulary, &how))?;
         Ok(data.windows()?.all().to_vec())
     }
 }

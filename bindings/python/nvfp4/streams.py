@@ -1,0 +1,416 @@
+"""Generations: what they give, as whole results and as streams of pieces, which a loop or an event loop takes."""
+
+import asyncio
+import atexit
+import collections
+import ctypes
+import json
+import threading
+import typing
+import weakref
+
+from . import native
+from .native import Handle, Single, chosen, lib
+
+
+class ToolCall(typing.NamedTuple):
+    """A tool call of the model. Its result is passed as a message of the role tool, whose tool_call_id is `id`."""
+
+    id: str
+    name: str
+    arguments: dict
+
+    @classmethod
+    def from_json(cls, text):
+        """The call in a piece of the part tool_call."""
+        return cls._of(json.loads(text))
+
+    @classmethod
+    def _of(cls, call):
+        return cls(call["id"], call["function"]["name"], json.loads(call["function"]["arguments"]))
+
+
+class Generation(typing.NamedTuple):
+    """
+    The result of a generation. `finish` is stop, stop_string, length, context or cancelled; `seed` repeats its draws. In a chat,
+    `text` is the answer alone, `reasoning` the reasoning before it, and `tool_calls` a list of ToolCall.
+    """
+
+    text: str
+    finish: str
+    reasoning: str
+    tool_calls: list
+    prompt_tokens: int
+    generated_tokens: int
+    prefill_seconds: float
+    first_token_seconds: float
+    decode_seconds: float
+    seed: int
+
+
+def _generation(session, result):
+    """The Generation that a session's last call has left, by its numbers."""
+    calls = json.loads(session._text("tool_calls")) if result.tool_calls else []
+    numbers = {name: getattr(result, name) for name in Generation._fields[4:]}
+    return Generation(session._text("text"), chosen("finish", result.finish), session._text("reasoning"),
+                      [ToolCall._of(call) for call in calls], **numbers)
+
+
+class Piece(str):
+    """
+    A piece of text. `part` is content, reasoning, or tool_call: the JSON of a whole call, which ToolCall.from_json() reads. `token`
+    is the one that completed it, or None for text that was held back; `log_probability` is None unless that was asked for.
+    Where it was, pieces come for tokens that complete no text too.
+    """
+
+    token = log_probability = None
+    part = "content"
+
+
+def _piece(event, parts, every):
+    """The Piece of an event; None for one of another part than the content, unless all `parts` are wanted, and without text, unless `every`."""
+    part = chosen("part", event.part)
+    if not (event.text_length or every) or not (parts or part == "content"):
+        return None
+    piece = Piece(ctypes.string_at(event.text, event.text_length).decode())
+    piece.part = part
+    piece.token = None if event.token < 0 else event.token
+    piece.log_probability = event.log_probability if every and event.token >= 0 else None
+    return piece
+
+
+class _Relay:
+    """
+    Hands pieces from the thread that generates to the one that wants them. The first waits while the second has a piece, so
+    what is generated is what was asked for, and not a token more.
+    """
+
+    NEW, ASKED, GIVEN, TAKEN, DONE = range(5)
+
+    def __init__(self, wanted, parts):
+        self.changed = threading.Condition()
+        self.phase, self.piece = self.NEW, None
+        self.wanted, self.parts, self.stopped, self.all = wanted, parts, False, False
+        self.flag = ctypes.c_int32()  # Ends the call, also one that has yet to begin.
+        self.result = self.error = None
+
+    def run(self, session, call, prompt, options, cancel, progress):
+        """Runs in the thread that generates."""
+        try:
+            options = native.options(native.GenerateOptions, options)
+            with native.call_options(cancel, self.flag, progress) as watched:
+                options.call = watched
+                self.result = self.generate(session, call, prompt, options)
+        except BaseException as error:
+            self.error = error.with_traceback(None)
+        with self.changed:
+            session.close()
+            self.phase = self.DONE
+            self.changed.notify_all()
+
+    def generate(self, session, call, prompt, options):
+        result = native.GenerationResult(struct_size=ctypes.sizeof(native.GenerationResult))
+        self.all = bool(options.log_probabilities)
+        with native.callback(native.TokenCallback, self.give) as callback:
+            getattr(lib, f"session_{call}")(session, *prompt, ctypes.byref(options), callback, None, ctypes.byref(result))
+        return _generation(session, result)
+
+    def give(self, event):
+        event = event.contents
+        with self.changed:
+            piece = _piece(event, self.parts, self.all) if self.wanted and not self.stopped else None
+            if piece is not None:
+                self.phase, self.piece = self.GIVEN, piece
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: self.phase == self.ASKED)
+            return not self.stopped
+
+    def take(self, thread):
+        """The next piece, or None after the last. The first time, `thread` is started."""
+        with self.changed:
+            if self.phase == self.NEW:
+                self.phase = self.ASKED
+                thread.start()
+            self.go_on()
+            self.changed.wait_for(lambda: self.phase != self.ASKED)
+            if self.phase == self.DONE:
+                return None
+            self.phase = self.TAKEN
+            return self.piece
+
+    def go_on(self, phases=(TAKEN,)):
+        if self.phase in phases:
+            self.phase = self.ASKED
+            self.changed.notify_all()
+
+    def stop(self, session, thread):
+        with self.changed:
+            self.stopped = True
+            if not thread.is_alive():  # It has ended, or was not started.
+                self.phase = self.DONE
+                session.close()
+            self.flag.value = 1
+            self.go_on((self.GIVEN, self.TAKEN))
+
+
+class _Arrivals:
+    """What has come of a generation that runs for an event loop."""
+
+    def __init__(self, queue, session, parts, every):
+        self.queue, self.session = queue, session
+        self.parts, self.every = parts, every
+        self.pieces, self.waiters = collections.deque(), []
+        self.generation, self.ended = 0, False
+        self.result = self.error = None
+
+    def take(self, event):
+        if event.kind != native.CHOICES["event"]["end"]:
+            piece = _piece(event, self.parts, self.every)
+            if piece is not None:
+                self.pieces.append(piece)
+        elif event.status:
+            self.end(native.ERRORS.get(event.status, native.Error)(ctypes.string_at(event.text, event.text_length).decode()))
+        else:
+            try:
+                result = native.GenerationResult(struct_size=ctypes.sizeof(native.GenerationResult))
+                lib.session_result(self.session, ctypes.byref(result))
+                self.result = _generation(self.session, result)
+                self.end()
+            except native.Error as error:  # The session was used or closed meanwhile.
+                self.end(error)
+        waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def end(self, error=None):
+        self.ended, self.error = True, error
+        self.session.close()
+
+    async def next(self):
+        """The next piece, or None after the last."""
+        while not self.pieces and not self.ended:
+            await self.change()
+        if self.pieces:
+            return self.pieces.popleft()
+        if self.error is not None:
+            raise self.error
+        return None
+
+    async def end_of_it(self):
+        while not self.ended:
+            if self.queue.is_of(asyncio.get_running_loop()):
+                await self.change()
+            else:  # Its own loop may be closed, and then nothing takes its events.
+                self.queue.take_for_closed_loop()
+                await asyncio.sleep(0.001)
+
+    async def change(self):
+        waiter = asyncio.get_running_loop().create_future()
+        self.waiters.append(waiter)
+        await waiter
+
+    def cancel(self):
+        if not self.ended:
+            self.queue.cancel(self.generation)
+
+
+class _LoopQueue(Handle):
+    """The generations of one model that run for one event loop, which watches the descriptor of their queue while there are any."""
+
+    _kind = "queue"
+    _known = weakref.WeakValueDictionary()  # By the loop's id and the model's handle.
+
+    def __init__(self, loop, model):
+        self._loop, self._running = weakref.ref(loop), {}
+        self._events = (native.QueueEvent * 256)()
+        self._as_parameter_ = native.value_out(ctypes.c_void_p, lib.queue_create, model, None)
+        self._fd = self._value(ctypes.c_int32, "fd")
+
+    @classmethod
+    def of(cls, loop, model):
+        key = id(loop), model._as_parameter_
+        found = cls._known.get(key)
+        if found is None or not (found._running and found.is_of(loop)):
+            found = cls._known[key] = cls(loop, model)
+        return found
+
+    def submit(self, session, call, prompt, options, submit, cancel, parts):
+        """Submits what `call` does to a session, and returns its _Arrivals, whose reference `session` is from now on."""
+        how, when = native.options(native.GenerateOptions, options), native.options(native.SubmitOptions, submit)
+        out = _Arrivals(self, session, parts, bool(how.log_probabilities))
+        tokens = () if prompt else (None, 0)
+        with native.call_options(cancel) as how.call:
+            out.generation = native.value_out(
+                ctypes.c_uint64, getattr(lib, f"queue_{call}"), self, session, *tokens, *prompt, ctypes.byref(how), ctypes.byref(when))
+        if not self._running:
+            self._loop().add_reader(self._fd, self._take)
+        self._running[out.generation] = out
+        return out
+
+    def is_of(self, loop):
+        return self._loop() is loop
+
+    def take_for_closed_loop(self):
+        loop = self._loop()
+        if loop is None or loop.is_closed():
+            self._take()
+
+    def _take(self):
+        count = ctypes.c_size_t()
+        lib.queue_wait(self, self._events, ctypes.sizeof(native.QueueEvent), len(self._events), 0, ctypes.byref(count))
+        for event in self._events[:count.value]:
+            arrivals = self._running[event.generation]
+            arrivals.take(event)
+            if arrivals.ended:
+                del self._running[event.generation]
+        if not self._running:
+            loop = self._loop()
+            if loop is not None:
+                loop.remove_reader(self._fd)
+            self.close()
+
+    def cancel(self, generation):
+        if self._as_parameter_:
+            lib.queue_cancel(self, generation)
+
+
+class Stream(Single):
+    """
+    The pieces of a generation as they come: an iterator of text. It begins when the first piece is asked for, and has the
+    session until it ends, is stopped, or is dropped, as at the end of a loop that was left: the session then has the tokens
+    of the pieces that were taken.
+
+    In a coroutine of asyncio `async for` takes the pieces, and `await` the whole Generation. Any number of such streams run without a
+    thread of Python's, and do not wait for their readers. One that is left, or whose task is cancelled, ends with the tokens that it has;
+    aclose() waits for that, and so does the next such stream of the session. Of those that wait to begin, a higher `priority` is
+    first; after `deadline` seconds the generation ends, as deadline. There is no `progress`.
+    """
+
+    _copies = _pickles = "take its pieces here, and pass those on"
+
+    def __init__(self, session, call, prompt, options, on_text=True):
+        cancel, progress, parts = options.pop("cancel", None), options.pop("progress", None), options.pop("parts", False)
+        self._submit = {name: options.pop(name) for name in ("priority", "deadline") if name in options}
+        self._work, self._watch, self._parts = (call, prompt, options), (cancel, progress), parts
+        self._owner, self._arrivals = session, None
+        self._session = session._second()
+        self._on_text, self._relay = on_text, _Relay(on_text is not None, parts)
+        # Not this thread: an interrupt would be lost in a callback, but not while this one waits for a piece.
+        self._thread = threading.Thread(target=self._relay.run, args=(self._session, call, prompt, options, cancel, progress),
+                                        daemon=True)
+        _running.add(self)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self._arrivals is not None or self._submit:
+            raise TypeError("an event loop reads this stream, or is to by its priority or deadline; use async for, or await")
+        try:
+            piece = self._relay.take(self._thread)
+        except BaseException:
+            self.stop()
+            raise
+        if piece is not None:
+            return piece
+        self._join()
+        if self._relay.error is not None:
+            raise self._relay.error
+        raise StopIteration
+
+    def stop(self):
+        """Ends the generation, from any thread, even while its prompt is run. There are no further pieces."""
+        if self._arrivals is not None:
+            self._arrivals.cancel()
+            return
+        self._relay.stop(self._session, self._thread)
+        self._join()
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        await self._submitted()
+        try:
+            piece = await self._arrivals.next()
+        except BaseException:
+            self._leave()
+            raise
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    def __await__(self):
+        return self._whole().__await__()
+
+    async def _whole(self):
+        async for _ in self:
+            pass
+        return self._arrivals.result
+
+    async def aclose(self):
+        """Ends the generation, and waits until the session can be used."""
+        self._leave()
+        if self._arrivals is not None:
+            await self._arrivals.end_of_it()
+
+    async def _submitted(self):
+        if self._arrivals is not None:
+            return
+        cancel, progress = self._watch
+        if self._relay.phase != _Relay.NEW:
+            raise TypeError("this stream is read without an event loop, or was stopped")
+        if progress is not None:
+            raise TypeError("a stream of an event loop takes no progress; its pieces say what has run")
+        session, call, prompt, options = self._owner, *self._work
+        if session._left is not None:
+            await session._left.end_of_it()
+            session._left = None
+        queue = _LoopQueue.of(asyncio.get_running_loop(), session._model)
+        self._arrivals = queue.submit(self._session, call, prompt, options, self._submit, cancel, self._parts)
+
+    def _leave(self):
+        """Ends a generation that runs for an event loop."""
+        if self._arrivals is None:
+            self.stop()
+        elif not self._arrivals.ended:
+            self._owner._left = self._arrivals
+            self._arrivals.cancel()
+
+    def _join(self):
+        # The garbage collector may have run in that thread.
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __del__(self):
+        if hasattr(self, "_thread"):
+            self._leave()
+
+    @property
+    def result(self):
+        """The Generation; waits for the remaining pieces. None if it was stopped before it began, and in an event loop until it has ended."""
+        if self._arrivals is not None:
+            return self._arrivals.result
+        for _ in self:
+            pass
+        return self._relay.result
+
+    def _run(self):
+        try:
+            for piece in self:
+                if self._on_text(piece) is False:
+                    break
+        finally:
+            self.stop()
+        return self.result
+
+
+_running = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all():
+    """A thread that is in the library must not be there when the interpreter ends."""
+    for stream in list(_running):
+        stream.stop()
