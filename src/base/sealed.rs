@@ -26,9 +26,9 @@ pub struct Format {
     pub version: u32,
     /// Such a file, with its article: "a session file".
     pub name: &'static str,
-    /// What to do about a file of an older version.
+    /// Advice for a file of an older version.
     pub older: &'static str,
-    /// What to do about a file of a newer version.
+    /// Advice for a file of a newer version.
     pub newer: &'static str,
 }
 

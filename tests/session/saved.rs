@@ -185,7 +185,7 @@ fn the_drafter_goes_on_with_the_positions_of_a_file() {
     later.restore_prefixes(&path.0).unwrap();
     let (want, got) = (drafting(&first, &tokens), drafting(&later, &tokens));
     assert_eq!((got.0, &got), (400, &want));
-    // What the drafter has not followed is for other sessions alone.
+    // Sessions that draft do not begin with positions that the drafter has not followed.
     let plain = loaded(&dir.0, |_| ());
     let mut without = session(&plain, KvType::F16);
     without.set_drafts(false).unwrap();

@@ -1,4 +1,4 @@
-//! What a file of prefixes holds, and what a restore takes of it.
+//! Counts of saved and restored blocks.
 
 use serde::Serialize;
 

@@ -25,7 +25,7 @@ pub(super) struct Source {
 pub(super) struct Loaded(Vec<(usize, Vec<u8>)>);
 
 impl Loaded {
-    /// Reads the records that a node is made of, but for those that the last node was made of too.
+    /// Reads the records of a node. Those that it has in common with the last node are not read again.
     pub(super) fn load(&mut self, source: &Source, node: &Planned) -> Result<()> {
         let is_of_node = |number: &usize| node.sources.iter().any(|(of, _)| of == number);
         self.0.retain(|(number, _)| is_of_node(number));

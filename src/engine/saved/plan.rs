@@ -1,4 +1,4 @@
-//! Which nodes a file of prefixes holds in which order, and which of them a restore keeps. Pure: knows no memory and no file.
+//! The order of nodes in a file of prefixes, and the choice of nodes that a restore keeps. Pure: knows no memory and no file.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -156,7 +156,7 @@ pub(super) fn keep(
             }
         }
     }
-    // Of blocks used at the same time, those of later tokens are given up first.
+    // Blocks in use have no time of their own: later tokens are given up before earlier ones.
     blocks.sort_unstable();
     let mut order: Vec<Vec<u64>> = nodes.iter().map(|n| vec![0; n.last_uses.len()]).collect();
     let mut taken = 0;
@@ -345,7 +345,7 @@ mod tests {
         }
     }
 
-    /// What is kept fits, has no gap, and is what was used last.
+    /// The blocks that are kept fit, leave no gap, and were used last.
     #[test]
     fn the_last_used_prefixes_are_kept() {
         for seed in 0..30 {

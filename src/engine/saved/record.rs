@@ -112,7 +112,7 @@ impl Trees {
 pub(super) struct Parts {
     /// The group of each layer, and the bytes of its pages.
     layers: Vec<(usize, usize)>,
-    /// The same of the drafter's layer; empty for a model without one.
+    /// The group and the page bytes of the drafter's layer; empty for a model without one.
     drafter: Vec<(usize, usize)>,
     /// Bytes of a recurrent state, whose slot comes after those of the groups.
     state: usize,
