@@ -1361,6 +1361,16 @@ public:
         const NVFP4_Status status = NVFP4_model_statistics(get(), &now);
         return detail::result(status, now);
     }
+    /** Writes the prefix cache to a file, for restore_prefixes() in a later process. From any thread at any time. */
+    Result<void> save_prefixes(std::string_view path, const NVFP4_CallOptions *call = nullptr) const
+    {
+        return check(NVFP4_model_save_prefixes(get(), path.data(), path.size(), call));
+    }
+    /** Fills free memory of the prefix cache with a file that save_prefixes() wrote. From any thread at any time. */
+    Result<void> restore_prefixes(std::string_view path, const NVFP4_CallOptions *call = nullptr) const
+    {
+        return check(NVFP4_model_restore_prefixes(get(), path.data(), path.size(), call));
+    }
     /** Names of special tokens in the text become those tokens. `add_special` adds those that the model expects around a text. */
     Result<std::vector<std::int32_t>> tokenize(std::string_view text, bool add_special = true) const
     {

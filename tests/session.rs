@@ -3,6 +3,8 @@
 mod common;
 #[path = "session/prefixes.rs"]
 mod prefixes;
+#[path = "session/saved.rs"]
+mod saved;
 #[path = "session/threads.rs"]
 mod threads;
 

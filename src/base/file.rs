@@ -221,6 +221,11 @@ impl Temporary {
         Ok(self)
     }
 
+    /// Gives back the reserved space past the first `len` bytes.
+    pub fn cut(&self, len: u64) -> Result<()> {
+        within_limit(|| self.file.set_len(len)).map_err(|e| self.failed("cutting", e))
+    }
+
     /// Waits until the content is on disk.
     pub fn sync(&self) -> Result<()> {
         self.file.sync_all().map_err(|e| self.failed("syncing", e))

@@ -20,6 +20,7 @@ pub mod panics;
 pub mod process;
 pub mod ready_fd;
 mod region;
+pub mod sealed;
 pub mod size;
 pub mod threads;
 pub mod turns;

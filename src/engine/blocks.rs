@@ -3,12 +3,12 @@
 
 use std::collections::hash_map::RandomState;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use serde::Serialize;
 
-use super::pools::{Pools, Units};
-use super::prefix::{Layers, NodeId, Place, Prefix, Tree};
+use super::pools::{Entry, Pools, Units};
+use super::prefix::{Content, Layers, Listed, NodeId, Place, Prefix, Tree};
 use crate::base::Result;
 use crate::base::lock::lock;
 use crate::model::kv::KvCache;
@@ -18,6 +18,8 @@ use crate::model::{KvType, LoadOptions, Model};
 pub(super) struct Blocks {
     model: Arc<Model>,
     state: Mutex<State>,
+    /// A brief hold has ended.
+    ended: Condvar,
     /// Whether sequences share prefixes.
     shares: bool,
     /// Bytes of cached blocks at most; `None` if they may take all that is reserved and free.
@@ -28,6 +30,8 @@ pub(super) struct Blocks {
 
 struct State {
     pools: Pools,
+    /// Brief holds now.
+    holds: usize,
     /// Cached blocks that were freed because memory was needed.
     evicted: u64,
 }
@@ -61,8 +65,10 @@ impl Blocks {
             model: model.clone(),
             state: Mutex::new(State {
                 pools: Pools::new(layers, RandomState::new()),
+                holds: 0,
                 evicted: 0,
             }),
+            ended: Condvar::new(),
             shares: options.is_none_or(|options| options.prefix_cache),
             limit: kv.reserved().is_none().then_some(limit),
             sequences: AtomicU64::new(0),
@@ -95,25 +101,29 @@ impl Blocks {
         self.model.kv().cache(kind).ok()
     }
 
-    /// Takes a block, with memory, for a sequence. If there is no memory, cached blocks give way.
+    /// Takes a block, with memory, for a sequence. If there is no memory, cached blocks give way, those that are briefly held too.
     pub(super) fn take(&self, cache: &KvCache, slot: usize) -> Result<u32> {
         let mut state = self.state();
-        let place = state.pools.take(cache.kind(), slot);
         loop {
-            let error = match cache.take(slot, place.block) {
-                Ok(()) => return Ok(place.block),
+            let error = match state.take(cache, slot) {
+                Ok(block) => return Ok(block),
+                Err(error) if !error.kind().is_lack_of_memory() => return Err(error),
                 Err(error) => error,
             };
-            let evicted = match error.kind().is_lack_of_memory() {
-                true => self.evict(&mut state),
-                false => 0,
-            };
-            if evicted == 0 {
-                state.pools.release(place);
-                return Err(error);
+            match self.evict(&mut state) {
+                0 if state.holds == 0 => return Err(error),
+                0 => {
+                    let waited = self.ended.wait(state);
+                    state = waited.unwrap_or_else(PoisonError::into_inner);
+                }
+                evicted => state.evicted += evicted,
             }
-            state.evicted += evicted;
         }
+    }
+
+    /// Takes a block out of memory that is free: no cached block gives way.
+    pub(super) fn take_free(&self, cache: &KvCache, slot: usize) -> Result<u32> {
+        self.state().take(cache, slot)
     }
 
     /// Adds a sequence to the users of blocks that have some.
@@ -170,6 +180,67 @@ impl Blocks {
         })
     }
 
+    /// The layers of the model.
+    pub(super) fn layers(&self) -> Layers {
+        self.state().pools.layers().clone()
+    }
+
+    /// All nodes of the prefix index; see [`Pools::list`].
+    pub(super) fn list(&self) -> Vec<Listed> {
+        self.state().pools.list()
+    }
+
+    /// Says that blocks will be held until the result is dropped, no longer than one is read or filled.
+    pub(super) fn hold(&self) -> BriefHold<'_> {
+        self.state().holds += 1;
+        BriefHold(self)
+    }
+
+    /// The content of a node, whose blocks stay as they are until the result is dropped. `None` if the index has given it up.
+    pub(super) fn pin(&self, node: NodeId) -> Option<Pinned<'_>> {
+        let hold = self.hold();
+        let content = self.state().pools.pin(node)?;
+        Some(Pinned { content, hold })
+    }
+
+    /// The node of a unit of tokens; see [`Pools::held`].
+    pub(super) fn held(
+        &self,
+        tree: Tree,
+        parent: Option<NodeId>,
+        tokens: &[u32],
+    ) -> Option<(NodeId, Vec<bool>)> {
+        self.state().pools.held(tree, parent, tokens)
+    }
+
+    /// The first of `count` times of use that are later than all before.
+    pub(super) fn reserve_times(&self, count: u64) -> u64 {
+        self.state().pools.reserve_times(count)
+    }
+
+    /// Enters a node of a file into the prefix index; see [`Pools::enter`].
+    pub(super) fn enter(&self, entry: &Entry<'_>) -> Option<NodeId> {
+        let mut state = self.state();
+        let (node, freed) = state.pools.enter(entry);
+        freed.into_iter().for_each(|place| self.free(place));
+        self.keep_limit(&mut state);
+        node
+    }
+
+    /// Removes nodes of the prefix index that hold nothing.
+    pub(super) fn prune(&self, nodes: impl IntoIterator<Item = NodeId>) {
+        self.state().pools.prune(nodes);
+    }
+
+    /// Free bytes that the prefix cache may take; `None` if it keeps no block that no sequence uses.
+    pub(super) fn room(&self) -> Option<usize> {
+        match self.limit {
+            Some(0) => None,
+            Some(limit) => Some(limit.saturating_sub(self.counts().cached_bytes)),
+            None => self.model.kv().reserved().map(|reserved| reserved.free),
+        }
+    }
+
     /// Frees cached blocks past the limit.
     fn keep_limit(&self, state: &mut State) {
         let Some(limit) = self.limit else {
@@ -223,6 +294,46 @@ impl Blocks {
             }
         }
         counts
+    }
+}
+
+impl State {
+    /// Takes a block with memory.
+    fn take(&mut self, cache: &KvCache, slot: usize) -> Result<u32> {
+        let place = self.pools.take(cache.kind(), slot);
+        match cache.take(slot, place.block) {
+            Ok(()) => Ok(place.block),
+            Err(error) => {
+                self.pools.release(place);
+                Err(error)
+            }
+        }
+    }
+}
+
+/// Blocks that are held to be read or filled: whoever finds no memory meanwhile waits for the end of that.
+pub(super) struct BriefHold<'a>(&'a Blocks);
+
+impl Drop for BriefHold<'_> {
+    fn drop(&mut self) {
+        self.0.state().holds -= 1;
+        self.0.ended.notify_all();
+    }
+}
+
+/// A node of the prefix index that is being read.
+pub(super) struct Pinned<'a> {
+    pub(super) content: Content,
+    hold: BriefHold<'a>,
+}
+
+impl Drop for Pinned<'_> {
+    fn drop(&mut self) {
+        let blocks = self.hold.0;
+        let mut state = blocks.state();
+        let freed = state.pools.unpin(&self.content);
+        freed.into_iter().for_each(|place| blocks.free(place));
+        blocks.keep_limit(&mut state);
     }
 }
 

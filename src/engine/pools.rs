@@ -4,7 +4,7 @@ use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 
 use super::pool::{BlockPool, Left};
-use super::prefix::{Layers, NodeId, Place, Prefix, PrefixIndex, Tree};
+use super::prefix::{Content, IN_USE, Layers, Listed, NodeId, Place, Prefix, PrefixIndex, Tree};
 use crate::model::KvType;
 use crate::model::kv::NULL_BLOCK;
 
@@ -27,6 +27,20 @@ pub(super) struct Units<'a> {
     pub(super) blocks: Vec<&'a [u32]>,
     /// Recurrent states: the number of units that each is after, and its block.
     pub(super) states: Vec<(usize, u32)>,
+}
+
+/// A node of a file, with blocks that hold what the file says.
+pub(super) struct Entry<'a> {
+    pub(super) tree: Tree,
+    /// `None` if it is of the first tokens.
+    pub(super) parent: Option<NodeId>,
+    pub(super) tokens: &'a [u32],
+    /// Whether the blocks have rows of the drafter.
+    pub(super) is_followed: bool,
+    /// By slot; the null block where there is none. Each has one user, who gives it up.
+    pub(super) blocks: &'a [u32],
+    /// By slot: the time that counts as that of the last use.
+    pub(super) times: &'a [u64],
 }
 
 impl<S: BuildHasher + Clone> Pools<S> {
@@ -145,6 +159,100 @@ impl<S: BuildHasher + Clone> Pools<S> {
         }
     }
 
+    /// The layers of the model.
+    pub(super) fn layers(&self) -> &Layers {
+        self.index.layers()
+    }
+
+    /// All nodes of the index; see [`PrefixIndex::list`].
+    pub(super) fn list(&self) -> Vec<Listed> {
+        self.index.list()
+    }
+
+    /// Adds a reader to the users of a node's blocks, if the node is still in the index.
+    pub(super) fn pin(&mut self, node: NodeId) -> Option<Content> {
+        let content = self.index.content(node)?;
+        places(&content).for_each(|place| self.retain(place));
+        Some(content)
+    }
+
+    /// Removes a reader from the users of a node's blocks. Reading is no use: blocks that no sequence uses are as old as before. Returns those
+    /// that are free.
+    pub(super) fn unpin(&mut self, content: &Content) -> Vec<Place> {
+        let mut freed = Vec::new();
+        for place in places(content) {
+            let left = self.of_mut(place.kind)[place.slot].release(place.block);
+            match (left, content.last_uses[place.slot]) {
+                (Left::Free, _) => freed.push(place),
+                (Left::InUse, _) => {}
+                (Left::Cached(node), IN_USE) => self.index.leave(node, place.slot),
+                (Left::Cached(node), time) => self.index.leave_at(node, place.slot, time),
+            }
+        }
+        freed
+    }
+
+    /// The node of a unit of tokens after those of `parent`, or after none, and whether it has a block, by slot.
+    pub(super) fn held(
+        &self,
+        tree: Tree,
+        parent: Option<NodeId>,
+        tokens: &[u32],
+    ) -> Option<(NodeId, Vec<bool>)> {
+        let node = self.index.child(tree, parent, tokens)?;
+        let slots = 0..self.index.layers().slots();
+        let has_block = slots.map(|slot| self.index.block(node, slot) != NULL_BLOCK);
+        Some((node, has_block.collect()))
+    }
+
+    /// The first of `count` times of use that are later than all before.
+    pub(super) fn reserve_times(&mut self, count: u64) -> u64 {
+        self.index.reserve_times(count)
+    }
+
+    /// Enters a node of a file into the index, unless the index has given up its parent. Slots that have a block keep it. Returns the node, and
+    /// the blocks that are free because they were not needed.
+    pub(super) fn enter(&mut self, entry: &Entry<'_>) -> (Option<NodeId>, Vec<Place>) {
+        let Entry { tree, parent, .. } = *entry;
+        let has_parent = parent.is_none_or(|parent| self.index.contains(parent));
+        let node = has_parent.then(|| self.index.add(tree, parent, entry.tokens));
+        let mut freed = Vec::new();
+        if let Some(node) = node {
+            for (slot, &block) in entry.blocks.iter().enumerate() {
+                self.offer(tree.kind, (node, slot), block, false, &mut freed);
+            }
+            let mut groups = entry.blocks.iter().enumerate();
+            let state = self.index.layers().state();
+            let has_all = groups.all(|(slot, &block)| {
+                slot == state || [NULL_BLOCK, block].contains(&self.index.block(node, slot))
+            });
+            let follows = parent.is_none_or(|parent| self.index.is_followed(parent));
+            if entry.is_followed && has_all && follows {
+                self.index.set_followed(node);
+            }
+        }
+        for (slot, &block) in entry.blocks.iter().enumerate() {
+            if block == NULL_BLOCK {
+                continue;
+            }
+            match self.of_mut(tree.kind)[slot].release(block) {
+                Left::Free => freed.push(Place {
+                    kind: tree.kind,
+                    slot,
+                    block,
+                }),
+                Left::InUse => {}
+                Left::Cached(node) => self.index.leave_at(node, slot, entry.times[slot]),
+            }
+        }
+        (node, freed)
+    }
+
+    /// Removes nodes without blocks and without nodes after them.
+    pub(super) fn prune(&mut self, nodes: impl IntoIterator<Item = NodeId>) {
+        nodes.into_iter().for_each(|node| self.index.prune(node));
+    }
+
     /// Empties a path whose nodes are no longer in the index.
     fn forget_removed(&self, path: &mut Vec<NodeId>) {
         // A node that is there has all nodes before it.
@@ -210,12 +318,21 @@ impl<S: BuildHasher + Clone> Pools<S> {
     }
 }
 
+/// The blocks of a node.
+fn places(content: &Content) -> impl Iterator<Item = Place> + use<'_> {
+    let kind = content.tree.kind;
+    let blocks = content.blocks.iter().copied().enumerate();
+    let blocks = blocks.filter(|(_, block)| *block != NULL_BLOCK);
+    blocks.map(move |(slot, block)| Place { kind, slot, block })
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::{BTreeMap, BTreeSet, HashMap};
     use std::hash::{BuildHasherDefault, Hasher};
 
     use super::*;
+    use crate::engine::prefix::Content as Pinned;
     use crate::engine::windows::needed_from;
     use crate::format::random::bits;
 
@@ -287,6 +404,8 @@ mod tests {
     #[derive(Default)]
     struct Program {
         held: Vec<Held>,
+        /// Nodes that are being read.
+        pinned: Vec<Pinned>,
         contents: HashMap<Place, Content>,
         /// The naive index.
         entered: BTreeMap<(bool, usize, Vec<u8>), Entered>,
@@ -434,6 +553,94 @@ mod tests {
             assert!(freed.iter().all(|place| !used.contains(place)));
         }
 
+        /// Enters a node of a file after a prefix of the index, or after none, and with the blocks that are drawn beside that of all positions.
+        fn restore(&mut self, pools: &mut TestPools, drawn: u64) {
+            self.purge(pools);
+            let there = self
+                .entered
+                .iter()
+                .filter(|(_, e)| e.blocks[0] != NULL_BLOCK);
+            let there: Vec<_> = there.map(|(key, _)| key.clone()).collect();
+            let random = Tree {
+                kind: KvType::ALL[(drawn >> 40) as usize & 1],
+                long_ropes: (drawn >> 41) as usize & 1,
+            };
+            let (tree, mut symbols) = match there.get((drawn >> 8) as usize % (there.len() + 3)) {
+                None => (random, Vec::new()),
+                Some((is_f32, long_ropes, symbols)) => {
+                    let kind = if *is_f32 { KvType::F32 } else { KvType::F16 };
+                    let long_ropes = *long_ropes;
+                    (Tree { kind, long_ropes }, symbols.clone())
+                }
+            };
+            let mut path = Vec::new();
+            pools
+                .index
+                .walk(tree, &mut path, symbols.iter().map(|s| unit_of(*s)));
+            assert_eq!(path.len(), symbols.len());
+            let after = self.entered.get(&key(tree, &symbols));
+            let after_followed = symbols.is_empty() || after.is_some_and(|e| e.is_followed);
+            symbols.push((drawn >> 42) as u8 & 1);
+            let is_followed = drawn >> 43 & 1 == 0;
+            let blocks =
+                [0, 1, STATE].map(|slot| match slot == 0 || drawn >> (44 + slot) & 1 == 0 {
+                    false => NULL_BLOCK,
+                    true => {
+                        let place = pools.take(tree.kind, slot);
+                        let content = (tree, symbols.clone(), is_followed || slot == STATE);
+                        self.contents.insert(place, content);
+                        place.block
+                    }
+                });
+            let first = pools.reserve_times(3);
+            let entry = Entry {
+                tree,
+                parent: path.last().copied(),
+                tokens: &unit_of(symbols[symbols.len() - 1]),
+                is_followed,
+                blocks: &blocks,
+                times: &[first, first + 1, first + 2],
+            };
+            let (node, freed) = pools.enter(&entry);
+            let entered = self.entered.entry(key(tree, &symbols)).or_default();
+            for (slot, &block) in blocks.iter().enumerate() {
+                let place = Place {
+                    kind: tree.kind,
+                    slot,
+                    block,
+                };
+                let is_needed = entered.blocks[slot] == NULL_BLOCK;
+                assert_eq!(freed.contains(&place), block != NULL_BLOCK && !is_needed);
+                if is_needed {
+                    entered.blocks[slot] = block;
+                }
+            }
+            let is_own = |slot: usize| [NULL_BLOCK, blocks[slot]].contains(&entered.blocks[slot]);
+            entered.is_followed |= is_followed && after_followed && is_own(0) && is_own(1);
+            let (held, has_block) = pools.held(tree, entry.parent, entry.tokens).unwrap();
+            assert_eq!(
+                (Some(held), has_block),
+                (node, entered.blocks.map(|b| b != 0).to_vec())
+            );
+        }
+
+        /// Begins to read a node, or ends that.
+        fn read(&mut self, pools: &mut TestPools, drawn: u64) {
+            let nodes = pools.list();
+            let index = (drawn >> 8) as usize;
+            if drawn >> 43 & 1 == 0 && !self.pinned.is_empty() {
+                let pinned = self.pinned.swap_remove(index % self.pinned.len());
+                let freed = pools.unpin(&pinned);
+                let is_published = |p: &Place| pools.of(p.kind)[p.slot].is_published(p.block);
+                assert!(!freed.iter().any(is_published));
+            } else if let Some(node) = nodes.get(index % nodes.len().max(1)) {
+                let pinned = pools.pin(node.id).unwrap();
+                assert_eq!((pinned.tree, &pinned.blocks), (node.tree, &node.blocks));
+                assert_eq!(pinned.last_uses.iter().max(), Some(&node.last_use));
+                self.pinned.push(pinned);
+            }
+        }
+
         /// Every block that a sequence uses holds the tokens of that sequence, whoever filled it.
         fn check(&self, pools: &TestPools) {
             let mut used = BTreeSet::new();
@@ -456,12 +663,15 @@ mod tests {
                     used.insert((place.kind == KvType::F32, place.slot, place.block));
                 }
             }
+            let pinned = self.pinned.iter().flat_map(places);
+            used.extend(pinned.map(|p| (p.kind == KvType::F32, p.slot, p.block)));
             let pools = KvType::ALL.iter().flat_map(|kind| pools.of(*kind));
             assert_eq!(pools.map(BlockPool::used).sum::<usize>(), used.len());
         }
     }
 
-    /// Random programs of sequences that begin alike, and that grow, fork, shrink and end, against a map from symbols to blocks.
+    /// Random programs of sequences that begin alike, and that grow, fork, shrink and end, while nodes are read for a file and entered from
+    /// one, against a map from symbols to blocks.
     #[test]
     fn prefixes_are_those_of_a_map_from_tokens_to_blocks() {
         let mut found = 0;
@@ -474,7 +684,7 @@ mod tests {
                 let more: Vec<u8> = (0..((1 + drawn) >> 20) & 3)
                     .map(|i| (drawn >> (24 + i)) as u8 & 1)
                     .collect();
-                match drawn % 7 {
+                match drawn % 9 {
                     0 | 1 if program.held.len() < 8 => {
                         let mut new = Held {
                             tree: Tree {
@@ -519,8 +729,12 @@ mod tests {
                             pools.release(place);
                         }
                     }
+                    6 => program.read(&mut pools, drawn),
+                    7 => program.restore(&mut pools, drawn),
                     _ => {
-                        let used: Vec<Place> = program.held.iter().flat_map(Held::places).collect();
+                        let pinned = program.pinned.iter().flat_map(places);
+                        let held = program.held.iter().flat_map(Held::places);
+                        let used: Vec<Place> = held.chain(pinned).collect();
                         let cached = KvType::ALL.iter().flat_map(|kind| pools.of(*kind));
                         let cached = cached.map(BlockPool::cached).sum::<usize>();
                         let freed = pools.evict();
@@ -534,6 +748,9 @@ mod tests {
                 held.places().into_iter().for_each(|place| {
                     pools.release(place);
                 });
+            }
+            for pinned in std::mem::take(&mut program.pinned) {
+                pools.unpin(&pinned);
             }
             while !pools.evict().is_empty() {}
             let all = KvType::ALL.iter().flat_map(|kind| pools.of(*kind));
@@ -599,6 +816,11 @@ mod tests {
         assert_eq!((units(&pools, &[1, 2, 3]), units(&pools, &[7, 8])), (3, 2));
         pools.evict();
         assert_eq!((units(&pools, &[1, 2, 3]), units(&pools, &[7, 8])), (2, 2));
+        // To be read is no use.
+        for node in pools.list() {
+            let pinned = pools.pin(node.id).unwrap();
+            assert!(pools.unpin(&pinned).is_empty());
+        }
         // A use makes the first one the last to go.
         let again = new(&mut program, &mut pools, &[1, 2]);
         end(&mut pools, again);

@@ -69,6 +69,37 @@ pub(super) struct Prefix {
     pub(super) first: Vec<usize>,
 }
 
+/// The time of the last use of a block that a sequence uses now.
+pub(super) const IN_USE: u64 = u64::MAX;
+
+/// A node, in a list of all.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Listed {
+    pub(super) id: NodeId,
+    /// `None` if it is of the first tokens.
+    pub(super) parent: Option<NodeId>,
+    pub(super) tree: Tree,
+    /// When one of its blocks was last used.
+    pub(super) last_use: u64,
+    /// Whether the drafter has followed its positions and all before them.
+    pub(super) is_followed: bool,
+    /// By slot; the null block where there is none.
+    pub(super) blocks: Box<[u32]>,
+}
+
+/// The tokens and blocks of a node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Content {
+    pub(super) tree: Tree,
+    pub(super) tokens: Arc<[u32]>,
+    /// Whether the drafter has followed its positions and all before them.
+    pub(super) is_followed: bool,
+    /// By slot; the null block where there is none.
+    pub(super) blocks: Box<[u32]>,
+    /// By slot: when the block was last used; 0 where there is none.
+    pub(super) last_uses: Box<[u64]>,
+}
+
 /// One unit of tokens.
 #[derive(Debug)]
 struct Node<S> {
@@ -97,6 +128,16 @@ pub(super) struct PrefixIndex<S = RandomState> {
     /// Nodes so far.
     count: u64,
     hasher: S,
+}
+
+impl<S> Node<S> {
+    /// When the block in a slot was last used; 0 if there is none.
+    fn last_use(&self, slot: usize) -> u64 {
+        match self.blocks[slot] {
+            NULL_BLOCK => 0,
+            _ => self.unused_since[slot].unwrap_or(IN_USE),
+        }
+    }
 }
 
 impl NodeId {
@@ -138,6 +179,48 @@ impl<S: BuildHasher + Clone> PrefixIndex<S> {
     pub(super) fn block(&self, node: NodeId, slot: usize) -> u32 {
         let node = self.nodes.get(&node);
         node.map_or(NULL_BLOCK, |node| node.blocks[slot])
+    }
+
+    /// All nodes but roots, in no order.
+    pub(super) fn list(&self) -> Vec<Listed> {
+        let is_root = |id: &NodeId| self.nodes[id].parent.is_none();
+        let nodes = self.nodes.iter().filter_map(|(&id, node)| {
+            let parent = node.parent?;
+            let last_uses = (0..self.layers.slots()).map(|slot| node.last_use(slot));
+            Some(Listed {
+                id,
+                parent: Some(parent).filter(|parent| !is_root(parent)),
+                tree: node.tree,
+                last_use: last_uses.max().unwrap_or(0),
+                is_followed: node.is_followed,
+                blocks: node.blocks.clone(),
+            })
+        });
+        nodes.collect()
+    }
+
+    /// The tokens and blocks of a node, if it is still in the index.
+    pub(super) fn content(&self, id: NodeId) -> Option<Content> {
+        let node = self.nodes.get(&id)?;
+        let last_uses = (0..self.layers.slots()).map(|slot| node.last_use(slot));
+        Some(Content {
+            tree: node.tree,
+            tokens: node.tokens.clone(),
+            is_followed: node.is_followed,
+            blocks: node.blocks.clone(),
+            last_uses: last_uses.collect(),
+        })
+    }
+
+    /// The node of a unit of tokens after those of `parent`, or after none, if there is one.
+    pub(super) fn child(
+        &self,
+        tree: Tree,
+        parent: Option<NodeId>,
+        tokens: &[u32],
+    ) -> Option<NodeId> {
+        let parent = parent.or_else(|| self.roots.get(&tree).copied())?;
+        self.nodes.get(&parent)?.children.get(tokens).copied()
     }
 
     /// Appends to `path`, which begins at the root of `tree`, the nodes of the tokens that `units` gives: one unit of tokens each.
@@ -256,10 +339,22 @@ impl<S: BuildHasher + Clone> PrefixIndex<S> {
 
     /// Says that no sequence uses the block in a slot any more: of such blocks it is the last to be given up.
     pub(super) fn leave(&mut self, node: NodeId, slot: usize) {
-        self.time += 1;
+        let time = self.reserve_times(1);
+        self.leave_at(node, slot, time);
+    }
+
+    /// The first of `count` times that are later than all before.
+    pub(super) fn reserve_times(&mut self, count: u64) -> u64 {
+        let first = self.time + 1;
+        self.time += count;
+        first
+    }
+
+    /// Says that no sequence uses the block in a slot any more, and that its last use was at a `time` that no other block has.
+    pub(super) fn leave_at(&mut self, node: NodeId, slot: usize, time: u64) {
         if let Some(of_node) = self.nodes.get_mut(&node) {
-            of_node.unused_since[slot] = Some(self.time);
-            self.unused.insert(self.time, (node, slot));
+            of_node.unused_since[slot] = Some(time);
+            self.unused.insert(time, (node, slot));
         }
     }
 
@@ -314,7 +409,7 @@ impl<S: BuildHasher + Clone> PrefixIndex<S> {
     }
 
     /// Removes a node, and the nodes before it, as far as they have neither blocks nor children.
-    fn prune(&mut self, id: NodeId) {
+    pub(super) fn prune(&mut self, id: NodeId) {
         let mut next = Some(id);
         while let Some(id) = next {
             let is_bare = |node: &Node<S>| {

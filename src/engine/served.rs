@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use super::blocks::{BlockCounts, Blocks};
 use super::runner::{Generating, PassCounts, Runner, Work};
+use super::saved::{self, PrefixCounts, RestoredPrefixes};
 use super::sequence::Sequence;
 use crate::base::Result;
 use crate::base::error::{Error, bail};
@@ -216,6 +217,25 @@ impl Served {
             free + self.blocks.counts().cached_bytes >= needed
         };
         self.runner.wait_for_room(sequence.id(), fits)
+    }
+
+    /// Writes the blocks of the prefix index to a file, those that sequences use and those that are cached, for
+    /// [`Served::restore_prefixes`] in a later process. The file appears complete or not at all. Sequences go on meanwhile; a block that gives
+    /// way to them before it is read is not in the file. Reports the bytes written to the thread's [`call`](crate::base::call), and is
+    /// cancelled with it.
+    pub fn save_prefixes(&self, path: &Path) -> Result<PrefixCounts> {
+        saved::save(&self.blocks, path)
+    }
+
+    /// Fills free blocks with those of a file of [`Served::save_prefixes`], on any device, and enters them into the prefix index. They count
+    /// as used now, in the order of their last use. No other block gives way: if there is not room for all, those used last are restored,
+    /// and prefixes stay without a gap. Blocks that are there already stay.
+    ///
+    /// Fails, and leaves the index as it was, if the file is damaged or is not of these weights, and if the model keeps no prefixes that no
+    /// sequence uses. A call that is cancelled leaves what it has restored. The checksum of a file finds damage and not forgery: sequences
+    /// begin with what a file holds as if this model had run it.
+    pub fn restore_prefixes(&self, path: &Path) -> Result<RestoredPrefixes> {
+        saved::restore(&self.blocks, path)
     }
 
     /// Numbers of passes so far.

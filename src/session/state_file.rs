@@ -1,34 +1,33 @@
-//! Session files: the complete state of a session, from which it continues as if never interrupted. A file holds a magic number, a JSON
-//! header, the tokens, the logits, the cache's pages, the drafter's pages if there are any, and a checksum of all that; numbers are
-//! little-endian. Everything is checked against the file size, the model and the checksum before it is used.
+//! Session files: the complete state of a session, from which it continues as if never interrupted. A file is [sealed](crate::base::sealed), and its
+//! content is the tokens, the logits, the cache's pages, and the drafter's pages if there are any. Everything is checked against the file
+//! size, the model and the checksum before it is used.
 
 use std::fs::File;
-use std::hash::Hasher;
-use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
-use twox_hash::XxHash3_64;
 
 use super::conversation::{Answering, Conversation};
 use super::next::Next;
 use super::{ChatOptions, Eviction, Session, SessionOptions};
 use crate::base::error::{bail, err};
-use crate::base::file::{self, Temporary};
-use crate::base::{Error, ErrorKind, Result, alloc, call, memory};
+use crate::base::sealed::{Format, Reader, Writer};
+use crate::base::{Error, ErrorKind, Result, alloc, file, memory};
 use crate::engine::{Kept, Sequence, Served};
 use crate::model::KvType;
 use crate::text::{Message, messages_from_json, messages_to_json};
 
-const MAGIC: [u8; 8] = *b"NVFP4SES";
 /// Version 1 identified models by the first and last rows of their weights; version 2 had only the roles user and assistant; version 3 had
 /// other checksums.
-const VERSION: u32 = 4;
-/// Bytes of magic, version and the header's length.
-const FRONT: u64 = 16;
-const CHECKSUM: u64 = 8;
+const FORMAT: Format = Format {
+    magic: *b"NVFP4SES",
+    version: 4,
+    name: "a session file",
+    older: "an older library wrote it; start the conversation anew, and save it again",
+    newer: "a newer library wrote it; restore it with that one",
+};
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -122,37 +121,24 @@ impl Session {
         };
         let json = serde_json::to_vec(&header)
             .map_err(|e| err!(Internal, "writing the session's header: {e}"))?;
-        let length = u32::try_from(json.len()).map_err(|_| {
-            err!(
+        if u32::try_from(json.len()).is_err() {
+            bail!(
                 InvalidArgument,
                 "the conversation's texts take {} bytes; a session file holds 4 GB of them",
                 json.len()
-            )
-        })?;
-        let size = header
-            .file_size(length, &self.cache)
+            );
+        }
+        let content = header
+            .content_bytes(&self.cache)
             .ok_or_else(|| err!(InvalidArgument, "the session is too large for a file"))?;
 
-        call::expect(size);
-        let file = Temporary::create(path, size)?;
-        let mut out = Writer {
-            file: &file,
-            at: 0,
-            sum: XxHash3_64::new(),
-        };
-        out.write(&MAGIC)?;
-        out.write(&VERSION.to_le_bytes())?;
-        out.write(&length.to_le_bytes())?;
-        out.write(&json)?;
+        let mut out = Writer::create(path, &FORMAT, &json, content)?;
         out.words(self.tokens.iter().copied())?;
         let logits = self.next.logits().unwrap_or_default();
         out.words(logits.iter().map(|x| x.to_bits()))?;
         self.cache.for_each_page(|page| out.write(page))?;
         self.cache.for_each_drafter_page(|page| out.write(page))?;
-        let sum = out.sum.finish();
-        out.write(&sum.to_le_bytes())?;
-        file.sync()?;
-        file.commit()
+        out.finish()
     }
 
     /// Restores a session from a file. `model` must be the model that ran it before.
@@ -164,40 +150,7 @@ impl Session {
 }
 
 fn restore(model: Arc<Served>, file: File) -> Result<Session> {
-    let size = file
-        .metadata()
-        .map_err(|e| Error::io("reading its size", e))?
-        .len();
-    call::expect(size);
-    if size < FRONT + CHECKSUM {
-        bail!(CorruptFile, "{size} bytes are too few for a session file");
-    }
-    let mut input = Reader {
-        file: std::io::BufReader::new(file),
-        sum: XxHash3_64::new(),
-    };
-    if input.array()? != MAGIC {
-        bail!(CorruptFile, "it is not a session file");
-    }
-    let version = u32::from_le_bytes(input.array()?);
-    if version != VERSION {
-        let advice = match version < VERSION {
-            true => "an older library wrote it; start the conversation anew, and save it again",
-            false => "a newer library wrote it; restore it with that one",
-        };
-        bail!(
-            Unsupported,
-            "it is a session file of version {version}, and this library reads version {VERSION}: {advice}"
-        );
-    }
-    let length = u32::from_le_bytes(input.array()?);
-    if u64::from(length) > size - FRONT - CHECKSUM {
-        bail!(
-            CorruptFile,
-            "its header of {length} bytes does not fit in its {size} bytes"
-        );
-    }
-    let json = input.bytes(length as usize)?;
+    let (mut input, json) = Reader::open(file, &FORMAT)?;
     let _texts = alloc::Budget::fields(json.len()).set_aside()?;
     let header: Header =
         serde_json::from_slice(&json).map_err(|e| err!(CorruptFile, "its header: {e}"))?;
@@ -209,11 +162,14 @@ fn restore(model: Arc<Served>, file: File) -> Result<Session> {
         .cache
         .check_kept(header.cached, &kept)
         .map_err(|e| err!(CorruptFile, "its header: {e}"))?;
-    let expected = header.file_size(length, &session.cache);
-    if expected != Some(size) {
+    let expected = header.content_bytes(&session.cache);
+    if expected != Some(input.left()) {
+        let other = input.size() - input.left();
+        let expected = expected.and_then(|content| content.checked_add(other));
         bail!(
             CorruptFile,
-            "it has {size} bytes, but by its header it would have {}; it is damaged or cut off",
+            "it has {} bytes, but by its header it would have {}; it is damaged or cut off",
+            input.size(),
             expected.map_or("too many".to_owned(), |n| n.to_string())
         );
     }
@@ -237,13 +193,7 @@ fn restore(model: Arc<Served>, file: File) -> Result<Session> {
                 _ => e,
             })?;
     }
-    let sum = input.sum.finish();
-    if u64::from_le_bytes(input.array()?) != sum {
-        bail!(
-            CorruptFile,
-            "its checksum is not that of its content; it is damaged"
-        );
-    }
+    input.finish()?;
     session
         .model
         .check_tokens(&session.tokens)
@@ -342,11 +292,11 @@ impl Header {
         })
     }
 
-    /// The size of the whole file; `None` if it overflows.
-    fn file_size(&self, header: u32, cache: &Sequence) -> Option<u64> {
+    /// Bytes after the header and before the checksum; `None` if they overflow.
+    fn content_bytes(&self, cache: &Sequence) -> Option<u64> {
         let numbers = (self.tokens as u64).checked_add(self.logits as u64)?;
-        (FRONT + CHECKSUM + u64::from(header))
-            .checked_add(numbers.checked_mul(4)?)?
+        numbers
+            .checked_mul(4)?
             .checked_add(cache.page_bytes(self.cached, &self.kept(cache))?)?
             .checked_add(self.drafter)
     }
@@ -371,73 +321,4 @@ fn is_zero(number: &u64) -> bool {
 fn raw(messages: &[Message]) -> Result<Box<RawValue>> {
     serde_json::value::to_raw_value(&messages_to_json(messages))
         .map_err(|e| err!(Internal, "writing the conversation: {e}"))
-}
-
-struct Writer<'a> {
-    file: &'a Temporary,
-    at: u64,
-    sum: XxHash3_64,
-}
-
-impl Writer<'_> {
-    fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        self.file.write_at(bytes, self.at)?;
-        self.sum.write(bytes);
-        self.at += bytes.len() as u64;
-        call::add(bytes.len() as u64);
-        call::check()
-    }
-
-    fn words(&mut self, mut numbers: impl Iterator<Item = u32>) -> Result<()> {
-        let mut bytes = [0; 4096];
-        loop {
-            let mut len = 0;
-            for (place, number) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(&mut numbers) {
-                *place = number.to_le_bytes();
-                len += 4;
-            }
-            if len == 0 {
-                return Ok(());
-            }
-            self.write(&bytes[..len])?;
-        }
-    }
-}
-
-struct Reader {
-    file: std::io::BufReader<File>,
-    sum: XxHash3_64,
-}
-
-impl Reader {
-    fn read(&mut self, out: &mut [u8]) -> Result<()> {
-        self.file
-            .read_exact(out)
-            .map_err(|e| Error::io("reading", e))?;
-        self.sum.write(out);
-        call::add(out.len() as u64);
-        call::check()
-    }
-
-    fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
-        let mut out = [0; N];
-        self.read(&mut out)?;
-        Ok(out)
-    }
-
-    /// `len` must have been checked against the size of the file.
-    fn bytes(&mut self, len: usize) -> Result<Vec<u8>> {
-        let mut out = memory::zeros(len)?;
-        self.read(&mut out)?;
-        Ok(out)
-    }
-
-    /// Like [`Reader::bytes`].
-    fn words(&mut self, len: usize) -> Result<Vec<u32>> {
-        let bytes = self.bytes(len * 4)?;
-        let (words, _) = bytes.as_chunks::<4>();
-        let mut out = memory::with_room(len)?;
-        out.extend(words.iter().map(|w| u32::from_le_bytes(*w)));
-        Ok(out)
-    }
 }

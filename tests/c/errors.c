@@ -552,6 +552,14 @@ static void models(NVFP4_Model *model, const char *path)
     BAD(invalid, NVFP4_model_statistics, model, NULL);
     statistics.struct_size = 4;
     BAD(NVFP4_ABI_MISMATCH, NVFP4_model_statistics, model, &statistics);
+    HANDLE(NVFP4_model_save_prefixes, h, "/dev/null/x", 11, NULL);
+    BAD(invalid, NVFP4_model_save_prefixes, model, NULL, 1, NULL);
+    BAD(NVFP4_IO, NVFP4_model_save_prefixes, model, "/dev/null/x", 11, NULL);
+    BAD(invalid, NVFP4_model_save_prefixes, model, "/dev/null", 9, NULL);
+    HANDLE(NVFP4_model_restore_prefixes, h, "/dev/null/x", 11, NULL);
+    BAD(invalid, NVFP4_model_restore_prefixes, model, NULL, 1, NULL);
+    BAD(invalid, NVFP4_model_restore_prefixes, model, "/dev/null/x", 11, NULL);
+    SAYS("load it with prefix_bytes or kv_bytes");
     HANDLE(NVFP4_model_tokenize, h, "a", 1, 0, &token, 1, &length);
     BAD(invalid, NVFP4_model_tokenize, model, NULL, 1, 0, &token, 1, &length);
     BAD(invalid, NVFP4_model_tokenize, model, "a", 1, 2, &token, 1, &length);

@@ -296,8 +296,50 @@ static NVFP4_ModelStatistics statistics_of(const NVFP4_Model *of)
     return statistics;
 }
 
+/* A model loaded anew finds the tokens of a file as the model that saved it does, and computes the same from there. */
+static void saved_prefixes(const char *path, const char *scratch, const int32_t *tokens, size_t count, uint64_t found)
+{
+    char file[1100];
+    snprintf(file, sizeof file, "%s/saved-prefixes", scratch);
+    NVFP4_LoadOptions options;
+    NVFP4_Model *first = NULL, *later = NULL, *without = NULL;
+    NVFP4_Session *session = NULL, *begun = NULL;
+    OK(NVFP4_load_options_init(&options, sizeof options));
+    options.prefix_cache = 0;
+    OK(NVFP4_model_load(path, strlen(path), &options, NULL, &without));
+    options.prefix_cache = 1, options.prefix_bytes = 1 << 20;
+    OK(NVFP4_model_load(path, strlen(path), &options, NULL, &first));
+    OK(NVFP4_model_load(path, strlen(path), &options, NULL, &later));
+    OK(NVFP4_session_create(first, NULL, &session));
+    OK(NVFP4_session_prefill(session, tokens, count, NULL));
+    OK(NVFP4_model_save_prefixes(first, file, strlen(file), NULL));
+    OK(NVFP4_model_restore_prefixes(later, file, strlen(file), NULL));
+    NVFP4_ModelStatistics now = statistics_of(later);
+    CHECK(now.blocks_cached > 0 && now.blocks_used == 0 && now.passes == 0);
+    /* Blocks stay that are there already. */
+    OK(NVFP4_model_restore_prefixes(later, file, strlen(file), NULL));
+    CHECK(statistics_of(later).blocks_cached == now.blocks_cached);
+    OK(NVFP4_session_create(later, NULL, &begun));
+    OK(NVFP4_session_prefill(begun, tokens, count, NULL));
+    CHECK(statistics_of(later).prompt_tokens_found == found && same(session, begun));
+
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_model_save_prefixes(without, file, strlen(file), NULL));
+    SAYS("without a prefix cache");
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_model_restore_prefixes(without, file, strlen(file), NULL));
+    FILE *cut = fopen(file, "wb");
+    CHECK(cut != NULL && fputs("NVFP4PRE", cut) >= 0 && fclose(cut) == 0);
+    FAILS(NVFP4_CORRUPT_FILE, NVFP4_model_restore_prefixes(later, file, strlen(file), NULL));
+    CHECK(remove(file) == 0);
+    FAILS(NVFP4_NOT_FOUND, NVFP4_model_restore_prefixes(later, file, strlen(file), NULL));
+    OK(NVFP4_session_release(session));
+    OK(NVFP4_session_release(begun));
+    OK(NVFP4_model_release(first));
+    OK(NVFP4_model_release(later));
+    OK(NVFP4_model_release(without));
+}
+
 /* Sessions that begin with the same tokens share them, within the options of the model, and statistics count what ran. */
-static void prefixes(const char *path)
+static void prefixes(const char *path, const char *scratch)
 {
     enum { LONG = 40, FOUND = 32 };
     int32_t tokens[LONG];
@@ -343,6 +385,7 @@ static void prefixes(const char *path)
         OK(NVFP4_session_release(third));
         OK(NVFP4_model_release(other));
     }
+    saved_prefixes(path, scratch, tokens, LONG, FOUND);
     NVFP4_ModelStatistics none = {.struct_size = 3};
     FAILS(NVFP4_ABI_MISMATCH, NVFP4_model_statistics(model, &none));
     FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_model_statistics(model, NULL));
@@ -1102,7 +1145,7 @@ int main(int argc, char **argv)
     devices(argv[1]);
     reserved(argv[1]);
     planned(argv[1]);
-    prefixes(argv[1]);
+    prefixes(argv[1], argv[2]);
     prefill_and_decode();
     streaming();
     chat();

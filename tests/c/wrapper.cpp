@@ -375,6 +375,19 @@ void sessions(const std::string &path, const std::string &scratch)
     CHECK(session.length() == first.prompt_tokens + 12 && session.memory() > 0);
     CHECK(session.messages().find("Be brief.") != std::string::npos);
 
+    /* Another model begins with the prefixes of this one. */
+    nvfp4::LoadOptions keeping;
+    keeping.device_type = NVFP4_DEVICE_CPU;
+    keeping.prefix_bytes = 1 << 20;
+    const nvfp4::Model later(path, keeping, &quantize);
+    const std::string prefixes = scratch + "/wrapper.nvfp4prefixes";
+    model.save_prefixes(prefixes);
+    later.restore_prefixes(prefixes);
+    std::remove(prefixes.c_str());
+    CHECK(later.statistics().blocks_cached > 0 && later.statistics().passes == 0);
+    CHECK(status_of([&] { later.restore_prefixes(prefixes); }) == NVFP4_NOT_FOUND);
+    CHECK(status_of([&] { model.restore_prefixes(prefixes); }) == NVFP4_INVALID_ARGUMENT);
+
     /* The model outlives its handle. */
     nvfp4::Model other(path, load);
     nvfp4::Session of_other(other);
@@ -446,6 +459,8 @@ void sessions(const std::string &path, const std::string &scratch)
     const nvfp4::Cancel same = cancel.clone();
     CHECK(same.triggered() && status_of([&] { session.decode(1, &call); }) == NVFP4_CANCELLED);
     CHECK(status_of([&] { fork.save(scratch + "/never", &call); }) == NVFP4_CANCELLED);
+    CHECK(status_of([&] { model.save_prefixes(scratch + "/never", &call); }) == NVFP4_CANCELLED);
+    CHECK(status_of([&] { later.restore_prefixes(scratch + "/never", &call); }) == NVFP4_CANCELLED);
     cancel.renew();
     CHECK(!same.triggered() && !none.trigger() && !none.renew() && created.trigger() && created.triggered());
     options.call = nullptr;

@@ -1386,6 +1386,36 @@ namespace LibNVFP4
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_model_statistics(ModelHandle model, NativeModelStatistics* result);
 
+        // Writes the prefix cache to a file: the keys, values and recurrent states of the blocks of tokens that sessions share, with these
+        // tokens, whether sessions use them or the cache alone holds them. NVFP4_model_restore_prefixes() gives them to a later process. An
+        // existing file is replaced only when the new one is complete; a call that fails leaves no file, and no cached block is lost. From
+        // any thread at any time: sessions run meanwhile, and what gives way to them before it is read is not in the file.
+        //
+        // #NVFP4_INVALID_ARGUMENT for a model that was loaded with `prefix_cache` 0; #NVFP4_IO if the file cannot be written.
+        //
+        // - `path`, `path_length`: see TEXT above.
+        // - `call`: cancels the call and reports the bytes written; may be NULL.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_save_prefixes(ModelHandle model, byte* path, UIntPtr pathLength, NativeCallOptions* call);
+
+        // Fills free memory of the prefix cache with a file of NVFP4_model_save_prefixes(), so that sessions that begin with its tokens run
+        // only the rest, as in the process that saved it. The file may come from another device. If there is not room for all of it, what
+        // was used last is restored; nothing gives way to it, and what is there already stays. `blocks_cached` of NVFP4_model_statistics()
+        // says what the cache holds. From any thread at any time: sessions run meanwhile, and begin with what has been restored.
+        //
+        // The checksum of a file finds damage, not forgery: sessions begin with what it holds as if the model had run it, so restore files
+        // that you trust as you trust the weights.
+        //
+        // #NVFP4_INVALID_ARGUMENT if other weights or other activations made the file, or if the model keeps no prefixes: it was loaded
+        // with `prefix_cache` 0, or with neither `prefix_bytes` nor `kv_bytes`. #NVFP4_CORRUPT_FILE if the file is damaged or cut off,
+        // #NVFP4_UNSUPPORTED if it is of another version, or of a type of keys that the device does not keep. The cache is then as it was.
+        // A call that is cancelled leaves what it has restored.
+        //
+        // - `path`, `path_length`: see TEXT above.
+        // - `call`: cancels the call and reports the bytes read: the file is read twice, first to check it; may be NULL.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_restore_prefixes(ModelHandle model, byte* path, UIntPtr pathLength, NativeCallOptions* call);
+
         // Writes the size of the vocabulary, which is the number of logits for a token.
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_model_vocab_size(ModelHandle model, UIntPtr* size);

@@ -1,5 +1,5 @@
-//! Pages of session files: sixteen positions of one layer, in the layout of the CPU's cache. A GPU's pages are converted, so that a session
-//! can move between devices. Also the removal of what a failed pass wrote.
+//! Pages of files of sessions and of prefixes: sixteen positions of one layer, in the layout of the CPU's cache. A GPU's pages are converted,
+//! so that a file can move between devices. Also the removal of what a failed pass wrote.
 
 use std::ops::Range;
 
@@ -9,6 +9,12 @@ use crate::base::{Result, memory};
 use crate::cuda;
 
 impl KvCache {
+    /// The group of each layer, and the bytes of its pages, in the order of [`KvCache::read_pages`].
+    pub fn page_sizes(&self, of: PagesOf) -> impl Iterator<Item = (usize, usize)> {
+        let layers = self.cached_layers(of);
+        layers.map(|(arena, group, _)| (group, arena.layout().page_bytes()))
+    }
+
     /// Bytes that [`KvCache::read_pages`] gives for `len` positions, of which group `i` keeps those from `kept_from[i]` on; `None` if the
     /// number overflows.
     pub fn page_bytes(&self, of: PagesOf, len: usize, kept_from: &[usize]) -> Option<u64> {

@@ -34,6 +34,9 @@ use crate::ops::attention::{self, CachedLayer, KvLayout, KvPages, KvType, PAGE a
 use crate::ops::{Device, Slice, SliceMut, Workspace};
 use crate::tensor::AttentionShape;
 
+/// Positions of a page of a file.
+pub const FILE_PAGE: usize = HOST_PAGE;
+
 /// The memory of a model's keys and values, in each format that its sequences use.
 pub struct KvMemory {
     device: Device,
