@@ -22,6 +22,15 @@ namespace LibNVFP4
             Part = (Part)raw->Part;
         }
 
+        internal unsafe TokenEvent(NativeQueueEvent* raw)
+        {
+            Kind = (TokenEventKind)raw->Kind;
+            Token = raw->Token;
+            Text = Interop.Read(raw->Text, raw->TextLength);
+            LogProbability = raw->LogProbability;
+            Part = (Part)raw->Part;
+        }
+
         /// <summary>Whether it is a token.</summary>
         public TokenEventKind Kind { get; }
 
@@ -159,7 +168,7 @@ namespace LibNVFP4
         /// <summary>The text of the last generation, of a chat the answer without its reasoning, which is empty before the first. A character that it left unfinished is not part of it, and comes with the text of the next one if that completes it.</summary>
         public string Text => Interop.Text((buffer, capacity, length) => Native.NVFP4_session_text(Handle, buffer, capacity, length));
 
-        /// <summary>The result of the last generation, or null. Streams set it at their end.</summary>
+        /// <summary>The result of the last generation, or null. Streams and queues set it at their end.</summary>
         public Generation LastGeneration { get; private set; }
 
         /// <summary>Appends tokens and runs them, many at a time: the prefill of a prompt.</summary>
@@ -507,6 +516,18 @@ namespace LibNVFP4
                 call.Finish(status, status == (int)Status.Ok && result.Finish == (int)FinishReason.Cancelled);
             }
             return LastGeneration;
+        }
+
+        /// The result of a generation that a queue has run, of so many tokens. One that was ended before its first token has left none.
+        internal Generation TakeResult(FinishReason finish, long tokens)
+        {
+            LastGeneration = null;
+            var result = new NativeGenerationResult { StructSize = (uint)sizeof(NativeGenerationResult) };
+            if (tokens > 0 || finish != FinishReason.Cancelled && finish != FinishReason.Deadline)
+                Interop.Check(Native.NVFP4_session_result(Handle, &result));
+            result.Finish = (int)finish;
+            Handle.Press();
+            return LastGeneration = new Generation(result);
         }
 
         void Prefill(int* tokens, int count, bool single, ProgressHandler progress, CancellationToken cancellation)
