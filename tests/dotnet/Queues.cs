@@ -29,6 +29,7 @@ static partial class Tests
         Run("200 streams of a queue on one thread", () => OneThread.Run(() => Many(StreamSome)));
         Run("streams of a queue", () => QueueStreams().GetAwaiter().GetResult());
         Run("forgotten streams of a queue", ForgottenQueueStreams);
+        Run("a queue of a plugin that is unloaded", () => UntilUnloaded(UnloadAfter(nameof(QueueInPlugin), out object _, reciterPath)));
 #endif
         Run("statistics of a model", Statistics);
         Run("plans of a model", Plans);
@@ -156,7 +157,7 @@ static partial class Tests
             collector.Join();
         }
         Check(left >= 10, left + " have left early");
-        // Those of the library, the queue's, the collector's, and some of the pool.
+        // The library's threads, the queue's, the collector's, and some of the pool.
         Check(most < threads + Running + 2 + 40, most + " threads after " + threads);
         Console.WriteLine("        {0} of {1} left early; {2} threads more at most", left, Count, most - threads);
     }
@@ -164,11 +165,12 @@ static partial class Tests
     static async Task<string> GenerateSome(Queue queue, Session session, Sample sample, Leaving leaving, int pieces)
     {
         string text = "";
-        int seen = 0;
+        int seen = 0, thread = Thread.CurrentThread.ManagedThreadId;
         using (var source = new CancellationTokenSource())
         {
             TokenHandler handler = piece =>
             {
+                Check(Thread.CurrentThread.IsThreadPoolThread && Thread.CurrentThread.ManagedThreadId != thread);
                 text += piece.Text;
                 if (++seen < pieces || leaving == Leaving.Not || leaving == Leaving.ByTimer)
                     return true;
@@ -233,7 +235,7 @@ static partial class Tests
             Check(result.Finish == FinishReason.Stop && result.GeneratedTokens == 12);
             result = await queue.ChatAsync(chat, "again");
             Same(12L, result.GeneratedTokens);
-            // What a handler throws comes out, and the session can be used then.
+            // The exception of a handler comes out, and the session can be used then.
             var special = new Special();
             Check(ReferenceEquals(special, await ThrowsAsync<Special>(() => queue.ChatAsync(chat, "!", piece =>
             {
@@ -745,6 +747,17 @@ static partial class Tests
         Check(stream.MoveNextAsync().AsTask().Result);
     }
 
+    /// Neither the queue nor its stream is disposed of. Its thread runs code of the plugin.
+    static void QueueInPlugin(string path)
+    {
+        using (var own = Model.Load(path))
+        {
+            var queue = new Queue(own);
+            Same(Sentence, queue.AskAsync(new ChatSession(own), "Hi").Result);
+            Check(queue.StreamAsync(new ChatSession(own), "Hi").GetAsyncEnumerator().MoveNextAsync().AsTask().Result);
+        }
+    }
+
     /// Streams that were left half-way end, with and without their queues and sessions.
     static void ForgottenQueueStreams()
     {
@@ -788,7 +801,7 @@ static partial class Tests
 
     static F Function<F>(string name) => Marshal.GetDelegateForFunctionPointer<F>(dlsym(dlopen(Library.Path, 2), name));
 
-    /// The same numbers as the library writes, in their order.
+    /// All numbers are those that the library writes.
     static void Statistics()
     {
         using (Model own = Model.Load(modelPath, new LoadOptions { KvBytes = 1 << 22 }))
@@ -835,7 +848,7 @@ static partial class Tests
         raw[0] = (ulong)raw.Length * 8;
         Same(0, Function<PlanCall>("NVFP4_model_plan")(path, (UIntPtr)(ulong)path.Length, IntPtr.Zero, IntPtr.Zero, IntPtr.Zero, raw));
         Check(plan.Device.Equals(Device.Cpu) && plan.Context == 256 && plan.PeakLoadBytes >= plan.WeightBytes);
-        // What is free changes all the time.
+        // The free memory changes all the time, and is left out.
         Same(string.Join(" ", raw.Skip(2).Take(16)), string.Join(" ", new[]
         {
             (ulong)plan.Context, plan.WeightBytes, plan.WeightHostBytes, plan.PeakLoadBytes, plan.PeakLoadHostBytes, plan.StepWorkspaceBytes,

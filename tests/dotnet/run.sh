@@ -331,10 +331,14 @@ persistent() {
     said "--turn is no option" script examples/fsharp/persistent.fsx --model "$work/forever" --turn 3
 }
 
-# first LANGUAGE FILE: the first program of docs/hosts.md in a language, which is as long as it should be.
-first() {
-    awk -v fence="\`\`\`$1" '$0 == fence { inside = 1; next } /^```$/ && inside { exit } inside' docs/hosts.md >"$2" && [ "$(wc -l <"$2")" -eq 10 ]
+# program_of_page NUMBER LANGUAGE FILE: the first or a later program of docs/hosts.md in a language.
+program_of_page() {
+    awk -v number="$1" -v fence="\`\`\`$2" '$0 == fence { inside = ++n == number; next } /^```$/ && inside { exit } inside' docs/hosts.md >"$3" &&
+        [ -s "$3" ]
 }
+
+# first LANGUAGE FILE: the first program of docs/hosts.md in a language, which is as long as it should be.
+first() { program_of_page 1 "$1" "$2" && [ "$(wc -l <"$2")" -eq 10 ]; }
 
 # The library is beside the assembly, which in F# Interactive is not the program's.
 first_programs() {
@@ -343,6 +347,15 @@ first_programs() {
     cd "$work/first" || return 1
     [ "$("$sdk/dotnet" exec "$sdk"/sdk/*/FSharp/fsi.exe --quiet --exec example.fsx)" = 好語😀é ] || return 1
     csc example.dll -r:LibNVFP4.dll example.cs && [ "$("$sdk/dotnet" example.dll)" = 好語😀é ]
+}
+
+# The programs of docs/hosts.md with queues, each with two answers in any order.
+queue_programs() {
+    program_of_page 2 fsharp "$work/first/queue.fsx" && program_of_page 2 csharp "$work/first/queue.cs" && cd "$work/first" || return 1
+    local expected
+    expected=$(printf '%s 好語😀é\n' "Why is the sea salty?" "Why is the sky blue?")
+    [ "$("$sdk/dotnet" exec "$sdk"/sdk/*/FSharp/fsi.exe --quiet --exec queue.fsx | sort)" = "$expected" ] || return 1
+    csc queue.dll -r:LibNVFP4.dll queue.cs && [ "$("$sdk/dotnet" queue.dll | sort)" = "$expected" ]
 }
 
 # Whole programs of any page in C#, compiled, and in F#, by one start of its compiler.
@@ -420,6 +433,7 @@ if [ -e "$work/core/LibNVFP4.FSharp.dll" ]; then
     check "F# examples" fsharp_examples
     check "F# persistent conversation" persistent
     check "first programs of docs/hosts.md" first_programs
+    check "programs of docs/hosts.md with queues" queue_programs
     check "programs of the pages" page_programs
     for dotnet in "$sdk/dotnet" $(command -v dotnet); do
         check "C# examples by their projects, SDK $("$dotnet" --version)" csharp_examples "$dotnet"

@@ -89,9 +89,15 @@ namespace LibNVFP4
 
         void Start()
         {
+            var thread = new Thread(Run) { IsBackground = true, Name = "NVFP4 queue" };
             try
             {
-                new Thread(Run) { IsBackground = true, Name = "NVFP4 queue" }.Start();
+                // What flows with the first submission, such as its AsyncLocals, must not stay for the life of the queue.
+                if (ExecutionContext.IsFlowSuppressed())
+                    thread.Start();
+                else
+                    using (ExecutionContext.SuppressFlow())
+                        thread.Start();
             }
             catch (Exception e)
             {

@@ -368,6 +368,7 @@ namespace LibNVFP4
     public sealed unsafe class SubmitOptions
     {
         internal NativeSubmitOptions Raw;
+        TimeSpan? deadline;
 
         /// <summary>The defaults.</summary>
         public SubmitOptions()
@@ -385,11 +386,12 @@ namespace LibNVFP4
         /// <summary>The time after which the generation ends as <see cref="FinishReason.Deadline"/>, counted from its submission. It keeps the tokens that it has, and is no failure. Default: null, never.</summary>
         public TimeSpan? Deadline
         {
-            get => Raw.Deadline == 0 ? (TimeSpan?)null : TimeSpan.FromSeconds(Raw.Deadline);
+            get => deadline;
             set
             {
                 if (value <= TimeSpan.Zero)
                     throw new ArgumentOutOfRangeException(nameof(value), value, "a deadline takes a positive time, or null for none");
+                deadline = value;
                 Raw.Deadline = value?.TotalSeconds ?? 0;
             }
         }

@@ -225,7 +225,7 @@ namespace LibNVFP4
             try
             {
                 using (var pinned = new PinnedOptions(options))
-                    dispatcher.Submit(reply, number =>
+                    dispatcher.Submit(reply, number => reply.Submit(() =>
                     {
                         NativeGenerateOptions generate = pinned.Raw;
                         generate.Call = reply.Call.Options;
@@ -233,7 +233,7 @@ namespace LibNVFP4
                         how.User = number;
                         ulong generation;
                         return submission(dispatcher.Handle, session.Handle, &generate, &how, &generation);
-                    });
+                    }));
             }
             catch (Exception e)
             {
@@ -247,7 +247,7 @@ namespace LibNVFP4
         {
             Reply reply = begin(default(CancellationToken));
             if (handler != null)
-                await GiveAsync(reply, handler).ConfigureAwait(false);
+                await Task.Run(() => GiveAsync(reply, handler)).ConfigureAwait(false);
             else
                 reply.Discard();
             await reply.Ended.ConfigureAwait(false);
@@ -259,10 +259,7 @@ namespace LibNVFP4
         {
             Reply reply = begin(default(CancellationToken));
             var answer = new StringBuilder();
-            // Without a handler the pieces are taken together at the end, which wakes nobody for each.
-            if (onText == null)
-                await reply.Ended.ConfigureAwait(false);
-            await GiveAsync(reply, piece =>
+            TokenHandler handler = piece =>
             {
                 if (IsAnswer(piece))
                 {
@@ -270,7 +267,11 @@ namespace LibNVFP4
                     onText?.Invoke(piece.Text);
                 }
                 return true;
-            }).ConfigureAwait(false);
+            };
+            // Without a handler of the caller's, the pieces are taken together at the end: nothing is woken for each.
+            if (onText == null)
+                await reply.Ended.ConfigureAwait(false);
+            await Task.Run(() => GiveAsync(reply, handler)).ConfigureAwait(false);
             GC.KeepAlive(this);
             return answer.ToString();
         }

@@ -54,6 +54,16 @@ namespace LibNVFP4
         /// Ends when the session can be used again. Result says how the generation ended.
         internal Task Ended => ended.Task;
 
+        /// Makes a submission, which Call lends what ends it: the call stays until it returns.
+        internal int Submit(Func<int> submission)
+        {
+            lock (gate)
+            {
+                thrown?.Throw();
+                return submission();
+            }
+        }
+
         /// The result of a generation that has ended. Throws what it failed with.
         internal Generation Result()
         {
