@@ -352,10 +352,9 @@ first_programs() {
 # The programs of docs/hosts.md with queues, each with two answers in any order.
 queue_programs() {
     program_of_page 2 fsharp "$work/first/queue.fsx" && program_of_page 2 csharp "$work/first/queue.cs" && cd "$work/first" || return 1
-    local expected
-    expected=$(printf '%s 好語😀é\n' "Why is the sea salty?" "Why is the sky blue?")
-    [ "$("$sdk/dotnet" exec "$sdk"/sdk/*/FSharp/fsi.exe --quiet --exec queue.fsx | sort)" = "$expected" ] || return 1
-    csc queue.dll -r:LibNVFP4.dll queue.cs && [ "$("$sdk/dotnet" queue.dll | sort)" = "$expected" ]
+    printf '%s 好語😀é\n' "Why is the sea salty?" "Why is the sky blue?" >expected
+    "$sdk/dotnet" exec "$sdk"/sdk/*/FSharp/fsi.exe --quiet --exec queue.fsx | sort | diff expected - || return 1
+    csc queue.dll -r:LibNVFP4.dll queue.cs && "$sdk/dotnet" queue.dll | sort | diff expected -
 }
 
 # Whole programs of any page in C#, compiled, and in F#, by one start of its compiler.

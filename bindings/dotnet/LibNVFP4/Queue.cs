@@ -60,7 +60,9 @@ namespace LibNVFP4
         /// <summary>Ends the generations of a queue that is forgotten. Awaiting code keeps its queue.</summary>
         ~Queue()
         {
-            dispatcher?.End();
+            // At the end of a process .NET Framework runs the finalizers of all objects while other threads stand still, with their locks.
+            if (!Environment.HasShutdownStarted)
+                dispatcher?.End();
         }
 
         /// <summary>How many submissions wait and run now.</summary>
